@@ -1,0 +1,212 @@
+"""`fa3gen list`, `fa3gen new` and `fa3gen schema`: the commands that deal with specs alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from fa3gen.spec import Spec
+    from fa3gen.specfile import SpecFile
+    from fa3gen.workspace import Workspace
+
+
+def list_specs(
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, one object per generated module.")] = False,
+) -> None:
+    """Show all specs, the modules they generate, and what each is."""
+    from fa3gen.workspace import Workspace
+
+    workspace = Workspace.find()
+    files = [*workspace.load_all(), *workspace.load_bundled()]
+    if as_json:
+        import json
+
+        rows = [facts(file, variant.stem, variant.spec) for file in files for variant in file.variants]
+        typer.echo(json.dumps(rows, indent=2))
+    elif files:
+        _print_table(files)
+    else:
+        typer.echo(f"There is no spec in {workspace.specs_dir}.")
+
+
+def new_spec(
+    name: Annotated[str, typer.Argument(help="Stem of the new spec: specs/NAME.yaml is written.")],
+    base: Annotated[str, typer.Option("--from", help="Spec to start from: a stem or a path.", metavar="SPEC")],
+) -> None:
+    """Write a new spec that extends another one, with hints of what can be overridden."""
+    from fa3gen.errors import UserError
+    from fa3gen.specfile import is_stem
+    from fa3gen.workspace import Workspace
+
+    if not is_stem(name):
+        raise UserError(f"'{name}' cannot name a Python module; use letters, digits and underscores")
+    workspace = Workspace.find()
+    target = workspace.specs_dir / f"{name}.yaml"
+    if target.exists():
+        raise UserError(f"{_shown(target, workspace)} exists already; choose another name or edit that file")
+    spec_file = _base_file(base, workspace)
+    _refuse_taken_names(name, spec_file, workspace)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with target.open("x", encoding="utf-8") as stream:
+        stream.write(derived_text(spec_file, _reference(spec_file, workspace)))
+    typer.echo(f"wrote {_shown(target, workspace)}\nnext: edit it, then run `fa3gen render {name}`")
+
+
+def print_schema() -> None:
+    """Print the JSON Schema of a spec file, for editors."""
+    import json
+
+    from fa3gen.schema import file_schema
+
+    typer.echo(json.dumps(file_schema(), indent=2))
+
+
+# list
+
+
+def facts(file: SpecFile, stem: str, spec: Spec) -> dict[str, Any]:
+    """What the list says of one module, as JSON values."""
+    tile = spec.tile
+    workers = f"{tile.warpgroups} wg" if tile.warpgroups else f"{tile.threads} thr"
+    return {
+        "spec": file.stem,
+        "stem": stem,
+        "summary": file.summary,
+        "source": str(file.path),
+        "head_dim": spec.problem.head_dim,
+        "dtype": spec.problem.dtype,
+        "mask": _mask_text(spec),
+        "tile": f"{tile.q}x{tile.kv} {workers}",
+        "load": _load_text(spec),
+        "products": f"{spec.qk.engine}/{spec.pv.engine}",
+        "handoff": spec.handoff.through,
+        "lse": spec.outputs.lse,
+    }
+
+
+def _mask_text(spec: Spec) -> str:
+    mask = spec.mask
+    return f"window {mask.left}, {mask.right}" if mask.kind == "window" else mask.kind
+
+
+def _load_text(spec: Spec) -> str:
+    load = spec.load
+    if load.engine == "sync":
+        return "sync"
+    return f"{load.engine} x{load.kv_stages}"
+
+
+def _print_table(files: Sequence[SpecFile]) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=1000)  # a pipe or a file has no width to fit into
+    headings = ("module", "d", "dtype", "mask", "tile", "load", "QK/PV", "P through")
+    keys = ("stem", "head_dim", "dtype", "mask", "tile", "load", "products", "handoff")
+    for file in files:
+        table = Table(*headings, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+        table.columns[0].no_wrap = True
+        # Cells and titles are Text: a plain string with square brackets in it would be taken for markup.
+        for variant in file.variants:
+            row = facts(file, variant.stem, variant.spec)
+            table.add_row(*(Text(str(row[key])) for key in keys))
+        console.print(Text.assemble((file.stem, "bold"), f": {file.summary}"))
+        console.print(table)
+
+
+# new
+
+
+def derived_text(base: SpecFile, reference: str) -> str:
+    """A spec file that extends `base` (named `reference` from where it lies) and changes nothing yet."""
+    hints = {key: value for key, value in _without_axes(base.fields, list(base.matrix)).items() if value != {}}
+    if base.matrix:
+        hints["matrix"] = {path: [_short_mask(value) for value in values] for path, values in base.matrix.items()}
+    head = {"summary": f"As {base.stem}; say here in one line what is different", "extends": reference}
+    commented = "".join(f"# {line}\n" for line in _yaml(hints, flow=None).splitlines())
+    return (
+        f"{_yaml(head, flow=False)}\n"
+        f"# What follows is inherited from {base.stem}. Uncomment what is to differ; keys left out keep their value.\n"
+        "# A matrix given here replaces the inherited one as a whole (`matrix: {}`: a single module). Fields that the\n"
+        "# matrix sets are changed there.\n"
+        f"{commented}"
+    )
+
+
+def _yaml(value: Any, *, flow: bool | None) -> str:
+    """YAML text; `flow` None puts the innermost mappings and lists on one line each."""
+    import io
+
+    from ruamel.yaml import YAML
+
+    yaml = YAML()
+    yaml.default_flow_style = flow
+    yaml.width = 110
+    stream = io.StringIO()
+    yaml.dump(value, stream)
+    return stream.getvalue()
+
+
+def _without_axes(fields: dict[str, Any], axes: Sequence[str], prefix: str = "") -> dict[str, Any]:
+    """The fields that no axis of the matrix sets."""
+    kept: dict[str, Any] = {}
+    for key, value in fields.items():
+        path = f"{prefix}{key}"
+        if path not in axes:
+            kept[key] = _without_axes(value, axes, f"{path}.") if isinstance(value, dict) else value
+    return kept
+
+
+def _short_mask(value: Any) -> Any:
+    """`causal` for `{kind: causal}`, as people write it."""
+    return value["kind"] if isinstance(value, dict) and list(value) == ["kind"] else value
+
+
+def _base_file(name: str, workspace: Workspace) -> SpecFile:
+    from pathlib import Path
+
+    from fa3gen.errors import UserError
+
+    source = workspace.resolve(name)[0].source
+    spec_file = workspace.load(source if source.is_absolute() else workspace.root / source)
+    if name not in (spec_file.stem, str(spec_file.path)) and Path(name).suffix not in (".yaml", ".yml"):
+        raise UserError(f"'{name}' is one module of the spec {spec_file.stem}; use --from {spec_file.stem}")
+    return spec_file
+
+
+def _reference(base: SpecFile, workspace: Workspace) -> str:
+    """How a file in the workspace's specs names the base: its stem, or for a stray file its path."""
+    import os
+
+    path = base.path if base.path.is_absolute() else workspace.root / base.path
+    if path.suffix == ".yaml" and path.resolve().parent in (
+        workspace.specs_dir.resolve(),
+        workspace.bundled_specs_dir.resolve(),
+    ):
+        return base.stem
+    return os.path.relpath(path.resolve(), workspace.specs_dir.resolve())
+
+
+def _refuse_taken_names(name: str, base: SpecFile, workspace: Workspace) -> None:
+    """The new spec would generate the base's modules under its own stem: none of these may be in use."""
+    from fa3gen.errors import UserError
+
+    known = [*workspace.load_all(), *workspace.load_bundled()]
+    taken = {stem: file for file in known for stem in (file.stem, *(v.stem for v in file.variants))}
+    wanted = [name, *(name + variant.stem.removeprefix(base.stem) for variant in base.variants)]
+    clash = next((stem for stem in wanted if stem in taken), None)
+    if clash is not None:
+        raise UserError(f"the name '{clash}' is taken by {taken[clash].path}; choose another name than '{name}'")
+
+
+def _shown(path: Path, workspace: Workspace) -> Path:
+    return path.relative_to(workspace.root) if path.is_relative_to(workspace.root) else path

@@ -1,0 +1,111 @@
+"""What a spec costs on the chip: shared memory region by region, mbarriers, registers per thread.
+
+Plain arithmetic on the spec. The rules hold it against the limits, the plan prints it into the header of the module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from fa3gen import hopper
+from fa3gen.spec import CpAsyncLoad, GlobalHandoff, RegisterHandoff, SmemHandoff, Spec, SyncLoad, TmaLoad, WgmmaProduct
+
+# A 128-byte swizzle repeats every 8 rows of 128 bytes, so every operand tile starts at a multiple of 1024.
+OPERAND_ALIGN = 1024
+# The f32 scores are read in 16-byte vectors; a row of them is padded by 8 elements (32 bytes) so that neither walking
+# along a row nor down the accumulator's rows meets a bank conflict.
+SCORE_ALIGN = 128
+SCORE_PAD = 8
+# Scalar products: half a warp shares a query row, and operands are read 8 elements (16 bytes) at a time.
+SCALAR_LANES = 16
+SCALAR_VECTOR = 8
+# Addresses, loop counters, predicates and the running statistics.
+OTHER_REGISTERS = 24
+
+
+@dataclass(frozen=True)
+class Region:
+    """One array in shared memory: `formula` is the arithmetic behind `bytes`, `align` in bytes."""
+
+    name: str
+    bytes: int
+    formula: str
+    align: int
+    what: str
+
+
+def threads(spec: Spec) -> int:
+    """Threads per CTA."""
+    return spec.tile.threads or (spec.tile.warpgroups or 0) * hopper.WARPGROUP
+
+
+def kv_stages(spec: Spec) -> int:
+    """Depth of the K/V ring; 1 for engines without one."""
+    return spec.load.kv_stages if isinstance(spec.load, CpAsyncLoad | TmaLoad) else 1
+
+
+def shared_memory_map(spec: Spec) -> list[Region]:
+    """Arrays in shared memory in the order they are laid out, barriers not included."""
+    if isinstance(spec.handoff, GlobalHandoff):
+        return []
+    q, kv, d, stages = spec.tile.q, spec.tile.kv, spec.problem.head_dim, kv_stages(spec)
+    regions = [_tile("sQ", q, d, 1, "Q")]
+    if isinstance(spec.load, SyncLoad):
+        regions.append(_tile("sKV", kv, d, 1, "K, then V"))
+    else:
+        regions += [_tile("sK", kv, d, stages, "K"), _tile("sV", kv, d, stages, "V")]
+    if isinstance(spec.handoff, SmemHandoff):
+        regions.append(_tile("sP", q, kv, 1, "P, 16 bits"))
+    elif not isinstance(spec.handoff, RegisterHandoff):
+        pitch = kv + SCORE_PAD
+        regions.append(Region("sS", q * pitch * 4, f"{q} x {pitch} x 4", SCORE_ALIGN, "S, then P, f32; padded rows"))
+    return regions
+
+
+def barrier_bytes(spec: Spec) -> int:
+    """Bytes of mbarriers: one for Q, a full and an empty one for each stage of each ring."""
+    if not isinstance(spec.load, TmaLoad):
+        return 0
+    rings = 1 if spec.load.barrier == "shared" else 2
+    return hopper.MBARRIER_BYTES * (spec.load.q_stages + 2 * rings * spec.load.kv_stages)
+
+
+def total_bytes(regions: Iterable[Region], barriers: int) -> int:
+    """Bytes that one CTA asks for: regions at their alignment, then barriers, rounded up to the largest alignment."""
+    end, largest = 0, hopper.MBARRIER_BYTES
+    for region in regions:
+        end = _round_up(end, region.align) + region.bytes
+        largest = max(largest, region.align)
+    return _round_up(end + barriers, largest) if end else 0
+
+
+def registers_per_thread(spec: Spec) -> list[tuple[str, int]]:
+    """32-bit registers that one thread holds at the widest point of the loop, by what they hold (an estimate)."""
+    q, kv, d, count = spec.tile.q, spec.tile.kv, spec.problem.head_dim, threads(spec)
+    if isinstance(spec.handoff, GlobalHandoff) or not count:
+        return [("other", OTHER_REGISTERS)]
+    held = [("O", q * d // count)]
+    if isinstance(spec.pv, WgmmaProduct):
+        held += [("S", q * kv // count), ("P", q * kv // count // 2)]
+    elif isinstance(spec.qk, WgmmaProduct):
+        held += [("S or one step of P V", max(q * kv // count, d * (kv // SCALAR_LANES) // SCALAR_LANES))]
+    else:
+        held += [
+            ("S", q * kv // count),
+            ("one step of K or V", max(kv // SCALAR_LANES * SCALAR_VECTOR, d * (kv // SCALAR_LANES) // SCALAR_LANES)),
+            ("one step of Q or P", SCALAR_VECTOR),
+        ]
+    return [*held, ("other", OTHER_REGISTERS)]
+
+
+def _tile(name: str, rows: int, columns: int, stages: int, what: str) -> Region:
+    """A 16-bit operand tile, `stages` times."""
+    formula = f"{rows} x {columns} x {hopper.BYTES_16BIT}"
+    if stages != 1:
+        formula = f"{stages} stages x {formula}"
+    return Region(name, stages * rows * columns * hopper.BYTES_16BIT, formula, OPERAND_ALIGN, what)
+
+
+def _round_up(value: int, step: int) -> int:
+    return (value + step - 1) // step * step

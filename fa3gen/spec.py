@@ -1,0 +1,196 @@
+"""The spec: what a person writes to ask for an attention kernel, and nothing that follows from it.
+
+Every model forbids unknown keys and refuses to coerce types. Choices that exclude one another are tagged unions, so
+that a state without meaning (a swizzle for a P that never leaves the registers) cannot be written down. Whether a
+writable spec is also *legal* on Hopper is decided in `fa3gen.rules`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Union
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+DType = Literal["bf16", "fp16"]
+Swizzle = Literal["none", "32B", "64B", "128B"]
+Major = Literal["k", "mn"]
+Source = Literal["smem", "registers"]
+
+
+class SpecModel(BaseModel):
+    """Base of all parts of a spec: frozen, strict about types, closed against unknown keys."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class Problem(SpecModel):
+    """What is computed: O = softmax(scale * Q K^T) V for one head dim and one 16-bit dtype."""
+
+    head_dim: int = Field(gt=0, description="Elements per head of q, k, v and O.")
+    dtype: DType = Field(default="bf16", description="Element type of q, k, v and O.")
+
+
+class NoMask(SpecModel):
+    """Every query sees every key."""
+
+    kind: Literal["none"] = "none"
+
+
+class CausalMask(SpecModel):
+    """Query i sees keys j <= i + (seq_k - seq_q): the diagonal ends in the bottom right corner."""
+
+    kind: Literal["causal"] = "causal"
+
+
+class WindowMask(SpecModel):
+    """Query i sees keys with -left <= j - i - (seq_k - seq_q) <= right."""
+
+    kind: Literal["window"] = "window"
+    left: int = Field(ge=0, description="Keys visible to the left of the diagonal, the diagonal not counted.")
+    right: int = Field(ge=0, description="Keys visible to the right of the diagonal, the diagonal not counted.")
+
+
+def _expand_shorthand(value: Any) -> Any:
+    """Let `mask: causal` stand for `mask: {kind: causal}`."""
+    return {"kind": value} if isinstance(value, str) else value
+
+
+Mask = Annotated[Union[NoMask, CausalMask, WindowMask], Field(discriminator="kind"), BeforeValidator(_expand_shorthand)]
+
+
+class Tile(SpecModel):
+    """What one CTA holds at a time, and who works on it."""
+
+    q: int = Field(gt=0, description="Query rows per CTA.")
+    kv: int = Field(gt=0, description="Key/value rows per step of the loop.")
+    threads: int | None = Field(default=None, gt=0, description="Threads per CTA, for kernels without WGMMA.")
+    warpgroups: int | None = Field(
+        default=None, gt=0, description="Warpgroups of 128 threads per CTA, for kernels with WGMMA."
+    )
+
+    @model_validator(mode="after")
+    def _one_way_to_count_threads(self) -> "Tile":
+        if (self.threads is None) == (self.warpgroups is None):
+            raise ValueError(
+                "give either threads (scalar kernels) or warpgroups (WGMMA kernels), not both or neither"
+                " (null takes out the one that a base gives)"
+            )
+        return self
+
+
+class SyncLoad(SpecModel):
+    """Plain loads through registers; K and V take turns in one buffer."""
+
+    engine: Literal["sync"]
+
+
+class CpAsyncLoad(SpecModel):
+    """cp.async with commit and wait groups; a ring of `kv_stages` buffers for K and for V."""
+
+    engine: Literal["cp_async"]
+    kv_stages: int = Field(description="Depth of the ring; one stage holds a tile of K and a tile of V.")
+
+
+class TmaLoad(SpecModel):
+    """The tensor memory accelerator, completing on mbarriers."""
+
+    engine: Literal["tma"]
+    q_stages: int = Field(default=1, description="Buffers for Q.")
+    kv_stages: int = Field(description="Depth of the ring; one stage holds a tile of K and a tile of V.")
+    barrier: Literal["shared", "separate"] = Field(
+        description="`shared`: one full barrier per stage counts the bytes of K and V; `separate`: one each."
+    )
+
+
+Load = Annotated[Union[SyncLoad, CpAsyncLoad, TmaLoad], Field(discriminator="engine")]
+
+
+class Smem(SpecModel):
+    """Swizzle of each operand's tile in shared memory."""
+
+    q: Swizzle
+    k: Swizzle
+    v: Swizzle
+
+
+class ScalarProduct(SpecModel):
+    """FP32 multiply-adds on the CUDA cores, operands read from shared (k1: global) memory."""
+
+    engine: Literal["scalar"]
+
+
+class OperandA(SpecModel):
+    """The M x K operand of a warpgroup product."""
+
+    source: Source
+    major: Major
+
+
+class OperandB(SpecModel):
+    """The N x K operand of a warpgroup product."""
+
+    source: Source = "smem"
+    major: Major
+
+
+class WgmmaProduct(SpecModel):
+    """Warpgroup matrix multiply-accumulate, 16-bit operands, f32 accumulator."""
+
+    engine: Literal["wgmma"]
+    a: OperandA
+    b: OperandB
+
+
+Product = Annotated[Union[ScalarProduct, WgmmaProduct], Field(discriminator="engine")]
+
+
+class GlobalHandoff(SpecModel):
+    """Scores and P are materialised in global memory as f32 (k1)."""
+
+    through: Literal["global_f32"]
+
+
+class SmemScoresHandoff(SpecModel):
+    """Scores go to shared memory as f32, softmax works there, and the scalar PV product reads P from there."""
+
+    through: Literal["smem_f32"]
+
+
+class SmemHandoff(SpecModel):
+    """P is rounded to 16 bits and stored to shared memory (stmatrix) as the A operand of the PV product."""
+
+    through: Literal["smem_16bit"]
+    swizzle: Swizzle
+
+
+class RegisterHandoff(SpecModel):
+    """P stays in registers: the C fragment of QK is read as the A fragment of PV."""
+
+    through: Literal["registers"]
+
+
+Handoff = Annotated[
+    Union[GlobalHandoff, SmemScoresHandoff, SmemHandoff, RegisterHandoff], Field(discriminator="through")
+]
+
+
+class Outputs(SpecModel):
+    """What the kernel can write beside O."""
+
+    lse: bool = Field(default=True, description="Log-sum-exp of each row (natural logarithm, float32), when asked for.")
+
+
+class Spec(SpecModel):
+    """One attention forward kernel."""
+
+    problem: Problem
+    mask: Mask = NoMask()
+    tile: Tile
+    load: Load
+    smem: Smem | None = Field(
+        default=None, description="Shared-memory layouts of Q, K and V; left out only by k1, which has none."
+    )
+    qk: Product
+    pv: Product
+    handoff: Handoff
+    outputs: Outputs = Outputs()

@@ -1,0 +1,254 @@
+"""`fa3gen list`, `new`, `schema`, and how the command line treats errors, help and closed pipes."""
+
+from __future__ import annotations
+
+import json
+import re
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fa3gen import workspace
+from fa3gen.cli import COMMANDS, main
+from fa3gen.workspace import Workspace
+
+SPEC = """\
+summary: both products on WGMMA [fast]
+problem: {dtype: bf16}
+tile: {q: 128, kv: 64, warpgroups: 2}
+load: {engine: tma, kv_stages: 2, barrier: separate}
+smem: {q: 128B, k: 128B, v: 128B}
+qk:
+  engine: wgmma
+  a: {source: smem, major: k}
+  b: {major: k}
+pv: {engine: wgmma, a: {source: registers, major: k}, b: {major: mn}}
+handoff: {through: registers}
+matrix: {problem.head_dim: [64, 128], mask: [none, {kind: window, left: 512, right: 0}]}
+"""
+
+Output = pytest.CaptureFixture[str]
+
+
+@pytest.fixture
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty workspace as working directory, and a package with one spec."""
+    (tmp_path / "data" / "specs").mkdir(parents=True)
+    monkeypatch.setattr(workspace, "bundled_data", lambda: tmp_path / "data")
+    (tmp_path / "data" / "specs" / "k4_2.yaml").write_text(SPEC)
+    here = tmp_path / "here"
+    (here / "specs").mkdir(parents=True)
+    (here / "generated").mkdir()
+    monkeypatch.chdir(here)
+    return here
+
+
+def fa3gen(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "fa3gen", *arguments], capture_output=True, text=True, cwd=cwd)
+
+
+# list
+
+
+def test_list(root: Path, capsys: Output) -> None:
+    (root / "specs" / "mine.yaml").write_text("extends: k4_2\nsummary: mine\nload: {kv_stages: 1}\n")
+    assert main(["list"]) == 0
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert lines[0] == "mine: mine"
+    assert "k4_2: both products on WGMMA [fast]" in lines
+    assert "mine_d64 64 bf16 none 128x64 2 wg tma x1 wgmma/wgmma registers" in lines
+    assert "k4_2_d128_window512_0 128 bf16 window 512, 0 128x64 2 wg tma x2 wgmma/wgmma registers" in lines
+
+
+def test_list_json(root: Path, capsys: Output) -> None:
+    assert main(["list", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [row["stem"] for row in rows] == ["k4_2_d64", "k4_2_d64_window512_0", "k4_2_d128", "k4_2_d128_window512_0"]
+    assert rows[3] == {
+        "spec": "k4_2",
+        "stem": "k4_2_d128_window512_0",
+        "summary": "both products on WGMMA [fast]",
+        "source": str(root.parent / "data" / "specs" / "k4_2.yaml"),
+        "head_dim": 128,
+        "dtype": "bf16",
+        "mask": "window 512, 0",
+        "tile": "128x64 2 wg",
+        "load": "tma x2",
+        "products": "wgmma/wgmma",
+        "handoff": "registers",
+        "lse": True,
+    }
+
+
+def test_list_without_specs(root: Path, capsys: Output) -> None:
+    (root.parent / "data" / "specs" / "k4_2.yaml").unlink()
+    assert main(["list"]) == 0
+    assert capsys.readouterr().out == f"There is no spec in {root / 'specs'}.\n"
+
+
+def test_errors_of_specs_come_one_per_line_without_traceback(root: Path, capsys: Output) -> None:
+    (root / "specs" / "bad.yaml").write_text("summary: x\nextends: k4_2\ntile: {kv: 1.5}\nlood: 3\n")
+    assert main(["list"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.splitlines() == [
+        "specs/bad.yaml:3: tile.kv: an integer is needed, got the number 1.5",
+        "specs/bad.yaml:4: lood: unknown key 'lood'; did you mean 'load'?",
+    ]
+
+
+# new
+
+
+def test_new(root: Path, capsys: Output) -> None:
+    assert main(["new", "mine", "--from", "k4_2"]) == 0
+    assert capsys.readouterr().out == ("wrote specs/mine.yaml\nnext: edit it, then run `fa3gen render mine`\n")
+    text = (root / "specs" / "mine.yaml").read_text()
+    assert text.startswith("summary: As k4_2; say here in one line what is different\nextends: k4_2\n\n# ")
+    assert "\n# load: {engine: tma, kv_stages: 2, barrier: separate}\n" in text
+    assert "\n#   problem.head_dim: [64, 128]\n" in text
+    variants = Workspace.find().resolve("mine")
+    assert [v.stem for v in variants] == ["mine_d64", "mine_d64_window512_0", "mine_d128", "mine_d128_window512_0"]
+    assert [v.spec for v in variants] == [v.spec for v in Workspace.find().resolve("k4_2")]
+
+
+def test_the_hints_of_a_new_spec_are_its_fields(root: Path) -> None:
+    """Uncommenting all of them changes nothing."""
+    main(["new", "mine", "--from", "k4_2"])
+    path = root / "specs" / "mine.yaml"
+    text = path.read_text()
+    prose, hints = text.split("# problem:", 1)
+    path.write_text(prose + "problem:" + re.sub(r"^# ", "", hints, flags=re.MULTILINE))
+    assert "\ntile: " in path.read_text()
+    variants = Workspace.find().resolve("mine")
+    assert [v.spec for v in variants] == [v.spec for v in Workspace.find().resolve("k4_2")]
+
+
+def test_new_from_a_path_and_from_a_new_spec(root: Path) -> None:
+    stray = root / "stray.yaml"
+    stray.write_text(SPEC)
+    assert main(["new", "one", "--from", "stray.yaml"]) == 0
+    assert "\nextends: ../stray.yaml\n" in (root / "specs" / "one.yaml").read_text()
+    assert main(["new", "two", "--from", "specs/one.yaml"]) == 0
+    assert "\nextends: one\n" in (root / "specs" / "two.yaml").read_text()
+    assert len(Workspace.find().load_all()) == 2
+
+
+def test_new_makes_the_specs_directory(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert main(["new", "mine", "--from", "k4_2"]) == 0
+    assert len(Workspace.find().resolve("mine")) == 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("k-5", "--from", "k4_2"), "'k-5' cannot name a Python module; use letters, digits and underscores"),
+        (("../k5", "--from", "k4_2"), "'../k5' cannot name a Python module; use letters, digits and underscores"),
+        (("k4_2", "--from", "k4_2"), "the name 'k4_2' is taken by "),
+        (("k4_2_d64", "--from", "k4_2"), "the name 'k4_2_d64' is taken by "),
+        (("k5", "--from", "k4_2_d64"), "'k4_2_d64' is one module of the spec k4_2; use --from k4_2"),
+        (("k5", "--from", "k4_3"), "there is no spec or module 'k4_3'; did you mean 'k4_2'"),
+        (("k5", "--from", "no/such.yaml"), "there is no spec file no/such.yaml"),
+    ],
+)
+def test_new_refuses(root: Path, capsys: Output, arguments: tuple[str, ...], message: str) -> None:
+    assert main(["new", *arguments]) == 2
+    assert capsys.readouterr().err.startswith(message)
+    assert list(root.rglob("*.yaml")) == []
+
+
+def test_new_does_not_overwrite(root: Path, capsys: Output) -> None:
+    (root / "specs" / "mine.yaml").write_text("precious")
+    assert main(["new", "mine", "--from", "k4_2"]) == 2
+    assert capsys.readouterr().err == "specs/mine.yaml exists already; choose another name or edit that file\n"
+    assert (root / "specs" / "mine.yaml").read_text() == "precious"
+
+
+# schema
+
+
+def test_schema(capsys: Output) -> None:
+    assert main(["schema"]) == 0
+    assert json.loads(capsys.readouterr().out)["title"] == "fa3gen spec file"
+
+
+# The command line itself
+
+
+def test_help_names_every_command_and_is_quick() -> None:
+    times = []
+    for _ in range(3):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        done = fa3gen("--help")
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        times.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+    assert done.returncode == 0
+    for command in COMMANDS:
+        assert re.search(rf"^\W*{command}\b", done.stdout, flags=re.MULTILINE), command
+    assert min(times) < 0.75  # seconds of processor time, which other tests beside this one do not stretch
+
+
+def test_help_imports_nothing_heavy() -> None:
+    code = (
+        "import sys; from fa3gen.cli import main; main(['--help']); "
+        "print([m for m in ('torch', 'cutlass', 'pydantic', 'matplotlib') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_specs_need_neither_torch_nor_cutlass() -> None:
+    code = (
+        "import sys; import fa3gen.spec, fa3gen.specfile, fa3gen.rules, fa3gen.workspace, fa3gen.schema; "
+        "print([m for m in ('torch', 'cutlass') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+
+
+def test_version(capsys: Output) -> None:
+    assert main(["--version"]) == 0
+    assert re.match(r"fa3gen (\d+\.\d+|\(run from)", capsys.readouterr().out)
+
+
+def test_mistyped_command(capsys: Output) -> None:
+    assert main(["lst"]) == 2
+    assert "Did you mean 'list'?" in " ".join(capsys.readouterr().err.split())
+
+
+def test_unknown_option() -> None:
+    done = fa3gen("list", "--jsn")
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+
+
+def test_ctrl_c_is_quiet(monkeypatch: pytest.MonkeyPatch, capsys: Output) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Workspace, "find", interrupted)
+    assert main(["list"]) == 130
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err) == ("", "")
+
+
+@pytest.mark.parametrize("command", ["schema", "list --json", "list"])
+def test_a_closed_pipe_is_quiet(root: Path, command: str) -> None:
+    (root / "specs" / "mine.yaml").write_text(SPEC)
+    line = f"{sys.executable} -m fa3gen {command} | true"
+    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, cwd=root)
+    assert done.stderr == ""
+
+
+def test_a_bug_is_not_taken_for_a_user_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object, **__: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(Workspace, "find", broken)
+    with pytest.raises(ZeroDivisionError):
+        main(["list"])

@@ -1,0 +1,567 @@
+"""Every rule: the exact message on hand-derived numbers, and silence right beside the limit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fa3gen import rules
+from fa3gen.rules import Violation
+from fa3gen.spec import Spec
+
+WGMMA = {
+    "problem": {"head_dim": 128},
+    "tile": {"q": 128, "kv": 128, "warpgroups": 2},
+    "load": {"engine": "tma", "kv_stages": 2, "barrier": "separate"},
+    "smem": {"q": "128B", "k": "128B", "v": "128B"},
+    "qk": {"engine": "wgmma", "a": {"source": "smem", "major": "k"}, "b": {"major": "k"}},
+    "pv": {"engine": "wgmma", "a": {"source": "registers", "major": "k"}, "b": {"major": "mn"}},
+    "handoff": {"through": "registers"},
+}
+SCALAR = {
+    "problem": {"head_dim": 64},
+    "tile": {"q": 64, "kv": 64, "threads": 256},
+    "load": {"engine": "sync"},
+    "smem": {"q": "none", "k": "none", "v": "none"},
+    "qk": {"engine": "scalar"},
+    "pv": {"engine": "scalar"},
+    "handoff": {"through": "smem_f32"},
+}
+NAIVE = {**SCALAR, "tile": {"q": 16, "kv": 16, "threads": 256}, "smem": None, "handoff": {"through": "global_f32"}}
+
+
+def violations(base: dict[str, Any], **changes: Any) -> dict[str, str]:
+    """Field -> message of what `check` finds; a field with two violations fails the test."""
+    found = rules.check(Spec.model_validate({**base, **changes}))
+    assert len({violation.field for violation in found}) == len(found), found
+    return {violation.field: violation.message for violation in found}
+
+
+def shared_memory_violations(base: dict[str, Any], **changes: Any) -> list[Violation]:
+    """What the rule `shared_memory` alone finds, whatever else is wrong."""
+    found = rules.check(Spec.model_validate({**base, **changes}))
+    return [violation for violation in found if violation.message.startswith("shared memory")]
+
+
+@pytest.mark.parametrize("spec", [WGMMA, SCALAR, NAIVE])
+def test_the_usual_specs_are_legal(spec: dict[str, Any]) -> None:
+    assert rules.check(Spec.model_validate(spec)) == []
+
+
+# WGMMA shapes
+
+
+def test_wgmma_rows() -> None:
+    assert rules.wgmma_rows(128, 2) is None
+    assert rules.wgmma_rows(192, 2) == Violation(
+        "tile.q",
+        "a warpgroup's WGMMA has M = 64 and each warpgroup owns one: 2 x 64 = 128 rows, not 192; "
+        "use tile.q 128 or tile.warpgroups 3",
+    )
+    assert rules.wgmma_rows(100, 1) == Violation(
+        "tile.q", "a warpgroup's WGMMA has M = 64 and each warpgroup owns one: 1 x 64 = 64 rows, not 100; use tile.q 64"
+    )
+
+
+def test_wgmma_columns() -> None:
+    assert rules.wgmma_columns("tile.kv", "QK", 256) is None
+    assert rules.wgmma_columns("tile.kv", "QK", 8) is None
+    assert rules.wgmma_columns("tile.kv", "QK", 264) == Violation(
+        "tile.kv", "N of the QK product is 264 > 256, the widest WGMMA; use at most 256"
+    )
+    assert rules.wgmma_columns("problem.head_dim", "PV", 100) == Violation(
+        "problem.head_dim", "N of the PV product is 100, no multiple of 8 (100 = 12 x 8 + 4); use 96 or 104"
+    )
+
+
+def test_wgmma_depth() -> None:
+    assert rules.wgmma_depth("tile.kv", "PV", 80) is None
+    assert rules.wgmma_depth("tile.kv", "PV", 88) == Violation(
+        "tile.kv",
+        "K of the PV product is 88, no multiple of 16 (88 = 5 x 16 + 8), the K of a 16-bit WGMMA; use 80 or 96",
+    )
+    assert rules.wgmma_depth("problem.head_dim", "QK", 8) == Violation(
+        "problem.head_dim",
+        "K of the QK product is 8, no multiple of 16 (8 = 0 x 16 + 8), the K of a 16-bit WGMMA; use 16",
+    )
+
+
+# WGMMA operands
+
+
+def test_a_from_registers_is_k_major() -> None:
+    assert rules.a_from_registers("pv", "registers", "k") is None
+    assert rules.a_from_registers("pv", "smem", "mn") is None
+    assert rules.a_from_registers("pv", "registers", "mn") == Violation(
+        "pv.a.major",
+        "A from registers is always K-major, its fragment has no transposed form; use major: k or source: smem",
+    )
+
+
+def test_b_comes_from_shared_memory() -> None:
+    assert rules.b_from_smem("qk", "smem") is None
+    assert rules.b_from_smem("qk", "registers") == Violation(
+        "qk.b.source", "WGMMA reads B through a shared-memory descriptor only; use source: smem"
+    )
+
+
+def test_q_comes_from_shared_memory() -> None:
+    assert rules.q_from_smem("smem") is None
+    assert rules.q_from_smem("registers") == Violation(
+        "qk.a.source",
+        "Q is read from shared memory, where TMA puts it; Q in registers is not rendered; use source: smem",
+    )
+
+
+def test_input_major() -> None:
+    assert rules.input_major("qk.a.major", "Q", "k", "k") is None
+    assert rules.input_major("qk.b.major", "K", "mn", "k") == Violation(
+        "qk.b.major",
+        "head_dim is contiguous in k and is the K of this product, so K is K-major; "
+        "mn would need a transposed k; use k",
+    )
+    assert rules.input_major("pv.b.major", "V", "k", "mn") == Violation(
+        "pv.b.major",
+        "head_dim is contiguous in v and is the N of this product, so V is MN-major; "
+        "k would need a transposed v; use mn",
+    )
+
+
+def test_p_major() -> None:
+    assert rules.p_major("smem", "k") is None
+    assert rules.p_major("registers", "mn") is None  # that is for a_from_registers to say
+    assert rules.p_major("smem", "mn") == Violation(
+        "pv.a.major", "stmatrix stores P with kv contiguous, and kv is the K of this product; use major: k"
+    )
+
+
+# Shared-memory layout and TMA
+
+
+def test_swizzle_span() -> None:
+    assert rules.swizzle_span("smem.k", "K", 64, "128B", tma=True) is None
+    assert rules.swizzle_span("smem.k", "K", 8, "none", tma=True) is None
+    # 96 x 2 = 192 bytes: one span of 128 and half of another; three spans of 64.
+    assert rules.swizzle_span("smem.k", "K", 96, "128B", tma=True) == Violation(
+        "smem.k",
+        "a row of K is 96 x 2 = 192 bytes, no whole number of 128-byte swizzle spans (192 = 1 x 128 + 64), "
+        "and TMA cannot split it into boxes of 64 elements; use swizzle 64B",
+    )
+    assert rules.swizzle_span("handoff.swizzle", "P", 80, "64B", tma=False) == Violation(
+        "handoff.swizzle",
+        "a row of P is 80 x 2 = 160 bytes, no whole number of 64-byte swizzle spans (160 = 2 x 64 + 32); "
+        "use swizzle 32B",
+    )
+    assert rules.swizzle_span("smem.q", "Q", 12, "none", tma=True) == Violation(
+        "smem.q",
+        "a row of Q is 12 x 2 = 24 bytes, no whole number of 16-byte rows of a core matrix (24 = 1 x 16 + 8), "
+        "and TMA cannot split it into boxes of 8 elements; use a row that is a multiple of 8 elements",
+    )
+
+
+def test_tma_box() -> None:
+    assert rules.tma_box("tile.kv", 256) is None
+    assert rules.tma_box("tile.kv", 272) == Violation(
+        "tile.kv", "one TMA box would have 272 rows > 256; use at most 256"
+    )
+
+
+def test_tma_stride() -> None:
+    assert rules.tma_stride(64) is None
+    assert rules.tma_stride(60) == Violation(
+        "problem.head_dim",
+        "TMA needs strides of whole 16 bytes, and a head of 60 x 2 = 120, no multiple of 16 (120 = 7 x 16 + 8); "
+        "use 56 or 64",
+    )
+
+
+# Stages and shared memory
+
+
+def test_kv_stages() -> None:
+    assert rules.kv_stages(1) is None
+    assert rules.kv_stages(0) == Violation("load.kv_stages", "a ring of 0 stages can hold no tile; use at least 1")
+
+
+def test_q_stages() -> None:
+    assert rules.q_stages(1) is None
+    assert rules.q_stages(2) == Violation(
+        "load.q_stages",
+        "a CTA loads one Q tile, so that 2 Q buffers are of no use (a persistent kernel, which would use them, "
+        "is not rendered); use 1",
+    )
+
+
+def test_shared_memory() -> None:
+    # 32768 + 98304 + 98304 = 229376, which leaves 232448 - 229376 = 3072 bytes.
+    regions = [("Q", 32768), ("K", 98304), ("V", 98304)]
+    assert rules.shared_memory(regions, 2048, 1024) is None
+    assert rules.shared_memory(
+        regions, 2056, 1024, field="load.kv_stages", ways_out=["at most 2 stages", "tile.kv 112"]
+    ) == Violation(
+        "load.kv_stages",
+        "shared memory: Q 32768 + K 98304 + V 98304 = 229376, + 2056 of barriers + 1024 of alignment = 232456 > "
+        "232448 bytes; use at most 2 stages or tile.kv 112",
+    )
+    assert rules.shared_memory([("S", 232449)], 0, 0) == Violation(
+        "tile.kv",
+        "shared memory: S 232449 = 232449, + 0 of barriers + 0 of alignment = 232449 > 232448 bytes; "
+        "use a smaller tile.q or tile.kv",
+    )
+
+
+# Registers and threads
+
+
+def test_registers_per_thread() -> None:
+    assert rules.registers_per_thread([("O", 128), ("S", 64), ("P", 32), ("other", 31)]) is None
+    assert rules.registers_per_thread([("O", 64), ("S", 128), ("P", 64), ("other", 24)]) == Violation(
+        "tile.kv",
+        "registers per thread: O 64 + S 128 + P 64 + other 24 = 280 > 255, so that they would spill; "
+        "use a smaller tile.kv or head_dim",
+    )
+
+
+def test_registers_per_sm() -> None:
+    # 65536 / 384 threads = 170.7, so 168 registers fit and 176 do not.
+    assert rules.registers_per_sm("tile.warpgroups", 384, [("O", 64), ("S", 104)]) is None
+    assert rules.registers_per_sm("tile.warpgroups", 384, [("O", 64), ("S", 105)]) == Violation(
+        "tile.warpgroups",
+        "registers per SM: O 64 + S 105 = 169, rounded up to 176; x 384 threads = 67584 > 65536; "
+        "use a smaller tile.q or tile.kv",
+    )
+
+
+def test_scalar_threads() -> None:
+    assert rules.scalar_threads(1024) is None
+    assert rules.scalar_threads(1056) == Violation(
+        "tile.threads", "a CTA has at most 1024 threads, not 1056; use fewer"
+    )
+    assert rules.scalar_threads(100) == Violation(
+        "tile.threads",
+        "a CTA has whole warps, and tile.threads is 100, no multiple of 32 (100 = 3 x 32 + 4); use 96 or 128",
+    )
+
+
+def test_scalar_grid() -> None:
+    assert rules.scalar_grid("tile.q", 64, 256) is None
+    assert rules.scalar_grid("tile.q", 40, 256) == Violation(
+        "tile.q",
+        "256 threads form 16 rows x 16 columns, and tile.q is 40, no multiple of 16 (40 = 2 x 16 + 8); use 32 or 48",
+    )
+    assert rules.scalar_grid("tile.q", 12, 128) == Violation(
+        "tile.q",
+        "128 threads form 8 rows x 16 columns, and tile.q is 12, no multiple of 8 (12 = 1 x 8 + 4); use 8 or 16",
+    )
+    assert rules.scalar_grid("problem.head_dim", 72, 128) == Violation(
+        "problem.head_dim",
+        "128 threads form 8 rows x 16 columns, and problem.head_dim is 72, no multiple of 16 (72 = 4 x 16 + 8); "
+        "use 64 or 80",
+    )
+
+
+def test_wgmma_threads() -> None:
+    assert rules.wgmma_threads(8) is None
+    assert rules.wgmma_threads(9) == Violation(
+        "tile.warpgroups", "9 warpgroups x 128 = 1152 threads > 1024; use at most 8"
+    )
+
+
+# Which parts go together
+
+
+def test_copy_rows() -> None:
+    # 128 threads, 128 / 8 = 16 vectors per row: 8 rows at a time.
+    assert rules.copy_rows("tile.kv", 64, 128, 128) is None
+    assert rules.copy_rows("tile.kv", 36, 128, 128) == Violation(
+        "tile.kv",
+        "128 threads copy 128 / (128 / 8) = 8 rows at a time, "
+        "and tile.kv is 36, no multiple of 8 (36 = 4 x 8 + 4); use 32 or 40",
+    )
+    assert rules.copy_rows("tile.q", 64, 96, 128) == Violation(
+        "tile.threads",
+        "a row is 96 / 8 = 12 vectors of 16 bytes, and 128 threads copy no whole number of rows at a time; "
+        "use 120 or 132",
+    )
+
+
+def test_naive_grid() -> None:
+    assert rules.naive_grid(16, 16, 128, 256) == []
+    assert rules.naive_grid(16, 8, 128, 256) == [
+        Violation("tile.threads", "one thread computes one score of the tile: 16 x 8 = 128 threads, not 256")
+    ]
+    assert rules.naive_grid(16, 12, 128, 192) == [
+        Violation(
+            "tile.threads",
+            "one thread computes one element of O, in whole rows, and 192 is 1 x 128 + 64; use 128 or 256",
+        )
+    ]
+
+
+def test_scattered_scores() -> None:
+    assert rules.scattered_scores(1) is None
+    assert rules.scattered_scores(2) == Violation(
+        "tile.warpgroups",
+        "scores scattered to shared memory are shared by 1 warpgroup, not 2; "
+        "use warpgroups 1 with tile.q 64, or wgmma for pv",
+    )
+
+
+def test_window_product() -> None:
+    assert rules.window_product("window", "wgmma") is None
+    assert rules.window_product("causal", "scalar") is None
+    assert rules.window_product("window", "scalar") == Violation(
+        "mask", "a sliding window is rendered with both products on WGMMA only; use mask causal or none, or extend k4_2"
+    )
+
+
+def test_thread_unit() -> None:
+    assert rules.thread_unit(True, None, 2) is None
+    assert rules.thread_unit(False, 256, None) is None
+    assert rules.thread_unit(True, 256, None) == Violation(
+        "tile.threads",
+        "WGMMA is issued by warpgroups of 128 threads; give tile.warpgroups 2 in place of tile.threads "
+        "(threads: null, where a base gives it)",
+    )
+    assert rules.thread_unit(False, None, 2) == Violation(
+        "tile.warpgroups",
+        "without WGMMA there are no warpgroups; give tile.threads 256 in place of tile.warpgroups "
+        "(warpgroups: null, where a base gives it)",
+    )
+
+
+def test_engine_pair() -> None:
+    assert rules.engine_pair("wgmma", "scalar") is None
+    assert rules.engine_pair("scalar", "wgmma") == Violation(
+        "qk.engine", "a scalar QK product before a WGMMA PV product is not rendered; use wgmma for both"
+    )
+
+
+def test_wgmma_load() -> None:
+    assert rules.wgmma_load(True, "tma") is None
+    assert rules.wgmma_load(False, "sync") is None
+    assert rules.wgmma_load(True, "cp_async") == Violation(
+        "load.engine", "WGMMA reads tiles that TMA wrote; cp_async loads are not rendered with it; use tma"
+    )
+
+
+@pytest.mark.parametrize(
+    ("facts", "field", "message"),
+    [
+        (
+            ("global_f32", "wgmma", "scalar", None),
+            "handoff.through",
+            "global_f32 needs scalar qk and pv, got wgmma and scalar; use smem_f32",
+        ),
+        (
+            ("smem_f32", "wgmma", "wgmma", "registers"),
+            "handoff.through",
+            "smem_f32 needs a scalar pv, got wgmma and wgmma; use registers",
+        ),
+        (
+            ("smem_16bit", "wgmma", "scalar", None),
+            "handoff.through",
+            "smem_16bit needs wgmma for qk and pv, got wgmma and scalar; use smem_f32",
+        ),
+        (
+            ("registers", "scalar", "scalar", None),
+            "handoff.through",
+            "registers needs wgmma for qk and pv, got scalar and scalar; use smem_f32",
+        ),
+        (
+            ("smem_16bit", "wgmma", "wgmma", "registers"),
+            "pv.a.source",
+            "P goes through shared memory (handoff smem_16bit); use source: smem",
+        ),
+        (
+            ("registers", "wgmma", "wgmma", "smem"),
+            "pv.a.source",
+            "P stays in registers (handoff registers); use source: registers",
+        ),
+    ],
+)
+def test_handoff_engines(facts: tuple[str, str, str, str | None], field: str, message: str) -> None:
+    assert rules.handoff_engines(*facts) == Violation(field, message)
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        ("global_f32", "scalar", "scalar", None),
+        ("smem_f32", "scalar", "scalar", None),
+        ("smem_f32", "wgmma", "scalar", None),
+        ("smem_16bit", "wgmma", "wgmma", "smem"),
+        ("registers", "wgmma", "wgmma", "registers"),
+    ],
+)
+def test_handoffs_of_the_ladder(facts: tuple[str, str, str, str | None]) -> None:
+    assert rules.handoff_engines(*facts) is None
+
+
+def test_global_handoff_load() -> None:
+    assert rules.global_handoff_load("global_f32", "sync") is None
+    assert rules.global_handoff_load("smem_f32", "tma") is None
+    assert rules.global_handoff_load("global_f32", "tma") == Violation(
+        "load.engine", "handoff global_f32 reads global memory directly, so that tma has nothing to fill; use sync"
+    )
+
+
+def test_smem_section() -> None:
+    assert rules.smem_section("global_f32", False) is None
+    assert rules.smem_section("registers", True) is None
+    assert rules.smem_section("global_f32", True) == Violation(
+        "smem", "handoff global_f32 keeps no tile in shared memory; take smem out (smem: null, over a base)"
+    )
+    assert rules.smem_section("smem_f32", False) == Violation(
+        "smem", "Q, K and V pass through shared memory; give their swizzles, {q: none, k: none, v: none}"
+    )
+
+
+# check
+
+
+@pytest.mark.parametrize(
+    ("base", "changes", "fields"),
+    [
+        (WGMMA, {"tile": {"q": 64, "kv": 128, "warpgroups": 2}}, {"tile.q"}),
+        (WGMMA, {"tile": {"q": 128, "kv": 128, "threads": 256}}, {"tile.threads"}),
+        (WGMMA, {"tile": {"q": 128, "kv": 88, "warpgroups": 2}}, {"tile.kv"}),
+        (WGMMA, {"problem": {"head_dim": 96}}, {"smem.q", "smem.k", "smem.v"}),
+        (WGMMA, {"load": {"engine": "cp_async", "kv_stages": 2}}, {"load.engine"}),
+        (
+            WGMMA,
+            {"load": {"engine": "tma", "q_stages": 2, "kv_stages": 0, "barrier": "shared"}},
+            {"load.q_stages", "load.kv_stages"},
+        ),
+        (WGMMA, {"smem": None}, {"smem"}),
+        (WGMMA, {"handoff": {"through": "smem_16bit", "swizzle": "128B"}}, {"pv.a.source"}),
+        (SCALAR, {"tile": {"q": 40, "kv": 40, "threads": 256}}, {"tile.q", "tile.kv"}),
+        (SCALAR, {"tile": {"q": 64, "kv": 64, "warpgroups": 2}}, {"tile.warpgroups"}),
+        (SCALAR, {"handoff": {"through": "registers"}}, {"handoff.through"}),
+        (NAIVE, {"smem": SCALAR["smem"]}, {"smem"}),
+        (NAIVE, {"load": {"engine": "cp_async", "kv_stages": 2}}, {"load.engine"}),
+    ],
+)
+def test_check_maps_specs_to_facts(base: dict[str, Any], changes: dict[str, Any], fields: set[str]) -> None:
+    assert set(violations(base, **changes)) == fields
+
+
+def test_check_never_stops_at_the_first_violation() -> None:
+    found = rules.check(
+        Spec.model_validate(
+            {
+                **WGMMA,
+                "problem": {"head_dim": 60},
+                "tile": {"q": 300, "kv": 300, "warpgroups": 9},
+                "load": {"engine": "tma", "q_stages": 2, "kv_stages": 1, "barrier": "shared"},
+                "qk": {
+                    "engine": "wgmma",
+                    "a": {"source": "registers", "major": "mn"},
+                    "b": {"source": "registers", "major": "mn"},
+                },
+                "pv": {
+                    "engine": "wgmma",
+                    "a": {"source": "smem", "major": "mn"},
+                    "b": {"source": "registers", "major": "k"},
+                },
+            }
+        )
+    )
+    assert [violation.field for violation in found] == [
+        "pv.a.source",
+        "load.q_stages",
+        "qk.a.source",
+        "qk.a.major",
+        "qk.b.source",
+        "qk.b.major",
+        "tile.kv",
+        "problem.head_dim",
+        "pv.a.major",
+        "pv.b.source",
+        "pv.b.major",
+        "problem.head_dim",
+        "tile.kv",
+        "tile.q",
+        "tile.warpgroups",
+        "smem.q",
+        "smem.k",
+        "smem.v",
+        "tile.q",
+        "tile.kv",
+        "problem.head_dim",
+    ]
+
+
+def test_the_ways_out_of_too_much_shared_memory_do_fit() -> None:
+    # A tile of 128 x 128 16-bit elements is 32768 bytes. 4 stages: 9 tiles = 294912; barriers: 1 for Q, and full and
+    # empty for 4 stages of 2 rings = 17, 136 bytes, rounded up with the tiles to 1024: 295936.
+    # 3 stages are 7 tiles = 229376 + 104, rounded up 230400 and within 232448. With kv 80: (128 + 8 x 80) x 256 =
+    # 196608; kv 96 gives 229376; kv 112 gives 262144.
+    found = violations(WGMMA, load={"engine": "tma", "kv_stages": 4, "barrier": "separate"})
+    assert found == {
+        "load.kv_stages": "shared memory: sQ (128 x 128 x 2) 32768 + sK (4 stages x 128 x 128 x 2) 131072 + "
+        "sV (4 stages x 128 x 128 x 2) 131072 = 294912, + 136 of barriers + 888 of alignment = 295936 > 232448 bytes; "
+        "use at most 3 stages or tile.kv 96"
+    }
+    assert not violations(WGMMA, load={"engine": "tma", "kv_stages": 3, "barrier": "separate"})
+
+
+def test_too_much_shared_memory_without_stages_to_save() -> None:
+    # Q 64 x 256 x 2 = 32768; K and V share 256 x 256 x 2 = 131072; scores 64 x (256 + 8) x 4 = 67584: 231424 fit.
+    # With kv 272: 32768 + 139264 + 64 x 280 x 4 = 71680 are 243712, a multiple of 1024.
+    tile = {"q": 64, "kv": 256, "threads": 256}
+    assert shared_memory_violations(SCALAR, problem={"head_dim": 256}, tile=tile) == []
+    assert shared_memory_violations(SCALAR, problem={"head_dim": 256}, tile={**tile, "kv": 272}) == [
+        Violation(
+            "tile.kv",
+            "shared memory: sQ (64 x 256 x 2) 32768 + sKV (272 x 256 x 2) 139264 + sS (64 x 280 x 4) 71680 = 243712, "
+            "+ 0 of barriers + 0 of alignment = 243712 > 232448 bytes; use tile.kv 256",
+        )
+    ]
+
+
+def test_no_way_out_through_kv_alone() -> None:
+    # Q alone, 256 x 512 x 2 = 262144, is too much.
+    tile = {"q": 256, "kv": 16, "threads": 256}
+    (found,) = shared_memory_violations(SCALAR, problem={"head_dim": 512}, tile=tile)
+    assert found.message.endswith("> 232448 bytes; use a smaller tile.q or head_dim")
+
+
+def test_registers_of_a_spec() -> None:
+    # 4 warpgroups: O 256 x 128 / 512 = 64, S 256 x 64 / 512 = 32, P half of S, 24 others: 136 x 512 = 69632.
+    found = violations(WGMMA, tile={"q": 256, "kv": 64, "warpgroups": 4})
+    assert found == {
+        "tile.warpgroups": "registers per SM: O 64 + S 32 + P 16 + other 24 = 136, rounded up to 136; x 512 threads = "
+        "69632 > 65536; use a smaller tile.q or tile.kv"
+    }
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    warpgroups=st.integers(1, 5),
+    kv=st.integers(1, 20).map(lambda n: 16 * n),
+    head_dim=st.integers(1, 20).map(lambda n: 16 * n),
+    stages=st.integers(0, 6),
+    swizzle=st.sampled_from(["none", "32B", "64B", "128B"]),
+)
+def test_what_is_accepted_fits(warpgroups: int, kv: int, head_dim: int, stages: int, swizzle: str) -> None:
+    """The sums are made here once more, by hand: no barriers, no padding, no registers but those of O, S and P."""
+    q = 64 * warpgroups
+    spec = {
+        **WGMMA,
+        "problem": {"head_dim": head_dim},
+        "tile": {"q": q, "kv": kv, "warpgroups": warpgroups},
+        "load": {"engine": "tma", "kv_stages": stages, "barrier": "separate"},
+        "smem": {"q": swizzle, "k": swizzle, "v": swizzle},
+    }
+    found = rules.check(Spec.model_validate(spec))
+    shared = 2 * head_dim * (q + 2 * stages * kv)
+    registers = head_dim // 2 + kv // 2 + kv // 4
+    if shared > 232448 or registers > 255 or 128 * warpgroups * registers > 65536 or stages < 1 or head_dim > 256:
+        assert found
+    if not found:
+        assert q <= 256 and kv <= 256
+        assert head_dim * 2 % {"none": 16, "32B": 32, "64B": 64, "128B": 128}[swizzle] == 0
