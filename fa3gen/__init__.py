@@ -1,0 +1,51 @@
+"""fa3gen: attention kernels for Hopper (sm_90a). A YAML spec in, one readable CuTe DSL module out.
+
+import fa3gen
+
+module = fa3gen.load("k4_2_d128_causal")
+out, lse = module.attention(q, k, v, return_lse=True)
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from types import ModuleType
+
+__all__ = ["load"]
+
+
+def load(stem: str) -> ModuleType:
+    """Import a generated module by its stem, such as `k4_2_d128_causal`, from the workspace or else from the package.
+
+    Importing needs torch and nvidia-cutlass-dsl, but no GPU; the kernel is compiled at the first call of `attention`.
+
+    Raises:
+        UserError: There is no such module; the message names the nearest ones or the command that renders it.
+    """
+    from fa3gen.errors import UserError
+    from fa3gen.workspace import Workspace
+
+    workspace = Workspace.find()
+    places = [workspace.module_path(stem), workspace.bundled / "generated" / f"{stem}.py"]
+    path = next((place for place in places if place.is_file()), None)
+    if path is None:
+        variant = next((variant for variant in workspace.resolve(stem) if variant.stem == stem), None)
+        if variant is None:
+            stems = ", ".join(variant.stem for variant in workspace.resolve(stem))
+            raise UserError(f"{stem} is a spec with several modules; load one of {stems}")
+        raise UserError(f"{workspace.module_path(stem)} does not exist; run `fa3gen render {variant.source}`")
+    name = f"fa3gen_generated.{stem}"
+    loaded = sys.modules.get(name)
+    if loaded is not None and loaded.__file__ == str(path):
+        return loaded
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # the DSL looks its functions' modules up by name
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module

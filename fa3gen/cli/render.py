@@ -1,0 +1,94 @@
+"""`fa3gen render`: specs to generated modules, or a check that the committed ones are what their specs render to."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from fa3gen.render import Rendered
+    from fa3gen.specfile import SpecFile
+    from fa3gen.workspace import Workspace
+
+
+def render(
+    specs: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[SPEC]...", help="Spec files, spec stems or module stems; all if none."),
+    ] = None,
+    check: Annotated[
+        bool, typer.Option("--check", help="Write nothing; exit 1 with the diff where files drifted.")
+    ] = False,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite generated files that were edited by hand.")] = False,
+) -> None:
+    """Render specs to modules under generated/ and say what changed."""
+    from fa3gen.render import render_all
+    from fa3gen.workspace import Workspace
+
+    workspace = Workspace.find()
+    everything = workspace.load_all()  # also when rendering one spec: a stem must be unique among all
+    if specs:
+        variants = list({variant.stem: variant for name in specs for variant in workspace.resolve(name)}.values())
+    else:
+        variants = [variant for spec_file in everything for variant in spec_file.variants]
+    rendered = render_all(variants, workspace)
+    if check:
+        _check(rendered, everything if not specs else None, workspace)
+    else:
+        _write(rendered, everything if not specs else None, workspace, force=force)
+
+
+def _relative(path: Path, workspace: Workspace) -> str:
+    return path.relative_to(workspace.root).as_posix() if path.is_relative_to(workspace.root) else str(path)
+
+
+def _mending_command(rendered: list[Rendered]) -> str:
+    return "fa3gen render " + " ".join(dict.fromkeys(str(item.variant.source) for item in rendered))
+
+
+def _check(rendered: list[Rendered], spec_files: list[SpecFile] | None, workspace: Workspace) -> None:
+    from fa3gen.render import orphans
+
+    drifted = [item for item in rendered if item.change != "unchanged"]
+    for item in drifted:
+        print(item.diff(workspace.root), end="")
+    left_over = orphans(spec_files, workspace) if spec_files is not None else []
+    missing = sum(item.change == "new" for item in drifted)
+    if drifted:
+        found = f"{len(drifted) - missing} drifted, {missing} missing of {len(rendered)} modules"
+        print(f"{found}; run `{_mending_command(drifted)}`", file=sys.stderr)
+    for path in left_over:
+        name = _relative(path, workspace)
+        print(f"{name}: no spec renders to it; run `git rm {name}` or give it a spec", file=sys.stderr)
+    if drifted or left_over:
+        raise typer.Exit(1)
+    print(f"{len(rendered)} modules are what their specs render to")
+
+
+def _write(rendered: list[Rendered], spec_files: list[SpecFile] | None, workspace: Workspace, *, force: bool) -> None:
+    from fa3gen.errors import UserError
+    from fa3gen.render import hand_edited, orphans, write
+
+    edited = [] if force else hand_edited(rendered, workspace)
+    if edited:
+        names = "\n".join(f"{_relative(path, workspace)}: has uncommitted edits" for path in edited)
+        raise UserError(
+            f"{names}\nnothing was written; commit or `git checkout` them, move the edits into the templates, "
+            "or overwrite them with --force"
+        )
+    for item in rendered:
+        if item.change != "unchanged":
+            write(item)
+            print(f"{item.change:9} {_relative(item.path, workspace)}  ({item.text.count(chr(10))} lines)")
+    unchanged = sum(item.change == "unchanged" for item in rendered)
+    if unchanged:
+        print(f"unchanged {unchanged} of {len(rendered)} modules")
+    for path in orphans(spec_files, workspace) if spec_files is not None else []:
+        print(
+            f"orphan    {_relative(path, workspace)}: no spec renders to it; remove it or give it a spec",
+            file=sys.stderr,
+        )

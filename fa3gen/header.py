@@ -1,0 +1,263 @@
+"""The header docstring of a generated module, as rows of text: decisions, threads, barriers, shared memory, timeline.
+
+Everything here is derived from the spec by the same arithmetic as the code below it, so that it cannot drift.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import PurePath
+
+from fa3gen import footprint, hopper
+from fa3gen.spec import (
+    CausalMask,
+    CpAsyncLoad,
+    GlobalHandoff,
+    NoMask,
+    RegisterHandoff,
+    SmemHandoff,
+    Spec,
+    TmaLoad,
+    WgmmaProduct,
+)
+
+
+@dataclass(frozen=True)
+class Header:
+    """Lines of the module's docstring."""
+
+    title: str
+    spec_path: str
+    render_command: str
+    mask: str
+    decisions: tuple[str, ...]
+    threads: tuple[str, ...]
+    barriers: tuple[str, ...]
+    smem: tuple[str, ...]
+    timeline_title: str
+    timeline: tuple[str, ...]
+
+
+def make_header(spec: Spec, *, summary: str, source: PurePath) -> Header:
+    """Describe one module; `source` is the path of its spec file relative to the workspace."""
+    dtype = {"bf16": "bfloat16", "fp16": "float16"}[spec.problem.dtype]
+    mask = {"none": "no mask", "causal": "causal", "window": "sliding window"}[spec.mask.kind]
+    naive = isinstance(spec.handoff, GlobalHandoff)
+    return Header(
+        title=f"{summary.rstrip('.')}: head dim {spec.problem.head_dim}, {dtype}, {mask}.",
+        spec_path=source.as_posix(),
+        render_command=f"fa3gen render {source.as_posix()}",
+        mask=_mask_sentence(spec),
+        decisions=_columns(_decisions(spec)),
+        threads=tuple(_threads(spec)),
+        barriers=_columns(_barriers(spec)),
+        smem=_columns(_smem(spec), right_aligned=2),
+        timeline_title="The three kernels" if naive else "Steady state, one tile of keys",
+        timeline=_columns(_naive_timeline(spec) if naive else _timeline(spec)),
+    )
+
+
+def _columns(rows: Sequence[Sequence[str]], right_aligned: int = 0) -> tuple[str, ...]:
+    """Pad cells to columns; the first `right_aligned` columns are numbers."""
+    if not rows:
+        return ()
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return tuple(
+        "  ".join(
+            cell.rjust(width) if i < right_aligned else cell.ljust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    )
+
+
+def _mask_sentence(spec: Spec) -> str:
+    if isinstance(spec.mask, NoMask):
+        return "Every query sees every key."
+    if isinstance(spec.mask, CausalMask):
+        return "Causal: query i sees keys j <= i + seq_k - seq_q; the diagonal ends in the bottom right corner."
+    return (
+        f"Sliding window: query i sees keys j with -{spec.mask.left} <= j - (i + seq_k - seq_q) <= {spec.mask.right}."
+    )
+
+
+def _decisions(spec: Spec) -> list[tuple[str, str]]:
+    if isinstance(spec.handoff, GlobalHandoff):
+        return [
+            ("tile", "none: one thread computes one score, one warp one row, one thread one element of O"),
+            ("S, P", "materialised in global memory as f32, (batch, heads_q, seq_q, seq_k)"),
+            ("products", "scalar f32 multiply-adds, operands straight from global memory"),
+        ]
+    rows = [("tile", f"{spec.tile.q} query rows x {spec.tile.kv} keys per step"), ("loads", _load_sentence(spec))]
+    assert spec.smem is not None
+    rows.append(("layouts", f"swizzle Q {spec.smem.q}, K {spec.smem.k}, V {spec.smem.v}{_p_swizzle(spec)}"))
+    rows.append(("S = Q K^T", _product_sentence(spec.qk, spec.tile.kv, spec.problem.head_dim, "Q", "K")))
+    rows.append(("softmax", _softmax_sentence(spec)))
+    rows.append(("P", _handoff_sentence(spec)))
+    rows.append(("O = P V", _product_sentence(spec.pv, spec.problem.head_dim, spec.tile.kv, "P", "V")))
+    rows.append(("kv order", _order_sentence(spec)))
+    rows.append(("output", _output_sentence(spec)))
+    return rows
+
+
+def _load_sentence(spec: Spec) -> str:
+    if isinstance(spec.load, CpAsyncLoad):
+        return f"cp.async, 16 bytes each; Q once, K and V in a ring of {_stages(spec.load.kv_stages)}"
+    if isinstance(spec.load, TmaLoad):
+        barrier = "one full barrier counts both" if spec.load.barrier == "shared" else "a full barrier each"
+        return f"TMA; Q once, K and V in rings of {_stages(spec.load.kv_stages)}, {barrier}"
+    return "16-byte loads through registers; K and V take turns in one buffer"
+
+
+def _stages(count: int) -> str:
+    return "1 stage" if count == 1 else f"{count} stages"
+
+
+def _p_swizzle(spec: Spec) -> str:
+    return f", P {spec.handoff.swizzle}" if isinstance(spec.handoff, SmemHandoff) else ""
+
+
+def _product_sentence(product: object, n: int, k: int, a: str, b: str) -> str:
+    if not isinstance(product, WgmmaProduct):
+        return f"scalar f32 multiply-adds, {a} and {b} read from shared memory"
+    steps = k // hopper.WGMMA_K_16BIT
+    source = "registers" if product.a.source == "registers" else "shared memory"
+    return (
+        f"{steps} wgmma m64n{n}k16 per warpgroup; A = {a} from {source}, {product.a.major.upper()}-major; "
+        f"B = {b}, {product.b.major.upper()}-major"
+    )
+
+
+def _softmax_sentence(spec: Spec) -> str:
+    where = "on the accumulator fragment" if isinstance(spec.pv, WgmmaProduct) else "on S in shared memory"
+    return f"online, base 2, {where}; O is rescaled in every step"
+
+
+def _handoff_sentence(spec: Spec) -> str:
+    if isinstance(spec.handoff, RegisterHandoff):
+        return "stays in registers: the accumulator fragment is read as the A fragment"
+    if isinstance(spec.handoff, SmemHandoff):
+        return "rounded to 16 bits, stmatrix to shared memory"
+    if isinstance(spec.qk, WgmmaProduct):
+        return "S is scattered from the accumulator to shared memory as f32 and becomes P there"
+    return "S is written to shared memory as f32 and becomes P there"
+
+
+def _order_sentence(spec: Spec) -> str:
+    if isinstance(spec.mask, NoMask):
+        return "from the last tile, which the end of the keys may cut, to the first"
+    return "from the last visible tile to the first; hidden tiles are skipped, only boundary tiles are masked"
+
+
+def _output_sentence(spec: Spec) -> str:
+    lse = "; LSE when asked for" if spec.outputs.lse else ""
+    if isinstance(spec.pv, WgmmaProduct):
+        return f"O is gathered in shared memory, over Q, and written by TMA{lse}"
+    return f"O goes from registers to global memory{lse}"
+
+
+def _threads(spec: Spec) -> list[str]:
+    count = footprint.threads(spec)
+    held = footprint.registers_per_thread(spec)
+    registers = f"about {sum(n for _, n in held)} registers each: {', '.join(f'{what} {n}' for what, n in held)}"
+    if isinstance(spec.handoff, GlobalHandoff):
+        return [f"{count} threads per CTA in each kernel"]
+    warps = count // hopper.WARP
+    if isinstance(spec.pv, WgmmaProduct):
+        groups = spec.tile.warpgroups or 0
+        who = "1 warpgroup owns the 64 query rows" if groups == 1 else f"{groups} warpgroups own 64 query rows each"
+    elif isinstance(spec.qk, WgmmaProduct):
+        who = "1 warpgroup issues S = Q K^T; each warp owns 16 query rows"
+    else:
+        who = f"each warp owns {spec.tile.q // warps} query rows; half a warp shares a row"
+    loads = ["warp 0 issues the TMA copies, too"] if isinstance(spec.load, TmaLoad) else []
+    return [f"{count} threads, {warps} warps: {who}", *loads, registers]
+
+
+def _barriers(spec: Spec) -> list[tuple[str, ...]]:
+    if not isinstance(spec.load, TmaLoad):
+        return []
+    d, warps = spec.problem.head_dim * hopper.BYTES_16BIT, footprint.threads(spec) // hopper.WARP
+    q, kv, stages = spec.tile.q * d, spec.tile.kv * d, str(spec.load.kv_stages)
+    tma, readers = "TMA", f"{warps} warps"
+    rows: list[tuple[str, ...]] = [("name", "stages", "producer -> consumer", "a phase completes with")]
+    rows.append(("q_full", "1", f"{tma} -> {readers}", f"{q} bytes"))
+    rings = [("kv", f"{2 * kv} bytes, K {kv} + V {kv}")]
+    if spec.load.barrier == "separate":
+        rings = [("k", f"{kv} bytes"), ("v", f"{kv} bytes")]
+    for ring, announced in rings:
+        rows.append((f"{ring}_full", stages, f"{tma} -> {readers}", announced))
+        rows.append((f"{ring}_empty", stages, f"{readers} -> warp 0", f"{warps} arrivals"))
+    return rows
+
+
+def _smem(spec: Spec) -> list[tuple[str, ...]]:
+    regions, barriers = footprint.shared_memory_map(spec), footprint.barrier_bytes(spec)
+    if not regions:
+        return []
+    rows: list[tuple[str, ...]] = [("offset", "bytes", "what", "")]
+    offset = 0
+    for region in regions:
+        offset = -(-offset // region.align) * region.align
+        rows.append((str(offset), str(region.bytes), region.name, f"{region.formula}: {region.what}"))
+        offset += region.bytes
+    if barriers:
+        rows.append((str(offset), str(barriers), "barriers", f"{barriers // hopper.MBARRIER_BYTES} mbarriers"))
+    total = footprint.total_bytes(regions, barriers)
+    rows.append(("", str(total), "total", f"of {hopper.SMEM_PER_CTA} per CTA"))
+    return rows
+
+
+def _timeline(spec: Spec) -> list[tuple[str, ...]]:
+    """What a warp does for one tile of keys, in order, and what each step waits for."""
+    ring = {"shared": "kv", "separate": "k", "none": ""}[
+        spec.load.barrier if isinstance(spec.load, TmaLoad) else "none"
+    ]
+    steps: list[tuple[str, str]] = []
+    if isinstance(spec.load, TmaLoad):
+        steps.append((f"wait {ring}_full", "the tile has landed"))
+    elif isinstance(spec.load, CpAsyncLoad):
+        steps.append(("cp.async.wait_group", f"the tile has landed; {_groups(spec.load.kv_stages)} stay in flight"))
+    else:
+        steps.append(("load K", "then a CTA barrier"))
+    wgmma = isinstance(spec.qk, WgmmaProduct)
+    steps.append(("S = Q K^T", "wgmma, wait_group 0" if wgmma else "multiply-adds"))
+    if isinstance(spec.load, TmaLoad) and spec.load.barrier == "separate":
+        steps.append(("arrive k_empty", "K's stage is free"))
+    if spec.load.engine == "sync":
+        steps.append(("load V over K", "after a CTA barrier"))
+    steps.append(("mask", "boundary tiles only"))
+    steps.append(("softmax", "P = 2^(S - max), O and sums rescaled"))
+    if isinstance(spec.handoff, SmemHandoff):
+        steps.append(("store P", "stmatrix, fence.proxy.async, barrier of the warpgroup"))
+    if isinstance(spec.load, TmaLoad) and spec.load.barrier == "separate":
+        steps.append(("wait v_full", "V has landed"))
+    steps.append(("O += P V", "wgmma, wait_group 0" if isinstance(spec.pv, WgmmaProduct) else "multiply-adds"))
+    if isinstance(spec.load, TmaLoad):
+        last = "v" if spec.load.barrier == "separate" else "kv"
+        steps.append((f"arrive {last}_empty", "the stage is free"))
+        steps.append(("warp 0 refills", f"waits for the stage to be empty, then loads the tile {_ahead(spec)}"))
+    elif isinstance(spec.load, CpAsyncLoad):
+        steps.append(("all refill", f"after a CTA barrier, with the tile {_ahead(spec)}"))
+    else:
+        steps.append(("CTA barrier", "before the next K takes V's place"))
+    return [(str(i), what, how) for i, (what, how) in enumerate(steps, 1)]
+
+
+def _ahead(spec: Spec) -> str:
+    stages = footprint.kv_stages(spec)
+    return "next in line" if stages == 1 else f"{stages} further on"
+
+
+def _groups(stages: int) -> str:
+    return f"{stages - 1} of {stages} groups"
+
+
+def _naive_timeline(spec: Spec) -> list[tuple[str, ...]]:
+    lse = ", LSE" if spec.outputs.lse else ""
+    return [
+        ("1", "scores", "S = scale Q K^T, -inf where the mask hides the key"),
+        ("2", "softmax", f"P = softmax(S) in place{lse}"),
+        ("3", "output", "O = P V"),
+    ]

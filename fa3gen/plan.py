@@ -1,0 +1,306 @@
+"""The plan: every number, name and section that a template prints, derived once from a checked spec.
+
+Templates decide nothing that stands here. A plan is frozen and complete: rendering is a function of the plan alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import PurePath
+
+from fa3gen import footprint, header, hopper
+from fa3gen.census import Expectation
+from fa3gen.footprint import Region
+from fa3gen.spec import CpAsyncLoad, SmemHandoff, Spec, Swizzle, TmaLoad, WgmmaProduct, WindowMask
+from fa3gen.specfile import Variant
+
+
+@dataclass(frozen=True)
+class ProblemPlan:
+    """Head dim and the names of the 16-bit dtype in each library."""
+
+    head_dim: int
+    dtype: str
+    cutlass_dtype: str
+    torch_dtype: str
+
+
+@dataclass(frozen=True)
+class TilePlan:
+    """Rows of Q (m) and of K and V (n) per step; threads per CTA."""
+
+    m: int
+    n: int
+    threads: int
+    warpgroups: int
+
+
+@dataclass(frozen=True)
+class MaskPlan:
+    """Which keys a row sees; left and right are the window's reach in keys, 0 for other masks."""
+
+    kind: str
+    left: int
+    right: int
+
+
+@dataclass(frozen=True)
+class LoadPlan:
+    """How tiles come from global to shared memory."""
+
+    engine: str
+    kv_stages: int
+    barrier: str
+
+
+@dataclass(frozen=True)
+class SmemPlan:
+    """Shared memory of one CTA, and the CuTe names of the operands' layout atoms (major order and swizzle)."""
+
+    regions: tuple[Region, ...]
+    barrier_bytes: int
+    total_bytes: int
+    q_layout: str
+    k_layout: str
+    v_layout: str
+    p_layout: str
+
+
+@dataclass(frozen=True)
+class ProductPlan:
+    """One of the two products; m, n, k of its WGMMA instruction and how many of them one step issues."""
+
+    engine: str
+    a_source: str
+    instruction: tuple[int, int, int]
+    steps: int
+
+
+@dataclass(frozen=True)
+class HandoffPlan:
+    """How P gets from the first product to the second."""
+
+    through: str
+
+
+@dataclass(frozen=True)
+class ImportsPlan:
+    """Which optional imports the module needs."""
+
+    pipeline: bool
+    nvgpu: str
+    smem_allocator: bool
+
+
+@dataclass(frozen=True)
+class EntryPlan:
+    """Words and arguments of the Python entry points."""
+
+    call_arguments: tuple[str, ...]
+    mask_phrase: str
+
+
+@dataclass(frozen=True)
+class SectionsPlan:
+    """Which template file fills each section of the spine."""
+
+    spine: str
+    kernel: str
+    range: str
+    loads: str
+    work: str
+    qk: str
+    mask: str
+    softmax: str
+    pv: str
+    epilogue: str
+    host: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything that the templates print for one module."""
+
+    stem: str
+    spec: Spec
+    problem: ProblemPlan
+    tile: TilePlan
+    mask: MaskPlan
+    load: LoadPlan
+    smem: SmemPlan
+    qk: ProductPlan
+    pv: ProductPlan
+    p: HandoffPlan
+    lse: bool
+    imports: ImportsPlan
+    entry: EntryPlan
+    sections: SectionsPlan
+    header: header.Header
+    expectation: Expectation
+
+
+def make_plan(variant: Variant) -> Plan:
+    """Derive the plan of one variant; its spec has passed `fa3gen.rules.check`."""
+    spec = variant.spec
+    return Plan(
+        stem=variant.stem,
+        spec=spec,
+        problem=_problem(spec),
+        tile=TilePlan(spec.tile.q, spec.tile.kv, footprint.threads(spec), spec.tile.warpgroups or 0),
+        mask=_mask(spec),
+        load=_load(spec),
+        smem=_smem(spec),
+        qk=_product(spec.qk, spec.tile.kv, spec.problem.head_dim),
+        pv=_product(spec.pv, spec.problem.head_dim, spec.tile.kv),
+        p=HandoffPlan(spec.handoff.through),
+        lse=spec.outputs.lse,
+        imports=_imports(spec),
+        entry=_entry(spec),
+        sections=_sections(spec),
+        header=header.make_header(spec, summary=variant.summary, source=PurePath(variant.source)),
+        expectation=expectation(spec),
+    )
+
+
+def _problem(spec: Spec) -> ProblemPlan:
+    cutlass_dtype, torch_dtype = {"bf16": ("BFloat16", "torch.bfloat16"), "fp16": ("Float16", "torch.float16")}[
+        spec.problem.dtype
+    ]
+    return ProblemPlan(spec.problem.head_dim, spec.problem.dtype, cutlass_dtype, torch_dtype)
+
+
+def _mask(spec: Spec) -> MaskPlan:
+    if isinstance(spec.mask, WindowMask):
+        return MaskPlan("window", spec.mask.left, spec.mask.right)
+    return MaskPlan(spec.mask.kind, 0, 0)
+
+
+def _load(spec: Spec) -> LoadPlan:
+    barrier = spec.load.barrier if isinstance(spec.load, TmaLoad) else "none"
+    return LoadPlan(spec.load.engine, footprint.kv_stages(spec), barrier)
+
+
+def _smem(spec: Spec) -> SmemPlan:
+    regions, barriers = tuple(footprint.shared_memory_map(spec)), footprint.barrier_bytes(spec)
+    smem, p = spec.smem, spec.handoff
+    return SmemPlan(
+        regions=regions,
+        barrier_bytes=barriers,
+        total_bytes=footprint.total_bytes(regions, barriers),
+        q_layout=_layout_atom("K", smem.q) if smem else "",
+        k_layout=_layout_atom("K", smem.k) if smem else "",
+        # The scalar product walks V along keys and head dim alike; WGMMA wants it MN-major. The bytes are the same.
+        v_layout=_layout_atom("MN" if isinstance(spec.pv, WgmmaProduct) else "K", smem.v) if smem else "",
+        p_layout=_layout_atom("K", p.swizzle) if isinstance(p, SmemHandoff) else "",
+    )
+
+
+def _layout_atom(major: str, swizzle: Swizzle) -> str:
+    """CuTe's name of a canonical layout: K_SW128, MN_SW64, K_INTER."""
+    return f"{major}_INTER" if swizzle == "none" else f"{major}_SW{swizzle.removesuffix('B')}"
+
+
+def _product(product: object, n: int, k: int) -> ProductPlan:
+    if not isinstance(product, WgmmaProduct):
+        return ProductPlan("scalar", "", (0, 0, 0), 0)
+    source = {"smem": "SMEM", "registers": "RMEM"}[product.a.source]
+    instruction = (hopper.WGMMA_M, n, hopper.WGMMA_K_16BIT)
+    return ProductPlan("wgmma", source, instruction, k // hopper.WGMMA_K_16BIT)
+
+
+def _imports(spec: Spec) -> ImportsPlan:
+    tma, wgmma = isinstance(spec.load, TmaLoad), isinstance(spec.qk, WgmmaProduct)
+    stmatrix = isinstance(spec.pv, WgmmaProduct)
+    names = {
+        "OperandMajorMode": wgmma,
+        "cpasync": spec.load.engine != "sync",
+        "warp": stmatrix,
+        "warpgroup": spec.smem is not None,
+    }
+    return ImportsPlan(
+        pipeline=tma,
+        nvgpu=", ".join(name for name, needed in names.items() if needed),
+        smem_allocator=spec.smem is not None,
+    )
+
+
+def _entry(spec: Spec) -> EntryPlan:
+    lse, scores = ["lse"] * spec.outputs.lse, ["scores"] * (spec.handoff.through == "global_f32")
+    scale = f"{spec.problem.head_dim}**-0.5 if scale is None else scale"
+    phrase = {"none": "no mask", "causal": "causal", "window": "sliding window"}[spec.mask.kind]
+    return EntryPlan(("q", "k", "v", "out", *lse, *scores, scale), phrase)
+
+
+def _sections(spec: Spec) -> SectionsPlan:
+    if spec.handoff.through == "global_f32":
+        return SectionsPlan("naive.py.jinja", *[""] * 10)
+    both_wgmma = isinstance(spec.pv, WgmmaProduct)
+    family = "wgmma" if both_wgmma else "scalar"
+    space = "fragment" if both_wgmma else "smem"
+    pv = {"registers": "pv_wgmma_registers", "smem_16bit": "pv_wgmma_smem", "smem_f32": "pv_scalar"}
+    return SectionsPlan(
+        spine="fused.py.jinja",
+        host=_section(f"host_{family}"),
+        kernel=_section("kernel_wgmma" if both_wgmma else f"kernel_scalar_{spec.load.engine}"),
+        range=_section(f"range_{spec.mask.kind}"),
+        loads=_section(f"loads_{spec.load.engine}"),
+        work=_section("work_fragment" if both_wgmma else "work_scalar"),
+        qk=_section(f"qk_{spec.qk.engine}"),
+        mask=_section(f"mask_{space}_{spec.mask.kind}"),
+        softmax=_section(f"softmax_{space}"),
+        pv=_section(pv[spec.handoff.through]),
+        epilogue=_section(f"epilogue_{family}"),
+    )
+
+
+def _section(name: str) -> str:
+    return f"sections/{name}.py.jinja"
+
+
+def tma_boxes(extent_bytes: int, swizzle: Swizzle) -> int:
+    """Copies that one tile takes: a TMA box is at most one swizzle span wide (cuTensorMapEncodeTiled)."""
+    return -(-extent_bytes // hopper.SWIZZLE_SPAN[swizzle])
+
+
+def expectation(spec: Spec) -> Expectation:
+    """What the compiled code must show, as static instruction counts; `fa3gen compile` holds them against the PTX.
+
+    Each loop is written once and not unrolled over tiles: a load stands once in the prefetch and once in the steady
+    state, a product once.
+    """
+    d, q, kv, threads = spec.problem.head_dim, spec.tile.q, spec.tile.kv, footprint.threads(spec)
+    products = [product for product in (_product(spec.qk, kv, d), _product(spec.pv, d, kv)) if product.steps]
+    wgmma: dict[tuple[int, int, int, str], int | None] = {}
+    for product in products:
+        kind = (*product.instruction, {"SMEM": "smem", "RMEM": "registers"}[product.a_source])
+        wgmma[kind] = (wgmma.get(kind) or 0) + product.steps
+    tma_loads = tma_stores = mbarrier_inits = expect_tx = cp_async = stmatrix = 0
+    if isinstance(spec.load, TmaLoad) and spec.smem is not None:
+        row = d * hopper.BYTES_16BIT
+        rings = 1 if spec.load.barrier == "shared" else 2
+        tma_loads = tma_boxes(row, spec.smem.q) + 2 * (tma_boxes(row, spec.smem.k) + tma_boxes(row, spec.smem.v))
+        mbarrier_inits = footprint.barrier_bytes(spec) // hopper.MBARRIER_BYTES
+        expect_tx = 1 + 2 * rings
+    if isinstance(spec.load, CpAsyncLoad):
+        vectors = d // footprint.SCALAR_VECTOR
+        cp_async = (q + (2 * spec.load.kv_stages + 2) * kv) * vectors // threads
+    if isinstance(spec.pv, WgmmaProduct) and spec.smem is not None:
+        tma_stores = tma_boxes(d * hopper.BYTES_16BIT, spec.smem.q)
+        stmatrix = (d + (kv if isinstance(spec.handoff, SmemHandoff) else 0)) // 16
+    regions, barriers = footprint.shared_memory_map(spec), footprint.barrier_bytes(spec)
+    return Expectation(
+        kernels=3 if spec.handoff.through == "global_f32" else 1,
+        wgmma=wgmma,
+        wgmma_commits=len(products),
+        wgmma_waits=len(products),
+        tma_loads=tma_loads,
+        tma_stores=tma_stores,
+        cp_async=cp_async,
+        mbarrier_inits=mbarrier_inits,
+        mbarrier_expect_tx=expect_tx,
+        ldmatrix=0,
+        stmatrix=stmatrix,
+        setmaxnreg={},
+        smem_bytes=footprint.total_bytes(regions, barriers),
+        max_registers=min(hopper.REGISTERS_PER_THREAD, hopper.REGISTERS_PER_SM // threads),
+    )
