@@ -1,0 +1,128 @@
+"""`fa3gen bench`: speeds beside peers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from fa3gen.bench import Bench, Competitor
+    from fa3gen.specfile import Variant
+    from fa3gen.workspace import Workspace
+
+
+def bench(
+    specs: Annotated[list[str], typer.Argument(metavar="SPEC...", help="Spec files, spec stems or generated stems.")],
+    head_dim: Annotated[list[int] | None, typer.Option(help="Only this head dim; may be repeated.")] = None,
+    mask: Annotated[
+        list[str] | None, typer.Option(help="Only this mask: full, causal, window512_0; may be repeated.")
+    ] = None,
+    seq_len: Annotated[list[int] | None, typer.Option(help="Only this sequence length; may be repeated.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="4k and 16k only, fewer repeats.")] = False,
+    peers: Annotated[bool, typer.Option(help="Measure torch SDPA and FlashAttention beside.")] = True,
+    limit: Annotated[float, typer.Option(help="Seconds one kernel may take in one cell before it is skipped.")] = 10.0,
+    json_path: Annotated[Path | None, typer.Option("--json", help="Write all numbers here.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw a figure here; .png or .svg.")] = None,
+    evidence: Annotated[
+        bool, typer.Option("--evidence", help="Put the speeds at 4k and 16k into the evidence records.")
+    ] = False,
+) -> None:
+    """Measure TFLOP/s over head dim, mask and sequence length on a Hopper GPU, beside the peers installed here."""
+    from rich.console import Console
+
+    from fa3gen import bench_report, gpu
+    from fa3gen.bench import Bench, CudaTimer, Runner, peer_competitors, plan_cells, require_hopper
+    from fa3gen.workspace import Workspace
+
+    if plot is not None:
+        bench_report.check_plot_path(plot)
+    workspace = Workspace.find()
+    variants = list({variant.stem: variant for name in specs for variant in workspace.resolve(name)}.values())
+    cells = plan_cells(
+        [variant.spec for variant in variants],
+        head_dims=head_dim or (),
+        masks=mask or (),
+        seq_lens=seq_len or (),
+        quick=quick,
+    )
+    device = require_hopper()
+    own = _own(workspace, variants)
+    errors = Console(stderr=True)
+    runner = Runner(
+        competitors=[*own.values(), *(peer_competitors() if peers else [])],
+        timer=CudaTimer(device),
+        device=device,
+        spend_ms=150 if quick else 400,
+        limit_ms=limit * 1000,
+    )
+    with errors.status("measuring") as status:
+        measured = Bench(gpu.environment(), tuple(runner.run(cells, _progress(errors, status.update))))
+    console = Console()
+    for table in bench_report.tables(measured):
+        console.print(table)
+    for reason in bench_report.reasons(measured):
+        console.print(reason, style="dim", markup=False, highlight=False)
+    if json_path is not None:
+        bench_report.write_json(measured, json_path)
+    if plot is not None:
+        bench_report.plot(measured, plot)
+    if evidence:
+        _record(workspace, measured, own)
+    if measured.failed:
+        raise typer.Exit(1)
+
+
+def _progress(errors: Console, update: Callable[[str], None]) -> Callable[[str], None]:
+    """Keep one moving line on a terminal; in a log, write one line per step."""
+    return update if errors.is_terminal else lambda text: errors.print(text, markup=False, highlight=False)
+
+
+def _own(workspace: Workspace, variants: list[Variant]) -> dict[str, Competitor]:
+    """Return one competitor per variant, by generated stem; called by spec stem where that is not ambiguous."""
+    from fa3gen import gpu
+    from fa3gen.bench import module_competitor
+    from fa3gen.errors import UserError
+
+    def problem(variant: Variant) -> tuple[object, ...]:
+        return variant.source, variant.spec.problem, variant.spec.mask
+
+    problems = [problem(variant) for variant in variants]
+    own = {}
+    for variant in variants:
+        path = workspace.module_path(variant.stem)
+        if not path.exists():
+            raise UserError(f"{path} does not exist; run `fa3gen render {variant.stem}`")
+        name = variant.source.stem if problems.count(problem(variant)) == 1 else variant.stem
+        loaded: list[object] = []  # imported once, at the first cell it serves
+
+        def load(path: Path = path, loaded: list[object] = loaded) -> object:
+            if not loaded:
+                loaded.append(gpu.load_file(path))
+            return loaded[0]
+
+        own[variant.stem] = module_competitor(name, variant.stem, variant.spec, load)
+    return own
+
+
+def _record(workspace: Workspace, measured: Bench, own: dict[str, Competitor]) -> None:
+    """Put speeds into the records and render the tables anew; say which modules have no record to put them in."""
+    from fa3gen import evidence
+
+    for stem, competitor in own.items():
+        speeds = {
+            entry.cell.seq_len: result.tflops
+            for entry in measured.cells
+            if competitor.serves(entry.cell)
+            for result in entry.results
+            if result.competitor == competitor.name and result.tflops is not None
+        }
+        if speeds and not evidence.set_tflops(workspace, stem, speeds):
+            text = f"{stem}: no record of the present file; run `fa3gen verify {stem} --evidence` first"
+            typer.echo(text, err=True)
+    for path in evidence.refresh(workspace):
+        typer.echo(f"wrote {path}", err=True)

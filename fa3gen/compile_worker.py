@@ -1,0 +1,93 @@
+"""Compiles one generated module in a process of its own. Run by `fa3gen.compiler`, by file name and not as a package.
+
+Usage: compile_worker.py MODULE.py OUT_DIR. Writes into OUT_DIR `kernel.ptx`, `kernel.cubin`, `host.mlir` and
+`result.json`: {"error": null or {"type", "message", "missing"}, "compile_seconds", "peak_bytes", "dsl"}. The
+environment must already hold the DSL's settings; ptxas's remarks go to standard error.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib.metadata
+import importlib.util
+import json
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+
+def peak_bytes() -> int | None:
+    """Peak resident memory of this process. None where the system does not tell.
+
+    Not getrusage: a child inherits its parent's ru_maxrss over fork and exec, so it would report the caller's size.
+    """
+    try:
+        status = Path("/proc/self/status").read_text()
+    except OSError:
+        return None
+    line = next((line for line in status.splitlines() if line.startswith("VmHWM:")), None)
+    return int(line.split()[1]) * 1024 if line else None
+
+
+def import_module(path: Path) -> Any:
+    """Import a module from its file; the DSL reads the source again, so it has to be a real file."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{path} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def compile_to(module_path: Path, out: Path) -> float:
+    """Compile the module's kernels into `out`; returns the seconds it took after the imports."""
+    module = import_module(module_path)
+    started = time.perf_counter()
+    compiled = module.compile_for_sm90a()
+    seconds = time.perf_counter() - started
+    if not getattr(compiled, "__ptx__", None) or not getattr(compiled, "__cubin__", None):
+        raise RuntimeError(
+            f"compile_for_sm90a() returned {type(compiled).__name__} without PTX and cubin; "
+            "it must return what cute.compile returns"
+        )
+    (out / "kernel.ptx").write_text(compiled.__ptx__)
+    (out / "kernel.cubin").write_bytes(compiled.__cubin__)
+    host = getattr(compiled, "ir_module", None)
+    (out / "host.mlir").write_text(str(host) if host is not None else "")
+    return seconds
+
+
+def describe(error: BaseException, module_path: Path) -> dict[str, str]:
+    """The error's own message, with the line of the generated module where the DSL's message has none.
+
+    "missing" is the package that could not be imported, if that is what is wrong.
+    """
+    message = str(error).strip() or type(error).__name__
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(module_path)]
+    if frames and str(module_path) not in message:
+        message += f"\n  at {module_path}:{frames[-1].lineno}: {frames[-1].line}"
+    missing = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+    return {"type": type(error).__name__, "message": message, "missing": missing}
+
+
+def main() -> int:
+    """Compile sys.argv[1] into sys.argv[2]; exit status 1 when that failed, with the reason in result.json."""
+    module_path, out = Path(sys.argv[1]), Path(sys.argv[2])
+    sys.argv = sys.argv[:1]  # the DSL parses sys.argv when it is imported
+    gc.disable()  # tracing makes millions of objects that all live to the end: collecting costs time and frees nothing
+    result: dict[str, Any] = {"error": None, "compile_seconds": None}
+    try:
+        result["compile_seconds"] = compile_to(module_path, out)
+        result["dsl"] = importlib.metadata.version("nvidia-cutlass-dsl")
+    except (Exception, SystemExit) as error:
+        result["error"] = describe(error, module_path)
+    result["peak_bytes"] = peak_bytes()
+    (out / "result.json").write_text(json.dumps(result))
+    return 1 if result["error"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

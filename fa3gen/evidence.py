@@ -1,0 +1,380 @@
+"""What was verified, on which GPU, with which tools: one JSON record per generated module, and tables made of them.
+
+`generated/evidence/<stem>.json` is written by `fa3gen verify --evidence` (and its speeds by `fa3gen bench
+--evidence`), never by hand. A record speaks of one exact generated file, named by its SHA-256; once that file
+changes, the record is stale and the module reads "not verified on a GPU" again. `generated/EVIDENCE.md` and the
+ladder table in the README are renderings of the records; `check` proves that they still are.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from fa3gen.errors import UserError
+from fa3gen.spec import CausalMask, NoMask, Spec
+
+if TYPE_CHECKING:
+    from fa3gen.workspace import Workspace
+
+SEQ_LENS = (4096, 16384)  # speeds that a record holds
+RUNGS = ("k1", "k2", "k2_cp_async", "k3_1", "k3_2", "k3_3", "k4_1", "k4_smem", "k4_2")
+LADDER_BEGIN, LADDER_END = "<!-- ladder:begin -->", "<!-- ladder:end -->"
+REFRESH = "fa3gen verify --evidence"  # the command that writes records and renderings
+
+
+class Part(BaseModel):
+    """Base of all parts of a record: closed against unknown keys, so that a record says what it seems to say."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Errors(Part):
+    """As `fa3gen.verify.Errors`."""
+
+    max_abs: float | None
+    relative: float | None
+
+
+class Case(Part):
+    """As `fa3gen.verify.CaseResult`: errors beside yardsticks and limits."""
+
+    name: str
+    shape: str
+    o_error: Errors | None
+    o_yardstick: Errors | None
+    o_max_abs_limit: float | None
+    o_block_ratio: float | None
+    lse_error: Errors | None
+    lse_yardstick: Errors | None
+    failures: list[str]
+
+
+class Check(Part):
+    """As `fa3gen.verify.Check`."""
+
+    name: str
+    passed: bool | None
+    detail: str
+
+
+class CompileFacts(Part):
+    """What the compiled file holds, in sum over its kernels; registers and shared memory of the largest."""
+
+    registers: int
+    stack_bytes: int
+    spills: int = Field(description="Local-memory loads and stores in SASS.")
+    smem_bytes: int | None
+    wgmma: dict[str, int] = Field(description="wgmma.mma_async in PTX, by shape.")
+    serialized_wgmma: bool
+
+
+class Record(Part):
+    """One module on one GPU on one day."""
+
+    version: Literal[1] = 1
+    stem: str
+    source_sha256: str
+    date: str = Field(description="UTC day.", pattern=r"^\d{4}-\d{2}-\d{2}$")
+    passed: bool
+    failures: list[str]
+    gpu: str
+    driver: str | None
+    cuda_driver: str | None
+    torch: str | None
+    dsl: str | None
+    ptxas: str | None
+    python: str
+    seed: int
+    o_factor: float
+    lse_tolerance: float
+    cases: list[Case]
+    checks: list[Check]
+    tflops: dict[str, float] = Field(default={}, description="By sequence length; 16,384 tokens in all.")
+    compile: CompileFacts | None
+
+
+class Status(enum.Enum):
+    """What the records say about one module."""
+
+    VERIFIED = "verified"
+    FAILED = "FAILED"
+    STALE = "not verified on a GPU (record is of an older file)"
+    NONE = "not verified on a GPU"
+
+
+def sha256(path: Path) -> str:
+    """Return the SHA-256 of a file's bytes, in hex."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _rounded(value: Any) -> Any:
+    """Keep four significant digits of every float: more would only be noise in a diff."""
+    if isinstance(value, float):
+        return float(f"{value:.4g}")
+    if isinstance(value, Mapping):
+        return {key: _rounded(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_rounded(item) for item in value]
+    return value
+
+
+def dumps(record: Record) -> str:
+    """Return the JSON text of a record: sorted keys, two spaces, one newline at the end."""
+    return json.dumps(_rounded(record.model_dump()), indent=2, sort_keys=True, allow_nan=False) + "\n"
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file at once or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.chmod(name, 0o644)
+        os.replace(name, path)
+    except BaseException:
+        os.unlink(name)
+        raise
+
+
+def record_path(workspace: Workspace, stem: str) -> Path:
+    """Return where the record of a generated stem lies."""
+    return workspace.evidence_dir / f"{stem}.json"
+
+
+def write(workspace: Workspace, record: Record) -> Path:
+    """Write one record, whether it passed or not; return its path."""
+    path = record_path(workspace, record.stem)
+    write_text(path, dumps(record))
+    return path
+
+
+def read(workspace: Workspace, stem: str) -> Record | None:
+    """Read the record of a generated stem; None when there is none, UserError when it is not a record."""
+    path = record_path(workspace, stem)
+    if not path.exists():
+        return None
+    try:
+        record = Record.model_validate_json(path.read_text(encoding="utf-8"))
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(str(part) for part in first["loc"]) or "file"
+        text = f"{path} is not an evidence record ({place}: {first['msg']})"
+        raise UserError(f"{text}; delete it and run `fa3gen verify {stem} --evidence` on a Hopper GPU") from error
+    if record.stem != stem:
+        raise UserError(f"{path} is a record of {record.stem}, not of {stem}; delete it")
+    return record
+
+
+def status(workspace: Workspace, stem: str) -> tuple[Status, Record | None]:
+    """Say what the records say of one module; the record comes along unless there is none."""
+    record = read(workspace, stem)
+    if record is None:
+        return Status.NONE, None
+    source = workspace.module_path(stem)
+    if not source.exists() or sha256(source) != record.source_sha256:
+        return Status.STALE, record
+    return (Status.VERIFIED if record.passed else Status.FAILED), record
+
+
+def set_tflops(workspace: Workspace, stem: str, tflops: Mapping[int, float]) -> bool:
+    """Put new speeds into a record that is of the present file; return False, changing nothing, without one."""
+    state, record = status(workspace, stem)
+    if record is None or state not in (Status.VERIFIED, Status.FAILED):
+        return False
+    kept = {seq_len: value for seq_len, value in tflops.items() if seq_len in SEQ_LENS}
+    merged = {**record.tflops, **{str(seq_len): value for seq_len, value in kept.items()}}
+    write(workspace, record.model_copy(update={"tflops": merged}))
+    return True
+
+
+def generated_stems(workspace: Workspace) -> list[str]:
+    """Return every stem that the specs generate, in the order of the ladder, then by name."""
+    files = sorted(workspace.load_all(), key=lambda file: (_rung_order(file.stem), file.stem))
+    return [variant.stem for file in files for variant in file.variants]
+
+
+def _rung_order(spec_stem: str) -> int:
+    return RUNGS.index(spec_stem) if spec_stem in RUNGS else len(RUNGS)
+
+
+# -- EVIDENCE.md
+
+_INTRO = f"""# Evidence
+
+Written by `{REFRESH}`; do not edit. A record counts only for the exact file it was made with (SHA-256).
+
+Every module is run on {{cases}} named inputs (random, outlier, ragged, grouped heads, strided, masked rows) on poisoned
+outputs and compared with float64 attention. It passes when O is within twice the error of PyTorch in the same precision
+(plus half an ulp), for the maximum and for every block of 64 rows, and LSE within 1e-5 relative.
+*O* and *PyTorch* are relative Frobenius errors on the case `random`; *of limit* is the worst case's share of what is
+allowed; *LSE* is the worst case's relative error. TFLOP/s: forward, 16,384 tokens in all, heads x head dim = 2048.
+"""
+
+_COLUMNS = (
+    *("module", "status", "O", "PyTorch", "of limit", "LSE", "TFLOP/s 4k", "TFLOP/s 16k"),
+    *("registers", "spills", "smem", "WGMMA", "serialized", "GPU", "made with", "date"),
+)
+
+
+def render_markdown(workspace: Workspace) -> str:
+    """Return the text of EVIDENCE.md: one row per generated stem, then every failure in words."""
+    states = [(stem, *status(workspace, stem)) for stem in generated_stems(workspace)]
+    counts = {len(record.cases) for _, state, record in states if record and state is Status.VERIFIED}
+    verified = sum(state is Status.VERIFIED for _, state, _ in states)
+    lines = [_INTRO.format(cases=" or ".join(str(count) for count in sorted(counts)) or "a set of")]
+    lines.append(f"{verified} of {len(states)} modules are verified on a GPU.\n")
+    lines += _table(_COLUMNS, [_row(stem, state, record) for stem, state, record in states])
+    failing = [(stem, record) for stem, state, record in states if record and state is Status.FAILED]
+    if failing:
+        lines += ["", "## Failures", ""]
+        lines += [f"- `{stem}`: {failure}" for stem, record in failing for failure in record.failures]
+    return "\n".join(lines) + "\n"
+
+
+def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    head = [f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}"]
+    return head + [f"| {' | '.join(row)} |" for row in rows]
+
+
+def _row(stem: str, state: Status, record: Record | None) -> list[str]:
+    if record is None or state is Status.STALE:
+        return [f"`{stem}`", state.value, *[""] * (len(_COLUMNS) - 2)]
+    plain = next((case for case in record.cases if case.name == "random"), None)
+    error, yardstick = (plain.o_error, plain.o_yardstick) if plain else (None, None)
+    made_with = f"DSL {record.dsl or '?'}, ptxas {record.ptxas or '?'}, torch {record.torch or '?'}"
+    return [
+        f"`{stem}`",
+        state.value,
+        _scientific(error.relative if error else None),
+        _scientific(yardstick.relative if yardstick else None),
+        _share(record.cases),
+        _scientific(_worst_lse(record.cases)),
+        *(speed(record.tflops.get(str(seq_len))) for seq_len in SEQ_LENS),
+        *_compile_cells(record.compile),
+        f"{record.gpu}, driver {record.driver or '?'} (CUDA {record.cuda_driver or '?'})",
+        made_with,
+        record.date,
+    ]
+
+
+def _scientific(value: float | None) -> str:
+    return "" if value is None else f"{value:.1e}"
+
+
+def speed(tflops: float | None) -> str:
+    """Print a speed as precisely as it is repeatable: whole TFLOP/s from 10 on."""
+    if tflops is None:
+        return ""
+    return f"{tflops:.0f}" if tflops >= 10 else f"{tflops:.2g}"
+
+
+def _share(cases: Sequence[Case]) -> str:
+    """Return the worst case's error as a share of its limit, of the maximum or of a block, whichever is worse."""
+    shares = [
+        max(case.o_error.max_abs / case.o_max_abs_limit, case.o_block_ratio or 0.0)
+        for case in cases
+        if case.o_error and case.o_error.max_abs is not None and case.o_max_abs_limit
+    ]
+    return f"{max(shares):.0%}" if len(shares) == len(cases) and shares else ""
+
+
+def _worst_lse(cases: Sequence[Case]) -> float | None:
+    values = [case.lse_error.relative for case in cases if case.lse_error and case.lse_error.relative is not None]
+    return max(values, default=None)
+
+
+def _compile_cells(facts: CompileFacts | None) -> list[str]:
+    if facts is None:
+        return [""] * 5
+    wgmma = ", ".join(f"{count} {shape}" for shape, count in sorted(facts.wgmma.items()))
+    smem = "" if facts.smem_bytes is None else str(facts.smem_bytes)
+    serialized = ("yes" if facts.serialized_wgmma else "no") if facts.wgmma else ""
+    return [str(facts.registers), str(facts.spills), smem, wgmma, serialized]
+
+
+# -- README ladder
+
+
+def ladder_table(workspace: Workspace) -> str:
+    """Return the README's table: each rung's TFLOP/s at both lengths, head dims and masks; empty without evidence."""
+    columns = [(d, mask, seq_len) for d in (64, 128) for mask in ("full", "causal") for seq_len in SEQ_LENS]
+    names = [f"d{d} {mask} {seq_len // 1024}k" for d, mask, seq_len in columns]
+    files = {file.stem: file for file in workspace.load_all()}
+    rows, machines = [], set()
+    for rung in (rung for rung in RUNGS if rung in files):
+        cells = []
+        for d, mask, seq_len in columns:
+            record = _verified(workspace, files[rung].variants, head_dim=d, mask=mask)
+            cells.append(speed(record.tflops.get(str(seq_len))) if record else "")
+            if record:
+                machines.add(f"{record.gpu}, {record.date}")
+        rows.append([f"`{rung}`", *(cell or "–" for cell in cells)])
+    measured = "; ".join(sorted(machines)) or "nothing yet"
+    note = f"TFLOP/s, bf16 forward, 16,384 tokens in all, heads x head dim = 2048. Measured: {measured}."
+    return "\n".join([*_table(["rung", *names], rows), "", f"{note} –: not verified on a GPU."]) + "\n"
+
+
+def _verified(workspace: Workspace, variants: Sequence[Any], *, head_dim: int, mask: str) -> Record | None:
+    """Return the record of the bf16 variant with this head dim and mask, if it is verified as it stands."""
+    kind = NoMask if mask == "full" else CausalMask
+    for variant in variants:
+        spec: Spec = variant.spec
+        if spec.problem.head_dim == head_dim and spec.problem.dtype == "bf16" and isinstance(spec.mask, kind):
+            state, record = status(workspace, variant.stem)
+            return record if state is Status.VERIFIED else None
+    return None
+
+
+def with_ladder(readme: str, table: str) -> str:
+    """Return the README's text with `table` between its markers; UserError when the markers are not there."""
+    before, begin, rest = readme.partition(LADDER_BEGIN)
+    _, end, after = rest.partition(LADDER_END)
+    if not (begin and end):
+        raise UserError(f"README.md holds no {LADDER_BEGIN} ... {LADDER_END}; put both where the table should stand")
+    return f"{before}{begin}\n{table}{end}{after}"
+
+
+# -- what is derived from the records
+
+
+def _renderings(workspace: Workspace) -> Iterator[tuple[Path, str]]:
+    """Yield every file that the records render to, with its text."""
+    yield workspace.generated_dir / "EVIDENCE.md", render_markdown(workspace)
+    readme = workspace.root / "README.md"
+    text = readme.read_text(encoding="utf-8") if readme.exists() else ""
+    if LADDER_BEGIN in text or LADDER_END in text:  # the README of someone else's workspace need not have the table
+        yield readme, with_ladder(text, ladder_table(workspace))
+
+
+def refresh(workspace: Workspace) -> list[Path]:
+    """Write EVIDENCE.md and the README's ladder anew from the records; return what changed."""
+    changed = []
+    for path, text in _renderings(workspace):
+        if not path.exists() or path.read_text(encoding="utf-8") != text:
+            write_text(path, text)
+            changed.append(path)
+    return changed
+
+
+def check(workspace: Workspace) -> list[str]:
+    """Return what is not as the records render it, and records of no generated stem; empty when all is well."""
+    problems = []
+    for path, text in _renderings(workspace):
+        if not path.exists() or path.read_text(encoding="utf-8") != text:
+            name, command = path.relative_to(workspace.root), "fa3gen verify --refresh-evidence"
+            problems.append(f"{name} is not what the records in generated/evidence render to; run `{command}`")
+    known = set(generated_stems(workspace))
+    for path in sorted(workspace.evidence_dir.glob("*.json")):
+        if path.stem not in known:
+            problems.append(f"{path.relative_to(workspace.root)} is a record of no generated module; delete it")
+    return problems

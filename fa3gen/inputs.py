@@ -1,0 +1,160 @@
+"""The inputs that every module is verified on: few, named, and each there to catch something.
+
+q, k and v lie inside larger buffers filled with NaN wherever the layout allows it, so that a read past the end shows
+as NaN; `out` lies inside a larger buffer filled with NaN, so that an element left unwritten shows, and a write past
+the end shows as a changed guard. All drawn in float32 from one seed and rounded to the kernel's dtype.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+GUARD = 8  # rows of NaN before and after each padded tensor, along the sequence
+
+Distribution = Literal["normal", "outlier", "ramp"]
+Layout = Literal["padded", "contiguous", "transposed", "packed", "expanded", "odd_strides"]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One named set of shapes, values and strides. `scale` None means the module's default, 1 / sqrt(d)."""
+
+    name: str
+    why: str
+    batch: int
+    seq_q: int
+    seq_k: int
+    heads_q: int
+    heads_kv: int
+    distribution: Distribution = "normal"
+    layout: Layout = "padded"
+    scale: float | None = None
+
+    @property
+    def shape(self) -> str:
+        """Shapes in one word: batch, query x key lengths, query/kv heads."""
+        return f"b{self.batch} {self.seq_q}x{self.seq_k} h{self.heads_q}/{self.heads_kv}"
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Tensors of one case. `out` is filled with NaN and lies inside `out_storage`, whose other elements stay NaN."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    out: torch.Tensor
+    out_storage: torch.Tensor
+
+
+CASES: tuple[Case, ...] = (
+    Case("random", "plain inputs, many tiles", 2, 512, 512, 4, 4, layout="contiguous"),
+    Case("long", "2k, more tiles than any ring has stages", 1, 2048, 2048, 2, 2),
+    Case("outlier", "a few large rows and channels", 2, 384, 384, 2, 2, "outlier"),
+    Case("ramp", "scores that climb along the keys: every tile moves the row maximum", 2, 256, 900, 2, 2, "ramp"),
+    Case("ragged", "no multiple of a tile, more keys than queries", 2, 77, 333, 2, 2),
+    Case("ragged_more_queries", "more queries than keys: causal rows with no key", 1, 301, 131, 2, 2),
+    Case("few_keys", "whole query tiles with no visible key", 2, 300, 5, 2, 1),
+    Case("tile_edge", "one row past a tile on both sides", 1, 129, 257, 2, 2),
+    Case("one", "one query, one key, a sequence stride that means nothing", 2, 1, 1, 2, 2, layout="odd_strides"),
+    Case("decode", "one query, a long cache, grouped heads", 3, 1, 1031, 8, 2),
+    Case("gqa", "grouped heads, (batch, heads, seq, d) storage", 2, 200, 200, 6, 2, layout="transposed"),
+    Case("mqa", "one kv head", 1, 190, 260, 8, 1),
+    Case("packed", "slices of one packed qkv tensor", 2, 193, 193, 4, 2, layout="packed"),
+    Case("expanded", "k and v with batch stride 0", 3, 130, 140, 2, 2, layout="expanded"),
+    Case("odd_strides", "batch and head strides that mean nothing", 1, 100, 90, 1, 1, layout="odd_strides"),
+    Case("wrap", "wraps a ring of 5 stages of 128 keys twice", 1, 70, 1500, 2, 2),
+    Case("scale", "a scale other than 1/sqrt(d)", 1, 150, 210, 2, 2, scale=0.3),
+)  # fmt: skip
+
+
+def case_seed(case: Case, seed: int) -> int:
+    """Derive a case's own seed from the run's, so that a case can be repeated by itself."""
+    return (seed * 1_000_003 + zlib.crc32(case.name.encode())) % 2**63
+
+
+def make(case: Case, *, head_dim: int, dtype: torch.dtype, device: torch.device, seed: int) -> Inputs:
+    """Draw the tensors of `case` on `device`. The same seed gives the same numbers on every device."""
+    generator = torch.Generator().manual_seed(case_seed(case, seed))
+    q = torch.randn(case.batch, case.seq_q, case.heads_q, head_dim, generator=generator)
+    kv_batch = 1 if case.layout == "expanded" else case.batch
+    k = torch.randn(kv_batch, case.seq_k, case.heads_kv, head_dim, generator=generator)
+    v = torch.randn(kv_batch, case.seq_k, case.heads_kv, head_dim, generator=generator)
+    if case.distribution == "outlier":
+        _add_outliers(q, k, v, generator)
+    elif case.distribution == "ramp":
+        _add_ramp(q, k)
+    q, k, v = (tensor.to(device=device, dtype=dtype) for tensor in (q, k, v))
+    if case.layout == "packed":
+        q, k, v = _packed(q, k, v)
+    else:
+        q, k, v = (_placed(tensor, case.layout) for tensor in (q, k, v))
+    if case.layout == "expanded":
+        k, v = (tensor.expand(case.batch, -1, -1, -1) for tensor in (k, v))
+    out, storage = _poisoned_out(q, case.layout)
+    return Inputs(q=q, k=k, v=v, out=out, out_storage=storage)
+
+
+def _add_outliers(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, generator: torch.Generator) -> None:
+    """Make a few channels of q and k, and a few rows of k and v, several times larger than the rest."""
+    channels = torch.randperm(q.shape[-1], generator=generator)[:2]
+    q[..., channels] *= 4
+    k[..., channels] *= 4
+    rows = torch.randperm(k.shape[1], generator=generator)[:4]
+    k[:, rows] *= 4
+    v[:, rows] *= 16
+
+
+def _add_ramp(q: torch.Tensor, k: torch.Tensor) -> None:
+    """Let scores climb along the keys in the first batch entry and fall in the others, by 20 over the length."""
+    seq_k, dim = k.shape[1], k.shape[-1]
+    climb = torch.linspace(0, 20, seq_k)[:, None] * math.sqrt(dim) / 4  # q's channel below is 4, the scale 1/sqrt(d)
+    q[..., 0] = 4
+    k[:1, ..., 0] = climb
+    k[1:, ..., 0] = climb.flip(0)
+
+
+def _placed(tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """Copy `tensor` (batch, seq, heads, d) into the storage that `layout` names."""
+    batch, seq, heads, dim = tensor.shape
+    if layout == "contiguous":
+        return tensor.contiguous()
+    if layout == "odd_strides":
+        return _odd_strides(tensor)
+    order = (0, 2, 1, 3) if layout == "transposed" else (0, 1, 2, 3)
+    extents = (batch, seq + 2 * GUARD, heads, dim)
+    storage = tensor.new_full([extents[axis] for axis in order], math.nan).permute(order)  # both orders: own inverse
+    view = storage[:, GUARD : GUARD + seq]
+    view.copy_(tensor)
+    return view
+
+
+def _odd_strides(tensor: torch.Tensor) -> torch.Tensor:
+    """Give every mode of extent 1 a stride that breaks any alignment rule: it is never used to form an address."""
+    tensor = tensor.contiguous()
+    strides = [
+        stride if extent > 1 else 3 for extent, stride in zip(tensor.shape[:3], tensor.stride()[:3], strict=True)
+    ]
+    return tensor.as_strided(tensor.shape, (*strides, 1))
+
+
+def _packed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Lay q, k and v side by side along the heads of one tensor, as a fused projection leaves them."""
+    heads_q, heads_kv = q.shape[2], k.shape[2]
+    qkv = torch.cat([q, k, v], dim=2)
+    return qkv[:, :, :heads_q], qkv[:, :, heads_q : heads_q + heads_kv], qkv[:, :, heads_q + heads_kv :]
+
+
+def _poisoned_out(q: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return an output of q's shape inside a larger buffer, all of it NaN; stored like q where that makes sense."""
+    batch, seq, heads, dim = q.shape
+    if layout == "transposed":
+        storage = q.new_full((batch, heads, seq + 2 * GUARD, dim), math.nan).transpose(1, 2)
+    else:
+        storage = q.new_full((batch, seq + 2 * GUARD, heads, dim), math.nan)
+    return storage[:, GUARD : GUARD + seq], storage

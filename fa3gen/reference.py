@@ -1,0 +1,115 @@
+"""Attention as its definition says it, to measure kernels against. Runs on whatever device the tensors are on.
+
+Shapes throughout: q (batch, seq_q, heads_q, d), k and v (batch, seq_k, heads_kv, d), O like q,
+LSE (batch, heads_q, seq_q). Masks are those of `fa3gen.spec`, aligned to the bottom right corner.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+
+from fa3gen.spec import CausalMask, Mask, NoMask, WindowMask
+
+SCORE_BYTES = 1 << 28  # scores held at one time: 256 MiB, so that 16k x 16k with 32 heads fits anywhere
+
+
+class Attention(NamedTuple):
+    """O and the natural logarithm of each row's sum of exponentials."""
+
+    out: torch.Tensor
+    lse: torch.Tensor
+
+
+def visible_keys(mask: Mask, *, seq_q: int, seq_k: int, rows: torch.Tensor) -> torch.Tensor | None:
+    """Return the boolean matrix (rows, seq_k) of keys that each query row sees; None when all see all."""
+    if isinstance(mask, NoMask):
+        return None
+    # distance of a key from the row's diagonal, which ends in the bottom right corner
+    distance = torch.arange(seq_k, device=rows.device)[None, :] - rows[:, None] - (seq_k - seq_q)
+    if isinstance(mask, CausalMask):
+        return distance <= 0
+    assert isinstance(mask, WindowMask)
+    return (distance >= -mask.left) & (distance <= mask.right)
+
+
+def visible_pairs(mask: Mask, *, seq_q: int, seq_k: int) -> int:
+    """Count the (query, key) pairs that the mask lets through, for one head."""
+    if isinstance(mask, NoMask):
+        return seq_q * seq_k
+    left = mask.left if isinstance(mask, WindowMask) else seq_q + seq_k
+    right = mask.right if isinstance(mask, WindowMask) else 0
+    pairs = 0
+    for row in range(seq_q):
+        diagonal = row + seq_k - seq_q
+        pairs += max(0, min(seq_k - 1, diagonal + right) - max(0, diagonal - left) + 1)
+    return pairs
+
+
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    scale: float | None = None,
+    mask: Mask,
+    compute_dtype: torch.dtype = torch.float64,
+) -> Attention:
+    """Compute softmax(scale * Q K^T) V wholly in `compute_dtype` (float64; float32 for large inputs).
+
+    `scale` defaults to 1 / sqrt(d). A row that sees no key gives O = 0 and LSE = -inf.
+    """
+    return _attention(q, k, v, scale=scale, mask=mask, product=compute_dtype, softmax=compute_dtype)
+
+
+def same_precision(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float | None = None, mask: Mask
+) -> Attention:
+    """Compute attention the plain PyTorch way in the inputs' own 16-bit dtype: the yardstick of a fair error.
+
+    As in FlashAttention's tests: Q K^T rounded to 16 bits, softmax in float32, P rounded to 16 bits, O rounded to
+    16 bits. O comes in the inputs' dtype, LSE in float32.
+    """
+    return _attention(q, k, v, scale=scale, mask=mask, product=q.dtype, softmax=torch.float32)
+
+
+def _attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    scale: float | None,
+    mask: Mask,
+    product: torch.dtype,
+    softmax: torch.dtype,
+) -> Attention:
+    """Chunk over query rows; both products in dtype `product`, what lies between them in dtype `softmax`."""
+    batch, seq_q, heads_q, dim = q.shape
+    seq_k, heads_kv = k.shape[1], k.shape[2]
+    scale = 1 / math.sqrt(dim) if scale is None else scale
+    # query heads that share a kv head become rows of one product: (batch, heads_kv, group, seq_q, d)
+    group = heads_q // heads_kv
+    queries = q.to(product).reshape(batch, seq_q, heads_kv, group, dim).permute(0, 2, 3, 1, 4)
+    keys = k.to(product).permute(0, 2, 3, 1)  # (batch, heads_kv, d, seq_k)
+    values = v.to(product).permute(0, 2, 1, 3)  # (batch, heads_kv, seq_k, d)
+    out = torch.empty(q.shape, dtype=product, device=q.device)
+    lse = torch.empty((batch, heads_q, seq_q), dtype=softmax, device=q.device)
+    bytes_per_row = batch * heads_q * seq_k * torch.finfo(softmax).bits // 8
+    step = max(1, SCORE_BYTES // max(1, bytes_per_row))
+    for start in range(0, seq_q, step):
+        stop = min(start + step, seq_q)
+        rows = torch.arange(start, stop, device=q.device)
+        block = queries[:, :, :, start:stop].flatten(2, 3)  # (batch, heads_kv, group * rows, d)
+        scores = (block @ keys).to(softmax).reshape(batch, heads_kv, group, stop - start, seq_k) * scale
+        seen = visible_keys(mask, seq_q=seq_q, seq_k=seq_k, rows=rows)
+        if seen is not None:
+            scores = scores.masked_fill(~seen, -math.inf)
+        row_lse = torch.logsumexp(scores, dim=-1)  # (batch, heads_kv, group, rows); -inf where no key is seen
+        shift = row_lse.masked_fill(row_lse == -math.inf, 0)  # exp(-inf - 0) = 0 rather than exp(nan)
+        weights = torch.exp(scores - shift[..., None]).to(product)
+        rows_out = weights.flatten(2, 3) @ values
+        out[:, start:stop] = rows_out.reshape(batch, heads_q, stop - start, dim).transpose(1, 2)
+        lse[:, :, start:stop] = row_lse.flatten(1, 2)
+    return Attention(out, lse)

@@ -1,0 +1,187 @@
+"""One variant from its spec to a verdict: is the committed file what the spec renders to, does it compile with the
+facts its plan predicts, and does it compute attention on a GPU. `fa3gen.verify` does the last of the three.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from fa3gen import evidence, gpu
+from fa3gen.errors import UserError
+from fa3gen.evidence import CompileFacts, Record
+from fa3gen.specfile import Variant
+from fa3gen.workspace import Workspace
+
+if TYPE_CHECKING:
+    import torch
+
+    from fa3gen.compiler import Compiled
+    from fa3gen.verify import Report
+
+
+@dataclass(frozen=True)
+class Stage:
+    """How one step ended: `passed` None means that it was not done, and `detail` says why."""
+
+    passed: bool | None
+    detail: str = ""
+
+    @property
+    def word(self) -> str:
+        """Return `passed`, `FAILED` or `NOT run`."""
+        return {True: "passed", False: "FAILED", None: "NOT run"}[self.passed]
+
+
+@dataclass(frozen=True)
+class Verification:
+    """All that is known about one variant after `fa3gen verify`."""
+
+    variant: Variant
+    render: Stage
+    compile: Stage
+    run: Stage
+    facts: CompileFacts | None = None
+    ptxas: str | None = None
+    report: Report | None = None
+
+    @property
+    def failed(self) -> bool:
+        """Whether any step failed. A step that was not done has not failed."""
+        return False in (self.render.passed, self.compile.passed, self.run.passed)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain JSON types."""
+        stages = {"render": self.render, "compile": self.compile, "run": self.run}
+        return {
+            "stem": self.variant.stem,
+            **{name: {"status": stage.word, "detail": stage.detail} for name, stage in stages.items()},
+            "compile_facts": self.facts.model_dump() if self.facts else None,
+            "report": self.report.as_dict() if self.report else None,
+            "failed": self.failed,
+        }
+
+
+def check_render(variant: Variant, workspace: Workspace) -> Stage:
+    """Render in memory and compare with the file in generated/."""
+    from fa3gen.render import render_variant
+
+    path = workspace.module_path(variant.stem)
+    if not path.exists():
+        return Stage(False, f"generated/{path.name} does not exist; run `fa3gen render {variant.stem}`")
+    if path.read_text(encoding="utf-8") != render_variant(variant, workspace):
+        text = f"generated/{path.name} is not what {variant.source} renders to"
+        return Stage(False, f"{text}; `fa3gen render --check` shows the difference")
+    return Stage(True)
+
+
+def compile_all(
+    variants: Sequence[Variant], workspace: Workspace, on_done: Callable[[str], None]
+) -> dict[str, Compiled | UserError]:
+    """Compile every variant whose file exists, several at a time; by stem."""
+    from fa3gen.compiler import compile_many
+
+    paths = {workspace.module_path(variant.stem): variant.stem for variant in variants}
+    present = [path for path in paths if path.exists()]
+    done = compile_many(present, on_done=lambda path, outcome: on_done(path.stem))
+    return {paths[path]: outcome for path, outcome in done.items()}
+
+
+def check_compile(
+    variant: Variant, outcome: Compiled | UserError | None
+) -> tuple[Stage, CompileFacts | None, str | None]:
+    """Return the verdict on a compile, the facts for the record, and the version of ptxas."""
+    from fa3gen.census import compare
+    from fa3gen.compiler import analyse
+    from fa3gen.plan import make_plan
+
+    if outcome is None:
+        return Stage(None, "not compiled: there is no file"), None, None
+    if isinstance(outcome, UserError):
+        return Stage(False, str(outcome)), None, None
+    try:
+        census = analyse(outcome).census
+    except UserError as missing:  # a disassembler that is not installed says nothing about the module
+        return Stage(None, f"compiled, but its facts were not read: {missing}"), None, outcome.ptxas
+    wgmma: Counter[str] = Counter()
+    for kind, count in census.ptx.wgmma.items():
+        wgmma[f"m{kind.m}n{kind.n}k{kind.k}{'_rs' if kind.a_source == 'registers' else ''}"] += count
+    facts = CompileFacts(
+        registers=census.registers,
+        stack_bytes=census.stack,
+        spills=census.spills,
+        smem_bytes=census.smem,
+        wgmma=dict(wgmma),
+        serialized_wgmma=census.serialized_wgmma,
+    )
+    mismatches = compare(census, make_plan(variant).expectation)
+    return Stage(not mismatches, "; ".join(str(mismatch) for mismatch in mismatches)), facts, outcome.ptxas
+
+
+def speeds(variant: Variant, module: Any, device: torch.device) -> dict[int, float]:
+    """Measure a module alone at the lengths that a record holds; TFLOP/s by length, without what could not be run."""
+    import torch
+
+    from fa3gen.bench import CudaTimer, Runner, module_competitor, plan_cells
+
+    competitor = module_competitor(variant.stem, variant.stem, variant.spec, lambda: module)
+    cells = plan_cells([variant.spec], seq_lens=evidence.SEQ_LENS)
+    runner = Runner([competitor], CudaTimer(device), device, spend_ms=300, limit_ms=30_000)
+    measured = list(runner.run(cells, on_progress=lambda text: None))
+    torch.cuda.empty_cache()  # k1 took gigabytes for its scores; also the first to notice a lost device
+    torch.cuda.synchronize(device)
+    return {entry.cell.seq_len: result.tflops for entry in measured for result in entry.results if result.tflops}
+
+
+def record_of(
+    verification: Verification,
+    workspace: Workspace,
+    tflops: dict[int, float],
+    *,
+    seed: int = 0,
+    failures: Sequence[str] = (),
+) -> Record:
+    """Make the evidence record of a run on the GPU, passed or failed.
+
+    `failures` are for a run that left no report: a lost device, a launch that never ended.
+    """
+    from fa3gen.verify import FACTOR, LSE_TOLERANCE
+
+    report, stem = verification.report, verification.variant.stem
+    around = gpu.environment(verification.ptxas)
+    found = [*failures, *(report.failures if report else ())]
+    found += [f"render: {verification.render.detail}"] if verification.render.passed is False else []
+    found += [f"compile: {verification.compile.detail}"] if verification.compile.passed is False else []
+    cases = [asdict(case) for case in report.cases] if report else []
+    checks = [asdict(check) for check in report.checks] if report else []
+    fields = {
+        "stem": stem,
+        "source_sha256": evidence.sha256(workspace.module_path(stem)),
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "passed": not found,
+        "failures": found,
+        **asdict(around),
+        "gpu": around.gpu or (report.device if report else "unknown"),
+        "seed": report.seed if report else seed,
+        "o_factor": FACTOR,
+        "lse_tolerance": LSE_TOLERANCE,
+        "cases": cases,
+        "checks": checks,
+        "tflops": {str(seq_len): value for seq_len, value in tflops.items()},
+        "compile": verification.facts,
+    }
+    return Record.model_validate(_without_paths(fields, workspace))
+
+
+def _without_paths(value: Any, workspace: Workspace) -> Any:
+    """Take the directories of this machine out of every text: a record is read elsewhere."""
+    if isinstance(value, str):
+        return value.replace(f"{workspace.root}/", "").replace(str(workspace.root), ".")
+    if isinstance(value, dict):
+        return {key: _without_paths(item, workspace) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_paths(item, workspace) for item in value]
+    return value

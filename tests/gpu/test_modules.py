@@ -1,0 +1,34 @@
+"""On a machine with a Hopper GPU: every generated module, against the reference."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fa3gen import evidence
+from fa3gen.specfile import Variant
+from fa3gen.workspace import Workspace
+
+WORKSPACE = Workspace.find(Path(__file__).parent)
+VARIANTS = {variant.stem: variant for spec_file in WORKSPACE.load_all() for variant in spec_file.variants}
+
+
+@pytest.mark.parametrize("stem", VARIANTS)
+def test_generated_module(stem: str, hopper: Any) -> None:
+    from fa3gen import gpu
+    from fa3gen.verify import DeviceLost, verify_module
+
+    variant: Variant = VARIANTS[stem]
+    try:
+        report = verify_module(gpu.load_file(WORKSPACE.module_path(stem)), variant.spec, hopper, stem=stem)
+    except DeviceLost as lost:
+        pytest.exit(f"{stem} left the GPU unusable, the modules after it were not run: {lost}", returncode=1)
+    assert report.passed, f"seed {report.seed}\n" + "\n".join(report.failures)
+
+
+@pytest.mark.parametrize("stem", VARIANTS)
+def test_committed_evidence_is_of_the_committed_module(stem: str, hopper: Any) -> None:
+    state, _ = evidence.status(WORKSPACE, stem)
+    assert state is evidence.Status.VERIFIED, f"{stem}: {state.value}; run `fa3gen verify {stem} --evidence`"

@@ -1,0 +1,73 @@
+"""What the tests of the generator share: the checkout's specs and modules, each read or derived once per process."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from fa3gen.plan import Plan, make_plan
+from fa3gen.spec import Spec
+from fa3gen.specfile import SpecFile, Variant
+from fa3gen.workspace import Workspace
+
+ROOT = Path(__file__).resolve().parent.parent
+CHECKOUT = Workspace.find(ROOT)
+STEMS = sorted(path.stem for path in CHECKOUT.generated_dir.glob("*.py"))
+
+
+@cache
+def spec_files() -> tuple[SpecFile, ...]:
+    """All specs of the checkout."""
+    return tuple(CHECKOUT.load_all())
+
+
+@cache
+def variants() -> dict[str, Variant]:
+    """Stem -> variant, for all specs of the checkout."""
+    return {variant.stem: variant for spec_file in spec_files() for variant in spec_file.variants}
+
+
+@cache
+def plans() -> dict[str, Plan]:
+    """Stem -> plan, for all specs of the checkout."""
+    return {stem: make_plan(variant) for stem, variant in variants().items()}
+
+
+@cache
+def source(stem: str) -> str:
+    """The committed module."""
+    return CHECKOUT.module_path(stem).read_text(encoding="utf-8")
+
+
+@cache
+def tree(stem: str) -> ast.Module:
+    """The committed module, parsed."""
+    return ast.parse(source(stem))
+
+
+def found_in_modules(check: Callable[[str], list[str]]) -> dict[str, list[str]]:
+    """Stem -> what `check` finds wrong with the module, for modules with findings."""
+    return {stem: found for stem in STEMS if (found := check(stem))}
+
+
+def changed(stem: str, **parts: Any) -> Variant:
+    """A committed variant with top-level parts of its spec replaced; a dictionary is laid over the part."""
+    base = variants()[stem]
+    fields = base.spec.model_dump()
+    for name, part in parts.items():
+        fields[name] = {**fields[name], **part} if isinstance(part, dict) and isinstance(fields[name], dict) else part
+    return Variant(base.stem, Spec.model_validate(fields), base.source, base.summary)
+
+
+def constants(module: ast.Module) -> dict[str, int]:
+    """The module's integer constants, by executing the constant assignments that need nothing imported."""
+    values: dict[str, Any] = {}
+    for node in module.body:
+        if not isinstance(node, ast.Assign):
+            continue
+        if all(name.id in values for name in ast.walk(node.value) if isinstance(name, ast.Name)):
+            exec(compile(ast.Module([node], []), "<constants>", "exec"), {"__builtins__": {}}, values)
+    return values

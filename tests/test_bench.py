@@ -1,0 +1,311 @@
+"""The benchmark's arithmetic, planning and reporting, on made-up timings; nothing here measures anything."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fa3gen import bench, bench_report, gpu, reference
+from fa3gen.bench import Bench, Cell, CellResult, Competitor, Result, Runner, plan_cells
+from fa3gen.errors import UserError
+from fa3gen.peers import Unavailable
+from fa3gen.spec import CausalMask, NoMask, Spec, WindowMask
+
+CPU = torch.device("cpu")
+MADE_UP = gpu.Environment("A made-up GPU", None, None, None, None, None, "3.12")
+NOTHING = gpu.Sample(1980.0, 650.0, 60.0)
+
+
+def spec_of(head_dim: int, mask: Any, dtype: str = "bf16", handoff: str = "global_f32") -> Spec:
+    return Spec.model_validate(
+        {
+            "problem": {"head_dim": head_dim, "dtype": dtype},
+            "mask": mask,
+            "tile": {"q": 64, "kv": 64, "threads": 128},
+            "load": {"engine": "sync"},
+            "qk": {"engine": "scalar"},
+            "pv": {"engine": "scalar"},
+            "handoff": {"through": handoff},
+        }
+    )
+
+
+# -- arithmetic
+
+
+def test_flops_by_hand() -> None:
+    full = Cell(128, NoMask(), 16384)
+    assert (full.batch, full.heads) == (1, 16)
+    assert full.flops == 4 * 1 * 16 * 16384 * 16384 * 128 == 2_199_023_255_552
+    assert Cell(128, CausalMask(), 16384).flops == 1_099_511_627_776
+    short = Cell(64, NoMask(), 512)
+    assert (short.batch, short.heads) == (32, 32)
+    assert short.flops == 4 * 32 * 32 * 512 * 512 * 64 == 68_719_476_736
+
+
+def test_window_flops_count_visible_pairs() -> None:
+    # 512 rows that see themselves and 2 keys to the left: 3 each, less 2 and 1 for the first two rows
+    assert Cell(64, WindowMask(left=2, right=0), 512).flops == 4 * 32 * 32 * (512 * 3 - 3) * 64
+
+
+def test_tflops_by_hand() -> None:
+    # 2.199 TFLOP in 4 ms
+    assert bench.tflops(Cell(128, NoMask(), 16384), 4.0) == pytest.approx(549.756, rel=1e-5)
+
+
+def test_masks_have_names() -> None:
+    masks = [NoMask(), CausalMask(), WindowMask(left=512, right=0)]
+    assert [bench.mask_label(mask) for mask in masks] == ["full", "causal", "window512_0"]
+
+
+# -- planning
+
+
+def test_the_grid_holds_what_the_specs_serve() -> None:
+    specs = [spec_of(64, "none"), spec_of(64, "causal"), spec_of(128, "none"), spec_of(64, "none")]
+    cells = plan_cells(specs)
+    assert len(cells) == 3 * 6
+    assert [cell.seq_len for cell in cells[:6]] == [512, 1024, 2048, 4096, 8192, 16384]
+    assert [(cell.head_dim, bench.mask_label(cell.mask)) for cell in cells[::6]] == [
+        (64, "full"),
+        (64, "causal"),
+        (128, "full"),
+    ]
+
+
+def test_the_grid_can_be_narrowed() -> None:
+    specs = [spec_of(d, mask) for d in (64, 128) for mask in ("none", "causal")]
+    assert plan_cells(specs, head_dims=[128], masks=["causal"], seq_lens=[4096]) == [Cell(128, CausalMask(), 4096)]
+    assert [cell.seq_len for cell in plan_cells(specs[:1], quick=True)] == [4096, 16384]
+
+
+@pytest.mark.parametrize(
+    ("narrow", "message"),
+    [
+        ({"seq_lens": [1000]}, "--seq-len 1000 does not divide 16384; use one of 512, 1024"),
+        ({"head_dims": [128]}, "they serve head dim 64 full"),
+        ({"masks": ["casual"]}, "they serve head dim 64 full"),
+    ],
+)
+def test_a_grid_with_nothing_in_it_is_refused(narrow: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        plan_cells([spec_of(64, "none")], **narrow)
+
+
+def test_a_module_serves_its_own_problem_only() -> None:
+    competitor = bench.module_competitor("k1", "k1_d64", spec_of(64, "causal"), lambda: None)
+    assert competitor.serves(Cell(64, CausalMask(), 4096))
+    others = [Cell(64, NoMask(), 4096), Cell(128, CausalMask(), 4096), Cell(64, CausalMask(), 4096, "fp16")]
+    assert not any(competitor.serves(cell) for cell in others)
+    assert competitor.scratch(Cell(64, CausalMask(), 16384)) == 4 * 32 * 16384**2  # scores in float32
+
+
+# -- running, with a timer that makes its numbers up
+
+
+class MadeUpTimer:
+    """Every launch takes as many milliseconds as `pace` says for the function's name."""
+
+    def __init__(self, pace: dict[str, float], free: int = 2**40) -> None:
+        self.pace, self.free, self.order = pace, free, []  # type: ignore[var-annotated]
+
+    def time(self, launches: Sequence[Callable[[], Any]]) -> list[float]:
+        names = []
+        for launch in launches:
+            names.append(CALLS_OF[int(launch().data_ptr())])
+        self.order.append(names)
+        return [self.pace[name] for name in names]
+
+    def free_bytes(self) -> int:
+        return self.free
+
+    def sample(self) -> gpu.Sample:
+        return NOTHING
+
+
+CALLS_OF: dict[int, str] = {}
+KEPT: list[torch.Tensor] = []
+
+
+def competitor(name: str, *, generated: bool = True, attend: Any = None, **facts: Any) -> Competitor:
+    """Something that returns the right output, which it computes once per set of inputs."""
+
+    def prepare(cell: Cell) -> Any:
+        outputs: dict[int, torch.Tensor] = {}
+
+        def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            if q.data_ptr() not in outputs:
+                out = reference.attention(q, k, v, mask=cell.mask, compute_dtype=torch.float32).out.to(q.dtype)
+                outputs[q.data_ptr()] = out if attend is None else attend(out)
+                CALLS_OF[outputs[q.data_ptr()].data_ptr()] = name
+                KEPT.append(outputs[q.data_ptr()])
+            return outputs[q.data_ptr()]
+
+        return run
+
+    return Competitor(name, generated, lambda cell: True, prepare, **facts)
+
+
+@pytest.fixture
+def small_grid(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "TOKENS", 256)
+    monkeypatch.setattr(bench, "WIDTH", 128)
+
+
+def runner(competitors: Sequence[Competitor], timer: MadeUpTimer, **limits: float) -> Runner:
+    return Runner(competitors, timer, CPU, **{"spend_ms": 40.0, "limit_ms": 1000.0, **limits})
+
+
+@pytest.mark.usefixtures("small_grid")
+def test_competitors_take_turns_and_the_median_counts() -> None:
+    timer = MadeUpTimer({"a": 10.0, "b": 8.0})
+    result = runner([competitor("a"), competitor("b")], timer).run_cell(Cell(64, CausalMask(), 128))
+    a, b = result.results
+    assert timer.order[:2] == [["a"], ["b"]]  # warm-up
+    assert timer.order[2:] == [["a", "b"]] * 4 + [["b"]]  # 40 ms are 4 launches of 10 and 5 of 8
+    assert (a.median_ms, a.rounds, b.rounds) == (10.0, 4, 5)
+    assert a.tflops == bench.tflops(result.cell, 10.0)
+    assert result.sample == NOTHING
+
+
+@pytest.mark.usefixtures("small_grid")
+def test_a_wrong_result_has_no_speed() -> None:
+    timer = MadeUpTimer({"right": 1.0})
+    wrong = competitor("wrong", attend=lambda out: out * 1.1)
+    result = runner([wrong, competitor("right")], timer).run_cell(Cell(64, NoMask(), 128))
+    assert result.results[0].reason is not None and result.results[0].reason.startswith("wrong result")
+    assert result.results[0].tflops is None and result.results[0].failed
+    assert result.results[1].tflops is not None
+    assert Bench(MADE_UP, (result,)).failed
+
+
+@pytest.mark.usefixtures("small_grid")
+def test_a_window_is_checked_in_its_last_rows() -> None:
+    timer = MadeUpTimer({"right": 1.0})
+    result = runner([competitor("right")], timer).run_cell(Cell(64, WindowMask(left=20, right=0), 256))
+    assert result.results[0].reason is None
+
+
+@pytest.mark.usefixtures("small_grid")
+def test_what_is_predicted_to_take_too_long_is_not_launched() -> None:
+    timer = MadeUpTimer({"slow": 300.0})
+    run = runner([competitor("slow")], timer, limit_ms=2000.0)
+    first = run.run_cell(Cell(64, NoMask(), 64))
+    launches = len(timer.order)
+    second = run.run_cell(Cell(64, NoMask(), 256))  # four times the work: 5 launches of 1200 ms
+    assert first.results[0].median_ms == 300.0
+    assert second.results[0].reason == "over budget: about 6.0 s predicted, 2.0 s allowed"
+    assert second.results[0].tflops is None and not second.results[0].failed
+    assert len(timer.order) == launches
+
+
+@pytest.mark.usefixtures("small_grid")
+def test_scratch_that_does_not_fit_is_not_tried() -> None:
+    timer = MadeUpTimer({}, free=2**30)
+    naive = competitor("k1", scratch=lambda cell: 3 * 2**30)
+    result = runner([naive], timer).run_cell(Cell(64, NoMask(), 128)).results[0]
+    assert result.reason == "out of memory: needs 3 GiB of scratch, 1 GiB are free" and not result.failed
+
+
+@pytest.mark.usefixtures("small_grid")
+def test_a_peer_that_is_missing_and_a_module_that_raises_are_told_apart() -> None:
+    def missing(cell: Cell) -> Any:
+        raise Unavailable("flash-attn-4 is not installed")
+
+    def raising(cell: Cell) -> Any:
+        raise RuntimeError("launch failed")
+
+    competitors = [
+        Competitor("fa4", False, lambda cell: True, missing),
+        Competitor("k1", True, lambda cell: True, raising),
+    ]
+    peer, own = runner(competitors, MadeUpTimer({})).run_cell(Cell(64, NoMask(), 128)).results
+    assert peer.reason == "flash-attn-4 is not installed" and not peer.failed
+    assert own.reason == "raised RuntimeError: launch failed" and own.failed
+
+
+# -- reporting
+
+
+def made_up_bench() -> Bench:
+    """Speeds that nobody measured, for two masks."""
+    cells = []
+    for mask in (NoMask(), CausalMask()):
+        for number, seq_len in enumerate((512, 1024, 16384)):
+            results = (
+                Result("k4_2", True, tflops=300.0 + number, median_ms=1.0, min_ms=1.0, max_ms=1.0, rounds=3),
+                Result("k1", True, reason="over budget: about 60.0 s predicted, 10.0 s allowed"),
+                Result("cuDNN", False, tflops=500.0 - 200 * number, median_ms=1.0, min_ms=1.0, max_ms=1.0, rounds=3),
+                Result("flash-attn-3", False, reason="flash-attn-3 is not installed"),
+            )
+            cells.append(CellResult(Cell(128, mask, seq_len), results, NOTHING))
+    return Bench(MADE_UP, tuple(cells))
+
+
+def test_the_table_shows_numbers_reasons_and_the_best() -> None:
+    from rich.console import Console
+
+    full, causal = bench_report.tables(made_up_bench())
+    console = Console(width=100, record=True, file=open("/dev/null", "w"))  # noqa: SIM115 - closed with the process
+    console.print(full)
+    text = console.export_text()
+    assert "TFLOP/s, bf16, head dim 128, full" in text and "512" in text and "16k" in text
+    assert "k4_2" in text and "300" in text and "over budget" in text and "n/a" in text
+    assert list(full.columns[1].cells) == ["300", "over budget", "[bold]500[/]", "n/a"]
+    assert list(full.columns[2].cells) == ["[bold]301[/]", "over budget", "300", "n/a"]
+    assert str(causal.title).endswith("causal")
+
+
+def test_every_reason_is_given_in_full() -> None:
+    said = bench_report.reasons(made_up_bench())
+    assert said == [
+        "k1: over budget: about 60.0 s predicted, 10.0 s allowed",
+        "flash-attn-3: flash-attn-3 is not installed",
+    ]
+
+
+def test_json_has_protocol_environment_and_cells(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "bench.json"
+    bench_report.write_json(made_up_bench(), path)
+    document = json.loads(path.read_text())
+    assert document["environment"]["gpu"] == "A made-up GPU"
+    assert document["cells"][0]["results"][1]["tflops"] is None
+    assert document["cells"][0]["gpu"] == {"sm_mhz": 1980.0, "power_w": 650.0, "temperature_c": 60.0}
+    assert {cell["mask"] for cell in document["cells"]} == {"full", "causal"}
+
+
+@pytest.mark.parametrize(("suffix", "magic"), [(".png", b"\x89PNG"), (".svg", b"<?xml")])
+def test_plot_by_suffix(tmp_path: Path, suffix: str, magic: bytes) -> None:
+    path = tmp_path / f"bench{suffix}"
+    bench_report.plot(made_up_bench(), path)
+    assert path.read_bytes().startswith(magic) and path.stat().st_size > 5000
+
+
+def test_a_plot_of_another_suffix_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="the suffix decides the format; use .png or .svg"):
+        bench_report.check_plot_path(tmp_path / "bench.gif")
+
+
+def test_speeds_are_printed_as_precisely_as_they_repeat() -> None:
+    from fa3gen.evidence import speed
+
+    assert [speed(value) for value in (549.756, 10.4, 9.87, 0.123, None)] == ["550", "10", "9.9", "0.12", ""]
+
+
+def test_without_a_hopper_gpu_the_command_says_what_it_needs() -> None:
+    if gpu.hopper_device() is not None:
+        pytest.skip("there is a Hopper GPU here")
+    with pytest.raises(UserError, match="needs a Hopper GPU .* torch"):
+        bench.require_hopper()
+
+
+def test_importing_the_commands_imports_no_torch() -> None:
+    code = "import sys, fa3gen.cli.bench, fa3gen.cli.verify, fa3gen.evidence; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent.parent).returncode == 0

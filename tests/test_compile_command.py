@@ -1,0 +1,134 @@
+"""`fa3gen compile` as a user meets it: tables, JSON, kept files, exit codes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from fa3gen import cli
+from fa3gen.census import Expectation
+
+DATA = Path(__file__).parent / "data"
+RS_GEMM = Expectation(kernels=1, wgmma={(64, 64, 16, "registers"): 4}, wgmma_waits=2, smem_bytes=8192)
+
+
+@pytest.fixture
+def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A workspace of the user's own, with the specs of the package and one small kernel in place of k2_d64."""
+    (tmp_path / "specs").mkdir()
+    (tmp_path / "generated").mkdir()
+    shutil.copy(DATA / "rs_gemm.py", tmp_path / "generated" / "k2_d64.py")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "160")
+    return tmp_path
+
+
+def predict(monkeypatch: pytest.MonkeyPatch, expectation: Expectation) -> None:
+    monkeypatch.setattr("fa3gen.plan.make_plan", lambda variant: SimpleNamespace(expectation=expectation))
+
+
+def test_module_as_predicted(
+    workspace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    predict(monkeypatch, RS_GEMM)
+    assert cli.main(["compile", "k2_d64", "--keep", "kept"]) == 0
+    printed = capsys.readouterr()
+    lines = [" ".join(line.split()) for line in printed.out.splitlines()]
+    assert "wgmma m64n64k16, A from registers 4 4" in lines
+    assert "shared memory per CTA (bytes) 8192 8192" in lines
+    assert "WGMMA serialised by ptxas no no" in lines
+    assert "as predicted" in lines
+    assert "SASS instructions, 4 GMMA, 0 EX2" in printed.out
+    assert printed.err == ""
+    assert {path.name for path in (workspace / "kept").iterdir()} == {"k2_d64.ptx", "k2_d64.cubin", "k2_d64.sass"}
+    assert "wgmma.mma_async" in (workspace / "kept" / "k2_d64.ptx").read_text()
+    assert "HGMMA.64x64x16" in (workspace / "kept" / "k2_d64.sass").read_text()
+    assert (workspace / "kept" / "k2_d64.cubin").read_bytes().startswith(b"\x7fELF")
+
+
+def test_module_that_is_not_what_its_real_plan_predicts(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The plan of k2 predicts a kernel without WGMMA; what lies there under its name has some."""
+    assert cli.main(["compile", "k2_d64"]) == 1
+    printed = capsys.readouterr().out
+    assert "MISMATCH" in printed
+    assert "as predicted" not in printed
+
+
+def test_json_of_a_mismatch(
+    workspace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    predict(monkeypatch, Expectation(tma_loads=2))
+    assert cli.main(["compile", "k2_d64", "--json"]) == 1
+    document = json.loads(capsys.readouterr().out)
+    assert document["ok"] is False
+    (module,) = document["modules"]
+    assert (module["stem"], module["error"]) == ("k2_d64", None)
+    assert module["mismatches"] == [{"fact": "TMA loads", "expected": "2", "found": "0"}]
+    assert module["facts"]["total"]["ptx"]["wgmma"][0]["count"] == 4
+    assert module["facts"]["kernels"][0]["label"] == "rs_gemm"
+    assert module["ptxas"].startswith("1") and 0 < module["peak_bytes"] < 2 * 2**30
+
+
+def test_one_module_of_several_that_does_not_compile(
+    workspace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    predict(monkeypatch, RS_GEMM)
+    generated = workspace / "generated"
+    for stem in ("k2_d64_causal", "k2_d128"):
+        shutil.copy(generated / "k2_d64.py", generated / f"{stem}.py")
+    (generated / "k2_d128_causal.py").write_text("raise ValueError('no kernel here')\n")
+    assert cli.main(["compile", "k2", "--json", "--jobs", "2"]) == 2
+    printed = capsys.readouterr()
+    document = json.loads(printed.out)
+    outcomes = {module["stem"]: module["error"] for module in document["modules"]}
+    assert document["ok"] is False
+    assert sorted(outcomes) == ["k2_d128", "k2_d128_causal", "k2_d64", "k2_d64_causal"]
+    assert [stem for stem, error in outcomes.items() if error] == ["k2_d128_causal"]
+    assert "k2_d128_causal.py does not compile:\n  ValueError: no kernel here" in printed.err
+    assert "Traceback" not in printed.err
+
+
+def test_missing_modules_name_the_command_that_renders_them(
+    workspace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["compile", "k2"]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert "k2_d128.py" in printed.err and "k2_d64.py" not in printed.err
+    assert printed.err.endswith("write them with: fa3gen render k2\n")
+
+
+def test_unknown_spec(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["compile", "k9"]) == 2
+    assert "k9" in capsys.readouterr().err
+
+
+def test_missing_tools_are_noticed_before_compiling(
+    workspace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from fa3gen import compiler, toolchain
+
+    def not_installed(name: str) -> None:
+        raise toolchain.metadata.PackageNotFoundError(name)
+
+    def not_reached(*arguments: object) -> None:
+        raise AssertionError("compiled without the tools to examine the result")
+
+    monkeypatch.setattr(toolchain.metadata, "files", not_installed)
+    monkeypatch.setattr(compiler, "compile_module", not_reached)
+    monkeypatch.setenv("PATH", str(workspace))
+    assert cli.main(["compile", "k2_d64"]) == 2
+    assert capsys.readouterr().err == "cuobjdump not found; install it with: pip install nvidia-cuda-cuobjdump\n"
+
+
+def test_keep_where_nothing_can_be_written(
+    workspace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    predict(monkeypatch, RS_GEMM)
+    (workspace / "kept").write_text("a file, not a directory")
+    assert cli.main(["compile", "k2_d64", "--keep", "kept"]) == 2
+    assert "cannot write to kept" in capsys.readouterr().err

@@ -1,0 +1,164 @@
+"""What specs cost on the chip, against numbers derived by hand."""
+
+from __future__ import annotations
+
+import pytest
+from rendering import changed, variants
+
+from fa3gen import hopper
+from fa3gen.footprint import (
+    Region,
+    barrier_bytes,
+    kv_stages,
+    registers_per_thread,
+    shared_memory_map,
+    threads,
+    total_bytes,
+)
+from fa3gen.spec import Spec
+
+
+def spec(stem: str) -> Spec:
+    return variants()[stem].spec
+
+
+def total(stem: str) -> int:
+    return total_bytes(shared_memory_map(spec(stem)), barrier_bytes(spec(stem)))
+
+
+def test_hardware_limits() -> None:
+    assert hopper.SMEM_PER_CTA == 232448
+    assert (hopper.REGISTERS_PER_SM, hopper.REGISTERS_PER_THREAD) == (65536, 255)
+
+
+@pytest.mark.parametrize(
+    ("stem", "regions"),
+    [
+        # Naive: S lies in global memory.
+        ("k1_d128", {}),
+        # 64 x 128 x 2 = 16384 for Q and for the buffer that K and V share; S: 64 rows of 64 + 8 floats, 18432.
+        ("k2_d128", {"sQ": 16384, "sKV": 16384, "sS": 18432}),
+        # 64 x 64 x 2 = 8192, twice that for each ring of 2.
+        ("k2_cp_async_d64", {"sQ": 8192, "sK": 16384, "sV": 16384, "sS": 18432}),
+        # 5 x 16384 = 81920.
+        ("k3_3_d128", {"sQ": 16384, "sK": 81920, "sV": 81920, "sS": 18432}),
+        ("k4_1_d128", {"sQ": 16384, "sK": 32768, "sV": 32768, "sS": 18432}),
+        # 128 x 128 x 2 = 32768; P: 128 x 128 x 2.
+        ("k4_smem_d128", {"sQ": 32768, "sK": 65536, "sV": 65536, "sP": 32768}),
+        # 128 x 64 x 2 = 16384; P does not depend on the head dim.
+        ("k4_smem_d64", {"sQ": 16384, "sK": 32768, "sV": 32768, "sP": 32768}),
+        ("k4_2_d128", {"sQ": 32768, "sK": 65536, "sV": 65536}),
+    ],
+)
+def test_regions(stem: str, regions: dict[str, int]) -> None:
+    found = shared_memory_map(spec(stem))
+    assert {region.name: region.bytes for region in found} == regions
+    assert [region.name for region in found] == list(regions)  # also in this order
+
+
+@pytest.mark.parametrize(
+    ("stem", "count"),
+    [
+        ("k1_d64", 0),
+        ("k2_d64", 0),
+        ("k2_cp_async_d64", 0),
+        ("k3_1_d64", 3),  # Q, and a full and an empty one: 1 + 2 x 1
+        ("k3_3_d64", 11),  # 1 + 2 x 5
+        ("k4_smem_d64", 5),  # one ring: 1 + 2 x 2
+        ("k4_2_d64", 9),  # a ring each for K and V: 1 + 2 x 2 x 2
+    ],
+)
+def test_barriers(stem: str, count: int) -> None:
+    assert barrier_bytes(spec(stem)) == 8 * count
+
+
+@pytest.mark.parametrize(
+    ("stem", "size"),
+    [
+        ("k1_d64", 0),
+        # 8192 + 8192 + 18432 = 34816 = 34 x 1024.
+        ("k2_d64", 34816),
+        # 16384 + 16384 + 18432 = 51200 = 50 x 1024.
+        ("k2_d128", 51200),
+        # 8192 + 16384 + 16384 + 18432 = 59392 = 58 x 1024.
+        ("k2_cp_async_d64", 59392),
+        # 8192 + 8192 + 8192 + 18432 = 43008, + 3 x 8 = 43032, up to 43 x 1024.
+        ("k3_1_d64", 44032),
+        # 16384 + 81920 + 81920 + 18432 = 198656 = 194 x 1024, + 11 x 8 = 198744, up to 195 x 1024.
+        ("k3_3_d128", 199680),
+        # 16384 + 32768 + 32768 + 18432 = 100352 = 98 x 1024, + 9 x 8, up to 99 x 1024.
+        ("k4_1_d128", 101376),
+        # 32768 + 65536 + 65536 + 32768 = 196608 = 192 x 1024, + 5 x 8, up to 193 x 1024.
+        ("k4_smem_d128", 197632),
+        # 32768 + 65536 + 65536 = 163840 = 160 x 1024, + 9 x 8 = 163912, up to 161 x 1024.
+        ("k4_2_d128", 164864),
+        # 16384 + 32768 + 32768 = 81920 = 80 x 1024, + 9 x 8, up to 81 x 1024.
+        ("k4_2_d64", 82944),
+    ],
+)
+def test_total(stem: str, size: int) -> None:
+    assert total(stem) == size
+
+
+def region(size: int, align: int) -> Region:
+    return Region("s", size, "", align, "")
+
+
+@pytest.mark.parametrize(
+    ("regions", "barriers", "size"),
+    [
+        ([], 0, 0),
+        ([region(100, 8)], 0, 104),  # 100, up to a multiple of 8
+        ([region(100, 8), region(10, 128)], 8, 256),  # 100, up to 128, + 10 + 8 = 146, up to 2 x 128
+        ([region(10, 1024), region(1, 1024)], 0, 2048),  # 10, up to 1024, + 1, up to 2 x 1024
+        ([region(1024, 1024)], 0, 1024),  # nothing to round
+    ],
+)
+def test_alignment(regions: list[Region], barriers: int, size: int) -> None:
+    assert total_bytes(regions, barriers) == size
+
+
+def test_threads_and_stages() -> None:
+    assert (threads(spec("k2_d64")), kv_stages(spec("k2_d64"))) == (128, 1)
+    assert (threads(spec("k4_1_d64")), kv_stages(spec("k4_1_d64"))) == (128, 2)
+    assert (threads(spec("k4_2_d64")), kv_stages(spec("k3_3_d64"))) == (256, 5)
+
+
+@pytest.mark.parametrize(
+    ("stem", "held"),
+    [
+        ("k1_d128", {"other": 24}),
+        # 128 x 128 / 256 = 64 of O and of S; P is half as wide as S: 32.
+        ("k4_2_d128", {"O": 64, "S": 64, "P": 32, "other": 24}),
+        # O: 128 x 64 / 256 = 32.
+        ("k4_smem_d64", {"O": 32, "S": 64, "P": 32, "other": 24}),
+        # O: 64 x 128 / 128 = 64; S: 64 x 64 / 128 = 32, and a step of PV holds 64/16 rows of 128/16 columns of V, 32.
+        ("k4_1_d128", {"O": 64, "S or one step of P V": 32, "other": 24}),
+        # S: 64 x 64 / 128 = 32; K: 64/16 = 4 rows of 8 elements = 32, V: 4 rows of 128/16 = 8 elements = 32.
+        ("k2_d128", {"O": 64, "S": 32, "one step of K or V": 32, "one step of Q or P": 8, "other": 24}),
+    ],
+)
+def test_registers(stem: str, held: dict[str, int]) -> None:
+    assert dict(registers_per_thread(spec(stem))) == held
+
+
+def test_registers_of_a_scalar_kernel_fall_with_threads() -> None:
+    # 256 threads: O 64 x 64 / 256 = 16, S 16; a step holds as much as before.
+    spec = changed("k2_d64", tile={"threads": 256}).spec
+    assert dict(registers_per_thread(spec)) == {
+        "O": 16,
+        "S": 16,
+        "one step of K or V": 32,
+        "one step of Q or P": 8,
+        "other": 24,
+    }
+
+
+@pytest.mark.parametrize("stem", sorted(variants()))
+def test_formulas_are_the_bytes(stem: str) -> None:
+    """`2 stages x 128 x 128 x 2` in the header is the arithmetic behind the number before it."""
+    for item in shared_memory_map(spec(stem)):
+        product = 1
+        for factor in item.formula.replace(" stages", "").split(" x "):
+            product *= int(factor)
+        assert product == item.bytes, item

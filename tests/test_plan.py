@@ -1,0 +1,369 @@
+"""Plans: derived numbers against numbers derived by hand, and the header's tables against the code below them."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import re
+from typing import Any
+
+import pytest
+from rendering import STEMS, changed, constants, plans, source, tree, variants
+
+from fa3gen.plan import MaskPlan, Plan, make_plan, tma_boxes
+
+BYTES = {"DTYPE": 2, "cutlass.Float32": 4, "cutlass.Int64": 8}
+FUSED = [stem for stem in STEMS if not stem.startswith("k1_")]
+TMA = [stem for stem in FUSED if not stem.startswith("k2_")]
+
+
+def plan(stem: str) -> Plan:
+    return plans()[stem]
+
+
+def test_a_plan_is_frozen() -> None:
+    for part in (plan("k4_2_d128"), plan("k4_2_d128").smem, plan("k4_2_d128").header):
+        field = dataclasses.fields(part)[0].name
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(part, field, None)
+
+
+# Parts
+
+
+@pytest.mark.parametrize(
+    ("stem", "mask", "phrase"),
+    [
+        ("k4_2_d128", MaskPlan("none", 0, 0), "no mask"),
+        ("k1_d64_causal", MaskPlan("causal", 0, 0), "causal"),
+        ("k4_2_window_d64_window200_70", MaskPlan("window", 200, 70), "sliding window"),
+        ("k4_2_window_d128_window512_0", MaskPlan("window", 512, 0), "sliding window"),
+    ],
+)
+def test_mask(stem: str, mask: MaskPlan, phrase: str) -> None:
+    assert plan(stem).mask == mask
+    assert plan(stem).entry.mask_phrase == phrase
+
+
+@pytest.mark.parametrize(
+    ("stem", "sentence"),
+    [
+        ("k4_2_d128", "Every query sees every key."),
+        (
+            "k4_2_d128_causal",
+            "Causal: query i sees keys j <= i + seq_k - seq_q; the diagonal ends in the bottom right corner.",
+        ),
+        (
+            "k4_2_window_d64_window200_70",
+            "Sliding window: query i sees keys j with -200 <= j - (i + seq_k - seq_q) <= 70.",
+        ),
+    ],
+)
+def test_mask_sentence(stem: str, sentence: str) -> None:
+    assert plan(stem).header.mask == sentence
+
+
+def test_dtype_names() -> None:
+    problem = plan("k4_2_d64").problem
+    assert (problem.head_dim, problem.cutlass_dtype, problem.torch_dtype) == (64, "BFloat16", "torch.bfloat16")
+    problem = plan("k4_2_fp16_d64").problem
+    assert (problem.head_dim, problem.cutlass_dtype, problem.torch_dtype) == (64, "Float16", "torch.float16")
+
+
+@pytest.mark.parametrize(
+    ("swizzle", "k_major", "mn_major"),
+    [("none", "K_INTER", "MN_INTER"), ("32B", "K_SW32", "MN_SW32"), ("64B", "K_SW64", "MN_SW64")],
+)
+def test_layout_atoms(swizzle: str, k_major: str, mn_major: str) -> None:
+    smem = make_plan(changed("k4_2_d128", smem={"q": swizzle, "k": swizzle, "v": swizzle})).smem
+    assert (smem.q_layout, smem.k_layout, smem.v_layout, smem.p_layout) == (k_major, k_major, mn_major, "")
+    smem = make_plan(changed("k2_d128", smem={"q": swizzle, "k": swizzle, "v": swizzle})).smem
+    assert (smem.q_layout, smem.k_layout, smem.v_layout, smem.p_layout) == (k_major, k_major, k_major, "")
+    assert make_plan(changed("k4_smem_d128", handoff={"swizzle": swizzle})).smem.p_layout == k_major
+
+
+def test_call_arguments() -> None:
+    scale = "128**-0.5 if scale is None else scale"
+    assert plan("k4_2_d128").entry.call_arguments == ("q", "k", "v", "out", "lse", scale)
+    assert plan("k1_d128").entry.call_arguments == ("q", "k", "v", "out", "lse", "scores", scale)
+    assert plan("k4_2_o_only_d128_causal").entry.call_arguments == ("q", "k", "v", "out", scale)
+
+
+@pytest.mark.parametrize(
+    ("stem", "pipeline", "nvgpu"),
+    [
+        ("k1_d64", False, ""),
+        ("k2_d64", False, "warpgroup"),
+        ("k2_cp_async_d64", False, "cpasync, warpgroup"),
+        ("k3_2_d64", True, "cpasync, warpgroup"),
+        ("k4_1_d64", True, "OperandMajorMode, cpasync, warpgroup"),
+        ("k4_smem_d64", True, "OperandMajorMode, cpasync, warp, warpgroup"),
+        ("k4_2_d64", True, "OperandMajorMode, cpasync, warp, warpgroup"),
+    ],
+)
+def test_imports(stem: str, pipeline: bool, nvgpu: str) -> None:
+    imports = plan(stem).imports
+    assert (imports.pipeline, imports.nvgpu, imports.smem_allocator) == (pipeline, nvgpu, stem != "k1_d64")
+
+
+@pytest.mark.parametrize(
+    ("stem", "sections"),
+    [
+        (
+            "k2_cp_async_d64_causal",
+            "host_scalar kernel_scalar_cp_async range_causal loads_cp_async work_scalar qk_scalar mask_smem_causal "
+            "softmax_smem pv_scalar epilogue_scalar",
+        ),
+        (
+            "k4_1_d64",
+            "host_scalar kernel_scalar_tma range_none loads_tma work_scalar qk_wgmma mask_smem_none softmax_smem "
+            "pv_scalar epilogue_scalar",
+        ),
+        (
+            "k4_smem_d64",
+            "host_wgmma kernel_wgmma range_none loads_tma work_fragment qk_wgmma mask_fragment_none softmax_fragment "
+            "pv_wgmma_smem epilogue_wgmma",
+        ),
+        (
+            "k4_2_window_d64_window512_0",
+            "host_wgmma kernel_wgmma range_window loads_tma work_fragment qk_wgmma mask_fragment_window "
+            "softmax_fragment pv_wgmma_registers epilogue_wgmma",
+        ),
+    ],
+)
+def test_sections(stem: str, sections: str) -> None:
+    chosen = plan(stem).sections
+    order = ["host", "kernel", "range", "loads", "work", "qk", "mask", "softmax", "pv", "epilogue"]
+    found = [getattr(chosen, name) for name in order]
+    assert found == [f"sections/{name}.py.jinja" for name in sections.split()]
+    assert chosen.spine == "fused.py.jinja"
+
+
+# What the compiler must make of it
+
+
+@pytest.mark.parametrize(
+    ("extent", "swizzle", "boxes"), [(256, "128B", 2), (128, "128B", 1), (128, "64B", 2), (128, "32B", 4), (64, "none", 4)]
+)
+def test_tma_boxes(extent: int, swizzle: Any, boxes: int) -> None:
+    assert tma_boxes(extent, swizzle) == boxes
+
+
+@pytest.mark.parametrize(
+    ("stem", "expected"),
+    [
+        # Nothing but plain loads and multiply-adds, in three kernels; 65536 / 256 threads = 256, but at most 255.
+        (
+            "k1_d128",
+            {"kernels": 3, "wgmma": {}, "wgmma_commits": 0, "tma_loads": 0, "cp_async": 0, "smem_bytes": 0}
+            | {"max_registers": 255},
+        ),
+        ("k2_d64", {"kernels": 1, "wgmma": {}, "tma_loads": 0, "cp_async": 0, "mbarrier_inits": 0, "stmatrix": 0}),
+        # A tile is 64 rows of 64 / 8 = 8 vectors, 512 / 128 threads = 4 copies for each thread. Tiles: Q, K and V of the
+        # two stages of the prefetch, K and V in the loop: 1 + 4 + 2 = 7.
+        ("k2_cp_async_d64", {"cp_async": 28, "tma_loads": 0, "mbarrier_inits": 0}),
+        # Twice as many vectors.
+        ("k2_cp_async_d128", {"cp_async": 56}),
+        # A row is 128 bytes, one box: Q, and K and V in the prefetch and in the loop, 1 + 2 + 2. The bytes of K and V are
+        # announced together: Q, prefetch, loop. 1 + 2 x 5 barriers.
+        (
+            "k3_3_d64",
+            {"wgmma": {}, "tma_loads": 5, "tma_stores": 0, "mbarrier_expect_tx": 3, "mbarrier_inits": 11, "cp_async": 0},
+        ),
+        # A row is 256 bytes, two boxes: 2 + 4 + 4.
+        ("k3_1_d128", {"tma_loads": 10, "mbarrier_expect_tx": 3, "mbarrier_inits": 3}),
+        # S: 128 / 16 = 8 products of depth 16; PV is scalar. K and V announced apart: Q, 2 in the prefetch, 2 in the loop.
+        (
+            "k4_1_d128",
+            {"wgmma": {(64, 64, 16, "smem"): 8}, "wgmma_commits": 1, "wgmma_waits": 1, "tma_loads": 10}
+            | {"tma_stores": 0, "mbarrier_expect_tx": 5, "mbarrier_inits": 9, "stmatrix": 0, "smem_bytes": 101376},
+        ),
+        # Two products of one shape add up: 128 / 16 each. stmatrix moves 16 columns: O 128 / 16, P 128 / 16.
+        (
+            "k4_smem_d128",
+            {"wgmma": {(64, 128, 16, "smem"): 16}, "wgmma_commits": 2, "wgmma_waits": 2, "tma_loads": 10}
+            | {"tma_stores": 2, "mbarrier_expect_tx": 3, "mbarrier_inits": 5, "stmatrix": 16, "smem_bytes": 197632},
+        ),
+        # S: 64 / 16 = 4 of N = 128; O: 128 / 16 = 8 of N = 64; stmatrix: O 64 / 16, P 128 / 16.
+        (
+            "k4_smem_d64",
+            {"wgmma": {(64, 128, 16, "smem"): 4, (64, 64, 16, "smem"): 8}, "tma_loads": 5, "tma_stores": 1}
+            | {"stmatrix": 12},
+        ),
+        # 16 products, half of them with P from registers; only O goes through stmatrix, 128 / 16.
+        (
+            "k4_2_d128",
+            {"wgmma": {(64, 128, 16, "smem"): 8, (64, 128, 16, "registers"): 8}, "wgmma_commits": 2, "wgmma_waits": 2}
+            | {"tma_loads": 10, "tma_stores": 2, "mbarrier_expect_tx": 5, "mbarrier_inits": 9, "stmatrix": 8}
+            | {"ldmatrix": 0, "cp_async": 0, "setmaxnreg": {}, "smem_bytes": 164864, "max_registers": 255}
+            | {"kernels": 1, "spills": 0, "stack_bytes": 0, "serialized_wgmma": False},
+        ),
+        ("k4_2_d64", {"wgmma": {(64, 128, 16, "smem"): 4, (64, 64, 16, "registers"): 8}, "tma_loads": 5, "stmatrix": 4}),
+    ],
+)
+def test_expectation(stem: str, expected: dict[str, Any]) -> None:
+    found = plan(stem).expectation
+    assert {name: getattr(found, name) for name in expected} == expected
+
+
+def test_expectation_of_narrow_swizzles() -> None:
+    # Rows of 256 bytes: Q in 4 boxes of 64 bytes, K in 8 of 32, V in 2 of 128; O leaves through Q's layout.
+    found = make_plan(changed("k4_2_d128", smem={"q": "64B", "k": "32B", "v": "128B"})).expectation
+    assert (found.tma_loads, found.tma_stores) == (4 + 2 * (8 + 2), 4)
+
+
+def test_registers_that_threads_leave() -> None:
+    # 512 threads: 65536 / 512 = 128 registers each.
+    assert make_plan(changed("k2_d64", tile={"threads": 512})).expectation.max_registers == 128
+
+
+# The header against the code
+
+
+def table(rows: tuple[str, ...]) -> list[list[str]]:
+    """Cells of a table's rows, the row of titles left out."""
+    return [re.split(r" {2,}", row.strip()) for row in rows[1:]]
+
+
+@pytest.mark.parametrize("stem", STEMS)
+def test_header_is_in_the_module(stem: str) -> None:
+    docstring = ast.get_docstring(tree(stem), clean=False)
+    assert docstring is not None
+    header = plan(stem).header
+    lines = [*header.decisions, *header.threads, *header.barriers, *header.smem, *header.timeline]
+    assert [line for line in lines if f"\n    {line}\n" not in docstring] == []
+    assert docstring.startswith(f"{header.title}\n\nGenerated by fa3gen from {variants()[stem].source}; do not edit.")
+    assert f"\n    fa3gen render {variants()[stem].source}\n" in docstring
+
+
+@pytest.mark.parametrize("stem", FUSED)
+def test_shared_memory_table(stem: str) -> None:
+    """Offsets follow from the sizes above them; the last row is the total that the launch asks for."""
+    *regions, total = table(plan(stem).header.smem)
+    smem = plan(stem).smem
+    assert total[:2] == [str(smem.total_bytes), "total"]
+    end = 0
+    for (offset, size, name, _), region in zip(regions, smem.regions, strict=False):
+        assert int(offset) == -(-end // region.align) * region.align
+        assert (name, int(size)) == (region.name, region.bytes)
+        end = int(offset) + int(size)
+    if smem.barrier_bytes:
+        assert regions[-1] == [str(end), str(smem.barrier_bytes), "barriers", f"{smem.barrier_bytes // 8} mbarriers"]
+        end += smem.barrier_bytes
+    assert len(regions) == len(smem.regions) + (smem.barrier_bytes > 0)
+    assert smem.total_bytes - 1024 < end <= smem.total_bytes <= 232448
+
+
+def storage(stem: str) -> dict[str, int]:
+    """Member of SharedStorage -> bytes, from the module's own source."""
+    values = constants(tree(stem))
+    members: dict[str, int] = {}
+    (struct,) = [node for node in tree(stem).body if isinstance(node, ast.ClassDef)]
+    for member in struct.body:
+        assert isinstance(member, ast.AnnAssign) and isinstance(member.target, ast.Name)
+        ranges = [node for node in ast.walk(member.annotation) if is_range(node)]
+        if not ranges:
+            members[member.target.id] = BYTES[ast.unparse(member.annotation)]
+            continue
+        assert isinstance(ranges[0], ast.Subscript) and isinstance(ranges[0].slice, ast.Tuple)
+        element, count = ranges[0].slice.elts
+        members[member.target.id] = BYTES[ast.unparse(element)] * evaluate(count, values)
+    return members
+
+
+def is_range(node: ast.AST) -> bool:
+    return isinstance(node, ast.Subscript) and ast.unparse(node.value) == "cute.struct.MemRange"
+
+
+def evaluate(expression: ast.expr, values: dict[str, int]) -> int:
+    value = eval(compile(ast.Expression(expression), "<module>", "eval"), {"__builtins__": {}}, values)
+    assert isinstance(value, int)
+    return value
+
+
+@pytest.mark.parametrize("stem", FUSED)
+def test_storage_is_what_the_header_says(stem: str) -> None:
+    members, smem = storage(stem), plan(stem).smem
+    barriers = {name: size for name, size in members.items() if name not in {region.name for region in smem.regions}}
+    assert list(members)[: len(smem.regions)] == [region.name for region in smem.regions]
+    assert {name: members[name] for name in members if name not in barriers} == {r.name: r.bytes for r in smem.regions}
+    assert sum(barriers.values()) == smem.barrier_bytes
+
+
+@pytest.mark.parametrize("stem", TMA)
+def test_barrier_table(stem: str) -> None:
+    """The rows of the table are the barriers in shared memory, and their bytes are what the code announces."""
+    values = constants(tree(stem))
+    rows = {name: (int(stages), edge, completes) for name, stages, edge, completes in table(plan(stem).header.barriers)}
+    assert 8 * sum(stages for stages, _, _ in rows.values()) == plan(stem).smem.barrier_bytes
+    assert rows["q_full"][2] == f"{values['Q_BYTES']} bytes"
+    assert values["Q_BYTES"] == values["TILE_M"] * values["HEAD_DIM"] * 2
+    announced = transaction_bytes(stem)
+    for ring, expression in announced.items():
+        stages, edge, completes = rows.pop(f"{ring}_full")
+        assert stages == values["KV_STAGES"]
+        assert int(completes.split()[0]) == evaluate(expression, values)
+        stages, back, completes = rows.pop(f"{ring}_empty")
+        assert stages == values["KV_STAGES"]
+        warps = values["THREADS"] // 32
+        assert (edge, back, completes) == (f"TMA -> {warps} warps", f"{warps} warps -> warp 0", f"{warps} arrivals")
+    assert list(rows) == ["q_full"]
+
+
+def transaction_bytes(stem: str) -> dict[str, ast.expr]:
+    """Ring -> the expression given as tx_count where the module creates its barriers."""
+    found: dict[str, ast.expr] = {}
+    for node in ast.walk(tree(stem)):
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
+            count = [keyword.value for keyword in node.value.keywords if keyword.arg == "tx_count"]
+            if count and isinstance(node.targets[0], ast.Name):
+                found[node.targets[0].id.removesuffix("_ring")] = count[0]
+    return found
+
+
+@pytest.mark.parametrize("stem", TMA)
+def test_bytes_of_a_phase_are_the_bytes_of_a_stage(stem: str) -> None:
+    """What the barriers wait for is what lands in shared memory: a tile of Q, one stage of K, one of V."""
+    values, members = constants(tree(stem)), storage(stem)
+    announced = sum(evaluate(expression, values) for expression in transaction_bytes(stem).values())
+    assert announced == values["K_BYTES"] + values["V_BYTES"]
+    assert announced * values["KV_STAGES"] == members["sK"] + members["sV"]
+    assert values["Q_BYTES"] == members["sQ"]
+
+
+@pytest.mark.parametrize("stem", FUSED)
+def test_constants_are_the_plan(stem: str) -> None:
+    values, tile = constants(tree(stem)), plan(stem).tile
+    assert (values["TILE_M"], values["TILE_N"], values["THREADS"]) == (tile.m, tile.n, tile.threads)
+    assert values["HEAD_DIM"] == plan(stem).problem.head_dim
+    assert values.get("KV_STAGES", 1) == plan(stem).load.kv_stages
+    assert values.get("WARPGROUPS", tile.warpgroups) == tile.warpgroups
+    window = (values.get("WINDOW_LEFT", 0), values.get("WINDOW_RIGHT", 0))
+    assert window == (plan(stem).mask.left, plan(stem).mask.right)
+
+
+@pytest.mark.parametrize("stem", [stem for stem in STEMS if stem.startswith("k4_")])
+def test_header_counts_the_products_that_the_compiler_must_make(stem: str) -> None:
+    counted: dict[tuple[int, int, int, str], int] = {}
+    pattern = r"(\d+) wgmma m(\d+)n(\d+)k(\d+) per warpgroup; A = . from (shared memory|registers)"
+    for steps, m, n, k, where in re.findall(pattern, "\n".join(plan(stem).header.decisions)):
+        kind = (int(m), int(n), int(k), {"shared memory": "smem"}.get(where, where))
+        counted[kind] = counted.get(kind, 0) + int(steps)
+    assert counted == plan(stem).expectation.wgmma
+
+
+@pytest.mark.parametrize("stem", STEMS)
+def test_registers_in_the_header_add_up(stem: str) -> None:
+    found = re.search(r"about (\d+) registers each: (.*)", "\n".join(plan(stem).header.threads))
+    if stem.startswith("k1_"):
+        assert found is None
+        return
+    assert found is not None
+    assert int(found[1]) == sum(int(count) for count in re.findall(r" (\d+)(?:,|$)", found[2])) <= 255
+
+
+@pytest.mark.parametrize("stem", STEMS)
+def test_the_timeline_is_numbered(stem: str) -> None:
+    numbers = [int(row.split()[0]) for row in plan(stem).header.timeline]
+    assert numbers == list(range(1, len(numbers) + 1))
+    assert f"\n{plan(stem).header.timeline_title}\n    1 " in source(stem)

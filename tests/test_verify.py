@@ -1,0 +1,381 @@
+"""verify_module against modules written in plain PyTorch: a right one, and many that are wrong in one way each."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from fa3gen import inputs, reference, verify
+from fa3gen.inputs import CASES, Case
+from fa3gen.spec import CausalMask, Mask, NoMask, Spec, WindowMask
+from fa3gen.verify import verify_module
+
+CPU = torch.device("cpu")
+torch.set_num_threads(1)  # the workers of xdist share the cores
+NOT_LONG = tuple(case for case in CASES if case.name != "long")
+FEW = tuple(case for case in CASES if case.name not in ("random", "long", "wrap", "outlier"))
+
+
+def spec_of(mask: Mask, dtype: str = "bf16", head_dim: int = 64) -> Spec:
+    return Spec.model_validate(
+        {
+            "problem": {"head_dim": head_dim, "dtype": dtype},
+            "mask": mask,
+            "tile": {"q": 64, "kv": 64, "threads": 128},
+            "load": {"engine": "sync"},
+            "qk": {"engine": "scalar"},
+            "pv": {"engine": "scalar"},
+            "handoff": {"through": "global_f32"},
+        }
+    )
+
+
+def check_arguments(q: Any, k: Any, v: Any, out: Any, *, dtype: torch.dtype, head_dim: int) -> None:
+    for name, tensor in {"q": q, "k": k, "v": v, "out": q if out is None else out}.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name} is {type(tensor).__name__}; it needs to be a tensor")
+        if tensor.dtype != dtype:
+            raise TypeError(f"{name} is {tensor.dtype}; it needs to be {dtype}")
+        if tensor.dim() != 4 or tensor.shape[3] != head_dim or tensor.stride(3) != 1:
+            raise ValueError(f"{name} needs four modes, the last {head_dim} contiguous elements")
+        if tensor.device != q.device:
+            raise ValueError(f"{name} is on {tensor.device}, q on {q.device}")
+        strides = [tensor.stride(mode) for mode in range(3) if tensor.shape[mode] > 1]
+        if tensor.data_ptr() % 16 or any(stride % 8 for stride in strides):
+            raise ValueError(f"{name} needs 16-byte alignment")
+    if k.shape[0] != q.shape[0] or k.shape != v.shape:
+        raise ValueError(f"k {tuple(k.shape)} and v {tuple(v.shape)} do not match q {tuple(q.shape)}")
+    if q.shape[2] % k.shape[2]:
+        raise ValueError(f"q has {q.shape[2]} heads, no multiple of k's {k.shape[2]}")
+    if out is not None and out.shape != q.shape:
+        raise ValueError(f"out is {tuple(out.shape)}; it needs to be {tuple(q.shape)}")
+
+
+Compute = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+
+
+def exact(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None, mask: Mask) -> Any:
+    return reference.attention(q, k, v, scale=scale, mask=mask, compute_dtype=torch.float32)
+
+
+@dataclass
+class Module:
+    """A module in plain PyTorch. `compute` gives O and LSE in float32; the other fields break something else."""
+
+    mask: Mask
+    compute: Compute = exact
+    dtype: torch.dtype = torch.bfloat16
+    head_dim: int = 64
+    check: Callable[..., None] = check_arguments
+    store: Callable[[torch.Tensor, torch.Tensor], Any] = torch.Tensor.copy_
+    before: Callable[..., Any] = lambda q, k, v: None
+    after: Callable[..., Any] = lambda out, lse: None
+
+    def attention(self, q: Any, k: Any, v: Any, *, scale: Any = None, out: Any = None, return_lse: bool = False) -> Any:
+        self.check(q, k, v, out, dtype=self.dtype, head_dim=self.head_dim)
+        out = torch.empty_like(q) if out is None else out
+        result, lse = self.compute(q, k, v, scale, self.mask)
+        self.before(q, k, v)
+        self.store(out, result)
+        self.after(out, lse)
+        return (out, lse) if return_lse else out
+
+
+def run(module: Module, cases: tuple[Case, ...] = FEW, dtype: str = "bf16") -> verify.Report:
+    return verify_module(module, spec_of(module.mask, dtype), CPU, cases=cases, seed=7)
+
+
+@pytest.mark.parametrize("mask", [NoMask(), CausalMask(), WindowMask(left=50, right=10)], ids=str)
+def test_a_right_module_passes_everything_that_can_be_tried_on_a_cpu(mask: Mask) -> None:
+    report = run(Module(mask), NOT_LONG)
+    assert report.failures == ()
+    assert report.passed
+    assert [check.name for check in report.checks if check.passed is None] == [
+        "runs on the current stream",
+        "allocates only its outputs",
+    ]
+
+
+def test_a_right_fp16_module_passes() -> None:
+    report = run(Module(CausalMask(), dtype=torch.float16), dtype="fp16")
+    assert report.failures == ()
+
+
+def test_same_precision_itself_passes() -> None:
+    """O of the yardstick is within twice its own error; its LSE is not exact enough, so it is given the exact one."""
+
+    def compute(q: Any, k: Any, v: Any, scale: Any, mask: Mask) -> Any:
+        out = reference.same_precision(q, k, v, scale=scale, mask=mask).out
+        return out, exact(q, k, v, scale, mask)[1]
+
+    assert run(Module(CausalMask(), compute)).failures == ()
+
+
+# -- modules that are wrong in one way
+
+
+def wrong_scale(q: Any, k: Any, v: Any, scale: Any, mask: Mask) -> Any:
+    return exact(q, k, v, 1 / math.sqrt(q.shape[-1]), mask)  # whatever was asked
+
+
+def top_left(q: Any, k: Any, v: Any, scale: Any, mask: Mask) -> Any:
+    """Causal, aligned to the top left corner."""
+    seq_q, seq_k = q.shape[1], k.shape[1]
+    padded = torch.nn.functional.pad(q, (0, 0, 0, 0, 0, max(0, seq_k - seq_q)))
+    keys, values = k[:, : padded.shape[1]], v[:, : padded.shape[1]]
+    if seq_k < seq_q:
+        rest = reference.attention(q[:, seq_k:], k, v, scale=scale, mask=NoMask(), compute_dtype=torch.float32)
+        first = exact(q[:, :seq_k], k, v, scale, mask)
+        return torch.cat([first.out, rest.out], dim=1), torch.cat([first.lse, rest.lse], dim=2)
+    out, lse = exact(padded, keys, values, scale, mask)
+    return out[:, :seq_q], lse[:, :, :seq_q]
+
+
+def base_two(q: Any, k: Any, v: Any, scale: Any, mask: Mask) -> Any:
+    out, lse = exact(q, k, v, scale, mask)
+    return out, lse / math.log(2)
+
+
+def online(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: Any, mask: Mask, *, rescale: bool = True, tile_k: int = 64
+) -> Any:
+    """Tiled online softmax as a kernel does it: P rounded to 16 bits, sums and O in float32; rescaled or not."""
+    group = q.shape[2] // k.shape[2]
+    keys, values = (tensor.float().repeat_interleave(group, dim=2).transpose(1, 2) for tensor in (k, v))
+    scores = q.float().transpose(1, 2) @ keys.transpose(2, 3) * (scale or q.shape[-1] ** -0.5)
+    seen = reference.visible_keys(mask, seq_q=q.shape[1], seq_k=k.shape[1], rows=torch.arange(q.shape[1]))
+    scores = scores if seen is None else scores.masked_fill(~seen, -math.inf)
+    top = torch.full(scores.shape[:3], -math.inf)
+    total, out = torch.zeros(scores.shape[:3]), torch.zeros_like(q.float().transpose(1, 2))
+    for start in range(0, k.shape[1], tile_k):
+        tile = scores[..., start : start + tile_k]
+        new = torch.maximum(top, tile.amax(-1))
+        shift = new.masked_fill(torch.isneginf(new), 0)  # a row that has seen no key yet
+        decay = torch.exp(top - shift)
+        weights = torch.exp(tile - shift[..., None])
+        total = total * decay + weights.sum(-1)
+        products = weights.to(q.dtype).float() @ values[:, :, start : start + tile_k]
+        out = out * (decay if rescale else torch.ones_like(decay))[..., None] + products
+        top = new
+    return (out / total.clamp(min=1e-30)[..., None]).transpose(1, 2), top + torch.log(total)
+
+
+def nan_rows(q: Any, k: Any, v: Any, scale: Any, mask: Mask) -> Any:
+    """The classic 0 / 0 of rows that see no key."""
+    out, lse = exact(q, k, v, scale, mask)
+    empty = torch.isneginf(lse).transpose(1, 2)[..., None]
+    return out.masked_fill(empty, math.nan), lse
+
+
+def plus_infinity(q: Any, k: Any, v: Any, scale: Any, mask: Mask) -> Any:
+    out, lse = exact(q, k, v, scale, mask)
+    return out, lse.masked_fill(torch.isneginf(lse), math.inf)
+
+
+def small_rows_off(q: Any, k: Any, v: Any, scale: Any, mask: Mask) -> Any:
+    """Late causal rows are small beside the first ones: a thirtieth off there hides under the maximum."""
+    out, lse = exact(q, k, v, scale, mask)
+    out[:, 192:] *= 1.03
+    return out, lse
+
+
+def reads_past_the_end(q: Any, k: torch.Tensor, v: torch.Tensor, scale: Any, mask: Mask) -> Any:
+    """P = 0 for a key past the end, but 0 times what lies there is NaN when that is NaN."""
+    out, lse = exact(q, k, v, scale, mask)
+    beyond = v.as_strided(v[:, -1:].shape, v.stride(), v.storage_offset() + v.shape[1] * v.stride(1))
+    last = beyond.float().repeat_interleave(q.shape[2] // k.shape[2], dim=2)
+    return out + 0 * last, lse
+
+
+def whole_tiles_only(out: torch.Tensor, result: torch.Tensor) -> None:
+    rows = out.shape[1] // 64 * 64
+    out[:, :rows].copy_(result[:, :rows])
+
+
+def past_the_end(out: torch.Tensor, result: torch.Tensor) -> None:
+    out.copy_(result)
+    if out.stride(1) < out.stride(0) or out.shape[0] == 1:
+        out.as_strided((out.shape[3],), (1,), out.storage_offset() + out.shape[1] * out.stride(1)).fill_(0)
+
+
+def never_the_same(out: torch.Tensor, result: torch.Tensor) -> None:
+    out.copy_(result)
+    row = torch.randint(out.shape[1], ())
+    out[:, row] = torch.nextafter(out[:, row], torch.tensor(math.inf, dtype=out.dtype))
+
+
+CAUSAL = CausalMask()
+WRONG: dict[str, tuple[Module, str, str]] = {
+    "scale ignored": (Module(CAUSAL, wrong_scale), "scale", "O is off by"),
+    "mask aligned to the top left": (Module(CAUSAL, top_left), "ragged", "O is off by"),
+    "mask aligned to the top left, more queries": (Module(CAUSAL, top_left), "ragged_more_queries", "not -inf in"),
+    "LSE in base 2": (Module(CAUSAL, base_two), "ragged", "LSE is off by"),
+    "no rescale": (Module(NoMask(), lambda *args: online(*args, rescale=False)), "ramp", "O is off by"),
+    "NaN in rows without keys": (Module(CAUSAL, nan_rows), "few_keys", "O has NaN"),
+    "LSE +inf in rows without keys": (Module(CAUSAL, plus_infinity), "few_keys", "not -inf in exactly"),
+    "tail rows unwritten": (Module(CAUSAL, store=whole_tiles_only), "tile_edge", "NaN or infinity in 2 of 258 rows"),
+    "reads past the end": (Module(CAUSAL, reads_past_the_end), "ragged", "O has NaN"),
+    "writes past the end": (Module(CAUSAL, store=past_the_end), "ragged", "wrote outside `out`"),
+    "q changed": (Module(CAUSAL, before=lambda q, k, v: q.mul_(2)), "ragged", "changed its input q"),
+    "v changed": (Module(CAUSAL, before=lambda q, k, v: v[:, -1:].mul_(2)), "gqa", "changed its input v"),
+    "not repeatable": (Module(CAUSAL, store=never_the_same), "ragged", "differs from the first"),
+    "LSE in half precision": (
+        Module(CAUSAL, lambda *args: (exact(*args)[0], exact(*args)[1].half())),
+        "ragged",
+        "LSE is (2, 2, 77) torch.float16",
+    ),
+    "LSE with rows before heads": (
+        Module(CAUSAL, lambda *args: (exact(*args)[0], exact(*args)[1].transpose(1, 2).contiguous())),
+        "ragged",
+        "LSE is (2, 77, 2)",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_a_module_that_is_wrong_in_one_way_fails(what: str) -> None:
+    module, case_name, message = WRONG[what]
+    case = next(case for case in CASES if case.name == case_name)
+    report = run(module, (case,))
+    assert not report.passed
+    assert any(message in failure for failure in report.cases[0].failures), report.failures
+
+
+@pytest.mark.parametrize("mask", [NoMask(), CausalMask(), WindowMask(left=50, right=10)], ids=str)
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_a_flash_kernels_own_rounding_passes(mask: Mask, dtype: str) -> None:
+    """The criteria leave room for P rounded before it is normalised; the mutant above fails for its rescale alone."""
+    report = run(Module(mask, online, dtype=verify.DTYPES[dtype]), NOT_LONG, dtype)
+    assert report.failures == ()
+
+
+def test_an_error_in_small_rows_is_caught_by_the_blocks_and_not_by_the_maximum() -> None:
+    case = next(case for case in CASES if case.name == "long")
+    result = run(Module(CAUSAL, small_rows_off), (case,)).cases[0]
+    assert result.o_error and result.o_error.max_abs and result.o_max_abs_limit
+    assert result.o_error.max_abs < result.o_max_abs_limit
+    assert result.o_block_ratio and result.o_block_ratio > 1
+    assert len(result.failures) == 1 and "worst block" in result.failures[0]
+
+
+def test_a_module_that_raises_fails_with_its_message() -> None:
+    def compute(*args: Any) -> Any:
+        raise RuntimeError("no such kernel")
+
+    result = run(Module(CAUSAL, compute), FEW[:1]).cases[0]
+    assert result.failures == ("raised RuntimeError: no such kernel",) and not result.passed
+
+
+def test_out_that_is_not_returned_fails() -> None:
+    module = Module(CAUSAL)
+    given = module.attention
+
+    def attention(q: Any, k: Any, v: Any, **keywords: Any) -> Any:
+        keywords.pop("out", None)
+        return given(q, k, v, **keywords)
+
+    module.attention = attention  # type: ignore[method-assign]
+    assert "not the `out` that was given" in run(module, FEW[:1]).cases[0].failures[0]
+
+
+def failing_checks(module: Module) -> dict[str, str]:
+    return {check.name: check.detail for check in run(module, ()).checks if check.passed is False}
+
+
+def test_missing_argument_checks_fail() -> None:
+    detail = failing_checks(Module(CAUSAL, check=lambda *args, **facts: None))["bad arguments are refused"]
+    assert "v whose last mode is not contiguous: accepted" in detail
+    assert "k that starts off a 16-byte boundary: accepted" in detail
+    assert "v on meta: raised NotImplementedError" in detail
+
+
+def test_argument_errors_that_name_nothing_fail() -> None:
+    def check(*args: Any, **facts: Any) -> None:
+        try:
+            check_arguments(*args, **facts)
+        except (TypeError, ValueError) as error:
+            raise ValueError("bad arguments") from error
+
+    detail = failing_checks(Module(CAUSAL, check=check))["bad arguments are refused"]
+    assert "float32 q: the message names no argument q: ValueError: bad arguments" in detail
+
+
+def test_an_empty_batch_that_raises_fails() -> None:
+    def check(q: Any, *args: Any, **facts: Any) -> None:
+        if isinstance(q, torch.Tensor) and not q.shape[0]:
+            raise ValueError("q is empty")
+        check_arguments(q, *args, **facts)
+
+    assert failing_checks(Module(CAUSAL, check=check)) == {"empty batch": "raised ValueError: q is empty"}
+
+
+# -- inputs and measures
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_inputs_are_as_the_case_says(case: Case) -> None:
+    made = inputs.make(case, head_dim=64, dtype=torch.bfloat16, device=CPU, seed=3)
+    assert made.q.shape == made.out.shape == (case.batch, case.seq_q, case.heads_q, 64)
+    assert made.k.shape == made.v.shape == (case.batch, case.seq_k, case.heads_kv, 64)
+    for tensor in (made.q, made.k, made.v, made.out):
+        assert tensor.stride(3) == 1 and tensor.data_ptr() % 16 == 0
+        assert all(tensor.stride(mode) % 8 == 0 for mode in range(3) if tensor.shape[mode] > 1)
+    assert all(torch.isfinite(tensor).all() for tensor in (made.q, made.k, made.v))
+    assert torch.isnan(made.out_storage).all()
+    again = inputs.make(case, head_dim=64, dtype=torch.bfloat16, device=CPU, seed=3)
+    other = inputs.make(case, head_dim=64, dtype=torch.bfloat16, device=CPU, seed=4)
+    assert torch.equal(made.q, again.q) and not torch.equal(made.v, other.v)
+
+
+def test_layouts_have_the_strides_they_are_there_for() -> None:
+    made = {
+        case.name: inputs.make(case, head_dim=64, dtype=torch.bfloat16, device=CPU, seed=3)
+        for case in CASES
+        if case.name in ("gqa", "packed", "expanded", "odd_strides", "one", "ragged")
+    }
+    assert made["gqa"].q.stride(1) == 64 and made["gqa"].q.stride(2) > 64 * 200
+    assert made["packed"].q.stride(1) == made["packed"].v.stride(1) == (4 + 2 + 2) * 64
+    assert made["expanded"].k.stride(0) == 0
+    assert made["odd_strides"].k.stride()[::2] == (3, 3) and made["one"].k.stride(1) == 3
+    assert not made["ragged"].k.is_contiguous()
+
+
+def test_the_cases_cover_what_they_must() -> None:
+    names = [case.name for case in CASES]
+    assert len(set(names)) == len(names)
+    assert any(case.seq_q == 1 and case.seq_k > 1 for case in CASES)
+    assert any(case.seq_k < case.seq_q for case in CASES)
+    assert any(case.seq_k > 2 * 5 * 128 for case in CASES)
+    assert any(1 < case.heads_kv < case.heads_q for case in CASES)
+    assert any(case.heads_kv == 1 < case.heads_q for case in CASES)
+    assert {case.layout for case in CASES} == set(inputs.Layout.__args__)  # type: ignore[attr-defined]
+
+
+def test_half_ulp_by_hand() -> None:
+    values = torch.tensor([1.0, 1.9, 2.0, -4.0, 0.75, 0.0], dtype=torch.float64)
+    ulps = [2**-8, 2**-8, 2**-7, 2**-6, 2**-9]  # half of bf16's 2**-7 at 1
+    assert verify.half_ulp(values, torch.bfloat16)[:5].tolist() == ulps
+    assert verify.half_ulp(values, torch.float16)[0].item() == 2**-11
+    assert 0 < verify.half_ulp(values, torch.bfloat16)[5].item() < 1e-37
+
+
+def test_lse_error_is_relative_with_a_floor_of_one() -> None:
+    expected = torch.tensor([0.5, 10.0, -math.inf], dtype=torch.float64)
+    found = torch.tensor([0.5 + 2e-6, 10.0 + 5e-5, -math.inf])
+    errors = verify.lse_errors(found, expected)
+    assert errors.max_abs == pytest.approx(5e-5, rel=0.02)
+    assert errors.relative == pytest.approx(5e-6, rel=0.1)
+    assert verify.lse_errors(torch.tensor([math.nan, 10.0, -math.inf]), expected).relative is None
+
+
+def test_the_report_is_json_and_names_its_seed() -> None:
+    import json
+
+    report = run(Module(CAUSAL, store=whole_tiles_only), FEW[:1])
+    text = json.dumps(report.as_dict(), allow_nan=False)
+    assert json.loads(text)["seed"] == 7 and json.loads(text)["passed"] is False
