@@ -8,11 +8,12 @@ out, lse = module.attention(q, k, v, return_lse=True)
 
 from __future__ import annotations
 
-import importlib.util
-import sys
+from pathlib import Path
 from types import ModuleType
 
 __all__ = ["load"]
+
+_loaded: dict[Path, ModuleType] = {}
 
 
 def load(stem: str) -> ModuleType:
@@ -35,17 +36,8 @@ def load(stem: str) -> ModuleType:
             stems = ", ".join(variant.stem for variant in workspace.resolve(stem))
             raise UserError(f"{stem} is a spec with several modules; load one of {stems}")
         raise UserError(f"{workspace.module_path(stem)} does not exist; run `fa3gen render {variant.source}`")
-    name = f"fa3gen_generated.{stem}"
-    loaded = sys.modules.get(name)
-    if loaded is not None and loaded.__file__ == str(path):
-        return loaded
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # the DSL looks its functions' modules up by name
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
-    return module
+    if path not in _loaded:
+        from fa3gen.loading import load_file
+
+        _loaded[path] = load_file(path)
+    return _loaded[path]

@@ -88,8 +88,10 @@ def analyse(compiled: Compiled) -> Analysis:
 
     Raises UserError when cuobjdump or nvdisasm is missing, CompileError when the compiler's files do not fit together.
     """
-    sass = toolchain.disassemble(compiled.cubin)
-    resources = toolchain.resource_usage(compiled.cubin)
+    with ThreadPoolExecutor() as pool:  # two external programs, side by side
+        disassembly = pool.submit(toolchain.disassemble, compiled.cubin)
+        resources = toolchain.resource_usage(compiled.cubin)
+        sass = disassembly.result()
     try:
         census = take_census(compiled.ptx, sass, resources, compiled.ptxas_log, compiled.host_module)
     except ValueError as error:
@@ -181,18 +183,27 @@ def usable_cpus() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def worker_environment(environ: Mapping[str, str], dump_dir: Path) -> dict[str, str]:
-    """The caller's environment without its own DSL settings, plus those that a compilation for sm_90a needs."""
+def worker_environment(environ: Mapping[str, str], dump_dir: Path, *, ptxas_log: bool = True) -> dict[str, str]:
+    """The caller's environment without its own DSL settings, plus those that a compilation for sm_90a needs.
+
+    With `ptxas_log` the DSL prints what `ptxas -v` says on standard error; the code is the same with and without.
+    """
     kept = {
         name: value for name, value in environ.items() if not name.startswith("CUTE_DSL_") or name in _KEPT_DSL_SETTINGS
     }
-    return {
-        **kept,
-        "CUTE_DSL_ARCH": ARCH,
-        "CUTE_DSL_KEEP": "ptx,cubin",
-        "CUTE_DSL_DUMP_DIR": str(dump_dir),
-        "CUTE_DSL_COMPILER_OPT": "remarks{ptx}",  # ptxas -v on standard error; the code is the same with and without
-    }
+    settings = {"CUTE_DSL_ARCH": ARCH, "CUTE_DSL_KEEP": "ptx,cubin", "CUTE_DSL_DUMP_DIR": str(dump_dir)}
+    if ptxas_log:
+        settings["CUTE_DSL_COMPILER_OPT"] = "remarks{ptx}"
+    return {**kept, **settings}
+
+
+def wants_ptxas_log(source: str) -> bool:
+    """Whether ptxas may have something to say that the SASS does not show as well.
+
+    Its notes are about warpgroup products and setmaxnreg. Asking for them makes the DSL run ptxas twice, which takes
+    the larger scalar kernels over a second.
+    """
+    return "warpgroup.commit_group" in source or "setmaxregister" in source
 
 
 def _run_worker(path: Path, out: Path, timeout_s: float) -> tuple[int, str]:
@@ -202,7 +213,7 @@ def _run_worker(path: Path, out: Path, timeout_s: float) -> tuple[int, str]:
     try:
         done = subprocess.run(
             command,
-            env=worker_environment(os.environ, out),
+            env=worker_environment(os.environ, out, ptxas_log=wants_ptxas_log(path.read_text(encoding="utf-8"))),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import platform
 import subprocess
-import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib import metadata, util
-from pathlib import Path
-from types import ModuleType
+from importlib import metadata
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -43,30 +38,6 @@ def hopper_device() -> torch.device | None:
     import torch
 
     return torch.device("cuda", torch.cuda.current_device())
-
-
-@contextlib.contextmanager
-def clean_argv() -> Iterator[None]:
-    """Hide this program's options while the DSL is imported: it parses sys.argv itself and may exit on ours."""
-    saved = sys.argv
-    sys.argv = saved[:1]
-    try:
-        yield
-    finally:
-        sys.argv = saved
-
-
-def load_file(path: Path) -> ModuleType:
-    """Import one generated file from `path`, every time anew, under a name of its own."""
-    name = f"fa3gen_generated_{path.stem}"
-    found = util.spec_from_file_location(name, path)
-    if found is None or found.loader is None:
-        raise ImportError(f"{path} cannot be imported")
-    module = util.module_from_spec(found)
-    sys.modules[name] = module
-    with clean_argv():
-        found.loader.exec_module(module)
-    return module
 
 
 def package_version(name: str) -> str | None:

@@ -223,6 +223,8 @@ def _timeline(spec: Spec) -> list[tuple[str, ...]]:
         steps.append(("load K", "then a CTA barrier"))
     wgmma = isinstance(spec.qk, WgmmaProduct)
     steps.append(("S = Q K^T", "wgmma, wait_group 0" if wgmma else "multiply-adds"))
+    if spec.handoff.through == "smem_f32":
+        steps.append(("store S", "scattered from the accumulator, f32" if wgmma else "f32"))
     if isinstance(spec.load, TmaLoad) and spec.load.barrier == "separate":
         steps.append(("arrive k_empty", "K's stage is free"))
     if spec.load.engine == "sync":

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from fa3gen.gpu import clean_argv
+from fa3gen.loading import clean_argv
 from fa3gen.spec import CausalMask, Mask, WindowMask
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Any]

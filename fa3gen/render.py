@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import difflib
+import hashlib
+import json
 import os
 import re
 import subprocess
@@ -120,9 +122,14 @@ def render_all(variants: Sequence[Variant], workspace: Workspace) -> list[Render
     rendered = []
     for variant in variants:
         path = workspace.module_path(variant.stem)
-        committed = path.read_text(encoding="utf-8") if path.is_file() else None
+        committed = _read(path) if path.is_file() else None
         rendered.append(Rendered(variant, path, render_variant(variant, workspace), committed))
     return rendered
+
+
+def _read(path: Path) -> str:
+    """The text of a file to the byte: its line ends as they are, and a mark in place of what is not UTF-8."""
+    return path.read_bytes().decode("utf-8", errors="replace")
 
 
 def orphans(spec_files: Sequence[SpecFile], workspace: Workspace) -> list[Path]:
@@ -134,27 +141,65 @@ def orphans(spec_files: Sequence[SpecFile], workspace: Workspace) -> list[Path]:
 
 def is_generated(path: Path) -> bool:
     """Whether a file says that fa3gen wrote it."""
-    with path.open(encoding="utf-8") as file:
-        return GENERATED_MARK in file.read(2000)
+    return path.is_file() and GENERATED_MARK in _read(path)[:2000]
 
 
 def hand_edited(rendered: Sequence[Rendered], workspace: Workspace) -> list[Path]:
-    """Files that would be overwritten although they differ from the commit: somebody may have edited them by hand.
+    """Files that would be overwritten although somebody may have edited them by hand.
 
-    A file that git does not track counts as edited when it lacks the mark of a generated file. Outside a git checkout
-    nothing can be compared, and only that mark counts.
+    These are tracked files that differ from the commit and from what was rendered last, and files without the mark of
+    a generated file. Outside a git checkout nothing can be compared, and only that mark counts.
     """
-    candidates = [item.path for item in rendered if item.change == "changed"]
-    return [path for path in candidates if not is_generated(path) or _differs_from_commit(path, workspace.root)]
+    last = _last_rendered(workspace.root)
+
+    def edited(item: Rendered) -> bool:
+        if not is_generated(item.path):
+            return True
+        return last.get(item.path.name) != _digest(item.committed or "") and _differs_from_commit(
+            item.path, workspace.root
+        )
+
+    return [item.path for item in rendered if item.change == "changed" and edited(item)]
+
+
+def remember(rendered: Sequence[Rendered], workspace: Workspace) -> None:
+    """Keep what was rendered, in the git directory and so never committed: rendering again is no hand edit."""
+    path = _record(workspace.root)
+    if path is not None:
+        digests = {**_last_rendered(workspace.root), **{item.path.name: _digest(item.text) for item in rendered}}
+        path.write_text(json.dumps(digests, indent=1, sort_keys=True), encoding="utf-8")
+
+
+def _last_rendered(root: Path) -> dict[str, str]:
+    path = _record(root)
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8"))) if path is not None and path.is_file() else {}
+    except ValueError:  # half written: everything that differs from the commit counts as edited
+        return {}
+
+
+def _record(root: Path) -> Path | None:
+    """Where `remember` keeps its digests; None outside a git checkout."""
+    name = _git(root, "rev-parse", "--git-path", "fa3gen-rendered.json")
+    return root / name.strip() if name else None
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode("utf-8", errors="replace")).hexdigest()
 
 
 def _differs_from_commit(path: Path, root: Path) -> bool:
     """True for a tracked file with uncommitted changes; False for a clean, an untracked file, or without git."""
-    command = ["git", "-C", str(root), "diff", "--quiet", "HEAD", "--", str(path)]
+    return bool(_git(root, "status", "--porcelain", "--untracked-files=no", "--", str(path)))
+
+
+def _git(root: Path, *arguments: str) -> str | None:
+    """What a git command prints; None where it fails: no git, or no checkout."""
     try:
-        return subprocess.run(command, capture_output=True, check=False).returncode == 1
+        process = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True, check=False)
     except OSError:
-        return False
+        return None
+    return process.stdout if process.returncode == 0 else None
 
 
 def write(rendered: Rendered) -> None:

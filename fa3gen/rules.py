@@ -7,6 +7,7 @@ first violation. Sources are named by section title, because section numbers mov
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
@@ -273,14 +274,29 @@ def scalar_grid(field: str, extent: int, threads: int) -> Violation | None:
     )
 
 
+def scalar_vector(head_dim: int) -> Violation | None:
+    """Design rule: a thread reads its adjacent columns of V as part of one 16-byte vector.
+
+    A swizzle moves vectors of 16 bytes as wholes, so what straddles two of them is not contiguous in shared memory.
+    """
+    columns, vector = head_dim // SCALAR_COLUMNS, SCALAR_VECTOR
+    if columns == 0 or vector % columns == 0:
+        return None
+    return Violation(
+        "problem.head_dim",
+        f"a thread owns {head_dim} / {SCALAR_COLUMNS} = {columns} adjacent columns of V, and {columns} elements do not "
+        f"divide a 16-byte vector of {vector}; use 16, 32, 64 or 128, or wgmma for pv",
+    )
+
+
 def copy_rows(field: str, rows: int, head_dim: int, threads: int) -> Violation | None:
     """Design rule: all threads of the CTA copy whole rows of a tile together, 16 bytes each, pass after pass."""
-    vectors = head_dim // SCALAR_VECTOR
-    if vectors == 0 or threads % vectors:
+    vectors = max(1, head_dim // SCALAR_VECTOR)
+    if threads % vectors:
         return Violation(
             "tile.threads",
             f"a row is {head_dim} / {SCALAR_VECTOR} = {vectors} vectors of 16 bytes, and {threads} threads copy no "
-            f"whole number of rows at a time; use {_around(threads, max(vectors, 1))}",
+            f"whole number of rows at a time; use {_around(threads, math.lcm(vectors, hopper.WARP))}",
         )
     share = threads // vectors
     if rows % share == 0:
@@ -330,6 +346,17 @@ def window_product(mask: str, pv_engine: str) -> Violation | None:
         return None
     return Violation(
         "mask", "a sliding window is rendered with both products on WGMMA only; use mask causal or none, or extend k4_2"
+    )
+
+
+def optional_lse(lse: bool, pv_engine: str) -> Violation | None:
+    """Design rule: LSE is left out where it could cost time, and that is not in the scalar kernels."""
+    if lse or pv_engine == "wgmma":
+        return None
+    return Violation(
+        "outputs.lse",
+        "a kernel without LSE is rendered with both products on WGMMA only; use lse: true (attention() returns O alone "
+        "unless asked), or extend k4_2",
     )
 
 
@@ -464,6 +491,7 @@ def _structure(spec: Spec) -> Iterable[Violation | None]:
     yield global_handoff_load(through, spec.load.engine)
     yield smem_section(through, spec.smem is not None)
     yield window_product(spec.mask.kind, spec.pv.engine)
+    yield optional_lse(spec.outputs.lse, spec.pv.engine)
     if isinstance(spec.load, CpAsyncLoad | TmaLoad):
         yield kv_stages(spec.load.kv_stages)
     if isinstance(spec.load, TmaLoad):
@@ -487,6 +515,8 @@ def _shapes(spec: Spec) -> Iterable[Violation | None]:
             yield scattered_scores(tile.warpgroups)
     if tile.threads is not None:
         yield from _thread_tile(spec, tile.threads)
+    if isinstance(spec.pv, ScalarProduct) and not isinstance(spec.handoff, GlobalHandoff):
+        yield scalar_vector(head_dim)
     yield from _tiles_in_smem(spec)
 
 
@@ -509,13 +539,15 @@ def _pv_operands(pv: WgmmaProduct) -> Iterable[Violation | None]:
 def _thread_tile(spec: Spec, threads: int) -> Iterable[Violation | None]:
     whole_warps = scalar_threads(threads)
     yield whole_warps
-    if whole_warps is None and isinstance(spec.qk, ScalarProduct) and isinstance(spec.pv, ScalarProduct):
+    if whole_warps is not None or not isinstance(spec.qk, ScalarProduct) or not isinstance(spec.pv, ScalarProduct):
+        return
+    if isinstance(spec.handoff, GlobalHandoff):
+        yield from naive_grid(spec.tile.q, spec.tile.kv, spec.problem.head_dim, threads)
+    else:
         yield scalar_grid("tile.q", spec.tile.q, threads)
         yield scalar_grid("tile.kv", spec.tile.kv, threads)
         yield scalar_grid("problem.head_dim", spec.problem.head_dim, threads)
-        if isinstance(spec.handoff, GlobalHandoff):
-            yield from naive_grid(spec.tile.q, spec.tile.kv, spec.problem.head_dim, threads)
-        elif spec.load.engine != "tma":
+        if spec.load.engine != "tma":
             for field, rows in (("tile.q", spec.tile.q), ("tile.kv", spec.tile.kv)):
                 if scalar_grid(field, rows, threads) is None:
                     yield copy_rows(field, rows, spec.problem.head_dim, threads)

@@ -59,13 +59,13 @@ class SpecFile:
     matrix: dict[str, list[Any]] = field(default_factory=dict)
 
 
-def load(path: Path, *, root: Path | None = None, search: Sequence[Path] = ()) -> SpecFile:
+def load(path: Path, *, roots: Sequence[Path] = (), search: Sequence[Path] = ()) -> SpecFile:
     """Read, merge, expand and check the spec file `path`.
 
-    Paths in the result and in problems are relative to `root` where possible. A stem in `extends` is looked for beside
-    the file that names it, then in the directories `search`. Raises SpecError with every problem found.
+    Paths in the result and in problems are relative to the first of `roots` that they lie in. A stem in `extends` is
+    looked for beside the file that names it, then in the directories `search`. Raises SpecError with every problem.
     """
-    loader = _Loader(root, search)
+    loader = _Loader(roots, search)
     spec_file = loader.load(path)
     if loader.problems or spec_file is None:
         raise SpecError(sorted_problems(loader.problems, loader.shown(path)))
@@ -138,8 +138,8 @@ class _Axis:
 class _Loader:
     """Loads one spec file, collecting problems as it goes."""
 
-    def __init__(self, root: Path | None, search: Sequence[Path]) -> None:
-        self.root = root
+    def __init__(self, roots: Sequence[Path], search: Sequence[Path]) -> None:
+        self.roots = roots
         self.search = search
         self.problems: list[Problem] = []
 
@@ -163,11 +163,11 @@ class _Loader:
         return SpecFile(shown, stem, summary, variants, document.fields.plain(), matrix)
 
     def shown(self, path: Path) -> Path:
-        """`path` as people write it: relative to the workspace root where it lies inside."""
-        if self.root is not None:
-            absolute, root = path.resolve(), self.root.resolve()
-            if absolute.is_relative_to(root):
-                return absolute.relative_to(root)
+        """`path` as people write it: relative to the workspace, or to the package's data, where it lies inside."""
+        absolute = path.resolve()
+        for root in self.roots:
+            if absolute.is_relative_to(root.resolve()):
+                return absolute.relative_to(root.resolve())
         return path
 
     def _report(self, path: Path, line: int | None, field_path: str, message: str) -> None:

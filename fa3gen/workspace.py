@@ -86,7 +86,8 @@ class Workspace:
 
     def load(self, path: Path) -> SpecFile:
         """Load one spec file; stems in `extends` are found in this workspace and in the package."""
-        return specfile.load(path, root=self.root, search=(self.specs_dir, self.bundled_specs_dir))
+        roots, search = (self.root, self.bundled), (self.specs_dir, self.bundled_specs_dir)
+        return specfile.load(path, roots=roots, search=search)
 
     def load_all(self) -> list[SpecFile]:
         """All of the workspace's own specs.
@@ -102,11 +103,12 @@ class Workspace:
     def resolve(self, name: str) -> list[Variant]:
         """The variants that `name` stands for: a path to a spec file, a spec stem, or one generated stem.
 
-        Paths are taken from the working directory, then from the root. The workspace's own specs come before those
-        of the package. Raises UserError with the nearest names when there is no such spec.
+        Paths are taken from the working directory, then from the root, then from the package (`specs/k4_2.yaml`). The
+        workspace's own specs come before those of the package. Raises UserError with the nearest names when there is
+        no such spec.
         """
         if "/" in name or name.endswith((".yaml", ".yml")):
-            return list(self.load(self._path(name)).variants)
+            return list(self.load(self.find_spec(name)).variants)
         files = [*self.spec_files(), *self.bundled_spec_files()]
         for path in files:
             if path.stem == name:
@@ -119,6 +121,20 @@ class Workspace:
         if not found:
             raise UserError(self._unknown(name, files))
         return found
+
+    def select(self, names: Iterable[str]) -> list[Variant]:
+        """The variants that names on a command line stand for, each once; all of the workspace's own without names.
+
+        Raises UserError as `resolve` does, and when there is nothing at all.
+        """
+        names = list(names)
+        if names:
+            found = [variant for name in names for variant in self.resolve(name)]
+        else:
+            found = [variant for spec_file in self.load_all() for variant in spec_file.variants]
+        if not found:
+            raise UserError(f"there is no spec in {self.specs_dir}; name one, or begin with `fa3gen new`")
+        return list({variant.stem: variant for variant in found}.values())
 
     def _load_each(self, paths: Iterable[Path]) -> list[SpecFile]:
         files: list[SpecFile] = []
@@ -133,8 +149,12 @@ class Workspace:
             raise SpecError(list(dict.fromkeys(problems)))
         return files
 
-    def _path(self, name: str) -> Path:
-        for path in (Path(name), self.root / name):
+    def find_spec(self, name: str | Path) -> Path:
+        """The file that a path stands for: seen from the working directory, from the root, or from the package.
+
+        Raises UserError with the nearest stems when there is no such file.
+        """
+        for path in (Path(name), self.root / name, self.bundled / name):
             if path.is_file():
                 return path
         stems = [path.stem for path in (*self.spec_files(), *self.bundled_spec_files())]

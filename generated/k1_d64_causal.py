@@ -25,7 +25,6 @@ The three kernels
 import functools
 import math
 
-import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 import torch
@@ -56,7 +55,7 @@ def launch(
     lse: cute.Tensor,
     scores: cute.Tensor,
     scale: cutlass.Float32,
-    stream: cuda.CUstream,
+    stream,
 ):
     """Start the three kernels one after the other on the stream: each sees all that the one before it has written."""
     # torch's (batch, seq, heads, HEAD_DIM) seen with the tiled modes first.
@@ -245,6 +244,8 @@ def compile_for_sm90a(options: str = "--enable-tvm-ffi"):
 def attention(q, k, v, *, scale=None, out=None, return_lse=False):
     """O = softmax(scale Q K^T) V on a Hopper GPU, causal, on torch's current stream.
 
+    Needs 4 x batch x heads_q x seq_q x seq_k bytes of GPU memory for the scores while it runs.
+
     Args:
         q: (batch, seq_q, heads_q, 64), torch.bfloat16. Any strides with a contiguous last dimension and
             16-byte aligned rows, here and below. Any seq_q.
@@ -261,9 +262,9 @@ def attention(q, k, v, *, scale=None, out=None, return_lse=False):
         TypeError, ValueError: An argument is of another type, dtype, device, shape, stride or alignment.
     """
     check_arguments(q, k, v, scale, out)
-    batch, seq_q, heads_q, _ = q.shape
     if out is None:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    batch, seq_q, heads_q, _ = q.shape
     # The kernel writes as many rows of LSE as there are: none when nobody asked for it.
     lse = torch.empty((batch, heads_q, seq_q if return_lse else 0), dtype=torch.float32, device=q.device)
     if k.shape[1] == 0:
@@ -278,7 +279,7 @@ def attention(q, k, v, *, scale=None, out=None, return_lse=False):
 def check_arguments(q, k, v, scale, out):
     """Raise TypeError or ValueError, naming the argument, what it is and what it needs to be."""
     check_tensor("q", q, None)
-    batch, seq_q, heads_q, _ = q.shape
+    batch, _, heads_q, _ = q.shape
     check_tensor("k", k, q.device)
     check_tensor("v", v, q.device)
     if k.shape[0] != batch:
@@ -296,7 +297,7 @@ def check_arguments(q, k, v, scale, out):
             raise ValueError(
                 f"out has strides {out.stride()}: several elements share one address; pass out.contiguous()"
             )
-    if scale is not None and not isinstance(scale, (int, float)):
+    if scale is not None and (not isinstance(scale, (int, float)) or isinstance(scale, bool)):
         raise TypeError(f"scale is a {type(scale).__name__}; it needs to be a number")
     if scale is not None and not 0.0 < scale < math.inf:
         raise ValueError(f"scale is {scale}; it needs to be finite and positive")

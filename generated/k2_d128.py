@@ -33,17 +33,17 @@ Shared memory
 Steady state, one tile of keys
     1  load K         then a CTA barrier
     2  S = Q K^T      multiply-adds
-    3  load V over K  after a CTA barrier
-    4  mask           boundary tiles only
-    5  softmax        P = 2^(S - max), O and sums rescaled
-    6  O += P V       multiply-adds
-    7  CTA barrier    before the next K takes V's place
+    3  store S        f32
+    4  load V over K  after a CTA barrier
+    5  mask           boundary tiles only
+    6  softmax        P = 2^(S - max), O and sums rescaled
+    7  O += P V       multiply-adds
+    8  CTA barrier    before the next K takes V's place
 """
 
 import functools
 import math
 
-import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 import torch
@@ -95,7 +95,7 @@ def launch(
     o: cute.Tensor,
     lse: cute.Tensor,
     scale: cutlass.Float32,
-    stream: cuda.CUstream,
+    stream,
 ):
     """Lay out the shared memory and start one CTA per tile of queries of each head."""
     # torch's (batch, seq, heads, HEAD_DIM) seen with the tiled modes first.
@@ -462,9 +462,9 @@ def attention(q, k, v, *, scale=None, out=None, return_lse=False):
         TypeError, ValueError: An argument is of another type, dtype, device, shape, stride or alignment.
     """
     check_arguments(q, k, v, scale, out)
-    batch, seq_q, heads_q, _ = q.shape
     if out is None:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    batch, seq_q, heads_q, _ = q.shape
     # The kernel writes as many rows of LSE as there are: none when nobody asked for it.
     lse = torch.empty((batch, heads_q, seq_q if return_lse else 0), dtype=torch.float32, device=q.device)
     if k.shape[1] == 0:
@@ -478,7 +478,7 @@ def attention(q, k, v, *, scale=None, out=None, return_lse=False):
 def check_arguments(q, k, v, scale, out):
     """Raise TypeError or ValueError, naming the argument, what it is and what it needs to be."""
     check_tensor("q", q, None)
-    batch, seq_q, heads_q, _ = q.shape
+    batch, _, heads_q, _ = q.shape
     check_tensor("k", k, q.device)
     check_tensor("v", v, q.device)
     if k.shape[0] != batch:
@@ -496,7 +496,7 @@ def check_arguments(q, k, v, scale, out):
             raise ValueError(
                 f"out has strides {out.stride()}: several elements share one address; pass out.contiguous()"
             )
-    if scale is not None and not isinstance(scale, (int, float)):
+    if scale is not None and (not isinstance(scale, (int, float)) or isinstance(scale, bool)):
         raise TypeError(f"scale is a {type(scale).__name__}; it needs to be a number")
     if scale is not None and not 0.0 < scale < math.inf:
         raise ValueError(f"scale is {scale}; it needs to be finite and positive")

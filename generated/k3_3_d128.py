@@ -42,17 +42,17 @@ Shared memory
 Steady state, one tile of keys
     1  wait kv_full     the tile has landed
     2  S = Q K^T        multiply-adds
-    3  mask             boundary tiles only
-    4  softmax          P = 2^(S - max), O and sums rescaled
-    5  O += P V         multiply-adds
-    6  arrive kv_empty  the stage is free
-    7  warp 0 refills   waits for the stage to be empty, then loads the tile 5 further on
+    3  store S          f32
+    4  mask             boundary tiles only
+    5  softmax          P = 2^(S - max), O and sums rescaled
+    6  O += P V         multiply-adds
+    7  arrive kv_empty  the stage is free
+    8  warp 0 refills   waits for the stage to be empty, then loads the tile 5 further on
 """
 
 import functools
 import math
 
-import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 import cutlass.pipeline as pipeline
@@ -112,7 +112,7 @@ def launch(
     o: cute.Tensor,
     lse: cute.Tensor,
     scale: cutlass.Float32,
-    stream: cuda.CUstream,
+    stream,
 ):
     """Describe the tensors to the TMA unit and start one CTA per tile of queries of each head."""
     # torch's (batch, seq, heads, HEAD_DIM) seen with the tiled modes first.
@@ -226,15 +226,15 @@ def attention_kernel(
     row_max.fill(-cutlass.Float32.inf)
     row_sum.fill(0.0)
 
-    cute.arch.mbarrier_wait(q_full, 0)
+    cute.arch.mbarrier_wait(q_full, 0)  # Q has landed
     for n_block in cutlass.range(n_block_end - 1, -1, -1, unroll=1):
-        kv_ring.consumer_wait(drain)
+        kv_ring.consumer_wait(drain)  # K and V have landed
         qk_product(sQ, sK[None, None, drain.index], sS)
         if n_block >= n_full_end:
             mask_scores(sS, n_block * TILE_N, seq_k)
         softmax_step(sS, acc_O, row_max, row_sum, scale_log2)
         pv_product(sS, sV[None, None, drain.index], acc_O)
-        kv_ring.consumer_release(drain)
+        kv_ring.consumer_release(drain)  # this warp has read K and V
         drain.advance()
         # Steady state: the stage just drained takes the tile KV_STAGES further on; the last KV_STAGES steps only drain.
         if warp_idx == 0 and n_block >= KV_STAGES:
@@ -286,14 +286,14 @@ def make_barriers(storage: SharedStorage, tidx: cutlass.Int32):
         tx_count=K_BYTES + V_BYTES,
         defer_sync=True,
     )
-    cute.arch.mbarrier_init_fence()
-    cute.arch.sync_threads()
+    cute.arch.mbarrier_init_fence()  # the async proxy, too, must see the barriers initialized
+    cute.arch.sync_threads()  # no thread may wait on a barrier before that
     return kv_ring
 
 
 @cute.jit
 def partition_tma(tma: cute.CopyAtom, sX: cute.Tensor, gX: cute.Tensor):
-    """Group the two tile modes into the one that a TMA copy moves: (TMA, stages or nothing), (TMA, blocks or nothing)."""
+    """Group the two tile modes into the one that a TMA copy moves: (TMA, stages or none), (TMA, blocks or none)."""
     return cpasync.tma_partition(tma, 0, cute.make_layout(1), cute.group_modes(sX, 0, 2), cute.group_modes(gX, 0, 2))
 
 
@@ -521,9 +521,9 @@ def attention(q, k, v, *, scale=None, out=None, return_lse=False):
         TypeError, ValueError: An argument is of another type, dtype, device, shape, stride or alignment.
     """
     check_arguments(q, k, v, scale, out)
-    batch, seq_q, heads_q, _ = q.shape
     if out is None:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    batch, seq_q, heads_q, _ = q.shape
     # The kernel writes as many rows of LSE as there are: none when nobody asked for it.
     lse = torch.empty((batch, heads_q, seq_q if return_lse else 0), dtype=torch.float32, device=q.device)
     if k.shape[1] == 0:
@@ -537,7 +537,7 @@ def attention(q, k, v, *, scale=None, out=None, return_lse=False):
 def check_arguments(q, k, v, scale, out):
     """Raise TypeError or ValueError, naming the argument, what it is and what it needs to be."""
     check_tensor("q", q, None)
-    batch, seq_q, heads_q, _ = q.shape
+    batch, _, heads_q, _ = q.shape
     check_tensor("k", k, q.device)
     check_tensor("v", v, q.device)
     if k.shape[0] != batch:
@@ -555,7 +555,7 @@ def check_arguments(q, k, v, scale, out):
             raise ValueError(
                 f"out has strides {out.stride()}: several elements share one address; pass out.contiguous()"
             )
-    if scale is not None and not isinstance(scale, (int, float)):
+    if scale is not None and (not isinstance(scale, (int, float)) or isinstance(scale, bool)):
         raise TypeError(f"scale is a {type(scale).__name__}; it needs to be a number")
     if scale is not None and not 0.0 < scale < math.inf:
         raise ValueError(f"scale is {scale}; it needs to be finite and positive")

@@ -39,7 +39,7 @@ def plans() -> dict[str, Plan]:
 @cache
 def source(stem: str) -> str:
     """The committed module."""
-    return CHECKOUT.module_path(stem).read_text(encoding="utf-8")
+    return CHECKOUT.module_path(stem).read_bytes().decode("utf-8")
 
 
 @cache
@@ -48,17 +48,19 @@ def tree(stem: str) -> ast.Module:
     return ast.parse(source(stem))
 
 
-def found_in_modules(check: Callable[[str], list[str]]) -> dict[str, list[str]]:
-    """Stem -> what `check` finds wrong with the module, for modules with findings."""
-    return {stem: found for stem in STEMS if (found := check(stem))}
+def assert_none_in_modules(check: Callable[[str], list[str]]) -> None:
+    """Fail with everything that `check` finds wrong with any committed module, given its stem."""
+    found = [f"{stem}: {problem}" for stem in STEMS for problem in check(stem)]
+    assert not found, "\n".join(found)
 
 
-def changed(stem: str, **parts: Any) -> Variant:
-    """A committed variant with top-level parts of its spec replaced; a dictionary is laid over the part."""
+def changed(stem: str, **parts: dict[str, Any]) -> Variant:
+    """A committed variant with fields of top-level parts of its spec replaced, or the part when its kind changes."""
     base = variants()[stem]
     fields = base.spec.model_dump()
     for name, part in parts.items():
-        fields[name] = {**fields[name], **part} if isinstance(part, dict) and isinstance(fields[name], dict) else part
+        kind = next((key for key in ("kind", "engine", "through") if key in part), None)
+        fields[name] = part if kind else {**fields[name], **part}
     return Variant(base.stem, Spec.model_validate(fields), base.source, base.summary)
 
 

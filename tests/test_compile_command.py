@@ -99,7 +99,7 @@ def test_missing_modules_name_the_command_that_renders_them(
     printed = capsys.readouterr()
     assert printed.out == ""
     assert "k2_d128.py" in printed.err and "k2_d64.py" not in printed.err
-    assert printed.err.endswith("write them with: fa3gen render k2\n")
+    assert printed.err.endswith("write them with: fa3gen render specs/k2.yaml\n")
 
 
 def test_unknown_spec(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:

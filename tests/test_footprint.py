@@ -43,11 +43,11 @@ def test_hardware_limits() -> None:
         # 5 x 16384 = 81920.
         ("k3_3_d128", {"sQ": 16384, "sK": 81920, "sV": 81920, "sS": 18432}),
         ("k4_1_d128", {"sQ": 16384, "sK": 32768, "sV": 32768, "sS": 18432}),
-        # 128 x 128 x 2 = 32768; P: 128 x 128 x 2.
-        ("k4_smem_d128", {"sQ": 32768, "sK": 65536, "sV": 65536, "sP": 32768}),
-        # 128 x 64 x 2 = 16384; P does not depend on the head dim.
-        ("k4_smem_d64", {"sQ": 16384, "sK": 32768, "sV": 32768, "sP": 32768}),
-        ("k4_2_d128", {"sQ": 32768, "sK": 65536, "sV": 65536}),
+        # Q: 128 x 128 x 2 = 32768; K, V: 2 x 64 x 128 x 2 = 32768; P: 128 x 64 x 2 = 16384.
+        ("k4_smem_d128", {"sQ": 32768, "sK": 32768, "sV": 32768, "sP": 16384}),
+        # Half as much of Q, K and V; P does not depend on the head dim.
+        ("k4_smem_d64", {"sQ": 16384, "sK": 16384, "sV": 16384, "sP": 16384}),
+        ("k4_2_d128", {"sQ": 32768, "sK": 32768, "sV": 32768}),
     ],
 )
 def test_regions(stem: str, regions: dict[str, int]) -> None:
@@ -88,12 +88,12 @@ def test_barriers(stem: str, count: int) -> None:
         ("k3_3_d128", 199680),
         # 16384 + 32768 + 32768 + 18432 = 100352 = 98 x 1024, + 9 x 8, up to 99 x 1024.
         ("k4_1_d128", 101376),
-        # 32768 + 65536 + 65536 + 32768 = 196608 = 192 x 1024, + 5 x 8, up to 193 x 1024.
-        ("k4_smem_d128", 197632),
-        # 32768 + 65536 + 65536 = 163840 = 160 x 1024, + 9 x 8 = 163912, up to 161 x 1024.
-        ("k4_2_d128", 164864),
-        # 16384 + 32768 + 32768 = 81920 = 80 x 1024, + 9 x 8, up to 81 x 1024.
-        ("k4_2_d64", 82944),
+        # 3 x 32768 + 16384 = 114688 = 112 x 1024, + 5 x 8, up to 113 x 1024.
+        ("k4_smem_d128", 115712),
+        # 3 x 32768 = 98304 = 96 x 1024, + 9 x 8 = 98376, up to 97 x 1024.
+        ("k4_2_d128", 99328),
+        # 3 x 16384 = 49152 = 48 x 1024, + 9 x 8, up to 49 x 1024.
+        ("k4_2_d64", 50176),
     ],
 )
 def test_total(stem: str, size: int) -> None:
@@ -128,10 +128,10 @@ def test_threads_and_stages() -> None:
     ("stem", "held"),
     [
         ("k1_d128", {"other": 24}),
-        # 128 x 128 / 256 = 64 of O and of S; P is half as wide as S: 32.
-        ("k4_2_d128", {"O": 64, "S": 64, "P": 32, "other": 24}),
+        # O: 128 x 128 / 256 = 64; S: 128 x 64 / 256 = 32; P is half as wide as S: 16.
+        ("k4_2_d128", {"O": 64, "S": 32, "P": 16, "other": 24}),
         # O: 128 x 64 / 256 = 32.
-        ("k4_smem_d64", {"O": 32, "S": 64, "P": 32, "other": 24}),
+        ("k4_smem_d64", {"O": 32, "S": 32, "P": 16, "other": 24}),
         # O: 64 x 128 / 128 = 64; S: 64 x 64 / 128 = 32, and a step of PV holds 64/16 rows of 128/16 columns of V, 32.
         ("k4_1_d128", {"O": 64, "S or one step of P V": 32, "other": 24}),
         # S: 64 x 64 / 128 = 32; K: 64/16 = 4 rows of 8 elements = 32, V: 4 rows of 128/16 = 8 elements = 32.

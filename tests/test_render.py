@@ -15,6 +15,7 @@ from typing import Any
 
 import black
 import pytest
+from black.mode import TargetVersion
 from rendering import CHECKOUT, ROOT, STEMS, changed, source, spec_files, variants
 
 from fa3gen import render, rules
@@ -22,6 +23,9 @@ from fa3gen.errors import UserError
 from fa3gen.render import Rendered, format_module, is_generated, orphans, render_all, render_variant, write
 from fa3gen.specfile import Variant
 from fa3gen.workspace import Workspace
+
+# As pyproject.toml has it for the whole repository.
+BLACK = black.Mode(line_length=120, target_versions={TargetVersion.PY311})
 
 # Drift
 
@@ -95,10 +99,9 @@ def test_rendering_again_gives_the_same(rendered: list[Rendered]) -> None:
 @pytest.mark.parametrize("rung", sorted({stem.partition("_d")[0] for stem in STEMS}))
 def test_format_is_that_of_black(rung: str) -> None:
     """`format_module` formats block by block; black on the whole file has nothing left to change."""
-    mode = black.Mode(line_length=120, target_versions={black.TargetVersion.PY311})
     for stem in STEMS:
         if stem.partition("_d")[0] == rung:
-            assert black.format_str(source(stem), mode=mode) == source(stem), stem
+            assert black.format_str(source(stem), mode=BLACK) == source(stem), stem
 
 
 @pytest.mark.parametrize(
@@ -111,13 +114,12 @@ def test_format_is_that_of_black(rung: str) -> None:
     ],
 )
 def test_format_module_equals_black_on_rough_text(text: str) -> None:
-    mode = black.Mode(line_length=120, target_versions={black.TargetVersion.PY311})
-    assert format_module(text) == black.format_str(text, mode=mode)
+    assert format_module(text) == black.format_str(text, mode=BLACK)
 
 
 # One knob at a time
 
-KNOBS: dict[str, tuple[str, dict[str, Any]]] = {
+KNOBS: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
     "mask_none_to_causal": ("k4_2_d128", {"mask": {"kind": "causal"}}),
     "mask_causal_to_window": ("k4_2_d128_causal", {"mask": {"kind": "window", "left": 512, "right": 0}}),
     "mask_none_to_causal_scalar": ("k2_d64", {"mask": {"kind": "causal"}}),
@@ -128,41 +130,28 @@ KNOBS: dict[str, tuple[str, dict[str, Any]]] = {
     "barrier_shared_to_separate": ("k4_smem_d128", {"load": {"barrier": "separate"}}),
     "handoff_smem_to_registers": (
         "k4_smem_d128",
-        {"pv": {"a": {"source": "registers", "major": "k"}}, "handoff": None},
+        {"pv": {"a": {"source": "registers", "major": "k"}}, "handoff": {"through": "registers"}},
     ),
     "swizzle_k_128B_to_64B": ("k4_2_d128", {"smem": {"k": "64B"}}),
     "swizzle_v_128B_to_none": ("k4_2_d128", {"smem": {"v": "none"}}),
     "lse_true_to_false": ("k4_2_d128_causal", {"outputs": {"lse": False}}),
-    "load_sync_to_cp_async": ("k2_d64", {"load": None}),
-    "load_cp_async_to_tma": ("k2_cp_async_d64", {"load": {"engine": "tma", "q_stages": 1, "barrier": "shared"}}),
+    "load_sync_to_cp_async": ("k2_d64", {"load": {"engine": "cp_async", "kv_stages": 2}}),
+    "load_cp_async_to_tma": ("k2_cp_async_d64", {"load": {"engine": "tma", "kv_stages": 2, "barrier": "shared"}}),
     "tile_kv_128_to_64": ("k4_2_d128", {"tile": {"kv": 64}}),
     "threads_128_to_256": ("k2_cp_async_d64", {"tile": {"threads": 256}}),
     "warpgroups_2_to_1": ("k4_2_d128", {"tile": {"q": 64, "warpgroups": 1}}),
-}
-# Parts that are replaced whole, because another arm of the union has other fields.
-WHOLE = {
-    "handoff_smem_to_registers": {"handoff": {"through": "registers"}},
-    "load_sync_to_cp_async": {"load": {"engine": "cp_async", "kv_stages": 2}},
 }
 UPDATE = "FA3GEN_UPDATE_GOLDEN"
 MENDING_COMMAND = f"{UPDATE}=1 python -m pytest tests/test_render.py -k golden"
 
 
-def turned(knob: str) -> Variant:
-    stem, parts = KNOBS[knob]
-    variant = changed(stem, **{name: part for name, part in parts.items() if part is not None})
-    for name, part in WHOLE.get(knob, {}).items():
-        fields = {**variant.spec.model_dump(), name: part}
-        variant = Variant(stem, type(variant.spec).model_validate(fields), variant.source, variant.summary)
-    return variant
-
-
 @cache
 def knob_diff(knob: str) -> str:
     """What a knob changes in the source: a unified diff without context, file names and line numbers."""
-    variant = turned(knob)
+    stem, parts = KNOBS[knob]
+    variant = changed(stem, **parts)
     assert rules.check(variant.spec) == []
-    before, after = source(variant.stem).splitlines(), render_variant(variant, CHECKOUT).splitlines()
+    before, after = (render_variant(each, CHECKOUT).splitlines() for each in (variants()[stem], variant))
     lines = list(difflib.unified_diff(before, after, lineterm="", n=0))[2:]
     return "\n".join("@@" if line.startswith("@@ ") else line for line in lines) + "\n"
 
@@ -178,7 +167,8 @@ def test_golden_diff(knob: str) -> None:
     if os.environ.get(UPDATE):
         path.write_text(knob_diff(knob), encoding="utf-8")
     golden = path.read_text(encoding="utf-8") if path.is_file() else ""
-    assert knob_diff(knob) == golden, f"{path.name} is out of date; when the change is intended: {MENDING_COMMAND}"
+    change = "\n".join(difflib.ndiff(golden.splitlines(), knob_diff(knob).splitlines()))
+    assert knob_diff(knob) == golden, f"{path.name}: {change}\nwhen this is intended: {MENDING_COMMAND}"
 
 
 def test_golden_files_have_knobs() -> None:
@@ -263,7 +253,9 @@ def test_change_and_diff(tmp_path: Path) -> None:
     assert drifted.diff(tmp_path) == (
         "--- generated/x.py (on disk)\n+++ generated/x.py (rendered)\n@@ -1,2 +1,2 @@\n a\n-b\n+c\n"
     )
-    assert Rendered(variant, path, "a\n", None).diff(tmp_path).startswith("--- /dev/null\n+++ generated/x.py (rendered)")
+    assert (
+        Rendered(variant, path, "a\n", None).diff(tmp_path).startswith("--- /dev/null\n+++ generated/x.py (rendered)")
+    )
 
 
 def test_write_is_atomic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

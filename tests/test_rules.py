@@ -273,6 +273,15 @@ def test_wgmma_threads() -> None:
 # Which parts go together
 
 
+def test_scalar_vector() -> None:
+    assert [head_dim for head_dim in range(16, 257, 16) if rules.scalar_vector(head_dim) is None] == [16, 32, 64, 128]
+    assert rules.scalar_vector(96) == Violation(
+        "problem.head_dim",
+        "a thread owns 96 / 16 = 6 adjacent columns of V, and 6 elements do not divide a 16-byte vector of 8; "
+        "use 16, 32, 64 or 128, or wgmma for pv",
+    )
+
+
 def test_copy_rows() -> None:
     # 128 threads, 128 / 8 = 16 vectors per row: 8 rows at a time.
     assert rules.copy_rows("tile.kv", 64, 128, 128) is None
@@ -284,7 +293,7 @@ def test_copy_rows() -> None:
     assert rules.copy_rows("tile.q", 64, 96, 128) == Violation(
         "tile.threads",
         "a row is 96 / 8 = 12 vectors of 16 bytes, and 128 threads copy no whole number of rows at a time; "
-        "use 120 or 132",
+        "use 96 or 192",
     )
 
 
@@ -307,6 +316,16 @@ def test_scattered_scores() -> None:
         "tile.warpgroups",
         "scores scattered to shared memory are shared by 1 warpgroup, not 2; "
         "use warpgroups 1 with tile.q 64, or wgmma for pv",
+    )
+
+
+def test_optional_lse() -> None:
+    assert rules.optional_lse(True, "scalar") is None
+    assert rules.optional_lse(False, "wgmma") is None
+    assert rules.optional_lse(False, "scalar") == Violation(
+        "outputs.lse",
+        "a kernel without LSE is rendered with both products on WGMMA only; use lse: true (attention() returns O alone "
+        "unless asked), or extend k4_2",
     )
 
 

@@ -46,7 +46,7 @@ class Specs:
         return path
 
     def load(self, name: str, text: str, **options: Any) -> SpecFile:
-        return specfile.load(self.write(name, text), root=self.root, **options)
+        return specfile.load(self.write(name, text), roots=[self.root], **options)
 
     def problems(self, name: str, text: str, **options: Any) -> list[str]:
         with pytest.raises(SpecError) as caught:
@@ -82,7 +82,7 @@ def test_mask_shorthand(specs: Specs) -> None:
 
 
 def test_paths_outside_the_root_stay_as_given(tmp_path: Path, specs: Specs) -> None:
-    loaded = specfile.load(tmp_path / "base.yaml", root=tmp_path / "elsewhere")
+    loaded = specfile.load(tmp_path / "base.yaml", roots=[tmp_path / "elsewhere"])
     assert loaded.path == tmp_path / "base.yaml"
 
 
@@ -254,12 +254,12 @@ def test_a_file_that_is_not_text(specs: Specs) -> None:
     path = specs.root / "k.yaml"
     path.write_bytes(b"summary: \xff\n")
     with pytest.raises(SpecError, match=r"k\.yaml: is not UTF-8 text \(invalid start byte at byte 9\)"):
-        specfile.load(path, root=specs.root)
+        specfile.load(path, roots=[specs.root])
 
 
 def test_a_file_that_is_not_there(specs: Specs) -> None:
     with pytest.raises(SpecError, match=r"gone\.yaml: cannot be read: No such file or directory"):
-        specfile.load(specs.root / "gone.yaml", root=specs.root)
+        specfile.load(specs.root / "gone.yaml", roots=[specs.root])
 
 
 def test_an_alias_to_itself(specs: Specs) -> None:
@@ -322,7 +322,7 @@ def test_null_takes_a_section_out(specs: Specs) -> None:
         """\
         extends: base
         summary: naive
-        tile: {q: 64, kv: 64, threads: 256, warpgroups: null}
+        tile: {q: 16, kv: 16, threads: 256, warpgroups: null}
         load: {engine: sync}
         smem: null
         qk: {engine: scalar}
@@ -542,7 +542,7 @@ def test_whatever_is_written_it_loads_or_is_a_spec_error(tmp_path: Path, changes
     with path.open("w", encoding="utf-8") as stream:
         yaml.dump(document, stream)
     try:
-        loaded = specfile.load(path, root=tmp_path)
+        loaded = specfile.load(path, roots=[tmp_path])
     except SpecError as error:
         assert error.problems
         assert all(problem.path == Path("k.yaml") and problem.message for problem in error.problems)

@@ -90,6 +90,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # The reader left, which is no failure. Python would complain once more when it flushes stdout at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+    except OSError as error:
+        if error.filename is None:
+            raise
+        print(f"{error.filename}: {error.strerror}; nothing more was done", file=sys.stderr)
+        return 2
     return 0
 
 

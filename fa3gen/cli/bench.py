@@ -42,7 +42,7 @@ def bench(
     if plot is not None:
         bench_report.check_plot_path(plot)
     workspace = Workspace.find()
-    variants = list({variant.stem: variant for name in specs for variant in workspace.resolve(name)}.values())
+    variants = workspace.select(specs)
     cells = plan_cells(
         [variant.spec for variant in variants],
         head_dims=head_dim or (),
@@ -84,9 +84,9 @@ def _progress(errors: Console, update: Callable[[str], None]) -> Callable[[str],
 
 def _own(workspace: Workspace, variants: list[Variant]) -> dict[str, Competitor]:
     """Return one competitor per variant, by generated stem; called by spec stem where that is not ambiguous."""
-    from fa3gen import gpu
     from fa3gen.bench import module_competitor
     from fa3gen.errors import UserError
+    from fa3gen.loading import load_file
 
     def problem(variant: Variant) -> tuple[object, ...]:
         return variant.source, variant.spec.problem, variant.spec.mask
@@ -102,7 +102,7 @@ def _own(workspace: Workspace, variants: list[Variant]) -> dict[str, Competitor]
 
         def load(path: Path = path, loaded: list[object] = loaded) -> object:
             if not loaded:
-                loaded.append(gpu.load_file(path))
+                loaded.append(load_file(path))
             return loaded[0]
 
         own[variant.stem] = module_competitor(name, variant.stem, variant.spec, load)

@@ -32,7 +32,10 @@ class Outcome:
 
 
 def compile(
-    spec: Annotated[str, typer.Argument(help="A spec file, a spec's stem, or one generated stem.")],
+    specs: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[SPEC]...", help="Spec files, spec stems or generated stems; all if none."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document with every fact.")] = False,
     jobs: Annotated[
         int | None, typer.Option("--jobs", "-j", min=1, help="Modules compiled at once (default: one per CPU).")
@@ -53,8 +56,8 @@ def compile(
     for tool in ("cuobjdump", "nvdisasm"):
         toolchain.find_tool(tool)  # before the seconds that compiling takes
     workspace = Workspace.find()
-    variants = workspace.resolve(spec)
-    _require_modules(workspace, variants, spec)
+    variants = workspace.select(specs or ())
+    _require_modules(workspace, variants)
     expectations = {variant.stem: make_plan(variant).expectation for variant in variants}
     outcomes = build(workspace, variants, expectations, jobs)
     if keep is not None:
@@ -72,13 +75,14 @@ def compile(
         raise typer.Exit(1)
 
 
-def _require_modules(workspace: Workspace, variants: Sequence[Variant], spec: str) -> None:
+def _require_modules(workspace: Workspace, variants: Sequence[Variant]) -> None:
     from fa3gen.errors import UserError
 
-    missing = [variant.stem for variant in variants if not workspace.module_path(variant.stem).is_file()]
+    missing = [variant for variant in variants if not workspace.module_path(variant.stem).is_file()]
     if missing:
-        paths = ", ".join(str(workspace.module_path(stem)) for stem in missing)
-        raise UserError(f"not rendered yet: {paths}; write them with: fa3gen render {spec}")
+        paths = ", ".join(str(workspace.module_path(variant.stem)) for variant in missing)
+        sources = " ".join(dict.fromkeys(str(variant.source) for variant in missing))
+        raise UserError(f"not rendered yet: {paths}; write them with: fa3gen render {sources}")
 
 
 def build(

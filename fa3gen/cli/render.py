@@ -31,11 +31,7 @@ def render(
 
     workspace = Workspace.find()
     everything = workspace.load_all()  # also when rendering one spec: a stem must be unique among all
-    if specs:
-        variants = list({variant.stem: variant for name in specs for variant in workspace.resolve(name)}.values())
-    else:
-        variants = [variant for spec_file in everything for variant in spec_file.variants]
-    rendered = render_all(variants, workspace)
+    rendered = render_all(workspace.select(specs or ()), workspace)
     if check:
         _check(rendered, everything if not specs else None, workspace)
     else:
@@ -71,7 +67,7 @@ def _check(rendered: list[Rendered], spec_files: list[SpecFile] | None, workspac
 
 def _write(rendered: list[Rendered], spec_files: list[SpecFile] | None, workspace: Workspace, *, force: bool) -> None:
     from fa3gen.errors import UserError
-    from fa3gen.render import hand_edited, orphans, write
+    from fa3gen.render import hand_edited, orphans, remember, write
 
     edited = [] if force else hand_edited(rendered, workspace)
     if edited:
@@ -84,6 +80,7 @@ def _write(rendered: list[Rendered], spec_files: list[SpecFile] | None, workspac
         if item.change != "unchanged":
             write(item)
             print(f"{item.change:9} {_relative(item.path, workspace)}  ({item.text.count(chr(10))} lines)")
+    remember(rendered, workspace)
     unchanged = sum(item.change == "unchanged" for item in rendered)
     if unchanged:
         print(f"unchanged {unchanged} of {len(rendered)} modules")

@@ -176,8 +176,7 @@ def _base_file(name: str, workspace: Workspace) -> SpecFile:
 
     from fa3gen.errors import UserError
 
-    source = workspace.resolve(name)[0].source
-    spec_file = workspace.load(source if source.is_absolute() else workspace.root / source)
+    spec_file = workspace.load(workspace.find_spec(workspace.resolve(name)[0].source))
     if name not in (spec_file.stem, str(spec_file.path)) and Path(name).suffix not in (".yaml", ".yml"):
         raise UserError(f"'{name}' is one module of the spec {spec_file.stem}; use --from {spec_file.stem}")
     return spec_file
@@ -187,7 +186,7 @@ def _reference(base: SpecFile, workspace: Workspace) -> str:
     """How a file in the workspace's specs names the base: its stem, or for a stray file its path."""
     import os
 
-    path = base.path if base.path.is_absolute() else workspace.root / base.path
+    path = workspace.find_spec(base.path)
     if path.suffix == ".yaml" and path.resolve().parent in (
         workspace.specs_dir.resolve(),
         workspace.bundled_specs_dir.resolve(),

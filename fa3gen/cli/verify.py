@@ -56,7 +56,7 @@ def verify(
     if refresh_evidence:
         _refresh(workspace, errors)
         return
-    variants = _variants(workspace, specs or [])
+    variants = workspace.select(specs or ())
     checked = _check_all(workspace, variants, errors)
     device = gpu.hopper_device()
     if device is not None:
@@ -75,19 +75,6 @@ def verify(
         _refresh(workspace, errors)
     if failed or any(entry.run.passed is None for entry in checked if device is not None):
         raise typer.Exit(1)
-
-
-def _variants(workspace: Workspace, names: list[str]) -> list[Variant]:
-    """Resolve the names, each variant once; all of the workspace's specs without names."""
-    from fa3gen.errors import UserError
-
-    if names:
-        found = [variant for name in names for variant in workspace.resolve(name)]
-    else:
-        found = [variant for spec_file in workspace.load_all() for variant in spec_file.variants]
-    if not found:
-        raise UserError(f"there is no spec in {workspace.specs_dir}; name one, or begin with `fa3gen new`")
-    return list({variant.stem: variant for variant in found}.values())
 
 
 def _refresh(workspace: Workspace, errors: Console) -> None:
@@ -163,12 +150,13 @@ class _Session:
 
     def _run(self, entry: Verification) -> Verification:
         """Run one module's cases and checks; with --evidence measure its speed and write its record."""
-        from fa3gen import evidence, gpu
+        from fa3gen import evidence
+        from fa3gen.loading import load_file
         from fa3gen.verification import Stage, record_of, speeds
         from fa3gen.verify import DeviceLost, verify_module
 
         variant = entry.variant
-        module = gpu.load_file(self.workspace.module_path(variant.stem))
+        module = load_file(self.workspace.module_path(variant.stem))
         report = verify_module(
             module, variant.spec, self.device, stem=variant.stem, seed=self.seed, on_case=self._on_case
         )

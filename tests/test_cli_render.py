@@ -1,0 +1,365 @@
+"""`fa3gen render`: what it writes, what it refuses to overwrite, what it checks, and how it exits."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from rendering import ROOT, source
+
+from fa3gen.cli import main
+
+Output = pytest.CaptureFixture[str]
+SPECS = ["k1", "k4_2", "k4_smem"]
+MODULES = [f"{spec}_{variant}" for spec in SPECS for variant in ("d64", "d64_causal", "d128", "d128_causal")]
+MODULE = "generated/k1_d64.py"
+
+
+@pytest.fixture
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of the checkout with three of its specs, up to date, as working directory; no git."""
+    for folder in ("specs", "generated"):
+        (tmp_path / folder).mkdir()
+    for spec in SPECS:
+        shutil.copy(ROOT / "specs" / f"{spec}.yaml", tmp_path / "specs")
+    for stem in MODULES:
+        shutil.copy(ROOT / "generated" / f"{stem}.py", tmp_path / "generated")
+    shutil.copytree(ROOT / "templates", tmp_path / "templates")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def git(root: Path, *arguments: str) -> None:
+    identity = ["-c", "user.name=Test", "-c", "user.email=test@example.org", "-c", "commit.gpgsign=false"]
+    subprocess.run(["git", *identity, *arguments], cwd=root, check=True, capture_output=True)
+
+
+@pytest.fixture
+def repository(root: Path) -> Path:
+    """The same, everything committed."""
+    git(root, "init")
+    git(root, "add", ".")
+    git(root, "commit", "-m", "all")
+    return root
+
+
+def contents(root: Path) -> dict[str, bytes]:
+    return {path.relative_to(root).as_posix(): path.read_bytes() for path in (root / "generated").rglob("*")}
+
+
+def change_spec(root: Path, old: str = "q: 16, kv: 16, threads: 256", new: str = "q: 32, kv: 16, threads: 512") -> None:
+    """Turn a knob of k1, in all of its four modules."""
+    path = root / "specs" / "k1.yaml"
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))
+
+
+# Writing
+
+
+def test_all_unchanged(root: Path, capsys: Output) -> None:
+    before = contents(root)
+    stamps = {path: path.stat().st_mtime_ns for path in (root / "generated").iterdir()}
+    assert main(["render"]) == 0
+    assert capsys.readouterr() == ("unchanged 12 of 12 modules\n", "")
+    assert contents(root) == before
+    assert {path: path.stat().st_mtime_ns for path in stamps} == stamps
+
+
+def test_new_and_changed(root: Path, capsys: Output) -> None:
+    (root / "generated" / "k4_2_d64.py").unlink()
+    change_spec(root)
+    assert main(["render"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [" ".join(line.split()[:2]) for line in lines] == [
+        "changed generated/k1_d64.py",
+        "changed generated/k1_d64_causal.py",
+        "changed generated/k1_d128.py",
+        "changed generated/k1_d128_causal.py",
+        "new generated/k4_2_d64.py",
+        "unchanged 7",
+    ]
+    assert lines[-2].endswith(f"({len(source('k4_2_d64').splitlines())} lines)")
+    assert (root / "generated" / "k4_2_d64.py").read_text() == source("k4_2_d64")
+    assert "TILE_M = 32  # scores: query rows per CTA" in (root / MODULE).read_text()
+
+
+@pytest.mark.parametrize("name", ["specs/k1.yaml", "k1"])
+def test_one_spec(root: Path, name: str, capsys: Output) -> None:
+    (root / MODULE).unlink()
+    (root / "generated" / "k4_2_d64.py").unlink()
+    assert main(["render", name]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "unchanged 3 of 4 modules"
+    assert (root / MODULE).read_text() == source("k1_d64")
+    assert not (root / "generated" / "k4_2_d64.py").exists()
+
+
+def test_one_module(root: Path, capsys: Output) -> None:
+    for path in (root / "generated").iterdir():
+        path.unlink()
+    assert main(["render", "k1_d64"]) == 0
+    assert list(contents(root)) == [MODULE]
+
+
+def test_a_name_twice_is_rendered_once(root: Path, capsys: Output) -> None:
+    assert main(["render", "k1", "specs/k1.yaml", "k1_d64"]) == 0
+    assert capsys.readouterr().out == "unchanged 4 of 4 modules\n"
+
+
+def test_from_a_subdirectory(root: Path, monkeypatch: pytest.MonkeyPatch, capsys: Output) -> None:
+    (root / MODULE).unlink()
+    monkeypatch.chdir(root / "specs")
+    assert main(["render", "k1"]) == 0
+    assert (root / MODULE).read_text() == source("k1_d64")
+
+
+def test_written_files_are_whole_and_readable(root: Path, capsys: Output) -> None:
+    """Atomically: no temporary file is left, and the mode does not depend on how temporary files are made."""
+    change_spec(root)
+    (root / MODULE).chmod(0o600)
+    assert main(["render"]) == 0
+    assert sorted(path.name for path in (root / "generated").iterdir()) == sorted(f"{stem}.py" for stem in MODULES)
+    assert {(root / "generated" / f"k1_{d}.py").stat().st_mode & 0o777 for d in ("d64", "d128")} == {0o644}
+
+
+def test_without_a_generated_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Output) -> None:
+    """A directory of the user's own: the package's specs and templates serve, the module lands here."""
+    monkeypatch.chdir(tmp_path)
+    assert main(["render", "k1_d64"]) == 0
+    assert (tmp_path / MODULE).read_text().splitlines()[8:] == source("k1_d64").splitlines()[8:]
+
+
+def test_orphans_are_named(root: Path, capsys: Output) -> None:
+    shutil.copy(root / MODULE, root / "generated" / "k9_d64.py")
+    assert main(["render"]) == 0
+    assert capsys.readouterr().err == (
+        "orphan    generated/k9_d64.py: no spec renders to it; remove it or give it a spec\n"
+    )
+    assert (root / "generated" / "k9_d64.py").exists()
+
+
+# Hand edits
+
+
+def edit(root: Path, name: str = MODULE) -> str:
+    path = root / name
+    path.write_text(path.read_text().replace("Online", "0nline").replace("def attention(", "def attention( "))
+    return path.read_text()
+
+
+def test_hand_edits_are_refused(repository: Path, capsys: Output) -> None:
+    edit(repository)
+    edit(repository, "generated/k4_2_d64.py")
+    change_spec(repository)
+    before = contents(repository)
+    assert main(["render"]) == 2
+    assert capsys.readouterr() == (
+        "",
+        "generated/k1_d64.py: has uncommitted edits\n"
+        "generated/k4_2_d64.py: has uncommitted edits\n"
+        "nothing was written; commit or `git checkout` them, move the edits into the templates, or overwrite them with "
+        "--force\n",
+    )
+    assert contents(repository) == before
+
+
+def test_staged_hand_edits_are_refused(repository: Path, capsys: Output) -> None:
+    edited = edit(repository)
+    git(repository, "add", ".")
+    assert main(["render", "k1_d64"]) == 2
+    assert "generated/k1_d64.py: has uncommitted edits" in capsys.readouterr().err
+    assert (repository / MODULE).read_text() == edited
+
+
+def test_force_overwrites_hand_edits(repository: Path, capsys: Output) -> None:
+    edit(repository)
+    assert main(["render", "--force"]) == 0
+    assert (repository / MODULE).read_text() == source("k1_d64")
+
+
+def test_committed_edits_are_overwritten(repository: Path, capsys: Output) -> None:
+    """They are safe in the history; the difference shows in the next diff."""
+    edit(repository)
+    git(repository, "commit", "-am", "edit")
+    assert main(["render"]) == 0
+    assert (repository / MODULE).read_text() == source("k1_d64")
+
+
+def test_rendering_twice_is_no_hand_edit(repository: Path, capsys: Output) -> None:
+    """What render itself wrote is not committed yet, and may be written again after the next change of the spec."""
+    change_spec(repository)
+    assert main(["render"]) == 0
+    capsys.readouterr()
+    change_spec(repository, "q: 32, kv: 16, threads: 512", "q: 16, kv: 16, threads: 256")
+    assert main(["render"]) == 0, capsys.readouterr().err
+    assert (repository / MODULE).read_text() == source("k1_d64")
+
+
+def test_a_file_that_is_not_ours_is_refused(repository: Path, capsys: Output) -> None:
+    (repository / MODULE).unlink()
+    (repository / MODULE).write_text("mine = 1\n")
+    assert main(["render", "k1_d64"]) == 2
+    assert (repository / MODULE).read_text() == "mine = 1\n"
+    assert main(["render", "k1_d64", "--force"]) == 0
+
+
+def test_an_untracked_file_that_is_not_ours_is_refused(root: Path, capsys: Output) -> None:
+    (root / MODULE).write_text("mine = 1\n")
+    assert main(["render"]) == 2
+    assert capsys.readouterr().err.startswith("generated/k1_d64.py: has uncommitted edits\n")
+    assert (root / MODULE).read_text() == "mine = 1\n"
+
+
+def test_a_file_that_is_no_text_is_refused(root: Path, capsys: Output) -> None:
+    (root / MODULE).write_bytes(b"\xff\xfe")
+    assert main(["render"]) == 2
+    assert (root / MODULE).read_bytes() == b"\xff\xfe"
+    assert main(["render", "--force"]) == 0
+
+
+def test_an_untracked_generated_file_is_overwritten(root: Path, capsys: Output) -> None:
+    change_spec(root)
+    assert main(["render", "k1_d64"]) == 0
+    assert "TILE_M = 32" in (root / MODULE).read_text()
+
+
+# Checking
+
+
+def test_check_of_what_is_up_to_date(root: Path, capsys: Output) -> None:
+    assert main(["render", "--check"]) == 0
+    assert capsys.readouterr() == ("12 modules are what their specs render to\n", "")
+
+
+def drift(root: Path) -> None:
+    path = root / MODULE
+    path.write_text(path.read_text().replace("VECTOR = 8 ", "VECTOR = 4 "))
+
+
+def change_line_ends(root: Path) -> None:
+    path = root / MODULE
+    path.write_bytes(path.read_bytes().replace(b"\n", b"\r\n"))
+
+
+def lose(root: Path) -> None:
+    (root / "generated" / "k4_2_d64.py").unlink()
+
+
+def orphan(root: Path) -> None:
+    shutil.copy(root / MODULE, root / "generated" / "k9_d64.py")
+
+
+@pytest.mark.parametrize(
+    ("harm", "printed", "error"),
+    [
+        (
+            drift,
+            ["--- generated/k1_d64.py (on disk)", "+++ generated/k1_d64.py (rendered)", "-VECTOR = 4 ", "+VECTOR = 8 "],
+            "1 drifted, 0 missing of 12 modules; run `fa3gen render specs/k1.yaml`\n",
+        ),
+        (
+            change_line_ends,
+            ["--- generated/k1_d64.py (on disk)", "+++ generated/k1_d64.py (rendered)", "+VECTOR = 8 "],
+            "1 drifted, 0 missing of 12 modules; run `fa3gen render specs/k1.yaml`\n",
+        ),
+        (
+            lose,
+            ["--- /dev/null", "+++ generated/k4_2_d64.py (rendered)", "+HEAD_DIM = 64"],
+            "0 drifted, 1 missing of 12 modules; run `fa3gen render specs/k4_2.yaml`\n",
+        ),
+        (
+            orphan,
+            [],
+            "generated/k9_d64.py: no spec renders to it; run `git rm generated/k9_d64.py` or give it a spec\n",
+        ),
+    ],
+)
+def test_check_finds(root: Path, harm: Callable[[Path], None], printed: list[str], error: str, capsys: Output) -> None:
+    harm(root)
+    before = contents(root)
+    assert main(["render", "--check"]) == 1
+    out, err = capsys.readouterr()
+    assert err == error
+    lines = out.splitlines()
+    assert [wanted for wanted in printed if not any(line.startswith(wanted) for line in lines)] == []
+    assert bool(out) == bool(printed)
+    assert contents(root) == before
+
+
+def test_the_mending_command_mends(root: Path, capsys: Output) -> None:
+    drift(root)
+    lose(root)
+    assert main(["render", "--check"]) == 1
+    command = capsys.readouterr().err.split("`")[1].split()
+    assert command == ["fa3gen", "render", "specs/k1.yaml", "specs/k4_2.yaml"]
+    assert main(command[1:]) == 0
+    assert main(["render", "--check"]) == 0
+
+
+def test_the_diff_is_a_patch(repository: Path, capsys: Output) -> None:
+    """What --check prints can be applied."""
+    drift(repository)
+    assert main(["render", "--check"]) == 1
+    patch = capsys.readouterr().out.replace(" (on disk)", "").replace(" (rendered)", "")
+    subprocess.run(["git", "apply", "-p0", "-"], input=patch, text=True, cwd=repository, check=True)
+    assert (repository / MODULE).read_text() == source("k1_d64")
+
+
+def test_check_of_one_spec_looks_at_that_one(root: Path, capsys: Output) -> None:
+    drift(root)
+    orphan(root)
+    assert main(["render", "--check", "k4_2"]) == 0
+    assert capsys.readouterr().out == "4 modules are what their specs render to\n"
+    assert main(["render", "--check", "k1_d64"]) == 1
+
+
+def test_check_sees_an_edited_template(root: Path, capsys: Output) -> None:
+    path = root / "templates" / "sections" / "naive_constants.py.jinja"
+    path.write_text(path.read_text().replace("VECTOR = 8", "VECTOR = 16"))
+    assert main(["render", "--check"]) == 1
+    assert "4 drifted, 0 missing of 12 modules" in capsys.readouterr().err
+
+
+# Requests that cannot be served
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "error"),
+    [
+        ("threads: 256", "threads: 100", "specs/k1.yaml:3: tile.threads: "),
+        ("kv: 16", "kv: sixteen", "specs/k1.yaml:3: tile.kv: "),
+        ("engine: sync", "engine: tma", "specs/k1.yaml:4: load"),
+        ("problem: {dtype: bf16}", "problem: {dtype: bf16", "specs/k1.yaml:"),
+        ("qk: {engine: scalar}", "qk: {engine: scalar}\nqk: {engine: scalar}", "specs/k1.yaml:6: "),
+    ],
+)
+def test_a_bad_spec(root: Path, old: str, new: str, error: str, capsys: Output) -> None:
+    """Nothing is written, not even for the other specs; no traceback."""
+    (root / "generated" / "k4_2_d64.py").unlink()
+    change_spec(root, old, new)
+    before = contents(root)
+    for arguments in (["render"], ["render", "k1"], ["render", "k4_2"], ["render", "--check"]):
+        assert main(arguments) == 2
+        out, err = capsys.readouterr()
+        assert out == ""
+        assert error in err and "Traceback" not in err
+    assert contents(root) == before
+
+
+def test_an_unknown_name(root: Path, capsys: Output) -> None:
+    assert main(["render", "k4_2_d65"]) == 2
+    assert "there is no spec or module 'k4_2_d65'" in capsys.readouterr().err
+
+
+def test_a_broken_template_writes_nothing(root: Path, capsys: Output) -> None:
+    path = root / "templates" / "sections" / "storage.py.jinja"
+    path.write_text("#% if plan.nothing\n#% endif\n" + path.read_text())
+    change_spec(root)
+    before = contents(root)
+    assert main(["render"]) == 2
+    assert "has no attribute 'nothing'" in capsys.readouterr().err
+    assert contents(root) == before

@@ -1,0 +1,326 @@
+"""Any spec: accepted ones fit the chip and render to modules that hold together, others are rejected with a reason."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+from rendering import CHECKOUT, variants
+from ruamel.yaml import YAML
+
+from fa3gen import footprint, hopper, rules
+from fa3gen.errors import SpecError
+from fa3gen.plan import Plan, make_plan
+from fa3gen.render import format_module, render_variant
+from fa3gen.spec import Spec
+from fa3gen.specfile import Variant
+from fa3gen.workspace import Workspace
+
+BOUNDED = settings(deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+Fields = dict[str, Any]
+
+# Raw specs. Values are those that people write, those beside the limits, and a few that mean nothing.
+
+SWIZZLES = st.sampled_from(["none", "32B", "64B", "128B"])
+HEAD_DIMS = st.sampled_from([16, 32, 48, 64, 80, 96, 128, 192, 256, 40, 7, 0])
+TILES = st.sampled_from([8, 16, 32, 48, 64, 80, 96, 112, 128, 176, 192, 256, 320, 1, -64])
+STAGES = st.sampled_from([1, 2, 3, 4, 5, 8, 0])
+MASKS: st.SearchStrategy[Any] = st.sampled_from(["none", "causal", {"kind": "causal"}]) | st.fixed_dictionaries(
+    {"kind": st.just("window"), "left": st.integers(0, 4096), "right": st.integers(0, 4096)}
+)
+COUNTS = st.fixed_dictionaries({"threads": st.sampled_from([32, 64, 128, 256, 384, 512, 1024, 2048, 100])}) | (
+    st.fixed_dictionaries({"warpgroups": st.integers(1, 9)})
+)
+LOADS: st.SearchStrategy[Any] = (
+    st.just({"engine": "sync"})
+    | st.fixed_dictionaries({"engine": st.just("cp_async"), "kv_stages": STAGES})
+    | st.fixed_dictionaries(
+        {"engine": st.just("tma"), "kv_stages": STAGES, "barrier": st.sampled_from(["shared", "separate"])},
+        optional={"q_stages": st.sampled_from([1, 2])},
+    )
+)
+MAJORS = st.sampled_from(["k", "mn"])
+SOURCES = st.sampled_from(["smem", "registers"])
+PRODUCTS: st.SearchStrategy[Any] = st.just({"engine": "scalar"}) | st.fixed_dictionaries(
+    {
+        "engine": st.just("wgmma"),
+        "a": st.fixed_dictionaries({"source": SOURCES, "major": MAJORS}),
+        "b": st.fixed_dictionaries({"major": MAJORS}, optional={"source": SOURCES}),
+    }
+)
+HANDOFFS: st.SearchStrategy[Any] = st.sampled_from(
+    [{"through": "global_f32"}, {"through": "smem_f32"}, {"through": "registers"}]
+) | st.fixed_dictionaries({"through": st.just("smem_16bit"), "swizzle": SWIZZLES})
+SMEMS: st.SearchStrategy[Any] = st.none() | st.fixed_dictionaries({"q": SWIZZLES, "k": SWIZZLES, "v": SWIZZLES})
+JUNK: st.SearchStrategy[Any] = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@st.composite
+def anything(draw: st.DrawFn) -> Fields:
+    """Parts that may or may not go together."""
+    return {
+        "problem": {"head_dim": draw(HEAD_DIMS), "dtype": draw(st.sampled_from(["bf16", "fp16"]))},
+        "mask": draw(MASKS),
+        "tile": {"q": draw(TILES), "kv": draw(TILES), **draw(COUNTS)},
+        "load": draw(LOADS),
+        "smem": draw(SMEMS),
+        "qk": draw(PRODUCTS),
+        "pv": draw(PRODUCTS),
+        "handoff": draw(HANDOFFS),
+        "outputs": {"lse": draw(st.booleans())},
+    }
+
+
+@st.composite
+def neighbours(draw: st.DrawFn) -> Fields:
+    """A committed spec with some of its fields replaced: often legal."""
+    fields = variants()[draw(st.sampled_from(sorted(variants())))].spec.model_dump()
+    replacements: dict[str, st.SearchStrategy[Any]] = {
+        "problem.head_dim": HEAD_DIMS,
+        "problem.dtype": st.sampled_from(["bf16", "fp16"]),
+        "mask": MASKS,
+        "tile.q": TILES,
+        "tile.kv": TILES,
+        "load.kv_stages": STAGES,
+        "smem": SMEMS,
+        "outputs.lse": st.booleans(),
+    }
+    for path in draw(st.sets(st.sampled_from(sorted(replacements)), max_size=4)):
+        part, _, key = path.partition(".")
+        if not key:
+            fields[part] = draw(replacements[path])
+        elif key in fields[part]:
+            fields[part][key] = draw(replacements[path])
+    if fields["tile"]["warpgroups"]:
+        fields["tile"]["warpgroups"] = draw(st.sampled_from([max(1, fields["tile"]["q"] // 64), 2]))
+    return fields
+
+
+SPECS = anything() | neighbours()
+
+
+def accepted(fields: Fields) -> Spec | None:
+    """The spec, or None when it is rejected for a reason that it gives."""
+    try:
+        spec = Spec.model_validate(fields)
+    except ValidationError as error:
+        assert error.error_count() > 0
+        return None
+    violations = rules.check(spec)
+    assert all(violation.field and violation.message for violation in violations)
+    return None if violations else spec
+
+
+def variant(spec: Spec) -> Variant:
+    return Variant("x", spec, Path("specs/x.yaml"), "Some spec")
+
+
+# What holds for every accepted spec
+
+
+@settings(BOUNDED, max_examples=400)
+@given(SPECS)
+def test_accepted_specs_fit_the_chip(fields: Fields) -> None:
+    spec = accepted(fields)
+    if spec is None:
+        return
+    plan = make_plan(variant(spec))
+    held = sum(count for _, count in footprint.registers_per_thread(spec))
+    assert 0 <= plan.smem.total_bytes <= 232448
+    assert held <= 255
+    assert plan.tile.threads * held <= 65536
+    assert 32 <= plan.tile.threads <= 1024 and plan.tile.threads % 32 == 0
+    assert all(region.bytes > 0 for region in plan.smem.regions)
+    assert plan.smem.total_bytes >= sum(region.bytes for region in plan.smem.regions) + plan.smem.barrier_bytes
+    check_expectation(spec, plan)
+    check_barriers(plan)
+
+
+def check_expectation(spec: Spec, plan: Plan) -> None:
+    """The parts of the prediction agree with each other and with the plan."""
+    expected = plan.expectation
+    products = [product for product in (plan.qk, plan.pv) if product.engine == "wgmma"]
+    assert expected.wgmma is not None
+    assert sum(count or 0 for count in expected.wgmma.values()) == sum(product.steps for product in products)
+    assert expected.wgmma_commits == expected.wgmma_waits == len(products)
+    for product in products:
+        m, n, k = product.instruction
+        assert (m, k) == (64, 16) and 8 <= n <= 256 and n % 8 == 0 and product.steps >= 1
+    assert expected.smem_bytes == plan.smem.total_bytes
+    assert expected.mbarrier_inits == plan.smem.barrier_bytes // 8
+    assert expected.max_registers is not None and expected.max_registers * plan.tile.threads <= 65536
+    tma = plan.load.engine == "tma"
+    assert bool(expected.tma_loads) == bool(expected.mbarrier_inits) == bool(expected.mbarrier_expect_tx) == tma
+    assert bool(expected.cp_async) == (plan.load.engine == "cp_async")
+    assert bool(expected.tma_stores) == bool(expected.stmatrix) == (plan.pv.engine == "wgmma")
+    if plan.load.engine == "cp_async":
+        # Every thread copies alike: whole vectors of the tiles of Q, and of K and V in the prefetch and in the loop.
+        rows = spec.tile.q + (2 * plan.load.kv_stages + 2) * spec.tile.kv
+        assert expected.cp_async == rows * spec.problem.head_dim / 8 / plan.tile.threads
+
+
+def check_barriers(plan: Plan) -> None:
+    """Every barrier in the header's table has a producer and a consumer, and full and empty come in pairs."""
+    rows = [re.split(r" {2,}", row) for row in plan.header.barriers[1:]]
+    assert bool(rows) == (plan.load.engine == "tma")
+    names = [name for name, *_ in rows]
+    for _, stages, edge, completes in rows:
+        producer, consumer = edge.split(" -> ")
+        assert producer and consumer and producer != consumer
+        assert int(stages) >= 1 and int(completes.split()[0]) > 0
+    rings = [name.removesuffix("_full") for name in names if name.endswith("_full") and name != "q_full"]
+    assert rings == {"shared": ["kv"], "separate": ["k", "v"], "none": []}[plan.load.barrier]
+    assert sorted(names) == sorted(["q_full"] * bool(rows) + [f"{r}_{end}" for r in rings for end in ("full", "empty")])
+    assert 8 * sum(int(stages) for _, stages, *_ in rows) == plan.smem.barrier_bytes
+
+
+@settings(BOUNDED, max_examples=15, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
+@given(neighbours())
+def test_accepted_specs_render(fields: Fields) -> None:
+    spec = accepted(fields)
+    assume(spec is not None)
+    assert spec is not None
+    text = render_variant(variant(spec), CHECKOUT)
+    module = ast.parse(text)
+    assert format_module(text) == text
+    defined = {node.name for node in module.body if isinstance(node, ast.FunctionDef)}
+    assert {"launch", "compile_for_sm90a", "attention", "check_arguments"} <= defined
+    check_names(module)
+    check_rings(module, make_plan(variant(spec)))
+
+
+def check_names(module: ast.Module) -> None:
+    """Every function that is called by name is defined or imported, with as many arguments as it takes."""
+    defined = {node.name: node for node in module.body if isinstance(node, ast.FunctionDef)}
+    for call in (node for node in ast.walk(module) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)):
+        assert isinstance(call.func, ast.Name)
+        function = defined.get(call.func.id)
+        if function is not None and not call.keywords:
+            most = len(function.args.args)
+            least = most - len(function.args.defaults)
+            assert least <= len(call.args) <= most, call.func.id
+
+
+def check_rings(module: ast.Module, plan: Plan) -> None:
+    """In the code, too: each ring is filled by TMA, waited for and released; acquired as often as it is filled."""
+    calls = [ast.unparse(node.func) for node in ast.walk(module) if isinstance(node, ast.Call)]
+    names = {"shared": ["kv_ring"], "separate": ["k_ring", "v_ring"], "none": []}[plan.load.barrier]
+    for ring in names:
+        assert calls.count(f"{ring}.producer_acquire") == calls.count(f"{ring}.producer_get_barrier") == 2
+        assert calls.count(f"{ring}.consumer_wait") == calls.count(f"{ring}.consumer_release") == 1
+    used = {call.partition(".")[0] for call in calls if ".producer_" in call or ".consumer_" in call}
+    assert used == set(names)
+    if names:
+        assert calls.count("cute.arch.mbarrier_arrive_and_expect_tx") == calls.count("cute.arch.mbarrier_wait") == 1
+        assert calls.count("cute.arch.mbarrier_init") == 1
+
+
+# What holds for every other input
+
+
+@settings(BOUNDED, max_examples=200)
+@given(anything(), st.data())
+def test_damaged_specs_raise_nothing_else(fields: Fields, data: st.DataObject) -> None:
+    """One part replaced by anything at all: a ValidationError, or violations, or a legal spec; `accepted` lets no
+    other error pass."""
+    part = data.draw(st.sampled_from(sorted(fields)))
+    inner = fields[part]
+    if isinstance(inner, dict) and data.draw(st.booleans()):
+        key = data.draw(st.sampled_from(sorted(inner)) | st.text(max_size=8))
+        fields[part] = {**inner, key: data.draw(JUNK)}
+    else:
+        fields[part] = data.draw(JUNK)
+    accepted(fields)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("specs")
+
+
+@settings(BOUNDED, max_examples=100)
+@given(JUNK | st.dictionaries(st.sampled_from(["extends", "matrix", "summary", "problem", "mask", "tile"]), JUNK))
+def test_any_yaml_file_is_loaded_or_explained(folder: Path, document: Any) -> None:
+    path = folder / "x.yaml"
+    with path.open("w", encoding="utf-8") as file:
+        YAML(typ="safe", pure=True).dump(document, file)
+    load_or_explain(path)
+
+
+@settings(BOUNDED, max_examples=100)
+@given(st.binary(max_size=60) | st.text(max_size=60).map(lambda text: text.encode("utf-8", "surrogatepass")))
+def test_any_bytes_are_explained(folder: Path, content: bytes) -> None:
+    path = folder / "x.yaml"
+    path.write_bytes(content)
+    load_or_explain(path)
+
+
+def load_or_explain(path: Path) -> None:
+    try:
+        Workspace(path.parent, path.parent).load(path)
+    except SpecError as error:
+        assert error.problems
+        assert all(problem.path == Path("x.yaml") and problem.message for problem in error.problems)
+
+
+# Round trip
+
+
+def dumped(fields: Fields, path: Path) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        YAML(typ="safe", pure=True).dump({"summary": "round trip", **fields}, file)
+
+
+def test_round_trip_of_the_committed_specs(tmp_path: Path) -> None:
+    """Spec -> YAML -> Spec is the identity, defaults written out."""
+    for stem, committed in variants().items():
+        path = tmp_path / f"{stem}.yaml"
+        dumped(committed.spec.model_dump(), path)
+        (loaded,) = Workspace(tmp_path, tmp_path).load(path).variants
+        assert (loaded.stem, loaded.spec, loaded.source) == (stem, committed.spec, Path(f"{stem}.yaml"))
+
+
+@settings(BOUNDED, max_examples=40)
+@given(SPECS)
+def test_round_trip(folder: Path, fields: Fields) -> None:
+    """As written, and with all defaults written out."""
+    spec = accepted(fields)
+    if spec is None:
+        return
+    path = folder / "round.yaml"
+    for written in (fields, spec.model_dump()):
+        dumped(written, path)
+        (loaded,) = Workspace(folder, folder).load(path).variants
+        assert loaded.spec == spec
+
+
+# The strategies themselves: a property that hardly ever meets an accepted or a rejected spec shows little.
+
+
+def test_strategies_reach_both_sides() -> None:
+    kinds: list[tuple[str, str] | None] = []
+
+    @settings(BOUNDED, max_examples=300, database=None)
+    @given(SPECS)
+    def draw(fields: Fields) -> None:
+        spec = accepted(fields)
+        kinds.append((spec.load.engine, spec.handoff.through) if spec is not None else None)
+
+    draw()
+    legal = [kind for kind in kinds if kind]
+    assert len(legal) >= 20 and kinds.count(None) >= 100, (len(legal), len(kinds))
+    assert len(set(legal)) >= 4  # of six: sync with two handoffs, cp_async with one, tma with three
+
+
+def test_the_limits_are_those_of_the_chip() -> None:
+    assert (hopper.SMEM_PER_CTA, hopper.REGISTERS_PER_THREAD, hopper.REGISTERS_PER_SM) == (232448, 255, 65536)

@@ -1,0 +1,60 @@
+"""What the README shows is what the repository holds and the tool prints."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from fa3gen import cli
+from fa3gen.cli import COMMANDS
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", README, flags=re.MULTILINE | re.DOTALL)
+
+
+def test_the_spec_shown_is_the_committed_one() -> None:
+    assert blocks("yaml") == [(ROOT / "specs/k4_2.yaml").read_text(encoding="utf-8")]
+
+
+def test_the_kernel_shown_is_the_generated_one() -> None:
+    excerpt = blocks("python")[0]
+    assert excerpt in (ROOT / "generated/k4_2_d128_causal.py").read_text(encoding="utf-8")
+
+
+def test_every_command_shown_exists() -> None:
+    in_blocks = {
+        line.split()[1] for block in blocks("bash") for line in block.splitlines() if line.startswith("fa3gen ")
+    }
+    inline = set(re.findall(r"(?:`|&& )fa3gen (\w+)", README))
+    assert {"new", "render", "compile", "verify", "bench"} <= in_blocks
+    assert inline | in_blocks <= set(COMMANDS)
+
+
+def test_the_refusal_shown_is_what_the_tool_prints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for folder in ("specs", "generated"):
+        (tmp_path / folder).mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["new", "mine", "--from", "k4_2"]) == 0
+    spec = tmp_path / "specs/mine.yaml"
+    spec.write_text(re.sub(r"^# load:.*$", "load: {kv_stages: 8}", spec.read_text(), flags=re.MULTILINE))
+    capsys.readouterr()
+    assert cli.main(["render", "mine"]) == 2
+    assert capsys.readouterr().err in blocks("text")
+    assert list((tmp_path / "generated").iterdir()) == []
+
+
+def test_ci_runs_the_test_command_of_the_readme() -> None:
+    marked = re.search(r"<!-- test command -->\n```bash\n(.*?)```", README, flags=re.DOTALL)
+    assert marked is not None
+    words = shlex.split(marked.group(1))
+    assert "pytest" in words and ".[test]" in words
+    assert "<!-- test command -->" in (ROOT / ".ci/run").read_text(encoding="utf-8")

@@ -1,0 +1,361 @@
+"""The shape of every committed module: no dead name, no word of another variant, one reading order, no magic number."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import re
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+from rendering import CHECKOUT, ROOT, STEMS, assert_none_in_modules, plans, source, tree
+
+Function = ast.FunctionDef
+FIRST_LINES = '# Copyright the fa3gen authors\n# SPDX-License-Identifier: Apache-2.0\n"""'
+ENTRY_POINTS = {"attention", "compile_for_sm90a"}
+BANNERS = [
+    "Shared storage",
+    "Host side",
+    "Kernel",
+    "Loads",
+    "Division of work",
+    "S = Q K^T",
+    "Mask",
+    "Softmax",
+    "O = P V",
+    "Epilogue",
+    "Python entry points",
+]
+
+
+def test_there_are_modules() -> None:
+    assert len(STEMS) >= 36  # nine rungs at two head dims, unmasked and causal
+
+
+def functions(module: ast.Module) -> Iterator[Function]:
+    return (node for node in ast.walk(module) if isinstance(node, Function))
+
+
+def loads(node: ast.AST) -> Counter[str]:
+    """How often each name is read below `node`."""
+    return Counter(n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load))
+
+
+# Text
+
+
+def test_size() -> None:
+    """300 to 700 lines, so that a colleague reads it in one sitting."""
+    assert {stem: n for stem in STEMS if not 300 <= (n := len(source(stem).splitlines())) <= 700} == {}
+
+
+def test_lines() -> None:
+    def check(stem: str) -> list[str]:
+        return [line for line in source(stem).splitlines() if len(line) > 120 or line != line.rstrip() or "\t" in line]
+
+    assert_none_in_modules(check)
+    assert [stem for stem in STEMS if not source(stem).isascii()] == []
+    assert [stem for stem in STEMS if "\r" in source(stem) or not source(stem).endswith("\n")] == []
+
+
+def test_licence_and_summary_come_first() -> None:
+    assert [stem for stem in STEMS if not source(stem).startswith(FIRST_LINES)] == []
+
+
+def test_nothing_that_changes_by_itself() -> None:
+    """No date, time, hash, version or path of a machine: they bury real differences."""
+    pattern = re.compile(
+        r"\b20\d\d-\d\d|\b\d\d:\d\d\b|\b[0-9a-f]{12,}\b|/home/|/tmp/|/work/|/root/|\bsha\d|version \d", re.IGNORECASE
+    )
+    assert_none_in_modules(lambda stem: pattern.findall(source(stem)))
+
+
+def banners(text: str) -> list[str]:
+    rule = "# " + "=" * 118
+    return re.findall(rf"^{rule}\n# (.+)\n{rule}\n", text, flags=re.MULTILINE)
+
+
+def test_banners_stand_in_one_order() -> None:
+    def check(stem: str) -> list[str]:
+        found = banners(source(stem))
+        return [] if found == [name for name in BANNERS if name in found] else found
+
+    assert_none_in_modules(check)
+    assert [stem for stem in STEMS if source(stem).count("# ===") != 2 * len(banners(source(stem)))] == []
+    fused = [stem for stem in STEMS if not stem.startswith("k1_")]
+    assert [stem for stem in fused if banners(source(stem)) != BANNERS] == []
+
+
+# Code
+
+
+def test_imports_are_few() -> None:
+    """Self-contained: one file can be vendored."""
+    allowed = {"functools", "math", "cuda.bindings.driver", "torch", "cutlass"}
+
+    def check(stem: str) -> list[str]:
+        names: list[str] = []
+        for node in ast.walk(tree(stem)):
+            if isinstance(node, ast.Import):
+                names += [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                names.append("." * node.level + (node.module or ""))
+        return [name for name in names if name not in allowed and not name.startswith("cutlass.")]
+
+    assert_none_in_modules(check)
+    at_top = {stem: [n for n in ast.walk(tree(stem)) if isinstance(n, ast.Import | ast.ImportFrom)] for stem in STEMS}
+    assert [stem for stem in STEMS if any(node not in tree(stem).body for node in at_top[stem])] == []
+
+
+def unused(module: ast.Module) -> list[str]:
+    """Imports, constants, functions, classes, parameters and locals that nothing reads."""
+    read = loads(module)
+    found = [f"{name} (top level)" for name in top_level(module) if not read[name] and name not in ENTRY_POINTS]
+    for function in functions(module):
+        inside = loads(function)
+        for name in [*parameters(function), *assigned(function)]:
+            if not inside[name] and name != "_":
+                found.append(f"{name} ({function.name})")
+    return found
+
+
+def top_level(module: ast.Module) -> Iterator[str]:
+    for node in module.body:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            yield from (alias.asname or alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, Function | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Assign):
+            yield from stored(node)
+
+
+def stored(node: ast.AST) -> Iterator[str]:
+    return (n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))
+
+
+def parameters(function: Function) -> list[str]:
+    arguments = function.args
+    return [a.arg for a in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
+
+
+def assigned(function: Function) -> list[str]:
+    return list(dict.fromkeys(stored(function)))
+
+
+def test_nothing_is_unused() -> None:
+    assert_none_in_modules(lambda stem: unused(tree(stem)))
+
+
+def test_unused_names_are_seen() -> None:
+    text = """
+import a, b
+from c import d as e, f
+X, Y = 1, 2
+Z = X
+class C: pass
+def g(p, q):
+    r, _ = p
+    for i in f: s = i
+    return b.h(q)
+def attention(): return 0
+"""
+    assert sorted(unused(ast.parse(text))) == [
+        "C (top level)",
+        "Y (top level)",
+        "Z (top level)",
+        "a (top level)",
+        "e (top level)",
+        "g (top level)",
+        "r (g)",
+        "s (g)",
+    ]
+
+
+def test_no_name_hides_a_builtin() -> None:
+    def check(stem: str) -> list[str]:
+        names = [n for f in functions(tree(stem)) for n in [*parameters(f), *assigned(f)]]
+        return [name for name in [*names, *top_level(tree(stem))] if hasattr(builtins, name)]
+
+    assert_none_in_modules(check)
+
+
+def test_ruff_finds_nothing() -> None:
+    """Pyflakes' rules and a few more, for what the checker above misses."""
+    rules = ["--select", "F,E,W,PLE,PLR1711,B006,B008", "--line-length", "120", "--output-format", "concise"]
+    command = [sys.executable, "-m", "ruff", "check", "--isolated", "--no-cache", *rules, str(CHECKOUT.generated_dir)]
+    process = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert process.returncode == 0, process.stdout + process.stderr
+
+
+def test_functions_have_docstrings_and_are_short() -> None:
+    def check(stem: str) -> list[str]:
+        found = [
+            f"{f.name} has no docstring" for f in functions(tree(stem)) if not ast.get_docstring(f) and f.name != "fake"
+        ]
+        lengths = {f.name: (f.end_lineno or 0) - f.lineno + 1 for f in functions(tree(stem))}
+        return found + [f"{name} has {n} lines" for name, n in lengths.items() if n >= LONGEST.get(name, 100)]
+
+    assert_none_in_modules(check)
+
+
+# The kernel's prologue and loop are one function, because views and pipeline states cannot leave it.
+LONGEST = {"attention_kernel": 150}
+
+
+def test_many_arguments_have_names() -> None:
+    """Past four arguments a call names them, except where they are the operands of a kernel, a product or `compile`."""
+    positional = {"attention_kernel", "cute.compile", "launch", "cute.gemm", "mask_scores", "softmax_step", "store_lse"}
+    positional |= {
+        "cpasync.tma_partition",
+        "store_output",
+        "warpgroup.MmaF16BF16Op",
+        "check_arguments",
+        "compile_for_sm90a()",
+    }
+
+    def check(stem: str) -> list[str]:
+        calls = [node for node in ast.walk(tree(stem)) if isinstance(node, ast.Call) and len(node.args) > 4]
+        return sorted({ast.unparse(call.func) for call in calls} - positional)
+
+    assert_none_in_modules(check)
+
+
+def test_no_configuration_branch_is_left() -> None:
+    assert_none_in_modules(lambda stem: re.findall(r"const_expr|dynamic_expr", source(stem)))
+
+
+def branches_on_constants(module: ast.Module) -> list[str]:
+    """Conditions made of the module's own constants: decided when it was generated, so that one arm is dead."""
+    fixed = {name for name in top_level(module) if name.isupper()}
+    tests = [node.test for node in ast.walk(module) if isinstance(node, ast.If | ast.IfExp | ast.While)]
+    return [ast.unparse(test) for test in tests if not set(loads(test)) - fixed]
+
+
+def test_no_branch_on_a_constant() -> None:
+    assert_none_in_modules(lambda stem: branches_on_constants(tree(stem)))
+    assert branches_on_constants(ast.parse("A = 1\nif A > 1: pass\nx = 1 if True else 2\nif x > A: pass")) == [
+        "A > 1",
+        "True",
+    ]
+
+
+# Integers that stand in functions without a name, and why they may.
+ANYWHERE = {0, 1, 2}  # first, next, a pair; "number of bytes of 16 bits"
+NUMBERS: dict[str, dict[int, str]] = {
+    "launch": {3: "mode", 128: "num_bits_per_copy"},
+    "make_barriers": {32: "threads of a warp"},
+    "thread_rows": {32: "threads of a warp"},
+    "softmax_kernel": {32: "threads of a warp"},
+    "warp_max": {5: "log2 of the 32 threads"},
+    "warp_sum": {5: "log2 of the 32 threads"},
+    "lanes_max": {4: "log2 of the 16 lanes"},
+    "lanes_sum": {4: "log2 of the 16 lanes"},
+    "output_kernel": {8: "unroll"},
+    "pv_product": {4: "stride of the A fragment", 8: "stride of the A fragment"},
+    "store_p": {4: "stmatrix x4"},
+    "store_output": {4: "stmatrix x4"},
+    "SharedStorage": {128: "alignment of the scores"},
+    "compile_for_sm90a": {4: "alignment", 5: "symbols", 8: "divisibility", 16: "alignment"},
+    "check_tensor": {3: "dimension", 4: "dimensions", 8: "elements in 16 bytes", 16: "alignment"},
+    "check_device": {9: "compute capability"},
+}
+
+
+def integers(node: ast.AST) -> set[int]:
+    return {n.value for n in ast.walk(node) if isinstance(n, ast.Constant) and type(n.value) is int}
+
+
+def test_no_magic_numbers() -> None:
+    """Every other integer has a name at the top; the default scale, HEAD_DIM**-0.5, shows the number itself."""
+
+    def check(stem: str) -> list[str]:
+        scale = {"attention": {plans()[stem].problem.head_dim: "scale"}}
+        found = []
+        for node in tree(stem).body:
+            if isinstance(node, Function | ast.ClassDef):
+                allowed = {**NUMBERS, **scale}.get(node.name, {})
+                found += [f"{n} in {node.name}" for n in integers(node) - ANYWHERE - set(allowed)]
+        return found
+
+    assert_none_in_modules(check)
+
+
+def test_allowed_numbers_are_needed() -> None:
+    used = {
+        (n.name, i) for s in STEMS for n in tree(s).body if isinstance(n, Function | ast.ClassDef) for i in integers(n)
+    }
+    assert [
+        (name, number) for name, numbers in NUMBERS.items() for number in numbers if (name, number) not in used
+    ] == []
+
+
+# Words of other variants
+
+REGISTERS = r"\bsP\b|sP_layout|P_LAYOUT|store_p\b|\bsS\b|S_PITCH|scatter"
+P_IN_SMEM = r"RMEM|\bsS\b|S_PITCH|scatter|stays in registers|tOrP = cute.make_tensor"
+SCALAR_PV = r"pv_mma|stmatrix|acc_O_rows|sVt|by_rows|tOrV|tma_O|P_LAYOUT"
+SCALAR_QK = r"[wW][gG][mM][mM][aA]|tiled_mma|MmaF16|qk_mma|scatter|OperandMajorMode|acc_S_rows"
+WGMMA_PV = r"\bLANES\b|\bROWS\b|S_COLS|O_COLS|thread_rows|load_f32|lanes_"
+NO_TMA = r"\bTMA|tma_|mbarrier|[Pp]ipeline|_ring\b|_BYTES"
+NO_CP_ASYNC = r"cp_async_wait_group|CopyG2SOp|load_tile|TiledCopy|wait_group\(KV_STAGES"
+NO_STAGES = r"KV_STAGES|\bstages?\b|cp_async|cpasync"
+NAIVE = r"SmemAllocator|SharedStorage|warpgroup|smem|kv_range|n_block_end|TiledMma"
+
+
+def foreign_words(stem: str) -> str:
+    """A pattern of words that only other variants than this module's may use."""
+    plan = plans()[stem]
+    if plan.p.through == "global_f32":
+        return f"{NAIVE}|{NO_TMA}|{NO_CP_ASYNC}|{NO_STAGES}|{SCALAR_QK}|{SCALAR_PV}|{mask_and_outputs(stem)}"
+    words = [mask_and_outputs(stem), r"\bscores\b.*global"]
+    words.append({"registers": REGISTERS, "smem_16bit": P_IN_SMEM, "smem_f32": SCALAR_PV}[plan.p.through])
+    words.append(SCALAR_QK if plan.qk.engine == "scalar" else r"VECTOR")
+    words += [WGMMA_PV] * (plan.pv.engine == "wgmma")
+    words.append({"tma": NO_CP_ASYNC, "cp_async": NO_TMA, "sync": f"{NO_TMA}|{NO_STAGES}"}[plan.load.engine])
+    words.append(
+        {"shared": r"\b[kv]_(ring|full|empty|barriers)", "separate": r"\bkv_(ring|full|empty|barriers)"}.get(
+            plan.load.barrier, NO_TMA
+        )
+    )
+    return "|".join(words)
+
+
+def mask_and_outputs(stem: str) -> str:
+    plan = plans()[stem]
+    words = [
+        {
+            "none": r"[cC]ausal|diagonal|[wW]indow|WINDOW",
+            "causal": r"[wW]indow|WINDOW|no mask",
+            "window": r"[cC]ausal|no mask",
+        }[plan.mask.kind],
+        {"bf16": r"(?<![bB])[fF]loat16|fp16", "fp16": r"[bB][fF]loat16"}[plan.problem.dtype],
+    ]
+    words += [r"LN_2|cute.math.log2|store_lse|\blse\b(?!:)|LSE\b(?! output)"] * (not plan.lse)
+    return "|".join(words)
+
+
+@pytest.mark.parametrize("stem", STEMS)
+def test_no_word_of_another_variant(stem: str) -> None:
+    pattern = re.compile(foreign_words(stem))
+    # The title quotes the summary of the spec, which may name what the kernel goes without.
+    body = source(stem).split("\n", 3)[3]
+    assert [line for line in body.splitlines() if pattern.search(line)] == []
+
+
+def test_words_of_a_variant_are_found_in_it() -> None:
+    """Each pattern bites: the words that one variant must not use stand in another."""
+    samples = {
+        "k4_smem_d64": [r"\bsP\b", "P_LAYOUT", r"store_p\b", "stmatrix", "tOrV", r"\bkv_ring"],
+        "k4_2_d64": ["RMEM", "stays in registers", r"\bk_ring", "pv_mma", "tma_O", "by_rows"],
+        "k4_1_d64": ["scatter", r"\bsS\b", "S_PITCH", "LANES", "qk_mma"],
+        "k2_cp_async_d64": ["cp_async_wait_group", "CopyG2SOp", "load_tile", "VECTOR", "KV_STAGES"],
+        "k3_1_d64": ["TMA", "mbarrier", "pipeline", "_BYTES"],
+        "k4_2_window_d64_window512_0": ["[wW]indow", "WINDOW"],
+        "k1_d64_causal": ["diagonal", "[cC]ausal", "LN_2"],
+    }
+    assert {
+        stem: lost for stem, words in samples.items() if (lost := [w for w in words if not re.search(w, source(stem))])
+    } == {}
