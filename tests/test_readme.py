@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -50,6 +51,17 @@ def test_the_refusal_shown_is_what_the_tool_prints(
     assert cli.main(["render", "mine"]) == 2
     assert capsys.readouterr().err in blocks("text")
     assert list((tmp_path / "generated").iterdir()) == []
+
+
+def test_the_python_functions_shown_do_what_is_said() -> None:
+    """All but the last line, which needs a GPU."""
+    code = next(block for block in blocks("python") if "compile_module" in block)
+    *lines, last = code.strip().splitlines()
+    names: dict[str, Any] = {}
+    exec("\n".join(lines), names)
+    assert names["source"] == (ROOT / "generated/k4_2_d128.py").read_text(encoding="utf-8")
+    assert names["census"].registers > 0
+    assert last.startswith("report = verify.verify_module(") and callable(names["verify"].verify_module)
 
 
 def test_ci_runs_the_test_command_of_the_readme() -> None:

@@ -5,6 +5,7 @@ Exit codes: 0 for success, 1 for a check that failed, 2 for a request that canno
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import sys
@@ -76,6 +77,8 @@ def _fa3gen(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line on `arguments` (default: the process's own) and return the exit code."""
+    if arguments is None:
+        gc.set_threshold(100_000)  # a process of its own that ends soon: a tenth of the time of `render` is collecting
     try:
         app(None if arguments is None else list(arguments), prog_name="fa3gen")
         sys.stdout.flush()
