@@ -87,15 +87,20 @@ def registers_per_thread(spec: Spec) -> list[tuple[str, int]]:
         return [("other", OTHER_REGISTERS)]
     held = [("O", q * d // count)]
     if isinstance(spec.pv, WgmmaProduct):
-        held += [("S", q * kv // count), ("P", q * kv // count // 2)]
-    elif isinstance(spec.qk, WgmmaProduct):
-        held += [("S or one step of P V", max(q * kv // count, d * (kv // SCALAR_LANES) // SCALAR_LANES))]
+        return [*held, ("S", q * kv // count), ("P", q * kv // count // 2), ("other", OTHER_REGISTERS)]
+    rows, scores, columns = q * SCALAR_LANES // count, kv // SCALAR_LANES, d // SCALAR_LANES
+    held.append(("row maxima and sums", 2 * rows))
+    if isinstance(spec.qk, WgmmaProduct):
+        held.append(("S or one step of P V", max(q * kv // count, scores * columns)))
     else:
         held += [
             ("S", q * kv // count),
-            ("one step of K or V", max(kv // SCALAR_LANES * SCALAR_VECTOR, d * (kv // SCALAR_LANES) // SCALAR_LANES)),
+            ("one step of K or V", max(scores * SCALAR_VECTOR, scores * columns)),
             ("one step of Q or P", SCALAR_VECTOR),
         ]
+    if isinstance(spec.load, CpAsyncLoad):
+        # All copies of a tile are issued at once, each from a 64-bit to a 32-bit address.
+        held.append(("addresses of copies", 3 * kv * d // SCALAR_VECTOR // count))
     return [*held, ("other", OTHER_REGISTERS)]
 
 

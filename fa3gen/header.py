@@ -5,6 +5,7 @@ Everything here is derived from the spec by the same arithmetic as the code belo
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
@@ -21,6 +22,8 @@ from fa3gen.spec import (
     TmaLoad,
     WgmmaProduct,
 )
+
+LINE_WIDTH = 112  # of a line of the docstring, which is indented by 4
 
 
 @dataclass(frozen=True)
@@ -160,7 +163,10 @@ def _output_sentence(spec: Spec) -> str:
 def _threads(spec: Spec) -> list[str]:
     count = footprint.threads(spec)
     held = footprint.registers_per_thread(spec)
-    registers = f"about {sum(n for _, n in held)} registers each: {', '.join(f'{what} {n}' for what, n in held)}"
+    parts = ", ".join(f"{what} {n}" for what, n in held)
+    registers = textwrap.wrap(
+        f"about {sum(n for _, n in held)} registers each: {parts}", width=LINE_WIDTH, subsequent_indent="    "
+    )
     if isinstance(spec.handoff, GlobalHandoff):
         return [f"{count} threads per CTA in each kernel"]
     warps = count // hopper.WARP
@@ -172,7 +178,7 @@ def _threads(spec: Spec) -> list[str]:
     else:
         who = f"each warp owns {spec.tile.q // warps} query rows; half a warp shares a row"
     loads = ["warp 0 issues the TMA copies, too"] if isinstance(spec.load, TmaLoad) else []
-    return [f"{count} threads, {warps} warps: {who}", *loads, registers]
+    return [f"{count} threads, {warps} warps: {who}", *loads, *registers]
 
 
 def _barriers(spec: Spec) -> list[tuple[str, ...]]:

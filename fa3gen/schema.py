@@ -10,6 +10,7 @@ from typing import Any
 
 from fa3gen.explain import UNIONS
 from fa3gen.spec import Spec
+from fa3gen.specfile import SUMMARY_MAX
 
 Schema = dict[str, Any]
 
@@ -21,7 +22,12 @@ def file_schema() -> Schema:
     spec = Spec.model_json_schema()
     definitions: dict[str, Schema] = {name: _partial(schema) for name, schema in spec["$defs"].items()}
     fields: dict[str, Schema] = {name: _field(name, schema) for name, schema in spec["properties"].items()}
-    summary = {"type": "string", "pattern": r"^\s*\S.*\s*$", "description": "One line that says what the kernel is."}
+    summary = {
+        "type": "string",
+        "pattern": r"^\s*\S.*\s*$",
+        "maxLength": SUMMARY_MAX,
+        "description": "One line that says what the kernel is.",
+    }
     extends = {"type": "string", "minLength": 1, "description": "Stem or relative path of the base spec."}
     return {
         "$schema": DIALECT,

@@ -28,6 +28,8 @@ from fa3gen.spec import Spec
 from fa3gen.yamltree import Node, merge, override, read
 
 MAX_VARIANTS = 256
+# The first line of a module has 120 characters: quotes, the summary, and up to 42 for head dim, dtype and mask.
+SUMMARY_MAX = 75
 
 _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
 _FIELD_PATH = re.compile(r"[a-z_]+(?:\.[a-z_]+)*\Z")
@@ -234,7 +236,11 @@ class _Loader:
         if not isinstance(node.value, str) or len(node.value.strip().splitlines()) != 1:
             self._at(node, "summary", f"one line of text is needed, got {_line_of_text(node.value)}")
             return ""
-        return node.value.strip()
+        summary = node.value.strip()
+        if len(summary) > SUMMARY_MAX:
+            message = f"{len(summary)} characters > {SUMMARY_MAX}, the room in the first line of a module; shorten it"
+            self._at(node, "summary", message)
+        return summary
 
     # matrix
 

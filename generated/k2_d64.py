@@ -21,7 +21,8 @@ Decisions
 
 Threads
     128 threads, 4 warps: each warp owns 16 query rows; half a warp shares a row
-    about 128 registers each: O 32, S 32, one step of K or V 32, one step of Q or P 8, other 24
+    about 144 registers each: O 32, row maxima and sums 16, S 32, one step of K or V 32, one step of Q or P 8, other
+        24
 
 Shared memory
     offset  bytes  what

@@ -22,7 +22,8 @@ Decisions
 Threads
     128 threads, 4 warps: each warp owns 16 query rows; half a warp shares a row
     warp 0 issues the TMA copies, too
-    about 160 registers each: O 64, S 32, one step of K or V 32, one step of Q or P 8, other 24
+    about 176 registers each: O 64, row maxima and sums 16, S 32, one step of K or V 32, one step of Q or P 8, other
+        24
 
 Barriers
     name      stages  producer -> consumer  a phase completes with

@@ -22,7 +22,7 @@ Decisions
 Threads
     128 threads, 4 warps: 1 warpgroup issues S = Q K^T; each warp owns 16 query rows
     warp 0 issues the TMA copies, too
-    about 88 registers each: O 32, S or one step of P V 32, other 24
+    about 104 registers each: O 32, row maxima and sums 16, S or one step of P V 32, other 24
 
 Barriers
     name     stages  producer -> consumer  a phase completes with

@@ -132,10 +132,21 @@ def test_threads_and_stages() -> None:
         ("k4_2_d128", {"O": 64, "S": 32, "P": 16, "other": 24}),
         # O: 128 x 64 / 256 = 32.
         ("k4_smem_d64", {"O": 32, "S": 32, "P": 16, "other": 24}),
-        # O: 64 x 128 / 128 = 64; S: 64 x 64 / 128 = 32, and a step of PV holds 64/16 rows of 128/16 columns of V, 32.
-        ("k4_1_d128", {"O": 64, "S or one step of P V": 32, "other": 24}),
+        # O: 64 x 128 / 128 = 64; 64 x 16 / 128 = 8 rows with two numbers each; S: 64 x 64 / 128 = 32, and a step of PV
+        # holds 64/16 rows of 128/16 columns of V, 32.
+        ("k4_1_d128", {"O": 64, "row maxima and sums": 16, "S or one step of P V": 32, "other": 24}),
         # S: 64 x 64 / 128 = 32; K: 64/16 = 4 rows of 8 elements = 32, V: 4 rows of 128/16 = 8 elements = 32.
-        ("k2_d128", {"O": 64, "S": 32, "one step of K or V": 32, "one step of Q or P": 8, "other": 24}),
+        (
+            "k2_d128",
+            {"O": 64, "row maxima and sums": 16, "S": 32, "one step of K or V": 32, "one step of Q or P": 8}
+            | {"other": 24},
+        ),
+        # The same, and 64 x 64 / 8 / 128 = 4 copies of 16 bytes for each thread, 3 registers of addresses each.
+        (
+            "k2_cp_async_d64",
+            {"O": 32, "row maxima and sums": 16, "S": 32, "one step of K or V": 32, "one step of Q or P": 8}
+            | {"addresses of copies": 12, "other": 24},
+        ),
     ],
 )
 def test_registers(stem: str, held: dict[str, int]) -> None:
@@ -143,10 +154,11 @@ def test_registers(stem: str, held: dict[str, int]) -> None:
 
 
 def test_registers_of_a_scalar_kernel_fall_with_threads() -> None:
-    # 256 threads: O 64 x 64 / 256 = 16, S 16; a step holds as much as before.
+    # 256 threads: O 64 x 64 / 256 = 16, S 16; 64 x 16 / 256 = 4 rows; a step holds as much as before.
     spec = changed("k2_d64", tile={"threads": 256}).spec
     assert dict(registers_per_thread(spec)) == {
         "O": 16,
+        "row maxima and sums": 8,
         "S": 16,
         "one step of K or V": 32,
         "one step of Q or P": 8,

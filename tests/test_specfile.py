@@ -316,6 +316,16 @@ def test_the_same_arm_merges(specs: Specs) -> None:
     assert child.variants[0].spec.mask.kind == "causal"
 
 
+def test_a_summary_fits_the_first_line_of_a_module(specs: Specs) -> None:
+    assert (
+        specs.load("fits", BASE.replace("summary: both products on WGMMA", f"summary: {75 * 'x'}")).summary == 75 * "x"
+    )
+    found = specs.problems("long", BASE.replace("summary: both products on WGMMA", f"summary: {76 * 'x'}"))
+    assert found == [
+        "long.yaml:1: summary: 76 characters > 75, the room in the first line of a module; shorten it",
+    ]
+
+
 def test_null_takes_a_section_out(specs: Specs) -> None:
     child = specs.load(
         "child",
