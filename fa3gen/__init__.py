@@ -28,9 +28,10 @@ def load(stem: str) -> ModuleType:
     from fa3gen.workspace import Workspace
 
     workspace = Workspace.find()
-    places = [workspace.module_path(stem), workspace.bundled / "generated" / f"{stem}.py"]
-    path = next((place for place in places if place.is_file()), None)
-    if path is None:
+    path = workspace.module_path(stem)
+    if not path.is_file() and not workspace.owns(stem):  # of the workspace's own spec, the package's is another module
+        path = workspace.bundled / "generated" / f"{stem}.py"
+    if not path.is_file():
         variant = next((variant for variant in workspace.resolve(stem) if variant.stem == stem), None)
         if variant is None:
             stems = ", ".join(variant.stem for variant in workspace.resolve(stem))

@@ -82,7 +82,7 @@ class Competitor:
     scratch: Callable[[Cell], int] = lambda cell: 0
 
 
-def module_competitor(name: str, stem: str, spec: Spec, load: Callable[[], Any]) -> Competitor:
+def module_competitor(name: str, spec: Spec, load: Callable[[], Any]) -> Competitor:
     """Wrap one generated module; it serves the cells of its own head dim, dtype and mask."""
 
     def serves(cell: Cell) -> bool:
@@ -96,7 +96,7 @@ def module_competitor(name: str, stem: str, spec: Spec, load: Callable[[], Any])
     def scratch(cell: Cell) -> int:
         return 4 * cell.batch * cell.heads * cell.seq_len**2 if isinstance(spec.handoff, GlobalHandoff) else 0
 
-    return Competitor(name or stem, True, serves, prepare, scratch)
+    return Competitor(name, True, serves, prepare, scratch)
 
 
 def peer_competitors(peers: Sequence[Peer] = PEERS) -> list[Competitor]:
@@ -239,7 +239,8 @@ def plan_cells(
         raise UserError(f"no spec given serves that head dim and mask; they serve {offered}")
     for head_dim, _, _ in chosen:
         if WIDTH % head_dim:
-            raise UserError(f"head dim {head_dim} does not divide {WIDTH}, the width of the benchmark grid")
+            text = f"head dim {head_dim} does not divide {WIDTH}, the width of the benchmark grid"
+            raise UserError(f"{text}; leave it out, naming others with --head-dim")
     return [Cell(head_dim, mask, seq_len, dtype) for head_dim, dtype, mask in chosen for seq_len in lengths]
 
 

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from fa3gen.bench import Bench, CellResult, Result, mask_label
 from fa3gen.errors import UserError
-from fa3gen.evidence import speed, write_text
+from fa3gen.evidence import speed
+from fa3gen.files import write_text
 
 if TYPE_CHECKING:
     from rich.table import Table

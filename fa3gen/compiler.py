@@ -213,7 +213,9 @@ def _run_worker(path: Path, out: Path, timeout_s: float) -> tuple[int, str]:
     try:
         done = subprocess.run(
             command,
-            env=worker_environment(os.environ, out, ptxas_log=wants_ptxas_log(path.read_text(encoding="utf-8"))),
+            env=worker_environment(
+                os.environ, out, ptxas_log=wants_ptxas_log(path.read_text(encoding="utf-8", errors="replace"))
+            ),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,

@@ -396,8 +396,8 @@ def _hopper(findings: Findings) -> bool:
 def summarize_evidence(generated_dir: Path, dsl: str | None) -> EvidenceSummary:
     """What `generated/evidence/*.json` says of the modules in `generated_dir`.
 
-    Records are read leniently: one that cannot be read, did not pass, names no DSL or speaks of an older file (by its
-    SHA-256) leaves its module unverified.
+    A record that cannot be read leaves its module unverified, and so does one that does not say that it passed, names
+    no DSL, or is not of this very file (by its SHA-256).
     """
     verified, other, unverified = [], {}, []
     for module in sorted(generated_dir.glob("*.py")):
@@ -419,10 +419,9 @@ def _verified_with(record: Path, module: Path) -> str | None:
         content = json.loads(record.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    if not isinstance(content, dict) or content.get("passed") is False:
+    if not isinstance(content, dict) or content.get("passed") is not True:
         return None
-    source = content.get("source_sha256")
-    if source is not None and source != hashlib.sha256(module.read_bytes()).hexdigest():
+    if content.get("source_sha256") != hashlib.sha256(module.read_bytes()).hexdigest():
         return None
     dsl = content.get("dsl")
     return dsl if isinstance(dsl, str) and dsl else None

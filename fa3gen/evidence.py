@@ -11,18 +11,18 @@ from __future__ import annotations
 import enum
 import hashlib
 import json
-import os
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from fa3gen.errors import UserError
+from fa3gen.files import write_text
 from fa3gen.spec import CausalMask, NoMask, Spec
 
 if TYPE_CHECKING:
+    from fa3gen.gpu import Environment
     from fa3gen.workspace import Workspace
 
 SEQ_LENS = (4096, 16384)  # speeds that a record holds
@@ -101,6 +101,15 @@ class Record(Part):
     tflops: dict[str, float] = Field(default={}, description="By sequence length; 16,384 tokens in all.")
     compile: CompileFacts | None
 
+    @model_validator(mode="after")
+    def _passed_says_what_the_rest_says(self) -> Record:
+        in_cases = any(case.failures for case in self.cases) or any(check.passed is False for check in self.checks)
+        if self.passed and (self.failures or in_cases or not self.cases):
+            raise ValueError("passed is true, but there are failures or there is no case")
+        if not self.passed and not self.failures:
+            raise ValueError("passed is false, but there is no failure")
+        return self
+
 
 class Status(enum.Enum):
     """What the records say about one module."""
@@ -130,20 +139,6 @@ def _rounded(value: Any) -> Any:
 def dumps(record: Record) -> str:
     """Return the JSON text of a record: sorted keys, two spaces, one newline at the end."""
     return json.dumps(_rounded(record.model_dump()), indent=2, sort_keys=True, allow_nan=False) + "\n"
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a file at once or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.chmod(name, 0o644)
-        os.replace(name, path)
-    except BaseException:
-        os.unlink(name)
-        raise
 
 
 def record_path(workspace: Workspace, stem: str) -> Path:
@@ -186,10 +181,15 @@ def status(workspace: Workspace, stem: str) -> tuple[Status, Record | None]:
     return (Status.VERIFIED if record.passed else Status.FAILED), record
 
 
-def set_tflops(workspace: Workspace, stem: str, tflops: Mapping[int, float]) -> bool:
-    """Put new speeds into a record that is of the present file; return False, changing nothing, without one."""
+def set_tflops(workspace: Workspace, stem: str, tflops: Mapping[int, float], around: Environment) -> bool:
+    """Put new speeds into a record that is of the present file and was made on this GPU with this DSL and torch.
+
+    Returns False, changing nothing, without one: a record names one machine for all that it holds.
+    """
     state, record = status(workspace, stem)
     if record is None or state not in (Status.VERIFIED, Status.FAILED):
+        return False
+    if (record.gpu, record.dsl, record.torch) != (around.gpu, around.dsl, around.torch):
         return False
     kept = {seq_len: value for seq_len, value in tflops.items() if seq_len in SEQ_LENS}
     merged = {**record.tflops, **{str(seq_len): value for seq_len, value in kept.items()}}

@@ -5,8 +5,9 @@ from __future__ import annotations
 import platform
 import subprocess
 from dataclasses import dataclass
-from importlib import metadata
 from typing import TYPE_CHECKING
+
+from fa3gen.toolchain import DSL_PACKAGE, installed_version
 
 if TYPE_CHECKING:
     import torch
@@ -38,14 +39,6 @@ def hopper_device() -> torch.device | None:
     import torch
 
     return torch.device("cuda", torch.cuda.current_device())
-
-
-def package_version(name: str) -> str | None:
-    """Return the installed version of a distribution, or None when it is not installed."""
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _query(fields: str) -> list[str] | None:
@@ -87,8 +80,8 @@ def environment(ptxas: str | None = None) -> Environment:
         gpu=gpu,
         driver=driver,
         cuda_driver=cuda_driver,
-        torch=package_version("torch"),
-        dsl=package_version("nvidia-cutlass-dsl"),
+        torch=installed_version("torch"),
+        dsl=installed_version(DSL_PACKAGE),
         ptxas=ptxas,
         python=platform.python_version(),
     )

@@ -5,10 +5,8 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
-import os
 import re
 import subprocess
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -22,6 +20,7 @@ from black.mode import TargetVersion
 from black.parsing import InvalidInput
 
 from fa3gen.errors import UserError
+from fa3gen.files import write_text
 from fa3gen.plan import make_plan
 from fa3gen.specfile import SpecFile, Variant
 from fa3gen.workspace import Workspace
@@ -147,17 +146,19 @@ def is_generated(path: Path) -> bool:
 def hand_edited(rendered: Sequence[Rendered], workspace: Workspace) -> list[Path]:
     """Files that would be overwritten although somebody may have edited them by hand.
 
-    These are tracked files that differ from the commit and from what was rendered last, and files without the mark of
-    a generated file. Outside a git checkout nothing can be compared, and only that mark counts.
+    These are files that differ from what was rendered last and from the commit, or were never committed, and files
+    without the mark of a generated file. Of an untracked file that was rendered elsewhere nothing is known, and it
+    counts as untouched. Outside a git checkout nothing can be compared, and only the mark counts.
     """
     last = _last_rendered(workspace.root)
 
     def edited(item: Rendered) -> bool:
         if not is_generated(item.path):
             return True
-        return last.get(item.path.name) != _digest(item.committed or "") and _differs_from_commit(
-            item.path, workspace.root
-        )
+        name, status = item.path.name, _status(item.path, workspace.root)
+        if last.get(name) == _digest(item.committed or "") or not status:
+            return False
+        return not status.startswith("??") or name in last
 
     return [item.path for item in rendered if item.change == "changed" and edited(item)]
 
@@ -188,9 +189,9 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode("utf-8", errors="replace")).hexdigest()
 
 
-def _differs_from_commit(path: Path, root: Path) -> bool:
-    """True for a tracked file with uncommitted changes; False for a clean, an untracked file, or without git."""
-    return bool(_git(root, "status", "--porcelain", "--untracked-files=no", "--", str(path)))
+def _status(path: Path, root: Path) -> str:
+    """What git says of a file: "?? ..." when untracked, nothing when as committed, ignored, or without git."""
+    return _git(root, "status", "--porcelain", "--untracked-files=all", "--", str(path)) or ""
 
 
 def _git(root: Path, *arguments: str) -> str | None:
@@ -203,14 +204,5 @@ def _git(root: Path, *arguments: str) -> str | None:
 
 
 def write(rendered: Rendered) -> None:
-    """Write one module atomically: readers see the old file or the new one, never half of it."""
-    rendered.path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, temporary = tempfile.mkstemp(dir=rendered.path.parent, prefix=f".{rendered.path.name}.")
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8", newline="\n") as file:
-            file.write(rendered.text)
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, rendered.path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    """Write one module atomically."""
+    write_text(rendered.path, rendered.text)

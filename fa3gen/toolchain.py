@@ -52,11 +52,6 @@ def installed_version(package: str) -> str | None:
         return None
 
 
-def dsl_version() -> str | None:
-    """Version of the installed CuTe DSL, without importing it; None when it is not installed."""
-    return installed_version(DSL_PACKAGE)
-
-
 def dsl_supported(version: str) -> bool:
     """Whether a DSL version lies in the window that the templates are written and tested for."""
     numbers = re.findall(r"\d+", version)

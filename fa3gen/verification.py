@@ -38,7 +38,10 @@ class Stage:
 
 @dataclass(frozen=True)
 class Verification:
-    """All that is known about one variant after `fa3gen verify`."""
+    """All that is known about one variant after `fa3gen verify`.
+
+    `source_sha256` is of the file as the first step found it; a record names that file and no later one.
+    """
 
     variant: Variant
     render: Stage
@@ -47,6 +50,7 @@ class Verification:
     facts: CompileFacts | None = None
     ptxas: str | None = None
     report: Report | None = None
+    source_sha256: str | None = None
 
     @property
     def failed(self) -> bool:
@@ -67,13 +71,14 @@ class Verification:
 
 def check_render(variant: Variant, workspace: Workspace) -> Stage:
     """Render in memory and compare with the file in generated/."""
-    from fa3gen.render import render_variant
+    from fa3gen.render import render_all
 
-    path = workspace.module_path(variant.stem)
-    if not path.exists():
-        return Stage(False, f"generated/{path.name} does not exist; run `fa3gen render {variant.stem}`")
-    if path.read_text(encoding="utf-8") != render_variant(variant, workspace):
-        text = f"generated/{path.name} is not what {variant.source} renders to"
+    (rendered,) = render_all([variant], workspace)
+    name = f"generated/{rendered.path.name}"
+    if rendered.change == "new":
+        return Stage(False, f"{name} does not exist; run `fa3gen render {variant.stem}`")
+    if rendered.change == "changed":
+        text = f"{name} is not what {variant.source} renders to"
         return Stage(False, f"{text}; `fa3gen render --check` shows the difference")
     return Stage(True)
 
@@ -95,7 +100,7 @@ def check_compile(
 ) -> tuple[Stage, CompileFacts | None, str | None]:
     """Return the verdict on a compile, the facts for the record, and the version of ptxas."""
     from fa3gen.census import compare
-    from fa3gen.compiler import analyse
+    from fa3gen.compiler import CompileError, analyse
     from fa3gen.plan import make_plan
 
     if outcome is None:
@@ -104,6 +109,8 @@ def check_compile(
         return Stage(False, str(outcome)), None, None
     try:
         census = analyse(outcome).census
+    except CompileError as error:  # PTX, SASS and cubin that do not fit together
+        return Stage(False, str(error)), None, outcome.ptxas
     except UserError as missing:  # a disassembler that is not installed says nothing about the module
         return Stage(None, f"compiled, but its facts were not read: {missing}"), None, outcome.ptxas
     wgmma: Counter[str] = Counter()
@@ -127,7 +134,7 @@ def speeds(variant: Variant, module: Any, device: torch.device) -> dict[int, flo
 
     from fa3gen.bench import CudaTimer, Runner, module_competitor, plan_cells
 
-    competitor = module_competitor(variant.stem, variant.stem, variant.spec, lambda: module)
+    competitor = module_competitor(variant.stem, variant.spec, lambda: module)
     cells = plan_cells([variant.spec], seq_lens=evidence.SEQ_LENS)
     runner = Runner([competitor], CudaTimer(device), device, spend_ms=300, limit_ms=30_000)
     measured = list(runner.run(cells, on_progress=lambda text: None))
@@ -146,11 +153,14 @@ def record_of(
 ) -> Record:
     """Make the evidence record of a run on the GPU, passed or failed.
 
-    `failures` are for a run that left no report: a lost device, a launch that never ended.
+    `failures` are for a run that left no report: a lost device, a launch that never ended. Raises UserError for a run
+    on the CPU, which is no evidence.
     """
     from fa3gen.verify import FACTOR, LSE_TOLERANCE
 
     report, stem = verification.report, verification.variant.stem
+    if report is not None and report.device == "cpu":
+        raise UserError(f"{stem} was run on the CPU; run `fa3gen verify {stem} --evidence` on a Hopper GPU")
     around = gpu.environment(verification.ptxas)
     found = [*failures, *(report.failures if report else ())]
     found += [f"render: {verification.render.detail}"] if verification.render.passed is False else []
@@ -159,7 +169,7 @@ def record_of(
     checks = [asdict(check) for check in report.checks] if report else []
     fields = {
         "stem": stem,
-        "source_sha256": evidence.sha256(workspace.module_path(stem)),
+        "source_sha256": verification.source_sha256 or evidence.sha256(workspace.module_path(stem)),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "passed": not found,
         "failures": found,

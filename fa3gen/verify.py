@@ -144,7 +144,7 @@ def half_ulp(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def errors(values: torch.Tensor, expected: torch.Tensor) -> Errors:
-    """Compare where both are finite; a NaN or an infinity in `values` alone makes both numbers None."""
+    """Compare where `expected` is finite; a NaN or an infinity in `values` alone makes both numbers None."""
     finite = torch.isfinite(expected)
     difference = (values.double() - expected)[finite]
     if difference.numel() == 0:
@@ -202,7 +202,7 @@ def _compare_o(out: torch.Tensor, expected: torch.Tensor, yardstick: torch.Tenso
     failures = []
     if error.max_abs > limit:
         failures.append(f"O is off by {error.max_abs:.3g}; {limit:.3g} is allowed (PyTorch: {torch_error.max_abs:.3g})")
-    if ratio > 1:
+    if not ratio <= 1:  # a NaN fails, too
         failures.append(f"O in the worst block of {BLOCK_ROWS} rows is off by {ratio:.3g} times what is allowed")
     return _Measured(error, torch_error, limit, ratio, tuple(failures))
 

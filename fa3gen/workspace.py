@@ -84,6 +84,11 @@ class Workspace:
         """Where the module `stem` is rendered to."""
         return self.generated_dir / f"{stem}.py"
 
+    def owns(self, stem: str) -> bool:
+        """Whether one of the workspace's own specs generates the module `stem`."""
+        files = [path for path in self.spec_files() if stem == path.stem or stem.startswith(f"{path.stem}_")]
+        return any(variant.stem == stem for path in files for variant in self.load(path).variants)
+
     def load(self, path: Path) -> SpecFile:
         """Load one spec file; stems in `extends` are found in this workspace and in the package."""
         roots, search = (self.root, self.bundled), (self.specs_dir, self.bundled_specs_dir)

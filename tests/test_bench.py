@@ -100,7 +100,7 @@ def test_a_grid_with_nothing_in_it_is_refused(narrow: dict[str, Any], message: s
 
 
 def test_a_module_serves_its_own_problem_only() -> None:
-    competitor = bench.module_competitor("k1", "k1_d64", spec_of(64, "causal"), lambda: None)
+    competitor = bench.module_competitor("k1", spec_of(64, "causal"), lambda: None)
     assert competitor.serves(Cell(64, CausalMask(), 4096))
     others = [Cell(64, NoMask(), 4096), Cell(128, CausalMask(), 4096), Cell(64, CausalMask(), 4096, "fp16")]
     assert not any(competitor.serves(cell) for cell in others)

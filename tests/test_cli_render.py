@@ -199,6 +199,16 @@ def test_rendering_twice_is_no_hand_edit(repository: Path, capsys: Output) -> No
     assert (repository / MODULE).read_text() == source("k1_d64")
 
 
+def test_hand_edits_of_a_module_that_was_never_committed_are_refused(repository: Path, capsys: Output) -> None:
+    (repository / "specs" / "k1.yaml").rename(repository / "specs" / "mine.yaml")
+    assert main(["render", "mine"]) == 0
+    edited = edit(repository, "generated/mine_d64.py")
+    assert main(["render", "mine"]) == 2
+    assert "generated/mine_d64.py: has uncommitted edits" in capsys.readouterr().err
+    assert (repository / "generated" / "mine_d64.py").read_text() == edited
+    assert main(["render", "mine", "--force"]) == 0
+
+
 def test_a_file_that_is_not_ours_is_refused(repository: Path, capsys: Output) -> None:
     (repository / MODULE).unlink()
     (repository / MODULE).write_text("mine = 1\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 from fa3gen import evidence
 from fa3gen.errors import UserError
 from fa3gen.evidence import LADDER_BEGIN, LADDER_END, Record, Status
+from fa3gen.gpu import Environment
 from fa3gen.spec import Spec
 from fa3gen.specfile import SpecFile, Variant
 from fa3gen.workspace import Workspace
@@ -150,6 +152,22 @@ def test_unknown_keys_and_foreign_records_are_refused(workspace: Workspace) -> N
         evidence.read(workspace, "k1_d64")
 
 
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"failures": ["ragged: O has NaN"]}, "passed is true, but"),
+        ({"cases": []}, "passed is true, but"),
+        ({"checks": [{"name": "empty batch", "passed": False, "detail": "raised"}]}, "passed is true, but"),
+        ({"passed": False}, "passed is false, but"),
+    ],
+)
+def test_a_record_that_contradicts_itself_is_refused(workspace: Workspace, changes: dict[str, Any], said: str) -> None:
+    fields = {**record_of(workspace, "k1_d64").model_dump(), **changes}
+    evidence.record_path(workspace, "k1_d64").write_text(json.dumps(fields))
+    with pytest.raises(UserError, match=said):
+        evidence.read(workspace, "k1_d64")
+
+
 def test_the_table_has_a_row_for_every_module_in_the_order_of_the_ladder(workspace: Workspace) -> None:
     evidence.write(workspace, record_of(workspace, "k4_2_d64"))
     evidence.write(workspace, record_of(workspace, "k4_2_d64_causal", source_sha256="0" * 64))
@@ -206,14 +224,25 @@ def test_half_a_pair_of_markers_is_an_error(workspace: Workspace) -> None:
         evidence.refresh(workspace)
 
 
+HERE = Environment("A made-up GPU", "1.2.3", "13.0", "2.0", "4.8.1", None, "3.12.3")
+
+
 def test_speeds_go_into_a_present_record_only(workspace: Workspace) -> None:
-    assert not evidence.set_tflops(workspace, "k1_d64", {4096: 1.0})
+    assert not evidence.set_tflops(workspace, "k1_d64", {4096: 1.0}, HERE)
     evidence.write(workspace, record_of(workspace, "k1_d64"))
-    assert evidence.set_tflops(workspace, "k1_d64", {4096: 200.0, 8192: 5.0})
+    assert evidence.set_tflops(workspace, "k1_d64", {4096: 200.0, 8192: 5.0}, HERE)
     record = evidence.read(workspace, "k1_d64")
     assert record is not None and record.tflops == {"4096": 200.0, "16384": 7.891}
     workspace.module_path("k1_d64").write_text("# changed\n")
-    assert not evidence.set_tflops(workspace, "k1_d64", {4096: 300.0})
+    assert not evidence.set_tflops(workspace, "k1_d64", {4096: 300.0}, HERE)
+
+
+@pytest.mark.parametrize("other", [{"gpu": "Another GPU"}, {"dsl": "4.8.2"}, {"torch": "2.1"}, {"gpu": None}])
+def test_speeds_of_another_machine_do_not_go_into_a_record(workspace: Workspace, other: dict[str, Any]) -> None:
+    path = evidence.write(workspace, record_of(workspace, "k1_d64"))
+    before = path.read_text()
+    assert not evidence.set_tflops(workspace, "k1_d64", {4096: 200.0}, dataclasses.replace(HERE, **other))
+    assert path.read_text() == before
 
 
 def test_what_a_run_found_becomes_a_record_without_paths(workspace: Workspace) -> None:
@@ -239,6 +268,27 @@ def test_what_a_run_found_becomes_a_record_without_paths(workspace: Workspace) -
     assert record.failures == ["ragged: raised OSError: generated/k1_d64.py is broken"]
     assert str(workspace.root) not in evidence.record_path(workspace, "k1_d64").read_text()
     assert evidence.status(workspace, "k1_d64")[0] is Status.FAILED
+
+
+def test_a_run_on_the_cpu_makes_no_record(workspace: Workspace) -> None:
+    from fa3gen.verification import Stage, Verification, record_of
+    from fa3gen.verify import Report
+
+    report = Report("k1_d64", "cpu", 3, (), ())
+    entry = Verification(variant_of("k1_d64", 64, "none"), Stage(True), Stage(True), Stage(True), report=report)
+    with pytest.raises(UserError, match="on the CPU.*run `fa3gen verify k1_d64 --evidence` on a Hopper GPU"):
+        record_of(entry, workspace, {})
+
+
+def test_a_file_that_changes_during_the_run_leaves_a_stale_record(workspace: Workspace) -> None:
+    from fa3gen.verification import Stage, Verification, record_of
+
+    digest = evidence.sha256(workspace.module_path("k1_d64"))
+    variant = variant_of("k1_d64", 64, "none")
+    entry = Verification(variant, Stage(True), Stage(False, "spills: 3"), Stage(None), source_sha256=digest)
+    workspace.module_path("k1_d64").write_text("# changed\n")
+    evidence.write(workspace, record_of(entry, workspace, {}))
+    assert evidence.status(workspace, "k1_d64")[0] is Status.STALE
 
 
 def test_a_failed_compile_or_a_lost_device_makes_a_failing_record(workspace: Workspace) -> None:

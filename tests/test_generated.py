@@ -83,6 +83,17 @@ def test_load_of_a_module_that_is_not_rendered(tmp_path: Path, monkeypatch: pyte
     assert str(caught.value) == f"{path} does not exist; run `fa3gen render specs/mine.yaml`"
 
 
+def test_load_takes_no_module_of_the_package_for_one_of_the_workspace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The workspace's spec may say something else under the same name."""
+    shutil.copytree(ROOT / "specs", tmp_path / "specs")
+    (tmp_path / "generated").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="k4_2_d64.py does not exist; run `fa3gen render specs/k4_2.yaml`"):
+        fa3gen.load("k4_2_d64")
+
+
 def test_a_module_that_fails_to_import_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "specs").mkdir()
     (tmp_path / "generated").mkdir()

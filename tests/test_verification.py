@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from pathlib import Path
@@ -30,7 +31,9 @@ SPEC = Spec.model_validate(
     }
 )
 VARIANTS = [Variant(stem=stem, spec=SPEC, source=Path("specs/k.yaml"), summary="k") for stem in ("a", "b", "c")]
-REPORT = verify.Report("a", "A made-up GPU", 1, (), ())
+ERRORS = verify.Errors(0.0, 0.0)
+CASE = verify.CaseResult("random", "b1 1x1 h1/1", ERRORS, ERRORS, 1e-3, 0.0, ERRORS, ERRORS, ())
+REPORT = verify.Report("a", "A made-up GPU", 1, (CASE,), ())
 
 
 @pytest.fixture
@@ -57,6 +60,8 @@ def test_a_committed_file_is_compared_with_its_rendering(workspace: Workspace, m
     assert check_render(VARIANTS[0], workspace).detail == (
         "generated/a.py is not what specs/k.yaml renders to; `fa3gen render --check` shows the difference"
     )
+    workspace.module_path("a").write_bytes(b"NAME = 'a'\r\n")  # render --check calls this drift as well
+    assert check_render(VARIANTS[0], workspace).passed is False
     workspace.module_path("a").unlink()
     missing = check_render(VARIANTS[0], workspace)
     assert missing.passed is False and missing.detail == "generated/a.py does not exist; run `fa3gen render a`"
@@ -119,6 +124,55 @@ def test_a_launch_that_never_ends_is_recorded_and_ends_the_process(
     _, record = evidence.status(workspace, "a")
     assert record is not None and record.failures == ["wrap: did not end in 0.05 s (a pipeline that waits for ever?)"]
     assert "a: wrap: did not end in 0.05 s" in capfd.readouterr().err
+
+
+def test_a_launch_that_never_ends_ends_the_process_though_it_cannot_be_recorded(
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    codes: list[int] = []
+
+    def run(*args: Any, on_case: Any, **keywords: Any) -> verify.Report:
+        patience = time.monotonic() + 20
+        while not codes and time.monotonic() < patience:
+            time.sleep(0.01)
+        return REPORT
+
+    def full(workspace: Workspace, record: Any) -> Any:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(verify, "verify_module", run)
+    monkeypatch.setattr(os, "_exit", codes.append)
+    monkeypatch.setattr(evidence, "write", full)
+    monkeypatch.setattr("fa3gen.verification.speeds", lambda *args: {})
+    with pytest.raises(OSError, match="no space left"):
+        session(workspace, evidence=True, timeout=0.05).run_all(unrun()[:1])
+    assert codes == [1]
+    said = capfd.readouterr().err
+    assert "did not end in 0.05 s" in said and "a: no record was written: no space left on device" in said
+
+
+def test_a_module_that_cannot_be_imported_fails_and_the_others_run(
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workspace.module_path("b").write_text("def broken(:\n")
+    monkeypatch.setattr(verify, "verify_module", lambda *args, **keywords: REPORT)
+    monkeypatch.setattr("fa3gen.verification.speeds", lambda *args: {})
+    a, b, c = session(workspace, evidence=True).run_all(unrun())
+    assert (a.run.passed, b.run.passed, c.run.passed) == (True, False, True)
+    assert b.run.detail.startswith("cannot be imported: SyntaxError: ")
+    assert evidence.status(workspace, "b")[0] is evidence.Status.FAILED
+
+
+def test_json_without_a_gpu_says_neither_passed_nor_failed(
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(workspace.root)
+    monkeypatch.setattr(Workspace, "select", lambda self, names: VARIANTS)
+    monkeypatch.setattr(command, "_check_all", lambda *args: unrun())
+    monkeypatch.setattr("fa3gen.gpu.why_no_hopper", lambda: "none here")
+    command.verify(["a"], json_output=True, evidence=False, refresh_evidence=False, seed=None)
+    document = json.loads(capsys.readouterr().out)
+    assert document["passed"] is None and document["run_on_gpu"] is False
 
 
 def _only_first(write: Any) -> Any:

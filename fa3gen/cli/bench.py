@@ -105,7 +105,7 @@ def _own(workspace: Workspace, variants: list[Variant]) -> dict[str, Competitor]
                 loaded.append(load_file(path))
             return loaded[0]
 
-        own[variant.stem] = module_competitor(name, variant.stem, variant.spec, load)
+        own[variant.stem] = module_competitor(name, variant.spec, load)
     return own
 
 
@@ -121,8 +121,9 @@ def _record(workspace: Workspace, measured: Bench, own: dict[str, Competitor]) -
             for result in entry.results
             if result.competitor == competitor.name and result.tflops is not None
         }
-        if speeds and not evidence.set_tflops(workspace, stem, speeds):
-            text = f"{stem}: no record of the present file; run `fa3gen verify {stem} --evidence` first"
+        if speeds and not evidence.set_tflops(workspace, stem, speeds, measured.environment):
+            text = f"{stem}: no record of the present file on this GPU with this DSL and torch; "
+            text += f"run `fa3gen verify {stem} --evidence` first"
             typer.echo(text, err=True)
     for path in evidence.refresh(workspace):
         typer.echo(f"wrote {path}", err=True)

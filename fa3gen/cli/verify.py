@@ -67,7 +67,9 @@ def verify(
         checked = [dataclasses.replace(entry, run=dataclasses.replace(entry.run, detail=reason)) for entry in checked]
     failed = any(entry.failed for entry in checked)
     if json_output:
-        document = {"passed": not failed, "run_on_gpu": device is not None, "modules": [e.as_dict() for e in checked]}
+        # null where nothing failed and something was not run: neither passed nor failed
+        passed = False if failed else (True if all(entry.run.passed for entry in checked) else None)
+        document = {"passed": passed, "run_on_gpu": device is not None, "modules": [e.as_dict() for e in checked]}
         typer.echo(json.dumps(document, indent=2, sort_keys=True))
     else:
         _show(Console(), checked)
@@ -86,15 +88,28 @@ def _refresh(workspace: Workspace, errors: Console) -> None:
 
 def _check_all(workspace: Workspace, variants: list[Variant], errors: Console) -> list[Verification]:
     """Do what needs no GPU: compare every file with its rendering, compile it, compare its facts with the plan."""
+    from fa3gen import evidence
     from fa3gen.verification import Stage, Verification, check_compile, check_render, compile_all
 
     say = _progress(errors, len(variants), "compiled")
+    paths = {variant.stem: workspace.module_path(variant.stem) for variant in variants}
+    digests = {stem: evidence.sha256(path) for stem, path in paths.items() if path.is_file()}
     renders = {variant.stem: check_render(variant, workspace) for variant in variants}
     outcomes = compile_all(variants, workspace, say)
     checked = []
     for variant in variants:
         stage, facts, ptxas = check_compile(variant, outcomes.get(variant.stem))
-        checked.append(Verification(variant, renders[variant.stem], stage, Stage(None), facts, ptxas))
+        checked.append(
+            Verification(
+                variant=variant,
+                render=renders[variant.stem],
+                compile=stage,
+                run=Stage(None),
+                facts=facts,
+                ptxas=ptxas,
+                source_sha256=digests.get(variant.stem),
+            )
+        )
     return checked
 
 
@@ -156,7 +171,12 @@ class _Session:
         from fa3gen.verify import DeviceLost, verify_module
 
         variant = entry.variant
-        module = load_file(self.workspace.module_path(variant.stem))
+        try:
+            module = load_file(self.workspace.module_path(variant.stem))
+        except Exception as error:  # a file edited by hand may raise anything
+            text = f"cannot be imported: {type(error).__name__}: {error}"
+            self._record_loss(entry, text)
+            return dataclasses.replace(entry, run=Stage(False, text))
         report = verify_module(
             module, variant.spec, self.device, stem=variant.stem, seed=self.seed, on_case=self._on_case
         )
@@ -188,9 +208,13 @@ class _Session:
 
         def give_up() -> None:
             text = f"{self.at}: did not end in {self.timeout:g} s (a pipeline that waits for ever?)"
-            self._record_loss(entry, text)
             print(f"{entry.variant.stem}: {text}; the modules after it were not run", file=sys.stderr, flush=True)
-            os._exit(1)
+            try:
+                self._record_loss(entry, text)
+            except Exception as error:  # would end this thread only, and the process would wait for ever
+                print(f"{entry.variant.stem}: no record was written: {error}", file=sys.stderr, flush=True)
+            finally:
+                os._exit(1)
 
         timer = threading.Timer(self.timeout, give_up)
         timer.daemon = True
