@@ -57,6 +57,8 @@ def explain(error: ErrorDetails) -> Complaint:
         case "greater_than" | "greater_than_equal":
             bound = f"more than {context['gt']}" if "gt" in context else f"at least {context['ge']}"
             return Complaint(field, f"{value} is too small; it must be {bound}")
+        case "less_than_equal":
+            return Complaint(field, f"{value} is too large; it must be at most {context['le']}")
         case _:
             return Complaint(field, error["msg"].removeprefix("Value error, "))
 
@@ -73,7 +75,7 @@ def described(value: Any) -> str:
         case float():
             return f"the number {value}"
         case str():
-            return f"the string '{value}'"
+            return f"the string '{value}'" if len(value) <= 60 else f"a string of {len(value)} characters"
         case list():
             return "a list"
         case _:
@@ -89,8 +91,8 @@ def nearest(name: str, known: Iterable[str]) -> str:
     best = max(scores.values(), default=0.0)
     if best < 0.5:
         return ""
-    close = [f"'{other}'" for other, score in scores.items() if score >= best - 0.1]
-    return f"; did you mean {' or '.join(close[:3])}?"
+    close = sorted((other for other in scores if scores[other] >= best - 0.1), key=lambda other: -scores[other])
+    return f"; did you mean {' or '.join(repr(other) for other in sorted(close[:3]))}?"
 
 
 def union_tags(field: str) -> list[str]:

@@ -16,6 +16,9 @@ Swizzle = Literal["none", "32B", "64B", "128B"]
 Major = Literal["k", "mn"]
 Source = Literal["smem", "registers"]
 
+# The kernels count keys in 32 bits: row + reach stays below 2^31 for up to 2^30 keys.
+WINDOW_MAX = 2**30
+
 
 class SpecModel(BaseModel):
     """Base of all parts of a spec: frozen, strict about types, closed against unknown keys."""
@@ -46,8 +49,8 @@ class WindowMask(SpecModel):
     """Query i sees keys with -left <= j - i - (seq_k - seq_q) <= right."""
 
     kind: Literal["window"] = "window"
-    left: int = Field(ge=0, description="Keys visible to the left of the diagonal, the diagonal not counted.")
-    right: int = Field(ge=0, description="Keys visible to the right of the diagonal, the diagonal not counted.")
+    left: int = Field(ge=0, le=WINDOW_MAX, description="Keys visible left of the diagonal, the diagonal not counted.")
+    right: int = Field(ge=0, le=WINDOW_MAX, description="Keys visible right of the diagonal, the diagonal not counted.")
 
 
 def _expand_shorthand(value: Any) -> Any:

@@ -157,7 +157,7 @@ class _Loader:
         axes = self._axes(document.matrix)
         expanded = self._expand(stem, document.fields, axes, document.matrix or document.place)
         self._report_overridden(document, axes, expanded.values())
-        specs = self._checked(expanded)
+        specs = self._checked(expanded, shown)
         if self.problems:
             return None
         variants = tuple(Variant(name, spec, shown, summary) for name, spec in specs.items())
@@ -240,6 +240,9 @@ class _Loader:
         if len(summary) > SUMMARY_MAX:
             message = f"{len(summary)} characters > {SUMMARY_MAX}, the room in the first line of a module; shorten it"
             self._at(node, "summary", message)
+        # It is printed inside the module's docstring: nothing there may end the docstring or be an escape.
+        if '"""' in summary or "\\" in summary or not summary.isprintable():
+            self._at(node, "summary", "triple quotes, backslashes and control characters cannot stand in a docstring")
         return summary
 
     # matrix
@@ -324,8 +327,11 @@ class _Loader:
 
     # fields
 
-    def _checked(self, variants: dict[str, Node]) -> dict[str, Spec]:
-        """The specs of the variants without problems; a problem of several variants is reported once."""
+    def _checked(self, variants: dict[str, Node], own: Path) -> dict[str, Spec]:
+        """The specs of the variants without problems; a problem of several variants is reported once.
+
+        The message names the variants when it is not about all of them, or stands in another file than `own`, a base.
+        """
         specs: dict[str, Spec] = {}
         found: dict[Problem, list[str]] = {}
         for stem, fields in variants.items():
@@ -335,7 +341,7 @@ class _Loader:
             for problem in problems:
                 found.setdefault(problem, []).append(stem)
         for problem, stems in found.items():
-            where = "" if len(stems) == len(variants) else f" (in {_some(stems)})"
+            where = f" (in {_some(stems)})" if len(stems) < len(variants) or problem.path != own else ""
             self.problems.append(replace(problem, message=problem.message + where))
         return specs
 

@@ -284,7 +284,7 @@ def orphan(root: Path) -> None:
         (
             orphan,
             [],
-            "generated/k9_d64.py: no spec renders to it; run `git rm generated/k9_d64.py` or give it a spec\n",
+            "generated/k9_d64.py: no spec renders to it; run `rm generated/k9_d64.py` or give it a spec\n",
         ),
     ],
 )
@@ -373,3 +373,23 @@ def test_a_broken_template_writes_nothing(root: Path, capsys: Output) -> None:
     assert main(["render"]) == 2
     assert "has no attribute 'nothing'" in capsys.readouterr().err
     assert contents(root) == before
+
+
+def test_specs_from_elsewhere_are_refused(root: Path, tmp_path_factory: pytest.TempPathFactory, capsys: Output) -> None:
+    """No later check would know such a spec, and its stem may belong to another one."""
+    stray = tmp_path_factory.mktemp("elsewhere") / "k4_2.yaml"
+    stray.write_text("summary: hijack\nextends: k1\nmatrix: {problem.head_dim: [64]}\n")
+    before = contents(root)
+    assert main(["render", str(stray)]) == 2
+    assert capsys.readouterr().err == f"{stray}: only specs/*.yaml is rendered; move it to specs/ and run again\n"
+    assert contents(root) == before
+
+
+def test_the_mending_command_of_an_edited_file_mends(repository: Path, capsys: Output) -> None:
+    with (repository / MODULE).open("a") as file:
+        file.write("# edited\n")
+    assert main(["render", "--check"]) == 1
+    command = capsys.readouterr().err.rpartition("run `fa3gen ")[2].rstrip("`\n").split()
+    assert command == ["render", "specs/k1.yaml", "--force"]
+    assert main(command) == 0
+    assert main(["render", "--check"]) == 0

@@ -326,6 +326,22 @@ def test_a_summary_fits_the_first_line_of_a_module(specs: Specs) -> None:
     ]
 
 
+@pytest.mark.parametrize("summary", ["""'x\"\"\"; import os'""", "'a \\N{x}'", '"bell \\a"'])
+def test_a_summary_cannot_leave_the_docstring(specs: Specs, summary: str) -> None:
+    found = specs.problems("k", BASE.replace("summary: both products on WGMMA", f"summary: {summary}"))
+    assert found == [
+        "k.yaml:1: summary: triple quotes, backslashes and control characters cannot stand in a docstring",
+    ]
+
+
+def test_a_window_stays_within_the_kernels_32_bits(specs: Specs) -> None:
+    text = BASE + "mask: {kind: window, left: 1073741824, right: 2147483647}\n"
+    found = specs.problems("k", text)
+    assert [line.partition(": ")[2] for line in found] == [
+        "mask.right: 2147483647 is too large; it must be at most 1073741824"
+    ]
+
+
 def test_null_takes_a_section_out(specs: Specs) -> None:
     child = specs.load(
         "child",
@@ -353,7 +369,7 @@ def test_a_problem_in_a_base_is_reported_there(specs: Specs) -> None:
     found = specs.problems("child", "extends: wrong\nsummary: x\nproblem: {dtype: fp8}\n")
     assert found == [
         "child.yaml:3: problem.dtype: the string 'fp8' is none of bf16, fp16; did you mean 'fp16'?",
-        "wrong.yaml:3: tile.kv: an integer is needed, got the string 'many'",
+        "wrong.yaml:3: tile.kv: an integer is needed, got the string 'many' (in child)",
     ]
 
 

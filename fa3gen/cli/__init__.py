@@ -94,9 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except OSError as error:
-        if error.filename is None:
-            raise
-        print(f"{error.filename}: {error.strerror}; nothing more was done", file=sys.stderr)
+        print(f"{error.filename or 'standard output'}: {error.strerror}; nothing more was done", file=sys.stderr)
         return 2
     return 0
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def bench(
-    specs: Annotated[list[str], typer.Argument(metavar="SPEC...", help="Spec files, spec stems or generated stems.")],
+    specs: Annotated[list[str], typer.Argument(metavar="SPEC", help="Spec files, spec stems or generated stems.")],
     head_dim: Annotated[list[int] | None, typer.Option(help="Only this head dim; may be repeated.")] = None,
     mask: Annotated[
         list[str] | None, typer.Option(help="Only this mask: full, causal, window512_0; may be repeated.")

@@ -34,7 +34,7 @@ class Outcome:
 def compile(
     specs: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[SPEC]...", help="Spec files, spec stems or generated stems; all if none."),
+        typer.Argument(metavar="SPEC", help="Spec files, spec stems or generated stems; all if none."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document with every fact.")] = False,
     jobs: Annotated[

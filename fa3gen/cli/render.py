@@ -11,14 +11,14 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from fa3gen.render import Rendered
-    from fa3gen.specfile import SpecFile
+    from fa3gen.specfile import SpecFile, Variant
     from fa3gen.workspace import Workspace
 
 
 def render(
     specs: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[SPEC]...", help="Spec files, spec stems or module stems; all if none."),
+        typer.Argument(metavar="SPEC", help="Spec files, spec stems or module stems; all if none."),
     ] = None,
     check: Annotated[
         bool, typer.Option("--check", help="Write nothing; exit 1 with the diff where files drifted.")
@@ -30,12 +30,28 @@ def render(
     from fa3gen.workspace import Workspace
 
     workspace = Workspace.find()
-    everything = workspace.load_all()  # also when rendering one spec: a stem must be unique among all
-    rendered = render_all(workspace.select(specs or ()), workspace)
+    # All of them, also when one spec is rendered: a stem belongs to one spec.
+    spec_files = [*workspace.load_all(), *workspace.load_bundled()]
+    variants = workspace.select(specs or ())
+    _require_owners(variants, spec_files, workspace)
+    rendered = render_all(variants, workspace)
     if check:
-        _check(rendered, everything if not specs else None, workspace)
+        _check(rendered, spec_files if not specs else None, workspace)
     else:
-        _write(rendered, everything if not specs else None, workspace, force=force)
+        _write(rendered, spec_files if not specs else None, workspace, force=force)
+
+
+def _require_owners(variants: list[Variant], spec_files: list[SpecFile], workspace: Workspace) -> None:
+    """Refuse specs from elsewhere: no later `--check` would know them, and their stems may belong to others."""
+    from fa3gen.errors import UserError
+
+    owners = {variant.stem: variant.source for spec_file in spec_files for variant in spec_file.variants}
+    strays = dict.fromkeys(str(variant.source) for variant in variants if owners.get(variant.stem) != variant.source)
+    if strays:
+        folder = _relative(workspace.specs_dir, workspace)
+        raise UserError(
+            "\n".join(f"{stray}: only specs/*.yaml is rendered; move it to {folder}/ and run again" for stray in strays)
+        )
 
 
 def _relative(path: Path, workspace: Workspace) -> str:
@@ -47,7 +63,7 @@ def _mending_command(rendered: list[Rendered]) -> str:
 
 
 def _check(rendered: list[Rendered], spec_files: list[SpecFile] | None, workspace: Workspace) -> None:
-    from fa3gen.render import orphans
+    from fa3gen.render import hand_edited, orphans
 
     drifted = [item for item in rendered if item.change != "unchanged"]
     for item in drifted:
@@ -56,10 +72,11 @@ def _check(rendered: list[Rendered], spec_files: list[SpecFile] | None, workspac
     missing = sum(item.change == "new" for item in drifted)
     if drifted:
         found = f"{len(drifted) - missing} drifted, {missing} missing of {len(rendered)} modules"
-        print(f"{found}; run `{_mending_command(drifted)}`", file=sys.stderr)
+        force = " --force" if hand_edited(drifted, workspace) else ""  # without it, edits would be kept
+        print(f"{found}; run `{_mending_command(drifted)}{force}`", file=sys.stderr)
     for path in left_over:
         name = _relative(path, workspace)
-        print(f"{name}: no spec renders to it; run `git rm {name}` or give it a spec", file=sys.stderr)
+        print(f"{name}: no spec renders to it; run `rm {name}` or give it a spec", file=sys.stderr)
     if drifted or left_over:
         raise typer.Exit(1)
     print(f"{len(rendered)} modules are what their specs render to")

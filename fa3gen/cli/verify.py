@@ -30,7 +30,7 @@ CASE_TABLES = 4  # with more modules than this, only the summary is printed
 def verify(
     specs: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[SPEC]...", help="Spec files, spec stems or generated stems; none means all."),
+        typer.Argument(metavar="SPEC", help="Spec files, spec stems or generated stems; none means all."),
     ] = None,
     json_output: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of tables.")] = False,
     evidence: Annotated[
@@ -57,6 +57,7 @@ def verify(
         _refresh(workspace, errors)
         return
     variants = workspace.select(specs or ())
+    _render_missing(workspace, variants, errors)
     checked = _check_all(workspace, variants, errors)
     device = gpu.hopper_device()
     if device is not None:
@@ -77,6 +78,19 @@ def verify(
         _refresh(workspace, errors)
     if failed or any(entry.run.passed is None for entry in checked if device is not None):
         raise typer.Exit(1)
+
+
+def _render_missing(workspace: Workspace, variants: list[Variant], errors: Console) -> None:
+    """Write the modules that are not there yet; those that are there are only compared with their rendering."""
+    missing = [variant for variant in variants if not workspace.module_path(variant.stem).exists()]
+    if missing:
+        from fa3gen.render import remember, render_all, write
+
+        rendered = render_all(missing, workspace)
+        for item in rendered:
+            write(item)
+            errors.print(f"rendered {item.path}", markup=False, highlight=False, soft_wrap=True)
+        remember(rendered, workspace)
 
 
 def _refresh(workspace: Workspace, errors: Console) -> None:
