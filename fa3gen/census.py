@@ -17,7 +17,7 @@ from fa3gen.census_host import dynamic_smem_by_kernel
 from fa3gen.census_ptx import PtxFacts, PtxKernel, Wgmma, parse_ptx
 from fa3gen.census_sass import Loop, SassFacts, parse_sass
 from fa3gen.hopper import SMEM_PER_CTA
-from fa3gen.toolchain import Resources
+from fa3gen.toolchain import ANSI_COLOR, Resources
 
 __all__ = [
     "Census",
@@ -38,7 +38,6 @@ __all__ = [
 
 RESERVED_SMEM = 1024  # Hopper keeps 1 KB of each CTA's shared memory for the system; cuobjdump counts it as static
 
-_ANSI = re.compile(r"\x1b\[[0-9;]*m")
 _PTXAS_LINE = re.compile(r"ptxas\s+(?:(?:info|warning)\s*:|\.)")
 _NOTE = re.compile(r"^ptxas\s+(?:info\s*:\s*\((C\d+)\)|warning\s*:\s*(?:\((C\d+)\))?)\s*(.*)$")
 _IN_FUNCTION = re.compile(r"\s+(?:in|for)\s+(?:the\s+)?function\s+'([^']+)'\.?$")
@@ -423,7 +422,7 @@ def _ptxas_lines(text: str) -> list[str]:
     """ptxas's lines, each on one line again: a line that does not begin with `ptxas` goes on from the one before."""
     lines: list[str] = []
     open_line = False
-    for raw in _ANSI.sub("", text).splitlines():
+    for raw in ANSI_COLOR.sub("", text).splitlines():
         line = raw.strip()
         start = _PTXAS_LINE.search(line)
         if start:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -28,7 +27,6 @@ ARCH = "sm_90a"
 TIMEOUT_S = 300.0
 
 _WORKER = Path(__file__).with_name("compile_worker.py")
-_ANSI = re.compile(r"\x1b\[[0-9;]*m")
 _KEPT_DSL_SETTINGS = ("CUTE_DSL_LIBS",)  # where the runtime library lies; every other setting could change the code
 _MESSAGE_LINES = 25
 _INSTALL = {
@@ -253,7 +251,7 @@ def _how_it_ended(status: int) -> str:
 
 def _tail(text: str) -> str:
     """The last lines of a text, indented, on lines of their own."""
-    lines = [line.rstrip() for line in _ANSI.sub("", text).strip().splitlines()][-_MESSAGE_LINES:]
+    lines = [line.rstrip() for line in toolchain.ANSI_COLOR.sub("", text).strip().splitlines()][-_MESSAGE_LINES:]
     return ":\n" + "\n".join(f"  {line}" for line in lines) if lines else ""
 
 
@@ -261,7 +259,7 @@ def _explain(path: Path, type: str, message: str, missing: str) -> str:
     """The compiler's message, cut to what a person reads; a missing package is answered with the pip command."""
     if missing in _INSTALL:
         return f"{path}: compiling needs {missing}; install it with: {_INSTALL[missing]}"
-    lines = _ANSI.sub("", message).strip().splitlines()
+    lines = toolchain.ANSI_COLOR.sub("", message).strip().splitlines()
     if len(lines) > _MESSAGE_LINES:
         lines = [*lines[:2], f"  ... {len(lines) - _MESSAGE_LINES} lines left out ...", *lines[2 - _MESSAGE_LINES :]]
     if not lines[0].startswith("error:"):

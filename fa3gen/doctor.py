@@ -19,8 +19,8 @@ from typing import Any, Literal
 
 from fa3gen import toolchain
 from fa3gen.errors import UserError
+from fa3gen.gpu import HOPPER
 
-HOPPER = [9, 0]
 MIN_PYTHON = (3, 11)
 
 # Names that fa3gen/doctor_probe.py knows; torch comes before what imports it, to be named when it kills the process.
@@ -390,7 +390,7 @@ def _error(findings: Findings, probe: str) -> str:
 
 
 def _hopper(findings: Findings) -> bool:
-    return any(list(gpu["capability"]) == HOPPER for gpu in _facts(findings, "driver").get("gpus", []))
+    return any(tuple(gpu["capability"]) == HOPPER for gpu in _facts(findings, "driver").get("gpus", []))
 
 
 def summarize_evidence(generated_dir: Path, dsl: str | None) -> EvidenceSummary:

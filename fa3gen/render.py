@@ -168,14 +168,14 @@ def remember(rendered: Sequence[Rendered], workspace: Workspace) -> None:
     path = _record(workspace.root)
     if path is not None:
         digests = {**_last_rendered(workspace.root), **{item.path.name: _digest(item.text) for item in rendered}}
-        path.write_text(json.dumps(digests, indent=1, sort_keys=True), encoding="utf-8")
+        write_text(path, json.dumps(digests, indent=1, sort_keys=True))
 
 
 def _last_rendered(root: Path) -> dict[str, str]:
     path = _record(root)
     try:
         return dict(json.loads(path.read_text(encoding="utf-8"))) if path is not None and path.is_file() else {}
-    except ValueError:  # half written: everything that differs from the commit counts as edited
+    except ValueError:  # not ours any more: everything that differs from the commit counts as edited
         return {}
 
 

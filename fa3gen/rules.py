@@ -12,11 +12,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from fa3gen import footprint, hopper
-from fa3gen.footprint import SCALAR_VECTOR
+from fa3gen.footprint import SCALAR_LANES, SCALAR_VECTOR
 from fa3gen.spec import CpAsyncLoad, GlobalHandoff, ScalarProduct, SmemHandoff, Spec, TmaLoad, WgmmaProduct
-
-# Scalar products arrange their threads as rows of 16: one warp covers two rows of the tile.
-SCALAR_COLUMNS = 16
 
 
 class Violation(NamedTuple):
@@ -264,12 +261,12 @@ def scalar_grid(field: str, extent: int, threads: int) -> Violation | None:
     `tile.q` is the rows; every other field is a number of columns.
     """
     rows = field == "tile.q"
-    share = threads // SCALAR_COLUMNS if rows else SCALAR_COLUMNS
+    share = threads // SCALAR_LANES if rows else SCALAR_LANES
     if extent % share == 0:
         return None
     return Violation(
         field,
-        f"{threads} threads form {threads // SCALAR_COLUMNS} rows x {SCALAR_COLUMNS} columns, and "
+        f"{threads} threads form {threads // SCALAR_LANES} rows x {SCALAR_LANES} columns, and "
         f"{field} is {_remainder(extent, share)}; use {_around(extent, share)}",
     )
 
@@ -279,12 +276,12 @@ def scalar_vector(head_dim: int) -> Violation | None:
 
     A swizzle moves vectors of 16 bytes as wholes, so what straddles two of them is not contiguous in shared memory.
     """
-    columns, vector = head_dim // SCALAR_COLUMNS, SCALAR_VECTOR
+    columns, vector = head_dim // SCALAR_LANES, SCALAR_VECTOR
     if columns == 0 or vector % columns == 0:
         return None
     return Violation(
         "problem.head_dim",
-        f"a thread owns {head_dim} / {SCALAR_COLUMNS} = {columns} adjacent columns of V, and {columns} elements do not "
+        f"a thread owns {head_dim} / {SCALAR_LANES} = {columns} adjacent columns of V, and {columns} elements do not "
         f"divide a 16-byte vector of {vector}; use 16, 32, 64 or 128, or wgmma for pv",
     )
 

@@ -24,6 +24,8 @@ from fa3gen.errors import UserError
 DSL_PACKAGE = "nvidia-cutlass-dsl"
 SUPPORTED_DSL = (4, 8)  # major, minor: register budgets and the SASS of one source drift between minor versions
 
+ANSI_COLOR = re.compile(r"\x1b\[[0-9;]*m")  # the DSL colours its messages and what it passes on of ptxas
+
 _TOOL_PACKAGES = {"cuobjdump": "nvidia-cuda-cuobjdump", "nvdisasm": "nvidia-cuda-nvdisasm"}
 _TOOL_TIMEOUT_S = 120
 _ELF_VERSION_OFFSET = 20  # e_version; up to CUDA 12.x a cubin keeps 10 * release there, from 13.0 it is plain 1

@@ -84,6 +84,10 @@ class Workspace:
         """Where the module `stem` is rendered to."""
         return self.generated_dir / f"{stem}.py"
 
+    def shown(self, path: Path) -> Path:
+        """`path` as people write it: relative to the root where it lies inside."""
+        return path.relative_to(self.root) if path.is_relative_to(self.root) else path
+
     def owns(self, stem: str) -> bool:
         """Whether one of the workspace's own specs generates the module `stem`."""
         files = [path for path in self.spec_files() if stem == path.stem or stem.startswith(f"{path.stem}_")]

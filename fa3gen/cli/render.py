@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from pathlib import Path
 
     from fa3gen.render import Rendered
     from fa3gen.specfile import SpecFile, Variant
@@ -31,8 +30,10 @@ def render(
 
     workspace = Workspace.find()
     # All of them, also when one spec is rendered: a stem belongs to one spec.
-    spec_files = [*workspace.load_all(), *workspace.load_bundled()]
-    variants = workspace.select(specs or ())
+    own = workspace.load_all()
+    spec_files = [*own, *workspace.load_bundled()]
+    everything = [variant for spec_file in own for variant in spec_file.variants]
+    variants = everything if everything and not specs else workspace.select(specs or ())
     _require_owners(variants, spec_files, workspace)
     rendered = render_all(variants, workspace)
     if check:
@@ -48,14 +49,10 @@ def _require_owners(variants: list[Variant], spec_files: list[SpecFile], workspa
     owners = {variant.stem: variant.source for spec_file in spec_files for variant in spec_file.variants}
     strays = dict.fromkeys(str(variant.source) for variant in variants if owners.get(variant.stem) != variant.source)
     if strays:
-        folder = _relative(workspace.specs_dir, workspace)
+        folder = workspace.shown(workspace.specs_dir)
         raise UserError(
             "\n".join(f"{stray}: only specs/*.yaml is rendered; move it to {folder}/ and run again" for stray in strays)
         )
-
-
-def _relative(path: Path, workspace: Workspace) -> str:
-    return path.relative_to(workspace.root).as_posix() if path.is_relative_to(workspace.root) else str(path)
 
 
 def _mending_command(rendered: list[Rendered]) -> str:
@@ -75,7 +72,7 @@ def _check(rendered: list[Rendered], spec_files: list[SpecFile] | None, workspac
         force = " --force" if hand_edited(drifted, workspace) else ""  # without it, edits would be kept
         print(f"{found}; run `{_mending_command(drifted)}{force}`", file=sys.stderr)
     for path in left_over:
-        name = _relative(path, workspace)
+        name = workspace.shown(path)
         print(f"{name}: no spec renders to it; run `rm {name}` or give it a spec", file=sys.stderr)
     if drifted or left_over:
         raise typer.Exit(1)
@@ -88,7 +85,7 @@ def _write(rendered: list[Rendered], spec_files: list[SpecFile] | None, workspac
 
     edited = [] if force else hand_edited(rendered, workspace)
     if edited:
-        names = "\n".join(f"{_relative(path, workspace)}: has uncommitted edits" for path in edited)
+        names = "\n".join(f"{workspace.shown(path)}: has uncommitted edits" for path in edited)
         raise UserError(
             f"{names}\nnothing was written; commit or `git checkout` them, move the edits into the templates, "
             "or overwrite them with --force"
@@ -96,13 +93,13 @@ def _write(rendered: list[Rendered], spec_files: list[SpecFile] | None, workspac
     for item in rendered:
         if item.change != "unchanged":
             write(item)
-            print(f"{item.change:9} {_relative(item.path, workspace)}  ({item.text.count(chr(10))} lines)")
+            print(f"{item.change:9} {workspace.shown(item.path)}  ({item.text.count(chr(10))} lines)")
     remember(rendered, workspace)
     unchanged = sum(item.change == "unchanged" for item in rendered)
     if unchanged:
         print(f"unchanged {unchanged} of {len(rendered)} modules")
     for path in orphans(spec_files, workspace) if spec_files is not None else []:
         print(
-            f"orphan    {_relative(path, workspace)}: no spec renders to it; remove it or give it a spec",
+            f"orphan    {workspace.shown(path)}: no spec renders to it; remove it or give it a spec",
             file=sys.stderr,
         )

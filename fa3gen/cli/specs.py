@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from pathlib import Path
 
     from fa3gen.spec import Spec
     from fa3gen.specfile import SpecFile
@@ -48,13 +47,13 @@ def new_spec(
     workspace = Workspace.find()
     target = workspace.specs_dir / f"{name}.yaml"
     if target.exists():
-        raise UserError(f"{_shown(target, workspace)} exists already; choose another name or edit that file")
+        raise UserError(f"{workspace.shown(target)} exists already; choose another name or edit that file")
     spec_file = _base_file(base, workspace)
     _refuse_taken_names(name, spec_file, workspace)
     target.parent.mkdir(parents=True, exist_ok=True)
     with target.open("x", encoding="utf-8") as stream:
         stream.write(derived_text(spec_file, _reference(spec_file, workspace)))
-    typer.echo(f"wrote {_shown(target, workspace)}\nnext: edit it, then run `fa3gen render {name}`")
+    typer.echo(f"wrote {workspace.shown(target)}\nnext: edit it, then run `fa3gen render {name}`")
 
 
 def print_schema() -> None:
@@ -205,7 +204,3 @@ def _refuse_taken_names(name: str, base: SpecFile, workspace: Workspace) -> None
     clash = next((stem for stem in wanted if stem in taken), None)
     if clash is not None:
         raise UserError(f"the name '{clash}' is taken by {taken[clash].path}; choose another name than '{name}'")
-
-
-def _shown(path: Path, workspace: Workspace) -> Path:
-    return path.relative_to(workspace.root) if path.is_relative_to(workspace.root) else path
