@@ -1,8 +1,9 @@
 """Compiles one generated module in a process of its own. Run by `fa3gen.compiler`, by file name and not as a package.
 
-Usage: compile_worker.py MODULE.py OUT_DIR. Writes into OUT_DIR `kernel.ptx`, `kernel.cubin`, `host.mlir` and
-`result.json`: {"error": null or {"type", "message", "missing"}, "compile_seconds", "peak_bytes", "dsl"}. The
-environment must already hold the DSL's settings; ptxas's remarks go to standard error.
+Usage: compile_worker.py MODULE.py OUT_DIR [OPTIONS]. Writes into OUT_DIR `kernel.ptx`, `kernel.cubin`, `host.mlir` and
+`result.json`: {"error": null or {"type", "message", "missing"}, "compile_seconds", "peak_bytes", "dsl"}. OPTIONS, one
+argument, go to the module's compile_for_sm90a, which has its own default. The environment must already hold the DSL's
+settings; ptxas's remarks go to standard error.
 """
 
 from __future__ import annotations
@@ -42,11 +43,11 @@ def import_module(path: Path) -> Any:
     return module
 
 
-def compile_to(module_path: Path, out: Path) -> float:
+def compile_to(module_path: Path, out: Path, options: str | None = None) -> float:
     """Compile the module's kernels into `out`; returns the seconds it took after the imports."""
     module = import_module(module_path)
     started = time.perf_counter()
-    compiled = module.compile_for_sm90a()
+    compiled = module.compile_for_sm90a() if options is None else module.compile_for_sm90a(options=options)
     seconds = time.perf_counter() - started
     if not getattr(compiled, "__ptx__", None) or not getattr(compiled, "__cubin__", None):
         raise RuntimeError(
@@ -76,11 +77,12 @@ def describe(error: BaseException, module_path: Path) -> dict[str, str]:
 def main() -> int:
     """Compile sys.argv[1] into sys.argv[2]; exit status 1 when that failed, with the reason in result.json."""
     module_path, out = Path(sys.argv[1]), Path(sys.argv[2])
+    options = sys.argv[3] if len(sys.argv) > 3 else None
     sys.argv = sys.argv[:1]  # the DSL parses sys.argv when it is imported
     gc.disable()  # tracing makes millions of objects that all live to the end: collecting costs time and frees nothing
     result: dict[str, Any] = {"error": None, "compile_seconds": None}
     try:
-        result["compile_seconds"] = compile_to(module_path, out)
+        result["compile_seconds"] = compile_to(module_path, out, options)
         result["dsl"] = importlib.metadata.version("nvidia-cutlass-dsl")
     except (Exception, SystemExit) as error:
         result["error"] = describe(error, module_path)

@@ -25,6 +25,7 @@ from fa3gen.errors import UserError
 
 ARCH = "sm_90a"
 TIMEOUT_S = 300.0
+LINE_INFO_OPTIONS = "--enable-tvm-ffi --generate-line-info"
 
 _WORKER = Path(__file__).with_name("compile_worker.py")
 _KEPT_DSL_SETTINGS = ("CUTE_DSL_LIBS",)  # where the runtime library lies; every other setting could change the code
@@ -98,10 +99,11 @@ def analyse(compiled: Compiled) -> Analysis:
     return Analysis(compiled=compiled, sass=sass, census=census)
 
 
-def compile_module(path: Path, timeout_s: float = TIMEOUT_S) -> Compiled:
+def compile_module(path: Path, timeout_s: float = TIMEOUT_S, line_info: bool = False) -> Compiled:
     """Compile the generated module at `path` for sm_90a; needs no GPU and no driver.
 
-    Raises UserError when the file is not there, CompileError when it does not compile within `timeout_s` seconds.
+    With `line_info` the PTX names the module's source lines (`.file` and `.loc`); it is the same otherwise. Raises
+    UserError when the file is not there, CompileError when it does not compile within `timeout_s` seconds.
     """
     path = path.resolve()
     if not path.is_file():
@@ -109,7 +111,7 @@ def compile_module(path: Path, timeout_s: float = TIMEOUT_S) -> Compiled:
     with tempfile.TemporaryDirectory(prefix="fa3gen-compile-") as scratch:
         out = Path(scratch)
         started = time.perf_counter()
-        status, stderr = _run_worker(path, out, timeout_s)
+        status, stderr = _run_worker(path, out, timeout_s, LINE_INFO_OPTIONS if line_info else None)
         seconds = time.perf_counter() - started
         result = _read_result(path, out, status, stderr)
         return Compiled(
@@ -204,10 +206,10 @@ def wants_ptxas_log(source: str) -> bool:
     return "warpgroup.commit_group" in source or "setmaxregister" in source
 
 
-def _run_worker(path: Path, out: Path, timeout_s: float) -> tuple[int, str]:
-    """Exit status and standard error of the worker."""
+def _run_worker(path: Path, out: Path, timeout_s: float, options: str | None) -> tuple[int, str]:
+    """Exit status and standard error of the worker; `options` replace those that the module would choose."""
     # -P keeps the worker's own directory, this package, off sys.path: fa3gen/inputs.py is no top-level module.
-    command = [sys.executable, "-P", str(_WORKER), str(path), str(out)]
+    command = [sys.executable, "-P", str(_WORKER), str(path), str(out), *([] if options is None else [options])]
     try:
         done = subprocess.run(
             command,

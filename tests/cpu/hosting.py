@@ -1,0 +1,69 @@
+"""What the tests of the host side share: compiled modules, and launches with the bytes of their parameters."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+
+import torch
+from rendering import CHECKOUT
+
+from fa3gen.compile_cache import cached_compile
+from fa3gen.compiler import Compiled
+from fa3gen.cpu.host import HostProgram, Launch
+
+# Bytes of a kernel parameter by the type of its `.param` line.
+SCALAR_BYTES = {"b8": 1, "u8": 1, "b16": 2, "b32": 4, "u32": 4, "f32": 4, "b64": 8, "u64": 8, "f64": 8}
+
+
+@cache
+def compiled(stem: str) -> Compiled:
+    """A committed module, compiled as the executor compiles it."""
+    return cached_compile(CHECKOUT.module_path(stem), line_info=True)
+
+
+@cache
+def program(stem: str) -> "RecordedProgram":
+    """The host code of a committed module; the tests of a process share it."""
+    return RecordedProgram(compiled(stem))
+
+
+def parameter_sizes(ptx: str) -> list[int]:
+    """Bytes of each parameter of the only kernel in a PTX text."""
+    declarations = re.findall(r"\.param (?:\.align \d+ )?\.(\w+) \w+_param_(\d+)(?:\[(\d+)\])?", ptx)
+    assert [int(index) for _, index, _ in declarations] == list(range(len(declarations)))
+    return [int(count or 1) * SCALAR_BYTES[kind] for kind, _, count in declarations]
+
+
+@dataclass
+class RecordedProgram:
+    """A host program whose launches are kept, each with the bytes of its parameters."""
+
+    module: Compiled
+    launches: list[tuple[Launch, list[bytes]]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.sizes = parameter_sizes(self.module.ptx)
+        self.host = HostProgram(self.module.host_module, self._record)
+
+    def _record(self, launch: Launch) -> None:
+        pointers = (ctypes.c_void_p * len(self.sizes)).from_address(launch.arguments)
+        parameters = [ctypes.string_at(at, size) for at, size in zip(pointers, self.sizes, strict=True) if at]
+        self.launches.append((launch, parameters))
+
+    def launch(self, *arguments: torch.Tensor | float) -> tuple[Launch, list[bytes]]:
+        """The one launch of a call."""
+        before = len(self.launches)
+        self.host(*arguments)
+        assert len(self.launches) == before + 1
+        return self.launches[-1]
+
+
+def path_of(folder: Path, name: str, source: str) -> Path:
+    """A module written for one test."""
+    path = folder / f"{name}.py"
+    path.write_text(source, encoding="utf-8")
+    return path
