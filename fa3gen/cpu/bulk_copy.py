@@ -1,0 +1,285 @@
+"""TMA: bulk tensor copies between global and shared memory (PTX ISA, "cp.async.bulk.tensor", "Tensor" chapter).
+
+A load lands as late as it may, when somebody waits for its mbarrier and nobody else can run. A store reads shared
+memory and writes global memory when its bulk group is waited for.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fa3gen.cpu.barriers import Mbarrier
+from fa3gen.cpu.findings import Hazard, Kind, OutsideModel
+from fa3gen.cpu.global_memory import GlobalMemory
+from fa3gen.cpu.shared_memory import BASE
+from fa3gen.cpu.tensor_map import TensorMap
+from fa3gen.cpu.wgmma import swizzled
+
+SHARED_ALIGNMENT = 128  # bytes, of the box in shared memory
+_SWIZZLE_BITS = {0: 0, 32: 1, 64: 2, 128: 3}
+
+
+@dataclass(frozen=True, eq=False)
+class Load:
+    """A box on its way to shared memory: `size` bytes that its mbarrier will count."""
+
+    tensor_map: TensorMap
+    chunks: NDArray[np.intp]
+    coordinates: tuple[int, ...]
+    barrier: Mbarrier
+    size: int
+    number: int
+
+
+@dataclass(frozen=True, eq=False)
+class Store:
+    """A box on its way to global memory; `lane` issued it."""
+
+    tensor_map: TensorMap
+    chunks: NDArray[np.intp]
+    coordinates: tuple[int, ...]
+    lane: int
+
+
+@dataclass
+class Stores:
+    """Bulk stores of one warp: those not committed yet, and the committed groups in order."""
+
+    open: list[Store] = field(default_factory=list)
+    groups: list[list[Store]] = field(default_factory=list)
+    completed: int = 0
+
+    @property
+    def open_epoch(self) -> int:
+        """The epoch of stores issued now."""
+        return self.completed + len(self.groups) + 1
+
+
+class BulkCopyUnit:
+    """The bulk tensor copies of a CTA."""
+
+    def __init__(self, cta: Any) -> None:
+        """Nothing in flight."""
+        self.cta = cta
+        self.loads: list[Load] = []
+        self.stores = [Stores() for _ in range(cta.clocks.warps)]
+        self._issued = 0
+
+    # ------------------------------------------------------------------ loads
+
+    def load(
+        self, group: Any, destination: Any, tensor_map: Any, coordinates: Sequence[Any], barrier: Any, mask: Any
+    ) -> None:
+        """`cp.async.bulk.tensor.*.shared.global.tile.mbarrier::complete_tx::bytes`: one load for each active lane."""
+        for lane in (group.all_lanes if mask is None else np.flatnonzero(mask)).tolist():
+            warps = group.warp_of_lane[lane : lane + 1]
+            box = self.cta.tensor_map(_of_lane(tensor_map, lane))
+            place = tuple(_of_lane(coordinate, lane) for coordinate in coordinates)
+            self._load(group, box, _of_lane(destination, lane), place, _of_lane(barrier, lane), warps)
+
+    def _load(
+        self,
+        group: Any,
+        tensor_map: TensorMap,
+        destination: int,
+        coordinates: tuple[int, ...],
+        barrier_address: int,
+        warps: NDArray[np.intp],
+    ) -> None:
+        memory = self.cta.shared
+        chunks = box_chunks(tensor_map, destination)
+        memory.check_chunks(chunks, "a TMA load")
+        barrier = self.cta.mbarriers.for_load(barrier_address, warps)
+        size = len(chunks) * 16
+        memory.async_write(memory.chunk_granules(chunks), warps, barrier.column, barrier.phase + 1, "a TMA load")
+        barrier.in_flight += size
+        load = Load(tensor_map, chunks, coordinates, barrier, size, self._issued)
+        self._issued += 1
+        self.cta.note(
+            "load issued", group, number=load.number, barrier=barrier_address - BASE, size=size, coordinates=coordinates
+        )
+        self.loads.append(load)
+        if self.cta.schedule.completion == "early":
+            self.land(load)
+
+    def land(self, load: Load) -> None:
+        """Let one load complete: write its bytes and count them at its mbarrier."""
+        self.loads.remove(load)
+        data = read_box(load.tensor_map, load.coordinates, self.cta.memory)
+        self.cta.shared.chunks[load.chunks] = data.reshape(-1).view(np.complex128)
+        self.cta.progress += 1
+        self.cta.note("load landed", None, number=load.number, barrier=load.barrier.address - BASE, size=load.size)
+        self.cta.mbarriers.complete(load.barrier, load.size)
+
+    def check_loads_end(self) -> None:
+        """Raise a Hazard when the CTA ends with loads that nobody has waited for."""
+        if self.loads:
+            raise Hazard(
+                Kind.UNFINISHED,
+                f"the CTA ends with {len(self.loads)} TMA loads in flight, the first for {self.loads[0].barrier}",
+            )
+
+    # ------------------------------------------------------------------ stores
+
+    def store(self, group: Any, tensor_map: Any, coordinates: Sequence[Any], source: Any, mask: Any) -> None:
+        """`cp.async.bulk.tensor.*.global.shared::cta.tile.bulk_group`.
+
+        Lanes of a warp that name the same box store it once: ptxas makes one warp-level UTMASTG of the instruction.
+        """
+        seen = set()
+        for lane in (group.all_lanes if mask is None else np.flatnonzero(mask)).tolist():
+            warp = int(group.warp_of_lane[lane])
+            place = tuple(_of_lane(coordinate, lane) for coordinate in coordinates)
+            request = (warp, _of_lane(tensor_map, lane), place, _of_lane(source, lane))
+            if request not in seen:
+                seen.add(request)
+                self._store(group, warp, lane % 32, self.cta.tensor_map(request[1]), place, request[3])
+
+    def _store(
+        self, group: Any, warp: int, lane: int, tensor_map: TensorMap, coordinates: tuple[int, ...], source: int
+    ) -> None:
+        memory, clocks = self.cta.shared, self.cta.clocks
+        chunks = box_chunks(tensor_map, source)
+        memory.check_chunks(chunks, "a TMA store")
+        stores = self.stores[warp]
+        memory.async_read(
+            memory.chunk_granules(chunks), np.array([warp]), clocks.bulk + warp, stores.open_epoch, "a TMA store"
+        )
+        stores.open.append(Store(tensor_map, chunks, coordinates, lane))
+        self.cta.note("store issued", group, size=len(chunks) * 16, coordinates=coordinates)
+
+    def commit(self, group: Any, mask: Any) -> None:
+        """`cp.async.bulk.commit_group`."""
+        for warp, _ in self._executing(group, mask):
+            stores = self.stores[warp]
+            stores.groups.append(stores.open)
+            stores.open = []
+
+    def wait(self, group: Any, pending: int, mask: Any) -> None:
+        """`cp.async.bulk.wait_group{.read}`: the thread's own groups; a wait by other lanes waits for nothing."""
+        for warp, lanes in self._executing(group, mask):
+            stores = self.stores[warp]
+            while len(stores.groups) > pending:
+                if any(store.lane not in lanes for store in stores.groups[0]):
+                    break
+                for store in stores.groups.pop(0):
+                    self._perform(store)
+                stores.completed += 1
+            self.cta.clocks.learn(np.array([warp]), self.cta.clocks.bulk + warp, stores.completed)
+        self.cta.note("store awaited", group)
+
+    def check_stores_end(self, warps: list[int]) -> None:
+        """Raise a Hazard when a warp ends with stores that it has not waited for."""
+        for warp in warps:
+            if self.stores[warp].open or any(self.stores[warp].groups):
+                raise Hazard(
+                    Kind.UNFINISHED,
+                    f"warp {warp} ends with TMA stores that it has not waited for: they read shared memory that the "
+                    "next CTA may use",
+                )
+
+    def _executing(self, group: Any, mask: Any) -> list[tuple[int, set[int]]]:
+        """(warp, its active lanes)."""
+        active = np.ones(group.lanes, bool) if mask is None else mask
+        rows = active.reshape(-1, 32)
+        return [
+            (warp, set(np.flatnonzero(rows[position]).tolist()))
+            for position, warp in enumerate(group.warps.tolist())
+            if rows[position].any()
+        ]
+
+    def _perform(self, store: Store) -> None:
+        data = self.cta.shared.chunks[store.chunks].view(np.uint8)
+        write_box(store.tensor_map, store.coordinates, self.cta.memory, data)
+
+
+def _of_lane(value: Any, lane: int) -> int:
+    return int(value) if getattr(value, "ndim", 0) == 0 else int(value[lane])
+
+
+# ---------------------------------------------------------------------- boxes
+
+
+@functools.lru_cache(maxsize=1024)
+def _box_layout(box: tuple[int, ...], element_bytes: int, swizzle: int, start: int) -> NDArray[np.intp]:
+    size = int(np.prod(box)) * element_bytes
+    addresses = start + np.arange(size // 16, dtype=np.int64) * 16
+    return (swizzled(addresses, _SWIZZLE_BITS[swizzle]) >> 4).astype(np.intp)
+
+
+def box_chunks(tensor_map: TensorMap, start: int) -> NDArray[np.intp]:
+    """Numbers of the 16-byte chunks of shared memory that hold a box, in the box's own order (dimension 0 fastest)."""
+    inner = tensor_map.box[0] * tensor_map.element_bytes
+    if tensor_map.swizzle and inner != tensor_map.swizzle:
+        raise OutsideModel(
+            f"a TMA box with rows of {inner} bytes and a swizzle of {tensor_map.swizzle} bytes: the model has only "
+            "rows as wide as the swizzle"
+        )
+    if tensor_map.interleave or any(stride != 1 for stride in tensor_map.element_strides):
+        raise OutsideModel("a tensor map with interleave or element strides other than 1")
+    if start % SHARED_ALIGNMENT:
+        raise Hazard(
+            Kind.MISALIGNED, f"a TMA box at shared byte {start - BASE}; it needs a multiple of {SHARED_ALIGNMENT}"
+        )
+    return _box_layout(tensor_map.box, tensor_map.element_bytes, tensor_map.swizzle, start)
+
+
+def _visible(tensor_map: TensorMap, coordinates: tuple[int, ...]) -> tuple[list[int], list[int], list[int]]:
+    """Per dimension: first element inside the tensor, how many of the box are inside, how many lie before it."""
+    first, count, skip = [], [], []
+    for coordinate, box, extent in zip(coordinates, tensor_map.box, tensor_map.dims, strict=True):
+        before = max(0, -coordinate)
+        end = min(box, extent - coordinate)
+        first.append(coordinate + before)
+        count.append(max(0, end - before))
+        skip.append(before)
+    return first, count, skip
+
+
+def _view(tensor_map: TensorMap, memory: GlobalMemory, first: list[int], count: list[int]) -> NDArray[np.uint8]:
+    """The visible part of a box in global memory, bytes, dimensions slowest first."""
+    strides = tensor_map.strides
+    start = tensor_map.address + sum(index * stride for index, stride in zip(first, strides, strict=True))
+    extent = sum((number - 1) * stride for number, stride in zip(count, strides, strict=True))
+    allocation = memory.find(start, start + extent + tensor_map.element_bytes)
+    return np.lib.stride_tricks.as_strided(
+        allocation.bytes[start - allocation.start :],
+        (*reversed(count[1:]), count[0] * tensor_map.element_bytes),
+        (*reversed(strides[1:]), 1),
+    )
+
+
+def read_box(tensor_map: TensorMap, coordinates: tuple[int, ...], memory: GlobalMemory) -> NDArray[np.uint8]:
+    """A box as bytes, dimensions slowest first; elements outside the tensor are zero."""
+    if len(coordinates) != len(tensor_map.box):
+        raise Hazard(Kind.TENSOR_MAP, f"{len(coordinates)} coordinates for a tensor map of rank {len(tensor_map.box)}")
+    if tensor_map.oob_fill != "zeros":
+        raise OutsideModel("a tensor map that fills with NaN outside the tensor")
+    element = tensor_map.element_bytes
+    data = np.zeros((*reversed(tensor_map.box[1:]), tensor_map.box[0] * element), np.uint8)
+    first, count, skip = _visible(tensor_map, coordinates)
+    if all(count):
+        data[_inside(count, skip, element)] = _view(tensor_map, memory, first, count)
+    return data
+
+
+def write_box(
+    tensor_map: TensorMap, coordinates: tuple[int, ...], memory: GlobalMemory, data: NDArray[np.uint8]
+) -> None:
+    """Write the part of a box that lies inside the tensor."""
+    element = tensor_map.element_bytes
+    first, count, skip = _visible(tensor_map, coordinates)
+    if all(count):
+        box = data.reshape(*reversed(tensor_map.box[1:]), tensor_map.box[0] * element)
+        _view(tensor_map, memory, first, count)[...] = box[_inside(count, skip, element)]
+
+
+def _inside(count: list[int], skip: list[int], element: int) -> tuple[slice, ...]:
+    outer = [slice(before, before + number) for before, number in zip(skip[1:], count[1:], strict=True)]
+    return (*reversed(outer), slice(skip[0] * element, (skip[0] + count[0]) * element))

@@ -1,0 +1,111 @@
+"""A compiled module as a function of CPU tensors: the host code sets up each launch, the model of sm_90a runs it."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import threadpoolctl
+import torch
+
+from fa3gen.compiler import Compiled
+from fa3gen.cpu import ptx
+from fa3gen.cpu.global_memory import GlobalMemory
+from fa3gen.cpu.host import HostProgram, Launch
+from fa3gen.cpu.launch import Execution, Index
+from fa3gen.cpu.schedule import FAST, Schedule
+from fa3gen.cpu.trace import Trace
+from fa3gen.cpu.translate import Program
+
+Source = tuple[str, int]
+
+
+@dataclass
+class Settings:
+    """How launches run. `ctas` limits them to some CTAs (None: all), `trace` collects events when given."""
+
+    schedule: Schedule = FAST
+    trace: Trace | None = None
+    ctas: list[Index] | None = None
+
+
+@dataclass
+class CpuKernel:
+    """The kernels of one compiled module and its host code.
+
+    Call it like what `cute.compile` returned: tensors on the CPU, in the order of the module's `launch`, without the
+    stream. `settings` may be changed between calls. `instructions` counts the PTX instructions of the last call, once
+    per warp. `locate` finds (file, line) of a kernel's instruction where the PTX has no line information.
+    """
+
+    compiled: Compiled
+    settings: Settings = field(default_factory=Settings)
+    locate: Callable[[str, int], Source | None] = lambda kernel, instruction: None
+    instructions: int = 0
+
+    def __post_init__(self) -> None:
+        """Parse the PTX and compile the host code. Raises PtxError, UserError."""
+        self.kernels = ptx.parse(self.compiled.ptx)
+        self._programs: dict[tuple[str, bool], Program] = {}
+        self._host = HostProgram(self.compiled.host_module, self._launch)
+        self._tensors: tuple[torch.Tensor, ...] = ()
+
+    def __call__(self, *arguments: torch.Tensor | float) -> None:
+        """Run on CPU tensors. Raises Hazard for the first fault, OutsideModel for what the model lacks."""
+        self._tensors = tuple(argument for argument in arguments if isinstance(argument, torch.Tensor))
+        self.instructions = 0
+        try:
+            # The products are small: threads would cost more than they save.
+            with _thread_pools().limit(limits=1):
+                self._host(*arguments)
+        finally:
+            self._tensors = ()
+
+    def program(self, kernel: str, *, preemptive: bool) -> Program:
+        """A kernel made ready to run; kept for the next call."""
+        key = (kernel, preemptive)
+        if key not in self._programs:
+            self._programs[key] = Program(self.kernels[kernel], preemptive=preemptive)
+        return self._programs[key]
+
+    def _launch(self, launch: Launch) -> None:
+        program = self.program(launch.kernel, preemptive=self.settings.schedule.granularity == "warp")
+        parameters = program.kernel.parameters
+        pointers = (ctypes.c_void_p * len(parameters)).from_address(launch.arguments)
+        memory = GlobalMemory()
+        for position, tensor in enumerate(self._tensors):
+            memory.add(f"tensor argument {position}", tensor.data_ptr(), _extent(tensor))
+        execution = Execution(
+            program,
+            grid=launch.grid,
+            block=launch.block,
+            dynamic_shared_bytes=launch.dynamic_shared_bytes,
+            parameters=[
+                ctypes.string_at(pointer or 0, parameter.size)
+                for pointer, parameter in zip(pointers, parameters, strict=True)
+            ],
+            memory=memory,
+            schedule=self.settings.schedule,
+            trace=self.settings.trace,
+            locate=functools.partial(self.locate, launch.kernel),
+        )
+        try:
+            execution.run(self.settings.ctas)
+        finally:
+            self.instructions += execution.instructions
+
+
+@functools.cache
+def _thread_pools() -> threadpoolctl.ThreadpoolController:
+    """The thread pools of NumPy's linear algebra, looked for once."""
+    return threadpoolctl.ThreadpoolController()
+
+
+def _extent(tensor: torch.Tensor) -> int:
+    """Bytes from a tensor's first element to the end of its last."""
+    if tensor.numel() == 0:
+        return 0
+    last = sum((extent - 1) * stride for extent, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.element_size()

@@ -1,0 +1,108 @@
+"""One launch: all CTAs of a grid, one after the other, on the tensors that the host code was given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from fa3gen.cpu.cta import Cta
+from fa3gen.cpu.findings import Hazard, Kind
+from fa3gen.cpu.global_memory import GlobalMemory
+from fa3gen.cpu.schedule import FAST, Schedule
+from fa3gen.cpu.shared_memory import BASE
+from fa3gen.cpu.tensor_map import TENSOR_MAP_BYTES, TensorMap, decode
+from fa3gen.cpu.trace import Trace
+from fa3gen.cpu.translate import Program
+from fa3gen.cpu.types import Type
+
+PARAMETER_WINDOW = 1 << 60  # generic addresses of kernel parameters begin here
+
+Index = tuple[int, int, int]
+
+
+class Execution:
+    """What the CTAs of one launch share.
+
+    `parameters` are the bytes of each kernel parameter, in order; `dynamic_shared_bytes` as in the launch;
+    `registers_per_thread` at launch matter for setmaxnreg only. `locate` gives (file, line) of an instruction where
+    the PTX itself has no line information.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        *,
+        grid: Index,
+        block: Index,
+        dynamic_shared_bytes: int,
+        parameters: Sequence[bytes],
+        memory: GlobalMemory,
+        schedule: Schedule = FAST,
+        trace: Trace | None = None,
+        registers_per_thread: int | None = None,
+        locate: Callable[[int], tuple[str, int] | None] = lambda instruction: None,
+    ) -> None:
+        """Lay out parameters and shared variables; nothing runs yet."""
+        self.program = program
+        self.grid, self.block = grid, block
+        self.memory, self.schedule, self.trace = memory, schedule, trace
+        self.registers_per_thread = registers_per_thread
+        self.locate = locate
+        self.instructions = 0  # PTX instructions executed, counted per warp
+        self.symbols: dict[str, int] = dict(program.kernel.local)
+        self._parameters: dict[str, bytes] = {}
+        self._values: dict[tuple[str, int, Type], Any] = {}
+        self._tensor_maps: dict[int, TensorMap] = {}
+        self._windows: list[tuple[int, bytes]] = []
+        offset = 0
+        for parameter, data in zip(program.kernel.parameters, parameters, strict=True):
+            offset = -(-offset // parameter.align) * parameter.align
+            self.symbols[parameter.name] = PARAMETER_WINDOW + offset
+            self._parameters[parameter.name] = data
+            self._windows.append((PARAMETER_WINDOW + offset, data))
+            offset += parameter.size
+        self.shared_bytes = self._place_shared(dynamic_shared_bytes)
+
+    def _place_shared(self, dynamic: int) -> int:
+        """Static variables first, the dynamic one after them. Returns bytes of shared memory."""
+        place = BASE
+        for variable in sorted(self.program.kernel.shared, key=lambda variable: variable.dynamic):
+            place = -(-place // variable.align) * variable.align
+            self.symbols[variable.name] = place
+            place += dynamic if variable.dynamic else variable.size
+        return place - BASE
+
+    def run(self, ctas: Sequence[Index] | None = None) -> None:
+        """Run all CTAs, or some of them, in the order of their index. Raises a Hazard for the first fault."""
+        width, height, depth = self.grid
+        every = ((x, y, z) for z in range(depth) for y in range(height) for x in range(width))
+        for index in ctas if ctas is not None else every:
+            Cta(self, index).run()
+
+    def parameter(self, name: str, offset: int, type_: Type) -> Any:
+        """An element of a parameter."""
+        key = (name, offset, type_)
+        if key not in self._values:
+            data = self._parameters[name]
+            size = np.dtype(type_).itemsize
+            if offset < 0 or offset + size > len(data):
+                raise Hazard(Kind.OUT_OF_BOUNDS, f"parameter bytes {offset} to {offset + size} of {len(data)} are read")
+            self._values[key] = np.frombuffer(data, np.uint8)[offset : offset + size].copy().view(type_)[0]
+        return self._values[key]
+
+    def tensor_map(self, address: int) -> TensorMap:
+        """The tensor map at a generic address, which has to be one that the driver would have made."""
+        found = self._tensor_maps.get(address)
+        if found is not None:
+            return found
+        for start, data in self._windows:
+            if start <= address and address + TENSOR_MAP_BYTES <= start + len(data):
+                decoded = decode(data[address - start : address - start + TENSOR_MAP_BYTES])
+                violations = decoded.violations()
+                if violations:
+                    raise Hazard(Kind.TENSOR_MAP, "; ".join(violations))
+                self._tensor_maps[address] = decoded
+                return decoded
+        raise Hazard(Kind.TENSOR_MAP, f"there is no tensor map at {address:#x}")

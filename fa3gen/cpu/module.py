@@ -1,0 +1,89 @@
+"""A generated module whose `attention` takes CPU tensors: its own Python and host code, its own PTX, a modelled sm_90a.
+
+The file stays as it is. Two of its functions are replaced in a module object of its own: `check_device`, which asks
+for a Hopper GPU, and `compile_for_sm90a`, whose result launches on one.
+"""
+
+from __future__ import annotations
+
+from functools import cache, cached_property
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from fa3gen.compile_cache import cached_compile
+from fa3gen.cpu import ptx
+from fa3gen.cpu.dsl import require_supported_dsl
+from fa3gen.cpu.kernel import CpuKernel, Settings, Source
+from fa3gen.errors import UserError
+from fa3gen.loading import load_file
+from fa3gen.workspace import Workspace
+
+
+class NotOnCpu(UserError, ValueError):
+    """A tensor that lies elsewhere was given to a module that was loaded with on="cpu"."""
+
+
+class CpuModel:
+    """What a module loaded with on="cpu" runs on; the module has it as `cpu`.
+
+    `settings` (schedule, trace, some CTAs only) may be changed or replaced between calls of `attention`.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Nothing is compiled yet."""
+        self.path = path
+        self.settings = Settings()
+
+    @cached_property
+    def kernel(self) -> CpuKernel:
+        """The compiled module, made when it is first needed: from the compile cache, or in seconds.
+
+        Raises CompileError where the module does not compile, OutsideModel for an instruction that the model lacks.
+        """
+        return CpuKernel(cached_compile(self.path), locate=self.locate)
+
+    def locate(self, kernel: str, instruction: int) -> Source | None:
+        """File and line of the instruction of this index, for reports; the file as people write it.
+
+        The module is compiled once more for it, with line information: the PTX has the same instructions.
+        """
+        instructions = self._with_lines[kernel].instructions
+        if instruction >= len(instructions) or (source := instructions[instruction].source) is None:
+            return None
+        file, line = Path(source[0]), source[1]
+        root = Workspace.find(self.path.parent).root
+        return str(file.relative_to(root)) if file.is_relative_to(root) else file.name, line
+
+    @cached_property
+    def _with_lines(self) -> dict[str, ptx.Kernel]:
+        return ptx.parse(cached_compile(self.path, line_info=True).ptx)
+
+
+def load_on_cpu(path: Path) -> ModuleType:
+    """Import a generated file, every time anew, as a module that runs on the CPU; its `cpu` is a CpuModel.
+
+    Raises UserError when nvidia-cutlass-dsl is missing or of a version that the model does not support.
+    """
+    require_supported_dsl()
+    module: Any = load_file(path, variety="cpu")
+    model = CpuModel(path.resolve())
+
+    def compile_for_sm90a(options: str = "--enable-tvm-ffi") -> CpuKernel:
+        """The kernel, run by the model."""
+        if options != "--enable-tvm-ffi":
+            raise UserError(f"options {options!r} have no meaning on the CPU model of sm_90a; leave them out")
+        model.kernel.settings = model.settings
+        return model.kernel
+
+    @cache
+    def check_device(name: str, device: Any) -> None:
+        """The model reads and writes the memory of this process."""
+        if device.type != "cpu":
+            raise NotOnCpu(
+                f"{name} is on {device}, and this module was loaded with on='cpu'; pass {name}.cpu(), or load the "
+                "module without `on` to run it on a GPU"
+            )
+
+    module.compile_for_sm90a, module.check_device, module.cpu = compile_for_sm90a, check_device, model
+    return module  # type: ignore[no-any-return]

@@ -1,0 +1,53 @@
+"""Schedules: which warps run when, and when asynchronous operations complete. All of them are legal on the hardware."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Granularity = Literal["warpgroup", "warp"]
+Order = Literal["in turn", "random", "first", "last"]
+Completion = Literal["late", "early", "random"]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """One way to run a CTA.
+
+    `granularity`: a warpgroup's warps move together, or each warp by itself and may be preempted wherever another
+    warp could notice. `order`: warps in turn, at random, or `favourite` first or last whenever there is a choice.
+    `completion` of loads and products: only when somebody waits and nobody can run, at once, or at random times.
+    """
+
+    granularity: Granularity = "warpgroup"
+    order: Order = "in turn"
+    completion: Completion = "late"
+    favourite: int = 0
+    seed: int = 0
+
+    def __str__(self) -> str:
+        """In words, for reports."""
+        order = f"warp {self.favourite} {self.order}" if self.order in ("first", "last") else self.order
+        seed = f", seed {self.seed}" if "random" in (self.order, self.completion) else ""
+        return f"by {self.granularity}, {order}, {self.completion} completion{seed}"
+
+
+FAST = Schedule()
+
+
+def schedules(count: int, warps: int, seed: int = 0) -> list[Schedule]:
+    """`count` different schedules for CTAs of `warps` warps, the fast one first, the most telling ones early."""
+    fixed = [
+        FAST,
+        Schedule("warp", "random", "late", seed=seed),
+        Schedule("warp", "first", "late", favourite=0),
+        Schedule("warp", "last", "early", favourite=0),
+        Schedule("warp", "random", "random", seed=seed + 1),
+        Schedule("warp", "in turn", "late"),
+        Schedule("warp", "first", "late", favourite=warps - 1),
+        Schedule("warp", "last", "late", favourite=warps - 1),
+        Schedule("warpgroup", "random", "random", seed=seed + 2),
+        Schedule("warp", "random", "early", seed=seed + 3),
+    ]
+    more = [Schedule("warp", "random", "late", seed=seed + 4 + number) for number in range(count - len(fixed))]
+    return (fixed + more)[:count]

@@ -1,0 +1,121 @@
+"""A kernel ready to run: each basic block of PTX as a Python function over lane vectors.
+
+A block's function takes the Group of warps that runs it, runs all its instructions for all lanes at once, and returns
+the number of the next block, or WAIT when its one blocking instruction cannot proceed yet.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from fa3gen.cpu import isa, lane_memory, lanes  # noqa: F401 - importing isa registers the forms
+from fa3gen.cpu.clocks import INIT, PROXY
+from fa3gen.cpu.emitter import Emitter
+from fa3gen.cpu.findings import Hazard, Kind
+from fa3gen.cpu.flow import blocks_of
+from fa3gen.cpu.ptx import Kernel, Vector, registers_in
+from fa3gen.cpu.types import NAMES, TYPES, UNSIGNED, Type, width
+from fa3gen.cpu.wgmma import InFlight
+
+WAIT = None  # what a block returns when it has to be tried again
+SPLIT = -2  # what a block returns when its group no longer exists
+
+BlockFunction = Callable[[Any], int | None]
+
+
+class Program:
+    """A kernel ready to run: its blocks, and functions for them made when they are first needed.
+
+    `preemptive` cuts blocks so finely that a schedule may switch warps wherever another warp could notice.
+    """
+
+    def __init__(self, kernel: Kernel, *, preemptive: bool = False) -> None:
+        """Cut the kernel into blocks. Raises OutsideModel for an instruction that the model lacks."""
+        self.kernel = kernel
+        self.blocks = blocks_of(kernel, preemptive=preemptive)
+        self.types = _register_types(kernel)
+        self.accumulators, self.fragments = _wgmma_registers(kernel)
+        self.granule = _granule(kernel)
+        self.lines: list[dict[int, int]] = []  # per function: line of its source -> instruction index
+        self._functions: dict[tuple[int, bool], BlockFunction] = {}
+
+    @property
+    def register_count(self) -> int:
+        """Number of virtual registers."""
+        return len(self.kernel.registers)
+
+    def function(self, block: int, masked: bool) -> BlockFunction:
+        """The function of a block; `masked` where only some lanes of the group are active."""
+        function = self._functions.get((block, masked))
+        if function is None:
+            function = self._functions[block, masked] = self._translate(block, masked)
+        return function
+
+    def _translate(self, block: int, masked: bool) -> BlockFunction:
+        source, constants, lines = Emitter(self, self.blocks[block], masked).translate()
+        names = {**_GLOBALS, **constants}
+        number = len(self.lines)
+        self.lines.append(lines)
+        exec(compile(source, f"<ptx block {number}>", "exec"), names)
+        function: BlockFunction = names["block"]
+        return function
+
+
+def _register_types(kernel: Kernel) -> list[Type]:
+    """The type in which each register is held: the one that its instructions name most often.
+
+    Any type of the right width would do; a frequent one saves views.
+    """
+    votes: dict[str, Counter[Type]] = {name: Counter() for name in kernel.registers}
+    for instruction in kernel.instructions:
+        named = TYPES.get(instruction.mnemonic.rpartition(".")[2])
+        if named is None or instruction.opcode in ("cvt", "wgmma"):
+            continue
+        for operand in instruction.operands:
+            for name in registers_in(operand):
+                if width(named) == width(TYPES[kernel.registers[name]]):
+                    votes[name][named] += 1
+    types = []
+    for name, declared in kernel.registers.items():
+        typed = [(count, NAMES[type_], type_) for type_, count in votes[name].items() if type_ not in UNSIGNED.values()]
+        types.append(max(typed)[2] if typed else TYPES[declared])
+    return types
+
+
+def _wgmma_registers(kernel: Kernel) -> tuple[frozenset[int], frozenset[int]]:
+    """Numbers of the registers that are accumulators, and of those that hold A fragments, of any wgmma."""
+    accumulators: set[int] = set()
+    fragments: set[int] = set()
+    for instruction in kernel.instructions:
+        if instruction.mnemonic.startswith("wgmma.mma_async"):
+            accumulators.update(kernel.numbers[name] for name in registers_in(instruction.operands[0]))
+            if isinstance(instruction.operands[1], Vector):
+                fragments.update(kernel.numbers[name] for name in registers_in(instruction.operands[1]))
+    return frozenset(accumulators), frozenset(fragments)
+
+
+def _granule(kernel: Kernel) -> int:
+    """Bytes of shared memory whose state is kept together: the narrowest access, so that two never share one."""
+    narrowest = 16
+    for instruction in kernel.instructions:
+        if instruction.opcode in ("ld", "st", "atom", "red") and ".param" not in instruction.mnemonic:
+            if ".global" in instruction.mnemonic or ".local" in instruction.mnemonic:
+                continue
+            vector = {".v2": 2, ".v4": 4, ".v8": 8}
+            count = next((n for text, n in vector.items() if text in instruction.mnemonic), 1)
+            element = TYPES[instruction.mnemonic.rpartition(".")[2]]
+            narrowest = min(narrowest, count * width(element) // 8)
+    return narrowest
+
+
+_GLOBALS: dict[str, Any] = {
+    **{name: type_ for type_, name in NAMES.items()},
+    **{name: value for name, value in vars(lanes).items() if not name.startswith("_")},
+    **{name: getattr(lane_memory, name) for name in ("load_matrices", "store_matrices", "atomic", "compare_and_swap")},
+    **{"np": np, "InFlight": InFlight, "TRUE": np.True_, "FALSE": np.False_, "WAIT": WAIT},
+    **{"Hazard": Hazard, "Kind": Kind, "PROXY": PROXY, "INIT": INIT},
+}
