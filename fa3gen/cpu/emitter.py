@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 SPECIAL_REGISTERS = {
     **{f"%{name}.{axis}": f"g.{name}_{axis}" for name in ("tid", "ntid", "ctaid", "nctaid") for axis in "xyz"},
-    **{"%laneid": "g.lane", "%warpid": "g.warp_of_lane", "%clusterid.x": "g.ctaid_x"},
+    **{"%laneid": "g.lane", "%warpid": "g.warp_of_lane.astype(U32)", "%clusterid.x": "g.ctaid_x"},
 }
 
 
