@@ -215,6 +215,7 @@ def attention_kernel(
         cute.arch.cp_async_commit_group()  # empty in the last KV_STAGES steps, so that the count above stays right
         stage = (stage + 1) % KV_STAGES
 
+    cute.arch.cp_async_wait_group(0)  # where no key is visible nobody has waited for Q: no copy may outlive the CTA
     store_lse(mLSE[None, head, batch], row_max, row_sum, scale_log2, m_start)
     store_output(gO, acc_O, row_sum, seq_q - m_start)
 
