@@ -360,7 +360,7 @@ def _kernel_census(
     spill_stores, spill_loads = log.spills.get(kernel.name, (None, None))
     return KernelCensus(
         name=kernel.name,
-        label=_label(kernel.name),
+        label=kernel_label(kernel.name),
         threads=kernel.threads,
         registers=usage.registers,
         stack=usage.stack,
@@ -435,7 +435,7 @@ def _ptxas_lines(text: str) -> list[str]:
     return lines
 
 
-def _label(name: str) -> str:
+def kernel_label(name: str) -> str:
     """A short name for people: the DSL's prefix and the mangled argument types are taken off."""
     plain = re.sub(r"^kernel_(?:cutlass_)?", "", name)
     return re.split(r"_(?:object_at_|tensor|FakeTensor|CopyAtom|TiledMMA|TiledCopy|\d+$)", plain)[0][:48] or name[:48]

@@ -25,6 +25,7 @@ COMMANDS = {
     "render": ("fa3gen.cli.render", "render"),
     "compile": ("fa3gen.cli.compile", "compile"),
     "verify": ("fa3gen.cli.verify", "verify"),
+    "trace": ("fa3gen.cli.trace", "trace"),
     "bench": ("fa3gen.cli.bench", "bench"),
     "doctor": ("fa3gen.cli.doctor", "doctor"),
 }

@@ -13,6 +13,7 @@ from fa3gen.cpu.findings import Hazard, Kind
 from fa3gen.cpu.shared_memory import BASE, SharedMemory
 
 NAMED_BARRIERS = 16  # PTX ISA, "bar": barriers 0 to 15
+MBARRIER_BYTES = 8
 MAX_COUNT = 2**20 - 1  # PTX ISA, "mbarrier object": range of arrivals and of the transaction count
 REGISTER_FILE = 65_536  # 32-bit registers of one SM
 
@@ -49,8 +50,9 @@ class NamedBarriers:
         barrier = self.barriers.setdefault(number, NamedBarrier())
         self._expect(barrier, number, None if threads is None else group.one(threads, mask, "thread count"))
         barrier.arrived += group.lanes
+        group.cta.note("barrier arrive", group, number=number, barrier=barrier, wait=wait)
         clock = self.clocks.release(group.warps)
-        barrier.gathered = clock if barrier.gathered is None else np.maximum(barrier.gathered, clock)
+        barrier.gathered = clock if barrier.gathered is None else _join(barrier.gathered, clock)
         group.cta.progress += 1
         if barrier.arrived > barrier.expected:
             raise Hazard(
@@ -92,7 +94,12 @@ class NamedBarriers:
         if barrier.arrived and barrier.arrived == barrier.expected:
             barrier.generation += 1
             barrier.arrived = 0
-            barrier.released, barrier.gathered = barrier.gathered, None
+            # Joined, not replaced: a slow warp of the last generation has yet to learn from it.
+            assert barrier.gathered is not None
+            barrier.released = (
+                barrier.gathered if barrier.released is None else _join(barrier.released, barrier.gathered)
+            )
+            barrier.gathered = None
 
     def _passed(self, group: Any) -> bool:
         number, generation = group.ticket
@@ -100,6 +107,7 @@ class NamedBarriers:
         if barrier.generation == generation:
             return False
         assert barrier.released is not None
+        group.cta.note("barrier passed", group, number=number, generation=generation)
         self.clocks.acquire(group.warps, barrier.released)
         group.ticket = group.waits_for = None
         return True
@@ -157,31 +165,39 @@ class Mbarriers:
             self.barriers[location] = Mbarrier(
                 location, expected, column, warp, int(self.clocks.epoch(warp)), pending=expected
             )
+            self.memory.guard(location, MBARRIER_BYTES, on=True)
 
     def invalidate(self, group: Any, address: Any, mask: Any) -> None:
         """`mbarrier.inval`."""
         for location, _, warps in self._targets(group, address, mask):
             self.at(location, warps)
             del self.barriers[location]
+            self.memory.guard(location, MBARRIER_BYTES, on=False)
 
     def arrive(self, group: Any, address: Any, count: Any, mask: Any) -> None:
         """`mbarrier.arrive` with release semantics: each active lane arrives `count` times."""
         for location, lanes, warps in self._targets(group, address, mask):
             barrier = self.at(location, warps)
-            self._arrive(group, barrier, self._total(group, count, lanes), warps, lanes)
+            arrivals = self._total(group, count, lanes)
+            group.cta.note("mbarrier arrive", group, barrier=barrier, warps=warps, arrivals=arrivals, size=0)
+            self._arrive(group, barrier, arrivals, warps, lanes)
 
     def arrive_expect(self, group: Any, address: Any, size: Any, mask: Any) -> None:
         """`mbarrier.arrive.expect_tx`: each active lane expects `size` bytes more, and arrives."""
         for location, lanes, warps in self._targets(group, address, mask):
             barrier = self.at(location, warps)
-            barrier.transactions += self._total(group, size, lanes)
+            expected = self._total(group, size, lanes)
+            barrier.transactions += expected
+            group.cta.note("mbarrier arrive", group, barrier=barrier, warps=warps, arrivals=len(lanes), size=expected)
             self._arrive(group, barrier, len(lanes), warps, lanes)
 
     def expect(self, group: Any, address: Any, size: Any, mask: Any) -> None:
         """`mbarrier.expect_tx`."""
         for location, lanes, warps in self._targets(group, address, mask):
             barrier = self.at(location, warps)
-            barrier.transactions += self._total(group, size, lanes)
+            expected = self._total(group, size, lanes)
+            barrier.transactions += expected
+            group.cta.note("mbarrier arrive", group, barrier=barrier, warps=warps, arrivals=0, size=expected)
             self._check_transactions(barrier)
 
     def complete(self, barrier: Mbarrier, size: int) -> None:
@@ -195,7 +211,7 @@ class Mbarriers:
         """`mbarrier.try_wait.parity`: whether the phase of that parity has completed; None while that is open.
 
         A thread may be suspended until the phase completes or a time limit passes, so the answer "not yet" is given
-        only when nothing else in the CTA can move (`group.answer_now`).
+        only when nothing else in the CTA can move (`group.answer_now`), or when the schedule lets the time limit pass.
         """
         targets = self._targets(group, address, mask)
         outcomes = []
@@ -205,13 +221,14 @@ class Mbarriers:
             ready = (barrier.phase & 1) != wanted
             outcomes.append((barrier, lanes, warps, ready))
         done = all(np.all(ready) for *_, ready in outcomes)
-        if not done and not group.answer_now:
+        if not done and not group.answer_now and not group.cta.time_limit_passes():
             barrier = next(barrier for barrier, _, _, ready in outcomes if not np.all(ready))
             group.waits_for = barrier
             return None
         group.waits_for = None
         group.answer_now = False
         for barrier, _, warps, ready in outcomes:
+            group.cta.note("mbarrier waited", group, barrier=barrier, warps=warps, ready=ready)
             if np.all(ready):
                 self._acquire(barrier, warps)
         if len(outcomes) == 1 and getattr(outcomes[0][3], "ndim", 0) == 0 and mask is None:
@@ -293,7 +310,7 @@ class Mbarriers:
     def _acquire(self, barrier: Mbarrier, warps: NDArray[np.intp]) -> None:
         if barrier.released is not None:
             self.clocks.acquire(warps, barrier.released)
-        self.clocks.end_epoch(warps)
+        # The lanes of a warp are no more ordered among each other than before: its epoch goes on.
         self.clocks.learn(warps, barrier.column, barrier.phase)
 
     def _targets(self, group: Any, address: Any, mask: Any) -> list[tuple[int, NDArray[np.intp], NDArray[np.intp]]]:
@@ -342,6 +359,7 @@ class RegisterPool:
     warps: int
     per_thread: int  # at launch
     held: dict[int, int] = field(default_factory=dict)  # warp -> registers per thread
+    changes: dict[int, list[str]] = field(default_factory=dict)  # warp -> what it has executed
 
     def change(self, group: Any, action: str, registers: int, mask: Any) -> bool:
         """Whether the group's warps now have `registers` each; False while the pool does not hold enough."""
@@ -363,9 +381,23 @@ class RegisterPool:
             )
             return False
         self.held = wanted
+        for warp in group.warps.tolist():
+            self.changes.setdefault(warp, []).append(f"{action} {registers}")
+        group.cta.note("setmaxnreg", group, action=action, registers=registers)
         group.waits_for = None
         group.cta.progress += 1
         return True
+
+    def check_end(self) -> None:
+        """Raise a Hazard unless the warps of each warpgroup have executed the same instructions."""
+        for warp in range(self.warps):
+            first = warp // 4 * 4
+            mine, theirs = self.changes.get(warp, []), self.changes.get(first, [])
+            if mine != theirs:
+                raise Hazard(
+                    Kind.WARPGROUP_DIVERGENCE,
+                    f"warp {first} has executed setmaxnreg {theirs} and warp {warp} of its warpgroup {mine}",
+                )
 
 
 def registers_at_launch(threads: int) -> int:

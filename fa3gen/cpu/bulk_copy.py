@@ -22,6 +22,7 @@ from fa3gen.cpu.tensor_map import TensorMap
 from fa3gen.cpu.wgmma import swizzled
 
 SHARED_ALIGNMENT = 128  # bytes, of the box in shared memory
+INNER_ALIGNMENT = 16  # bytes; an H200 stops with an illegal instruction at a box that begins elsewhere
 _SWIZZLE_BITS = {0: 0, 32: 1, 64: 2, 128: 3}
 
 
@@ -93,6 +94,7 @@ class BulkCopyUnit:
         warps: NDArray[np.intp],
     ) -> None:
         memory = self.cta.shared
+        _check_place(tensor_map, coordinates)
         chunks = box_chunks(tensor_map, destination)
         memory.check_chunks(chunks, "a TMA load")
         barrier = self.cta.mbarriers.for_load(barrier_address, warps)
@@ -101,9 +103,7 @@ class BulkCopyUnit:
         barrier.in_flight += size
         load = Load(tensor_map, chunks, coordinates, barrier, size, self._issued)
         self._issued += 1
-        self.cta.note(
-            "load issued", group, number=load.number, barrier=barrier_address - BASE, size=size, coordinates=coordinates
-        )
+        self.cta.note("load issued", group, load=load, warps=warps, destination=destination)
         self.loads.append(load)
         if self.cta.schedule.completion == "early":
             self.land(load)
@@ -114,7 +114,7 @@ class BulkCopyUnit:
         data = read_box(load.tensor_map, load.coordinates, self.cta.memory)
         self.cta.shared.chunks[load.chunks] = data.reshape(-1).view(np.complex128)
         self.cta.progress += 1
-        self.cta.note("load landed", None, number=load.number, barrier=load.barrier.address - BASE, size=load.size)
+        self.cta.note("load landed", None, load=load)
         self.cta.mbarriers.complete(load.barrier, load.size)
 
     def check_loads_end(self) -> None:
@@ -145,6 +145,13 @@ class BulkCopyUnit:
         self, group: Any, warp: int, lane: int, tensor_map: TensorMap, coordinates: tuple[int, ...], source: int
     ) -> None:
         memory, clocks = self.cta.shared, self.cta.clocks
+        _check_place(tensor_map, coordinates)
+        if min(coordinates) < 0:  # CUDA C++ Programming Guide, "Tensor Memory Access"
+            raise Hazard(
+                Kind.OUT_OF_BOUNDS,
+                f"a TMA store to a box at {coordinates}: a box may reach past the end of the tensor, and a load's may "
+                "begin before it, but a store's may not",
+            )
         chunks = box_chunks(tensor_map, source)
         memory.check_chunks(chunks, "a TMA store")
         stores = self.stores[warp]
@@ -152,7 +159,7 @@ class BulkCopyUnit:
             memory.chunk_granules(chunks), np.array([warp]), clocks.bulk + warp, stores.open_epoch, "a TMA store"
         )
         stores.open.append(Store(tensor_map, chunks, coordinates, lane))
-        self.cta.note("store issued", group, size=len(chunks) * 16, coordinates=coordinates)
+        self.cta.note("store issued", group, warp=warp, source=source, store=stores.open[-1], epoch=stores.open_epoch)
 
     def commit(self, group: Any, mask: Any) -> None:
         """`cp.async.bulk.commit_group`."""
@@ -172,7 +179,7 @@ class BulkCopyUnit:
                     self._perform(store)
                 stores.completed += 1
             self.cta.clocks.learn(np.array([warp]), self.cta.clocks.bulk + warp, stores.completed)
-        self.cta.note("store awaited", group)
+        self.cta.note("stores awaited", group, stores=self.stores)
 
     def check_stores_end(self, warps: list[int]) -> None:
         """Raise a Hazard when a warp ends with stores that it has not waited for."""
@@ -204,6 +211,18 @@ def _of_lane(value: Any, lane: int) -> int:
 
 
 # ---------------------------------------------------------------------- boxes
+
+
+def _check_place(tensor_map: TensorMap, coordinates: tuple[int, ...]) -> None:
+    if len(coordinates) != len(tensor_map.box):
+        raise Hazard(Kind.TENSOR_MAP, f"{len(coordinates)} coordinates for a tensor map of rank {len(tensor_map.box)}")
+    inner = coordinates[0] * tensor_map.element_bytes
+    if inner % INNER_ALIGNMENT:
+        raise Hazard(
+            Kind.MISALIGNED,
+            f"a TMA box that begins {inner} bytes along the contiguous dimension, at {coordinates}; it needs a multiple "
+            f"of {INNER_ALIGNMENT}",
+        )
 
 
 @functools.lru_cache(maxsize=1024)
@@ -257,8 +276,6 @@ def _view(tensor_map: TensorMap, memory: GlobalMemory, first: list[int], count: 
 
 def read_box(tensor_map: TensorMap, coordinates: tuple[int, ...], memory: GlobalMemory) -> NDArray[np.uint8]:
     """A box as bytes, dimensions slowest first; elements outside the tensor are zero."""
-    if len(coordinates) != len(tensor_map.box):
-        raise Hazard(Kind.TENSOR_MAP, f"{len(coordinates)} coordinates for a tensor map of rank {len(tensor_map.box)}")
     if tensor_map.oob_fill != "zeros":
         raise OutsideModel("a tensor map that fills with NaN outside the tensor")
     element = tensor_map.element_bytes

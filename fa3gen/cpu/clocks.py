@@ -46,7 +46,8 @@ class Clocks:
         self.cp_async = self.bulk + warps
         self.nobody = self.cp_async + warps  # never catches up: the writer of memory that nobody wrote
         self.readers = self.cp_async  # columns below this may read shared memory
-        self._next = self.nobody + 1
+        self.mbarrier_objects = self.nobody + 1  # nor does the writer of the bytes that mbarriers are
+        self._next = self.mbarrier_objects + 1
         columns = self._next + 32
         self.time = np.zeros((warps, 3, columns), np.int32)
         self.last_access = np.zeros((warps, 32), np.int32)  # epoch in which each lane last accessed shared memory

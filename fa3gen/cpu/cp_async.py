@@ -57,7 +57,8 @@ class CpAsyncUnit:
             if not len(lanes):
                 continue
             to, origin, sizes = (vector[lanes] for vector in vectors)
-            if (to % width).any() or (origin % width).any():
+            # Where nothing is read, the source need not be aligned: H200s fill with zeros and touch no address.
+            if (to % width).any() or (origin[sizes > 0] % width).any():
                 raise Hazard(Kind.MISALIGNED, f"cp.async of {width} bytes needs addresses that are multiples of it")
             if (sizes > width).any():
                 raise Hazard(Kind.OUT_OF_BOUNDS, f"cp.async reads {int(sizes.max())} bytes for a copy of {width}")
@@ -72,7 +73,7 @@ class CpAsyncUnit:
                 generic=True,
             )
             copies.open.append(Copy(to, origin, sizes, width))
-        self.cta.note("cp.async issued", group)
+        self.cta.note("cp.async issued", group, destination=vectors[0], width=width, active=active, copies=self.warps)
 
     def commit(self, group: Any, mask: Any) -> None:
         """`cp.async.commit_group`; an empty group counts."""
@@ -90,7 +91,7 @@ class CpAsyncUnit:
                     self._perform(copy)
                 copies.completed += 1
             self.cta.clocks.learn(np.array([warp]), self.cta.clocks.cp_async + warp, copies.completed)
-        self.cta.note("cp.async awaited", group)
+        self.cta.note("cp.async awaited", group, copies=self.warps)
 
     def wait_all(self, group: Any, mask: Any) -> None:
         """`cp.async.wait_all`: everything issued so far, committed or not."""

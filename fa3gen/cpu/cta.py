@@ -38,6 +38,7 @@ class Cta:
         self.memory = launch.memory
         self.schedule = launch.schedule
         self.random = random.Random(f"{self.schedule.seed} {index}")
+        self.by_chance = "random" in (self.schedule.order, self.schedule.completion)
         self.progress = 0  # counts events that may let somebody go on
         self.threads = self.block[0] * self.block[1] * self.block[2]
         warps = -(-self.threads // 32)
@@ -72,6 +73,10 @@ class Cta:
         """Record an event, where somebody wants a trace."""
         if self.launch.trace is not None:
             self.launch.trace.record(self, event, group, details)
+
+    def time_limit_passes(self) -> bool:
+        """Whether a wait that may give up does so now: sometimes, where the schedule leaves something to chance."""
+        return self.by_chance and self.random.random() < 0.2
 
     def whole_warps_of(self, group: Group, mask: Any, what: str) -> list[int]:
         """The group's warps, all lanes of which execute `what`."""
@@ -126,8 +131,12 @@ class Cta:
                 self._group = None
                 self.bulk.check_loads_end()
                 self.mbarriers.check_end()
+                self.registers.check_end()
         except Hazard as hazard:
             raise hazard.at(self._place(self._group)) from None
+        finally:
+            if self.launch.trace is not None:
+                self.launch.trace.finish(self)
 
     def _round(self) -> bool:
         """Give warps a turn; False when none could do anything."""
@@ -178,7 +187,8 @@ class Cta:
         queues = self.wgmma.waiting()
         if not loads and not queues:
             return False
-        choice = self.random.randrange(len(loads) + len(queues)) if self.schedule.completion == "random" else 0
+        choice = self.random.randrange(len(loads) + len(queues)) if self.by_chance else 0
+        self._group = None  # no warp does it, so that a report names none
         if choice < len(loads):
             self.bulk.land(loads[choice])
         else:
@@ -230,7 +240,7 @@ class Cta:
         span = self.program.blocks[block]
         self.launch.instructions += (span.end - span.first) * len(group.warps)
         if self.launch.trace is not None:
-            self.launch.trace.advance(self, group, span.end - span.first)
+            self.launch.trace.advance(self, group, span.first, span.end)
         if self._blocks > MAX_BLOCKS:
             raise Hazard(Kind.NOT_FINISHED, f"the CTA has run {MAX_BLOCKS} blocks")
 
@@ -238,6 +248,7 @@ class Cta:
         """The group's warps have returned."""
         self.wgmma.check_end(group)
         warps = group.warps.tolist()
+        self.note("warps ended", group)
         self.bulk.check_stores_end(warps)
         self.cp_async.check_end(warps)
         for frame in group.frames:
@@ -306,7 +317,7 @@ class Cta:
             value = values.get(f"v{kernel.numbers[name]}", group)
             if value is None:
                 hazard = Hazard(Kind.UNINITIALISED_REGISTER, f"{name} is read before it was written")
-            elif value.__class__ is InFlight:
+            elif value.__class__ is InFlight or getattr(value, "dtype", None) == np.dtype(object):  # all lanes or some
                 hazard = Hazard(
                     Kind.REGISTER_IN_FLIGHT,
                     f"{name} is an accumulator of a wgmma that no wgmma.wait_group has waited for",

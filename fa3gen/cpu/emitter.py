@@ -52,7 +52,8 @@ class Emitter:
         self._loaded: list[int] = []
         self._known: set[int] = set()
         self._written: set[int] = set()
-        self._touched = 0  # accumulator and fragment registers that ordinary instructions used, not yet told
+        self._touched = 0  # watched registers that ordinary instructions used, not yet told
+        self._copies: list[tuple[int, int]] = []  # (to, from) of copies to watched registers, not yet told
         self._guarded = False  # inside `if` of a predicated instruction
         self._temporaries = 0
 
@@ -143,13 +144,28 @@ class Emitter:
         self._known.add(number)
         self._written.add(number)
 
+    def copy(self, destination: Register, source: Register, type_: Type) -> None:
+        """Assign one register to another, which counts as no access of a product's registers.
+
+        LLVM leaves such copies in front of a wgmma; ptxas gives both the same register. What was true of the source,
+        that it has been used since the last wgmma.fence, is then true of the destination.
+        """
+        numbers = self.kernel.numbers[destination.name], self.kernel.numbers[source.name]
+        if numbers[0] not in self.program.watched:
+            self.write(destination, self.read(source, type_), type_)
+            return
+        self._flush(copies=False)
+        copies, self._copies = self._copies, []
+        self.write(destination, self.read(source, type_), type_)
+        self._touched = 0
+        self._copies = [*copies, numbers]
+
     def before_write(self, name: str) -> None:
         """Emit the checks that writing a register needs: an unfinished wgmma may still use it."""
         number = self.kernel.numbers[name]
         self._touch(number)
         if number in self.program.accumulators:
-            self._load(name)
-            self.emit(f"if v{number}.__class__ is InFlight: g.accumulator_overwritten({name!r})")
+            self.emit(f"if g.in_flight: g.accumulator_overwritten({number}, {name!r})")
         if number in self.program.fragments:
             self.emit(f"if g.fragments_in_flight: g.fragment_overwritten({number}, {name!r})")
 
@@ -188,6 +204,12 @@ class Emitter:
 
     def flush_touched(self) -> None:
         """Tell the group which accumulator and fragment registers ordinary instructions have used so far."""
+        self._flush()
+
+    def _flush(self, *, copies: bool = True) -> None:
+        if copies and self._copies:
+            self.emit(f"g.copy_unfenced({self.keep(tuple(self._copies))})")
+            self._copies = []
         if self._touched:
             self.emit(f"g.unfenced |= {self.keep(self._touched)}")
             self._touched = 0
@@ -224,6 +246,8 @@ class Emitter:
         for name in definitions_and_uses(self.kernel, instruction)[0]:
             self._load(name)
         predicate = self._read_register(instruction.predicate, PRED)
+        if form.blocking:  # it is alone in its block, which each part can run by itself
+            self.emit(f"if g.part({predicate}): return WAIT")
         self.emit(f"k = g.active({'~' if instruction.negated else ''}{predicate}, {'m' if self.masked else 'None'})")
         self.emit("if k is not NOBODY:")
         self._guarded = True
@@ -255,7 +279,9 @@ class Emitter:
         return self.masked and (number in self._known or bool((self.block.live_in | self.block.live_out) >> number & 1))
 
     def _touch(self, number: int) -> None:
-        if number in self.program.accumulators or number in self.program.fragments:
+        if number in self.program.watched:
+            if self._copies:
+                self._flush()
             self._touched |= 1 << number
 
 

@@ -16,6 +16,7 @@ from fa3gen.cpu.tensor_map import TENSOR_MAP_BYTES, TensorMap, decode
 from fa3gen.cpu.trace import Trace
 from fa3gen.cpu.translate import Program
 from fa3gen.cpu.types import Type
+from fa3gen.errors import UserError
 
 PARAMETER_WINDOW = 1 << 60  # generic addresses of kernel parameters begin here
 
@@ -75,8 +76,14 @@ class Execution:
         return place - BASE
 
     def run(self, ctas: Sequence[Index] | None = None) -> None:
-        """Run all CTAs, or some of them, in the order of their index. Raises a Hazard for the first fault."""
+        """Run all CTAs, or some of them, in the order of their index. Raises a Hazard for the first fault.
+
+        Raises UserError for one that the grid does not have.
+        """
         width, height, depth = self.grid
+        for index in ctas or ():
+            if not all(0 <= number < extent for number, extent in zip(index, self.grid, strict=True)):
+                raise UserError(f"there is no CTA {index} in a grid of {self.grid}; choose one inside")
         every = ((x, y, z) for z in range(depth) for y in range(height) for x in range(width))
         for index in ctas if ctas is not None else every:
             Cta(self, index).run()

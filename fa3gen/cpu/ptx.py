@@ -143,7 +143,8 @@ class Kernel:
 
 
 _TOKEN = re.compile(
-    r"\s*(%?[A-Za-z_$][\w$.]*|0[fF][0-9a-fA-F]{8}|0[dD][0-9a-fA-F]{16}|0[xX][0-9a-fA-F]+U?|\d+U?|[{}\[\],|+\-!])"
+    r"\s*(%?[A-Za-z_$][\w$.]*|0[fF][0-9a-fA-F]{8}|0[dD][0-9a-fA-F]{16}|0[xX][0-9a-fA-F]+U?|0[0-7]*U?|[1-9]\d*U?|"
+    r"[{}\[\],|+\-!])"
 )
 _STATEMENT = re.compile(r"(?:@(!?)\s*([%\w$.]+)\s+)?([a-z][\w.:]*)\s*(.*)", re.S)
 _LABEL = re.compile(r"([A-Za-z_$][\w$]*)\s*:(?!:)")
@@ -261,8 +262,11 @@ class _Body:
             self._instruction(text)
 
     def _location(self, text: str) -> None:
-        """`.loc file line column`. In inline assembly lines count the assembly's own, column 0 is nobody's line."""
-        _, file, line, column, *_ = text.split()
+        """`.loc file line column{, function_name name, inlined_at file line column}`.
+
+        In inline assembly lines count the assembly's own, column 0 is nobody's line.
+        """
+        _, file, line, column, *_ = text.replace(",", " ").split()
         if len(self.scopes) == 1 and (int(column) > 0 or self.source is None):
             self.source = (self.files.get(int(file), "?"), int(line))
 
@@ -338,16 +342,24 @@ class _Operands:
             raise PtxError(f"PTX line {body.line}: operands not understood: {text}")
 
     def read(self) -> Iterator[Operand]:
+        if not self.tokens:
+            return
+        yield self._operand()
         while self.position < len(self.tokens):
+            self._expect(",")
             yield self._operand()
-            if self.position < len(self.tokens):
-                self._expect(",")
 
     def _next(self) -> str:
         if self.position >= len(self.tokens):
             raise PtxError(f"PTX line {self.body.line}: operands end too early: {self.text}")
         self.position += 1
         return str(self.tokens[self.position - 1])
+
+    def _integer(self) -> int:
+        token = self._next()
+        if not token[0].isdigit():
+            raise PtxError(f"PTX line {self.body.line}: a number expected, found {token!r} in {self.text}")
+        return _integer(token)
 
     def _at(self, token: str) -> bool:
         return self.position < len(self.tokens) and self.tokens[self.position] == token
@@ -364,7 +376,7 @@ class _Operands:
         if token == "[":
             return self._address()
         if token == "-":
-            return Immediate(-_integer(self._next()))
+            return Immediate(-self._integer())
         if token == "!":
             return Negated(self._operand())
         first: Operand
@@ -380,10 +392,10 @@ class _Operands:
         return first
 
     def _list(self, closing: str) -> Iterator[Operand]:
+        yield self._operand()
         while not self._at(closing):
+            self._expect(",")
             yield self._operand()
-            if self._at(","):
-                self._next()
         self._next()
 
     def _address(self) -> Address:
@@ -396,7 +408,7 @@ class _Operands:
                 if self._at("-"):
                     self._next()
                     token = "-" if token == "+" else "+"
-                offset += _integer(self._next()) * (1 if token == "+" else -1)
+                offset += self._integer() * (1 if token == "+" else -1)
             elif token == ",":
                 vector = self._operand()
                 if not isinstance(vector, Vector):

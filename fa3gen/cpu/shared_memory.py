@@ -143,6 +143,12 @@ class SharedMemory:
         count = size // self.granule
         return first if count == 1 else (first[:, None] + np.arange(count)).ravel()
 
+    def guard(self, address: int, size: int, *, on: bool) -> None:
+        """Let nothing read or write these bytes any more, or let them be memory that nobody has written."""
+        place = slice(address // self.granule, (address + size - 1) // self.granule + 1)
+        self.writer[place] = self.clocks.mbarrier_objects if on else self.clocks.nobody
+        self.written[place] = stamp(1, 0)
+
     def check_chunks(self, chunks: Indices, what: str) -> None:
         """Raise OUT_OF_BOUNDS unless the 16-byte chunks lie in shared memory."""
         low, high = int(chunks.min()) * 16, int(chunks.max()) * 16 + 16
@@ -314,15 +320,17 @@ class SharedMemory:
         place, who, epoch = self._where(granules[0]), int(writer[0]), int(epochs[0])
         if who == clocks.nobody:
             raise Hazard(Kind.UNINITIALISED_READ, f"{what} reads {place}, which nothing has written")
-        if who >= clocks.cp_async:
-            raise Hazard(
-                Kind.UNAWAITED_LOAD, f"{what} accesses {place} before it has waited for {clocks.describe(who)}"
-            )
+        if who == clocks.mbarrier_objects:
+            raise Hazard(Kind.OUT_OF_BOUNDS, f"{what} accesses {place}, which holds an mbarrier")
         if asynchronous and epoch <= int(clocks.known_to_all(warps)[who]):
             raise Hazard(
                 Kind.MISSING_PROXY_FENCE,
                 f"{what} accesses {place}, written by {clocks.describe(who)} through the generic proxy; "
                 "a fence.proxy.async must come between",
+            )
+        if who >= clocks.cp_async:
+            raise Hazard(
+                Kind.UNAWAITED_LOAD, f"{what} accesses {place} before it has waited for {clocks.describe(who)}"
             )
         raise Hazard(
             Kind.RACE, f"{what} accesses {place}, written by {clocks.describe(who)}; nothing synchronises the two"

@@ -17,7 +17,7 @@ from fa3gen.cpu.clocks import INIT, PROXY
 from fa3gen.cpu.emitter import Emitter
 from fa3gen.cpu.findings import Hazard, Kind
 from fa3gen.cpu.flow import blocks_of
-from fa3gen.cpu.ptx import Kernel, Vector, registers_in
+from fa3gen.cpu.ptx import Immediate, Kernel, Register, Vector, registers_in
 from fa3gen.cpu.types import NAMES, TYPES, UNSIGNED, Type, width
 from fa3gen.cpu.wgmma import InFlight
 
@@ -39,6 +39,7 @@ class Program:
         self.blocks = blocks_of(kernel, preemptive=preemptive)
         self.types = _register_types(kernel)
         self.accumulators, self.fragments = _wgmma_registers(kernel)
+        self.watched = _with_sources(kernel, self.accumulators | self.fragments)
         self.granule = _granule(kernel)
         self.lines: list[dict[int, int]] = []  # per function: line of its source -> instruction index
         self._functions: dict[tuple[int, bool], BlockFunction] = {}
@@ -98,10 +99,29 @@ def _wgmma_registers(kernel: Kernel) -> tuple[frozenset[int], frozenset[int]]:
     return frozenset(accumulators), frozenset(fragments)
 
 
+def _with_sources(kernel: Kernel, registers: frozenset[int]) -> frozenset[int]:
+    """The registers, and all that reach them through copies alone."""
+    copies = [
+        (kernel.numbers[instruction.operands[0].name], kernel.numbers[instruction.operands[1].name])
+        for instruction in kernel.instructions
+        if instruction.opcode == "mov"
+        and isinstance(instruction.operands[0], Register)
+        and isinstance(instruction.operands[1], Register)
+    ]
+    found = set(registers)
+    while more := {source for destination, source in copies if destination in found} - found:
+        found |= more
+    return frozenset(found)
+
+
 def _granule(kernel: Kernel) -> int:
     """Bytes of shared memory whose state is kept together: the narrowest access, so that two never share one."""
     narrowest = 16
     for instruction in kernel.instructions:
+        if instruction.mnemonic.startswith(("cp.async.ca", "cp.async.cg")) and len(instruction.operands) > 2:
+            width_operand = instruction.operands[2]
+            if isinstance(width_operand, Immediate) and width_operand.value in (4, 8):
+                narrowest = min(narrowest, width_operand.value)
         if instruction.opcode in ("ld", "st", "atom", "red") and ".param" not in instruction.mnemonic:
             if ".global" in instruction.mnemonic or ".local" in instruction.mnemonic:
                 continue

@@ -90,11 +90,22 @@ class Group:
             return None
         return active if active.any() else NOBODY
 
-    def accumulator_overwritten(self, name: str) -> None:
-        """An accumulator is used while its product is in flight."""
-        raise Hazard(
-            Kind.REGISTER_IN_FLIGHT, f"{name} is an accumulator of a wgmma that no wgmma.wait_group has waited for"
-        )
+    def accumulator_overwritten(self, number: int, name: str) -> None:
+        """A register is written that a product in flight may accumulate in; it may hold no value that anybody reads."""
+        if any(number in shape.accumulators for _, shape in self.in_flight):
+            raise Hazard(
+                Kind.REGISTER_IN_FLIGHT, f"{name} is an accumulator of a wgmma that no wgmma.wait_group has waited for"
+            )
+
+    def copy_unfenced(self, copies: tuple[tuple[int, int], ...]) -> None:
+        """Registers were copied, (to, from): each is as unfenced as the one that it is a copy of."""
+        unfenced = self.unfenced
+        for destination, source in copies:
+            if unfenced >> source & 1:
+                unfenced |= 1 << destination
+            else:
+                unfenced &= ~(1 << destination)
+        self.unfenced = unfenced
 
     def fragment_overwritten(self, number: int, name: str) -> None:
         """A register is written that a product in flight may still read as A."""
@@ -197,7 +208,7 @@ class Group:
         return SPLIT
 
     def part(self, value: Any) -> bool:
-        """Split the group where whole warps differ in an operand of the blocking instruction that it is at.
+        """Split the group where whole warps differ in an operand or predicate of the blocking instruction it is at.
 
         The parts run that instruction again, each for itself, and meet after it.
         """
@@ -286,7 +297,7 @@ def mergeable(groups: list[Group]) -> bool:
     first = groups[0]
     return all(
         len(group.frames) == len(first.frames)
-        and [token for token, _ in group.in_flight] == [token for token, _ in first.in_flight]
+        and [id(token) for token, _ in group.in_flight] == [id(token) for token, _ in first.in_flight]
         and all(
             a is b if isinstance(a, Rendezvous) else isinstance(b, Divergence) and _same_side(a, b)
             for a, b in zip(group.frames, first.frames, strict=True)

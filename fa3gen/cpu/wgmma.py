@@ -33,6 +33,11 @@ class InFlight:
 
     __slots__ = ("operations", "value")
     __array_ufunc__ = None
+    __hash__ = object.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        """A comparison is a use as well."""
+        raise TypeError("an accumulator in flight has no value")
 
     def __init__(self, shape: tuple[int, int]) -> None:
         """The sum so far, `value`, starts at zero; (64, N)."""
@@ -56,6 +61,11 @@ class Shape:
     a_mn_major: bool
     b_mn_major: bool
     register_mask: int = field(default=0, compare=False)
+
+    @functools.cached_property
+    def accumulators(self) -> frozenset[int]:
+        """Numbers of the accumulator registers."""
+        return frozenset(self.accumulator_registers)
 
 
 @dataclass
@@ -119,7 +129,7 @@ class WgmmaUnit:
             )
         queue, first = self._queue(group)
         number = queue.issued[first]
-        accumulates = bool(group.one(accumulate, mask, "scale-d"))
+        accumulates = bool(group.one(accumulate, mask, "scale-d", Kind.WARPGROUP_DIVERGENCE))
         a_descriptor = (
             None if shape.fragment_registers else group.one(a, mask, "A descriptor", Kind.WARPGROUP_DIVERGENCE)
         )
@@ -129,10 +139,11 @@ class WgmmaUnit:
         if number == len(queue.operations):
             token = held if chained else InFlight((M, shape.n))
             operation = Operation(shape, a_descriptor, b_descriptor, accumulates, token)
-            self._start(group, operation, number)
+            self._find_operands(operation)
             queue.operations.append(operation)
         operation = queue.operations[number]
         self._check_same(operation, shape, a_descriptor, b_descriptor, accumulates)
+        self._note_reads(group, operation, number)
         if accumulates:
             self._accumulators(group, operation, accumulators, chained)
         if shape.fragment_registers:
@@ -145,7 +156,7 @@ class WgmmaUnit:
         token.operations = max(token.operations, number + 1)
         if all(token is not other for other, _ in group.in_flight):
             group.in_flight.append((token, shape))
-        self.cta.note("wgmma issued", group, n=shape.n, number=number)
+        self.cta.note("wgmma issued", group, number=number, operation=operation)
         return token
 
     def commit(self, group: Any, mask: Any) -> None:
@@ -154,6 +165,7 @@ class WgmmaUnit:
         queue, _ = self._queue(group)
         for warp in group.warps.tolist():
             queue.commits[warp % 4].append(queue.issued[warp % 4])
+        self.cta.note("wgmma committed", group, queue=queue)
 
     def wait(self, group: Any, pending: int, mask: Any) -> bool:
         """`wgmma.wait_group`: True when at most `pending` of the warp's latest groups are in flight."""
@@ -176,7 +188,7 @@ class WgmmaUnit:
         group.waits_for = None
         self._deliver(group, target)
         self.cta.clocks.learn(group.warps, self.cta.clocks.wgmma + int(group.warps[0]) // 4, target)
-        self.cta.note("wgmma retired", group, number=target - 1)
+        self.cta.note("wgmma awaited", group, target=target, pending=pending)
         return True
 
     def waiting(self) -> list[Queue]:
@@ -197,6 +209,7 @@ class WgmmaUnit:
             operation.a_rows = operation.a_chunks = operation.b_chunks = None
         queue.done = queue.wanted
         self.cta.progress += 1
+        self.cta.note("wgmma complete", None, queue=queue)
 
     def check_end(self, group: Any) -> None:
         """Raise a Hazard when a warp ends with products in flight."""
@@ -211,23 +224,27 @@ class WgmmaUnit:
             raise OutsideModel("a wgmma across two warpgroups in one vector; run with schedules of single warpgroups")
         return self.queues[warpgroup], int(group.warps[0]) % 4
 
-    def _start(self, group: Any, operation: Operation, number: int) -> None:
-        """Find the operands in shared memory and note that they are being read."""
-        shape, memory, clocks = operation.shape, self.cta.shared, self.cta.clocks
-        agent = clocks.wgmma + int(group.warps[0]) // 4
+    def _find_operands(self, operation: Operation) -> None:
+        """Find the operands in shared memory."""
+        shape, memory = operation.shape, self.cta.shared
         operands = [("B", operation.b_descriptor, shape.n, shape.b_mn_major, shape.b_type)]
         if operation.a_descriptor is not None:
             operands.append(("A", operation.a_descriptor, M, shape.a_mn_major, shape.a_type))
         for name, descriptor, rows, mn_major, type_name in operands:
             chunks = operand_chunks(descriptor, rows, mn_major and type_name in ("bf16", "f16"))
             memory.check_chunks(chunks, f"operand {name} of a wgmma")
-            memory.async_read(
-                memory.chunk_granules(chunks.ravel()), group.warps, agent, number + 1, f"operand {name} of a wgmma"
-            )
             if name == "A":
                 operation.a_chunks = chunks
             else:
                 operation.b_chunks = chunks
+
+    def _note_reads(self, group: Any, operation: Operation, number: int) -> None:
+        """Note that the operands are being read, which each of the warps has to have waited for."""
+        memory, agent = self.cta.shared, self.cta.clocks.wgmma + int(group.warps[0]) // 4
+        for name, chunks in (("B", operation.b_chunks), ("A", operation.a_chunks)):
+            if chunks is not None:
+                what = f"operand {name} of a wgmma"
+                memory.async_read(memory.chunk_granules(chunks.ravel()), group.warps, agent, number + 1, what)
 
     @staticmethod
     def _check_same(
@@ -296,12 +313,13 @@ class WgmmaUnit:
             if token.operations > target:
                 remaining.append((token, shape))
                 continue
-            if group.registers[shape.accumulator_registers[0]] is not token:
-                continue  # a later product without scale-d has taken the registers over
+            # A later product without scale-d may have taken the registers over; those nobody reads are not kept.
+            if all(group.registers[number] is not token for number in shape.accumulator_registers):
+                continue
             vectors = accumulator_vectors(token.value[_rows(group)], shape.accumulator)
             for number, vector in zip(shape.accumulator_registers, vectors, strict=True):
-                held = self.cta.program.types[number]
-                group.registers[number] = vector.view(held)
+                if group.registers[number] is token:
+                    group.registers[number] = vector.view(self.cta.program.types[number])
         group.in_flight = remaining
         group.fragments_in_flight = [entry for entry in group.fragments_in_flight if entry[0] >= target]
 

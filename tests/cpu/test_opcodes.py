@@ -19,6 +19,11 @@ from typing import Any
 import numpy as np
 import pytest
 import scalar_model as model
+import test_barriers
+import test_bulk_copy
+import test_cp_async
+import test_memory
+import test_wgmma
 from snippets import Snippet, run
 
 from fa3gen.cpu import forms, lanes
@@ -516,6 +521,16 @@ def test_every_form_is_tested() -> None:
     rows = set(OPCODES) | set(TESTED_BELOW)
     assert set(FORMS) == rows, "give each form of fa3gen/cpu/isa a row in OPCODES"
     assert all(test in globals() for test in TESTED_BELOW.values())
+
+
+def test_every_form_of_all_families_is_tested() -> None:
+    """Memory, control flow and asynchronous instructions have their tables in test files of their own."""
+    files = (test_barriers, test_bulk_copy, test_cp_async, test_memory, test_wgmma)
+    elsewhere = {name: (file, test) for file in files for name, test in file.COVERED.items()}
+    names = [form.emit.__name__ for form in forms.forms()]
+    assert len(names) == len(set(names))
+    assert set(names) == set(OPCODES) | set(TESTED_BELOW) | set(elsewhere)
+    assert all(hasattr(file, test) for file, test in elsewhere.values())
 
 
 def test_mnemonics_belong_to_one_form() -> None:

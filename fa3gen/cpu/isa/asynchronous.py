@@ -21,8 +21,9 @@ _CACHE_HINT = r"(?:\.L2::cache_hint)?"
 def copy(emitter: Emitter, instruction: Instruction, form: re.Match[str]) -> None:
     """`[destination], [source], width{, size}`: the bytes past `size` are zero."""
     destination, source, width, *rest = instruction.operands
-    if not isinstance(width, Immediate) or width.value not in ((16,) if form["cache"] == "cg" else (4, 8, 16)):
-        raise PtxError(f"PTX line {instruction.line}: cp.async.{form['cache']} cannot copy {width}")
+    allowed = (16,) if form["cache"] == "cg" else (4, 8, 16)
+    if not isinstance(width, Immediate) or width.value not in allowed:
+        raise PtxError(f"PTX line {instruction.line}: cp.async.{form['cache']} copies {allowed} bytes only")
     size = emitter.read(rest[0], U32) if rest else emitter.constant(width.value, U32)
     emitter.emit(
         f"g.cta.cp_async.issue(g, {emitter.address(destination)}, {emitter.address(source)}, {width.value}, {size}, "

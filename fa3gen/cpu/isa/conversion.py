@@ -47,7 +47,10 @@ def move(emitter: Emitter, instruction: Instruction, form: Match) -> None:
             other = emitter.program.types[emitter.kernel.numbers[held.name]]
             if width(other) == width(type_) and not (isinstance(source, Immediate) and other in (F32, F64)):
                 type_ = other
-        emitter.write(destination, emitter.read(source, type_), type_)
+        if isinstance(destination, Register) and isinstance(source, Register):
+            emitter.copy(destination, source, type_)
+        else:
+            emitter.write(destination, emitter.read(source, type_), type_)
 
 
 # ---------------------------------------------------------------------- cvta

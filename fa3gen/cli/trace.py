@@ -1,0 +1,318 @@
+"""`fa3gen trace`: what each warp of one CTA did when, on the CPU model of sm_90a."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from fa3gen.cpu.findings import Hazard
+    from fa3gen.cpu.launch import Index
+    from fa3gen.cpu.schedule import Schedule
+    from fa3gen.cpu.trace import Trace
+    from fa3gen.spec import Spec
+    from fa3gen.specfile import Variant
+    from fa3gen.workspace import Workspace
+
+LONGEST = 3  # waits that the summary names for each warp
+LAPS = 2  # times that the default number of keys goes round the ring, and one tile more
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Extents of one call of `attention`; `seed` is that of the inputs."""
+
+    batch: int
+    seq_q: int
+    seq_k: int
+    heads_q: int
+    heads_kv: int
+    head_dim: int
+    seed: int
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the command line asks for; None stands for a default that depends on the module."""
+
+    batch: int
+    seq_q: int | None
+    seq_k: int | None
+    heads: int
+    heads_kv: int | None
+    cta: str | None
+    schedule: int | None
+    seed: int
+    directory: Path
+
+
+def trace(
+    specs: Annotated[list[str], typer.Argument(metavar="SPEC", help="Spec files, spec stems or generated stems.")],
+    seq_q: Annotated[int | None, typer.Option(min=1, help="Queries (default: one tile).")] = None,
+    seq_k: Annotated[
+        int | None, typer.Option(min=1, help="Keys (default: as many tiles as go round the ring twice, and one more).")
+    ] = None,
+    heads: Annotated[int, typer.Option(min=1, help="Query heads.")] = 1,
+    heads_kv: Annotated[int | None, typer.Option(min=1, help="Key and value heads (default: as query heads).")] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Batch entries.")] = 1,
+    cta: Annotated[
+        str | None,
+        typer.Option(
+            metavar="X|X,Y,Z|all", help="CTA to run and trace (default: the one with the most tiles of keys)."
+        ),
+    ] = None,
+    schedule: Annotated[
+        int | None,
+        typer.Option(
+            min=0, help="Number of a schedule in the model's list, 0 the fast one (default: warp by warp, in turn)."
+        ),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the inputs and of schedules with chance.")] = 0,
+    directory: Annotated[
+        Path, typer.Option("--output", "-o", metavar="DIR", help="Where to write; files of these names are replaced.")
+    ] = Path("."),
+) -> None:
+    """Run one CTA on the CPU model of sm_90a and write what each warp did when.
+
+    Writes STEM.trace.json (a schema of its own) and STEM.perfetto.json (for ui.perfetto.dev) for each module, and
+    prints a summary. The kernel is the compiled one, its PTX is interpreted; nothing comes from a GPU. Time is logical:
+    a tick for each instruction of a warp, waits end no earlier than what they wait for. It shows order, dependences and
+    overlap, and not speed.
+
+    Exits with 1 when the model reports a fault; the files then show what led to it.
+    """
+    from rich.console import Console
+
+    from fa3gen.errors import UserError
+    from fa3gen.workspace import Workspace
+
+    workspace = Workspace.find()
+    variants = workspace.select(specs)
+    missing = [variant for variant in variants if not workspace.module_path(variant.stem).is_file()]
+    if missing:
+        paths = ", ".join(str(workspace.module_path(variant.stem)) for variant in missing)
+        sources = " ".join(dict.fromkeys(str(variant.source) for variant in missing))
+        raise UserError(f"not rendered yet: {paths}; write them with: fa3gen render {sources}")
+    request = Request(batch, seq_q, seq_k, heads, heads_kv, cta, schedule, seed, directory)
+    console = Console(highlight=False)
+    reports = [_trace_one(workspace, variant, request, console) for variant in variants]
+    if any(reports):
+        raise typer.Exit(1)
+
+
+def _trace_one(workspace: Workspace, variant: Variant, request: Request, console: Console) -> Hazard | None:
+    """Trace one module, write its files and say what happened; returns the fault that the model found."""
+    from fa3gen.cpu.places import SharedPlaces
+    from fa3gen.cpu.trace import Trace
+    from fa3gen.cpu.trace_files import Source, document, perfetto
+    from fa3gen.errors import UserError
+    from fa3gen.files import write_text
+
+    problem = _problem(variant.spec, request)
+    ctas = _ctas(variant.spec, problem, request.cta)
+    schedule = _schedule(variant.spec, request)
+    recorded = Trace()
+    path = workspace.module_path(variant.stem)
+    hazard = run(path, variant, problem, ctas, schedule, recorded)
+    source = Source(variant.stem, workspace.shown(path).as_posix(), str(path.resolve()), path.read_text("utf-8"))
+    written = document(
+        recorded,
+        source,
+        SharedPlaces.of(variant.spec),
+        problem=vars(problem),
+        schedule=str(schedule),
+        report=None if hazard is None else str(hazard),
+    )
+    files = {
+        request.directory / f"{variant.stem}.trace.json": written,
+        request.directory / f"{variant.stem}.perfetto.json": perfetto(written),
+    }
+    try:
+        for file, content in files.items():
+            write_text(file, json.dumps(content, separators=(",", ":")) + "\n")
+    except OSError as error:
+        raise UserError(f"cannot write to {request.directory}: {error.strerror}; choose another --output") from None
+    _show(console, written, list(files))
+    return hazard
+
+
+def _problem(spec: Spec, request: Request) -> Problem:
+    """Fill in the defaults: one tile of queries, and enough keys to go round every ring."""
+    from fa3gen import footprint
+    from fa3gen.errors import UserError
+
+    heads_kv = request.heads_kv or request.heads
+    if request.heads % heads_kv:
+        raise UserError(f"--heads {request.heads} is no multiple of --heads-kv {heads_kv}; choose one that is")
+    return Problem(
+        batch=request.batch,
+        seq_q=request.seq_q or spec.tile.q,
+        seq_k=request.seq_k or (LAPS * footprint.kv_stages(spec) + 1) * spec.tile.kv,
+        heads_q=request.heads,
+        heads_kv=heads_kv,
+        head_dim=spec.problem.head_dim,
+        seed=request.seed,
+    )
+
+
+def _ctas(spec: Spec, problem: Problem, wanted: str | None) -> list[Index] | None:
+    """The CTAs to run; None for all."""
+    from fa3gen.errors import UserError
+
+    if wanted == "all":
+        return None
+    if wanted is None:
+        return [(_busiest(spec, problem), 0, 0)]
+    try:
+        numbers = [int(number) for number in wanted.split(",")]
+    except ValueError:
+        numbers = []
+    if len(numbers) not in (1, 3) or min(numbers) < 0:
+        raise UserError(f"--cta {wanted}: an index X, three of them X,Y,Z, or all")
+    x, y, z = numbers if len(numbers) == 3 else (numbers[0], 0, 0)
+    return [(x, y, z)]
+
+
+def _busiest(spec: Spec, problem: Problem) -> int:
+    """The first CTA with the most tiles of keys; CTAs of one head are numbered by their tile of queries."""
+    from fa3gen.spec import CausalMask, GlobalHandoff, WindowMask
+
+    if isinstance(spec.handoff, GlobalHandoff):
+        return 0
+
+    def tiles(block: int) -> int:
+        first, last = block * spec.tile.q, min((block + 1) * spec.tile.q, problem.seq_q) - 1
+        shift = problem.seq_k - problem.seq_q
+        low, high = 0, problem.seq_k - 1
+        if isinstance(spec.mask, CausalMask):
+            high = min(high, last + shift)
+        if isinstance(spec.mask, WindowMask):
+            low, high = max(low, first + shift - spec.mask.left), min(high, last + shift + spec.mask.right)
+        return high // spec.tile.kv - low // spec.tile.kv + 1 if low <= high else 0
+
+    return max(range(-(-problem.seq_q // spec.tile.q)), key=tiles)
+
+
+def _schedule(spec: Spec, request: Request) -> Schedule:
+    """Warp by warp, so that no warp waits for the others of its group; or one of the model's list."""
+    from fa3gen import footprint, hopper
+    from fa3gen.cpu.schedule import Schedule, schedules
+
+    if request.schedule is None:
+        return Schedule("warp", seed=request.seed)
+    warps = footprint.threads(spec) // hopper.WARP
+    return schedules(request.schedule + 1, warps, request.seed)[-1]
+
+
+def run(
+    path: Path,
+    variant: Variant,
+    problem: Problem,
+    ctas: list[Index] | None,
+    schedule: Schedule,
+    recorded: Trace,
+) -> Hazard | None:
+    """Run a module's CTAs on random inputs and record them; returns the fault that the model found.
+
+    Raises CompileError, OutsideModel, and UserError for a CTA outside the grid.
+    """
+    import math
+
+    import torch
+
+    from fa3gen.compile_cache import cached_compile
+    from fa3gen.cpu.findings import Hazard
+    from fa3gen.cpu.kernel import CpuKernel, Settings
+    from fa3gen.plan import make_plan
+
+    plan = make_plan(variant)
+    dtype = getattr(torch, plan.problem.torch_dtype.removeprefix("torch."))
+    random = torch.Generator().manual_seed(problem.seed)
+
+    def normal(rows: int, heads: int) -> torch.Tensor:
+        return torch.randn(problem.batch, rows, heads, problem.head_dim, generator=random).to(dtype)
+
+    q = normal(problem.seq_q, problem.heads_q)
+    tensors = {
+        "q": q,
+        "k": normal(problem.seq_k, problem.heads_kv),
+        "v": normal(problem.seq_k, problem.heads_kv),
+        "out": torch.full_like(q, math.nan),
+        "lse": torch.full((problem.batch, problem.heads_q, problem.seq_q), math.nan),
+    }
+    if "scores" in plan.entry.call_arguments:
+        tensors["scores"] = torch.full((problem.batch, problem.heads_q, problem.seq_q, problem.seq_k), math.nan)
+    arguments = [tensors[name] for name in plan.entry.call_arguments if name in tensors]
+    # With line information, the instructions name their lines in the generated file; they are the same without.
+    kernel = CpuKernel(cached_compile(path, line_info=True), Settings(schedule, recorded, ctas))
+    try:
+        kernel(*arguments, problem.head_dim**-0.5)
+    except Hazard as hazard:
+        return hazard
+    return None
+
+
+# -- summary
+
+
+def _show(console: Console, document: dict[str, Any], files: list[Path]) -> None:
+    """Print what ran, a line for each warp, and where the files are."""
+
+    def say(text: str, style: str | None = None) -> None:
+        console.print(text, style=style, markup=False, soft_wrap=True)
+
+    p = document["problem"]
+    shape = f"batch {p['batch']}, {p['seq_q']} x {p['seq_k']}, heads {p['heads_q']}/{p['heads_kv']}"
+    say(f"{document['module']}: executed on the {document['executed_on']}; {shape}; {document['schedule']}", "bold")
+    for cta in document["ctas"]:
+        kinds = [event["kind"] for event in cta["events"]]
+        counts = {"load": "TMA loads", "copies": "groups of cp.async", "product": "wgmma", "store": "TMA stores"}
+        found = ", ".join(f"{kinds.count(kind)} {name}" for kind, name in counts.items() if kind in kinds)
+        say(f"{cta['kernel']}, CTA {tuple(cta['index'])} of {tuple(cta['grid'])}" + (f": {found}" if found else ""))
+        console.print(_warp_table(cta))
+    say("A tick is one instruction of a warp. The times show order, dependences and overlap, and not speed.")
+    if document["report"] is not None:
+        say(document["report"], "bold red")
+    for file in files:
+        say(f"wrote {file}")
+
+
+def _warp_table(cta: dict[str, Any]) -> Any:
+    """A line for each run of warps that did the same."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for name in ("  warps", "instructions", "end at", "waits", "waited"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("longest waits", overflow="fold")
+    rows = [(warp["warp"], _cells(cta, warp)) for warp in cta["warps"]]
+    for cells, same in itertools.groupby(rows, key=lambda row: row[1]):
+        numbers = [number for number, _ in same]
+        span = f"{numbers[0]}" if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]}"
+        table.add_row(span, *cells[:-1], Text(cells[-1]))
+    return table
+
+
+def _cells(cta: dict[str, Any], warp: dict[str, Any]) -> tuple[str, ...]:
+    from fa3gen.cpu.trace_files import waited
+
+    waits = [event for event in cta["events"] if event["kind"] == "wait" and warp["warp"] in event["warps"]]
+    # A wait that never ended is the most telling one.
+    longest = sorted(waits, key=lambda event: (event["end"] is not None, -waited(event), event["begin"]))
+    texts = []
+    for event in longest[:LONGEST]:
+        line = f", line {event['line']}" if event["line"] is not None else ""
+        if event["end"] is None:
+            texts.append(f"{event['label']}{line}: for ever")
+        elif waited(event):
+            texts.append(f"{event['label']}{line}: {waited(event)}")
+    numbers = (warp["instructions"], warp["ticks"], warp["waits"], warp["waited"])
+    return (*map(str, numbers), "; ".join(texts))

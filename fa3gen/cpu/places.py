@@ -1,0 +1,84 @@
+"""Names for places in a CTA's shared memory: the arrays and mbarriers of the plan, stage by stage."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from fa3gen import footprint, hopper
+from fa3gen.spec import CpAsyncLoad, Spec, TmaLoad
+
+
+@dataclass(frozen=True)
+class SharedPlace:
+    """One stage of an array, or one mbarrier: bytes [offset, offset + bytes) of dynamic shared memory.
+
+    `stage` is None where there is only one by design.
+    """
+
+    name: str
+    stage: int | None
+    offset: int
+    bytes: int
+
+    @property
+    def label(self) -> str:
+        """`K stage 1` of an array."""
+        return self.name if self.stage is None else f"{self.name} stage {self.stage}"
+
+    @property
+    def barrier_label(self) -> str:
+        """`k_full[1]` of an mbarrier."""
+        return self.name if self.stage is None else f"{self.name}[{self.stage}]"
+
+
+@dataclass(frozen=True)
+class SharedPlaces:
+    """Arrays and mbarriers of one module; both empty where nothing is known."""
+
+    arrays: tuple[SharedPlace, ...] = ()
+    barriers: tuple[SharedPlace, ...] = ()
+
+    @classmethod
+    def of(cls, spec: Spec) -> "SharedPlaces":
+        """The map that the module's header prints, in the order of its `SharedStorage`: arrays, then mbarriers."""
+        arrays: list[SharedPlace] = []
+        offset = 0
+        for region in footprint.shared_memory_map(spec):
+            offset = -(-offset // region.align) * region.align
+            ring = region.name in ("sK", "sV") and isinstance(spec.load, CpAsyncLoad | TmaLoad)
+            stages = footprint.kv_stages(spec) if ring else 1
+            size = region.bytes // stages
+            for stage in range(stages):
+                name = region.name.removeprefix("s")
+                arrays.append(SharedPlace(name, stage if ring else None, offset + stage * size, size))
+            offset += region.bytes
+        return cls(tuple(arrays), tuple(_barriers(spec, offset)))
+
+    def array(self, offset: int) -> str:
+        """The array at an offset into dynamic shared memory, in words."""
+        found = _containing(self.arrays, offset)
+        return f"shared byte {offset}" if found is None else found.label
+
+    def barrier(self, offset: int) -> str:
+        """The mbarrier at an offset into dynamic shared memory, in words."""
+        found = _containing(self.barriers, offset)
+        return f"mbarrier at shared byte {offset}" if found is None else found.barrier_label
+
+
+def _barriers(spec: Spec, offset: int) -> Iterable[SharedPlace]:
+    """q_full, then for each ring its full barriers and its empty ones."""
+    if not isinstance(spec.load, TmaLoad):
+        return
+    size = hopper.MBARRIER_BYTES
+    yield SharedPlace("q_full", None, offset, size)
+    offset += size
+    for ring in ("kv",) if spec.load.barrier == "shared" else ("k", "v"):
+        for role in ("full", "empty"):
+            for stage in range(spec.load.kv_stages):
+                yield SharedPlace(f"{ring}_{role}", stage, offset, size)
+                offset += size
+
+
+def _containing(places: Iterable[SharedPlace], offset: int) -> SharedPlace | None:
+    return next((place for place in places if place.offset <= offset < place.offset + place.bytes), None)

@@ -1,0 +1,156 @@
+"""`fa3gen trace` as a user meets it: files, summary, exit codes."""
+
+from __future__ import annotations
+
+import json
+import resource
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import jsonschema
+import pytest
+
+from fa3gen import cli
+from fa3gen.cli.trace import Problem, _busiest
+from fa3gen.cpu.trace_files import SCHEMA
+from fa3gen.workspace import Workspace
+
+ROOT = Path(__file__).resolve().parents[1]
+STEM = "k4_2_d64"
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A workspace of the user's own with one module, generated from a spec of the package; compiled once for all."""
+    root = tmp_path_factory.mktemp("workspace")
+    (root / "specs").mkdir()
+    (root / "generated").mkdir()
+    (root / "cache").mkdir()
+    return root
+
+
+@pytest.fixture
+def workspace(directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """That workspace as the working directory, with the module as it is committed and nothing written yet."""
+    shutil.copy(ROOT / "generated" / f"{STEM}.py", directory / "generated")
+    for file in directory.glob("*.json"):
+        file.unlink()
+    monkeypatch.setenv("FA3GEN_CACHE_DIR", str(directory / "cache"))
+    monkeypatch.chdir(directory)
+    monkeypatch.setenv("COLUMNS", "160")
+    return directory
+
+
+def test_one_cta_of_a_module(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["trace", STEM, "-o", "traces"]) == 0
+    files = {path.name: path for path in (workspace / "traces").iterdir()}
+    assert files.keys() == {f"{STEM}.trace.json", f"{STEM}.perfetto.json"}
+    trace = json.loads(files[f"{STEM}.trace.json"].read_text(encoding="utf-8"))
+    jsonschema.validate(trace, SCHEMA)
+    assert (trace["executed_on"], trace["file"]) == ("CPU model of sm_90a (not a GPU)", f"generated/{STEM}.py")
+    assert trace["problem"] == vars(Problem(1, 128, 320, 1, 1, 64, 0))  # 2 stages twice round and one more, of 64
+    (cta,) = trace["ctas"]
+    lines = (workspace / "generated" / f"{STEM}.py").read_text(encoding="utf-8").splitlines()
+    for wait in (event for event in cta["events"] if event["label"].startswith(("k_full", "v_full"))):
+        if wait["kind"] == "wait":
+            assert f"{wait['label'][0]}_ring.consumer_wait(drain)" in lines[wait["line"] - 1]
+    chrome = json.loads(files[f"{STEM}.perfetto.json"].read_text(encoding="utf-8"))
+    assert {"name": "warp 3 (warpgroup 0)"} in [event.get("args") for event in chrome["traceEvents"]]
+    assert str(workspace) not in json.dumps([trace, chrome])
+    out = capsys.readouterr().out
+    assert "executed on the CPU model of sm_90a (not a GPU)" in out
+    assert "CTA (0, 0, 0) of (1, 1, 1): 11 TMA loads, 80 wgmma, 1 TMA stores" in out
+    assert "not speed" in out
+    assert [line.split()[0] for line in out.splitlines() if "; " in line and "line" in line] == ["1", "4"]
+
+
+def test_the_same_command_writes_the_same_bytes(workspace: Path) -> None:
+    """In another process, too, and with the compiled module at hand in less than ten seconds of processor time."""
+    command = ["trace", STEM, "--seq-k", "100", "--seed", "3", "--schedule", "4"]
+    assert cli.main([*command, "-o", "first"]) == 0
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run([sys.executable, "-m", "fa3gen", *command, "-o", "second"], check=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 10
+    names = {path.name for path in (workspace / "first").iterdir()}
+    assert names == {path.name for path in (workspace / "second").iterdir()} and len(names) == 2
+    for name in names:
+        assert (workspace / "first" / name).read_bytes() == (workspace / "second" / name).read_bytes()
+
+
+def test_a_chosen_cta_and_schedule(workspace: Path) -> None:
+    command = ["trace", STEM, "--seq-q", "200", "--seq-k", "70", "--heads", "2", "--heads-kv", "1", "--batch", "2"]
+    assert cli.main([*command, "--cta", "5", "--schedule", "0"]) == 0
+    trace = json.loads((workspace / f"{STEM}.trace.json").read_text(encoding="utf-8"))
+    assert trace["schedule"] == "by warpgroup, in turn, late completion"
+    (cta,) = trace["ctas"]
+    assert (cta["index"], cta["grid"]) == ([5, 0, 0], [8, 1, 1])
+    # Tile 1 of two, head 0 of two, the second batch entry; (column, row, head, batch).
+    loads = {event["label"]: event["details"]["coordinates"] for event in cta["events"] if event["kind"] == "load"}
+    assert loads["Q"] == [0, 128, 0, 1]
+    assert loads["K stage 0"] == [0, 64, 0, 1]
+    assert cli.main([*command, "--cta", "all"]) == 0
+    trace = json.loads((workspace / f"{STEM}.trace.json").read_text(encoding="utf-8"))
+    assert [cta["index"][0] for cta in trace["ctas"]] == list(range(8))
+
+
+def test_a_kernel_that_deadlocks_leaves_its_trace(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = workspace / "generated" / f"{STEM}.py"
+    source = path.read_text(encoding="utf-8")
+    release = "        v_ring.consumer_release(drain)  # this warp has read V\n"
+    assert source.count(release) == 1
+    path.write_text(source.replace(release, ""), encoding="utf-8")
+    assert cli.main(["trace", STEM]) == 1
+    out = capsys.readouterr().out
+    assert "deadlock: no warp can go on" in out
+    assert "v_empty[0] phase 0" in out and ": for ever" in out
+    trace = json.loads((workspace / f"{STEM}.trace.json").read_text(encoding="utf-8"))
+    jsonschema.validate(trace, SCHEMA)
+    assert trace["report"].startswith("deadlock")
+    (cta,) = trace["ctas"]
+    stuck = {(event["label"], *event["warps"]) for event in cta["events"] if event["end"] is None}
+    assert ("v_empty[0] phase 0", 0) in stuck
+    assert not any(warp["ended"] for warp in cta["warps"])
+
+
+def written_by_hand(workspace: Path) -> list[Path]:
+    """All files but those of the compile cache."""
+    return sorted(path for path in workspace.rglob("*") if "cache" not in path.parts)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["k9"], "there is no spec or module 'k9'"),
+        (["k1_d64"], "not rendered yet: "),
+        ([STEM, "--cta", "1,2"], "--cta 1,2: an index X, three of them X,Y,Z, or all"),
+        ([STEM, "--cta", "-1"], "--cta -1: an index X, three of them X,Y,Z, or all"),
+        ([STEM, "--cta", "7"], "there is no CTA (7, 0, 0) in a grid of (1, 1, 1); choose one inside"),
+        ([STEM, "--heads", "3", "--heads-kv", "2"], "--heads 3 is no multiple of --heads-kv 2; choose one that is"),
+        ([STEM, "--seq-k", "1", "-o", f"generated/{STEM}.py"], "choose another --output"),
+    ],
+)
+def test_requests_that_cannot_be_served(
+    workspace: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    before = written_by_hand(workspace)
+    assert cli.main(["trace", *arguments]) == 2
+    assert message in capsys.readouterr().err
+    assert written_by_hand(workspace) == before
+
+
+@pytest.mark.parametrize(
+    ("stem", "seq_q", "seq_k", "block"),
+    [
+        ("k4_2_d64", 500, 500, 0),  # all see the same
+        ("k4_2_d64_causal", 500, 500, 3),  # the last rows see the most keys
+        ("k4_2_d64_causal", 500, 128, 3),  # those before see none
+        ("k4_2_window_d64_window200_70", 900, 900, 2),  # from row 256 on the whole window lies inside
+        ("k1_d64_causal", 64, 64, 0),
+    ],
+)
+def test_the_default_cta_has_the_most_tiles(stem: str, seq_q: int, seq_k: int, block: int) -> None:
+    (variant,) = Workspace.find(ROOT).resolve(stem)
+    assert _busiest(variant.spec, Problem(1, seq_q, seq_k, 1, 1, 64, 0)) == block
