@@ -1,0 +1,138 @@
+"""The CPU model on tests/gpu's probes: WGMMA products and TMA boxes against NumPy, without any attention around them.
+
+A few variants of each; `tests/gpu/compare_cpu_model.py` runs all of them, on a GPU too.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "gpu"))
+
+import compare_cpu_model as runner
+
+from fa3gen.cpu.findings import Hazard, Kind
+
+PRODUCTS = (
+    "bf16_f32_n64k128_mn_sw64_k_sw32",
+    "f16_f16_n64k128_registers_mn_sw128",
+    "e4m3_f32_n8k128_k_sw128_k_sw128",
+    "e5m2_e4m3_f16_n64k256_registers_k_sw128",
+)
+COPIES = ("rank2_bf16_swizzle64", "rank5_bf16_swizzle32")
+
+
+def _variant(kind: str, name: str) -> Any:
+    return next(variant for variant in runner.probe(kind).VARIANTS if variant.name == name)
+
+
+@pytest.mark.parametrize("kind", runner.PROBES)
+def test_variants_have_names_of_their_own(kind: str) -> None:
+    names = [variant.name for variant in runner.probe(kind).VARIANTS]
+    assert len(names) == len(set(names))
+
+
+@pytest.mark.parametrize("kind", runner.PROBES)
+def test_source_changes_the_variant_and_nothing_else(kind: str) -> None:
+    probe = runner.probe(kind)
+    variant = probe.VARIANTS[-1]
+    own = Path(probe.__file__).read_text(encoding="utf-8").splitlines()
+    changed = [line for old, line in zip(own, probe.source(variant).splitlines(), strict=True) if old != line]
+    assert changed == [f"VARIANT = {variant!r}"]
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_product(name: str) -> None:
+    """Within the bound of any order of additions in the accumulator's precision: terms x half an ulp x sum |a b|."""
+    variant = _variant("wgmma", name)
+    result = runner.perform(runner.Task("wgmma", name), "cpu")
+    assert result.error is None, result.error
+    a, b = (operand.double().numpy() for operand in runner.product_operands(variant)["normal"])
+    magnitude = np.abs(a) @ np.abs(b).T
+    rounding = variant.k * 2.0**-24
+    if variant.accumulator == "f16":
+        rounding += variant.k / (16 if variant.wide else 32) * 2.0**-11  # once for each instruction
+    error = np.abs(result.arrays["normal/d"] - a @ b.T)
+    assert (error <= rounding * magnitude).all(), (error / magnitude).max()
+
+
+@pytest.mark.parametrize("name", PRODUCTS[:1] + PRODUCTS[-1:])
+def test_product_of_special_values(name: str) -> None:
+    variant = _variant("wgmma", name)
+    result = runner.perform(runner.Task("wgmma", name), "cpu")
+    assert result.error is None, result.error
+    d = result.arrays["special/d"]
+    a, b = (operand.double().numpy() for operand in runner.product_operands(variant)["special"])
+    with np.errstate(invalid="ignore"):
+        exact = (a[:, None, :] * b[None, :, :]).sum(-1)
+    assert np.isnan(d[2]).all()
+    if variant.accumulator == "f32":  # f16 overflows where float64 does not
+        np.testing.assert_array_equal(np.isnan(d), np.isnan(exact))
+        np.testing.assert_array_equal(np.isposinf(d), np.isposinf(exact))
+        np.testing.assert_allclose(d[3], exact[3], rtol=1e-5, atol=0)  # subnormal operands count
+
+
+@pytest.mark.parametrize("name", COPIES)
+def test_copy(name: str) -> None:
+    variant = _variant("tma", name)
+    result = runner.perform(runner.Task("tma", name), "cpu")
+    assert result.error is None, result.error
+    source, target = runner.copy_tensors(variant)
+    for number, (load_at, store_at) in enumerate(runner.copy_places(variant)):
+        box, stored = _copied(source, target, variant.box, load_at, store_at)
+        address = np.arange(variant.box_bytes)
+        swizzle = (address >> 7) % (variant.swizzle // 16) << 4  # 16-byte chunks XOR the number of the 128-byte line
+        image = result.arrays[f"{number}/shared"]
+        np.testing.assert_array_equal(image[address ^ swizzle], box.ravel())
+        np.testing.assert_array_equal(result.arrays[f"{number}/stored"].ravel(), stored.ravel())
+        assert (stored != target).any()
+        assert number == 0 or not box.all(axis=-1).all(), "no part of the box lies outside"
+
+
+def test_a_store_before_the_tensor_is_reported(tmp_path: Path) -> None:
+    variant = _variant("tma", COPIES[0])
+    function, _ = runner.compiled_probe("tma", variant, "cpu", tmp_path)
+    x, y = (runner.copy_argument(variant, data) for data in runner.copy_tensors(variant))
+    before = [0, -1]
+    image = torch.zeros(variant.box_bytes, dtype=torch.uint8)
+    function(x, y, image, torch.tensor([before, [0, 0]], dtype=torch.int32))
+    with pytest.raises(Hazard) as raised:
+        function(x, y, image, torch.tensor([[0, 0], before], dtype=torch.int32))
+    assert raised.value.kind is Kind.OUT_OF_BOUNDS
+
+
+def _copied(source: Any, target: Any, box: tuple[int, ...], load_at: Any, store_at: Any) -> tuple[Any, Any]:
+    """(the box, zero outside the tensor; the target after the store), element by element."""
+    loaded = np.zeros((*reversed(box), source.shape[-1]), np.uint8)
+    stored = target.copy()
+
+    def place(index: tuple[int, ...], start: Any) -> tuple[int, ...] | None:
+        found = tuple(i + first for i, first in zip(index, reversed(start), strict=True))
+        return found if all(0 <= i < extent for i, extent in zip(found, source.shape, strict=False)) else None
+
+    for index in itertools.product(*(range(extent) for extent in reversed(box))):
+        if (origin := place(index, load_at)) is not None:
+            loaded[index] = source[origin]
+        if (goal := place(index, store_at)) is not None:
+            stored[goal] = loaded[index]
+    return loaded, stored
+
+
+def test_a_failing_task_is_a_result() -> None:
+    result = runner.perform(runner.Task("wgmma", "no such variant"), "cpu")
+    assert result.error is not None and "StopIteration" in result.error
+
+
+def test_operands_of_a_variant_are_the_same_every_time() -> None:
+    variant = _variant("wgmma", PRODUCTS[0])
+    first, second = runner.product_operands(variant), runner.product_operands(variant)
+    for operands in first:
+        for one, other in zip(first[operands], second[operands], strict=True):
+            assert torch.equal(one.view(torch.int16), other.view(torch.int16))
