@@ -4,29 +4,39 @@ import fa3gen
 
 module = fa3gen.load("k4_2_d128_causal")
 out, lse = module.attention(q, k, v, return_lse=True)
+
+Without a GPU, `fa3gen.load("k4_2_d128_causal", on="cpu")` takes CPU tensors and runs the same compiled kernel on a
+model of sm_90a.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 from types import ModuleType
+from typing import Literal
 
 __all__ = ["load"]
 
 _loaded: dict[Path, ModuleType] = {}
 
 
-def load(stem: str) -> ModuleType:
+def load(stem: str, *, on: Literal["gpu", "cpu"] = "gpu") -> ModuleType:
     """Import a generated module by its stem, such as `k4_2_d128_causal`, from the workspace or else from the package.
 
     Importing needs torch and nvidia-cutlass-dsl, but no GPU; the kernel is compiled at the first call of `attention`.
+    With `on="cpu"`, `attention` takes CPU tensors and executes the kernel's PTX on a model of sm_90a; it raises
+    `fa3gen.cpu.findings.Hazard` for a mistake that the model sees. Each such call gives a module of its own, whose
+    `cpu` (`fa3gen.cpu.module.CpuModel`) holds the settings: schedule and trace.
 
     Raises:
-        UserError: There is no such module; the message names the nearest ones or the command that renders it.
+        UserError: There is no such module; the message names the nearest ones or the command that renders it. With
+            `on="cpu"`, also where the model does not support the installed nvidia-cutlass-dsl.
     """
     from fa3gen.errors import UserError
     from fa3gen.workspace import Workspace
 
+    if on not in ("gpu", "cpu"):
+        raise UserError(f"on={on!r}; it needs to be 'gpu' (the default) or 'cpu'")
     workspace = Workspace.find()
     path = workspace.module_path(stem)
     if not path.is_file() and not workspace.owns(stem):  # of the workspace's own spec, the package's is another module
@@ -37,6 +47,10 @@ def load(stem: str) -> ModuleType:
             stems = ", ".join(variant.stem for variant in workspace.resolve(stem))
             raise UserError(f"{stem} is a spec with several modules; load one of {stems}")
         raise UserError(f"{workspace.module_path(stem)} does not exist; run `fa3gen render {variant.source}`")
+    if on == "cpu":
+        from fa3gen.cpu.module import load_on_cpu
+
+        return load_on_cpu(path)
     if path not in _loaded:
         from fa3gen.loading import load_file
 

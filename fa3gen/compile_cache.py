@@ -14,7 +14,7 @@ import os
 import platform
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ import platformdirs
 
 from fa3gen import compiler, toolchain
 from fa3gen.compiler import Compiled
+from fa3gen.errors import UserError
 
 try:
     import fcntl
@@ -64,6 +65,13 @@ def cached_compile(path: Path, *, line_info: bool = False) -> Compiled:
         if _key(path, line_info) == key:  # the file may have changed between hashing and compiling
             _write(entry, compiled)
         return compiled
+
+
+def cached_compile_many(
+    paths: Sequence[Path], on_done: Callable[[Path, Compiled | UserError], None] | None = None
+) -> dict[Path, Compiled | UserError]:
+    """Like `compiler.compile_many`, but from the cache where a module has been compiled before."""
+    return compiler.side_by_side(cached_compile, paths, None, on_done)
 
 
 def cache_directory() -> Path:

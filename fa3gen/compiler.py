@@ -137,7 +137,7 @@ def compile_many(
 
     Returns a Compiled or the error for every path, in the order of `paths`; `on_done` hears of each as it finishes.
     """
-    return _side_by_side(lambda path: compile_module(path, timeout_s), paths, jobs, on_done)
+    return side_by_side(lambda path: compile_module(path, timeout_s), paths, jobs, on_done)
 
 
 def analyse_many(
@@ -147,13 +147,13 @@ def analyse_many(
     timeout_s: float = TIMEOUT_S,
 ) -> dict[Path, Analysis | UserError]:
     """Like `compile_many`, with each module taken apart as well: disassembly takes its time too."""
-    return _side_by_side(lambda path: analyse(compile_module(path, timeout_s)), paths, jobs, on_done)
+    return side_by_side(lambda path: analyse(compile_module(path, timeout_s)), paths, jobs, on_done)
 
 
 _Result = TypeVar("_Result")
 
 
-def _side_by_side(
+def side_by_side(
     work: Callable[[Path], _Result],
     paths: Sequence[Path],
     jobs: int | None,

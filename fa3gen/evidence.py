@@ -4,6 +4,9 @@
 --evidence`), never by hand. A record speaks of one exact generated file, named by its SHA-256; once that file
 changes, the record is stale and the module reads "not verified on a GPU" again. `generated/EVIDENCE.md` and the
 ladder table in the README are renderings of the records; `check` proves that they still are.
+
+Runs on the CPU model of sm_90a have records of another kind in another place, `generated/evidence/cpu_model/`, and a
+section of their own in EVIDENCE.md. They never make a module "verified on a GPU".
 """
 
 from __future__ import annotations
@@ -11,11 +14,12 @@ from __future__ import annotations
 import enum
 import hashlib
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from fa3gen.errors import UserError
 from fa3gen.files import write_text
@@ -25,6 +29,7 @@ if TYPE_CHECKING:
     from fa3gen.gpu import Environment
     from fa3gen.workspace import Workspace
 
+CPU_FOLDER = "cpu_model"  # below the folder of the GPU records
 SEQ_LENS = (4096, 16384)  # speeds that a record holds
 RUNGS = ("k1", "k2", "k2_cp_async", "k3_1", "k3_2", "k3_3", "k4_1", "k4_smem", "k4_2")
 LADDER_BEGIN, LADDER_END = "<!-- ladder:begin -->", "<!-- ladder:end -->"
@@ -66,6 +71,18 @@ class Check(Part):
     detail: str
 
 
+class CpuCase(Part):
+    """As `fa3gen.cpu.verify.CpuCaseResult`: errors, and the share of their limits that they use."""
+
+    name: str
+    shape: str
+    o_error: Errors | None
+    o_used: float | None
+    o_spread: float | None
+    lse_error: Errors | None
+    failures: list[str]
+
+
 class CompileFacts(Part):
     """What the compiled file holds, in sum over its kernels; registers and shared memory of the largest."""
 
@@ -77,8 +94,8 @@ class CompileFacts(Part):
     serialized_wgmma: bool
 
 
-class Record(Part):
-    """One module on one GPU on one day."""
+class Verdict(Part):
+    """What every record says: of which file, from which day, whether all passed. Closed against contradictions."""
 
     version: Literal[1] = 1
     stem: str
@@ -86,23 +103,17 @@ class Record(Part):
     date: str = Field(description="UTC day.", pattern=r"^\d{4}-\d{2}-\d{2}$")
     passed: bool
     failures: list[str]
-    gpu: str
-    driver: str | None
-    cuda_driver: str | None
     torch: str | None
     dsl: str | None
     ptxas: str | None
     python: str
     seed: int
-    o_factor: float
     lse_tolerance: float
-    cases: list[Case]
+    cases: Sequence[Case | CpuCase]
     checks: list[Check]
-    tflops: dict[str, float] = Field(default={}, description="By sequence length; 16,384 tokens in all.")
-    compile: CompileFacts | None
 
     @model_validator(mode="after")
-    def _passed_says_what_the_rest_says(self) -> Record:
+    def _passed_says_what_the_rest_says(self) -> Self:
         in_cases = any(case.failures for case in self.cases) or any(check.passed is False for check in self.checks)
         if self.passed and (self.failures or in_cases or not self.cases):
             raise ValueError("passed is true, but there are failures or there is no case")
@@ -111,13 +122,52 @@ class Record(Part):
         return self
 
 
+class Record(Verdict):
+    """One module on one GPU on one day."""
+
+    gpu: str
+    driver: str | None
+    cuda_driver: str | None
+    o_factor: float
+    cases: list[Case]
+    tflops: dict[str, float] = Field(default={}, description="By sequence length; 16,384 tokens in all.")
+    compile: CompileFacts | None
+
+    @field_validator("gpu")
+    @classmethod
+    def _is_a_gpu(cls, name: str) -> str:
+        if re.search(r"\bcpu\b", name, re.IGNORECASE):
+            raise ValueError(f"'{name}' is no GPU")
+        return name
+
+
+class CpuRecord(Verdict):
+    """One module on the CPU model of sm_90a on one day: no result of a GPU."""
+
+    executed_on: Literal["CPU model of sm_90a"]
+    numpy: str | None
+    schedules: list[str] = Field(description="Legal orders of warps and completions that each case ran under.")
+    o_spread: float | None = Field(description="Mean of (O - ref)^2 over what rounding explains, in all cases.")
+    o_spread_limit: float
+    cases: list[CpuCase]
+
+
 class Status(enum.Enum):
-    """What the records say about one module."""
+    """What the records of GPU runs say about one module."""
 
     VERIFIED = "verified"
     FAILED = "FAILED"
     STALE = "not verified on a GPU (record is of an older file)"
     NONE = "not verified on a GPU"
+
+
+class CpuStatus(enum.Enum):
+    """What the records of runs on the CPU model say about one module."""
+
+    PASSED = "passed on the CPU model"
+    FAILED = "FAILED on the CPU model"
+    STALE = "not run (record is of an older file)"
+    NONE = "not run"
 
 
 def sha256(path: Path) -> str:
@@ -136,49 +186,91 @@ def _rounded(value: Any) -> Any:
     return value
 
 
-def dumps(record: Record) -> str:
+def dumps(record: Verdict) -> str:
     """Return the JSON text of a record: sorted keys, two spaces, one newline at the end."""
     return json.dumps(_rounded(record.model_dump()), indent=2, sort_keys=True, allow_nan=False) + "\n"
 
 
 def record_path(workspace: Workspace, stem: str) -> Path:
-    """Return where the record of a generated stem lies."""
+    """Return where the GPU record of a generated stem lies."""
     return workspace.evidence_dir / f"{stem}.json"
 
 
+def cpu_record_path(workspace: Workspace, stem: str) -> Path:
+    """Return where the record of a generated stem's run on the CPU model lies."""
+    return workspace.evidence_dir / CPU_FOLDER / f"{stem}.json"
+
+
 def write(workspace: Workspace, record: Record) -> Path:
-    """Write one record, whether it passed or not; return its path."""
+    """Write one GPU record, whether it passed or not; return its path. TypeError for a record of the other kind."""
+    if not isinstance(record, Record):
+        raise TypeError(f"{type(record).__name__} is no record of a GPU")
     path = record_path(workspace, record.stem)
     write_text(path, dumps(record))
     return path
 
 
+def write_cpu(workspace: Workspace, record: CpuRecord) -> Path:
+    """Write one record of the CPU model; return its path. TypeError for a record of the other kind."""
+    if not isinstance(record, CpuRecord):
+        raise TypeError(f"{type(record).__name__} is no record of the CPU model")
+    path = cpu_record_path(workspace, record.stem)
+    write_text(path, dumps(record))
+    return path
+
+
 def read(workspace: Workspace, stem: str) -> Record | None:
-    """Read the record of a generated stem; None when there is none, UserError when it is not a record."""
-    path = record_path(workspace, stem)
+    """Read the GPU record of a generated stem; None when there is none, UserError when it is not one."""
+    again = f"`fa3gen verify {stem} --evidence` on a Hopper GPU"
+    return _read(Record, record_path(workspace, stem), stem, "an evidence record", again)
+
+
+def read_cpu(workspace: Workspace, stem: str) -> CpuRecord | None:
+    """Like `read`, for the record of a run on the CPU model."""
+    again = f"`fa3gen verify {stem} --on cpu --evidence`"
+    return _read(CpuRecord, cpu_record_path(workspace, stem), stem, "a record of the CPU model", again)
+
+
+_Kind = TypeVar("_Kind", bound=Verdict)
+
+
+def _read(kind: type[_Kind], path: Path, stem: str, what: str, again: str) -> _Kind | None:
     if not path.exists():
         return None
     try:
-        record = Record.model_validate_json(path.read_text(encoding="utf-8"))
+        record = kind.model_validate_json(path.read_text(encoding="utf-8"))
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(str(part) for part in first["loc"]) or "file"
-        text = f"{path} is not an evidence record ({place}: {first['msg']})"
-        raise UserError(f"{text}; delete it and run `fa3gen verify {stem} --evidence` on a Hopper GPU") from error
+        raise UserError(f"{path} is not {what} ({place}: {first['msg']}); delete it and run {again}") from error
     if record.stem != stem:
         raise UserError(f"{path} is a record of {record.stem}, not of {stem}; delete it")
     return record
 
 
 def status(workspace: Workspace, stem: str) -> tuple[Status, Record | None]:
-    """Say what the records say of one module; the record comes along unless there is none."""
+    """Say what the GPU records say of one module; the record comes along unless there is none."""
     record = read(workspace, stem)
     if record is None:
         return Status.NONE, None
-    source = workspace.module_path(stem)
-    if not source.exists() or sha256(source) != record.source_sha256:
+    if not _is_of_the_present_file(workspace, record):
         return Status.STALE, record
     return (Status.VERIFIED if record.passed else Status.FAILED), record
+
+
+def cpu_status(workspace: Workspace, stem: str) -> tuple[CpuStatus, CpuRecord | None]:
+    """Like `status`, for runs on the CPU model."""
+    record = read_cpu(workspace, stem)
+    if record is None:
+        return CpuStatus.NONE, None
+    if not _is_of_the_present_file(workspace, record):
+        return CpuStatus.STALE, record
+    return (CpuStatus.PASSED if record.passed else CpuStatus.FAILED), record
+
+
+def _is_of_the_present_file(workspace: Workspace, record: Verdict) -> bool:
+    source = workspace.module_path(record.stem)
+    return source.exists() and sha256(source) == record.source_sha256
 
 
 def set_tflops(workspace: Workspace, stem: str, tflops: Mapping[int, float], around: Environment) -> bool:
@@ -213,12 +305,25 @@ _INTRO = f"""# Evidence
 
 Written by `{REFRESH}`; do not edit. A record counts only for the exact file it was made with (SHA-256).
 
+## On a GPU
+
 Every module is run on {{cases}} named inputs (random, outlier, ragged, grouped heads, strided, masked rows) on poisoned
 outputs and compared with float64 attention. It passes when O is within twice the error of PyTorch in the same precision
 (plus half an ulp), for the maximum and for every block of 64 rows, and LSE within 1e-5 relative.
 *O* and *PyTorch* are relative Frobenius errors on the case `random`; *of limit* is the worst case's share of what is
 allowed; *LSE* is the worst case's relative error. TFLOP/s: forward, 16,384 tokens in all, heads x head dim = 2048.
 """
+
+_CPU_INTRO = """
+## On the CPU model of sm_90a
+
+No GPU took part in what this section says. A model executed the PTX of each module on small inputs made for its tiles
+and its ring of stages, every case under several schedules, with the same bits each time and no hazard. *O of limit*:
+the worst element's share of half an output ulp plus the rounding of P. *O spread*: mean squared error of O over what
+rounding explains, at most {limit}. *LSE*: the worst row's relative error.
+"""
+
+_CPU_COLUMNS = ("module", "status", "cases", "schedules", "O of limit", "O spread", "LSE", "made with", "date")
 
 _COLUMNS = (
     *("module", "status", "O", "PyTorch", "of limit", "LSE", "TFLOP/s 4k", "TFLOP/s 16k"),
@@ -227,18 +332,52 @@ _COLUMNS = (
 
 
 def render_markdown(workspace: Workspace) -> str:
-    """Return the text of EVIDENCE.md: one row per generated stem, then every failure in words."""
+    """Return the text of EVIDENCE.md: for each kind of run a row per generated stem and every failure in words."""
     states = [(stem, *status(workspace, stem)) for stem in generated_stems(workspace)]
     counts = {len(record.cases) for _, state, record in states if record and state is Status.VERIFIED}
     verified = sum(state is Status.VERIFIED for _, state, _ in states)
     lines = [_INTRO.format(cases=" or ".join(str(count) for count in sorted(counts)) or "a set of")]
     lines.append(f"{verified} of {len(states)} modules are verified on a GPU.\n")
     lines += _table(_COLUMNS, [_row(stem, state, record) for stem, state, record in states])
-    failing = [(stem, record) for stem, state, record in states if record and state is Status.FAILED]
-    if failing:
-        lines += ["", "## Failures", ""]
-        lines += [f"- `{stem}`: {failure}" for stem, record in failing for failure in record.failures]
-    return "\n".join(lines) + "\n"
+    lines += _failures([(stem, record) for stem, state, record in states if record and state is Status.FAILED])
+    return "\n".join([*lines, *_cpu_section(workspace)]) + "\n"
+
+
+def _failures(failing: Sequence[tuple[str, Verdict]]) -> list[str]:
+    if not failing:
+        return []
+    return ["", "### Failures", "", *(f"- `{stem}`: {text}" for stem, record in failing for text in record.failures)]
+
+
+def _cpu_section(workspace: Workspace) -> list[str]:
+    """What was executed on the CPU model; nothing where there is no record of it."""
+    states = [(stem, *cpu_status(workspace, stem)) for stem in generated_stems(workspace)]
+    limits = {record.o_spread_limit for _, _, record in states if record}
+    if not limits:
+        return []
+    passed = sum(state is CpuStatus.PASSED for _, state, _ in states)
+    lines = [_CPU_INTRO.format(limit=" or ".join(f"{limit:g}" for limit in sorted(limits)))]
+    lines.append(f"{passed} of {len(states)} modules passed on the CPU model.\n")
+    lines += _table(_CPU_COLUMNS, [_cpu_row(stem, state, record) for stem, state, record in states])
+    return lines + _failures([(stem, record) for stem, state, record in states if record and state is CpuStatus.FAILED])
+
+
+def _cpu_row(stem: str, state: CpuStatus, record: CpuRecord | None) -> list[str]:
+    if record is None or state is CpuStatus.STALE:
+        return [f"`{stem}`", state.value, *[""] * (len(_CPU_COLUMNS) - 2)]
+    used = [case.o_used for case in record.cases if case.o_used is not None]
+    made_with = f"DSL {record.dsl or '?'}, torch {record.torch or '?'}, NumPy {record.numpy or '?'}"
+    return [
+        f"`{stem}`",
+        state.value,
+        str(len(record.cases)),
+        str(len(record.schedules)),
+        f"{max(used):.0%}" if used else "",
+        "" if record.o_spread is None else f"{record.o_spread:.2f}",
+        _scientific(_worst_lse(record.cases)),
+        made_with,
+        record.date,
+    ]
 
 
 def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
@@ -288,7 +427,7 @@ def _share(cases: Sequence[Case]) -> str:
     return f"{max(shares):.0%}" if len(shares) == len(cases) and shares else ""
 
 
-def _worst_lse(cases: Sequence[Case]) -> float | None:
+def _worst_lse(cases: Sequence[Case | CpuCase]) -> float | None:
     values = [case.lse_error.relative for case in cases if case.lse_error and case.lse_error.relative is not None]
     return max(values, default=None)
 
@@ -374,7 +513,8 @@ def check(workspace: Workspace) -> list[str]:
             name, command = path.relative_to(workspace.root), "fa3gen verify --refresh-evidence"
             problems.append(f"{name} is not what the records in generated/evidence render to; run `{command}`")
     known = set(generated_stems(workspace))
-    for path in sorted(workspace.evidence_dir.glob("*.json")):
+    folders = (workspace.evidence_dir, workspace.evidence_dir / CPU_FOLDER)
+    for path in (path for folder in folders for path in sorted(folder.glob("*.json"))):
         if path.stem not in known:
             problems.append(f"{path.relative_to(workspace.root)} is a record of no generated module; delete it")
     return problems

@@ -14,6 +14,8 @@ from typing import Literal
 
 import torch
 
+from fa3gen.spec import Spec, SyncLoad, WindowMask
+
 GUARD = 8  # rows of NaN before and after each padded tensor, along the sequence
 
 Distribution = Literal["normal", "outlier", "ramp"]
@@ -71,6 +73,30 @@ CASES: tuple[Case, ...] = (
     Case("wrap", "wraps a ring of 5 stages of 128 keys twice", 1, 70, 1500, 2, 2),
     Case("scale", "a scale other than 1/sqrt(d)", 1, 150, 210, 2, 2, scale=0.3),
 )  # fmt: skip
+
+
+def cpu_cases(spec: Spec) -> tuple[Case, ...]:
+    """The cases for the CPU model of sm_90a: small, since it is slow, and cut to the tiles and the ring of `spec`."""
+    m, n = spec.tile.q, spec.tile.kv
+    stages = 1 if isinstance(spec.load, SyncLoad) else spec.load.kv_stages
+    cases = [
+        Case("ragged", "two tiles of queries, three of keys, the last of each cut short", 1, m + 17, 2 * n + 9, 1, 1),
+        Case("masked_rows", "more queries than keys: causal rows with no key", 1, m + 9, n // 2 + 3, 1, 1),
+        Case("few_keys", "a whole tile of causal rows with no key", 1, m + 5, 5, 1, 1),
+        Case("one", "one query, one key, strides that mean nothing", 1, 1, 1, 1, 1, layout="odd_strides"),
+        Case("gqa", "grouped heads, (batch, heads, seq, d) storage", 1, m // 2 + 1, n - 1, 4, 2, layout="transposed"),
+        Case("mqa", "one kv head; k and v with batch stride 0", 2, 5, n // 2, 2, 1, layout="expanded"),
+        Case("packed", "slices of one packed qkv tensor", 2, n // 2 + 5, n // 2 + 5, 1, 1, layout="packed"),
+        Case("ramp", "scores that climb, or fall: every tile moves the maximum", 2, 5, 2 * n + 12, 1, 1, "ramp"),
+        Case("outlier", "a few large rows and channels", 1, 9, n + 12, 1, 1, "outlier"),
+        Case("scale", "a scale other than 1/sqrt(d)", 1, 7, n // 2 + 5, 1, 1, scale=0.3),
+        Case("wrap", "goes round the ring of stages twice and a bit", 1, 3, 2 * stages * n + n // 2 + 1, 1, 1),
+    ]  # fmt: skip
+    if isinstance(spec.mask, WindowMask):
+        left, right = min(spec.mask.left, 1024), min(spec.mask.right, 256)  # the edges of a wider window are not met
+        seq_q = m + right + 9
+        cases.append(Case("window", "windows that begin and end inside the keys", 1, seq_q, seq_q + left + n + 3, 1, 1))
+    return tuple(cases)
 
 
 def case_seed(case: Case, seed: int) -> int:

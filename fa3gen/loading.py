@@ -21,9 +21,9 @@ def clean_argv() -> Iterator[None]:
         sys.argv = saved
 
 
-def load_file(path: Path) -> ModuleType:
-    """Import one generated file from `path`, every time anew, under a name of its own."""
-    name = f"fa3gen_generated_{path.stem}"
+def load_file(path: Path, *, variety: str = "generated") -> ModuleType:
+    """Import one generated file from `path`, every time anew, under a name of its own for each variety."""
+    name = f"fa3gen_{variety}_{path.stem}"
     found = importlib.util.spec_from_file_location(name, path)
     if found is None or found.loader is None:
         raise ImportError(f"{path} cannot be imported")

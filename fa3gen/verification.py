@@ -1,5 +1,6 @@
 """One variant from its spec to a verdict: is the committed file what the spec renders to, does it compile with the
-facts its plan predicts, and does it compute attention on a GPU. `fa3gen.verify` does the last of the three.
+facts its plan predicts, and does it compute attention. `fa3gen.verify` does the last of the three on a GPU,
+`fa3gen.cpu.verify` on the CPU model of sm_90a.
 """
 
 from __future__ import annotations
@@ -10,9 +11,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from fa3gen import evidence, gpu
+from fa3gen import evidence, gpu, toolchain
 from fa3gen.errors import UserError
-from fa3gen.evidence import CompileFacts, Record
+from fa3gen.evidence import CompileFacts, CpuRecord, Record
 from fa3gen.specfile import Variant
 from fa3gen.workspace import Workspace
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     import torch
 
     from fa3gen.compiler import Compiled
+    from fa3gen.cpu.verify import CpuReport
     from fa3gen.verify import Report
 
 
@@ -49,7 +51,7 @@ class Verification:
     run: Stage
     facts: CompileFacts | None = None
     ptxas: str | None = None
-    report: Report | None = None
+    report: Report | CpuReport | None = None
     source_sha256: str | None = None
 
     @property
@@ -86,12 +88,12 @@ def check_render(variant: Variant, workspace: Workspace) -> Stage:
 def compile_all(
     variants: Sequence[Variant], workspace: Workspace, on_done: Callable[[str], None]
 ) -> dict[str, Compiled | UserError]:
-    """Compile every variant whose file exists, several at a time; by stem."""
-    from fa3gen.compiler import compile_many
+    """Compile every variant whose file exists, several at a time, or take it from the cache; by stem."""
+    from fa3gen.compile_cache import cached_compile_many
 
     paths = {workspace.module_path(variant.stem): variant.stem for variant in variants}
     present = [path for path in paths if path.exists()]
-    done = compile_many(present, on_done=lambda path, outcome: on_done(path.stem))
+    done = cached_compile_many(present, on_done=lambda path, outcome: on_done(path.stem))
     return {paths[path]: outcome for path, outcome in done.items()}
 
 
@@ -156,23 +158,17 @@ def record_of(
     `failures` are for a run that left no report: a lost device, a launch that never ended. Raises UserError for a run
     on the CPU, which is no evidence.
     """
-    from fa3gen.verify import FACTOR, LSE_TOLERANCE
+    from fa3gen.verify import FACTOR, LSE_TOLERANCE, Report
 
     report, stem = verification.report, verification.variant.stem
-    if report is not None and report.device == "cpu":
+    if report is not None and (not isinstance(report, Report) or report.device == "cpu"):
         raise UserError(f"{stem} was run on the CPU; run `fa3gen verify {stem} --evidence` on a Hopper GPU")
     around = gpu.environment(verification.ptxas)
-    found = [*failures, *(report.failures if report else ())]
-    found += [f"render: {verification.render.detail}"] if verification.render.passed is False else []
-    found += [f"compile: {verification.compile.detail}"] if verification.compile.passed is False else []
+    found = [*failures, *(report.failures if report else ()), *_failed_before(verification)]
     cases = [asdict(case) for case in report.cases] if report else []
     checks = [asdict(check) for check in report.checks] if report else []
     fields = {
-        "stem": stem,
-        "source_sha256": verification.source_sha256 or evidence.sha256(workspace.module_path(stem)),
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "passed": not found,
-        "failures": found,
+        **_identity(verification, workspace, found),
         **asdict(around),
         "gpu": around.gpu or (report.device if report else "unknown"),
         "seed": report.seed if report else seed,
@@ -184,6 +180,56 @@ def record_of(
         "compile": verification.facts,
     }
     return Record.model_validate(_without_paths(fields, workspace))
+
+
+def cpu_record_of(verification: Verification, workspace: Workspace, *, failures: Sequence[str] = ()) -> CpuRecord:
+    """Make the record of a run on the CPU model, passed or failed; `failures` are for a run that left no report.
+
+    Raises UserError for the report of anything else.
+    """
+    from fa3gen.cpu.verify import EXECUTED_ON, SPREAD_LIMIT, CpuReport
+    from fa3gen.verify import LSE_TOLERANCE
+
+    report, stem = verification.report, verification.variant.stem
+    if report is not None and not isinstance(report, CpuReport):
+        raise UserError(f"{stem} was run on {report.device}, not on the {EXECUTED_ON}")
+    around = gpu.environment(verification.ptxas)
+    found = [*failures, *(report.failures if report else ()), *_failed_before(verification)]
+    fields = {
+        **_identity(verification, workspace, found),
+        "executed_on": EXECUTED_ON,
+        "torch": around.torch,
+        "numpy": toolchain.installed_version("numpy"),
+        "dsl": around.dsl,
+        "ptxas": around.ptxas,
+        "python": around.python,
+        "seed": report.seed if report else 0,
+        "schedules": list(report.schedules) if report else [],
+        "o_spread": report.o_spread if report else None,
+        "o_spread_limit": SPREAD_LIMIT,
+        "lse_tolerance": LSE_TOLERANCE,
+        "cases": [asdict(case) for case in report.cases] if report else [],
+        "checks": [asdict(check) for check in report.checks] if report else [],
+    }
+    return CpuRecord.model_validate(_without_paths(fields, workspace))
+
+
+def _failed_before(verification: Verification) -> list[str]:
+    """What failed before the run: rendering, compilation."""
+    stages = {"render": verification.render, "compile": verification.compile}
+    return [f"{name}: {stage.detail}" for name, stage in stages.items() if stage.passed is False]
+
+
+def _identity(verification: Verification, workspace: Workspace, failures: Sequence[str]) -> dict[str, Any]:
+    """What any record begins with: of which file it is, when it was made, and whether something failed."""
+    stem = verification.variant.stem
+    return {
+        "stem": stem,
+        "source_sha256": verification.source_sha256 or evidence.sha256(workspace.module_path(stem)),
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "passed": not failures,
+        "failures": list(failures),
+    }
 
 
 def _without_paths(value: Any, workspace: Workspace) -> Any:

@@ -1,4 +1,4 @@
-"""Run a generated module against a reference and say how far it is off, beside what PyTorch itself is off.
+"""Run a generated module on a GPU against a reference and say how far it is off, beside what PyTorch itself is off.
 
 Pass criteria, per case, all of them measured against float64 attention of the very 16-bit inputs:
 
@@ -10,6 +10,8 @@ Pass criteria, per case, all of them measured against float64 attention of the v
 
 O_torch is `reference.same_precision`. Beside the cases a few checks look at arguments, empty batches, streams and
 allocations. Everything that cannot be done on the device at hand is listed as not run, never as passed.
+
+`fa3gen.cpu.verify` does the same on the CPU model of sm_90a, with cases and criteria of its own.
 """
 
 from __future__ import annotations
@@ -80,14 +82,10 @@ class Check:
     detail: str = ""
 
 
-@dataclass(frozen=True)
-class Report:
-    """All that `verify_module` found out about one module on one device."""
+class Outcome:
+    """What a report amounts to, whatever ran: cases and checks, each with what failed."""
 
-    stem: str
-    device: str
-    seed: int
-    cases: tuple[CaseResult, ...]
+    cases: tuple[Any, ...]
     checks: tuple[Check, ...]
 
     @property
@@ -100,6 +98,17 @@ class Report:
         """Every failure in words, with the case or check it belongs to."""
         cases = [f"{case.name}: {failure}" for case in self.cases for failure in case.failures]
         return (*cases, *(f"{check.name}: {check.detail}" for check in self.checks if check.passed is False))
+
+
+@dataclass(frozen=True)
+class Report(Outcome):
+    """All that `verify_module` found out about one module on one device."""
+
+    stem: str
+    device: str
+    seed: int
+    cases: tuple[CaseResult, ...]
+    checks: tuple[Check, ...]
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain JSON types."""
@@ -121,7 +130,7 @@ def verify_module(
     Raises DeviceLost when a launch left the CUDA context unusable.
     """
     seed = secrets.randbelow(2**31) if seed is None else seed
-    runner = _Runner(module, spec, device, seed)
+    runner = Runner(module, spec, device, seed)
     results = []
     for case in cases:
         on_case(case.name)
@@ -207,7 +216,7 @@ def _compare_o(out: torch.Tensor, expected: torch.Tensor, yardstick: torch.Tenso
     return _Measured(error, torch_error, limit, ratio, tuple(failures))
 
 
-def _compare_lse(lse: torch.Tensor, expected: torch.Tensor) -> tuple[Errors, tuple[str, ...]]:
+def compare_lse(lse: torch.Tensor, expected: torch.Tensor) -> tuple[Errors, tuple[str, ...]]:
     """Hold LSE (batch, heads, seq_q) against the criteria of this module's docstring."""
     if lse.shape != expected.shape or lse.dtype != torch.float32:
         text = f"LSE is {tuple(lse.shape)} {lse.dtype}; it should be {tuple(expected.shape)} torch.float32"
@@ -232,32 +241,39 @@ def _raise_if_lost(device: torch.device, error: BaseException) -> None:
         torch.cuda.synchronize(device)
         torch.zeros(1, device=device).item()
     except RuntimeError as lost:
-        raise DeviceLost(_essence(error)) from lost
+        raise DeviceLost(essence(error)) from lost
 
 
-def _essence(error: BaseException) -> str:
+def essence(error: BaseException) -> str:
     """Return an error's type and first lines, short enough for a table."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:300]}"
 
 
-def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Compare bit by bit, so that NaN equals itself and -0 differs from 0."""
     integer = {2: torch.int16, 4: torch.int32}[a.element_size()]
     return torch.equal(a.contiguous().view(integer), b.contiguous().view(integer))
 
 
-class _Runner:
+class Runner:
     """One module on one device: calls it, measures it, checks it."""
 
+    # What ends the run; whatever else a module raises is that module's failure.
+    fatal: tuple[type[Exception], ...] = (DeviceLost,)
+
     def __init__(self, module: Any, spec: Spec, device: torch.device, seed: int) -> None:
+        """`seed` decides all inputs."""
         self.module, self.spec, self.device, self.seed = module, spec, device, seed
         self.dtype = DTYPES[spec.problem.dtype]
 
     # -- cases
 
-    def run_case(self, case: Case) -> CaseResult:
-        """Launch a few times on fresh poison, compare the first with the reference and the others with the first."""
+    def run_case(self, case: Case) -> Any:
+        """Launch a few times on fresh poison, compare the first with the reference and the others with the first.
+
+        Returns a CaseResult.
+        """
         made = self._make(case)
         expected = reference.attention(made.q, made.k, made.v, scale=case.scale, mask=self.spec.mask)
         yardstick = reference.same_precision(made.q, made.k, made.v, scale=case.scale, mask=self.spec.mask)
@@ -272,13 +288,13 @@ class _Runner:
                 **nothing,
                 lse_error=None,
                 lse_yardstick=None,
-                failures=(f"raised {_essence(error)}",),
+                failures=(f"raised {essence(error)}",),
             )
         o = _compare_o(result.out, expected.out, yardstick.out)
         failures += o.failures
         lse_error = lse_yardstick = None
         if self.spec.outputs.lse:
-            lse_error, lse_failures = _compare_lse(result.lse, expected.lse)
+            lse_error, lse_failures = compare_lse(result.lse, expected.lse)
             lse_yardstick = lse_errors(yardstick.lse, expected.lse)
             failures += lse_failures
         return CaseResult(
@@ -312,12 +328,12 @@ class _Runner:
                 guards = (made.out_storage[:, : inputs.GUARD], made.out_storage[:, -inputs.GUARD :])
                 if not all(torch.isnan(guard).all() for guard in guards):
                     failures.append("wrote outside `out`, along the sequence")
-            elif not (_same_bits(result.out, first.out) and _same_bits(result.lse, first.lse)):
+            elif not (same_bits(result.out, first.out) and same_bits(result.lse, first.lse)):
                 failures.append(f"launch {launch + 1} differs from the first on the same inputs")
                 break
         assert first is not None
         for name, tensor, copy in zip("qkv", (made.q, made.k, made.v), before, strict=True):
-            if not _same_bits(tensor, copy):
+            if not same_bits(tensor, copy):
                 failures.append(f"changed its input {name}")
         return first, tuple(failures)
 
@@ -364,11 +380,11 @@ class _Runner:
         """Run one check; it returns what went wrong, or nothing."""
         try:
             wrong = attempt()
-        except DeviceLost:
+        except self.fatal:
             raise
-        except Exception as error:  # whatever a module raises is that module's failure
+        except Exception as error:
             _raise_if_lost(self.device, error)
-            wrong = f"raised {_essence(error)}"
+            wrong = f"raised {essence(error)}"
         return Check(name, not wrong, wrong)
 
     def _small(self, **changes: Any) -> Inputs:
@@ -381,8 +397,12 @@ class _Runner:
         yardstick = reference.same_precision(made.q, made.k, made.v, mask=self.spec.mask)
         return "; ".join(_compare_o(out, expected.out, yardstick.out).failures)
 
+    def _smallest(self) -> Inputs:
+        """Inputs for the one check that only has to launch."""
+        return self._small()
+
     def _allocates_out(self) -> str:
-        made = self._small()
+        made = self._smallest()
         out = self.module.attention(made.q, made.k, made.v)
         if not isinstance(out, torch.Tensor):
             return f"without return_lse it should return one tensor, not {type(out).__name__}"
@@ -437,12 +457,14 @@ class _Runner:
             self.module.attention(**arguments)
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
+        except self.fatal:
+            raise
         except (ValueError, TypeError) as error:
             named = re.search(rf"\b(?:{name})\b", str(error))
-            return "" if named else f"{what}: the message names no argument {name}: {_essence(error)}"
+            return "" if named else f"{what}: the message names no argument {name}: {essence(error)}"
         except Exception as error:  # a crash inside is no refusal
             _raise_if_lost(self.device, error)
-            return f"{what}: raised {_essence(error)} where a ValueError or TypeError is due"
+            return f"{what}: raised {essence(error)} where a ValueError or TypeError is due"
         return f"{what}: accepted"
 
     def _current_stream(self) -> str:

@@ -1,12 +1,25 @@
-"""Shared by all tests; says in the summary how many generated modules were not run on a GPU."""
+"""Shared by all tests: one compile cache for each run; the summary says what ran on a GPU and what on the CPU model."""
 
 from __future__ import annotations
 
+import os
+import tempfile
 from typing import Any
 
 import pytest
 
+from fa3gen.compile_cache import CACHE_DIR_VARIABLE
+
 NO_HOPPER = "no Hopper GPU here"
+
+
+def pytest_configure(config: Any) -> None:
+    """Compile every module once for each run of the tests: the workers of xdist inherit the directory."""
+    if not hasattr(config, "workerinput") and CACHE_DIR_VARIABLE not in os.environ:
+        folder = tempfile.TemporaryDirectory(prefix="fa3gen-tests-")
+        os.environ[CACHE_DIR_VARIABLE] = folder.name
+        config.add_cleanup(lambda: os.environ.pop(CACHE_DIR_VARIABLE, None))
+        config.add_cleanup(folder.cleanup)
 
 
 @pytest.fixture(scope="session")
@@ -22,12 +35,15 @@ def hopper() -> Any:
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     """Count from the reports, which the workers of xdist send to the process that prints the summary."""
-    skipped = [
-        report
-        for report in terminalreporter.stats.get("skipped", [])
-        if "test_generated_module[" in report.nodeid and NO_HOPPER in str(report.longrepr)
-    ]
-    if skipped:
-        verb = "module was" if len(skipped) == 1 else "modules were"
-        text = f"{len(skipped)} generated {verb} not run on a GPU ({NO_HOPPER})"
-        terminalreporter.write_sep("=", text, yellow=True, bold=True)
+
+    def say(count: int, text: str, **markup: bool) -> None:
+        if count:
+            verb = "module was" if count == 1 else "modules were"
+            terminalreporter.write_sep("=", f"{count} generated {verb} {text}", **markup)
+
+    passed = terminalreporter.stats.get("passed", [])
+    skipped = terminalreporter.stats.get("skipped", [])
+    executed = sum("test_module_on_the_cpu_model[" in report.nodeid for report in passed)
+    not_run = sum("test_generated_module[" in report.nodeid and NO_HOPPER in str(report.longrepr) for report in skipped)
+    say(executed, "executed on the CPU model of sm_90a (not a GPU result)", green=True)
+    say(not_run, f"not run on a GPU ({NO_HOPPER})", yellow=True, bold=True)

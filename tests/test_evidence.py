@@ -8,13 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from fa3gen import evidence
+from fa3gen.cpu.verify import CpuCaseResult, CpuReport
 from fa3gen.errors import UserError
-from fa3gen.evidence import LADDER_BEGIN, LADDER_END, Record, Status
+from fa3gen.evidence import LADDER_BEGIN, LADDER_END, CpuRecord, CpuStatus, Record, Status
 from fa3gen.gpu import Environment
 from fa3gen.spec import Spec
 from fa3gen.specfile import SpecFile, Variant
+from fa3gen.verification import Stage, Verification, cpu_record_of
+from fa3gen.verify import Check, Errors
 from fa3gen.workspace import Workspace
 
 REPOSITORY = Path(__file__).parent.parent
@@ -124,7 +128,7 @@ def test_a_failing_run_is_recorded_and_shown_as_failing(workspace: Workspace) ->
     text = evidence.render_markdown(workspace)
     assert evidence.status(workspace, "k1_d64")[0] is Status.FAILED
     assert "| `k1_d64` | FAILED |" in text
-    assert "## Failures\n\n- `k1_d64`: ragged: O has NaN\n" in text
+    assert "### Failures\n\n- `k1_d64`: ragged: O has NaN\n" in text
 
 
 @pytest.mark.parametrize(
@@ -271,13 +275,97 @@ def test_what_a_run_found_becomes_a_record_without_paths(workspace: Workspace) -
 
 
 def test_a_run_on_the_cpu_makes_no_record(workspace: Workspace) -> None:
-    from fa3gen.verification import Stage, Verification, record_of
+    from fa3gen.verification import record_of
     from fa3gen.verify import Report
 
-    report = Report("k1_d64", "cpu", 3, (), ())
-    entry = Verification(variant_of("k1_d64", 64, "none"), Stage(True), Stage(True), Stage(True), report=report)
-    with pytest.raises(UserError, match="on the CPU.*run `fa3gen verify k1_d64 --evidence` on a Hopper GPU"):
-        record_of(entry, workspace, {})
+    for report in (Report("k1_d64", "cpu", 3, (), ()), CPU_REPORT):
+        with pytest.raises(UserError, match="on the CPU.*run `fa3gen verify k1_d64 --evidence` on a Hopper GPU"):
+            record_of(entry_with(report), workspace, {})
+
+
+# -- the CPU model
+
+CPU_CASE = CpuCaseResult("ragged", "b1 7x9 h1/1", Errors(0.002, 0.001), 0.71, 0.8, Errors(1e-7, 2e-7), ())
+CPU_REPORT = CpuReport("k1_d64", 5, ("by warpgroup", "by warp"), 0.812, (CPU_CASE,), (Check("empty batch", True),))
+
+
+def entry_with(report: Any) -> Verification:
+    return Verification(variant_of("k1_d64", 64, "none"), Stage(True), Stage(True), Stage(True), report=report)
+
+
+def cpu_record(workspace: Workspace, **changes: Any) -> CpuRecord:
+    return cpu_record_of(entry_with(CPU_REPORT), workspace).model_copy(update=changes)
+
+
+def test_a_record_of_the_model_is_of_another_kind_in_another_place(workspace: Workspace) -> None:
+    path = evidence.write_cpu(workspace, cpu_record(workspace))
+    assert path == workspace.root / "generated" / "evidence" / "cpu_model" / "k1_d64.json"
+    document = json.loads(path.read_text())
+    assert document["executed_on"] == "CPU model of sm_90a" and "gpu" not in document and "tflops" not in document
+    assert evidence.cpu_status(workspace, "k1_d64")[0] is CpuStatus.PASSED
+    assert evidence.status(workspace, "k1_d64") == (Status.NONE, None)
+    workspace.module_path("k1_d64").write_text("# changed\n")
+    assert evidence.cpu_status(workspace, "k1_d64")[0] is CpuStatus.STALE
+
+
+def test_a_record_of_the_model_is_not_taken_for_one_of_a_gpu(workspace: Workspace) -> None:
+    record = cpu_record(workspace)
+    with pytest.raises(TypeError, match="CpuRecord is no record of a GPU"):
+        evidence.write(workspace, record)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="Record is no record of the CPU model"):
+        evidence.write_cpu(workspace, record_of(workspace, "k1_d64"))  # type: ignore[arg-type]
+    evidence.record_path(workspace, "k1_d64").write_text(evidence.dumps(record))  # by hand, in the other's place
+    with pytest.raises(UserError, match="is not an evidence record"):
+        evidence.status(workspace, "k1_d64")
+
+
+@pytest.mark.parametrize("name", ["CPU model of sm_90a", "cpu", "CPU model of sm_90a (not a GPU result)"])
+def test_a_gpu_record_cannot_name_the_model(workspace: Workspace, name: str) -> None:
+    with pytest.raises(ValidationError, match="is no GPU"):
+        record_of(workspace, "k1_d64", gpu=name)
+
+
+def test_a_gpus_report_is_no_run_of_the_model(workspace: Workspace) -> None:
+    from fa3gen.verify import Report
+
+    with pytest.raises(UserError, match="k1_d64 was run on A made-up GPU, not on the CPU model of sm_90a"):
+        cpu_record_of(entry_with(Report("k1_d64", "A made-up GPU", 3, (), ())), workspace)
+
+
+@pytest.mark.parametrize("changes", [{"failures": ["x"]}, {"cases": []}, {"executed_on": "NVIDIA H200"}])
+def test_a_record_of_the_model_that_contradicts_itself_is_refused(
+    workspace: Workspace, changes: dict[str, Any]
+) -> None:
+    path = evidence.write_cpu(workspace, cpu_record(workspace))
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    with pytest.raises(UserError, match="is not a record of the CPU model.*run `fa3gen verify k1_d64 --on cpu --ev"):
+        evidence.read_cpu(workspace, "k1_d64")
+
+
+def test_the_sections_are_apart_and_the_ladder_shows_nothing_of_the_model(workspace: Workspace) -> None:
+    assert "CPU" not in evidence.render_markdown(workspace)
+    evidence.write(workspace, record_of(workspace, "k4_2_d64"))
+    ladder = evidence.ladder_table(workspace)
+    evidence.write_cpu(workspace, cpu_record(workspace))
+    digest = evidence.sha256(workspace.module_path("k4_2_d64"))
+    failed = {"stem": "k4_2_d64", "source_sha256": digest, "passed": False, "failures": ["ragged: deadlock"]}
+    evidence.write_cpu(workspace, cpu_record(workspace, **failed))
+    on_gpu, on_cpu = evidence.render_markdown(workspace).split("## On the CPU model of sm_90a")
+    assert "| `k1_d64` | not verified on a GPU |" in on_gpu and "1 of 3 modules are verified on a GPU." in on_gpu
+    assert "CPU" not in on_gpu and "NVIDIA" not in on_cpu and "No GPU took part" in on_cpu
+    assert "| `k1_d64` | passed on the CPU model | 1 | 2 | 71% | 0.81 | 2.0e-07 | DSL " in on_cpu
+    assert "| `k4_2_d64_causal` | not run |" in on_cpu and "- `k4_2_d64`: ragged: deadlock" in on_cpu
+    assert "verified" not in on_cpu
+    assert evidence.ladder_table(workspace) == ladder
+
+
+def test_check_sees_records_of_the_model_of_nothing(workspace: Workspace) -> None:
+    evidence.refresh(workspace)
+    evidence.cpu_record_path(workspace, "k9").parent.mkdir()
+    evidence.cpu_record_path(workspace, "k9").write_text("{}")
+    assert evidence.check(workspace) == [
+        "generated/evidence/cpu_model/k9.json is a record of no generated module; delete it"
+    ]
 
 
 def test_a_file_that_changes_during_the_run_leaves_a_stale_record(workspace: Workspace) -> None:

@@ -19,9 +19,10 @@ VARIANTS = {variant.stem: variant for spec_file in WORKSPACE.load_all() for vari
 
 @pytest.mark.parametrize("stem", VARIANTS)
 def test_compiles_as_planned(stem: str) -> None:
-    from fa3gen.compiler import analyse, compile_module
+    from fa3gen.compile_cache import cached_compile
+    from fa3gen.compiler import analyse
 
     expectation = make_plan(VARIANTS[stem]).expectation
     assert (expectation.spills, expectation.stack_bytes, expectation.serialized_wgmma) == (0, 0, False)
-    census = analyse(compile_module(WORKSPACE.module_path(stem))).census
+    census = analyse(cached_compile(WORKSPACE.module_path(stem))).census
     assert compare(census, expectation) == []

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import fa3gen
 from fa3gen import cli
 from fa3gen.cli import COMMANDS
 
@@ -70,3 +72,21 @@ def test_ci_runs_the_test_command_of_the_readme() -> None:
     words = shlex.split(marked.group(1))
     assert "pytest" in words and ".[test]" in words
     assert "<!-- test command -->" in (ROOT / ".ci/run").read_text(encoding="utf-8")
+
+
+def test_the_cpu_model_runs_the_module_as_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    code = next(block for block in blocks("python") if 'on="cpu"' in block)
+    names: dict[str, Any] = {"fa3gen": fa3gen}
+    names.update(
+        {name: torch.ones(1, rows, 1, 128, dtype=torch.bfloat16) for name, rows in (("q", 2), ("k", 3), ("v", 3))}
+    )
+    exec(code, names)
+    assert torch.equal(names["out"], torch.ones_like(names["q"]))  # the mean of ones
+    assert names["lse"].shape == (1, 1, 2)
+
+
+def test_every_module_is_executed_where_the_readme_says() -> None:
+    name = re.search(r"every committed module this way on every run \(`([\w/.]+)`", README)
+    assert name is not None
+    assert '@pytest.mark.parametrize("stem", STEMS)' in (ROOT / name.group(1)).read_text(encoding="utf-8")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import time
@@ -10,10 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+import typer
 from rich.console import Console
 
 from fa3gen import evidence, verify
 from fa3gen.cli import verify as command
+from fa3gen.cpu.findings import OutsideModel
+from fa3gen.cpu.verify import CpuCaseResult, CpuReport
 from fa3gen.errors import UserError
 from fa3gen.spec import Spec
 from fa3gen.specfile import Variant
@@ -87,7 +91,7 @@ def test_a_lost_device_ends_the_session_and_says_what_was_not_run(
     assert (a.run.passed, b.run.passed, c.run.passed) == (True, False, None)
     assert b.run.detail == "ragged: the launch left the GPU unusable: illegal memory access"
     assert "b left the GPU unusable" in c.run.detail and not c.failed
-    assert command._verdict([a, b, c]) == "1 of 3 modules verified on A made-up GPU, 1 failed, 1 NOT run."
+    assert command._verdict([a, b, c], on_gpu=True) == "1 of 3 modules verified on A made-up GPU, 1 failed, 1 NOT run."
 
 
 def test_a_lost_device_is_recorded_as_a_failure(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,18 +167,6 @@ def test_a_module_that_cannot_be_imported_fails_and_the_others_run(
     assert evidence.status(workspace, "b")[0] is evidence.Status.FAILED
 
 
-def test_json_without_a_gpu_says_neither_passed_nor_failed(
-    workspace: Workspace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(workspace.root)
-    monkeypatch.setattr(Workspace, "select", lambda self, names: VARIANTS)
-    monkeypatch.setattr(command, "_check_all", lambda *args: unrun())
-    monkeypatch.setattr("fa3gen.gpu.why_no_hopper", lambda: "none here")
-    command.verify(["a"], json_output=True, evidence=False, refresh_evidence=False, seed=None)
-    document = json.loads(capsys.readouterr().out)
-    assert document["passed"] is None and document["run_on_gpu"] is False
-
-
 def _only_first(write: Any) -> Any:
     """The process would have ended after the first record; here it goes on, so the second must not be written."""
     written: list[Any] = []
@@ -187,18 +179,10 @@ def _only_first(write: Any) -> Any:
     return once
 
 
-def test_the_last_line_without_a_gpu_cannot_be_taken_for_a_verification() -> None:
-    entries = [Verification(v, Stage(True), Stage(True), Stage(None, "no Hopper GPU: none here")) for v in VARIANTS]
-    assert command._verdict(entries) == (
-        "NOT run on a GPU (no Hopper GPU: none here). 3 of 3 modules compiled for sm_90a as planned, 0 failed; "
-        "whether their results are right was NOT checked."
-    )
-
-
 def test_a_module_that_runs_but_fails_to_compile_as_planned_is_not_verified() -> None:
     entry = Verification(VARIANTS[0], Stage(True), Stage(False, "spills: 4"), Stage(True), report=REPORT)
     assert entry.failed
-    assert command._verdict([entry]) == "0 of 1 module verified on A made-up GPU, 1 failed."
+    assert command._verdict([entry], on_gpu=True) == "0 of 1 module verified on A made-up GPU, 1 failed."
 
 
 def test_the_case_table_shows_errors_beside_the_yardstick() -> None:
@@ -211,3 +195,120 @@ def test_the_case_table_shows_errors_beside_the_yardstick() -> None:
     text = console.export_text()
     assert "a on A made-up GPU, seed 77" in text and "FAILED" in text and "50%" in text
     assert "1.00e-03" in text and "4.00e-03" in text and "NOT run" in text
+
+
+# -- on the CPU model
+
+CPU_CASE = CpuCaseResult("ragged", "b1 7x9 h1/1", ERRORS, 0.7, 0.8, ERRORS, ())
+CPU_CHECKS = (
+    verify.Check("empty batch", True),
+    verify.Check("runs on the current stream", None, "needs a CUDA device"),
+)
+CPU_REPORT = CpuReport("a", 5, ("by warpgroup", "by warp"), 0.8, (CPU_CASE,), CPU_CHECKS)
+BAD_CASE = dataclasses.replace(CPU_CASE, failures=("by warp: deadlock: no warp can go on",))
+BAD_REPORT = dataclasses.replace(CPU_REPORT, cases=(BAD_CASE,))
+
+
+@pytest.fixture
+def on_the_model(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The command in `workspace`, without a GPU; the model answers CPU_REPORT, or what is put here for a stem."""
+    answers: dict[str, Any] = {}
+
+    def run(module: Any, spec: Spec, *, stem: str, seed: Any, count: int) -> CpuReport:
+        assert module == stem and count == 3
+        answer = answers.get(stem, CPU_REPORT)
+        if isinstance(answer, Exception):
+            raise answer
+        return dataclasses.replace(answer, stem=stem)
+
+    monkeypatch.chdir(workspace.root)
+    monkeypatch.setattr(Workspace, "select", lambda self, names: VARIANTS)
+    monkeypatch.setattr(command, "_check_all", lambda *args: unrun())
+    monkeypatch.setattr("fa3gen.gpu.why_no_hopper", lambda: "none here")
+    monkeypatch.setattr("fa3gen.cpu.module.load_on_cpu", lambda path: path.stem)
+    monkeypatch.setattr("fa3gen.cpu.verify.verify_on_cpu", run)
+    return answers
+
+
+def run_command(**options: Any) -> int:
+    """`fa3gen verify` with these options; its exit code."""
+    given = {"json_output": False, "evidence": False, "refresh_evidence": False, "seed": None, "schedules": 3}
+    try:
+        command.verify(["k"], **{**given, **options})
+    except typer.Exit as left:
+        return int(left.exit_code)
+    return 0
+
+
+def test_without_a_gpu_the_model_runs_and_every_line_says_so(
+    on_the_model: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_command() == 0
+    said = capsys.readouterr()
+    assert "no Hopper GPU: none here; executed on the CPU model of sm_90a (not a GPU result)" in said.err
+    assert said.out.splitlines()[-1] == (
+        "3 of 3 modules passed, 0 failed: executed on the CPU model of sm_90a (not a GPU result)."
+    )
+    assert "a on CPU model of sm_90a (not a GPU result), seed 5" in said.out
+    assert "run on CPU model" in said.out and "run on GPU" not in said.out and "verified" not in said.out
+
+
+@pytest.mark.parametrize("on", [None, command.On.CPU])
+def test_json_says_where_it_ran(
+    on_the_model: dict[str, Any], capsys: pytest.CaptureFixture[str], on: command.On | None
+) -> None:
+    assert run_command(json_output=True, on=on) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert (document["on"], document["run_on_gpu"], document["passed"]) == ("cpu", False, True)
+    assert document["executed_on"] == "the CPU model of sm_90a (not a GPU result)"
+    assert {module["report"]["executed_on"] for module in document["modules"]} == {"CPU model of sm_90a"}
+
+
+def test_a_gpu_that_is_asked_for_and_not_there_is_an_error(on_the_model: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match="^--on gpu: no Hopper GPU: none here; use --on cpu$"):
+        run_command(on=command.On.GPU)
+
+
+def test_hazards_and_what_is_outside_the_model_fail_the_command(
+    on_the_model: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    on_the_model.update(a=BAD_REPORT, b=OutsideModel("PTX line 3: mma.sync is outside the model"))
+    assert run_command() == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert "a: run FAILED: ragged: by warp: deadlock: no warp can go on" in lines
+    assert "b: run NOT run: PTX line 3: mma.sync is outside the model" in lines
+    assert lines[-1] == (
+        "1 of 3 modules passed, 1 failed, 1 NOT run: executed on the CPU model of sm_90a (not a GPU result)."
+    )
+
+
+def test_json_says_neither_passed_nor_failed_of_what_is_outside_the_model(
+    on_the_model: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    on_the_model["b"] = OutsideModel("mma.sync is outside the model")
+    assert run_command(json_output=True) == 1
+    assert json.loads(capsys.readouterr().out)["passed"] is None
+
+
+def test_evidence_of_the_model_is_kept_apart(workspace: Workspace, on_the_model: dict[str, Any]) -> None:
+    on_the_model["b"] = BAD_REPORT
+    (workspace.root / "specs" / "none.yaml").touch()
+    entries = command._CpuSession(workspace, Console(stderr=True), True, 5, 3).run_all(unrun())
+    assert [entry.run.passed for entry in entries] == [True, False, True]
+    assert {path.name for path in workspace.evidence_dir.iterdir()} == {"cpu_model"}
+    assert evidence.cpu_status(workspace, "a")[0] is evidence.CpuStatus.PASSED
+    assert evidence.cpu_status(workspace, "b")[0] is evidence.CpuStatus.FAILED
+    assert evidence.status(workspace, "a") == (evidence.Status.NONE, None)
+
+
+def test_a_module_that_cannot_be_imported_fails_on_the_model_as_well(
+    workspace: Workspace, on_the_model: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(path: Path) -> Any:
+        raise SyntaxError("broken")
+
+    monkeypatch.setattr("fa3gen.cpu.module.load_on_cpu", load)
+    (entry,) = command._CpuSession(workspace, Console(stderr=True), True, 5, 3).run_all(unrun()[:1])
+    assert entry.run == Stage(False, "cannot be imported: SyntaxError: broken")
+    _, record = evidence.cpu_status(workspace, "a")
+    assert record is not None and record.failures == ["cannot be imported: SyntaxError: broken"]

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
+from torch_modules import Module, check_arguments, exact, nan_rows, online, past_the_end, whole_tiles_only
 
 from fa3gen import inputs, reference, verify
 from fa3gen.inputs import CASES, Case
@@ -33,57 +32,6 @@ def spec_of(mask: Mask, dtype: str = "bf16", head_dim: int = 64) -> Spec:
             "handoff": {"through": "global_f32"},
         }
     )
-
-
-def check_arguments(q: Any, k: Any, v: Any, out: Any, *, dtype: torch.dtype, head_dim: int) -> None:
-    for name, tensor in {"q": q, "k": k, "v": v, "out": q if out is None else out}.items():
-        if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"{name} is {type(tensor).__name__}; it needs to be a tensor")
-        if tensor.dtype != dtype:
-            raise TypeError(f"{name} is {tensor.dtype}; it needs to be {dtype}")
-        if tensor.dim() != 4 or tensor.shape[3] != head_dim or tensor.stride(3) != 1:
-            raise ValueError(f"{name} needs four modes, the last {head_dim} contiguous elements")
-        if tensor.device != q.device:
-            raise ValueError(f"{name} is on {tensor.device}, q on {q.device}")
-        strides = [tensor.stride(mode) for mode in range(3) if tensor.shape[mode] > 1]
-        if tensor.data_ptr() % 16 or any(stride % 8 for stride in strides):
-            raise ValueError(f"{name} needs 16-byte alignment")
-    if k.shape[0] != q.shape[0] or k.shape != v.shape:
-        raise ValueError(f"k {tuple(k.shape)} and v {tuple(v.shape)} do not match q {tuple(q.shape)}")
-    if q.shape[2] % k.shape[2]:
-        raise ValueError(f"q has {q.shape[2]} heads, no multiple of k's {k.shape[2]}")
-    if out is not None and out.shape != q.shape:
-        raise ValueError(f"out is {tuple(out.shape)}; it needs to be {tuple(q.shape)}")
-
-
-Compute = Callable[..., tuple[torch.Tensor, torch.Tensor]]
-
-
-def exact(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None, mask: Mask) -> Any:
-    return reference.attention(q, k, v, scale=scale, mask=mask, compute_dtype=torch.float32)
-
-
-@dataclass
-class Module:
-    """A module in plain PyTorch. `compute` gives O and LSE in float32; the other fields break something else."""
-
-    mask: Mask
-    compute: Compute = exact
-    dtype: torch.dtype = torch.bfloat16
-    head_dim: int = 64
-    check: Callable[..., None] = check_arguments
-    store: Callable[[torch.Tensor, torch.Tensor], Any] = torch.Tensor.copy_
-    before: Callable[..., Any] = lambda q, k, v: None
-    after: Callable[..., Any] = lambda out, lse: None
-
-    def attention(self, q: Any, k: Any, v: Any, *, scale: Any = None, out: Any = None, return_lse: bool = False) -> Any:
-        self.check(q, k, v, out, dtype=self.dtype, head_dim=self.head_dim)
-        out = torch.empty_like(q) if out is None else out
-        result, lse = self.compute(q, k, v, scale, self.mask)
-        self.before(q, k, v)
-        self.store(out, result)
-        self.after(out, lse)
-        return (out, lse) if return_lse else out
 
 
 def run(module: Module, cases: tuple[Case, ...] = FEW, dtype: str = "bf16") -> verify.Report:
@@ -141,37 +89,6 @@ def base_two(q: Any, k: Any, v: Any, scale: Any, mask: Mask) -> Any:
     return out, lse / math.log(2)
 
 
-def online(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: Any, mask: Mask, *, rescale: bool = True, tile_k: int = 64
-) -> Any:
-    """Tiled online softmax as a kernel does it: P rounded to 16 bits, sums and O in float32; rescaled or not."""
-    group = q.shape[2] // k.shape[2]
-    keys, values = (tensor.float().repeat_interleave(group, dim=2).transpose(1, 2) for tensor in (k, v))
-    scores = q.float().transpose(1, 2) @ keys.transpose(2, 3) * (scale or q.shape[-1] ** -0.5)
-    seen = reference.visible_keys(mask, seq_q=q.shape[1], seq_k=k.shape[1], rows=torch.arange(q.shape[1]))
-    scores = scores if seen is None else scores.masked_fill(~seen, -math.inf)
-    top = torch.full(scores.shape[:3], -math.inf)
-    total, out = torch.zeros(scores.shape[:3]), torch.zeros_like(q.float().transpose(1, 2))
-    for start in range(0, k.shape[1], tile_k):
-        tile = scores[..., start : start + tile_k]
-        new = torch.maximum(top, tile.amax(-1))
-        shift = new.masked_fill(torch.isneginf(new), 0)  # a row that has seen no key yet
-        decay = torch.exp(top - shift)
-        weights = torch.exp(tile - shift[..., None])
-        total = total * decay + weights.sum(-1)
-        products = weights.to(q.dtype).float() @ values[:, :, start : start + tile_k]
-        out = out * (decay if rescale else torch.ones_like(decay))[..., None] + products
-        top = new
-    return (out / total.clamp(min=1e-30)[..., None]).transpose(1, 2), top + torch.log(total)
-
-
-def nan_rows(q: Any, k: Any, v: Any, scale: Any, mask: Mask) -> Any:
-    """The classic 0 / 0 of rows that see no key."""
-    out, lse = exact(q, k, v, scale, mask)
-    empty = torch.isneginf(lse).transpose(1, 2)[..., None]
-    return out.masked_fill(empty, math.nan), lse
-
-
 def plus_infinity(q: Any, k: Any, v: Any, scale: Any, mask: Mask) -> Any:
     out, lse = exact(q, k, v, scale, mask)
     return out, lse.masked_fill(torch.isneginf(lse), math.inf)
@@ -190,17 +107,6 @@ def reads_past_the_end(q: Any, k: torch.Tensor, v: torch.Tensor, scale: Any, mas
     beyond = v.as_strided(v[:, -1:].shape, v.stride(), v.storage_offset() + v.shape[1] * v.stride(1))
     last = beyond.float().repeat_interleave(q.shape[2] // k.shape[2], dim=2)
     return out + 0 * last, lse
-
-
-def whole_tiles_only(out: torch.Tensor, result: torch.Tensor) -> None:
-    rows = out.shape[1] // 64 * 64
-    out[:, :rows].copy_(result[:, :rows])
-
-
-def past_the_end(out: torch.Tensor, result: torch.Tensor) -> None:
-    out.copy_(result)
-    if out.stride(1) < out.stride(0) or out.shape[0] == 1:
-        out.as_strided((out.shape[3],), (1,), out.storage_offset() + out.shape[1] * out.stride(1)).fill_(0)
 
 
 def never_the_same(out: torch.Tensor, result: torch.Tensor) -> None:

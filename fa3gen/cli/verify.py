@@ -4,27 +4,39 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import enum
 import json
 import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from fa3gen.errors import UserError
 
 if TYPE_CHECKING:
     import torch
     from rich.console import Console
     from rich.table import Table
 
+    from fa3gen.cpu.verify import CpuReport
     from fa3gen.specfile import Variant
     from fa3gen.verification import Verification
-    from fa3gen.verify import Errors
+    from fa3gen.verify import Errors, Report
     from fa3gen.workspace import Workspace
 
+CPU_RUN = "executed on the CPU model of sm_90a (not a GPU result)"
 CASE_TABLES = 4  # with more modules than this, only the summary is printed
+
+
+class On(enum.StrEnum):
+    """Where kernels are executed."""
+
+    GPU = "gpu"
+    CPU = "cpu"
 
 
 def verify(
@@ -32,6 +44,13 @@ def verify(
         list[str] | None,
         typer.Argument(metavar="SPEC", help="Spec files, spec stems or generated stems; none means all."),
     ] = None,
+    on: Annotated[
+        On | None,
+        typer.Option(help="Execute on a Hopper GPU or on the CPU model of sm_90a; the GPU if there is one."),
+    ] = None,
+    schedules: Annotated[
+        int, typer.Option(min=1, help="On the CPU: legal orders of warps and completions to run each case under.")
+    ] = 2,
     json_output: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of tables.")] = False,
     evidence: Annotated[
         bool, typer.Option("--evidence", help="Write evidence records, EVIDENCE.md and the README's table.")
@@ -39,13 +58,14 @@ def verify(
     refresh_evidence: Annotated[
         bool, typer.Option("--refresh-evidence", help="Only render EVIDENCE.md and the README's table; run nothing.")
     ] = False,
-    speed: Annotated[bool, typer.Option(help="With --evidence: measure TFLOP/s at 4k and 16k as well.")] = True,
+    speed: Annotated[bool, typer.Option(help="With --evidence on a GPU: measure TFLOP/s at 4k and 16k too.")] = True,
     seed: Annotated[int | None, typer.Option(help="Seed of the inputs; fresh unless given.")] = None,
     timeout: Annotated[float, typer.Option(help="Seconds one module may take on the GPU.")] = 120.0,
 ) -> None:
     """Render, compile and run modules, and compare them with float64 attention.
 
-    Without a Hopper GPU everything else is done, and the summary says that nothing was run.
+    Without a Hopper GPU the CPU model of sm_90a executes the compiled kernels, on smaller inputs, and reports
+    deadlocks, races and other hazards. It always says which of the two ran: the model's result is no result of a GPU.
     """
     from rich.console import Console
 
@@ -56,28 +76,50 @@ def verify(
     if refresh_evidence:
         _refresh(workspace, errors)
         return
+    device = None if on is On.CPU else gpu.hopper_device()
+    if on is On.GPU and device is None:
+        raise UserError(f"--on gpu: no Hopper GPU: {gpu.why_no_hopper()}; use --on cpu")
     variants = workspace.select(specs or ())
     _render_missing(workspace, variants, errors)
     checked = _check_all(workspace, variants, errors)
-    device = gpu.hopper_device()
     if device is not None:
-        session = _Session(workspace, errors, device, evidence, seed, timeout, speed)
-        checked = session.run_all(checked)
+        checked = _Session(workspace, errors, device, evidence, seed, timeout, speed).run_all(checked)
     else:
-        reason = f"no Hopper GPU: {gpu.why_no_hopper()}"
-        checked = [dataclasses.replace(entry, run=dataclasses.replace(entry.run, detail=reason)) for entry in checked]
+        if on is None:
+            _say(errors, f"no Hopper GPU: {gpu.why_no_hopper()}; {CPU_RUN}")
+        checked = _CpuSession(workspace, errors, evidence, seed, schedules).run_all(checked)
     failed = any(entry.failed for entry in checked)
     if json_output:
-        # null where nothing failed and something was not run: neither passed nor failed
-        passed = False if failed else (True if all(entry.run.passed for entry in checked) else None)
-        document = {"passed": passed, "run_on_gpu": device is not None, "modules": [e.as_dict() for e in checked]}
-        typer.echo(json.dumps(document, indent=2, sort_keys=True))
+        typer.echo(json.dumps(_document(checked, on_gpu=device is not None), indent=2, sort_keys=True))
     else:
-        _show(Console(), checked)
+        _show(_console(), checked, on_gpu=device is not None)
     if evidence:
         _refresh(workspace, errors)
-    if failed or any(entry.run.passed is None for entry in checked if device is not None):
+    if failed or any(entry.run.passed is None for entry in checked):
         raise typer.Exit(1)
+
+
+def _document(checked: list[Verification], *, on_gpu: bool) -> dict[str, Any]:
+    """What --json prints. `passed` is null, neither true nor false, where nothing failed and something was not run."""
+    failed = any(entry.failed for entry in checked)
+    return {
+        "on": "gpu" if on_gpu else "cpu",
+        "executed_on": "a Hopper GPU" if on_gpu else "the CPU model of sm_90a (not a GPU result)",
+        "run_on_gpu": on_gpu,
+        "passed": False if failed else (True if all(entry.run.passed for entry in checked) else None),
+        "modules": [entry.as_dict() for entry in checked],
+    }
+
+
+def _console() -> Console:
+    """Standard output, as wide as it is; tables for a file or a pipe need more than the 80 columns of a default."""
+    from rich.console import Console
+
+    return Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else 120)
+
+
+def _say(errors: Console, text: str) -> None:
+    errors.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def _render_missing(workspace: Workspace, variants: list[Variant], errors: Console) -> None:
@@ -89,7 +131,7 @@ def _render_missing(workspace: Workspace, variants: list[Variant], errors: Conso
         rendered = render_all(missing, workspace)
         for item in rendered:
             write(item)
-            errors.print(f"rendered {item.path}", markup=False, highlight=False, soft_wrap=True)
+            _say(errors, f"rendered {item.path}")
         remember(rendered, workspace)
 
 
@@ -239,22 +281,70 @@ class _Session:
             timer.cancel()
 
 
+@dataclass
+class _CpuSession:
+    """Runs modules on the CPU model, which ends deadlocks by itself, and writes records of its own kind."""
+
+    workspace: Workspace
+    errors: Console
+    evidence: bool
+    seed: int | None
+    schedules: int
+
+    def run_all(self, checked: list[Verification]) -> list[Verification]:
+        """Run all; one that the model cannot run stays not run, and says why."""
+        say = _progress(self.errors, len(checked), "executed")
+        done = []
+        for entry in checked:
+            done.append(self._run(entry))
+            say(entry.variant.stem)
+        return done
+
+    def _run(self, entry: Verification) -> Verification:
+        """Run one module's cases and checks; with --evidence write its record."""
+        from fa3gen import evidence
+        from fa3gen.cpu.module import load_on_cpu
+        from fa3gen.cpu.verify import CpuRunner, verify_on_cpu
+        from fa3gen.verification import Stage, cpu_record_of
+
+        variant, path = entry.variant, self.workspace.module_path(entry.variant.stem)
+        if not path.exists():
+            return dataclasses.replace(entry, run=Stage(None, "there is no file to run"))
+        failures = []
+        try:
+            module = load_on_cpu(path)
+        except UserError:
+            raise
+        except Exception as error:  # a file edited by hand may raise anything
+            failures = [f"cannot be imported: {type(error).__name__}: {error}"]
+            entry = dataclasses.replace(entry, run=Stage(False, failures[0]))
+        else:
+            try:
+                report = verify_on_cpu(module, variant.spec, stem=variant.stem, seed=self.seed, count=self.schedules)
+            except CpuRunner.fatal as error:
+                return dataclasses.replace(entry, run=Stage(None, str(error)))
+            entry = dataclasses.replace(entry, report=report, run=Stage(report.passed, "; ".join(report.failures)))
+        if self.evidence:
+            evidence.write_cpu(self.workspace, cpu_record_of(entry, self.workspace, failures=failures))
+        return entry
+
+
 # -- tables
 
 
-def _show(console: Console, checked: list[Verification]) -> None:
+def _show(console: Console, checked: list[Verification], *, on_gpu: bool) -> None:
     """Print the cases of a few modules, one line for each module, what failed, and what it all amounts to."""
     for entry in checked:
         if entry.report is not None and len(checked) <= CASE_TABLES:
             console.print(_case_table(entry))
-    console.print(_summary_table(checked))
+    console.print(_summary_table(checked, on_gpu=on_gpu))
     for entry in checked:
         for name in ("render", "compile", "run"):
             stage = getattr(entry, name)
-            if stage.passed is False or (stage.passed is None and name != "run"):
-                detail = f"{entry.variant.stem}: {name} {stage.word}: {stage.detail}"
-                console.print(detail, markup=False, highlight=False, soft_wrap=True)
-    console.print(_verdict(checked), style="bold", markup=False, highlight=False, soft_wrap=True)
+            if stage.passed is not True:
+                _say(console, f"{entry.variant.stem}: {name} {stage.word}: {stage.detail}")
+    verdict = _verdict(checked, on_gpu=on_gpu)
+    console.print(verdict, style="bold", markup=False, highlight=False, soft_wrap=True)
 
 
 def _number(value: float | None) -> str:
@@ -266,33 +356,62 @@ def _pair(found: Errors | None) -> tuple[str, str]:
 
 
 def _case_table(entry: Verification) -> Table:
-    """Return the errors of one module, case by case, beside those of PyTorch."""
+    """Return the errors of one module, case by case, beside what they are held against."""
     from rich.table import Table
+
+    from fa3gen.cpu.verify import CpuReport
 
     assert entry.report is not None
     report = entry.report
+    columns, rows = _cpu_rows(report) if isinstance(report, CpuReport) else _gpu_rows(report)
     table = Table(title=f"{report.stem} on {report.device}, seed {report.seed}", title_justify="left")
     table.add_column("case")
     table.add_column("shape")
-    for name in ("O max", "O rel", "torch max", "torch rel", "limit max", "worst block", "LSE max", "LSE rel"):
+    for name in columns:
         table.add_column(name, justify="right")
     table.add_column("")
-    for case in report.cases:
-        block = "" if case.o_block_ratio is None else f"{case.o_block_ratio:.0%}"
-        numbers = (*_pair(case.o_error), *_pair(case.o_yardstick), _number(case.o_max_abs_limit), block)
-        verdict = "passed" if case.passed else "[red]FAILED[/]"
-        table.add_row(case.name, case.shape, *numbers, *_pair(case.lse_error), verdict)
+    for row in rows:
+        table.add_row(*row)
     for check in report.checks:
         verdict = {True: "passed", False: "[red]FAILED[/]", None: "NOT run"}[check.passed]
-        table.add_row(check.name, *[""] * 9, verdict)
+        table.add_row(check.name, *[""] * (len(columns) + 1), verdict)
     return table
 
 
-def _summary_table(checked: list[Verification]) -> Table:
+Rows = tuple[list[str], list[list[str]]]  # names of the columns of numbers; all cells of each case
+
+
+def _gpu_rows(report: Report) -> Rows:
+    """Errors beside those of PyTorch in the same precision."""
+    rows = []
+    for case in report.cases:
+        block = "" if case.o_block_ratio is None else f"{case.o_block_ratio:.0%}"
+        numbers = [*_pair(case.o_error), *_pair(case.o_yardstick), _number(case.o_max_abs_limit), block]
+        rows.append([case.name, case.shape, *numbers, *_pair(case.lse_error), _word(case.passed)])
+    return ["O max", "O rel", "torch max", "torch rel", "limit max", "worst block", "LSE max", "LSE rel"], rows
+
+
+def _cpu_rows(report: CpuReport) -> Rows:
+    """Errors, and the share that they use of what the roundings of the kernel allow."""
+    rows = []
+    for case in report.cases:
+        used = "" if case.o_used is None else f"{case.o_used:.0%}"
+        spread = "" if case.o_spread is None else f"{case.o_spread:.2f}"
+        numbers = [_pair(case.o_error)[0], used, spread, _pair(case.lse_error)[1]]
+        rows.append([case.name, case.shape, *numbers, _word(case.passed)])
+    return ["O max", "O of limit", "O spread", "LSE rel"], rows
+
+
+def _word(passed: bool) -> str:
+    return "passed" if passed else "[red]FAILED[/]"
+
+
+def _summary_table(checked: list[Verification], *, on_gpu: bool) -> Table:
     from rich.table import Table
 
     table = Table()
-    for name in ("module", "render", "compile", "run on GPU", "registers", "spills"):
+    run = "run on GPU" if on_gpu else "run on CPU model"
+    for name in ("module", "render", "compile", run, "registers", "spills"):
         table.add_column(name, justify="right" if name in ("registers", "spills") else "left")
     colors = {True: "green", False: "red", None: "yellow"}
     for entry in checked:
@@ -302,18 +421,15 @@ def _summary_table(checked: list[Verification]) -> Table:
     return table
 
 
-def _verdict(checked: list[Verification]) -> str:
-    """Say in one line what was and what was not shown; nobody should take a compile for a verification."""
+def _verdict(checked: list[Verification], *, on_gpu: bool) -> str:
+    """Say in one line what was and what was not shown; nobody should take a model for a GPU."""
     total = len(checked)
     modules = "module" if total == 1 else "modules"
     failed = sum(entry.failed for entry in checked)
     ran = [entry for entry in checked if entry.run.passed is not None]
-    if not ran:
-        reason = checked[0].run.detail
-        compiled = sum(entry.compile.passed is True for entry in checked)
-        text = f"NOT run on a GPU ({reason}). {compiled} of {total} {modules} compiled for sm_90a as planned"
-        return f"{text}, {failed} failed; whether their results are right was NOT checked."
     passed = sum(entry.run.passed is True and not entry.failed for entry in checked)
-    device = next((entry.report.device for entry in ran if entry.report), "the GPU")
     rest = f", {total - len(ran)} NOT run" if len(ran) < total else ""
+    if not on_gpu:
+        return f"{passed} of {total} {modules} passed, {failed} failed{rest}: {CPU_RUN}."
+    device = next((entry.report.device for entry in ran if entry.report), "the GPU")
     return f"{passed} of {total} {modules} verified on {device}, {failed} failed{rest}."

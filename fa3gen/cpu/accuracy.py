@@ -28,6 +28,7 @@ import torch
 
 from fa3gen.reference import visible_keys
 from fa3gen.spec import Mask
+from fa3gen.verify import half_ulp
 
 FLOAT32_ROUNDOFF = 2.0**-24
 MANTISSA_FACTOR = 0.18
@@ -44,13 +45,6 @@ class Expected:
     lse: torch.Tensor
     limit: torch.Tensor
     variance: torch.Tensor
-
-
-def half_ulp(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return half the distance between neighbours of `dtype` at each of `values`: the rounding nobody can avoid."""
-    info = torch.finfo(dtype)
-    exponent = torch.frexp(values.double().abs().clamp(min=info.tiny)).exponent - 1
-    return torch.ldexp(torch.full_like(values, info.eps / 2, dtype=torch.float64), exponent)
 
 
 def expected(
@@ -104,3 +98,8 @@ def _roundoff(dtype: torch.dtype) -> tuple[float, float]:
     """Unit roundoff, and half the smallest subnormal, of a 16-bit dtype."""
     info = torch.finfo(dtype)
     return info.eps / 2, info.tiny * info.eps / 2
+
+
+def used(error: torch.Tensor, wanted: Expected) -> torch.Tensor:
+    """The share of its limit that each absolute error uses; infinite where none is allowed and there is one."""
+    return torch.where(error > 0, error / wanted.limit, 0.0)
