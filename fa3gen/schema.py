@@ -63,7 +63,7 @@ def _matrix(fields: dict[str, Schema], definitions: dict[str, Schema]) -> Schema
     return {
         "type": "object",
         "description": "Field path -> values; one module is generated for each combination.",
-        "properties": {path: _axis(schemas) for path, schemas in axes.items()},
+        "properties": {path: _axis(schemas, fields) for path, schemas in axes.items()},
         "additionalProperties": False,
     }
 
@@ -78,6 +78,17 @@ def _collect(path: str, schema: Schema, definitions: dict[str, Schema], axes: di
             _collect(f"{path}.{name}", inner, definitions, axes)
 
 
-def _axis(schemas: list[Schema]) -> Schema:
+def _axis(schemas: list[Schema], fields: dict[str, Schema]) -> Schema:
     values = schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
-    return {"type": "array", "minItems": 1, "uniqueItems": True, "items": values}
+    company = {"type": "object", "minProperties": 1, "properties": fields, "additionalProperties": False}
+    accompanied = {
+        "type": "object",
+        "properties": {"value": values, "with": company},
+        "required": ["value", "with"],
+        "additionalProperties": False,
+    }
+    return {"type": "array", "minItems": 1, "uniqueItems": True, "items": {"anyOf": [*_arms(values), accompanied]}}
+
+
+def _arms(schema: Schema) -> list[Schema]:
+    return list(schema["anyOf"]) if set(schema) == {"anyOf"} else [schema]

@@ -68,7 +68,7 @@ class Tile(SpecModel):
     kv: int = Field(gt=0, description="Key/value rows per step of the loop.")
     threads: int | None = Field(default=None, gt=0, description="Threads per CTA, for kernels without WGMMA.")
     warpgroups: int | None = Field(
-        default=None, gt=0, description="Warpgroups of 128 threads per CTA, for kernels with WGMMA."
+        default=None, gt=0, description="Warpgroups of 128 threads that compute, for kernels with WGMMA."
     )
 
     @model_validator(mode="after")
@@ -177,6 +177,33 @@ Handoff = Annotated[
 ]
 
 
+class CooperativeSchedule(SpecModel):
+    """All warps run one loop, in which they load, multiply and take the softmax in turn."""
+
+    kind: Literal["cooperative"] = "cooperative"
+
+
+class WarpSpecializedSchedule(SpecModel):
+    """One more warpgroup, of which one warp loads; `tile.warpgroups` consumer warpgroups compute."""
+
+    kind: Literal["warp_specialized"]
+    overlap: bool = Field(
+        description="Whether a warpgroup runs Q K^T of the next tile and P V of this one beside its softmax."
+    )
+
+
+class PingPongSchedule(SpecModel):
+    """Warp specialised, and the consumer warpgroups issue their products in turn, each beside the others' softmax."""
+
+    kind: Literal["ping_pong"]
+    overlap: bool = Field(
+        description="Whether a warpgroup runs Q K^T of the next tile and P V of this one beside its softmax."
+    )
+
+
+Schedule = Annotated[Union[CooperativeSchedule, WarpSpecializedSchedule, PingPongSchedule], Field(discriminator="kind")]
+
+
 class Outputs(SpecModel):
     """What the kernel can write beside O."""
 
@@ -196,4 +223,5 @@ class Spec(SpecModel):
     qk: Product
     pv: Product
     handoff: Handoff
+    schedule: Schedule = CooperativeSchedule()
     outputs: Outputs = Outputs()

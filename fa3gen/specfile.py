@@ -4,7 +4,8 @@ A spec file holds the fields of `fa3gen.spec.Spec` and three keys of its own:
 
 - `summary`: one line that says what the kernel is; required, never inherited;
 - `extends`: the stem (or the relative path) of a base spec, on which this file's fields are laid;
-- `matrix`: field path -> list of values; one module is generated for each combination.
+- `matrix`: field path -> list of values; one module is generated for each combination. A value may bring other fields
+  along, `{value: 64, with: {tile: {q: 192}}}`: they hold in the modules of that value only.
 
 Everything that is wrong with a file is raised at once, as a `SpecError`.
 """
@@ -132,9 +133,18 @@ class _Document:
 
 
 @dataclass(frozen=True)
+class _Value:
+    """One value of an axis, and the fields of the spec that hold where it does (None: no others)."""
+
+    value: Node
+    company: Node | None
+
+
+@dataclass(frozen=True)
 class _Axis:
     field: str
-    values: list[Node]
+    values: list[_Value]
+    written: list[Any]
 
 
 class _Loader:
@@ -161,7 +171,7 @@ class _Loader:
         if self.problems:
             return None
         variants = tuple(Variant(name, spec, shown, summary) for name, spec in specs.items())
-        matrix = {axis.field: [value.plain() for value in axis.values] for axis in axes}
+        matrix = {axis.field: axis.written for axis in axes}
         return SpecFile(shown, stem, summary, variants, document.fields.plain(), matrix)
 
     def shown(self, path: Path) -> Path:
@@ -254,9 +264,44 @@ class _Loader:
         if not isinstance(matrix.value, dict):
             self._at(matrix, "matrix", f"a mapping of field paths to lists is needed, got {described(matrix.plain())}")
             return []
-        return [
-            _Axis(name, _axis_values(name, node)) for name, node in matrix.value.items() if self._is_axis(name, node)
-        ]
+        axes = [self._axis(name, node) for name, node in matrix.value.items() if self._is_axis(name, node)]
+        self._report_contested(axes)
+        return axes
+
+    def _axis(self, name: str, node: Node) -> _Axis:
+        items = node.value if isinstance(node.value, list) else []
+        if name == "mask":
+            items = [_long_mask_value(item) for item in items]
+        values = [value for item in items if (value := self._value(name, item)) is not None]
+        return _Axis(name, values, [item.plain() for item in items])
+
+    def _value(self, name: str, item: Node) -> _Value | None:
+        """An entry of an axis: a plain value, or one with company, `{value: 64, with: {tile: {q: 192}}}`."""
+        if not {"value", "with"} & item.mapping.keys():
+            return _Value(item, None)
+        if item.mapping.keys() != {"value", "with"}:
+            got = ", ".join(item.mapping)
+            self._at(item, f"matrix.{name}", f"a value that brings fields along has the keys value and with, not {got}")
+            return None
+        value, company = item.mapping["value"], item.mapping["with"]
+        if not company.mapping or company.mapping.keys() & FILE_KEYS:
+            got = ", ".join(company.mapping) or described(company.plain())
+            self._at(
+                company, f"matrix.{name}", f"`with` holds fields of the spec, such as {{tile: {{q: 192}}}}, not {got}"
+            )
+            return None
+        return _Value(_long_mask_value(value) if name == "mask" else value, _long_mask(company))
+
+    def _report_contested(self, axes: Sequence[_Axis]) -> None:
+        """Fields that a value brings along, but an axis sets: which of the two holds would depend on the order."""
+        names = [axis.field for axis in axes]
+        for axis in axes:
+            for keys, node in (leaf for value in axis.values if value.company for leaf in value.company.leaves()):
+                path = ".".join(keys)
+                for name in names:
+                    if f"{path}.".startswith(f"{name}.") or f"{name}.".startswith(f"{path}."):
+                        message = f"`with` cannot give {path}, which the matrix sets by {name}; take it out"
+                        self._at(node, f"matrix.{axis.field}", message)
 
     def _is_axis(self, name: str, node: Node) -> bool:
         where = f"matrix.{name}"
@@ -297,8 +342,10 @@ class _Loader:
         labels: dict[str, int] = {}
         variants = []
         keys = axis.field.split(".")
-        for value in axis.values:
+        for value, company in ((item.value, item.company) for item in axis.values):
             varied = override(fields, keys, value, UNIONS)
+            if company is not None:
+                varied = merge(varied, company, UNIONS)
             text = label(axis.field, varied.find(keys)[0].plain())
             if text in labels:
                 self._at(
@@ -321,7 +368,7 @@ class _Loader:
                 continue
             field_path = ".".join(keys)
             # The axis of the field itself, or the one that changes the arm of the union around it.
-            axis = next(axis.field for axis in axes if axis.field.partition(".")[0] == keys[0])
+            axis = next((axis.field for axis in axes if axis.field.partition(".")[0] == keys[0]), field_path)
             message = f"has no effect, because the matrix sets {axis} in every module; take it out or change the matrix"
             self._at(node, field_path, message)
 
@@ -363,11 +410,6 @@ def _placed(fields: Node, field_path: Sequence[str], message: str) -> Problem:
 def nearest_field(name: str) -> str:
     """The hint of `nearest` for the first part of a dotted path."""
     return nearest(name.partition(".")[0], Spec.model_fields)
-
-
-def _axis_values(name: str, node: Node) -> list[Node]:
-    values = node.value if isinstance(node.value, list) else []
-    return [_long_mask_value(value) for value in values] if name == "mask" else values
 
 
 def _long_mask(fields: Node) -> Node:

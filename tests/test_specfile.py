@@ -520,6 +520,99 @@ def test_mistakes_in_a_matrix(specs: Specs, matrix: str, problem: str) -> None:
     assert any(line.startswith(problem) for line in found), found
 
 
+WITH_COMPANY = BASE.replace("problem: {head_dim: 128}\n", "") + """\
+matrix:
+  problem.head_dim:
+    - 128
+    - value: 64
+      with: {tile: {q: 192, warpgroups: 3}, mask: causal}
+  load.kv_stages: [1, 2]
+"""
+
+
+def test_a_value_brings_fields_along(specs: Specs) -> None:
+    """Only where the value holds; what is written is kept as written."""
+    loaded = specs.load("c", WITH_COMPANY.replace("kv_stages: 2, ", ""))
+    assert stems(loaded) == ["c_d128_kv_stages1", "c_d128_kv_stages2", "c_d64_kv_stages1", "c_d64_kv_stages2"]
+    wide, _, narrow, _ = (variant.spec for variant in loaded.variants)
+    assert (wide.tile.q, wide.tile.warpgroups, wide.tile.kv, wide.mask.kind) == (128, 2, 128, "none")
+    assert (narrow.tile.q, narrow.tile.warpgroups, narrow.tile.kv, narrow.mask.kind) == (192, 3, 128, "causal")
+    assert loaded.matrix["problem.head_dim"] == [
+        128,
+        {"value": 64, "with": {"tile": {"q": 192, "warpgroups": 3}, "mask": "causal"}},
+    ]
+
+
+def test_what_a_value_brings_along_is_inherited_and_obeys_the_rule_of_unions(specs: Specs) -> None:
+    specs.write(
+        "many", WITH_COMPANY.replace("kv_stages: 2, ", "").replace("mask: causal", "schedule: {overlap: false}")
+    )
+    child = "extends: many\nsummary: x\nschedule: {kind: ping_pong, overlap: true}\n"
+    schedules = [variant.spec.schedule.model_dump() for variant in specs.load("c", child).variants]
+    assert schedules == [{"kind": "ping_pong", "overlap": True}] * 2 + [{"kind": "ping_pong", "overlap": False}] * 2
+    specs.write(
+        "other", WITH_COMPANY.replace("kv_stages: 2, ", "").replace("mask: causal", "schedule: {kind: cooperative}")
+    )
+    schedules = [v.spec.schedule.model_dump() for v in specs.load("c", child.replace("many", "other")).variants]
+    assert schedules == [{"kind": "ping_pong", "overlap": True}] * 2 + [{"kind": "cooperative"}] * 2
+
+
+def test_a_mask_brings_fields_along(specs: Specs) -> None:
+    matrix = "matrix: {problem.dtype: [bf16], mask: [none, {value: causal, with: {tile: {kv: 64}}}]}\n"
+    loaded = specs.load("c", BASE + matrix)
+    assert [(v.stem, v.spec.tile.kv) for v in loaded.variants] == [("c_bf16", 128), ("c_bf16_causal", 64)]
+
+
+def test_a_field_that_every_value_brings_along_is_not_ignored_in_silence(specs: Specs) -> None:
+    values = "[{value: 64, with: {tile: {kv: 64}}}, {value: 128, with: {tile: {kv: 96}}}]"
+    base = BASE.replace("problem: {head_dim: 128}\n", "")
+    found = specs.problems("c", f"{base}matrix: {{problem.head_dim: {values}}}\n")
+    assert found == [
+        "c.yaml:2: tile.kv: has no effect, because the matrix sets tile.kv in every module; "
+        "take it out or change the matrix"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("values", "problem"),
+    [
+        (
+            "[{value: 64}]",
+            "c.yaml:14: matrix.problem.head_dim: a value that brings fields along has the keys value and with, "
+            "not value",
+        ),
+        (
+            "[{value: 64, with: {tile: {q: 64}}, also: 1}]",
+            "c.yaml:14: matrix.problem.head_dim: a value that brings fields along has the keys value and with, "
+            "not value, with, also",
+        ),
+        (
+            "[{value: 64, with: 3}]",
+            "c.yaml:14: matrix.problem.head_dim: `with` holds fields of the spec, such as {tile: {q: 192}}, "
+            "not the integer 3",
+        ),
+        (
+            "[{value: 64, with: {matrix: {}}}]",
+            "c.yaml:14: matrix.problem.head_dim: `with` holds fields of the spec, such as {tile: {q: 192}}, not matrix",
+        ),
+        ("[{value: 64, with: {tille: {q: 64}}}]", "c.yaml:14: tille: unknown key 'tille'; did you mean 'tile'?"),
+        (
+            "[{value: 64, with: {problem: {head_dim: 128}}}]",
+            "c.yaml:14: matrix.problem.head_dim: `with` cannot give problem.head_dim, which the matrix sets by "
+            "problem.head_dim; take it out",
+        ),
+        (
+            "[{value: 64, with: {tile: {q: 192, warpgroups: 2}}}]",
+            "c.yaml:14: tile.q: a warpgroup's WGMMA has M = 64",
+        ),
+    ],
+)
+def test_mistakes_in_what_a_value_brings_along(specs: Specs, values: str, problem: str) -> None:
+    base = BASE.replace("problem: {head_dim: 128}\n", "")
+    found = specs.problems("c", f"{base}matrix: {{problem.head_dim: {values}}}\n")
+    assert any(line.startswith(problem) for line in found), found
+
+
 def test_combinations_with_the_same_stem(specs: Specs) -> None:
     found = specs.problems("k", BASE + "matrix: {problem.dtype: [a, a_b], mask: [b_c, c]}\n")
     assert "k.yaml:15: matrix: two combinations make the stem 'k_a_b_c'; change the order of the axes" in found
