@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 CPU_FOLDER = "cpu_model"  # below the folder of the GPU records
 SEQ_LENS = (4096, 16384)  # speeds that a record holds
-RUNGS = ("k1", "k2", "k2_cp_async", "k3_1", "k3_2", "k3_3", "k4_1", "k4_smem", "k4_2")
+RUNGS = ("k1", "k2", "k2_cp_async", "k3_1", "k3_2", "k3_3", "k4_1", "k4_smem", "k4_2", "k5", "k6")
 LADDER_BEGIN, LADDER_END = "<!-- ladder:begin -->", "<!-- ladder:end -->"
 REFRESH = "fa3gen verify --evidence"  # the command that writes records and renderings
 

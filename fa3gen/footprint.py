@@ -9,7 +9,17 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from fa3gen import hopper
-from fa3gen.spec import CpAsyncLoad, GlobalHandoff, RegisterHandoff, SmemHandoff, Spec, SyncLoad, TmaLoad, WgmmaProduct
+from fa3gen.spec import (
+    CooperativeSchedule,
+    CpAsyncLoad,
+    GlobalHandoff,
+    RegisterHandoff,
+    SmemHandoff,
+    Spec,
+    SyncLoad,
+    TmaLoad,
+    WgmmaProduct,
+)
 
 # A 128-byte swizzle repeats every 8 rows of 128 bytes, so every operand tile starts at a multiple of 1024.
 OPERAND_ALIGN = 1024
@@ -22,6 +32,9 @@ SCALAR_LANES = 16
 SCALAR_VECTOR = 8
 # Addresses, loop counters, predicates and the running statistics.
 OTHER_REGISTERS = 24
+# What setmaxnreg leaves to a thread of the producer and gives to one of the consumers, by consumer warpgroups. The sum
+# over all warpgroups is what the launch handed out: setmaxnreg only moves registers between the warps of a CTA.
+REGISTER_BUDGETS = {1: (56, 256), 2: (24, 240), 3: (32, 160)}
 
 
 @dataclass(frozen=True)
@@ -35,9 +48,31 @@ class Region:
     what: str
 
 
+def specialized(spec: Spec) -> bool:
+    """Whether a warpgroup of its own loads."""
+    return not isinstance(spec.schedule, CooperativeSchedule)
+
+
+def overlapped(spec: Spec) -> bool:
+    """Whether products run beside the softmax of the same warpgroup."""
+    return not isinstance(spec.schedule, CooperativeSchedule) and spec.schedule.overlap
+
+
 def threads(spec: Spec) -> int:
-    """Threads per CTA."""
+    """Threads per CTA, those of the producer warpgroup among them."""
+    return computing_threads(spec) + hopper.WARPGROUP * specialized(spec)
+
+
+def computing_threads(spec: Spec) -> int:
+    """Threads that share the accumulators: the consumers of a specialised kernel, all threads of another one."""
     return spec.tile.threads or (spec.tile.warpgroups or 0) * hopper.WARPGROUP
+
+
+def launch_registers(spec: Spec) -> int:
+    """Registers that each thread of a CTA which has an SM to itself can be launched with."""
+    unit = hopper.REGISTER_UNIT_PER_THREAD
+    share = hopper.REGISTERS_PER_SM // threads(spec) // unit * unit
+    return min(hopper.REGISTERS_PER_THREAD, share)
 
 
 def kv_stages(spec: Spec) -> int:
@@ -81,11 +116,13 @@ def total_bytes(regions: Iterable[Region], barriers: int) -> int:
 
 
 def registers_per_thread(spec: Spec) -> list[tuple[str, int]]:
-    """32-bit registers that one thread holds at the widest point of the loop, by what they hold (an estimate)."""
-    q, kv, d, count = spec.tile.q, spec.tile.kv, spec.problem.head_dim, threads(spec)
+    """32-bit registers that one computing thread holds at the widest point of the loop, by what (an estimate)."""
+    q, kv, d, count = spec.tile.q, spec.tile.kv, spec.problem.head_dim, computing_threads(spec)
     if isinstance(spec.handoff, GlobalHandoff) or not count:
         return [("other", OTHER_REGISTERS)]
     held = [("O", q * d // count)]
+    if isinstance(spec.pv, WgmmaProduct) and specialized(spec) and not overlapped(spec):
+        return [*held, ("S or P", q * kv // count), ("other", OTHER_REGISTERS)]
     if isinstance(spec.pv, WgmmaProduct):
         return [*held, ("S", q * kv // count), ("P", q * kv // count // 2), ("other", OTHER_REGISTERS)]
     rows, scores, columns = q * SCALAR_LANES // count, kv // SCALAR_LANES, d // SCALAR_LANES

@@ -16,6 +16,7 @@ from fa3gen.spec import (
     CpAsyncLoad,
     GlobalHandoff,
     NoMask,
+    PingPongSchedule,
     RegisterHandoff,
     SmemHandoff,
     Spec,
@@ -37,6 +38,7 @@ class Header:
     decisions: tuple[str, ...]
     threads: tuple[str, ...]
     barriers: tuple[str, ...]
+    named_barriers: tuple[str, ...]
     smem: tuple[str, ...]
     timeline_title: str
     timeline: tuple[str, ...]
@@ -53,12 +55,24 @@ def make_header(spec: Spec, *, summary: str, source: PurePath) -> Header:
         render_command=f"fa3gen render {source.as_posix()}",
         mask=_mask_sentence(spec),
         decisions=_columns(_decisions(spec)),
-        threads=tuple(_threads(spec)),
+        threads=tuple(_roles(spec) if footprint.specialized(spec) else _threads(spec)),
         barriers=_columns(_barriers(spec)),
+        named_barriers=_columns(_named_barriers(spec)),
         smem=_columns(_smem(spec), right_aligned=2),
         timeline_title="The three kernels" if naive else "Steady state, one tile of keys",
-        timeline=_columns(_naive_timeline(spec) if naive else _timeline(spec)),
+        timeline=_columns(_numbered(_steps(spec))),
     )
+
+
+def _steps(spec: Spec) -> list[tuple[str, ...]]:
+    """What happens, in order: what, and how or by what; in a specialised kernel who does it comes first."""
+    if isinstance(spec.handoff, GlobalHandoff):
+        return _naive_timeline(spec)
+    return [*_producer_timeline(), *_consumer_timeline(spec)] if footprint.specialized(spec) else _timeline(spec)
+
+
+def _numbered(steps: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    return [(str(i), *step) for i, step in enumerate(steps, 1)]
 
 
 def _columns(rows: Sequence[Sequence[str]], right_aligned: int = 0) -> tuple[str, ...]:
@@ -93,6 +107,8 @@ def _decisions(spec: Spec) -> list[tuple[str, str]]:
             ("products", "scalar f32 multiply-adds, operands straight from global memory"),
         ]
     rows = [("tile", f"{spec.tile.q} query rows x {spec.tile.kv} keys per step"), ("loads", _load_sentence(spec))]
+    if footprint.specialized(spec):
+        rows.append(("schedule", _schedule_sentence(spec)))
     assert spec.smem is not None
     rows.append(("layouts", f"swizzle Q {spec.smem.q}, K {spec.smem.k}, V {spec.smem.v}{_p_swizzle(spec)}"))
     rows.append(("S = Q K^T", _product_sentence(spec.qk, spec.tile.kv, spec.problem.head_dim, "Q", "K")))
@@ -111,6 +127,16 @@ def _load_sentence(spec: Spec) -> str:
         barrier = "one full barrier counts both" if spec.load.barrier == "shared" else "a full barrier each"
         return f"TMA; Q once, K and V in rings of {_stages(spec.load.kv_stages)}, {barrier}"
     return "16-byte loads through registers; K and V take turns in one buffer"
+
+
+def _schedule_sentence(spec: Spec) -> str:
+    turns = " in turn" if isinstance(spec.schedule, PingPongSchedule) else ""
+    beside = "; S of the next tile and P V run beside the softmax" if footprint.overlapped(spec) else ""
+    return f"one warp loads, {_warpgroups(spec.tile.warpgroups or 0)} multiply{turns}{beside}"
+
+
+def _warpgroups(count: int) -> str:
+    return "1 warpgroup" if count == 1 else f"{count} warpgroups"
 
 
 def _stages(count: int) -> str:
@@ -181,10 +207,33 @@ def _threads(spec: Spec) -> list[str]:
     return [f"{count} threads, {warps} warps: {who}", *loads, *registers]
 
 
+def _roles(spec: Spec) -> list[str]:
+    """Who does what in a specialised kernel, and the registers that setmaxnreg gives to each."""
+    count, consumers = footprint.threads(spec), spec.tile.warpgroups or 0
+    producer_registers, consumer_registers = footprint.REGISTER_BUDGETS[consumers]
+    launched = footprint.launch_registers(spec)
+    held = footprint.registers_per_thread(spec)
+    parts = ", ".join(f"{what} {n}" for what, n in held)
+    warps, kept = count // hopper.WARP, producer_registers + consumers * consumer_registers
+    return [
+        f"{count} threads, {warps} warps, launched with {launched} registers each; setmaxnreg moves them:",
+        f"    {producer_registers} + {consumers} x {consumer_registers} = {kept} of "
+        f"{consumers + 1} x {launched} = {(consumers + 1) * launched}",
+        f"producer: 1 warpgroup, {producer_registers} registers; {_producer(spec)}, its first, issues the TMA copies",
+        f"consumers: {_warpgroups(consumers)}, {consumer_registers} registers; 64 query rows each",
+        f"    about {sum(n for _, n in held)} registers each: {parts}",
+    ]
+
+
+def _producer(spec: Spec) -> str:
+    """The warp that issues the copies of K and V."""
+    return f"warp {footprint.computing_threads(spec) // hopper.WARP if footprint.specialized(spec) else 0}"
+
+
 def _barriers(spec: Spec) -> list[tuple[str, ...]]:
     if not isinstance(spec.load, TmaLoad):
         return []
-    d, warps = spec.problem.head_dim * hopper.BYTES_16BIT, footprint.threads(spec) // hopper.WARP
+    d, warps = spec.problem.head_dim * hopper.BYTES_16BIT, footprint.computing_threads(spec) // hopper.WARP
     q, kv, stages = spec.tile.q * d, spec.tile.kv * d, str(spec.load.kv_stages)
     tma, readers = "TMA", f"{warps} warps"
     rows: list[tuple[str, ...]] = [("name", "stages", "producer -> consumer", "a phase completes with")]
@@ -194,8 +243,23 @@ def _barriers(spec: Spec) -> list[tuple[str, ...]]:
         rings = [("k", f"{kv} bytes"), ("v", f"{kv} bytes")]
     for ring, announced in rings:
         rows.append((f"{ring}_full", stages, f"{tma} -> {readers}", announced))
-        rows.append((f"{ring}_empty", stages, f"{readers} -> warp 0", f"{warps} arrivals"))
+        rows.append((f"{ring}_empty", stages, f"{readers} -> {_producer(spec)}", f"{warps} arrivals"))
     return rows
+
+
+def _named_barriers(spec: Spec) -> list[tuple[str, ...]]:
+    if not footprint.specialized(spec):
+        return []
+    count = footprint.computing_threads(spec)
+    rows = [
+        ("number", "name", "threads", "who -> whom, and what for"),
+        ("1", "OUTPUT_BARRIER", str(count), "all consumers: Q has been read; then: O is in shared memory"),
+    ]
+    if isinstance(spec.schedule, PingPongSchedule):
+        last = 1 + (spec.tile.warpgroups or 0)
+        what = "each consumer -> the next one, the last -> the first: may multiply"
+        rows.append((f"2 to {last}", "TURN_BARRIER", str(2 * hopper.WARPGROUP), what))
+    return list(rows)
 
 
 def _smem(spec: Spec) -> list[tuple[str, ...]]:
@@ -220,7 +284,7 @@ def _timeline(spec: Spec) -> list[tuple[str, ...]]:
     ring = {"shared": "kv", "separate": "k", "none": ""}[
         spec.load.barrier if isinstance(spec.load, TmaLoad) else "none"
     ]
-    steps: list[tuple[str, str]] = []
+    steps: list[tuple[str, ...]] = []
     if isinstance(spec.load, TmaLoad):
         steps.append((f"wait {ring}_full", "the tile has landed"))
     elif isinstance(spec.load, CpAsyncLoad):
@@ -250,7 +314,55 @@ def _timeline(spec: Spec) -> list[tuple[str, ...]]:
         steps.append(("all refill", f"after a CTA barrier, with the tile {_ahead(spec)}"))
     else:
         steps.append(("CTA barrier", "before the next K takes V's place"))
-    return [(str(i), what, how) for i, (what, how) in enumerate(steps, 1)]
+    return steps
+
+
+def _producer_timeline() -> list[tuple[str, ...]]:
+    return [
+        ("producer", "wait k_empty", "the stage of K is free"),
+        ("producer", "load K", "TMA"),
+        ("producer", "wait v_empty", "the stage of V is free"),
+        ("producer", "load V", "TMA"),
+    ]
+
+
+def _consumer_timeline(spec: Spec) -> list[tuple[str, ...]]:
+    """What a consumer warp does for one tile of keys. With overlap, P V is that of the tile before."""
+    overlap, ping_pong = footprint.overlapped(spec), isinstance(spec.schedule, PingPongSchedule)
+    wait_turn = [("wait TURN_BARRIER", "it is this warpgroup's turn")] * ping_pong
+    pass_turn = [("arrive TURN_BARRIER", "it is the next warpgroup's turn")] * ping_pong
+    mask = ("mask", "boundary tiles only")
+    if overlap:
+        masks = [] if isinstance(spec.mask, NoMask) else [mask]
+        steps = [
+            ("wait k_full", "K has landed"),
+            *wait_turn,
+            ("S = Q K^T", "wgmma"),
+            ("wait v_full", "V of the tile before has landed"),
+            ("O += P V", "wgmma, of the tile before"),
+            *pass_turn,
+            ("wait_group 1", "S is there; P V goes on"),
+            ("arrive k_empty", "K's stage is free"),
+            *masks,
+            ("softmax", "P = 2^(S - max) and sums"),
+            ("wait_group 0", "O is there"),
+            ("arrive v_empty", "V's stage is free"),
+            ("rescale", "O to the new maximum; P is rounded"),
+        ]
+    else:
+        steps = [
+            ("wait k_full", "K has landed"),
+            *wait_turn,
+            ("S = Q K^T", "wgmma, wait_group 0"),
+            ("arrive k_empty", "K's stage is free"),
+            *pass_turn,
+            mask,
+            ("softmax", "P = 2^(S - max), O and sums rescaled"),
+            ("wait v_full", "V has landed"),
+            ("O += P V", "wgmma, wait_group 0"),
+            ("arrive v_empty", "V's stage is free"),
+        ]
+    return [("consumer", *step) for step in steps]
 
 
 def _ahead(spec: Spec) -> str:
@@ -265,7 +377,7 @@ def _groups(stages: int) -> str:
 def _naive_timeline(spec: Spec) -> list[tuple[str, ...]]:
     lse = ", LSE" if spec.outputs.lse else ""
     return [
-        ("1", "scores", "S = scale Q K^T, -inf where the mask hides the key"),
-        ("2", "softmax", f"P = softmax(S) in place{lse}"),
-        ("3", "output", "O = P V"),
+        ("scores", "S = scale Q K^T, -inf where the mask hides the key"),
+        ("softmax", f"P = softmax(S) in place{lse}"),
+        ("output", "O = P V"),
     ]

@@ -14,6 +14,8 @@ REGISTERS_PER_SM = 65536
 REGISTERS_PER_THREAD = 255
 # Registers are handed out to warps in units of 256, that is 8 for each thread of a warp.
 REGISTER_UNIT_PER_THREAD = 8
+# PTX ISA, "setmaxnreg": 24 to 256 in steps of 8.
+SETMAXNREG_MIN = 24
 THREADS_PER_CTA = 1024
 WARP = 32
 # PTX ISA, "Warpgroup": four contiguous warps.

@@ -5,13 +5,13 @@ Templates decide nothing that stands here. A plan is frozen and complete: render
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import PurePath
 
 from fa3gen import footprint, header, hopper
 from fa3gen.census import Expectation
 from fa3gen.footprint import Region
-from fa3gen.spec import CpAsyncLoad, SmemHandoff, Spec, Swizzle, TmaLoad, WgmmaProduct, WindowMask
+from fa3gen.spec import CpAsyncLoad, PingPongSchedule, SmemHandoff, Spec, Swizzle, TmaLoad, WgmmaProduct, WindowMask
 from fa3gen.specfile import Variant
 
 
@@ -27,7 +27,7 @@ class ProblemPlan:
 
 @dataclass(frozen=True)
 class TilePlan:
-    """Rows of Q (m) and of K and V (n) per step; threads per CTA."""
+    """Rows of Q (m) and of K and V (n) per step; threads per CTA; warpgroups that compute."""
 
     m: int
     n: int
@@ -84,6 +84,17 @@ class HandoffPlan:
 
 
 @dataclass(frozen=True)
+class SchedulePlan:
+    """Who loads and who computes; registers are per thread after setmaxnreg, 0 without it."""
+
+    specialized: bool
+    overlap: bool
+    ping_pong: bool
+    producer_registers: int
+    consumer_registers: int
+
+
+@dataclass(frozen=True)
 class ImportsPlan:
     """Which optional imports the module needs."""
 
@@ -108,6 +119,7 @@ class SectionsPlan:
     kernel: str
     range: str
     loads: str
+    consumer: str
     work: str
     qk: str
     mask: str
@@ -131,6 +143,7 @@ class Plan:
     qk: ProductPlan
     pv: ProductPlan
     p: HandoffPlan
+    schedule: SchedulePlan
     lse: bool
     imports: ImportsPlan
     entry: EntryPlan
@@ -153,6 +166,7 @@ def make_plan(variant: Variant) -> Plan:
         qk=_product(spec.qk, spec.tile.kv, spec.problem.head_dim),
         pv=_product(spec.pv, spec.problem.head_dim, spec.tile.kv),
         p=HandoffPlan(spec.handoff.through),
+        schedule=_schedule(spec),
         lse=spec.outputs.lse,
         imports=_imports(spec),
         entry=_entry(spec),
@@ -208,6 +222,14 @@ def _product(product: object, n: int, k: int) -> ProductPlan:
     return ProductPlan("wgmma", source, instruction, k // hopper.WGMMA_K_16BIT)
 
 
+def _schedule(spec: Spec) -> SchedulePlan:
+    if not footprint.specialized(spec):
+        return SchedulePlan(False, False, False, 0, 0)
+    producer, consumer = footprint.REGISTER_BUDGETS[spec.tile.warpgroups or 0]
+    ping_pong = isinstance(spec.schedule, PingPongSchedule)
+    return SchedulePlan(True, footprint.overlapped(spec), ping_pong, producer, consumer)
+
+
 def _imports(spec: Spec) -> ImportsPlan:
     tma, wgmma = isinstance(spec.load, TmaLoad), isinstance(spec.qk, WgmmaProduct)
     stmatrix = isinstance(spec.pv, WgmmaProduct)
@@ -233,23 +255,35 @@ def _entry(spec: Spec) -> EntryPlan:
 
 def _sections(spec: Spec) -> SectionsPlan:
     if spec.handoff.through == "global_f32":
-        return SectionsPlan("naive.py.jinja", *[""] * 10)
+        return SectionsPlan("naive.py.jinja", *[""] * 11)
     both_wgmma = isinstance(spec.pv, WgmmaProduct)
     family = "wgmma" if both_wgmma else "scalar"
     space = "fragment" if both_wgmma else "smem"
     pv = {"registers": "pv_wgmma_registers", "smem_16bit": "pv_wgmma_smem", "smem_f32": "pv_scalar"}
-    return SectionsPlan(
+    sections = SectionsPlan(
         spine="fused.py.jinja",
         host=_section(f"host_{family}"),
         kernel=_section("kernel_wgmma" if both_wgmma else f"kernel_scalar_{spec.load.engine}"),
         range=_section(f"range_{spec.mask.kind}"),
         loads=_section(f"loads_{spec.load.engine}"),
+        consumer="",
         work=_section("work_fragment" if both_wgmma else "work_scalar"),
         qk=_section(f"qk_{spec.qk.engine}"),
         mask=_section(f"mask_{space}_{spec.mask.kind}"),
         softmax=_section(f"softmax_{space}"),
         pv=_section(pv[spec.handoff.through]),
         epilogue=_section(f"epilogue_{family}"),
+    )
+    if not footprint.specialized(spec):
+        return sections
+    sections = replace(sections, spine="specialized.py.jinja", kernel=_section("kernel_specialized"))
+    if not footprint.overlapped(spec):
+        return replace(sections, consumer=_section("consumer_sequential"))
+    return replace(
+        sections,
+        consumer=_section("consumer_overlapped"),
+        softmax=_section("softmax_overlapped"),
+        pv=_section("pv_wgmma_overlapped"),
     )
 
 
@@ -266,33 +300,41 @@ def expectation(spec: Spec) -> Expectation:
     """What the compiled code must show, as static instruction counts; `fa3gen compile` holds them against the PTX.
 
     Each loop is written once and not unrolled over tiles: a load stands once in the prefetch and once in the steady
-    state, a product once.
+    state, a product once. A specialised kernel has no prefetch, its producer just runs ahead. With overlap the first
+    tile's Q K^T and the last one's P V stand beside the loop, each with a wait of its own.
     """
     d, q, kv, threads = spec.problem.head_dim, spec.tile.q, spec.tile.kv, footprint.threads(spec)
+    copies = 1 if footprint.specialized(spec) else 2  # of the code that loads K and V
+    passes = 2 if footprint.overlapped(spec) else 1  # copies of the code that multiplies
     products = [product for product in (_product(spec.qk, kv, d), _product(spec.pv, d, kv)) if product.steps]
     wgmma: dict[tuple[int, int, int, str], int | None] = {}
     for product in products:
         kind = (*product.instruction, {"SMEM": "smem", "RMEM": "registers"}[product.a_source])
-        wgmma[kind] = (wgmma.get(kind) or 0) + product.steps
+        wgmma[kind] = (wgmma.get(kind) or 0) + passes * product.steps
     tma_loads = tma_stores = mbarrier_inits = expect_tx = cp_async = stmatrix = 0
     if isinstance(spec.load, TmaLoad) and spec.smem is not None:
         row = d * hopper.BYTES_16BIT
         rings = 1 if spec.load.barrier == "shared" else 2
-        tma_loads = tma_boxes(row, spec.smem.q) + 2 * (tma_boxes(row, spec.smem.k) + tma_boxes(row, spec.smem.v))
+        tma_loads = tma_boxes(row, spec.smem.q) + copies * (tma_boxes(row, spec.smem.k) + tma_boxes(row, spec.smem.v))
         mbarrier_inits = footprint.barrier_bytes(spec) // hopper.MBARRIER_BYTES
-        expect_tx = 1 + 2 * rings
+        expect_tx = 1 + copies * rings
     if isinstance(spec.load, CpAsyncLoad):
         vectors = d // footprint.SCALAR_VECTOR
         cp_async = (q + (2 * spec.load.kv_stages + 2) * kv) * vectors // threads
     if isinstance(spec.pv, WgmmaProduct) and spec.smem is not None:
         tma_stores = tma_boxes(d * hopper.BYTES_16BIT, spec.smem.q)
         stmatrix = (d + (kv if isinstance(spec.handoff, SmemHandoff) else 0)) // 16
+    setmaxnreg, max_registers = {}, min(hopper.REGISTERS_PER_THREAD, hopper.REGISTERS_PER_SM // threads)
+    if footprint.specialized(spec):
+        # ptxas reports what the launch hands out, not what setmaxnreg makes of it.
+        schedule, max_registers = _schedule(spec), footprint.launch_registers(spec)
+        setmaxnreg = {f"dec {schedule.producer_registers}": 1, f"inc {schedule.consumer_registers}": 1}
     regions, barriers = footprint.shared_memory_map(spec), footprint.barrier_bytes(spec)
     return Expectation(
         kernels=3 if spec.handoff.through == "global_f32" else 1,
         wgmma=wgmma,
-        wgmma_commits=len(products),
-        wgmma_waits=len(products),
+        wgmma_commits=passes * len(products),
+        wgmma_waits=passes * len(products),
         tma_loads=tma_loads,
         tma_stores=tma_stores,
         cp_async=cp_async,
@@ -300,7 +342,7 @@ def expectation(spec: Spec) -> Expectation:
         mbarrier_expect_tx=expect_tx,
         ldmatrix=0,
         stmatrix=stmatrix,
-        setmaxnreg={},
+        setmaxnreg=setmaxnreg,
         smem_bytes=footprint.total_bytes(regions, barriers),
-        max_registers=min(hopper.REGISTERS_PER_THREAD, hopper.REGISTERS_PER_SM // threads),
+        max_registers=max_registers,
     )

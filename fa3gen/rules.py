@@ -461,6 +461,103 @@ def smem_section(through: str, given: bool) -> Violation | None:
     return None
 
 
+# Schedules
+
+
+def schedule_engines(kind: str, qk_engine: str, pv_engine: str) -> Violation | None:
+    """Design rule: a warpgroup of its own for the copies pays where the others feed the tensor core only."""
+    if kind == "cooperative" or (qk_engine, pv_engine) == ("wgmma", "wgmma"):
+        return None
+    return Violation(
+        "schedule.kind",
+        f"{kind} needs wgmma for qk and pv, got {qk_engine} and {pv_engine}; use cooperative, or extend k4_2",
+    )
+
+
+def schedule_handoff(kind: str, through: str) -> Violation | None:
+    """Design rule: in a specialised kernel P goes from one product to the next without leaving the registers."""
+    if kind == "cooperative" or through != "smem_16bit":
+        return None
+    return Violation(
+        "handoff.through",
+        f"P through shared memory is rendered with schedule cooperative only, not {kind}; use registers",
+    )
+
+
+def schedule_barrier(kind: str, barrier: str) -> Violation | None:
+    """Design rule: K and V each have their barriers. With one for both, Q K^T of a tile would wait for V of it, too."""
+    if kind == "cooperative" or barrier != "shared":
+        return None
+    return Violation(
+        "load.barrier",
+        f"with {kind} K of the next tile is in use before V of this one is free, so that they cannot share a barrier; "
+        "use separate",
+    )
+
+
+def schedule_mask(kind: str, mask: str) -> Violation | None:
+    """Design rule: sliding windows are rendered for cooperative kernels."""
+    if kind == "cooperative" or mask != "window":
+        return None
+    return Violation(
+        "mask",
+        f"a sliding window is rendered with schedule cooperative only, not {kind}; use mask causal or none",
+    )
+
+
+def schedule_lse(kind: str, lse: bool) -> Violation | None:
+    """Design rule: leaving LSE out is rendered for cooperative kernels."""
+    if kind == "cooperative" or lse:
+        return None
+    return Violation(
+        "outputs.lse",
+        f"a kernel without LSE is rendered with schedule cooperative only, not {kind}; use lse: true "
+        "(attention() returns O alone unless asked)",
+    )
+
+
+def consumer_warpgroups(count: int) -> Violation | None:
+    """One to three: with more, setmaxnreg has too little to share out. PTX ISA, "setmaxnreg"."""
+    if count in footprint.REGISTER_BUDGETS:
+        return None
+    unit = hopper.REGISTER_UNIT_PER_THREAD
+    threads = (count + 1) * hopper.WARPGROUP
+    launched = hopper.REGISTERS_PER_SM // threads // unit * unit
+    share = ((count + 1) * launched - hopper.SETMAXNREG_MIN) // count // unit * unit
+    return Violation(
+        "tile.warpgroups",
+        f"{count} consumer warpgroups and the producer are {threads} threads, launched with {launched} registers each; "
+        f"setmaxnreg could raise a consumer to {share} only (({count + 1} x {launched} - {hopper.SETMAXNREG_MIN}) / "
+        f"{count}); use 1 to {max(footprint.REGISTER_BUDGETS)}",
+    )
+
+
+def ping_pong_partners(kind: str, count: int) -> Violation | None:
+    """Turns are taken by two warpgroups or more."""
+    if kind != "ping_pong" or count > 1:
+        return None
+    return Violation(
+        "tile.warpgroups",
+        "ping_pong needs consumer warpgroups that take turns, and there is 1; "
+        "use warpgroups 2 with tile.q 128, or schedule warp_specialized",
+    )
+
+
+def consumer_registers(parts: Sequence[tuple[str, int]], consumers: int, overlap: bool) -> Violation | None:
+    """What a consumer thread holds at once (an estimate) within what setmaxnreg gives it. PTX ISA, "setmaxnreg"."""
+    total = sum(count for _, count in parts)
+    _, budget = footprint.REGISTER_BUDGETS[consumers]
+    if total <= budget:
+        return None
+    ways_out = ["a smaller tile.kv", *["overlap: false"] * overlap, *["fewer warpgroups"] * (consumers > 2)]
+    return Violation(
+        "tile.kv",
+        f"registers per consumer thread: {_terms(parts)} = {total} > {budget}, what setmaxnreg gives to each of "
+        f"{consumers} consumer warpgroup{'s' if consumers > 1 else ''}, so that they would spill; "
+        f"use {' or '.join(ways_out)}",
+    )
+
+
 # From a spec to facts
 
 
@@ -493,6 +590,20 @@ def _structure(spec: Spec) -> Iterable[Violation | None]:
         yield kv_stages(spec.load.kv_stages)
     if isinstance(spec.load, TmaLoad):
         yield q_stages(spec.load.q_stages)
+    yield from _schedule(spec)
+
+
+def _schedule(spec: Spec) -> Iterable[Violation | None]:
+    kind = spec.schedule.kind
+    yield schedule_engines(kind, spec.qk.engine, spec.pv.engine)
+    yield schedule_handoff(kind, spec.handoff.through)
+    if isinstance(spec.load, TmaLoad):
+        yield schedule_barrier(kind, spec.load.barrier)
+    yield schedule_mask(kind, spec.mask.kind)
+    yield schedule_lse(kind, spec.outputs.lse)
+    if footprint.specialized(spec) and spec.tile.warpgroups is not None:
+        yield consumer_warpgroups(spec.tile.warpgroups)
+        yield ping_pong_partners(kind, spec.tile.warpgroups)
 
 
 def _shapes(spec: Spec) -> Iterable[Violation | None]:
@@ -567,6 +678,9 @@ def _tiles_in_smem(spec: Spec) -> Iterable[Violation | None]:
 def _footprint(spec: Spec) -> Iterable[Violation | None]:
     yield _shared_memory_of(spec)
     parts = footprint.registers_per_thread(spec)
+    if footprint.specialized(spec):
+        yield consumer_registers(parts, spec.tile.warpgroups or 0, footprint.overlapped(spec))
+        return
     yield registers_per_thread(parts)
     field = "tile.threads" if spec.tile.threads is not None else "tile.warpgroups"
     yield registers_per_sm(field, footprint.threads(spec), parts)

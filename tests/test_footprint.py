@@ -7,9 +7,12 @@ from rendering import changed, variants
 
 from fa3gen import hopper
 from fa3gen.footprint import (
+    REGISTER_BUDGETS,
     Region,
     barrier_bytes,
+    computing_threads,
     kv_stages,
+    launch_registers,
     registers_per_thread,
     shared_memory_map,
     threads,
@@ -48,6 +51,10 @@ def test_hardware_limits() -> None:
         # Half as much of Q, K and V; P does not depend on the head dim.
         ("k4_smem_d64", {"sQ": 16384, "sK": 16384, "sV": 16384, "sP": 16384}),
         ("k4_2_d128", {"sQ": 32768, "sK": 32768, "sV": 32768}),
+        # Tiles of 128 keys: 2 x 128 x 128 x 2 = 65536.
+        ("k6_d128", {"sQ": 32768, "sK": 65536, "sV": 65536}),
+        # Q: 192 x 64 x 2 = 24576; K, V: 2 x 128 x 64 x 2 = 32768.
+        ("k5_d64", {"sQ": 24576, "sK": 32768, "sV": 32768}),
     ],
 )
 def test_regions(stem: str, regions: dict[str, int]) -> None:
@@ -65,6 +72,7 @@ def test_regions(stem: str, regions: dict[str, int]) -> None:
         ("k3_1_d64", 3),  # Q, and a full and an empty one: 1 + 2 x 1
         ("k3_3_d64", 11),  # 1 + 2 x 5
         ("k4_smem_d64", 5),  # one ring: 1 + 2 x 2
+        ("k5_d64", 9),
         ("k4_2_d64", 9),  # a ring each for K and V: 1 + 2 x 2 x 2
     ],
 )
@@ -122,6 +130,25 @@ def test_threads_and_stages() -> None:
     assert (threads(spec("k2_d64")), kv_stages(spec("k2_d64"))) == (128, 1)
     assert (threads(spec("k4_1_d64")), kv_stages(spec("k4_1_d64"))) == (128, 2)
     assert (threads(spec("k4_2_d64")), kv_stages(spec("k3_3_d64"))) == (256, 5)
+    assert (threads(spec("k5_d128")), computing_threads(spec("k5_d128"))) == (384, 256)
+    assert (threads(spec("k6_d64")), computing_threads(spec("k6_d64"))) == (512, 384)
+    assert threads(spec("k4_2_d64")) == computing_threads(spec("k4_2_d64"))
+
+
+@pytest.mark.parametrize(
+    ("warpgroups", "launched"),
+    [
+        (1, 255),  # 65536 / 256 = 256, but at most 255
+        (2, 168),  # 65536 / 384 = 170, in units of 8
+        (3, 128),  # 65536 / 512
+    ],
+)
+def test_registers_at_launch(warpgroups: int, launched: int) -> None:
+    tile = {"q": 64 * warpgroups, "warpgroups": warpgroups}
+    assert launch_registers(changed("k5_d64", tile=tile).spec) == launched
+    producer, consumer = REGISTER_BUDGETS[warpgroups]
+    assert producer + warpgroups * consumer <= (warpgroups + 1) * launched
+    assert all(count % 8 == 0 and 24 <= count <= 256 for count in (producer, consumer))
 
 
 @pytest.mark.parametrize(
@@ -130,6 +157,11 @@ def test_threads_and_stages() -> None:
         ("k1_d128", {"other": 24}),
         # O: 128 x 128 / 256 = 64; S: 128 x 64 / 256 = 32; P is half as wide as S: 16.
         ("k4_2_d128", {"O": 64, "S": 32, "P": 16, "other": 24}),
+        # The producer's threads hold none of it: O 128 x 128 / 256 = 64, S 128 x 128 / 256 = 64, P 32.
+        ("k5_d128", {"O": 64, "S": 64, "P": 32, "other": 24}),
+        ("k6_d128", {"O": 64, "S": 64, "P": 32, "other": 24}),
+        # Three consumer warpgroups: O 192 x 64 / 384 = 32, S 192 x 128 / 384 = 64; P takes the place of S.
+        ("k5_d64", {"O": 32, "S or P": 64, "other": 24}),
         # O: 128 x 64 / 256 = 32.
         ("k4_smem_d64", {"O": 32, "S": 32, "P": 16, "other": 24}),
         # O: 64 x 128 / 128 = 64; 64 x 16 / 128 = 8 rows with two numbers each; S: 64 x 64 / 128 = 32, and a step of PV

@@ -25,6 +25,8 @@ UNEVEN: dict[str, tuple[str, dict[str, Any]]] = {
     "uneven_k4_1": ("k4_1_d128", {"kv": 32}),
     "uneven_k4_smem": ("k4_smem_d64", {"kv": 192}),
     "uneven_k4_2": ("k4_2_d64", {"q": 192, "warpgroups": 3, "kv": 112}),
+    "uneven_k5": ("k5_d128_causal", {"q": 64, "warpgroups": 1, "kv": 112}),
+    "uneven_k6": ("k6_d64", {"q": 128, "warpgroups": 2, "kv": 176}),
 }
 FUSED = [stem for stem in STEMS if not stem.startswith("k1_")] + list(UNEVEN)
 TMA = [stem for stem in FUSED if "k2" not in stem]
@@ -156,14 +158,26 @@ def test_imports(stem: str, pipeline: bool, nvgpu: str) -> None:
             "host_wgmma kernel_wgmma range_window loads_tma work_fragment qk_wgmma mask_fragment_window "
             "softmax_fragment pv_wgmma_registers epilogue_wgmma",
         ),
+        (
+            "k5_d64",
+            "host_wgmma kernel_specialized range_none loads_tma consumer_sequential work_fragment qk_wgmma "
+            "mask_fragment_none softmax_fragment pv_wgmma_registers epilogue_wgmma",
+        ),
+        (
+            "k6_d128_causal",
+            "host_wgmma kernel_specialized range_causal loads_tma consumer_overlapped work_fragment qk_wgmma "
+            "mask_fragment_causal softmax_overlapped pv_wgmma_overlapped epilogue_wgmma",
+        ),
     ],
 )
 def test_sections(stem: str, sections: str) -> None:
     chosen = plan(stem).sections
-    order = ["host", "kernel", "range", "loads", "work", "qk", "mask", "softmax", "pv", "epilogue"]
+    order = ["host", "kernel", "range", "loads", "consumer", "work", "qk", "mask", "softmax", "pv", "epilogue"]
     found = [getattr(chosen, name) for name in order]
-    assert found == [f"sections/{name}.py.jinja" for name in sections.split()]
-    assert chosen.spine == "fused.py.jinja"
+    specialized = stem.startswith(("k5", "k6"))
+    assert [name for name in found if name] == [f"sections/{name}.py.jinja" for name in sections.split()]
+    assert bool(chosen.consumer) == specialized
+    assert chosen.spine == ("specialized.py.jinja" if specialized else "fused.py.jinja")
 
 
 # What the compiler must make of it
@@ -237,6 +251,22 @@ def test_tma_boxes(extent: int, swizzle: Any, boxes: int) -> None:
         (
             "k4_2_d64",
             {"wgmma": {(64, 64, 16, "smem"): 4, (64, 64, 16, "registers"): 4}, "tma_loads": 5, "stmatrix": 4},
+        ),
+        # S: 64 / 16 = 4 of N = 128, O: 128 / 16 = 8 of N = 64. The producer has no prefetch: Q, K and V, one box each,
+        # announced once each. 4 x 128 threads: launched with 65536 / 512 = 128 registers.
+        (
+            "k5_d64",
+            {"wgmma": {(64, 128, 16, "smem"): 4, (64, 64, 16, "registers"): 8}, "wgmma_commits": 2, "wgmma_waits": 2}
+            | {"tma_loads": 3, "tma_stores": 1, "mbarrier_expect_tx": 3, "mbarrier_inits": 9, "stmatrix": 4}
+            | {"setmaxnreg": {"dec 32": 1, "inc 160": 1}, "max_registers": 128},
+        ),
+        # With overlap the first S and the last P V stand beside the loop: 2 x 8 of either. Two boxes for each of Q, K
+        # and V. 3 x 128 threads: 65536 / 384 = 170, in units of 8: 168.
+        (
+            "k6_d128",
+            {"wgmma": {(64, 128, 16, "smem"): 16, (64, 128, 16, "registers"): 16}, "wgmma_commits": 4}
+            | {"wgmma_waits": 4, "tma_loads": 6, "tma_stores": 2, "mbarrier_expect_tx": 3, "stmatrix": 8}
+            | {"setmaxnreg": {"dec 24": 1, "inc 240": 1}, "max_registers": 168},
         ),
     ],
 )
@@ -344,8 +374,9 @@ def test_barrier_table(stem: str) -> None:
         assert int(completes.split()[0]) == evaluate(expression, values)
         stages, back, completes = rows.pop(f"{ring}_empty")
         assert stages == values["KV_STAGES"]
-        warps = values["THREADS"] // 32
-        assert (edge, back, completes) == (f"TMA -> {warps} warps", f"{warps} warps -> warp 0", f"{warps} arrivals")
+        warps = values.get("CONSUMER_THREADS", values["THREADS"]) // 32
+        loader = f"warp {values.get('PRODUCER_WARP', 0)}"
+        assert (edge, back, completes) == (f"TMA -> {warps} warps", f"{warps} warps -> {loader}", f"{warps} arrivals")
     assert list(rows) == ["q_full"]
 
 
@@ -381,14 +412,15 @@ def test_constants_are_the_plan(stem: str) -> None:
     assert window == (plan(stem).mask.left, plan(stem).mask.right)
 
 
-@pytest.mark.parametrize("stem", [stem for stem in STEMS if stem.startswith("k4_")])
+@pytest.mark.parametrize("stem", [stem for stem in STEMS if stem.startswith(("k4_", "k5_", "k6_"))])
 def test_header_counts_the_products_that_the_compiler_must_make(stem: str) -> None:
     counted: dict[tuple[int, int, int, str], int] = {}
     pattern = r"(\d+) wgmma m(\d+)n(\d+)k(\d+) per warpgroup; A = . from (shared memory|registers)"
     for steps, m, n, k, where in re.findall(pattern, "\n".join(plan(stem).header.decisions)):
         kind = (int(m), int(n), int(k), {"shared memory": "smem"}.get(where, where))
         counted[kind] = counted.get(kind, 0) + int(steps)
-    assert counted == plan(stem).expectation.wgmma
+    passes = 2 if plan(stem).schedule.overlap else 1  # the header counts one step, the compiler sees two copies of it
+    assert {kind: passes * count for kind, count in counted.items()} == plan(stem).expectation.wgmma
 
 
 @pytest.mark.parametrize("stem", STEMS)
@@ -399,6 +431,36 @@ def test_registers_in_the_header_add_up(stem: str) -> None:
         return
     assert found is not None
     assert int(found[1]) == sum(int(count) for count in re.findall(r" (\d+)(?:,|$)", found[2])) <= 255
+
+
+SPECIALIZED = [stem for stem in FUSED if "k5" in stem or "k6" in stem]
+
+
+@pytest.mark.parametrize("stem", SPECIALIZED)
+def test_register_budgets_in_the_header(stem: str) -> None:
+    """setmaxnreg moves registers and makes none: the sum is within the launch's, which is within the SM's."""
+    values, lines = constants(code(stem)), " ".join(plan(stem).header.threads)
+    found = re.search(
+        r"launched with (\d+) registers each.* (\d+) \+ (\d+) x (\d+) = (\d+) of (\d+) x (\d+) = (\d+)", lines
+    )
+    assert found is not None
+    launched, producer, consumers, consumer, kept, warpgroups, again, total = map(int, found.groups())
+    assert (producer, consumer) == (values["PRODUCER_REGISTERS"], values["CONSUMER_REGISTERS"])
+    assert consumers == values["CONSUMERS"] == warpgroups - 1 and values["THREADS"] == 128 * warpgroups
+    assert (kept, total, again) == (producer + consumers * consumer, warpgroups * launched, launched)
+    assert kept <= total and 128 * total <= 65536
+
+
+@pytest.mark.parametrize("stem", SPECIALIZED)
+def test_named_barrier_table(stem: str) -> None:
+    values = constants(code(stem))
+    rows = {name: (numbers, int(threads)) for numbers, name, threads, _ in table(plan(stem).header.named_barriers)}
+    assert rows.pop("OUTPUT_BARRIER") == (str(values["OUTPUT_BARRIER"]), values["CONSUMER_THREADS"])
+    if "TURN_BARRIER" in values:
+        first = values["TURN_BARRIER"]
+        assert rows.pop("TURN_BARRIER") == (f"{first} to {first + values['CONSUMERS'] - 1}", values["TURN_THREADS"])
+        assert first > values["OUTPUT_BARRIER"] > 0
+    assert rows == {}
 
 
 @pytest.mark.parametrize("stem", STEMS)

@@ -57,6 +57,9 @@ PRODUCTS: st.SearchStrategy[Any] = st.just({"engine": "scalar"}) | st.fixed_dict
 HANDOFFS: st.SearchStrategy[Any] = st.sampled_from(
     [{"through": "global_f32"}, {"through": "smem_f32"}, {"through": "registers"}]
 ) | st.fixed_dictionaries({"through": st.just("smem_16bit"), "swizzle": SWIZZLES})
+SCHEDULES: st.SearchStrategy[Any] = st.just({"kind": "cooperative"}) | st.fixed_dictionaries(
+    {"kind": st.sampled_from(["warp_specialized", "ping_pong"]), "overlap": st.booleans()}
+)
 SMEMS: st.SearchStrategy[Any] = st.none() | st.fixed_dictionaries({"q": SWIZZLES, "k": SWIZZLES, "v": SWIZZLES})
 JUNK: st.SearchStrategy[Any] = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
@@ -77,6 +80,7 @@ def anything(draw: st.DrawFn) -> Fields:
         "qk": draw(PRODUCTS),
         "pv": draw(PRODUCTS),
         "handoff": draw(HANDOFFS),
+        "schedule": draw(SCHEDULES),
         "outputs": {"lse": draw(st.booleans())},
     }
 
@@ -93,6 +97,7 @@ def neighbours(draw: st.DrawFn) -> Fields:
         "tile.kv": TILES,
         "load.kv_stages": STAGES,
         "smem": SMEMS,
+        "schedule": SCHEDULES,
         "outputs.lse": st.booleans(),
     }
     for path in draw(st.sets(st.sampled_from(sorted(replacements)), max_size=4)):
@@ -138,7 +143,10 @@ def test_accepted_specs_fit_the_chip(fields: Fields) -> None:
     held = sum(count for _, count in footprint.registers_per_thread(spec))
     assert 0 <= plan.smem.total_bytes <= 232448
     assert held <= 255
-    assert plan.tile.threads * held <= 65536
+    if plan.schedule.specialized:
+        check_budgets(plan, held)
+    else:
+        assert plan.tile.threads * held <= 65536
     assert 32 <= plan.tile.threads <= 1024 and plan.tile.threads % 32 == 0
     assert all(region.bytes > 0 for region in plan.smem.regions)
     assert plan.smem.total_bytes >= sum(region.bytes for region in plan.smem.regions) + plan.smem.barrier_bytes
@@ -146,13 +154,26 @@ def test_accepted_specs_fit_the_chip(fields: Fields) -> None:
     check_barriers(plan)
 
 
+def check_budgets(plan: Plan, held: int) -> None:
+    """setmaxnreg only moves registers: the sum over the warpgroups is within what they were launched with."""
+    schedule, consumers, launched = plan.schedule, plan.tile.warpgroups, plan.expectation.max_registers
+    assert launched is not None and plan.tile.threads == 128 * (consumers + 1)
+    assert held <= schedule.consumer_registers
+    assert schedule.producer_registers + consumers * schedule.consumer_registers <= (consumers + 1) * launched
+    assert schedule.producer_registers <= launched <= schedule.consumer_registers
+    assert all(24 <= n <= 256 and n % 8 == 0 for n in (schedule.producer_registers, schedule.consumer_registers))
+    assert plan.schedule.ping_pong <= (consumers > 1)
+
+
 def check_expectation(spec: Spec, plan: Plan) -> None:
     """The parts of the prediction agree with each other and with the plan."""
     expected = plan.expectation
     products = [product for product in (plan.qk, plan.pv) if product.engine == "wgmma"]
     assert expected.wgmma is not None
-    assert sum(count or 0 for count in expected.wgmma.values()) == sum(product.steps for product in products)
-    assert expected.wgmma_commits == expected.wgmma_waits == len(products)
+    passes = 2 if plan.schedule.overlap else 1
+    assert sum(count or 0 for count in expected.wgmma.values()) == passes * sum(product.steps for product in products)
+    assert expected.wgmma_commits == expected.wgmma_waits == passes * len(products)
+    assert bool(expected.setmaxnreg) == plan.schedule.specialized
     for product in products:
         m, n, k = product.instruction
         assert (m, k) == (64, 16) and 8 <= n <= 256 and n % 8 == 0 and product.steps >= 1
@@ -216,10 +237,13 @@ def check_rings(module: ast.Module, plan: Plan) -> None:
     calls = [ast.unparse(node.func) for node in ast.walk(module) if isinstance(node, ast.Call)]
     names = {"shared": ["kv_ring"], "separate": ["k_ring", "v_ring"], "none": []}[plan.load.barrier]
     for ring in names:
-        assert calls.count(f"{ring}.producer_acquire") == calls.count(f"{ring}.producer_get_barrier") == 2
-        assert calls.count(f"{ring}.consumer_wait") == calls.count(f"{ring}.consumer_release") == 1
+        copies, passes = 1 if plan.schedule.specialized else 2, 2 if plan.schedule.overlap else 1
+        assert calls.count(f"{ring}.producer_acquire") == calls.count(f"{ring}.producer_get_barrier") == copies
+        assert calls.count(f"{ring}.consumer_wait") == calls.count(f"{ring}.consumer_release") == passes
     used = {call.partition(".")[0] for call in calls if ".producer_" in call or ".consumer_" in call}
     assert used == set(names)
+    turns = [calls.count(name) for name in ("wait_turn", "pass_turn")]
+    assert turns == ([0, 0] if not plan.schedule.ping_pong else [4, 4] if plan.schedule.overlap else [2, 2])
     if names:
         assert calls.count("cute.arch.mbarrier_arrive_and_expect_tx") == calls.count("cute.arch.mbarrier_wait") == 1
         assert calls.count("cute.arch.mbarrier_init") == 1

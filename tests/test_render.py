@@ -47,7 +47,7 @@ def test_bijection() -> None:
 
 
 def test_the_ladder_is_complete() -> None:
-    rungs = ["k1", "k2", "k2_cp_async", "k3_1", "k3_2", "k3_3", "k4_1", "k4_smem", "k4_2"]
+    rungs = ["k1", "k2", "k2_cp_async", "k3_1", "k3_2", "k3_3", "k4_1", "k4_smem", "k4_2", "k5", "k6"]
     needed = {f"{rung}_{dim}{mask}" for rung in rungs for dim in ("d64", "d128") for mask in ("", "_causal")}
     assert needed - set(STEMS) == set()
 
@@ -139,6 +139,13 @@ KNOBS: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
     "load_cp_async_to_tma": ("k2_cp_async_d64", {"load": {"engine": "tma", "kv_stages": 2, "barrier": "shared"}}),
     "tile_kv_128_to_64": ("k4_2_d128", {"tile": {"kv": 64}}),
     "threads_128_to_256": ("k2_cp_async_d64", {"tile": {"threads": 256}}),
+    "schedule_cooperative_to_warp_specialized": (
+        "k4_2_d128",
+        {"schedule": {"kind": "warp_specialized", "overlap": False}},
+    ),
+    "schedule_overlap_false_to_true": ("k5_d64", {"schedule": {"kind": "warp_specialized", "overlap": True}}),
+    "schedule_warp_specialized_to_ping_pong": ("k5_d128", {"schedule": {"kind": "ping_pong", "overlap": True}}),
+    "consumers_2_to_3": ("k6_d128", {"problem": {"head_dim": 64}, "tile": {"q": 192, "warpgroups": 3}}),
     "warpgroups_2_to_1": ("k4_2_d128", {"tile": {"q": 64, "warpgroups": 1}}),
 }
 UPDATE = "FA3GEN_UPDATE_GOLDEN"
@@ -181,6 +188,7 @@ def test_golden_files_have_knobs() -> None:
         ("k4_2_d128", {"mask": {"kind": "causal"}}, "k4_2_d128_causal"),
         ("k4_2_d128", {"problem": {"head_dim": 64}}, "k4_2_d64"),
         ("k3_1_d64", {"load": {"kv_stages": 5}}, "k3_3_d64"),
+        ("k5_d64", {"schedule": {"kind": "ping_pong", "overlap": False}}, "k6_d64"),
     ],
 )
 def test_a_knob_gives_the_neighbour(stem: str, parts: dict[str, Any], other: str) -> None:

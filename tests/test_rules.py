@@ -468,6 +468,135 @@ def test_check_maps_specs_to_facts(base: dict[str, Any], changes: dict[str, Any]
     assert set(violations(base, **changes)) == fields
 
 
+# Schedules
+
+
+def test_schedule_engines() -> None:
+    assert rules.schedule_engines("cooperative", "scalar", "scalar") is None
+    assert rules.schedule_engines("ping_pong", "wgmma", "wgmma") is None
+    assert rules.schedule_engines("warp_specialized", "wgmma", "scalar") == Violation(
+        "schedule.kind",
+        "warp_specialized needs wgmma for qk and pv, got wgmma and scalar; use cooperative, or extend k4_2",
+    )
+
+
+def test_schedule_handoff() -> None:
+    assert rules.schedule_handoff("cooperative", "smem_16bit") is None
+    assert rules.schedule_handoff("ping_pong", "registers") is None
+    assert rules.schedule_handoff("ping_pong", "smem_16bit") == Violation(
+        "handoff.through",
+        "P through shared memory is rendered with schedule cooperative only, not ping_pong; use registers",
+    )
+
+
+def test_schedule_barrier() -> None:
+    assert rules.schedule_barrier("cooperative", "shared") is None
+    assert rules.schedule_barrier("warp_specialized", "separate") is None
+    assert rules.schedule_barrier("warp_specialized", "shared") == Violation(
+        "load.barrier",
+        "with warp_specialized K of the next tile is in use before V of this one is free, so that they cannot share a "
+        "barrier; use separate",
+    )
+
+
+def test_schedule_mask() -> None:
+    assert rules.schedule_mask("cooperative", "window") is None
+    assert rules.schedule_mask("ping_pong", "causal") is None
+    assert rules.schedule_mask("ping_pong", "window") == Violation(
+        "mask",
+        "a sliding window is rendered with schedule cooperative only, not ping_pong; use mask causal or none",
+    )
+
+
+def test_schedule_lse() -> None:
+    assert rules.schedule_lse("cooperative", False) is None
+    assert rules.schedule_lse("warp_specialized", True) is None
+    assert rules.schedule_lse("warp_specialized", False) == Violation(
+        "outputs.lse",
+        "a kernel without LSE is rendered with schedule cooperative only, not warp_specialized; use lse: true "
+        "(attention() returns O alone unless asked)",
+    )
+
+
+def test_consumer_warpgroups() -> None:
+    assert [count for count in range(1, 9) if rules.consumer_warpgroups(count) is None] == [1, 2, 3]
+    # 65536 / 640 = 102.4, 96 in units of 8; 5 x 96 - 24 = 456, / 4 = 114, 112 in units of 8.
+    assert rules.consumer_warpgroups(4) == Violation(
+        "tile.warpgroups",
+        "4 consumer warpgroups and the producer are 640 threads, launched with 96 registers each; setmaxnreg could "
+        "raise a consumer to 112 only ((5 x 96 - 24) / 4); use 1 to 3",
+    )
+
+
+def test_ping_pong_partners() -> None:
+    assert rules.ping_pong_partners("warp_specialized", 1) is None
+    assert rules.ping_pong_partners("ping_pong", 2) is None
+    assert rules.ping_pong_partners("ping_pong", 1) == Violation(
+        "tile.warpgroups",
+        "ping_pong needs consumer warpgroups that take turns, and there is 1; "
+        "use warpgroups 2 with tile.q 128, or schedule warp_specialized",
+    )
+
+
+def test_consumer_registers() -> None:
+    assert rules.consumer_registers([("O", 64), ("S", 176)], 2, True) is None
+    assert rules.consumer_registers([("O", 64), ("S", 177)], 2, True) == Violation(
+        "tile.kv",
+        "registers per consumer thread: O 64 + S 177 = 241 > 240, what setmaxnreg gives to each of 2 consumer "
+        "warpgroups, so that they would spill; use a smaller tile.kv or overlap: false",
+    )
+    assert rules.consumer_registers([("O", 32), ("S or P", 129)], 3, False) == Violation(
+        "tile.kv",
+        "registers per consumer thread: O 32 + S or P 129 = 161 > 160, what setmaxnreg gives to each of 3 consumer "
+        "warpgroups, so that they would spill; use a smaller tile.kv or fewer warpgroups",
+    )
+    assert rules.consumer_registers([("O", 257)], 1, False) == Violation(
+        "tile.kv",
+        "registers per consumer thread: O 257 = 257 > 256, what setmaxnreg gives to each of 1 consumer warpgroup, "
+        "so that they would spill; use a smaller tile.kv",
+    )
+
+
+SPECIALIZED = {**WGMMA, "schedule": {"kind": "warp_specialized", "overlap": True}}
+
+
+def test_registers_of_a_consumer() -> None:
+    # O 128 x 128 / 256 = 64; S 128 x 208 / 256 = 104, P half of it; 24 others.
+    stages = {"engine": "tma", "kv_stages": 1, "barrier": "separate"}
+    found = violations(SPECIALIZED, tile={"q": 128, "kv": 208, "warpgroups": 2}, load=stages)
+    assert found == {
+        "tile.kv": "registers per consumer thread: O 64 + S 104 + P 52 + other 24 = 244 > 240, what setmaxnreg gives "
+        "to each of 2 consumer warpgroups, so that they would spill; use a smaller tile.kv or overlap: false"
+    }
+    sequential = {"kind": "warp_specialized", "overlap": False}
+    tile = {"q": 128, "kv": 208, "warpgroups": 2}
+    assert violations(SPECIALIZED, tile=tile, load=stages, schedule=sequential) == {}
+
+
+def test_rules_of_schedules_are_applied() -> None:
+    found = violations(
+        SPECIALIZED,
+        tile={"q": 256, "kv": 64, "warpgroups": 4},
+        load={"engine": "tma", "kv_stages": 2, "barrier": "shared"},
+        mask={"kind": "window", "left": 1, "right": 0},
+        outputs={"lse": False},
+    )
+    assert list(found) == ["load.barrier", "mask", "outputs.lse", "tile.warpgroups"]
+    found = violations(SCALAR, schedule={"kind": "ping_pong", "overlap": False})
+    assert list(found) == ["schedule.kind"]
+    smem = {"engine": "wgmma", "a": {"source": "smem", "major": "k"}, "b": {"major": "mn"}}
+    handoff = {"through": "smem_16bit", "swizzle": "128B"}
+    assert list(violations(SPECIALIZED, pv=smem, handoff=handoff)) == ["handoff.through"]
+    tile = {"q": 64, "kv": 64, "warpgroups": 1}
+    assert violations(SPECIALIZED, tile=tile) == {}
+    assert list(violations(SPECIALIZED, tile=tile, schedule={"kind": "ping_pong", "overlap": True})) == [
+        "tile.warpgroups"
+    ]
+
+
+# From a spec to facts
+
+
 def test_check_never_stops_at_the_first_violation() -> None:
     found = rules.check(
         Spec.model_validate(
