@@ -215,10 +215,11 @@ def _roles(spec: Spec) -> list[str]:
     held = footprint.registers_per_thread(spec)
     parts = ", ".join(f"{what} {n}" for what, n in held)
     warps, kept = count // hopper.WARP, producer_registers + consumers * consumer_registers
+    sums = f"{producer_registers} + {consumers} x {consumer_registers} = {kept}"
+    pool = f"{consumers + 1} x {launched} = {(consumers + 1) * launched}"
     return [
-        f"{count} threads, {warps} warps, launched with {launched} registers each; setmaxnreg moves them:",
-        f"    {producer_registers} + {consumers} x {consumer_registers} = {kept} of "
-        f"{consumers + 1} x {launched} = {(consumers + 1) * launched}",
+        f"{count} threads, {warps} warps, launched with {launched} registers each; setmaxnreg moves them: "
+        f"{sums} of {pool}",
         f"producer: 1 warpgroup, {producer_registers} registers; {_producer(spec)}, its first, issues the TMA copies",
         f"consumers: {_warpgroups(consumers)}, {consumer_registers} registers; 64 query rows each",
         f"    about {sum(n for _, n in held)} registers each: {parts}",

@@ -276,14 +276,14 @@ def _sections(spec: Spec) -> SectionsPlan:
     )
     if not footprint.specialized(spec):
         return sections
-    sections = replace(sections, spine="specialized.py.jinja", kernel=_section("kernel_specialized"))
-    if not footprint.overlapped(spec):
-        return replace(sections, consumer=_section("consumer_sequential"))
+    overlap = footprint.overlapped(spec)
     return replace(
         sections,
-        consumer=_section("consumer_overlapped"),
-        softmax=_section("softmax_overlapped"),
-        pv=_section("pv_wgmma_overlapped"),
+        spine="specialized.py.jinja",
+        kernel=_section("kernel_specialized"),
+        consumer=_section("consumer_overlapped" if overlap else "consumer_sequential"),
+        softmax=_section("softmax_overlapped" if overlap else "softmax_fragment"),
+        pv=_section("pv_wgmma_fragment"),
     )
 
 

@@ -21,8 +21,7 @@ Decisions
     output     O is gathered in shared memory, over Q, and written by TMA; LSE when asked for
 
 Threads
-    384 threads, 12 warps, launched with 168 registers each; setmaxnreg moves them:
-        24 + 2 x 240 = 504 of 3 x 168 = 504
+    384 threads, 12 warps, launched with 168 registers each; setmaxnreg moves them: 24 + 2 x 240 = 504 of 3 x 168 = 504
     producer: 1 warpgroup, 24 registers; warp 8, its first, issues the TMA copies
     consumers: 2 warpgroups, 240 registers; 64 query rows each
         about 184 registers each: O 64, S 64, P 32, other 24
@@ -297,8 +296,7 @@ def make_barriers(storage: SharedStorage, tidx: cutlass.Int32):
     if tidx == 0:
         cute.arch.mbarrier_init(storage.q_full.ptr, 1)
     producer = pipeline.CooperativeGroup(pipeline.Agent.Thread)  # one elected thread announces the bytes
-    # One arrival per consumer warp empties a stage.
-    consumers = pipeline.CooperativeGroup(pipeline.Agent.Thread, CONSUMER_THREADS // 32)
+    consumers = pipeline.CooperativeGroup(pipeline.Agent.Thread, CONSUMER_THREADS // 32)  # one arrival per warp
     k_ring = pipeline.PipelineTmaAsync.create(
         barrier_storage=storage.k_barriers.data_ptr(),
         num_stages=KV_STAGES,
@@ -357,7 +355,6 @@ def consume(qk_mma, pv_mma, sQ, sK, sVt, k_ring, v_ring, scale_log2, n_block_end
     """One consumer warpgroup: WGMMA_M rows of O, tile by tile from the last visible one to the first.
 
     S = Q K^T of a tile is issued together with O += P V of the tile before it, which runs on during the softmax.
-
     Returns the unnormalised acc_O (MMA, MMA_M, MMA_N) and, for each of a thread's two rows, maximum and sum.
     """
     tidx, _, _ = cute.arch.thread_idx()
@@ -395,7 +392,7 @@ def consume(qk_mma, pv_mma, sQ, sK, sVt, k_ring, v_ring, scale_log2, n_block_end
     k_drain.advance()
     mask_scores(acc_S, qk_mma, (n_block_end - 1) * TILE_N, seq_k)
     softmax_step(acc_S, row_max, row_sum, rescale, scale_log2)
-    rP.store(acc_S.load().to(DTYPE))
+    round_p(acc_S, rP)
 
     for _ in cutlass.range(n_block_end - 1, unroll=1):
         k_ring.consumer_wait(k_drain)  # K of this tile has landed
@@ -412,7 +409,7 @@ def consume(qk_mma, pv_mma, sQ, sK, sVt, k_ring, v_ring, scale_log2, n_block_end
         v_ring.consumer_release(v_drain)  # this warp has read V
         v_drain.advance()
         rescale_output(acc_O, rescale)
-        rP.store(acc_S.load().to(DTYPE))
+        round_p(acc_S, rP)
 
     # The tile visited last: its P V has no S of a next tile beside it.
     v_ring.consumer_wait(v_drain)  # V has landed
@@ -553,6 +550,16 @@ def quad_sum(x: cutlass.Float32) -> cutlass.Float32:
 # ======================================================================================================================
 # O = P V
 # ======================================================================================================================
+
+
+@cute.jit
+def round_p(acc_S: cute.Tensor, rP: cute.Tensor):
+    """Round P to 16 bits, 16 keys at a time: vectors of other than 2^n elements are not converted in pairs."""
+    fragments = cute.make_layout((8, TILE_N // WGMMA_K), stride=(1, 8))  # a thread has 8 elements of 64 x 16
+    acc_S_k = cute.make_tensor(acc_S.iterator, fragments)  # (8, MMA_K)
+    rP_k = cute.make_tensor(rP.iterator, fragments)  # (8, MMA_K)
+    for k in cutlass.range_constexpr(TILE_N // WGMMA_K):
+        rP_k[None, k].store(acc_S_k[None, k].load().to(DTYPE))
 
 
 @cute.jit

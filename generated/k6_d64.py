@@ -21,11 +21,10 @@ Decisions
     output     O is gathered in shared memory, over Q, and written by TMA; LSE when asked for
 
 Threads
-    512 threads, 16 warps, launched with 128 registers each; setmaxnreg moves them:
-        32 + 3 x 160 = 512 of 4 x 128 = 512
+    512 threads, 16 warps, launched with 128 registers each; setmaxnreg moves them: 32 + 3 x 160 = 512 of 4 x 128 = 512
     producer: 1 warpgroup, 32 registers; warp 12, its first, issues the TMA copies
     consumers: 3 warpgroups, 160 registers; 64 query rows each
-        about 120 registers each: O 32, S or P 64, other 24
+        about 128 registers each: O 32, S 64, P beside S 8, other 24
 
 Barriers
     name     stages  producer -> consumer  a phase completes with
@@ -297,8 +296,7 @@ def make_barriers(storage: SharedStorage, tidx: cutlass.Int32):
     if tidx == 0:
         cute.arch.mbarrier_init(storage.q_full.ptr, 1)
     producer = pipeline.CooperativeGroup(pipeline.Agent.Thread)  # one elected thread announces the bytes
-    # One arrival per consumer warp empties a stage.
-    consumers = pipeline.CooperativeGroup(pipeline.Agent.Thread, CONSUMER_THREADS // 32)
+    consumers = pipeline.CooperativeGroup(pipeline.Agent.Thread, CONSUMER_THREADS // 32)  # one arrival per warp
     k_ring = pipeline.PipelineTmaAsync.create(
         barrier_storage=storage.k_barriers.data_ptr(),
         num_stages=KV_STAGES,
@@ -369,6 +367,8 @@ def consume(qk_mma, pv_mma, sQ, sK, sVt, k_ring, v_ring, scale_log2, n_block_end
     # Accumulators and, for each of a thread's two rows, the running maximum and sum.
     acc_S = cute.make_rmem_tensor(qk_mma.partition_shape_C((TILE_M, TILE_N)), cutlass.Float32)  # (MMA, MMA_M, MMA_N)
     acc_O = cute.make_rmem_tensor(pv_mma.partition_shape_C((TILE_M, HEAD_DIM)), cutlass.Float32)  # (MMA, MMA_M, MMA_N)
+    rP = cute.make_fragment_like(acc_S, DTYPE)  # (MMA, MMA_M, MMA_N)
+    tOrP = as_operand_a(rP)  # (MMA, MMA_M, MMA_K)
     row_max = cute.make_rmem_tensor(2, cutlass.Float32)
     row_sum = cute.make_rmem_tensor(2, cutlass.Float32)
     acc_O.fill(0.0)
@@ -388,8 +388,9 @@ def consume(qk_mma, pv_mma, sQ, sK, sVt, k_ring, v_ring, scale_log2, n_block_end
         if n_block >= n_full_end:
             mask_scores(acc_S, qk_mma, n_block * TILE_N, seq_k)
         softmax_step(acc_S, acc_O, row_max, row_sum, scale_log2)
+        round_p(acc_S, rP)
         v_ring.consumer_wait(drain)  # V has landed
-        pv_product(pv_mma, acc_S, tOrV[None, None, None, drain.index], acc_O)
+        pv_product(pv_mma, tOrP, tOrV[None, None, None, drain.index], acc_O)
         warpgroup.wait_group(0)  # the stage is given back and O rescaled next: no group stays in flight
         v_ring.consumer_release(drain)  # this warp has read V
         drain.advance()
@@ -520,13 +521,28 @@ def quad_sum(x: cutlass.Float32) -> cutlass.Float32:
 
 
 @cute.jit
-def pv_product(pv_mma: cute.TiledMma, acc_S: cute.Tensor, tOrV: cute.Tensor, acc_O: cute.Tensor):
-    """Issue O += P V for one kv tile and commit it as one group; acc_S holds P, tOrV: (MMA, MMA_N, MMA_K)."""
-    rP = cute.make_fragment_like(acc_S, DTYPE)
-    rP.store(acc_S.load().to(DTYPE))
-    # A thread holds the same elements of a 64 x 16 block as accumulator and as A operand: ((2, 2, N/8), 1, 1) is read
-    # as ((2, 2, 2), MMA_M = 1, MMA_K = N/16) without moving anything (PTX ISA, wgmma register fragments of m64k16).
-    tOrP = cute.make_tensor(rP.iterator, cute.make_layout(((2, 2, 2), 1, TILE_N // WGMMA_K), stride=((1, 2, 4), 0, 8)))
+def round_p(acc_S: cute.Tensor, rP: cute.Tensor):
+    """Round P to 16 bits, 16 keys at a time: vectors of other than 2^n elements are not converted in pairs."""
+    fragments = cute.make_layout((8, TILE_N // WGMMA_K), stride=(1, 8))  # a thread has 8 elements of 64 x 16
+    acc_S_k = cute.make_tensor(acc_S.iterator, fragments)  # (8, MMA_K)
+    rP_k = cute.make_tensor(rP.iterator, fragments)  # (8, MMA_K)
+    for k in cutlass.range_constexpr(TILE_N // WGMMA_K):
+        rP_k[None, k].store(acc_S_k[None, k].load().to(DTYPE))
+
+
+@cute.jit
+def as_operand_a(rP: cute.Tensor) -> cute.Tensor:
+    """See P, rounded in the accumulator's order, as the A operand of the product: (MMA, MMA_M, MMA_K).
+
+    A thread holds the same elements of a 64 x 16 block as accumulator and as A operand: ((2, 2, N/8), 1, 1) is read as
+    ((2, 2, 2), MMA_M = 1, MMA_K = N/16) without moving anything (PTX ISA, wgmma register fragments of m64k16).
+    """
+    return cute.make_tensor(rP.iterator, cute.make_layout(((2, 2, 2), 1, TILE_N // WGMMA_K), stride=((1, 2, 4), 0, 8)))
+
+
+@cute.jit
+def pv_product(pv_mma: cute.TiledMma, tOrP: cute.Tensor, tOrV: cute.Tensor, acc_O: cute.Tensor):
+    """Issue O += P V for one kv tile and commit it as one group; tOrP, tOrV: (MMA, MMA_M or MMA_N, MMA_K)."""
     mma = cute.make_mma_atom(pv_mma.op)
     mma.set(warpgroup.Field.ACCUMULATE, True)
     warpgroup.fence()  # orders the writes of P and the rescaling of O before the tensor core's accesses

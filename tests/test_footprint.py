@@ -160,8 +160,8 @@ def test_registers_at_launch(warpgroups: int, launched: int) -> None:
         # The producer's threads hold none of it: O 128 x 128 / 256 = 64, S 128 x 128 / 256 = 64, P 32.
         ("k5_d128", {"O": 64, "S": 64, "P": 32, "other": 24}),
         ("k6_d128", {"O": 64, "S": 64, "P": 32, "other": 24}),
-        # Three consumer warpgroups: O 192 x 64 / 384 = 32, S 192 x 128 / 384 = 64; P takes the place of S.
-        ("k5_d64", {"O": 32, "S or P": 64, "other": 24}),
+        # Three consumer warpgroups: O 192 x 64 / 384 = 32, S 192 x 128 / 384 = 64; P takes the place of S, 64 / 8.
+        ("k5_d64", {"O": 32, "S": 64, "P beside S": 8, "other": 24}),
         # O: 128 x 64 / 256 = 32.
         ("k4_smem_d64", {"O": 32, "S": 32, "P": 16, "other": 24}),
         # O: 64 x 128 / 128 = 64; 64 x 16 / 128 = 8 rows with two numbers each; S: 64 x 64 / 128 = 32, and a step of PV

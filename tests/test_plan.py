@@ -161,12 +161,12 @@ def test_imports(stem: str, pipeline: bool, nvgpu: str) -> None:
         (
             "k5_d64",
             "host_wgmma kernel_specialized range_none loads_tma consumer_sequential work_fragment qk_wgmma "
-            "mask_fragment_none softmax_fragment pv_wgmma_registers epilogue_wgmma",
+            "mask_fragment_none softmax_fragment pv_wgmma_fragment epilogue_wgmma",
         ),
         (
             "k6_d128_causal",
             "host_wgmma kernel_specialized range_causal loads_tma consumer_overlapped work_fragment qk_wgmma "
-            "mask_fragment_causal softmax_overlapped pv_wgmma_overlapped epilogue_wgmma",
+            "mask_fragment_causal softmax_overlapped pv_wgmma_fragment epilogue_wgmma",
         ),
     ],
 )

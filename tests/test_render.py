@@ -145,7 +145,7 @@ KNOBS: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
     ),
     "schedule_overlap_false_to_true": ("k5_d64", {"schedule": {"kind": "warp_specialized", "overlap": True}}),
     "schedule_warp_specialized_to_ping_pong": ("k5_d128", {"schedule": {"kind": "ping_pong", "overlap": True}}),
-    "consumers_2_to_3": ("k6_d128", {"problem": {"head_dim": 64}, "tile": {"q": 192, "warpgroups": 3}}),
+    "consumers_3_to_2": ("k6_d64", {"tile": {"q": 128, "warpgroups": 2}}),
     "warpgroups_2_to_1": ("k4_2_d128", {"tile": {"q": 64, "warpgroups": 1}}),
 }
 UPDATE = "FA3GEN_UPDATE_GOLDEN"
