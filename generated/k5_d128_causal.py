@@ -366,25 +366,22 @@ def consume(qk_mma, pv_mma, sQ, sK, sVt, k_ring, v_ring, scale_log2, n_block_end
     """
     tidx, _, _ = cute.arch.thread_idx()
     consumer = cute.arch.make_warp_uniform(tidx // WARPGROUP_THREADS)
-    # Operands in shared memory, as descriptors; P is in registers already.
     wg_qk = qk_mma.get_slice(consumer * WARPGROUP_THREADS)
     wg_pv = pv_mma.get_slice(consumer * WARPGROUP_THREADS)
     tSrQ = qk_mma.make_fragment_A(wg_qk.partition_A(sQ))  # (MMA, MMA_M, MMA_K)
     tSrK = qk_mma.make_fragment_B(wg_qk.partition_B(sK))  # (MMA, MMA_N, MMA_K, KV_STAGES)
     tOrV = pv_mma.make_fragment_B(wg_pv.partition_B(sVt))  # (MMA, MMA_N, MMA_K, KV_STAGES)
-    # Accumulators and, for each of a thread's two rows, the running maximum and sum.
     acc_S = cute.make_rmem_tensor(qk_mma.partition_shape_C((TILE_M, TILE_N)), cutlass.Float32)  # (MMA, MMA_M, MMA_N)
     acc_O = cute.make_rmem_tensor(pv_mma.partition_shape_C((TILE_M, HEAD_DIM)), cutlass.Float32)  # (MMA, MMA_M, MMA_N)
     rP = cute.make_fragment_like(acc_S, DTYPE)  # (MMA, MMA_M, MMA_N)
     tOrP = as_operand_a(rP)  # (MMA, MMA_M, MMA_K)
-    row_max = cute.make_rmem_tensor(2, cutlass.Float32)
+    row_max = cute.make_rmem_tensor(2, cutlass.Float32)  # of a thread's two rows, here and below
     row_sum = cute.make_rmem_tensor(2, cutlass.Float32)
     rescale = cute.make_rmem_tensor(2, cutlass.Float32)
     acc_O.fill(0.0)
     row_max.fill(-cutlass.Float32.inf)
     row_sum.fill(0.0)
-    # K is one tile ahead of V.
-    k_drain = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, KV_STAGES)
+    k_drain = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, KV_STAGES)  # one tile ahead of V
     v_drain = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, KV_STAGES)
 
     # The tile visited first, before the loop: there is no P V yet to run beside it, and O is still zero.

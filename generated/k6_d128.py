@@ -359,25 +359,22 @@ def consume(qk_mma, pv_mma, sQ, sK, sVt, k_ring, v_ring, scale_log2, n_block_end
     """
     tidx, _, _ = cute.arch.thread_idx()
     consumer = cute.arch.make_warp_uniform(tidx // WARPGROUP_THREADS)
-    # Operands in shared memory, as descriptors; P is in registers already.
     wg_qk = qk_mma.get_slice(consumer * WARPGROUP_THREADS)
     wg_pv = pv_mma.get_slice(consumer * WARPGROUP_THREADS)
     tSrQ = qk_mma.make_fragment_A(wg_qk.partition_A(sQ))  # (MMA, MMA_M, MMA_K)
     tSrK = qk_mma.make_fragment_B(wg_qk.partition_B(sK))  # (MMA, MMA_N, MMA_K, KV_STAGES)
     tOrV = pv_mma.make_fragment_B(wg_pv.partition_B(sVt))  # (MMA, MMA_N, MMA_K, KV_STAGES)
-    # Accumulators and, for each of a thread's two rows, the running maximum and sum.
     acc_S = cute.make_rmem_tensor(qk_mma.partition_shape_C((TILE_M, TILE_N)), cutlass.Float32)  # (MMA, MMA_M, MMA_N)
     acc_O = cute.make_rmem_tensor(pv_mma.partition_shape_C((TILE_M, HEAD_DIM)), cutlass.Float32)  # (MMA, MMA_M, MMA_N)
     rP = cute.make_fragment_like(acc_S, DTYPE)  # (MMA, MMA_M, MMA_N)
     tOrP = as_operand_a(rP)  # (MMA, MMA_M, MMA_K)
-    row_max = cute.make_rmem_tensor(2, cutlass.Float32)
+    row_max = cute.make_rmem_tensor(2, cutlass.Float32)  # of a thread's two rows, here and below
     row_sum = cute.make_rmem_tensor(2, cutlass.Float32)
     rescale = cute.make_rmem_tensor(2, cutlass.Float32)
     acc_O.fill(0.0)
     row_max.fill(-cutlass.Float32.inf)
     row_sum.fill(0.0)
-    # K is one tile ahead of V.
-    k_drain = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, KV_STAGES)
+    k_drain = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, KV_STAGES)  # one tile ahead of V
     v_drain = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, KV_STAGES)
 
     if consumer == CONSUMERS - 1:
@@ -426,14 +423,17 @@ def consume(qk_mma, pv_mma, sQ, sK, sVt, k_ring, v_ring, scale_log2, n_block_end
 @cute.jit
 def wait_turn(consumer: cutlass.Int32):
     """Sleep until it is this consumer warpgroup's turn to issue products."""
-    cute.arch.barrier(barrier_id=TURN_BARRIER + consumer, number_of_threads=TURN_THREADS)
+    for c in cutlass.range_constexpr(CONSUMERS):  # with a number in a register ptxas reserves all 16 barriers
+        if consumer == c:
+            cute.arch.barrier(barrier_id=TURN_BARRIER + c, number_of_threads=TURN_THREADS)
 
 
 @cute.jit
 def pass_turn(consumer: cutlass.Int32):
     """Give the turn to the next consumer warpgroup without waiting for it."""
-    after = (consumer + 1) % CONSUMERS
-    cute.arch.barrier_arrive(barrier_id=TURN_BARRIER + after, number_of_threads=TURN_THREADS)
+    for c in cutlass.range_constexpr(CONSUMERS):
+        if consumer == c:
+            cute.arch.barrier_arrive(barrier_id=TURN_BARRIER + (c + 1) % CONSUMERS, number_of_threads=TURN_THREADS)
 
 
 # ======================================================================================================================
