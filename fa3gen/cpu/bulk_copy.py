@@ -220,8 +220,8 @@ def _check_place(tensor_map: TensorMap, coordinates: tuple[int, ...]) -> None:
     if inner % INNER_ALIGNMENT:
         raise Hazard(
             Kind.MISALIGNED,
-            f"a TMA box that begins {inner} bytes along the contiguous dimension, at {coordinates}; it needs a multiple "
-            f"of {INNER_ALIGNMENT}",
+            f"a TMA box that begins {inner} bytes along the contiguous dimension, at {coordinates}; it needs a "
+            f"multiple of {INNER_ALIGNMENT}",
         )
 
 
