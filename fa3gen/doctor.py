@@ -350,7 +350,10 @@ def _abilities(findings: Findings, checks: Sequence[Check]) -> tuple[Ability, ..
         by_name[name] for name in ("CuTe DSL", "compiling for sm_90a", "apache-tvm-ffi", "torch", *findings.tools)
     ]
     compiling = _ability("compile (needs no GPU)", [by_name["Python"], *toolchain_checks])
-    return (render, compiling, _on_gpu("verify on a GPU", findings, compiling), _on_gpu("bench", findings, compiling))
+    # The model needs what compiling needs, and nothing else.
+    modelled = Ability("verify on the CPU model of sm_90a", compiling.works, compiling.why, compiling.mend)
+    on_gpu = (_on_gpu(name, findings, compiling) for name in ("verify on a GPU", "bench"))
+    return (render, compiling, modelled, *on_gpu)
 
 
 def _ability(name: str, needs: Sequence[Check]) -> Ability:

@@ -68,6 +68,7 @@ def test_machine_without_a_gpu_is_healthy() -> None:
     assert {name: ability.works for name, ability in abilities(report).items()} == {
         "render": True,
         "compile": True,
+        "verify on the CPU model of sm_90a": True,
         "verify on a GPU": False,
         "bench": False,
     }
