@@ -158,10 +158,17 @@ class SharedMemory:
                 f"{what} touches shared bytes {low - BASE} to {high - BASE} of {self.size}",
             )
 
-    def async_read(self, granules: Indices, warps: Indices, agent: int, epoch: int, what: str) -> None:
-        """An asynchronous operation issued by `warps` starts to read; it reads until `agent` completes `epoch`."""
+    def async_read(
+        self, granules: Indices, warps: Indices, agent: int, epoch: int, what: str, visible: Any = None
+    ) -> None:
+        """An asynchronous operation issued by `warps` starts to read; it reads until `agent` completes `epoch`.
+
+        `visible` is what the warps may rely on (Clocks.visible_to_async), where the caller has it already.
+        """
+        if visible is None:
+            visible = self.clocks.visible_to_async(warps)
         writer, written = self.writer[granules], self.written[granules] >> 6
-        late = written > self.clocks.visible_to_async(warps)[writer]
+        late = written > visible[writer]
         if late.any():
             self._unready(granules[late], writer[late], written[late], warps, what, asynchronous=True)
         self.read[agent, granules] = stamp(epoch, 0)

@@ -311,6 +311,9 @@ def _same_side(a: Divergence | Rendezvous, b: Divergence) -> bool:
     return a.reconverge == b.reconverge and (a.pending is None) == (b.pending is None)
 
 
+_VECTORS = {np.ndarray}
+
+
 def merge(groups: list[Group]) -> Group:
     """One group of all the warps of several that stand at the same block."""
     first = groups[0]
@@ -321,7 +324,12 @@ def merge(groups: list[Group]) -> Group:
     whole = Group(cta, np.concatenate([group.warps for group in groups])[order].tolist())
     whole.block = first.block
     for number in cta.live_registers([first.block, *cta.frame_blocks(first)]):
-        whole.registers[number] = _join([(group.registers[number], group.lanes) for group in groups], lanes)
+        values = [group.registers[number] for group in groups]
+        if {value.__class__ for value in values} == _VECTORS:  # by far the most
+            joined = np.concatenate(values)
+            whole.registers[number] = joined if lanes is None else joined[lanes]
+        else:
+            whole.registers[number] = _join([(group.registers[number], group.lanes) for group in groups], lanes)
     whole.mask = _join_masks([(group.mask, group.lanes) for group in groups], lanes)
     for level, frame in enumerate(first.frames):
         if isinstance(frame, Divergence):

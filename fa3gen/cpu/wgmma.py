@@ -241,10 +241,12 @@ class WgmmaUnit:
     def _note_reads(self, group: Any, operation: Operation, number: int) -> None:
         """Note that the operands are being read, which each of the warps has to have waited for."""
         memory, agent = self.cta.shared, self.cta.clocks.wgmma + int(group.warps[0]) // 4
+        visible = self.cta.clocks.visible_to_async(group.warps)
         for name, chunks in (("B", operation.b_chunks), ("A", operation.a_chunks)):
             if chunks is not None:
                 what = f"operand {name} of a wgmma"
-                memory.async_read(memory.chunk_granules(chunks.ravel()), group.warps, agent, number + 1, what)
+                granules = memory.chunk_granules(chunks.ravel())
+                memory.async_read(granules, group.warps, agent, number + 1, what, visible)
 
     @staticmethod
     def _check_same(
