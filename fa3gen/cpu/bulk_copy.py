@@ -146,7 +146,7 @@ class BulkCopyUnit:
     ) -> None:
         memory, clocks = self.cta.shared, self.cta.clocks
         _check_place(tensor_map, coordinates)
-        if min(coordinates) < 0:  # CUDA C++ Programming Guide, "Tensor Memory Access"
+        if min(coordinates) < 0:  # an H200 stops with an illegal instruction at such a store
             raise Hazard(
                 Kind.OUT_OF_BOUNDS,
                 f"a TMA store to a box at {coordinates}: a box may reach past the end of the tensor, and a load's may "
