@@ -70,9 +70,7 @@ def computing_threads(spec: Spec) -> int:
 
 def launch_registers(spec: Spec) -> int:
     """Registers that each thread of a CTA which has an SM to itself can be launched with."""
-    unit = hopper.REGISTER_UNIT_PER_THREAD
-    share = hopper.REGISTERS_PER_SM // threads(spec) // unit * unit
-    return min(hopper.REGISTERS_PER_THREAD, share)
+    return hopper.registers_at_launch(threads(spec))
 
 
 def kv_stages(spec: Spec) -> int:

@@ -40,3 +40,9 @@ MBARRIER_BYTES = 8
 
 # bf16 and fp16 elements.
 BYTES_16BIT = 2
+
+
+def registers_at_launch(threads: int) -> int:
+    """Registers that each thread of a CTA which has an SM to itself can be launched with."""
+    share = REGISTERS_PER_SM // threads // REGISTER_UNIT_PER_THREAD * REGISTER_UNIT_PER_THREAD
+    return min(REGISTERS_PER_THREAD, share)

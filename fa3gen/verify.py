@@ -256,6 +256,24 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a.contiguous().view(integer), b.contiguous().view(integer))
 
 
+def wrote_outside(made: Inputs) -> tuple[str, ...]:
+    """What is wrong when the NaN around `out` is gone."""
+    guards = (made.out_storage[:, : inputs.GUARD], made.out_storage[:, -inputs.GUARD :])
+    untouched = all(torch.isnan(guard).all() for guard in guards)
+    return () if untouched else ("wrote outside `out`, along the sequence",)
+
+
+def copies(made: Inputs) -> list[torch.Tensor]:
+    """Copies of q, k and v, to compare with after a run."""
+    return [tensor.clone() for tensor in (made.q, made.k, made.v)]
+
+
+def changed_inputs(made: Inputs, before: Sequence[torch.Tensor]) -> tuple[str, ...]:
+    """What is wrong with q, k and v that are not what they were, see `copies`."""
+    now = zip("qkv", (made.q, made.k, made.v), before, strict=True)
+    return tuple(f"changed its input {name}" for name, tensor, copy in now if not same_bits(tensor, copy))
+
+
 class Runner:
     """One module on one device: calls it, measures it, checks it."""
 
@@ -316,7 +334,7 @@ class Runner:
     def _launch_all(self, case: Case, made: Inputs) -> tuple[Attention, tuple[str, ...]]:
         """Return the first launch's outputs and what the launches did wrong beside their values."""
         failures: list[str] = []
-        before = [tensor.clone() for tensor in (made.q, made.k, made.v)]
+        before = copies(made)
         first: Attention | None = None
         for launch in range(LAUNCHES):
             made.out_storage.fill_(math.nan)
@@ -325,17 +343,12 @@ class Runner:
             result = Attention(result.out.clone(), result.lse.clone())
             if first is None:
                 first = result
-                guards = (made.out_storage[:, : inputs.GUARD], made.out_storage[:, -inputs.GUARD :])
-                if not all(torch.isnan(guard).all() for guard in guards):
-                    failures.append("wrote outside `out`, along the sequence")
+                failures += wrote_outside(made)
             elif not (same_bits(result.out, first.out) and same_bits(result.lse, first.lse)):
                 failures.append(f"launch {launch + 1} differs from the first on the same inputs")
                 break
         assert first is not None
-        for name, tensor, copy in zip("qkv", (made.q, made.k, made.v), before, strict=True):
-            if not same_bits(tensor, copy):
-                failures.append(f"changed its input {name}")
-        return first, tuple(failures)
+        return first, (*failures, *changed_inputs(made, before))
 
     def _poison_next_lse(self, case: Case) -> None:
         """Leave NaN in the block of memory that the allocator will hand out next for an LSE of this case."""

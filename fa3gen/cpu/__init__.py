@@ -10,7 +10,7 @@ and say nothing about time. In reading order:
 - one launch: `launch`, `cta` (state of a CTA and the loop that runs it), `warps` (groups of warps, divergence),
   `schedule` (who runs when), `findings` (what is reported), `trace`;
 - memory and asynchrony: `shared_memory`, `clocks` (what happens before what), `global_memory`, `lane_memory`,
-  `barriers`, `tensor_map` and `bulk_copy` (TMA), `cp_async`, `wgmma`.
+  `barriers`, `tensor_map` and `bulk_copy` (TMA), `cp_async`, `commit_groups`, `wgmma`.
 
 Sources: PTX ISA 8.8; CUDA Programming Guide, compute capability 9.0; CUDA Driver API, tensor map objects.
 """

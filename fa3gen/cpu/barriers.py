@@ -11,11 +11,10 @@ from numpy.typing import NDArray
 from fa3gen.cpu.clocks import CAUSAL, INIT, PROXY, Clock, Clocks
 from fa3gen.cpu.findings import Hazard, Kind
 from fa3gen.cpu.shared_memory import BASE, SharedMemory
+from fa3gen.hopper import MBARRIER_BYTES
 
 NAMED_BARRIERS = 16  # PTX ISA, "bar": barriers 0 to 15
-MBARRIER_BYTES = 8
 MAX_COUNT = 2**20 - 1  # PTX ISA, "mbarrier object": range of arrivals and of the transaction count
-REGISTER_FILE = 65_536  # 32-bit registers of one SM
 
 
 @dataclass
@@ -52,7 +51,7 @@ class NamedBarriers:
         barrier.arrived += group.lanes
         group.cta.note("barrier arrive", group, number=number, barrier=barrier, wait=wait)
         clock = self.clocks.release(group.warps)
-        barrier.gathered = clock if barrier.gathered is None else _join(barrier.gathered, clock)
+        barrier.gathered = _join(barrier.gathered, clock)
         group.cta.progress += 1
         if barrier.arrived > barrier.expected:
             raise Hazard(
@@ -96,9 +95,7 @@ class NamedBarriers:
             barrier.arrived = 0
             # Joined, not replaced: a slow warp of the last generation has yet to learn from it.
             assert barrier.gathered is not None
-            barrier.released = (
-                barrier.gathered if barrier.released is None else _join(barrier.released, barrier.gathered)
-            )
+            barrier.released = _join(barrier.released, barrier.gathered)
             barrier.gathered = None
 
     def _passed(self, group: Any) -> bool:
@@ -281,7 +278,7 @@ class Mbarriers:
         if count > barrier.pending:
             raise Hazard(Kind.ARRIVAL_COUNT, f"{count} arrivals at once are too many: {barrier}")
         clock = self.clocks.release(warps, None if len(lanes) == 32 * len(warps) else group.active_lanes(warps, lanes))
-        barrier.gathered = clock if barrier.gathered is None else _join(barrier.gathered, clock)
+        barrier.gathered = _join(barrier.gathered, clock)
         barrier.pending -= count
         group.cta.progress += 1
         self._check_transactions(barrier)
@@ -302,9 +299,7 @@ class Mbarriers:
         barrier.phase += 1
         barrier.pending = barrier.expected
         if barrier.gathered is not None:
-            barrier.released = (
-                barrier.gathered if barrier.released is None else _join(barrier.released, barrier.gathered)
-            )
+            barrier.released = _join(barrier.released, barrier.gathered)
             barrier.gathered = None
 
     def _acquire(self, barrier: Mbarrier, warps: NDArray[np.intp]) -> None:
@@ -343,8 +338,10 @@ class Mbarriers:
             raise Hazard(Kind.TRANSACTION_COUNT, f"the transaction count leaves +-{MAX_COUNT}: {barrier}")
 
 
-def _join(first: Clock, second: Clock) -> Clock:
+def _join(first: Clock | None, second: Clock) -> Clock:
     """The later of two clocks, agent by agent; a clock taken before an mbarrier was made lacks its column."""
+    if first is None:
+        return second
     if first.shape[1] < second.shape[1]:
         first, second = second, first
     joined = first.copy()
@@ -398,8 +395,3 @@ class RegisterPool:
                     Kind.WARPGROUP_DIVERGENCE,
                     f"warp {first} has executed setmaxnreg {theirs} and warp {warp} of its warpgroup {mine}",
                 )
-
-
-def registers_at_launch(threads: int) -> int:
-    """Registers per thread of a CTA that is alone on its SM: what ptxas gives a kernel that uses setmaxnreg."""
-    return min(255, REGISTER_FILE // threads // 8 * 8)

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fa3gen.cpu.barriers import Mbarrier
+from fa3gen.cpu.commit_groups import CommitGroups
 from fa3gen.cpu.findings import Hazard, Kind, OutsideModel
 from fa3gen.cpu.global_memory import GlobalMemory
 from fa3gen.cpu.shared_memory import BASE
@@ -48,20 +49,6 @@ class Store:
     lane: int
 
 
-@dataclass
-class Stores:
-    """Bulk stores of one warp: those not committed yet, and the committed groups in order."""
-
-    open: list[Store] = field(default_factory=list)
-    groups: list[list[Store]] = field(default_factory=list)
-    completed: int = 0
-
-    @property
-    def open_epoch(self) -> int:
-        """The epoch of stores issued now."""
-        return self.completed + len(self.groups) + 1
-
-
 class BulkCopyUnit:
     """The bulk tensor copies of a CTA."""
 
@@ -69,7 +56,7 @@ class BulkCopyUnit:
         """Nothing in flight."""
         self.cta = cta
         self.loads: list[Load] = []
-        self.stores = [Stores() for _ in range(cta.clocks.warps)]
+        self.stores = [CommitGroups[Store]() for _ in range(cta.clocks.warps)]
         self._issued = 0
 
     # ------------------------------------------------------------------ loads
@@ -164,27 +151,20 @@ class BulkCopyUnit:
     def commit(self, group: Any, mask: Any) -> None:
         """`cp.async.bulk.commit_group`."""
         for warp, _ in self._executing(group, mask):
-            stores = self.stores[warp]
-            stores.groups.append(stores.open)
-            stores.open = []
+            self.stores[warp].commit()
 
     def wait(self, group: Any, pending: int, mask: Any) -> None:
         """`cp.async.bulk.wait_group{.read}`: the thread's own groups; a wait by other lanes waits for nothing."""
         for warp, lanes in self._executing(group, mask):
             stores = self.stores[warp]
-            while len(stores.groups) > pending:
-                if any(store.lane not in lanes for store in stores.groups[0]):
-                    break
-                for store in stores.groups.pop(0):
-                    self._perform(store)
-                stores.completed += 1
+            stores.wait(pending, self._perform, functools.partial(_issued_by, lanes))
             self.cta.clocks.learn(np.array([warp]), self.cta.clocks.bulk + warp, stores.completed)
         self.cta.note("stores awaited", group, stores=self.stores)
 
     def check_stores_end(self, warps: list[int]) -> None:
         """Raise a Hazard when a warp ends with stores that it has not waited for."""
         for warp in warps:
-            if self.stores[warp].open or any(self.stores[warp].groups):
+            if self.stores[warp].unfinished:
                 raise Hazard(
                     Kind.UNFINISHED,
                     f"warp {warp} ends with TMA stores that it has not waited for: they read shared memory that the "
@@ -204,6 +184,10 @@ class BulkCopyUnit:
     def _perform(self, store: Store) -> None:
         data = self.cta.shared.chunks[store.chunks].view(np.uint8)
         write_box(store.tensor_map, store.coordinates, self.cta.memory, data)
+
+
+def _issued_by(lanes: set[int], store: Store) -> bool:
+    return store.lane in lanes
 
 
 def _of_lane(value: Any, lane: int) -> int:

@@ -5,12 +5,13 @@ The copies are made by the wait that covers them, the latest moment allowed.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from fa3gen.cpu.commit_groups import CommitGroups
 from fa3gen.cpu.findings import Hazard, Kind
 from fa3gen.cpu.types import U8
 
@@ -25,27 +26,13 @@ class Copy:
     width: int
 
 
-@dataclass
-class Copies:
-    """Copies of one warp: those not committed yet, and the committed groups in order."""
-
-    open: list[Copy] = field(default_factory=list)
-    groups: list[list[Copy]] = field(default_factory=list)
-    completed: int = 0
-
-    @property
-    def open_epoch(self) -> int:
-        """The epoch of copies issued now."""
-        return self.completed + len(self.groups) + 1
-
-
 class CpAsyncUnit:
     """The copies of a CTA, by warp."""
 
     def __init__(self, cta: Any) -> None:
         """Nothing in flight."""
         self.cta = cta
-        self.warps = [Copies() for _ in range(cta.clocks.warps)]
+        self.warps = [CommitGroups[Copy]() for _ in range(cta.clocks.warps)]
 
     def issue(self, group: Any, destination: Any, source: Any, width: int, size: Any, mask: Any) -> None:
         """`cp.async.c{a,g}.shared.global [dst], [src], width{, size}`."""
@@ -77,19 +64,16 @@ class CpAsyncUnit:
 
     def commit(self, group: Any, mask: Any) -> None:
         """`cp.async.commit_group`; an empty group counts."""
-        for warp in self.cta.whole_warps_of(group, mask, "cp.async.commit_group"):
-            copies = self.warps[warp]
-            copies.groups.append(copies.open)
-            copies.open = []
+        group.whole_warps(mask, "cp.async.commit_group")
+        for warp in group.warps.tolist():
+            self.warps[warp].commit()
 
     def wait(self, group: Any, pending: int, mask: Any) -> None:
         """`cp.async.wait_group`: all but the latest `pending` groups of each warp have landed, for that warp."""
-        for warp in self.cta.whole_warps_of(group, mask, "cp.async.wait_group"):
+        group.whole_warps(mask, "cp.async.wait_group")
+        for warp in group.warps.tolist():
             copies = self.warps[warp]
-            while len(copies.groups) > pending:
-                for copy in copies.groups.pop(0):
-                    self._perform(copy)
-                copies.completed += 1
+            copies.wait(pending, self._perform)
             self.cta.clocks.learn(np.array([warp]), self.cta.clocks.cp_async + warp, copies.completed)
         self.cta.note("cp.async awaited", group, copies=self.warps)
 
@@ -101,7 +85,7 @@ class CpAsyncUnit:
     def check_end(self, warps: list[int]) -> None:
         """Raise a Hazard when a warp ends with copies in flight."""
         for warp in warps:
-            if self.warps[warp].open or any(self.warps[warp].groups):
+            if self.warps[warp].unfinished:
                 raise Hazard(Kind.UNFINISHED, f"warp {warp} ends with cp.async copies that it has not waited for")
 
     def _perform(self, copy: Copy) -> None:

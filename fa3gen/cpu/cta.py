@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from fa3gen.cpu.barriers import Mbarrier, Mbarriers, NamedBarriers, RegisterPool, registers_at_launch
+from fa3gen.cpu.barriers import Mbarrier, Mbarriers, NamedBarriers, RegisterPool
 from fa3gen.cpu.bulk_copy import BulkCopyUnit
 from fa3gen.cpu.clocks import Clocks
 from fa3gen.cpu.cp_async import CpAsyncUnit
@@ -22,6 +22,7 @@ from fa3gen.cpu.tensor_map import TensorMap
 from fa3gen.cpu.translate import SPLIT, WAIT
 from fa3gen.cpu.warps import Group, Rendezvous
 from fa3gen.cpu.wgmma import InFlight, WgmmaUnit
+from fa3gen.hopper import registers_at_launch
 
 PATIENCE = 6  # times that nothing but "not yet" may be answered before the CTA counts as deadlocked
 MAX_BLOCKS = 50_000_000  # executed by one CTA; a kernel that takes longer does not end
@@ -77,12 +78,6 @@ class Cta:
     def time_limit_passes(self) -> bool:
         """Whether a wait that may give up does so now: sometimes, where the schedule leaves something to chance."""
         return self.by_chance and self.random.random() < 0.2
-
-    def whole_warps_of(self, group: Group, mask: Any, what: str) -> list[int]:
-        """The group's warps, all lanes of which execute `what`."""
-        group.whole_warps(mask, what)
-        warps: list[int] = group.warps.tolist()
-        return warps
 
     def live_registers(self, blocks: Iterable[int]) -> set[int]:
         """Numbers of the registers that are read from any of these blocks on."""

@@ -14,10 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from fa3gen.errors import UserError
+from fa3gen.hopper import SMEM_PER_CTA, THREADS_PER_CTA
 
-MAX_SHARED_BYTES = 232448  # per CTA: 227 KiB, "Technical Specifications per Compute Capability", 9.0
 DEFAULT_SHARED_BYTES = 49152  # without cudaFuncAttributeMaxDynamicSharedMemorySize
-MAX_THREADS = 1024
 MAX_BLOCK = (1024, 1024, 64)
 MAX_GRID = (2**31 - 1, 65535, 65535)
 
@@ -147,7 +146,7 @@ class CudaRuntime:
                 f"outside the model: the host code asks for device attribute {attribute}; the CPU executor knows only "
                 f"{_DEVICE_MAX_SHARED_BYTES_OPTIN}, cudaDevAttrMaxSharedMemoryPerBlockOptin"
             )
-        _int32.from_address(value).value = MAX_SHARED_BYTES
+        _int32.from_address(value).value = SMEM_PER_CTA
         return _CUDA_SUCCESS
 
     def init_library_once(self, state: int, initialize: int, load: int, set_error: int) -> int:
@@ -191,10 +190,10 @@ class CudaRuntime:
     def set_kernel_attribute(self, kernel: int, attribute: int, value: int, device: int = _DEVICE) -> int:
         """cudaKernelSetAttributeForDevice and cudaFuncSetAttribute."""
         if attribute == _KERNEL_MAX_DYNAMIC_SHARED_BYTES:
-            if not 0 <= value <= MAX_SHARED_BYTES:
+            if not 0 <= value <= SMEM_PER_CTA:
                 raise LaunchRefused(
                     f"{self._kernels[kernel]}: cudaFuncAttributeMaxDynamicSharedMemorySize {value} is refused: a CTA "
-                    f"of sm_90 may have up to {MAX_SHARED_BYTES} bytes"
+                    f"of sm_90 may have up to {SMEM_PER_CTA} bytes"
                 )
             self._max_dynamic_shared[kernel] = value
         elif attribute != _KERNEL_NON_PORTABLE_CLUSTER:
@@ -317,12 +316,12 @@ def check_launch(launch: Launch, max_dynamic_shared: int | None) -> None:
             if not 1 <= value <= limit:
                 reasons.append(f"{name}.{axis} is {value}; it needs to be 1 to {limit}")
     threads = launch.block[0] * launch.block[1] * launch.block[2]
-    if threads > MAX_THREADS:
+    if threads > THREADS_PER_CTA:
         shape = " x ".join(str(extent) for extent in launch.block)
-        reasons.append(f"a block of {shape} = {threads} threads; a CTA has at most {MAX_THREADS}")
+        reasons.append(f"a block of {shape} = {threads} threads; a CTA has at most {THREADS_PER_CTA}")
     allowed = DEFAULT_SHARED_BYTES if max_dynamic_shared is None else max_dynamic_shared
-    if launch.dynamic_shared_bytes > MAX_SHARED_BYTES:
-        reasons.append(f"{launch.dynamic_shared_bytes} bytes of shared memory; a CTA has at most {MAX_SHARED_BYTES}")
+    if launch.dynamic_shared_bytes > SMEM_PER_CTA:
+        reasons.append(f"{launch.dynamic_shared_bytes} bytes of shared memory; a CTA has at most {SMEM_PER_CTA}")
     elif launch.dynamic_shared_bytes > allowed:
         reasons.append(
             f"{launch.dynamic_shared_bytes} bytes of dynamic shared memory; "

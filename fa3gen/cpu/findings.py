@@ -30,7 +30,6 @@ class Kind(StrEnum):
     REGISTER_POOL = "setmaxnreg against the register pool"
     UNFINISHED = "kernel ends with an asynchronous operation unfinished"
     TENSOR_MAP = "tensor map that the driver would refuse"
-    LAUNCH = "launch that the driver would refuse"
     TRAP = "trap"
     NOT_FINISHED = "no end in sight"
 

@@ -520,7 +520,7 @@ def _fp8_values(exponent_bits: int, fraction_bits: int) -> np.ndarray[Any, np.dt
     return np.where(codes >> 7, -magnitude, magnitude).astype(F32)
 
 
-_FP8_VALUES = {"e4m3": _fp8_values(4, 3), "e5m2": _fp8_values(5, 2)}
+FP8_VALUES = {"e4m3": _fp8_values(4, 3), "e5m2": _fp8_values(5, 2)}
 _FP8_FRACTION = {"e4m3": 3, "e5m2": 2}
 _FP8_SMALLEST_EXPONENT = {"e4m3": -6, "e5m2": -14}
 _FP8_GREATEST_CODE = {"e4m3": 0x7E, "e5m2": 0x7B}
@@ -545,7 +545,7 @@ def f32_to_fp8(x: Value, format_: str) -> Value:
 
 def fp8_to_f16x2(x: Value, format_: str) -> Value:
     """A pair of f16 from a pair of e4m3 or e5m2; exact (PTX ISA, "cvt.rn.f16x2.e4m3x2")."""
-    table = _FP8_VALUES[format_]
+    table = FP8_VALUES[format_]
     return f32_to_f16x2(table[x >> U16(8)], table[x & U16(255)])
 
 

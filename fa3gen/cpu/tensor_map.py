@@ -34,8 +34,8 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 
-from fa3gen.cpu.driver import MAX_SHARED_BYTES
 from fa3gen.errors import UserError
+from fa3gen.hopper import SMEM_PER_CTA
 
 TENSOR_MAP_BYTES = 128
 MAX_RANK = 5
@@ -171,9 +171,9 @@ class TensorMap:
             found.append(f"rows of the box are {product}, {row % ALIGNMENT} past a multiple of {ALIGNMENT}")
         if self.interleave == 0 and self.swizzle and row > self.swizzle:
             found.append(f"rows of the box are {product}; a swizzle of {self.swizzle} bytes allows {self.swizzle}")
-        if self.box_bytes > MAX_SHARED_BYTES:
+        if self.box_bytes > SMEM_PER_CTA:
             extents = " x ".join(str(extent) for extent in (*self.box, self.element_bytes))
-            found.append(f"a box is {extents} = {self.box_bytes} bytes; a CTA has {MAX_SHARED_BYTES} of shared memory")
+            found.append(f"a box is {extents} = {self.box_bytes} bytes; a CTA has {SMEM_PER_CTA} of shared memory")
         return found
 
     def _mode_violations(self) -> list[str]:

@@ -24,16 +24,29 @@ from typing import Any
 
 import torch
 
-from fa3gen import inputs
+from fa3gen import footprint, inputs
 from fa3gen.compiler import CompileError
 from fa3gen.cpu import accuracy
 from fa3gen.cpu.findings import Hazard, OutsideModel
 from fa3gen.cpu.ptx import PtxError
 from fa3gen.cpu.schedule import Schedule, schedules
+from fa3gen.hopper import WARP
 from fa3gen.inputs import Case, Inputs
 from fa3gen.reference import Attention
 from fa3gen.spec import Spec, WgmmaProduct
-from fa3gen.verify import Check, Errors, Outcome, Runner, compare_lse, errors, essence, same_bits
+from fa3gen.verify import (
+    Check,
+    Errors,
+    Outcome,
+    Runner,
+    changed_inputs,
+    compare_lse,
+    copies,
+    errors,
+    essence,
+    same_bits,
+    wrote_outside,
+)
 
 EXECUTED_ON = "CPU model of sm_90a"
 SPREAD_LIMIT = 1.25  # of the mean squared error over its variance, which is 0.6 to 1.0 when all is well
@@ -125,7 +138,7 @@ class CpuRunner(Runner):
     def __init__(self, module: Any, spec: Spec, seed: int, count: int) -> None:
         """`count` schedules for each case, the fast one first."""
         super().__init__(module, spec, CPU, seed)
-        self.schedules: list[Schedule] = schedules(count, _warps(spec), seed)
+        self.schedules: list[Schedule] = schedules(count, footprint.threads(spec) // WARP, seed)
         self._squares, self._elements = 0.0, 0
 
     @property
@@ -158,7 +171,7 @@ class CpuRunner(Runner):
     def _run_all(self, case: Case, made: Inputs) -> tuple[Attention | None, list[str]]:
         """Outputs under the first schedule, None when it failed, and what went wrong beside their values."""
         failures: list[str] = []
-        before = [tensor.clone() for tensor in (made.q, made.k, made.v)]
+        before = copies(made)
         first: Attention | None = None
         for schedule in self.schedules:
             self.module.cpu.settings.schedule = schedule
@@ -173,15 +186,10 @@ class CpuRunner(Runner):
                 break
             if first is None:
                 first = Attention(result.out.clone(), result.lse.clone())
-                guards = (made.out_storage[:, : inputs.GUARD], made.out_storage[:, -inputs.GUARD :])
-                if not all(torch.isnan(guard).all() for guard in guards):
-                    failures.append("wrote outside `out`, along the sequence")
+                failures += wrote_outside(made)
             elif not (same_bits(result.out, first.out) and same_bits(result.lse, first.lse)):
                 failures.append(f"{schedule}: other bits than {self.schedules[0]}")
-        for name, tensor, copy in zip("qkv", (made.q, made.k, made.v), before, strict=True):
-            if not same_bits(tensor, copy):
-                failures.append(f"changed its input {name}")
-        return first, failures
+        return first, [*failures, *changed_inputs(made, before)]
 
     def _compare(
         self, out: torch.Tensor, wanted: accuracy.Expected
@@ -244,8 +252,3 @@ def poisoned_allocations() -> Iterator[None]:
 def _said(error: Exception) -> str:
     """A hazard in full, on one line: kind, detail, place. Anything else cut short."""
     return " ".join(str(error).split()) if isinstance(error, Hazard) else f"raised {essence(error)}"
-
-
-def _warps(spec: Spec) -> int:
-    """Warps of a CTA."""
-    return (spec.tile.threads or 128 * (spec.tile.warpgroups or 1)) // 32

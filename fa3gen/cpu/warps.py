@@ -7,7 +7,9 @@ both sides one after the other under a mask, as the hardware does.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -69,17 +71,34 @@ class Group:
         self.lane_number = self.all_lanes % 32
         self.lane = self.lane_number.astype(np.uint32)
         self.warp_of_lane = np.repeat(self.warps, 32)
-        thread = self.warp_of_lane * 32 + self.lane_number
         width, height, depth = cta.block
-        self.thread = thread
-        self.tid_x = (thread % width).astype(np.uint32)
-        self.tid_y = (thread // width % height).astype(np.uint32)
-        self.tid_z = (thread // (width * height)).astype(np.uint32)
         self.ntid_x, self.ntid_y, self.ntid_z = np.uint32(width), np.uint32(height), np.uint32(depth)
         self.ctaid_x, self.ctaid_y, self.ctaid_z = (np.uint32(index) for index in cta.index)
         self.nctaid_x, self.nctaid_y, self.nctaid_z = (np.uint32(extent) for extent in cta.grid)
 
     # ------------------------------------------------------------------ what translated blocks use
+
+    # Threads are asked for in a kernel's prologue; most groups that parts and meetings make never are.
+
+    @cached_property
+    def thread(self) -> NDArray[np.intp]:
+        """The thread of each lane, counted through the CTA."""
+        return self.warp_of_lane * 32 + self.lane_number
+
+    @cached_property
+    def tid_x(self) -> Any:
+        """`%tid.x` of each lane."""
+        return (self.thread % self.cta.block[0]).astype(np.uint32)
+
+    @cached_property
+    def tid_y(self) -> Any:
+        """`%tid.y` of each lane."""
+        return (self.thread // self.cta.block[0] % self.cta.block[1]).astype(np.uint32)
+
+    @cached_property
+    def tid_z(self) -> Any:
+        """`%tid.z` of each lane."""
+        return (self.thread // (self.cta.block[0] * self.cta.block[1])).astype(np.uint32)
 
     def active(self, predicate: Any, mask: Any) -> Any:
         """Lanes that execute a predicated instruction: None for all, NOBODY for none."""
@@ -164,12 +183,8 @@ class Group:
             warp_goes, warp_stays = goes.reshape(-1, 32).any(axis=1), stays.reshape(-1, 32).any(axis=1)
             mixed = warp_goes & warp_stays
             if not mixed.all():
-                return self._split(
-                    [(warp_goes & ~mixed, taken), (warp_stays & ~mixed, fall), (mixed, None)],
-                    predicate,
-                    (taken, fall),
-                    reconverge,
-                )
+                parts = [(warp_goes & ~mixed, taken), (warp_stays & ~mixed, fall), (mixed, None)]
+                return self._split(parts, (taken, fall), reconverge, goes, stays)
         return self._diverge(goes, stays, taken, fall, reconverge)
 
     def _diverge(self, goes: Mask, stays: Mask, taken: int, fall: int, reconverge: int) -> int:
@@ -182,12 +197,13 @@ class Group:
 
     def _split(
         self,
-        parts: list[tuple[Mask, int | None]],
-        predicate: Any,
+        parts: Sequence[tuple[Mask, int | None]],
         sides: tuple[int, int],
         reconverge: int,
+        goes: Mask | None = None,
+        stays: Mask | None = None,
     ) -> int:
-        """Replace this group by one for each set of warps; the mixed one diverges inside."""
+        """Replace this group by one for each set of warps; the one without a block diverges inside."""
         rendezvous = Rendezvous(reconverge, set(self.warps.tolist())) if reconverge != EXIT else None
         live = self.cta.live_registers([*sides, *(self.cta.frame_blocks(self))])
         groups = []
@@ -198,10 +214,9 @@ class Group:
             if rendezvous is not None:
                 group.frames.append(rendezvous)
             if block is None:
+                assert goes is not None and stays is not None
                 chosen = np.repeat(warps, 32)
-                goes = predicate[chosen] if group.mask is None else predicate[chosen] & group.mask
-                stays = ~predicate[chosen] if group.mask is None else ~predicate[chosen] & group.mask
-                block = group._diverge(goes, stays, *sides, reconverge)
+                block = group._diverge(goes[chosen], stays[chosen], *sides, reconverge)
             group.block = block
             groups.append(group)
         self.cta.replace([self], groups)
@@ -219,8 +234,8 @@ class Group:
         if (rows != first[:, None]).any() or (first == first[0]).all():
             return False
         block = self.block
-        parts: list[tuple[Mask, int | None]] = [(first == one, block) for one in np.unique(first)]
-        self._split(parts, None, (block, block), self.cta.program.blocks[block].reconverge)
+        parts = [(first == one, block) for one in np.unique(first)]
+        self._split(parts, (block, block), self.cta.program.blocks[block].reconverge)
         self.cta.progress += 1
         return True
 
@@ -326,10 +341,10 @@ def merge(groups: list[Group]) -> Group:
     for number in cta.live_registers([first.block, *cta.frame_blocks(first)]):
         values = [group.registers[number] for group in groups]
         if {value.__class__ for value in values} == _VECTORS:  # by far the most
-            joined = np.concatenate(values)
-            whole.registers[number] = joined if lanes is None else joined[lanes]
+            whole.registers[number] = _ordered(np.concatenate(values), lanes)
         else:
-            whole.registers[number] = _join([(group.registers[number], group.lanes) for group in groups], lanes)
+            sizes = [group.lanes for group in groups]
+            whole.registers[number] = _join(list(zip(values, sizes, strict=True)), lanes)
     whole.mask = _join_masks([(group.mask, group.lanes) for group in groups], lanes)
     for level, frame in enumerate(first.frames):
         if isinstance(frame, Divergence):
@@ -338,8 +353,7 @@ def merge(groups: list[Group]) -> Group:
             pending = None
             if frame.pending is not None:
                 pieces = [same.pending[1] for same in frames]  # type: ignore[union-attr,index]
-                joined = np.concatenate(pieces)
-                pending = (frame.pending[0], joined if lanes is None else joined[lanes])
+                pending = (frame.pending[0], _ordered(np.concatenate(pieces), lanes))
             frame = Divergence(frame.reconverge, masks, pending)
         whole.frames.append(frame)
     for group in groups:
@@ -348,6 +362,11 @@ def merge(groups: list[Group]) -> Group:
     whole.in_flight = list(first.in_flight)
     whole.fragments_in_flight = sorted({entry for group in groups for entry in group.fragments_in_flight})
     return whole
+
+
+def _ordered(vector: Any, lanes: NDArray[np.intp] | None) -> Any:
+    """Lanes of groups set side by side, in the order of their warps; None where they stand in it."""
+    return vector if lanes is None else vector[lanes]
 
 
 def _join(values: list[tuple[Any, int]], lanes: NDArray[np.intp] | None) -> Any:
@@ -369,13 +388,11 @@ def _join(values: list[tuple[Any, int]], lanes: NDArray[np.intp] | None) -> Any:
         value if isinstance(value, np.ndarray) else np.full(count, filler if value is None else value)
         for value, count in values
     ]
-    whole = np.concatenate(parts)
-    return whole if lanes is None else whole[lanes]
+    return _ordered(np.concatenate(parts), lanes)
 
 
 def _join_masks(masks: list[tuple[Mask | None, int]], lanes: NDArray[np.intp] | None) -> Mask | None:
     if all(mask is None for mask, _ in masks):
         return None
-    whole = np.concatenate([np.ones(count, bool) if mask is None else mask for mask, count in masks])
-    whole = whole if lanes is None else whole[lanes]
+    whole = _ordered(np.concatenate([np.ones(count, bool) if mask is None else mask for mask, count in masks]), lanes)
     return None if whole.all() else whole

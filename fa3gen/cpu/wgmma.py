@@ -18,10 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fa3gen.cpu.findings import Hazard, Kind, OutsideModel
-from fa3gen.cpu.lanes import spread
+from fa3gen.cpu.lanes import FP8_VALUES, spread
+from fa3gen.hopper import WGMMA_M as M
 
-M = 64  # rows of one product
-K_BYTES = 32  # of one product, whatever the element
 SWIZZLE_SPAN = {0: 16, 1: 128, 2: 64, 3: 32}  # bytes, by the descriptor's swizzle code
 SWIZZLE_BITS = {0: 0, 1: 3, 2: 2, 3: 1}
 
@@ -77,7 +76,6 @@ class Operation:
     b_descriptor: int
     accumulate: bool
     token: InFlight
-    issued_by: int = 0  # bits of warps within the warpgroup
     a_chunks: NDArray[np.intp] | None = None
     b_chunks: NDArray[np.intp] | None = None
     a_rows: Matrix | None = None  # (64, K) of a register operand
@@ -151,7 +149,6 @@ class WgmmaUnit:
             group.fragments_in_flight.append((number, shape.fragment_registers))
         for warp in group.warps.tolist():
             queue.issued[warp % 4] += 1
-            operation.issued_by |= 1 << warp % 4
         token = operation.token
         token.operations = max(token.operations, number + 1)
         if all(token is not other for other, _ in group.in_flight):
@@ -227,11 +224,11 @@ class WgmmaUnit:
     def _find_operands(self, operation: Operation) -> None:
         """Find the operands in shared memory."""
         shape, memory = operation.shape, self.cta.shared
-        operands = [("B", operation.b_descriptor, shape.n, shape.b_mn_major, shape.b_type)]
+        operands = [("B", operation.b_descriptor, shape.n, shape.b_mn_major)]
         if operation.a_descriptor is not None:
-            operands.append(("A", operation.a_descriptor, M, shape.a_mn_major, shape.a_type))
-        for name, descriptor, rows, mn_major, type_name in operands:
-            chunks = operand_chunks(descriptor, rows, mn_major and type_name in ("bf16", "f16"))
+            operands.append(("A", operation.a_descriptor, M, shape.a_mn_major))
+        for name, descriptor, rows, mn_major in operands:
+            chunks = operand_chunks(descriptor, rows, mn_major)
             memory.check_chunks(chunks, f"operand {name} of a wgmma")
             if name == "A":
                 operation.a_chunks = chunks
@@ -391,7 +388,7 @@ def read_operand(
 ) -> Matrix:
     """Operand tiles side by side along K as float32, (rows, K)."""
     present = [tile for tile in tiles if tile is not None]
-    if mn_major and type_name in ("bf16", "f16"):
+    if mn_major:  # 16-bit elements only
         return decode(memory[np.concatenate(present, axis=0)].view(np.uint8), type_name).T
     return decode(memory[np.concatenate(present, axis=1)].view(np.uint8), type_name)
 
@@ -402,24 +399,7 @@ def decode(data: NDArray[np.uint8], type_name: str) -> Matrix:
         return (data.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
     if type_name == "f16":
         return data.view(np.float16).astype(np.float32)
-    return fp8_values(type_name)[data]
-
-
-@functools.cache
-def fp8_values(type_name: str) -> Matrix:
-    """The 256 values of e4m3 (no infinity, one NaN of each sign) or e5m2 (like IEEE). OCP 8-bit floating point."""
-    codes = np.arange(256)
-    exponent_bits, mantissa_bits, bias = (4, 3, 7) if type_name == "e4m3" else (5, 2, 15)
-    mantissa = codes & ((1 << mantissa_bits) - 1)
-    exponent = codes >> mantissa_bits & ((1 << exponent_bits) - 1)
-    normal = (1 + mantissa / (1 << mantissa_bits)) * 2.0 ** (exponent - bias)
-    value = np.where(exponent == 0, mantissa / (1 << mantissa_bits) * 2.0 ** (1 - bias), normal)
-    if type_name == "e4m3":
-        value[(codes & 0x7F) == 0x7F] = np.nan
-    else:
-        value[exponent == 31] = np.inf
-        value[(exponent == 31) & (mantissa != 0)] = np.nan
-    return np.where(codes & 0x80, -value, value).astype(np.float32)
+    return FP8_VALUES[type_name][data]
 
 
 # ---------------------------------------------------------------------- register fragments
