@@ -11,7 +11,17 @@ from pathlib import PurePath
 from fa3gen import footprint, header, hopper
 from fa3gen.census import Expectation
 from fa3gen.footprint import Region
-from fa3gen.spec import CpAsyncLoad, PingPongSchedule, SmemHandoff, Spec, Swizzle, TmaLoad, WgmmaProduct, WindowMask
+from fa3gen.spec import (
+    CausalMask,
+    CpAsyncLoad,
+    PingPongSchedule,
+    SmemHandoff,
+    Spec,
+    Swizzle,
+    TmaLoad,
+    WgmmaProduct,
+    WindowMask,
+)
 from fa3gen.specfile import Variant
 
 
@@ -42,6 +52,19 @@ class MaskPlan:
     kind: str
     left: int
     right: int
+
+
+@dataclass(frozen=True)
+class WalkPlan:
+    """What the roles of a specialised kernel are told of the tiles of keys to visit, and what comes back: names.
+
+    `row_results` says in words what a consumer returns of each row. All are empty without roles.
+    """
+
+    producer_argument: str
+    consumer_arguments: tuple[str, ...]
+    consumer_results: tuple[str, ...]
+    row_results: str
 
 
 @dataclass(frozen=True)
@@ -138,6 +161,7 @@ class Plan:
     problem: ProblemPlan
     tile: TilePlan
     mask: MaskPlan
+    walk: WalkPlan
     load: LoadPlan
     smem: SmemPlan
     qk: ProductPlan
@@ -161,6 +185,7 @@ def make_plan(variant: Variant) -> Plan:
         problem=_problem(spec),
         tile=TilePlan(spec.tile.q, spec.tile.kv, footprint.threads(spec), spec.tile.warpgroups or 0),
         mask=_mask(spec),
+        walk=_walk(spec),
         load=_load(spec),
         smem=_smem(spec),
         qk=_product(spec.qk, spec.tile.kv, spec.problem.head_dim),
@@ -187,6 +212,22 @@ def _mask(spec: Spec) -> MaskPlan:
     if isinstance(spec.mask, WindowMask):
         return MaskPlan("window", spec.mask.left, spec.mask.right)
     return MaskPlan(spec.mask.kind, 0, 0)
+
+
+def _walk(spec: Spec) -> WalkPlan:
+    if not footprint.specialized(spec):
+        return WalkPlan("", (), (), "")
+    producer = "n_block_end"
+    consumer: tuple[str, ...] = ("n_block_end", "n_full_end", "seq_k")
+    if isinstance(spec.mask, WindowMask):
+        producer, consumer = "kv_tiles", ("kv_tiles", "m_start", "seq_q", "seq_k")
+    elif isinstance(spec.mask, CausalMask):
+        consumer = ("n_block_end", "n_full_end", "m_start", "seq_q", "seq_k")
+    elif footprint.overlapped(spec):  # the first tile visited, the only one to be masked, stands before the loop
+        consumer = ("n_block_end", "seq_k")
+    if spec.outputs.lse:
+        return WalkPlan(producer, consumer, ("acc_O", "row_max", "row_sum"), "maximum and sum")
+    return WalkPlan(producer, consumer, ("acc_O", "row_sum"), "the sum")
 
 
 def _load(spec: Spec) -> LoadPlan:

@@ -495,27 +495,6 @@ def schedule_barrier(kind: str, barrier: str) -> Violation | None:
     )
 
 
-def schedule_mask(kind: str, mask: str) -> Violation | None:
-    """Design rule: sliding windows are rendered for cooperative kernels."""
-    if kind == "cooperative" or mask != "window":
-        return None
-    return Violation(
-        "mask",
-        f"a sliding window is rendered with schedule cooperative only, not {kind}; use mask causal or none",
-    )
-
-
-def schedule_lse(kind: str, lse: bool) -> Violation | None:
-    """Design rule: leaving LSE out is rendered for cooperative kernels."""
-    if kind == "cooperative" or lse:
-        return None
-    return Violation(
-        "outputs.lse",
-        f"a kernel without LSE is rendered with schedule cooperative only, not {kind}; use lse: true "
-        "(attention() returns O alone unless asked)",
-    )
-
-
 def consumer_warpgroups(count: int) -> Violation | None:
     """One to three: with more, setmaxnreg has too little to share out. PTX ISA, "setmaxnreg"."""
     if count in footprint.REGISTER_BUDGETS:
@@ -599,8 +578,6 @@ def _schedule(spec: Spec) -> Iterable[Violation | None]:
     yield schedule_handoff(kind, spec.handoff.through)
     if isinstance(spec.load, TmaLoad):
         yield schedule_barrier(kind, spec.load.barrier)
-    yield schedule_mask(kind, spec.mask.kind)
-    yield schedule_lse(kind, spec.outputs.lse)
     if footprint.specialized(spec) and spec.tile.warpgroups is not None:
         yield consumer_warpgroups(spec.tile.warpgroups)
         yield ping_pong_partners(kind, spec.tile.warpgroups)

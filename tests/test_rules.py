@@ -499,25 +499,6 @@ def test_schedule_barrier() -> None:
     )
 
 
-def test_schedule_mask() -> None:
-    assert rules.schedule_mask("cooperative", "window") is None
-    assert rules.schedule_mask("ping_pong", "causal") is None
-    assert rules.schedule_mask("ping_pong", "window") == Violation(
-        "mask",
-        "a sliding window is rendered with schedule cooperative only, not ping_pong; use mask causal or none",
-    )
-
-
-def test_schedule_lse() -> None:
-    assert rules.schedule_lse("cooperative", False) is None
-    assert rules.schedule_lse("warp_specialized", True) is None
-    assert rules.schedule_lse("warp_specialized", False) == Violation(
-        "outputs.lse",
-        "a kernel without LSE is rendered with schedule cooperative only, not warp_specialized; use lse: true "
-        "(attention() returns O alone unless asked)",
-    )
-
-
 def test_consumer_warpgroups() -> None:
     assert [count for count in range(1, 9) if rules.consumer_warpgroups(count) is None] == [1, 2, 3]
     # 65536 / 640 = 102.4, 96 in units of 8; 5 x 96 - 24 = 456, / 4 = 114, 112 in units of 8.
@@ -579,10 +560,8 @@ def test_rules_of_schedules_are_applied() -> None:
         SPECIALIZED,
         tile={"q": 256, "kv": 64, "warpgroups": 4},
         load={"engine": "tma", "kv_stages": 2, "barrier": "shared"},
-        mask={"kind": "window", "left": 1, "right": 0},
-        outputs={"lse": False},
     )
-    assert list(found) == ["load.barrier", "mask", "outputs.lse", "tile.warpgroups"]
+    assert list(found) == ["load.barrier", "tile.warpgroups"]
     found = violations(SCALAR, schedule={"kind": "ping_pong", "overlap": False})
     assert list(found) == ["schedule.kind"]
     smem = {"engine": "wgmma", "a": {"source": "smem", "major": "k"}, "b": {"major": "mn"}}
