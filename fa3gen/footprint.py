@@ -32,6 +32,10 @@ SCALAR_LANES = 16
 SCALAR_VECTOR = 8
 # Addresses, loop counters, predicates and the running statistics.
 OTHER_REGISTERS = 24
+# Columns of O that a quad of threads writes at once where O goes straight to global memory: 16 bytes from each thread.
+DIRECT_COLUMNS = 32
+# Numbers of tiles that the warp which draws them may be ahead of the others.
+TILE_SLOTS = 2
 # What setmaxnreg leaves to a thread of the producer and gives to one of the consumers, by consumer warpgroups. The sum
 # over all warpgroups is what the launch handed out: setmaxnreg only moves registers between the warps of a CTA.
 REGISTER_BUDGETS = {1: (56, 256), 2: (24, 240), 3: (32, 160)}
@@ -56,6 +60,16 @@ def specialized(spec: Spec) -> bool:
 def overlapped(spec: Spec) -> bool:
     """Whether products run beside the softmax of the same warpgroup."""
     return not isinstance(spec.schedule, CooperativeSchedule) and spec.schedule.overlap
+
+
+def persistent(spec: Spec) -> bool:
+    """Whether a CTA takes many tiles of queries, one after the other."""
+    return spec.scheduler != "single_tile"
+
+
+def flattened(spec: Spec) -> bool:
+    """Whether the first Q K^T of a tile of queries is issued with the last P V of the one before: Q has to be there."""
+    return persistent(spec) and isinstance(spec.load, TmaLoad) and spec.load.q_stages > 1
 
 
 def threads(spec: Spec) -> int:
@@ -84,11 +98,15 @@ def shared_memory_map(spec: Spec) -> list[Region]:
         return []
     q, kv, d, stages = spec.tile.q, spec.tile.kv, spec.problem.head_dim, kv_stages(spec)
     v_dim = spec.problem.v_dim
-    regions = [_tile("sQ", q, d, 1, "Q")]
+    regions = [_tile("sQ", q, d, spec.load.q_stages if isinstance(spec.load, TmaLoad) else 1, "Q")]
     if isinstance(spec.load, SyncLoad):
         regions.append(_tile("sKV", kv, d, 1, "K, then V"))
     else:
         regions += [_tile("sK", kv, d, stages, "K"), _tile("sV", kv, v_dim, stages, "V")]
+    if spec.outputs.o == "own_buffer":
+        regions.append(_tile("sO", q, v_dim, 1, "O"))
+    if spec.scheduler == "dynamic":
+        regions.append(Region("tiles", 4 * TILE_SLOTS, f"{TILE_SLOTS} x 4", 8, "numbers of tiles of queries"))
     if isinstance(spec.handoff, SmemHandoff):
         regions.append(_tile("sP", q, kv, 1, "P, 16 bits"))
     elif not isinstance(spec.handoff, RegisterHandoff):
@@ -98,9 +116,15 @@ def shared_memory_map(spec: Spec) -> list[Region]:
 
 
 def barrier_bytes(spec: Spec) -> int:
-    """Bytes of mbarriers: one for Q, a full and an empty one for each stage of each ring."""
+    """Bytes of mbarriers: one for Q, a full and an empty one for each stage of each ring.
+
+    In a persistent kernel Q is a ring, too; so are the numbers of the tiles, where they come from a counter.
+    """
     if not isinstance(spec.load, TmaLoad):
         return 0
+    if persistent(spec):
+        slots = TILE_SLOTS if spec.scheduler == "dynamic" else 0
+        return hopper.MBARRIER_BYTES * 2 * (spec.load.q_stages + 2 * spec.load.kv_stages + slots)
     rings = 1 if spec.load.barrier == "shared" else 2
     return hopper.MBARRIER_BYTES * (spec.load.q_stages + 2 * rings * spec.load.kv_stages)
 

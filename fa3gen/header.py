@@ -73,6 +73,8 @@ def _steps(spec: Spec) -> list[tuple[str, ...]]:
     """What happens, in order: what, and how or by what; in a specialised kernel who does it comes first."""
     if isinstance(spec.handoff, GlobalHandoff):
         return _naive_timeline(spec)
+    if footprint.persistent(spec):
+        return [*_producers_timeline(), *_consumer_timeline(spec)]
     return [*_producer_timeline(), *_consumer_timeline(spec)] if footprint.specialized(spec) else _timeline(spec)
 
 
@@ -122,6 +124,8 @@ def _decisions(spec: Spec) -> list[tuple[str, str]]:
     rows.append(("O = P V", _product_sentence(spec.pv, spec.problem.v_dim, spec.tile.kv, "P", "V")))
     rows.append(("kv order", _order_sentence(spec)))
     rows.append(("output", _output_sentence(spec)))
+    if footprint.persistent(spec):
+        rows.append(("q order", _tiles_sentence(spec)))
     return rows
 
 
@@ -130,14 +134,16 @@ def _load_sentence(spec: Spec) -> str:
         return f"cp.async, 16 bytes each; Q once, K and V in a ring of {_stages(spec.load.kv_stages)}"
     if isinstance(spec.load, TmaLoad):
         barrier = "one full barrier counts both" if spec.load.barrier == "shared" else "a full barrier each"
-        return f"TMA; Q once, K and V in rings of {_stages(spec.load.kv_stages)}, {barrier}"
+        q = "Q once" if spec.load.q_stages == 1 else f"Q in {spec.load.q_stages} buffers"
+        return f"TMA; {q}, K and V in rings of {_stages(spec.load.kv_stages)}, {barrier}"
     return "16-byte loads through registers; K and V take turns in one buffer"
 
 
 def _schedule_sentence(spec: Spec) -> str:
     turns = " in turn" if isinstance(spec.schedule, PingPongSchedule) else ""
     beside = "; S of the next tile and P V run beside the softmax" if footprint.overlapped(spec) else ""
-    return f"one warp loads, {_warpgroups(spec.tile.warpgroups or 0)} multiply{turns}{beside}"
+    loads = "two warps load" if footprint.persistent(spec) else "one warp loads"
+    return f"{loads}, {_warpgroups(spec.tile.warpgroups or 0)} multiply{turns}{beside}"
 
 
 def _warpgroups(count: int) -> str:
@@ -165,6 +171,8 @@ def _product_sentence(product: object, n: int, k: int, a: str, b: str) -> str:
 
 def _softmax_sentence(spec: Spec) -> str:
     where = "on the accumulator fragment" if isinstance(spec.pv, WgmmaProduct) else "on S in shared memory"
+    if spec.softmax.rescale_above is not None:
+        return f"online, base 2, {where}; O is rescaled when a maximum has grown by more than 2^{spec.softmax.rescale_above}"
     return f"online, base 2, {where}; O is rescaled in every step"
 
 
@@ -186,9 +194,20 @@ def _order_sentence(spec: Spec) -> str:
 
 def _output_sentence(spec: Spec) -> str:
     lse = "; LSE when asked for" if spec.outputs.lse else ""
-    if isinstance(spec.pv, WgmmaProduct):
+    if spec.outputs.o == "own_buffer":
+        return f"each warp gathers its rows of O in shared memory and has TMA write them{lse}"
+    if isinstance(spec.pv, WgmmaProduct) and spec.outputs.o == "over_q":
         return f"O is gathered in shared memory, over Q, and written by TMA{lse}"
+    if spec.outputs.o == "direct":
+        return f"O goes from registers to global memory, 16 bytes at a time{lse}"
     return f"O goes from registers to global memory{lse}"
+
+
+def _tiles_sentence(spec: Spec) -> str:
+    """Which tiles of queries a CTA takes."""
+    if spec.scheduler == "dynamic":
+        return "a CTA per SM; each draws its next tile from a counter: longest first, a few heads at a time"
+    return "a CTA per SM; tiles are dealt out in turn, those of a head next to each other"
 
 
 def _threads(spec: Spec) -> list[str]:
@@ -225,7 +244,7 @@ def _roles(spec: Spec) -> list[str]:
     return [
         f"{count} threads, {warps} warps, launched with {launched} registers each; setmaxnreg moves them: "
         f"{sums} of {pool}",
-        f"producer: 1 warpgroup, {producer_registers} registers; {_producer(spec)}, its first, issues the TMA copies",
+        f"producer: 1 warpgroup, {producer_registers} registers; {_producer_duties(spec)}",
         f"consumers: {_warpgroups(consumers)}, {consumer_registers} registers; 64 query rows each",
         f"    about {sum(n for _, n in held)} registers each: {parts}",
     ]
@@ -236,6 +255,14 @@ def _producer(spec: Spec) -> str:
     return f"warp {footprint.computing_threads(spec) // hopper.WARP if footprint.specialized(spec) else 0}"
 
 
+def _producer_duties(spec: Spec) -> str:
+    if not footprint.persistent(spec):
+        return f"{_producer(spec)}, its first, issues the TMA copies"
+    draws = "draws the tiles and " if spec.scheduler == "dynamic" else ""
+    first = footprint.computing_threads(spec) // hopper.WARP
+    return f"warp {first} {draws}copies Q and K, warp {first + 1} copies V (TMA)"
+
+
 def _barriers(spec: Spec) -> list[tuple[str, ...]]:
     if not isinstance(spec.load, TmaLoad):
         return []
@@ -243,6 +270,8 @@ def _barriers(spec: Spec) -> list[tuple[str, ...]]:
     row, v_row = (d * hopper.BYTES_16BIT for d in (spec.problem.head_dim, spec.problem.v_dim))
     q, k, v = spec.tile.q * row, spec.tile.kv * row, spec.tile.kv * v_row
     tma, readers = "TMA", f"{warps} warps"
+    if footprint.persistent(spec):
+        return _persistent_barriers(spec, q, k, v)
     rows: list[tuple[str, ...]] = [("name", "stages", "producer -> consumer", "a phase completes with")]
     rows.append(("q_full", "1", f"{tma} -> {readers}", f"{q} bytes"))
     rings = [("kv", f"{k + v} bytes, K {k} + V {v}")]
@@ -254,19 +283,34 @@ def _barriers(spec: Spec) -> list[tuple[str, ...]]:
     return rows
 
 
+def _persistent_barriers(spec: Spec, q: int, k: int, v: int) -> list[tuple[str, ...]]:
+    """Q is a ring like K and V; their bytes per stage."""
+    assert isinstance(spec.load, TmaLoad)
+    warps, stages = footprint.computing_threads(spec) // hopper.WARP, str(spec.load.kv_stages)
+    consumers, arrivals = f"{warps} warps", f"{warps} arrivals"
+    rows: list[tuple[str, ...]] = [("ring", "stages", "producer -> consumers", "full with", "empty with")]
+    rows.append(("q", str(spec.load.q_stages), f"TMA, from warp {warps} -> {consumers}", f"{q} bytes", arrivals))
+    rows.append(("k", stages, f"TMA, from warp {warps} -> {consumers}", f"{k} bytes", arrivals))
+    rows.append(("v", stages, f"TMA, from warp {warps + 1} -> {consumers}", f"{v} bytes", arrivals))
+    if spec.scheduler == "dynamic":
+        to = f"warp {warps} -> {warps + 1} warps"
+        rows.append(("tile", str(footprint.TILE_SLOTS), to, "1 arrival", f"{warps + 1} arrivals"))
+    return rows
+
+
 def _named_barriers(spec: Spec) -> list[tuple[str, ...]]:
     if not footprint.specialized(spec):
         return []
     count = footprint.computing_threads(spec)
-    rows = [
-        ("number", "name", "threads", "who -> whom, and what for"),
-        ("1", "OUTPUT_BARRIER", str(count), "all consumers: Q has been read; then: O is in shared memory"),
-    ]
+    rows: list[tuple[str, ...]] = [("number", "name", "threads", "who -> whom, and what for")]
+    if not footprint.persistent(spec):
+        rows.append(("1", "OUTPUT_BARRIER", str(count), "all consumers: Q has been read; then: O is in shared memory"))
     if isinstance(spec.schedule, PingPongSchedule):
-        last = 1 + (spec.tile.warpgroups or 0)
+        first = len(rows)
+        last = first + (spec.tile.warpgroups or 0) - 1
         what = "each consumer -> the next one, the last -> the first: may multiply"
-        rows.append((f"2 to {last}", "TURN_BARRIER", str(2 * hopper.WARPGROUP), what))
-    return list(rows)
+        rows.append((f"{first} to {last}", "TURN_BARRIER", str(2 * hopper.WARPGROUP), what))
+    return rows if len(rows) > 1 else []
 
 
 def _smem(spec: Spec) -> list[tuple[str, ...]]:
@@ -333,12 +377,21 @@ def _producer_timeline() -> list[tuple[str, ...]]:
     ]
 
 
+def _producers_timeline() -> list[tuple[str, ...]]:
+    """Each of the two producer warps goes its own way."""
+    return [
+        ("producers", "wait k_empty, load K", "by TMA, when the stage of K is free"),
+        ("producers", "wait v_empty, load V", "by TMA, when the stage of V is free"),
+    ]
+
+
 def _consumer_timeline(spec: Spec) -> list[tuple[str, ...]]:
     """What a consumer warp does for one tile of keys. With overlap, P V is that of the tile before."""
     overlap, ping_pong = footprint.overlapped(spec), isinstance(spec.schedule, PingPongSchedule)
     wait_turn = [("wait TURN_BARRIER", "it is this warpgroup's turn")] * ping_pong
     pass_turn = [("arrive TURN_BARRIER", "it is the next warpgroup's turn")] * ping_pong
     mask = ("mask", "boundary tiles only")
+    only_then = "" if spec.softmax.rescale_above is None else ", if it has grown much"
     if overlap:
         masks = [] if isinstance(spec.mask, NoMask) else [mask]
         steps = [
@@ -354,7 +407,7 @@ def _consumer_timeline(spec: Spec) -> list[tuple[str, ...]]:
             ("softmax", "P = 2^(S - max) and sums"),
             ("wait_group 0", "O is there"),
             ("arrive v_empty", "V's stage is free"),
-            ("rescale", "O to the new maximum; P is rounded"),
+            ("rescale", f"O to the new maximum{only_then}; P is rounded"),
         ]
     else:
         steps = [

@@ -61,13 +61,19 @@ class MaskPlan:
 class WalkPlan:
     """What the roles of a specialised kernel are told of the tiles of keys to visit, and what comes back: names.
 
-    `row_results` says in words what a consumer returns of each row. All are empty without roles.
+    `row_results` says in words what a consumer returns of each row. All are empty without roles. In a persistent kernel
+    the roles walk by themselves: there are `consume_arguments`, all of them, and `turn_argument`, which follows others.
     """
 
-    producer_argument: str
-    consumer_arguments: tuple[str, ...]
-    consumer_results: tuple[str, ...]
-    row_results: str
+    producer_argument: str = ""
+    consumer_arguments: tuple[str, ...] = ()
+    consumer_results: tuple[str, ...] = ()
+    row_results: str = ""
+    launch_arguments: tuple[str, ...] = ()
+    kernel_arguments: tuple[str, ...] = ()
+    consume_arguments: tuple[str, ...] = ()
+    turn_argument: str = ""
+    last_product: str = ""
 
 
 @dataclass(frozen=True)
@@ -75,6 +81,7 @@ class LoadPlan:
     """How tiles come from global to shared memory."""
 
     engine: str
+    q_stages: int
     kv_stages: int
     barrier: str
 
@@ -110,11 +117,39 @@ class HandoffPlan:
 
 
 @dataclass(frozen=True)
+class TilesPlan:
+    """How tiles of queries are given to CTAs."""
+
+    persistent: bool
+    dynamic: bool
+
+
+@dataclass(frozen=True)
+class SoftmaxPlan:
+    """Whether O is rescaled only now and then: when a maximum has grown by more than 2^rescale_above."""
+
+    lazy: bool
+    rescale_above: int
+
+
+@dataclass(frozen=True)
+class OutputPlan:
+    """Whether O has a buffer of its own in shared memory."""
+
+    buffered: bool
+    layout_phrase: str
+
+
+@dataclass(frozen=True)
 class SchedulePlan:
-    """Who loads and who computes; registers are per thread after setmaxnreg, 0 without it."""
+    """Who loads and who computes; registers are per thread after setmaxnreg, 0 without it.
+
+    `flattened`: the loop over tiles of keys runs on from one tile of queries to the next.
+    """
 
     specialized: bool
     overlap: bool
+    flattened: bool
     ping_pong: bool
     producer_registers: int
     consumer_registers: int
@@ -172,6 +207,9 @@ class Plan:
     pv: ProductPlan
     p: HandoffPlan
     schedule: SchedulePlan
+    tiles: TilesPlan
+    softmax: SoftmaxPlan
+    output: OutputPlan
     lse: bool
     imports: ImportsPlan
     entry: EntryPlan
@@ -196,6 +234,9 @@ def make_plan(variant: Variant) -> Plan:
         pv=_product(spec.pv, spec.problem.v_dim, spec.tile.kv),
         p=HandoffPlan(spec.handoff.through),
         schedule=_schedule(spec),
+        tiles=TilesPlan(footprint.persistent(spec), spec.scheduler == "dynamic"),
+        softmax=SoftmaxPlan(spec.softmax.rescale_above is not None, spec.softmax.rescale_above or 0),
+        output=_output(spec),
         lse=spec.outputs.lse,
         imports=_imports(spec),
         entry=_entry(spec),
@@ -229,7 +270,9 @@ def _mask(spec: Spec) -> MaskPlan:
 
 def _walk(spec: Spec) -> WalkPlan:
     if not footprint.specialized(spec):
-        return WalkPlan("", (), (), "")
+        return WalkPlan()
+    if footprint.persistent(spec):
+        return _persistent_walk(spec)
     producer = "n_block_end"
     consumer: tuple[str, ...] = ("n_block_end", "n_full_end", "seq_k")
     if isinstance(spec.mask, WindowMask):
@@ -243,9 +286,33 @@ def _walk(spec: Spec) -> WalkPlan:
     return WalkPlan(producer, consumer, ("acc_O", "row_sum"), "the sum")
 
 
+def _persistent_walk(spec: Spec) -> WalkPlan:
+    buffered, dynamic = spec.outputs.o == "own_buffer", spec.scheduler == "dynamic"
+    return WalkPlan(
+        launch_arguments=("q", "k", "v", "o", "lse", *["counter"] * dynamic),
+        kernel_arguments=(
+            *("mQ", "mK", "mVt", "mO", "mLSE", *["counter"] * dynamic, "tma_Q", "tma_K", "tma_V", *["tma_O"] * buffered),
+        ),
+        consume_arguments=(
+            *(*["tma_O"] * buffered, "mQ", "mK", "mO", "mLSE", "sQ", "sK", "sVt", *["sO"] * buffered),
+            *("q_ring", "k_ring", "v_ring", *["tile_ring", "tiles"] * dynamic, "scale_log2", "num_tiles"),
+        ),
+        turn_argument=", consumer" if isinstance(spec.schedule, PingPongSchedule) else "",
+        last_product=" runs beside the first S of the next tile of queries"
+        if footprint.flattened(spec)
+        else " has no S beside it",
+    )
+
+
+def _output(spec: Spec) -> OutputPlan:
+    buffered = spec.outputs.o == "own_buffer"
+    return OutputPlan(buffered, " and O" if buffered else "")
+
+
 def _load(spec: Spec) -> LoadPlan:
     barrier = spec.load.barrier if isinstance(spec.load, TmaLoad) else "none"
-    return LoadPlan(spec.load.engine, footprint.kv_stages(spec), barrier)
+    q_stages = spec.load.q_stages if isinstance(spec.load, TmaLoad) else 1
+    return LoadPlan(spec.load.engine, q_stages, footprint.kv_stages(spec), barrier)
 
 
 def _smem(spec: Spec) -> SmemPlan:
@@ -278,15 +345,16 @@ def _product(product: object, n: int, k: int) -> ProductPlan:
 
 def _schedule(spec: Spec) -> SchedulePlan:
     if not footprint.specialized(spec):
-        return SchedulePlan(False, False, False, 0, 0)
+        return SchedulePlan(False, False, False, False, 0, 0)
     producer, consumer = footprint.REGISTER_BUDGETS[spec.tile.warpgroups or 0]
     ping_pong = isinstance(spec.schedule, PingPongSchedule)
-    return SchedulePlan(True, footprint.overlapped(spec), ping_pong, producer, consumer)
+    overlap, flattened = footprint.overlapped(spec), footprint.flattened(spec)
+    return SchedulePlan(True, overlap, flattened, ping_pong, producer, consumer)
 
 
 def _imports(spec: Spec) -> ImportsPlan:
     tma, wgmma = isinstance(spec.load, TmaLoad), isinstance(spec.qk, WgmmaProduct)
-    stmatrix = isinstance(spec.pv, WgmmaProduct)
+    stmatrix = isinstance(spec.pv, WgmmaProduct) and spec.outputs.o != "direct"
     names = {
         "OperandMajorMode": wgmma,
         "cpasync": spec.load.engine != "sync",
@@ -307,7 +375,10 @@ def _entry(spec: Spec) -> EntryPlan:
     like = "like q"
     if spec.problem.v_dim != spec.problem.head_dim:
         like = f"(batch, seq_q, heads_q, {spec.problem.v_dim})"
-    return EntryPlan(("q", "k", "v", "out", *lse, *scores, scale), phrase, like)
+    counter = ["counter"] * (spec.scheduler == "dynamic")
+    sms = ["sm_count(q.device)"] * footprint.persistent(spec)
+    out = "o" if footprint.persistent(spec) else "out"
+    return EntryPlan(("q", "k", "v", out, *lse, *scores, *counter, scale, *sms), phrase, like)
 
 
 def _sections(spec: Spec) -> SectionsPlan:
@@ -333,6 +404,18 @@ def _sections(spec: Spec) -> SectionsPlan:
     )
     if not footprint.specialized(spec):
         return sections
+    if footprint.persistent(spec):
+        return replace(
+            sections,
+            spine="persistent.py.jinja",
+            host=_section("host_persistent"),
+            kernel=_section("kernel_persistent"),
+            loads=_section("loads_persistent"),
+            consumer=_section("consumer_persistent"),
+            softmax=_section("softmax_persistent"),
+            pv=_section("pv_wgmma_fragment"),
+            epilogue=_section("epilogue_buffered" if spec.outputs.o == "own_buffer" else "epilogue_direct"),
+        )
     overlap = footprint.overlapped(spec)
     return replace(
         sections,
@@ -358,17 +441,19 @@ def expectation(spec: Spec) -> Expectation:
 
     Each loop is written once and not unrolled over tiles: a load stands once in the prefetch and once in the steady
     state, a product once. A specialised kernel has no prefetch, its producer just runs ahead. With overlap the first
-    tile's Q K^T and the last one's P V stand beside the loop, each with a wait of its own.
+    tile's Q K^T and the last one's P V stand beside the loop, each with a wait of its own. A persistent kernel has a
+    loop for tiles with an edge of a causal mask and one for the others.
     """
     d, q, kv, threads = spec.problem.head_dim, spec.tile.q, spec.tile.kv, footprint.threads(spec)
     v_dim = spec.problem.v_dim
     copies = 1 if footprint.specialized(spec) else 2  # of the code that loads K and V
-    passes = 2 if footprint.overlapped(spec) else 1  # copies of the code that multiplies
+    qk_copies, pv_copies = _product_copies(spec)
     products = [product for product in (_product(spec.qk, kv, d), _product(spec.pv, v_dim, kv)) if product.steps]
     wgmma: dict[tuple[int, int, int, str], int | None] = {}
-    for product in products:
+    for product, times in zip(products, (qk_copies, pv_copies), strict=False):  # a product on scalars is the second
         kind = (*product.instruction, {"SMEM": "smem", "RMEM": "registers"}[product.a_source])
-        wgmma[kind] = (wgmma.get(kind) or 0) + passes * product.steps
+        wgmma[kind] = (wgmma.get(kind) or 0) + times * product.steps
+    groups = qk_copies + pv_copies if len(products) == 2 else len(products)
     tma_loads = tma_stores = mbarrier_inits = expect_tx = cp_async = stmatrix = 0
     if isinstance(spec.load, TmaLoad) and spec.smem is not None:
         row, v_row = d * hopper.BYTES_16BIT, v_dim * hopper.BYTES_16BIT
@@ -380,8 +465,9 @@ def expectation(spec: Spec) -> Expectation:
         vectors = d // footprint.SCALAR_VECTOR
         cp_async = (q + (2 * spec.load.kv_stages + 2) * kv) * vectors // threads
     if isinstance(spec.pv, WgmmaProduct) and spec.smem is not None:
-        tma_stores = tma_boxes(v_dim * hopper.BYTES_16BIT, spec.smem.q)
-        stmatrix = (v_dim + (kv if isinstance(spec.handoff, SmemHandoff) else 0)) // 16
+        through_smem = spec.outputs.o != "direct"
+        tma_stores = tma_boxes(v_dim * hopper.BYTES_16BIT, spec.smem.q) if through_smem else 0
+        stmatrix = (v_dim * through_smem + (kv if isinstance(spec.handoff, SmemHandoff) else 0)) // 16
     setmaxnreg, max_registers = {}, min(hopper.REGISTERS_PER_THREAD, hopper.REGISTERS_PER_SM // threads)
     if footprint.specialized(spec):
         # ptxas reports what the launch hands out, not what setmaxnreg makes of it.
@@ -391,8 +477,8 @@ def expectation(spec: Spec) -> Expectation:
     return Expectation(
         kernels=3 if spec.handoff.through == "global_f32" else 1,
         wgmma=wgmma,
-        wgmma_commits=passes * len(products),
-        wgmma_waits=passes * len(products),
+        wgmma_commits=groups,
+        wgmma_waits=groups,
         tma_loads=tma_loads,
         tma_stores=tma_stores,
         cp_async=cp_async,
@@ -404,3 +490,11 @@ def expectation(spec: Spec) -> Expectation:
         smem_bytes=footprint.total_bytes(regions, barriers),
         max_registers=max_registers,
     )
+
+
+def _product_copies(spec: Spec) -> tuple[int, int]:
+    """How many times Q K^T and P V stand in the code; each is one group with one wait."""
+    if not footprint.overlapped(spec):
+        return 1, 1
+    loops = 2 if footprint.persistent(spec) and isinstance(spec.mask, CausalMask) else 1
+    return loops + 1 + footprint.flattened(spec), loops + 1

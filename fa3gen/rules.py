@@ -167,14 +167,15 @@ def kv_stages(stages: int) -> Violation | None:
     return Violation("load.kv_stages", f"a ring of {stages} stages can hold no tile; use at least 1")
 
 
-def q_stages(stages: int) -> Violation | None:
-    """Design rule: a CTA computes one Q tile, so that a second Q buffer would stay empty."""
-    if stages == 1:
+def q_stages(stages: int, persistent: bool) -> Violation | None:
+    """Design rule: one buffer of Q for each tile that a CTA has in hand: the present one, the next if it takes many."""
+    if stages == 1 or (persistent and stages == 2):
         return None
+    if persistent:
+        return Violation("load.q_stages", f"a CTA needs Q of this tile and of the next, not of {stages}; use 1 or 2")
     return Violation(
         "load.q_stages",
-        f"a CTA loads one Q tile, so that {stages} Q buffers are of no use (a persistent kernel, which would use them, "
-        "is not rendered); use 1",
+        f"with scheduler single_tile a CTA loads one Q tile, so that {stages} Q buffers are of no use; use 1",
     )
 
 
@@ -570,6 +571,86 @@ def consumer_registers(parts: Sequence[tuple[str, int]], consumers: int, overlap
     )
 
 
+# Persistent kernels
+
+
+def scheduler_schedule(scheduler: str, kind: str, overlap: bool) -> Violation | None:
+    """Design rule: a CTA that takes many tiles pays where loads run ahead and products overlap from tile to tile."""
+    if scheduler == "single_tile" or (kind != "cooperative" and overlap):
+        return None
+    have = kind if kind == "cooperative" else f"{kind} without overlap"
+    return Violation(
+        "scheduler",
+        f"{scheduler} needs schedule warp_specialized or ping_pong with overlap: true, got {have}; use single_tile, or "
+        "extend k6",
+    )
+
+
+def scheduler_mask(scheduler: str, mask: str) -> Violation | None:
+    """Design rule: tiles of equal length are dealt out, those of a causal mask are drawn, longest first."""
+    match scheduler, mask:
+        case ("single_tile", _) | ("static", "none") | ("dynamic", "causal"):
+            return None
+        case "static", "causal":
+            return Violation(
+                "scheduler",
+                "under a causal mask tiles differ in length, so that CTAs with tiles known from the start would end at "
+                "different times; use dynamic",
+            )
+        case "dynamic", "none":
+            return Violation(
+                "scheduler", "without a mask all tiles are equally long, and a counter has nothing to even out; use static"
+            )
+    return Violation("scheduler", f"a sliding window is rendered with scheduler single_tile only, not {scheduler}")
+
+
+def scheduler_lse(scheduler: str, lse: bool) -> Violation | None:
+    """Design rule: leaving LSE out is rendered for kernels with a CTA per tile."""
+    if scheduler == "single_tile" or lse:
+        return None
+    return Violation(
+        "outputs.lse",
+        f"a kernel without LSE is rendered with scheduler single_tile only, not {scheduler}; use lse: true "
+        "(attention() returns O alone unless asked)",
+    )
+
+
+def scheduler_output(scheduler: str, o: str) -> Violation | None:
+    """Design rule: O takes Q's place only where no next Q does."""
+    if (scheduler == "single_tile") == (o == "over_q"):
+        return None
+    if scheduler == "single_tile":
+        return Violation(
+            "outputs.o", f"{o} is rendered with scheduler static or dynamic only, not single_tile; use over_q"
+        )
+    return Violation(
+        "outputs.o",
+        f"with scheduler {scheduler} the next Q is loaded while O is stored, so that O cannot lie over Q; use own_buffer, "
+        "or direct where shared memory is short",
+    )
+
+
+def scheduler_rescale(scheduler: str, rescale_above: int | None) -> Violation | None:
+    """Design rule: rescaling now and then is rendered for persistent kernels."""
+    if scheduler != "single_tile" or rescale_above is None:
+        return None
+    return Violation(
+        "softmax.rescale_above",
+        "rescaling now and then is rendered with scheduler static or dynamic only, not single_tile; use null",
+    )
+
+
+def direct_columns(field: str, v_dim: int) -> Violation | None:
+    """Design rule: a quad writes 32 columns of a row at a time, 8 (16 bytes) from each of its four threads."""
+    if v_dim % footprint.DIRECT_COLUMNS == 0:
+        return None
+    return Violation(
+        field,
+        f"outputs.o direct writes {footprint.DIRECT_COLUMNS} columns at a time, and O has "
+        f"{_remainder(v_dim, footprint.DIRECT_COLUMNS)}; use {_around(v_dim, footprint.DIRECT_COLUMNS)}, or outputs.o own_buffer",
+    )
+
+
 # From a spec to facts
 
 
@@ -601,7 +682,7 @@ def _structure(spec: Spec) -> Iterable[Violation | None]:
     if isinstance(spec.load, CpAsyncLoad | TmaLoad):
         yield kv_stages(spec.load.kv_stages)
     if isinstance(spec.load, TmaLoad):
-        yield q_stages(spec.load.q_stages)
+        yield q_stages(spec.load.q_stages, footprint.persistent(spec))
     yield from _schedule(spec)
 
 
@@ -612,9 +693,18 @@ def _schedule(spec: Spec) -> Iterable[Violation | None]:
     yield schedule_v_dim(kind, spec.problem.head_dim, spec.problem.v_dim)
     if isinstance(spec.load, TmaLoad):
         yield schedule_barrier(kind, spec.load.barrier)
+    yield from _scheduler(spec)
     if footprint.specialized(spec) and spec.tile.warpgroups is not None:
         yield consumer_warpgroups(spec.tile.warpgroups)
         yield ping_pong_partners(kind, spec.tile.warpgroups)
+
+
+def _scheduler(spec: Spec) -> Iterable[Violation | None]:
+    yield scheduler_schedule(spec.scheduler, spec.schedule.kind, footprint.overlapped(spec))
+    yield scheduler_mask(spec.scheduler, spec.mask.kind)
+    yield scheduler_lse(spec.scheduler, spec.outputs.lse)
+    yield scheduler_output(spec.scheduler, spec.outputs.o)
+    yield scheduler_rescale(spec.scheduler, spec.softmax.rescale_above)
 
 
 def _shapes(spec: Spec) -> Iterable[Violation | None]:
@@ -633,8 +723,11 @@ def _shapes(spec: Spec) -> Iterable[Violation | None]:
         if spec.qk.engine == "wgmma" and spec.pv.engine == "scalar":
             yield scattered_scores(tile.warpgroups)
     if spec.problem.v_dim != head_dim:
-        yield output_over_q(head_dim, spec.problem.v_dim)
+        if spec.outputs.o == "over_q":
+            yield output_over_q(head_dim, spec.problem.v_dim)
         yield output_columns(spec.problem.v_dim)
+    if spec.outputs.o == "direct":
+        yield direct_columns(_v_dim_field(spec), spec.problem.v_dim)
     if tile.threads is not None:
         yield from _thread_tile(spec, tile.threads)
     if isinstance(spec.pv, ScalarProduct) and not isinstance(spec.handoff, GlobalHandoff):
@@ -685,7 +778,7 @@ def _tiles_in_smem(spec: Spec) -> Iterable[Violation | None]:
     v_dim = spec.problem.v_dim
     if spec.smem is not None:
         rows = [("q", "Q", head_dim, spec.smem.q), ("k", "K", head_dim, spec.smem.k), ("v", "V", v_dim, spec.smem.v)]
-        if v_dim != head_dim:
+        if v_dim != head_dim and spec.outputs.o == "over_q":
             rows.append(("q", "O, in Q's place,", v_dim, spec.smem.q))
         for name, tensor, extent, swizzle in rows:
             yield swizzle_span(f"smem.{name}", tensor, extent, swizzle, tma=tma)

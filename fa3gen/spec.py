@@ -15,6 +15,7 @@ DType = Literal["bf16", "fp16"]
 Swizzle = Literal["none", "32B", "64B", "128B"]
 Major = Literal["k", "mn"]
 Source = Literal["smem", "registers"]
+Scheduler = Literal["single_tile", "static", "dynamic"]
 
 # The kernels count keys in 32 bits: row + reach stays below 2^31 for up to 2^30 keys.
 WINDOW_MAX = 2**30
@@ -212,9 +213,26 @@ class PingPongSchedule(SpecModel):
 Schedule = Annotated[Union[CooperativeSchedule, WarpSpecializedSchedule, PingPongSchedule], Field(discriminator="kind")]
 
 
-class Outputs(SpecModel):
-    """What the kernel can write beside O."""
+class Softmax(SpecModel):
+    """The online softmax."""
 
+    rescale_above: int | None = Field(
+        default=None,
+        gt=0,
+        le=8,
+        description="O is brought to a new maximum only when a row has outgrown the old one by more than this many powers "
+        "of two; null: in every step.",
+    )
+
+
+class Outputs(SpecModel):
+    """What the kernel writes, and how."""
+
+    o: Literal["over_q", "own_buffer", "direct"] = Field(
+        default="over_q",
+        description="How O reaches global memory: by TMA from shared memory, where Q was or from a buffer of its own, or "
+        "straight from the registers.",
+    )
     lse: bool = Field(default=True, description="Log-sum-exp of each row (natural logarithm, float32), when asked for.")
 
 
@@ -232,4 +250,10 @@ class Spec(SpecModel):
     pv: Product
     handoff: Handoff
     schedule: Schedule = CooperativeSchedule()
+    scheduler: Scheduler = Field(
+        default="single_tile",
+        description="`single_tile`: a CTA for each tile of queries; `static` and `dynamic`: a CTA for each SM, which "
+        "takes tile after tile, those known from the start or the next one of all.",
+    )
+    softmax: Softmax = Softmax()
     outputs: Outputs = Outputs()

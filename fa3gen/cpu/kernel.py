@@ -24,11 +24,15 @@ Source = tuple[str, int]
 
 @dataclass
 class Settings:
-    """How launches run. `ctas` limits them to some CTAs (None: all), `trace` collects events when given."""
+    """How launches run. `ctas` limits them to some CTAs (None: all), `trace` collects events when given.
+
+    `sms` is the number of SMs that a persistent kernel is told of: few, so that a CTA takes several tiles.
+    """
 
     schedule: Schedule = FAST
     trace: Trace | None = None
     ctas: list[Index] | None = None
+    sms: int = 3
 
 
 @dataclass

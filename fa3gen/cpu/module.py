@@ -1,7 +1,7 @@
 """A generated module whose `attention` takes CPU tensors: its own Python and host code, its own PTX, a modelled sm_90a.
 
-The file stays as it is. Two of its functions are replaced in a module object of its own: `check_device`, which asks
-for a Hopper GPU, and `compile_for_sm90a`, whose result launches on one.
+The file stays as it is. Some of its functions are replaced in a module object of its own: `check_device`, which asks
+for a Hopper GPU, `compile_for_sm90a`, whose result launches on one, and in persistent kernels `sm_count`.
 """
 
 from __future__ import annotations
@@ -86,4 +86,6 @@ def load_on_cpu(path: Path) -> ModuleType:
             )
 
     module.compile_for_sm90a, module.check_device, module.cpu = compile_for_sm90a, check_device, model
+    if hasattr(module, "sm_count"):
+        module.sm_count = lambda device: model.settings.sms
     return module  # type: ignore[no-any-return]
