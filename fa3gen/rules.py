@@ -559,12 +559,14 @@ def consumer_registers(parts: Sequence[tuple[str, int]], consumers: int, overlap
     """What a consumer thread holds at once (an estimate) within what setmaxnreg gives it. PTX ISA, "setmaxnreg"."""
     total = sum(count for _, count in parts)
     _, budget = footprint.REGISTER_BUDGETS[consumers]
-    if total <= budget:
+    spare = footprint.OVERLAP_SPARE if overlap else 0
+    if total + spare <= budget:
         return None
+    needed = f"{_terms(parts)} = {total}" + f", + {spare} to spare = {total + spare}" * overlap
     ways_out = ["a smaller tile.kv", *["overlap: false"] * overlap, *["fewer warpgroups"] * (consumers > 2)]
     return Violation(
         "tile.kv",
-        f"registers per consumer thread: {_terms(parts)} = {total} > {budget}, what setmaxnreg gives to each of "
+        f"registers per consumer thread: {needed} > {budget}, what setmaxnreg gives to each of "
         f"{consumers} consumer warpgroup{'s' if consumers > 1 else ''}, so that they would spill; "
         f"use {' or '.join(ways_out)}",
     )
