@@ -506,6 +506,28 @@ def schedule_v_dim(kind: str, head_dim: int, v_dim: int) -> Violation | None:
     )
 
 
+def packed_rows(tile_q: int, pack_heads: int) -> Violation | None:
+    """Each of the heads in a tile has as many positions there."""
+    if tile_q % pack_heads == 0:
+        return None
+    return Violation(
+        "tile.pack_heads",
+        f"a tile of {tile_q} query rows holds no whole number of positions of {pack_heads} heads "
+        f"({tile_q} = {tile_q // pack_heads} x {pack_heads} + {tile_q % pack_heads}); use a divisor of {tile_q}",
+    )
+
+
+def schedule_pack(kind: str, pack_heads: int) -> Violation | None:
+    """Design rule: packing of query heads is rendered for specialised kernels, as grouped heads use them."""
+    if kind != "cooperative" or pack_heads == 1:
+        return None
+    return Violation(
+        "tile.pack_heads",
+        f"a tile of {pack_heads} query heads is rendered with schedule warp_specialized or ping_pong only; "
+        "extend k5 or k6, or use pack_heads 1",
+    )
+
+
 def output_over_q(head_dim: int, v_dim: int) -> Violation | None:
     """Design rule: O is gathered in shared memory where Q was, so that its rows may not be wider."""
     if v_dim <= head_dim:
@@ -611,6 +633,7 @@ def _schedule(spec: Spec) -> Iterable[Violation | None]:
     kind = spec.schedule.kind
     yield schedule_engines(kind, spec.qk.engine, spec.pv.engine)
     yield schedule_handoff(kind, spec.handoff.through)
+    yield schedule_pack(kind, spec.tile.pack_heads)
     yield schedule_v_dim(kind, spec.problem.head_dim, spec.problem.v_dim)
     if isinstance(spec.load, TmaLoad):
         yield schedule_barrier(kind, spec.load.barrier)
@@ -634,6 +657,7 @@ def _shapes(spec: Spec) -> Iterable[Violation | None]:
         yield wgmma_threads(tile.warpgroups)
         if spec.qk.engine == "wgmma" and spec.pv.engine == "scalar":
             yield scattered_scores(tile.warpgroups)
+    yield packed_rows(tile.q, tile.pack_heads)
     if spec.problem.v_dim != head_dim:
         yield output_over_q(head_dim, spec.problem.v_dim)
         yield output_columns(spec.problem.v_dim)

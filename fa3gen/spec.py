@@ -79,6 +79,12 @@ class Tile(SpecModel):
         default=None, gt=0, description="Warpgroups of 128 threads that compute, for kernels with WGMMA."
     )
 
+    pack_heads: int = Field(
+        default=1,
+        gt=0,
+        description="Query heads of one kv head in a tile (GQA): its rows are q / pack_heads positions of each.",
+    )
+
     @model_validator(mode="after")
     def _one_way_to_count_threads(self) -> "Tile":
         if (self.threads is None) == (self.warpgroups is None):
