@@ -29,9 +29,7 @@ class SpecModel(BaseModel):
 class Problem(SpecModel):
     """What is computed: O = softmax(scale * Q K^T) V for one head dim and one 16-bit dtype."""
 
-    head_dim: int = Field(
-        gt=0, description="Elements per head of q, k, v and O."
-    )
+    head_dim: int = Field(gt=0, description="Elements per head of q, k, v and O.")
     head_dim_v: int | None = Field(default=None, gt=0, description="Elements per head of v and O, where not head_dim.")
     dtype: DType = Field(default="bf16", description="Element type of q, k, v and O.")
 
