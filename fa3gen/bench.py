@@ -102,6 +102,8 @@ def module_competitor(name: str, spec: Spec, load: Callable[[], Any]) -> Competi
         return (cell.head_dim, cell.v_dim, cell.dtype, cell.mask) == wanted
 
     def prepare(cell: Cell) -> Attend:
+        if spec.tile.pack_heads > 1:
+            raise Unavailable(f"packs {spec.tile.pack_heads} query heads of one kv head; the grid has no such groups")
         attend: Attend = load().attention
         return attend
 

@@ -36,6 +36,9 @@ OTHER_REGISTERS = 24
 DIRECT_COLUMNS = 32
 # Numbers of tiles that the warp which draws them may be ahead of the others.
 TILE_SLOTS = 2
+# Left free of a consumer's budget where products run beside the softmax. As compiled (head dims 96 to 256, one to three
+# consumers): estimates of 4 below the budget do not spill, those that reach it do, and their products are serialised.
+OVERLAP_SPARE = 4
 # What setmaxnreg leaves to a thread of the producer and gives to one of the consumers, by consumer warpgroups. The sum
 # over all warpgroups is what the launch handed out: setmaxnreg only moves registers between the warps of a CTA.
 REGISTER_BUDGETS = {1: (56, 256), 2: (24, 240), 3: (32, 160)}

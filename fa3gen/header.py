@@ -113,7 +113,7 @@ def _decisions(spec: Spec) -> list[tuple[str, str]]:
             ("S, P", "materialised in global memory as f32, (batch, heads_q, seq_q, seq_k)"),
             ("products", "scalar f32 multiply-adds, operands straight from global memory"),
         ]
-    rows = [("tile", f"{spec.tile.q} query rows x {spec.tile.kv} keys per step"), ("loads", _load_sentence(spec))]
+    rows = [("tile", _tile_sentence(spec)), ("loads", _load_sentence(spec))]
     if footprint.specialized(spec):
         rows.append(("schedule", _schedule_sentence(spec)))
     assert spec.smem is not None
@@ -127,6 +127,12 @@ def _decisions(spec: Spec) -> list[tuple[str, str]]:
     if footprint.persistent(spec):
         rows.append(("q order", _tiles_sentence(spec)))
     return rows
+
+
+def _tile_sentence(spec: Spec) -> str:
+    q, pack = spec.tile.q, spec.tile.pack_heads
+    rows = f", {q // pack} positions of {pack} heads that share K and V," if pack > 1 else ""
+    return f"{q} query rows{rows} x {spec.tile.kv} keys per step"
 
 
 def _load_sentence(spec: Spec) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -77,7 +77,7 @@ CASES: tuple[Case, ...] = (
 
 def cpu_cases(spec: Spec) -> tuple[Case, ...]:
     """The cases for the CPU model of sm_90a: small, since it is slow, and cut to the tiles and the ring of `spec`."""
-    m, n = spec.tile.q, spec.tile.kv
+    m, n = spec.tile.q // spec.tile.pack_heads, spec.tile.kv
     stages = 1 if isinstance(spec.load, SyncLoad) else spec.load.kv_stages
     cases = [
         Case("ragged", "two tiles of queries, three of keys, the last of each cut short", 1, m + 17, 2 * n + 9, 1, 1),
@@ -97,6 +97,16 @@ def cpu_cases(spec: Spec) -> tuple[Case, ...]:
         seq_q = m + right + 9
         cases.append(Case("window", "windows that begin and end inside the keys", 1, seq_q, seq_q + left + n + 3, 1, 1))
     return tuple(cases)
+
+
+def served_heads(heads_q: int, heads_kv: int, pack_heads: int) -> int:
+    """Query heads, `heads_q` or as few more as make whole packs of `pack_heads` for each kv head."""
+    return -(-heads_q // (heads_kv * pack_heads)) * heads_kv * pack_heads
+
+
+def served(case: Case, spec: Spec) -> Case:
+    """The case, with as many query heads as the tiles of `spec` need."""
+    return replace(case, heads_q=served_heads(case.heads_q, case.heads_kv, spec.tile.pack_heads))
 
 
 def case_seed(case: Case, seed: int) -> int:

@@ -40,12 +40,19 @@ class ProblemPlan:
 
 @dataclass(frozen=True)
 class TilePlan:
-    """Rows of Q (m) and of K and V (n) per step; threads per CTA; warpgroups that compute."""
+    """Rows of Q (m) and of K and V (n) per step; threads per CTA; warpgroups that compute; query heads per tile.
+
+    `rows` and `positions` are the module's names for the rows of Q as TMA moves them and for the positions they hold.
+    """
 
     m: int
     n: int
     threads: int
     warpgroups: int
+    pack_heads: int
+    packed: bool
+    rows: str
+    positions: str
 
 
 @dataclass(frozen=True)
@@ -171,6 +178,7 @@ class EntryPlan:
     call_arguments: tuple[str, ...]
     mask_phrase: str
     output_phrase: str
+    heads_phrase: str
 
 
 @dataclass(frozen=True)
@@ -225,7 +233,7 @@ def make_plan(variant: Variant) -> Plan:
         stem=variant.stem,
         spec=spec,
         problem=_problem(spec),
-        tile=TilePlan(spec.tile.q, spec.tile.kv, footprint.threads(spec), spec.tile.warpgroups or 0),
+        tile=_tile(spec),
         mask=_mask(spec),
         walk=_walk(spec),
         load=_load(spec),
@@ -259,6 +267,20 @@ def _problem(spec: Spec) -> ProblemPlan:
         dtype=spec.problem.dtype,
         cutlass_dtype=cutlass_dtype,
         torch_dtype=torch_dtype,
+    )
+
+
+def _tile(spec: Spec) -> TilePlan:
+    packed = spec.tile.pack_heads > 1
+    return TilePlan(
+        m=spec.tile.q,
+        n=spec.tile.kv,
+        threads=footprint.threads(spec),
+        warpgroups=spec.tile.warpgroups or 0,
+        pack_heads=spec.tile.pack_heads,
+        packed=packed,
+        rows="PACKED_M" if packed else "TILE_M",
+        positions="POSITIONS" if packed else "TILE_M",
     )
 
 
@@ -375,10 +397,13 @@ def _entry(spec: Spec) -> EntryPlan:
     like = "like q"
     if spec.problem.v_dim != spec.problem.head_dim:
         like = f"(batch, seq_q, heads_q, {spec.problem.v_dim})"
+    pack = spec.tile.pack_heads
+    heads = f"a multiple of {pack} x heads_kv" if pack > 1 else "a multiple of heads_kv (GQA, MQA)"
     counter = ["counter"] * (spec.scheduler == "dynamic")
     sms = ["sm_count(q.device)"] * footprint.persistent(spec)
     out = "o" if footprint.persistent(spec) else "out"
-    return EntryPlan(("q", "k", "v", out, *lse, *scores, *counter, scale, *sms), phrase, like)
+    arguments = ("q", "k", "v", out, *lse, *scores, *counter, scale, *sms)
+    return EntryPlan(arguments, phrase, like, heads)
 
 
 def _sections(spec: Spec) -> SectionsPlan:

@@ -507,6 +507,28 @@ def schedule_v_dim(kind: str, head_dim: int, v_dim: int) -> Violation | None:
     )
 
 
+def packed_rows(tile_q: int, pack_heads: int) -> Violation | None:
+    """Each of the heads in a tile has as many positions there."""
+    if tile_q % pack_heads == 0:
+        return None
+    return Violation(
+        "tile.pack_heads",
+        f"a tile of {tile_q} query rows holds no whole number of positions of {pack_heads} heads "
+        f"({tile_q} = {tile_q // pack_heads} x {pack_heads} + {tile_q % pack_heads}); use a divisor of {tile_q}",
+    )
+
+
+def schedule_pack(kind: str, pack_heads: int) -> Violation | None:
+    """Design rule: packing of query heads is rendered for specialised kernels, as grouped heads use them."""
+    if kind != "cooperative" or pack_heads == 1:
+        return None
+    return Violation(
+        "tile.pack_heads",
+        f"a tile of {pack_heads} query heads is rendered with schedule warp_specialized or ping_pong only; "
+        "extend k5 or k6, or use pack_heads 1",
+    )
+
+
 def output_over_q(head_dim: int, v_dim: int) -> Violation | None:
     """Design rule: O is gathered in shared memory where Q was, so that its rows may not be wider."""
     if v_dim <= head_dim:
@@ -560,12 +582,14 @@ def consumer_registers(parts: Sequence[tuple[str, int]], consumers: int, overlap
     """What a consumer thread holds at once (an estimate) within what setmaxnreg gives it. PTX ISA, "setmaxnreg"."""
     total = sum(count for _, count in parts)
     _, budget = footprint.REGISTER_BUDGETS[consumers]
-    if total <= budget:
+    spare = footprint.OVERLAP_SPARE if overlap else 0
+    if total + spare <= budget:
         return None
+    needed = f"{_terms(parts)} = {total}" + f", + {spare} to spare = {total + spare}" * overlap
     ways_out = ["a smaller tile.kv", *["overlap: false"] * overlap, *["fewer warpgroups"] * (consumers > 2)]
     return Violation(
         "tile.kv",
-        f"registers per consumer thread: {_terms(parts)} = {total} > {budget}, what setmaxnreg gives to each of "
+        f"registers per consumer thread: {needed} > {budget}, what setmaxnreg gives to each of "
         f"{consumers} consumer warpgroup{'s' if consumers > 1 else ''}, so that they would spill; "
         f"use {' or '.join(ways_out)}",
     )
@@ -612,6 +636,16 @@ def scheduler_lse(scheduler: str, lse: bool) -> Violation | None:
         "outputs.lse",
         f"a kernel without LSE is rendered with scheduler single_tile only, not {scheduler}; use lse: true "
         "(attention() returns O alone unless asked)",
+    )
+
+
+def scheduler_pack(scheduler: str, pack_heads: int) -> Violation | None:
+    """Design rule: heads are packed into the tile in kernels with a CTA per tile."""
+    if scheduler == "single_tile" or pack_heads == 1:
+        return None
+    return Violation(
+        "tile.pack_heads",
+        f"{pack_heads} heads in one tile are rendered with scheduler single_tile only, not {scheduler}; use 1",
     )
 
 
@@ -690,6 +724,7 @@ def _schedule(spec: Spec) -> Iterable[Violation | None]:
     kind = spec.schedule.kind
     yield schedule_engines(kind, spec.qk.engine, spec.pv.engine)
     yield schedule_handoff(kind, spec.handoff.through)
+    yield schedule_pack(kind, spec.tile.pack_heads)
     yield schedule_v_dim(kind, spec.problem.head_dim, spec.problem.v_dim)
     if isinstance(spec.load, TmaLoad):
         yield schedule_barrier(kind, spec.load.barrier)
@@ -703,6 +738,7 @@ def _scheduler(spec: Spec) -> Iterable[Violation | None]:
     yield scheduler_schedule(spec.scheduler, spec.schedule.kind, footprint.overlapped(spec))
     yield scheduler_mask(spec.scheduler, spec.mask.kind)
     yield scheduler_lse(spec.scheduler, spec.outputs.lse)
+    yield scheduler_pack(spec.scheduler, spec.tile.pack_heads)
     yield scheduler_output(spec.scheduler, spec.outputs.o)
     yield scheduler_rescale(spec.scheduler, spec.softmax.rescale_above)
 
@@ -722,6 +758,7 @@ def _shapes(spec: Spec) -> Iterable[Violation | None]:
         yield wgmma_threads(tile.warpgroups)
         if spec.qk.engine == "wgmma" and spec.pv.engine == "scalar":
             yield scattered_scores(tile.warpgroups)
+    yield packed_rows(tile.q, tile.pack_heads)
     if spec.problem.v_dim != head_dim:
         if spec.outputs.o == "over_q":
             yield output_over_q(head_dim, spec.problem.v_dim)

@@ -30,10 +30,8 @@ class SpecModel(BaseModel):
 class Problem(SpecModel):
     """What is computed: O = softmax(scale * Q K^T) V for one head dim and one 16-bit dtype."""
 
-    head_dim: int = Field(
-        gt=0, description="Elements per head of q and k, and of v and O where head_dim_v is left out."
-    )
-    head_dim_v: int | None = Field(default=None, gt=0, description="Elements per head of v and O; head_dim by default.")
+    head_dim: int = Field(gt=0, description="Elements per head of q, k, v and O.")
+    head_dim_v: int | None = Field(default=None, gt=0, description="Elements per head of v and O, where not head_dim.")
     dtype: DType = Field(default="bf16", description="Element type of q, k, v and O.")
 
     @property
@@ -78,6 +76,12 @@ class Tile(SpecModel):
     threads: int | None = Field(default=None, gt=0, description="Threads per CTA, for kernels without WGMMA.")
     warpgroups: int | None = Field(
         default=None, gt=0, description="Warpgroups of 128 threads that compute, for kernels with WGMMA."
+    )
+
+    pack_heads: int = Field(
+        default=1,
+        gt=0,
+        description="Query heads of one kv head in a tile (GQA): its rows are q / pack_heads positions of each.",
     )
 
     @model_validator(mode="after")

@@ -292,6 +292,7 @@ class Runner:
 
         Returns a CaseResult.
         """
+        case = inputs.served(case, self.spec)
         made = self._make(case)
         expected = reference.attention(made.q, made.k, made.v, scale=case.scale, mask=self.spec.mask)
         yardstick = reference.same_precision(made.q, made.k, made.v, scale=case.scale, mask=self.spec.mask)
@@ -410,7 +411,7 @@ class Runner:
     def _small(self, **changes: Any) -> Inputs:
         """Inputs for the checks: two batch entries, four query heads on two kv heads."""
         facts = {"batch": 2, "seq_q": 70, "seq_k": 140, "heads_q": 4, "heads_kv": 2, "layout": "contiguous"}
-        return self._make(Case("checks", "inputs of the checks", **{**facts, **changes}))
+        return self._make(inputs.served(Case("checks", "inputs of the checks", **{**facts, **changes}), self.spec))
 
     def _wrong_o(self, made: Inputs, out: torch.Tensor) -> str:
         expected = reference.attention(made.q, made.k, made.v, mask=self.spec.mask)

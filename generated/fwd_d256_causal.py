@@ -294,7 +294,7 @@ def partition_tma(tma: cute.CopyAtom, sX: cute.Tensor, gX: cute.Tensor):
 
 @cute.jit
 def load_q_and_k(tma_Q, tma_K, mQ, mK, sQ, sK, q_ring, k_ring, tile_ring, tiles, counter, num_tiles):
-    """The first producer warp: draw tiles of queries, load Q and then K of the visible tiles of keys, the last one first."""
+    """The first producer warp: draw tiles of queries, load Q, then K of the visible tiles of keys, the last one first."""
     q_fill = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, Q_STAGES)
     k_fill = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, KV_STAGES)
     tile_fill = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, TILE_SLOTS)

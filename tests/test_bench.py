@@ -99,6 +99,13 @@ def test_v_of_another_head_dim_makes_another_cell() -> None:
     assert [competitor.serves(cell) for cell in cells] == [True, False]
 
 
+def test_a_module_that_packs_heads_says_why_it_is_not_timed() -> None:
+    spec = spec_of(128, "none")
+    packed = spec.model_copy(update={"tile": spec.tile.model_copy(update={"pack_heads": 4})})
+    with pytest.raises(Unavailable, match="packs 4 query heads of one kv head"):
+        bench.module_competitor("x", packed, lambda: None).prepare(Cell(128, NoMask(), 512))
+
+
 def test_the_grid_can_be_narrowed() -> None:
     specs = [spec_of(d, mask) for d in (64, 128) for mask in ("none", "causal")]
     assert plan_cells(specs, head_dims=[128], masks=["causal"], seq_lens=[4096]) == [Cell(128, CausalMask(), 4096)]

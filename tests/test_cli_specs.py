@@ -73,6 +73,7 @@ def test_list_json(root: Path, capsys: Output) -> None:
         "summary": "both products on WGMMA [fast]",
         "source": "specs/k4_2.yaml",
         "head_dim": 128,
+        "head_dim_v": 128,
         "dtype": "bf16",
         "mask": "window 512, 0",
         "tile": "128x64 2 wg",

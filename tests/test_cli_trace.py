@@ -149,6 +149,7 @@ def test_requests_that_cannot_be_served(
         ("k4_2_d64_causal", 500, 128, 3),  # those before see none
         ("k4_2_window_d64_window200_70", 900, 900, 2),  # from row 256 on the whole window lies inside
         ("k1_d64_causal", 64, 64, 0),
+        ("fwd_d128_pack4_causal", 100, 1026, 3),  # 32 positions in a tile: rows 96 to 99 see keys of a tile more
     ],
 )
 def test_the_default_cta_has_the_most_tiles(stem: str, seq_q: int, seq_k: int, block: int) -> None:

@@ -55,6 +55,10 @@ def test_hardware_limits() -> None:
         ("k6_d128", {"sQ": 32768, "sK": 65536, "sV": 65536}),
         # Q: 192 x 64 x 2 = 24576; K, V: 2 x 128 x 64 x 2 = 32768.
         ("k5_d64", {"sQ": 24576, "sK": 32768, "sV": 32768}),
+        # Q: 128 x 192 x 2 = 49152; K: 2 x 128 x 192 x 2 = 98304; V has 128 columns: 2 x 128 x 128 x 2 = 65536.
+        ("fwd_d192_128", {"sQ": 49152, "sK": 98304, "sV": 65536}),
+        # Packing moves rows about and takes no more of them: 128 x 128 x 2, 2 x 128 x 128 x 2.
+        ("fwd_d128_pack4_causal", {"sQ": 32768, "sK": 65536, "sV": 65536}),
     ],
 )
 def test_regions(stem: str, regions: dict[str, int]) -> None:

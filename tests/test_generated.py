@@ -14,12 +14,13 @@ from typing import Any
 
 import pytest
 import torch
-from rendering import CHECKOUT, ROOT, STEMS, source
+from rendering import CHECKOUT, ROOT, STEMS, plans, source
 
 import fa3gen
 from fa3gen.errors import UserError
 
 NO_LSE = "k4_2_o_only_d128_causal"
+NARROW_V, PACKED = "fwd_d192_128", "fwd_d128_pack4_causal"
 
 
 @pytest.fixture(params=["k4_2_d64", "k1_d64"])
@@ -370,8 +371,44 @@ def entry_points(stem: str) -> str:
 
 
 def test_all_modules_check_alike() -> None:
-    """What is tested here on two modules holds for all: the checks are the same text, in terms of the constants."""
-    assert {entry_points(stem) for stem in STEMS} == {entry_points("k4_2_d64")}
+    """What is tested here on two modules holds for all: the checks are the same text, in terms of the constants.
+
+    Modules with a head dim of v's own, or packs of heads, have checks of their own, tested below.
+    """
+    own = {stem for stem, plan in plans().items() if plan.problem.asymmetric or plan.tile.packed}
+    assert own >= {NARROW_V, PACKED} and own < set(STEMS)
+    assert {entry_points(stem) for stem in set(STEMS) - own} == {entry_points("k4_2_d64")}
+
+
+def test_checks_of_a_head_dim_of_its_own_for_v(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    module = fa3gen.load(NARROW_V)
+    pretend_hopper(module, monkeypatch)
+    launch = Launch()
+    monkeypatch.setattr(module, "compile_for_sm90a", lambda: launch)
+    q, k, v = tensor(dim=192), tensor(seq=7, heads=2, dim=192), tensor(seq=7, heads=2, dim=128)
+    out = module.attention(q, k, v)
+    assert out.shape == (*q.shape[:3], 128) and out is launch.arguments[3]
+    for name, given in {
+        "v has shape .*needs to be .*, 128": {"v": k},
+        "k has shape .*needs to be .*, 192": {"k": v},
+        "out has shape .*needs to be .*, 128": {"out": torch.empty_like(q)},
+        "up to head_dim it needs that of k": {"v": v[:, :-1]},
+        "up to head_dim it needs that of q": {"out": torch.empty_like(out)[:, :-1]},
+    }.items():
+        with pytest.raises(ValueError, match=name):
+            module.attention(**{"q": q, "k": k, "v": v, **given})
+
+
+def test_checks_of_packed_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    module = fa3gen.load(PACKED)
+    pretend_hopper(module, monkeypatch)
+    monkeypatch.setattr(module, "compile_for_sm90a", Launch)
+    k = tensor(seq=7, heads=2, dim=128)
+    assert module.attention(tensor(heads=8, dim=128), k, k).shape[2] == 8
+    with pytest.raises(ValueError, match="q has 4 heads and k has 2; heads of q must be a multiple of 4 times those"):
+        module.attention(tensor(heads=4, dim=128), k, k)
 
 
 VENDORED = """

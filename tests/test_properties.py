@@ -96,6 +96,7 @@ def neighbours(draw: st.DrawFn) -> Fields:
         "mask": MASKS,
         "tile.q": TILES,
         "tile.kv": TILES,
+        "tile.pack_heads": st.sampled_from([1, 2, 4, 8, 3]),
         "load.kv_stages": STAGES,
         "smem": SMEMS,
         "schedule": SCHEDULES,

@@ -132,6 +132,7 @@ KNOBS: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
         "k4_smem_d128",
         {"pv": {"a": {"source": "registers", "major": "k"}}, "handoff": {"through": "registers"}},
     ),
+    "pack_heads_1_to_4": ("k5_d128_causal", {"tile": {"pack_heads": 4}}),
     "head_dim_v_128_to_64": ("k6_d128", {"problem": {"head_dim_v": 64}}),
     "mask_causal_to_window_overlapped": ("k5_d128_causal", {"mask": {"kind": "window", "left": 512, "right": 0}}),
     "lse_true_to_false_specialized": ("k5_d64", {"outputs": {"lse": False}}),

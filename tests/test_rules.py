@@ -520,11 +520,12 @@ def test_ping_pong_partners() -> None:
 
 
 def test_consumer_registers() -> None:
-    assert rules.consumer_registers([("O", 64), ("S", 176)], 2, True) is None
-    assert rules.consumer_registers([("O", 64), ("S", 177)], 2, True) == Violation(
+    assert rules.consumer_registers([("O", 64), ("S", 176)], 2, False) is None
+    assert rules.consumer_registers([("O", 64), ("S", 172)], 2, True) is None
+    assert rules.consumer_registers([("O", 64), ("S", 173)], 2, True) == Violation(
         "tile.kv",
-        "registers per consumer thread: O 64 + S 177 = 241 > 240, what setmaxnreg gives to each of 2 consumer "
-        "warpgroups, so that they would spill; use a smaller tile.kv or overlap: false",
+        "registers per consumer thread: O 64 + S 173 = 237, + 4 to spare = 241 > 240, what setmaxnreg gives to each of "
+        "2 consumer warpgroups, so that they would spill; use a smaller tile.kv or overlap: false",
     )
     assert rules.consumer_registers([("O", 32), ("S", 129)], 3, False) == Violation(
         "tile.kv",
@@ -548,6 +549,25 @@ def test_schedule_v_dim() -> None:
     )
 
 
+def test_schedule_pack() -> None:
+    assert rules.schedule_pack("cooperative", 1) is None
+    assert rules.schedule_pack("ping_pong", 4) is None
+    assert rules.schedule_pack("cooperative", 4) == Violation(
+        "tile.pack_heads",
+        "a tile of 4 query heads is rendered with schedule warp_specialized or ping_pong only; "
+        "extend k5 or k6, or use pack_heads 1",
+    )
+
+
+def test_packed_rows() -> None:
+    assert rules.packed_rows(192, 8) is None
+    assert rules.packed_rows(128, 6) == Violation(
+        "tile.pack_heads",
+        "a tile of 128 query rows holds no whole number of positions of 6 heads (128 = 21 x 6 + 2); "
+        "use a divisor of 128",
+    )
+
+
 def test_output_over_q() -> None:
     assert rules.output_over_q(128, 128) is None
     assert rules.output_over_q(128, 192) == Violation(
@@ -566,6 +586,13 @@ def test_output_columns() -> None:
 
 
 SPECIALIZED = {**WGMMA, "schedule": {"kind": "warp_specialized", "overlap": True}}
+
+
+def test_rules_of_packing_are_applied() -> None:
+    assert violations(SPECIALIZED, tile={"q": 128, "kv": 64, "warpgroups": 2, "pack_heads": 4}) == {}
+    packed = {"q": 128, "kv": 64, "warpgroups": 2, "pack_heads": 3}
+    assert list(violations(SPECIALIZED, tile=packed)) == ["tile.pack_heads"]
+    assert list(violations(WGMMA, tile={**packed, "pack_heads": 4})) == ["tile.pack_heads"]
 
 
 def test_rules_of_v_are_applied() -> None:
@@ -593,8 +620,9 @@ def test_registers_of_a_consumer() -> None:
     stages = {"engine": "tma", "kv_stages": 1, "barrier": "separate"}
     found = violations(SPECIALIZED, tile={"q": 128, "kv": 208, "warpgroups": 2}, load=stages)
     assert found == {
-        "tile.kv": "registers per consumer thread: O 64 + S 104 + P 52 + other 24 = 244 > 240, what setmaxnreg gives "
-        "to each of 2 consumer warpgroups, so that they would spill; use a smaller tile.kv or overlap: false"
+        "tile.kv": "registers per consumer thread: O 64 + S 104 + P 52 + other 24 = 244, + 4 to spare = 248 > 240, "
+        "what setmaxnreg gives to each of 2 consumer warpgroups, so that they would spill; use a smaller tile.kv or "
+        "overlap: false"
     }
     # Without overlap P takes the place of S: 64 + 104 + 104 / 8 + 24 = 205.
     sequential = {"kind": "warp_specialized", "overlap": False}

@@ -151,7 +151,8 @@ def test_paths_outside_the_root_stay_as_given(tmp_path: Path, specs: Specs) -> N
         (
             "tile: {q: 128, kv: 128, warpgroups: 2}",
             "tile: 128",
-            "k.yaml:3: tile: a mapping with the keys q, kv, threads, warpgroups is needed, got the integer 128",
+            "k.yaml:3: tile: a mapping with the keys q, kv, threads, warpgroups, pack_heads is needed, got the integer "
+            "128",
         ),
         (
             "handoff: {through: registers}",
@@ -430,6 +431,8 @@ def test_the_first_axis_varies_slowest(specs: Specs) -> None:
         ("outputs.lse", True, ""),
         ("outputs.lse", False, "no_lse"),
         ("load.kv_stages", 2, "kv_stages2"),
+        ("problem.head_dim_v", 128, "v128"),
+        ("problem.head_dim_v", None, ""),
         ("smem.k", "64B", "k64B"),
         ("load.barrier", "shared", "barriershared"),
         ("handoff", {"through": "smem_16bit", "swizzle": "128B"}, "handoffsmem_16bit_128B"),

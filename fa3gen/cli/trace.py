@@ -151,9 +151,12 @@ def _problem(spec: Spec, request: Request) -> Problem:
     heads_kv = request.heads_kv or request.heads
     if request.heads % heads_kv:
         raise UserError(f"--heads {request.heads} is no multiple of --heads-kv {heads_kv}; choose one that is")
+    pack = spec.tile.pack_heads
+    if request.heads % (pack * heads_kv):
+        raise UserError(f"a tile of this module holds {pack} query heads of one kv head; use --heads {pack * heads_kv}")
     return Problem(
         batch=request.batch,
-        seq_q=request.seq_q or spec.tile.q,
+        seq_q=request.seq_q or spec.tile.q // pack,
         seq_k=request.seq_k or (LAPS * footprint.kv_stages(spec) + 1) * spec.tile.kv,
         heads_q=request.heads,
         heads_kv=heads_kv,
@@ -187,8 +190,10 @@ def _busiest(spec: Spec, problem: Problem) -> int:
     if isinstance(spec.handoff, GlobalHandoff):
         return 0
 
+    positions = spec.tile.q // spec.tile.pack_heads
+
     def tiles(block: int) -> int:
-        first, last = block * spec.tile.q, min((block + 1) * spec.tile.q, problem.seq_q) - 1
+        first, last = block * positions, min((block + 1) * positions, problem.seq_q) - 1
         shift = problem.seq_k - problem.seq_q
         low, high = 0, problem.seq_k - 1
         if isinstance(spec.mask, CausalMask):
@@ -197,7 +202,7 @@ def _busiest(spec: Spec, problem: Problem) -> int:
             low, high = max(low, first + shift - spec.mask.left), min(high, last + shift + spec.mask.right)
         return high // spec.tile.kv - low // spec.tile.kv + 1 if low <= high else 0
 
-    return max(range(-(-problem.seq_q // spec.tile.q)), key=tiles)
+    return max(range(-(-problem.seq_q // positions)), key=tiles)
 
 
 def _schedule(spec: Spec, request: Request) -> Schedule:

@@ -14,7 +14,7 @@ import json
 import math
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -26,6 +26,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from fa3gen import evidence, reference
 from fa3gen.errors import UserError
 from fa3gen.files import write_text
+from fa3gen.inputs import served_heads
 from fa3gen.spec import Mask, Spec
 
 if TYPE_CHECKING:
@@ -73,6 +74,11 @@ CASES: tuple[Case, ...] = (
     Case("ramp", "ramp", "scores that climb along the keys: every tile moves the row maximum", 1, 40, 500, 1, 1),
     Case("few_keys", "normal", "whole query tiles with no visible key", 1, 150, 40, 1, 1),
 )  # fmt: skip
+
+
+def served(case: Case, spec: Spec) -> Case:
+    """The case, with as many query heads as the tiles of `spec` need."""
+    return replace(case, heads_q=served_heads(case.heads_q, case.heads_kv, spec.tile.pack_heads))
 
 
 @dataclass(frozen=True)
@@ -333,8 +339,8 @@ def compare_case(
     case: Case, spec: Spec, gpu: Mapping[str, NDArray[Any]], cpu: Mapping[str, NDArray[Any]]
 ) -> CaseResult:
     """Compare what the two sides gave for one case: `out` and, where the module has it, `lse`."""
-    format = spec.problem.dtype
-    problem = spec.problem
+    case, problem = served(case, spec), spec.problem
+    format = problem.dtype
     inputs = make_inputs(case, mask=spec.mask, head_dim=problem.head_dim, v_dim=problem.v_dim, dtype=DTYPES[format])
     exact = reference.attention(inputs.q, inputs.k, inputs.v, mask=spec.mask).out.numpy()
     wrong: dict[str, int | None] = {"gpu": None, "cpu": None}

@@ -148,6 +148,7 @@ class CpuRunner(Runner):
 
     def run_case(self, case: Case) -> CpuCaseResult:
         """Run under every schedule, compare the first with the reference and the others with the first."""
+        case = inputs.served(case, self.spec)
         made = self._make(case)
         wanted = self._expected(made, case.scale)
         first, failures = self._run_all(case, made)

@@ -224,6 +224,22 @@ def test_the_cases_cover_what_they_must(stem: str) -> None:
         assert (seen.sum(-1) == spec.mask.left + spec.mask.right + 1).any()  # and some fit as a whole
 
 
+@pytest.mark.parametrize(
+    ("heads_q", "heads_kv", "pack", "served"), [(4, 2, 1, 4), (4, 2, 4, 8), (8, 2, 4, 8), (6, 2, 2, 8), (1, 1, 8, 8)]
+)
+def test_cases_have_whole_packs_of_heads(heads_q: int, heads_kv: int, pack: int, served: int) -> None:
+    assert inputs.served_heads(heads_q, heads_kv, pack) == served
+    spec = changed("k5_d128", tile={"pack_heads": pack}).spec
+    assert inputs.served(Case("x", "", 1, 1, 1, heads_q, heads_kv), spec).heads_q == served
+
+
+def test_packed_rows_of_v_are_shorter_than_those_of_q() -> None:
+    case = Case("packed", "", 1, 4, 4, 1, 1, layout="packed")
+    made = inputs.make(case, head_dim=64, v_dim=32, dtype=torch.bfloat16, device=torch.device("cpu"), seed=1)
+    assert (made.q.shape[-1], made.v.shape[-1], made.out.shape[-1]) == (64, 32, 32)
+    assert torch.isfinite(made.v).all() and made.v.stride(1) == 3 * 64
+
+
 def test_the_bounds_by_hand() -> None:
     """One query, two keys of equal score: p = 1/2 each, O their mean."""
     q, k = torch.zeros(1, 1, 1, 64, dtype=torch.bfloat16), torch.zeros(1, 2, 1, 64, dtype=torch.bfloat16)

@@ -99,7 +99,7 @@ def run_module(task: Task, on: On) -> Result:
     spec, path = variant.spec, workspace.module_path(task.name)
     module: Any = load_file(path) if on == "gpu" else fa3gen.load(task.name, on="cpu")
     result = Result(task, source_sha256=evidence.sha256(path))
-    for case in comparison.CASES:
+    for case in (comparison.served(case, spec) for case in comparison.CASES):
         dtype = comparison.DTYPES[spec.problem.dtype]
         inputs = comparison.make_inputs(
             case, mask=spec.mask, head_dim=spec.problem.head_dim, v_dim=spec.problem.v_dim, dtype=dtype
@@ -107,7 +107,8 @@ def run_module(task: Task, on: On) -> Result:
         result.inputs[case.name] = comparison.digest((inputs.q, inputs.k, inputs.v))
         q, k, v = (tensor.to(device(on)) for tensor in (inputs.q, inputs.k, inputs.v))
         options = {"return_lse": True} if spec.outputs.lse else {}
-        given = module.attention(q, k, v, out=torch.full_like(q, float("nan")), **options)
+        out = torch.full((*q.shape[:-1], v.shape[-1]), float("nan"), dtype=q.dtype, device=q.device)
+        given = module.attention(q, k, v, out=out, **options)
         out, lse = given if spec.outputs.lse else (given, None)
         result.arrays[f"{case.name}/out"] = comparison.bits_of(out)
         if lse is not None:
