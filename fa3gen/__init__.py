@@ -23,7 +23,8 @@ _loaded: dict[Path, ModuleType] = {}
 def load(stem: str, *, on: Literal["gpu", "cpu"] = "gpu") -> ModuleType:
     """Import a generated module by its stem, such as `k4_2_d128_causal`, from the workspace or else from the package.
 
-    Importing needs torch and nvidia-cutlass-dsl, but no GPU; the kernel is compiled at the first call of `attention`.
+    Importing needs torch and nvidia-cutlass-dsl, but no GPU. The first call of `attention` takes the compiled kernel
+    from the compile cache, or else compiles it in a process of its own (with $FA3GEN_NO_JIT=1 it raises instead).
     With `on="cpu"`, `attention` takes CPU tensors and executes the kernel's PTX on a model of sm_90a; it raises
     `fa3gen.cpu.findings.Hazard` for a mistake that the model sees. Each such call gives a module of its own, whose
     `cpu` (`fa3gen.cpu.module.CpuModel`) holds the settings: schedule and trace.
@@ -52,7 +53,7 @@ def load(stem: str, *, on: Literal["gpu", "cpu"] = "gpu") -> ModuleType:
 
         return load_on_cpu(path)
     if path not in _loaded:
-        from fa3gen.loading import load_file
+        from fa3gen.launch import load_for_launch
 
-        _loaded[path] = load_file(path)
+        _loaded[path] = load_for_launch(path)
     return _loaded[path]

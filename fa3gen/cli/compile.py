@@ -88,12 +88,17 @@ def _require_modules(workspace: Workspace, variants: Sequence[Variant]) -> None:
 def build(
     workspace: Workspace, variants: Sequence[Variant], expectations: dict[str, Expectation], jobs: int | None
 ) -> list[Outcome]:
-    """Compile and examine every variant's module, several at a time; progress goes to standard error."""
-    from fa3gen.compiler import analyse_many
+    """Compile and examine every variant's module, several at a time, and keep what `fa3gen.load` needs to launch it.
+
+    Progress goes to standard error.
+    """
+    from fa3gen.compile_cache import compile_and_keep
+    from fa3gen.compiler import analyse, side_by_side
 
     paths = {workspace.module_path(variant.stem): variant for variant in variants}
     with _progress(len(paths)) as advance:
-        results = analyse_many(list(paths), jobs, on_done=lambda path, result: advance(path.stem))
+        work = lambda path: analyse(compile_and_keep(path))  # noqa: E731
+        results = side_by_side(work, list(paths), jobs, lambda path, result: advance(path.stem))
     return [judge(variant, expectations[variant.stem], results[path]) for path, variant in paths.items()]
 
 
