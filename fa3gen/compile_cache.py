@@ -76,7 +76,7 @@ def cached_object(path: Path, *, may_compile: bool = True) -> bytes | None:
     """The object file of a module: host code for this CPU with the cubin inside, for `fa3gen.launch`.
 
     From the cache, or compiled in a process of its own and kept, as by `cached_compile`. With `may_compile` False, a
-    miss gives None. Raises what `compile_module` raises.
+    miss gives None. Empty for a module compiled without TVM FFI. Raises what `compile_module` raises.
     """
     path = path.resolve()
     key = _key(path, line_info=False, for_cpu=_host_cpu())
@@ -102,7 +102,8 @@ def compile_and_keep(path: Path) -> Compiled:
     if keys == [_key(path, line_info=False), _key(path, line_info=False, for_cpu=cpu)]:
         plain, launched = (cache_directory() / key[:2] / key for key in keys if key is not None)
         _write(plain, replace(compiled, object_file=b""))
-        _write_files(launched, {_OBJECT: compiled.object_file}, {"module": path.name, "dsl": compiled.dsl})
+        if compiled.object_file:
+            _write_files(launched, {_OBJECT: compiled.object_file}, {"module": path.name, "dsl": compiled.dsl})
     return compiled
 
 

@@ -2,7 +2,8 @@
 
 Usage: compile_worker.py MODULE.py OUT_DIR [--object NAME] [OPTIONS]. Writes into OUT_DIR `kernel.ptx`, `kernel.cubin`,
 `host.mlir` and `result.json`: {"error": null or {"type", "message", "missing"}, "compile_seconds", "peak_bytes",
-"dsl"}. With `--object`, also `kernel.o`: host code and cubin for this CPU, of which NAME is the TVM FFI function.
+"dsl"}. With `--object`, also `kernel.o`: host code and cubin for this CPU, of which NAME is the TVM FFI function;
+not for a module that is compiled without TVM FFI.
 OPTIONS, one argument, go to the module's compile_for_sm90a, which has its own default. The environment must already
 hold the DSL's settings; ptxas's remarks go to standard error.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 import gc
 import importlib.metadata
 import importlib.util
+import inspect
 import json
 import sys
 import time
@@ -62,7 +64,7 @@ def compile_to(module_path: Path, out: Path, options: str | None = None, object_
     (out / "kernel.cubin").write_bytes(compiled.__cubin__)
     host = getattr(compiled, "ir_module", None)
     (out / "host.mlir").write_text(str(host) if host is not None else "")
-    if object_name is not None:
+    if object_name is not None and "function_name" in inspect.signature(compiled.export_to_c).parameters:
         # The other symbols stay inside: a process may load the objects of several modules.
         compiled.export_to_c(str(out / "kernel.o"), function_name=object_name, export_only_tvm_ffi_symbols=True)
     return seconds

@@ -56,7 +56,7 @@ class Compiled:
     `peak_bytes` is the process's peak resident memory (None where the system does not tell), `ptxas_log` what ptxas
     printed with -v, as the DSL lays it out, `host_module` the lowered LLVM-dialect text of the host code, `dsl` the
     DSL's version. `object_file` is the host code for this CPU with the cubin inside, as `fa3gen.launch` loads it: empty
-    unless it was asked for.
+    unless it was asked for, and for a module compiled without TVM FFI.
     """
 
     path: Path
@@ -131,7 +131,7 @@ def compile_module(
             compile_seconds=result["compile_seconds"],
             peak_bytes=result["peak_bytes"],
             dsl=result["dsl"],
-            object_file=(out / "kernel.o").read_bytes() if with_object else b"",
+            object_file=(out / "kernel.o").read_bytes() if (out / "kernel.o").is_file() else b"",
         )
 
 

@@ -65,6 +65,8 @@ def executable(path: Path) -> Callable[..., None]:
             f"{path.stem} is not in the compile cache ({cache_directory()}) for this file, CPU and software, and "
             f"${NO_JIT_VARIABLE} is set; fill the cache with: fa3gen compile {path.stem}"
         )
+    if not code:
+        raise UserError(f"{path} compiles to no TVM FFI function; its compile_for_sm90a needs {DEFAULT_OPTIONS}")
     return load_object(code, path.stem)
 
 

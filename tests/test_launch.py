@@ -169,6 +169,12 @@ def test_other_options_are_compiled_here(fake: FakeCompiler, monkeypatch: pytest
     assert asked == ["--opt-level 0"]
 
 
+def test_module_without_tvm_ffi_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "cached_object", lambda path, may_compile: b"")
+    with pytest.raises(UserError, match="compiles to no TVM FFI function; its compile_for_sm90a needs --enable-tvm"):
+        launch.executable(MODULE)
+
+
 def test_what_is_no_object_file_is_said() -> None:
     with pytest.raises(UserError, match="compiled host code of k9 cannot be loaded: .*run: fa3gen compile k9"):
         launch.load_object(b"not an object file", "k9")
