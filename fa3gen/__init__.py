@@ -2,7 +2,10 @@
 
 import fa3gen
 
-module = fa3gen.load("k4_2_d128_causal")
+out = fa3gen.attention(q, k, v, causal=True)        # by the module that is fastest for these shapes
+print(fa3gen.attention.explain(q, k, v, causal=True))
+
+module = fa3gen.load("k4_2_d128_causal")            # or by one of your choice
 out, lse = module.attention(q, k, v, return_lse=True)
 
 Without a GPU, `fa3gen.load("k4_2_d128_causal", on="cpu")` takes CPU tensors and runs the same compiled kernel on a
@@ -11,13 +14,23 @@ model of sm_90a.
 
 from __future__ import annotations
 
-from pathlib import Path
 from types import ModuleType
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-__all__ = ["load"]
+if TYPE_CHECKING:
+    from fa3gen.ops import attention as attention
 
-_loaded: dict[Path, ModuleType] = {}
+__all__ = ["attention", "load"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import `fa3gen.attention` when it is first asked for: it needs torch, and the rest of the package does not."""
+    if name != "attention":
+        raise AttributeError(f"module 'fa3gen' has no attribute '{name}'")
+    from fa3gen.ops import attention
+
+    globals()["attention"] = attention
+    return attention
 
 
 def load(stem: str, *, on: Literal["gpu", "cpu"] = "gpu") -> ModuleType:
@@ -52,8 +65,6 @@ def load(stem: str, *, on: Literal["gpu", "cpu"] = "gpu") -> ModuleType:
         from fa3gen.cpu.module import load_on_cpu
 
         return load_on_cpu(path)
-    if path not in _loaded:
-        from fa3gen.launch import load_for_launch
+    from fa3gen.launch import module_at
 
-        _loaded[path] = load_for_launch(path)
-    return _loaded[path]
+    return module_at(path)

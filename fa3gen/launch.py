@@ -36,6 +36,12 @@ def compiling_forbidden() -> bool:
     return os.environ.get(NO_JIT_VARIABLE, "") not in ("", "0")
 
 
+@functools.cache
+def module_at(path: Path) -> ModuleType:
+    """The module of a generated file, imported once in this process; see `load_for_launch`."""
+    return load_for_launch(path)
+
+
 def load_for_launch(path: Path) -> ModuleType:
     """Import a generated file, every time anew, as a module whose kernel comes from the compile cache.
 
