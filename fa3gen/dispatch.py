@@ -179,8 +179,7 @@ def choose(family: Family, seq_k: int, *, lse: bool, workspace: Workspace) -> Ch
     for home, path in tables(workspace):
         for number, row in enumerate(read_table(path).rows, 1):
             if row.serves(family, seq_k):
-                place = f"{workspace.shown(path)}, row {number}: {family}, {row.region}"
-                if (choice := _of_row(home, row, place)).spec.outputs.lse or not lse:
+                if (choice := _of_row(home, row, _place(home, path, number, row))).spec.outputs.lse or not lse:
                     return choice
     return _unmeasured(family, lse, workspace)
 
@@ -213,8 +212,13 @@ def table_path(workspace: Workspace) -> Path:
     return workspace.root / FILE_NAME
 
 
+def _place(home: Workspace, path: Path, number: int, row: Row) -> str:
+    """`fa3gen/dispatch.yaml, row 3 (bf16, head dim 128, causal, up to 1024 keys)`."""
+    return f"{home.shown(path)}, row {number} ({row.family}, {row.region})"
+
+
 def _of_row(home: Workspace, row: Row, place: str) -> Choice:
-    """The module of a row. Raises NoKernel when it is missing or another file than the one that was measured."""
+    """The module of a row. Raises NoKernel when it is missing, was not the one measured, or computes something else."""
     file = home.module_path(row.module)
     measure = f"fa3gen tune --modules {row.module} && {WRITE_TABLE}"
     if not file.is_file():
@@ -225,6 +229,8 @@ def _of_row(home: Workspace, row: Row, place: str) -> Choice:
             f"measure again and write the table anew: {measure}"
         )
     [variant] = home.resolve(row.module)
+    if (computed := Family.of(variant.spec)) != row.family:
+        raise NoKernel(f"{place} is served by {row.module}, and that computes {computed}; run: {WRITE_TABLE}")
     return Choice(row.module, file, variant.spec, variant.source, row, place)
 
 
@@ -491,14 +497,8 @@ def check_table(workspace: Workspace, records: Iterable[_Record]) -> list[str]:
     if path.read_text(encoding="utf-8") != table_from_records(records):
         wrong.append(f"{workspace.shown(path)} is not what the tuning records give; run: {WRITE_TABLE}")
     for number, row in enumerate(table.rows, 1):
-        place = f"{workspace.shown(path)}, row {number}"
         try:
-            choice = _of_row(workspace, row, place)
+            _of_row(workspace, row, _place(workspace, path, number, row))
         except UserError as error:
             wrong.append(str(error))
-            continue
-        if Family.of(choice.spec) != row.family:
-            wrong.append(
-                f"{place} is for {row.family}, and {row.module} computes {Family.of(choice.spec)}; {WRITE_TABLE}"
-            )
     return wrong
