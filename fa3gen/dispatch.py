@@ -178,9 +178,11 @@ def choose(family: Family, seq_k: int, *, lse: bool, workspace: Workspace) -> Ch
     """
     for home, path in tables(workspace):
         for number, row in enumerate(read_table(path).rows, 1):
-            if row.serves(family, seq_k):
-                if (choice := _of_row(home, row, _place(home, path, number, row))).spec.outputs.lse or not lse:
-                    return choice
+            if not row.serves(family, seq_k):
+                continue
+            choice = _of_row(home, row, _place(home, path, number, row))
+            if choice.spec.outputs.lse or not lse:
+                return choice
     return _unmeasured(family, lse, workspace)
 
 

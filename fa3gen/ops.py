@@ -8,7 +8,7 @@ the same and have fake implementations.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,7 @@ from fa3gen.spec import DType
 from fa3gen.workspace import Workspace
 
 Returned = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
-Window = tuple[int, int] | None
+Window = Sequence[int] | None
 
 DTYPES: dict[torch.dtype, DType] = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
@@ -85,7 +85,13 @@ class Attention:
             TypeError, ValueError: An argument is of another type, dtype, device, shape, stride or alignment; or one
                 requires grad in grad mode, since this is forward only.
         """
-        if torch.compiler.is_compiling() or not _plain(q, k, v) or peek_interpreter_stack() is not None:
+        if torch.compiler.is_compiling():
+            return _by_operator(q, k, v, causal, window, scale, out, return_lse)
+        if window is not None and type(window) is not tuple:
+            dispatch.mask_of(causal, window)  # which says what a window has to be
+            window = tuple(window)
+        if not _plain(q, k, v) or peek_interpreter_stack() is not None:
+            _asked(q, k, v, causal, window)  # its messages are better than those of an operator's schema
             return _by_operator(q, k, v, causal, window, scale, out, return_lse)
         keys = k.shape[1]
         for stretch in _stretches.get((q.dtype, q.shape[3], v.shape[3], causal, window, return_lse), ()):
@@ -146,7 +152,8 @@ def _asked(q: Any, k: Any, v: Any, causal: bool, window: Window) -> tuple[Family
 def _serving(q: Any, k: Any, v: Any, causal: bool, window: Any, return_lse: bool) -> Callable[..., Any]:
     """The `attention` of the module for a call, which is remembered for others like it."""
     family, keys = _asked(q, k, v, causal, window)
-    key = (q.dtype, q.shape[3], v.shape[3], causal, None if window is None else tuple(window), return_lse)
+    reach = None if window is None else tuple(window)  # an operator hands it over as a list
+    key = (q.dtype, q.shape[3], v.shape[3], causal, reach, return_lse)
     known = _stretches.setdefault(key, [])
     for found in known:
         if found.first <= keys <= found.last:
