@@ -9,7 +9,6 @@ the same and have fake implementations.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,18 +29,10 @@ DTYPES: dict[torch.dtype, DType] = {torch.bfloat16: "bf16", torch.float16: "fp16
 _NO_LIMIT = 2**63
 
 
-@dataclass(frozen=True)
-class _Stretch:
-    """Numbers of keys from `first` to `last`, and the `attention` of the module that serves them."""
-
-    first: int
-    last: int
-    attention: Callable[..., Any]
-
-
-# By dtype, head dims, causal, window and return_lse: the stretches that were asked for so far. A key holds nothing that
-# changes from call to call, so that this stays small; reading it is all that a repeated call does.
-_stretches: dict[tuple[Any, ...], list[_Stretch]] = {}
+# By dtype, head dims, causal, window and return_lse: the stretches of lengths that were asked for so far, as least and
+# largest number of keys and the `attention` of the module that serves them. A key holds nothing that changes from call
+# to call, so that this stays small; reading it is all that a repeated call does, and plain tuples are read fastest.
+_stretches: dict[tuple[Any, ...], list[tuple[int, int, Callable[..., Any]]]] = {}
 
 
 class Attention:
@@ -93,11 +84,8 @@ class Attention:
         if not _plain(q, k, v) or peek_interpreter_stack() is not None:
             _asked(q, k, v, causal, window)  # its messages are better than those of an operator's schema
             return _by_operator(q, k, v, causal, window, scale, out, return_lse)
-        keys = k.shape[1]
-        for stretch in _stretches.get((q.dtype, q.shape[3], v.shape[3], causal, window, return_lse), ()):
-            if stretch.first <= keys <= stretch.last:
-                return stretch.attention(q, k, v, scale=scale, out=out, return_lse=return_lse)
-        return _serving(q, k, v, causal, window, return_lse)(q, k, v, scale=scale, out=out, return_lse=return_lse)
+        serving = _serving(q, k, v, causal, window, return_lse)
+        return serving(q, k, v, scale=scale, out=out, return_lse=return_lse)
 
     def explain(
         self,
@@ -127,12 +115,7 @@ def _plain(q: Any, k: Any, v: Any) -> bool:
     """Whether these are tensors on a GPU that nobody watches, so that nothing is lost by leaving the dispatcher out."""
     tensor = torch.Tensor
     return (
-        type(q) is tensor
-        and type(k) is tensor
-        and type(v) is tensor
-        and q.is_cuda
-        and q.ndim == k.ndim == v.ndim == 4
-        and _len_torch_dispatch_stack() == 0
+        type(q) is tensor and type(k) is tensor and type(v) is tensor and q.is_cuda and _len_torch_dispatch_stack() == 0
     )
 
 
@@ -150,20 +133,27 @@ def _asked(q: Any, k: Any, v: Any, causal: bool, window: Window) -> tuple[Family
 
 
 def _serving(q: Any, k: Any, v: Any, causal: bool, window: Any, return_lse: bool) -> Callable[..., Any]:
-    """The `attention` of the module for a call, which is remembered for others like it."""
+    """The `attention` of the module for a call; `window` is None or a tuple."""
+    try:
+        keys = k.shape[1]
+        for first, last, attention in _stretches.get((q.dtype, q.shape[3], v.shape[3], causal, window, return_lse), ()):
+            if first <= keys <= last:
+                return attention
+    except IndexError:
+        pass  # not four dimensions: what follows says so
+    return _find(q, k, v, causal, window, return_lse)
+
+
+def _find(q: Any, k: Any, v: Any, causal: bool, window: Any, return_lse: bool) -> Callable[..., Any]:
+    """The same for a call that is unlike all before it: look into the table, and remember."""
     family, keys = _asked(q, k, v, causal, window)
-    reach = None if window is None else tuple(window)  # an operator hands it over as a list
-    key = (q.dtype, q.shape[3], v.shape[3], causal, reach, return_lse)
-    known = _stretches.setdefault(key, [])
-    for found in known:
-        if found.first <= keys <= found.last:
-            return found.attention
     workspace = Workspace.find()
     choice = dispatch.choose(family, keys, lse=return_lse, workspace=workspace)
     first, last = dispatch.stretch(family, keys, workspace)
-    serving: Callable[..., Any] = module_at(choice.file).attention
-    known.append(_Stretch(first, _NO_LIMIT if last is None else last, serving))
-    return serving
+    attention: Callable[..., Any] = module_at(choice.file).attention
+    key = (q.dtype, q.shape[3], v.shape[3], causal, window, return_lse)
+    _stretches.setdefault(key, []).append((first, _NO_LIMIT if last is None else last, attention))
+    return attention
 
 
 # Operators, for whatever looks at calls instead of making them
@@ -198,7 +188,8 @@ def _forward(
     return_lse: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`fa3gen::attention_forward`: O and LSE, which has no rows unless `return_lse`."""
-    returned = _serving(q, k, v, causal, window, return_lse)(q, k, v, scale=scale, return_lse=return_lse)
+    serving = _serving(q, k, v, causal, None if window is None else tuple(window), return_lse)
+    returned = serving(q, k, v, scale=scale, return_lse=return_lse)
     return returned if return_lse else (returned, _lse_like(q, False))
 
 
@@ -214,7 +205,8 @@ def _forward_out(
     return_lse: bool = False,
 ) -> torch.Tensor:
     """`fa3gen::attention_forward_out`: writes O to `out` and returns LSE, which has no rows unless `return_lse`."""
-    returned = _serving(q, k, v, causal, window, return_lse)(q, k, v, scale=scale, out=out, return_lse=return_lse)
+    serving = _serving(q, k, v, causal, None if window is None else tuple(window), return_lse)
+    returned = serving(q, k, v, scale=scale, out=out, return_lse=return_lse)
     lse: torch.Tensor = returned[1] if return_lse else _lse_like(q, False)
     return lse
 
