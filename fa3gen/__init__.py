@@ -52,9 +52,7 @@ def load(stem: str, *, on: Literal["gpu", "cpu"] = "gpu") -> ModuleType:
     if on not in ("gpu", "cpu"):
         raise UserError(f"on={on!r}; it needs to be 'gpu' (the default) or 'cpu'")
     workspace = Workspace.find()
-    path = workspace.module_path(stem)
-    if not path.is_file() and not workspace.owns(stem):  # of the workspace's own spec, the package's is another module
-        path = workspace.bundled / "generated" / f"{stem}.py"
+    path = workspace.rendered_path(stem)
     if not path.is_file():
         variant = next((variant for variant in workspace.resolve(stem) if variant.stem == stem), None)
         if variant is None:

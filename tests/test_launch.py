@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from rendering import CHECKOUT, ROOT
 
-from fa3gen import compile_cache, compiler, launch
+from fa3gen import cli, compile_cache, compiler, launch
 from fa3gen.compile_cache import CACHE_DIR_VARIABLE, cached_object
 from fa3gen.compiler import Compiled
 from fa3gen.errors import UserError
@@ -151,6 +151,20 @@ def test_no_jit(fake: FakeCompiler, monkeypatch: pytest.MonkeyPatch, value: str,
     assert fake.times == (0 if forbidden else 1)
     compile_cache.compile_and_keep(MODULE)
     assert launch.executable(MODULE) == b"object of " + MODULE.read_bytes()
+
+
+def test_the_command_that_is_named_fills_the_cache(
+    fake: FakeCompiler, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Where there is no workspace, with the package's module; that it cannot be examined does not matter."""
+
+    def analyse(compiled: Compiled) -> None:
+        raise UserError("not examined")
+
+    monkeypatch.setattr(compiler, "analyse", analyse)
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["compile", STEM]) == 2
+    assert cached_object(MODULE, may_compile=False) == b"object of " + MODULE.read_bytes() and fake.times == 1
 
 
 def test_other_options_are_compiled_here(fake: FakeCompiler, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,6 +46,8 @@ def compile(
 ) -> None:
     """Compile generated modules for sm_90a (no GPU needed) and compare their facts with what the plan predicts.
 
+    What is compiled is kept: `fa3gen.load` and `fa3gen.attention` then launch it without compiling.
+
     Exits with 1 when a fact is not as predicted, with 2 when a module is missing or does not compile.
     """
     from fa3gen import toolchain
@@ -78,7 +80,7 @@ def compile(
 def _require_modules(workspace: Workspace, variants: Sequence[Variant]) -> None:
     from fa3gen.errors import UserError
 
-    missing = [variant for variant in variants if not workspace.module_path(variant.stem).is_file()]
+    missing = [variant for variant in variants if not workspace.rendered_path(variant.stem).is_file()]
     if missing:
         paths = ", ".join(str(workspace.module_path(variant.stem)) for variant in missing)
         sources = " ".join(dict.fromkeys(str(variant.source) for variant in missing))
@@ -95,7 +97,7 @@ def build(
     from fa3gen.compile_cache import compile_and_keep
     from fa3gen.compiler import analyse, side_by_side
 
-    paths = {workspace.module_path(variant.stem): variant for variant in variants}
+    paths = {workspace.rendered_path(variant.stem): variant for variant in variants}
     with _progress(len(paths)) as advance:
         work = lambda path: analyse(compile_and_keep(path))  # noqa: E731
         results = side_by_side(work, list(paths), jobs, lambda path, result: advance(path.stem))
