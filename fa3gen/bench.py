@@ -21,7 +21,7 @@ from fa3gen import gpu, reference
 from fa3gen.errors import UserError
 from fa3gen.launch_times import LaunchTimes, host_microseconds, small_problem
 from fa3gen.peers import PEERS, Attend, Peer, Unavailable
-from fa3gen.spec import CausalMask, GlobalHandoff, Mask, NoMask, Spec, WindowMask
+from fa3gen.spec import CausalMask, GlobalHandoff, Mask, NoMask, Problem, Spec, WindowMask
 from fa3gen.verify import DTYPES
 
 TOKENS = 16384
@@ -42,6 +42,7 @@ class Cell:
     mask: Mask
     seq_len: int
     dtype: str = "bf16"
+    head_dim_v: int | None = None  # of v and O, where it is not head_dim
 
     @property
     def batch(self) -> int:
@@ -50,16 +51,26 @@ class Cell:
 
     @property
     def heads(self) -> int:
-        """Heads that make a width of 2048."""
+        """Heads that make a width of 2048, or as many as fit in it where the head dim does not divide it."""
         return WIDTH // self.head_dim
 
     @property
+    def v_dim(self) -> int:
+        """Head dim of v and O."""
+        return self.head_dim if self.head_dim_v is None else self.head_dim_v
+
+    @property
+    def head_dims(self) -> str:
+        """The head dims in one word: 128, or 192/128 where v has one of its own."""
+        return f"{self.head_dim}" if self.v_dim == self.head_dim else f"{self.head_dim}/{self.v_dim}"
+
+    @property
     def flops(self) -> float:
-        """Return 4 B H S^2 d, halved for causal (as the literature counts it); visible pairs for a window."""
+        """Return 2 B H S^2 (d + d_v), halved for causal (as the literature counts it); visible pairs for a window."""
         pairs = self.seq_len**2 / (2 if isinstance(self.mask, CausalMask) else 1)
         if isinstance(self.mask, WindowMask):
             pairs = reference.visible_pairs(self.mask, seq_q=self.seq_len, seq_k=self.seq_len)
-        return 4 * self.batch * self.heads * pairs * self.head_dim
+        return 2 * self.batch * self.heads * pairs * (self.head_dim + self.v_dim)
 
 
 def mask_label(mask: Mask) -> str:
@@ -88,7 +99,8 @@ def module_competitor(name: str, spec: Spec, load: Callable[[], Any]) -> Competi
 
     def serves(cell: Cell) -> bool:
         problem = spec.problem
-        return (cell.head_dim, cell.dtype, cell.mask) == (problem.head_dim, problem.dtype, spec.mask)
+        wanted = (problem.head_dim, problem.v_dim, problem.dtype, spec.mask)
+        return (cell.head_dim, cell.v_dim, cell.dtype, cell.mask) == wanted
 
     def prepare(cell: Cell) -> Attend:
         attend: Attend = load().attention
@@ -153,15 +165,16 @@ class Bench:
         """Return plain JSON types: protocol, environment, per cell its shape, results and GPU sample, launch times."""
         protocol = {
             "tokens": TOKENS,
-            "heads_x_head_dim": WIDTH,
-            "flops": "4 B H S^2 d; halved for causal; visible pairs for a window",
+            "heads_x_head_dim": f"{WIDTH}, or as many heads as fit in it",
+            "flops": "2 B H S^2 (d + d_v); halved for causal; visible pairs for a window",
             "timing": "CUDA events around one launch, median over rounds, competitors interleaved",
             "flush_bytes": FLUSH_BYTES,
         }
         cells = []
         for entry in self.cells:
             cell = entry.cell
-            facts = {"head_dim": cell.head_dim, "mask": mask_label(cell.mask), "dtype": cell.dtype}
+            facts = {"head_dim": cell.head_dim, "head_dim_v": cell.v_dim, "mask": mask_label(cell.mask)}
+            facts["dtype"] = cell.dtype
             shape = {"seq_len": cell.seq_len, "batch": cell.batch, "heads": cell.heads, "flops": cell.flops}
             results = [asdict(result) for result in entry.results]
             cells.append({**facts, **shape, "results": results, "gpu": asdict(entry.sample)})
@@ -231,28 +244,32 @@ def plan_cells(
 ) -> list[Cell]:
     """Return the cells that at least one of the specs serves, filtered; UserError when nothing is left.
 
-    Sequence lengths must divide 16,384, head dims 2048. Cells of one head dim and mask stand together, shortest first.
+    Sequence lengths must divide 16,384. Cells of one head dim and mask stand together, shortest first.
     """
     for seq_len in seq_lens:
         if seq_len < 1 or TOKENS % seq_len:
             raise UserError(f"--seq-len {seq_len} does not divide {TOKENS}; use one of {', '.join(map(str, SEQ_LENS))}")
     lengths = sorted(set(seq_lens)) or (QUICK_SEQ_LENS if quick else SEQ_LENS)
-    problems = dict.fromkeys((spec.problem.head_dim, spec.problem.dtype, spec.mask) for spec in specs)
+    problems = dict.fromkeys((spec.problem, spec.mask) for spec in specs)
     chosen = [
-        (head_dim, dtype, mask)
-        for head_dim, dtype, mask in sorted(
-            problems, key=lambda facts: (facts[0], facts[1], mask_label(facts[2]) != "full")
-        )
-        if (not head_dims or head_dim in head_dims) and (not masks or mask_label(mask) in masks)
+        (problem, mask)
+        for problem, mask in sorted(problems, key=_grid_order)
+        if (not head_dims or problem.head_dim in head_dims) and (not masks or mask_label(mask) in masks)
     ]
     if not chosen:
-        offered = ", ".join(sorted({f"head dim {d} {mask_label(mask)}" for d, _, mask in problems}))
+        offered = ", ".join(sorted({f"head dim {problem.head_dim} {mask_label(mask)}" for problem, mask in problems}))
         raise UserError(f"no spec given serves that head dim and mask; they serve {offered}")
-    for head_dim, _, _ in chosen:
-        if WIDTH % head_dim:
-            text = f"head dim {head_dim} does not divide {WIDTH}, the width of the benchmark grid"
-            raise UserError(f"{text}; leave it out, naming others with --head-dim")
-    return [Cell(head_dim, mask, seq_len, dtype) for head_dim, dtype, mask in chosen for seq_len in lengths]
+    cells = [
+        Cell(p.head_dim, mask, seq_len, p.dtype, None if p.v_dim == p.head_dim else p.v_dim)
+        for p, mask in chosen
+        for seq_len in lengths
+    ]
+    return list(dict.fromkeys(cells))  # a head_dim_v that says what head_dim says makes no cell of its own
+
+
+def _grid_order(facts: tuple[Problem, Mask]) -> tuple[int, int, str, bool]:
+    problem, mask = facts
+    return problem.head_dim, problem.v_dim, problem.dtype, mask_label(mask) != "full"
 
 
 @dataclass
@@ -268,12 +285,12 @@ class Runner:
     device: torch.device
     spend_ms: float
     limit_ms: float
-    pace: dict[tuple[str, int, str, str], float] = field(default_factory=dict)  # ms per FLOP
+    pace: dict[tuple[str, str, str, str], float] = field(default_factory=dict)  # ms per FLOP
 
     def run(self, cells: Sequence[Cell], on_progress: Callable[[str], None]) -> Iterator[CellResult]:
         """Measure the cells in order; `on_progress` hears what is being worked on."""
         for number, cell in enumerate(cells, 1):
-            place = f"[{number}/{len(cells)}] head dim {cell.head_dim} {mask_label(cell.mask)} {cell.seq_len}"
+            place = f"[{number}/{len(cells)}] head dim {cell.head_dims} {mask_label(cell.mask)} {cell.seq_len}"
             yield self.run_cell(cell, lambda name, place=place: on_progress(f"{place}: {name}"))  # type: ignore[misc]
 
     def run_cell(self, cell: Cell, on_progress: Callable[[str], None] = lambda name: None) -> CellResult:
@@ -313,13 +330,13 @@ class Runner:
 
     def _inputs(self, cell: Cell) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         generator = torch.Generator(self.device).manual_seed(cell.seq_len + cell.head_dim)
-        shape = (cell.batch, cell.seq_len, cell.heads, cell.head_dim)
-        facts = {"dtype": DTYPES[cell.dtype], "device": self.device, "generator": generator}
-        q, k, v = (torch.randn(shape, **facts) for _ in range(3))  # type: ignore[call-overload]
+        shape = (cell.batch, cell.seq_len, cell.heads)
+        facts: dict[str, Any] = {"dtype": DTYPES[cell.dtype], "device": self.device, "generator": generator}
+        q, k, v = (torch.randn((*shape, dim), **facts) for dim in (cell.head_dim, cell.head_dim, cell.v_dim))
         return q, k, v
 
-    def _key(self, competitor: Competitor, cell: Cell) -> tuple[str, int, str, str]:
-        return competitor.name, cell.head_dim, cell.dtype, mask_label(cell.mask)
+    def _key(self, competitor: Competitor, cell: Cell) -> tuple[str, str, str, str]:
+        return competitor.name, cell.head_dims, cell.dtype, mask_label(cell.mask)
 
     def _forbidden(self, competitor: Competitor, cell: Cell) -> str | None:
         """Say why this launch should not even be tried: memory, or the time predicted from the previous cell."""

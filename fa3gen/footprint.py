@@ -83,11 +83,12 @@ def shared_memory_map(spec: Spec) -> list[Region]:
     if isinstance(spec.handoff, GlobalHandoff):
         return []
     q, kv, d, stages = spec.tile.q, spec.tile.kv, spec.problem.head_dim, kv_stages(spec)
+    v_dim = spec.problem.v_dim
     regions = [_tile("sQ", q, d, 1, "Q")]
     if isinstance(spec.load, SyncLoad):
         regions.append(_tile("sKV", kv, d, 1, "K, then V"))
     else:
-        regions += [_tile("sK", kv, d, stages, "K"), _tile("sV", kv, d, stages, "V")]
+        regions += [_tile("sK", kv, d, stages, "K"), _tile("sV", kv, v_dim, stages, "V")]
     if isinstance(spec.handoff, SmemHandoff):
         regions.append(_tile("sP", q, kv, 1, "P, 16 bits"))
     elif not isinstance(spec.handoff, RegisterHandoff):
@@ -115,7 +116,7 @@ def total_bytes(regions: Iterable[Region], barriers: int) -> int:
 
 def registers_per_thread(spec: Spec) -> list[tuple[str, int]]:
     """32-bit registers that one computing thread holds at the widest point of the loop, by what (an estimate)."""
-    q, kv, d, count = spec.tile.q, spec.tile.kv, spec.problem.head_dim, computing_threads(spec)
+    q, kv, d, count = spec.tile.q, spec.tile.kv, spec.problem.v_dim, computing_threads(spec)
     if isinstance(spec.handoff, GlobalHandoff) or not count:
         return [("other", OTHER_REGISTERS)]
     held = [("O", q * d // count)]

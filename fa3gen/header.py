@@ -50,7 +50,7 @@ def make_header(spec: Spec, *, summary: str, source: PurePath) -> Header:
     mask = {"none": "no mask", "causal": "causal", "window": "sliding window"}[spec.mask.kind]
     naive = isinstance(spec.handoff, GlobalHandoff)
     return Header(
-        title=f"{summary.rstrip('.')}: head dim {spec.problem.head_dim}, {dtype}, {mask}.",
+        title=f"{summary.rstrip('.')}: {_head_dims(spec)}, {dtype}, {mask}.",
         spec_path=source.as_posix(),
         render_command=f"fa3gen render {source.as_posix()}",
         mask=_mask_sentence(spec),
@@ -62,6 +62,11 @@ def make_header(spec: Spec, *, summary: str, source: PurePath) -> Header:
         timeline_title="The three kernels" if naive else "Steady state, one tile of keys",
         timeline=_columns(_numbered(_steps(spec))),
     )
+
+
+def _head_dims(spec: Spec) -> str:
+    d, v_dim = spec.problem.head_dim, spec.problem.v_dim
+    return f"head dim {d}" if d == v_dim else f"head dim {d}/{v_dim}"
 
 
 def _steps(spec: Spec) -> list[tuple[str, ...]]:
@@ -114,7 +119,7 @@ def _decisions(spec: Spec) -> list[tuple[str, str]]:
     rows.append(("S = Q K^T", _product_sentence(spec.qk, spec.tile.kv, spec.problem.head_dim, "Q", "K")))
     rows.append(("softmax", _softmax_sentence(spec)))
     rows.append(("P", _handoff_sentence(spec)))
-    rows.append(("O = P V", _product_sentence(spec.pv, spec.problem.head_dim, spec.tile.kv, "P", "V")))
+    rows.append(("O = P V", _product_sentence(spec.pv, spec.problem.v_dim, spec.tile.kv, "P", "V")))
     rows.append(("kv order", _order_sentence(spec)))
     rows.append(("output", _output_sentence(spec)))
     return rows
@@ -234,14 +239,15 @@ def _producer(spec: Spec) -> str:
 def _barriers(spec: Spec) -> list[tuple[str, ...]]:
     if not isinstance(spec.load, TmaLoad):
         return []
-    d, warps = spec.problem.head_dim * hopper.BYTES_16BIT, footprint.computing_threads(spec) // hopper.WARP
-    q, kv, stages = spec.tile.q * d, spec.tile.kv * d, str(spec.load.kv_stages)
+    warps, stages = footprint.computing_threads(spec) // hopper.WARP, str(spec.load.kv_stages)
+    row, v_row = (d * hopper.BYTES_16BIT for d in (spec.problem.head_dim, spec.problem.v_dim))
+    q, k, v = spec.tile.q * row, spec.tile.kv * row, spec.tile.kv * v_row
     tma, readers = "TMA", f"{warps} warps"
     rows: list[tuple[str, ...]] = [("name", "stages", "producer -> consumer", "a phase completes with")]
     rows.append(("q_full", "1", f"{tma} -> {readers}", f"{q} bytes"))
-    rings = [("kv", f"{2 * kv} bytes, K {kv} + V {kv}")]
+    rings = [("kv", f"{k + v} bytes, K {k} + V {v}")]
     if spec.load.barrier == "separate":
-        rings = [("k", f"{kv} bytes"), ("v", f"{kv} bytes")]
+        rings = [("k", f"{k} bytes"), ("v", f"{v} bytes")]
     for ring, announced in rings:
         rows.append((f"{ring}_full", stages, f"{tma} -> {readers}", announced))
         rows.append((f"{ring}_empty", stages, f"{readers} -> {_producer(spec)}", f"{warps} arrivals"))

@@ -104,13 +104,19 @@ def case_seed(case: Case, seed: int) -> int:
     return (seed * 1_000_003 + zlib.crc32(case.name.encode())) % 2**63
 
 
-def make(case: Case, *, head_dim: int, dtype: torch.dtype, device: torch.device, seed: int) -> Inputs:
-    """Draw the tensors of `case` on `device`. The same seed gives the same numbers on every device."""
+def make(
+    case: Case, *, head_dim: int, dtype: torch.dtype, device: torch.device, seed: int, v_dim: int | None = None
+) -> Inputs:
+    """Draw the tensors of `case` on `device`; `v_dim` is the head dim of v and O where it is not `head_dim`.
+
+    The same seed gives the same numbers on every device.
+    """
+    v_dim = head_dim if v_dim is None else v_dim
     generator = torch.Generator().manual_seed(case_seed(case, seed))
     q = torch.randn(case.batch, case.seq_q, case.heads_q, head_dim, generator=generator)
     kv_batch = 1 if case.layout == "expanded" else case.batch
     k = torch.randn(kv_batch, case.seq_k, case.heads_kv, head_dim, generator=generator)
-    v = torch.randn(kv_batch, case.seq_k, case.heads_kv, head_dim, generator=generator)
+    v = torch.randn(kv_batch, case.seq_k, case.heads_kv, v_dim, generator=generator)
     if case.distribution == "outlier":
         _add_outliers(q, k, v, generator)
     elif case.distribution == "ramp":
@@ -122,7 +128,7 @@ def make(case: Case, *, head_dim: int, dtype: torch.dtype, device: torch.device,
         q, k, v = (_placed(tensor, case.layout) for tensor in (q, k, v))
     if case.layout == "expanded":
         k, v = (tensor.expand(case.batch, -1, -1, -1) for tensor in (k, v))
-    out, storage = _poisoned_out(q, case.layout)
+    out, storage = _poisoned_out(q, v_dim, case.layout)
     return Inputs(q=q, k=k, v=v, out=out, out_storage=storage)
 
 
@@ -170,15 +176,19 @@ def _odd_strides(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _packed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Lay q, k and v side by side along the heads of one tensor, as a fused projection leaves them."""
-    heads_q, heads_kv = q.shape[2], k.shape[2]
+    """Lay q, k and v side by side along the heads of one tensor, as a fused projection leaves them.
+
+    Where the rows of v are shorter, NaN fills them up.
+    """
+    heads_q, heads_kv, v_dim = q.shape[2], k.shape[2], v.shape[3]
+    v = torch.nn.functional.pad(v, (0, q.shape[3] - v_dim), value=math.nan)
     qkv = torch.cat([q, k, v], dim=2)
-    return qkv[:, :, :heads_q], qkv[:, :, heads_q : heads_q + heads_kv], qkv[:, :, heads_q + heads_kv :]
+    return qkv[:, :, :heads_q], qkv[:, :, heads_q : heads_q + heads_kv], qkv[:, :, heads_q + heads_kv :, :v_dim]
 
 
-def _poisoned_out(q: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return an output of q's shape inside a larger buffer, all of it NaN; stored like q where that makes sense."""
-    batch, seq, heads, dim = q.shape
+def _poisoned_out(q: torch.Tensor, dim: int, layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return an output for q, rows of `dim`, inside a larger buffer, all of it NaN; stored like q where that fits."""
+    batch, seq, heads, _ = q.shape
     if layout == "transposed":
         storage = q.new_full((batch, heads, seq + 2 * GUARD, dim), math.nan).transpose(1, 2)
     else:

@@ -11,15 +11,28 @@ from pathlib import PurePath
 from fa3gen import footprint, header, hopper
 from fa3gen.census import Expectation
 from fa3gen.footprint import Region
-from fa3gen.spec import CpAsyncLoad, PingPongSchedule, SmemHandoff, Spec, Swizzle, TmaLoad, WgmmaProduct, WindowMask
+from fa3gen.spec import (
+    CausalMask,
+    CpAsyncLoad,
+    PingPongSchedule,
+    SmemHandoff,
+    Spec,
+    Swizzle,
+    TmaLoad,
+    WgmmaProduct,
+    WindowMask,
+)
 from fa3gen.specfile import Variant
 
 
 @dataclass(frozen=True)
 class ProblemPlan:
-    """Head dim and the names of the 16-bit dtype in each library."""
+    """Head dims, what v's is called in the module, and the names of the 16-bit dtype in each library."""
 
     head_dim: int
+    v_dim: int
+    v_dim_name: str
+    asymmetric: bool
     dtype: str
     cutlass_dtype: str
     torch_dtype: str
@@ -42,6 +55,19 @@ class MaskPlan:
     kind: str
     left: int
     right: int
+
+
+@dataclass(frozen=True)
+class WalkPlan:
+    """What the roles of a specialised kernel are told of the tiles of keys to visit, and what comes back: names.
+
+    `row_results` says in words what a consumer returns of each row. All are empty without roles.
+    """
+
+    producer_argument: str
+    consumer_arguments: tuple[str, ...]
+    consumer_results: tuple[str, ...]
+    row_results: str
 
 
 @dataclass(frozen=True)
@@ -109,6 +135,7 @@ class EntryPlan:
 
     call_arguments: tuple[str, ...]
     mask_phrase: str
+    output_phrase: str
 
 
 @dataclass(frozen=True)
@@ -138,6 +165,7 @@ class Plan:
     problem: ProblemPlan
     tile: TilePlan
     mask: MaskPlan
+    walk: WalkPlan
     load: LoadPlan
     smem: SmemPlan
     qk: ProductPlan
@@ -161,10 +189,11 @@ def make_plan(variant: Variant) -> Plan:
         problem=_problem(spec),
         tile=TilePlan(spec.tile.q, spec.tile.kv, footprint.threads(spec), spec.tile.warpgroups or 0),
         mask=_mask(spec),
+        walk=_walk(spec),
         load=_load(spec),
         smem=_smem(spec),
         qk=_product(spec.qk, spec.tile.kv, spec.problem.head_dim),
-        pv=_product(spec.pv, spec.problem.head_dim, spec.tile.kv),
+        pv=_product(spec.pv, spec.problem.v_dim, spec.tile.kv),
         p=HandoffPlan(spec.handoff.through),
         schedule=_schedule(spec),
         lse=spec.outputs.lse,
@@ -180,13 +209,38 @@ def _problem(spec: Spec) -> ProblemPlan:
     cutlass_dtype, torch_dtype = {"bf16": ("BFloat16", "torch.bfloat16"), "fp16": ("Float16", "torch.float16")}[
         spec.problem.dtype
     ]
-    return ProblemPlan(spec.problem.head_dim, spec.problem.dtype, cutlass_dtype, torch_dtype)
+    d, v_dim = spec.problem.head_dim, spec.problem.v_dim
+    return ProblemPlan(
+        head_dim=d,
+        v_dim=v_dim,
+        v_dim_name="HEAD_DIM" if v_dim == d else "HEAD_DIM_V",
+        asymmetric=v_dim != d,
+        dtype=spec.problem.dtype,
+        cutlass_dtype=cutlass_dtype,
+        torch_dtype=torch_dtype,
+    )
 
 
 def _mask(spec: Spec) -> MaskPlan:
     if isinstance(spec.mask, WindowMask):
         return MaskPlan("window", spec.mask.left, spec.mask.right)
     return MaskPlan(spec.mask.kind, 0, 0)
+
+
+def _walk(spec: Spec) -> WalkPlan:
+    if not footprint.specialized(spec):
+        return WalkPlan("", (), (), "")
+    producer = "n_block_end"
+    consumer: tuple[str, ...] = ("n_block_end", "n_full_end", "seq_k")
+    if isinstance(spec.mask, WindowMask):
+        producer, consumer = "kv_tiles", ("kv_tiles", "m_start", "seq_q", "seq_k")
+    elif isinstance(spec.mask, CausalMask):
+        consumer = ("n_block_end", "n_full_end", "m_start", "seq_q", "seq_k")
+    elif footprint.overlapped(spec):  # the first tile visited, the only one to be masked, stands before the loop
+        consumer = ("n_block_end", "seq_k")
+    if spec.outputs.lse:
+        return WalkPlan(producer, consumer, ("acc_O", "row_max", "row_sum"), "maximum and sum")
+    return WalkPlan(producer, consumer, ("acc_O", "row_sum"), "the sum")
 
 
 def _load(spec: Spec) -> LoadPlan:
@@ -250,7 +304,10 @@ def _entry(spec: Spec) -> EntryPlan:
     lse, scores = ["lse"] * spec.outputs.lse, ["scores"] * (spec.handoff.through == "global_f32")
     scale = f"{spec.problem.head_dim}**-0.5 if scale is None else scale"
     phrase = {"none": "no mask", "causal": "causal", "window": "sliding window"}[spec.mask.kind]
-    return EntryPlan(("q", "k", "v", "out", *lse, *scores, scale), phrase)
+    like = "like q"
+    if spec.problem.v_dim != spec.problem.head_dim:
+        like = f"(batch, seq_q, heads_q, {spec.problem.v_dim})"
+    return EntryPlan(("q", "k", "v", "out", *lse, *scores, scale), phrase, like)
 
 
 def _sections(spec: Spec) -> SectionsPlan:
@@ -304,26 +361,27 @@ def expectation(spec: Spec) -> Expectation:
     tile's Q K^T and the last one's P V stand beside the loop, each with a wait of its own.
     """
     d, q, kv, threads = spec.problem.head_dim, spec.tile.q, spec.tile.kv, footprint.threads(spec)
+    v_dim = spec.problem.v_dim
     copies = 1 if footprint.specialized(spec) else 2  # of the code that loads K and V
     passes = 2 if footprint.overlapped(spec) else 1  # copies of the code that multiplies
-    products = [product for product in (_product(spec.qk, kv, d), _product(spec.pv, d, kv)) if product.steps]
+    products = [product for product in (_product(spec.qk, kv, d), _product(spec.pv, v_dim, kv)) if product.steps]
     wgmma: dict[tuple[int, int, int, str], int | None] = {}
     for product in products:
         kind = (*product.instruction, {"SMEM": "smem", "RMEM": "registers"}[product.a_source])
         wgmma[kind] = (wgmma.get(kind) or 0) + passes * product.steps
     tma_loads = tma_stores = mbarrier_inits = expect_tx = cp_async = stmatrix = 0
     if isinstance(spec.load, TmaLoad) and spec.smem is not None:
-        row = d * hopper.BYTES_16BIT
+        row, v_row = d * hopper.BYTES_16BIT, v_dim * hopper.BYTES_16BIT
         rings = 1 if spec.load.barrier == "shared" else 2
-        tma_loads = tma_boxes(row, spec.smem.q) + copies * (tma_boxes(row, spec.smem.k) + tma_boxes(row, spec.smem.v))
+        tma_loads = tma_boxes(row, spec.smem.q) + copies * (tma_boxes(row, spec.smem.k) + tma_boxes(v_row, spec.smem.v))
         mbarrier_inits = footprint.barrier_bytes(spec) // hopper.MBARRIER_BYTES
         expect_tx = 1 + copies * rings
     if isinstance(spec.load, CpAsyncLoad):
         vectors = d // footprint.SCALAR_VECTOR
         cp_async = (q + (2 * spec.load.kv_stages + 2) * kv) * vectors // threads
     if isinstance(spec.pv, WgmmaProduct) and spec.smem is not None:
-        tma_stores = tma_boxes(d * hopper.BYTES_16BIT, spec.smem.q)
-        stmatrix = (d + (kv if isinstance(spec.handoff, SmemHandoff) else 0)) // 16
+        tma_stores = tma_boxes(v_dim * hopper.BYTES_16BIT, spec.smem.q)
+        stmatrix = (v_dim + (kv if isinstance(spec.handoff, SmemHandoff) else 0)) // 16
     setmaxnreg, max_registers = {}, min(hopper.REGISTERS_PER_THREAD, hopper.REGISTERS_PER_SM // threads)
     if footprint.specialized(spec):
         # ptxas reports what the launch hands out, not what setmaxnreg makes of it.

@@ -1,7 +1,8 @@
 """Attention as its definition says it, to measure kernels against. Runs on whatever device the tensors are on.
 
-Shapes throughout: q (batch, seq_q, heads_q, d), k and v (batch, seq_k, heads_kv, d), O like q,
-LSE (batch, heads_q, seq_q). Masks are those of `fa3gen.spec`, aligned to the bottom right corner.
+Shapes throughout: q (batch, seq_q, heads_q, d), k (batch, seq_k, heads_kv, d), v (batch, seq_k, heads_kv, d_v), O
+(batch, seq_q, heads_q, d_v), LSE (batch, heads_q, seq_q); d_v is d unless v has a head dim of its own. Masks are those
+of `fa3gen.spec`, aligned to the bottom right corner.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ def _attention(
     queries = q.to(product).reshape(batch, seq_q, heads_kv, group, dim).permute(0, 2, 3, 1, 4)
     keys = k.to(product).permute(0, 2, 3, 1)  # (batch, heads_kv, d, seq_k)
     values = v.to(product).permute(0, 2, 1, 3)  # (batch, heads_kv, seq_k, d)
-    out = torch.empty(q.shape, dtype=product, device=q.device)
+    out = torch.empty((batch, seq_q, heads_q, v.shape[3]), dtype=product, device=q.device)
     lse = torch.empty((batch, heads_q, seq_q), dtype=softmax, device=q.device)
     bytes_per_row = batch * heads_q * seq_k * torch.finfo(softmax).bits // 8
     step = max(1, SCORE_BYTES // max(1, bytes_per_row))
@@ -110,6 +111,6 @@ def _attention(
         shift = row_lse.masked_fill(row_lse == -math.inf, 0)  # exp(-inf - 0) = 0 rather than exp(nan)
         weights = torch.exp(scores - shift[..., None]).to(product)
         rows_out = weights.flatten(2, 3) @ values
-        out[:, start:stop] = rows_out.reshape(batch, heads_q, stop - start, dim).transpose(1, 2)
+        out[:, start:stop] = rows_out.reshape(batch, heads_q, stop - start, v.shape[3]).transpose(1, 2)
         lse[:, :, start:stop] = row_lse.flatten(1, 2)
     return Attention(out, lse)

@@ -145,13 +145,13 @@ def tma_box(field: str, rows: int) -> Violation | None:
     return Violation(field, f"one TMA box would have {rows} rows > {hopper.TMA_BOX}; use at most {hopper.TMA_BOX}")
 
 
-def tma_stride(head_dim: int) -> Violation | None:
+def tma_stride(head_dim: int, field: str = "problem.head_dim") -> Violation | None:
     """Strides of a tensor map are multiples of 16 bytes. CUDA Driver API, cuTensorMapEncodeTiled, globalStrides."""
     stride, align = head_dim * hopper.BYTES_16BIT, hopper.TMA_STRIDE_ALIGN
     if stride % align == 0:
         return None
     return Violation(
-        "problem.head_dim",
+        field,
         f"TMA needs strides of whole 16 bytes, and a head of {head_dim} x {hopper.BYTES_16BIT} = "
         f"{_remainder(stride, align)}; use {_around(head_dim, align // hopper.BYTES_16BIT)}",
     )
@@ -495,24 +495,36 @@ def schedule_barrier(kind: str, barrier: str) -> Violation | None:
     )
 
 
-def schedule_mask(kind: str, mask: str) -> Violation | None:
-    """Design rule: sliding windows are rendered for cooperative kernels."""
-    if kind == "cooperative" or mask != "window":
+def schedule_v_dim(kind: str, head_dim: int, v_dim: int) -> Violation | None:
+    """Design rule: a head dim of its own for v and O is rendered for specialised kernels, which serve such models."""
+    if kind != "cooperative" or v_dim == head_dim:
         return None
     return Violation(
-        "mask",
-        f"a sliding window is rendered with schedule cooperative only, not {kind}; use mask causal or none",
+        "problem.head_dim_v",
+        f"head_dim_v {v_dim} beside head_dim {head_dim} is rendered with schedule warp_specialized or ping_pong only; "
+        "extend k5 or k6, or leave head_dim_v out",
     )
 
 
-def schedule_lse(kind: str, lse: bool) -> Violation | None:
-    """Design rule: leaving LSE out is rendered for cooperative kernels."""
-    if kind == "cooperative" or lse:
+def output_over_q(head_dim: int, v_dim: int) -> Violation | None:
+    """Design rule: O is gathered in shared memory where Q was, so that its rows may not be wider."""
+    if v_dim <= head_dim:
         return None
     return Violation(
-        "outputs.lse",
-        f"a kernel without LSE is rendered with schedule cooperative only, not {kind}; use lse: true "
-        "(attention() returns O alone unless asked)",
+        "problem.head_dim_v",
+        f"O takes the place of Q in shared memory, and rows of {v_dim} are wider than its {head_dim}; "
+        f"use at most {head_dim}",
+    )
+
+
+def output_columns(v_dim: int) -> Violation | None:
+    """Design rule: stmatrix.x4 stores O 16 columns at a time. PTX ISA, "stmatrix"."""
+    if v_dim % hopper.WGMMA_K_16BIT == 0:
+        return None
+    return Violation(
+        "problem.head_dim_v",
+        f"O is stored 16 columns at a time (stmatrix), and its rows are {_remainder(v_dim, hopper.WGMMA_K_16BIT)}; "
+        f"use {_around(v_dim, hopper.WGMMA_K_16BIT)}",
     )
 
 
@@ -597,10 +609,9 @@ def _schedule(spec: Spec) -> Iterable[Violation | None]:
     kind = spec.schedule.kind
     yield schedule_engines(kind, spec.qk.engine, spec.pv.engine)
     yield schedule_handoff(kind, spec.handoff.through)
+    yield schedule_v_dim(kind, spec.problem.head_dim, spec.problem.v_dim)
     if isinstance(spec.load, TmaLoad):
         yield schedule_barrier(kind, spec.load.barrier)
-    yield schedule_mask(kind, spec.mask.kind)
-    yield schedule_lse(kind, spec.outputs.lse)
     if footprint.specialized(spec) and spec.tile.warpgroups is not None:
         yield consumer_warpgroups(spec.tile.warpgroups)
         yield ping_pong_partners(kind, spec.tile.warpgroups)
@@ -614,18 +625,25 @@ def _shapes(spec: Spec) -> Iterable[Violation | None]:
         yield wgmma_depth("problem.head_dim", "QK", head_dim)
     if isinstance(spec.pv, WgmmaProduct):
         yield from _pv_operands(spec.pv)
-        yield wgmma_columns("problem.head_dim", "PV", head_dim)
+        yield wgmma_columns(_v_dim_field(spec), "PV", spec.problem.v_dim)
         yield wgmma_depth("tile.kv", "PV", tile.kv)
     if tile.warpgroups is not None and "wgmma" in (spec.qk.engine, spec.pv.engine):
         yield wgmma_rows(tile.q, tile.warpgroups)
         yield wgmma_threads(tile.warpgroups)
         if spec.qk.engine == "wgmma" and spec.pv.engine == "scalar":
             yield scattered_scores(tile.warpgroups)
+    if spec.problem.v_dim != head_dim:
+        yield output_over_q(head_dim, spec.problem.v_dim)
+        yield output_columns(spec.problem.v_dim)
     if tile.threads is not None:
         yield from _thread_tile(spec, tile.threads)
     if isinstance(spec.pv, ScalarProduct) and not isinstance(spec.handoff, GlobalHandoff):
         yield scalar_vector(head_dim)
     yield from _tiles_in_smem(spec)
+
+
+def _v_dim_field(spec: Spec) -> str:
+    return "problem.head_dim" if spec.problem.head_dim_v is None else "problem.head_dim_v"
 
 
 def _qk_operands(qk: WgmmaProduct) -> Iterable[Violation | None]:
@@ -664,15 +682,20 @@ def _thread_tile(spec: Spec, threads: int) -> Iterable[Violation | None]:
 def _tiles_in_smem(spec: Spec) -> Iterable[Violation | None]:
     head_dim = spec.problem.head_dim
     tma = spec.load.engine == "tma"
+    v_dim = spec.problem.v_dim
     if spec.smem is not None:
-        for name, swizzle in (("q", spec.smem.q), ("k", spec.smem.k), ("v", spec.smem.v)):
-            yield swizzle_span(f"smem.{name}", name.upper(), head_dim, swizzle, tma=tma)
+        rows = [("q", "Q", head_dim, spec.smem.q), ("k", "K", head_dim, spec.smem.k), ("v", "V", v_dim, spec.smem.v)]
+        if v_dim != head_dim:
+            rows.append(("q", "O, in Q's place,", v_dim, spec.smem.q))
+        for name, tensor, extent, swizzle in rows:
+            yield swizzle_span(f"smem.{name}", tensor, extent, swizzle, tma=tma)
     if isinstance(spec.handoff, SmemHandoff):
         yield swizzle_span("handoff.swizzle", "P", spec.tile.kv, spec.handoff.swizzle, tma=False)
     if tma:
         yield tma_box("tile.q", spec.tile.q)
         yield tma_box("tile.kv", spec.tile.kv)
         yield tma_stride(head_dim)
+        yield tma_stride(v_dim, _v_dim_field(spec))
 
 
 def _footprint(spec: Spec) -> Iterable[Violation | None]:

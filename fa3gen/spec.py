@@ -29,8 +29,16 @@ class SpecModel(BaseModel):
 class Problem(SpecModel):
     """What is computed: O = softmax(scale * Q K^T) V for one head dim and one 16-bit dtype."""
 
-    head_dim: int = Field(gt=0, description="Elements per head of q, k, v and O.")
+    head_dim: int = Field(
+        gt=0, description="Elements per head of q and k, and of v and O where head_dim_v is left out."
+    )
+    head_dim_v: int | None = Field(default=None, gt=0, description="Elements per head of v and O; head_dim by default.")
     dtype: DType = Field(default="bf16", description="Element type of q, k, v and O.")
+
+    @property
+    def v_dim(self) -> int:
+        """Elements per head of v and O."""
+        return self.head_dim if self.head_dim_v is None else self.head_dim_v
 
 
 class NoMask(SpecModel):

@@ -90,6 +90,10 @@ def label(field_path: str, value: Any) -> str:
     match field_path, value:
         case "problem.head_dim", _:
             text = f"d{value}"
+        case "problem.head_dim_v", None:
+            text = ""
+        case "problem.head_dim_v", _:
+            text = f"v{value}"
         case "problem.dtype", _:
             text = str(value)
         case "mask", {"kind": "none"}:

@@ -328,8 +328,15 @@ class Runner:
         )
 
     def _make(self, case: Case) -> Inputs:
-        head_dim = self.spec.problem.head_dim
-        return inputs.make(case, head_dim=head_dim, dtype=self.dtype, device=self.device, seed=self.seed)
+        problem = self.spec.problem
+        return inputs.make(
+            case,
+            head_dim=problem.head_dim,
+            v_dim=problem.v_dim,
+            dtype=self.dtype,
+            device=self.device,
+            seed=self.seed,
+        )
 
     def _launch_all(self, case: Case, made: Inputs) -> tuple[Attention, tuple[str, ...]]:
         """Return the first launch's outputs and what the launches did wrong beside their values."""
@@ -419,8 +426,8 @@ class Runner:
         out = self.module.attention(made.q, made.k, made.v)
         if not isinstance(out, torch.Tensor):
             return f"without return_lse it should return one tensor, not {type(out).__name__}"
-        if out.shape != made.q.shape or out.dtype != made.q.dtype or out.device != made.q.device:
-            return f"O is {tuple(out.shape)} {out.dtype} {out.device}, unlike q"
+        if out.shape != made.out.shape or out.dtype != made.q.dtype or out.device != made.q.device:
+            return f"O is {tuple(out.shape)} {out.dtype} {out.device} instead of {tuple(made.out.shape)} and like q"
         return self._wrong_o(made, out)
 
     def _empty_batch(self) -> str:
@@ -428,8 +435,8 @@ class Runner:
         asked = {"return_lse": True} if self.spec.outputs.lse else {}
         returned = self.module.attention(made.q[:0], made.k[:0], made.v[:0], **asked)
         out, lse = returned if self.spec.outputs.lse else (returned, None)
-        if out.shape != made.q[:0].shape or out.dtype != self.dtype:
-            return f"O is {tuple(out.shape)} {out.dtype} instead of {tuple(made.q[:0].shape)} {self.dtype}"
+        if out.shape != made.out[:0].shape or out.dtype != self.dtype:
+            return f"O is {tuple(out.shape)} {out.dtype} instead of {tuple(made.out[:0].shape)} {self.dtype}"
         expected = (0, made.q.shape[2], made.q.shape[1])
         if lse is not None and (tuple(lse.shape) != expected or lse.dtype != torch.float32):
             return f"LSE is {tuple(lse.shape)} {lse.dtype} instead of {expected} torch.float32"
@@ -461,8 +468,8 @@ class Runner:
         yield "v whose last mode is not contiguous", "v", {**good, "v": every_second}
         yield "k that starts off a 16-byte boundary", "k", {**good, "k": shifted}
         yield "v whose rows are no multiple of 16 bytes apart", "v", {**good, "v": odd_rows}
-        yield "out of another shape", "out", {**good, "out": torch.empty_like(q)[:, :-1]}
-        yield "out of another dtype", "out", {**good, "out": torch.empty_like(q, dtype=torch.float32)}
+        yield "out of another shape", "out", {**good, "out": torch.empty_like(made.out)[:, :-1]}
+        yield "out of another dtype", "out", {**good, "out": torch.empty_like(made.out, dtype=torch.float32)}
 
     def _accepts(self, what: str, name: str, arguments: dict[str, Any]) -> str:
         """Return what is wrong with how the module takes a bad argument."""

@@ -60,6 +60,13 @@ def test_tflops_by_hand() -> None:
     assert bench.tflops(Cell(128, NoMask(), 16384), 4.0) == pytest.approx(549.756, rel=1e-5)
 
 
+def test_flops_count_both_head_dims() -> None:
+    cell = Cell(192, NoMask(), 16384, head_dim_v=128)
+    assert cell.heads == 10  # 2048 / 192 is no whole number
+    assert cell.flops == 2 * 10 * 16384**2 * (192 + 128)
+    assert (cell.head_dims, Cell(192, NoMask(), 16384).head_dims) == ("192/128", "192")
+
+
 def test_masks_have_names() -> None:
     masks = [NoMask(), CausalMask(), WindowMask(left=512, right=0)]
     assert [bench.mask_label(mask) for mask in masks] == ["full", "causal", "window512_0"]
@@ -78,6 +85,18 @@ def test_the_grid_holds_what_the_specs_serve() -> None:
         (64, "causal"),
         (128, "full"),
     ]
+
+
+def test_v_of_another_head_dim_makes_another_cell() -> None:
+    spec = spec_of(128, "none")
+    narrow, same = (
+        spec.model_copy(update={"problem": spec.problem.model_copy(update={"head_dim_v": v_dim})})
+        for v_dim in (64, 128)
+    )
+    cells = plan_cells([spec, same, narrow], seq_lens=[512])
+    assert [cell.head_dims for cell in cells] == ["128/64", "128"]
+    competitor = bench.module_competitor("x", narrow, lambda: None)
+    assert [competitor.serves(cell) for cell in cells] == [True, False]
 
 
 def test_the_grid_can_be_narrowed() -> None:

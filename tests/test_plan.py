@@ -174,7 +174,7 @@ def test_sections(stem: str, sections: str) -> None:
     chosen = plan(stem).sections
     order = ["host", "kernel", "range", "loads", "consumer", "work", "qk", "mask", "softmax", "pv", "epilogue"]
     found = [getattr(chosen, name) for name in order]
-    specialized = stem.startswith(("k5", "k6"))
+    specialized = stem.startswith(("k5", "k6", "fwd"))
     assert [name for name in found if name] == [f"sections/{name}.py.jinja" for name in sections.split()]
     assert bool(chosen.consumer) == specialized
     assert chosen.spine == ("specialized.py.jinja" if specialized else "fused.py.jinja")
@@ -412,7 +412,7 @@ def test_constants_are_the_plan(stem: str) -> None:
     assert window == (plan(stem).mask.left, plan(stem).mask.right)
 
 
-@pytest.mark.parametrize("stem", [stem for stem in STEMS if stem.startswith(("k4_", "k5_", "k6_"))])
+@pytest.mark.parametrize("stem", [stem for stem in STEMS if stem.startswith(("k4_", "k5_", "k6_", "fwd_"))])
 def test_header_counts_the_products_that_the_compiler_must_make(stem: str) -> None:
     counted: dict[tuple[int, int, int, str], int] = {}
     pattern = r"(\d+) wgmma m(\d+)n(\d+)k(\d+) per warpgroup; A = . from (shared memory|registers)"
@@ -433,7 +433,7 @@ def test_registers_in_the_header_add_up(stem: str) -> None:
     assert int(found[1]) == sum(int(count) for count in re.findall(r" (\d+)(?:,|$)", found[2])) <= 255
 
 
-SPECIALIZED = [stem for stem in FUSED if "k5" in stem or "k6" in stem]
+SPECIALIZED = [stem for stem in FUSED if "k5" in stem or "k6" in stem or "fwd" in stem]
 
 
 @pytest.mark.parametrize("stem", SPECIALIZED)

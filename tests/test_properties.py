@@ -91,6 +91,7 @@ def neighbours(draw: st.DrawFn) -> Fields:
     fields = variants()[draw(st.sampled_from(sorted(variants())))].spec.model_dump()
     replacements: dict[str, st.SearchStrategy[Any]] = {
         "problem.head_dim": HEAD_DIMS,
+        "problem.head_dim_v": st.none() | HEAD_DIMS,
         "problem.dtype": st.sampled_from(["bf16", "fp16"]),
         "mask": MASKS,
         "tile.q": TILES,

@@ -499,25 +499,6 @@ def test_schedule_barrier() -> None:
     )
 
 
-def test_schedule_mask() -> None:
-    assert rules.schedule_mask("cooperative", "window") is None
-    assert rules.schedule_mask("ping_pong", "causal") is None
-    assert rules.schedule_mask("ping_pong", "window") == Violation(
-        "mask",
-        "a sliding window is rendered with schedule cooperative only, not ping_pong; use mask causal or none",
-    )
-
-
-def test_schedule_lse() -> None:
-    assert rules.schedule_lse("cooperative", False) is None
-    assert rules.schedule_lse("warp_specialized", True) is None
-    assert rules.schedule_lse("warp_specialized", False) == Violation(
-        "outputs.lse",
-        "a kernel without LSE is rendered with schedule cooperative only, not warp_specialized; use lse: true "
-        "(attention() returns O alone unless asked)",
-    )
-
-
 def test_consumer_warpgroups() -> None:
     assert [count for count in range(1, 9) if rules.consumer_warpgroups(count) is None] == [1, 2, 3]
     # 65536 / 640 = 102.4, 96 in units of 8; 5 x 96 - 24 = 456, / 4 = 114, 112 in units of 8.
@@ -557,7 +538,54 @@ def test_consumer_registers() -> None:
     )
 
 
+def test_schedule_v_dim() -> None:
+    assert rules.schedule_v_dim("cooperative", 128, 128) is None
+    assert rules.schedule_v_dim("ping_pong", 192, 128) is None
+    assert rules.schedule_v_dim("cooperative", 192, 128) == Violation(
+        "problem.head_dim_v",
+        "head_dim_v 128 beside head_dim 192 is rendered with schedule warp_specialized or ping_pong only; "
+        "extend k5 or k6, or leave head_dim_v out",
+    )
+
+
+def test_output_over_q() -> None:
+    assert rules.output_over_q(128, 128) is None
+    assert rules.output_over_q(128, 192) == Violation(
+        "problem.head_dim_v",
+        "O takes the place of Q in shared memory, and rows of 192 are wider than its 128; use at most 128",
+    )
+
+
+def test_output_columns() -> None:
+    assert rules.output_columns(112) is None
+    assert rules.output_columns(120) == Violation(
+        "problem.head_dim_v",
+        "O is stored 16 columns at a time (stmatrix), and its rows are 120, no multiple of 16 (120 = 7 x 16 + 8); "
+        "use 112 or 128",
+    )
+
+
 SPECIALIZED = {**WGMMA, "schedule": {"kind": "warp_specialized", "overlap": True}}
+
+
+def test_rules_of_v_are_applied() -> None:
+    """V is the B operand of P V, O takes its rows and Q's place: each rule looks at the head dim that is v's."""
+    tile = {"q": 128, "kv": 64, "warpgroups": 2}
+    narrow = {"head_dim": 192, "head_dim_v": 128}
+    assert violations(SPECIALIZED, tile=tile, problem=narrow) == {}
+    assert list(violations(WGMMA, tile=tile, problem=narrow)) == ["problem.head_dim_v"]
+    wide = {**SPECIALIZED, "tile": tile, "problem": {"head_dim": 128, "head_dim_v": 320}}
+    found_wide = [v.message for v in rules.check(Spec.model_validate(wide)) if v.field == "problem.head_dim_v"]
+    assert [message.partition(";")[0] for message in found_wide] == [
+        "N of the PV product is 320 > 256, the widest WGMMA",
+        "O takes the place of Q in shared memory, and rows of 320 are wider than its 128",
+    ]
+    found = violations(SPECIALIZED, tile=tile, problem={"head_dim": 192, "head_dim_v": 96})
+    assert "a row of V is 96 x 2 = 192 bytes" in found["smem.v"]
+    assert "a row of O, in Q's place, is 96 x 2 = 192 bytes" in found["smem.q"]
+    odd = {**SPECIALIZED, "tile": tile, "problem": {"head_dim": 128, "head_dim_v": 60}}
+    found_odd = [v.message for v in rules.check(Spec.model_validate(odd)) if v.field == "problem.head_dim_v"]
+    assert any(message.startswith("TMA needs strides of whole 16 bytes") for message in found_odd)
 
 
 def test_registers_of_a_consumer() -> None:
@@ -579,10 +607,8 @@ def test_rules_of_schedules_are_applied() -> None:
         SPECIALIZED,
         tile={"q": 256, "kv": 64, "warpgroups": 4},
         load={"engine": "tma", "kv_stages": 2, "barrier": "shared"},
-        mask={"kind": "window", "left": 1, "right": 0},
-        outputs={"lse": False},
     )
-    assert list(found) == ["load.barrier", "mask", "outputs.lse", "tile.warpgroups"]
+    assert list(found) == ["load.barrier", "tile.warpgroups"]
     found = violations(SCALAR, schedule={"kind": "ping_pong", "overlap": False})
     assert list(found) == ["schedule.kind"]
     smem = {"engine": "wgmma", "a": {"source": "smem", "major": "k"}, "b": {"major": "mn"}}

@@ -78,6 +78,7 @@ def facts(file: SpecFile, stem: str, spec: Spec) -> dict[str, Any]:
         "summary": file.summary,
         "source": str(file.path),
         "head_dim": spec.problem.head_dim,
+        "head_dim_v": spec.problem.v_dim,
         "dtype": spec.problem.dtype,
         "mask": _mask_text(spec),
         "tile": f"{tile.q}x{tile.kv} {workers}",
@@ -117,6 +118,8 @@ def _print_table(files: Sequence[SpecFile]) -> None:
         # Cells and titles are Text: a plain string with square brackets in it would be taken for markup.
         for variant in file.variants:
             row = facts(file, variant.stem, variant.spec)
+            if row["head_dim_v"] != row["head_dim"]:
+                row["head_dim"] = f"{row['head_dim']}/{row['head_dim_v']}"
             table.add_row(*(Text(str(row[key])) for key in keys))
         console.print(Text.assemble((file.stem, "bold"), f": {file.summary}"))
         console.print(table)

@@ -236,15 +236,15 @@ def run(
     dtype = getattr(torch, plan.problem.torch_dtype.removeprefix("torch."))
     random = torch.Generator().manual_seed(problem.seed)
 
-    def normal(rows: int, heads: int) -> torch.Tensor:
-        return torch.randn(problem.batch, rows, heads, problem.head_dim, generator=random).to(dtype)
+    def normal(rows: int, heads: int, head_dim: int) -> torch.Tensor:
+        return torch.randn(problem.batch, rows, heads, head_dim, generator=random).to(dtype)
 
-    q = normal(problem.seq_q, problem.heads_q)
+    v_dim = plan.problem.v_dim
     tensors = {
-        "q": q,
-        "k": normal(problem.seq_k, problem.heads_kv),
-        "v": normal(problem.seq_k, problem.heads_kv),
-        "out": torch.full_like(q, math.nan),
+        "q": normal(problem.seq_q, problem.heads_q, problem.head_dim),
+        "k": normal(problem.seq_k, problem.heads_kv, problem.head_dim),
+        "v": normal(problem.seq_k, problem.heads_kv, v_dim),
+        "out": torch.full((problem.batch, problem.seq_q, problem.heads_q, v_dim), math.nan, dtype=dtype),
         "lse": torch.full((problem.batch, problem.heads_q, problem.seq_q), math.nan),
     }
     if "scores" in plan.entry.call_arguments:

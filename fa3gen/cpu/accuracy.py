@@ -36,7 +36,7 @@ MANTISSA_FACTOR = 0.18
 
 @dataclass(frozen=True)
 class Expected:
-    """O (batch, seq_q, heads_q, d) and LSE (batch, heads_q, seq_q) in float64; limit and variance of O, shaped like O.
+    """O (batch, seq_q, heads_q, d_v) and LSE (batch, heads_q, seq_q) in float64; limit and variance, shaped like O.
 
     A row that sees no key has O = 0 and LSE = -inf; its limit is 0: the zeros have to be zeros.
     """
@@ -58,8 +58,8 @@ def expected(
 ) -> Expected:
     """Compute attention in float64, and how far a kernel may be from it.
 
-    q is (batch, seq_q, heads_q, d), k and v (batch, seq_k, heads_kv, d); O is written in q's dtype. `p_dtype` is what P
-    is rounded to, None for float32. All scores are held at once: for small inputs.
+    q is (batch, seq_q, heads_q, d), k (batch, seq_k, heads_kv, d), v (batch, seq_k, heads_kv, d_v); O is written in
+    q's dtype. `p_dtype` is what P is rounded to, None for float32. All scores are held at once: for small inputs.
     """
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     group = q.shape[2] // k.shape[2]

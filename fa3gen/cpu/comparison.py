@@ -77,7 +77,7 @@ CASES: tuple[Case, ...] = (
 
 @dataclass(frozen=True)
 class Inputs:
-    """q (batch, seq_q, heads_q, d), k and v (batch, seq_k, heads_kv, d); `selected` (batch, heads_q, seq_q) or None.
+    """q, k and v, (batch, seq, heads, d) with a d of its own for v; `selected` (batch, heads_q, seq_q) or None.
 
     `selected` is the number of the key that a row selects, -1 for a row that sees none.
     """
@@ -88,16 +88,20 @@ class Inputs:
     selected: torch.Tensor | None = None
 
 
-def make_inputs(case: Case, *, mask: Mask, head_dim: int, dtype: torch.dtype) -> Inputs:
-    """Draw the tensors of `case`, contiguous and on the CPU. The same arguments give the same bits everywhere."""
+def make_inputs(case: Case, *, mask: Mask, head_dim: int, dtype: torch.dtype, v_dim: int | None = None) -> Inputs:
+    """Draw the tensors of `case`, contiguous and on the CPU; `v_dim` is the head dim of v where it is not `head_dim`.
+
+    The same arguments give the same bits everywhere.
+    """
     random = np.random.default_rng([SEED, zlib.crc32(case.name.encode()), head_dim])
 
-    def normal(seq: int, heads: int) -> torch.Tensor:
-        return torch.from_numpy(random.standard_normal((case.batch, seq, heads, head_dim)))
+    def normal(seq: int, heads: int, dim: int = head_dim) -> torch.Tensor:
+        return torch.from_numpy(random.standard_normal((case.batch, seq, heads, dim)))
 
-    q, k, v = normal(case.seq_q, case.heads_q), normal(case.seq_k, case.heads_kv), normal(case.seq_k, case.heads_kv)
+    q, k = normal(case.seq_q, case.heads_q), normal(case.seq_k, case.heads_kv)
+    v = normal(case.seq_k, case.heads_kv, head_dim if v_dim is None else v_dim)
     if case.values == "selection":
-        return _selection(case, random, v.to(dtype), mask)
+        return _selection(case, random, v.to(dtype), head_dim, mask)
     if case.values == "outlier":
         channels = random.permutation(head_dim)[:2]
         q[..., channels] *= 4
@@ -111,13 +115,13 @@ def make_inputs(case: Case, *, mask: Mask, head_dim: int, dtype: torch.dtype) ->
     return Inputs(q.to(dtype), k.to(dtype), v.to(dtype))
 
 
-def _selection(case: Case, random: np.random.Generator, v: torch.Tensor, mask: Mask) -> Inputs:
+def _selection(case: Case, random: np.random.Generator, v: torch.Tensor, head_dim: int, mask: Mask) -> Inputs:
     """Queries that are CODE times one visible key of 1 and -1: every other weight of the row underflows to zero.
 
     All scores are integers that float32 holds exactly, so O is the selected row of v bit for bit, whatever the order
     of additions. A quarter of the rows selects the first or the last visible key.
     """
-    batch, seq_k, heads_kv, head_dim = v.shape
+    batch, seq_k, heads_kv, _ = v.shape
     codes = torch.from_numpy(random.integers(0, 2, (batch, seq_k, heads_kv, head_dim)) * 2.0 - 1.0)
     products = torch.einsum("bkhd,blhd->bhkl", codes, codes) - 2.0 * head_dim * torch.eye(seq_k)
     margin = CODE * (head_dim - products.max().item()) / math.sqrt(head_dim) * math.log2(math.e)
@@ -330,7 +334,8 @@ def compare_case(
 ) -> CaseResult:
     """Compare what the two sides gave for one case: `out` and, where the module has it, `lse`."""
     format = spec.problem.dtype
-    inputs = make_inputs(case, mask=spec.mask, head_dim=spec.problem.head_dim, dtype=DTYPES[format])
+    problem = spec.problem
+    inputs = make_inputs(case, mask=spec.mask, head_dim=problem.head_dim, v_dim=problem.v_dim, dtype=DTYPES[format])
     exact = reference.attention(inputs.q, inputs.k, inputs.v, mask=spec.mask).out.numpy()
     wrong: dict[str, int | None] = {"gpu": None, "cpu": None}
     if inputs.selected is not None:

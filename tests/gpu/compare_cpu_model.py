@@ -101,7 +101,9 @@ def run_module(task: Task, on: On) -> Result:
     result = Result(task, source_sha256=evidence.sha256(path))
     for case in comparison.CASES:
         dtype = comparison.DTYPES[spec.problem.dtype]
-        inputs = comparison.make_inputs(case, mask=spec.mask, head_dim=spec.problem.head_dim, dtype=dtype)
+        inputs = comparison.make_inputs(
+            case, mask=spec.mask, head_dim=spec.problem.head_dim, v_dim=spec.problem.v_dim, dtype=dtype
+        )
         result.inputs[case.name] = comparison.digest((inputs.q, inputs.k, inputs.v))
         q, k, v = (tensor.to(device(on)) for tensor in (inputs.q, inputs.k, inputs.v))
         options = {"return_lse": True} if spec.outputs.lse else {}
