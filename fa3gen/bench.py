@@ -318,7 +318,7 @@ class Runner:
 
     def launch_times(self, competitor: Competitor, cell: Cell) -> LaunchTimes:
         """Measure the host time of a competitor's calls, for the dtype, head dim and mask of a cell."""
-        tensors = small_problem(cell.dtype, cell.head_dim, cell.head_dim, self.device)
+        tensors = small_problem(cell.dtype, cell.head_dim, cell.v_dim, self.device)
         try:
             attend = competitor.prepare(cell)
             microseconds = host_microseconds(lambda: attend(*tensors), self.timer.synchronize)

@@ -38,6 +38,11 @@ _HEADER = f"""\
 """
 
 
+def measuring(stems: Sequence[str]) -> str:
+    """The command that measures modules and writes the table anew."""
+    return f"fa3gen tune --measure {' '.join(stems)} --write --write-table"
+
+
 class NoKernel(UserError, ValueError):
     """No generated module computes what was asked for, or nothing says which of several is to be taken."""
 
@@ -112,7 +117,7 @@ class Family:
     @classmethod
     def of(cls, spec: Spec) -> Family:
         """The family of a spec's module."""
-        return cls(spec.problem.dtype, spec.problem.head_dim, spec.problem.head_dim, spec.mask)
+        return cls(spec.problem.dtype, spec.problem.head_dim, spec.problem.v_dim, spec.mask)
 
     def __str__(self) -> str:
         """`bf16, head dim 192/128, window (512, 0)`."""
@@ -222,13 +227,12 @@ def _place(home: Workspace, path: Path, number: int, row: Row) -> str:
 def _of_row(home: Workspace, row: Row, place: str) -> Choice:
     """The module of a row. Raises NoKernel when it is missing, was not the one measured, or computes something else."""
     file = home.module_path(row.module)
-    measure = f"fa3gen tune --modules {row.module} && {WRITE_TABLE}"
     if not file.is_file():
         raise NoKernel(f"{place} names {row.module}, and {file} does not exist; run: fa3gen render {row.module}")
     if sha256(file)[:DIGEST_LENGTH] != row.sha256:
         raise NoKernel(
             f"{place} was measured with another {row.module} than the present {file}; "
-            f"measure again and write the table anew: {measure}"
+            f"measure it again: {measuring([row.module])}"
         )
     [variant] = home.resolve(row.module)
     if (computed := Family.of(variant.spec)) != row.family:
@@ -256,7 +260,7 @@ def _unmeasured(family: Family, lse: bool, workspace: Workspace) -> Choice:
         raise NoKernel(
             f"several modules compute {family}, and no row of the table says which is best: {', '.join(stems)}; "
             f'call one of them, fa3gen.load("{stems[-1]}").attention(...), or measure them on your GPU: '
-            f"fa3gen tune --modules {' '.join(stems)} && {WRITE_TABLE}"
+            f"{measuring(stems)}"
         )
     raise NoKernel(_nothing(family, lse, [variant for variant, _ in modules]))
 
@@ -275,12 +279,14 @@ def _modules(workspace: Workspace) -> Iterator[tuple[Variant, Path]]:
 
 def _nothing(family: Family, lse: bool, variants: Sequence[Variant]) -> str:
     """What to say when no module fits: what there is, and how to make one."""
-    dims: dict[str, set[str]] = {}
+    served_dims: dict[str, set[str]] = {}
     for variant in variants:
         if variant.spec.outputs.lse or not lse:
             served = Family.of(variant.spec)
-            dims.setdefault(f"{served.dtype}, {mask_text(served.mask)}", set()).add(served.dims)
-    there = "; ".join(f"{what}: {', '.join(sorted(found, key=_natural))}" for what, found in sorted(dims.items()))
+            served_dims.setdefault(f"{served.dtype}, {mask_text(served.mask)}", set()).add(served.dims)
+    there = "; ".join(
+        f"{what}: {', '.join(sorted(found, key=_natural))}" for what, found in sorted(served_dims.items())
+    )
     compiled_in = " (the reach of a window is compiled in)" if isinstance(family.mask, WindowMask) else ""
 
     def likeness(variant: Variant) -> tuple[bool, bool, bool]:
@@ -292,7 +298,10 @@ def _nothing(family: Family, lse: bool, variants: Sequence[Variant]) -> str:
 
     base = max(variants, key=likeness).source.stem if variants else "k4_2"
     mask = json.dumps(family.mask.model_dump()).replace('"', "")
-    fields = f"`problem: {{head_dim: {family.head_dim}, dtype: {family.dtype}}}` and `mask: {mask}`"
+    dims = f"head_dim: {family.head_dim}"
+    if family.head_dim_v != family.head_dim:
+        dims += f", head_dim_v: {family.head_dim_v}"
+    fields = f"`problem: {{{dims}, dtype: {family.dtype}}}` and `mask: {mask}`"
     return (
         f"no generated module computes {family}{', with LSE' if lse else ''}{compiled_in}; head dims served: "
         f"{there or 'none'}. Make one: fa3gen new mine --from {base}, write {fields} into it, fa3gen render mine"

@@ -251,7 +251,7 @@ def test_row_whose_module_is_missing(place: Workspace) -> None:
 def test_row_whose_module_changed(place: Workspace) -> None:
     rows_for(place, (None, "k6_d128_causal"))
     place.module_path("k6_d128_causal").write_text("# another")
-    command = "fa3gen tune --modules k6_d128_causal && fa3gen tune --write-table"
+    command = "fa3gen tune --measure k6_d128_causal --write --write-table"
     with pytest.raises(NoKernel, match=f"row 1.* was measured with another k6_d128_causal.*{command}"):
         dispatch.choose(CAUSAL, 7, lse=True, workspace=place)
 

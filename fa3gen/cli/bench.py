@@ -101,10 +101,11 @@ def _launches(
     from fa3gen.bench import Cell
     from fa3gen.dispatch import Family
     from fa3gen.errors import UserError
-    from fa3gen.launch_times import LaunchTimes, first_calls
+    from fa3gen.launch_times import SEQ_LEN, LaunchTimes, first_calls
 
     def cell(variant: Variant) -> Cell:
-        return Cell(variant.spec.problem.head_dim, variant.spec.mask, 128, variant.spec.problem.dtype)
+        problem = variant.spec.problem
+        return Cell(problem.head_dim, variant.spec.mask, SEQ_LEN, problem.dtype, problem.v_dim)
 
     for variant in variants:
         name, family = own[variant.stem].name, Family.of(variant.spec)
