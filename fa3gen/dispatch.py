@@ -234,7 +234,9 @@ def _of_row(home: Workspace, row: Row, place: str) -> Choice:
             f"{place} was measured with another {row.module} than the present {file}; "
             f"measure it again: {measuring([row.module])}"
         )
-    [variant] = home.resolve(row.module)
+    variant = next((found for found in home.resolve(row.module) if found.stem == row.module), None)
+    if variant is None:
+        raise NoKernel(f"{place} names {row.module}, which is a spec with several modules; run: {WRITE_TABLE}")
     if (computed := Family.of(variant.spec)) != row.family:
         raise NoKernel(f"{place} is served by {row.module}, and that computes {computed}; run: {WRITE_TABLE}")
     return Choice(row.module, file, variant.spec, variant.source, row, place)
@@ -243,11 +245,10 @@ def _of_row(home: Workspace, row: Row, place: str) -> Choice:
 def _unmeasured(family: Family, lse: bool, workspace: Workspace) -> Choice:
     """The module to take without a measurement, when there is no choice. Raises NoKernel when there is one, or none."""
     modules = list(_modules(workspace))
-    fitting = {
-        variant.stem: (variant, file)
-        for variant, file in modules
-        if Family.of(variant.spec) == family and (variant.spec.outputs.lse or not lse)
-    }
+    fitting: dict[str, tuple[Variant, Path]] = {}
+    for variant, file in modules:
+        if Family.of(variant.spec) == family and (variant.spec.outputs.lse or not lse):
+            fitting.setdefault(variant.stem, (variant, file))  # the workspace's own come first
     production = [stem for stem in fitting if stem.startswith(PRODUCTION_PREFIX)]
     only = production if len(production) == 1 else list(fitting)
     if len(only) == 1:

@@ -120,7 +120,7 @@ def _plain(q: Any, k: Any, v: Any) -> bool:
 
 
 def _asked(q: Any, k: Any, v: Any, causal: bool, window: Window) -> tuple[Family, int]:
-    """What the module has to be compiled for, and the number of keys. Raises ArgumentError, TypeError, NoKernel."""
+    """What the module has to be compiled for, and the number of keys. Raises ArgumentError, TypeError."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"{name} is a {type(x).__name__}; it needs to be a torch.Tensor")

@@ -307,6 +307,26 @@ def test_another_window_says_how_to_make_it(place: Workspace) -> None:
     assert dispatch.choose(served, 7, lse=True, workspace=place).stem == "k4_2_window_d64_window512_0"
 
 
+def test_own_module_comes_before_the_package_s_of_the_same_name(place: Workspace) -> None:
+    package = Workspace(place.bundled, place.bundled)
+    for path in place.spec_files():
+        (package.specs_dir / path.name).write_text(path.read_text())
+    package.generated_dir.mkdir()
+    package.module_path("k6_d128_causal").write_text("# of the package")
+    assert dispatch.choose(CAUSAL, 7, lse=True, workspace=place).file == place.module_path("k6_d128_causal")
+    place.module_path("k6_d128_causal").unlink()
+    assert dispatch.choose(CAUSAL, 7, lse=True, workspace=place).file == package.module_path("k6_d128_causal")
+
+
+def test_row_that_names_a_spec(place: Workspace) -> None:
+    place.module_path("k6").write_text("")
+    rows_for(place, (None, "k6"))
+    with pytest.raises(
+        NoKernel, match="names k6, which is a spec with several modules; run: fa3gen tune --write-table"
+    ):
+        dispatch.choose(CAUSAL, 7, lse=True, workspace=place)
+
+
 def test_nothing_rendered_at_all(tmp_path: Path) -> None:
     (tmp_path / "package" / "specs").mkdir(parents=True)
     with pytest.raises(NoKernel, match="head dims served: none"):
