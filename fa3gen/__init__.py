@@ -2,7 +2,10 @@
 
 import fa3gen
 
-module = fa3gen.load("k4_2_d128_causal")
+out = fa3gen.attention(q, k, v, causal=True)        # by the module that is fastest for these shapes
+print(fa3gen.attention.explain(q, k, v, causal=True))
+
+module = fa3gen.load("k4_2_d128_causal")            # or by one of your choice
 out, lse = module.attention(q, k, v, return_lse=True)
 
 Without a GPU, `fa3gen.load("k4_2_d128_causal", on="cpu")` takes CPU tensors and runs the same compiled kernel on a
@@ -11,19 +14,30 @@ model of sm_90a.
 
 from __future__ import annotations
 
-from pathlib import Path
 from types import ModuleType
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-__all__ = ["load"]
+if TYPE_CHECKING:
+    from fa3gen.ops import attention as attention
 
-_loaded: dict[Path, ModuleType] = {}
+__all__ = ["attention", "load"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import `fa3gen.attention` when it is first asked for: it needs torch, and the rest of the package does not."""
+    if name != "attention":
+        raise AttributeError(f"module 'fa3gen' has no attribute '{name}'")
+    from fa3gen.ops import attention
+
+    globals()["attention"] = attention
+    return attention
 
 
 def load(stem: str, *, on: Literal["gpu", "cpu"] = "gpu") -> ModuleType:
     """Import a generated module by its stem, such as `k4_2_d128_causal`, from the workspace or else from the package.
 
-    Importing needs torch and nvidia-cutlass-dsl, but no GPU; the kernel is compiled at the first call of `attention`.
+    Importing needs torch and nvidia-cutlass-dsl, but no GPU. The first call of `attention` takes the compiled kernel
+    from the compile cache, or else compiles it in a process of its own (with $FA3GEN_NO_JIT=1 it raises instead).
     With `on="cpu"`, `attention` takes CPU tensors and executes the kernel's PTX on a model of sm_90a; it raises
     `fa3gen.cpu.findings.Hazard` for a mistake that the model sees. Each such call gives a module of its own, whose
     `cpu` (`fa3gen.cpu.module.CpuModel`) holds the settings: schedule and trace.
@@ -38,9 +52,7 @@ def load(stem: str, *, on: Literal["gpu", "cpu"] = "gpu") -> ModuleType:
     if on not in ("gpu", "cpu"):
         raise UserError(f"on={on!r}; it needs to be 'gpu' (the default) or 'cpu'")
     workspace = Workspace.find()
-    path = workspace.module_path(stem)
-    if not path.is_file() and not workspace.owns(stem):  # of the workspace's own spec, the package's is another module
-        path = workspace.bundled / "generated" / f"{stem}.py"
+    path = workspace.rendered_path(stem)
     if not path.is_file():
         variant = next((variant for variant in workspace.resolve(stem) if variant.stem == stem), None)
         if variant is None:
@@ -51,8 +63,6 @@ def load(stem: str, *, on: Literal["gpu", "cpu"] = "gpu") -> ModuleType:
         from fa3gen.cpu.module import load_on_cpu
 
         return load_on_cpu(path)
-    if path not in _loaded:
-        from fa3gen.loading import load_file
+    from fa3gen.launch import module_at
 
-        _loaded[path] = load_file(path)
-    return _loaded[path]
+    return module_at(path)

@@ -19,6 +19,7 @@ import torch
 
 from fa3gen import gpu, reference
 from fa3gen.errors import UserError
+from fa3gen.launch_times import LaunchTimes, host_microseconds, small_problem
 from fa3gen.peers import PEERS, Attend, Peer, Unavailable
 from fa3gen.spec import CausalMask, GlobalHandoff, Mask, NoMask, Problem, Spec, WindowMask
 from fa3gen.verify import DTYPES
@@ -155,6 +156,7 @@ class Bench:
 
     environment: gpu.Environment
     cells: tuple[CellResult, ...] = field(default=())
+    launches: tuple[LaunchTimes, ...] = ()
 
     @property
     def failed(self) -> bool:
@@ -162,7 +164,7 @@ class Bench:
         return any(result.failed for cell in self.cells for result in cell.results)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return plain JSON types: protocol, environment, and per cell its shape, results and GPU sample."""
+        """Return plain JSON types: protocol, environment, per cell its shape, results and GPU sample, launch times."""
         protocol = {
             "tokens": TOKENS,
             "heads_x_head_dim": f"{WIDTH}, or as many heads as fit in it",
@@ -178,7 +180,9 @@ class Bench:
             shape = {"seq_len": cell.seq_len, "batch": cell.batch, "heads": cell.heads, "flops": cell.flops}
             results = [asdict(result) for result in entry.results]
             cells.append({**facts, **shape, "results": results, "gpu": asdict(entry.sample)})
-        return {"version": 1, "protocol": protocol, "environment": asdict(self.environment), "cells": cells}
+        launches = [asdict(launch) for launch in self.launches]
+        environment = asdict(self.environment)
+        return {"version": 1, "protocol": protocol, "environment": environment, "cells": cells, "launches": launches}
 
 
 class Timer(Protocol):
@@ -186,6 +190,9 @@ class Timer(Protocol):
 
     def time(self, launches: Sequence[Callable[[], Any]]) -> list[float]:
         """Make the launches one after the other; return the milliseconds of each."""
+
+    def synchronize(self) -> None:
+        """Wait until all launches have ended."""
 
     def free_bytes(self) -> int:
         """Return the device memory that could still be taken."""
@@ -214,6 +221,10 @@ class CudaTimer:
             events.append((begin, end))
         torch.cuda.synchronize(self.device)
         return [begin.elapsed_time(end) for begin, end in events]
+
+    def synchronize(self) -> None:
+        """See Timer."""
+        torch.cuda.synchronize(self.device)
 
     def free_bytes(self) -> int:
         """See Timer. What torch has cached counts as free."""
@@ -307,6 +318,18 @@ class Runner:
                 results[competitor.name] = self._measured(competitor, cell, times[competitor.name])
         return CellResult(cell, tuple(results[competitor.name] for competitor in serving), sample)
 
+    def launch_times(self, competitor: Competitor, cell: Cell) -> LaunchTimes:
+        """Measure the host time of a competitor's calls, for the dtype, head dim and mask of a cell."""
+        tensors = small_problem(cell.dtype, cell.head_dim, cell.v_dim, self.device)
+        try:
+            attend = competitor.prepare(cell)
+            microseconds = host_microseconds(lambda: attend(*tensors), self.timer.synchronize)
+        except Unavailable as reason:
+            return LaunchTimes(competitor.name, None, reason=str(reason))
+        except Exception as error:  # a competitor may raise anything; the others go on
+            return LaunchTimes(competitor.name, None, reason=f"raised {_in_short(error)}")
+        return LaunchTimes(competitor.name, microseconds)
+
     def _inputs(self, cell: Cell) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         generator = torch.Generator(self.device).manual_seed(cell.seq_len + cell.head_dim)
         shape = (cell.batch, cell.seq_len, cell.heads)
@@ -343,7 +366,7 @@ class Runner:
         except Unavailable as reason:
             return str(reason), None, 0.0
         except Exception as error:  # a competitor may raise anything; the others go on
-            return f"raised {type(error).__name__}: {' '.join(str(error).split())[:200]}", None, 0.0
+            return f"raised {_in_short(error)}", None, 0.0
         return None, lambda: attend(*tensors), estimate
 
     def _wrong(
@@ -387,6 +410,10 @@ class Runner:
             max_ms=max(times),
             rounds=len(times),
         )
+
+
+def _in_short(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
 def tflops(cell: Cell, milliseconds: float) -> float:

@@ -71,6 +71,20 @@ def tables(bench: Bench) -> Iterator[Table]:
         yield table
 
 
+def launch_table(bench: Bench) -> Table:
+    """Return the table of what launches cost the host: the first call of a process, and every later one."""
+    from rich.table import Table
+
+    table = Table(title="Host time of a launch", title_justify="left")
+    table.add_column("kernel")
+    for title in ("first call, compiled, s", "first call, cached, s", "later calls, microseconds"):
+        table.add_column(title, justify="right")
+    for launch in bench.launches:
+        times = (launch.compiled_s, launch.cached_s, launch.host_us)
+        table.add_row(launch.competitor, *("" if value is None else f"{value:.3g}" for value in times))
+    return table
+
+
 def reasons(bench: Bench) -> list[str]:
     """Return every reason for a missing number in full, each once, with where it applies."""
     places: dict[tuple[str, str], list[str]] = {}
@@ -81,7 +95,7 @@ def reasons(bench: Bench) -> list[str]:
                     place = f"{title}, {length_label(entry.cell.seq_len)}"
                     places.setdefault((result.competitor, result.reason), []).append(place)
     total = len(bench.cells)
-    return [
+    return [f"{entry.competitor}: {entry.reason} (launch times)" for entry in bench.launches if entry.reason] + [
         f"{name}: {reason}" + ("" if len(where) == total else f" ({'; '.join(where)})")
         for (name, reason), where in places.items()
     ]

@@ -1,20 +1,24 @@
 """Compiled modules, kept between runs: compiling takes seconds, and the same source always gives the same code.
 
 An entry is a directory named by the hash of everything that decides the code: the module's source, the versions of
-the DSL and its libraries, Python's version and the options. The cache lies in the user's cache directory or in
-$FA3GEN_CACHE_DIR; deleting it is always safe. Nothing here imports cutlass or torch.
+the DSL (which brings its ptxas) and its libraries, Python's version and the options. There are two kinds: what a
+compilation is examined by (PTX, cubin, the text of the host code), and the object file that a process loads to launch
+the kernel, which also depends on the CPU. The cache lies in the user's cache directory or in $FA3GEN_CACHE_DIR;
+deleting it is always safe. Nothing here imports cutlass or torch.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import os
 import platform
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +43,7 @@ _PACKAGES = (
 )
 _MANIFEST = "manifest.json"
 _PTX, _CUBIN, _HOST, _LOG = "kernel.ptx", "kernel.cubin", "host.mlir", "ptxas.log"
+_OBJECT = "kernel.o"
 
 
 def cached_compile(path: Path, *, line_info: bool = False) -> Compiled:
@@ -67,6 +72,41 @@ def cached_compile(path: Path, *, line_info: bool = False) -> Compiled:
         return compiled
 
 
+def cached_object(path: Path, *, may_compile: bool = True) -> bytes | None:
+    """The object file of a module: host code for this CPU with the cubin inside, for `fa3gen.launch`.
+
+    From the cache, or compiled in a process of its own and kept, as by `cached_compile`. With `may_compile` False, a
+    miss gives None. Empty for a module compiled without TVM FFI. Raises what `compile_module` raises.
+    """
+    path = path.resolve()
+    key = _key(path, line_info=False, for_cpu=_host_cpu())
+    entry = cache_directory() / key[:2] / key if key is not None else None
+    found = _read_files(entry, (_OBJECT,)) if entry is not None else None
+    if found is not None:
+        return found[1][_OBJECT]
+    if not may_compile:
+        return None
+    if entry is None:
+        return compile_and_keep(path).object_file  # there is no such file: this says so
+    with _lock(entry.with_suffix(".lock")):
+        found = _read_files(entry, (_OBJECT,))
+        return found[1][_OBJECT] if found is not None else compile_and_keep(path).object_file
+
+
+def compile_and_keep(path: Path) -> Compiled:
+    """Compile a module anew, with its object file, and keep both kinds of entry; raises as `compile_module`."""
+    path = path.resolve()
+    cpu = _host_cpu()
+    keys = [_key(path, line_info=False), _key(path, line_info=False, for_cpu=cpu)]
+    compiled = compiler.compile_module(path, with_object=True)
+    if keys == [_key(path, line_info=False), _key(path, line_info=False, for_cpu=cpu)]:
+        plain, launched = (cache_directory() / key[:2] / key for key in keys if key is not None)
+        _write(plain, replace(compiled, object_file=b""))
+        if compiled.object_file:
+            _write_files(launched, {_OBJECT: compiled.object_file}, {"module": path.name, "dsl": compiled.dsl})
+    return compiled
+
+
 def cached_compile_many(
     paths: Sequence[Path], on_done: Callable[[Path, Compiled | UserError], None] | None = None
 ) -> dict[Path, Compiled | UserError]:
@@ -80,8 +120,8 @@ def cache_directory() -> Path:
     return Path(chosen) if chosen else platformdirs.user_cache_path("fa3gen") / "compiled"
 
 
-def _key(path: Path, line_info: bool) -> str | None:
-    """Hash of all that decides the code, None when the module cannot be read."""
+def _key(path: Path, line_info: bool, for_cpu: str | None = None) -> str | None:
+    """Hash of all that decides the code, None when the module cannot be read; `for_cpu` is that of an object file."""
     try:
         source = path.read_bytes()
     except OSError:
@@ -96,16 +136,43 @@ def _key(path: Path, line_info: bool) -> str | None:
         "options": compiler.LINE_INFO_OPTIONS if line_info else None,
         "path": str(path) if line_info else None,  # the PTX names it
     }
+    if for_cpu is not None:
+        facts |= {"object": compiler.OBJECT_FUNCTION, "cpu": for_cpu}
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
-def _read(entry: Path, path: Path) -> Compiled | None:
-    """The entry, None when there is none or a file of it is missing or not what was written."""
+@functools.cache
+def _host_cpu() -> str:
+    """What the host code is compiled for: the model and the instruction sets of this machine's CPU."""
+    wanted = ("model name", "flags", "Features", "CPU part")
+    try:
+        lines = Path("/proc/cpuinfo").read_text().partition("\n\n")[0].splitlines()
+    except OSError:
+        lines = []
+    facts = (line.partition(":") for line in lines)
+    told = {name.strip(): " ".join(sorted(value.split())) for name, _, value in facts if name.strip() in wanted}
+    return json.dumps(told or platform.processor(), sort_keys=True)
+
+
+def _read_files(entry: Path, names: Sequence[str]) -> tuple[dict[str, Any], dict[str, bytes]] | None:
+    """Manifest and files of an entry, None when there is none or a file of it is missing or not what was written."""
     try:
         manifest: dict[str, Any] = json.loads((entry / _MANIFEST).read_bytes())
-        files = {name: (entry / name).read_bytes() for name in (_PTX, _CUBIN, _HOST, _LOG)}
+        files = {name: (entry / name).read_bytes() for name in names}
         if any(hashlib.sha256(data).hexdigest() != manifest["digests"][name] for name, data in files.items()):
             return None
+        return manifest, files
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _read(entry: Path, path: Path) -> Compiled | None:
+    """The entry of a compilation, None when there is none or it is spoilt."""
+    found = _read_files(entry, (_PTX, _CUBIN, _HOST, _LOG))
+    if found is None:
+        return None
+    manifest, files = found
+    try:
         return Compiled(
             path=path,
             ptx=files[_PTX].decode(),
@@ -117,26 +184,31 @@ def _read(entry: Path, path: Path) -> Compiled | None:
             peak_bytes=manifest["peak_bytes"],
             dsl=manifest["dsl"],
         )
-    except (OSError, ValueError, KeyError, TypeError):
+    except (ValueError, KeyError):
         return None
 
 
 def _write(entry: Path, compiled: Compiled) -> None:
-    """Put an entry in place as a whole, or leave the cache as it was."""
+    """Keep what a compilation gave."""
     files = {
         _PTX: compiled.ptx.encode(),
         _CUBIN: compiled.cubin,
         _HOST: compiled.host_module.encode(),
         _LOG: compiled.ptxas_log.encode(),
     }
-    manifest = {
+    facts = {
         "module": compiled.path.name,  # for people who look into the cache
-        "digests": {name: hashlib.sha256(data).hexdigest() for name, data in files.items()},
         "seconds": compiled.seconds,
         "compile_seconds": compiled.compile_seconds,
         "peak_bytes": compiled.peak_bytes,
         "dsl": compiled.dsl,
     }
+    _write_files(entry, files, facts)
+
+
+def _write_files(entry: Path, files: Mapping[str, bytes], facts: Mapping[str, Any]) -> None:
+    """Put an entry in place as a whole, or leave the cache as it was."""
+    manifest = {**facts, "digests": {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}}
     scratch = None
     with contextlib.suppress(OSError):
         entry.parent.mkdir(parents=True, exist_ok=True)

@@ -1,9 +1,11 @@
 """Compiles one generated module in a process of its own. Run by `fa3gen.compiler`, by file name and not as a package.
 
-Usage: compile_worker.py MODULE.py OUT_DIR [OPTIONS]. Writes into OUT_DIR `kernel.ptx`, `kernel.cubin`, `host.mlir` and
-`result.json`: {"error": null or {"type", "message", "missing"}, "compile_seconds", "peak_bytes", "dsl"}. OPTIONS, one
-argument, go to the module's compile_for_sm90a, which has its own default. The environment must already hold the DSL's
-settings; ptxas's remarks go to standard error.
+Usage: compile_worker.py MODULE.py OUT_DIR [--object NAME] [OPTIONS]. Writes into OUT_DIR `kernel.ptx`, `kernel.cubin`,
+`host.mlir` and `result.json`: {"error": null or {"type", "message", "missing"}, "compile_seconds", "peak_bytes",
+"dsl"}. With `--object`, also `kernel.o`: host code and cubin for this CPU, of which NAME is the TVM FFI function;
+not for a module that is compiled without TVM FFI.
+OPTIONS, one argument, go to the module's compile_for_sm90a, which has its own default. The environment must already
+hold the DSL's settings; ptxas's remarks go to standard error.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 import gc
 import importlib.metadata
 import importlib.util
+import inspect
 import json
 import sys
 import time
@@ -43,8 +46,11 @@ def import_module(path: Path) -> Any:
     return module
 
 
-def compile_to(module_path: Path, out: Path, options: str | None = None) -> float:
-    """Compile the module's kernels into `out`; returns the seconds it took after the imports."""
+def compile_to(module_path: Path, out: Path, options: str | None = None, object_name: str | None = None) -> float:
+    """Compile the module's kernels into `out`; returns the seconds it took after the imports.
+
+    With `object_name` the host code is written as an object file as well, which these seconds leave out.
+    """
     module = import_module(module_path)
     started = time.perf_counter()
     compiled = module.compile_for_sm90a() if options is None else module.compile_for_sm90a(options=options)
@@ -58,6 +64,9 @@ def compile_to(module_path: Path, out: Path, options: str | None = None) -> floa
     (out / "kernel.cubin").write_bytes(compiled.__cubin__)
     host = getattr(compiled, "ir_module", None)
     (out / "host.mlir").write_text(str(host) if host is not None else "")
+    if object_name is not None and "function_name" in inspect.signature(compiled.export_to_c).parameters:
+        # The other symbols stay inside: a process may load the objects of several modules.
+        compiled.export_to_c(str(out / "kernel.o"), function_name=object_name, export_only_tvm_ffi_symbols=True)
     return seconds
 
 
@@ -76,13 +85,16 @@ def describe(error: BaseException, module_path: Path) -> dict[str, str]:
 
 def main() -> int:
     """Compile sys.argv[1] into sys.argv[2]; exit status 1 when that failed, with the reason in result.json."""
-    module_path, out = Path(sys.argv[1]), Path(sys.argv[2])
-    options = sys.argv[3] if len(sys.argv) > 3 else None
+    module_path, out, rest = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:]
+    object_name = None
+    if rest and rest[0] == "--object":
+        object_name, rest = rest[1], rest[2:]
+    options = rest[0] if rest else None
     sys.argv = sys.argv[:1]  # the DSL parses sys.argv when it is imported
     gc.disable()  # tracing makes millions of objects that all live to the end: collecting costs time and frees nothing
     result: dict[str, Any] = {"error": None, "compile_seconds": None}
     try:
-        result["compile_seconds"] = compile_to(module_path, out, options)
+        result["compile_seconds"] = compile_to(module_path, out, options, object_name)
         result["dsl"] = importlib.metadata.version("nvidia-cutlass-dsl")
     except (Exception, SystemExit) as error:
         result["error"] = describe(error, module_path)

@@ -26,6 +26,7 @@ from fa3gen.errors import UserError
 ARCH = "sm_90a"
 TIMEOUT_S = 300.0
 LINE_INFO_OPTIONS = "--enable-tvm-ffi --generate-line-info"
+OBJECT_FUNCTION = "fa3gen_kernel"  # the TVM FFI function of an object file
 
 _WORKER = Path(__file__).with_name("compile_worker.py")
 _KEPT_DSL_SETTINGS = ("CUTE_DSL_LIBS",)  # where the runtime library lies; every other setting could change the code
@@ -54,7 +55,8 @@ class Compiled:
     `seconds` is wall time of the whole process, imports included; `compile_seconds` leaves the imports out.
     `peak_bytes` is the process's peak resident memory (None where the system does not tell), `ptxas_log` what ptxas
     printed with -v, as the DSL lays it out, `host_module` the lowered LLVM-dialect text of the host code, `dsl` the
-    DSL's version.
+    DSL's version. `object_file` is the host code for this CPU with the cubin inside, as `fa3gen.launch` loads it: empty
+    unless it was asked for, and for a module compiled without TVM FFI.
     """
 
     path: Path
@@ -66,6 +68,7 @@ class Compiled:
     compile_seconds: float
     peak_bytes: int | None
     dsl: str
+    object_file: bytes = b""
 
     @property
     def ptxas(self) -> str | None:
@@ -99,11 +102,14 @@ def analyse(compiled: Compiled) -> Analysis:
     return Analysis(compiled=compiled, sass=sass, census=census)
 
 
-def compile_module(path: Path, timeout_s: float = TIMEOUT_S, line_info: bool = False) -> Compiled:
+def compile_module(
+    path: Path, timeout_s: float = TIMEOUT_S, line_info: bool = False, with_object: bool = False
+) -> Compiled:
     """Compile the generated module at `path` for sm_90a; needs no GPU and no driver.
 
-    With `line_info` the PTX names the module's source lines (`.file` and `.loc`); it is the same otherwise. Raises
-    UserError when the file is not there, CompileError when it does not compile within `timeout_s` seconds.
+    With `line_info` the PTX names the module's source lines (`.file` and `.loc`); it is the same otherwise. With
+    `with_object` the result has the host code as an object file. Raises UserError when the file is not there,
+    CompileError when it does not compile within `timeout_s` seconds.
     """
     path = path.resolve()
     if not path.is_file():
@@ -111,7 +117,8 @@ def compile_module(path: Path, timeout_s: float = TIMEOUT_S, line_info: bool = F
     with tempfile.TemporaryDirectory(prefix="fa3gen-compile-") as scratch:
         out = Path(scratch)
         started = time.perf_counter()
-        status, stderr = _run_worker(path, out, timeout_s, LINE_INFO_OPTIONS if line_info else None)
+        extra = [*(["--object", OBJECT_FUNCTION] if with_object else []), *([LINE_INFO_OPTIONS] if line_info else [])]
+        status, stderr = _run_worker(path, out, timeout_s, extra)
         seconds = time.perf_counter() - started
         result = _read_result(path, out, status, stderr)
         return Compiled(
@@ -124,6 +131,7 @@ def compile_module(path: Path, timeout_s: float = TIMEOUT_S, line_info: bool = F
             compile_seconds=result["compile_seconds"],
             peak_bytes=result["peak_bytes"],
             dsl=result["dsl"],
+            object_file=(out / "kernel.o").read_bytes() if (out / "kernel.o").is_file() else b"",
         )
 
 
@@ -206,10 +214,10 @@ def wants_ptxas_log(source: str) -> bool:
     return "warpgroup.commit_group" in source or "setmaxregister" in source
 
 
-def _run_worker(path: Path, out: Path, timeout_s: float, options: str | None) -> tuple[int, str]:
-    """Exit status and standard error of the worker; `options` replace those that the module would choose."""
+def _run_worker(path: Path, out: Path, timeout_s: float, extra: Sequence[str]) -> tuple[int, str]:
+    """Exit status and standard error of the worker; `extra` are its arguments beside the module and the directory."""
     # -P keeps the worker's own directory, this package, off sys.path: fa3gen/inputs.py is no top-level module.
-    command = [sys.executable, "-P", str(_WORKER), str(path), str(out), *([] if options is None else [options])]
+    command = [sys.executable, "-P", str(_WORKER), str(path), str(out), *extra]
     try:
         done = subprocess.run(
             command,

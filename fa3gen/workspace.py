@@ -84,6 +84,15 @@ class Workspace:
         """Where the module `stem` is rendered to."""
         return self.generated_dir / f"{stem}.py"
 
+    def rendered_path(self, stem: str) -> Path:
+        """Where the module `stem` lies: here, or in the package when no spec of this workspace generates it.
+
+        It need not exist; then it is where it would be rendered to.
+        """
+        own, packaged = self.module_path(stem), self.bundled / "generated" / f"{stem}.py"
+        # Of the workspace's own spec, the package's module is another one.
+        return packaged if not own.is_file() and packaged.is_file() and not self.owns(stem) else own
+
     def shown(self, path: Path) -> Path:
         """`path` as people write it: relative to the root where it lies inside."""
         return path.relative_to(self.root) if path.is_relative_to(self.root) else path

@@ -95,6 +95,7 @@ def test_one_module_of_several_that_does_not_compile(
 def test_missing_modules_name_the_command_that_renders_them(
     workspace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    shutil.copytree(DATA.parent.parent / "specs", workspace / "specs", dirs_exist_ok=True)
     assert cli.main(["compile", "k2"]) == 2
     printed = capsys.readouterr()
     assert printed.out == ""

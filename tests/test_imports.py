@@ -20,6 +20,8 @@ LIGHT = [
     "fa3gen.plan",
     "fa3gen.render",
     "fa3gen.workspace",
+    "fa3gen.dispatch",
+    "fa3gen.launch",
     "fa3gen.cli",
     "fa3gen.cli.specs",
     "fa3gen.cli.render",

@@ -122,6 +122,18 @@ def test_unknown_names(checkout: Workspace, name: str, message: str) -> None:
     assert str(caught.value).startswith(message)
 
 
+def test_where_a_module_lies(checkout: Workspace) -> None:
+    """In the workspace; in the package only when no spec of the workspace generates it."""
+    own, packaged = checkout.module_path, checkout.bundled / "generated"
+    (packaged / "k4_2_d64.py").write_text("")
+    (packaged / "mine_d64.py").write_text("")
+    assert checkout.rendered_path("k4_2_d64") == packaged / "k4_2_d64.py"
+    assert checkout.rendered_path("k4_2_d128") == own("k4_2_d128")
+    assert checkout.rendered_path("mine_d64") == own("mine_d64")
+    own("k4_2_d64").write_text("")
+    assert checkout.rendered_path("k4_2_d64") == own("k4_2_d64")
+
+
 def test_an_unknown_name_among_broken_specs(checkout: Workspace) -> None:
     (checkout.specs_dir / "broken.yaml").write_text("summary: [\n")
     with pytest.raises(UserError, match="did you mean 'mine_d64'"):

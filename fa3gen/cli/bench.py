@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,7 +12,8 @@ import typer
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from fa3gen.bench import Bench, Competitor
+    from fa3gen.bench import Bench, Competitor, Runner
+    from fa3gen.launch_times import LaunchTimes
     from fa3gen.specfile import Variant
     from fa3gen.workspace import Workspace
 
@@ -26,6 +28,12 @@ def bench(
     quick: Annotated[bool, typer.Option("--quick", help="4k and 16k only, fewer repeats.")] = False,
     peers: Annotated[bool, typer.Option(help="Measure torch SDPA and FlashAttention beside.")] = True,
     limit: Annotated[float, typer.Option(help="Seconds one kernel may take in one cell before it is skipped.")] = 10.0,
+    launch: Annotated[
+        bool | None,
+        typer.Option(
+            help="Measure first calls (compiled, cached) and host time per call too.", show_default="unless --quick"
+        ),
+    ] = None,
     json_path: Annotated[Path | None, typer.Option("--json", help="Write all numbers here.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw a figure here; .png or .svg.")] = None,
     evidence: Annotated[
@@ -61,10 +69,15 @@ def bench(
         limit_ms=limit * 1000,
     )
     with errors.status("measuring") as status:
-        measured = Bench(gpu.environment(), tuple(runner.run(cells, _progress(errors, status.update))))
+        progress = _progress(errors, status.update)
+        measured = Bench(gpu.environment(), tuple(runner.run(cells, progress)))
+        if launch or (launch is None and not quick):
+            measured = replace(measured, launches=tuple(_launches(runner, variants, own, workspace, progress)))
     console = Console()
     for table in bench_report.tables(measured):
         console.print(table)
+    if measured.launches:
+        console.print(bench_report.launch_table(measured))
     for reason in bench_report.reasons(measured):
         console.print(reason, style="dim", markup=False, highlight=False)
     if json_path is not None:
@@ -77,6 +90,39 @@ def bench(
         raise typer.Exit(1)
 
 
+def _launches(
+    runner: Runner,
+    variants: list[Variant],
+    own: dict[str, Competitor],
+    workspace: Workspace,
+    say: Callable[[str], None],
+) -> Iterator[LaunchTimes]:
+    """Measure what launches cost the host: of every module, and of the peers on the first module's problem."""
+    from fa3gen.bench import Cell
+    from fa3gen.dispatch import Family
+    from fa3gen.errors import UserError
+    from fa3gen.launch_times import SEQ_LEN, LaunchTimes, first_calls
+
+    def cell(variant: Variant) -> Cell:
+        problem = variant.spec.problem
+        return Cell(problem.head_dim, variant.spec.mask, SEQ_LEN, problem.dtype, problem.v_dim)
+
+    for variant in variants:
+        name, family = own[variant.stem].name, Family.of(variant.spec)
+        say(f"{variant.stem}: first call")
+        try:
+            path = workspace.module_path(variant.stem)
+            compiled, cached = first_calls(path, family.dtype, family.head_dim, family.head_dim_v)
+        except UserError as error:
+            yield LaunchTimes(name, None, reason=str(error))
+            continue
+        yield replace(runner.launch_times(own[variant.stem], cell(variant)), compiled_s=compiled, cached_s=cached)
+    for competitor in runner.competitors:
+        if not competitor.generated:
+            say(f"{competitor.name}: host time")
+            yield runner.launch_times(competitor, cell(variants[0]))
+
+
 def _progress(errors: Console, update: Callable[[str], None]) -> Callable[[str], None]:
     """Keep one moving line on a terminal; in a log, write one line per step."""
     return update if errors.is_terminal else lambda text: errors.print(text, markup=False, highlight=False)
@@ -86,7 +132,7 @@ def _own(workspace: Workspace, variants: list[Variant]) -> dict[str, Competitor]
     """Return one competitor per variant, by generated stem; called by spec stem where that is not ambiguous."""
     from fa3gen.bench import module_competitor
     from fa3gen.errors import UserError
-    from fa3gen.loading import load_file
+    from fa3gen.launch import load_for_launch
 
     def problem(variant: Variant) -> tuple[object, ...]:
         return variant.source, variant.spec.problem, variant.spec.mask
@@ -102,7 +148,7 @@ def _own(workspace: Workspace, variants: list[Variant]) -> dict[str, Competitor]
 
         def load(path: Path = path, loaded: list[object] = loaded) -> object:
             if not loaded:
-                loaded.append(load_file(path))
+                loaded.append(load_for_launch(path))
             return loaded[0]
 
         own[variant.stem] = module_competitor(name, variant.spec, load)

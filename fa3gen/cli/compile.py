@@ -46,6 +46,8 @@ def compile(
 ) -> None:
     """Compile generated modules for sm_90a (no GPU needed) and compare their facts with what the plan predicts.
 
+    What is compiled is kept: `fa3gen.load` and `fa3gen.attention` then launch it without compiling.
+
     Exits with 1 when a fact is not as predicted, with 2 when a module is missing or does not compile.
     """
     from fa3gen import toolchain
@@ -78,7 +80,7 @@ def compile(
 def _require_modules(workspace: Workspace, variants: Sequence[Variant]) -> None:
     from fa3gen.errors import UserError
 
-    missing = [variant for variant in variants if not workspace.module_path(variant.stem).is_file()]
+    missing = [variant for variant in variants if not workspace.rendered_path(variant.stem).is_file()]
     if missing:
         paths = ", ".join(str(workspace.module_path(variant.stem)) for variant in missing)
         sources = " ".join(dict.fromkeys(str(variant.source) for variant in missing))
@@ -88,12 +90,17 @@ def _require_modules(workspace: Workspace, variants: Sequence[Variant]) -> None:
 def build(
     workspace: Workspace, variants: Sequence[Variant], expectations: dict[str, Expectation], jobs: int | None
 ) -> list[Outcome]:
-    """Compile and examine every variant's module, several at a time; progress goes to standard error."""
-    from fa3gen.compiler import analyse_many
+    """Compile and examine every variant's module, several at a time, and keep what `fa3gen.load` needs to launch it.
 
-    paths = {workspace.module_path(variant.stem): variant for variant in variants}
+    Progress goes to standard error.
+    """
+    from fa3gen.compile_cache import compile_and_keep
+    from fa3gen.compiler import analyse, side_by_side
+
+    paths = {workspace.rendered_path(variant.stem): variant for variant in variants}
     with _progress(len(paths)) as advance:
-        results = analyse_many(list(paths), jobs, on_done=lambda path, result: advance(path.stem))
+        work = lambda path: analyse(compile_and_keep(path))  # noqa: E731
+        results = side_by_side(work, list(paths), jobs, lambda path, result: advance(path.stem))
     return [judge(variant, expectations[variant.stem], results[path]) for path, variant in paths.items()]
 
 

@@ -1,0 +1,249 @@
+"""On a machine with a Hopper GPU: `fa3gen.attention` for every row of its table, compiled, captured, and timed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+import fa3gen
+from fa3gen import dispatch, reference
+from fa3gen.dispatch import Family
+from fa3gen.launch import NO_JIT_VARIABLE, load_for_launch
+from fa3gen.launch_times import host_microseconds
+from fa3gen.loading import load_file
+from fa3gen.spec import CausalMask, NoMask, WindowMask
+from fa3gen.verify import DTYPES
+from fa3gen.workspace import Workspace
+
+WORKSPACE = Workspace.find(Path(__file__).parent)
+TOLERANCE = 0.01  # relative Frobenius error of O; 16-bit kernels read about 0.002. What it finds is the wrong module.
+LSE_TOLERANCE = 1e-3
+HOST_MICROSECONDS = 10.0
+
+# Without a row of their own: the only module that fits.
+UNMEASURED = (
+    Family("bf16", 192, 128, NoMask()),
+    Family("fp16", 64, 64, CausalMask()),
+    Family("bf16", 64, 64, WindowMask(left=512, right=0)),
+)
+
+
+class Call(NamedTuple):
+    """A family and a number of keys in one row of the table."""
+
+    family: Family
+    seq_k: int
+
+    @property
+    def options(self) -> dict[str, Any]:
+        mask = self.family.mask
+        return {
+            "causal": isinstance(mask, CausalMask),
+            "window": (mask.left, mask.right) if isinstance(mask, WindowMask) else None,
+        }
+
+    def tensors(self, device: Any, *, seq_q: int = 200, seed: int = 0) -> tuple[torch.Tensor, ...]:
+        generator = torch.Generator(device).manual_seed(seed)
+        family = self.family
+        shapes = [
+            (2, seq_q, 4, family.head_dim),
+            (2, self.seq_k, 2, family.head_dim),
+            (2, self.seq_k, 2, family.head_dim_v),
+        ]
+        facts: dict[str, Any] = {"dtype": DTYPES[family.dtype], "device": device, "generator": generator}
+        return tuple(torch.randn(shape, **facts) for shape in shapes)
+
+
+def calls() -> Iterator[Call]:
+    """One call for each row, with a number of keys that is no multiple of a tile."""
+    for row in dispatch.read_table(dispatch.table_path(WORKSPACE)).rows:
+        yield Call(row.family, row.seq_k.up_to - 3 if row.seq_k else row.measured[-1].seq + 5)
+    yield from (Call(family, 333) for family in UNMEASURED)
+
+
+CALLS = list(calls())
+EVERY = pytest.mark.parametrize("call", CALLS, ids=lambda call: f"{call.family}, {call.seq_k} keys")
+# A first row, v with a head dim of its own, and a window without a row.
+SOME = pytest.mark.parametrize("call", [CALLS[0], CALLS[-3], CALLS[-1]], ids=["first", "d_v", "window"])
+
+
+@pytest.fixture(autouse=True)
+def in_the_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(WORKSPACE.root)
+
+
+def check(call: Call, tensors: tuple[torch.Tensor, ...], out: torch.Tensor, lse: torch.Tensor | None = None) -> None:
+    expected = reference.attention(*tensors, mask=call.family.mask, compute_dtype=torch.float32)
+    error = (out.float() - expected.out).norm() / expected.out.norm()
+    assert error.item() <= TOLERANCE
+    if lse is not None:
+        torch.testing.assert_close(lse, expected.lse.float(), rtol=LSE_TOLERANCE, atol=LSE_TOLERANCE)
+
+
+@EVERY
+def test_numbers(call: Call, hopper: Any) -> None:
+    """The module that is explained is the one that runs, and what it computes is what was asked for."""
+    tensors = call.tensors(hopper)
+    out, lse = fa3gen.attention(*tensors, **call.options, return_lse=True)
+    check(call, tensors, out, lse)
+    choice = fa3gen.attention.explain(*tensors, **call.options)
+    module = load_for_launch(choice.file)
+    assert out.equal(module.attention(*tensors)) and out.equal(fa3gen.attention(*tensors, **call.options))
+    into = torch.full_like(out, torch.nan)
+    assert fa3gen.attention(*tensors, **call.options, out=into) is into and into.equal(out)
+    again = fa3gen.attention(*tensors, **call.options, scale=2.0)
+    assert not again.equal(out)
+
+
+@SOME
+def test_what_is_loaded_is_what_the_module_compiles(call: Call, hopper: Any) -> None:
+    """Bit for bit: the object of the compile cache, and the file by itself, which compiles in this process."""
+    tensors = call.tensors(hopper)
+    alone = load_file(fa3gen.attention.explain(*tensors, **call.options).file, variety="alone")
+    assert fa3gen.attention(*tensors, **call.options).equal(alone.attention(*tensors))
+
+
+@SOME
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_torch_compile(call: Call, mode: str, hopper: Any) -> None:
+    def model(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        out, lse = fa3gen.attention(q * 2, k, v, **call.options, return_lse=True)
+        return out + 1, lse
+
+    compiled = torch.compile(model, fullgraph=True, mode=mode)
+    for seed in range(4):  # reduce-overhead records a graph at its second call and replays it from then on
+        tensors = call.tensors(hopper, seed=seed)
+        for found, wanted in zip(compiled(*tensors), model(*tensors), strict=True):
+            torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+    torch._dynamo.reset()
+
+
+@SOME
+def test_torch_compile_with_out(call: Call, hopper: Any) -> None:
+    def model(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        fa3gen.attention(q, k, v, **call.options, out=out)
+        return out + 1
+
+    tensors = call.tensors(hopper)
+    wanted = fa3gen.attention(*tensors, **call.options)
+    out = torch.full_like(wanted, torch.nan)
+    found = torch.compile(model, fullgraph=True)(*tensors, out)
+    assert out.equal(wanted) and found.equal(wanted + 1)
+    torch._dynamo.reset()
+
+
+@SOME
+def test_cuda_graph(call: Call, hopper: Any) -> None:
+    static = call.tensors(hopper)
+    fa3gen.attention(*static, **call.options, return_lse=True)  # loads the kernel
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = fa3gen.attention(*static, **call.options, return_lse=True)
+    for seed in (1, 2):
+        fresh = call.tensors(hopper, seed=seed)
+        for tensor, values in zip(static, fresh, strict=True):
+            tensor.copy_(values)
+        graph.replay()
+        wanted, wanted_lse = fa3gen.attention(*fresh, **call.options, return_lse=True)
+        assert out.equal(wanted) and lse.equal(wanted_lse)
+
+
+@EVERY
+def test_the_host_never_waits(call: Call, hopper: Any) -> None:
+    tensors = call.tensors(hopper)
+    fa3gen.attention(*tensors, **call.options, return_lse=True)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        out, lse = fa3gen.attention(*tensors, **call.options, return_lse=True)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    check(call, tensors, out, lse)
+
+
+@SOME
+def test_current_stream(call: Call, hopper: Any) -> None:
+    """The kernel waits for what its stream does before it: a long sleep, then the inputs."""
+    tensors = call.tensors(hopper)
+    wanted = fa3gen.attention(*tensors, **call.options)
+    later = tuple(torch.zeros_like(tensor) for tensor in tensors)
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(50_000_000)
+        for tensor, values in zip(later, tensors, strict=True):
+            tensor.copy_(values)
+        out = fa3gen.attention(*later, **call.options)
+    stream.synchronize()
+    assert out.equal(wanted)
+
+
+@EVERY
+@pytest.mark.parametrize("variant", ["plain", "out", "lse"])
+def test_host_time_of_a_call(call: Call, variant: str, hopper: Any) -> None:
+    """On a problem so small that the GPU keeps up; the fastest of three measurements, since others use the host too."""
+    q, k, v = Call(call.family, min(call.seq_k, 128)).tensors(hopper, seq_q=128)
+    q, k, v = q[:1], k[:1], v[:1]
+    options: dict[str, Any] = dict(call.options)
+    if variant == "out":
+        options["out"] = torch.empty((*q.shape[:3], v.shape[3]), dtype=q.dtype, device=hopper)
+    options["return_lse"] = variant == "lse"
+
+    def launch() -> None:
+        fa3gen.attention(q, k, v, **options)
+
+    with torch.no_grad():
+        found = [host_microseconds(launch, torch.cuda.synchronize) for _ in range(3)]
+    print(f"{call.family}, {variant}: {min(found):.1f} us")
+    assert min(found) < HOST_MICROSECONDS, f"{min(found):.1f} us"
+
+
+# A process in which the DSL's compiler would be an error; it saves what the kernel computed.
+START = """
+import sys
+import torch, cutlass.cute
+import fa3gen
+
+def forbidden(*arguments, **options):
+    raise SystemExit("the DSL was asked to compile")
+
+cutlass.cute.compile = forbidden
+tensors, options = torch.load(sys.argv[1])
+torch.save(fa3gen.attention(*tensors, **options), sys.argv[2])
+"""
+
+
+@SOME
+def test_a_second_process_starts_without_compiling(call: Call, hopper: Any, tmp_path: Path) -> None:
+    tensors = call.tensors(hopper)
+    wanted = fa3gen.attention(*tensors, **call.options)  # which fills the cache
+    torch.save((tensors, call.options), tmp_path / "in")
+    command = [sys.executable, "-c", START, str(tmp_path / "in"), str(tmp_path / "out")]
+    environment = {**os.environ, NO_JIT_VARIABLE: "1"}
+    process = subprocess.run(command, env=environment, cwd=WORKSPACE.root, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
+    assert torch.load(tmp_path / "out").equal(wanted)
+
+
+@pytest.mark.parametrize(
+    "spoil", [lambda x: x[..., :-8], lambda x: x.float(), lambda x: x.cpu()], ids=["d", "dtype", "cpu"]
+)
+def test_what_the_kernel_refuses(spoil: Callable[[torch.Tensor], torch.Tensor], hopper: Any) -> None:
+    q, k, v = CALLS[-2].tensors(hopper)
+    with pytest.raises((TypeError, ValueError), match="k has|k is on"):
+        fa3gen.attention(q, spoil(k), v, causal=True)
+
+
+def test_without_a_mask_is_not_causal(hopper: Any) -> None:
+    """The two calls go to modules of their own."""
+    call = Call(Family("fp16", 64, 64, NoMask()), 333)
+    tensors = call.tensors(hopper)
+    check(call, tensors, fa3gen.attention(*tensors))
+    assert not fa3gen.attention(*tensors).equal(fa3gen.attention(*tensors, causal=True))

@@ -1,0 +1,376 @@
+"""The table that says which module `fa3gen.attention` calls: from records, as text, and how a row is chosen."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rendering import CHECKOUT
+
+from fa3gen import dispatch
+from fa3gen.dispatch import Family, Measurement, NoKernel, Region, Row, Table
+from fa3gen.errors import UserError
+from fa3gen.evidence import sha256
+from fa3gen.spec import CausalMask, NoMask, WindowMask
+from fa3gen.workspace import Workspace
+
+CAUSAL = Family("bf16", 128, 128, CausalMask())
+GPU = "NVIDIA H200"
+
+
+@dataclass(frozen=True)
+class Mask:
+    kind: str = "causal"
+    left: int | None = None
+    right: int | None = None
+
+
+@dataclass(frozen=True)
+class Problem:
+    seq_q: int
+    seq_k: int
+    mask: Mask = Mask()
+    dtype: Any = "bf16"
+    head_dim: int = 128
+    head_dim_v: int = 128
+
+
+@dataclass(frozen=True)
+class Result:
+    stem: str
+    tflops: float
+    sha256: str
+    spec: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Record:
+    problem: Problem
+    results: list[Result]
+    winner: str
+    gpu: str = GPU
+
+
+def record(seq: int, speeds: dict[str, float], *, winner: str = "", no_lse: str = "", **changes: Any) -> Record:
+    """A record of one length; the fastest wins unless another is named."""
+    results = [
+        Result(stem, tflops, f"{len(stem):02d}" * 32, {"outputs": {"lse": stem != no_lse}})
+        for stem, tflops in speeds.items()
+    ]
+    gpu, won = changes.pop("gpu", GPU), winner or max(speeds, key=lambda stem: speeds[stem])
+    return Record(Problem(seq, changes.pop("seq_k", seq), **changes), results, won, gpu)
+
+
+def shape_of(rows: list[Row]) -> list[tuple[int | None, str, list[int]]]:
+    return [
+        (row.seq_k.up_to if row.seq_k else None, row.module, [measured.seq for measured in row.measured])
+        for row in rows
+    ]
+
+
+# From records to rows
+
+
+def test_neighbours_with_the_same_winner_make_one_row() -> None:
+    winners = {512: "a", 1024: "a", 2048: "b", 4096: "a", 8192: "c", 16384: "c"}
+    records = [record(seq, {"a": 1.0, "b": 1.0, "c": 1.0} | {stem: 2.0}) for seq, stem in winners.items()]
+    rows = dispatch.rows_from_records(reversed(records))
+    expected = [(1024, "a", [512, 1024]), (2048, "b", [2048]), (4096, "a", [4096]), (None, "c", [8192, 16384])]
+    assert shape_of(rows) == expected
+
+
+def test_the_winner_is_the_record_s_and_the_runner_up_the_best_of_the_others() -> None:
+    [row] = dispatch.rows_from_records([record(512, {"k6": 401.0, "fwd": 400.0, "k5": 300.0}, winner="fwd")])
+    assert row.module == "fwd"
+    assert row.measured == [Measurement(seq=512, tflops=400.0, runner_up="k6", runner_up_tflops=401.0, gpu=GPU)]
+
+
+def test_a_module_without_lse_is_passed_over() -> None:
+    records = [
+        record(512, {"o_only": 9.0, "k5": 7.0, "k6": 8.0}, no_lse="o_only"),
+        record(1024, {"x": 1.0}, no_lse="x"),
+    ]
+    assert shape_of(dispatch.rows_from_records(records)) == [(None, "k6", [512])]
+
+
+def test_families_stand_apart_in_a_fixed_order() -> None:
+    masks = [Mask("window", 512, 0), Mask("window", 64, 0), Mask("causal"), Mask("none")]
+    records = [record(512, {"a": 1.0}, mask=mask, head_dim=dim) for dim in (128, 64) for mask in masks]
+    records += [record(512, {"a": 1.0}, dtype="fp16", head_dim=64), record(512, {"a": 1.0}, head_dim_v=64)]
+    families = [f"{row.family}" for row in dispatch.rows_from_records(records)]
+    reaches = ["no mask", "causal", "window (64, 0)", "window (512, 0)"]
+    dims = ["64/128", "128/64", "128"]
+    expected = [f"bf16, head dim {d}, {m}" for d in dims for m in (reaches if d != "128/64" else ["causal"])]
+    assert families == [*expected, "fp16, head dim 64/128, causal"]
+
+
+def test_only_square_problems_count() -> None:
+    assert dispatch.rows_from_records([record(1, {"decode": 1.0}, seq_k=4096)]) == []
+
+
+def test_two_winners_of_one_length_are_refused() -> None:
+    twice = [record(512, {"a": 1.0, "b": 2.0}), record(512, {"a": 2.0, "b": 1.0}, gpu="NVIDIA H100")]
+    with pytest.raises(UserError, match=r"512 keys have different winners, b \(NVIDIA H200\) and a \(NVIDIA H100\)"):
+        dispatch.rows_from_records(twice)
+    assert len(dispatch.rows_from_records([twice[0], twice[0]])) == 1
+
+
+# The file
+
+ROW = Row(
+    dtype="bf16",
+    head_dim=128,
+    head_dim_v=128,
+    mask=CausalMask(),
+    seq_k=Region(up_to=1024),
+    module="k6_d128_causal",
+    sha256="0123456789012345",
+    measured=[Measurement(seq=1024, tflops=455.1, runner_up="k5_d128_causal", runner_up_tflops=420.0, gpu=GPU)],
+)
+
+
+def test_text_reads_back(tmp_path: Path) -> None:
+    odd = Measurement(seq=4096, tflops=12.34, gpu='NVIDIA "H200": NVL')
+    rows = [ROW, ROW.model_copy(update={"mask": WindowMask(left=512, right=0), "seq_k": None, "measured": [odd]})]
+    for table in (Table(rows=rows), Table(rows=[])):
+        path = tmp_path / "dispatch.yaml"
+        path.write_text(dispatch.table_text(table))
+        assert dispatch.read_table(path) == table
+
+
+def test_text_is_what_a_person_reads() -> None:
+    assert dispatch.table_text(Table(rows=[ROW])).partition("rows:\n")[2] == """\
+- dtype: bf16
+  head_dim: 128
+  head_dim_v: 128
+  mask: causal
+  seq_k: {up_to: 1024}
+  module: k6_d128_causal
+  sha256: "0123456789012345"
+  measured:
+  - {seq: 1024, tflops: 455.1, runner_up: k5_d128_causal, runner_up_tflops: 420, gpu: NVIDIA H200}
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "is empty"),
+        ("rows: [", "dispatch.yaml:1"),
+        ("rows: [{dtype: bf16}]", r"rows\.0\.head_dim: Field required"),
+        ("row: []", "rows: Field required"),
+    ],
+)
+def test_spoilt_table_names_the_command_that_mends_it(tmp_path: Path, text: str, message: str) -> None:
+    (path := tmp_path / "dispatch.yaml").write_text(text)
+    with pytest.raises(UserError, match=rf"no dispatch table \(.*{message}.*write it anew: fa3gen tune --write-table"):
+        dispatch.read_table(path)
+
+
+def test_committed_table_is_sound() -> None:
+    """Rows that name their modules. That the rows are what the records give is checked where records are read."""
+    problems = [
+        text for text in dispatch.check_table(CHECKOUT, []) if "is not what the tuning records give" not in text
+    ]
+    assert problems == []
+
+
+# The choice
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Workspace:
+    """A workspace with the specs of k6 and k4_2_window, and some of their modules."""
+    for folder in ("specs", "generated"):
+        (tmp_path / folder).mkdir()
+    for name in ("k6", "k4_2_window"):
+        (tmp_path / "specs" / f"{name}.yaml").write_text((CHECKOUT.specs_dir / f"{name}.yaml").read_text())
+    workspace = Workspace(tmp_path, tmp_path / "package")
+    for stem in ("k6_d128", "k6_d128_causal", "k4_2_window_d64_window512_0"):
+        workspace.module_path(stem).write_text(f"# {stem}")
+    for base in CHECKOUT.spec_files():  # what k6 extends
+        if not (tmp_path / "specs" / base.name).exists():
+            (tmp_path / "specs" / base.name).write_text(base.read_text())
+    (tmp_path / "package" / "specs").mkdir(parents=True)
+    return workspace
+
+
+@pytest.fixture(autouse=True)
+def no_package_table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The package of these tests has no rows; its table is one of theirs."""
+    (empty := tmp_path / "empty.yaml").write_text("rows: []")
+    of = dispatch.table_path
+
+    def table_path(workspace: Workspace) -> Path:
+        return empty if workspace.root == tmp_path / "package" else of(workspace)
+
+    monkeypatch.setattr(dispatch, "table_path", table_path)
+
+
+def rows_for(workspace: Workspace, *rows: tuple[int | None, str]) -> None:
+    """Write the workspace's table: for CAUSAL, up to so many keys, this module."""
+    digests = {
+        stem: sha256(workspace.module_path(stem))[:16] for _, stem in rows if workspace.module_path(stem).exists()
+    }
+    table = [
+        ROW.model_copy(
+            update={"seq_k": bound and Region(up_to=bound), "module": stem, "sha256": digests.get(stem, "0" * 16)}
+        )
+        for bound, stem in rows
+    ]
+    dispatch.table_path(workspace).write_text(dispatch.table_text(Table(rows=table)))
+
+
+def test_first_row_that_fits_wins(place: Workspace) -> None:
+    place.module_path("k5_d128_causal").write_text("")
+    rows_for(place, (1024, "k5_d128_causal"), (1024, "k6_d128_causal"), (None, "k6_d128_causal"))
+    found = [dispatch.choose(CAUSAL, keys, lse=True, workspace=place).stem for keys in (0, 1, 1024, 1025, 2**33)]
+    assert found == ["k5_d128_causal"] * 3 + ["k6_d128_causal"] * 2
+    assert dispatch.stretch(CAUSAL, 1024, place) == (0, 1024) and dispatch.stretch(CAUSAL, 1025, place) == (1025, None)
+
+
+def test_a_choice_says_why(place: Workspace) -> None:
+    rows_for(place, (None, "k6_d128_causal"))
+    assert str(dispatch.choose(CAUSAL, 7, lse=True, workspace=place)).splitlines() == [
+        f"{place.module_path('k6_d128_causal')}",
+        "  spec  specs/k6.yaml: bf16, head dim 128, causal; tile 128 x 128, loads tma, schedule ping_pong",
+        "  why   dispatch.yaml, row 1 (bf16, head dim 128, causal, any number of keys)",
+        "        at 1024 keys 455.1 TFLOP/s; k5_d128_causal 420 (NVIDIA H200)",
+    ]
+
+
+def test_row_whose_module_is_missing(place: Workspace) -> None:
+    rows_for(place, (None, "k6_d64_causal"))
+    with pytest.raises(NoKernel, match="k6_d64_causal.py does not exist; run: fa3gen render k6_d64_causal"):
+        dispatch.choose(CAUSAL, 7, lse=True, workspace=place)
+
+
+def test_row_whose_module_changed(place: Workspace) -> None:
+    rows_for(place, (None, "k6_d128_causal"))
+    place.module_path("k6_d128_causal").write_text("# another")
+    command = "fa3gen tune --measure k6_d128_causal --write --write-table"
+    with pytest.raises(NoKernel, match=f"row 1.* was measured with another k6_d128_causal.*{command}"):
+        dispatch.choose(CAUSAL, 7, lse=True, workspace=place)
+
+
+def test_only_module_that_fits_needs_no_measurement(place: Workspace) -> None:
+    choice = dispatch.choose(CAUSAL, 7, lse=True, workspace=place)
+    assert (choice.stem, choice.row) == ("k6_d128_causal", None)
+    assert "no measurement, but this is the only module that fits" in str(choice)
+
+
+def test_one_production_module_comes_before_the_rungs(place: Workspace) -> None:
+    for name in ("fwd_a", "fwd_b"):
+        (place.specs_dir / f"{name}.yaml").write_text(f"summary: {name}\nextends: k6\n")
+    place.module_path("fwd_a_d128_causal").write_text("")
+    choice = dispatch.choose(CAUSAL, 7, lse=True, workspace=place)
+    assert choice.stem == "fwd_a_d128_causal" and "this is the only production module that fits" in choice.reason
+    place.module_path("fwd_b_d128_causal").write_text("")
+    with pytest.raises(NoKernel, match=r"says which is best: fwd_a_d128_causal, fwd_b_d128_causal; call"):
+        dispatch.choose(CAUSAL, 7, lse=True, workspace=place)
+
+
+def test_several_modules_without_a_measurement_are_no_choice(place: Workspace) -> None:
+    place.module_path("k5_d128_causal").write_text("")
+    with pytest.raises(NoKernel, match="several modules compute bf16, head dim 128, causal.*: k5_d128_causal, k6_d128"):
+        dispatch.choose(CAUSAL, 7, lse=True, workspace=place)
+
+
+def test_broken_spec_of_the_workspace_does_not_stand_in_the_way(place: Workspace) -> None:
+    (place.specs_dir / "broken.yaml").write_text("tile: [")
+    assert dispatch.choose(CAUSAL, 7, lse=True, workspace=place).stem == "k6_d128_causal"
+
+
+def test_lse_needs_a_module_that_writes_it(place: Workspace) -> None:
+    place.module_path("k6_d128_causal").rename(place.module_path("k4_2_o_only_d128_causal"))
+    assert dispatch.choose(CAUSAL, 7, lse=False, workspace=place).stem == "k4_2_o_only_d128_causal"
+    with pytest.raises(
+        NoKernel, match="computes bf16, head dim 128, causal, with LSE; head dims served: bf16, no mask"
+    ):
+        dispatch.choose(CAUSAL, 7, lse=True, workspace=place)
+
+
+def test_another_window_says_how_to_make_it(place: Workspace) -> None:
+    family = Family("bf16", 64, 64, WindowMask(left=300, right=0))
+    message = (
+        "no generated module computes bf16, head dim 64, window (300, 0), with LSE (the reach of a window is compiled "
+        "in); head dims served: bf16, causal: 128; bf16, no mask: 128; bf16, window (512, 0): 64. Make one: fa3gen new "
+        "mine --from k4_2_window, write `problem: {head_dim: 64, dtype: bf16}` and `mask: {kind: window, left: 300, "
+        "right: 0}` into it, fa3gen render mine"
+    )
+    with pytest.raises(NoKernel, match=re.escape(message)):
+        dispatch.choose(family, 7, lse=True, workspace=place)
+    served = replace(family, mask=WindowMask(left=512, right=0))
+    assert dispatch.choose(served, 7, lse=True, workspace=place).stem == "k4_2_window_d64_window512_0"
+
+
+def test_own_module_comes_before_the_package_s_of_the_same_name(place: Workspace) -> None:
+    package = Workspace(place.bundled, place.bundled)
+    for path in place.spec_files():
+        (package.specs_dir / path.name).write_text(path.read_text())
+    package.generated_dir.mkdir()
+    package.module_path("k6_d128_causal").write_text("# of the package")
+    assert dispatch.choose(CAUSAL, 7, lse=True, workspace=place).file == place.module_path("k6_d128_causal")
+    place.module_path("k6_d128_causal").unlink()
+    assert dispatch.choose(CAUSAL, 7, lse=True, workspace=place).file == package.module_path("k6_d128_causal")
+
+
+def test_row_that_names_a_spec(place: Workspace) -> None:
+    place.module_path("k6").write_text("")
+    rows_for(place, (None, "k6"))
+    with pytest.raises(
+        NoKernel, match="names k6, which is a spec with several modules; run: fa3gen tune --write-table"
+    ):
+        dispatch.choose(CAUSAL, 7, lse=True, workspace=place)
+
+
+def test_nothing_rendered_at_all(tmp_path: Path) -> None:
+    (tmp_path / "package" / "specs").mkdir(parents=True)
+    with pytest.raises(NoKernel, match="head dims served: none"):
+        dispatch.choose(CAUSAL, 7, lse=True, workspace=Workspace(tmp_path, tmp_path / "package"))
+
+
+# Checks of a table
+
+
+def test_check_finds_what_is_wrong(place: Workspace) -> None:
+    rows_for(place, (1024, "k6_d128_causal"), (2048, "k6_d128"), (None, "k6_d64"))
+    assert dispatch.check_table(place, []) == [
+        "dispatch.yaml is not what the tuning records give; run: fa3gen tune --write-table",
+        "dispatch.yaml, row 2 (bf16, head dim 128, causal, up to 2048 keys) is served by k6_d128, and that "
+        "computes bf16, head dim 128, no mask; run: fa3gen tune --write-table",
+        f"dispatch.yaml, row 3 (bf16, head dim 128, causal, any number of keys) names k6_d64, and "
+        f"{place.module_path('k6_d64')} does not exist; run: fa3gen render k6_d64",
+    ]
+
+
+def test_check_passes_what_the_records_give(place: Workspace) -> None:
+    digest = sha256(place.module_path("k6_d128_causal"))
+    records = [Record(Problem(512, 512), [Result("k6_d128_causal", 2.0, digest)], "k6_d128_causal")]
+    dispatch.table_path(place).write_text(dispatch.table_from_records(records))
+    assert dispatch.check_table(place, records) == []
+
+
+# Masks
+
+
+@pytest.mark.parametrize(
+    ("causal", "window", "mask"),
+    [
+        (False, None, NoMask()),
+        (True, None, CausalMask()),
+        (False, (512, 7), WindowMask(left=512, right=7)),
+        (True, [512, 7], WindowMask(left=512, right=0)),
+    ],
+)
+def test_masks(causal: bool, window: Any, mask: Any) -> None:
+    assert dispatch.mask_of(causal, window) == mask
+
+
+@pytest.mark.parametrize("window", [5, (1,), (1, -1), (1, 2.0), (True, 1), "12", (1, 2**31)])
+def test_windows_that_are_none(window: Any) -> None:
+    with pytest.raises(dispatch.ArgumentError, match="it needs to be None or"):
+        dispatch.mask_of(False, window)

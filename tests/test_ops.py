@@ -1,0 +1,299 @@
+"""`fa3gen.attention` without a GPU: which module it calls, torch.compile, fake tensors, what it explains and refuses.
+
+The modules are stood in for by functions that compute the reference; that generated modules do is tested elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from rendering import CHECKOUT, ROOT
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import fa3gen
+from fa3gen import dispatch, ops, reference
+from fa3gen.dispatch import Choice, Family, NoKernel
+
+STEM = "k6_d64_causal"
+BOUND = 6  # keys; longer ones are served by another module
+
+
+class Modules:
+    """Stands in for the dispatch table, with two rows, and for their modules; keeps what it was asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[Family, int, bool]] = []
+        self.calls: list[str] = []
+
+    def choose(self, family: Family, seq_k: int, *, lse: bool, workspace: Any) -> Choice:
+        self.asked.append((family, seq_k, lse))
+        stem = "short" if seq_k <= BOUND else "long"
+        [variant] = CHECKOUT.resolve(STEM)
+        return Choice(stem, Path(f"{stem}.py"), variant.spec, variant.source, None, "made up")
+
+    def stretch(self, family: Family, seq_k: int, workspace: Any) -> tuple[int, int | None]:
+        return (0, BOUND) if seq_k <= BOUND else (BOUND + 1, None)
+
+    def module_at(self, path: Path) -> Any:
+        def attention(q: Any, k: Any, v: Any, *, scale: Any = None, out: Any = None, return_lse: bool = False) -> Any:
+            self.calls.append(path.stem)
+            return expected(q, k, v, scale=scale, out=out, return_lse=return_lse)
+
+        return SimpleNamespace(attention=attention)
+
+
+def expected(q: Any, k: Any, v: Any, *, scale: Any = None, out: Any = None, return_lse: bool = False) -> Any:
+    found = reference.attention(q, k, v, mask=dispatch.mask_of(True, None), scale=scale, compute_dtype=torch.float32)
+    rounded = found.out.to(q.dtype)
+    out = rounded if out is None else out.copy_(rounded)
+    return (out, found.lse) if return_lse else out
+
+
+@pytest.fixture
+def modules(monkeypatch: pytest.MonkeyPatch) -> Iterator[Modules]:
+    stand_in = Modules()
+    monkeypatch.setattr(dispatch, "choose", stand_in.choose)
+    monkeypatch.setattr(dispatch, "stretch", stand_in.stretch)
+    monkeypatch.setattr(ops, "module_at", stand_in.module_at)
+    monkeypatch.setattr(ops, "_stretches", {})
+    yield stand_in
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def eager(modules: Modules, monkeypatch: pytest.MonkeyPatch) -> Modules:
+    """As on a GPU: CPU tensors go the short way that leaves torch's dispatcher out."""
+    monkeypatch.setattr(ops, "_plain", lambda q, k, v: True)
+    return modules
+
+
+def tensors(seq_q: int = 5, seq_k: int = 7, device: Any = None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seq_q)
+    shapes = ((2, seq_q, 4, 64), (2, seq_k, 2, 64), (2, seq_k, 2, 64))
+    q, k, v = (torch.randn(shape, generator=generator).to(torch.bfloat16).to(device) for shape in shapes)
+    return q, k, v
+
+
+def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> Any:
+    return fa3gen.attention(q, k, v, causal=True, **options)
+
+
+# Which module
+
+
+@pytest.mark.parametrize("way", ["eager", "modules"])
+def test_the_choice_is_made_once_for_a_stretch_of_lengths(way: str, request: pytest.FixtureRequest) -> None:
+    modules: Modules = request.getfixturevalue(way)
+    lengths = [7, 3, 8, 6, 1, 7, 2**10]
+    for seq_k in lengths:
+        torch.testing.assert_close(call(*tensors(seq_k=seq_k)), expected(*tensors(seq_k=seq_k)), rtol=0, atol=0)
+    assert modules.calls == ["short" if seq_k <= BOUND else "long" for seq_k in lengths]
+    assert [seq_k for _, seq_k, _ in modules.asked] == [7, 3]
+
+
+def test_what_decides_is_asked_for(eager: Modules) -> None:
+    q, k, v = tensors()
+    wider = torch.zeros(2, 7, 2, 32, dtype=torch.bfloat16)
+    asked: list[dict[str, Any]] = [{}, {"causal": True}, {"window": (3, 0)}, {"window": [3, 0]}, {"return_lse": True}]
+    for options in asked:
+        fa3gen.attention(q, k, v, **options)
+    fa3gen.attention(q.half(), k.half(), v.half())
+    with pytest.raises(RuntimeError):  # the reference has no d_v, but this is what it was asked
+        fa3gen.attention(q, k, wider, out=torch.zeros(1))
+    masks = [dispatch.mask_of(bool(o.get("causal")), o.get("window")) for o in asked]
+    families = [Family("bf16", 64, 64, mask) for mask in masks]
+    families = [*families, Family("fp16", 64, 64, masks[0]), Family("bf16", 64, 32, masks[0])]
+    assert [family for family, _, _ in eager.asked] == [*families[:3], *families[4:]]
+    assert [lse for _, _, lse in eager.asked] == [False] * 3 + [True] + [False] * 2
+
+
+@pytest.mark.parametrize("way", ["eager", "modules"])
+def test_out_scale_and_lse(way: str, request: pytest.FixtureRequest) -> None:
+    request.getfixturevalue(way)
+    q, k, v = tensors()
+    out = torch.empty_like(q)
+    returned, lse = call(q, k, v, scale=0.5, out=out, return_lse=True)
+    wanted, wanted_lse = expected(q, k, v, scale=0.5, return_lse=True)
+    assert returned is out and out.equal(wanted) and lse.equal(wanted_lse)
+    assert call(q, k, v, out=out) is out and out.equal(expected(q, k, v))
+    assert call(q, k, v, return_lse=True)[1].equal(expected(q, k, v, return_lse=True)[1])
+
+
+def test_the_calls_shown_in_the_readme(modules: Modules, capsys: pytest.CaptureFixture[str]) -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    [code] = [part.partition("```")[0] for part in text.split("```python\n")[1:] if "attention.explain" in part]
+    q, k, v = tensors()
+    names: dict[str, Any] = {"q": q, "k": k, "v": v}
+    exec(code, names)
+    assert names["out"].shape == q.shape and names["lse"].shape == (2, 4, 5)
+    assert [family.mask.kind for family, _, _ in modules.asked] == ["causal", "window", "causal"]
+    assert "made up" in capsys.readouterr().out
+
+
+# Whoever looks at calls instead of making them
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiled_in_one_graph(modules: Modules, dynamic: bool) -> None:
+    def model(q: Any, k: Any, v: Any) -> Any:
+        out, lse = call(q * 2, k, v, return_lse=True)
+        return out + 1, lse, call(q, k, v)
+
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    for seq_k in (7, 9):
+        q, k, v = tensors(seq_k=seq_k)
+        out, lse, other = compiled(q, k, v)
+        wanted, wanted_lse = expected(q * 2, k, v, return_lse=True)
+        assert out.equal(wanted + 1) and lse.equal(wanted_lse) and other.equal(expected(q, k, v))
+
+
+def test_compiled_with_out(modules: Modules) -> None:
+    def model(q: Any, k: Any, v: Any, out: Any) -> Any:
+        before = out + 1
+        call(q, k, v, out=out)
+        return before, out + 1
+
+    q, k, v = tensors()
+    out = torch.ones_like(q)
+    before, after = torch.compile(model, fullgraph=True, backend="aot_eager")(q, k, v, out)
+    assert out.equal(expected(q, k, v)) and after.equal(out + 1) and before.eq(2).all()
+
+
+@pytest.mark.parametrize("name", ["attention_forward", "attention_forward_out"])
+@pytest.mark.parametrize("return_lse", [False, True])
+def test_operators_are_sound(modules: Modules, name: str, return_lse: bool) -> None:
+    """torch's own checks: the schema tells the truth, the fake has the shapes and strides of the real one."""
+    q, k, v = tensors()
+    arguments = (q, k, v) if name == "attention_forward" else (q, k, v, torch.empty_like(q))
+    options = {"causal": True, "return_lse": return_lse}
+    torch.library.opcheck(getattr(torch.ops.fa3gen, name).default, arguments, options)
+
+
+def test_fake_tensors_have_the_real_shapes_and_strides(modules: Modules) -> None:
+    def strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+        return torch.empty(shape).stride()
+
+    with FakeTensorMode():
+        q = torch.empty(2, 4, 5, 64, dtype=torch.float16, device="cuda").transpose(1, 2)
+        k = torch.empty(2, 7, 2, 64, dtype=torch.float16, device="cuda")
+        v = torch.empty(2, 7, 2, 32, dtype=torch.float16, device="cuda")
+        out, lse = call(q, k, v, return_lse=True)
+        assert call(q, k, v).shape == out.shape == (2, 5, 4, 32) and out.stride() == strides((2, 5, 4, 32))
+        assert (out.dtype, out.device.type) == (torch.float16, "cuda")
+        assert lse.shape == (2, 4, 5) and lse.stride() == strides((2, 4, 5)) and lse.dtype == torch.float32
+        into = torch.empty(2, 5, 4, 32, dtype=torch.float16, device="cuda")
+        assert call(q, k, v, out=into) is into
+        with pytest.raises(RuntimeError, match=r"out has shape \(2, 5, 4, 64\); it needs to be \(2, 5, 4, 32\)"):
+            call(q, k, v, out=torch.empty_like(q))
+        with pytest.raises(RuntimeError, match="they need the same batch and head dim"):
+            call(q, torch.empty(3, 7, 2, 64, dtype=torch.float16, device="cuda"), v)
+        with pytest.raises(RuntimeError, match="they may only differ in the head dim"):
+            call(q, k, torch.empty(2, 6, 2, 32, dtype=torch.float16, device="cuda"))
+    assert modules.calls == []
+
+
+def test_meta_tensors(modules: Modules) -> None:
+    assert call(*tensors(device="meta")).shape == (2, 5, 4, 64) and modules.calls == []
+
+
+def test_gpu_tensors_that_are_watched_do_not_go_the_short_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Watching(TorchDispatchMode):
+        pass
+
+    class Subclass(torch.Tensor):
+        pass
+
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True))
+    q, k, v = tensors()
+    assert ops._plain(q, k, v)
+    assert not ops._plain(q, k.as_subclass(Subclass), v) and not ops._plain(q, k, "v")
+    with Watching():
+        assert not ops._plain(q, k, v)
+
+
+def test_vmap_goes_through_the_operator(eager: Modules) -> None:
+    q, k, v = tensors()
+    found = torch.vmap(call)(q[None], k[None], v[None])
+    assert found[0].equal(expected(q, k, v))
+
+
+# Errors
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"q": [1.0]}, TypeError, "q is a list; it needs to be a torch.Tensor"),
+        (
+            {"v": torch.zeros(2, 64)},
+            ValueError,
+            r"v has shape \(2, 64\); it needs to be \(batch, seq, heads, head dim\)",
+        ),
+        (
+            {"q": torch.zeros(2, 5, 4, 64)},
+            TypeError,
+            "q has dtype torch.float32; fa3gen.attention takes torch.bfloat16 or",
+        ),
+        ({"window": 512}, ValueError, r"window is 512; it needs to be None or \(left, right\)"),
+    ],
+)
+def test_arguments_without_sense(changes: dict[str, Any], error: type[Exception], message: str) -> None:
+    q, k, v = tensors()
+    arguments = {"q": q, "k": k, "v": v, **changes}
+    for function in (fa3gen.attention, fa3gen.attention.explain):
+        with pytest.raises(error, match=message):
+            function(**arguments)
+
+
+def test_too_few_dimensions_on_a_gpu(eager: Modules) -> None:
+    q, k, v = tensors()
+    with pytest.raises(ValueError, match=r"q has shape \(64,\); it needs to be"):
+        fa3gen.attention(q[0, 0, 0], k, v)
+
+
+def test_tensors_that_require_grad(modules: Modules) -> None:
+    q, k, v = tensors()
+    q.requires_grad_()
+    message = "requires grad; this kernel is forward only: call it under torch.no_grad"
+    with pytest.raises(ValueError, match=message):
+        call(q, k, v)
+    with pytest.raises(Exception, match="fullgraph|[Oo]bserved exception"):
+        torch.compile(call, fullgraph=True, backend="aot_eager")(q, k, v)
+    with torch.no_grad():
+        assert call(q, k, v).equal(expected(q, k, v))
+
+
+def test_tensors_on_the_cpu_are_refused_by_the_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    q, k, v = (tensor.half() for tensor in tensors())
+    with pytest.raises(ValueError, match="q is on cpu; it needs to be on a Hopper GPU"):
+        fa3gen.attention(q, k, v)  # by the only module in float16
+
+
+# Explaining
+
+
+def test_explain_needs_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    q, k, v = (tensor.half() for tensor in tensors(device="meta"))
+    why = fa3gen.attention.explain(q, k, v, causal=True, return_lse=True)
+    assert why.file == CHECKOUT.module_path(why.stem) and why.file.is_file()
+    assert Family.of(why.spec) == Family("fp16", 64, 64, dispatch.mask_of(True, None))
+    assert str(why).splitlines()[0] == str(why.file)
+    with FakeTensorMode():
+        fake = torch.empty(2, 7, 4, 64, dtype=torch.float16, device="cuda")
+        assert fa3gen.attention.explain(fake, fake, fake, causal=True) == why
+    with pytest.raises(NoKernel, match="no generated module computes fp16, head dim 64, window"):
+        fa3gen.attention.explain(q, k, v, window=(300, 0))
+
+
+def test_the_package_has_no_other_late_names() -> None:
+    with pytest.raises(AttributeError, match="module 'fa3gen' has no attribute 'attend'"):
+        fa3gen.attend  # noqa: B018
