@@ -19,9 +19,7 @@ SHA = "0123456789abcdef" * 4
 
 def problem(seq: int = 4096, **changes: Any) -> TunedProblem:
     facts = {"dtype": "bf16", "head_dim": 128, "head_dim_v": 128, "mask": {"kind": "causal"}, "batch": 4}
-    return TunedProblem.model_validate(
-        {**facts, "heads_q": 16, "heads_kv": 16, "seq_q": seq, "seq_k": seq, **changes}
-    )
+    return TunedProblem.model_validate({**facts, "heads_q": 16, "heads_kv": 16, "seq_q": seq, "seq_k": seq, **changes})
 
 
 def record(seq: int = 4096, *, rounds: list[float] | None = None, **changes: Any) -> TuningRecord:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from fa3gen.tuning.candidates import Search
+    from fa3gen.tuning.heats import Heat
+    from fa3gen.tuning.journal import Journal
     from fa3gen.tuning.session import Cell, Module, Outcome
     from fa3gen.tuning_records import Family, TunedProblem, TuningRecord
     from fa3gen.workspace import Workspace
@@ -205,32 +207,25 @@ class _Run:
         """One line on standard error."""
         self.errors.print(text, markup=False, highlight=False, soft_wrap=True)
 
-    # -- committed modules
-
     def measure(self, names: Sequence[str]) -> list[Outcome]:
         """Compare committed modules in every cell of their problems."""
         from fa3gen.tuning.candidates import committed_module
         from fa3gen.tuning.heats import MEASURE_ROUNDS, single
-        from fa3gen.tuning.session import Cell
         from fa3gen.tuning_records import family_of
 
         families: dict[Family, list[Module]] = {}
         for variant in self.workspace.select(names):
             families.setdefault(family_of(variant.spec), []).append(committed_module(self.workspace, variant))
-        cells = [
-            Cell(problem, tuple(modules), tuple(single(len(modules), self.rounds or MEASURE_ROUNDS)))
-            for family, modules in families.items()
-            for problem in self.shapes.problems(family)
-        ]
-        self.say(f"{len(cells)} cells, {sum(len(modules) for modules in families.values())} modules")
-        gpus = find_gpus()
-        return self._run(cells, gpus, self._folder({"measure": sorted(names)}, cells))
+        rounds = self.rounds or MEASURE_ROUNDS
+        for modules in families.values():
+            single(len(modules), rounds)  # refuses too few rounds before anything takes time
+        return self._compete(families, lambda count: single(count, rounds))
 
     # -- searching
 
     def enumerate(self, names: Sequence[str], space_path: Path | None) -> list[Search]:
-        """Enumerate, prune and render; says what was pruned and why. UserError where nothing is left."""
-        from fa3gen.tuning.candidates import find_space, find_starts, render_search
+        """Enumerate and prune; says what was pruned and why. UserError where nothing is left."""
+        from fa3gen.tuning.candidates import find_space, find_starts, prune
 
         if len(names) > 1:
             raise UserError(f"one name is tuned at a time, not {len(names)}; to compare modules, add --measure")
@@ -239,11 +234,8 @@ class _Run:
         searches = []
         for start in starts:
             self.shapes.problems(start.family)  # refuses shapes before anything takes time
-            folder = self._root() / "modules" / start.family.label
-            search = render_search(self.workspace, space, start, folder)
+            search = prune(space, start)
             self._say_pruned(search)
-            if len(search.modules) < 2:
-                raise UserError(f"{space.path}: no legal combination differs from {start.incumbent.stem}; add values")
             searches.append(search)
         return searches
 
@@ -254,32 +246,18 @@ class _Run:
         for reason in enumeration.pruned:
             self.say(f"  {reason.count:5} refused: {reason.field}: {reason.example}")
 
-    def search(self, searches: Sequence[Search]) -> list[Outcome]:
-        """Compile all candidates and run their heats."""
-        from fa3gen.tuning.candidates import compile_all
-        from fa3gen.tuning.heats import FINAL_ROUNDS, plan, single
-        from fa3gen.tuning.journal import Journal
-        from fa3gen.tuning.session import Cell
+    def search(self, searches: list[Search]) -> list[Outcome]:
+        """Render all candidates and run their heats; `searches` get their modules."""
+        from fa3gen.tuning.candidates import render_search
+        from fa3gen.tuning.heats import FINAL_ROUNDS, FINALISTS, plan, single
 
-        gpus = find_gpus()
         final = self.rounds or FINAL_ROUNDS
-        single(4, final)  # refuses a number of rounds that could not decide anything
-        everyone = [module for search in searches for module in search.modules]
-        folder = self._folder({"search": [module.stem for module in everyone]}, [])
-        journal = Journal(folder / "journal.jsonl", fresh=self.fresh)
-        try:
-            dropped = compile_all(everyone, journal, self.jobs, self._count(len(everyone)))
-        finally:
-            journal.close()
-        cells = []
-        for search in searches:
-            left = tuple(module for module in search.modules if module.stem not in dropped)
-            if left:
-                heats = tuple(plan(len(left) - 1, final))
-                cells += [Cell(problem, left, heats) for problem in self.shapes.problems(search.start.family)]
-        if not cells:
-            raise UserError("no candidate compiles as planned; the reasons stand above")
-        return self._run(cells, gpus, folder, keep_journal=True)
+        single(FINALISTS + 1, final)  # refuses too few rounds
+        find_gpus()  # or none, before rendering takes its seconds
+        folder = self._root() / "modules"
+        searches[:] = [render_search(self.workspace, s, folder / s.start.family.label) for s in searches]
+        families = {search.start.family: list(search.modules) for search in searches}
+        return self._compete(families, lambda count: plan(count - 1, final))
 
     def _count(self, total: int) -> Callable[[str, str], None]:
         done = 0
@@ -296,27 +274,53 @@ class _Run:
     def _root(self) -> Path:
         return self.work or work_directory()
 
-    def _folder(self, what: dict[str, Any], cells: Sequence[Cell]) -> Path:
-        """Where this run keeps its journal: named by what is compared, and by GPU and versions."""
+    def _folder(self, families: Mapping[Family, Sequence[Module]]) -> Path:
+        """Where this run keeps its journal: named by what is compared at which shapes, by GPU and versions."""
         from dataclasses import asdict
 
         from fa3gen import gpu
 
         if self.work is not None:
             return self.work
-        facts = {**what, "shapes": asdict(self.shapes), "around": asdict(gpu.environment())}
+        stems = sorted(module.stem for modules in families.values() for module in modules)
+        facts = {"stems": stems, "shapes": asdict(self.shapes), "around": asdict(gpu.environment())}
         digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
         return self._root() / digest[:16]
 
-    def _run(
-        self, cells: Sequence[Cell], gpus: Sequence[str], folder: Path, *, keep_journal: bool = False
+    def _compete(
+        self, families: Mapping[Family, Sequence[Module]], heats_for: Callable[[int], list[Heat]]
     ) -> list[Outcome]:
+        """Compile all modules, then run the heats of every cell; `heats_for` plans them for a number of modules."""
+        from fa3gen.tuning.candidates import compile_all
+        from fa3gen.tuning.journal import Journal
+        from fa3gen.tuning.session import Cell
+
+        problems = {family: self.shapes.problems(family) for family in families}
+        gpus, folder = find_gpus(), self._folder(families)
+        journal = Journal(folder / "journal.jsonl", fresh=self.fresh)
+        self.say(f"journal: {journal.path}")
+        everyone = [module for modules in families.values() for module in modules]
+        try:
+            dropped = compile_all(everyone, journal, self.jobs, self._count(len(everyone)))
+            cells = []
+            for family, modules in families.items():
+                left = tuple(module for module in modules if module.stem not in dropped)
+                if left:
+                    cells += [Cell(problem, left, tuple(heats_for(len(left)))) for problem in problems[family]]
+            if not cells:
+                raise UserError("no module compiles as planned; the reasons stand above")
+            self.say(f"{len(cells)} cells, {len(everyone) - len(dropped)} modules, {len(gpus)} GPUs")
+            return self._run(cells, gpus, journal, folder)
+        except KeyboardInterrupt:
+            self.say("stopped; run the same command again to go on where it was")
+            raise
+        finally:
+            journal.close()
+
+    def _run(self, cells: Sequence[Cell], gpus: Sequence[str], journal: Journal, folder: Path) -> list[Outcome]:
         from fa3gen import compiler
         from fa3gen.tuning import session
-        from fa3gen.tuning.journal import Journal
 
-        journal = Journal(folder / "journal.jsonl", fresh=self.fresh and not keep_journal)
-        self.say(f"journal: {journal.path}")
         with self.errors.status("measuring") as status:
             tuner = session.Tuner(
                 cells=cells,
@@ -330,13 +334,7 @@ class _Run:
                 say=self.say,
                 on_event=status.update if self.errors.is_terminal else lambda text: None,
             )
-            try:
-                return tuner.run()
-            except KeyboardInterrupt:
-                self.say("stopped; run the same command again to go on where it was")
-                raise
-            finally:
-                journal.close()
+            return tuner.run()
 
 
 def work_directory() -> Path:
@@ -480,13 +478,13 @@ def _write_table(workspace: Workspace) -> None:
     from fa3gen.files import write_text
 
     try:
-        from fa3gen.dispatch import table_from_records
+        from fa3gen import dispatch
     except ImportError as error:
         raise UserError(f"this fa3gen has no dispatch table to write ({error}); install a newer one") from error
     records = tuning_records.load_all(workspace)
     if not records:
         folder = workspace.shown(tuning_records.directory(workspace))
         raise UserError(f"there are no records in {folder}; make some with `fa3gen tune --measure MODULE... --write`")
-    path = workspace.root / "fa3gen" / "dispatch.yaml"
-    write_text(path, table_from_records(records))
+    path = dispatch.table_path(workspace)
+    write_text(path, dispatch.table_from_records(records))
     typer.echo(f"wrote {workspace.shown(path)}", err=True)

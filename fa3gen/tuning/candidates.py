@@ -44,7 +44,7 @@ class Search:
 
     start: Start
     enumeration: Enumeration
-    modules: tuple[Module, ...]
+    modules: tuple[Module, ...] = ()  # empty before they are rendered
 
 
 def find_space(workspace: Workspace, name: str, given: Path | None) -> Space:
@@ -124,25 +124,32 @@ def committed_module(workspace: Workspace, variant: Variant) -> Module:
     return Module(variant.stem, path, sha256(path), variant.spec)
 
 
-def render_search(workspace: Workspace, space: Space, start: Start, folder: Path) -> Search:
-    """Enumerate, prune and render: the incumbent's committed file, and one file in `folder` for each candidate."""
+def prune(space: Space, start: Start) -> Search:
+    """Enumerate what is legal. Raises UserError where that is nothing but the incumbent."""
+    enumeration = enumerate_space(space, start.fields, start.incumbent.stem)
+    if all(candidate.spec == start.incumbent.spec for candidate in enumeration.candidates):
+        raise UserError(f"{space.path}: no legal combination differs from {start.incumbent.stem}; add values")
+    return Search(start, enumeration)
+
+
+def render_search(workspace: Workspace, search: Search, folder: Path) -> Search:
+    """The search with its modules: the incumbent's committed file, and one file in `folder` for each candidate."""
     from fa3gen.render import render_variant
 
-    prefix = start.incumbent.stem
-    enumeration = enumerate_space(space, start.fields, prefix)
-    incumbent = committed_module(workspace, start.incumbent)
-    modules = [incumbent]
-    for candidate in enumeration.candidates:
+    start = search.start
+    modules = [committed_module(workspace, start.incumbent)]
+    for candidate in search.enumeration.candidates:
         if candidate.spec == start.incumbent.spec:
             continue
-        stem = candidate.stem if candidate.stem != prefix else f"{prefix}_candidate"
+        # A space of one axis whose label is empty gives a candidate the incumbent's stem.
+        stem = candidate.stem if candidate.stem != start.incumbent.stem else f"{candidate.stem}_candidate"
         variant = Variant(stem, candidate.spec, Path(f"specs/{stem}.yaml"), start.incumbent.summary)
         path = folder / f"{stem}.py"
         text = render_variant(variant, workspace)
         if not path.is_file() or path.read_text(encoding="utf-8") != text:
             write_text(path, text)
         modules.append(Module(stem, path, sha256(path), candidate.spec))
-    return Search(start, enumeration, tuple(modules))
+    return Search(start, search.enumeration, tuple(modules))
 
 
 def compile_all(

@@ -123,16 +123,6 @@ class Worker:
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
-    def close(self) -> None:
-        """Let the process end by itself, and end it where it does not."""
-        assert self._process.stdin is not None
-        with contextlib.suppress(OSError):
-            self._process.stdin.close()
-        try:
-            self._process.wait(timeout=10)
-        except subprocess.TimeoutExpired:
-            self.kill()
-
 
 def _how_it_ended(status: int) -> str:
     if status >= 0:

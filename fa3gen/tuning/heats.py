@@ -52,10 +52,10 @@ def plan(challengers: int, final_rounds: int = FINAL_ROUNDS) -> list[Heat]:
 
 def single(competitors: int, rounds: int = MEASURE_ROUNDS) -> list[Heat]:
     """One heat for all; UserError for fewer rounds than could tell so many competitors apart."""
-    challengers = max(1, competitors - 1)
+    challengers = competitors - 1
     # The strongest outcome of a sign test over n rounds has p = 2^-n.
-    least = max(LEAST_ROUNDS, math.ceil(math.log2(challengers / SIGNIFICANCE)))
-    if rounds < least:
+    least = max(LEAST_ROUNDS, math.ceil(math.log2(max(1, challengers) / SIGNIFICANCE)))
+    if challengers and rounds < least:
         raise UserError(f"{rounds} rounds cannot tell {competitors} modules apart; use --rounds {least} or more")
     return [Heat(rounds, challengers, last=True)]
 

@@ -28,12 +28,13 @@ class Journal:
             if fresh:
                 path.unlink(missing_ok=True)
             text = path.read_bytes() if path.exists() else b""
-            if text and not text.endswith(b"\n"):  # or the first line written now would go down with the broken one
-                path.write_bytes(text[: text.rfind(b"\n") + 1])
+            whole = text[: text.rfind(b"\n") + 1]
+            if whole != text:  # or the first line written now would go down with the broken one
+                path.write_bytes(whole)
             self._file = path.open("a", encoding="utf-8")
         except OSError as error:
             raise UserError(f"{path}: {error.strerror}; name another directory with --work") from error
-        for line in text.decode("utf-8", errors="replace").splitlines():
+        for line in whole.decode("utf-8", errors="replace").splitlines():
             try:
                 entry = json.loads(line)
             except ValueError:

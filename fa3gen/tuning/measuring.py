@@ -34,6 +34,17 @@ QUICK_CASES = ("ragged", "ragged_more_queries", "wrap", "gqa")
 SEED = 0
 
 Launch = Callable[[], Any]
+
+
+def load_module(path: Path) -> Any:
+    """Import a generated module; its kernel comes from the compile cache where this fa3gen can load it from there."""
+    try:
+        from fa3gen.launch import load_for_launch
+    except ImportError:  # the module then compiles its kernel in this process
+        return load_file(path)
+    return load_for_launch(path)
+
+
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -95,7 +106,7 @@ class Bench:
     timer: Timer
     announce: Callable[[str, str], None]
     peers: Sequence[Peer] = PEERS
-    load: Callable[[Path], Any] = load_file
+    load: Callable[[Path], Any] = load_module
     who: str = ""
     modules: dict[str, Any] = field(default_factory=dict)
     wrong: dict[str, str] = field(default_factory=dict)
@@ -110,6 +121,7 @@ class Bench:
             case "load":
                 for module in request["modules"]:
                     self._loaded(module)
+                self._load_peers(request)
                 return {"wrong": self._wrong_of(request)}
             case _:
                 return self._heat(request)
@@ -136,6 +148,21 @@ class Bench:
             gc.freeze()  # what the DSL leaves behind is large, and a collection during timing would walk through it
         return self.modules.get(stem)
 
+    def _peers(self, request: Mapping[str, Any]) -> list[Peer]:
+        return [peer for peer in self.peers if request["peers"] and peer.name not in request["without"]]
+
+    def _load_peers(self, request: Mapping[str, Any]) -> None:
+        """Call every peer once on a small problem of the kind that will be timed: some of them compile then."""
+        problem = TunedProblem.model_validate(request["problem"])
+        small = {"batch": 1, "heads_q": problem.heads_q // problem.heads_kv, "heads_kv": 1, "seq_q": 256, "seq_k": 256}
+        tensors = self._inputs(problem.model_copy(update=small))
+        for peer in self._peers(request):
+            self._at("warm", peer.name)
+            try:
+                peer.prepare(problem.mask.spec_mask())(*tensors)
+            except Exception as error:  # why it cannot run is told where it is to be timed
+                raise_if_lost(self.device, error)
+
     def _right(self, module: Mapping[str, Any]) -> Any:
         """The module, if it can be loaded and is right on small inputs; else None."""
         loaded, stem = self._loaded(module), module["stem"]
@@ -160,9 +187,8 @@ class Bench:
         for module in request["modules"]:
             if (loaded := self._right(module)) is not None:
                 attends[module["stem"]] = lambda loaded=loaded: loaded.attention  # type: ignore[misc]
-        if request["peers"]:
-            for peer in (peer for peer in self.peers if peer.name not in request["without"]):
-                attends[peer.name] = lambda peer=peer: peer.prepare(problem.mask.spec_mask())  # type: ignore[misc]
+        for peer in self._peers(request):
+            attends[peer.name] = lambda peer=peer: peer.prepare(problem.mask.spec_mask())  # type: ignore[misc]
         tensors = self._inputs(problem)
         bursts: dict[str, Callable[[], float]] = {}
         failed: dict[str, str] = {}

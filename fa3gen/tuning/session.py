@@ -11,6 +11,7 @@ from __future__ import annotations
 import datetime
 import hashlib
 import os
+import statistics
 import sys
 import threading
 import time
@@ -164,6 +165,7 @@ class Tuner:
         self._stop = threading.Event()
         self._deadline: float | None = None
         self._done = 0
+        self._lock = threading.Lock()
 
     def run(self) -> list[Outcome]:
         """Do all that the journal does not have; outcomes in the order of the cells.
@@ -205,11 +207,13 @@ class Tuner:
     # -- one slot
 
     def _load(self, slot: _Slot) -> None:
-        """Let a process load all modules of its unfinished cells, so that nothing is compiled while others measure."""
+        """Let a process load all that it will time, peers too: nothing is compiled while somebody is timed."""
         wanted = {m.stem: m for cell in slot.cells if not self._finished(cell) for m in cell.modules}
         while not self._stop.is_set():
             modules = [module.as_request() for stem, module in wanted.items() if stem not in self.out]
-            answer = self._ask(slot, {"do": "load", "modules": modules})
+            problem = slot.cells[0].problem.model_dump()
+            request = {"do": "load", "modules": modules, "problem": problem, "peers": self.peers}
+            answer = self._ask(slot, {**request, "without": sorted(self.out)})
             if answer is not None:
                 self._note_wrong(answer)
                 self.say(f"GPU {slot.gpu}: loaded {len(modules) - len(answer['wrong'])} modules of {slot.family}")
@@ -221,7 +225,7 @@ class Tuner:
             for cell in slot.cells:
                 self._run_cell(slot, cell)
             if slot.worker is not None:
-                slot.worker.close()
+                slot.worker.kill()  # it has nothing left to do, and leaving in order takes it seconds
                 slot.worker = None
 
     def _ask(self, slot: _Slot, request: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -280,11 +284,14 @@ class Tuner:
         stems = [module.stem for module in cell.modules]
         for stage, heat in enumerate(cell.heats):
             entry = self._entry(cell, stage)
+            fresh = entry is None
             if entry is None:
                 if self._deadline is not None and time.monotonic() > self._deadline:
                     return
                 entry = self._run_heat(slot, cell, stage, heat, stems)
-            self._done += 1
+            self._count_heat(
+                cell, heat, {stem: entry["times"][stem] for stem in stems if stem in entry["times"]}, fresh
+            )
             stems = self._survivors(entry, heat, stems)
 
     def _run_heat(self, slot: _Slot, cell: Cell, stage: int, heat: Heat, stems: Sequence[str]) -> dict[str, Any]:
@@ -305,7 +312,6 @@ class Tuner:
                 break
         self._note_wrong(answer)
         times, failed, eager = answer["times"], answer["failed"], answer["eager"]
-        self._say_heat(cell, heat, times, [module.stem for module in left])
         measured = {"times": times, "failed": failed, "eager": eager, "around": slot.around}
         return self.journal.append("heat", cell=cell.key, stage=stage, rounds=heat.rounds, peers=peers, **measured)
 
@@ -315,14 +321,19 @@ class Tuner:
         holder, challengers = list(times)[:1], {stem: times[stem] for stem in list(times)[1:]}
         return [*holder, *heats.fastest(challengers, heat.keep)]
 
-    def _say_heat(self, cell: Cell, heat: Heat, times: heats.Times, stems: Sequence[str]) -> None:
-        own = {stem: times[stem] for stem in stems if stem in times}
-        text = f"{cell.problem.label}: {len(own)} modules, {heat.rounds} rounds"
-        for best in heats.fastest(own, 1):
-            median = sorted(own[best])[len(own[best]) // 2]
-            text += f"; {best} {cell.problem.tflops(median):.0f} TFLOP/s"
-        total = sum(len(cell.heats) for cell in self.cells)
-        self.say(f"[{self._done + 1}/{total}] {text}" if heat.last else f"[{self._done + 1}/{total}] {text} so far")
+    def _count_heat(self, cell: Cell, heat: Heat, times: heats.Times, fresh: bool) -> None:
+        """Say how a heat ended, unless it is only remembered from the journal."""
+        with self._lock:  # the GPUs' threads count together
+            self._done += 1
+            number = self._done
+        if not fresh:
+            return
+        text = f"[{number}/{sum(len(cell.heats) for cell in self.cells)}] {cell.problem.label}: "
+        text += f"{len(times)} modules, {heat.rounds} rounds"
+        for best in heats.fastest(times, 1):
+            tflops = cell.problem.tflops(statistics.median(times[best]))
+            text += f"; {best} {tflops:.0f} TFLOP/s" + ("" if heat.last else " so far")
+        self.say(text)
 
     def _outcome(self, cell: Cell) -> Outcome:
         """What the journal says of a cell, without anybody who is out by now."""
