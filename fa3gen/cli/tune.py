@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -478,7 +479,7 @@ def _write_table(workspace: Workspace) -> None:
     from fa3gen.files import write_text
 
     try:
-        from fa3gen import dispatch
+        dispatch = importlib.import_module("fa3gen.dispatch")
     except ImportError as error:
         raise UserError(f"this fa3gen has no dispatch table to write ({error}); install a newer one") from error
     records = tuning_records.load_all(workspace)
