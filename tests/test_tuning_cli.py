@@ -68,7 +68,7 @@ def test_a_search_writes_its_winner_and_its_records(
     assert cli.main(["tune", "fast", "--seq", "1024,4096", "--write"]) == 0
     printed = capsys.readouterr()
     assert (workspace.specs_dir / "fast.yaml").read_text() == (
-        "summary: Tuned for 1k, 4k on A made-up GPU, from k6_d128_causal\n"
+        "summary: Tuned from k6_d128_causal for 1k, 4k on A made-up GPU\n"
         "extends: k6\nproblem: {head_dim: 128}\nmask: causal\ntile: {kv: 112}\nmatrix: {}\n"
     )
     assert "tile       128 query rows x 112 keys" in (workspace.generated_dir / "fast.py").read_text()
@@ -84,7 +84,7 @@ def test_a_search_writes_its_winner_and_its_records(
     assert list(workspace.generated_dir.glob("*kv112*")) == []  # candidates never come here
     # From now on `fast` is the incumbent, and what it is compared with leaves it where it is.
     written = (workspace.specs_dir / "fast.yaml").read_text()
-    assert cli.main(["tune", "fast", "--seq", "4096", "--write"]) == 0
+    assert cli.main(["tune", "specs/fast.yaml", "--seq", "4096", "--write"]) == 0
     assert (workspace.specs_dir / "fast.yaml").read_text() == written
     assert sorted(path.name for path in workspace.generated_dir.glob("fast*")) == ["fast.py"]
 
@@ -164,6 +164,8 @@ def test_cells_without_a_winner_are_no_success(workspace: Workspace, tmp_path: P
         (["fast", "--rounds", "4"], "4 rounds cannot tell 4 modules apart"),
         (["fast", "--space", "none.yaml"], "--space none.yaml: there is no such file"),
         (["fast", "--write", "--name", "k6"], "k6.yaml exists already"),
+        (["--measure", "k5_d64", "--name", "x", "--dry-run"], "--name and --dry-run is for a search"),
+        (["broken"], "specs/broken.yaml:1: summary: missing required key"),
         (["--measure", "k66"], "there is no spec or module 'k66'"),
         (["--measure", "k6_d128_causal", "k5_d128_causal", "--rounds", "3"], "3 rounds cannot tell 2 modules apart"),
     ],
@@ -171,6 +173,8 @@ def test_cells_without_a_winner_are_no_success(workspace: Workspace, tmp_path: P
 def test_what_cannot_be_done_is_said_in_words(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    if "broken" in arguments:
+        Path("specs/broken.yaml").write_text("extends: k6\n")
     assert cli.main(["tune", *arguments]) == 2
     said = capsys.readouterr().err
     assert message in said and "Traceback" not in said

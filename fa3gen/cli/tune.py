@@ -125,6 +125,10 @@ def tune(
             raise UserError("name a spec or module to tune, such as `fa3gen tune k6_d128_causal`; see `--help`")
         _write_table(workspace)
         return
+    if measure:
+        _refuse_idle({"--space": space, "--name": name, "--dry-run": dry_run, "--force": force})
+    else:
+        names = [Path(given).stem if given.endswith((".yaml", ".yml")) else given for given in names]
     run = _Run(
         workspace=workspace,
         shapes=Shapes(parse_lengths(seq), tokens, hidden, batch, heads, heads_kv),
@@ -135,29 +139,30 @@ def tune(
         fresh=fresh,
         work=work,
     )
-    if measure:
-        outcomes = run.measure(names)
-        searches: list[Search] = []
-    else:
-        searches = run.enumerate(names, space)
-        if dry_run:
-            return
-        _check_names(workspace, names[0], name, searches, write=write, force=force)
-        outcomes = run.search(searches)
-    records = _show(run, outcomes)
-    if write and searches:
-        records = _write_winners(workspace, records, searches, _base_name(workspace, names[0], name), force=force)
+    searches = [] if measure else run.enumerate(names, space)
+    if dry_run:
+        return
     if write:
-        from fa3gen import tuning_records
-
-        for path in tuning_records.save(workspace, records):
-            typer.echo(f"wrote {workspace.shown(path)}", err=True)
+        _check_names(workspace, _base_name(workspace, names[0], name), searches, force=force)
+    outcomes = run.search(searches) if searches else run.measure(names)
+    records = _show(run, outcomes)
+    if write:
+        base = _base_name(workspace, names[0], name)
+        records = _write_winners(workspace, records, searches, base, force=force)
+        _save(workspace, records)
     if json_path is not None:
         _write_json(records, json_path)
     if write_table:
         _write_table(workspace)
     if len(records) < len(outcomes):
         raise typer.Exit(1)
+
+
+def _refuse_idle(options: Mapping[str, object]) -> None:
+    """Refuse options that would do nothing, which their user cannot have meant."""
+    given = [name for name, value in options.items() if value]
+    if given:
+        raise UserError(f"{' and '.join(given)} is for a search, and --measure searches nothing; take one of them out")
 
 
 def parse_lengths(text: str) -> tuple[tuple[int, int], ...]:
@@ -395,6 +400,13 @@ def _show(run: _Run, outcomes: Sequence[Outcome]) -> list[TuningRecord]:
     return records
 
 
+def _save(workspace: Workspace, records: Sequence[TuningRecord]) -> None:
+    from fa3gen import tuning_records
+
+    for path in tuning_records.save(workspace, records):
+        typer.echo(f"wrote {workspace.shown(path)}", err=True)
+
+
 def _write_json(records: Sequence[TuningRecord], path: Path) -> None:
     from fa3gen import tuning_records
     from fa3gen.files import write_text
@@ -405,24 +417,15 @@ def _write_json(records: Sequence[TuningRecord], path: Path) -> None:
 
 def _base_name(workspace: Workspace, tuned: str, name: str | None) -> str:
     """The stem of the winner's spec: what --name says, else what was tuned, if that is no module yet."""
-    if name is not None:
-        return name
-    try:
-        workspace.resolve(tuned)
-    except UserError:
-        return tuned
-    return f"{tuned}_tuned"
+    from fa3gen.tuning.candidates import known
+
+    return name or (f"{tuned}_tuned" if known(workspace, tuned) else tuned)
 
 
-def _check_names(
-    workspace: Workspace, tuned: str, name: str | None, searches: Sequence[Search], *, write: bool, force: bool
-) -> None:
+def _check_names(workspace: Workspace, base: str, searches: Sequence[Search], *, force: bool) -> None:
     """Refuse a name that cannot be written before the time is spent; later ones carry a suffix."""
     from fa3gen.tuning.writeback import check_name
 
-    if not write:
-        return
-    base = _base_name(workspace, tuned, name)
     for search in searches:
         check_name(workspace, _family_name(base, search, searches), force=force)
 
@@ -459,7 +462,7 @@ def _write_winners(
 def _summary(search: Search, won: Sequence[TuningRecord]) -> str:
     """One line for the spec: for which shapes and on which GPU it won."""
     lengths = ", ".join(record.problem.lengths for record in won)
-    return f"Tuned for {lengths} on {won[0].gpu}, from {search.start.incumbent.stem}"
+    return f"Tuned from {search.start.incumbent.stem} for {lengths} on {won[0].gpu}"
 
 
 def _renamed(record: TuningRecord, committed: dict[str, Module]) -> TuningRecord:

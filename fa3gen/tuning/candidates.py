@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fa3gen.errors import UserError
+from fa3gen.errors import SpecError, UserError
 from fa3gen.evidence import sha256
 from fa3gen.explain import UNIONS
 from fa3gen.files import write_text
@@ -57,7 +57,7 @@ def find_space(workspace: Workspace, name: str, given: Path | None) -> Space:
         if not given.is_file():
             raise UserError(f"--space {given}: there is no such file")
         return load_space(given, workspace.shown(given))
-    stems = [name, *(variant.source.stem for variant in _known(workspace, name))]
+    stems = [name, *(variant.source.stem for variant in known(workspace, name))]
     for path in (folder / f"{stem}.yaml" for stem in dict.fromkeys(stems) for folder in folders):
         if path.is_file():
             return load_space(path, workspace.shown(path))
@@ -69,10 +69,12 @@ def find_space(workspace: Workspace, name: str, given: Path | None) -> Space:
     )
 
 
-def _known(workspace: Workspace, name: str) -> list[Variant]:
+def known(workspace: Workspace, name: str) -> list[Variant]:
     """The variants of a name that need not exist."""
     try:
         return workspace.resolve(name)
+    except SpecError:  # it exists, and is broken
+        raise
     except UserError:
         return []
 
@@ -84,7 +86,7 @@ def find_starts(workspace: Workspace, name: str, space: Space) -> list[Start]:
     """
     if not is_stem(name):
         raise UserError(f"'{name}' cannot name a spec; use letters, digits and underscores")
-    committed = _known(workspace, name)
+    committed = known(workspace, name)
     if not committed and space.base is None:
         raise UserError(f"'{name}' is no spec or module yet; let {space.path} name a `base`, or tune one that exists")
     base = workspace.resolve(space.base) if space.base is not None else committed

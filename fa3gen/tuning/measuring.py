@@ -71,18 +71,27 @@ class CudaTimer:
 
     def burst(self, launch: Launch, count: int) -> tuple[Callable[[], float], bool]:
         """See Timer. The launches were made before, so that nothing is compiled or allocated anew in the capture."""
+
+        def work() -> torch.Tensor:
+            for _ in range(count - 1):
+                launch()
+            out: torch.Tensor = launch()
+            return out
+
         torch.cuda.synchronize(self.device)
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.graph(graph):
-                for _ in range(count):
-                    launch()
+                out = work()
             run = self._between_events(graph.replay, count)
+            # Who launches on a stream of its own would leave the graph empty, and be timed as doing nothing at all.
+            out.fill_(math.nan)
             run()
+            if not out.isnan().any():
+                return run, True
         except Exception as error:  # a peer may do on the host what a capture does not allow
             raise_if_lost(self.device, error)
-            return self._between_events(lambda: [launch() for _ in range(count)], count), False
-        return run, True
+        return self._between_events(work, count), False
 
     def _between_events(self, work: Launch, count: int) -> Callable[[], float]:
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]

@@ -37,7 +37,7 @@ def _end_with_parent() -> None:
 
 
 def main() -> int:
-    """Answer requests until there are no more; exit status 3 when the GPU is lost to this process."""
+    """Answer requests until there are no more; exit status 3 when the GPU is lost to this process, 4 without one."""
     pipe = _answers()
     _end_with_parent()
 
@@ -49,11 +49,15 @@ def main() -> int:
         send({"at": at, "who": who})
 
     announce("start", "")
-    from fa3gen.bench import require_hopper
+    from fa3gen import gpu
+
+    device = gpu.hopper_device()
+    if device is None:
+        print(f"no Hopper GPU: {gpu.why_no_hopper()}", file=sys.stderr)
+        return 4
     from fa3gen.tuning.measuring import Bench, CudaTimer
     from fa3gen.verify import DeviceLost
 
-    device = require_hopper()
     bench = Bench(device, CudaTimer(device), announce)
     try:
         for line in sys.stdin:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import textwrap
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -57,7 +58,7 @@ def spec_text(base: SpecFile, spec: Spec, summary: str) -> str:
     fields = differences(base, spec)
     if fields.get("mask", {}).keys() == {"kind"}:
         fields["mask"] = fields["mask"]["kind"]
-    head = {"summary": summary[:SUMMARY_MAX], "extends": base.stem}
+    head = {"summary": textwrap.shorten(summary, SUMMARY_MAX, placeholder=""), "extends": base.stem}
     text = dumps(head, flow=False) + (dumps(fields, flow=None) if fields else "")
     # The base's matrix would render one module for each of its combinations.
     return text + ("matrix: {}\n" if base.matrix else "")
