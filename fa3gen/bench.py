@@ -365,6 +365,11 @@ class Runner:
         )
 
 
+def tflops(cell: Cell, milliseconds: float) -> float:
+    """Return the speed of one launch of `cell` in TFLOP/s."""
+    return cell.flops / milliseconds / 1e9
+
+
 def wrong_in_last_rows(
     out: torch.Tensor, mask: Mask, tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 ) -> float:
@@ -377,11 +382,6 @@ def wrong_in_last_rows(
     expected = reference.attention(q[:, -rows:], k, v, mask=mask, compute_dtype=torch.float32).out
     error: float = ((out[-1:, -rows:].float() - expected).norm() / expected.norm()).item()
     return error
-
-
-def tflops(cell: Cell, milliseconds: float) -> float:
-    """Return the speed of one launch of `cell` in TFLOP/s."""
-    return cell.flops / milliseconds / 1e9
 
 
 def require_hopper() -> torch.device:
