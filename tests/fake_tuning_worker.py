@@ -1,6 +1,7 @@
 """Stands in for `fa3gen.tuning.worker`: speaks its protocol, makes its numbers up, and misbehaves as it is told.
 
-$FAKE_TUNING names a JSON file: `speed` (milliseconds by stem or peer), `hang`, `crash`, `lose`, `wrong`, `raise` (lists
+$FAKE_TUNING names a JSON file: `speed` (milliseconds by stem or peer, or by
+`<stem> at <keys>`), `hang`, `crash`, `lose`, `wrong`, `raise` (lists
 of stems), `slow` (seconds per heat), `log` (a file that gets a line for each request).
 """
 
@@ -41,6 +42,9 @@ def main() -> None:
             send({"at": "check", "who": stem})
             misbehave(stem, told, send)
         peers = [name for name in told.get("peers", ()) if request["peers"] and name not in request["without"]]
+        for name in peers:
+            send({"at": "check", "who": name})
+            misbehave(name, told, send)
         names = [name for name in [*stems, *peers] if name not in wrong and name not in told.get("raise", ())]
         failed = {name: "raised RuntimeError: made up" for name in told.get("raise", ()) if name in [*stems, *peers]}
         times = {name: rounds(name, told, request) for name in names}
@@ -62,7 +66,7 @@ def rounds(name: str, told: dict[str, Any], request: dict[str, Any]) -> list[flo
     """Milliseconds with 0.1 % of noise of its own, and 3 % of drift that all competitors share."""
     drift = random.Random(request["problem"]["seq_k"])
     own = random.Random(zlib.crc32(name.encode()) + request["problem"]["seq_k"])
-    speed = told["speed"].get(name, 1.0)
+    speed = told["speed"].get(f"{name} at {request['problem']['seq_k']}", told["speed"].get(name, 1.0))
     return [speed * (1 + 0.03 * drift.random()) * (1 + 0.001 * own.random()) for _ in range(request["rounds"])]
 
 

@@ -89,6 +89,22 @@ def test_a_search_writes_its_winner_and_its_records(
     assert sorted(path.name for path in workspace.generated_dir.glob("fast*")) == ["fast.py"]
 
 
+def test_each_region_has_its_winner(workspace: Workspace, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    order(tmp_path, speed={"k6_d128_causal_kv96": 0.9, "k6_d128_causal_kv112 at 512": 0.8})
+    taken = workspace.specs_dir / "fast_k512.yaml"
+    taken.write_text("summary: somebody's\nextends: k6\n")
+    command = ["tune", "fast", "--seq", "512,1024,4096", "--write"]
+    assert cli.main(command) == 2
+    assert "specs/fast_k512.yaml exists already" in capsys.readouterr().err
+    assert not (workspace.specs_dir / "fast.yaml").exists()
+    taken.unlink()
+    assert cli.main(command) == 0
+    assert [record.winner for record in tuning_records.load_all(workspace)] == ["fast_k512", "fast", "fast"]
+    assert "tile: {kv: 96}" in (workspace.specs_dir / "fast.yaml").read_text()
+    assert "summary: Tuned from k6_d128_causal for 512 on A made-up GPU" in taken.read_text()
+    assert all(workspace.module_path(stem).is_file() for stem in ("fast", "fast_k512"))
+
+
 def test_the_same_command_goes_on_and_fresh_begins_anew(workspace: Workspace, tmp_path: Path) -> None:
     command = ["tune", "fast", "--seq", "1024,4096", "--json", str(tmp_path / "records.json")]
     assert cli.main(command) == 0 and heats(tmp_path) == 2

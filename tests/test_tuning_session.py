@@ -212,9 +212,20 @@ def test_who_misbehaves_is_out_and_the_others_go_on(setting: Setting, order: str
     assert [outcome.winner for outcome in outcomes] == ["good", "good"]
     assert all(outcome.absent["bad"].endswith(reason) for outcome in outcomes)
     assert f"out: bad: {reason}" in setting.said
+    before = len(setting.asked()), len(setting.asked("load"))
     again = setting.tuner([*cells, cell(["incumbent", "bad", "good"], 2048)])
     assert [outcome.winner for outcome in again.run()] == ["good"] * 3
-    assert "bad" not in setting.asked()[-1]["stems"]
+    asked = setting.asked()[before[0] :] + setting.asked("load")[before[1] :]
+    assert [entry["stems"] for entry in asked] == [["incumbent", "good"]] * 2
+
+
+def test_a_peer_that_hangs_is_left_out(setting: Setting) -> None:
+    setting.order(hang=["fa4"], peers=["cuDNN", "fa4"], speed={"a": 0.9})
+    (outcome,) = setting.tuner([cell(["incumbent", "a"])]).run()
+    assert outcome.winner == "a" and list(outcome.peers) == ["cuDNN"]
+    assert outcome.absent["fa4"].startswith("hung: ")
+    again = setting.tuner([cell(["incumbent", "a"], 512)]).run()[0]
+    assert list(again.peers) == ["cuDNN"] and len(setting.asked()) == 3
 
 
 def test_a_new_file_of_the_same_name_gets_its_chance(setting: Setting) -> None:
@@ -264,6 +275,30 @@ def test_a_worker_tells_who_was_at_work(setting: Setting) -> None:
     with pytest.raises(Gone) as gone:
         worker.ask({"do": "heat", "modules": [module("good").as_request(), module("bad").as_request()]})
     assert gone.value.who == "bad"
+
+
+def test_nobody_is_blamed_for_what_happens_between_requests(setting: Setting) -> None:
+    setting.order()
+    worker = Worker(
+        FAKE, environ={**os.environ, "CUDA_VISIBLE_DEVICES": "0"}, log=setting.folder / "log", limits=LIMITS
+    )
+    problem = cell(["good"]).problem.model_dump()
+    worker.ask(
+        {"do": "heat", "modules": [module("good").as_request()], "peers": False, "rounds": 1, "problem": problem}
+    )
+    os.kill(setting.asked()[0]["pid"], signal.SIGKILL)
+    with pytest.raises(Gone, match="the measuring process: its process died of SIGKILL") as gone:
+        worker.ask({"do": "hello"})
+    assert gone.value.who == ""
+
+
+def test_a_process_that_dies_over_nobody_new_ends_the_run(setting: Setting) -> None:
+    """Or it would be started again for ever."""
+    setting.order()
+    Journal(setting.folder / "journal.jsonl").append("out", name="peer", sha256=None, reason="made up")
+    script = 'import sys; print(\'{"at": "warm", "who": "peer"}\', flush=True); sys.exit(5)'
+    with pytest.raises(UserError, match="cannot go on: its process ended with status 5"):
+        setting.tuner([cell(["a", "b"])], command=[sys.executable, "-c", script]).run()
 
 
 def test_the_real_process_says_what_it_needs(setting: Setting) -> None:

@@ -6,6 +6,7 @@ import hashlib
 import importlib
 import json
 import os
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -443,19 +444,23 @@ def _write_winners(
     """
     from fa3gen.tuning.writeback import check_name, write_winner
 
-    committed: dict[str, Module] = {}
+    named: dict[str, tuple[str, Search]] = {}
     for search in searches:
-        own = [record for record in records if record.problem.family == search.start.family]
-        modules = {module.stem: module for module in search.modules[1:]}
-        won = [record.winner for record in own if record.winner in modules]
-        for rank, stem in enumerate(sorted(dict.fromkeys(won), key=lambda stem: -won.count(stem))):
-            shortest = min(record.problem.seq_k for record in own if record.winner == stem)
-            name = _family_name(base, search, searches) + (f"_k{shortest}" if rank else "")
-            summary = _summary(search, [record for record in own if record.winner == stem])
-            check_name(workspace, name, force=force)
-            committed[stem] = write_winner(workspace, name, search.start.base, modules[stem], summary)
-            typer.echo(f"wrote specs/{name}.yaml and {workspace.shown(committed[stem].path)}", err=True)
-            typer.echo(f"next: fa3gen verify {name} --evidence", err=True)
+        candidates = {module.stem for module in search.modules[1:]}
+        won = [r for r in records if r.problem.family == search.start.family and r.winner in candidates]
+        counts = Counter(record.winner for record in won)
+        for rank, (stem, _) in enumerate(counts.most_common()):
+            shortest = min(record.problem.seq_k for record in won if record.winner == stem)
+            named[stem] = _family_name(base, search, searches) + (f"_k{shortest}" if rank else ""), search
+    for name, _ in named.values():
+        check_name(workspace, name, force=force)
+    committed: dict[str, Module] = {}
+    for stem, (name, search) in named.items():
+        measured = next(module for module in search.modules if module.stem == stem)
+        summary = _summary(search, [record for record in records if record.winner == stem])
+        committed[stem] = write_winner(workspace, name, search.start.base, measured, summary)
+        typer.echo(f"wrote specs/{name}.yaml and {workspace.shown(committed[stem].path)}", err=True)
+        typer.echo(f"next: fa3gen verify {name} --evidence", err=True)
     return [_renamed(record, committed) for record in records]
 
 

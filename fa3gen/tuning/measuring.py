@@ -79,6 +79,7 @@ class CudaTimer:
             return out
 
         torch.cuda.synchronize(self.device)
+        stream = torch.cuda.current_stream(self.device)
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.graph(graph):
@@ -90,6 +91,7 @@ class CudaTimer:
             if not out.isnan().any():
                 return run, True
         except Exception as error:  # a peer may do on the host what a capture does not allow
+            torch.cuda.set_stream(stream)  # a capture that could not end leaves its own stream the current one
             raise_if_lost(self.device, error)
         return self._between_events(work, count), False
 

@@ -242,7 +242,7 @@ class Tuner:
             slot.worker = None
             if self._stop.is_set():
                 raise Stopped from None
-            if not gone.who:
+            if not gone.who or gone.who in self.out:  # nobody whom the next process could be started without
                 raise UserError(f"a measuring process on GPU {slot.gpu} cannot go on: {gone.reason}") from None
             self._put_out(gone.who, gone.reason)
             return None

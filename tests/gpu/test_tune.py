@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from fa3gen import cli, tuning_records
 from fa3gen.evidence import sha256
 from fa3gen.tuning import heats
 from fa3gen.tuning.client import LIMITS_S
@@ -66,3 +67,18 @@ def test_who_is_wrong_or_hangs_is_out(tmp_path: Path) -> None:
     assert outcome.winner == "k6_d64" and list(outcome.times) == ["k6_d64"]
     assert outcome.absent["wrong"].startswith("computes something wrong: ")
     assert outcome.absent["hangs"].startswith("hung: no answer in 8 s")
+
+
+@pytest.mark.usefixtures("hopper")
+def test_the_command_measures_and_searches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(WORKSPACE.root)
+    common = ["--seq", "1024", "--rounds", "9", "--no-peers"]
+    measured, found = tmp_path / "measured.json", tmp_path / "found.json"
+    assert cli.main(["tune", "--measure", *STEMS, *common, "--work", str(tmp_path / "a"), "--json", str(measured)]) == 0
+    (record,) = tuning_records.load(measured)
+    assert [result.stem for result in record.results] == list(STEMS) and not record.peers
+    (tmp_path / "space.yaml").write_text("space: {load.kv_stages: [1], tile.kv: [64, 128]}")
+    space = ["--space", str(tmp_path / "space.yaml"), "--work", str(tmp_path / "b"), "--json", str(found)]
+    assert cli.main(["tune", "k6_d64", *common, *space]) == 0
+    (record,) = tuning_records.load(found)
+    assert len(record.results) == 3 and record.results[0].stem == "k6_d64"
