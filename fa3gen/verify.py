@@ -233,7 +233,7 @@ def compare_lse(lse: torch.Tensor, expected: torch.Tensor) -> tuple[Errors, tupl
     return error, tuple(failures)
 
 
-def _raise_if_lost(device: torch.device, error: BaseException) -> None:
+def raise_if_lost(device: torch.device, error: BaseException) -> None:
     """Raise DeviceLost when a CUDA error outlives its launch: every call after it would fail as well."""
     if device.type != "cuda":
         return
@@ -299,7 +299,7 @@ class Runner:
         try:
             result, failures = self._launch_all(case, made)
         except Exception as error:  # whatever a module raises is that module's failure
-            _raise_if_lost(self.device, error)
+            raise_if_lost(self.device, error)
             nothing = dict.fromkeys(["o_error", "o_yardstick", "o_max_abs_limit", "o_block_ratio"])
             return CaseResult(
                 name=case.name,
@@ -404,7 +404,7 @@ class Runner:
         except self.fatal:
             raise
         except Exception as error:
-            _raise_if_lost(self.device, error)
+            raise_if_lost(self.device, error)
             wrong = f"raised {essence(error)}"
         return Check(name, not wrong, wrong)
 
@@ -484,7 +484,7 @@ class Runner:
             named = re.search(rf"\b(?:{name})\b", str(error))
             return "" if named else f"{what}: the message names no argument {name}: {essence(error)}"
         except Exception as error:  # a crash inside is no refusal
-            _raise_if_lost(self.device, error)
+            raise_if_lost(self.device, error)
             return f"{what}: raised {essence(error)} where a ValueError or TypeError is due"
         return f"{what}: accepted"
 

@@ -5,6 +5,7 @@ pydantic sees plain Python values; its complaints are brought back to a file and
 
 from __future__ import annotations
 
+import io
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -170,6 +171,16 @@ def _scalar(node: ScalarNode) -> Scalar:
     if _INT.match(text):
         return int(text)
     return float(text) if _FLOAT.match(text) else text
+
+
+def dumps(value: Any, *, flow: bool | None) -> str:
+    """YAML text; `flow` None puts the innermost mappings and lists on one line each."""
+    yaml = YAML()
+    yaml.default_flow_style = flow
+    yaml.width = 110
+    stream = io.StringIO()
+    yaml.dump(value, stream)
+    return stream.getvalue()
 
 
 def merge(base: Node, over: Node, unions: Mapping[str, str], field: str = "") -> Node:

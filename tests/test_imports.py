@@ -25,6 +25,11 @@ LIGHT = [
     "fa3gen.cli",
     "fa3gen.cli.specs",
     "fa3gen.cli.render",
+    "fa3gen.cli.tune",
+    "fa3gen.tuning_records",
+    "fa3gen.tuning.candidates",
+    "fa3gen.tuning.report",
+    "fa3gen.tuning.writeback",
 ]
 HEAVY = ["torch", "cutlass", "cuda", "numpy", "tvm_ffi", "matplotlib"]
 
@@ -54,7 +59,10 @@ assert render_all(workspace.resolve("k4_2_d64"), workspace)
     assert loaded_by(code) == []
 
 
-@pytest.mark.parametrize("arguments", [["list"], ["schema"], ["render", "--check", "k1_d64"], ["verify", "--help"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [["list"], ["schema"], ["render", "--check", "k1_d64"], ["verify", "--help"], ["tune", "k6", "--dry-run"]],
+)
 def test_commands_without_a_kernel_import_nothing_heavy(arguments: list[str]) -> None:
     assert loaded_by(f"from fa3gen.cli import main\nassert main({arguments}) == 0") == []
 

@@ -130,32 +130,20 @@ def _print_table(files: Sequence[SpecFile]) -> None:
 
 def derived_text(base: SpecFile, reference: str) -> str:
     """A spec file that extends `base` (named `reference` from where it lies) and changes nothing yet."""
+    from fa3gen.yamltree import dumps
+
     hints = {key: value for key, value in _without_axes(base.fields, list(base.matrix)).items() if value != {}}
     if base.matrix:
         hints["matrix"] = {path: [_short_mask(value) for value in values] for path, values in base.matrix.items()}
     head = {"summary": f"As {base.stem}; say here in one line what is different", "extends": reference}
-    commented = "".join(f"# {line}\n" for line in _yaml(hints, flow=None).splitlines())
+    commented = "".join(f"# {line}\n" for line in dumps(hints, flow=None).splitlines())
     return (
-        f"{_yaml(head, flow=False)}\n"
+        f"{dumps(head, flow=False)}\n"
         f"# What follows is inherited from {base.stem}. Uncomment what is to differ; keys left out keep their value.\n"
         "# A matrix given here replaces the inherited one as a whole (`matrix: {}`: a single module). Fields that the\n"
         "# matrix sets are changed there.\n"
         f"{commented}"
     )
-
-
-def _yaml(value: Any, *, flow: bool | None) -> str:
-    """YAML text; `flow` None puts the innermost mappings and lists on one line each."""
-    import io
-
-    from ruamel.yaml import YAML
-
-    yaml = YAML()
-    yaml.default_flow_style = flow
-    yaml.width = 110
-    stream = io.StringIO()
-    yaml.dump(value, stream)
-    return stream.getvalue()
 
 
 def _without_axes(fields: dict[str, Any], axes: Sequence[str], prefix: str = "") -> dict[str, Any]:

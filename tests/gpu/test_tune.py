@@ -1,0 +1,84 @@
+"""On a machine with a Hopper GPU: modules are timed beside peers, and who is wrong or hangs is left out."""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+
+import pytest
+
+from fa3gen import cli, tuning_records
+from fa3gen.evidence import sha256
+from fa3gen.tuning import heats
+from fa3gen.tuning.client import LIMITS_S
+from fa3gen.tuning.journal import Journal
+from fa3gen.tuning.session import Cell, Module, Tuner
+from fa3gen.tuning_records import TunedProblem, family_of
+from fa3gen.workspace import Workspace
+
+WORKSPACE = Workspace.find(Path(__file__).parent)
+SCALE = "64**-0.5 if scale is None else scale"
+STEMS = ("k4_2_d64", "k6_d64")
+
+
+def committed(stem: str) -> Module:
+    (variant,) = WORKSPACE.resolve(stem)
+    path = WORKSPACE.module_path(stem)
+    return Module(stem, path, sha256(path), variant.spec)
+
+
+def edited(folder: Path, stem: str, old: str, new: str) -> Module:
+    """k6_d64 with another text in its entry point."""
+    text = WORKSPACE.module_path("k6_d64").read_text()
+    assert text.count(old) >= 1
+    path = folder / f"{stem}.py"
+    path.write_text(text.replace(old, new))
+    return Module(stem, path, sha256(path), committed("k6_d64").spec)
+
+
+def tuner(tmp_path: Path, modules: tuple[Module, ...], **limits: float) -> Tuner:
+    family = family_of(modules[0].spec)
+    problem = TunedProblem(**family._asdict(), batch=4, heads_q=32, heads_kv=32, seq_q=4096, seq_k=4096)
+    cells = [Cell(problem, modules, tuple(heats.plan(len(modules) - 1, 9)))]
+    journal = Journal(tmp_path / "journal.jsonl")
+    return Tuner(cells, journal, ["0"], tmp_path / "logs", limits={**LIMITS_S, **limits}, jobs=4)
+
+
+@pytest.mark.usefixtures("hopper")
+def test_modules_and_peers_are_timed(tmp_path: Path) -> None:
+    (outcome,) = tuner(tmp_path, tuple(map(committed, STEMS))).run()
+    assert list(outcome.times) == list(STEMS) and not outcome.eager
+    assert "cuDNN (torch SDPA)" in outcome.peers, outcome.absent
+    record = outcome.record()
+    assert record is not None and "H" in record.gpu and record.driver
+    # Rounds of one module agree: what is between them is noise and not something else.
+    for rounds in outcome.times.values():
+        assert max(rounds) < 1.5 * statistics.median(rounds)
+    assert all(100 < result.tflops < 990 for result in record.results)  # 989: the dense bf16 peak of an H100 or H200
+    assert record.winner == "k6_d64"  # faster by a fifth in every run so far
+
+
+@pytest.mark.usefixtures("hopper")
+def test_who_is_wrong_or_hangs_is_out(tmp_path: Path) -> None:
+    wrong = edited(tmp_path, "wrong", SCALE, f"0.5 * {SCALE}")
+    spin = "torch.cuda._sleep(10**15)\n    check_arguments(q, k, v, scale, out)\n    if out is None"
+    hangs = edited(tmp_path, "hangs", "check_arguments(q, k, v, scale, out)\n    if out is None", spin)
+    (outcome,) = tuner(tmp_path, (committed("k6_d64"), wrong, hangs), check=8.0).run()
+    assert outcome.winner == "k6_d64" and list(outcome.times) == ["k6_d64"]
+    assert outcome.absent["wrong"].startswith("computes something wrong: ")
+    assert outcome.absent["hangs"].startswith("hung: no answer in 8 s")
+
+
+@pytest.mark.usefixtures("hopper")
+def test_the_command_measures_and_searches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(WORKSPACE.root)
+    common = ["--seq", "1024", "--rounds", "9", "--no-peers"]
+    measured, found = tmp_path / "measured.json", tmp_path / "found.json"
+    assert cli.main(["tune", "--measure", *STEMS, *common, "--work", str(tmp_path / "a"), "--json", str(measured)]) == 0
+    (record,) = tuning_records.load(measured)
+    assert [result.stem for result in record.results] == list(STEMS) and not record.peers
+    (tmp_path / "space.yaml").write_text("space: {load.kv_stages: [1], tile.kv: [64, 128]}")
+    space = ["--space", str(tmp_path / "space.yaml"), "--work", str(tmp_path / "b"), "--json", str(found)]
+    assert cli.main(["tune", "k6_d64", *common, *space]) == 0
+    (record,) = tuning_records.load(found)
+    assert len(record.results) == 3 and record.results[0].stem == "k6_d64"

@@ -1,0 +1,225 @@
+"""`fa3gen tune` as a user meets it, with measuring processes that make their numbers up."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from rendering import CHECKOUT, ROOT, source
+
+from fa3gen import cli, compile_cache, tuning_records, verification
+from fa3gen.cli import tune
+from fa3gen.compile_cache import CACHE_DIR_VARIABLE
+from fa3gen.tuning import session
+from fa3gen.workspace import Workspace
+
+SPACE = "base: k6\nproblem: {head_dim: 128, mask: causal}\nspace:\n  tile.kv: [96, 100, 112]\n"
+
+
+@pytest.fixture
+def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Workspace:
+    """A workspace with the ladder's last rungs, two made-up GPUs, and no compiler."""
+    root = tmp_path / "work"
+    (root / "generated").mkdir(parents=True)
+    (root / "specs" / "tuning").mkdir(parents=True)
+    for stem in ("k4_smem", "k4_2", "k5", "k6"):
+        shutil.copy(ROOT / "specs" / f"{stem}.yaml", root / "specs")
+    for stem in ("k6_d128_causal", "k5_d128_causal", "k5_d64"):
+        shutil.copy(CHECKOUT.module_path(stem), root / "generated")
+    (root / "specs/tuning/fast.yaml").write_text(SPACE)
+    monkeypatch.chdir(root)
+    monkeypatch.setenv(CACHE_DIR_VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.setenv("FAKE_TUNING", str(tmp_path / "orders.json"))
+    monkeypatch.setattr(tune, "find_gpus", lambda: ["0", "1"])
+    monkeypatch.setattr(session, "COMMAND", (sys.executable, "-P", str(ROOT / "tests/fake_tuning_worker.py")))
+    monkeypatch.setattr(compile_cache, "cached_compile", lambda path: path)
+    monkeypatch.setattr(verification, "check_compile", lambda variant, compiled: (verification.Stage(True), None, None))
+    order(tmp_path)
+    return Workspace.find(root)
+
+
+def order(tmp_path: Path, **orders: Any) -> None:
+    (tmp_path / "orders.json").write_text(json.dumps({"speed": {}, "log": str(tmp_path / "asked.jsonl"), **orders}))
+
+
+def heats(tmp_path: Path) -> int:
+    return (tmp_path / "asked.jsonl").read_text().count('"do": "heat"')
+
+
+@pytest.mark.usefixtures("workspace")
+def test_a_dry_run_shows_what_is_pruned(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert cli.main(["tune", "fast", "--dry-run"]) == 0
+    said = capsys.readouterr().err
+    assert "bf16_d128_causal: 3 combinations, 2 legal" in said
+    assert re.search(r"1 refused: tile.kv: N of the QK product is 100, no multiple of 8", said)
+    assert not (tmp_path / "cache").exists()
+
+
+def test_a_search_writes_its_winner_and_its_records(
+    workspace: Workspace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    order(tmp_path, speed={"k6_d128_causal_kv112": 0.9, "cuDNN": 1.2}, peers=["cuDNN"])
+    assert cli.main(["tune", "fast", "--seq", "1024,4096", "--write"]) == 0
+    printed = capsys.readouterr()
+    assert (workspace.specs_dir / "fast.yaml").read_text() == (
+        "summary: Tuned from k6_d128_causal for 1k, 4k on A made-up GPU\n"
+        "extends: k6\nproblem: {head_dim: 128}\nmask: causal\ntile: {kv: 112}\nmatrix: {}\n"
+    )
+    assert "tile       128 query rows x 112 keys" in (workspace.generated_dir / "fast.py").read_text()
+    records = tuning_records.load_all(workspace)
+    assert [(record.problem.seq_k, record.winner) for record in records] == [(1024, "fast"), (4096, "fast")]
+    assert {result.stem for result in records[0].results} == {"k6_d128_causal", "k6_d128_causal_kv96", "fast"}
+    assert (
+        records[0].result("fast").sha256
+        == tuning_records.Result.model_validate(records[1].result("fast").model_dump()).sha256
+    )
+    assert "geometric mean of the ratios to the best peer over 2 cells: 1.3" in printed.out
+    assert "next: fa3gen verify fast --evidence" in printed.err
+    assert list(workspace.generated_dir.glob("*kv112*")) == []  # candidates never come here
+    # From now on `fast` is the incumbent, and what it is compared with leaves it where it is.
+    written = (workspace.specs_dir / "fast.yaml").read_text()
+    assert cli.main(["tune", "specs/fast.yaml", "--seq", "4096", "--write"]) == 0
+    assert (workspace.specs_dir / "fast.yaml").read_text() == written
+    assert sorted(path.name for path in workspace.generated_dir.glob("fast*")) == ["fast.py"]
+
+
+def test_each_region_has_its_winner(workspace: Workspace, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    order(tmp_path, speed={"k6_d128_causal_kv96": 0.9, "k6_d128_causal_kv112 at 512": 0.8})
+    taken = workspace.specs_dir / "fast_k512.yaml"
+    taken.write_text("summary: somebody's\nextends: k6\n")
+    command = ["tune", "fast", "--seq", "512,1024,4096", "--write"]
+    assert cli.main(command) == 2
+    assert "specs/fast_k512.yaml exists already" in capsys.readouterr().err
+    assert not (workspace.specs_dir / "fast.yaml").exists()
+    taken.unlink()
+    assert cli.main(command) == 0
+    assert [record.winner for record in tuning_records.load_all(workspace)] == ["fast_k512", "fast", "fast"]
+    assert "tile: {kv: 96}" in (workspace.specs_dir / "fast.yaml").read_text()
+    assert "summary: Tuned from k6_d128_causal for 512 on A made-up GPU" in taken.read_text()
+    assert all(workspace.module_path(stem).is_file() for stem in ("fast", "fast_k512"))
+
+
+def test_the_same_command_goes_on_and_fresh_begins_anew(workspace: Workspace, tmp_path: Path) -> None:
+    command = ["tune", "fast", "--seq", "1024,4096", "--json", str(tmp_path / "records.json")]
+    assert cli.main(command) == 0 and heats(tmp_path) == 2
+    assert cli.main(command) == 0 and heats(tmp_path) == 2
+    assert cli.main([*command, "--fresh"]) == 0 and heats(tmp_path) == 4
+    records = tuning_records.load(tmp_path / "records.json")
+    assert [record.winner for record in records] == ["k6_d128_causal"] * 2  # equal: the incumbent stays
+    assert not (workspace.evidence_dir / "tuning").exists()  # without --write
+
+
+def test_what_does_not_compile_as_planned_is_dropped(
+    workspace: Workspace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def spills(variant: Any, compiled: Any) -> Any:
+        bad = variant.spec.tile.kv == 112
+        return verification.Stage(not bad, "local memory accesses (LDL, STL): 0 expected, 8 found"), None, None
+
+    monkeypatch.setattr(verification, "check_compile", spills)
+    order(tmp_path, speed={"k6_d128_causal_kv112": 0.5})
+    assert cli.main(["tune", "fast", "--seq", "4096"]) == 0
+    said = capsys.readouterr()
+    assert "compiled k6_d128_causal_kv112: dropped: local memory accesses" in said.err
+    assert "k6_d128_causal" in said.out and "kv112" not in said.out
+
+
+def test_committed_modules_are_compared_problem_by_problem(
+    workspace: Workspace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    order(tmp_path, speed={"k5_d128_causal": 0.9})
+    names = ["k6_d128_causal", "k5_d128_causal", "k5_d64"]
+    assert cli.main(["tune", "--measure", *names, "--seq", "512,1024", "--write"]) == 0
+    records = tuning_records.load_all(workspace)
+    assert [(record.problem.family.label, record.problem.seq_k, record.winner) for record in records] == [
+        ("bf16_d128_causal", 512, "k5_d128_causal"),
+        ("bf16_d128_causal", 1024, "k5_d128_causal"),
+        ("bf16_d64_full", 512, "k5_d64"),
+        ("bf16_d64_full", 1024, "k5_d64"),
+    ]
+    assert (records[0].problem.batch, records[0].problem.heads_q) == (32, 16)
+    assert records[0].result("k6_d128_causal").rounds and len(records[0].results[0].rounds) == 11
+    assert "4 cells, 3 modules, 2 GPUs" in capsys.readouterr().err
+
+
+def test_a_module_that_is_not_as_its_spec_renders_is_not_measured(
+    workspace: Workspace, capsys: pytest.CaptureFixture[str]
+) -> None:
+    workspace.module_path("k5_d64").write_text(source("k5_d64") + "\n# edited\n")
+    assert cli.main(["tune", "--measure", "k5_d64"]) == 2
+    assert "generated/k5_d64.py is not what specs/k5.yaml renders to" in capsys.readouterr().err
+    assert cli.main(["tune", "--measure", "k6_d64"]) == 2
+    assert "run `fa3gen render k6_d64`" in capsys.readouterr().err
+
+
+def test_cells_without_a_winner_are_no_success(workspace: Workspace, tmp_path: Path) -> None:
+    order(tmp_path, **{"raise": ["k5_d64"]})
+    assert cli.main(["tune", "--measure", "k5_d64", "--seq", "512"]) == 1
+
+
+@pytest.mark.usefixtures("workspace")
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "name a spec or module to tune"),
+        (["k6", "k5"], "one name is tuned at a time, not 2; to compare modules, add --measure"),
+        (["k5"], "there is no search space for 'k5' (there are spaces for fast, k6); write specs/tuning/k5.yaml"),
+        (["fast", "--seq", "1k"], "'1k' is no length"),
+        (["fast", "--seq", "1x2x3"], "is no length"),
+        (["fast", "--seq", "1000"], "--seq 1000 does not divide --tokens 16384; give --batch"),
+        (["fast", "--hidden", "1000"], "head dim 128 does not divide --hidden 1000; give --heads"),
+        (["fast", "--heads", "6", "--heads-kv", "4"], "6 query heads are no multiple of --heads-kv 4"),
+        (["fast", "--budget", "soon"], "--budget soon: write seconds or minutes"),
+        (["fast", "--budget", "-3s"], "--budget -3s: write"),
+        (["fast", "--rounds", "4"], "4 rounds cannot tell 4 modules apart"),
+        (["fast", "--space", "none.yaml"], "--space none.yaml: there is no such file"),
+        (["fast", "--write", "--name", "k6"], "k6.yaml exists already"),
+        (["--measure", "k5_d64", "--name", "x", "--dry-run"], "--name and --dry-run is for a search"),
+        (["broken"], "specs/broken.yaml:1: summary: missing required key"),
+        (["--measure", "k66"], "there is no spec or module 'k66'"),
+        (["--measure", "k6_d128_causal", "k5_d128_causal", "--rounds", "3"], "3 rounds cannot tell 2 modules apart"),
+    ],
+)
+def test_what_cannot_be_done_is_said_in_words(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if "broken" in arguments:
+        Path("specs/broken.yaml").write_text("extends: k6\n")
+    assert cli.main(["tune", *arguments]) == 2
+    said = capsys.readouterr().err
+    assert message in said and "Traceback" not in said
+
+
+def test_the_table_is_made_of_all_records(
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made_up = ModuleType("fa3gen.dispatch")
+    made_up.table_path = lambda workspace: workspace.root / "fa3gen/dispatch.yaml"  # type: ignore[attr-defined]
+    made_up.table_from_records = lambda records: f"rows of {len(records)} records\n"  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "fa3gen.dispatch", made_up)
+    assert cli.main(["tune", "--write-table"]) == 2
+    assert "there are no records in generated/evidence/tuning; make some with" in capsys.readouterr().err
+    assert cli.main(["tune", "--measure", "k5_d64", "--seq", "512,1024", "--write", "--write-table"]) == 0
+    assert (workspace.root / "fa3gen/dispatch.yaml").read_text() == "rows of 2 records\n"
+
+
+def test_without_a_gpu_it_says_what_can_be_done(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fa3gen import gpu
+
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(gpu, "why_no_hopper", lambda: "no driver")
+    assert cli.main(["tune", "--measure", "k5_d64"]) == 2
+    assert "needs a Hopper GPU (H100, H200, GH200): no driver. Without one, `--dry-run`" in capsys.readouterr().err
+
+
+def test_lengths_and_durations() -> None:
+    assert tune.parse_lengths("512, 1x4096,512") == ((512, 512), (1, 4096))
+    assert [tune.parse_duration(text) for text in ("300", "300s", "5m", "1.5h")] == [300, 300, 300, 5400]

@@ -1,0 +1,199 @@
+"""What a measuring process does with modules and peers, on the CPU and with a timer that makes its numbers up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rendering import variants
+from torch_modules import Module
+
+from fa3gen import reference
+from fa3gen.loading import load_file
+from fa3gen.peers import Peer, Unavailable
+from fa3gen.spec import Mask
+from fa3gen.tuning.measuring import Bench
+from fa3gen.tuning_records import TunedProblem, family_of
+
+CPU = torch.device("cpu")
+SPEC = variants()["k6_d64_causal"].spec
+
+
+class MadeUpTimer:
+    """Every burst takes `pace` of the launched module's name; a graph unless the name is in `eager`."""
+
+    def __init__(self, pace: float = 2.0, eager: bool = False) -> None:
+        self.pace, self.eager, self.counts = pace, eager, []  # type: ignore[var-annotated]
+
+    def once(self, launch: Callable[[], Any]) -> float:
+        launch()
+        return self.pace
+
+    def burst(self, launch: Callable[[], Any], count: int) -> tuple[Callable[[], float], bool]:
+        self.counts.append(count)
+        return lambda: self.pace, not self.eager
+
+
+class Loadable(Module):
+    """A module in plain PyTorch that can be compiled as generated ones can; `fails` says how it cannot."""
+
+    fails: Exception | None = None
+
+    def compile_for_sm90a(self) -> None:
+        if self.fails is not None:
+            raise self.fails
+
+
+def loadable(**facts: Any) -> Loadable:
+    return Loadable(SPEC.mask, **facts)
+
+
+def peer(name: str, error: Exception | None = None, factor: float = 1.0) -> Peer:
+    def prepare(mask: Mask) -> Any:
+        if isinstance(error, Unavailable):
+            raise error
+
+        def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            if error is not None:
+                raise error
+            return (factor * reference.attention(q, k, v, mask=mask, compute_dtype=torch.float32).out).to(q.dtype)
+
+        return attend
+
+    return Peer(name, prepare)
+
+
+class Setting:
+    """A bench with modules by stem."""
+
+    def __init__(self, modules: dict[str, Any], peers: Sequence[Peer] = (), timer: MadeUpTimer | None = None) -> None:
+        self.events: list[tuple[str, str]] = []
+        self.timer = timer or MadeUpTimer()
+        self.bench = Bench(
+            CPU,
+            self.timer,
+            lambda at, who: self.events.append((at, who)),
+            peers=peers,
+            load=lambda path: modules[path.stem],
+        )
+        self.stems = list(modules)
+
+    def ask(self, do: str = "heat", **facts: Any) -> dict[str, Any]:
+        family = family_of(SPEC)._asdict()
+        problem = TunedProblem(**family, batch=1, heads_q=2, heads_kv=1, seq_q=80, seq_k=80).model_dump()
+        described = [{"stem": stem, "path": f"{stem}.py", "spec": SPEC.model_dump()} for stem in self.stems]
+        given = {"problem": problem, "modules": described, "peers": True, "without": [], "rounds": 7}
+        return self.bench.answer({"do": do, **given, **facts})
+
+
+def test_modules_and_peers_take_turns() -> None:
+    setting = Setting({"a": loadable(), "b": loadable()}, [peer("cuDNN")])
+    answer = setting.ask()
+    assert answer == {
+        "times": {"a": [2.0] * 7, "b": [2.0] * 7, "cuDNN": [2.0] * 7},
+        "failed": {},
+        "wrong": {},
+        "eager": [],
+    }
+    turns = [who for at, who in setting.events if at == "time"]
+    rounds = [turns[start : start + 3] for start in range(0, 21, 3)]
+    assert all(sorted(turn) == ["a", "b", "cuDNN"] for turn in rounds)
+    assert len({tuple(turn) for turn in rounds}) > 1  # nobody always follows the same one
+    assert setting.timer.counts == [4, 4, 4]  # 7 ms are filled by four launches of 2
+
+
+def test_a_module_is_loaded_and_checked_once() -> None:
+    setting = Setting({"a": loadable()})
+    assert setting.ask("load") == {"wrong": {}}
+    setting.ask()
+    setting.ask()
+    assert [at for at, _ in setting.events if at in ("load", "check")] == ["load", "check"]
+
+
+def test_what_may_hang_is_announced_before() -> None:
+    setting = Setting({"a": loadable()}, [peer("cuDNN")])
+    setting.ask()
+    assert setting.events[:4] == [("load", "a"), ("check", "a"), ("warm", "a"), ("warm", "cuDNN")]
+    assert setting.bench.who in ("a", "cuDNN")
+
+
+def test_a_wrong_module_is_never_timed() -> None:
+    """Right where it is measured (80 keys), wrong on a ragged shape."""
+
+    def forgets(q: Any, k: Any, v: Any, scale: Any, mask: Mask) -> Any:
+        out, lse = reference.attention(q, k, v, scale=scale, mask=mask, compute_dtype=torch.float32)
+        return (out, lse) if k.shape[1] == 80 else (out * 1.1, lse)
+
+    setting = Setting({"bad": loadable(compute=forgets), "good": loadable()})
+    answer = setting.ask()
+    assert list(answer["times"]) == ["good"]
+    assert answer["wrong"]["bad"].startswith("computes something wrong: ragged: O is off by")
+
+
+def test_a_wrong_result_at_the_shape_itself_is_a_failure_there() -> None:
+    def forgets(q: Any, k: Any, v: Any, scale: Any, mask: Mask) -> Any:
+        out, lse = reference.attention(q, k, v, scale=scale, mask=mask, compute_dtype=torch.float32)
+        return (out * 1.1, lse) if k.shape[1] == 80 else (out, lse)
+
+    answer = Setting({"bad": loadable(compute=forgets)}, [peer("off", factor=1.5)]).ask()
+    assert answer["times"] == {} and answer["wrong"] == {}
+    assert answer["failed"]["bad"].startswith("wrong result: relative error 0.1")
+    assert answer["failed"]["off"].startswith("wrong result: relative error 0.5")
+
+
+def test_a_module_that_cannot_be_loaded_is_out() -> None:
+    broken = loadable()
+    broken.fails = ValueError("no such\n layout")
+    setting = Setting({"broken": broken, "good": loadable()})
+    assert setting.ask("load") == {"wrong": {"broken": "cannot be loaded: ValueError: no such layout"}}
+    answer = setting.ask()
+    assert list(answer["times"]) == ["good"] and "broken" in answer["wrong"]
+
+
+def test_peers_that_are_missing_or_raise_are_told() -> None:
+    peers = [peer("fa3", Unavailable("fa3 is not installed")), peer("fa4", RuntimeError("bad shape")), peer("cuDNN")]
+    answer = Setting({"a": loadable()}, peers).ask()
+    assert answer["failed"] == {"fa3": "fa3 is not installed", "fa4": "raised RuntimeError: bad shape"}
+    assert list(answer["times"]) == ["a", "cuDNN"]
+    assert list(Setting({"a": loadable()}, peers).ask(without=["fa3", "cuDNN"])["failed"]) == ["fa4"]
+    assert Setting({"a": loadable()}, peers).ask(peers=False)["failed"] == {}
+
+
+def test_peers_compile_while_modules_are_loaded() -> None:
+    peers = [peer("fa3", Unavailable("fa3 is not installed")), peer("fa4", RuntimeError("bad shape")), peer("cuDNN")]
+    setting = Setting({"a": loadable()}, peers)
+    assert setting.ask("load", without=["fa4"]) == {"wrong": {}}
+    assert setting.events == [("load", "a"), ("warm", "fa3"), ("warm", "cuDNN")]
+
+
+def test_who_is_not_timed_from_a_graph_is_told() -> None:
+    assert Setting({"a": loadable()}, timer=MadeUpTimer(eager=True)).ask()["eager"] == ["a"]
+
+
+@pytest.mark.parametrize(("pace", "count"), [(100.0, 1), (7.0, 1), (3.4, 3), (0.001, 200)])
+def test_a_timing_fills_some_milliseconds(pace: float, count: int) -> None:
+    setting = Setting({"a": loadable()}, timer=MadeUpTimer(pace))
+    setting.ask()
+    assert setting.timer.counts == [count]
+
+
+def test_a_generated_module_can_be_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its file, as the measuring process does it; the compilation itself is replaced."""
+    compiled: list[str] = []
+
+    def load(path: Path) -> Any:
+        module = load_file(path)
+        monkeypatch.setattr(module, "compile_for_sm90a", lambda: compiled.append(path.stem))
+        return module
+
+    from rendering import CHECKOUT
+
+    bench = Bench(CPU, MadeUpTimer(), lambda at, who: None, load=load)
+    path = CHECKOUT.module_path("k6_d64_causal")
+    described = [{"stem": "k6_d64_causal", "path": str(path), "spec": SPEC.model_dump()}]
+    problem = TunedProblem(**family_of(SPEC)._asdict(), batch=1, heads_q=2, heads_kv=1, seq_q=80, seq_k=80)
+    request = {"do": "load", "modules": described, "problem": problem.model_dump(), "peers": False, "without": []}
+    assert bench.answer(request) == {"wrong": {}} and compiled == ["k6_d64_causal"]

@@ -1,0 +1,173 @@
+"""Tuning records: what they say, that they say it without contradiction, and where they lie."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rendering import CHECKOUT, variants
+
+from fa3gen import tuning_records
+from fa3gen.errors import UserError
+from fa3gen.tuning_records import MaskShape, TunedProblem, TuningRecord, family_of, timed
+from fa3gen.workspace import Workspace
+
+SHA = "0123456789abcdef" * 4
+
+
+def problem(seq: int = 4096, **changes: Any) -> TunedProblem:
+    facts = {"dtype": "bf16", "head_dim": 128, "head_dim_v": 128, "mask": {"kind": "causal"}, "batch": 4}
+    return TunedProblem.model_validate({**facts, "heads_q": 16, "heads_kv": 16, "seq_q": seq, "seq_k": seq, **changes})
+
+
+def record(seq: int = 4096, *, rounds: list[float] | None = None, **changes: Any) -> TuningRecord:
+    """Speeds that nobody measured."""
+    shape = problem(seq)
+    results = [
+        {"stem": stem, "sha256": SHA, "spec": variants()[stem].spec.model_dump(), **timed(shape, rounds or times)}
+        for stem, times in {"k6_d128_causal": [1.0, 0.9, 1.1], "k5_d128_causal": [1.2, 1.3, 1.1]}.items()
+    ]
+    facts: dict[str, Any] = {"gpu": "A made-up GPU", "driver": None, "torch": "2.11.0", "dsl": "4.8.1"}
+    facts |= {"date": "2026-11-21", "problem": shape.model_dump(), "results": results, "winner": "k6_d128_causal"}
+    facts |= {"peers": [{"name": "cuDNN", **timed(shape, [2.0, 2.0, 2.0])}], "absent": {"fa3": "is not installed"}}
+    return TuningRecord.model_validate({**facts, **changes})
+
+
+@pytest.fixture
+def workspace(tmp_path: Path) -> Workspace:
+    return Workspace(tmp_path, tmp_path)
+
+
+def test_flops_by_hand() -> None:
+    assert problem().flops == 2 * 4 * 16 * (4096 * 4096 / 2) * 256
+    assert problem(mask={"kind": "none"}).flops == 2 * problem().flops
+    # One query under a causal mask sees every key: nothing to halve.
+    assert problem(seq_q=1).flops == 2 * 4 * 16 * 4096 * 256
+    assert problem(512, mask={"kind": "window", "left": 2, "right": 0}).flops == 2 * 4 * 16 * (512 * 3 - 3) * 256
+    assert problem(head_dim=192).flops == 2 * 4 * 16 * (4096 * 4096 / 2) * (192 + 128)
+    assert problem().tflops(2.0) == problem().flops / 2e9
+
+
+def test_families_have_names() -> None:
+    found = {family_of(variant.spec).label for variant in variants().values()}
+    assert {"bf16_d64_full", "bf16_d128_causal", "fp16_d128_causal", "bf16_d64_window512_0"} <= found
+    assert problem(head_dim=192).family.label == "bf16_d192_128_causal"
+    assert problem(heads_kv=4, seq_q=1).label == "bf16 d128 causal 1x4k, batch 4, heads 16/4"
+
+
+def test_a_family_is_that_of_its_problems() -> None:
+    for variant in variants().values():
+        family = family_of(variant.spec)
+        assert problem(**family._asdict()).family == family
+        assert family.mask.spec_mask() == variant.spec.mask
+
+
+def test_records_come_back_as_they_were_saved(workspace: Workspace) -> None:
+    records = [record(4096), record(512)]
+    (path,) = tuning_records.save(workspace, records)
+    assert path == workspace.root / "generated/evidence/tuning/bf16_d128_causal.json"
+    assert tuning_records.load_all(workspace) == [records[1], records[0]]
+    assert '"rounds": [1.0, 0.9, 1.1]' in path.read_text()
+    text = path.read_text()
+    tuning_records.save(workspace, [])
+    tuning_records.save(workspace, [record(512)])
+    assert path.read_text() == text
+
+
+def test_a_new_record_replaces_the_one_of_its_shape(workspace: Workspace) -> None:
+    tuning_records.save(workspace, [record(512), record(4096)])
+    tuning_records.save(workspace, [record(512, winner="k5_d128_causal")])
+    assert [entry.winner for entry in tuning_records.load_all(workspace)] == ["k5_d128_causal", "k6_d128_causal"]
+
+
+def test_best_peer_and_results() -> None:
+    found = record()
+    assert found.best_peer is not None and found.best_peer.name == "cuDNN"
+    assert found.result("k5_d128_causal").milliseconds == 1.2
+    assert record(peers=[]).best_peer is None
+    with pytest.raises(KeyError):
+        found.result("k4")
+
+
+def spoilt(change: str) -> dict[str, Any]:
+    document = json.loads(record().model_dump_json())
+    match change:
+        case "winner":
+            document["winner"] = "k4"
+        case "twice":
+            document["results"][1]["stem"] = "k6_d128_causal"
+        case "median":
+            document["results"][0]["milliseconds"] = 1.01
+        case "speed":
+            document["results"][0]["tflops"] *= 1.01
+        case "rounds":
+            document["results"][0]["rounds"] = [1.0]
+        case "family":
+            document["results"][0]["spec"]["problem"]["head_dim"] = 64
+        case "unknown":
+            document["note"] = "fast"
+        case "sha256":
+            document["results"][0]["sha256"] = "0"
+        case "window":
+            document["problem"]["mask"] = {"kind": "window", "left": 3, "right": None}
+        case "reach":
+            document["problem"]["mask"] = {"kind": "causal", "left": 0, "right": 0}
+        case "heads":
+            document["problem"]["heads_kv"] = 3
+    return document
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("winner", "the winner k4 is none of the results"),
+        ("twice", "two results have the same stem"),
+        ("median", "milliseconds is 1.01, the median is 1.0"),
+        ("speed", "do not follow from 1.0 ms"),
+        ("rounds", "as many rounds each"),
+        ("family", "k6_d128_causal is compiled for another problem"),
+        ("unknown", "note: Extra inputs"),
+        ("sha256", "sha256: String should match"),
+        ("window", "a window has left and right"),
+        ("reach", "no other mask has either"),
+        ("heads", "heads_q 16 is no multiple of heads_kv 3"),
+    ],
+)
+def test_a_record_that_contradicts_itself_is_refused(workspace: Workspace, change: str, message: str) -> None:
+    path = tuning_records.directory(workspace) / "bf16_d128_causal.json"
+    path.parent.mkdir(parents=True)
+    path.write_text(json.dumps([spoilt(change)]))
+    with pytest.raises(UserError, match=f"bf16_d128_causal.json is no list of tuning records .*{message}.*; delete it"):
+        tuning_records.load_all(workspace)
+
+
+def test_files_hold_what_their_names_say(workspace: Workspace) -> None:
+    folder = tuning_records.directory(workspace)
+    folder.mkdir(parents=True)
+    (folder / "bf16_d64_full.json").write_text(tuning_records.dumps([record()]))
+    with pytest.raises(UserError, match="bf16_d64_full.json holds records of bf16_d128_causal; move them"):
+        tuning_records.load_all(workspace)
+    (folder / "bf16_d64_full.json").rename(folder / "bf16_d128_causal.json")
+    (folder / "bf16_d128_causal.json").write_text(tuning_records.dumps([record(), record()]))
+    with pytest.raises(UserError, match="two records of one shape"):
+        tuning_records.load_all(workspace)
+    (folder / "bf16_d128_causal.json").write_text("[")
+    with pytest.raises(UserError, match="is no list of tuning records"):
+        tuning_records.load_all(workspace)
+
+
+def test_committed_records_can_be_read() -> None:
+    for found in tuning_records.load_all(CHECKOUT):
+        assert found.winner in {result.stem for result in found.results}
+
+
+def test_masks_round_trip() -> None:
+    window = MaskShape(kind="window", left=512, right=0)
+    assert MaskShape.of(window.spec_mask()) == window
+    assert (MaskShape(kind="none").label, MaskShape(kind="causal").label, window.label) == (
+        "full",
+        "causal",
+        "window512_0",
+    )
