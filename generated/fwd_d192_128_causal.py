@@ -294,7 +294,7 @@ def partition_tma(tma: cute.CopyAtom, sX: cute.Tensor, gX: cute.Tensor):
 
 @cute.jit
 def load_q_and_k(tma_Q, tma_K, mQ, mK, sQ, sK, q_ring, k_ring, tile_ring, tiles, counter, num_tiles):
-    """The first producer warp: draw tiles of queries, load Q, then K of the visible tiles of keys, the last one first."""
+    """The first producer warp: draw tiles of queries, load Q, then K of the visible tiles of keys, last one first."""
     q_fill = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, Q_STAGES)
     k_fill = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, KV_STAGES)
     tile_fill = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, TILE_SLOTS)
@@ -328,9 +328,7 @@ def load_v(tma_V, mQ, mK, mVt, sVt, v_ring, tile_ring, tiles, num_tiles):
     tile, _, _ = cute.arch.block_idx()
     while tile < num_tiles:
         m_block, _, head_kv, batch = tile_coordinates(tile, mQ, mK)
-        gVt = cute.local_tile(
-            mVt[None, None, head_kv, batch], (HEAD_DIM_V, TILE_N), (0, None)
-        )  # (HEAD_DIM_V, TILE_N, blocks)
+        gVt = cute.local_tile(mVt[None, None, head_kv, batch], (HEAD_DIM_V, TILE_N), (0, None))  # (.., TILE_N, blocks)
         tVsV, tVgV = partition_tma(tma_V, sVt, gVt)  # (TMA, KV_STAGES), (TMA, blocks)
         n_block_end, _ = kv_range(m_block * TILE_M, mQ.shape[0], mK.shape[0])
         for n_block in cutlass.range(n_block_end - 1, -1, -1, unroll=1):
@@ -361,11 +359,10 @@ def consume(mQ, mK, mO, mLSE, sQ, sK, sVt, q_ring, k_ring, v_ring, tile_ring, ti
     tSrQs = qk_mma.make_fragment_A(wg_qk.partition_A(sQ))  # (MMA, MMA_M, MMA_K, Q_STAGES)
     tSrK = qk_mma.make_fragment_B(wg_qk.partition_B(sK))  # (MMA, MMA_N, MMA_K, KV_STAGES)
     tOrV = pv_mma.make_fragment_B(wg_pv.partition_B(sVt))  # (MMA, MMA_N, MMA_K, KV_STAGES)
-    acc_S = cute.make_rmem_tensor(qk_mma.partition_shape_C((TILE_M, TILE_N)), cutlass.Float32)  # (MMA, MMA_M, MMA_N)
-    acc_O = cute.make_rmem_tensor(
-        pv_mma.partition_shape_C((TILE_M, HEAD_DIM_V)), cutlass.Float32
-    )  # (MMA, MMA_M, MMA_N)
-    rP = cute.make_fragment_like(acc_S, DTYPE)  # (MMA, MMA_M, MMA_N)
+    # The accumulators, and P in the order of S: (MMA, MMA_M, MMA_N).
+    acc_S = cute.make_rmem_tensor(qk_mma.partition_shape_C((TILE_M, TILE_N)), cutlass.Float32)
+    acc_O = cute.make_rmem_tensor(pv_mma.partition_shape_C((TILE_M, HEAD_DIM_V)), cutlass.Float32)
+    rP = cute.make_fragment_like(acc_S, DTYPE)
     tOrP = as_operand_a(rP)  # (MMA, MMA_M, MMA_K)
     row_max, row_sum, rescale = (cute.make_rmem_tensor(2, cutlass.Float32) for _ in range(3))  # of a thread's two rows
     q_drain = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, Q_STAGES)
@@ -431,14 +428,12 @@ def consume(mQ, mK, mO, mLSE, sQ, sK, sVt, q_ring, k_ring, v_ring, tile_ring, ti
 @cute.jit
 def make_products():
     """The two products, each on all consumer warpgroups: S = Q K^T and O = P V."""
-    from_smem, from_registers = warpgroup.OperandSource.SMEM, warpgroup.OperandSource.RMEM
+    smem, registers = warpgroup.OperandSource.SMEM, warpgroup.OperandSource.RMEM
     k_major, mn_major = OperandMajorMode.K, OperandMajorMode.MN
     # Q and K are K-major: their contiguous mode is the head dim that the product sums over.
-    qk = warpgroup.MmaF16BF16Op(DTYPE, cutlass.Float32, (WGMMA_M, TILE_N, WGMMA_K), from_smem, k_major, k_major)
+    qk = warpgroup.MmaF16BF16Op(DTYPE, cutlass.Float32, (WGMMA_M, TILE_N, WGMMA_K), smem, k_major, k_major)
     # P comes from registers, where A is K-major by nature; V is MN-major, contiguous along HEAD_DIM_V.
-    pv = warpgroup.MmaF16BF16Op(
-        DTYPE, cutlass.Float32, (WGMMA_M, HEAD_DIM_V, WGMMA_K), from_registers, k_major, mn_major
-    )
+    pv = warpgroup.MmaF16BF16Op(DTYPE, cutlass.Float32, (WGMMA_M, HEAD_DIM_V, WGMMA_K), registers, k_major, mn_major)
     return cute.make_tiled_mma(qk, (CONSUMERS, 1, 1)), cute.make_tiled_mma(pv, (CONSUMERS, 1, 1))
 
 
