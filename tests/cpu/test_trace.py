@@ -462,7 +462,7 @@ def test_events_of_a_persistent_kernel_are_those_of_its_plan() -> None:
     for arrive in events_of("arrive", written):
         if arrive["details"]["on"] == "mbarrier" and not arrive["details"]["expected_bytes"]:
             released[arrive["label"].partition(" ")[0]] += 1
-    # 8 consumer warps each time. The number of a tile is announced by one warp and read by 9; of the 3 the last is none.
+    # 8 consumer warps each time. One warp tells the number of a tile, 9 read it; the last of the 3 is none.
     assert released == {"q_empty[0]": 16, "q_empty[1]": 8, "tile_full[0]": 2, "tile_full[1]": 1} | {
         "tile_empty[0]": 18,
         "tile_empty[1]": 9,
