@@ -399,10 +399,10 @@ def _entry(spec: Spec) -> EntryPlan:
         like = f"(batch, seq_q, heads_q, {spec.problem.v_dim})"
     pack = spec.tile.pack_heads
     heads = f"a multiple of {pack} x heads_kv" if pack > 1 else "a multiple of heads_kv (GQA, MQA)"
-    counter = ["counter"] * (spec.scheduler == "dynamic")
-    sms = ["sm_count(q.device)"] * footprint.persistent(spec)
-    out = "o" if footprint.persistent(spec) else "out"
-    arguments = ("q", "k", "v", out, *lse, *scores, *counter, scale, *sms)
+    arguments = ("q", "k", "v", "out", *lse, *scores, scale)
+    if footprint.persistent(spec):
+        counter = ["tile_counter(q.device)"] * (spec.scheduler == "dynamic")
+        arguments = ("q", "k", "v", "o", *lse, *counter, "scale", "sm_count(q.device)")
     return EntryPlan(arguments, phrase, like, heads)
 
 

@@ -88,20 +88,17 @@ THREADS = (CONSUMERS + 1) * WARPGROUP_THREADS  # the last warpgroup loads
 Q_K_PRODUCER_WARP, V_PRODUCER_WARP = CONSUMER_WARPS, CONSUMER_WARPS + 1
 # Registers per thread after setmaxnreg, which moves them from the producer's warps to the consumers'.
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 24, 240
-# Named barriers; number 0 is the CTA's own.
-TURN_BARRIER = 1  # of consumer 0, followed by those of the others: opens when it is that consumer's turn
+TURN_BARRIER = 1  # named barrier of consumer 0's turn, followed by those of the others; number 0 is the CTA's own
 TURN_THREADS = 2 * WARPGROUP_THREADS  # of a turn: one warpgroup passes it on, one takes it
 Q_STAGES = 1  # tiles of Q in flight or in use
 KV_STAGES = 2  # tiles of K and of V in flight or in use
 TILE_SLOTS = 2  # numbers of tiles that the first producer warp may be ahead
 KEYS_IN_L2 = 32 * 2**20 // ((HEAD_DIM + HEAD_DIM) * 2)  # whose K and V take 32 MB of the 50 MB of L2
 SMEM_ALIGN = 1024  # bytes; a 128-byte swizzle repeats every 8 rows of 128
-# Canonical layouts of the operands in shared memory: major order and swizzle.
-Q_LAYOUT = warpgroup.SmemLayoutAtomKind.K_SW128
+Q_LAYOUT = warpgroup.SmemLayoutAtomKind.K_SW128  # in shared memory: major order and swizzle
 K_LAYOUT = warpgroup.SmemLayoutAtomKind.K_SW128
 V_LAYOUT = warpgroup.SmemLayoutAtomKind.MN_SW128
-LOG2_E = math.log2(math.e)
-LN_2 = math.log(2.0)
+LOG2_E, LN_2 = math.log2(math.e), math.log(2.0)
 RESCALE_ABOVE = 8  # of a maximum's growth, in powers of two: P stays below 2^8
 
 
@@ -174,7 +171,6 @@ def attention_kernel(
     tidx, _, _ = cute.arch.thread_idx()
     warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
     warpgroup_idx = cute.arch.make_warp_uniform(tidx // WARPGROUP_THREADS)
-
     sQ_layout, sK_layout, sVt_layout = smem_layouts()
     storage = SmemAllocator().allocate(SharedStorage)
     sQ = storage.sQ.get_tensor(sQ_layout.outer, swizzle=sQ_layout.inner)  # (TILE_M, HEAD_DIM, Q_STAGES)
@@ -183,8 +179,7 @@ def attention_kernel(
     q_ring = make_ring(storage.q_barriers, Q_STAGES, TILE_M * HEAD_DIM * 2)
     k_ring = make_ring(storage.k_barriers, KV_STAGES, TILE_N * HEAD_DIM * 2)
     v_ring = make_ring(storage.v_barriers, KV_STAGES, TILE_N * HEAD_DIM * 2)
-    # From the first producer warp to the consumers and to the producer of V.
-    tile_ring = pipeline.PipelineAsync.create(
+    tile_ring = pipeline.PipelineAsync.create(  # from the first producer warp to the other and to the consumers
         barrier_storage=storage.tile_barriers.data_ptr(),
         num_stages=TILE_SLOTS,
         producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
@@ -214,8 +209,7 @@ def tile_coordinates(tile: cutlass.Int32, mQ: cute.Tensor, mK: cute.Tensor):
     seq_q, _, heads_q, batches = mQ.shape
     seq_k, _, heads_kv, _ = mK.shape
     num_m_blocks = cute.ceil_div(seq_q, TILE_M)
-    # As many heads at a time as have their K and V in L2, and of these the longest tiles first: the last rows see the
-    # most keys, and short tiles even out the CTAs in the end.
+    # As many heads at a time as have their K and V in L2; of these the last rows, which see the most keys, come first.
     share = cutlass.min(cutlass.max(KEYS_IN_L2 // seq_k, 1), heads_q * batches)
     first = tile // (share * num_m_blocks) * share
     place = tile % (share * num_m_blocks)
@@ -243,11 +237,14 @@ def kv_range(m_start: cutlass.Int32, seq_q: cutlass.Int32, seq_k: cutlass.Int32)
 
 
 @cute.jit
-def draw_tile(counter: cute.Tensor, tiles: cute.Tensor, tile_ring, fill) -> cutlass.Int32:
+def draw_tile(counter, tiles, tile_ring, fill, num_tiles) -> cutlass.Int32:
     """Take the next tile from the counter, which all CTAs share, and tell the other warps; whole warp."""
     tile = cutlass.Int32(0)
     if cute.arch.lane_idx() == 0:
         tile = cute.arch.atomic_add(counter.iterator, cutlass.Int32(1), sem="relaxed", scope="gpu")
+        # Each CTA draws until none is left, num_tiles times in all: after the last draw the next launch finds a zero.
+        if tile == num_tiles - 1:
+            counter[0] = 0
     num_ctas, _, _ = cute.arch.grid_dim()
     tile = num_ctas + cute.arch.shuffle_sync(tile, 0)  # the first tile of each CTA has its own number
     tile_ring.producer_acquire(fill)  # the slot is empty
@@ -258,7 +255,7 @@ def draw_tile(counter: cute.Tensor, tiles: cute.Tensor, tile_ring, fill) -> cutl
 
 
 @cute.jit
-def hear_tile(tiles: cute.Tensor, tile_ring, drain) -> cutlass.Int32:
+def hear_tile(tiles, tile_ring, drain) -> cutlass.Int32:
     """Read the next tile that the first producer warp has drawn; whole warp."""
     tile_ring.consumer_wait(drain)
     tile = cute.arch.make_warp_uniform(tiles[drain.index])
@@ -316,7 +313,7 @@ def load_q_and_k(tma_Q, tma_K, mQ, mK, sQ, sK, q_ring, k_ring, tile_ring, tiles,
             full = k_ring.producer_get_barrier(k_fill)
             cute.copy(tma_K, tKgK[None, n_block], tKsK[None, k_fill.index], tma_bar_ptr=full)
             k_fill.advance()
-        tile = draw_tile(counter, tiles, tile_ring, tile_fill)
+        tile = draw_tile(counter, tiles, tile_ring, tile_fill, num_tiles)
         tile_fill.advance()
 
 
@@ -393,8 +390,7 @@ def consume(mQ, mK, mO, mLSE, sQ, sK, sVt, q_ring, k_ring, v_ring, tile_ring, ti
         mask_scores(acc_S, qk_mma, m_start, (n_block_end - 1) * TILE_N, seq_q, seq_k)
         softmax_step(acc_S, row_max, row_sum, rescale, scale_log2)
         round_p(acc_S, rP)
-        # Tiles of keys with an edge in them, then the others, in a loop of its own: a branch around the mask would keep
-        # the instructions before and behind it apart.
+        # Tiles of keys with an edge in them have a loop of their own: in the other one a branch would be in the way.
         for n_block in cutlass.range(n_block_end - 2, n_full_end - 1, -1, unroll=1):
             multiply(qk_mma, pv_mma, tSrQ, tSrK, tOrP, tOrV, acc_S, acc_O, k_ring, v_ring, k_drain, v_drain, consumer)
             mask_scores(acc_S, qk_mma, m_start, n_block * TILE_N, seq_q, seq_k)
@@ -429,10 +425,8 @@ def consume(mQ, mK, mO, mLSE, sQ, sK, sVt, q_ring, k_ring, v_ring, tile_ring, ti
 def make_products():
     """The two products, each on all consumer warpgroups: S = Q K^T and O = P V."""
     smem, registers = warpgroup.OperandSource.SMEM, warpgroup.OperandSource.RMEM
-    k_major, mn_major = OperandMajorMode.K, OperandMajorMode.MN
-    # Q and K are K-major: their contiguous mode is the head dim that the product sums over.
+    k_major, mn_major = OperandMajorMode.K, OperandMajorMode.MN  # contiguous along what is summed over, or along M or N
     qk = warpgroup.MmaF16BF16Op(DTYPE, cutlass.Float32, (WGMMA_M, TILE_N, WGMMA_K), smem, k_major, k_major)
-    # P comes from registers, where A is K-major by nature; V is MN-major, contiguous along HEAD_DIM.
     pv = warpgroup.MmaF16BF16Op(DTYPE, cutlass.Float32, (WGMMA_M, HEAD_DIM, WGMMA_K), registers, k_major, mn_major)
     return cute.make_tiled_mma(qk, (CONSUMERS, 1, 1)), cute.make_tiled_mma(pv, (CONSUMERS, 1, 1))
 
@@ -712,8 +706,7 @@ def trade(first, second, keep_second, distance: cutlass.Constexpr):
 def compile_for_sm90a(options: str = "--enable-tvm-ffi"):
     """Compile the kernel for sm_90a, once for all shapes; needs no GPU and no driver.
 
-    With the default options the result takes what `launch` does, torch tensors and numbers, but no stream: it runs on
-    torch's current one. `options` go to `cute.compile`.
+    The result takes what `launch` does, but no stream: it runs on torch's current one. `options` are cute.compile's.
     """
     batch, seq_q, seq_k, heads_q, heads_kv = (cute.sym_int() for _ in range(5))
 
@@ -758,29 +751,23 @@ def attention(q, k, v, *, scale=None, out=None, return_lse=False):
         o.zero_()  # no key at all
         lse.fill_(-math.inf)
     elif batch * seq_q * heads_q > 0:
-        counter = q.new_zeros(1, dtype=torch.int32)  # of the tiles that were drawn
-        compile_for_sm90a()(q, k, v, o, lse, counter, 256**-0.5 if scale is None else scale, sm_count(q.device))
+        scale = 256**-0.5 if scale is None else scale
+        compile_for_sm90a()(q, k, v, o, lse, tile_counter(q.device), scale, sm_count(q.device))
     return (o, lse) if return_lse else o
 
 
 def check_arguments(q, k, v, scale, out):
-    """Raise TypeError or ValueError for what the compiled function lets pass; what else is wrong it names itself."""
-    for name, x in (("q", q), ("k", k), ("v", v), ("out", q if out is None else out)):
-        if not isinstance(x, torch.Tensor):
-            raise TypeError(f"{name} is a {type(x).__name__}; it needs to be a torch.Tensor")
-        if x.device != q.device:
-            raise ValueError(f"{name} is on {x.device}; q is on {q.device}")
-        if x.ndim != 4 or x.shape[0] != q.shape[0]:
-            raise ValueError(f"{name} has shape {tuple(x.shape)}; it needs to be ({q.shape[0]}, seq, heads, head_dim)")
-    heads_q, heads_kv = q.shape[2], k.shape[2]
+    """Raise for what the compiled function lets pass; it names wrong types, dtypes, shapes, strides and alignments."""
+    try:
+        (_, _, heads_q, _), (_, _, heads_kv, _) = q.shape, k.shape
+    except (AttributeError, ValueError):
+        raise TypeError("q and k need to be tensors of shape (batch, seq, heads, 256)") from None
     if heads_q > 0 and (heads_kv == 0 or heads_q % heads_kv != 0):
         raise ValueError(f"q has {heads_q} heads and k has {heads_kv}; heads of q must be a multiple of those of k")
     if out is not None and any(stride == 0 and size > 1 for size, stride in zip(out.shape, out.stride())):
         raise ValueError(f"out has strides {out.stride()}: several elements share one address; pass out.contiguous()")
-    if scale is not None and (not isinstance(scale, (int, float)) or isinstance(scale, bool)):
-        raise TypeError(f"scale is a {type(scale).__name__}; it needs to be a number")
-    if scale is not None and not 0.0 < scale < math.inf:
-        raise ValueError(f"scale is {scale}; it needs to be finite and positive")
+    if scale is not None and not (isinstance(scale, (int, float)) and 0.0 < scale < math.inf):
+        raise ValueError(f"scale is {scale!r}; it needs to be a finite and positive number")
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         raise ValueError("q, k or v requires grad; this kernel is forward only: call it under torch.no_grad()")
 
@@ -796,3 +783,17 @@ def sm_count(device):
             f"q is on a GPU of compute capability {gpu.major}.{gpu.minor}; this kernel needs 9.0 (H100, H200)"
         )
     return gpu.multi_processor_count
+
+
+def tile_counter(device):
+    """A zero, and again a zero after the launch, for all launches of a stream, which run one after the other."""
+    # A graph may be replayed on any stream, beside other work: it gets one of its own.
+    if torch.cuda.is_current_stream_capturing():
+        return torch.zeros(1, dtype=torch.int32, device=device)
+    return stream_counter(device, torch.cuda.current_stream(device).cuda_stream)
+
+
+@functools.cache
+def stream_counter(device, stream):
+    """The counter of one stream, made at its first launch."""
+    return torch.zeros(1, dtype=torch.int32, device=device)
