@@ -28,15 +28,12 @@ Threads
         about 184 registers each: O 64, S 64, P 32, other 24
 
 Barriers
-    ring  stages  producer -> consumers        full with    empty with
-    q     2       TMA, from warp 8 -> 8 warps  32768 bytes  8 arrivals
-    k     2       TMA, from warp 8 -> 8 warps  32768 bytes  8 arrivals
-    v     2       TMA, from warp 9 -> 8 warps  32768 bytes  8 arrivals
-    tile  2       warp 8 -> 9 warps            1 arrival    9 arrivals
-
-Named barriers
-    number  name          threads  who -> whom, and what for
-    1 to 2  TURN_BARRIER  256      each consumer -> the next one, the last -> the first: may multiply
+    ring  stages  producer -> consumers          full with    empty with
+    q     2       TMA, from warp 8 -> 8 warps    32768 bytes  8 arrivals
+    k     2       TMA, from warp 8 -> 8 warps    32768 bytes  8 arrivals
+    v     2       TMA, from warp 9 -> 8 warps    32768 bytes  8 arrivals
+    tile  2       warp 8 -> 9 warps              1 arrival    9 arrivals
+    turn  2       each consumer -> the next one  256 threads  named barriers 1 to 2
 
 Shared memory
     offset   bytes  what
@@ -231,11 +228,7 @@ def tile_coordinates(tile: cutlass.Int32, mQ: cute.Tensor, mK: cute.Tensor):
 
 @cute.jit
 def kv_range(m_start: cutlass.Int32, seq_q: cutlass.Int32, seq_k: cutlass.Int32):
-    """Tiles of keys to visit: (n_block_end, n_full_end).
-
-    No row of this CTA sees a key of the tiles from n_block_end on: they are skipped. Every row sees every key of the
-    tiles before n_full_end; the tiles between hold the diagonal or the end of the keys and are masked.
-    """
+    """Tiles of keys to visit, (n_block_end, n_full_end): those from the latter on hold an edge of the mask or of the keys."""
     diagonal = m_start + seq_k - seq_q  # the last key that the first row sees; negative when it sees none
     n_block_end = cute.ceil_div(cutlass.min(seq_k, cutlass.max(diagonal + TILE_M, 0)), TILE_N)
     # At least one tile: the consumers' first one stands before their loop. Rows that see none of it get O = 0.
@@ -744,8 +737,7 @@ def attention(q, k, v, *, scale=None, out=None, return_lse=False):
     check_arguments(q, k, v, scale, out)
     batch, seq_q, heads_q, _ = q.shape
     o = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
-    # The kernel writes as many rows of LSE as there are: none when nobody asked for it.
-    lse = q.new_empty((batch, heads_q, seq_q if return_lse else 0), dtype=torch.float32)
+    lse = q.new_empty((batch, heads_q, seq_q), dtype=torch.float32) if return_lse else no_lse(batch, heads_q, q.device)
     if k.shape[1] == 0:
         o.zero_()  # no key at all
         lse.fill_(-math.inf)
@@ -753,6 +745,12 @@ def attention(q, k, v, *, scale=None, out=None, return_lse=False):
         scale = 128**-0.5 if scale is None else scale
         compile_for_sm90a()(q, k, v, o, lse, tile_counter(q.device), scale, sm_count(q.device))
     return (o, lse) if return_lse else o
+
+
+@functools.lru_cache
+def no_lse(batch, heads_q, device):
+    """The LSE that nobody asked for: the kernel writes as many rows of it as there are."""
+    return torch.empty((batch, heads_q, 0), dtype=torch.float32, device=device)
 
 
 def check_arguments(q, k, v, scale, out):
@@ -789,7 +787,7 @@ def tile_counter(device):
     # A graph may be replayed on any stream, beside other work: it gets one of its own.
     if torch.cuda.is_current_stream_capturing():
         return torch.zeros(1, dtype=torch.int32, device=device)
-    return stream_counter(device, torch.cuda.current_stream(device).cuda_stream)
+    return stream_counter(device, torch._C._cuda_getCurrentRawStream(device.index))  # current_stream takes longer
 
 
 @functools.cache

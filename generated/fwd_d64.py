@@ -32,10 +32,7 @@ Barriers
     q     2       TMA, from warp 12 -> 12 warps  24576 bytes  12 arrivals
     k     3       TMA, from warp 12 -> 12 warps  16384 bytes  12 arrivals
     v     3       TMA, from warp 13 -> 12 warps  16384 bytes  12 arrivals
-
-Named barriers
-    number  name          threads  who -> whom, and what for
-    1 to 3  TURN_BARRIER  256      each consumer -> the next one, the last -> the first: may multiply
+    turn  3       each consumer -> the next one  256 threads  named barriers 1 to 3
 
 Shared memory
     offset   bytes  what
@@ -671,8 +668,7 @@ def attention(q, k, v, *, scale=None, out=None, return_lse=False):
     check_arguments(q, k, v, scale, out)
     batch, seq_q, heads_q, _ = q.shape
     o = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
-    # The kernel writes as many rows of LSE as there are: none when nobody asked for it.
-    lse = q.new_empty((batch, heads_q, seq_q if return_lse else 0), dtype=torch.float32)
+    lse = q.new_empty((batch, heads_q, seq_q), dtype=torch.float32) if return_lse else no_lse(batch, heads_q, q.device)
     if k.shape[1] == 0:
         o.zero_()  # no key at all
         lse.fill_(-math.inf)
@@ -680,6 +676,12 @@ def attention(q, k, v, *, scale=None, out=None, return_lse=False):
         scale = 64**-0.5 if scale is None else scale
         compile_for_sm90a()(q, k, v, o, lse, scale, sm_count(q.device))
     return (o, lse) if return_lse else o
+
+
+@functools.lru_cache
+def no_lse(batch, heads_q, device):
+    """The LSE that nobody asked for: the kernel writes as many rows of it as there are."""
+    return torch.empty((batch, heads_q, 0), dtype=torch.float32, device=device)
 
 
 def check_arguments(q, k, v, scale, out):

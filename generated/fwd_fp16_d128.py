@@ -28,14 +28,11 @@ Threads
         about 184 registers each: O 64, S 64, P 32, other 24
 
 Barriers
-    ring  stages  producer -> consumers        full with    empty with
-    q     2       TMA, from warp 8 -> 8 warps  32768 bytes  8 arrivals
-    k     2       TMA, from warp 8 -> 8 warps  32768 bytes  8 arrivals
-    v     2       TMA, from warp 9 -> 8 warps  32768 bytes  8 arrivals
-
-Named barriers
-    number  name          threads  who -> whom, and what for
-    1 to 2  TURN_BARRIER  256      each consumer -> the next one, the last -> the first: may multiply
+    ring  stages  producer -> consumers          full with    empty with
+    q     2       TMA, from warp 8 -> 8 warps    32768 bytes  8 arrivals
+    k     2       TMA, from warp 8 -> 8 warps    32768 bytes  8 arrivals
+    v     2       TMA, from warp 9 -> 8 warps    32768 bytes  8 arrivals
+    turn  2       each consumer -> the next one  256 threads  named barriers 1 to 2
 
 Shared memory
     offset   bytes  what
@@ -671,8 +668,7 @@ def attention(q, k, v, *, scale=None, out=None, return_lse=False):
     check_arguments(q, k, v, scale, out)
     batch, seq_q, heads_q, _ = q.shape
     o = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
-    # The kernel writes as many rows of LSE as there are: none when nobody asked for it.
-    lse = q.new_empty((batch, heads_q, seq_q if return_lse else 0), dtype=torch.float32)
+    lse = q.new_empty((batch, heads_q, seq_q), dtype=torch.float32) if return_lse else no_lse(batch, heads_q, q.device)
     if k.shape[1] == 0:
         o.zero_()  # no key at all
         lse.fill_(-math.inf)
@@ -680,6 +676,12 @@ def attention(q, k, v, *, scale=None, out=None, return_lse=False):
         scale = 128**-0.5 if scale is None else scale
         compile_for_sm90a()(q, k, v, o, lse, scale, sm_count(q.device))
     return (o, lse) if return_lse else o
+
+
+@functools.lru_cache
+def no_lse(batch, heads_q, device):
+    """The LSE that nobody asked for: the kernel writes as many rows of it as there are."""
+    return torch.empty((batch, heads_q, 0), dtype=torch.float32, device=device)
 
 
 def check_arguments(q, k, v, scale, out):
