@@ -149,7 +149,8 @@ def _schedule_sentence(spec: Spec) -> str:
     turns = " in turn" if isinstance(spec.schedule, PingPongSchedule) else ""
     beside = "; S of the next tile and P V run beside the softmax" if footprint.overlapped(spec) else ""
     loads = "two warps load" if footprint.persistent(spec) else "one warp loads"
-    return f"{loads}, {_warpgroups(spec.tile.warpgroups or 0)} multiply{turns}{beside}"
+    multiply = "multiplies" if spec.tile.warpgroups == 1 else "multiply"
+    return f"{loads}, {_warpgroups(spec.tile.warpgroups or 0)} {multiply}{turns}{beside}"
 
 
 def _warpgroups(count: int) -> str:

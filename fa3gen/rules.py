@@ -625,7 +625,9 @@ def scheduler_mask(scheduler: str, mask: str) -> Violation | None:
             return Violation(
                 "scheduler", "without a mask all tiles are equally long, and a counter has nothing to even out; use static"
             )
-    return Violation("scheduler", f"a sliding window is rendered with scheduler single_tile only, not {scheduler}")
+    return Violation(
+        "scheduler", f"a sliding window is rendered with scheduler single_tile only, not {scheduler}; use single_tile"
+    )
 
 
 def scheduler_lse(scheduler: str, lse: bool) -> Violation | None:
@@ -681,7 +683,8 @@ def direct_columns(field: str, v_dim: int) -> Violation | None:
     return Violation(
         field,
         f"outputs.o direct writes {footprint.DIRECT_COLUMNS} columns at a time, and O has "
-        f"{_remainder(v_dim, footprint.DIRECT_COLUMNS)}; use {_around(v_dim, footprint.DIRECT_COLUMNS)}, or outputs.o own_buffer",
+        f"{_remainder(v_dim, footprint.DIRECT_COLUMNS)}; use {_around(v_dim, footprint.DIRECT_COLUMNS)}, "
+        "or outputs.o own_buffer",
     )
 
 
@@ -762,7 +765,8 @@ def _shapes(spec: Spec) -> Iterable[Violation | None]:
     if spec.problem.v_dim != head_dim:
         if spec.outputs.o == "over_q":
             yield output_over_q(head_dim, spec.problem.v_dim)
-        yield output_columns(spec.problem.v_dim)
+        if spec.outputs.o != "direct":
+            yield output_columns(spec.problem.v_dim)
     if spec.outputs.o == "direct":
         yield direct_columns(_v_dim_field(spec), spec.problem.v_dim)
     if tile.threads is not None:
@@ -815,8 +819,9 @@ def _tiles_in_smem(spec: Spec) -> Iterable[Violation | None]:
     v_dim = spec.problem.v_dim
     if spec.smem is not None:
         rows = [("q", "Q", head_dim, spec.smem.q), ("k", "K", head_dim, spec.smem.k), ("v", "V", v_dim, spec.smem.v)]
-        if v_dim != head_dim and spec.outputs.o == "over_q":
-            rows.append(("q", "O, in Q's place,", v_dim, spec.smem.q))
+        if v_dim != head_dim and spec.outputs.o != "direct":
+            where = "in Q's place" if spec.outputs.o == "over_q" else "laid out like Q"
+            rows.append(("q", f"O, {where},", v_dim, spec.smem.q))
         for name, tensor, extent, swizzle in rows:
             yield swizzle_span(f"smem.{name}", tensor, extent, swizzle, tma=tma)
     if isinstance(spec.handoff, SmemHandoff):

@@ -244,6 +244,18 @@ def raise_if_lost(device: torch.device, error: BaseException) -> None:
         raise DeviceLost(essence(error)) from lost
 
 
+def blamed(message: str) -> str:
+    """The part of a message that names the argument at fault.
+
+    A compiled function gives its number and then the whole signature, in which every argument is named.
+    """
+    found = re.match(r"(.*) on argument #(\d+) when calling: `\w+\((.*)\)`", message, re.DOTALL)
+    if found is None:
+        return message
+    names = re.findall(r"(\w+): ", found[3])
+    return f"{found[1]} {names[int(found[2])]}"
+
+
 def essence(error: BaseException) -> str:
     """Return an error's type and first lines, short enough for a table."""
     text = " ".join(str(error).split())
@@ -469,8 +481,9 @@ class Runner:
         yield "v whose last mode is not contiguous", "v", {**good, "v": every_second}
         yield "k that starts off a 16-byte boundary", "k", {**good, "k": shifted}
         yield "v whose rows are no multiple of 16 bytes apart", "v", {**good, "v": odd_rows}
-        yield "out of another shape", "out", {**good, "out": torch.empty_like(made.out)[:, :-1]}
-        yield "out of another dtype", "out", {**good, "out": torch.empty_like(made.out, dtype=torch.float32)}
+        # A compiled function that refuses `out` by itself calls it o.
+        yield "out of another shape", "out|o", {**good, "out": torch.empty_like(made.out)[:, :-1]}
+        yield "out of another dtype", "out|o", {**good, "out": torch.empty_like(made.out, dtype=torch.float32)}
 
     def _accepts(self, what: str, name: str, arguments: dict[str, Any]) -> str:
         """Return what is wrong with how the module takes a bad argument."""
@@ -481,7 +494,7 @@ class Runner:
         except self.fatal:
             raise
         except (ValueError, TypeError) as error:
-            named = re.search(rf"\b(?:{name})\b", str(error))
+            named = re.search(rf"\b(?:{name})\b", blamed(str(error)))
             return "" if named else f"{what}: the message names no argument {name}: {essence(error)}"
         except Exception as error:  # a crash inside is no refusal
             raise_if_lost(self.device, error)

@@ -54,13 +54,16 @@ def assert_none_in_modules(check: Callable[[str], list[str]]) -> None:
     assert not found, "\n".join(found)
 
 
-def changed(stem: str, **parts: dict[str, Any]) -> Variant:
-    """A committed variant with fields of top-level parts of its spec replaced, or the part when its kind changes."""
+def changed(stem: str, **parts: Any) -> Variant:
+    """A committed variant with fields of top-level parts of its spec replaced, or the part when its kind changes.
+
+    A part that is a word (`scheduler`) is replaced.
+    """
     base = variants()[stem]
     fields = base.spec.model_dump()
     for name, part in parts.items():
-        kind = next((key for key in ("kind", "engine", "through") if key in part), None)
-        fields[name] = part if kind else {**fields[name], **part}
+        whole = isinstance(part, str) or any(key in part for key in ("kind", "engine", "through"))
+        fields[name] = part if whole else {**fields[name], **part}
     return Variant(base.stem, Spec.model_validate(fields), base.source, base.summary)
 
 

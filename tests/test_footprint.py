@@ -11,8 +11,10 @@ from fa3gen.footprint import (
     Region,
     barrier_bytes,
     computing_threads,
+    flattened,
     kv_stages,
     launch_registers,
+    persistent,
     registers_per_thread,
     shared_memory_map,
     threads,
@@ -57,6 +59,12 @@ def test_hardware_limits() -> None:
         ("k5_d64", {"sQ": 24576, "sK": 32768, "sV": 32768}),
         # Q: 128 x 192 x 2 = 49152; K: 2 x 128 x 192 x 2 = 98304; V has 128 columns: 2 x 128 x 128 x 2 = 65536.
         ("fwd_d192_128", {"sQ": 49152, "sK": 98304, "sV": 65536}),
+        # Two buffers for Q, 2 x 128 x 128 x 2, and one for O; a number of 4 bytes for each of 2 tiles ahead.
+        ("fwd_d128_causal", {"sQ": 65536, "sK": 65536, "sV": 65536, "sO": 32768, "tiles": 8}),
+        # Tiles that are known from the start need no numbers: Q 2 x 192 x 64 x 2, K and V 2 x 128 x 64 x 2, O half of Q.
+        ("fwd_d64", {"sQ": 49152, "sK": 32768, "sV": 32768, "sO": 24576}),
+        # O straight from the registers: Q 128 x 256 x 2, K and V 2 x 80 x 256 x 2.
+        ("fwd_d256", {"sQ": 65536, "sK": 81920, "sV": 81920}),
         # Packing moves rows about and takes no more of them: 128 x 128 x 2, 2 x 128 x 128 x 2.
         ("fwd_d128_pack4_causal", {"sQ": 32768, "sK": 65536, "sV": 65536}),
     ],
@@ -78,6 +86,11 @@ def test_regions(stem: str, regions: dict[str, int]) -> None:
         ("k4_smem_d64", 5),  # one ring: 1 + 2 x 2
         ("k5_d64", 9),
         ("k4_2_d64", 9),  # a ring each for K and V: 1 + 2 x 2 x 2
+        # In a persistent kernel Q, too, has to be given back: full and empty for each of its stages.
+        ("fwd_d128", 12),  # 2 x (2 + 2 + 2)
+        ("fwd_d256", 10),  # 2 x (1 + 2 + 2)
+        ("fwd_d128_causal", 16),  # and a ring of 2 for the numbers of tiles
+        ("fwd_d256_causal", 14),
     ],
 )
 def test_barriers(stem: str, count: int) -> None:
@@ -106,6 +119,11 @@ def test_barriers(stem: str, count: int) -> None:
         ("k4_2_d128", 99328),
         # 3 x 16384 = 49152 = 48 x 1024, + 9 x 8, up to 49 x 1024.
         ("k4_2_d64", 50176),
+        # 3 x 65536 + 32768 = 229376 = 224 x 1024, + 12 x 8, up to 225 x 1024; 8 + 16 x 8 stay within that.
+        ("fwd_d128", 230400),
+        ("fwd_d128_causal", 230400),
+        # 49152 + 98304 + 65536 = 212992 = 208 x 1024, + 10 x 8, up to 209 x 1024.
+        ("fwd_d192_128", 214016),
     ],
 )
 def test_total(stem: str, size: int) -> None:
@@ -137,6 +155,17 @@ def test_threads_and_stages() -> None:
     assert (threads(spec("k5_d128")), computing_threads(spec("k5_d128"))) == (384, 256)
     assert (threads(spec("k6_d64")), computing_threads(spec("k6_d64"))) == (512, 384)
     assert threads(spec("k4_2_d64")) == computing_threads(spec("k4_2_d64"))
+    assert (threads(spec("fwd_d64")), computing_threads(spec("fwd_d64"))) == (512, 384)
+
+
+def test_persistent_and_flattened() -> None:
+    """With a second buffer for Q the loop over keys runs on from one tile of queries to the next."""
+    found = {stem: (persistent(spec(stem)), flattened(spec(stem))) for stem in ("k6_d128", "fwd_d128", "fwd_d256")}
+    assert found == {"k6_d128": (False, False), "fwd_d128": (True, True), "fwd_d256": (True, False)}
+    one = changed("fwd_d128", load={"engine": "tma", "q_stages": 1, "kv_stages": 2, "barrier": "separate"}).spec
+    # One buffer of 32768 bytes less, and two barriers.
+    assert (flattened(one), barrier_bytes(one)) == (False, 8 * 10)
+    assert total_bytes(shared_memory_map(one), barrier_bytes(one)) == 230400 - 32768
 
 
 @pytest.mark.parametrize(
@@ -164,6 +193,11 @@ def test_registers_at_launch(warpgroups: int, launched: int) -> None:
         # The producer's threads hold none of it: O 128 x 128 / 256 = 64, S 128 x 128 / 256 = 64, P 32.
         ("k5_d128", {"O": 64, "S": 64, "P": 32, "other": 24}),
         ("k6_d128", {"O": 64, "S": 64, "P": 32, "other": 24}),
+        # As in k6, for every tile: O 128 x 128 / 256 = 64; of head dims 192/128 O has 128 columns, too.
+        ("fwd_d128_causal", {"O": 64, "S": 64, "P": 32, "other": 24}),
+        ("fwd_d192_128", {"O": 64, "S": 64, "P": 32, "other": 24}),
+        # O: 128 x 256 / 256 = 128; S: 128 x 80 / 256 = 40.
+        ("fwd_d256", {"O": 128, "S": 40, "P": 20, "other": 24}),
         # Three consumer warpgroups: O 192 x 64 / 384 = 32, S 192 x 128 / 384 = 64; P takes the place of S, 64 / 8.
         ("k5_d64", {"O": 32, "S": 64, "P beside S": 8, "other": 24}),
         # O: 128 x 64 / 256 = 32.

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +20,9 @@ import fa3gen
 from fa3gen.errors import UserError
 
 NO_LSE = "k4_2_o_only_d128_causal"
-NARROW_V, PACKED = "fwd_d192_128", "fwd_d128_pack4_causal"
+NARROW_V, PACKED = "fwd_d192_128_window", "fwd_d128_pack4_causal"
+# Persistent ones: tiles from a counter, tiles dealt out, a head dim of v's own.
+DYNAMIC, STATIC, PERSISTENT_NARROW_V = "fwd_d64_causal", "fwd_d64", "fwd_d192_128"
 
 
 @pytest.fixture(params=["k4_2_d64", "k1_d64"])
@@ -371,13 +373,18 @@ def entry_points(stem: str) -> str:
 
 
 def test_all_modules_check_alike() -> None:
-    """What is tested here on two modules holds for all: the checks are the same text, in terms of the constants.
+    """What is tested here on few modules holds for all: the checks are the same text, in terms of the constants.
 
-    Modules with a head dim of v's own, or packs of heads, have checks of their own, tested below.
+    Modules with a head dim of v's own, or packs of heads, have checks of their own, tested below; and so have
+    persistent modules, which leave to the compiled function what it checks itself.
     """
-    own = {stem for stem, plan in plans().items() if plan.problem.asymmetric or plan.tile.packed}
-    assert own >= {NARROW_V, PACKED} and own < set(STEMS)
-    assert {entry_points(stem) for stem in set(STEMS) - own} == {entry_points("k4_2_d64")}
+    persistent = {stem for stem, plan in plans().items() if plan.tiles.persistent}
+    own = {stem for stem, plan in plans().items() if plan.problem.asymmetric or plan.tile.packed} - persistent
+    assert own == {NARROW_V, PACKED, "fwd_d64_pack8_window"} and own | persistent < set(STEMS)
+    assert {entry_points(stem) for stem in set(STEMS) - own - persistent} == {entry_points("k4_2_d64")}
+    assert persistent >= {DYNAMIC, STATIC, PERSISTENT_NARROW_V}
+    assert {entry_points(stem) for stem in persistent} == {entry_points(DYNAMIC)}
+    assert entry_points(DYNAMIC) != entry_points("k4_2_d64")
 
 
 def test_checks_of_a_head_dim_of_its_own_for_v(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -409,6 +416,154 @@ def test_checks_of_packed_heads(monkeypatch: pytest.MonkeyPatch) -> None:
     assert module.attention(tensor(heads=8, dim=128), k, k).shape[2] == 8
     with pytest.raises(ValueError, match="q has 4 heads and k has 2; heads of q must be a multiple of 4 times those"):
         module.attention(tensor(heads=4, dim=128), k, k)
+
+
+# Persistent modules
+
+
+SMS = 5
+
+
+def load_persistent(stem: str, monkeypatch: pytest.MonkeyPatch, launch: Any) -> ModuleType:
+    """A persistent module on a machine where every device passes for a Hopper GPU with SMS SMs."""
+    monkeypatch.chdir(ROOT)
+    module = fa3gen.load(stem)
+    monkeypatch.setattr(module, "sm_count", lambda device: SMS)
+    monkeypatch.setattr(module, "compile_for_sm90a", launch)
+    return module
+
+
+def no_launch() -> Callable[..., None]:
+    pytest.fail("nothing is to be launched here")
+
+
+@pytest.fixture(params=[DYNAMIC, STATIC])
+def persistent(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    return load_persistent(request.param, monkeypatch, no_launch)
+
+
+NEEDED = "it needs to be (2, seq, heads, head_dim)"
+WRONG_FOR_PERSISTENT: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"q": None}, TypeError, "q is a NoneType; it needs to be a torch.Tensor"),
+    ({"k": "K"}, TypeError, "k is a str; it needs to be a torch.Tensor"),
+    ({"v": [[0.0]]}, TypeError, "v is a list; it needs to be a torch.Tensor"),
+    ({"out": 1}, TypeError, "out is a int; it needs to be a torch.Tensor"),
+    ({"k": tensor().to("meta")}, ValueError, "k is on meta; q is on cpu"),
+    ({"out": tensor().to("meta")}, ValueError, "out is on meta; q is on cpu"),
+    ({"k": tensor(heads=2)[0]}, ValueError, f"k has shape (5, 2, 64); {NEEDED}"),
+    ({"v": tensor(batch=3, seq=7, heads=2)}, ValueError, f"v has shape (3, 7, 2, 64); {NEEDED}"),
+    ({"out": tensor(batch=1)}, ValueError, f"out has shape (1, 5, 4, 64); {NEEDED}"),
+    ({"q": tensor()[0]}, ValueError, "q has shape (5, 4, 64); it needs to be (5, seq, heads, head_dim)"),
+    *(
+        (changes, kind, message)
+        for changes, kind, message in WRONG
+        if "scale" in changes or " requires grad" in message or " heads and k has " in message or "share one" in message
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "kind", "message"), WRONG_FOR_PERSISTENT)
+def test_wrong_arguments_of_a_persistent_module(
+    persistent: ModuleType, changes: dict[str, Any], kind: type[Exception], message: str
+) -> None:
+    with pytest.raises(kind) as caught:
+        persistent.attention(**arguments(**changes))
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize("changes", RIGHT)
+def test_right_arguments_pass_a_persistent_module(persistent: ModuleType, changes: dict[str, Any]) -> None:
+    given = arguments(**changes)
+    persistent.check_arguments(given["q"], given["k"], given["v"], given.get("scale"), given.get("out"))
+
+
+def test_grad_is_no_matter_to_a_persistent_module_without_autograd(persistent: ModuleType) -> None:
+    q, k, v = (argument.requires_grad_() for argument in arguments().values())
+    with torch.no_grad():
+        persistent.check_arguments(q, k, v, None, None)
+
+
+@pytest.mark.parametrize(("batch", "seq_q", "heads"), [(0, 5, 4), (2, 0, 4), (2, 5, 0)])
+def test_empty_results_of_a_persistent_module(persistent: ModuleType, batch: int, seq_q: int, heads: int) -> None:
+    q, k = tensor(batch, seq_q, heads), tensor(batch, 7, heads // 2)
+    out, lse = persistent.attention(q, k, k, return_lse=True)
+    assert (out.shape, out.dtype, lse.shape, lse.dtype) == (q.shape, q.dtype, (batch, heads, seq_q), torch.float32)
+
+
+def test_a_persistent_module_without_keys(persistent: ModuleType) -> None:
+    q, k = tensor(), tensor(seq=0, heads=2)
+    given = torch.full_like(q, math.nan)
+    out, lse = persistent.attention(q, k, k, out=given, return_lse=True)
+    assert out is given and torch.equal(out, torch.zeros_like(q))
+    assert torch.equal(lse, torch.full((2, 4, 5), -math.inf))
+
+
+@pytest.mark.parametrize("stem", [DYNAMIC, STATIC, PERSISTENT_NARROW_V])
+@pytest.mark.parametrize("return_lse", [False, True])
+def test_launch_of_a_persistent_module(stem: str, return_lse: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outputs of the shapes and dtypes that the kernel writes, a counter at zero, the scale and the number of SMs."""
+    launch = Launch()
+    module = load_persistent(stem, monkeypatch, lambda: launch)
+    dim, v_dim = module.HEAD_DIM, getattr(module, "HEAD_DIM_V", module.HEAD_DIM)
+    q, k, v = tensor(dim=dim), tensor(seq=7, heads=2, dim=dim), tensor(seq=7, heads=2, dim=v_dim)
+    result = module.attention(q, k, v, return_lse=return_lse)
+    *tensors, scale, sms = launch.arguments
+    out, lse, *counter = tensors[3:]
+    assert tensors[0] is q and tensors[1] is k and tensors[2] is v
+    assert (out.shape, out.dtype, out.is_contiguous()) == ((2, 5, 4, v_dim), q.dtype, True)
+    assert (lse.shape, lse.dtype) == ((2, 4, 5 if return_lse else 0), torch.float32)
+    assert [(x.tolist(), x.dtype) for x in counter] == ([([0], torch.int32)] if stem == DYNAMIC else [])
+    assert (scale, sms) == (dim**-0.5, SMS)
+    assert (result[0] is out and result[1] is lse) if return_lse else result is out
+
+
+def test_each_launch_has_a_counter_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launches on two streams, or one begun before the other has ended, must not draw from one counter."""
+    counters: list[torch.Tensor] = []
+
+    def launch(*given: Any) -> None:
+        counters.append(given[5])
+        given[5].fill_(99)  # as the kernel leaves it
+
+    module = load_persistent(DYNAMIC, monkeypatch, lambda: launch)
+    read: list[int] = []
+    for _ in range(2):
+        module.attention(**arguments())
+        read.append(int(counters[-1]))
+    assert read == [99, 99] and counters[0].data_ptr() != counters[1].data_ptr()
+
+
+def test_output_of_a_persistent_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Into a given tensor, or a new contiguous one for any strides of q."""
+    launch, given = Launch(), tensor(dim=128)[..., :64]
+    module = load_persistent(STATIC, monkeypatch, lambda: launch)
+    assert module.attention(**arguments(), out=given) is given and launch.arguments[3] is given
+    monkeypatch.setattr(module, "compile_for_sm90a", Launch)
+    q = torch.zeros(2, 4, 5, 64, dtype=torch.bfloat16).transpose(1, 2)
+    assert module.attention(**arguments(q=q)).is_contiguous()
+
+
+def test_sms_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    count = fa3gen.load(STATIC).sm_count.__wrapped__
+    gpus = {0: SimpleNamespace(major=9, minor=0, multi_processor_count=132), 1: SimpleNamespace(major=10, minor=3)}
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpus[device.index])
+    assert count(torch.device("cuda", 0)) == 132
+    for device, message in {
+        torch.device("cpu"): "q is on cpu; it needs to be on a Hopper GPU",
+        torch.device("cuda", 1): "q is on a GPU of compute capability 10.3; this kernel needs 9.0 (H100, H200)",
+    }.items():
+        with pytest.raises(ValueError) as caught:
+            count(device)
+        assert str(caught.value) == message
+
+
+def test_a_persistent_module_refuses_cpu_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    module = fa3gen.load(DYNAMIC)
+    monkeypatch.setattr(module, "compile_for_sm90a", Launch)
+    with pytest.raises(ValueError, match="^q is on cpu; it needs to be on a Hopper GPU$"):
+        module.attention(**arguments())
 
 
 VENDORED = """

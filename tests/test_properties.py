@@ -18,7 +18,7 @@ from fa3gen import footprint, hopper, rules
 from fa3gen.errors import SpecError
 from fa3gen.plan import Plan, make_plan
 from fa3gen.render import format_module, render_variant
-from fa3gen.spec import Spec
+from fa3gen.spec import Spec, TmaLoad
 from fa3gen.specfile import Variant
 from fa3gen.workspace import Workspace
 
@@ -42,7 +42,7 @@ LOADS: st.SearchStrategy[Any] = (
     | st.fixed_dictionaries({"engine": st.just("cp_async"), "kv_stages": STAGES})
     | st.fixed_dictionaries(
         {"engine": st.just("tma"), "kv_stages": STAGES, "barrier": st.sampled_from(["shared", "separate"])},
-        optional={"q_stages": st.sampled_from([1, 2])},
+        optional={"q_stages": st.sampled_from([1, 2, 3])},
     )
 )
 MAJORS = st.sampled_from(["k", "mn"])
@@ -60,6 +60,9 @@ HANDOFFS: st.SearchStrategy[Any] = st.sampled_from(
 SCHEDULES: st.SearchStrategy[Any] = st.just({"kind": "cooperative"}) | st.fixed_dictionaries(
     {"kind": st.sampled_from(["warp_specialized", "ping_pong"]), "overlap": st.booleans()}
 )
+SCHEDULERS = st.sampled_from(["single_tile", "static", "dynamic"])
+O_WAYS = st.sampled_from(["over_q", "own_buffer", "direct"])
+RESCALE_ABOVE = st.sampled_from([None, 1, 8, 9])
 SMEMS: st.SearchStrategy[Any] = st.none() | st.fixed_dictionaries({"q": SWIZZLES, "k": SWIZZLES, "v": SWIZZLES})
 JUNK: st.SearchStrategy[Any] = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
@@ -81,7 +84,9 @@ def anything(draw: st.DrawFn) -> Fields:
         "pv": draw(PRODUCTS),
         "handoff": draw(HANDOFFS),
         "schedule": draw(SCHEDULES),
-        "outputs": {"lse": draw(st.booleans())},
+        "scheduler": draw(SCHEDULERS),
+        "softmax": {"rescale_above": draw(RESCALE_ABOVE)},
+        "outputs": {"lse": draw(st.booleans()), "o": draw(O_WAYS)},
     }
 
 
@@ -99,8 +104,12 @@ def neighbours(draw: st.DrawFn) -> Fields:
         "tile.pack_heads": st.sampled_from([1, 2, 4, 8, 3]),
         "load.kv_stages": STAGES,
         "smem": SMEMS,
+        "load.q_stages": st.sampled_from([1, 2, 3]),
         "schedule": SCHEDULES,
+        "scheduler": SCHEDULERS,
+        "softmax.rescale_above": RESCALE_ABOVE,
         "outputs.lse": st.booleans(),
+        "outputs.o": O_WAYS,
     }
     for path in draw(st.sets(st.sampled_from(sorted(replacements)), max_size=4)):
         part, _, key = path.partition(".")
@@ -113,7 +122,44 @@ def neighbours(draw: st.DrawFn) -> Fields:
     return fields
 
 
-SPECS = anything() | neighbours()
+# The field of a persistent kernel -> what people choose there; most combinations that fit are legal.
+PERSISTENT_CHOICES: dict[str, st.SearchStrategy[Any]] = {
+    "dims": st.sampled_from([(64, None), (64, 128), (96, None), (128, None), (128, 64), (128, 96), (192, 128), (256, None)]),
+    "dtype": st.sampled_from(["bf16", "fp16"]),
+    "mask": st.sampled_from([("static", "none"), ("dynamic", "causal")]),
+    "kind": st.sampled_from(["warp_specialized", "ping_pong"]),
+    "warpgroups": st.sampled_from([1, 2, 2, 3]),
+    "kv": st.sampled_from([16, 48, 64, 80, 112, 128, 176, 256]),
+    "q_stages": st.sampled_from([1, 2]),
+    "kv_stages": st.sampled_from([1, 2, 3]),
+    "o": st.sampled_from(["own_buffer", "direct"]),
+    "rescale_above": st.sampled_from([None, 1, 8]),
+    "swizzles": st.sampled_from([("64B", "64B", "64B"), ("128B", "128B", "128B"), ("32B", "128B", "64B")]),
+}
+
+
+@st.composite
+def persistents(draw: st.DrawFn) -> Fields:
+    """Persistent kernels with any of their fields: own_buffer with one Q buffer, direct with two, one alone, fp16."""
+    chosen = {name: draw(choice) for name, choice in PERSISTENT_CHOICES.items()}
+    (head_dim, v_dim), (scheduler, mask) = chosen["dims"], chosen["mask"]
+    fields = variants()["fwd_d128"].spec.model_dump()
+    stages = {name: chosen[name] for name in ("q_stages", "kv_stages")}
+    return {
+        **fields,
+        "problem": {"head_dim": head_dim, "head_dim_v": v_dim, "dtype": chosen["dtype"]},
+        "mask": mask,
+        "tile": {"q": 64 * chosen["warpgroups"], "kv": chosen["kv"], "warpgroups": chosen["warpgroups"]},
+        "load": {"engine": "tma", "barrier": "separate", **stages},
+        "smem": dict(zip("qkv", chosen["swizzles"], strict=True)),
+        "schedule": {"kind": chosen["kind"], "overlap": True},
+        "scheduler": scheduler,
+        "softmax": {"rescale_above": chosen["rescale_above"]},
+        "outputs": {"o": chosen["o"], "lse": True},
+    }
+
+
+SPECS = anything() | neighbours() | persistents()
 
 
 def accepted(fields: Fields) -> Spec | None:
@@ -172,9 +218,11 @@ def check_expectation(spec: Spec, plan: Plan) -> None:
     expected = plan.expectation
     products = [product for product in (plan.qk, plan.pv) if product.engine == "wgmma"]
     assert expected.wgmma is not None
-    passes = 2 if plan.schedule.overlap else 1
-    assert sum(count or 0 for count in expected.wgmma.values()) == passes * sum(product.steps for product in products)
-    assert expected.wgmma_commits == expected.wgmma_waits == passes * len(products)
+    copies = product_copies(plan)
+    assert sum(count or 0 for count in expected.wgmma.values()) == sum(
+        times * product.steps for times, product in zip(copies, products, strict=False)
+    )
+    assert expected.wgmma_commits == expected.wgmma_waits == sum(copies[: len(products)])
     assert bool(expected.setmaxnreg) == plan.schedule.specialized
     for product in products:
         m, n, k = product.instruction
@@ -185,17 +233,33 @@ def check_expectation(spec: Spec, plan: Plan) -> None:
     tma = plan.load.engine == "tma"
     assert bool(expected.tma_loads) == bool(expected.mbarrier_inits) == bool(expected.mbarrier_expect_tx) == tma
     assert bool(expected.cp_async) == (plan.load.engine == "cp_async")
-    assert bool(expected.tma_stores) == bool(expected.stmatrix) == (plan.pv.engine == "wgmma")
+    through_smem = plan.pv.engine == "wgmma" and spec.outputs.o != "direct"
+    assert bool(expected.tma_stores) == bool(expected.stmatrix) == through_smem
     if plan.load.engine == "cp_async":
         # Every thread copies alike: whole vectors of the tiles of Q, and of K and V in the prefetch and in the loop.
         rows = spec.tile.q + (2 * plan.load.kv_stages + 2) * spec.tile.kv
         assert expected.cp_async == rows * spec.problem.head_dim / 8 / plan.tile.threads
 
 
+def product_copies(plan: Plan) -> tuple[int, int]:
+    """How often Q K^T and P V stand in the code: once in each loop; with overlap once more, before it and after it.
+
+    Tiles of keys with an edge have a loop of their own in a persistent kernel. Where the next Q is there in time, its
+    first Q K^T stands beside the last P V of the tile before, and the very first stands before all of them.
+    """
+    if not plan.schedule.overlap:
+        return 1, 1
+    loops = 2 if plan.tiles.persistent and plan.mask.kind == "causal" else 1
+    return loops + 1 + (plan.tiles.persistent and plan.load.q_stages == 2), loops + 1
+
+
 def check_barriers(plan: Plan) -> None:
     """Every barrier in the header's table has a producer and a consumer, and full and empty come in pairs."""
     rows = [re.split(r" {2,}", row) for row in plan.header.barriers[1:]]
     assert bool(rows) == (plan.load.engine == "tma")
+    if plan.tiles.persistent:
+        check_persistent_rings(plan, rows)
+        return
     names = [name for name, *_ in rows]
     for _, stages, edge, completes in rows:
         producer, consumer = edge.split(" -> ")
@@ -207,8 +271,18 @@ def check_barriers(plan: Plan) -> None:
     assert 8 * sum(int(stages) for _, stages, *_ in rows) == plan.smem.barrier_bytes
 
 
+def check_persistent_rings(plan: Plan, rows: list[list[str]]) -> None:
+    """Each row is a ring, with a full and an empty barrier for each stage."""
+    assert [name for name, *_ in rows] == ["q", "k", "v"] + ["tile"] * plan.tiles.dynamic
+    for _, stages, edge, full, empty in rows:
+        producer, consumers = edge.split(" -> ")
+        assert producer and consumers and producer != consumers and int(stages) >= 1
+        assert int(empty.split()[0]) == int(consumers.split()[0]) and int(full.split()[0]) > 0
+    assert 2 * 8 * sum(int(stages) for _, stages, *_ in rows) == plan.smem.barrier_bytes
+
+
 @settings(BOUNDED, max_examples=15, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
-@given(neighbours())
+@given(neighbours() | persistents())
 def test_accepted_specs_render(fields: Fields) -> None:
     spec = accepted(fields)
     assume(spec is not None)
@@ -237,6 +311,9 @@ def check_names(module: ast.Module) -> None:
 def check_rings(module: ast.Module, plan: Plan) -> None:
     """In the code, too: each ring is filled by TMA, waited for and released; acquired as often as it is filled."""
     calls = [ast.unparse(node.func) for node in ast.walk(module) if isinstance(node, ast.Call)]
+    if plan.tiles.persistent:
+        check_code_of_rings(calls, plan)
+        return
     names = {"shared": ["kv_ring"], "separate": ["k_ring", "v_ring"], "none": []}[plan.load.barrier]
     for ring in names:
         copies, passes = 1 if plan.schedule.specialized else 2, 2 if plan.schedule.overlap else 1
@@ -249,6 +326,29 @@ def check_rings(module: ast.Module, plan: Plan) -> None:
     if names:
         assert calls.count("cute.arch.mbarrier_arrive_and_expect_tx") == calls.count("cute.arch.mbarrier_wait") == 1
         assert calls.count("cute.arch.mbarrier_init") == 1
+
+
+def check_code_of_rings(calls: list[str], plan: Plan) -> None:
+    """Of a persistent kernel: `multiply` takes K and V and gives back K, `finish_step` gives back V."""
+    rings = ["q_ring", "k_ring", "v_ring"]
+    assert [calls.count(f"{ring}.producer_acquire") for ring in rings] == [1, 1, 1]
+    assert [calls.count(f"{ring}.producer_get_barrier") for ring in rings] == [1, 1, 1]
+    flattened = plan.load.q_stages == 2
+    for ring, waits, releases in (("q", 1 + flattened, 1), ("k", 2 + flattened, 2 + flattened), ("v", 2, 2)):
+        assert calls.count(f"{ring}_ring.consumer_wait") == waits
+        assert calls.count(f"{ring}_ring.consumer_release") == releases
+    dynamic = plan.tiles.dynamic
+    for call in ("producer_acquire", "producer_commit", "consumer_wait", "consumer_release"):
+        assert calls.count(f"tile_ring.{call}") == dynamic
+    assert (calls.count("draw_tile"), calls.count("hear_tile")) == (dynamic, 2 * dynamic)
+    # In `multiply`, before its loop, after it, and at both ends of all.
+    turns = [calls.count(name) for name in ("wait_turn", "pass_turn")]
+    assert turns == ([4, 4] if plan.schedule.ping_pong else [0, 0])
+    qk, pv = product_copies(plan)
+    loops = calls.count("multiply")
+    assert (calls.count("qk_product") - 1 + loops, calls.count("pv_product") - 1 + loops) == (qk, pv)
+    assert calls.count("finish_step") == loops
+    assert calls.count("make_ring") == 3 and calls.count("pipeline.PipelineAsync.create") == dynamic
 
 
 # What holds for every other input
@@ -337,7 +437,7 @@ def test_strategies_reach_both_sides() -> None:
     kinds: list[tuple[str, str] | None] = []
 
     @settings(BOUNDED, max_examples=300, database=None)
-    @given(SPECS)
+    @given(anything() | neighbours())
     def draw(fields: Fields) -> None:
         spec = accepted(fields)
         kinds.append((spec.load.engine, spec.handoff.through) if spec is not None else None)
@@ -346,6 +446,26 @@ def test_strategies_reach_both_sides() -> None:
     legal = [kind for kind in kinds if kind]
     assert len(legal) >= 20 and kinds.count(None) >= 100, (len(legal), len(kinds))
     assert len(set(legal)) >= 4  # of six: sync with two handoffs, cp_async with one, tma with three
+
+
+def test_strategies_reach_persistent_kernels() -> None:
+    """Also those that no committed module is like."""
+    kinds: list[tuple[str, str, int] | None] = []
+
+    @settings(BOUNDED, max_examples=200, database=None)
+    @given(persistents())
+    def draw(fields: Fields) -> None:
+        spec = accepted(fields)
+        if spec is None:
+            kinds.append(None)
+            return
+        assert isinstance(spec.load, TmaLoad)
+        kinds.append((spec.scheduler, spec.outputs.o, spec.load.q_stages))
+
+    draw()
+    legal = [kind for kind in kinds if kind]
+    assert len(legal) >= 60 and kinds.count(None) >= 20, (len(legal), len(kinds))
+    assert len(set(legal)) == 8
 
 
 def test_the_limits_are_those_of_the_chip() -> None:

@@ -119,7 +119,7 @@ def test_format_module_equals_black_on_rough_text(text: str) -> None:
 
 # One knob at a time
 
-KNOBS: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
+KNOBS: dict[str, tuple[str, dict[str, Any]]] = {
     "mask_none_to_causal": ("k4_2_d128", {"mask": {"kind": "causal"}}),
     "mask_causal_to_window": ("k4_2_d128_causal", {"mask": {"kind": "window", "left": 512, "right": 0}}),
     "mask_none_to_causal_scalar": ("k2_d64", {"mask": {"kind": "causal"}}),
@@ -151,6 +151,17 @@ KNOBS: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
     "schedule_warp_specialized_to_ping_pong": ("k5_d128", {"schedule": {"kind": "ping_pong", "overlap": True}}),
     "consumers_3_to_2": ("k6_d64", {"tile": {"q": 128, "warpgroups": 2}}),
     "warpgroups_2_to_1": ("k4_2_d128", {"tile": {"q": 64, "warpgroups": 1}}),
+    # What goes with a mask, and with more than one tile for a CTA, changes with it.
+    "scheduler_single_tile_to_static": ("k6_d128", {"scheduler": "static", "outputs": {"o": "own_buffer"}}),
+    "scheduler_static_to_dynamic": ("fwd_d128", {"scheduler": "dynamic", "mask": {"kind": "causal"}}),
+    "q_stages_2_to_1": ("fwd_d128_causal", {"load": {"q_stages": 1}}),
+    "o_own_buffer_to_direct": ("fwd_d128", {"outputs": {"o": "direct"}}),
+    "rescale_above_null_to_8": ("fwd_d128", {"softmax": {"rescale_above": 8}}),
+    "head_dim_v_192_to_128_persistent": ("fwd_d192", {"problem": {"head_dim_v": 128}}),
+    "schedule_ping_pong_to_warp_specialized_persistent": (
+        "fwd_d128",
+        {"schedule": {"kind": "warp_specialized", "overlap": True}},
+    ),
 }
 UPDATE = "FA3GEN_UPDATE_GOLDEN"
 MENDING_COMMAND = f"{UPDATE}=1 python -m pytest tests/test_render.py -k golden"
@@ -193,6 +204,8 @@ def test_golden_files_have_knobs() -> None:
         ("k4_2_d128", {"problem": {"head_dim": 64}}, "k4_2_d64"),
         ("k3_1_d64", {"load": {"kv_stages": 5}}, "k3_3_d64"),
         ("k5_d64", {"schedule": {"kind": "ping_pong", "overlap": True}}, "k6_d64"),
+        ("fwd_d64_causal", {"tile": {"q": 128, "warpgroups": 2}}, "fwd_d64_causal_short"),
+        ("fwd_d192", {"scheduler": "dynamic", "mask": {"kind": "causal"}}, "fwd_d192_causal"),
     ],
 )
 def test_a_knob_gives_the_neighbour(stem: str, parts: dict[str, Any], other: str) -> None:

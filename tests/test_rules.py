@@ -187,12 +187,17 @@ def test_kv_stages() -> None:
 
 
 def test_q_stages() -> None:
-    assert rules.q_stages(1) is None
-    assert rules.q_stages(2) == Violation(
+    assert rules.q_stages(1, False) is None
+    assert rules.q_stages(1, True) is None
+    assert rules.q_stages(2, True) is None
+    assert rules.q_stages(2, False) == Violation(
         "load.q_stages",
-        "a CTA loads one Q tile, so that 2 Q buffers are of no use (a persistent kernel, which would use them, "
-        "is not rendered); use 1",
+        "with scheduler single_tile a CTA loads one Q tile, so that 2 Q buffers are of no use; use 1",
     )
+    for stages in (0, 3):
+        assert rules.q_stages(stages, True) == Violation(
+            "load.q_stages", f"a CTA needs Q of this tile and of the next, not of {stages}; use 1 or 2"
+        )
 
 
 def test_shared_memory() -> None:
@@ -647,6 +652,154 @@ def test_rules_of_schedules_are_applied() -> None:
     assert list(violations(SPECIALIZED, tile=tile, schedule={"kind": "ping_pong", "overlap": True})) == [
         "tile.warpgroups"
     ]
+
+
+# Persistent kernels
+
+
+def test_scheduler_schedule() -> None:
+    assert rules.scheduler_schedule("single_tile", "cooperative", False) is None
+    assert rules.scheduler_schedule("static", "warp_specialized", True) is None
+    assert rules.scheduler_schedule("dynamic", "ping_pong", True) is None
+    assert rules.scheduler_schedule("static", "cooperative", False) == Violation(
+        "scheduler",
+        "static needs schedule warp_specialized or ping_pong with overlap: true, got cooperative; use single_tile, or "
+        "extend k6",
+    )
+    assert rules.scheduler_schedule("dynamic", "ping_pong", False) == Violation(
+        "scheduler",
+        "dynamic needs schedule warp_specialized or ping_pong with overlap: true, got ping_pong without overlap; use "
+        "single_tile, or extend k6",
+    )
+
+
+def test_scheduler_mask() -> None:
+    for mask in ("none", "causal", "window"):
+        assert rules.scheduler_mask("single_tile", mask) is None
+    assert rules.scheduler_mask("static", "none") is None
+    assert rules.scheduler_mask("dynamic", "causal") is None
+    assert rules.scheduler_mask("static", "causal") == Violation(
+        "scheduler",
+        "under a causal mask tiles differ in length, so that CTAs with tiles known from the start would end at "
+        "different times; use dynamic",
+    )
+    assert rules.scheduler_mask("dynamic", "none") == Violation(
+        "scheduler", "without a mask all tiles are equally long, and a counter has nothing to even out; use static"
+    )
+    for scheduler in ("static", "dynamic"):
+        assert rules.scheduler_mask(scheduler, "window") == Violation(
+            "scheduler", f"a sliding window is rendered with scheduler single_tile only, not {scheduler}; use single_tile"
+        )
+
+
+def test_scheduler_lse() -> None:
+    assert rules.scheduler_lse("single_tile", False) is None
+    assert rules.scheduler_lse("static", True) is None
+    assert rules.scheduler_lse("static", False) == Violation(
+        "outputs.lse",
+        "a kernel without LSE is rendered with scheduler single_tile only, not static; use lse: true "
+        "(attention() returns O alone unless asked)",
+    )
+
+
+def test_scheduler_pack() -> None:
+    assert rules.scheduler_pack("single_tile", 4) is None
+    assert rules.scheduler_pack("dynamic", 1) is None
+    assert rules.scheduler_pack("dynamic", 4) == Violation(
+        "tile.pack_heads", "4 heads in one tile are rendered with scheduler single_tile only, not dynamic; use 1"
+    )
+
+
+def test_scheduler_output() -> None:
+    assert rules.scheduler_output("single_tile", "over_q") is None
+    for o in ("own_buffer", "direct"):
+        assert rules.scheduler_output("static", o) is None
+        assert rules.scheduler_output("single_tile", o) == Violation(
+            "outputs.o", f"{o} is rendered with scheduler static or dynamic only, not single_tile; use over_q"
+        )
+    assert rules.scheduler_output("dynamic", "over_q") == Violation(
+        "outputs.o",
+        "with scheduler dynamic the next Q is loaded while O is stored, so that O cannot lie over Q; use own_buffer, "
+        "or direct where shared memory is short",
+    )
+
+
+def test_scheduler_rescale() -> None:
+    assert rules.scheduler_rescale("single_tile", None) is None
+    assert rules.scheduler_rescale("dynamic", 8) is None
+    assert rules.scheduler_rescale("single_tile", 8) == Violation(
+        "softmax.rescale_above",
+        "rescaling now and then is rendered with scheduler static or dynamic only, not single_tile; use null",
+    )
+
+
+def test_direct_columns() -> None:
+    assert rules.direct_columns("problem.head_dim", 96) is None
+    assert rules.direct_columns("problem.head_dim", 80) == Violation(
+        "problem.head_dim",
+        "outputs.o direct writes 32 columns at a time, and O has 80, no multiple of 32 (80 = 2 x 32 + 16); "
+        "use 64 or 96, or outputs.o own_buffer",
+    )
+
+
+PERSISTENT = {
+    **WGMMA,
+    "tile": {"q": 128, "kv": 64, "warpgroups": 2},
+    "load": {"engine": "tma", "q_stages": 2, "kv_stages": 2, "barrier": "separate"},
+    "schedule": {"kind": "ping_pong", "overlap": True},
+    "scheduler": "static",
+    "outputs": {"o": "own_buffer"},
+}
+
+
+def test_rules_of_persistent_kernels_are_applied() -> None:
+    assert violations(PERSISTENT) == {}
+    assert violations(PERSISTENT, scheduler="dynamic", mask="causal", outputs={"o": "direct"}) == {}
+    assert violations(PERSISTENT, softmax={"rescale_above": 1}, problem={"head_dim": 128, "dtype": "fp16"}) == {}
+    for field, changes in {
+        "scheduler": {"mask": "causal"},
+        "outputs.lse": {"outputs": {"o": "own_buffer", "lse": False}},
+        "tile.pack_heads": {"tile": {"q": 128, "kv": 64, "warpgroups": 2, "pack_heads": 4}},
+        "outputs.o": {"outputs": {}},
+        "load.q_stages": {"load": {"engine": "tma", "q_stages": 3, "kv_stages": 2, "barrier": "separate"}},
+        "load.barrier": {"load": {"engine": "tma", "q_stages": 2, "kv_stages": 2, "barrier": "shared"}},
+    }.items():
+        assert list(violations(PERSISTENT, **changes)) == [field]
+    assert list(violations(PERSISTENT, scheduler="single_tile")) == ["load.q_stages", "outputs.o"]
+    assert list(violations(SPECIALIZED, tile=PERSISTENT["tile"], softmax={"rescale_above": 8})) == [
+        "softmax.rescale_above"
+    ]
+    sequential = {"kind": "warp_specialized", "overlap": False}
+    assert list(violations(PERSISTENT, schedule=sequential)) == ["scheduler"]
+
+
+def test_rules_of_a_persistent_kernel_s_output() -> None:
+    """O in a buffer of its own is laid out like Q; straight from the registers it needs no layout, but 32 columns."""
+    own = violations(PERSISTENT, problem={"head_dim": 128, "head_dim_v": 96}, smem={"q": "128B", "k": "64B", "v": "64B"})
+    assert list(own) == ["smem.q"]
+    assert "a row of O, laid out like Q, is 96 x 2 = 192 bytes, no whole number of 128-byte swizzle spans" in own["smem.q"]
+    direct = {"outputs": {"o": "direct"}, "smem": {"q": "128B", "k": "32B", "v": "32B"}}
+    assert violations(PERSISTENT, problem={"head_dim": 128, "head_dim_v": 96}, **direct) == {}
+    # O may be wider than Q where it does not lie over Q.
+    assert violations(PERSISTENT, problem={"head_dim": 64, "head_dim_v": 128}) == {}
+    found = violations(PERSISTENT, problem={"head_dim": 128, "head_dim_v": 80}, **direct)
+    assert list(found) == ["problem.head_dim_v"] and "use 64 or 96, or outputs.o own_buffer" in found["problem.head_dim_v"]
+    square = violations(PERSISTENT, problem={"head_dim": 80}, outputs={"o": "direct"}, smem=dict.fromkeys("qkv", "32B"))
+    assert list(square) == ["problem.head_dim"] and "use 64 or 96" in square["problem.head_dim"]
+
+
+def test_shared_memory_of_a_persistent_kernel() -> None:
+    # Q 2 x 128 x 128 x 2 = 65536, K and V 2 x 128 x 128 x 2 = 65536 each, O 32768: 229376; 2 x (2 + 2 + 2) = 12
+    # barriers, 96 bytes: 229472, up to 230400 = 225 x 1024. Three stages of K and V are 65536 bytes more.
+    tile = {"q": 128, "kv": 128, "warpgroups": 2}
+    assert violations(PERSISTENT, tile=tile) == {}
+    load = {"engine": "tma", "q_stages": 2, "kv_stages": 3, "barrier": "separate"}
+    # At kv 80: 65536 + 2 x 3 x 80 x 256 = 122880, + 32768 = 221184; at kv 96: 245760.
+    assert violations(PERSISTENT, tile=tile, load=load) == {
+        "load.kv_stages": "shared memory: sQ (2 stages x 128 x 128 x 2) 65536 + sK (3 stages x 128 x 128 x 2) 98304 + "
+        "sV (3 stages x 128 x 128 x 2) 98304 + sO (128 x 128 x 2) 32768 = 294912, + 128 of barriers + 896 of alignment "
+        "= 295936 > 232448 bytes; use at most 2 stages or tile.kv 80"
+    }
 
 
 # From a spec to facts

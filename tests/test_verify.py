@@ -211,6 +211,27 @@ def test_argument_errors_that_name_nothing_fail() -> None:
     assert "float32 q: the message names no argument q: ValueError: bad arguments" in detail
 
 
+def test_a_signature_names_no_argument() -> None:
+    """A compiled function prints all names after the number of the one at fault."""
+    signature = "`launch(q: Tensor([n0, 128], bfloat16), k: Tensor([n1], bfloat16), o: Tensor([n0], bfloat16))`"
+    for said, wanted in {
+        f"Mismatched Tensor on argument #1 when calling: {signature}, expected dtype=bfloat16": "Mismatched Tensor k",
+        f"Mismatched o.shape[1] on argument #2 when calling: {signature}, expected": "Mismatched o.shape[1] o",
+        "q has dtype torch.float32": "q has dtype torch.float32",
+    }.items():
+        assert verify.blamed(said) == wanted
+
+    def check(*args: Any, **facts: Any) -> None:
+        try:
+            check_arguments(*args, **facts)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"Mismatched Tensor on argument #2 when calling: {signature}") from error
+
+    detail = failing_checks(Module(CAUSAL, check=check))["bad arguments are refused"]
+    assert "float32 q: the message names no argument q: ValueError: Mismatched Tensor on argument #2" in detail
+    assert "out of another shape" not in detail
+
+
 def test_an_empty_batch_that_raises_fails() -> None:
     def check(q: Any, *args: Any, **facts: Any) -> None:
         if isinstance(q, torch.Tensor) and not q.shape[0]:
