@@ -220,7 +220,7 @@ def tile_coordinates(tile: cutlass.Int32, mQ: cute.Tensor, mK: cute.Tensor):
 
 @cute.jit
 def kv_range(m_start: cutlass.Int32, seq_q: cutlass.Int32, seq_k: cutlass.Int32):
-    """Tiles of keys to visit, (n_block_end, n_full_end): those from the latter on hold an edge of the mask or of the keys."""
+    """Tiles of keys to visit, (n_block_end, n_full_end): from the latter on they hold an edge of mask or keys."""
     diagonal = m_start + seq_k - seq_q  # the last key that the first row sees; negative when it sees none
     n_block_end = cute.ceil_div(cutlass.min(seq_k, cutlass.max(diagonal + TILE_M, 0)), TILE_N)
     # At least one tile: the consumers' first one stands before their loop. Rows that see none of it get O = 0.
