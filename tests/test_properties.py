@@ -181,6 +181,8 @@ def check_expectation(spec: Spec, plan: Plan) -> None:
         assert (m, k) == (64, 16) and 8 <= n <= 256 and n % 8 == 0 and product.steps >= 1
     assert expected.smem_bytes == plan.smem.total_bytes
     assert expected.mbarrier_inits == plan.smem.barrier_bytes // 8
+    if plan.p.through != "global_f32":
+        check_sass(spec, plan)
     assert expected.max_registers is not None and expected.max_registers * plan.tile.threads <= 65536
     tma = plan.load.engine == "tma"
     assert bool(expected.tma_loads) == bool(expected.mbarrier_inits) == bool(expected.mbarrier_expect_tx) == tma
@@ -190,6 +192,21 @@ def check_expectation(spec: Spec, plan: Plan) -> None:
         # Every thread copies alike: whole vectors of the tiles of Q, and of K and V in the prefetch and in the loop.
         rows = spec.tile.q + (2 * plan.load.kv_stages + 2) * spec.tile.kv
         assert expected.cp_async == rows * spec.problem.head_dim / 8 / plan.tile.threads
+
+
+def check_sass(spec: Spec, plan: Plan) -> None:
+    """The computing threads compare each of their scores once or more, and write all of O once."""
+    sass, threads = plan.expectation.sass, 128 * plan.tile.warpgroups or plan.tile.threads
+    scores = spec.tile.q * spec.tile.kv // threads
+    assert sass.waits == plan.expectation.wgmma_waits
+    assert sass.min_maxima is not None and sass.min_maxima > scores
+    assert sass.max_comparisons is not None and sass.max_comparisons < 2 * scores
+    assert sass.global_stores is not None
+    bits = {"STG.32": 32, "STG.64": 64, "STG.128": 128}
+    written = sum(bits.get(kind, 0) * count for kind, count in sass.global_stores.items())
+    o_bits = 0 if plan.expectation.tma_stores else spec.tile.q * spec.problem.v_dim * 16 // threads
+    lse_rows = spec.tile.q * (16 if plan.pv.engine == "scalar" else 4) // threads
+    assert written == o_bits + 32 * lse_rows * spec.outputs.lse
 
 
 def check_barriers(plan: Plan) -> None:
