@@ -36,7 +36,7 @@ LAUNCHES = 100
 FAR = 2**31  # elements; offsets beyond it do not fit into 32 bits
 MEMCHECK = Path(__file__).parent / "memcheck.py"
 SANITIZER = "compute-sanitizer"
-FOUND_ERRORS = 77  # exit status
+FOUND_ERRORS = 77  # exit status, unless the program itself fails
 
 
 @pytest.fixture(autouse=True)
@@ -117,5 +117,5 @@ def test_no_access_outside_the_tensors() -> None:
 def test_an_access_outside_a_tensor_is_seen() -> None:
     """The control: O of half its size."""
     done = memcheck(["fwd_d192_128"], "--short-output")
-    assert done.returncode == FOUND_ERRORS, done.stdout[-4000:] + done.stderr[-4000:]
+    assert done.returncode != 0, done.stdout[-4000:] + done.stderr[-4000:]
     assert "Invalid __global__ write" in done.stdout
