@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import PurePath
 
-from fa3gen import footprint, header, hopper
+from fa3gen import footprint, header, hopper, predicted_sass
 from fa3gen.census import Expectation
 from fa3gen.footprint import Region
 from fa3gen.spec import (
@@ -462,7 +462,7 @@ def tma_boxes(extent_bytes: int, swizzle: Swizzle) -> int:
 
 
 def expectation(spec: Spec) -> Expectation:
-    """What the compiled code must show, as static instruction counts; `fa3gen compile` holds them against the PTX.
+    """What the compiled code must show, as static instruction counts; `fa3gen compile` holds PTX and SASS against them.
 
     Each loop is written once and not unrolled over tiles: a load stands once in the prefetch and once in the steady
     state, a product once. A specialised kernel has no prefetch, its producer just runs ahead. With overlap the first
@@ -514,6 +514,8 @@ def expectation(spec: Spec) -> Expectation:
         setmaxnreg=setmaxnreg,
         smem_bytes=footprint.total_bytes(regions, barriers),
         max_registers=max_registers,
+        # Where P V stands, there stands a softmax: both once for each loop and once beside it.
+        sass=predicted_sass.expectation(spec, waits=groups, softmaxes=pv_copies, o_boxes=tma_stores, matrices=stmatrix),
     )
 
 
