@@ -178,9 +178,9 @@ def _product_sentence(product: object, n: int, k: int, a: str, b: str) -> str:
 
 def _softmax_sentence(spec: Spec) -> str:
     where = "on the accumulator fragment" if isinstance(spec.pv, WgmmaProduct) else "on S in shared memory"
-    if spec.softmax.rescale_above is not None:
-        return f"online, base 2, {where}; O is rescaled when a maximum has grown by more than 2^{spec.softmax.rescale_above}"
-    return f"online, base 2, {where}; O is rescaled in every step"
+    above = spec.softmax.rescale_above
+    when = "in every step" if above is None else f"when a maximum has grown by more than 2^{above}"
+    return f"online, base 2, {where}; O is rescaled {when}"
 
 
 def _handoff_sentence(spec: Spec) -> str:

@@ -14,6 +14,7 @@ from typing import Literal
 
 import torch
 
+from fa3gen import footprint
 from fa3gen.spec import Spec, SyncLoad, WindowMask
 
 GUARD = 8  # rows of NaN before and after each padded tensor, along the sequence
@@ -74,15 +75,29 @@ CASES: tuple[Case, ...] = (
     Case("scale", "a scale other than 1/sqrt(d)", 1, 150, 210, 2, 2, scale=0.3),
 )  # fmt: skip
 
+# For kernels whose CTAs take one tile after the other, on a GPU with fewer SMs than there are tiles: 240 tiles of 192
+# rows, 300 of 128. Those that draw tiles go through the heads in sections, as many as have their K and V in L2: at 2400
+# keys there are several, and the last has fewer heads; at 40 keys there is one.
+PERSISTENT_CASES: tuple[Case, ...] = (
+    Case("many_tiles", "more tiles than SMs, heads in sections", 3, 600, 2400, 20, 4),
+    Case("many_tiles_few_keys", "more tiles than SMs, most causal ones with no visible key", 3, 600, 40, 20, 4),
+)  # fmt: skip
+
+
+def gpu_cases(spec: Spec) -> tuple[Case, ...]:
+    """The cases for a GPU: the same for all modules, and those of persistent kernels for these."""
+    return (*CASES, *PERSISTENT_CASES) if footprint.persistent(spec) else CASES
+
 
 def cpu_cases(spec: Spec) -> tuple[Case, ...]:
     """The cases for the CPU model of sm_90a: small, since it is slow, and cut to the tiles and the ring of `spec`."""
     m, n = spec.tile.q // spec.tile.pack_heads, spec.tile.kv
     stages = 1 if isinstance(spec.load, SyncLoad) else spec.load.kv_stages
+    heads = 4 if footprint.persistent(spec) else 1  # 8 tiles: several for each SM of the model
     cases = [
         Case("ragged", "two tiles of queries, three of keys, the last of each cut short", 1, m + 17, 2 * n + 9, 1, 1),
         Case("masked_rows", "more queries than keys: causal rows with no key", 1, m + 9, n // 2 + 3, 1, 1),
-        Case("few_keys", "a whole tile of causal rows with no key", 1, m + 5, 5, 1, 1),
+        Case("few_keys", "a whole tile of causal rows with no key", 1, m + 5, 5, heads, -(-heads // 2)),
         Case("one", "one query, one key, strides that mean nothing", 1, 1, 1, 1, 1, layout="odd_strides"),
         Case("gqa", "grouped heads, (batch, heads, seq, d) storage", 1, m // 2 + 1, n - 1, 4, 2, layout="transposed"),
         Case("mqa", "one kv head; k and v with batch stride 0", 2, 5, n // 2, 2, 1, layout="expanded"),

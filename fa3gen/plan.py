@@ -313,16 +313,19 @@ def _persistent_walk(spec: Spec) -> WalkPlan:
     return WalkPlan(
         launch_arguments=("q", "k", "v", "o", "lse", *["counter"] * dynamic),
         kernel_arguments=(
-            *("mQ", "mK", "mVt", "mO", "mLSE", *["counter"] * dynamic, "tma_Q", "tma_K", "tma_V", *["tma_O"] * buffered),
+            *("mQ", "mK", "mVt", "mO", "mLSE", *["counter"] * dynamic),
+            *("tma_Q", "tma_K", "tma_V", *["tma_O"] * buffered),
         ),
         consume_arguments=(
             *(*["tma_O"] * buffered, "mQ", "mK", "mO", "mLSE", "sQ", "sK", "sVt", *["sO"] * buffered),
             *("q_ring", "k_ring", "v_ring", *["tile_ring", "tiles"] * dynamic, "scale_log2", "num_tiles"),
         ),
         turn_argument=", consumer" if isinstance(spec.schedule, PingPongSchedule) else "",
-        last_product=" runs beside the first S of the next tile of queries"
-        if footprint.flattened(spec)
-        else " has no S beside it",
+        last_product=(
+            " runs beside the first S of the next tile of queries"
+            if footprint.flattened(spec)
+            else " has no S beside it"
+        ),
     )
 
 

@@ -623,7 +623,8 @@ def scheduler_mask(scheduler: str, mask: str) -> Violation | None:
             )
         case "dynamic", "none":
             return Violation(
-                "scheduler", "without a mask all tiles are equally long, and a counter has nothing to even out; use static"
+                "scheduler",
+                "without a mask all tiles are equally long, and a counter has nothing to even out; use static",
             )
     return Violation(
         "scheduler", f"a sliding window is rendered with scheduler single_tile only, not {scheduler}; use single_tile"
@@ -661,8 +662,8 @@ def scheduler_output(scheduler: str, o: str) -> Violation | None:
         )
     return Violation(
         "outputs.o",
-        f"with scheduler {scheduler} the next Q is loaded while O is stored, so that O cannot lie over Q; use own_buffer, "
-        "or direct where shared memory is short",
+        f"with scheduler {scheduler} the next Q is loaded while O is stored, so that O cannot lie over Q; "
+        "use own_buffer, or direct where shared memory is short",
     )
 
 

@@ -224,8 +224,8 @@ class Softmax(SpecModel):
         default=None,
         gt=0,
         le=8,
-        description="O is brought to a new maximum only when a row has outgrown the old one by more than this many powers "
-        "of two; null: in every step.",
+        description="O is brought to a new maximum only when a row has outgrown the old one by more than this many "
+        "powers of two; null: in every step.",
     )
 
 
@@ -234,8 +234,8 @@ class Outputs(SpecModel):
 
     o: Literal["over_q", "own_buffer", "direct"] = Field(
         default="over_q",
-        description="How O reaches global memory: by TMA from shared memory, where Q was or from a buffer of its own, or "
-        "straight from the registers.",
+        description="How O reaches global memory: by TMA from shared memory, where Q was or from a buffer of its own, "
+        "or straight from the registers.",
     )
     lse: bool = Field(default=True, description="Log-sum-exp of each row (natural logarithm, float32), when asked for.")
 

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from fa3gen import inputs, reference
-from fa3gen.inputs import CASES, Case, Inputs
+from fa3gen.inputs import Case, Inputs
 from fa3gen.reference import Attention
 from fa3gen.spec import GlobalHandoff, Spec
 
@@ -121,18 +121,19 @@ def verify_module(
     device: torch.device,
     *,
     stem: str = "",
-    cases: Sequence[Case] = CASES,
+    cases: Sequence[Case] | None = None,
     seed: int | None = None,
     on_case: Callable[[str], None] = lambda name: None,
 ) -> Report:
     """Run `module.attention` on every case and check; `on_case` hears each name before it starts.
 
+    `cases` are by default `inputs.gpu_cases(spec)`.
     Raises DeviceLost when a launch left the CUDA context unusable.
     """
     seed = secrets.randbelow(2**31) if seed is None else seed
     runner = Runner(module, spec, device, seed)
     results = []
-    for case in cases:
+    for case in inputs.gpu_cases(spec) if cases is None else cases:
         on_case(case.name)
         results.append(runner.run_case(case))
     on_case("checks")

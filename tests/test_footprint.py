@@ -61,7 +61,7 @@ def test_hardware_limits() -> None:
         ("fwd_d192_128", {"sQ": 49152, "sK": 98304, "sV": 65536}),
         # Two buffers for Q, 2 x 128 x 128 x 2, and one for O; a number of 4 bytes for each of 2 tiles ahead.
         ("fwd_d128_causal", {"sQ": 65536, "sK": 65536, "sV": 65536, "sO": 32768, "tiles": 8}),
-        # Tiles that are known from the start need no numbers: Q 2 x 192 x 64 x 2, K and V 2 x 128 x 64 x 2, O half of Q.
+        # Tiles known from the start need no numbers: Q 2 x 192 x 64 x 2, K and V 2 x 128 x 64 x 2, O half of Q.
         ("fwd_d64", {"sQ": 49152, "sK": 32768, "sV": 32768, "sO": 24576}),
         # O straight from the registers: Q 128 x 256 x 2, K and V 2 x 80 x 256 x 2.
         ("fwd_d256", {"sQ": 65536, "sK": 81920, "sV": 81920}),

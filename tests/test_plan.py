@@ -181,8 +181,8 @@ def test_imports(stem: str, pipeline: bool, nvgpu: str) -> None:
         ),
         (
             "fwd_d128_causal",
-            "host_persistent kernel_persistent range_causal loads_persistent consumer_persistent work_fragment qk_wgmma "
-            "mask_fragment_causal softmax_persistent pv_wgmma_fragment epilogue_buffered",
+            "host_persistent kernel_persistent range_causal loads_persistent consumer_persistent work_fragment "
+            "qk_wgmma mask_fragment_causal softmax_persistent pv_wgmma_fragment epilogue_buffered",
         ),
         (
             "fwd_d256",
@@ -330,8 +330,8 @@ def test_tma_boxes(extent: int, swizzle: Any, boxes: int) -> None:
             | {"wgmma_waits": 7, "tma_loads": 6, "tma_stores": 2, "mbarrier_inits": 16, "mbarrier_expect_tx": 3}
             | {"stmatrix": 8, "setmaxnreg": {"dec 24": 1, "inc 240": 1}, "max_registers": 168, "smem_bytes": 230400},
         ),
-        # One loop over tiles of keys, one Q K^T before it, one P V after it: 2 x 192 / 16 and 2 x 128 / 16. Q and K have
-        # 3 boxes, V has 2. Q has one stage, K and V two: 2 x 5 barriers. O goes out without TMA and stmatrix.
+        # One loop over tiles of keys, one Q K^T before it, one P V after it: 2 x 192 / 16 and 2 x 128 / 16. Q and K
+        # have 3 boxes, V has 2. Q has one stage, K and V two: 2 x 5 barriers. O goes out without TMA and stmatrix.
         (
             "fwd_d192_128",
             {"wgmma": {(64, 128, 16, "smem"): 24, (64, 128, 16, "registers"): 16}, "wgmma_commits": 4}
@@ -517,12 +517,12 @@ def ring_calls(stem: str) -> dict[str, tuple[ast.expr, ast.expr]]:
     """Ring -> stages and bytes of a stage, as the module gives them to `make_ring`."""
     found: dict[str, tuple[ast.expr, ast.expr]] = {}
     for node in ast.walk(code(stem)):
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
-            if ast.unparse(node.value.func) == "make_ring":
-                barriers, stages, size = node.value.args
-                name = ast.unparse(node.targets[0]).removesuffix("_ring")
-                assert ast.unparse(barriers) == f"storage.{name}_barriers"
-                found[name] = stages, size
+        call = node.value if isinstance(node, ast.Assign) else None
+        if isinstance(node, ast.Assign) and isinstance(call, ast.Call) and ast.unparse(call.func) == "make_ring":
+            barriers, stages, size = call.args
+            name = ast.unparse(node.targets[0]).removesuffix("_ring")
+            assert ast.unparse(barriers) == f"storage.{name}_barriers"
+            found[name] = stages, size
     return found
 
 

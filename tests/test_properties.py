@@ -122,9 +122,12 @@ def neighbours(draw: st.DrawFn) -> Fields:
     return fields
 
 
+DIMS = [(64, None), (64, 128), (96, None), (128, None), (128, 64), (128, 96), (192, 128), (256, None)]  # and of v
 # The field of a persistent kernel -> what people choose there; most combinations that fit are legal.
 PERSISTENT_CHOICES: dict[str, st.SearchStrategy[Any]] = {
-    "dims": st.sampled_from([(64, None), (64, 128), (96, None), (128, None), (128, 64), (128, 96), (192, 128), (256, None)]),
+    "dims": st.sampled_from(
+        [(64, None), (64, 128), (96, None), (128, None), (128, 64), (128, 96), (192, 128), (256, None)]
+    ),
     "dtype": st.sampled_from(["bf16", "fp16"]),
     "mask": st.sampled_from([("static", "none"), ("dynamic", "causal")]),
     "kind": st.sampled_from(["warp_specialized", "ping_pong"]),

@@ -688,7 +688,8 @@ def test_scheduler_mask() -> None:
     )
     for scheduler in ("static", "dynamic"):
         assert rules.scheduler_mask(scheduler, "window") == Violation(
-            "scheduler", f"a sliding window is rendered with scheduler single_tile only, not {scheduler}; use single_tile"
+            "scheduler",
+            f"a sliding window is rendered with scheduler single_tile only, not {scheduler}; use single_tile",
         )
 
 
@@ -775,17 +776,22 @@ def test_rules_of_persistent_kernels_are_applied() -> None:
 
 def test_rules_of_a_persistent_kernel_s_output() -> None:
     """O in a buffer of its own is laid out like Q; straight from the registers it needs no layout, but 32 columns."""
-    own = violations(PERSISTENT, problem={"head_dim": 128, "head_dim_v": 96}, smem={"q": "128B", "k": "64B", "v": "64B"})
+    narrow, swizzles = {"head_dim": 128, "head_dim_v": 96}, {"q": "128B", "k": "64B", "v": "64B"}
+    own = violations(PERSISTENT, problem=narrow, smem=swizzles)
     assert list(own) == ["smem.q"]
-    assert "a row of O, laid out like Q, is 96 x 2 = 192 bytes, no whole number of 128-byte swizzle spans" in own["smem.q"]
-    direct = {"outputs": {"o": "direct"}, "smem": {"q": "128B", "k": "32B", "v": "32B"}}
-    assert violations(PERSISTENT, problem={"head_dim": 128, "head_dim_v": 96}, **direct) == {}
+    assert own["smem.q"].startswith(
+        "a row of O, laid out like Q, is 96 x 2 = 192 bytes, no whole number of 128-byte swizzle spans"
+    )
+    assert violations(PERSISTENT, problem=narrow, smem=swizzles, outputs={"o": "direct"}) == {}
     # O may be wider than Q where it does not lie over Q.
     assert violations(PERSISTENT, problem={"head_dim": 64, "head_dim_v": 128}) == {}
-    found = violations(PERSISTENT, problem={"head_dim": 128, "head_dim_v": 80}, **direct)
-    assert list(found) == ["problem.head_dim_v"] and "use 64 or 96, or outputs.o own_buffer" in found["problem.head_dim_v"]
-    square = violations(PERSISTENT, problem={"head_dim": 80}, outputs={"o": "direct"}, smem=dict.fromkeys("qkv", "32B"))
-    assert list(square) == ["problem.head_dim"] and "use 64 or 96" in square["problem.head_dim"]
+    swizzles = dict.fromkeys("qkv", "32B")
+    for field, problem in {
+        "problem.head_dim_v": {"head_dim": 128, "head_dim_v": 80},
+        "problem.head_dim": {"head_dim": 80},
+    }.items():
+        found = violations(PERSISTENT, problem=problem, smem=swizzles, outputs={"o": "direct"})
+        assert list(found) == [field] and found[field].endswith("use 64 or 96, or outputs.o own_buffer")
 
 
 def test_shared_memory_of_a_persistent_kernel() -> None:

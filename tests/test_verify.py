@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from rendering import plans, variants
 from torch_modules import Module, check_arguments, exact, nan_rows, online, past_the_end, whole_tiles_only
 
 from fa3gen import inputs, reference, verify
@@ -281,6 +282,30 @@ def test_the_cases_cover_what_they_must() -> None:
     assert any(1 < case.heads_kv < case.heads_q for case in CASES)
     assert any(case.heads_kv == 1 < case.heads_q for case in CASES)
     assert {case.layout for case in CASES} == set(inputs.Layout.__args__)  # type: ignore[attr-defined]
+
+
+SMS_OF_H200 = 132
+
+
+@pytest.mark.parametrize("stem", [stem for stem, plan in plans().items() if plan.tiles.persistent])
+def test_the_cases_of_persistent_kernels_cover_what_they_must(stem: str) -> None:
+    """CTAs take several tiles each; some of these have no visible key; heads come in sections, the last one smaller."""
+    spec = variants()[stem].spec
+    cases = {case.name: case for case in inputs.gpu_cases(spec)}
+    assert {case.name for case in CASES} < set(cases)
+    many, few = cases["many_tiles"], cases["many_tiles_few_keys"]
+    for case in (many, few):
+        heads = case.batch * case.heads_q
+        assert -(-case.seq_q // spec.tile.q) * heads > SMS_OF_H200 and 1 < case.heads_kv < case.heads_q
+    assert few.seq_q - few.seq_k > 2 * spec.tile.q
+    in_l2 = 32 * 2**20 // (2 * (spec.problem.head_dim + spec.problem.v_dim))
+    sections = [min(in_l2 // case.seq_k, case.batch * case.heads_q) for case in (many, few)]
+    heads = many.batch * many.heads_q
+    assert sections[0] < heads and heads % sections[0] != 0 and sections[1] == heads
+
+
+def test_other_kernels_have_no_cases_of_persistent_ones() -> None:
+    assert inputs.gpu_cases(variants()["k6_d128"].spec) == CASES
 
 
 def test_half_ulp_by_hand() -> None:

@@ -55,7 +55,9 @@ class Request:
 
 def trace(
     specs: Annotated[list[str], typer.Argument(metavar="SPEC", help="Spec files, spec stems or generated stems.")],
-    seq_q: Annotated[int | None, typer.Option(min=1, help="Queries (default: one tile).")] = None,
+    seq_q: Annotated[
+        int | None, typer.Option(min=1, help="Queries (default: one tile; of a persistent kernel two).")
+    ] = None,
     seq_k: Annotated[
         int | None, typer.Option(min=1, help="Keys (default: as many tiles as go round the ring twice, and one more).")
     ] = None,
@@ -84,7 +86,7 @@ def trace(
     Writes STEM.trace.json (a schema of its own) and STEM.perfetto.json (for ui.perfetto.dev) for each module, and
     prints a summary. The kernel is the compiled one, its PTX is interpreted; nothing comes from a GPU. Time is logical:
     a tick for each instruction of a warp, waits end no earlier than what they wait for. It shows order, dependences and
-    overlap, and not speed.
+    overlap, and not speed. A persistent kernel runs as on one SM: its only CTA takes all tiles of queries.
 
     Exits with 1 when the model reports a fault; the files then show what led to it.
     """
@@ -151,12 +153,12 @@ def _problem(spec: Spec, request: Request) -> Problem:
     heads_kv = request.heads_kv or request.heads
     if request.heads % heads_kv:
         raise UserError(f"--heads {request.heads} is no multiple of --heads-kv {heads_kv}; choose one that is")
-    pack = spec.tile.pack_heads
+    pack, tiles = spec.tile.pack_heads, 2 if footprint.persistent(spec) else 1
     if request.heads % (pack * heads_kv):
         raise UserError(f"a tile of this module holds {pack} query heads of one kv head; use --heads {pack * heads_kv}")
     return Problem(
         batch=request.batch,
-        seq_q=request.seq_q or spec.tile.q // pack,
+        seq_q=request.seq_q or tiles * spec.tile.q // pack,
         seq_k=request.seq_k or (LAPS * footprint.kv_stages(spec) + 1) * spec.tile.kv,
         heads_q=request.heads,
         heads_kv=heads_kv,
@@ -185,9 +187,10 @@ def _ctas(spec: Spec, problem: Problem, wanted: str | None) -> list[Index] | Non
 
 def _busiest(spec: Spec, problem: Problem) -> int:
     """The first CTA with the most tiles of keys; CTAs of one head are numbered by their tile of queries."""
+    from fa3gen import footprint
     from fa3gen.spec import CausalMask, GlobalHandoff, WindowMask
 
-    if isinstance(spec.handoff, GlobalHandoff):
+    if isinstance(spec.handoff, GlobalHandoff) or footprint.persistent(spec):
         return 0
 
     positions = spec.tile.q // spec.tile.pack_heads
@@ -245,11 +248,14 @@ def run(
         return torch.randn(problem.batch, rows, heads, head_dim, generator=random).to(dtype)
 
     v_dim = plan.problem.v_dim
+    out = torch.full((problem.batch, problem.seq_q, problem.heads_q, v_dim), math.nan, dtype=dtype)
     tensors = {
         "q": normal(problem.seq_q, problem.heads_q, problem.head_dim),
         "k": normal(problem.seq_k, problem.heads_kv, problem.head_dim),
         "v": normal(problem.seq_k, problem.heads_kv, v_dim),
-        "out": torch.full((problem.batch, problem.seq_q, problem.heads_q, v_dim), math.nan, dtype=dtype),
+        "out": out,
+        "o": out,  # as persistent modules call it
+        "counter": torch.zeros(1, dtype=torch.int32),
         "lse": torch.full((problem.batch, problem.heads_q, problem.seq_q), math.nan),
     }
     if "scores" in plan.entry.call_arguments:
@@ -258,7 +264,7 @@ def run(
     # With line information, the instructions name their lines in the generated file; they are the same without.
     kernel = CpuKernel(cached_compile(path, line_info=True), Settings(schedule, recorded, ctas))
     try:
-        kernel(*arguments, problem.head_dim**-0.5)
+        kernel(*arguments, problem.head_dim**-0.5, *[1] * plan.tiles.persistent)  # SMs
     except Hazard as hazard:
         return hazard
     return None

@@ -46,8 +46,8 @@ class SharedPlaces:
         offset = 0
         for region in footprint.shared_memory_map(spec):
             offset = -(-offset // region.align) * region.align
-            ring = region.name in ("sK", "sV") and isinstance(spec.load, CpAsyncLoad | TmaLoad)
-            stages = footprint.kv_stages(spec) if ring else 1
+            count = _stages(spec, region.name)
+            ring, stages = count is not None, count or 1
             size = region.bytes // stages
             for stage in range(stages):
                 name = region.name.removeprefix("s")
@@ -66,16 +66,31 @@ class SharedPlaces:
         return f"mbarrier at shared byte {offset}" if found is None else found.barrier_label
 
 
+def _stages(spec: Spec, array: str) -> int | None:
+    """Stages of an array that is a ring, None of another one."""
+    if array in ("sK", "sV") and isinstance(spec.load, CpAsyncLoad | TmaLoad):
+        return spec.load.kv_stages
+    if array == "sQ" and isinstance(spec.load, TmaLoad) and footprint.persistent(spec):
+        return spec.load.q_stages
+    return footprint.TILE_SLOTS if array == "tiles" else None
+
+
 def _barriers(spec: Spec, offset: int) -> Iterable[SharedPlace]:
-    """q_full, then for each ring its full barriers and its empty ones."""
+    """q_full, then for each ring its full barriers and its empty ones; in a persistent kernel Q is a ring, too."""
     if not isinstance(spec.load, TmaLoad):
         return
     size = hopper.MBARRIER_BYTES
-    yield SharedPlace("q_full", None, offset, size)
-    offset += size
-    for ring in ("kv",) if spec.load.barrier == "shared" else ("k", "v"):
+    if footprint.persistent(spec):
+        rings = {"q": spec.load.q_stages, "k": spec.load.kv_stages, "v": spec.load.kv_stages}
+        if spec.scheduler == "dynamic":
+            rings["tile"] = footprint.TILE_SLOTS
+    else:
+        yield SharedPlace("q_full", None, offset, size)
+        offset += size
+        rings = dict.fromkeys(("kv",) if spec.load.barrier == "shared" else ("k", "v"), spec.load.kv_stages)
+    for ring, stages in rings.items():
         for role in ("full", "empty"):
-            for stage in range(spec.load.kv_stages):
+            for stage in range(stages):
                 yield SharedPlace(f"{ring}_{role}", stage, offset, size)
                 offset += size
 

@@ -30,7 +30,7 @@ from fa3gen.verify import DTYPES, Runner, essence, raise_if_lost
 TARGET_MS = 7.0
 MOST_LAUNCHES = 200
 # Ragged on both sides, rows without a key, several trips round a ring, grouped heads: what a wrong module stumbles on.
-QUICK_CASES = ("ragged", "ragged_more_queries", "wrap", "gqa")
+QUICK_CASES = ("ragged", "ragged_more_queries", "wrap", "gqa", "many_tiles", "many_tiles_few_keys")
 SEED = 0
 
 Launch = Callable[[], Any]
@@ -181,8 +181,9 @@ class Bench:
             return None
         if stem not in self.checked:
             self._at("check", stem)
-            runner = Runner(loaded, Spec.model_validate(module["spec"]), self.device, SEED)
-            cases = [case for case in inputs.CASES if case.name in QUICK_CASES]
+            spec = Spec.model_validate(module["spec"])
+            runner = Runner(loaded, spec, self.device, SEED)
+            cases = [case for case in inputs.gpu_cases(spec) if case.name in QUICK_CASES]
             results = [runner.run_case(case) for case in cases]
             failures = [f"{result.name}: {failure}" for result in results for failure in result.failures]
             if failures:

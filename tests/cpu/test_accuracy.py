@@ -18,6 +18,7 @@ from torch_modules import Module, exact, nan_rows, online, past_the_end, whole_t
 from fa3gen import inputs
 from fa3gen.cpu import accuracy, verify
 from fa3gen.cpu.findings import Hazard, Kind, OutsideModel, Place
+from fa3gen.cpu.kernel import Settings
 from fa3gen.cpu.schedule import FAST
 from fa3gen.cpu.verify import CpuReport, verify_on_cpu
 from fa3gen.inputs import Case, cpu_cases
@@ -205,13 +206,18 @@ def test_what_needs_a_gpu_is_listed_as_not_run() -> None:
 # -- cases and limits
 
 
-@pytest.mark.parametrize("stem", ["k1_d64", "k2_d64", "k3_3_d64", "k4_2_d64", "k4_2_window_d64_window200_70"])
+@pytest.mark.parametrize(
+    "stem", ["k1_d64", "k2_d64", "k3_3_d64", "k4_2_d64", "k4_2_window_d64_window200_70", "fwd_d64", "fwd_d192_causal"]
+)
 def test_the_cases_cover_what_they_must(stem: str) -> None:
     spec = changed(stem).spec
     cases = {case.name: case for case in cpu_cases(spec)}
     stages = getattr(spec.load, "kv_stages", 1)
     assert cases["wrap"].seq_k > 2 * stages * spec.tile.kv
     assert cases["few_keys"].seq_q - cases["few_keys"].seq_k >= spec.tile.q
+    if stem.startswith("fwd"):  # persistent: some CTA takes a tile with a visible key, and one without
+        case = cases["few_keys"]
+        assert -(-case.seq_q // spec.tile.q) * case.heads_q * case.batch >= 2 * Settings().sms + 2
     assert cases["gqa"].heads_q > cases["gqa"].heads_kv > 1 and cases["mqa"].heads_kv == 1
     assert {case.layout for case in cases.values()} >= {"padded", "transposed", "packed", "expanded", "odd_strides"}
     assert all(case.why for case in cases.values())

@@ -4,6 +4,8 @@ Two sets, `mutations_tuning.py` and `mutations_held_out.py`. The checks were imp
 was written before any of it was run, a third of all, with kernels that the first one does not touch. On first contact
 29 of the 31 harmful mutations in it were reported. Every report has to name the fault rightly, not only exist.
 
+A third set, `mutations_persistent.py`, is of persistent kernels, which came later; the checks were not improved on it.
+
 A mutation counts as reported when the model raises a hazard or when O or LSE is wrong, under one of a few schedules.
 The summary keeps the two apart: a wrong coordinate can only show in the numbers.
 """
@@ -22,8 +24,9 @@ import pytest
 import torch
 from mutations import NUMBERS, SHAPES, Moved, Mutation, Report, Shape, SourceMutation, apply
 from mutations_held_out import HELD_OUT
+from mutations_persistent import PERSISTENT
 from mutations_tuning import TUNING
-from rendering import source, variants
+from rendering import plans, source, variants
 
 from fa3gen import spec
 from fa3gen.compile_cache import cached_compile
@@ -35,7 +38,8 @@ from fa3gen.cpu.schedule import Schedule, schedules
 
 ALL = schedules(10, 8)
 SCHEDULES = [ALL[0], ALL[4], ALL[1], ALL[9]]  # fast; then by warp in random order: random, late, early completion
-WANTED = 0.95  # of the harmful mutations of a set
+# Of the harmful mutations of a set. The model does not see where lanes of one warp have to meet around a bulk copy.
+WANTED, WANTED_OF_PERSISTENT = 0.95, 0.9
 LSE_TOLERANCE = 1e-5
 
 AnyMutation = Mutation | SourceMutation
@@ -43,12 +47,14 @@ AnyMutation = Mutation | SourceMutation
 
 @dataclass(frozen=True)
 class Inputs:
-    """One call of one module, and what it has to give."""
+    """One call of one module, and what it has to give. `sms` and `draws` are of persistent kernels."""
 
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
     wanted: accuracy.Expected
+    sms: tuple[int, ...]
+    draws: bool
 
 
 @dataclass(frozen=True)
@@ -71,7 +77,9 @@ def inputs(stem: str, shape: Shape) -> Inputs:
         for length, heads in ((shape.seq_q, shape.heads_q), *[(shape.seq_k, shape.heads_kv)] * 2)
     )
     p_dtype = dtype if isinstance(asked.pv, spec.WgmmaProduct) else None
-    return Inputs(q, k, v, accuracy.expected(q, k, v, scale=None, mask=asked.mask, p_dtype=p_dtype))
+    wanted = accuracy.expected(q, k, v, scale=None, mask=asked.mask, p_dtype=p_dtype)
+    tiles = plans()[stem].tiles
+    return Inputs(q, k, v, wanted, sms=(1,) if tiles.persistent else (), draws=tiles.dynamic)
 
 
 def run(kernel: CpuKernel, data: Inputs, schedule: Schedule) -> Outcome:
@@ -80,11 +88,17 @@ def run(kernel: CpuKernel, data: Inputs, schedule: Schedule) -> Outcome:
     lse = torch.full(data.wanted.lse.shape, math.nan)
     kernel.settings = Settings(schedule=schedule)
     try:
-        kernel(data.q, data.k, data.v, o, lse, data.q.shape[-1] ** -0.5)
+        counter = [torch.zeros(1, dtype=torch.int32)] if data.draws else []
+        kernel(data.q, data.k, data.v, o, lse, *counter, data.q.shape[-1] ** -0.5, *data.sms)
     except Hazard as hazard:
         return Outcome(hazard.kind, str(hazard), schedule)
     excess = ((o.double() - data.wanted.out).abs() - data.wanted.limit).max().item()
-    off = (lse.double() - data.wanted.lse).abs().max().item()
+    hidden = data.wanted.lse.isneginf()  # rows with no visible key
+    off = (
+        (lse.double() - data.wanted.lse)[~hidden].abs().max().item()
+        if torch.equal(hidden, lse.isneginf())
+        else math.inf
+    )
     if not (excess <= 0 and off <= LSE_TOLERANCE):  # also where one of them is NaN
         return Outcome(NUMBERS, f"O exceeds its limit by {excess:.2g}, LSE is off by {off:.2g}", schedule)
     return Outcome(None)
@@ -130,8 +144,12 @@ def test_unmodified_kernel_is_not_reported(stem: str) -> None:
     assert outcome.report is None, f"{outcome.schedule}: {outcome.detail}"
 
 
-@pytest.mark.parametrize("mutations", [TUNING, HELD_OUT], ids=["tuning", "held out"])
-def test_mutations_are_reported(mutations: list[AnyMutation], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("mutations", "wanted"),
+    [(TUNING, WANTED), (HELD_OUT, WANTED), (PERSISTENT, WANTED_OF_PERSISTENT)],
+    ids=["tuning", "held out", "persistent"],
+)
+def test_mutations_are_reported(mutations: list[AnyMutation], wanted: float, tmp_path: Path) -> None:
     outcomes = [judge_mutation(mutation, tmp_path) for mutation in mutations]
     table = "\n".join(line(mutation, outcome) for mutation, outcome in zip(mutations, outcomes, strict=True))
     harmful = [outcome for mutation, outcome in zip(mutations, outcomes, strict=True) if mutation.harmful]
@@ -141,13 +159,14 @@ def test_mutations_are_reported(mutations: list[AnyMutation], tmp_path: Path) ->
     )
     summary = f"{len(harmful)} harmful: {by['check']} by a check, {by['numbers']} by the numbers, {by['missed']} missed"
     print(f"{table}\n{summary}")
-    assert by["missed"] <= (1 - WANTED) * len(harmful), f"{table}\n{summary}"
+    assert len(harmful) - by["missed"] >= wanted * len(harmful), f"{table}\n{summary}"
     wrong = [text for text in table.splitlines() if text.startswith("WRONG")]
     assert not wrong, "\n".join([*wrong, summary])
 
 
 def test_there_are_enough_mutations() -> None:
     everything = [*TUNING, *HELD_OUT]
+    assert len(PERSISTENT) >= 20 and len({mutation.name for mutation in PERSISTENT}) == len(PERSISTENT)
     harmful = [mutation for mutation in everything if mutation.harmful]
     assert len(harmful) >= 40
     assert len({mutation.stem for mutation in harmful}) >= 5

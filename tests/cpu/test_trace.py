@@ -440,6 +440,39 @@ def test_code_of_each_warp_is_all_its_time() -> None:
         assert warp["instructions"] + warp["waited"] == warp["ticks"]
 
 
+# ---------------------------------------------------------------------- a persistent module
+
+PERSISTENT = "fwd_d64_causal_short"
+
+
+def test_events_of_a_persistent_kernel_are_those_of_its_plan() -> None:
+    """One CTA takes 3 tiles of queries, with 3, 2 and 1 of keys: every ring goes round, its stages named alike."""
+    spec, trace, path = variant(PERSISTENT).spec, Trace(), WORKSPACE.module_path(PERSISTENT)
+    problem = command.Problem(batch=1, seq_q=3 * 128, seq_k=3 * 128, heads_q=1, heads_kv=1, head_dim=64, seed=0)
+    assert command.run(path, variant(PERSISTENT), problem, [(0, 0, 0)], BY_WARP, trace) is None
+    places = SharedPlaces.of(spec)
+    text = Source(PERSISTENT, f"generated/{PERSISTENT}.py", str(path), path.read_text(encoding="utf-8"))
+    written = document(trace, text, places, problem=vars(problem), schedule="")
+    loads = Counter((load["label"], *load["warps"]) for load in events_of("load", written))
+    # Warp 8 loads Q and K, warp 9 loads V; a box each. 3 tiles of Q in 2 stages, 6 of K and V in 2.
+    assert loads == {("Q stage 0", 8): 2, ("Q stage 1", 8): 1} | {
+        (f"{ring} stage {stage}", warp): 3 for ring, warp in (("K", 8), ("V", 9)) for stage in range(2)
+    }
+    released = Counter[str]()
+    for arrive in events_of("arrive", written):
+        if arrive["details"]["on"] == "mbarrier" and not arrive["details"]["expected_bytes"]:
+            released[arrive["label"].partition(" ")[0]] += 1
+    # 8 consumer warps each time. One warp tells the number of a tile, 9 read it; the last of the 3 is none.
+    assert released == {"q_empty[0]": 16, "q_empty[1]": 8, "tile_full[0]": 2, "tile_full[1]": 1} | {
+        "tile_empty[0]": 18,
+        "tile_empty[1]": 9,
+    } | {f"{ring}_empty[{stage}]": 24 for ring in "kv" for stage in range(2)}
+    # O of each tile is stored by 8 warps for themselves.
+    stores = events_of("store", written)
+    assert Counter(store["label"] for store in stores) == {"O": 24}
+    assert {tuple(store["warps"]) for store in stores} == {(warp,) for warp in range(8)}
+
+
 # ---------------------------------------------------------------------- Chrome trace event format
 
 
@@ -507,19 +540,22 @@ def test_places_are_those_that_the_header_prints() -> None:
         rows = [line.split() for line in plan.header.smem[1:-1]]
         arrays: dict[str, list[int]] = {}
         for place in places.arrays:
-            entry = arrays.setdefault(f"s{place.name}", [place.offset, 0])
+            entry = arrays.setdefault(f"s{place.name}".replace("stiles", "tiles"), [place.offset, 0])
             entry[1] += place.bytes
         expected = {row[2]: [int(row[0]), int(row[1])] for row in rows if row[2] != "barriers"}
         assert arrays == expected, stem
         rows = [line.split() for line in plan.header.barriers[1:]]
         stages = Counter(place.name for place in places.barriers)
-        assert [(name, str(count)) for name, count in stages.items()] == [(row[0], row[1]) for row in rows], stem
+        names = [(row[0], row[1]) for row in rows]
+        if plan.tiles.persistent:  # a row for both ends of a ring
+            names = [(f"{name}_{end}", count) for name, count in names for end in ("full", "empty")]
+        assert [(name, str(count)) for name, count in stages.items()] == names, stem
         size = sum(place.bytes for place in places.barriers)
         assert size == footprint.barrier_bytes(spec), stem
         if places.barriers:
             first = min(place.offset for place in places.barriers)
             assert f"{first} " in [line for line in plan.header.smem if "barriers" in line][0]
-            assert places.barrier(first) == "q_full"
+            assert places.barrier(first) == ("q_full[0]" if plan.tiles.persistent else "q_full")
 
 
 def test_unknown_places_keep_their_offset() -> None:
