@@ -135,7 +135,7 @@ def smem_layouts():
 
 
 @cute.jit
-def launch(q, k, v, o, lse, counter, scale: cutlass.Float32, num_sms: cutlass.Int32, stream):
+def launch(q, k, v, o, lse, num_sms: cutlass.Int32, counter, scale: cutlass.Float32, stream):
     """Describe the tensors to the TMA unit and start one CTA per SM, or one per tile where those are fewer."""
     # torch's (batch, seq, heads, HEAD_DIM) seen with the tiled modes first.
     mQ = cute.make_tensor(q.iterator, cute.select(q.layout, mode=[1, 3, 2, 0]))  # (seq_q, HEAD_DIM, heads_q, batch)
@@ -712,10 +712,9 @@ def compile_for_sm90a(options: str = "--enable-tvm-ffi"):
     lse_strides = cute.sym_int64(), cute.sym_int64(), 1
     lse = cute.runtime.make_fake_tensor(cutlass.Float32, lse_shape, lse_strides, assumed_align=4)
     counter = cute.runtime.make_fake_tensor(cutlass.Int32, (1,), (1,), assumed_align=4)
-    outputs = fake(seq_q, heads_q, HEAD_DIM), lse, counter
+    others = fake(seq_q, heads_q, HEAD_DIM), lse, cutlass.Int32(1), counter, cutlass.Float32(1.0)
     stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream="--enable-tvm-ffi" in options)
-    scale, num_sms = cutlass.Float32(1.0), cutlass.Int32(1)
-    return cute.compile(launch, *qkv, *outputs, scale, num_sms, stream, options=f"--gpu-arch sm_90a {options}")
+    return cute.compile(launch, *qkv, *others, stream, options=f"--gpu-arch sm_90a {options}")
 
 
 def attention(q, k, v, *, scale=None, out=None, return_lse=False):
@@ -743,7 +742,7 @@ def attention(q, k, v, *, scale=None, out=None, return_lse=False):
         lse.fill_(-math.inf)
     elif batch * seq_q * heads_q > 0:
         scale = 128**-0.5 if scale is None else scale
-        compile_for_sm90a()(q, k, v, o, lse, tile_counter(q.device), scale, sm_count(q.device))
+        compile_for_sm90a()(q, k, v, o, lse, sm_count(q.device), tile_counter(q.device), scale)
     return (o, lse) if return_lse else o
 
 
@@ -755,10 +754,12 @@ def no_lse(batch, heads_q, device):
 
 def check_arguments(q, k, v, scale, out):
     """Raise for what the compiled function lets pass; it names wrong types, dtypes, shapes, strides and alignments."""
-    try:
-        (_, _, heads_q, _), (_, _, heads_kv, _) = q.shape, k.shape
-    except (AttributeError, ValueError):
-        raise TypeError("q and k need to be tensors of shape (batch, seq, heads, 128)") from None
+    for name, x in (("q", q), ("k", k), ("v", v), ("out", q if out is None else out)):
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"{name} is a {type(x).__name__}; it needs to be a torch.Tensor")
+        if x.ndim != 4:
+            raise ValueError(f"{name} has shape {tuple(x.shape)}; it needs to be (batch, seq, heads, head_dim)")
+    heads_q, heads_kv = q.shape[2], k.shape[2]
     if heads_q > 0 and (heads_kv == 0 or heads_q % heads_kv != 0):
         raise ValueError(f"q has {heads_q} heads and k has {heads_kv}; heads of q must be a multiple of those of k")
     if out is not None and any(stride == 0 and size > 1 for size, stride in zip(out.shape, out.stride())):
