@@ -28,6 +28,7 @@ __all__ = [
     "PtxFacts",
     "PtxasNote",
     "Row",
+    "SassExpectation",
     "SassFacts",
     "Wgmma",
     "compare",
@@ -167,6 +168,23 @@ class Census:
 
 
 @dataclass(frozen=True)
+class SassExpectation:
+    """What a plan predicts of the code that ptxas makes, all kernels added up. None means: no prediction, not checked.
+
+    `waits` counts WARPGROUP.DEPBAR. A running maximum takes one FMNMX an element, of which there are at least
+    `min_maxima`; with a maximum that propagates NaN ptxas instead writes FSETP and FSEL, two of each an element, so the
+    comparisons of numbers (FSETP) are at most `max_comparisons`. Stores are counted by `census_sass.store_kind`; a kind
+    that is not listed must not occur.
+    """
+
+    waits: int | None = None
+    min_maxima: int | None = None
+    max_comparisons: int | None = None
+    global_stores: Mapping[str, int] | None = None
+    shared_stores: Mapping[str, int] | None = None
+
+
+@dataclass(frozen=True)
 class Expectation:
     """What a plan predicts of the compiled module, all kernels added up. None means: no prediction, not checked.
 
@@ -175,6 +193,7 @@ class Expectation:
     counts. `smem_bytes` is the shared memory of one CTA and `max_registers` a bound on registers per thread, both of
     the hungriest kernel. `spills` counts LDL and STL in the SASS. `injected_waits` counts waits that ptxas added
     because a product's registers are touched while it runs, `performance_notes` its other warnings of lost speed.
+    `sass` is about the code that ptxas makes of it all.
     """
 
     kernels: int | None = None
@@ -196,6 +215,7 @@ class Expectation:
     serialized_wgmma: bool | None = False
     injected_waits: int | None = 0
     performance_notes: int | None = 0
+    sass: SassExpectation = SassExpectation()
 
 
 @dataclass(frozen=True)
@@ -259,15 +279,41 @@ def rows(census: Census, expectation: Expectation) -> list[Row]:
         expected = None if expectation.setmaxnreg is None else _listed(expectation.setmaxnreg)
         table.append(_row("setmaxnreg", expected, _listed(ptx.setmaxnreg)))
     table.append(_smem_row(census.smem, expectation.smem_bytes))
-    bound = expectation.max_registers
-    within = None if bound is None else census.registers <= bound
-    table.append(
-        Row("registers per thread", None if bound is None else f"at most {bound}", str(census.registers), within)
-    )
+    table.append(_at_most("registers per thread", expectation.max_registers, census.registers))
     table.append(_row("stack (bytes)", expectation.stack_bytes, census.stack))
     table.append(_row("local memory accesses (LDL, STL)", expectation.spills, census.spills))
+    table += _sass_rows(census.sass, expectation.sass)
     table += _ptxas_rows(census, expectation, notes)
     return table
+
+
+def _sass_rows(sass: SassFacts, expected: SassExpectation) -> list[Row]:
+    table = []
+    if sass.warpgroup_waits or expected.waits:
+        table.append(_row("SASS: warpgroup waits (WARPGROUP.DEPBAR)", expected.waits, sass.warpgroup_waits))
+    if sass.fmnmx or expected.min_maxima:
+        least = expected.min_maxima
+        enough = None if least is None else sass.fmnmx >= least
+        table.append(
+            Row("SASS: maxima (FMNMX)", None if least is None else f"at least {least}", str(sass.fmnmx), enough)
+        )
+    if sass.fsetp or expected.max_comparisons is not None:
+        table.append(_at_most("SASS: comparisons of numbers (FSETP)", expected.max_comparisons, sass.fsetp))
+    for space, found, wanted in (
+        ("global", sass.global_stores, expected.global_stores),
+        ("shared", sass.shared_stores, expected.shared_stores),
+    ):
+        if found or wanted:
+            table.append(
+                _row(f"SASS: stores to {space} memory", None if wanted is None else _listed(wanted), _listed(found))
+            )
+    return table
+
+
+def _at_most(fact: str, bound: int | None, found: int) -> Row:
+    if bound is None:
+        return Row(fact, None, str(found), None)
+    return Row(fact, f"at most {bound}", str(found), found <= bound)
 
 
 def _smem_row(found: int | None, predicted: int | None) -> Row:
@@ -301,7 +347,7 @@ def _quote(notes: Iterable[PtxasNote]) -> str:
 
 
 def _listed(counts: Mapping[str, int]) -> str:
-    return ", ".join(f"{name} x {count}" for name, count in sorted(counts.items())) or "none"
+    return ", ".join(f"{name} x {count}" for name, count in sorted(counts.items()) if count) or "none"
 
 
 def _row(fact: str, expected: int | str | None, found: int | str | None, detail: str = "") -> Row:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 _SECTION = re.compile(r"^\.text\.([\w$]+):\s*$", re.MULTILINE)
@@ -16,6 +16,9 @@ _LABEL = re.compile(r"^([.\w$]+):$")
 _INSTRUCTION = re.compile(r"^/\*([0-9a-f]+)\*/\s+\{?\s*(@!?U?P\w+\s+)?([A-Z][\w.]*)\s*(.*?)\s*;?\s*\}?$")
 _TARGET = re.compile(r"`\(([.\w$]+)\)")
 _BARRIER_REGISTER = re.compile(r"\bB\d+\b")
+_GLOBAL_STORES = frozenset({"STG", "ST", "UTMASTG", "UTMAREDG"})  # ST: the compiler did not see which memory it is
+_SHARED_STORES = frozenset({"STS", "STSM"})
+_STORE_BITS = {"U8": 8, "S8": 8, "U16": 16, "S16": 16, "64": 64, "128": 128}  # of a thread, by modifier; else 32
 _ENDS = ("EXIT", "RET", "BPT", "KILL", "BRX", "JMX")
 
 
@@ -41,7 +44,8 @@ class SassFacts:
     """Static SASS counts of one kernel, or of several kernels added up; `instructions` leaves out NOP padding.
 
     `gmma` counts warpgroup products of any type (HGMMA, QGMMA, IGMMA), `gmma_group_ends` those that end a group, that
-    is carry the scoreboard on which WARPGROUP.DEPBAR waits. `opcodes` has every opcode without its modifiers.
+    is carry the scoreboard on which WARPGROUP.DEPBAR waits. `global_stores` and `shared_stores` count by `store_kind`.
+    `opcodes` has every opcode without its modifiers.
     """
 
     instructions: int = 0
@@ -59,6 +63,8 @@ class SassFacts:
     fsel: int = 0
     fsetp: int = 0
     fmnmx: int = 0
+    global_stores: Mapping[str, int] = field(default_factory=dict)
+    shared_stores: Mapping[str, int] = field(default_factory=dict)
     opcodes: Mapping[str, int] = field(default_factory=dict)
     loops: tuple[Loop, ...] = ()
 
@@ -107,6 +113,8 @@ class SassKernel:
             fsel=bases["FSEL"],
             fsetp=bases["FSETP"],
             fmnmx=bases["FMNMX"],
+            global_stores=_store_kinds(code, _GLOBAL_STORES),
+            shared_stores=_store_kinds(code, _SHARED_STORES),
             opcodes=dict(sorted(bases.items())),
             loops=find_loops(self),
         )
@@ -120,6 +128,22 @@ def is_gmma(instruction: Instruction) -> bool:
 def is_ex2(instruction: Instruction) -> bool:
     """Whether this is an exponential (base 2) on the multi-function unit."""
     return instruction.opcode.startswith("MUFU.EX2")
+
+
+def store_kind(instruction: Instruction) -> str:
+    """A store by what one thread, or the TMA unit, writes: STG.128 (bits), STSM.4 (8 x 8 matrices), UTMASTG."""
+    modifiers = instruction.opcode.split(".")[1:]
+    if instruction.base.startswith("UTMA"):
+        return instruction.base
+    if instruction.base == "STSM":
+        return f"STSM.{modifiers[-1] if modifiers[-1].isdigit() else 1}"
+    bits = next((_STORE_BITS[modifier] for modifier in modifiers if modifier in _STORE_BITS), 32)
+    return f"{instruction.base}.{bits}"
+
+
+def _store_kinds(code: Sequence[Instruction], bases: Collection[str]) -> dict[str, int]:
+    kinds = Counter(store_kind(instruction) for instruction in code if instruction.base in bases)
+    return dict(sorted(kinds.items()))
 
 
 def parse_sass(text: str) -> tuple[SassKernel, ...]:

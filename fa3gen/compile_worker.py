@@ -6,20 +6,24 @@ Usage: compile_worker.py MODULE.py OUT_DIR [--object NAME] [OPTIONS]. Writes int
 not for a module that is compiled without TVM FFI.
 OPTIONS, one argument, go to the module's compile_for_sm90a, which has its own default. The environment must already
 hold the DSL's settings; ptxas's remarks go to standard error.
+
+compile_worker.py --serve does so again and again, as `fa3gen.compile_servers` asks for it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib.metadata
 import importlib.util
 import inspect
 import json
+import os
 import sys
 import time
 import traceback
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 
 def peak_bytes() -> int | None:
@@ -83,6 +87,39 @@ def describe(error: BaseException, module_path: Path) -> dict[str, str]:
     return {"type": type(error).__name__, "message": message, "missing": missing}
 
 
+def serve() -> int:
+    """Import torch, then fork for each request: a line of JSON on standard input, arguments, environment and stderr.
+
+    Answers each with two lines, the process of the fork and then its exit status (negative: a signal). Ends with the
+    input. The DSL is not imported here: it reads its settings when it is.
+    """
+    with contextlib.suppress(ImportError):  # a module that imports it says what is missing
+        import torch  # noqa: F401
+    for line in sys.stdin:
+        process = os.fork()
+        if process == 0:
+            become_worker(**json.loads(line))
+        print(process, flush=True)
+        print(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]), flush=True)
+    return 0
+
+
+def become_worker(arguments: list[str], environment: dict[str, str], stderr: str) -> NoReturn:
+    """In a fork: compile as a process of its own, with these arguments, that environment and that log."""
+    status = 1
+    try:
+        os.environ.clear()
+        os.environ.update(environment)
+        nothing, log = os.open(os.devnull, os.O_RDWR), os.open(stderr, os.O_WRONLY | os.O_TRUNC)
+        for old, new in ((nothing, 0), (nothing, 1), (log, 2)):
+            os.dup2(old, new)
+        sys.argv[1:] = arguments
+        status = main()
+        sys.stderr.flush()
+    finally:
+        os._exit(status)
+
+
 def main() -> int:
     """Compile sys.argv[1] into sys.argv[2]; exit status 1 when that failed, with the reason in result.json."""
     module_path, out, rest = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:]
@@ -104,4 +141,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(serve() if sys.argv[1:] == ["--serve"] else main())

@@ -15,11 +15,12 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from fa3gen import toolchain
+from fa3gen import compile_servers, toolchain
 from fa3gen.census import Census, take_census
 from fa3gen.errors import UserError
 
@@ -52,7 +53,8 @@ class CompileError(UserError):
 class Compiled:
     """What compiling one module gave.
 
-    `seconds` is wall time of the whole process, imports included; `compile_seconds` leaves the imports out.
+    `seconds` is wall time of the whole process, imports included (torch's own only where the process imported it, see
+    `preloaded`); `compile_seconds` leaves the imports out.
     `peak_bytes` is the process's peak resident memory (None where the system does not tell), `ptxas_log` what ptxas
     printed with -v, as the DSL lays it out, `host_module` the lowered LLVM-dialect text of the host code, `dsl` the
     DSL's version. `object_file` is the host code for this CPU with the cubin inside, as `fa3gen.launch` loads it: empty
@@ -133,6 +135,11 @@ def compile_module(
             dsl=result["dsl"],
             object_file=(out / "kernel.o").read_bytes() if (out / "kernel.o").is_file() else b"",
         )
+
+
+def preloaded() -> AbstractContextManager[None]:
+    """For many modules: the compilations within start from processes that import torch once, see `compile_servers`."""
+    return compile_servers.preloaded(_WORKER)
 
 
 def compile_many(
@@ -216,14 +223,17 @@ def wants_ptxas_log(source: str) -> bool:
 
 def _run_worker(path: Path, out: Path, timeout_s: float, extra: Sequence[str]) -> tuple[int, str]:
     """Exit status and standard error of the worker; `extra` are its arguments beside the module and the directory."""
-    # -P keeps the worker's own directory, this package, off sys.path: fa3gen/inputs.py is no top-level module.
-    command = [sys.executable, "-P", str(_WORKER), str(path), str(out), *extra]
+    arguments = [str(path), str(out), *extra]
+    ptxas_log = wants_ptxas_log(path.read_text(encoding="utf-8", errors="replace"))
+    environment = worker_environment(os.environ, out, ptxas_log=ptxas_log)
+    servers = compile_servers.current()
     try:
+        if servers is not None:
+            return servers.run(arguments, environment, timeout_s)
+        # -P keeps the worker's own directory, this package, off sys.path: fa3gen/inputs.py is no top-level module.
         done = subprocess.run(
-            command,
-            env=worker_environment(
-                os.environ, out, ptxas_log=wants_ptxas_log(path.read_text(encoding="utf-8", errors="replace"))
-            ),
+            [sys.executable, "-P", str(_WORKER), *arguments],
+            env=environment,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,

@@ -302,22 +302,27 @@ def _persistent_barriers(spec: Spec, q: int, k: int, v: int) -> list[tuple[str, 
     if spec.scheduler == "dynamic":
         to = f"warp {warps} -> {warps + 1} warps"
         rows.append(("tile", str(footprint.TILE_SLOTS), to, "1 arrival", f"{warps + 1} arrivals"))
+    if isinstance(spec.schedule, PingPongSchedule):
+        count = spec.tile.warpgroups or 0
+        named = f"named barriers 1 to {count}"
+        rows.append(("turn", str(count), "each consumer -> the next one", f"{2 * hopper.WARPGROUP} threads", named))
     return rows
 
 
 def _named_barriers(spec: Spec) -> list[tuple[str, ...]]:
-    if not footprint.specialized(spec):
+    """Those of a specialised kernel; a persistent one has them in the table of its rings."""
+    if not footprint.specialized(spec) or footprint.persistent(spec):
         return []
     count = footprint.computing_threads(spec)
-    rows: list[tuple[str, ...]] = [("number", "name", "threads", "who -> whom, and what for")]
-    if not footprint.persistent(spec):
-        rows.append(("1", "OUTPUT_BARRIER", str(count), "all consumers: Q has been read; then: O is in shared memory"))
+    rows: list[tuple[str, ...]] = [
+        ("number", "name", "threads", "who -> whom, and what for"),
+        ("1", "OUTPUT_BARRIER", str(count), "all consumers: Q has been read; then: O is in shared memory"),
+    ]
     if isinstance(spec.schedule, PingPongSchedule):
-        first = len(rows)
-        last = first + (spec.tile.warpgroups or 0) - 1
+        last = 1 + (spec.tile.warpgroups or 0)
         what = "each consumer -> the next one, the last -> the first: may multiply"
-        rows.append((f"{first} to {last}", "TURN_BARRIER", str(2 * hopper.WARPGROUP), what))
-    return rows if len(rows) > 1 else []
+        rows.append((f"2 to {last}", "TURN_BARRIER", str(2 * hopper.WARPGROUP), what))
+    return rows
 
 
 def _smem(spec: Spec) -> list[tuple[str, ...]]:

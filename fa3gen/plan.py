@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import PurePath
 
-from fa3gen import footprint, header, hopper
+from fa3gen import footprint, header, hopper, predicted_sass
 from fa3gen.census import Expectation
 from fa3gen.footprint import Region
 from fa3gen.spec import (
@@ -311,7 +311,7 @@ def _walk(spec: Spec) -> WalkPlan:
 def _persistent_walk(spec: Spec) -> WalkPlan:
     buffered, dynamic = spec.outputs.o == "own_buffer", spec.scheduler == "dynamic"
     return WalkPlan(
-        launch_arguments=("q", "k", "v", "o", "lse", *["counter"] * dynamic),
+        launch_arguments=("q", "k", "v", "o", "lse", "num_sms: cutlass.Int32", *["counter"] * dynamic),
         kernel_arguments=(
             *("mQ", "mK", "mVt", "mO", "mLSE", *["counter"] * dynamic),
             *("tma_Q", "tma_K", "tma_V", *["tma_O"] * buffered),
@@ -402,10 +402,11 @@ def _entry(spec: Spec) -> EntryPlan:
         like = f"(batch, seq_q, heads_q, {spec.problem.v_dim})"
     pack = spec.tile.pack_heads
     heads = f"a multiple of {pack} x heads_kv" if pack > 1 else "a multiple of heads_kv (GQA, MQA)"
-    counter = ["counter"] * (spec.scheduler == "dynamic")
-    sms = ["sm_count(q.device)"] * footprint.persistent(spec)
-    out = "o" if footprint.persistent(spec) else "out"
-    arguments = ("q", "k", "v", out, *lse, *scores, *counter, scale, *sms)
+    arguments = ("q", "k", "v", "out", *lse, *scores, scale)
+    if footprint.persistent(spec):
+        counter = ["tile_counter(q.device)"] * (spec.scheduler == "dynamic")
+        # The SMs before the counter: counting them says what is wrong with another device.
+        arguments = ("q", "k", "v", "o", *lse, "sm_count(q.device)", *counter, "scale")
     return EntryPlan(arguments, phrase, like, heads)
 
 
@@ -465,7 +466,7 @@ def tma_boxes(extent_bytes: int, swizzle: Swizzle) -> int:
 
 
 def expectation(spec: Spec) -> Expectation:
-    """What the compiled code must show, as static instruction counts; `fa3gen compile` holds them against the PTX.
+    """What the compiled code must show, as static instruction counts; `fa3gen compile` holds PTX and SASS against them.
 
     Each loop is written once and not unrolled over tiles: a load stands once in the prefetch and once in the steady
     state, a product once. A specialised kernel has no prefetch, its producer just runs ahead. With overlap the first
@@ -517,6 +518,8 @@ def expectation(spec: Spec) -> Expectation:
         setmaxnreg=setmaxnreg,
         smem_bytes=footprint.total_bytes(regions, barriers),
         max_registers=max_registers,
+        # Where P V stands, there stands a softmax: both once for each loop and once beside it.
+        sass=predicted_sass.expectation(spec, waits=groups, softmaxes=pv_copies, o_boxes=tma_stores, matrices=stmatrix),
     )
 
 

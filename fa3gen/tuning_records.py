@@ -86,7 +86,7 @@ class Family(NamedTuple):
 def family_of(spec: Spec) -> Family:
     """The family of a spec's module: the one place that reads it from the spec."""
     problem = spec.problem
-    return Family(problem.dtype, problem.head_dim, problem.head_dim, MaskShape.of(spec.mask))
+    return Family(problem.dtype, problem.head_dim, problem.v_dim, MaskShape.of(spec.mask))
 
 
 class TunedProblem(Part):

@@ -83,12 +83,10 @@ PRODUCER_REGISTERS, CONSUMER_REGISTERS = 56, 256
 Q_STAGES = 1  # tiles of Q in flight or in use
 KV_STAGES = 2  # tiles of K and of V in flight or in use
 SMEM_ALIGN = 1024  # bytes; a 128-byte swizzle repeats every 8 rows of 128
-# Canonical layouts of the operands in shared memory: major order and swizzle.
-Q_LAYOUT = warpgroup.SmemLayoutAtomKind.K_SW128
+Q_LAYOUT = warpgroup.SmemLayoutAtomKind.K_SW128  # in shared memory: major order and swizzle
 K_LAYOUT = warpgroup.SmemLayoutAtomKind.K_SW128
 V_LAYOUT = warpgroup.SmemLayoutAtomKind.MN_SW128
-LOG2_E = math.log2(math.e)
-LN_2 = math.log(2.0)
+LOG2_E, LN_2 = math.log2(math.e), math.log(2.0)
 
 
 # ======================================================================================================================
@@ -125,7 +123,7 @@ def smem_layouts():
 
 
 @cute.jit
-def launch(q, k, v, o, lse, scale: cutlass.Float32, num_sms: cutlass.Int32, stream):
+def launch(q, k, v, o, lse, num_sms: cutlass.Int32, scale: cutlass.Float32, stream):
     """Describe the tensors to the TMA unit and start one CTA per SM, or one per tile where those are fewer."""
     # torch's (batch, seq, heads, HEAD_DIM) seen with the tiled modes first.
     mQ = cute.make_tensor(q.iterator, cute.select(q.layout, mode=[1, 3, 2, 0]))  # (seq_q, HEAD_DIM, heads_q, batch)
@@ -163,7 +161,6 @@ def attention_kernel(
     tidx, _, _ = cute.arch.thread_idx()
     warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
     warpgroup_idx = cute.arch.make_warp_uniform(tidx // WARPGROUP_THREADS)
-
     sQ_layout, sK_layout, sVt_layout, sO_layout = smem_layouts()
     storage = SmemAllocator().allocate(SharedStorage)
     sQ = storage.sQ.get_tensor(sQ_layout.outer, swizzle=sQ_layout.inner)  # (TILE_M, HEAD_DIM, Q_STAGES)
@@ -351,10 +348,8 @@ def consume(tma_O, mQ, mK, mO, mLSE, sQ, sK, sVt, sO, q_ring, k_ring, v_ring, sc
 def make_products():
     """The two products, each on all consumer warpgroups: S = Q K^T and O = P V."""
     smem, registers = warpgroup.OperandSource.SMEM, warpgroup.OperandSource.RMEM
-    k_major, mn_major = OperandMajorMode.K, OperandMajorMode.MN
-    # Q and K are K-major: their contiguous mode is the head dim that the product sums over.
+    k_major, mn_major = OperandMajorMode.K, OperandMajorMode.MN  # contiguous along what is summed over, or along M or N
     qk = warpgroup.MmaF16BF16Op(DTYPE, cutlass.Float32, (WGMMA_M, TILE_N, WGMMA_K), smem, k_major, k_major)
-    # P comes from registers, where A is K-major by nature; V is MN-major, contiguous along HEAD_DIM.
     pv = warpgroup.MmaF16BF16Op(DTYPE, cutlass.Float32, (WGMMA_M, HEAD_DIM, WGMMA_K), registers, k_major, mn_major)
     return cute.make_tiled_mma(qk, (CONSUMERS, 1, 1)), cute.make_tiled_mma(pv, (CONSUMERS, 1, 1))
 
@@ -589,8 +584,7 @@ def store_output(tma_O, sO, mO, acc_O, pv_mma, tidx, m_block):
 def compile_for_sm90a(options: str = "--enable-tvm-ffi"):
     """Compile the kernel for sm_90a, once for all shapes; needs no GPU and no driver.
 
-    With the default options the result takes what `launch` does, torch tensors and numbers, but no stream: it runs on
-    torch's current one. `options` go to `cute.compile`.
+    The result takes what `launch` does, but no stream: it runs on torch's current one. `options` are cute.compile's.
     """
     batch, seq_q, seq_k, heads_q, heads_kv = (cute.sym_int() for _ in range(5))
 
@@ -603,10 +597,9 @@ def compile_for_sm90a(options: str = "--enable-tvm-ffi"):
     lse_shape = batch, heads_q, cute.sym_int()  # seq_q rows, or none
     lse_strides = cute.sym_int64(), cute.sym_int64(), 1
     lse = cute.runtime.make_fake_tensor(cutlass.Float32, lse_shape, lse_strides, assumed_align=4)
-    outputs = fake(seq_q, heads_q, HEAD_DIM), lse
+    others = fake(seq_q, heads_q, HEAD_DIM), lse, cutlass.Int32(1), cutlass.Float32(1.0)
     stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream="--enable-tvm-ffi" in options)
-    scale, num_sms = cutlass.Float32(1.0), cutlass.Int32(1)
-    return cute.compile(launch, *qkv, *outputs, scale, num_sms, stream, options=f"--gpu-arch sm_90a {options}")
+    return cute.compile(launch, *qkv, *others, stream, options=f"--gpu-arch sm_90a {options}")
 
 
 def attention(q, k, v, *, scale=None, out=None, return_lse=False):
@@ -628,34 +621,36 @@ def attention(q, k, v, *, scale=None, out=None, return_lse=False):
     check_arguments(q, k, v, scale, out)
     batch, seq_q, heads_q, _ = q.shape
     o = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
-    # The kernel writes as many rows of LSE as there are: none when nobody asked for it.
-    lse = q.new_empty((batch, heads_q, seq_q if return_lse else 0), dtype=torch.float32)
+    lse = q.new_empty((batch, heads_q, seq_q), dtype=torch.float32) if return_lse else no_lse(batch, heads_q, q.device)
     if k.shape[1] == 0:
         o.zero_()  # no key at all
         lse.fill_(-math.inf)
     elif batch * seq_q * heads_q > 0:
-        compile_for_sm90a()(q, k, v, o, lse, 64**-0.5 if scale is None else scale, sm_count(q.device))
+        scale = 64**-0.5 if scale is None else scale
+        compile_for_sm90a()(q, k, v, o, lse, sm_count(q.device), scale)
     return (o, lse) if return_lse else o
 
 
+@functools.lru_cache
+def no_lse(batch, heads_q, device):
+    """The LSE that nobody asked for: the kernel writes as many rows of it as there are."""
+    return torch.empty((batch, heads_q, 0), dtype=torch.float32, device=device)
+
+
 def check_arguments(q, k, v, scale, out):
-    """Raise TypeError or ValueError for what the compiled function lets pass; what else is wrong it names itself."""
+    """Raise for what the compiled function lets pass; it names wrong types, dtypes, shapes, strides and alignments."""
     for name, x in (("q", q), ("k", k), ("v", v), ("out", q if out is None else out)):
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"{name} is a {type(x).__name__}; it needs to be a torch.Tensor")
-        if x.device != q.device:
-            raise ValueError(f"{name} is on {x.device}; q is on {q.device}")
-        if x.ndim != 4 or x.shape[0] != q.shape[0]:
-            raise ValueError(f"{name} has shape {tuple(x.shape)}; it needs to be ({q.shape[0]}, seq, heads, head_dim)")
+        if x.ndim != 4:
+            raise ValueError(f"{name} has shape {tuple(x.shape)}; it needs to be (batch, seq, heads, head_dim)")
     heads_q, heads_kv = q.shape[2], k.shape[2]
     if heads_q > 0 and (heads_kv == 0 or heads_q % heads_kv != 0):
         raise ValueError(f"q has {heads_q} heads and k has {heads_kv}; heads of q must be a multiple of those of k")
     if out is not None and any(stride == 0 and size > 1 for size, stride in zip(out.shape, out.stride())):
         raise ValueError(f"out has strides {out.stride()}: several elements share one address; pass out.contiguous()")
-    if scale is not None and (not isinstance(scale, (int, float)) or isinstance(scale, bool)):
-        raise TypeError(f"scale is a {type(scale).__name__}; it needs to be a number")
-    if scale is not None and not 0.0 < scale < math.inf:
-        raise ValueError(f"scale is {scale}; it needs to be finite and positive")
+    if scale is not None and not (isinstance(scale, (int, float)) and 0.0 < scale < math.inf):
+        raise ValueError(f"scale is {scale!r}; it needs to be a finite and positive number")
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         raise ValueError("q, k or v requires grad; this kernel is forward only: call it under torch.no_grad()")
 

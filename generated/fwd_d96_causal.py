@@ -33,10 +33,7 @@ Barriers
     k     2       TMA, from warp 12 -> 12 warps  21504 bytes  12 arrivals
     v     2       TMA, from warp 13 -> 12 warps  21504 bytes  12 arrivals
     tile  2       warp 12 -> 13 warps            1 arrival    13 arrivals
-
-Named barriers
-    number  name          threads  who -> whom, and what for
-    1 to 3  TURN_BARRIER  256      each consumer -> the next one, the last -> the first: may multiply
+    turn  3       each consumer -> the next one  256 threads  named barriers 1 to 3
 
 Shared memory
     offset   bytes  what
@@ -89,20 +86,17 @@ THREADS = (CONSUMERS + 1) * WARPGROUP_THREADS  # the last warpgroup loads
 Q_K_PRODUCER_WARP, V_PRODUCER_WARP = CONSUMER_WARPS, CONSUMER_WARPS + 1
 # Registers per thread after setmaxnreg, which moves them from the producer's warps to the consumers'.
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 32, 160
-# Named barriers; number 0 is the CTA's own.
-TURN_BARRIER = 1  # of consumer 0, followed by those of the others: opens when it is that consumer's turn
+TURN_BARRIER = 1  # named barrier of consumer 0's turn, followed by those of the others; number 0 is the CTA's own
 TURN_THREADS = 2 * WARPGROUP_THREADS  # of a turn: one warpgroup passes it on, one takes it
 Q_STAGES = 2  # tiles of Q in flight or in use
 KV_STAGES = 2  # tiles of K and of V in flight or in use
 TILE_SLOTS = 2  # numbers of tiles that the first producer warp may be ahead
 KEYS_IN_L2 = 32 * 2**20 // ((HEAD_DIM + HEAD_DIM) * 2)  # whose K and V take 32 MB of the 50 MB of L2
 SMEM_ALIGN = 1024  # bytes; a 128-byte swizzle repeats every 8 rows of 128
-# Canonical layouts of the operands in shared memory: major order and swizzle.
-Q_LAYOUT = warpgroup.SmemLayoutAtomKind.K_SW64
+Q_LAYOUT = warpgroup.SmemLayoutAtomKind.K_SW64  # in shared memory: major order and swizzle
 K_LAYOUT = warpgroup.SmemLayoutAtomKind.K_SW64
 V_LAYOUT = warpgroup.SmemLayoutAtomKind.MN_SW64
-LOG2_E = math.log2(math.e)
-LN_2 = math.log(2.0)
+LOG2_E, LN_2 = math.log2(math.e), math.log(2.0)
 
 
 # ======================================================================================================================
@@ -141,7 +135,7 @@ def smem_layouts():
 
 
 @cute.jit
-def launch(q, k, v, o, lse, counter, scale: cutlass.Float32, num_sms: cutlass.Int32, stream):
+def launch(q, k, v, o, lse, num_sms: cutlass.Int32, counter, scale: cutlass.Float32, stream):
     """Describe the tensors to the TMA unit and start one CTA per SM, or one per tile where those are fewer."""
     # torch's (batch, seq, heads, HEAD_DIM) seen with the tiled modes first.
     mQ = cute.make_tensor(q.iterator, cute.select(q.layout, mode=[1, 3, 2, 0]))  # (seq_q, HEAD_DIM, heads_q, batch)
@@ -179,7 +173,6 @@ def attention_kernel(
     tidx, _, _ = cute.arch.thread_idx()
     warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
     warpgroup_idx = cute.arch.make_warp_uniform(tidx // WARPGROUP_THREADS)
-
     sQ_layout, sK_layout, sVt_layout, sO_layout = smem_layouts()
     storage = SmemAllocator().allocate(SharedStorage)
     sQ = storage.sQ.get_tensor(sQ_layout.outer, swizzle=sQ_layout.inner)  # (TILE_M, HEAD_DIM, Q_STAGES)
@@ -189,8 +182,7 @@ def attention_kernel(
     q_ring = make_ring(storage.q_barriers, Q_STAGES, TILE_M * HEAD_DIM * 2)
     k_ring = make_ring(storage.k_barriers, KV_STAGES, TILE_N * HEAD_DIM * 2)
     v_ring = make_ring(storage.v_barriers, KV_STAGES, TILE_N * HEAD_DIM * 2)
-    # From the first producer warp to the consumers and to the producer of V.
-    tile_ring = pipeline.PipelineAsync.create(
+    tile_ring = pipeline.PipelineAsync.create(  # from the first producer warp to the other and to the consumers
         barrier_storage=storage.tile_barriers.data_ptr(),
         num_stages=TILE_SLOTS,
         producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
@@ -222,8 +214,7 @@ def tile_coordinates(tile: cutlass.Int32, mQ: cute.Tensor, mK: cute.Tensor):
     seq_q, _, heads_q, batches = mQ.shape
     seq_k, _, heads_kv, _ = mK.shape
     num_m_blocks = cute.ceil_div(seq_q, TILE_M)
-    # As many heads at a time as have their K and V in L2, and of these the longest tiles first: the last rows see the
-    # most keys, and short tiles even out the CTAs in the end.
+    # As many heads at a time as have their K and V in L2; of these the last rows, which see the most keys, come first.
     share = cutlass.min(cutlass.max(KEYS_IN_L2 // seq_k, 1), heads_q * batches)
     first = tile // (share * num_m_blocks) * share
     place = tile % (share * num_m_blocks)
@@ -237,11 +228,7 @@ def tile_coordinates(tile: cutlass.Int32, mQ: cute.Tensor, mK: cute.Tensor):
 
 @cute.jit
 def kv_range(m_start: cutlass.Int32, seq_q: cutlass.Int32, seq_k: cutlass.Int32):
-    """Tiles of keys to visit: (n_block_end, n_full_end).
-
-    No row of this CTA sees a key of the tiles from n_block_end on: they are skipped. Every row sees every key of the
-    tiles before n_full_end; the tiles between hold the diagonal or the end of the keys and are masked.
-    """
+    """Tiles of keys to visit, (n_block_end, n_full_end): from the latter on they hold an edge of mask or keys."""
     diagonal = m_start + seq_k - seq_q  # the last key that the first row sees; negative when it sees none
     n_block_end = cute.ceil_div(cutlass.min(seq_k, cutlass.max(diagonal + TILE_M, 0)), TILE_N)
     # At least one tile: the consumers' first one stands before their loop. Rows that see none of it get O = 0.
@@ -251,11 +238,14 @@ def kv_range(m_start: cutlass.Int32, seq_q: cutlass.Int32, seq_k: cutlass.Int32)
 
 
 @cute.jit
-def draw_tile(counter: cute.Tensor, tiles: cute.Tensor, tile_ring, fill) -> cutlass.Int32:
+def draw_tile(counter, tiles, tile_ring, fill, num_tiles) -> cutlass.Int32:
     """Take the next tile from the counter, which all CTAs share, and tell the other warps; whole warp."""
     tile = cutlass.Int32(0)
     if cute.arch.lane_idx() == 0:
         tile = cute.arch.atomic_add(counter.iterator, cutlass.Int32(1), sem="relaxed", scope="gpu")
+        # Each CTA draws until none is left, num_tiles times in all: after the last draw the next launch finds a zero.
+        if tile == num_tiles - 1:
+            counter[0] = 0
     num_ctas, _, _ = cute.arch.grid_dim()
     tile = num_ctas + cute.arch.shuffle_sync(tile, 0)  # the first tile of each CTA has its own number
     tile_ring.producer_acquire(fill)  # the slot is empty
@@ -266,7 +256,7 @@ def draw_tile(counter: cute.Tensor, tiles: cute.Tensor, tile_ring, fill) -> cutl
 
 
 @cute.jit
-def hear_tile(tiles: cute.Tensor, tile_ring, drain) -> cutlass.Int32:
+def hear_tile(tiles, tile_ring, drain) -> cutlass.Int32:
     """Read the next tile that the first producer warp has drawn; whole warp."""
     tile_ring.consumer_wait(drain)
     tile = cute.arch.make_warp_uniform(tiles[drain.index])
@@ -324,7 +314,7 @@ def load_q_and_k(tma_Q, tma_K, mQ, mK, sQ, sK, q_ring, k_ring, tile_ring, tiles,
             full = k_ring.producer_get_barrier(k_fill)
             cute.copy(tma_K, tKgK[None, n_block], tKsK[None, k_fill.index], tma_bar_ptr=full)
             k_fill.advance()
-        tile = draw_tile(counter, tiles, tile_ring, tile_fill)
+        tile = draw_tile(counter, tiles, tile_ring, tile_fill, num_tiles)
         tile_fill.advance()
 
 
@@ -403,8 +393,7 @@ def consume(tma_O, mQ, mK, mO, mLSE, sQ, sK, sVt, sO, q_ring, k_ring, v_ring, ti
         mask_scores(acc_S, qk_mma, m_start, (n_block_end - 1) * TILE_N, seq_q, seq_k)
         softmax_step(acc_S, row_max, row_sum, rescale, scale_log2)
         round_p(acc_S, rP)
-        # Tiles of keys with an edge in them, then the others, in a loop of its own: a branch around the mask would keep
-        # the instructions before and behind it apart.
+        # Tiles of keys with an edge in them have a loop of their own: in the other one a branch would be in the way.
         for n_block in cutlass.range(n_block_end - 2, n_full_end - 1, -1, unroll=1):
             multiply(qk_mma, pv_mma, tSrQ, tSrK, tOrP, tOrV, acc_S, acc_O, k_ring, v_ring, k_drain, v_drain, consumer)
             mask_scores(acc_S, qk_mma, m_start, n_block * TILE_N, seq_q, seq_k)
@@ -453,10 +442,8 @@ def consume(tma_O, mQ, mK, mO, mLSE, sQ, sK, sVt, sO, q_ring, k_ring, v_ring, ti
 def make_products():
     """The two products, each on all consumer warpgroups: S = Q K^T and O = P V."""
     smem, registers = warpgroup.OperandSource.SMEM, warpgroup.OperandSource.RMEM
-    k_major, mn_major = OperandMajorMode.K, OperandMajorMode.MN
-    # Q and K are K-major: their contiguous mode is the head dim that the product sums over.
+    k_major, mn_major = OperandMajorMode.K, OperandMajorMode.MN  # contiguous along what is summed over, or along M or N
     qk = warpgroup.MmaF16BF16Op(DTYPE, cutlass.Float32, (WGMMA_M, TILE_N, WGMMA_K), smem, k_major, k_major)
-    # P comes from registers, where A is K-major by nature; V is MN-major, contiguous along HEAD_DIM.
     pv = warpgroup.MmaF16BF16Op(DTYPE, cutlass.Float32, (WGMMA_M, HEAD_DIM, WGMMA_K), registers, k_major, mn_major)
     return cute.make_tiled_mma(qk, (CONSUMERS, 1, 1)), cute.make_tiled_mma(pv, (CONSUMERS, 1, 1))
 
@@ -711,8 +698,7 @@ def store_output(tma_O, sO, mO, acc_O, pv_mma, tidx, m_block):
 def compile_for_sm90a(options: str = "--enable-tvm-ffi"):
     """Compile the kernel for sm_90a, once for all shapes; needs no GPU and no driver.
 
-    With the default options the result takes what `launch` does, torch tensors and numbers, but no stream: it runs on
-    torch's current one. `options` go to `cute.compile`.
+    The result takes what `launch` does, but no stream: it runs on torch's current one. `options` are cute.compile's.
     """
     batch, seq_q, seq_k, heads_q, heads_kv = (cute.sym_int() for _ in range(5))
 
@@ -726,10 +712,9 @@ def compile_for_sm90a(options: str = "--enable-tvm-ffi"):
     lse_strides = cute.sym_int64(), cute.sym_int64(), 1
     lse = cute.runtime.make_fake_tensor(cutlass.Float32, lse_shape, lse_strides, assumed_align=4)
     counter = cute.runtime.make_fake_tensor(cutlass.Int32, (1,), (1,), assumed_align=4)
-    outputs = fake(seq_q, heads_q, HEAD_DIM), lse, counter
+    others = fake(seq_q, heads_q, HEAD_DIM), lse, cutlass.Int32(1), counter, cutlass.Float32(1.0)
     stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream="--enable-tvm-ffi" in options)
-    scale, num_sms = cutlass.Float32(1.0), cutlass.Int32(1)
-    return cute.compile(launch, *qkv, *outputs, scale, num_sms, stream, options=f"--gpu-arch sm_90a {options}")
+    return cute.compile(launch, *qkv, *others, stream, options=f"--gpu-arch sm_90a {options}")
 
 
 def attention(q, k, v, *, scale=None, out=None, return_lse=False):
@@ -751,35 +736,36 @@ def attention(q, k, v, *, scale=None, out=None, return_lse=False):
     check_arguments(q, k, v, scale, out)
     batch, seq_q, heads_q, _ = q.shape
     o = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
-    # The kernel writes as many rows of LSE as there are: none when nobody asked for it.
-    lse = q.new_empty((batch, heads_q, seq_q if return_lse else 0), dtype=torch.float32)
+    lse = q.new_empty((batch, heads_q, seq_q), dtype=torch.float32) if return_lse else no_lse(batch, heads_q, q.device)
     if k.shape[1] == 0:
         o.zero_()  # no key at all
         lse.fill_(-math.inf)
     elif batch * seq_q * heads_q > 0:
-        counter = q.new_zeros(1, dtype=torch.int32)  # of the tiles that were drawn
-        compile_for_sm90a()(q, k, v, o, lse, counter, 96**-0.5 if scale is None else scale, sm_count(q.device))
+        scale = 96**-0.5 if scale is None else scale
+        compile_for_sm90a()(q, k, v, o, lse, sm_count(q.device), tile_counter(q.device), scale)
     return (o, lse) if return_lse else o
 
 
+@functools.lru_cache
+def no_lse(batch, heads_q, device):
+    """The LSE that nobody asked for: the kernel writes as many rows of it as there are."""
+    return torch.empty((batch, heads_q, 0), dtype=torch.float32, device=device)
+
+
 def check_arguments(q, k, v, scale, out):
-    """Raise TypeError or ValueError for what the compiled function lets pass; what else is wrong it names itself."""
+    """Raise for what the compiled function lets pass; it names wrong types, dtypes, shapes, strides and alignments."""
     for name, x in (("q", q), ("k", k), ("v", v), ("out", q if out is None else out)):
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"{name} is a {type(x).__name__}; it needs to be a torch.Tensor")
-        if x.device != q.device:
-            raise ValueError(f"{name} is on {x.device}; q is on {q.device}")
-        if x.ndim != 4 or x.shape[0] != q.shape[0]:
-            raise ValueError(f"{name} has shape {tuple(x.shape)}; it needs to be ({q.shape[0]}, seq, heads, head_dim)")
+        if x.ndim != 4:
+            raise ValueError(f"{name} has shape {tuple(x.shape)}; it needs to be (batch, seq, heads, head_dim)")
     heads_q, heads_kv = q.shape[2], k.shape[2]
     if heads_q > 0 and (heads_kv == 0 or heads_q % heads_kv != 0):
         raise ValueError(f"q has {heads_q} heads and k has {heads_kv}; heads of q must be a multiple of those of k")
     if out is not None and any(stride == 0 and size > 1 for size, stride in zip(out.shape, out.stride())):
         raise ValueError(f"out has strides {out.stride()}: several elements share one address; pass out.contiguous()")
-    if scale is not None and (not isinstance(scale, (int, float)) or isinstance(scale, bool)):
-        raise TypeError(f"scale is a {type(scale).__name__}; it needs to be a number")
-    if scale is not None and not 0.0 < scale < math.inf:
-        raise ValueError(f"scale is {scale}; it needs to be finite and positive")
+    if scale is not None and not (isinstance(scale, (int, float)) and 0.0 < scale < math.inf):
+        raise ValueError(f"scale is {scale!r}; it needs to be a finite and positive number")
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         raise ValueError("q, k or v requires grad; this kernel is forward only: call it under torch.no_grad()")
 
@@ -795,3 +781,17 @@ def sm_count(device):
             f"q is on a GPU of compute capability {gpu.major}.{gpu.minor}; this kernel needs 9.0 (H100, H200)"
         )
     return gpu.multi_processor_count
+
+
+def tile_counter(device):
+    """A zero, and again a zero after the launch, for all launches of a stream, which run one after the other."""
+    # A graph may be replayed on any stream, beside other work: it gets one of its own.
+    if torch.cuda.is_current_stream_capturing():
+        return torch.zeros(1, dtype=torch.int32, device=device)
+    return stream_counter(device, torch._C._cuda_getCurrentRawStream(device.index))  # current_stream takes longer
+
+
+@functools.cache
+def stream_counter(device, stream):
+    """The counter of one stream, made at its first launch."""
+    return torch.zeros(1, dtype=torch.int32, device=device)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
+from fa3gen import compiler
 from fa3gen.compile_cache import CACHE_DIR_VARIABLE
 
 NO_HOPPER = "no Hopper GPU here"
@@ -20,6 +22,13 @@ def pytest_configure(config: Any) -> None:
         os.environ[CACHE_DIR_VARIABLE] = folder.name
         config.add_cleanup(lambda: os.environ.pop(CACHE_DIR_VARIABLE, None))
         config.add_cleanup(folder.cleanup)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def preloaded_compiler() -> Iterator[None]:
+    """Compile in processes that import torch once; nothing is started before the first module is compiled."""
+    with compiler.preloaded():
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,8 @@
 """Facts from PTX and SASS against counts made by hand on real compiler output, and the comparison.
 
 tests/data/*.ptx and *.sass are what DSL 4.8.1 (ptxas 12.9.83) makes of the kernels beside them, with the kernel's long
-name replaced by the file's; rs_gemm_touched is rs_gemm with TOUCH_A = True.
+name replaced by the file's; rs_gemm_touched is rs_gemm with TOUCH_A = True, row_max_careless is row_max with
+CARELESS = True.
 """
 
 from __future__ import annotations
@@ -11,13 +12,14 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from fa3gen.census import Census, Expectation, Mismatch, compare, parse_ptxas_log, rows, take_census
+from fa3gen.census import Census, Expectation, Mismatch, SassExpectation, compare, parse_ptxas_log, rows, take_census
 from fa3gen.census_host import dynamic_smem_by_kernel
 from fa3gen.census_ptx import PtxFacts, Wgmma, count_instructions, parse_ptx
-from fa3gen.census_sass import Loop, find_loops, parse_sass
+from fa3gen.census_sass import Instruction, Loop, find_loops, parse_sass, store_kind
 from fa3gen.toolchain import Resources
 
 DATA = Path(__file__).parent / "data"
@@ -243,6 +245,7 @@ def test_sass_of_a_tma_kernel_counted_by_hand() -> None:
     assert (facts.tma_loads, facts.tma_stores, facts.mbarrier_ops, facts.register_reallocations) == (2, 1, 17, 2)
     assert (facts.ex2, facts.fsel, facts.fsetp, facts.fmnmx) == (32, 0, 0, 0)
     assert (facts.local_loads, facts.local_stores) == (0, 0)
+    assert (facts.global_stores, facts.shared_stores) == ({"STG.64": 16, "UTMASTG": 1}, {"STSM.4": 4})
     assert facts.opcodes["STSM"] == 4 and facts.opcodes["NANOSLEEP"] == 4 and facts.opcodes["STG"] == 16
     assert sum(facts.opcodes.values()) == 351
 
@@ -304,6 +307,26 @@ def test_nested_loops_and_reconvergence() -> None:
         Loop(0x10, depth=1, innermost=False, waits=False, instructions=13, gmma=0, ex2=1),
         Loop(0x30, depth=2, innermost=True, waits=False, instructions=4, gmma=0, ex2=1),
     )
+
+
+@pytest.mark.parametrize(
+    ("opcode", "kind"),
+    [
+        ("STG.E", "STG.32"),
+        ("STG.E.U16", "STG.16"),
+        ("STG.E.U8.STRONG.GPU", "STG.8"),
+        ("STG.E.EF.64", "STG.64"),
+        ("STG.E.128", "STG.128"),
+        ("ST.E.128", "ST.128"),
+        ("STS.64", "STS.64"),
+        ("STSM.16.M88.4", "STSM.4"),
+        ("STSM.16.MT88.2", "STSM.2"),
+        ("STSM.16.M88", "STSM.1"),
+        ("UTMASTG.4D", "UTMASTG"),
+    ],
+)
+def test_kinds_of_stores(opcode: str, kind: str) -> None:
+    assert store_kind(Instruction(0, opcode, "[R1], R2", predicated=False)) == kind
 
 
 def test_code_without_a_kernel_has_no_facts() -> None:
@@ -440,6 +463,13 @@ PREDICTION = Expectation(
     setmaxnreg={"dec 40": 1, "inc 232": 1},
     smem_bytes=41984,
     max_registers=232,
+    sass=SassExpectation(
+        waits=2,
+        min_maxima=0,
+        max_comparisons=0,
+        global_stores={"STG.64": 16, "UTMASTG": 1},
+        shared_stores={"STSM.4": 4, "STS.32": 0},
+    ),
 )
 
 
@@ -476,6 +506,41 @@ def test_a_kernel_as_predicted_has_no_mismatch(tma: Census) -> None:
 )
 def test_each_fact_can_mismatch(tma: Census, change: dict[str, object], mismatch: Mismatch) -> None:
     assert compare(tma, replace(PREDICTION, **change)) == [mismatch]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("change", "mismatch"),
+    [
+        ({"waits": 8}, Mismatch("SASS: warpgroup waits (WARPGROUP.DEPBAR)", "8", "2")),
+        ({"min_maxima": 36}, Mismatch("SASS: maxima (FMNMX)", "at least 36", "0")),
+        ({"global_stores": {}}, Mismatch("SASS: stores to global memory", "none", "STG.64 x 16, UTMASTG x 1")),
+        ({"shared_stores": {"STS.32": 1}}, Mismatch("SASS: stores to shared memory", "STS.32 x 1", "STSM.4 x 4")),
+    ],
+)
+def test_each_fact_of_the_sass_can_mismatch(tma: Census, change: dict[str, Any], mismatch: Mismatch) -> None:
+    assert compare(tma, replace(PREDICTION, sass=replace(PREDICTION.sass, **change))) == [mismatch]
+
+
+# 16 columns: 15 maxima, one FMNMX each or two FSETP and two FSEL; 32 bytes a row, in two stores or in eight.
+ROW_MAX = SassExpectation(min_maxima=15, max_comparisons=4, global_stores={"STG.128": 2}, shared_stores={})
+
+
+def test_maxima_that_propagate_nan_and_narrow_stores_are_caught() -> None:
+    careful = census_of("row_max", Resources(28, 0, 0, 0))
+    assert (careful.sass.fmnmx, careful.sass.fsetp, careful.sass.fsel) == (15, 0, 0)
+    assert compare(careful, Expectation(sass=ROW_MAX)) == []
+    careless = census_of("row_max_careless", Resources(24, 0, 0, 0))
+    assert compare(careless, Expectation(sass=ROW_MAX)) == [
+        Mismatch("SASS: maxima (FMNMX)", "at least 15", "0"),
+        Mismatch("SASS: comparisons of numbers (FSETP)", "at most 4", "30"),
+        Mismatch("SASS: stores to global memory", "STG.128 x 2", "STG.32 x 8"),
+    ]
+
+
+def test_waits_that_ptxas_adds_are_caught(serialized: Census) -> None:
+    """Four products of one group, each with a wait of its own; the source waits twice."""
+    expectation = Expectation(serialized_wgmma=None, sass=SassExpectation(waits=2))
+    assert compare(serialized, expectation) == [Mismatch("SASS: warpgroup waits (WARPGROUP.DEPBAR)", "2", "4")]
 
 
 def test_a_kind_of_product_that_is_missing(tma: Census) -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import signal
 import struct
 from pathlib import Path
 
 import pytest
 
-from fa3gen import compiler, toolchain
+from fa3gen import compile_servers, compiler, toolchain
 from fa3gen.census import Expectation, compare
 from fa3gen.compiler import Analysis, CompileError, analyse_many, compile_many, compile_module, worker_environment
 from fa3gen.errors import UserError
@@ -27,6 +28,18 @@ def with_constant(name: str, old: str, new: str, target: Path) -> Path:
     return target
 
 
+@pytest.fixture(params=["alone", "served"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compile in a process of its own, or in a fork of one that the whole run of the tests shares."""
+    if request.param == "alone":
+        monkeypatch.setattr(compile_servers, "_current", None)
+    else:
+        assert compile_servers.current() is not None
+
+
+EITHER_WAY = pytest.mark.usefixtures("way")
+
+
 @pytest.fixture(scope="session")
 def analyses(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Analysis]:
     """Real compilations of the kernels under tests/data, two of them spoilt on purpose."""
@@ -38,7 +51,9 @@ def analyses(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Analysis]:
         with_constant("tma_gemm.py", "MIN_BLOCKS = 1", "MIN_BLOCKS = 0", folder / "unbounded.py"),
     ]
     heard: list[Path] = []
-    results = analyse_many(paths, jobs=2, on_done=lambda path, result: heard.append(path))
+    with pytest.MonkeyPatch.context() as alone:
+        alone.setattr(compile_servers, "_current", None)
+        results = analyse_many(paths, jobs=2, on_done=lambda path, result: heard.append(path))
     assert list(results) == paths and sorted(heard) == sorted(paths)
     for result in results.values():
         assert isinstance(result, Analysis), result
@@ -125,6 +140,7 @@ def test_missing_module_names_the_command_that_writes_it(tmp_path: Path) -> None
         compile_module(tmp_path / "k4_2_d64.py")
 
 
+@EITHER_WAY
 def test_dsl_error_is_quoted_with_its_place(tmp_path: Path) -> None:
     message = fails(
         tmp_path,
@@ -149,6 +165,7 @@ def compile_for_sm90a():
     assert "broken.py:7" in message
 
 
+@EITHER_WAY
 def test_python_error_is_given_with_its_line(tmp_path: Path) -> None:
     message = fails(tmp_path, "def compile_for_sm90a():\n    return len(5)\n")
     path = tmp_path / "broken.py"
@@ -164,6 +181,7 @@ def test_syntax_error(tmp_path: Path) -> None:
     assert "SyntaxError" in message and "broken.py, line 1" in message
 
 
+@EITHER_WAY
 def test_missing_entry_point(tmp_path: Path) -> None:
     assert "no attribute 'compile_for_sm90a'" in fails(tmp_path, "x = 1\n")
 
@@ -173,6 +191,7 @@ def test_entry_point_that_returns_no_code(tmp_path: Path) -> None:
     assert "compile_for_sm90a() returned int without PTX and cubin" in message
 
 
+@EITHER_WAY
 @pytest.mark.parametrize(
     ("module", "command"),
     [("cutlass", "pip install 'nvidia-cutlass-dsl>=4.8,<4.9'"), ("torch", "pip install torch")],
@@ -183,10 +202,12 @@ def test_missing_package_is_answered_with_the_pip_command(tmp_path: Path, module
     assert message.endswith(f"compiling needs {module}; install it with: {command}")
 
 
+@EITHER_WAY
 def test_module_that_leaves_the_interpreter(tmp_path: Path) -> None:
     assert "SystemExit: 3" in fails(tmp_path, "raise SystemExit(3)\n")
 
 
+@EITHER_WAY
 def test_process_that_dies(tmp_path: Path) -> None:
     message = fails(
         tmp_path,
@@ -196,10 +217,12 @@ def test_process_that_dies(tmp_path: Path) -> None:
     assert message.endswith("the compiler process died of SIGKILL (out of memory?):\n  last words")
 
 
+@EITHER_WAY
 def test_process_that_ends_early(tmp_path: Path) -> None:
     assert fails(tmp_path, "import os\nos._exit(7)\n").endswith("the compiler process ended with status 7")
 
 
+@EITHER_WAY
 def test_timeout(tmp_path: Path) -> None:
     path = tmp_path / "slow.py"
     path.write_text("import time\ntime.sleep(60)\n")
@@ -223,11 +246,56 @@ def test_one_failure_does_not_keep_the_others_from_compiling(tmp_path: Path) -> 
     assert isinstance(results[DATA / "rs_gemm.py"], compiler.Compiled)
 
 
+@EITHER_WAY
 def test_worker_ignores_our_arguments_and_package(tmp_path: Path) -> None:
     # fa3gen/spec.py must not become a top-level module `spec`, and the DSL must not see our command line.
     source = "import sys, importlib.util\nassert len(sys.argv) == 1, sys.argv\n"
     source += "assert importlib.util.find_spec('census_ptx') is None\nraise ValueError('as it should be')\n"
     assert "ValueError: as it should be" in fails(tmp_path, source)
+
+
+# Servers
+
+
+def test_a_fork_compiles_what_a_fresh_process_compiles(analyses: dict[str, Analysis]) -> None:
+    alone, served = analyses["rs_gemm"].compiled, compile_module(DATA / "rs_gemm.py")
+    assert (served.ptx, served.cubin, served.host_module) == (alone.ptx, alone.cubin, alone.host_module)
+    assert served.peak_bytes is not None and served.peak_bytes < 2 * 2**30
+
+
+def test_a_fork_starts_with_torch_and_without_the_dsl_in_its_own_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    facts = "'torch' in sys.modules, 'cutlass' in sys.modules, os.environ['MINE']"
+    said = f"import os, sys\nraise ValueError(({facts}))\n"
+    for value in ("1", "2"):
+        monkeypatch.setenv("MINE", value)
+        assert f"ValueError: (True, False, '{value}')" in fails(tmp_path, said)
+
+
+def test_servers_are_used_again_and_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compile_servers, "_current", None)
+    path = tmp_path / "parent.py"
+    path.write_text("import os\nraise ValueError(f'child of {os.getppid()}')\n")
+
+    def parent() -> int:
+        with pytest.raises(CompileError) as caught:
+            compile_module(path)
+        return int(str(caught.value).split("child of ")[1].split()[0])
+
+    with compiler.preloaded():
+        first = parent()
+        assert first != os.getpid() and parent() == first
+        with compiler.preloaded():  # within another: the same
+            assert parent() == first
+        os.kill(first, signal.SIGKILL)
+        with pytest.raises(CompileError, match="the compiler process died of SIGKILL"):
+            compile_module(path)
+        second = parent()  # and the next one finds another server
+        assert second not in (first, os.getpid())
+    with pytest.raises(ProcessLookupError):
+        os.kill(second, 0)
+    assert parent() == os.getpid()
 
 
 def test_worker_environment_drops_settings_that_could_change_the_code(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import pytest
 from rendering import CHECKOUT, STEMS, changed, constants, plans, source, tree, variants
 
 from fa3gen import rules
+from fa3gen.census import SassExpectation
 from fa3gen.plan import MaskPlan, Plan, SoftmaxPlan, TilesPlan, make_plan, tma_boxes
 from fa3gen.render import render_variant
 from fa3gen.specfile import Variant
@@ -359,6 +360,31 @@ def test_tma_boxes(extent: int, swizzle: Any, boxes: int) -> None:
 def test_expectation(stem: str, expected: dict[str, Any]) -> None:
     found = plan(stem).expectation
     assert {name: getattr(found, name) for name in expected} == expected
+
+
+def test_expectation_of_the_sass() -> None:
+    # A thread has 2 rows of 128 / 4 = 32 scores, and exchanges their maxima in 2 steps: 2 x 34 for each softmax. There
+    # are three: before the loops, for tiles with an edge, for the others. 4 x 2 comparisons of rows with numbers in
+    # twos. 7 products. O: 128 / 64 boxes, 128 / 16 stmatrix. LSE: one store for each row.
+    assert plan("fwd_d128_causal").expectation.sass == SassExpectation(
+        waits=7,
+        min_maxima=204,
+        max_comparisons=16,
+        global_stores={"STG.32": 2, "UTMASTG": 2},
+        shared_stores={"STSM.4": 8, "STS.32": 1},
+    )
+    # O straight from registers: 2 rows of 128 / 4 elements, 8 at a time. One loop for all tiles, without a mask.
+    assert plan("fwd_d192_128").expectation.sass == SassExpectation(
+        waits=4,
+        min_maxima=136,
+        max_comparisons=12,
+        global_stores={"STG.32": 2, "STG.128": 8, "UTMASTG": 0},
+        shared_stores={"STSM.4": 0, "STS.32": 0},
+    )
+    # 64 x 16 / 128 = 8 rows, of which a thread has 64 / 16 = 4 scores and 4 elements of O, 8 bytes; 4 exchanges.
+    assert plan("k2_d64").expectation.sass == SassExpectation(
+        waits=0, min_maxima=64, max_comparisons=32, global_stores={"STG.32": 8, "STG.64": 8, "UTMASTG": 0}
+    )
 
 
 def test_expectation_of_narrow_swizzles() -> None:

@@ -232,6 +232,8 @@ def check_expectation(spec: Spec, plan: Plan) -> None:
         assert (m, k) == (64, 16) and 8 <= n <= 256 and n % 8 == 0 and product.steps >= 1
     assert expected.smem_bytes == plan.smem.total_bytes
     assert expected.mbarrier_inits == plan.smem.barrier_bytes // 8
+    if plan.p.through != "global_f32":
+        check_sass(spec, plan)
     assert expected.max_registers is not None and expected.max_registers * plan.tile.threads <= 65536
     tma = plan.load.engine == "tma"
     assert bool(expected.tma_loads) == bool(expected.mbarrier_inits) == bool(expected.mbarrier_expect_tx) == tma
@@ -254,6 +256,21 @@ def product_copies(plan: Plan) -> tuple[int, int]:
         return 1, 1
     loops = 2 if plan.tiles.persistent and plan.mask.kind == "causal" else 1
     return loops + 1 + (plan.tiles.persistent and plan.load.q_stages == 2), loops + 1
+
+
+def check_sass(spec: Spec, plan: Plan) -> None:
+    """The computing threads compare each of their scores once or more, and write all of O once."""
+    sass, threads = plan.expectation.sass, 128 * plan.tile.warpgroups or plan.tile.threads
+    scores = spec.tile.q * spec.tile.kv // threads
+    assert sass.waits == plan.expectation.wgmma_waits
+    assert sass.min_maxima is not None and sass.min_maxima > scores
+    assert sass.max_comparisons is not None and sass.max_comparisons < 2 * scores
+    assert sass.global_stores is not None
+    bits = {"STG.32": 32, "STG.64": 64, "STG.128": 128}
+    written = sum(bits.get(kind, 0) * count for kind, count in sass.global_stores.items())
+    o_bits = 0 if plan.expectation.tma_stores else spec.tile.q * spec.problem.v_dim * 16 // threads
+    lse_rows = spec.tile.q * (16 if plan.pv.engine == "scalar" else 4) // threads
+    assert written == o_bits + 32 * lse_rows * spec.outputs.lse
 
 
 def check_barriers(plan: Plan) -> None:

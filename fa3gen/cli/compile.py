@@ -95,10 +95,10 @@ def build(
     Progress goes to standard error.
     """
     from fa3gen.compile_cache import compile_and_keep
-    from fa3gen.compiler import analyse, side_by_side
+    from fa3gen.compiler import analyse, preloaded, side_by_side
 
     paths = {workspace.rendered_path(variant.stem): variant for variant in variants}
-    with _progress(len(paths)) as advance:
+    with _progress(len(paths)) as advance, preloaded():
         work = lambda path: analyse(compile_and_keep(path))  # noqa: E731
         results = side_by_side(work, list(paths), jobs, lambda path, result: advance(path.stem))
     return [judge(variant, expectations[variant.stem], results[path]) for path, variant in paths.items()]

@@ -11,6 +11,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import torch
+
 from fa3gen.compile_cache import cached_compile
 from fa3gen.cpu import ptx
 from fa3gen.cpu.dsl import require_supported_dsl
@@ -34,6 +36,20 @@ class CpuModel:
         """Nothing is compiled yet."""
         self.path = path
         self.settings = Settings()
+        self.counter: torch.Tensor | None = None
+
+    def sm_count(self, device: Any) -> int:
+        """The SMs of the settings, for tensors of this process.
+
+        Raises NotOnCpu for others.
+        """
+        _require_cpu("q", device)
+        return self.settings.sms
+
+    def tile_counter(self, device: Any) -> torch.Tensor:
+        """A zero for each launch; kept as `counter`, so that a test can see what the launch leaves in it."""
+        self.counter = torch.zeros(1, dtype=torch.int32, device=device)
+        return self.counter
 
     @cached_property
     def kernel(self) -> CpuKernel:
@@ -79,13 +95,19 @@ def load_on_cpu(path: Path) -> ModuleType:
     @cache
     def check_device(name: str, device: Any) -> None:
         """The model reads and writes the memory of this process."""
-        if device.type != "cpu":
-            raise NotOnCpu(
-                f"{name} is on {device}, and this module was loaded with on='cpu'; pass {name}.cpu(), or load the "
-                "module without `on` to run it on a GPU"
-            )
+        _require_cpu(name, device)
 
     module.compile_for_sm90a, module.check_device, module.cpu = compile_for_sm90a, check_device, model
     if hasattr(module, "sm_count"):
-        module.sm_count = lambda device: model.settings.sms
+        module.sm_count = model.sm_count
+    if hasattr(module, "tile_counter"):
+        module.tile_counter = model.tile_counter
     return module  # type: ignore[no-any-return]
+
+
+def _require_cpu(name: str, device: Any) -> None:
+    if device.type != "cpu":
+        raise NotOnCpu(
+            f"{name} is on {device}, and this module was loaded with on='cpu'; pass {name}.cpu(), or load the "
+            "module without `on` to run it on a GPU"
+        )

@@ -21,8 +21,8 @@ SCALAR_BYTES = {"b8": 1, "u8": 1, "b16": 2, "b32": 4, "u32": 4, "f32": 4, "b64":
 
 @cache
 def compiled(stem: str) -> Compiled:
-    """A committed module, compiled as the executor compiles it."""
-    return cached_compile(CHECKOUT.module_path(stem), line_info=True)
+    """A committed module, compiled as the executor compiles it: without line information, which a report asks for."""
+    return cached_compile(CHECKOUT.module_path(stem))
 
 
 @cache

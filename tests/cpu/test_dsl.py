@@ -62,17 +62,22 @@ def test_ptx_attribute() -> None:
     assert ".target sm_90a" in ptx and ".visible .entry" in ptx, "compiled.__ptx__ no longer holds the kernel's PTX"
 
 
-def test_line_info_option() -> None:
+@pytest.fixture(scope="module")
+def with_lines() -> str:
+    """The PTX with line information."""
+    return cached_compile(CHECKOUT.module_path(STEM), line_info=True).ptx
+
+
+def test_line_info_option(with_lines: str) -> None:
     assert re.search(
-        rf'^\s*\.file\s+\d+ ".*{STEM}\.py"', compiled(STEM).ptx, re.MULTILINE
+        rf'^\s*\.file\s+\d+ ".*{STEM}\.py"', with_lines, re.MULTILINE
     ), "with --generate-line-info the PTX no longer names the module's file"
-    assert "\t.loc\t" in compiled(STEM).ptx, "with --generate-line-info the PTX no longer has .loc directives"
+    assert "\t.loc\t" in with_lines, "with --generate-line-info the PTX no longer has .loc directives"
 
 
-def test_line_info_changes_nothing_else() -> None:
-    plain = cached_compile(CHECKOUT.module_path(STEM))
-    assert without_line_info(compiled(STEM).ptx) == without_line_info(
-        plain.ptx
+def test_line_info_changes_nothing_else(with_lines: str) -> None:
+    assert without_line_info(with_lines) == without_line_info(
+        compiled(STEM).ptx
     ), "with --generate-line-info the DSL now produces other instructions"
 
 

@@ -1,0 +1,125 @@
+"""Compiler processes for many modules: each has torch imported and forks once for every module.
+
+Importing torch takes longer than ptxas does. A fork starts with torch in place and with nothing of the DSL, which is
+imported in the fork, under the environment of its own module: what it compiles is what a fresh process compiles. This
+module imports neither cutlass nor torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+SERVE = "--serve"
+
+
+class Servers:
+    """As many servers as compilations were ever asked for at one time; safe to use from several threads."""
+
+    def __init__(self, worker: Path) -> None:
+        """Nothing is started yet; `worker` is the script that compiles."""
+        self._worker = worker
+        self._lock = threading.Lock()
+        self._idle: list[subprocess.Popen[str]] = []
+        self._all: list[subprocess.Popen[str]] = []
+
+    def run(self, arguments: Sequence[str], environment: Mapping[str, str], timeout_s: float) -> tuple[int, str]:
+        """Exit status (negative: a signal) and standard error of the worker with these arguments.
+
+        Raises subprocess.TimeoutExpired when it takes longer than `timeout_s` seconds; it is killed then.
+        """
+        server = self._take()
+        with tempfile.NamedTemporaryFile("r", errors="replace", prefix="fa3gen-compile-", suffix=".log") as log:
+            request = {"arguments": list(arguments), "environment": dict(environment), "stderr": log.name}
+            try:
+                status = _ask(server, json.dumps(request), timeout_s)
+            except subprocess.TimeoutExpired:
+                self._give_back(server)
+                raise
+            except (OSError, ValueError):  # the server is gone: what it said is nothing, or half a line
+                return server.wait() or -signal.SIGTERM, log.read()
+            self._give_back(server)
+            return status, log.read()
+
+    def close(self) -> None:
+        """End all servers; none may be at work."""
+        for server in self._all:
+            assert server.stdin is not None and server.stdout is not None
+            with contextlib.suppress(OSError):
+                server.stdin.close()  # which ends its loop
+            server.wait()
+            server.stdout.close()
+
+    def _take(self) -> subprocess.Popen[str]:
+        with self._lock:
+            if self._idle:
+                return self._idle.pop()
+        server = subprocess.Popen(
+            [sys.executable, "-P", str(self._worker), SERVE],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        with self._lock:
+            self._all.append(server)
+        return server
+
+    def _give_back(self, server: subprocess.Popen[str]) -> None:
+        with self._lock:
+            self._idle.append(server)
+
+
+def _ask(server: subprocess.Popen[str], request: str, timeout_s: float) -> int:
+    """The exit status of one fork. Raises OSError or ValueError when the server is gone, TimeoutExpired."""
+    assert server.stdin is not None and server.stdout is not None
+    server.stdin.write(request + "\n")
+    server.stdin.flush()
+    process = int(server.stdout.readline())
+    late = threading.Event()
+
+    def end() -> None:
+        late.set()
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL)
+
+    timer = threading.Timer(timeout_s, end)
+    timer.start()
+    try:
+        status = int(server.stdout.readline())
+    finally:
+        timer.cancel()
+    if late.is_set():  # the server has seen the fork end
+        raise subprocess.TimeoutExpired(request, timeout_s)
+    return status
+
+
+_current: Servers | None = None
+
+
+def current() -> Servers | None:
+    """The servers of the `preloaded` that this is in."""
+    return _current
+
+
+@contextlib.contextmanager
+def preloaded(worker: Path) -> Iterator[None]:
+    """Have the compilations within, of any thread, done by servers that import torch once."""
+    global _current
+    if _current is not None or not hasattr(os, "fork"):
+        yield
+        return
+    _current = servers = Servers(worker)
+    try:
+        yield
+    finally:
+        _current = None
+        servers.close()

@@ -1,0 +1,77 @@
+"""What a spec says of the code that ptxas makes: waits, maxima and the widths of its stores.
+
+Static counts. As compiled (DSL 4.8.1, ptxas 12.9.83), no loop over tiles is unrolled, and what a template unrolls
+stands there element by element.
+"""
+
+from __future__ import annotations
+
+from fa3gen import footprint, hopper
+from fa3gen.census import SassExpectation
+from fa3gen.spec import GlobalHandoff, Spec, WgmmaProduct
+
+VECTOR_BITS = 128  # of the widest access to memory that a thread makes
+QUAD = 4  # threads that share the rows of a warpgroup's accumulator (PTX ISA, wgmma register fragments)
+FRAGMENT_ROWS = 2  # of a thread in 64 rows of an accumulator
+
+
+def expectation(spec: Spec, *, waits: int, softmaxes: int, o_boxes: int, matrices: int) -> SassExpectation:
+    """The prediction for one spec.
+
+    `waits` is how many warpgroup waits and `softmaxes` how many softmax steps stand in the code, `o_boxes` the TMA
+    stores of O, `matrices` the stmatrix instructions, each of four 8 x 8 matrices.
+    """
+    if isinstance(spec.handoff, GlobalHandoff):
+        # A thread computes one score, then one element of O; in between, a warp walks along a row.
+        return SassExpectation(
+            waits=waits,
+            min_maxima=1 + _exchanges(hopper.WARP),
+            max_comparisons=_most_comparisons(rows=1, softmaxes=1),
+            global_stores={"STG.32": 2 + spec.outputs.lse, "STG.16": 1},
+            shared_stores={},
+        )
+    rows, lanes = thread_rows(spec)
+    return SassExpectation(
+        waits=waits,
+        min_maxima=softmaxes * rows * (spec.tile.kv // lanes + _exchanges(lanes)),
+        max_comparisons=_most_comparisons(rows, softmaxes),
+        global_stores=_global_stores(spec, rows, lanes, o_boxes),
+        shared_stores=_shared_stores(spec, matrices),
+    )
+
+
+def thread_rows(spec: Spec) -> tuple[int, int]:
+    """Rows of S of a thread, and how many threads share each of them."""
+    if isinstance(spec.pv, WgmmaProduct):
+        return FRAGMENT_ROWS * spec.tile.q // ((spec.tile.warpgroups or 1) * hopper.WGMMA_M), QUAD
+    return spec.tile.q * footprint.SCALAR_LANES // footprint.computing_threads(spec), footprint.SCALAR_LANES
+
+
+def _exchanges(lanes: int) -> int:
+    """Steps in which so many lanes, a power of two, find their common maximum."""
+    return lanes.bit_length() - 1
+
+
+def _most_comparisons(rows: int, softmaxes: int) -> int:
+    """FSETP that a kernel needs for its rows: two in each softmax (an empty row; an outgrown maximum), two at its end.
+
+    Far fewer than the two for each element of a maximum that propagates NaN.
+    """
+    return 2 * rows * (softmaxes + 1)
+
+
+def _global_stores(spec: Spec, rows: int, lanes: int, o_boxes: int) -> dict[str, int]:
+    stores = {"STG.32": rows * spec.outputs.lse, "UTMASTG": o_boxes}  # LSE, and O by TMA
+    if o_boxes == 0:
+        # O straight from registers. In a fragment a quad trades columns so that each thread has whole vectors.
+        bits = spec.problem.v_dim * 16 // lanes
+        vector = VECTOR_BITS if spec.outputs.o == "direct" else min(bits & -bits, VECTOR_BITS)
+        stores[f"STG.{vector}"] = stores.get(f"STG.{vector}", 0) + rows * bits // vector
+    return stores
+
+
+def _shared_stores(spec: Spec, matrices: int) -> dict[str, int] | None:
+    """None for a kernel whose softmax works in shared memory."""
+    if not isinstance(spec.pv, WgmmaProduct):
+        return None
+    return {"STSM.4": matrices, "STS.32": int(spec.scheduler == "dynamic")}  # O or P; numbers of tiles

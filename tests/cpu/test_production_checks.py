@@ -1,0 +1,137 @@
+"""The checks of tests/gpu/test_production.py, on the CPU model at tiny sizes and on modules wrong on purpose."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import production
+import pytest
+import torch
+from production import Call, Problem, Shape
+from rendering import CHECKOUT, variants
+
+from fa3gen import reference
+from fa3gen.cpu.module import load_on_cpu
+from fa3gen.reference import Attention
+
+STEM = "fwd_d64"
+SPEC = variants()[STEM].spec
+CPU = torch.device("cpu")
+TINY = Shape(2, 40, 50, 2, 2)
+
+
+def exact(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, out: torch.Tensor, return_lse: bool) -> Attention:
+    """What a module does, by the reference."""
+    found = reference.attention(q, k, v, mask=SPEC.mask)
+    return Attention(out.copy_(found.out.to(q.dtype)), found.lse.float())
+
+
+class Forgetful:
+    """Wrong from its third call on, as a kernel whose counter was not set back."""
+
+    calls = 0
+
+    def attention(self, *tensors: torch.Tensor, **options: Any) -> Attention:
+        self.calls += 1
+        result = exact(*tensors, **options)
+        if self.calls > 2:
+            result.out[:, 0] = 0
+        return result
+
+
+def nearby(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, out: torch.Tensor, return_lse: bool) -> Attention:
+    """A module whose offsets wrap at 1000 elements, as 32 bits do at 2^31."""
+    wrapped = [x.clone() for x in (q, k, v)]
+    for x, lies in zip(wrapped, (q, k, v), strict=True):
+        for batch in range(x.shape[0]):
+            for head in range(x.shape[2]):
+                if batch * lies.stride(0) + head * lies.stride(2) >= 1000:
+                    x[batch, :, head] = 0
+    return exact(*wrapped, out=out, return_lse=return_lse)
+
+
+def one_after_the_other(launches: int) -> Callable[[Sequence[Call]], Iterator[Any]]:
+    """In the place of streams and graphs."""
+
+    def run(calls: Sequence[Call]) -> Iterator[list[list[Attention]]]:
+        for _ in range(2):
+            yield [[call() for _ in range(launches)] for call in calls]
+
+    return run
+
+
+def problem(attention: Callable[..., Any], shape: Shape = TINY, seed: int = 1) -> Problem:
+    return Problem(SimpleNamespace(attention=attention), SPEC, CPU, shape, seed)
+
+
+def found(what: Iterable[str]) -> str:
+    return "\n".join(what)
+
+
+def test_a_real_module_passes() -> None:
+    """On the model, where strides of 5,000 elements and 10,000 in all stand for 2^31."""
+    module = load_on_cpu(CHECKOUT.module_path(STEM))
+    tiny = Problem(module, SPEC, CPU, Shape(2, 9, 20, 2, 2), seed=1)
+    assert found(production.repeated_launches(tiny, 2)) == ""
+    assert found(production.undisturbed([tiny], one_after_the_other(1))) == ""
+    assert found(production.large_strides(tiny, 5000)) == ""
+    assert found(production.many_elements(module, SPEC, CPU, 10_000, seq=9, heads=2)) == ""
+
+
+def test_launches_that_differ_are_found() -> None:
+    assert found(production.repeated_launches(problem(exact), 5)) == ""
+    assert found(production.repeated_launches(problem(Forgetful().attention), 5)) == (
+        "3 of 5 launches differ from the first: [3, 4, 5]"
+    )
+
+
+def test_launches_that_disturb_each_other_are_found() -> None:
+    module = Forgetful()
+    problems = [problem(module.attention, seed=seed) for seed in (1, 2)]
+    assert found(production.undisturbed(problems, one_after_the_other(2))).splitlines() == [
+        f"time {time}: 2 of 2 results of call {call} are not what it gives alone" for time in (1, 2) for call in (1, 2)
+    ]
+    assert "0 of 0 results of call 1" in found(production.undisturbed([problem(exact)], one_after_the_other(0)))
+
+
+def test_wrong_numbers_are_found() -> None:
+    def half(*tensors: torch.Tensor, out: torch.Tensor, **options: Any) -> Attention:
+        result = exact(*tensors, out=out, **options)
+        out *= 0.5
+        return result
+
+    def poison(*tensors: torch.Tensor, out: torch.Tensor, **options: Any) -> Attention:
+        return Attention(out, exact(*tensors, out=torch.empty_like(out), **options).lse)
+
+    def other_base(*tensors: torch.Tensor, **options: Any) -> Attention:
+        result = exact(*tensors, **options)
+        return Attention(result.out, result.lse / math.log(2))
+
+    assert found(production.repeated_launches(problem(half), 2)).startswith("O is off by 0.5")
+    assert found(production.repeated_launches(problem(poison), 2)) == "O is off by nan"
+    assert found(production.repeated_launches(problem(other_base), 2)) == "LSE is off"
+
+
+def test_offsets_that_wrap_are_found() -> None:
+    few = problem(nearby, Shape(2, 2, 3, 2, 2))  # dense, q has 512 elements
+    assert found(production.large_strides(few, 4000)).splitlines() == [
+        f"O or LSE changes when strides of the {mode} reach over 4000 elements" for mode in ("batch", "head")
+    ]
+    module = SimpleNamespace(attention=nearby)
+    # 128 elements a batch: from the ninth one on, which has number 8, the second head lies beyond 1000.
+    assert found(production.many_elements(module, SPEC, CPU, 1200, seq=1, heads=2)).splitlines() == [
+        f"batch {number} of 12: O is off by 1" for number in (9, 10, 11)
+    ]
+
+
+@pytest.mark.parametrize("order", production.PLACES.values())
+def test_a_spread_tensor_is_the_same_further_apart(order: str) -> None:
+    x = torch.randn(2, 7, 4, 16).bfloat16()
+    far = production.spread(x, order, 5000)
+    assert far.equal(x)
+    slowest = "bshd".index(order[0])
+    assert far.stride(slowest) * (x.shape[slowest] - 1) >= 5000
+    assert far.stride(3) == 1 and all(stride % 8 == 0 for stride in far.stride()[:3])
