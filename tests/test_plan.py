@@ -122,9 +122,9 @@ def test_call_arguments() -> None:
     assert plan("k1_d128").entry.call_arguments == ("q", "k", "v", "out", "lse", "scores", scale)
     assert plan("k4_2_o_only_d128_causal").entry.call_arguments == ("q", "k", "v", "out", scale)
     # A persistent kernel needs to know the SMs; one that draws tiles, a counter.
-    assert plan("fwd_d128").entry.call_arguments == ("q", "k", "v", "o", "lse", scale, "sm_count(q.device)")
+    assert plan("fwd_d128").entry.call_arguments == ("q", "k", "v", "o", "lse", "sm_count(q.device)", "scale")
     dynamic = plan("fwd_d128_causal").entry.call_arguments
-    assert dynamic == ("q", "k", "v", "o", "lse", "counter", scale, "sm_count(q.device)")
+    assert dynamic == ("q", "k", "v", "o", "lse", "sm_count(q.device)", "tile_counter(q.device)", "scale")
 
 
 @pytest.mark.parametrize(
@@ -221,8 +221,8 @@ def test_tiles_softmax_and_output() -> None:
 def test_walk_of_a_persistent_kernel() -> None:
     rings = "q_ring, k_ring, v_ring"
     full, plain = plan("fwd_d128_causal").walk, plan("fwd_d256").walk
-    assert ", ".join(full.launch_arguments) == "q, k, v, o, lse, counter"
-    assert ", ".join(plain.launch_arguments) == "q, k, v, o, lse"
+    assert ", ".join(full.launch_arguments) == "q, k, v, o, lse, num_sms: cutlass.Int32, counter"
+    assert ", ".join(plain.launch_arguments) == "q, k, v, o, lse, num_sms: cutlass.Int32"
     assert ", ".join(full.kernel_arguments) == "mQ, mK, mVt, mO, mLSE, counter, tma_Q, tma_K, tma_V, tma_O"
     assert ", ".join(plain.kernel_arguments) == "mQ, mK, mVt, mO, mLSE, tma_Q, tma_K, tma_V"
     assert ", ".join(full.consume_arguments) == (
@@ -548,6 +548,10 @@ def test_ring_table(stem: str) -> None:
         edge, arrivals = f"{first} -> {warps + 1} warps", f"{warps + 1} arrivals"
         expected.append(["tile", str(slots), edge, "1 arrival", arrivals])
         assert "CooperativeGroup(pipeline.Agent.Thread, CONSUMER_WARPS + 1)" in ast.unparse(code(stem))
+    if "TURN_BARRIER" in values:
+        first, last = values["TURN_BARRIER"], values["TURN_BARRIER"] + values["CONSUMERS"] - 1
+        named, threads = f"named barriers {first} to {last}", f"{values['TURN_THREADS']} threads"
+        expected.append(["turn", str(values["CONSUMERS"]), "each consumer -> the next one", threads, named])
     assert rows == expected
     assert sorted(ring_calls(stem)) == ["k", "q", "v"]
 
@@ -627,11 +631,11 @@ def test_register_budgets_in_the_header(stem: str) -> None:
 @pytest.mark.parametrize("stem", SPECIALIZED)
 def test_named_barrier_table(stem: str) -> None:
     values = constants(code(stem))
+    if stem in PERSISTENT:  # O is stored by each warp alone; the turns stand in the table of the rings
+        assert "OUTPUT_BARRIER" not in values and plan(stem).header.named_barriers == ()
+        return
     rows = {name: (numbers, int(threads)) for numbers, name, threads, _ in table(plan(stem).header.named_barriers)}
-    if stem in PERSISTENT:  # O is stored by each warp alone
-        assert "OUTPUT_BARRIER" not in values
-    else:
-        assert rows.pop("OUTPUT_BARRIER") == (str(values["OUTPUT_BARRIER"]), values["CONSUMER_THREADS"])
+    assert rows.pop("OUTPUT_BARRIER") == (str(values["OUTPUT_BARRIER"]), values["CONSUMER_THREADS"])
     if "TURN_BARRIER" in values:
         first = values["TURN_BARRIER"]
         assert rows.pop("TURN_BARRIER") == (f"{first} to {first + values['CONSUMERS'] - 1}", values["TURN_THREADS"])

@@ -205,7 +205,7 @@ def test_golden_files_have_knobs() -> None:
         ("k3_1_d64", {"load": {"kv_stages": 5}}, "k3_3_d64"),
         ("k5_d64", {"schedule": {"kind": "ping_pong", "overlap": True}}, "k6_d64"),
         ("fwd_d64_causal", {"tile": {"q": 128, "warpgroups": 2}}, "fwd_d64_causal_short"),
-        ("fwd_d192", {"scheduler": "dynamic", "mask": {"kind": "causal"}}, "fwd_d192_causal"),
+        ("fwd_d96", {"scheduler": "dynamic", "mask": {"kind": "causal"}}, "fwd_d96_causal"),
     ],
 )
 def test_a_knob_gives_the_neighbour(stem: str, parts: dict[str, Any], other: str) -> None:
