@@ -249,22 +249,23 @@ def run(
 
     v_dim = plan.problem.v_dim
     out = torch.full((problem.batch, problem.seq_q, problem.heads_q, v_dim), math.nan, dtype=dtype)
-    tensors = {
+    given: dict[str, torch.Tensor | int] = {
         "q": normal(problem.seq_q, problem.heads_q, problem.head_dim),
         "k": normal(problem.seq_k, problem.heads_kv, problem.head_dim),
         "v": normal(problem.seq_k, problem.heads_kv, v_dim),
         "out": out,
         "o": out,  # as persistent modules call it
-        "counter": torch.zeros(1, dtype=torch.int32),
+        "sm_count(q.device)": 1,
+        "tile_counter(q.device)": torch.zeros(1, dtype=torch.int32),
         "lse": torch.full((problem.batch, problem.heads_q, problem.seq_q), math.nan),
     }
     if "scores" in plan.entry.call_arguments:
-        tensors["scores"] = torch.full((problem.batch, problem.heads_q, problem.seq_q, problem.seq_k), math.nan)
-    arguments = [tensors[name] for name in plan.entry.call_arguments if name in tensors]
+        given["scores"] = torch.full((problem.batch, problem.heads_q, problem.seq_q, problem.seq_k), math.nan)
+    arguments = [given[name] for name in plan.entry.call_arguments if name in given]
     # With line information, the instructions name their lines in the generated file; they are the same without.
     kernel = CpuKernel(cached_compile(path, line_info=True), Settings(schedule, recorded, ctas))
     try:
-        kernel(*arguments, problem.head_dim**-0.5, *[1] * plan.tiles.persistent)  # SMs
+        kernel(*arguments, problem.head_dim**-0.5)
     except Hazard as hazard:
         return hazard
     return None

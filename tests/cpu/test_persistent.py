@@ -79,34 +79,33 @@ def recorded(stem: str) -> RecordedProgram:
 def test_there_are_as_many_ctas_as_sms_or_as_tiles(stem: str, sms: int, grid: int) -> None:
     q, k, v = tensors(TILE_M[stem] + 1, 20)
     counter = [torch.zeros(1, dtype=torch.int32)] if stem == DYNAMIC else []
-    launched, _ = recorded(stem).launch(
-        q, k, v, torch.empty_like(q), q.new_empty(1, 4, 0).float(), *counter, 0.125, sms
-    )
+    lse = torch.empty(1, 4, 0)
+    launched, _ = recorded(stem).launch(q, k, v, torch.empty_like(q), lse, sms, *counter, 0.125)
     assert (launched.grid, launched.block) == ((grid, 1, 1), (32 * WARPS[stem], 1, 1))
 
 
-def test_each_tile_is_drawn_once() -> None:
-    """A CTA draws after each of its tiles: as many draws as tiles, of which as many find none as there are CTAs."""
+def test_a_launch_leaves_its_counter_as_it_was() -> None:
+    """At zero, for the next launch of the stream, whoever draws last; two launches with one counter are right."""
     q, k, v = tensors(TILE_M[DYNAMIC] + 1, 20)
+    counter, lse = torch.zeros(1, dtype=torch.int32), torch.empty(1, 4, 0)
+    expected, _ = outputs(DYNAMIC, Settings(), (q, k, v))
     for sms in (1, 3, 20):
-        counter = torch.zeros(1, dtype=torch.int32)
-        module(DYNAMIC).cpu.settings = Settings()
-        o, lse = torch.empty_like(q), torch.empty(1, 4, 0)
-        module(DYNAMIC).compile_for_sm90a()(q, k, v, o, lse, counter, 0.125, sms)
-        assert counter.tolist() == [8]
+        o = torch.full_like(q, math.nan)
+        module(DYNAMIC).compile_for_sm90a()(q, k, v, o, lse, sms, counter, 0.125)
+        assert counter.tolist() == [0] and torch.equal(o, expected)
 
 
-def test_tiles_that_were_drawn_before_are_left_out() -> None:
-    """The counter is what decides: with one that starts at 5, a CTA has its own first tile and the last two of 8."""
+def test_the_counter_says_which_tiles_are_left() -> None:
+    """With one that starts at 5 a CTA has its own first tile and the last two of 8; then it finds none left."""
     q, k, v = tensors(TILE_M[DYNAMIC] + 1, 20)
     o, counter = torch.full_like(q, math.nan), torch.tensor([5], dtype=torch.int32)
     module(DYNAMIC).cpu.settings = Settings()
-    module(DYNAMIC).compile_for_sm90a()(q, k, v, o, torch.empty(1, 4, 0), counter, 0.125, 1)
+    module(DYNAMIC).compile_for_sm90a()(q, k, v, o, torch.empty(1, 4, 0), 1, counter, 0.125)
     written = o.isfinite().all(-1)[0]  # (seq_q, heads)
-    tiles = [(rows, head) for rows in (0, TILE_M[DYNAMIC]) for head in range(4) if written[rows, head]]
+    tiles = [(row, head) for row in (0, TILE_M[DYNAMIC]) for head in range(4) if written[row, head]]
     # Numbers 0 to 3 are the last rows of the heads, 4 to 7 their first rows.
     assert tiles == [(0, 2), (0, 3), (TILE_M[DYNAMIC], 0)]
-    assert counter.tolist() == [5 + 3]
+    assert counter.tolist() == [0]
 
 
 # -- the order of tiles, of every persistent module, from its own source

@@ -454,9 +454,9 @@ def test_events_of_a_persistent_kernel_are_those_of_its_plan() -> None:
     text = Source(PERSISTENT, f"generated/{PERSISTENT}.py", str(path), path.read_text(encoding="utf-8"))
     written = document(trace, text, places, problem=vars(problem), schedule="")
     loads = Counter((load["label"], *load["warps"]) for load in events_of("load", written))
-    # Warp 8 loads Q and K, warp 9 loads V; a box each. 3 tiles of Q in 2 stages, 6 of K and V in 2.
+    # Warp 8 loads Q and K, warp 9 loads V; a box each. 3 tiles of Q in 2 stages, 6 of K and V in 3.
     assert loads == {("Q stage 0", 8): 2, ("Q stage 1", 8): 1} | {
-        (f"{ring} stage {stage}", warp): 3 for ring, warp in (("K", 8), ("V", 9)) for stage in range(2)
+        (f"{ring} stage {stage}", warp): 2 for ring, warp in (("K", 8), ("V", 9)) for stage in range(3)
     }
     released = Counter[str]()
     for arrive in events_of("arrive", written):
@@ -466,7 +466,7 @@ def test_events_of_a_persistent_kernel_are_those_of_its_plan() -> None:
     assert released == {"q_empty[0]": 16, "q_empty[1]": 8, "tile_full[0]": 2, "tile_full[1]": 1} | {
         "tile_empty[0]": 18,
         "tile_empty[1]": 9,
-    } | {f"{ring}_empty[{stage}]": 24 for ring in "kv" for stage in range(2)}
+    } | {f"{ring}_empty[{stage}]": 16 for ring in "kv" for stage in range(3)}
     # O of each tile is stored by 8 warps for themselves.
     stores = events_of("store", written)
     assert Counter(store["label"] for store in stores) == {"O": 24}
