@@ -757,14 +757,15 @@ def test_rules_of_persistent_kernels_are_applied() -> None:
     assert violations(PERSISTENT) == {}
     assert violations(PERSISTENT, scheduler="dynamic", mask="causal", outputs={"o": "direct"}) == {}
     assert violations(PERSISTENT, softmax={"rescale_above": 1}, problem={"head_dim": 128, "dtype": "fp16"}) == {}
-    for field, changes in {
+    broken: dict[str, dict[str, Any]] = {
         "scheduler": {"mask": "causal"},
         "outputs.lse": {"outputs": {"o": "own_buffer", "lse": False}},
         "tile.pack_heads": {"tile": {"q": 128, "kv": 64, "warpgroups": 2, "pack_heads": 4}},
         "outputs.o": {"outputs": {}},
         "load.q_stages": {"load": {"engine": "tma", "q_stages": 3, "kv_stages": 2, "barrier": "separate"}},
         "load.barrier": {"load": {"engine": "tma", "q_stages": 2, "kv_stages": 2, "barrier": "shared"}},
-    }.items():
+    }
+    for field, changes in broken.items():
         assert list(violations(PERSISTENT, **changes)) == [field]
     assert list(violations(PERSISTENT, scheduler="single_tile")) == ["load.q_stages", "outputs.o"]
     assert list(violations(SPECIALIZED, tile=PERSISTENT["tile"], softmax={"rescale_above": 8})) == [
