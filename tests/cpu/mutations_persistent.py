@@ -8,7 +8,7 @@ to call that no end in sight.
 
 from __future__ import annotations
 
-from mutations import NUMBERS, Change, Drop, Line, Mutation, SourceMutation, group, move, skip_wait
+from mutations import NUMBERS, Change, Drop, Line, Mutation, Shape, SourceMutation, group, move, skip_wait
 from mutations_tuning import ARRIVE, PROXY_FENCE, TRY_WAIT, TRY_WAIT_Q, WARP_SYNC, WGMMA_WAIT
 from rendering import source, variants
 
@@ -107,6 +107,7 @@ def _from_tile_to_tile() -> list[Mutation]:
             "wgmma reads K through the epilogue; the arrival lets TMA overwrite it",
             move(Line(WGMMA_WAIT, 3, 4), Line("$L__BB0_#:", 2, 3, below=RELEASE_K)),
             reports={Kind.OVERWRITE},
+            shape=Shape(1, 200, 500, 1, 1),  # more tiles of keys than the ring has stages
         ),
         release(
             "last V given back before its product is waited for",
