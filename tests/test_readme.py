@@ -89,4 +89,6 @@ def test_the_cpu_model_runs_the_module_as_shown(monkeypatch: pytest.MonkeyPatch)
 def test_every_module_is_executed_where_the_readme_says() -> None:
     name = re.search(r"every committed module this way on every run \(`([\w/.]+)`", README)
     assert name is not None
-    assert '@pytest.mark.parametrize("stem", STEMS)' in (ROOT / name.group(1)).read_text(encoding="utf-8")
+    assert '@pytest.fixture(scope="module", params=STEMS)\ndef stem(' in (ROOT / name.group(1)).read_text(
+        encoding="utf-8"
+    )

@@ -140,12 +140,17 @@ def _pack(slot: _Any, position: int, value: Any) -> Any:
     return None
 
 
+class NotOnCpu(UserError, ValueError):
+    """A tensor that lies elsewhere was given to the CPU model; a ValueError as on the GPU."""
+
+
 def _describe(position: int, tensor: torch.Tensor) -> tuple[_DLTensor, Any]:
     """A DLTensor with the tensor's own strides, and the arrays that it points to."""
     if tensor.device.type != "cpu":
-        raise UserError(
+        name = dict(enumerate(("q", "k", "v", "out"))).get(position, "an output or a workspace")
+        raise NotOnCpu(
             f"argument {position} is on {tensor.device}; the CPU executor takes tensors on the CPU: pass .cpu() of "
-            "it, or run the generated module itself on the GPU"
+            f"it, or run the generated module itself on the GPU. The argument is {name}"
         )
     if tensor.layout != torch.strided:
         raise UserError(f"argument {position} is {tensor.layout}; it needs to be strided: pass .to_dense() of it")

@@ -16,14 +16,11 @@ import torch
 from fa3gen.compile_cache import cached_compile
 from fa3gen.cpu import ptx
 from fa3gen.cpu.dsl import require_supported_dsl
+from fa3gen.cpu.host import NotOnCpu
 from fa3gen.cpu.kernel import CpuKernel, Settings, Source
 from fa3gen.errors import UserError
 from fa3gen.loading import load_file
 from fa3gen.workspace import Workspace
-
-
-class NotOnCpu(UserError, ValueError):
-    """A tensor that lies elsewhere was given to a module that was loaded with on="cpu"."""
 
 
 class CpuModel:
