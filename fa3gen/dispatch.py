@@ -16,7 +16,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from pydantic import Field, ValidationError
 
@@ -26,6 +26,9 @@ from fa3gen.spec import WINDOW_MAX, CausalMask, DType, Mask, NoMask, Spec, SpecM
 from fa3gen.specfile import Variant
 from fa3gen.workspace import Workspace
 from fa3gen.yamltree import read
+
+if TYPE_CHECKING:
+    from fa3gen.tuning_records import TuningRecord
 
 FILE_NAME = "dispatch.yaml"
 WRITE_TABLE = "fa3gen tune --write-table"
@@ -360,54 +363,6 @@ def _flow(value: Any) -> str:
 # From records to the table
 
 
-class _Mask(Protocol):
-    @property
-    def kind(self) -> str: ...
-    @property
-    def left(self) -> int | None: ...
-    @property
-    def right(self) -> int | None: ...
-
-
-class _Problem(Protocol):
-    @property
-    def dtype(self) -> DType: ...
-    @property
-    def head_dim(self) -> int: ...
-    @property
-    def head_dim_v(self) -> int: ...
-    @property
-    def mask(self) -> _Mask: ...
-    @property
-    def seq_q(self) -> int: ...
-    @property
-    def seq_k(self) -> int: ...
-
-
-class _Result(Protocol):
-    @property
-    def stem(self) -> str: ...
-    @property
-    def sha256(self) -> str: ...
-    @property
-    def spec(self) -> Mapping[str, Any]: ...
-    @property
-    def tflops(self) -> float: ...
-
-
-class _Record(Protocol):
-    """What this module reads of a tuning record: one shape, the modules that ran, and which won."""
-
-    @property
-    def gpu(self) -> str: ...
-    @property
-    def problem(self) -> _Problem: ...
-    @property
-    def results(self) -> Sequence[_Result]: ...
-    @property
-    def winner(self) -> str: ...
-
-
 @dataclass(frozen=True)
 class _Won:
     """One measured length: which file won, and its measurement."""
@@ -417,12 +372,12 @@ class _Won:
     measurement: Measurement
 
 
-def table_from_records(records: Iterable[_Record]) -> str:
+def table_from_records(records: Iterable[TuningRecord]) -> str:
     """The text of the table that tuning records give, for `table_path`; raises as `rows_from_records`."""
     return table_text(Table(rows=rows_from_records(records)))
 
 
-def rows_from_records(records: Iterable[_Record]) -> list[Row]:
+def rows_from_records(records: Iterable[TuningRecord]) -> list[Row]:
     """The rows that tuning records give.
 
     Only records with as many queries as keys count, and of them only modules that can write LSE, since every row has to
@@ -445,10 +400,9 @@ def rows_from_records(records: Iterable[_Record]) -> list[Row]:
     return [row for family in sorted(won, key=_order) for row in _rows(family, won[family])]
 
 
-def _family(record: _Record) -> Family:
-    problem, mask = record.problem, record.problem.mask
-    reach = None if mask.left is None or mask.right is None else (mask.left, mask.right)
-    return Family(problem.dtype, problem.head_dim, problem.head_dim_v, mask_of(mask.kind == "causal", reach))
+def _family(record: TuningRecord) -> Family:
+    problem = record.problem
+    return Family(problem.dtype, problem.head_dim, problem.head_dim_v, problem.mask.spec_mask())
 
 
 def _order(family: Family) -> tuple[Any, ...]:
@@ -458,7 +412,7 @@ def _order(family: Family) -> tuple[Any, ...]:
     return family.dtype, family.head_dim, family.head_dim_v, kinds.index(mask.kind), reach
 
 
-def _winner(record: _Record) -> _Won | None:
+def _winner(record: TuningRecord) -> _Won | None:
     """Who won among the modules that can write LSE; None when there is no such module."""
     able = [result for result in record.results if result.spec.get("outputs", {}).get("lse", True)]
     ranked = sorted(able, key=lambda result: (result.stem != record.winner, -result.tflops))
@@ -497,7 +451,7 @@ def _rows(family: Family, won: Mapping[int, _Won]) -> Iterator[Row]:
         )
 
 
-def check_table(workspace: Workspace, records: Iterable[_Record]) -> list[str]:
+def check_table(workspace: Workspace, records: Iterable[TuningRecord]) -> list[str]:
     """What is wrong with the workspace's table: other rows than the records give, and rows without their module.
 
     Each with the command that mends it; nothing when all is well. Raises UserError as `read_table` and

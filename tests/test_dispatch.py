@@ -15,24 +15,22 @@ from fa3gen.dispatch import Family, Measurement, NoKernel, Region, Row, Table
 from fa3gen.errors import UserError
 from fa3gen.evidence import sha256
 from fa3gen.spec import CausalMask, NoMask, WindowMask
+from fa3gen.tuning_records import MaskShape, load_all
 from fa3gen.workspace import Workspace
 
 CAUSAL = Family("bf16", 128, 128, CausalMask())
 GPU = "NVIDIA H200"
 
 
-@dataclass(frozen=True)
-class Mask:
-    kind: str = "causal"
-    left: int | None = None
-    right: int | None = None
+def mask(kind: Any, left: int | None = None, right: int | None = None) -> MaskShape:
+    return MaskShape(kind=kind, left=left, right=right)
 
 
 @dataclass(frozen=True)
 class Problem:
     seq_q: int
     seq_k: int
-    mask: Mask = Mask()
+    mask: MaskShape = MaskShape(kind="causal")
     dtype: Any = "bf16"
     head_dim: int = 128
     head_dim_v: int = 128
@@ -97,8 +95,8 @@ def test_a_module_without_lse_is_passed_over() -> None:
 
 
 def test_families_stand_apart_in_a_fixed_order() -> None:
-    masks = [Mask("window", 512, 0), Mask("window", 64, 0), Mask("causal"), Mask("none")]
-    records = [record(512, {"a": 1.0}, mask=mask, head_dim=dim) for dim in (128, 64) for mask in masks]
+    masks = [mask("window", 512, 0), mask("window", 64, 0), mask("causal"), mask("none")]
+    records = [record(512, {"a": 1.0}, mask=one, head_dim=dim) for dim in (128, 64) for one in masks]
     records += [record(512, {"a": 1.0}, dtype="fp16", head_dim=64), record(512, {"a": 1.0}, head_dim_v=64)]
     families = [f"{row.family}" for row in dispatch.rows_from_records(records)]
     reaches = ["no mask", "causal", "window (64, 0)", "window (512, 0)"]
@@ -374,3 +372,12 @@ def test_masks(causal: bool, window: Any, mask: Any) -> None:
 def test_windows_that_are_none(window: Any) -> None:
     with pytest.raises(dispatch.ArgumentError, match="it needs to be None or"):
         dispatch.mask_of(False, window)
+
+
+# The committed table
+
+
+def test_the_committed_table_is_what_the_committed_records_give() -> None:
+    """And each of its rows has the module that was measured, byte for byte."""
+    records = load_all(CHECKOUT)
+    assert records and dispatch.check_table(CHECKOUT, records) == []

@@ -21,7 +21,7 @@ import torch
 
 from fa3gen import gpu, inputs
 from fa3gen.bench import CHECK_TOLERANCE, wrong_in_last_rows
-from fa3gen.loading import load_file
+from fa3gen.launch import load_for_launch
 from fa3gen.peers import PEERS, Attend, Peer, Unavailable
 from fa3gen.spec import Spec
 from fa3gen.tuning_records import TunedProblem
@@ -34,15 +34,6 @@ QUICK_CASES = ("ragged", "ragged_more_queries", "wrap", "gqa", "many_tiles", "ma
 SEED = 0
 
 Launch = Callable[[], Any]
-
-
-def load_module(path: Path) -> Any:
-    """Import a generated module; its kernel comes from the compile cache where this fa3gen can load it from there."""
-    try:
-        from fa3gen.launch import load_for_launch
-    except ImportError:  # the module then compiles its kernel in this process
-        return load_file(path)
-    return load_for_launch(path)
 
 
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -117,7 +108,7 @@ class Bench:
     timer: Timer
     announce: Callable[[str, str], None]
     peers: Sequence[Peer] = PEERS
-    load: Callable[[Path], Any] = load_module
+    load: Callable[[Path], Any] = load_for_launch
     who: str = ""
     modules: dict[str, Any] = field(default_factory=dict)
     wrong: dict[str, str] = field(default_factory=dict)
