@@ -82,5 +82,10 @@ def test_commands_without_a_kernel_import_nothing_heavy(arguments: list[str]) ->
     assert loaded_by(f"from fa3gen.cli import main\nassert main({arguments}) == 0") == []
 
 
+def test_explaining_and_simulating_import_nothing_heavy() -> None:
+    code = "from fa3gen.cli import main\nassert main(['explain', 'k6']) == main(['simulate', 'k6_d64']) == 0"
+    assert loaded_by(code) == []
+
+
 def test_the_check_sees_what_is_loaded() -> None:
     assert loaded_by("import numpy") == ["numpy"]

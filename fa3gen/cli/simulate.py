@@ -54,8 +54,8 @@ def simulate(
     """Simulate the pipeline of loads, products and softmax on one SM: timeline, utilisation, stalls, stages.
 
     Warps do what the generated kernel does, in its order, and wait for what it waits for. Times are derived from the
-    spec and the chip's peak rates; the load latency is an estimate. docs/simulator.md says how well that predicts what
-    was measured. Nothing is compiled or run.
+    spec and the chip's peak rates; the load latency is an estimate. No tile is masked. docs/simulator.md says how well
+    that predicts what was measured. Nothing is compiled or run.
     """
     from fa3gen import chips
     from fa3gen.errors import UserError
