@@ -271,6 +271,21 @@ def test_overrides() -> None:
     assert scalar.products_alone == pytest.approx((300, 300)) and scalar.qk_tensor == 0
 
 
+@pytest.mark.parametrize("threads", [64, 256])
+def test_scalar_kernels_of_other_sizes(threads: int) -> None:
+    """The same products and exponentials; only the rows of a thread change."""
+    usual, other = (
+        simulation.times_of(module, chips.H200)
+        for module in (spec("k2_d64"), changed("k2_d64", tile={"threads": threads}).spec)
+    )
+    groups = max(1, threads // 128)
+    assert usual.qk is not None and other.qk is not None
+    # Fewer rows of a thread share each row of K that it loads.
+    assert (other.qk.issue * groups > usual.qk.issue) == (threads > 128)
+    # A factor for each of 64 rows in 16 threads, whoever they are.
+    assert other.softmax[0].exp * groups == usual.softmax[0].exp == 64 * (64 + 16) / 16
+
+
 def test_k1_has_no_pipeline() -> None:
     with pytest.raises(UserError, match="no pipeline"):
         simulation.times_of(spec("k1_d64"), chips.H200)
