@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fa3gen import specfile
+from fa3gen.complaints import nearest
 from fa3gen.errors import Problem, SpecError, UserError
-from fa3gen.explain import nearest
 from fa3gen.specfile import SpecFile, Variant
 
 
