@@ -44,8 +44,35 @@ class Header:
     timeline: tuple[str, ...]
 
 
+@dataclass(frozen=True)
+class Tables:
+    """What the docstring prints in columns, cell by cell; no rows where a kernel has no such thing.
+
+    Barriers and shared memory begin with a row of headings; shared memory ends with the total. Of the steps of a
+    specialised kernel, the first cell says whose they are.
+    """
+
+    decisions: tuple[tuple[str, ...], ...]
+    barriers: tuple[tuple[str, ...], ...]
+    named_barriers: tuple[tuple[str, ...], ...]
+    smem: tuple[tuple[str, ...], ...]
+    steps: tuple[tuple[str, ...], ...]
+
+
+def make_tables(spec: Spec) -> Tables:
+    """The tables of one module, for whoever compares or explains them."""
+    return Tables(
+        decisions=tuple(_decisions(spec)),
+        barriers=tuple(_barriers(spec)),
+        named_barriers=tuple(_named_barriers(spec)),
+        smem=tuple(_smem(spec)),
+        steps=tuple(_steps(spec)),
+    )
+
+
 def make_header(spec: Spec, *, summary: str, source: PurePath) -> Header:
     """Describe one module; `source` is the path of its spec file relative to the workspace."""
+    tables = make_tables(spec)
     dtype = {"bf16": "bfloat16", "fp16": "float16"}[spec.problem.dtype]
     mask = {"none": "no mask", "causal": "causal", "window": "sliding window"}[spec.mask.kind]
     naive = isinstance(spec.handoff, GlobalHandoff)
@@ -54,13 +81,13 @@ def make_header(spec: Spec, *, summary: str, source: PurePath) -> Header:
         spec_path=source.as_posix(),
         render_command=f"fa3gen render {source.as_posix()}",
         mask=_mask_sentence(spec),
-        decisions=_columns(_decisions(spec)),
+        decisions=_columns(tables.decisions),
         threads=tuple(_roles(spec) if footprint.specialized(spec) else _threads(spec)),
-        barriers=_columns(_barriers(spec)),
-        named_barriers=_columns(_named_barriers(spec)),
-        smem=_columns(_smem(spec), right_aligned=2),
+        barriers=_columns(tables.barriers),
+        named_barriers=_columns(tables.named_barriers),
+        smem=_columns(tables.smem, right_aligned=2),
         timeline_title="The three kernels" if naive else "Steady state, one tile of keys",
-        timeline=_columns(_numbered(_steps(spec))),
+        timeline=_columns(_numbered(tables.steps)),
     )
 
 

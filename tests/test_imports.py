@@ -20,11 +20,15 @@ LIGHT = [
     "fa3gen.plan",
     "fa3gen.render",
     "fa3gen.workspace",
+    "fa3gen.difference.revisions",
+    "fa3gen.difference.sides",
+    "fa3gen.difference.text",
     "fa3gen.dispatch",
     "fa3gen.launch",
     "fa3gen.cli",
     "fa3gen.cli.specs",
     "fa3gen.cli.render",
+    "fa3gen.cli.diff",
     "fa3gen.cli.tune",
     "fa3gen.tuning_records",
     "fa3gen.tuning.candidates",
@@ -65,6 +69,10 @@ assert render_all(workspace.resolve("k4_2_d64"), workspace)
 )
 def test_commands_without_a_kernel_import_nothing_heavy(arguments: list[str]) -> None:
     assert loaded_by(f"from fa3gen.cli import main\nassert main({arguments}) == 0") == []
+
+
+def test_comparing_specs_imports_nothing_heavy() -> None:
+    assert loaded_by("from fa3gen.cli import main\nassert main(['diff', 'k5_d64', 'k6_d64']) == 1") == []
 
 
 def test_the_check_sees_what_is_loaded() -> None:
