@@ -25,10 +25,12 @@ LIGHT = [
     "fa3gen.difference.text",
     "fa3gen.dispatch",
     "fa3gen.launch",
+    "fa3gen.matrix",
     "fa3gen.cli",
     "fa3gen.cli.specs",
     "fa3gen.cli.render",
     "fa3gen.cli.diff",
+    "fa3gen.cli.matrix",
     "fa3gen.cli.tune",
     "fa3gen.tuning_records",
     "fa3gen.tuning.candidates",
@@ -65,7 +67,14 @@ assert render_all(workspace.resolve("k4_2_d64"), workspace)
 
 @pytest.mark.parametrize(
     "arguments",
-    [["list"], ["schema"], ["render", "--check", "k1_d64"], ["verify", "--help"], ["tune", "k6", "--dry-run"]],
+    [
+        ["list"],
+        ["matrix"],
+        ["schema"],
+        ["render", "--check", "k1_d64"],
+        ["verify", "--help"],
+        ["tune", "k6", "--dry-run"],
+    ],
 )
 def test_commands_without_a_kernel_import_nothing_heavy(arguments: list[str]) -> None:
     assert loaded_by(f"from fa3gen.cli import main\nassert main({arguments}) == 0") == []

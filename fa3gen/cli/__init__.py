@@ -26,6 +26,7 @@ COMMANDS = {
     "diff": ("fa3gen.cli.diff", "diff"),
     "compile": ("fa3gen.cli.compile", "compile"),
     "verify": ("fa3gen.cli.verify", "verify"),
+    "matrix": ("fa3gen.cli.matrix", "matrix"),
     "trace": ("fa3gen.cli.trace", "trace"),
     "bench": ("fa3gen.cli.bench", "bench"),
     "tune": ("fa3gen.cli.tune", "tune"),
