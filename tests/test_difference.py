@@ -72,13 +72,14 @@ def test_what_one_more_stage_changes() -> None:
         "barriers": (f"at {old}: 72 bytes, 9 mbarriers", f"at {new}: 104 bytes, 13 mbarriers"),
         "total": (f"{old + 1024} bytes", f"{new + 1024} bytes"),
         "left for a CTA": (f"{232448 - old - 1024} bytes", f"{232448 - new - 1024} bytes"),
+        "CTAs per SM that it allows": ("2", "1"),  # 228 KB, of which each CTA takes another KB
     }
     assert said(found, "expected of the compiled code") == {"mbarrier init": ("9", "13")}
     assert said(found, "barriers")["k_full"] == (
         f"2 stages; TMA -> 8 warps; {tile} bytes",
         f"3 stages; TMA -> 8 warps; {tile} bytes",
     )
-    assert said(found, "threads and registers") == {}
+    assert said(found, "threads and registers") == said(found, "work of a CTA in one step") == {}
 
 
 def test_what_specialisation_changes() -> None:
@@ -90,6 +91,8 @@ def test_what_specialisation_changes() -> None:
     counts = said(found, "expected of the compiled code")
     assert counts["wgmma m64n128k16, A from smem"] == (None, "16")
     assert counts["setmaxnreg"] == (None, "dec 24 x 1, inc 240 x 1")
+    scores = said(found, "work of a CTA in one step")["tensor cores"]
+    assert scores == (f"{2 * 2 * 128 * 64 * 128:,} FLOP", f"{2 * 2 * 128 * 128 * 128:,} FLOP")
 
 
 def test_everything_that_headers_say_is_compared() -> None:

@@ -29,6 +29,7 @@ COMMANDS = {
     "matrix": ("fa3gen.cli.matrix", "matrix"),
     "trace": ("fa3gen.cli.trace", "trace"),
     "bench": ("fa3gen.cli.bench", "bench"),
+    "explain": ("fa3gen.cli.explain", "explain"),
     "tune": ("fa3gen.cli.tune", "tune"),
     "doctor": ("fa3gen.cli.doctor", "doctor"),
 }

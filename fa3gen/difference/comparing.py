@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from fa3gen import census, footprint, header, hopper
+from fa3gen import ceiling, census, footprint, header, hopper, work
 from fa3gen.difference.model import FieldChange, PairDifference, PlanChange, Side, SourceChange, Step
 from fa3gen.plan import Plan
 from fa3gen.spec import Spec
@@ -58,14 +58,14 @@ def field_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[FieldC
 
 
 def facts(plan: Plan) -> Facts:
-    """The plan as people read it, from the same tables as the header of the module."""
-    tables = header.make_tables(plan.spec)
-    decisions = {"mask": plan.header.mask, **{name: text for name, text in tables.decisions}}
+    """The plan as people read it, from the same data as the header of the module and `fa3gen explain`."""
+    described = header.describe(plan.spec, "")
     return {
-        "decisions": decisions,
+        "decisions": {"mask": described.mask, **dict(described.decisions)},
         "threads and registers": _thread_facts(plan),
-        "shared memory": _smem_facts(plan, tables.smem),
-        "barriers": {**_rows(tables.barriers), **_rows(tables.named_barriers)},
+        "shared memory": _smem_facts(plan),
+        "barriers": {**_rows(described.barriers), **_rows(described.named_barriers)},
+        "work of a CTA in one step": _work_facts(plan.spec),
         "expected of the compiled code": _counts(plan),
         "templates": _templates(plan),
     }
@@ -85,13 +85,36 @@ def _thread_facts(plan: Plan) -> dict[str, str]:
     return found
 
 
-def _smem_facts(plan: Plan, rows: Sequence[tuple[str, ...]]) -> dict[str, str]:
+def _smem_facts(plan: Plan) -> dict[str, str]:
     """Where each array lies, how large it is, and what is left of what a CTA may take."""
-    if not rows:
-        return {}
-    places = {name: f"at {offset}: {size} bytes, {what}" for offset, size, name, what in rows[1:-1]}
     total = plan.smem.total_bytes
-    return {**places, "total": f"{total} bytes", "left for a CTA": f"{hopper.SMEM_PER_CTA - total} bytes"}
+    if not total:
+        return {}
+    places = {
+        region.name: f"at {offset}: {region.bytes} bytes, {f'{region.formula}: {region.what}'.rstrip(': ')}"
+        for offset, region in header.placed_regions(plan.spec)
+    }
+    # What registers allow is known only once a module is compiled.
+    room = dict(ceiling.occupancy(plan.spec).allowed)["shared memory"]
+    return {
+        **places,
+        "total": f"{total} bytes",
+        "left for a CTA": f"{hopper.SMEM_PER_CTA - total} bytes",
+        "CTAs per SM that it allows": str(room),
+    }
+
+
+def _work_facts(spec: Spec) -> dict[str, str]:
+    """What one tile of queries costs with one tile of keys; zero is not said."""
+    step = work.step(spec)
+    found = {
+        "tensor cores": (step.tensor_flops, "FLOP"),
+        "multiply-adds": (step.scalar_fmas, ""),
+        "exponentials": (step.exponentials, ""),
+        "shared memory": (step.smem_bytes, "bytes"),
+        "L2": (step.l2_bytes, "bytes"),
+    }
+    return {what: f"{round(amount):,} {unit}".rstrip() for what, (amount, unit) in found.items() if amount}
 
 
 def _rows(table: Sequence[tuple[str, ...]]) -> dict[str, str]:
@@ -109,7 +132,7 @@ def _cell(heading: str, text: str) -> str:
         case "stages":
             return "1 stage" if text == "1" else f"{text} stages"
         case "number":
-            return f"named barrier {text}"
+            return f"named barriers {text}" if " to " in text else f"named barrier {text}"
         case "threads":
             return f"{text} threads"
         case "full with" | "empty with":
@@ -152,7 +175,7 @@ def _merged(old: Sequence[str], new: Sequence[str]) -> list[str]:
 
 def _steps(plan: Plan) -> list[tuple[str, ...]]:
     """Who, what, and how: what happens in order. Only of a specialised kernel it is said who; else that is empty."""
-    return [("", *row)[-3:] for row in header.make_tables(plan.spec).steps]
+    return [("", *row)[-3:] for row in header.describe(plan.spec, "").steps]
 
 
 def step_changes(old: Sequence[tuple[str, ...]], new: Sequence[tuple[str, ...]]) -> list[Step]:
