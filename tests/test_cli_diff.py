@@ -118,6 +118,8 @@ def test_side_by_side(root: Path, capsys: Output, monkeypatch: pytest.MonkeyPatc
     [heading] = [line for line in lines if "generated/k4_smem_d64.py" in line]
     assert heading.index("generated/k4_2_d64.py") > NARROWEST // 2 and "--- generated/k4_smem_d64.py" not in lines
     assert max(map(len, lines)) <= NARROWEST
+    [line] = [line for line in lines if "kv_barriers: cute.struct.MemRange" in line]
+    assert " | " in line and "k_barriers: cute.struct.MemRange" in line.partition(" | ")[2]
 
 
 def test_colours_are_for_terminals(root: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch) -> None:

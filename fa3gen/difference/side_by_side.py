@@ -51,26 +51,33 @@ def hunks(old: str, new: str) -> Iterator[list[Line]]:
 
 
 def table(change: SourceChange, width: int) -> Table:
-    """Both texts in `width` columns; long lines are folded, and a rule stands between hunks."""
+    """Both texts in `width` columns; long lines are folded, and dots stand between hunks.
+
+    As in `diff -y`, `|` stands between lines that differ, `<` and `>` beside those of one side.
+    """
     numbers = len(str(max(change.old.count("\n"), change.new.count("\n")) + 1))
-    column = (width - 2 * numbers - 4) // 2
+    column = (width - 2 * numbers - 6) // 2
     view = Table(box=None, padding=(0, 1, 0, 0), width=width, header_style="bold")
-    for name in (change.old_name, change.new_name):
+    for index, name in enumerate((change.old_name, change.new_name)):
+        if index:
+            view.add_column("", width=1)
         view.add_column("", justify="right", width=numbers, no_wrap=True, style="dim")
         view.add_column(Text(name), width=column, overflow="fold")
     for index, rows in enumerate(hunks(change.old, change.new)):
         if index:
-            view.add_row("", Text("...", "cyan"), "", Text("...", "cyan"))
+            view.add_row("", Text("...", "cyan"), "", "", Text("...", "cyan"))
         for row in rows:
             view.add_row(*_cells(row))
     return view
 
 
-def _cells(row: Line) -> tuple[Text, Text, Text, Text]:
+def _cells(row: Line) -> tuple[Text, ...]:
     old_style, new_style = ("", "") if row.same else ("red", "green")
+    mark = " " if row.same else "<" if row.new is None else ">" if row.old is None else "|"
     return (
         Text("" if row.old_number is None else str(row.old_number)),
         _code(row.old, row.new, old_style),
+        Text(mark),
         Text("" if row.new_number is None else str(row.new_number)),
         _code(row.new, row.old, new_style),
     )
