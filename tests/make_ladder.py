@@ -21,6 +21,7 @@ import io
 import os
 import re
 import sys
+import tempfile
 import textwrap
 from collections.abc import Iterator
 from functools import cache
@@ -229,7 +230,13 @@ def table(columns: list[str], rows: list[list[str]]) -> str:
 
 def files() -> Iterator[tuple[Path, str]]:
     """Every file that this script writes, with its text."""
-    yield DOCUMENT, filled(DOCUMENT.read_text(encoding="utf-8"))
+    document = DOCUMENT.read_text(encoding="utf-8")
+    yield DOCUMENT, filled(document)
+    with tempfile.TemporaryDirectory() as folder:
+        for stem in (found[3] for found in BLOCK.finditer(document) if found[2] == "picture"):
+            file = Path(folder) / f"{stem}.svg"
+            output_of(["simulate", stem, "--svg", str(file)])
+            yield PICTURES / file.name, file.read_text(encoding="utf-8")
 
 
 def problems() -> list[str]:

@@ -109,8 +109,9 @@ def _source(change: SourceChange, width: int | None) -> Iterator[RenderableType]
 
 
 def document(found: Difference) -> dict[str, Any]:
-    """The same as JSON values; `diff` is a unified diff, null without one."""
+    """The same as JSON values; `source` holds a unified diff, null where there is none to show."""
     return {
+        "version": 1,
         "differ": found.differs,
         "notes": list(found.notes),
         "only_old": list(found.only_old),
