@@ -30,6 +30,7 @@ COMMANDS = {
     "trace": ("fa3gen.cli.trace", "trace"),
     "bench": ("fa3gen.cli.bench", "bench"),
     "explain": ("fa3gen.cli.explain", "explain"),
+    "simulate": ("fa3gen.cli.simulate", "simulate"),
     "tune": ("fa3gen.cli.tune", "tune"),
     "doctor": ("fa3gen.cli.doctor", "doctor"),
 }
