@@ -8,6 +8,7 @@ The text of the document is written by hand. Everything between two comments, `<
     measured RUNG RUNG         TFLOP/s of two rungs beside each other, from the evidence records
     compiled STEM STEM         what the compiler made of two modules, from the evidence records
     picture STEM               the pipeline simulator's picture of a module
+    stages STEM                what it predicts for 1 to 6 stages
     ladder                     all rungs, as in the README
 
 Single numbers in the text stand between `<!-- = ratio k3_2 k3_3 128 full 16384 -->` and `<!-- = -->`.
@@ -18,6 +19,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import io
+import json
 import os
 import re
 import sys
@@ -39,6 +41,7 @@ PICTURES = ROOT / "docs" / "ladder"
 COMMAND = "python tests/make_ladder.py"
 BLOCK = re.compile(r"(<!-- (\w+)(?: ([^>]*?))? -->\n)(.*?)(<!-- end -->\n)", re.DOTALL)
 CUT = "[...]"
+TILES = "6"  # of keys in a picture
 NUMBER = re.compile(r"(<!-- = ([^>]+?) -->)(.*?)(<!-- = -->)")
 COLUMNS = tuple((d, mask) for d in (64, 128) for mask in ("full", "causal"))
 
@@ -63,6 +66,7 @@ def block(kind: str, arguments: str) -> str:
         "measured": measured,
         "compiled": compiled,
         "picture": picture,
+        "stages": stages,
         "ladder": lambda _: evidence.ladder_table(WORKSPACE),
     }
     try:
@@ -200,7 +204,28 @@ def picture(arguments: str) -> str:
     [stem] = arguments.split()
     if not WORKSPACE.module_path(stem).is_file():
         raise ValueError(f"there is no module {stem}")
-    return f"![The pipeline of {stem} as `fa3gen simulate {stem}` predicts it](ladder/{stem}.svg)\n"
+    return (
+        f"![Loads, products and softmax of {stem} over time](ladder/{stem}.svg)\n\n"
+        f"`fa3gen simulate {stem} --tiles {TILES} --svg {stem}.svg`\n"
+    )
+
+
+def stages(arguments: str) -> str:
+    """`STEM`: a row for each number of stages; the spec's own is in bold type."""
+    [stem] = arguments.split()
+    command = ["simulate", stem, "--stages", "1..6"]
+    [module] = json.loads(output_of([*command, "--json"]))["modules"]
+    rows = []
+    for row in module["stages"]:
+        own = "**" if row["stages"] == module["settings"]["stages"] else ""
+        shares = [f"{row[share]:.0%}" for share in ("tensor", "issue", "waiting")] if row["legal"] else ["–"] * 3
+        cycles = f"{row['step_cycles']:,.0f}" if row["legal"] else "–"
+        rows.append(
+            [f"{own}{row['stages']}{own}", str(row["ctas"]) if row["legal"] else "does not fit", cycles, *shares]
+        )
+    columns = ["stages", "CTAs per SM", "cycles of the SM per tile of keys", "tensor cores busy", "issue slots busy"]
+    said = f"`fa3gen {' '.join(command)}`, on {module['chip']}:\n\n"
+    return said + table([*columns, "waiting for K or V"], rows)
 
 
 def number(arguments: str) -> str:
@@ -235,7 +260,7 @@ def files() -> Iterator[tuple[Path, str]]:
     with tempfile.TemporaryDirectory() as folder:
         for stem in (found[3] for found in BLOCK.finditer(document) if found[2] == "picture"):
             file = Path(folder) / f"{stem}.svg"
-            output_of(["simulate", stem, "--svg", str(file)])
+            output_of(["simulate", stem, "--tiles", TILES, "--svg", str(file)])
             yield PICTURES / file.name, file.read_text(encoding="utf-8")
 
 

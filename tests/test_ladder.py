@@ -72,6 +72,13 @@ def smem_ctas(stem: str) -> int:
     return dict(ceiling.occupancy(variants()[stem].spec).allowed)["shared memory"]
 
 
+def predicted(stem: str) -> dict[int, list[str]]:
+    """The table of stages: cells after the number of stages."""
+    [text] = [found[4] for found in BLOCK.finditer(TEXT) if (found[2], found[3]) == ("stages", stem)]
+    rows = [[cell.strip(" *") for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"]
+    return {int(row[0]): row[1:] for row in rows if row[0].isdigit()}
+
+
 def facts() -> dict[str, bool]:
     """What the text says in words of its own, each with whether it is so."""
     plan = plans()
@@ -79,6 +86,8 @@ def facts() -> dict[str, bool]:
     schedules = {rung: plan[f"{rung}_d64"].schedule for rung in ("k5", "k6")}
     constant = [(old, new) for old, new in zip(code("k3_1_d128"), code("k3_2_d128"), strict=True) if old != new]
     spec_of_k5, spec_of_k6 = leaves(k5.spec), leaves(k6.spec)
+    ring, short = predicted("k3_3_d128"), predicted("k4_2_d128")
+    waits = {stages: int(cells[-1].rstrip("%")) for stages, cells in short.items()}
     return {
         "1 GiB where both are 16,384": 16384**2 * 4 == 2**30,
         "keeps 64 query rows, computes their scores with 64 keys": (k2.tile.m, k2.tile.n) == (64, 64),
@@ -91,6 +100,13 @@ def facts() -> dict[str, bool]:
         "a row of 256 bytes takes two": 2 * k3_1.problem.head_dim == 256 == 2 * 128,
         "the same but for one constant": constant == [("KV_STAGES = 1", "KV_STAGES = 2")],
         "at head dim 128 a second CTA no longer fits": (smem_ctas("k3_2_d128"), smem_ctas("k3_3_d128")) == (2, 1),
+        "fill every issue slot of the SM with multiply-adds": {(cells[1], cells[3]) for cells in ring.values()}
+        == {(ring[5][1], "100%")},
+        "One CTA of this kernel is four warps": plan["k3_3_d128"].tile.threads == 4 * 32,
+        "one stage leaves the warps waiting for K and V a good part": waits[1] > 15,
+        "and two hide the loads": waits[2] < 5,
+        "From three on there is no room for the second CTA": [short[n][0] for n in (1, 2, 3, 4)]
+        == ["2", "2", "1", "1"],
         "still allows two CTAs, where it allowed three": (smem_ctas("k3_3_d64"), smem_ctas("k3_2_d64")) == (2, 3),
         "about a factor of two": all(1.7 < ratio < 2.4 for ratio in ratios("k3_2", "k4_1")),
         "a barrier of 128 threads": "number_of_threads=WARPGROUP_THREADS" in source("k4_smem_d128"),
