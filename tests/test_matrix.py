@@ -178,11 +178,22 @@ def test_printed(workspace: Workspace, capsys: Output) -> None:
     """What the modules of a spec have in common stands above their table; nothing is folded in a pipe."""
     assert main(["matrix", "k4_2"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("specs/k4_2.yaml; dtype: bf16; tile: 128 x 64; load: tma x 2; S = Q K^T: wgmma; ")
+    assert lines[0] == "specs/k4_2.yaml"
+    assert lines[1].startswith("dtype: bf16; tile: 128 x 64; load: tma x 2; S = Q K^T: wgmma; ")
     [line] = [line for line in lines if line.split()[:1] == [STEM]]
     proof = "verified on H200, 2026-11-19, DSL 4.8.1 executed on the CPU model, 2026-11-20, DSL 4.8.1"
     assert " ".join(line.split()) == f"{STEM} 64 none {proof} 466 444"
-    assert lines[-1] == ("4 modules; GPU: 1 verified, 3 without a record; CPU model: 1 executed, 3 without a record")
+    assert lines[-1] == "4 modules; GPU: 1 verified, 3 without a record; CPU model: 1 executed, 3 without a record"
+
+
+def test_proof_that_all_modules_share_is_printed_once(workspace: Workspace, capsys: Output) -> None:
+    assert main(["matrix", STEM]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[2:4] == [
+        "GPU: verified on H200, 2026-11-19, DSL 4.8.1",
+        "CPU model: executed on the CPU model, 2026-11-20, DSL 4.8.1",
+    ]
+    assert [line.split() for line in lines if line.split()[:1] == [STEM]] == [[STEM, "466", "444"]]
 
 
 def test_json(workspace: Workspace, capsys: Output) -> None:

@@ -11,6 +11,8 @@ import typer
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from rich.text import Text
+
     from fa3gen.matrix import Row
 
 
@@ -54,7 +56,7 @@ def matrix(
 
 
 def _print(found: Sequence[Row]) -> None:
-    """A table for each spec: with all modules in one, what a spec fixes would be said over and over."""
+    """A table for each spec; what all of its modules have in common, proof among it, stands once above them."""
     from itertools import groupby
 
     from rich import box
@@ -66,30 +68,34 @@ def _print(found: Sequence[Row]) -> None:
 
     console = Console(width=None if sys.stdout.isatty() else 1000, highlight=False, markup=False)
     headings = table.columns()
+    proofs = (headings.index("GPU"), headings.index("CPU model"))
     for source, group in groupby(found, key=lambda row: row.source):
-        rows = list(group)
-        texts = [table.cells(row) for row in rows]
-        varying = [index for index in range(1, len(headings)) if len({row[index] for row in texts}) > 1]
-        shown = [
-            0,
-            *(index for index in varying if index < _proofs(headings)),
-            *range(_proofs(headings), len(headings)),
+        texts = [
+            [_styled(row, heading, text) for heading, text in zip(headings, table.cells(row), strict=True)]
+            for row in group
         ]
-        fixed = [f"{headings[index]}: {texts[0][index]}" for index in range(1, _proofs(headings)) if index not in shown]
-        console.print(Text.assemble((source, "bold"), *(f"; {text}" for text in fixed if not text.endswith(": "))))
-        view = Table(*(headings[index] for index in shown), box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-        view.columns[0].no_wrap = True
-        for row, cells in zip(rows, texts, strict=True):
-            styles = {_proofs(headings): _style(row.gpu.state), _proofs(headings) + 1: _style(row.cpu.state)}
-            view.add_row(*(Text(cells[index], styles.get(index, "")) for index in shown))
+        common = [index for index in range(1, proofs[-1] + 1) if len({str(row[index]) for row in texts}) == 1]
+        console.print(Text(source, "bold"))
+        features = [f"{headings[i]}: {texts[0][i]}" for i in common if i not in proofs and str(texts[0][i])]
+        for words in (
+            Text("; ".join(features)),
+            *(Text.assemble(f"{headings[i]}: ", texts[0][i]) for i in common if i in proofs),
+        ):
+            console.print(words)
+        shown = [index for index in range(len(headings)) if index not in common]
+        view = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+        for index in shown:
+            view.add_column(headings[index], no_wrap=index == 0, overflow="fold")
+        for row in texts:
+            view.add_row(*(row[index] for index in shown))
         console.print(view)
     console.print(Text(table.summary(found), "bold"))
 
 
-def _proofs(headings: Sequence[str]) -> int:
-    """Where the columns of features end."""
-    return list(headings).index("GPU")
+def _styled(row: Row, heading: str, text: str) -> Text:
+    """A cell; proofs are coloured by what they say."""
+    from rich.text import Text
 
-
-def _style(state: str) -> str:
-    return {"proven": "green", "failed": "bold red", "stale": "yellow"}.get(state, "dim")
+    proof = {"GPU": row.gpu, "CPU model": row.cpu}.get(heading)
+    styles = {"proven": "green", "failed": "bold red", "stale": "yellow", "none": "dim"}
+    return Text(text, styles[proof.state] if proof else "")
