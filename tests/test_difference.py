@@ -95,6 +95,13 @@ def test_what_specialisation_changes() -> None:
     assert scores == (f"{2 * 2 * 128 * 64 * 128:,} FLOP", f"{2 * 2 * 128 * 128 * 128:,} FLOP")
 
 
+def test_rings_and_turns_of_a_persistent_kernel() -> None:
+    barriers = facts(plans()["fwd_d128"])["barriers"]
+    q = 128 * 128 * 2
+    assert barriers["q"] == f"2 stages; TMA, from warp 8 -> 8 warps; full with {q} bytes; empty with 8 arrivals"
+    assert barriers["turn"] == "2 stages; each consumer -> the next one; 256 threads; named barriers 1 to 2"
+
+
 def test_everything_that_headers_say_is_compared() -> None:
     """Modules next to each other by name: wherever their headers differ, so does what was found, and the reverse."""
     silent = []

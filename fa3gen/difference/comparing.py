@@ -135,7 +135,7 @@ def _cell(heading: str, text: str) -> str:
             return f"named barriers {text}" if " to " in text else f"named barrier {text}"
         case "threads":
             return f"{text} threads"
-        case "full with" | "empty with":
+        case "full with" | "empty with" if text.endswith(("bytes", "arrival", "arrivals")):  # not of named barriers
             return f"{heading} {text}"
         case _:
             return text
