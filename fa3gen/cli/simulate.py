@@ -42,8 +42,9 @@ def simulate(
     ] = None,
     ctas: Annotated[int | None, typer.Option(min=1, max=32, help="CTAs on the SM (default: as many as fit).")] = None,
     arbitration: Annotated[
-        Arbitration, typer.Option(help="Products of several warpgroups: served evenly, or the oldest first.")
-    ] = Arbitration.even,
+        Arbitration,
+        typer.Option(help="Products of several warpgroups in the timeline: the oldest first, or all evenly."),
+    ] = Arbitration.oldest,
     chip: Annotated[str, typer.Option(help="h100 or h200.")] = "h200",
     svg_file: Annotated[
         Path | None, typer.Option("--svg", metavar="FILE", help="Draw the timeline of one module.")
@@ -126,7 +127,7 @@ def _entry(
         times=times,
         settings=settings,
         simulation=simulation.simulate(spec, times, settings),
-        stages=simulation.sweep(spec, times, counts, registers=registers, ctas=ctas, arbitration=order),
+        stages=simulation.sweep(spec, times, counts, registers=registers, ctas=ctas),
     )
 
 

@@ -15,7 +15,7 @@ VERSION = 1
 
 _COUNT: dict[str, Any] = {"type": "integer", "minimum": 0}
 _CYCLES: dict[str, Any] = {"type": "number", "minimum": 0}
-_SHARE: dict[str, Any] = {"type": "number", "minimum": 0, "maximum": 1.000001}
+_SHARE: dict[str, Any] = {"type": "number", "minimum": 0, "maximum": 1.000001, "description": "With rounding."}
 _TEXT: dict[str, Any] = {"type": "string"}
 _UNITS = ("tensor cores", "exponentials", "issue", "loads")
 
@@ -79,6 +79,7 @@ _STAGES = _object(
         "ctas": _COUNT,
         "step_cycles": _CYCLES,
         "tensor": _SHARE,
+        "tensor_even": _SHARE,
         "exponentials": _SHARE,
         "issue": _SHARE,
         "waiting": _SHARE,
