@@ -7,7 +7,7 @@ The text of the document is written by hand. Everything between two comments, `<
     source STEM: NAME          a function of a generated module; `loop of NAME`: the last loop in it
     measured RUNG RUNG         TFLOP/s of two rungs beside each other, from the evidence records
     compiled STEM STEM         what the compiler made of two modules, from the evidence records
-    picture STEM               the pipeline simulator's picture of a module
+    picture STEM: OPTION ...   the pipeline simulator's picture of a module, with options of the command if need be
     stages STEM                what it predicts for 1 to 6 stages
     ladder                     all rungs, as in the README
 
@@ -200,14 +200,20 @@ def compiled(arguments: str) -> str:
 
 
 def picture(arguments: str) -> str:
-    """`STEM`: the picture itself is written by `pictures`."""
-    [stem] = arguments.split()
+    """`STEM` or `STEM: OPTION ...`; the picture itself is written by `files`."""
+    stem, command = drawn(arguments)
     if not WORKSPACE.module_path(stem).is_file():
         raise ValueError(f"there is no module {stem}")
     return (
         f"![Loads, products and softmax of {stem} over time](ladder/{stem}.svg)\n\n"
-        f"`fa3gen simulate {stem} --tiles {TILES} --svg {stem}.svg`\n"
+        f"`fa3gen {' '.join(command)} --svg {stem}.svg`\n"
     )
+
+
+def drawn(arguments: str) -> tuple[str, list[str]]:
+    """The module of a picture, and the command that draws it."""
+    stem, _, options = arguments.partition(":")
+    return stem, ["simulate", stem, "--tiles", TILES, *options.split()]
 
 
 def stages(arguments: str) -> str:
@@ -258,9 +264,10 @@ def files() -> Iterator[tuple[Path, str]]:
     document = DOCUMENT.read_text(encoding="utf-8")
     yield DOCUMENT, filled(document)
     with tempfile.TemporaryDirectory() as folder:
-        for stem in (found[3] for found in BLOCK.finditer(document) if found[2] == "picture"):
+        for arguments in (found[3] for found in BLOCK.finditer(document) if found[2] == "picture"):
+            stem, command = drawn(arguments)
             file = Path(folder) / f"{stem}.svg"
-            output_of(["simulate", stem, "--tiles", TILES, "--svg", str(file)])
+            output_of([*command, "--svg", str(file)])
             yield PICTURES / file.name, file.read_text(encoding="utf-8")
 
 

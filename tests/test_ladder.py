@@ -103,8 +103,8 @@ def facts() -> dict[str, bool]:
         "fill every issue slot of the SM with multiply-adds": {(cells[1], cells[3]) for cells in ring.values()}
         == {(ring[5][1], "100%")},
         "One CTA of this kernel is four warps": plan["k3_3_d128"].tile.threads == 4 * 32,
-        "one stage leaves the warps waiting for K and V a good part": waits[1] > 15,
-        "and two hide the loads": waits[2] < 5,
+        "One stage leaves the warps waiting for K and V a good part": waits[1] > 15,
+        "two hide the loads": waits[2] < 5,
         "From three on there is no room for the second CTA": [short[n][0] for n in (1, 2, 3, 4)]
         == ["2", "2", "1", "1"],
         "still allows two CTAs, where it allowed three": (smem_ctas("k3_3_d64"), smem_ctas("k3_2_d64")) == (2, 3),
