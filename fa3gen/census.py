@@ -37,6 +37,7 @@ __all__ = [
     "take_census",
 ]
 
+SMEM_FACT = "shared memory per CTA (bytes)"
 RESERVED_SMEM = 1024  # Hopper keeps 1 KB of each CTA's shared memory for the system; cuobjdump counts it as static
 
 _PTXAS_LINE = re.compile(r"ptxas\s+(?:(?:info|warning)\s*:|\.)")
@@ -318,11 +319,10 @@ def _at_most(fact: str, bound: int | None, found: int) -> Row:
 
 def _smem_row(found: int | None, predicted: int | None) -> Row:
     # The compiler takes any size; the launch would fail on the GPU. So the limit holds even without a prediction.
-    fact = "shared memory per CTA (bytes)"
     if found is not None and found > SMEM_PER_CTA:
         wanted = "" if predicted is None else f"{predicted}, "
-        return Row(fact, f"{wanted}at most {SMEM_PER_CTA}", str(found), False)
-    return _row(fact, predicted, found)
+        return Row(SMEM_FACT, f"{wanted}at most {SMEM_PER_CTA}", str(found), False)
+    return _row(SMEM_FACT, predicted, found)
 
 
 def _ptxas_rows(census: Census, expectation: Expectation, notes: Sequence[PtxasNote]) -> list[Row]:

@@ -6,7 +6,8 @@ changes, the record is stale and the module reads "not verified on a GPU" again.
 ladder table in the README are renderings of the records; `check` proves that they still are.
 
 Runs on the CPU model of sm_90a have records of another kind in another place, `generated/evidence/cpu_model/`, and a
-section of their own in EVIDENCE.md. They never make a module "verified on a GPU".
+section of their own in EVIDENCE.md. They never make a module "verified on a GPU". `docs/matrix.md`
+(`fa3gen.matrix`) shows both.
 """
 
 from __future__ import annotations
@@ -493,6 +494,10 @@ def _renderings(workspace: Workspace) -> Iterator[tuple[Path, str]]:
     text = readme.read_text(encoding="utf-8") if readme.exists() else ""
     if LADDER_BEGIN in text or LADDER_END in text:  # the README of someone else's workspace need not have the table
         yield readme, with_ladder(text, ladder_table(workspace))
+    from fa3gen import matrix  # which reads the records by means of this module
+
+    if (workspace.root / matrix.DOCUMENT).exists():  # nor the matrix
+        yield workspace.root / matrix.DOCUMENT, matrix.markdown(workspace)
 
 
 def refresh(workspace: Workspace) -> list[Path]:

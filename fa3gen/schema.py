@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fa3gen.explain import UNIONS
+from fa3gen.complaints import UNIONS
 from fa3gen.spec import Spec
 from fa3gen.specfile import SUMMARY_MAX
 

@@ -23,8 +23,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from fa3gen import rules
+from fa3gen.complaints import FILE_KEYS, UNIONS, described, explain, nearest
 from fa3gen.errors import Problem, SpecError
-from fa3gen.explain import FILE_KEYS, UNIONS, described, explain, nearest
 from fa3gen.spec import Spec
 from fa3gen.yamltree import Node, merge, override, read
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fa3gen import specfile
+from fa3gen.complaints import nearest
 from fa3gen.errors import Problem, SpecError, UserError
-from fa3gen.explain import nearest
 from fa3gen.specfile import SpecFile, Variant
 
 
@@ -125,12 +125,10 @@ class Workspace:
         workspace's own specs come before those of the package. Raises UserError with the nearest names when there is
         no such spec.
         """
-        if "/" in name or name.endswith((".yaml", ".yml")):
-            return list(self.load(self.find_spec(name)).variants)
+        spec_file = self.named_file(name)
+        if spec_file is not None:
+            return list(spec_file.variants)
         files = [*self.spec_files(), *self.bundled_spec_files()]
-        for path in files:
-            if path.stem == name:
-                return list(self.load(path).variants)
         # Only a spec whose stem begins the name can generate it; the others need not be read.
         owners = [self.load(path) for path in files if name.startswith(f"{path.stem}_")]
         found = [variant for owner in owners for variant in owner.variants if variant.stem == name]
@@ -139,6 +137,16 @@ class Workspace:
         if not found:
             raise UserError(self._unknown(name, files))
         return found
+
+    def named_file(self, name: str) -> SpecFile | None:
+        """The spec file that a path or a spec stem stands for, as in `resolve`; None for any other name.
+
+        Raises UserError with the nearest stems for a path where there is no file.
+        """
+        if "/" in name or name.endswith((".yaml", ".yml")):
+            return self.load(self.find_spec(name))
+        files = [*self.spec_files(), *self.bundled_spec_files()]
+        return next((self.load(path) for path in files if path.stem == name), None)
 
     def select(self, names: Iterable[str]) -> list[Variant]:
         """The variants that names on a command line stand for, each once; all of the workspace's own without names.

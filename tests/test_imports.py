@@ -20,8 +20,12 @@ LIGHT = [
     "fa3gen.plan",
     "fa3gen.render",
     "fa3gen.workspace",
+    "fa3gen.difference.revisions",
+    "fa3gen.difference.sides",
+    "fa3gen.difference.text",
     "fa3gen.dispatch",
     "fa3gen.launch",
+    "fa3gen.matrix",
     "fa3gen.chips",
     "fa3gen.work",
     "fa3gen.ceiling",
@@ -33,6 +37,8 @@ LIGHT = [
     "fa3gen.cli",
     "fa3gen.cli.specs",
     "fa3gen.cli.render",
+    "fa3gen.cli.diff",
+    "fa3gen.cli.matrix",
     "fa3gen.cli.tune",
     "fa3gen.tuning_records",
     "fa3gen.tuning.candidates",
@@ -71,6 +77,7 @@ assert render_all(workspace.resolve("k4_2_d64"), workspace)
     "arguments",
     [
         ["list"],
+        ["matrix"],
         ["schema"],
         ["render", "--check", "k1_d64"],
         ["verify", "--help"],
@@ -85,6 +92,10 @@ def test_commands_without_a_kernel_import_nothing_heavy(arguments: list[str]) ->
 def test_explaining_and_simulating_import_nothing_heavy() -> None:
     code = "from fa3gen.cli import main\nassert main(['explain', 'k6']) == main(['simulate', 'k6_d64']) == 0"
     assert loaded_by(code) == []
+
+
+def test_comparing_specs_imports_nothing_heavy() -> None:
+    assert loaded_by("from fa3gen.cli import main\nassert main(['diff', 'k5_d64', 'k6_d64']) == 1") == []
 
 
 def test_the_check_sees_what_is_loaded() -> None:

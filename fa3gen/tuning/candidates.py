@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fa3gen.complaints import UNIONS
 from fa3gen.errors import SpecError, UserError
 from fa3gen.evidence import sha256
-from fa3gen.explain import UNIONS
 from fa3gen.files import write_text
 from fa3gen.spec import Spec
 from fa3gen.specfile import SpecFile, Variant, is_stem

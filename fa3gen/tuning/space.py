@@ -28,8 +28,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from fa3gen import rules
+from fa3gen.complaints import UNIONS, described, explain, models_of, nearest, union_tags
 from fa3gen.errors import Problem, SpecError
-from fa3gen.explain import UNIONS, described, explain, models_of, nearest, union_tags
 from fa3gen.spec import Spec
 from fa3gen.specfile import label, nearest_field
 from fa3gen.yamltree import Node, merge, override, read

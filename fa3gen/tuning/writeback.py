@@ -7,9 +7,9 @@ import textwrap
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from fa3gen.complaints import UNIONS
 from fa3gen.errors import UserError
 from fa3gen.evidence import sha256
-from fa3gen.explain import UNIONS
 from fa3gen.files import write_text
 from fa3gen.spec import Spec
 from fa3gen.specfile import SUMMARY_MAX, SpecFile, Variant, is_stem

@@ -1,0 +1,177 @@
+"""docs/ladder.md: what it shows is what specs, modules and records say today."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import make_ladder
+import pytest
+from make_ladder import BLOCK, DOCUMENT, NUMBER, LadderError, filled, lines_of, verified
+from rendering import plans, source, tree, variants
+
+from fa3gen import ceiling
+from fa3gen.cli import COMMANDS
+from fa3gen.difference.comparing import leaves
+from fa3gen.evidence import RUNGS
+
+TEXT = DOCUMENT.read_text(encoding="utf-8")
+PROSE = " ".join(BLOCK.sub("", TEXT).split())
+
+
+def test_the_document_is_up_to_date() -> None:
+    assert make_ladder.problems() == []
+
+
+def test_every_mark_is_one_that_the_script_knows() -> None:
+    """One that is misspelt would leave old text in place for ever."""
+    assert "<!--" not in NUMBER.sub("", BLOCK.sub("", TEXT))
+
+
+def test_every_rung_is_there_in_order() -> None:
+    steps = [found[3].split() for found in BLOCK.finditer(TEXT) if found[2] == "measured"]
+    assert [words[-1] for words in steps] == list(RUNGS)
+    assert [words[0] for words in steps[1:] if words[0] not in RUNGS[: RUNGS.index(words[-1])]] == []
+    compared = [found[3].partition(":")[0].split() for found in BLOCK.finditer(TEXT) if found[2] == "diff"]
+    assert [f"{rung}_d128" for rung in RUNGS[1:]] == [new for _, new in compared]
+
+
+def test_links_and_commands() -> None:
+    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", TEXT):
+        assert (DOCUMENT.parent / target).is_file(), target
+    assert set(re.findall(r"fa3gen (\w+) \w", TEXT)) <= set(COMMANDS)
+    for name in re.findall(r"`(k\d\w*)`", PROSE):
+        assert name in RUNGS or f"{name}_d128" in variants(), name
+
+
+# What the text says
+
+
+def ratios(old: str, new: str) -> list[float]:
+    """Of the speeds of those bf16 modules of two rungs that are verified today."""
+    found = []
+    for variant in ("d64", "d64_causal", "d128", "d128_causal"):
+        before, after = verified(f"{old}_{variant}"), verified(f"{new}_{variant}")
+        if before and after:
+            found += [after.tflops[length] / before.tflops[length] for length in before.tflops]
+    return found
+
+
+def loop(stem: str) -> str:
+    first, last = lines_of(tree(stem), "loop of attention_kernel")
+    return "\n".join(source(stem).splitlines()[first - 1 : last])
+
+
+def code(stem: str) -> list[str]:
+    """The module's code, without comments and its docstring."""
+    return ast.unparse(ast.Module(tree(stem).body[1:], [])).splitlines()
+
+
+def smem_ctas(stem: str) -> int:
+    return dict(ceiling.occupancy(variants()[stem].spec).allowed)["shared memory"]
+
+
+def predicted(stem: str) -> dict[int, list[str]]:
+    """The table of stages: cells after the number of stages."""
+    [text] = [found[4] for found in BLOCK.finditer(TEXT) if (found[2], found[3]) == ("stages", stem)]
+    rows = [[cell.strip(" *") for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"]
+    return {int(row[0]): row[1:] for row in rows if row[0].isdigit()}
+
+
+def facts() -> dict[str, bool]:
+    """What the text says in words of its own, each with whether it is so."""
+    plan = plans()
+    k2, k3_1, k5, k6 = (plan[f"{rung}_d128"] for rung in ("k2", "k3_1", "k5", "k6"))
+    schedules = {rung: plan[f"{rung}_d64"].schedule for rung in ("k5", "k6")}
+    constant = [(old, new) for old, new in zip(code("k3_1_d128"), code("k3_2_d128"), strict=True) if old != new]
+    spec_of_k5, spec_of_k6 = leaves(k5.spec), leaves(k6.spec)
+    ring, short = predicted("k3_3_d128"), predicted("k4_2_d128")
+    waits = {stages: int(cells[-1].rstrip("%")) for stages, cells in short.items()}
+    return {
+        "1 GiB where both are 16,384": 16384**2 * 4 == 2**30,
+        "keeps 64 query rows, computes their scores with 64 keys": (k2.tile.m, k2.tile.n) == (64, 64),
+        "a step needs four barriers of the whole CTA": loop("k2_d128").count("sync_threads()") == 4,
+        "With two stages, the next tile": plan["k2_cp_async_d128"].load.kv_stages == 2,
+        "The gain is small": all(ratio < 1.3 for ratio in ratios("k2", "k2_cp_async")),
+        "about loads before K4 changes that": all(ratio < 1.3 for ratio in ratios("k2", "k3_2")),
+        "No barrier of the whole CTA is left in the loop": "sync_threads" not in loop("k3_1_d128"),
+        "Ten TMA loads": k3_1.expectation.tma_loads == 10,
+        "a row of 256 bytes takes two": 2 * k3_1.problem.head_dim == 256 == 2 * 128,
+        "the same but for one constant": constant == [("KV_STAGES = 1", "KV_STAGES = 2")],
+        "at head dim 128 a second CTA no longer fits": (smem_ctas("k3_2_d128"), smem_ctas("k3_3_d128")) == (2, 1),
+        "fill every issue slot of the SM with multiply-adds": {(cells[1], cells[3]) for cells in ring.values()}
+        == {(ring[5][1], "100%")},
+        "One CTA of this kernel is four warps": plan["k3_3_d128"].tile.threads == 4 * 32,
+        "One stage leaves the warps waiting for K and V a good part": waits[1] > 15,
+        "two hide the loads": waits[2] < 5,
+        "From three on there is no room for the second CTA": [short[n][0] for n in (1, 2, 3, 4)]
+        == ["2", "2", "1", "1"],
+        "still allows two CTAs, where it allowed three": (smem_ctas("k3_3_d64"), smem_ctas("k3_2_d64")) == (2, 3),
+        "about a factor of two": all(1.7 < ratio < 2.4 for ratio in ratios("k3_2", "k4_1")),
+        "a barrier of 128 threads": "number_of_threads=WARPGROUP_THREADS" in source("k4_smem_d128"),
+        "Two warpgroups share each tile of K and V": plan["k4_smem_d128"].tile.warpgroups == 2,
+        "what is new at head dim 128: the *overlap*": k5.schedule.overlap and not schedules["k5"].overlap,
+        "At head dim 64 three consumers of 64 rows": plan["k5_d64"].tile.warpgroups == 3,
+        "One field of the spec differs": [path for path in spec_of_k5 if spec_of_k5[path] != spec_of_k6.get(path)]
+        == ["schedule.kind"],
+        "At head dim 64 K6 overlaps as well": schedules["k6"].overlap,
+        "takes turns without the overlap": not plan["k6_sequential_d128"].schedule.overlap,
+    }
+
+
+def test_what_the_text_says_is_so() -> None:
+    said = facts()
+    assert [words for words in said if words not in PROSE] == []
+    assert [words for words, so in said.items() if not so] == []
+
+
+# The script
+
+
+def test_old_text_is_written_anew() -> None:
+    old = "Text\n\n<!-- source k2_d128: load_tile -->\nold\n<!-- end -->\n"
+    lines = filled(old).splitlines()
+    assert lines[:3] == ["Text", "", "<!-- source k2_d128: load_tile -->"] and lines[-1] == "<!-- end -->"
+    assert re.fullmatch(r"\[generated/k2_d128.py, lines (\d+) to \d+\]\(../generated/k2_d128.py#L\1-L\d+\):", lines[3])
+    assert lines[5:7] == [
+        "```python",
+        "def load_tile(copy: cute.TiledCopy, gX: cute.Tensor, sX: cute.Tensor, rows: cutlass.Int32):",
+    ]
+
+
+def test_parts_of_a_diff() -> None:
+    lines = filled("<!-- diff k3_1_d64 k3_2_d64: spec -->\n<!-- end -->\n").splitlines()
+    assert lines[2:5] == ["$ fa3gen diff k3_1_d64 k3_2_d64 --no-source", "k3_1_d64 -> k3_2_d64", ""]
+    assert (
+        lines[5] == "spec"
+        and "  load.kv_stages  1 -> 2" in lines
+        and lines[-4:] == ["", "[...]", "```", "<!-- end -->"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("mark", "words"),
+    [
+        ("source k2_d128: load_tiles", "there is no function load_tiles"),
+        ("diff k3_1_d64 k3_2_d64: specs", "no part specs; there are "),
+        ("diff k3_1_d64 k9: spec", "`fa3gen diff k3_1_d64 k9 --no-source` exits with 2"),
+        ("picture k9", "there is no module k9"),
+        ("pictures k2_d128", "KeyError: 'pictures'"),
+    ],
+)
+def test_marks_that_make_no_sense(mark: str, words: str) -> None:
+    with pytest.raises(LadderError) as caught:
+        filled(f"<!-- {mark} -->\n<!-- end -->\n")
+    assert f"<!-- {mark} -->: " in str(caught.value) and words in str(caught.value)
+
+
+def test_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    document = tmp_path / "ladder.md"
+    document.write_text("<!-- source k2_d128: load_tile -->\n<!-- end -->\n")
+    monkeypatch.setattr(make_ladder, "DOCUMENT", document)
+    monkeypatch.setattr(make_ladder, "ROOT", tmp_path)
+    assert make_ladder.main(["--check"]) == 1
+    assert capsys.readouterr().out == "ladder.md is out of date; run `python tests/make_ladder.py`\n"
+    assert make_ladder.main([]) == 0 and make_ladder.main(["--check"]) == 0
+    assert make_ladder.main(["--chek"]) == 2
