@@ -13,8 +13,8 @@ import jsonschema
 import pytest
 
 from fa3gen import cli
-from fa3gen.cli.trace import Problem, _busiest
 from fa3gen.cpu.trace_files import SCHEMA
+from fa3gen.cpu.tracing import Problem, busiest
 from fa3gen.workspace import Workspace
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -154,4 +154,4 @@ def test_requests_that_cannot_be_served(
 )
 def test_the_default_cta_has_the_most_tiles(stem: str, seq_q: int, seq_k: int, block: int) -> None:
     (variant,) = Workspace.find(ROOT).resolve(stem)
-    assert _busiest(variant.spec, Problem(1, seq_q, seq_k, 1, 1, 64, 0)) == block
+    assert busiest(variant.spec, Problem(1, seq_q, seq_k, 1, 1, 64, 0)) == block
