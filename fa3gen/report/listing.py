@@ -185,7 +185,7 @@ def _ptx_of(kernel: ptx.Kernel, text: Sequence[str], file: str) -> tuple[PtxLine
 
 
 def _inner_lines(text: Iterable[str], kernel: str) -> dict[int, set[int]]:
-    """Line that a `.loc` within inline assembly of a kernel names -> lines of the module that the assembly stands on."""
+    """Line that a `.loc` within inline assembly of a kernel names -> lines of the module that the assembly is of."""
     found: dict[int, set[int]] = {}
     depth, current, inside = 0, None, False
     for row in text:

@@ -11,10 +11,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from fa3gen import evidence, footprint
+from fa3gen import evidence
 from fa3gen.spec import GlobalHandoff, Spec
 
 if TYPE_CHECKING:
+    from fa3gen.cpu.kernel import CpuKernel
     from fa3gen.inputs import Case
     from fa3gen.specfile import Variant
     from fa3gen.workspace import Workspace
@@ -103,44 +104,51 @@ def sweep(spec: Spec) -> tuple[Case, ...]:
     )
 
 
-def on_cpu_model(workspace: Workspace, variant: Variant) -> Card:
-    """Run the sweep on the CPU model of sm_90a, and PyTorch on the same inputs on this machine's CPU."""
-    import fa3gen
-    from fa3gen import inputs, reference, verify
-    from fa3gen.cpu.findings import Hazard, OutsideModel
-    from fa3gen.cpu.verify import EXECUTED_ON, CpuRunner
+def on_cpu_model(variant: Variant, kernel: CpuKernel) -> Card:
+    """Run the sweep on the CPU model of sm_90a, and PyTorch on the same inputs on this machine's CPU.
 
-    spec = variant.spec
-    origin = f"{EXECUTED_ON}, not a GPU; PyTorch on the CPU"
-    module = fa3gen.load(workspace.rendered_path(variant.stem), on="cpu")
-    runner = CpuRunner(module, spec, SEED, 1)
+    Raises OutsideModel for a kernel that the model does not cover.
+    """
+    import torch
+
+    from fa3gen import inputs, reference, verify
+    from fa3gen.cpu.findings import Hazard
+    from fa3gen.cpu.tracing import attention
+    from fa3gen.cpu.verify import EXECUTED_ON
+
+    spec, problem = variant.spec, variant.spec.problem
+    origin = f"{EXECUTED_ON}, not a GPU; PyTorch {torch.__version__.partition('+')[0]} on the CPU"
     points = []
     for case in sweep(spec):
-        made = inputs.make(case, spec, SEED) if False else runner._make(case)
-        wanted = reference.attention(made.q, made.k, made.v, mask=spec.mask)
-        plain = reference.same_precision(made.q, made.k, made.v, mask=spec.mask)
+        made = inputs.make(
+            case,
+            head_dim=problem.head_dim,
+            v_dim=problem.v_dim,
+            dtype=verify.DTYPES[problem.dtype],
+            device=torch.device("cpu"),
+            seed=SEED,
+        )
+        expected = reference.attention(made.q, made.k, made.v, mask=spec.mask)
+        yardstick = reference.same_precision(made.q, made.k, made.v, mask=spec.mask)
         try:
-            found = runner._call(made)
-        except (Hazard, OutsideModel) as error:
-            return Card(origin, False, (), f"{case.name}: {error}")
-        o, yardstick = verify.errors(found.out, wanted.out), verify.errors(plain.out, wanted.out)
-        lse = verify.lse_errors(found.lse, wanted.lse) if spec.outputs.lse else None
+            found = attention(kernel, variant, made.q, made.k, made.v)
+        except Hazard as hazard:
+            return Card(origin, False, (), f"{case.name}: {hazard}")
+        o, plain = verify.errors(found.out, expected.out), verify.errors(yardstick.out, expected.out)
+        if o.relative is None or plain.relative is None:
+            return Card(origin, False, (), f"{case.name}: O is not finite")
+        lse = verify.lse_errors(found.lse, expected.lse).relative if spec.outputs.lse else None
         points.append(
             Point(
                 name=case.name,
                 kind=case.distribution,
                 shape=case.shape,
                 seq_k=case.seq_k,
-                kernel=o.relative or 0.0,
-                yardstick=yardstick.relative or 0.0,
+                kernel=o.relative,
+                yardstick=plain.relative,
                 kernel_max=o.max_abs or 0.0,
-                yardstick_max=yardstick.max_abs or 0.0,
-                lse=None if lse is None else lse.relative,
+                yardstick_max=plain.max_abs or 0.0,
+                lse=lse,
             )
         )
     return Card(origin, False, tuple(points))
-
-
-def persistent(spec: Spec) -> bool:
-    """Whether CTAs take several tiles of queries."""
-    return footprint.persistent(spec)
