@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import PurePath
 
 from fa3gen import footprint, hopper
+from fa3gen.footprint import Region
 from fa3gen.spec import (
     CausalMask,
     CpAsyncLoad,
@@ -44,23 +45,55 @@ class Header:
     timeline: tuple[str, ...]
 
 
-def make_header(spec: Spec, *, summary: str, source: PurePath) -> Header:
-    """Describe one module; `source` is the path of its spec file relative to the workspace."""
+@dataclass(frozen=True)
+class Description:
+    """What the header says, as rows of cells; the barriers' first row names the columns.
+
+    A step is what happens, and how or by what; in a specialised kernel who does it comes first.
+    """
+
+    title: str
+    mask: str
+    decisions: tuple[tuple[str, str], ...]
+    threads: tuple[str, ...]
+    barriers: tuple[tuple[str, ...], ...]
+    named_barriers: tuple[tuple[str, ...], ...]
+    steps_title: str
+    steps: tuple[tuple[str, ...], ...]
+
+
+def describe(spec: Spec, summary: str) -> Description:
+    """Describe one module in words; `summary` is that of its spec."""
     dtype = {"bf16": "bfloat16", "fp16": "float16"}[spec.problem.dtype]
     mask = {"none": "no mask", "causal": "causal", "window": "sliding window"}[spec.mask.kind]
     naive = isinstance(spec.handoff, GlobalHandoff)
-    return Header(
+    return Description(
         title=f"{summary.rstrip('.')}: {_head_dims(spec)}, {dtype}, {mask}.",
+        mask=_mask_sentence(spec),
+        decisions=tuple(_decisions(spec)),
+        threads=tuple(_roles(spec) if footprint.specialized(spec) else _threads(spec)),
+        barriers=tuple(_barriers(spec)),
+        named_barriers=tuple(_named_barriers(spec)),
+        steps_title="The three kernels" if naive else "Steady state, one tile of keys",
+        steps=tuple(_steps(spec)),
+    )
+
+
+def make_header(spec: Spec, *, summary: str, source: PurePath) -> Header:
+    """Describe one module; `source` is the path of its spec file relative to the workspace."""
+    described = describe(spec, summary)
+    return Header(
+        title=described.title,
         spec_path=source.as_posix(),
         render_command=f"fa3gen render {source.as_posix()}",
-        mask=_mask_sentence(spec),
-        decisions=_columns(_decisions(spec)),
-        threads=tuple(_roles(spec) if footprint.specialized(spec) else _threads(spec)),
-        barriers=_columns(_barriers(spec)),
-        named_barriers=_columns(_named_barriers(spec)),
+        mask=described.mask,
+        decisions=_columns(described.decisions),
+        threads=described.threads,
+        barriers=_columns(described.barriers),
+        named_barriers=_columns(described.named_barriers),
         smem=_columns(_smem(spec), right_aligned=2),
-        timeline_title="The three kernels" if naive else "Steady state, one tile of keys",
-        timeline=_columns(_numbered(_steps(spec))),
+        timeline_title=described.steps_title,
+        timeline=_columns(_numbered(described.steps)),
     )
 
 
@@ -325,18 +358,27 @@ def _named_barriers(spec: Spec) -> list[tuple[str, ...]]:
     return rows
 
 
+def placed_regions(spec: Spec) -> list[tuple[int, Region]]:
+    """Offset and region of each array in shared memory, and of the mbarriers behind them."""
+    placed, offset = [], 0
+    for region in footprint.shared_memory_map(spec):
+        offset = -(-offset // region.align) * region.align
+        placed.append((offset, region))
+        offset += region.bytes
+    barriers = footprint.barrier_bytes(spec)
+    if barriers:
+        formula = f"{barriers // hopper.MBARRIER_BYTES} mbarriers"
+        placed.append((offset, Region("barriers", barriers, formula, hopper.MBARRIER_BYTES, "")))
+    return placed
+
+
 def _smem(spec: Spec) -> list[tuple[str, ...]]:
     regions, barriers = footprint.shared_memory_map(spec), footprint.barrier_bytes(spec)
     if not regions:
         return []
     rows: list[tuple[str, ...]] = [("offset", "bytes", "what", "")]
-    offset = 0
-    for region in regions:
-        offset = -(-offset // region.align) * region.align
-        rows.append((str(offset), str(region.bytes), region.name, f"{region.formula}: {region.what}"))
-        offset += region.bytes
-    if barriers:
-        rows.append((str(offset), str(barriers), "barriers", f"{barriers // hopper.MBARRIER_BYTES} mbarriers"))
+    for offset, region in placed_regions(spec):
+        rows.append((str(offset), str(region.bytes), region.name, f"{region.formula}: {region.what}".rstrip(": ")))
     total = footprint.total_bytes(regions, barriers)
     rows.append(("", str(total), "total", f"of {hopper.SMEM_PER_CTA} per CTA"))
     return rows

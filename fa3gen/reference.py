@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 
 from fa3gen.spec import CausalMask, Mask, NoMask, WindowMask
+from fa3gen.work import visible_pairs as visible_pairs  # counting needs no torch, and so lives there
 
 SCORE_BYTES = 1 << 28  # scores held at one time: 256 MiB, so that 16k x 16k with 32 heads fits anywhere
 
@@ -34,19 +35,6 @@ def visible_keys(mask: Mask, *, seq_q: int, seq_k: int, rows: torch.Tensor) -> t
         return distance <= 0
     assert isinstance(mask, WindowMask)
     return (distance >= -mask.left) & (distance <= mask.right)
-
-
-def visible_pairs(mask: Mask, *, seq_q: int, seq_k: int) -> int:
-    """Count the (query, key) pairs that the mask lets through, for one head."""
-    if isinstance(mask, NoMask):
-        return seq_q * seq_k
-    left = mask.left if isinstance(mask, WindowMask) else seq_q + seq_k
-    right = mask.right if isinstance(mask, WindowMask) else 0
-    pairs = 0
-    for row in range(seq_q):
-        diagonal = row + seq_k - seq_q
-        pairs += max(0, min(seq_k - 1, diagonal + right) - max(0, diagonal - left) + 1)
-    return pairs
 
 
 def attention(

@@ -22,6 +22,11 @@ LIGHT = [
     "fa3gen.workspace",
     "fa3gen.dispatch",
     "fa3gen.launch",
+    "fa3gen.chips",
+    "fa3gen.work",
+    "fa3gen.ceiling",
+    "fa3gen.explanation.document",
+    "fa3gen.explanation.text",
     "fa3gen.cli",
     "fa3gen.cli.specs",
     "fa3gen.cli.render",
@@ -61,7 +66,14 @@ assert render_all(workspace.resolve("k4_2_d64"), workspace)
 
 @pytest.mark.parametrize(
     "arguments",
-    [["list"], ["schema"], ["render", "--check", "k1_d64"], ["verify", "--help"], ["tune", "k6", "--dry-run"]],
+    [
+        ["list"],
+        ["schema"],
+        ["render", "--check", "k1_d64"],
+        ["verify", "--help"],
+        ["tune", "k6", "--dry-run"],
+        ["explain", "k6"],
+    ],
 )
 def test_commands_without_a_kernel_import_nothing_heavy(arguments: list[str]) -> None:
     assert loaded_by(f"from fa3gen.cli import main\nassert main({arguments}) == 0") == []

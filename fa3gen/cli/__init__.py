@@ -27,6 +27,7 @@ COMMANDS = {
     "verify": ("fa3gen.cli.verify", "verify"),
     "trace": ("fa3gen.cli.trace", "trace"),
     "bench": ("fa3gen.cli.bench", "bench"),
+    "explain": ("fa3gen.cli.explain", "explain"),
     "tune": ("fa3gen.cli.tune", "tune"),
     "doctor": ("fa3gen.cli.doctor", "doctor"),
 }

@@ -1,0 +1,95 @@
+"""`fa3gen explain`: what a spec decides, why that is legal, what it costs, and what bounds it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from fa3gen.explanation import Explanation
+    from fa3gen.spec import Spec
+    from fa3gen.specfile import Variant
+    from fa3gen.work import Shape
+    from fa3gen.workspace import Workspace
+
+TOKENS = 16384  # batch x sequence length, where no batch is given
+
+
+def explain(
+    specs: Annotated[list[str], typer.Argument(metavar="SPEC", help="Spec files, spec stems or generated stems.")],
+    seq: Annotated[
+        str, typer.Option(metavar="LENGTHS", help="Sequence lengths, 512,4096; 1x4096: one query, 4096 keys.")
+    ] = "512,1024,4096,16384",
+    batch: Annotated[int | None, typer.Option(min=1, help="Batch entries (default: 16,384 tokens in all).")] = None,
+    heads: Annotated[int | None, typer.Option(min=1, help="Query heads (default: 2048 / head dim).")] = None,
+    heads_kv: Annotated[
+        int | None, typer.Option(min=1, help="Heads of k and v (default: as many as of q, or as the tile packs).")
+    ] = None,
+    chip: Annotated[list[str] | None, typer.Option(help="h100 or h200; both if not given.")] = None,
+    rules: Annotated[bool, typer.Option("--rules", help="Show every rule that was checked, with its source.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+) -> None:
+    """Explain specs: decisions and why they are legal, warps, memory, barriers, steps, counts, and what bounds them.
+
+    Nothing is compiled or run. Registers per thread are those of the evidence where it speaks of the present file, else
+    those that the plan expects. Ceilings are a roofline at the boost clock: no kernel reaches them, and under the power
+    limit the clock is lower.
+    """
+    from fa3gen import chips, explanation
+    from fa3gen.workspace import Workspace
+
+    workspace = Workspace.find()
+    lengths, wanted = _lengths(seq), chips.select(chip)
+    found: list[Explanation] = []
+    for variant in workspace.select(specs):
+        shapes = _shapes(variant.spec, lengths, batch, heads, heads_kv)
+        found.append(explanation.explain(variant, shapes, wanted, _registers(workspace, variant)))
+    if as_json:
+        import json
+
+        from fa3gen.explanation.document import document
+
+        typer.echo(json.dumps(document(found), indent=2))
+        return
+    from rich.console import Console
+
+    from fa3gen.explanation import text
+
+    console = Console(highlight=False)
+    for index, explained in enumerate(found):
+        if index:
+            console.rule(style="dim")
+        text.show(explained, console, rules=rules)
+
+
+def _lengths(seq: str) -> tuple[tuple[int, int], ...]:
+    from fa3gen.cli.tune import parse_lengths
+
+    return parse_lengths(seq)
+
+
+def _shapes(
+    spec: Spec, lengths: Sequence[tuple[int, int]], batch: int | None, heads: int | None, heads_kv: int | None
+) -> list[Shape]:
+    """One shape per pair of lengths; what is not given is as in the benchmarks."""
+    from fa3gen import work
+
+    default_q, default_kv = work.default_heads(spec)
+    heads_q = heads or (default_q if heads_kv is None else heads_kv * spec.tile.pack_heads)
+    kv = heads_kv or (default_kv if heads is None else max(1, heads_q // spec.tile.pack_heads))
+    return [
+        work.Shape(batch or max(1, TOKENS // max(seq_q, seq_k)), seq_q, seq_k, heads_q, kv) for seq_q, seq_k in lengths
+    ]
+
+
+def _registers(workspace: Workspace, variant: Variant) -> int | None:
+    """Registers per thread of the module as compiled, from the evidence on the file as it stands."""
+    from fa3gen import evidence
+
+    state, record = evidence.status(workspace, variant.stem)
+    if state is not evidence.Status.VERIFIED or record is None or record.compile is None:
+        return None
+    return record.compile.registers

@@ -1,0 +1,231 @@
+"""`fa3gen explain` and the data behind it."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from typing import Any
+
+import jsonschema
+import pytest
+from rendering import ROOT, plans, variants
+from rich.console import Console
+
+from fa3gen import chips, cli, footprint, rules, work
+from fa3gen.explanation import Explanation, explain, legality, text
+from fa3gen.explanation.document import SCHEMA, document
+
+SHAPES = (512, 4096)
+STEMS = sorted(variants())
+
+
+def explained(stem: str, registers: int | None = None) -> Explanation:
+    variant = variants()[stem]
+    heads_q, heads_kv = work.default_heads(variant.spec)
+    shapes = [work.Shape(16384 // length, length, length, heads_q, heads_kv) for length in SHAPES]
+    return explain(variant, shapes, chips.select(None), registers)
+
+
+def printed(stem: str, width: int = 120, **options: Any) -> str:
+    console = Console(width=width, force_terminal=False, highlight=False)
+    with console.capture() as captured:
+        text.show(explained(stem), console, **options)
+    return captured.get()
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    code = cli.main(["explain", *arguments])
+    told = capsys.readouterr()
+    return code, told.out, told.err
+
+
+@pytest.fixture(autouse=True)
+def in_the_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("COLUMNS", "120")
+
+
+# -- legality
+
+
+def test_every_rule_is_about_something() -> None:
+    assert sorted(legality.TOPICS) == sorted(legality.rule_names())
+    assert "wgmma_rows" in legality.rule_names() and "check" not in legality.rule_names()
+
+
+def test_what_the_rules_were_asked() -> None:
+    asked = explained("k6_d128").asked
+    rows = next(question for question in asked if question.rule == "wgmma_rows")
+    assert rows.facts == (("tile_q", "128"), ("warpgroups", "2"))
+    assert rows.statement == "M: one 64-row product per warpgroup"
+    assert "PTX ISA" in rows.text and not rows.design
+    columns = [question for question in asked if question.rule == "wgmma_columns"]
+    assert [question.about for question in columns] == ["S = Q K^T", "O = P V"]
+
+
+def test_asking_leaves_the_rules_as_they_are() -> None:
+    before = vars(rules).copy()
+    explained("k6_d128")
+    assert vars(rules) == before
+
+
+def test_a_rule_that_refuses_is_no_answer() -> None:
+    spec = variants()["k6_d128"].spec
+    broken = spec.model_copy(update={"tile": spec.tile.model_copy(update={"q": 100})})
+    assert "wgmma_rows" not in {question.rule for question in legality.questions(broken)}
+    assert "wgmma_rows" in {question.rule for question in legality.questions(spec)}
+
+
+@pytest.mark.parametrize("stem", STEMS)
+def test_limits_are_where_the_rules_begin_to_refuse(stem: str) -> None:
+    spec = variants()[stem].spec
+    for limit in legality.limits(spec):
+        part, field = limit.field.split(".")
+        changes = {"q": limit.refused * 64} if field == "warpgroups" else {}
+        changed = getattr(spec, part).model_copy(update={field: limit.refused, **changes})
+        messages = [violation.message for violation in rules.check(spec.model_copy(update={part: changed}))]
+        assert limit.value <= limit.largest < limit.refused
+        assert limit.message in messages
+
+
+def test_stages_that_fit() -> None:
+    limit = next(limit for limit in explained("k6_d128").limits if limit.field == "load.kv_stages")
+    # 32768 of Q and 65536 a stage: 3 are 229376, 4 are more than 232448.
+    assert (limit.value, limit.largest, limit.refused) == (2, 3, 4)
+    assert "> 232448 bytes" in limit.message
+
+
+# -- every module
+
+
+@pytest.mark.parametrize("stem", STEMS)
+def test_every_module_explains(stem: str) -> None:
+    explanation = explained(stem)
+    assert explanation.smem_total == plans()[stem].smem.total_bytes
+    assert explanation.smem_left >= 0
+    ends = [offset + region.bytes for offset, region in explanation.smem]
+    starts = [offset for offset, _ in explanation.smem]
+    assert all(end <= start for end, start in zip(ends, starts[1:], strict=False))
+    if ends:
+        assert ends[-1] <= explanation.smem_total
+    barriers = sum(region.bytes for _, region in explanation.smem if region.name == "barriers")
+    assert barriers == footprint.barrier_bytes(explanation.spec)
+    assert explanation.occupancy.ctas >= 1
+    for row in explanation.problems:
+        for cell in row:
+            assert 0 < cell.tflops <= cell.chip.tensor_tflops
+            assert 0 < cell.balance <= 1
+
+
+@pytest.mark.parametrize(
+    "stem", ["k1_d64", "k2_d64", "k4_2_window_d64_window200_70", "fwd_d64_pack8_window", "fwd_d256"]
+)
+@pytest.mark.parametrize("width", [80, 120])
+def test_the_screen_keeps_its_width(stem: str, width: int) -> None:
+    screen = printed(stem, width)
+    assert max(map(len, screen.splitlines())) <= width
+    assert "…" not in screen
+    assert all(line == line.rstrip() for line in screen.splitlines())
+
+
+def test_the_screen_is_one() -> None:
+    lengths = {stem: len(printed(stem).splitlines()) for stem in ("k2_d64", "k4_2_d128", "k6_d128", "fwd_d128_causal")}
+    assert max(lengths.values()) < 100, lengths
+
+
+def test_what_the_screen_says() -> None:
+    screen = printed("k6_d128")
+    for said in (
+        "M: one 64-row product per warpgroup (tile q 128, warpgroups 2)",
+        "up to 3, not 4: shared memory",
+        "setmaxnreg moves them: 24 + 2 x 240 = 504 of 3 x 168 = 504",
+        "164,864  total     of 232,448 per CTA, 67,584 left",
+        "k_empty  2       8 warps -> warp 8     8 arrivals",
+        "16 m64n128k16, 8 per warpgroup",
+        "What bounds it: tensor cores",
+        "H200 SXM 989 TFLOP/s of 989",
+        "CTAs per SM: 1",
+    ):
+        assert said in screen
+    for step in plans()["k6_d128"].header.timeline:
+        assert step in screen
+
+
+def test_all_rules_with_their_sources() -> None:
+    assert "Asynchronous Warpgroup" not in printed("k6_d128")
+    shown = re.sub(r"\s+", " ", printed("k6_d128", 200, rules=True))
+    assert 'PTX ISA, "Asynchronous Warpgroup Level Matrix Shape" (m64nNk16). (tile q 128, warpgroups 2)' in shown
+
+
+# -- JSON
+
+
+def test_the_document_is_as_described() -> None:
+    jsonschema.Draft202012Validator.check_schema(SCHEMA)
+    written = json.loads(json.dumps(document([explained(stem) for stem in STEMS]), allow_nan=False))
+    jsonschema.validate(written, SCHEMA)
+    assert [module["stem"] for module in written["modules"]] == STEMS
+
+
+def test_the_schema_refuses_what_is_not_described() -> None:
+    written = document([explained("k6_d128")])
+    written["modules"][0]["surprise"] = 1
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(written, SCHEMA)
+
+
+# -- the command
+
+
+def test_the_command_explains_each_variant(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "k6")
+    assert code == 0
+    assert re.findall(r"^(k6_\w+): K6", out, re.MULTILINE) == ["k6_d64", "k6_d64_causal", "k6_d128", "k6_d128_causal"]
+    assert "\x1b" not in out
+
+
+def test_registers_are_those_of_the_evidence(capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = run(capsys, "k4_2_d128", "--json")
+    occupancy = json.loads(out)["modules"][0]["occupancy"]
+    assert occupancy["registers_known"] and occupancy["registers"] <= 128
+    assert occupancy["ctas"] == 2
+
+
+def test_shapes_and_chips_as_asked(capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = run(
+        capsys, "specs/k6.yaml", "--seq", "1x4096", "--batch", "3", "--heads", "8", "--chip", "h200", "--json"
+    )
+    problem = json.loads(out)["modules"][0]["problems"]
+    assert [row["shape"] for row in problem] == [{"batch": 3, "seq_q": 1, "seq_k": 4096, "heads_q": 8, "heads_kv": 8}]
+    assert [cell["chip"] for cell in problem[0]["chips"]] == ["H200 SXM"]
+
+
+def test_heads_of_a_packed_module(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in (["--heads", "8"], ["--heads-kv", "2"]):
+        _, out, _ = run(capsys, "fwd_d128_pack4_causal", *arguments, "--json")
+        shape = json.loads(out)["modules"][0]["problems"][0]["shape"]
+        assert (shape["heads_q"], shape["heads_kv"]) == (8, 2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["k6_d12"], "did you mean 'k6_d128'"),
+        (["k6", "--chip", "b200"], "there are figures for h100 and h200"),
+        (["k6", "--heads", "3", "--heads-kv", "2"], "no multiple of 2 kv heads"),
+        (["k6", "--seq", "4k"], "is no length"),
+        (["fwd_d128_pack4_causal", "--heads", "6"], "holds 4 query heads"),
+    ],
+)
+def test_what_cannot_be_explained(capsys: pytest.CaptureFixture[str], arguments: list[str], said: str) -> None:
+    code, out, err = run(capsys, *arguments)
+    assert (code, out) == (2, "")
+    assert said in err and "Traceback" not in err
+
+
+def test_it_answers_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    """Under 2 seconds with starting Python; here without, and on a machine that does other things."""
+    start = time.process_time()
+    assert run(capsys, "fwd_d128_causal")[0] == 0
+    assert time.process_time() - start < 2
