@@ -26,6 +26,7 @@ COMMANDS = {
     "compile": ("fa3gen.cli.compile", "compile"),
     "verify": ("fa3gen.cli.verify", "verify"),
     "trace": ("fa3gen.cli.trace", "trace"),
+    "report": ("fa3gen.cli.report", "report"),
     "bench": ("fa3gen.cli.bench", "bench"),
     "explain": ("fa3gen.cli.explain", "explain"),
     "tune": ("fa3gen.cli.tune", "tune"),

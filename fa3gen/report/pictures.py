@@ -208,9 +208,9 @@ def tile_schedule(spec: Spec, seq_q: int, seq_k: int) -> Markup:
     for index, row in enumerate(plan.rows):
         y = top + index * height
         picture.text(left - 8, y + height / 2 + 4, f"{index * m:,}–{min((index + 1) * m, seq_q) - 1:,}", "small", "end")
-        visited = {block: order for order, block in enumerate(row.order, 1)}
+        visited = {block: order for order, block in enumerate(tiles.order(row), 1)}
         for block in range(plan.key_tiles):
-            state = row.state(block)
+            state = tiles.state(row, block)
             keys = f"keys {block * n:,} to {min((block + 1) * n, seq_k) - 1:,}"
             when = f"visited {_ordinal(visited[block])} of {len(visited)}" if block in visited else "never loaded"
             where = f"queries {index * m:,} to {min((index + 1) * m, seq_q) - 1:,}, {keys}"

@@ -1,6 +1,7 @@
 """Which tiles of keys each tile of queries visits, and the order in which CTAs take the tiles of queries.
 
-The same arithmetic as `kv_range` and `tile_coordinates` of the generated modules, which the tests hold it against.
+The same arithmetic as `tile_coordinates` of the generated modules, which the tests hold it against; that of `kv_range`
+is in `fa3gen.work`.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from fa3gen import footprint, hopper
-from fa3gen.spec import CausalMask, GlobalHandoff, NoMask, Spec, WindowMask
+from fa3gen.spec import CausalMask, GlobalHandoff, Spec, WindowMask
+from fa3gen.work import KeyTiles, Shape, key_tiles
 
 State = Literal["skipped", "masked", "full"]
 
@@ -18,25 +20,16 @@ State = Literal["skipped", "masked", "full"]
 BYTES_IN_L2 = 32 * 2**20
 
 
-@dataclass(frozen=True)
-class KeyTiles:
-    """Tiles of keys of one tile of queries: [start, end) are visited, last first, [full_start, full_end) unmasked."""
+def state(tiles: KeyTiles, block: int) -> State:
+    """What happens to one tile of keys."""
+    if not tiles.start <= block < tiles.end:
+        return "skipped"
+    return "full" if tiles.full_start <= block < tiles.full_end else "masked"
 
-    start: int
-    end: int
-    full_start: int
-    full_end: int
 
-    def state(self, block: int) -> State:
-        """What happens to one tile of keys."""
-        if not self.start <= block < self.end:
-            return "skipped"
-        return "full" if self.full_start <= block < self.full_end else "masked"
-
-    @property
-    def order(self) -> tuple[int, ...]:
-        """The tiles visited, in order."""
-        return tuple(range(self.end - 1, self.start - 1, -1))
+def order(tiles: KeyTiles) -> tuple[int, ...]:
+    """The tiles of keys visited, in order: the last one first."""
+    return tuple(range(tiles.end - 1, tiles.start - 1, -1))
 
 
 @dataclass(frozen=True)
@@ -48,9 +41,9 @@ class Schedule:
     key_tiles: int
     rows: tuple[KeyTiles, ...]
 
-    def count(self, state: State) -> int:
+    def count(self, wanted: State) -> int:
         """How many tiles of keys are skipped, masked or full."""
-        return sum(row.state(block) == state for row in self.rows for block in range(self.key_tiles))
+        return sum(state(row, block) == wanted for row in self.rows for block in range(self.key_tiles))
 
 
 @dataclass(frozen=True)
@@ -68,28 +61,10 @@ def positions(spec: Spec) -> int:
     return spec.tile.q // spec.tile.pack_heads
 
 
-def key_tiles(spec: Spec, block: int, seq_q: int, seq_k: int) -> KeyTiles:
-    """The tiles of keys of the tile of queries `block`."""
-    n, m = spec.tile.kv, positions(spec)
-    diagonal = block * m + seq_k - seq_q  # the last key that the first row sees, or its window is centred on
-    least = 1 if footprint.overlapped(spec) else 0  # consumers that overlap have their first tile before the loop
-    if isinstance(spec.mask, WindowMask):
-        end = min(seq_k, max(diagonal + m + spec.mask.right, least))
-        start = min(end, max(diagonal - spec.mask.left, 0))
-        full_start = -(-max(diagonal + m - 1 - spec.mask.left, 0) // n)
-        full_end = min(seq_k, max(diagonal + spec.mask.right + 1, 0)) // n
-        return KeyTiles(start // n, -(-end // n), full_start, full_end)
-    if isinstance(spec.mask, CausalMask):
-        end = -(-min(seq_k, max(diagonal + m, 0)) // n)
-        return KeyTiles(0, max(end, least), 0, min(seq_k, max(diagonal + 1, 0)) // n)
-    assert isinstance(spec.mask, NoMask)
-    return KeyTiles(0, -(-seq_k // n), 0, seq_k // n)
-
-
 def schedule(spec: Spec, seq_q: int, seq_k: int) -> Schedule:
     """All tiles of one head."""
     blocks = range(-(-seq_q // positions(spec)))
-    rows = tuple(key_tiles(spec, block, seq_q, seq_k) for block in blocks)
+    rows = tuple(key_tiles(spec, Shape(1, seq_q, seq_k, 1, 1), block) for block in blocks)
     return Schedule(seq_q, seq_k, -(-seq_k // spec.tile.kv), rows)
 
 
