@@ -14,6 +14,7 @@ from fa3gen.report.speeds import Ladder, Panel
 WIDTH, HEIGHT = 960, 320
 LEFT, RIGHT, TOP, BOTTOM = 64, 16, 20, 44
 KINDS = ("normal", "outlier", "ramp")  # of inputs, in the order of their colours
+DODGE = 11
 
 
 def live_registers(kernel: KernelListing) -> Markup:
@@ -31,18 +32,17 @@ def live_registers(kernel: KernelListing) -> Markup:
         points += [(across.at(index), up.at(line.live)), (across.at(index + 1), up.at(line.live))]
     points.append((across.at(count), up.at(0)))
     picture.path(_thinned(points), "area", closed=True)
-    for limit, words in dict.fromkeys(((kernel.registers, "at launch"), (kernel.most, "after setmaxnreg"))):
-        if limit == kernel.registers and words != "at launch":
-            continue
+    limits = {kernel.most: "after setmaxnreg", kernel.registers: "at launch"}  # the same without setmaxnreg
+    for limit, words in limits.items():
         picture.line(LEFT, up.at(limit), WIDTH - RIGHT, up.at(limit), "mark")
-        picture.text(WIDTH - RIGHT, up.at(limit) - 4, f"{limit} {words}", "small", "end")
+        picture.text(LEFT + 6, up.at(limit) - 4, f"{limit} {words}", "small")
     starts = {line.address: index for index, line in enumerate(kernel.sass)}
     for loop in kernel.loops:
         x = across.at(starts.get(loop.address, 0))
         picture.line(x, floor, x, floor + 8, "mark")
         words = f"loop, {loop.gmma} HGMMA" if loop.gmma else "loop"
         if loop.innermost:
-            picture.text(x + 3, floor + 14, words, "small")
+            picture.text(x + 3, floor + 13, words, "small")
     picture.text(LEFT, height - 2, "instruction →", "small")
     picture.text(WIDTH - RIGHT, height - 2, f"{count:,}", "small", "end")
     return picture.markup("wide")
@@ -75,18 +75,18 @@ def errors(card: Card) -> Markup:
         picture.text(across.at(value), HEIGHT - BOTTOM + 18, length_label(value), "small", "middle")
         picture.line(across.at(value), HEIGHT - BOTTOM, across.at(value), HEIGHT - BOTTOM + 5, "axis")
     picture.text(WIDTH - RIGHT, HEIGHT - 4, "keys", "small", "end")
-    for kind in KINDS:
-        _errors_of(picture, [point for point in shown if point.kind == kind], across, up, KINDS.index(kind))
+    # Kinds of input at one length stand side by side; lines lie below all marks.
+    placed = [(point, across.at(point.seq_k) + DODGE * (KINDS.index(point.kind) - 1)) for point in shown]
+    for point, x in placed:
+        if point.kernel > 0 and point.yardstick > 0:
+            picture.line(x, up.at(point.kernel), x, up.at(point.yardstick), "pairing")
+    _marks(picture, placed, up)
     return picture.markup("wide")
 
 
-def _errors_of(picture: Svg, points: Sequence[Point], across: Axis, up: Axis, colour: int) -> None:
-    for point in points:
-        x = across.at(point.seq_k)
-        if point.kernel > 0 and point.yardstick > 0:
-            picture.line(x, up.at(point.kernel), x, up.at(point.yardstick), f"pairing k{colour}")
-    for point in points:
-        x = across.at(point.seq_k)
+def _marks(picture: Svg, placed: Sequence[tuple[Point, float]], up: Axis) -> None:
+    for point, x in placed:
+        colour = KINDS.index(point.kind)
         for value, who, css in ((point.yardstick, "PyTorch", "ring"), (point.kernel, "kernel", "disc")):
             if value > 0:
                 title = f"{point.name}, {point.shape}, {point.kind} inputs: {who} {value:.2e}"
@@ -149,7 +149,7 @@ def ladder(rows: Ladder) -> Markup:
     height = 24
     picture = Svg(WIDTH, len(rows.rows) * height + 26, "Speed beside the other modules of this problem")
     fastest = max(speed for _, _, speeds in rows.rows for speed in speeds if speed is not None)
-    across = Axis(0, fastest, 240, WIDTH - 70)
+    across = Axis(0, fastest, 240, WIDTH - 80)
     for value in across.ticks():
         picture.line(across.at(value), 0, across.at(value), len(rows.rows) * height, "axis")
         picture.text(across.at(value), len(rows.rows) * height + 18, f"{value:g}", "small", "middle")
@@ -163,5 +163,6 @@ def ladder(rows: Ladder) -> Markup:
             css = ("own" if own else "other") + (" late" if position else "")
             picture.rect(*box, f"bar {css}", f"{stem}, {length_label(length)}: {value:g} TFLOP/s")
         shown = [value for value in values if value is not None]
-        picture.text(across.at(max(shown)) + 6, y + 16, f"{max(shown):g}", "small")
+        words = ", ".join(f"{value:.3g}" if value < 100 else f"{value:.0f}" for value in shown)
+        picture.text(across.at(max(shown)) + 6, y + 16, words, "small")
     return picture.markup("wide")

@@ -35,9 +35,9 @@ class Place:
 
 @dataclass(frozen=True)
 class Fragment:
-    """A 64 x `columns` matrix spread over a warpgroup: what it is, and registers of one thread."""
+    """A 64 x `columns` matrix spread over a warpgroup; `key` is a word for it, `registers` are those of one thread."""
 
-    name: str
+    key: str
     what: str
     columns: int
     registers: int
@@ -63,15 +63,23 @@ def _thread(row: int, column: int) -> int:
 
 
 def fragments(spec: Spec) -> tuple[Fragment, ...]:
-    """The fragments of one warpgroup: accumulators of S and O, and P as the A operand where it is in registers."""
-    found = []
+    """The fragments of one warpgroup: the accumulators, which are alike, and P as the A operand if it is in registers.
+
+    Of the A operand, one k-step of 16 keys, as one instruction takes it.
+    """
+    sizes = {}
     if isinstance(spec.qk, WgmmaProduct):
-        n = spec.tile.kv
-        found.append(Fragment("S", "accumulator of S = Q K^T, float32", n, n // 2, False))
+        sizes["S"] = spec.tile.kv
     if isinstance(spec.pv, WgmmaProduct):
-        if spec.pv.a.source == "registers":
-            n = spec.tile.kv
-            found.append(Fragment("P", "A operand of O = P V, 16 bits, two in a register", n, n // 4, True))
-        n = spec.problem.v_dim
-        found.append(Fragment("O", "accumulator of O = P V, float32", n, n // 2, False))
+        sizes["O"] = spec.problem.v_dim
+    if not sizes:
+        return ()
+    names = " and ".join(f"{name} (64 x {n}, {n // 2} registers)" for name, n in sizes.items())
+    widest = max(sizes.values())
+    found = [Fragment("accumulator", f"Accumulator, float32: {names}", widest, widest // 2, False)]
+    if isinstance(spec.pv, WgmmaProduct) and spec.pv.a.source == "registers":
+        k = hopper.WGMMA_K_16BIT
+        steps = spec.tile.kv // k
+        what = f"A operand in 16 bits: one of {steps} k-steps of P (64 x {k}, {k // 4} registers)"
+        found.append(Fragment("operand", what, k, k // 4, True))
     return tuple(found)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fa3gen import evidence
-from fa3gen.spec import GlobalHandoff, Spec
+from fa3gen.spec import GlobalHandoff, Spec, WgmmaProduct
 
 if TYPE_CHECKING:
     from fa3gen.cpu.kernel import CpuKernel
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from fa3gen.workspace import Workspace
 
 SEED = 1  # of the sweep's inputs
+LONGEST, LONGEST_SCALAR = 1024, 512  # keys of the sweep: seconds on the CPU model
 _SHAPE = re.compile(r"b(\d+) (\d+)x(\d+) h(\d+)/(\d+)")
 
 
@@ -95,7 +96,8 @@ def sweep(spec: Spec) -> tuple[Case, ...]:
         m, n = 16, 64
     # As many queries as leave each of them a key under any mask; few, since the model is slow.
     queries = min(m, 32)
-    lengths = [n // 2, n, 2 * n, 4 * n]
+    longest = LONGEST if isinstance(spec.pv, WgmmaProduct) else LONGEST_SCALAR
+    lengths = [n // 2 << doubling for doubling in range(12) if n // 2 << doubling <= longest]
     kinds: tuple[inputs.Distribution, ...] = ("normal", "outlier", "ramp")
     return tuple(
         inputs.served(inputs.Case(f"{kind} {length}", "", 1, min(queries, length), length, 1, 1, kind), spec)

@@ -76,7 +76,10 @@
   const listing = document.querySelector(".listing");
   const code = JSON.parse(document.getElementById("code").textContent);
   const rows = [...listing.querySelectorAll(".row.has")];
-  if (rows.length) { rows[0].tabIndex = 0; }
+  if (rows.length) {  // begin below the module's docstring
+    rows[0].tabIndex = 0;
+    listing.scrollTop = Math.max(0, rows[0].offsetTop - listing.offsetTop - 120);
+  }
   const block = (title, lines) => {
     const part = document.createElement("div"), head = document.createElement("h4"), text = document.createElement("pre");
     head.textContent = title;

@@ -118,7 +118,7 @@ def _figures(report: Report) -> list[Figure]:
         share = f"{census.smem / hopper.SMEM_PER_CTA:.0%} of what a CTA may have"
         found.append(Figure(f"{census.smem:,}", "bytes", f"of shared memory, {share}", "compiled"))
     bound = explained.ceilings[-1]
-    what = f"ceiling in TFLOP/s on {bound.chip.name}, bound by {bound.binding.unit}"
+    what = f"ceiling on {bound.chip.name}, bound by {bound.binding.unit}"
     found.append(Figure(f"{bound.tflops:.0f}", "TFLOP/s", what, "estimated"))
     shapes = [shape for panel in report.panels for shape in panel.shapes]
     if shapes:
@@ -132,8 +132,8 @@ def _figures(report: Report) -> list[Figure]:
     normal = [point for point in report.on_gpu.points if point.kernel > 0 and point.yardstick > 0]
     if normal:
         worst = max(normal, key=lambda point: point.kernel / point.yardstick)
-        what = f"of PyTorch's error at worst (case {worst.name})"
-        found.append(Figure(f"{worst.kernel / worst.yardstick:.2f}", "x", what, "measured"))
+        what = f"PyTorch's error, at worst (case {worst.name})"
+        found.append(Figure(f"{worst.kernel / worst.yardstick:.2f}", "times", what, "measured"))
     return found
 
 

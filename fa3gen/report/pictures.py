@@ -108,8 +108,8 @@ def banks(operand: swizzles.Operand, *, plain: bool) -> Markup:
             f"{operand.row} {chunk.row}, bytes {chunk.chunk * 16} to {chunk.chunk * 16 + 15} of its {operand.span}: "
             f"byte {chunk.address} of the tile, banks {4 * chunk.group} to {4 * chunk.group + 3}"
         )
-        first = " first" if chunk.chunk == 0 else ""
-        picture.rect(x + 1, y + 1, cell - 2, height - 2, f"cell c{chunk.chunk}{first}", title, 3)
+        picked = " picked" if chunk.chunk == 0 else ""
+        picture.rect(x + 1, y + 1, cell - 2, height - 2, f"cell c{chunk.chunk}{picked}", title, 3)
         picture.text(x + cell / 2, y + height / 2 + 4.5, f"{chunk.row}.{chunk.chunk}", "on", "middle")
     return picture.markup()
 
@@ -149,8 +149,8 @@ def fragment(fragment: fragments.Fragment) -> Markup:
     """
     blocks = fragment.columns // fragments.BLOCK
     width, left, top = 4 * PAIR, 34, 18
-    picture = Svg(left + blocks * width + 1, top + 64 * ROW + 1, f"Owners of {fragment.what}")
-    name = f"block-{fragment.name}"
+    picture = Svg(left + blocks * width + 1, top + 64 * ROW + 1, fragment.what)
+    name = f"block-{fragment.key}"
     cells = []
     for row in range(64):
         for pair in range(4):

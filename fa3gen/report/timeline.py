@@ -113,7 +113,9 @@ def _flights(cta: dict[str, Any], last: int) -> list[tuple[str, list[tuple[int, 
         elif event["kind"] == "product":
             details = event["details"]
             products.setdefault((details["warpgroup"], details["group"]), []).append(event)
-    found = [(label, _joined(spans)) for label, spans in sorted(loads.items())]
+    order = [place["label"] for place in cta["arrays"]]
+    labels = sorted(loads, key=lambda label: order.index(label) if label in order else len(order))
+    found = [(label, _joined(loads[label])) for label in labels]
     by_group: dict[int, list[tuple[int, int, str, str]]] = {}
     for (warpgroup, _), members in products.items():
         begin = min(event["begin"] for event in members)
