@@ -29,6 +29,7 @@ COMMANDS = {
     "report": ("fa3gen.cli.report", "report"),
     "bench": ("fa3gen.cli.bench", "bench"),
     "explain": ("fa3gen.cli.explain", "explain"),
+    "simulate": ("fa3gen.cli.simulate", "simulate"),
     "tune": ("fa3gen.cli.tune", "tune"),
     "doctor": ("fa3gen.cli.doctor", "doctor"),
 }

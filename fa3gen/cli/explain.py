@@ -46,7 +46,7 @@ def explain(
     found: list[Explanation] = []
     for variant in workspace.select(specs):
         shapes = _shapes(variant.spec, lengths, batch, heads, heads_kv)
-        found.append(explanation.explain(variant, shapes, wanted, _registers(workspace, variant)))
+        found.append(explanation.explain(variant, shapes, wanted, compiled_registers(workspace, variant)))
     if as_json:
         import json
 
@@ -85,7 +85,7 @@ def _shapes(
     ]
 
 
-def _registers(workspace: Workspace, variant: Variant) -> int | None:
+def compiled_registers(workspace: Workspace, variant: Variant) -> int | None:
     """Registers per thread of the module as compiled, from the evidence on the file as it stands."""
     from fa3gen import evidence
 

@@ -1,0 +1,156 @@
+"""`fa3gen simulate`: who waits for whom on one SM, and how many stages hide the loads."""
+
+from __future__ import annotations
+
+import enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from fa3gen.chips import Chip
+    from fa3gen.simulation.document import Entry
+    from fa3gen.specfile import Variant
+    from fa3gen.workspace import Workspace
+
+
+class Arbitration(enum.StrEnum):
+    """How the tensor cores choose between products of several warpgroups."""
+
+    even = "even"
+    oldest = "oldest"
+
+
+def simulate(
+    specs: Annotated[list[str], typer.Argument(metavar="SPEC", help="Spec files, spec stems or generated stems.")],
+    stages: Annotated[
+        str, typer.Option(metavar="N|N..M", help="Stages of K and V to compare; the picture is of the spec's own.")
+    ] = "1..6",
+    tiles: Annotated[int, typer.Option(min=1, max=512, help="Tiles of keys in the timeline.")] = 12,
+    load_latency: Annotated[
+        float | None, typer.Option(min=0, help="Cycles from the end of a tile's transfer to its arrival.")
+    ] = None,
+    load_rate: Annotated[float | None, typer.Option(min=0.001, help="Bytes a cycle that reach an SM.")] = None,
+    product_time: Annotated[
+        float | None, typer.Option(min=0.001, help="Cycles of each product of one warpgroup, alone.")
+    ] = None,
+    softmax_time: Annotated[
+        float | None, typer.Option(min=0.001, help="Cycles of the softmax of one warpgroup, alone.")
+    ] = None,
+    ctas: Annotated[int | None, typer.Option(min=1, max=32, help="CTAs on the SM (default: as many as fit).")] = None,
+    arbitration: Annotated[
+        Arbitration, typer.Option(help="Products of several warpgroups: served evenly, or the oldest first.")
+    ] = Arbitration.even,
+    chip: Annotated[str, typer.Option(help="h100 or h200.")] = "h200",
+    svg_file: Annotated[
+        Path | None, typer.Option("--svg", metavar="FILE", help="Draw the timeline of one module.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document, with every span.")] = False,
+) -> None:
+    """Simulate the pipeline of loads, products and softmax on one SM: timeline, utilisation, stalls, stages.
+
+    Warps do what the generated kernel does, in its order, and wait for what it waits for. Times are derived from the
+    spec and the chip's peak rates; the load latency is an estimate. docs/simulator.md says how well that predicts what
+    was measured. Nothing is compiled or run.
+    """
+    from fa3gen import chips
+    from fa3gen.errors import UserError
+    from fa3gen.workspace import Workspace
+
+    workspace = Workspace.find()
+    [selected] = chips.select([chip])
+    counts = parse_stages(stages)
+    variants = workspace.select(specs)
+    if svg_file is not None and len(variants) > 1:
+        names = ", ".join(variant.stem for variant in variants)
+        raise UserError(f"--svg draws one module, and these are {len(variants)}: {names}; name one of them")
+    overrides = {
+        "load_latency": load_latency,
+        "load_rate": load_rate,
+        "product_time": product_time,
+        "softmax_time": softmax_time,
+    }
+    entries = [
+        _entry(workspace, variant, selected, counts, tiles, ctas, arbitration, overrides) for variant in variants
+    ]
+    if svg_file is not None:
+        _draw(entries[0], svg_file)
+    if as_json:
+        import json
+
+        from fa3gen.simulation.document import document
+
+        typer.echo(json.dumps(document(entries), separators=(",", ":")))
+        return
+    _print(entries, svg_file)
+
+
+def parse_stages(text: str) -> list[int]:
+    """`3` or `1..6` as numbers of stages; UserError for anything else."""
+    from fa3gen.errors import UserError
+
+    first, dots, last = text.partition("..")
+    try:
+        low, high = int(first), int(last if dots else first)
+    except ValueError:
+        low, high = 0, 0
+    if not 1 <= low <= high <= 16:
+        raise UserError(f"--stages {text}: write a number from 1 to 16, or a range such as 1..6")
+    return list(range(low, high + 1))
+
+
+def _entry(
+    workspace: Workspace,
+    variant: Variant,
+    chip: Chip,
+    counts: Sequence[int],
+    tiles: int,
+    ctas: int | None,
+    arbitration: Arbitration,
+    overrides: dict[str, float | None],
+) -> Entry:
+    from fa3gen import simulation
+    from fa3gen.cli.explain import compiled_registers
+    from fa3gen.simulation.document import Entry
+
+    order: Literal["even", "oldest"] = "even" if arbitration is Arbitration.even else "oldest"
+    spec, registers = variant.spec, compiled_registers(workspace, variant)
+    times = simulation.times_of(spec, chip).overridden(**overrides)
+    settings = simulation.settings_of(spec, tiles=tiles, registers=registers, ctas=ctas, arbitration=order)
+    return Entry(
+        stem=variant.stem,
+        chip=chip.name,
+        times=times,
+        settings=settings,
+        simulation=simulation.simulate(spec, times, settings),
+        stages=simulation.sweep(spec, times, counts, registers=registers, ctas=ctas, arbitration=order),
+    )
+
+
+def _draw(entry: Entry, path: Path) -> None:
+    from fa3gen.errors import UserError
+    from fa3gen.files import write_text
+    from fa3gen.simulation import svg
+
+    try:
+        write_text(path, svg(entry.simulation, f"{entry.stem}: one SM, simulated"))
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror}; choose another --svg") from None
+
+
+def _print(entries: Sequence[Entry], drawn: Path | None) -> None:
+    from rich.console import Console
+
+    from fa3gen.simulation import text
+
+    console = Console(highlight=False)
+    for index, entry in enumerate(entries):
+        if index:
+            console.rule(style="dim")
+        title = f"{entry.stem}: the pipeline on one SM of {entry.chip}, simulated"
+        text.show(console, title, entry.times, entry.settings, entry.simulation, entry.stages)
+    if drawn is not None:
+        console.print(f"wrote {drawn}", soft_wrap=True, markup=False)
