@@ -8,9 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from fa3gen import chips, evidence, explanation
+from fa3gen import chips, evidence, explanation, simulation
 from fa3gen.errors import UserError
-from fa3gen.report import numerics, speeds
+from fa3gen.report import numerics, speeds, tiles
 from fa3gen.report.listing import Listing, make_listing
 from fa3gen.report.numerics import Card
 from fa3gen.report.speeds import Ladder, Panel
@@ -18,14 +18,18 @@ from fa3gen.work import Shape, default_heads
 
 if TYPE_CHECKING:
     from fa3gen.census import Census, Row
+    from fa3gen.chips import Chip
     from fa3gen.compiler import Compiled
     from fa3gen.evidence import Record, Status
     from fa3gen.explanation import Explanation
+    from fa3gen.simulation import Simulation, StageRow, Times
     from fa3gen.specfile import Variant
     from fa3gen.workspace import Workspace
 
 SEQ_LENS = (1024, 4096, 16384)  # of the ceilings; 16,384 tokens in all
 TOKENS = 16384
+CHIP = "h200"  # that is simulated
+STAGES = range(1, 7)
 
 
 @dataclass(frozen=True)
@@ -34,6 +38,17 @@ class Run:
 
     trace: dict[str, Any] | None
     problem: str = ""
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """The pipeline simulation of one SM, drawn, and its prediction for other numbers of stages."""
+
+    picture: str
+    chip: Chip
+    times: Times
+    simulation: Simulation
+    stages: tuple[StageRow, ...]
 
 
 @dataclass(frozen=True)
@@ -50,6 +65,7 @@ class Report:
     census: Census
     facts: tuple[Row, ...]
     listing: Listing
+    simulated: Simulated | None
     run: Run
     on_gpu: Card
     on_cpu: Card
@@ -88,6 +104,7 @@ def gather(workspace: Workspace, variant: Variant) -> Report:
         census=census,
         facts=tuple(counting.rows(census, make_plan(variant).expectation)),
         listing=make_listing(path, compiled),
+        simulated=_simulated(variant, census.registers),
         run=run,
         on_gpu=numerics.from_evidence(workspace, variant),
         on_cpu=on_cpu,
@@ -101,6 +118,18 @@ def gather(workspace: Workspace, variant: Variant) -> Report:
 def _shapes(variant: Variant) -> list[Shape]:
     heads, heads_kv = default_heads(variant.spec)
     return [Shape(max(1, TOKENS // length), length, length, heads, heads_kv) for length in SEQ_LENS]
+
+
+def _simulated(variant: Variant, registers: int) -> Simulated | None:
+    """None for a module without a pipeline."""
+    spec, [chip] = variant.spec, chips.select([CHIP])
+    if not tiles.tiled(spec):
+        return None
+    times = simulation.times_of(spec, chip)
+    result = simulation.simulate(spec, times, simulation.settings_of(spec, registers=registers))
+    stages = simulation.sweep(spec, times, STAGES, registers=registers)
+    title = f"{variant.stem}: one SM of {chip.name}, simulated"
+    return Simulated(simulation.svg(result, title), chip, times, result, stages)
 
 
 def _on_cpu_model(workspace: Workspace, variant: Variant, compiled: Compiled) -> tuple[Run, Card]:

@@ -54,8 +54,8 @@ class Figure:
     origin: str = ""
 
 
-def render(report: Report, simulated: Markup | None = None) -> str:
-    """The page. `simulated` is the picture of the pipeline simulation."""
+def render(report: Report) -> str:
+    """The page."""
     spec = report.variant.spec
     by_line = report.listing.by_line()
     run = report.run.trace
@@ -76,7 +76,7 @@ def render(report: Report, simulated: Markup | None = None) -> str:
         fragments=[(fragment, pictures.fragment(fragment)) for fragment in fragments.fragments(spec)],
         schedules=_schedules(report),
         taking=_taking(report),
-        simulated=simulated,
+        simulated=None if report.simulated is None else Markup(report.simulated.picture),
         trace=run,
         timeline=timeline.draw(run["ctas"][0]) if run is not None and run["ctas"] else None,
         lines=_lines(report, by_line),
