@@ -25,6 +25,7 @@ FLAGS = (
     *("--hide-scrollbars", "--remote-debugging-pipe"),
 )
 TIMEOUT_S = 30.0
+NO_BROWSER = "no Chromium here"
 
 
 def executable() -> str | None:
@@ -50,7 +51,10 @@ class Browser:
         self._send(
             "Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=width < 600
         )
-        self._send("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+        features = {"prefers-color-scheme": scheme, "prefers-reduced-motion": "reduce"}
+        self._send(
+            "Emulation.setEmulatedMedia", features=[{"name": name, "value": value} for name, value in features.items()]
+        )
         self._loaded = False
         self._send("Page.navigate", url=file.resolve().as_uri())
         end = time.monotonic() + TIMEOUT_S
@@ -128,8 +132,7 @@ class Browser:
 @contextlib.contextmanager
 def browser(path: str) -> Iterator[Browser]:
     """Start the browser at `path` and end it, with a profile that is thrown away."""
-    to_browser, ours, theirs, answers = *os.pipe(), *os.pipe()
-    answers, theirs = theirs, answers
+    (to_browser, ours), (answers, theirs) = os.pipe(), os.pipe()
 
     def place() -> None:  # the protocol's pipes are descriptors 3 and 4 of the process
         for source, target in ((to_browser, 63), (theirs, 64)):

@@ -85,6 +85,20 @@ def run(
 
     Raises CompileError, OutsideModel, and UserError for a CTA outside the grid.
     """
+    # With line information, the instructions name their lines in the generated file; they are the same without.
+    kernel = CpuKernel(cached_compile(path, line_info=True))
+    return run_kernel(kernel, variant, problem, ctas, schedule, recorded)
+
+
+def run_kernel(
+    kernel: CpuKernel,
+    variant: Variant,
+    problem: Problem,
+    ctas: list[Index] | None,
+    schedule: Schedule,
+    recorded: Trace,
+) -> Hazard | None:
+    """The same with a kernel at hand, whose settings are as before afterwards. A persistent kernel has one SM."""
     dtype = getattr(torch, make_plan(variant).problem.torch_dtype.removeprefix("torch."))
     random = torch.Generator().manual_seed(problem.seed)
 
@@ -94,12 +108,13 @@ def run(
     q = normal(problem.seq_q, problem.heads_q, problem.head_dim)
     k = normal(problem.seq_k, problem.heads_kv, problem.head_dim)
     v = normal(problem.seq_k, problem.heads_kv, variant.spec.problem.v_dim)
-    # With line information, the instructions name their lines in the generated file; they are the same without.
-    kernel = CpuKernel(cached_compile(path, line_info=True), Settings(schedule, recorded, ctas, sms=1))
+    before, kernel.settings = kernel.settings, Settings(schedule, recorded, ctas, sms=1)
     try:
         attention(kernel, variant, q, k, v)
     except Hazard as hazard:
         return hazard
+    finally:
+        kernel.settings = before
     return None
 
 

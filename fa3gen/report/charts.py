@@ -119,18 +119,15 @@ def speeds(panel: Panel) -> Markup:
     ends = []
     for index, (name, kind) in enumerate(panel.names):
         css = "own" if kind == "this" else f"line{index % COLOURS} {kind}"
-        points = []
-        for shape in panel.shapes:
-            speed = next((speed for speed in shape.speeds if speed.name == name), None)
-            if speed is not None:
-                x, y = across.at(shape.problem.seq_k), up.at(speed.tflops)
-                points.append((x, y))
-                picture.line(x, up.at(speed.slowest), x, up.at(speed.fastest), f"spread {css}")
+        found = [(shape.problem, speed) for shape in panel.shapes for speed in shape.speeds if speed.name == name]
+        points = [(across.at(problem.seq_k), up.at(speed.tflops)) for problem, speed in found]
+        for (x, _), (_, speed) in zip(points, found, strict=True):
+            picture.line(x, up.at(speed.slowest), x, up.at(speed.fastest), f"spread {css}")
         picture.path(points, f"curve {css}")
-        for (x, y), shape in zip(points, [s for s in panel.shapes if name in {e.name for e in s.speeds}], strict=True):
-            speed = next(entry for entry in shape.speeds if entry.name == name)
-            title = f"{name}, {shape.problem.lengths}: {speed.tflops:.0f} TFLOP/s ({speed.slowest:.0f} to "
-            picture.circle(x, y, 4 if kind == "this" else 3, f"dot {css}", f"{title}{speed.fastest:.0f})")
+        for (x, y), (problem, speed) in zip(points, found, strict=True):
+            rounds = f"rounds from {speed.slowest:.0f} to {speed.fastest:.0f}"
+            title = f"{name}, {problem.lengths}: {speed.tflops:.0f} TFLOP/s, {rounds}"
+            picture.circle(x, y, 4 if kind == "this" else 3, f"dot {css}", title)
         ends.append((points[-1][1], name, css))
     _names(picture, ends)
     return picture.markup("wide")
@@ -150,9 +147,9 @@ def ladder(rows: Ladder) -> Markup:
     picture = Svg(WIDTH, len(rows.rows) * height + 26, "Speed beside the other modules of this problem")
     fastest = max(speed for _, _, speeds in rows.rows for speed in speeds if speed is not None)
     across = Axis(0, fastest, 240, WIDTH - 80)
-    for value in across.ticks():
-        picture.line(across.at(value), 0, across.at(value), len(rows.rows) * height, "axis")
-        picture.text(across.at(value), len(rows.rows) * height + 18, f"{value:g}", "small", "middle")
+    for tick in across.ticks():
+        picture.line(across.at(tick), 0, across.at(tick), len(rows.rows) * height, "axis")
+        picture.text(across.at(tick), len(rows.rows) * height + 18, f"{tick:g}", "small", "middle")
     for index, (stem, own, values) in enumerate(rows.rows):
         y = index * height
         picture.text(232, y + 16, stem, "name own" if own else "name", "end")

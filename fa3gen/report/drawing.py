@@ -13,7 +13,7 @@ COLOURS = 8  # classes c0 to c7 of the style sheet
 
 @dataclass
 class Svg:
-    """A picture of `width` x `height` units, drawn one to one with CSS pixels or scaled down; `label` says what it is."""
+    """A picture of `width` x `height` units, at most that many CSS pixels; `label` says what it is."""
 
     width: float
     height: float
@@ -30,9 +30,7 @@ class Svg:
 
     def circle(self, x: float, y: float, radius: float, css: str, title: str = "") -> None:
         """A disc."""
-        self._add(
-            "circle", f'class="{escape(css)}" cx="{number(x)}" cy="{number(y)}" r="{number(radius)}"', title
-        )
+        self._add("circle", f'class="{escape(css)}" cx="{number(x)}" cy="{number(y)}" r="{number(radius)}"', title)
 
     def line(self, x1: float, y1: float, x2: float, y2: float, css: str) -> None:
         """A straight line."""

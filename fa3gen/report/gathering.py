@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from fa3gen.census import Census, Row
     from fa3gen.chips import Chip
     from fa3gen.compiler import Compiled
+    from fa3gen.cpu.kernel import CpuKernel
     from fa3gen.evidence import Record, Status
     from fa3gen.explanation import Explanation
     from fa3gen.simulation import Simulation, StageRow, Times
@@ -139,26 +140,26 @@ def _on_cpu_model(workspace: Workspace, variant: Variant, compiled: Compiled) ->
     from fa3gen.cpu.ptx import PtxError
 
     try:
-        return _traced(workspace, variant), numerics.on_cpu_model(variant, CpuKernel(compiled))
+        kernel = CpuKernel(compiled)
+        return _traced(workspace, variant, kernel), numerics.on_cpu_model(variant, kernel)
     except (OutsideModel, PtxError) as error:
         return Run(None, str(error)), Card("CPU model of sm_90a", False, (), str(error))
 
 
-def _traced(workspace: Workspace, variant: Variant) -> Run:
+def _traced(workspace: Workspace, variant: Variant, kernel: CpuKernel) -> Run:
     from fa3gen.cpu.places import SharedPlaces
     from fa3gen.cpu.schedule import Schedule
     from fa3gen.cpu.trace import Trace
     from fa3gen.cpu.trace_files import Source, document
-    from fa3gen.cpu.tracing import busiest, default_problem, run
+    from fa3gen.cpu.tracing import busiest, default_problem, run_kernel
 
     path, trace, schedule = workspace.rendered_path(variant.stem), Trace(), Schedule("warp")
     problem = default_problem(variant.spec)
-    hazard = run(path, variant, problem, [(busiest(variant.spec, problem), 0, 0)], schedule, trace)
+    ctas = [(busiest(variant.spec, problem), 0, 0)]
+    hazard = run_kernel(kernel, variant, problem, ctas, schedule, trace)
     source = Source(
         variant.stem, workspace.shown(path).as_posix(), str(path.resolve()), path.read_text(encoding="utf-8")
     )
     places = SharedPlaces.of(variant.spec)
     report = None if hazard is None else str(hazard)
     return Run(document(trace, source, places, problem=vars(problem), schedule=str(schedule), report=report))
-
-

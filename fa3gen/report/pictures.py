@@ -249,5 +249,3 @@ def taking_order(spec: Spec, seq_q: int, seq_k: int, heads: int) -> Markup:
         picture.rect(x + 1, y + 1, cell - 2, height - 2, f"cell s{shade}", title, 3)
         picture.text(x + cell / 2, y + height / 2 + 4.5, str(entry.number), "onseq", "middle")
     return picture.markup()
-
-

@@ -6,7 +6,6 @@ modules and peers of one run of interleaved rounds. Only figures of the present 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -153,13 +152,14 @@ def ladder(workspace: Workspace, variant: Variant) -> Ladder | None:
     return Ladder(f"{own.gpu}, {own.date}, DSL {own.dsl}, torch {own.torch}", tuple(rows))
 
 
-def _relatives(workspace: Workspace, family: tuning_records.Family) -> Iterable[str]:
+def _relatives(workspace: Workspace, family: tuning_records.Family) -> list[str]:
     """Stems of the family, in the order of the ladder."""
-    relatives: Sequence[str] = [
+    rungs = evidence.RUNGS
+    files = workspace.load_all()
+    files.sort(key=lambda file: (rungs.index(file.stem) if file.stem in rungs else len(rungs), file.stem))
+    return [
         variant.stem
-        for spec_file in workspace.load_all()
+        for spec_file in files
         for variant in spec_file.variants
         if tuning_records.family_of(variant.spec) == family
     ]
-    order = {stem: position for position, stem in enumerate(evidence.generated_stems(workspace))}
-    return sorted(relatives, key=lambda stem: order.get(stem, len(order)))
