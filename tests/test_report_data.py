@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import rendering
 
-from fa3gen import evidence
+from fa3gen import evidence, tile_order
 from fa3gen.census_sass import parse_sass
 from fa3gen.compile_cache import cached_compile
 from fa3gen.cpu import wgmma
@@ -162,7 +162,7 @@ def asked_for(kv_range: Any, spec: Spec, block: int, seq_q: int, seq_k: int) -> 
     if isinstance(spec.mask, NoMask):
         end, full_end = kv_range(seq_k)
         return KeyTiles(0, end, 0, full_end)
-    found = kv_range(block * tiles.positions(spec), seq_q, seq_k)
+    found = kv_range(block * tile_order.positions(spec), seq_q, seq_k)
     return KeyTiles(*found) if len(found) == 4 else KeyTiles(0, found[0], 0, found[1])
 
 
@@ -177,7 +177,7 @@ def test_key_tiles_are_those_of_the_modules() -> None:
             return []
         kv_range = function_of(stem, "kv_range", Fake())
         for seq_q, seq_k in SHAPES:
-            for block in range(-(-seq_q // tiles.positions(spec))):
+            for block in range(-(-seq_q // tile_order.positions(spec))):
                 wanted = asked_for(kv_range, spec, block, seq_q, seq_k)
                 found = key_tiles(spec, Shape(1, seq_q, seq_k, 1, 1), block)
                 if wanted != found:
@@ -197,7 +197,7 @@ def test_states_are_those_of_every_element(stem: str) -> None:
     from fa3gen.reference import visible_keys
 
     spec = spec_of(stem)
-    m, n = tiles.positions(spec), spec.tile.kv
+    m, n = tile_order.positions(spec), spec.tile.kv
     for seq_q, seq_k in SHAPES:
         plan = tiles.schedule(spec, seq_q, seq_k)
         rows = torch.arange(len(plan.rows) * m)  # beyond the last query, too: a tile is computed as a whole
@@ -215,8 +215,8 @@ def test_tiles_of_queries_are_taken_in_the_modules_order() -> None:
     heads, batch, seq_q, seq_k = 6, 2, 700, 40_000
     for stem in tiled_stems():
         spec = spec_of(stem)
-        order = list(tiles.taken(spec, seq_q, seq_k, heads, batch))
-        blocks = -(-seq_q // tiles.positions(spec))
+        order = list(tile_order.taken(spec, seq_q, seq_k, heads, batch))
+        blocks = -(-seq_q // tile_order.positions(spec))
         assert len({(entry.m_block, entry.head, entry.batch) for entry in order}) == blocks * heads * batch
         for entry in order[:: 7 if len(order) > 50 else 1]:
             coordinates = function_of(stem, "tile_coordinates", Fake(entry.number))
@@ -371,7 +371,7 @@ def test_examples_show_all_there_is_to_see() -> None:
         wanted = {"full", "masked"} if isinstance(spec.mask, NoMask) else {"full", "masked", "skipped"}
         if (
             isinstance(spec.mask, WindowMask)
-            and spec.mask.left + spec.mask.right < tiles.positions(spec) + spec.tile.kv
+            and spec.mask.left + spec.mask.right < tile_order.positions(spec) + spec.tile.kv
         ):
             wanted -= {"full"}  # no tile fits into so narrow a window
         assert states >= wanted, stem

@@ -20,8 +20,10 @@ from fa3gen.cpu.schedule import Schedule
 from fa3gen.cpu.trace import Trace
 from fa3gen.plan import make_plan
 from fa3gen.reference import Attention
-from fa3gen.spec import CausalMask, GlobalHandoff, Spec, WindowMask
+from fa3gen.spec import GlobalHandoff, Spec
 from fa3gen.specfile import Variant
+from fa3gen.tile_order import taken
+from fa3gen.work import Shape, key_tiles
 
 LAPS = 2  # times that the default number of keys goes round the ring, and one tile more
 
@@ -54,23 +56,12 @@ def default_problem(spec: Spec) -> Problem:
 
 
 def busiest(spec: Spec, problem: Problem) -> int:
-    """The first CTA with the most tiles of keys; CTAs of one head are numbered by their tile of queries."""
+    """The first CTA whose tile of queries visits the most tiles of keys."""
     if isinstance(spec.handoff, GlobalHandoff) or footprint.persistent(spec):
         return 0
-
-    positions = spec.tile.q // spec.tile.pack_heads
-
-    def tiles(block: int) -> int:
-        first, last = block * positions, min((block + 1) * positions, problem.seq_q) - 1
-        shift = problem.seq_k - problem.seq_q
-        low, high = 0, problem.seq_k - 1
-        if isinstance(spec.mask, CausalMask):
-            high = min(high, last + shift)
-        if isinstance(spec.mask, WindowMask):
-            low, high = max(low, first + shift - spec.mask.left), min(high, last + shift + spec.mask.right)
-        return high // spec.tile.kv - low // spec.tile.kv + 1 if low <= high else 0
-
-    return max(range(-(-problem.seq_q // positions)), key=tiles)
+    shape = Shape(1, problem.seq_q, problem.seq_k, 1, 1)
+    order = taken(spec, problem.seq_q, problem.seq_k, heads=1, batch=1)
+    return max(order, key=lambda entry: key_tiles(spec, shape, entry.m_block).visited).number
 
 
 def run(

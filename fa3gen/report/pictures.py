@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from markupsafe import Markup, escape
 
-from fa3gen import footprint, hopper
+from fa3gen import footprint, hopper, tile_order
 from fa3gen.cpu.places import SharedPlace, SharedPlaces
 from fa3gen.report import fragments, swizzles, tiles
 from fa3gen.report.drawing import COLOURS, Svg
@@ -204,7 +204,7 @@ def tile_schedule(spec: Spec, seq_q: int, seq_k: int) -> Markup:
     picture = Svg(width, top + len(plan.rows) * height + 22, f"Tiles of {seq_q} queries and {seq_k} keys")
     picture.text(left, 14, "keys →", "small")
     picture.text(0, 14, "queries ↓", "small")
-    m, n = tiles.positions(spec), spec.tile.kv
+    m, n = tile_order.positions(spec), spec.tile.kv
     for index, row in enumerate(plan.rows):
         y = top + index * height
         picture.text(left - 8, y + height / 2 + 4, f"{index * m:,}–{min((index + 1) * m, seq_q) - 1:,}", "small", "end")
@@ -231,11 +231,11 @@ def _ordinal(number: int) -> str:
 
 def taking_order(spec: Spec, seq_q: int, seq_k: int, heads: int) -> Markup:
     """The number that each tile of queries has, by head: the order in which CTAs are started with them or take them."""
-    order = list(tiles.taken(spec, seq_q, seq_k, heads, 1))
+    order = list(tile_order.taken(spec, seq_q, seq_k, heads, 1))
     blocks = max(entry.m_block for entry in order) + 1
     left, top, cell, height = 92, 24, 40, 22
     picture = Svg(left + heads * cell + 2, top + blocks * height + 4, "Order in which tiles of queries are taken")
-    m = tiles.positions(spec)
+    m = tile_order.positions(spec)
     for head in range(heads):
         picture.text(left + (head + 0.5) * cell, 14, f"{head}", "small", "middle")
     picture.text(0, 14, "head →", "small")
