@@ -9,7 +9,6 @@ from __future__ import annotations
 import fcntl
 import os
 import re
-import tempfile
 import time
 from html.parser import HTMLParser
 from pathlib import Path
@@ -34,10 +33,10 @@ SECTIONS = (
 
 
 @pytest.fixture(scope="module")
-def page() -> Path:
+def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The page of one module, made by the first worker of a run that needs it."""
-    run = os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))
-    folder = Path(tempfile.gettempdir()) / f"fa3gen-report-{os.getuid()}-{run}"
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "report"
     folder.mkdir(exist_ok=True)
     with open(folder / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

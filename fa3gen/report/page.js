@@ -99,6 +99,7 @@
         facts.sass.map(([address, text, live]) => `${address} ${String(live).padStart(4)}  ${text}`)));
     }
     if (facts.ptx.length) { made.append(block(`PTX, ${facts.ptx.length}`, facts.ptx)); }
+    made.style.setProperty("--visible", `${listing.clientWidth}px`);
     line.after(made);
   };
   const go = (line) => {

@@ -25,7 +25,7 @@ ORDER_HEADS = 6  # of the example that shows in which order tiles are taken
 HEAVIEST = 8  # lines of the module that are named for their many instructions
 _KINDS = {
     "tensor core": ("HGMMA", "WARPGROUP"),
-    "exponentials": ("MUFU",),
+    "exponentials, reciprocals, logarithms": ("MUFU",),
     "barriers": ("SYNCS", "BAR", "NANOSLEEP"),
     "TMA and shared memory": ("UTMALDG", "UTMASTG", "STSM", "LDS", "STS", "LDSM", "LDGSTS"),
     "FP32 arithmetic": ("FFMA", "FMUL", "FADD", "FMNMX", "FSEL", "FSETP", "F2FP"),
@@ -78,7 +78,7 @@ def render(report: Report) -> str:
         taking=_taking(report),
         simulated=None if report.simulated is None else Markup(report.simulated.picture),
         trace=run,
-        timeline=timeline.draw(run["ctas"][0]) if run is not None and run["ctas"] else None,
+        timelines=[] if run is None else [timeline.draw(cta) for cta in run["ctas"]],
         lines=_lines(report, by_line),
         code=_code(report, by_line),
         heaviest=sorted(by_line.items(), key=lambda item: (-len(item[1].sass), item[0]))[:HEAVIEST],

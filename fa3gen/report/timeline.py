@@ -13,6 +13,12 @@ from markupsafe import Markup
 from fa3gen.report.drawing import COLOURS, Axis, Svg
 
 WIDTH, LEFT, ROW = 1100, 150, 26
+FLIGHTS = {
+    "in": "copies to shared memory",
+    "out": "copies from it",
+    "first": "products, A in shared memory",
+    "second": "products, A in registers",
+}
 
 
 @dataclass(frozen=True)
@@ -25,11 +31,15 @@ class Lane:
 
 @dataclass(frozen=True)
 class Timeline:
-    """The picture, and what its colours mean: functions of the module with their ticks, most first."""
+    """The picture of a kernel's CTA, and what its colours mean: `functions` of the module, those that take most first.
 
+    `flights` are the kinds of copies and products that there are: (class of the style sheet, words).
+    """
+
+    kernel: str
     picture: Markup
-    functions: tuple[tuple[str, int], ...]
-    ticks: int
+    functions: tuple[str, ...]
+    flights: tuple[tuple[str, str], ...]
 
 
 def draw(cta: dict[str, Any]) -> Timeline:
@@ -40,7 +50,7 @@ def draw(cta: dict[str, Any]) -> Timeline:
     functions = _functions(cta)
     colours = {name: index % COLOURS for index, (name, _) in enumerate(functions[:COLOURS])}
     rows = len(lanes) + len(flights)
-    picture = Svg(WIDTH, 24 + rows * ROW + 20, "Trace of one CTA on the CPU model: logical time")
+    picture = Svg(WIDTH, 24 + rows * ROW + 20, f"Trace of {cta['kernel']} on the CPU model: logical time")
     across = Axis(0, last, LEFT, WIDTH - 8)
     for value in across.ticks(8):
         picture.line(across.at(value), 18, across.at(value), 24 + rows * ROW, "axis")
@@ -57,7 +67,13 @@ def draw(cta: dict[str, Any]) -> Timeline:
         picture.text(LEFT - 8, y + 17, lane.name, "small", "end")
         _warp(picture, cta, lane.warps[0], across, y, colours)
         y += ROW
-    return Timeline(picture.markup("wide"), functions[:COLOURS], last)
+    kinds = {css for _, spans in flights for *_, css in spans}
+    return Timeline(
+        cta["kernel"],
+        picture.markup("wide"),
+        tuple(name for name, _ in functions[:COLOURS]),
+        tuple((css, words) for css, words in FLIGHTS.items() if css in kinds),
+    )
 
 
 def _lanes(cta: dict[str, Any]) -> list[Lane]:
