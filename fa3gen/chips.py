@@ -52,14 +52,13 @@ def _hopper(key: str, name: str, hbm: Rate) -> Chip:
         key=key,
         name=name,
         sms=132,
-        # The clock at which 132 x 4096 FLOP per cycle are the 989.4 TFLOP/s of the data sheets.
-        clock_hz=Rate(1830e6, "Hz", f"{_WHITEPAPER}: boost clock for tensor core operations, SXM5"),
+        clock_hz=Rate(1830e6, "Hz", "989.4 TFLOP/s of the data sheets over 132 SMs x 4096 FLOP per cycle"),
         tensor=Rate(4096, "FLOP/clk/SM", f"{_WHITEPAPER}: 4 tensor cores x 512 FMA, 16-bit operands, dense"),
         fp32=Rate(128, "FMA/clk/SM", _THROUGHPUT),
         exp2=Rate(16, "ex2/clk/SM", f"{_THROUGHPUT}: base-2 exponential"),
         issue=Rate(4, "warp instructions/clk/SM", f"{_WHITEPAPER}: 4 warp schedulers, one instruction each"),
         smem=Rate(128, "bytes/clk/SM", 'CUDA C++ Programming Guide, "Shared Memory": 32 banks x 4 bytes'),
-        # NVIDIA gives no figure for H100. Microbenchmarks of it reach less, about 3500 bytes a cycle.
+        # NVIDIA gives no figure for H100; published microbenchmarks of it reach less.
         l2=Rate(5120, "bytes/clk", "NVIDIA A100 Tensor Core GPU Architecture (whitepaper): L2 read bandwidth"),
         hbm=hbm,
         l2_bytes=50 * 2**20,

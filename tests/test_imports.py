@@ -27,6 +27,9 @@ LIGHT = [
     "fa3gen.ceiling",
     "fa3gen.explanation.document",
     "fa3gen.explanation.text",
+    "fa3gen.simulation.comparison",
+    "fa3gen.simulation.document",
+    "fa3gen.simulation.text",
     "fa3gen.cli",
     "fa3gen.cli.specs",
     "fa3gen.cli.render",
@@ -77,6 +80,11 @@ assert render_all(workspace.resolve("k4_2_d64"), workspace)
 )
 def test_commands_without_a_kernel_import_nothing_heavy(arguments: list[str]) -> None:
     assert loaded_by(f"from fa3gen.cli import main\nassert main({arguments}) == 0") == []
+
+
+def test_explaining_and_simulating_import_nothing_heavy() -> None:
+    code = "from fa3gen.cli import main\nassert main(['explain', 'k6']) == main(['simulate', 'k6_d64']) == 0"
+    assert loaded_by(code) == []
 
 
 def test_the_check_sees_what_is_loaded() -> None:

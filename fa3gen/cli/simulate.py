@@ -42,8 +42,9 @@ def simulate(
     ] = None,
     ctas: Annotated[int | None, typer.Option(min=1, max=32, help="CTAs on the SM (default: as many as fit).")] = None,
     arbitration: Annotated[
-        Arbitration, typer.Option(help="Products of several warpgroups: served evenly, or the oldest first.")
-    ] = Arbitration.even,
+        Arbitration,
+        typer.Option(help="Products of several warpgroups in the timeline: the oldest first, or all evenly."),
+    ] = Arbitration.oldest,
     chip: Annotated[str, typer.Option(help="h100 or h200.")] = "h200",
     svg_file: Annotated[
         Path | None, typer.Option("--svg", metavar="FILE", help="Draw the timeline of one module.")
@@ -53,8 +54,8 @@ def simulate(
     """Simulate the pipeline of loads, products and softmax on one SM: timeline, utilisation, stalls, stages.
 
     Warps do what the generated kernel does, in its order, and wait for what it waits for. Times are derived from the
-    spec and the chip's peak rates; the load latency is an estimate. docs/simulator.md says how well that predicts what
-    was measured. Nothing is compiled or run.
+    spec and the chip's peak rates; the load latency is an estimate. No tile is masked. docs/simulator.md says how well
+    that predicts what was measured. Nothing is compiled or run.
     """
     from fa3gen import chips
     from fa3gen.errors import UserError
@@ -126,7 +127,7 @@ def _entry(
         times=times,
         settings=settings,
         simulation=simulation.simulate(spec, times, settings),
-        stages=simulation.sweep(spec, times, counts, registers=registers, ctas=ctas, arbitration=order),
+        stages=simulation.sweep(spec, times, counts, registers=registers, ctas=ctas),
     )
 
 

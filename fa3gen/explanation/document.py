@@ -6,138 +6,124 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any, get_args
 
-from fa3gen import footprint, hopper
+from fa3gen import footprint, hopper, json_shapes
 from fa3gen.ceiling import Ceiling, ProblemCeiling, Unit
 from fa3gen.explanation.facts import Explanation
+from fa3gen.json_shapes import COUNT, NUMBER, TEXT, Shape, listed, record
 
 FORMAT = "fa3gen explain"
 VERSION = 1
 
-_COUNT: dict[str, Any] = {"type": "integer", "minimum": 0}
-_NUMBER: dict[str, Any] = {"type": "number", "minimum": 0}
-_TEXT: dict[str, Any] = {"type": "string"}
-_UNIT: dict[str, Any] = {"enum": list(get_args(Unit))}
+_UNIT: Shape = {"enum": list(get_args(Unit))}
 
 
-def _object(properties: dict[str, Any]) -> dict[str, Any]:
-    return {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
-
-
-def _list(items: dict[str, Any], about: str = "") -> dict[str, Any]:
-    return {"type": "array", "items": items, **({"description": about} if about else {})}
-
-
-_ROWS = _list(_list(_TEXT), "Rows of cells; the first row names the columns.")
-_STEP = _object(
+_ROWS = listed(listed(TEXT), "Rows of cells; the first row names the columns.")
+_STEP = record(
     {
-        "flops": _COUNT,
-        "tensor_flops": _COUNT,
-        "wgmma_qk": {**_COUNT, "description": "Instructions of all warpgroups."},
-        "wgmma_pv": _COUNT,
-        "scalar_fmas": _COUNT,
-        "exponentials": _COUNT,
-        "instructions": {**_NUMBER, "description": "Warp instructions of all warps that compute, an estimate."},
-        "smem_bytes": {**_COUNT, "description": "Through shared memory; through L1 in kernels without any."},
-        "l2_bytes": _COUNT,
-        "tma_loads": {**_COUNT, "description": "Copies for K and V."},
+        "flops": COUNT,
+        "tensor_flops": COUNT,
+        "wgmma_qk": {**COUNT, "description": "Instructions of all warpgroups."},
+        "wgmma_pv": COUNT,
+        "scalar_fmas": COUNT,
+        "exponentials": COUNT,
+        "instructions": {**NUMBER, "description": "Warp instructions of all warps that compute, an estimate."},
+        "smem_bytes": {**COUNT, "description": "Through shared memory; through L1 in kernels without any."},
+        "l2_bytes": COUNT,
+        "tma_loads": {**COUNT, "description": "Copies for K and V."},
     }
 )
-_CEILING = _object(
+_CEILING = record(
     {
-        "chip": _TEXT,
-        "clock_hz": _NUMBER,
-        "peak_tflops": {**_NUMBER, "description": "Of the tensor cores, dense, 16-bit operands."},
-        "bounds": _list(
-            _object({"unit": _UNIT, "amount": _NUMBER, "what": _TEXT, "cycles": _NUMBER}),
+        "chip": TEXT,
+        "clock_hz": NUMBER,
+        "peak_tflops": {**NUMBER, "description": "Of the tensor cores, dense, 16-bit operands."},
+        "bounds": listed(
+            record({"unit": _UNIT, "amount": NUMBER, "what": TEXT, "cycles": NUMBER}),
             "Of one step, on one SM, at the unit's peak rate.",
         ),
         "binding": _UNIT,
-        "tflops": _NUMBER,
+        "tflops": NUMBER,
     }
 )
-_PROBLEM = _object(
+_PROBLEM = record(
     {
-        "shape": _object(dict.fromkeys(("batch", "seq_q", "seq_k", "heads_q", "heads_kv"), _COUNT)),
-        "tiles": {**_COUNT, "description": "Tiles of queries."},
-        "steps": {**_COUNT, "description": "Tiles of keys visited, over all tiles of queries."},
-        "masked": _COUNT,
-        "skipped": _COUNT,
-        "flops": _NUMBER,
-        "over_compute": {**_NUMBER, "description": "FLOPs done over those counted."},
-        "hbm_bytes": {**_COUNT, "description": "q, k, v, O and LSE once each; of k1 also S and P."},
-        "chips": _list(
-            _object(
+        "shape": record(dict.fromkeys(("batch", "seq_q", "seq_k", "heads_q", "heads_kv"), COUNT)),
+        "tiles": {**COUNT, "description": "Tiles of queries."},
+        "steps": {**COUNT, "description": "Tiles of keys visited, over all tiles of queries."},
+        "masked": COUNT,
+        "skipped": COUNT,
+        "flops": NUMBER,
+        "over_compute": {**NUMBER, "description": "FLOPs done over those counted."},
+        "hbm_bytes": {**COUNT, "description": "q, k, v, O and LSE once each; of k1 also S and P."},
+        "chips": listed(
+            record(
                 {
-                    "chip": _TEXT,
-                    "waves": _NUMBER,
-                    "balance": {**_NUMBER, "maximum": 1, "description": "How busy the SMs are on average."},
-                    "tflops": _NUMBER,
+                    "chip": TEXT,
+                    "waves": NUMBER,
+                    "balance": {**NUMBER, "maximum": 1, "description": "How busy the SMs are on average."},
+                    "tflops": NUMBER,
                     "bounded_by": _UNIT,
                 }
             )
         ),
     }
 )
-_MODULE = _object(
+_MODULE = record(
     {
-        "stem": _TEXT,
-        "spec_file": _TEXT,
+        "stem": TEXT,
+        "spec_file": TEXT,
         "spec": {"type": "object", "description": "As `fa3gen schema` describes it, defaults filled in."},
-        "title": _TEXT,
-        "mask": _TEXT,
-        "decisions": _list(_object({"name": _TEXT, "text": _TEXT})),
-        "rules": _list(
-            _object(
+        "title": TEXT,
+        "mask": TEXT,
+        "decisions": listed(record({"name": TEXT, "text": TEXT})),
+        "rules": listed(
+            record(
                 {
-                    "rule": _TEXT,
-                    "about": _TEXT,
+                    "rule": TEXT,
+                    "about": TEXT,
                     "design": {"type": "boolean", "description": "About what is rendered, not about the hardware."},
-                    "text": _TEXT,
-                    "facts": {"type": "object", "additionalProperties": _TEXT},
+                    "text": TEXT,
+                    "facts": {"type": "object", "additionalProperties": TEXT},
                 }
             ),
             "Every question that the rules answered.",
         ),
-        "limits": _list(
-            _object({"field": _TEXT, "value": _COUNT, "largest": _COUNT, "refused": _COUNT, "message": _TEXT}),
+        "limits": listed(
+            record({"field": TEXT, "value": COUNT, "largest": COUNT, "refused": COUNT, "message": TEXT}),
             "How far a field could go, all others as they are, and why no further.",
         ),
-        "threads": _list(_TEXT),
-        "registers": _object(
-            {"computing_thread": _list(_object({"what": _TEXT, "registers": _COUNT})), "at_launch": _COUNT}
+        "threads": listed(TEXT),
+        "registers": record(
+            {"computing_thread": listed(record({"what": TEXT, "registers": COUNT})), "at_launch": COUNT}
         ),
         "barriers": _ROWS,
         "named_barriers": _ROWS,
-        "shared_memory": _object(
+        "shared_memory": record(
             {
-                "regions": _list(
-                    _object({"name": _TEXT, "offset": _COUNT, "bytes": _COUNT, "formula": _TEXT, "what": _TEXT})
+                "regions": listed(
+                    record({"name": TEXT, "offset": COUNT, "bytes": COUNT, "formula": TEXT, "what": TEXT})
                 ),
-                "total": _COUNT,
-                "limit": _COUNT,
-                "left": _COUNT,
+                "total": COUNT,
+                "limit": COUNT,
+                "left": COUNT,
             }
         ),
-        "steps": _list(_list(_TEXT), "Who (in specialised kernels), what, how: for one tile of keys."),
+        "steps": listed(listed(TEXT), "Who (in specialised kernels), what, how: for one tile of keys."),
         "step": _STEP,
-        "query_tile": _object(dict.fromkeys(("q_bytes", "o_bytes", "tma_loads", "tma_stores"), _COUNT)),
-        "occupancy": _object(
+        "query_tile": record(dict.fromkeys(("q_bytes", "o_bytes", "tma_loads", "tma_stores"), COUNT)),
+        "occupancy": record(
             {
-                "ctas": _COUNT,
-                "registers": _COUNT,
+                "ctas": COUNT,
+                "registers": COUNT,
                 "registers_known": {"type": "boolean", "description": "Of the compiled kernel, not expected."},
-                "allowed": {"type": "object", "additionalProperties": _COUNT},
+                "allowed": {"type": "object", "additionalProperties": COUNT},
             }
         ),
-        "ceilings": _list(_CEILING),
-        "problems": _list(_PROBLEM),
+        "ceilings": listed(_CEILING),
+        "problems": listed(_PROBLEM),
     }
 )
-SCHEMA: dict[str, Any] = {
-    "$schema": "https://json-schema.org/draft/2020-12/schema",
-    "title": "Explanations of fa3gen modules",
-    **_object({"format": {"const": FORMAT}, "version": {"const": VERSION}, "modules": _list(_MODULE)}),
-}
+SCHEMA = json_shapes.document("Explanations of fa3gen modules", FORMAT, VERSION, _MODULE)
 
 
 def document(explanations: Sequence[Explanation]) -> dict[str, Any]:

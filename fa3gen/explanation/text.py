@@ -49,7 +49,7 @@ def screen(explanation: Explanation, console: Console, *, rules: bool = False) -
             yield _heading(title)
             yield _table(rows[1:], header=rows[0])
     yield from _side_by_side(console, _shared_memory(explanation), _counts(explanation))
-    yield from _steps(explanation)
+    yield from _side_by_side(console, _steps(explanation), _bounds(explanation))
     yield from _ceilings(explanation)
     yield from _problems(explanation, console)
     if rules:
@@ -138,7 +138,10 @@ def _words(name: str) -> str:
 def _limits(explanation: Explanation) -> list[RenderableType]:
     held = len(explanation.asked)
     design = sum(question.design for question in explanation.asked)
-    told = f"{held} answers of the rules, {held - design} about the hardware, {design} about what is rendered (--rules)"
+    told = (
+        f"The rules answered {held} questions, {held - design} about the hardware and {design} about what is rendered; "
+        "none refuses (--rules)"
+    )
     shown = [_limit(limit) for limit in explanation.limits if limit.field in _SHOWN_LIMITS]
     parts: list[RenderableType] = [_note(told, style="dim")]
     if shown:
@@ -214,26 +217,26 @@ def _warps(explanation: Explanation) -> int:
 # -- speed
 
 
-def _ceilings(explanation: Explanation) -> list[RenderableType]:
+def _bounds(explanation: Explanation) -> list[RenderableType]:
+    """What each unit takes for a step."""
     [first, *_] = explanation.ceilings
     longest = first.binding.cycles
     rows = [
-        (
-            bound.unit,
-            f"{bound.cycles:,.0f}",
-            f"{bound.cycles / longest:.0%}",
-            f"{bound.amount:,.0f} {bound.what}",
-        )
+        (bound.unit, f"{bound.cycles:,.0f}", f"{bound.cycles / longest:.0%}")
         for bound in sorted(first.bounds, key=lambda bound: -bound.cycles)
     ]
+    table = _table(rows, right=(1, 2), header=("of a step, on one SM", "cycles", "busy"))
+    return [_heading(f"What bounds it: {first.binding.unit}"), table]
+
+
+def _ceilings(explanation: Explanation) -> list[RenderableType]:
     speeds = "; ".join(
         f"{ceiling.chip.name} {ceiling.tflops:,.0f} TFLOP/s of {ceiling.chip.tensor_tflops:,.0f}"
         for ceiling in explanation.ceilings
     )
-    clock = first.chip.clock_hz.value / 1e6
+    clock = explanation.ceilings[0].chip.clock_hz.value / 1e6
     return [
-        _heading(f"What bounds it: {first.binding.unit}"),
-        _table(rows, right=(1, 2), header=("unit", "cycles", "busy", "of a step, on one SM")),
+        _heading("Speed and occupancy"),
         _note(f"at most {speeds}, at {clock:,.0f} MHz"),
         _occupancy(explanation),
     ]

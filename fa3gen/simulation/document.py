@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from fa3gen import json_shapes
+from fa3gen.json_shapes import COUNT, NUMBER, TEXT, Shape, listed, nullable, record
 from fa3gen.simulation.results import Simulation
 from fa3gen.simulation.run import Settings, StageRow
 from fa3gen.simulation.times import Times
@@ -13,105 +15,88 @@ from fa3gen.simulation.times import Times
 FORMAT = "fa3gen simulate"
 VERSION = 1
 
-_COUNT: dict[str, Any] = {"type": "integer", "minimum": 0}
-_CYCLES: dict[str, Any] = {"type": "number", "minimum": 0}
-_SHARE: dict[str, Any] = {"type": "number", "minimum": 0, "maximum": 1.000001}
-_TEXT: dict[str, Any] = {"type": "string"}
+_CYCLES = NUMBER
+_SHARE: Shape = {"type": "number", "minimum": 0, "maximum": 1.000001, "description": "With rounding."}
 _UNITS = ("tensor cores", "exponentials", "issue", "loads")
 
 
-def _object(properties: dict[str, Any]) -> dict[str, Any]:
-    return {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
-
-
-def _nullable(schema: dict[str, Any]) -> dict[str, Any]:
-    return {**schema, "type": [schema["type"], "null"]}
-
-
-def _list(items: dict[str, Any]) -> dict[str, Any]:
-    return {"type": "array", "items": items}
-
-
-_PIECE = _object(
+_PIECE = record(
     {
-        "name": _TEXT,
+        "name": TEXT,
         "issue": {**_CYCLES, "description": "Cycles of all issue slots of the SM, for four warps."},
         "exp": {**_CYCLES, "description": "Cycles of all exponential units of the SM."},
         "fixed": _CYCLES,
     }
 )
 _OPTIONAL_PIECE = {**_PIECE, "type": ["object", "null"]}
-_TIMES = _object(
+_TIMES = record(
     {
         "qk_tensor": _CYCLES,
         "pv_tensor": _CYCLES,
         "qk": _OPTIONAL_PIECE,
         "pv": _OPTIONAL_PIECE,
-        "softmax": _list(_PIECE),
+        "softmax": listed(_PIECE),
         "rescale": _PIECE,
         "epilogue": _PIECE,
         "load_latency": _CYCLES,
         "load_rate": {**_CYCLES, "description": "Bytes a cycle."},
-        "q_bytes": _COUNT,
-        "k_bytes": _COUNT,
-        "v_bytes": _COUNT,
+        "q_bytes": COUNT,
+        "k_bytes": COUNT,
+        "v_bytes": COUNT,
         "copy_q": _OPTIONAL_PIECE,
         "copy_k": _OPTIONAL_PIECE,
         "copy_v": _OPTIONAL_PIECE,
     }
 )
-_SPAN = _object(
+_SPAN = record(
     {
-        "actor": _TEXT,
+        "actor": TEXT,
         "kind": {"enum": ["load", "held", "product", "compute", "wait"]},
-        "what": _TEXT,
+        "what": TEXT,
         "start": _CYCLES,
         "end": _CYCLES,
-        "stage": _nullable(_COUNT),
-        "tile": _nullable(_COUNT),
-        "cta": _COUNT,
+        "stage": nullable(COUNT),
+        "tile": nullable(COUNT),
+        "cta": COUNT,
     }
 )
-_STAGES = _object(
+_STAGES = record(
     {
-        "stages": _COUNT,
+        "stages": COUNT,
         "legal": {"type": "boolean"},
-        "ctas": _COUNT,
+        "ctas": COUNT,
         "step_cycles": _CYCLES,
         "tensor": _SHARE,
+        "tensor_even": _SHARE,
         "exponentials": _SHARE,
         "issue": _SHARE,
         "waiting": _SHARE,
     }
 )
-_MODULE = _object(
+_MODULE = record(
     {
-        "stem": _TEXT,
-        "chip": _TEXT,
-        "settings": _object(
+        "stem": TEXT,
+        "chip": TEXT,
+        "settings": record(
             {
-                "stages": _COUNT,
-                "ctas": _COUNT,
-                "tiles": _COUNT,
-                "queries": _COUNT,
+                "stages": COUNT,
+                "ctas": COUNT,
+                "tiles": COUNT,
+                "queries": COUNT,
                 "arbitration": {"enum": ["even", "oldest"]},
             }
         ),
         "times": {**_TIMES, "description": "Cycles of one group of four warps."},
         "end": _CYCLES,
         "step_cycles": {**_CYCLES, "description": "Of the SM, for one tile of keys of one CTA, in the steady state."},
-        "utilisation": _object(dict.fromkeys(_UNITS, _SHARE)),
-        "steady": _object(dict.fromkeys(_UNITS, _SHARE)),
-        "stalls": _list(_object({"actor": _TEXT, "what": _TEXT, "cycles": _CYCLES, "share": _SHARE})),
-        "stages": _list(_STAGES),
-        "spans": _list(_SPAN),
+        "utilisation": record(dict.fromkeys(_UNITS, _SHARE)),
+        "steady": record(dict.fromkeys(_UNITS, _SHARE)),
+        "stalls": listed(record({"actor": TEXT, "what": TEXT, "cycles": _CYCLES, "share": _SHARE})),
+        "stages": listed(_STAGES),
+        "spans": listed(_SPAN),
     }
 )
-SCHEMA: dict[str, Any] = {
-    "$schema": "https://json-schema.org/draft/2020-12/schema",
-    "title": "Simulations of fa3gen modules",
-    **_object({"format": {"const": FORMAT}, "version": {"const": VERSION}, "modules": _list(_MODULE)}),
-}
+SCHEMA = json_shapes.document("Simulations of fa3gen modules", FORMAT, VERSION, _MODULE)
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,9 @@
 
 A group's products run in the order in which it issues them, and a second one is issued when the first is complete. The
 tensor cores serve the groups that have products in flight evenly, or the oldest product first: how the hardware
-chooses is not documented. Loads share their bandwidth in the order in which they are requested and land a latency
-later. What warps compute shares issue slots and exponentials: when the pieces under way need more than there is, all
-that need the scarce unit slow down alike.
+chooses is not documented. Loads are transferred one after the other, those of several producers or CTAs in turn, and
+land a latency later. What warps compute shares issue slots and exponentials: when the pieces under way need more than
+there is, all that need the scarce unit slow down alike.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections import defaultdict, deque
-from collections.abc import Callable, Generator, Hashable
+from collections.abc import Callable, Generator, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -62,16 +62,8 @@ class _Running:
     compute: Compute
     start: float
     left: float
-
-    @property
-    def issue(self) -> float:
-        """Share of the issue slots that it takes when nothing slows it down."""
-        return self.compute.piece.issue / self.compute.piece.alone
-
-    @property
-    def exp(self) -> float:
-        """Share of the exponential units."""
-        return self.compute.piece.exp / self.compute.piece.alone
+    issue: float  # shares of the issue slots and of the exponential units that it takes when nothing slows it down
+    exp: float
 
 
 @dataclass
@@ -89,10 +81,23 @@ class _Product:
     start: float | None = None
 
 
+@dataclass(frozen=True)
+class _Load:
+    """A load that was requested at cycle `requested`."""
+
+    actor: Actor
+    what: str
+    size: int
+    stage: int | None
+    tile: int | None
+    full: Hashable
+    requested: float
+
+
 class Engine:
     """One SM. Start processes, then `run`; afterwards `spans` and `busy` say what happened."""
 
-    def __init__(self, load_latency: float, load_rate: float, arbitration: Arbitration = "even") -> None:
+    def __init__(self, load_latency: float, load_rate: float, arbitration: Arbitration = "oldest") -> None:
         """Nothing is under way; cycles, and bytes a cycle."""
         self.now = 0.0
         self.spans: list[Span] = []
@@ -105,7 +110,8 @@ class Engine:
         self._order = itertools.count()
         self._running: list[_Running] = []
         self._products: dict[Actor, deque[_Product]] = {}
-        self._loads_free = 0.0
+        self._requests: dict[Actor, deque[_Load]] = {}
+        self._transferring = False
 
     # What processes ask for
 
@@ -135,7 +141,7 @@ class Engine:
             self._begin(queue[0])
 
     def _begin(self, product: _Product) -> None:
-        product.start, product.order = self.now, next(self._order)
+        product.order = next(self._order)
         self._at(self.now, lambda: self.fire(product.issued))
 
     def _served(self) -> list[_Product]:
@@ -145,13 +151,27 @@ class Engine:
 
     def load(self, actor: Actor, what: str, size: int, stage: int | None, tile: int | None, full: Hashable) -> None:
         """Request a load of `size` bytes; `full` fires when it has landed."""
-        transfer = size / self._rate
-        start = max(self.now, self._loads_free)
-        self._loads_free = start + transfer
-        self.busy["loads"] += transfer
-        landed = start + transfer + self._latency
-        self.record(actor, "load", what, self.now, landed, stage, tile)
-        self._at(landed, lambda: self.fire(full))
+        self._requests.setdefault(actor, deque()).append(_Load(actor, what, size, stage, tile, full, self.now))
+        if not self._transferring:
+            self._transferring = True
+            self._at(self.now, self._transfer)
+
+    def _transfer(self) -> None:
+        """Begin the transfer of the next request; those who have any take turns."""
+        if not self._requests:
+            self._transferring = False
+            return
+        actor = next(iter(self._requests))
+        queue = self._requests.pop(actor)
+        load = queue.popleft()
+        if queue:
+            self._requests[actor] = queue  # behind the others
+        cycles = load.size / self._rate
+        self.busy["loads"] += cycles
+        landed = self.now + cycles + self._latency
+        self.record(actor, "load", load.what, load.requested, landed, load.stage, load.tile)
+        self._at(landed, lambda: self.fire(load.full))
+        self._at(self.now + cycles, self._transfer)
 
     def fired(self, signal: Hashable) -> bool:
         """Whether a signal has fired."""
@@ -176,13 +196,14 @@ class Engine:
         Raises RuntimeError when processes wait for what never happens.
         """
         while self._events or self._running or self._products:
-            computed = self._next_done()
+            speeds, served = self._speeds(), self._served()
+            computed = self._next_done(speeds, served)
             if self._events and self._events[0][0] <= computed:
                 time, _, happen = heapq.heappop(self._events)
-                self._pass(time)
+                self._pass(time, speeds, served)
                 happen()
             else:
-                self._pass(computed)
+                self._pass(computed, speeds, served)
                 self._finish_products()
                 self._finish_computed()
         if self._waiting:
@@ -200,8 +221,10 @@ class Engine:
                     continue
                 self._waiting[request.signal].append((actor, process, request, self.now))
                 return
-            if request.piece.alone > 0:
-                self._running.append(_Running(actor, process, request, self.now, request.piece.alone))
+            piece, alone = request.piece, request.piece.alone
+            if alone > 0:
+                shares = piece.issue / alone, piece.exp / alone
+                self._running.append(_Running(actor, process, request, self.now, alone, *shares))
                 return
 
     def _speeds(self) -> list[float]:
@@ -210,23 +233,23 @@ class Engine:
         exp = max(1.0, sum(running.exp for running in self._running))
         return [1.0 / max(issue if running.issue else 1.0, exp if running.exp else 1.0) for running in self._running]
 
-    def _next_done(self) -> float:
+    def _next_done(self, speeds: Sequence[float], served: Sequence[_Product]) -> float:
         """When the next product or piece would be complete if nothing else began."""
-        times = [self.now + running.left / speed for running, speed in zip(self._running, self._speeds(), strict=True)]
-        served = self._served()
+        times = [self.now + running.left / speed for running, speed in zip(self._running, speeds, strict=True)]
         times += [self.now + product.left * len(served) for product in served]
         return min(times, default=float("inf"))
 
-    def _pass(self, time: float) -> None:
+    def _pass(self, time: float, speeds: Sequence[float], served: Sequence[_Product]) -> None:
         elapsed = time - self.now
-        for running, speed in zip(self._running, self._speeds(), strict=True):
-            running.left -= elapsed * speed
-            self.busy["issue"] += elapsed * speed * running.issue
-            self.busy["exponentials"] += elapsed * speed * running.exp
-        served = self._served()
-        for product in served:
-            product.left -= elapsed / len(served)
-        self.busy["tensor cores"] += elapsed * bool(served)
+        if elapsed > 0:
+            for running, speed in zip(self._running, speeds, strict=True):
+                running.left -= elapsed * speed
+                self.busy["issue"] += elapsed * speed * running.issue
+                self.busy["exponentials"] += elapsed * speed * running.exp
+            for product in served:
+                product.start = self.now if product.start is None else product.start
+                product.left -= elapsed / len(served)
+            self.busy["tensor cores"] += elapsed * bool(served)
         self.now = time
 
     def _finish_products(self) -> None:
@@ -238,8 +261,8 @@ class Engine:
                 self._begin(queue[0])
             else:
                 del self._products[product.actor]
-            assert product.start is not None
-            self.record(product.actor, "product", product.what, product.start, self.now, None, product.tile)
+            start = self.now if product.start is None else product.start
+            self.record(product.actor, "product", product.what, start, self.now, None, product.tile)
         for product in done:
             self.fire(product.done)
 

@@ -21,20 +21,25 @@ SAMPLE = 16  # tiles of keys that a prediction simulates
 
 @dataclass(frozen=True)
 class Settings:
-    """What one SM is given: `ctas` places, each with `queries` tiles of queries of `tiles` tiles of keys."""
+    """What one SM is given: `ctas` places, each with `queries` tiles of queries of `tiles` tiles of keys.
+
+    CTAs that share an SM have nothing to do with each other and start apart: each when the loads that the one before
+    begins with are through, and half a step later.
+    """
 
     stages: int
     ctas: int
     tiles: int
     queries: int
-    arbitration: Arbitration = "even"
+    arbitration: Arbitration = "oldest"
 
 
 @dataclass(frozen=True)
 class StageRow:
     """One number of stages: whether the rules allow it, CTAs of an SM, and how busy that keeps the units.
 
-    `waiting` is the share of its time in which a computing group waits for K or V, on average.
+    `tensor_even` is that of the tensor cores where they serve all groups evenly, all else is with the oldest product
+    first. `waiting` is the share of its time in which a computing group waits for K or V, on average.
     """
 
     stages: int
@@ -42,6 +47,7 @@ class StageRow:
     ctas: int
     step_cycles: float
     tensor: float
+    tensor_even: float
     exponentials: float
     issue: float
     waiting: float
@@ -53,7 +59,7 @@ def settings_of(
     tiles: int = 12,
     registers: int | None = None,
     ctas: int | None = None,
-    arbitration: Arbitration = "even",
+    arbitration: Arbitration = "oldest",
 ) -> Settings:
     """The stages of the spec, as many CTAs as fit on an SM, one tile of queries (of a persistent kernel two)."""
     places = ctas or max(1, ceiling.occupancy(spec, registers).ctas)
@@ -63,8 +69,7 @@ def settings_of(
 def simulate(spec: Spec, times: Times, settings: Settings) -> Simulation:
     """Run the kernel's roles on one SM until all tiles are done."""
     engine = Engine(times.load_latency, times.load_rate, settings.arbitration)
-    # CTAs that share an SM have nothing to do with each other, so that they start apart.
-    apart = (sum(times.products_alone) + times.softmax_alone) / settings.ctas
+    apart = _apart(times, settings)
     places = [
         Cta(engine, spec, times, number, settings.stages, settings.tiles, settings.queries, number * apart)
         for number in range(settings.ctas)
@@ -73,17 +78,24 @@ def simulate(spec: Spec, times: Times, settings: Settings) -> Simulation:
         place.start()
     end = engine.run()
     count = groups(spec)
-    steps = places[0].total
+    steps, demand = places[0].total, _step_demand(times, count)
     return Simulation(
         spans=tuple(sorted(engine.spans, key=lambda span: (span.start, span.end))),
         end=end,
         ctas=settings.ctas,
         groups=count,
         steps=steps,
-        step_cycles=_step_cycles(places, count, steps),
+        # Between the ends of a few steps there may be less work than in them; no step takes less than a unit needs.
+        step_cycles=max(_step_cycles(places, count, steps), *demand.values()),
         busy=tuple(engine.busy.items()),
-        step_demand=tuple(_step_demand(times, count).items()),
+        step_demand=tuple(demand.items()),
     )
+
+
+def _apart(times: Times, settings: Settings) -> float:
+    """Cycles between the starts of two CTAs."""
+    size = times.q_bytes + min(settings.stages, settings.tiles) * (times.k_bytes + times.v_bytes)
+    return size / times.load_rate + (sum(times.products_alone) + times.softmax_alone) / 2
 
 
 def _step_cycles(places: list[Cta], count: int, steps: int) -> float:
@@ -116,10 +128,9 @@ def sweep(
     times: Times,
     stages: Iterable[int],
     *,
-    tiles: int = 32,
+    tiles: int = 24,
     registers: int | None = None,
     ctas: int | None = None,
-    arbitration: Arbitration = "even",
 ) -> tuple[StageRow, ...]:
     """Simulate each number of stages; CTAs per SM follow from the shared memory that each takes, unless given.
 
@@ -131,22 +142,28 @@ def sweep(
     rows = []
     for count in stages:
         changed = with_stages(spec, count)
-        settings = settings_of(changed, tiles=tiles, registers=registers, ctas=ctas, arbitration=arbitration)
-        result = simulate(changed, times, settings)
-        waited = sum(stall.share for stall in result.stalls() if stall.what in ("K to land", "V to land"))
-        rows.append(
-            StageRow(
-                stages=count,
-                legal=not rules.check(changed),
-                ctas=settings.ctas,
-                step_cycles=result.step_cycles,
-                tensor=result.steady("tensor cores"),
-                exponentials=result.steady("exponentials"),
-                issue=result.steady("issue"),
-                waiting=waited / result.groups,
-            )
-        )
+        settings = settings_of(changed, tiles=tiles, registers=registers, ctas=ctas)
+        rows.append(_stage_row(changed, times, settings))
     return tuple(rows)
+
+
+def _stage_row(spec: Spec, times: Times, settings: Settings) -> StageRow:
+    result = simulate(spec, times, settings)
+    tensor = even = result.steady("tensor cores")
+    if tensor:
+        even = simulate(spec, times, replace(settings, arbitration="even")).steady("tensor cores")
+    waited = sum(stall.share for stall in result.stalls() if stall.what in ("K to land", "V to land"))
+    return StageRow(
+        stages=settings.stages,
+        legal=not rules.check(spec),
+        ctas=settings.ctas,
+        step_cycles=result.step_cycles,
+        tensor=tensor,
+        tensor_even=even,
+        exponentials=result.steady("exponentials"),
+        issue=result.steady("issue"),
+        waiting=waited / result.groups,
+    )
 
 
 def with_stages(spec: Spec, stages: int) -> Spec:
@@ -161,7 +178,7 @@ def predict(
     times: Times,
     chip: Chip,
     registers: int | None = None,
-    arbitration: Arbitration = "even",
+    arbitration: Arbitration = "oldest",
 ) -> float:
     """TFLOP/s of a problem whose tiles of queries are all equally long, at the chip's boost clock.
 
@@ -188,7 +205,9 @@ def predict(
 def _sample(spec: Spec, times: Times, settings: Settings) -> tuple[float, float]:
     """End and cycles of a step: the same for all lengths of a table."""
     result = simulate(spec, times, settings)
-    return result.end, result.step_cycles
+    # The last CTA starts late where CTAs have gone on for long; half of that is not the kernel's.
+    late = (settings.ctas - 1) / 2 * _apart(times, settings)
+    return result.end - late, result.step_cycles
 
 
 def measured_shape(spec: Spec, length: int) -> work.Shape:

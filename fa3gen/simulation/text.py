@@ -120,8 +120,8 @@ def _stalls(simulation: Simulation) -> Table:
 
 
 def _stages(rows: Sequence[StageRow], present: int) -> Table:
-    names = ("stages", "CTAs", "cycles a tile", "tensor", "exp", "issue", "waits for K, V", "")
-    table = _table(names, left=(7,))
+    names = ("stages", "CTAs", "cycles a tile", "tensor", "if even", "exp", "issue", "waits for K, V", "")
+    table = _table(names, left=(8,))
     for row in rows:
         notes = [*["this spec"] * (row.stages == present), *["refused by the rules"] * (not row.legal)]
         table.add_row(
@@ -129,6 +129,7 @@ def _stages(rows: Sequence[StageRow], present: int) -> Table:
             f"{row.ctas}",
             f"{row.step_cycles:,.0f}",
             f"{row.tensor:.0%}",
+            f"{row.tensor_even:.0%}",
             f"{row.exponentials:.0%}",
             f"{row.issue:.0%}",
             f"{row.waiting:.0%}",

@@ -132,11 +132,19 @@ def times_of(spec: Spec, chip: Chip) -> Times:
     return Times(
         qk_tensor=qk_tensor,
         pv_tensor=pv_tensor,
-        qk=None if isinstance(spec.qk, WgmmaProduct) else _issue("S = Q K^T", work.scalar_qk_instructions(spec), chip),
-        pv=None if isinstance(spec.pv, WgmmaProduct) else _issue("O += P V", work.scalar_pv_instructions(spec), chip),
+        qk=(
+            None
+            if isinstance(spec.qk, WgmmaProduct)
+            else _issue(spec, "S = Q K^T", work.scalar_qk_instructions(spec), chip)
+        ),
+        pv=(
+            None
+            if isinstance(spec.pv, WgmmaProduct)
+            else _issue(spec, "O += P V", work.scalar_pv_instructions(spec), chip)
+        ),
         softmax=softmax,
         rescale=rescale,
-        epilogue=_issue("epilogue", EPILOGUE_INSTRUCTIONS * rows * v_dim / lanes, chip),
+        epilogue=_issue(spec, "epilogue", EPILOGUE_INSTRUCTIONS * rows * v_dim / lanes, chip),
         load_latency=LOAD_LATENCY,
         load_rate=chip.l2.value / chip.sms,
         q_bytes=spec.tile.q * d * hopper.BYTES_16BIT,
@@ -149,13 +157,18 @@ def times_of(spec: Spec, chip: Chip) -> Times:
 
 
 def groups(spec: Spec) -> int:
-    """Groups of four warps that compute."""
-    return footprint.computing_threads(spec) // hopper.WARPGROUP
+    """Groups of four warps that compute; scalar kernels may have fewer warps, or some to spare, in a group."""
+    return max(1, footprint.computing_threads(spec) // hopper.WARPGROUP)
 
 
-def _issue(name: str, instructions: float, chip: Chip, fixed: float = 0.0) -> Piece:
-    """So many instructions of each of four warps."""
-    return Piece(name, 4 * instructions / chip.issue.value, fixed=fixed)
+def _threads(spec: Spec) -> float:
+    """Threads of a group."""
+    return footprint.computing_threads(spec) / groups(spec)
+
+
+def _issue(spec: Spec, name: str, instructions: float, chip: Chip) -> Piece:
+    """So many instructions of each warp of a group."""
+    return Piece(name, _threads(spec) / hopper.WARP * instructions / chip.issue.value)
 
 
 def _tensor(spec: Spec, chip: Chip) -> tuple[float, float]:
@@ -172,25 +185,24 @@ def _tensor(spec: Spec, chip: Chip) -> tuple[float, float]:
 
 def _softmax(spec: Spec, chip: Chip) -> tuple[tuple[Piece, ...], Piece]:
     """The softmax of one group, and what of it has to wait for O."""
-    threads = hopper.WARPGROUP
     rows, lanes = thread_rows(spec)
-    exponentials = threads * rows * (spec.tile.kv // lanes + 1) / chip.exp2.value
+    exponentials = _threads(spec) * rows * (spec.tile.kv // lanes + 1) / chip.exp2.value
     if not isinstance(spec.pv, WgmmaProduct):
         instructions = work.scalar_softmax_instructions(spec)
-        pieces = [Piece("softmax", 4 * instructions / chip.issue.value, exponentials)]
+        pieces = [replace(_issue(spec, "softmax", instructions, chip), exp=exponentials)]
         if isinstance(spec.handoff, SmemScoresHandoff) and isinstance(spec.qk, WgmmaProduct):
-            scores = spec.tile.q * spec.tile.kv / groups(spec) / threads
-            pieces.insert(0, _issue("store S", scores + work.WGMMA_STEP_INSTRUCTIONS, chip))
+            scores = spec.tile.q * spec.tile.kv / groups(spec) / _threads(spec)
+            pieces.insert(0, _issue(spec, "store S", scores + work.WGMMA_STEP_INSTRUCTIONS, chip))
         return tuple(pieces), Piece("rescale", 0.0)
     maxima, between, rescale = work.score_phases(spec)
     parts = [
-        _issue("maxima", maxima + work.WGMMA_STEP_INSTRUCTIONS, chip),
-        Piece("exponentials", 4 * between / chip.issue.value, exponentials),
+        _issue(spec, "maxima", maxima + work.WGMMA_STEP_INSTRUCTIONS, chip),
+        replace(_issue(spec, "exponentials", between, chip), exp=exponentials),
     ]
-    last = _issue("rescale, round", rescale, chip)
+    last = _issue(spec, "rescale, round", rescale, chip)
     if isinstance(spec.handoff, SmemHandoff):
         written = spec.tile.q * spec.tile.kv * hopper.BYTES_16BIT / groups(spec) / chip.smem.value
-        last = replace(last, issue=last.issue + 4 * STORE_P_INSTRUCTIONS / chip.issue.value, fixed=written)
+        last = replace(_issue(spec, last.name, rescale + STORE_P_INSTRUCTIONS, chip), fixed=written)
     return tuple(parts), last
 
 
@@ -199,4 +211,4 @@ def _copy(spec: Spec, rows: int, columns: int, chip: Chip) -> Piece | None:
     if not isinstance(spec.load, SyncLoad | CpAsyncLoad):
         return None
     vectors = rows * columns / footprint.SCALAR_VECTOR / footprint.computing_threads(spec)
-    return _issue("copy", COPY_INSTRUCTIONS * vectors, chip)
+    return _issue(spec, "copy", COPY_INSTRUCTIONS * vectors, chip)

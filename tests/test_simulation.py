@@ -1,0 +1,420 @@
+"""The pipeline simulator: tiny cases with timelines derived by hand, properties, every module, and the command."""
+
+from __future__ import annotations
+
+import json
+import time
+import xml.etree.ElementTree as ET
+from dataclasses import replace
+
+import jsonschema
+import pytest
+from rendering import CHECKOUT, ROOT, changed, variants
+
+from fa3gen import chips, cli, simulation
+from fa3gen.errors import UserError
+from fa3gen.simulation import Settings, Simulation, Times, comparison
+from fa3gen.simulation.document import SCHEMA
+from fa3gen.simulation.engine import Actor, Compute, Engine, Wait
+from fa3gen.simulation.lanes import lanes
+from fa3gen.simulation.picture import TICKS, tick_step
+from fa3gen.simulation.run import with_stages
+from fa3gen.simulation.times import Piece
+from fa3gen.spec import Spec
+from fa3gen.work import Problem, Shape
+
+STEMS = [stem for stem in sorted(variants()) if not stem.startswith("k1_")]
+UNITS = ("tensor cores", "exponentials", "issue", "loads")
+# Loads transfer a byte a cycle: K and V take 100 each, Q nothing; they land 200 later.
+TINY = Times(
+    qk_tensor=100.0,
+    pv_tensor=100.0,
+    qk=None,
+    pv=None,
+    softmax=(Piece("softmax", 50.0),),
+    rescale=Piece("rescale", 0.0),
+    epilogue=Piece("epilogue", 0.0),
+    load_latency=200.0,
+    load_rate=1.0,
+    q_bytes=0,
+    k_bytes=100,
+    v_bytes=100,
+    copy_q=None,
+    copy_k=None,
+    copy_v=None,
+)
+
+
+def spec(stem: str) -> Spec:
+    return variants()[stem].spec
+
+
+def one_warpgroup(stem: str, **parts: object) -> Spec:
+    return changed(stem, tile={"q": 64, "warpgroups": 1}, **parts).spec
+
+
+def run(module: Spec, times: Times, *, stages: int = 1, ctas: int = 1, tiles: int = 4, queries: int = 1) -> Simulation:
+    return simulation.simulate(with_stages(module, stages), times, Settings(stages, ctas, tiles, queries))
+
+
+def spans(found: Simulation, kind: str, what: str) -> list[tuple[float, float]]:
+    return [(span.start, span.end) for span in found.spans if span.kind == kind and span.what == what]
+
+
+# -- by hand
+
+
+def test_one_stage_loads_multiplies_and_takes_the_softmax_in_sequence() -> None:
+    """K is transferred from 0 to 100 and lands at 300, V at 400. S to 400, softmax to 450, P V to 550; only then is the
+    next K requested: everything comes again 550 later."""
+    found = run(one_warpgroup("k4_2_d64"), TINY, tiles=2)
+    assert spans(found, "load", "K") == [(0, 300), (550, 850)]
+    assert spans(found, "load", "V") == [(0, 400), (550, 950)]
+    assert spans(found, "product", "S = Q K^T") == [(300, 400), (850, 950)]
+    assert spans(found, "compute", "softmax") == [(400, 450), (950, 1000)]
+    assert spans(found, "product", "O += P V") == [(450, 550), (1000, 1100)]
+    assert spans(found, "wait", "K to land") == [(200, 300), (550, 850)]  # until 200 it waits for Q
+    assert spans(found, "held", "K") == [(300, 400), (850, 950)]
+    assert spans(found, "held", "V") == [(400, 550), (950, 1100)]
+    assert found.end == 1100
+    assert found.utilisation("tensor cores") == pytest.approx(400 / 1100)
+
+
+def test_one_barrier_for_both_waits_for_v_before_the_first_product() -> None:
+    found = run(one_warpgroup("k4_smem_d64"), TINY, tiles=2)
+    # V lands at 400; K's stage is given back with V's, at 650.
+    assert spans(found, "product", "S = Q K^T") == [(400, 500), (1050, 1150)]
+    assert spans(found, "held", "K") == [(300, 650), (950, 1300)]
+
+
+def test_two_stages_hide_a_load_that_is_shorter_than_a_step() -> None:
+    """A step takes 250. With a latency of 100 the K requested at its end lands 200 later, in time for the one after."""
+    found = run(one_warpgroup("k4_2_d64"), replace(TINY, load_latency=100.0), stages=2, tiles=8)
+    starts = [start for start, _ in spans(found, "product", "S = Q K^T")]
+    assert starts == [200 + 250 * tile for tile in range(8)]
+    assert found.step_cycles == 250
+    assert found.steady("tensor cores") == pytest.approx(200 / 250)
+
+
+def test_two_stages_hide_a_part_of_a_longer_load() -> None:
+    """A K requested at the end of a step lands 300 later; the step between takes 250, so that 50 are waited for in
+    every other step."""
+    found = run(one_warpgroup("k4_2_d64"), TINY, stages=2, tiles=10)
+    starts = [start for start, _ in spans(found, "product", "S = Q K^T")]
+    assert starts[:6] == [300, 550, 850, 1100, 1400, 1650]
+
+
+def test_overlap_takes_the_softmax_beside_p_v() -> None:
+    """With loads for nothing: S to 100, softmax to 150, rescaled to 160. Then S to 260 and P V of the tile before to
+    360 beside the softmax, rescaled to 370: a period of 210 instead of 260."""
+    quick = replace(TINY, load_latency=0.0, k_bytes=0, v_bytes=0, rescale=Piece("rescale", 10.0))
+    overlapped = one_warpgroup("k5_d128")
+    found = run(overlapped, quick, stages=2, tiles=4)
+    assert spans(found, "product", "S = Q K^T") == [(0, 100), (160, 260), (370, 470), (580, 680)]
+    assert spans(found, "product", "O += P V") == [(260, 360), (470, 570), (680, 780), (790, 890)]
+    assert spans(found, "compute", "softmax") == [(100, 150), (260, 310), (470, 520), (680, 730)]
+    sequential = one_warpgroup("k5_d128", schedule={"kind": "warp_specialized", "overlap": False})
+    assert run(sequential, quick, stages=2, tiles=4).end == 4 * 260
+
+
+def test_two_consumers_share_the_tensor_cores() -> None:
+    """Evenly: both S take 200 together, both softmaxes 100. Oldest first: the second S waits for the first."""
+    quick = replace(TINY, load_latency=0.0, k_bytes=0, v_bytes=0)
+    module = changed("k5_d128", schedule={"kind": "warp_specialized", "overlap": False}).spec
+    even = simulation.simulate(module, quick, Settings(2, 1, 1, 1, "even"))
+    assert spans(even, "product", "S = Q K^T") == [(0, 200), (0, 200)]
+    # Softmaxes of 50 issue cycles each, together 100; then P V.
+    assert spans(even, "product", "O += P V") == [(300, 500), (300, 500)]
+    oldest = simulation.simulate(module, quick, Settings(2, 1, 1, 1, "oldest"))
+    assert spans(oldest, "product", "S = Q K^T") == [(0, 100), (100, 200)]
+    assert spans(oldest, "product", "O += P V") == [(200, 300), (300, 400)]
+
+
+def test_turns_keep_consumers_apart_where_products_are_served_evenly() -> None:
+    times = simulation.times_of(spec("k6_d128"), chips.H200)
+    together, apart = (
+        simulation.simulate(spec(stem), times, Settings(3, 1, 16, 1, "even")) for stem in ("k5_d128", "k6_d128")
+    )
+    assert apart.steady("tensor cores") > 1.1 * together.steady("tensor cores")
+    assert "its turn" in {stall.what for stall in apart.stalls()}
+    assert "its turn" not in {stall.what for stall in together.stalls()}
+
+
+def test_flattened_tiles_of_queries_run_on() -> None:
+    """With one buffer of Q: S to 100, softmax to 150; S and P V of the tile before to 350 and once more to 550, the
+    last P V to 650, epilogue to 730, four times. With two the next S runs from 650 to 750, beside the epilogue: from
+    the end of one first S to the next are 650, and 630 to the end."""
+    quick = replace(TINY, load_latency=0.0, k_bytes=0, v_bytes=0, epilogue=Piece("epilogue", 80.0))
+    single = changed("fwd_d128_short", load={"q_stages": 1}).spec
+    assert run(single, quick, stages=2, tiles=3, queries=4).end == 4 * 730
+    assert run(spec("fwd_d128_short"), quick, stages=2, tiles=3, queries=4).end == 100 + 3 * 650 + 630
+
+
+# -- the engine
+
+
+def test_pieces_share_what_is_scarce() -> None:
+    """Two pieces that each need 100 cycles of issue in 100: both end at 200. One of exponentials beside them is not
+    slowed down, unless it needs issue slots, too."""
+    engine = Engine(0.0, 1.0)
+    for number, piece in enumerate((Piece("a", 100.0), Piece("b", 100.0), Piece("c", 0.0, exp=50.0))):
+        engine.start(Actor(f"{number}", 0), iter([Compute(piece)]))  # type: ignore[arg-type]
+    assert engine.run() == 200
+    assert {span.what: span.end for span in engine.spans} == {"a": 200, "b": 200, "c": 50}
+    assert engine.busy["issue"] == pytest.approx(200)
+    assert engine.busy["exponentials"] == pytest.approx(50)
+
+
+def test_loads_of_two_producers_take_turns() -> None:
+    engine = Engine(load_latency=10.0, load_rate=2.0)
+    for name in ("a", "b"):
+        for number in range(2):
+            engine.load(Actor(name, 0), f"{name}{number}", 20, 0, number, (name, number))
+    engine.run()
+    assert {span.what: span.end for span in engine.spans} == {"a0": 20, "b0": 30, "a1": 40, "b1": 50}
+
+
+def test_a_wait_for_nothing_is_found() -> None:
+    engine = Engine(0.0, 1.0)
+    engine.start(Actor("a", 0), iter([Wait("never", "it")]))  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match="never"):
+        engine.run()
+
+
+# -- every module
+
+
+@pytest.mark.parametrize("stem", STEMS)
+def test_every_module_keeps_to_its_rings_and_its_work(stem: str) -> None:
+    module = spec(stem)
+    times = simulation.times_of(module, chips.H200)
+    settings = replace(simulation.settings_of(module, tiles=5), queries=2)
+    found = simulation.simulate(module, times, settings)
+    steps = settings.ctas * found.groups * 5 * 2
+    # Work is done once: products of every step, and nothing else, occupy the tensor cores.
+    assert dict(found.busy)["tensor cores"] == pytest.approx(steps * (times.qk_tensor + times.pv_tensor))
+    loaded = settings.ctas * 2 * (times.q_bytes + 5 * (times.k_bytes + times.v_bytes))
+    assert dict(found.busy)["loads"] == pytest.approx(loaded / times.load_rate)
+    for unit in UNITS:
+        assert 0 <= found.utilisation(unit) <= 1 + 1e-9
+    assert max(span.end for span in found.spans) <= found.end
+    for lane in lanes(found):
+        if "stage" in lane.label or lane.label in ("Q", "K", "V"):
+            # A stage holds one tile at a time: nothing lands in it before it has been given back. cp.async and TMA in
+            # flight count from their request.
+            occupied = sorted((span.start, span.end) for span in lane.spans if span.kind == "held")
+            assert len(occupied) == len([span for span in lane.spans if span.kind == "load"])
+            requests = sorted(span.start for span in lane.spans if span.kind == "load")
+            for (_, end), request in zip(occupied, requests[1:], strict=False):
+                assert request >= end - 1e-6, lane.label
+
+
+@pytest.mark.parametrize("stem", ["k2_cp_async_d64", "k3_1_d128", "k4_smem_d64", "k5_d128", "k6_d64", "fwd_d128"])
+def test_more_stages_are_never_slower(stem: str) -> None:
+    times = simulation.times_of(spec(stem), chips.H200)
+    rows = simulation.sweep(spec(stem), times, range(1, 5), tiles=16, ctas=1)
+    for fewer, more in zip(rows, rows[1:], strict=False):
+        assert more.step_cycles <= fewer.step_cycles * 1.01
+    assert rows[0].waiting > rows[-1].waiting
+
+
+def test_longer_loads_need_more_stages() -> None:
+    times = simulation.times_of(spec("k6_d128"), chips.H200)
+    for latency, needed in ((0.0, 2), (1500.0, 3), (4000.0, 4)):
+        rows = simulation.sweep(spec("k6_d128"), times.overridden(load_latency=latency), range(1, 7), tiles=16)
+        enough = next(row.stages for row in rows if row.step_cycles <= rows[-1].step_cycles * 1.05)
+        assert enough >= needed
+
+
+def test_stages_that_cost_a_cta() -> None:
+    times = simulation.times_of(spec("k4_2_d128"), chips.H200)
+    rows = simulation.sweep(spec("k4_2_d128"), times, [2, 3], tiles=8, registers=127)
+    assert [(row.stages, row.ctas, row.legal) for row in rows] == [(2, 2, True), (3, 1, True)]
+    assert rows[1].tensor < rows[0].tensor
+
+
+def test_a_kernel_without_a_ring_has_one_row() -> None:
+    times = simulation.times_of(spec("k2_d64"), chips.H200)
+    assert [row.stages for row in simulation.sweep(spec("k2_d64"), times, range(1, 7), tiles=4)] == [1]
+
+
+# -- times
+
+
+def test_times_of_k6() -> None:
+    times = simulation.times_of(spec("k6_d128"), chips.H200)
+    # 64 x 128 x 128 x 2 FLOP / 4096.
+    assert (times.qk_tensor, times.pv_tensor) == (512, 512)
+    # 128 threads x 66 exponentials / 16 a cycle.
+    assert times.softmax[1].exp == 528
+    assert (times.k_bytes, times.v_bytes, times.q_bytes) == (32768, 32768, 32768)
+    assert times.load_rate == pytest.approx(5120 / 132)
+
+
+def test_reading_operands_can_take_longer_than_multiplying() -> None:
+    # N = 64 from shared memory: (64 + 64) x 16 x 2 = 4096 bytes in 32 cycles are the 128 bytes a cycle that there are.
+    # With 32 keys (64 + 32) x 16 x 2 = 3072 bytes take 24 cycles, the tensor cores 16.
+    narrow = changed("k4_2_d64", tile={"kv": 32}).spec
+    assert simulation.times_of(narrow, chips.H200).qk_tensor == 4 * 24
+
+
+def test_overrides() -> None:
+    times = simulation.times_of(spec("k6_d128"), chips.H200)
+    changed_times = times.overridden(load_latency=1.0, load_rate=2.0, product_time=300.0, softmax_time=1000.0)
+    assert (changed_times.load_latency, changed_times.load_rate) == (1, 2)
+    assert changed_times.products_alone == (300, 300)
+    assert changed_times.softmax_alone == pytest.approx(1000)
+    ratio = changed_times.softmax[1].exp / times.softmax[1].exp
+    assert changed_times.rescale.issue / times.rescale.issue == pytest.approx(ratio)
+    assert times.overridden() == times
+    scalar = simulation.times_of(spec("k2_d64"), chips.H200).overridden(product_time=300.0)
+    assert scalar.products_alone == pytest.approx((300, 300)) and scalar.qk_tensor == 0
+
+
+@pytest.mark.parametrize("threads", [64, 256])
+def test_scalar_kernels_of_other_sizes(threads: int) -> None:
+    """The same products and exponentials; only the rows of a thread change."""
+    usual, other = (
+        simulation.times_of(module, chips.H200)
+        for module in (spec("k2_d64"), changed("k2_d64", tile={"threads": threads}).spec)
+    )
+    groups = max(1, threads // 128)
+    assert usual.qk is not None and other.qk is not None
+    # Fewer rows of a thread share each row of K that it loads.
+    assert (other.qk.issue * groups > usual.qk.issue) == (threads > 128)
+    # A factor for each of 64 rows in 16 threads, whoever they are.
+    assert other.softmax[0].exp * groups == usual.softmax[0].exp == 64 * (64 + 16) / 16
+
+
+def test_k1_has_no_pipeline() -> None:
+    with pytest.raises(UserError, match="no pipeline"):
+        simulation.times_of(spec("k1_d64"), chips.H200)
+
+
+# -- predictions
+
+
+def test_a_prediction_takes_waves_into_account() -> None:
+    times = simulation.times_of(spec("k6_d128"), chips.H200)
+    full, one_more = (
+        simulation.predict(Problem(spec("k6_d128"), Shape(1, 128 * tiles, 2048, 1, 1)), times, chips.H200)
+        for tiles in (132, 133)
+    )
+    # The 133rd tile takes a wave of its own: nearly as long again for less than a hundredth of work.
+    assert one_more < 0.6 * full
+
+
+def test_a_prediction_of_unequal_tiles_is_refused() -> None:
+    times = simulation.times_of(spec("k6_d128_causal"), chips.H200)
+    with pytest.raises(UserError, match="different lengths"):
+        simulation.predict(Problem(spec("k6_d128_causal"), Shape(1, 512, 512, 1, 1)), times, chips.H200)
+
+
+def test_the_document_holds_what_the_simulator_says_of_the_records() -> None:
+    path = ROOT / comparison.DOCUMENT
+    text = path.read_text(encoding="utf-8")
+    made = comparison.with_blocks(text, comparison.blocks(CHECKOUT))
+    assert text == made, f"out of date; run {comparison.COMMAND}"
+
+
+def test_a_document_without_its_marks_is_refused() -> None:
+    with pytest.raises(UserError, match="comparison:begin"):
+        comparison.with_blocks("nothing here", {"comparison": "x"})
+
+
+# -- picture and command
+
+
+@pytest.fixture
+def in_the_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("COLUMNS", "100")
+
+
+def test_the_picture_shows_every_span() -> None:
+    found = run(one_warpgroup("k4_2_d64"), TINY, tiles=2)
+    picture = simulation.svg(found, "a < b")
+    root = ET.fromstring(picture)
+    name = "{http://www.w3.org/2000/svg}"
+    boxes = [rect for rect in root.iter(f"{name}rect") if rect.find(f"{name}title") is not None]
+    assert len(boxes) == sum(len(lane.spans) for lane in lanes(found))
+    scores = [rect for rect in boxes if rect.get("class") == "scores"]
+    texts = [title.text for rect in scores for title in rect.iter(f"{name}title")]
+    assert texts == ["S = Q K^T, tile 0: 300 to 400, 100 cycles", "S = Q K^T, tile 1: 850 to 950, 100 cycles"]
+    # 1016 pixels for 1100 cycles, beginning at 168.
+    assert float(scores[0].get("x", 0)) == pytest.approx(168 + 300 * 1016 / 1100, abs=0.01)
+    assert "prefers-color-scheme: dark" in picture
+    assert "a &lt; b" in picture
+
+
+def test_ticks_are_few_and_round() -> None:
+    for end in (1.0, 999.0, 12345.0, 1e6):
+        step = tick_step(end)
+        assert end / step <= TICKS
+        assert str(step).rstrip("0") in ("1", "2", "5")
+
+
+def called(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    code = cli.main(["simulate", *arguments])
+    told = capsys.readouterr()
+    return code, told.out, told.err
+
+
+@pytest.mark.usefixtures("in_the_checkout")
+def test_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    start = time.process_time()
+    code, out, _ = called(capsys, "k6_d128")
+    assert time.process_time() - start < 3  # with starting Python; here without
+    assert code == 0 and "\x1b" not in out
+    for said in ("K stage 1", "warpgroup 1 products", "its turn", "this spec", "refused by the rules", "oldest first"):
+        assert said in out
+    assert max(map(len, out.splitlines())) <= 120
+    assert len(out.splitlines()) < 45
+
+
+@pytest.mark.usefixtures("in_the_checkout")
+def test_the_json_is_as_described(capsys: pytest.CaptureFixture[str]) -> None:
+    jsonschema.Draft202012Validator.check_schema(SCHEMA)
+    _, out, _ = called(capsys, "k2_cp_async_d64", "k5_d64", "--json", "--stages", "2", "--tiles", "4")
+    written = json.loads(out)
+    jsonschema.validate(written, SCHEMA)
+    assert [module["stem"] for module in written["modules"]] == ["k2_cp_async_d64", "k5_d64"]
+    assert [row["stages"] for row in written["modules"][1]["stages"]] == [2]
+
+
+@pytest.mark.usefixtures("in_the_checkout")
+def test_overrides_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--load-latency", "5", "--load-rate", "100", "--product-time", "7", "--softmax-time", "9", "--ctas", "1"]
+    _, out, _ = called(capsys, "k4_2_d64", "--json", "--stages", "2", "--arbitration", "even", *options)
+    module = json.loads(out)["modules"][0]
+    assert module["times"]["load_latency"] == 5 and module["times"]["load_rate"] == 100
+    assert module["times"]["qk_tensor"] == module["times"]["pv_tensor"] == 7
+    assert module["settings"] == {"stages": 2, "ctas": 1, "tiles": 12, "queries": 1, "arbitration": "even"}
+
+
+@pytest.mark.usefixtures("in_the_checkout")
+def test_the_picture_is_written(tmp_path: object, capsys: pytest.CaptureFixture[str]) -> None:
+    path = f"{tmp_path}/k5.svg"
+    code, out, _ = called(capsys, "k5_d128", "--stages", "2", "--svg", path)
+    assert code == 0 and path in out
+    assert ET.parse(path).getroot().tag.endswith("svg")
+
+
+@pytest.mark.usefixtures("in_the_checkout")
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["k6_d12"], "did you mean 'k6_d128'"),
+        (["k1_d64"], "no pipeline to simulate"),
+        (["k6_d64", "--stages", "0"], "from 1 to 16"),
+        (["k6_d64", "--stages", "3..2"], "from 1 to 16"),
+        (["k6_d64", "--stages", "two"], "from 1 to 16"),
+        (["k6_d64", "--chip", "b200"], "h100 and h200"),
+        (["k6", "--svg", "x.svg"], "name one of them"),
+        (["k6_d64", "--stages", "1", "--svg", "/dev/null/x.svg"], "choose another --svg"),
+    ],
+)
+def test_what_cannot_be_simulated(capsys: pytest.CaptureFixture[str], arguments: list[str], said: str) -> None:
+    code, out, err = called(capsys, *arguments)
+    assert (code, out) == (2, "")
+    assert said in err and "Traceback" not in err
