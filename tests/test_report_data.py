@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import rendering
 
-from fa3gen import evidence, tile_order
+from fa3gen import evidence, tile_order, toolchain
 from fa3gen.census_sass import parse_sass
 from fa3gen.compile_cache import cached_compile
 from fa3gen.cpu import wgmma
@@ -329,6 +329,14 @@ def test_no_instruction_is_lost(listing: Listing) -> None:
     assert placed + nobodys == len(kernel.sass) and nobodys < len(kernel.sass) / 4
     with_ptx = {line.line for line in kernel.ptx}
     assert {line.line for line in kernel.sass} - {None} <= with_ptx
+
+
+def test_line_information_leaves_the_code_as_it_is(listing: Listing) -> None:
+    """What the report says of the module compiled with it holds for the one that runs."""
+    plain = cached_compile(rendering.CHECKOUT.module_path(STEM))
+    [kernel] = parse_sass(toolchain.disassemble(plain.cubin))
+    texts = [f"{instruction.opcode} {instruction.operands}".strip() for instruction in kernel.instructions]
+    assert texts == [line.text for line in listing.kernels[0].sass]
 
 
 def test_live_registers_fit_into_those_of_the_kernel(listing: Listing) -> None:

@@ -15,6 +15,7 @@ from fa3gen.report.listing import Listing, make_listing
 from fa3gen.report.numerics import Card
 from fa3gen.report.speeds import Ladder, Panel
 from fa3gen.work import Shape, default_heads
+from fa3gen.workspace import Workspace
 
 if TYPE_CHECKING:
     from fa3gen.census import Census, Row
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from fa3gen.explanation import Explanation
     from fa3gen.simulation import Simulation, StageRow, Times
     from fa3gen.specfile import Variant
-    from fa3gen.workspace import Workspace
 
 SEQ_LENS = (1024, 4096, 16384)  # of the ceilings; 16,384 tokens in all
 TOKENS = 16384
@@ -90,6 +90,8 @@ def gather(workspace: Workspace, variant: Variant) -> Report:
     path = workspace.rendered_path(variant.stem)
     if not path.is_file():
         raise UserError(f"not rendered yet: {path}; write it with: fa3gen render {variant.source}")
+    if path != workspace.module_path(variant.stem):
+        workspace = Workspace(workspace.bundled, workspace.bundled)  # the package's module, and what is known of it
     compiled = cached_compile(path, line_info=True)
     census = compiler.analyse(compiled).census
     state, record = evidence.status(workspace, variant.stem)
