@@ -77,7 +77,7 @@ CASES: tuple[Case, ...] = (
 
 # For kernels whose CTAs take one tile after the other, on a GPU with fewer SMs than there are tiles: 240 tiles of 192
 # rows, 300 of 128. Those that draw tiles go through the heads in sections, as many as have their K and V in L2: at 2400
-# keys there are several, and the last has fewer heads; at 40 keys there is one.
+# keys there are several, and the last has more heads; at 40 keys there is one.
 PERSISTENT_CASES: tuple[Case, ...] = (
     Case("many_tiles", "more tiles than SMs, heads in sections", 3, 600, 2400, 20, 4),
     Case("many_tiles_few_keys", "more tiles than SMs, most causal ones with no visible key", 3, 600, 40, 20, 4),

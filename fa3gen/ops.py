@@ -113,10 +113,7 @@ attention = Attention()
 
 def _plain(q: Any, k: Any, v: Any) -> bool:
     """Whether these are tensors on a GPU that nobody watches, so that nothing is lost by leaving the dispatcher out."""
-    tensor = torch.Tensor
-    return (
-        type(q) is tensor and type(k) is tensor and type(v) is tensor and q.is_cuda and _len_torch_dispatch_stack() == 0
-    )
+    return type(q) is type(k) is type(v) is torch.Tensor and q.is_cuda and _len_torch_dispatch_stack() == 0
 
 
 def _asked(q: Any, k: Any, v: Any, causal: bool, window: Window) -> tuple[Family, int]:
@@ -135,11 +132,11 @@ def _asked(q: Any, k: Any, v: Any, causal: bool, window: Window) -> tuple[Family
 def _serving(q: Any, k: Any, v: Any, causal: bool, window: Any, return_lse: bool) -> Callable[..., Any]:
     """The `attention` of the module for a call; `window` is None or a tuple."""
     try:
-        keys = k.shape[1]
-        for first, last, attention in _stretches.get((q.dtype, q.shape[3], v.shape[3], causal, window, return_lse), ()):
+        _, keys, _, v_dim = v.shape  # asked for once: each `.shape` is a new object
+        for first, last, attention in _stretches.get((q.dtype, q.shape[3], v_dim, causal, window, return_lse), ()):
             if first <= keys <= last:
                 return attention
-    except IndexError:
+    except (IndexError, ValueError):
         pass  # not four dimensions: what follows says so
     return _find(q, k, v, causal, window, return_lse)
 

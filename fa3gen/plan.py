@@ -311,7 +311,7 @@ def _walk(spec: Spec) -> WalkPlan:
 def _persistent_walk(spec: Spec) -> WalkPlan:
     buffered, dynamic = spec.outputs.o == "own_buffer", spec.scheduler == "dynamic"
     return WalkPlan(
-        launch_arguments=("q", "k", "v", "o", "lse", "num_sms: cutlass.Int32", *["counter"] * dynamic),
+        launch_arguments=("q", "k", "v", "out", "lse", "num_sms: cutlass.Int32", *["counter"] * dynamic),
         kernel_arguments=(
             *("mQ", "mK", "mVt", "mO", "mLSE", *["counter"] * dynamic),
             *("tma_Q", "tma_K", "tma_V", *["tma_O"] * buffered),
@@ -406,7 +406,7 @@ def _entry(spec: Spec) -> EntryPlan:
     if footprint.persistent(spec):
         counter = ["tile_counter(q.device)"] * (spec.scheduler == "dynamic")
         # The SMs before the counter: counting them says what is wrong with another device.
-        arguments = ("q", "k", "v", "o", *lse, "sm_count(q.device)", *counter, "scale")
+        arguments = ("q", "k", "v", "o", *lse, "num_sms", *counter, "scale or HEAD_DIM**-0.5")
     return EntryPlan(arguments, phrase, like, heads)
 
 

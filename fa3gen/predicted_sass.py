@@ -34,7 +34,7 @@ def expectation(spec: Spec, *, waits: int, softmaxes: int, o_boxes: int, matrice
     return SassExpectation(
         waits=waits,
         min_maxima=softmaxes * rows * (spec.tile.kv // lanes + _exchanges(lanes)),
-        max_comparisons=_most_comparisons(rows, softmaxes),
+        max_comparisons=_most_comparisons(rows, softmaxes if spec.softmax.rescale_above is not None else 0),
         global_stores=_global_stores(spec, rows, lanes, o_boxes),
         shared_stores=_shared_stores(spec, matrices),
     )
@@ -53,11 +53,14 @@ def _exchanges(lanes: int) -> int:
 
 
 def _most_comparisons(rows: int, softmaxes: int) -> int:
-    """FSETP that a kernel needs for its rows: two in each softmax (an empty row; an outgrown maximum), two at its end.
+    """FSETP that a kernel needs for its rows: one in each softmax that asks something of a maximum, two at its end.
+
+    It asks how far the maximum grew where O is rescaled rarely; in the softmax that goes over rows in global memory,
+    whether there was a key at all.
 
     Far fewer than the two for each element of a maximum that propagates NaN.
     """
-    return 2 * rows * (softmaxes + 1)
+    return rows * (softmaxes + 2)
 
 
 def _global_stores(spec: Spec, rows: int, lanes: int, o_boxes: int) -> dict[str, int]:

@@ -99,6 +99,7 @@ SMEM_ALIGN = 1024  # bytes; a 128-byte swizzle repeats every 8 rows of 128
 Q_LAYOUT = warpgroup.SmemLayoutAtomKind.K_SW128
 K_LAYOUT = warpgroup.SmemLayoutAtomKind.K_SW128
 V_LAYOUT = warpgroup.SmemLayoutAtomKind.MN_SW128
+LOWEST = -1e20  # a row's maximum before its first key; finite: -inf - -inf would be NaN
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2.0)
 
@@ -384,7 +385,7 @@ def consume(qk_mma, pv_mma, sQ, sK, sVt, k_ring, v_ring, scale_log2, kv_tiles, m
     row_sum = cute.make_rmem_tensor(2, cutlass.Float32)
     rescale = cute.make_rmem_tensor(2, cutlass.Float32)
     acc_O.fill(0.0)
-    row_max.fill(-cutlass.Float32.inf)
+    row_max.fill(LOWEST)
     row_sum.fill(0.0)
     k_drain = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, KV_STAGES)  # one tile ahead of V
     v_drain = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, KV_STAGES)
@@ -510,9 +511,9 @@ def softmax_step(
         for c in cutlass.range_constexpr(cute.size(acc_S_rows, mode=[1])):
             new_max = cute.arch.fmax(new_max, acc_S_rows[r, c])
         new_max = quad_max(new_max)
-        # A row that has seen no key yet has the maximum -inf; -inf - -inf would be NaN.
-        shift = 0.0 if new_max == -cutlass.Float32.inf else new_max * scale_log2
-        rescale[r] = cute.math.exp2(row_max[r] * scale_log2 - shift, fastmath=True)
+        shift = new_max * scale_log2
+        # From the difference: exactly 1 for a maximum that stays, or an error would build up over thousands of steps.
+        rescale[r] = cute.math.exp2((row_max[r] - new_max) * scale_log2, fastmath=True)
         row_max[r] = new_max
         total = row_sum[r] * rescale[r]
         for c in cutlass.range_constexpr(cute.size(acc_S_rows, mode=[1])):
@@ -591,9 +592,8 @@ def normalize_rows(acc_O: cute.Tensor, row_sum: cute.Tensor):
     """Divide each row of O by the sum of its exponentials; rows that saw no key stay zero."""
     acc_O_rows = by_rows(acc_O)  # (2, HEAD_DIM / 4)
     for r in cutlass.range_constexpr(2):
-        total = quad_sum(row_sum[r])
-        row_sum[r] = total
-        inverse = 0.0 if total == 0.0 else 1.0 / total
+        row_sum[r] = quad_sum(row_sum[r])
+        inverse = 0.0 if row_sum[r] == 0.0 else 1.0 / row_sum[r]
         for c in cutlass.range_constexpr(cute.size(acc_O_rows, mode=[1])):
             acc_O_rows[r, c] = acc_O_rows[r, c] * inverse
 

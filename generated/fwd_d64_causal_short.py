@@ -97,6 +97,7 @@ Q_LAYOUT = warpgroup.SmemLayoutAtomKind.K_SW128  # in shared memory: major order
 K_LAYOUT = warpgroup.SmemLayoutAtomKind.K_SW128
 V_LAYOUT = warpgroup.SmemLayoutAtomKind.MN_SW128
 LOG2_E, LN_2 = math.log2(math.e), math.log(2.0)
+LOWEST = -1e20  # a row's maximum before its first key; finite: -inf - -inf would be NaN
 
 
 # ======================================================================================================================
@@ -135,14 +136,14 @@ def smem_layouts():
 
 
 @cute.jit
-def launch(q, k, v, o, lse, num_sms: cutlass.Int32, counter, scale: cutlass.Float32, stream):
+def launch(q, k, v, out, lse, num_sms: cutlass.Int32, counter, scale: cutlass.Float32, stream):
     """Describe the tensors to the TMA unit and start one CTA per SM, or one per tile where those are fewer."""
     # torch's (batch, seq, heads, HEAD_DIM) seen with the tiled modes first.
     mQ = cute.make_tensor(q.iterator, cute.select(q.layout, mode=[1, 3, 2, 0]))  # (seq_q, HEAD_DIM, heads_q, batch)
     mK = cute.make_tensor(k.iterator, cute.select(k.layout, mode=[1, 3, 2, 0]))  # (seq_k, HEAD_DIM, heads_kv, batch)
     # The B operand of O = P V is V transposed, (N, K) = (HEAD_DIM, keys): a matter of mode order, no data moves.
     mVt = cute.make_tensor(v.iterator, cute.select(v.layout, mode=[3, 1, 2, 0]))  # (HEAD_DIM, seq_k, heads_kv, batch)
-    mO = cute.make_tensor(o.iterator, cute.select(o.layout, mode=[1, 3, 2, 0]))  # (seq_q, HEAD_DIM, heads_q, batch)
+    mO = cute.make_tensor(out.iterator, cute.select(out.layout, mode=[1, 3, 2, 0]))  # like mQ, HEAD_DIM columns
     mLSE = cute.make_tensor(lse.iterator, cute.select(lse.layout, mode=[2, 1, 0]))  # (seq_q or 0, heads_q, batch)
     layouts = [cute.select(layout, mode=[0, 1]) for layout in smem_layouts()]  # of one stage
     tma_load = cpasync.CopyBulkTensorTileG2SOp()
@@ -192,7 +193,6 @@ def attention_kernel(
     tiles = storage.tiles.get_tensor(cute.make_layout(TILE_SLOTS))
     cute.arch.mbarrier_init_fence()  # the async proxy, too, must see the barriers initialized
     cute.arch.sync_threads()  # no thread may wait on a barrier before that
-
     # Two roles, told apart by warpgroup, because setmaxnreg acts on whole warpgroups.
     if warpgroup_idx == CONSUMERS:
         cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)  # copies need few; the consumers take the rest
@@ -214,15 +214,16 @@ def tile_coordinates(tile: cutlass.Int32, mQ: cute.Tensor, mK: cute.Tensor):
     seq_q, _, heads_q, batches = mQ.shape
     seq_k, _, heads_kv, _ = mK.shape
     num_m_blocks = cute.ceil_div(seq_q, TILE_M)
-    # As many heads at a time as have their K and V in L2; of these the last rows, which see the most keys, come first.
-    share = cutlass.min(cutlass.max(KEYS_IN_L2 // seq_k, 1), heads_q * batches)
-    first = tile // (share * num_m_blocks) * share
-    place = tile % (share * num_m_blocks)
-    share = cutlass.min(share, heads_q * batches - first)  # the last heads may be fewer
+    # As many heads at a time as have their K and V in L2; the last time also the rest, too few to fill the GPU alone.
+    heads = heads_q * batches
+    share = cutlass.min(cutlass.max(KEYS_IN_L2 // seq_k, 1), heads)
+    first = cutlass.min(tile // (share * num_m_blocks), heads // share - 1) * share
+    share = share if first + 2 * share <= heads else heads - first
+    # Of these heads the last rows, which see the most keys, come first.
+    place = tile - first * num_m_blocks
     m_block = num_m_blocks - 1 - place // share
     head_and_batch = first + place % share
-    head = head_and_batch % heads_q
-    batch = head_and_batch // heads_q
+    head, batch = head_and_batch % heads_q, head_and_batch // heads_q
     return m_block, head, head // (heads_q // heads_kv), batch
 
 
@@ -230,9 +231,8 @@ def tile_coordinates(tile: cutlass.Int32, mQ: cute.Tensor, mK: cute.Tensor):
 def kv_range(m_start: cutlass.Int32, seq_q: cutlass.Int32, seq_k: cutlass.Int32):
     """Tiles of keys to visit, (n_block_end, n_full_end): from the latter on they hold an edge of mask or keys."""
     diagonal = m_start + seq_k - seq_q  # the last key that the first row sees; negative when it sees none
-    n_block_end = cute.ceil_div(cutlass.min(seq_k, cutlass.max(diagonal + TILE_M, 0)), TILE_N)
     # At least one tile: the consumers' first one stands before their loop. Rows that see none of it get O = 0.
-    n_block_end = cutlass.max(n_block_end, 1)
+    n_block_end = cute.ceil_div(cutlass.min(seq_k, cutlass.max(diagonal + TILE_M, 1)), TILE_N)
     n_full_end = cutlass.min(seq_k, cutlass.max(diagonal + 1, 0)) // TILE_N
     return n_block_end, n_full_end
 
@@ -300,9 +300,7 @@ def load_q_and_k(tma_Q, tma_K, mQ, mK, sQ, sK, q_ring, k_ring, tile_ring, tiles,
     while tile < num_tiles:
         m_block, head, head_kv, batch = tile_coordinates(tile, mQ, mK)
         gQ = cute.local_tile(mQ[None, None, head, batch], (TILE_M, HEAD_DIM), (m_block, 0))  # (TILE_M, HEAD_DIM)
-        gK = cute.local_tile(
-            mK[None, None, head_kv, batch], (TILE_N, HEAD_DIM), (None, 0)
-        )  # (TILE_N, HEAD_DIM, blocks)
+        gK = cute.local_tile(mK[None, None, head_kv, batch], (TILE_N, HEAD_DIM), (None, 0))  # (.., HEAD_DIM, blocks)
         tQsQ, tQgQ = partition_tma(tma_Q, sQ, gQ)  # (TMA, Q_STAGES), (TMA)
         tKsK, tKgK = partition_tma(tma_K, sK, gK)  # (TMA, KV_STAGES), (TMA, blocks)
         q_ring.producer_acquire(q_fill)  # the stage is empty; its barrier now expects the bytes
@@ -387,7 +385,7 @@ def consume(tma_O, mQ, mK, mO, mLSE, sQ, sK, sVt, sO, q_ring, k_ring, v_ring, ti
         m_start = m_block * TILE_M
         n_block_end, n_full_end = kv_range(m_start, seq_q, seq_k)
         acc_O.fill(0.0)
-        row_max.fill(-cutlass.Float32.inf)
+        row_max.fill(LOWEST)
         row_sum.fill(0.0)
         tSrQ = tSrQs[None, None, None, q_drain.index]  # (MMA, MMA_M, MMA_K)
         mask_scores(acc_S, qk_mma, m_start, (n_block_end - 1) * TILE_N, seq_q, seq_k)
@@ -430,8 +428,7 @@ def consume(tma_O, mQ, mK, mO, mLSE, sQ, sK, sVt, sO, q_ring, k_ring, v_ring, ti
         store_lse(mLSE[None, head, batch], row_max, row_sum, qk_mma, scale_log2, m_start)
         store_output(tma_O, sO, mO[None, None, head, batch], acc_O, pv_mma, tidx, m_block)
         warpgroup.wait_group(0)  # the next softmax reads S: no group stays in flight
-        if more:
-            k_ring.consumer_release(k_drain)  # this warp has read K
+        k_ring.consumer_release(k_drain)  # this warp has read K
         k_drain.advance()
     if consumer == 0:
         wait_turn(consumer)  # no arrival is left in the barrier
@@ -565,9 +562,9 @@ def softmax_step(acc_S, row_max, row_sum, rescale, scale_log2):
             largest = cute.arch.fmax(largest, acc_S_rows[r, c])
         new_max[r] = quad_max(largest)
     for r in cutlass.range_constexpr(2):
-        # A row that has seen no key yet has the maximum -inf; -inf - -inf would be NaN.
-        shift = 0.0 if new_max[r] == -cutlass.Float32.inf else new_max[r] * scale_log2
-        rescale[r] = cute.math.exp2(row_max[r] * scale_log2 - shift, fastmath=True)
+        shift = new_max[r] * scale_log2
+        # From the difference: exactly 1 for a maximum that stays, or an error would build up over thousands of steps.
+        rescale[r] = cute.math.exp2((row_max[r] - new_max[r]) * scale_log2, fastmath=True)
         row_max[r] = new_max[r]
         total = row_sum[r] * rescale[r]
         for c in cutlass.range_constexpr(cute.size(acc_S_rows, mode=[1])):
@@ -646,9 +643,8 @@ def normalize_rows(acc_O: cute.Tensor, row_sum: cute.Tensor):
     """Divide each row of O by the sum of its exponentials; rows that saw no key stay zero."""
     acc_O_rows = by_rows(acc_O)  # (2, HEAD_DIM / 4)
     for r in cutlass.range_constexpr(2):
-        total = quad_sum(row_sum[r])
-        row_sum[r] = total
-        inverse = 0.0 if total == 0.0 else 1.0 / total
+        row_sum[r] = quad_sum(row_sum[r])
+        inverse = 0.0 if row_sum[r] == 0.0 else 1.0 / row_sum[r]
         for c in cutlass.range_constexpr(cute.size(acc_O_rows, mode=[1])):
             acc_O_rows[r, c] = acc_O_rows[r, c] * inverse
 
@@ -679,7 +675,7 @@ def store_output(tma_O, sO, mO, acc_O, pv_mma, tidx, m_block):
     stmatrix = cute.make_copy_atom(warp.StMatrix8x8x16bOp(num_matrices=4), DTYPE)
     copy_O = cute.make_tiled_copy_C(stmatrix, pv_mma).get_slice(tidx)
     cute.arch.cp_async_bulk_wait_group(0, read=True)  # the store of the tile before has read the slice
-    cute.arch.sync_warp()  # only one lane waited for it
+    cute.arch.sync_warp()  # a lane waits for its own copies only
     cute.copy(copy_O, copy_O.retile(rO), copy_O.partition_D(sO_tile))
     cute.arch.fence_proxy("async.shared", space="cta")  # stmatrix wrote; TMA reads through the async proxy
     cute.arch.sync_warp()  # the slice is complete
@@ -708,9 +704,8 @@ def compile_for_sm90a(options: str = "--enable-tvm-ffi"):
         return cute.runtime.make_fake_tensor(DTYPE, (batch, seq, heads, head_dim), strides, assumed_align=16)
 
     qkv = fake(seq_q, heads_q, HEAD_DIM), fake(seq_k, heads_kv, HEAD_DIM), fake(seq_k, heads_kv, HEAD_DIM)
-    lse_shape = batch, heads_q, cute.sym_int()  # seq_q rows, or none
-    lse_strides = cute.sym_int64(), cute.sym_int64(), 1
-    lse = cute.runtime.make_fake_tensor(cutlass.Float32, lse_shape, lse_strides, assumed_align=4)
+    lse_layout = (batch, heads_q, cute.sym_int()), (cute.sym_int64(), cute.sym_int64(), 1)  # seq_q rows, or none
+    lse = cute.runtime.make_fake_tensor(cutlass.Float32, *lse_layout, assumed_align=4)
     counter = cute.runtime.make_fake_tensor(cutlass.Int32, (1,), (1,), assumed_align=4)
     others = fake(seq_q, heads_q, HEAD_DIM), lse, cutlass.Int32(1), counter, cutlass.Float32(1.0)
     stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream="--enable-tvm-ffi" in options)
@@ -733,41 +728,50 @@ def attention(q, k, v, *, scale=None, out=None, return_lse=False):
     Raises:
         TypeError, ValueError: An argument is of another type, dtype, device, shape, stride or alignment.
     """
-    check_arguments(q, k, v, scale, out)
-    batch, seq_q, heads_q, _ = q.shape
+    batch, seq_q, heads_q, seq_k = check_arguments(q, k, v, scale, out)
     o = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
-    lse = q.new_empty((batch, heads_q, seq_q), dtype=torch.float32) if return_lse else no_lse(batch, heads_q, q.device)
-    if k.shape[1] == 0:
-        o.zero_()  # no key at all
+    lse = lse_like(batch, heads_q, seq_q if return_lse else 0, q.device)
+    lse = torch.empty_like(lse, memory_format=torch.contiguous_format) if return_lse else lse
+    if batch * seq_q * heads_q * seq_k == 0:  # nothing to launch, and the compiled function checks nothing
+        for name, x, like in (("q", q, q), ("k", k, k), ("v", v, k), ("out", o, q)):
+            needed = (batch, *like.shape[1:-1], HEAD_DIM), TORCH_DTYPE, q.device
+            if (shape_of(name, x), x.dtype, x.device) != needed:
+                raise ValueError(f"{name} is {tuple(x.shape)}, {x.dtype} on {x.device}; it needs to be {needed}")
+        o.zero_()
         lse.fill_(-math.inf)
-    elif batch * seq_q * heads_q > 0:
-        scale = 64**-0.5 if scale is None else scale
-        compile_for_sm90a()(q, k, v, o, lse, sm_count(q.device), tile_counter(q.device), scale)
+    else:
+        num_sms = sm_count(q.device)
+        compile_for_sm90a()(q, k, v, o, lse, num_sms, tile_counter(q.device), scale or HEAD_DIM**-0.5)
     return (o, lse) if return_lse else o
 
 
 @functools.lru_cache
-def no_lse(batch, heads_q, device):
-    """The LSE that nobody asked for: the kernel writes as many rows of it as there are."""
-    return torch.empty((batch, heads_q, 0), dtype=torch.float32, device=device)
+def lse_like(batch, heads_q, rows, device):
+    """What LSE looks like, in the memory of one head. With no rows it is one: the kernel writes the rows there are."""
+    return torch.empty((1, 1, rows), dtype=torch.float32, device=device).expand(batch, heads_q, rows)
 
 
 def check_arguments(q, k, v, scale, out):
-    """Raise for what the compiled function lets pass; it names wrong types, dtypes, shapes, strides and alignments."""
-    for name, x in (("q", q), ("k", k), ("v", v), ("out", q if out is None else out)):
-        if not isinstance(x, torch.Tensor):
-            raise TypeError(f"{name} is a {type(x).__name__}; it needs to be a torch.Tensor")
-        if x.ndim != 4:
-            raise ValueError(f"{name} has shape {tuple(x.shape)}; it needs to be (batch, seq, heads, head_dim)")
-    heads_q, heads_kv = q.shape[2], k.shape[2]
+    """Return (batch, seq_q, heads_q, seq_k); raise for what the compiled function lets pass: it names other faults."""
+    (batch, seq_q, heads_q, _), (_, seq_k, heads_kv, _), _ = shape_of("q", q), shape_of("k", k), shape_of("v", v)
     if heads_q > 0 and (heads_kv == 0 or heads_q % heads_kv != 0):
         raise ValueError(f"q has {heads_q} heads and k has {heads_kv}; heads of q must be a multiple of those of k")
-    if out is not None and any(stride == 0 and size > 1 for size, stride in zip(out.shape, out.stride())):
+    if out is not None and any(stride == 0 and size > 1 for size, stride in zip(shape_of("out", out), out.stride())):
         raise ValueError(f"out has strides {out.stride()}: several elements share one address; pass out.contiguous()")
     if scale is not None and not (isinstance(scale, (int, float)) and 0.0 < scale < math.inf):
         raise ValueError(f"scale is {scale!r}; it needs to be a finite and positive number")
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         raise ValueError("q, k or v requires grad; this kernel is forward only: call it under torch.no_grad()")
+    return batch, seq_q, heads_q, seq_k
+
+
+def shape_of(name, x):
+    """The shape of a tensor; raise when it is none, or not (batch, seq, heads, head_dim)."""
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"{name} is a {type(x).__name__}; it needs to be a torch.Tensor")
+    if x.ndim != 4:
+        raise ValueError(f"{name} has shape {tuple(x.shape)}; it needs to be (batch, seq, heads, head_dim)")
+    return x.shape
 
 
 @functools.cache
@@ -777,17 +781,14 @@ def sm_count(device):
         raise ValueError(f"q is on {device}; it needs to be on a Hopper GPU")
     gpu = torch.cuda.get_device_properties(device)
     if (gpu.major, gpu.minor) != (9, 0):
-        raise ValueError(
-            f"q is on a GPU of compute capability {gpu.major}.{gpu.minor}; this kernel needs 9.0 (H100, H200)"
-        )
+        raise ValueError(f"q is on a GPU of compute capability {gpu.major}.{gpu.minor}; it needs 9.0 (H100, H200)")
     return gpu.multi_processor_count
 
 
 def tile_counter(device):
     """A zero, and again a zero after the launch, for all launches of a stream, which run one after the other."""
-    # A graph may be replayed on any stream, beside other work: it gets one of its own.
     if torch.cuda.is_current_stream_capturing():
-        return torch.zeros(1, dtype=torch.int32, device=device)
+        return torch.zeros(1, dtype=torch.int32, device=device)  # its own: a graph may run on any stream, beside others
     return stream_counter(device, torch._C._cuda_getCurrentRawStream(device.index))  # current_stream takes longer
 
 

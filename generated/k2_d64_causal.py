@@ -67,6 +67,7 @@ SMEM_ALIGN = 1024  # bytes; a 128-byte swizzle repeats every 8 rows of 128
 Q_LAYOUT = warpgroup.SmemLayoutAtomKind.K_SW128
 K_LAYOUT = warpgroup.SmemLayoutAtomKind.K_SW128
 V_LAYOUT = warpgroup.SmemLayoutAtomKind.K_SW128
+LOWEST = -1e20  # a row's maximum before its first key; finite: -inf - -inf would be NaN
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2.0)
 
@@ -181,7 +182,7 @@ def attention_kernel(
     row_max = cute.make_rmem_tensor(ROWS, cutlass.Float32)
     row_sum = cute.make_rmem_tensor(ROWS, cutlass.Float32)
     acc_O.fill(0.0)
-    row_max.fill(-cutlass.Float32.inf)
+    row_max.fill(LOWEST)
     row_sum.fill(0.0)
 
     load_tile(copy, gQ, sQ, seq_q - m_start)
@@ -335,9 +336,9 @@ def softmax_step(
         for j in cutlass.range_constexpr(S_COLS):
             new_max = cute.arch.fmax(new_max, rS[j])
         new_max = lanes_max(new_max)
-        # A row that has seen no key yet has the maximum -inf; -inf - -inf would be NaN.
-        shift = 0.0 if new_max == -cutlass.Float32.inf else new_max * scale_log2
-        rescale = cute.math.exp2(row_max[i] * scale_log2 - shift, fastmath=True)
+        shift = new_max * scale_log2
+        # From the difference: exactly 1 for a maximum that stays, or an error would build up over thousands of steps.
+        rescale = cute.math.exp2((row_max[i] - new_max) * scale_log2, fastmath=True)
         row_max[i] = new_max
         total = row_sum[i] * rescale
         for j in cutlass.range_constexpr(S_COLS):

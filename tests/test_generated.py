@@ -501,6 +501,26 @@ def test_a_persistent_module_without_keys(persistent: ModuleType) -> None:
     assert torch.equal(lse, torch.full((2, 4, 5), -math.inf))
 
 
+NEEDED_WITHOUT_KEYS = "it needs to be ((2, {}, {}, 64), torch.bfloat16, device(type='cpu'))"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"q": tensor().float()}, f"q is (2, 5, 4, 64), torch.float32 on cpu; {NEEDED_WITHOUT_KEYS.format(5, 4)}"),
+        ({"k": tensor(3, 0, 2)}, f"k is (3, 0, 2, 64), torch.bfloat16 on cpu; {NEEDED_WITHOUT_KEYS.format(0, 2)}"),
+        ({"v": tensor(seq=1, heads=2)}, f"v is (2, 1, 2, 64), torch.bfloat16 on cpu; {NEEDED_WITHOUT_KEYS.format(0, 2)}"),
+        ({"out": tensor(dim=32)}, f"out is (2, 5, 4, 32), torch.bfloat16 on cpu; {NEEDED_WITHOUT_KEYS.format(5, 4)}"),
+    ],
+)  # fmt: skip
+def test_a_call_that_launches_nothing_is_checked(persistent: ModuleType, changes: dict[str, Any], message: str) -> None:
+    """By the module itself: the compiled function, which checks these otherwise, is not called."""
+    no_keys = {"k": tensor(seq=0, heads=2), "v": tensor(seq=0, heads=2)}
+    with pytest.raises(ValueError) as caught:
+        persistent.attention(**arguments(**{**no_keys, **changes}))
+    assert str(caught.value) == message
+
+
 @pytest.mark.parametrize("stem", [DYNAMIC, STATIC, PERSISTENT_NARROW_V])
 @pytest.mark.parametrize("return_lse", [False, True])
 def test_launch_of_a_persistent_module(stem: str, return_lse: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -555,7 +575,7 @@ def test_sms_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     assert count(torch.device("cuda", 0)) == 132
     for device, message in {
         torch.device("cpu"): "q is on cpu; it needs to be on a Hopper GPU",
-        torch.device("cuda", 1): "q is on a GPU of compute capability 10.3; this kernel needs 9.0 (H100, H200)",
+        torch.device("cuda", 1): "q is on a GPU of compute capability 10.3; it needs 9.0 (H100, H200)",
     }.items():
         with pytest.raises(ValueError) as caught:
             count(device)
