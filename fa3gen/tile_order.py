@@ -44,14 +44,17 @@ def taken(spec: Spec, seq_q: int, seq_k: int, heads: int, batch: int) -> Iterato
 
 
 def _drawn(spec: Spec, blocks: int, seq_k: int, heads: int, everything: int) -> Iterator[Taken]:
-    """Sections of as many heads as have their K and V in L2; in each the last rows, which see the most keys, first."""
-    whole = min(max(keys_in_l2(spec) // seq_k, 1), everything)
+    """Sections of as many heads as have their K and V in L2; in each the last rows, which see the most keys, first.
+
+    The last section also has the heads that are left over.
+    """
+    share = min(max(keys_in_l2(spec) // seq_k, 1), everything)
     for number in range(blocks * everything):
-        first = number // (whole * blocks) * whole
-        place = number % (whole * blocks)
-        share = min(whole, everything - first)
-        head = first + place % share
-        yield Taken(number, blocks - 1 - place // share, head % heads, head // heads)
+        first = min(number // (share * blocks), everything // share - 1) * share
+        together = share if first + 2 * share <= everything else everything - first
+        place = number - first * blocks
+        head = first + place % together
+        yield Taken(number, blocks - 1 - place // together, head % heads, head // heads)
 
 
 def keys_in_l2(spec: Spec) -> int:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import rendering
 
-from fa3gen import evidence, tile_order, toolchain
+from fa3gen import evidence, tile_order, toolchain, tuning_records
 from fa3gen.census_sass import parse_sass
 from fa3gen.compile_cache import cached_compile
 from fa3gen.cpu import wgmma
@@ -398,23 +398,31 @@ def test_the_map_has_every_byte_once() -> None:
 
 
 def copied(tmp_path: Path, *stems: str) -> Workspace:
-    """A workspace with some modules and their records."""
+    """A workspace with some modules and their records, which say that they are of these very files."""
     here = rendering.CHECKOUT
+    hashes = {stem: evidence.sha256(here.module_path(stem)) for stem in stems}
     for folder in ("specs", "generated/evidence/tuning"):
         (tmp_path / folder).mkdir(parents=True)
     for path in [*here.specs_dir.glob("k4*.yaml"), *here.specs_dir.glob("k[123].yaml")]:
         (tmp_path / "specs" / path.name).write_bytes(path.read_bytes())
+    workspace = Workspace(tmp_path, here.bundled)
     for stem in stems:
-        for path in (here.module_path(stem), evidence.record_path(here, stem)):
-            (tmp_path / path.relative_to(here.root)).write_bytes(path.read_bytes())
-    for path in (here.evidence_dir / "tuning").glob("bf16_d64*.json"):
-        (tmp_path / path.relative_to(here.root)).write_bytes(path.read_bytes())
-    return Workspace(tmp_path, here.bundled)
+        workspace.module_path(stem).write_bytes(here.module_path(stem).read_bytes())
+        record = evidence.read(here, stem)
+        assert record is not None
+        evidence.write(workspace, record.model_copy(update={"source_sha256": hashes[stem]}))
+    for record in tuning_records.load(tuning_records.directory(here) / "bf16_d64_full.json"):
+        results = [
+            result.model_copy(update={"sha256": hashes.get(result.stem, result.sha256)}) for result in record.results
+        ]
+        tuning_records.save(workspace, [record.model_copy(update={"results": results})])
+    return workspace
 
 
-def test_the_card_is_the_record() -> None:
-    card = numerics.from_evidence(rendering.CHECKOUT, rendering.variants()[STEM])
-    record = evidence.read(rendering.CHECKOUT, STEM)
+def test_the_card_is_the_record(tmp_path: Path) -> None:
+    workspace = copied(tmp_path, STEM)
+    card = numerics.from_evidence(workspace, rendering.variants()[STEM])
+    record = evidence.read(workspace, STEM)
     assert record is not None and card.on_gpu and record.gpu in card.origin and record.date in card.origin
     found = {point.name: (point.kernel, point.yardstick, point.kind, point.seq_k) for point in card.points}
     for case in record.cases:
@@ -427,7 +435,7 @@ def test_the_card_is_the_record() -> None:
 def test_records_of_an_older_file_are_not_shown(tmp_path: Path) -> None:
     workspace, variant = copied(tmp_path, STEM, "k4_smem_d64"), rendering.variants()[STEM]
     assert numerics.from_evidence(workspace, variant).points
-    [panel] = speeds.panels(workspace, variant)
+    [_] = speeds.panels(workspace, variant)
     found = speeds.ladder(workspace, variant)
     assert found is not None and [row[0] for row in found.rows] == ["k4_smem_d64", STEM]
     path = workspace.module_path(STEM)
@@ -437,8 +445,10 @@ def test_records_of_an_older_file_are_not_shown(tmp_path: Path) -> None:
     assert speeds.panels(workspace, variant) == () and speeds.ladder(workspace, variant) is None
 
 
-def test_speeds_are_those_of_the_records() -> None:
-    [panel] = speeds.panels(rendering.CHECKOUT, rendering.variants()[STEM])
+def test_speeds_are_those_of_the_records(tmp_path: Path) -> None:
+    """Others that ran beside the module are shown where their files are the present ones."""
+    workspace = copied(tmp_path, STEM)
+    [panel] = speeds.panels(workspace, rendering.variants()[STEM])
     assert panel.names[0] == (STEM, "this") and "cuDNN (torch SDPA)" in dict(panel.names)
     assert [shape.problem.seq_k for shape in panel.shapes] == sorted(shape.problem.seq_k for shape in panel.shapes)
     for shape in panel.shapes:

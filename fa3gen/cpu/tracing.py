@@ -123,7 +123,7 @@ def attention(kernel: CpuKernel, variant: Variant, q: torch.Tensor, k: torch.Ten
         "v": v,
         "out": out,
         "o": out,  # as persistent modules call it
-        "sm_count(q.device)": kernel.settings.sms,
+        "num_sms": kernel.settings.sms,
         "tile_counter(q.device)": torch.zeros(1, dtype=torch.int32),
         "lse": torch.full((batch, heads_q, seq_q), math.nan),
     }
@@ -131,5 +131,6 @@ def attention(kernel: CpuKernel, variant: Variant, q: torch.Tensor, k: torch.Ten
     assert isinstance(lse, torch.Tensor)
     if "scores" in plan.entry.call_arguments:
         given["scores"] = torch.full((batch, heads_q, seq_q, k.shape[1]), math.nan)
-    kernel(*(given[name] for name in plan.entry.call_arguments if name in given), head_dim**-0.5)
+    *names, _ = plan.entry.call_arguments  # the last one is the scale
+    kernel(*(given[name] for name in names), head_dim**-0.5)
     return Attention(out, lse)
