@@ -12,6 +12,7 @@ from fa3gen.report.numerics import Card, Point
 from fa3gen.report.speeds import Ladder, Panel
 
 WIDTH, HEIGHT = 960, 320
+ERRORS_WIDTH = 720
 LEFT, RIGHT, TOP, BOTTOM = 64, 16, 20, 44
 KINDS = ("normal", "outlier", "ramp")  # of inputs, in the order of their colours
 DODGE = 11
@@ -60,21 +61,21 @@ def _thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]
 
 def errors(card: Card) -> Markup:
     """Relative error of O against the number of keys, the kernel's as discs and PyTorch's as rings."""
-    picture = Svg(WIDTH, HEIGHT, f"Relative error of O; {card.origin}")
+    picture = Svg(ERRORS_WIDTH, HEIGHT, f"Relative error of O; {card.origin}")
     shown = [point for point in card.points if point.kernel > 0 or point.yardstick > 0]
     values = [value for point in shown for value in (point.kernel, point.yardstick) if value > 0]
     if not values:
         return Markup("")
     keys = [point.seq_k for point in shown]
-    across = Axis(max(1, min(keys)) / 1.3, max(keys) * 1.3, LEFT, WIDTH - RIGHT, log=True)
+    across = Axis(max(1, min(keys)) / 1.3, max(keys) * 1.3, LEFT, ERRORS_WIDTH - RIGHT, log=True)
     up = Axis(min(values) / 1.4, max(values) * 1.4, HEIGHT - BOTTOM, TOP, log=True)
     for value in up.ticks():
-        picture.line(LEFT, up.at(value), WIDTH - RIGHT, up.at(value), "axis")
+        picture.line(LEFT, up.at(value), ERRORS_WIDTH - RIGHT, up.at(value), "axis")
         picture.text(LEFT - 8, up.at(value) + 4, f"{value:.0e}".replace("e-0", "e-"), "small", "end")
     for value in _lengths(keys):
         picture.text(across.at(value), HEIGHT - BOTTOM + 18, length_label(value), "small", "middle")
         picture.line(across.at(value), HEIGHT - BOTTOM, across.at(value), HEIGHT - BOTTOM + 5, "axis")
-    picture.text(WIDTH - RIGHT, HEIGHT - 4, "keys", "small", "end")
+    picture.text(ERRORS_WIDTH - RIGHT, HEIGHT - 4, "keys", "small", "end")
     # Kinds of input at one length stand side by side; lines lie below all marks.
     placed = [(point, across.at(point.seq_k) + DODGE * (KINDS.index(point.kind) - 1)) for point in shown]
     for point, x in placed:

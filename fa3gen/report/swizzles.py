@@ -12,8 +12,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from fa3gen import footprint, hopper
-from fa3gen.spec import SmemHandoff, Spec, Swizzle, SyncLoad, TmaLoad, WgmmaProduct
+from fa3gen import hopper
+from fa3gen.spec import SmemHandoff, Spec, Swizzle, SyncLoad, WgmmaProduct
 
 CHUNK = 16  # bytes that one row of a core matrix, one lane of ldmatrix and one 128-bit access take
 LINE = 128  # bytes of all banks side by side
@@ -69,7 +69,6 @@ class Access:
     """What is touched at once, and how many transactions that takes with the swizzle and without."""
 
     name: str
-    who: str
     swizzled: int
     plain: int
 
@@ -110,8 +109,8 @@ def accesses(operand: Operand) -> tuple[Access, ...]:
     counts = {plain: _worst_column(pattern(operand, plain=plain)) for plain in (False, True)}
     rows = {plain: _worst_row(pattern(operand, plain=plain)) for plain in (False, True)}
     return (
-        Access(f"{ROWS} rows x {CHUNK} bytes", "; ".join(operand.users), counts[False], counts[True]),
-        Access(f"1 row x {operand.span} bytes", "a row as it is copied", rows[False], rows[True]),
+        Access(f"{ROWS} rows x {CHUNK} bytes", counts[False], counts[True]),
+        Access(f"1 row x {operand.span} bytes", rows[False], rows[True]),
     )
 
 
@@ -129,18 +128,20 @@ def operands(spec: Spec) -> tuple[Operand, ...]:
     if spec.smem is None:
         return ()
     q, kv, d, v_dim = spec.tile.q, spec.tile.kv, spec.problem.head_dim, spec.problem.v_dim
-    core = "wgmma reads core matrices"
-    scalar = "128-bit loads, eight lanes at a time"
+    core = f"wgmma reads core matrices, {ROWS} rows x {CHUNK} bytes"
+    # As the scalar products read them: half a warp shares a row of S, its lanes have keys, then columns of O.
+    one_row, many_rows = "half a warp reads the same 16 bytes", "half a warp reads 16 bytes each of 16 rows"
+    along = "half a warp reads a row side by side"
     qk, pv = isinstance(spec.qk, WgmmaProduct), isinstance(spec.pv, WgmmaProduct)
     over_q = isinstance(spec.pv, WgmmaProduct) and spec.outputs.o == "over_q"
-    q_users = ([core] if qk else [scalar]) + ["stmatrix writes O over it"] * over_q
+    q_users = [core if qk else one_row] + ["stmatrix writes O over it"] * over_q
     tiles = [_operand("sQ", "Q", q, d, "query", spec.smem.q, "K", q_users)]
     if isinstance(spec.load, SyncLoad):
-        tiles.append(_operand("sKV", "K, then V", kv, d, "key", spec.smem.k, "K", [scalar]))
+        tiles.append(_operand("sKV", "K, then V", kv, d, "key", spec.smem.k, "K", [many_rows, along]))
     else:
-        tiles.append(_operand("sK", "K", kv, d, "key", spec.smem.k, "K", [core if qk else scalar]))
+        tiles.append(_operand("sK", "K", kv, d, "key", spec.smem.k, "K", [core if qk else many_rows]))
         major = "MN" if pv else "K"
-        tiles.append(_operand("sV", "V", kv, v_dim, "key", spec.smem.v, major, [core if pv else scalar]))
+        tiles.append(_operand("sV", "V", kv, v_dim, "key", spec.smem.v, major, [core if pv else along]))
     if isinstance(spec.handoff, SmemHandoff):
         users = ["stmatrix writes P", core]
         tiles.append(_operand("sP", "P", q, kv, "query", spec.handoff.swizzle, "K", users, column="key"))
@@ -164,15 +165,3 @@ def _operand(
 ) -> Operand:
     layout = f"{major}_INTER" if swizzle == "none" else f"{major}_SW{swizzle.removesuffix('B')}"
     return Operand(name, what, rows, columns * hopper.BYTES_16BIT, row, column, swizzle, layout, tuple(users))
-
-
-def copied_by_tma(spec: Spec) -> bool:
-    """Whether the TMA unit fills the tiles."""
-    return isinstance(spec.load, TmaLoad)
-
-
-def pitch(spec: Spec) -> int | None:
-    """Bytes from one row of float32 scores in shared memory to the next; None where there are none."""
-    if spec.handoff.through != "smem_f32":
-        return None
-    return (spec.tile.kv + footprint.SCORE_PAD) * 4
