@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from fa3gen import footprint, hopper, work
+from fa3gen import footprint, hopper, tile_order, work
 from fa3gen.chips import Chip
 from fa3gen.spec import GlobalHandoff, Spec
 from fa3gen.work import Problem
@@ -34,8 +34,6 @@ SMEM_PER_SM = 228 * 1024
 SMEM_RESERVED = 1024
 THREADS_PER_SM = 2048
 CTAS_PER_SM = 32
-# Heads that a drawn tile order works on at a time have K and V in so many bytes (the persistent templates).
-L2_SHARE = 32 * 2**20
 
 
 @dataclass(frozen=True)
@@ -160,16 +158,10 @@ def busiest_sm(spec: Spec, problem: Problem, sms: int) -> int:
 
 
 def _tile_order(spec: Spec, problem: Problem, of_head: Sequence[int]) -> list[int]:
-    """Steps of each tile of queries in the order of `tile_coordinates` in the generated modules."""
-    heads, causal = problem.heads, spec.mask.kind == "causal"
-    if spec.scheduler != "dynamic":
-        return (list(reversed(of_head)) if causal else list(of_head)) * heads
-    kv_bytes = problem.shape.seq_k * (spec.problem.head_dim + spec.problem.v_dim) * hopper.BYTES_16BIT
-    share, order = max(1, L2_SHARE // kv_bytes), []
-    for first in range(0, heads, share):
-        together = min(share, heads - first)
-        order += [steps for steps in reversed(of_head) for _ in range(together)]
-    return order
+    """Steps of each tile of queries in the order in which they are taken."""
+    shape = problem.shape
+    order = tile_order.taken(spec, shape.seq_q, shape.seq_k, problem.heads // shape.batch, shape.batch)
+    return [of_head[entry.m_block] for entry in order]
 
 
 def occupancy(spec: Spec, registers: int | None = None) -> Occupancy:

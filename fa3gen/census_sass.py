@@ -171,7 +171,7 @@ def _kernel(name: str, body: str) -> SassKernel:
     return SassKernel(name=name, instructions=tuple(instructions), labels=labels)
 
 
-def _successors(kernel: SassKernel) -> list[list[int]]:
+def successors(kernel: SassKernel) -> list[list[int]]:
     """Which instructions may follow each one. Calls return, and a BSYNC goes on where its BSSY said."""
     code, labels = kernel.instructions, kernel.labels
     joins: dict[str, int] = {}  # barrier register -> where the latest BSSY reconverges
@@ -202,7 +202,7 @@ def _has_condition(branch: Instruction) -> bool:
 
 def _blocks(kernel: SassKernel) -> tuple[list[range], list[list[int]]]:
     """Basic blocks, as ranges of instruction indices in address order, and the edges between them."""
-    follow = _successors(kernel)
+    follow = successors(kernel)
     leaders = {0, *kernel.labels.values()}
     for index, targets in enumerate(follow):
         if targets != [index + 1]:

@@ -102,10 +102,13 @@ def _run_on_cubin(name: str, options: list[str], cubin: bytes) -> str:
     return done.stdout
 
 
-def disassemble(cubin: bytes) -> str:
-    """SASS of every kernel in a cubin, as `nvdisasm -c` prints it (labels for branch targets, no encodings)."""
+def disassemble(cubin: bytes, *, line_info: bool = False) -> str:
+    """SASS of every kernel in a cubin, as `nvdisasm -c` prints it (labels for branch targets, no encodings).
+
+    With `line_info`, comments name the source lines of the instructions below them, where the cubin knows them.
+    """
     # -ndf leaves out an analysis that only finds targets of indirect branches, which takes a quarter of the time.
-    return _run_on_cubin("nvdisasm", ["-c", "-ndf"], cubin)
+    return _run_on_cubin("nvdisasm", ["-c", "-ndf", *["-g"] * line_info], cubin)
 
 
 def resource_usage(cubin: bytes) -> dict[str, Resources]:

@@ -316,7 +316,7 @@ def key_tiles(spec: Spec, shape: Shape, m_block: int) -> KeyTiles:
     diagonal = m_block * positions + seq_k - shape.seq_q
     left = spec.mask.left if isinstance(spec.mask, WindowMask) else diagonal + positions
     right = spec.mask.right if isinstance(spec.mask, WindowMask) else 0
-    least = 1 if footprint.specialized(spec) else 0  # its consumers' first tile may stand before the loop
+    least = 1 if footprint.overlapped(spec) else 0  # the consumers' first tile stands before their loop
     end = min(seq_k, max(diagonal + positions + right, least))
     start = min(end, max(diagonal - left, 0))
     full_start = -(-max(diagonal + positions - 1 - left, 0) // kv)

@@ -1,4 +1,4 @@
-"""Shared by all tests: one compile cache for each run; the summary says what ran on a GPU and what on the CPU model."""
+"""Shared by all tests: one compile cache for each run; the summary says what ran where, and what did not."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from browser import NO_BROWSER
 
 from fa3gen import compiler
 from fa3gen.compile_cache import CACHE_DIR_VARIABLE
@@ -56,3 +57,5 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     not_run = sum("test_generated_module[" in report.nodeid and NO_HOPPER in str(report.longrepr) for report in skipped)
     say(executed, "executed on the CPU model of sm_90a (not a GPU result)", green=True)
     say(not_run, f"not run on a GPU ({NO_HOPPER})", yellow=True, bold=True)
+    unseen = sum(NO_BROWSER in str(report.longrepr) for report in skipped)
+    say(unseen, f"not looked at in a browser: its report's page ({NO_BROWSER})", yellow=True, bold=True)

@@ -13,8 +13,8 @@ import jsonschema
 import pytest
 
 from fa3gen import cli
-from fa3gen.cli.trace import Problem, _busiest
 from fa3gen.cpu.trace_files import SCHEMA
+from fa3gen.cpu.tracing import Problem, busiest
 from fa3gen.workspace import Workspace
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -142,16 +142,16 @@ def test_requests_that_cannot_be_served(
 
 
 @pytest.mark.parametrize(
-    ("stem", "seq_q", "seq_k", "block"),
+    ("stem", "seq_q", "seq_k", "cta"),
     [
         ("k4_2_d64", 500, 500, 0),  # all see the same
-        ("k4_2_d64_causal", 500, 500, 3),  # the last rows see the most keys
-        ("k4_2_d64_causal", 500, 128, 3),  # those before see none
+        ("k4_2_d64_causal", 500, 500, 0),  # the last rows, which see the most keys, come first
+        ("k4_2_d64_causal", 500, 128, 0),  # those before see none
         ("k4_2_window_d64_window200_70", 900, 900, 2),  # from row 256 on the whole window lies inside
         ("k1_d64_causal", 64, 64, 0),
-        ("fwd_d128_pack4_causal", 100, 1026, 3),  # 32 positions in a tile: rows 96 to 99 see keys of a tile more
+        ("fwd_d128_pack4_causal", 100, 1026, 0),  # 32 positions in a tile: rows 96 to 99 see keys of a tile more
     ],
 )
-def test_the_default_cta_has_the_most_tiles(stem: str, seq_q: int, seq_k: int, block: int) -> None:
+def test_the_default_cta_has_the_most_tiles(stem: str, seq_q: int, seq_k: int, cta: int) -> None:
     (variant,) = Workspace.find(ROOT).resolve(stem)
-    assert _busiest(variant.spec, Problem(1, seq_q, seq_k, 1, 1, 64, 0)) == block
+    assert busiest(variant.spec, Problem(1, seq_q, seq_k, 1, 1, 64, 0)) == cta

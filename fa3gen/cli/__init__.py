@@ -28,6 +28,7 @@ COMMANDS = {
     "verify": ("fa3gen.cli.verify", "verify"),
     "matrix": ("fa3gen.cli.matrix", "matrix"),
     "trace": ("fa3gen.cli.trace", "trace"),
+    "report": ("fa3gen.cli.report", "report"),
     "bench": ("fa3gen.cli.bench", "bench"),
     "explain": ("fa3gen.cli.explain", "explain"),
     "simulate": ("fa3gen.cli.simulate", "simulate"),

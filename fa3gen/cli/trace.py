@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,26 +16,12 @@ if TYPE_CHECKING:
     from fa3gen.cpu.findings import Hazard
     from fa3gen.cpu.launch import Index
     from fa3gen.cpu.schedule import Schedule
-    from fa3gen.cpu.trace import Trace
+    from fa3gen.cpu.tracing import Problem
     from fa3gen.spec import Spec
     from fa3gen.specfile import Variant
     from fa3gen.workspace import Workspace
 
 LONGEST = 3  # waits that the summary names for each warp
-LAPS = 2  # times that the default number of keys goes round the ring, and one tile more
-
-
-@dataclass(frozen=True)
-class Problem:
-    """Extents of one call of `attention`; `seed` is that of the inputs."""
-
-    batch: int
-    seq_q: int
-    seq_k: int
-    heads_q: int
-    heads_kv: int
-    head_dim: int
-    seed: int
 
 
 @dataclass(frozen=True)
@@ -114,6 +100,7 @@ def _trace_one(workspace: Workspace, variant: Variant, request: Request, console
     from fa3gen.cpu.places import SharedPlaces
     from fa3gen.cpu.trace import Trace
     from fa3gen.cpu.trace_files import Source, document, perfetto
+    from fa3gen.cpu.tracing import run
     from fa3gen.errors import UserError
     from fa3gen.files import write_text
 
@@ -147,34 +134,36 @@ def _trace_one(workspace: Workspace, variant: Variant, request: Request, console
 
 def _problem(spec: Spec, request: Request) -> Problem:
     """Fill in the defaults: one tile of queries, and enough keys to go round every ring."""
-    from fa3gen import footprint
+    from fa3gen.cpu.tracing import default_problem
     from fa3gen.errors import UserError
 
     heads_kv = request.heads_kv or request.heads
     if request.heads % heads_kv:
         raise UserError(f"--heads {request.heads} is no multiple of --heads-kv {heads_kv}; choose one that is")
-    pack, tiles = spec.tile.pack_heads, 2 if footprint.persistent(spec) else 1
+    pack = spec.tile.pack_heads
     if request.heads % (pack * heads_kv):
         raise UserError(f"a tile of this module holds {pack} query heads of one kv head; use --heads {pack * heads_kv}")
-    return Problem(
+    default = default_problem(spec)
+    return replace(
+        default,
         batch=request.batch,
-        seq_q=request.seq_q or tiles * spec.tile.q // pack,
-        seq_k=request.seq_k or (LAPS * footprint.kv_stages(spec) + 1) * spec.tile.kv,
+        seq_q=request.seq_q or default.seq_q,
+        seq_k=request.seq_k or default.seq_k,
         heads_q=request.heads,
         heads_kv=heads_kv,
-        head_dim=spec.problem.head_dim,
         seed=request.seed,
     )
 
 
 def _ctas(spec: Spec, problem: Problem, wanted: str | None) -> list[Index] | None:
     """The CTAs to run; None for all."""
+    from fa3gen.cpu.tracing import busiest
     from fa3gen.errors import UserError
 
     if wanted == "all":
         return None
     if wanted is None:
-        return [(_busiest(spec, problem), 0, 0)]
+        return [(busiest(spec, problem), 0, 0)]
     try:
         numbers = [int(number) for number in wanted.split(",")]
     except ValueError:
@@ -183,29 +172,6 @@ def _ctas(spec: Spec, problem: Problem, wanted: str | None) -> list[Index] | Non
         raise UserError(f"--cta {wanted}: an index X, three of them X,Y,Z, or all")
     x, y, z = numbers if len(numbers) == 3 else (numbers[0], 0, 0)
     return [(x, y, z)]
-
-
-def _busiest(spec: Spec, problem: Problem) -> int:
-    """The first CTA with the most tiles of keys; CTAs of one head are numbered by their tile of queries."""
-    from fa3gen import footprint
-    from fa3gen.spec import CausalMask, GlobalHandoff, WindowMask
-
-    if isinstance(spec.handoff, GlobalHandoff) or footprint.persistent(spec):
-        return 0
-
-    positions = spec.tile.q // spec.tile.pack_heads
-
-    def tiles(block: int) -> int:
-        first, last = block * positions, min((block + 1) * positions, problem.seq_q) - 1
-        shift = problem.seq_k - problem.seq_q
-        low, high = 0, problem.seq_k - 1
-        if isinstance(spec.mask, CausalMask):
-            high = min(high, last + shift)
-        if isinstance(spec.mask, WindowMask):
-            low, high = max(low, first + shift - spec.mask.left), min(high, last + shift + spec.mask.right)
-        return high // spec.tile.kv - low // spec.tile.kv + 1 if low <= high else 0
-
-    return max(range(-(-problem.seq_q // positions)), key=tiles)
 
 
 def _schedule(spec: Spec, request: Request) -> Schedule:
@@ -217,58 +183,6 @@ def _schedule(spec: Spec, request: Request) -> Schedule:
         return Schedule("warp", seed=request.seed)
     warps = footprint.threads(spec) // hopper.WARP
     return schedules(request.schedule + 1, warps, request.seed)[-1]
-
-
-def run(
-    path: Path,
-    variant: Variant,
-    problem: Problem,
-    ctas: list[Index] | None,
-    schedule: Schedule,
-    recorded: Trace,
-) -> Hazard | None:
-    """Run a module's CTAs on random inputs and record them; returns the fault that the model found.
-
-    Raises CompileError, OutsideModel, and UserError for a CTA outside the grid.
-    """
-    import math
-
-    import torch
-
-    from fa3gen.compile_cache import cached_compile
-    from fa3gen.cpu.findings import Hazard
-    from fa3gen.cpu.kernel import CpuKernel, Settings
-    from fa3gen.plan import make_plan
-
-    plan = make_plan(variant)
-    dtype = getattr(torch, plan.problem.torch_dtype.removeprefix("torch."))
-    random = torch.Generator().manual_seed(problem.seed)
-
-    def normal(rows: int, heads: int, head_dim: int) -> torch.Tensor:
-        return torch.randn(problem.batch, rows, heads, head_dim, generator=random).to(dtype)
-
-    v_dim = plan.problem.v_dim
-    out = torch.full((problem.batch, problem.seq_q, problem.heads_q, v_dim), math.nan, dtype=dtype)
-    given: dict[str, torch.Tensor | int] = {
-        "q": normal(problem.seq_q, problem.heads_q, problem.head_dim),
-        "k": normal(problem.seq_k, problem.heads_kv, problem.head_dim),
-        "v": normal(problem.seq_k, problem.heads_kv, v_dim),
-        "out": out,
-        "o": out,  # as persistent modules call it
-        "sm_count(q.device)": 1,
-        "tile_counter(q.device)": torch.zeros(1, dtype=torch.int32),
-        "lse": torch.full((problem.batch, problem.heads_q, problem.seq_q), math.nan),
-    }
-    if "scores" in plan.entry.call_arguments:
-        given["scores"] = torch.full((problem.batch, problem.heads_q, problem.seq_q, problem.seq_k), math.nan)
-    arguments = [given[name] for name in plan.entry.call_arguments if name in given]
-    # With line information, the instructions name their lines in the generated file; they are the same without.
-    kernel = CpuKernel(cached_compile(path, line_info=True), Settings(schedule, recorded, ctas))
-    try:
-        kernel(*arguments, problem.head_dim**-0.5)
-    except Hazard as hazard:
-        return hazard
-    return None
 
 
 # -- summary

@@ -15,7 +15,7 @@ import pytest
 from machine import Machine, aligned, tensor_map
 
 from fa3gen import footprint, hopper
-from fa3gen.cli import trace as command
+from fa3gen.cpu import tracing
 from fa3gen.cpu.findings import Hazard, Kind
 from fa3gen.cpu.places import SharedPlaces
 from fa3gen.cpu.schedule import FAST, Schedule, schedules
@@ -245,7 +245,7 @@ def test_a_deadlock_leaves_waits_that_never_end() -> None:
 # ---------------------------------------------------------------------- a generated module
 
 STEM = "k4_2_d64"
-PROBLEM = command.Problem(batch=1, seq_q=128, seq_k=310, heads_q=1, heads_kv=1, head_dim=64, seed=0)
+PROBLEM = tracing.Problem(batch=1, seq_q=128, seq_k=310, heads_q=1, heads_kv=1, head_dim=64, seed=0)
 TILES = 5
 
 
@@ -254,10 +254,10 @@ def variant(stem: str = STEM) -> Variant:
     return found
 
 
-def traced(schedule: Schedule, problem: command.Problem = PROBLEM) -> dict[str, Any]:
+def traced(schedule: Schedule, problem: tracing.Problem = PROBLEM) -> dict[str, Any]:
     """The document of one run of k4_2_d64."""
     trace, path = Trace(), WORKSPACE.module_path(STEM)
-    assert command.run(path, variant(), problem, [(0, 0, 0)], schedule, trace) is None
+    assert tracing.run(path, variant(), problem, [(0, 0, 0)], schedule, trace) is None
     source = Source(STEM, f"generated/{STEM}.py", str(path), path.read_text(encoding="utf-8"))
     places = SharedPlaces.of(variant().spec)
     return document(trace, source, places, problem=vars(problem), schedule=str(schedule))
@@ -448,8 +448,8 @@ PERSISTENT = "fwd_d64_causal_short"
 def test_events_of_a_persistent_kernel_are_those_of_its_plan() -> None:
     """One CTA takes 3 tiles of queries, with 3, 2 and 1 of keys: every ring goes round, its stages named alike."""
     spec, trace, path = variant(PERSISTENT).spec, Trace(), WORKSPACE.module_path(PERSISTENT)
-    problem = command.Problem(batch=1, seq_q=3 * 128, seq_k=3 * 128, heads_q=1, heads_kv=1, head_dim=64, seed=0)
-    assert command.run(path, variant(PERSISTENT), problem, [(0, 0, 0)], BY_WARP, trace) is None
+    problem = tracing.Problem(batch=1, seq_q=3 * 128, seq_k=3 * 128, heads_q=1, heads_kv=1, head_dim=64, seed=0)
+    assert tracing.run(path, variant(PERSISTENT), problem, [(0, 0, 0)], BY_WARP, trace) is None
     places = SharedPlaces.of(spec)
     text = Source(PERSISTENT, f"generated/{PERSISTENT}.py", str(path), path.read_text(encoding="utf-8"))
     written = document(trace, text, places, problem=vars(problem), schedule="")

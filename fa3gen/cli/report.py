@@ -1,0 +1,45 @@
+"""`fa3gen report`: one self-contained HTML page per module."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def report(
+    specs: Annotated[list[str], typer.Argument(metavar="SPEC", help="Spec files, spec stems or generated stems.")],
+    directory: Annotated[
+        Path, typer.Option("--output", "-o", metavar="DIR", help="Where to write; files of these names are replaced.")
+    ] = Path("."),
+) -> None:
+    """Write STEM.html for each module: what it decides, where its bytes live, what the compiler made of it, how it did.
+
+    Compiles the module (no GPU needed), runs one CTA and a few small inputs on the CPU model of sm_90a, and reads the
+    records of GPU runs; nothing is measured. The page holds everything it shows: it opens from a file, without network.
+    """
+    from rich.console import Console
+
+    from fa3gen.errors import UserError
+    from fa3gen.files import write_text
+    from fa3gen.report.gathering import gather
+    from fa3gen.report.page import render
+    from fa3gen.workspace import Workspace
+
+    workspace = Workspace.find()
+    variants = workspace.select(specs)
+    missing = [variant for variant in variants if not workspace.rendered_path(variant.stem).is_file()]
+    if missing:
+        sources = " ".join(dict.fromkeys(str(variant.source) for variant in missing))
+        stems = ", ".join(variant.stem for variant in missing)
+        raise UserError(f"not rendered yet: {stems}; write them with: fa3gen render {sources}")
+    console = Console(highlight=False)
+    for variant in variants:
+        page = render(gather(workspace, variant))
+        file = directory / f"{variant.stem}.html"
+        try:
+            write_text(file, page)
+        except OSError as error:
+            raise UserError(f"cannot write to {directory}: {error.strerror}; choose another --output") from None
+        console.print(f"wrote {file} ({len(page.encode()) / 1e6:.1f} MB)", markup=False, soft_wrap=True)

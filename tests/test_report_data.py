@@ -1,0 +1,468 @@
+"""What a report shows, as data: held against definitions, the CPU model, the generated modules and the records."""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import types
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+import rendering
+
+from fa3gen import evidence, tile_order, toolchain, tuning_records
+from fa3gen.census_sass import parse_sass
+from fa3gen.compile_cache import cached_compile
+from fa3gen.cpu import wgmma
+from fa3gen.report import fragments, highlighting, numerics, pictures, speeds, swizzles, tiles
+from fa3gen.report.listing import Listing, make_listing
+from fa3gen.report.liveness import live_registers
+from fa3gen.spec import GlobalHandoff, NoMask, Spec, Swizzle, WindowMask
+from fa3gen.work import KeyTiles, Shape, key_tiles
+from fa3gen.workspace import Workspace
+
+STEM = "k4_2_d64"
+SWIZZLES: dict[Swizzle, int] = {"none": 0, "32B": 3, "64B": 2, "128B": 1}  # code in a matrix descriptor
+
+
+def spec_of(stem: str) -> Spec:
+    return rendering.variants()[stem].spec
+
+
+def tile(swizzle: Swizzle, rows: int = 64, columns: int = 128) -> swizzles.Operand:
+    return swizzles.Operand("sX", "X", rows, 2 * columns, "row", "column", swizzle, "", ())
+
+
+# -- swizzles
+
+
+@pytest.mark.parametrize(("swizzle", "bits"), [("none", 0), ("32B", 1), ("64B", 2), ("128B", 3)])
+def test_the_swizzle_is_cutes(swizzle: Swizzle, bits: int) -> None:
+    """CuTe, swizzle.hpp: Swizzle<B, M, S> XORs bits M to M + B - 1 with those S further up; here on bytes, M 4, S 3."""
+    m, s = 4, 3
+    yyy = ((1 << bits) - 1) << (m + s)
+    for address in range(0, 4096, 16):
+        assert swizzles.swizzled(address, swizzle) == address ^ (address & yyy) >> s
+    assert sorted(swizzles.swizzled(address, swizzle) for address in range(4096)) == list(range(4096))
+
+
+@pytest.mark.parametrize(("swizzle", "code"), SWIZZLES.items())
+@pytest.mark.parametrize("mn_major", [False, True])
+def test_tiles_lie_where_wgmma_reads_them(swizzle: Swizzle, code: int, mn_major: bool) -> None:
+    """The CPU model's reading of matrix descriptors, which is compared with an H200, finds the same chunks."""
+    operand = tile(swizzle)
+    span, rows, chunks = operand.span, operand.rows, operand.width // 16
+    column = rows * span  # bytes from one column of spans to the next
+    if mn_major:  # rows are k, eight of them 8 spans apart; chunks lie along M or N
+        leading, stride = (8 * span, column) if code == 0 else (column, 8 * span)
+        descriptor = code << 62 | stride >> 4 << 32 | leading >> 4 << 16
+        found = wgmma.operand_chunks(descriptor, 8 * chunks, True) * 16
+        wanted = [[swizzles.address(operand, row, chunk) for chunk in range(chunks)] for row in range(16)]
+        assert found.tolist() == wanted
+        return
+    for step in range(operand.width // 32):  # 32 bytes along K
+        start = swizzles.address(operand, 0, 2 * step, plain=True)
+        descriptor = code << 62 | 8 * span >> 4 << 32 | column >> 4 << 16 | start >> 4
+        found = wgmma.operand_chunks(descriptor, rows, False) * 16
+        wanted = [[swizzles.address(operand, row, 2 * step + i) for i in range(2)] for row in range(rows)]
+        assert found.tolist() == wanted
+
+
+def test_conflicts_are_counted() -> None:
+    """Eight rows of 16 bytes: none with a swizzle; without one as many as rows lie in the same place of 128 bytes."""
+    counts = {name: [(access.swizzled, access.plain) for access in swizzles.accesses(tile(name))] for name in SWIZZLES}
+    assert counts == {
+        "none": [(1, 1), (1, 1)],
+        "32B": [(1, 2), (1, 1)],
+        "64B": [(1, 4), (1, 1)],
+        "128B": [(1, 8), (1, 1)],
+    }
+    same_bytes = [swizzles.Chunk(0, 0, 256)] * 4
+    assert swizzles.transactions(same_bytes) == 1  # a broadcast
+
+
+def test_operands_are_those_of_the_plan() -> None:
+    """Names, bytes and layouts are those that the module's own map and constants say."""
+    for stem, plan in rendering.plans().items():
+        places = {region.name: region for region in plan.smem.regions}
+        found = {operand.name: operand for operand in swizzles.operands(spec_of(stem))}
+        assert found.keys() == places.keys() - {"sS", "tiles"}, stem
+        stages = {"sQ": plan.load.q_stages, "sK": plan.load.kv_stages, "sV": plan.load.kv_stages}
+        for name, operand in found.items():
+            count = 4 * plan.tile.warpgroups if name == "sO" else stages.get(name, 1)  # a slice for each warp
+            assert places[name].bytes == count * operand.rows * operand.width, (stem, name)
+        layouts = {"sQ": plan.smem.q_layout, "sK": plan.smem.k_layout, "sV": plan.smem.v_layout}
+        for name, layout in {**layouts, "sP": plan.smem.p_layout}.items():
+            if name in found:
+                assert found[name].layout == layout, (stem, name)
+
+
+# -- fragments
+
+
+def test_accumulators_lie_as_in_the_cpu_model() -> None:
+    numbers = np.arange(64 * 96, dtype=np.float32).reshape(64, 96)
+    vectors = wgmma.accumulator_vectors(numbers, "f32")
+    for row, column in itertools.product(range(64), range(96)):
+        place = fragments.accumulator(row, column)
+        assert vectors[place.register][place.thread] == numbers[row, column]
+    assert max(fragments.accumulator(row, 95).register for row in range(64)) == 96 // 2 - 1
+
+
+def test_operand_a_lies_as_in_the_cpu_model() -> None:
+    held = np.zeros((4, 128), np.uint32)
+    for row, column in itertools.product(range(64), range(16)):
+        place = fragments.operand_a(row, column)
+        assert place.half is not None
+        bits = np.array([row * 16 + column], np.float16).view(np.uint16)[0]
+        held[place.register, place.thread] |= np.uint32(bits) << np.uint32(16 * place.half)
+    found = wgmma.fragment_matrix(list(held), "f16")
+    assert np.array_equal(found, np.arange(64 * 16, dtype=np.float32).reshape(64, 16))
+
+
+def test_p_does_not_move() -> None:
+    """16 columns of the accumulator and the A operand of a k-step belong to the same threads, element by element."""
+    for row, column in itertools.product(range(64), range(64)):
+        s, p = fragments.accumulator(row, column), fragments.operand_a(row, column)
+        assert (s.thread, s.register) == (p.thread, 2 * p.register + (p.half or 0))
+
+
+# -- tiles
+
+SHAPES = [(512, 512), (300, 1000), (1000, 300), (129, 257), (1, 700), (700, 1), (128, 128), (5, 1600)]
+
+
+class Fake:
+    """`cutlass` and `cute` as far as the arithmetic of tiles goes."""
+
+    Int32 = int
+    Tensor = object
+    min, max = staticmethod(min), staticmethod(max)
+    jit = staticmethod(lambda function: function)
+    ceil_div = staticmethod(lambda a, b: -(-a // b))
+
+    def __init__(self) -> None:
+        self.block = 0
+        self.arch = types.SimpleNamespace(block_idx=lambda: (self.block, 0, 0))
+
+
+def function_of(stem: str, name: str, fake: Fake) -> Any:
+    """A function of a generated module, as plain Python."""
+    module = rendering.tree(stem)
+    node = next(node for node in module.body if isinstance(node, ast.FunctionDef) and node.name == name)
+    space: dict[str, Any] = {**rendering.constants(module), "cute": fake, "cutlass": fake}
+    exec(compile(ast.Module([node], []), stem, "exec"), space)
+    return space[name]
+
+
+def asked_for(kv_range: Any, spec: Spec, block: int, seq_q: int, seq_k: int) -> KeyTiles:
+    """What the module's own `kv_range` says."""
+    if isinstance(spec.mask, NoMask):
+        end, full_end = kv_range(seq_k)
+        return KeyTiles(0, end, 0, full_end)
+    found = kv_range(block * tile_order.positions(spec), seq_q, seq_k)
+    return KeyTiles(*found) if len(found) == 4 else KeyTiles(0, found[0], 0, found[1])
+
+
+def tiled_stems() -> list[str]:
+    return [stem for stem in rendering.STEMS if tiles.tiled(spec_of(stem))]
+
+
+def test_key_tiles_are_those_of_the_modules() -> None:
+    def wrong(stem: str) -> list[str]:
+        spec, problems = spec_of(stem), []
+        if not tiles.tiled(spec):
+            return []
+        kv_range = function_of(stem, "kv_range", Fake())
+        for seq_q, seq_k in SHAPES:
+            for block in range(-(-seq_q // tile_order.positions(spec))):
+                wanted = asked_for(kv_range, spec, block, seq_q, seq_k)
+                found = key_tiles(spec, Shape(1, seq_q, seq_k, 1, 1), block)
+                if wanted != found:
+                    problems.append(f"{seq_q} x {seq_k}, tile {block}: {found}, the module has {wanted}")
+        return problems[:1]
+
+    rendering.assert_none_in_modules(wrong)
+
+
+@pytest.mark.parametrize(
+    "stem", ["k4_2_d64", "k4_2_d64_causal", "k4_2_window_d64_window200_70", "fwd_d64_pack8_window"]
+)
+def test_states_are_those_of_every_element(stem: str) -> None:
+    """Skipped: no row of a whole tile sees a key of it. Full: all rows see all keys, and there are as many."""
+    import torch
+
+    from fa3gen.reference import visible_keys
+
+    spec = spec_of(stem)
+    m, n = tile_order.positions(spec), spec.tile.kv
+    for seq_q, seq_k in SHAPES:
+        plan = tiles.schedule(spec, seq_q, seq_k)
+        rows = torch.arange(len(plan.rows) * m)  # beyond the last query, too: a tile is computed as a whole
+        seen = visible_keys(spec.mask, seq_q=seq_q, seq_k=seq_k, rows=rows)
+        seen = torch.ones(len(rows), seq_k, dtype=torch.bool) if seen is None else seen
+        for index, row in enumerate(plan.rows):
+            for block in range(plan.key_tiles):
+                part = seen[index * m : (index + 1) * m, block * n : (block + 1) * n]
+                wanted = "full" if part.all() and part.shape[1] == n else "masked" if part.any() else "skipped"
+                least = row.visited == 1 and wanted == "skipped"  # consumers that overlap visit one tile at least
+                assert tiles.state(row, block) == wanted or least, (seq_q, seq_k, index, block)
+
+
+def test_tiles_of_queries_are_taken_in_the_modules_order() -> None:
+    heads, batch, seq_q, seq_k = 6, 2, 700, 40_000
+    for stem in tiled_stems():
+        spec = spec_of(stem)
+        order = list(tile_order.taken(spec, seq_q, seq_k, heads, batch))
+        blocks = -(-seq_q // tile_order.positions(spec))
+        assert len({(entry.m_block, entry.head, entry.batch) for entry in order}) == blocks * heads * batch
+        fake = Fake()
+        coordinates = function_of(stem, "tile_coordinates", fake)
+        for entry in order:
+            fake.block = entry.number
+            if spec.scheduler == "single_tile":
+                found = coordinates(blocks, heads, heads)
+            else:
+                tensors = (types.SimpleNamespace(shape=(seq, 64, heads, batch)) for seq in (seq_q, seq_k))
+                found = coordinates(entry.number, *tensors)
+            assert (found[0], found[1], found[3]) == (entry.m_block, entry.head, entry.batch), (stem, entry)
+
+
+# -- live registers
+
+
+def live(code: str) -> list[int]:
+    """Of SASS without addresses."""
+    rows = []
+    for index, line in enumerate(code.strip().splitlines()):
+        line = line.strip()
+        rows.append(line if line.endswith(":") else f"/*{16 * index:04x}*/ {line} ;")
+    [kernel] = parse_sass(".text.kernel:\n" + "\n".join(rows))
+    return list(live_registers(kernel))
+
+
+def test_a_register_is_live_until_it_is_last_read() -> None:
+    assert live("MOV R2, 0x1\nMOV R3, 0x2\nIADD3 R4, R2, R3, RZ\nSTG.E desc[UR4][R6.64], R4\nEXIT") == [1, 2, 3, 1, 0]
+
+
+def test_a_write_under_a_predicate_keeps_the_old_value() -> None:
+    assert live("MOV R2, 0x1\n@P0 MOV R2, 0x2\nSTS [UR4], R2\nEXIT") == [1, 1, 1, 0]
+    assert live("MOV R2, 0x1\nMOV R2, 0x2\nSTS [UR4], R2\nEXIT") == [1, 1, 1, 0]
+    assert live("MOV R3, 0x1\nMOV R2, 0x1\n@P0 MOV R2, R3\nSTS [UR4], R2\nEXIT") == [1, 2, 2, 1, 0]
+
+
+def test_what_a_loop_reads_stays_live_all_round() -> None:
+    code = "MOV R2, 0x1\nMOV R3, 0x0\n.L_x_0:\nIADD3 R3, R3, R2, RZ\nISETP.GE.AND P0, PT, R3, 0x9, PT\n"
+    assert live(code + "@!P0 BRA `(.L_x_0)\nSTS [UR4], R3\nEXIT") == [1, 2, 2, 2, 2, 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("instruction", "count"),
+    [
+        ("HGMMA.64x64x16.F32.BF16 R24, gdesc[UR4], R24", 32),
+        ("HGMMA.64x64x16.F32.BF16 R24, R8, gdesc[UR4], R24, gsb0", 32 + 4),
+        ("HGMMA.64x64x16.F16 R24, gdesc[UR4], R24", 16),
+        ("STSM.16.M88.4 [R21], R16", 1 + 4),
+        ("STG.E.128 desc[UR6][R4.64], R8", 2 + 4),
+        ("LDGSTS.E.BYPASS.128 [R9], desc[UR4][R2.64]", 1 + 2),
+        ("IMAD.WIDE.U32 R4, R15, 0x4, R10", 1 + 2),
+        ("SHFL.BFLY PT, R5, R4, 0x1, 0x1f", 1),
+        ("SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [UR4], R5", 1),
+    ],
+)
+def test_operands_have_the_widths_that_opcodes_say(instruction: str, count: int) -> None:
+    """All registers are written before; those that the instruction reads are live when it comes."""
+    before = "\n".join(f"MOV R{number}, 0x0" for number in range(64))
+    assert live(f"{before}\n{instruction}\nEXIT")[63] in (count, count + 1)  # R63 itself is written there
+
+
+def test_half_of_a_register_that_nobody_wrote_takes_none() -> None:
+    assert live("LDS R2, [UR4]\nPRMT R3, R2, 0x7632, R3\nSTS [UR4], R3\nEXIT") == [1, 2, 1, 0]
+
+
+def test_a_call_enters_the_function_and_goes_on_behind() -> None:
+    code = "MOV R2, 0x1\nMOV R9, 0x1\nCALL.REL.NOINC `($f)\nIADD3 R3, R2, R9, RZ\nSTS [UR4], R3\nEXIT\n$f:\n"
+    assert live(code + "FADD R2, R2, R2\nRET.REL.NODEC R4 `(kernel)")[:4] == [1, 2, 2, 3]
+
+
+# -- listing
+
+
+@pytest.fixture(scope="module")
+def listing() -> Listing:
+    path = rendering.CHECKOUT.module_path(STEM)
+    return make_listing(path, cached_compile(path, line_info=True))
+
+
+def test_products_copies_and_matrices_stand_on_their_lines(listing: Listing) -> None:
+    facts = listing.by_line()
+    lines = {
+        opcode: [
+            (listing.source[number - 1].strip(), sum(entry.opcode == opcode for entry in found.sass))
+            for number, found in facts.items()
+            if any(entry.opcode == opcode for entry in found.sass)
+        ]
+        for opcode in ("HGMMA", "UTMALDG", "UTMASTG", "STSM")
+    }
+    products = [(text.partition("  # ")[2], count) for text, count in lines["HGMMA"]]
+    assert products == [("S = Q K^T", 4), ("O = O + P V", 4)]
+    assert [count for _, count in lines["UTMALDG"]] == [1] * 5
+    assert all(text.startswith("cute.copy(tma_") for text, _ in lines["UTMALDG"] + lines["UTMASTG"])
+    assert [count for _, count in lines["STSM"]] == [4] and lines["STSM"][0][0].startswith("cute.copy(copy_O")
+    exponentials = {number for number, found in facts.items() if any("ex2" in line.text for line in found.ptx)}
+    assert all("exp2(" in listing.source[number - 1] for number in exponentials) and exponentials
+
+
+def test_no_instruction_is_lost(listing: Listing) -> None:
+    from fa3gen import compiler
+
+    [kernel] = listing.kernels
+    compiled = cached_compile(rendering.CHECKOUT.module_path(STEM), line_info=True)
+    census = compiler.analyse(compiled).census
+    counted = [line for line in kernel.sass if line.opcode != "NOP"]
+    assert len(counted) == census.sass.instructions and len(kernel.ptx) > 0
+    nobodys = sum(line.line is None for line in kernel.sass)
+    placed = sum(len(found.sass) for found in listing.by_line().values())
+    assert placed + nobodys == len(kernel.sass) and nobodys < len(kernel.sass) / 4
+    with_ptx = {line.line for line in kernel.ptx}
+    assert {line.line for line in kernel.sass} - {None} <= with_ptx
+
+
+def test_line_information_leaves_the_code_as_it_is(listing: Listing) -> None:
+    """What the report says of the module compiled with it holds for the one that runs."""
+    plain = cached_compile(rendering.CHECKOUT.module_path(STEM))
+    [kernel] = parse_sass(toolchain.disassemble(plain.cubin))
+    texts = [f"{instruction.opcode} {instruction.operands}".strip() for instruction in kernel.instructions]
+    assert texts == [line.text for line in listing.kernels[0].sass]
+
+
+def test_live_registers_fit_into_those_of_the_kernel(listing: Listing) -> None:
+    """And hold both accumulators, 32 registers each, when O += P V is issued."""
+    [kernel] = listing.kernels
+    assert kernel.live <= kernel.registers == kernel.most
+    assert min(line.live for line in kernel.sass if line.opcode == "HGMMA") >= 32
+    assert kernel.live >= 2 * 32
+
+
+def test_highlighting_keeps_the_text() -> None:
+    source = rendering.source("fwd_d128_causal")
+    plain = [line.striptags() if "<span" in line else line.unescape() for line in highlighting.lines(source)]
+    squeezed = [" ".join(line.split()) for line in source.splitlines()]
+    assert [" ".join(line.split()) for line in plain] == squeezed
+
+
+# -- pictures
+
+
+def test_pictures_of_every_module_are_well_formed() -> None:
+    for stem in rendering.STEMS:
+        spec = spec_of(stem)
+        if isinstance(spec.handoff, GlobalHandoff):
+            assert pictures.swizzle_views(spec) == () and fragments.fragments(spec) == ()
+            continue
+        drawn = [pictures.shared_memory(spec), pictures.taking_order(spec, *tiles.examples(spec)[0], 3)]
+        for view in pictures.swizzle_views(spec):
+            drawn += [picture for picture in (view.laid_out, view.plain) if picture]
+        drawn += [pictures.fragment(fragment) for fragment in fragments.fragments(spec)]
+        drawn += [pictures.tile_schedule(spec, *shape) for shape in tiles.examples(spec)]
+        for picture in drawn:
+            element = ElementTree.fromstring(picture)
+            assert element.tag == "svg" and element.get("aria-label") and len(element) > 4, stem
+
+
+def test_examples_show_all_there_is_to_see() -> None:
+    """Every kind of tile that a mask has occurs in the first example or, for the cut last tile, in the second."""
+    for stem in tiled_stems():
+        spec = spec_of(stem)
+        plans = [tiles.schedule(spec, *shape) for shape in tiles.examples(spec)]
+        states = {state for plan in plans for state in ("full", "masked", "skipped") if plan.count(state)}
+        wanted = {"full", "masked"} if isinstance(spec.mask, NoMask) else {"full", "masked", "skipped"}
+        if (
+            isinstance(spec.mask, WindowMask)
+            and spec.mask.left + spec.mask.right < tile_order.positions(spec) + spec.tile.kv
+        ):
+            wanted -= {"full"}  # no tile fits into so narrow a window
+        assert states >= wanted, stem
+
+
+def test_the_map_has_every_byte_once() -> None:
+    rows = pictures.memory_rows(spec_of("fwd_d128_causal"))
+    assert [(row.place.label, row.place.offset) for row in rows[:2]] == [("Q stage 0", 0), ("Q stage 1", 32768)]
+    assert all(row.end + 1 == following.place.offset for row, following in itertools.pairwise(rows))
+
+
+# -- numerics and speeds
+
+
+def copied(tmp_path: Path, *stems: str) -> Workspace:
+    """A workspace with some modules and their records, which say that they are of these very files."""
+    here = rendering.CHECKOUT
+    hashes = {stem: evidence.sha256(here.module_path(stem)) for stem in stems}
+    for folder in ("specs", "generated/evidence/tuning"):
+        (tmp_path / folder).mkdir(parents=True)
+    for path in [*here.specs_dir.glob("k4*.yaml"), *here.specs_dir.glob("k[123].yaml")]:
+        (tmp_path / "specs" / path.name).write_bytes(path.read_bytes())
+    workspace = Workspace(tmp_path, here.bundled)
+    for stem in stems:
+        workspace.module_path(stem).write_bytes(here.module_path(stem).read_bytes())
+        record = evidence.read(here, stem)
+        assert record is not None
+        evidence.write(workspace, record.model_copy(update={"source_sha256": hashes[stem]}))
+    for record in tuning_records.load(tuning_records.directory(here) / "bf16_d64_full.json"):
+        results = [
+            result.model_copy(update={"sha256": hashes.get(result.stem, result.sha256)}) for result in record.results
+        ]
+        tuning_records.save(workspace, [record.model_copy(update={"results": results})])
+    return workspace
+
+
+def test_the_card_is_the_record(tmp_path: Path) -> None:
+    workspace = copied(tmp_path, STEM)
+    card = numerics.from_evidence(workspace, rendering.variants()[STEM])
+    record = evidence.read(workspace, STEM)
+    assert record is not None and card.on_gpu and record.gpu in card.origin and record.date in card.origin
+    found = {point.name: (point.kernel, point.yardstick, point.kind, point.seq_k) for point in card.points}
+    for case in record.cases:
+        assert case.o_error and case.o_yardstick
+        assert found[case.name][:2] == (case.o_error.relative, case.o_yardstick.relative)
+    assert found["ramp"][2:] == ("ramp", 900) and found["outlier"][2:] == ("outlier", 384)
+    assert found["long"][2:] == ("normal", 2048)
+
+
+def test_records_of_an_older_file_are_not_shown(tmp_path: Path) -> None:
+    workspace, variant = copied(tmp_path, STEM, "k4_smem_d64"), rendering.variants()[STEM]
+    assert numerics.from_evidence(workspace, variant).points
+    [_] = speeds.panels(workspace, variant)
+    found = speeds.ladder(workspace, variant)
+    assert found is not None and [row[0] for row in found.rows] == ["k4_smem_d64", STEM]
+    path = workspace.module_path(STEM)
+    path.write_text(path.read_text(encoding="utf-8") + "# changed\n", encoding="utf-8")
+    card = numerics.from_evidence(workspace, variant)
+    assert not card.points and "older file" in card.problem
+    assert speeds.panels(workspace, variant) == () and speeds.ladder(workspace, variant) is None
+
+
+def test_speeds_are_those_of_the_records(tmp_path: Path) -> None:
+    """Others that ran beside the module are shown where their files are the present ones."""
+    workspace = copied(tmp_path, STEM)
+    [panel] = speeds.panels(workspace, rendering.variants()[STEM])
+    assert panel.names[0] == (STEM, "this") and "cuDNN (torch SDPA)" in dict(panel.names)
+    assert [shape.problem.seq_k for shape in panel.shapes] == sorted(shape.problem.seq_k for shape in panel.shapes)
+    for shape in panel.shapes:
+        assert shape.best_peer is not None and shape.ratio is not None
+        assert shape.ratio == pytest.approx(shape.own.tflops / shape.best_peer.tflops)
+        # The median lies between the slowest and the fastest round, up to the rounding of the records.
+        assert all(s.slowest * 0.998 <= s.tflops <= s.fastest * 1.002 for s in shape.speeds)
+
+
+def test_the_sweep_has_every_kind_at_every_length() -> None:
+    cases = numerics.sweep(spec_of("fwd_d128_pack4_causal"))
+    lengths = sorted({case.seq_k for case in cases})
+    assert len(lengths) > 3 and all(b == 2 * a for a, b in itertools.pairwise(lengths))
+    assert {(case.distribution, case.seq_k) for case in cases} == set(
+        itertools.product(("normal", "outlier", "ramp"), lengths)
+    )
+    assert all(case.heads_q % 4 == 0 and case.seq_q <= case.seq_k for case in cases)
