@@ -509,7 +509,7 @@ NEEDED_WITHOUT_KEYS = "it needs to be ((2, {}, {}, 64), torch.bfloat16, device(t
     [
         ({"q": tensor().float()}, f"q is (2, 5, 4, 64), torch.float32 on cpu; {NEEDED_WITHOUT_KEYS.format(5, 4)}"),
         ({"k": tensor(3, 0, 2)}, f"k is (3, 0, 2, 64), torch.bfloat16 on cpu; {NEEDED_WITHOUT_KEYS.format(0, 2)}"),
-        ({"v": tensor(seq=1, heads=2)}, f"v is (2, 1, 2, 64), torch.bfloat16 on cpu; {NEEDED_WITHOUT_KEYS.format(0, 2)}"),
+        ({"v": tensor(heads=2)}, f"v is (2, 5, 2, 64), torch.bfloat16 on cpu; {NEEDED_WITHOUT_KEYS.format(0, 2)}"),
         ({"out": tensor(dim=32)}, f"out is (2, 5, 4, 32), torch.bfloat16 on cpu; {NEEDED_WITHOUT_KEYS.format(5, 4)}"),
     ],
 )  # fmt: skip
