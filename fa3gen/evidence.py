@@ -34,6 +34,7 @@ CPU_FOLDER = "cpu_model"  # below the folder of the GPU records
 SEQ_LENS = (4096, 16384)  # speeds that a record holds
 RUNGS = ("k1", "k2", "k2_cp_async", "k3_1", "k3_2", "k3_3", "k4_1", "k4_smem", "k4_2", "k5", "k6")
 LADDER_BEGIN, LADDER_END = "<!-- ladder:begin -->", "<!-- ladder:end -->"
+PEERS_BEGIN, PEERS_END = "<!-- peers:begin -->", "<!-- peers:end -->"
 REFRESH = "fa3gen verify --evidence"  # the command that writes records and renderings
 
 
@@ -477,11 +478,16 @@ def _verified(workspace: Workspace, variants: Sequence[Any], *, head_dim: int, m
 
 def with_ladder(readme: str, table: str) -> str:
     """Return the README's text with `table` between its markers; UserError when the markers are not there."""
-    before, begin, rest = readme.partition(LADDER_BEGIN)
-    _, end, after = rest.partition(LADDER_END)
-    if not (begin and end):
-        raise UserError(f"README.md holds no {LADDER_BEGIN} ... {LADDER_END}; put both where the table should stand")
-    return f"{before}{begin}\n{table}{end}{after}"
+    return _between(readme, "README.md", LADDER_BEGIN, table, LADDER_END)
+
+
+def _between(text: str, name: str, begin: str, written: str, end: str) -> str:
+    """The text of the file `name` with `written` between its markers; UserError when the markers are not there."""
+    before, found_begin, rest = text.partition(begin)
+    _, found_end, after = rest.partition(end)
+    if not (found_begin and found_end):
+        raise UserError(f"{name} holds no {begin} ... {end}; put both where the table should stand")
+    return f"{before}{begin}\n{written}{end}{after}"
 
 
 # -- what is derived from the records
@@ -494,14 +500,20 @@ def _renderings(workspace: Workspace) -> Iterator[tuple[Path, str]]:
     text = readme.read_text(encoding="utf-8") if readme.exists() else ""
     if LADDER_BEGIN in text or LADDER_END in text:  # the README of someone else's workspace need not have the table
         yield readme, with_ladder(text, ladder_table(workspace))
-    from fa3gen import matrix  # which reads the records by means of this module
+    from fa3gen import matrix, tuning_records  # which read the records by means of this module
+    from fa3gen.tuning import report
 
+    page = workspace.root / "docs" / "performance.md"
+    text = page.read_text(encoding="utf-8") if page.exists() else ""
+    if PEERS_BEGIN in text or PEERS_END in text:  # nor does it need this page
+        written = report.peers(tuning_records.load_all(workspace))
+        yield page, _between(text, "docs/performance.md", PEERS_BEGIN, written, PEERS_END)
     if (workspace.root / matrix.DOCUMENT).exists():  # nor the matrix
         yield workspace.root / matrix.DOCUMENT, matrix.markdown(workspace)
 
 
 def refresh(workspace: Workspace) -> list[Path]:
-    """Write EVIDENCE.md and the README's ladder anew from the records; return what changed."""
+    """Write all files that the records render to anew; return what changed."""
     changed = []
     for path, text in _renderings(workspace):
         if not path.exists() or path.read_text(encoding="utf-8") != text:

@@ -116,7 +116,8 @@ class TunedProblem(Part):
     @property
     def lengths(self) -> str:
         """`4k`, or `1x16k` where queries and keys differ in number."""
-        return _length(self.seq_k) if self.seq_q == self.seq_k else f"{_length(self.seq_q)}x{_length(self.seq_k)}"
+        queries, keys = length_label(self.seq_q), length_label(self.seq_k)
+        return keys if self.seq_q == self.seq_k else f"{queries}x{keys}"
 
     @property
     def label(self) -> str:
@@ -143,7 +144,8 @@ class TunedProblem(Part):
         return self.flops / milliseconds / 1e9
 
 
-def _length(length: int) -> str:
+def length_label(length: int) -> str:
+    """`4k` for whole multiples of 1024, else the number."""
     return f"{length // 1024}k" if length % 1024 == 0 else str(length)
 
 

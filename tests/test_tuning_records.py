@@ -11,6 +11,7 @@ from rendering import CHECKOUT, variants
 
 from fa3gen import tuning_records
 from fa3gen.errors import UserError
+from fa3gen.tuning import report
 from fa3gen.tuning_records import MaskShape, TunedProblem, TuningRecord, family_of, timed
 from fa3gen.workspace import Workspace
 
@@ -22,9 +23,11 @@ def problem(seq: int = 4096, **changes: Any) -> TunedProblem:
     return TunedProblem.model_validate({**facts, "heads_q": 16, "heads_kv": 16, "seq_q": seq, "seq_k": seq, **changes})
 
 
-def record(seq: int = 4096, *, rounds: list[float] | None = None, **changes: Any) -> TuningRecord:
+def record(
+    seq: int = 4096, *, rounds: list[float] | None = None, seq_q: int | None = None, **changes: Any
+) -> TuningRecord:
     """Speeds that nobody measured."""
-    shape = problem(seq)
+    shape = problem(seq, seq_q=seq if seq_q is None else seq_q)
     results = [
         {"stem": stem, "sha256": SHA, "spec": variants()[stem].spec.model_dump(), **timed(shape, rounds or times)}
         for stem, times in {"k6_d128_causal": [1.0, 0.9, 1.1], "k5_d128_causal": [1.2, 1.3, 1.1]}.items()
@@ -55,6 +58,20 @@ def test_families_have_names() -> None:
     assert {"bf16_d64_full", "bf16_d128_causal", "fp16_d128_causal", "bf16_d64_window512_0"} <= found
     assert problem(head_dim=192).family.label == "bf16_d192_128_causal"
     assert problem(heads_kv=4, seq_q=1).label == "bf16 d128 causal 1x4k, batch 4, heads 16/4"
+
+
+def test_a_table_of_ratios_to_the_peers() -> None:
+    """Twice as fast as its peer at 4k, and alone at 1k: that record is not shown, nor one of a single query."""
+    alone = {"peers": []}
+    records = [record(), record(1024, **alone), record(seq_q=1)]
+    speed = round(problem().tflops(1.0))
+    one_cell = "geometric mean of the ratios to the best peer over 1 cell: 2.000; worst 2.000"
+    assert report.peers(records).split("\n\n") == [
+        f"| problem | 4k |\n|---|---|\n| bf16 d128 causal | {speed} (2.00) |",
+        f"Of head dims 64, 128, 256: {one_cell} (bf16 d128 causal 4k, batch 4, heads 16).",
+        f"Of all: {one_cell} (bf16 d128 causal 4k, batch 4, heads 16).",
+        "Measured: A made-up GPU, driver None, DSL 4.8.1, 2026-11-21.\n",
+    ]
 
 
 def test_a_family_is_that_of_its_problems() -> None:

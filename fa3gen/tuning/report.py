@@ -1,4 +1,4 @@
-"""What tuning found, for the terminal: a row per cell, and one figure for all of them."""
+"""What tuning found: a row per cell and one figure for all of them for the terminal, a page's table in Markdown."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from fa3gen.evidence import speed
-from fa3gen.tuning_records import Result, TuningRecord
+from fa3gen.tuning_records import Result, TuningRecord, length_label
+
+SYMMETRIC_DIMS = (64, 128, 256)  # that all peers are measured at
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -60,6 +62,34 @@ def summary(records: Sequence[TuningRecord]) -> str | None:
         f"geometric mean of the ratios to the best peer over {len(ratios)} {cells}: {mean:.3f}; "
         f"worst {ratios[worst]:.3f} ({worst})"
     )
+
+
+def peers(records: Sequence[TuningRecord]) -> str:
+    """Markdown of the records with a peer: speeds by family and length, and a line for each dtype and set of head dims.
+
+    Only records with as many queries as keys are shown. A cell holds the winner's TFLOP/s and its ratio to the best
+    peer.
+    """
+    shown = [record for record in records if record.best_peer and record.problem.seq_q == record.problem.seq_k]
+    lengths = sorted({record.problem.seq_k for record in shown})
+    cells = {(record.problem.family, record.problem.seq_k): record for record in shown}
+    lines = ["| " + " | ".join(["problem", *map(length_label, lengths)]) + " |", "|---" * (len(lengths) + 1) + "|"]
+    for family in sorted({family for family, _ in cells}, key=lambda family: (family[:3], family.label)):
+        row = [cells.get((family, length)) for length in lengths]
+        lines.append("| " + " | ".join([family.label.replace("_", " "), *map(_cell, row)]) + " |")
+    square = [record for record in shown if record.problem.head_dim in SYMMETRIC_DIMS]
+    square = [record for record in square if record.problem.head_dim == record.problem.head_dim_v]
+    for name, some in ((f"head dims {', '.join(map(str, SYMMETRIC_DIMS))}", square), ("all", shown)):
+        if text := summary(some):
+            lines += ["", f"Of {name}: {text}."]
+    versions = sorted({f"{record.gpu}, driver {record.driver}, DSL {record.dsl}, {record.date}" for record in shown})
+    return "\n".join([*lines, "", f"Measured: {'; '.join(versions)}."]) + "\n"
+
+
+def _cell(record: TuningRecord | None) -> str:
+    """The winner's speed and its ratio to the best peer; a dash for a length that was not measured."""
+    ratio = ratio_to_peer(record) if record else None
+    return f"{speed(record.result(record.winner).tflops)} ({ratio:.2f})" if record and ratio else "–"
 
 
 def notes(outcomes: Sequence[Outcome]) -> list[str]:
