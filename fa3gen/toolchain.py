@@ -28,6 +28,8 @@ ANSI_COLOR = re.compile(r"\x1b\[[0-9;]*m")  # the DSL colours its messages and w
 
 _TOOL_PACKAGES = {"cuobjdump": "nvidia-cuda-cuobjdump", "nvdisasm": "nvidia-cuda-nvdisasm"}
 _TOOL_TIMEOUT_S = 120
+_ELF = b"\x7fELF"
+_ELF_MACHINE_OFFSET, _CUDA = 18, 190  # e_machine and its EM_CUDA (ELF, "Machine"; LLVM's ELF.h)
 _ELF_VERSION_OFFSET = 20  # e_version; up to CUDA 12.x a cubin keeps 10 * release there, from 13.0 it is plain 1
 _RELEASE = re.compile(rb"Cuda compilation tools, release (\d+\.\d+), V([\d.]+)")
 _FUNCTION = re.compile(r"^\s*Function (\S+):\n\s*(REG:.*)$", re.MULTILINE)
@@ -137,7 +139,7 @@ def ptxas_version(cubin: bytes) -> str | None:
     noted = _RELEASE.search(cubin)
     if noted:
         return noted.group(2).decode()
-    if len(cubin) < _ELF_VERSION_OFFSET + 4 or cubin[:4] != b"\x7fELF":
+    if len(cubin) < _ELF_VERSION_OFFSET + 4 or cubin[: len(_ELF)] != _ELF:
         return None
     (stamp,) = struct.unpack_from("<I", cubin, _ELF_VERSION_OFFSET)
     if stamp < 100:  # the plain ELF version of a new-style cubin that lacks its note
@@ -145,6 +147,17 @@ def ptxas_version(cubin: bytes) -> str | None:
     release = f"{stamp // 10}.{stamp % 10}"
     full = [version for version_release, version in _versions_in_compiler() if version_release == release]
     return full[0] if len(full) == 1 else release
+
+
+def ptxas_version_of_object(code: bytes) -> str | None:
+    """The same of an object file of the DSL, which holds host code and the cubin; None when there is no cubin in it."""
+    start = 0
+    while (start := code.find(_ELF, start)) >= 0:
+        header = code[start : start + _ELF_VERSION_OFFSET + 4]
+        if len(header) == _ELF_VERSION_OFFSET + 4 and struct.unpack_from("<H", header, _ELF_MACHINE_OFFSET)[0] == _CUDA:
+            return ptxas_version(code[start:])
+        start += len(_ELF)
+    return None
 
 
 @lru_cache(maxsize=1)

@@ -188,6 +188,7 @@ class TuningRecord(Part):
     driver: str | None
     torch: str
     dsl: str
+    ptxas: str | None = Field(default=None, description="That assembled the modules; null where nobody wrote it down.")
     date: str = Field(description="UTC day.", pattern=r"^\d{4}-\d{2}-\d{2}$")
     problem: TunedProblem
     results: list[Result] = Field(min_length=1)

@@ -348,6 +348,10 @@ def test_ptxas_version_by_kind_of_cubin(monkeypatch: pytest.MonkeyPatch) -> None
     assert toolchain.ptxas_version(noted) == "13.0.88"
     assert toolchain.ptxas_version(head + struct.pack("<I", 1) + bytes(40)) is None
     assert toolchain.ptxas_version(b"not a cubin") is None
+    # In an object file the cubin, for machine 190, comes after host code, for machine 62 (x86-64).
+    host, cubin = (b"\x7fELF" + bytes(14) + struct.pack("<HI", machine, 129) + bytes(40) for machine in (62, 190))
+    assert toolchain.ptxas_version_of_object(host + cubin) == "12.9.83"
+    assert toolchain.ptxas_version_of_object(host) is None and toolchain.ptxas_version_of_object(b"\x7fELF") is None
     # Two compilers of one release in the library: which one it was is not known.
     monkeypatch.setattr(toolchain, "_versions_in_compiler", lambda: (("12.9", "12.9.83"), ("12.9", "12.9.90")))
     assert toolchain.ptxas_version(old) == "12.9"

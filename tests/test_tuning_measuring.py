@@ -15,6 +15,7 @@ from fa3gen import reference
 from fa3gen.loading import load_file
 from fa3gen.peers import Peer, Unavailable
 from fa3gen.spec import Mask
+from fa3gen.tuning import measuring
 from fa3gen.tuning.measuring import Bench
 from fa3gen.tuning_records import TunedProblem, family_of
 
@@ -89,7 +90,10 @@ class Setting:
         return self.bench.answer({"do": do, **given, **facts})
 
 
-def test_modules_and_peers_take_turns() -> None:
+def test_modules_and_peers_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    objects = {Path("b.py"): b"an object"}  # a compiled by itself; what is in the cache tells which ptxas there is
+    monkeypatch.setattr(measuring, "cached_object", lambda path, may_compile: objects.get(path))
+    monkeypatch.setattr(measuring.toolchain, "ptxas_version_of_object", lambda code: f"that of {code.decode()}")
     setting = Setting({"a": loadable(), "b": loadable()}, [peer("cuDNN")])
     answer = setting.ask()
     assert answer == {
@@ -97,6 +101,7 @@ def test_modules_and_peers_take_turns() -> None:
         "failed": {},
         "wrong": {},
         "eager": [],
+        "ptxas": "that of an object",
     }
     turns = [who for at, who in setting.events if at == "time"]
     rounds = [turns[start : start + 3] for start in range(0, 21, 3)]

@@ -114,7 +114,8 @@ def test_the_faster_candidate_wins_and_all_is_recorded(setting: Setting) -> None
     assert outcome.winner == "c5"
     assert list(outcome.times)[0] == "k6_d128_causal" and len(outcome.times) == 4  # three finalists beside it
     record = outcome.record("2026-11-21")
-    assert record is not None and (record.gpu, record.winner) == ("A made-up GPU", "c5")
+    assert record is not None
+    assert (record.gpu, record.ptxas, record.winner) == ("A made-up GPU", "12.9.83", "c5")
     assert [peer.name for peer in record.peers] == ["cuDNN"]
     assert record.absent == {"fa4": "raised RuntimeError: made up"}
     assert report.ratio_to_peer(record) == pytest.approx(1.1 / 0.9, rel=0.01)

@@ -12,15 +12,16 @@ from __future__ import annotations
 import gc
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
-from fa3gen import gpu, inputs
+from fa3gen import gpu, inputs, toolchain
 from fa3gen.bench import CHECK_TOLERANCE, wrong_in_last_rows
+from fa3gen.compile_cache import cached_object
 from fa3gen.launch import load_for_launch
 from fa3gen.peers import PEERS, Attend, Peer, Unavailable
 from fa3gen.spec import Spec
@@ -98,6 +99,15 @@ class CudaTimer:
             return milliseconds / count
 
         return run
+
+
+def _assembler(paths: Iterable[Path]) -> str | None:
+    """Version of the ptxas that assembled modules, one for all of them; None when none comes from the compile cache."""
+    for path in paths:
+        code = cached_object(path, may_compile=False)
+        if code:
+            return toolchain.ptxas_version_of_object(code)
+    return None
 
 
 @dataclass
@@ -204,7 +214,8 @@ class Bench:
                 bursts[name] = burst[0]
                 eager += [] if burst[1] else [name]
         times = self._rounds(bursts, int(request["rounds"]))
-        return {"times": times, "failed": failed, "wrong": self._wrong_of(request), "eager": eager}
+        answer = {"times": times, "failed": failed, "wrong": self._wrong_of(request), "eager": eager}
+        return {**answer, "ptxas": _assembler(Path(module["path"]) for module in request["modules"])}
 
     def _inputs(self, problem: TunedProblem) -> Tensors:
         generator = torch.Generator(self.device).manual_seed(SEED)

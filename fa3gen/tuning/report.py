@@ -82,8 +82,13 @@ def peers(records: Sequence[TuningRecord]) -> str:
     for name, some in ((f"head dims {', '.join(map(str, SYMMETRIC_DIMS))}", square), ("all", shown)):
         if text := summary(some):
             lines += ["", f"Of {name}: {text}."]
-    versions = sorted({f"{record.gpu}, driver {record.driver}, DSL {record.dsl}, {record.date}" for record in shown})
+    versions = sorted({_made_with(record) for record in shown})
     return "\n".join([*lines, "", f"Measured: {'; '.join(versions)}."]) + "\n"
+
+
+def _made_with(record: TuningRecord) -> str:
+    ptxas = f", ptxas {record.ptxas}" if record.ptxas else ""
+    return f"{record.gpu}, driver {record.driver}, DSL {record.dsl}{ptxas}, {record.date}"
 
 
 def _cell(record: TuningRecord | None) -> str:

@@ -97,6 +97,7 @@ class Outcome:
             driver=self.around["driver"],
             torch=self.around["torch"] or "unknown",
             dsl=self.around["dsl"] or "unknown",
+            ptxas=self.around.get("ptxas"),
             date=day or datetime.datetime.now(datetime.UTC).date().isoformat(),
             problem=problem,
             results=results,
@@ -312,7 +313,8 @@ class Tuner:
                 break
         self._note_wrong(answer)
         times, failed, eager = answer["times"], answer["failed"], answer["eager"]
-        measured = {"times": times, "failed": failed, "eager": eager, "around": slot.around}
+        around = {**slot.around, "ptxas": answer["ptxas"]}
+        measured = {"times": times, "failed": failed, "eager": eager, "around": around}
         return self.journal.append("heat", cell=cell.key, stage=stage, rounds=heat.rounds, peers=peers, **measured)
 
     def _survivors(self, entry: Mapping[str, Any], heat: Heat, stems: Sequence[str]) -> list[str]:
