@@ -214,10 +214,10 @@ def test_argument_errors_that_name_nothing_fail() -> None:
 
 def test_a_signature_names_no_argument() -> None:
     """A compiled function prints all names after the number of the one at fault."""
-    signature = "`launch(q: Tensor([n0, 128], bfloat16), k: Tensor([n1], bfloat16), o: Tensor([n0], bfloat16))`"
+    signature = "`launch(q: Tensor([n0, 128], bfloat16), k: Tensor([n1], bfloat16), out: Tensor([n0], bfloat16))`"
     for said, wanted in {
         f"Mismatched Tensor on argument #1 when calling: {signature}, expected dtype=bfloat16": "Mismatched Tensor k",
-        f"Mismatched o.shape[1] on argument #2 when calling: {signature}, expected": "Mismatched o.shape[1] o",
+        f"Mismatched out.shape[1] on argument #2 when calling: {signature}, expected": "Mismatched out.shape[1] out",
         "q has dtype torch.float32": "q has dtype torch.float32",
     }.items():
         assert verify.blamed(said) == wanted

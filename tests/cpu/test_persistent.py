@@ -142,7 +142,7 @@ SHAPES = [  # batch, seq_q, seq_k, heads_q, heads_kv
 
 @pytest.mark.parametrize("stem", PERSISTENT)
 def test_every_tile_has_one_number(stem: str) -> None:
-    """With K and V of no head, of one, of 3, or of all heads in L2; the last section may have fewer."""
+    """With K and V of no head, of one, of 3, or of all heads in L2; the last section has the rest as well."""
     m = plans()[stem].tile.m
     for batch, seq_q, seq_k, heads_q, heads_kv in SHAPES:
         q, k = SimpleNamespace(shape=(seq_q, 64, heads_q, batch)), SimpleNamespace(shape=(seq_k, 64, heads_kv, batch))
@@ -162,9 +162,10 @@ def check_order(tiles: list[tuple[int, int]], blocks: int, keys: int | None, seq
         assert tiles == sorted(tiles, key=lambda tile: (tile[1], tile[0]))
         return
     share, heads = max(keys // seq_k, 1), len(tiles) // blocks
-    for first in range(0, heads, share):
-        section = tiles[first * blocks : (first + share) * blocks]
-        assert {head for _, head in section} == set(range(first, min(first + share, heads)))
+    starts = [*range(0, max(heads // share, 1) * share, share)]
+    for first, end in pairwise([*starts, heads]):
+        section = tiles[first * blocks : end * blocks]
+        assert {head for _, head in section} == set(range(first, end))
         assert all(before[0] >= after[0] for before, after in pairwise(section))
 
 
@@ -199,8 +200,8 @@ REFUSED: dict[str, tuple[dict[str, torch.Tensor], str, str]] = {
         "to be divisible by 8",
     ),
     "2 bytes too far": ({"k": SHIFTED}, "Misaligned Tensor data on argument #1", "data alignment=16 bytes"),
-    "rows of out": ({"out": zeros(6, 2)}, "Mismatched o.shape[1] on argument #3", "to match q.shape[1]"),
-    "heads of out": ({"out": zeros(5, 1)}, "Mismatched o.shape[2] on argument #3", "to match q.shape[2]"),
+    "rows of out": ({"out": zeros(6, 2)}, "Mismatched out.shape[1] on argument #3", "to match q.shape[1]"),
+    "heads of out": ({"out": zeros(5, 1)}, "Mismatched out.shape[2] on argument #3", "to match q.shape[2]"),
     "dtype of out": ({"out": zeros(5, 2, dtype=torch.float32)}, "Mismatched Tensor on argument #3", "dtype=bfloat16"),
 }
 
