@@ -106,9 +106,8 @@ def _letter(span: Span) -> str:
 def _table(names: Sequence[str], left: Sequence[int]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
     for index, name in enumerate(names):
-        table.add_column(
-            ("  " if index == 0 else "") + name, justify="left" if index in left else "right", no_wrap=True
-        )
+        heading = ("  " if index == 0 else "") + name
+        table.add_column(heading, justify="left" if index in left else "right", overflow="fold")  # nothing is cut off
     return table
 
 
