@@ -293,12 +293,25 @@ def set_tflops(workspace: Workspace, stem: str, tflops: Mapping[int, float], aro
 
 def generated_stems(workspace: Workspace) -> list[str]:
     """Return every stem that the specs generate, in the order of the ladder, then by name."""
-    files = sorted(workspace.load_all(), key=lambda file: (_rung_order(file.stem), file.stem))
+    files = sorted(workspace.load_all(), key=lambda file: ladder_order(file.stem))
     return [variant.stem for file in files for variant in file.variants]
 
 
-def _rung_order(spec_stem: str) -> int:
-    return RUNGS.index(spec_stem) if spec_stem in RUNGS else len(RUNGS)
+def ladder_order(spec_stem: str) -> tuple[int, str]:
+    """What specs are sorted by: the ladder first, then by name."""
+    return (RUNGS.index(spec_stem) if spec_stem in RUNGS else len(RUNGS)), spec_stem
+
+
+def verified(workspace: Workspace, stem: str) -> Record | None:
+    """Return the record of a module that is verified as it stands."""
+    state, record = status(workspace, stem)
+    return record if state is Status.VERIFIED else None
+
+
+def compiled_registers(workspace: Workspace, stem: str) -> int | None:
+    """Return the registers per thread of a module as compiled, if it is verified as it stands."""
+    record = verified(workspace, stem)
+    return record.compile.registers if record and record.compile else None
 
 
 # -- EVIDENCE.md
@@ -340,7 +353,7 @@ def render_markdown(workspace: Workspace) -> str:
     verified = sum(state is Status.VERIFIED for _, state, _ in states)
     lines = [_INTRO.format(cases=" or ".join(str(count) for count in sorted(counts)) or "a set of")]
     lines.append(f"{verified} of {len(states)} modules are verified on a GPU.\n")
-    lines += _table(_COLUMNS, [_row(stem, state, record) for stem, state, record in states])
+    lines += table(_COLUMNS, [_row(stem, state, record) for stem, state, record in states])
     lines += _failures([(stem, record) for stem, state, record in states if record and state is Status.FAILED])
     return "\n".join([*lines, *_cpu_section(workspace)]) + "\n"
 
@@ -360,7 +373,7 @@ def _cpu_section(workspace: Workspace) -> list[str]:
     passed = sum(state is CpuStatus.PASSED for _, state, _ in states)
     lines = [_CPU_INTRO.format(limit=" or ".join(f"{limit:g}" for limit in sorted(limits)))]
     lines.append(f"{passed} of {len(states)} modules passed on the CPU model.\n")
-    lines += _table(_CPU_COLUMNS, [_cpu_row(stem, state, record) for stem, state, record in states])
+    lines += table(_CPU_COLUMNS, [_cpu_row(stem, state, record) for stem, state, record in states])
     return lines + _failures([(stem, record) for stem, state, record in states if record and state is CpuStatus.FAILED])
 
 
@@ -382,7 +395,8 @@ def _cpu_row(stem: str, state: CpuStatus, record: CpuRecord | None) -> list[str]
     ]
 
 
-def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return the lines of a Markdown table."""
     head = [f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}"]
     return head + [f"| {' | '.join(row)} |" for row in rows]
 
@@ -455,34 +469,33 @@ def ladder_table(workspace: Workspace) -> str:
     for rung in (rung for rung in RUNGS if rung in files):
         cells = []
         for d, mask, seq_len in columns:
-            record = _verified(workspace, files[rung].variants, head_dim=d, mask=mask)
+            record = _verified_of(workspace, files[rung].variants, head_dim=d, mask=mask)
             cells.append(speed(record.tflops.get(str(seq_len))) if record else "")
             if record:
                 machines.add(f"{record.gpu}, {record.date}")
         rows.append([f"`{rung}`", *(cell or "–" for cell in cells)])
     measured = "; ".join(sorted(machines)) or "nothing yet"
     note = f"TFLOP/s, bf16 forward, 16,384 tokens in all, heads x head dim = 2048. Measured: {measured}."
-    return "\n".join([*_table(["rung", *names], rows), "", f"{note} –: not verified on a GPU."]) + "\n"
+    return "\n".join([*table(["rung", *names], rows), "", f"{note} –: not verified on a GPU."]) + "\n"
 
 
-def _verified(workspace: Workspace, variants: Sequence[Any], *, head_dim: int, mask: str) -> Record | None:
+def _verified_of(workspace: Workspace, variants: Sequence[Any], *, head_dim: int, mask: str) -> Record | None:
     """Return the record of the bf16 variant with this head dim and mask, if it is verified as it stands."""
     kind = NoMask if mask == "full" else CausalMask
     for variant in variants:
         spec: Spec = variant.spec
         if spec.problem.head_dim == head_dim and spec.problem.dtype == "bf16" and isinstance(spec.mask, kind):
-            state, record = status(workspace, variant.stem)
-            return record if state is Status.VERIFIED else None
+            return verified(workspace, variant.stem)
     return None
 
 
 def with_ladder(readme: str, table: str) -> str:
     """Return the README's text with `table` between its markers; UserError when the markers are not there."""
-    return _between(readme, "README.md", LADDER_BEGIN, table, LADDER_END)
+    return between(readme, "README.md", LADDER_BEGIN, table, LADDER_END)
 
 
-def _between(text: str, name: str, begin: str, written: str, end: str) -> str:
-    """The text of the file `name` with `written` between its markers; UserError when the markers are not there."""
+def between(text: str, name: str, begin: str, written: str, end: str) -> str:
+    """Return the text of the file `name` with `written` between its markers; UserError without these."""
     before, found_begin, rest = text.partition(begin)
     _, found_end, after = rest.partition(end)
     if not (found_begin and found_end):
@@ -507,7 +520,7 @@ def _renderings(workspace: Workspace) -> Iterator[tuple[Path, str]]:
     text = page.read_text(encoding="utf-8") if page.exists() else ""
     if PEERS_BEGIN in text or PEERS_END in text:  # nor does it need this page
         written = report.peers(tuning_records.load_all(workspace))
-        yield page, _between(text, "docs/performance.md", PEERS_BEGIN, written, PEERS_END)
+        yield page, between(text, "docs/performance.md", PEERS_BEGIN, written, PEERS_END)
     if (workspace.root / matrix.DOCUMENT).exists():  # nor the matrix
         yield workspace.root / matrix.DOCUMENT, matrix.markdown(workspace)
 

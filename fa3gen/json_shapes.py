@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 Shape = dict[str, Any]
@@ -11,9 +12,10 @@ NUMBER: Shape = {"type": "number", "minimum": 0}
 TEXT: Shape = {"type": "string"}
 
 
-def record(properties: Shape) -> Shape:
-    """An object that has these properties, all of them, and no others."""
-    return {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
+def record(properties: Shape, optional: Collection[str] = ()) -> Shape:
+    """An object that has these properties, all of them but `optional` ones, and no others."""
+    required = [name for name in properties if name not in optional]
+    return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
 
 
 def listed(items: Shape, about: str = "") -> Shape:

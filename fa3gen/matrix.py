@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import enum
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -71,18 +71,14 @@ def rows(workspace: Workspace, names: Sequence[str] = (), *, package: bool = Tru
         variants = workspace.select(names)
     else:
         files = [*workspace.load_all(), *(workspace.load_bundled() if package else ())]
-        variants = [variant for file in sorted(files, key=lambda file: _place(file.stem)) for variant in file.variants]
+        files.sort(key=lambda file: evidence.ladder_order(file.stem))
+        variants = [variant for file in files for variant in file.variants]
     here, bundled = _Records(workspace), _Records(Workspace(workspace.bundled, workspace.bundled))
     found = []
     for variant in variants:
         own = workspace.rendered_path(variant.stem) == workspace.module_path(variant.stem)
         found.append((here if own else bundled).row(variant))
     return found
-
-
-def _place(spec_stem: str) -> tuple[int, str]:
-    rungs = evidence.RUNGS
-    return (rungs.index(spec_stem) if spec_stem in rungs else len(rungs)), spec_stem
 
 
 # Features
@@ -172,7 +168,7 @@ class _Records:
             case Status.FAILED:
                 return Proof(State.FAILED, f"FAILED on {made}"), {}
             case _:
-                return Proof(State.STALE, f"stale: the file changed after {record.date}"), {}
+                return Proof(State.STALE, _stale(record.date)), {}
 
     def _cpu(self, stem: str) -> Proof:
         status, record = evidence.cpu_status(self.workspace, stem)
@@ -266,15 +262,8 @@ def summary(table: Sequence[Row]) -> str:
 def markdown(workspace: Workspace) -> str:
     """The text of docs/matrix.md: the workspace's own modules."""
     table = rows(workspace, package=False)
-    lines = [_INTRO, f"{summary(table)}.\n", _line(columns()), f"|{'---|' * len(columns())}"]
-    for row in table:
-        stem, *rest = cells(row)
-        lines.append(_line([f"`{stem}`", *rest]))
-    return "\n".join(lines) + "\n"
-
-
-def _line(texts: Iterable[str]) -> str:
-    return f"| {' | '.join(texts)} |"
+    texts = [[f"`{stem}`", *rest] for stem, *rest in map(cells, table)]
+    return "\n".join([_INTRO, f"{summary(table)}.\n", *evidence.table(columns(), texts)]) + "\n"
 
 
 def check(workspace: Workspace) -> str | None:

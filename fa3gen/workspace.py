@@ -162,6 +162,13 @@ class Workspace:
             raise UserError(f"there is no spec in {self.specs_dir}; name one, or begin with `fa3gen new`")
         return list({variant.stem: variant for variant in found}.values())
 
+    def not_rendered(self, missing: Iterable[Variant]) -> UserError:
+        """The error for modules that are not there, with the command that writes them."""
+        missing = list(missing)
+        paths = ", ".join(str(self.module_path(variant.stem)) for variant in missing)
+        sources = " ".join(dict.fromkeys(str(variant.source) for variant in missing))
+        return UserError(f"not rendered yet: {paths}; write them with: fa3gen render {sources}")
+
     def _load_each(self, paths: Iterable[Path]) -> list[SpecFile]:
         files: list[SpecFile] = []
         problems: list[Problem] = []

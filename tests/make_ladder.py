@@ -31,7 +31,7 @@ from pathlib import Path
 
 from fa3gen import evidence
 from fa3gen.cli import main as fa3gen
-from fa3gen.evidence import Record, Status
+from fa3gen.evidence import Record
 from fa3gen.files import write_text
 from fa3gen.workspace import Workspace
 
@@ -157,8 +157,7 @@ def lines_of(module: ast.Module, what: str) -> tuple[int, int]:
 @cache
 def verified(stem: str) -> Record | None:
     """The record of a module, if it is of the present file."""
-    state, record = evidence.status(WORKSPACE, stem)
-    return record if state is Status.VERIFIED else None
+    return evidence.verified(WORKSPACE, stem)
 
 
 def module_of(rung: str, head_dim: int | str, mask: str) -> str:

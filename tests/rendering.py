@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import shutil
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -65,6 +66,21 @@ def changed(stem: str, **parts: Any) -> Variant:
         whole = isinstance(part, str) or any(key in part for key in ("kind", "engine", "through"))
         fields[name] = part if whole else {**fields[name], **part}
     return Variant(base.stem, Spec.model_validate(fields), base.source, base.summary)
+
+
+FEW_SPECS = ("k1", "k4_2", "k4_smem")
+FEW_MODULES = [f"{spec}_{variant}" for spec in FEW_SPECS for variant in ("d64", "d64_causal", "d128", "d128_causal")]
+
+
+def small_checkout(folder: Path) -> None:
+    """Put a checkout with three specs, up to date, into an empty folder; no git."""
+    for name in ("specs", "generated"):
+        (folder / name).mkdir()
+    for spec in FEW_SPECS:
+        shutil.copy(ROOT / "specs" / f"{spec}.yaml", folder / "specs")
+    for stem in FEW_MODULES:
+        shutil.copy(ROOT / "generated" / f"{stem}.py", folder / "generated")
+    shutil.copytree(ROOT / "templates", folder / "templates")
 
 
 def constants(module: ast.Module) -> dict[str, int]:

@@ -3,31 +3,22 @@
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
-from rendering import ROOT, source
+from rendering import small_checkout, source
 
 from fa3gen.cli import main
 from fa3gen.difference.side_by_side import NARROWEST
 
 Output = pytest.CaptureFixture[str]
-SPECS = ["k1", "k4_2", "k4_smem"]
-MODULES = [f"{spec}_{variant}" for spec in SPECS for variant in ("d64", "d64_causal", "d128", "d128_causal")]
 
 
 @pytest.fixture
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A copy of the checkout with three of its specs, as working directory; no git."""
-    for folder in ("specs", "generated"):
-        (tmp_path / folder).mkdir()
-    for spec in SPECS:
-        shutil.copy(ROOT / "specs" / f"{spec}.yaml", tmp_path / "specs")
-    for stem in MODULES:
-        shutil.copy(ROOT / "generated" / f"{stem}.py", tmp_path / "generated")
-    shutil.copytree(ROOT / "templates", tmp_path / "templates")
+    small_checkout(tmp_path)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
     return tmp_path

@@ -8,26 +8,18 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from rendering import ROOT, source
+from rendering import FEW_MODULES, small_checkout, source
 
 from fa3gen.cli import main
 
 Output = pytest.CaptureFixture[str]
-SPECS = ["k1", "k4_2", "k4_smem"]
-MODULES = [f"{spec}_{variant}" for spec in SPECS for variant in ("d64", "d64_causal", "d128", "d128_causal")]
 MODULE = "generated/k1_d64.py"
 
 
 @pytest.fixture
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A copy of the checkout with three of its specs, up to date, as working directory; no git."""
-    for folder in ("specs", "generated"):
-        (tmp_path / folder).mkdir()
-    for spec in SPECS:
-        shutil.copy(ROOT / "specs" / f"{spec}.yaml", tmp_path / "specs")
-    for stem in MODULES:
-        shutil.copy(ROOT / "generated" / f"{stem}.py", tmp_path / "generated")
-    shutil.copytree(ROOT / "templates", tmp_path / "templates")
+    small_checkout(tmp_path)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -122,7 +114,7 @@ def test_written_files_are_whole_and_readable(root: Path, capsys: Output) -> Non
     change_spec(root)
     (root / MODULE).chmod(0o600)
     assert main(["render"]) == 0
-    assert sorted(path.name for path in (root / "generated").iterdir()) == sorted(f"{stem}.py" for stem in MODULES)
+    assert sorted(path.name for path in (root / "generated").iterdir()) == sorted(f"{stem}.py" for stem in FEW_MODULES)
     assert {(root / "generated" / f"k1_{d}.py").stat().st_mode & 0o777 for d in ("d64", "d128")} == {0o644}
 
 

@@ -78,13 +78,9 @@ def compile(
 
 
 def _require_modules(workspace: Workspace, variants: Sequence[Variant]) -> None:
-    from fa3gen.errors import UserError
-
     missing = [variant for variant in variants if not workspace.rendered_path(variant.stem).is_file()]
     if missing:
-        paths = ", ".join(str(workspace.module_path(variant.stem)) for variant in missing)
-        sources = " ".join(dict.fromkeys(str(variant.source) for variant in missing))
-        raise UserError(f"not rendered yet: {paths}; write them with: fa3gen render {sources}")
+        raise workspace.not_rendered(missing)
 
 
 def build(

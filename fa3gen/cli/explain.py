@@ -89,7 +89,4 @@ def compiled_registers(workspace: Workspace, variant: Variant) -> int | None:
     """Registers per thread of the module as compiled, from the evidence on the file as it stands."""
     from fa3gen import evidence
 
-    state, record = evidence.status(workspace, variant.stem)
-    if state is not evidence.Status.VERIFIED or record is None or record.compile is None:
-        return None
-    return record.compile.registers
+    return evidence.compiled_registers(workspace, variant.stem)

@@ -31,9 +31,7 @@ def report(
     variants = workspace.select(specs)
     missing = [variant for variant in variants if not workspace.rendered_path(variant.stem).is_file()]
     if missing:
-        sources = " ".join(dict.fromkeys(str(variant.source) for variant in missing))
-        stems = ", ".join(variant.stem for variant in missing)
-        raise UserError(f"not rendered yet: {stems}; write them with: fa3gen render {sources}")
+        raise workspace.not_rendered(missing)
     console = Console(highlight=False)
     for variant in variants:
         page = render(gather(workspace, variant))

@@ -78,16 +78,13 @@ def trace(
     """
     from rich.console import Console
 
-    from fa3gen.errors import UserError
     from fa3gen.workspace import Workspace
 
     workspace = Workspace.find()
     variants = workspace.select(specs)
     missing = [variant for variant in variants if not workspace.module_path(variant.stem).is_file()]
     if missing:
-        paths = ", ".join(str(workspace.module_path(variant.stem)) for variant in missing)
-        sources = " ".join(dict.fromkeys(str(variant.source) for variant in missing))
-        raise UserError(f"not rendered yet: {paths}; write them with: fa3gen render {sources}")
+        raise workspace.not_rendered(missing)
     request = Request(batch, seq_q, seq_k, heads, heads_kv, cta, schedule, seed, directory)
     console = Console(highlight=False)
     reports = [_trace_one(workspace, variant, request, console) for variant in variants]

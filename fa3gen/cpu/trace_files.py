@@ -17,80 +17,71 @@ from typing import Any
 from fa3gen.census import kernel_label
 from fa3gen.cpu.places import SharedPlaces
 from fa3gen.cpu.trace import ABOUT_TIME, CtaTrace, Event, Trace
+from fa3gen.json_shapes import COUNT, nullable, record
 
 FORMAT = "fa3gen trace"
 VERSION = 1
 EXECUTED_ON = "CPU model of sm_90a (not a GPU)"
 NO_PHASE = "before its first phase"  # a producer's first wait for an empty stage
 
-_COUNT: dict[str, Any] = {"type": "integer", "minimum": 0}
 _TICK: dict[str, Any] = {"type": "integer", "minimum": 0, "description": "Tick of the CTA's logical time."}
 _OFFSET: dict[str, Any] = {"type": "integer", "description": "Bytes from the start of dynamic shared memory."}
-_INDEX: dict[str, Any] = {"type": "array", "items": _COUNT, "minItems": 3, "maxItems": 3}
+_INDEX: dict[str, Any] = {"type": "array", "items": COUNT, "minItems": 3, "maxItems": 3}
 _WAIT_ON = ["mbarrier", "barrier", "products", "stores", "copies", "registers", "warps"]
 
 
-def _object(properties: dict[str, Any], optional: tuple[str, ...] = ()) -> dict[str, Any]:
-    required = [name for name in properties if name not in optional]
-    return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
-
-
-def _nullable(schema: dict[str, Any]) -> dict[str, Any]:
-    return {**schema, "type": [schema["type"], "null"]}
-
-
-_PLACE = _object(
+_PLACE = record(
     {
         "label": {"type": "string"},
         "name": {"type": "string"},
-        "stage": _nullable(_COUNT),
+        "stage": nullable(COUNT),
         "offset": _OFFSET,
-        "bytes": _COUNT,
+        "bytes": COUNT,
     }
 )
 _DETAILS: dict[str, Any] = {
     "on": {"enum": _WAIT_ON, "description": "What a wait waits for, or an arrival arrives at."},
-    "completed": _nullable({**_TICK, "description": "When what is waited for had happened; null if never."}),
+    "completed": nullable({**_TICK, "description": "When what is waited for had happened; null if never."}),
     "place": _OFFSET,
     "phase": {"type": "integer", "minimum": -1, "description": "Of an mbarrier, from 0; -1 is before the first."},
-    "arrivals": _COUNT,
-    "expected_bytes": _COUNT,
-    "number": _COUNT,
-    "bytes": _COUNT,
+    "arrivals": COUNT,
+    "expected_bytes": COUNT,
+    "number": COUNT,
+    "bytes": COUNT,
     "coordinates": {"type": "array", "items": {"type": "integer"}, "description": "Of the box, innermost first."},
     "barrier": _OFFSET,
-    "warpgroup": _COUNT,
-    "group": _nullable({**_COUNT, "description": "Of wgmma.commit_group, counted for each warpgroup."}),
-    "shape": {"type": "array", "items": _COUNT, "minItems": 3, "maxItems": 3, "description": "M, N, K."},
+    "warpgroup": COUNT,
+    "group": nullable({**COUNT, "description": "Of wgmma.commit_group, counted for each warpgroup."}),
+    "shape": {"type": "array", "items": COUNT, "minItems": 3, "maxItems": 3, "description": "M, N, K."},
     "types": {"type": "array", "items": {"type": "string"}, "description": "Of A, of B, of the accumulator."},
-    "a": _nullable({**_OFFSET, "description": "Where A begins; null for registers."}),
+    "a": nullable({**_OFFSET, "description": "Where A begins; null for registers."}),
     "b": _OFFSET,
     "issued": {**_TICK, "description": "When the last of the four warps had issued it."},
-    "products": {**_COUNT, "description": "How many products of the warpgroup have to be complete."},
-    "pending_groups": _COUNT,
+    "products": {**COUNT, "description": "How many products of the warpgroup have to be complete."},
+    "pending_groups": COUNT,
     "action": {"enum": ["inc", "dec"]},
-    "registers": _COUNT,
+    "registers": COUNT,
 }
-_EVENT = _object(
+_EVENT = record(
     {
         "kind": {"enum": ["wait", "arrive", "load", "store", "copies", "product", "registers"]},
         "label": {"type": "string"},
-        "warps": {"type": "array", "items": _COUNT},
+        "warps": {"type": "array", "items": COUNT},
         "begin": _TICK,
-        "end": _nullable(_TICK),
-        "line": _nullable({**_COUNT, "description": "Of the generated module."}),
-        "ptx_line": _nullable({**_COUNT, "description": "Of the PTX."}),
-        "details": _object(_DETAILS, optional=tuple(_DETAILS)),
+        "end": nullable(_TICK),
+        "line": nullable({**COUNT, "description": "Of the generated module."}),
+        "ptx_line": nullable({**COUNT, "description": "Of the PTX."}),
+        "details": record(_DETAILS, optional=tuple(_DETAILS)),
     }
 )
-_WARP = _object(
+_WARP = record(
     {
-        "warp": _COUNT,
-        "instructions": {**_COUNT, "description": "PTX instructions issued."},
+        "warp": COUNT,
+        "instructions": {**COUNT, "description": "PTX instructions issued."},
         "ticks": {**_TICK, "description": "When the warp ended."},
         "ended": {"type": "boolean"},
-        "waits": _COUNT,
-        "waited": {**_COUNT, "description": "Ticks spent in waits beyond the tick of the waiting instruction."},
+        "waits": COUNT,
+        "waited": {**COUNT, "description": "Ticks spent in waits beyond the tick of the waiting instruction."},
         "code": {
             "type": "array",
             "items": {
@@ -103,12 +94,12 @@ _WARP = _object(
         },
     }
 )
-_CTA = _object(
+_CTA = record(
     {
         "kernel": {"type": "string"},
         "index": _INDEX,
         "grid": _INDEX,
-        "shared_bytes": _COUNT,
+        "shared_bytes": COUNT,
         "arrays": {"type": "array", "items": _PLACE},
         "barriers": {"type": "array", "items": _PLACE},
         "warps": {"type": "array", "items": _WARP},
@@ -118,7 +109,7 @@ _CTA = _object(
 SCHEMA: dict[str, Any] = {
     "$schema": "https://json-schema.org/draft/2020-12/schema",
     "title": "Trace of a generated kernel on the CPU model of sm_90a",
-    **_object(
+    **record(
         {
             "format": {"const": FORMAT},
             "version": {"const": VERSION},

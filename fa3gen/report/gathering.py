@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fa3gen import chips, evidence, explanation, simulation
-from fa3gen.errors import UserError
 from fa3gen.report import numerics, speeds, tiles
 from fa3gen.report.listing import Listing, make_listing
 from fa3gen.report.numerics import Card
@@ -89,7 +88,7 @@ def gather(workspace: Workspace, variant: Variant) -> Report:
 
     path = workspace.rendered_path(variant.stem)
     if not path.is_file():
-        raise UserError(f"not rendered yet: {path}; write it with: fa3gen render {variant.source}")
+        raise workspace.not_rendered([variant])
     if path != workspace.module_path(variant.stem):
         workspace = Workspace(workspace.bundled, workspace.bundled)  # the package's module, and what is known of it
     compiled = cached_compile(path, line_info=True)

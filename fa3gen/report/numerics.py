@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fa3gen import evidence
+from fa3gen.report.speeds import origin
 from fa3gen.spec import GlobalHandoff, Spec, WgmmaProduct
 
 if TYPE_CHECKING:
@@ -55,10 +56,10 @@ def from_evidence(workspace: Workspace, variant: Variant) -> Card:
     state, record = evidence.status(workspace, variant.stem)
     if record is None:
         return Card("", True, (), "no run on a GPU is recorded")
-    origin = f"{record.gpu}, {record.date}, DSL {record.dsl}, torch {record.torch}"
+    made = origin(record)
     if state is evidence.Status.STALE:
-        return Card(origin, True, (), f"the record ({origin}) is of an older file and is not shown")
-    return Card(origin, True, tuple(_recorded(record.cases)))
+        return Card(made, True, (), f"the record ({made}) is of an older file and is not shown")
+    return Card(made, True, tuple(_recorded(record.cases)))
 
 
 def _recorded(cases: Sequence[evidence.Case]) -> Iterator[Point]:

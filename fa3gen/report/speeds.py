@@ -78,6 +78,11 @@ class Ladder:
     seq_lens: tuple[int, ...] = evidence.SEQ_LENS
 
 
+def origin(record: evidence.Record | TuningRecord) -> str:
+    """Where, when and with what a record was made, in words."""
+    return f"{record.gpu}, {record.date}, DSL {record.dsl}, torch {record.torch}"
+
+
 def panels(workspace: Workspace, variant: Variant) -> tuple[Panel, ...]:
     """What the tuning records of the module's family say of it: empty where it was not among the competitors.
 
@@ -117,8 +122,7 @@ def _measured(workspace: Workspace, stem: str, record: TuningRecord) -> Measured
         if _present(workspace, result)
     ]
     speeds += [_speed(record, peer.name, "peer", peer) for peer in record.peers]
-    origin = f"{record.gpu}, {record.date}, DSL {record.dsl}, torch {record.torch}"
-    return Measured(record.problem, origin, tuple(speeds), tuple(record.absent.items()))
+    return Measured(record.problem, origin(record), tuple(speeds), tuple(record.absent.items()))
 
 
 def _present(workspace: Workspace, result: tuning_records.Result) -> bool:
@@ -138,28 +142,25 @@ def ladder(workspace: Workspace, variant: Variant) -> Ladder | None:
 
     Only records of the same GPU are beside each other.
     """
-    state, own = evidence.status(workspace, variant.stem)
-    if own is None or state is not evidence.Status.VERIFIED or not own.tflops:
+    own = evidence.verified(workspace, variant.stem)
+    if own is None or not own.tflops:
         return None
     family = tuning_records.family_of(variant.spec)
     rows = []
     for other in _relatives(workspace, family):
-        found, record = evidence.status(workspace, other)
-        if record is None or found is not evidence.Status.VERIFIED or record.gpu != own.gpu or not record.tflops:
+        record = evidence.verified(workspace, other)
+        if record is None or record.gpu != own.gpu or not record.tflops:
             continue
         speeds = tuple(record.tflops.get(str(length)) for length in evidence.SEQ_LENS)
         rows.append((other, other == variant.stem, speeds))
-    return Ladder(f"{own.gpu}, {own.date}, DSL {own.dsl}, torch {own.torch}", tuple(rows))
+    return Ladder(origin(own), tuple(rows))
 
 
 def _relatives(workspace: Workspace, family: tuning_records.Family) -> list[str]:
     """Stems of the family, in the order of the ladder."""
-    rungs = evidence.RUNGS
-    files = workspace.load_all()
-    files.sort(key=lambda file: (rungs.index(file.stem) if file.stem in rungs else len(rungs), file.stem))
     return [
         variant.stem
-        for spec_file in files
+        for spec_file in sorted(workspace.load_all(), key=lambda file: evidence.ladder_order(file.stem))
         for variant in spec_file.variants
         if tuning_records.family_of(variant.spec) == family
     ]

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fa3gen import chips, evidence, simulation
-from fa3gen.errors import UserError
 from fa3gen.files import write_text
 from fa3gen.simulation.run import measured_shape
 from fa3gen.spec import NoMask
@@ -47,11 +46,9 @@ def cells(workspace: Workspace) -> Iterator[Cell]:
     chip = chips.H200
     for variant in (variant for name in LADDER for variant in workspace.resolve(name)):
         spec = variant.spec
-        state, record = evidence.status(workspace, variant.stem)
-        usable = state is evidence.Status.VERIFIED and record is not None and record.compile is not None
-        if not usable or not isinstance(spec.mask, NoMask):
+        record = evidence.verified(workspace, variant.stem)
+        if record is None or record.compile is None or not isinstance(spec.mask, NoMask):
             continue
-        assert record is not None and record.compile is not None
         registers, times = record.compile.registers, simulation.times_of(spec, chip)
         for length in evidence.SEQ_LENS:
             measured = record.tflops.get(str(length))
@@ -118,9 +115,7 @@ def stages_table(workspace: Workspace) -> str:
 
 
 def _staged(workspace: Workspace, variant: Variant) -> list[str]:
-    state, record = evidence.status(workspace, variant.stem)
-    known = state is evidence.Status.VERIFIED and record is not None and record.compile is not None
-    registers = record.compile.registers if known and record is not None and record.compile is not None else None
+    registers = evidence.compiled_registers(workspace, variant.stem)
     times = simulation.times_of(variant.spec, chips.H200)
     found = simulation.sweep(variant.spec, times, STAGES, registers=registers)
     tensor = bool(variant.spec.tile.warpgroups)
@@ -129,8 +124,7 @@ def _staged(workspace: Workspace, variant: Variant) -> list[str]:
 
 
 def _markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = ["| " + " | ".join(row) + " |" for row in (head, ["---"] * len(head), *rows)]
-    return "\n".join(lines) + "\n"
+    return "\n".join(evidence.table(head, rows)) + "\n"
 
 
 def blocks(workspace: Workspace) -> dict[str, str]:
@@ -142,12 +136,7 @@ def blocks(workspace: Workspace) -> dict[str, str]:
 def with_blocks(text: str, made: dict[str, str]) -> str:
     """The document with the parts between `<!-- NAME:begin -->` and `<!-- NAME:end -->` replaced."""
     for name, block in made.items():
-        begin, end = f"<!-- {name}:begin -->\n", f"<!-- {name}:end -->"
-        before, found_begin, rest = text.partition(begin)
-        _, found_end, after = rest.partition(end)
-        if not (found_begin and found_end):
-            raise UserError(f"{DOCUMENT} has no {begin.strip()} and {end}; restore them")
-        text = f"{before}{begin}{block}{end}{after}"
+        text = evidence.between(text, DOCUMENT, f"<!-- {name}:begin -->", block, f"<!-- {name}:end -->")
     return text
 
 

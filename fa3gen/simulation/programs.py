@@ -369,15 +369,15 @@ def _consume_sequential(cta: Cta, group: int, turns: _Turns, query: int) -> Proc
         cta.finish_step(group, number)
 
 
-def _first_scores(cta: Cta, group: int, turns: _Turns, number: int) -> Process:
-    """The S visited first, with nothing beside it."""
-    yield cta.wait_full("K", number)
+def _alone(cta: Cta, group: int, turns: _Turns, tensor: str, product: str, number: int) -> Process:
+    """A product with nothing beside it: the S visited first, the P V visited last."""
+    yield cta.wait_full(tensor, number)
     yield from turns.take()
-    issued, product = cta.issue(group, "S", number)
+    issued, finished = cta.issue(group, product, number)
     yield issued
     turns.give()
-    yield product
-    cta.release("K", number)
+    yield finished
+    cta.release(tensor, number)
 
 
 def _later_steps(cta: Cta, group: int, turns: _Turns, first: int, end: int) -> Process:
@@ -402,29 +402,18 @@ def _later_steps(cta: Cta, group: int, turns: _Turns, first: int, end: int) -> P
         yield Compute(cta.times.rescale, number)
 
 
-def _last_output(cta: Cta, group: int, turns: _Turns, number: int) -> Process:
-    """The P V visited last, with nothing beside it."""
-    yield cta.wait_full("V", number)
-    yield from turns.take()
-    issued, output = cta.issue(group, "O", number)
-    yield issued
-    turns.give()
-    yield output
-    cta.release("V", number)
-    cta.finish_step(group, number)
-
-
 def _consume_overlapped(cta: Cta, group: int, turns: _Turns, query: int) -> Process:
     first, end = query * cta.tiles, (query + 1) * cta.tiles
-    yield from _first_scores(cta, group, turns, first)
+    yield from _alone(cta, group, turns, "K", "S", first)
     yield from _later_steps(cta, group, turns, first, end)
-    yield from _last_output(cta, group, turns, end - 1)
+    yield from _alone(cta, group, turns, "V", "O", end - 1)
+    cta.finish_step(group, end - 1)
 
 
 def _consume_flattened(cta: Cta, group: int, turns: _Turns) -> Process:
     """Persistent with two buffers of Q: the first S of a tile of queries beside the last P V of the one before."""
     yield cta.wait_full("Q", 0)
-    yield from _first_scores(cta, group, turns, 0)
+    yield from _alone(cta, group, turns, "K", "S", 0)
     for query in range(cta.queries):
         first, end = query * cta.tiles, (query + 1) * cta.tiles
         yield from _later_steps(cta, group, turns, first, end)

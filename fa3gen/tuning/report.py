@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from fa3gen.evidence import speed
+from fa3gen.evidence import table as table_lines
 from fa3gen.tuning_records import Result, TuningRecord, length_label
 
 SYMMETRIC_DIMS = (64, 128, 256)  # that all peers are measured at
@@ -73,10 +74,11 @@ def peers(records: Sequence[TuningRecord]) -> str:
     shown = [record for record in records if record.best_peer and record.problem.seq_q == record.problem.seq_k]
     lengths = sorted({record.problem.seq_k for record in shown})
     cells = {(record.problem.family, record.problem.seq_k): record for record in shown}
-    lines = ["| " + " | ".join(["problem", *map(length_label, lengths)]) + " |", "|---" * (len(lengths) + 1) + "|"]
-    for family in sorted({family for family, _ in cells}, key=lambda family: (family[:3], family.label)):
-        row = [cells.get((family, length)) for length in lengths]
-        lines.append("| " + " | ".join([family.label.replace("_", " "), *map(_cell, row)]) + " |")
+    families = sorted({family for family, _ in cells}, key=lambda family: (family[:3], family.label))
+    lines = table_lines(
+        ["problem", *map(length_label, lengths)],
+        [[family.label.replace("_", " "), *(_cell(cells.get((family, n))) for n in lengths)] for family in families],
+    )
     square = [record for record in shown if record.problem.head_dim in SYMMETRIC_DIMS]
     square = [record for record in square if record.problem.head_dim == record.problem.head_dim_v]
     for name, some in ((f"head dims {', '.join(map(str, SYMMETRIC_DIMS))}", square), ("all", shown)):
