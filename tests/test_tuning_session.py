@@ -153,8 +153,10 @@ def test_other_files_rounds_or_peers_are_measured_anew(setting: Setting) -> None
 
 
 SCRIPT = """
+import signal
 import sys
 from pathlib import Path
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where a shell runs the tests in the background
 sys.path.insert(0, {tests!r})
 from test_tuning_session import LIMITS, FAKE, cell
 from fa3gen.tuning.journal import Journal
