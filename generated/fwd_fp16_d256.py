@@ -678,9 +678,9 @@ def attention(q, k, v, *, scale=None, out=None, return_lse=False):
         raise ValueError("q, k or v requires grad; this kernel is forward only: call it under torch.no_grad()")
     device = q.device
     num_sms, no_lse = launch_constants(device)
-    lse = torch.empty_like(sketch((batch, heads_q, seq_q), torch.float32, device)) if return_lse else no_lse
+    lse = torch.empty_like(prototype((batch, heads_q, seq_q), torch.float32, device)) if return_lse else no_lse
     if out is None:
-        out = torch.empty_like(q if q.is_contiguous() else sketch(q.shape, TORCH_DTYPE, device))
+        out = torch.empty_like(q if q.is_contiguous() else prototype(q.shape, TORCH_DTYPE, device))
     if not (batch and seq_q and heads_q and seq_k):  # nothing to launch, and the compiled function checks nothing
         for name, x, like in (("q", q, q), ("k", k, k), ("v", v, k), ("out", out, q)):
             needed = (batch, *like.shape[1:-1], HEAD_DIM), TORCH_DTYPE, device
@@ -694,8 +694,8 @@ def attention(q, k, v, *, scale=None, out=None, return_lse=False):
 
 
 @functools.lru_cache
-def sketch(shape, dtype, device):
-    """A contiguous tensor that has no memory, for torch.empty_like, which takes half the time of torch.empty."""
+def prototype(shape, dtype, device):
+    """A contiguous tensor without memory, for torch.empty_like: that takes half the time of torch.empty."""
     tensor = torch.empty(shape, dtype=dtype, device=device)
     tensor.untyped_storage().resize_(0)
     return tensor

@@ -372,7 +372,7 @@ def entry_points(stem: str) -> str:
     if not plans()[stem].tiles.persistent:
         return text[text.index("\ndef check_arguments(") :]
     checks, called = text.index("# What the compiled function lets pass"), text.index("    device = q.device")
-    return text[checks:called] + text[text.index("\ndef sketch(") :]
+    return text[checks:called] + text[text.index("\ndef prototype(") :]
 
 
 def test_all_modules_check_alike() -> None:

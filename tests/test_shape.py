@@ -331,7 +331,7 @@ PING_PONG = r"TURN_|_turn\b|multiply in turn"
 OVERLAP = r"wait_group\(1\)|rescale_output|k_drain|v_drain"
 SINGLE_TILE = r"OUTPUT_BARRIER|CONSUMER_THREADS|where Q was|over Q\b|check_device|check_tensor"
 PERSISTENT = (
-    r"[pP]ersistent|num_tiles|num_sms|num_ctas|launch_constants|sketch\b|no_lse"
+    r"[pP]ersistent|num_tiles|num_sms|num_ctas|launch_constants|prototype\b|no_lse"
     r"|tile_coordinates\(tile|Q_STAGES|[qQ]_ring|multiply\("
 )
 DYNAMIC = r"\bcounter\b|TILE_SLOTS|tile_ring|draw|hear_tile|KEYS_IN_L2|atomic|tile_drain"
