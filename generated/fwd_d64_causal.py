@@ -786,9 +786,9 @@ def launch_constants(device):
 def tile_counter(device):
     """A zero, and again a zero after the launch, for all launches of a stream, which run one after the other."""
     stream = torch._C._cuda_getCurrentRawStream(device.index)  # torch.cuda.current_stream takes longer
-    if stream and torch.cuda.is_current_stream_capturing():  # 0, the default stream, cannot be captured
-        return torch.zeros(1, dtype=torch.int32, device=device)  # its own: a graph may run on any stream, beside others
-    return stream_counter(device, stream)
+    # A graph gets its own, since it may run on any stream, beside others. Stream 0, the default one, is never captured.
+    make = stream_counter.__wrapped__ if stream and torch.cuda.is_current_stream_capturing() else stream_counter
+    return make(device, stream)
 
 
 @functools.cache
