@@ -9,11 +9,11 @@ the same and have fake implementations.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ParamSpec, Protocol, cast
 
 import torch
-from torch._C import _len_torch_dispatch_stack
-from torch._C._functorch import peek_interpreter_stack
+from torch._C import _are_functorch_transforms_active, _len_torch_dispatch_stack
+from torch.compiler import is_dynamo_compiling
 
 from fa3gen import dispatch
 from fa3gen.dispatch import ArgumentError, Choice, Family
@@ -35,85 +35,102 @@ _NO_LIMIT = 2**63
 _stretches: dict[tuple[Any, ...], list[tuple[int, int, Callable[..., Any]]]] = {}
 
 
-class Attention:
-    """The type of `fa3gen.attention`."""
-
-    def __call__(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        *,
-        causal: bool = False,
-        window: Window = None,
-        scale: float | None = None,
-        out: torch.Tensor | None = None,
-        return_lse: bool = False,
-    ) -> Any:
-        """O = softmax(scale Q K^T) V on a Hopper GPU, by the fastest generated module, on torch's current stream.
-
-        The first call for a dtype, head dims and mask reads the dispatch table and imports the module; the first
-        launch loads the kernel from the compile cache, or compiles it. Make that call before capturing a CUDA graph.
-
-        Args:
-            q: (batch, seq_q, heads_q, d), bfloat16 or float16. Any strides with a contiguous last dimension and
-                16-byte aligned rows, here and below.
-            k: (batch, seq_k, heads_kv, d), heads_q a multiple of heads_kv (GQA, MQA).
-            v: (batch, seq_k, heads_kv, d_v).
-            causal: Query i sees keys j <= i + seq_k - seq_q.
-            window: (left, right), how many keys a query sees left and right of its diagonal; with `causal`, none on
-                the right. A window is compiled in: `fa3gen new` makes a module for another one.
-            scale: Factor of the scores, finite and positive; 1 / sqrt(d) by default.
-            out: (batch, seq_q, heads_q, d_v) to write O to; a new contiguous tensor by default.
-            return_lse: Return (O, LSE), LSE the natural logarithm of each row's sum of exponentials,
-                (batch, heads_q, seq_q) float32.
-
-        Returns:
-            O, (batch, seq_q, heads_q, d_v); with return_lse, (O, LSE). A row with no visible key has O = 0, LSE = -inf.
-
-        Raises:
-            NoKernel: No module computes this, or none was measured; the message says what to do. A UserError.
-            TypeError, ValueError: An argument is of another type, dtype, device, shape, stride or alignment; or one
-                requires grad in grad mode, since this is forward only.
-        """
-        if torch.compiler.is_compiling():
-            return _by_operator(q, k, v, causal, window, scale, out, return_lse)
-        if window is not None and type(window) is not tuple:
-            dispatch.mask_of(causal, window)  # which says what a window has to be
-            window = tuple(window)
-        if not _plain(q, k, v) or peek_interpreter_stack() is not None:
-            _asked(q, k, v, causal, window)  # its messages are better than those of an operator's schema
-            return _by_operator(q, k, v, causal, window, scale, out, return_lse)
-        serving = _serving(q, k, v, causal, window, return_lse)
-        return serving(q, k, v, scale=scale, out=out, return_lse=return_lse)
-
-    def explain(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        *,
-        causal: bool = False,
-        window: Window = None,
-        scale: float | None = None,
-        out: torch.Tensor | None = None,
-        return_lse: bool = False,
-    ) -> Choice:
-        """Which module `fa3gen.attention` takes for these arguments, and why; `print` it.
-
-        Looks at dtypes and shapes only: tensors on any device will do, "meta" too, and no GPU is needed. Raises as
-        `fa3gen.attention` where no module is found.
-        """
-        family, keys = _asked(q, k, v, causal, window)
-        return dispatch.choose(family, keys, lse=return_lse, workspace=Workspace.find())
+P = ParamSpec("P")
 
 
-attention = Attention()
+class Explained(Protocol[P]):
+    """A function whose `explain` takes the same arguments and says which module serves them."""
+
+    explain: Callable[P, Choice]
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Any:
+        """Call the function."""
 
 
-def _plain(q: Any, k: Any, v: Any) -> bool:
-    """Whether these are tensors on a GPU that nobody watches, so that nothing is lost by leaving the dispatcher out."""
-    return type(q) is type(k) is type(v) is torch.Tensor and q.is_cuda and _len_torch_dispatch_stack() == 0
+def _explained_by(explain: Callable[P, Choice]) -> Callable[[Callable[P, Any]], Explained[P]]:
+    """Decorate a function with its `explain`. It stays a function: the call of an object first packs its keywords."""
+
+    def decorate(function: Callable[P, Any]) -> Explained[P]:
+        explained = cast(Explained[P], function)
+        explained.explain = explain
+        return explained
+
+    return decorate
+
+
+def _explain(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: bool = False,
+    window: Window = None,
+    scale: float | None = None,
+    out: torch.Tensor | None = None,
+    return_lse: bool = False,
+) -> Choice:
+    """Which module `fa3gen.attention` takes for these arguments, and why; `print` it.
+
+    Looks at dtypes and shapes only: tensors on any device will do, "meta" too, and no GPU is needed. Raises as
+    `fa3gen.attention` where no module is found.
+    """
+    family, keys = _asked(q, k, v, causal, window)
+    return dispatch.choose(family, keys, lse=return_lse, workspace=Workspace.find())
+
+
+@_explained_by(_explain)
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: bool = False,
+    window: Window = None,
+    scale: float | None = None,
+    out: torch.Tensor | None = None,
+    return_lse: bool = False,
+) -> Any:
+    """O = softmax(scale Q K^T) V on a Hopper GPU, by the fastest generated module, on torch's current stream.
+
+    The first call for a dtype, head dims and mask reads the dispatch table and imports the module; the first
+    launch loads the kernel from the compile cache, or compiles it. Make that call before capturing a CUDA graph.
+
+    Args:
+        q: (batch, seq_q, heads_q, d), bfloat16 or float16. Any strides with a contiguous last dimension and
+            16-byte aligned rows, here and below.
+        k: (batch, seq_k, heads_kv, d), heads_q a multiple of heads_kv (GQA, MQA).
+        v: (batch, seq_k, heads_kv, d_v).
+        causal: Query i sees keys j <= i + seq_k - seq_q.
+        window: (left, right), how many keys a query sees left and right of its diagonal; with `causal`, none on
+            the right. A window is compiled in: `fa3gen new` makes a module for another one.
+        scale: Factor of the scores, finite and positive; 1 / sqrt(d) by default.
+        out: (batch, seq_q, heads_q, d_v) to write O to; a new contiguous tensor by default.
+        return_lse: Return (O, LSE), LSE the natural logarithm of each row's sum of exponentials,
+            (batch, heads_q, seq_q) float32.
+
+    Returns:
+        O, (batch, seq_q, heads_q, d_v); with return_lse, (O, LSE). A row with no visible key has O = 0, LSE = -inf.
+
+    Raises:
+        NoKernel: No module computes this, or none was measured; the message says what to do. A UserError.
+        TypeError, ValueError: An argument is of another type, dtype, device, shape, stride or alignment; or one
+            requires grad in grad mode, since this is forward only.
+    """
+    if is_dynamo_compiling():
+        return _by_operator(q, k, v, causal, window, scale, out, return_lse)
+    if window is not None and type(window) is not tuple:
+        dispatch.mask_of(causal, window)  # which says what a window has to be
+        window = tuple(window)
+    # Tensors on a GPU that nobody watches? Then nothing is lost by leaving the dispatcher out.
+    if (
+        not (type(q) is type(k) is type(v) is torch.Tensor and q.is_cuda)
+        or _len_torch_dispatch_stack()
+        or _are_functorch_transforms_active()
+    ):
+        _asked(q, k, v, causal, window)  # its messages are better than those of an operator's schema
+        return _by_operator(q, k, v, causal, window, scale, out, return_lse)
+    serving = _serving(q, k, v, causal, window, return_lse)
+    return serving(q, k, v, scale=scale, out=out, return_lse=return_lse)
 
 
 def _asked(q: Any, k: Any, v: Any, causal: bool, window: Window) -> tuple[Family, int]:

@@ -404,9 +404,9 @@ def _entry(spec: Spec) -> EntryPlan:
     heads = f"a multiple of {pack} x heads_kv" if pack > 1 else "a multiple of heads_kv (GQA, MQA)"
     arguments = ("q", "k", "v", "out", *lse, *scores, scale)
     if footprint.persistent(spec):
-        counter = ["tile_counter(q.device)"] * (spec.scheduler == "dynamic")
-        # The SMs before the counter: counting them says what is wrong with another device.
-        arguments = ("q", "k", "v", "o", *lse, "num_sms", *counter, "scale or HEAD_DIM**-0.5")
+        counter = ["tile_counter(device)"] * (spec.scheduler == "dynamic")
+        # A number, which Python computes once: `scale or` is shorter than `if scale is None`, and 0 is refused before.
+        arguments = ("q", "k", "v", "out", *lse, "num_sms", *counter, f"scale or {spec.problem.head_dim}**-0.5")
     return EntryPlan(arguments, phrase, like, heads)
 
 

@@ -144,7 +144,7 @@ def launch(q, k, v, out, lse, num_sms: cutlass.Int32, counter, scale: cutlass.Fl
     # The B operand of O = P V is V transposed, (N, K) = (HEAD_DIM, keys): a matter of mode order, no data moves.
     mVt = cute.make_tensor(v.iterator, cute.select(v.layout, mode=[3, 1, 2, 0]))  # (HEAD_DIM, seq_k, heads_kv, batch)
     mO = cute.make_tensor(out.iterator, cute.select(out.layout, mode=[1, 3, 2, 0]))  # like mQ, HEAD_DIM columns
-    mLSE = cute.make_tensor(lse.iterator, cute.select(lse.layout, mode=[2, 1, 0]))  # (seq_q or 0, heads_q, batch)
+    mLSE = cute.make_tensor(lse.iterator, cute.select(lse.layout, mode=[2, 1, 0]))  # (seq_q, heads_q, batch)
     layouts = [cute.select(layout, mode=[0, 1]) for layout in smem_layouts()]  # of one stage
     tma_load = cpasync.CopyBulkTensorTileG2SOp()
     tma_Q, mQ = cpasync.make_tiled_tma_atom(tma_load, mQ, layouts[0], (TILE_M, HEAD_DIM))
@@ -704,8 +704,8 @@ def compile_for_sm90a(options: str = "--enable-tvm-ffi"):
         return cute.runtime.make_fake_tensor(DTYPE, (batch, seq, heads, head_dim), strides, assumed_align=16)
 
     qkv = fake(seq_q, heads_q, HEAD_DIM), fake(seq_k, heads_kv, HEAD_DIM), fake(seq_k, heads_kv, HEAD_DIM)
-    lse_layout = (batch, heads_q, cute.sym_int()), (cute.sym_int64(), cute.sym_int64(), 1)  # seq_q rows, or none
-    lse = cute.runtime.make_fake_tensor(cutlass.Float32, *lse_layout, assumed_align=4)
+    lse_layout = (cute.sym_int(), cute.sym_int(), cute.sym_int()), (cute.sym_int64(), cute.sym_int64(), 1)
+    lse = cute.runtime.make_fake_tensor(cutlass.Float32, *lse_layout, assumed_align=4)  # (1, 1, 0) when not asked for
     counter = cute.runtime.make_fake_tensor(cutlass.Int32, (1,), (1,), assumed_align=4)
     others = fake(seq_q, heads_q, HEAD_DIM), lse, cutlass.Int32(1), counter, cutlass.Float32(1.0)
     stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream="--enable-tvm-ffi" in options)
@@ -728,68 +728,67 @@ def attention(q, k, v, *, scale=None, out=None, return_lse=False):
     Raises:
         TypeError, ValueError: An argument is of another type, dtype, device, shape, stride or alignment.
     """
-    batch, seq_q, heads_q, seq_k = check_arguments(q, k, v, scale, out)
-    o = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
-    lse = lse_like(batch, heads_q, seq_q if return_lse else 0, q.device)
-    lse = torch.empty_like(lse, memory_format=torch.contiguous_format) if return_lse else lse
-    if batch * seq_q * heads_q * seq_k == 0:  # nothing to launch, and the compiled function checks nothing
-        for name, x, like in (("q", q, q), ("k", k, k), ("v", v, k), ("out", o, q)):
-            needed = (batch, *like.shape[1:-1], HEAD_DIM), TORCH_DTYPE, q.device
-            if (shape_of(name, x), x.dtype, x.device) != needed:
-                raise ValueError(f"{name} is {tuple(x.shape)}, {x.dtype} on {x.device}; it needs to be {needed}")
-        o.zero_()
-        lse.fill_(-math.inf)
-    else:
-        num_sms = sm_count(q.device)
-        compile_for_sm90a()(q, k, v, o, lse, num_sms, tile_counter(q.device), scale or HEAD_DIM**-0.5)
-    return (o, lse) if return_lse else o
-
-
-@functools.lru_cache
-def lse_like(batch, heads_q, rows, device):
-    """What LSE looks like, in the memory of one head. With no rows it is one: the kernel writes the rows there are."""
-    return torch.empty((1, 1, rows), dtype=torch.float32, device=device).expand(batch, heads_q, rows)
-
-
-def check_arguments(q, k, v, scale, out):
-    """Return (batch, seq_q, heads_q, seq_k); raise for what the compiled function lets pass: it names other faults."""
-    (batch, seq_q, heads_q, _), (_, seq_k, heads_kv, _), _ = shape_of("q", q), shape_of("k", k), shape_of("v", v)
-    if heads_q > 0 and (heads_kv == 0 or heads_q % heads_kv != 0):
+    # What the compiled function lets pass; it names other faults.
+    try:
+        (batch, seq_q, heads_q, _), (_, seq_k, heads_kv, _), _ = q.shape, k.shape, v.dim()
+        out_strides = () if out is None else out.stride()
+    except (AttributeError, TypeError, ValueError):
+        for name, x in (("q", q), ("k", k), ("v", v), ("out", out)):
+            if not isinstance(x, torch.Tensor):
+                raise TypeError(f"{name} is a {type(x).__name__}; it needs to be a torch.Tensor") from None
+            if x.ndim != 4:
+                needed = "it needs to be (batch, seq, heads, head_dim)"
+                raise ValueError(f"{name} has shape {tuple(x.shape)}; {needed}") from None
+    if heads_q and (not heads_kv or heads_q % heads_kv):
         raise ValueError(f"q has {heads_q} heads and k has {heads_kv}; heads of q must be a multiple of those of k")
-    if out is not None and any(stride == 0 and size > 1 for size, stride in zip(shape_of("out", out), out.stride())):
-        raise ValueError(f"out has strides {out.stride()}: several elements share one address; pass out.contiguous()")
+    if 0 in out_strides and any(stride == 0 and size > 1 for size, stride in zip(out.shape, out_strides)):
+        raise ValueError(f"out has strides {out_strides}: several elements share one address; pass out.contiguous()")
     if scale is not None and not (isinstance(scale, (int, float)) and 0.0 < scale < math.inf):
         raise ValueError(f"scale is {scale!r}; it needs to be a finite and positive number")
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         raise ValueError("q, k or v requires grad; this kernel is forward only: call it under torch.no_grad()")
-    return batch, seq_q, heads_q, seq_k
+    device = q.device
+    num_sms, no_lse = launch_constants(device)
+    lse = torch.empty_like(prototype((batch, heads_q, seq_q), torch.float32, device)) if return_lse else no_lse
+    if out is None:
+        out = torch.empty_like(q if q.is_contiguous() else prototype(q.shape, TORCH_DTYPE, device))
+    if not (batch and seq_q and heads_q and seq_k):  # nothing to launch, and the compiled function checks nothing
+        for name, x, like in (("q", q, q), ("k", k, k), ("v", v, k), ("out", out, q)):
+            needed = (batch, *like.shape[1:-1], HEAD_DIM), TORCH_DTYPE, device
+            if (x.shape, x.dtype, x.device) != needed:
+                raise ValueError(f"{name} is {tuple(x.shape)}, {x.dtype} on {x.device}; it needs to be {needed}")
+        out.zero_()
+        lse.fill_(-math.inf)
+    else:
+        compile_for_sm90a()(q, k, v, out, lse, num_sms, tile_counter(device), scale or 64**-0.5)
+    return (out, lse) if return_lse else out
 
 
-def shape_of(name, x):
-    """The shape of a tensor; raise when it is none, or not (batch, seq, heads, head_dim)."""
-    if not isinstance(x, torch.Tensor):
-        raise TypeError(f"{name} is a {type(x).__name__}; it needs to be a torch.Tensor")
-    if x.ndim != 4:
-        raise ValueError(f"{name} has shape {tuple(x.shape)}; it needs to be (batch, seq, heads, head_dim)")
-    return x.shape
+@functools.lru_cache
+def prototype(shape, dtype, device):
+    """A contiguous tensor without memory, for torch.empty_like: that takes half the time of torch.empty."""
+    tensor = torch.empty(shape, dtype=dtype, device=device)
+    tensor.untyped_storage().resize_(0)
+    return tensor
 
 
 @functools.cache
-def sm_count(device):
-    """Number of SMs of a Hopper GPU (compute capability 9.0: H100, H200, GH200), each of which gets one CTA."""
+def launch_constants(device):
+    """SMs of a Hopper GPU (H100, H200, GH200), each of which gets one CTA, and an LSE for calls that ask for none."""
     if device.type != "cuda":
         raise ValueError(f"q is on {device}; it needs to be on a Hopper GPU")
     gpu = torch.cuda.get_device_properties(device)
     if (gpu.major, gpu.minor) != (9, 0):
         raise ValueError(f"q is on a GPU of compute capability {gpu.major}.{gpu.minor}; it needs 9.0 (H100, H200)")
-    return gpu.multi_processor_count
+    return gpu.multi_processor_count, torch.empty((1, 1, 0), dtype=torch.float32, device=device)
 
 
 def tile_counter(device):
     """A zero, and again a zero after the launch, for all launches of a stream, which run one after the other."""
-    if torch.cuda.is_current_stream_capturing():
-        return torch.zeros(1, dtype=torch.int32, device=device)  # its own: a graph may run on any stream, beside others
-    return stream_counter(device, torch._C._cuda_getCurrentRawStream(device.index))  # current_stream takes longer
+    stream = torch._C._cuda_getCurrentRawStream(device.index)  # torch.cuda.current_stream takes longer
+    # A graph gets its own, since it may run on any stream, beside others. Stream 0, the default one, is never captured.
+    make = stream_counter.__wrapped__ if stream and torch.cuda.is_current_stream_capturing() else stream_counter
+    return make(device, stream)
 
 
 @functools.cache

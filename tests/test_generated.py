@@ -367,9 +367,12 @@ def test_a_module_without_lse(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def entry_points(stem: str) -> str:
-    """The argument checks, from `check_arguments` on."""
+    """The argument checks and what follows them; those of persistent modules stand in `attention` itself."""
     text = source(stem)
-    return text[text.index("\ndef check_arguments(") :]
+    if not plans()[stem].tiles.persistent:
+        return text[text.index("\ndef check_arguments(") :]
+    checks, called = text.index("# What the compiled function lets pass"), text.index("    device = q.device")
+    return text[checks:called] + text[text.index("\ndef prototype(") :]
 
 
 def test_all_modules_check_alike() -> None:
@@ -430,7 +433,7 @@ def load_persistent(stem: str, monkeypatch: pytest.MonkeyPatch, launch: Any) -> 
     """A persistent module on a machine where every device passes for a Hopper GPU with SMS SMs."""
     monkeypatch.chdir(ROOT)
     module = fa3gen.load(stem)
-    monkeypatch.setattr(module, "sm_count", lambda device: SMS)
+    monkeypatch.setattr(module, "launch_constants", lambda device: (SMS, torch.empty(1, 1, 0)))
     monkeypatch.setattr(module, "tile_counter", lambda device: torch.zeros(1, dtype=torch.int32), raising=False)
     monkeypatch.setattr(module, "compile_for_sm90a", launch)
     return module
@@ -475,15 +478,22 @@ def test_wrong_arguments_of_a_persistent_module(
 
 
 @pytest.mark.parametrize("changes", RIGHT)
-def test_right_arguments_pass_a_persistent_module(persistent: ModuleType, changes: dict[str, Any]) -> None:
-    given = arguments(**changes)
-    persistent.check_arguments(given["q"], given["k"], given["v"], given.get("scale"), given.get("out"))
+def test_right_arguments_pass_a_persistent_module(
+    persistent: ModuleType, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launch = Launch()
+    monkeypatch.setattr(persistent, "compile_for_sm90a", lambda: launch)
+    assert persistent.attention(**arguments(**changes)) is launch.arguments[3]
+    assert changes.get("out", launch.arguments[3]) is launch.arguments[3]
 
 
-def test_grad_is_no_matter_to_a_persistent_module_without_autograd(persistent: ModuleType) -> None:
+def test_grad_is_no_matter_to_a_persistent_module_without_autograd(
+    persistent: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
     q, k, v = (argument.requires_grad_() for argument in arguments().values())
+    monkeypatch.setattr(persistent, "compile_for_sm90a", Launch)
     with torch.no_grad():
-        persistent.check_arguments(q, k, v, None, None)
+        assert not persistent.attention(q, k, v).requires_grad
 
 
 @pytest.mark.parametrize(("batch", "seq_q", "heads"), [(0, 5, 4), (2, 0, 4), (2, 5, 0)])
@@ -534,7 +544,9 @@ def test_launch_of_a_persistent_module(stem: str, return_lse: bool, monkeypatch:
     *counter, scale = launch.arguments[6:]
     assert inputs[0] is q and inputs[1] is k and inputs[2] is v
     assert (out.shape, out.dtype, out.is_contiguous()) == ((2, 5, 4, v_dim), q.dtype, True)
-    assert (lse.shape, lse.dtype) == ((2, 4, 5 if return_lse else 0), torch.float32)
+    # Without rows its other sizes are no matter: one tensor serves all calls that ask for none.
+    assert (lse.shape, lse.dtype) == ((2, 4, 5) if return_lse else (1, 1, 0), torch.float32)
+    assert lse.is_contiguous() and lse.untyped_storage().nbytes() == 4 * lse.numel()
     assert [(x.tolist(), x.dtype) for x in counter] == ([([0], torch.int32)] if stem == DYNAMIC else [])
     assert (scale, sms) == (dim**-0.5, SMS)
     assert (result[0] is out and result[1] is lse) if return_lse else result is out
@@ -555,6 +567,9 @@ def test_counters_of_streams_and_graphs(monkeypatch: pytest.MonkeyPatch) -> None
     capturing = True
     graphs = [module.tile_counter(device) for _ in range(2)]
     assert len({id(counter) for counter in (first, second, *graphs)}) == 4
+    stream = 0  # the default stream, which cannot be captured: nobody is asked
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", no_launch)
+    assert module.tile_counter(device) is module.tile_counter(device)
 
 
 def test_output_of_a_persistent_module(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -569,16 +584,18 @@ def test_output_of_a_persistent_module(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_sms_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    count = fa3gen.load(STATIC).sm_count.__wrapped__
+    constants = fa3gen.load(STATIC).launch_constants.__wrapped__
     gpus = {0: SimpleNamespace(major=9, minor=0, multi_processor_count=132), 1: SimpleNamespace(major=10, minor=3)}
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpus[device.index])
-    assert count(torch.device("cuda", 0)) == 132
+    monkeypatch.setattr(torch, "empty", lambda shape, dtype, device: (shape, dtype, device))
+    first = torch.device("cuda", 0)
+    assert constants(first) == (132, ((1, 1, 0), torch.float32, first))
     for device, message in {
         torch.device("cpu"): "q is on cpu; it needs to be on a Hopper GPU",
         torch.device("cuda", 1): "q is on a GPU of compute capability 10.3; it needs 9.0 (H100, H200)",
     }.items():
         with pytest.raises(ValueError) as caught:
-            count(device)
+            constants(device)
         assert str(caught.value) == message
 
 

@@ -68,8 +68,12 @@ def modules(monkeypatch: pytest.MonkeyPatch) -> Iterator[Modules]:
 @pytest.fixture
 def eager(modules: Modules, monkeypatch: pytest.MonkeyPatch) -> Modules:
     """As on a GPU: CPU tensors go the short way that leaves torch's dispatcher out."""
-    monkeypatch.setattr(ops, "_plain", lambda q, k, v: True)
+    pass_for_cuda(monkeypatch)
     return modules
+
+
+def pass_for_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True))
 
 
 def tensors(seq_q: int = 5, seq_k: int = 7, device: Any = None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -201,27 +205,35 @@ def test_meta_tensors(modules: Modules) -> None:
     assert call(*tensors(device="meta")).shape == (2, 5, 4, 64) and modules.calls == []
 
 
-def test_gpu_tensors_that_are_watched_do_not_go_the_short_way(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensors_that_are_watched_do_not_go_the_short_way(modules: Modules, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even on a GPU: modes, subclasses and functorch see an operator."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Watching(TorchDispatchMode):
-        pass
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return function(*args, **(kwargs or {}))
 
     class Subclass(torch.Tensor):
         pass
 
-    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True))
+    def operator(q: Any, k: Any, v: Any, *options: Any) -> Any:
+        seen.append(type(k))
+        return by_operator(q, k, v, *options)
+
+    seen: list[type] = []
+    by_operator = ops._by_operator
+    monkeypatch.setattr(ops, "_by_operator", operator)
     q, k, v = tensors()
-    assert ops._plain(q, k, v)
-    assert not ops._plain(q, k.as_subclass(Subclass), v) and not ops._plain(q, k, "v")
+    call(q, k, v)
+    assert seen == [torch.Tensor]  # on the CPU
+    pass_for_cuda(monkeypatch)
+    assert call(q, k, v).equal(expected(q, k, v)) and len(seen) == 1
     with Watching():
-        assert not ops._plain(q, k, v)
-
-
-def test_vmap_goes_through_the_operator(eager: Modules) -> None:
-    q, k, v = tensors()
-    found = torch.vmap(call)(q[None], k[None], v[None])
-    assert found[0].equal(expected(q, k, v))
+        assert call(q, k, v).equal(expected(q, k, v)) and len(seen) == 2
+    assert call(q, k.as_subclass(Subclass), v).equal(expected(q, k, v)) and seen[2:] == [Subclass]
+    assert torch.vmap(call)(q[None], k[None], v[None])[0].equal(expected(q, k, v)) and len(seen) == 4
+    with pytest.raises(TypeError, match="v is a str; it needs to be a torch.Tensor"):
+        call(q, k, "v")  # type: ignore[arg-type]
 
 
 # Errors

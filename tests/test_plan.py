@@ -122,9 +122,9 @@ def test_call_arguments() -> None:
     assert plan("k1_d128").entry.call_arguments == ("q", "k", "v", "out", "lse", "scores", scale)
     assert plan("k4_2_o_only_d128_causal").entry.call_arguments == ("q", "k", "v", "out", scale)
     # A persistent kernel needs to know the SMs; one that draws tiles, a counter.
-    assert plan("fwd_d128").entry.call_arguments == ("q", "k", "v", "o", "lse", "num_sms", "scale or HEAD_DIM**-0.5")
+    assert plan("fwd_d128").entry.call_arguments == ("q", "k", "v", "out", "lse", "num_sms", "scale or 128**-0.5")
     dynamic = plan("fwd_d128_causal").entry.call_arguments
-    assert dynamic == ("q", "k", "v", "o", "lse", "num_sms", "tile_counter(q.device)", "scale or HEAD_DIM**-0.5")
+    assert dynamic == ("q", "k", "v", "out", "lse", "num_sms", "tile_counter(device)", "scale or 128**-0.5")
 
 
 @pytest.mark.parametrize(

@@ -316,7 +316,7 @@ def test_accepted_specs_render(fields: Fields) -> None:
     module = ast.parse(text)
     assert format_module(text) == text
     defined = {node.name for node in module.body if isinstance(node, ast.FunctionDef)}
-    assert {"launch", "compile_for_sm90a", "attention", "check_arguments"} <= defined
+    assert {"launch", "compile_for_sm90a", "attention"} <= defined
     check_names(module)
     check_rings(module, make_plan(variant(spec)))
 

@@ -290,9 +290,8 @@ NUMBERS: dict[str, dict[int, str]] = {
     "consume": {3: "maximum, sum and factor of a row"},
     "compile_for_sm90a": {4: "alignment", 5: "symbols", 8: "divisibility", 16: "alignment"},
     "check_tensor": {3: "dimension", 4: "dimensions", 8: "elements in 16 bytes", 16: "alignment"},
-    "shape_of": {4: "dimensions"},
     "check_device": {9: "compute capability"},
-    "sm_count": {9: "compute capability"},
+    "launch_constants": {9: "compute capability"},
 }
 
 
@@ -304,7 +303,7 @@ def test_no_magic_numbers() -> None:
     """Every other integer has a name at the top; the default scale, HEAD_DIM**-0.5, shows the number itself."""
 
     def check(stem: str) -> list[str]:
-        scale = {"attention": {plans()[stem].problem.head_dim: "scale"}}
+        scale = {"attention": {plans()[stem].problem.head_dim: "scale", 4: "dimensions"}}
         found = []
         for node in tree(stem).body:
             if isinstance(node, Function | ast.ClassDef):
@@ -331,7 +330,10 @@ COOPERATIVE = r"\bWARPGROUPS\b|sync_threads.*(Q|complete)|warp 0 refills"
 PING_PONG = r"TURN_|_turn\b|multiply in turn"
 OVERLAP = r"wait_group\(1\)|rescale_output|k_drain|v_drain"
 SINGLE_TILE = r"OUTPUT_BARRIER|CONSUMER_THREADS|where Q was|over Q\b|check_device|check_tensor"
-PERSISTENT = r"[pP]ersistent|num_tiles|num_sms|num_ctas|sm_count|tile_coordinates\(tile|Q_STAGES|[qQ]_ring|multiply\("
+PERSISTENT = (
+    r"[pP]ersistent|num_tiles|num_sms|num_ctas|launch_constants|prototype\b|no_lse"
+    r"|tile_coordinates\(tile|Q_STAGES|[qQ]_ring|multiply\("
+)
 DYNAMIC = r"\bcounter\b|TILE_SLOTS|tile_ring|draw|hear_tile|KEYS_IN_L2|atomic|tile_drain"
 STATIC = r"num_ctas(?!, _, _ = cute\.arch\.grid_dim| \+ cute\.arch\.shuffle_sync)|dealt out"
 FLATTENED = r"\bmore\b(?! than)|q_stage\b|k_stage\b|works through the"

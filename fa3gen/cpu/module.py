@@ -1,7 +1,7 @@
 """A generated module whose `attention` takes CPU tensors: its own Python and host code, its own PTX, a modelled sm_90a.
 
 The file stays as it is. Some of its functions are replaced in a module object of its own: `check_device`, which asks
-for a Hopper GPU, `compile_for_sm90a`, whose result launches on one, and in persistent kernels `sm_count`.
+for a Hopper GPU, `compile_for_sm90a`, whose result launches on one, and in persistent kernels `launch_constants`.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ class CpuModel:
         self.settings = Settings()
         self.counter: torch.Tensor | None = None
 
-    def sm_count(self, device: Any) -> int:
-        """The SMs of the settings, for tensors of this process.
+    def launch_constants(self, device: Any) -> tuple[int, torch.Tensor]:
+        """The SMs of the settings and an LSE of no rows, for tensors of this process.
 
         Raises NotOnCpu for others.
         """
         _require_cpu("q", device)
-        return self.settings.sms
+        return self.settings.sms, torch.empty((1, 1, 0), dtype=torch.float32)
 
     def tile_counter(self, device: Any) -> torch.Tensor:
         """A zero for each launch; kept as `counter`, so that a test can see what the launch leaves in it."""
@@ -95,8 +95,8 @@ def load_on_cpu(path: Path) -> ModuleType:
         _require_cpu(name, device)
 
     module.compile_for_sm90a, module.check_device, module.cpu = compile_for_sm90a, check_device, model
-    if hasattr(module, "sm_count"):
-        module.sm_count = model.sm_count
+    if hasattr(module, "launch_constants"):
+        module.launch_constants = model.launch_constants
     if hasattr(module, "tile_counter"):
         module.tile_counter = model.tile_counter
     return module  # type: ignore[no-any-return]

@@ -122,9 +122,8 @@ def attention(kernel: CpuKernel, variant: Variant, q: torch.Tensor, k: torch.Ten
         "k": k,
         "v": v,
         "out": out,
-        "o": out,  # as persistent modules call it
         "num_sms": kernel.settings.sms,
-        "tile_counter(q.device)": torch.zeros(1, dtype=torch.int32),
+        "tile_counter(device)": torch.zeros(1, dtype=torch.int32),
         "lse": torch.full((batch, heads_q, seq_q), math.nan),
     }
     lse = given["lse"]

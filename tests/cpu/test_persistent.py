@@ -79,7 +79,7 @@ def recorded(stem: str) -> RecordedProgram:
 def test_there_are_as_many_ctas_as_sms_or_as_tiles(stem: str, sms: int, grid: int) -> None:
     q, k, v = tensors(TILE_M[stem] + 1, 20)
     counter = [torch.zeros(1, dtype=torch.int32)] if stem == DYNAMIC else []
-    lse = torch.empty(1, 4, 0)
+    lse = torch.empty(1, 1, 0)
     launched, _ = recorded(stem).launch(q, k, v, torch.empty_like(q), lse, sms, *counter, 0.125)
     assert (launched.grid, launched.block) == ((grid, 1, 1), (32 * WARPS[stem], 1, 1))
 
@@ -87,7 +87,7 @@ def test_there_are_as_many_ctas_as_sms_or_as_tiles(stem: str, sms: int, grid: in
 def test_a_launch_leaves_its_counter_as_it_was() -> None:
     """At zero, for the next launch of the stream, whoever draws last; two launches with one counter are right."""
     q, k, v = tensors(TILE_M[DYNAMIC] + 1, 20)
-    counter, lse = torch.zeros(1, dtype=torch.int32), torch.empty(1, 4, 0)
+    counter, lse = torch.zeros(1, dtype=torch.int32), torch.empty(1, 1, 0)
     expected, _ = outputs(DYNAMIC, Settings(), (q, k, v))
     for sms in (1, 3, 20):
         o = torch.full_like(q, math.nan)
@@ -100,7 +100,7 @@ def test_the_counter_says_which_tiles_are_left() -> None:
     q, k, v = tensors(TILE_M[DYNAMIC] + 1, 20)
     o, counter = torch.full_like(q, math.nan), torch.tensor([5], dtype=torch.int32)
     module(DYNAMIC).cpu.settings = Settings()
-    module(DYNAMIC).compile_for_sm90a()(q, k, v, o, torch.empty(1, 4, 0), 1, counter, 0.125)
+    module(DYNAMIC).compile_for_sm90a()(q, k, v, o, torch.empty(1, 1, 0), 1, counter, 0.125)
     written = o.isfinite().all(-1)[0]  # (seq_q, heads)
     tiles = [(row, head) for row in (0, TILE_M[DYNAMIC]) for head in range(4) if written[row, head]]
     # Numbers 0 to 3 are the last rows of the heads, 4 to 7 their first rows.
@@ -200,8 +200,10 @@ REFUSED: dict[str, tuple[dict[str, torch.Tensor], str, str]] = {
         "to be divisible by 8",
     ),
     "2 bytes too far": ({"k": SHIFTED}, "Misaligned Tensor data on argument #1", "data alignment=16 bytes"),
+    "dimensions of v": ({"v": zeros(7, 1)[0]}, "Mismatched Tensor on argument #2", "ndim=4"),
     "rows of out": ({"out": zeros(6, 2)}, "Mismatched out.shape[1] on argument #3", "to match q.shape[1]"),
     "heads of out": ({"out": zeros(5, 1)}, "Mismatched out.shape[2] on argument #3", "to match q.shape[2]"),
+    "dimensions of out": ({"out": zeros(5, 2)[0]}, "Mismatched Tensor on argument #3", "ndim=4"),
     "dtype of out": ({"out": zeros(5, 2, dtype=torch.float32)}, "Mismatched Tensor on argument #3", "dtype=bfloat16"),
 }
 

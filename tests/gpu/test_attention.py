@@ -156,6 +156,15 @@ def test_cuda_graph(call: Call, hopper: Any) -> None:
         assert out.equal(wanted) and lse.equal(wanted_lse)
 
 
+def test_the_default_stream_cannot_be_captured(hopper: Any) -> None:
+    """So launches on it are not asked whether they are captured, which takes as long as all other checks."""
+    with torch.cuda.device(hopper):
+        assert torch.cuda.default_stream().cuda_stream == 0
+        with pytest.raises(RuntimeError, match="non-default stream"):
+            torch.cuda.CUDAGraph().capture_begin()
+        assert not torch.cuda.is_current_stream_capturing()
+
+
 @EVERY
 def test_the_host_never_waits(call: Call, hopper: Any) -> None:
     tensors = call.tensors(hopper)
