@@ -70,6 +70,11 @@ def persistent(spec: Spec) -> bool:
     return spec.scheduler != "single_tile"
 
 
+def splits_tail(spec: Spec) -> bool:
+    """Whether the tiles of the last wave, which does not fill the GPU, are dealt out by tiles of keys."""
+    return spec.scheduler == "stream_k"
+
+
 def flattened(spec: Spec) -> bool:
     """Whether the first Q K^T of a tile of queries is issued with the last P V of the one before: Q has to be there."""
     return persistent(spec) and isinstance(spec.load, TmaLoad) and spec.load.q_stages > 1

@@ -247,6 +247,8 @@ def _tiles_sentence(spec: Spec) -> str:
     """Which tiles of queries a CTA takes."""
     if spec.scheduler == "dynamic":
         return "a CTA per SM; each draws its next tile from a counter: longest first, a few heads at a time"
+    if spec.scheduler == "stream_k":
+        return "a CTA per SM; tiles are dealt out in turn, the last wave in equal shares of tiles of keys (Stream-K)"
     return "a CTA per SM; tiles are dealt out in turn, those of a head next to each other"
 
 
@@ -446,6 +448,8 @@ def _consumer_timeline(spec: Spec) -> list[tuple[str, ...]]:
     pass_turn = [("arrive TURN_BARRIER", "it is the next warpgroup's turn")] * ping_pong
     mask = ("mask", "boundary tiles only")
     only_then = "" if spec.softmax.rescale_above is None else ", if it has grown much"
+    first = spec.softmax.exp_before_wait
+    held_back = "" if first is None else f"; not before {first} exponentials of each thread"
     if overlap:
         masks = [] if isinstance(spec.mask, NoMask) else [mask]
         steps = [
@@ -459,7 +463,7 @@ def _consumer_timeline(spec: Spec) -> list[tuple[str, ...]]:
             ("arrive k_empty", "K's stage is free"),
             *masks,
             ("softmax", "P = 2^(S - max) and sums"),
-            ("wait_group 0", "O is there"),
+            ("wait_group 0", f"O is there{held_back}"),
             ("arrive v_empty", "V's stage is free"),
             ("rescale", f"O to the new maximum{only_then}; P is rounded"),
         ]

@@ -24,6 +24,9 @@ from fa3gen.spec import (
 )
 from fa3gen.specfile import Variant
 
+# Steps that splitting the last wave has to save: handing over and merging parts of O takes about as long.
+STEPS_SAVED = 4
+
 
 @dataclass(frozen=True)
 class ProblemPlan:
@@ -69,7 +72,8 @@ class WalkPlan:
     """What the roles of a specialised kernel are told of the tiles of keys to visit, and what comes back: names.
 
     `row_results` says in words what a consumer returns of each row. All are empty without roles. In a persistent kernel
-    the roles walk by themselves: there are `consume_arguments`, all of them, and `turn_argument`, which follows others.
+    the roles walk by themselves: there are `consume_arguments`, all of them, and `turn_argument`, which follows others;
+    `extent_argument` says how much work there is.
     """
 
     producer_argument: str = ""
@@ -79,6 +83,8 @@ class WalkPlan:
     launch_arguments: tuple[str, ...] = ()
     kernel_arguments: tuple[str, ...] = ()
     consume_arguments: tuple[str, ...] = ()
+    extent_argument: str = ""
+    extent_parameter: str = ""
     turn_argument: str = ""
     last_product: str = ""
 
@@ -125,18 +131,27 @@ class HandoffPlan:
 
 @dataclass(frozen=True)
 class TilesPlan:
-    """How tiles of queries are given to CTAs."""
+    """How tiles of queries are given to CTAs.
+
+    `split`: the last wave of tiles is dealt out by tiles of keys, where that saves at least `steps_saved` of them.
+    """
 
     persistent: bool
     dynamic: bool
+    split: bool = False
+    steps_saved: int = STEPS_SAVED
 
 
 @dataclass(frozen=True)
 class SoftmaxPlan:
-    """Whether O is rescaled only now and then: when a maximum has grown by more than 2^rescale_above."""
+    """Whether O is rescaled only now and then: when a maximum has grown by more than 2^rescale_above.
+
+    `exp_before_wait`: exponentials of a thread that stay before the wait for P V, 0 for as many as ptxas likes.
+    """
 
     lazy: bool
     rescale_above: int
+    exp_before_wait: int = 0
 
 
 @dataclass(frozen=True)
@@ -242,8 +257,8 @@ def make_plan(variant: Variant) -> Plan:
         pv=_product(spec.pv, spec.problem.v_dim, spec.tile.kv),
         p=HandoffPlan(spec.handoff.through),
         schedule=_schedule(spec),
-        tiles=TilesPlan(footprint.persistent(spec), spec.scheduler == "dynamic"),
-        softmax=SoftmaxPlan(spec.softmax.rescale_above is not None, spec.softmax.rescale_above or 0),
+        tiles=_tiles(spec),
+        softmax=_softmax(spec),
         output=_output(spec),
         lse=spec.outputs.lse,
         imports=_imports(spec),
@@ -310,16 +325,20 @@ def _walk(spec: Spec) -> WalkPlan:
 
 def _persistent_walk(spec: Spec) -> WalkPlan:
     buffered, dynamic = spec.outputs.o == "own_buffer", spec.scheduler == "dynamic"
+    parts = ["flags", "parts"] * footprint.splits_tail(spec)
+    extent = "tail" if footprint.splits_tail(spec) else "num_tiles"
     return WalkPlan(
-        launch_arguments=("q", "k", "v", "out", "lse", "num_sms: cutlass.Int32", *["counter"] * dynamic),
+        launch_arguments=("q", "k", "v", "out", "lse", "num_sms: cutlass.Int32", *["counter"] * dynamic, *parts),
         kernel_arguments=(
-            *("mQ", "mK", "mVt", "mO", "mLSE", *["counter"] * dynamic),
+            *("mQ", "mK", "mVt", "mO", "mLSE", *["counter"] * dynamic, *parts),
             *("tma_Q", "tma_K", "tma_V", *["tma_O"] * buffered),
         ),
         consume_arguments=(
-            *(*["tma_O"] * buffered, "mQ", "mK", "mO", "mLSE", "sQ", "sK", "sVt", *["sO"] * buffered),
-            *("q_ring", "k_ring", "v_ring", *["tile_ring", "tiles"] * dynamic, "scale_log2", "num_tiles"),
+            *(*["tma_O"] * buffered, "mQ", "mK", "mO", "mLSE", *parts, "sQ", "sK", "sVt", *["sO"] * buffered),
+            *("q_ring", "k_ring", "v_ring", *["tile_ring", "tiles"] * dynamic, "scale_log2", extent),
         ),
+        extent_argument=extent,
+        extent_parameter=extent if footprint.splits_tail(spec) else f"{extent}: cutlass.Int32",
         turn_argument=", consumer" if isinstance(spec.schedule, PingPongSchedule) else "",
         last_product=(
             " runs beside the first S of the next tile of queries"
@@ -327,6 +346,20 @@ def _persistent_walk(spec: Spec) -> WalkPlan:
             else " has no S beside it"
         ),
     )
+
+
+def _tiles(spec: Spec) -> TilesPlan:
+    return TilesPlan(
+        persistent=footprint.persistent(spec),
+        dynamic=spec.scheduler == "dynamic",
+        split=footprint.splits_tail(spec),
+        steps_saved=STEPS_SAVED,
+    )
+
+
+def _softmax(spec: Spec) -> SoftmaxPlan:
+    above = spec.softmax.rescale_above
+    return SoftmaxPlan(above is not None, above or 0, spec.softmax.exp_before_wait or 0)
 
 
 def _output(spec: Spec) -> OutputPlan:
@@ -404,9 +437,10 @@ def _entry(spec: Spec) -> EntryPlan:
     heads = f"a multiple of {pack} x heads_kv" if pack > 1 else "a multiple of heads_kv (GQA, MQA)"
     arguments = ("q", "k", "v", "out", *lse, *scores, scale)
     if footprint.persistent(spec):
-        counter = ["tile_counter(device)"] * (spec.scheduler == "dynamic")
+        scratch = ["tile_counter(device)"] * (spec.scheduler == "dynamic")
+        scratch += ["*flags_and_parts(device, num_sms)"] * footprint.splits_tail(spec)
         # A number, which Python computes once: `scale or` is shorter than `if scale is None`, and 0 is refused before.
-        arguments = ("q", "k", "v", "out", *lse, "num_sms", *counter, f"scale or {spec.problem.head_dim}**-0.5")
+        arguments = ("q", "k", "v", "out", *lse, "num_sms", *scratch, f"scale or {spec.problem.head_dim}**-0.5")
     return EntryPlan(arguments, phrase, like, heads)
 
 

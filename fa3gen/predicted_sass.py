@@ -31,10 +31,11 @@ def expectation(spec: Spec, *, waits: int, softmaxes: int, o_boxes: int, matrice
             shared_stores={},
         )
     rows, lanes = thread_rows(spec)
+    held_back = softmaxes if spec.softmax.exp_before_wait is not None else 0  # a sum is compared, for a branch
     return SassExpectation(
         waits=waits,
-        min_maxima=softmaxes * rows * (spec.tile.kv // lanes + _exchanges(lanes)),
-        max_comparisons=_most_comparisons(rows, softmaxes if spec.softmax.rescale_above is not None else 0),
+        min_maxima=softmaxes * rows * (spec.tile.kv // lanes + _exchanges(lanes)) + rows * footprint.splits_tail(spec),
+        max_comparisons=_most_comparisons(rows, softmaxes if spec.softmax.rescale_above is not None else 0) + held_back,
         global_stores=_global_stores(spec, rows, lanes, o_boxes),
         shared_stores=_shared_stores(spec, matrices),
     )
@@ -64,13 +65,17 @@ def _most_comparisons(rows: int, softmaxes: int) -> int:
 
 
 def _global_stores(spec: Spec, rows: int, lanes: int, o_boxes: int) -> dict[str, int]:
-    # LSE, the counter of tiles set back to zero, and O by TMA.
-    stores = {"STG.32": rows * spec.outputs.lse + (spec.scheduler == "dynamic"), "UTMASTG": o_boxes}
+    # LSE, the counter of tiles set back to zero, the flag of a part set and set back, and O by TMA.
+    words = rows * spec.outputs.lse + (spec.scheduler == "dynamic") + 2 * footprint.splits_tail(spec)
+    stores = {"STG.32": words, "UTMASTG": o_boxes}
     if o_boxes == 0:
         # O straight from registers. In a fragment a quad trades columns so that each thread has whole vectors.
         bits = spec.problem.v_dim * 16 // lanes
         vector = VECTOR_BITS if spec.outputs.o == "direct" else min(bits & -bits, VECTOR_BITS)
         stores[f"STG.{vector}"] = stores.get(f"STG.{vector}", 0) + rows * bits // vector
+    if footprint.splits_tail(spec):  # a part of O in float32, and the maxima and sums
+        parts = rows * (spec.problem.v_dim * 32 // lanes + 2 * 32) // VECTOR_BITS
+        stores[f"STG.{VECTOR_BITS}"] = stores.get(f"STG.{VECTOR_BITS}", 0) + parts
     return stores
 
 

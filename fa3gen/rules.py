@@ -613,9 +613,9 @@ def scheduler_schedule(scheduler: str, kind: str, overlap: bool) -> Violation | 
 def scheduler_mask(scheduler: str, mask: str) -> Violation | None:
     """Design rule: tiles of equal length are dealt out, those of a causal mask are drawn, longest first."""
     match scheduler, mask:
-        case ("single_tile", _) | ("static", "none") | ("dynamic", "causal"):
+        case ("single_tile", _) | ("static" | "stream_k", "none") | ("dynamic", "causal"):
             return None
-        case "static", "causal":
+        case "static" | "stream_k", "causal":
             return Violation(
                 "scheduler",
                 "under a causal mask tiles differ in length, so that CTAs with tiles known from the start would end at "
@@ -624,7 +624,8 @@ def scheduler_mask(scheduler: str, mask: str) -> Violation | None:
         case "dynamic", "none":
             return Violation(
                 "scheduler",
-                "without a mask all tiles are equally long, and a counter has nothing to even out; use static",
+                "without a mask all tiles are equally long, and a counter has nothing to even out; use static or "
+                "stream_k",
             )
     return Violation(
         "scheduler", f"a sliding window is rendered with scheduler single_tile only, not {scheduler}; use single_tile"
@@ -658,7 +659,7 @@ def scheduler_output(scheduler: str, o: str) -> Violation | None:
         return None
     if scheduler == "single_tile":
         return Violation(
-            "outputs.o", f"{o} is rendered with scheduler static or dynamic only, not single_tile; use over_q"
+            "outputs.o", f"{o} is rendered with scheduler static, stream_k or dynamic only, not single_tile; use over_q"
         )
     return Violation(
         "outputs.o",
@@ -673,7 +674,27 @@ def scheduler_rescale(scheduler: str, rescale_above: int | None) -> Violation | 
         return None
     return Violation(
         "softmax.rescale_above",
-        "rescaling now and then is rendered with scheduler static or dynamic only, not single_tile; use null",
+        "rescaling now and then is rendered with scheduler static, stream_k or dynamic only, not single_tile; use null",
+    )
+
+
+def exp_before_wait(exponentials: int | None, kv: int, scheduler: str) -> Violation | None:
+    """Design rule: the wait for P V is held back in persistent kernels, among the exponentials of a thread's first row.
+
+    A thread has kv / 4 of them (PTX ISA, wgmma accumulator fragment).
+    """
+    if exponentials is None:
+        return None
+    if scheduler == "single_tile":
+        return Violation(
+            "softmax.exp_before_wait",
+            "the wait for P V is held back with scheduler static, stream_k or dynamic only, not single_tile; use null",
+        )
+    if exponentials <= kv // 4:
+        return None
+    return Violation(
+        "softmax.exp_before_wait",
+        f"{exponentials} > {kv // 4}, a thread's exponentials of one row with tile.kv {kv}; use at most {kv // 4}",
     )
 
 
@@ -745,6 +766,7 @@ def _scheduler(spec: Spec) -> Iterable[Violation | None]:
     yield scheduler_pack(spec.scheduler, spec.tile.pack_heads)
     yield scheduler_output(spec.scheduler, spec.outputs.o)
     yield scheduler_rescale(spec.scheduler, spec.softmax.rescale_above)
+    yield exp_before_wait(spec.softmax.exp_before_wait, spec.tile.kv, spec.scheduler)
 
 
 def _shapes(spec: Spec) -> Iterable[Violation | None]:

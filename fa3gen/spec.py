@@ -15,7 +15,7 @@ DType = Literal["bf16", "fp16"]
 Swizzle = Literal["none", "32B", "64B", "128B"]
 Major = Literal["k", "mn"]
 Source = Literal["smem", "registers"]
-Scheduler = Literal["single_tile", "static", "dynamic"]
+Scheduler = Literal["single_tile", "static", "stream_k", "dynamic"]
 
 # The kernels count keys in 32 bits: row + reach stays below 2^31 for up to 2^30 keys.
 WINDOW_MAX = 2**30
@@ -227,6 +227,12 @@ class Softmax(SpecModel):
         description="O is brought to a new maximum only when a row has outgrown the old one by more than this many "
         "powers of two; null: in every step.",
     )
+    exp_before_wait: int | None = Field(
+        default=None,
+        gt=0,
+        description="How many exponentials a thread computes in a step before it waits for P V of the step before; "
+        "null: as many as ptxas leaves there.",
+    )
 
 
 class Outputs(SpecModel):
@@ -256,8 +262,9 @@ class Spec(SpecModel):
     schedule: Schedule = CooperativeSchedule()
     scheduler: Scheduler = Field(
         default="single_tile",
-        description="`single_tile`: a CTA for each tile of queries; `static` and `dynamic`: a CTA for each SM, which "
-        "takes tile after tile, those known from the start or the next one of all.",
+        description="`single_tile`: a CTA for each tile of queries; the others: a CTA for each SM, which takes tile "
+        "after tile, those known from the start (`static`), these and an equal share of the last wave's steps "
+        "(`stream_k`, after arXiv 2301.03598), or the next one of all (`dynamic`).",
     )
     softmax: Softmax = Softmax()
     outputs: Outputs = Outputs()

@@ -57,7 +57,7 @@ Steady state, one tile of keys
     10  consumer   arrive k_empty        K's stage is free
     11  consumer   mask                  boundary tiles only
     12  consumer   softmax               P = 2^(S - max) and sums
-    13  consumer   wait_group 0          O is there
+    13  consumer   wait_group 0          O is there; not before 16 exponentials of each thread
     14  consumer   arrive v_empty        V's stage is free
     15  consumer   rescale               O to the new maximum; P is rounded
 """
@@ -97,6 +97,7 @@ K_LAYOUT = warpgroup.SmemLayoutAtomKind.K_SW128
 V_LAYOUT = warpgroup.SmemLayoutAtomKind.MN_SW128
 LOG2_E, LN_2 = math.log2(math.e), math.log(2.0)
 LOWEST = -1e20  # a row's maximum before its first key; finite: -inf - -inf would be NaN
+EXP_BEFORE_WAIT = 16  # exponentials of a thread in a step before it waits for P V of the step before
 
 
 # ======================================================================================================================
@@ -461,7 +462,7 @@ def pass_turn(consumer: cutlass.Int32):
 
 
 # ======================================================================================================================
-# Division of work
+# S = Q K^T
 # ======================================================================================================================
 
 
@@ -479,11 +480,6 @@ def score_coordinates(qk_mma: cute.TiledMma, tidx: cutlass.Int32) -> cute.Tensor
     return by_rows(qk_mma.get_slice(tidx).partition_C(cute.make_identity_tensor((TILE_M, TILE_N))))
 
 
-# ======================================================================================================================
-# S = Q K^T
-# ======================================================================================================================
-
-
 @cute.jit
 def qk_product(qk_mma: cute.TiledMma, tSrQ: cute.Tensor, tSrK: cute.Tensor, acc_S: cute.Tensor):
     """Issue S = Q K^T for one kv tile and commit it as one group; tSrQ, tSrK: (MMA, MMA_M or MMA_N, MMA_K)."""
@@ -494,11 +490,6 @@ def qk_product(qk_mma: cute.TiledMma, tSrQ: cute.Tensor, tSrK: cute.Tensor, acc_
         cute.gemm(mma, acc_S, tSrQ[None, None, k], tSrK[None, None, k], acc_S)  # S = Q K^T
         mma.set(warpgroup.Field.ACCUMULATE, True)
     warpgroup.commit_group()
-
-
-# ======================================================================================================================
-# Mask
-# ======================================================================================================================
 
 
 @cute.jit
@@ -547,6 +538,10 @@ def softmax_step(acc_S, row_max, row_sum, rescale, scale_log2):
             p = cute.math.exp2(acc_S_rows[r, c] * scale_log2 - shift, fastmath=True)
             acc_S_rows[r, c] = p
             total += p
+            # ptxas would move the wait for P V up to where it likes; over a branch, never taken, it moves nothing.
+            if cutlass.const_expr((r, c) == (0, EXP_BEFORE_WAIT - 1)):
+                if cute.arch.vote_any_sync(total < 0.0):
+                    cute.arch.sync_warp()
         row_sum[r] = total  # of this thread's columns; the quad adds up once, after the loop
 
 

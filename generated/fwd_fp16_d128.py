@@ -19,7 +19,7 @@ Decisions
     O = P V    8 wgmma m64n128k16 per warpgroup; A = P from registers, K-major; B = V, MN-major
     kv order   from the last tile, which the end of the keys may cut, to the first
     output     each warp gathers its rows of O in shared memory and has TMA write them; LSE when asked for
-    q order    a CTA per SM; tiles are dealt out in turn, those of a head next to each other
+    q order    a CTA per SM; tiles are dealt out in turn, the last wave in equal shares of tiles of keys (Stream-K)
 
 Threads
     384 threads, 12 warps, launched with 168 registers each; setmaxnreg moves them: 24 + 2 x 240 = 504 of 3 x 168 = 504
@@ -55,7 +55,7 @@ Steady state, one tile of keys
     9   consumer   wait_group 1          S is there; P V goes on
     10  consumer   arrive k_empty        K's stage is free
     11  consumer   softmax               P = 2^(S - max) and sums
-    12  consumer   wait_group 0          O is there
+    12  consumer   wait_group 0          O is there; not before 12 exponentials of each thread
     13  consumer   arrive v_empty        V's stage is free
     14  consumer   rescale               O to the new maximum; P is rounded
 """
@@ -87,12 +87,17 @@ TURN_BARRIER = 1  # named barrier of consumer 0's turn, followed by those of the
 TURN_THREADS = 2 * WARPGROUP_THREADS  # of a turn: one warpgroup passes it on, one takes it
 Q_STAGES = 2  # tiles of Q in flight or in use
 KV_STAGES = 2  # tiles of K and of V in flight or in use
+PART_VECTORS, VECTOR = HEAD_DIM // 8 + 1, 4  # of a thread: its elements of O, maxima and sums; float32 in 16 bytes
+PART_SHAPE = (PART_VECTORS, CONSUMERS * WARPGROUP_THREADS, VECTOR)  # what a CTA has of a tile that it does not complete
+PARTS = 8  # of a tile of queries in the last wave, at most
+STEPS_SAVED = 4  # at least, where the last wave is split: about what merging the parts takes
 SMEM_ALIGN = 1024  # bytes; a 128-byte swizzle repeats every 8 rows of 128
 Q_LAYOUT = warpgroup.SmemLayoutAtomKind.K_SW128  # in shared memory: major order and swizzle
 K_LAYOUT = warpgroup.SmemLayoutAtomKind.K_SW128
 V_LAYOUT = warpgroup.SmemLayoutAtomKind.MN_SW128
 LOG2_E, LN_2 = math.log2(math.e), math.log(2.0)
 LOWEST = -1e20  # a row's maximum before its first key; finite: -inf - -inf would be NaN
+EXP_BEFORE_WAIT = 12  # exponentials of a thread in a step before it waits for P V of the step before
 
 
 # ======================================================================================================================
@@ -129,8 +134,8 @@ def smem_layouts():
 
 
 @cute.jit
-def launch(q, k, v, out, lse, num_sms: cutlass.Int32, scale: cutlass.Float32, stream):
-    """Describe the tensors to the TMA unit and start one CTA per SM, or one per tile where those are fewer."""
+def launch(q, k, v, out, lse, num_sms: cutlass.Int32, flags, parts, scale: cutlass.Float32, stream):
+    """Describe the tensors to the TMA unit, deal out the last wave, and start one CTA per SM, or fewer."""
     # torch's (batch, seq, heads, HEAD_DIM) seen with the tiled modes first.
     mQ = cute.make_tensor(q.iterator, cute.select(q.layout, mode=[1, 3, 2, 0]))  # (seq_q, HEAD_DIM, heads_q, batch)
     mK = cute.make_tensor(k.iterator, cute.select(k.layout, mode=[1, 3, 2, 0]))  # (seq_k, HEAD_DIM, heads_kv, batch)
@@ -146,8 +151,14 @@ def launch(q, k, v, out, lse, num_sms: cutlass.Int32, scale: cutlass.Float32, st
     tma_store = cpasync.CopyBulkTensorTileS2GOp()
     tma_O, mO = cpasync.make_tiled_tma_atom(tma_store, mO, layouts[3], (WARP_ROWS, HEAD_DIM))
     num_tiles = cute.ceil_div(cute.size(q, mode=[1]), TILE_M) * cute.size(q, mode=[2]) * cute.size(q, mode=[0])
-    attention_kernel(mQ, mK, mVt, mO, mLSE, tma_Q, tma_K, tma_V, tma_O, scale * LOG2_E, num_tiles).launch(
-        grid=(cutlass.min(num_tiles, num_sms), 1, 1),
+    # Whole waves, then the steps of the last tiles, one for each tile of keys, in equal shares where that pays.
+    n_blocks = cute.ceil_div(cute.size(k, mode=[1]), TILE_N)
+    num_whole = num_tiles // num_sms * num_sms
+    tail_steps = (num_tiles - num_whole) * n_blocks
+    share = cutlass.max(cute.ceil_div(tail_steps, num_sms), cute.ceil_div(n_blocks, PARTS))
+    tail = num_whole, tail_steps, share if share + STEPS_SAVED <= n_blocks else n_blocks
+    attention_kernel(mQ, mK, mVt, mO, mLSE, flags, parts, tma_Q, tma_K, tma_V, tma_O, scale * LOG2_E, tail).launch(
+        grid=(cutlass.min(num_whole + cute.ceil_div(tail_steps, tail[2]), num_sms), 1, 1),
         block=(THREADS, 1, 1),
         min_blocks_per_mp=1,  # bounds the registers at launch; without a bound ptxas ignores setmaxnreg
         stream=stream,
@@ -161,7 +172,7 @@ def launch(q, k, v, out, lse, num_sms: cutlass.Int32, scale: cutlass.Float32, st
 
 @cute.kernel
 def attention_kernel(
-    mQ, mK, mVt, mO, mLSE, tma_Q, tma_K, tma_V, tma_O, scale_log2: cutlass.Float32, num_tiles: cutlass.Int32
+    mQ, mK, mVt, mO, mLSE, flags, parts, tma_Q, tma_K, tma_V, tma_O, scale_log2: cutlass.Float32, tail
 ):
     """One CTA: tiles of TILE_M rows of O, one after the other. Its warps walk through them on their own."""
     tidx, _, _ = cute.arch.thread_idx()
@@ -183,12 +194,12 @@ def attention_kernel(
         cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)  # copies need few; the consumers take the rest
         # Two warps, so that no copy of K waits for a stage of V.
         if warp_idx == Q_K_PRODUCER_WARP:
-            load_q_and_k(tma_Q, tma_K, mQ, mK, sQ, sK, q_ring, k_ring, num_tiles)
+            load_q_and_k(tma_Q, tma_K, mQ, mK, sQ, sK, q_ring, k_ring, tail)
         if warp_idx == V_PRODUCER_WARP:
-            load_v(tma_V, mQ, mK, mVt, sVt, v_ring, num_tiles)
+            load_v(tma_V, mQ, mK, mVt, sVt, v_ring, tail)
     else:
         cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)  # sleeps until the producers have given them back
-        consume(tma_O, mQ, mK, mO, mLSE, sQ, sK, sVt, sO, q_ring, k_ring, v_ring, scale_log2, num_tiles)
+        consume(tma_O, mQ, mK, mO, mLSE, flags, parts, sQ, sK, sVt, sO, q_ring, k_ring, v_ring, scale_log2, tail)
 
 
 @cute.jit
@@ -205,9 +216,25 @@ def tile_coordinates(tile: cutlass.Int32, mQ: cute.Tensor, mK: cute.Tensor):
 
 
 @cute.jit
-def kv_range(seq_k: cutlass.Int32):
-    """Tiles of keys to visit: (n_block_end, n_full_end); from n_full_end on, a tile reaches past the last key."""
-    return cute.ceil_div(seq_k, TILE_N), seq_k // TILE_N
+def piece_of_work(piece: cutlass.Int32, seq_k: cutlass.Int32, tail):
+    """What this CTA computes next: (tile, n_begin, n_end), of a tile of queries the tiles of keys n_begin to n_end - 1.
+
+    The piece after the last one is empty. Also returns the number of the next piece.
+    """
+    num_whole, tail_steps, share = tail
+    num_ctas, _, _ = cute.arch.grid_dim()
+    cta, _, _ = cute.arch.block_idx()
+    n_blocks = cute.ceil_div(seq_k, TILE_N)
+    tile, n_begin, n_end = cta + piece * num_ctas, cutlass.Int32(0), n_blocks
+    if tile >= num_whole:  # its share of the last wave (Stream-K, arXiv 2301.03598)
+        # A share's last tile comes first, the one that the CTA before this one has begun, last: to go on with it a CTA
+        # waits for one that started earlier and gives its part before it waits itself.
+        first, end = cutlass.min(cta * share, tail_steps), cutlass.min(cta * share + share, tail_steps)
+        place = cute.ceil_div(end, n_blocks) - 1 - (piece - num_whole // num_ctas)
+        tile = num_whole + place
+        n_end = cutlass.min(end - place * n_blocks, n_blocks)
+        n_begin = cutlass.min(cutlass.max(first - place * n_blocks, 0), n_end)
+    return tile, n_begin, n_end, piece + 1
 
 
 # ======================================================================================================================
@@ -235,13 +262,12 @@ def partition_tma(tma: cute.CopyAtom, sX: cute.Tensor, gX: cute.Tensor):
 
 
 @cute.jit
-def load_q_and_k(tma_Q, tma_K, mQ, mK, sQ, sK, q_ring, k_ring, num_tiles):
-    """The first producer warp: Q of each tile of queries, then K of all tiles of keys, the last one first."""
+def load_q_and_k(tma_Q, tma_K, mQ, mK, sQ, sK, q_ring, k_ring, tail):
+    """The first producer warp: Q of each piece of work, then K of its tiles of keys, the last one first."""
     q_fill = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, Q_STAGES)
     k_fill = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, KV_STAGES)
-    num_ctas, _, _ = cute.arch.grid_dim()
-    tile, _, _ = cute.arch.block_idx()
-    while tile < num_tiles:
+    tile, n_begin, n_end, piece = piece_of_work(cutlass.Int32(0), mK.shape[0], tail)
+    while n_begin < n_end:
         m_block, head, head_kv, batch = tile_coordinates(tile, mQ, mK)
         gQ = cute.local_tile(mQ[None, None, head, batch], (TILE_M, HEAD_DIM), (m_block, 0))  # (TILE_M, HEAD_DIM)
         gK = cute.local_tile(mK[None, None, head_kv, batch], (TILE_N, HEAD_DIM), (None, 0))  # (.., HEAD_DIM, blocks)
@@ -250,32 +276,29 @@ def load_q_and_k(tma_Q, tma_K, mQ, mK, sQ, sK, q_ring, k_ring, num_tiles):
         q_ring.producer_acquire(q_fill)  # the stage is empty; its barrier now expects the bytes
         cute.copy(tma_Q, tQgQ, tQsQ[None, q_fill.index], tma_bar_ptr=q_ring.producer_get_barrier(q_fill))
         q_fill.advance()
-        n_block_end, _ = kv_range(mK.shape[0])
-        for n_block in cutlass.range(n_block_end - 1, -1, -1, unroll=1):
+        for n_block in cutlass.range(n_end - 1, n_begin - 1, -1, unroll=1):
             k_ring.producer_acquire(k_fill)
             full = k_ring.producer_get_barrier(k_fill)
             cute.copy(tma_K, tKgK[None, n_block], tKsK[None, k_fill.index], tma_bar_ptr=full)
             k_fill.advance()
-        tile += num_ctas
+        tile, n_begin, n_end, piece = piece_of_work(piece, mK.shape[0], tail)
 
 
 @cute.jit
-def load_v(tma_V, mQ, mK, mVt, sVt, v_ring, num_tiles):
+def load_v(tma_V, mQ, mK, mVt, sVt, v_ring, tail):
     """The second producer warp: V of the same tiles of keys in the same order."""
     v_fill = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, KV_STAGES)
-    num_ctas, _, _ = cute.arch.grid_dim()
-    tile, _, _ = cute.arch.block_idx()
-    while tile < num_tiles:
+    tile, n_begin, n_end, piece = piece_of_work(cutlass.Int32(0), mK.shape[0], tail)
+    while n_begin < n_end:
         _, _, head_kv, batch = tile_coordinates(tile, mQ, mK)
         gVt = cute.local_tile(mVt[None, None, head_kv, batch], (HEAD_DIM, TILE_N), (0, None))  # (.., TILE_N, blocks)
         tVsV, tVgV = partition_tma(tma_V, sVt, gVt)  # (TMA, KV_STAGES), (TMA, blocks)
-        n_block_end, _ = kv_range(mK.shape[0])
-        for n_block in cutlass.range(n_block_end - 1, -1, -1, unroll=1):
+        for n_block in cutlass.range(n_end - 1, n_begin - 1, -1, unroll=1):
             v_ring.producer_acquire(v_fill)
             full = v_ring.producer_get_barrier(v_fill)
             cute.copy(tma_V, tVgV[None, n_block], tVsV[None, v_fill.index], tma_bar_ptr=full)
             v_fill.advance()
-        tile += num_ctas
+        tile, n_begin, n_end, piece = piece_of_work(piece, mK.shape[0], tail)
 
 
 # ======================================================================================================================
@@ -284,7 +307,7 @@ def load_v(tma_V, mQ, mK, mVt, sVt, v_ring, num_tiles):
 
 
 @cute.jit
-def consume(tma_O, mQ, mK, mO, mLSE, sQ, sK, sVt, sO, q_ring, k_ring, v_ring, scale_log2, num_tiles):
+def consume(tma_O, mQ, mK, mO, mLSE, flags, parts, sQ, sK, sVt, sO, q_ring, k_ring, v_ring, scale_log2, tail):
     """One consumer warpgroup: WGMMA_M rows of O of every tile of queries, and for each its tiles of keys, last first.
 
     S = Q K^T of a tile of keys is issued with O += P V of the one before, which runs on during the softmax.
@@ -308,8 +331,8 @@ def consume(tma_O, mQ, mK, mO, mLSE, sQ, sK, sVt, sO, q_ring, k_ring, v_ring, sc
     q_drain = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, Q_STAGES)
     k_drain = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, KV_STAGES)  # one tile ahead of V
     v_drain = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, KV_STAGES)
-    num_ctas, _, _ = cute.arch.grid_dim()
     seq_k = mK.shape[0]
+    cta, _, _ = cute.arch.block_idx()
     if consumer == CONSUMERS - 1:
         pass_turn(consumer)  # the first turn is consumer 0's
     # The very first S, of which each later tile of queries finds its own waiting.
@@ -321,29 +344,29 @@ def consume(tma_O, mQ, mK, mO, mLSE, sQ, sK, sVt, sO, q_ring, k_ring, v_ring, sc
     warpgroup.wait_group(0)  # the softmax reads S now: no group stays in flight
     k_ring.consumer_release(k_drain)  # this warp has read K
     k_drain.advance()
-    tile, _, _ = cute.arch.block_idx()
-    while tile < num_tiles:
+    tile, n_begin, n_end, piece = piece_of_work(cutlass.Int32(0), seq_k, tail)
+    while n_begin < n_end:
         m_block, head, _, batch = tile_coordinates(tile, mQ, mK)
         m_start = m_block * TILE_M
-        n_block_end, _ = kv_range(seq_k)  # only the tile visited first may reach past the last key
         acc_O.fill(0.0)
         row_max.fill(LOWEST)
         row_sum.fill(0.0)
         tSrQ = tSrQs[None, None, None, q_drain.index]  # (MMA, MMA_M, MMA_K)
-        mask_scores(acc_S, qk_mma, (n_block_end - 1) * TILE_N, seq_k)
+        mask_scores(acc_S, qk_mma, (n_end - 1) * TILE_N, seq_k)  # only the last tile may reach past the last key
         softmax_step(acc_S, row_max, row_sum, rescale, scale_log2)
         round_p(acc_S, rP)
-        for _ in cutlass.range(n_block_end - 1, unroll=1):
+        for _ in cutlass.range(n_end - n_begin - 1, unroll=1):
             multiply(qk_mma, pv_mma, tSrQ, tSrK, tOrP, tOrV, acc_S, acc_O, k_ring, v_ring, k_drain, v_drain, consumer)
             finish_step(acc_S, acc_O, rP, row_max, row_sum, rescale, scale_log2, v_ring, v_drain)
             k_drain.advance()
             v_drain.advance()
         q_ring.consumer_release(q_drain)  # this warp has read Q
         q_drain.advance()
-        tile += num_ctas
+        begins, ends = n_begin == 0, n_end * TILE_N >= seq_k  # or the CTA before has keys of this tile, or the next one
+        tile, n_begin, n_end, piece = piece_of_work(piece, seq_k, tail)
         # The tile of keys visited last: its P V runs beside the first S of the next tile of queries.
         v_ring.consumer_wait(v_drain)  # V has landed
-        more = tile < num_tiles
+        more = n_begin < n_end
         if more:
             q_ring.consumer_wait(q_drain)  # the next Q has landed
             k_ring.consumer_wait(k_drain)  # and its first K
@@ -358,9 +381,14 @@ def consume(tma_O, mQ, mK, mO, mLSE, sQ, sK, sVt, sO, q_ring, k_ring, v_ring, sc
         warpgroup.wait_group(1)  # O is complete; the next S, the younger group, stays in flight
         v_ring.consumer_release(v_drain)  # this warp has read V
         v_drain.advance()
-        normalize_rows(acc_O, row_sum)
-        store_lse(mLSE[None, head, batch], row_max, row_sum, qk_mma, scale_log2, m_start)
-        store_output(tma_O, sO, mO[None, None, head, batch], acc_O, pv_mma, tidx, m_block)
+        if not begins:
+            add_part(flags, parts, acc_O, row_max, row_sum, scale_log2, cta)
+        if not ends:
+            give_part(flags, parts, acc_O, row_max, row_sum, cta)
+        else:
+            normalize_rows(acc_O, row_sum)
+            store_lse(mLSE[None, head, batch], row_max, row_sum, qk_mma, scale_log2, m_start)
+            store_output(tma_O, sO, mO[None, None, head, batch], acc_O, pv_mma, tidx, m_block)
         warpgroup.wait_group(0)  # the next softmax reads S: no group stays in flight
         k_ring.consumer_release(k_drain)  # this warp has read K
         k_drain.advance()
@@ -419,7 +447,7 @@ def pass_turn(consumer: cutlass.Int32):
 
 
 # ======================================================================================================================
-# Division of work
+# S = Q K^T
 # ======================================================================================================================
 
 
@@ -437,11 +465,6 @@ def score_coordinates(qk_mma: cute.TiledMma, tidx: cutlass.Int32) -> cute.Tensor
     return by_rows(qk_mma.get_slice(tidx).partition_C(cute.make_identity_tensor((TILE_M, TILE_N))))
 
 
-# ======================================================================================================================
-# S = Q K^T
-# ======================================================================================================================
-
-
 @cute.jit
 def qk_product(qk_mma: cute.TiledMma, tSrQ: cute.Tensor, tSrK: cute.Tensor, acc_S: cute.Tensor):
     """Issue S = Q K^T for one kv tile and commit it as one group; tSrQ, tSrK: (MMA, MMA_M or MMA_N, MMA_K)."""
@@ -452,11 +475,6 @@ def qk_product(qk_mma: cute.TiledMma, tSrQ: cute.Tensor, tSrK: cute.Tensor, acc_
         cute.gemm(mma, acc_S, tSrQ[None, None, k], tSrK[None, None, k], acc_S)  # S = Q K^T
         mma.set(warpgroup.Field.ACCUMULATE, True)
     warpgroup.commit_group()
-
-
-# ======================================================================================================================
-# Mask
-# ======================================================================================================================
 
 
 @cute.jit
@@ -503,6 +521,10 @@ def softmax_step(acc_S, row_max, row_sum, rescale, scale_log2):
             p = cute.math.exp2(acc_S_rows[r, c] * scale_log2 - shift, fastmath=True)
             acc_S_rows[r, c] = p
             total += p
+            # ptxas would move the wait for P V up to where it likes; over a branch, never taken, it moves nothing.
+            if cutlass.const_expr((r, c) == (0, EXP_BEFORE_WAIT - 1)):
+                if cute.arch.vote_any_sync(total < 0.0):
+                    cute.arch.sync_warp()
         row_sum[r] = total  # of this thread's columns; the quad adds up once, after the loop
 
 
@@ -617,6 +639,50 @@ def store_output(tma_O, sO, mO, acc_O, pv_mma, tidx, m_block):
     cute.arch.cp_async_bulk_commit_group()
 
 
+@cute.jit
+def part_of_thread(flags, parts, cta: cutlass.Int32):
+    """What a CTA has given: this thread's place in it, (PART_VECTORS, VECTOR) float32, and the flag of its warp."""
+    tidx, _, _ = cute.arch.thread_idx()
+    return parts[cta, None, tidx, None], flags.iterator + cta * CONSUMER_WARPS + cute.arch.warp_idx()
+
+
+@cute.jit
+def give_part(flags, parts, acc_O, row_max, row_sum, cta):
+    """Leave O, not yet divided, to the next CTA, which goes on with this tile."""
+    gPart, flag = part_of_thread(flags, parts, cta)
+    acc_O_vectors = cute.make_tensor(acc_O.iterator, cute.make_layout((VECTOR, PART_VECTORS - 1)))
+    for i in cutlass.range_constexpr(PART_VECTORS - 1):
+        gPart[i, None].store(acc_O_vectors[None, i].load())
+    for r in cutlass.range_constexpr(2):
+        gPart[PART_VECTORS - 1, r], gPart[PART_VECTORS - 1, 2 + r] = row_max[r], row_sum[r]
+    cute.arch.sync_warp()  # every lane has stored
+    with cute.arch.elect_one():
+        cute.arch.store(flag, cutlass.Int32(1), sem="release", scope="gpu")
+
+
+@cute.jit
+def add_part(flags, parts, acc_O, row_max, row_sum, scale_log2, cta):
+    """Add what the CTA before this one has of O, both brought to the larger maximum."""
+    gPart, flag = part_of_thread(flags, parts, cta - 1)
+    while cute.arch.load(flag, cutlass.Int32, sem="acquire", scope="gpu") == 0:
+        pass
+    mine, theirs = cute.make_rmem_tensor(2, cutlass.Float32), cute.make_rmem_tensor(2, cutlass.Float32)  # factors
+    for r in cutlass.range_constexpr(2):
+        old_max, their_max, their_sum = row_max[r], gPart[PART_VECTORS - 1, r], gPart[PART_VECTORS - 1, 2 + r]
+        row_max[r] = cute.arch.fmax(old_max, their_max)
+        mine[r] = cute.math.exp2((old_max - row_max[r]) * scale_log2, fastmath=True)
+        theirs[r] = cute.math.exp2((their_max - row_max[r]) * scale_log2, fastmath=True)
+        row_sum[r] = row_sum[r] * mine[r] + their_sum * theirs[r]
+    acc_O_vectors = cute.make_tensor(acc_O.iterator, cute.make_layout((VECTOR, PART_VECTORS - 1)))
+    for i in cutlass.range_constexpr(PART_VECTORS - 1):
+        part = gPart[i, None].load()
+        for j in cutlass.range_constexpr(VECTOR):  # two columns of the thread's first row, two of its second
+            acc_O_vectors[j, i] = acc_O_vectors[j, i] * mine[j // 2] + part[j] * theirs[j // 2]
+    cute.arch.sync_warp()  # every lane has seen the flag
+    with cute.arch.elect_one():
+        cute.arch.store(flag, cutlass.Int32(0))  # for the next launch
+
+
 # ======================================================================================================================
 # Python entry points
 # ======================================================================================================================
@@ -638,7 +704,10 @@ def compile_for_sm90a(options: str = "--enable-tvm-ffi"):
     qkv = fake(seq_q, heads_q, HEAD_DIM), fake(seq_k, heads_kv, HEAD_DIM), fake(seq_k, heads_kv, HEAD_DIM)
     lse_layout = (cute.sym_int(), cute.sym_int(), cute.sym_int()), (cute.sym_int64(), cute.sym_int64(), 1)
     lse = cute.runtime.make_fake_tensor(cutlass.Float32, *lse_layout, assumed_align=4)  # (1, 1, 0) when not asked for
-    others = fake(seq_q, heads_q, HEAD_DIM), lse, cutlass.Int32(1), cutlass.Float32(1.0)
+    compact = cute.runtime.make_fake_compact_tensor
+    flags = compact(cutlass.Int32, (cute.sym_int(), CONSUMER_WARPS), stride_order=(1, 0))
+    parts = compact(cutlass.Float32, (cute.sym_int(), *PART_SHAPE), stride_order=(3, 2, 1, 0), assumed_align=16)
+    others = fake(seq_q, heads_q, HEAD_DIM), lse, cutlass.Int32(1), flags, parts, cutlass.Float32(1.0)
     stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream="--enable-tvm-ffi" in options)
     return cute.compile(launch, *qkv, *others, stream, options=f"--gpu-arch sm_90a {options}")
 
@@ -691,7 +760,7 @@ def attention(q, k, v, *, scale=None, out=None, return_lse=False):
         out.zero_()
         lse.fill_(-math.inf)
     else:
-        compile_for_sm90a()(q, k, v, out, lse, num_sms, scale or 128**-0.5)
+        compile_for_sm90a()(q, k, v, out, lse, num_sms, *flags_and_parts(device, num_sms), scale or 128**-0.5)
     return (out, lse) if return_lse else out
 
 
@@ -712,3 +781,18 @@ def launch_constants(device):
     if (gpu.major, gpu.minor) != (9, 0):
         raise ValueError(f"q is on a GPU of compute capability {gpu.major}.{gpu.minor}; it needs 9.0 (H100, H200)")
     return gpu.multi_processor_count, torch.empty((1, 1, 0), dtype=torch.float32, device=device)
+
+
+def flags_and_parts(device, num_sms):
+    """Flags, zero between launches, and parts, for all launches of a stream, which run one after the other."""
+    stream = torch._C._cuda_getCurrentRawStream(device.index)  # torch.cuda.current_stream takes longer
+    # A graph gets its own, since it may run on any stream, beside others. Stream 0, the default one, is never captured.
+    make = stream_parts.__wrapped__ if stream and torch.cuda.is_current_stream_capturing() else stream_parts
+    return make(device, num_sms, stream)
+
+
+@functools.cache
+def stream_parts(device, num_sms, stream):
+    """The flags and parts of one stream, made at its first launch: a part for each CTA."""
+    parts = torch.empty((num_sms, *PART_SHAPE), dtype=torch.float32, device=device)
+    return torch.zeros((num_sms, CONSUMER_WARPS), dtype=torch.int32, device=device), parts

@@ -463,7 +463,7 @@ def pass_turn(consumer: cutlass.Int32):
 
 
 # ======================================================================================================================
-# Division of work
+# S = Q K^T
 # ======================================================================================================================
 
 
@@ -481,11 +481,6 @@ def score_coordinates(qk_mma: cute.TiledMma, tidx: cutlass.Int32) -> cute.Tensor
     return by_rows(qk_mma.get_slice(tidx).partition_C(cute.make_identity_tensor((TILE_M, TILE_N))))
 
 
-# ======================================================================================================================
-# S = Q K^T
-# ======================================================================================================================
-
-
 @cute.jit
 def qk_product(qk_mma: cute.TiledMma, tSrQ: cute.Tensor, tSrK: cute.Tensor, acc_S: cute.Tensor):
     """Issue S = Q K^T for one kv tile and commit it as one group; tSrQ, tSrK: (MMA, MMA_M or MMA_N, MMA_K)."""
@@ -496,11 +491,6 @@ def qk_product(qk_mma: cute.TiledMma, tSrQ: cute.Tensor, tSrK: cute.Tensor, acc_
         cute.gemm(mma, acc_S, tSrQ[None, None, k], tSrK[None, None, k], acc_S)  # S = Q K^T
         mma.set(warpgroup.Field.ACCUMULATE, True)
     warpgroup.commit_group()
-
-
-# ======================================================================================================================
-# Mask
-# ======================================================================================================================
 
 
 @cute.jit

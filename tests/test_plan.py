@@ -121,10 +121,11 @@ def test_call_arguments() -> None:
     assert plan("k4_2_d128").entry.call_arguments == ("q", "k", "v", "out", "lse", scale)
     assert plan("k1_d128").entry.call_arguments == ("q", "k", "v", "out", "lse", "scores", scale)
     assert plan("k4_2_o_only_d128_causal").entry.call_arguments == ("q", "k", "v", "out", scale)
-    # A persistent kernel needs to know the SMs; one that draws tiles, a counter.
-    assert plan("fwd_d128").entry.call_arguments == ("q", "k", "v", "out", "lse", "num_sms", "scale or 128**-0.5")
-    dynamic = plan("fwd_d128_causal").entry.call_arguments
-    assert dynamic == ("q", "k", "v", "out", "lse", "num_sms", "tile_counter(device)", "scale or 128**-0.5")
+    # A persistent kernel needs to know the SMs; one that draws tiles, a counter; one that splits them, room for parts.
+    first, scale = ("q", "k", "v", "out", "lse", "num_sms"), "scale or 128**-0.5"
+    assert plan("fwd_d128_static").entry.call_arguments == (*first, scale)
+    assert plan("fwd_d128_causal").entry.call_arguments == (*first, "tile_counter(device)", scale)
+    assert plan("fwd_d128").entry.call_arguments == (*first, "*flags_and_parts(device, num_sms)", scale)
 
 
 @pytest.mark.parametrize(
@@ -205,9 +206,11 @@ def test_sections(stem: str, sections: str) -> None:
 def test_tiles_softmax_and_output() -> None:
     """What the persistent sections ask: who hands out tiles, whether O is rescaled now and then, where it is stored."""
     assert plan("k6_d128").tiles == TilesPlan(persistent=False, dynamic=False)
-    assert plan("fwd_d128").tiles == TilesPlan(persistent=True, dynamic=False)
+    assert plan("fwd_d128_static").tiles == TilesPlan(persistent=True, dynamic=False)
+    assert plan("fwd_d128").tiles == TilesPlan(persistent=True, dynamic=False, split=True)
     assert plan("fwd_d128_causal").tiles == TilesPlan(persistent=True, dynamic=True)
-    assert plan("fwd_d128").softmax == SoftmaxPlan(lazy=False, rescale_above=0)
+    assert plan("fwd_d128_causal").softmax == SoftmaxPlan(lazy=False, rescale_above=0)
+    assert plan("fwd_d192").softmax == SoftmaxPlan(lazy=True, rescale_above=8, exp_before_wait=16)
     assert plan("fwd_d256").softmax == SoftmaxPlan(lazy=True, rescale_above=8)
     assert [plan(stem).output.buffered for stem in ("k6_d128", "fwd_d128", "fwd_d256")] == [False, True, False]
     # Only with a second buffer can the next tile's Q be there when the products of this one end.
@@ -220,7 +223,8 @@ def test_tiles_softmax_and_output() -> None:
 
 def test_walk_of_a_persistent_kernel() -> None:
     rings = "q_ring, k_ring, v_ring"
-    full, plain = plan("fwd_d128_causal").walk, plan("fwd_d256").walk
+    full, split = plan("fwd_d128_causal").walk, plan("fwd_d256").walk
+    plain = make_plan(changed("fwd_d256", scheduler="static")).walk
     assert ", ".join(full.launch_arguments) == "q, k, v, out, lse, num_sms: cutlass.Int32, counter"
     assert ", ".join(plain.launch_arguments) == "q, k, v, out, lse, num_sms: cutlass.Int32"
     assert ", ".join(full.kernel_arguments) == "mQ, mK, mVt, mO, mLSE, counter, tma_Q, tma_K, tma_V, tma_O"
@@ -229,6 +233,14 @@ def test_walk_of_a_persistent_kernel() -> None:
         f"tma_O, mQ, mK, mO, mLSE, sQ, sK, sVt, sO, {rings}, tile_ring, tiles, scale_log2, num_tiles"
     )
     assert ", ".join(plain.consume_arguments) == f"mQ, mK, mO, mLSE, sQ, sK, sVt, {rings}, scale_log2, num_tiles"
+    # A module that splits tiles has flags and parts, and says how much there is in one tuple.
+    assert ", ".join(split.launch_arguments) == "q, k, v, out, lse, num_sms: cutlass.Int32, flags, parts"
+    assert ", ".join(split.kernel_arguments) == "mQ, mK, mVt, mO, mLSE, flags, parts, tma_Q, tma_K, tma_V"
+    assert ", ".join(split.consume_arguments) == (
+        f"mQ, mK, mO, mLSE, flags, parts, sQ, sK, sVt, {rings}, scale_log2, tail"
+    )
+    assert (split.extent_argument, split.extent_parameter) == ("tail", "tail")
+    assert (plain.extent_argument, plain.extent_parameter) == ("num_tiles", "num_tiles: cutlass.Int32")
     alone = make_plan(changed("fwd_d256", schedule={"kind": "warp_specialized", "overlap": True})).walk
     assert (full.turn_argument, alone.turn_argument) == (", consumer", "")
 
@@ -374,11 +386,21 @@ def test_expectation_of_the_sass() -> None:
         shared_stores={"STSM.4": 8, "STS.32": 1},
     )
     # O straight from registers: 2 rows of 128 / 4 elements, 8 at a time. One loop for all tiles, without a mask.
-    assert plan("fwd_d192_128").expectation.sass == SassExpectation(
+    whole = make_plan(changed("fwd_d192_128", scheduler="static", softmax={"exp_before_wait": None})).expectation.sass
+    assert whole == SassExpectation(
         waits=4,
         min_maxima=136,
         max_comparisons=4,
         global_stores={"STG.32": 2, "STG.128": 8, "UTMASTG": 0},
+        shared_stores={"STSM.4": 0, "STS.32": 0},
+    )
+    # A part of a tile: 64 float32 of O and 2 + 2 for two rows, 4 at a time; its flag, set and set back; the larger of
+    # two maxima of each row. A comparison in each of the two softmaxes, for the branch that holds the wait back.
+    assert plan("fwd_d192_128").expectation.sass == SassExpectation(
+        waits=4,
+        min_maxima=138,
+        max_comparisons=6,
+        global_stores={"STG.32": 4, "STG.128": 8 + 17, "UTMASTG": 0},
         shared_stores={"STSM.4": 0, "STS.32": 0},
     )
     # O rescaled rarely: another 2 for each of two softmaxes, before the loop and in it.
@@ -567,6 +589,8 @@ def test_constants_are_the_plan(stem: str) -> None:
     assert values.get("Q_STAGES", 1) == plan(stem).load.q_stages
     assert values.get("HEAD_DIM_V", values["HEAD_DIM"]) == plan(stem).problem.v_dim
     assert values.get("RESCALE_ABOVE", 0) == plan(stem).softmax.rescale_above
+    assert values.get("EXP_BEFORE_WAIT", 0) == plan(stem).softmax.exp_before_wait
+    assert ("PARTS" in values) == plan(stem).tiles.split
     assert values.get("WARPGROUPS", tile.warpgroups) == tile.warpgroups
     window = (values.get("WINDOW_LEFT", 0), values.get("WINDOW_RIGHT", 0))
     assert window == (plan(stem).mask.left, plan(stem).mask.right)

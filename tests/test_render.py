@@ -153,7 +153,9 @@ KNOBS: dict[str, tuple[str, dict[str, Any]]] = {
     "warpgroups_2_to_1": ("k4_2_d128", {"tile": {"q": 64, "warpgroups": 1}}),
     # What goes with a mask, and with more than one tile for a CTA, changes with it.
     "scheduler_single_tile_to_static": ("k6_d128", {"scheduler": "static", "outputs": {"o": "own_buffer"}}),
-    "scheduler_static_to_dynamic": ("fwd_d128", {"scheduler": "dynamic", "mask": {"kind": "causal"}}),
+    "scheduler_static_to_dynamic": ("fwd_d128_static", {"scheduler": "dynamic", "mask": {"kind": "causal"}}),
+    "scheduler_static_to_stream_k": ("fwd_d128_static", {"scheduler": "stream_k"}),
+    "exp_before_wait_null_to_12": ("fwd_d128_static", {"softmax": {"exp_before_wait": 12}}),
     "q_stages_2_to_1": ("fwd_d128_causal", {"load": {"q_stages": 1}}),
     "o_own_buffer_to_direct": ("fwd_d128", {"outputs": {"o": "direct"}}),
     "rescale_above_null_to_8": ("fwd_d128", {"softmax": {"rescale_above": 8}}),
@@ -205,7 +207,11 @@ def test_golden_files_have_knobs() -> None:
         ("k3_1_d64", {"load": {"kv_stages": 5}}, "k3_3_d64"),
         ("k5_d64", {"schedule": {"kind": "ping_pong", "overlap": True}}, "k6_d64"),
         ("fwd_d64_causal", {"tile": {"q": 128, "warpgroups": 2}}, "fwd_d64_causal_short"),
-        ("fwd_d96", {"scheduler": "dynamic", "mask": {"kind": "causal"}}, "fwd_d96_causal"),
+        (
+            "fwd_d96",
+            {"scheduler": "dynamic", "mask": {"kind": "causal"}, "softmax": {"exp_before_wait": None}},
+            "fwd_d96_causal",
+        ),
     ],
 )
 def test_a_knob_gives_the_neighbour(stem: str, parts: dict[str, Any], other: str) -> None:

@@ -676,17 +676,19 @@ def test_scheduler_schedule() -> None:
 def test_scheduler_mask() -> None:
     for mask in ("none", "causal", "window"):
         assert rules.scheduler_mask("single_tile", mask) is None
-    assert rules.scheduler_mask("static", "none") is None
     assert rules.scheduler_mask("dynamic", "causal") is None
-    assert rules.scheduler_mask("static", "causal") == Violation(
-        "scheduler",
-        "under a causal mask tiles differ in length, so that CTAs with tiles known from the start would end at "
-        "different times; use dynamic",
-    )
+    for scheduler in ("static", "stream_k"):
+        assert rules.scheduler_mask(scheduler, "none") is None
+        assert rules.scheduler_mask(scheduler, "causal") == Violation(
+            "scheduler",
+            "under a causal mask tiles differ in length, so that CTAs with tiles known from the start would end at "
+            "different times; use dynamic",
+        )
     assert rules.scheduler_mask("dynamic", "none") == Violation(
-        "scheduler", "without a mask all tiles are equally long, and a counter has nothing to even out; use static"
+        "scheduler",
+        "without a mask all tiles are equally long, and a counter has nothing to even out; use static or stream_k",
     )
-    for scheduler in ("static", "dynamic"):
+    for scheduler in ("static", "stream_k", "dynamic"):
         assert rules.scheduler_mask(scheduler, "window") == Violation(
             "scheduler",
             f"a sliding window is rendered with scheduler single_tile only, not {scheduler}; use single_tile",
@@ -716,7 +718,7 @@ def test_scheduler_output() -> None:
     for o in ("own_buffer", "direct"):
         assert rules.scheduler_output("static", o) is None
         assert rules.scheduler_output("single_tile", o) == Violation(
-            "outputs.o", f"{o} is rendered with scheduler static or dynamic only, not single_tile; use over_q"
+            "outputs.o", f"{o} is rendered with scheduler static, stream_k or dynamic only, not single_tile; use over_q"
         )
     assert rules.scheduler_output("dynamic", "over_q") == Violation(
         "outputs.o",
@@ -730,7 +732,20 @@ def test_scheduler_rescale() -> None:
     assert rules.scheduler_rescale("dynamic", 8) is None
     assert rules.scheduler_rescale("single_tile", 8) == Violation(
         "softmax.rescale_above",
-        "rescaling now and then is rendered with scheduler static or dynamic only, not single_tile; use null",
+        "rescaling now and then is rendered with scheduler static, stream_k or dynamic only, not single_tile; use null",
+    )
+
+
+def test_exp_before_wait() -> None:
+    assert rules.exp_before_wait(None, 64, "single_tile") is None
+    assert rules.exp_before_wait(16, 64, "stream_k") is None
+    assert rules.exp_before_wait(17, 64, "dynamic") == Violation(
+        "softmax.exp_before_wait",
+        "17 > 16, a thread's exponentials of one row with tile.kv 64; use at most 16",
+    )
+    assert rules.exp_before_wait(1, 64, "single_tile") == Violation(
+        "softmax.exp_before_wait",
+        "the wait for P V is held back with scheduler static, stream_k or dynamic only, not single_tile; use null",
     )
 
 

@@ -25,6 +25,7 @@ from fa3gen.cpu.wgmma import InFlight, WgmmaUnit
 from fa3gen.hopper import registers_at_launch
 
 PATIENCE = 6  # times that nothing but "not yet" may be answered before the CTA counts as deadlocked
+MAX_POLLS = 10_000  # loads of what other CTAs or warps store, while nothing else happens in the CTA
 MAX_BLOCKS = 50_000_000  # executed by one CTA; a kernel that takes longer does not end
 
 
@@ -58,6 +59,7 @@ class Cta:
         self._blocks = 0
         self._seen_progress = -1
         self._patience = PATIENCE
+        self._polls, self._polled_at = 0, -1
 
     # ------------------------------------------------------------------ what blocks and units use
 
@@ -78,6 +80,20 @@ class Cta:
     def time_limit_passes(self) -> bool:
         """Whether a wait that may give up does so now: sometimes, where the schedule leaves something to chance."""
         return self.by_chance and self.random.random() < 0.2
+
+    def polled(self) -> None:
+        """A warp has looked at global memory for what somebody else stores. Raises a Hazard when nobody will.
+
+        CTAs run one after the other: those that a CTA may wait for have ended, and the ones after it have not begun.
+        """
+        self._polls = self._polls + 1 if self._polled_at == self.progress else 0
+        self._polled_at = self.progress
+        if self._polls > MAX_POLLS:
+            raise Hazard(
+                Kind.DEADLOCK,
+                "a word of global memory is read again and again, but the CTAs before this one have ended without "
+                "storing what the warp waits for; a CTA may wait for those with lower numbers only",
+            )
 
     def live_registers(self, blocks: Iterable[int]) -> set[int]:
         """Numbers of the registers that are read from any of these blocks on."""

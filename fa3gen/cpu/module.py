@@ -6,7 +6,7 @@ for a Hopper GPU, `compile_for_sm90a`, whose result launches on one, and in pers
 
 from __future__ import annotations
 
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -34,6 +34,7 @@ class CpuModel:
         self.path = path
         self.settings = Settings()
         self.counter: torch.Tensor | None = None
+        self.flags: torch.Tensor | None = None
 
     def launch_constants(self, device: Any) -> tuple[int, torch.Tensor]:
         """The SMs of the settings and an LSE of no rows, for tensors of this process.
@@ -47,6 +48,11 @@ class CpuModel:
         """A zero for each launch; kept as `counter`, so that a test can see what the launch leaves in it."""
         self.counter = torch.zeros(1, dtype=torch.int32, device=device)
         return self.counter
+
+    def flags_and_parts(self, make: Any, device: Any, num_sms: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the module makes for a new stream; `flags` are kept for tests, and parts that nobody gives are NaN."""
+        self.flags, parts = make(device, num_sms, stream=0)
+        return self.flags, parts.fill_(torch.nan)
 
     @cached_property
     def kernel(self) -> CpuKernel:
@@ -99,6 +105,8 @@ def load_on_cpu(path: Path) -> ModuleType:
         module.launch_constants = model.launch_constants
     if hasattr(module, "tile_counter"):
         module.tile_counter = model.tile_counter
+    if hasattr(module, "flags_and_parts"):
+        module.flags_and_parts = partial(model.flags_and_parts, module.stream_parts.__wrapped__)
     return module  # type: ignore[no-any-return]
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from fa3gen import footprint
+from fa3gen import footprint, hopper
 from fa3gen.compile_cache import cached_compile
 from fa3gen.cpu.findings import Hazard
 from fa3gen.cpu.kernel import CpuKernel, Settings
@@ -117,19 +117,21 @@ def attention(kernel: CpuKernel, variant: Variant, q: torch.Tensor, k: torch.Ten
     plan = make_plan(variant)
     batch, seq_q, heads_q, head_dim = q.shape
     out = torch.full((batch, seq_q, heads_q, v.shape[3]), math.nan, dtype=q.dtype)
-    given: dict[str, torch.Tensor | int] = {
-        "q": q,
-        "k": k,
-        "v": v,
-        "out": out,
-        "num_sms": kernel.settings.sms,
-        "tile_counter(device)": torch.zeros(1, dtype=torch.int32),
-        "lse": torch.full((batch, heads_q, seq_q), math.nan),
+    lse = torch.full((batch, heads_q, seq_q), math.nan)
+    sms, vectors = kernel.settings.sms, plan.problem.v_dim // 8 + 1
+    parts = torch.full((sms, vectors, plan.tile.warpgroups * hopper.WARPGROUP, 4), math.nan)
+    given: dict[str, tuple[torch.Tensor | int, ...]] = {
+        "q": (q,),
+        "k": (k,),
+        "v": (v,),
+        "out": (out,),
+        "num_sms": (sms,),
+        "tile_counter(device)": (torch.zeros(1, dtype=torch.int32),),
+        "*flags_and_parts(device, num_sms)": (torch.zeros(sms, 4 * plan.tile.warpgroups, dtype=torch.int32), parts),
+        "lse": (lse,),
     }
-    lse = given["lse"]
-    assert isinstance(lse, torch.Tensor)
     if "scores" in plan.entry.call_arguments:
-        given["scores"] = torch.full((batch, heads_q, seq_q, k.shape[1]), math.nan)
+        given["scores"] = (torch.full((batch, heads_q, seq_q, k.shape[1]), math.nan),)
     *names, _ = plan.entry.call_arguments  # the last one is the scale
-    kernel(*(given[name] for name in names), head_dim**-0.5)
+    kernel(*(argument for name in names for argument in given[name]), head_dim**-0.5)
     return Attention(out, lse)

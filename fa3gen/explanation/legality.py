@@ -73,6 +73,7 @@ TOPICS = {
     "scheduler_pack": "tile",
     "scheduler_output": "output",
     "scheduler_rescale": "softmax",
+    "exp_before_wait": "softmax",
     "direct_columns": "output",
 }
 

@@ -18,6 +18,7 @@ _HINTS = (
 _SPACE = r"(?P<space>global|shared|shared::cta|local)"
 _SYNTAX_LOAD = rf"ld(?:\.weak|\.volatile)?\.{_SPACE}(?:\.(?:ca|cg|cs|lu|cv))?(?:\.nc)?{_HINTS}{_VECTOR}\.{_TYPE}"
 _SYNTAX_STORE = rf"st(?:\.weak|\.volatile)?\.{_SPACE}(?:\.(?:wb|cg|cs|wt))?{_HINTS}{_VECTOR}\.{_TYPE}"
+_ORDERED_SPACE = r"\.(?:cta|gpu|sys)\.(?P<space>global)"
 _UNIT = {"global": "memory", "shared": "shared", "shared::cta": "shared", "local": "local_memory"}
 
 
@@ -47,6 +48,20 @@ def load(emitter: Emitter, instruction: Instruction, form: re.Match[str]) -> Non
     )
     for item, register in enumerate(registers):
         _write_widened(emitter, register, f"{loaded}[{item}]", type_)
+
+
+@emits(rf"ld\.(?:acquire|relaxed){_ORDERED_SPACE}\.{_TYPE}", observable=True)
+def load_ordered(emitter: Emitter, instruction: Instruction, form: re.Match[str]) -> None:
+    """What another CTA stored: earlier CTAs have ended, so that a value which stays will never change."""
+    load(emitter, instruction, form)
+    emitter.emit("g.cta.polled()")
+
+
+@emits(rf"st\.(?:release|relaxed){_ORDERED_SPACE}\.{_TYPE}", destinations=0, observable=True)
+def store_ordered(emitter: Emitter, instruction: Instruction, form: re.Match[str]) -> None:
+    """A store that other warps and CTAs may be waiting for."""
+    store(emitter, instruction, form)
+    emitter.emit("g.cta.progress += 1")
 
 
 @emits(_SYNTAX_STORE, destinations=0, observable=True)
