@@ -81,13 +81,14 @@ class Cta:
         """Whether a wait that may give up does so now: sometimes, where the schedule leaves something to chance."""
         return self.by_chance and self.random.random() < 0.2
 
-    def polled(self) -> None:
-        """A warp has looked at global memory for what somebody else stores. Raises a Hazard when nobody will.
+    def polled(self, group: Group) -> None:
+        """A group has looked at global memory for what somebody else stores; until more happens, others go first.
 
-        CTAs run one after the other: those that a CTA may wait for have ended, and the ones after it have not begun.
+        Raises a Hazard when nobody will store it: CTAs run one after the other, so that those that a CTA may wait for
+        have ended, and the ones after it have not begun.
         """
         self._polls = self._polls + 1 if self._polled_at == self.progress else 0
-        self._polled_at = self.progress
+        self._polled_at = group.polled_at = self.progress
         if self._polls > MAX_POLLS:
             raise Hazard(
                 Kind.DEADLOCK,
@@ -159,6 +160,8 @@ class Cta:
             order.sort(key=lambda group: (self.schedule.favourite in group.warps) == (kind == "last"))
         if self.schedule.completion == "random" and self.random.random() < 0.1:
             self._complete_something(only_wanted=False)
+        if self._polled_at == self.progress:
+            order.sort(key=lambda group: group.polled_at == self.progress)
         moved = False
         for group in order:
             if group.parked or group not in self.groups:

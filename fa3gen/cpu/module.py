@@ -35,6 +35,7 @@ class CpuModel:
         self.settings = Settings()
         self.counter: torch.Tensor | None = None
         self.flags: torch.Tensor | None = None
+        self.parts: torch.Tensor | None = None
 
     def launch_constants(self, device: Any) -> tuple[int, torch.Tensor]:
         """The SMs of the settings and an LSE of no rows, for tensors of this process.
@@ -50,9 +51,10 @@ class CpuModel:
         return self.counter
 
     def flags_and_parts(self, make: Any, device: Any, num_sms: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """What the module makes for a new stream; `flags` are kept for tests, and parts that nobody gives are NaN."""
-        self.flags, parts = make(device, num_sms, stream=0)
-        return self.flags, parts.fill_(torch.nan)
+        """What the module makes for a new stream, both kept for tests; parts that nobody gives are NaN."""
+        flags, parts = make(device, num_sms, stream=0)
+        self.flags, self.parts = flags, parts.fill_(torch.nan)
+        return flags, parts
 
     @cached_property
     def kernel(self) -> CpuKernel:

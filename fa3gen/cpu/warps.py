@@ -55,6 +55,7 @@ class Group:
         self.parked = False
         self.waits_for: Any = None
         self.answer_now = False  # a wait may answer "not yet"
+        self.polled_at = -1  # what the CTA's progress was when the group last polled global memory
         self.ticket: tuple[int, int] | None = None  # named barrier and generation that the group waits at
         self.unfenced = 0  # registers of products that ordinary instructions used since the last wgmma.fence
         self.fenced = False

@@ -24,6 +24,8 @@ COVERED = {
     "atomic": "test_atomic",
     "compare_and_swap": "test_compare_and_swap",
     "reduction": "test_reduction",
+    "load_ordered": "test_ctas_hear_of_those_before_them",
+    "store_ordered": "test_ctas_hear_of_those_before_them",
 }
 
 LANES = 32
@@ -519,3 +521,51 @@ def test_each_cta_has_its_own_shared_memory() -> None:
     with pytest.raises(Hazard) as report:
         machine.run()
     assert report.value.kind is Kind.UNINITIALISED_READ and report.value.place.cta == (1, 0, 0)
+
+
+# ---------------------------------------------------------------------- acquire and release
+
+# Each CTA waits until the word before its own is set, and sets its own to one more; CTA 0 finds a 1.
+CHAIN = """mov.u32 %r1, %ctaid.x; mad.wide.u32 %rd1, %r1, 4, %words;
+spin:
+ld.ACQUIRE.global.b32 %r2, [%rd1+FROM];
+setp.eq.u32 %p1, %r2, 0;
+@%p1 bra spin;
+add.u32 %r2, %r2, 1;
+st.RELEASE.global.b32 [%rd1+4], %r2;
+"""
+
+
+@pytest.mark.parametrize(("load", "store"), [("acquire.gpu", "release.gpu"), ("relaxed.sys", "relaxed.sys")])
+def test_ctas_hear_of_those_before_them(load: str, store: str) -> None:
+    body = CHAIN.replace("ACQUIRE", load).replace("RELEASE", store).replace("FROM", "0")
+    words = np.array([1, 0, 0, 0], np.uint32)
+    assert clean(body, grid=(3, 1, 1), buffers={"words": words})["words"].tolist() == [1, 2, 3, 4]
+
+
+def test_a_cta_that_waits_for_a_later_one_waits_for_ever() -> None:
+    body = CHAIN.replace("ACQUIRE", "acquire.gpu").replace("RELEASE", "release.gpu").replace("FROM", "8")
+    words = np.array([1, 0, 0, 0, 0], np.uint32)
+    refused(body, Kind.DEADLOCK, "lower numbers only", grid=(3, 1, 1), buffers={"words": words}, count=3)
+
+
+def test_who_waits_for_a_warp_of_its_own_cta_waits_as_long_as_it_takes() -> None:
+    """Warp 0 looks many times while warp 1 is still at work; what it does is no progress, until it stores."""
+    body = """
+    setp.eq.u32 %p2, %warp, 0;
+    @!%p2 bra work;
+    spin:
+    ld.acquire.gpu.global.b32 %r2, [%words];
+    setp.eq.u32 %p1, %r2, 0;
+    @%p1 bra spin;
+    bra end;
+    work:
+    mov.u32 %r3, 50;
+    again:
+    sub.u32 %r3, %r3, 1;
+    setp.ne.u32 %p3, %r3, 0;
+    @%p3 bra again;
+    st.release.gpu.global.b32 [%words], 7;
+    end:
+    """
+    assert clean(body, threads=64, buffers={"words": np.zeros(1, np.uint32)})["words"].tolist() == [7]

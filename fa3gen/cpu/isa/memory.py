@@ -54,7 +54,7 @@ def load(emitter: Emitter, instruction: Instruction, form: re.Match[str]) -> Non
 def load_ordered(emitter: Emitter, instruction: Instruction, form: re.Match[str]) -> None:
     """What another CTA stored: earlier CTAs have ended, so that a value which stays will never change."""
     load(emitter, instruction, form)
-    emitter.emit("g.cta.polled()")
+    emitter.emit("g.cta.polled(g)")
 
 
 @emits(rf"st\.(?:release|relaxed){_ORDERED_SPACE}\.{_TYPE}", destinations=0, observable=True)

@@ -1,0 +1,104 @@
+"""The last wave of tiles in equal shares, on the CPU model: who gives parts to whom, and what comes of them."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from rendering import CHECKOUT, plans
+
+from fa3gen import reference
+from fa3gen.cpu.kernel import Settings
+from fa3gen.cpu.module import load_on_cpu
+from fa3gen.cpu.schedule import schedules
+from fa3gen.spec import NoMask
+
+STEMS = sorted(stem for stem in plans() if plans()[stem].tiles.split)
+STEM = "fwd_d64"  # the smallest
+
+
+class Wave(NamedTuple):
+    """Tiles of queries, steps of each, SMs; and the CTAs that leave a part to the next one."""
+
+    tiles: int
+    steps: int
+    sms: int
+    givers: set[int]
+
+
+WAVES = {
+    # 40 steps for 5 CTAs, 8 each: a chain.
+    "one tile": Wave(1, 40, 5, {0, 1, 2, 3}),
+    # At most 8 parts, of 5 steps.
+    "more SMs than parts": Wave(1, 40, 132, {0, 1, 2, 3, 4, 5, 6}),
+    # Steps 0 to 7, 8 to 15, 16 to 23: the second CTA ends one tile and begins the other.
+    "two tiles": Wave(2, 12, 3, {0, 1}),
+    # Three whole tiles; 12 steps for 3 CTAs, 4 each.
+    "after whole tiles": Wave(4, 12, 3, {0, 1}),
+    # 120 steps, 20 each: all but the first and the last CTA end one tile and begin another.
+    "five tiles": Wave(5, 24, 6, {0, 1, 2, 3, 4}),
+    # 3 steps are not worth it.
+    "short": Wave(1, 3, 2, set()),
+    # And where every SM has a tile there is nothing to share.
+    "full": Wave(3, 12, 3, set()),
+}
+
+
+@cache
+def module(stem: str) -> Any:
+    return load_on_cpu(CHECKOUT.module_path(stem))
+
+
+def tensors(stem: str, wave: Wave) -> tuple[torch.Tensor, ...]:
+    """A head for each tile, whose last tile of keys is not full."""
+    problem, tile = plans()[stem].problem, plans()[stem].tile
+    generator = torch.Generator().manual_seed(5)
+    seq_q, seq_k = tile.m - 9, wave.steps * tile.n - 7
+    shapes = [(1, seq_q, wave.tiles, problem.head_dim), (1, seq_k, wave.tiles, problem.head_dim)]
+    shapes.append((1, seq_k, wave.tiles, problem.v_dim))
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[problem.dtype]
+    return tuple(torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
+
+
+def outputs(stem: str, settings: Settings, given: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+    module(stem).cpu.settings = settings
+    try:
+        out, lse = module(stem).attention(*given, return_lse=True)
+        return out, lse
+    finally:
+        module(stem).cpu.settings = Settings()
+
+
+def check(stem: str, wave: Wave) -> tuple[torch.Tensor, torch.Tensor]:
+    given = tensors(stem, wave)
+    out, lse = outputs(stem, Settings(sms=wave.sms), given)
+    expected = reference.attention(*given, mask=NoMask())
+    assert (out.double() - expected.out).norm() / expected.out.norm() < 0.004
+    assert (lse - expected.lse).abs().max() < 1e-5
+    model = module(stem).cpu
+    assert not model.flags.any()  # as the next launch wants them
+    # Parts are NaN before the launch.
+    given_parts = {cta for cta in range(wave.sms) if not model.parts[cta].isnan().any()}
+    assert given_parts == wave.givers
+    assert {cta for cta in range(wave.sms) if not model.parts[cta].isnan().all()} == wave.givers
+    return out, lse
+
+
+@pytest.mark.parametrize("wave", WAVES.values(), ids=WAVES)
+def test_who_gives_a_part(wave: Wave) -> None:
+    check(STEM, wave)
+
+
+@pytest.mark.parametrize("stem", [stem for stem in STEMS if stem != STEM])
+def test_every_module_adds_up_its_parts(stem: str) -> None:
+    check(stem, WAVES["two tiles"])
+
+
+def test_the_order_of_warps_changes_nothing() -> None:
+    wave = WAVES["two tiles"]
+    first = check(STEM, wave)
+    for schedule in schedules(5, plans()[STEM].tile.threads // 32)[1::3]:
+        again = outputs(STEM, Settings(sms=wave.sms, schedule=schedule), tensors(STEM, wave))
+        assert all(torch.equal(x, y) for x, y in zip(first, again, strict=True))
