@@ -246,7 +246,7 @@ class Cta:
                 return True
             yields = blocks[block].yields
             block = group.block = following
-            if yields:
+            if yields or group.polled_at == self.progress:
                 return True
 
     def _count(self, block: int, group: Group) -> None:
