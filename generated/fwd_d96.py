@@ -784,15 +784,14 @@ def launch_constants(device):
 
 
 def flags_and_parts(device, num_sms):
-    """Flags, zero between launches, and parts, for all launches of a stream, which run one after the other."""
-    stream = torch._C._cuda_getCurrentRawStream(device.index)  # torch.cuda.current_stream takes longer
-    # A graph gets its own, since it may run on any stream, beside others. Stream 0, the default one, is never captured.
-    make = stream_parts.__wrapped__ if stream and torch.cuda.is_current_stream_capturing() else stream_parts
-    return make(device, num_sms, stream)
+    """Flags, zero and again zero after the launch, and parts. Launches of the default stream share theirs."""
+    # On another stream a graph may be captured, or torch.compile may prepare one, whose memory has to be its own.
+    make = default_parts.__wrapped__ if torch._C._cuda_getCurrentRawStream(device.index) else default_parts
+    return make(device, num_sms)
 
 
 @functools.cache
-def stream_parts(device, num_sms, stream):
-    """The flags and parts of one stream, made at its first launch: a part for each CTA."""
+def default_parts(device, num_sms):
+    """The flags and parts of the default stream, made at its first launch: a part for each CTA."""
     parts = torch.empty((num_sms, *PART_SHAPE), dtype=torch.float32, device=device)
     return torch.zeros((num_sms, CONSUMER_WARPS), dtype=torch.int32, device=device), parts

@@ -774,14 +774,13 @@ def launch_constants(device):
 
 
 def tile_counter(device):
-    """A zero, and again a zero after the launch, for all launches of a stream, which run one after the other."""
-    stream = torch._C._cuda_getCurrentRawStream(device.index)  # torch.cuda.current_stream takes longer
-    # A graph gets its own, since it may run on any stream, beside others. Stream 0, the default one, is never captured.
-    make = stream_counter.__wrapped__ if stream and torch.cuda.is_current_stream_capturing() else stream_counter
-    return make(device, stream)
+    """A zero, and again a zero after the launch. Launches of the default stream, one after the other, share theirs."""
+    # On another stream a graph may be captured, or torch.compile may prepare one, whose memory has to be its own.
+    make = default_counter.__wrapped__ if torch._C._cuda_getCurrentRawStream(device.index) else default_counter
+    return make(device)
 
 
 @functools.cache
-def stream_counter(device, stream):
-    """The counter of one stream, made at its first launch."""
+def default_counter(device):
+    """The counter of the default stream, made at its first launch."""
     return torch.zeros(1, dtype=torch.int32, device=device)

@@ -55,7 +55,7 @@ Steady state, one tile of keys
     9   consumer   wait_group 1          S is there; P V goes on
     10  consumer   arrive k_empty        K's stage is free
     11  consumer   softmax               P = 2^(S - max) and sums
-    12  consumer   wait_group 0          O is there
+    12  consumer   wait_group 0          O is there; not before 4 exponentials of each thread
     13  consumer   arrive v_empty        V's stage is free
     14  consumer   rescale               O to the new maximum; P is rounded
 """
@@ -97,6 +97,7 @@ K_LAYOUT = warpgroup.SmemLayoutAtomKind.K_SW128
 V_LAYOUT = warpgroup.SmemLayoutAtomKind.MN_SW128
 LOG2_E, LN_2 = math.log2(math.e), math.log(2.0)
 LOWEST = -1e20  # a row's maximum before its first key; finite: -inf - -inf would be NaN
+EXP_BEFORE_WAIT = 4  # exponentials of a thread in a step before it waits for P V of the step before
 
 
 # ======================================================================================================================
@@ -520,6 +521,10 @@ def softmax_step(acc_S, row_max, row_sum, rescale, scale_log2):
             p = cute.math.exp2(acc_S_rows[r, c] * scale_log2 - shift, fastmath=True)
             acc_S_rows[r, c] = p
             total += p
+            # ptxas would move the wait for P V up to where it likes; over a branch, never taken, it moves nothing.
+            if cutlass.const_expr((r, c) == (0, EXP_BEFORE_WAIT - 1)):
+                if cute.arch.vote_any_sync(total < 0.0):
+                    cute.arch.sync_warp()
         row_sum[r] = total  # of this thread's columns; the quad adds up once, after the loop
 
 
@@ -779,15 +784,14 @@ def launch_constants(device):
 
 
 def flags_and_parts(device, num_sms):
-    """Flags, zero between launches, and parts, for all launches of a stream, which run one after the other."""
-    stream = torch._C._cuda_getCurrentRawStream(device.index)  # torch.cuda.current_stream takes longer
-    # A graph gets its own, since it may run on any stream, beside others. Stream 0, the default one, is never captured.
-    make = stream_parts.__wrapped__ if stream and torch.cuda.is_current_stream_capturing() else stream_parts
-    return make(device, num_sms, stream)
+    """Flags, zero and again zero after the launch, and parts. Launches of the default stream share theirs."""
+    # On another stream a graph may be captured, or torch.compile may prepare one, whose memory has to be its own.
+    make = default_parts.__wrapped__ if torch._C._cuda_getCurrentRawStream(device.index) else default_parts
+    return make(device, num_sms)
 
 
 @functools.cache
-def stream_parts(device, num_sms, stream):
-    """The flags and parts of one stream, made at its first launch: a part for each CTA."""
+def default_parts(device, num_sms):
+    """The flags and parts of the default stream, made at its first launch: a part for each CTA."""
     parts = torch.empty((num_sms, *PART_SHAPE), dtype=torch.float32, device=device)
     return torch.zeros((num_sms, CONSUMER_WARPS), dtype=torch.int32, device=device), parts

@@ -21,8 +21,8 @@ from fa3gen.errors import UserError
 
 NO_LSE = "k4_2_o_only_d128_causal"
 NARROW_V, PACKED = "fwd_d192_128_window", "fwd_d128_pack4_causal"
-# Persistent ones: tiles from a counter, tiles dealt out, a head dim of v's own.
-DYNAMIC, STATIC, PERSISTENT_NARROW_V = "fwd_d64_causal", "fwd_d64", "fwd_d192_128"
+# Persistent ones: tiles from a counter, tiles dealt out, the last of them in shares, a head dim of v's own.
+DYNAMIC, STATIC, SPLIT, PERSISTENT_NARROW_V = "fwd_d64_causal", "fwd_d64_short", "fwd_d64", "fwd_d192_128"
 
 
 @pytest.fixture(params=["k4_2_d64", "k1_d64"])
@@ -552,24 +552,25 @@ def test_launch_of_a_persistent_module(stem: str, return_lse: bool, monkeypatch:
     assert (result[0] is out and result[1] is lse) if return_lse else result is out
 
 
-def test_counters_of_streams_and_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One counter for all launches of a stream, another for another stream, and for each graph one of its own."""
+@pytest.mark.parametrize("stem", [DYNAMIC, SPLIT])
+def test_only_launches_of_the_default_stream_share_memory(stem: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counters, or flags and parts, of launches on other streams are their own: these may belong to a graph."""
     monkeypatch.chdir(ROOT)
-    module = fa3gen.load(DYNAMIC)
-    stream, capturing, device = 7, False, torch.device("cpu")
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    module = fa3gen.load(stem)
+    stream, device = 0, torch.device("cpu")
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: stream, raising=False)
-    first = module.tile_counter(device)
-    assert (first.tolist(), first.dtype) == ([0], torch.int32) and module.tile_counter(device) is first
-    stream = 8
-    second = module.tile_counter(device)
-    assert second is not first and module.tile_counter(device) is second
-    capturing = True
-    graphs = [module.tile_counter(device) for _ in range(2)]
-    assert len({id(counter) for counter in (first, second, *graphs)}) == 4
-    stream = 0  # the default stream, which cannot be captured: nobody is asked
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", no_launch)
-    assert module.tile_counter(device) is module.tile_counter(device)
+
+    def made() -> tuple[torch.Tensor, ...]:
+        return (module.tile_counter(device),) if stem == DYNAMIC else module.flags_and_parts(device, 3)
+
+    first = made()
+    assert not first[0].any() and first[0].dtype == torch.int32
+    assert all(x is y for x, y in zip(first, made(), strict=True))
+    stream = 7
+    others = [*made(), *made()]
+    assert len({id(tensor) for tensor in (*first, *others)}) == 3 * len(first)
+    stream = 0
+    assert all(x is y for x, y in zip(first, made(), strict=True))
 
 
 def test_output_of_a_persistent_module(monkeypatch: pytest.MonkeyPatch) -> None:

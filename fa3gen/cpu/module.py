@@ -51,8 +51,8 @@ class CpuModel:
         return self.counter
 
     def flags_and_parts(self, make: Any, device: Any, num_sms: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """What the module makes for a new stream, both kept for tests; parts that nobody gives are NaN."""
-        flags, parts = make(device, num_sms, stream=0)
+        """What the module makes for a launch, both kept for tests; parts that nobody gives are NaN."""
+        flags, parts = make(device, num_sms)
         self.flags, self.parts = flags, parts.fill_(torch.nan)
         return flags, parts
 
@@ -108,7 +108,7 @@ def load_on_cpu(path: Path) -> ModuleType:
     if hasattr(module, "tile_counter"):
         module.tile_counter = model.tile_counter
     if hasattr(module, "flags_and_parts"):
-        module.flags_and_parts = partial(model.flags_and_parts, module.stream_parts.__wrapped__)
+        module.flags_and_parts = partial(model.flags_and_parts, module.default_parts.__wrapped__)
     return module  # type: ignore[no-any-return]
 
 

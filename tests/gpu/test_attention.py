@@ -70,8 +70,8 @@ def calls() -> Iterator[Call]:
 
 CALLS = list(calls())
 EVERY = pytest.mark.parametrize("call", CALLS, ids=lambda call: f"{call.family}, {call.seq_k} keys")
-# A first row, v with a head dim of its own, and a window without a row.
-SOME = pytest.mark.parametrize("call", [CALLS[0], CALLS[-3], CALLS[-1]], ids=["first", "d_v", "window"])
+# A first row, and those without a row: v with a head dim of its own, a causal mask, a window.
+SOME = pytest.mark.parametrize("call", [CALLS[0], *CALLS[-3:]], ids=["first", "d_v", "causal", "window"])
 
 
 @pytest.fixture(autouse=True)
