@@ -150,7 +150,9 @@ def busiest_sm(spec: Spec, problem: Problem, sms: int) -> int:
     if isinstance(spec.handoff, GlobalHandoff):
         return -(-problem.visited // sms)  # a CTA for each step
     if len(set(of_head)) <= 1:
-        return -(-problem.tiles // sms) * max(of_head, default=0)
+        steps, (waves, rest) = max(of_head, default=0), divmod(problem.tiles, sms)
+        share = tile_order.tail_share(rest, steps, sms) if footprint.splits_tail(spec) else steps
+        return waves * steps + share * (rest > 0)
     ends = [0] * min(sms, problem.tiles)
     for steps in _tile_order(spec, problem, of_head):
         heapq.heapreplace(ends, ends[0] + steps)  # to the SM that is through first

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import PurePath
 
-from fa3gen import footprint, header, hopper, predicted_sass
+from fa3gen import footprint, header, hopper, predicted_sass, tile_order
 from fa3gen.census import Expectation
 from fa3gen.footprint import Region
 from fa3gen.spec import (
@@ -23,9 +23,6 @@ from fa3gen.spec import (
     WindowMask,
 )
 from fa3gen.specfile import Variant
-
-# Steps that splitting the last wave has to save: handing over and merging parts of O takes about as long.
-STEPS_SAVED = 4
 
 
 @dataclass(frozen=True)
@@ -133,13 +130,15 @@ class HandoffPlan:
 class TilesPlan:
     """How tiles of queries are given to CTAs.
 
-    `split`: the last wave of tiles is dealt out by tiles of keys, where that saves at least `steps_saved` of them.
+    `split`: the last wave of tiles is dealt out by tiles of keys, in at most `parts` parts of a tile of queries, where
+    that saves at least `steps_saved` of them.
     """
 
     persistent: bool
     dynamic: bool
     split: bool = False
-    steps_saved: int = STEPS_SAVED
+    parts: int = tile_order.PARTS
+    steps_saved: int = tile_order.STEPS_SAVED
 
 
 @dataclass(frozen=True)
@@ -353,7 +352,6 @@ def _tiles(spec: Spec) -> TilesPlan:
         persistent=footprint.persistent(spec),
         dynamic=spec.scheduler == "dynamic",
         split=footprint.splits_tail(spec),
-        steps_saved=STEPS_SAVED,
     )
 
 

@@ -10,6 +10,9 @@ from fa3gen.spec import CausalMask, Spec
 
 # Bytes of K and V that a dynamic scheduler works on at a time, so that they stay in L2; `KEYS_IN_L2` in the modules.
 BYTES_IN_L2 = 32 * 2**20
+# Of the last wave of a stream_k scheduler: parts of a tile of queries at most, and steps that splitting has to save,
+# about what handing over and merging a part of O takes.
+PARTS, STEPS_SAVED = 8, 4
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,15 @@ def _drawn(spec: Spec, blocks: int, seq_k: int, heads: int, everything: int) -> 
         place = number - first * blocks
         head = first + place % together
         yield Taken(number, blocks - 1 - place // together, head % heads, head // heads)
+
+
+def tail_share(tiles: int, steps: int, sms: int) -> int:
+    """Steps of the last wave that each CTA of a stream_k scheduler takes: `launch` of the generated modules.
+
+    The wave has so many tiles, fewer than SMs, of so many steps each, one for each tile of keys.
+    """
+    share = max(-(-tiles * steps // sms), -(-steps // PARTS))
+    return share if share + STEPS_SAVED <= steps else steps
 
 
 def keys_in_l2(spec: Spec) -> int:

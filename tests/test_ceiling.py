@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from rendering import variants
 
-from fa3gen import ceiling, chips
+from fa3gen import ceiling, chips, tile_order
 from fa3gen.chips import H100, H200
 from fa3gen.errors import UserError
 from fa3gen.spec import Spec
@@ -86,8 +86,9 @@ def test_the_ceiling_is_the_peak_where_the_tensor_cores_bound() -> None:
         ("k6_d128", 128, 16384, 97),
         ("k6_d128", 192, 512, 86),
         ("k6_d128", 192, 16384, 94),
-        ("fwd_d256", 128, 16384, 97),
-        ("fwd_d256", 192, 16384, 86),
+        # The last wave in equal shares: all but even, and padding is left.
+        ("fwd_d256", 128, 16384, 100),
+        ("fwd_d256", 192, 16384, 99),
     ],
 )
 def test_waves(stem: str, rows: int, length: int, percent: int) -> None:
@@ -106,6 +107,17 @@ def test_a_problem_is_bound_by_the_steady_state_and_its_waves() -> None:
     assert found.waves == pytest.approx(2048 / 132)
     assert found.tflops == pytest.approx(H200.tensor_tflops * 2048 / 132 / 16)
     assert found.bounded_by == "tensor cores"
+
+
+def test_share_of_the_last_wave() -> None:
+    assert tile_order.tail_share(1, 40, 5) == 8  # 40 steps for five CTAs
+    assert tile_order.tail_share(1, 40, 132) == 5  # at most 8 parts of a tile
+    assert tile_order.tail_share(2, 12, 3) == 8  # saves just enough
+    assert tile_order.tail_share(3, 12, 4) == 12  # 9 would save too little: whole tiles
+    # 2048 tiles of 128 steps: 15 waves, then 68 tiles for 132 SMs, 65.9 steps each.
+    problem = Problem(spec("fwd_d128"), Shape(1, 16384, 16384, 16, 16))
+    assert ceiling.busiest_sm(spec("fwd_d128"), problem, 132) == 15 * 128 + 66
+    assert ceiling.busiest_sm(spec("fwd_d128_static"), problem, 132) == 16 * 128
 
 
 def test_a_short_causal_problem_is_bound_by_memory() -> None:

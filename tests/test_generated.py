@@ -387,9 +387,12 @@ def test_all_modules_check_alike() -> None:
     assert {entry_points(stem) for stem in set(STEMS) - own - persistent} == {entry_points("k4_2_d64")}
     assert persistent >= {DYNAMIC, STATIC, PERSISTENT_NARROW_V}
     dynamic = {stem for stem in persistent if plans()[stem].tiles.dynamic}
+    split = {stem for stem in persistent if plans()[stem].tiles.split}
     assert {entry_points(stem) for stem in dynamic} == {entry_points(DYNAMIC)}
-    assert {entry_points(stem) for stem in persistent - dynamic} == {entry_points(STATIC)}
-    assert entry_points(DYNAMIC).startswith(entry_points(STATIC)) and entry_points(STATIC) != entry_points("k4_2_d64")
+    assert {entry_points(stem) for stem in split} == {entry_points(SPLIT)}
+    assert {entry_points(stem) for stem in persistent - dynamic - split} == {entry_points(STATIC)}
+    assert all(entry_points(stem).startswith(entry_points(STATIC)) for stem in (DYNAMIC, SPLIT))
+    assert entry_points(STATIC) != entry_points("k4_2_d64")
 
 
 def test_checks_of_a_head_dim_of_its_own_for_v(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -434,7 +437,7 @@ def load_persistent(stem: str, monkeypatch: pytest.MonkeyPatch, launch: Any) -> 
     monkeypatch.chdir(ROOT)
     module = fa3gen.load(stem)
     monkeypatch.setattr(module, "launch_constants", lambda device: (SMS, torch.empty(1, 1, 0)))
-    monkeypatch.setattr(module, "tile_counter", lambda device: torch.zeros(1, dtype=torch.int32), raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)  # the default stream
     monkeypatch.setattr(module, "compile_for_sm90a", launch)
     return module
 
@@ -531,23 +534,27 @@ def test_a_call_that_launches_nothing_is_checked(persistent: ModuleType, changes
     assert str(caught.value) == message
 
 
-@pytest.mark.parametrize("stem", [DYNAMIC, STATIC, PERSISTENT_NARROW_V])
+@pytest.mark.parametrize("stem", [DYNAMIC, STATIC, SPLIT, PERSISTENT_NARROW_V])
 @pytest.mark.parametrize("return_lse", [False, True])
 def test_launch_of_a_persistent_module(stem: str, return_lse: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Outputs of the shapes and dtypes that the kernel writes, a counter at zero, the scale and the number of SMs."""
+    """Outputs as the kernel writes them, a counter or flags at zero, room for parts, the scale, the number of SMs."""
     launch = Launch()
     module = load_persistent(stem, monkeypatch, lambda: launch)
     dim, v_dim = module.HEAD_DIM, getattr(module, "HEAD_DIM_V", module.HEAD_DIM)
     q, k, v = tensor(dim=dim), tensor(seq=7, heads=2, dim=dim), tensor(seq=7, heads=2, dim=v_dim)
     result = module.attention(q, k, v, return_lse=return_lse)
     *inputs, out, lse, sms = launch.arguments[:6]
-    *counter, scale = launch.arguments[6:]
+    *scratch, scale = launch.arguments[6:]
     assert inputs[0] is q and inputs[1] is k and inputs[2] is v
     assert (out.shape, out.dtype, out.is_contiguous()) == ((2, 5, 4, v_dim), q.dtype, True)
     # Without rows its other sizes are no matter: one tensor serves all calls that ask for none.
     assert (lse.shape, lse.dtype) == ((2, 4, 5) if return_lse else (1, 1, 0), torch.float32)
     assert lse.is_contiguous() and lse.untyped_storage().nbytes() == 4 * lse.numel()
-    assert [(x.tolist(), x.dtype) for x in counter] == ([([0], torch.int32)] if stem == DYNAMIC else [])
+    assert not any(x.any() for x in scratch if x.dtype == torch.int32)
+    threads, vectors = plans()[stem].tile.warpgroups * 128, v_dim // 8 + 1
+    parts = [((SMS, threads // 32), torch.int32), ((SMS, vectors, threads, 4), torch.float32)]
+    counter = [((1,), torch.int32)] * (stem == DYNAMIC)
+    assert [(x.shape, x.dtype) for x in scratch] == (counter if stem in (DYNAMIC, STATIC) else parts)
     assert (scale, sms) == (dim**-0.5, SMS)
     assert (result[0] is out and result[1] is lse) if return_lse else result is out
 

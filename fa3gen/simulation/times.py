@@ -15,9 +15,10 @@ from fa3gen.errors import UserError
 from fa3gen.predicted_sass import thread_rows
 from fa3gen.spec import CpAsyncLoad, GlobalHandoff, SmemHandoff, SmemScoresHandoff, Spec, SyncLoad, WgmmaProduct
 
-# From the end of a tile's transfer out of L2 to its mbarrier's phase. tests/gpu/load_probe.py found on an H200, from the
-# request of a tile to its landing, nothing else in flight: 584 cycles for 1 KB, 649 for 8 KB, 723 for 16 KB in L2, 16 more
-# when all SMs do it, and 1059 to 1369 from HBM. This is the first less the transfer of 1 KB at an SM's share of L2.
+# From the end of a tile's transfer out of L2 to its mbarrier's phase. tests/gpu/load_probe.py found on an H200, from
+# the request of a tile to its landing with nothing else in flight: 584 cycles for 1 KB in L2, 649 for 8 KB, 723 for
+# 16 KB, 16 more when all SMs do it, and 1059 to 1369 from HBM. This is the first less the transfer of 1 KB at an SM's
+# share of L2.
 LOAD_LATENCY = 560.0
 # Instructions of a thread for each 16 bytes that it copies itself: addresses in global and shared memory, bounds.
 COPY_INSTRUCTIONS = 6
