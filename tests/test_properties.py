@@ -268,7 +268,8 @@ def check_sass(spec: Spec, plan: Plan) -> None:
     assert sass.waits == plan.expectation.wgmma_waits
     assert sass.min_maxima is not None and sass.min_maxima > scores
     softmaxes = product_copies(plan)[1]  # of the code, over all of which comparisons are counted
-    assert sass.max_comparisons is not None and sass.max_comparisons < 2 * scores * softmaxes
+    # As many only where a tile has so few keys that those at the end of the kernel come near.
+    assert sass.max_comparisons is not None and sass.max_comparisons <= 2 * scores * softmaxes
     assert sass.global_stores is not None
     bits = {"STG.32": 32, "STG.64": 64, "STG.128": 128}
     written = sum(bits.get(kind, 0) * count for kind, count in sass.global_stores.items())

@@ -146,7 +146,7 @@ class Fake:
 
     def __init__(self) -> None:
         self.block = 0
-        self.arch = types.SimpleNamespace(block_idx=lambda: (self.block, 0, 0))
+        self.arch = types.SimpleNamespace(block_idx=lambda: (self.block, 0, 0), grid_dim=lambda: (1, 1, 1))
 
 
 def function_of(stem: str, name: str, fake: Fake) -> Any:
@@ -159,7 +159,10 @@ def function_of(stem: str, name: str, fake: Fake) -> Any:
 
 
 def asked_for(kv_range: Any, spec: Spec, block: int, seq_q: int, seq_k: int) -> KeyTiles:
-    """What the module's own `kv_range` says."""
+    """What the module's own `kv_range` says; or, where tiles may be split, the piece of work that is a whole one."""
+    if spec.scheduler == "stream_k":
+        _, begin, end, _ = kv_range(0, seq_k, (1, 0, 1))  # one whole tile, no step more
+        return KeyTiles(begin, end, 0, seq_k // spec.tile.kv)
     if isinstance(spec.mask, NoMask):
         end, full_end = kv_range(seq_k)
         return KeyTiles(0, end, 0, full_end)
@@ -176,7 +179,7 @@ def test_key_tiles_are_those_of_the_modules() -> None:
         spec, problems = spec_of(stem), []
         if not tiles.tiled(spec):
             return []
-        kv_range = function_of(stem, "kv_range", Fake())
+        kv_range = function_of(stem, "piece_of_work" if spec.scheduler == "stream_k" else "kv_range", Fake())
         for seq_q, seq_k in SHAPES:
             for block in range(-(-seq_q // tile_order.positions(spec))):
                 wanted = asked_for(kv_range, spec, block, seq_q, seq_k)

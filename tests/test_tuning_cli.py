@@ -170,7 +170,10 @@ def test_cells_without_a_winner_are_no_success(workspace: Workspace, tmp_path: P
     [
         ([], "name a spec or module to tune"),
         (["k6", "k5"], "one name is tuned at a time, not 2; to compare modules, add --measure"),
-        (["k5"], "there is no search space for 'k5' (there are spaces for fast, fwd_d128, k6); write specs/tuning/k5.yaml"),
+        (
+            ["k5"],
+            "there is no search space for 'k5' (there are spaces for fast, fwd_d128, k6); write specs/tuning/k5.yaml",
+        ),
         (["fast", "--seq", "1k"], "'1k' is no length"),
         (["fast", "--seq", "1x2x3"], "is no length"),
         (["fast", "--seq", "1000"], "--seq 1000 does not divide --tokens 16384; give --batch"),
