@@ -75,6 +75,15 @@ def splits_tail(spec: Spec) -> bool:
     return spec.scheduler == "stream_k"
 
 
+def part_shape(spec: Spec) -> tuple[int, int, int]:
+    """What a CTA leaves of a tile that it does not complete: 16-byte vectors of a thread, threads, float32 in a vector.
+
+    A vector has maxima and sums of the thread's two rows, the others its elements of O.
+    """
+    vector, threads = 4, computing_threads(spec)
+    return spec.tile.q * spec.problem.v_dim // (threads * vector) + 1, threads, vector
+
+
 def flattened(spec: Spec) -> bool:
     """Whether the first Q K^T of a tile of queries is issued with the last P V of the one before: Q has to be there."""
     return persistent(spec) and isinstance(spec.load, TmaLoad) and spec.load.q_stages > 1

@@ -73,9 +73,9 @@ def _global_stores(spec: Spec, rows: int, lanes: int, o_boxes: int) -> dict[str,
         bits = spec.problem.v_dim * 16 // lanes
         vector = VECTOR_BITS if spec.outputs.o == "direct" else min(bits & -bits, VECTOR_BITS)
         stores[f"STG.{vector}"] = stores.get(f"STG.{vector}", 0) + rows * bits // vector
-    if footprint.splits_tail(spec):  # a part of O in float32, and the maxima and sums
-        parts = rows * (spec.problem.v_dim * 32 // lanes + 2 * 32) // VECTOR_BITS
-        stores[f"STG.{VECTOR_BITS}"] = stores.get(f"STG.{VECTOR_BITS}", 0) + parts
+    if footprint.splits_tail(spec):
+        vectors, _, _ = footprint.part_shape(spec)
+        stores[f"STG.{VECTOR_BITS}"] = stores.get(f"STG.{VECTOR_BITS}", 0) + vectors
     return stores
 
 

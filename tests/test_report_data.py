@@ -6,21 +6,21 @@ import ast
 import itertools
 import types
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 from xml.etree import ElementTree
 
 import numpy as np
 import pytest
 import rendering
 
-from fa3gen import evidence, tile_order, toolchain, tuning_records
+from fa3gen import evidence, report, tile_order, toolchain, tuning_records
 from fa3gen.census_sass import parse_sass
 from fa3gen.compile_cache import cached_compile
 from fa3gen.cpu import wgmma
 from fa3gen.report import fragments, highlighting, numerics, pictures, speeds, swizzles, tiles
 from fa3gen.report.listing import Listing, make_listing
 from fa3gen.report.liveness import live_registers
-from fa3gen.spec import GlobalHandoff, NoMask, Spec, Swizzle, WindowMask
+from fa3gen.spec import GlobalHandoff, NoMask, Scheduler, Spec, Swizzle, WindowMask
 from fa3gen.work import KeyTiles, Shape, key_tiles
 from fa3gen.workspace import Workspace
 
@@ -469,3 +469,10 @@ def test_the_sweep_has_every_kind_at_every_length() -> None:
         itertools.product(("normal", "outlier", "ramp"), lengths)
     )
     assert all(case.heads_q % 4 == 0 and case.seq_q <= case.seq_k for case in cases)
+
+
+def test_the_page_says_how_every_scheduler_hands_out_tiles() -> None:
+    """Each by name, but for the last arm, which is that of a counter."""
+    page = (Path(report.__file__).parent / "page.html.jinja").read_text(encoding="utf-8")
+    named = {kind for kind in get_args(Scheduler) if f'spec.scheduler == "{kind}"' in page}
+    assert set(get_args(Scheduler)) - named == {"dynamic"}

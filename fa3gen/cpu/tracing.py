@@ -118,8 +118,7 @@ def attention(kernel: CpuKernel, variant: Variant, q: torch.Tensor, k: torch.Ten
     batch, seq_q, heads_q, head_dim = q.shape
     out = torch.full((batch, seq_q, heads_q, v.shape[3]), math.nan, dtype=q.dtype)
     lse = torch.full((batch, heads_q, seq_q), math.nan)
-    sms, vectors = kernel.settings.sms, plan.problem.v_dim // 8 + 1
-    parts = torch.full((sms, vectors, plan.tile.warpgroups * hopper.WARPGROUP, 4), math.nan)
+    sms = kernel.settings.sms
     given: dict[str, tuple[torch.Tensor | int, ...]] = {
         "q": (q,),
         "k": (k,),
@@ -127,9 +126,13 @@ def attention(kernel: CpuKernel, variant: Variant, q: torch.Tensor, k: torch.Ten
         "out": (out,),
         "num_sms": (sms,),
         "tile_counter(device)": (torch.zeros(1, dtype=torch.int32),),
-        "*flags_and_parts(device, num_sms)": (torch.zeros(sms, 4 * plan.tile.warpgroups, dtype=torch.int32), parts),
         "lse": (lse,),
     }
+    if plan.tiles.split:
+        vectors, threads, floats = footprint.part_shape(variant.spec)
+        flags = torch.zeros((sms, threads // hopper.WARP), dtype=torch.int32)
+        parts = torch.full((sms, vectors, threads, floats), math.nan)
+        given["*flags_and_parts(device, num_sms)"] = (flags, parts)
     if "scores" in plan.entry.call_arguments:
         given["scores"] = (torch.full((batch, heads_q, seq_q, k.shape[1]), math.nan),)
     *names, _ = plan.entry.call_arguments  # the last one is the scale

@@ -14,6 +14,7 @@ from fa3gen.cpu.kernel import Settings
 from fa3gen.cpu.module import load_on_cpu
 from fa3gen.cpu.schedule import schedules
 from fa3gen.spec import NoMask
+from fa3gen.verify import DTYPES
 
 STEMS = sorted(stem for stem in plans() if plans()[stem].tiles.split)
 STEM = "fwd_d64"  # the smallest
@@ -58,8 +59,7 @@ def tensors(stem: str, wave: Wave) -> tuple[torch.Tensor, ...]:
     seq_q, seq_k = tile.m - 9, wave.steps * tile.n - 7
     shapes = [(1, seq_q, wave.tiles, problem.head_dim), (1, seq_k, wave.tiles, problem.head_dim)]
     shapes.append((1, seq_k, wave.tiles, problem.v_dim))
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[problem.dtype]
-    return tuple(torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
+    return tuple(torch.randn(shape, generator=generator).to(DTYPES[problem.dtype]) for shape in shapes)
 
 
 def outputs(stem: str, settings: Settings, given: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor]:

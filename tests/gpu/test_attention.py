@@ -157,7 +157,7 @@ def test_cuda_graph(call: Call, hopper: Any) -> None:
 
 
 def test_the_default_stream_cannot_be_captured(hopper: Any) -> None:
-    """So launches on it are not asked whether they are captured, which takes as long as all other checks."""
+    """So its launches may share memory: no graph can be among them."""
     with torch.cuda.device(hopper):
         assert torch.cuda.default_stream().cuda_stream == 0
         with pytest.raises(RuntimeError, match="non-default stream"):
