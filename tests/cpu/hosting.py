@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import re
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from rendering import CHECKOUT
@@ -14,6 +16,8 @@ from rendering import CHECKOUT
 from fa3gen.compile_cache import cached_compile
 from fa3gen.compiler import Compiled
 from fa3gen.cpu.host import HostProgram, Launch
+from fa3gen.cpu.kernel import Settings
+from fa3gen.cpu.module import load_on_cpu
 
 # Bytes of a kernel parameter by the type of its `.param` line.
 SCALAR_BYTES = {"b8": 1, "u8": 1, "b16": 2, "b32": 4, "u32": 4, "f32": 4, "b64": 8, "u64": 8, "f64": 8}
@@ -29,6 +33,24 @@ def compiled(stem: str) -> Compiled:
 def program(stem: str) -> "RecordedProgram":
     """The host code of a committed module; the tests of a process share it."""
     return RecordedProgram(compiled(stem))
+
+
+@cache
+def module(stem: str) -> Any:
+    """A committed module that runs on the CPU model; the tests of a process share it."""
+    return load_on_cpu(CHECKOUT.module_path(stem))
+
+
+def outputs(stem: str, settings: Settings, given: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+    """O and LSE of q, k, v under these settings; what the kernel does not write of O is NaN."""
+    q, _, v = given
+    into = torch.full((*q.shape[:3], v.shape[3]), math.nan, dtype=q.dtype)
+    module(stem).cpu.settings = settings
+    try:
+        out, lse = module(stem).attention(*given, out=into, return_lse=True)
+        return out, lse
+    finally:
+        module(stem).cpu.settings = Settings()
 
 
 def parameter_sizes(ptx: str) -> list[int]:

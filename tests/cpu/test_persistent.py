@@ -12,12 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-from hosting import RecordedProgram
-from rendering import CHECKOUT, plans, source, tree
+from hosting import RecordedProgram, module, outputs
+from rendering import plans, source, tree
 
 from fa3gen import reference
 from fa3gen.cpu.kernel import Settings
-from fa3gen.cpu.module import load_on_cpu
 from fa3gen.cpu.schedule import FAST, schedules
 from fa3gen.spec import CausalMask, NoMask
 
@@ -27,24 +26,10 @@ WARPS = {DYNAMIC: 12, STATIC: 8}
 
 
 @cache
-def module(stem: str) -> Any:
-    return load_on_cpu(CHECKOUT.module_path(stem))
-
-
-@cache
 def tensors(seq_q: int, seq_k: int, heads_q: int = 4, heads_kv: int = 2) -> tuple[torch.Tensor, ...]:
     generator = torch.Generator().manual_seed(3)
     shapes = [(1, seq_q, heads_q, 64), (1, seq_k, heads_kv, 64), (1, seq_k, heads_kv, 64)]
     return tuple(torch.randn(shape, generator=generator).bfloat16() for shape in shapes)
-
-
-def outputs(stem: str, settings: Settings, given: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-    module(stem).cpu.settings = settings
-    try:
-        out, lse = module(stem).attention(*given, out=torch.full_like(given[0], math.nan), return_lse=True)
-        return out, lse
-    finally:
-        module(stem).cpu.settings = Settings()
 
 
 # -- tiles and SMs

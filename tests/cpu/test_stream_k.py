@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
-from rendering import CHECKOUT, plans
+from hosting import module, outputs
+from rendering import plans
 
 from fa3gen import reference
 from fa3gen.cpu.kernel import Settings
-from fa3gen.cpu.module import load_on_cpu
 from fa3gen.cpu.schedule import schedules
 from fa3gen.spec import NoMask
 from fa3gen.verify import DTYPES
@@ -47,11 +46,6 @@ WAVES = {
 }
 
 
-@cache
-def module(stem: str) -> Any:
-    return load_on_cpu(CHECKOUT.module_path(stem))
-
-
 def tensors(stem: str, wave: Wave) -> tuple[torch.Tensor, ...]:
     """A head for each tile, whose last tile of keys is not full."""
     problem, tile = plans()[stem].problem, plans()[stem].tile
@@ -60,15 +54,6 @@ def tensors(stem: str, wave: Wave) -> tuple[torch.Tensor, ...]:
     shapes = [(1, seq_q, wave.tiles, problem.head_dim), (1, seq_k, wave.tiles, problem.head_dim)]
     shapes.append((1, seq_k, wave.tiles, problem.v_dim))
     return tuple(torch.randn(shape, generator=generator).to(DTYPES[problem.dtype]) for shape in shapes)
-
-
-def outputs(stem: str, settings: Settings, given: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-    module(stem).cpu.settings = settings
-    try:
-        out, lse = module(stem).attention(*given, return_lse=True)
-        return out, lse
-    finally:
-        module(stem).cpu.settings = Settings()
 
 
 def check(stem: str, wave: Wave) -> tuple[torch.Tensor, torch.Tensor]:
