@@ -425,20 +425,19 @@ def _imports(spec: Spec) -> ImportsPlan:
 
 
 def _entry(spec: Spec) -> EntryPlan:
-    lse, scores = ["lse"] * spec.outputs.lse, ["scores"] * (spec.handoff.through == "global_f32")
-    scale = f"{spec.problem.head_dim}**-0.5 if scale is None else scale"
     phrase = {"none": "no mask", "causal": "causal", "window": "sliding window"}[spec.mask.kind]
     like = "like q"
     if spec.problem.v_dim != spec.problem.head_dim:
         like = f"(batch, seq_q, heads_q, {spec.problem.v_dim})"
     pack = spec.tile.pack_heads
     heads = f"a multiple of {pack} x heads_kv" if pack > 1 else "a multiple of heads_kv (GQA, MQA)"
-    arguments = ("q", "k", "v", "out", *lse, *scores, scale)
-    if footprint.persistent(spec):
-        scratch = ["tile_counter(device)"] * (spec.scheduler == "dynamic")
-        scratch += ["*flags_and_parts(device, num_sms)"] * footprint.splits_tail(spec)
-        # A number, which Python computes once: `scale or` is shorter than `if scale is None`, and 0 is refused before.
-        arguments = ("q", "k", "v", "out", *lse, "num_sms", *scratch, f"scale or {spec.problem.head_dim}**-0.5")
+    others = ["lse"] * spec.outputs.lse
+    others += ["scores"] * (spec.handoff.through == "global_f32")
+    others += ["num_sms"] * footprint.persistent(spec)
+    others += ["tile_counter(gpu)"] * (footprint.persistent(spec) and spec.scheduler == "dynamic")
+    others += ["*flags_and_parts(gpu)"] * footprint.splits_tail(spec)
+    # A number, which Python computes once: `scale or` is shorter than `if scale is None`, and 0 is refused before.
+    arguments = ("q", "k", "v", "out", *others, f"scale or {spec.problem.head_dim}**-0.5")
     return EntryPlan(arguments, phrase, like, heads)
 
 

@@ -115,7 +115,7 @@ def launch(
     q: cute.Tensor,
     k: cute.Tensor,
     v: cute.Tensor,
-    o: cute.Tensor,
+    out: cute.Tensor,
     lse: cute.Tensor,
     scale: cutlass.Float32,
     stream,
@@ -125,7 +125,7 @@ def launch(
     mQ = cute.make_tensor(q.iterator, cute.select(q.layout, mode=[1, 3, 2, 0]))  # (seq_q, HEAD_DIM, heads_q, batch)
     mK = cute.make_tensor(k.iterator, cute.select(k.layout, mode=[1, 3, 2, 0]))  # (seq_k, HEAD_DIM, heads_kv, batch)
     mV = cute.make_tensor(v.iterator, cute.select(v.layout, mode=[1, 3, 2, 0]))  # (seq_k, HEAD_DIM, heads_kv, batch)
-    mO = cute.make_tensor(o.iterator, cute.select(o.layout, mode=[1, 3, 2, 0]))  # (seq_q, HEAD_DIM, heads_q, batch)
+    mO = cute.make_tensor(out.iterator, cute.select(out.layout, mode=[1, 3, 2, 0]))  # (seq_q, HEAD_DIM, heads_q, batch)
     mLSE = cute.make_tensor(lse.iterator, cute.select(lse.layout, mode=[2, 1, 0]))  # (seq_q or 0, heads_q, batch)
 
     sQ_layout = cute.tile_to_shape(warpgroup.make_smem_layout_atom(Q_LAYOUT, DTYPE), (TILE_M, HEAD_DIM), (0, 1))
@@ -528,42 +528,32 @@ def store_output(gO: cute.Tensor, acc_O: cute.Tensor, row_sum: cute.Tensor, rows
 def compile_for_sm90a(options: str = "--enable-tvm-ffi"):
     """Compile the kernel for sm_90a, once for all shapes; needs no GPU and no driver.
 
-    With the default options the result takes torch tensors and runs on torch's current stream:
-    `compiled(q, k, v, out, lse, 64**-0.5 if scale is None else scale)`. `options` go to `cute.compile`.
+    The result takes what `launch` does, but no stream: it runs on torch's current one. `options` are cute.compile's.
     """
     batch, seq_q, seq_k, heads_q, heads_kv = (cute.sym_int() for _ in range(5))
 
-    def fake(seq, heads):
-        # Any strides that keep rows 16-byte aligned; 64 bits, since tensors may hold more than 2^31 elements.
+    def fake(seq, heads, head_dim):
+        # Any strides that keep rows 16-byte aligned, in 64 bits: tensors may hold more than 2^31 elements.
         strides = (cute.sym_int64(divisibility=8), cute.sym_int64(divisibility=8), cute.sym_int64(divisibility=8), 1)
-        return cute.runtime.make_fake_tensor(DTYPE, (batch, seq, heads, HEAD_DIM), strides, assumed_align=16)
+        return cute.runtime.make_fake_tensor(DTYPE, (batch, seq, heads, head_dim), strides, assumed_align=16)
 
-    lse_strides = (cute.sym_int64(), cute.sym_int64(), 1)
-    lse_shape = (batch, heads_q, cute.sym_int())  # seq_q rows, or none
-    return cute.compile(
-        launch,
-        fake(seq_q, heads_q),
-        fake(seq_k, heads_kv),
-        fake(seq_k, heads_kv),
-        fake(seq_q, heads_q),
-        cute.runtime.make_fake_tensor(cutlass.Float32, lse_shape, lse_strides, assumed_align=4),
-        cutlass.Float32(1.0),
-        cute.runtime.make_fake_stream(use_tvm_ffi_env_stream="--enable-tvm-ffi" in options),
-        options=f"--gpu-arch sm_90a {options}",
-    )
+    qkv = fake(seq_q, heads_q, HEAD_DIM), fake(seq_k, heads_kv, HEAD_DIM), fake(seq_k, heads_kv, HEAD_DIM)
+    lse_layout = (cute.sym_int(), cute.sym_int(), cute.sym_int()), (cute.sym_int64(), cute.sym_int64(), 1)
+    lse = cute.runtime.make_fake_tensor(cutlass.Float32, *lse_layout, assumed_align=4)  # (1, 1, 0) when not asked for
+    others = fake(seq_q, heads_q, HEAD_DIM), lse, cutlass.Float32(1.0)
+    stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream="--enable-tvm-ffi" in options)
+    return cute.compile(launch, *qkv, *others, stream, options=f"--gpu-arch sm_90a {options}")
 
 
 def attention(q, k, v, *, scale=None, out=None, return_lse=False):
     """O = softmax(scale Q K^T) V on a Hopper GPU, causal, on torch's current stream.
 
     Args:
-        q: (batch, seq_q, heads_q, 64), torch.bfloat16. Any strides with a contiguous last dimension and
-            16-byte aligned rows, here and below. Any seq_q.
+        q: (batch, seq_q, heads_q, 64), torch.bfloat16; rows contiguous and 16-byte aligned, here and below.
         k, v: (batch, seq_k, heads_kv, 64), heads_q a multiple of heads_kv (GQA, MQA). Any seq_k.
         scale: Factor of the scores, finite and positive; 1 / sqrt(64) by default.
         out: Tensor like q to write O to; a new contiguous one by default.
-        return_lse: Return (O, LSE), LSE the natural logarithm of each row's sum of exponentials,
-            (batch, heads_q, seq_q) float32.
+        return_lse: Return (O, LSE): the natural logarithm of the rows' sums of exponentials, (batch, heads_q, seq_q).
 
     Returns:
         O like q; with return_lse, (O, LSE). A row with no visible key has O = 0 and LSE = -inf.
@@ -571,80 +561,56 @@ def attention(q, k, v, *, scale=None, out=None, return_lse=False):
     Raises:
         TypeError, ValueError: An argument is of another type, dtype, device, shape, stride or alignment.
     """
-    check_arguments(q, k, v, scale, out)
+    # What the compiled function lets pass; it names other faults.
+    try:
+        (batch, seq_q, heads_q, _), (_, seq_k, heads_kv, _), _ = q.shape, k.shape, v.dim()
+        out_strides = () if out is None else out.stride()
+    except (AttributeError, TypeError, ValueError):
+        for name, x in (("q", q), ("k", k), ("v", v), ("out", out)):
+            if not isinstance(x, torch.Tensor):
+                raise TypeError(f"{name} is a {type(x).__name__}; it needs to be a torch.Tensor") from None
+            if x.ndim != 4:
+                needed = "it needs to be (batch, seq, heads, head_dim)"
+                raise ValueError(f"{name} has shape {tuple(x.shape)}; {needed}") from None
+    if heads_q and (not heads_kv or heads_q % heads_kv):
+        raise ValueError(f"q has {heads_q} heads and k has {heads_kv}; heads of q must be a multiple of those of k")
+    if 0 in out_strides and any(stride == 0 and size > 1 for size, stride in zip(out.shape, out_strides)):
+        raise ValueError(f"out has strides {out_strides}: several elements share one address; pass out.contiguous()")
+    if scale is not None and not (isinstance(scale, (int, float)) and 0.0 < scale < math.inf):
+        raise ValueError(f"scale is {scale!r}; it needs to be a finite and positive number")
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        raise ValueError("q, k or v requires grad; this kernel is forward only: call it under torch.no_grad()")
+    gpu = q.get_device()
+    no_lse = unasked_lse(gpu)
+    lse = empty((batch, heads_q, seq_q), (heads_q * seq_q, seq_q, 1), torch.float32, gpu) if return_lse else no_lse
     if out is None:
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    batch, seq_q, heads_q, _ = q.shape
-    # The kernel writes as many rows of LSE as there are: none when nobody asked for it.
-    lse = torch.empty((batch, heads_q, seq_q if return_lse else 0), dtype=torch.float32, device=q.device)
-    if k.shape[1] == 0:
-        out.zero_()  # no key at all
+        row = heads_q * HEAD_DIM
+        shape, strides = (batch, seq_q, heads_q, HEAD_DIM), (seq_q * row, row, HEAD_DIM, 1)
+        out = empty(shape, strides, TORCH_DTYPE, gpu)
+    if not (batch and seq_q and heads_q and seq_k):  # nothing to launch, and the compiled function checks nothing
+        for name, x, like in (("q", q, q), ("k", k, k), ("v", v, k), ("out", out, q)):
+            needed = (batch, *like.shape[1:-1], HEAD_DIM), TORCH_DTYPE, q.device
+            if (x.shape, x.dtype, x.device) != needed:
+                raise ValueError(f"{name} is {tuple(x.shape)}, {x.dtype} on {x.device}; it needs to be {needed}")
+        out.zero_()
         lse.fill_(-math.inf)
-    elif out.numel() > 0:
-        compile_for_sm90a()(q, k, v, out, lse, 64**-0.5 if scale is None else scale)
+    else:
+        compile_for_sm90a()(q, k, v, out, lse, scale or 64**-0.5)
     return (out, lse) if return_lse else out
 
 
-def check_arguments(q, k, v, scale, out):
-    """Raise TypeError or ValueError, naming the argument, what it is and what it needs to be."""
-    check_tensor("q", q, None)
-    batch, _, heads_q, _ = q.shape
-    check_tensor("k", k, q.device)
-    check_tensor("v", v, q.device)
-    if k.shape[0] != batch:
-        raise ValueError(f"k has batch {k.shape[0]} (dimension 0); q has {batch}")
-    if v.shape != k.shape:
-        raise ValueError(f"v has shape {tuple(v.shape)}; it needs that of k, {tuple(k.shape)}")
-    heads_kv = k.shape[2]
-    if heads_q > 0 and (heads_kv == 0 or heads_q % heads_kv != 0):
-        raise ValueError(f"q has {heads_q} heads and k has {heads_kv}; heads of q must be a multiple of those of k")
-    if out is not None:
-        check_tensor("out", out, q.device)
-        if out.shape != q.shape:
-            raise ValueError(f"out has shape {tuple(out.shape)}; it needs that of q, {tuple(q.shape)}")
-        if any(stride == 0 and size > 1 for size, stride in zip(out.shape, out.stride())):
-            raise ValueError(
-                f"out has strides {out.stride()}: several elements share one address; pass out.contiguous()"
-            )
-    if scale is not None and (not isinstance(scale, (int, float)) or isinstance(scale, bool)):
-        raise TypeError(f"scale is a {type(scale).__name__}; it needs to be a number")
-    if scale is not None and not 0.0 < scale < math.inf:
-        raise ValueError(f"scale is {scale}; it needs to be finite and positive")
-    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
-        raise ValueError("q, k or v requires grad; this kernel is forward only: call it under torch.no_grad()")
-
-
-def check_tensor(name, x, device):
-    """Check one tensor against what the kernel was compiled for; `device` None asks for any Hopper GPU."""
-    if not isinstance(x, torch.Tensor):
-        raise TypeError(f"{name} is a {type(x).__name__}; it needs to be a torch.Tensor")
-    if x.dtype != TORCH_DTYPE:
-        raise TypeError(f"{name} has dtype {x.dtype}; this kernel was generated for {TORCH_DTYPE}")
-    if x.ndim != 4 or x.shape[3] != HEAD_DIM:
-        raise ValueError(f"{name} has shape {tuple(x.shape)}; it needs to be (batch, seq, heads, {HEAD_DIM})")
-    if device is not None and x.device != device:
-        raise ValueError(f"{name} is on {x.device}; q is on {device}")
-    if device is None:
-        check_device(name, x.device)
-    if x.numel() == 0:
-        return
-    if x.stride(3) != 1:
-        raise ValueError(f"{name} has stride {x.stride(3)} in its last dimension; it needs 1: pass {name}.contiguous()")
-    if any(size > 1 and stride % 8 != 0 for size, stride in zip(x.shape[:3], x.stride()[:3])):
-        raise ValueError(
-            f"{name} has strides {x.stride()}; all but the last need to be multiples of 8 elements (16 bytes)"
-        )
-    if x.data_ptr() % 16 != 0:
-        raise ValueError(
-            f"{name} starts at an address that is {x.data_ptr() % 16} bytes past a multiple of 16; it needs 0"
-        )
+def empty(shape, strides, dtype, gpu):
+    """torch.empty_strided, on the current GPU by the function that TorchInductor's code calls: a third of the time."""
+    tensor = torch._C._dynamo.guards._empty_strided_cuda(shape, strides, dtype)
+    return tensor if tensor.get_device() == gpu else torch.empty_strided(shape, strides, dtype=dtype, device=gpu)
 
 
 @functools.cache
-def check_device(name, device):
-    """The code is sm_90a: it runs on compute capability 9.0 (H100, H200, GH200) and nowhere else."""
-    if device.type != "cuda":
-        raise ValueError(f"{name} is on {device}; it needs to be on a Hopper GPU")
-    capability = torch.cuda.get_device_capability(device)
-    if capability != (9, 0):
-        raise ValueError(f"{name} is on a GPU of compute capability {capability}; this kernel needs 9.0 (H100, H200)")
+def unasked_lse(gpu):
+    """An LSE for calls that ask for none, on a Hopper GPU (H100, H200, GH200)."""
+    if gpu < 0:
+        raise ValueError("q is not on a GPU; it needs to be on a Hopper GPU")
+    facts = torch.cuda.get_device_properties(gpu)
+    if (facts.major, facts.minor) != (9, 0):
+        raise ValueError(f"q is on a GPU of compute capability {facts.major}.{facts.minor}; it needs 9.0 (H100, H200)")
+    return torch.empty((1, 1, 0), dtype=torch.float32, device=gpu)

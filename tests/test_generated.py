@@ -23,11 +23,12 @@ NO_LSE = "k4_2_o_only_d128_causal"
 NARROW_V, PACKED = "fwd_d192_128_window", "fwd_d128_pack4_causal"
 # Persistent ones: tiles from a counter, tiles dealt out, the last of them in shares, a head dim of v's own.
 DYNAMIC, STATIC, SPLIT, PERSISTENT_NARROW_V = "fwd_d64_causal", "fwd_d64_short", "fwd_d64", "fwd_d192_128"
+SMS = 5
 
 
-@pytest.fixture(params=["k4_2_d64", "k1_d64"])
+@pytest.fixture(params=["k4_2_d64", "k1_d64", DYNAMIC, STATIC])
 def loaded(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """A module on WGMMA and a naive one, as a user gets them."""
+    """A module on WGMMA, a naive one and persistent ones, as a user gets them."""
     monkeypatch.chdir(ROOT)
     return fa3gen.load(request.param)
 
@@ -40,11 +41,36 @@ def module(loaded: ModuleType, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def pretend_hopper(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_launch() -> Callable[..., None]:
-        pytest.fail("nothing is to be launched here")
-
-    monkeypatch.setattr(module, "check_device", lambda name, device: None)
+    monkeypatch.setattr(module, asks_for_hopper(module), lambda gpu: of_any_gpu(module))
+    monkeypatch.setattr(
+        module, "empty", lambda shape, strides, dtype, gpu: torch.empty_strided(shape, strides, dtype=dtype)
+    )
+    memory_of_this_process(monkeypatch)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)  # the default stream
     monkeypatch.setattr(module, "compile_for_sm90a", no_launch)
+
+
+def memory_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let torch.zeros and torch.empty take a GPU's number for the device, and make CPU tensors."""
+    for name in ("zeros", "empty"):
+        make = getattr(torch, name)
+        monkeypatch.setattr(torch, name, lambda *args, make=make, device=None, **facts: make(*args, **facts))
+
+
+def no_launch() -> Callable[..., None]:
+    pytest.fail("nothing is to be launched here")
+
+
+def asks_for_hopper(module: ModuleType) -> str:
+    """The function that does: it returns what launches on a GPU share, which differs with the kind of module."""
+    (name,) = {"launch_constants", "unasked_lse", "check_gpu"} & vars(module).keys()
+    return name
+
+
+def of_any_gpu(module: ModuleType) -> Any:
+    """What that function returns for a GPU of SMS SMs."""
+    no_lse = torch.empty(1, 1, 0)
+    return {"launch_constants": (SMS, no_lse), "unasked_lse": no_lse, "check_gpu": None}[asks_for_hopper(module)]
 
 
 def tensor(batch: int = 2, seq: int = 5, heads: int = 4, dim: int = 64, dtype: Any = torch.bfloat16) -> Any:
@@ -113,112 +139,49 @@ def test_a_module_that_fails_to_import_is_not_kept(tmp_path: Path, monkeypatch: 
 def test_cpu_tensors_are_refused(loaded: ModuleType) -> None:
     with pytest.raises(ValueError) as caught:
         loaded.attention(**arguments())
-    assert str(caught.value) == "q is on cpu; it needs to be on a Hopper GPU"
+    assert str(caught.value) == "q is not on a GPU; it needs to be on a Hopper GPU"
 
 
-def test_other_gpus_are_refused(loaded: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: {0: (9, 0), 1: (10, 0)}[device.index])
-    check = loaded.check_device.__wrapped__
-    assert check("q", torch.device("cuda", 0)) is None
+@pytest.mark.parametrize("stem", ["k4_2_d64", STATIC, NO_LSE])
+def test_other_gpus_are_refused(stem: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    module = fa3gen.load(stem)
+    of_gpu = getattr(module, asks_for_hopper(module)).__wrapped__
+    gpus = {0: SimpleNamespace(major=9, minor=0, multi_processor_count=132), 1: SimpleNamespace(major=10, minor=3)}
+    monkeypatch.setattr(torch.cuda, "get_device_properties", gpus.get)
+    monkeypatch.setattr(torch, "empty", lambda shape, dtype, device: (shape, dtype, device))
+    no_lse = ((1, 1, 0), torch.float32, 0)
+    assert of_gpu(0) == {"k4_2_d64": no_lse, STATIC: (132, no_lse), NO_LSE: None}[stem]
     with pytest.raises(ValueError) as caught:
-        check("q", torch.device("cuda", 1))
-    assert str(caught.value) == "q is on a GPU of compute capability (10, 0); this kernel needs 9.0 (H100, H200)"
+        of_gpu(1)
+    assert str(caught.value) == "q is on a GPU of compute capability 10.3; it needs 9.0 (H100, H200)"
 
 
-# Arguments. The first group is checked before the device, the second where the device has passed.
+# Arguments. The compiled function checks the rest, and its messages are tested with the CPU model.
 
-BEFORE_THE_DEVICE: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"q": None}, TypeError, "q is a NoneType; it needs to be a torch.Tensor"),
-    ({"q": [[0.0]]}, TypeError, "q is a list; it needs to be a torch.Tensor"),
-    (
-        {"q": tensor(dtype=torch.float16)},
-        TypeError,
-        "q has dtype torch.float16; this kernel was generated for torch.bfloat16",
-    ),
-    ({"q": tensor()[0]}, ValueError, "q has shape (5, 4, 64); it needs to be (batch, seq, heads, 64)"),
-    ({"q": tensor(dim=128)}, ValueError, "q has shape (2, 5, 4, 128); it needs to be (batch, seq, heads, 64)"),
-]
-
-
-@pytest.mark.parametrize(("changes", "kind", "message"), BEFORE_THE_DEVICE)
-def test_wrong_tensors_are_named_on_any_machine(
-    loaded: ModuleType, changes: dict[str, Any], kind: type[Exception], message: str
-) -> None:
-    with pytest.raises(kind) as caught:
-        loaded.attention(**arguments(**changes))
-    assert str(caught.value) == message
-
-
-def misaligned(*shape: int) -> Any:
-    """A tensor that starts 2 bytes past a multiple of 16."""
-    return torch.zeros(math.prod(shape) + 8, dtype=torch.bfloat16)[1 : 1 + math.prod(shape)].view(shape)
-
-
-# Rows of 68 elements: 136 bytes are no multiple of 16.
-NARROW = torch.zeros(2, 7, 2, 68, dtype=torch.bfloat16)[..., :64]
-SCATTERED = tensor(dim=128)[..., ::2]
-
+NEEDED = "it needs to be (batch, seq, heads, head_dim)"
 WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"q": None}, TypeError, "q is a NoneType; it needs to be a torch.Tensor"),
     ({"k": "K"}, TypeError, "k is a str; it needs to be a torch.Tensor"),
-    (
-        {"v": tensor(dtype=torch.float32)},
-        TypeError,
-        "v has dtype torch.float32; this kernel was generated for torch.bfloat16",
-    ),
-    ({"v": tensor(dim=32)}, ValueError, "v has shape (2, 5, 4, 32); it needs to be (batch, seq, heads, 64)"),
-    ({"k": tensor().to("meta")}, ValueError, "k is on meta; q is on cpu"),
-    ({"out": tensor().to("meta")}, ValueError, "out is on meta; q is on cpu"),
-    (
-        {"q": SCATTERED},
-        ValueError,
-        "q has stride 2 in its last dimension; it needs 1: pass q.contiguous()",
-    ),
-    (
-        {"out": SCATTERED},
-        ValueError,
-        "out has stride 2 in its last dimension; it needs 1: pass out.contiguous()",
-    ),
-    (
-        {"k": NARROW},
-        ValueError,
-        "k has strides (952, 136, 68, 1); all but the last need to be multiples of 8 elements (16 bytes)",
-    ),
-    (
-        {"v": misaligned(2, 7, 2, 64)},
-        ValueError,
-        "v starts at an address that is 2 bytes past a multiple of 16; it needs 0",
-    ),
-    ({"k": tensor(batch=3, heads=2)}, ValueError, "k has batch 3 (dimension 0); q has 2"),
-    ({"v": tensor(seq=6, heads=2)}, ValueError, "v has shape (2, 6, 2, 64); it needs that of k, (2, 7, 2, 64)"),
-    ({"v": tensor(seq=7, heads=1)}, ValueError, "v has shape (2, 7, 1, 64); it needs that of k, (2, 7, 2, 64)"),
-    (
-        {"q": tensor(heads=3)},
-        ValueError,
-        "q has 3 heads and k has 2; heads of q must be a multiple of those of k",
-    ),
+    ({"v": [[0.0]]}, TypeError, "v is a list; it needs to be a torch.Tensor"),
+    ({"out": 1}, TypeError, "out is a int; it needs to be a torch.Tensor"),
+    ({"q": tensor()[0]}, ValueError, f"q has shape (5, 4, 64); {NEEDED}"),
+    ({"k": tensor(heads=2)[0]}, ValueError, f"k has shape (5, 2, 64); {NEEDED}"),
+    ({"q": tensor(heads=3)}, ValueError, "q has 3 heads and k has 2; heads of q must be a multiple of those of k"),
     (
         {"k": tensor(seq=7, heads=0), "v": tensor(seq=7, heads=0)},
         ValueError,
         "q has 4 heads and k has 0; heads of q must be a multiple of those of k",
     ),
-    ({"out": 1}, TypeError, "out is a int; it needs to be a torch.Tensor"),
-    (
-        {"out": tensor(dtype=torch.float32)},
-        TypeError,
-        "out has dtype torch.float32; this kernel was generated for torch.bfloat16",
-    ),
-    ({"out": tensor(seq=6)}, ValueError, "out has shape (2, 6, 4, 64); it needs that of q, (2, 5, 4, 64)"),
     (
         {"out": tensor(heads=1).expand(2, 5, 4, 64)},
         ValueError,
         "out has strides (320, 64, 0, 1): several elements share one address; pass out.contiguous()",
     ),
-    ({"scale": "1"}, TypeError, "scale is a str; it needs to be a number"),
-    ({"scale": torch.tensor(1.0)}, TypeError, "scale is a Tensor; it needs to be a number"),
-    ({"scale": 0}, ValueError, "scale is 0; it needs to be finite and positive"),
-    ({"scale": -0.5}, ValueError, "scale is -0.5; it needs to be finite and positive"),
-    ({"scale": math.nan}, ValueError, "scale is nan; it needs to be finite and positive"),
-    ({"scale": math.inf}, ValueError, "scale is inf; it needs to be finite and positive"),
+    *(
+        ({"scale": scale}, ValueError, f"scale is {scale!r}; it needs to be a finite and positive number")
+        for scale in ("1", torch.tensor(1.0), 0, -0.5, math.nan, math.inf)
+    ),
     *(
         (
             {name: tensor(seq=seq, heads=heads).requires_grad_()},
@@ -230,7 +193,7 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("changes", "kind", "message"), [*BEFORE_THE_DEVICE, *WRONG])
+@pytest.mark.parametrize(("changes", "kind", "message"), WRONG)
 def test_wrong_arguments_are_named(
     module: ModuleType, changes: dict[str, Any], kind: type[Exception], message: str
 ) -> None:
@@ -258,15 +221,18 @@ RIGHT: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("changes", RIGHT)
-def test_right_arguments_pass(module: ModuleType, changes: dict[str, Any]) -> None:
-    given = arguments(**changes)
-    module.check_arguments(given["q"], given["k"], given["v"], given.get("scale"), given.get("out"))
+def test_right_arguments_pass(module: ModuleType, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    launch = Launch()
+    monkeypatch.setattr(module, "compile_for_sm90a", lambda: launch)
+    assert module.attention(**arguments(**changes)) is launch.arguments[3]
+    assert changes.get("out", launch.arguments[3]) is launch.arguments[3]
 
 
-def test_grad_is_no_matter_without_autograd(module: ModuleType) -> None:
+def test_grad_is_no_matter_without_autograd(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = (argument.requires_grad_() for argument in arguments().values())
+    monkeypatch.setattr(module, "compile_for_sm90a", Launch)
     with torch.no_grad():
-        module.check_arguments(q, k, v, None, None)
+        assert not module.attention(q, k, v).requires_grad
 
 
 def test_options_are_keywords(module: ModuleType) -> None:
@@ -299,6 +265,26 @@ def test_no_keys(module: ModuleType) -> None:
     assert torch.equal(module.attention(q, k, k), torch.zeros_like(q))
 
 
+NEEDED_WITHOUT_KEYS = "it needs to be ((2, {}, {}, 64), torch.bfloat16, device(type='cpu'))"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"q": tensor().float()}, f"q is (2, 5, 4, 64), torch.float32 on cpu; {NEEDED_WITHOUT_KEYS.format(5, 4)}"),
+        ({"k": tensor(3, 0, 2)}, f"k is (3, 0, 2, 64), torch.bfloat16 on cpu; {NEEDED_WITHOUT_KEYS.format(0, 2)}"),
+        ({"v": tensor(heads=2)}, f"v is (2, 5, 2, 64), torch.bfloat16 on cpu; {NEEDED_WITHOUT_KEYS.format(0, 2)}"),
+        ({"out": tensor(dim=32)}, f"out is (2, 5, 4, 32), torch.bfloat16 on cpu; {NEEDED_WITHOUT_KEYS.format(5, 4)}"),
+    ],
+)  # fmt: skip
+def test_a_call_that_launches_nothing_is_checked(module: ModuleType, changes: dict[str, Any], message: str) -> None:
+    """By the module itself: the compiled function, which checks these otherwise, is not called."""
+    no_keys = {"k": tensor(seq=0, heads=2), "v": tensor(seq=0, heads=2)}
+    with pytest.raises(ValueError) as caught:
+        module.attention(**arguments(**{**no_keys, **changes}))
+    assert str(caught.value) == message
+
+
 # What a launch is given
 
 
@@ -321,12 +307,17 @@ def test_launch(
     launch, given = Launch(), arguments()
     monkeypatch.setattr(module, "compile_for_sm90a", lambda: launch)
     result = module.attention(**given, scale=scale, return_lse=return_lse)
-    q, k, v, out, lse, *scores, last = launch.arguments
+    q, k, v, out, lse, *others, last = launch.arguments
     assert all(passed is mine for passed, mine in zip((q, k, v), given.values(), strict=True))
     assert (out.shape, out.dtype, out.is_contiguous()) == (q.shape, q.dtype, True)
-    assert (lse.shape, lse.dtype) == ((2, 4, 5 if return_lse else 0), torch.float32)
+    # Without rows its other sizes are no matter: one tensor serves all calls that ask for none.
+    assert (lse.shape, lse.dtype) == ((2, 4, 5) if return_lse else (1, 1, 0), torch.float32)
+    assert lse.is_contiguous() and lse.untyped_storage().nbytes() == 4 * lse.numel()
     assert last == factor
-    assert [tuple(x.shape) for x in scores] == ([(2, 4, 5, 7)] if hasattr(module, "scores_kernel") else [])
+    if hasattr(module, "scores_kernel"):
+        assert [x.shape for x in others] == [(2, 4, 5, 7)]
+    else:
+        assert others[:1] == ([SMS] if hasattr(module, "launch_constants") else [])
     if return_lse:
         assert result[0] is out and result[1] is lse
     else:
@@ -338,6 +329,16 @@ def test_launch_into_a_given_tensor(module: ModuleType, monkeypatch: pytest.Monk
     monkeypatch.setattr(module, "compile_for_sm90a", lambda: launch)
     assert module.attention(**arguments(), out=given) is given
     assert launch.arguments[3] is given
+
+
+def test_new_tensors_lie_where_the_operands_do(loaded: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not on the current GPU, which is the only one that the faster of the two functions knows."""
+    guards = torch._C._dynamo.guards
+    monkeypatch.setattr(guards, "_empty_strided_cuda", guards._empty_strided_cpu)
+    for place, device in {-1: "cpu", "meta": "meta"}.items():
+        made = loaded.empty((2, 3, 5), (15, 5, 1), torch.bfloat16, place)
+        assert (made.device.type, made.dtype) == (device, torch.bfloat16)
+        assert made.shape == (2, 3, 5) and made.is_contiguous()
 
 
 def test_the_result_is_contiguous_for_any_strides_of_q(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -366,53 +367,51 @@ def test_a_module_without_lse(monkeypatch: pytest.MonkeyPatch) -> None:
 # Every module
 
 
-def entry_points(stem: str) -> str:
-    """The argument checks and what follows them; those of persistent modules stand in `attention` itself."""
+def checks(stem: str) -> str:
+    """What `attention` checks before it looks at the device."""
     text = source(stem)
-    if not plans()[stem].tiles.persistent:
-        return text[text.index("\ndef check_arguments(") :]
-    checks, called = text.index("# What the compiled function lets pass"), text.index("    device = q.device")
-    return text[checks:called] + text[text.index("\ndef prototype(") :]
+    return text[text.index("# What the compiled function lets pass") : text.index("    gpu = q.get_device()")]
+
+
+def asking(stem: str) -> str:
+    """How the module makes sure of a Hopper GPU."""
+    text = source(stem)
+    return text[text.index("    if gpu < 0") :].partition("\n\n")[0].partition("\n    return ")[0].strip()
+
+
+def after_asking(stem: str) -> str:
+    """What follows: the memory that launches of persistent modules need."""
+    text = source(stem)
+    return text[text.index("    if gpu < 0") :].partition("\n\n")[2]
 
 
 def test_all_modules_check_alike() -> None:
-    """What is tested here on few modules holds for all: the checks are the same text, in terms of the constants.
-
-    Modules with a head dim of v's own, or packs of heads, have checks of their own, tested below; and so have
-    persistent modules, which leave to the compiled function what it checks itself.
-    """
-    persistent = {stem for stem, plan in plans().items() if plan.tiles.persistent}
-    own = {stem for stem, plan in plans().items() if plan.problem.asymmetric or plan.tile.packed} - persistent
-    assert own == {NARROW_V, PACKED, "fwd_d64_pack8_window"} and own | persistent < set(STEMS)
-    assert {entry_points(stem) for stem in set(STEMS) - own - persistent} == {entry_points("k4_2_d64")}
-    assert persistent >= {DYNAMIC, STATIC, PERSISTENT_NARROW_V}
-    dynamic = {stem for stem in persistent if plans()[stem].tiles.dynamic}
-    split = {stem for stem in persistent if plans()[stem].tiles.split}
-    assert {entry_points(stem) for stem in dynamic} == {entry_points(DYNAMIC)}
-    assert {entry_points(stem) for stem in split} == {entry_points(SPLIT)}
-    assert {entry_points(stem) for stem in persistent - dynamic - split} == {entry_points(STATIC)}
-    assert all(entry_points(stem).startswith(entry_points(STATIC)) for stem in (DYNAMIC, SPLIT))
-    assert entry_points(STATIC) != entry_points("k4_2_d64")
+    """What is tested here on few modules holds for all: the checks are the same text, in terms of the constants."""
+    packed = {stem for stem, plan in plans().items() if plan.tile.packed}
+    assert packed == {PACKED, "fwd_d64_pack8_window"}
+    assert {checks(stem) for stem in set(STEMS) - packed} == {checks("k4_2_d64")}
+    assert {checks(stem) for stem in packed} == {checks(PACKED)} != {checks("k4_2_d64")}
+    assert {asking(stem) for stem in STEMS} == {asking("k4_2_d64")}
+    for kind in ("dynamic", "split"):
+        scratch = {after_asking(stem) for stem, plan in plans().items() if getattr(plan.tiles, kind)}
+        assert len(scratch) == 1 and scratch != {""}
+    assert {after_asking(stem) for stem, plan in plans().items() if not plan.tiles.persistent} == {""}
 
 
-def test_checks_of_a_head_dim_of_its_own_for_v(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("stem", [NARROW_V, PERSISTENT_NARROW_V])
+def test_a_head_dim_of_its_own_for_v(stem: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    module = fa3gen.load(NARROW_V)
+    module = fa3gen.load(stem)
     pretend_hopper(module, monkeypatch)
     launch = Launch()
     monkeypatch.setattr(module, "compile_for_sm90a", lambda: launch)
     q, k, v = tensor(dim=192), tensor(seq=7, heads=2, dim=192), tensor(seq=7, heads=2, dim=128)
     out = module.attention(q, k, v)
     assert out.shape == (*q.shape[:3], 128) and out is launch.arguments[3]
-    for name, given in {
-        "v has shape .*needs to be .*, 128": {"v": k},
-        "k has shape .*needs to be .*, 192": {"k": v},
-        "out has shape .*needs to be .*, 128": {"out": torch.empty_like(q)},
-        "up to head_dim it needs that of k": {"v": v[:, :-1]},
-        "up to head_dim it needs that of q": {"out": torch.empty_like(out)[:, :-1]},
-    }.items():
-        with pytest.raises(ValueError, match=name):
-            module.attention(**{"q": q, "k": k, "v": v, **given})
+    no_keys = {"k": k[:, :0], "v": v[:, :0]}
+    assert module.attention(q, **no_keys).shape == out.shape
+    with pytest.raises(ValueError, match=r"v is \(2, 0, 2, 192\), .*; it needs to be \(\(2, 0, 2, 128\)"):
+        module.attention(q, no_keys["k"], no_keys["k"])
 
 
 def test_checks_of_packed_heads(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -429,134 +428,24 @@ def test_checks_of_packed_heads(monkeypatch: pytest.MonkeyPatch) -> None:
 # Persistent modules
 
 
-SMS = 5
-
-
-def load_persistent(stem: str, monkeypatch: pytest.MonkeyPatch, launch: Any) -> ModuleType:
-    """A persistent module on a machine where every device passes for a Hopper GPU with SMS SMs."""
+@pytest.mark.parametrize("stem", [DYNAMIC, STATIC, SPLIT, PERSISTENT_NARROW_V])
+def test_launch_of_a_persistent_module(stem: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Besides what all are given: the number of SMs, a counter or flags at zero, room for parts."""
+    launch = Launch()
     monkeypatch.chdir(ROOT)
     module = fa3gen.load(stem)
-    monkeypatch.setattr(module, "launch_constants", lambda device: (SMS, torch.empty(1, 1, 0)))
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)  # the default stream
-    monkeypatch.setattr(module, "compile_for_sm90a", launch)
-    return module
-
-
-def no_launch() -> Callable[..., None]:
-    pytest.fail("nothing is to be launched here")
-
-
-@pytest.fixture(params=[DYNAMIC, STATIC])
-def persistent(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    return load_persistent(request.param, monkeypatch, no_launch)
-
-
-NEEDED = "it needs to be (batch, seq, heads, head_dim)"
-WRONG_FOR_PERSISTENT: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"q": None}, TypeError, "q is a NoneType; it needs to be a torch.Tensor"),
-    ({"k": "K"}, TypeError, "k is a str; it needs to be a torch.Tensor"),
-    ({"v": [[0.0]]}, TypeError, "v is a list; it needs to be a torch.Tensor"),
-    ({"out": 1}, TypeError, "out is a int; it needs to be a torch.Tensor"),
-    ({"q": tensor()[0]}, ValueError, f"q has shape (5, 4, 64); {NEEDED}"),
-    ({"k": tensor(heads=2)[0]}, ValueError, f"k has shape (5, 2, 64); {NEEDED}"),
-    *(
-        ({"scale": scale}, ValueError, f"scale is {scale!r}; it needs to be a finite and positive number")
-        for scale in ("1", torch.tensor(1.0), 0, -0.5, math.nan, math.inf)
-    ),
-    *(
-        (changes, kind, message)
-        for changes, kind, message in WRONG
-        if " requires grad" in message or " heads and k has " in message or "share one" in message
-    ),
-]
-
-
-@pytest.mark.parametrize(("changes", "kind", "message"), WRONG_FOR_PERSISTENT)
-def test_wrong_arguments_of_a_persistent_module(
-    persistent: ModuleType, changes: dict[str, Any], kind: type[Exception], message: str
-) -> None:
-    with pytest.raises(kind) as caught:
-        persistent.attention(**arguments(**changes))
-    assert str(caught.value) == message
-
-
-@pytest.mark.parametrize("changes", RIGHT)
-def test_right_arguments_pass_a_persistent_module(
-    persistent: ModuleType, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    launch = Launch()
-    monkeypatch.setattr(persistent, "compile_for_sm90a", lambda: launch)
-    assert persistent.attention(**arguments(**changes)) is launch.arguments[3]
-    assert changes.get("out", launch.arguments[3]) is launch.arguments[3]
-
-
-def test_grad_is_no_matter_to_a_persistent_module_without_autograd(
-    persistent: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    q, k, v = (argument.requires_grad_() for argument in arguments().values())
-    monkeypatch.setattr(persistent, "compile_for_sm90a", Launch)
-    with torch.no_grad():
-        assert not persistent.attention(q, k, v).requires_grad
-
-
-@pytest.mark.parametrize(("batch", "seq_q", "heads"), [(0, 5, 4), (2, 0, 4), (2, 5, 0)])
-def test_empty_results_of_a_persistent_module(persistent: ModuleType, batch: int, seq_q: int, heads: int) -> None:
-    q, k = tensor(batch, seq_q, heads), tensor(batch, 7, heads // 2)
-    out, lse = persistent.attention(q, k, k, return_lse=True)
-    assert (out.shape, out.dtype, lse.shape, lse.dtype) == (q.shape, q.dtype, (batch, heads, seq_q), torch.float32)
-
-
-def test_a_persistent_module_without_keys(persistent: ModuleType) -> None:
-    q, k = tensor(), tensor(seq=0, heads=2)
-    given = torch.full_like(q, math.nan)
-    out, lse = persistent.attention(q, k, k, out=given, return_lse=True)
-    assert out is given and torch.equal(out, torch.zeros_like(q))
-    assert torch.equal(lse, torch.full((2, 4, 5), -math.inf))
-
-
-NEEDED_WITHOUT_KEYS = "it needs to be ((2, {}, {}, 64), torch.bfloat16, device(type='cpu'))"
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"q": tensor().float()}, f"q is (2, 5, 4, 64), torch.float32 on cpu; {NEEDED_WITHOUT_KEYS.format(5, 4)}"),
-        ({"k": tensor(3, 0, 2)}, f"k is (3, 0, 2, 64), torch.bfloat16 on cpu; {NEEDED_WITHOUT_KEYS.format(0, 2)}"),
-        ({"v": tensor(heads=2)}, f"v is (2, 5, 2, 64), torch.bfloat16 on cpu; {NEEDED_WITHOUT_KEYS.format(0, 2)}"),
-        ({"out": tensor(dim=32)}, f"out is (2, 5, 4, 32), torch.bfloat16 on cpu; {NEEDED_WITHOUT_KEYS.format(5, 4)}"),
-    ],
-)  # fmt: skip
-def test_a_call_that_launches_nothing_is_checked(persistent: ModuleType, changes: dict[str, Any], message: str) -> None:
-    """By the module itself: the compiled function, which checks these otherwise, is not called."""
-    no_keys = {"k": tensor(seq=0, heads=2), "v": tensor(seq=0, heads=2)}
-    with pytest.raises(ValueError) as caught:
-        persistent.attention(**arguments(**{**no_keys, **changes}))
-    assert str(caught.value) == message
-
-
-@pytest.mark.parametrize("stem", [DYNAMIC, STATIC, SPLIT, PERSISTENT_NARROW_V])
-@pytest.mark.parametrize("return_lse", [False, True])
-def test_launch_of_a_persistent_module(stem: str, return_lse: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Outputs as the kernel writes them, a counter or flags at zero, room for parts, the scale, the number of SMs."""
-    launch = Launch()
-    module = load_persistent(stem, monkeypatch, lambda: launch)
+    pretend_hopper(module, monkeypatch)
+    monkeypatch.setattr(module, "compile_for_sm90a", lambda: launch)
     dim, v_dim = module.HEAD_DIM, getattr(module, "HEAD_DIM_V", module.HEAD_DIM)
     q, k, v = tensor(dim=dim), tensor(seq=7, heads=2, dim=dim), tensor(seq=7, heads=2, dim=v_dim)
-    result = module.attention(q, k, v, return_lse=return_lse)
-    *inputs, out, lse, sms = launch.arguments[:6]
-    *scratch, scale = launch.arguments[6:]
-    assert inputs[0] is q and inputs[1] is k and inputs[2] is v
-    assert (out.shape, out.dtype, out.is_contiguous()) == ((2, 5, 4, v_dim), q.dtype, True)
-    # Without rows its other sizes are no matter: one tensor serves all calls that ask for none.
-    assert (lse.shape, lse.dtype) == ((2, 4, 5) if return_lse else (1, 1, 0), torch.float32)
-    assert lse.is_contiguous() and lse.untyped_storage().nbytes() == 4 * lse.numel()
+    module.attention(q, k, v)
+    sms, *scratch, scale = launch.arguments[5:]
     assert not any(x.any() for x in scratch if x.dtype == torch.int32)
     threads, vectors = plans()[stem].tile.warpgroups * 128, v_dim // 8 + 1
     parts = [((SMS, threads // 32), torch.int32), ((SMS, vectors, threads, 4), torch.float32)]
     counter = [((1,), torch.int32)] * (stem == DYNAMIC)
     assert [(x.shape, x.dtype) for x in scratch] == (counter if stem in (DYNAMIC, STATIC) else parts)
     assert (scale, sms) == (dim**-0.5, SMS)
-    assert (result[0] is out and result[1] is lse) if return_lse else result is out
 
 
 @pytest.mark.parametrize("stem", [DYNAMIC, SPLIT])
@@ -564,11 +453,15 @@ def test_only_launches_of_the_default_stream_share_memory(stem: str, monkeypatch
     """Counters, or flags and parts, of launches on other streams are their own: these may belong to a graph."""
     monkeypatch.chdir(ROOT)
     module = fa3gen.load(stem)
-    stream, device = 0, torch.device("cpu")
+    stream = 0
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda gpu: SimpleNamespace(major=9, minor=0, multi_processor_count=3)
+    )
+    memory_of_this_process(monkeypatch)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: stream, raising=False)
 
     def made() -> tuple[torch.Tensor, ...]:
-        return (module.tile_counter(device),) if stem == DYNAMIC else module.flags_and_parts(device, 3)
+        return (module.tile_counter(0),) if stem == DYNAMIC else module.flags_and_parts(0)
 
     first = made()
     assert not first[0].any() and first[0].dtype == torch.int32
@@ -578,41 +471,6 @@ def test_only_launches_of_the_default_stream_share_memory(stem: str, monkeypatch
     assert len({id(tensor) for tensor in (*first, *others)}) == 3 * len(first)
     stream = 0
     assert all(x is y for x, y in zip(first, made(), strict=True))
-
-
-def test_output_of_a_persistent_module(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Into a given tensor, or a new contiguous one for any strides of q."""
-    launch, given = Launch(), tensor(dim=128)[..., :64]
-    module = load_persistent(STATIC, monkeypatch, lambda: launch)
-    assert module.attention(**arguments(), out=given) is given and launch.arguments[3] is given
-    monkeypatch.setattr(module, "compile_for_sm90a", Launch)
-    q = torch.zeros(2, 4, 5, 64, dtype=torch.bfloat16).transpose(1, 2)
-    assert module.attention(**arguments(q=q)).is_contiguous()
-
-
-def test_sms_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
-    constants = fa3gen.load(STATIC).launch_constants.__wrapped__
-    gpus = {0: SimpleNamespace(major=9, minor=0, multi_processor_count=132), 1: SimpleNamespace(major=10, minor=3)}
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpus[device.index])
-    monkeypatch.setattr(torch, "empty", lambda shape, dtype, device: (shape, dtype, device))
-    first = torch.device("cuda", 0)
-    assert constants(first) == (132, ((1, 1, 0), torch.float32, first))
-    for device, message in {
-        torch.device("cpu"): "q is on cpu; it needs to be on a Hopper GPU",
-        torch.device("cuda", 1): "q is on a GPU of compute capability 10.3; it needs 9.0 (H100, H200)",
-    }.items():
-        with pytest.raises(ValueError) as caught:
-            constants(device)
-        assert str(caught.value) == message
-
-
-def test_a_persistent_module_refuses_cpu_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
-    module = fa3gen.load(DYNAMIC)
-    monkeypatch.setattr(module, "compile_for_sm90a", Launch)
-    with pytest.raises(ValueError, match="^q is on cpu; it needs to be on a Hopper GPU$"):
-        module.attention(**arguments())
 
 
 VENDORED = """

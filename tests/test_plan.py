@@ -117,15 +117,15 @@ def test_layout_atoms(swizzle: str, k_major: str, mn_major: str) -> None:
 
 
 def test_call_arguments() -> None:
-    scale = "128**-0.5 if scale is None else scale"
+    scale = "scale or 128**-0.5"
     assert plan("k4_2_d128").entry.call_arguments == ("q", "k", "v", "out", "lse", scale)
     assert plan("k1_d128").entry.call_arguments == ("q", "k", "v", "out", "lse", "scores", scale)
     assert plan("k4_2_o_only_d128_causal").entry.call_arguments == ("q", "k", "v", "out", scale)
     # A persistent kernel needs to know the SMs; one that draws tiles, a counter; one that splits them, room for parts.
-    first, scale = ("q", "k", "v", "out", "lse", "num_sms"), "scale or 128**-0.5"
+    first = ("q", "k", "v", "out", "lse", "num_sms")
     assert plan("fwd_d128_static").entry.call_arguments == (*first, scale)
-    assert plan("fwd_d128_causal").entry.call_arguments == (*first, "tile_counter(device)", scale)
-    assert plan("fwd_d128").entry.call_arguments == (*first, "*flags_and_parts(device, num_sms)", scale)
+    assert plan("fwd_d128_causal").entry.call_arguments == (*first, "tile_counter(gpu)", scale)
+    assert plan("fwd_d128").entry.call_arguments == (*first, "*flags_and_parts(gpu)", scale)
 
 
 @pytest.mark.parametrize(

@@ -222,7 +222,6 @@ def test_many_arguments_have_names() -> None:
         "cpasync.tma_partition",
         "store_output",
         "warpgroup.MmaF16BF16Op",
-        "check_arguments",
         "compile_for_sm90a()",
         "draw_tile",  # what the roles are given, and the state of one ring
     }
@@ -290,8 +289,8 @@ NUMBERS: dict[str, dict[int, str]] = {
     "SharedStorage": {8: "alignment of the numbers of tiles", 128: "alignment of the scores"},
     "consume": {3: "maximum, sum and factor of a row"},
     "compile_for_sm90a": {3: "stride_order", 4: "alignment", 5: "symbols", 8: "divisibility", 16: "alignment"},
-    "check_tensor": {3: "dimension", 4: "dimensions", 8: "elements in 16 bytes", 16: "alignment"},
-    "check_device": {9: "compute capability"},
+    "check_gpu": {9: "compute capability"},
+    "unasked_lse": {9: "compute capability"},
     "launch_constants": {9: "compute capability"},
 }
 
@@ -330,9 +329,9 @@ SPECIALIZED = r"(?<!_)CONSUMER|PRODUCER|setmaxreg|min_blocks_per_mp|OUTPUT_BARRI
 COOPERATIVE = r"\bWARPGROUPS\b|sync_threads.*(Q|complete)|warp 0 refills"
 PING_PONG = r"TURN_|_turn\b|multiply in turn"
 OVERLAP = r"wait_group\(1\)|rescale_output|k_drain|v_drain"
-SINGLE_TILE = r"OUTPUT_BARRIER|CONSUMER_THREADS|where Q was|over Q\b|check_device|check_tensor"
+SINGLE_TILE = r"OUTPUT_BARRIER|CONSUMER_THREADS|where Q was|over Q\b|check_gpu|unasked_lse"
 PERSISTENT = (
-    r"[pP]ersistent|num_tiles|num_sms|num_ctas|launch_constants|prototype\b|no_lse"
+    r"[pP]ersistent|num_tiles|num_sms|num_ctas|launch_constants"
     r"|tile_coordinates\(tile|Q_STAGES|[qQ]_ring|multiply\("
 )
 DYNAMIC = r"\bcounter\b|TILE_SLOTS|tile_ring|draw|hear_tile|KEYS_IN_L2|atomic|tile_drain"

@@ -1,12 +1,12 @@
 """A generated module whose `attention` takes CPU tensors: its own Python and host code, its own PTX, a modelled sm_90a.
 
-The file stays as it is. Some of its functions are replaced in a module object of its own: `check_device`, which asks
-for a Hopper GPU, `compile_for_sm90a`, whose result launches on one, and in persistent kernels `launch_constants`.
+The file stays as it is. Some of its functions are replaced in a module object of its own: `compile_for_sm90a`, whose
+result launches on a Hopper GPU, and those that ask for one, which have the names and results of methods of CpuModel.
 """
 
 from __future__ import annotations
 
-from functools import cache, cached_property, partial
+from functools import cached_property, partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -37,24 +37,37 @@ class CpuModel:
         self.flags: torch.Tensor | None = None
         self.parts: torch.Tensor | None = None
 
-    def launch_constants(self, device: Any) -> tuple[int, torch.Tensor]:
-        """The SMs of the settings and an LSE of no rows, for tensors of this process.
+    def check_gpu(self, gpu: int) -> None:
+        """The model reads and writes the memory of this process; raises NotOnCpu for tensors of a GPU."""
+        if gpu >= 0:
+            raise NotOnCpu(
+                f"q is on GPU {gpu}, and this module was loaded with on='cpu'; pass q.cpu(), or load the module "
+                "without `on` to run it on a GPU"
+            )
 
-        Raises NotOnCpu for others.
-        """
-        _require_cpu("q", device)
-        return self.settings.sms, torch.empty((1, 1, 0), dtype=torch.float32)
+    def unasked_lse(self, gpu: int) -> torch.Tensor:
+        """An LSE of no rows. Raises as `check_gpu`."""
+        self.check_gpu(gpu)
+        return torch.empty((1, 1, 0), dtype=torch.float32)
 
-    def tile_counter(self, device: Any) -> torch.Tensor:
+    def launch_constants(self, gpu: int) -> tuple[int, torch.Tensor]:
+        """The SMs of the settings and an LSE of no rows. Raises as `check_gpu`."""
+        return self.settings.sms, self.unasked_lse(gpu)
+
+    def empty(self, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, gpu: int) -> torch.Tensor:
+        """NaN everywhere, so that what the kernel does not write shows."""
+        return torch.empty_strided(shape, strides, dtype=dtype).fill_(torch.nan)
+
+    def tile_counter(self, gpu: int) -> torch.Tensor:
         """A zero for each launch; kept as `counter`, so that a test can see what the launch leaves in it."""
-        self.counter = torch.zeros(1, dtype=torch.int32, device=device)
+        self.counter = torch.zeros(1, dtype=torch.int32)
         return self.counter
 
-    def flags_and_parts(self, make: Any, device: Any, num_sms: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def flags_and_parts(self, module: Any, gpu: int) -> tuple[torch.Tensor, torch.Tensor]:
         """What the module makes for a launch, both kept for tests; parts that nobody gives are NaN."""
-        flags, parts = make(device, num_sms)
-        self.flags, self.parts = flags, parts.fill_(torch.nan)
-        return flags, parts
+        self.flags = torch.zeros((self.settings.sms, module.CONSUMER_WARPS), dtype=torch.int32)
+        self.parts = torch.full((self.settings.sms, *module.PART_SHAPE), torch.nan)
+        return self.flags, self.parts
 
     @cached_property
     def kernel(self) -> CpuKernel:
@@ -97,24 +110,10 @@ def load_on_cpu(path: Path) -> ModuleType:
         model.kernel.settings = model.settings
         return model.kernel
 
-    @cache
-    def check_device(name: str, device: Any) -> None:
-        """The model reads and writes the memory of this process."""
-        _require_cpu(name, device)
-
-    module.compile_for_sm90a, module.check_device, module.cpu = compile_for_sm90a, check_device, model
-    if hasattr(module, "launch_constants"):
-        module.launch_constants = model.launch_constants
-    if hasattr(module, "tile_counter"):
-        module.tile_counter = model.tile_counter
+    module.compile_for_sm90a, module.cpu = compile_for_sm90a, model
+    for name in ("check_gpu", "unasked_lse", "launch_constants", "empty", "tile_counter"):
+        if hasattr(module, name):
+            setattr(module, name, getattr(model, name))
     if hasattr(module, "flags_and_parts"):
-        module.flags_and_parts = partial(model.flags_and_parts, module.default_parts.__wrapped__)
+        module.flags_and_parts = partial(model.flags_and_parts, module)
     return module  # type: ignore[no-any-return]
-
-
-def _require_cpu(name: str, device: Any) -> None:
-    if device.type != "cpu":
-        raise NotOnCpu(
-            f"{name} is on {device}, and this module was loaded with on='cpu'; pass {name}.cpu(), or load the "
-            "module without `on` to run it on a GPU"
-        )

@@ -125,14 +125,14 @@ def attention(kernel: CpuKernel, variant: Variant, q: torch.Tensor, k: torch.Ten
         "v": (v,),
         "out": (out,),
         "num_sms": (sms,),
-        "tile_counter(device)": (torch.zeros(1, dtype=torch.int32),),
+        "tile_counter(gpu)": (torch.zeros(1, dtype=torch.int32),),
         "lse": (lse,),
     }
     if plan.tiles.split:
         vectors, threads, floats = footprint.part_shape(variant.spec)
         flags = torch.zeros((sms, threads // hopper.WARP), dtype=torch.int32)
         parts = torch.full((sms, vectors, threads, floats), math.nan)
-        given["*flags_and_parts(device, num_sms)"] = (flags, parts)
+        given["*flags_and_parts(gpu)"] = (flags, parts)
     if "scores" in plan.entry.call_arguments:
         given["scores"] = (torch.full((batch, heads_q, seq_q, k.shape[1]), math.nan),)
     *names, _ = plan.entry.call_arguments  # the last one is the scale

@@ -26,6 +26,7 @@ WORKSPACE = Workspace.find(Path(__file__).parent)
 TOLERANCE = 0.01  # relative Frobenius error of O; 16-bit kernels read about 0.002. What it finds is the wrong module.
 LSE_TOLERANCE = 1e-3
 HOST_MICROSECONDS = 10.0
+HOST_MEASUREMENTS = 20  # of 10 ms each: a host is disturbed for longer than one of them
 
 # Without a row of their own: the only module that fits.
 UNMEASURED = (
@@ -197,7 +198,7 @@ def test_current_stream(call: Call, hopper: Any) -> None:
 @EVERY
 @pytest.mark.parametrize("variant", ["plain", "out", "lse"])
 def test_host_time_of_a_call(call: Call, variant: str, hopper: Any) -> None:
-    """On a problem so small that the GPU keeps up; the fastest of three measurements, since others use the host too."""
+    """On a problem so small that the GPU keeps up; the fastest of many measurements, since others use the host too."""
     q, k, v = Call(call.family, min(call.seq_k, 128)).tensors(hopper, seq_q=128)
     q, k, v = q[:1], k[:1], v[:1]
     options: dict[str, Any] = dict(call.options)
@@ -209,7 +210,7 @@ def test_host_time_of_a_call(call: Call, variant: str, hopper: Any) -> None:
         fa3gen.attention(q, k, v, **options)
 
     with torch.no_grad():
-        found = [host_microseconds(launch, torch.cuda.synchronize) for _ in range(3)]
+        found = [host_microseconds(launch, torch.cuda.synchronize) for _ in range(HOST_MEASUREMENTS)]
     print(f"{call.family}, {variant}: {min(found):.1f} us")
     assert min(found) < HOST_MICROSECONDS, f"{min(found):.1f} us"
 
@@ -246,7 +247,7 @@ def test_a_second_process_starts_without_compiling(call: Call, hopper: Any, tmp_
 )
 def test_what_the_kernel_refuses(spoil: Callable[[torch.Tensor], torch.Tensor], hopper: Any) -> None:
     q, k, v = CALLS[-2].tensors(hopper)
-    with pytest.raises((TypeError, ValueError), match="k has|k is on"):
+    with pytest.raises((TypeError, ValueError), match=r"argument #1 .*expected"):
         fa3gen.attention(q, spoil(k), v, causal=True)
 
 

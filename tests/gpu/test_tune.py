@@ -17,7 +17,7 @@ from fa3gen.tuning_records import TunedProblem, family_of
 from fa3gen.workspace import Workspace
 
 WORKSPACE = Workspace.find(Path(__file__).parent)
-SCALE = "64**-0.5 if scale is None else scale"
+SCALE = "scale or 64**-0.5"
 STEMS = ("k4_2_d64", "k6_d64")
 
 
@@ -60,9 +60,8 @@ def test_modules_and_peers_are_timed(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("hopper")
 def test_who_is_wrong_or_hangs_is_out(tmp_path: Path) -> None:
-    wrong = edited(tmp_path, "wrong", SCALE, f"0.5 * {SCALE}")
-    spin = "torch.cuda._sleep(10**15)\n    check_arguments(q, k, v, scale, out)\n    if out is None"
-    hangs = edited(tmp_path, "hangs", "check_arguments(q, k, v, scale, out)\n    if out is None", spin)
+    wrong = edited(tmp_path, "wrong", SCALE, f"0.5 * ({SCALE})")
+    hangs = edited(tmp_path, "hangs", "gpu = q.get_device()\n", "gpu = q.get_device()\n    torch.cuda._sleep(10**15)\n")
     (outcome,) = tuner(tmp_path, (committed("k6_d64"), wrong, hangs), check=8.0).run()
     assert outcome.winner == "k6_d64" and list(outcome.times) == ["k6_d64"]
     assert outcome.absent["wrong"].startswith("computes something wrong: ")
