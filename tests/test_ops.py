@@ -285,7 +285,7 @@ def test_tensors_that_require_grad(modules: Modules) -> None:
 def test_tensors_on_the_cpu_are_refused_by_the_module(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     q, k, v = (tensor.half() for tensor in tensors())
-    with pytest.raises(ValueError, match="q is on cpu; it needs to be on a Hopper GPU"):
+    with pytest.raises(ValueError, match="q is not on a GPU; it needs to be on a Hopper GPU"):
         fa3gen.attention(q, k, v)  # by the only module in float16
 
 
