@@ -190,6 +190,7 @@ class EntryPlan:
     """Words and arguments of the Python entry points."""
 
     call_arguments: tuple[str, ...]
+    fake_arguments: tuple[str, ...]
     mask_phrase: str
     output_phrase: str
     heads_phrase: str
@@ -431,14 +432,16 @@ def _entry(spec: Spec) -> EntryPlan:
         like = f"(batch, seq_q, heads_q, {spec.problem.v_dim})"
     pack = spec.tile.pack_heads
     heads = f"a multiple of {pack} x heads_kv" if pack > 1 else "a multiple of heads_kv (GQA, MQA)"
-    others = ["lse"] * spec.outputs.lse
-    others += ["scores"] * (spec.handoff.through == "global_f32")
-    others += ["num_sms"] * footprint.persistent(spec)
-    others += ["tile_counter(gpu)"] * (footprint.persistent(spec) and spec.scheduler == "dynamic")
-    others += ["*flags_and_parts(gpu)"] * footprint.splits_tail(spec)
+    # Besides q, k, v and out: what a call passes, and what stands for it when the kernel is compiled.
+    others = [("lse", "lse")] * spec.outputs.lse
+    others += [("scores", "scores")] * (spec.handoff.through == "global_f32")
+    others += [("num_sms", "cutlass.Int32(1)")] * footprint.persistent(spec)
+    others += [("tile_counter(gpu)", "counter")] * (spec.scheduler == "dynamic")
+    others += [("*flags_and_parts(gpu)", "flags, parts")] * footprint.splits_tail(spec)
     # A number, which Python computes once: `scale or` is shorter than `if scale is None`, and 0 is refused before.
-    arguments = ("q", "k", "v", "out", *others, f"scale or {spec.problem.head_dim}**-0.5")
-    return EntryPlan(arguments, phrase, like, heads)
+    others += [(f"scale or {spec.problem.head_dim}**-0.5", "cutlass.Float32(1.0)")]
+    passed, fakes = zip(*others, strict=True)
+    return EntryPlan(("q", "k", "v", "out", *passed), fakes, phrase, like, heads)
 
 
 def _sections(spec: Spec) -> SectionsPlan:
