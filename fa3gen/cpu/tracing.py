@@ -14,7 +14,7 @@ import torch
 from fa3gen import footprint, hopper
 from fa3gen.compile_cache import cached_compile
 from fa3gen.cpu.findings import Hazard
-from fa3gen.cpu.kernel import CpuKernel, Settings
+from fa3gen.cpu.kernel import CpuKernel, Settings, flags_and_parts
 from fa3gen.cpu.launch import Index
 from fa3gen.cpu.schedule import Schedule
 from fa3gen.cpu.trace import Trace
@@ -129,10 +129,8 @@ def attention(kernel: CpuKernel, variant: Variant, q: torch.Tensor, k: torch.Ten
         "lse": (lse,),
     }
     if plan.tiles.split:
-        vectors, threads, floats = footprint.part_shape(variant.spec)
-        flags = torch.zeros((sms, threads // hopper.WARP), dtype=torch.int32)
-        parts = torch.full((sms, vectors, threads, floats), math.nan)
-        given["*flags_and_parts(gpu)"] = (flags, parts)
+        warps = footprint.computing_threads(variant.spec) // hopper.WARP
+        given["*flags_and_parts(gpu)"] = flags_and_parts(sms, warps, footprint.part_shape(variant.spec))
     if "scores" in plan.entry.call_arguments:
         given["scores"] = (torch.full((batch, heads_q, seq_q, k.shape[1]), math.nan),)
     *names, _ = plan.entry.call_arguments  # the last one is the scale
