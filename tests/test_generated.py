@@ -26,7 +26,7 @@ DYNAMIC, STATIC, SPLIT, PERSISTENT_NARROW_V = "fwd_d64_causal", "fwd_d64_short",
 SMS = 5
 
 
-@pytest.fixture(params=["k4_2_d64", "k1_d64", DYNAMIC, STATIC])
+@pytest.fixture(params=["k4_2_d64", "k1_d64", DYNAMIC, STATIC, SPLIT])
 def loaded(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """A module on WGMMA, a naive one and persistent ones, as a user gets them."""
     monkeypatch.chdir(ROOT)
@@ -373,6 +373,12 @@ def checks(stem: str) -> str:
     return text[text.index("# What the compiled function lets pass") : text.index("    gpu = q.get_device()")]
 
 
+def allocating(stem: str) -> str:
+    """How the module makes a new tensor."""
+    text = source(stem)
+    return text[text.index("\ndef empty(") :].partition("\n\n\n")[0]
+
+
 def asking(stem: str) -> str:
     """How the module makes sure of a Hopper GPU."""
     text = source(stem)
@@ -391,7 +397,8 @@ def test_all_modules_check_alike() -> None:
     assert packed == {PACKED, "fwd_d64_pack8_window"}
     assert {checks(stem) for stem in set(STEMS) - packed} == {checks("k4_2_d64")}
     assert {checks(stem) for stem in packed} == {checks(PACKED)} != {checks("k4_2_d64")}
-    assert {asking(stem) for stem in STEMS} == {asking("k4_2_d64")}
+    for of in (allocating, asking):
+        assert {of(stem) for stem in STEMS} == {of("k4_2_d64")}
     for kind in ("dynamic", "split"):
         scratch = {after_asking(stem) for stem, plan in plans().items() if getattr(plan.tiles, kind)}
         assert len(scratch) == 1 and scratch != {""}
@@ -406,8 +413,10 @@ def test_a_head_dim_of_its_own_for_v(stem: str, monkeypatch: pytest.MonkeyPatch)
     launch = Launch()
     monkeypatch.setattr(module, "compile_for_sm90a", lambda: launch)
     q, k, v = tensor(dim=192), tensor(seq=7, heads=2, dim=192), tensor(seq=7, heads=2, dim=128)
-    out = module.attention(q, k, v)
-    assert out.shape == (*q.shape[:3], 128) and out is launch.arguments[3]
+    out, lse = module.attention(q, k, v, return_lse=True)
+    assert (out.shape, out.dtype, out.is_contiguous()) == ((2, 5, 4, 128), q.dtype, True)
+    assert (lse.shape, lse.dtype) == ((2, 4, 5), torch.float32)
+    assert all(passed is mine for passed, mine in zip(launch.arguments, (q, k, v, out, lse), strict=False))
     no_keys = {"k": k[:, :0], "v": v[:, :0]}
     assert module.attention(q, **no_keys).shape == out.shape
     with pytest.raises(ValueError, match=r"v is \(2, 0, 2, 192\), .*; it needs to be \(\(2, 0, 2, 128\)"):
