@@ -1,15 +1,16 @@
 """Measure generated modules beside their peers: TFLOP/s over head dim x mask x sequence length, in one process.
 
 Protocol: 16,384 tokens in all, heads x head dim = 2048, as many kv heads, normal random inputs. Per cell every
-competitor is warmed up, its output checked on the last rows, then all take turns, one launch each per round, so that
-clocks and temperature are shared fairly. Before each timed launch a buffer larger than the L2 is overwritten; the
-launch is timed by CUDA events, and the median over the rounds is reported. A launch predicted (from the same
-competitor's previous cell) to exceed the time limit is not made, and the cell says so.
+competitor is warmed up, its output checked on the last rows, then all take turns, one launch each per round, each round
+in another order, so that clocks and temperature are shared fairly. Before each timed launch a buffer larger than the L2
+is overwritten; the launch is timed by CUDA events, and the median over the rounds is reported. A launch predicted (from
+the same competitor's previous cell) to exceed the time limit is not made, and the cell says so.
 """
 
 from __future__ import annotations
 
 import math
+import random
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -32,6 +33,7 @@ CHECK_ROWS = 64
 CHECK_TOLERANCE = 0.02  # relative Frobenius; 16-bit kernels read about 0.002
 FLUSH_BYTES = 256 << 20  # more than the 50 to 60 MB of L2
 MIN_ROUNDS, MAX_ROUNDS = 3, 50
+SEED = 0  # of the orders of the rounds
 
 
 @dataclass(frozen=True)
@@ -378,11 +380,17 @@ class Runner:
     def _rounds(
         self, ready: dict[str, Callable[[], Any]], estimates: dict[str, float]
     ) -> tuple[dict[str, list[float]], gpu.Sample]:
-        """Let all take turns until each has spent its time; return everyone's milliseconds."""
+        """Let all take turns until each has spent its time; return everyone's milliseconds.
+
+        Every round has an order of its own: a GPU at its power limit changes its clock milliseconds later, so that who
+        always came after the same kernel would be timed at a clock which that one has left behind.
+        """
         left = {name: self._count(estimate) for name, estimate in estimates.items()}
         times: dict[str, list[float]] = {name: [] for name in ready}
+        shuffle = random.Random(SEED)
         while any(left.values()):
-            turn = [name for name in ready if left[name]]
+            waiting = [name for name in ready if left[name]]
+            turn = shuffle.sample(waiting, len(waiting))
             for name, milliseconds in zip(turn, self.timer.time([ready[name] for name in turn]), strict=True):
                 times[name].append(milliseconds)
                 left[name] -= 1
