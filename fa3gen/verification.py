@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import datetime
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -130,19 +130,30 @@ def check_compile(
     return Stage(not mismatches, "; ".join(str(mismatch) for mismatch in mismatches)), facts, outcome.ptxas
 
 
-def speeds(variant: Variant, module: Any, device: torch.device) -> dict[int, float]:
-    """Measure a module alone at the lengths that a record holds; TFLOP/s by length, without what could not be run."""
+def speeds(modules: Mapping[str, tuple[Variant, Any]], device: torch.device) -> dict[str, dict[int, float]]:
+    """Measure (variant, module) by stem at the lengths that a record holds; TFLOP/s by stem and length.
+
+    Modules of one problem and mask take turns, so that their records can be compared with each other. What could not
+    be run is left out.
+    """
     import torch
 
-    from fa3gen.bench import CudaTimer, Runner, module_competitor, plan_cells
+    from fa3gen.bench import Competitor, CudaTimer, Runner, module_competitor, plan_cells
 
-    competitor = module_competitor(variant.stem, variant.spec, lambda: module)
-    cells = plan_cells([variant.spec], seq_lens=evidence.SEQ_LENS)
-    runner = Runner([competitor], CudaTimer(device), device, spend_ms=300, limit_ms=30_000)
-    measured = list(runner.run(cells, on_progress=lambda text: None))
+    def competitor(stem: str) -> Competitor:
+        variant, module = modules[stem]
+        return module_competitor(stem, variant.spec, lambda: module)
+
+    cells = plan_cells([variant.spec for variant, _ in modules.values()], seq_lens=evidence.SEQ_LENS)
+    runner = Runner([*map(competitor, modules)], CudaTimer(device), device, spend_ms=300, limit_ms=30_000)
+    found: dict[str, dict[int, float]] = {stem: {} for stem in modules}
+    for entry in runner.run(cells, on_progress=lambda text: None):
+        for result in entry.results:
+            if result.tflops is not None:
+                found[result.competitor][entry.cell.seq_len] = result.tflops
     torch.cuda.empty_cache()  # k1 took gigabytes for its scores; also the first to notice a lost device
     torch.cuda.synchronize(device)
-    return {entry.cell.seq_len: result.tflops for entry in measured for result in entry.results if result.tflops}
+    return found
 
 
 def record_of(

@@ -14,7 +14,7 @@ import torch
 import typer
 from rich.console import Console
 
-from fa3gen import evidence, verify
+from fa3gen import evidence, gpu, verify
 from fa3gen.cli import verify as command
 from fa3gen.cpu.findings import OutsideModel
 from fa3gen.cpu.verify import CpuCaseResult, CpuReport
@@ -122,7 +122,7 @@ def test_a_launch_that_never_ends_is_recorded_and_ends_the_process(
     monkeypatch.setattr(os, "_exit", codes.append)
     watched = session(workspace, evidence=True, timeout=0.05)
     monkeypatch.setattr(evidence, "write", _only_first(evidence.write))
-    monkeypatch.setattr("fa3gen.verification.speeds", lambda *args: {})
+    monkeypatch.setattr("fa3gen.verification.speeds", lambda modules, device: {stem: {} for stem in modules})
     watched.run_all(unrun()[:1])
     assert codes == [1]
     _, record = evidence.status(workspace, "a")
@@ -147,7 +147,7 @@ def test_a_launch_that_never_ends_ends_the_process_though_it_cannot_be_recorded(
     monkeypatch.setattr(verify, "verify_module", run)
     monkeypatch.setattr(os, "_exit", codes.append)
     monkeypatch.setattr(evidence, "write", full)
-    monkeypatch.setattr("fa3gen.verification.speeds", lambda *args: {})
+    monkeypatch.setattr("fa3gen.verification.speeds", lambda modules, device: {stem: {} for stem in modules})
     with pytest.raises(OSError, match="no space left"):
         session(workspace, evidence=True, timeout=0.05).run_all(unrun()[:1])
     assert codes == [1]
@@ -155,12 +155,53 @@ def test_a_launch_that_never_ends_ends_the_process_though_it_cannot_be_recorded(
     assert "did not end in 0.05 s" in said and "a: no record was written: no space left on device" in said
 
 
+def test_speeds_of_one_problem_are_measured_together(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When all have been checked, and only those that passed: records are of one run, and can be compared."""
+    asked = []
+
+    def speeds(modules: Any, device: Any) -> dict[str, dict[int, float]]:
+        asked.append([module.NAME for _, module in modules.values()])
+        return {stem: {4096: 100.0 + len(stem), 512: 1.0} for stem in modules}
+
+    def run(module: Any, *args: Any, **keywords: Any) -> verify.Report:
+        failed = verify.Check("made up", False, "no") if module.NAME == "b" else None
+        return dataclasses.replace(REPORT, checks=(failed,) if failed else ())
+
+    monkeypatch.setattr("fa3gen.verification.speeds", speeds)
+    monkeypatch.setattr(verify, "verify_module", run)
+    around = gpu.environment()
+    monkeypatch.setattr(gpu, "environment", lambda ptxas=None: dataclasses.replace(around, gpu="A made-up GPU"))
+    session(workspace, evidence=True).run_all(unrun())
+    assert asked == [["a", "c"]]
+    records = {stem: evidence.status(workspace, stem)[1] for stem in "abc"}
+    found = {stem: record.tflops for stem, record in records.items() if record is not None}
+    assert found == {"a": {"4096": 101.0}, "b": {}, "c": {"4096": 101.0}}
+
+
+def test_a_device_lost_while_timing_fails_all_that_were_timed(
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def speeds(modules: Any, device: Any) -> dict[str, dict[int, float]]:
+        raise RuntimeError("illegal memory access")
+
+    monkeypatch.setattr("fa3gen.verification.speeds", speeds)
+    failed = verify.Check("made up", False, "no")
+    reports = {"a": REPORT, "b": dataclasses.replace(REPORT, checks=(failed,)), "c": REPORT}
+    monkeypatch.setattr(verify, "verify_module", lambda *args, stem, **keywords: reports[stem])
+    a, b, c = session(workspace, evidence=True).run_all(unrun())
+    said = "timing 4k and 16k: a launch of a or c left the GPU unusable: illegal memory access"
+    assert (a.run, c.run) == (Stage(False, said), Stage(False, said)) and b.run.detail != said
+    for stem in ("a", "c"):
+        state, record = evidence.status(workspace, stem)
+        assert state is evidence.Status.FAILED and record is not None and record.failures == [said]
+
+
 def test_a_module_that_cannot_be_imported_fails_and_the_others_run(
     workspace: Workspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     workspace.module_path("b").write_text("def broken(:\n")
     monkeypatch.setattr(verify, "verify_module", lambda *args, **keywords: REPORT)
-    monkeypatch.setattr("fa3gen.verification.speeds", lambda *args: {})
+    monkeypatch.setattr("fa3gen.verification.speeds", lambda modules, device: {stem: {} for stem in modules})
     a, b, c = session(workspace, evidence=True).run_all(unrun())
     assert (a.run.passed, b.run.passed, c.run.passed) == (True, False, True)
     assert b.run.detail.startswith("cannot be imported: SyntaxError: ")

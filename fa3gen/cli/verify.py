@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import enum
+import functools
 import json
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -194,6 +195,7 @@ class _Session:
     timeout: float
     speed: bool = True
     at: str = field(default="", init=False)  # the case that is running
+    loaded: dict[str, Any] = field(default_factory=dict, init=False)  # modules that passed
 
     def run_all(self, checked: list[Verification]) -> list[Verification]:
         """Run all until one leaves the GPU unusable; those after it stay not run, and say so."""
@@ -207,7 +209,7 @@ class _Session:
                 done.append(dataclasses.replace(entry, run=Stage(None, "there is no file to run")))
                 continue
             try:
-                with self._watchdog(entry):
+                with self._watchdog(entry.variant.stem, self.timeout, functools.partial(self._record_loss, entry)):
                     done.append(self._run(entry))
             except DeviceLost as lost:
                 text = f"{self.at}: the launch left the GPU unusable: {lost}"
@@ -217,14 +219,46 @@ class _Session:
                 done += [dataclasses.replace(rest, run=Stage(None, reason)) for rest in checked[number + 1 :]]
                 break
             say(entry.variant.stem)
+        else:
+            if self.evidence and self.speed:
+                return self._measure(done)
+        return done
+
+    def _measure(self, done: list[Verification]) -> list[Verification]:
+        """Put speeds into the records of modules that passed, those of one problem and mask measured in turns.
+
+        Large launches may fail where small ones passed. Whose was the fault cannot be told then: the whole group fails.
+        """
+        from fa3gen import evidence, gpu
+        from fa3gen.verification import Stage, speeds
+
+        groups: dict[Any, dict[str, Verification]] = {}
+        for entry in done:
+            if entry.run.passed:
+                group = groups.setdefault((entry.variant.spec.problem, entry.variant.spec.mask), {})
+                group[entry.variant.stem] = entry
+        self._on_case("timing 4k and 16k")
+        for group in groups.values():
+            modules = {stem: (entry.variant, self.loaded[stem]) for stem, entry in group.items()}
+            losses = functools.partial(self._record_losses, group.values())
+            try:
+                with self._watchdog(", ".join(group), self.timeout * len(group), losses):
+                    found = speeds(modules, self.device)
+            except RuntimeError as error:
+                text = f"{self.at}: a launch of {' or '.join(group)} left the GPU unusable: {error}"
+                losses(text)
+                failed = Stage(False, text)
+                return [dataclasses.replace(e, run=failed) if e.variant.stem in group else e for e in done]
+            for stem, entry in group.items():
+                evidence.set_tflops(self.workspace, stem, found[stem], gpu.environment(entry.ptxas))
         return done
 
     def _run(self, entry: Verification) -> Verification:
-        """Run one module's cases and checks; with --evidence measure its speed and write its record."""
+        """Run one module's cases and checks; with --evidence write its record, without speeds yet."""
         from fa3gen import evidence
         from fa3gen.loading import load_file
-        from fa3gen.verification import Stage, record_of, speeds
-        from fa3gen.verify import DeviceLost, verify_module
+        from fa3gen.verification import Stage, record_of
+        from fa3gen.verify import verify_module
 
         variant = entry.variant
         try:
@@ -237,17 +271,18 @@ class _Session:
             module, variant.spec, self.device, stem=variant.stem, seed=self.seed, on_case=self._on_case
         )
         entry = dataclasses.replace(entry, report=report, run=Stage(report.passed, "; ".join(report.failures)))
+        if report.passed:
+            self.loaded[variant.stem] = module
         if self.evidence:
-            self._on_case("speed")
-            try:
-                tflops = speeds(variant, module, self.device) if self.speed and report.passed else {}
-            except RuntimeError as error:  # a launch that works at small sizes may still fail at large ones
-                raise DeviceLost(str(error)) from error
-            evidence.write(self.workspace, record_of(entry, self.workspace, tflops))
+            evidence.write(self.workspace, record_of(entry, self.workspace, {}))
         return entry
 
     def _on_case(self, name: str) -> None:
         self.at = name
+
+    def _record_losses(self, entries: Iterable[Verification], text: str) -> None:
+        for entry in entries:
+            self._record_loss(entry, text)
 
     def _record_loss(self, entry: Verification, text: str) -> None:
         """Record a run that left no report as what it is, a failure."""
@@ -259,20 +294,20 @@ class _Session:
             evidence.write(self.workspace, record)
 
     @contextlib.contextmanager
-    def _watchdog(self, entry: Verification) -> Iterator[None]:
+    def _watchdog(self, name: str, seconds: float, record: Callable[[str], None]) -> Iterator[None]:
         """End the process when a kernel does not: a deadlocked launch cannot be called back."""
 
         def give_up() -> None:
-            text = f"{self.at}: did not end in {self.timeout:g} s (a pipeline that waits for ever?)"
-            print(f"{entry.variant.stem}: {text}; the modules after it were not run", file=sys.stderr, flush=True)
+            text = f"{self.at}: did not end in {seconds:g} s (a pipeline that waits for ever?)"
+            print(f"{name}: {text}; the modules after it were not run", file=sys.stderr, flush=True)
             try:
-                self._record_loss(entry, text)
+                record(text)
             except Exception as error:  # would end this thread only, and the process would wait for ever
-                print(f"{entry.variant.stem}: no record was written: {error}", file=sys.stderr, flush=True)
+                print(f"{name}: no record was written: {error}", file=sys.stderr, flush=True)
             finally:
                 os._exit(1)
 
-        timer = threading.Timer(self.timeout, give_up)
+        timer = threading.Timer(seconds, give_up)
         timer.daemon = True
         timer.start()
         try:
