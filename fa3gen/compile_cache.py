@@ -93,6 +93,12 @@ def cached_object(path: Path, *, may_compile: bool = True) -> bytes | None:
         return found[1][_OBJECT] if found is not None else compile_and_keep(path).object_file
 
 
+def cached_compile_for_launch(path: Path) -> Compiled:
+    """Like `cached_compile`, and with the object file in the cache as well, so that launching compiles nothing."""
+    cached_object(path)  # a miss fills both kinds of entry
+    return cached_compile(path)
+
+
 def compile_and_keep(path: Path) -> Compiled:
     """Compile a module anew, with its object file, and keep both kinds of entry; raises as `compile_module`."""
     path = path.resolve()

@@ -86,6 +86,18 @@ def test_an_examined_module_is_not_yet_one_to_launch(fake: FakeCompiler, source:
     assert cached_object(source) == b"object of source" and fake.times == 2
 
 
+def test_a_module_compiled_for_launching_is_examined_and_launched(fake: FakeCompiler, source: Path) -> None:
+    for _ in range(2):
+        assert compile_cache.cached_compile_for_launch(source).ptx == "ptx"
+    assert cached_object(source, may_compile=False) == b"object of source" and fake.times == 1
+
+
+def test_what_was_only_examined_is_compiled_for_launching(fake: FakeCompiler, source: Path) -> None:
+    compile_cache.cached_compile(source)
+    compile_cache.cached_compile_for_launch(source)
+    assert cached_object(source, may_compile=False) == b"object of source" and fake.times == 2
+
+
 @pytest.mark.parametrize("how", ["removed", "cut", "extended"])
 def test_spoilt_object_is_a_miss_and_is_mended(fake: FakeCompiler, source: Path, tmp_path: Path, how: str) -> None:
     cached_object(source)

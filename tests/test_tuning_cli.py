@@ -38,7 +38,7 @@ def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Workspace:
     monkeypatch.setenv("FAKE_TUNING", str(tmp_path / "orders.json"))
     monkeypatch.setattr(tune, "find_gpus", lambda: ["0", "1"])
     monkeypatch.setattr(session, "COMMAND", (sys.executable, "-P", str(ROOT / "tests/fake_tuning_worker.py")))
-    monkeypatch.setattr(compile_cache, "cached_compile", lambda path: path)
+    monkeypatch.setattr(compile_cache, "cached_compile_for_launch", lambda path: path)
     monkeypatch.setattr(verification, "check_compile", lambda variant, compiled: (verification.Stage(True), None, None))
     order(tmp_path)
     return Workspace.find(root)

@@ -159,9 +159,10 @@ def compile_all(
 ) -> Mapping[str, str]:
     """Compile modules through the cache and hold their facts against their plans; stem -> why it is dropped.
 
-    What the journal has is not examined again. `on_done` hears of each stem, with the reason or ''.
+    What the journal has is not examined again. `on_done` hears of each stem, with the reason or ''. Object files are
+    made here too, several at a time: a measuring process would compile those that it misses one after the other.
     """
-    from fa3gen.compile_cache import cached_compile
+    from fa3gen.compile_cache import cached_compile_for_launch
     from fa3gen.compiler import side_by_side
     from fa3gen.verification import Stage, check_compile
 
@@ -177,7 +178,7 @@ def compile_all(
     def examine(path: Path) -> Stage:
         module = missing[path]
         variant = Variant(module.stem, module.spec, Path(f"specs/{module.stem}.yaml"), "")
-        return check_compile(variant, cached_compile(path))[0]
+        return check_compile(variant, cached_compile_for_launch(path))[0]
 
     def note(path: Path, result: Stage | UserError) -> None:
         reason = str(result) if isinstance(result, UserError) else "" if result.passed is not False else result.detail
