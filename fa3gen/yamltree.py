@@ -5,6 +5,7 @@ pydantic sees plain Python values; its complaints are brought back to a file and
 
 from __future__ import annotations
 
+import functools
 import io
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,7 +35,10 @@ _FLOAT = re.compile(r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?\
 
 @dataclass(frozen=True, eq=False)
 class Node:
-    """A YAML value and the place of its key (or, without a key, its own place); `line` counts from 1."""
+    """A YAML value and the place of its key (or, without a key, its own place); `line` counts from 1.
+
+    Trees share their nodes, so that nobody changes a `value`: `merge` and `override` make new ones.
+    """
 
     value: Scalar | dict[str, "Node"] | list["Node"]
     path: Path
@@ -85,11 +89,24 @@ def read(path: Path, shown: Path, problems: list[Problem]) -> Node | None:
     """
     try:
         text = path.read_text(encoding="utf-8")
-        document = _parser().compose(text)
     except OSError as error:
         problems.append(Problem(shown, None, "", f"cannot be read: {error.strerror or error}"))
+        return None
     except UnicodeDecodeError as error:
         problems.append(Problem(shown, None, "", f"is not UTF-8 text ({error.reason} at byte {error.start})"))
+        return None
+    tree, found = _tree(text, shown)
+    problems.extend(found)
+    return tree
+
+
+@functools.lru_cache(maxsize=512)
+def _tree(text: str, shown: Path) -> tuple[Node | None, tuple[Problem, ...]]:
+    """The tree of a text and what is wrong with it, parsed once: a spec is read again for each that extends it."""
+    problems: list[Problem] = []
+    tree = None
+    try:
+        document = _parser().compose(text)
     except MarkedYAMLError as error:
         problems.append(_syntax_problem(shown, error))
     except YAMLError as error:
@@ -99,9 +116,9 @@ def read(path: Path, shown: Path, problems: list[Problem]) -> Node | None:
     else:
         if document is None:
             problems.append(Problem(shown, 1, "", "is empty; a spec is a mapping with at least a summary"))
-            return None
-        return _Converter(shown, problems).convert(document, document.start_mark.line + 1, "", ())
-    return None
+        else:
+            tree = _Converter(shown, problems).convert(document, document.start_mark.line + 1, "", ())
+    return tree, tuple(problems)
 
 
 def _parser() -> YAML:
