@@ -95,8 +95,7 @@ def cached_object(path: Path, *, may_compile: bool = True) -> bytes | None:
 
 def cached_compile_for_launch(path: Path) -> Compiled:
     """Like `cached_compile`, and with the object file in the cache as well, so that launching compiles nothing."""
-    cached_object(path)  # a miss fills both kinds of entry
-    return cached_compile(path)
+    return compile_and_keep(path) if cached_object(path, may_compile=False) is None else cached_compile(path)
 
 
 def compile_and_keep(path: Path) -> Compiled:

@@ -159,12 +159,11 @@ def speeds(modules: Mapping[str, tuple[Variant, Any]], device: torch.device) -> 
 def record_of(
     verification: Verification,
     workspace: Workspace,
-    tflops: dict[int, float],
     *,
     seed: int = 0,
     failures: Sequence[str] = (),
 ) -> Record:
-    """Make the evidence record of a run on the GPU, passed or failed.
+    """Make the evidence record of a run on the GPU, passed or failed; speeds are added by `evidence.set_tflops`.
 
     `failures` are for a run that left no report: a lost device, a launch that never ended. Raises UserError for a run
     on the CPU, which is no evidence.
@@ -187,7 +186,6 @@ def record_of(
         "lse_tolerance": LSE_TOLERANCE,
         "cases": cases,
         "checks": checks,
-        "tflops": {str(seq_len): value for seq_len, value in tflops.items()},
         "compile": verification.facts,
     }
     return Record.model_validate(_without_paths(fields, workspace))

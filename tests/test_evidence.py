@@ -14,7 +14,7 @@ from fa3gen import evidence
 from fa3gen.cpu.verify import CpuCaseResult, CpuReport
 from fa3gen.errors import UserError
 from fa3gen.evidence import LADDER_BEGIN, LADDER_END, CpuRecord, CpuStatus, Record, Status
-from fa3gen.gpu import Environment
+from fa3gen.gpu import Environment, environment
 from fa3gen.spec import Spec
 from fa3gen.specfile import SpecFile, Variant
 from fa3gen.verification import Stage, Verification, cpu_record_of
@@ -266,7 +266,10 @@ def test_what_a_run_found_becomes_a_record_without_paths(workspace: Workspace) -
     )
     report = Report("k1_d64", "A made-up GPU", 3, (case,), (Check("empty batch", True),))
     entry = Verification(variant_of("k1_d64", 64, "none"), Stage(True), Stage(True), Stage(False), report=report)
-    evidence.write(workspace, record_of(entry, workspace, {4096: 2.5}))
+    evidence.write(workspace, record_of(entry, workspace))
+    assert evidence.set_tflops(
+        workspace, "k1_d64", {4096: 2.5}, dataclasses.replace(environment(), gpu="A made-up GPU")
+    )
     record = evidence.read(workspace, "k1_d64")
     assert record is not None and not record.passed and record.seed == 3 and record.tflops == {"4096": 2.5}
     assert record.failures == ["ragged: raised OSError: generated/k1_d64.py is broken"]
@@ -280,7 +283,7 @@ def test_a_run_on_the_cpu_makes_no_record(workspace: Workspace) -> None:
 
     for report in (Report("k1_d64", "cpu", 3, (), ()), CPU_REPORT):
         with pytest.raises(UserError, match="on the CPU.*run `fa3gen verify k1_d64 --evidence` on a Hopper GPU"):
-            record_of(entry_with(report), workspace, {})
+            record_of(entry_with(report), workspace)
 
 
 # -- the CPU model
@@ -375,7 +378,7 @@ def test_a_file_that_changes_during_the_run_leaves_a_stale_record(workspace: Wor
     variant = variant_of("k1_d64", 64, "none")
     entry = Verification(variant, Stage(True), Stage(False, "spills: 3"), Stage(None), source_sha256=digest)
     workspace.module_path("k1_d64").write_text("# changed\n")
-    evidence.write(workspace, record_of(entry, workspace, {}))
+    evidence.write(workspace, record_of(entry, workspace))
     assert evidence.status(workspace, "k1_d64")[0] is Status.STALE
 
 
@@ -383,7 +386,7 @@ def test_a_failed_compile_or_a_lost_device_makes_a_failing_record(workspace: Wor
     from fa3gen.verification import Stage, Verification, record_of
 
     entry = Verification(variant_of("k1_d64", 64, "none"), Stage(True), Stage(False, "spills: 3"), Stage(None))
-    record = record_of(entry, workspace, {}, failures=["long: did not end in 120 s"])
+    record = record_of(entry, workspace, failures=["long: did not end in 120 s"])
     assert not record.passed and record.failures == ["long: did not end in 120 s", "compile: spills: 3"]
 
 

@@ -141,6 +141,7 @@ def test_cache_that_cannot_be_written_still_launches(
     (tmp_path / "file").write_text("")
     monkeypatch.setenv(CACHE_DIR_VARIABLE, str(tmp_path / "file"))
     assert cached_object(source) == b"object of source"
+    assert compile_cache.cached_compile_for_launch(source).ptx == "ptx" and fake.times == 2  # once for each request
 
 
 def test_missing_module(tmp_path: Path) -> None:

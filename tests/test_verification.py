@@ -106,6 +106,10 @@ def test_a_lost_device_is_recorded_as_a_failure(workspace: Workspace, monkeypatc
     assert record.failures == ["ragged: the launch left the GPU unusable: illegal memory access"]
 
 
+def no_speeds(modules: Any, device: Any) -> dict[str, dict[int, float]]:
+    return {stem: {} for stem in modules}
+
+
 def test_a_launch_that_never_ends_is_recorded_and_ends_the_process(
     workspace: Workspace, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -122,7 +126,7 @@ def test_a_launch_that_never_ends_is_recorded_and_ends_the_process(
     monkeypatch.setattr(os, "_exit", codes.append)
     watched = session(workspace, evidence=True, timeout=0.05)
     monkeypatch.setattr(evidence, "write", _only_first(evidence.write))
-    monkeypatch.setattr("fa3gen.verification.speeds", lambda modules, device: {stem: {} for stem in modules})
+    monkeypatch.setattr("fa3gen.verification.speeds", no_speeds)
     watched.run_all(unrun()[:1])
     assert codes == [1]
     _, record = evidence.status(workspace, "a")
@@ -147,7 +151,7 @@ def test_a_launch_that_never_ends_ends_the_process_though_it_cannot_be_recorded(
     monkeypatch.setattr(verify, "verify_module", run)
     monkeypatch.setattr(os, "_exit", codes.append)
     monkeypatch.setattr(evidence, "write", full)
-    monkeypatch.setattr("fa3gen.verification.speeds", lambda modules, device: {stem: {} for stem in modules})
+    monkeypatch.setattr("fa3gen.verification.speeds", no_speeds)
     with pytest.raises(OSError, match="no space left"):
         session(workspace, evidence=True, timeout=0.05).run_all(unrun()[:1])
     assert codes == [1]
@@ -201,7 +205,7 @@ def test_a_module_that_cannot_be_imported_fails_and_the_others_run(
 ) -> None:
     workspace.module_path("b").write_text("def broken(:\n")
     monkeypatch.setattr(verify, "verify_module", lambda *args, **keywords: REPORT)
-    monkeypatch.setattr("fa3gen.verification.speeds", lambda modules, device: {stem: {} for stem in modules})
+    monkeypatch.setattr("fa3gen.verification.speeds", no_speeds)
     a, b, c = session(workspace, evidence=True).run_all(unrun())
     assert (a.run.passed, b.run.passed, c.run.passed) == (True, False, True)
     assert b.run.detail.startswith("cannot be imported: SyntaxError: ")

@@ -5,12 +5,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import enum
-import functools
 import json
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -209,20 +208,16 @@ class _Session:
                 done.append(dataclasses.replace(entry, run=Stage(None, "there is no file to run")))
                 continue
             try:
-                with self._watchdog(entry.variant.stem, self.timeout, functools.partial(self._record_loss, entry)):
+                with self._watchdog([entry]):
                     done.append(self._run(entry))
             except DeviceLost as lost:
                 text = f"{self.at}: the launch left the GPU unusable: {lost}"
                 done.append(dataclasses.replace(entry, run=Stage(False, text)))
-                self._record_loss(entry, text)
+                self._record_loss([entry], text)
                 reason = f"{entry.variant.stem} left the GPU unusable for this process; run this one again"
-                done += [dataclasses.replace(rest, run=Stage(None, reason)) for rest in checked[number + 1 :]]
-                break
+                return done + [dataclasses.replace(rest, run=Stage(None, reason)) for rest in checked[number + 1 :]]
             say(entry.variant.stem)
-        else:
-            if self.evidence and self.speed:
-                return self._measure(done)
-        return done
+        return self._measure(done) if self.evidence and self.speed else done
 
     def _measure(self, done: list[Verification]) -> list[Verification]:
         """Put speeds into the records of modules that passed, those of one problem and mask measured in turns.
@@ -232,25 +227,24 @@ class _Session:
         from fa3gen import evidence, gpu
         from fa3gen.verification import Stage, speeds
 
-        groups: dict[Any, dict[str, Verification]] = {}
+        groups: dict[Any, list[Verification]] = {}
         for entry in done:
             if entry.run.passed:
-                group = groups.setdefault((entry.variant.spec.problem, entry.variant.spec.mask), {})
-                group[entry.variant.stem] = entry
+                groups.setdefault((entry.variant.spec.problem, entry.variant.spec.mask), []).append(entry)
+        around = gpu.environment()
         self._on_case("timing 4k and 16k")
         for group in groups.values():
-            modules = {stem: (entry.variant, self.loaded[stem]) for stem, entry in group.items()}
-            losses = functools.partial(self._record_losses, group.values())
+            modules = {entry.variant.stem: (entry.variant, self.loaded[entry.variant.stem]) for entry in group}
             try:
-                with self._watchdog(", ".join(group), self.timeout * len(group), losses):
+                with self._watchdog(group):
                     found = speeds(modules, self.device)
             except RuntimeError as error:
-                text = f"{self.at}: a launch of {' or '.join(group)} left the GPU unusable: {error}"
-                losses(text)
+                text = f"{self.at}: a launch of {' or '.join(modules)} left the GPU unusable: {error}"
+                self._record_loss(group, text)
                 failed = Stage(False, text)
-                return [dataclasses.replace(e, run=failed) if e.variant.stem in group else e for e in done]
-            for stem, entry in group.items():
-                evidence.set_tflops(self.workspace, stem, found[stem], gpu.environment(entry.ptxas))
+                return [dataclasses.replace(e, run=failed) if e.variant.stem in modules else e for e in done]
+            for stem, tflops in found.items():
+                evidence.set_tflops(self.workspace, stem, tflops, around)
         return done
 
     def _run(self, entry: Verification) -> Verification:
@@ -265,7 +259,7 @@ class _Session:
             module = load_file(self.workspace.module_path(variant.stem))
         except Exception as error:  # a file edited by hand may raise anything
             text = f"cannot be imported: {type(error).__name__}: {error}"
-            self._record_loss(entry, text)
+            self._record_loss([entry], text)
             return dataclasses.replace(entry, run=Stage(False, text))
         report = verify_module(
             module, variant.spec, self.device, stem=variant.stem, seed=self.seed, on_case=self._on_case
@@ -274,34 +268,32 @@ class _Session:
         if report.passed:
             self.loaded[variant.stem] = module
         if self.evidence:
-            evidence.write(self.workspace, record_of(entry, self.workspace, {}))
+            evidence.write(self.workspace, record_of(entry, self.workspace))
         return entry
 
     def _on_case(self, name: str) -> None:
         self.at = name
 
-    def _record_losses(self, entries: Iterable[Verification], text: str) -> None:
-        for entry in entries:
-            self._record_loss(entry, text)
-
-    def _record_loss(self, entry: Verification, text: str) -> None:
-        """Record a run that left no report as what it is, a failure."""
+    def _record_loss(self, running: Sequence[Verification], text: str) -> None:
+        """Record a run that left no report, or no speeds, as what it is, a failure."""
         from fa3gen import evidence
         from fa3gen.verification import record_of
 
         if self.evidence:
-            record = record_of(entry, self.workspace, {}, seed=self.seed or 0, failures=[text])
-            evidence.write(self.workspace, record)
+            for entry in running:
+                record = record_of(entry, self.workspace, seed=self.seed or 0, failures=[text])
+                evidence.write(self.workspace, record)
 
     @contextlib.contextmanager
-    def _watchdog(self, name: str, seconds: float, record: Callable[[str], None]) -> Iterator[None]:
+    def _watchdog(self, running: Sequence[Verification]) -> Iterator[None]:
         """End the process when a kernel does not: a deadlocked launch cannot be called back."""
+        name, seconds = ", ".join(entry.variant.stem for entry in running), self.timeout * len(running)
 
         def give_up() -> None:
             text = f"{self.at}: did not end in {seconds:g} s (a pipeline that waits for ever?)"
-            print(f"{name}: {text}; the modules after it were not run", file=sys.stderr, flush=True)
+            print(f"{name}: {text}; what comes after it was not run", file=sys.stderr, flush=True)
             try:
-                record(text)
+                self._record_loss(running, text)
             except Exception as error:  # would end this thread only, and the process would wait for ever
                 print(f"{name}: no record was written: {error}", file=sys.stderr, flush=True)
             finally:
