@@ -678,17 +678,17 @@ def scheduler_rescale(scheduler: str, rescale_above: int | None) -> Violation | 
     )
 
 
-def exp_before_wait(exponentials: int | None, kv: int, scheduler: str) -> Violation | None:
-    """Design rule: the wait for P V is held back in persistent kernels, among the exponentials of a thread's first row.
+def exp_before_wait(exponentials: int | None, kv: int, overlap: bool) -> Violation | None:
+    """Design rule: where P V runs beside the softmax, its wait is held back among the exponentials of the first row.
 
     A thread has kv / 4 of them (PTX ISA, wgmma accumulator fragment).
     """
     if exponentials is None:
         return None
-    if scheduler == "single_tile":
+    if not overlap:
         return Violation(
             "softmax.exp_before_wait",
-            "the wait for P V is held back with scheduler static, stream_k or dynamic only, not single_tile; use null",
+            "without overlap no P V runs beside the exponentials; use null or a schedule with overlap: true",
         )
     if exponentials <= kv // 4:
         return None
@@ -766,7 +766,7 @@ def _scheduler(spec: Spec) -> Iterable[Violation | None]:
     yield scheduler_pack(spec.scheduler, spec.tile.pack_heads)
     yield scheduler_output(spec.scheduler, spec.outputs.o)
     yield scheduler_rescale(spec.scheduler, spec.softmax.rescale_above)
-    yield exp_before_wait(spec.softmax.exp_before_wait, spec.tile.kv, spec.scheduler)
+    yield exp_before_wait(spec.softmax.exp_before_wait, spec.tile.kv, footprint.overlapped(spec))
 
 
 def _shapes(spec: Spec) -> Iterable[Violation | None]:

@@ -155,6 +155,7 @@ KNOBS: dict[str, tuple[str, dict[str, Any]]] = {
     "scheduler_single_tile_to_static": ("k6_d128", {"scheduler": "static", "outputs": {"o": "own_buffer"}}),
     "scheduler_static_to_dynamic": ("fwd_d128_static", {"scheduler": "dynamic", "mask": {"kind": "causal"}}),
     "scheduler_static_to_stream_k": ("fwd_d128_static", {"scheduler": "stream_k"}),
+    "exp_before_wait_null_to_16_single_tile": ("k5_d128", {"softmax": {"exp_before_wait": 16}}),
     "exp_before_wait_null_to_12": ("fwd_d128_static", {"softmax": {"exp_before_wait": 12}}),
     "q_stages_2_to_1": ("fwd_d128_causal", {"load": {"q_stages": 1}}),
     "o_own_buffer_to_direct": ("fwd_d128", {"outputs": {"o": "direct"}}),

@@ -737,15 +737,15 @@ def test_scheduler_rescale() -> None:
 
 
 def test_exp_before_wait() -> None:
-    assert rules.exp_before_wait(None, 64, "single_tile") is None
-    assert rules.exp_before_wait(16, 64, "stream_k") is None
-    assert rules.exp_before_wait(17, 64, "dynamic") == Violation(
+    assert rules.exp_before_wait(None, 64, False) is None
+    assert rules.exp_before_wait(16, 64, True) is None
+    assert rules.exp_before_wait(17, 64, True) == Violation(
         "softmax.exp_before_wait",
         "17 > 16, a thread's exponentials of one row with tile.kv 64; use at most 16",
     )
-    assert rules.exp_before_wait(1, 64, "single_tile") == Violation(
+    assert rules.exp_before_wait(1, 64, False) == Violation(
         "softmax.exp_before_wait",
-        "the wait for P V is held back with scheduler static, stream_k or dynamic only, not single_tile; use null",
+        "without overlap no P V runs beside the exponentials; use null or a schedule with overlap: true",
     )
 
 

@@ -365,9 +365,8 @@ def foreign_words(stem: str) -> str:
     words += [WGMMA_PV] * (plan.pv.engine == "wgmma")
     words.append(COOPERATIVE if plan.schedule.specialized else SPECIALIZED)
     words += [PING_PONG] * (not plan.schedule.ping_pong) + [OVERLAP] * (not plan.schedule.overlap)
-    words += (
-        persistent_words(stem) if plan.tiles.persistent else [PERSISTENT, DYNAMIC, STREAM_K, DIRECT, LAZY, HELD_BACK]
-    )
+    words += persistent_words(stem) if plan.tiles.persistent else [PERSISTENT, DYNAMIC, STREAM_K, DIRECT, LAZY]
+    words += [HELD_BACK] * (not plan.softmax.exp_before_wait)
     words.append({"tma": NO_CP_ASYNC, "cp_async": NO_TMA, "sync": f"{NO_TMA}|{NO_STAGES}"}[plan.load.engine])
     words.append(
         {"shared": r"\b[kv]_(ring|full|empty|barriers)", "separate": r"\bkv_(ring|full|empty|barriers)"}.get(
@@ -386,7 +385,6 @@ def persistent_words(stem: str) -> list[str]:
         DIRECT if plan.output.buffered else BUFFERED,
         *[FLATTENED] * (not plan.schedule.flattened),
         *[LAZY] * (not plan.softmax.lazy),
-        *[HELD_BACK] * (not plan.softmax.exp_before_wait),
     ]
 
 
