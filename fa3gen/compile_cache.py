@@ -113,10 +113,16 @@ def compile_and_keep(path: Path) -> Compiled:
 
 
 def cached_compile_many(
-    paths: Sequence[Path], on_done: Callable[[Path, Compiled | UserError], None] | None = None
+    paths: Sequence[Path],
+    on_done: Callable[[Path, Compiled | UserError], None] | None = None,
+    *,
+    for_launch: bool = False,
 ) -> dict[Path, Compiled | UserError]:
-    """Like `compiler.compile_many`, but from the cache where a module has been compiled before."""
-    return compiler.side_by_side(cached_compile, paths, None, on_done)
+    """Like `compiler.compile_many`, but from the cache where a module has been compiled before.
+
+    `for_launch`: as by `cached_compile_for_launch`.
+    """
+    return compiler.side_by_side(cached_compile_for_launch if for_launch else cached_compile, paths, None, on_done)
 
 
 def cache_directory() -> Path:

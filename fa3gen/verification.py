@@ -86,14 +86,17 @@ def check_render(variant: Variant, workspace: Workspace) -> Stage:
 
 
 def compile_all(
-    variants: Sequence[Variant], workspace: Workspace, on_done: Callable[[str], None]
+    variants: Sequence[Variant], workspace: Workspace, on_done: Callable[[str], None], *, for_launch: bool = False
 ) -> dict[str, Compiled | UserError]:
-    """Compile every variant whose file exists, several at a time, or take it from the cache; by stem."""
+    """Compile every variant whose file exists, several at a time, or take it from the cache; by stem.
+
+    `for_launch`: so that `fa3gen.launch` finds each in the cache.
+    """
     from fa3gen.compile_cache import cached_compile_many
 
     paths = {workspace.module_path(variant.stem): variant.stem for variant in variants}
     present = [path for path in paths if path.exists()]
-    done = cached_compile_many(present, on_done=lambda path, outcome: on_done(path.stem))
+    done = cached_compile_many(present, on_done=lambda path, outcome: on_done(path.stem), for_launch=for_launch)
     return {paths[path]: outcome for path, outcome in done.items()}
 
 

@@ -98,6 +98,13 @@ def test_what_was_only_examined_is_compiled_for_launching(fake: FakeCompiler, so
     assert cached_object(source, may_compile=False) == b"object of source" and fake.times == 2
 
 
+@pytest.mark.parametrize("for_launch", [False, True])
+def test_many_are_compiled_for_launching_if_asked(fake: FakeCompiler, source: Path, for_launch: bool) -> None:
+    (found,) = compile_cache.cached_compile_many([source], for_launch=for_launch).values()
+    assert isinstance(found, compiler.Compiled) and found.ptx == "ptx"
+    assert (cached_object(source, may_compile=False) is not None) == for_launch and fake.times == 1
+
+
 @pytest.mark.parametrize("how", ["removed", "cut", "extended"])
 def test_spoilt_object_is_a_miss_and_is_mended(fake: FakeCompiler, source: Path, tmp_path: Path, how: str) -> None:
     cached_object(source)

@@ -45,7 +45,8 @@ def workspace(tmp_path: Path) -> Workspace:
     (tmp_path / "specs").mkdir()
     (tmp_path / "generated").mkdir()
     for variant in VARIANTS:
-        (tmp_path / "generated" / f"{variant.stem}.py").write_text(f"NAME = '{variant.stem}'\n")
+        text = f"NAME = '{variant.stem}'\n\n\ndef compile_for_sm90a(options):\n    raise AssertionError\n"
+        (tmp_path / "generated" / f"{variant.stem}.py").write_text(text)
     return Workspace.find(tmp_path)
 
 
@@ -58,13 +59,14 @@ def session(workspace: Workspace, *, evidence: bool = False, timeout: float = 60
 
 
 def test_a_committed_file_is_compared_with_its_rendering(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fa3gen.render.render_variant", lambda variant, workspace: f"NAME = '{variant.stem}'\n")
+    text = workspace.module_path("a").read_text()
+    monkeypatch.setattr("fa3gen.render.render_variant", lambda variant, workspace: text)
     assert check_render(VARIANTS[0], workspace) == Stage(True)
     workspace.module_path("a").write_text("NAME = 'by hand'\n")
     assert check_render(VARIANTS[0], workspace).detail == (
         "generated/a.py is not what specs/k.yaml renders to; `fa3gen render --check` shows the difference"
     )
-    workspace.module_path("a").write_bytes(b"NAME = 'a'\r\n")  # render --check calls this drift as well
+    workspace.module_path("a").write_text(text, newline="\r\n")  # render --check calls this drift as well
     assert check_render(VARIANTS[0], workspace).passed is False
     workspace.module_path("a").unlink()
     missing = check_render(VARIANTS[0], workspace)
@@ -268,7 +270,7 @@ def on_the_model(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> dict[
 
     monkeypatch.chdir(workspace.root)
     monkeypatch.setattr(Workspace, "select", lambda self, names: VARIANTS)
-    monkeypatch.setattr(command, "_check_all", lambda *args: unrun())
+    monkeypatch.setattr(command, "_check_all", lambda *args, for_launch: unrun())
     monkeypatch.setattr("fa3gen.gpu.why_no_hopper", lambda: "none here")
     monkeypatch.setattr("fa3gen.cpu.module.load_on_cpu", lambda path: path.stem)
     monkeypatch.setattr("fa3gen.cpu.verify.verify_on_cpu", run)

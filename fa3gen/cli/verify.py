@@ -81,7 +81,7 @@ def verify(
         raise UserError(f"--on gpu: no Hopper GPU: {gpu.why_no_hopper()}; use --on cpu")
     variants = workspace.select(specs or ())
     _render_missing(workspace, variants, errors)
-    checked = _check_all(workspace, variants, errors)
+    checked = _check_all(workspace, variants, errors, for_launch=device is not None)
     if device is not None:
         checked = _Session(workspace, errors, device, evidence, seed, timeout, speed).run_all(checked)
     else:
@@ -142,7 +142,9 @@ def _refresh(workspace: Workspace, errors: Console) -> None:
         errors.print(f"wrote {path.relative_to(workspace.root)}", highlight=False)
 
 
-def _check_all(workspace: Workspace, variants: list[Variant], errors: Console) -> list[Verification]:
+def _check_all(
+    workspace: Workspace, variants: list[Variant], errors: Console, *, for_launch: bool
+) -> list[Verification]:
     """Do what needs no GPU: compare every file with its rendering, compile it, compare its facts with the plan."""
     from fa3gen import evidence
     from fa3gen.verification import Stage, Verification, check_compile, check_render, compile_all
@@ -151,7 +153,7 @@ def _check_all(workspace: Workspace, variants: list[Variant], errors: Console) -
     paths = {variant.stem: workspace.module_path(variant.stem) for variant in variants}
     digests = {stem: evidence.sha256(path) for stem, path in paths.items() if path.is_file()}
     renders = {variant.stem: check_render(variant, workspace) for variant in variants}
-    outcomes = compile_all(variants, workspace, say)
+    outcomes = compile_all(variants, workspace, say, for_launch=for_launch)
     checked = []
     for variant in variants:
         stage, facts, ptxas = check_compile(variant, outcomes.get(variant.stem))
@@ -250,13 +252,13 @@ class _Session:
     def _run(self, entry: Verification) -> Verification:
         """Run one module's cases and checks; with --evidence write its record, without speeds yet."""
         from fa3gen import evidence
-        from fa3gen.loading import load_file
+        from fa3gen.launch import load_for_launch
         from fa3gen.verification import Stage, record_of
         from fa3gen.verify import verify_module
 
         variant = entry.variant
         try:
-            module = load_file(self.workspace.module_path(variant.stem))
+            module = load_for_launch(self.workspace.module_path(variant.stem))
         except Exception as error:  # a file edited by hand may raise anything
             text = f"cannot be imported: {type(error).__name__}: {error}"
             self._record_loss([entry], text)

@@ -34,6 +34,7 @@ sys.path[:0] = [path for path in (str(ROOT), str(ROOT / "tests" / "gpu")) if pat
 
 from fa3gen import evidence  # noqa: E402
 from fa3gen.errors import UserError  # noqa: E402
+from fa3gen.launch import load_for_launch  # noqa: E402
 from fa3gen.loading import clean_argv, load_file  # noqa: E402
 from fa3gen.workspace import Workspace  # noqa: E402
 
@@ -97,7 +98,7 @@ def run_module(task: Task, on: On) -> Result:
     workspace = Workspace.find(ROOT)
     (variant,) = workspace.resolve(task.name)
     spec, path = variant.spec, workspace.module_path(task.name)
-    module: Any = load_file(path) if on == "gpu" else fa3gen.load(task.name, on="cpu")
+    module: Any = load_for_launch(path) if on == "gpu" else fa3gen.load(task.name, on="cpu")
     result = Result(task, source_sha256=evidence.sha256(path))
     for case in (comparison.served(case, spec) for case in comparison.CASES):
         dtype = comparison.DTYPES[spec.problem.dtype]

@@ -17,12 +17,12 @@ VARIANTS = {variant.stem: variant for spec_file in WORKSPACE.load_all() for vari
 
 @pytest.mark.parametrize("stem", VARIANTS)
 def test_generated_module(stem: str, hopper: Any) -> None:
-    from fa3gen.loading import load_file
+    from fa3gen.launch import load_for_launch
     from fa3gen.verify import DeviceLost, verify_module
 
     variant: Variant = VARIANTS[stem]
     try:
-        report = verify_module(load_file(WORKSPACE.module_path(stem)), variant.spec, hopper, stem=stem)
+        report = verify_module(load_for_launch(WORKSPACE.module_path(stem)), variant.spec, hopper, stem=stem)
     except DeviceLost as lost:
         pytest.exit(f"{stem} left the GPU unusable, the modules after it were not run: {lost}", returncode=1)
     assert report.passed, f"seed {report.seed}\n" + "\n".join(report.failures)
