@@ -50,11 +50,11 @@ Steady state, one tile of keys
     5   consumer   S = Q K^T             wgmma
     6   consumer   wait v_full           V of the tile before has landed
     7   consumer   O += P V              wgmma, of the tile before
-    8   consumer   arrive TURN_BARRIER   it is the next warpgroup's turn
-    9   consumer   wait_group 1          S is there; P V goes on
+    8   consumer   wait_group 1          S is there; P V goes on
+    9   consumer   arrive TURN_BARRIER   it is the next warpgroup's turn
     10  consumer   arrive k_empty        K's stage is free
     11  consumer   softmax               P = 2^(S - max) and sums
-    12  consumer   wait_group 0          O is there; not before 16 exponentials of each thread
+    12  consumer   wait_group 0          O is there
     13  consumer   arrive v_empty        V's stage is free
     14  consumer   rescale               O to the new maximum, if it has grown much; P is rounded
 """
@@ -96,7 +96,6 @@ K_LAYOUT = warpgroup.SmemLayoutAtomKind.K_SW128
 V_LAYOUT = warpgroup.SmemLayoutAtomKind.MN_SW128
 LOG2_E, LN_2 = math.log2(math.e), math.log(2.0)
 LOWEST = -1e20  # a row's maximum before its first key; finite: -inf - -inf would be NaN
-EXP_BEFORE_WAIT = 16  # exponentials of a thread in a step before it waits for P V of the step before
 RESCALE_ABOVE = 8  # of a maximum's growth, in powers of two: P stays below 2^8
 
 
@@ -336,9 +335,9 @@ def consume(mQ, mK, mO, mLSE, flags, parts, sQ, sK, sVt, q_ring, k_ring, v_ring,
         # The tile of keys visited first, before the loop: there is no P V yet to run beside it, and O is still zero.
         q_ring.consumer_wait(q_drain)  # Q has landed
         k_ring.consumer_wait(k_drain)  # K has landed
-        wait_turn(consumer)  # the warpgroup before this one has issued its products
+        wait_turn(consumer)  # the warpgroup before this one has issued its product
         qk_product(qk_mma, tSrQ, tSrK[None, None, None, k_drain.index], acc_S)
-        pass_turn(consumer)  # the softmax comes next: the tensor core is the next warpgroup's
+        pass_turn(consumer)  # the next warpgroup's product queues up behind this one
         warpgroup.wait_group(0)  # the softmax reads S now: no group stays in flight
         k_ring.consumer_release(k_drain)  # this warp has read K
         k_drain.advance()
@@ -388,12 +387,12 @@ def make_products():
 def multiply(qk_mma, pv_mma, tSrQ, tSrK, tOrP, tOrV, acc_S, acc_O, k_ring, v_ring, k_drain, v_drain, consumer):
     """Issue S = Q K^T of this tile of keys and O += P V of the one before; return with S, while O += P V runs on."""
     k_ring.consumer_wait(k_drain)  # K of this tile has landed
-    wait_turn(consumer)  # the warpgroup before this one has issued its products
+    wait_turn(consumer)  # the warpgroup before this one has its S
     qk_product(qk_mma, tSrQ, tSrK[None, None, None, k_drain.index], acc_S)
     v_ring.consumer_wait(v_drain)  # V of the tile before has landed
     pv_product(pv_mma, tOrP, tOrV[None, None, None, v_drain.index], acc_O)
-    pass_turn(consumer)  # the softmax comes next: the tensor core is the next warpgroup's
     warpgroup.wait_group(1)  # the softmax reads S now; O += P V, the younger group, stays in flight
+    pass_turn(consumer)  # the softmax comes next: the tensor core is the next warpgroup's
     k_ring.consumer_release(k_drain)  # this warp has read K
 
 
@@ -506,10 +505,6 @@ def softmax_step(acc_S, row_max, row_sum, rescale, scale_log2):
             p = cute.math.exp2(acc_S_rows[r, c] * scale_log2 - shift, fastmath=True)
             acc_S_rows[r, c] = p
             total += p
-            # ptxas would move the wait for P V up to where it likes; over a branch, never taken, it moves nothing.
-            if cutlass.const_expr((r, c) == (0, EXP_BEFORE_WAIT - 1)):
-                if cute.arch.vote_any_sync(total < 0.0):
-                    cute.arch.sync_warp()
         row_sum[r] = total  # of this thread's columns; the quad adds up once, after the loop
     return moved
 

@@ -53,8 +53,8 @@ Steady state, one tile of keys
     5   consumer   S = Q K^T             wgmma
     6   consumer   wait v_full           V of the tile before has landed
     7   consumer   O += P V              wgmma, of the tile before
-    8   consumer   arrive TURN_BARRIER   it is the next warpgroup's turn
-    9   consumer   wait_group 1          S is there; P V goes on
+    8   consumer   wait_group 1          S is there; P V goes on
+    9   consumer   arrive TURN_BARRIER   it is the next warpgroup's turn
     10  consumer   arrive k_empty        K's stage is free
     11  consumer   mask                  boundary tiles only
     12  consumer   softmax               P = 2^(S - max) and sums
@@ -373,9 +373,9 @@ def consume(tma_O, mQ, mK, mO, mLSE, sQ, sK, sVt, sO, q_ring, k_ring, v_ring, ti
     # The very first S, of which each later tile of queries finds its own waiting.
     q_ring.consumer_wait(q_drain)  # Q has landed
     k_ring.consumer_wait(k_drain)  # K has landed
-    wait_turn(consumer)  # the warpgroup before this one has issued its products
+    wait_turn(consumer)  # the warpgroup before this one has issued its product
     qk_product(qk_mma, tSrQs[None, None, None, q_drain.index], tSrK[None, None, None, k_drain.index], acc_S)
-    pass_turn(consumer)  # the softmax comes next: the tensor core is the next warpgroup's
+    pass_turn(consumer)  # the next warpgroup's product queues up behind this one
     warpgroup.wait_group(0)  # the softmax reads S now: no group stays in flight
     k_ring.consumer_release(k_drain)  # this warp has read K
     k_drain.advance()
@@ -449,12 +449,12 @@ def make_products():
 def multiply(qk_mma, pv_mma, tSrQ, tSrK, tOrP, tOrV, acc_S, acc_O, k_ring, v_ring, k_drain, v_drain, consumer):
     """Issue S = Q K^T of this tile of keys and O += P V of the one before; return with S, while O += P V runs on."""
     k_ring.consumer_wait(k_drain)  # K of this tile has landed
-    wait_turn(consumer)  # the warpgroup before this one has issued its products
+    wait_turn(consumer)  # the warpgroup before this one has its S
     qk_product(qk_mma, tSrQ, tSrK[None, None, None, k_drain.index], acc_S)
     v_ring.consumer_wait(v_drain)  # V of the tile before has landed
     pv_product(pv_mma, tOrP, tOrV[None, None, None, v_drain.index], acc_O)
-    pass_turn(consumer)  # the softmax comes next: the tensor core is the next warpgroup's
     warpgroup.wait_group(1)  # the softmax reads S now; O += P V, the younger group, stays in flight
+    pass_turn(consumer)  # the softmax comes next: the tensor core is the next warpgroup's
     k_ring.consumer_release(k_drain)  # this warp has read K
 
 

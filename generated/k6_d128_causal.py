@@ -57,12 +57,12 @@ Steady state, one tile of keys
     7   consumer  S = Q K^T            wgmma
     8   consumer  wait v_full          V of the tile before has landed
     9   consumer  O += P V             wgmma, of the tile before
-    10  consumer  arrive TURN_BARRIER  it is the next warpgroup's turn
-    11  consumer  wait_group 1         S is there; P V goes on
+    10  consumer  wait_group 1         S is there; P V goes on
+    11  consumer  arrive TURN_BARRIER  it is the next warpgroup's turn
     12  consumer  arrive k_empty       K's stage is free
     13  consumer  mask                 boundary tiles only
     14  consumer  softmax              P = 2^(S - max) and sums
-    15  consumer  wait_group 0         O is there
+    15  consumer  wait_group 0         O is there; not before 12 exponentials of each thread
     16  consumer  arrive v_empty       V's stage is free
     17  consumer  rescale              O to the new maximum; P is rounded
 """
@@ -105,6 +105,7 @@ V_LAYOUT = warpgroup.SmemLayoutAtomKind.MN_SW128
 LOWEST = -1e20  # a row's maximum before its first key; finite: -inf - -inf would be NaN
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2.0)
+EXP_BEFORE_WAIT = 12  # exponentials of a thread in a step before it waits for P V of the step before
 
 
 # ======================================================================================================================
@@ -393,9 +394,9 @@ def consume(qk_mma, pv_mma, sQ, sK, sVt, k_ring, v_ring, scale_log2, n_block_end
         pass_turn(consumer)  # the first turn is consumer 0's
     # The tile visited first, before the loop: there is no P V yet to run beside it, and O is still zero.
     k_ring.consumer_wait(k_drain)  # K has landed
-    wait_turn(consumer)  # the warpgroup before this one has issued its products
+    wait_turn(consumer)  # the warpgroup before this one has issued its product
     qk_product(qk_mma, tSrQ, tSrK[None, None, None, k_drain.index], acc_S)
-    pass_turn(consumer)  # the softmax comes next: the tensor core is the next warpgroup's
+    pass_turn(consumer)  # the next warpgroup's product queues up behind this one
     warpgroup.wait_group(0)  # the softmax reads S now: no group stays in flight
     k_ring.consumer_release(k_drain)  # this warp has read K
     k_drain.advance()
@@ -405,12 +406,12 @@ def consume(qk_mma, pv_mma, sQ, sK, sVt, k_ring, v_ring, scale_log2, n_block_end
 
     for n_block in cutlass.range(n_block_end - 2, -1, -1, unroll=1):
         k_ring.consumer_wait(k_drain)  # K of this tile has landed
-        wait_turn(consumer)  # the warpgroup before this one has issued its products
+        wait_turn(consumer)  # the warpgroup before this one has its S
         qk_product(qk_mma, tSrQ, tSrK[None, None, None, k_drain.index], acc_S)
         v_ring.consumer_wait(v_drain)  # V of the tile before has landed
         pv_product(pv_mma, tOrP, tOrV[None, None, None, v_drain.index], acc_O)
-        pass_turn(consumer)  # the softmax comes next: the tensor core is the next warpgroup's
         warpgroup.wait_group(1)  # the softmax reads S now; O += P V, the younger group, stays in flight
+        pass_turn(consumer)  # the softmax comes next: the tensor core is the next warpgroup's
         k_ring.consumer_release(k_drain)  # this warp has read K
         k_drain.advance()
         if n_block >= n_full_end:
@@ -544,6 +545,10 @@ def softmax_step(
             p = cute.math.exp2(acc_S_rows[r, c] * scale_log2 - shift, fastmath=True)
             acc_S_rows[r, c] = p
             total += p
+            # ptxas would move the wait for P V up to where it likes; over a branch, never taken, it moves nothing.
+            if cutlass.const_expr((r, c) == (0, EXP_BEFORE_WAIT - 1)):
+                if cute.arch.vote_any_sync(total < 0.0):
+                    cute.arch.sync_warp()
         row_sum[r] = total  # of this thread's columns; the quad adds up once, after the loop
 
 

@@ -113,8 +113,9 @@ def facts() -> dict[str, bool]:
         "Two warpgroups share each tile of K and V": plan["k4_smem_d128"].tile.warpgroups == 2,
         "what is new at head dim 128: the *overlap*": k5.schedule.overlap and not schedules["k5"].overlap,
         "At head dim 64 three consumers of 64 rows": plan["k5_d64"].tile.warpgroups == 3,
-        "One field of the spec differs": [path for path in spec_of_k5 if spec_of_k5[path] != spec_of_k6.get(path)]
-        == ["schedule.kind"],
+        "Two fields of the spec differ": [path for path in spec_of_k6 if spec_of_k5.get(path) != spec_of_k6[path]]
+        == ["schedule.kind", "softmax.exp_before_wait"],
+        "after twelve of the exponentials of a thread's first row": k6.softmax.exp_before_wait == 12,
         "At head dim 64 K6 overlaps as well": schedules["k6"].overlap,
         "takes turns without the overlap": not plan["k6_sequential_d128"].schedule.overlap,
     }

@@ -209,8 +209,8 @@ def test_tiles_softmax_and_output() -> None:
     assert plan("fwd_d128_static").tiles == TilesPlan(persistent=True, dynamic=False)
     assert plan("fwd_d128").tiles == TilesPlan(persistent=True, dynamic=False, split=True)
     assert plan("fwd_d128_causal").tiles == TilesPlan(persistent=True, dynamic=True)
-    assert plan("fwd_d128_causal").softmax == SoftmaxPlan(lazy=False, rescale_above=0)
-    assert plan("fwd_d192").softmax == SoftmaxPlan(lazy=True, rescale_above=8, exp_before_wait=16)
+    assert plan("fwd_d128_causal").softmax == SoftmaxPlan(lazy=False, rescale_above=0, exp_before_wait=12)
+    assert plan("fwd_d192").softmax == SoftmaxPlan(lazy=True, rescale_above=8)
     assert plan("fwd_d256").softmax == SoftmaxPlan(lazy=True, rescale_above=8)
     assert [plan(stem).output.buffered for stem in ("k6_d128", "fwd_d128", "fwd_d256")] == [False, True, False]
     # Only with a second buffer can the next tile's Q be there when the products of this one end.
@@ -242,7 +242,7 @@ def test_walk_of_a_persistent_kernel() -> None:
     assert (split.extent_argument, split.extent_parameter) == ("tail", "tail")
     assert (plain.extent_argument, plain.extent_parameter) == ("num_tiles", "num_tiles: cutlass.Int32")
     alone = make_plan(changed("fwd_d256", schedule={"kind": "warp_specialized", "overlap": True})).walk
-    assert (full.turn_argument, alone.turn_argument) == (", consumer", "")
+    assert (split.turn_argument, alone.turn_argument) == (", consumer", "")
 
 
 # What the compiler must make of it
@@ -376,12 +376,13 @@ def test_expectation(stem: str, expected: dict[str, Any]) -> None:
 
 def test_expectation_of_the_sass() -> None:
     # A thread has 2 rows of 128 / 4 = 32 scores, and exchanges their maxima in 2 steps: 2 x 34 for each softmax. There
-    # are three: before the loops, for tiles with an edge, for the others. 2 x 2 comparisons of rows with numbers at the
-    # end. 7 products. O: 128 / 64 boxes, 128 / 16 stmatrix. LSE: one store for each row; one more for the counter.
+    # are three: before the loops, for tiles with an edge, for the others. In each one comparison holds the wait for P V
+    # back, and at the end are 2 x 2 of rows with numbers. 7 products. O: 128 / 64 boxes, 128 / 16 stmatrix. LSE: one
+    # store for each row; one more for the counter.
     assert plan("fwd_d128_causal").expectation.sass == SassExpectation(
         waits=7,
         min_maxima=204,
-        max_comparisons=4,
+        max_comparisons=7,
         global_stores={"STG.32": 3, "UTMASTG": 2},
         shared_stores={"STSM.4": 8, "STS.32": 1},
     )

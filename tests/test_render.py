@@ -156,13 +156,13 @@ KNOBS: dict[str, tuple[str, dict[str, Any]]] = {
     "scheduler_static_to_dynamic": ("fwd_d128_static", {"scheduler": "dynamic", "mask": {"kind": "causal"}}),
     "scheduler_static_to_stream_k": ("fwd_d128_static", {"scheduler": "stream_k"}),
     "exp_before_wait_null_to_16_single_tile": ("k5_d128", {"softmax": {"exp_before_wait": 16}}),
-    "exp_before_wait_null_to_12": ("fwd_d128_static", {"softmax": {"exp_before_wait": 12}}),
+    "exp_before_wait_null_to_12": ("fwd_d128_short", {"softmax": {"exp_before_wait": 12}}),
     "q_stages_2_to_1": ("fwd_d128_causal", {"load": {"q_stages": 1}}),
     "o_own_buffer_to_direct": ("fwd_d128", {"outputs": {"o": "direct"}}),
     "rescale_above_null_to_8": ("fwd_d128", {"softmax": {"rescale_above": 8}}),
     "head_dim_v_192_to_128_persistent": ("fwd_d192", {"problem": {"head_dim_v": 128}}),
     "schedule_ping_pong_to_warp_specialized_persistent": (
-        "fwd_d128",
+        "fwd_d64",
         {"schedule": {"kind": "warp_specialized", "overlap": True}},
     ),
 }
@@ -206,11 +206,19 @@ def test_golden_files_have_knobs() -> None:
         ("k4_2_d128", {"mask": {"kind": "causal"}}, "k4_2_d128_causal"),
         ("k4_2_d128", {"problem": {"head_dim": 64}}, "k4_2_d64"),
         ("k3_1_d64", {"load": {"kv_stages": 5}}, "k3_3_d64"),
-        ("k5_d64", {"schedule": {"kind": "ping_pong", "overlap": True}}, "k6_d64"),
-        ("fwd_d64_causal", {"tile": {"q": 128, "warpgroups": 2}}, "fwd_d64_causal_short"),
+        (
+            "k5_d64",
+            {"schedule": {"kind": "ping_pong", "overlap": True}, "softmax": {"exp_before_wait": 10}},
+            "k6_d64",
+        ),
+        (
+            "fwd_d64_causal",
+            {"tile": {"q": 128, "warpgroups": 2}, "softmax": {"exp_before_wait": None}},
+            "fwd_d64_causal_short",
+        ),
         (
             "fwd_d96",
-            {"scheduler": "dynamic", "mask": {"kind": "causal"}, "softmax": {"exp_before_wait": None}},
+            {"scheduler": "dynamic", "mask": {"kind": "causal"}, "softmax": {"exp_before_wait": 12}},
             "fwd_d96_causal",
         ),
     ],

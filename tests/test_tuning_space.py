@@ -56,7 +56,11 @@ def test_what_the_models_refuse_is_counted_as_well(tmp_path: Path) -> None:
 
 
 def test_another_arm_of_a_union_keeps_what_both_have(tmp_path: Path) -> None:
-    found = enumerated(tmp_path, "schedule.kind: [warp_specialized, ping_pong, cooperative]\nschedule.overlap: [false]")
+    found = enumerated(
+        tmp_path,
+        "schedule.kind: [warp_specialized, ping_pong, cooperative]\nschedule.overlap: [false]\n"
+        "softmax.exp_before_wait: [null]",
+    )
     schedules = [candidate.spec.schedule.model_dump() for candidate in found.candidates]
     assert schedules == [
         {"kind": "warp_specialized", "overlap": False},
@@ -73,7 +77,7 @@ def test_a_value_brings_company(tmp_path: Path) -> None:
 
 
 def test_one_spec_is_one_candidate(tmp_path: Path) -> None:
-    found = enumerated(tmp_path, "tile.kv: [64, 64]\nschedule: [{kind: cooperative}]")
+    found = enumerated(tmp_path, "tile.kv: [64, 64]\nschedule: [{kind: cooperative}]\nsoftmax.exp_before_wait: [null]")
     assert len(found.candidates) == 1 and found.repeated == 1
 
 
@@ -241,7 +245,7 @@ def measured_in(folder: Path, **changes: Any) -> Module:
 def test_a_winner_becomes_the_module_that_was_measured(tmp_path: Path) -> None:
     workspace = Workspace(tmp_path / "work", CHECKOUT.root)
     workspace.specs_dir.mkdir(parents=True)
-    measured = measured_in(tmp_path, schedule={"kind": "warp_specialized", "overlap": False})
+    measured = measured_in(tmp_path, schedule={"kind": "warp_specialized", "overlap": False}, softmax={})
     module = writeback.write_winner(workspace, "fast", file_of("k6"), measured, "tuned")
     text = module.path.read_text()
     assert (module.stem, module.spec, module.sha256) == ("fast", measured.spec, sha256(module.path))

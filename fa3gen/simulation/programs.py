@@ -392,8 +392,8 @@ def _later_steps(cta: Cta, group: int, turns: _Turns, first: int, end: int) -> P
         yield cta.wait_full("V", number - 1)
         issued, output = cta.issue(group, "O", number - 1)
         yield issued
-        turns.give()
         yield scores
+        turns.give()
         cta.release("K", number)
         yield from _softmax(cta, number)
         yield output
