@@ -51,7 +51,8 @@ class SpecFile:
     """A spec file that passed every check.
 
     `path` is relative to the workspace where possible. `fields` is the merged spec as written, before the matrix, and
-    `matrix` the axes in force (inherited ones included), both as plain values.
+    `matrix` the axes in force (inherited ones included), both as plain values. `bases` are the stems of the specs that
+    it extends, the nearest first.
     """
 
     path: Path
@@ -60,6 +61,7 @@ class SpecFile:
     variants: tuple[Variant, ...]
     fields: dict[str, Any] = field(default_factory=dict)
     matrix: dict[str, list[Any]] = field(default_factory=dict)
+    bases: tuple[str, ...] = ()
 
 
 def load(path: Path, *, roots: Sequence[Path] = (), search: Sequence[Path] = ()) -> SpecFile:
@@ -127,9 +129,11 @@ def _value_text(value: Any) -> str:
 class _Document:
     """A file (`place` is its own top-level mapping) with its bases merged in.
 
-    `matrix_files` are the files from this one down to the one that gives the matrix.
+    `stems` are those of this file and its bases, `matrix_files` the files from this one down to the one that gives the
+    matrix.
     """
 
+    stems: tuple[str, ...]
     place: Node
     fields: Node
     matrix: Node | None
@@ -176,7 +180,7 @@ class _Loader:
             return None
         variants = tuple(Variant(name, spec, shown, summary) for name, spec in specs.items())
         matrix = {axis.field: axis.written for axis in axes}
-        return SpecFile(shown, stem, summary, variants, document.fields.plain(), matrix)
+        return SpecFile(shown, stem, summary, variants, document.fields.plain(), matrix, document.stems[1:])
 
     def shown(self, path: Path) -> Path:
         """`path` as people write it: relative to the workspace, or to the package's data, where it lies inside."""
@@ -206,14 +210,16 @@ class _Loader:
         fields = _long_mask(Node(own, root.path, root.line))
         matrix_files = frozenset({root.path})
         extends, matrix = root.value.get("extends"), root.value.get("matrix")
+        stems: tuple[str, ...] = (path.stem,)
         if extends is not None:
             base = self._base(extends, path, (*chain, path))
             if base is None:
                 return None
+            stems += base.stems
             fields = merge(base.fields, fields, UNIONS)
             if matrix is None:
                 matrix, matrix_files = base.matrix, matrix_files | base.matrix_files
-        return _Document(root, fields, matrix, matrix_files)
+        return _Document(stems, root, fields, matrix, matrix_files)
 
     def _base(self, extends: Node, path: Path, chain: tuple[Path, ...]) -> _Document | None:
         name = extends.value

@@ -190,6 +190,13 @@ def test_a_search_without_a_start_is_refused(tmp_path: Path, name: str, text: st
         candidates.find_starts(CHECKOUT, name, space_file(tmp_path, text))
 
 
+@pytest.mark.parametrize("stem", [stem for stem in variants() if stem.startswith("fwd_")])
+def test_every_production_module_has_a_space_with_something_to_try(stem: str) -> None:
+    space = candidates.find_space(CHECKOUT, stem, None)
+    (start,) = candidates.find_starts(CHECKOUT, stem, space)
+    assert start.incumbent.stem == stem and len(candidates.prune(space, start).enumeration.candidates) > 20
+
+
 def test_spaces_are_found_by_name(tmp_path: Path) -> None:
     workspace = Workspace(tmp_path, CHECKOUT.root)
     (tmp_path / "specs" / "tuning").mkdir(parents=True)
@@ -199,6 +206,11 @@ def test_spaces_are_found_by_name(tmp_path: Path) -> None:
         candidates.find_space(workspace, "nothing", None)
     (tmp_path / "specs/tuning/k5.yaml").write_text("space: {tile.kv: [64]}")
     assert candidates.find_space(workspace, "k5_d64", None).path == Path("specs/tuning/k5.yaml")
+    # Of the specs that it extends, the nearest one that has a space.
+    assert candidates.find_space(workspace, "fwd_d128_window", None).path.name == "k6.yaml"
+    assert candidates.find_space(workspace, "fwd_fp16_d192_causal", None).path.name == "fwd_d128.yaml"
+    (tmp_path / "specs/tuning/fwd_d256.yaml").write_text("space: {tile.kv: [64]}")
+    assert candidates.find_space(workspace, "fwd_fp16_d192_causal", None).path == Path("specs/tuning/fwd_d256.yaml")
     with pytest.raises(UserError, match="there is no such file"):
         candidates.find_space(workspace, "k5", tmp_path / "other.yaml")
 

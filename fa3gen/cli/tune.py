@@ -77,7 +77,8 @@ def tune(
         bool, typer.Option("--measure", help="Search nothing: compare committed modules, problem by problem.")
     ] = False,
     space: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Search space (default: specs/tuning/NAME.yaml).")
+        Path | None,
+        typer.Option(metavar="FILE", help="Search space (default: specs/tuning/NAME.yaml, or of a spec it extends)."),
     ] = None,
     seq: Annotated[
         str, typer.Option(metavar="LENGTHS", help="Sequence lengths, 512,1024; 1x4096: one query, 4096 keys.")

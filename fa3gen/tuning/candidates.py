@@ -48,7 +48,8 @@ class Search:
 
 
 def find_space(workspace: Workspace, name: str, given: Path | None) -> Space:
-    """The search space for `name`: the file `given`, else specs/tuning/<name>.yaml, else that of name's spec.
+    """The search space for `name`: the file `given`, else specs/tuning/<name>.yaml, else that of name's spec, or of the
+    nearest spec that this one extends.
 
     Raises UserError that shows how to write one where there is none, SpecError for one that cannot be read.
     """
@@ -57,7 +58,9 @@ def find_space(workspace: Workspace, name: str, given: Path | None) -> Space:
         if not given.is_file():
             raise UserError(f"--space {given}: there is no such file")
         return load_space(given, workspace.shown(given))
-    stems = [name, *(variant.source.stem for variant in known(workspace, name))]
+    sources = dict.fromkeys(variant.source for variant in known(workspace, name))
+    files = [workspace.load(workspace.find_spec(source)) for source in sources]
+    stems = [name, *(stem for file in files for stem in (file.stem, *file.bases))]
     for path in (folder / f"{stem}.yaml" for stem in dict.fromkeys(stems) for folder in folders):
         if path.is_file():
             return load_space(path, workspace.shown(path))
