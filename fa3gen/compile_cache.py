@@ -78,6 +78,21 @@ def cached_object(path: Path, *, may_compile: bool = True) -> bytes | None:
     From the cache, or compiled in a process of its own and kept, as by `cached_compile`. With `may_compile` False, a
     miss gives None. Empty for a module compiled without TVM FFI. Raises what `compile_module` raises.
     """
+    found = _object_or_compiled(path, may_compile)
+    return found.object_file if isinstance(found, Compiled) else found
+
+
+def cached_compile_for_launch(path: Path) -> Compiled:
+    """Like `cached_compile`, and with the object file in the cache as well, so that launching compiles nothing."""
+    found = _object_or_compiled(path, may_compile=True)
+    return found if isinstance(found, Compiled) else cached_compile(path)
+
+
+def _object_or_compiled(path: Path, may_compile: bool) -> bytes | Compiled | None:
+    """The object file from the cache; on a miss the compilation that has just filled it, or None; see `cached_object`.
+
+    Processes that miss at the same time compile once.
+    """
     path = path.resolve()
     key = _key(path, line_info=False, for_cpu=_host_cpu())
     entry = cache_directory() / key[:2] / key if key is not None else None
@@ -87,15 +102,10 @@ def cached_object(path: Path, *, may_compile: bool = True) -> bytes | None:
     if not may_compile:
         return None
     if entry is None:
-        return compile_and_keep(path).object_file  # there is no such file: this says so
+        return compile_and_keep(path)  # there is no such file: this says so
     with _lock(entry.with_suffix(".lock")):
         found = _read_files(entry, (_OBJECT,))
-        return found[1][_OBJECT] if found is not None else compile_and_keep(path).object_file
-
-
-def cached_compile_for_launch(path: Path) -> Compiled:
-    """Like `cached_compile`, and with the object file in the cache as well, so that launching compiles nothing."""
-    return compile_and_keep(path) if cached_object(path, may_compile=False) is None else cached_compile(path)
+        return found[1][_OBJECT] if found is not None else compile_and_keep(path)
 
 
 def compile_and_keep(path: Path) -> Compiled:

@@ -239,31 +239,33 @@ WORKER = """
 import sys, time
 from pathlib import Path
 from fa3gen import compiler
-from fa3gen.compile_cache import cached_compile
+from fa3gen import compile_cache
 
-def compile_module(path, line_info=False):
+def compile_module(path, line_info=False, with_object=False):
     with open(sys.argv[2], "a") as log:
         log.write("compiled\\n")
     time.sleep(1.0)
     if sys.argv[3] == "dies":
         import os, signal
         os.kill(os.getpid(), signal.SIGKILL)
-    return compiler.Compiled(path, "ptx", b"cubin", "host", "", 1.0, 1.0, 5, "4.8.1")
+    made = b"object" if with_object else b""
+    return compiler.Compiled(path, "ptx", b"cubin", "host", "", 1.0, 1.0, 5, "4.8.1", object_file=made)
 
 compiler.compile_module = compile_module
-print(cached_compile(Path(sys.argv[1])).ptx)
+print(getattr(compile_cache, sys.argv[4])(Path(sys.argv[1])).ptx)
 """
 
 
-def start(module: Path, log: Path, fate: str = "lives") -> "subprocess.Popen[str]":
-    command = [sys.executable, "-c", WORKER, str(module), str(log), fate]
+def start(module: Path, log: Path, fate: str = "lives", function: str = "cached_compile") -> "subprocess.Popen[str]":
+    command = [sys.executable, "-c", WORKER, str(module), str(log), fate, function]
     environment = {**os.environ, CACHE_DIR_VARIABLE: str(log.parent / "cache")}
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environment)
 
 
-def test_processes_at_the_same_time_compile_once(module: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("function", ["cached_compile", "cached_compile_for_launch"])
+def test_processes_at_the_same_time_compile_once(module: Path, tmp_path: Path, function: str) -> None:
     log = tmp_path / "log"
-    processes = [start(module, log) for _ in range(4)]
+    processes = [start(module, log, function=function) for _ in range(4)]
     assert [process.communicate(timeout=60)[0] for process in processes] == ["ptx\n"] * 4
     assert log.read_text() == "compiled\n"
 
