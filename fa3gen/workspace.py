@@ -148,6 +148,10 @@ class Workspace:
         files = [*self.spec_files(), *self.bundled_spec_files()]
         return next((self.load(path) for path in files if path.stem == name), None)
 
+    def file_of(self, variant: Variant) -> SpecFile:
+        """The spec file that a variant comes from."""
+        return self.load(self.find_spec(variant.source))
+
     def select(self, names: Iterable[str]) -> list[Variant]:
         """The variants that names on a command line stand for, each once; all of the workspace's own without names.
 

@@ -166,7 +166,7 @@ def _base_file(name: str, workspace: Workspace) -> SpecFile:
 
     from fa3gen.errors import UserError
 
-    spec_file = workspace.load(workspace.find_spec(workspace.resolve(name)[0].source))
+    spec_file = workspace.file_of(workspace.resolve(name)[0])
     if name not in (spec_file.stem, str(spec_file.path)) and Path(name).suffix not in (".yaml", ".yml"):
         raise UserError(f"'{name}' is one module of the spec {spec_file.stem}; use --from {spec_file.stem}")
     return spec_file

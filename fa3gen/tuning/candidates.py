@@ -58,9 +58,10 @@ def find_space(workspace: Workspace, name: str, given: Path | None) -> Space:
         if not given.is_file():
             raise UserError(f"--space {given}: there is no such file")
         return load_space(given, workspace.shown(given))
-    sources = dict.fromkeys(variant.source for variant in known(workspace, name))
-    files = [workspace.load(workspace.find_spec(source)) for source in sources]
-    stems = [name, *(stem for file in files for stem in (file.stem, *file.bases))]
+    stems = [name]
+    for variant in known(workspace, name)[:1]:  # all of a name come from one file
+        file = workspace.file_of(variant)
+        stems += [file.stem, *file.bases]
     for path in (folder / f"{stem}.yaml" for stem in dict.fromkeys(stems) for folder in folders):
         if path.is_file():
             return load_space(path, workspace.shown(path))
@@ -99,7 +100,7 @@ def find_starts(workspace: Workspace, name: str, space: Space) -> list[Start]:
         raise UserError(
             f"{space.path}: problem: no module of {name if committed else space.base} fits; it has {offered}"
         )
-    base_file = workspace.load(workspace.find_spec(base[0].source))
+    base_file = workspace.file_of(base[0])
     return [_start(incumbent, base, base_file) for incumbent in incumbents]
 
 
