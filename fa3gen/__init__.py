@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
-    from fa3gen.ops import attention as attention
+    from fa3gen.run.ops import attention as attention
 
 __all__ = ["attention", "load"]
 
@@ -27,7 +27,7 @@ def __getattr__(name: str) -> Any:
     """Import `fa3gen.attention` when it is first asked for: it needs torch, and the rest of the package does not."""
     if name != "attention":
         raise AttributeError(f"module 'fa3gen' has no attribute '{name}'")
-    from fa3gen.ops import attention
+    from fa3gen.run.ops import attention
 
     globals()["attention"] = attention
     return attention
@@ -46,8 +46,8 @@ def load(stem: str, *, on: Literal["gpu", "cpu"] = "gpu") -> ModuleType:
         UserError: There is no such module; the message names the nearest ones or the command that renders it. With
             `on="cpu"`, also where the model does not support the installed nvidia-cutlass-dsl.
     """
-    from fa3gen.errors import UserError
-    from fa3gen.workspace import Workspace
+    from fa3gen.base.errors import UserError
+    from fa3gen.design.workspace import Workspace
 
     if on not in ("gpu", "cpu"):
         raise UserError(f"on={on!r}; it needs to be 'gpu' (the default) or 'cpu'")
@@ -63,6 +63,6 @@ def load(stem: str, *, on: Literal["gpu", "cpu"] = "gpu") -> ModuleType:
         from fa3gen.cpu.module import load_on_cpu
 
         return load_on_cpu(path)
-    from fa3gen.launch import module_at
+    from fa3gen.run.launch import module_at
 
     return module_at(path)

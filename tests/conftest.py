@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from browser import NO_BROWSER
 
-from fa3gen import compiler
-from fa3gen.compile_cache import CACHE_DIR_VARIABLE
+from fa3gen.compile import compiler
+from fa3gen.compile.cache import CACHE_DIR_VARIABLE
 
 NO_HOPPER = "no Hopper GPU here"
 
@@ -35,7 +35,7 @@ def preloaded_compiler() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def hopper() -> Any:
     """The Hopper GPU, or a skip that says why there is none."""
-    from fa3gen import gpu
+    from fa3gen.run import gpu
 
     device = gpu.hopper_device()
     if device is None:

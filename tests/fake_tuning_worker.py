@@ -1,4 +1,4 @@
-"""Stands in for `fa3gen.tuning.worker`: speaks its protocol, makes its numbers up, and misbehaves as it is told.
+"""Stands in for `fa3gen.measure.tuning.worker`: speaks its protocol, makes numbers up, and misbehaves as told.
 
 $FAKE_TUNING names a JSON file: `speed` (milliseconds by stem or peer, or by
 `<stem> at <keys>`), `hang`, `crash`, `lose`, `wrong`, `raise` (lists

@@ -29,11 +29,13 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-from fa3gen import evidence
+from fa3gen.base import markdown
+from fa3gen.base.files import write_text
 from fa3gen.cli import main as fa3gen
-from fa3gen.evidence import Record
-from fa3gen.files import write_text
-from fa3gen.workspace import Workspace
+from fa3gen.design.workspace import Workspace
+from fa3gen.inspect import pages
+from fa3gen.records import evidence
+from fa3gen.records.evidence import Record
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENT = ROOT / "docs" / "ladder.md"
@@ -67,7 +69,7 @@ def block(kind: str, arguments: str) -> str:
         "compiled": compiled,
         "picture": picture,
         "stages": stages,
-        "ladder": lambda _: evidence.ladder_table(WORKSPACE),
+        "ladder": lambda _: pages.ladder_table(WORKSPACE),
     }
     try:
         return writers[kind](arguments)
@@ -170,7 +172,7 @@ def measured(arguments: str) -> str:
     rungs = arguments.split()
     records = {rung: [verified(module_of(rung, d, mask)) for d, mask in COLUMNS] for rung in rungs}
     speeds = {rung: [speed for record in found for speed in speeds_of(record)] for rung, found in records.items()}
-    rows = [[f"`{rung}`", *(evidence.speed(value) or "–" for value in values)] for rung, values in speeds.items()]
+    rows = [[f"`{rung}`", *(markdown.speed(value) or "–" for value in values)] for rung, values in speeds.items()]
     if len(rungs) == 2:
         pairs = zip(*speeds.values(), strict=True)
         rows.append(["ratio", *(f"{new / old:.2f}" if old and new else "–" for old, new in pairs)])

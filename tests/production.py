@@ -12,11 +12,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fa3gen import inputs, reference
-from fa3gen.inputs import Case
-from fa3gen.reference import Attention
-from fa3gen.spec import Spec
-from fa3gen.verify import DTYPES, raise_if_lost, same_bits
+from fa3gen.design.masks import reach
+from fa3gen.spec.model import Spec
+from fa3gen.verify import inputs, reference
+from fa3gen.verify.inputs import Case
+from fa3gen.verify.on_gpu import DTYPES, raise_if_lost, same_bits
+from fa3gen.verify.reference import Attention
 
 Call = Callable[[], Attention]
 
@@ -84,7 +85,7 @@ def differs(found: Attention, wanted: Attention) -> bool:
 
 def wrong_numbers(found: Attention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: Spec, lse: bool) -> str:
     """What is wrong with O and LSE of these tensors, against float64."""
-    expected = reference.attention(q, k, v, mask=spec.mask)
+    expected = reference.attention(q, k, v, reach=reach(spec.mask))
     error = ((found.out.double() - expected.out).norm() / expected.out.norm()).item()
     if not error <= TOLERANCE:
         return f"O is off by {error:.3g}"

@@ -9,10 +9,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from fa3gen.plan import Plan, make_plan
-from fa3gen.spec import Spec
-from fa3gen.specfile import SpecFile, Variant
-from fa3gen.workspace import Workspace
+from fa3gen.design.workspace import Workspace
+from fa3gen.generate.plan import Plan, make_plan
+from fa3gen.spec.model import Spec
+from fa3gen.spec.specfile import SpecFile, Variant
 
 ROOT = Path(__file__).resolve().parent.parent
 CHECKOUT = Workspace.find(ROOT)

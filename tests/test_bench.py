@@ -12,11 +12,14 @@ from typing import Any
 import pytest
 import torch
 
-from fa3gen import bench, bench_report, gpu, reference
-from fa3gen.bench import Bench, Cell, CellResult, Competitor, Result, Runner, plan_cells
-from fa3gen.errors import UserError
-from fa3gen.peers import Unavailable
-from fa3gen.spec import CausalMask, NoMask, Spec, WindowMask
+from fa3gen.base.errors import UserError
+from fa3gen.design.masks import reach
+from fa3gen.measure import bench, bench_report
+from fa3gen.measure.bench import Bench, Cell, CellResult, Competitor, Result, Runner, plan_cells
+from fa3gen.measure.peers import Unavailable
+from fa3gen.run import gpu
+from fa3gen.spec.model import CausalMask, NoMask, Spec, WindowMask
+from fa3gen.verify import reference
 
 CPU = torch.device("cpu")
 MADE_UP = gpu.Environment("A made-up GPU", None, None, None, None, None, "3.12")
@@ -168,7 +171,7 @@ def competitor(name: str, *, generated: bool = True, attend: Any = None, **facts
 
         def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             if q.data_ptr() not in outputs:
-                out = reference.attention(q, k, v, mask=cell.mask, compute_dtype=torch.float32).out.to(q.dtype)
+                out = reference.attention(q, k, v, reach=reach(cell.mask), compute_dtype=torch.float32).out.to(q.dtype)
                 outputs[q.data_ptr()] = out if attend is None else attend(out)
                 CALLS_OF[outputs[q.data_ptr()].data_ptr()] = name
                 KEPT.append(outputs[q.data_ptr()])
@@ -322,7 +325,7 @@ def test_a_plot_of_another_suffix_is_refused(tmp_path: Path) -> None:
 
 
 def test_speeds_are_printed_as_precisely_as_they_repeat() -> None:
-    from fa3gen.evidence import speed
+    from fa3gen.base.markdown import speed
 
     assert [speed(value) for value in (549.756, 10.4, 9.87, 0.123, None)] == ["550", "10", "9.9", "0.12", ""]
 
@@ -335,5 +338,5 @@ def test_without_a_hopper_gpu_the_command_says_what_it_needs() -> None:
 
 
 def test_importing_the_commands_imports_no_torch() -> None:
-    code = "import sys, fa3gen.cli.bench, fa3gen.cli.verify, fa3gen.evidence; sys.exit('torch' in sys.modules)"
+    code = "import sys, fa3gen.cli.bench, fa3gen.cli.verify, fa3gen.records.evidence; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent.parent).returncode == 0

@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 from rendering import variants
 
-from fa3gen import ceiling, chips, tile_order
-from fa3gen.chips import H100, H200
-from fa3gen.errors import UserError
-from fa3gen.spec import Spec
-from fa3gen.work import Problem, Shape
+from fa3gen.base.errors import UserError
+from fa3gen.design import ceiling, tile_order
+from fa3gen.design.work import Problem, Shape
+from fa3gen.hardware import chips
+from fa3gen.hardware.chips import H100, H200
+from fa3gen.spec.model import Spec
 
 
 def spec(stem: str) -> Spec:

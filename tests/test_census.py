@@ -16,11 +16,12 @@ from typing import Any
 
 import pytest
 
-from fa3gen.census import Census, Expectation, Mismatch, SassExpectation, compare, parse_ptxas_log, rows, take_census
-from fa3gen.census_host import dynamic_smem_by_kernel
-from fa3gen.census_ptx import PtxFacts, Wgmma, count_instructions, parse_ptx
-from fa3gen.census_sass import Instruction, Loop, find_loops, parse_sass, store_kind
-from fa3gen.toolchain import Resources
+from fa3gen.compile.census import Census, Mismatch, compare, parse_ptxas_log, rows, take_census
+from fa3gen.compile.census.host import dynamic_smem_by_kernel
+from fa3gen.compile.census.ptx import PtxFacts, Wgmma, count_instructions, parse_ptx
+from fa3gen.compile.census.sass import Instruction, Loop, find_loops, parse_sass, store_kind
+from fa3gen.compile.toolchain import Resources
+from fa3gen.generate.expected import Expectation, SassExpectation
 
 DATA = Path(__file__).parent / "data"
 REGISTER_A = Wgmma(64, 64, 16, "registers", "f32", "bf16", "bf16")
@@ -624,6 +625,9 @@ def test_json_holds_everything(tma: Census) -> None:
 
 
 def test_importing_the_census_is_cheap() -> None:
-    code = "import sys, fa3gen.census; print(sorted({'torch', 'cutlass', 'pydantic', 'rich'} & sys.modules.keys()))"
+    code = (
+        "import sys, fa3gen.compile.census; "
+        "print(sorted({'torch', 'cutlass', 'pydantic', 'rich'} & sys.modules.keys()))"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

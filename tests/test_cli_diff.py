@@ -10,7 +10,7 @@ import pytest
 from rendering import small_checkout, source
 
 from fa3gen.cli import main
-from fa3gen.difference.side_by_side import NARROWEST
+from fa3gen.inspect.difference.side_by_side import NARROWEST
 
 Output = pytest.CaptureFixture[str]
 
@@ -238,8 +238,8 @@ def test_from_a_folder_inside(repository: Path, capsys: Output, monkeypatch: pyt
 
 
 def test_the_module_of_a_revision_is_read_as_it_is(repository: Path) -> None:
-    from fa3gen.difference.revisions import difference
-    from fa3gen.workspace import Workspace
+    from fa3gen.design.workspace import Workspace
+    from fa3gen.inspect.difference.revisions import difference
 
     [pair] = difference("k4_2_d64", "HEAD", None, Workspace.find(repository)).pairs
     assert pair.old.module == source("k4_2_d64") == pair.new.module

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from fa3gen import workspace
 from fa3gen.cli import COMMANDS, main
-from fa3gen.workspace import Workspace
+from fa3gen.design import workspace
+from fa3gen.design.workspace import Workspace
 
 SPEC = """\
 summary: both products on WGMMA [fast]
@@ -205,7 +205,8 @@ def test_help_imports_nothing_heavy() -> None:
 
 def test_specs_need_neither_torch_nor_cutlass() -> None:
     code = (
-        "import sys; import fa3gen.spec, fa3gen.specfile, fa3gen.rules, fa3gen.workspace, fa3gen.schema; "
+        "import sys; import fa3gen.spec.model, fa3gen.spec.specfile, fa3gen.spec.schema; "
+        "import fa3gen.design.rules, fa3gen.design.workspace; "
         "print([m for m in ('torch', 'cutlass') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -14,8 +14,8 @@ import pytest
 
 from fa3gen import cli
 from fa3gen.cpu.trace_files import SCHEMA
-from fa3gen.cpu.tracing import Problem, busiest
-from fa3gen.workspace import Workspace
+from fa3gen.design.workspace import Workspace
+from fa3gen.inspect.tracing import Problem, busiest
 
 ROOT = Path(__file__).resolve().parents[1]
 STEM = "k4_2_d64"

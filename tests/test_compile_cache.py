@@ -14,10 +14,11 @@ from pathlib import Path
 import pytest
 from rendering import ROOT
 
-from fa3gen import compile_cache, compiler, toolchain
-from fa3gen.compile_cache import CACHE_DIR_VARIABLE, cached_compile
-from fa3gen.compiler import Compiled, CompileError
-from fa3gen.errors import UserError
+from fa3gen.base.errors import UserError
+from fa3gen.compile import cache as compile_cache
+from fa3gen.compile import compiler, toolchain
+from fa3gen.compile.cache import CACHE_DIR_VARIABLE, cached_compile
+from fa3gen.compile.compiler import Compiled, CompileError
 
 DATA = Path(__file__).parent / "data"
 
@@ -238,8 +239,8 @@ def test_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 WORKER = """
 import sys, time
 from pathlib import Path
-from fa3gen import compiler
-from fa3gen import compile_cache
+from fa3gen.compile import compiler
+from fa3gen.compile import cache as compile_cache
 
 def compile_module(path, line_info=False, with_object=False):
     with open(sys.argv[2], "a") as log:

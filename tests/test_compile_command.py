@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from fa3gen import cli
-from fa3gen.census import Expectation
+from fa3gen.generate.expected import Expectation
 
 DATA = Path(__file__).parent / "data"
 RS_GEMM = Expectation(kernels=1, wgmma={(64, 64, 16, "registers"): 4}, wgmma_waits=2, smem_bytes=8192)
@@ -28,7 +28,7 @@ def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def predict(monkeypatch: pytest.MonkeyPatch, expectation: Expectation) -> None:
-    monkeypatch.setattr("fa3gen.plan.make_plan", lambda variant: SimpleNamespace(expectation=expectation))
+    monkeypatch.setattr("fa3gen.generate.plan.make_plan", lambda variant: SimpleNamespace(expectation=expectation))
 
 
 def test_module_as_predicted(
@@ -111,7 +111,7 @@ def test_unknown_spec(workspace: Path, capsys: pytest.CaptureFixture[str]) -> No
 def test_missing_tools_are_noticed_before_compiling(
     workspace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from fa3gen import compiler, toolchain
+    from fa3gen.compile import compiler, toolchain
 
     def not_installed(name: str) -> None:
         raise toolchain.metadata.PackageNotFoundError(name)

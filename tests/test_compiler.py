@@ -11,11 +11,20 @@ from pathlib import Path
 
 import pytest
 
-from fa3gen import compile_servers, compiler, toolchain
-from fa3gen.census import Expectation, compare
-from fa3gen.compiler import Analysis, CompileError, analyse_many, compile_many, compile_module, worker_environment
-from fa3gen.errors import UserError
-from fa3gen.toolchain import Resources
+from fa3gen.base.errors import UserError
+from fa3gen.compile import compiler, toolchain
+from fa3gen.compile import servers as compile_servers
+from fa3gen.compile.census import compare
+from fa3gen.compile.compiler import (
+    Analysis,
+    CompileError,
+    analyse_many,
+    compile_many,
+    compile_module,
+    worker_environment,
+)
+from fa3gen.compile.toolchain import Resources
+from fa3gen.generate.expected import Expectation
 
 DATA = Path(__file__).parent / "data"
 
@@ -248,7 +257,7 @@ def test_one_failure_does_not_keep_the_others_from_compiling(tmp_path: Path) -> 
 
 @EITHER_WAY
 def test_worker_ignores_our_arguments_and_package(tmp_path: Path) -> None:
-    # fa3gen/spec.py must not become a top-level module `spec`, and the DSL must not see our command line.
+    # fa3gen/spec/model.py must not become a top-level module `spec`, and the DSL must not see our command line.
     source = "import sys, importlib.util\nassert len(sys.argv) == 1, sys.argv\n"
     source += "assert importlib.util.find_spec('census_ptx') is None\nraise ValueError('as it should be')\n"
     assert "ValueError: as it should be" in fails(tmp_path, source)

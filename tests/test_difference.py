@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 from rendering import CHECKOUT, STEMS, changed, plans, source, variants
 
-from fa3gen.difference.comparing import compare, facts, plan_changes, step_changes, unified
-from fa3gen.difference.model import FieldChange, PairDifference, Side, SourceChange
-from fa3gen.difference.pairing import pair
-from fa3gen.difference.side_by_side import Line, hunks
-from fa3gen.difference.sides import difference, named, stems
-from fa3gen.errors import UserError
-from fa3gen.plan import make_plan
-from fa3gen.specfile import Variant
+from fa3gen.base.errors import UserError
+from fa3gen.generate.plan import make_plan
+from fa3gen.inspect.difference.comparing import compare, facts, plan_changes, step_changes, unified
+from fa3gen.inspect.difference.model import FieldChange, PairDifference, Side, SourceChange
+from fa3gen.inspect.difference.pairing import pair
+from fa3gen.inspect.difference.side_by_side import Line, hunks
+from fa3gen.inspect.difference.sides import difference, named, stems
+from fa3gen.spec.specfile import Variant
 
 
 def side(variant: Variant) -> Side:

@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 from rendering import CHECKOUT
 
-from fa3gen import dispatch
-from fa3gen.dispatch import Family, Measurement, NoKernel, Region, Row, Table
-from fa3gen.errors import UserError
-from fa3gen.evidence import sha256
-from fa3gen.spec import CausalMask, NoMask, WindowMask
-from fa3gen.tuning_records import MaskShape, load_all
-from fa3gen.workspace import Workspace
+from fa3gen.base.errors import UserError
+from fa3gen.base.files import sha256
+from fa3gen.design.workspace import Workspace
+from fa3gen.records import dispatch_table
+from fa3gen.records.tuning_records import MaskShape, load_all
+from fa3gen.run import dispatch
+from fa3gen.run.dispatch import Family, Measurement, NoKernel, Region, Row, Table
+from fa3gen.spec.model import CausalMask, NoMask, WindowMask
 
 CAUSAL = Family("bf16", 128, 128, CausalMask())
 GPU = "NVIDIA H200"
@@ -75,13 +76,13 @@ def shape_of(rows: list[Row]) -> list[tuple[int | None, str, list[int]]]:
 def test_neighbours_with_the_same_winner_make_one_row() -> None:
     winners = {512: "a", 1024: "a", 2048: "b", 4096: "a", 8192: "c", 16384: "c"}
     records = [record(seq, {"a": 1.0, "b": 1.0, "c": 1.0} | {stem: 2.0}) for seq, stem in winners.items()]
-    rows = dispatch.rows_from_records(reversed(records))
+    rows = dispatch_table.rows_from_records(reversed(records))
     expected = [(1024, "a", [512, 1024]), (2048, "b", [2048]), (4096, "a", [4096]), (None, "c", [8192, 16384])]
     assert shape_of(rows) == expected
 
 
 def test_the_winner_is_the_record_s_and_the_runner_up_the_best_of_the_others() -> None:
-    [row] = dispatch.rows_from_records([record(512, {"k6": 401.0, "fwd": 400.0, "k5": 300.0}, winner="fwd")])
+    [row] = dispatch_table.rows_from_records([record(512, {"k6": 401.0, "fwd": 400.0, "k5": 300.0}, winner="fwd")])
     assert row.module == "fwd"
     assert row.measured == [Measurement(seq=512, tflops=400.0, runner_up="k6", runner_up_tflops=401.0, gpu=GPU)]
 
@@ -91,14 +92,14 @@ def test_a_module_without_lse_is_passed_over() -> None:
         record(512, {"o_only": 9.0, "k5": 7.0, "k6": 8.0}, no_lse="o_only"),
         record(1024, {"x": 1.0}, no_lse="x"),
     ]
-    assert shape_of(dispatch.rows_from_records(records)) == [(None, "k6", [512])]
+    assert shape_of(dispatch_table.rows_from_records(records)) == [(None, "k6", [512])]
 
 
 def test_families_stand_apart_in_a_fixed_order() -> None:
     masks = [mask("window", 512, 0), mask("window", 64, 0), mask("causal"), mask("none")]
     records = [record(512, {"a": 1.0}, mask=one, head_dim=dim) for dim in (128, 64) for one in masks]
     records += [record(512, {"a": 1.0}, dtype="fp16", head_dim=64), record(512, {"a": 1.0}, head_dim_v=64)]
-    families = [f"{row.family}" for row in dispatch.rows_from_records(records)]
+    families = [f"{row.family}" for row in dispatch_table.rows_from_records(records)]
     reaches = ["no mask", "causal", "window (64, 0)", "window (512, 0)"]
     dims = ["64/128", "128/64", "128"]
     expected = [f"bf16, head dim {d}, {m}" for d in dims for m in (reaches if d != "128/64" else ["causal"])]
@@ -106,14 +107,14 @@ def test_families_stand_apart_in_a_fixed_order() -> None:
 
 
 def test_only_square_problems_count() -> None:
-    assert dispatch.rows_from_records([record(1, {"decode": 1.0}, seq_k=4096)]) == []
+    assert dispatch_table.rows_from_records([record(1, {"decode": 1.0}, seq_k=4096)]) == []
 
 
 def test_two_winners_of_one_length_are_refused() -> None:
     twice = [record(512, {"a": 1.0, "b": 2.0}), record(512, {"a": 2.0, "b": 1.0}, gpu="NVIDIA H100")]
     with pytest.raises(UserError, match=r"512 keys have different winners, b \(NVIDIA H200\) and a \(NVIDIA H100\)"):
-        dispatch.rows_from_records(twice)
-    assert len(dispatch.rows_from_records([twice[0], twice[0]])) == 1
+        dispatch_table.rows_from_records(twice)
+    assert len(dispatch_table.rows_from_records([twice[0], twice[0]])) == 1
 
 
 # The file
@@ -135,12 +136,12 @@ def test_text_reads_back(tmp_path: Path) -> None:
     rows = [ROW, ROW.model_copy(update={"mask": WindowMask(left=512, right=0), "seq_k": None, "measured": [odd]})]
     for table in (Table(rows=rows), Table(rows=[])):
         path = tmp_path / "dispatch.yaml"
-        path.write_text(dispatch.table_text(table))
+        path.write_text(dispatch_table.table_text(table))
         assert dispatch.read_table(path) == table
 
 
 def test_text_is_what_a_person_reads() -> None:
-    assert dispatch.table_text(Table(rows=[ROW])).partition("rows:\n")[2] == """\
+    assert dispatch_table.table_text(Table(rows=[ROW])).partition("rows:\n")[2] == """\
 - dtype: bf16
   head_dim: 128
   head_dim_v: 128
@@ -171,7 +172,7 @@ def test_spoilt_table_names_the_command_that_mends_it(tmp_path: Path, text: str,
 def test_committed_table_is_sound() -> None:
     """Rows that name their modules. That the rows are what the records give is checked where records are read."""
     problems = [
-        text for text in dispatch.check_table(CHECKOUT, []) if "is not what the tuning records give" not in text
+        text for text in dispatch_table.check_table(CHECKOUT, []) if "is not what the tuning records give" not in text
     ]
     assert problems == []
 
@@ -219,7 +220,7 @@ def rows_for(workspace: Workspace, *rows: tuple[int | None, str]) -> None:
         )
         for bound, stem in rows
     ]
-    dispatch.table_path(workspace).write_text(dispatch.table_text(Table(rows=table)))
+    dispatch.table_path(workspace).write_text(dispatch_table.table_text(Table(rows=table)))
 
 
 def test_first_row_that_fits_wins(place: Workspace) -> None:
@@ -336,7 +337,7 @@ def test_nothing_rendered_at_all(tmp_path: Path) -> None:
 
 def test_check_finds_what_is_wrong(place: Workspace) -> None:
     rows_for(place, (1024, "k6_d128_causal"), (2048, "k6_d128"), (None, "k6_d64"))
-    assert dispatch.check_table(place, []) == [
+    assert dispatch_table.check_table(place, []) == [
         "dispatch.yaml is not what the tuning records give; run: fa3gen tune --write-table",
         "dispatch.yaml, row 2 (bf16, head dim 128, causal, up to 2048 keys) is served by k6_d128, and that "
         "computes bf16, head dim 128, no mask; run: fa3gen tune --write-table",
@@ -348,8 +349,8 @@ def test_check_finds_what_is_wrong(place: Workspace) -> None:
 def test_check_passes_what_the_records_give(place: Workspace) -> None:
     digest = sha256(place.module_path("k6_d128_causal"))
     records = [Record(Problem(512, 512), [Result("k6_d128_causal", 2.0, digest)], "k6_d128_causal")]
-    dispatch.table_path(place).write_text(dispatch.table_from_records(records))
-    assert dispatch.check_table(place, records) == []
+    dispatch.table_path(place).write_text(dispatch_table.table_from_records(records))
+    assert dispatch_table.check_table(place, records) == []
 
 
 # Masks
@@ -380,4 +381,4 @@ def test_windows_that_are_none(window: Any) -> None:
 def test_the_committed_table_is_what_the_committed_records_give() -> None:
     """And each of its rows has the module that was measured, byte for byte."""
     records = load_all(CHECKOUT)
-    assert records and dispatch.check_table(CHECKOUT, records) == []
+    assert records and dispatch_table.check_table(CHECKOUT, records) == []

@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 
-from fa3gen import cli, doctor, toolchain
-from fa3gen.doctor import Ability, Check, Findings, Report, Trial, diagnose, run_probes, summarize_evidence
+from fa3gen import cli
+from fa3gen.compile import toolchain
+from fa3gen.doctor import doctor
+from fa3gen.doctor.doctor import Ability, Check, Findings, Report, Trial, diagnose, run_probes, summarize_evidence
 
 H200 = {"driver": "13.0", "gpus": [{"name": "NVIDIA H200", "capability": [9, 0]}]}
 B200 = {"driver": "13.0", "gpus": [{"name": "NVIDIA B200", "capability": [10, 0]}]}
@@ -190,7 +192,7 @@ def test_broken_peer_is_only_a_note() -> None:
 
 
 def test_probe_names_are_those_of_the_script() -> None:
-    from fa3gen import doctor_probe
+    from fa3gen.doctor import probe as doctor_probe
 
     assert tuple(doctor_probe.PROBES) == doctor.PROBES
 

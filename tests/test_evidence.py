@@ -10,16 +10,20 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from fa3gen import evidence
-from fa3gen.cpu.verify import CpuCaseResult, CpuReport
-from fa3gen.errors import UserError
-from fa3gen.evidence import LADDER_BEGIN, LADDER_END, CpuRecord, CpuStatus, Record, Status
-from fa3gen.gpu import Environment, environment
-from fa3gen.spec import Spec
-from fa3gen.specfile import SpecFile, Variant
-from fa3gen.verification import Stage, Verification, cpu_record_of
-from fa3gen.verify import Check, Errors
-from fa3gen.workspace import Workspace
+from fa3gen.base import files
+from fa3gen.base.errors import UserError
+from fa3gen.design.workspace import Workspace
+from fa3gen.inspect import pages
+from fa3gen.inspect.pages import LADDER_BEGIN, LADDER_END
+from fa3gen.records import evidence
+from fa3gen.records.evidence import CpuRecord, CpuStatus, Record, Status
+from fa3gen.records.recording import cpu_record_of
+from fa3gen.run.gpu import Environment, environment
+from fa3gen.spec.model import Spec
+from fa3gen.spec.specfile import SpecFile, Variant
+from fa3gen.verify.on_cpu import CpuCaseResult, CpuReport
+from fa3gen.verify.on_gpu import Check, Errors
+from fa3gen.verify.pipeline import Stage, Verification
 
 REPOSITORY = Path(__file__).parent.parent
 
@@ -72,7 +76,7 @@ def record_of(workspace: Workspace, stem: str, **changes: Any) -> Record:
     }
     fields = {
         "stem": stem,
-        "source_sha256": evidence.sha256(workspace.module_path(stem)),
+        "source_sha256": files.sha256(workspace.module_path(stem)),
         "date": "2000-01-02",
         "passed": True,
         "failures": [],
@@ -125,7 +129,7 @@ def test_a_module_is_verified_only_by_a_record_of_the_present_file(workspace: Wo
 def test_a_failing_run_is_recorded_and_shown_as_failing(workspace: Workspace) -> None:
     record = record_of(workspace, "k1_d64", passed=False, failures=["ragged: O has NaN"])
     evidence.write(workspace, record)
-    text = evidence.render_markdown(workspace)
+    text = pages.render_markdown(workspace)
     assert evidence.status(workspace, "k1_d64")[0] is Status.FAILED
     assert "| `k1_d64` | FAILED |" in text
     assert "### Failures\n\n- `k1_d64`: ragged: O has NaN\n" in text
@@ -175,21 +179,21 @@ def test_a_record_that_contradicts_itself_is_refused(workspace: Workspace, chang
 def test_the_table_has_a_row_for_every_module_in_the_order_of_the_ladder(workspace: Workspace) -> None:
     evidence.write(workspace, record_of(workspace, "k4_2_d64"))
     evidence.write(workspace, record_of(workspace, "k4_2_d64_causal", source_sha256="0" * 64))
-    rows = [line for line in evidence.render_markdown(workspace).splitlines() if line.startswith("| `")]
+    rows = [line for line in pages.render_markdown(workspace).splitlines() if line.startswith("| `")]
     assert rows[0].startswith("| `k1_d64` | not verified on a GPU |")
     assert rows[1] == (
         "| `k4_2_d64` | verified | 2.1e-03 | 3.1e-03 | 50% | 3.0e-07 | 123 | 7.9 | 168 | 0 | 4096 | 8 m64n128k16 | no "
         "| A made-up GPU, driver 1.2.3 (CUDA 13.0) | DSL 4.8.1, ptxas 13.3, torch 2.0 | 2000-01-02 |"
     )
     assert rows[2].startswith("| `k4_2_d64_causal` | not verified on a GPU (record is of an older file) |")
-    assert "1 of 3 modules are verified on a GPU." in evidence.render_markdown(workspace)
+    assert "1 of 3 modules are verified on a GPU." in pages.render_markdown(workspace)
     assert len({row.count("|") for row in rows}) == 1
 
 
 def test_the_ladder_shows_verified_speeds_only(workspace: Workspace) -> None:
     evidence.write(workspace, record_of(workspace, "k4_2_d64"))
     evidence.write(workspace, record_of(workspace, "k4_2_d64_causal", passed=False, failures=["x"]))
-    lines = evidence.ladder_table(workspace).splitlines()
+    lines = pages.ladder_table(workspace).splitlines()
     assert lines[0].startswith("| rung | d64 full 4k | d64 full 16k | d64 causal 4k |")
     assert lines[2] == "| `k1` | – | – | – | – | – | – | – | – |"
     assert lines[3] == "| `k4_2` | 123 | 7.9 | – | – | – | – | – | – |"
@@ -197,35 +201,35 @@ def test_the_ladder_shows_verified_speeds_only(workspace: Workspace) -> None:
 
 
 def test_refresh_writes_the_renderings_and_check_proves_them(workspace: Workspace) -> None:
-    assert len(evidence.check(workspace)) == 2  # neither is there yet
+    assert len(pages.check(workspace)) == 2  # neither is there yet
     evidence.write(workspace, record_of(workspace, "k4_2_d64"))
-    assert {path.name for path in evidence.refresh(workspace)} == {"EVIDENCE.md", "README.md"}
-    assert evidence.check(workspace) == [] and evidence.refresh(workspace) == []
+    assert {path.name for path in pages.refresh(workspace)} == {"EVIDENCE.md", "README.md"}
+    assert pages.check(workspace) == [] and pages.refresh(workspace) == []
     readme = (workspace.root / "README.md").read_text()
     assert readme.startswith("# Title\n") and readme.endswith("\nThe end.\n") and "| `k4_2` | 123 |" in readme
 
 
 def test_check_sees_edits_and_records_of_nothing(workspace: Workspace) -> None:
-    evidence.refresh(workspace)
+    pages.refresh(workspace)
     markdown = workspace.root / "generated" / "EVIDENCE.md"
     markdown.write_text(markdown.read_text().replace("0 of 3", "3 of 3"))
-    (problem,) = evidence.check(workspace)
+    (problem,) = pages.check(workspace)
     assert problem.startswith("generated/EVIDENCE.md is not what the records") and "--refresh-evidence" in problem
-    evidence.refresh(workspace)
+    pages.refresh(workspace)
     evidence.record_path(workspace, "k9").write_text("{}")
-    assert evidence.check(workspace) == ["generated/evidence/k9.json is a record of no generated module; delete it"]
+    assert pages.check(workspace) == ["generated/evidence/k9.json is a record of no generated module; delete it"]
 
 
 def test_a_new_record_makes_the_renderings_drift(workspace: Workspace) -> None:
-    evidence.refresh(workspace)
+    pages.refresh(workspace)
     evidence.write(workspace, record_of(workspace, "k4_2_d64"))
-    assert len(evidence.check(workspace)) == 2
+    assert len(pages.check(workspace)) == 2
 
 
 def test_half_a_pair_of_markers_is_an_error(workspace: Workspace) -> None:
     (workspace.root / "README.md").write_text(f"{LADDER_END} {LADDER_BEGIN}")
     with pytest.raises(UserError, match="put both where the table should stand"):
-        evidence.refresh(workspace)
+        pages.refresh(workspace)
 
 
 HERE = Environment("A made-up GPU", "1.2.3", "13.0", "2.0", "4.8.1", None, "3.12.3")
@@ -250,8 +254,9 @@ def test_speeds_of_another_machine_do_not_go_into_a_record(workspace: Workspace,
 
 
 def test_what_a_run_found_becomes_a_record_without_paths(workspace: Workspace) -> None:
-    from fa3gen.verification import Stage, Verification, record_of
-    from fa3gen.verify import CaseResult, Check, Errors, Report
+    from fa3gen.records.recording import record_of
+    from fa3gen.verify.on_gpu import CaseResult, Check, Errors, Report
+    from fa3gen.verify.pipeline import Stage, Verification
 
     case = CaseResult(
         name="ragged",
@@ -278,8 +283,8 @@ def test_what_a_run_found_becomes_a_record_without_paths(workspace: Workspace) -
 
 
 def test_a_run_on_the_cpu_makes_no_record(workspace: Workspace) -> None:
-    from fa3gen.verification import record_of
-    from fa3gen.verify import Report
+    from fa3gen.records.recording import record_of
+    from fa3gen.verify.on_gpu import Report
 
     for report in (Report("k1_d64", "cpu", 3, (), ()), CPU_REPORT):
         with pytest.raises(UserError, match="on the CPU.*run `fa3gen verify k1_d64 --evidence` on a Hopper GPU"):
@@ -329,7 +334,7 @@ def test_a_gpu_record_cannot_name_the_model(workspace: Workspace, name: str) -> 
 
 
 def test_a_gpus_report_is_no_run_of_the_model(workspace: Workspace) -> None:
-    from fa3gen.verify import Report
+    from fa3gen.verify.on_gpu import Report
 
     with pytest.raises(UserError, match="k1_d64 was run on A made-up GPU, not on the CPU model of sm_90a"):
         cpu_record_of(entry_with(Report("k1_d64", "A made-up GPU", 3, (), ())), workspace)
@@ -346,35 +351,36 @@ def test_a_record_of_the_model_that_contradicts_itself_is_refused(
 
 
 def test_the_sections_are_apart_and_the_ladder_shows_nothing_of_the_model(workspace: Workspace) -> None:
-    assert "CPU" not in evidence.render_markdown(workspace)
+    assert "CPU" not in pages.render_markdown(workspace)
     evidence.write(workspace, record_of(workspace, "k4_2_d64"))
-    ladder = evidence.ladder_table(workspace)
+    ladder = pages.ladder_table(workspace)
     evidence.write_cpu(workspace, cpu_record(workspace))
-    digest = evidence.sha256(workspace.module_path("k4_2_d64"))
+    digest = files.sha256(workspace.module_path("k4_2_d64"))
     failed = {"stem": "k4_2_d64", "source_sha256": digest, "passed": False, "failures": ["ragged: deadlock"]}
     evidence.write_cpu(workspace, cpu_record(workspace, **failed))
-    on_gpu, on_cpu = evidence.render_markdown(workspace).split("## On the CPU model of sm_90a")
+    on_gpu, on_cpu = pages.render_markdown(workspace).split("## On the CPU model of sm_90a")
     assert "| `k1_d64` | not verified on a GPU |" in on_gpu and "1 of 3 modules are verified on a GPU." in on_gpu
     assert "CPU" not in on_gpu and "NVIDIA" not in on_cpu and "No GPU took part" in on_cpu
     assert "| `k1_d64` | passed on the CPU model | 1 | 2 | 71% | 0.81 | 2.0e-07 | DSL " in on_cpu
     assert "| `k4_2_d64_causal` | not run |" in on_cpu and "- `k4_2_d64`: ragged: deadlock" in on_cpu
     assert "verified" not in on_cpu
-    assert evidence.ladder_table(workspace) == ladder
+    assert pages.ladder_table(workspace) == ladder
 
 
 def test_check_sees_records_of_the_model_of_nothing(workspace: Workspace) -> None:
-    evidence.refresh(workspace)
+    pages.refresh(workspace)
     evidence.cpu_record_path(workspace, "k9").parent.mkdir()
     evidence.cpu_record_path(workspace, "k9").write_text("{}")
-    assert evidence.check(workspace) == [
+    assert pages.check(workspace) == [
         "generated/evidence/cpu_model/k9.json is a record of no generated module; delete it"
     ]
 
 
 def test_a_file_that_changes_during_the_run_leaves_a_stale_record(workspace: Workspace) -> None:
-    from fa3gen.verification import Stage, Verification, record_of
+    from fa3gen.records.recording import record_of
+    from fa3gen.verify.pipeline import Stage, Verification
 
-    digest = evidence.sha256(workspace.module_path("k1_d64"))
+    digest = files.sha256(workspace.module_path("k1_d64"))
     variant = variant_of("k1_d64", 64, "none")
     entry = Verification(variant, Stage(True), Stage(False, "spills: 3"), Stage(None), source_sha256=digest)
     workspace.module_path("k1_d64").write_text("# changed\n")
@@ -383,7 +389,8 @@ def test_a_file_that_changes_during_the_run_leaves_a_stale_record(workspace: Wor
 
 
 def test_a_failed_compile_or_a_lost_device_makes_a_failing_record(workspace: Workspace) -> None:
-    from fa3gen.verification import Stage, Verification, record_of
+    from fa3gen.records.recording import record_of
+    from fa3gen.verify.pipeline import Stage, Verification
 
     entry = Verification(variant_of("k1_d64", 64, "none"), Stage(True), Stage(False, "spills: 3"), Stage(None))
     record = record_of(entry, workspace, failures=["long: did not end in 120 s"])
@@ -391,7 +398,7 @@ def test_a_failed_compile_or_a_lost_device_makes_a_failing_record(workspace: Wor
 
 
 def test_the_committed_renderings_are_what_the_committed_records_render_to() -> None:
-    assert evidence.check(Workspace.find(REPOSITORY)) == []
+    assert pages.check(Workspace.find(REPOSITORY)) == []
 
 
 def test_the_readme_has_a_place_for_the_ladder() -> None:

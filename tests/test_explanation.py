@@ -13,9 +13,11 @@ import pytest
 from rendering import ROOT, plans, variants
 from rich.console import Console
 
-from fa3gen import chips, cli, footprint, rules, work
-from fa3gen.explanation import Explanation, explain, legality, text
-from fa3gen.explanation.document import SCHEMA, document
+from fa3gen import cli
+from fa3gen.design import footprint, rules, work
+from fa3gen.hardware import chips
+from fa3gen.inspect.explanation import Explanation, explain, legality, text
+from fa3gen.inspect.explanation.document import SCHEMA, document
 
 SHAPES = (512, 4096)
 STEMS = sorted(variants())

@@ -12,12 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from fa3gen import footprint, hopper, work
-from fa3gen.census import Census, compare, take_census
-from fa3gen.plan import make_plan
-from fa3gen.predicted_sass import thread_rows
-from fa3gen.spec import Spec
-from fa3gen.workspace import Workspace
+from fa3gen.compile.census import Census, compare, take_census
+from fa3gen.design import footprint, work
+from fa3gen.design.footprint import thread_rows
+from fa3gen.design.workspace import Workspace
+from fa3gen.generate.plan import make_plan
+from fa3gen.hardware import hopper
+from fa3gen.spec.model import Spec
 
 WORKSPACE = Workspace.find(Path(__file__).parent)
 VARIANTS = {variant.stem: variant for spec_file in WORKSPACE.load_all() for variant in spec_file.variants}
@@ -25,8 +26,8 @@ VARIANTS = {variant.stem: variant for spec_file in WORKSPACE.load_all() for vari
 
 @pytest.mark.parametrize("stem", VARIANTS)
 def test_compiles_as_planned(stem: str) -> None:
-    from fa3gen.compile_cache import cached_compile
-    from fa3gen.compiler import analyse
+    from fa3gen.compile.cache import cached_compile
+    from fa3gen.compile.compiler import analyse
 
     expectation = make_plan(VARIANTS[stem]).expectation
     assert None not in (expectation.sass.waits, expectation.sass.min_maxima, expectation.sass.max_comparisons)
@@ -38,7 +39,7 @@ def test_compiles_as_planned(stem: str) -> None:
 
 
 def assert_loop_as_counted(spec: Spec, census: Census) -> None:
-    """`fa3gen.work` counts the instructions of a step about right, where compiled loops tell them from masking.
+    """`fa3gen.design.work` counts the instructions of a step about right, where compiled loops tell them from masking.
 
     That is in kernels with overlap, which without a mask mask in front of the loop and when persistent in another one,
     and in scalar kernels without a mask, where little of the loop is masking.
@@ -79,8 +80,8 @@ def nan_propagating(line: str) -> str:
 )
 def test_worse_code_is_caught(stem: str, opcode: str, edit: Callable[[str], str], facts: list[str]) -> None:
     """The disassembly of a production module with every instruction of one kind made worse."""
-    from fa3gen import toolchain
-    from fa3gen.compile_cache import cached_compile
+    from fa3gen.compile import toolchain
+    from fa3gen.compile.cache import cached_compile
 
     compiled = cached_compile(WORKSPACE.module_path(stem))
     pattern = re.compile(rf"^.*\b{re.escape(opcode)}\b.*\n", re.MULTILINE)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from rendering import changed, variants
 
-from fa3gen import hopper
-from fa3gen.footprint import (
+from fa3gen.design.footprint import (
     REGISTER_BUDGETS,
     Region,
     barrier_bytes,
@@ -20,7 +19,8 @@ from fa3gen.footprint import (
     threads,
     total_bytes,
 )
-from fa3gen.spec import Spec
+from fa3gen.hardware import hopper
+from fa3gen.spec.model import Spec
 
 
 def spec(stem: str) -> Spec:

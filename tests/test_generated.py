@@ -17,7 +17,7 @@ import torch
 from rendering import CHECKOUT, ROOT, STEMS, plans, source
 
 import fa3gen
-from fa3gen.errors import UserError
+from fa3gen.base.errors import UserError
 
 NO_LSE = "k4_2_o_only_d128_causal"
 NARROW_V, PACKED = "fwd_d192_128_window", "fwd_d128_pack4_causal"

@@ -11,10 +11,10 @@ import pytest
 from make_ladder import BLOCK, DOCUMENT, NUMBER, LadderError, filled, lines_of, verified
 from rendering import plans, source, tree, variants
 
-from fa3gen import ceiling
 from fa3gen.cli import COMMANDS
-from fa3gen.difference.comparing import leaves
-from fa3gen.evidence import RUNGS
+from fa3gen.design import ceiling
+from fa3gen.design.ladder import RUNGS
+from fa3gen.inspect.difference.comparing import leaves
 
 TEXT = DOCUMENT.read_text(encoding="utf-8")
 PROSE = " ".join(BLOCK.sub("", TEXT).split())

@@ -12,11 +12,14 @@ from typing import Any
 import pytest
 from rendering import CHECKOUT, ROOT
 
-from fa3gen import cli, compile_cache, compiler, launch
-from fa3gen.compile_cache import CACHE_DIR_VARIABLE, cached_object
-from fa3gen.compiler import Compiled
-from fa3gen.errors import UserError
-from fa3gen.launch import NO_JIT_VARIABLE
+from fa3gen import cli
+from fa3gen.base.errors import UserError
+from fa3gen.compile import cache as compile_cache
+from fa3gen.compile import compiler
+from fa3gen.compile.cache import CACHE_DIR_VARIABLE, cached_object
+from fa3gen.compile.compiler import Compiled
+from fa3gen.run import launch
+from fa3gen.run.launch import NO_JIT_VARIABLE
 
 STEM = "k4_2_d64"
 MODULE = CHECKOUT.module_path(STEM)

@@ -14,14 +14,15 @@ import torch
 from rendering import CHECKOUT
 from rich.console import Console
 
-from fa3gen import bench_report, gpu, launch_times
-from fa3gen.bench import Bench, Cell, Competitor, Runner
+from fa3gen.base.errors import UserError
 from fa3gen.cli import bench as command
-from fa3gen.compile_cache import CACHE_DIR_VARIABLE
-from fa3gen.errors import UserError
-from fa3gen.launch import NO_JIT_VARIABLE
-from fa3gen.launch_times import CALLS, ROUNDS, LaunchTimes, first_calls, host_microseconds
-from fa3gen.peers import Unavailable
+from fa3gen.compile.cache import CACHE_DIR_VARIABLE
+from fa3gen.measure import bench_report, launch_times
+from fa3gen.measure.bench import Bench, Cell, Competitor, Runner
+from fa3gen.measure.launch_times import CALLS, ROUNDS, LaunchTimes, first_calls, host_microseconds
+from fa3gen.measure.peers import Unavailable
+from fa3gen.run import gpu
+from fa3gen.run.launch import NO_JIT_VARIABLE
 
 STEM = "k4_2_d64"
 NOWHERE = gpu.Environment("A made-up GPU", None, None, None, None, None, "3.12")
@@ -84,7 +85,7 @@ def test_first_calls_share_a_cache_that_only_the_first_may_fill(monkeypatch: pyt
     monkeypatch.setenv(CACHE_DIR_VARIABLE, "/of/the/user")
     assert first_calls(Path("/x/k.py"), "bf16", 192, 128) == (6.5, 0.25)
     (command, cold), (again, warm) = processes.seen
-    assert command == again == ["-m", "fa3gen.first_call", "/x/k.py", "bf16", "192", "128"]
+    assert command == again == ["-m", "fa3gen.measure.first_call", "/x/k.py", "bf16", "192", "128"]
     assert NO_JIT_VARIABLE not in cold and warm[NO_JIT_VARIABLE] == "1"
     assert cold[CACHE_DIR_VARIABLE] == warm[CACHE_DIR_VARIABLE] != "/of/the/user"
     assert not Path(cold[CACHE_DIR_VARIABLE]).exists()

@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 from rendering import CHECKOUT, ROOT, STEMS, variants
 
-from fa3gen import evidence, matrix
+from fa3gen.base import files
 from fa3gen.cli import main
-from fa3gen.matrix import Proof, Row, State
-from fa3gen.workspace import Workspace
+from fa3gen.design.workspace import Workspace
+from fa3gen.inspect import matrix, pages
+from fa3gen.inspect.matrix import Proof, Row, State
+from fa3gen.records import evidence
 
 Output = pytest.CaptureFixture[str]
 STEM = "k4_2_d64"
@@ -30,7 +32,7 @@ def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Workspace:
         shutil.copy(ROOT / "specs" / f"{name}.yaml", tmp_path / "specs")
     for stem in ("k4_2_d64", "k4_2_d64_causal", "k4_2_d128"):
         shutil.copy(ROOT / "generated" / f"{stem}.py", tmp_path / "generated")
-    digest = evidence.sha256(tmp_path / "generated" / f"{STEM}.py")
+    digest = files.sha256(tmp_path / "generated" / f"{STEM}.py")
     put(tmp_path / GPU_RECORD, gpu_record(digest))
     module = {"stem": STEM, "source_sha256": digest, "cases": [{"gpu_wrong": 0, "cpu_wrong": 0}]}
     put(tmp_path / COMPARISON, {"date": "2026-11-20", "cpu": {"dsl": "4.8.1"}, "modules": [module]})
@@ -97,7 +99,7 @@ def test_without_records_and_without_a_file(workspace: Workspace) -> None:
 
 
 def test_failures(workspace: Workspace) -> None:
-    digest = evidence.sha256(workspace.module_path(STEM))
+    digest = files.sha256(workspace.module_path(STEM))
     put(workspace.root / GPU_RECORD, {**gpu_record(digest), "passed": False, "failures": ["random: O is off"]})
     comparison = json.loads((workspace.root / COMPARISON).read_text())
     comparison["modules"][0]["cases"][0]["cpu_wrong"] = 3
@@ -109,7 +111,7 @@ def test_failures(workspace: Workspace) -> None:
 
 def test_a_record_of_the_cpu_model_comes_before_the_comparison(workspace: Workspace) -> None:
     path = evidence.cpu_record_path(workspace, STEM)
-    digest = evidence.sha256(workspace.module_path(STEM))
+    digest = files.sha256(workspace.module_path(STEM))
     put(path, cpu_record(digest))
     assert row_of(workspace).cpu == Proof(State.PROVEN, "executed on the CPU model, 2026-11-21, DSL 4.8.1")
     put(path, cpu_record(digest, passed=False, failures=["deadlock"]))
@@ -170,7 +172,7 @@ def test_a_document_that_is_out_of_date(workspace: Workspace, capsys: Output) ->
     capsys.readouterr()
     assert main(["matrix", "--check"]) == 1
     assert "docs/matrix.md is not what specs and records say; run `" in capsys.readouterr().err
-    assert workspace.root / matrix.DOCUMENT in evidence.refresh(workspace)
+    assert workspace.root / matrix.DOCUMENT in pages.refresh(workspace)
     assert matrix.check(workspace) is None
 
 

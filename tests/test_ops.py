@@ -16,8 +16,10 @@ from rendering import CHECKOUT, ROOT
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fa3gen
-from fa3gen import dispatch, ops, reference
-from fa3gen.dispatch import Choice, Family, NoKernel
+from fa3gen.design.masks import reach
+from fa3gen.run import dispatch, ops
+from fa3gen.run.dispatch import Choice, Family, NoKernel
+from fa3gen.verify import reference
 
 STEM = "k6_d64_causal"
 BOUND = 6  # keys; longer ones are served by another module
@@ -48,7 +50,9 @@ class Modules:
 
 
 def expected(q: Any, k: Any, v: Any, *, scale: Any = None, out: Any = None, return_lse: bool = False) -> Any:
-    found = reference.attention(q, k, v, mask=dispatch.mask_of(True, None), scale=scale, compute_dtype=torch.float32)
+    found = reference.attention(
+        q, k, v, reach=reach(dispatch.mask_of(True, None)), scale=scale, compute_dtype=torch.float32
+    )
     rounded = found.out.to(q.dtype)
     out = rounded if out is None else out.copy_(rounded)
     return (out, found.lse) if return_lse else out

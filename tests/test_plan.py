@@ -11,11 +11,12 @@ from typing import Any, TypeGuard
 import pytest
 from rendering import CHECKOUT, STEMS, changed, constants, plans, source, tree, variants
 
-from fa3gen import rules
-from fa3gen.census import SassExpectation
-from fa3gen.plan import MaskPlan, Plan, SoftmaxPlan, TilesPlan, make_plan, tma_boxes
-from fa3gen.render import render_variant
-from fa3gen.specfile import Variant
+from fa3gen.design import rules
+from fa3gen.design.footprint import tma_boxes
+from fa3gen.generate.expected import SassExpectation
+from fa3gen.generate.plan import MaskPlan, Plan, SoftmaxPlan, TilesPlan, make_plan
+from fa3gen.generate.render import render_variant
+from fa3gen.spec.specfile import Variant
 
 BYTES = {"DTYPE": 2, "cutlass.Float32": 4, "cutlass.Int32": 4, "cutlass.Int64": 8}
 # Tiles of the ladder are square; these are not, so that rows of Q and of K cannot be taken for each other.

@@ -14,13 +14,14 @@ from pydantic import ValidationError
 from rendering import CHECKOUT, variants
 from ruamel.yaml import YAML
 
-from fa3gen import footprint, hopper, rules
-from fa3gen.errors import SpecError
-from fa3gen.plan import Plan, make_plan
-from fa3gen.render import format_module, render_variant
-from fa3gen.spec import Spec, TmaLoad
-from fa3gen.specfile import Variant
-from fa3gen.workspace import Workspace
+from fa3gen.base.errors import SpecError
+from fa3gen.design import footprint, rules
+from fa3gen.design.workspace import Workspace
+from fa3gen.generate.plan import Plan, make_plan
+from fa3gen.generate.render import format_module, render_variant
+from fa3gen.hardware import hopper
+from fa3gen.spec.model import Spec, TmaLoad
+from fa3gen.spec.specfile import Variant
 
 BOUNDED = settings(deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 Fields = dict[str, Any]

@@ -18,11 +18,12 @@ import pytest
 from black.mode import TargetVersion
 from rendering import CHECKOUT, ROOT, STEMS, changed, source, spec_files, variants
 
-from fa3gen import render, rules
-from fa3gen.errors import UserError
-from fa3gen.render import Rendered, format_module, is_generated, orphans, render_all, render_variant, write
-from fa3gen.specfile import Variant
-from fa3gen.workspace import Workspace
+from fa3gen.base.errors import UserError
+from fa3gen.design import rules
+from fa3gen.design.workspace import Workspace
+from fa3gen.generate import render
+from fa3gen.generate.render import Rendered, format_module, is_generated, orphans, render_all, render_variant, write
+from fa3gen.spec.specfile import Variant
 
 # As pyproject.toml has it for the whole repository.
 BLACK = black.Mode(line_length=120, target_versions={TargetVersion.PY311})
@@ -57,8 +58,8 @@ def test_the_ladder_is_complete() -> None:
 RENDER_SOME = """
 import hashlib, json, sys
 from pathlib import Path
-from fa3gen.render import render_variant
-from fa3gen.workspace import Workspace
+from fa3gen.generate.render import render_variant
+from fa3gen.design.workspace import Workspace
 
 workspace = Workspace.find(Path(sys.argv[1]))
 chosen = [spec_file.variants[-1] for spec_file in workspace.load_all()][int(sys.argv[2]) :: 2]

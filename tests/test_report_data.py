@@ -13,16 +13,21 @@ import numpy as np
 import pytest
 import rendering
 
-from fa3gen import evidence, report, tile_order, toolchain, tuning_records
-from fa3gen.census_sass import parse_sass
-from fa3gen.compile_cache import cached_compile
+from fa3gen.base import files
+from fa3gen.compile import toolchain
+from fa3gen.compile.cache import cached_compile
+from fa3gen.compile.census.sass import parse_sass
 from fa3gen.cpu import wgmma
-from fa3gen.report import fragments, highlighting, numerics, pictures, speeds, swizzles, tiles
-from fa3gen.report.listing import Listing, make_listing
-from fa3gen.report.liveness import live_registers
-from fa3gen.spec import GlobalHandoff, NoMask, Scheduler, Spec, Swizzle, WindowMask
-from fa3gen.work import KeyTiles, Shape, key_tiles
-from fa3gen.workspace import Workspace
+from fa3gen.design import tile_order
+from fa3gen.design.masks import reach
+from fa3gen.design.work import KeyTiles, Shape, key_tiles
+from fa3gen.design.workspace import Workspace
+from fa3gen.inspect import report
+from fa3gen.inspect.report import fragments, highlighting, numerics, pictures, speeds, swizzles, tiles
+from fa3gen.inspect.report.listing import Listing, make_listing
+from fa3gen.inspect.report.liveness import live_registers
+from fa3gen.records import evidence, tuning_records
+from fa3gen.spec.model import GlobalHandoff, NoMask, Scheduler, Spec, Swizzle, WindowMask
 
 STEM = "k4_2_d64"
 SWIZZLES: dict[Swizzle, int] = {"none": 0, "32B": 3, "64B": 2, "128B": 1}  # code in a matrix descriptor
@@ -198,14 +203,14 @@ def test_states_are_those_of_every_element(stem: str) -> None:
     """Skipped: no row of a whole tile sees a key of it. Full: all rows see all keys, and there are as many."""
     import torch
 
-    from fa3gen.reference import visible_keys
+    from fa3gen.verify.reference import visible_keys
 
     spec = spec_of(stem)
     m, n = tile_order.positions(spec), spec.tile.kv
     for seq_q, seq_k in SHAPES:
         plan = tiles.schedule(spec, seq_q, seq_k)
         rows = torch.arange(len(plan.rows) * m)  # beyond the last query, too: a tile is computed as a whole
-        seen = visible_keys(spec.mask, seq_q=seq_q, seq_k=seq_k, rows=rows)
+        seen = visible_keys(reach(spec.mask), seq_q=seq_q, seq_k=seq_k, rows=rows)
         seen = torch.ones(len(rows), seq_k, dtype=torch.bool) if seen is None else seen
         for index, row in enumerate(plan.rows):
             for block in range(plan.key_tiles):
@@ -320,7 +325,7 @@ def test_products_copies_and_matrices_stand_on_their_lines(listing: Listing) -> 
 
 
 def test_no_instruction_is_lost(listing: Listing) -> None:
-    from fa3gen import compiler
+    from fa3gen.compile import compiler
 
     [kernel] = listing.kernels
     compiled = cached_compile(rendering.CHECKOUT.module_path(STEM), line_info=True)
@@ -403,7 +408,7 @@ def test_the_map_has_every_byte_once() -> None:
 def copied(tmp_path: Path, *stems: str) -> Workspace:
     """A workspace with some modules and their records, which say that they are of these very files."""
     here = rendering.CHECKOUT
-    hashes = {stem: evidence.sha256(here.module_path(stem)) for stem in stems}
+    hashes = {stem: files.sha256(here.module_path(stem)) for stem in stems}
     for folder in ("specs", "generated/evidence/tuning"):
         (tmp_path / folder).mkdir(parents=True)
     for path in [*here.specs_dir.glob("k4*.yaml"), *here.specs_dir.glob("k[123].yaml")]:

@@ -18,9 +18,10 @@ import browser
 import pytest
 import rendering
 
-from fa3gen import cli, evidence
-from fa3gen.report import fragments
-from fa3gen.report.pictures import PAIR, ROW
+from fa3gen import cli
+from fa3gen.inspect.report import fragments
+from fa3gen.inspect.report.pictures import PAIR, ROW
+from fa3gen.records import evidence
 
 STEM = "k4_2_d64"
 VOID = {"meta", "link", "br", "hr", "img", "input"}

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fa3gen import rules
-from fa3gen.rules import Violation
-from fa3gen.spec import Spec
+from fa3gen.design import rules
+from fa3gen.design.rules import Violation
+from fa3gen.spec.model import Spec
 
 WGMMA = {
     "problem": {"head_dim": 128},

@@ -8,8 +8,8 @@ import pytest
 from jsonschema import Draft202012Validator
 from ruamel.yaml import YAML
 
-from fa3gen.schema import file_schema
-from fa3gen.workspace import Workspace, bundled_data
+from fa3gen.design.workspace import Workspace, bundled_data
+from fa3gen.spec.schema import file_schema
 
 SCHEMA = file_schema()
 

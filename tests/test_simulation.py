@@ -11,17 +11,19 @@ import jsonschema
 import pytest
 from rendering import CHECKOUT, ROOT, changed, variants
 
-from fa3gen import chips, cli, simulation
-from fa3gen.errors import UserError
-from fa3gen.simulation import Settings, Simulation, Times, comparison
-from fa3gen.simulation.document import SCHEMA
-from fa3gen.simulation.engine import Actor, Compute, Engine, Wait
-from fa3gen.simulation.lanes import lanes
-from fa3gen.simulation.picture import TICKS, tick_step
-from fa3gen.simulation.run import with_stages
-from fa3gen.simulation.times import Piece
-from fa3gen.spec import Spec
-from fa3gen.work import Problem, Shape
+from fa3gen import cli
+from fa3gen.base.errors import UserError
+from fa3gen.design.work import Problem, Shape
+from fa3gen.hardware import chips
+from fa3gen.inspect import simulation
+from fa3gen.inspect.simulation import Settings, Simulation, Times, comparison
+from fa3gen.inspect.simulation.document import SCHEMA
+from fa3gen.inspect.simulation.engine import Actor, Compute, Engine, Wait
+from fa3gen.inspect.simulation.lanes import lanes
+from fa3gen.inspect.simulation.picture import TICKS, tick_step
+from fa3gen.inspect.simulation.run import with_stages
+from fa3gen.inspect.simulation.times import Piece
+from fa3gen.spec.model import Spec
 
 STEMS = [stem for stem in sorted(variants()) if not stem.startswith("k1_")]
 UNITS = ("tensor cores", "exponentials", "issue", "loads")

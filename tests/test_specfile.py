@@ -11,9 +11,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from ruamel.yaml import YAML
 
-from fa3gen import specfile
-from fa3gen.errors import SpecError
-from fa3gen.specfile import SpecFile
+from fa3gen.base.errors import SpecError
+from fa3gen.design import load
+from fa3gen.spec import specfile
+from fa3gen.spec.specfile import SpecFile
 
 BASE = """\
 summary: both products on WGMMA
@@ -46,7 +47,7 @@ class Specs:
         return path
 
     def load(self, name: str, text: str, **options: Any) -> SpecFile:
-        return specfile.load(self.write(name, text), roots=[self.root], **options)
+        return load.load(self.write(name, text), roots=[self.root], **options)
 
     def problems(self, name: str, text: str, **options: Any) -> list[str]:
         with pytest.raises(SpecError) as caught:
@@ -82,7 +83,7 @@ def test_mask_shorthand(specs: Specs) -> None:
 
 
 def test_paths_outside_the_root_stay_as_given(tmp_path: Path, specs: Specs) -> None:
-    loaded = specfile.load(tmp_path / "base.yaml", roots=[tmp_path / "elsewhere"])
+    loaded = load.load(tmp_path / "base.yaml", roots=[tmp_path / "elsewhere"])
     assert loaded.path == tmp_path / "base.yaml"
 
 
@@ -255,12 +256,12 @@ def test_a_file_that_is_not_text(specs: Specs) -> None:
     path = specs.root / "k.yaml"
     path.write_bytes(b"summary: \xff\n")
     with pytest.raises(SpecError, match=r"k\.yaml: is not UTF-8 text \(invalid start byte at byte 9\)"):
-        specfile.load(path, roots=[specs.root])
+        load.load(path, roots=[specs.root])
 
 
 def test_a_file_that_is_not_there(specs: Specs) -> None:
     with pytest.raises(SpecError, match=r"gone\.yaml: cannot be read: No such file or directory"):
-        specfile.load(specs.root / "gone.yaml", roots=[specs.root])
+        load.load(specs.root / "gone.yaml", roots=[specs.root])
 
 
 def test_an_alias_to_itself(specs: Specs) -> None:
@@ -664,7 +665,7 @@ def test_whatever_is_written_it_loads_or_is_a_spec_error(tmp_path: Path, changes
     with path.open("w", encoding="utf-8") as stream:
         yaml.dump(document, stream)
     try:
-        loaded = specfile.load(path, roots=[tmp_path])
+        loaded = load.load(path, roots=[tmp_path])
     except SpecError as error:
         assert error.problems
         assert all(problem.path == Path("k.yaml") and problem.message for problem in error.problems)
@@ -683,7 +684,7 @@ def test_yaml_round_trip(tmp_path: Path, stages: int, dtype: str, mask: str, lse
     path = tmp_path / "k.yaml"
     with path.open("w", encoding="utf-8") as stream:
         yaml.dump(document, stream)
-    spec = specfile.load(path).variants[0].spec
+    spec = load.load(path).variants[0].spec
     with path.open("w", encoding="utf-8") as stream:
         yaml.dump({"summary": "again", **spec.model_dump()}, stream)
-    assert specfile.load(path).variants[0].spec == spec
+    assert load.load(path).variants[0].spec == spec

@@ -13,7 +13,7 @@ import pytest
 from jinja2 import nodes
 from rendering import CHECKOUT, plans
 
-from fa3gen.render import LineStatements
+from fa3gen.generate.render import LineStatements
 
 TEMPLATES = CHECKOUT.templates_dir
 NAMES = sorted(path.relative_to(TEMPLATES).as_posix() for path in TEMPLATES.rglob("*") if path.is_file())
@@ -21,7 +21,7 @@ STATEMENT = re.compile(r"[ \t]*#%[ \t]*(\w+)")
 
 
 def environment(loader: jinja2.BaseLoader) -> jinja2.Environment:
-    """As `fa3gen.render` sets it up."""
+    """As `fa3gen.generate.render` sets it up."""
     return jinja2.Environment(
         loader=loader,
         extensions=[LineStatements],

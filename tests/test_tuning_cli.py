@@ -7,17 +7,19 @@ import re
 import shutil
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 from rendering import CHECKOUT, ROOT, source
 
-from fa3gen import cli, compile_cache, tuning_records, verification
+from fa3gen import cli
 from fa3gen.cli import tune
-from fa3gen.compile_cache import CACHE_DIR_VARIABLE
-from fa3gen.tuning import session
-from fa3gen.workspace import Workspace
+from fa3gen.compile import cache as compile_cache
+from fa3gen.compile.cache import CACHE_DIR_VARIABLE
+from fa3gen.design.workspace import Workspace
+from fa3gen.measure.tuning import session
+from fa3gen.records import tuning_records
+from fa3gen.verify import pipeline as verification
 
 SPACE = "base: k6\nproblem: {head_dim: 128, mask: causal}\nspace:\n  tile.kv: [96, 100, 112]\n"
 
@@ -203,10 +205,10 @@ def test_what_cannot_be_done_is_said_in_words(
 def test_the_table_is_made_of_all_records(
     workspace: Workspace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    made_up = ModuleType("fa3gen.dispatch")
-    made_up.table_path = lambda workspace: workspace.root / "fa3gen/dispatch.yaml"  # type: ignore[attr-defined]
-    made_up.table_from_records = lambda records: f"rows of {len(records)} records\n"  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "fa3gen.dispatch", made_up)
+    monkeypatch.setattr("fa3gen.run.dispatch.table_path", lambda workspace: workspace.root / "fa3gen/dispatch.yaml")
+    monkeypatch.setattr(
+        "fa3gen.records.dispatch_table.table_from_records", lambda records: f"rows of {len(records)} records\n"
+    )
     assert cli.main(["tune", "--write-table"]) == 2
     assert "there are no records in generated/evidence/tuning; make some with" in capsys.readouterr().err
     assert cli.main(["tune", "--measure", "k5_d64", "--seq", "512,1024", "--write", "--write-table"]) == 0
@@ -216,7 +218,7 @@ def test_the_table_is_made_of_all_records(
 def test_without_a_gpu_it_says_what_can_be_done(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from fa3gen import gpu
+    from fa3gen.run import gpu
 
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(gpu, "why_no_hopper", lambda: "no driver")

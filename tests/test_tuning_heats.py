@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fa3gen.errors import UserError
-from fa3gen.tuning import heats
-from fa3gen.tuning.heats import Heat
+from fa3gen.base.errors import UserError
+from fa3gen.measure.tuning import heats
+from fa3gen.measure.tuning.heats import Heat
 
 
 def noisy(median: float, rounds: int, seed: int, noise: float = 0.01) -> list[float]:

@@ -11,13 +11,14 @@ import torch
 from rendering import variants
 from torch_modules import Module
 
-from fa3gen import reference
-from fa3gen.loading import load_file
-from fa3gen.peers import Peer, Unavailable
-from fa3gen.spec import Mask
-from fa3gen.tuning import measuring
-from fa3gen.tuning.measuring import Bench
-from fa3gen.tuning_records import TunedProblem, family_of
+from fa3gen.compile.loading import load_file
+from fa3gen.design.masks import reach
+from fa3gen.measure.peers import Peer, Unavailable
+from fa3gen.measure.tuning import measuring
+from fa3gen.measure.tuning.measuring import Bench
+from fa3gen.records.tuning_records import TunedProblem, family_of
+from fa3gen.spec.model import Mask
+from fa3gen.verify import reference
 
 CPU = torch.device("cpu")
 SPEC = variants()["k6_d64_causal"].spec
@@ -60,7 +61,9 @@ def peer(name: str, error: Exception | None = None, factor: float = 1.0) -> Peer
         def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             if error is not None:
                 raise error
-            return (factor * reference.attention(q, k, v, mask=mask, compute_dtype=torch.float32).out).to(q.dtype)
+            return (factor * reference.attention(q, k, v, reach=reach(mask), compute_dtype=torch.float32).out).to(
+                q.dtype
+            )
 
         return attend
 
@@ -129,7 +132,7 @@ def test_a_wrong_module_is_never_timed() -> None:
     """Right where it is measured (80 keys), wrong on a ragged shape."""
 
     def forgets(q: Any, k: Any, v: Any, scale: Any, mask: Mask) -> Any:
-        out, lse = reference.attention(q, k, v, scale=scale, mask=mask, compute_dtype=torch.float32)
+        out, lse = reference.attention(q, k, v, scale=scale, reach=reach(mask), compute_dtype=torch.float32)
         return (out, lse) if k.shape[1] == 80 else (out * 1.1, lse)
 
     setting = Setting({"bad": loadable(compute=forgets), "good": loadable()})
@@ -140,7 +143,7 @@ def test_a_wrong_module_is_never_timed() -> None:
 
 def test_a_wrong_result_at_the_shape_itself_is_a_failure_there() -> None:
     def forgets(q: Any, k: Any, v: Any, scale: Any, mask: Mask) -> Any:
-        out, lse = reference.attention(q, k, v, scale=scale, mask=mask, compute_dtype=torch.float32)
+        out, lse = reference.attention(q, k, v, scale=scale, reach=reach(mask), compute_dtype=torch.float32)
         return (out * 1.1, lse) if k.shape[1] == 80 else (out, lse)
 
     answer = Setting({"bad": loadable(compute=forgets)}, [peer("off", factor=1.5)]).ask()

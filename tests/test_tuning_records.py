@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from rendering import CHECKOUT, variants
 
-from fa3gen import tuning_records
-from fa3gen.errors import UserError
-from fa3gen.tuning import report
-from fa3gen.tuning_records import MaskShape, TunedProblem, TuningRecord, family_of, timed
-from fa3gen.workspace import Workspace
+from fa3gen.base.errors import UserError
+from fa3gen.design.workspace import Workspace
+from fa3gen.measure.tuning import report
+from fa3gen.records import tuning_records
+from fa3gen.records.tuning_records import MaskShape, TunedProblem, TuningRecord, family_of, timed
 
 SHA = "0123456789abcdef" * 4
 

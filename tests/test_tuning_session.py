@@ -17,13 +17,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rendering import ROOT, variants
 
-from fa3gen import gpu
-from fa3gen.errors import UserError
-from fa3gen.tuning import heats, report
-from fa3gen.tuning.client import LIMITS_S, Gone, Worker
-from fa3gen.tuning.journal import Journal
-from fa3gen.tuning.session import COMMAND, Cell, Module, Tuner, distribute
-from fa3gen.tuning_records import TunedProblem, family_of
+from fa3gen.base.errors import UserError
+from fa3gen.measure.tuning import heats, report
+from fa3gen.measure.tuning.client import LIMITS_S, Gone, Worker
+from fa3gen.measure.tuning.journal import Journal
+from fa3gen.measure.tuning.session import COMMAND, Cell, Module, Tuner, distribute
+from fa3gen.records.tuning_records import TunedProblem, family_of
+from fa3gen.run import gpu
 
 FAKE = (sys.executable, "-P", str(ROOT / "tests/fake_tuning_worker.py"))
 LIMITS = {**dict.fromkeys(LIMITS_S, 20.0), "check": 2.0}
@@ -159,8 +159,8 @@ from pathlib import Path
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where a shell runs the tests in the background
 sys.path.insert(0, {tests!r})
 from test_tuning_session import LIMITS, FAKE, cell
-from fa3gen.tuning.journal import Journal
-from fa3gen.tuning.session import Tuner
+from fa3gen.measure.tuning.journal import Journal
+from fa3gen.measure.tuning.session import Tuner
 folder = Path({folder!r})
 cells = [cell(["incumbent", "a"], seq) for seq in (512, 1024, 2048, 4096)]
 Tuner(cells, Journal(folder / "journal.jsonl"), ["0"], folder / "logs", command=FAKE, limits=LIMITS).run()

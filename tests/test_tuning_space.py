@@ -10,16 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rendering import CHECKOUT, spec_files, variants
 
-from fa3gen import rules
-from fa3gen.errors import SpecError, UserError
-from fa3gen.evidence import sha256
-from fa3gen.render import render_variant
-from fa3gen.spec import Spec
-from fa3gen.specfile import Variant
-from fa3gen.tuning import candidates, writeback
-from fa3gen.tuning.session import Module
-from fa3gen.tuning.space import Enumeration, enumerate_space, load_space
-from fa3gen.workspace import Workspace
+from fa3gen.base.errors import SpecError, UserError
+from fa3gen.base.files import sha256
+from fa3gen.design import rules
+from fa3gen.design.workspace import Workspace
+from fa3gen.generate.render import render_variant
+from fa3gen.measure.tuning import candidates, writeback
+from fa3gen.measure.tuning.session import Module
+from fa3gen.measure.tuning.space import Enumeration, enumerate_space, load_space
+from fa3gen.spec.model import Spec
+from fa3gen.spec.specfile import Variant
 
 K6 = "k6_d128_causal"
 

@@ -14,15 +14,17 @@ import torch
 import typer
 from rich.console import Console
 
-from fa3gen import evidence, gpu, verify
+from fa3gen.base.errors import UserError
 from fa3gen.cli import verify as command
 from fa3gen.cpu.findings import OutsideModel
-from fa3gen.cpu.verify import CpuCaseResult, CpuReport
-from fa3gen.errors import UserError
-from fa3gen.spec import Spec
-from fa3gen.specfile import Variant
-from fa3gen.verification import Stage, Verification, check_compile, check_render
-from fa3gen.workspace import Workspace
+from fa3gen.design.workspace import Workspace
+from fa3gen.records import evidence
+from fa3gen.run import gpu
+from fa3gen.spec.model import Spec
+from fa3gen.spec.specfile import Variant
+from fa3gen.verify import on_gpu as verify
+from fa3gen.verify.on_cpu import CpuCaseResult, CpuReport
+from fa3gen.verify.pipeline import Stage, Verification, check_compile, check_render
 
 SPEC = Spec.model_validate(
     {
@@ -60,7 +62,7 @@ def session(workspace: Workspace, *, evidence: bool = False, timeout: float = 60
 
 def test_a_committed_file_is_compared_with_its_rendering(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
     text = workspace.module_path("a").read_text()
-    monkeypatch.setattr("fa3gen.render.render_variant", lambda variant, workspace: text)
+    monkeypatch.setattr("fa3gen.generate.render.render_variant", lambda variant, workspace: text)
     assert check_render(VARIANTS[0], workspace) == Stage(True)
     workspace.module_path("a").write_text("NAME = 'by hand'\n")
     assert check_render(VARIANTS[0], workspace).detail == (
@@ -128,7 +130,7 @@ def test_a_launch_that_never_ends_is_recorded_and_ends_the_process(
     monkeypatch.setattr(os, "_exit", codes.append)
     watched = session(workspace, evidence=True, timeout=0.05)
     monkeypatch.setattr(evidence, "write", _only_first(evidence.write))
-    monkeypatch.setattr("fa3gen.verification.speeds", no_speeds)
+    monkeypatch.setattr("fa3gen.measure.record_speeds.speeds", no_speeds)
     watched.run_all(unrun()[:1])
     assert codes == [1]
     _, record = evidence.status(workspace, "a")
@@ -153,7 +155,7 @@ def test_a_launch_that_never_ends_ends_the_process_though_it_cannot_be_recorded(
     monkeypatch.setattr(verify, "verify_module", run)
     monkeypatch.setattr(os, "_exit", codes.append)
     monkeypatch.setattr(evidence, "write", full)
-    monkeypatch.setattr("fa3gen.verification.speeds", no_speeds)
+    monkeypatch.setattr("fa3gen.measure.record_speeds.speeds", no_speeds)
     with pytest.raises(OSError, match="no space left"):
         session(workspace, evidence=True, timeout=0.05).run_all(unrun()[:1])
     assert codes == [1]
@@ -173,7 +175,7 @@ def test_speeds_of_one_problem_are_measured_together(workspace: Workspace, monke
         failed = verify.Check("made up", False, "no") if module.NAME == "b" else None
         return dataclasses.replace(REPORT, checks=(failed,) if failed else ())
 
-    monkeypatch.setattr("fa3gen.verification.speeds", speeds)
+    monkeypatch.setattr("fa3gen.measure.record_speeds.speeds", speeds)
     monkeypatch.setattr(verify, "verify_module", run)
     around = gpu.environment()
     monkeypatch.setattr(gpu, "environment", lambda ptxas=None: dataclasses.replace(around, gpu="A made-up GPU"))
@@ -190,7 +192,7 @@ def test_a_device_lost_while_timing_fails_all_that_were_timed(
     def speeds(modules: Any, device: Any) -> dict[str, dict[int, float]]:
         raise RuntimeError("illegal memory access")
 
-    monkeypatch.setattr("fa3gen.verification.speeds", speeds)
+    monkeypatch.setattr("fa3gen.measure.record_speeds.speeds", speeds)
     failed = verify.Check("made up", False, "no")
     reports = {"a": REPORT, "b": dataclasses.replace(REPORT, checks=(failed,)), "c": REPORT}
     monkeypatch.setattr(verify, "verify_module", lambda *args, stem, **keywords: reports[stem])
@@ -207,7 +209,7 @@ def test_a_module_that_cannot_be_imported_fails_and_the_others_run(
 ) -> None:
     workspace.module_path("b").write_text("def broken(:\n")
     monkeypatch.setattr(verify, "verify_module", lambda *args, **keywords: REPORT)
-    monkeypatch.setattr("fa3gen.verification.speeds", no_speeds)
+    monkeypatch.setattr("fa3gen.measure.record_speeds.speeds", no_speeds)
     a, b, c = session(workspace, evidence=True).run_all(unrun())
     assert (a.run.passed, b.run.passed, c.run.passed) == (True, False, True)
     assert b.run.detail.startswith("cannot be imported: SyntaxError: ")
@@ -271,9 +273,9 @@ def on_the_model(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> dict[
     monkeypatch.chdir(workspace.root)
     monkeypatch.setattr(Workspace, "select", lambda self, names: VARIANTS)
     monkeypatch.setattr(command, "_check_all", lambda *args, for_launch: unrun())
-    monkeypatch.setattr("fa3gen.gpu.why_no_hopper", lambda: "none here")
+    monkeypatch.setattr("fa3gen.run.gpu.why_no_hopper", lambda: "none here")
     monkeypatch.setattr("fa3gen.cpu.module.load_on_cpu", lambda path: path.stem)
-    monkeypatch.setattr("fa3gen.cpu.verify.verify_on_cpu", run)
+    monkeypatch.setattr("fa3gen.verify.on_cpu.verify_on_cpu", run)
     return answers
 
 

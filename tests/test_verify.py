@@ -10,10 +10,12 @@ import torch
 from rendering import plans, variants
 from torch_modules import Module, check_arguments, exact, nan_rows, online, past_the_end, whole_tiles_only
 
-from fa3gen import inputs, reference, verify
-from fa3gen.inputs import CASES, Case
-from fa3gen.spec import CausalMask, Mask, NoMask, Spec, WindowMask
-from fa3gen.verify import verify_module
+from fa3gen.design.masks import reach
+from fa3gen.spec.model import CausalMask, Mask, NoMask, Spec, WindowMask
+from fa3gen.verify import inputs, reference
+from fa3gen.verify import on_gpu as verify
+from fa3gen.verify.inputs import CASES, Case
+from fa3gen.verify.on_gpu import verify_module
 
 CPU = torch.device("cpu")
 torch.set_num_threads(1)  # the workers of xdist share the cores
@@ -59,7 +61,7 @@ def test_same_precision_itself_passes() -> None:
     """O of the yardstick is within twice its own error; its LSE is not exact enough, so it is given the exact one."""
 
     def compute(q: Any, k: Any, v: Any, scale: Any, mask: Mask) -> Any:
-        out = reference.same_precision(q, k, v, scale=scale, mask=mask).out
+        out = reference.same_precision(q, k, v, scale=scale, reach=reach(mask)).out
         return out, exact(q, k, v, scale, mask)[1]
 
     assert run(Module(CausalMask(), compute)).failures == ()
@@ -78,7 +80,7 @@ def top_left(q: Any, k: Any, v: Any, scale: Any, mask: Mask) -> Any:
     padded = torch.nn.functional.pad(q, (0, 0, 0, 0, 0, max(0, seq_k - seq_q)))
     keys, values = k[:, : padded.shape[1]], v[:, : padded.shape[1]]
     if seq_k < seq_q:
-        rest = reference.attention(q[:, seq_k:], k, v, scale=scale, mask=NoMask(), compute_dtype=torch.float32)
+        rest = reference.attention(q[:, seq_k:], k, v, scale=scale, reach=reach(NoMask()), compute_dtype=torch.float32)
         first = exact(q[:, :seq_k], k, v, scale, mask)
         return torch.cat([first.out, rest.out], dim=1), torch.cat([first.lse, rest.lse], dim=2)
     out, lse = exact(padded, keys, values, scale, mask)

@@ -7,11 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rendering import changed, plans, variants
 
-from fa3gen import work
-from fa3gen.errors import UserError
-from fa3gen.plan import make_plan
-from fa3gen.spec import Spec
-from fa3gen.work import Problem, Shape
+from fa3gen.base.errors import UserError
+from fa3gen.design import work
+from fa3gen.design.work import Problem, Shape
+from fa3gen.generate.plan import make_plan
+from fa3gen.spec.model import Spec
 
 
 def spec(stem: str) -> Spec:

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from fa3gen import workspace
-from fa3gen.errors import SpecError, UserError
-from fa3gen.workspace import Workspace, bundled_data
+from fa3gen.base.errors import SpecError, UserError
+from fa3gen.design import workspace
+from fa3gen.design.workspace import Workspace, bundled_data
 
 SPEC = """\
 summary: both products on WGMMA

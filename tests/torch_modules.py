@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 
-from fa3gen import reference
 from fa3gen.cpu.kernel import Settings
-from fa3gen.spec import Mask
+from fa3gen.design.masks import reach
+from fa3gen.spec.model import Mask
+from fa3gen.verify import reference
 
 
 def check_arguments(q: Any, k: Any, v: Any, out: Any, *, dtype: torch.dtype, head_dim: int) -> None:
@@ -40,7 +41,7 @@ Compute = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
 def exact(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None, mask: Mask) -> Any:
-    return reference.attention(q, k, v, scale=scale, mask=mask, compute_dtype=torch.float32)
+    return reference.attention(q, k, v, scale=scale, reach=reach(mask), compute_dtype=torch.float32)
 
 
 @dataclass
@@ -88,7 +89,7 @@ def online(
     round_p = round_p or (lambda p: p.to(q.dtype).float())
     keys, values = (tensor.float().repeat_interleave(group, dim=2).transpose(1, 2) for tensor in (k, v))
     scores = q.float().transpose(1, 2) @ keys.transpose(2, 3) * (scale or q.shape[-1] ** -0.5)
-    seen = reference.visible_keys(mask, seq_q=q.shape[1], seq_k=k.shape[1], rows=torch.arange(q.shape[1]))
+    seen = reference.visible_keys(reach(mask), seq_q=q.shape[1], seq_k=k.shape[1], rows=torch.arange(q.shape[1]))
     scores = scores if seen is None else scores.masked_fill(~seen, -math.inf)
     if hide_last and k.shape[1] > 1:
         scores[..., -1] = -math.inf

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from fa3gen.errors import UserError
+from fa3gen.base.errors import UserError
 
 # Command -> module and function, in the order in which a user meets them.
 COMMANDS = {

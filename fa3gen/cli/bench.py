@@ -12,10 +12,10 @@ import typer
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from fa3gen.bench import Bench, Competitor, Runner
-    from fa3gen.launch_times import LaunchTimes
-    from fa3gen.specfile import Variant
-    from fa3gen.workspace import Workspace
+    from fa3gen.design.workspace import Workspace
+    from fa3gen.measure.bench import Bench, Competitor, Runner
+    from fa3gen.measure.launch_times import LaunchTimes
+    from fa3gen.spec.specfile import Variant
 
 
 def bench(
@@ -43,9 +43,10 @@ def bench(
     """Measure TFLOP/s over head dim, mask and sequence length on a Hopper GPU, beside the peers installed here."""
     from rich.console import Console
 
-    from fa3gen import bench_report, gpu
-    from fa3gen.bench import Bench, CudaTimer, Runner, peer_competitors, plan_cells, require_hopper
-    from fa3gen.workspace import Workspace
+    from fa3gen.design.workspace import Workspace
+    from fa3gen.measure import bench_report
+    from fa3gen.measure.bench import Bench, CudaTimer, Runner, peer_competitors, plan_cells, require_hopper
+    from fa3gen.run import gpu
 
     if plot is not None:
         bench_report.check_plot_path(plot)
@@ -98,10 +99,10 @@ def _launches(
     say: Callable[[str], None],
 ) -> Iterator[LaunchTimes]:
     """Measure what launches cost the host: of every module, and of the peers on the first module's problem."""
-    from fa3gen.bench import Cell
-    from fa3gen.dispatch import Family
-    from fa3gen.errors import UserError
-    from fa3gen.launch_times import SEQ_LEN, LaunchTimes, first_calls
+    from fa3gen.base.errors import UserError
+    from fa3gen.measure.bench import Cell
+    from fa3gen.measure.launch_times import SEQ_LEN, LaunchTimes, first_calls
+    from fa3gen.run.dispatch import Family
 
     def cell(variant: Variant) -> Cell:
         problem = variant.spec.problem
@@ -130,9 +131,9 @@ def _progress(errors: Console, update: Callable[[str], None]) -> Callable[[str],
 
 def _own(workspace: Workspace, variants: list[Variant]) -> dict[str, Competitor]:
     """Return one competitor per variant, by generated stem; called by spec stem where that is not ambiguous."""
-    from fa3gen.bench import module_competitor
-    from fa3gen.errors import UserError
-    from fa3gen.launch import load_for_launch
+    from fa3gen.base.errors import UserError
+    from fa3gen.measure.bench import module_competitor
+    from fa3gen.run.launch import load_for_launch
 
     def problem(variant: Variant) -> tuple[object, ...]:
         return variant.source, variant.spec.problem, variant.spec.mask
@@ -157,7 +158,8 @@ def _own(workspace: Workspace, variants: list[Variant]) -> dict[str, Competitor]
 
 def _record(workspace: Workspace, measured: Bench, own: dict[str, Competitor]) -> None:
     """Put speeds into the records and render the tables anew; say which modules have no record to put them in."""
-    from fa3gen import evidence
+    from fa3gen.inspect import pages
+    from fa3gen.records import evidence
 
     for stem, competitor in own.items():
         speeds = {
@@ -171,5 +173,5 @@ def _record(workspace: Workspace, measured: Bench, own: dict[str, Competitor]) -
             text = f"{stem}: no record of the present file on this GPU with this DSL and torch; "
             text += f"run `fa3gen verify {stem} --evidence` first"
             typer.echo(text, err=True)
-    for path in evidence.refresh(workspace):
+    for path in pages.refresh(workspace):
         typer.echo(f"wrote {path}", err=True)

@@ -13,11 +13,12 @@ import typer
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from fa3gen.census import Expectation, Mismatch
-    from fa3gen.compiler import Analysis
-    from fa3gen.errors import UserError
-    from fa3gen.specfile import Variant
-    from fa3gen.workspace import Workspace
+    from fa3gen.base.errors import UserError
+    from fa3gen.compile.census import Mismatch
+    from fa3gen.compile.compiler import Analysis
+    from fa3gen.design.workspace import Workspace
+    from fa3gen.generate.expected import Expectation
+    from fa3gen.spec.specfile import Variant
 
 
 @dataclass(frozen=True)
@@ -50,10 +51,10 @@ def compile(
 
     Exits with 1 when a fact is not as predicted, with 2 when a module is missing or does not compile.
     """
-    from fa3gen import toolchain
-    from fa3gen.errors import UserError
-    from fa3gen.plan import make_plan
-    from fa3gen.workspace import Workspace
+    from fa3gen.base.errors import UserError
+    from fa3gen.compile import toolchain
+    from fa3gen.design.workspace import Workspace
+    from fa3gen.generate.plan import make_plan
 
     for tool in ("cuobjdump", "nvdisasm"):
         toolchain.find_tool(tool)  # before the seconds that compiling takes
@@ -90,8 +91,8 @@ def build(
 
     Progress goes to standard error.
     """
-    from fa3gen.compile_cache import compile_and_keep
-    from fa3gen.compiler import analyse, preloaded, side_by_side
+    from fa3gen.compile.cache import compile_and_keep
+    from fa3gen.compile.compiler import analyse, preloaded, side_by_side
 
     paths = {workspace.rendered_path(variant.stem): variant for variant in variants}
     with _progress(len(paths)) as advance, preloaded():
@@ -102,8 +103,8 @@ def build(
 
 def judge(variant: Variant, expectation: Expectation, result: Analysis | UserError) -> Outcome:
     """Compare a compiled module with its prediction."""
-    from fa3gen.census import compare
-    from fa3gen.errors import UserError
+    from fa3gen.base.errors import UserError
+    from fa3gen.compile.census import compare
 
     if isinstance(result, UserError):
         return Outcome(variant, expectation, None, (), str(result))
@@ -127,7 +128,7 @@ def _progress(total: int) -> Iterator[Callable[[str], None]]:
 
 def write_artifacts(outcomes: Sequence[Outcome], directory: Path) -> None:
     """Write <stem>.ptx, <stem>.cubin and <stem>.sass for every module that compiled; makes the directory."""
-    from fa3gen.errors import UserError
+    from fa3gen.base.errors import UserError
 
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -179,7 +180,7 @@ def _print_outcome(console: Console, outcome: Outcome) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from fa3gen.census import rows
+    from fa3gen.compile.census import rows
 
     assert outcome.analysis is not None
     compiled, census = outcome.analysis.compiled, outcome.analysis.census

@@ -12,8 +12,8 @@ import typer
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from fa3gen.difference.model import Difference
-    from fa3gen.workspace import Workspace
+    from fa3gen.design.workspace import Workspace
+    from fa3gen.inspect.difference.model import Difference
 
 
 def diff(
@@ -41,11 +41,11 @@ def diff(
 
     Exits with 1 when there is a difference, with 0 when there is none.
     """
-    from fa3gen.workspace import Workspace
+    from fa3gen.design.workspace import Workspace
 
     found = _difference(specs, rev or [], Workspace.find(), with_source=source)
     if as_json:
-        from fa3gen.difference.text import document
+        from fa3gen.inspect.difference.text import document
 
         typer.echo(json.dumps(document(found), indent=2))
     else:
@@ -55,17 +55,17 @@ def diff(
 
 
 def _difference(specs: list[str], revisions: list[str], workspace: Workspace, *, with_source: bool) -> Difference:
-    from fa3gen.errors import UserError
+    from fa3gen.base.errors import UserError
 
     if revisions:
-        from fa3gen.difference.revisions import difference as between_revisions
-        from fa3gen.difference.revisions import revisions_of
+        from fa3gen.inspect.difference.revisions import difference as between_revisions
+        from fa3gen.inspect.difference.revisions import revisions_of
 
         if len(specs) != 1:
             raise UserError(f"--rev compares one spec with itself; name one, not {', '.join(specs)}")
         old, new = revisions_of(revisions)
         return between_revisions(specs[0], old, new, workspace, with_source=with_source)
-    from fa3gen.difference.sides import difference
+    from fa3gen.inspect.difference.sides import difference
 
     if len(specs) == 1:
         raise UserError(
@@ -77,8 +77,8 @@ def _difference(specs: list[str], revisions: list[str], workspace: Workspace, *,
 
 
 def _print(found: Difference, beside: bool | None, *, with_source: bool) -> None:
-    from fa3gen.difference.side_by_side import NARROWEST
-    from fa3gen.difference.text import report
+    from fa3gen.inspect.difference.side_by_side import NARROWEST
+    from fa3gen.inspect.difference.text import report
 
     console = _console()
     if beside is None:

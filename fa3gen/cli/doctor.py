@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from fa3gen.doctor import EvidenceSummary, Report
+    from fa3gen.doctor.doctor import EvidenceSummary, Report
 
 _STYLES = {"ok": "green", "note": "yellow", "broken": "bold red"}
 
@@ -22,7 +22,7 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON 
     Looks at packages, driver and GPU and compiles a trial kernel; takes a few seconds. Exits with 1 when something is
     broken that fa3gen itself needs; a machine without a GPU is not broken.
     """
-    from fa3gen.doctor import examine
+    from fa3gen.doctor.doctor import examine
 
     report = examine(_generated_dir())
     if as_json:
@@ -38,7 +38,7 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON 
 def _generated_dir() -> Path | None:
     """The workspace's modules, or those of the package. None when even finding them needs what is broken."""
     try:
-        from fa3gen.workspace import Workspace
+        from fa3gen.design.workspace import Workspace
     except ImportError:
         return None
     workspace = Workspace.find()

@@ -9,11 +9,11 @@ import typer
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from fa3gen.explanation import Explanation
-    from fa3gen.spec import Spec
-    from fa3gen.specfile import Variant
-    from fa3gen.work import Shape
-    from fa3gen.workspace import Workspace
+    from fa3gen.design.work import Shape
+    from fa3gen.design.workspace import Workspace
+    from fa3gen.inspect.explanation import Explanation
+    from fa3gen.spec.model import Spec
+    from fa3gen.spec.specfile import Variant
 
 TOKENS = 16384  # batch x sequence length, where no batch is given
 
@@ -38,8 +38,9 @@ def explain(
     those that the plan expects. Ceilings are a roofline at the boost clock: no kernel reaches them, and under the power
     limit the clock is lower.
     """
-    from fa3gen import chips, explanation
-    from fa3gen.workspace import Workspace
+    from fa3gen.design.workspace import Workspace
+    from fa3gen.hardware import chips
+    from fa3gen.inspect import explanation
 
     workspace = Workspace.find()
     lengths, wanted = _lengths(seq), chips.select(chip)
@@ -50,13 +51,13 @@ def explain(
     if as_json:
         import json
 
-        from fa3gen.explanation.document import document
+        from fa3gen.inspect.explanation.document import document
 
         typer.echo(json.dumps(document(found), indent=2))
         return
     from rich.console import Console
 
-    from fa3gen.explanation import text
+    from fa3gen.inspect.explanation import text
 
     console = Console(highlight=False)
     for index, explained in enumerate(found):
@@ -75,7 +76,7 @@ def _shapes(
     spec: Spec, lengths: Sequence[tuple[int, int]], batch: int | None, heads: int | None, heads_kv: int | None
 ) -> list[Shape]:
     """One shape per pair of lengths; what is not given is as in the benchmarks."""
-    from fa3gen import work
+    from fa3gen.design import work
 
     default_q, default_kv = work.default_heads(spec)
     heads_q = heads or (default_q if heads_kv is None else heads_kv * spec.tile.pack_heads)
@@ -87,6 +88,6 @@ def _shapes(
 
 def compiled_registers(workspace: Workspace, variant: Variant) -> int | None:
     """Registers per thread of the module as compiled, from the evidence on the file as it stands."""
-    from fa3gen import evidence
+    from fa3gen.records import evidence
 
     return evidence.compiled_registers(workspace, variant.stem)

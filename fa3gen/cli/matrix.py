@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from rich.text import Text
 
-    from fa3gen.matrix import Row
+    from fa3gen.inspect.matrix import Row
 
 
 def matrix(
@@ -32,9 +32,9 @@ def matrix(
     Proof is a record of this exact file: verified on a GPU, executed on the CPU model of sm_90a, stale where the file
     has changed since, unverified without one. Tests that were run without leaving a record count for nothing.
     """
-    from fa3gen import matrix as table
-    from fa3gen.errors import UserError
-    from fa3gen.workspace import Workspace
+    from fa3gen.base.errors import UserError
+    from fa3gen.design.workspace import Workspace
+    from fa3gen.inspect import matrix as table
 
     workspace = Workspace.find()
     if specs and (as_markdown or check):
@@ -64,7 +64,7 @@ def _print(found: Sequence[Row]) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from fa3gen import matrix as table
+    from fa3gen.inspect import matrix as table
 
     console = Console(width=None if sys.stdout.isatty() else 1000, highlight=False, markup=False)
     headings = table.columns()

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-
-    from fa3gen.render import Rendered
-    from fa3gen.specfile import SpecFile, Variant
-    from fa3gen.workspace import Workspace
+    from fa3gen.design.workspace import Workspace
+    from fa3gen.generate.render import Rendered
+    from fa3gen.spec.specfile import SpecFile, Variant
 
 
 def render(
@@ -25,8 +24,8 @@ def render(
     force: Annotated[bool, typer.Option("--force", help="Overwrite generated files that were edited by hand.")] = False,
 ) -> None:
     """Render specs to modules under generated/ and say what changed."""
-    from fa3gen.render import render_all
-    from fa3gen.workspace import Workspace
+    from fa3gen.design.workspace import Workspace
+    from fa3gen.generate.render import render_all
 
     workspace = Workspace.find()
     # All of them, also when one spec is rendered: a stem belongs to one spec.
@@ -44,7 +43,7 @@ def render(
 
 def _require_owners(variants: list[Variant], spec_files: list[SpecFile], workspace: Workspace) -> None:
     """Refuse specs from elsewhere: no later `--check` would know them, and their stems may belong to others."""
-    from fa3gen.errors import UserError
+    from fa3gen.base.errors import UserError
 
     owners = {variant.stem: variant.source for spec_file in spec_files for variant in spec_file.variants}
     strays = dict.fromkeys(str(variant.source) for variant in variants if owners.get(variant.stem) != variant.source)
@@ -60,7 +59,7 @@ def _mending_command(rendered: list[Rendered]) -> str:
 
 
 def _check(rendered: list[Rendered], spec_files: list[SpecFile] | None, workspace: Workspace) -> None:
-    from fa3gen.render import hand_edited, orphans
+    from fa3gen.generate.render import hand_edited, orphans
 
     drifted = [item for item in rendered if item.change != "unchanged"]
     for item in drifted:
@@ -80,8 +79,8 @@ def _check(rendered: list[Rendered], spec_files: list[SpecFile] | None, workspac
 
 
 def _write(rendered: list[Rendered], spec_files: list[SpecFile] | None, workspace: Workspace, *, force: bool) -> None:
-    from fa3gen.errors import UserError
-    from fa3gen.render import hand_edited, orphans, remember, write
+    from fa3gen.base.errors import UserError
+    from fa3gen.generate.render import hand_edited, orphans, remember, write
 
     edited = [] if force else hand_edited(rendered, workspace)
     if edited:

@@ -21,11 +21,11 @@ def report(
     """
     from rich.console import Console
 
-    from fa3gen.errors import UserError
-    from fa3gen.files import write_text
-    from fa3gen.report.gathering import gather
-    from fa3gen.report.page import render
-    from fa3gen.workspace import Workspace
+    from fa3gen.base.errors import UserError
+    from fa3gen.base.files import write_text
+    from fa3gen.design.workspace import Workspace
+    from fa3gen.inspect.report.gathering import gather
+    from fa3gen.inspect.report.page import render
 
     workspace = Workspace.find()
     variants = workspace.select(specs)

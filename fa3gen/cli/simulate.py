@@ -11,10 +11,10 @@ import typer
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from fa3gen.chips import Chip
-    from fa3gen.simulation.document import Entry
-    from fa3gen.specfile import Variant
-    from fa3gen.workspace import Workspace
+    from fa3gen.design.workspace import Workspace
+    from fa3gen.hardware.chips import Chip
+    from fa3gen.inspect.simulation.document import Entry
+    from fa3gen.spec.specfile import Variant
 
 
 class Arbitration(enum.StrEnum):
@@ -57,9 +57,9 @@ def simulate(
     spec and the chip's peak rates; the load latency is an estimate. No tile is masked. docs/simulator.md says how well
     that predicts what was measured. Nothing is compiled or run.
     """
-    from fa3gen import chips
-    from fa3gen.errors import UserError
-    from fa3gen.workspace import Workspace
+    from fa3gen.base.errors import UserError
+    from fa3gen.design.workspace import Workspace
+    from fa3gen.hardware import chips
 
     workspace = Workspace.find()
     [selected] = chips.select([chip])
@@ -82,7 +82,7 @@ def simulate(
     if as_json:
         import json
 
-        from fa3gen.simulation.document import document
+        from fa3gen.inspect.simulation.document import document
 
         typer.echo(json.dumps(document(entries), separators=(",", ":")))
         return
@@ -91,7 +91,7 @@ def simulate(
 
 def parse_stages(text: str) -> list[int]:
     """`3` or `1..6` as numbers of stages; UserError for anything else."""
-    from fa3gen.errors import UserError
+    from fa3gen.base.errors import UserError
 
     first, dots, last = text.partition("..")
     try:
@@ -113,9 +113,9 @@ def _entry(
     arbitration: Arbitration,
     overrides: dict[str, float | None],
 ) -> Entry:
-    from fa3gen import simulation
     from fa3gen.cli.explain import compiled_registers
-    from fa3gen.simulation.document import Entry
+    from fa3gen.inspect import simulation
+    from fa3gen.inspect.simulation.document import Entry
 
     order: Literal["even", "oldest"] = "even" if arbitration is Arbitration.even else "oldest"
     spec, registers = variant.spec, compiled_registers(workspace, variant)
@@ -132,9 +132,9 @@ def _entry(
 
 
 def _draw(entry: Entry, path: Path) -> None:
-    from fa3gen.errors import UserError
-    from fa3gen.files import write_text
-    from fa3gen.simulation import svg
+    from fa3gen.base.errors import UserError
+    from fa3gen.base.files import write_text
+    from fa3gen.inspect.simulation import svg
 
     try:
         write_text(path, svg(entry.simulation, f"{entry.stem}: one SM, simulated"))
@@ -145,7 +145,7 @@ def _draw(entry: Entry, path: Path) -> None:
 def _print(entries: Sequence[Entry], drawn: Path | None) -> None:
     from rich.console import Console
 
-    from fa3gen.simulation import text
+    from fa3gen.inspect.simulation import text
 
     console = Console(highlight=False)
     for index, entry in enumerate(entries):

@@ -8,17 +8,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-
-    from fa3gen.spec import Spec
-    from fa3gen.specfile import SpecFile
-    from fa3gen.workspace import Workspace
+    from fa3gen.design.workspace import Workspace
+    from fa3gen.spec.model import Spec
+    from fa3gen.spec.specfile import SpecFile
 
 
 def list_specs(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, one object per generated module.")] = False,
 ) -> None:
     """Show all specs, the modules they generate, and what each is."""
-    from fa3gen.workspace import Workspace
+    from fa3gen.design.workspace import Workspace
 
     workspace = Workspace.find()
     files = [*workspace.load_all(), *workspace.load_bundled()]
@@ -38,9 +37,9 @@ def new_spec(
     base: Annotated[str, typer.Option("--from", help="Spec to start from: a stem or a path.", metavar="SPEC")],
 ) -> None:
     """Write a new spec that extends another one, with hints of what can be overridden."""
-    from fa3gen.errors import UserError
-    from fa3gen.specfile import is_stem
-    from fa3gen.workspace import Workspace
+    from fa3gen.base.errors import UserError
+    from fa3gen.design.workspace import Workspace
+    from fa3gen.spec.specfile import is_stem
 
     if not is_stem(name):
         raise UserError(f"'{name}' cannot name a Python module; use letters, digits and underscores")
@@ -60,7 +59,7 @@ def print_schema() -> None:
     """Print the JSON Schema of a spec file, for editors."""
     import json
 
-    from fa3gen.schema import file_schema
+    from fa3gen.spec.schema import file_schema
 
     typer.echo(json.dumps(file_schema(), indent=2))
 
@@ -130,7 +129,7 @@ def _print_table(files: Sequence[SpecFile]) -> None:
 
 def derived_text(base: SpecFile, reference: str) -> str:
     """A spec file that extends `base` (named `reference` from where it lies) and changes nothing yet."""
-    from fa3gen.yamltree import dumps
+    from fa3gen.spec.yamltree import dumps
 
     hints = {key: value for key, value in _without_axes(base.fields, list(base.matrix)).items() if value != {}}
     if base.matrix:
@@ -164,7 +163,7 @@ def _short_mask(value: Any) -> Any:
 def _base_file(name: str, workspace: Workspace) -> SpecFile:
     from pathlib import Path
 
-    from fa3gen.errors import UserError
+    from fa3gen.base.errors import UserError
 
     spec_file = workspace.file_of(workspace.resolve(name)[0])
     if name not in (spec_file.stem, str(spec_file.path)) and Path(name).suffix not in (".yaml", ".yml"):
@@ -187,7 +186,7 @@ def _reference(base: SpecFile, workspace: Workspace) -> str:
 
 def _refuse_taken_names(name: str, base: SpecFile, workspace: Workspace) -> None:
     """The new spec would generate the base's modules under its own stem: none of these may be in use."""
-    from fa3gen.errors import UserError
+    from fa3gen.base.errors import UserError
 
     known = [*workspace.load_all(), *workspace.load_bundled()]
     taken = {stem: file for file in known for stem in (file.stem, *(v.stem for v in file.variants))}

@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     from fa3gen.cpu.findings import Hazard
     from fa3gen.cpu.launch import Index
     from fa3gen.cpu.schedule import Schedule
-    from fa3gen.cpu.tracing import Problem
-    from fa3gen.spec import Spec
-    from fa3gen.specfile import Variant
-    from fa3gen.workspace import Workspace
+    from fa3gen.design.workspace import Workspace
+    from fa3gen.inspect.tracing import Problem
+    from fa3gen.spec.model import Spec
+    from fa3gen.spec.specfile import Variant
 
 LONGEST = 3  # waits that the summary names for each warp
 
@@ -78,7 +78,7 @@ def trace(
     """
     from rich.console import Console
 
-    from fa3gen.workspace import Workspace
+    from fa3gen.design.workspace import Workspace
 
     workspace = Workspace.find()
     variants = workspace.select(specs)
@@ -94,12 +94,12 @@ def trace(
 
 def _trace_one(workspace: Workspace, variant: Variant, request: Request, console: Console) -> Hazard | None:
     """Trace one module, write its files and say what happened; returns the fault that the model found."""
+    from fa3gen.base.errors import UserError
+    from fa3gen.base.files import write_text
     from fa3gen.cpu.places import SharedPlaces
     from fa3gen.cpu.trace import Trace
     from fa3gen.cpu.trace_files import Source, document, perfetto
-    from fa3gen.cpu.tracing import run
-    from fa3gen.errors import UserError
-    from fa3gen.files import write_text
+    from fa3gen.inspect.tracing import run
 
     problem = _problem(variant.spec, request)
     ctas = _ctas(variant.spec, problem, request.cta)
@@ -131,8 +131,8 @@ def _trace_one(workspace: Workspace, variant: Variant, request: Request, console
 
 def _problem(spec: Spec, request: Request) -> Problem:
     """Fill in the defaults: one tile of queries, and enough keys to go round every ring."""
-    from fa3gen.cpu.tracing import default_problem
-    from fa3gen.errors import UserError
+    from fa3gen.base.errors import UserError
+    from fa3gen.inspect.tracing import default_problem
 
     heads_kv = request.heads_kv or request.heads
     if request.heads % heads_kv:
@@ -154,8 +154,8 @@ def _problem(spec: Spec, request: Request) -> Problem:
 
 def _ctas(spec: Spec, problem: Problem, wanted: str | None) -> list[Index] | None:
     """The CTAs to run; None for all."""
-    from fa3gen.cpu.tracing import busiest
-    from fa3gen.errors import UserError
+    from fa3gen.base.errors import UserError
+    from fa3gen.inspect.tracing import busiest
 
     if wanted == "all":
         return None
@@ -173,8 +173,9 @@ def _ctas(spec: Spec, problem: Problem, wanted: str | None) -> list[Index] | Non
 
 def _schedule(spec: Spec, request: Request) -> Schedule:
     """Warp by warp, so that no warp waits for the others of its group; or one of the model's list."""
-    from fa3gen import footprint, hopper
     from fa3gen.cpu.schedule import Schedule, schedules
+    from fa3gen.design import footprint
+    from fa3gen.hardware import hopper
 
     if request.schedule is None:
         return Schedule("warp", seed=request.seed)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib
 import json
 import os
 from collections import Counter
@@ -14,17 +13,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fa3gen.errors import UserError
+from fa3gen.base.errors import UserError
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from fa3gen.tuning.candidates import Search
-    from fa3gen.tuning.heats import Heat
-    from fa3gen.tuning.journal import Journal
-    from fa3gen.tuning.session import Cell, Module, Outcome
-    from fa3gen.tuning_records import Family, TunedProblem, TuningRecord
-    from fa3gen.workspace import Workspace
+    from fa3gen.design.workspace import Workspace
+    from fa3gen.measure.tuning.candidates import Search
+    from fa3gen.measure.tuning.heats import Heat
+    from fa3gen.measure.tuning.journal import Journal
+    from fa3gen.measure.tuning.session import Cell, Module, Outcome
+    from fa3gen.records.tuning_records import Family, TunedProblem, TuningRecord
 
 SEQ_LENS = "512,1024,2048,4096,8192,16384"
 
@@ -42,7 +41,7 @@ class Shapes:
 
     def problems(self, family: Family) -> list[TunedProblem]:
         """One problem for each length. Raises UserError where tokens or the hidden size do not divide evenly."""
-        from fa3gen.tuning_records import TunedProblem
+        from fa3gen.records.tuning_records import TunedProblem
 
         dim = family.head_dim
         if self.heads is None and self.hidden % dim:
@@ -119,7 +118,7 @@ def tune(
     interleaved rounds; a winner has to beat the present module by more than the noise. Interrupt it at any time and
     run it again: it goes on where it was.
     """
-    from fa3gen.workspace import Workspace
+    from fa3gen.design.workspace import Workspace
 
     workspace = Workspace.find()
     if not names:
@@ -217,9 +216,9 @@ class _Run:
 
     def measure(self, names: Sequence[str]) -> list[Outcome]:
         """Compare committed modules in every cell of their problems."""
-        from fa3gen.tuning.candidates import committed_module
-        from fa3gen.tuning.heats import MEASURE_ROUNDS, single
-        from fa3gen.tuning_records import family_of
+        from fa3gen.measure.tuning.candidates import committed_module
+        from fa3gen.measure.tuning.heats import MEASURE_ROUNDS, single
+        from fa3gen.records.tuning_records import family_of
 
         families: dict[Family, list[Module]] = {}
         for variant in self.workspace.select(names):
@@ -233,7 +232,7 @@ class _Run:
 
     def enumerate(self, names: Sequence[str], space_path: Path | None) -> list[Search]:
         """Enumerate and prune; says what was pruned and why. UserError where nothing is left."""
-        from fa3gen.tuning.candidates import find_space, find_starts, prune
+        from fa3gen.measure.tuning.candidates import find_space, find_starts, prune
 
         if len(names) > 1:
             raise UserError(f"one name is tuned at a time, not {len(names)}; to compare modules, add --measure")
@@ -256,8 +255,8 @@ class _Run:
 
     def search(self, searches: list[Search]) -> list[Outcome]:
         """Render all candidates and run their heats; `searches` get their modules."""
-        from fa3gen.tuning.candidates import render_search
-        from fa3gen.tuning.heats import FINAL_ROUNDS, FINALISTS, plan, single
+        from fa3gen.measure.tuning.candidates import render_search
+        from fa3gen.measure.tuning.heats import FINAL_ROUNDS, FINALISTS, plan, single
 
         final = self.rounds or FINAL_ROUNDS
         single(FINALISTS + 1, final)  # refuses too few rounds
@@ -286,7 +285,7 @@ class _Run:
         """Where this run keeps its journal: named by what is compared at which shapes, by GPU and versions."""
         from dataclasses import asdict
 
-        from fa3gen import gpu
+        from fa3gen.run import gpu
 
         if self.work is not None:
             return self.work
@@ -299,9 +298,9 @@ class _Run:
         self, families: Mapping[Family, Sequence[Module]], heats_for: Callable[[int], list[Heat]]
     ) -> list[Outcome]:
         """Compile all modules, then run the heats of every cell; `heats_for` plans them for a number of modules."""
-        from fa3gen.tuning.candidates import compile_all
-        from fa3gen.tuning.journal import Journal
-        from fa3gen.tuning.session import Cell
+        from fa3gen.measure.tuning.candidates import compile_all
+        from fa3gen.measure.tuning.journal import Journal
+        from fa3gen.measure.tuning.session import Cell
 
         problems = {family: self.shapes.problems(family) for family in families}
         gpus, folder = find_gpus(), self._folder(families)
@@ -326,8 +325,8 @@ class _Run:
             journal.close()
 
     def _run(self, cells: Sequence[Cell], gpus: Sequence[str], journal: Journal, folder: Path) -> list[Outcome]:
-        from fa3gen import compiler
-        from fa3gen.tuning import session
+        from fa3gen.compile import compiler
+        from fa3gen.measure.tuning import session
 
         with self.errors.status("measuring") as status:
             tuner = session.Tuner(
@@ -349,7 +348,7 @@ def work_directory() -> Path:
     """Where candidates and journals are kept: below $FA3GEN_CACHE_DIR, else in the user's cache directory."""
     import platformdirs
 
-    from fa3gen.compile_cache import CACHE_DIR_VARIABLE
+    from fa3gen.compile.cache import CACHE_DIR_VARIABLE
 
     chosen = os.environ.get(CACHE_DIR_VARIABLE)
     return (Path(chosen) if chosen else platformdirs.user_cache_path("fa3gen")) / "tuning"
@@ -357,7 +356,7 @@ def work_directory() -> Path:
 
 def find_gpus() -> list[str]:
     """The Hopper GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them; UserError without any."""
-    from fa3gen import gpu
+    from fa3gen.run import gpu
 
     if (missing := gpu.why_no_hopper()) is not None:
         raise UserError(
@@ -385,7 +384,7 @@ def _console() -> Console:
 
 def _show(run: _Run, outcomes: Sequence[Outcome]) -> list[TuningRecord]:
     """Print the table, the summary and what is missing; return the records of the finished cells."""
-    from fa3gen.tuning import report
+    from fa3gen.measure.tuning import report
 
     records = [record for outcome in outcomes if (record := outcome.record()) is not None]
     console = _console()
@@ -403,15 +402,15 @@ def _show(run: _Run, outcomes: Sequence[Outcome]) -> list[TuningRecord]:
 
 
 def _save(workspace: Workspace, records: Sequence[TuningRecord]) -> None:
-    from fa3gen import tuning_records
+    from fa3gen.records import tuning_records
 
     for path in tuning_records.save(workspace, records):
         typer.echo(f"wrote {workspace.shown(path)}", err=True)
 
 
 def _write_json(records: Sequence[TuningRecord], path: Path) -> None:
-    from fa3gen import tuning_records
-    from fa3gen.files import write_text
+    from fa3gen.base.files import write_text
+    from fa3gen.records import tuning_records
 
     write_text(path, tuning_records.dumps(records))
     typer.echo(f"wrote {path}", err=True)
@@ -419,14 +418,14 @@ def _write_json(records: Sequence[TuningRecord], path: Path) -> None:
 
 def _base_name(workspace: Workspace, tuned: str, name: str | None) -> str:
     """The stem of the winner's spec: what --name says, else what was tuned, if that is no module yet."""
-    from fa3gen.tuning.candidates import known
+    from fa3gen.measure.tuning.candidates import known
 
     return name or (f"{tuned}_tuned" if known(workspace, tuned) else tuned)
 
 
 def _check_names(workspace: Workspace, base: str, searches: Sequence[Search], *, force: bool) -> None:
     """Refuse a name that cannot be written before the time is spent; later ones carry a suffix."""
-    from fa3gen.tuning.writeback import check_name
+    from fa3gen.measure.tuning.writeback import check_name
 
     for search in searches:
         check_name(workspace, _family_name(base, search, searches), force=force)
@@ -443,7 +442,7 @@ def _write_winners(
 
     The winner of most cells gets the plain name, any other one that of the shortest keys it won at: NAME_k512.
     """
-    from fa3gen.tuning.writeback import check_name, write_winner
+    from fa3gen.measure.tuning.writeback import check_name, write_winner
 
     named: dict[str, tuple[str, Search]] = {}
     for search in searches:
@@ -484,17 +483,14 @@ def _renamed(record: TuningRecord, committed: dict[str, Module]) -> TuningRecord
 
 def _write_table(workspace: Workspace) -> None:
     """Make the dispatch table of all records."""
-    from fa3gen import tuning_records
-    from fa3gen.files import write_text
+    from fa3gen.base.files import write_text
+    from fa3gen.records import dispatch_table, tuning_records
+    from fa3gen.run.dispatch import table_path
 
-    try:
-        dispatch = importlib.import_module("fa3gen.dispatch")
-    except ImportError as error:
-        raise UserError(f"this fa3gen has no dispatch table to write ({error}); install a newer one") from error
     records = tuning_records.load_all(workspace)
     if not records:
         folder = workspace.shown(tuning_records.directory(workspace))
         raise UserError(f"there are no records in {folder}; make some with `fa3gen tune --measure MODULE... --write`")
-    path = dispatch.table_path(workspace)
-    write_text(path, dispatch.table_from_records(records))
+    path = table_path(workspace)
+    write_text(path, dispatch_table.table_from_records(records))
     typer.echo(f"wrote {workspace.shown(path)}", err=True)

@@ -15,18 +15,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fa3gen.errors import UserError
+from fa3gen.base.errors import UserError
 
 if TYPE_CHECKING:
     import torch
     from rich.console import Console
     from rich.table import Table
 
-    from fa3gen.cpu.verify import CpuReport
-    from fa3gen.specfile import Variant
-    from fa3gen.verification import Verification
-    from fa3gen.verify import Errors, Report
-    from fa3gen.workspace import Workspace
+    from fa3gen.design.workspace import Workspace
+    from fa3gen.spec.specfile import Variant
+    from fa3gen.verify.on_cpu import CpuReport
+    from fa3gen.verify.on_gpu import Errors, Report
+    from fa3gen.verify.pipeline import Verification
 
 CPU_RUN = "executed on the CPU model of sm_90a (not a GPU result)"
 CASE_TABLES = 4  # with more modules than this, only the summary is printed
@@ -69,8 +69,8 @@ def verify(
     """
     from rich.console import Console
 
-    from fa3gen import gpu
-    from fa3gen.workspace import Workspace
+    from fa3gen.design.workspace import Workspace
+    from fa3gen.run import gpu
 
     workspace, errors = Workspace.find(), Console(stderr=True)
     if refresh_evidence:
@@ -126,7 +126,7 @@ def _render_missing(workspace: Workspace, variants: list[Variant], errors: Conso
     """Write the modules that are not there yet; those that are there are only compared with their rendering."""
     missing = [variant for variant in variants if not workspace.module_path(variant.stem).exists()]
     if missing:
-        from fa3gen.render import remember, render_all, write
+        from fa3gen.generate.render import remember, render_all, write
 
         rendered = render_all(missing, workspace)
         for item in rendered:
@@ -136,9 +136,9 @@ def _render_missing(workspace: Workspace, variants: list[Variant], errors: Conso
 
 
 def _refresh(workspace: Workspace, errors: Console) -> None:
-    from fa3gen import evidence
+    from fa3gen.inspect import pages
 
-    for path in evidence.refresh(workspace):
+    for path in pages.refresh(workspace):
         errors.print(f"wrote {path.relative_to(workspace.root)}", highlight=False)
 
 
@@ -146,12 +146,12 @@ def _check_all(
     workspace: Workspace, variants: list[Variant], errors: Console, *, for_launch: bool
 ) -> list[Verification]:
     """Do what needs no GPU: compare every file with its rendering, compile it, compare its facts with the plan."""
-    from fa3gen import evidence
-    from fa3gen.verification import Stage, Verification, check_compile, check_render, compile_all
+    from fa3gen.base import files
+    from fa3gen.verify.pipeline import Stage, Verification, check_compile, check_render, compile_all
 
     say = _progress(errors, len(variants), "compiled")
     paths = {variant.stem: workspace.module_path(variant.stem) for variant in variants}
-    digests = {stem: evidence.sha256(path) for stem, path in paths.items() if path.is_file()}
+    digests = {stem: files.sha256(path) for stem, path in paths.items() if path.is_file()}
     renders = {variant.stem: check_render(variant, workspace) for variant in variants}
     outcomes = compile_all(variants, workspace, say, for_launch=for_launch)
     checked = []
@@ -200,8 +200,8 @@ class _Session:
 
     def run_all(self, checked: list[Verification]) -> list[Verification]:
         """Run all until one leaves the GPU unusable; those after it stay not run, and say so."""
-        from fa3gen.verification import Stage
-        from fa3gen.verify import DeviceLost
+        from fa3gen.verify.on_gpu import DeviceLost
+        from fa3gen.verify.pipeline import Stage
 
         say = _progress(self.errors, len(checked), "ran")
         done: list[Verification] = []
@@ -226,8 +226,10 @@ class _Session:
 
         Large launches may fail where small ones passed. Whose was the fault cannot be told then: the whole group fails.
         """
-        from fa3gen import evidence, gpu
-        from fa3gen.verification import Stage, speeds
+        from fa3gen.measure.record_speeds import speeds
+        from fa3gen.records import evidence
+        from fa3gen.run import gpu
+        from fa3gen.verify.pipeline import Stage
 
         groups: dict[Any, list[Verification]] = {}
         for entry in done:
@@ -251,10 +253,11 @@ class _Session:
 
     def _run(self, entry: Verification) -> Verification:
         """Run one module's cases and checks; with --evidence write its record, without speeds yet."""
-        from fa3gen import evidence
-        from fa3gen.launch import load_for_launch
-        from fa3gen.verification import Stage, record_of
-        from fa3gen.verify import verify_module
+        from fa3gen.records import evidence
+        from fa3gen.records.recording import record_of
+        from fa3gen.run.launch import load_for_launch
+        from fa3gen.verify.on_gpu import verify_module
+        from fa3gen.verify.pipeline import Stage
 
         variant = entry.variant
         try:
@@ -278,8 +281,8 @@ class _Session:
 
     def _record_loss(self, running: Sequence[Verification], text: str) -> None:
         """Record a run that left no report, or no speeds, as what it is, a failure."""
-        from fa3gen import evidence
-        from fa3gen.verification import record_of
+        from fa3gen.records import evidence
+        from fa3gen.records.recording import record_of
 
         if self.evidence:
             for entry in running:
@@ -331,10 +334,11 @@ class _CpuSession:
 
     def _run(self, entry: Verification) -> Verification:
         """Run one module's cases and checks; with --evidence write its record."""
-        from fa3gen import evidence
         from fa3gen.cpu.module import load_on_cpu
-        from fa3gen.cpu.verify import CpuRunner, verify_on_cpu
-        from fa3gen.verification import Stage, cpu_record_of
+        from fa3gen.records import evidence
+        from fa3gen.records.recording import cpu_record_of
+        from fa3gen.verify.on_cpu import CpuRunner, verify_on_cpu
+        from fa3gen.verify.pipeline import Stage
 
         variant, path = entry.variant, self.workspace.module_path(entry.variant.stem)
         if not path.exists():
@@ -388,7 +392,7 @@ def _case_table(entry: Verification) -> Table:
     """Return the errors of one module, case by case, beside what they are held against."""
     from rich.table import Table
 
-    from fa3gen.cpu.verify import CpuReport
+    from fa3gen.verify.on_cpu import CpuReport
 
     assert entry.report is not None
     report = entry.report

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from fa3gen.cpu.clocks import CAUSAL, INIT, PROXY, Clock, Clocks
 from fa3gen.cpu.findings import Hazard, Kind
 from fa3gen.cpu.shared_memory import BASE, SharedMemory
-from fa3gen.hopper import MBARRIER_BYTES
+from fa3gen.hardware.hopper import MBARRIER_BYTES
 
 NAMED_BARRIERS = 16  # PTX ISA, "bar": barriers 0 to 15
 MAX_COUNT = 2**20 - 1  # PTX ISA, "mbarrier object": range of arrivals and of the transaction count

@@ -22,7 +22,7 @@ from fa3gen.cpu.tensor_map import TensorMap
 from fa3gen.cpu.translate import SPLIT, WAIT
 from fa3gen.cpu.warps import Group, Rendezvous
 from fa3gen.cpu.wgmma import InFlight, WgmmaUnit
-from fa3gen.hopper import registers_at_launch
+from fa3gen.hardware.hopper import registers_at_launch
 
 PATIENCE = 6  # times that nothing but "not yet" may be answered before the CTA counts as deadlocked
 MAX_POLLS = 10_000  # loads of what other CTAs or warps store, while nothing else happens in the CTA

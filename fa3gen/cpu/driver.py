@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from fa3gen.errors import UserError
-from fa3gen.hopper import SMEM_PER_CTA, THREADS_PER_CTA
+from fa3gen.base.errors import UserError
+from fa3gen.hardware.hopper import SMEM_PER_CTA, THREADS_PER_CTA
 
 DEFAULT_SHARED_BYTES = 49152  # without cudaFuncAttributeMaxDynamicSharedMemorySize
 MAX_BLOCK = (1024, 1024, 64)

@@ -2,7 +2,7 @@
 
 What is relied on, each item checked on its own by tests/cpu/test_dsl.py:
 
-* `compiled.ir_module`, written by `fa3gen.compile_worker`, is the host code in MLIR's LLVM dialect, and its text can
+* `compiled.ir_module`, written by `fa3gen.compile.worker`, is the host code in MLIR's LLVM dialect, and its text can
   be parsed again in another process.
 * `cutlass._mlir.execution_engine.ExecutionEngine` compiles it for this CPU without any shared library, as long as
   every symbol that the text declares is given an address before the first lookup.
@@ -20,9 +20,9 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from fa3gen import toolchain
-from fa3gen.errors import UserError
-from fa3gen.loading import clean_argv
+from fa3gen.base.errors import UserError
+from fa3gen.compile import toolchain
+from fa3gen.compile.loading import clean_argv
 
 ENTRY_PREFIX = "__tvm_ffi_"
 C_LIBRARY_SYMBOLS = frozenset({"printf"})  # declared by the host code, found in the process itself

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from fa3gen.errors import UserError
+from fa3gen.base.errors import UserError
 
 
 class Kind(StrEnum):

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
+from fa3gen.base.errors import UserError
 from fa3gen.cpu.driver import CudaRuntime, Launch
 from fa3gen.cpu.dsl import HostEngine, exported_functions
-from fa3gen.errors import UserError
 
 __all__ = ["HostProgram", "Launch"]
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import threadpoolctl
 import torch
 
-from fa3gen.compiler import Compiled
+from fa3gen.compile.compiler import Compiled
 from fa3gen.cpu import ptx
 from fa3gen.cpu.global_memory import GlobalMemory
 from fa3gen.cpu.host import HostProgram, Launch

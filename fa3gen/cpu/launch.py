@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from fa3gen.base.errors import UserError
 from fa3gen.cpu.cta import Cta
 from fa3gen.cpu.findings import Hazard, Kind
 from fa3gen.cpu.global_memory import GlobalMemory
@@ -16,7 +17,6 @@ from fa3gen.cpu.tensor_map import TENSOR_MAP_BYTES, TensorMap, decode
 from fa3gen.cpu.trace import Trace
 from fa3gen.cpu.translate import Program
 from fa3gen.cpu.types import Type
-from fa3gen.errors import UserError
 
 PARAMETER_WINDOW = 1 << 60  # generic addresses of kernel parameters begin here
 

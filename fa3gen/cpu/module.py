@@ -13,14 +13,14 @@ from typing import Any
 
 import torch
 
-from fa3gen.compile_cache import cached_compile
+from fa3gen.base.errors import UserError
+from fa3gen.compile.cache import cached_compile
+from fa3gen.compile.loading import load_file
 from fa3gen.cpu import ptx
 from fa3gen.cpu.dsl import require_supported_dsl
 from fa3gen.cpu.host import NotOnCpu
 from fa3gen.cpu.kernel import CpuKernel, Settings, Source, flags_and_parts
-from fa3gen.errors import UserError
-from fa3gen.loading import load_file
-from fa3gen.workspace import Workspace
+from fa3gen.design.workspace import Workspace
 
 
 class CpuModel:

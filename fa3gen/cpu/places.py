@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from fa3gen import footprint, hopper
-from fa3gen.spec import CpAsyncLoad, Spec, TmaLoad
+from fa3gen.design import footprint
+from fa3gen.hardware import hopper
+from fa3gen.spec.model import CpAsyncLoad, Spec, TmaLoad
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from fa3gen.errors import UserError
+from fa3gen.base.errors import UserError
 
 
 class PtxError(UserError):

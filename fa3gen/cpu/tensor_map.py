@@ -34,8 +34,8 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 
-from fa3gen.errors import UserError
-from fa3gen.hopper import SMEM_PER_CTA
+from fa3gen.base.errors import UserError
+from fa3gen.hardware.hopper import SMEM_PER_CTA
 
 TENSOR_MAP_BYTES = 128
 MAX_RANK = 5

@@ -14,10 +14,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from fa3gen.census import kernel_label
+from fa3gen.base.json_shapes import COUNT, nullable, record
+from fa3gen.compile.census import kernel_label
 from fa3gen.cpu.places import SharedPlaces
 from fa3gen.cpu.trace import ABOUT_TIME, CtaTrace, Event, Trace
-from fa3gen.json_shapes import COUNT, nullable, record
 
 FORMAT = "fa3gen trace"
 VERSION = 1

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from fa3gen.cpu.findings import Hazard, Kind, OutsideModel
 from fa3gen.cpu.lanes import FP8_VALUES, spread
-from fa3gen.hopper import WGMMA_M as M
+from fa3gen.hardware.hopper import WGMMA_M as M
 
 SWIZZLE_SPAN = {0: 16, 1: 128, 2: 64, 3: 32}  # bytes, by the descriptor's swizzle code
 SWIZZLE_BITS = {0: 0, 1: 3, 2: 2, 3: 1}

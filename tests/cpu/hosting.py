@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from rendering import CHECKOUT
 
-from fa3gen.compile_cache import cached_compile
-from fa3gen.compiler import Compiled
+from fa3gen.compile.cache import cached_compile
+from fa3gen.compile.compiler import Compiled
 from fa3gen.cpu.host import HostProgram, Launch
 from fa3gen.cpu.kernel import Settings
 from fa3gen.cpu.module import load_on_cpu

@@ -15,15 +15,16 @@ import torch
 from rendering import changed
 from torch_modules import Module, exact, nan_rows, online, past_the_end, whole_tiles_only
 
-from fa3gen import inputs
-from fa3gen.cpu import accuracy, verify
 from fa3gen.cpu.findings import Hazard, Kind, OutsideModel, Place
 from fa3gen.cpu.kernel import Settings
 from fa3gen.cpu.schedule import FAST
-from fa3gen.cpu.verify import CpuReport, verify_on_cpu
-from fa3gen.inputs import Case, cpu_cases
-from fa3gen.reference import visible_keys
-from fa3gen.spec import CausalMask, Mask, NoMask, Spec, WindowMask
+from fa3gen.design.masks import reach
+from fa3gen.spec.model import CausalMask, Mask, NoMask, Spec, WindowMask
+from fa3gen.verify import accuracy, inputs
+from fa3gen.verify import on_cpu as verify
+from fa3gen.verify.inputs import Case, cpu_cases
+from fa3gen.verify.on_cpu import CpuReport, verify_on_cpu
+from fa3gen.verify.reference import visible_keys
 
 torch.set_num_threads(1)
 MASKS = [NoMask(), CausalMask(), WindowMask(left=50, right=10)]
@@ -224,7 +225,7 @@ def test_the_cases_cover_what_they_must(stem: str) -> None:
     if isinstance(spec.mask, WindowMask):
         window = cases["window"]
         rows = torch.arange(window.seq_q)
-        seen = visible_keys(spec.mask, seq_q=window.seq_q, seq_k=window.seq_k, rows=rows)
+        seen = visible_keys(reach(spec.mask), seq_q=window.seq_q, seq_k=window.seq_k, rows=rows)
         assert seen is not None
         assert (~seen[:, 0]).any() and (~seen[:, -1]).any()  # windows end on both sides
         assert (seen.sum(-1) == spec.mask.left + spec.mask.right + 1).any()  # and some fit as a whole

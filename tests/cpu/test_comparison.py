@@ -12,12 +12,13 @@ import numpy as np
 import pytest
 import torch
 
-from fa3gen import evidence, reference
-from fa3gen.cpu import comparison
-from fa3gen.cpu.comparison import CASES, Case, Comparison
-from fa3gen.errors import UserError
-from fa3gen.spec import CausalMask, Mask, NoMask, WindowMask
-from fa3gen.workspace import Workspace
+from fa3gen.base import files
+from fa3gen.base.errors import UserError
+from fa3gen.design.masks import reach
+from fa3gen.design.workspace import Workspace
+from fa3gen.spec.model import CausalMask, Mask, NoMask, WindowMask
+from fa3gen.verify import comparison, reference
+from fa3gen.verify.comparison import CASES, Case, Comparison
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "gpu"))
 
@@ -51,7 +52,7 @@ def test_inputs_are_the_same_bits_everywhere() -> None:
 @pytest.mark.parametrize(("head_dim", "dtype"), [(64, torch.float16), (128, torch.bfloat16)], ids=str)
 def test_a_selection_is_exact_attention(case: Case, mask: Mask, head_dim: int, dtype: torch.dtype) -> None:
     inputs = comparison.make_inputs(case, mask=mask, head_dim=head_dim, dtype=dtype)
-    exact = reference.attention(inputs.q, inputs.k, inputs.v, mask=mask)
+    exact = reference.attention(inputs.q, inputs.k, inputs.v, reach=reach(mask))
     assert torch.equal(exact.out, comparison.selected_output(inputs).double())
     assert inputs.selected is not None
     assert torch.equal(inputs.selected < 0, exact.lse == -math.inf)
@@ -104,10 +105,10 @@ def sides(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     folder = tmp_path_factory.mktemp("sides")
     (variant,) = WORKSPACE.resolve(STEM)
     spec = variant.spec
-    result = runner.Result(runner.Task("module", STEM), source_sha256=evidence.sha256(WORKSPACE.module_path(STEM)))
+    result = runner.Result(runner.Task("module", STEM), source_sha256=files.sha256(WORKSPACE.module_path(STEM)))
     for case in CASES:
         inputs = comparison.make_inputs(case, mask=spec.mask, head_dim=64, dtype=torch.bfloat16)
-        exact = reference.attention(inputs.q, inputs.k, inputs.v, mask=spec.mask)
+        exact = reference.attention(inputs.q, inputs.k, inputs.v, reach=reach(spec.mask))
         result.inputs[case.name] = comparison.digest((inputs.q, inputs.k, inputs.v))
         result.arrays[f"{case.name}/out"] = comparison.bits_of(exact.out.to(torch.bfloat16))
         result.arrays[f"{case.name}/lse"] = comparison.bits_of(exact.lse.float())

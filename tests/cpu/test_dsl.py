@@ -10,11 +10,11 @@ import pytest
 from hosting import compiled
 from rendering import CHECKOUT
 
-from fa3gen import toolchain
-from fa3gen.compile_cache import cached_compile
+from fa3gen.base.errors import UserError
+from fa3gen.compile import toolchain
+from fa3gen.compile.cache import cached_compile
 from fa3gen.cpu import dsl
 from fa3gen.cpu.driver import ENTRY_POINTS, PROVIDED_SYMBOLS
-from fa3gen.errors import UserError
 
 STEM = "k4_2_d64"
 C_TYPES = {ctypes.c_void_p: "!llvm.ptr", ctypes.c_int32: "i32", ctypes.c_int64: "i64"}

@@ -12,9 +12,9 @@ import torch
 from rendering import CHECKOUT, STEMS, source, variants
 
 from fa3gen.cpu.module import load_on_cpu
-from fa3gen.cpu.verify import verify_on_cpu
-from fa3gen.inputs import Case
-from fa3gen.spec import Spec, SyncLoad, WgmmaProduct
+from fa3gen.spec.model import Spec, SyncLoad, WgmmaProduct
+from fa3gen.verify.inputs import Case
+from fa3gen.verify.on_cpu import verify_on_cpu
 
 torch.set_num_threads(1)  # the workers of xdist share the cores
 SCHEDULES = 10

@@ -18,10 +18,10 @@ import torch
 from hosting import RecordedProgram, compiled, program
 from rendering import ROOT
 
+from fa3gen.base.errors import UserError
 from fa3gen.cpu import driver
 from fa3gen.cpu.driver import LaunchRefused, check_launch
 from fa3gen.cpu.host import HostProgram, Launch
-from fa3gen.errors import UserError
 
 STEM = "k4_2_d128"
 SCALE = 0.25

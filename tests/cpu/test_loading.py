@@ -12,15 +12,17 @@ import torch
 from rendering import CHECKOUT, ROOT, source, variants
 
 import fa3gen
-from fa3gen import reference, toolchain
+from fa3gen.base.errors import UserError
+from fa3gen.compile import toolchain
 from fa3gen.cpu.findings import Hazard, Kind
 from fa3gen.cpu.kernel import Settings
 from fa3gen.cpu.module import load_on_cpu
 from fa3gen.cpu.schedule import Schedule
-from fa3gen.cpu.verify import verify_on_cpu
-from fa3gen.errors import UserError
-from fa3gen.inputs import Case
-from fa3gen.spec import NoMask
+from fa3gen.design.masks import reach
+from fa3gen.spec.model import NoMask
+from fa3gen.verify import reference
+from fa3gen.verify.inputs import Case
+from fa3gen.verify.on_cpu import verify_on_cpu
 
 STEM = "k4_2_d64"
 
@@ -38,7 +40,7 @@ def tensors(seq_q: int = 5, seq_k: int = 7, heads: int = 1) -> list[torch.Tensor
 
 def test_attention_takes_cpu_tensors(module: Any) -> None:
     q, k, v = tensors()
-    expected = reference.attention(q, k, v, mask=NoMask())
+    expected = reference.attention(q, k, v, reach=reach(NoMask()))
     out, lse = module.attention(q, k, v, return_lse=True)
     assert out.device.type == lse.device.type == "cpu"
     assert (out.double() - expected.out).abs().max() < 0.02

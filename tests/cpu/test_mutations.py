@@ -28,13 +28,13 @@ from mutations_persistent import PERSISTENT
 from mutations_tuning import TUNING
 from rendering import plans, source, variants
 
-from fa3gen import spec
-from fa3gen.compile_cache import cached_compile
-from fa3gen.compiler import Compiled
-from fa3gen.cpu import accuracy
+from fa3gen.compile.cache import cached_compile
+from fa3gen.compile.compiler import Compiled
 from fa3gen.cpu.findings import Hazard
 from fa3gen.cpu.kernel import CpuKernel, Settings
 from fa3gen.cpu.schedule import Schedule, schedules
+from fa3gen.spec import model as spec
+from fa3gen.verify import accuracy
 
 ALL = schedules(10, 8)
 SCHEDULES = [ALL[0], ALL[4], ALL[1], ALL[9]]  # fast; then by warp in random order: random, late, early completion

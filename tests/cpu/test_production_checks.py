@@ -13,9 +13,10 @@ import torch
 from production import Call, Problem, Shape
 from rendering import CHECKOUT, variants
 
-from fa3gen import reference
 from fa3gen.cpu.module import load_on_cpu
-from fa3gen.reference import Attention
+from fa3gen.design.masks import reach
+from fa3gen.verify import reference
+from fa3gen.verify.reference import Attention
 
 STEM = "fwd_d64"
 SPEC = variants()[STEM].spec
@@ -25,7 +26,7 @@ TINY = Shape(2, 40, 50, 2, 2)
 
 def exact(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, out: torch.Tensor, return_lse: bool) -> Attention:
     """What a module does, by the reference."""
-    found = reference.attention(q, k, v, mask=SPEC.mask)
+    found = reference.attention(q, k, v, reach=reach(SPEC.mask))
     return Attention(out.copy_(found.out.to(q.dtype)), found.lse.float())
 
 

@@ -9,11 +9,12 @@ import torch
 from hosting import module, outputs
 from rendering import plans
 
-from fa3gen import reference
 from fa3gen.cpu.kernel import Settings
 from fa3gen.cpu.schedule import schedules
-from fa3gen.spec import NoMask
-from fa3gen.verify import DTYPES
+from fa3gen.design.masks import reach
+from fa3gen.spec.model import NoMask
+from fa3gen.verify import reference
+from fa3gen.verify.on_gpu import DTYPES
 
 STEMS = sorted(stem for stem in plans() if plans()[stem].tiles.split)
 STEM = "fwd_d64"  # the smallest
@@ -59,7 +60,7 @@ def tensors(stem: str, wave: Wave) -> tuple[torch.Tensor, ...]:
 def check(stem: str, wave: Wave) -> tuple[torch.Tensor, torch.Tensor]:
     given = tensors(stem, wave)
     out, lse = outputs(stem, Settings(sms=wave.sms), given)
-    expected = reference.attention(*given, mask=NoMask())
+    expected = reference.attention(*given, reach=reach(NoMask()))
     assert (out.double() - expected.out).norm() / expected.out.norm() < 0.004
     assert (lse - expected.lse).abs().max() < 1e-5
     model = module(stem).cpu

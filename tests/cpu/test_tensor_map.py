@@ -11,10 +11,11 @@ import torch
 from hosting import RecordedProgram, path_of, program
 from rendering import CHECKOUT, changed
 
-from fa3gen import inputs, rules
-from fa3gen.compile_cache import cached_compile
+from fa3gen.compile.cache import cached_compile
 from fa3gen.cpu.tensor_map import TENSOR_MAP_BYTES, TensorMap, TensorMapError, decode
-from fa3gen.render import render_variant
+from fa3gen.design import rules
+from fa3gen.generate.render import render_variant
+from fa3gen.verify import inputs
 
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 

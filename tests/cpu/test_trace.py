@@ -14,16 +14,17 @@ import numpy as np
 import pytest
 from machine import Machine, aligned, tensor_map
 
-from fa3gen import footprint, hopper
-from fa3gen.cpu import tracing
 from fa3gen.cpu.findings import Hazard, Kind
 from fa3gen.cpu.places import SharedPlaces
 from fa3gen.cpu.schedule import FAST, Schedule, schedules
 from fa3gen.cpu.trace import CtaTrace, Event, Trace
 from fa3gen.cpu.trace_files import SCHEMA, Source, document, perfetto
-from fa3gen.plan import Plan, make_plan
-from fa3gen.specfile import Variant
-from fa3gen.workspace import Workspace
+from fa3gen.design import footprint
+from fa3gen.design.workspace import Workspace
+from fa3gen.generate.plan import Plan, make_plan
+from fa3gen.hardware import hopper
+from fa3gen.inspect import tracing
+from fa3gen.spec.specfile import Variant
 
 ROOT = Path(__file__).resolve().parents[2]
 WORKSPACE = Workspace.find(ROOT)

@@ -1,4 +1,4 @@
-"""Runs the CPU model of sm_90a and a real Hopper GPU on the same inputs; see fa3gen/cpu/comparison.py.
+"""Runs the CPU model of sm_90a and a real Hopper GPU on the same inputs; see fa3gen/verify/comparison.py.
 
     python tests/gpu/compare_cpu_model.py run --on gpu --out gpu.npz     on a machine with a Hopper GPU
     python tests/gpu/compare_cpu_model.py run --on cpu --out cpu.npz     anywhere; minutes
@@ -32,11 +32,12 @@ from numpy.typing import NDArray
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [path for path in (str(ROOT), str(ROOT / "tests" / "gpu")) if path not in sys.path]
 
-from fa3gen import evidence  # noqa: E402
-from fa3gen.errors import UserError  # noqa: E402
-from fa3gen.launch import load_for_launch  # noqa: E402
-from fa3gen.loading import clean_argv, load_file  # noqa: E402
-from fa3gen.workspace import Workspace  # noqa: E402
+from fa3gen.base import files  # noqa: E402
+from fa3gen.base.errors import UserError  # noqa: E402
+from fa3gen.compile.loading import clean_argv, load_file  # noqa: E402
+from fa3gen.design import ladder  # noqa: E402
+from fa3gen.design.workspace import Workspace  # noqa: E402
+from fa3gen.run.launch import load_for_launch  # noqa: E402
 
 On = Literal["gpu", "cpu"]
 Arrays = dict[str, NDArray[Any]]
@@ -72,7 +73,7 @@ def probe(kind: str) -> Any:
 
 def tasks(only: Sequence[str] = ()) -> list[Task]:
     """Everything there is to run, whose name contains one of `only`."""
-    found = [Task("module", stem) for stem in evidence.generated_stems(Workspace.find(ROOT))]
+    found = [Task("module", stem) for stem in ladder.generated_stems(Workspace.find(ROOT))]
     found += [Task(kind, variant.name) for kind in PROBES for variant in probe(kind).VARIANTS]
     return [task for task in found if not only or any(word in f"{task.kind}/{task.name}" for word in only)]
 
@@ -93,13 +94,13 @@ def run_module(task: Task, on: On) -> Result:
     import torch
 
     import fa3gen
-    from fa3gen.cpu import comparison
+    from fa3gen.verify import comparison
 
     workspace = Workspace.find(ROOT)
     (variant,) = workspace.resolve(task.name)
     spec, path = variant.spec, workspace.module_path(task.name)
     module: Any = load_for_launch(path) if on == "gpu" else fa3gen.load(task.name, on="cpu")
-    result = Result(task, source_sha256=evidence.sha256(path))
+    result = Result(task, source_sha256=files.sha256(path))
     for case in (comparison.served(case, spec) for case in comparison.CASES):
         dtype = comparison.DTYPES[spec.problem.dtype]
         inputs = comparison.make_inputs(
@@ -131,18 +132,18 @@ def compiled_probe(kind: str, variant: Any, on: On, folder: Path) -> tuple[Any, 
     if on == "gpu":
         function = load_file(path).compile_for_sm90a()
     else:
-        from fa3gen.compile_cache import cached_compile
+        from fa3gen.compile.cache import cached_compile
         from fa3gen.cpu.kernel import CpuKernel
 
         function = CpuKernel(cached_compile(path))
-    return function, evidence.sha256(path)
+    return function, files.sha256(path)
 
 
 def run_product(task: Task, on: On) -> Result:
     """One WGMMA product, on each set of operands."""
     import torch
 
-    from fa3gen.cpu import comparison
+    from fa3gen.verify import comparison
 
     variant = next(variant for variant in probe("wgmma").VARIANTS if variant.name == task.name)
     result = Result(task)
@@ -225,7 +226,7 @@ def run_copies(task: Task, on: On) -> Result:
     """One TMA box, loaded and stored at each pair of places."""
     import torch
 
-    from fa3gen.cpu import comparison
+    from fa3gen.verify import comparison
 
     variant = next(variant for variant in probe("tma").VARIANTS if variant.name == task.name)
     result = Result(task)
@@ -264,8 +265,8 @@ def run_side(on: On, wanted: Sequence[Task], jobs: int) -> Iterator[Result]:
 
 def surroundings(on: On) -> dict[str, Any]:
     """What a side ran with, as the record has it; only compiling a module tells which ptxas that is."""
-    from fa3gen import gpu
-    from fa3gen.compiler import compile_module
+    from fa3gen.compile.compiler import compile_module
+    from fa3gen.run import gpu
 
     workspace = Workspace.find(ROOT)
     ptxas = compile_module(workspace.module_path("k4_2_d64")).ptxas
@@ -348,7 +349,7 @@ def compare(gpu: Side, cpu: Side, workspace: Workspace) -> Any:
 
     Raises UserError when a task failed on one side, is missing on the CPU's, or had another source or other inputs.
     """
-    from fa3gen.cpu import comparison
+    from fa3gen.verify import comparison
 
     for task, on_gpu in gpu.meta["tasks"].items():
         on_cpu = cpu.meta["tasks"].get(task)
@@ -377,7 +378,7 @@ def _key(task: Task) -> str:
 
 
 def _module(task: str, gpu: Side, cpu: Side, workspace: Workspace) -> Any:
-    from fa3gen.cpu import comparison
+    from fa3gen.verify import comparison
 
     stem = task.removeprefix("module/")
     (variant,) = workspace.resolve(stem)
@@ -392,7 +393,7 @@ def _module(task: str, gpu: Side, cpu: Side, workspace: Workspace) -> Any:
 
 
 def _products(task: str, gpu: Side, cpu: Side) -> Iterator[Any]:
-    from fa3gen.cpu import comparison
+    from fa3gen.verify import comparison
 
     variant = next(variant for variant in probe("wgmma").VARIANTS if f"wgmma/{variant.name}" == task)
     depth = 16 if variant.wide else 32
@@ -415,7 +416,7 @@ def _products(task: str, gpu: Side, cpu: Side) -> Iterator[Any]:
 
 
 def _copies(task: str, gpu: Side, cpu: Side) -> Iterator[Any]:
-    from fa3gen.cpu import comparison
+    from fa3gen.verify import comparison
 
     variant = next(variant for variant in probe("tma").VARIANTS if f"tma/{variant.name}" == task)
     for number, (load_at, store_at) in enumerate(copy_places(variant)):
@@ -450,7 +451,7 @@ def main() -> int:
     if options.command == "run":
         jobs = options.jobs or (GPU_JOBS if options.on == "gpu" else 1)
         return 1 if run(options.on, options.out, options.only, jobs) else 0
-    from fa3gen.cpu import comparison
+    from fa3gen.verify import comparison
 
     workspace = Workspace.find(ROOT)
     try:

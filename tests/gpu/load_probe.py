@@ -115,7 +115,7 @@ def measure(variant: Variant, folder: Path) -> list[dict[str, Any]]:
     """Cycles between landings, for one CTA and for one on each SM, from L2 and from HBM."""
     import torch
 
-    from fa3gen.loading import load_file
+    from fa3gen.compile.loading import load_file
 
     path = folder / f"load_probe_{variant.rows}_{variant.stages}.py"
     path.write_text(source(variant), encoding="utf-8")

@@ -12,10 +12,10 @@ from pathlib import Path
 import torch
 
 import fa3gen
-from fa3gen import inputs
-from fa3gen.specfile import Variant
-from fa3gen.verify import DTYPES
-from fa3gen.workspace import Workspace
+from fa3gen.design.workspace import Workspace
+from fa3gen.spec.specfile import Variant
+from fa3gen.verify import inputs
+from fa3gen.verify.on_gpu import DTYPES
 
 NAMES = ("ragged", "ragged_more_queries", "few_keys", "tile_edge", "one", "gqa", "odd_strides")
 CASES = [case for case in inputs.CASES if case.name in NAMES]

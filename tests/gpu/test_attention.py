@@ -13,14 +13,16 @@ import pytest
 import torch
 
 import fa3gen
-from fa3gen import dispatch, reference
-from fa3gen.dispatch import Family
-from fa3gen.launch import NO_JIT_VARIABLE, load_for_launch
-from fa3gen.launch_times import host_microseconds
-from fa3gen.loading import load_file
-from fa3gen.spec import CausalMask, NoMask, WindowMask
-from fa3gen.verify import DTYPES
-from fa3gen.workspace import Workspace
+from fa3gen.compile.loading import load_file
+from fa3gen.design.masks import reach
+from fa3gen.design.workspace import Workspace
+from fa3gen.measure.launch_times import host_microseconds
+from fa3gen.run import dispatch
+from fa3gen.run.dispatch import Family
+from fa3gen.run.launch import NO_JIT_VARIABLE, load_for_launch
+from fa3gen.spec.model import CausalMask, NoMask, WindowMask
+from fa3gen.verify import reference
+from fa3gen.verify.on_gpu import DTYPES
 
 WORKSPACE = Workspace.find(Path(__file__).parent)
 TOLERANCE = 0.01  # relative Frobenius error of O; 16-bit kernels read about 0.002. What it finds is the wrong module.
@@ -81,7 +83,7 @@ def in_the_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def check(call: Call, tensors: tuple[torch.Tensor, ...], out: torch.Tensor, lse: torch.Tensor | None = None) -> None:
-    expected = reference.attention(*tensors, mask=call.family.mask, compute_dtype=torch.float32)
+    expected = reference.attention(*tensors, reach=reach(call.family.mask), compute_dtype=torch.float32)
     error = (out.float() - expected.out).norm() / expected.out.norm()
     assert error.item() <= TOLERANCE
     if lse is not None:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from fa3gen.chips import H200
-from fa3gen.simulation.times import LOAD_LATENCY
+from fa3gen.hardware.chips import H200
+from fa3gen.inspect.simulation.times import LOAD_LATENCY
 
 sys.path.insert(0, str(Path(__file__).parent))
 

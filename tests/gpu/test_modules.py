@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from fa3gen import evidence
-from fa3gen.specfile import Variant
-from fa3gen.workspace import Workspace
+from fa3gen.design.workspace import Workspace
+from fa3gen.records import evidence
+from fa3gen.spec.specfile import Variant
 
 WORKSPACE = Workspace.find(Path(__file__).parent)
 VARIANTS = {variant.stem: variant for spec_file in WORKSPACE.load_all() for variant in spec_file.variants}
@@ -17,8 +17,8 @@ VARIANTS = {variant.stem: variant for spec_file in WORKSPACE.load_all() for vari
 
 @pytest.mark.parametrize("stem", VARIANTS)
 def test_generated_module(stem: str, hopper: Any) -> None:
-    from fa3gen.launch import load_for_launch
-    from fa3gen.verify import DeviceLost, verify_module
+    from fa3gen.run.launch import load_for_launch
+    from fa3gen.verify.on_gpu import DeviceLost, verify_module
 
     variant: Variant = VARIANTS[stem]
     try:

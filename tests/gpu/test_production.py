@@ -21,12 +21,12 @@ import torch
 from production import LARGE, MANY_HEADS, MANY_KEYS, SMALL, Problem
 
 import fa3gen
-from fa3gen.compile_cache import cached_object
-from fa3gen.inputs import Case
-from fa3gen.launch import NO_JIT_VARIABLE
-from fa3gen.spec import Spec
-from fa3gen.verify import DeviceLost, Runner
-from fa3gen.workspace import Workspace
+from fa3gen.compile.cache import cached_object
+from fa3gen.design.workspace import Workspace
+from fa3gen.run.launch import NO_JIT_VARIABLE
+from fa3gen.spec.model import Spec
+from fa3gen.verify.inputs import Case
+from fa3gen.verify.on_gpu import DeviceLost, Runner
 
 WORKSPACE = Workspace.find(Path(__file__).parent)
 VARIANTS = {variant.stem: variant for spec_file in WORKSPACE.load_all() for variant in spec_file.variants}

@@ -7,14 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from fa3gen import cli, tuning_records
-from fa3gen.evidence import sha256
-from fa3gen.tuning import heats
-from fa3gen.tuning.client import LIMITS_S
-from fa3gen.tuning.journal import Journal
-from fa3gen.tuning.session import Cell, Module, Tuner
-from fa3gen.tuning_records import TunedProblem, family_of
-from fa3gen.workspace import Workspace
+from fa3gen import cli
+from fa3gen.base.files import sha256
+from fa3gen.design.workspace import Workspace
+from fa3gen.measure.tuning import heats
+from fa3gen.measure.tuning.client import LIMITS_S
+from fa3gen.measure.tuning.journal import Journal
+from fa3gen.measure.tuning.session import Cell, Module, Tuner
+from fa3gen.records import tuning_records
+from fa3gen.records.tuning_records import TunedProblem, family_of
 
 WORKSPACE = Workspace.find(Path(__file__).parent)
 SCALE = "scale or 64**-0.5"

@@ -9,11 +9,13 @@ import pytest
 import torch
 
 import fa3gen
-from fa3gen import reference, tuning_records
 from fa3gen.cli import main
 from fa3gen.cli.tune import find_gpus
-from fa3gen.launch import load_for_launch
-from fa3gen.workspace import Workspace
+from fa3gen.design.masks import reach
+from fa3gen.design.workspace import Workspace
+from fa3gen.records import tuning_records
+from fa3gen.run.launch import load_for_launch
+from fa3gen.verify import reference
 
 WORKSPACE = Workspace.find(Path(__file__).parent)
 TOLERANCE = 0.01  # relative Frobenius error of O; 16-bit kernels read about 0.002
@@ -44,7 +46,7 @@ def test_calls_run_where_their_tensors_are(stem: str, two_gpus: tuple[torch.devi
         q, k, v = tensors(module.HEAD_DIM, device)
         out, lse = module.attention(q, k, v, return_lse=True)
         assert out.device == lse.device == device and torch.cuda.current_device() == two_gpus[0].index
-        expected = reference.attention(q, k, v, mask=variant.spec.mask).out
+        expected = reference.attention(q, k, v, reach=reach(variant.spec.mask)).out
         assert torch.linalg.norm(out.double() - expected) < TOLERANCE * torch.linalg.norm(expected)
         results.append((out.cpu(), lse.cpu()))
     assert all(torch.equal(x, y) for other in results[1:] for x, y in zip(results[0], other, strict=True))

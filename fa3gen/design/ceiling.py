@@ -1,0 +1,195 @@
+"""Which unit bounds a kernel, the speed that it then has at most, and how well its tiles fill the chip.
+
+A roofline: every unit (tensor cores, exponentials, FP32 pipes, instruction issue, shared memory, L2, HBM) takes so
+many cycles for its share of a step, and the one that takes most bounds them all. Nothing here knows whether the
+schedule overlaps them; `fa3gen simulate` does.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from fa3gen.design import footprint, tile_order, work
+from fa3gen.design.work import Problem
+from fa3gen.hardware import hopper
+from fa3gen.hardware.chips import Chip
+from fa3gen.spec.model import GlobalHandoff, Spec
+
+Unit = Literal[
+    "tensor cores",
+    "exponentials",
+    "FP32 multiply-adds",
+    "instruction issue",
+    "shared memory",
+    "L1",
+    "L2",
+    "HBM",
+]
+
+# CUDA C++ Programming Guide, "Technical Specifications per Compute Capability", column 9.0: of one multiprocessor. Of
+# shared memory, each CTA takes 1 KB more than it asks for.
+SMEM_PER_SM = 228 * 1024
+SMEM_RESERVED = 1024
+THREADS_PER_SM = 2048
+CTAS_PER_SM = 32
+
+
+@dataclass(frozen=True)
+class Bound:
+    """What one unit takes for one step on one SM: its amount in `what`, and cycles at its peak rate."""
+
+    unit: Unit
+    amount: float
+    what: str
+    cycles: float
+
+
+@dataclass(frozen=True)
+class Ceiling:
+    """The steady state of a spec on a chip: no prologue, no mask, all SMs busy at the chip's boost clock."""
+
+    chip: Chip
+    bounds: tuple[Bound, ...]
+    flops: int
+
+    @property
+    def binding(self) -> Bound:
+        """The unit that takes most."""
+        return max(self.bounds, key=lambda bound: bound.cycles)
+
+    @property
+    def tflops(self) -> float:
+        """The speed at which the binding unit is busy all the time."""
+        return self.flops / self.binding.cycles * self.chip.sms * self.chip.clock_hz.value / 1e12
+
+
+@dataclass(frozen=True)
+class ProblemCeiling:
+    """A whole problem on a chip.
+
+    `balance` is how busy the SMs are on average until the last one ends, when a step takes each of them as long and
+    tiles are handed out as the kernel does. `tflops` has the steady state's ceiling, over-compute, balance and HBM in
+    it; `bounded_by` is "HBM" or the binding unit.
+    """
+
+    chip: Chip
+    problem: Problem
+    waves: float
+    balance: float
+    tflops: float
+    bounded_by: Unit
+
+
+@dataclass(frozen=True)
+class Occupancy:
+    """CTAs of one SM: what each resource would allow, by name, and what registers per thread that counts on."""
+
+    registers: int
+    registers_known: bool
+    allowed: tuple[tuple[str, int], ...]
+
+    @property
+    def ctas(self) -> int:
+        """CTAs that fit on one SM."""
+        return min(count for _, count in self.allowed)
+
+    @property
+    def limited_by(self) -> tuple[str, ...]:
+        """The resources that allow no more."""
+        return tuple(name for name, count in self.allowed if count == self.ctas)
+
+
+def steady(spec: Spec, chip: Chip) -> Ceiling:
+    """The roofline of one step; HBM is left out, since its share depends on the shape."""
+    step = work.step(spec)
+    l2_rate = chip.l2.value / chip.sms
+    near: Unit = "L1" if isinstance(spec.handoff, GlobalHandoff) else "shared memory"  # the same 128 bytes a cycle
+    amounts: list[tuple[Unit, float, str, float]] = [
+        ("tensor cores", step.tensor_flops, "FLOP", chip.tensor.value),
+        ("exponentials", step.exponentials, "ex2", chip.exp2.value),
+        ("FP32 multiply-adds", step.scalar_fmas, "FMA", chip.fp32.value),
+        ("instruction issue", step.instructions, "warp instructions", chip.issue.value),
+        (near, step.smem_bytes, "bytes", chip.smem.value),
+        ("L2", step.l2_bytes, "bytes", l2_rate),
+    ]
+    bounds = tuple(Bound(unit, amount, what, amount / rate) for unit, amount, what, rate in amounts if amount)
+    return Ceiling(chip, bounds, step.flops)
+
+
+def of_problem(problem: Problem, chip: Chip, occupancy: Occupancy) -> ProblemCeiling:
+    """The roofline of a whole problem, with its waves."""
+    spec, ceiling = problem.spec, steady(problem.spec, chip)
+    busiest = busiest_sm(spec, problem, chip.sms)
+    cycles = busiest * ceiling.binding.cycles
+    seconds, by_hbm = cycles / chip.clock_hz.value, problem.hbm_bytes / chip.hbm.value
+    places = chip.sms * (1 if footprint.persistent(spec) else occupancy.ctas)
+    longest = max(seconds, by_hbm)
+    return ProblemCeiling(
+        chip=chip,
+        problem=problem,
+        waves=ctas_of(problem) / places,
+        balance=problem.visited / (chip.sms * busiest) if busiest else 1.0,
+        tflops=problem.flops / longest / 1e12 if longest else 0.0,
+        bounded_by="HBM" if by_hbm > seconds else ceiling.binding.unit,
+    )
+
+
+def ctas_of(problem: Problem) -> int:
+    """Tiles that are handed out to CTAs; of k1, tiles of scores."""
+    return problem.visited if isinstance(problem.spec.handoff, GlobalHandoff) else problem.tiles
+
+
+def busiest_sm(spec: Spec, problem: Problem, sms: int) -> int:
+    """Steps of the SM that has most, when each SM takes the next tile of queries as soon as it is through with one.
+
+    CTAs that share an SM are taken for one that does their tiles in turn: that is as long.
+    """
+    of_head = [tiles.visited for tiles in problem.of_one_head]
+    if isinstance(spec.handoff, GlobalHandoff):
+        return -(-problem.visited // sms)  # a CTA for each step
+    if len(set(of_head)) <= 1:
+        steps, (waves, rest) = max(of_head, default=0), divmod(problem.tiles, sms)
+        share = tile_order.tail_share(rest, steps, sms) if footprint.splits_tail(spec) else steps
+        return waves * steps + share * (rest > 0)
+    ends = [0] * min(sms, problem.tiles)
+    for steps in _tile_order(spec, problem, of_head):
+        heapq.heapreplace(ends, ends[0] + steps)  # to the SM that is through first
+    return max(ends)
+
+
+def _tile_order(spec: Spec, problem: Problem, of_head: Sequence[int]) -> list[int]:
+    """Steps of each tile of queries in the order in which they are taken."""
+    shape = problem.shape
+    order = tile_order.taken(spec, shape.seq_q, shape.seq_k, problem.heads // shape.batch, shape.batch)
+    return [of_head[entry.m_block] for entry in order]
+
+
+def occupancy(spec: Spec, registers: int | None = None) -> Occupancy:
+    """CTAs per SM, from `registers` per thread as compiled (None: what the plan expects a thread to hold)."""
+    threads = footprint.threads(spec)
+    expected = footprint.launch_registers(spec) if footprint.specialized(spec) else _expected_registers(spec)
+    per_thread = expected if registers is None else registers
+    regions, barriers = footprint.shared_memory_map(spec), footprint.barrier_bytes(spec)
+    smem = footprint.total_bytes(regions, barriers)
+    allowed = {
+        "registers": hopper.REGISTERS_PER_SM // (threads * _in_units(per_thread)),
+        "shared memory": SMEM_PER_SM // (smem + SMEM_RESERVED),
+        "threads": THREADS_PER_SM // threads,
+        "CTAs": CTAS_PER_SM,
+    }
+    if footprint.persistent(spec):
+        allowed["launch: one per SM"] = 1
+    return Occupancy(per_thread, registers is not None, tuple(allowed.items()))
+
+
+def _expected_registers(spec: Spec) -> int:
+    return min(hopper.REGISTERS_PER_THREAD, sum(count for _, count in footprint.registers_per_thread(spec)))
+
+
+def _in_units(registers: int) -> int:
+    """Registers are handed out 8 at a time for each thread of a warp."""
+    unit = hopper.REGISTER_UNIT_PER_THREAD
+    return -(-registers // unit) * unit

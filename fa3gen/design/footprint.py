@@ -1,0 +1,210 @@
+"""What a spec costs on the chip: shared memory region by region, mbarriers, registers per thread.
+
+Plain arithmetic on the spec. The rules hold it against the limits, the plan prints it into the header of the module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from fa3gen.hardware import hopper
+from fa3gen.spec.model import (
+    CooperativeSchedule,
+    CpAsyncLoad,
+    GlobalHandoff,
+    RegisterHandoff,
+    SmemHandoff,
+    Spec,
+    Swizzle,
+    SyncLoad,
+    TmaLoad,
+    WgmmaProduct,
+)
+
+# A 128-byte swizzle repeats every 8 rows of 128 bytes, so every operand tile starts at a multiple of 1024.
+OPERAND_ALIGN = 1024
+# The f32 scores are read in 16-byte vectors; a row of them is padded by 8 elements (32 bytes) so that neither walking
+# along a row nor down the accumulator's rows meets a bank conflict.
+SCORE_ALIGN = 128
+SCORE_PAD = 8
+# Scalar products: half a warp shares a query row, and operands are read 8 elements (16 bytes) at a time.
+SCALAR_LANES = 16
+SCALAR_VECTOR = 8
+# Addresses, loop counters, predicates and the running statistics.
+OTHER_REGISTERS = 24
+# Columns of O that a quad of threads writes at once where O goes straight to global memory: 16 bytes from each thread.
+DIRECT_COLUMNS = 32
+# Numbers of tiles that the warp which draws them may be ahead of the others.
+TILE_SLOTS = 2
+# Left free of a consumer's budget where products run beside the softmax. As compiled (head dims 96 to 256, one to three
+# consumers): estimates of 4 below the budget do not spill, those that reach it do, and their products are serialised.
+OVERLAP_SPARE = 4
+# What setmaxnreg leaves to a thread of the producer and gives to one of the consumers, by consumer warpgroups. The sum
+# over all warpgroups is what the launch handed out: setmaxnreg only moves registers between the warps of a CTA.
+REGISTER_BUDGETS = {1: (56, 256), 2: (24, 240), 3: (32, 160)}
+QUAD = 4  # threads that share the rows of a warpgroup's accumulator (PTX ISA, wgmma register fragments)
+FRAGMENT_ROWS = 2  # of a thread in 64 rows of an accumulator
+
+
+@dataclass(frozen=True)
+class Region:
+    """One array in shared memory: `formula` is the arithmetic behind `bytes`, `align` in bytes."""
+
+    name: str
+    bytes: int
+    formula: str
+    align: int
+    what: str
+
+
+def specialized(spec: Spec) -> bool:
+    """Whether a warpgroup of its own loads."""
+    return not isinstance(spec.schedule, CooperativeSchedule)
+
+
+def overlapped(spec: Spec) -> bool:
+    """Whether products run beside the softmax of the same warpgroup."""
+    return not isinstance(spec.schedule, CooperativeSchedule) and spec.schedule.overlap
+
+
+def persistent(spec: Spec) -> bool:
+    """Whether a CTA takes many tiles of queries, one after the other."""
+    return spec.scheduler != "single_tile"
+
+
+def splits_tail(spec: Spec) -> bool:
+    """Whether the tiles of the last wave, which does not fill the GPU, are dealt out by tiles of keys."""
+    return spec.scheduler == "stream_k"
+
+
+def part_shape(spec: Spec) -> tuple[int, int, int]:
+    """What a CTA leaves of a tile that it does not complete: 16-byte vectors of a thread, threads, float32 in a vector.
+
+    A vector has maxima and sums of the thread's two rows, the others its elements of O.
+    """
+    vector, threads = 4, computing_threads(spec)
+    return spec.tile.q * spec.problem.v_dim // (threads * vector) + 1, threads, vector
+
+
+def flattened(spec: Spec) -> bool:
+    """Whether the first Q K^T of a tile of queries is issued with the last P V of the one before: Q has to be there."""
+    return persistent(spec) and isinstance(spec.load, TmaLoad) and spec.load.q_stages > 1
+
+
+def threads(spec: Spec) -> int:
+    """Threads per CTA, those of the producer warpgroup among them."""
+    return computing_threads(spec) + hopper.WARPGROUP * specialized(spec)
+
+
+def computing_threads(spec: Spec) -> int:
+    """Threads that share the accumulators: the consumers of a specialised kernel, all threads of another one."""
+    return spec.tile.threads or (spec.tile.warpgroups or 0) * hopper.WARPGROUP
+
+
+def launch_registers(spec: Spec) -> int:
+    """Registers that each thread of a CTA which has an SM to itself can be launched with."""
+    return hopper.registers_at_launch(threads(spec))
+
+
+def kv_stages(spec: Spec) -> int:
+    """Depth of the K/V ring; 1 for engines without one."""
+    return spec.load.kv_stages if isinstance(spec.load, CpAsyncLoad | TmaLoad) else 1
+
+
+def shared_memory_map(spec: Spec) -> list[Region]:
+    """Arrays in shared memory in the order they are laid out, barriers not included."""
+    if isinstance(spec.handoff, GlobalHandoff):
+        return []
+    q, kv, d, stages = spec.tile.q, spec.tile.kv, spec.problem.head_dim, kv_stages(spec)
+    v_dim = spec.problem.v_dim
+    regions = [_tile("sQ", q, d, spec.load.q_stages if isinstance(spec.load, TmaLoad) else 1, "Q")]
+    if isinstance(spec.load, SyncLoad):
+        regions.append(_tile("sKV", kv, d, 1, "K, then V"))
+    else:
+        regions += [_tile("sK", kv, d, stages, "K"), _tile("sV", kv, v_dim, stages, "V")]
+    if spec.outputs.o == "own_buffer":
+        regions.append(_tile("sO", q, v_dim, 1, "O"))
+    if spec.scheduler == "dynamic":
+        regions.append(Region("tiles", 4 * TILE_SLOTS, f"{TILE_SLOTS} x 4", 8, "numbers of tiles of queries"))
+    if isinstance(spec.handoff, SmemHandoff):
+        regions.append(_tile("sP", q, kv, 1, "P, 16 bits"))
+    elif not isinstance(spec.handoff, RegisterHandoff):
+        pitch = kv + SCORE_PAD
+        regions.append(Region("sS", q * pitch * 4, f"{q} x {pitch} x 4", SCORE_ALIGN, "S, then P, f32; padded rows"))
+    return regions
+
+
+def barrier_bytes(spec: Spec) -> int:
+    """Bytes of mbarriers: one for Q, a full and an empty one for each stage of each ring.
+
+    In a persistent kernel Q is a ring, too; so are the numbers of the tiles, where they come from a counter.
+    """
+    if not isinstance(spec.load, TmaLoad):
+        return 0
+    if persistent(spec):
+        slots = TILE_SLOTS if spec.scheduler == "dynamic" else 0
+        return hopper.MBARRIER_BYTES * 2 * (spec.load.q_stages + 2 * spec.load.kv_stages + slots)
+    rings = 1 if spec.load.barrier == "shared" else 2
+    return hopper.MBARRIER_BYTES * (spec.load.q_stages + 2 * rings * spec.load.kv_stages)
+
+
+def total_bytes(regions: Iterable[Region], barriers: int) -> int:
+    """Bytes that one CTA asks for: regions at their alignment, then barriers, rounded up to the largest alignment."""
+    end, largest = 0, hopper.MBARRIER_BYTES
+    for region in regions:
+        end = _round_up(end, region.align) + region.bytes
+        largest = max(largest, region.align)
+    return _round_up(end + barriers, largest) if end else 0
+
+
+def registers_per_thread(spec: Spec) -> list[tuple[str, int]]:
+    """32-bit registers that one computing thread holds at the widest point of the loop, by what (an estimate)."""
+    q, kv, d, count = spec.tile.q, spec.tile.kv, spec.problem.v_dim, computing_threads(spec)
+    if isinstance(spec.handoff, GlobalHandoff) or not count:
+        return [("other", OTHER_REGISTERS)]
+    held = [("O", q * d // count)]
+    if isinstance(spec.pv, WgmmaProduct) and specialized(spec) and not overlapped(spec):
+        # P takes the place of S, bit by bit: as compiled, about a quarter of P stands beside the whole of S.
+        scores = q * kv // count
+        return [*held, ("S", scores), ("P beside S", scores // 8), ("other", OTHER_REGISTERS)]
+    if isinstance(spec.pv, WgmmaProduct):
+        return [*held, ("S", q * kv // count), ("P", q * kv // count // 2), ("other", OTHER_REGISTERS)]
+    rows, scores, columns = q * SCALAR_LANES // count, kv // SCALAR_LANES, d // SCALAR_LANES
+    held.append(("row maxima and sums", 2 * rows))
+    if isinstance(spec.qk, WgmmaProduct):
+        held.append(("S or one step of P V", max(q * kv // count, scores * columns)))
+    else:
+        held += [
+            ("S", q * kv // count),
+            ("one step of K or V", max(scores * SCALAR_VECTOR, scores * columns)),
+            ("one step of Q or P", SCALAR_VECTOR),
+        ]
+    if isinstance(spec.load, CpAsyncLoad):
+        # All copies of a tile are issued at once, each from a 64-bit to a 32-bit address.
+        held.append(("addresses of copies", 3 * kv * d // SCALAR_VECTOR // count))
+    return [*held, ("other", OTHER_REGISTERS)]
+
+
+def _tile(name: str, rows: int, columns: int, stages: int, what: str) -> Region:
+    """A 16-bit operand tile, `stages` times."""
+    formula = f"{rows} x {columns} x {hopper.BYTES_16BIT}"
+    if stages != 1:
+        formula = f"{stages} stages x {formula}"
+    return Region(name, stages * rows * columns * hopper.BYTES_16BIT, formula, OPERAND_ALIGN, what)
+
+
+def _round_up(value: int, step: int) -> int:
+    return (value + step - 1) // step * step
+
+
+def thread_rows(spec: Spec) -> tuple[int, int]:
+    """Rows of S of a thread, and how many threads share each of them."""
+    if isinstance(spec.pv, WgmmaProduct):
+        return FRAGMENT_ROWS * spec.tile.q // ((spec.tile.warpgroups or 1) * hopper.WGMMA_M), QUAD
+    return spec.tile.q * SCALAR_LANES // computing_threads(spec), SCALAR_LANES
+
+
+def tma_boxes(extent_bytes: int, swizzle: Swizzle) -> int:
+    """Copies that one tile takes: a TMA box is at most one swizzle span wide (cuTensorMapEncodeTiled)."""
+    return -(-extent_bytes // hopper.SWIZZLE_SPAN[swizzle])

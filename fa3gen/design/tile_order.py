@@ -1,0 +1,75 @@
+"""The order in which CTAs take the tiles of queries: `tile_coordinates` of the generated modules, tile by tile."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from fa3gen.design import footprint
+from fa3gen.hardware import hopper
+from fa3gen.spec.model import CausalMask, Spec
+
+# Bytes of K and V that a dynamic scheduler works on at a time, so that they stay in L2; `KEYS_IN_L2` in the modules.
+BYTES_IN_L2 = 32 * 2**20
+# Of the last wave of a stream_k scheduler: parts of a tile of queries at most, and steps that splitting has to save,
+# about what handing over and merging a part of O takes.
+PARTS, STEPS_SAVED = 8, 4
+
+
+@dataclass(frozen=True)
+class Taken:
+    """A tile of queries in the order in which tiles are taken."""
+
+    number: int
+    m_block: int
+    head: int
+    batch: int
+
+
+def positions(spec: Spec) -> int:
+    """Query positions of a tile; its other rows are further heads of them."""
+    return spec.tile.q // spec.tile.pack_heads
+
+
+def taken(spec: Spec, seq_q: int, seq_k: int, heads: int, batch: int) -> Iterator[Taken]:
+    """Tiles of queries in the order of their numbers: CTAs are started, dealt out or draw in this order.
+
+    `heads` counts the heads that have tiles of their own: packs of query heads where tiles hold several.
+    """
+    blocks, everything = -(-seq_q // positions(spec)), heads * batch
+    if spec.scheduler == "dynamic":
+        yield from _drawn(spec, blocks, seq_k, heads, everything)
+        return
+    # A CTA for each tile: those that see the most keys are started first.
+    longest_first = isinstance(spec.mask, CausalMask) and not footprint.persistent(spec)
+    for number in range(blocks * everything):
+        block, head = number % blocks, number // blocks
+        yield Taken(number, blocks - 1 - block if longest_first else block, head % heads, head // heads)
+
+
+def _drawn(spec: Spec, blocks: int, seq_k: int, heads: int, everything: int) -> Iterator[Taken]:
+    """Sections of as many heads as have their K and V in L2; in each the last rows, which see the most keys, first.
+
+    The last section also has the heads that are left over.
+    """
+    share = min(max(keys_in_l2(spec) // seq_k, 1), everything)
+    for number in range(blocks * everything):
+        first = min(number // (share * blocks), everything // share - 1) * share
+        together = share if first + 2 * share <= everything else everything - first
+        place = number - first * blocks
+        head = first + place % together
+        yield Taken(number, blocks - 1 - place // together, head % heads, head // heads)
+
+
+def tail_share(tiles: int, steps: int, sms: int) -> int:
+    """Steps of the last wave that each CTA of a stream_k scheduler takes: `launch` of the generated modules.
+
+    The wave has so many tiles, fewer than SMs, of so many steps each, one for each tile of keys.
+    """
+    share = max(-(-tiles * steps // sms), -(-steps // PARTS))
+    return share if share + STEPS_SAVED <= steps else steps
+
+
+def keys_in_l2(spec: Spec) -> int:
+    """Keys whose K and V a dynamic scheduler lets share the L2 cache."""
+    return BYTES_IN_L2 // ((spec.problem.head_dim + spec.problem.v_dim) * hopper.BYTES_16BIT)

@@ -1,0 +1,389 @@
+"""What a kernel has to do: counts of one step, of one tile of queries, and of a whole problem.
+
+A step is one tile of queries with one tile of keys, on one CTA. Counts follow from the spec alone; only the number of
+instructions is partly taken from compiled code (DSL 4.8.1), which is said where it is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from fa3gen.base.errors import UserError
+from fa3gen.design import footprint
+from fa3gen.design.masks import counted_pairs
+from fa3gen.hardware import hopper
+from fa3gen.spec.model import (
+    GlobalHandoff,
+    NoMask,
+    ScalarProduct,
+    SmemHandoff,
+    SmemScoresHandoff,
+    Spec,
+    TmaLoad,
+    WgmmaProduct,
+    WindowMask,
+)
+
+F32 = 4  # bytes
+LINE = 128  # bytes that shared memory or L1 delivers in a cycle; a warp's access takes whole lines
+VECTOR_BYTES = 16  # of the widest access of a thread
+
+# Instructions of a warp beside the arithmetic of a step: descriptors and issue of WGMMA, barriers, address and loop
+# arithmetic, quad exchanges. As compiled, loops without a mask have 93 to 107 (k5, k6, fwd at head dims 64 to 192).
+WGMMA_STEP_INSTRUCTIONS = 100
+# The vote and the branch around the rescaling, where O is rescaled now and then. As compiled: fwd_d192, fwd_d256.
+VOTE_INSTRUCTIONS = 45
+# Of a score: maximum, multiply-add, exponential, sum, and half a conversion of two values to 16 bits.
+SCORE_INSTRUCTIONS = 4.5
+# Address arithmetic beside each vector that the scalar products load, and instructions for each row of a scalar
+# softmax. As compiled: k2 and k3 at head dims 64 and 128.
+QK_ADDRESSING, PV_ADDRESSING, SCALAR_ROW_INSTRUCTIONS = 9, 3, 68
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Extents of one call: q (batch, seq_q, heads_q, d), k (batch, seq_k, heads_kv, d)."""
+
+    batch: int
+    seq_q: int
+    seq_k: int
+    heads_q: int
+    heads_kv: int
+
+    def __str__(self) -> str:
+        """`batch 4, 4096 x 4096, 16 heads`."""
+        heads = f"{self.heads_q}" if self.heads_q == self.heads_kv else f"{self.heads_q}/{self.heads_kv}"
+        return f"batch {self.batch}, {self.seq_q} x {self.seq_k}, {heads} heads"
+
+
+@dataclass(frozen=True)
+class Step:
+    """One tile of queries with one tile of keys, all warps of the CTA.
+
+    `instructions` are warp instructions (an estimate), `smem_bytes` those that shared memory reads and writes (without
+    one: that L1 delivers), `l2_bytes` those that come from L2. Masking is left out.
+    """
+
+    flops: int
+    tensor_flops: int
+    wgmma_qk: int
+    wgmma_pv: int
+    scalar_fmas: int
+    exponentials: int
+    instructions: float
+    smem_bytes: int
+    l2_bytes: int
+    tma_loads: int
+
+
+@dataclass(frozen=True)
+class QueryTile:
+    """What one tile of queries takes beside its steps: bytes of Q in and O out, and TMA copies."""
+
+    q_bytes: int
+    o_bytes: int
+    tma_loads: int
+    tma_stores: int
+
+
+@dataclass(frozen=True)
+class KeyTiles:
+    """The tiles of keys [start, end) that a tile of queries visits; those in [full_start, full_end) need no mask."""
+
+    start: int
+    end: int
+    full_start: int
+    full_end: int
+
+    @property
+    def visited(self) -> int:
+        """How many tiles are visited."""
+        return self.end - self.start
+
+    @property
+    def masked(self) -> int:
+        """How many of them hold an edge of the mask or the end of the keys."""
+        return self.visited - max(0, min(self.end, self.full_end) - max(self.start, self.full_start))
+
+
+def products_flops(spec: Spec, pairs: float) -> float:
+    """FLOPs of both products for so many pairs of a query and a key: 2 d for Q K^T and 2 d_v for P V each."""
+    return 2 * pairs * (spec.problem.head_dim + spec.problem.v_dim)
+
+
+def step(spec: Spec) -> Step:
+    """Count one step. Of k1, which has no loop over tiles of keys, one CTA's tile in each of the three kernels."""
+    q, kv, d, v_dim = spec.tile.q, spec.tile.kv, spec.problem.head_dim, spec.problem.v_dim
+    qk, pv = isinstance(spec.qk, WgmmaProduct), isinstance(spec.pv, WgmmaProduct)
+    groups = spec.tile.warpgroups or 0
+    k_loads, v_loads = _tma_loads(spec)
+    return Step(
+        flops=2 * q * kv * (d + v_dim),
+        tensor_flops=2 * q * kv * (d * qk + v_dim * pv),
+        wgmma_qk=groups * d // hopper.WGMMA_K_16BIT * qk,
+        wgmma_pv=groups * kv // hopper.WGMMA_K_16BIT * pv,
+        scalar_fmas=q * kv * (d * (not qk) + v_dim * (not pv)),
+        exponentials=_exponentials(spec),
+        instructions=_warp_instructions(spec) * footprint.computing_threads(spec) / hopper.WARP,
+        smem_bytes=_smem_bytes(spec),
+        l2_bytes=_l2_bytes(spec),
+        tma_loads=k_loads + v_loads,
+    )
+
+
+def query_tile(spec: Spec) -> QueryTile:
+    """Count what one tile of queries takes beside its steps."""
+    q, d, v_dim = spec.tile.q, spec.problem.head_dim, spec.problem.v_dim
+    tma = isinstance(spec.load, TmaLoad) and spec.smem is not None
+    loads = stores = 0
+    if tma and spec.smem is not None:
+        loads = footprint.tma_boxes(d * hopper.BYTES_16BIT, spec.smem.q)
+        if isinstance(spec.pv, WgmmaProduct) and spec.outputs.o != "direct":
+            # A warp stores its own rows from a buffer of O, otherwise one thread stores the whole tile.
+            senders = footprint.computing_threads(spec) // hopper.WARP if spec.outputs.o == "own_buffer" else 1
+            stores = senders * footprint.tma_boxes(v_dim * hopper.BYTES_16BIT, spec.smem.q)
+    return QueryTile(q * d * hopper.BYTES_16BIT, q * v_dim * hopper.BYTES_16BIT, loads, stores)
+
+
+def _tma_loads(spec: Spec) -> tuple[int, int]:
+    if not isinstance(spec.load, TmaLoad) or spec.smem is None:
+        return 0, 0
+    rows = (spec.problem.head_dim * hopper.BYTES_16BIT, spec.problem.v_dim * hopper.BYTES_16BIT)
+    return footprint.tma_boxes(rows[0], spec.smem.k), footprint.tma_boxes(rows[1], spec.smem.v)
+
+
+def _exponentials(spec: Spec) -> int:
+    """Of every score, and of the factor of each row in each thread that shares the row."""
+    if isinstance(spec.handoff, GlobalHandoff):
+        return spec.tile.q * spec.tile.kv
+    rows, lanes = footprint.thread_rows(spec)
+    return footprint.computing_threads(spec) * rows * (spec.tile.kv // lanes + 1)
+
+
+# -- instructions
+
+
+def score_phases(spec: Spec) -> tuple[float, float, float]:
+    """Instructions of a warp in the softmax of one step where it works on the fragment.
+
+    They are those of the maxima, of exponentials and sums, and of rescaling O and rounding P. The rescaling is left out
+    where O is rescaled now and then: after the first tiles of keys it is rare.
+    """
+    rows, lanes = footprint.thread_rows(spec)
+    scores = rows * spec.tile.kv // lanes
+    lazy = spec.softmax.rescale_above is not None
+    moved = VOTE_INSTRUCTIONS if lazy else rows * spec.problem.v_dim // lanes
+    return scores, 3 * scores, moved + (SCORE_INSTRUCTIONS - 4) * scores
+
+
+def scalar_qk_instructions(spec: Spec) -> float:
+    """Instructions of a warp in a scalar S = Q K^T of one step, operands in shared memory."""
+    rows, columns = footprint.thread_rows(spec)[0], spec.tile.kv // footprint.SCALAR_LANES
+    vectors, width = spec.problem.head_dim // footprint.SCALAR_VECTOR, footprint.SCALAR_VECTOR
+    loads = rows + columns
+    return vectors * (rows * columns * width + loads * (1 + width + QK_ADDRESSING))
+
+
+def scalar_pv_instructions(spec: Spec) -> float:
+    """Instructions of a warp in a scalar O += P V of one step: as many keys at a time as it has columns of S."""
+    rows, keys = footprint.thread_rows(spec)[0], spec.tile.kv // footprint.SCALAR_LANES
+    columns = spec.problem.v_dim // footprint.SCALAR_LANES
+    once = rows * keys * columns + (rows + keys) * (1 + PV_ADDRESSING) + keys * columns
+    return spec.tile.kv // keys * once
+
+
+def scalar_softmax_instructions(spec: Spec) -> float:
+    """Instructions of a warp in the softmax on S in shared memory, one step."""
+    rows = footprint.thread_rows(spec)[0]
+    return rows * (SCALAR_ROW_INSTRUCTIONS + spec.problem.v_dim // footprint.SCALAR_LANES)
+
+
+def _warp_instructions(spec: Spec) -> float:
+    if isinstance(spec.handoff, GlobalHandoff):
+        # A score and an element of O for each thread: a multiply-add with two conversions, as good as unrolled.
+        return 3 * (spec.problem.head_dim + spec.tile.q * spec.tile.kv / (spec.tile.threads or 1) * spec.problem.v_dim)
+    if isinstance(spec.pv, WgmmaProduct):
+        return sum(score_phases(spec)) + WGMMA_STEP_INSTRUCTIONS
+    qk = WGMMA_STEP_INSTRUCTIONS if isinstance(spec.qk, WgmmaProduct) else scalar_qk_instructions(spec)
+    return qk + scalar_softmax_instructions(spec) + scalar_pv_instructions(spec)
+
+
+# -- bytes
+
+
+def wgmma_smem_bytes(spec: Spec) -> tuple[int, int]:
+    """Bytes that the WGMMA of Q K^T and of P V of one step read from shared memory.
+
+    Each instruction reads its 64 x 16 tile of A, unless that is in registers, and its N x 16 tile of B.
+    """
+    a_tile, depth = hopper.WGMMA_M * hopper.WGMMA_K_16BIT * hopper.BYTES_16BIT, hopper.WGMMA_K_16BIT
+    groups, kv = spec.tile.warpgroups or 0, spec.tile.kv
+    sizes = []
+    for product, n, k in ((spec.qk, kv, spec.problem.head_dim), (spec.pv, spec.problem.v_dim, kv)):
+        if isinstance(product, WgmmaProduct):
+            a = a_tile if product.a.source == "smem" else 0
+            sizes.append(groups * k // depth * (a + n * depth * hopper.BYTES_16BIT))
+        else:
+            sizes.append(0)
+    return sizes[0], sizes[1]
+
+
+def _smem_bytes(spec: Spec) -> int:
+    if isinstance(spec.handoff, GlobalHandoff):
+        return _naive_l1_bytes(spec)
+    q, kv = spec.tile.q, spec.tile.kv
+    arriving = kv * (spec.problem.head_dim + spec.problem.v_dim) * hopper.BYTES_16BIT
+    total = arriving + sum(wgmma_smem_bytes(spec))
+    if isinstance(spec.handoff, SmemHandoff):
+        total += q * kv * hopper.BYTES_16BIT  # P is written; WGMMA's reading is counted above
+    if isinstance(spec.handoff, SmemScoresHandoff):
+        total += 3 * q * kv * F32  # S is written, read, and written as P
+    warps = footprint.computing_threads(spec) // hopper.WARP
+    if isinstance(spec.qk, ScalarProduct):
+        total += warps * _scalar_qk_lines(spec) * LINE
+    if isinstance(spec.pv, ScalarProduct):
+        total += warps * _scalar_pv_lines(spec) * LINE
+    return total
+
+
+def _scalar_qk_lines(spec: Spec) -> int:
+    """Lines of shared memory that a warp reads: half a warp has a row of Q in common, both halves the rows of K."""
+    rows, columns = footprint.thread_rows(spec)[0], spec.tile.kv // footprint.SCALAR_LANES
+    keys = -(-footprint.SCALAR_LANES * VECTOR_BYTES // LINE)
+    return spec.problem.head_dim // footprint.SCALAR_VECTOR * (rows + columns * keys)
+
+
+def _scalar_pv_lines(spec: Spec) -> int:
+    """Lines that a warp reads: a row of V for each key, and for each of its rows P of a few keys."""
+    rows, keys = footprint.thread_rows(spec)[0], spec.tile.kv // footprint.SCALAR_LANES
+    return spec.tile.kv // keys * (rows + keys * -(-spec.problem.v_dim * hopper.BYTES_16BIT // LINE))
+
+
+def _naive_l1_bytes(spec: Spec) -> int:
+    """k1 reads global memory through L1, a line for each row that a warp touches.
+
+    For a vector of the head dim a warp touches a row of Q for each of its rows of scores and `tile.kv` rows of K.
+    For a key the other way round, a warp computes 32 elements of a row of O from one score and one row of V.
+    """
+    d, threads, scores = spec.problem.head_dim, spec.tile.threads or 1, spec.tile.q * spec.tile.kv
+    vectors = d // footprint.SCALAR_VECTOR
+    qk = threads // hopper.WARP * vectors * (hopper.WARP // spec.tile.kv + spec.tile.kv)
+    pv = scores * spec.problem.v_dim // hopper.WARP * 2
+    return (qk + pv) * LINE
+
+
+def _l2_bytes(spec: Spec) -> int:
+    d, v_dim, kv = spec.problem.head_dim, spec.problem.v_dim, spec.tile.kv
+    if isinstance(spec.handoff, GlobalHandoff):
+        scores = spec.tile.q * kv
+        # S is written, read twice (maximum, sum) and written as P, read as P.
+        return (spec.tile.q + kv) * (d + v_dim) * hopper.BYTES_16BIT + 5 * scores * F32
+    return kv * (d + v_dim) * hopper.BYTES_16BIT
+
+
+# -- the whole problem
+
+
+def key_tiles(spec: Spec, shape: Shape, m_block: int) -> KeyTiles:
+    """The tiles of keys that tile `m_block` of the queries visits, as `kv_range` of the generated modules says."""
+    kv, positions = spec.tile.kv, spec.tile.q // spec.tile.pack_heads
+    seq_k = shape.seq_k
+    if isinstance(spec.mask, NoMask) or isinstance(spec.handoff, GlobalHandoff):
+        return KeyTiles(0, -(-seq_k // kv), 0, seq_k // kv)
+    diagonal = m_block * positions + seq_k - shape.seq_q
+    left = spec.mask.left if isinstance(spec.mask, WindowMask) else diagonal + positions
+    right = spec.mask.right if isinstance(spec.mask, WindowMask) else 0
+    least = 1 if footprint.overlapped(spec) else 0  # the consumers' first tile stands before their loop
+    end = min(seq_k, max(diagonal + positions + right, least))
+    start = min(end, max(diagonal - left, 0))
+    full_start = -(-max(diagonal + positions - 1 - left, 0) // kv)
+    return KeyTiles(start // kv, -(-end // kv), full_start, min(seq_k, max(diagonal + right + 1, 0)) // kv)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One call of a spec's module. Raises UserError for heads that the module does not take."""
+
+    spec: Spec
+    shape: Shape
+
+    def __post_init__(self) -> None:
+        """Refuse what the module refuses."""
+        pack, shape = self.spec.tile.pack_heads, self.shape
+        if shape.heads_q % shape.heads_kv:
+            raise UserError(f"{shape.heads_q} query heads are no multiple of {shape.heads_kv} kv heads; choose others")
+        if shape.heads_q % (pack * shape.heads_kv):
+            raise UserError(
+                f"a tile of this module holds {pack} query heads of one kv head; give a multiple of "
+                f"{pack * shape.heads_kv} query heads, or fewer kv heads"
+            )
+
+    @cached_property
+    def of_one_head(self) -> tuple[KeyTiles, ...]:
+        """The tiles of keys of each tile of queries of one head (or of the heads that share a tile)."""
+        positions = self.spec.tile.q // self.spec.tile.pack_heads
+        return tuple(key_tiles(self.spec, self.shape, block) for block in range(-(-self.shape.seq_q // positions)))
+
+    @property
+    def heads(self) -> int:
+        """How many times the tiles of one head come: heads that do not share a tile, in all batch entries."""
+        return self.shape.batch * self.shape.heads_q // self.spec.tile.pack_heads
+
+    @property
+    def tiles(self) -> int:
+        """Tiles of queries."""
+        return self.heads * len(self.of_one_head)
+
+    @property
+    def visited(self) -> int:
+        """Steps: pairs of a tile of queries and a tile of keys that are computed."""
+        return self.heads * sum(tiles.visited for tiles in self.of_one_head)
+
+    @property
+    def masked(self) -> int:
+        """Steps in which scores are masked."""
+        return self.heads * sum(tiles.masked for tiles in self.of_one_head)
+
+    @property
+    def skipped(self) -> int:
+        """Steps that the mask saves."""
+        return self.tiles * -(-self.shape.seq_k // self.spec.tile.kv) - self.visited
+
+    @cached_property
+    def flops(self) -> float:
+        """FLOPs of both products, as `fa3gen bench` counts them."""
+        pairs = (
+            counted_pairs(self.spec.mask, seq_q=self.shape.seq_q, seq_k=self.shape.seq_k)
+            * self.shape.batch
+            * self.shape.heads_q
+        )
+        return products_flops(self.spec, pairs)
+
+    @property
+    def over_compute(self) -> float:
+        """FLOPs computed over FLOPs counted: edges of the mask, and tiles that the sequences do not fill."""
+        return self.visited * step(self.spec).flops / self.flops if self.flops else float("inf")
+
+    @property
+    def hbm_bytes(self) -> int:
+        """Bytes of q, k, v and O, each once, and of LSE; of k1 also S and P, which it writes and reads."""
+        shape, problem = self.shape, self.spec.problem
+        q_rows = shape.batch * shape.seq_q * shape.heads_q
+        kv_rows = shape.batch * shape.seq_k * shape.heads_kv
+        total = (q_rows + kv_rows) * (problem.head_dim + problem.v_dim) * hopper.BYTES_16BIT
+        if isinstance(self.spec.handoff, GlobalHandoff):
+            total += 5 * q_rows * shape.seq_k * F32  # S written, read twice and written as P, P read
+        return total + q_rows * F32 * self.spec.outputs.lse
+
+    @property
+    def intensity(self) -> float:
+        """FLOP for each byte of HBM."""
+        return self.flops / self.hbm_bytes
+
+
+def default_heads(spec: Spec, hidden: int = 2048) -> tuple[int, int]:
+    """Query and kv heads of the benchmarks: heads x head dim near `hidden`, one kv head for each packed group."""
+    pack = spec.tile.pack_heads
+    kv = max(1, hidden // spec.problem.head_dim // pack)
+    return kv * pack, kv

@@ -1,0 +1,78 @@
+"""What a spec says of the code that ptxas makes: waits, maxima and the widths of its stores.
+
+Static counts. As compiled (DSL 4.8.1, ptxas 12.9.83), no loop over tiles is unrolled, and what a template unrolls
+stands there element by element.
+"""
+
+from __future__ import annotations
+
+from fa3gen.design import footprint
+from fa3gen.generate.expected import SassExpectation
+from fa3gen.hardware import hopper
+from fa3gen.spec.model import GlobalHandoff, Spec, WgmmaProduct
+
+VECTOR_BITS = 128  # of the widest access to memory that a thread makes
+
+
+def expectation(spec: Spec, *, waits: int, softmaxes: int, o_boxes: int, matrices: int) -> SassExpectation:
+    """The prediction for one spec.
+
+    `waits` is how many warpgroup waits and `softmaxes` how many softmax steps stand in the code, `o_boxes` the TMA
+    stores of O, `matrices` the stmatrix instructions, each of four 8 x 8 matrices.
+    """
+    if isinstance(spec.handoff, GlobalHandoff):
+        # A thread computes one score, then one element of O; in between, a warp walks along a row.
+        return SassExpectation(
+            waits=waits,
+            min_maxima=1 + _exchanges(hopper.WARP),
+            max_comparisons=_most_comparisons(rows=1, softmaxes=1),
+            global_stores={"STG.32": 2 + spec.outputs.lse, "STG.16": 1},
+            shared_stores={},
+        )
+    rows, lanes = footprint.thread_rows(spec)
+    held_back = softmaxes if spec.softmax.exp_before_wait is not None else 0  # a sum is compared, for a branch
+    return SassExpectation(
+        waits=waits,
+        min_maxima=softmaxes * rows * (spec.tile.kv // lanes + _exchanges(lanes)) + rows * footprint.splits_tail(spec),
+        max_comparisons=_most_comparisons(rows, softmaxes if spec.softmax.rescale_above is not None else 0) + held_back,
+        global_stores=_global_stores(spec, rows, lanes, o_boxes),
+        shared_stores=_shared_stores(spec, matrices),
+    )
+
+
+def _exchanges(lanes: int) -> int:
+    """Steps in which so many lanes, a power of two, find their common maximum."""
+    return lanes.bit_length() - 1
+
+
+def _most_comparisons(rows: int, softmaxes: int) -> int:
+    """FSETP that a kernel needs for its rows: one in each softmax that asks something of a maximum, two at its end.
+
+    It asks how far the maximum grew where O is rescaled rarely; in the softmax that goes over rows in global memory,
+    whether there was a key at all.
+
+    Far fewer than the two for each element of a maximum that propagates NaN.
+    """
+    return rows * (softmaxes + 2)
+
+
+def _global_stores(spec: Spec, rows: int, lanes: int, o_boxes: int) -> dict[str, int]:
+    # LSE, the counter of tiles set back to zero, the flag of a part set and set back, and O by TMA.
+    words = rows * spec.outputs.lse + (spec.scheduler == "dynamic") + 2 * footprint.splits_tail(spec)
+    stores = {"STG.32": words, "UTMASTG": o_boxes}
+    if o_boxes == 0:
+        # O straight from registers. In a fragment a quad trades columns so that each thread has whole vectors.
+        bits = spec.problem.v_dim * 16 // lanes
+        vector = VECTOR_BITS if spec.outputs.o == "direct" else min(bits & -bits, VECTOR_BITS)
+        stores[f"STG.{vector}"] = stores.get(f"STG.{vector}", 0) + rows * bits // vector
+    if footprint.splits_tail(spec):
+        vectors, _, _ = footprint.part_shape(spec)
+        stores[f"STG.{VECTOR_BITS}"] = stores.get(f"STG.{VECTOR_BITS}", 0) + vectors
+    return stores
+
+
+def _shared_stores(spec: Spec, matrices: int) -> dict[str, int] | None:
+    """None for a kernel whose softmax works in shared memory."""
+    if not isinstance(spec.pv, WgmmaProduct):
+        return None
+    return {"STSM.4": matrices, "STS.32": int(spec.scheduler == "dynamic")}  # O or P; numbers of tiles

@@ -1,0 +1,215 @@
+"""What differs between two modules: the fields of their specs, their plans, their source."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from fa3gen.compile import census
+from fa3gen.design import ceiling, footprint, work
+from fa3gen.generate import header
+from fa3gen.generate.plan import Plan
+from fa3gen.hardware import hopper
+from fa3gen.inspect.difference.model import FieldChange, PairDifference, PlanChange, Side, SourceChange, Step
+from fa3gen.spec.model import Spec
+
+# What the plan says of a module, by topic and by name: {"shared memory": {"sQ": "at 0: 32768 bytes ..."}}.
+Facts = dict[str, dict[str, str]]
+
+
+def compare(old: Side, new: Side) -> PairDifference:
+    """Everything that differs; specs and plans only where both sides have them."""
+    fields: list[FieldChange] = []
+    plan: list[PlanChange] = []
+    steps: list[Step] = []
+    if old.spec is not None and new.spec is not None:
+        fields = field_changes(
+            {"summary": old.summary, **leaves(old.spec)}, {"summary": new.summary, **leaves(new.spec)}
+        )
+    if old.plan is not None and new.plan is not None:
+        plan = plan_changes(facts(old.plan), facts(new.plan))
+        steps = step_changes(_steps(old.plan), _steps(new.plan))
+    return PairDifference(old, new, tuple(fields), tuple(plan), tuple(steps), source_change(old, new))
+
+
+# Fields
+
+
+def leaves(spec: Spec) -> dict[str, Any]:
+    """Dotted path -> value of every field that is set, defaults among them; null is the same as not there."""
+    return dict(_leaves(spec.model_dump(exclude_none=True)))
+
+
+def _leaves(fields: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in fields.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def field_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[FieldChange]:
+    """The fields that differ, those of one part of the spec next to each other, in the order of `Spec`."""
+    parts = ["summary", *Spec.model_fields]
+    paths = sorted({**old, **new}, key=lambda path: parts.index(path.partition(".")[0]))
+    changes = [FieldChange(path, old.get(path), new.get(path)) for path in paths]
+    return [change for change in changes if change.old != change.new]
+
+
+# Plan
+
+
+def facts(plan: Plan) -> Facts:
+    """The plan as people read it, from the same data as the header of the module and `fa3gen explain`."""
+    described = header.describe(plan.spec, "")
+    return {
+        "decisions": {"mask": described.mask, **dict(described.decisions)},
+        "threads and registers": _thread_facts(plan),
+        "shared memory": _smem_facts(plan),
+        "barriers": {**_rows(described.barriers), **_rows(described.named_barriers)},
+        "work of a CTA in one step": _work_facts(plan.spec),
+        "expected of the compiled code": _counts(plan),
+        "templates": _templates(plan),
+    }
+
+
+def _thread_facts(plan: Plan) -> dict[str, str]:
+    held = footprint.registers_per_thread(plan.spec)
+    parts = ", ".join(f"{what} {count}" for what, count in held)
+    found = {
+        "threads per CTA": str(plan.tile.threads),
+        "threads that compute": str(footprint.computing_threads(plan.spec)),
+        "registers of a computing thread": f"about {sum(count for _, count in held)}: {parts}",
+    }
+    if plan.schedule.specialized:
+        found["registers of the producer"] = f"{plan.schedule.producer_registers}, by setmaxnreg"
+        found["registers of a consumer"] = f"{plan.schedule.consumer_registers}, by setmaxnreg"
+    return found
+
+
+def _smem_facts(plan: Plan) -> dict[str, str]:
+    """Where each array lies, how large it is, and what is left of what a CTA may take."""
+    total = plan.smem.total_bytes
+    if not total:
+        return {}
+    places = {
+        region.name: f"at {offset}: {region.bytes} bytes, {f'{region.formula}: {region.what}'.rstrip(': ')}"
+        for offset, region in header.placed_regions(plan.spec)
+    }
+    # What registers allow is known only once a module is compiled.
+    room = dict(ceiling.occupancy(plan.spec).allowed)["shared memory"]
+    return {
+        **places,
+        "total": f"{total} bytes",
+        "left for a CTA": f"{hopper.SMEM_PER_CTA - total} bytes",
+        "CTAs per SM that it allows": str(room),
+    }
+
+
+def _work_facts(spec: Spec) -> dict[str, str]:
+    """What one tile of queries costs with one tile of keys; zero is not said."""
+    step = work.step(spec)
+    found = {
+        "tensor cores": (step.tensor_flops, "FLOP"),
+        "multiply-adds": (step.scalar_fmas, ""),
+        "exponentials": (step.exponentials, ""),
+        "shared memory": (step.smem_bytes, "bytes"),
+        "L2": (step.l2_bytes, "bytes"),
+    }
+    return {what: f"{round(amount):,} {unit}".rstrip() for what, (amount, unit) in found.items() if amount}
+
+
+def _rows(table: Sequence[tuple[str, ...]]) -> dict[str, str]:
+    """A table with headings, by its column of names; of numbered barriers the name comes second."""
+    if not table:
+        return {}
+    headings, *rows = table
+    place = headings.index("name") if "name" in headings else 0
+    columns = [index for index in range(len(headings)) if index != place]
+    return {row[place]: "; ".join(_cell(headings[index], row[index]) for index in columns) for row in rows}
+
+
+def _cell(heading: str, text: str) -> str:
+    match heading:
+        case "stages":
+            return "1 stage" if text == "1" else f"{text} stages"
+        case "number":
+            return f"named barriers {text}" if " to " in text else f"named barrier {text}"
+        case "threads":
+            return f"{text} threads"
+        case "full with" | "empty with" if text.endswith(("bytes", "arrival", "arrivals")):  # not of named barriers
+            return f"{heading} {text}"
+        case _:
+            return text
+
+
+def _counts(plan: Plan) -> dict[str, str]:
+    """What the compiled code must show, in the words of `fa3gen compile`: a comparison with nothing at all."""
+    rows = census.rows(census.Census(()), plan.expectation)
+    known = [(row.fact, row.expected) for row in rows if row.fact != census.SMEM_FACT]  # it is in the map
+    return {fact: expected for fact, expected in known if expected not in (None, "0", "none")}
+
+
+def _templates(plan: Plan) -> dict[str, str]:
+    names = {name: value for name, value in vars(plan.sections).items() if value}
+    return {name: value.removeprefix("sections/").removesuffix(".py.jinja") for name, value in names.items()}
+
+
+def plan_changes(old: Facts, new: Facts) -> list[PlanChange]:
+    """The facts that differ, topic by topic; what a side does not have is None."""
+    changes = []
+    for topic in old:
+        for what in _merged(list(old[topic]), list(new[topic])):
+            before, after = old[topic].get(what), new[topic].get(what)
+            if before != after:
+                changes.append(PlanChange(topic, what, before, after))
+    return changes
+
+
+def _merged(old: Sequence[str], new: Sequence[str]) -> list[str]:
+    """The names of both sides, each once: those of the new side in its order, removed ones where they stood."""
+    merged: list[str] = []
+    matcher = difflib.SequenceMatcher(None, old, new, autojunk=False)
+    for _, low, high, new_low, new_high in matcher.get_opcodes():
+        merged += [*old[low:high], *new[new_low:new_high]]
+    return list(dict.fromkeys(merged))
+
+
+def _steps(plan: Plan) -> list[tuple[str, ...]]:
+    """Who, what, and how: what happens in order. Only of a specialised kernel it is said who; else that is empty."""
+    return [("", *row)[-3:] for row in header.describe(plan.spec, "").steps]
+
+
+def step_changes(old: Sequence[tuple[str, ...]], new: Sequence[tuple[str, ...]]) -> list[Step]:
+    """Both sequences in one, and nothing where they are the same. Who takes a step is no difference by itself."""
+    matcher = difflib.SequenceMatcher(None, [row[1:] for row in old], [row[1:] for row in new], autojunk=False)
+    steps: list[Step] = []
+    for kind, low, high, new_low, new_high in matcher.get_opcodes():
+        if kind == "equal":
+            steps += [Step("same", _step_text(row)) for row in new[new_low:new_high]]
+        else:
+            steps += [Step("removed", _step_text(row)) for row in old[low:high]]
+            steps += [Step("added", _step_text(row)) for row in new[new_low:new_high]]
+    return steps if any(step.change != "same" for step in steps) else []
+
+
+def _step_text(row: tuple[str, ...]) -> str:
+    who, what, how = row
+    return f"{who}: {what} ({how})" if who else f"{what} ({how})"
+
+
+# Source
+
+
+def source_change(old: Side, new: Side) -> SourceChange | None:
+    """The two modules, when both are there and they differ."""
+    if old.module is None or new.module is None or old.module == new.module:
+        return None
+    return SourceChange(old.module_name, new.module_name, old.module, new.module)
+
+
+def unified(change: SourceChange, context: int = 3) -> list[str]:
+    """The lines of a unified diff, without line ends."""
+    before, after = change.old.splitlines(), change.new.splitlines()
+    return list(difflib.unified_diff(before, after, change.old_name, change.new_name, n=context, lineterm=""))

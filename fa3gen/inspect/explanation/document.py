@@ -1,0 +1,208 @@
+"""Explanations as one JSON document, and its schema."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any, get_args
+
+from fa3gen.base import json_shapes
+from fa3gen.base.json_shapes import COUNT, NUMBER, TEXT, Shape, listed, record
+from fa3gen.design import footprint
+from fa3gen.design.ceiling import Ceiling, ProblemCeiling, Unit
+from fa3gen.hardware import hopper
+from fa3gen.inspect.explanation.facts import Explanation
+
+FORMAT = "fa3gen explain"
+VERSION = 1
+
+_UNIT: Shape = {"enum": list(get_args(Unit))}
+
+
+_ROWS = listed(listed(TEXT), "Rows of cells; the first row names the columns.")
+_STEP = record(
+    {
+        "flops": COUNT,
+        "tensor_flops": COUNT,
+        "wgmma_qk": {**COUNT, "description": "Instructions of all warpgroups."},
+        "wgmma_pv": COUNT,
+        "scalar_fmas": COUNT,
+        "exponentials": COUNT,
+        "instructions": {**NUMBER, "description": "Warp instructions of all warps that compute, an estimate."},
+        "smem_bytes": {**COUNT, "description": "Through shared memory; through L1 in kernels without any."},
+        "l2_bytes": COUNT,
+        "tma_loads": {**COUNT, "description": "Copies for K and V."},
+    }
+)
+_CEILING = record(
+    {
+        "chip": TEXT,
+        "clock_hz": NUMBER,
+        "peak_tflops": {**NUMBER, "description": "Of the tensor cores, dense, 16-bit operands."},
+        "bounds": listed(
+            record({"unit": _UNIT, "amount": NUMBER, "what": TEXT, "cycles": NUMBER}),
+            "Of one step, on one SM, at the unit's peak rate.",
+        ),
+        "binding": _UNIT,
+        "tflops": NUMBER,
+    }
+)
+_PROBLEM = record(
+    {
+        "shape": record(dict.fromkeys(("batch", "seq_q", "seq_k", "heads_q", "heads_kv"), COUNT)),
+        "tiles": {**COUNT, "description": "Tiles of queries."},
+        "steps": {**COUNT, "description": "Tiles of keys visited, over all tiles of queries."},
+        "masked": COUNT,
+        "skipped": COUNT,
+        "flops": NUMBER,
+        "over_compute": {**NUMBER, "description": "FLOPs done over those counted."},
+        "hbm_bytes": {**COUNT, "description": "q, k, v, O and LSE once each; of k1 also S and P."},
+        "chips": listed(
+            record(
+                {
+                    "chip": TEXT,
+                    "waves": NUMBER,
+                    "balance": {**NUMBER, "maximum": 1, "description": "How busy the SMs are on average."},
+                    "tflops": NUMBER,
+                    "bounded_by": _UNIT,
+                }
+            )
+        ),
+    }
+)
+_MODULE = record(
+    {
+        "stem": TEXT,
+        "spec_file": TEXT,
+        "spec": {"type": "object", "description": "As `fa3gen schema` describes it, defaults filled in."},
+        "title": TEXT,
+        "mask": TEXT,
+        "decisions": listed(record({"name": TEXT, "text": TEXT})),
+        "rules": listed(
+            record(
+                {
+                    "rule": TEXT,
+                    "about": TEXT,
+                    "design": {"type": "boolean", "description": "About what is rendered, not about the hardware."},
+                    "text": TEXT,
+                    "facts": {"type": "object", "additionalProperties": TEXT},
+                }
+            ),
+            "Every question that the rules answered.",
+        ),
+        "limits": listed(
+            record({"field": TEXT, "value": COUNT, "largest": COUNT, "refused": COUNT, "message": TEXT}),
+            "How far a field could go, all others as they are, and why no further.",
+        ),
+        "threads": listed(TEXT),
+        "registers": record(
+            {"computing_thread": listed(record({"what": TEXT, "registers": COUNT})), "at_launch": COUNT}
+        ),
+        "barriers": _ROWS,
+        "named_barriers": _ROWS,
+        "shared_memory": record(
+            {
+                "regions": listed(
+                    record({"name": TEXT, "offset": COUNT, "bytes": COUNT, "formula": TEXT, "what": TEXT})
+                ),
+                "total": COUNT,
+                "limit": COUNT,
+                "left": COUNT,
+            }
+        ),
+        "steps": listed(listed(TEXT), "Who (in specialised kernels), what, how: for one tile of keys."),
+        "step": _STEP,
+        "query_tile": record(dict.fromkeys(("q_bytes", "o_bytes", "tma_loads", "tma_stores"), COUNT)),
+        "occupancy": record(
+            {
+                "ctas": COUNT,
+                "registers": COUNT,
+                "registers_known": {"type": "boolean", "description": "Of the compiled kernel, not expected."},
+                "allowed": {"type": "object", "additionalProperties": COUNT},
+            }
+        ),
+        "ceilings": listed(_CEILING),
+        "problems": listed(_PROBLEM),
+    }
+)
+SCHEMA = json_shapes.document("Explanations of fa3gen modules", FORMAT, VERSION, _MODULE)
+
+
+def document(explanations: Sequence[Explanation]) -> dict[str, Any]:
+    """The document of some explanations, in types that JSON has; `SCHEMA` describes it."""
+    return {"format": FORMAT, "version": VERSION, "modules": [_module(explanation) for explanation in explanations]}
+
+
+def _module(explanation: Explanation) -> dict[str, Any]:
+    spec, described, found = explanation.spec, explanation.description, explanation.occupancy
+    regions = [
+        {"name": region.name, "offset": offset, "bytes": region.bytes, "formula": region.formula, "what": region.what}
+        for offset, region in explanation.smem
+    ]
+    held = [{"what": what, "registers": count} for what, count in footprint.registers_per_thread(spec)]
+    return {
+        "stem": explanation.stem,
+        "spec_file": explanation.source.as_posix(),
+        "spec": spec.model_dump(mode="json"),
+        "title": described.title,
+        "mask": described.mask,
+        "decisions": [{"name": name, "text": text} for name, text in described.decisions],
+        "rules": [{**asdict(question), "facts": dict(question.facts)} for question in explanation.asked],
+        "limits": [asdict(limit) for limit in explanation.limits],
+        "threads": list(described.threads),
+        "registers": {"computing_thread": held, "at_launch": footprint.launch_registers(spec)},
+        "barriers": [list(row) for row in described.barriers],
+        "named_barriers": [list(row) for row in described.named_barriers],
+        "shared_memory": {
+            "regions": regions,
+            "total": explanation.smem_total,
+            "limit": hopper.SMEM_PER_CTA,
+            "left": explanation.smem_left,
+        },
+        "steps": [list(step) for step in described.steps],
+        "step": asdict(explanation.step),
+        "query_tile": asdict(explanation.query_tile),
+        "occupancy": {
+            "ctas": found.ctas,
+            "registers": found.registers,
+            "registers_known": found.registers_known,
+            "allowed": dict(found.allowed),
+        },
+        "ceilings": [_ceiling(ceiling) for ceiling in explanation.ceilings],
+        "problems": [_problem(row) for row in explanation.problems],
+    }
+
+
+def _ceiling(ceiling: Ceiling) -> dict[str, Any]:
+    return {
+        "chip": ceiling.chip.name,
+        "clock_hz": ceiling.chip.clock_hz.value,
+        "peak_tflops": ceiling.chip.tensor_tflops,
+        "bounds": [asdict(bound) for bound in ceiling.bounds],
+        "binding": ceiling.binding.unit,
+        "tflops": ceiling.tflops,
+    }
+
+
+def _problem(row: Sequence[ProblemCeiling]) -> dict[str, Any]:
+    problem = row[0].problem
+    return {
+        "shape": asdict(problem.shape),
+        "tiles": problem.tiles,
+        "steps": problem.visited,
+        "masked": problem.masked,
+        "skipped": problem.skipped,
+        "flops": problem.flops,
+        "over_compute": problem.over_compute if problem.flops else 0.0,
+        "hbm_bytes": problem.hbm_bytes,
+        "chips": [
+            {
+                "chip": cell.chip.name,
+                "waves": cell.waves,
+                "balance": cell.balance,
+                "tflops": cell.tflops,
+                "bounded_by": cell.bounded_by,
+            }
+            for cell in row
+        ],
+    }

@@ -1,0 +1,77 @@
+"""An explanation of one module as frozen data, gathered from the places where its facts are derived."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import PurePath
+
+from fa3gen.design import ceiling, footprint, work
+from fa3gen.design.ceiling import Ceiling, Occupancy, ProblemCeiling
+from fa3gen.design.footprint import Region
+from fa3gen.design.work import Problem, QueryTile, Shape, Step
+from fa3gen.generate import header
+from fa3gen.generate.header import Description
+from fa3gen.hardware import hopper
+from fa3gen.hardware.chips import Chip
+from fa3gen.inspect.explanation import legality
+from fa3gen.inspect.explanation.legality import Asked, Limit
+from fa3gen.spec.model import Spec
+from fa3gen.spec.specfile import Variant
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Everything that `fa3gen explain` says of one module.
+
+    `smem` is (offset, region) for each array and the barriers, `smem_total` what a CTA asks for. `ceilings` has one
+    entry per chip, `problems` one row per shape with one entry per chip.
+    """
+
+    stem: str
+    source: PurePath
+    spec: Spec
+    description: Description
+    asked: tuple[Asked, ...]
+    limits: tuple[Limit, ...]
+    smem: tuple[tuple[int, Region], ...]
+    smem_total: int
+    step: Step
+    query_tile: QueryTile
+    ceilings: tuple[Ceiling, ...]
+    occupancy: Occupancy
+    problems: tuple[tuple[ProblemCeiling, ...], ...]
+
+    @property
+    def smem_left(self) -> int:
+        """Bytes of shared memory that one CTA could still ask for."""
+        return hopper.SMEM_PER_CTA - self.smem_total
+
+
+def explain(
+    variant: Variant, shapes: Sequence[Shape], chips: Sequence[Chip], registers: int | None = None
+) -> Explanation:
+    """Explain one module for some shapes and chips.
+
+    `registers` per thread are those of the compiled kernel, None where it is not known. Raises UserError for a shape
+    that the module refuses.
+    """
+    spec = variant.spec
+    occupancy = ceiling.occupancy(spec, registers)
+    problems = [Problem(spec, shape) for shape in shapes]
+    regions, barriers = footprint.shared_memory_map(spec), footprint.barrier_bytes(spec)
+    return Explanation(
+        stem=variant.stem,
+        source=PurePath(variant.source),
+        spec=spec,
+        description=header.describe(spec, variant.summary),
+        asked=legality.questions(spec),
+        limits=legality.limits(spec),
+        smem=tuple(header.placed_regions(spec)),
+        smem_total=footprint.total_bytes(regions, barriers),
+        step=work.step(spec),
+        query_tile=work.query_tile(spec),
+        ceilings=tuple(ceiling.steady(spec, chip) for chip in chips),
+        occupancy=occupancy,
+        problems=tuple(tuple(ceiling.of_problem(problem, chip, occupancy) for chip in chips) for problem in problems),
+    )

@@ -1,0 +1,294 @@
+"""What exists and what is proven: a row per module, with what its spec chooses and what the records say of its file.
+
+Proof comes from records alone, each of them about one exact file, named by its SHA-256:
+
+- a GPU: the records of `fa3gen verify --evidence` (`generated/evidence/<stem>.json`);
+- the CPU model of sm_90a: the records of `fa3gen verify --on cpu --evidence` (`generated/evidence/cpu_model`), or else
+  the comparison with a GPU (`generated/evidence/comparison`), for which the model has executed the module, too.
+
+Without a record a module is "unverified", whatever was done with it. Imports neither torch nor cutlass.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from fa3gen.base import files
+from fa3gen.base.errors import UserError
+from fa3gen.base.markdown import speed
+from fa3gen.base.markdown import table as table_of
+from fa3gen.design import ladder
+from fa3gen.design.workspace import Workspace
+from fa3gen.records import evidence
+from fa3gen.records.evidence import CpuStatus, Status
+from fa3gen.spec.model import CooperativeSchedule, RegisterHandoff, Spec, SyncLoad, WindowMask
+from fa3gen.spec.specfile import Variant
+
+DOCUMENT = Path("docs/matrix.md")
+REFRESH = f"fa3gen matrix --markdown > {DOCUMENT}"
+COMPARISON = Path("comparison", "cpu_model_vs_gpu.json")  # below the directory of evidence
+
+
+class State(enum.StrEnum):
+    """What a record says of the present file; its value is a word for JSON."""
+
+    PROVEN = "proven"
+    FAILED = "failed"
+    STALE = "stale"
+    NONE = "none"
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What the records say of one module on one kind of machine, and in words what a cell shows."""
+
+    state: State
+    text: str
+
+
+@dataclass(frozen=True)
+class Row:
+    """One module. `features` maps columns to words; `tflops` maps sequence lengths to TFLOP/s on the GPU of `gpu`."""
+
+    stem: str
+    source: str
+    features: Mapping[str, str]
+    gpu: Proof
+    cpu: Proof
+    tflops: Mapping[str, float] = field(default_factory=dict)
+
+
+def rows(workspace: Workspace, names: Sequence[str] = (), *, package: bool = True) -> list[Row]:
+    """The modules that `names` stand for, or all: the ladder first, then by name. `package`: those that it brings, too.
+
+    Raises UserError for unknown names and for records that are none.
+    """
+    if names:
+        variants = workspace.select(names)
+    else:
+        files = [*workspace.load_all(), *(workspace.load_bundled() if package else ())]
+        files.sort(key=lambda file: ladder.ladder_order(file.stem))
+        variants = [variant for file in files for variant in file.variants]
+    here, bundled = _Records(workspace), _Records(Workspace(workspace.bundled, workspace.bundled))
+    found = []
+    for variant in variants:
+        own = workspace.rendered_path(variant.stem) == workspace.module_path(variant.stem)
+        found.append((here if own else bundled).row(variant))
+    return found
+
+
+# Features
+
+
+def features(spec: Spec) -> dict[str, str]:
+    """What a spec chooses, in words, by column."""
+    d, v_dim = spec.problem.head_dim, spec.problem.v_dim
+    return {
+        "head dim": str(d) if d == v_dim else f"{d}/{v_dim}",
+        "dtype": spec.problem.dtype,
+        "mask": _mask(spec),
+        "tile": f"{spec.tile.q} x {spec.tile.kv}",
+        "load": "plain" if isinstance(spec.load, SyncLoad) else f"{spec.load.engine} x {spec.load.kv_stages}",
+        "S = Q K^T": spec.qk.engine,
+        "O = P V": spec.pv.engine,
+        "P through": "registers" if isinstance(spec.handoff, RegisterHandoff) else spec.handoff.through,
+        "schedule": _schedule(spec),
+        "tiles of queries": "one per CTA" if spec.scheduler == "single_tile" else f"persistent, {spec.scheduler}",
+        "GQA packing": "" if spec.tile.pack_heads == 1 else f"{spec.tile.pack_heads} heads",
+        "LSE": "yes" if spec.outputs.lse else "no",
+    }
+
+
+def _mask(spec: Spec) -> str:
+    if isinstance(spec.mask, WindowMask):
+        return f"window {spec.mask.left}, {spec.mask.right}"
+    return spec.mask.kind
+
+
+def _schedule(spec: Spec) -> str:
+    words = spec.schedule.kind.replace("_", " ")
+    if isinstance(spec.schedule, CooperativeSchedule) or not spec.schedule.overlap:
+        return words
+    return f"{words}, overlap"
+
+
+# Proof
+
+
+class _ComparedCase(BaseModel):
+    """A part of `fa3gen.verify.comparison`, which imports torch. Wrong elements where O is exact; None elsewhere."""
+
+    gpu_wrong: int | None
+    cpu_wrong: int | None
+
+
+class _ComparedModule(BaseModel):
+    stem: str
+    source_sha256: str
+    cases: list[_ComparedCase]
+
+
+class _Environment(BaseModel):
+    dsl: str | None
+
+
+class _Comparison(BaseModel):
+    date: str
+    cpu: _Environment
+    modules: list[_ComparedModule]
+
+
+class _Records:
+    """The records of one workspace."""
+
+    def __init__(self, workspace: Workspace) -> None:
+        self.workspace = workspace
+
+    def row(self, variant: Variant) -> Row:
+        """One row; a module that was never rendered has no proof."""
+        source, words = variant.source.as_posix(), features(variant.spec)
+        if not self.workspace.module_path(variant.stem).is_file():
+            missing = Proof(State.NONE, "not rendered")
+            return Row(variant.stem, source, words, missing, missing)
+        gpu, tflops = self._gpu(variant.stem)
+        return Row(variant.stem, source, words, gpu, self._cpu(variant.stem), tflops)
+
+    def _gpu(self, stem: str) -> tuple[Proof, Mapping[str, float]]:
+        status, record = evidence.status(self.workspace, stem)
+        if record is None:
+            return Proof(State.NONE, "unverified"), {}
+        made = f"{record.gpu.removeprefix('NVIDIA ')}, {record.date}, DSL {record.dsl or '?'}"
+        match status:
+            case Status.VERIFIED:
+                return Proof(State.PROVEN, f"verified on {made}"), record.tflops
+            case Status.FAILED:
+                return Proof(State.FAILED, f"FAILED on {made}"), {}
+            case _:
+                return Proof(State.STALE, _stale(record.date)), {}
+
+    def _cpu(self, stem: str) -> Proof:
+        status, record = evidence.cpu_status(self.workspace, stem)
+        if record is None or status is CpuStatus.STALE:
+            stale = "" if record is None else record.date
+            return self._compared(stem, stale)
+        made = f"on the CPU model, {record.date}, DSL {record.dsl or '?'}"
+        if status is CpuStatus.PASSED:
+            return Proof(State.PROVEN, f"executed {made}")
+        return Proof(State.FAILED, f"FAILED {made}")
+
+    def _compared(self, stem: str, stale: str) -> Proof:
+        """What the comparison with a GPU says; `stale` is the day of another record, of an older file."""
+        comparison = self._comparison
+        module = None if comparison is None else self._modules.get(stem)
+        if comparison is None or module is None:
+            return Proof(State.STALE, _stale(stale)) if stale else Proof(State.NONE, "no record")
+        if files.sha256(self.workspace.module_path(stem)) != module.source_sha256:
+            return Proof(State.STALE, _stale(max(stale, comparison.date)))
+        made = f"on the CPU model, {comparison.date}, DSL {comparison.cpu.dsl or '?'}"
+        if any(case.cpu_wrong for case in module.cases):
+            return Proof(State.FAILED, f"WRONG {made}")
+        return Proof(State.PROVEN, f"executed {made}")
+
+    @cached_property
+    def _comparison(self) -> _Comparison | None:
+        path = self.workspace.evidence_dir / COMPARISON
+        if not path.is_file():
+            return None
+        try:
+            return _Comparison.model_validate_json(path.read_bytes())
+        except ValidationError as error:
+            raise UserError(
+                f"{path} is no comparison of the CPU model with a GPU ({error.errors()[0]['msg']}); restore it with git"
+            ) from error
+
+    @cached_property
+    def _modules(self) -> dict[str, _ComparedModule]:
+        return {module.stem: module for module in self._comparison.modules} if self._comparison else {}
+
+
+def _stale(date: str) -> str:
+    return f"stale: the file changed after {date}"
+
+
+# Text
+
+_INTRO = f"""# What exists and what is proven
+
+Written by `{REFRESH}`, and anew by `fa3gen verify --evidence`; do not edit. One row per
+generated module. The last columns come from records, each of which is about one exact file (SHA-256): *GPU* from
+`fa3gen verify --evidence` on a Hopper GPU, *CPU model* from `fa3gen verify --on cpu --evidence` or from the comparison
+in [cpu_model.md](cpu_model.md). "stale": the record is of an older file. Continuous integration executes every module
+on the CPU model, too, but leaves no record. Errors and compile facts are in [EVIDENCE.md](../generated/EVIDENCE.md).
+TFLOP/s at 4k and 16k: forward, 16,384 tokens in all, heads x head dim = 2048.
+"""
+
+
+def columns() -> list[str]:
+    """The headings of a table."""
+    return ["module", *_FEATURES, "GPU", "CPU model", "TFLOP/s 4k", "16k"]
+
+
+_FEATURES = (
+    *("head dim", "dtype", "mask", "tile", "load", "S = Q K^T", "O = P V", "P through", "schedule"),
+    *("tiles of queries", "GQA packing", "LSE"),
+)
+
+
+def cells(row: Row) -> list[str]:
+    """The cells of a table's row."""
+    speeds = [speed(row.tflops.get(str(length))) for length in evidence.SEQ_LENS]
+    return [row.stem, *(row.features[name] for name in _FEATURES), row.gpu.text, row.cpu.text, *speeds]
+
+
+def summary(table: Sequence[Row]) -> str:
+    """How many modules are proven, failing, stale or without a record, on each kind of machine."""
+    parts = [f"{len(table)} modules"]
+    for where, proofs in (("GPU", [row.gpu for row in table]), ("CPU model", [row.cpu for row in table])):
+        counts = Counter(proof.state for proof in proofs)
+        words = {
+            State.PROVEN: "verified" if where == "GPU" else "executed",
+            State.FAILED: "failed",
+            State.STALE: "stale",
+            State.NONE: "without a record",
+        }
+        parts.append(f"{where}: " + ", ".join(f"{counts[state]} {words[state]}" for state in State if counts[state]))
+    return "; ".join(parts)
+
+
+def markdown(workspace: Workspace) -> str:
+    """The text of docs/matrix.md: the workspace's own modules."""
+    table = rows(workspace, package=False)
+    texts = [[f"`{stem}`", *rest] for stem, *rest in map(cells, table)]
+    return "\n".join([_INTRO, f"{summary(table)}.\n", *table_of(columns(), texts)]) + "\n"
+
+
+def check(workspace: Workspace) -> str | None:
+    """Why docs/matrix.md is not what the records say, and what mends it; None where it is."""
+    path = workspace.root / DOCUMENT
+    if path.is_file() and path.read_text(encoding="utf-8") == markdown(workspace):
+        return None
+    what = "is not what specs and records say" if path.is_file() else "does not exist"
+    return f"{DOCUMENT} {what}; run `{REFRESH}`"
+
+
+def document(table: Sequence[Row]) -> list[dict[str, Any]]:
+    """The rows as JSON values."""
+    return [
+        {
+            "module": row.stem,
+            "spec": row.source,
+            **row.features,
+            "gpu": vars(row.gpu),
+            "cpu_model": vars(row.cpu),
+            "tflops": dict(row.tflops),
+        }
+        for row in table
+    ]

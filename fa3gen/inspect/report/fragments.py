@@ -1,0 +1,85 @@
+"""Which thread holds which element of a warpgroup's accumulator and of its A operand in registers.
+
+By formula, from PTX ISA, "Register Fragments" of wgmma (its figures for D and for A of m64k16): lane l of warp w holds
+rows 16 w + l / 4 and eight further down, and pairs of neighbouring columns, in blocks of eight columns.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fa3gen.hardware import hopper
+from fa3gen.spec.model import Spec, WgmmaProduct
+
+BLOCK = 8  # columns after which threads repeat
+
+
+@dataclass(frozen=True)
+class Place:
+    """One element: the thread of the warpgroup that holds it, the register, and for 16-bit types which half of it."""
+
+    thread: int
+    register: int
+    half: int | None = None
+
+    @property
+    def warp(self) -> int:
+        """Warp of the warpgroup."""
+        return self.thread // hopper.WARP
+
+    @property
+    def lane(self) -> int:
+        """Lane of the warp."""
+        return self.thread % hopper.WARP
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """A 64 x `columns` matrix spread over a warpgroup; `key` is a word for it, `registers` are those of one thread."""
+
+    key: str
+    what: str
+    columns: int
+    registers: int
+    packed: bool  # two 16-bit elements in a register
+
+    def place(self, row: int, column: int) -> Place:
+        """Who holds an element, of 64 rows and `columns` columns."""
+        return operand_a(row, column) if self.packed else accumulator(row, column)
+
+
+def accumulator(row: int, column: int) -> Place:
+    """Owner of an element of D, 64 x N in float32."""
+    return Place(_thread(row, column), 4 * (column // BLOCK) + 2 * (row % 16 // 8) + column % 2)
+
+
+def operand_a(row: int, column: int) -> Place:
+    """Owner of an element of A, 64 x 16 k in 16 bits; registers are counted on from one k-step of 16 to the next."""
+    return Place(_thread(row, column), 2 * (column // BLOCK) + row % 16 // 8, column % 2)
+
+
+def _thread(row: int, column: int) -> int:
+    return hopper.WARP * (row // 16) + 4 * (row % 8) + column % BLOCK // 2
+
+
+def fragments(spec: Spec) -> tuple[Fragment, ...]:
+    """The fragments of one warpgroup: the accumulators, which are alike, and P as the A operand if it is in registers.
+
+    Of the A operand, one k-step of 16 keys, as one instruction takes it.
+    """
+    sizes = {}
+    if isinstance(spec.qk, WgmmaProduct):
+        sizes["S"] = spec.tile.kv
+    if isinstance(spec.pv, WgmmaProduct):
+        sizes["O"] = spec.problem.v_dim
+    if not sizes:
+        return ()
+    names = " and ".join(f"{name} (64 x {n}, {n // 2} registers)" for name, n in sizes.items())
+    widest = max(sizes.values())
+    found = [Fragment("accumulator", f"Accumulator, float32: {names}", widest, widest // 2, False)]
+    if isinstance(spec.pv, WgmmaProduct) and spec.pv.a.source == "registers":
+        k = hopper.WGMMA_K_16BIT
+        steps = spec.tile.kv // k
+        what = f"A operand in 16 bits: one of {steps} k-steps of P (64 x {k}, {k // 4} registers)"
+        found.append(Fragment("operand", what, k, k // 4, True))
+    return tuple(found)

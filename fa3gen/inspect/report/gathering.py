@@ -1,0 +1,169 @@
+"""Everything that a report shows, gathered as data: from the spec, the compiler, the CPU model and the records.
+
+Compiling and the CPU model take the time: some 10 seconds where the compile cache is empty.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from fa3gen.base import files
+from fa3gen.design.work import Shape, default_heads
+from fa3gen.design.workspace import Workspace
+from fa3gen.hardware import chips
+from fa3gen.inspect import explanation, simulation
+from fa3gen.inspect.report import numerics, speeds, tiles
+from fa3gen.inspect.report.listing import Listing, make_listing
+from fa3gen.inspect.report.numerics import Card
+from fa3gen.inspect.report.speeds import Ladder, Panel
+from fa3gen.records import evidence
+
+if TYPE_CHECKING:
+    from fa3gen.compile.census import Census, Row
+    from fa3gen.compile.compiler import Compiled
+    from fa3gen.cpu.kernel import CpuKernel
+    from fa3gen.hardware.chips import Chip
+    from fa3gen.inspect.explanation import Explanation
+    from fa3gen.inspect.simulation import Simulation, StageRow, Times
+    from fa3gen.records.evidence import Record, Status
+    from fa3gen.spec.specfile import Variant
+
+SEQ_LENS = (1024, 4096, 16384)  # of the ceilings; 16,384 tokens in all
+TOKENS = 16384
+CHIP = "h200"  # that is simulated
+STAGES = range(1, 7)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One CTA on the CPU model: the trace document, see `fa3gen.cpu.trace_files`, or why there is none."""
+
+    trace: dict[str, Any] | None
+    problem: str = ""
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """The pipeline simulation of one SM, drawn, and its prediction for other numbers of stages."""
+
+    picture: str
+    chip: Chip
+    times: Times
+    simulation: Simulation
+    stages: tuple[StageRow, ...]
+
+
+@dataclass(frozen=True)
+class Report:
+    """One module, all that is known of it. `file` and `source_file` are paths as people write them."""
+
+    variant: Variant
+    file: str
+    source_file: str
+    source: str
+    sha256: str
+    explanation: Explanation
+    compiled: Compiled
+    census: Census
+    facts: tuple[Row, ...]
+    listing: Listing
+    simulated: Simulated | None
+    run: Run
+    on_gpu: Card
+    on_cpu: Card
+    status: Status
+    record: Record | None
+    panels: tuple[Panel, ...]
+    ladder: Ladder | None
+
+
+def gather(workspace: Workspace, variant: Variant) -> Report:
+    """Compile the module, run it on the CPU model, read its records.
+
+    Raises UserError where the module is not rendered yet, where a tool is missing or a record cannot be read,
+    CompileError where it does not compile.
+    """
+    from fa3gen.compile import census as counting
+    from fa3gen.compile import compiler
+    from fa3gen.compile.cache import cached_compile
+    from fa3gen.generate.plan import make_plan
+
+    path = workspace.rendered_path(variant.stem)
+    if not path.is_file():
+        raise workspace.not_rendered([variant])
+    if path != workspace.module_path(variant.stem):
+        workspace = Workspace(workspace.bundled, workspace.bundled)  # the package's module, and what is known of it
+    compiled = cached_compile(path, line_info=True)
+    census = compiler.analyse(compiled).census
+    state, record = evidence.status(workspace, variant.stem)
+    run, on_cpu = _on_cpu_model(workspace, variant, compiled)
+    return Report(
+        variant=variant,
+        file=workspace.shown(path).as_posix(),
+        source_file=str(variant.source),
+        source=path.read_text(encoding="utf-8"),
+        sha256=files.sha256(path),
+        explanation=explanation.explain(variant, _shapes(variant), chips.select(None), census.registers),
+        compiled=compiled,
+        census=census,
+        facts=tuple(counting.rows(census, make_plan(variant).expectation)),
+        listing=make_listing(path, compiled),
+        simulated=_simulated(variant, census.registers),
+        run=run,
+        on_gpu=numerics.from_evidence(workspace, variant),
+        on_cpu=on_cpu,
+        status=state,
+        record=record,
+        panels=speeds.panels(workspace, variant),
+        ladder=speeds.ladder(workspace, variant),
+    )
+
+
+def _shapes(variant: Variant) -> list[Shape]:
+    heads, heads_kv = default_heads(variant.spec)
+    return [Shape(max(1, TOKENS // length), length, length, heads, heads_kv) for length in SEQ_LENS]
+
+
+def _simulated(variant: Variant, registers: int) -> Simulated | None:
+    """None for a module without a pipeline."""
+    spec, [chip] = variant.spec, chips.select([CHIP])
+    if not tiles.tiled(spec):
+        return None
+    times = simulation.times_of(spec, chip)
+    result = simulation.simulate(spec, times, simulation.settings_of(spec, registers=registers))
+    stages = simulation.sweep(spec, times, STAGES, registers=registers)
+    title = f"{variant.stem}: one SM of {chip.name}, simulated"
+    return Simulated(simulation.svg(result, title), chip, times, result, stages)
+
+
+def _on_cpu_model(workspace: Workspace, variant: Variant, compiled: Compiled) -> tuple[Run, Card]:
+    """Trace one CTA and run the sweep of errors; a kernel that the model does not cover gives neither."""
+    from fa3gen.cpu.findings import OutsideModel
+    from fa3gen.cpu.kernel import CpuKernel
+    from fa3gen.cpu.ptx import PtxError
+
+    try:
+        kernel = CpuKernel(compiled)
+        return _traced(workspace, variant, kernel), numerics.on_cpu_model(variant, kernel)
+    except (OutsideModel, PtxError) as error:
+        return Run(None, str(error)), Card("CPU model of sm_90a", False, (), str(error))
+
+
+def _traced(workspace: Workspace, variant: Variant, kernel: CpuKernel) -> Run:
+    from fa3gen.cpu.places import SharedPlaces
+    from fa3gen.cpu.schedule import Schedule
+    from fa3gen.cpu.trace import Trace
+    from fa3gen.cpu.trace_files import Source, document
+    from fa3gen.inspect.tracing import busiest, default_problem, run_kernel
+
+    path, trace, schedule = workspace.rendered_path(variant.stem), Trace(), Schedule("warp")
+    problem = default_problem(variant.spec)
+    ctas = [(busiest(variant.spec, problem), 0, 0)]
+    hazard = run_kernel(kernel, variant, problem, ctas, schedule, trace)
+    source = Source(
+        variant.stem, workspace.shown(path).as_posix(), str(path.resolve()), path.read_text(encoding="utf-8")
+    )
+    places = SharedPlaces.of(variant.spec)
+    report = None if hazard is None else str(hazard)
+    return Run(document(trace, source, places, problem=vars(problem), schedule=str(schedule), report=report))

@@ -1,0 +1,167 @@
+"""Where the 16-byte chunks of an operand tile lie in shared memory, and which of them get in each other's way.
+
+Shared memory has 32 banks of 4 bytes (CUDA C++ Programming Guide, "Shared Memory" of compute capability 5.x and later):
+a 16-byte chunk takes a group of four, of which there are eight, so that 128 bytes lie side by side and the next 128
+below them. A transaction serves each group once. The layouts are those of PTX ISA, "Shared Memory Matrix Layout" of
+wgmma; the swizzles are CuTe's Swizzle<B, 4, 3> on bytes, B = 1, 2, 3 for 32, 64 and 128 bytes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from fa3gen.hardware import hopper
+from fa3gen.spec.model import SmemHandoff, Spec, Swizzle, SyncLoad, WgmmaProduct
+
+CHUNK = 16  # bytes that one row of a core matrix, one lane of ldmatrix and one 128-bit access take
+LINE = 128  # bytes of all banks side by side
+GROUPS = LINE // CHUNK
+ROWS = 8  # of a core matrix; a swizzle pattern repeats after as many
+SWIZZLE_BITS = {"none": 0, "32B": 1, "64B": 2, "128B": 3}
+
+
+@dataclass(frozen=True)
+class Operand:
+    """One operand tile: `rows` of `width` bytes each, of which `swizzle` holds the layout.
+
+    `row` and `column` say in words what a row and an element along it are; `users` who touches the tile.
+    """
+
+    name: str
+    what: str
+    rows: int
+    width: int
+    row: str
+    column: str
+    swizzle: Swizzle
+    layout: str
+    users: tuple[str, ...]
+
+    @property
+    def span(self) -> int:
+        """Bytes of a row that lie next to each other."""
+        return min(self.width, hopper.SWIZZLE_SPAN[self.swizzle])
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """16 bytes of a tile: row and chunk along it, and the byte of the tile's memory at which it begins."""
+
+    row: int
+    chunk: int
+    address: int
+
+    @property
+    def group(self) -> int:
+        """The group of four banks that holds it."""
+        return self.address % LINE // CHUNK
+
+    @property
+    def line(self) -> int:
+        """Which 128 bytes of the tile's memory hold it."""
+        return self.address // LINE
+
+
+@dataclass(frozen=True)
+class Access:
+    """What is touched at once, and how many transactions that takes with the swizzle and without."""
+
+    name: str
+    swizzled: int
+    plain: int
+
+
+def swizzled(address: int, swizzle: Swizzle) -> int:
+    """The byte at which a swizzle puts `address`: bits 4 to 4 + B - 1 are XORed with bits 7 to 7 + B - 1."""
+    mask = (1 << SWIZZLE_BITS[swizzle]) - 1
+    return address ^ ((address >> 7 & mask) << 4)
+
+
+def address(operand: Operand, row: int, chunk: int, *, plain: bool = False) -> int:
+    """Byte of the tile's memory at which 16 bytes of a row begin; `plain` leaves out the XOR.
+
+    The tile is cut into columns of `span` bytes, one after the other; within one, row lies below row. Without a swizzle
+    a column is 16 bytes wide: its core matrices are contiguous.
+    """
+    per_span = operand.span // CHUNK
+    flat = chunk // per_span * operand.rows * operand.span + row * operand.span + chunk % per_span * CHUNK
+    return flat if plain else swizzled(flat, operand.swizzle)
+
+
+def pattern(operand: Operand, *, plain: bool = False) -> tuple[Chunk, ...]:
+    """The chunks of eight rows, one span wide: what the layout repeats."""
+    return tuple(
+        Chunk(row, chunk, address(operand, row, chunk, plain=plain))
+        for row in range(ROWS)
+        for chunk in range(operand.span // CHUNK)
+    )
+
+
+def transactions(chunks: Iterable[Chunk]) -> int:
+    """How often the busiest bank group is needed: chunks of it that are different bytes."""
+    return max(Counter(group for group, _ in {(chunk.group, chunk.line) for chunk in chunks}).values(), default=0)
+
+
+def accesses(operand: Operand) -> tuple[Access, ...]:
+    """The accesses that matter: eight rows of 16 bytes, and one row along its span."""
+    counts = {plain: _worst_column(pattern(operand, plain=plain)) for plain in (False, True)}
+    rows = {plain: _worst_row(pattern(operand, plain=plain)) for plain in (False, True)}
+    return (
+        Access(f"{ROWS} rows x {CHUNK} bytes", counts[False], counts[True]),
+        Access(f"1 row x {operand.span} bytes", rows[False], rows[True]),
+    )
+
+
+def _worst_column(chunks: Sequence[Chunk]) -> int:
+    columns = {chunk.chunk for chunk in chunks}
+    return max(transactions(chunk for chunk in chunks if chunk.chunk == column) for column in columns)
+
+
+def _worst_row(chunks: Sequence[Chunk]) -> int:
+    return max(transactions(chunk for chunk in chunks if chunk.row == row) for row in range(ROWS))
+
+
+def operands(spec: Spec) -> tuple[Operand, ...]:
+    """The operand tiles that a module keeps in shared memory, one stage of each; none where all is in global memory."""
+    if spec.smem is None:
+        return ()
+    q, kv, d, v_dim = spec.tile.q, spec.tile.kv, spec.problem.head_dim, spec.problem.v_dim
+    core = f"wgmma reads core matrices, {ROWS} rows x {CHUNK} bytes"
+    # As the scalar products read them: half a warp shares a row of S, its lanes have keys, then columns of O.
+    one_row, many_rows = "half a warp reads the same 16 bytes", "half a warp reads 16 bytes each of 16 rows"
+    along = "half a warp reads a row side by side"
+    qk, pv = isinstance(spec.qk, WgmmaProduct), isinstance(spec.pv, WgmmaProduct)
+    over_q = isinstance(spec.pv, WgmmaProduct) and spec.outputs.o == "over_q"
+    q_users = [core if qk else one_row] + ["stmatrix writes O over it"] * over_q
+    tiles = [_operand("sQ", "Q", q, d, "query", spec.smem.q, "K", q_users)]
+    if isinstance(spec.load, SyncLoad):
+        tiles.append(_operand("sKV", "K, then V", kv, d, "key", spec.smem.k, "K", [many_rows, along]))
+    else:
+        tiles.append(_operand("sK", "K", kv, d, "key", spec.smem.k, "K", [core if qk else many_rows]))
+        major = "MN" if pv else "K"
+        tiles.append(_operand("sV", "V", kv, v_dim, "key", spec.smem.v, major, [core if pv else along]))
+    if isinstance(spec.handoff, SmemHandoff):
+        users = ["stmatrix writes P", core]
+        tiles.append(_operand("sP", "P", q, kv, "query", spec.handoff.swizzle, "K", users, column="key"))
+    if spec.outputs.o == "own_buffer":
+        rows = hopper.WGMMA_M // 4  # each warp gathers and stores its own
+        users = ["stmatrix writes O, a slice for each warp"]
+        tiles.append(_operand("sO", "O of one warp", rows, v_dim, "query", spec.smem.q, "K", users))
+    return tuple(tiles)
+
+
+def _operand(
+    name: str,
+    what: str,
+    rows: int,
+    columns: int,
+    row: str,
+    swizzle: Swizzle,
+    major: str,
+    users: Sequence[str],
+    column: str = "head dim",
+) -> Operand:
+    layout = f"{major}_INTER" if swizzle == "none" else f"{major}_SW{swizzle.removesuffix('B')}"
+    return Operand(name, what, rows, columns * hopper.BYTES_16BIT, row, column, swizzle, layout, tuple(users))

@@ -1,0 +1,59 @@
+"""Which tiles of keys each tile of queries of one head visits: skipped, masked and full ones, and in which order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from fa3gen.design.tile_order import positions
+from fa3gen.design.work import KeyTiles, Shape, key_tiles
+from fa3gen.spec.model import GlobalHandoff, Spec, WindowMask
+
+State = Literal["skipped", "masked", "full"]
+
+
+def state(tiles: KeyTiles, block: int) -> State:
+    """What happens to one tile of keys."""
+    if not tiles.start <= block < tiles.end:
+        return "skipped"
+    return "full" if tiles.full_start <= block < tiles.full_end else "masked"
+
+
+def order(tiles: KeyTiles) -> tuple[int, ...]:
+    """The tiles of keys visited, in order: the last one first."""
+    return tuple(range(tiles.end - 1, tiles.start - 1, -1))
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """One head: rows of tiles of queries, columns of tiles of keys."""
+
+    seq_q: int
+    seq_k: int
+    key_tiles: int
+    rows: tuple[KeyTiles, ...]
+
+    def count(self, wanted: State) -> int:
+        """How many tiles of keys are skipped, masked or full."""
+        return sum(state(row, block) == wanted for row in self.rows for block in range(self.key_tiles))
+
+
+def schedule(spec: Spec, seq_q: int, seq_k: int) -> Schedule:
+    """All tiles of one head."""
+    blocks = range(-(-seq_q // positions(spec)))
+    rows = tuple(key_tiles(spec, Shape(1, seq_q, seq_k, 1, 1), block) for block in blocks)
+    return Schedule(seq_q, seq_k, -(-seq_k // spec.tile.kv), rows)
+
+
+def tiled(spec: Spec) -> bool:
+    """Whether there are tiles at all: the naive module's threads each compute one score."""
+    return not isinstance(spec.handoff, GlobalHandoff)
+
+
+def examples(spec: Spec) -> tuple[tuple[int, int], ...]:
+    """(seq_q, seq_k) that show the schedule: as many queries as keys, and fewer queries with a last tile cut short."""
+    m, n = positions(spec), spec.tile.kv
+    square = 8 * max(m, n)
+    if isinstance(spec.mask, WindowMask):
+        square = max(square, -(-(spec.mask.left + spec.mask.right + 4 * n) // max(m, n)) * max(m, n))
+    return (square, square), (square // 2 + m // 3, square - n // 3)

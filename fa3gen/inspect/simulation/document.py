@@ -1,0 +1,133 @@
+"""Simulations as one JSON document, and its schema."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from fa3gen.base import json_shapes
+from fa3gen.base.json_shapes import COUNT, NUMBER, TEXT, Shape, listed, nullable, record
+from fa3gen.inspect.simulation.results import Simulation
+from fa3gen.inspect.simulation.run import Settings, StageRow
+from fa3gen.inspect.simulation.times import Times
+
+FORMAT = "fa3gen simulate"
+VERSION = 1
+
+_CYCLES = NUMBER
+_SHARE: Shape = {"type": "number", "minimum": 0, "maximum": 1.000001, "description": "With rounding."}
+_UNITS = ("tensor cores", "exponentials", "issue", "loads")
+
+
+_PIECE = record(
+    {
+        "name": TEXT,
+        "issue": {**_CYCLES, "description": "Cycles of all issue slots of the SM, for four warps."},
+        "exp": {**_CYCLES, "description": "Cycles of all exponential units of the SM."},
+        "fixed": _CYCLES,
+    }
+)
+_OPTIONAL_PIECE = {**_PIECE, "type": ["object", "null"]}
+_TIMES = record(
+    {
+        "qk_tensor": _CYCLES,
+        "pv_tensor": _CYCLES,
+        "qk": _OPTIONAL_PIECE,
+        "pv": _OPTIONAL_PIECE,
+        "softmax": listed(_PIECE),
+        "rescale": _PIECE,
+        "epilogue": _PIECE,
+        "load_latency": _CYCLES,
+        "load_rate": {**_CYCLES, "description": "Bytes a cycle."},
+        "q_bytes": COUNT,
+        "k_bytes": COUNT,
+        "v_bytes": COUNT,
+        "copy_q": _OPTIONAL_PIECE,
+        "copy_k": _OPTIONAL_PIECE,
+        "copy_v": _OPTIONAL_PIECE,
+    }
+)
+_SPAN = record(
+    {
+        "actor": TEXT,
+        "kind": {"enum": ["load", "held", "product", "compute", "wait"]},
+        "what": TEXT,
+        "start": _CYCLES,
+        "end": _CYCLES,
+        "stage": nullable(COUNT),
+        "tile": nullable(COUNT),
+        "cta": COUNT,
+    }
+)
+_STAGES = record(
+    {
+        "stages": COUNT,
+        "legal": {"type": "boolean"},
+        "ctas": COUNT,
+        "step_cycles": _CYCLES,
+        "tensor": _SHARE,
+        "tensor_even": _SHARE,
+        "exponentials": _SHARE,
+        "issue": _SHARE,
+        "waiting": _SHARE,
+    }
+)
+_MODULE = record(
+    {
+        "stem": TEXT,
+        "chip": TEXT,
+        "settings": record(
+            {
+                "stages": COUNT,
+                "ctas": COUNT,
+                "tiles": COUNT,
+                "queries": COUNT,
+                "arbitration": {"enum": ["even", "oldest"]},
+            }
+        ),
+        "times": {**_TIMES, "description": "Cycles of one group of four warps."},
+        "end": _CYCLES,
+        "step_cycles": {**_CYCLES, "description": "Of the SM, for one tile of keys of one CTA, in the steady state."},
+        "utilisation": record(dict.fromkeys(_UNITS, _SHARE)),
+        "steady": record(dict.fromkeys(_UNITS, _SHARE)),
+        "stalls": listed(record({"actor": TEXT, "what": TEXT, "cycles": _CYCLES, "share": _SHARE})),
+        "stages": listed(_STAGES),
+        "spans": listed(_SPAN),
+    }
+)
+SCHEMA = json_shapes.document("Simulations of fa3gen modules", FORMAT, VERSION, _MODULE)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One module's simulation and what it was made with."""
+
+    stem: str
+    chip: str
+    times: Times
+    settings: Settings
+    simulation: Simulation
+    stages: tuple[StageRow, ...]
+
+
+def document(entries: Sequence[Entry]) -> dict[str, Any]:
+    """The document of some simulations, in types that JSON has; `SCHEMA` describes it."""
+    return {"format": FORMAT, "version": VERSION, "modules": [_module(entry) for entry in entries]}
+
+
+def _module(entry: Entry) -> dict[str, Any]:
+    simulation = entry.simulation
+    return {
+        "stem": entry.stem,
+        "chip": entry.chip,
+        "settings": asdict(entry.settings),
+        "times": asdict(entry.times),
+        "end": simulation.end,
+        "step_cycles": simulation.step_cycles,
+        "utilisation": {unit: simulation.utilisation(unit) for unit in _UNITS},
+        "steady": {unit: simulation.steady(unit) for unit in _UNITS},
+        "stalls": [asdict(stall) for stall in simulation.stalls()],
+        "stages": [asdict(row) for row in entry.stages],
+        "spans": [asdict(span) for span in simulation.spans],
+    }

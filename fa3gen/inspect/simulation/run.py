@@ -1,0 +1,216 @@
+"""Simulations of a spec: one, one for each number of stages, and the speed that follows for a whole problem."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import cache
+
+from fa3gen.base.errors import UserError
+from fa3gen.design import ceiling, footprint, rules, work
+from fa3gen.design.work import Problem
+from fa3gen.hardware.chips import Chip
+from fa3gen.inspect.simulation.engine import Arbitration, Engine
+from fa3gen.inspect.simulation.programs import LAST_STEP, Cta
+from fa3gen.inspect.simulation.results import Simulation
+from fa3gen.inspect.simulation.times import Times, groups
+from fa3gen.spec.model import CpAsyncLoad, Spec, TmaLoad
+
+SAMPLE = 16  # tiles of keys that a prediction simulates
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What one SM is given: `ctas` places, each with `queries` tiles of queries of `tiles` tiles of keys.
+
+    CTAs that share an SM have nothing to do with each other and start apart: each when the loads that the one before
+    begins with are through, and half a step later.
+    """
+
+    stages: int
+    ctas: int
+    tiles: int
+    queries: int
+    arbitration: Arbitration = "oldest"
+
+
+@dataclass(frozen=True)
+class StageRow:
+    """One number of stages: whether the rules allow it, CTAs of an SM, and how busy that keeps the units.
+
+    `tensor_even` is that of the tensor cores where they serve all groups evenly, all else is with the oldest product
+    first. `waiting` is the share of its time in which a computing group waits for K or V, on average.
+    """
+
+    stages: int
+    legal: bool
+    ctas: int
+    step_cycles: float
+    tensor: float
+    tensor_even: float
+    exponentials: float
+    issue: float
+    waiting: float
+
+
+def settings_of(
+    spec: Spec,
+    *,
+    tiles: int = 12,
+    registers: int | None = None,
+    ctas: int | None = None,
+    arbitration: Arbitration = "oldest",
+) -> Settings:
+    """The stages of the spec, as many CTAs as fit on an SM, one tile of queries (of a persistent kernel two)."""
+    places = ctas or max(1, ceiling.occupancy(spec, registers).ctas)
+    return Settings(footprint.kv_stages(spec), places, tiles, 2 if footprint.persistent(spec) else 1, arbitration)
+
+
+def simulate(spec: Spec, times: Times, settings: Settings) -> Simulation:
+    """Run the kernel's roles on one SM until all tiles are done."""
+    engine = Engine(times.load_latency, times.load_rate, settings.arbitration)
+    apart = _apart(times, settings)
+    places = [
+        Cta(engine, spec, times, number, settings.stages, settings.tiles, settings.queries, number * apart)
+        for number in range(settings.ctas)
+    ]
+    for place in places:
+        place.start()
+    end = engine.run()
+    count = groups(spec)
+    steps, demand = places[0].total, _step_demand(times, count)
+    return Simulation(
+        spans=tuple(sorted(engine.spans, key=lambda span: (span.start, span.end))),
+        end=end,
+        ctas=settings.ctas,
+        groups=count,
+        steps=steps,
+        # Between the ends of a few steps there may be less work than in them; no step takes less than a unit needs.
+        step_cycles=max(_step_cycles(places, count, steps), *demand.values()),
+        busy=tuple(engine.busy.items()),
+        step_demand=tuple(demand.items()),
+    )
+
+
+def _apart(times: Times, settings: Settings) -> float:
+    """Cycles between the starts of two CTAs."""
+    size = times.q_bytes + min(settings.stages, settings.tiles) * (times.k_bytes + times.v_bytes)
+    return size / times.load_rate + (sum(times.products_alone) + times.softmax_alone) / 2
+
+
+def _step_cycles(places: list[Cta], count: int, steps: int) -> float:
+    """Cycles of the SM for one step of one CTA, from the middle half of the steps; of all where there are too few."""
+    first, last = steps // 4, max(steps // 4 + 1, 3 * steps // 4)
+    if last >= steps:
+        return places[0].engine.now / (steps * len(places))
+    rates = []
+    for place in places:
+        for group in range(count):
+            begin, end = (place.engine.when(place.key(LAST_STEP, group, step)) for step in (first, last))
+            rates.append((last - first) / (end - begin))
+    return count / sum(rates)
+
+
+def _step_demand(times: Times, count: int) -> dict[str, float]:
+    """Cycles that one step of one CTA needs of each unit."""
+    pieces = [piece for piece in (times.qk, times.pv, *times.softmax, times.rescale) if piece is not None]
+    pieces += [piece for piece in (times.copy_k, times.copy_v) if piece is not None]
+    return {
+        "tensor cores": count * (times.qk_tensor + times.pv_tensor),
+        "exponentials": count * sum(piece.exp for piece in pieces),
+        "issue": count * sum(piece.issue for piece in pieces),
+        "loads": (times.k_bytes + times.v_bytes) / times.load_rate,
+    }
+
+
+def sweep(
+    spec: Spec,
+    times: Times,
+    stages: Iterable[int],
+    *,
+    tiles: int = 24,
+    registers: int | None = None,
+    ctas: int | None = None,
+) -> tuple[StageRow, ...]:
+    """Simulate each number of stages; CTAs per SM follow from the shared memory that each takes, unless given.
+
+    A number that the rules refuse is simulated, too, with one CTA: it shows what it would be worth. A kernel without a
+    ring has one row.
+    """
+    if not isinstance(spec.load, CpAsyncLoad | TmaLoad):
+        stages = [1]
+    rows = []
+    for count in stages:
+        changed = with_stages(spec, count)
+        settings = settings_of(changed, tiles=tiles, registers=registers, ctas=ctas)
+        rows.append(_stage_row(changed, times, settings))
+    return tuple(rows)
+
+
+def _stage_row(spec: Spec, times: Times, settings: Settings) -> StageRow:
+    result = simulate(spec, times, settings)
+    tensor = even = result.steady("tensor cores")
+    if tensor:
+        even = simulate(spec, times, replace(settings, arbitration="even")).steady("tensor cores")
+    waited = sum(stall.share for stall in result.stalls() if stall.what in ("K to land", "V to land"))
+    return StageRow(
+        stages=settings.stages,
+        legal=not rules.check(spec),
+        ctas=settings.ctas,
+        step_cycles=result.step_cycles,
+        tensor=tensor,
+        tensor_even=even,
+        exponentials=result.steady("exponentials"),
+        issue=result.steady("issue"),
+        waiting=waited / result.groups,
+    )
+
+
+def with_stages(spec: Spec, stages: int) -> Spec:
+    """The spec with another number of stages; as it is where it has no ring."""
+    if not isinstance(spec.load, CpAsyncLoad | TmaLoad):
+        return spec
+    return spec.model_copy(update={"load": spec.load.model_copy(update={"kv_stages": stages})})
+
+
+def predict(
+    problem: Problem,
+    times: Times,
+    chip: Chip,
+    registers: int | None = None,
+    arbitration: Arbitration = "oldest",
+) -> float:
+    """TFLOP/s of a problem whose tiles of queries are all equally long, at the chip's boost clock.
+
+    Two tiles of queries of at most SAMPLE tiles of keys are simulated. Further tiles of keys take `step_cycles` each,
+    and further tiles of queries what the second one adds. Raises UserError under a mask that makes tiles of different
+    lengths.
+    """
+    spec = problem.spec
+    lengths = {tiles.visited for tiles in problem.of_one_head}
+    if len(lengths) != 1:
+        raise UserError("tiles of queries of different lengths are not predicted; ask for a spec without a mask")
+    [length] = lengths
+    places = max(1, ceiling.occupancy(spec, registers).ctas)
+    rounds = -(-problem.tiles // (chip.sms * places))
+    settings = Settings(footprint.kv_stages(spec), places, min(length, SAMPLE), 1, arbitration)
+    once, step = _sample(spec, times, settings)
+    twice, _ = _sample(spec, times, replace(settings, queries=2)) if rounds > 1 else (once, step)
+    longer = (length - settings.tiles) * step * places
+    cycles = once + (rounds - 1) * (twice - once) + rounds * longer
+    return problem.flops * chip.clock_hz.value / cycles / 1e12
+
+
+@cache
+def _sample(spec: Spec, times: Times, settings: Settings) -> tuple[float, float]:
+    """End and cycles of a step: the same for all lengths of a table."""
+    result = simulate(spec, times, settings)
+    # The last CTA starts late where CTAs have gone on for long; half of that is not the kernel's.
+    late = (settings.ctas - 1) / 2 * _apart(times, settings)
+    return result.end - late, result.step_cycles
+
+
+def measured_shape(spec: Spec, length: int) -> work.Shape:
+    """The shape in which the evidence's speeds were measured: 16,384 tokens in all, heads x head dim = 2048."""
+    heads_q, heads_kv = work.default_heads(spec)
+    return work.Shape(max(1, 16384 // length), length, length, heads_q, heads_kv)

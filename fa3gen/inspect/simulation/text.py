@@ -1,0 +1,137 @@
+"""A simulation as text: timeline, utilisation, stalls, and stages against utilisation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from fa3gen.inspect.simulation.lanes import Lane, lanes
+from fa3gen.inspect.simulation.results import Simulation, Span
+from fa3gen.inspect.simulation.run import Settings, StageRow
+from fa3gen.inspect.simulation.times import Times
+
+SHOWN_STALLS = 8
+LEGEND = "- in flight, = stage in use; S = Q K^T, O = P V; x exponentials, c other computing, . waiting"
+
+
+def show(
+    console: Console, title: str, times: Times, settings: Settings, simulation: Simulation, rows: Sequence[StageRow]
+) -> None:
+    """Print everything; without `rows` no table of stages."""
+    for line in (*_title(title, times, settings, simulation), *timeline(simulation, console.width)):
+        console.print(Text(line) if isinstance(line, str) else line, soft_wrap=True)
+    tables = [("Who waits for what", _stalls(simulation))]
+    if rows:
+        tables.append(("Stages of K and V, in the steady state", _stages(rows, settings.stages)))
+    for heading, table in tables:
+        console.print(_heading(heading))
+        with console.capture() as captured:
+            console.print(table)
+        for line in captured.get().splitlines():
+            console.out(line.rstrip(), highlight=False)
+
+
+def _heading(text: str) -> Text:
+    return Text(text, style="bold cyan")
+
+
+def _title(title: str, times: Times, settings: Settings, simulation: Simulation) -> list[Text | str]:
+    queries = f"{settings.queries} x " if settings.queries > 1 else ""
+    ctas = f"{settings.ctas} CTA{'s' if settings.ctas > 1 else ''} on an SM"
+    busy = ", ".join(f"{unit} {simulation.steady(unit):.0%}" for unit, _ in simulation.busy)
+    qk, pv = times.products_alone
+    stages = f"{settings.stages} stage{'s' if settings.stages > 1 else ''}"
+    overall = f"{simulation.utilisation('tensor cores'):.0%}"
+    return [
+        Text(title, style="bold"),
+        f"  {ctas}, {queries}{settings.tiles} tiles of keys, {stages}; products served {_served(settings)}",
+        f"  a warpgroup alone: S = Q K^T {qk:,.0f}, softmax {times.softmax_alone:,.0f}, O += P V "
+        f"{pv:,.0f} cycles; loads: latency {times.load_latency:,.0f}, {times.load_rate:.1f} bytes a cycle",
+        _heading("Steady state"),
+        f"  {simulation.step_cycles:,.0f} cycles a tile of keys; busy: {busy}",
+        f"  from start to end {simulation.end:,.0f} cycles, tensor cores busy {overall}",
+    ]
+
+
+def _served(settings: Settings) -> str:
+    return "evenly" if settings.arbitration == "even" else "oldest first"
+
+
+# -- timeline
+
+
+def timeline(simulation: Simulation, width: int) -> list[Text | str]:
+    """A line of characters for each lane, each the span that takes most of its slice of time."""
+    rows = lanes(simulation)
+    label = max(len(lane.label) for lane in rows) + 2
+    columns = max(20, width - label - 2)
+    lines: list[Text | str] = [_heading("Timeline"), f"  {LEGEND}"]
+    cta = -1
+    for lane in rows:
+        if simulation.ctas > 1 and lane.cta != cta:
+            cta = lane.cta
+            lines.append(f"  CTA {cta}")
+        lines.append(f"  {lane.label:<{label}}{_characters(lane, simulation.end, columns)}".rstrip())
+    return lines
+
+
+def _characters(lane: Lane, end: float, columns: int) -> str:
+    slice_cycles = end / columns
+    most = [0.0] * columns
+    letters = [" "] * columns
+    for span in lane.spans:
+        first, last = int(span.start / slice_cycles), min(columns - 1, int(span.end / slice_cycles))
+        for index in range(first, last + 1):
+            begin = index * slice_cycles
+            covered = min(span.end, begin + slice_cycles) - max(span.start, begin)
+            if covered > most[index]:
+                most[index], letters[index] = covered, _letter(span)
+    return "".join(letters)
+
+
+def _letter(span: Span) -> str:
+    if span.kind in ("load", "held", "wait"):
+        return {"load": "-", "held": "=", "wait": "."}[span.kind]
+    if span.what.startswith(("S =", "O +=")):
+        return span.what[0]
+    return "x" if span.what == "exponentials" else "c"
+
+
+# -- tables
+
+
+def _table(names: Sequence[str], left: Sequence[int]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
+    for index, name in enumerate(names):
+        heading = ("  " if index == 0 else "") + name
+        table.add_column(heading, justify="left" if index in left else "right", overflow="fold")  # nothing is cut off
+    return table
+
+
+def _stalls(simulation: Simulation) -> Table:
+    table = _table(("who", "for", "cycles", "of the time"), left=(0, 1))
+    for stall in simulation.stalls()[:SHOWN_STALLS]:
+        table.add_row(f"  {stall.actor}", stall.what, f"{stall.cycles:,.0f}", f"{stall.share:.0%}")
+    return table
+
+
+def _stages(rows: Sequence[StageRow], present: int) -> Table:
+    names = ("stages", "CTAs", "cycles a tile", "tensor", "if even", "exp", "issue", "waits for K, V", "")
+    table = _table(names, left=(8,))
+    for row in rows:
+        notes = [*["this spec"] * (row.stages == present), *["refused by the rules"] * (not row.legal)]
+        table.add_row(
+            f"{row.stages}",
+            f"{row.ctas}",
+            f"{row.step_cycles:,.0f}",
+            f"{row.tensor:.0%}",
+            f"{row.tensor_even:.0%}",
+            f"{row.exponentials:.0%}",
+            f"{row.issue:.0%}",
+            f"{row.waiting:.0%}",
+            ", ".join(notes),
+        )
+    return table

@@ -1,0 +1,139 @@
+"""Runs a generated module's kernel on the CPU model without importing the module: for traces and for reports.
+
+Shapes as everywhere: q (batch, seq_q, heads_q, d), k (batch, seq_k, heads_kv, d), v (batch, seq_k, heads_kv, d_v).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from fa3gen.compile.cache import cached_compile
+from fa3gen.cpu.findings import Hazard
+from fa3gen.cpu.kernel import CpuKernel, Settings, flags_and_parts
+from fa3gen.cpu.launch import Index
+from fa3gen.cpu.schedule import Schedule
+from fa3gen.cpu.trace import Trace
+from fa3gen.design import footprint
+from fa3gen.design.tile_order import taken
+from fa3gen.design.work import Shape, key_tiles
+from fa3gen.generate.plan import make_plan
+from fa3gen.hardware import hopper
+from fa3gen.spec.model import GlobalHandoff, Spec
+from fa3gen.spec.specfile import Variant
+from fa3gen.verify.reference import Attention
+
+LAPS = 2  # times that the default number of keys goes round the ring, and one tile more
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Extents of one call of `attention`; `seed` is that of the inputs."""
+
+    batch: int
+    seq_q: int
+    seq_k: int
+    heads_q: int
+    heads_kv: int
+    head_dim: int
+    seed: int
+
+
+def default_problem(spec: Spec) -> Problem:
+    """One tile of queries, of a persistent kernel two, and enough keys to go round every ring."""
+    pack, tiles = spec.tile.pack_heads, 2 if footprint.persistent(spec) else 1
+    return Problem(
+        batch=1,
+        seq_q=tiles * spec.tile.q // pack,
+        seq_k=(LAPS * footprint.kv_stages(spec) + 1) * spec.tile.kv,
+        heads_q=pack,
+        heads_kv=1,
+        head_dim=spec.problem.head_dim,
+        seed=0,
+    )
+
+
+def busiest(spec: Spec, problem: Problem) -> int:
+    """The first CTA whose tile of queries visits the most tiles of keys."""
+    if isinstance(spec.handoff, GlobalHandoff) or footprint.persistent(spec):
+        return 0
+    shape = Shape(1, problem.seq_q, problem.seq_k, 1, 1)
+    order = taken(spec, problem.seq_q, problem.seq_k, heads=1, batch=1)
+    return max(order, key=lambda entry: key_tiles(spec, shape, entry.m_block).visited).number
+
+
+def run(
+    path: Path,
+    variant: Variant,
+    problem: Problem,
+    ctas: list[Index] | None,
+    schedule: Schedule,
+    recorded: Trace,
+) -> Hazard | None:
+    """Run a module's CTAs on random inputs and record them; returns the fault that the model found.
+
+    Raises CompileError, OutsideModel, and UserError for a CTA outside the grid.
+    """
+    # With line information, the instructions name their lines in the generated file; they are the same without.
+    kernel = CpuKernel(cached_compile(path, line_info=True))
+    return run_kernel(kernel, variant, problem, ctas, schedule, recorded)
+
+
+def run_kernel(
+    kernel: CpuKernel,
+    variant: Variant,
+    problem: Problem,
+    ctas: list[Index] | None,
+    schedule: Schedule,
+    recorded: Trace,
+) -> Hazard | None:
+    """The same with a kernel at hand, whose settings are as before afterwards. A persistent kernel has one SM."""
+    dtype = getattr(torch, make_plan(variant).problem.torch_dtype.removeprefix("torch."))
+    random = torch.Generator().manual_seed(problem.seed)
+
+    def normal(rows: int, heads: int, head_dim: int) -> torch.Tensor:
+        return torch.randn(problem.batch, rows, heads, head_dim, generator=random).to(dtype)
+
+    q = normal(problem.seq_q, problem.heads_q, problem.head_dim)
+    k = normal(problem.seq_k, problem.heads_kv, problem.head_dim)
+    v = normal(problem.seq_k, problem.heads_kv, variant.spec.problem.v_dim)
+    before, kernel.settings = kernel.settings, Settings(schedule, recorded, ctas, sms=1)
+    try:
+        attention(kernel, variant, q, k, v)
+    except Hazard as hazard:
+        return hazard
+    finally:
+        kernel.settings = before
+    return None
+
+
+def attention(kernel: CpuKernel, variant: Variant, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Attention:
+    """O and LSE of a module's kernel; the LSE of a module without one is all NaN, and so is what nobody wrote.
+
+    Raises Hazard for the first fault, OutsideModel for what the model lacks.
+    """
+    plan = make_plan(variant)
+    batch, seq_q, heads_q, head_dim = q.shape
+    out = torch.full((batch, seq_q, heads_q, v.shape[3]), math.nan, dtype=q.dtype)
+    lse = torch.full((batch, heads_q, seq_q), math.nan)
+    sms = kernel.settings.sms
+    given: dict[str, tuple[torch.Tensor | int, ...]] = {
+        "q": (q,),
+        "k": (k,),
+        "v": (v,),
+        "out": (out,),
+        "num_sms": (sms,),
+        "tile_counter(gpu)": (torch.zeros(1, dtype=torch.int32),),
+        "lse": (lse,),
+    }
+    if plan.tiles.split:
+        warps = footprint.computing_threads(variant.spec) // hopper.WARP
+        given["*flags_and_parts(gpu)"] = flags_and_parts(sms, warps, footprint.part_shape(variant.spec))
+    if "scores" in plan.entry.call_arguments:
+        given["scores"] = (torch.full((batch, heads_q, seq_q, k.shape[1]), math.nan),)
+    *names, _ = plan.entry.call_arguments  # the last one is the scale
+    kernel(*(argument for name in names for argument in given[name]), head_dim**-0.5)
+    return Attention(out, lse)

@@ -1,0 +1,1 @@
+"""How fast modules are, beside each other and beside peers; the search for faster ones."""

@@ -1,0 +1,88 @@
+"""The kernels to stand beside: torch SDPA (cuDNN, flash), FlashAttention-4 (CuTe DSL) and FlashAttention-3.
+
+Each takes q, k, v of shape (batch, seq, heads, d) like the generated modules, and is left out, with a reason, where
+it cannot be imported or does not serve a mask.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fa3gen.compile.loading import clean_argv
+from fa3gen.spec.model import CausalMask, Mask, WindowMask
+
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Any]
+
+
+class Unavailable(Exception):
+    """This peer cannot run here, or cannot serve what was asked; the message says why."""
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A competitor: `prepare` returns a function of (q, k, v) for one mask, or raises Unavailable."""
+
+    name: str
+    prepare: Callable[[Mask], Attend]
+
+
+def _sdpa(backend_name: str) -> Callable[[Mask], Attend]:
+    def prepare(mask: Mask) -> Attend:
+        if isinstance(mask, WindowMask):
+            raise Unavailable("torch SDPA has no sliding window")
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+
+        backend, causal = getattr(SDPBackend, backend_name), isinstance(mask, CausalMask)
+
+        def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            heads_first = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+            with sdpa_kernel(backend):
+                out = torch.nn.functional.scaled_dot_product_attention(*heads_first, is_causal=causal)
+            return out.transpose(1, 2)
+
+        return attend
+
+    return prepare
+
+
+def _flash_attn(module_name: str, package: str) -> Callable[[Mask], Attend]:
+    """FlashAttention-3 and -4 share a signature; both align their masks to the bottom right."""
+
+    def prepare(mask: Mask) -> Attend:
+        try:
+            found = importlib.util.find_spec(module_name)
+        except ImportError:
+            found = None
+        if found is None:
+            raise Unavailable(f"{package} is not installed")
+        try:
+            with clean_argv():
+                function = importlib.import_module(module_name).flash_attn_func
+        except Exception as error:  # a broken installation raises anything; it must not end the benchmark
+            raise Unavailable(f"{package} cannot be imported: {type(error).__name__}: {error}") from error
+        keywords: dict[str, Any] = {"causal": isinstance(mask, CausalMask)}
+        if isinstance(mask, WindowMask):
+            keywords["window_size"] = (mask.left, mask.right)
+
+        def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            returned = function(q, k, v, **keywords)
+            out: torch.Tensor = returned[0] if isinstance(returned, tuple) else returned
+            return out
+
+        return attend
+
+    return prepare
+
+
+PEERS: tuple[Peer, ...] = (
+    Peer("cuDNN (torch SDPA)", _sdpa("CUDNN_ATTENTION")),
+    Peer("flash (torch SDPA)", _sdpa("FLASH_ATTENTION")),
+    Peer("flash-attn-4", _flash_attn("flash_attn.cute", "flash-attn-4")),
+    Peer("flash-attn-3", _flash_attn("flash_attn_interface", "flash-attn-3")),
+)

@@ -1,0 +1,265 @@
+"""Timing modules and peers on one GPU, in rounds. Runs in the measuring process; see `fa3gen.measure.tuning.worker`.
+
+Inputs are normal random numbers. A competitor is first checked: a module on a few small ragged inputs against float64
+attention with the limits of `fa3gen verify`, then everybody in the last rows at the shape itself. A timing is as many
+launches as fill TARGET_MS, replayed from a CUDA graph, between two events, so that a peer with a slow host side is not
+taken for a slow kernel; who cannot be captured is launched as usual and said to be. Inputs and outputs of the usual
+shapes (16,384 tokens of width 2048: 268 MB) are larger than the L2; those of small shapes stay in it.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import random
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from fa3gen.compile import toolchain
+from fa3gen.compile.cache import cached_object
+from fa3gen.measure.bench import CHECK_TOLERANCE, wrong_in_last_rows
+from fa3gen.measure.peers import PEERS, Attend, Peer, Unavailable
+from fa3gen.records.tuning_records import TunedProblem
+from fa3gen.run import gpu
+from fa3gen.run.launch import load_for_launch
+from fa3gen.spec.model import Spec
+from fa3gen.verify import inputs
+from fa3gen.verify.on_gpu import DTYPES, Runner, essence, raise_if_lost
+
+TARGET_MS = 7.0
+MOST_LAUNCHES = 200
+# Ragged on both sides, rows without a key, several trips round a ring, grouped heads: what a wrong module stumbles on.
+QUICK_CASES = ("ragged", "ragged_more_queries", "wrap", "gqa", "many_tiles", "many_tiles_few_keys")
+SEED = 0
+
+Launch = Callable[[], Any]
+
+
+Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+class Timer(Protocol):
+    """How launches are timed; CUDA here, made up in tests."""
+
+    def once(self, launch: Launch) -> float:
+        """Milliseconds of one launch."""
+
+    def burst(self, launch: Launch, count: int) -> tuple[Callable[[], float], bool]:
+        """A function that makes `count` launches and returns milliseconds per launch; whether it is a CUDA graph."""
+
+
+class CudaTimer:
+    """Times with CUDA events on the current stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Keep the device."""
+        self.device = device
+
+    def once(self, launch: Launch) -> float:
+        """See Timer."""
+        return self._between_events(launch, 1)()
+
+    def burst(self, launch: Launch, count: int) -> tuple[Callable[[], float], bool]:
+        """See Timer. The launches were made before, so that nothing is compiled or allocated anew in the capture."""
+
+        def work() -> torch.Tensor:
+            for _ in range(count - 1):
+                launch()
+            out: torch.Tensor = launch()
+            return out
+
+        torch.cuda.synchronize(self.device)
+        stream = torch.cuda.current_stream(self.device)
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph):
+                out = work()
+            run = self._between_events(graph.replay, count)
+            # Who launches on a stream of its own would leave the graph empty, and be timed as doing nothing at all.
+            out.fill_(math.nan)
+            run()
+            if not out.isnan().any():
+                return run, True
+        except Exception as error:  # a peer may do on the host what a capture does not allow
+            torch.cuda.set_stream(stream)  # a capture that could not end leaves its own stream the current one
+            raise_if_lost(self.device, error)
+        return self._between_events(work, count), False
+
+    def _between_events(self, work: Launch, count: int) -> Callable[[], float]:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+
+        def run() -> float:
+            begin.record()
+            work()
+            end.record()
+            torch.cuda.synchronize(self.device)
+            milliseconds: float = begin.elapsed_time(end)
+            return milliseconds / count
+
+        return run
+
+
+def _assembler(paths: Iterable[Path]) -> str | None:
+    """Version of the ptxas that assembled modules, one for all of them; None when none comes from the compile cache."""
+    for path in paths:
+        code = cached_object(path, may_compile=False)
+        if code:
+            return toolchain.ptxas_version_of_object(code)
+    return None
+
+
+@dataclass
+class Bench:
+    """What one measuring process knows: loaded modules, which of them are wrong. `who` is being worked on."""
+
+    device: torch.device
+    timer: Timer
+    announce: Callable[[str, str], None]
+    peers: Sequence[Peer] = PEERS
+    load: Callable[[Path], Any] = load_for_launch
+    who: str = ""
+    modules: dict[str, Any] = field(default_factory=dict)
+    wrong: dict[str, str] = field(default_factory=dict)
+    checked: set[str] = field(default_factory=set)
+
+    def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Do what a request asks for. Raises verify.DeviceLost when nothing more can be done in this process."""
+        match request["do"]:
+            case "hello":
+                around = gpu.environment()
+                return {"gpu": around.gpu, "driver": around.driver, "torch": around.torch, "dsl": around.dsl}
+            case "load":
+                for module in request["modules"]:
+                    self._loaded(module)
+                self._load_peers(request)
+                return {"wrong": self._wrong_of(request)}
+            case _:
+                return self._heat(request)
+
+    def _wrong_of(self, request: Mapping[str, Any]) -> dict[str, str]:
+        return {m["stem"]: self.wrong[m["stem"]] for m in request["modules"] if m["stem"] in self.wrong}
+
+    def _at(self, what: str, who: str) -> None:
+        self.who = who
+        self.announce(what, who)
+
+    def _loaded(self, module: Mapping[str, Any]) -> Any:
+        """The module, imported and compiled at the first time; None when that fails."""
+        stem = module["stem"]
+        if stem not in self.modules and stem not in self.wrong:
+            self._at("load", stem)
+            try:
+                loaded = self.load(Path(module["path"]))
+                loaded.compile_for_sm90a()
+            except Exception as error:  # whatever a module raises is that module's failure
+                self.wrong[stem] = f"cannot be loaded: {essence(error)}"
+                return None
+            self.modules[stem] = loaded
+            gc.freeze()  # what the DSL leaves behind is large, and a collection during timing would walk through it
+        return self.modules.get(stem)
+
+    def _peers(self, request: Mapping[str, Any]) -> list[Peer]:
+        return [peer for peer in self.peers if request["peers"] and peer.name not in request["without"]]
+
+    def _load_peers(self, request: Mapping[str, Any]) -> None:
+        """Call every peer once on a small problem of the kind that will be timed: some of them compile then."""
+        problem = TunedProblem.model_validate(request["problem"])
+        small = {"batch": 1, "heads_q": problem.heads_q // problem.heads_kv, "heads_kv": 1, "seq_q": 256, "seq_k": 256}
+        tensors = self._inputs(problem.model_copy(update=small))
+        for peer in self._peers(request):
+            self._at("warm", peer.name)
+            try:
+                peer.prepare(problem.mask.spec_mask())(*tensors)
+            except Exception as error:  # why it cannot run is told where it is to be timed
+                raise_if_lost(self.device, error)
+
+    def _right(self, module: Mapping[str, Any]) -> Any:
+        """The module, if it can be loaded and is right on small inputs; else None."""
+        loaded, stem = self._loaded(module), module["stem"]
+        if loaded is None or stem in self.wrong:
+            return None
+        if stem not in self.checked:
+            self._at("check", stem)
+            spec = Spec.model_validate(module["spec"])
+            runner = Runner(loaded, spec, self.device, SEED)
+            cases = [case for case in inputs.gpu_cases(spec) if case.name in QUICK_CASES]
+            results = [runner.run_case(case) for case in cases]
+            failures = [f"{result.name}: {failure}" for result in results for failure in result.failures]
+            if failures:
+                self.wrong[stem] = "computes something wrong: " + "; ".join(failures)
+                return None
+            self.checked.add(stem)
+        return loaded
+
+    def _heat(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Check, warm up and time all competitors of one problem; times by name, or why there are none."""
+        problem = TunedProblem.model_validate(request["problem"])
+        attends: dict[str, Callable[[], Attend]] = {}
+        for module in request["modules"]:
+            if (loaded := self._right(module)) is not None:
+                attends[module["stem"]] = lambda loaded=loaded: loaded.attention  # type: ignore[misc]
+        for peer in self._peers(request):
+            attends[peer.name] = lambda peer=peer: peer.prepare(problem.mask.spec_mask())  # type: ignore[misc]
+        tensors = self._inputs(problem)
+        bursts: dict[str, Callable[[], float]] = {}
+        failed: dict[str, str] = {}
+        eager: list[str] = []
+        for name, prepare in attends.items():
+            burst = self._ready(name, prepare, problem, tensors)
+            if isinstance(burst, str):
+                failed[name] = burst
+            else:
+                bursts[name] = burst[0]
+                eager += [] if burst[1] else [name]
+        times = self._rounds(bursts, int(request["rounds"]))
+        answer = {"times": times, "failed": failed, "wrong": self._wrong_of(request), "eager": eager}
+        return {**answer, "ptxas": _assembler(Path(module["path"]) for module in request["modules"])}
+
+    def _inputs(self, problem: TunedProblem) -> Tensors:
+        generator = torch.Generator(self.device).manual_seed(SEED)
+
+        def normal(seq: int, heads: int, dim: int) -> torch.Tensor:
+            shape = (problem.batch, seq, heads, dim)
+            return torch.randn(shape, dtype=DTYPES[problem.dtype], device=self.device, generator=generator)
+
+        q = normal(problem.seq_q, problem.heads_q, problem.head_dim)
+        k = normal(problem.seq_k, problem.heads_kv, problem.head_dim)
+        return q, k, normal(problem.seq_k, problem.heads_kv, problem.head_dim_v)
+
+    def _ready(
+        self, name: str, prepare: Callable[[], Attend], problem: TunedProblem, tensors: Tensors
+    ) -> tuple[Callable[[], float], bool] | str:
+        """Launch, check and prepare a timing; a text says why there is none."""
+        self._at("warm", name)
+        try:
+            attend = prepare()
+            error = wrong_in_last_rows(attend(*tensors), problem.mask.spec_mask(), tensors)
+            if not error <= CHECK_TOLERANCE:
+                return f"wrong result: relative error {error:.2g} in the last rows"
+
+            def launch() -> Any:
+                return attend(*tensors)
+
+            launch()
+            estimate = self.timer.once(launch)
+            count = min(MOST_LAUNCHES, max(1, math.ceil(TARGET_MS / max(estimate, 1e-4))))
+            return self.timer.burst(launch, count)
+        except Unavailable as reason:
+            return str(reason)
+        except Exception as error:  # a competitor may raise anything; the others go on
+            raise_if_lost(self.device, error)
+            return f"raised {essence(error)}"
+
+    def _rounds(self, bursts: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
+        """Time everybody once per round, each round in an order of its own: nobody always follows the same one."""
+        times: dict[str, list[float]] = {name: [] for name in bursts}
+        shuffle = random.Random(SEED)
+        for _ in range(rounds):
+            for name in shuffle.sample(list(bursts), len(bursts)):
+                self._at("time", name)
+                times[name].append(bursts[name]())
+        return times

@@ -1,0 +1,277 @@
+"""What was verified, on which GPU, with which tools: one JSON record per generated module.
+
+`generated/evidence/<stem>.json` is written by `fa3gen verify --evidence` (and its speeds by `fa3gen bench
+--evidence`), never by hand. A record speaks of one exact generated file, named by its SHA-256; once that file
+changes, the record is stale and the module reads "not verified on a GPU" again. `fa3gen.inspect.pages`
+makes `generated/EVIDENCE.md` and other pages of the records.
+
+Runs on the CPU model of sm_90a have records of another kind in another place, `generated/evidence/cpu_model/`, and a
+section of their own in EVIDENCE.md. They never make a module "verified on a GPU". `docs/matrix.md`
+(`fa3gen.inspect.matrix`) shows both.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
+
+from pydantic import Field, ValidationError, field_validator, model_validator
+
+from fa3gen.base.errors import UserError
+from fa3gen.base.files import sha256, write_text
+from fa3gen.base.parts import Part
+from fa3gen.verify.pipeline import CompileFacts
+
+if TYPE_CHECKING:
+    from fa3gen.design.workspace import Workspace
+    from fa3gen.run.gpu import Environment
+
+CPU_FOLDER = "cpu_model"  # below the folder of the GPU records
+SEQ_LENS = (4096, 16384)  # speeds that a record holds
+
+
+class Errors(Part):
+    """As `fa3gen.verify.on_gpu.Errors`."""
+
+    max_abs: float | None
+    relative: float | None
+
+
+class Case(Part):
+    """As `fa3gen.verify.on_gpu.CaseResult`: errors beside yardsticks and limits."""
+
+    name: str
+    shape: str
+    o_error: Errors | None
+    o_yardstick: Errors | None
+    o_max_abs_limit: float | None
+    o_block_ratio: float | None
+    lse_error: Errors | None
+    lse_yardstick: Errors | None
+    failures: list[str]
+
+
+class Check(Part):
+    """As `fa3gen.verify.on_gpu.Check`."""
+
+    name: str
+    passed: bool | None
+    detail: str
+
+
+class CpuCase(Part):
+    """As `fa3gen.verify.on_cpu.CpuCaseResult`: errors, and the share of their limits that they use."""
+
+    name: str
+    shape: str
+    o_error: Errors | None
+    o_used: float | None
+    o_spread: float | None
+    lse_error: Errors | None
+    failures: list[str]
+
+
+class Verdict(Part):
+    """What every record says: of which file, from which day, whether all passed. Closed against contradictions."""
+
+    version: Literal[1] = 1
+    stem: str
+    source_sha256: str
+    date: str = Field(description="UTC day.", pattern=r"^\d{4}-\d{2}-\d{2}$")
+    passed: bool
+    failures: list[str]
+    torch: str | None
+    dsl: str | None
+    ptxas: str | None
+    python: str
+    seed: int
+    lse_tolerance: float
+    cases: Sequence[Case | CpuCase]
+    checks: list[Check]
+
+    @model_validator(mode="after")
+    def _passed_says_what_the_rest_says(self) -> Self:
+        in_cases = any(case.failures for case in self.cases) or any(check.passed is False for check in self.checks)
+        if self.passed and (self.failures or in_cases or not self.cases):
+            raise ValueError("passed is true, but there are failures or there is no case")
+        if not self.passed and not self.failures:
+            raise ValueError("passed is false, but there is no failure")
+        return self
+
+
+class Record(Verdict):
+    """One module on one GPU on one day."""
+
+    gpu: str
+    driver: str | None
+    cuda_driver: str | None
+    o_factor: float
+    cases: list[Case]
+    tflops: dict[str, float] = Field(default={}, description="By sequence length; 16,384 tokens in all.")
+    compile: CompileFacts | None
+
+    @field_validator("gpu")
+    @classmethod
+    def _is_a_gpu(cls, name: str) -> str:
+        if re.search(r"\bcpu\b", name, re.IGNORECASE):
+            raise ValueError(f"'{name}' is no GPU")
+        return name
+
+
+class CpuRecord(Verdict):
+    """One module on the CPU model of sm_90a on one day: no result of a GPU."""
+
+    executed_on: Literal["CPU model of sm_90a"]
+    numpy: str | None
+    schedules: list[str] = Field(description="Legal orders of warps and completions that each case ran under.")
+    o_spread: float | None = Field(description="Mean of (O - ref)^2 over what rounding explains, in all cases.")
+    o_spread_limit: float
+    cases: list[CpuCase]
+
+
+class Status(enum.Enum):
+    """What the records of GPU runs say about one module."""
+
+    VERIFIED = "verified"
+    FAILED = "FAILED"
+    STALE = "not verified on a GPU (record is of an older file)"
+    NONE = "not verified on a GPU"
+
+
+class CpuStatus(enum.Enum):
+    """What the records of runs on the CPU model say about one module."""
+
+    PASSED = "passed on the CPU model"
+    FAILED = "FAILED on the CPU model"
+    STALE = "not run (record is of an older file)"
+    NONE = "not run"
+
+
+def _rounded(value: Any) -> Any:
+    """Keep four significant digits of every float: more would only be noise in a diff."""
+    if isinstance(value, float):
+        return float(f"{value:.4g}")
+    if isinstance(value, Mapping):
+        return {key: _rounded(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_rounded(item) for item in value]
+    return value
+
+
+def dumps(record: Verdict) -> str:
+    """Return the JSON text of a record: sorted keys, two spaces, one newline at the end."""
+    return json.dumps(_rounded(record.model_dump()), indent=2, sort_keys=True, allow_nan=False) + "\n"
+
+
+def record_path(workspace: Workspace, stem: str) -> Path:
+    """Return where the GPU record of a generated stem lies."""
+    return workspace.evidence_dir / f"{stem}.json"
+
+
+def cpu_record_path(workspace: Workspace, stem: str) -> Path:
+    """Return where the record of a generated stem's run on the CPU model lies."""
+    return workspace.evidence_dir / CPU_FOLDER / f"{stem}.json"
+
+
+def write(workspace: Workspace, record: Record) -> Path:
+    """Write one GPU record, whether it passed or not; return its path. TypeError for a record of the other kind."""
+    if not isinstance(record, Record):
+        raise TypeError(f"{type(record).__name__} is no record of a GPU")
+    path = record_path(workspace, record.stem)
+    write_text(path, dumps(record))
+    return path
+
+
+def write_cpu(workspace: Workspace, record: CpuRecord) -> Path:
+    """Write one record of the CPU model; return its path. TypeError for a record of the other kind."""
+    if not isinstance(record, CpuRecord):
+        raise TypeError(f"{type(record).__name__} is no record of the CPU model")
+    path = cpu_record_path(workspace, record.stem)
+    write_text(path, dumps(record))
+    return path
+
+
+def read(workspace: Workspace, stem: str) -> Record | None:
+    """Read the GPU record of a generated stem; None when there is none, UserError when it is not one."""
+    again = f"`fa3gen verify {stem} --evidence` on a Hopper GPU"
+    return _read(Record, record_path(workspace, stem), stem, "an evidence record", again)
+
+
+def read_cpu(workspace: Workspace, stem: str) -> CpuRecord | None:
+    """Like `read`, for the record of a run on the CPU model."""
+    again = f"`fa3gen verify {stem} --on cpu --evidence`"
+    return _read(CpuRecord, cpu_record_path(workspace, stem), stem, "a record of the CPU model", again)
+
+
+_Kind = TypeVar("_Kind", bound=Verdict)
+
+
+def _read(kind: type[_Kind], path: Path, stem: str, what: str, again: str) -> _Kind | None:
+    if not path.exists():
+        return None
+    try:
+        record = kind.model_validate_json(path.read_text(encoding="utf-8"))
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(str(part) for part in first["loc"]) or "file"
+        raise UserError(f"{path} is not {what} ({place}: {first['msg']}); delete it and run {again}") from error
+    if record.stem != stem:
+        raise UserError(f"{path} is a record of {record.stem}, not of {stem}; delete it")
+    return record
+
+
+def status(workspace: Workspace, stem: str) -> tuple[Status, Record | None]:
+    """Say what the GPU records say of one module; the record comes along unless there is none."""
+    record = read(workspace, stem)
+    if record is None:
+        return Status.NONE, None
+    if not _is_of_the_present_file(workspace, record):
+        return Status.STALE, record
+    return (Status.VERIFIED if record.passed else Status.FAILED), record
+
+
+def cpu_status(workspace: Workspace, stem: str) -> tuple[CpuStatus, CpuRecord | None]:
+    """Like `status`, for runs on the CPU model."""
+    record = read_cpu(workspace, stem)
+    if record is None:
+        return CpuStatus.NONE, None
+    if not _is_of_the_present_file(workspace, record):
+        return CpuStatus.STALE, record
+    return (CpuStatus.PASSED if record.passed else CpuStatus.FAILED), record
+
+
+def _is_of_the_present_file(workspace: Workspace, record: Verdict) -> bool:
+    source = workspace.module_path(record.stem)
+    return source.exists() and sha256(source) == record.source_sha256
+
+
+def set_tflops(workspace: Workspace, stem: str, tflops: Mapping[int, float], around: Environment) -> bool:
+    """Put new speeds into a record that is of the present file and was made on this GPU with this DSL and torch.
+
+    Returns False, changing nothing, without one: a record names one machine for all that it holds.
+    """
+    state, record = status(workspace, stem)
+    if record is None or state not in (Status.VERIFIED, Status.FAILED):
+        return False
+    if (record.gpu, record.dsl, record.torch) != (around.gpu, around.dsl, around.torch):
+        return False
+    kept = {seq_len: value for seq_len, value in tflops.items() if seq_len in SEQ_LENS}
+    merged = {**record.tflops, **{str(seq_len): value for seq_len, value in kept.items()}}
+    write(workspace, record.model_copy(update={"tflops": merged}))
+    return True
+
+
+def verified(workspace: Workspace, stem: str) -> Record | None:
+    """Return the record of a module that is verified as it stands."""
+    state, record = status(workspace, stem)
+    return record if state is Status.VERIFIED else None
+
+
+def compiled_registers(workspace: Workspace, stem: str) -> int | None:
+    """Return the registers per thread of a module as compiled, if it is verified as it stands."""
+    record = verified(workspace, stem)
+    return record.compile.registers if record and record.compile else None

@@ -1,0 +1,298 @@
+"""What was measured when modules were tuned: a list of records per problem family, one record per shape.
+
+`generated/evidence/tuning/<family>.json`, such as `bf16_d128_causal.json`, is written by `fa3gen tune --write`, never
+by hand; the dispatch table is made of these files. A record holds the times of every module in every round of one run
+of interleaved rounds, in one process on one GPU, the peers that ran beside them, and the winner. The modules are named
+with the SHA-256 of their files and their whole specs.
+
+Imports neither torch nor cutlass.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import statistics
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
+
+from pydantic import Field, TypeAdapter, ValidationError, model_validator
+
+from fa3gen.base.errors import UserError
+from fa3gen.base.files import write_text
+from fa3gen.base.parts import Part
+from fa3gen.design.masks import counted_pairs
+from fa3gen.spec.model import CausalMask, DType, Mask, NoMask, Spec, WindowMask
+
+if TYPE_CHECKING:
+    from fa3gen.design.workspace import Workspace
+
+FOLDER = "tuning"  # below generated/evidence
+DIGITS = 4  # significant digits of every time and speed: more would only be noise in a diff
+_AGREEMENT = 2e-3  # between a median, its speed and its rounds, all rounded to DIGITS
+
+
+class MaskShape(Part):
+    """Which keys a row sees; `left` and `right` are the reach of a window and null for other masks."""
+
+    kind: Literal["none", "causal", "window"]
+    left: int | None = Field(default=None, ge=0)
+    right: int | None = Field(default=None, ge=0)
+
+    @model_validator(mode="after")
+    def _reach_of_windows_only(self) -> Self:
+        given = (self.left is not None, self.right is not None)
+        if given != ((True, True) if self.kind == "window" else (False, False)):
+            raise ValueError("a window has left and right, no other mask has either")
+        return self
+
+    @classmethod
+    def of(cls, mask: Mask) -> "MaskShape":
+        """The shape of a spec's mask."""
+        if isinstance(mask, WindowMask):
+            return cls(kind="window", left=mask.left, right=mask.right)
+        return cls(kind=mask.kind)
+
+    def spec_mask(self) -> Mask:
+        """The mask as specs have it."""
+        if self.left is not None and self.right is not None:
+            return WindowMask(left=self.left, right=self.right)
+        return CausalMask() if self.kind == "causal" else NoMask()
+
+    @property
+    def label(self) -> str:
+        """`full`, `causal` or `window512_0`, as in the tables of `fa3gen bench`."""
+        if self.kind == "window":
+            return f"window{self.left}_{self.right}"
+        return "full" if self.kind == "none" else self.kind
+
+
+class Family(NamedTuple):
+    """What a module is compiled for. Modules of one family can take each other's place at any shape."""
+
+    dtype: str
+    head_dim: int
+    head_dim_v: int
+    mask: MaskShape
+
+    @property
+    def label(self) -> str:
+        """`bf16_d128_causal`, `bf16_d192_128_full`: names the file of records."""
+        dims = f"d{self.head_dim}" + ("" if self.head_dim_v == self.head_dim else f"_{self.head_dim_v}")
+        return f"{self.dtype}_{dims}_{self.mask.label}"
+
+
+def family_of(spec: Spec) -> Family:
+    """The family of a spec's module: the one place that reads it from the spec."""
+    problem = spec.problem
+    return Family(problem.dtype, problem.head_dim, problem.v_dim, MaskShape.of(spec.mask))
+
+
+class TunedProblem(Part):
+    """A family and one shape: q (batch, seq_q, heads_q, head_dim), k (batch, seq_k, heads_kv, head_dim)."""
+
+    dtype: DType
+    head_dim: int = Field(gt=0)
+    head_dim_v: int = Field(gt=0)
+    mask: MaskShape
+    batch: int = Field(gt=0)
+    heads_q: int = Field(gt=0)
+    heads_kv: int = Field(gt=0)
+    seq_q: int = Field(gt=0)
+    seq_k: int = Field(gt=0)
+
+    @model_validator(mode="after")
+    def _whole_groups_of_heads(self) -> Self:
+        if self.heads_q % self.heads_kv:
+            raise ValueError(f"heads_q {self.heads_q} is no multiple of heads_kv {self.heads_kv}")
+        return self
+
+    @property
+    def family(self) -> Family:
+        """What a module has to be compiled for to serve this."""
+        return Family(self.dtype, self.head_dim, self.head_dim_v, self.mask)
+
+    @property
+    def lengths(self) -> str:
+        """`4k`, or `1x16k` where queries and keys differ in number."""
+        queries, keys = length_label(self.seq_q), length_label(self.seq_k)
+        return keys if self.seq_q == self.seq_k else f"{queries}x{keys}"
+
+    @property
+    def label(self) -> str:
+        """Everything in one line: `bf16 d128 causal 4k, batch 4, heads 16`."""
+        heads = f"{self.heads_q}" if self.heads_q == self.heads_kv else f"{self.heads_q}/{self.heads_kv}"
+        return f"{self.family.label.replace('_', ' ')} {self.lengths}, batch {self.batch}, heads {heads}"
+
+    @property
+    def flops(self) -> float:
+        """2 B H pairs (d + d_v); pairs as `fa3gen bench` counts them: S^2 / 2 for square causal, else visible ones."""
+        pairs = counted_pairs(self.mask.spec_mask(), seq_q=self.seq_q, seq_k=self.seq_k)
+        return 2 * self.batch * self.heads_q * pairs * (self.head_dim + self.head_dim_v)
+
+    def tflops(self, milliseconds: float) -> float:
+        """Speed of one launch in TFLOP/s."""
+        return self.flops / milliseconds / 1e9
+
+
+def length_label(length: int) -> str:
+    """`4k` for whole multiples of 1024, else the number."""
+    return f"{length // 1024}k" if length % 1024 == 0 else str(length)
+
+
+Milliseconds = list[float]
+
+
+class _Timed(Part):
+    """Rounds and what follows from them."""
+
+    milliseconds: float = Field(gt=0, description="Median of the rounds.")
+    tflops: float = Field(gt=0)
+    rounds: Milliseconds = Field(min_length=1, description="One launch in each round; the rounds were interleaved.")
+
+    @model_validator(mode="after")
+    def _median_of_the_rounds(self) -> Self:
+        if not math.isclose(self.milliseconds, statistics.median(self.rounds), rel_tol=_AGREEMENT):
+            raise ValueError(f"milliseconds is {self.milliseconds}, the median is {statistics.median(self.rounds)}")
+        return self
+
+
+class Result(_Timed):
+    """One module: its stem, the SHA-256 of the file that ran, and its whole spec."""
+
+    stem: str
+    sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
+    spec: dict[str, Any]
+
+
+class PeerResult(_Timed):
+    """A kernel of somebody else, in the same rounds."""
+
+    name: str
+
+
+class TuningRecord(Part):
+    """One shape on one GPU on one day. The winner is one of the results, and what won it is written down."""
+
+    version: Literal[1] = 1
+    gpu: str
+    driver: str | None
+    torch: str
+    dsl: str
+    ptxas: str | None = Field(default=None, description="That assembled the modules; null where nobody wrote it down.")
+    date: str = Field(description="UTC day.", pattern=r"^\d{4}-\d{2}-\d{2}$")
+    problem: TunedProblem
+    results: list[Result] = Field(min_length=1)
+    peers: list[PeerResult] = []
+    absent: dict[str, str] = Field(default={}, description="Who was to run and did not: name -> reason.")
+    winner: str
+
+    @model_validator(mode="after")
+    def _holds_together(self) -> Self:
+        stems = [result.stem for result in self.results]
+        if len(set(stems)) < len(stems):
+            raise ValueError("two results have the same stem")
+        if self.winner not in stems:
+            raise ValueError(f"the winner {self.winner} is none of the results")
+        timed: Sequence[_Timed] = [*self.results, *self.peers]
+        if len({len(entry.rounds) for entry in timed}) > 1:
+            raise ValueError("results of one record have as many rounds each, since the rounds were interleaved")
+        for entry in timed:
+            if not math.isclose(entry.tflops, self.problem.tflops(entry.milliseconds), rel_tol=_AGREEMENT):
+                raise ValueError(f"{entry.tflops} TFLOP/s do not follow from {entry.milliseconds} ms")
+        for result in self.results:
+            if family_of(Spec.model_validate(result.spec)) != self.problem.family:
+                raise ValueError(f"{result.stem} is compiled for another problem")
+        return self
+
+    @property
+    def best_peer(self) -> PeerResult | None:
+        """The fastest peer, None where none ran."""
+        return min(self.peers, key=lambda peer: peer.milliseconds, default=None)
+
+    def result(self, stem: str) -> Result:
+        """The result of one module; KeyError for a stem that is not there."""
+        return {result.stem: result for result in self.results}[stem]
+
+
+_RECORDS = TypeAdapter(list[TuningRecord])
+
+
+def timed(problem: TunedProblem, rounds: Iterable[float]) -> dict[str, Any]:
+    """The fields of a result that follow from its rounds, rounded to DIGITS."""
+    kept = [_rounded(value) for value in rounds]
+    median = statistics.median(kept)
+    return {"rounds": kept, "milliseconds": _rounded(median), "tflops": _rounded(problem.tflops(median))}
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.{DIGITS}g}")
+
+
+def directory(workspace: Workspace) -> Path:
+    """Where the files of records lie; it need not exist yet."""
+    return workspace.evidence_dir / FOLDER
+
+
+def dumps(records: Sequence[TuningRecord]) -> str:
+    """The JSON text of records: sorted keys, two spaces, lists of numbers on one line, one newline at the end."""
+    text = json.dumps([record.model_dump() for record in records], indent=2, sort_keys=True, allow_nan=False)
+    return re.sub(r"\[\s+([-+.\de,\s]+?)\s+\]", lambda found: f"[{' '.join(found.group(1).split())}]", text) + "\n"
+
+
+def loads(text: str, path: Path) -> list[TuningRecord]:
+    """Records from JSON text; UserError naming `path` and the place where it is none of what `dumps` writes."""
+    try:
+        return _RECORDS.validate_json(text)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(str(part) for part in first["loc"]) or "file"
+        raise UserError(
+            f"{path} is no list of tuning records ({place}: {first['msg']}); delete it and run `fa3gen tune` again"
+        ) from error
+
+
+def load(path: Path) -> list[TuningRecord]:
+    """The records of one file; UserError where they cannot be read, as `loads`."""
+    try:
+        return loads(path.read_text(encoding="utf-8"), path)
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} cannot be read: {error}; delete it and run `fa3gen tune` again") from error
+
+
+def load_all(workspace: Workspace) -> list[TuningRecord]:
+    """Every record of a workspace, by family and then by lengths.
+
+    Raises UserError for a file that does not hold what its name says, and for two records of one shape.
+    """
+    records = []
+    for path in sorted(directory(workspace).glob("*.json")):
+        found = load(path)
+        strangers = {record.problem.family.label for record in found} - {path.stem}
+        if strangers:
+            raise UserError(f"{path} holds records of {', '.join(sorted(strangers))}; move them to files of that name")
+        shapes = [record.problem for record in found]
+        if any(shape in shapes[:index] for index, shape in enumerate(shapes)):
+            raise UserError(f"{path} holds two records of one shape; delete the older one")
+        records += found
+    return sorted(records, key=_order)
+
+
+def save(workspace: Workspace, records: Sequence[TuningRecord]) -> list[Path]:
+    """Put records into the files of their families; one of the same shape is replaced. Returns what was written."""
+    written = []
+    for label in dict.fromkeys(record.problem.family.label for record in records):
+        path = directory(workspace) / f"{label}.json"
+        fresh = [record for record in records if record.problem.family.label == label]
+        shapes = [record.problem for record in fresh]
+        kept = [record for record in (load(path) if path.exists() else []) if record.problem not in shapes]
+        write_text(path, dumps(sorted([*kept, *fresh], key=_order)))
+        written.append(path)
+    return written
+
+
+def _order(record: TuningRecord) -> tuple[Any, ...]:
+    problem = record.problem
+    return problem.family.label, problem.seq_k, problem.seq_q, problem.batch, problem.heads_q, problem.heads_kv

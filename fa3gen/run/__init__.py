@@ -1,0 +1,1 @@
+"""Calling kernels on a GPU: `fa3gen.attention`, the table it chooses by, and launching."""

@@ -1,0 +1,270 @@
+"""The spec: what a person writes to ask for an attention kernel, and nothing that follows from it.
+
+Every model forbids unknown keys and refuses to coerce types. Choices that exclude one another are tagged unions, so
+that a state without meaning (a swizzle for a P that never leaves the registers) cannot be written down. Whether a
+writable spec is also *legal* on Hopper is decided in `fa3gen.design.rules`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Union
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+DType = Literal["bf16", "fp16"]
+Swizzle = Literal["none", "32B", "64B", "128B"]
+Major = Literal["k", "mn"]
+Source = Literal["smem", "registers"]
+Scheduler = Literal["single_tile", "static", "stream_k", "dynamic"]
+
+# The kernels count keys in 32 bits: row + reach stays below 2^31 for up to 2^30 keys.
+WINDOW_MAX = 2**30
+
+
+class SpecModel(BaseModel):
+    """Base of all parts of a spec: frozen, strict about types, closed against unknown keys."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class Problem(SpecModel):
+    """What is computed: O = softmax(scale * Q K^T) V for one head dim and one 16-bit dtype."""
+
+    head_dim: int = Field(gt=0, description="Elements per head of q, k, v and O.")
+    head_dim_v: int | None = Field(default=None, gt=0, description="Elements per head of v and O, where not head_dim.")
+    dtype: DType = Field(default="bf16", description="Element type of q, k, v and O.")
+
+    @property
+    def v_dim(self) -> int:
+        """Elements per head of v and O."""
+        return self.head_dim if self.head_dim_v is None else self.head_dim_v
+
+
+class NoMask(SpecModel):
+    """Every query sees every key."""
+
+    kind: Literal["none"] = "none"
+
+
+class CausalMask(SpecModel):
+    """Query i sees keys j <= i + (seq_k - seq_q): the diagonal ends in the bottom right corner."""
+
+    kind: Literal["causal"] = "causal"
+
+
+class WindowMask(SpecModel):
+    """Query i sees keys with -left <= j - i - (seq_k - seq_q) <= right."""
+
+    kind: Literal["window"] = "window"
+    left: int = Field(ge=0, le=WINDOW_MAX, description="Keys visible left of the diagonal, the diagonal not counted.")
+    right: int = Field(ge=0, le=WINDOW_MAX, description="Keys visible right of the diagonal, the diagonal not counted.")
+
+
+def _expand_shorthand(value: Any) -> Any:
+    """Let `mask: causal` stand for `mask: {kind: causal}`."""
+    return {"kind": value} if isinstance(value, str) else value
+
+
+Mask = Annotated[Union[NoMask, CausalMask, WindowMask], Field(discriminator="kind"), BeforeValidator(_expand_shorthand)]
+
+
+class Tile(SpecModel):
+    """What one CTA holds at a time, and who works on it."""
+
+    q: int = Field(gt=0, description="Query rows per CTA.")
+    kv: int = Field(gt=0, description="Key/value rows per step of the loop.")
+    threads: int | None = Field(default=None, gt=0, description="Threads per CTA, for kernels without WGMMA.")
+    warpgroups: int | None = Field(
+        default=None, gt=0, description="Warpgroups of 128 threads that compute, for kernels with WGMMA."
+    )
+
+    pack_heads: int = Field(
+        default=1,
+        gt=0,
+        description="Query heads of one kv head in a tile (GQA): its rows are q / pack_heads positions of each.",
+    )
+
+    @model_validator(mode="after")
+    def _one_way_to_count_threads(self) -> "Tile":
+        if (self.threads is None) == (self.warpgroups is None):
+            raise ValueError(
+                "give either threads (scalar kernels) or warpgroups (WGMMA kernels), not both or neither"
+                " (null takes out the one that a base gives)"
+            )
+        return self
+
+
+class SyncLoad(SpecModel):
+    """Plain loads through registers; K and V take turns in one buffer."""
+
+    engine: Literal["sync"]
+
+
+class CpAsyncLoad(SpecModel):
+    """cp.async with commit and wait groups; a ring of `kv_stages` buffers for K and for V."""
+
+    engine: Literal["cp_async"]
+    kv_stages: int = Field(description="Depth of the ring; one stage holds a tile of K and a tile of V.")
+
+
+class TmaLoad(SpecModel):
+    """The tensor memory accelerator, completing on mbarriers."""
+
+    engine: Literal["tma"]
+    q_stages: int = Field(default=1, description="Buffers for Q.")
+    kv_stages: int = Field(description="Depth of the ring; one stage holds a tile of K and a tile of V.")
+    barrier: Literal["shared", "separate"] = Field(
+        description="`shared`: one full barrier per stage counts the bytes of K and V; `separate`: one each."
+    )
+
+
+Load = Annotated[Union[SyncLoad, CpAsyncLoad, TmaLoad], Field(discriminator="engine")]
+
+
+class Smem(SpecModel):
+    """Swizzle of each operand's tile in shared memory."""
+
+    q: Swizzle
+    k: Swizzle
+    v: Swizzle
+
+
+class ScalarProduct(SpecModel):
+    """FP32 multiply-adds on the CUDA cores, operands read from shared (k1: global) memory."""
+
+    engine: Literal["scalar"]
+
+
+class OperandA(SpecModel):
+    """The M x K operand of a warpgroup product."""
+
+    source: Source
+    major: Major
+
+
+class OperandB(SpecModel):
+    """The N x K operand of a warpgroup product."""
+
+    source: Source = "smem"
+    major: Major
+
+
+class WgmmaProduct(SpecModel):
+    """Warpgroup matrix multiply-accumulate, 16-bit operands, f32 accumulator."""
+
+    engine: Literal["wgmma"]
+    a: OperandA
+    b: OperandB
+
+
+Product = Annotated[Union[ScalarProduct, WgmmaProduct], Field(discriminator="engine")]
+
+
+class GlobalHandoff(SpecModel):
+    """Scores and P are materialised in global memory as f32 (k1)."""
+
+    through: Literal["global_f32"]
+
+
+class SmemScoresHandoff(SpecModel):
+    """Scores go to shared memory as f32, softmax works there, and the scalar PV product reads P from there."""
+
+    through: Literal["smem_f32"]
+
+
+class SmemHandoff(SpecModel):
+    """P is rounded to 16 bits and stored to shared memory (stmatrix) as the A operand of the PV product."""
+
+    through: Literal["smem_16bit"]
+    swizzle: Swizzle
+
+
+class RegisterHandoff(SpecModel):
+    """P stays in registers: the C fragment of QK is read as the A fragment of PV."""
+
+    through: Literal["registers"]
+
+
+Handoff = Annotated[
+    Union[GlobalHandoff, SmemScoresHandoff, SmemHandoff, RegisterHandoff], Field(discriminator="through")
+]
+
+
+class CooperativeSchedule(SpecModel):
+    """All warps run one loop, in which they load, multiply and take the softmax in turn."""
+
+    kind: Literal["cooperative"] = "cooperative"
+
+
+class WarpSpecializedSchedule(SpecModel):
+    """One more warpgroup, of which one warp loads; `tile.warpgroups` consumer warpgroups compute."""
+
+    kind: Literal["warp_specialized"]
+    overlap: bool = Field(
+        description="Whether a warpgroup runs Q K^T of the next tile and P V of this one beside its softmax."
+    )
+
+
+class PingPongSchedule(SpecModel):
+    """Warp specialised, and the consumer warpgroups issue their products in turn, each beside the others' softmax."""
+
+    kind: Literal["ping_pong"]
+    overlap: bool = Field(
+        description="Whether a warpgroup runs Q K^T of the next tile and P V of this one beside its softmax."
+    )
+
+
+Schedule = Annotated[Union[CooperativeSchedule, WarpSpecializedSchedule, PingPongSchedule], Field(discriminator="kind")]
+
+
+class Softmax(SpecModel):
+    """The online softmax."""
+
+    rescale_above: int | None = Field(
+        default=None,
+        gt=0,
+        le=8,
+        description="O is brought to a new maximum only when a row has outgrown the old one by more than this many "
+        "powers of two; null: in every step.",
+    )
+    exp_before_wait: int | None = Field(
+        default=None,
+        gt=0,
+        description="How many exponentials a thread computes in a step before it waits for P V of the step before; "
+        "null: as many as ptxas leaves there.",
+    )
+
+
+class Outputs(SpecModel):
+    """What the kernel writes, and how."""
+
+    o: Literal["over_q", "own_buffer", "direct"] = Field(
+        default="over_q",
+        description="How O reaches global memory: by TMA from shared memory, where Q was or from a buffer of its own, "
+        "or straight from the registers.",
+    )
+    lse: bool = Field(default=True, description="Log-sum-exp of each row (natural logarithm, float32), when asked for.")
+
+
+class Spec(SpecModel):
+    """One attention forward kernel."""
+
+    problem: Problem
+    mask: Mask = NoMask()
+    tile: Tile
+    load: Load
+    smem: Smem | None = Field(
+        default=None, description="Shared-memory layouts of Q, K and V; left out only by k1, which has none."
+    )
+    qk: Product
+    pv: Product
+    handoff: Handoff
+    schedule: Schedule = CooperativeSchedule()
+    scheduler: Scheduler = Field(
+        default="single_tile",
+        description="`single_tile`: a CTA for each tile of queries; the others: a CTA for each SM, which takes tile "
+        "after tile, those known from the start (`static`), these and an equal share of the last wave's steps "
+        "(`stream_k`, after arXiv 2301.03598), or the next one of all (`dynamic`).",
+    )
+    softmax: Softmax = Softmax()
+    outputs: Outputs = Outputs()

@@ -1,0 +1,106 @@
+"""How far O may be from float64 attention when every rounding that a kernel does is known.
+
+The model of sm_90a computes exactly what each instruction says, so three things are left that move O: P is rounded to
+16 bits where O = P V runs on WGMMA, sums and exponentials are in float32, and O itself is rounded to 16 bits.
+
+With p the exact probabilities of a row, l the row's sum of exp(s - max), u the unit roundoff of P's dtype (0 where P
+stays float32), t half its smallest subnormal, and f the float32 term below, for every element of O
+
+    e     = u sum_j p_j |v_j| + t sum_j |v_j| / l + f sum_j p_j |v_j|
+    limit = e + half an ulp of the output dtype at |ref| + e
+
+f = 2^-24 (32 + 4 max_j sum_d scale |q_d k_jd|): a score's rounding error is in proportion to what it sums, and is a
+relative error of p. `limit` holds for any order of summation that a kernel may choose, so it is wide where many keys
+take part: rounding errors are not all of one sign. `variance` is what they come to when signs are random:
+
+    variance = half_ulp(ref)^2 / 3 + 0.18 u^2 sum_j p_j^2 v_j^2 + t^2 sum_j v_j^2 / (3 l^2) + (f sum_j p_j |v_j|)^2 / 9
+
+0.18 = 0.541 / 3: a third, as for any uniform error, times the mean of 1 / m^2 over mantissas m in [1, 2) whose
+logarithm is uniform. The mean of (O - ref)^2 / variance is near 1 for a kernel that rounds as planned.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from fa3gen.design.masks import reach
+from fa3gen.spec.model import Mask
+from fa3gen.verify.on_gpu import half_ulp
+from fa3gen.verify.reference import visible_keys
+
+FLOAT32_ROUNDOFF = 2.0**-24
+MANTISSA_FACTOR = 0.18
+
+
+@dataclass(frozen=True)
+class Expected:
+    """O (batch, seq_q, heads_q, d_v) and LSE (batch, heads_q, seq_q) in float64; limit and variance, shaped like O.
+
+    A row that sees no key has O = 0 and LSE = -inf; its limit is 0: the zeros have to be zeros.
+    """
+
+    out: torch.Tensor
+    lse: torch.Tensor
+    limit: torch.Tensor
+    variance: torch.Tensor
+
+
+def expected(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    scale: float | None,
+    mask: Mask,
+    p_dtype: torch.dtype | None,
+) -> Expected:
+    """Compute attention in float64, and how far a kernel may be from it.
+
+    q is (batch, seq_q, heads_q, d), k (batch, seq_k, heads_kv, d), v (batch, seq_k, heads_kv, d_v); O is written in
+    q's dtype. `p_dtype` is what P is rounded to, None for float32. All scores are held at once: for small inputs.
+    """
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    group = q.shape[2] // k.shape[2]
+    queries = q.double().transpose(1, 2)  # (batch, heads_q, seq_q, d)
+    keys, values = (tensor.double().repeat_interleave(group, dim=2).transpose(1, 2) for tensor in (k, v))
+    scores = queries @ keys.transpose(2, 3) * scale
+    sizes = queries.abs() @ keys.abs().transpose(2, 3) * scale
+    seen = visible_keys(reach(mask), seq_q=q.shape[1], seq_k=k.shape[1], rows=torch.arange(q.shape[1]))
+    if seen is None:
+        seen = torch.ones(scores.shape[2:], dtype=torch.bool)
+    scores = scores.masked_fill(~seen, -math.inf)
+    top = scores.amax(-1, keepdim=True)
+    top = top.masked_fill(top == -math.inf, 0)  # rows without a key
+    weights = torch.exp(scores - top)
+    total = weights.sum(-1, keepdim=True)
+    p = weights / total.clamp(min=1)  # a row that sees a key sums to 1 at least
+
+    magnitude = p @ values.abs()
+    rest = FLOAT32_ROUNDOFF * (32 + 4 * sizes.masked_fill(~seen, 0).amax(-1, keepdim=True)) * magnitude
+    roundoff, subnormal = (0.0, 0.0) if p_dtype is None else _roundoff(p_dtype)
+    seen_sum, seen_squares = (seen.double() @ power / total.clamp(min=1) for power in (values.abs(), values.square()))
+    out = p @ values
+    error = roundoff * magnitude + subnormal * seen_sum + rest
+    limit = torch.where(total > 0, half_ulp(out.abs() + error, q.dtype) + error, 0.0)
+    variance = (
+        half_ulp(out, q.dtype).square() / 3
+        + MANTISSA_FACTOR * roundoff**2 * (p.square() @ values.square())
+        + subnormal**2 / 3 * seen_squares / total.clamp(min=1)
+        + rest.square() / 9
+    )
+    lse = torch.logsumexp(scores, dim=-1)
+    return Expected(out.transpose(1, 2), lse, limit.transpose(1, 2), variance.transpose(1, 2))
+
+
+def _roundoff(dtype: torch.dtype) -> tuple[float, float]:
+    """Unit roundoff, and half the smallest subnormal, of a 16-bit dtype."""
+    info = torch.finfo(dtype)
+    return info.eps / 2, info.tiny * info.eps / 2
+
+
+def used(error: torch.Tensor, wanted: Expected) -> torch.Tensor:
+    """The share of its limit that each absolute error uses; infinite where none is allowed and there is one."""
+    return torch.where(error > 0, error / wanted.limit, 0.0)

@@ -1,0 +1,221 @@
+"""The inputs that every module is verified on: few, named, and each there to catch something.
+
+q, k and v lie inside larger buffers filled with NaN wherever the layout allows it, so that a read past the end shows
+as NaN; `out` lies inside a larger buffer filled with NaN, so that an element left unwritten shows, and a write past
+the end shows as a changed guard. All drawn in float32 from one seed and rounded to the kernel's dtype.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+
+from fa3gen.design import footprint
+from fa3gen.spec.model import Spec, SyncLoad, WindowMask
+
+GUARD = 8  # rows of NaN before and after each padded tensor, along the sequence
+
+Distribution = Literal["normal", "outlier", "ramp"]
+Layout = Literal["padded", "contiguous", "transposed", "packed", "expanded", "odd_strides"]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One named set of shapes, values and strides. `scale` None means the module's default, 1 / sqrt(d)."""
+
+    name: str
+    why: str
+    batch: int
+    seq_q: int
+    seq_k: int
+    heads_q: int
+    heads_kv: int
+    distribution: Distribution = "normal"
+    layout: Layout = "padded"
+    scale: float | None = None
+
+    @property
+    def shape(self) -> str:
+        """Shapes in one word: batch, query x key lengths, query/kv heads."""
+        return f"b{self.batch} {self.seq_q}x{self.seq_k} h{self.heads_q}/{self.heads_kv}"
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Tensors of one case. `out` is filled with NaN and lies inside `out_storage`, whose other elements stay NaN."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    out: torch.Tensor
+    out_storage: torch.Tensor
+
+
+CASES: tuple[Case, ...] = (
+    Case("random", "plain inputs, many tiles", 2, 512, 512, 4, 4, layout="contiguous"),
+    Case("long", "2k, more tiles than any ring has stages", 1, 2048, 2048, 2, 2),
+    Case("outlier", "a few large rows and channels", 2, 384, 384, 2, 2, "outlier"),
+    Case("ramp", "scores that climb along the keys: every tile moves the row maximum", 2, 256, 900, 2, 2, "ramp"),
+    Case("ragged", "no multiple of a tile, more keys than queries", 2, 77, 333, 2, 2),
+    Case("ragged_more_queries", "more queries than keys: causal rows with no key", 1, 301, 131, 2, 2),
+    Case("few_keys", "whole query tiles with no visible key", 2, 300, 5, 2, 1),
+    Case("tile_edge", "one row past a tile on both sides", 1, 129, 257, 2, 2),
+    Case("one", "one query, one key, a sequence stride that means nothing", 2, 1, 1, 2, 2, layout="odd_strides"),
+    Case("decode", "one query, a long cache, grouped heads", 3, 1, 1031, 8, 2),
+    Case("gqa", "grouped heads, (batch, heads, seq, d) storage", 2, 200, 200, 6, 2, layout="transposed"),
+    Case("mqa", "one kv head", 1, 190, 260, 8, 1),
+    Case("packed", "slices of one packed qkv tensor", 2, 193, 193, 4, 2, layout="packed"),
+    Case("expanded", "k and v with batch stride 0", 3, 130, 140, 2, 2, layout="expanded"),
+    Case("odd_strides", "batch and head strides that mean nothing", 1, 100, 90, 1, 1, layout="odd_strides"),
+    Case("wrap", "wraps a ring of 5 stages of 128 keys twice", 1, 70, 1500, 2, 2),
+    Case("scale", "a scale other than 1/sqrt(d)", 1, 150, 210, 2, 2, scale=0.3),
+)  # fmt: skip
+
+# For kernels whose CTAs take one tile after the other, on a GPU with fewer SMs than there are tiles: 240 tiles of 192
+# rows, 300 of 128. Those that draw tiles go through the heads in sections, as many as have their K and V in L2: at 2400
+# keys there are several, and the last has more heads; at 40 keys there is one.
+PERSISTENT_CASES: tuple[Case, ...] = (
+    Case("many_tiles", "more tiles than SMs, heads in sections", 3, 600, 2400, 20, 4),
+    Case("many_tiles_few_keys", "more tiles than SMs, most causal ones with no visible key", 3, 600, 40, 20, 4),
+)  # fmt: skip
+
+
+def gpu_cases(spec: Spec) -> tuple[Case, ...]:
+    """The cases for a GPU: the same for all modules, and those of persistent kernels for these."""
+    return (*CASES, *PERSISTENT_CASES) if footprint.persistent(spec) else CASES
+
+
+def cpu_cases(spec: Spec) -> tuple[Case, ...]:
+    """The cases for the CPU model of sm_90a: small, since it is slow, and cut to the tiles and the ring of `spec`."""
+    m, n = spec.tile.q // spec.tile.pack_heads, spec.tile.kv
+    stages = 1 if isinstance(spec.load, SyncLoad) else spec.load.kv_stages
+    heads = 4 if footprint.persistent(spec) else 1  # 8 tiles: several for each SM of the model
+    cases = [
+        Case("ragged", "two tiles of queries, three of keys, the last of each cut short", 1, m + 17, 2 * n + 9, 1, 1),
+        Case("masked_rows", "more queries than keys: causal rows with no key", 1, m + 9, n // 2 + 3, 1, 1),
+        Case("few_keys", "a whole tile of causal rows with no key", 1, m + 5, 5, heads, -(-heads // 2)),
+        Case("one", "one query, one key, strides that mean nothing", 1, 1, 1, 1, 1, layout="odd_strides"),
+        Case("gqa", "grouped heads, (batch, heads, seq, d) storage", 1, m // 2 + 1, n - 1, 4, 2, layout="transposed"),
+        Case("mqa", "one kv head; k and v with batch stride 0", 2, 5, n // 2, 2, 1, layout="expanded"),
+        Case("packed", "slices of one packed qkv tensor", 2, n // 2 + 5, n // 2 + 5, 1, 1, layout="packed"),
+        Case("ramp", "scores that climb, or fall: every tile moves the maximum", 2, 5, 2 * n + 12, 1, 1, "ramp"),
+        Case("outlier", "a few large rows and channels", 1, 9, n + 12, 1, 1, "outlier"),
+        Case("scale", "a scale other than 1/sqrt(d)", 1, 7, n // 2 + 5, 1, 1, scale=0.3),
+        Case("wrap", "goes round the ring of stages twice and a bit", 1, 3, 2 * stages * n + n // 2 + 1, 1, 1),
+    ]  # fmt: skip
+    if isinstance(spec.mask, WindowMask):
+        left, right = min(spec.mask.left, 1024), min(spec.mask.right, 256)  # the edges of a wider window are not met
+        seq_q = m + right + 9
+        cases.append(Case("window", "windows that begin and end inside the keys", 1, seq_q, seq_q + left + n + 3, 1, 1))
+    return tuple(cases)
+
+
+def served_heads(heads_q: int, heads_kv: int, pack_heads: int) -> int:
+    """Query heads, `heads_q` or as few more as make whole packs of `pack_heads` for each kv head."""
+    return -(-heads_q // (heads_kv * pack_heads)) * heads_kv * pack_heads
+
+
+def served(case: Case, spec: Spec) -> Case:
+    """The case, with as many query heads as the tiles of `spec` need."""
+    return replace(case, heads_q=served_heads(case.heads_q, case.heads_kv, spec.tile.pack_heads))
+
+
+def case_seed(case: Case, seed: int) -> int:
+    """Derive a case's own seed from the run's, so that a case can be repeated by itself."""
+    return (seed * 1_000_003 + zlib.crc32(case.name.encode())) % 2**63
+
+
+def make(
+    case: Case, *, head_dim: int, dtype: torch.dtype, device: torch.device, seed: int, v_dim: int | None = None
+) -> Inputs:
+    """Draw the tensors of `case` on `device`; `v_dim` is the head dim of v and O where it is not `head_dim`.
+
+    The same seed gives the same numbers on every device.
+    """
+    v_dim = head_dim if v_dim is None else v_dim
+    generator = torch.Generator().manual_seed(case_seed(case, seed))
+    q = torch.randn(case.batch, case.seq_q, case.heads_q, head_dim, generator=generator)
+    kv_batch = 1 if case.layout == "expanded" else case.batch
+    k = torch.randn(kv_batch, case.seq_k, case.heads_kv, head_dim, generator=generator)
+    v = torch.randn(kv_batch, case.seq_k, case.heads_kv, v_dim, generator=generator)
+    if case.distribution == "outlier":
+        _add_outliers(q, k, v, generator)
+    elif case.distribution == "ramp":
+        _add_ramp(q, k)
+    q, k, v = (tensor.to(device=device, dtype=dtype) for tensor in (q, k, v))
+    if case.layout == "packed":
+        q, k, v = _packed(q, k, v)
+    else:
+        q, k, v = (_placed(tensor, case.layout) for tensor in (q, k, v))
+    if case.layout == "expanded":
+        k, v = (tensor.expand(case.batch, -1, -1, -1) for tensor in (k, v))
+    out, storage = _poisoned_out(q, v_dim, case.layout)
+    return Inputs(q=q, k=k, v=v, out=out, out_storage=storage)
+
+
+def _add_outliers(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, generator: torch.Generator) -> None:
+    """Make a few channels of q and k, and a few rows of k and v, several times larger than the rest."""
+    channels = torch.randperm(q.shape[-1], generator=generator)[:2]
+    q[..., channels] *= 4
+    k[..., channels] *= 4
+    rows = torch.randperm(k.shape[1], generator=generator)[:4]
+    k[:, rows] *= 4
+    v[:, rows] *= 16
+
+
+def _add_ramp(q: torch.Tensor, k: torch.Tensor) -> None:
+    """Let scores climb along the keys in the first batch entry and fall in the others, by 20 over the length."""
+    seq_k, dim = k.shape[1], k.shape[-1]
+    climb = torch.linspace(0, 20, seq_k)[:, None] * math.sqrt(dim) / 4  # q's channel below is 4, the scale 1/sqrt(d)
+    q[..., 0] = 4
+    k[:1, ..., 0] = climb
+    k[1:, ..., 0] = climb.flip(0)
+
+
+def _placed(tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """Copy `tensor` (batch, seq, heads, d) into the storage that `layout` names."""
+    batch, seq, heads, dim = tensor.shape
+    if layout == "contiguous":
+        return tensor.contiguous()
+    if layout == "odd_strides":
+        return _odd_strides(tensor)
+    order = (0, 2, 1, 3) if layout == "transposed" else (0, 1, 2, 3)
+    extents = (batch, seq + 2 * GUARD, heads, dim)
+    storage = tensor.new_full([extents[axis] for axis in order], math.nan).permute(order)  # both orders: own inverse
+    view = storage[:, GUARD : GUARD + seq]
+    view.copy_(tensor)
+    return view
+
+
+def _odd_strides(tensor: torch.Tensor) -> torch.Tensor:
+    """Give every mode of extent 1 a stride that breaks any alignment rule: it is never used to form an address."""
+    tensor = tensor.contiguous()
+    strides = [
+        stride if extent > 1 else 3 for extent, stride in zip(tensor.shape[:3], tensor.stride()[:3], strict=True)
+    ]
+    return tensor.as_strided(tensor.shape, (*strides, 1))
+
+
+def _packed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Lay q, k and v side by side along the heads of one tensor, as a fused projection leaves them.
+
+    Where the rows of v are shorter, NaN fills them up.
+    """
+    heads_q, heads_kv, v_dim = q.shape[2], k.shape[2], v.shape[3]
+    v = torch.nn.functional.pad(v, (0, q.shape[3] - v_dim), value=math.nan)
+    qkv = torch.cat([q, k, v], dim=2)
+    return qkv[:, :, :heads_q], qkv[:, :, heads_q : heads_q + heads_kv], qkv[:, :, heads_q + heads_kv :, :v_dim]
+
+
+def _poisoned_out(q: torch.Tensor, dim: int, layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return an output for q, rows of `dim`, inside a larger buffer, all of it NaN; stored like q where that fits."""
+    batch, seq, heads, _ = q.shape
+    if layout == "transposed":
+        storage = q.new_full((batch, heads, seq + 2 * GUARD, dim), math.nan).transpose(1, 2)
+    else:
+        storage = q.new_full((batch, seq + 2 * GUARD, heads, dim), math.nan)
+    return storage[:, GUARD : GUARD + seq], storage

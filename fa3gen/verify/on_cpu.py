@@ -1,0 +1,255 @@
+"""Run a generated module on the CPU model of sm_90a, under several schedules, and hold it against a reference.
+
+Pass criteria, per case, measured against float64 attention of the very 16-bit inputs:
+
+- O, every element: |O - ref| <= its limit, half an output ulp plus the rounding of P (`fa3gen.verify.accuracy`).
+- LSE: |LSE - ref| <= 1e-5 max(1, |ref|) for every row; -inf exactly where, and only where, a row sees no key.
+- No hazard, and the same bits, under every schedule.
+- No NaN in O or LSE, nothing written outside `out`, inputs unchanged.
+
+And over all cases together: the mean of (O - ref)^2 over its variance is at most 1.25. P rounded to one bit less, or
+anything else that makes every element somewhat worse, stays under the limits and fails here.
+
+This is a model, not a GPU: what needs one is listed as not run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import secrets
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from fa3gen.compile.compiler import CompileError
+from fa3gen.cpu.findings import Hazard, OutsideModel
+from fa3gen.cpu.ptx import PtxError
+from fa3gen.cpu.schedule import Schedule, schedules
+from fa3gen.design import footprint
+from fa3gen.hardware.hopper import WARP
+from fa3gen.spec.model import Spec, WgmmaProduct
+from fa3gen.verify import accuracy, inputs
+from fa3gen.verify.inputs import Case, Inputs
+from fa3gen.verify.on_gpu import (
+    Check,
+    Errors,
+    Outcome,
+    Runner,
+    changed_inputs,
+    compare_lse,
+    copies,
+    errors,
+    essence,
+    same_bits,
+    wrote_outside,
+)
+from fa3gen.verify.reference import Attention
+
+EXECUTED_ON = "CPU model of sm_90a"
+SPREAD_LIMIT = 1.25  # of the mean squared error over its variance, which is 0.6 to 1.0 when all is well
+SCHEDULES = 2  # the fast one and one that preempts
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class CpuCaseResult:
+    """One case: errors, the share of the limits that they use, and what failed (empty when it passed).
+
+    `o_used` is the largest |O - ref| over its limit, `o_spread` the mean of (O - ref)^2 over its variance,
+    `lse_error.relative` the largest |LSE - ref| / max(1, |ref|). None when there was nothing to measure.
+    """
+
+    name: str
+    shape: str
+    o_error: Errors | None
+    o_used: float | None
+    o_spread: float | None
+    lse_error: Errors | None
+    failures: tuple[str, ...]
+
+    @property
+    def passed(self) -> bool:
+        """Whether nothing failed."""
+        return not self.failures
+
+
+@dataclass(frozen=True)
+class CpuReport(Outcome):
+    """All that `verify_on_cpu` found out about one module; never the report of a GPU."""
+
+    stem: str
+    seed: int
+    schedules: tuple[str, ...]
+    o_spread: float | None
+    cases: tuple[CpuCaseResult, ...]
+    checks: tuple[Check, ...]
+
+    @property
+    def device(self) -> str:
+        """What ran the kernel."""
+        return f"{EXECUTED_ON} (not a GPU result)"
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain JSON types."""
+        return {**asdict(self), "executed_on": EXECUTED_ON, "passed": self.passed}
+
+
+def verify_on_cpu(
+    module: Any,
+    spec: Spec,
+    *,
+    stem: str = "",
+    cases: Sequence[Case] | None = None,
+    seed: int | None = None,
+    count: int = SCHEDULES,
+    on_case: Callable[[str], None] = lambda name: None,
+) -> CpuReport:
+    """Run every case and check on a module that was loaded with on="cpu", each case under `count` schedules.
+
+    `cases` are by default `inputs.cpu_cases(spec)`; `on_case` hears each name before it starts. Raises OutsideModel or
+    PtxError for a kernel that the model cannot run, CompileError for one that does not compile.
+    """
+    seed = secrets.randbelow(2**31) if seed is None else seed
+    runner = CpuRunner(module, spec, seed, count)
+    results = []
+    for case in inputs.cpu_cases(spec) if cases is None else cases:
+        on_case(case.name)
+        results.append(runner.run_case(case))
+    on_case("checks")
+    checks = tuple(runner.checks())
+    return CpuReport(
+        stem=stem,
+        seed=seed,
+        schedules=tuple(str(schedule) for schedule in runner.schedules),
+        o_spread=runner.spread,
+        cases=tuple(results),
+        checks=checks,
+    )
+
+
+class CpuRunner(Runner):
+    """One module on the model: calls it under each schedule, measures it, checks it."""
+
+    fatal = (OutsideModel, PtxError, CompileError)
+
+    def __init__(self, module: Any, spec: Spec, seed: int, count: int) -> None:
+        """`count` schedules for each case, the fast one first."""
+        super().__init__(module, spec, CPU, seed)
+        self.schedules: list[Schedule] = schedules(count, footprint.threads(spec) // WARP, seed)
+        self._squares, self._elements = 0.0, 0
+
+    @property
+    def spread(self) -> float | None:
+        """Mean of (O - ref)^2 over its variance, in all cases so far and all rows that see a key."""
+        return self._squares / self._elements if self._elements else None
+
+    def run_case(self, case: Case) -> CpuCaseResult:
+        """Run under every schedule, compare the first with the reference and the others with the first."""
+        case = inputs.served(case, self.spec)
+        made = self._make(case)
+        wanted = self._expected(made, case.scale)
+        first, failures = self._run_all(case, made)
+        if first is None:
+            return CpuCaseResult(case.name, case.shape, None, None, None, None, tuple(failures))
+        used, spread, wrong = self._compare(first.out, wanted)
+        failures += wrong
+        lse_error = None
+        if self.spec.outputs.lse:
+            lse_error, wrong_lse = compare_lse(first.lse, wanted.lse)
+            failures += wrong_lse
+        return CpuCaseResult(
+            case.name, case.shape, errors(first.out, wanted.out), used, spread, lse_error, tuple(failures)
+        )
+
+    def _expected(self, made: Inputs, scale: float | None = None) -> accuracy.Expected:
+        # P of scalar products stays in float32, in memory as well.
+        p_dtype = self.dtype if isinstance(self.spec.pv, WgmmaProduct) else None
+        return accuracy.expected(made.q, made.k, made.v, scale=scale, mask=self.spec.mask, p_dtype=p_dtype)
+
+    def _run_all(self, case: Case, made: Inputs) -> tuple[Attention | None, list[str]]:
+        """Outputs under the first schedule, None when it failed, and what went wrong beside their values."""
+        failures: list[str] = []
+        before = copies(made)
+        first: Attention | None = None
+        for schedule in self.schedules:
+            self.module.cpu.settings.schedule = schedule
+            made.out_storage.fill_(math.nan)
+            try:
+                with poisoned_allocations():
+                    result = self._call(made, scale=case.scale)
+            except self.fatal:
+                raise
+            except Exception as error:  # whatever else a module raises is that module's failure
+                failures.append(f"{schedule}: {_said(error)}")
+                break
+            if first is None:
+                first = Attention(result.out.clone(), result.lse.clone())
+                failures += wrote_outside(made)
+            elif not (same_bits(result.out, first.out) and same_bits(result.lse, first.lse)):
+                failures.append(f"{schedule}: other bits than {self.schedules[0]}")
+        return first, [*failures, *changed_inputs(made, before)]
+
+    def _compare(
+        self, out: torch.Tensor, wanted: accuracy.Expected
+    ) -> tuple[float | None, float | None, tuple[str, ...]]:
+        """Share of the limits that O uses, its spread, and what is wrong; both None when O is not finite."""
+        if not torch.isfinite(out).all():
+            wrong = int((~torch.isfinite(out)).any(-1).sum())
+            text = f"O has NaN or infinity in {wrong} of {out[..., 0].numel()} rows (written nowhere, or computed so)"
+            return None, None, (text,)
+        error = (out.double() - wanted.out).abs()
+        used, spread = accuracy.used(error, wanted), None
+        rows = wanted.limit > 0
+        if rows.any():
+            ratios = (error.square() / wanted.variance)[rows]
+            spread = ratios.mean().item()
+            self._squares += ratios.sum().item()
+            self._elements += ratios.numel()
+        worst = used.max().item()
+        if worst <= 1:
+            return worst, spread, ()
+        batch, row, head, element = (int(index) for index in torch.unravel_index(used.argmax(), used.shape))
+        at = f"batch {batch}, row {row}, head {head}, element {element}"
+        count = int((used > 1).any(-1).sum())
+        text = f"O is off by {worst:.3g} times what is allowed at {at}; {count} of {used[..., 0].numel()} rows are off"
+        return worst, spread, (text,)
+
+    # -- checks
+
+    def checks(self) -> Iterator[Check]:
+        """As on a GPU, where they can be tried at all, and whether O is rounded as planned."""
+        self.module.cpu.settings.schedule = self.schedules[0]
+        yield from super().checks()
+        if self.spread is not None:
+            passed = self.spread <= SPREAD_LIMIT
+            text = f"mean squared error of O over what rounding explains: {self.spread:.3g}; {SPREAD_LIMIT} is allowed"
+            yield Check("O is rounded as planned", passed, text)
+
+    def _smallest(self) -> Inputs:
+        return self._small(batch=1, seq_q=5, seq_k=9, heads_q=1, heads_kv=1)
+
+    def _wrong_o(self, made: Inputs, out: torch.Tensor) -> str:
+        return "; ".join(self._compare(out, self._expected(made))[2])
+
+
+@contextlib.contextmanager
+def poisoned_allocations() -> Iterator[None]:
+    """Let `torch.empty` give NaN, so that what a kernel leaves unwritten shows."""
+    settings: Any = torch.utils.deterministic
+    was, warn_only = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    filled = settings.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    settings.fill_uninitialized_memory = True
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(was, warn_only=warn_only)
+        settings.fill_uninitialized_memory = filled
+
+
+def _said(error: Exception) -> str:
+    """A hazard in full, on one line: kind, detail, place. Anything else cut short."""
+    return " ".join(str(error).split()) if isinstance(error, Hazard) else f"raised {essence(error)}"

@@ -1,0 +1,532 @@
+"""Run a generated module on a GPU against a reference and say how far it is off, beside what PyTorch itself is off.
+
+Pass criteria, per case, all of them measured against float64 attention of the very 16-bit inputs:
+
+- O, maximum: max|O - ref| <= 2 max|O_torch - ref| + half an ulp (of the 16-bit dtype) at max|ref|.
+- O, worst block: in every block of 64 query rows of one head, ||O - ref|| <= 2 ||O_torch - ref|| + ||half ulp of ref||
+  (Frobenius). The maximum alone would let rows of small outputs be wrong by half their size.
+- LSE: |LSE - ref| <= 1e-5 max(1, |ref|) for every row; -inf exactly where, and only where, a row sees no key.
+- No NaN in O or LSE, nothing written outside `out`, inputs unchanged, every launch bitwise like the first.
+
+O_torch is `reference.same_precision`. Beside the cases a few checks look at arguments, empty batches, streams and
+allocations. Everything that cannot be done on the device at hand is listed as not run, never as passed.
+
+`fa3gen.verify.on_cpu` does the same on the CPU model of sm_90a, with cases and criteria of its own.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import secrets
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from fa3gen.design.masks import reach
+from fa3gen.spec.model import GlobalHandoff, Spec
+from fa3gen.verify import inputs, reference
+from fa3gen.verify.inputs import Case, Inputs
+from fa3gen.verify.reference import Attention
+
+FACTOR = 2.0  # times the error of PyTorch in the same precision
+LSE_TOLERANCE = 1e-5  # relative, with |ref| taken as at least 1
+BLOCK_ROWS = 64
+LAUNCHES = 3
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class DeviceLost(Exception):
+    """The CUDA context is unusable after a failed launch; nothing more can be run in this process."""
+
+
+@dataclass(frozen=True)
+class Errors:
+    """Distance from the reference: maximum, Frobenius norm over the reference's; None where it is not a number."""
+
+    max_abs: float | None
+    relative: float | None
+
+
+@dataclass(frozen=True)
+class CaseResult:
+    """One case: the module's errors beside PyTorch's, the limits, and what failed (empty when it passed).
+
+    `o_block_ratio` is the worst block's error over that block's limit. `lse_error.relative` is the largest
+    |LSE - ref| / max(1, |ref|). Fields are None when the module raised before there was anything to measure.
+    """
+
+    name: str
+    shape: str
+    o_error: Errors | None
+    o_yardstick: Errors | None
+    o_max_abs_limit: float | None
+    o_block_ratio: float | None
+    lse_error: Errors | None
+    lse_yardstick: Errors | None
+    failures: tuple[str, ...]
+
+    @property
+    def passed(self) -> bool:
+        """Whether nothing failed."""
+        return not self.failures
+
+
+@dataclass(frozen=True)
+class Check:
+    """A property that is not a matter of error: `passed` None means it could not be tried, `detail` says why."""
+
+    name: str
+    passed: bool | None
+    detail: str = ""
+
+
+class Outcome:
+    """What a report amounts to, whatever ran: cases and checks, each with what failed."""
+
+    cases: tuple[Any, ...]
+    checks: tuple[Check, ...]
+
+    @property
+    def passed(self) -> bool:
+        """Whether every case and every check that could be tried passed."""
+        return all(case.passed for case in self.cases) and all(check.passed is not False for check in self.checks)
+
+    @property
+    def failures(self) -> tuple[str, ...]:
+        """Every failure in words, with the case or check it belongs to."""
+        cases = [f"{case.name}: {failure}" for case in self.cases for failure in case.failures]
+        return (*cases, *(f"{check.name}: {check.detail}" for check in self.checks if check.passed is False))
+
+
+@dataclass(frozen=True)
+class Report(Outcome):
+    """All that `verify_module` found out about one module on one device."""
+
+    stem: str
+    device: str
+    seed: int
+    cases: tuple[CaseResult, ...]
+    checks: tuple[Check, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain JSON types."""
+        return {**asdict(self), "passed": self.passed}
+
+
+def verify_module(
+    module: Any,
+    spec: Spec,
+    device: torch.device,
+    *,
+    stem: str = "",
+    cases: Sequence[Case] | None = None,
+    seed: int | None = None,
+    on_case: Callable[[str], None] = lambda name: None,
+) -> Report:
+    """Run `module.attention` on every case and check; `on_case` hears each name before it starts.
+
+    `cases` are by default `inputs.gpu_cases(spec)`.
+    Raises DeviceLost when a launch left the CUDA context unusable.
+    """
+    seed = secrets.randbelow(2**31) if seed is None else seed
+    runner = Runner(module, spec, device, seed)
+    results = []
+    for case in inputs.gpu_cases(spec) if cases is None else cases:
+        on_case(case.name)
+        results.append(runner.run_case(case))
+    on_case("checks")
+    return Report(
+        stem=stem,
+        device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        seed=seed,
+        cases=tuple(results),
+        checks=tuple(runner.checks()),
+    )
+
+
+def half_ulp(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return half the distance between neighbours of `dtype` at each of `values`: the rounding nobody can avoid."""
+    info = torch.finfo(dtype)
+    exponent = torch.frexp(values.double().abs().clamp(min=info.tiny)).exponent - 1
+    return torch.ldexp(torch.full_like(values, info.eps / 2, dtype=torch.float64), exponent)
+
+
+def errors(values: torch.Tensor, expected: torch.Tensor) -> Errors:
+    """Compare where `expected` is finite; a NaN or an infinity in `values` alone makes both numbers None."""
+    finite = torch.isfinite(expected)
+    difference = (values.double() - expected)[finite]
+    if difference.numel() == 0:
+        return Errors(0.0, 0.0)
+    norm = expected[finite].norm().item()
+    distance = difference.norm().item()
+    if not math.isfinite(distance):
+        return Errors(None, None)
+    return Errors(difference.abs().max().item(), distance / norm if norm else (0.0 if distance == 0 else None))
+
+
+def lse_errors(lse: torch.Tensor, expected: torch.Tensor) -> Errors:
+    """Like `errors`, but relative is the largest |lse - expected| / max(1, |expected|) over the finite rows."""
+    finite = torch.isfinite(expected)
+    difference = (lse.double() - expected)[finite].abs()
+    if difference.numel() == 0:
+        return Errors(0.0, 0.0)
+    if not torch.isfinite(difference).all():
+        return Errors(None, None)
+    return Errors(difference.max().item(), (difference / expected[finite].abs().clamp(min=1)).max().item())
+
+
+def block_norms(values: torch.Tensor) -> torch.Tensor:
+    """Return the Frobenius norm of each block of BLOCK_ROWS query rows of one head: (batch, blocks, heads)."""
+    squares = values.double().square().sum(-1)  # (batch, seq, heads)
+    padding = -squares.shape[1] % BLOCK_ROWS
+    squares = torch.nn.functional.pad(squares, (0, 0, 0, padding))
+    batch, rows, heads = squares.shape
+    return squares.reshape(batch, rows // BLOCK_ROWS, BLOCK_ROWS, heads).sum(2).sqrt()
+
+
+@dataclass(frozen=True)
+class _Measured:
+    """Errors of O and what they may be."""
+
+    error: Errors
+    yardstick: Errors
+    max_abs_limit: float
+    block_ratio: float | None
+    failures: tuple[str, ...]
+
+
+def _compare_o(out: torch.Tensor, expected: torch.Tensor, yardstick: torch.Tensor) -> _Measured:
+    """Hold O against the criteria of this module's docstring."""
+    dtype = yardstick.dtype
+    error, torch_error = errors(out, expected), errors(yardstick, expected)
+    rounding = half_ulp(expected, dtype)
+    limit = FACTOR * (torch_error.max_abs or 0.0) + half_ulp(expected.abs().max(), dtype).item()
+    if error.max_abs is None:
+        wrong = int((~torch.isfinite(out)).any(-1).sum())
+        text = f"O has NaN or infinity in {wrong} of {out[..., 0].numel()} rows (written nowhere, or computed so)"
+        return _Measured(error, torch_error, limit, None, (text,))
+    limits = FACTOR * block_norms(yardstick.double() - expected) + block_norms(rounding)
+    ratio = (block_norms(out.double() - expected) / limits).max().item()
+    failures = []
+    if error.max_abs > limit:
+        failures.append(f"O is off by {error.max_abs:.3g}; {limit:.3g} is allowed (PyTorch: {torch_error.max_abs:.3g})")
+    if not ratio <= 1:  # a NaN fails, too
+        failures.append(f"O in the worst block of {BLOCK_ROWS} rows is off by {ratio:.3g} times what is allowed")
+    return _Measured(error, torch_error, limit, ratio, tuple(failures))
+
+
+def compare_lse(lse: torch.Tensor, expected: torch.Tensor) -> tuple[Errors, tuple[str, ...]]:
+    """Hold LSE (batch, heads, seq_q) against the criteria of this module's docstring."""
+    if lse.shape != expected.shape or lse.dtype != torch.float32:
+        text = f"LSE is {tuple(lse.shape)} {lse.dtype}; it should be {tuple(expected.shape)} torch.float32"
+        return Errors(None, None), (text,)
+    error = lse_errors(lse, expected)
+    failures = []
+    if torch.isnan(lse).any():
+        failures.append(f"LSE has {int(torch.isnan(lse).sum())} NaN")
+    if not torch.equal(torch.isneginf(lse), torch.isneginf(expected)):
+        failures.append("LSE is not -inf in exactly the rows that see no key")
+    if error.relative is None or error.relative > LSE_TOLERANCE:
+        found = "not a number" if error.relative is None else f"off by {error.relative:.3g} relative"
+        failures.append(f"LSE is {found}; {LSE_TOLERANCE:g} is allowed")
+    return error, tuple(failures)
+
+
+def raise_if_lost(device: torch.device, error: BaseException) -> None:
+    """Raise DeviceLost when a CUDA error outlives its launch: every call after it would fail as well."""
+    if device.type != "cuda":
+        return
+    try:
+        torch.cuda.synchronize(device)
+        torch.zeros(1, device=device).item()
+    except RuntimeError as lost:
+        raise DeviceLost(essence(error)) from lost
+
+
+def blamed(message: str) -> str:
+    """The part of a message that names the argument at fault.
+
+    A compiled function gives its number and then the whole signature, in which every argument is named.
+    """
+    found = re.match(r"(.*) on argument #(\d+) when calling: `\w+\((.*)\)`", message, re.DOTALL)
+    if found is None:
+        return message
+    names = re.findall(r"(\w+): ", found[3])
+    return f"{found[1]} {names[int(found[2])]}"
+
+
+def essence(error: BaseException) -> str:
+    """Return an error's type and first lines, short enough for a table."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:300]}"
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Compare bit by bit, so that NaN equals itself and -0 differs from 0."""
+    integer = {2: torch.int16, 4: torch.int32}[a.element_size()]
+    return torch.equal(a.contiguous().view(integer), b.contiguous().view(integer))
+
+
+def wrote_outside(made: Inputs) -> tuple[str, ...]:
+    """What is wrong when the NaN around `out` is gone."""
+    guards = (made.out_storage[:, : inputs.GUARD], made.out_storage[:, -inputs.GUARD :])
+    untouched = all(torch.isnan(guard).all() for guard in guards)
+    return () if untouched else ("wrote outside `out`, along the sequence",)
+
+
+def copies(made: Inputs) -> list[torch.Tensor]:
+    """Copies of q, k and v, to compare with after a run."""
+    return [tensor.clone() for tensor in (made.q, made.k, made.v)]
+
+
+def changed_inputs(made: Inputs, before: Sequence[torch.Tensor]) -> tuple[str, ...]:
+    """What is wrong with q, k and v that are not what they were, see `copies`."""
+    now = zip("qkv", (made.q, made.k, made.v), before, strict=True)
+    return tuple(f"changed its input {name}" for name, tensor, copy in now if not same_bits(tensor, copy))
+
+
+class Runner:
+    """One module on one device: calls it, measures it, checks it."""
+
+    # What ends the run; whatever else a module raises is that module's failure.
+    fatal: tuple[type[Exception], ...] = (DeviceLost,)
+
+    def __init__(self, module: Any, spec: Spec, device: torch.device, seed: int) -> None:
+        """`seed` decides all inputs."""
+        self.module, self.spec, self.device, self.seed = module, spec, device, seed
+        self.dtype = DTYPES[spec.problem.dtype]
+
+    # -- cases
+
+    def run_case(self, case: Case) -> Any:
+        """Launch a few times on fresh poison, compare the first with the reference and the others with the first.
+
+        Returns a CaseResult.
+        """
+        case = inputs.served(case, self.spec)
+        made = self._make(case)
+        expected = reference.attention(made.q, made.k, made.v, scale=case.scale, reach=reach(self.spec.mask))
+        yardstick = reference.same_precision(made.q, made.k, made.v, scale=case.scale, reach=reach(self.spec.mask))
+        try:
+            result, failures = self._launch_all(case, made)
+        except Exception as error:  # whatever a module raises is that module's failure
+            raise_if_lost(self.device, error)
+            nothing = dict.fromkeys(["o_error", "o_yardstick", "o_max_abs_limit", "o_block_ratio"])
+            return CaseResult(
+                name=case.name,
+                shape=case.shape,
+                **nothing,
+                lse_error=None,
+                lse_yardstick=None,
+                failures=(f"raised {essence(error)}",),
+            )
+        o = _compare_o(result.out, expected.out, yardstick.out)
+        failures += o.failures
+        lse_error = lse_yardstick = None
+        if self.spec.outputs.lse:
+            lse_error, lse_failures = compare_lse(result.lse, expected.lse)
+            lse_yardstick = lse_errors(yardstick.lse, expected.lse)
+            failures += lse_failures
+        return CaseResult(
+            name=case.name,
+            shape=case.shape,
+            o_error=o.error,
+            o_yardstick=o.yardstick,
+            o_max_abs_limit=o.max_abs_limit,
+            o_block_ratio=o.block_ratio,
+            lse_error=lse_error,
+            lse_yardstick=lse_yardstick,
+            failures=tuple(failures),
+        )
+
+    def _make(self, case: Case) -> Inputs:
+        problem = self.spec.problem
+        return inputs.make(
+            case,
+            head_dim=problem.head_dim,
+            v_dim=problem.v_dim,
+            dtype=self.dtype,
+            device=self.device,
+            seed=self.seed,
+        )
+
+    def _launch_all(self, case: Case, made: Inputs) -> tuple[Attention, tuple[str, ...]]:
+        """Return the first launch's outputs and what the launches did wrong beside their values."""
+        failures: list[str] = []
+        before = copies(made)
+        first: Attention | None = None
+        for launch in range(LAUNCHES):
+            made.out_storage.fill_(math.nan)
+            self._poison_next_lse(case)
+            result = self._call(made, scale=case.scale)
+            result = Attention(result.out.clone(), result.lse.clone())
+            if first is None:
+                first = result
+                failures += wrote_outside(made)
+            elif not (same_bits(result.out, first.out) and same_bits(result.lse, first.lse)):
+                failures.append(f"launch {launch + 1} differs from the first on the same inputs")
+                break
+        assert first is not None
+        return first, (*failures, *changed_inputs(made, before))
+
+    def _poison_next_lse(self, case: Case) -> None:
+        """Leave NaN in the block of memory that the allocator will hand out next for an LSE of this case."""
+        torch.full((case.batch, case.heads_q, case.seq_q), math.nan, device=self.device)
+
+    def _call(self, made: Inputs, *, scale: float | None = None) -> Attention:
+        """Call with `out` given; without an LSE output the result's LSE is empty."""
+        if self.spec.outputs.lse:
+            returned = self.module.attention(made.q, made.k, made.v, scale=scale, out=made.out, return_lse=True)
+            if not (isinstance(returned, tuple) and len(returned) == 2):
+                raise TypeError(f"return_lse=True should return (O, LSE), not {type(returned).__name__}")
+            out, lse = returned
+        else:
+            out = self.module.attention(made.q, made.k, made.v, scale=scale, out=made.out)
+            lse = torch.empty(0, device=self.device)
+        if out.data_ptr() != made.out.data_ptr() or out.shape != made.out.shape:
+            raise ValueError("the tensor returned is not the `out` that was given")
+        return Attention(made.out, lse)
+
+    # -- checks
+
+    def checks(self) -> Iterator[Check]:
+        """Try everything that is not a matter of error."""
+        tries: list[tuple[str, Callable[[], str]]] = [
+            ("allocates O when not given one", self._allocates_out),
+            ("empty batch", self._empty_batch),
+            ("bad arguments are refused", self._refuses),
+        ]
+        on_cuda: list[tuple[str, Callable[[], str]]] = [
+            ("runs on the current stream", self._current_stream),
+            ("allocates only its outputs", self._allocates_only_outputs),
+        ]
+        for name, attempt in tries:
+            yield self._try(name, attempt)
+        for name, attempt in on_cuda:
+            if self.device.type == "cuda":
+                yield self._try(name, attempt)
+            else:
+                yield Check(name, None, "not run: needs a CUDA device")
+
+    def _try(self, name: str, attempt: Callable[[], str]) -> Check:
+        """Run one check; it returns what went wrong, or nothing."""
+        try:
+            wrong = attempt()
+        except self.fatal:
+            raise
+        except Exception as error:
+            raise_if_lost(self.device, error)
+            wrong = f"raised {essence(error)}"
+        return Check(name, not wrong, wrong)
+
+    def _small(self, **changes: Any) -> Inputs:
+        """Inputs for the checks: two batch entries, four query heads on two kv heads."""
+        facts = {"batch": 2, "seq_q": 70, "seq_k": 140, "heads_q": 4, "heads_kv": 2, "layout": "contiguous"}
+        return self._make(inputs.served(Case("checks", "inputs of the checks", **{**facts, **changes}), self.spec))
+
+    def _wrong_o(self, made: Inputs, out: torch.Tensor) -> str:
+        expected = reference.attention(made.q, made.k, made.v, reach=reach(self.spec.mask))
+        yardstick = reference.same_precision(made.q, made.k, made.v, reach=reach(self.spec.mask))
+        return "; ".join(_compare_o(out, expected.out, yardstick.out).failures)
+
+    def _smallest(self) -> Inputs:
+        """Inputs for the one check that only has to launch."""
+        return self._small()
+
+    def _allocates_out(self) -> str:
+        made = self._smallest()
+        out = self.module.attention(made.q, made.k, made.v)
+        if not isinstance(out, torch.Tensor):
+            return f"without return_lse it should return one tensor, not {type(out).__name__}"
+        if out.shape != made.out.shape or out.dtype != made.q.dtype or out.device != made.q.device:
+            return f"O is {tuple(out.shape)} {out.dtype} {out.device} instead of {tuple(made.out.shape)} and like q"
+        return self._wrong_o(made, out)
+
+    def _empty_batch(self) -> str:
+        made = self._small()
+        asked = {"return_lse": True} if self.spec.outputs.lse else {}
+        returned = self.module.attention(made.q[:0], made.k[:0], made.v[:0], **asked)
+        out, lse = returned if self.spec.outputs.lse else (returned, None)
+        if out.shape != made.out[:0].shape or out.dtype != self.dtype:
+            return f"O is {tuple(out.shape)} {out.dtype} instead of {tuple(made.out[:0].shape)} {self.dtype}"
+        expected = (0, made.q.shape[2], made.q.shape[1])
+        if lse is not None and (tuple(lse.shape) != expected or lse.dtype != torch.float32):
+            return f"LSE is {tuple(lse.shape)} {lse.dtype} instead of {expected} torch.float32"
+        return ""
+
+    def _refuses(self) -> str:
+        wrong = [text for what, name, arguments in self._bad_calls() if (text := self._accepts(what, name, arguments))]
+        return "; ".join(wrong)
+
+    def _bad_calls(self) -> Iterator[tuple[str, str, dict[str, Any]]]:
+        """Yield what is wrong, a pattern of the name that the message must hold, and the arguments."""
+        made = self._small()
+        q, k, v = made.q, made.k, made.v
+        good: dict[str, Any] = {"q": q, "k": k, "v": v}
+        elsewhere = "cpu" if self.device.type == "cuda" else "meta"
+        other = torch.float16 if self.dtype == torch.bfloat16 else torch.bfloat16
+        every_second = torch.cat([v, v], dim=-1)[..., ::2]
+        shifted = torch.cat([k.flatten(), k.flatten()[:8]])[1 : 1 + k.numel()].view(k.shape)
+        odd_rows = torch.nn.functional.pad(v, (0, 4))[..., : v.shape[-1]]
+        yield "float32 q", "q", {**good, "q": q.float()}
+        yield f"{other} k", "k", {**good, "k": k.to(other)}
+        yield f"v on {elsewhere}", "v", {**good, "v": v.to(elsewhere)}
+        yield "q that is not a tensor", "q", {**good, "q": [1.0]}
+        yield "q with three modes", "q", {**good, "q": q[0]}
+        yield "half the head dim in k", "[qk]", {**good, "k": k[..., : k.shape[-1] // 2]}
+        yield "another batch size in k", "[qkv]", {**good, "k": k[:1]}
+        yield "fewer keys in v than in k", "[kv]", {**good, "v": v[:, :-1]}
+        yield "three query heads on two kv heads", "[qkv]", {**good, "q": q[:, :, :3]}
+        yield "v whose last mode is not contiguous", "v", {**good, "v": every_second}
+        yield "k that starts off a 16-byte boundary", "k", {**good, "k": shifted}
+        yield "v whose rows are no multiple of 16 bytes apart", "v", {**good, "v": odd_rows}
+        yield "out of another shape", "out", {**good, "out": torch.empty_like(made.out)[:, :-1]}
+        yield "out of another dtype", "out", {**good, "out": torch.empty_like(made.out, dtype=torch.float32)}
+
+    def _accepts(self, what: str, name: str, arguments: dict[str, Any]) -> str:
+        """Return what is wrong with how the module takes a bad argument."""
+        try:
+            self.module.attention(**arguments)
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+        except self.fatal:
+            raise
+        except (ValueError, TypeError) as error:
+            named = re.search(rf"\b(?:{name})\b", blamed(str(error)))
+            return "" if named else f"{what}: the message names no argument {name}: {essence(error)}"
+        except Exception as error:  # a crash inside is no refusal
+            raise_if_lost(self.device, error)
+            return f"{what}: raised {essence(error)} where a ValueError or TypeError is due"
+        return f"{what}: accepted"
+
+    def _current_stream(self) -> str:
+        """Fill q late on a side stream; a kernel on any other stream would read what was there before."""
+        made = self._small()
+        late = torch.full_like(made.q, math.nan)
+        made.out.fill_(math.nan)
+        torch.cuda.synchronize(self.device)
+        side = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(side):
+            torch.cuda._sleep(40_000_000)  # type: ignore[no-untyped-call]  # cycles: about 20 ms
+            late.copy_(made.q)
+            self.module.attention(late, made.k, made.v, out=made.out)
+            copy = made.out.clone()
+        side.synchronize()
+        return self._wrong_o(made, copy)
+
+    def _allocates_only_outputs(self) -> str:
+        """Watch the allocator during a call that is given `out`: nothing more than scores of k1 may be taken."""
+        made = self._small()
+        batch, seq_q, heads, _ = made.q.shape
+        scores = 4 * batch * heads * seq_q * made.k.shape[1] if isinstance(self.spec.handoff, GlobalHandoff) else 0
+        allowed = scores + 1024  # the allocator rounds up to 512 bytes
+        torch.cuda.synchronize(self.device)
+        before = torch.cuda.memory_allocated(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        self.module.attention(made.q, made.k, made.v, out=made.out)
+        torch.cuda.synchronize(self.device)
+        taken = torch.cuda.max_memory_allocated(self.device) - before
+        return f"took {taken} bytes of device memory; {allowed} are allowed" if taken > allowed else ""
