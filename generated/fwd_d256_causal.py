@@ -33,7 +33,7 @@ Barriers
     k     2       TMA, from warp 8 -> 8 warps    40960 bytes  8 arrivals
     v     2       TMA, from warp 9 -> 8 warps    40960 bytes  8 arrivals
     tile  2       warp 8 -> 9 warps              1 arrival    9 arrivals
-    turn  2       each consumer -> the next one  256 threads  named barriers 1 to 2
+    turn  2       each consumer -> the next one  256 threads  named barriers 2 to 3
 
 Shared memory
     offset   bytes  what
@@ -64,6 +64,7 @@ Steady state, one tile of keys
 
 import functools
 import math
+from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
@@ -85,18 +86,19 @@ THREADS = (CONSUMERS + 1) * WARPGROUP_THREADS  # the last warpgroup loads
 Q_K_PRODUCER_WARP, V_PRODUCER_WARP = CONSUMER_WARPS, CONSUMER_WARPS + 1
 # Registers per thread after setmaxnreg, which moves them from the producer's warps to the consumers'.
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 24, 240
-TURN_BARRIER = 1  # named barrier of consumer 0's turn, followed by those of the others; number 0 is the CTA's own
+TURN_BARRIER = 2  # named barrier of consumer 0's turn, followed by those of the others
 TURN_THREADS = 2 * WARPGROUP_THREADS  # of a turn: one warpgroup passes it on, one takes it
 Q_STAGES = 1  # tiles of Q in flight or in use
 KV_STAGES = 2  # tiles of K and of V in flight or in use
-TILE_SLOTS = 2  # numbers of tiles that the first producer warp may be ahead
-KEYS_IN_L2 = 32 * 2**20 // ((HEAD_DIM + HEAD_DIM) * 2)  # whose K and V take 32 MB of the 50 MB of L2
+TILE_SLOTS = 2  # tiles that the warp which draws them may be ahead
+KEYS_IN_L2 = 32 * 2**20 // ((HEAD_DIM + HEAD_DIM) * 2)  # whose K and V take that much of the 50 MB of L2
 SMEM_ALIGN = 1024  # bytes; a 128-byte swizzle repeats every 8 rows of 128
 Q_LAYOUT = warpgroup.SmemLayoutAtomKind.K_SW128  # in shared memory: major order and swizzle
 K_LAYOUT = warpgroup.SmemLayoutAtomKind.K_SW128
 V_LAYOUT = warpgroup.SmemLayoutAtomKind.MN_SW128
-LOG2_E, LN_2 = math.log2(math.e), math.log(2.0)
 LOWEST = -1e20  # a row's maximum before its first key; finite: -inf - -inf would be NaN
+LOG2_E = math.log2(math.e)
+LN_2 = math.log(2.0)
 RESCALE_ABOVE = 8  # of a maximum's growth, in powers of two: P stays below 2^8
 
 
@@ -118,7 +120,7 @@ class SharedStorage:
 
 
 def smem_layouts():
-    """Layouts in shared memory of Q, K, V transposed; the stages are their last mode."""
+    """Layouts of Q, K, V transposed and O in shared memory; the stages, or slices of O, are their last mode."""
     q_atom, k_atom, v_atom = (warpgroup.make_smem_layout_atom(kind, DTYPE) for kind in (Q_LAYOUT, K_LAYOUT, V_LAYOUT))
     sQ_layout = cute.tile_to_shape(q_atom, (TILE_M, HEAD_DIM, Q_STAGES), (0, 1, 2))
     sK_layout = cute.tile_to_shape(k_atom, (TILE_N, HEAD_DIM, KV_STAGES), (0, 1, 2))
@@ -137,19 +139,20 @@ def launch(q, k, v, out, lse, num_sms: cutlass.Int32, counter, scale: cutlass.Fl
     """Describe the tensors to the TMA unit and start one CTA per SM, or one per tile where those are fewer."""
     # torch's (batch, seq, heads, HEAD_DIM) seen with the tiled modes first.
     mQ = cute.make_tensor(q.iterator, cute.select(q.layout, mode=[1, 3, 2, 0]))  # (seq_q, HEAD_DIM, heads_q, batch)
+    mO = cute.make_tensor(out.iterator, cute.select(out.layout, mode=[1, 3, 2, 0]))  # (seq_q, HEAD_DIM, heads_q, batch)
     mK = cute.make_tensor(k.iterator, cute.select(k.layout, mode=[1, 3, 2, 0]))  # (seq_k, HEAD_DIM, heads_kv, batch)
     # The B operand of O = P V is V transposed, (N, K) = (HEAD_DIM, keys): a matter of mode order, no data moves.
     mVt = cute.make_tensor(v.iterator, cute.select(v.layout, mode=[3, 1, 2, 0]))  # (HEAD_DIM, seq_k, heads_kv, batch)
-    mO = cute.make_tensor(out.iterator, cute.select(out.layout, mode=[1, 3, 2, 0]))  # like mQ, HEAD_DIM columns
-    mLSE = cute.make_tensor(lse.iterator, cute.select(lse.layout, mode=[2, 1, 0]))  # (seq_q, heads_q, batch)
+    mLSE = cute.make_tensor(lse.iterator, cute.select(lse.layout, mode=[2, 1, 0]))  # (seq_q or 0, heads_q, batch)
     layouts = [cute.select(layout, mode=[0, 1]) for layout in smem_layouts()]  # of one stage
     tma_load = cpasync.CopyBulkTensorTileG2SOp()
     tma_Q, mQ = cpasync.make_tiled_tma_atom(tma_load, mQ, layouts[0], (TILE_M, HEAD_DIM))
     tma_K, mK = cpasync.make_tiled_tma_atom(tma_load, mK, layouts[1], (TILE_N, HEAD_DIM))
     tma_V, mVt = cpasync.make_tiled_tma_atom(tma_load, mVt, layouts[2], (HEAD_DIM, TILE_N))
-    num_tiles = cute.ceil_div(cute.size(q, mode=[1]), TILE_M) * cute.size(q, mode=[2]) * cute.size(q, mode=[0])
+    num_tiles = cute.ceil_div(cute.size(q, mode=[1]), TILE_M) * cute.size(mQ, mode=[2]) * cute.size(q, mode=[0])
+    num_ctas = cutlass.min(num_tiles, num_sms)
     attention_kernel(mQ, mK, mVt, mO, mLSE, counter, tma_Q, tma_K, tma_V, scale * LOG2_E, num_tiles).launch(
-        grid=(cutlass.min(num_tiles, num_sms), 1, 1),
+        grid=(num_ctas, 1, 1),
         block=(THREADS, 1, 1),
         min_blocks_per_mp=1,  # bounds the registers at launch; without a bound ptxas ignores setmaxnreg
         stream=stream,
@@ -187,17 +190,126 @@ def attention_kernel(
     tiles = storage.tiles.get_tensor(cute.make_layout(TILE_SLOTS))
     cute.arch.mbarrier_init_fence()  # the async proxy, too, must see the barriers initialized
     cute.arch.sync_threads()  # no thread may wait on a barrier before that
+    schedule = mQ, mK, num_tiles, counter, tile_ring, tiles
     # Two roles, told apart by warpgroup, because setmaxnreg acts on whole warpgroups.
     if warpgroup_idx == CONSUMERS:
         cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)  # copies need few; the consumers take the rest
         # Two warps, so that no copy of K waits for a stage of V.
         if warp_idx == Q_K_PRODUCER_WARP:
-            load_q_and_k(tma_Q, tma_K, mQ, mK, sQ, sK, q_ring, k_ring, tile_ring, tiles, counter, num_tiles)
+            load_q_and_k(tma_Q, tma_K, mQ, mK, sQ, sK, q_ring, k_ring, schedule)
         if warp_idx == V_PRODUCER_WARP:
-            load_v(tma_V, mQ, mK, mVt, sVt, v_ring, tile_ring, tiles, num_tiles)
+            load_v(tma_V, mVt, sVt, v_ring, schedule)
     else:
         cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)  # sleeps until the producers have given them back
-        consume(mQ, mK, mO, mLSE, sQ, sK, sVt, q_ring, k_ring, v_ring, tile_ring, tiles, scale_log2, num_tiles)
+        smem, rings = (sQ, sK, sVt), (q_ring, k_ring, v_ring)
+        consume(smem, rings, mO, mLSE, scale_log2, schedule)
+
+
+# ======================================================================================================================
+# Work
+# ======================================================================================================================
+
+
+@dataclass(frozen=True)
+class Work:
+    """A tile of queries, and its tiles of keys n_begin to n_end - 1, which are visited last one first."""
+
+    valid: cutlass.Boolean  # False: nothing is left
+    number: cutlass.Int32  # of pieces of work that this CTA has had before
+    m_block: cutlass.Int32
+    head: cutlass.Int32
+    head_kv: cutlass.Int32
+    batch: cutlass.Int32
+    n_begin: cutlass.Int32
+    n_end: cutlass.Int32
+    n_full_end: cutlass.Int32  # tiles of keys before this one hold no edge of the mask
+    seq_q: cutlass.Int32
+    seq_k: cutlass.Int32
+
+
+@cute.jit
+def first_work(schedule) -> Work:
+    """The tile with this CTA's number; only the later ones are drawn."""
+    mQ, mK, num_tiles, *_ = schedule
+    cta, _, _ = cute.arch.block_idx()
+    return work_of_tile(cta, cutlass.Int32(0), cta < num_tiles, mQ, mK)
+
+
+@cute.jit
+def draw_work(work: Work, schedule) -> Work:
+    """Draw the next tile from the counter, which all CTAs share, and tell the other warps; one whole warp."""
+    mQ, mK, num_tiles, counter, tile_ring, tiles = schedule
+    draw = cutlass.Int32(0)
+    if cute.arch.lane_idx() == 0:
+        draw = cute.arch.atomic_add(counter.iterator, cutlass.Int32(1), sem="relaxed", scope="gpu")
+        # Each CTA draws until nothing is left, num_tiles times in all: after the last draw the next launch finds a zero.
+        if draw == num_tiles - 1:
+            counter[0] = 0
+    num_ctas, _, _ = cute.arch.grid_dim()
+    tile = num_ctas + cute.arch.shuffle_sync(draw, 0)  # the first tile of each CTA is not drawn
+    slot = slot_after(work, pipeline.PipelineUserType.Producer)
+    tile_ring.producer_acquire(slot)  # the slot is empty
+    with cute.arch.elect_one():
+        tiles[slot.index] = tile
+        tile_ring.producer_commit(slot)
+    return work_of_tile(tile, work.number + 1, tile < num_tiles, mQ, mK)
+
+
+@cute.jit
+def next_work(work: Work, schedule) -> Work:
+    """Read which tile the first producer warp has drawn; each warp that does not draw itself."""
+    mQ, mK, num_tiles, _, tile_ring, tiles = schedule
+    slot = slot_after(work, pipeline.PipelineUserType.Consumer)
+    tile_ring.consumer_wait(slot)
+    tile = cute.arch.make_warp_uniform(tiles[slot.index])
+    cute.arch.sync_warp()  # every lane has read it
+    with cute.arch.elect_one():
+        tile_ring.consumer_release(slot)
+    return work_of_tile(tile, work.number + 1, tile < num_tiles, mQ, mK)
+
+
+@cute.jit
+def slot_after(work: Work, user: cutlass.Constexpr):
+    """Where the number of the next tile stands: the first producer warp may be TILE_SLOTS tiles ahead."""
+    start = pipeline.make_pipeline_state(user, TILE_SLOTS)  # a producer finds the slots empty: the other phase
+    phase = start.phase ^ (work.number // TILE_SLOTS % 2)
+    return pipeline.PipelineState(TILE_SLOTS, work.number, work.number % TILE_SLOTS, phase)
+
+
+@cute.jit
+def work_of_tile(tile, number, valid, mQ, mK) -> Work:
+    """The tile of queries with this number, and the tiles of keys of which its rows see any."""
+    m_block, head, head_kv, batch = tile_coordinates(tile, mQ, mK)
+    seq_q, seq_k = mQ.shape[0], mK.shape[0]
+    n_begin = cutlass.Int32(0)
+    n_end, n_full_end = kv_range(m_block * TILE_M, seq_q, seq_k)
+    return Work(
+        valid=valid,
+        number=number,
+        m_block=m_block,
+        head=head,
+        head_kv=head_kv,
+        batch=batch,
+        n_begin=n_begin,
+        n_end=n_end,
+        n_full_end=n_full_end,
+        seq_q=seq_q,
+        seq_k=seq_k,
+    )
+
+
+@cute.jit
+def kv_range(m_start: cutlass.Int32, seq_q: cutlass.Int32, seq_k: cutlass.Int32):
+    """Tiles of keys to visit: (n_block_end, n_full_end).
+
+    No row of this CTA sees a key of the tiles from n_block_end on: they are skipped. Every row sees every key of the
+    tiles before n_full_end; the tiles between hold the diagonal or the end of the keys and are masked.
+    """
+    diagonal = m_start + seq_k - seq_q  # the last key that the first row sees; negative when it sees none
+    # At least one tile: the consumers' first one stands before their loop. Rows that see none of it get O = 0.
+    n_block_end = cute.ceil_div(cutlass.min(seq_k, cutlass.max(diagonal + TILE_M, 1)), TILE_N)
+    n_full_end = cutlass.min(seq_k, cutlass.max(diagonal + 1, 0)) // TILE_N
+    return n_block_end, n_full_end
 
 
 @cute.jit
@@ -208,54 +320,29 @@ def tile_coordinates(tile: cutlass.Int32, mQ: cute.Tensor, mK: cute.Tensor):
     num_m_blocks = cute.ceil_div(seq_q, TILE_M)
     # As many heads at a time as have their K and V in L2; the last time also the rest, too few to fill the GPU alone.
     heads = heads_q * batches
-    share = cutlass.min(cutlass.max(KEYS_IN_L2 // seq_k, 1), heads)
-    first = cutlass.min(tile // (share * num_m_blocks), heads // share - 1) * share
-    share = share if first + 2 * share <= heads else heads - first
+    together = cutlass.min(cutlass.max(KEYS_IN_L2 // seq_k, 1), heads)
+    first = cutlass.min(tile // (together * num_m_blocks), heads // together - 1) * together
+    together = together if first + 2 * together <= heads else heads - first
     # Of these heads the last rows, which see the most keys, come first.
     place = tile - first * num_m_blocks
-    m_block = num_m_blocks - 1 - place // share
-    head_and_batch = first + place % share
+    m_block = num_m_blocks - 1 - place // together
+    head_and_batch = first + place % together
     head, batch = head_and_batch % heads_q, head_and_batch // heads_q
     return m_block, head, head // (heads_q // heads_kv), batch
 
 
 @cute.jit
 def kv_range(m_start: cutlass.Int32, seq_q: cutlass.Int32, seq_k: cutlass.Int32):
-    """Tiles of keys to visit, (n_block_end, n_full_end): from the latter on they hold an edge of mask or keys."""
+    """Tiles of keys to visit: (n_block_end, n_full_end).
+
+    No row of this CTA sees a key of the tiles from n_block_end on: they are skipped. Every row sees every key of the
+    tiles before n_full_end; the tiles between hold the diagonal or the end of the keys and are masked.
+    """
     diagonal = m_start + seq_k - seq_q  # the last key that the first row sees; negative when it sees none
     # At least one tile: the consumers' first one stands before their loop. Rows that see none of it get O = 0.
     n_block_end = cute.ceil_div(cutlass.min(seq_k, cutlass.max(diagonal + TILE_M, 1)), TILE_N)
     n_full_end = cutlass.min(seq_k, cutlass.max(diagonal + 1, 0)) // TILE_N
     return n_block_end, n_full_end
-
-
-@cute.jit
-def draw_tile(counter, tiles, tile_ring, fill, num_tiles) -> cutlass.Int32:
-    """Take the next tile from the counter, which all CTAs share, and tell the other warps; whole warp."""
-    tile = cutlass.Int32(0)
-    if cute.arch.lane_idx() == 0:
-        tile = cute.arch.atomic_add(counter.iterator, cutlass.Int32(1), sem="relaxed", scope="gpu")
-        # Each CTA draws until none is left, num_tiles times in all: after the last draw the next launch finds a zero.
-        if tile == num_tiles - 1:
-            counter[0] = 0
-    num_ctas, _, _ = cute.arch.grid_dim()
-    tile = num_ctas + cute.arch.shuffle_sync(tile, 0)  # the first tile of each CTA has its own number
-    tile_ring.producer_acquire(fill)  # the slot is empty
-    with cute.arch.elect_one():
-        tiles[fill.index] = tile
-        tile_ring.producer_commit(fill)
-    return tile
-
-
-@cute.jit
-def hear_tile(tiles, tile_ring, drain) -> cutlass.Int32:
-    """Read the next tile that the first producer warp has drawn; whole warp."""
-    tile_ring.consumer_wait(drain)
-    tile = cute.arch.make_warp_uniform(tiles[drain.index])
-    cute.arch.sync_warp()  # every lane has read it
-    with cute.arch.elect_one():
-        tile_ring.consumer_release(drain)
-    return tile
 
 
 # ======================================================================================================================
@@ -283,49 +370,41 @@ def partition_tma(tma: cute.CopyAtom, sX: cute.Tensor, gX: cute.Tensor):
 
 
 @cute.jit
-def load_q_and_k(tma_Q, tma_K, mQ, mK, sQ, sK, q_ring, k_ring, tile_ring, tiles, counter, num_tiles):
-    """The first producer warp: draw tiles of queries, load Q, then K of the visible tiles of keys, last one first."""
+def load_q_and_k(tma_Q, tma_K, mQ, mK, sQ, sK, q_ring, k_ring, schedule):
+    """The first producer warp: draw tiles of queries, load Q of each, then K of its tiles of keys, the last one first."""
     q_fill = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, Q_STAGES)
     k_fill = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, KV_STAGES)
-    tile_fill = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, TILE_SLOTS)
-    tile, _, _ = cute.arch.block_idx()
-    while tile < num_tiles:
-        m_block, head, head_kv, batch = tile_coordinates(tile, mQ, mK)
-        gQ = cute.local_tile(mQ[None, None, head, batch], (TILE_M, HEAD_DIM), (m_block, 0))  # (TILE_M, HEAD_DIM)
-        gK = cute.local_tile(mK[None, None, head_kv, batch], (TILE_N, HEAD_DIM), (None, 0))  # (.., HEAD_DIM, blocks)
+    work = first_work(schedule)
+    while work.valid:
+        gQ = cute.local_tile(mQ[None, None, work.head, work.batch], (TILE_M, HEAD_DIM), (work.m_block, 0))
+        gK = cute.local_tile(mK[None, None, work.head_kv, work.batch], (TILE_N, HEAD_DIM), (None, 0))
         tQsQ, tQgQ = partition_tma(tma_Q, sQ, gQ)  # (TMA, Q_STAGES), (TMA)
-        tKsK, tKgK = partition_tma(tma_K, sK, gK)  # (TMA, KV_STAGES), (TMA, blocks)
+        tKsK, tKgK = partition_tma(tma_K, sK, gK)  # (TMA, KV_STAGES), (TMA, n_blocks)
         q_ring.producer_acquire(q_fill)  # the stage is empty; its barrier now expects the bytes
         cute.copy(tma_Q, tQgQ, tQsQ[None, q_fill.index], tma_bar_ptr=q_ring.producer_get_barrier(q_fill))
         q_fill.advance()
-        n_block_end, _ = kv_range(m_block * TILE_M, mQ.shape[0], mK.shape[0])
-        for n_block in cutlass.range(n_block_end - 1, -1, -1, unroll=1):
+        for n_block in cutlass.range(work.n_end - 1, work.n_begin - 1, -1, unroll=1):
             k_ring.producer_acquire(k_fill)
             full = k_ring.producer_get_barrier(k_fill)
             cute.copy(tma_K, tKgK[None, n_block], tKsK[None, k_fill.index], tma_bar_ptr=full)
             k_fill.advance()
-        tile = draw_tile(counter, tiles, tile_ring, tile_fill, num_tiles)
-        tile_fill.advance()
+        work = draw_work(work, schedule)
 
 
 @cute.jit
-def load_v(tma_V, mQ, mK, mVt, sVt, v_ring, tile_ring, tiles, num_tiles):
+def load_v(tma_V, mVt, sVt, v_ring, schedule):
     """The second producer warp: V of the same tiles of keys in the same order."""
     v_fill = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, KV_STAGES)
-    tile_drain = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, TILE_SLOTS)
-    tile, _, _ = cute.arch.block_idx()
-    while tile < num_tiles:
-        m_block, _, head_kv, batch = tile_coordinates(tile, mQ, mK)
-        gVt = cute.local_tile(mVt[None, None, head_kv, batch], (HEAD_DIM, TILE_N), (0, None))  # (.., TILE_N, blocks)
-        tVsV, tVgV = partition_tma(tma_V, sVt, gVt)  # (TMA, KV_STAGES), (TMA, blocks)
-        n_block_end, _ = kv_range(m_block * TILE_M, mQ.shape[0], mK.shape[0])
-        for n_block in cutlass.range(n_block_end - 1, -1, -1, unroll=1):
+    work = first_work(schedule)
+    while work.valid:
+        gVt = cute.local_tile(mVt[None, None, work.head_kv, work.batch], (HEAD_DIM, TILE_N), (0, None))
+        tVsV, tVgV = partition_tma(tma_V, sVt, gVt)  # (TMA, KV_STAGES), (TMA, n_blocks)
+        for n_block in cutlass.range(work.n_end - 1, work.n_begin - 1, -1, unroll=1):
             v_ring.producer_acquire(v_fill)
             full = v_ring.producer_get_barrier(v_fill)
             cute.copy(tma_V, tVgV[None, n_block], tVsV[None, v_fill.index], tma_bar_ptr=full)
             v_fill.advance()
-        tile = hear_tile(tiles, tile_ring, tile_drain)
-        tile_drain.advance()
+        work = next_work(work, schedule)
 
 
 # ======================================================================================================================
@@ -334,70 +413,53 @@ def load_v(tma_V, mQ, mK, mVt, sVt, v_ring, tile_ring, tiles, num_tiles):
 
 
 @cute.jit
-def consume(mQ, mK, mO, mLSE, sQ, sK, sVt, q_ring, k_ring, v_ring, tile_ring, tiles, scale_log2, num_tiles):
-    """One consumer warpgroup: WGMMA_M rows of O of every tile of queries, and for each its tiles of keys, last first.
+def consume(smem, rings, mO, mLSE, scale_log2, schedule):
+    """One consumer warpgroup: WGMMA_M rows of O of each tile of queries, over its tiles of keys, the last one first.
 
     S = Q K^T of a tile of keys is issued with O += P V of the one before, which runs on during the softmax.
     """
-    qk_mma, pv_mma = make_products()
     tidx, _, _ = cute.arch.thread_idx()
     consumer = cute.arch.make_warp_uniform(tidx // WARPGROUP_THREADS)
-    wg_qk = qk_mma.get_slice(consumer * WARPGROUP_THREADS)
-    wg_pv = pv_mma.get_slice(consumer * WARPGROUP_THREADS)
-    tSrQs = qk_mma.make_fragment_A(wg_qk.partition_A(sQ))  # (MMA, MMA_M, MMA_K, Q_STAGES)
-    tSrK = qk_mma.make_fragment_B(wg_qk.partition_B(sK))  # (MMA, MMA_N, MMA_K, KV_STAGES)
-    tOrV = pv_mma.make_fragment_B(wg_pv.partition_B(sVt))  # (MMA, MMA_N, MMA_K, KV_STAGES)
-    # The accumulators, and P in the order of S: (MMA, MMA_M, MMA_N).
-    acc_S = cute.make_rmem_tensor(qk_mma.partition_shape_C((TILE_M, TILE_N)), cutlass.Float32)
-    acc_O = cute.make_rmem_tensor(pv_mma.partition_shape_C((TILE_M, HEAD_DIM)), cutlass.Float32)
-    rP = cute.make_fragment_like(acc_S, DTYPE)
-    tOrP = as_operand_a(rP)  # (MMA, MMA_M, MMA_K)
+    q_ring, k_ring, v_ring = rings
+    qk_mma, pv_mma = products = make_products()
+    operands, accumulators, rP = partition_operands(smem, products, consumer)
+    (tSrQ, tSrK, tOrP, tOrV), (acc_S, acc_O) = operands, accumulators
     row_max, row_sum, rescale = (cute.make_rmem_tensor(2, cutlass.Float32) for _ in range(3))  # of a thread's two rows
+    rows = row_max, row_sum, rescale
     q_drain = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, Q_STAGES)
     k_drain = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, KV_STAGES)  # one tile ahead of V
     v_drain = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, KV_STAGES)
-    tile_drain = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, TILE_SLOTS)
-    seq_q, seq_k = mQ.shape[0], mK.shape[0]
     if consumer == CONSUMERS - 1:
         pass_turn(consumer)  # the first turn is consumer 0's
-    tile, _, _ = cute.arch.block_idx()
-    while tile < num_tiles:
-        m_block, head, _, batch = tile_coordinates(tile, mQ, mK)
-        m_start = m_block * TILE_M
-        n_block_end, n_full_end = kv_range(m_start, seq_q, seq_k)
+    work = first_work(schedule)
+    while work.valid:
+        m_start = work.m_block * TILE_M
         acc_O.fill(0.0)
         row_max.fill(LOWEST)
         row_sum.fill(0.0)
-        tSrQ = tSrQs[None, None, None, q_drain.index]  # (MMA, MMA_M, MMA_K)
         # The tile of keys visited first, before the loop: there is no P V yet to run beside it, and O is still zero.
         q_ring.consumer_wait(q_drain)  # Q has landed
-        k_ring.consumer_wait(k_drain)  # K has landed
-        wait_turn(consumer)  # the warpgroup before this one has issued its product
-        qk_product(qk_mma, tSrQ, tSrK[None, None, None, k_drain.index], acc_S)
-        pass_turn(consumer)  # the next warpgroup's product queues up behind this one
-        warpgroup.wait_group(0)  # the softmax reads S now: no group stays in flight
-        k_ring.consumer_release(k_drain)  # this warp has read K
+        multiply_first(products, operands, accumulators, k_ring, q_drain, k_drain, consumer)
         k_drain.advance()
-        mask_scores(acc_S, qk_mma, m_start, (n_block_end - 1) * TILE_N, seq_q, seq_k)
+        mask_scores(acc_S, qk_mma, m_start, (work.n_end - 1) * TILE_N, work.seq_q, work.seq_k)
         softmax_step(acc_S, row_max, row_sum, rescale, scale_log2)
         round_p(acc_S, rP)
-        # Tiles of keys with an edge in them have a loop of their own: in the other one a branch would be in the way.
-        for n_block in cutlass.range(n_block_end - 2, n_full_end - 1, -1, unroll=1):
-            multiply(qk_mma, pv_mma, tSrQ, tSrK, tOrP, tOrV, acc_S, acc_O, k_ring, v_ring, k_drain, v_drain, consumer)
-            mask_scores(acc_S, qk_mma, m_start, n_block * TILE_N, seq_q, seq_k)
-            finish_step(acc_S, acc_O, rP, row_max, row_sum, rescale, scale_log2, v_ring, v_drain)
+        # Tiles of keys with an edge of the mask have a loop of their own, so that the main loop has no branch.
+        for n_block in cutlass.range(work.n_end - 2, work.n_full_end - 1, -1, unroll=1):
+            multiply(products, operands, accumulators, k_ring, v_ring, q_drain, k_drain, v_drain, consumer)
+            mask_scores(acc_S, qk_mma, m_start, n_block * TILE_N, work.seq_q, work.seq_k)
+            finish_step(accumulators, rP, rows, scale_log2, v_ring, v_drain)
             k_drain.advance()
             v_drain.advance()
-        for _ in cutlass.range(cutlass.min(n_block_end - 1, n_full_end), unroll=1):
-            multiply(qk_mma, pv_mma, tSrQ, tSrK, tOrP, tOrV, acc_S, acc_O, k_ring, v_ring, k_drain, v_drain, consumer)
-            finish_step(acc_S, acc_O, rP, row_max, row_sum, rescale, scale_log2, v_ring, v_drain)
+        for _ in cutlass.range(cutlass.min(work.n_end - 1, work.n_full_end), unroll=1):
+            multiply(products, operands, accumulators, k_ring, v_ring, q_drain, k_drain, v_drain, consumer)
+            finish_step(accumulators, rP, rows, scale_log2, v_ring, v_drain)
             k_drain.advance()
             v_drain.advance()
         q_ring.consumer_release(q_drain)  # this warp has read Q
         q_drain.advance()
-        tile = hear_tile(tiles, tile_ring, tile_drain)
-        tile_drain.advance()
-        # The tile of keys visited last: its P V has no S beside it.
+        upcoming = next_work(work, schedule)
+        # The last P V of this tile of queries.
         v_ring.consumer_wait(v_drain)  # V has landed
         wait_turn(consumer)
         pv_product(pv_mma, tOrP, tOrV[None, None, None, v_drain.index], acc_O)
@@ -405,9 +467,8 @@ def consume(mQ, mK, mO, mLSE, sQ, sK, sVt, q_ring, k_ring, v_ring, tile_ring, ti
         warpgroup.wait_group(0)  # O is complete: no group stays in flight
         v_ring.consumer_release(v_drain)  # this warp has read V
         v_drain.advance()
-        normalize_rows(acc_O, row_sum)
-        store_lse(mLSE[None, head, batch], row_max, row_sum, qk_mma, scale_log2, m_start)
-        store_output(mO[None, None, head, batch], acc_O, tidx, m_start)
+        store_tile(mO, mLSE, work, acc_O, row_max, row_sum, scale_log2)
+        work = upcoming
     if consumer == 0:
         wait_turn(consumer)  # no arrival is left in the barrier
 
@@ -423,11 +484,40 @@ def make_products():
 
 
 @cute.jit
-def multiply(qk_mma, pv_mma, tSrQ, tSrK, tOrP, tOrV, acc_S, acc_O, k_ring, v_ring, k_drain, v_drain, consumer):
+def partition_operands(smem, products, consumer):
+    """What this warpgroup multiplies: Q, K and V in shared memory, as descriptors, and P, S and O in its registers."""
+    (sQ, sK, sVt), (qk_mma, pv_mma) = smem, products
+    wg_qk = qk_mma.get_slice(consumer * WARPGROUP_THREADS)
+    wg_pv = pv_mma.get_slice(consumer * WARPGROUP_THREADS)
+    tSrQ = qk_mma.make_fragment_A(wg_qk.partition_A(sQ))  # (MMA, MMA_M, MMA_K, Q_STAGES)
+    tSrK = qk_mma.make_fragment_B(wg_qk.partition_B(sK))  # (MMA, MMA_N, MMA_K, KV_STAGES)
+    tOrV = pv_mma.make_fragment_B(wg_pv.partition_B(sVt))  # (MMA, MMA_N, MMA_K, KV_STAGES)
+    # The accumulators, and P in the order of S: (MMA, MMA_M, MMA_N).
+    acc_S = cute.make_rmem_tensor(qk_mma.partition_shape_C((TILE_M, TILE_N)), cutlass.Float32)
+    acc_O = cute.make_rmem_tensor(pv_mma.partition_shape_C((TILE_M, HEAD_DIM)), cutlass.Float32)
+    rP = cute.make_fragment_like(acc_S, DTYPE)
+    return (tSrQ, tSrK, as_operand_a(rP), tOrV), (acc_S, acc_O), rP
+
+
+@cute.jit
+def multiply_first(products, operands, accumulators, k_ring, q_drain, k_drain, consumer):
+    """S = Q K^T of the tile of keys visited first, with nothing beside it."""
+    (qk_mma, _), (tSrQ, tSrK, _, _), (acc_S, _) = products, operands, accumulators
+    k_ring.consumer_wait(k_drain)  # K has landed
+    wait_turn(consumer)  # the warpgroup before this one has issued its product
+    qk_product(qk_mma, tSrQ[None, None, None, q_drain.index], tSrK[None, None, None, k_drain.index], acc_S)
+    pass_turn(consumer)  # the next warpgroup's product queues up behind this one
+    warpgroup.wait_group(0)  # the softmax reads S now: no group stays in flight
+    k_ring.consumer_release(k_drain)  # this warp has read K
+
+
+@cute.jit
+def multiply(products, operands, accumulators, k_ring, v_ring, q_drain, k_drain, v_drain, consumer):
     """Issue S = Q K^T of this tile of keys and O += P V of the one before; return with S, while O += P V runs on."""
+    (qk_mma, pv_mma), (tSrQ, tSrK, tOrP, tOrV), (acc_S, acc_O) = products, operands, accumulators
     k_ring.consumer_wait(k_drain)  # K of this tile has landed
     wait_turn(consumer)  # the warpgroup before this one has its S
-    qk_product(qk_mma, tSrQ, tSrK[None, None, None, k_drain.index], acc_S)
+    qk_product(qk_mma, tSrQ[None, None, None, q_drain.index], tSrK[None, None, None, k_drain.index], acc_S)
     v_ring.consumer_wait(v_drain)  # V of the tile before has landed
     pv_product(pv_mma, tOrP, tOrV[None, None, None, v_drain.index], acc_O)
     warpgroup.wait_group(1)  # the softmax reads S now; O += P V, the younger group, stays in flight
@@ -436,8 +526,9 @@ def multiply(qk_mma, pv_mma, tSrQ, tSrK, tOrP, tOrV, acc_S, acc_O, k_ring, v_rin
 
 
 @cute.jit
-def finish_step(acc_S, acc_O, rP, row_max, row_sum, rescale, scale_log2, v_ring, v_drain):
-    """P of this tile of keys, while the tensor core adds P V of the one before; then O is brought along."""
+def finish_step(accumulators, rP, rows, scale_log2, v_ring, v_drain):
+    """P of this tile of keys, while the tensor core adds P V of the one before; then rescale O and round P."""
+    (acc_S, acc_O), (row_max, row_sum, rescale) = accumulators, rows
     moved = softmax_step(acc_S, row_max, row_sum, rescale, scale_log2)
     warpgroup.wait_group(0)  # O is rescaled and P overwritten next: no group stays in flight
     v_ring.consumer_release(v_drain)  # this warp has read V
@@ -463,7 +554,7 @@ def pass_turn(consumer: cutlass.Int32):
 
 
 # ======================================================================================================================
-# S = Q K^T
+# Division of work
 # ======================================================================================================================
 
 
@@ -477,8 +568,13 @@ def by_rows(acc: cute.Tensor) -> cute.Tensor:
 
 @cute.jit
 def score_coordinates(qk_mma: cute.TiledMma, tidx: cutlass.Int32) -> cute.Tensor:
-    """(row, column) in the tile of each of a thread's scores: (2 rows, TILE_N/4 columns); constants if tidx is one."""
+    """(row, column) in the tile of each score of a thread, (2, TILE_N / 4); compile-time constants if tidx is one."""
     return by_rows(qk_mma.get_slice(tidx).partition_C(cute.make_identity_tensor((TILE_M, TILE_N))))
+
+
+# ======================================================================================================================
+# S = Q K^T
+# ======================================================================================================================
 
 
 @cute.jit
@@ -493,8 +589,20 @@ def qk_product(qk_mma: cute.TiledMma, tSrQ: cute.Tensor, tSrK: cute.Tensor, acc_
     warpgroup.commit_group()
 
 
+# ======================================================================================================================
+# Mask
+# ======================================================================================================================
+
+
 @cute.jit
-def mask_scores(acc_S, qk_mma, m_start, n_start, seq_q, seq_k):
+def mask_scores(
+    acc_S: cute.Tensor,
+    qk_mma: cute.TiledMma,
+    m_start: cutlass.Int32,
+    n_start: cutlass.Int32,
+    seq_q: cutlass.Int32,
+    seq_k: cutlass.Int32,
+):
     """Set the scores of keys right of the diagonal or past the end to -inf."""
     tidx, _, _ = cute.arch.thread_idx()
     acc_S_rows, tScS_rows = by_rows(acc_S), score_coordinates(qk_mma, tidx)  # (2, TILE_N / 4)
@@ -615,6 +723,15 @@ def pv_product(pv_mma: cute.TiledMma, tOrP: cute.Tensor, tOrV: cute.Tensor, acc_
 
 
 @cute.jit
+def store_tile(mO, mLSE, work, acc_O, row_max, row_sum, scale_log2):
+    """Divide O by the sums of exponentials and write O and LSE: this tile of queries is done."""
+    normalize_rows(acc_O, row_sum)
+    store_lse(mLSE[None, work.head, work.batch], row_max, row_sum, scale_log2, work.m_block * TILE_M)
+    gO = mO[None, None, work.head, work.batch]  # (seq_q, HEAD_DIM)
+    store_output(gO, acc_O, work.m_block * TILE_M)
+
+
+@cute.jit
 def normalize_rows(acc_O: cute.Tensor, row_sum: cute.Tensor):
     """Divide each row of O by the sum of its exponentials; rows that saw no key stay zero."""
     acc_O_rows = by_rows(acc_O)  # (2, HEAD_DIM / 4)
@@ -626,23 +743,23 @@ def normalize_rows(acc_O: cute.Tensor, row_sum: cute.Tensor):
 
 
 @cute.jit
-def store_lse(gLSE, row_max, row_sum, qk_mma, scale_log2, m_start):
+def store_lse(gLSE, row_max, row_sum, scale_log2, m_start):
     """LSE = scale max + ln(sum), -inf for a row that saw no key; gLSE: (seq_q,), or (0,) when nobody asked for it."""
     tidx, _, _ = cute.arch.thread_idx()
-    tScS_rows = score_coordinates(qk_mma, tidx)  # (2, TILE_N / 4)
+    first_row = m_start + tidx // 32 * (WGMMA_M // 4) + tidx % 32 // 4  # a thread's other row is 8 below
     for r in cutlass.range_constexpr(2):
-        row = m_start + tScS_rows[r, 0][0]
-        # One thread of the four that share a row: the one with its first column.
-        if tScS_rows[r, 0][1] == 0 and row < cute.size(gLSE):
+        row = first_row + 8 * r
+        if tidx % 4 == 0 and row < cute.size(gLSE):  # one thread of the four that share a row
             gLSE[row] = (row_max[r] * scale_log2 + cute.math.log2(row_sum[r], fastmath=True)) * LN_2
 
 
 @cute.jit
-def store_output(mO: cute.Tensor, acc_O: cute.Tensor, tidx: cutlass.Int32, m_start: cutlass.Int32):
-    """Round O to 16 bits and write its valid rows from the registers, 16 bytes at a time; mO: (seq_q, HEAD_DIM).
+def store_output(gO: cute.Tensor, acc_O: cute.Tensor, m_start: cutlass.Int32):
+    """Round O to 16 bits and write its valid rows from the registers, 16 bytes at a time; gO: (seq_q, HEAD_DIM).
 
     In a row, each thread of a quad has 2 of every 8 columns. Of every 32 columns it gets 8 that are adjacent.
     """
+    tidx, _, _ = cute.arch.thread_idx()
     quad_lane = tidx % 4
     first_row = m_start + tidx // 32 * WARP_ROWS + tidx % 32 // 4
     acc_O_rows = by_rows(acc_O)  # (2, HEAD_DIM / 4)
@@ -652,8 +769,8 @@ def store_output(mO: cute.Tensor, acc_O: cute.Tensor, tidx: cutlass.Int32, m_sta
             rounded = cute.make_rmem_tensor(8, DTYPE)
             rounded.store(cute.local_tile(acc_O_rows, (1, 8), (r, block)).load().to(DTYPE))
             transpose_in_quad(cute.recast_tensor(rounded, cutlass.Int32), quad_lane)
-            if row < cute.size(mO, mode=[0]):
-                cute.autovec_copy(rounded, cute.local_tile(mO, (1, 8), (row, 4 * block + quad_lane))[0, None])
+            if row < cute.size(gO, mode=[0]):
+                cute.autovec_copy(rounded, cute.local_tile(gO, (1, 8), (row, 4 * block + quad_lane))[0, None])
 
 
 @cute.jit

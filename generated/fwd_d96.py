@@ -32,7 +32,7 @@ Barriers
     q     2       TMA, from warp 12 -> 12 warps  36864 bytes  12 arrivals
     k     2       TMA, from warp 12 -> 12 warps  21504 bytes  12 arrivals
     v     2       TMA, from warp 13 -> 12 warps  21504 bytes  12 arrivals
-    turn  3       each consumer -> the next one  256 threads  named barriers 1 to 3
+    turn  3       each consumer -> the next one  256 threads  named barriers 2 to 4
 
 Shared memory
     offset   bytes  what
@@ -62,6 +62,7 @@ Steady state, one tile of keys
 
 import functools
 import math
+from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
@@ -83,7 +84,7 @@ THREADS = (CONSUMERS + 1) * WARPGROUP_THREADS  # the last warpgroup loads
 Q_K_PRODUCER_WARP, V_PRODUCER_WARP = CONSUMER_WARPS, CONSUMER_WARPS + 1
 # Registers per thread after setmaxnreg, which moves them from the producer's warps to the consumers'.
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 32, 160
-TURN_BARRIER = 1  # named barrier of consumer 0's turn, followed by those of the others; number 0 is the CTA's own
+TURN_BARRIER = 2  # named barrier of consumer 0's turn, followed by those of the others
 TURN_THREADS = 2 * WARPGROUP_THREADS  # of a turn: one warpgroup passes it on, one takes it
 Q_STAGES = 2  # tiles of Q in flight or in use
 KV_STAGES = 2  # tiles of K and of V in flight or in use
@@ -95,8 +96,9 @@ SMEM_ALIGN = 1024  # bytes; a 128-byte swizzle repeats every 8 rows of 128
 Q_LAYOUT = warpgroup.SmemLayoutAtomKind.K_SW64  # in shared memory: major order and swizzle
 K_LAYOUT = warpgroup.SmemLayoutAtomKind.K_SW64
 V_LAYOUT = warpgroup.SmemLayoutAtomKind.MN_SW64
-LOG2_E, LN_2 = math.log2(math.e), math.log(2.0)
 LOWEST = -1e20  # a row's maximum before its first key; finite: -inf - -inf would be NaN
+LOG2_E = math.log2(math.e)
+LN_2 = math.log(2.0)
 EXP_BEFORE_WAIT = 16  # exponentials of a thread in a step before it waits for P V of the step before
 
 
@@ -117,7 +119,7 @@ class SharedStorage:
 
 
 def smem_layouts():
-    """Layouts in shared memory of Q, K, V transposed and O; the stages are their last mode."""
+    """Layouts of Q, K, V transposed and O in shared memory; the stages, or slices of O, are their last mode."""
     q_atom, k_atom, v_atom = (warpgroup.make_smem_layout_atom(kind, DTYPE) for kind in (Q_LAYOUT, K_LAYOUT, V_LAYOUT))
     sQ_layout = cute.tile_to_shape(q_atom, (TILE_M, HEAD_DIM, Q_STAGES), (0, 1, 2))
     sK_layout = cute.tile_to_shape(k_atom, (TILE_N, HEAD_DIM, KV_STAGES), (0, 1, 2))
@@ -138,11 +140,11 @@ def launch(q, k, v, out, lse, num_sms: cutlass.Int32, flags, parts, scale: cutla
     """Describe the tensors to the TMA unit, deal out the last wave, and start one CTA per SM, or fewer."""
     # torch's (batch, seq, heads, HEAD_DIM) seen with the tiled modes first.
     mQ = cute.make_tensor(q.iterator, cute.select(q.layout, mode=[1, 3, 2, 0]))  # (seq_q, HEAD_DIM, heads_q, batch)
+    mO = cute.make_tensor(out.iterator, cute.select(out.layout, mode=[1, 3, 2, 0]))  # (seq_q, HEAD_DIM, heads_q, batch)
     mK = cute.make_tensor(k.iterator, cute.select(k.layout, mode=[1, 3, 2, 0]))  # (seq_k, HEAD_DIM, heads_kv, batch)
     # The B operand of O = P V is V transposed, (N, K) = (HEAD_DIM, keys): a matter of mode order, no data moves.
     mVt = cute.make_tensor(v.iterator, cute.select(v.layout, mode=[3, 1, 2, 0]))  # (HEAD_DIM, seq_k, heads_kv, batch)
-    mO = cute.make_tensor(out.iterator, cute.select(out.layout, mode=[1, 3, 2, 0]))  # like mQ, HEAD_DIM columns
-    mLSE = cute.make_tensor(lse.iterator, cute.select(lse.layout, mode=[2, 1, 0]))  # (seq_q, heads_q, batch)
+    mLSE = cute.make_tensor(lse.iterator, cute.select(lse.layout, mode=[2, 1, 0]))  # (seq_q or 0, heads_q, batch)
     layouts = [cute.select(layout, mode=[0, 1]) for layout in smem_layouts()]  # of one stage
     tma_load = cpasync.CopyBulkTensorTileG2SOp()
     tma_Q, mQ = cpasync.make_tiled_tma_atom(tma_load, mQ, layouts[0], (TILE_M, HEAD_DIM))
@@ -150,15 +152,16 @@ def launch(q, k, v, out, lse, num_sms: cutlass.Int32, flags, parts, scale: cutla
     tma_V, mVt = cpasync.make_tiled_tma_atom(tma_load, mVt, layouts[2], (HEAD_DIM, TILE_N))
     tma_store = cpasync.CopyBulkTensorTileS2GOp()
     tma_O, mO = cpasync.make_tiled_tma_atom(tma_store, mO, layouts[3], (WARP_ROWS, HEAD_DIM))
-    num_tiles = cute.ceil_div(cute.size(q, mode=[1]), TILE_M) * cute.size(q, mode=[2]) * cute.size(q, mode=[0])
+    num_tiles = cute.ceil_div(cute.size(q, mode=[1]), TILE_M) * cute.size(mQ, mode=[2]) * cute.size(q, mode=[0])
     # Whole waves, then the steps of the last tiles, one for each tile of keys, in equal shares where that pays.
     n_blocks = cute.ceil_div(cute.size(k, mode=[1]), TILE_N)
     num_whole = num_tiles // num_sms * num_sms
     tail_steps = (num_tiles - num_whole) * n_blocks
     share = cutlass.max(cute.ceil_div(tail_steps, num_sms), cute.ceil_div(n_blocks, PARTS))
     tail = num_whole, tail_steps, share if share + STEPS_SAVED <= n_blocks else n_blocks
+    num_ctas = cutlass.min(num_whole + cute.ceil_div(tail_steps, tail[2]), num_sms)
     attention_kernel(mQ, mK, mVt, mO, mLSE, flags, parts, tma_Q, tma_K, tma_V, tma_O, scale * LOG2_E, tail).launch(
-        grid=(cutlass.min(num_whole + cute.ceil_div(tail_steps, tail[2]), num_sms), 1, 1),
+        grid=(num_ctas, 1, 1),
         block=(THREADS, 1, 1),
         min_blocks_per_mp=1,  # bounds the registers at launch; without a bound ptxas ignores setmaxnreg
         stream=stream,
@@ -189,17 +192,82 @@ def attention_kernel(
     v_ring = make_ring(storage.v_barriers, KV_STAGES, TILE_N * HEAD_DIM * 2)
     cute.arch.mbarrier_init_fence()  # the async proxy, too, must see the barriers initialized
     cute.arch.sync_threads()  # no thread may wait on a barrier before that
+    schedule = mQ, mK, tail
     # Two roles, told apart by warpgroup, because setmaxnreg acts on whole warpgroups.
     if warpgroup_idx == CONSUMERS:
         cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)  # copies need few; the consumers take the rest
         # Two warps, so that no copy of K waits for a stage of V.
         if warp_idx == Q_K_PRODUCER_WARP:
-            load_q_and_k(tma_Q, tma_K, mQ, mK, sQ, sK, q_ring, k_ring, tail)
+            load_q_and_k(tma_Q, tma_K, mQ, mK, sQ, sK, q_ring, k_ring, schedule)
         if warp_idx == V_PRODUCER_WARP:
-            load_v(tma_V, mQ, mK, mVt, sVt, v_ring, tail)
+            load_v(tma_V, mVt, sVt, v_ring, schedule)
     else:
         cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)  # sleeps until the producers have given them back
-        consume(tma_O, mQ, mK, mO, mLSE, flags, parts, sQ, sK, sVt, sO, q_ring, k_ring, v_ring, scale_log2, tail)
+        smem, rings = (sQ, sK, sVt), (q_ring, k_ring, v_ring)
+        consume(smem, rings, mO, mLSE, tma_O, sO, flags, parts, scale_log2, schedule)
+
+
+# ======================================================================================================================
+# Work
+# ======================================================================================================================
+
+
+@dataclass(frozen=True)
+class Work:
+    """A tile of queries, and its tiles of keys n_begin to n_end - 1, which are visited last one first."""
+
+    valid: cutlass.Boolean  # False: nothing is left
+    number: cutlass.Int32  # of pieces of work that this CTA has had before
+    m_block: cutlass.Int32
+    head: cutlass.Int32
+    head_kv: cutlass.Int32
+    batch: cutlass.Int32
+    n_begin: cutlass.Int32
+    n_end: cutlass.Int32
+    seq_k: cutlass.Int32
+
+
+@cute.jit
+def first_work(schedule) -> Work:
+    """The tile with this CTA's number, or its share of the last wave."""
+    return piece_of_work(cutlass.Int32(0), schedule)
+
+
+@cute.jit
+def next_work(work: Work, schedule) -> Work:
+    """The next of this CTA's tiles, or of the pieces of its share of the last wave."""
+    return piece_of_work(work.number + 1, schedule)
+
+
+@cute.jit
+def piece_of_work(number, schedule) -> Work:
+    """What this CTA gets after `number` others: whole tiles of queries, then tiles of keys of the last wave's."""
+    mQ, mK, (num_whole, tail_steps, share) = schedule
+    num_ctas, _, _ = cute.arch.grid_dim()
+    cta, _, _ = cute.arch.block_idx()
+    seq_k = mK.shape[0]
+    n_blocks = cute.ceil_div(seq_k, TILE_N)
+    tile, n_begin, n_end = cta + number * num_ctas, cutlass.Int32(0), n_blocks
+    if tile >= num_whole:  # its share of the last wave (Stream-K, arXiv 2301.03598)
+        # Walk the share backwards: give away the tile that the next CTA completes before waiting for the part that
+        # the CTA before this one gives. So no two CTAs wait for each other, and all wait for lower numbers only.
+        first, end = cutlass.min(cta * share, tail_steps), cutlass.min(cta * share + share, tail_steps)
+        place = cute.ceil_div(end, n_blocks) - 1 - (number - num_whole // num_ctas)
+        tile = num_whole + place
+        n_end = cutlass.min(end - place * n_blocks, n_blocks)
+        n_begin = cutlass.min(cutlass.max(first - place * n_blocks, 0), n_end)
+    m_block, head, head_kv, batch = tile_coordinates(tile, mQ, mK)
+    return Work(
+        valid=n_begin < n_end,
+        number=number,
+        m_block=m_block,
+        head=head,
+        head_kv=head_kv,
+        batch=batch,
+        n_begin=n_begin,
+        n_end=n_end,
+        seq_k=seq_k,
+    )
 
 
 @cute.jit
@@ -216,25 +284,9 @@ def tile_coordinates(tile: cutlass.Int32, mQ: cute.Tensor, mK: cute.Tensor):
 
 
 @cute.jit
-def piece_of_work(piece: cutlass.Int32, seq_k: cutlass.Int32, tail):
-    """What this CTA computes next: (tile, n_begin, n_end), of a tile of queries the tiles of keys n_begin to n_end - 1.
-
-    The piece after the last one is empty. Also returns the number of the next piece.
-    """
-    num_whole, tail_steps, share = tail
-    num_ctas, _, _ = cute.arch.grid_dim()
-    cta, _, _ = cute.arch.block_idx()
-    n_blocks = cute.ceil_div(seq_k, TILE_N)
-    tile, n_begin, n_end = cta + piece * num_ctas, cutlass.Int32(0), n_blocks
-    if tile >= num_whole:  # its share of the last wave (Stream-K, arXiv 2301.03598)
-        # A share's last tile comes first, the one that the CTA before this one has begun, last: to go on with it a CTA
-        # waits for one that started earlier and gives its part before it waits itself.
-        first, end = cutlass.min(cta * share, tail_steps), cutlass.min(cta * share + share, tail_steps)
-        place = cute.ceil_div(end, n_blocks) - 1 - (piece - num_whole // num_ctas)
-        tile = num_whole + place
-        n_end = cutlass.min(end - place * n_blocks, n_blocks)
-        n_begin = cutlass.min(cutlass.max(first - place * n_blocks, 0), n_end)
-    return tile, n_begin, n_end, piece + 1
+def kv_range(seq_k: cutlass.Int32):
+    """Tiles of keys to visit: (n_block_end, n_full_end); from n_full_end on, a tile reaches past the last key."""
+    return cute.ceil_div(seq_k, TILE_N), seq_k // TILE_N
 
 
 # ======================================================================================================================
@@ -262,43 +314,41 @@ def partition_tma(tma: cute.CopyAtom, sX: cute.Tensor, gX: cute.Tensor):
 
 
 @cute.jit
-def load_q_and_k(tma_Q, tma_K, mQ, mK, sQ, sK, q_ring, k_ring, tail):
-    """The first producer warp: Q of each piece of work, then K of its tiles of keys, the last one first."""
+def load_q_and_k(tma_Q, tma_K, mQ, mK, sQ, sK, q_ring, k_ring, schedule):
+    """The first producer warp: Q of each tile of queries, then K of its tiles of keys, the last one first."""
     q_fill = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, Q_STAGES)
     k_fill = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, KV_STAGES)
-    tile, n_begin, n_end, piece = piece_of_work(cutlass.Int32(0), mK.shape[0], tail)
-    while n_begin < n_end:
-        m_block, head, head_kv, batch = tile_coordinates(tile, mQ, mK)
-        gQ = cute.local_tile(mQ[None, None, head, batch], (TILE_M, HEAD_DIM), (m_block, 0))  # (TILE_M, HEAD_DIM)
-        gK = cute.local_tile(mK[None, None, head_kv, batch], (TILE_N, HEAD_DIM), (None, 0))  # (.., HEAD_DIM, blocks)
+    work = first_work(schedule)
+    while work.valid:
+        gQ = cute.local_tile(mQ[None, None, work.head, work.batch], (TILE_M, HEAD_DIM), (work.m_block, 0))
+        gK = cute.local_tile(mK[None, None, work.head_kv, work.batch], (TILE_N, HEAD_DIM), (None, 0))
         tQsQ, tQgQ = partition_tma(tma_Q, sQ, gQ)  # (TMA, Q_STAGES), (TMA)
-        tKsK, tKgK = partition_tma(tma_K, sK, gK)  # (TMA, KV_STAGES), (TMA, blocks)
+        tKsK, tKgK = partition_tma(tma_K, sK, gK)  # (TMA, KV_STAGES), (TMA, n_blocks)
         q_ring.producer_acquire(q_fill)  # the stage is empty; its barrier now expects the bytes
         cute.copy(tma_Q, tQgQ, tQsQ[None, q_fill.index], tma_bar_ptr=q_ring.producer_get_barrier(q_fill))
         q_fill.advance()
-        for n_block in cutlass.range(n_end - 1, n_begin - 1, -1, unroll=1):
+        for n_block in cutlass.range(work.n_end - 1, work.n_begin - 1, -1, unroll=1):
             k_ring.producer_acquire(k_fill)
             full = k_ring.producer_get_barrier(k_fill)
             cute.copy(tma_K, tKgK[None, n_block], tKsK[None, k_fill.index], tma_bar_ptr=full)
             k_fill.advance()
-        tile, n_begin, n_end, piece = piece_of_work(piece, mK.shape[0], tail)
+        work = next_work(work, schedule)
 
 
 @cute.jit
-def load_v(tma_V, mQ, mK, mVt, sVt, v_ring, tail):
+def load_v(tma_V, mVt, sVt, v_ring, schedule):
     """The second producer warp: V of the same tiles of keys in the same order."""
     v_fill = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, KV_STAGES)
-    tile, n_begin, n_end, piece = piece_of_work(cutlass.Int32(0), mK.shape[0], tail)
-    while n_begin < n_end:
-        _, _, head_kv, batch = tile_coordinates(tile, mQ, mK)
-        gVt = cute.local_tile(mVt[None, None, head_kv, batch], (HEAD_DIM, TILE_N), (0, None))  # (.., TILE_N, blocks)
-        tVsV, tVgV = partition_tma(tma_V, sVt, gVt)  # (TMA, KV_STAGES), (TMA, blocks)
-        for n_block in cutlass.range(n_end - 1, n_begin - 1, -1, unroll=1):
+    work = first_work(schedule)
+    while work.valid:
+        gVt = cute.local_tile(mVt[None, None, work.head_kv, work.batch], (HEAD_DIM, TILE_N), (0, None))
+        tVsV, tVgV = partition_tma(tma_V, sVt, gVt)  # (TMA, KV_STAGES), (TMA, n_blocks)
+        for n_block in cutlass.range(work.n_end - 1, work.n_begin - 1, -1, unroll=1):
             v_ring.producer_acquire(v_fill)
             full = v_ring.producer_get_barrier(v_fill)
             cute.copy(tma_V, tVgV[None, n_block], tVsV[None, v_fill.index], tma_bar_ptr=full)
             v_fill.advance()
-        tile, n_begin, n_end, piece = piece_of_work(piece, mK.shape[0], tail)
+        work = next_work(work, schedule)
 
 
 # ======================================================================================================================
@@ -307,91 +357,72 @@ def load_v(tma_V, mQ, mK, mVt, sVt, v_ring, tail):
 
 
 @cute.jit
-def consume(tma_O, mQ, mK, mO, mLSE, flags, parts, sQ, sK, sVt, sO, q_ring, k_ring, v_ring, scale_log2, tail):
-    """One consumer warpgroup: WGMMA_M rows of O of every tile of queries, and for each its tiles of keys, last first.
+def consume(smem, rings, mO, mLSE, tma_O, sO, flags, parts, scale_log2, schedule):
+    """One consumer warpgroup: WGMMA_M rows of O of each tile of queries, over its tiles of keys, the last one first.
 
     S = Q K^T of a tile of keys is issued with O += P V of the one before, which runs on during the softmax.
     The first S of a tile of queries is issued with the last P V of the one before: the tensor core works through the
     epilogue.
     """
-    qk_mma, pv_mma = make_products()
     tidx, _, _ = cute.arch.thread_idx()
     consumer = cute.arch.make_warp_uniform(tidx // WARPGROUP_THREADS)
-    wg_qk = qk_mma.get_slice(consumer * WARPGROUP_THREADS)
-    wg_pv = pv_mma.get_slice(consumer * WARPGROUP_THREADS)
-    tSrQs = qk_mma.make_fragment_A(wg_qk.partition_A(sQ))  # (MMA, MMA_M, MMA_K, Q_STAGES)
-    tSrK = qk_mma.make_fragment_B(wg_qk.partition_B(sK))  # (MMA, MMA_N, MMA_K, KV_STAGES)
-    tOrV = pv_mma.make_fragment_B(wg_pv.partition_B(sVt))  # (MMA, MMA_N, MMA_K, KV_STAGES)
-    # The accumulators, and P in the order of S: (MMA, MMA_M, MMA_N).
-    acc_S = cute.make_rmem_tensor(qk_mma.partition_shape_C((TILE_M, TILE_N)), cutlass.Float32)
-    acc_O = cute.make_rmem_tensor(pv_mma.partition_shape_C((TILE_M, HEAD_DIM)), cutlass.Float32)
-    rP = cute.make_fragment_like(acc_S, DTYPE)
-    tOrP = as_operand_a(rP)  # (MMA, MMA_M, MMA_K)
+    q_ring, k_ring, v_ring = rings
+    qk_mma, pv_mma = products = make_products()
+    operands, accumulators, rP = partition_operands(smem, products, consumer)
+    (tSrQ, tSrK, tOrP, tOrV), (acc_S, acc_O) = operands, accumulators
     row_max, row_sum, rescale = (cute.make_rmem_tensor(2, cutlass.Float32) for _ in range(3))  # of a thread's two rows
+    rows = row_max, row_sum, rescale
     q_drain = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, Q_STAGES)
     k_drain = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, KV_STAGES)  # one tile ahead of V
     v_drain = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, KV_STAGES)
-    seq_k = mK.shape[0]
-    cta, _, _ = cute.arch.block_idx()
     if consumer == CONSUMERS - 1:
         pass_turn(consumer)  # the first turn is consumer 0's
-    # The very first S, of which each later tile of queries finds its own waiting.
+    # The very first S; each later tile of queries finds its own waiting.
     q_ring.consumer_wait(q_drain)  # Q has landed
-    k_ring.consumer_wait(k_drain)  # K has landed
-    wait_turn(consumer)  # the warpgroup before this one has issued its product
-    qk_product(qk_mma, tSrQs[None, None, None, q_drain.index], tSrK[None, None, None, k_drain.index], acc_S)
-    pass_turn(consumer)  # the next warpgroup's product queues up behind this one
-    warpgroup.wait_group(0)  # the softmax reads S now: no group stays in flight
-    k_ring.consumer_release(k_drain)  # this warp has read K
+    multiply_first(products, operands, accumulators, k_ring, q_drain, k_drain, consumer)
     k_drain.advance()
-    tile, n_begin, n_end, piece = piece_of_work(cutlass.Int32(0), seq_k, tail)
-    while n_begin < n_end:
-        m_block, head, _, batch = tile_coordinates(tile, mQ, mK)
-        m_start = m_block * TILE_M
+    work = first_work(schedule)
+    while work.valid:
         acc_O.fill(0.0)
         row_max.fill(LOWEST)
         row_sum.fill(0.0)
-        tSrQ = tSrQs[None, None, None, q_drain.index]  # (MMA, MMA_M, MMA_K)
-        mask_scores(acc_S, qk_mma, (n_end - 1) * TILE_N, seq_k)  # only the last tile may reach past the last key
+        mask_scores(acc_S, qk_mma, (work.n_end - 1) * TILE_N, work.seq_k)  # only the last tile may reach past the end
         softmax_step(acc_S, row_max, row_sum, rescale, scale_log2)
         round_p(acc_S, rP)
-        for _ in cutlass.range(n_end - n_begin - 1, unroll=1):
-            multiply(qk_mma, pv_mma, tSrQ, tSrK, tOrP, tOrV, acc_S, acc_O, k_ring, v_ring, k_drain, v_drain, consumer)
-            finish_step(acc_S, acc_O, rP, row_max, row_sum, rescale, scale_log2, v_ring, v_drain)
+        for _ in cutlass.range(work.n_end - work.n_begin - 1, unroll=1):
+            multiply(products, operands, accumulators, k_ring, v_ring, q_drain, k_drain, v_drain, consumer)
+            finish_step(accumulators, rP, rows, scale_log2, v_ring, v_drain)
             k_drain.advance()
             v_drain.advance()
         q_ring.consumer_release(q_drain)  # this warp has read Q
         q_drain.advance()
-        begins, ends = n_begin == 0, n_end * TILE_N >= seq_k  # or the CTA before has keys of this tile, or the next one
-        tile, n_begin, n_end, piece = piece_of_work(piece, seq_k, tail)
-        # The tile of keys visited last: its P V runs beside the first S of the next tile of queries.
+        upcoming = next_work(work, schedule)
+        # The last P V of this tile of queries.
         v_ring.consumer_wait(v_drain)  # V has landed
-        more = n_begin < n_end
-        if more:
+        if upcoming.valid:
             q_ring.consumer_wait(q_drain)  # the next Q has landed
             k_ring.consumer_wait(k_drain)  # and its first K
         wait_turn(consumer)
         pv_product(pv_mma, tOrP, tOrV[None, None, None, v_drain.index], acc_O)
-        # After the last tile it runs once more, on what stages 0 hold, for nobody: a branch around it would make ptxas
-        # wait for every product alone.
-        q_stage = q_drain.index if more else 0
-        k_stage = k_drain.index if more else 0
-        qk_product(qk_mma, tSrQs[None, None, None, q_stage], tSrK[None, None, None, k_stage], acc_S)
+        # Beside it the first S of the next one. After the last tile of queries it is issued on stale data and discarded:
+        # around a branch ptxas would wait for every product alone.
+        q_stage = q_drain.index if upcoming.valid else 0
+        k_stage = k_drain.index if upcoming.valid else 0
+        qk_product(qk_mma, tSrQ[None, None, None, q_stage], tSrK[None, None, None, k_stage], acc_S)
         pass_turn(consumer)
         warpgroup.wait_group(1)  # O is complete; the next S, the younger group, stays in flight
         v_ring.consumer_release(v_drain)  # this warp has read V
         v_drain.advance()
-        if not begins:
-            add_part(flags, parts, acc_O, row_max, row_sum, scale_log2, cta)
-        if not ends:
-            give_part(flags, parts, acc_O, row_max, row_sum, cta)
+        if work.n_begin > 0:  # the CTA before this one has begun the tile
+            add_part(flags, parts, acc_O, row_max, row_sum, scale_log2)
+        if work.n_end * TILE_N < work.seq_k:  # the next CTA goes on with it
+            give_part(flags, parts, acc_O, row_max, row_sum)
         else:
-            normalize_rows(acc_O, row_sum)
-            store_lse(mLSE[None, head, batch], row_max, row_sum, qk_mma, scale_log2, m_start)
-            store_output(tma_O, sO, mO[None, None, head, batch], acc_O, pv_mma, tidx, m_block)
+            store_tile(mO, mLSE, tma_O, sO, work, acc_O, row_max, row_sum, scale_log2)
         warpgroup.wait_group(0)  # the next softmax reads S: no group stays in flight
-        k_ring.consumer_release(k_drain)  # this warp has read K
+        k_ring.consumer_release(k_drain)  # this warp has read K; after the last tile of queries nobody waits for that
         k_drain.advance()
+        work = upcoming
     if consumer == 0:
         wait_turn(consumer)  # no arrival is left in the barrier
     cute.arch.cp_async_bulk_wait_group(0, read=True)  # shared memory must outlive the stores' reads
@@ -408,11 +439,40 @@ def make_products():
 
 
 @cute.jit
-def multiply(qk_mma, pv_mma, tSrQ, tSrK, tOrP, tOrV, acc_S, acc_O, k_ring, v_ring, k_drain, v_drain, consumer):
+def partition_operands(smem, products, consumer):
+    """What this warpgroup multiplies: Q, K and V in shared memory, as descriptors, and P, S and O in its registers."""
+    (sQ, sK, sVt), (qk_mma, pv_mma) = smem, products
+    wg_qk = qk_mma.get_slice(consumer * WARPGROUP_THREADS)
+    wg_pv = pv_mma.get_slice(consumer * WARPGROUP_THREADS)
+    tSrQ = qk_mma.make_fragment_A(wg_qk.partition_A(sQ))  # (MMA, MMA_M, MMA_K, Q_STAGES)
+    tSrK = qk_mma.make_fragment_B(wg_qk.partition_B(sK))  # (MMA, MMA_N, MMA_K, KV_STAGES)
+    tOrV = pv_mma.make_fragment_B(wg_pv.partition_B(sVt))  # (MMA, MMA_N, MMA_K, KV_STAGES)
+    # The accumulators, and P in the order of S: (MMA, MMA_M, MMA_N).
+    acc_S = cute.make_rmem_tensor(qk_mma.partition_shape_C((TILE_M, TILE_N)), cutlass.Float32)
+    acc_O = cute.make_rmem_tensor(pv_mma.partition_shape_C((TILE_M, HEAD_DIM)), cutlass.Float32)
+    rP = cute.make_fragment_like(acc_S, DTYPE)
+    return (tSrQ, tSrK, as_operand_a(rP), tOrV), (acc_S, acc_O), rP
+
+
+@cute.jit
+def multiply_first(products, operands, accumulators, k_ring, q_drain, k_drain, consumer):
+    """S = Q K^T of the tile of keys visited first, with nothing beside it."""
+    (qk_mma, _), (tSrQ, tSrK, _, _), (acc_S, _) = products, operands, accumulators
+    k_ring.consumer_wait(k_drain)  # K has landed
+    wait_turn(consumer)  # the warpgroup before this one has issued its product
+    qk_product(qk_mma, tSrQ[None, None, None, q_drain.index], tSrK[None, None, None, k_drain.index], acc_S)
+    pass_turn(consumer)  # the next warpgroup's product queues up behind this one
+    warpgroup.wait_group(0)  # the softmax reads S now: no group stays in flight
+    k_ring.consumer_release(k_drain)  # this warp has read K
+
+
+@cute.jit
+def multiply(products, operands, accumulators, k_ring, v_ring, q_drain, k_drain, v_drain, consumer):
     """Issue S = Q K^T of this tile of keys and O += P V of the one before; return with S, while O += P V runs on."""
+    (qk_mma, pv_mma), (tSrQ, tSrK, tOrP, tOrV), (acc_S, acc_O) = products, operands, accumulators
     k_ring.consumer_wait(k_drain)  # K of this tile has landed
     wait_turn(consumer)  # the warpgroup before this one has its S
-    qk_product(qk_mma, tSrQ, tSrK[None, None, None, k_drain.index], acc_S)
+    qk_product(qk_mma, tSrQ[None, None, None, q_drain.index], tSrK[None, None, None, k_drain.index], acc_S)
     v_ring.consumer_wait(v_drain)  # V of the tile before has landed
     pv_product(pv_mma, tOrP, tOrV[None, None, None, v_drain.index], acc_O)
     warpgroup.wait_group(1)  # the softmax reads S now; O += P V, the younger group, stays in flight
@@ -421,8 +481,9 @@ def multiply(qk_mma, pv_mma, tSrQ, tSrK, tOrP, tOrV, acc_S, acc_O, k_ring, v_rin
 
 
 @cute.jit
-def finish_step(acc_S, acc_O, rP, row_max, row_sum, rescale, scale_log2, v_ring, v_drain):
-    """P of this tile of keys, while the tensor core adds P V of the one before; then O is brought along."""
+def finish_step(accumulators, rP, rows, scale_log2, v_ring, v_drain):
+    """P of this tile of keys, while the tensor core adds P V of the one before; then rescale O and round P."""
+    (acc_S, acc_O), (row_max, row_sum, rescale) = accumulators, rows
     softmax_step(acc_S, row_max, row_sum, rescale, scale_log2)
     warpgroup.wait_group(0)  # O is rescaled and P overwritten next: no group stays in flight
     v_ring.consumer_release(v_drain)  # this warp has read V
@@ -447,7 +508,7 @@ def pass_turn(consumer: cutlass.Int32):
 
 
 # ======================================================================================================================
-# S = Q K^T
+# Division of work
 # ======================================================================================================================
 
 
@@ -461,8 +522,13 @@ def by_rows(acc: cute.Tensor) -> cute.Tensor:
 
 @cute.jit
 def score_coordinates(qk_mma: cute.TiledMma, tidx: cutlass.Int32) -> cute.Tensor:
-    """(row, column) in the tile of each of a thread's scores: (2 rows, TILE_N/4 columns); constants if tidx is one."""
+    """(row, column) in the tile of each score of a thread, (2, TILE_N / 4); compile-time constants if tidx is one."""
     return by_rows(qk_mma.get_slice(tidx).partition_C(cute.make_identity_tensor((TILE_M, TILE_N))))
+
+
+# ======================================================================================================================
+# S = Q K^T
+# ======================================================================================================================
 
 
 @cute.jit
@@ -475,6 +541,11 @@ def qk_product(qk_mma: cute.TiledMma, tSrQ: cute.Tensor, tSrK: cute.Tensor, acc_
         cute.gemm(mma, acc_S, tSrQ[None, None, k], tSrK[None, None, k], acc_S)  # S = Q K^T
         mma.set(warpgroup.Field.ACCUMULATE, True)
     warpgroup.commit_group()
+
+
+# ======================================================================================================================
+# Mask
+# ======================================================================================================================
 
 
 @cute.jit
@@ -521,11 +592,16 @@ def softmax_step(acc_S, row_max, row_sum, rescale, scale_log2):
             p = cute.math.exp2(acc_S_rows[r, c] * scale_log2 - shift, fastmath=True)
             acc_S_rows[r, c] = p
             total += p
-            # ptxas would move the wait for P V up to where it likes; over a branch, never taken, it moves nothing.
             if cutlass.const_expr((r, c) == (0, EXP_BEFORE_WAIT - 1)):
-                if cute.arch.vote_any_sync(total < 0.0):
-                    cute.arch.sync_warp()
+                hold_back_wait(total)
         row_sum[r] = total  # of this thread's columns; the quad adds up once, after the loop
+
+
+@cute.jit
+def hold_back_wait(total: cutlass.Float32):
+    """Keep the wait for P V behind this point: ptxas hoists none across a branch, which is never taken here."""
+    if cute.arch.vote_any_sync(total < 0.0):  # sums of exponentials are not negative
+        cute.arch.sync_warp()
 
 
 @cute.jit
@@ -593,6 +669,15 @@ def pv_product(pv_mma: cute.TiledMma, tOrP: cute.Tensor, tOrV: cute.Tensor, acc_
 
 
 @cute.jit
+def store_tile(mO, mLSE, tma_O, sO, work, acc_O, row_max, row_sum, scale_log2):
+    """Divide O by the sums of exponentials and write O and LSE: this tile of queries is done."""
+    normalize_rows(acc_O, row_sum)
+    store_lse(mLSE[None, work.head, work.batch], row_max, row_sum, scale_log2, work.m_block * TILE_M)
+    gO = mO[None, None, work.head, work.batch]  # (seq_q, HEAD_DIM)
+    store_output(tma_O, sO, gO, acc_O, work.m_block)
+
+
+@cute.jit
 def normalize_rows(acc_O: cute.Tensor, row_sum: cute.Tensor):
     """Divide each row of O by the sum of its exponentials; rows that saw no key stay zero."""
     acc_O_rows = by_rows(acc_O)  # (2, HEAD_DIM / 4)
@@ -604,37 +689,38 @@ def normalize_rows(acc_O: cute.Tensor, row_sum: cute.Tensor):
 
 
 @cute.jit
-def store_lse(gLSE, row_max, row_sum, qk_mma, scale_log2, m_start):
+def store_lse(gLSE, row_max, row_sum, scale_log2, m_start):
     """LSE = scale max + ln(sum), -inf for a row that saw no key; gLSE: (seq_q,), or (0,) when nobody asked for it."""
     tidx, _, _ = cute.arch.thread_idx()
-    tScS_rows = score_coordinates(qk_mma, tidx)  # (2, TILE_N / 4)
+    first_row = m_start + tidx // 32 * (WGMMA_M // 4) + tidx % 32 // 4  # a thread's other row is 8 below
     for r in cutlass.range_constexpr(2):
-        row = m_start + tScS_rows[r, 0][0]
-        # One thread of the four that share a row: the one with its first column.
-        if tScS_rows[r, 0][1] == 0 and row < cute.size(gLSE):
+        row = first_row + 8 * r
+        if tidx % 4 == 0 and row < cute.size(gLSE):  # one thread of the four that share a row
             gLSE[row] = (row_max[r] * scale_log2 + cute.math.log2(row_sum[r], fastmath=True)) * LN_2
 
 
 @cute.jit
-def store_output(tma_O, sO, mO, acc_O, pv_mma, tidx, m_block):
+def store_output(tma_O, sO, gO, acc_O, m_block):
     """Round O to 16 bits; each warp gathers its rows in its slice of sO and has the TMA unit write the valid ones.
 
-    sO: (WARP_ROWS, HEAD_DIM, CONSUMER_WARPS), mO: (seq_q, HEAD_DIM).
+    sO: (WARP_ROWS, HEAD_DIM, CONSUMER_WARPS), gO: (seq_q, HEAD_DIM).
     """
+    tidx, _, _ = cute.arch.thread_idx()
     warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
     rO = cute.make_fragment_like(acc_O, DTYPE)
     rO.store(acc_O.load().to(DTYPE))
     # The slices one below the other are the tile: ((WARP_ROWS, CONSUMER_WARPS), HEAD_DIM).
     sO_tile = cute.make_tensor(sO.iterator, cute.group_modes(cute.select(sO.layout, mode=[0, 2, 1]), 0, 2))
     stmatrix = cute.make_copy_atom(warp.StMatrix8x8x16bOp(num_matrices=4), DTYPE)
+    _, pv_mma = make_products()
     copy_O = cute.make_tiled_copy_C(stmatrix, pv_mma).get_slice(tidx)
     cute.arch.cp_async_bulk_wait_group(0, read=True)  # the store of the tile before has read the slice
     cute.arch.sync_warp()  # a lane waits for its own copies only
     cute.copy(copy_O, copy_O.retile(rO), copy_O.partition_D(sO_tile))
     cute.arch.fence_proxy("async.shared", space="cta")  # stmatrix wrote; TMA reads through the async proxy
     cute.arch.sync_warp()  # the slice is complete
-    gO = cute.local_tile(mO, (WARP_ROWS, HEAD_DIM), (m_block * CONSUMER_WARPS + warp_idx, 0))  # (WARP_ROWS, HEAD_DIM)
-    tOsO, tOgO = partition_tma(tma_O, sO, gO)  # (TMA, CONSUMER_WARPS), (TMA)
+    gO_rows = cute.local_tile(gO, (WARP_ROWS, HEAD_DIM), (m_block * CONSUMER_WARPS + warp_idx, 0))
+    tOsO, tOgO = partition_tma(tma_O, sO, gO_rows)  # (TMA, CONSUMER_WARPS), (TMA)
     cute.copy(tma_O, tOsO[None, warp_idx], tOgO)
     cute.arch.cp_async_bulk_commit_group()
 
@@ -647,8 +733,9 @@ def part_of_thread(flags, parts, cta: cutlass.Int32):
 
 
 @cute.jit
-def give_part(flags, parts, acc_O, row_max, row_sum, cta):
+def give_part(flags, parts, acc_O, row_max, row_sum):
     """Leave O, not yet divided, to the next CTA, which goes on with this tile."""
+    cta, _, _ = cute.arch.block_idx()
     gPart, flag = part_of_thread(flags, parts, cta)
     acc_O_vectors = cute.make_tensor(acc_O.iterator, cute.make_layout((VECTOR, PART_VECTORS - 1)))
     for i in cutlass.range_constexpr(PART_VECTORS - 1):
@@ -661,8 +748,9 @@ def give_part(flags, parts, acc_O, row_max, row_sum, cta):
 
 
 @cute.jit
-def add_part(flags, parts, acc_O, row_max, row_sum, scale_log2, cta):
+def add_part(flags, parts, acc_O, row_max, row_sum, scale_log2):
     """Add what the CTA before this one has of O, both brought to the larger maximum."""
+    cta, _, _ = cute.arch.block_idx()
     gPart, flag = part_of_thread(flags, parts, cta - 1)
     while cute.arch.load(flag, cutlass.Int32, sem="acquire", scope="gpu") == 0:
         pass

@@ -292,8 +292,8 @@ def attention_kernel(
             fill.advance()
 
     normalize_rows(acc_O, row_sum)
-    store_lse(mLSE[None, head, batch], row_max, row_sum, qk_mma, scale_log2, m_start)
-    store_output(tma_O, sQ, gO, acc_O, pv_mma, tidx)
+    store_lse(mLSE[None, head, batch], row_max, row_sum, scale_log2, m_start)
+    store_output(tma_O, sQ, gO, acc_O, pv_mma)
 
 
 @cute.jit
@@ -367,7 +367,7 @@ def by_rows(acc: cute.Tensor) -> cute.Tensor:
 
 @cute.jit
 def score_coordinates(qk_mma: cute.TiledMma, tidx: cutlass.Int32) -> cute.Tensor:
-    """(row, column) in the tile of each of a thread's scores: (2 rows, TILE_N/4 columns); constants if tidx is one."""
+    """(row, column) in the tile of each score of a thread, (2, TILE_N / 4); compile-time constants if tidx is one."""
     return by_rows(qk_mma.get_slice(tidx).partition_C(cute.make_identity_tensor((TILE_M, TILE_N))))
 
 
@@ -493,34 +493,20 @@ def normalize_rows(acc_O: cute.Tensor, row_sum: cute.Tensor):
 
 
 @cute.jit
-def store_lse(
-    gLSE: cute.Tensor,
-    row_max: cute.Tensor,
-    row_sum: cute.Tensor,
-    qk_mma: cute.TiledMma,
-    scale_log2: cutlass.Float32,
-    m_start: cutlass.Int32,
-):
+def store_lse(gLSE, row_max, row_sum, scale_log2, m_start):
     """LSE = scale max + ln(sum), -inf for a row that saw no key; gLSE: (seq_q,), or (0,) when nobody asked for it."""
     tidx, _, _ = cute.arch.thread_idx()
-    tScS_rows = score_coordinates(qk_mma, tidx)  # (2, TILE_N / 4)
+    first_row = m_start + tidx // 32 * (WGMMA_M // 4) + tidx % 32 // 4  # a thread's other row is 8 below
     for r in cutlass.range_constexpr(2):
-        row = m_start + tScS_rows[r, 0][0]
-        # One thread of the four that share a row: the one with its first column.
-        if tScS_rows[r, 0][1] == 0 and row < cute.size(gLSE):
+        row = first_row + 8 * r
+        if tidx % 4 == 0 and row < cute.size(gLSE):  # one thread of the four that share a row
             gLSE[row] = (row_max[r] * scale_log2 + cute.math.log2(row_sum[r], fastmath=True)) * LN_2
 
 
 @cute.jit
-def store_output(
-    tma_O: cute.CopyAtom,
-    sO: cute.Tensor,
-    gO: cute.Tensor,
-    acc_O: cute.Tensor,
-    pv_mma: cute.TiledMma,
-    tidx: cutlass.Int32,
-):
+def store_output(tma_O, sO, gO, acc_O, pv_mma):
     """Round O to 16 bits, gather the tile in shared memory, where Q was, and let the TMA unit write its valid rows."""
+    tidx, _, _ = cute.arch.thread_idx()
     rO = cute.make_fragment_like(acc_O, DTYPE)
     rO.store(acc_O.load().to(DTYPE))
     stmatrix = cute.make_copy_atom(warp.StMatrix8x8x16bOp(num_matrices=4), DTYPE)

@@ -287,7 +287,7 @@ def attention_kernel(
             fill.advance()
 
     normalize_rows(acc_O, row_sum)
-    store_output(tma_O, sQ, gO, acc_O, pv_mma, tidx)
+    store_output(tma_O, sQ, gO, acc_O, pv_mma)
 
 
 @cute.jit
@@ -368,7 +368,7 @@ def by_rows(acc: cute.Tensor) -> cute.Tensor:
 
 @cute.jit
 def score_coordinates(qk_mma: cute.TiledMma, tidx: cutlass.Int32) -> cute.Tensor:
-    """(row, column) in the tile of each of a thread's scores: (2 rows, TILE_N/4 columns); constants if tidx is one."""
+    """(row, column) in the tile of each score of a thread, (2, TILE_N / 4); compile-time constants if tidx is one."""
     return by_rows(qk_mma.get_slice(tidx).partition_C(cute.make_identity_tensor((TILE_M, TILE_N))))
 
 
@@ -503,15 +503,9 @@ def normalize_rows(acc_O: cute.Tensor, row_sum: cute.Tensor):
 
 
 @cute.jit
-def store_output(
-    tma_O: cute.CopyAtom,
-    sO: cute.Tensor,
-    gO: cute.Tensor,
-    acc_O: cute.Tensor,
-    pv_mma: cute.TiledMma,
-    tidx: cutlass.Int32,
-):
+def store_output(tma_O, sO, gO, acc_O, pv_mma):
     """Round O to 16 bits, gather the tile in shared memory, where Q was, and let the TMA unit write its valid rows."""
+    tidx, _, _ = cute.arch.thread_idx()
     rO = cute.make_fragment_like(acc_O, DTYPE)
     rO.store(acc_O.load().to(DTYPE))
     stmatrix = cute.make_copy_atom(warp.StMatrix8x8x16bOp(num_matrices=4), DTYPE)

@@ -22,17 +22,15 @@ Decisions
 
 Threads
     384 threads, 12 warps, launched with 168 registers each; setmaxnreg moves them: 24 + 2 x 240 = 504 of 3 x 168 = 504
-    producer: 1 warpgroup, 24 registers; warp 8, its first, issues the TMA copies
+    producer: 1 warpgroup, 24 registers; warp 8 copies Q and K, warp 9 copies V (TMA)
     consumers: 2 warpgroups, 240 registers; 64 query rows each
         about 184 registers each: O 64, S 64, P 32, other 24
 
 Barriers
-    name     stages  producer -> consumer  a phase completes with
-    q_full   1       TMA -> 8 warps        32768 bytes
-    k_full   2       TMA -> 8 warps        32768 bytes
-    k_empty  2       8 warps -> warp 8     8 arrivals
-    v_full   2       TMA -> 8 warps        32768 bytes
-    v_empty  2       8 warps -> warp 8     8 arrivals
+    ring  stages  producer -> consumers        full with    empty with
+    q     1       TMA, from warp 8 -> 8 warps  32768 bytes  8 arrivals
+    k     2       TMA, from warp 8 -> 8 warps  32768 bytes  8 arrivals
+    v     2       TMA, from warp 9 -> 8 warps  32768 bytes  8 arrivals
 
 Named barriers
     number  name            threads  who -> whom, and what for
@@ -43,28 +41,27 @@ Shared memory
          0   32768  sQ        128 x 128 x 2: Q
      32768   65536  sK        2 stages x 128 x 128 x 2: K
      98304   65536  sV        2 stages x 128 x 128 x 2: V
-    163840      72  barriers  9 mbarriers
+    163840      80  barriers  10 mbarriers
             164864  total     of 232448 per CTA
 
 Steady state, one tile of keys
-    1   producer  wait k_empty    the stage of K is free
-    2   producer  load K          TMA
-    3   producer  wait v_empty    the stage of V is free
-    4   producer  load V          TMA
-    5   consumer  wait k_full     K has landed
-    6   consumer  S = Q K^T       wgmma
-    7   consumer  wait v_full     V of the tile before has landed
-    8   consumer  O += P V        wgmma, of the tile before
-    9   consumer  wait_group 1    S is there; P V goes on
-    10  consumer  arrive k_empty  K's stage is free
-    11  consumer  softmax         P = 2^(S - max) and sums
-    12  consumer  wait_group 0    O is there
-    13  consumer  arrive v_empty  V's stage is free
-    14  consumer  rescale         O to the new maximum; P is rounded
+    1   producers  wait k_empty, load K  by TMA, when the stage of K is free
+    2   producers  wait v_empty, load V  by TMA, when the stage of V is free
+    3   consumer   wait k_full           K has landed
+    4   consumer   S = Q K^T             wgmma
+    5   consumer   wait v_full           V of the tile before has landed
+    6   consumer   O += P V              wgmma, of the tile before
+    7   consumer   wait_group 1          S is there; P V goes on
+    8   consumer   arrive k_empty        K's stage is free
+    9   consumer   softmax               P = 2^(S - max) and sums
+    10  consumer   wait_group 0          O is there
+    11  consumer   arrive v_empty        V's stage is free
+    12  consumer   rescale               O to the new maximum; P is rounded
 """
 
 import functools
 import math
+from dataclasses import dataclass, replace
 
 import cutlass
 import cutlass.cute as cute
@@ -75,25 +72,22 @@ from cutlass.memory import SmemAllocator
 
 HEAD_DIM = 128
 DTYPE, TORCH_DTYPE = cutlass.BFloat16, torch.bfloat16
-TILE_M = 128  # query rows per CTA
+TILE_M = 128  # query rows of a CTA at a time
 TILE_N = 128  # keys per step
 WGMMA_M, WGMMA_K = 64, 16  # rows and depth of one warpgroup product of 16-bit operands
 WARPGROUP_THREADS = 128
+WARP_ROWS = WGMMA_M // 4  # query rows of one warp
 CONSUMERS = TILE_M // WGMMA_M  # warpgroups that compute; each owns WGMMA_M query rows
-CONSUMER_THREADS = CONSUMERS * WARPGROUP_THREADS
-THREADS = CONSUMER_THREADS + WARPGROUP_THREADS  # the last warpgroup loads
-PRODUCER_WARP = CONSUMER_THREADS // 32
+CONSUMER_WARPS = 4 * CONSUMERS
+THREADS = (CONSUMERS + 1) * WARPGROUP_THREADS  # the last warpgroup loads
+Q_K_PRODUCER_WARP, V_PRODUCER_WARP = CONSUMER_WARPS, CONSUMER_WARPS + 1
 # Registers per thread after setmaxnreg, which moves them from the producer's warps to the consumers'.
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 24, 240
-# Named barriers; number 0 is the CTA's own.
-OUTPUT_BARRIER = 1  # of all consumers
+OUTPUT_BARRIER = 1  # named barrier of all consumers; number 0 is the CTA's own
+Q_STAGES = 1  # tiles of Q in flight or in use
 KV_STAGES = 2  # tiles of K and of V in flight or in use
-Q_BYTES = TILE_M * HEAD_DIM * 2
-K_BYTES = TILE_N * HEAD_DIM * 2  # per stage
-V_BYTES = TILE_N * HEAD_DIM * 2  # per stage
 SMEM_ALIGN = 1024  # bytes; a 128-byte swizzle repeats every 8 rows of 128
-# Canonical layouts of the operands in shared memory: major order and swizzle.
-Q_LAYOUT = warpgroup.SmemLayoutAtomKind.K_SW128
+Q_LAYOUT = warpgroup.SmemLayoutAtomKind.K_SW128  # in shared memory: major order and swizzle
 K_LAYOUT = warpgroup.SmemLayoutAtomKind.K_SW128
 V_LAYOUT = warpgroup.SmemLayoutAtomKind.MN_SW128
 LOWEST = -1e20  # a row's maximum before its first key; finite: -inf - -inf would be NaN
@@ -108,12 +102,23 @@ LN_2 = math.log(2.0)
 
 @cute.struct
 class SharedStorage:
-    sQ: cute.struct.Align[cute.struct.MemRange[DTYPE, TILE_M * HEAD_DIM], SMEM_ALIGN]
+    sQ: cute.struct.Align[cute.struct.MemRange[DTYPE, Q_STAGES * TILE_M * HEAD_DIM], SMEM_ALIGN]
     sK: cute.struct.Align[cute.struct.MemRange[DTYPE, KV_STAGES * TILE_N * HEAD_DIM], SMEM_ALIGN]
     sV: cute.struct.Align[cute.struct.MemRange[DTYPE, KV_STAGES * TILE_N * HEAD_DIM], SMEM_ALIGN]
-    q_full: cutlass.Int64
-    k_barriers: cute.struct.MemRange[cutlass.Int64, 2 * KV_STAGES]  # full, then empty
-    v_barriers: cute.struct.MemRange[cutlass.Int64, 2 * KV_STAGES]  # full, then empty
+    q_barriers: cute.struct.MemRange[cutlass.Int64, 2 * Q_STAGES]  # full, then empty; the same below
+    k_barriers: cute.struct.MemRange[cutlass.Int64, 2 * KV_STAGES]
+    v_barriers: cute.struct.MemRange[cutlass.Int64, 2 * KV_STAGES]
+
+
+def smem_layouts():
+    """Layouts of Q, K, V transposed and O in shared memory; the stages, or slices of O, are their last mode."""
+    q_atom, k_atom, v_atom = (warpgroup.make_smem_layout_atom(kind, DTYPE) for kind in (Q_LAYOUT, K_LAYOUT, V_LAYOUT))
+    sQ_layout = cute.tile_to_shape(q_atom, (TILE_M, HEAD_DIM, Q_STAGES), (0, 1, 2))
+    sK_layout = cute.tile_to_shape(k_atom, (TILE_N, HEAD_DIM, KV_STAGES), (0, 1, 2))
+    # MN-major: HEAD_DIM is the contiguous mode of the layout atom, as it is in global memory.
+    sVt_layout = cute.tile_to_shape(v_atom, (HEAD_DIM, TILE_N, KV_STAGES), (1, 0, 2))
+    sO_layout = cute.tile_to_shape(q_atom, (TILE_M, HEAD_DIM, 1), (0, 1, 2))
+    return sQ_layout, sK_layout, sVt_layout, sO_layout
 
 
 # ======================================================================================================================
@@ -122,84 +127,26 @@ class SharedStorage:
 
 
 @cute.jit
-def launch(
-    q: cute.Tensor,
-    k: cute.Tensor,
-    v: cute.Tensor,
-    out: cute.Tensor,
-    lse: cute.Tensor,
-    scale: cutlass.Float32,
-    stream,
-):
-    """Describe the tensors to the TMA unit, choose the products, start one CTA per tile of queries of each head."""
+def launch(q, k, v, out, lse, scale: cutlass.Float32, stream):
+    """Describe the tensors to the TMA unit and start one CTA per tile of queries of each head."""
     # torch's (batch, seq, heads, HEAD_DIM) seen with the tiled modes first.
     mQ = cute.make_tensor(q.iterator, cute.select(q.layout, mode=[1, 3, 2, 0]))  # (seq_q, HEAD_DIM, heads_q, batch)
+    mO = cute.make_tensor(out.iterator, cute.select(out.layout, mode=[1, 3, 2, 0]))  # (seq_q, HEAD_DIM, heads_q, batch)
     mK = cute.make_tensor(k.iterator, cute.select(k.layout, mode=[1, 3, 2, 0]))  # (seq_k, HEAD_DIM, heads_kv, batch)
     # The B operand of O = P V is V transposed, (N, K) = (HEAD_DIM, keys): a matter of mode order, no data moves.
     mVt = cute.make_tensor(v.iterator, cute.select(v.layout, mode=[3, 1, 2, 0]))  # (HEAD_DIM, seq_k, heads_kv, batch)
-    mO = cute.make_tensor(out.iterator, cute.select(out.layout, mode=[1, 3, 2, 0]))  # (seq_q, HEAD_DIM, heads_q, batch)
     mLSE = cute.make_tensor(lse.iterator, cute.select(lse.layout, mode=[2, 1, 0]))  # (seq_q or 0, heads_q, batch)
-
-    sQ_layout = cute.tile_to_shape(warpgroup.make_smem_layout_atom(Q_LAYOUT, DTYPE), (TILE_M, HEAD_DIM), (0, 1))
-    sK_layout = cute.tile_to_shape(
-        warpgroup.make_smem_layout_atom(K_LAYOUT, DTYPE), (TILE_N, HEAD_DIM, KV_STAGES), (0, 1, 2)
-    )
-    # MN-major: HEAD_DIM is the contiguous mode of the layout atom, as it is in global memory.
-    sVt_layout = cute.tile_to_shape(
-        warpgroup.make_smem_layout_atom(V_LAYOUT, DTYPE), (HEAD_DIM, TILE_N, KV_STAGES), (1, 0, 2)
-    )
-
-    tma_load, tma_store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
-    tma_Q, mQ = cpasync.make_tiled_tma_atom(tma_load, mQ, sQ_layout, (TILE_M, HEAD_DIM))
-    tma_K, mK = cpasync.make_tiled_tma_atom(tma_load, mK, cute.select(sK_layout, mode=[0, 1]), (TILE_N, HEAD_DIM))
-    tma_V, mVt = cpasync.make_tiled_tma_atom(tma_load, mVt, cute.select(sVt_layout, mode=[0, 1]), (HEAD_DIM, TILE_N))
-    tma_O, mO = cpasync.make_tiled_tma_atom(tma_store, mO, sQ_layout, (TILE_M, HEAD_DIM))
-
-    # S = Q K^T: Q and K are K-major, their contiguous mode is the head dim that the product sums over.
-    qk_mma = cute.make_tiled_mma(
-        warpgroup.MmaF16BF16Op(
-            DTYPE,
-            cutlass.Float32,
-            (WGMMA_M, TILE_N, WGMMA_K),
-            warpgroup.OperandSource.SMEM,
-            OperandMajorMode.K,
-            OperandMajorMode.K,
-        ),
-        (CONSUMERS, 1, 1),
-    )
-    # O = P V: P comes from registers, where A is K-major by nature; V is MN-major, contiguous along HEAD_DIM.
-    pv_mma = cute.make_tiled_mma(
-        warpgroup.MmaF16BF16Op(
-            DTYPE,
-            cutlass.Float32,
-            (WGMMA_M, HEAD_DIM, WGMMA_K),
-            warpgroup.OperandSource.RMEM,
-            OperandMajorMode.K,
-            OperandMajorMode.MN,
-        ),
-        (CONSUMERS, 1, 1),
-    )
-
-    num_m_blocks = cute.ceil_div(cute.size(q, mode=[1]), TILE_M)
-    attention_kernel(
-        mQ,
-        mK,
-        mVt,
-        mO,
-        mLSE,
-        tma_Q,
-        tma_K,
-        tma_V,
-        tma_O,
-        qk_mma,
-        pv_mma,
-        sQ_layout,
-        sK_layout,
-        sVt_layout,
-        scale * LOG2_E,
-    ).launch(
+    layouts = [cute.select(layout, mode=[0, 1]) for layout in smem_layouts()]  # of one stage
+    tma_load = cpasync.CopyBulkTensorTileG2SOp()
+    tma_Q, mQ = cpasync.make_tiled_tma_atom(tma_load, mQ, layouts[0], (TILE_M, HEAD_DIM))
+    tma_K, mK = cpasync.make_tiled_tma_atom(tma_load, mK, layouts[1], (TILE_N, HEAD_DIM))
+    tma_V, mVt = cpasync.make_tiled_tma_atom(tma_load, mVt, layouts[2], (HEAD_DIM, TILE_N))
+    tma_store = cpasync.CopyBulkTensorTileS2GOp()
+    tma_O, mO = cpasync.make_tiled_tma_atom(tma_store, mO, layouts[3], (TILE_M, HEAD_DIM))
+    num_tiles = cute.ceil_div(cute.size(q, mode=[1]), TILE_M) * cute.size(mQ, mode=[2]) * cute.size(q, mode=[0])
+    attention_kernel(mQ, mK, mVt, mO, mLSE, tma_Q, tma_K, tma_V, tma_O, scale * LOG2_E).launch(
         # One dimension, so that no product of heads and batch meets the 65,535 limit of the other two.
-        grid=(num_m_blocks * cute.size(q, mode=[2]) * cute.size(q, mode=[0]), 1, 1),
+        grid=(num_tiles, 1, 1),
         block=(THREADS, 1, 1),
         min_blocks_per_mp=1,  # bounds the registers at launch; without a bound ptxas ignores setmaxnreg
         stream=stream,
@@ -212,66 +159,98 @@ def launch(
 
 
 @cute.kernel
-def attention_kernel(
-    mQ: cute.Tensor,
-    mK: cute.Tensor,
-    mVt: cute.Tensor,
-    mO: cute.Tensor,
-    mLSE: cute.Tensor,
-    tma_Q: cute.CopyAtom,
-    tma_K: cute.CopyAtom,
-    tma_V: cute.CopyAtom,
-    tma_O: cute.CopyAtom,
-    qk_mma: cute.TiledMma,
-    pv_mma: cute.TiledMma,
-    sQ_layout: cute.ComposedLayout,
-    sK_layout: cute.ComposedLayout,
-    sVt_layout: cute.ComposedLayout,
-    scale_log2: cutlass.Float32,
-):
-    """One CTA: TILE_M rows of O for one head of one batch entry."""
+def attention_kernel(mQ, mK, mVt, mO, mLSE, tma_Q, tma_K, tma_V, tma_O, scale_log2: cutlass.Float32):
+    """One CTA: TILE_M rows of O."""
     tidx, _, _ = cute.arch.thread_idx()
     warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
     warpgroup_idx = cute.arch.make_warp_uniform(tidx // WARPGROUP_THREADS)
-    seq_q, _, heads_q, _ = mQ.shape
-    seq_k, _, heads_kv, _ = mK.shape
-    m_block, head, head_kv, batch = tile_coordinates(cute.ceil_div(seq_q, TILE_M), heads_q, heads_kv)
-    m_start = m_block * TILE_M
-    n_block_end, _ = kv_range(seq_k)  # only the tile visited first may reach past the last key
-
+    sQ_layout, sK_layout, sVt_layout, sO_layout = smem_layouts()
     storage = SmemAllocator().allocate(SharedStorage)
-    sQ = storage.sQ.get_tensor(sQ_layout.outer, swizzle=sQ_layout.inner)  # (TILE_M, HEAD_DIM)
+    sQ = storage.sQ.get_tensor(sQ_layout.outer, swizzle=sQ_layout.inner)  # (TILE_M, HEAD_DIM, Q_STAGES)
     sK = storage.sK.get_tensor(sK_layout.outer, swizzle=sK_layout.inner)  # (TILE_N, HEAD_DIM, KV_STAGES)
     sVt = storage.sV.get_tensor(sVt_layout.outer, swizzle=sVt_layout.inner)  # (HEAD_DIM, TILE_N, KV_STAGES)
-    q_full = storage.q_full.ptr
-    k_ring, v_ring = make_barriers(storage, tidx)
-
+    sO = storage.sQ.get_tensor(sO_layout.outer, swizzle=sO_layout.inner)  # (TILE_M, HEAD_DIM, 1), where Q was
+    q_ring = make_ring(storage.q_barriers, Q_STAGES, TILE_M * HEAD_DIM * 2)
+    k_ring = make_ring(storage.k_barriers, KV_STAGES, TILE_N * HEAD_DIM * 2)
+    v_ring = make_ring(storage.v_barriers, KV_STAGES, TILE_N * HEAD_DIM * 2)
+    cute.arch.mbarrier_init_fence()  # the async proxy, too, must see the barriers initialized
+    cute.arch.sync_threads()  # no thread may wait on a barrier before that
+    schedule = mQ, mK
     # Two roles, told apart by warpgroup, because setmaxnreg acts on whole warpgroups.
     if warpgroup_idx == CONSUMERS:
         cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)  # copies need few; the consumers take the rest
-        if warp_idx == PRODUCER_WARP:
-            gQ = cute.local_tile(mQ[None, None, head, batch], (TILE_M, HEAD_DIM), (m_block, 0))
-            gK = cute.local_tile(mK[None, None, head_kv, batch], (TILE_N, HEAD_DIM), (None, 0))
-            gVt = cute.local_tile(mVt[None, None, head_kv, batch], (HEAD_DIM, TILE_N), (0, None))
-            produce(tma_Q, tma_K, tma_V, gQ, gK, gVt, sQ, sK, sVt, q_full, k_ring, v_ring, n_block_end)
+        # Two warps, so that no copy of K waits for a stage of V.
+        if warp_idx == Q_K_PRODUCER_WARP:
+            load_q_and_k(tma_Q, tma_K, mQ, mK, sQ, sK, q_ring, k_ring, schedule)
+        if warp_idx == V_PRODUCER_WARP:
+            load_v(tma_V, mVt, sVt, v_ring, schedule)
     else:
-        cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)  # sleeps until the producer has given them back
-        cute.arch.mbarrier_wait(q_full, 0)  # Q has landed
-        acc_O, row_max, row_sum = consume(qk_mma, pv_mma, sQ, sK, sVt, k_ring, v_ring, scale_log2, n_block_end, seq_k)
-        normalize_rows(acc_O, row_sum)
-        store_lse(mLSE[None, head, batch], row_max, row_sum, qk_mma, scale_log2, m_start)
-        gO = cute.local_tile(mO[None, None, head, batch], (TILE_M, HEAD_DIM), (m_block, 0))  # (TILE_M, HEAD_DIM)
-        store_output(tma_O, sQ, gO, acc_O, pv_mma, tidx)
+        cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)  # sleeps until the producers have given them back
+        smem, rings = (sQ, sK, sVt), (q_ring, k_ring, v_ring)
+        consume(smem, rings, mO, mLSE, tma_O, sO, scale_log2, schedule)
+
+
+# ======================================================================================================================
+# Work
+# ======================================================================================================================
+
+
+@dataclass(frozen=True)
+class Work:
+    """A tile of queries, and its tiles of keys n_begin to n_end - 1, which are visited last one first."""
+
+    valid: cutlass.Boolean  # False: nothing is left
+    m_block: cutlass.Int32
+    head: cutlass.Int32
+    head_kv: cutlass.Int32
+    batch: cutlass.Int32
+    n_begin: cutlass.Int32
+    n_end: cutlass.Int32
+    seq_k: cutlass.Int32
 
 
 @cute.jit
-def tile_coordinates(num_m_blocks: cutlass.Int32, heads_q: cutlass.Int32, heads_kv: cutlass.Int32):
-    """Which tile this CTA computes: (m_block, head, head_kv, batch)."""
-    block, _, _ = cute.arch.block_idx()
+def first_work(schedule) -> Work:
+    """The tile of this CTA."""
+    mQ, mK = schedule
+    cta, _, _ = cute.arch.block_idx()
+    return work_of_tile(cta, mQ, mK)
+
+
+@cute.jit
+def next_work(work: Work, _) -> Work:
+    """Nothing: each tile has a CTA of its own. The compiler turns the loops over work into straight code."""
+    return replace(work, valid=cutlass.Boolean(False))
+
+
+@cute.jit
+def work_of_tile(tile, mQ, mK) -> Work:
+    """The tile of queries with this number, and the tiles of keys of which its rows see any."""
+    m_block, head, head_kv, batch = tile_coordinates(tile, mQ, mK)
+    seq_k = mK.shape[0]
+    n_begin, n_end = cutlass.Int32(0), cute.ceil_div(seq_k, TILE_N)
+    return Work(
+        valid=cutlass.Boolean(True),
+        m_block=m_block,
+        head=head,
+        head_kv=head_kv,
+        batch=batch,
+        n_begin=n_begin,
+        n_end=n_end,
+        seq_k=seq_k,
+    )
+
+
+@cute.jit
+def tile_coordinates(tile: cutlass.Int32, mQ: cute.Tensor, mK: cute.Tensor):
+    """What the tile of queries with this number is: (m_block, head, head_kv, batch)."""
+    seq_q, _, heads_q, _ = mQ.shape
+    _, _, heads_kv, _ = mK.shape
+    num_m_blocks = cute.ceil_div(seq_q, TILE_M)
     # The tiles of one head run next to each other and share its K and V in L2.
-    m_block = block % num_m_blocks
-    head = block // num_m_blocks % heads_q
-    batch = block // num_m_blocks // heads_q
+    m_block = tile % num_m_blocks
+    head = tile // num_m_blocks % heads_q
+    batch = tile // num_m_blocks // heads_q
     return m_block, head, head // (heads_q // heads_kv), batch
 
 
@@ -287,31 +266,16 @@ def kv_range(seq_k: cutlass.Int32):
 
 
 @cute.jit
-def make_barriers(storage: SharedStorage, tidx: cutlass.Int32):
-    """Initialize the mbarriers and make them visible to all threads and to the TMA unit."""
-    if tidx == 0:
-        cute.arch.mbarrier_init(storage.q_full.ptr, 1)
-    producer = pipeline.CooperativeGroup(pipeline.Agent.Thread)  # one elected thread announces the bytes
-    consumers = pipeline.CooperativeGroup(pipeline.Agent.Thread, CONSUMER_THREADS // 32)  # one arrival per warp
-    k_ring = pipeline.PipelineTmaAsync.create(
-        barrier_storage=storage.k_barriers.data_ptr(),
-        num_stages=KV_STAGES,
-        producer_group=producer,
-        consumer_group=consumers,
-        tx_count=K_BYTES,
+def make_ring(barriers, stages: cutlass.Constexpr, stage_bytes: cutlass.Constexpr):
+    """A ring that one elected thread fills by TMA and all consumer warps empty, with one arrival each."""
+    return pipeline.PipelineTmaAsync.create(
+        barrier_storage=barriers.data_ptr(),
+        num_stages=stages,
+        producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
+        consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, CONSUMER_WARPS),
+        tx_count=stage_bytes,
         defer_sync=True,
     )
-    v_ring = pipeline.PipelineTmaAsync.create(
-        barrier_storage=storage.v_barriers.data_ptr(),
-        num_stages=KV_STAGES,
-        producer_group=producer,
-        consumer_group=consumers,
-        tx_count=V_BYTES,
-        defer_sync=True,
-    )
-    cute.arch.mbarrier_init_fence()  # the async proxy, too, must see the barriers initialized
-    cute.arch.sync_threads()  # no thread may wait on a barrier before that
-    return k_ring, v_ring
 
 
 @cute.jit
@@ -321,24 +285,41 @@ def partition_tma(tma: cute.CopyAtom, sX: cute.Tensor, gX: cute.Tensor):
 
 
 @cute.jit
-def produce(tma_Q, tma_K, tma_V, gQ, gK, gVt, sQ, sK, sVt, q_full, k_ring, v_ring, n_block_end):
-    """The producer warp: load Q, then K and V of every tile, the last tile first, as fast as the stages empty.
+def load_q_and_k(tma_Q, tma_K, mQ, mK, sQ, sK, q_ring, k_ring, schedule):
+    """The first producer warp: Q of each tile of queries, then K of its tiles of keys, the last one first."""
+    q_fill = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, Q_STAGES)
+    k_fill = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, KV_STAGES)
+    work = first_work(schedule)
+    while work.valid:
+        gQ = cute.local_tile(mQ[None, None, work.head, work.batch], (TILE_M, HEAD_DIM), (work.m_block, 0))
+        gK = cute.local_tile(mK[None, None, work.head_kv, work.batch], (TILE_N, HEAD_DIM), (None, 0))
+        tQsQ, tQgQ = partition_tma(tma_Q, sQ, gQ)  # (TMA, Q_STAGES), (TMA)
+        tKsK, tKgK = partition_tma(tma_K, sK, gK)  # (TMA, KV_STAGES), (TMA, n_blocks)
+        q_ring.producer_acquire(q_fill)  # the stage is empty; its barrier now expects the bytes
+        cute.copy(tma_Q, tQgQ, tQsQ[None, q_fill.index], tma_bar_ptr=q_ring.producer_get_barrier(q_fill))
+        q_fill.advance()
+        for n_block in cutlass.range(work.n_end - 1, work.n_begin - 1, -1, unroll=1):
+            k_ring.producer_acquire(k_fill)
+            full = k_ring.producer_get_barrier(k_fill)
+            cute.copy(tma_K, tKgK[None, n_block], tKsK[None, k_fill.index], tma_bar_ptr=full)
+            k_fill.advance()
+        work = next_work(work, schedule)
 
-    gQ: (TILE_M, HEAD_DIM), gK: (TILE_N, HEAD_DIM, n_blocks), gVt: (HEAD_DIM, TILE_N, n_blocks).
-    """
-    tQsQ, tQgQ = partition_tma(tma_Q, sQ, gQ)  # (TMA), (TMA)
-    tKsK, tKgK = partition_tma(tma_K, sK, gK)  # (TMA, KV_STAGES), (TMA, n_blocks)
-    tVsV, tVgV = partition_tma(tma_V, sVt, gVt)  # (TMA, KV_STAGES), (TMA, n_blocks)
-    fill = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, KV_STAGES)
-    with cute.arch.elect_one():
-        cute.arch.mbarrier_arrive_and_expect_tx(q_full, Q_BYTES)
-    cute.copy(tma_Q, tQgQ, tQsQ, tma_bar_ptr=q_full)
-    for n_block in cutlass.range(n_block_end - 1, -1, -1, unroll=1):
-        k_ring.producer_acquire(fill)  # the stage is empty; its barrier now expects K_BYTES
-        cute.copy(tma_K, tKgK[None, n_block], tKsK[None, fill.index], tma_bar_ptr=k_ring.producer_get_barrier(fill))
-        v_ring.producer_acquire(fill)
-        cute.copy(tma_V, tVgV[None, n_block], tVsV[None, fill.index], tma_bar_ptr=v_ring.producer_get_barrier(fill))
-        fill.advance()
+
+@cute.jit
+def load_v(tma_V, mVt, sVt, v_ring, schedule):
+    """The second producer warp: V of the same tiles of keys in the same order."""
+    v_fill = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, KV_STAGES)
+    work = first_work(schedule)
+    while work.valid:
+        gVt = cute.local_tile(mVt[None, None, work.head_kv, work.batch], (HEAD_DIM, TILE_N), (0, None))
+        tVsV, tVgV = partition_tma(tma_V, sVt, gVt)  # (TMA, KV_STAGES), (TMA, n_blocks)
+        for n_block in cutlass.range(work.n_end - 1, work.n_begin - 1, -1, unroll=1):
+            v_ring.producer_acquire(v_fill)
+            full = v_ring.producer_get_barrier(v_fill)
+            cute.copy(tma_V, tVgV[None, n_block], tVsV[None, v_fill.index], tma_bar_ptr=full)
+            v_fill.advance()
+        work = next_work(work, schedule)
 
 
 # ======================================================================================================================
@@ -347,63 +328,109 @@ def produce(tma_Q, tma_K, tma_V, gQ, gK, gVt, sQ, sK, sVt, q_full, k_ring, v_rin
 
 
 @cute.jit
-def consume(qk_mma, pv_mma, sQ, sK, sVt, k_ring, v_ring, scale_log2, n_block_end, seq_k):
-    """One consumer warpgroup: WGMMA_M rows of O, tile by tile from the last visible one to the first.
+def consume(smem, rings, mO, mLSE, tma_O, sO, scale_log2, schedule):
+    """One consumer warpgroup: WGMMA_M rows of O of each tile of queries, over its tiles of keys, the last one first.
 
-    S = Q K^T of a tile is issued together with O += P V of the tile before it, which runs on during the softmax.
-    Returns the unnormalised acc_O (MMA, MMA_M, MMA_N) and, for each of a thread's two rows, maximum and sum.
+    S = Q K^T of a tile of keys is issued with O += P V of the one before, which runs on during the softmax.
     """
     tidx, _, _ = cute.arch.thread_idx()
     consumer = cute.arch.make_warp_uniform(tidx // WARPGROUP_THREADS)
-    wg_qk = qk_mma.get_slice(consumer * WARPGROUP_THREADS)
-    wg_pv = pv_mma.get_slice(consumer * WARPGROUP_THREADS)
-    tSrQ = qk_mma.make_fragment_A(wg_qk.partition_A(sQ))  # (MMA, MMA_M, MMA_K)
-    tSrK = qk_mma.make_fragment_B(wg_qk.partition_B(sK))  # (MMA, MMA_N, MMA_K, KV_STAGES)
-    tOrV = pv_mma.make_fragment_B(wg_pv.partition_B(sVt))  # (MMA, MMA_N, MMA_K, KV_STAGES)
-    acc_S = cute.make_rmem_tensor(qk_mma.partition_shape_C((TILE_M, TILE_N)), cutlass.Float32)  # (MMA, MMA_M, MMA_N)
-    acc_O = cute.make_rmem_tensor(pv_mma.partition_shape_C((TILE_M, HEAD_DIM)), cutlass.Float32)  # (MMA, MMA_M, MMA_N)
-    rP = cute.make_fragment_like(acc_S, DTYPE)  # (MMA, MMA_M, MMA_N)
-    tOrP = as_operand_a(rP)  # (MMA, MMA_M, MMA_K)
-    row_max = cute.make_rmem_tensor(2, cutlass.Float32)  # of a thread's two rows, here and below
-    row_sum = cute.make_rmem_tensor(2, cutlass.Float32)
-    rescale = cute.make_rmem_tensor(2, cutlass.Float32)
-    acc_O.fill(0.0)
-    row_max.fill(LOWEST)
-    row_sum.fill(0.0)
+    q_ring, k_ring, v_ring = rings
+    qk_mma, pv_mma = products = make_products()
+    operands, accumulators, rP = partition_operands(smem, products, consumer)
+    (tSrQ, tSrK, tOrP, tOrV), (acc_S, acc_O) = operands, accumulators
+    row_max, row_sum, rescale = (cute.make_rmem_tensor(2, cutlass.Float32) for _ in range(3))  # of a thread's two rows
+    rows = row_max, row_sum, rescale
+    q_drain = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, Q_STAGES)
     k_drain = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, KV_STAGES)  # one tile ahead of V
     v_drain = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, KV_STAGES)
-
-    # The tile visited first, before the loop: there is no P V yet to run beside it, and O is still zero.
-    k_ring.consumer_wait(k_drain)  # K has landed
-    qk_product(qk_mma, tSrQ, tSrK[None, None, None, k_drain.index], acc_S)
-    warpgroup.wait_group(0)  # the softmax reads S now: no group stays in flight
-    k_ring.consumer_release(k_drain)  # this warp has read K
-    k_drain.advance()
-    mask_scores(acc_S, qk_mma, (n_block_end - 1) * TILE_N, seq_k)
-    softmax_step(acc_S, row_max, row_sum, rescale, scale_log2)
-    round_p(acc_S, rP)
-
-    for _ in cutlass.range(n_block_end - 1, unroll=1):
-        k_ring.consumer_wait(k_drain)  # K of this tile has landed
-        qk_product(qk_mma, tSrQ, tSrK[None, None, None, k_drain.index], acc_S)
-        v_ring.consumer_wait(v_drain)  # V of the tile before has landed
-        pv_product(pv_mma, tOrP, tOrV[None, None, None, v_drain.index], acc_O)
-        warpgroup.wait_group(1)  # the softmax reads S now; O += P V, the younger group, stays in flight
-        k_ring.consumer_release(k_drain)  # this warp has read K
+    work = first_work(schedule)
+    while work.valid:
+        acc_O.fill(0.0)
+        row_max.fill(LOWEST)
+        row_sum.fill(0.0)
+        # The tile of keys visited first, before the loop: there is no P V yet to run beside it, and O is still zero.
+        q_ring.consumer_wait(q_drain)  # Q has landed
+        multiply_first(products, operands, accumulators, k_ring, q_drain, k_drain)
         k_drain.advance()
+        mask_scores(acc_S, qk_mma, (work.n_end - 1) * TILE_N, work.seq_k)  # only the last tile may reach past the end
         softmax_step(acc_S, row_max, row_sum, rescale, scale_log2)
-        warpgroup.wait_group(0)  # O is rescaled and P overwritten next: no group stays in flight
+        round_p(acc_S, rP)
+        for _ in cutlass.range(work.n_end - work.n_begin - 1, unroll=1):
+            multiply(products, operands, accumulators, k_ring, v_ring, q_drain, k_drain, v_drain)
+            finish_step(accumulators, rP, rows, scale_log2, v_ring, v_drain)
+            k_drain.advance()
+            v_drain.advance()
+        q_ring.consumer_release(q_drain)  # this warp has read Q
+        q_drain.advance()
+        upcoming = next_work(work, schedule)
+        # The last P V of this tile of queries.
+        v_ring.consumer_wait(v_drain)  # V has landed
+        pv_product(pv_mma, tOrP, tOrV[None, None, None, v_drain.index], acc_O)
+        warpgroup.wait_group(0)  # O is complete: no group stays in flight
         v_ring.consumer_release(v_drain)  # this warp has read V
         v_drain.advance()
-        rescale_output(acc_O, rescale)
-        round_p(acc_S, rP)
+        store_tile(mO, mLSE, tma_O, sO, work, acc_O, row_max, row_sum, scale_log2)
+        work = upcoming
 
-    # The tile visited last: its P V has no S of a next tile beside it.
-    v_ring.consumer_wait(v_drain)  # V has landed
+
+@cute.jit
+def make_products():
+    """The two products, each on all consumer warpgroups: S = Q K^T and O = P V."""
+    smem, registers = warpgroup.OperandSource.SMEM, warpgroup.OperandSource.RMEM
+    k_major, mn_major = OperandMajorMode.K, OperandMajorMode.MN  # contiguous along what is summed over, or along M or N
+    qk = warpgroup.MmaF16BF16Op(DTYPE, cutlass.Float32, (WGMMA_M, TILE_N, WGMMA_K), smem, k_major, k_major)
+    pv = warpgroup.MmaF16BF16Op(DTYPE, cutlass.Float32, (WGMMA_M, HEAD_DIM, WGMMA_K), registers, k_major, mn_major)
+    return cute.make_tiled_mma(qk, (CONSUMERS, 1, 1)), cute.make_tiled_mma(pv, (CONSUMERS, 1, 1))
+
+
+@cute.jit
+def partition_operands(smem, products, consumer):
+    """What this warpgroup multiplies: Q, K and V in shared memory, as descriptors, and P, S and O in its registers."""
+    (sQ, sK, sVt), (qk_mma, pv_mma) = smem, products
+    wg_qk = qk_mma.get_slice(consumer * WARPGROUP_THREADS)
+    wg_pv = pv_mma.get_slice(consumer * WARPGROUP_THREADS)
+    tSrQ = qk_mma.make_fragment_A(wg_qk.partition_A(sQ))  # (MMA, MMA_M, MMA_K, Q_STAGES)
+    tSrK = qk_mma.make_fragment_B(wg_qk.partition_B(sK))  # (MMA, MMA_N, MMA_K, KV_STAGES)
+    tOrV = pv_mma.make_fragment_B(wg_pv.partition_B(sVt))  # (MMA, MMA_N, MMA_K, KV_STAGES)
+    # The accumulators, and P in the order of S: (MMA, MMA_M, MMA_N).
+    acc_S = cute.make_rmem_tensor(qk_mma.partition_shape_C((TILE_M, TILE_N)), cutlass.Float32)
+    acc_O = cute.make_rmem_tensor(pv_mma.partition_shape_C((TILE_M, HEAD_DIM)), cutlass.Float32)
+    rP = cute.make_fragment_like(acc_S, DTYPE)
+    return (tSrQ, tSrK, as_operand_a(rP), tOrV), (acc_S, acc_O), rP
+
+
+@cute.jit
+def multiply_first(products, operands, accumulators, k_ring, q_drain, k_drain):
+    """S = Q K^T of the tile of keys visited first, with nothing beside it."""
+    (qk_mma, _), (tSrQ, tSrK, _, _), (acc_S, _) = products, operands, accumulators
+    k_ring.consumer_wait(k_drain)  # K has landed
+    qk_product(qk_mma, tSrQ[None, None, None, q_drain.index], tSrK[None, None, None, k_drain.index], acc_S)
+    warpgroup.wait_group(0)  # the softmax reads S now: no group stays in flight
+    k_ring.consumer_release(k_drain)  # this warp has read K
+
+
+@cute.jit
+def multiply(products, operands, accumulators, k_ring, v_ring, q_drain, k_drain, v_drain):
+    """Issue S = Q K^T of this tile of keys and O += P V of the one before; return with S, while O += P V runs on."""
+    (qk_mma, pv_mma), (tSrQ, tSrK, tOrP, tOrV), (acc_S, acc_O) = products, operands, accumulators
+    k_ring.consumer_wait(k_drain)  # K of this tile has landed
+    qk_product(qk_mma, tSrQ[None, None, None, q_drain.index], tSrK[None, None, None, k_drain.index], acc_S)
+    v_ring.consumer_wait(v_drain)  # V of the tile before has landed
     pv_product(pv_mma, tOrP, tOrV[None, None, None, v_drain.index], acc_O)
-    warpgroup.wait_group(0)  # O is complete: no group stays in flight
+    warpgroup.wait_group(1)  # the softmax reads S now; O += P V, the younger group, stays in flight
+    k_ring.consumer_release(k_drain)  # this warp has read K
+
+
+@cute.jit
+def finish_step(accumulators, rP, rows, scale_log2, v_ring, v_drain):
+    """P of this tile of keys, while the tensor core adds P V of the one before; then rescale O and round P."""
+    (acc_S, acc_O), (row_max, row_sum, rescale) = accumulators, rows
+    softmax_step(acc_S, row_max, row_sum, rescale, scale_log2)
+    warpgroup.wait_group(0)  # O is rescaled and P overwritten next: no group stays in flight
     v_ring.consumer_release(v_drain)  # this warp has read V
-    return acc_O, row_max, row_sum
+    rescale_output(acc_O, rescale)
+    round_p(acc_S, rP)
 
 
 # ======================================================================================================================
@@ -421,7 +448,7 @@ def by_rows(acc: cute.Tensor) -> cute.Tensor:
 
 @cute.jit
 def score_coordinates(qk_mma: cute.TiledMma, tidx: cutlass.Int32) -> cute.Tensor:
-    """(row, column) in the tile of each of a thread's scores: (2 rows, TILE_N/4 columns); constants if tidx is one."""
+    """(row, column) in the tile of each score of a thread, (2, TILE_N / 4); compile-time constants if tidx is one."""
     return by_rows(qk_mma.get_slice(tidx).partition_C(cute.make_identity_tensor((TILE_M, TILE_N))))
 
 
@@ -467,25 +494,25 @@ def mask_scores(acc_S: cute.Tensor, qk_mma: cute.TiledMma, n_start: cutlass.Int3
 
 
 @cute.jit
-def softmax_step(
-    acc_S: cute.Tensor, row_max: cute.Tensor, row_sum: cute.Tensor, rescale: cute.Tensor, scale_log2: cutlass.Float32
-):
-    """Turn S into P = exp(scale S - scale max) in place and move the running sums to the new maximum.
+def softmax_step(acc_S, row_max, row_sum, rescale, scale_log2):
+    """Turn S into P = exp(scale S - scale max) in place and move the running maxima and sums along.
 
     Online softmax (Milakov and Gimelshein, arXiv 1805.02867) in base 2: exp(scale x) = 2^(scale_log2 x). The factors
-    that bring O to the new maximum are left in `rescale`, since O is in use by the tensor core.
+    that bring O to the new maxima are left in `rescale`, since O is in use by the tensor core.
     """
     acc_S_rows = by_rows(acc_S)  # (2, TILE_N / 4)
+    new_max = cute.make_rmem_tensor(2, cutlass.Float32)
     for r in cutlass.range_constexpr(2):
         # fmax, not max: the latter propagates NaN and costs four instructions an element.
-        new_max = row_max[r]
+        largest = row_max[r]
         for c in cutlass.range_constexpr(cute.size(acc_S_rows, mode=[1])):
-            new_max = cute.arch.fmax(new_max, acc_S_rows[r, c])
-        new_max = quad_max(new_max)
-        shift = new_max * scale_log2
+            largest = cute.arch.fmax(largest, acc_S_rows[r, c])
+        new_max[r] = quad_max(largest)
+    for r in cutlass.range_constexpr(2):
+        shift = new_max[r] * scale_log2
         # From the difference: exactly 1 for a maximum that stays, or an error would build up over thousands of steps.
-        rescale[r] = cute.math.exp2((row_max[r] - new_max) * scale_log2, fastmath=True)
-        row_max[r] = new_max
+        rescale[r] = cute.math.exp2((row_max[r] - new_max[r]) * scale_log2, fastmath=True)
+        row_max[r] = new_max[r]
         total = row_sum[r] * rescale[r]
         for c in cutlass.range_constexpr(cute.size(acc_S_rows, mode=[1])):
             p = cute.math.exp2(acc_S_rows[r, c] * scale_log2 - shift, fastmath=True)
@@ -559,6 +586,16 @@ def pv_product(pv_mma: cute.TiledMma, tOrP: cute.Tensor, tOrV: cute.Tensor, acc_
 
 
 @cute.jit
+def store_tile(mO, mLSE, tma_O, sO, work, acc_O, row_max, row_sum, scale_log2):
+    """Divide O by the sums of exponentials and write O and LSE: this tile of queries is done."""
+    normalize_rows(acc_O, row_sum)
+    store_lse(mLSE[None, work.head, work.batch], row_max, row_sum, scale_log2, work.m_block * TILE_M)
+    gO = mO[None, None, work.head, work.batch]  # (seq_q, HEAD_DIM)
+    gO_tile = cute.local_tile(gO, (TILE_M, HEAD_DIM), (work.m_block, 0))  # (TILE_M, HEAD_DIM)
+    store_output(tma_O, sO[None, None, 0], gO_tile, acc_O)
+
+
+@cute.jit
 def normalize_rows(acc_O: cute.Tensor, row_sum: cute.Tensor):
     """Divide each row of O by the sum of its exponentials; rows that saw no key stay zero."""
     acc_O_rows = by_rows(acc_O)  # (2, HEAD_DIM / 4)
@@ -570,43 +607,34 @@ def normalize_rows(acc_O: cute.Tensor, row_sum: cute.Tensor):
 
 
 @cute.jit
-def store_lse(
-    gLSE: cute.Tensor,
-    row_max: cute.Tensor,
-    row_sum: cute.Tensor,
-    qk_mma: cute.TiledMma,
-    scale_log2: cutlass.Float32,
-    m_start: cutlass.Int32,
-):
+def store_lse(gLSE, row_max, row_sum, scale_log2, m_start):
     """LSE = scale max + ln(sum), -inf for a row that saw no key; gLSE: (seq_q,), or (0,) when nobody asked for it."""
     tidx, _, _ = cute.arch.thread_idx()
-    tScS_rows = score_coordinates(qk_mma, tidx)  # (2, TILE_N / 4)
+    first_row = m_start + tidx // 32 * (WGMMA_M // 4) + tidx % 32 // 4  # a thread's other row is 8 below
     for r in cutlass.range_constexpr(2):
-        row = m_start + tScS_rows[r, 0][0]
-        # One thread of the four that share a row: the one with its first column.
-        if tScS_rows[r, 0][1] == 0 and row < cute.size(gLSE):
+        row = first_row + 8 * r
+        if tidx % 4 == 0 and row < cute.size(gLSE):  # one thread of the four that share a row
             gLSE[row] = (row_max[r] * scale_log2 + cute.math.log2(row_sum[r], fastmath=True)) * LN_2
 
 
 @cute.jit
-def store_output(
-    tma_O: cute.CopyAtom,
-    sO: cute.Tensor,
-    gO: cute.Tensor,
-    acc_O: cute.Tensor,
-    pv_mma: cute.TiledMma,
-    tidx: cutlass.Int32,
-):
+def store_output(tma_O, sO, gO, acc_O):
     """Round O to 16 bits, gather the tile in shared memory, where Q was, and let the TMA unit write its valid rows."""
+    tidx, _, _ = cute.arch.thread_idx()
     rO = cute.make_fragment_like(acc_O, DTYPE)
     rO.store(acc_O.load().to(DTYPE))
     stmatrix = cute.make_copy_atom(warp.StMatrix8x8x16bOp(num_matrices=4), DTYPE)
+    _, pv_mma = make_products()
     copy_O = cute.make_tiled_copy_C(stmatrix, pv_mma).get_slice(tidx)
     # Consumers only: the producer's warps have left.
-    cute.arch.barrier(barrier_id=OUTPUT_BARRIER, number_of_threads=CONSUMER_THREADS)  # every warp is done with Q
+    cute.arch.barrier(
+        barrier_id=OUTPUT_BARRIER, number_of_threads=CONSUMERS * WARPGROUP_THREADS
+    )  # every warp is done with Q
     cute.copy(copy_O, copy_O.retile(rO), copy_O.partition_D(sO))
     cute.arch.fence_proxy("async.shared", space="cta")  # stmatrix wrote; TMA reads through the async proxy
-    cute.arch.barrier(barrier_id=OUTPUT_BARRIER, number_of_threads=CONSUMER_THREADS)  # the tile is complete
+    cute.arch.barrier(
+        barrier_id=OUTPUT_BARRIER, number_of_threads=CONSUMERS * WARPGROUP_THREADS
+    )  # the tile is complete
     if cute.arch.make_warp_uniform(cute.arch.warp_idx()) == 0:
         tOsO, tOgO = partition_tma(tma_O, sO, gO)  # (TMA), (TMA)
         cute.copy(tma_O, tOsO, tOgO)

@@ -71,7 +71,7 @@ def _stages(spec: Spec, array: str) -> int | None:
     """Stages of an array that is a ring, None of another one."""
     if array in ("sK", "sV") and isinstance(spec.load, CpAsyncLoad | TmaLoad):
         return spec.load.kv_stages
-    if array == "sQ" and isinstance(spec.load, TmaLoad) and footprint.persistent(spec):
+    if array == "sQ" and isinstance(spec.load, TmaLoad) and footprint.specialized(spec):
         return spec.load.q_stages
     return footprint.TILE_SLOTS if array == "tiles" else None
 
@@ -81,7 +81,7 @@ def _barriers(spec: Spec, offset: int) -> Iterable[SharedPlace]:
     if not isinstance(spec.load, TmaLoad):
         return
     size = hopper.MBARRIER_BYTES
-    if footprint.persistent(spec):
+    if footprint.specialized(spec):
         rings = {"q": spec.load.q_stages, "k": spec.load.kv_stages, "v": spec.load.kv_stages}
         if spec.scheduler == "dynamic":
             rings["tile"] = footprint.TILE_SLOTS

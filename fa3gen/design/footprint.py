@@ -89,7 +89,7 @@ def part_shape(spec: Spec) -> tuple[int, int, int]:
 
 def flattened(spec: Spec) -> bool:
     """Whether the first Q K^T of a tile of queries is issued with the last P V of the one before: Q has to be there."""
-    return persistent(spec) and isinstance(spec.load, TmaLoad) and spec.load.q_stages > 1
+    return persistent(spec) and overlapped(spec) and isinstance(spec.load, TmaLoad) and spec.load.q_stages > 1
 
 
 def threads(spec: Spec) -> int:
@@ -138,11 +138,11 @@ def shared_memory_map(spec: Spec) -> list[Region]:
 def barrier_bytes(spec: Spec) -> int:
     """Bytes of mbarriers: one for Q, a full and an empty one for each stage of each ring.
 
-    In a persistent kernel Q is a ring, too; so are the numbers of the tiles, where they come from a counter.
+    In a specialised kernel Q is a ring, too; so are the numbers of the tiles, where they come from a counter.
     """
     if not isinstance(spec.load, TmaLoad):
         return 0
-    if persistent(spec):
+    if specialized(spec):
         slots = TILE_SLOTS if spec.scheduler == "dynamic" else 0
         return hopper.MBARRIER_BYTES * 2 * (spec.load.q_stages + 2 * spec.load.kv_stages + slots)
     rings = 1 if spec.load.barrier == "shared" else 2

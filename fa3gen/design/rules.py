@@ -599,83 +599,63 @@ def consumer_registers(parts: Sequence[tuple[str, int]], consumers: int, overlap
 # Persistent kernels
 
 
-def scheduler_schedule(scheduler: str, kind: str, overlap: bool) -> Violation | None:
-    """Design rule: a CTA that takes many tiles pays where loads run ahead and products overlap from tile to tile."""
-    if scheduler == "single_tile" or (kind != "cooperative" and overlap):
+def scheduler_schedule(scheduler: str, kind: str) -> Violation | None:
+    """Design rule: a CTA takes many tiles where the roles walk through them on their own."""
+    if scheduler == "single_tile" or kind != "cooperative":
         return None
-    have = kind if kind == "cooperative" else f"{kind} without overlap"
     return Violation(
         "scheduler",
-        f"{scheduler} needs schedule warp_specialized or ping_pong with overlap: true, got {have}; use single_tile, or "
-        "extend k6",
+        f"{scheduler} needs schedule warp_specialized or ping_pong, got {kind}; use single_tile, or extend k6",
     )
 
 
 def scheduler_mask(scheduler: str, mask: str) -> Violation | None:
-    """Design rule: tiles of equal length are dealt out, those of a causal mask are drawn, longest first."""
-    match scheduler, mask:
-        case ("single_tile", _) | ("static" | "stream_k", "none") | ("dynamic", "causal"):
-            return None
-        case "static" | "stream_k", "causal":
-            return Violation(
-                "scheduler",
-                "under a causal mask tiles differ in length, so that CTAs with tiles known from the start would end at "
-                "different times; use dynamic",
-            )
-        case "dynamic", "none":
-            return Violation(
-                "scheduler",
-                "without a mask all tiles are equally long, and a counter has nothing to even out; use static or "
-                "stream_k",
-            )
+    """Design rule: the last wave is dealt out in equal shares of tiles of keys where no mask hides any."""
+    if scheduler != "stream_k" or mask == "none":
+        return None
     return Violation(
-        "scheduler", f"a sliding window is rendered with scheduler single_tile only, not {scheduler}; use single_tile"
+        "scheduler",
+        f"stream_k deals out the last wave as if every tile of queries visited all keys, and mask {mask} hides some; "
+        f"use {'dynamic' if mask == 'causal' else 'static'}",
     )
 
 
-def scheduler_lse(scheduler: str, lse: bool) -> Violation | None:
-    """Design rule: leaving LSE out is rendered for kernels with a CTA per tile."""
-    if scheduler == "single_tile" or lse:
+def packed_slices(o: str, pack_heads: int) -> Violation | None:
+    """Design rule: a warp stores its 16 rows of O by one TMA copy, as whole positions of all packed heads."""
+    rows = hopper.WGMMA_M // 4
+    if o != "own_buffer" or rows % pack_heads == 0:
         return None
-    return Violation(
-        "outputs.lse",
-        f"a kernel without LSE is rendered with scheduler single_tile only, not {scheduler}; use lse: true "
-        "(attention() returns O alone unless asked)",
-    )
-
-
-def scheduler_pack(scheduler: str, pack_heads: int) -> Violation | None:
-    """Design rule: heads are packed into the tile in kernels with a CTA per tile."""
-    if scheduler == "single_tile" or pack_heads == 1:
-        return None
-    return Violation(
-        "tile.pack_heads",
-        f"{pack_heads} heads in one tile are rendered with scheduler single_tile only, not {scheduler}; use 1",
-    )
-
-
-def scheduler_output(scheduler: str, o: str) -> Violation | None:
-    """Design rule: O takes Q's place only where no next Q does."""
-    if (scheduler == "single_tile") == (o == "over_q"):
-        return None
-    if scheduler == "single_tile":
-        return Violation(
-            "outputs.o", f"{o} is rendered with scheduler static, stream_k or dynamic only, not single_tile; use over_q"
-        )
     return Violation(
         "outputs.o",
-        f"with scheduler {scheduler} the next Q is loaded while O is stored, so that O cannot lie over Q; "
-        "use own_buffer, or direct where shared memory is short",
+        f"own_buffer stores the {rows} rows of each warp as whole positions of {pack_heads} heads, and {rows} is "
+        f"{_remainder(rows, pack_heads)}; use over_q with scheduler single_tile, or direct",
     )
 
 
-def scheduler_rescale(scheduler: str, rescale_above: int | None) -> Violation | None:
-    """Design rule: rescaling now and then is rendered for persistent kernels."""
-    if scheduler != "single_tile" or rescale_above is None:
+def scheduler_output(scheduler: str, o: str, kind: str) -> Violation | None:
+    """Design rule: O takes Q's place only where no next Q does; other places are rendered for specialised kernels."""
+    if o == "over_q":
+        if scheduler == "single_tile":
+            return None
+        return Violation(
+            "outputs.o",
+            f"with scheduler {scheduler} the next Q is loaded while O is stored, so that O cannot lie over Q; "
+            "use own_buffer, or direct where shared memory is short",
+        )
+    if kind != "cooperative":
+        return None
+    return Violation(
+        "outputs.o", f"{o} is rendered with schedule warp_specialized or ping_pong only, not {kind}; use over_q"
+    )
+
+
+def rescale_overlap(rescale_above: int | None, overlap: bool) -> Violation | None:
+    """Design rule: rescaling now and then is rendered where O is rescaled apart from the softmax, beside which P V runs."""
+    if overlap or rescale_above is None:
         return None
     return Violation(
         "softmax.rescale_above",
-        "rescaling now and then is rendered with scheduler static, stream_k or dynamic only, not single_tile; use null",
+        "rescaling now and then is rendered with overlap: true only; use null, or a schedule with overlap: true",
     )
 
 
@@ -761,12 +741,11 @@ def _schedule(spec: Spec) -> Iterable[Violation | None]:
 
 
 def _scheduler(spec: Spec) -> Iterable[Violation | None]:
-    yield scheduler_schedule(spec.scheduler, spec.schedule.kind, footprint.overlapped(spec))
+    yield scheduler_schedule(spec.scheduler, spec.schedule.kind)
     yield scheduler_mask(spec.scheduler, spec.mask.kind)
-    yield scheduler_lse(spec.scheduler, spec.outputs.lse)
-    yield scheduler_pack(spec.scheduler, spec.tile.pack_heads)
-    yield scheduler_output(spec.scheduler, spec.outputs.o)
-    yield scheduler_rescale(spec.scheduler, spec.softmax.rescale_above)
+    yield scheduler_output(spec.scheduler, spec.outputs.o, spec.schedule.kind)
+    yield packed_slices(spec.outputs.o, spec.tile.pack_heads)
+    yield rescale_overlap(spec.softmax.rescale_above, footprint.overlapped(spec))
     yield exp_before_wait(spec.softmax.exp_before_wait, spec.tile.kv, footprint.overlapped(spec))
 
 

@@ -107,9 +107,9 @@ def _steps(spec: Spec) -> list[tuple[str, ...]]:
     """What happens, in order: what, and how or by what; in a specialised kernel who does it comes first."""
     if isinstance(spec.handoff, GlobalHandoff):
         return _naive_timeline(spec)
-    if footprint.persistent(spec):
+    if footprint.specialized(spec):
         return [*_producers_timeline(), *_consumer_timeline(spec)]
-    return [*_producer_timeline(), *_consumer_timeline(spec)] if footprint.specialized(spec) else _timeline(spec)
+    return _timeline(spec)
 
 
 def _numbered(steps: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
@@ -299,8 +299,6 @@ def _producer(spec: Spec) -> str:
 
 
 def _producer_duties(spec: Spec) -> str:
-    if not footprint.persistent(spec):
-        return f"{_producer(spec)}, its first, issues the TMA copies"
     draws = "draws the tiles and " if spec.scheduler == "dynamic" else ""
     first = footprint.computing_threads(spec) // hopper.WARP
     return f"warp {first} {draws}copies Q and K, warp {first + 1} copies V (TMA)"
@@ -313,8 +311,8 @@ def _barriers(spec: Spec) -> list[tuple[str, ...]]:
     row, v_row = (d * hopper.BYTES_16BIT for d in (spec.problem.head_dim, spec.problem.v_dim))
     q, k, v = spec.tile.q * row, spec.tile.kv * row, spec.tile.kv * v_row
     tma, readers = "TMA", f"{warps} warps"
-    if footprint.persistent(spec):
-        return _persistent_barriers(spec, q, k, v)
+    if footprint.specialized(spec):
+        return _rings(spec, q, k, v)
     rows: list[tuple[str, ...]] = [("name", "stages", "producer -> consumer", "a phase completes with")]
     rows.append(("q_full", "1", f"{tma} -> {readers}", f"{q} bytes"))
     rings = [("kv", f"{k + v} bytes, K {k} + V {v}")]
@@ -326,7 +324,7 @@ def _barriers(spec: Spec) -> list[tuple[str, ...]]:
     return rows
 
 
-def _persistent_barriers(spec: Spec, q: int, k: int, v: int) -> list[tuple[str, ...]]:
+def _rings(spec: Spec, q: int, k: int, v: int) -> list[tuple[str, ...]]:
     """Q is a ring like K and V; their bytes per stage."""
     assert isinstance(spec.load, TmaLoad)
     warps, stages = footprint.computing_threads(spec) // hopper.WARP, str(spec.load.kv_stages)
@@ -340,24 +338,20 @@ def _persistent_barriers(spec: Spec, q: int, k: int, v: int) -> list[tuple[str, 
         rows.append(("tile", str(footprint.TILE_SLOTS), to, "1 arrival", f"{warps + 1} arrivals"))
     if isinstance(spec.schedule, PingPongSchedule):
         count = spec.tile.warpgroups or 0
-        named = f"named barriers 1 to {count}"
+        named = f"named barriers 2 to {count + 1}"
         rows.append(("turn", str(count), "each consumer -> the next one", f"{2 * hopper.WARPGROUP} threads", named))
     return rows
 
 
 def _named_barriers(spec: Spec) -> list[tuple[str, ...]]:
     """Those of a specialised kernel; a persistent one has them in the table of its rings."""
-    if not footprint.specialized(spec) or footprint.persistent(spec):
+    if not footprint.specialized(spec) or spec.outputs.o != "over_q":
         return []
     count = footprint.computing_threads(spec)
     rows: list[tuple[str, ...]] = [
         ("number", "name", "threads", "who -> whom, and what for"),
         ("1", "OUTPUT_BARRIER", str(count), "all consumers: Q has been read; then: O is in shared memory"),
     ]
-    if isinstance(spec.schedule, PingPongSchedule):
-        last = 1 + (spec.tile.warpgroups or 0)
-        what = "each consumer -> the next one, the last -> the first: may multiply"
-        rows.append((f"2 to {last}", "TURN_BARRIER", str(2 * hopper.WARPGROUP), what))
     return rows
 
 
@@ -423,15 +417,6 @@ def _timeline(spec: Spec) -> list[tuple[str, ...]]:
     else:
         steps.append(("CTA barrier", "before the next K takes V's place"))
     return steps
-
-
-def _producer_timeline() -> list[tuple[str, ...]]:
-    return [
-        ("producer", "wait k_empty", "the stage of K is free"),
-        ("producer", "load K", "TMA"),
-        ("producer", "wait v_empty", "the stage of V is free"),
-        ("producer", "load V", "TMA"),
-    ]
 
 
 def _producers_timeline() -> list[tuple[str, ...]]:

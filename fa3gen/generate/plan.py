@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import PurePath
+from typing import Literal
 
 from fa3gen.design import footprint, tile_order
 from fa3gen.design.footprint import Region
@@ -16,13 +17,14 @@ from fa3gen.hardware import hopper
 from fa3gen.spec.model import (
     CausalMask,
     CpAsyncLoad,
+    NoMask,
     PingPongSchedule,
+    Scheduler,
     SmemHandoff,
     Spec,
     Swizzle,
     TmaLoad,
     WgmmaProduct,
-    WindowMask,
 )
 from fa3gen.spec.specfile import Variant
 
@@ -59,33 +61,36 @@ class TilePlan:
 
 @dataclass(frozen=True)
 class MaskPlan:
-    """Which keys a row sees; left and right are the window's reach in keys, 0 for other masks."""
+    """Which keys a row sees; left and right are the window's reach in keys, 0 for other masks.
+
+    `full_tiles`: where the tiles of keys without an edge of the mask lie among those that a tile of queries visits:
+    all but the first visited, which may reach past the end of the keys; before or between those with an edge; or none,
+    because the window is too narrow. `both_edges`: whether a tile may hold the left and the right edge of a window.
+    """
 
     kind: str
     left: int
     right: int
+    full_tiles: Literal["all", "before", "between", "none"]
+    both_edges: bool
 
 
 @dataclass(frozen=True)
-class WalkPlan:
-    """What the roles of a specialised kernel are told of the tiles of keys to visit, and what comes back: names.
+class ArgumentsPlan:
+    """Names of what the functions of a specialised kernel take, where that differs from module to module.
 
-    `row_results` says in words what a consumer returns of each row. All are empty without roles. In a persistent kernel
-    the roles walk by themselves: there are `consume_arguments`, all of them, and `turn_argument`, which follows others;
-    `extent_argument` says how much work there is.
+    `kernel` is with types, `kernel_call` what `launch` passes; `outputs` is what a consumer writes to; `schedule` is
+    what the scheduler reads.
     """
 
-    producer_argument: str = ""
-    consumer_arguments: tuple[str, ...] = ()
-    consumer_results: tuple[str, ...] = ()
-    row_results: str = ""
-    launch_arguments: tuple[str, ...] = ()
-    kernel_arguments: tuple[str, ...] = ()
-    consume_arguments: tuple[str, ...] = ()
-    extent_argument: str = ""
-    extent_parameter: str = ""
-    turn_argument: str = ""
-    last_product: str = ""
+    launch: tuple[str, ...] = ()
+    kernel: tuple[str, ...] = ()
+    kernel_call: tuple[str, ...] = ()
+    schedule: tuple[str, ...] = ()
+    outputs: tuple[str, ...] = ()
+    store_tile: tuple[str, ...] = ()
+    multiply: tuple[str, ...] = ()
+    multiply_first: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -129,18 +134,21 @@ class HandoffPlan:
 
 
 @dataclass(frozen=True)
-class TilesPlan:
+class SchedulerPlan:
     """How tiles of queries are given to CTAs.
 
-    `split`: the last wave of tiles is dealt out by tiles of keys, in at most `parts` parts of a tile of queries, where
-    that saves at least `steps_saved` of them.
+    `longest_first`: of each head the tiles that see the most keys come first. stream_k deals out the last wave by tiles
+    of keys, in at most `parts` parts of a tile of queries, where that saves at least `steps_saved` of them. dynamic
+    draws tiles `slots` ahead, those of as many heads at a time as have K and V in `l2_bytes`.
     """
 
+    kind: Scheduler
     persistent: bool
-    dynamic: bool
-    split: bool = False
+    longest_first: bool
     parts: int = tile_order.PARTS
     steps_saved: int = tile_order.STEPS_SAVED
+    slots: int = footprint.TILE_SLOTS
+    l2_bytes: str = f"{tile_order.BYTES_IN_L2 // 2**20} * 2**20"
 
 
 @dataclass(frozen=True)
@@ -157,10 +165,10 @@ class SoftmaxPlan:
 
 @dataclass(frozen=True)
 class OutputPlan:
-    """Whether O has a buffer of its own in shared memory."""
+    """Where O lies in shared memory, if it does, and the module's name for the rows that one TMA copy stores."""
 
-    buffered: bool
-    layout_phrase: str
+    place: Literal["over_q", "own_buffer", "direct"]
+    stored_rows: str
 
 
 @dataclass(frozen=True)
@@ -182,6 +190,7 @@ class SchedulePlan:
 class ImportsPlan:
     """Which optional imports the module needs."""
 
+    dataclasses: str
     pipeline: bool
     nvgpu: str
     smem_allocator: bool
@@ -214,6 +223,7 @@ class SectionsPlan:
     pv: str
     epilogue: str
     host: str
+    scheduler: str = ""
 
 
 @dataclass(frozen=True)
@@ -225,14 +235,14 @@ class Plan:
     problem: ProblemPlan
     tile: TilePlan
     mask: MaskPlan
-    walk: WalkPlan
     load: LoadPlan
     smem: SmemPlan
     qk: ProductPlan
     pv: ProductPlan
     p: HandoffPlan
     schedule: SchedulePlan
-    tiles: TilesPlan
+    scheduler: SchedulerPlan
+    arguments: ArgumentsPlan
     softmax: SoftmaxPlan
     output: OutputPlan
     lse: bool
@@ -252,14 +262,14 @@ def make_plan(variant: Variant) -> Plan:
         problem=_problem(spec),
         tile=_tile(spec),
         mask=_mask(spec),
-        walk=_walk(spec),
         load=_load(spec),
         smem=_smem(spec),
         qk=_product(spec.qk, spec.tile.kv, spec.problem.head_dim),
         pv=_product(spec.pv, spec.problem.v_dim, spec.tile.kv),
         p=HandoffPlan(spec.handoff.through),
         schedule=_schedule(spec),
-        tiles=_tiles(spec),
+        scheduler=_scheduler(spec),
+        arguments=_arguments(spec),
         softmax=_softmax(spec),
         output=_output(spec),
         lse=spec.outputs.lse,
@@ -302,59 +312,57 @@ def _tile(spec: Spec) -> TilePlan:
 
 
 def _mask(spec: Spec) -> MaskPlan:
-    if isinstance(spec.mask, WindowMask):
-        return MaskPlan("window", spec.mask.left, spec.mask.right)
-    return MaskPlan(spec.mask.kind, 0, 0)
-
-
-def _walk(spec: Spec) -> WalkPlan:
+    if isinstance(spec.mask, NoMask):
+        return MaskPlan("none", 0, 0, "all", False)
+    if isinstance(spec.mask, CausalMask):
+        return MaskPlan("causal", 0, 0, "before", False)
+    left, right = spec.mask.left, spec.mask.right
     if not footprint.specialized(spec):
-        return WalkPlan()
-    if footprint.persistent(spec):
-        return _persistent_walk(spec)
-    producer = "n_block_end"
-    consumer: tuple[str, ...] = ("n_block_end", "n_full_end", "seq_k")
-    if isinstance(spec.mask, WindowMask):
-        producer, consumer = "kv_tiles", ("kv_tiles", "m_start", "seq_q", "seq_k")
-    elif isinstance(spec.mask, CausalMask):
-        consumer = ("n_block_end", "n_full_end", "m_start", "seq_q", "seq_k")
-    elif footprint.overlapped(spec):  # the first tile visited, the only one to be masked, stands before the loop
-        consumer = ("n_block_end", "seq_k")
-    if spec.outputs.lse:
-        return WalkPlan(producer, consumer, ("acc_O", "row_max", "row_sum"), "maximum and sum")
-    return WalkPlan(producer, consumer, ("acc_O", "row_sum"), "the sum")
+        return MaskPlan("window", left, right, "between", True)
+    # The last row of a tile of queries sees keys from its diagonal - left on, the first one up to its own + right. As
+    # many keys in between fill a tile of keys, or else no tile is full; and then, and only then, one has both edges.
+    wide = left + right + 2 - tile_order.positions(spec) >= spec.tile.kv
+    # The tile with the end of the keys may hold the left edge of the last rows, too, where that is near.
+    near_end = left + 2 < spec.tile.kv
+    return MaskPlan("window", left, right, "between" if wide else "none", not wide or near_end)
 
 
-def _persistent_walk(spec: Spec) -> WalkPlan:
-    buffered, dynamic = spec.outputs.o == "own_buffer", spec.scheduler == "dynamic"
-    parts = ["flags", "parts"] * footprint.splits_tail(spec)
-    extent = "tail" if footprint.splits_tail(spec) else "num_tiles"
-    return WalkPlan(
-        launch_arguments=("q", "k", "v", "out", "lse", "num_sms: cutlass.Int32", *["counter"] * dynamic, *parts),
-        kernel_arguments=(
-            *("mQ", "mK", "mVt", "mO", "mLSE", *["counter"] * dynamic, *parts),
-            *("tma_Q", "tma_K", "tma_V", *["tma_O"] * buffered),
+def _scheduler(spec: Spec) -> SchedulerPlan:
+    # Where a CTA takes many tiles, the dynamic scheduler has an order of its own.
+    longest_first = isinstance(spec.mask, CausalMask) and not footprint.persistent(spec)
+    return SchedulerPlan(spec.scheduler, footprint.persistent(spec), longest_first)
+
+
+def _arguments(spec: Spec) -> ArgumentsPlan:
+    if not footprint.specialized(spec):
+        return ArgumentsPlan()
+    lse, stored = ["lse"] * spec.outputs.lse, spec.outputs.o != "direct"
+    scratch = {"stream_k": ["flags", "parts"], "dynamic": ["counter"]}.get(spec.scheduler, [])
+    handed_on = scratch * (spec.scheduler == "stream_k")
+    extent, extent_type = {
+        "single_tile": ([], ""),
+        "stream_k": (["tail"], ""),
+        "static": (["num_tiles"], ": cutlass.Int32"),
+        "dynamic": (["num_tiles"], ": cutlass.Int32"),
+    }[spec.scheduler]
+    tensors = ("mQ", "mK", "mVt", "mO", *["mLSE"] * spec.outputs.lse, *scratch)
+    atoms = ("tma_Q", "tma_K", "tma_V", *["tma_O"] * stored)
+    outputs = ("mO", *["mLSE"] * spec.outputs.lse, *["tma_O", "sO"] * stored)
+    turn = ["consumer"] * isinstance(spec.schedule, PingPongSchedule)
+    draws = ["counter", "tile_ring", "tiles"] * (spec.scheduler == "dynamic")
+    statistics = (["row_max"] * spec.outputs.lse, ["scale_log2"] * spec.outputs.lse)
+    return ArgumentsPlan(
+        launch=("q", "k", "v", "out", *lse, *["num_sms: cutlass.Int32"] * footprint.persistent(spec), *scratch),
+        kernel=(*tensors, *atoms, "scale_log2: cutlass.Float32", *(name + extent_type for name in extent)),
+        kernel_call=(*tensors, *atoms, "scale * LOG2_E", *extent),
+        schedule=("mQ", "mK", *extent, *draws),
+        outputs=(*outputs, *handed_on),
+        store_tile=(*outputs, "work", "acc_O", *statistics[0], "row_sum", *statistics[1]),
+        multiply=(
+            *("products", "operands", "accumulators", "k_ring", "v_ring", "q_drain", "k_drain", "v_drain"),
+            *turn,
         ),
-        consume_arguments=(
-            *(*["tma_O"] * buffered, "mQ", "mK", "mO", "mLSE", *parts, "sQ", "sK", "sVt", *["sO"] * buffered),
-            *("q_ring", "k_ring", "v_ring", *["tile_ring", "tiles"] * dynamic, "scale_log2", extent),
-        ),
-        extent_argument=extent,
-        extent_parameter=extent if footprint.splits_tail(spec) else f"{extent}: cutlass.Int32",
-        turn_argument=", consumer" if isinstance(spec.schedule, PingPongSchedule) else "",
-        last_product=(
-            " runs beside the first S of the next tile of queries"
-            if footprint.flattened(spec)
-            else " has no S beside it"
-        ),
-    )
-
-
-def _tiles(spec: Spec) -> TilesPlan:
-    return TilesPlan(
-        persistent=footprint.persistent(spec),
-        dynamic=spec.scheduler == "dynamic",
-        split=footprint.splits_tail(spec),
+        multiply_first=("products", "operands", "accumulators", "k_ring", "q_drain", "k_drain", *turn),
     )
 
 
@@ -364,8 +372,10 @@ def _softmax(spec: Spec) -> SoftmaxPlan:
 
 
 def _output(spec: Spec) -> OutputPlan:
-    buffered = spec.outputs.o == "own_buffer"
-    return OutputPlan(buffered, " and O" if buffered else "")
+    packed = spec.tile.pack_heads > 1
+    if spec.outputs.o == "own_buffer":
+        return OutputPlan("own_buffer", "PACKED_WARP_ROWS" if packed else "WARP_ROWS")
+    return OutputPlan(spec.outputs.o, "PACKED_M" if packed else "TILE_M")
 
 
 def _load(spec: Spec) -> LoadPlan:
@@ -420,7 +430,11 @@ def _imports(spec: Spec) -> ImportsPlan:
         "warp": stmatrix,
         "warpgroup": spec.smem is not None,
     }
+    dataclasses = ["dataclass"] * footprint.specialized(spec)
+    # Of a work item there is nothing to replace but where nothing is left.
+    dataclasses += ["replace"] * (footprint.specialized(spec) and not footprint.persistent(spec))
     return ImportsPlan(
+        dataclasses=", ".join(dataclasses),
         pipeline=tma,
         nvgpu=", ".join(name for name, needed in names.items() if needed),
         smem_allocator=spec.smem is not None,
@@ -469,26 +483,15 @@ def _sections(spec: Spec) -> SectionsPlan:
     )
     if not footprint.specialized(spec):
         return sections
-    if footprint.persistent(spec):
-        return replace(
-            sections,
-            spine="persistent.py.jinja",
-            host=_section("host_persistent"),
-            kernel=_section("kernel_persistent"),
-            loads=_section("loads_persistent"),
-            consumer=_section("consumer_persistent"),
-            softmax=_section("softmax_persistent"),
-            pv=_section("pv_wgmma_fragment"),
-            epilogue=_section("epilogue_buffered" if spec.outputs.o == "own_buffer" else "epilogue_direct"),
-        )
     overlap = footprint.overlapped(spec)
     return replace(
         sections,
         spine="specialized.py.jinja",
-        kernel=_section("kernel_specialized"),
+        scheduler=_section(f"scheduler_{spec.scheduler}"),
         consumer=_section("consumer_overlapped" if overlap else "consumer_sequential"),
         softmax=_section("softmax_overlapped" if overlap else "softmax_fragment"),
         pv=_section("pv_wgmma_fragment"),
+        epilogue=_section("epilogue_wgmma" if spec.outputs.o == "over_q" else f"epilogue_{spec.outputs.o}"),
     )
 
 
@@ -501,8 +504,8 @@ def expectation(spec: Spec) -> Expectation:
 
     Each loop is written once and not unrolled over tiles: a load stands once in the prefetch and once in the steady
     state, a product once. A specialised kernel has no prefetch, its producer just runs ahead. With overlap the first
-    tile's Q K^T and the last one's P V stand beside the loop, each with a wait of its own. A persistent kernel has a
-    loop for tiles with an edge of a causal mask and one for the others.
+    tile's Q K^T and the last one's P V stand beside the loop, each with a wait of its own, and tiles with an edge of the
+    mask have loops of their own.
     """
     d, q, kv, threads = spec.problem.head_dim, spec.tile.q, spec.tile.kv, footprint.threads(spec)
     v_dim = spec.problem.v_dim
@@ -560,5 +563,5 @@ def _product_copies(spec: Spec) -> tuple[int, int]:
     """How many times Q K^T and P V stand in the code; each is one group with one wait."""
     if not footprint.overlapped(spec):
         return 1, 1
-    loops = 2 if footprint.persistent(spec) and isinstance(spec.mask, CausalMask) else 1
+    loops = {"all": 1, "before": 2, "between": 3, "none": 1}[_mask(spec).full_tiles]
     return loops + 1 + footprint.flattened(spec), loops + 1

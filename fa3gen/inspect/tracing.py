@@ -129,7 +129,7 @@ def attention(kernel: CpuKernel, variant: Variant, q: torch.Tensor, k: torch.Ten
         "tile_counter(gpu)": (torch.zeros(1, dtype=torch.int32),),
         "lse": (lse,),
     }
-    if plan.tiles.split:
+    if plan.scheduler.kind == "stream_k":
         warps = footprint.computing_threads(variant.spec) // hopper.WARP
         given["*flags_and_parts(gpu)"] = flags_and_parts(sms, warps, footprint.part_shape(variant.spec))
     if "scores" in plan.entry.call_arguments:
