@@ -191,18 +191,19 @@ def attention_kernel(
     cute.arch.mbarrier_init_fence()  # the async proxy, too, must see the barriers initialized
     cute.arch.sync_threads()  # no thread may wait on a barrier before that
     schedule = mQ, mK, num_tiles, counter, tile_ring, tiles
+    work = first_work(schedule)  # which all roles begin with
     # Two roles, told apart by warpgroup, because setmaxnreg acts on whole warpgroups.
     if warpgroup_idx == CONSUMERS:
         cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)  # copies need few; the consumers take the rest
         # Two warps, so that no copy of K waits for a stage of V.
         if warp_idx == Q_K_PRODUCER_WARP:
-            load_q_and_k(tma_Q, tma_K, mQ, mK, sQ, sK, q_ring, k_ring, schedule)
+            load_q_and_k(tma_Q, tma_K, mQ, mK, sQ, sK, q_ring, k_ring, work, schedule)
         if warp_idx == V_PRODUCER_WARP:
-            load_v(tma_V, mVt, sVt, v_ring, schedule)
+            load_v(tma_V, mVt, sVt, v_ring, work, schedule)
     else:
         cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)  # sleeps until the producers have given them back
         smem, rings = (sQ, sK, sVt), (q_ring, k_ring, v_ring)
-        consume(smem, rings, mO, mLSE, scale_log2, schedule)
+        consume(smem, rings, mO, mLSE, scale_log2, work, schedule)
 
 
 # ======================================================================================================================
@@ -370,11 +371,10 @@ def partition_tma(tma: cute.CopyAtom, sX: cute.Tensor, gX: cute.Tensor):
 
 
 @cute.jit
-def load_q_and_k(tma_Q, tma_K, mQ, mK, sQ, sK, q_ring, k_ring, schedule):
+def load_q_and_k(tma_Q, tma_K, mQ, mK, sQ, sK, q_ring, k_ring, work, schedule):
     """The first producer warp: draw tiles of queries, load Q of each, then K of its tiles of keys, the last one first."""
     q_fill = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, Q_STAGES)
     k_fill = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, KV_STAGES)
-    work = first_work(schedule)
     while work.valid:
         gQ = cute.local_tile(mQ[None, None, work.head, work.batch], (TILE_M, HEAD_DIM), (work.m_block, 0))
         gK = cute.local_tile(mK[None, None, work.head_kv, work.batch], (TILE_N, HEAD_DIM), (None, 0))
@@ -392,10 +392,9 @@ def load_q_and_k(tma_Q, tma_K, mQ, mK, sQ, sK, q_ring, k_ring, schedule):
 
 
 @cute.jit
-def load_v(tma_V, mVt, sVt, v_ring, schedule):
+def load_v(tma_V, mVt, sVt, v_ring, work, schedule):
     """The second producer warp: V of the same tiles of keys in the same order."""
     v_fill = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, KV_STAGES)
-    work = first_work(schedule)
     while work.valid:
         gVt = cute.local_tile(mVt[None, None, work.head_kv, work.batch], (HEAD_DIM, TILE_N), (0, None))
         tVsV, tVgV = partition_tma(tma_V, sVt, gVt)  # (TMA, KV_STAGES), (TMA, n_blocks)
@@ -413,7 +412,7 @@ def load_v(tma_V, mVt, sVt, v_ring, schedule):
 
 
 @cute.jit
-def consume(smem, rings, mO, mLSE, scale_log2, schedule):
+def consume(smem, rings, mO, mLSE, scale_log2, work, schedule):
     """One consumer warpgroup: WGMMA_M rows of O of each tile of queries, over its tiles of keys, the last one first.
 
     S = Q K^T of a tile of keys is issued with O += P V of the one before, which runs on during the softmax.
@@ -431,7 +430,6 @@ def consume(smem, rings, mO, mLSE, scale_log2, schedule):
     v_drain = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, KV_STAGES)
     if consumer == CONSUMERS - 1:
         pass_turn(consumer)  # the first turn is consumer 0's
-    work = first_work(schedule)
     while work.valid:
         m_start = work.m_block * TILE_M
         acc_O.fill(0.0)
@@ -441,18 +439,19 @@ def consume(smem, rings, mO, mLSE, scale_log2, schedule):
         q_ring.consumer_wait(q_drain)  # Q has landed
         multiply_first(products, operands, accumulators, k_ring, q_drain, k_drain, consumer)
         k_drain.advance()
+        tSrQ_tile = tSrQ[None, None, None, q_drain.index]  # (MMA, MMA_M, MMA_K)
         mask_scores(acc_S, qk_mma, m_start, (work.n_end - 1) * TILE_N, work.seq_q, work.seq_k)
         softmax_step(acc_S, row_max, row_sum, rescale, scale_log2)
         round_p(acc_S, rP)
         # Tiles of keys with an edge of the mask have a loop of their own, so that the main loop has no branch.
         for n_block in cutlass.range(work.n_end - 2, work.n_full_end - 1, -1, unroll=1):
-            multiply(products, operands, accumulators, k_ring, v_ring, q_drain, k_drain, v_drain, consumer)
+            multiply(products, tSrQ_tile, operands, accumulators, k_ring, v_ring, k_drain, v_drain, consumer)
             mask_scores(acc_S, qk_mma, m_start, n_block * TILE_N, work.seq_q, work.seq_k)
             finish_step(accumulators, rP, rows, scale_log2, v_ring, v_drain)
             k_drain.advance()
             v_drain.advance()
         for _ in cutlass.range(cutlass.min(work.n_end - 1, work.n_full_end), unroll=1):
-            multiply(products, operands, accumulators, k_ring, v_ring, q_drain, k_drain, v_drain, consumer)
+            multiply(products, tSrQ_tile, operands, accumulators, k_ring, v_ring, k_drain, v_drain, consumer)
             finish_step(accumulators, rP, rows, scale_log2, v_ring, v_drain)
             k_drain.advance()
             v_drain.advance()
@@ -512,12 +511,12 @@ def multiply_first(products, operands, accumulators, k_ring, q_drain, k_drain, c
 
 
 @cute.jit
-def multiply(products, operands, accumulators, k_ring, v_ring, q_drain, k_drain, v_drain, consumer):
+def multiply(products, tSrQ_tile, operands, accumulators, k_ring, v_ring, k_drain, v_drain, consumer):
     """Issue S = Q K^T of this tile of keys and O += P V of the one before; return with S, while O += P V runs on."""
-    (qk_mma, pv_mma), (tSrQ, tSrK, tOrP, tOrV), (acc_S, acc_O) = products, operands, accumulators
+    (qk_mma, pv_mma), (_, tSrK, tOrP, tOrV), (acc_S, acc_O) = products, operands, accumulators
     k_ring.consumer_wait(k_drain)  # K of this tile has landed
     wait_turn(consumer)  # the warpgroup before this one has its S
-    qk_product(qk_mma, tSrQ[None, None, None, q_drain.index], tSrK[None, None, None, k_drain.index], acc_S)
+    qk_product(qk_mma, tSrQ_tile, tSrK[None, None, None, k_drain.index], acc_S)
     v_ring.consumer_wait(v_drain)  # V of the tile before has landed
     pv_product(pv_mma, tOrP, tOrV[None, None, None, v_drain.index], acc_O)
     warpgroup.wait_group(1)  # the softmax reads S now; O += P V, the younger group, stays in flight

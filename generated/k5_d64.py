@@ -174,18 +174,19 @@ def attention_kernel(mQ, mK, mVt, mO, mLSE, tma_Q, tma_K, tma_V, tma_O, scale_lo
     cute.arch.mbarrier_init_fence()  # the async proxy, too, must see the barriers initialized
     cute.arch.sync_threads()  # no thread may wait on a barrier before that
     schedule = mQ, mK
+    work = first_work(schedule)  # which all roles begin with
     # Two roles, told apart by warpgroup, because setmaxnreg acts on whole warpgroups.
     if warpgroup_idx == CONSUMERS:
         cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)  # copies need few; the consumers take the rest
         # Two warps, so that no copy of K waits for a stage of V.
         if warp_idx == Q_K_PRODUCER_WARP:
-            load_q_and_k(tma_Q, tma_K, mQ, mK, sQ, sK, q_ring, k_ring, schedule)
+            load_q_and_k(tma_Q, tma_K, mQ, mK, sQ, sK, q_ring, k_ring, work, schedule)
         if warp_idx == V_PRODUCER_WARP:
-            load_v(tma_V, mVt, sVt, v_ring, schedule)
+            load_v(tma_V, mVt, sVt, v_ring, work, schedule)
     else:
         cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)  # sleeps until the producers have given them back
         smem, rings = (sQ, sK, sVt), (q_ring, k_ring, v_ring)
-        consume(smem, rings, mO, mLSE, tma_O, sO, scale_log2, schedule)
+        consume(smem, rings, mO, mLSE, tma_O, sO, scale_log2, work, schedule)
 
 
 # ======================================================================================================================
@@ -283,11 +284,10 @@ def partition_tma(tma: cute.CopyAtom, sX: cute.Tensor, gX: cute.Tensor):
 
 
 @cute.jit
-def load_q_and_k(tma_Q, tma_K, mQ, mK, sQ, sK, q_ring, k_ring, schedule):
+def load_q_and_k(tma_Q, tma_K, mQ, mK, sQ, sK, q_ring, k_ring, work, schedule):
     """The first producer warp: Q of each tile of queries, then K of its tiles of keys, the last one first."""
     q_fill = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, Q_STAGES)
     k_fill = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, KV_STAGES)
-    work = first_work(schedule)
     while work.valid:
         gQ = cute.local_tile(mQ[None, None, work.head, work.batch], (TILE_M, HEAD_DIM), (work.m_block, 0))
         gK = cute.local_tile(mK[None, None, work.head_kv, work.batch], (TILE_N, HEAD_DIM), (None, 0))
@@ -305,10 +305,9 @@ def load_q_and_k(tma_Q, tma_K, mQ, mK, sQ, sK, q_ring, k_ring, schedule):
 
 
 @cute.jit
-def load_v(tma_V, mVt, sVt, v_ring, schedule):
+def load_v(tma_V, mVt, sVt, v_ring, work, schedule):
     """The second producer warp: V of the same tiles of keys in the same order."""
     v_fill = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, KV_STAGES)
-    work = first_work(schedule)
     while work.valid:
         gVt = cute.local_tile(mVt[None, None, work.head_kv, work.batch], (HEAD_DIM, TILE_N), (0, None))
         tVsV, tVgV = partition_tma(tma_V, sVt, gVt)  # (TMA, KV_STAGES), (TMA, n_blocks)
@@ -326,7 +325,7 @@ def load_v(tma_V, mVt, sVt, v_ring, schedule):
 
 
 @cute.jit
-def consume(smem, rings, mO, mLSE, tma_O, sO, scale_log2, schedule):
+def consume(smem, rings, mO, mLSE, tma_O, sO, scale_log2, work, schedule):
     """One consumer warpgroup: WGMMA_M rows of O of each tile of queries, over its tiles of keys, the last one first."""
     tidx, _, _ = cute.arch.thread_idx()
     consumer = cute.arch.make_warp_uniform(tidx // WARPGROUP_THREADS)
@@ -336,18 +335,19 @@ def consume(smem, rings, mO, mLSE, tma_O, sO, scale_log2, schedule):
     row_max, row_sum = (cute.make_rmem_tensor(2, cutlass.Float32) for _ in range(2))  # of a thread's two rows
     q_drain = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, Q_STAGES)
     kv_drain = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, KV_STAGES)
-    work = first_work(schedule)
     while work.valid:
+        n_full_end = work.seq_k // TILE_N  # from here on a tile of keys reaches past the end
         acc_O.fill(0.0)
         row_max.fill(LOWEST)
         row_sum.fill(0.0)
+        tSrQ_tile = tSrQ[None, None, None, q_drain.index]  # (MMA, MMA_M, MMA_K)
         q_ring.consumer_wait(q_drain)  # Q has landed
         for n_block in cutlass.range(work.n_end - 1, work.n_begin - 1, -1, unroll=1):
             k_ring.consumer_wait(kv_drain)  # K has landed
-            qk_product(qk_mma, tSrQ[None, None, None, q_drain.index], tSrK[None, None, None, kv_drain.index], acc_S)
+            qk_product(qk_mma, tSrQ_tile, tSrK[None, None, None, kv_drain.index], acc_S)
             warpgroup.wait_group(0)  # the softmax reads S now: no group stays in flight
             k_ring.consumer_release(kv_drain)  # this warp has read K
-            if n_block == work.n_end - 1:  # only the last tile may reach past the end
+            if n_block >= n_full_end:
                 mask_scores(acc_S, qk_mma, n_block * TILE_N, work.seq_k)
             softmax_step(acc_S, acc_O, row_max, row_sum, scale_log2)
             round_p(acc_S, rP)

@@ -324,7 +324,8 @@ def _mask(spec: Spec) -> MaskPlan:
     wide = left + right + 2 - tile_order.positions(spec) >= spec.tile.kv
     # The tile with the end of the keys may hold the left edge of the last rows, too, where that is near.
     near_end = left + 2 < spec.tile.kv
-    return MaskPlan("window", left, right, "between" if wide else "none", not wide or near_end)
+    both_edges = not wide or near_end or not footprint.overlapped(spec)
+    return MaskPlan("window", left, right, "between" if wide else "none", both_edges)
 
 
 def _scheduler(spec: Spec) -> SchedulerPlan:
@@ -359,7 +360,7 @@ def _arguments(spec: Spec) -> ArgumentsPlan:
         outputs=(*outputs, *handed_on),
         store_tile=(*outputs, "work", "acc_O", *statistics[0], "row_sum", *statistics[1]),
         multiply=(
-            *("products", "operands", "accumulators", "k_ring", "v_ring", "q_drain", "k_drain", "v_drain"),
+            *("products", "tSrQ_tile", "operands", "accumulators", "k_ring", "v_ring", "k_drain", "v_drain"),
             *turn,
         ),
         multiply_first=("products", "operands", "accumulators", "k_ring", "q_drain", "k_drain", *turn),
