@@ -52,7 +52,7 @@ Steady state, one tile of keys
     7   consumer   wait_group 1          S is there; P V goes on
     8   consumer   arrive k_empty        K's stage is free
     9   consumer   softmax               P = 2^(S - max) and sums
-    10  consumer   wait_group 0          O is there; not before 6 exponentials of each thread
+    10  consumer   wait_group 0          O is there; not before 10 exponentials of each thread
     11  consumer   arrive v_empty        V's stage is free
     12  consumer   rescale               O to the new maximum; P is rounded
 """
@@ -90,7 +90,7 @@ V_LAYOUT = warpgroup.SmemLayoutAtomKind.MN_SW128
 LOWEST = -1e20  # a row's maximum before its first key; finite: -inf - -inf would be NaN
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2.0)
-EXP_BEFORE_WAIT = 6  # exponentials of a thread in a step before it waits for P V of the step before
+EXP_BEFORE_WAIT = 10  # exponentials of a thread in a step before it waits for P V of the step before
 
 
 # ======================================================================================================================
@@ -232,13 +232,13 @@ def dealt_work(number, schedule) -> Work:
     num_ctas, _, _ = cute.arch.grid_dim()
     cta, _, _ = cute.arch.block_idx()
     tile = cta + number * num_ctas
-    return work_of_tile(tile, number, tile < num_tiles, mQ, mK)
+    return work_on(tile_coordinates(tile, mQ, mK), number, tile < num_tiles, mQ, mK)
 
 
 @cute.jit
-def work_of_tile(tile, number, valid, mQ, mK) -> Work:
-    """The tile of queries with this number, and the tiles of keys of which its rows see any."""
-    m_block, head, head_kv, batch = tile_coordinates(tile, mQ, mK)
+def work_on(coordinates, number, valid, mQ, mK) -> Work:
+    """A tile of queries, and the tiles of keys of which its rows see any."""
+    m_block, head, head_kv, batch = coordinates
     seq_k = mK.shape[0]
     n_begin, n_end = cutlass.Int32(0), cute.ceil_div(seq_k, TILE_N)
     return Work(

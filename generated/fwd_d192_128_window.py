@@ -236,13 +236,13 @@ def dealt_work(number, schedule) -> Work:
     num_ctas, _, _ = cute.arch.grid_dim()
     cta, _, _ = cute.arch.block_idx()
     tile = cta + number * num_ctas
-    return work_of_tile(tile, number, tile < num_tiles, mQ, mK)
+    return work_on(tile_coordinates(tile, mQ, mK), number, tile < num_tiles, mQ, mK)
 
 
 @cute.jit
-def work_of_tile(tile, number, valid, mQ, mK) -> Work:
-    """The tile of queries with this number, and the tiles of keys of which its rows see any."""
-    m_block, head, head_kv, batch = tile_coordinates(tile, mQ, mK)
+def work_on(coordinates, number, valid, mQ, mK) -> Work:
+    """A tile of queries, and the tiles of keys of which its rows see any."""
+    m_block, head, head_kv, batch = coordinates
     seq_q, seq_k = mQ.shape[0], mK.shape[0]
     n_begin, n_end, n_full_begin, n_full_end = kv_range(m_block * TILE_M, seq_q, seq_k)
     return Work(

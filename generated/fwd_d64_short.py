@@ -231,13 +231,13 @@ def dealt_work(number, schedule) -> Work:
     num_ctas, _, _ = cute.arch.grid_dim()
     cta, _, _ = cute.arch.block_idx()
     tile = cta + number * num_ctas
-    return work_of_tile(tile, number, tile < num_tiles, mQ, mK)
+    return work_on(tile_coordinates(tile, mQ, mK), number, tile < num_tiles, mQ, mK)
 
 
 @cute.jit
-def work_of_tile(tile, number, valid, mQ, mK) -> Work:
-    """The tile of queries with this number, and the tiles of keys of which its rows see any."""
-    m_block, head, head_kv, batch = tile_coordinates(tile, mQ, mK)
+def work_on(coordinates, number, valid, mQ, mK) -> Work:
+    """A tile of queries, and the tiles of keys of which its rows see any."""
+    m_block, head, head_kv, batch = coordinates
     seq_k = mK.shape[0]
     n_begin, n_end = cutlass.Int32(0), cute.ceil_div(seq_k, TILE_N)
     return Work(

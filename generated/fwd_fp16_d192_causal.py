@@ -14,7 +14,7 @@ Decisions
     schedule   two warps load, 2 warpgroups multiply in turn; S of the next tile and P V run beside the softmax
     layouts    swizzle Q 128B, K 128B, V 128B
     S = Q K^T  12 wgmma m64n96k16 per warpgroup; A = Q from shared memory, K-major; B = K, K-major
-    softmax    online, base 2, on the accumulator fragment; O is rescaled when a maximum has grown by more than 2^8
+    softmax    online, base 2, on the accumulator fragment; O is rescaled when a maximum has grown by more than 2^8, at up to 12 % more error of O than with each new one
     P          stays in registers: the accumulator fragment is read as the A fragment
     O = P V    6 wgmma m64n192k16 per warpgroup; A = P from registers, K-major; B = V, MN-major
     kv order   from the last visible tile to the first; hidden tiles are skipped, only boundary tiles are masked
@@ -40,7 +40,7 @@ Shared memory
          0   49152  sQ        128 x 192 x 2: Q
      49152   73728  sK        2 stages x 96 x 192 x 2: K
     122880   73728  sV        2 stages x 96 x 192 x 2: V
-    196608       8  tiles     2 x 4: numbers of tiles of queries
+    196608       8  tiles     2 x 1 x 4: numbers of drawn tiles
     196616     112  barriers  14 mbarriers
             197632  total     of 232448 per CTA
 
@@ -112,7 +112,7 @@ class SharedStorage:
     sQ: cute.struct.Align[cute.struct.MemRange[DTYPE, Q_STAGES * TILE_M * HEAD_DIM], SMEM_ALIGN]
     sK: cute.struct.Align[cute.struct.MemRange[DTYPE, KV_STAGES * TILE_N * HEAD_DIM], SMEM_ALIGN]
     sV: cute.struct.Align[cute.struct.MemRange[DTYPE, KV_STAGES * TILE_N * HEAD_DIM], SMEM_ALIGN]
-    tiles: cute.struct.Align[cute.struct.MemRange[cutlass.Int32, TILE_SLOTS], 8]  # numbers of tiles of queries
+    tiles: cute.struct.Align[cute.struct.MemRange[cutlass.Int32, TILE_SLOTS], 16]  # numbers of tiles of queries
     q_barriers: cute.struct.MemRange[cutlass.Int64, 2 * Q_STAGES]  # full, then empty; the same below
     k_barriers: cute.struct.MemRange[cutlass.Int64, 2 * KV_STAGES]
     v_barriers: cute.struct.MemRange[cutlass.Int64, 2 * KV_STAGES]
@@ -233,7 +233,7 @@ def first_work(schedule) -> Work:
     """The tile with this CTA's number; only the later ones are drawn."""
     mQ, mK, num_tiles, *_ = schedule
     cta, _, _ = cute.arch.block_idx()
-    return work_of_tile(cta, cutlass.Int32(0), cta < num_tiles, mQ, mK)
+    return work_on(tile_coordinates(cta, mQ, mK), cutlass.Int32(0), cta < num_tiles, mQ, mK)
 
 
 @cute.jit
@@ -253,12 +253,12 @@ def draw_work(work: Work, schedule) -> Work:
     with cute.arch.elect_one():
         tiles[slot.index] = tile
         tile_ring.producer_commit(slot)
-    return work_of_tile(tile, work.number + 1, tile < num_tiles, mQ, mK)
+    return work_on(tile_coordinates(tile, mQ, mK), work.number + 1, tile < num_tiles, mQ, mK)
 
 
 @cute.jit
 def next_work(work: Work, schedule) -> Work:
-    """Read which tile the first producer warp has drawn; each warp that does not draw itself."""
+    """Read what the first producer warp has drawn; each warp that does not draw itself."""
     mQ, mK, num_tiles, _, tile_ring, tiles = schedule
     slot = slot_after(work, pipeline.PipelineUserType.Consumer)
     tile_ring.consumer_wait(slot)
@@ -266,7 +266,7 @@ def next_work(work: Work, schedule) -> Work:
     cute.arch.sync_warp()  # every lane has read it
     with cute.arch.elect_one():
         tile_ring.consumer_release(slot)
-    return work_of_tile(tile, work.number + 1, tile < num_tiles, mQ, mK)
+    return work_on(tile_coordinates(tile, mQ, mK), work.number + 1, tile < num_tiles, mQ, mK)
 
 
 @cute.jit
@@ -278,9 +278,9 @@ def slot_after(work: Work, user: cutlass.Constexpr):
 
 
 @cute.jit
-def work_of_tile(tile, number, valid, mQ, mK) -> Work:
-    """The tile of queries with this number, and the tiles of keys of which its rows see any."""
-    m_block, head, head_kv, batch = tile_coordinates(tile, mQ, mK)
+def work_on(coordinates, number, valid, mQ, mK) -> Work:
+    """A tile of queries, and the tiles of keys of which its rows see any."""
+    m_block, head, head_kv, batch = coordinates
     seq_q, seq_k = mQ.shape[0], mK.shape[0]
     n_begin = cutlass.Int32(0)
     n_end, n_full_end = kv_range(m_block * TILE_M, seq_q, seq_k)

@@ -41,8 +41,8 @@ Shared memory
      49152   49152  sK        3 stages x 128 x 64 x 2: K
      98304   49152  sV        3 stages x 128 x 64 x 2: V
     147456   24576  sO        192 x 64 x 2: O
-    172032       8  tiles     2 x 4: numbers of tiles of queries
-    172040     160  barriers  20 mbarriers
+    172032      32  tiles     2 x 4 x 4: coordinates of drawn tiles
+    172064     160  barriers  20 mbarriers
             173056  total     of 232448 per CTA
 
 Steady state, one tile of keys
@@ -114,7 +114,7 @@ class SharedStorage:
     sK: cute.struct.Align[cute.struct.MemRange[DTYPE, KV_STAGES * TILE_N * HEAD_DIM], SMEM_ALIGN]
     sV: cute.struct.Align[cute.struct.MemRange[DTYPE, KV_STAGES * TILE_N * HEAD_DIM], SMEM_ALIGN]
     sO: cute.struct.Align[cute.struct.MemRange[DTYPE, TILE_M * HEAD_DIM], SMEM_ALIGN]
-    tiles: cute.struct.Align[cute.struct.MemRange[cutlass.Int32, TILE_SLOTS], 8]  # numbers of tiles of queries
+    tiles: cute.struct.Align[cute.struct.MemRange[cutlass.Int32, 4 * TILE_SLOTS], 16]  # (m_block, head, head_kv, batch)
     q_barriers: cute.struct.MemRange[cutlass.Int64, 2 * Q_STAGES]  # full, then empty; the same below
     k_barriers: cute.struct.MemRange[cutlass.Int64, 2 * KV_STAGES]
     v_barriers: cute.struct.MemRange[cutlass.Int64, 2 * KV_STAGES]
@@ -194,7 +194,7 @@ def attention_kernel(
         consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, CONSUMER_WARPS + 1),
         defer_sync=True,
     )
-    tiles = storage.tiles.get_tensor(cute.make_layout(TILE_SLOTS))
+    tiles = storage.tiles.get_tensor(cute.make_layout((4, TILE_SLOTS)))  # (m_block, head, head_kv, batch) of each
     cute.arch.mbarrier_init_fence()  # the async proxy, too, must see the barriers initialized
     cute.arch.sync_threads()  # no thread may wait on a barrier before that
     schedule = mQ, mK, num_tiles, counter, tile_ring, tiles
@@ -240,7 +240,7 @@ def first_work(schedule) -> Work:
     """The tile with this CTA's number; only the later ones are drawn."""
     mQ, mK, num_tiles, *_ = schedule
     cta, _, _ = cute.arch.block_idx()
-    return work_of_tile(cta, cutlass.Int32(0), cta < num_tiles, mQ, mK)
+    return work_on(tile_coordinates(cta, mQ, mK), cutlass.Int32(0), cta < num_tiles, mQ, mK)
 
 
 @cute.jit
@@ -255,25 +255,29 @@ def draw_work(work: Work, schedule) -> Work:
             counter[0] = 0
     num_ctas, _, _ = cute.arch.grid_dim()
     tile = num_ctas + cute.arch.shuffle_sync(draw, 0)  # the first tile of each CTA is not drawn
+    m_block, head, head_kv, batch = tile_coordinates(tile, mQ, mK)
+    m_block = m_block if tile < num_tiles else -1  # nothing is left
     slot = slot_after(work, pipeline.PipelineUserType.Producer)
     tile_ring.producer_acquire(slot)  # the slot is empty
     with cute.arch.elect_one():
-        tiles[slot.index] = tile
+        tiles[0, slot.index], tiles[1, slot.index] = m_block, head
+        tiles[2, slot.index], tiles[3, slot.index] = head_kv, batch
         tile_ring.producer_commit(slot)
-    return work_of_tile(tile, work.number + 1, tile < num_tiles, mQ, mK)
+    return work_on((m_block, head, head_kv, batch), work.number + 1, m_block >= 0, mQ, mK)
 
 
 @cute.jit
 def next_work(work: Work, schedule) -> Work:
-    """Read which tile the first producer warp has drawn; each warp that does not draw itself."""
-    mQ, mK, num_tiles, _, tile_ring, tiles = schedule
+    """Read what the first producer warp has drawn; each warp that does not draw itself."""
+    mQ, mK, *_, tile_ring, tiles = schedule
     slot = slot_after(work, pipeline.PipelineUserType.Consumer)
     tile_ring.consumer_wait(slot)
-    tile = cute.arch.make_warp_uniform(tiles[slot.index])
+    m_block = cute.arch.make_warp_uniform(tiles[0, slot.index])
+    head, head_kv, batch = (tiles[i, slot.index] for i in range(1, 4))
     cute.arch.sync_warp()  # every lane has read it
     with cute.arch.elect_one():
         tile_ring.consumer_release(slot)
-    return work_of_tile(tile, work.number + 1, tile < num_tiles, mQ, mK)
+    return work_on((m_block, head, head_kv, batch), work.number + 1, m_block >= 0, mQ, mK)
 
 
 @cute.jit
@@ -285,9 +289,9 @@ def slot_after(work: Work, user: cutlass.Constexpr):
 
 
 @cute.jit
-def work_of_tile(tile, number, valid, mQ, mK) -> Work:
-    """The tile of queries with this number, and the tiles of keys of which its rows see any."""
-    m_block, head, head_kv, batch = tile_coordinates(tile, mQ, mK)
+def work_on(coordinates, number, valid, mQ, mK) -> Work:
+    """A tile of queries, and the tiles of keys of which its rows see any."""
+    m_block, head, head_kv, batch = coordinates
     seq_q, seq_k = mQ.shape[0], mK.shape[0]
     n_begin = cutlass.Int32(0)
     n_end, n_full_end = kv_range(m_block * TILE_M, seq_q, seq_k)

@@ -215,7 +215,7 @@ def first_work(schedule) -> Work:
     """The tile of this CTA."""
     mQ, mK = schedule
     cta, _, _ = cute.arch.block_idx()
-    return work_of_tile(cta, mQ, mK)
+    return work_on(tile_coordinates(cta, mQ, mK), mQ, mK)
 
 
 @cute.jit
@@ -225,9 +225,9 @@ def next_work(work: Work, _) -> Work:
 
 
 @cute.jit
-def work_of_tile(tile, mQ, mK) -> Work:
-    """The tile of queries with this number, and the tiles of keys of which its rows see any."""
-    m_block, head, head_kv, batch = tile_coordinates(tile, mQ, mK)
+def work_on(coordinates, mQ, mK) -> Work:
+    """A tile of queries, and the tiles of keys of which its rows see any."""
+    m_block, head, head_kv, batch = coordinates
     seq_k = mK.shape[0]
     n_begin, n_end = cutlass.Int32(0), cute.ceil_div(seq_k, TILE_N)
     return Work(

@@ -213,7 +213,7 @@ def first_work(schedule) -> Work:
     """The tile of this CTA."""
     mQ, mK = schedule
     cta, _, _ = cute.arch.block_idx()
-    return work_of_tile(cta, mQ, mK)
+    return work_on(tile_coordinates(cta, mQ, mK), mQ, mK)
 
 
 @cute.jit
@@ -223,9 +223,9 @@ def next_work(work: Work, _) -> Work:
 
 
 @cute.jit
-def work_of_tile(tile, mQ, mK) -> Work:
-    """The tile of queries with this number, and the tiles of keys of which its rows see any."""
-    m_block, head, head_kv, batch = tile_coordinates(tile, mQ, mK)
+def work_on(coordinates, mQ, mK) -> Work:
+    """A tile of queries, and the tiles of keys of which its rows see any."""
+    m_block, head, head_kv, batch = coordinates
     seq_k = mK.shape[0]
     n_begin, n_end = cutlass.Int32(0), cute.ceil_div(seq_k, TILE_N)
     return Work(
@@ -336,7 +336,6 @@ def consume(smem, rings, mO, mLSE, tma_O, sO, scale_log2, work, schedule):
     q_drain = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, Q_STAGES)
     kv_drain = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, KV_STAGES)
     while work.valid:
-        n_full_end = work.seq_k // TILE_N  # from here on a tile of keys reaches past the end
         acc_O.fill(0.0)
         row_max.fill(LOWEST)
         row_sum.fill(0.0)
@@ -347,7 +346,7 @@ def consume(smem, rings, mO, mLSE, tma_O, sO, scale_log2, work, schedule):
             qk_product(qk_mma, tSrQ_tile, tSrK[None, None, None, kv_drain.index], acc_S)
             warpgroup.wait_group(0)  # the softmax reads S now: no group stays in flight
             k_ring.consumer_release(kv_drain)  # this warp has read K
-            if n_block >= n_full_end:
+            if n_block == work.n_end - 1:  # only the last tile may reach past the end
                 mask_scores(acc_S, qk_mma, n_block * TILE_N, work.seq_k)
             softmax_step(acc_S, acc_O, row_max, row_sum, scale_log2)
             round_p(acc_S, rP)

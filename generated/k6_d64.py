@@ -57,7 +57,7 @@ Steady state, one tile of keys
     9   consumer   arrive TURN_BARRIER   it is the next warpgroup's turn
     10  consumer   arrive k_empty        K's stage is free
     11  consumer   softmax               P = 2^(S - max) and sums
-    12  consumer   wait_group 0          O is there; not before 10 exponentials of each thread
+    12  consumer   wait_group 0          O is there; not before 14 exponentials of each thread
     13  consumer   arrive v_empty        V's stage is free
     14  consumer   rescale               O to the new maximum; P is rounded
 """
@@ -98,7 +98,7 @@ V_LAYOUT = warpgroup.SmemLayoutAtomKind.MN_SW128
 LOWEST = -1e20  # a row's maximum before its first key; finite: -inf - -inf would be NaN
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2.0)
-EXP_BEFORE_WAIT = 10  # exponentials of a thread in a step before it waits for P V of the step before
+EXP_BEFORE_WAIT = 14  # exponentials of a thread in a step before it waits for P V of the step before
 
 
 # ======================================================================================================================
@@ -221,7 +221,7 @@ def first_work(schedule) -> Work:
     """The tile of this CTA."""
     mQ, mK = schedule
     cta, _, _ = cute.arch.block_idx()
-    return work_of_tile(cta, mQ, mK)
+    return work_on(tile_coordinates(cta, mQ, mK), mQ, mK)
 
 
 @cute.jit
@@ -231,9 +231,9 @@ def next_work(work: Work, _) -> Work:
 
 
 @cute.jit
-def work_of_tile(tile, mQ, mK) -> Work:
-    """The tile of queries with this number, and the tiles of keys of which its rows see any."""
-    m_block, head, head_kv, batch = tile_coordinates(tile, mQ, mK)
+def work_on(coordinates, mQ, mK) -> Work:
+    """A tile of queries, and the tiles of keys of which its rows see any."""
+    m_block, head, head_kv, batch = coordinates
     seq_k = mK.shape[0]
     n_begin, n_end = cutlass.Int32(0), cute.ceil_div(seq_k, TILE_N)
     return Work(

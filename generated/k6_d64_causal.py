@@ -58,7 +58,7 @@ Steady state, one tile of keys
     10  consumer   arrive k_empty        K's stage is free
     11  consumer   mask                  boundary tiles only
     12  consumer   softmax               P = 2^(S - max) and sums
-    13  consumer   wait_group 0          O is there; not before 10 exponentials of each thread
+    13  consumer   wait_group 0          O is there; not before 14 exponentials of each thread
     14  consumer   arrive v_empty        V's stage is free
     15  consumer   rescale               O to the new maximum; P is rounded
 """
@@ -99,7 +99,7 @@ V_LAYOUT = warpgroup.SmemLayoutAtomKind.MN_SW128
 LOWEST = -1e20  # a row's maximum before its first key; finite: -inf - -inf would be NaN
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2.0)
-EXP_BEFORE_WAIT = 10  # exponentials of a thread in a step before it waits for P V of the step before
+EXP_BEFORE_WAIT = 14  # exponentials of a thread in a step before it waits for P V of the step before
 
 
 # ======================================================================================================================
@@ -224,7 +224,7 @@ def first_work(schedule) -> Work:
     """The tile of this CTA."""
     mQ, mK = schedule
     cta, _, _ = cute.arch.block_idx()
-    return work_of_tile(cta, mQ, mK)
+    return work_on(tile_coordinates(cta, mQ, mK), mQ, mK)
 
 
 @cute.jit
@@ -234,9 +234,9 @@ def next_work(work: Work, _) -> Work:
 
 
 @cute.jit
-def work_of_tile(tile, mQ, mK) -> Work:
-    """The tile of queries with this number, and the tiles of keys of which its rows see any."""
-    m_block, head, head_kv, batch = tile_coordinates(tile, mQ, mK)
+def work_on(coordinates, mQ, mK) -> Work:
+    """A tile of queries, and the tiles of keys of which its rows see any."""
+    m_block, head, head_kv, batch = coordinates
     seq_q, seq_k = mQ.shape[0], mK.shape[0]
     n_begin = cutlass.Int32(0)
     n_end, n_full_end = kv_range(m_block * TILE_M, seq_q, seq_k)

@@ -220,7 +220,7 @@ def first_work(schedule) -> Work:
     """The tile of this CTA."""
     mQ, mK = schedule
     cta, _, _ = cute.arch.block_idx()
-    return work_of_tile(cta, mQ, mK)
+    return work_on(tile_coordinates(cta, mQ, mK), mQ, mK)
 
 
 @cute.jit
@@ -230,9 +230,9 @@ def next_work(work: Work, _) -> Work:
 
 
 @cute.jit
-def work_of_tile(tile, mQ, mK) -> Work:
-    """The tile of queries with this number, and the tiles of keys of which its rows see any."""
-    m_block, head, head_kv, batch = tile_coordinates(tile, mQ, mK)
+def work_on(coordinates, mQ, mK) -> Work:
+    """A tile of queries, and the tiles of keys of which its rows see any."""
+    m_block, head, head_kv, batch = coordinates
     seq_q, seq_k = mQ.shape[0], mK.shape[0]
     n_begin = cutlass.Int32(0)
     n_end, n_full_end = kv_range(m_block * TILE_M, seq_q, seq_k)

@@ -35,7 +35,7 @@ SCALAR_VECTOR = 8
 OTHER_REGISTERS = 24
 # Columns of O that a quad of threads writes at once where O goes straight to global memory: 16 bytes from each thread.
 DIRECT_COLUMNS = 32
-# Numbers of tiles that the warp which draws them may be ahead of the others.
+# Tiles that the warp which draws them may be ahead of the others.
 TILE_SLOTS = 2
 # Left free of a consumer's budget where products run beside the softmax. As compiled (head dims 96 to 256, one to three
 # consumers): estimates of 4 below the budget do not spill, those that reach it do, and their products are serialised.
@@ -76,6 +76,16 @@ def persistent(spec: Spec) -> bool:
 def splits_tail(spec: Spec) -> bool:
     """Whether the tiles of the last wave, which does not fill the GPU, are dealt out by tiles of keys."""
     return spec.scheduler == "stream_k"
+
+
+def passes_coordinates(spec: Spec) -> bool:
+    """Whether the warp that draws a tile tells the others where it lies, and not its number only.
+
+    That saves each of them five divisions. Not where O goes straight from the registers: with coordinates from memory,
+    and no TMA store that takes them, ptxas keeps nothing of the loops in uniform registers (head dims 192 and 256: the
+    main loop has a quarter more instructions).
+    """
+    return spec.scheduler == "dynamic" and spec.outputs.o != "direct"
 
 
 def part_shape(spec: Spec) -> tuple[int, int, int]:
@@ -126,7 +136,10 @@ def shared_memory_map(spec: Spec) -> list[Region]:
     if spec.outputs.o == "own_buffer":
         regions.append(_tile("sO", q, v_dim, 1, "O"))
     if spec.scheduler == "dynamic":
-        regions.append(Region("tiles", 4 * TILE_SLOTS, f"{TILE_SLOTS} x 4", 8, "numbers of tiles of queries"))
+        numbers = 4 if passes_coordinates(spec) else 1
+        what = "coordinates of drawn tiles" if passes_coordinates(spec) else "numbers of drawn tiles"
+        formula = f"{TILE_SLOTS} x {numbers} x 4"
+        regions.append(Region("tiles", 4 * numbers * TILE_SLOTS, formula, 16, what))
     if isinstance(spec.handoff, SmemHandoff):
         regions.append(_tile("sP", q, kv, 1, "P, 16 bits"))
     elif not isinstance(spec.handoff, RegisterHandoff):
