@@ -61,8 +61,8 @@ def compile(
         toolchain.find_tool(tool)  # before the seconds that compiling takes
     workspace = Workspace.find()
     variants = workspace.select(specs or ())
-    _require_modules(workspace, variants)
     warn(variants)
+    _require_modules(workspace, variants)
     expectations = {variant.stem: make_plan(variant).expectation for variant in variants}
     outcomes = build(workspace, variants, expectations, jobs)
     if keep is not None:

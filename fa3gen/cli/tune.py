@@ -253,7 +253,7 @@ class _Run:
         for reason in enumeration.pruned:
             self.say(f"  {reason.count:5} refused: {reason.field}: {reason.example}")
         for reason in enumeration.warned:
-            self.say(f"  {reason.count:5} not advisable, tried all the same: {reason.field}: {reason.example}")
+            self.say(f"  {reason.count:5} tried, but not advisable: {reason.field}: {reason.example}")
 
     def search(self, searches: list[Search]) -> list[Outcome]:
         """Render all candidates and run their heats; `searches` get their modules."""

@@ -31,7 +31,7 @@ def _one_each(tile_q: int, warpgroups: int) -> str:
     )
 
 
-@rule(kind=HARDWARE, topic="products")
+@rule(kind=HARDWARE, topic="product")
 def wgmma_columns(field: str, product: str, n: int) -> Violation | None:
     """N: a multiple of 8 up to 256. PTX ISA, "Asynchronous Warpgroup Level Matrix Shape"."""
     step, most = hopper.WGMMA_N_STEP, hopper.WGMMA_N_MAX
@@ -42,7 +42,7 @@ def wgmma_columns(field: str, product: str, n: int) -> Violation | None:
     return None
 
 
-@rule(kind=HARDWARE, topic="products")
+@rule(kind=HARDWARE, topic="product")
 def wgmma_depth(field: str, product: str, k: int) -> Violation | None:
     """K: 16 per instruction for 16-bit operands. PTX ISA, "Asynchronous Warpgroup Level Matrix Shape"."""
     step = hopper.WGMMA_K_16BIT
@@ -83,7 +83,7 @@ def q_from_smem(source: str) -> Violation | None:
     )
 
 
-@rule(kind=GENERATOR, topic="products")
+@rule(kind=GENERATOR, topic="product")
 def input_major(field: str, tensor: str, major: str, needed: str) -> Violation | None:
     """The contiguous dimension of q, k and v is head_dim, which fixes the major of Q, K and V.
 

@@ -27,7 +27,7 @@ class Kind(StrEnum):
 
 HARDWARE, GENERATOR, TASTE = Kind.HARDWARE, Kind.GENERATOR, Kind.TASTE
 
-# The decision that a rule is about, as the header of a module names it, or a part of the chip. "products" stands for
+# The decision that a rule is about, as the header of a module names it, or a part of the chip. "product" stands for
 # the one of the two that the facts name, "structure" for what hardly needs saying.
 Topic = Literal[
     "tile",
@@ -43,7 +43,7 @@ Topic = Literal[
     "q order",
     "shared memory",
     "registers",
-    "products",
+    "product",
     "structure",
 ]
 
@@ -107,8 +107,8 @@ class Answer:
 
     @property
     def about(self) -> str:
-        """The topic; for "products" the product that the facts name."""
-        if self.rule.topic != "products":
+        """The topic; for "product" the one that the facts name."""
+        if self.rule.topic != "product":
             return self.rule.topic
         facts = dict(self.facts)
         which = facts.get("product") or facts["field"]

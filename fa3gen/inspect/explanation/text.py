@@ -141,11 +141,8 @@ def _words(name: str) -> str:
 
 def _limits(explanation: Explanation) -> list[RenderableType]:
     asked = Counter(question.rule.kind for question in explanation.asked)
-    told = (
-        f"The rules answered {asked.total()} questions: {asked[Kind.HARDWARE]} about the hardware, "
-        f"{asked[Kind.GENERATOR]} about what the generator renders, {asked[Kind.TASTE]} of taste; none refuses "
-        "(--rules)"
-    )
+    who = ", ".join(f"{kind} {asked[kind]}" for kind in Kind)
+    told = f"The rules answered {asked.total()} questions ({who}); none refuses (--rules shows them)"
     shown = [_limit(limit) for limit in explanation.limits if limit.field in _SHOWN_LIMITS]
     parts: list[RenderableType] = [_note(told, style="dim")]
     if shown:
