@@ -190,15 +190,10 @@ def test_tma_stride() -> None:
 
 
 def test_q_stages() -> None:
-    assert memory.q_stages(1, False) is None
-    assert memory.q_stages(1, True) is None
-    assert memory.q_stages(2, True) is None
-    assert memory.q_stages(2, False) == Violation(
-        "load.q_stages",
-        "with scheduler single_tile a CTA loads one Q tile, so that 2 Q buffers are of no use; use 1",
-    )
-    assert memory.q_stages(3, True) == Violation(
-        "load.q_stages", "a CTA needs Q of this tile and of the next, not of 3; use 1 or 2"
+    assert memory.q_stages(1, "cooperative") is None
+    assert memory.q_stages(3, "ping_pong") is None
+    assert memory.q_stages(2, "cooperative") == Violation(
+        "load.q_stages", "with schedule cooperative a CTA loads one Q tile into one buffer, not 2; use 1"
     )
 
 
@@ -768,12 +763,10 @@ def test_rules_of_persistent_kernels_are_applied() -> None:
     broken: dict[str, dict[str, Any]] = {
         "scheduler": {"scheduler": "stream_k", "mask": "causal"},
         "outputs.o": {"outputs": {}},
-        "load.q_stages": {"load": {"engine": "tma", "q_stages": 3, "kv_stages": 2, "barrier": "separate"}},
         "load.barrier": {"load": {"engine": "tma", "q_stages": 2, "kv_stages": 2, "barrier": "shared"}},
     }
     for field, changes in broken.items():
         assert list(violations(PERSISTENT, **changes)) == [field]
-    assert list(violations(PERSISTENT, scheduler="single_tile")) == ["load.q_stages"]
     sequential = {"kind": "warp_specialized", "overlap": False}
     assert list(violations(PERSISTENT, schedule=sequential, softmax={"rescale_above": 8})) == ["softmax.rescale_above"]
     packed = {"q": 192, "kv": 64, "warpgroups": 3, "pack_heads": 3}
@@ -854,6 +847,18 @@ def test_rescale_few_columns() -> None:
     )
 
 
+def test_idle_q_stages() -> None:
+    assert taste.idle_q_stages(1, False) is None
+    assert taste.idle_q_stages(2, True) is None
+    assert taste.idle_q_stages(2, False) == Violation(
+        "load.q_stages",
+        "with scheduler single_tile a CTA loads one Q tile, so that 2 Q buffers are of no use; use 1",
+    )
+    assert taste.idle_q_stages(3, True) == Violation(
+        "load.q_stages", "a CTA needs Q of this tile and of the next, not of 3; use 1 or 2"
+    )
+
+
 def test_buffer_for_one_output() -> None:
     assert taste.buffer_for_one_output("static", "own_buffer", 128, 128, 128) is None
     assert taste.buffer_for_one_output("single_tile", "direct", 128, 128, 128) is None
@@ -872,6 +877,7 @@ def test_buffer_for_one_output() -> None:
         ({"scheduler": "dynamic"}, ["scheduler"]),
         ({"mask": "causal"}, ["scheduler"]),
         ({"softmax": {"rescale_above": 8}}, ["softmax.rescale_above"]),
+        ({"scheduler": "single_tile"}, ["load.q_stages", "outputs.o"]),
         ({"scheduler": "single_tile", "load": WGMMA["load"]}, ["outputs.o"]),
         ({"scheduler": "dynamic", "softmax": {"rescale_above": 8}}, ["scheduler", "softmax.rescale_above"]),
     ],
@@ -896,7 +902,7 @@ def test_who_objects() -> None:
         wgmma_rows wgmma_columns wgmma_depth a_from_registers b_from_smem swizzle_span tma_box tma_stride shared_memory
         scalar_threads wgmma_threads registers_per_thread registers_per_sm consumer_registers
     """
-    matters_of_taste = "drawn_without_mask dealt_under_causal rescale_few_columns buffer_for_one_output"
+    matters_of_taste = "drawn_without_mask dealt_under_causal rescale_few_columns buffer_for_one_output idle_q_stages"
     kinds = {Kind.HARDWARE: set(hardware.split()), Kind.TASTE: set(matters_of_taste.split())}
     for kind, names in kinds.items():
         assert {name for name, found in rules.RULES.items() if found.kind is kind} == names

@@ -62,7 +62,7 @@ def _structure(spec: Spec) -> Iterable[Answer]:
     yield parts.window_product.ask(spec.mask.kind, spec.pv.engine)
     yield parts.optional_lse.ask(spec.outputs.lse, spec.pv.engine)
     if isinstance(spec.load, TmaLoad):
-        yield memory.q_stages.ask(spec.load.q_stages, footprint.persistent(spec))
+        yield memory.q_stages.ask(spec.load.q_stages, spec.schedule.kind)
     yield from _schedule(spec)
 
 
@@ -197,6 +197,8 @@ def _footprint(spec: Spec) -> Iterable[Answer]:
 
 
 def _taste(spec: Spec) -> Iterable[Answer]:
+    if isinstance(spec.load, TmaLoad):
+        yield taste.idle_q_stages.ask(spec.load.q_stages, footprint.persistent(spec))
     yield taste.drawn_without_mask.ask(spec.scheduler, spec.mask.kind)
     yield taste.dealt_under_causal.ask(spec.scheduler, spec.mask.kind)
     yield taste.rescale_few_columns.ask(spec.softmax.rescale_above, spec.problem.v_dim)

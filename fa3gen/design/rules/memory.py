@@ -54,15 +54,12 @@ def tma_stride(head_dim: int, field: str = "problem.head_dim") -> Violation | No
 
 
 @rule(kind=GENERATOR, topic="loads")
-def q_stages(stages: int, persistent: bool) -> Violation | None:
-    """One buffer of Q for each tile that a CTA has in hand: the present one, the next if it takes many."""
-    if stages == 1 or (persistent and stages == 2):
+def q_stages(stages: int, kind: str) -> Violation | None:
+    """Several buffers of Q are rendered where a warp loads for CTAs that take many tiles."""
+    if stages == 1 or kind != "cooperative":
         return None
-    if persistent:
-        return Violation("load.q_stages", f"a CTA needs Q of this tile and of the next, not of {stages}; use 1 or 2")
     return Violation(
-        "load.q_stages",
-        f"with scheduler single_tile a CTA loads one Q tile, so that {stages} Q buffers are of no use; use 1",
+        "load.q_stages", f"with schedule cooperative a CTA loads one Q tile into one buffer, not {stages}; use 1"
     )
 
 

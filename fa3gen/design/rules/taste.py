@@ -64,3 +64,16 @@ def buffer_for_one_output(scheduler: str, o: str, tile_q: int, head_dim: int, v_
         f"with scheduler single_tile no next Q is loaded, and a buffer for O takes {tile_q} x {v_dim} x {size} = "
         f"{tile_q * v_dim * size} bytes of shared memory for nothing; use over_q",
     )
+
+
+@rule(kind=TASTE, topic="loads")
+def idle_q_stages(stages: int, persistent: bool) -> Violation | None:
+    """A CTA has one tile in hand, and the next one where it takes many: more buffers of Q stay empty."""
+    if stages == 1 or (persistent and stages == 2):
+        return None
+    if persistent:
+        return Violation("load.q_stages", f"a CTA needs Q of this tile and of the next, not of {stages}; use 1 or 2")
+    return Violation(
+        "load.q_stages",
+        f"with scheduler single_tile a CTA loads one Q tile, so that {stages} Q buffers are of no use; use 1",
+    )
