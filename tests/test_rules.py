@@ -100,7 +100,7 @@ def test_wgmma_depth() -> None:
 # WGMMA operands
 
 
-def test_a_from_registers_is_k_major() -> None:
+def test_a_from_registers() -> None:
     assert products.a_from_registers("pv", "registers", "k") is None
     assert products.a_from_registers("pv", "smem", "mn") is None
     assert products.a_from_registers("pv", "registers", "mn") == Violation(
@@ -109,14 +109,14 @@ def test_a_from_registers_is_k_major() -> None:
     )
 
 
-def test_b_comes_from_shared_memory() -> None:
+def test_b_from_smem() -> None:
     assert products.b_from_smem("qk", "smem") is None
     assert products.b_from_smem("qk", "registers") == Violation(
         "qk.b.source", "WGMMA reads B through a shared-memory descriptor only; use source: smem"
     )
 
 
-def test_q_comes_from_shared_memory() -> None:
+def test_q_from_smem() -> None:
     assert products.q_from_smem("smem") is None
     assert products.q_from_smem("registers") == Violation(
         "qk.a.source",
@@ -908,7 +908,7 @@ def test_who_objects() -> None:
         assert {name for name, found in rules.RULES.items() if found.kind is kind} == names
 
 
-def test_every_rule_is_asked_and_documented() -> None:
+def test_every_rule_is_asked_and_tested() -> None:
     """A rule that `asking` does not name is dead, and one that is no `@rule` says neither who nor what it is about."""
     asked, written = set(), set()
     for path in Path(rules.__file__).parent.glob("*.py"):
@@ -924,6 +924,7 @@ def test_every_rule_is_asked_and_documented() -> None:
         functions = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.returns is not None]
         written |= {node.name for node in functions if ast.unparse(node.returns) == "Violation | None"}
     assert asked == written == set(rules.RULES)
+    assert [name for name in rules.RULES if f"test_{name}" not in globals()] == []
 
 
 def test_a_rule_without_kind_or_topic_cannot_be_written() -> None:
