@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import time
+from collections import Counter
 from functools import cache
 from typing import Any
 
@@ -15,6 +17,7 @@ from rich.console import Console
 
 from fa3gen import cli
 from fa3gen.design import footprint, rules, work
+from fa3gen.design.rules import Kind
 from fa3gen.hardware import chips
 from fa3gen.inspect.explanation import Explanation, explain, legality, text
 from fa3gen.inspect.explanation.document import SCHEMA, document
@@ -53,32 +56,32 @@ def in_the_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- legality
 
 
-def test_every_rule_is_about_something() -> None:
-    assert sorted(legality.TOPICS) == sorted(legality.rule_names())
-    assert "wgmma_rows" in legality.rule_names() and "check" not in legality.rule_names()
+def test_rules_are_about_decisions_of_the_header() -> None:
+    decisions = {name for stem in STEMS for name, _ in explained(stem).description.decisions}
+    topics = {rule.topic for rule in rules.RULES.values()}
+    assert topics - decisions == {"product", "structure", "registers", "shared memory"}
 
 
 def test_what_the_rules_were_asked() -> None:
     asked = explained("k6_d128").asked
-    rows = next(question for question in asked if question.rule == "wgmma_rows")
+    rows = next(question for question in asked if question.rule.name == "wgmma_rows")
     assert rows.facts == (("tile_q", "128"), ("warpgroups", "2"))
-    assert rows.statement == "M: one 64-row product per warpgroup"
-    assert "PTX ISA" in rows.text and not rows.design
-    columns = [question for question in asked if question.rule == "wgmma_columns"]
+    assert rows.rule.statement == "M: 64 rows per product"
+    assert "PTX ISA" in rows.rule.text and rows.rule.kind is Kind.HARDWARE and rows.violation is None
+    columns = [question for question in asked if question.rule.name == "wgmma_columns"]
     assert [question.about for question in columns] == ["S = Q K^T", "O = P V"]
 
 
-def test_asking_leaves_the_rules_as_they_are() -> None:
-    before = vars(rules).copy()
-    explained("k6_d128")
-    assert vars(rules) == before
-
-
-def test_a_rule_that_refuses_is_no_answer() -> None:
+def test_what_the_rules_said() -> None:
+    """The answers tell the violations of `check`, and a question stands there once however often it was asked."""
     spec = variants()["k6_d128"].spec
     broken = spec.model_copy(update={"tile": spec.tile.model_copy(update={"q": 100})})
-    assert "wgmma_rows" not in {question.rule for question in legality.questions(broken)}
-    assert "wgmma_rows" in {question.rule for question in legality.questions(spec)}
+    asked = legality.questions(broken)
+    assert [answer.violation for answer in asked if answer.violation] == rules.check(broken)
+    assert [answer.rule.name for answer in asked if answer.refuses] == ["wgmma_rows"]
+    assert not any(answer.violation for answer in legality.questions(spec))
+    strides = [answer for answer in legality.questions(spec) if answer.rule.name == "tma_stride"]
+    assert len({answer.facts for answer in strides}) == len(strides)
 
 
 @pytest.mark.parametrize("stem", STEMS)
@@ -88,9 +91,10 @@ def test_limits_are_where_the_rules_begin_to_refuse(stem: str) -> None:
         part, field = limit.field.split(".")
         changes = {"q": limit.refused * 64} if field == "warpgroups" else {}
         changed = getattr(spec, part).model_copy(update={field: limit.refused, **changes})
-        messages = [violation.message for violation in rules.check(spec.model_copy(update={part: changed}))]
+        answers = rules.answers(spec.model_copy(update={part: changed}))
+        messages = [(found.rule.kind, found.violation.message) for found in answers if found.violation is not None]
         assert limit.value <= limit.largest < limit.refused
-        assert limit.message in messages
+        assert (limit.kind, limit.message) in messages and limit.kind is not Kind.TASTE
 
 
 def test_stages_that_fit() -> None:
@@ -141,8 +145,8 @@ def test_the_screen_is_one() -> None:
 def test_what_the_screen_says() -> None:
     screen = printed("k6_d128")
     for said in (
-        "M: one 64-row product per warpgroup (tile q 128, warpgroups 2)",
-        "up to 3, not 4: shared memory",
+        "M: 64 rows per product (tile q 128, warpgroups 2)",
+        "up to 3, not 4 (hardware): shared memory",
         "setmaxnreg moves them: 24 + 2 x 240 = 504 of 3 x 168 = 504",
         "164,864  total     of 232,448 per CTA, 67,584 left",
         "k_empty  2       8 warps -> warp 8     8 arrivals",
@@ -154,6 +158,39 @@ def test_what_the_screen_says() -> None:
         assert said in screen
     for step in plans()["k6_d128"].header.timeline:
         assert step in screen
+
+
+def test_who_says_what() -> None:
+    shown = printed("k6_d128", 200, rules=True)
+    counts = Counter(answer.rule.kind for answer in explained("k6_d128").asked)
+    who = f"hardware {counts[Kind.HARDWARE]}, generator {counts[Kind.GENERATOR]}, taste {counts[Kind.TASTE]}"
+    assert f"The rules answered {counts.total()} questions ({who}); none refuses" in shown
+    for about, kind, name in (
+        ("tile", "hardware", "wgmma_rows"),
+        ("tile", "generator", "rows_per_warpgroup"),
+        ("q order", "taste", "drawn_without_mask"),
+    ):
+        assert re.search(rf"^ *{about} +{kind} +{name} ", shown, re.MULTILINE)
+    assert "not advisable" not in shown
+
+
+def test_taste_is_a_warning() -> None:
+    variant = variants()["fwd_d128"]
+    drawn = dataclasses.replace(variant, spec=variant.spec.model_copy(update={"scheduler": "dynamic"}))
+    explanation = explain(drawn, [work.Shape(1, 512, 512, 16, 16)], chips.select(None))
+    [warning] = rules.warnings(drawn.spec)
+    console = Console(width=200, force_terminal=False, highlight=False)
+    with console.capture() as captured:
+        text.show(explanation, console)
+    assert f"Legal, but not advisable (taste)\n  scheduler  {warning.message}" in captured.get()
+    written = document([explanation])
+    jsonschema.validate(json.loads(json.dumps(written)), SCHEMA)
+    [warned] = [entry for entry in written["modules"][0]["rules"] if entry["warning"]]
+    assert (warned["kind"], warned["field"], warned["warning"]) == ("taste", *warning)
+
+
+def test_no_module_of_ours_is_against_our_taste() -> None:
+    assert {stem: rules.warnings(variant.spec) for stem, variant in variants().items()} == dict.fromkeys(STEMS, [])
 
 
 def test_all_rules_with_their_sources() -> None:

@@ -1,7 +1,9 @@
-"""Every rule: the exact message on hand-derived numbers, and silence right beside the limit."""
+"""Every rule: who objects, the exact message on hand-derived numbers, and silence right beside the limit."""
 
 from __future__ import annotations
 
+import ast
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fa3gen.design import rules
-from fa3gen.design.rules import Violation
+from fa3gen.design.rules import Kind, Violation, memory, output, parts, products, scalar, schedules, taste, threads
 from fa3gen.spec.model import Spec
 
 WGMMA = {
@@ -55,35 +57,41 @@ def test_the_usual_specs_are_legal(spec: dict[str, Any]) -> None:
 
 
 def test_wgmma_rows() -> None:
-    assert rules.wgmma_rows(128, 2) is None
-    assert rules.wgmma_rows(192, 2) == Violation(
-        "tile.q",
-        "a warpgroup's WGMMA has M = 64 and each warpgroup owns one: 2 x 64 = 128 rows, not 192; "
-        "use tile.q 128 or tile.warpgroups 3",
-    )
-    assert rules.wgmma_rows(100, 1) == Violation(
+    assert products.wgmma_rows(128, 2) is None
+    assert products.wgmma_rows(128, 1) is None  # that is for rows_per_warpgroup to say
+    assert products.wgmma_rows(100, 1) == Violation(
         "tile.q", "a warpgroup's WGMMA has M = 64 and each warpgroup owns one: 1 x 64 = 64 rows, not 100; use tile.q 64"
     )
 
 
+def test_rows_per_warpgroup() -> None:
+    assert products.rows_per_warpgroup(128, 2) is None
+    assert products.rows_per_warpgroup(100, 1) is None  # that is for wgmma_rows to say
+    assert products.rows_per_warpgroup(192, 2) == Violation(
+        "tile.q",
+        "a warpgroup's WGMMA has M = 64 and each warpgroup owns one: 2 x 64 = 128 rows, not 192; "
+        "use tile.q 128 or tile.warpgroups 3",
+    )
+
+
 def test_wgmma_columns() -> None:
-    assert rules.wgmma_columns("tile.kv", "QK", 256) is None
-    assert rules.wgmma_columns("tile.kv", "QK", 8) is None
-    assert rules.wgmma_columns("tile.kv", "QK", 264) == Violation(
+    assert products.wgmma_columns("tile.kv", "QK", 256) is None
+    assert products.wgmma_columns("tile.kv", "QK", 8) is None
+    assert products.wgmma_columns("tile.kv", "QK", 264) == Violation(
         "tile.kv", "N of the QK product is 264 > 256, the widest WGMMA; use at most 256"
     )
-    assert rules.wgmma_columns("problem.head_dim", "PV", 100) == Violation(
+    assert products.wgmma_columns("problem.head_dim", "PV", 100) == Violation(
         "problem.head_dim", "N of the PV product is 100, no multiple of 8 (100 = 12 x 8 + 4); use 96 or 104"
     )
 
 
 def test_wgmma_depth() -> None:
-    assert rules.wgmma_depth("tile.kv", "PV", 80) is None
-    assert rules.wgmma_depth("tile.kv", "PV", 88) == Violation(
+    assert products.wgmma_depth("tile.kv", "PV", 80) is None
+    assert products.wgmma_depth("tile.kv", "PV", 88) == Violation(
         "tile.kv",
         "K of the PV product is 88, no multiple of 16 (88 = 5 x 16 + 8), the K of a 16-bit WGMMA; use 80 or 96",
     )
-    assert rules.wgmma_depth("problem.head_dim", "QK", 8) == Violation(
+    assert products.wgmma_depth("problem.head_dim", "QK", 8) == Violation(
         "problem.head_dim",
         "K of the QK product is 8, no multiple of 16 (8 = 0 x 16 + 8), the K of a 16-bit WGMMA; use 16",
     )
@@ -92,38 +100,38 @@ def test_wgmma_depth() -> None:
 # WGMMA operands
 
 
-def test_a_from_registers_is_k_major() -> None:
-    assert rules.a_from_registers("pv", "registers", "k") is None
-    assert rules.a_from_registers("pv", "smem", "mn") is None
-    assert rules.a_from_registers("pv", "registers", "mn") == Violation(
+def test_a_from_registers() -> None:
+    assert products.a_from_registers("pv", "registers", "k") is None
+    assert products.a_from_registers("pv", "smem", "mn") is None
+    assert products.a_from_registers("pv", "registers", "mn") == Violation(
         "pv.a.major",
         "A from registers is always K-major, its fragment has no transposed form; use major: k or source: smem",
     )
 
 
-def test_b_comes_from_shared_memory() -> None:
-    assert rules.b_from_smem("qk", "smem") is None
-    assert rules.b_from_smem("qk", "registers") == Violation(
+def test_b_from_smem() -> None:
+    assert products.b_from_smem("qk", "smem") is None
+    assert products.b_from_smem("qk", "registers") == Violation(
         "qk.b.source", "WGMMA reads B through a shared-memory descriptor only; use source: smem"
     )
 
 
-def test_q_comes_from_shared_memory() -> None:
-    assert rules.q_from_smem("smem") is None
-    assert rules.q_from_smem("registers") == Violation(
+def test_q_from_smem() -> None:
+    assert products.q_from_smem("smem") is None
+    assert products.q_from_smem("registers") == Violation(
         "qk.a.source",
         "Q is read from shared memory, where TMA puts it; Q in registers is not rendered; use source: smem",
     )
 
 
 def test_input_major() -> None:
-    assert rules.input_major("qk.a.major", "Q", "k", "k") is None
-    assert rules.input_major("qk.b.major", "K", "mn", "k") == Violation(
+    assert products.input_major("qk.a.major", "Q", "k", "k") is None
+    assert products.input_major("qk.b.major", "K", "mn", "k") == Violation(
         "qk.b.major",
         "head_dim is contiguous in k and is the K of this product, so K is K-major; "
         "mn would need a transposed k; use k",
     )
-    assert rules.input_major("pv.b.major", "V", "k", "mn") == Violation(
+    assert products.input_major("pv.b.major", "V", "k", "mn") == Violation(
         "pv.b.major",
         "head_dim is contiguous in v and is the N of this product, so V is MN-major; "
         "k would need a transposed v; use mn",
@@ -131,9 +139,9 @@ def test_input_major() -> None:
 
 
 def test_p_major() -> None:
-    assert rules.p_major("smem", "k") is None
-    assert rules.p_major("registers", "mn") is None  # that is for a_from_registers to say
-    assert rules.p_major("smem", "mn") == Violation(
+    assert products.p_major("smem", "k") is None
+    assert products.p_major("registers", "mn") is None  # that is for a_from_registers to say
+    assert products.p_major("smem", "mn") == Violation(
         "pv.a.major", "stmatrix stores P with kv contiguous, and kv is the K of this product; use major: k"
     )
 
@@ -142,20 +150,20 @@ def test_p_major() -> None:
 
 
 def test_swizzle_span() -> None:
-    assert rules.swizzle_span("smem.k", "K", 64, "128B", tma=True) is None
-    assert rules.swizzle_span("smem.k", "K", 8, "none", tma=True) is None
+    assert memory.swizzle_span("smem.k", "K", 64, "128B", tma=True) is None
+    assert memory.swizzle_span("smem.k", "K", 8, "none", tma=True) is None
     # 96 x 2 = 192 bytes: one span of 128 and half of another; three spans of 64.
-    assert rules.swizzle_span("smem.k", "K", 96, "128B", tma=True) == Violation(
+    assert memory.swizzle_span("smem.k", "K", 96, "128B", tma=True) == Violation(
         "smem.k",
         "a row of K is 96 x 2 = 192 bytes, no whole number of 128-byte swizzle spans (192 = 1 x 128 + 64), "
         "and TMA cannot split it into boxes of 64 elements; use swizzle 64B",
     )
-    assert rules.swizzle_span("handoff.swizzle", "P", 80, "64B", tma=False) == Violation(
+    assert memory.swizzle_span("handoff.swizzle", "P", 80, "64B", tma=False) == Violation(
         "handoff.swizzle",
         "a row of P is 80 x 2 = 160 bytes, no whole number of 64-byte swizzle spans (160 = 2 x 64 + 32); "
         "use swizzle 32B",
     )
-    assert rules.swizzle_span("smem.q", "Q", 12, "none", tma=True) == Violation(
+    assert memory.swizzle_span("smem.q", "Q", 12, "none", tma=True) == Violation(
         "smem.q",
         "a row of Q is 12 x 2 = 24 bytes, no whole number of 16-byte rows of a core matrix (24 = 1 x 16 + 8), "
         "and TMA cannot split it into boxes of 8 elements; use a row that is a multiple of 8 elements",
@@ -163,15 +171,15 @@ def test_swizzle_span() -> None:
 
 
 def test_tma_box() -> None:
-    assert rules.tma_box("tile.kv", 256) is None
-    assert rules.tma_box("tile.kv", 272) == Violation(
+    assert memory.tma_box("tile.kv", 256) is None
+    assert memory.tma_box("tile.kv", 272) == Violation(
         "tile.kv", "one TMA box would have 272 rows > 256; use at most 256"
     )
 
 
 def test_tma_stride() -> None:
-    assert rules.tma_stride(64) is None
-    assert rules.tma_stride(60) == Violation(
+    assert memory.tma_stride(64) is None
+    assert memory.tma_stride(60) == Violation(
         "problem.head_dim",
         "TMA needs strides of whole 16 bytes, and a head of 60 x 2 = 120, no multiple of 16 (120 = 7 x 16 + 8); "
         "use 56 or 64",
@@ -181,37 +189,26 @@ def test_tma_stride() -> None:
 # Stages and shared memory
 
 
-def test_kv_stages() -> None:
-    assert rules.kv_stages(1) is None
-    assert rules.kv_stages(0) == Violation("load.kv_stages", "a ring of 0 stages can hold no tile; use at least 1")
-
-
 def test_q_stages() -> None:
-    assert rules.q_stages(1, False) is None
-    assert rules.q_stages(1, True) is None
-    assert rules.q_stages(2, True) is None
-    assert rules.q_stages(2, False) == Violation(
-        "load.q_stages",
-        "with scheduler single_tile a CTA loads one Q tile, so that 2 Q buffers are of no use; use 1",
+    assert memory.q_stages(1, "cooperative") is None
+    assert memory.q_stages(3, "ping_pong") is None
+    assert memory.q_stages(2, "cooperative") == Violation(
+        "load.q_stages", "with schedule cooperative a CTA loads one Q tile into one buffer, not 2; use 1"
     )
-    for stages in (0, 3):
-        assert rules.q_stages(stages, True) == Violation(
-            "load.q_stages", f"a CTA needs Q of this tile and of the next, not of {stages}; use 1 or 2"
-        )
 
 
 def test_shared_memory() -> None:
     # 32768 + 98304 + 98304 = 229376, which leaves 232448 - 229376 = 3072 bytes.
     regions = [("Q", 32768), ("K", 98304), ("V", 98304)]
-    assert rules.shared_memory(regions, 2048, 1024) is None
-    assert rules.shared_memory(
+    assert memory.shared_memory(regions, 2048, 1024) is None
+    assert memory.shared_memory(
         regions, 2056, 1024, field="load.kv_stages", ways_out=["at most 2 stages", "tile.kv 112"]
     ) == Violation(
         "load.kv_stages",
         "shared memory: Q 32768 + K 98304 + V 98304 = 229376, + 2056 of barriers + 1024 of alignment = 232456 > "
         "232448 bytes; use at most 2 stages or tile.kv 112",
     )
-    assert rules.shared_memory([("S", 232449)], 0, 0) == Violation(
+    assert memory.shared_memory([("S", 232449)], 0, 0) == Violation(
         "tile.kv",
         "shared memory: S 232449 = 232449, + 0 of barriers + 0 of alignment = 232449 > 232448 bytes; "
         "use a smaller tile.q or tile.kv",
@@ -222,8 +219,8 @@ def test_shared_memory() -> None:
 
 
 def test_registers_per_thread() -> None:
-    assert rules.registers_per_thread([("O", 128), ("S", 64), ("P", 32), ("other", 31)]) is None
-    assert rules.registers_per_thread([("O", 64), ("S", 128), ("P", 64), ("other", 24)]) == Violation(
+    assert threads.registers_per_thread([("O", 128), ("S", 64), ("P", 32), ("other", 31)]) is None
+    assert threads.registers_per_thread([("O", 64), ("S", 128), ("P", 64), ("other", 24)]) == Violation(
         "tile.kv",
         "registers per thread: O 64 + S 128 + P 64 + other 24 = 280 > 255, so that they would spill; "
         "use a smaller tile.kv or head_dim",
@@ -232,8 +229,8 @@ def test_registers_per_thread() -> None:
 
 def test_registers_per_sm() -> None:
     # 65536 / 384 threads = 170.7, so 168 registers fit and 176 do not.
-    assert rules.registers_per_sm("tile.warpgroups", 384, [("O", 64), ("S", 104)]) is None
-    assert rules.registers_per_sm("tile.warpgroups", 384, [("O", 64), ("S", 105)]) == Violation(
+    assert threads.registers_per_sm("tile.warpgroups", 384, [("O", 64), ("S", 104)]) is None
+    assert threads.registers_per_sm("tile.warpgroups", 384, [("O", 64), ("S", 105)]) == Violation(
         "tile.warpgroups",
         "registers per SM: O 64 + S 105 = 169, rounded up to 176; x 384 threads = 67584 > 65536; "
         "use a smaller tile.q or tile.kv",
@@ -241,27 +238,32 @@ def test_registers_per_sm() -> None:
 
 
 def test_scalar_threads() -> None:
-    assert rules.scalar_threads(1024) is None
-    assert rules.scalar_threads(1056) == Violation(
+    assert threads.scalar_threads(1024) is None
+    assert threads.scalar_threads(1056) == Violation(
         "tile.threads", "a CTA has at most 1024 threads, not 1056; use fewer"
     )
-    assert rules.scalar_threads(100) == Violation(
+
+
+def test_whole_warps() -> None:
+    assert threads.whole_warps(96) is None
+    assert threads.whole_warps(1100) is None  # that is for scalar_threads to say
+    assert threads.whole_warps(100) == Violation(
         "tile.threads",
         "a CTA has whole warps, and tile.threads is 100, no multiple of 32 (100 = 3 x 32 + 4); use 96 or 128",
     )
 
 
 def test_scalar_grid() -> None:
-    assert rules.scalar_grid("tile.q", 64, 256) is None
-    assert rules.scalar_grid("tile.q", 40, 256) == Violation(
+    assert scalar.scalar_grid("tile.q", 64, 256) is None
+    assert scalar.scalar_grid("tile.q", 40, 256) == Violation(
         "tile.q",
         "256 threads form 16 rows x 16 columns, and tile.q is 40, no multiple of 16 (40 = 2 x 16 + 8); use 32 or 48",
     )
-    assert rules.scalar_grid("tile.q", 12, 128) == Violation(
+    assert scalar.scalar_grid("tile.q", 12, 128) == Violation(
         "tile.q",
         "128 threads form 8 rows x 16 columns, and tile.q is 12, no multiple of 8 (12 = 1 x 8 + 4); use 8 or 16",
     )
-    assert rules.scalar_grid("problem.head_dim", 72, 128) == Violation(
+    assert scalar.scalar_grid("problem.head_dim", 72, 128) == Violation(
         "problem.head_dim",
         "128 threads form 8 rows x 16 columns, and problem.head_dim is 72, no multiple of 16 (72 = 4 x 16 + 8); "
         "use 64 or 80",
@@ -269,8 +271,8 @@ def test_scalar_grid() -> None:
 
 
 def test_wgmma_threads() -> None:
-    assert rules.wgmma_threads(8) is None
-    assert rules.wgmma_threads(9) == Violation(
+    assert threads.wgmma_threads(8) is None
+    assert threads.wgmma_threads(9) == Violation(
         "tile.warpgroups", "9 warpgroups x 128 = 1152 threads > 1024; use at most 8"
     )
 
@@ -279,8 +281,8 @@ def test_wgmma_threads() -> None:
 
 
 def test_scalar_vector() -> None:
-    assert [head_dim for head_dim in range(16, 257, 16) if rules.scalar_vector(head_dim) is None] == [16, 32, 64, 128]
-    assert rules.scalar_vector(96) == Violation(
+    assert [head_dim for head_dim in range(16, 257, 16) if scalar.scalar_vector(head_dim) is None] == [16, 32, 64, 128]
+    assert scalar.scalar_vector(96) == Violation(
         "problem.head_dim",
         "a thread owns 96 / 16 = 6 adjacent columns of V, and 6 elements do not divide a 16-byte vector of 8; "
         "use 16, 32, 64 or 128, or wgmma for pv",
@@ -289,35 +291,37 @@ def test_scalar_vector() -> None:
 
 def test_copy_rows() -> None:
     # 128 threads, 128 / 8 = 16 vectors per row: 8 rows at a time.
-    assert rules.copy_rows("tile.kv", 64, 128, 128) is None
-    assert rules.copy_rows("tile.kv", 36, 128, 128) == Violation(
+    assert scalar.copy_rows("tile.kv", 64, 128, 128) is None
+    assert scalar.copy_rows("tile.kv", 36, 128, 128) == Violation(
         "tile.kv",
         "128 threads copy 128 / (128 / 8) = 8 rows at a time, "
         "and tile.kv is 36, no multiple of 8 (36 = 4 x 8 + 4); use 32 or 40",
     )
-    assert rules.copy_rows("tile.q", 64, 96, 128) == Violation(
+    assert scalar.copy_rows("tile.q", 64, 96, 128) == Violation(
         "tile.threads",
         "a row is 96 / 8 = 12 vectors of 16 bytes, and 128 threads copy no whole number of rows at a time; "
         "use 96 or 192",
     )
 
 
-def test_naive_grid() -> None:
-    assert rules.naive_grid(16, 16, 128, 256) == []
-    assert rules.naive_grid(16, 8, 128, 256) == [
-        Violation("tile.threads", "one thread computes one score of the tile: 16 x 8 = 128 threads, not 256")
-    ]
-    assert rules.naive_grid(16, 12, 128, 192) == [
-        Violation(
-            "tile.threads",
-            "one thread computes one element of O, in whole rows, and 192 is 1 x 128 + 64; use 128 or 256",
-        )
-    ]
+def test_naive_scores() -> None:
+    assert scalar.naive_scores(16, 16, 256) is None
+    assert scalar.naive_scores(16, 8, 256) == Violation(
+        "tile.threads", "one thread computes one score of the tile: 16 x 8 = 128 threads, not 256"
+    )
+
+
+def test_naive_rows() -> None:
+    assert scalar.naive_rows(128, 256) is None
+    assert scalar.naive_rows(128, 192) == Violation(
+        "tile.threads",
+        "one thread computes one element of O, in whole rows, and 192 is 1 x 128 + 64; use 128 or 256",
+    )
 
 
 def test_scattered_scores() -> None:
-    assert rules.scattered_scores(1) is None
-    assert rules.scattered_scores(2) == Violation(
+    assert scalar.scattered_scores(1) is None
+    assert scalar.scattered_scores(2) == Violation(
         "tile.warpgroups",
         "scores scattered to shared memory are shared by 1 warpgroup, not 2; "
         "use warpgroups 1 with tile.q 64, or wgmma for pv",
@@ -325,9 +329,9 @@ def test_scattered_scores() -> None:
 
 
 def test_optional_lse() -> None:
-    assert rules.optional_lse(True, "scalar") is None
-    assert rules.optional_lse(False, "wgmma") is None
-    assert rules.optional_lse(False, "scalar") == Violation(
+    assert parts.optional_lse(True, "scalar") is None
+    assert parts.optional_lse(False, "wgmma") is None
+    assert parts.optional_lse(False, "scalar") == Violation(
         "outputs.lse",
         "a kernel without LSE is rendered with both products on WGMMA only; use lse: true (attention() returns O alone "
         "unless asked), or extend k4_2",
@@ -335,22 +339,22 @@ def test_optional_lse() -> None:
 
 
 def test_window_product() -> None:
-    assert rules.window_product("window", "wgmma") is None
-    assert rules.window_product("causal", "scalar") is None
-    assert rules.window_product("window", "scalar") == Violation(
+    assert parts.window_product("window", "wgmma") is None
+    assert parts.window_product("causal", "scalar") is None
+    assert parts.window_product("window", "scalar") == Violation(
         "mask", "a sliding window is rendered with both products on WGMMA only; use mask causal or none, or extend k4_2"
     )
 
 
 def test_thread_unit() -> None:
-    assert rules.thread_unit(True, None, 2) is None
-    assert rules.thread_unit(False, 256, None) is None
-    assert rules.thread_unit(True, 256, None) == Violation(
+    assert threads.thread_unit(True, None, 2) is None
+    assert threads.thread_unit(False, 256, None) is None
+    assert threads.thread_unit(True, 256, None) == Violation(
         "tile.threads",
         "WGMMA is issued by warpgroups of 128 threads; give tile.warpgroups 2 in place of tile.threads "
         "(threads: null, where a base gives it)",
     )
-    assert rules.thread_unit(False, None, 2) == Violation(
+    assert threads.thread_unit(False, None, 2) == Violation(
         "tile.warpgroups",
         "without WGMMA there are no warpgroups; give tile.threads 256 in place of tile.warpgroups "
         "(warpgroups: null, where a base gives it)",
@@ -358,16 +362,16 @@ def test_thread_unit() -> None:
 
 
 def test_engine_pair() -> None:
-    assert rules.engine_pair("wgmma", "scalar") is None
-    assert rules.engine_pair("scalar", "wgmma") == Violation(
+    assert parts.engine_pair("wgmma", "scalar") is None
+    assert parts.engine_pair("scalar", "wgmma") == Violation(
         "qk.engine", "a scalar QK product before a WGMMA PV product is not rendered; use wgmma for both"
     )
 
 
 def test_wgmma_load() -> None:
-    assert rules.wgmma_load(True, "tma") is None
-    assert rules.wgmma_load(False, "sync") is None
-    assert rules.wgmma_load(True, "cp_async") == Violation(
+    assert parts.wgmma_load(True, "tma") is None
+    assert parts.wgmma_load(False, "sync") is None
+    assert parts.wgmma_load(True, "cp_async") == Violation(
         "load.engine", "WGMMA reads tiles that TMA wrote; cp_async loads are not rendered with it; use tma"
     )
 
@@ -408,7 +412,7 @@ def test_wgmma_load() -> None:
     ],
 )
 def test_handoff_engines(facts: tuple[str, str, str, str | None], field: str, message: str) -> None:
-    assert rules.handoff_engines(*facts) == Violation(field, message)
+    assert parts.handoff_engines(*facts) == Violation(field, message)
 
 
 @pytest.mark.parametrize(
@@ -422,24 +426,24 @@ def test_handoff_engines(facts: tuple[str, str, str, str | None], field: str, me
     ],
 )
 def test_handoffs_of_the_ladder(facts: tuple[str, str, str, str | None]) -> None:
-    assert rules.handoff_engines(*facts) is None
+    assert parts.handoff_engines(*facts) is None
 
 
 def test_global_handoff_load() -> None:
-    assert rules.global_handoff_load("global_f32", "sync") is None
-    assert rules.global_handoff_load("smem_f32", "tma") is None
-    assert rules.global_handoff_load("global_f32", "tma") == Violation(
+    assert parts.global_handoff_load("global_f32", "sync") is None
+    assert parts.global_handoff_load("smem_f32", "tma") is None
+    assert parts.global_handoff_load("global_f32", "tma") == Violation(
         "load.engine", "handoff global_f32 reads global memory directly, so that tma has nothing to fill; use sync"
     )
 
 
 def test_smem_section() -> None:
-    assert rules.smem_section("global_f32", False) is None
-    assert rules.smem_section("registers", True) is None
-    assert rules.smem_section("global_f32", True) == Violation(
+    assert parts.smem_section("global_f32", False) is None
+    assert parts.smem_section("registers", True) is None
+    assert parts.smem_section("global_f32", True) == Violation(
         "smem", "handoff global_f32 keeps no tile in shared memory; take smem out (smem: null, over a base)"
     )
-    assert rules.smem_section("smem_f32", False) == Violation(
+    assert parts.smem_section("smem_f32", False) == Violation(
         "smem", "Q, K and V pass through shared memory; give their swizzles, {q: none, k: none, v: none}"
     )
 
@@ -457,11 +461,14 @@ def test_smem_section() -> None:
         (WGMMA, {"load": {"engine": "cp_async", "kv_stages": 2}}, {"load.engine"}),
         (
             WGMMA,
-            {"load": {"engine": "tma", "q_stages": 2, "kv_stages": 0, "barrier": "shared"}},
-            {"load.q_stages", "load.kv_stages"},
+            {"load": {"engine": "tma", "q_stages": 2, "kv_stages": 1, "barrier": "shared"}},
+            {"load.q_stages"},
         ),
         (WGMMA, {"smem": None}, {"smem"}),
         (WGMMA, {"handoff": {"through": "smem_16bit", "swizzle": "128B"}}, {"pv.a.source"}),
+        (WGMMA, {"tile": {"q": 128, "kv": 128}}, {"tile"}),
+        (WGMMA, {"tile": {"q": 128, "kv": 128, "warpgroups": 2, "threads": 256}}, {"tile"}),
+        (WGMMA, {"tile": {"q": 100, "kv": 128, "warpgroups": 2}}, {"tile.q"}),
         (SCALAR, {"tile": {"q": 40, "kv": 40, "threads": 256}}, {"tile.q", "tile.kv"}),
         (SCALAR, {"tile": {"q": 64, "kv": 64, "warpgroups": 2}}, {"tile.warpgroups"}),
         (SCALAR, {"handoff": {"through": "registers"}}, {"handoff.through"}),
@@ -477,27 +484,27 @@ def test_check_maps_specs_to_facts(base: dict[str, Any], changes: dict[str, Any]
 
 
 def test_schedule_engines() -> None:
-    assert rules.schedule_engines("cooperative", "scalar", "scalar") is None
-    assert rules.schedule_engines("ping_pong", "wgmma", "wgmma") is None
-    assert rules.schedule_engines("warp_specialized", "wgmma", "scalar") == Violation(
+    assert schedules.schedule_engines("cooperative", "scalar", "scalar") is None
+    assert schedules.schedule_engines("ping_pong", "wgmma", "wgmma") is None
+    assert schedules.schedule_engines("warp_specialized", "wgmma", "scalar") == Violation(
         "schedule.kind",
         "warp_specialized needs wgmma for qk and pv, got wgmma and scalar; use cooperative, or extend k4_2",
     )
 
 
 def test_schedule_handoff() -> None:
-    assert rules.schedule_handoff("cooperative", "smem_16bit") is None
-    assert rules.schedule_handoff("ping_pong", "registers") is None
-    assert rules.schedule_handoff("ping_pong", "smem_16bit") == Violation(
+    assert schedules.schedule_handoff("cooperative", "smem_16bit") is None
+    assert schedules.schedule_handoff("ping_pong", "registers") is None
+    assert schedules.schedule_handoff("ping_pong", "smem_16bit") == Violation(
         "handoff.through",
         "P through shared memory is rendered with schedule cooperative only, not ping_pong; use registers",
     )
 
 
 def test_schedule_barrier() -> None:
-    assert rules.schedule_barrier("cooperative", "shared") is None
-    assert rules.schedule_barrier("warp_specialized", "separate") is None
-    assert rules.schedule_barrier("warp_specialized", "shared") == Violation(
+    assert schedules.schedule_barrier("cooperative", "shared") is None
+    assert schedules.schedule_barrier("warp_specialized", "separate") is None
+    assert schedules.schedule_barrier("warp_specialized", "shared") == Violation(
         "load.barrier",
         "with warp_specialized K of the next tile is in use before V of this one is free, so that they cannot share a "
         "barrier; use separate",
@@ -505,9 +512,9 @@ def test_schedule_barrier() -> None:
 
 
 def test_consumer_warpgroups() -> None:
-    assert [count for count in range(1, 9) if rules.consumer_warpgroups(count) is None] == [1, 2, 3]
+    assert [count for count in range(1, 9) if threads.consumer_warpgroups(count) is None] == [1, 2, 3]
     # 65536 / 640 = 102.4, 96 in units of 8; 5 x 96 - 24 = 456, / 4 = 114, 112 in units of 8.
-    assert rules.consumer_warpgroups(4) == Violation(
+    assert threads.consumer_warpgroups(4) == Violation(
         "tile.warpgroups",
         "4 consumer warpgroups and the producer are 640 threads, launched with 96 registers each; setmaxnreg could "
         "raise a consumer to 112 only ((5 x 96 - 24) / 4); use 1 to 3",
@@ -515,9 +522,9 @@ def test_consumer_warpgroups() -> None:
 
 
 def test_ping_pong_partners() -> None:
-    assert rules.ping_pong_partners("warp_specialized", 1) is None
-    assert rules.ping_pong_partners("ping_pong", 2) is None
-    assert rules.ping_pong_partners("ping_pong", 1) == Violation(
+    assert schedules.ping_pong_partners("warp_specialized", 1) is None
+    assert schedules.ping_pong_partners("ping_pong", 2) is None
+    assert schedules.ping_pong_partners("ping_pong", 1) == Violation(
         "tile.warpgroups",
         "ping_pong needs consumer warpgroups that take turns, and there is 1; "
         "use warpgroups 2 with tile.q 128, or schedule warp_specialized",
@@ -525,19 +532,19 @@ def test_ping_pong_partners() -> None:
 
 
 def test_consumer_registers() -> None:
-    assert rules.consumer_registers([("O", 64), ("S", 176)], 2, False) is None
-    assert rules.consumer_registers([("O", 64), ("S", 172)], 2, True) is None
-    assert rules.consumer_registers([("O", 64), ("S", 173)], 2, True) == Violation(
+    assert threads.consumer_registers([("O", 64), ("S", 176)], 2, False) is None
+    assert threads.consumer_registers([("O", 64), ("S", 172)], 2, True) is None
+    assert threads.consumer_registers([("O", 64), ("S", 173)], 2, True) == Violation(
         "tile.kv",
         "registers per consumer thread: O 64 + S 173 = 237, + 4 to spare = 241 > 240, what setmaxnreg gives to each of "
         "2 consumer warpgroups, so that they would spill; use a smaller tile.kv or overlap: false",
     )
-    assert rules.consumer_registers([("O", 32), ("S", 129)], 3, False) == Violation(
+    assert threads.consumer_registers([("O", 32), ("S", 129)], 3, False) == Violation(
         "tile.kv",
         "registers per consumer thread: O 32 + S 129 = 161 > 160, what setmaxnreg gives to each of 3 consumer "
         "warpgroups, so that they would spill; use a smaller tile.kv or fewer warpgroups",
     )
-    assert rules.consumer_registers([("O", 257)], 1, False) == Violation(
+    assert threads.consumer_registers([("O", 257)], 1, False) == Violation(
         "tile.kv",
         "registers per consumer thread: O 257 = 257 > 256, what setmaxnreg gives to each of 1 consumer warpgroup, "
         "so that they would spill; use a smaller tile.kv",
@@ -545,9 +552,9 @@ def test_consumer_registers() -> None:
 
 
 def test_schedule_v_dim() -> None:
-    assert rules.schedule_v_dim("cooperative", 128, 128) is None
-    assert rules.schedule_v_dim("ping_pong", 192, 128) is None
-    assert rules.schedule_v_dim("cooperative", 192, 128) == Violation(
+    assert schedules.schedule_v_dim("cooperative", 128, 128) is None
+    assert schedules.schedule_v_dim("ping_pong", 192, 128) is None
+    assert schedules.schedule_v_dim("cooperative", 192, 128) == Violation(
         "problem.head_dim_v",
         "head_dim_v 128 beside head_dim 192 is rendered with schedule warp_specialized or ping_pong only; "
         "extend k5 or k6, or leave head_dim_v out",
@@ -555,9 +562,9 @@ def test_schedule_v_dim() -> None:
 
 
 def test_schedule_pack() -> None:
-    assert rules.schedule_pack("cooperative", 1) is None
-    assert rules.schedule_pack("ping_pong", 4) is None
-    assert rules.schedule_pack("cooperative", 4) == Violation(
+    assert schedules.schedule_pack("cooperative", 1) is None
+    assert schedules.schedule_pack("ping_pong", 4) is None
+    assert schedules.schedule_pack("cooperative", 4) == Violation(
         "tile.pack_heads",
         "a tile of 4 query heads is rendered with schedule warp_specialized or ping_pong only; "
         "extend k5 or k6, or use pack_heads 1",
@@ -565,8 +572,8 @@ def test_schedule_pack() -> None:
 
 
 def test_packed_rows() -> None:
-    assert rules.packed_rows(192, 8) is None
-    assert rules.packed_rows(128, 6) == Violation(
+    assert output.packed_rows(192, 8) is None
+    assert output.packed_rows(128, 6) == Violation(
         "tile.pack_heads",
         "a tile of 128 query rows holds no whole number of positions of 6 heads (128 = 21 x 6 + 2); "
         "use a divisor of 128",
@@ -574,16 +581,16 @@ def test_packed_rows() -> None:
 
 
 def test_output_over_q() -> None:
-    assert rules.output_over_q(128, 128) is None
-    assert rules.output_over_q(128, 192) == Violation(
+    assert output.output_over_q(128, 128) is None
+    assert output.output_over_q(128, 192) == Violation(
         "problem.head_dim_v",
         "O takes the place of Q in shared memory, and rows of 192 are wider than its 128; use at most 128",
     )
 
 
 def test_output_columns() -> None:
-    assert rules.output_columns(112) is None
-    assert rules.output_columns(120) == Violation(
+    assert output.output_columns(112) is None
+    assert output.output_columns(120) == Violation(
         "problem.head_dim_v",
         "O is stored 16 columns at a time (stmatrix), and its rows are 120, no multiple of 16 (120 = 7 x 16 + 8); "
         "use 112 or 128",
@@ -658,100 +665,81 @@ def test_rules_of_schedules_are_applied() -> None:
 
 
 def test_scheduler_schedule() -> None:
-    assert rules.scheduler_schedule("single_tile", "cooperative", False) is None
-    assert rules.scheduler_schedule("static", "warp_specialized", True) is None
-    assert rules.scheduler_schedule("dynamic", "ping_pong", True) is None
-    assert rules.scheduler_schedule("static", "cooperative", False) == Violation(
+    assert schedules.scheduler_schedule("single_tile", "cooperative") is None
+    assert schedules.scheduler_schedule("static", "warp_specialized") is None
+    assert schedules.scheduler_schedule("dynamic", "ping_pong") is None
+    assert schedules.scheduler_schedule("static", "cooperative") == Violation(
         "scheduler",
-        "static needs schedule warp_specialized or ping_pong with overlap: true, got cooperative; use single_tile, or "
-        "extend k6",
-    )
-    assert rules.scheduler_schedule("dynamic", "ping_pong", False) == Violation(
-        "scheduler",
-        "dynamic needs schedule warp_specialized or ping_pong with overlap: true, got ping_pong without overlap; use "
-        "single_tile, or extend k6",
+        "static needs schedule warp_specialized or ping_pong, got cooperative; use single_tile, or extend k6",
     )
 
 
 def test_scheduler_mask() -> None:
     for mask in ("none", "causal", "window"):
-        assert rules.scheduler_mask("single_tile", mask) is None
-    assert rules.scheduler_mask("dynamic", "causal") is None
-    for scheduler in ("static", "stream_k"):
-        assert rules.scheduler_mask(scheduler, "none") is None
-        assert rules.scheduler_mask(scheduler, "causal") == Violation(
+        for scheduler in ("single_tile", "static", "dynamic"):
+            assert schedules.scheduler_mask(scheduler, mask) is None
+    assert schedules.scheduler_mask("stream_k", "none") is None
+    for mask, other in {"causal": "dynamic", "window": "static"}.items():
+        assert schedules.scheduler_mask("stream_k", mask) == Violation(
             "scheduler",
-            "under a causal mask tiles differ in length, so that CTAs with tiles known from the start would end at "
-            "different times; use dynamic",
+            f"stream_k deals out the last wave as if every tile of queries visited all keys, and mask {mask} hides "
+            f"some; use {other}",
         )
-    assert rules.scheduler_mask("dynamic", "none") == Violation(
-        "scheduler",
-        "without a mask all tiles are equally long, and a counter has nothing to even out; use static or stream_k",
-    )
-    for scheduler in ("static", "stream_k", "dynamic"):
-        assert rules.scheduler_mask(scheduler, "window") == Violation(
-            "scheduler",
-            f"a sliding window is rendered with scheduler single_tile only, not {scheduler}; use single_tile",
-        )
-
-
-def test_scheduler_lse() -> None:
-    assert rules.scheduler_lse("single_tile", False) is None
-    assert rules.scheduler_lse("static", True) is None
-    assert rules.scheduler_lse("static", False) == Violation(
-        "outputs.lse",
-        "a kernel without LSE is rendered with scheduler single_tile only, not static; use lse: true "
-        "(attention() returns O alone unless asked)",
-    )
-
-
-def test_scheduler_pack() -> None:
-    assert rules.scheduler_pack("single_tile", 4) is None
-    assert rules.scheduler_pack("dynamic", 1) is None
-    assert rules.scheduler_pack("dynamic", 4) == Violation(
-        "tile.pack_heads", "4 heads in one tile are rendered with scheduler single_tile only, not dynamic; use 1"
-    )
 
 
 def test_scheduler_output() -> None:
-    assert rules.scheduler_output("single_tile", "over_q") is None
+    assert output.scheduler_output("single_tile", "over_q", "cooperative") is None
+    for scheduler in ("single_tile", "static"):
+        for o in ("own_buffer", "direct"):
+            assert output.scheduler_output(scheduler, o, "ping_pong") is None
     for o in ("own_buffer", "direct"):
-        assert rules.scheduler_output("static", o) is None
-        assert rules.scheduler_output("single_tile", o) == Violation(
-            "outputs.o", f"{o} is rendered with scheduler static, stream_k or dynamic only, not single_tile; use over_q"
+        assert output.scheduler_output("single_tile", o, "cooperative") == Violation(
+            "outputs.o",
+            f"{o} is rendered with schedule warp_specialized or ping_pong only, not cooperative; use over_q",
         )
-    assert rules.scheduler_output("dynamic", "over_q") == Violation(
+    assert output.scheduler_output("dynamic", "over_q", "ping_pong") == Violation(
         "outputs.o",
         "with scheduler dynamic the next Q is loaded while O is stored, so that O cannot lie over Q; use own_buffer, "
         "or direct where shared memory is short",
     )
 
 
-def test_scheduler_rescale() -> None:
-    assert rules.scheduler_rescale("single_tile", None) is None
-    assert rules.scheduler_rescale("dynamic", 8) is None
-    assert rules.scheduler_rescale("single_tile", 8) == Violation(
+def test_packed_slices() -> None:
+    # A warp stores 64 / 4 = 16 rows: 2 positions of 8 heads, but 5 and a third of 3.
+    assert output.packed_slices("own_buffer", 8) is None
+    assert output.packed_slices("direct", 3) is None
+    assert output.packed_slices("own_buffer", 3) == Violation(
+        "outputs.o",
+        "own_buffer stores the 16 rows of each warp as whole positions of 3 heads, and 16 is 16, no multiple of 3 "
+        "(16 = 5 x 3 + 1); use over_q with scheduler single_tile, or direct",
+    )
+
+
+def test_rescale_overlap() -> None:
+    assert schedules.rescale_overlap(None, False) is None
+    assert schedules.rescale_overlap(8, True) is None
+    assert schedules.rescale_overlap(8, False) == Violation(
         "softmax.rescale_above",
-        "rescaling now and then is rendered with scheduler static, stream_k or dynamic only, not single_tile; use null",
+        "rescaling now and then is rendered with overlap: true only; use null, or a schedule with overlap: true",
     )
 
 
 def test_exp_before_wait() -> None:
-    assert rules.exp_before_wait(None, 64, False) is None
-    assert rules.exp_before_wait(16, 64, True) is None
-    assert rules.exp_before_wait(17, 64, True) == Violation(
+    assert schedules.exp_before_wait(None, 64, False) is None
+    assert schedules.exp_before_wait(16, 64, True) is None
+    assert schedules.exp_before_wait(17, 64, True) == Violation(
         "softmax.exp_before_wait",
         "17 > 16, a thread's exponentials of one row with tile.kv 64; use at most 16",
     )
-    assert rules.exp_before_wait(1, 64, False) == Violation(
+    assert schedules.exp_before_wait(1, 64, False) == Violation(
         "softmax.exp_before_wait",
         "without overlap no P V runs beside the exponentials; use null or a schedule with overlap: true",
     )
 
 
 def test_direct_columns() -> None:
-    assert rules.direct_columns("problem.head_dim", 96) is None
-    assert rules.direct_columns("problem.head_dim", 80) == Violation(
+    assert output.direct_columns("problem.head_dim", 96) is None
+    assert output.direct_columns("problem.head_dim", 80) == Violation(
         "problem.head_dim",
         "outputs.o direct writes 32 columns at a time, and O has 80, no multiple of 32 (80 = 2 x 32 + 16); "
         "use 64 or 96, or outputs.o own_buffer",
@@ -773,21 +761,25 @@ def test_rules_of_persistent_kernels_are_applied() -> None:
     assert violations(PERSISTENT, scheduler="dynamic", mask="causal", outputs={"o": "direct"}) == {}
     assert violations(PERSISTENT, softmax={"rescale_above": 1}, problem={"head_dim": 128, "dtype": "fp16"}) == {}
     broken: dict[str, dict[str, Any]] = {
-        "scheduler": {"mask": "causal"},
-        "outputs.lse": {"outputs": {"o": "own_buffer", "lse": False}},
-        "tile.pack_heads": {"tile": {"q": 128, "kv": 64, "warpgroups": 2, "pack_heads": 4}},
+        "scheduler": {"scheduler": "stream_k", "mask": "causal"},
         "outputs.o": {"outputs": {}},
-        "load.q_stages": {"load": {"engine": "tma", "q_stages": 3, "kv_stages": 2, "barrier": "separate"}},
         "load.barrier": {"load": {"engine": "tma", "q_stages": 2, "kv_stages": 2, "barrier": "shared"}},
     }
     for field, changes in broken.items():
         assert list(violations(PERSISTENT, **changes)) == [field]
-    assert list(violations(PERSISTENT, scheduler="single_tile")) == ["load.q_stages", "outputs.o"]
-    assert list(violations(SPECIALIZED, tile=PERSISTENT["tile"], softmax={"rescale_above": 8})) == [
-        "softmax.rescale_above"
-    ]
     sequential = {"kind": "warp_specialized", "overlap": False}
-    assert list(violations(PERSISTENT, schedule=sequential)) == ["scheduler"]
+    assert list(violations(PERSISTENT, schedule=sequential, softmax={"rescale_above": 8})) == ["softmax.rescale_above"]
+    packed = {"q": 192, "kv": 64, "warpgroups": 3, "pack_heads": 3}
+    assert list(violations(PERSISTENT, tile=packed)) == ["outputs.o"]
+    legal: list[dict[str, Any]] = [
+        {"mask": {"kind": "window", "left": 512, "right": 0}},
+        {"outputs": {"o": "own_buffer", "lse": False}},
+        {"tile": {"q": 128, "kv": 64, "warpgroups": 2, "pack_heads": 4}},
+        {"schedule": sequential},
+        {"scheduler": "single_tile", "load": SPECIALIZED["load"], "softmax": {"rescale_above": 8}},
+    ]
+    for changes in legal:
+        assert violations(PERSISTENT, **changes) == {}
 
 
 def test_rules_of_a_persistent_kernel_s_output() -> None:
@@ -822,6 +814,150 @@ def test_shared_memory_of_a_persistent_kernel() -> None:
         "sV (3 stages x 128 x 128 x 2) 98304 + sO (128 x 128 x 2) 32768 = 294912, + 128 of barriers + 896 of alignment "
         "= 295936 > 232448 bytes; use at most 2 stages or tile.kv 80"
     }
+
+
+# Taste
+
+
+def test_drawn_without_mask() -> None:
+    assert taste.drawn_without_mask("dynamic", "causal") is None
+    assert taste.drawn_without_mask("static", "none") is None
+    assert taste.drawn_without_mask("dynamic", "none") == Violation(
+        "scheduler",
+        "without a mask all tiles are equally long, and a counter has nothing to even out; use static or stream_k",
+    )
+
+
+def test_dealt_under_causal() -> None:
+    assert taste.dealt_under_causal("dynamic", "causal") is None
+    assert taste.dealt_under_causal("static", "window") is None
+    assert taste.dealt_under_causal("static", "causal") == Violation(
+        "scheduler",
+        "under a causal mask tiles differ in length, so that CTAs with tiles known from the start would end at "
+        "different times; use dynamic",
+    )
+
+
+def test_rescale_few_columns() -> None:
+    assert taste.rescale_few_columns(None, 64) is None
+    assert taste.rescale_few_columns(8, 192) is None
+    assert taste.rescale_few_columns(8, 128) == Violation(
+        "softmax.rescale_above",
+        "up to 128 columns of O are rescaled in less time than a vote and a branch take, and O has 128; use null",
+    )
+
+
+def test_idle_q_stages() -> None:
+    assert taste.idle_q_stages(1, False) is None
+    assert taste.idle_q_stages(2, True) is None
+    assert taste.idle_q_stages(2, False) == Violation(
+        "load.q_stages",
+        "with scheduler single_tile a CTA loads one Q tile, so that 2 Q buffers are of no use; use 1",
+    )
+    assert taste.idle_q_stages(3, True) == Violation(
+        "load.q_stages", "a CTA needs Q of this tile and of the next, not of 3; use 1 or 2"
+    )
+
+
+def test_buffer_for_one_output() -> None:
+    assert taste.buffer_for_one_output("static", "own_buffer", 128, 128, 128) is None
+    assert taste.buffer_for_one_output("single_tile", "direct", 128, 128, 128) is None
+    assert taste.buffer_for_one_output("single_tile", "own_buffer", 128, 64, 128) is None  # too wide for Q's place
+    assert taste.buffer_for_one_output("single_tile", "own_buffer", 128, 128, 64) == Violation(
+        "outputs.o",
+        "with scheduler single_tile no next Q is loaded, and a buffer for O takes 128 x 64 x 2 = 16384 bytes of shared "
+        "memory for nothing; use over_q",
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "fields"),
+    [
+        ({}, []),
+        ({"scheduler": "dynamic"}, ["scheduler"]),
+        ({"mask": "causal"}, ["scheduler"]),
+        ({"softmax": {"rescale_above": 8}}, ["softmax.rescale_above"]),
+        ({"scheduler": "single_tile"}, ["load.q_stages", "outputs.o"]),
+        ({"scheduler": "single_tile", "load": WGMMA["load"]}, ["outputs.o"]),
+        ({"scheduler": "dynamic", "softmax": {"rescale_above": 8}}, ["scheduler", "softmax.rescale_above"]),
+    ],
+)
+def test_taste_warns_and_refuses_nothing(changes: dict[str, Any], fields: list[str]) -> None:
+    spec = Spec.model_validate({**PERSISTENT, **changes})
+    assert rules.check(spec) == []
+    assert [warning.field for warning in rules.warnings(spec)] == fields
+
+
+def test_a_refused_spec_is_not_warned_of() -> None:
+    spec = Spec.model_validate({**PERSISTENT, "scheduler": "dynamic", "outputs": {"o": "over_q"}})
+    assert rules.check(spec) and rules.warnings(spec) == []
+
+
+# All rules
+
+
+def test_who_objects() -> None:
+    """Each rule by hand: a limit of the chip, or something that no template does."""
+    hardware = """
+        wgmma_rows wgmma_columns wgmma_depth a_from_registers b_from_smem swizzle_span tma_box tma_stride shared_memory
+        scalar_threads wgmma_threads registers_per_thread registers_per_sm consumer_registers
+    """
+    matters_of_taste = "drawn_without_mask dealt_under_causal rescale_few_columns buffer_for_one_output idle_q_stages"
+    kinds = {Kind.HARDWARE: set(hardware.split()), Kind.TASTE: set(matters_of_taste.split())}
+    for kind, names in kinds.items():
+        assert {name for name, found in rules.RULES.items() if found.kind is kind} == names
+
+
+def test_every_rule_is_asked_and_tested() -> None:
+    """A rule that `asking` does not name is dead, and one that is no `@rule` says neither who nor what it is about."""
+    asked, written = set(), set()
+    for path in Path(rules.__file__).parent.glob("*.py"):
+        tree = ast.parse(path.read_text())
+        asked |= {
+            node.func.value.attr
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Attribute)
+            and node.func.attr == "ask"
+            and isinstance(node.func.value, ast.Attribute)
+        }
+        functions = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.returns is not None]
+        written |= {node.name for node in functions if ast.unparse(node.returns) == "Violation | None"}
+    assert asked == written == set(rules.RULES)
+    assert [name for name in rules.RULES if f"test_{name}" not in globals()] == []
+
+
+def test_a_rule_without_kind_or_topic_cannot_be_written() -> None:
+    def judged(rows: int) -> Violation | None:
+        """Some rule."""
+
+    undocumented = lambda: None  # noqa: E731
+    undocumented.__name__ = "undocumented"
+    for missing in ({"kind": Kind.TASTE}, {"topic": "tile"}, {}):
+        with pytest.raises(TypeError):
+            rules.rule(**missing)(judged)  # type: ignore[arg-type]
+    with pytest.raises(TypeError):
+        rules.rule(judged)  # type: ignore[misc, arg-type]
+    with pytest.raises(ValueError, match=r"hardware, generator, taste"):
+        rules.rule(kind="taste", topic="tile")(judged)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="shared memory"):
+        rules.rule(kind=Kind.TASTE, topic="tiles")(judged)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="undocumented has no docstring"):
+        rules.rule(kind=Kind.TASTE, topic="tile")(undocumented)
+    judged.__name__ = "wgmma_rows"
+    with pytest.raises(ValueError, match="there is a rule wgmma_rows already"):
+        rules.rule(kind=Kind.TASTE, topic="tile")(judged)
+    assert "judged" not in rules.RULES
+
+
+def test_an_answer_keeps_its_question() -> None:
+    answer = products.wgmma_columns.ask("problem.head_dim", "PV", 100)
+    assert answer.rule is rules.RULES["wgmma_columns"] and answer.refuses
+    assert answer.violation == products.wgmma_columns("problem.head_dim", "PV", 100)
+    assert answer.facts == (("field", "problem.head_dim"), ("product", "PV"), ("n", "100"))
+    assert answer.about == "O = P V" and products.input_major.ask("qk.b.major", "K", "k", "k").about == "S = Q K^T"
+    assert not taste.drawn_without_mask.ask("dynamic", "none").refuses
+    assert memory.tma_box.ask("tile.q", 128).violation is None
 
 
 # From a spec to facts
@@ -922,7 +1058,7 @@ def test_registers_of_a_spec() -> None:
     warpgroups=st.integers(1, 5),
     kv=st.integers(1, 20).map(lambda n: 16 * n),
     head_dim=st.integers(1, 20).map(lambda n: 16 * n),
-    stages=st.integers(0, 6),
+    stages=st.integers(1, 6),
     swizzle=st.sampled_from(["none", "32B", "64B", "128B"]),
 )
 def test_what_is_accepted_fits(warpgroups: int, kv: int, head_dim: int, stages: int, swizzle: str) -> None:
@@ -938,7 +1074,7 @@ def test_what_is_accepted_fits(warpgroups: int, kv: int, head_dim: int, stages: 
     found = rules.check(Spec.model_validate(spec))
     shared = 2 * head_dim * (q + 2 * stages * kv)
     registers = head_dim // 2 + kv // 2 + kv // 4
-    if shared > 232448 or registers > 255 or 128 * warpgroups * registers > 65536 or stages < 1 or head_dim > 256:
+    if shared > 232448 or registers > 255 or 128 * warpgroups * registers > 65536 or head_dim > 256:
         assert found
     if not found:
         assert q <= 256 and kv <= 256

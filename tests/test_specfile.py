@@ -132,6 +132,12 @@ def test_paths_outside_the_root_stay_as_given(tmp_path: Path, specs: Specs) -> N
         ("head_dim: 128", "head_dim: [64]", "k.yaml:2: problem.head_dim: an integer is needed, got a list"),
         ("head_dim: 128", "head_dim: null", "k.yaml:2: problem.head_dim: an integer is needed, got nothing (null)"),
         ("head_dim: 128", "head_dim: 0", "k.yaml:2: problem.head_dim: 0 is too small; it must be more than 0"),
+        ("kv_stages: 2", "kv_stages: 0", "k.yaml:4: load.kv_stages: 0 is too small; it must be more than 0"),
+        (
+            "handoff: {through: registers}",
+            "handoff: {through: registers}\nsoftmax: {rescale_above: 9}",
+            "k.yaml:15: softmax.rescale_above: 9 is too large; it must be at most 8",
+        ),
         (
             "{head_dim: 128}",
             "{dtype: bf16}",

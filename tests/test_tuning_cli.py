@@ -63,6 +63,15 @@ def test_a_dry_run_shows_what_is_pruned(capsys: pytest.CaptureFixture[str], tmp_
     assert not (tmp_path / "cache").exists()
 
 
+@pytest.mark.usefixtures("workspace")
+def test_a_dry_run_shows_what_is_tried_against_advice(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "space.yaml").write_text(SPACE.replace("tile.kv: [96, 100, 112]", "outputs.o: [over_q, own_buffer]"))
+    assert cli.main(["tune", "fast", "--space", str(tmp_path / "space.yaml"), "--dry-run"]) == 0
+    said = capsys.readouterr().err
+    assert "bf16_d128_causal: 2 combinations, 2 legal" in said
+    assert re.search(r"1 tried, but not advisable: outputs.o: with scheduler single_tile no next Q is loaded", said)
+
+
 def test_a_search_writes_its_winner_and_its_records(
     workspace: Workspace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -47,6 +47,19 @@ def test_what_the_rules_refuse_is_counted_by_reason(tmp_path: Path) -> None:
     }
 
 
+def test_what_taste_warns_of_is_tried_and_counted(tmp_path: Path) -> None:
+    """Unmasked, 2 of 6 draw tiles of equal length, 3 rescale 128 columns of O rarely, one of them does both."""
+    found = enumerated(tmp_path, "scheduler: [static, stream_k, dynamic]\nsoftmax.rescale_above: [null, 8]", "fwd_d128")
+    assert len(found.candidates) == 6 and (found.refused, found.pruned) == (0, ())
+    assert [(reason.field, reason.count) for reason in found.warned] == [
+        ("softmax.rescale_above", 3),
+        ("scheduler", 2),
+    ]
+    # What is refused is not warned of: with O over Q there is no persistent kernel at all.
+    found = enumerated(tmp_path, "outputs.o: [over_q]\nscheduler: [dynamic]", "fwd_d128")
+    assert (found.refused, found.warned) == (1, ())
+
+
 def test_what_the_models_refuse_is_counted_as_well(tmp_path: Path) -> None:
     found = enumerated(tmp_path, "tile.kvv: [64]\nload.kv_stages: [1, 2]")
     assert found.candidates == () and found.refused == 2

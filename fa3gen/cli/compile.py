@@ -52,6 +52,7 @@ def compile(
     Exits with 1 when a fact is not as predicted, with 2 when a module is missing or does not compile.
     """
     from fa3gen.base.errors import UserError
+    from fa3gen.cli.advice import warn
     from fa3gen.compile import toolchain
     from fa3gen.design.workspace import Workspace
     from fa3gen.generate.plan import make_plan
@@ -60,6 +61,7 @@ def compile(
         toolchain.find_tool(tool)  # before the seconds that compiling takes
     workspace = Workspace.find()
     variants = workspace.select(specs or ())
+    warn(variants)
     _require_modules(workspace, variants)
     expectations = {variant.stem: make_plan(variant).expectation for variant in variants}
     outcomes = build(workspace, variants, expectations, jobs)

@@ -29,7 +29,7 @@ def explain(
         int | None, typer.Option(min=1, help="Heads of k and v (default: as many as of q, or as the tile packs).")
     ] = None,
     chip: Annotated[list[str] | None, typer.Option(help="h100 or h200; both if not given.")] = None,
-    rules: Annotated[bool, typer.Option("--rules", help="Show every rule that was checked, with its source.")] = False,
+    rules: Annotated[bool, typer.Option("--rules", help="Show every rule, who says it, its source and facts.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
     """Explain specs: decisions and why they are legal, warps, memory, barriers, steps, counts, and what bounds them.

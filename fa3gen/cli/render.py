@@ -23,7 +23,11 @@ def render(
     ] = False,
     force: Annotated[bool, typer.Option("--force", help="Overwrite generated files that were edited by hand.")] = False,
 ) -> None:
-    """Render specs to modules under generated/ and say what changed."""
+    """Render specs to modules under generated/ and say what changed.
+
+    What the rules of taste have against a spec is a warning on standard error; so it is in `compile` and `verify`.
+    """
+    from fa3gen.cli.advice import warn
     from fa3gen.design.workspace import Workspace
     from fa3gen.generate.render import render_all
 
@@ -34,6 +38,7 @@ def render(
     everything = [variant for spec_file in own for variant in spec_file.variants]
     variants = everything if everything and not specs else workspace.select(specs or ())
     _require_owners(variants, spec_files, workspace)
+    warn(variants)
     rendered = render_all(variants, workspace)
     if check:
         _check(rendered, spec_files if not specs else None, workspace)

@@ -252,6 +252,8 @@ class _Run:
         self.say(text + (f", {enumeration.repeated} repeated" if enumeration.repeated else ""))
         for reason in enumeration.pruned:
             self.say(f"  {reason.count:5} refused: {reason.field}: {reason.example}")
+        for reason in enumeration.warned:
+            self.say(f"  {reason.count:5} tried, but not advisable: {reason.field}: {reason.example}")
 
     def search(self, searches: list[Search]) -> list[Outcome]:
         """Render all candidates and run their heats; `searches` get their modules."""

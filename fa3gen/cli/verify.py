@@ -69,6 +69,7 @@ def verify(
     """
     from rich.console import Console
 
+    from fa3gen.cli.advice import warn
     from fa3gen.design.workspace import Workspace
     from fa3gen.run import gpu
 
@@ -80,6 +81,7 @@ def verify(
     if on is On.GPU and device is None:
         raise UserError(f"--on gpu: no Hopper GPU: {gpu.why_no_hopper()}; use --on cpu")
     variants = workspace.select(specs or ())
+    warn(variants)
     _render_missing(workspace, variants, errors)
     checked = _check_all(workspace, variants, errors, for_launch=device is not None)
     if device is not None:

@@ -1,15 +1,15 @@
 """The spec: what a person writes to ask for an attention kernel, and nothing that follows from it.
 
 Every model forbids unknown keys and refuses to coerce types. Choices that exclude one another are tagged unions, so
-that a state without meaning (a swizzle for a P that never leaves the registers) cannot be written down. Whether a
-writable spec is also *legal* on Hopper is decided in `fa3gen.design.rules`.
+that a state without meaning (a swizzle for a P that never leaves the registers) cannot be written down. A model says
+what a field can be by itself; what depends on another field or on the chip is judged in `fa3gen.design.rules`.
 """
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Union
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 DType = Literal["bf16", "fp16"]
 Swizzle = Literal["none", "32B", "64B", "128B"]
@@ -19,6 +19,8 @@ Scheduler = Literal["single_tile", "static", "stream_k", "dynamic"]
 
 # The kernels count keys in 32 bits: row + reach stays below 2^31 for up to 2^30 keys.
 WINDOW_MAX = 2**30
+# P and its sums grow by so many powers of two before O is rescaled; errors were measured up to here.
+RESCALE_ABOVE_MAX = 8
 
 
 class SpecModel(BaseModel):
@@ -77,21 +79,11 @@ class Tile(SpecModel):
     warpgroups: int | None = Field(
         default=None, gt=0, description="Warpgroups of 128 threads that compute, for kernels with WGMMA."
     )
-
     pack_heads: int = Field(
         default=1,
         gt=0,
         description="Query heads of one kv head in a tile (GQA): its rows are q / pack_heads positions of each.",
     )
-
-    @model_validator(mode="after")
-    def _one_way_to_count_threads(self) -> "Tile":
-        if (self.threads is None) == (self.warpgroups is None):
-            raise ValueError(
-                "give either threads (scalar kernels) or warpgroups (WGMMA kernels), not both or neither"
-                " (null takes out the one that a base gives)"
-            )
-        return self
 
 
 class SyncLoad(SpecModel):
@@ -104,15 +96,15 @@ class CpAsyncLoad(SpecModel):
     """cp.async with commit and wait groups; a ring of `kv_stages` buffers for K and for V."""
 
     engine: Literal["cp_async"]
-    kv_stages: int = Field(description="Depth of the ring; one stage holds a tile of K and a tile of V.")
+    kv_stages: int = Field(gt=0, description="Depth of the ring; one stage holds a tile of K and a tile of V.")
 
 
 class TmaLoad(SpecModel):
     """The tensor memory accelerator, completing on mbarriers."""
 
     engine: Literal["tma"]
-    q_stages: int = Field(default=1, description="Buffers for Q.")
-    kv_stages: int = Field(description="Depth of the ring; one stage holds a tile of K and a tile of V.")
+    q_stages: int = Field(default=1, gt=0, description="Buffers for Q.")
+    kv_stages: int = Field(gt=0, description="Depth of the ring; one stage holds a tile of K and a tile of V.")
     barrier: Literal["shared", "separate"] = Field(
         description="`shared`: one full barrier per stage counts the bytes of K and V; `separate`: one each."
     )
@@ -223,7 +215,7 @@ class Softmax(SpecModel):
     rescale_above: int | None = Field(
         default=None,
         gt=0,
-        le=8,
+        le=RESCALE_ABOVE_MAX,
         description="O is brought to a new maximum only when a row has outgrown the old one by more than this many "
         "powers of two; null: in every step.",
     )

@@ -1,6 +1,6 @@
 """What a spec decides, why that is legal, and what it costs: an explanation as data, as text and as JSON."""
 
 from fa3gen.inspect.explanation.facts import Explanation, explain
-from fa3gen.inspect.explanation.legality import Asked, Limit
+from fa3gen.inspect.explanation.legality import Limit
 
-__all__ = ["Asked", "Explanation", "Limit", "explain"]
+__all__ = ["Explanation", "Limit", "explain"]

@@ -10,14 +10,18 @@ from fa3gen.base import json_shapes
 from fa3gen.base.json_shapes import COUNT, NUMBER, TEXT, Shape, listed, record
 from fa3gen.design import footprint
 from fa3gen.design.ceiling import Ceiling, ProblemCeiling, Unit
+from fa3gen.design.rules import Answer, Kind
 from fa3gen.hardware import hopper
 from fa3gen.inspect.explanation.facts import Explanation
 
 FORMAT = "fa3gen explain"
-VERSION = 1
+VERSION = 2
 
 _UNIT: Shape = {"enum": list(get_args(Unit))}
-
+_KIND: Shape = {
+    "enum": [kind.value for kind in Kind],
+    "description": "Who says so: the chip, the generator (no template for it) or taste (a warning).",
+}
 
 _ROWS = listed(listed(TEXT), "Rows of cells; the first row names the columns.")
 _STEP = record(
@@ -83,15 +87,20 @@ _MODULE = record(
                 {
                     "rule": TEXT,
                     "about": TEXT,
-                    "design": {"type": "boolean", "description": "About what is rendered, not about the hardware."},
+                    "kind": _KIND,
                     "text": TEXT,
                     "facts": {"type": "object", "additionalProperties": TEXT},
+                    "field": {
+                        "type": ["string", "null"],
+                        "description": "Where a rule of taste warns: what to change.",
+                    },
+                    "warning": {"type": ["string", "null"]},
                 }
             ),
             "Every question that the rules answered.",
         ),
         "limits": listed(
-            record({"field": TEXT, "value": COUNT, "largest": COUNT, "refused": COUNT, "message": TEXT}),
+            record({"field": TEXT, "value": COUNT, "largest": COUNT, "refused": COUNT, "kind": _KIND, "message": TEXT}),
             "How far a field could go, all others as they are, and why no further.",
         ),
         "threads": listed(TEXT),
@@ -147,7 +156,7 @@ def _module(explanation: Explanation) -> dict[str, Any]:
         "title": described.title,
         "mask": described.mask,
         "decisions": [{"name": name, "text": text} for name, text in described.decisions],
-        "rules": [{**asdict(question), "facts": dict(question.facts)} for question in explanation.asked],
+        "rules": [_rule(answer) for answer in explanation.asked],
         "limits": [asdict(limit) for limit in explanation.limits],
         "threads": list(described.threads),
         "registers": {"computing_thread": held, "at_launch": footprint.launch_registers(spec)},
@@ -170,6 +179,19 @@ def _module(explanation: Explanation) -> dict[str, Any]:
         },
         "ceilings": [_ceiling(ceiling) for ceiling in explanation.ceilings],
         "problems": [_problem(row) for row in explanation.problems],
+    }
+
+
+def _rule(answer: Answer) -> dict[str, Any]:
+    field, warning = answer.violation or (None, None)
+    return {
+        "rule": answer.rule.name,
+        "about": answer.about,
+        "kind": answer.rule.kind.value,
+        "text": answer.rule.text,
+        "facts": dict(answer.facts),
+        "field": field,
+        "warning": warning,
     }
 
 

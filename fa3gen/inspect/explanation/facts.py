@@ -9,13 +9,14 @@ from pathlib import PurePath
 from fa3gen.design import ceiling, footprint, work
 from fa3gen.design.ceiling import Ceiling, Occupancy, ProblemCeiling
 from fa3gen.design.footprint import Region
+from fa3gen.design.rules import Answer
 from fa3gen.design.work import Problem, QueryTile, Shape, Step
 from fa3gen.generate import header
 from fa3gen.generate.header import Description
 from fa3gen.hardware import hopper
 from fa3gen.hardware.chips import Chip
 from fa3gen.inspect.explanation import legality
-from fa3gen.inspect.explanation.legality import Asked, Limit
+from fa3gen.inspect.explanation.legality import Limit
 from fa3gen.spec.model import Spec
 from fa3gen.spec.specfile import Variant
 
@@ -32,7 +33,7 @@ class Explanation:
     source: PurePath
     spec: Spec
     description: Description
-    asked: tuple[Asked, ...]
+    asked: tuple[Answer, ...]
     limits: tuple[Limit, ...]
     smem: tuple[tuple[int, Region], ...]
     smem_total: int

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from rich.console import Console, Group, RenderableType
@@ -12,9 +13,10 @@ from rich.text import Text
 
 from fa3gen.design import footprint
 from fa3gen.design.ceiling import ProblemCeiling
+from fa3gen.design.rules import Answer, Kind
 from fa3gen.hardware import hopper
 from fa3gen.inspect.explanation.facts import Explanation
-from fa3gen.inspect.explanation.legality import Asked, Limit
+from fa3gen.inspect.explanation.legality import Limit
 from fa3gen.spec.model import GlobalHandoff
 
 GAP = 3  # columns between tables that stand side by side
@@ -40,6 +42,7 @@ def screen(explanation: Explanation, console: Console, *, rules: bool = False) -
     yield _heading("Decisions, and the rules of the hardware that they keep")
     yield _decisions(explanation)
     yield from _limits(explanation)
+    yield from _warnings(explanation)
     yield _heading("Warps and registers")
     yield Group(*(_note(line) for line in explanation.description.threads))
     for title, rows in (
@@ -119,14 +122,14 @@ def _decisions(explanation: Explanation) -> Table:
     return table
 
 
-def _why(asked: Sequence[Asked], about: str) -> str:
+def _why(asked: Sequence[Answer], about: str) -> str:
     """The hardware's rules about one decision with their facts, in one paragraph."""
     found: dict[str, list[str]] = {}
     for question in asked:
-        if question.about == about and not question.design:
+        if question.rule.kind is Kind.HARDWARE and question.about == about:
             said = [(key, value) for key, value in question.facts if key not in _UNSAID and value != "None"]
             facts = ", ".join(f"{_words(key)} {value}" for key, value in said)
-            values = found.setdefault(question.statement, [])
+            values = found.setdefault(question.rule.statement, [])
             if facts and facts not in values:
                 values.append(facts)
     return "; ".join(statement + (f" ({'; '.join(facts)})" if facts else "") for statement, facts in found.items())
@@ -137,12 +140,9 @@ def _words(name: str) -> str:
 
 
 def _limits(explanation: Explanation) -> list[RenderableType]:
-    held = len(explanation.asked)
-    design = sum(question.design for question in explanation.asked)
-    told = (
-        f"The rules answered {held} questions, {held - design} about the hardware and {design} about what is rendered; "
-        "none refuses (--rules)"
-    )
+    asked = Counter(question.rule.kind for question in explanation.asked)
+    who = ", ".join(f"{kind} {asked[kind]}" for kind in Kind)
+    told = f"The rules answered {asked.total()} questions ({who}); none refuses (--rules shows them)"
     shown = [_limit(limit) for limit in explanation.limits if limit.field in _SHOWN_LIMITS]
     parts: list[RenderableType] = [_note(told, style="dim")]
     if shown:
@@ -152,15 +152,26 @@ def _limits(explanation: Explanation) -> list[RenderableType]:
 
 def _limit(limit: Limit) -> tuple[str, str]:
     reach = f"up to {limit.largest}, " if limit.largest != limit.value else ""
-    return f"{limit.field} {limit.value}", f"{reach}not {limit.refused}: {limit.message.partition('; use')[0]}"
+    return (
+        f"{limit.field} {limit.value}",
+        f"{reach}not {limit.refused} ({limit.kind}): {limit.message.partition('; use')[0]}",
+    )
+
+
+def _warnings(explanation: Explanation) -> list[RenderableType]:
+    """What the rules of taste have against it."""
+    found = [answer.violation for answer in explanation.asked if answer.violation is not None]
+    if not found:
+        return []
+    return [_heading("Legal, but not advisable (taste)"), _table(found)]
 
 
 def _all_rules(explanation: Explanation) -> Table:
     rows = []
     for question in explanation.asked:
         facts = ", ".join(f"{_words(key)} {value}" for key, value in question.facts)
-        rows.append((question.about, question.rule, f"{question.text} ({facts})"))
-    return _table(rows, header=("about", "rule", "what it says, and of what"))
+        rows.append((question.about, question.rule.kind, question.rule.name, f"{question.rule.text} ({facts})"))
+    return _table(rows, header=("about", "who says it", "rule", "what it says, and of what"))
 
 
 # -- the parts of the module

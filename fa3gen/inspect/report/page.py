@@ -14,6 +14,7 @@ import jinja2
 from markupsafe import Markup
 
 from fa3gen.design import footprint
+from fa3gen.design.rules import Kind
 from fa3gen.hardware import hopper
 from fa3gen.inspect.report import charts, fragments, highlighting, pictures, tiles, timeline
 from fa3gen.inspect.report.drawing import length_label
@@ -143,8 +144,8 @@ def _whys(report: Report) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for question in report.explanation.asked:
         statements = found.setdefault(question.about, [])
-        if not question.design and question.statement not in statements:
-            statements.append(question.statement)
+        if question.rule.kind is Kind.HARDWARE and question.rule.statement not in statements:
+            statements.append(question.rule.statement)
     return found
 
 

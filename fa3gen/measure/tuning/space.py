@@ -12,7 +12,8 @@ Values are laid on the base in the order of the fields, as a matrix does it. One
 changes the arm of a union, the fields that the new arm has as well keep their values, so that an axis over
 `schedule.kind` need not repeat `overlap`.
 
-A combination that the models or the rules of specs refuse is pruned and counted by its reasons; it is no error.
+A combination that the models or the rules of specs refuse is pruned and counted by its reasons; it is no error. One
+that the rules of taste only warn of is tried: measuring is how a taste is tested.
 """
 
 from __future__ import annotations
@@ -72,8 +73,8 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Pruned:
-    """Combinations refused for one reason: the field, the reason with the numbers of the first one, how many."""
+class Reason:
+    """What is said against some combinations: the field, the words with the numbers of the first one, how many."""
 
     field: str
     example: str
@@ -84,13 +85,15 @@ class Pruned:
 class Enumeration:
     """All combinations of a space: the legal ones, each spec once, and why the others are not.
 
-    `pruned` counts a combination once for every reason; `refused` counts combinations.
+    `pruned` counts a refused combination once for every reason, `warned` a legal one once for every warning; `refused`
+    counts combinations.
     """
 
     candidates: tuple[Candidate, ...]
     refused: int
     repeated: int
-    pruned: tuple[Pruned, ...]
+    pruned: tuple[Reason, ...]
+    warned: tuple[Reason, ...]
 
     @property
     def total(self) -> int:
@@ -211,21 +214,30 @@ def enumerate_space(space: Space, start: Mapping[str, Any], prefix: str) -> Enum
     root = merge(tree_of(start, space.path), space.problem, UNIONS)
     found: dict[Spec, str] = {}
     refused = repeated = 0
-    reasons: dict[tuple[str, str], list[str]] = {}
+    against: list[tuple[str, str]] = []
+    advice: list[tuple[str, str]] = []
     for values in itertools.product(*(axis.values for axis in space.axes)):
         fields, labels = _laid(root, space.axes, values)
-        spec, complaints = _checked(fields)
+        spec, said = _checked(fields)
         if spec is None:
             refused += 1
-            for field, message in dict.fromkeys(complaints):
-                reasons.setdefault((field, _without_numbers(message)), []).append(message)
+            against += said
         elif spec in found:
             repeated += 1
         else:
             found[spec] = _stem(prefix, labels, found.values())
-    ordered = sorted(reasons.items(), key=lambda entry: -len(entry[1]))
-    pruned = tuple(Pruned(field, messages[0], len(messages)) for (field, _), messages in ordered)
-    return Enumeration(tuple(Candidate(stem, spec) for spec, stem in found.items()), refused, repeated, pruned)
+            advice += said
+    candidates = tuple(Candidate(stem, spec) for spec, stem in found.items())
+    return Enumeration(candidates, refused, repeated, _reasons(against), _reasons(advice))
+
+
+def _reasons(said: Sequence[tuple[str, str]]) -> tuple[Reason, ...]:
+    """Fields and messages, counted by what is the same in them; the most frequent first."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for field, message in said:
+        found.setdefault((field, _without_numbers(message)), []).append(message)
+    ordered = sorted(found.items(), key=lambda entry: -len(entry[1]))
+    return tuple(Reason(field, messages[0], len(messages)) for (field, _), messages in ordered)
 
 
 def _laid(root: Node, axes: Sequence[Axis], values: Sequence[tuple[Node, Node | None]]) -> tuple[Node, list[str]]:
@@ -255,14 +267,14 @@ def _with_kept_fields(before: Node, after: Node, union: str) -> Node:
 
 
 def _checked(fields: Node) -> tuple[Spec | None, list[tuple[str, str]]]:
-    """The spec when it is legal, else None and every (field, message)."""
+    """The spec when it is legal, else None; and what is said against it, each (field, message) once."""
     try:
         spec = Spec.model_validate(fields.plain())
     except ValidationError as error:
         complaints = [explain(entry) for entry in error.errors(include_url=False)]
-        return None, [(".".join(complaint.field), complaint.message) for complaint in complaints]
+        return None, list(dict.fromkeys((".".join(complaint.field), complaint.message) for complaint in complaints))
     violations = rules.check(spec)
-    return (None if violations else spec), [(found.field, found.message) for found in violations]
+    return (None, list(violations)) if violations else (spec, list(rules.warnings(spec)))
 
 
 def _without_numbers(message: str) -> str:

@@ -1,0 +1,257 @@
+"""From a spec to facts: every rule that can be asked about a spec is asked here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from fa3gen.design import footprint
+from fa3gen.design.rules import memory, output, parts, products, scalar, schedules, taste, threads
+from fa3gen.design.rules.registry import Answer, Violation
+from fa3gen.hardware import hopper
+from fa3gen.spec.model import (
+    CpAsyncLoad,
+    GlobalHandoff,
+    ScalarProduct,
+    SmemHandoff,
+    Spec,
+    TmaLoad,
+    WgmmaProduct,
+)
+
+
+def check(spec: Spec) -> list[Violation]:
+    """Why there is no kernel for this spec: every violation, in the order of the spec's fields as far as rules go."""
+    return _violations(answer for answer in answers(spec) if answer.refuses)
+
+
+def warnings(spec: Spec) -> list[Violation]:
+    """What is not advisable about a legal spec; nothing about one that is refused."""
+    return _violations(answer for answer in answers(spec) if not answer.refuses)
+
+
+def _violations(found: Iterable[Answer]) -> list[Violation]:
+    return list(dict.fromkeys(answer.violation for answer in found if answer.violation is not None))
+
+
+def answers(spec: Spec) -> list[Answer]:
+    """Every question that the rules can be asked about this spec, with what they said.
+
+    The rules of footprint (shared memory, registers) need a spec whose parts go together, those of taste a legal one;
+    they are asked about such specs only.
+    """
+    found = list(_structure(spec))
+    sound = not any(answer.refuses for answer in found)
+    found += _shapes(spec)
+    if sound:
+        found += _footprint(spec)
+    if not any(answer.refuses for answer in found):
+        found += _taste(spec)
+    return found
+
+
+def _structure(spec: Spec) -> Iterable[Answer]:
+    wgmma = "wgmma" in (spec.qk.engine, spec.pv.engine)
+    through = spec.handoff.through
+    pv_a_source = spec.pv.a.source if isinstance(spec.pv, WgmmaProduct) else None
+    yield threads.thread_unit.ask(wgmma, spec.tile.threads, spec.tile.warpgroups)
+    yield parts.engine_pair.ask(spec.qk.engine, spec.pv.engine)
+    yield parts.wgmma_load.ask(wgmma, spec.load.engine)
+    yield parts.handoff_engines.ask(through, spec.qk.engine, spec.pv.engine, pv_a_source)
+    yield parts.global_handoff_load.ask(through, spec.load.engine)
+    yield parts.smem_section.ask(through, spec.smem is not None)
+    yield parts.window_product.ask(spec.mask.kind, spec.pv.engine)
+    yield parts.optional_lse.ask(spec.outputs.lse, spec.pv.engine)
+    if isinstance(spec.load, TmaLoad):
+        yield memory.q_stages.ask(spec.load.q_stages, spec.schedule.kind)
+    yield from _schedule(spec)
+
+
+def _schedule(spec: Spec) -> Iterable[Answer]:
+    kind = spec.schedule.kind
+    yield schedules.schedule_engines.ask(kind, spec.qk.engine, spec.pv.engine)
+    yield schedules.schedule_handoff.ask(kind, spec.handoff.through)
+    yield schedules.schedule_pack.ask(kind, spec.tile.pack_heads)
+    yield schedules.schedule_v_dim.ask(kind, spec.problem.head_dim, spec.problem.v_dim)
+    if isinstance(spec.load, TmaLoad):
+        yield schedules.schedule_barrier.ask(kind, spec.load.barrier)
+    yield from _scheduler(spec)
+    if footprint.specialized(spec) and spec.tile.warpgroups is not None:
+        yield threads.consumer_warpgroups.ask(spec.tile.warpgroups)
+        yield schedules.ping_pong_partners.ask(kind, spec.tile.warpgroups)
+
+
+def _scheduler(spec: Spec) -> Iterable[Answer]:
+    yield schedules.scheduler_schedule.ask(spec.scheduler, spec.schedule.kind)
+    yield schedules.scheduler_mask.ask(spec.scheduler, spec.mask.kind)
+    yield output.scheduler_output.ask(spec.scheduler, spec.outputs.o, spec.schedule.kind)
+    yield output.packed_slices.ask(spec.outputs.o, spec.tile.pack_heads)
+    yield schedules.rescale_overlap.ask(spec.softmax.rescale_above, footprint.overlapped(spec))
+    yield schedules.exp_before_wait.ask(spec.softmax.exp_before_wait, spec.tile.kv, footprint.overlapped(spec))
+
+
+def _shapes(spec: Spec) -> Iterable[Answer]:
+    head_dim, tile = spec.problem.head_dim, spec.tile
+    if isinstance(spec.qk, WgmmaProduct):
+        yield from _qk_operands(spec.qk)
+        yield products.wgmma_columns.ask("tile.kv", "QK", tile.kv)
+        yield products.wgmma_depth.ask("problem.head_dim", "QK", head_dim)
+    if isinstance(spec.pv, WgmmaProduct):
+        yield from _pv_operands(spec.pv)
+        yield products.wgmma_columns.ask(_v_dim_field(spec), "PV", spec.problem.v_dim)
+        yield products.wgmma_depth.ask("tile.kv", "PV", tile.kv)
+    if tile.warpgroups is not None and "wgmma" in (spec.qk.engine, spec.pv.engine):
+        yield products.wgmma_rows.ask(tile.q, tile.warpgroups)
+        yield products.rows_per_warpgroup.ask(tile.q, tile.warpgroups)
+        yield threads.wgmma_threads.ask(tile.warpgroups)
+        if spec.qk.engine == "wgmma" and spec.pv.engine == "scalar":
+            yield scalar.scattered_scores.ask(tile.warpgroups)
+    yield output.packed_rows.ask(tile.q, tile.pack_heads)
+    yield from _output(spec)
+    if tile.threads is not None:
+        yield from _thread_tile(spec, tile.threads)
+    if isinstance(spec.pv, ScalarProduct) and not isinstance(spec.handoff, GlobalHandoff):
+        yield scalar.scalar_vector.ask(head_dim)
+    yield from _tiles_in_smem(spec)
+
+
+def _v_dim_field(spec: Spec) -> str:
+    return "problem.head_dim" if spec.problem.head_dim_v is None else "problem.head_dim_v"
+
+
+def _qk_operands(qk: WgmmaProduct) -> Iterable[Answer]:
+    yield products.q_from_smem.ask(qk.a.source)
+    yield products.a_from_registers.ask("qk", qk.a.source, qk.a.major)
+    if qk.a.source == "smem":
+        yield products.input_major.ask("qk.a.major", "Q", qk.a.major, "k")
+    yield products.b_from_smem.ask("qk", qk.b.source)
+    yield products.input_major.ask("qk.b.major", "K", qk.b.major, "k")
+
+
+def _pv_operands(pv: WgmmaProduct) -> Iterable[Answer]:
+    yield products.a_from_registers.ask("pv", pv.a.source, pv.a.major)
+    yield products.p_major.ask(pv.a.source, pv.a.major)
+    yield products.b_from_smem.ask("pv", pv.b.source)
+    yield products.input_major.ask("pv.b.major", "V", pv.b.major, "mn")
+
+
+def _output(spec: Spec) -> Iterable[Answer]:
+    head_dim, v_dim, o = spec.problem.head_dim, spec.problem.v_dim, spec.outputs.o
+    if v_dim != head_dim:
+        if o == "over_q":
+            yield output.output_over_q.ask(head_dim, v_dim)
+        if o != "direct":
+            yield output.output_columns.ask(v_dim)
+    if o == "direct":
+        yield output.direct_columns.ask(_v_dim_field(spec), v_dim)
+
+
+def _thread_tile(spec: Spec, count: int) -> Iterable[Answer]:
+    counted = [threads.scalar_threads.ask(count), threads.whole_warps.ask(count)]
+    yield from counted
+    scalar_only = isinstance(spec.qk, ScalarProduct) and isinstance(spec.pv, ScalarProduct)
+    if not scalar_only or any(answer.refuses for answer in counted):
+        return
+    if isinstance(spec.handoff, GlobalHandoff):
+        yield scalar.naive_scores.ask(spec.tile.q, spec.tile.kv, count)
+        yield scalar.naive_rows.ask(spec.problem.head_dim, count)
+        return
+    rows = {"tile.q": spec.tile.q, "tile.kv": spec.tile.kv}
+    grids = {field: scalar.scalar_grid.ask(field, extent, count) for field, extent in rows.items()}
+    yield from grids.values()
+    yield scalar.scalar_grid.ask("problem.head_dim", spec.problem.head_dim, count)
+    if spec.load.engine != "tma":
+        for field, extent in rows.items():
+            if not grids[field].refuses:
+                yield scalar.copy_rows.ask(field, extent, spec.problem.head_dim, count)
+
+
+def _tiles_in_smem(spec: Spec) -> Iterable[Answer]:
+    head_dim = spec.problem.head_dim
+    tma = spec.load.engine == "tma"
+    v_dim = spec.problem.v_dim
+    if spec.smem is not None:
+        rows = [("q", "Q", head_dim, spec.smem.q), ("k", "K", head_dim, spec.smem.k), ("v", "V", v_dim, spec.smem.v)]
+        if v_dim != head_dim and spec.outputs.o != "direct":
+            where = "in Q's place" if spec.outputs.o == "over_q" else "laid out like Q"
+            rows.append(("q", f"O, {where},", v_dim, spec.smem.q))
+        for name, tensor, extent, swizzle in rows:
+            yield memory.swizzle_span.ask(f"smem.{name}", tensor, extent, swizzle, tma=tma)
+    if isinstance(spec.handoff, SmemHandoff):
+        yield memory.swizzle_span.ask("handoff.swizzle", "P", spec.tile.kv, spec.handoff.swizzle, tma=False)
+    if tma:
+        yield memory.tma_box.ask("tile.q", spec.tile.q)
+        yield memory.tma_box.ask("tile.kv", spec.tile.kv)
+        yield memory.tma_stride.ask(head_dim)
+        yield memory.tma_stride.ask(v_dim, _v_dim_field(spec))
+
+
+def _footprint(spec: Spec) -> Iterable[Answer]:
+    yield _shared_memory(spec)
+    held = footprint.registers_per_thread(spec)
+    if footprint.specialized(spec):
+        yield threads.consumer_registers.ask(held, spec.tile.warpgroups or 0, footprint.overlapped(spec))
+        return
+    yield threads.registers_per_thread.ask(held)
+    field = "tile.threads" if spec.tile.threads is not None else "tile.warpgroups"
+    yield threads.registers_per_sm.ask(field, footprint.threads(spec), held)
+
+
+def _taste(spec: Spec) -> Iterable[Answer]:
+    if isinstance(spec.load, TmaLoad):
+        yield taste.idle_q_stages.ask(spec.load.q_stages, footprint.persistent(spec))
+    yield taste.drawn_without_mask.ask(spec.scheduler, spec.mask.kind)
+    yield taste.dealt_under_causal.ask(spec.scheduler, spec.mask.kind)
+    yield taste.rescale_few_columns.ask(spec.softmax.rescale_above, spec.problem.v_dim)
+    head_dim, v_dim = spec.problem.head_dim, spec.problem.v_dim
+    yield taste.buffer_for_one_output.ask(spec.scheduler, spec.outputs.o, spec.tile.q, head_dim, v_dim)
+
+
+# Shared memory, with what would fit
+
+
+def _shared_memory(spec: Spec) -> Answer:
+    """The rule `shared_memory`, with the most stages and the widest kv tile that would fit as ways out."""
+    facts = _smem_facts(spec)
+    answer = memory.shared_memory.ask(*facts)
+    if not answer.refuses:
+        return answer
+    ways_out = []
+    field = "tile.kv"
+    if isinstance(spec.load, CpAsyncLoad | TmaLoad):
+        stages = _largest(spec.load.kv_stages - 1, lambda count: _fits(_with(spec, "load", kv_stages=count)))
+        if stages:
+            field = "load.kv_stages"
+            ways_out.append(f"at most {stages} stage{'s' if stages > 1 else ''}")
+    step = hopper.WGMMA_K_16BIT
+    tiles = _largest((spec.tile.kv - 1) // step, lambda count: _fits(_with(spec, "tile", kv=count * step)))
+    if tiles:
+        ways_out.append(f"tile.kv {tiles * step}")
+    if not ways_out:
+        ways_out.append("a smaller tile.q or head_dim")
+    return memory.shared_memory.ask(*facts, field=field, ways_out=ways_out)
+
+
+def _smem_facts(spec: Spec) -> tuple[list[tuple[str, int]], int, int]:
+    """Regions with their arithmetic, barrier bytes, and the bytes that aligning them all costs."""
+    regions = footprint.shared_memory_map(spec)
+    barriers = footprint.barrier_bytes(spec)
+    data = sum(region.bytes for region in regions)
+    slack = footprint.total_bytes(regions, barriers) - data - barriers
+    return [(f"{region.name} ({region.formula})", region.bytes) for region in regions], barriers, slack
+
+
+def _fits(spec: Spec) -> bool:
+    return memory.shared_memory(*_smem_facts(spec)) is None
+
+
+def _with(spec: Spec, part: str, **changes: int) -> Spec:
+    return spec.model_copy(update={part: getattr(spec, part).model_copy(update=changes)})
+
+
+def _largest(most: int, fits: Callable[[int], bool]) -> int:
+    """The largest count in 1..most that fits, given that every smaller one fits too; 0 when none does."""
+    low, high = 0, max(most, 0)
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return low

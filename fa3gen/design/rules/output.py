@@ -1,0 +1,88 @@
+"""Rules about O on its way out, and the rows of packed heads."""
+
+from __future__ import annotations
+
+from fa3gen.design import footprint
+from fa3gen.design.rules.registry import GENERATOR, Violation, rule
+from fa3gen.design.rules.wording import around, remainder
+from fa3gen.hardware import hopper
+
+
+@rule(kind=GENERATOR, topic="output")
+def scheduler_output(scheduler: str, o: str, kind: str) -> Violation | None:
+    """O takes Q's place only where no next Q does; other places are rendered for specialised kernels."""
+    if o == "over_q":
+        if scheduler == "single_tile":
+            return None
+        return Violation(
+            "outputs.o",
+            f"with scheduler {scheduler} the next Q is loaded while O is stored, so that O cannot lie over Q; "
+            "use own_buffer, or direct where shared memory is short",
+        )
+    if kind != "cooperative":
+        return None
+    return Violation(
+        "outputs.o", f"{o} is rendered with schedule warp_specialized or ping_pong only, not {kind}; use over_q"
+    )
+
+
+@rule(kind=GENERATOR, topic="output")
+def output_over_q(head_dim: int, v_dim: int) -> Violation | None:
+    """O is gathered in shared memory where Q was, so that its rows may not be wider."""
+    if v_dim <= head_dim:
+        return None
+    return Violation(
+        "problem.head_dim_v",
+        f"O takes the place of Q in shared memory, and rows of {v_dim} are wider than its {head_dim}; "
+        f"use at most {head_dim}",
+    )
+
+
+@rule(kind=GENERATOR, topic="output")
+def output_columns(v_dim: int) -> Violation | None:
+    """O is stored 16 columns at a time, by stmatrix.x4. PTX ISA, "stmatrix"."""
+    if v_dim % hopper.WGMMA_K_16BIT == 0:
+        return None
+    return Violation(
+        "problem.head_dim_v",
+        f"O is stored 16 columns at a time (stmatrix), and its rows are {remainder(v_dim, hopper.WGMMA_K_16BIT)}; "
+        f"use {around(v_dim, hopper.WGMMA_K_16BIT)}",
+    )
+
+
+@rule(kind=GENERATOR, topic="output")
+def direct_columns(field: str, v_dim: int) -> Violation | None:
+    """A quad writes 32 columns of a row at a time, 8 (16 bytes) from each of its four threads."""
+    if v_dim % footprint.DIRECT_COLUMNS == 0:
+        return None
+    return Violation(
+        field,
+        f"outputs.o direct writes {footprint.DIRECT_COLUMNS} columns at a time, and O has "
+        f"{remainder(v_dim, footprint.DIRECT_COLUMNS)}; use {around(v_dim, footprint.DIRECT_COLUMNS)}, "
+        "or outputs.o own_buffer",
+    )
+
+
+@rule(kind=GENERATOR, topic="structure")
+def packed_rows(tile_q: int, pack_heads: int) -> Violation | None:
+    """Each of the heads in a tile has as many positions there."""
+    if tile_q % pack_heads == 0:
+        return None
+    return Violation(
+        "tile.pack_heads",
+        f"a tile of {tile_q} query rows holds no whole number of positions of {pack_heads} heads "
+        f"({tile_q} = {tile_q // pack_heads} x {pack_heads} + {tile_q % pack_heads}); use a divisor of {tile_q}",
+    )
+
+
+@rule(kind=GENERATOR, topic="output")
+def packed_slices(o: str, pack_heads: int) -> Violation | None:
+    """A warp stores its 16 rows of O by one TMA copy, as whole positions of all packed heads."""
+    rows = hopper.WGMMA_M // 4
+    if o != "own_buffer" or rows % pack_heads == 0:
+        return None
+    return Violation(
+        "outputs.o",
+        f"own_buffer stores the {rows} rows of each warp as whole positions of {pack_heads} heads, and {rows} is "
+        f"{remainder(rows, pack_heads)}; use over_q with scheduler single_tile, or direct",
+    )

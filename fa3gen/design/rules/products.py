@@ -1,0 +1,109 @@
+"""Rules about the two products: shapes and operands of WGMMA."""
+
+from __future__ import annotations
+
+from fa3gen.design.rules.registry import GENERATOR, HARDWARE, Violation, rule
+from fa3gen.design.rules.wording import around, remainder
+from fa3gen.hardware import hopper
+
+
+@rule(kind=HARDWARE, topic="tile")
+def wgmma_rows(tile_q: int, warpgroups: int) -> Violation | None:
+    """M: 64 rows per product. PTX ISA, "Asynchronous Warpgroup Level Matrix Shape" (m64nNk16)."""
+    if tile_q % hopper.WGMMA_M == 0:
+        return None
+    return Violation("tile.q", _one_each(tile_q, warpgroups))
+
+
+@rule(kind=GENERATOR, topic="tile")
+def rows_per_warpgroup(tile_q: int, warpgroups: int) -> Violation | None:
+    """Each warpgroup owns 64 rows. It could own several products of 64 rows, but none is rendered like that."""
+    if tile_q % hopper.WGMMA_M or tile_q == hopper.WGMMA_M * warpgroups:
+        return None  # what is no multiple of 64 is for wgmma_rows to say
+    return Violation("tile.q", f"{_one_each(tile_q, warpgroups)} or tile.warpgroups {tile_q // hopper.WGMMA_M}")
+
+
+def _one_each(tile_q: int, warpgroups: int) -> str:
+    rows = hopper.WGMMA_M * warpgroups
+    return (
+        f"a warpgroup's WGMMA has M = {hopper.WGMMA_M} and each warpgroup owns one: "
+        f"{warpgroups} x {hopper.WGMMA_M} = {rows} rows, not {tile_q}; use tile.q {rows}"
+    )
+
+
+@rule(kind=HARDWARE, topic="product")
+def wgmma_columns(field: str, product: str, n: int) -> Violation | None:
+    """N: a multiple of 8 up to 256. PTX ISA, "Asynchronous Warpgroup Level Matrix Shape"."""
+    step, most = hopper.WGMMA_N_STEP, hopper.WGMMA_N_MAX
+    if n > most:
+        return Violation(field, f"N of the {product} product is {n} > {most}, the widest WGMMA; use at most {most}")
+    if n % step:
+        return Violation(field, f"N of the {product} product is {remainder(n, step)}; use {around(n, step)}")
+    return None
+
+
+@rule(kind=HARDWARE, topic="product")
+def wgmma_depth(field: str, product: str, k: int) -> Violation | None:
+    """K: 16 per instruction for 16-bit operands. PTX ISA, "Asynchronous Warpgroup Level Matrix Shape"."""
+    step = hopper.WGMMA_K_16BIT
+    if k % step == 0:
+        return None
+    return Violation(
+        field, f"K of the {product} product is {remainder(k, step)}, the K of a 16-bit WGMMA; use {around(k, step)}"
+    )
+
+
+@rule(kind=HARDWARE, topic="structure")
+def a_from_registers(product: str, source: str, major: str) -> Violation | None:
+    """A register A fragment has one layout, K-major. PTX ISA, "wgmma.mma_async" (imm-trans-a needs A in memory)."""
+    if source != "registers" or major == "k":
+        return None
+    return Violation(
+        f"{product}.a.major",
+        "A from registers is always K-major, its fragment has no transposed form; use major: k or source: smem",
+    )
+
+
+@rule(kind=HARDWARE, topic="structure")
+def b_from_smem(product: str, source: str) -> Violation | None:
+    """B is given by a matrix descriptor only. PTX ISA, "wgmma.mma_async" (operand b-desc)."""
+    if source == "smem":
+        return None
+    return Violation(f"{product}.b.source", "WGMMA reads B through a shared-memory descriptor only; use source: smem")
+
+
+@rule(kind=GENERATOR, topic="S = Q K^T")
+def q_from_smem(source: str) -> Violation | None:
+    """Q stays in shared memory, where TMA puts it."""
+    if source == "smem":
+        return None
+    return Violation(
+        "qk.a.source",
+        "Q is read from shared memory, where TMA puts it; Q in registers is not rendered; use source: smem",
+    )
+
+
+@rule(kind=GENERATOR, topic="product")
+def input_major(field: str, tensor: str, major: str, needed: str) -> Violation | None:
+    """The contiguous dimension of q, k and v is head_dim, which fixes the major of Q, K and V.
+
+    16-bit WGMMA could read either (PTX ISA, "wgmma.mma_async", imm-trans-a and imm-trans-b), from transposed inputs.
+    """
+    if major == needed:
+        return None
+    inner = "K" if needed == "k" else "N"
+    return Violation(
+        field,
+        f"head_dim is contiguous in {tensor.lower()} and is the {inner} of this product, so {tensor} is "
+        f"{needed.upper()}-major; {major} would need a transposed {tensor.lower()}; use {needed}",
+    )
+
+
+@rule(kind=GENERATOR, topic="O = P V")
+def p_major(source: str, major: str) -> Violation | None:
+    """P is stored row by row, kv contiguous, by stmatrix without .trans. PTX ISA, "stmatrix"."""
+    if source != "smem" or major == "k":
+        return None
+    return Violation(
+        "pv.a.major", "stmatrix stores P with kv contiguous, and kv is the K of this product; use major: k"
+    )

@@ -1,0 +1,130 @@
+"""Rules about schedules (who does what in a CTA) and schedulers (which tiles it takes)."""
+
+from __future__ import annotations
+
+from fa3gen.design.rules.registry import GENERATOR, Violation, rule
+
+
+@rule(kind=GENERATOR, topic="schedule")
+def schedule_engines(kind: str, qk_engine: str, pv_engine: str) -> Violation | None:
+    """A warpgroup of its own for the copies is rendered where the others feed the tensor core only."""
+    if kind == "cooperative" or (qk_engine, pv_engine) == ("wgmma", "wgmma"):
+        return None
+    return Violation(
+        "schedule.kind",
+        f"{kind} needs wgmma for qk and pv, got {qk_engine} and {pv_engine}; use cooperative, or extend k4_2",
+    )
+
+
+@rule(kind=GENERATOR, topic="P")
+def schedule_handoff(kind: str, through: str) -> Violation | None:
+    """In a specialised kernel P goes from one product to the next without leaving the registers."""
+    if kind == "cooperative" or through != "smem_16bit":
+        return None
+    return Violation(
+        "handoff.through",
+        f"P through shared memory is rendered with schedule cooperative only, not {kind}; use registers",
+    )
+
+
+@rule(kind=GENERATOR, topic="loads")
+def schedule_barrier(kind: str, barrier: str) -> Violation | None:
+    """K and V each have their barriers. With one for both, Q K^T of a tile would wait for V of it, too."""
+    if kind == "cooperative" or barrier != "shared":
+        return None
+    return Violation(
+        "load.barrier",
+        f"with {kind} K of the next tile is in use before V of this one is free, so that they cannot share a barrier; "
+        "use separate",
+    )
+
+
+@rule(kind=GENERATOR, topic="tile")
+def schedule_v_dim(kind: str, head_dim: int, v_dim: int) -> Violation | None:
+    """A head dim of its own for v and O is rendered for specialised kernels, which serve such models."""
+    if kind != "cooperative" or v_dim == head_dim:
+        return None
+    return Violation(
+        "problem.head_dim_v",
+        f"head_dim_v {v_dim} beside head_dim {head_dim} is rendered with schedule warp_specialized or ping_pong only; "
+        "extend k5 or k6, or leave head_dim_v out",
+    )
+
+
+@rule(kind=GENERATOR, topic="tile")
+def schedule_pack(kind: str, pack_heads: int) -> Violation | None:
+    """Packing of query heads is rendered for specialised kernels, as grouped heads use them."""
+    if kind != "cooperative" or pack_heads == 1:
+        return None
+    return Violation(
+        "tile.pack_heads",
+        f"a tile of {pack_heads} query heads is rendered with schedule warp_specialized or ping_pong only; "
+        "extend k5 or k6, or use pack_heads 1",
+    )
+
+
+@rule(kind=GENERATOR, topic="structure")
+def ping_pong_partners(kind: str, count: int) -> Violation | None:
+    """Turns are taken by two warpgroups or more."""
+    if kind != "ping_pong" or count > 1:
+        return None
+    return Violation(
+        "tile.warpgroups",
+        "ping_pong needs consumer warpgroups that take turns, and there is 1; "
+        "use warpgroups 2 with tile.q 128, or schedule warp_specialized",
+    )
+
+
+@rule(kind=GENERATOR, topic="q order")
+def scheduler_schedule(scheduler: str, kind: str) -> Violation | None:
+    """A CTA takes many tiles where the roles walk through them on their own."""
+    if scheduler == "single_tile" or kind != "cooperative":
+        return None
+    return Violation(
+        "scheduler",
+        f"{scheduler} needs schedule warp_specialized or ping_pong, got {kind}; use single_tile, or extend k6",
+    )
+
+
+@rule(kind=GENERATOR, topic="q order")
+def scheduler_mask(scheduler: str, mask: str) -> Violation | None:
+    """The last wave is dealt out in equal shares of tiles of keys where no mask hides any."""
+    if scheduler != "stream_k" or mask == "none":
+        return None
+    return Violation(
+        "scheduler",
+        f"stream_k deals out the last wave as if every tile of queries visited all keys, and mask {mask} hides some; "
+        f"use {'dynamic' if mask == 'causal' else 'static'}",
+    )
+
+
+@rule(kind=GENERATOR, topic="softmax")
+def rescale_overlap(rescale_above: int | None, overlap: bool) -> Violation | None:
+    """Rescaling now and then is rendered where O is rescaled apart from the softmax, beside which P V runs."""
+    if overlap or rescale_above is None:
+        return None
+    return Violation(
+        "softmax.rescale_above",
+        "rescaling now and then is rendered with overlap: true only; use null, or a schedule with overlap: true",
+    )
+
+
+@rule(kind=GENERATOR, topic="softmax")
+def exp_before_wait(exponentials: int | None, kv: int, overlap: bool) -> Violation | None:
+    """Where P V runs beside the softmax, its wait is held back among the exponentials of the first row.
+
+    A thread has kv / 4 of them (PTX ISA, wgmma accumulator fragment).
+    """
+    if exponentials is None:
+        return None
+    if not overlap:
+        return Violation(
+            "softmax.exp_before_wait",
+            "without overlap no P V runs beside the exponentials; use null or a schedule with overlap: true",
+        )
+    if exponentials <= kv // 4:
+        return None
+    return Violation(
+        "softmax.exp_before_wait",
+        f"{exponentials} > {kv // 4}, a thread's exponentials of one row with tile.kv {kv}; use at most {kv // 4}",
+    )
