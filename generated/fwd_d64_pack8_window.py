@@ -442,6 +442,7 @@ def consume(smem, rings, mO, tma_O, sO, scale_log2, work, schedule):
         work = next_work(work, schedule)
     if consumer == 0:
         wait_turn(consumer)  # no arrival is left in the barrier
+    cute.arch.cp_async_bulk_wait_group(0, read=True)  # shared memory must outlive the stores' reads
 
 
 @cute.jit
