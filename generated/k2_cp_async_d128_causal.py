@@ -46,8 +46,9 @@ Timeline: a tile is one of queries, a step takes one tile of keys
        8  all warps  CTA barrier               every warp has read K and V
        9  all warps  load K, load V, commit    the tile 2 further on, in the stage just read
     at a tile's end:
-      10  all warps  store LSE                 from registers, if asked for
-      11  all warps  store O                   from registers
+      10  all warps  wait copies               where no key is visible, nobody has waited for Q
+      11  all warps  store LSE                 from registers, if asked for
+      12  all warps  store O                   from registers
 """
 
 import functools

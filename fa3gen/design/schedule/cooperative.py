@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from functools import partial
 
 from fa3gen.design.schedule.model import Step
-from fa3gen.spec.model import CpAsyncLoad, SmemHandoff, Spec, TmaLoad, WgmmaProduct
+from fa3gen.spec.model import CpAsyncLoad, NoMask, SmemHandoff, Spec, TmaLoad, WgmmaProduct
 
 WARPS = "warps"
 CTA_BARRIER = "CTA barrier"
@@ -53,6 +53,8 @@ def _cp_async(spec: Spec) -> Iterator[Step]:
     yield _step("step", "load", "K", "kv", ahead=stages)
     yield _step("step", "load", "V", "kv", ahead=stages)
     yield _step("step", "commit", note=f"the tile {_ahead(stages)}, in the stage just read")
+    if not isinstance(spec.mask, NoMask):
+        yield _step("end", "wait_copies", note="where no key is visible, nobody has waited for Q")
 
 
 def _tma(spec: Spec) -> Iterator[Step]:
