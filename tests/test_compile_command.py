@@ -153,12 +153,13 @@ K2 = ("k2_d64", "k2_d64_causal", "k2_d128", "k2_d128_causal")
 
 
 def meeting(marks: Path, number: int, late: float = 0.0) -> str:
-    """Source of a module that waits until as many as `number` are compiled at the same time, and then fails."""
+    """Source of a module that waits, a minute at most, until `number` are compiled at the same time, and then fails."""
     return (
         "import os, pathlib, time\n"
         f"marks = pathlib.Path({str(marks)!r})\n"
         "(marks / str(os.getpid())).touch()\n"
-        f"while len(list(marks.iterdir())) < {number}:\n"
+        "end = time.monotonic() + 60\n"
+        f"while len(list(marks.iterdir())) < {number} and time.monotonic() < end:\n"
         "    time.sleep(0.01)\n"
         f"time.sleep({late})\n"
         "raise ValueError('no kernel here')\n"
