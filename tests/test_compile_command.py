@@ -176,7 +176,7 @@ def test_as_many_modules_compile_at_once_as_there_are_cpus(
     workspace: Path, marks: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Three of them meet, on a machine of three CPUs; what is printed has the order of the specs, not of the ends."""
-    from fa3gen import compiler
+    from fa3gen.compile import compiler
 
     monkeypatch.setattr(compiler, "usable_cpus", lambda: 3)
     for number, stem in enumerate(K2[1:]):
