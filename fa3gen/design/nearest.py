@@ -26,10 +26,12 @@ Changes = tuple[tuple[str, Any], ...]  # dotted path and value, None: leave the 
 
 MOST_SPECS = 5000  # looked at before the search gives up: about a second
 COST_OF_PROBLEM = 4  # of a field that says what is computed; others cost 1
+HASTE = 2  # weight of each problem left: more finds an answer sooner, and not always the cheapest
 NEAREST = 6  # numbers around the present one that are tried for a field, beside all powers of two
 
 # What else may be changed where a rule objects to a field.
 _ALSO: Mapping[str, tuple[str, ...]] = {
+    "tile": ("tile.warpgroups", "tile.threads"),
     "tile.q": ("tile.warpgroups", "tile.threads"),
     "tile.kv": ("schedule", "tile.threads", "load.kv_stages", "tile.warpgroups", "tile.q"),
     "tile.warpgroups": ("tile.q", "schedule", "tile.kv", "tile.threads", "qk", "pv"),
@@ -87,13 +89,15 @@ _VALUES: Mapping[str, Sequence[Any]] = {
     "softmax.exp_before_wait": (None,),
     "problem.head_dim_v": (None,),
     "tile.pack_heads": (1,),
+    "tile.threads": (None, hopper.WARPGROUP),
+    "tile.warpgroups": (None, 2),
     "outputs.lse": (True,),
     "outputs.o": ("over_q", "own_buffer", "direct"),
 }
 
 
 def nearest_legal(spec: Spec) -> Changes | None:
-    """The cheapest changes found that make a refused spec legal; None when the search gave up."""
+    """Changes that make a refused spec legal, cheap if not the cheapest; None when the search gave up."""
     fields = spec.model_dump(exclude_none=True)
     order = itertools.count()  # of equals, the one found first
     waiting: list[tuple[float, int, int, Changes]] = [(0.0, next(order), 0, ())]
@@ -114,7 +118,7 @@ def nearest_legal(spec: Spec) -> Changes | None:
             except ValidationError:
                 continue
             costs = cost + (COST_OF_PROBLEM if path.partition(".")[0] in ("problem", "mask") else 1)
-            heapq.heappush(waiting, (costs + left, next(order), costs, more))
+            heapq.heappush(waiting, (costs + HASTE * left, next(order), costs, more))
     return None
 
 
