@@ -175,7 +175,10 @@ def side_by_side(
     jobs: int | None,
     on_done: Callable[[Path, _Result | UserError], None] | None,
 ) -> dict[Path, _Result | UserError]:
-    """Run `work` on every path, in threads: each of them only waits for a process of its own."""
+    """Run `work` on every path, in threads: each of them only waits for a process of its own.
+
+    An interrupt ends the compilations that servers are at, see `preloaded`.
+    """
     done: dict[Path, _Result | UserError] = {}
     pool = ThreadPoolExecutor(max_workers=max(1, jobs or usable_cpus()))
     try:
@@ -188,8 +191,12 @@ def side_by_side(
                 done[path] = error
             if on_done is not None:
                 on_done(path, done[path])
+    except BaseException:  # an interrupt: start nothing more, and wait for nothing that is under way
+        pool.shutdown(wait=False, cancel_futures=True)
+        if (servers := compile_servers.current()) is not None:
+            servers.interrupt()
+        raise
     finally:
-        # On an interrupt, start nothing more; the workers have got the same signal and end by themselves.
         pool.shutdown(cancel_futures=True)
     return {path: done[path] for path in dict.fromkeys(paths)}
 

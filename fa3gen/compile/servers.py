@@ -21,6 +21,10 @@ from pathlib import Path
 SERVE = "--serve"
 
 
+class Interrupted(Exception):
+    """Nothing more is to be compiled."""
+
+
 class Servers:
     """As many servers as compilations were ever asked for at one time; safe to use from several threads."""
 
@@ -30,11 +34,13 @@ class Servers:
         self._lock = threading.Lock()
         self._idle: list[subprocess.Popen[str]] = []
         self._all: list[subprocess.Popen[str]] = []
+        self._interrupted = False
 
     def run(self, arguments: Sequence[str], environment: Mapping[str, str], timeout_s: float) -> tuple[int, str]:
         """Exit status (negative: a signal) and standard error of the worker with these arguments.
 
-        Raises subprocess.TimeoutExpired when it takes longer than `timeout_s` seconds; it is killed then.
+        Raises subprocess.TimeoutExpired when it takes longer than `timeout_s` seconds; it is killed then. Raises
+        Interrupted after `interrupt`.
         """
         server = self._take()
         with tempfile.NamedTemporaryFile("r", errors="replace", prefix="fa3gen-compile-", suffix=".log") as log:
@@ -58,20 +64,32 @@ class Servers:
             server.wait()
             server.stdout.close()
 
+    def interrupt(self) -> None:
+        """Kill all servers with whatever they are compiling, and start no others."""
+        with self._lock:
+            self._interrupted = True
+            for server in self._all:
+                if server.poll() is None:
+                    os.killpg(server.pid, signal.SIGKILL)
+
     def _take(self) -> subprocess.Popen[str]:
         with self._lock:
+            if self._interrupted:
+                raise Interrupted
             if self._idle:
                 return self._idle.pop()
-        server = subprocess.Popen(
-            [sys.executable, "-P", str(self._worker), SERVE],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        )
-        with self._lock:
+            # A process group of its own: an interrupt from the terminal does not reach it but `interrupt` does, so
+            # that no thread finds its server gone and goes on with the next module before the main thread knows.
+            server = subprocess.Popen(
+                [sys.executable, "-P", str(self._worker), SERVE],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                text=True,
+                process_group=0,
+            )
             self._all.append(server)
-        return server
+            return server
 
     def _give_back(self, server: subprocess.Popen[str]) -> None:
         with self._lock:
