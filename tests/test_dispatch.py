@@ -12,11 +12,12 @@ from rendering import CHECKOUT
 
 from fa3gen.base.errors import UserError
 from fa3gen.base.files import sha256
+from fa3gen.design.family import Family
 from fa3gen.design.workspace import Workspace
 from fa3gen.records import dispatch_table
 from fa3gen.records.tuning_records import MaskShape, load_all
 from fa3gen.run import dispatch
-from fa3gen.run.dispatch import Family, Measurement, NoKernel, Region, Row, Table
+from fa3gen.run.dispatch import Measurement, NoKernel, Region, Row, Table
 from fa3gen.spec.model import CausalMask, NoMask, WindowMask
 
 CAUSAL = Family("bf16", 128, 128, CausalMask())
@@ -35,6 +36,10 @@ class Problem:
     dtype: Any = "bf16"
     head_dim: int = 128
     head_dim_v: int = 128
+
+    @property
+    def family(self) -> Family:
+        return Family(self.dtype, self.head_dim, self.head_dim_v, self.mask.spec_mask())
 
 
 @dataclass(frozen=True)
@@ -302,7 +307,7 @@ def test_another_window_says_how_to_make_it(place: Workspace) -> None:
     )
     with pytest.raises(NoKernel, match=re.escape(message)):
         dispatch.choose(family, 7, lse=True, workspace=place)
-    served = replace(family, mask=WindowMask(left=512, right=0))
+    served = family._replace(mask=WindowMask(left=512, right=0))
     assert dispatch.choose(served, 7, lse=True, workspace=place).stem == "k4_2_window_d64_window512_0"
 
 

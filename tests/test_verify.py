@@ -11,6 +11,7 @@ from rendering import plans, variants
 from torch_modules import Module, check_arguments, exact, nan_rows, online, past_the_end, whole_tiles_only
 
 from fa3gen.design.masks import reach
+from fa3gen.hardware.dtypes import DTYPES
 from fa3gen.spec.model import CausalMask, Mask, NoMask, Spec, WindowMask
 from fa3gen.verify import inputs, reference
 from fa3gen.verify import on_gpu as verify
@@ -159,7 +160,7 @@ def test_a_module_that_is_wrong_in_one_way_fails(what: str) -> None:
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_a_flash_kernels_own_rounding_passes(mask: Mask, dtype: str) -> None:
     """The criteria leave room for P rounded before it is normalised; the mutant above fails for its rescale alone."""
-    report = run(Module(mask, online, dtype=verify.DTYPES[dtype]), NOT_LONG, dtype)
+    report = run(Module(mask, online, dtype=DTYPES[dtype].in_torch()), NOT_LONG, dtype)
     assert report.failures == ()
 
 

@@ -33,7 +33,7 @@ SCALAR_LANES = 16
 SCALAR_VECTOR = 8
 # Addresses, loop counters, predicates and the running statistics.
 OTHER_REGISTERS = 24
-# Columns of O that a quad of threads writes at once where O goes straight to global memory: 16 bytes from each thread.
+# Columns of 16-bit O that a quad of threads writes at once where O goes straight to global memory: 16 bytes from each.
 DIRECT_COLUMNS = 32
 # Numbers of tiles that the warp which draws them may be ahead of the others.
 TILE_SLOTS = 2
@@ -45,6 +45,7 @@ OVERLAP_SPARE = 4
 REGISTER_BUDGETS = {1: (56, 256), 2: (24, 240), 3: (32, 160)}
 QUAD = 4  # threads that share the rows of a warpgroup's accumulator (PTX ISA, wgmma register fragments)
 FRAGMENT_ROWS = 2  # of a thread in 64 rows of an accumulator
+FRAGMENT_COLUMNS = 2  # of a thread in every 8 columns of an accumulator, side by side
 
 
 @dataclass(frozen=True)

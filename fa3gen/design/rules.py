@@ -14,6 +14,7 @@ from typing import NamedTuple
 from fa3gen.design import footprint
 from fa3gen.design.footprint import SCALAR_LANES, SCALAR_VECTOR
 from fa3gen.hardware import hopper
+from fa3gen.hardware.dtypes import FP32
 from fa3gen.spec.model import CpAsyncLoad, GlobalHandoff, ScalarProduct, SmemHandoff, Spec, TmaLoad, WgmmaProduct
 
 
@@ -711,6 +712,33 @@ def direct_columns(field: str, v_dim: int) -> Violation | None:
     )
 
 
+def output_dtype(dtype: str, o_dtype: str) -> Violation | None:
+    """Design rule: O is rounded to the dtype of q, k and v, or not at all."""
+    if o_dtype in (dtype, "fp32"):
+        return None
+    return Violation("o.dtype", f"O in {o_dtype} beside q, k and v in {dtype} is not rendered; use {dtype}")
+
+
+def float32_output(scheduler: str, o: str, rows: int, columns: int) -> Violation | None:
+    """Design rule: O in float32 goes straight from the registers. PTX ISA, "stmatrix": 8 x 8 matrices of 16 bits.
+
+    `rows` and `columns` are those of a tile of O.
+    """
+    if scheduler == "single_tile":
+        return Violation(
+            "o.dtype",
+            "O in fp32 goes straight from the registers, which is rendered with scheduler static, stream_k or dynamic "
+            "only, not single_tile; leave o.dtype out, or extend fwd_d128_fp32_out",
+        )
+    if o == "direct":
+        return None
+    return Violation(
+        "outputs.o",
+        f"a tile of O in fp32 would take {rows} x {columns} x {FP32.bytes} = {rows * columns * FP32.bytes} bytes of "
+        "shared memory, and stmatrix, which fills it, stores 16-bit elements only; use direct",
+    )
+
+
 # From a spec to facts
 
 
@@ -765,7 +793,11 @@ def _scheduler(spec: Spec) -> Iterable[Violation | None]:
     yield scheduler_mask(spec.scheduler, spec.mask.kind)
     yield scheduler_lse(spec.scheduler, spec.outputs.lse)
     yield scheduler_pack(spec.scheduler, spec.tile.pack_heads)
-    yield scheduler_output(spec.scheduler, spec.outputs.o)
+    if spec.o_dtype == "fp32":
+        yield float32_output(spec.scheduler, spec.outputs.o, spec.tile.q, spec.problem.v_dim)
+    else:
+        yield scheduler_output(spec.scheduler, spec.outputs.o)
+    yield output_dtype(spec.problem.dtype, spec.o_dtype)
     yield scheduler_rescale(spec.scheduler, spec.softmax.rescale_above)
     yield exp_before_wait(spec.softmax.exp_before_wait, spec.tile.kv, footprint.overlapped(spec))
 
@@ -791,7 +823,7 @@ def _shapes(spec: Spec) -> Iterable[Violation | None]:
             yield output_over_q(head_dim, spec.problem.v_dim)
         if spec.outputs.o != "direct":
             yield output_columns(spec.problem.v_dim)
-    if spec.outputs.o == "direct":
+    if spec.outputs.o == "direct" and spec.o_dtype != "fp32":
         yield direct_columns(_v_dim_field(spec), spec.problem.v_dim)
     if tile.threads is not None:
         yield from _thread_tile(spec, tile.threads)

@@ -11,8 +11,11 @@ from functools import cached_property
 
 from fa3gen.base.errors import UserError
 from fa3gen.design import footprint
-from fa3gen.design.masks import counted_pairs
+from fa3gen.design.family import Family
+from fa3gen.design.family import Shape as Shape
+from fa3gen.design.operation import operation_of
 from fa3gen.hardware import hopper
+from fa3gen.hardware.dtypes import DTYPES
 from fa3gen.spec.model import (
     GlobalHandoff,
     NoMask,
@@ -39,22 +42,6 @@ SCORE_INSTRUCTIONS = 4.5
 # Address arithmetic beside each vector that the scalar products load, and instructions for each row of a scalar
 # softmax. As compiled: k2 and k3 at head dims 64 and 128.
 QK_ADDRESSING, PV_ADDRESSING, SCALAR_ROW_INSTRUCTIONS = 9, 3, 68
-
-
-@dataclass(frozen=True)
-class Shape:
-    """Extents of one call: q (batch, seq_q, heads_q, d), k (batch, seq_k, heads_kv, d)."""
-
-    batch: int
-    seq_q: int
-    seq_k: int
-    heads_q: int
-    heads_kv: int
-
-    def __str__(self) -> str:
-        """`batch 4, 4096 x 4096, 16 heads`."""
-        heads = f"{self.heads_q}" if self.heads_q == self.heads_kv else f"{self.heads_q}/{self.heads_kv}"
-        return f"batch {self.batch}, {self.seq_q} x {self.seq_k}, {heads} heads"
 
 
 @dataclass(frozen=True)
@@ -107,11 +94,6 @@ class KeyTiles:
         return self.visited - max(0, min(self.end, self.full_end) - max(self.start, self.full_start))
 
 
-def products_flops(spec: Spec, pairs: float) -> float:
-    """FLOPs of both products for so many pairs of a query and a key: 2 d for Q K^T and 2 d_v for P V each."""
-    return 2 * pairs * (spec.problem.head_dim + spec.problem.v_dim)
-
-
 def step(spec: Spec) -> Step:
     """Count one step. Of k1, which has no loop over tiles of keys, one CTA's tile in each of the three kernels."""
     q, kv, d, v_dim = spec.tile.q, spec.tile.kv, spec.problem.head_dim, spec.problem.v_dim
@@ -143,7 +125,7 @@ def query_tile(spec: Spec) -> QueryTile:
             # A warp stores its own rows from a buffer of O, otherwise one thread stores the whole tile.
             senders = footprint.computing_threads(spec) // hopper.WARP if spec.outputs.o == "own_buffer" else 1
             stores = senders * footprint.tma_boxes(v_dim * hopper.BYTES_16BIT, spec.smem.q)
-    return QueryTile(q * d * hopper.BYTES_16BIT, q * v_dim * hopper.BYTES_16BIT, loads, stores)
+    return QueryTile(q * d * hopper.BYTES_16BIT, q * v_dim * DTYPES[spec.o_dtype].bytes, loads, stores)
 
 
 def _tma_loads(spec: Spec) -> tuple[int, int]:
@@ -353,12 +335,7 @@ class Problem:
     @cached_property
     def flops(self) -> float:
         """FLOPs of both products, as `fa3gen bench` counts them."""
-        pairs = (
-            counted_pairs(self.spec.mask, seq_q=self.shape.seq_q, seq_k=self.shape.seq_k)
-            * self.shape.batch
-            * self.shape.heads_q
-        )
-        return products_flops(self.spec, pairs)
+        return Family.of(self.spec).flops(self.shape)
 
     @property
     def over_compute(self) -> float:
@@ -368,13 +345,7 @@ class Problem:
     @property
     def hbm_bytes(self) -> int:
         """Bytes of q, k, v and O, each once, and of LSE; of k1 also S and P, which it writes and reads."""
-        shape, problem = self.shape, self.spec.problem
-        q_rows = shape.batch * shape.seq_q * shape.heads_q
-        kv_rows = shape.batch * shape.seq_k * shape.heads_kv
-        total = (q_rows + kv_rows) * (problem.head_dim + problem.v_dim) * hopper.BYTES_16BIT
-        if isinstance(self.spec.handoff, GlobalHandoff):
-            total += 5 * q_rows * shape.seq_k * F32  # S written, read twice and written as P, P read
-        return total + q_rows * F32 * self.spec.outputs.lse
+        return operation_of(self.spec).bytes(self.shape)
 
     @property
     def intensity(self) -> float:

@@ -10,9 +10,11 @@ from pathlib import PurePath
 
 from fa3gen.design import footprint, tile_order
 from fa3gen.design.footprint import Region
+from fa3gen.design.operation import Argument, Scratch, operation_of
 from fa3gen.generate import header, predicted_sass
 from fa3gen.generate.expected import Expectation
 from fa3gen.hardware import hopper
+from fa3gen.hardware.dtypes import DTYPES
 from fa3gen.spec.model import (
     CausalMask,
     CpAsyncLoad,
@@ -157,10 +159,18 @@ class SoftmaxPlan:
 
 @dataclass(frozen=True)
 class OutputPlan:
-    """Whether O has a buffer of its own in shared memory."""
+    """Whether O has a buffer of its own in shared memory, and whether a dtype of its own.
+
+    The names are those of its dtype in the module, for CuTe and for torch; `needed_name` is that of the dtype which a
+    check asks of any tensor of a call.
+    """
 
     buffered: bool
     layout_phrase: str
+    own_dtype: bool
+    cutlass_name: str
+    torch_name: str
+    needed_name: str
 
 
 @dataclass(frozen=True)
@@ -189,10 +199,14 @@ class ImportsPlan:
 
 @dataclass(frozen=True)
 class EntryPlan:
-    """Words and arguments of the Python entry points."""
+    """Words and arguments of the Python entry points.
 
-    call_arguments: tuple[str, ...]
-    fake_arguments: tuple[str, ...]
+    `stand_ins` are what follows q, k, v and out in a launch, as the module is compiled for it. `given` are the names of
+    what `attention` has at hand when it launches: all but the scratch that outlives a call, and the scale.
+    """
+
+    stand_ins: tuple[Argument, ...]
+    given: tuple[str, ...]
     mask_phrase: str
     output_phrase: str
     heads_phrase: str
@@ -272,9 +286,7 @@ def make_plan(variant: Variant) -> Plan:
 
 
 def _problem(spec: Spec) -> ProblemPlan:
-    cutlass_dtype, torch_dtype = {"bf16": ("BFloat16", "torch.bfloat16"), "fp16": ("Float16", "torch.float16")}[
-        spec.problem.dtype
-    ]
+    dtype = DTYPES[spec.problem.dtype]
     d, v_dim = spec.problem.head_dim, spec.problem.v_dim
     return ProblemPlan(
         head_dim=d,
@@ -282,8 +294,8 @@ def _problem(spec: Spec) -> ProblemPlan:
         v_dim_name="HEAD_DIM" if v_dim == d else "HEAD_DIM_V",
         asymmetric=v_dim != d,
         dtype=spec.problem.dtype,
-        cutlass_dtype=cutlass_dtype,
-        torch_dtype=torch_dtype,
+        cutlass_dtype=dtype.cutlass_name,
+        torch_dtype=dtype.torch_name,
     )
 
 
@@ -364,8 +376,11 @@ def _softmax(spec: Spec) -> SoftmaxPlan:
 
 
 def _output(spec: Spec) -> OutputPlan:
-    buffered = spec.outputs.o == "own_buffer"
-    return OutputPlan(buffered, " and O" if buffered else "")
+    buffered, dtype = spec.outputs.o == "own_buffer", DTYPES[spec.o_dtype]
+    layout_phrase = " and O" if buffered else ""
+    if spec.o_dtype == spec.problem.dtype:
+        return OutputPlan(buffered, layout_phrase, False, "DTYPE", "TORCH_DTYPE", "TORCH_DTYPE")
+    return OutputPlan(buffered, layout_phrase, True, f"cutlass.{dtype.cutlass_name}", dtype.torch_name, "dtype")
 
 
 def _load(spec: Spec) -> LoadPlan:
@@ -432,18 +447,19 @@ def _entry(spec: Spec) -> EntryPlan:
     like = "like q"
     if spec.problem.v_dim != spec.problem.head_dim:
         like = f"(batch, seq_q, heads_q, {spec.problem.v_dim})"
+    if spec.o_dtype != spec.problem.dtype:
+        like += f" but in {DTYPES[spec.o_dtype].torch_name}"
     pack = spec.tile.pack_heads
     heads = f"a multiple of {pack} x heads_kv" if pack > 1 else "a multiple of heads_kv (GQA, MQA)"
-    # Besides q, k, v and out: what a call passes, and what stands for it when the kernel is compiled.
-    others = [("lse", "lse")] * spec.outputs.lse
-    others += [("scores", "scores")] * (spec.handoff.through == "global_f32")
-    others += [("num_sms", "cutlass.Int32(1)")] * footprint.persistent(spec)
-    others += [("tile_counter(gpu)", "counter")] * (spec.scheduler == "dynamic")
-    others += [("*flags_and_parts(gpu)", "flags, parts")] * footprint.splits_tail(spec)
-    # A number, which Python computes once: `scale or` is shorter than `if scale is None`, and 0 is refused before.
-    others += [(f"scale or {spec.problem.head_dim}**-0.5", "cutlass.Float32(1.0)")]
-    passed, fakes = zip(*others, strict=True)
-    return EntryPlan(("q", "k", "v", "out", *passed), fakes, phrase, like, heads)
+    arguments = operation_of(spec).arguments
+    kept = [argument.name for argument in arguments if isinstance(argument, Scratch) and argument.kept]
+    return EntryPlan(
+        stand_ins=tuple(argument for argument in arguments if argument.name not in ("q", "k", "v", "out")),
+        given=tuple(argument.name for argument in arguments if argument.name not in (*kept, "scale")),
+        mask_phrase=phrase,
+        output_phrase=like,
+        heads_phrase=heads,
+    )
 
 
 def _sections(spec: Spec) -> SectionsPlan:
@@ -479,7 +495,7 @@ def _sections(spec: Spec) -> SectionsPlan:
             consumer=_section("consumer_persistent"),
             softmax=_section("softmax_persistent"),
             pv=_section("pv_wgmma_fragment"),
-            epilogue=_section("epilogue_buffered" if spec.outputs.o == "own_buffer" else "epilogue_direct"),
+            epilogue=_section(_persistent_epilogue(spec)),
         )
     overlap = footprint.overlapped(spec)
     return replace(
@@ -490,6 +506,12 @@ def _sections(spec: Spec) -> SectionsPlan:
         softmax=_section("softmax_overlapped" if overlap else "softmax_fragment"),
         pv=_section("pv_wgmma_fragment"),
     )
+
+
+def _persistent_epilogue(spec: Spec) -> str:
+    if spec.outputs.o == "own_buffer":
+        return "epilogue_buffered"
+    return "epilogue_direct" if spec.o_dtype == spec.problem.dtype else "epilogue_direct_f32"
 
 
 def _section(name: str) -> str:
@@ -537,7 +559,7 @@ def expectation(spec: Spec) -> Expectation:
         setmaxnreg = {f"dec {schedule.producer_registers}": 1, f"inc {schedule.consumer_registers}": 1}
     regions, barriers = footprint.shared_memory_map(spec), footprint.barrier_bytes(spec)
     return Expectation(
-        kernels=3 if spec.handoff.through == "global_f32" else 1,
+        kernels=operation_of(spec).kernels,
         wgmma=wgmma,
         wgmma_commits=groups,
         wgmma_waits=groups,

@@ -167,7 +167,9 @@ class CpuRunner(Runner):
     def _expected(self, made: Inputs, scale: float | None = None) -> accuracy.Expected:
         # P of scalar products stays in float32, in memory as well.
         p_dtype = self.dtype if isinstance(self.spec.pv, WgmmaProduct) else None
-        return accuracy.expected(made.q, made.k, made.v, scale=scale, mask=self.spec.mask, p_dtype=p_dtype)
+        return accuracy.expected(
+            made.q, made.k, made.v, scale=scale, mask=self.spec.mask, p_dtype=p_dtype, out_dtype=self.out_dtype
+        )
 
     def _run_all(self, case: Case, made: Inputs) -> tuple[Attention | None, list[str]]:
         """Outputs under the first schedule, None when it failed, and what went wrong beside their values."""

@@ -14,15 +14,15 @@ import torch
 
 import fa3gen
 from fa3gen.compile.loading import load_file
+from fa3gen.design.family import Family
 from fa3gen.design.masks import reach
 from fa3gen.design.workspace import Workspace
+from fa3gen.hardware.dtypes import DTYPES
 from fa3gen.measure.launch_times import host_microseconds
 from fa3gen.run import dispatch
-from fa3gen.run.dispatch import Family
 from fa3gen.run.launch import NO_JIT_VARIABLE, load_for_launch
 from fa3gen.spec.model import CausalMask, NoMask, WindowMask
 from fa3gen.verify import reference
-from fa3gen.verify.on_gpu import DTYPES
 
 WORKSPACE = Workspace.find(Path(__file__).parent)
 TOLERANCE = 0.01  # relative Frobenius error of O; 16-bit kernels read about 0.002. What it finds is the wrong module.
@@ -60,7 +60,7 @@ class Call(NamedTuple):
             (2, self.seq_k, 2, family.head_dim),
             (2, self.seq_k, 2, family.head_dim_v),
         ]
-        facts: dict[str, Any] = {"dtype": DTYPES[family.dtype], "device": device, "generator": generator}
+        facts: dict[str, Any] = {"dtype": DTYPES[family.dtype].in_torch(), "device": device, "generator": generator}
         return tuple(torch.randn(shape, **facts) for shape in shapes)
 
 

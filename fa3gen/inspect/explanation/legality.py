@@ -76,6 +76,8 @@ TOPICS = {
     "scheduler_rescale": "softmax",
     "exp_before_wait": "softmax",
     "direct_columns": "output",
+    "output_dtype": "output",
+    "float32_output": "output",
 }
 
 

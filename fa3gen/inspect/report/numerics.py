@@ -121,20 +121,13 @@ def on_cpu_model(variant: Variant, kernel: CpuKernel) -> Card:
     from fa3gen.verify import on_gpu as verify
     from fa3gen.verify.on_cpu import EXECUTED_ON
 
-    spec, problem = variant.spec, variant.spec.problem
+    spec = variant.spec
     origin = f"{EXECUTED_ON}, not a GPU; PyTorch {torch.__version__.partition('+')[0]} on the CPU"
     points = []
     for case in sweep(spec):
-        made = inputs.make(
-            case,
-            head_dim=problem.head_dim,
-            v_dim=problem.v_dim,
-            dtype=verify.DTYPES[problem.dtype],
-            device=torch.device("cpu"),
-            seed=SEED,
-        )
+        made = inputs.make_for(spec, case, device=torch.device("cpu"), seed=SEED)
         expected = reference.attention(made.q, made.k, made.v, reach=reach(spec.mask))
-        yardstick = reference.same_precision(made.q, made.k, made.v, reach=reach(spec.mask))
+        yardstick = reference.same_precision(made.q, made.k, made.v, reach=reach(spec.mask), out_dtype=made.out.dtype)
         try:
             found = attention(kernel, variant, made.q, made.k, made.v)
         except Hazard as hazard:
