@@ -140,6 +140,7 @@ PERSISTENT_CHOICES: dict[str, st.SearchStrategy[Any]] = {
     "q_stages": st.sampled_from([1, 2]),
     "kv_stages": st.sampled_from([1, 2, 3]),
     "o": st.sampled_from(["own_buffer", "direct"]),
+    "o_dtype": st.sampled_from([None, None, "fp32", "bf16"]),
     "rescale_above": st.sampled_from([None, 1, 8]),
     "exp_before_wait": st.sampled_from([None, 1, 4]),
     "swizzles": st.sampled_from([("64B", "64B", "64B"), ("128B", "128B", "128B"), ("32B", "128B", "64B")]),
@@ -164,6 +165,7 @@ def persistents(draw: st.DrawFn) -> Fields:
         "scheduler": scheduler,
         "softmax": {name: chosen[name] for name in ("rescale_above", "exp_before_wait")},
         "outputs": {"o": chosen["o"], "lse": True},
+        "o": {"dtype": chosen["o_dtype"]},
     }
 
 

@@ -161,7 +161,9 @@ def half_ulp(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def unavoidable(expected: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return what O in `dtype` may be off beside the yardstick: see this module's docstring."""
-    return FLOAT32_SHARE * expected.double().abs() if dtype == torch.float32 else half_ulp(expected, dtype)
+    if dtype != torch.float32:
+        return half_ulp(expected, dtype)
+    return FLOAT32_SHARE * expected.double().abs().clamp(min=torch.finfo(dtype).tiny)
 
 
 def errors(values: torch.Tensor, expected: torch.Tensor) -> Errors:
@@ -451,6 +453,8 @@ class Runner:
         if (out.shape, out.dtype, out.device) != (made.out.shape, self.out_dtype, made.q.device):
             wanted = f"{tuple(made.out.shape)} {self.out_dtype} on q's device"
             return f"O is {tuple(out.shape)} {out.dtype} {out.device} instead of {wanted}"
+        if out.dtype == torch.float32 and torch.equal(out, out.to(self.dtype).float()):
+            return f"O is float32 in name only: every element is a {self.dtype} number"
         return self._wrong_o(made, out)
 
     def _empty_batch(self) -> str:
