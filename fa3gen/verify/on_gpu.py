@@ -33,6 +33,7 @@ from fa3gen.spec.model import GlobalHandoff, Spec
 from fa3gen.verify import inputs, reference
 from fa3gen.verify.inputs import Case, Inputs
 from fa3gen.verify.reference import Attention
+from fa3gen.verify.results import CaseResult, Check, Errors, Outcome
 
 FACTOR = 2.0  # times the error of PyTorch in the same precision
 LSE_TOLERANCE = 1e-5  # relative, with |ref| taken as at least 1
@@ -45,65 +46,6 @@ FLOAT32_SHARE = 2.0**-16
 
 class DeviceLost(Exception):
     """The CUDA context is unusable after a failed launch; nothing more can be run in this process."""
-
-
-@dataclass(frozen=True)
-class Errors:
-    """Distance from the reference: maximum, Frobenius norm over the reference's; None where it is not a number."""
-
-    max_abs: float | None
-    relative: float | None
-
-
-@dataclass(frozen=True)
-class CaseResult:
-    """One case: the module's errors beside PyTorch's, the limits, and what failed (empty when it passed).
-
-    `o_block_ratio` is the worst block's error over that block's limit. `lse_error.relative` is the largest
-    |LSE - ref| / max(1, |ref|). Fields are None when the module raised before there was anything to measure.
-    """
-
-    name: str
-    shape: str
-    o_error: Errors | None
-    o_yardstick: Errors | None
-    o_max_abs_limit: float | None
-    o_block_ratio: float | None
-    lse_error: Errors | None
-    lse_yardstick: Errors | None
-    failures: tuple[str, ...]
-
-    @property
-    def passed(self) -> bool:
-        """Whether nothing failed."""
-        return not self.failures
-
-
-@dataclass(frozen=True)
-class Check:
-    """A property that is not a matter of error: `passed` None means it could not be tried, `detail` says why."""
-
-    name: str
-    passed: bool | None
-    detail: str = ""
-
-
-class Outcome:
-    """What a report amounts to, whatever ran: cases and checks, each with what failed."""
-
-    cases: tuple[Any, ...]
-    checks: tuple[Check, ...]
-
-    @property
-    def passed(self) -> bool:
-        """Whether every case and every check that could be tried passed."""
-        return all(case.passed for case in self.cases) and all(check.passed is not False for check in self.checks)
-
-    @property
-    def failures(self) -> tuple[str, ...]:
-        """Every failure in words, with the case or check it belongs to."""
-        cases = [f"{case.name}: {failure}" for case in self.cases for failure in case.failures]
-        return (*cases, *(f"{check.name}: {check.detail}" for check in self.checks if check.passed is False))
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from fa3gen.design.masks import reach
 from fa3gen.inspect.report.speeds import origin
 from fa3gen.records import evidence
 from fa3gen.spec.model import GlobalHandoff, Spec, WgmmaProduct
+from fa3gen.verify.results import CaseResult
 
 if TYPE_CHECKING:
     from fa3gen.cpu.kernel import CpuKernel
@@ -63,7 +64,7 @@ def from_evidence(workspace: Workspace, variant: Variant) -> Card:
     return Card(made, True, tuple(_recorded(record.cases)))
 
 
-def _recorded(cases: Sequence[evidence.Case]) -> Iterator[Point]:
+def _recorded(cases: Sequence[CaseResult]) -> Iterator[Point]:
     kinds = _kinds()
     for case in cases:
         shape = _SHAPE.fullmatch(case.shape)
