@@ -119,17 +119,17 @@ def shared_memory_map(spec: Spec) -> list[Region]:
         return []
     q, kv, d, stages = spec.tile.q, spec.tile.kv, spec.problem.head_dim, kv_stages(spec)
     v_dim = spec.problem.v_dim
-    regions = [_tile("sQ", q, d, spec.load.q_stages if isinstance(spec.load, TmaLoad) else 1, "Q")]
+    regions = [_tile(spec, "sQ", q, d, spec.load.q_stages if isinstance(spec.load, TmaLoad) else 1, "Q")]
     if isinstance(spec.load, SyncLoad):
-        regions.append(_tile("sKV", kv, d, 1, "K, then V"))
+        regions.append(_tile(spec, "sKV", kv, d, 1, "K, then V"))
     else:
-        regions += [_tile("sK", kv, d, stages, "K"), _tile("sV", kv, v_dim, stages, "V")]
+        regions += [_tile(spec, "sK", kv, d, stages, "K"), _tile(spec, "sV", kv, v_dim, stages, "V")]
     if spec.outputs.o == "own_buffer":
-        regions.append(_tile("sO", q, v_dim, 1, "O"))
+        regions.append(_tile(spec, "sO", q, v_dim, 1, "O"))
     if spec.scheduler == "dynamic":
         regions.append(Region("tiles", 4 * TILE_SLOTS, f"{TILE_SLOTS} x 4", 8, "numbers of tiles of queries"))
     if isinstance(spec.handoff, SmemHandoff):
-        regions.append(_tile("sP", q, kv, 1, "P, 16 bits"))
+        regions.append(_tile(spec, "sP", q, kv, 1, "P, 16 bits"))
     elif not isinstance(spec.handoff, RegisterHandoff):
         pitch = kv + SCORE_PAD
         regions.append(Region("sS", q * pitch * 4, f"{q} x {pitch} x 4", SCORE_ALIGN, "S, then P, f32; padded rows"))
@@ -187,12 +187,12 @@ def registers_per_thread(spec: Spec) -> list[tuple[str, int]]:
     return [*held, ("other", OTHER_REGISTERS)]
 
 
-def _tile(name: str, rows: int, columns: int, stages: int, what: str) -> Region:
-    """A 16-bit operand tile, `stages` times."""
-    formula = f"{rows} x {columns} x {hopper.BYTES_16BIT}"
+def _tile(spec: Spec, name: str, rows: int, columns: int, stages: int, what: str) -> Region:
+    """A tile of the inputs' dtype, `stages` times."""
+    formula = f"{rows} x {columns} x {spec.element.bytes}"
     if stages != 1:
         formula = f"{stages} stages x {formula}"
-    return Region(name, stages * rows * columns * hopper.BYTES_16BIT, formula, OPERAND_ALIGN, what)
+    return Region(name, stages * rows * columns * spec.element.bytes, formula, OPERAND_ALIGN, what)
 
 
 def _round_up(value: int, step: int) -> int:

@@ -18,7 +18,7 @@ from typing import Literal
 from fa3gen.design import footprint
 from fa3gen.design.family import Shape
 from fa3gen.hardware import hopper
-from fa3gen.hardware.dtypes import DTYPES, FP32, INT32, VECTOR_BYTES, Dtype
+from fa3gen.hardware.dtypes import FP32, INT32, VECTOR_BYTES, Dtype
 from fa3gen.spec.model import GlobalHandoff, Spec, WgmmaProduct
 
 Role = Literal["input", "output", "optional output"]
@@ -181,16 +181,15 @@ NUM_SMS = Extent("num_sms")
 
 def forward(spec: Spec) -> Operation:
     """O = softmax(scale Q K^T) V, and LSE where the spec has it."""
-    dtype = DTYPES[spec.problem.dtype]
     head_dim = Extent("head_dim", spec.problem.head_dim)
     v_dim = head_dim if spec.problem.v_dim == head_dim.size else Extent("head_dim_v", spec.problem.v_dim)
     engine: Mover = "threads" if spec.load.engine == "sync" else spec.load.engine
     stored: Mover = "tma" if isinstance(spec.pv, WgmmaProduct) and spec.outputs.o != "direct" else "threads"
     arguments: list[Argument] = [
-        Tensor("q", "input", dtype, (BATCH, SEQ_Q, HEADS_Q, head_dim), engine),
-        Tensor("k", "input", dtype, (BATCH, SEQ_K, HEADS_KV, head_dim), engine),
-        Tensor("v", "input", dtype, (BATCH, SEQ_K, HEADS_KV, v_dim), engine),
-        Tensor("out", "output", DTYPES[spec.o_dtype], (BATCH, SEQ_Q, HEADS_Q, v_dim), stored),
+        Tensor("q", "input", spec.element, (BATCH, SEQ_Q, HEADS_Q, head_dim), engine),
+        Tensor("k", "input", spec.element, (BATCH, SEQ_K, HEADS_KV, head_dim), engine),
+        Tensor("v", "input", spec.element, (BATCH, SEQ_K, HEADS_KV, v_dim), engine),
+        Tensor("out", "output", spec.o_element, (BATCH, SEQ_Q, HEADS_Q, v_dim), stored),
     ]
     if spec.outputs.lse:
         lse = Dense(align=FP32.bytes)

@@ -15,7 +15,6 @@ from fa3gen.design.family import Family
 from fa3gen.design.family import Shape as Shape
 from fa3gen.design.operation import operation_of
 from fa3gen.hardware import hopper
-from fa3gen.hardware.dtypes import DTYPES
 from fa3gen.spec.model import (
     GlobalHandoff,
     NoMask,
@@ -103,8 +102,8 @@ def step(spec: Spec) -> Step:
     return Step(
         flops=2 * q * kv * (d + v_dim),
         tensor_flops=2 * q * kv * (d * qk + v_dim * pv),
-        wgmma_qk=groups * d // hopper.WGMMA_K_16BIT * qk,
-        wgmma_pv=groups * kv // hopper.WGMMA_K_16BIT * pv,
+        wgmma_qk=groups * d // spec.element.wgmma_k * qk,
+        wgmma_pv=groups * kv // spec.element.wgmma_k * pv,
         scalar_fmas=q * kv * (d * (not qk) + v_dim * (not pv)),
         exponentials=_exponentials(spec),
         instructions=_warp_instructions(spec) * footprint.computing_threads(spec) / hopper.WARP,
@@ -120,18 +119,18 @@ def query_tile(spec: Spec) -> QueryTile:
     tma = isinstance(spec.load, TmaLoad) and spec.smem is not None
     loads = stores = 0
     if tma and spec.smem is not None:
-        loads = footprint.tma_boxes(d * hopper.BYTES_16BIT, spec.smem.q)
+        loads = footprint.tma_boxes(d * spec.element.bytes, spec.smem.q)
         if isinstance(spec.pv, WgmmaProduct) and spec.outputs.o != "direct":
             # A warp stores its own rows from a buffer of O, otherwise one thread stores the whole tile.
             senders = footprint.computing_threads(spec) // hopper.WARP if spec.outputs.o == "own_buffer" else 1
-            stores = senders * footprint.tma_boxes(v_dim * hopper.BYTES_16BIT, spec.smem.q)
-    return QueryTile(q * d * hopper.BYTES_16BIT, q * v_dim * DTYPES[spec.o_dtype].bytes, loads, stores)
+            stores = senders * footprint.tma_boxes(v_dim * spec.element.bytes, spec.smem.q)
+    return QueryTile(q * d * spec.element.bytes, q * v_dim * spec.o_element.bytes, loads, stores)
 
 
 def _tma_loads(spec: Spec) -> tuple[int, int]:
     if not isinstance(spec.load, TmaLoad) or spec.smem is None:
         return 0, 0
-    rows = (spec.problem.head_dim * hopper.BYTES_16BIT, spec.problem.v_dim * hopper.BYTES_16BIT)
+    rows = (spec.problem.head_dim * spec.element.bytes, spec.problem.v_dim * spec.element.bytes)
     return footprint.tma_boxes(rows[0], spec.smem.k), footprint.tma_boxes(rows[1], spec.smem.v)
 
 
@@ -199,13 +198,13 @@ def wgmma_smem_bytes(spec: Spec) -> tuple[int, int]:
 
     Each instruction reads its 64 x 16 tile of A, unless that is in registers, and its N x 16 tile of B.
     """
-    a_tile, depth = hopper.WGMMA_M * hopper.WGMMA_K_16BIT * hopper.BYTES_16BIT, hopper.WGMMA_K_16BIT
+    a_tile, depth = hopper.WGMMA_M * spec.element.wgmma_k * spec.element.bytes, spec.element.wgmma_k
     groups, kv = spec.tile.warpgroups or 0, spec.tile.kv
     sizes = []
     for product, n, k in ((spec.qk, kv, spec.problem.head_dim), (spec.pv, spec.problem.v_dim, kv)):
         if isinstance(product, WgmmaProduct):
             a = a_tile if product.a.source == "smem" else 0
-            sizes.append(groups * k // depth * (a + n * depth * hopper.BYTES_16BIT))
+            sizes.append(groups * k // depth * (a + n * depth * spec.element.bytes))
         else:
             sizes.append(0)
     return sizes[0], sizes[1]
@@ -215,10 +214,10 @@ def _smem_bytes(spec: Spec) -> int:
     if isinstance(spec.handoff, GlobalHandoff):
         return _naive_l1_bytes(spec)
     q, kv = spec.tile.q, spec.tile.kv
-    arriving = kv * (spec.problem.head_dim + spec.problem.v_dim) * hopper.BYTES_16BIT
+    arriving = kv * (spec.problem.head_dim + spec.problem.v_dim) * spec.element.bytes
     total = arriving + sum(wgmma_smem_bytes(spec))
     if isinstance(spec.handoff, SmemHandoff):
-        total += q * kv * hopper.BYTES_16BIT  # P is written; WGMMA's reading is counted above
+        total += q * kv * spec.element.bytes  # P is written; WGMMA's reading is counted above
     if isinstance(spec.handoff, SmemScoresHandoff):
         total += 3 * q * kv * F32  # S is written, read, and written as P
     warps = footprint.computing_threads(spec) // hopper.WARP
@@ -239,7 +238,7 @@ def _scalar_qk_lines(spec: Spec) -> int:
 def _scalar_pv_lines(spec: Spec) -> int:
     """Lines that a warp reads: a row of V for each key, and for each of its rows P of a few keys."""
     rows, keys = footprint.thread_rows(spec)[0], spec.tile.kv // footprint.SCALAR_LANES
-    return spec.tile.kv // keys * (rows + keys * -(-spec.problem.v_dim * hopper.BYTES_16BIT // LINE))
+    return spec.tile.kv // keys * (rows + keys * -(-spec.problem.v_dim * spec.element.bytes // LINE))
 
 
 def _naive_l1_bytes(spec: Spec) -> int:
@@ -260,8 +259,8 @@ def _l2_bytes(spec: Spec) -> int:
     if isinstance(spec.handoff, GlobalHandoff):
         scores = spec.tile.q * kv
         # S is written, read twice (maximum, sum) and written as P, read as P.
-        return (spec.tile.q + kv) * (d + v_dim) * hopper.BYTES_16BIT + 5 * scores * F32
-    return kv * (d + v_dim) * hopper.BYTES_16BIT
+        return (spec.tile.q + kv) * (d + v_dim) * spec.element.bytes + 5 * scores * F32
+    return kv * (d + v_dim) * spec.element.bytes
 
 
 # -- the whole problem

@@ -13,7 +13,6 @@ from pathlib import PurePath
 from fa3gen.design import footprint
 from fa3gen.design.footprint import Region
 from fa3gen.hardware import hopper
-from fa3gen.hardware.dtypes import DTYPES
 from fa3gen.spec.model import (
     CausalMask,
     CpAsyncLoad,
@@ -66,7 +65,7 @@ class Description:
 
 def describe(spec: Spec, summary: str) -> Description:
     """Describe one module in words; `summary` is that of its spec."""
-    dtype = DTYPES[spec.problem.dtype].long_name
+    dtype = spec.element.long_name
     mask = {"none": "no mask", "causal": "causal", "window": "sliding window"}[spec.mask.kind]
     naive = isinstance(spec.handoff, GlobalHandoff)
     return Description(

@@ -14,7 +14,6 @@ from fa3gen.design.operation import Argument, Scratch, operation_of
 from fa3gen.generate import header, predicted_sass
 from fa3gen.generate.expected import Expectation
 from fa3gen.hardware import hopper
-from fa3gen.hardware.dtypes import DTYPES
 from fa3gen.spec.model import (
     CausalMask,
     CpAsyncLoad,
@@ -286,7 +285,7 @@ def make_plan(variant: Variant) -> Plan:
 
 
 def _problem(spec: Spec) -> ProblemPlan:
-    dtype = DTYPES[spec.problem.dtype]
+    dtype = spec.element
     d, v_dim = spec.problem.head_dim, spec.problem.v_dim
     return ProblemPlan(
         head_dim=d,
@@ -376,7 +375,7 @@ def _softmax(spec: Spec) -> SoftmaxPlan:
 
 
 def _output(spec: Spec) -> OutputPlan:
-    buffered, dtype = spec.outputs.o == "own_buffer", DTYPES[spec.o_dtype]
+    buffered, dtype = spec.outputs.o == "own_buffer", spec.o_element
     layout_phrase = " and O" if buffered else ""
     if spec.o_dtype == spec.problem.dtype:
         return OutputPlan(buffered, layout_phrase, False, "DTYPE", "TORCH_DTYPE", "TORCH_DTYPE")
@@ -448,7 +447,7 @@ def _entry(spec: Spec) -> EntryPlan:
     if spec.problem.v_dim != spec.problem.head_dim:
         like = f"(batch, seq_q, heads_q, {spec.problem.v_dim})"
     if spec.o_dtype != spec.problem.dtype:
-        like += f" but in {DTYPES[spec.o_dtype].torch_name}"
+        like += f" but in {spec.o_element.torch_name}"
     pack = spec.tile.pack_heads
     heads = f"a multiple of {pack} x heads_kv" if pack > 1 else "a multiple of heads_kv (GQA, MQA)"
     arguments = operation_of(spec).arguments

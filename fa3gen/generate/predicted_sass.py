@@ -9,7 +9,6 @@ from __future__ import annotations
 from fa3gen.design import footprint
 from fa3gen.generate.expected import SassExpectation
 from fa3gen.hardware import hopper
-from fa3gen.hardware.dtypes import DTYPES
 from fa3gen.spec.model import GlobalHandoff, Spec, WgmmaProduct
 
 VECTOR_BITS = 128  # of the widest access to memory that a thread makes
@@ -63,7 +62,7 @@ def _global_stores(spec: Spec, rows: int, lanes: int, o_boxes: int) -> dict[str,
     stores = {"STG.32": words, "UTMASTG": o_boxes}
     if o_boxes == 0:
         # O straight from registers.
-        element = DTYPES[spec.o_dtype].bits
+        element = spec.o_element.bits
         bits = spec.problem.v_dim * element // lanes
         vector = min(bits & -bits, VECTOR_BITS)
         if spec.outputs.o == "direct":

@@ -11,6 +11,8 @@ from typing import Annotated, Any, Literal, Union
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
+from fa3gen.hardware.dtypes import DTYPES, Dtype
+
 DType = Literal["bf16", "fp16"]
 OutputDType = Literal["bf16", "fp16", "fp32"]
 Swizzle = Literal["none", "32B", "64B", "128B"]
@@ -282,6 +284,16 @@ class Forward(SpecModel):
     def o_dtype(self) -> OutputDType:
         """Element type of O."""
         return self.o.dtype or self.problem.dtype
+
+    @property
+    def element(self) -> Dtype:
+        """What is known of the element type of q, k, v, and of P where a WGMMA reads it."""
+        return DTYPES[self.problem.dtype]
+
+    @property
+    def o_element(self) -> Dtype:
+        """What is known of the element type of O."""
+        return DTYPES[self.o_dtype]
 
 
 # Specs by the value of `operation`, which is `forward` where a file does not give it. The next operation is one more
