@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import pytest
 import torch
 from rendering import changed, variants
@@ -10,6 +12,7 @@ from fa3gen.design.family import Family, Shape
 from fa3gen.design.operation import Scratch, Tensor, operation_of
 from fa3gen.hardware import dtypes, hopper
 from fa3gen.hardware.dtypes import DTYPES, INT32
+from fa3gen.spec.model import DType, OutputDType
 
 SHAPE = Shape(batch=2, seq_q=300, seq_k=500, heads_q=8, heads_kv=4)
 
@@ -24,6 +27,11 @@ def test_a_dtype_is_the_one_that_torch_has_by_that_name(name: str, bits: int, ve
     assert str(found) == dtype.torch_name
     assert dtypes.of_torch(found) is dtype
     assert (found.itemsize, dtype.bits, dtype.vector) == (dtype.bytes, bits, vector)
+
+
+def test_what_a_spec_may_name_is_in_the_table() -> None:
+    assert get_args(OutputDType) == tuple(DTYPES)
+    assert set(get_args(DType)) <= set(DTYPES)
 
 
 def test_dtypes_that_no_spec_names() -> None:

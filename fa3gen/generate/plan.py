@@ -30,7 +30,7 @@ from fa3gen.spec.specfile import Variant
 
 @dataclass(frozen=True)
 class ProblemPlan:
-    """Head dims, what v's is called in the module, and the names of the 16-bit dtype in each library."""
+    """Head dims, what v's is called in the module, the names of the dtype in each library, and elements in 16 bytes."""
 
     head_dim: int
     v_dim: int
@@ -39,6 +39,7 @@ class ProblemPlan:
     dtype: str
     cutlass_dtype: str
     torch_dtype: str
+    vector: int
 
 
 @dataclass(frozen=True)
@@ -295,6 +296,7 @@ def _problem(spec: Spec) -> ProblemPlan:
         dtype=spec.problem.dtype,
         cutlass_dtype=dtype.cutlass_name,
         torch_dtype=dtype.torch_name,
+        vector=dtype.vector,
     )
 
 

@@ -254,12 +254,10 @@ def _nothing(family: Family, lse: bool, variants: Sequence[Variant]) -> str:
     )
     compiled_in = " (the reach of a window is compiled in)" if isinstance(family.mask, WindowMask) else ""
 
-    def likeness(variant: Variant) -> tuple[bool, bool, bool]:
-        same_mask, same_dim = (
-            variant.spec.mask.kind == family.mask.kind,
-            variant.spec.problem.head_dim == family.head_dim,
-        )
-        return same_mask, same_dim, variant.stem.startswith(PRODUCTION_PREFIX)
+    def likeness(variant: Variant) -> tuple[bool, ...]:
+        other = Family.of(variant.spec)
+        same_o, same_mask = other.out_dtype == family.out_dtype, other.mask.kind == family.mask.kind
+        return same_o, same_mask, other.head_dim == family.head_dim, variant.stem.startswith(PRODUCTION_PREFIX)
 
     base = max(variants, key=likeness).source.stem if variants else "k4_2"
     mask = json.dumps(family.mask.model_dump()).replace('"', "")

@@ -21,7 +21,7 @@ from fa3gen.hardware.dtypes import DTYPES
 from fa3gen.measure.launch_times import host_microseconds
 from fa3gen.run import dispatch
 from fa3gen.run.launch import NO_JIT_VARIABLE, load_for_launch
-from fa3gen.spec.model import CausalMask, NoMask, WindowMask
+from fa3gen.spec.model import CausalMask, Mask, NoMask, WindowMask
 from fa3gen.verify import reference
 
 WORKSPACE = Workspace.find(Path(__file__).parent)
@@ -103,6 +103,17 @@ def test_numbers(call: Call, hopper: Any) -> None:
     assert fa3gen.attention(*tensors, **call.options, out=into) is into and into.equal(out)
     again = fa3gen.attention(*tensors, **call.options, scale=2.0)
     assert not again.equal(out)
+
+
+@pytest.mark.parametrize("mask", [NoMask(), CausalMask()], ids=str)
+def test_a_float32_out_takes_the_module_that_writes_float32(mask: Mask, hopper: Any) -> None:
+    call = Call(Family("bf16", 128, 128, mask), 333)
+    tensors = call.tensors(hopper)
+    narrow = fa3gen.attention(*tensors, **call.options)
+    into = torch.full_like(narrow, torch.nan, dtype=torch.float32)
+    assert fa3gen.attention(*tensors, **call.options, out=into) is into
+    check(call, tensors, into)
+    assert not into.equal(into.to(narrow.dtype).float())
 
 
 @SOME
