@@ -11,8 +11,7 @@ from functools import cached_property
 
 from fa3gen.base.errors import UserError
 from fa3gen.design import footprint
-from fa3gen.design.family import Family
-from fa3gen.design.family import Shape as Shape
+from fa3gen.design.family import Family, Shape
 from fa3gen.design.operation import operation_of
 from fa3gen.hardware import hopper
 from fa3gen.spec.model import (

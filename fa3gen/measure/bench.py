@@ -19,8 +19,7 @@ from typing import Any, Protocol
 import torch
 
 from fa3gen.base.errors import UserError
-from fa3gen.design.family import Family, Shape
-from fa3gen.design.family import mask_label as mask_label
+from fa3gen.design.family import Family, Shape, mask_label
 from fa3gen.design.masks import reach
 from fa3gen.hardware.dtypes import DTYPES
 from fa3gen.measure.launch_times import LaunchTimes, host_microseconds, small_problem
