@@ -280,7 +280,8 @@ def check_sass(spec: Spec, plan: Plan) -> None:
     written -= 32 * plan.tiles.dynamic  # the counter of tiles, set back to zero
     # A part of O in float32, a maximum and a sum of two rows, and the flag, which is set and set back.
     written -= 32 * plan.tiles.split * (spec.tile.q * spec.problem.v_dim // threads + 2 * 2 + 2)
-    o_bits = 0 if plan.expectation.tma_stores else spec.tile.q * spec.problem.v_dim * 16 // threads
+    element = 32 if spec.o.dtype == "fp32" else 16
+    o_bits = 0 if plan.expectation.tma_stores else spec.tile.q * spec.problem.v_dim * element // threads
     lse_rows = spec.tile.q * (16 if plan.pv.engine == "scalar" else 4) // threads
     assert written == o_bits + 32 * lse_rows * spec.outputs.lse
 
