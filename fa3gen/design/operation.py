@@ -43,13 +43,12 @@ class Extent:
 
 @dataclass(frozen=True)
 class Dense:
-    """Any strides, in elements of 64 bits, but the last dimension's, which is 1.
+    """Any order and any strides of the dimensions but the last, which is contiguous.
 
-    `align`: bytes that the first element and all other strides are a multiple of. `compact`: row-major without gaps.
+    `align`: bytes that the first element's address and all other strides are multiples of.
     """
 
     align: int = VECTOR_BYTES
-    compact: bool = False
 
 
 Layout = Dense
@@ -84,6 +83,11 @@ class Tensor:
             raise ValueError(f"{self.name} has as many elements in a row as a call says")
         return self.dims[-1].size
 
+    @property
+    def vector(self) -> int:
+        """Elements that its layout keeps aligned: strides are multiples of as many."""
+        return self.layout.align // self.dtype.bytes
+
     def bytes(self, shape: Shape) -> int:
         """Bytes of all its elements."""
         return math.prod(self.sizes(shape)) * self.dtype.bytes
@@ -91,7 +95,7 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Scratch:
-    """Device memory of a launch that the caller does not see.
+    """Device memory of a launch that the caller does not see; row-major without gaps.
 
     `initial` is what stands in it before the launch. `kept`: one for all launches of the default stream, since each
     leaves it as it found it, or nobody reads what was there; else it is made for each launch.
@@ -104,7 +108,6 @@ class Scratch:
     initial: Initial
     kept: bool = False
     passes: int = 0
-    layout: Layout = Dense(compact=True)
 
     def __str__(self) -> str:
         """The name, as the generated module writes it."""
@@ -197,7 +200,7 @@ def forward(spec: Spec) -> Operation:
     if isinstance(spec.handoff, GlobalHandoff):
         # S is written, read twice (maximum, sum) and written as P, and P is read.
         dims = BATCH, HEADS_Q, SEQ_Q, SEQ_K
-        arguments.append(Scratch("scores", FP32, dims, "anything", passes=5, layout=Dense(align=FP32.bytes)))
+        arguments.append(Scratch("scores", FP32, dims, "anything", passes=5))
     if footprint.persistent(spec):
         arguments.append(Scalar("num_sms", INT32))
     if spec.scheduler == "dynamic":

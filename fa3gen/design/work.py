@@ -119,7 +119,7 @@ def query_tile(spec: Spec) -> QueryTile:
     loads = stores = 0
     if tma and spec.smem is not None:
         loads = footprint.tma_boxes(d * spec.element.bytes, spec.smem.q)
-        if isinstance(spec.pv, WgmmaProduct) and spec.outputs.o != "direct":
+        if operation_of(spec).tensor("out").moved == "tma":
             # A warp stores its own rows from a buffer of O, otherwise one thread stores the whole tile.
             senders = footprint.computing_threads(spec) // hopper.WARP if spec.outputs.o == "own_buffer" else 1
             stores = senders * footprint.tma_boxes(v_dim * spec.element.bytes, spec.smem.q)

@@ -30,7 +30,7 @@ from fa3gen.spec.specfile import Variant
 
 @dataclass(frozen=True)
 class ProblemPlan:
-    """Head dims, what v's is called in the module, the names of the dtype in each library, and elements in 16 bytes."""
+    """Head dims, what v's is called in the module, the its dtype in each library, elements that are aligned."""
 
     head_dim: int
     v_dim: int
@@ -296,7 +296,7 @@ def _problem(spec: Spec) -> ProblemPlan:
         dtype=spec.problem.dtype,
         cutlass_dtype=dtype.cutlass_name,
         torch_dtype=dtype.torch_name,
-        vector=dtype.vector,
+        vector=operation_of(spec).tensor("q").vector,
     )
 
 
@@ -429,7 +429,7 @@ def _schedule(spec: Spec) -> SchedulePlan:
 
 def _imports(spec: Spec) -> ImportsPlan:
     tma, wgmma = isinstance(spec.load, TmaLoad), isinstance(spec.qk, WgmmaProduct)
-    stmatrix = isinstance(spec.pv, WgmmaProduct) and spec.outputs.o != "direct"
+    stmatrix = operation_of(spec).tensor("out").moved == "tma"  # which gathers O in shared memory before
     names = {
         "OperandMajorMode": wgmma,
         "cpasync": spec.load.engine != "sync",

@@ -37,11 +37,6 @@ class Dtype:
         return f"torch.{self.long_name}"
 
     @property
-    def vector(self) -> int:
-        """Elements in the 16 bytes that a thread moves at once, and that rows of tensors are aligned to."""
-        return VECTOR_BYTES // self.bytes
-
-    @property
     def wgmma_k(self) -> int:
         """K of one WGMMA instruction whose operands have this type."""
         return WGMMA_DEPTH_BYTES // self.bytes
@@ -66,8 +61,3 @@ DTYPES = _table(
 )
 BF16, FP16, FP32 = DTYPES.values()
 INT32 = Dtype("int32", "int32", "Int32", 4)  # of counters and flags, which no spec names
-
-
-def of_torch(dtype: object) -> Dtype | None:
-    """The entry for one of torch's dtypes; None for one that no spec can name."""
-    return next((known for known in DTYPES.values() if known.torch_name == str(dtype)), None)
