@@ -30,7 +30,7 @@ from fa3gen.spec.specfile import Variant
 
 @dataclass(frozen=True)
 class ProblemPlan:
-    """Head dims, what v's is called in the module, the its dtype in each library, elements that are aligned."""
+    """Head dims, what v's is called in the module, the dtype as each library names it, elements that are aligned."""
 
     head_dim: int
     v_dim: int
