@@ -17,6 +17,7 @@ from rich.console import Console
 
 from fa3gen import cli
 from fa3gen.design import footprint, rules, work
+from fa3gen.design.family import Shape
 from fa3gen.design.rules import Kind
 from fa3gen.hardware import chips
 from fa3gen.inspect.explanation import Explanation, explain, legality, text
@@ -30,7 +31,7 @@ STEMS = sorted(variants())
 def explained(stem: str) -> Explanation:
     variant = variants()[stem]
     heads_q, heads_kv = work.default_heads(variant.spec)
-    shapes = [work.Shape(16384 // length, length, length, heads_q, heads_kv) for length in SHAPES]
+    shapes = [Shape(16384 // length, length, length, heads_q, heads_kv) for length in SHAPES]
     return explain(variant, shapes, chips.select(None))
 
 

@@ -117,16 +117,23 @@ def test_layout_atoms(swizzle: str, k_major: str, mn_major: str) -> None:
     assert make_plan(changed("k4_smem_d128", handoff={"swizzle": swizzle})).smem.p_layout == k_major
 
 
-def test_call_arguments() -> None:
-    scale = "scale or 128**-0.5"
-    assert plan("k4_2_d128").entry.call_arguments == ("q", "k", "v", "out", "lse", scale)
-    assert plan("k1_d128").entry.call_arguments == ("q", "k", "v", "out", "lse", "scores", scale)
-    assert plan("k4_2_o_only_d128_causal").entry.call_arguments == ("q", "k", "v", "out", scale)
-    # A persistent kernel needs to know the SMs; one that draws tiles, a counter; one that splits them, room for parts.
-    first = ("q", "k", "v", "out", "lse", "num_sms")
-    assert plan("fwd_d128_static").entry.call_arguments == (*first, scale)
-    assert plan("fwd_d128_causal").entry.call_arguments == (*first, "tile_counter(gpu)", scale)
-    assert plan("fwd_d128").entry.call_arguments == (*first, "*flags_and_parts(gpu)", scale)
+def test_what_a_launch_is_given() -> None:
+    assert plan("k4_2_d128").entry.given == ("q", "k", "v", "out", "lse")
+    assert plan("k1_d128").entry.given == ("q", "k", "v", "out", "lse", "scores")
+    assert plan("k4_2_o_only_d128_causal").entry.given == ("q", "k", "v", "out")
+    # A persistent kernel needs to know the SMs. What one that draws or splits tiles keeps between calls it asks for.
+    for stem in ("fwd_d128_static", "fwd_d128_causal", "fwd_d128"):
+        assert plan(stem).entry.given == ("q", "k", "v", "out", "lse", "num_sms")
+
+
+def test_what_stands_for_arguments_when_a_module_is_compiled() -> None:
+    def stand_ins(stem: str) -> str:
+        return ", ".join(map(str, plan(stem).entry.stand_ins))
+
+    assert stand_ins("k1_d128") == "lse, scores, cutlass.Float32(1.0)"
+    assert stand_ins("k4_2_o_only_d128_causal") == "cutlass.Float32(1.0)"
+    assert stand_ins("fwd_d128") == "lse, cutlass.Int32(1), flags, parts, cutlass.Float32(1.0)"
+    assert stand_ins("fwd_d128_causal") == "lse, cutlass.Int32(1), counter, cutlass.Float32(1.0)"
 
 
 @pytest.mark.parametrize(

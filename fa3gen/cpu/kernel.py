@@ -101,11 +101,6 @@ class CpuKernel:
             self.instructions += execution.instructions
 
 
-def flags_and_parts(sms: int, warps: int, part_shape: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-    """What CTAs of a stream_k kernel hand parts of O on through: flags at zero, and parts that nobody gives are NaN."""
-    return torch.zeros((sms, warps), dtype=torch.int32), torch.full((sms, *part_shape), torch.nan)
-
-
 @functools.cache
 def _thread_pools() -> threadpoolctl.ThreadpoolController:
     """The thread pools of NumPy's linear algebra, looked for once."""
