@@ -14,7 +14,7 @@ from rich.text import Text
 from fa3gen.design import footprint
 from fa3gen.design.ceiling import ProblemCeiling
 from fa3gen.design.rules import Answer, Kind
-from fa3gen.generate.header import timeline
+from fa3gen.generate.header import PLACE_TITLES
 from fa3gen.hardware import hopper
 from fa3gen.inspect.explanation.facts import Explanation
 from fa3gen.inspect.explanation.legality import Limit
@@ -192,8 +192,13 @@ def _shared_memory(explanation: Explanation) -> list[RenderableType]:
 
 
 def _steps(explanation: Explanation) -> list[RenderableType]:
-    description = explanation.description
-    return [_heading(description.steps_title), *(_note(line) for line in timeline(description.steps))]
+    """Those of a tile of keys, on which the bounds are; the module's header and the JSON document have all of them."""
+    steps = [row for row in explanation.description.steps if row.place in ("", PLACE_TITLES["step"])]
+    rows = [(str(number), *step[1:]) for number, step in enumerate(steps, 1)]
+    return [
+        _heading("Steps, one tile of keys" if steps[0].place else explanation.description.steps_title),
+        _table(rows),
+    ]
 
 
 def _counts(explanation: Explanation) -> list[RenderableType]:
