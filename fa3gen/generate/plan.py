@@ -324,8 +324,8 @@ def _mask(spec: Spec) -> MaskPlan:
     # The last row of a tile of queries sees keys from its diagonal - left on, the first one up to its own + right. As
     # many keys in between fill a tile of keys, or else no tile is full; and then, and only then, one has both edges.
     wide = left + right + 2 - tile_order.positions(spec) >= spec.tile.kv
-    # The tile with the end of the keys may hold the left edge of the last rows, too, where that is near.
-    near_end = left + 2 < spec.tile.kv
+    # The tile with the end of the keys may hold the left edge of the last row, too: that row sees left + 1 keys.
+    near_end = left + 1 < spec.tile.kv
     both_edges = not wide or near_end or not footprint.overlapped(spec)
     return MaskPlan("window", left, right, "between" if wide else "none", both_edges)
 
