@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +16,8 @@ from fa3gen.compile import compiler
 from fa3gen.compile.cache import CACHE_DIR_VARIABLE
 
 NO_HOPPER = "no Hopper GPU here"
+# Most of the time goes into these: they compile modules and execute them on the CPU model.
+LONG = ("test_facts", "test_every_module", "test_mutations")
 
 
 def pytest_configure(config: Any) -> None:
@@ -25,9 +29,44 @@ def pytest_configure(config: Any) -> None:
         config.add_cleanup(folder.cleanup)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """What collecting the tests makes lives to the end: looking for garbage in it takes seconds each time."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long tests first, in equal shares for the workers, and what needs one compiled module one after the other.
+
+    `--dist worksteal` deals the tests out as equal parts of the list; whoever has done his takes over from the end of
+    another part. So no worker waits for another one's compilation, and the short tests are left to fill the end.
+    """
+    units: dict[str, list[pytest.Item]] = {}
+    short = []
+    for item in items:
+        if Path(item.path).stem in LONG:
+            stem = getattr(item, "callspec", None) and item.callspec.params.get("stem")
+            units.setdefault(stem or item.nodeid, []).append(item)
+        else:
+            short.append(item)
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    ordered = sorted(units.values(), key=len)  # mutations first: each of these tests is as long as those of ten modules
+    size, rest = len(items) // workers, iter(short)
+    shares = [[item for unit in ordered[worker::workers] for item in unit] for worker in range(workers)]
+    for share in shares:
+        share += [item for _, item in zip(range(size - len(share)), rest, strict=False)]
+    items[:] = [item for share in shares for item in share] + list(rest)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def preloaded_compiler() -> Iterator[None]:
-    """Compile in processes that import torch once; nothing is started before the first module is compiled."""
+    """Compile in processes that have done all imports; nothing is started before the first module is compiled."""
     with compiler.preloaded():
         yield
 

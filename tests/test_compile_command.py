@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -133,3 +138,90 @@ def test_keep_where_nothing_can_be_written(
     (workspace / "kept").write_text("a file, not a directory")
     assert cli.main(["compile", "k2_d64", "--keep", "kept"]) == 2
     assert "cannot write to kept" in capsys.readouterr().err
+
+
+# Many modules at once
+
+# The command as a terminal starts it: a shell's background jobs ignore SIGINT, and Python inherits that.
+INTERRUPTIBLE = """
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from fa3gen import cli
+sys.exit(cli.main(sys.argv[1:]))
+"""
+K2 = ("k2_d64", "k2_d64_causal", "k2_d128", "k2_d128_causal")
+
+
+def meeting(marks: Path, number: int, late: float = 0.0) -> str:
+    """Source of a module that waits, a minute at most, until `number` are compiled at the same time, and then fails."""
+    return (
+        "import os, pathlib, time\n"
+        f"marks = pathlib.Path({str(marks)!r})\n"
+        "(marks / str(os.getpid())).touch()\n"
+        "end = time.monotonic() + 60\n"
+        f"while len(list(marks.iterdir())) < {number} and time.monotonic() < end:\n"
+        "    time.sleep(0.01)\n"
+        f"time.sleep({late})\n"
+        "raise ValueError('no kernel here')\n"
+    )
+
+
+@pytest.fixture
+def marks(tmp_path: Path) -> Path:
+    (tmp_path / "marks").mkdir()
+    return tmp_path / "marks"
+
+
+def test_as_many_modules_compile_at_once_as_there_are_cpus(
+    workspace: Path, marks: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Three of them meet, on a machine of three CPUs; what is printed has the order of the specs, not of the ends."""
+    from fa3gen.compile import compiler
+
+    monkeypatch.setattr(compiler, "usable_cpus", lambda: 3)
+    for number, stem in enumerate(K2[1:]):
+        (workspace / "generated" / f"{stem}.py").write_text(meeting(marks, 3, late=0.4 - 0.2 * number))
+    assert cli.main(["compile", *K2[1:], "--json"]) == 2
+    printed = capsys.readouterr()
+    assert [module["stem"] for module in json.loads(printed.out)["modules"]] == list(K2[1:])
+    failed = [line for line in printed.err.splitlines() if "does not compile" in line]
+    assert [Path(line.split()[0]).stem for line in failed] == list(K2[1:])
+
+
+def test_an_interrupt_ends_all_at_once(workspace: Path, marks: Path, tmp_path: Path) -> None:
+    """Nothing is left behind, no process, no file, no word, and nothing is waited for."""
+    for stem in K2:
+        (workspace / "generated" / f"{stem}.py").write_text(meeting(marks, 99))
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    process = subprocess.Popen(
+        [sys.executable, "-c", INTERRUPTIBLE, "compile", *K2, "--jobs", "2"],
+        cwd=workspace,
+        env={**os.environ, "TMPDIR": str(scratch)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    started = time.monotonic()
+    while len(list(marks.iterdir())) < 2:
+        assert process.poll() is None and time.monotonic() - started < 60
+        time.sleep(0.02)
+    os.kill(
+        process.pid, signal.SIGINT
+    )  # from a terminal the whole group gets it, but servers are in groups of their own
+    printed, _ = process.communicate(timeout=20)
+    assert (process.returncode, printed) == (130, "")
+    assert len(list(marks.iterdir())) == 2  # the other two were never begun
+    assert list(scratch.iterdir()) == []
+    while any(runs(int(mark.name)) for mark in marks.iterdir()):
+        assert time.monotonic() - started < 60
+        time.sleep(0.02)
+
+
+def runs(process: int) -> bool:
+    """Whether there is such a process, beside a dead one that nobody has asked about."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False

@@ -14,7 +14,7 @@ import pytest
 from fa3gen.base.errors import UserError
 from fa3gen.compile import compiler, toolchain
 from fa3gen.compile import servers as compile_servers
-from fa3gen.compile.census import compare
+from fa3gen.compile.census import compare, parse_ptxas_log
 from fa3gen.compile.compiler import (
     Analysis,
     CompileError,
@@ -175,6 +175,22 @@ def compile_for_sm90a():
 
 
 @EITHER_WAY
+def test_source_lines_are_looked_up_only_after_an_error(tmp_path: Path) -> None:
+    source = """
+from cutlass._mlir_helpers import op
+from cutlass.base_dsl import dsl
+
+seen = []
+
+def compile_for_sm90a():
+    dsl._set_enable_frame_filtering(True)  # as the DSL does itself when it is asked for ptxas's notes
+    seen.append(op._ENABLE_FRAME_FILTERING)
+    raise ValueError(f"lines are looked up: {seen}")
+"""
+    assert "lines are looked up: [False, True]" in fails(tmp_path, source)
+
+
+@EITHER_WAY
 def test_python_error_is_given_with_its_line(tmp_path: Path) -> None:
     message = fails(tmp_path, "def compile_for_sm90a():\n    return len(5)\n")
     path = tmp_path / "broken.py"
@@ -266,26 +282,29 @@ def test_worker_ignores_our_arguments_and_package(tmp_path: Path) -> None:
 # Servers
 
 
-def test_a_fork_compiles_what_a_fresh_process_compiles(analyses: dict[str, Analysis]) -> None:
-    alone, served = analyses["rs_gemm"].compiled, compile_module(DATA / "rs_gemm.py")
+@pytest.mark.parametrize("name", ["rs_gemm", "tma_gemm"])
+def test_a_fork_compiles_what_a_fresh_process_compiles(analyses: dict[str, Analysis], name: str) -> None:
+    alone, served = analyses[name].compiled, compile_module(DATA / f"{name}.py")
     assert (served.ptx, served.cubin, served.host_module) == (alone.ptx, alone.cubin, alone.host_module)
+    assert parse_ptxas_log(served.ptxas_log) == parse_ptxas_log(alone.ptxas_log)
     assert served.peak_bytes is not None and served.peak_bytes < 2 * 2**30
 
 
-def test_a_fork_starts_with_torch_and_without_the_dsl_in_its_own_environment(
+def test_a_fork_starts_with_all_imports_done_in_its_own_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     facts = "'torch' in sys.modules, 'cutlass' in sys.modules, os.environ['MINE']"
     said = f"import os, sys\nraise ValueError(({facts}))\n"
     for value in ("1", "2"):
         monkeypatch.setenv("MINE", value)
-        assert f"ValueError: (True, False, '{value}')" in fails(tmp_path, said)
+        assert f"ValueError: (True, True, '{value}')" in fails(tmp_path, said)
 
 
 def test_servers_are_used_again_and_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compile_servers, "_current", None)
     path = tmp_path / "parent.py"
-    path.write_text("import os\nraise ValueError(f'child of {os.getppid()}')\n")
+    source = "import os\nraise ValueError(f'child of {os.getppid()}')\n"
+    path.write_text(source)
 
     def parent() -> int:
         with pytest.raises(CompileError) as caught:
@@ -302,19 +321,23 @@ def test_servers_are_used_again_and_end(tmp_path: Path, monkeypatch: pytest.Monk
             compile_module(path)
         second = parent()  # and the next one finds another server
         assert second not in (first, os.getpid())
+        path.write_text(f"{source}# setmaxregister\n")  # compiled under other settings of the DSL
+        assert parent() not in (second, os.getpid())
+        path.write_text(source)
+        assert parent() == second
     with pytest.raises(ProcessLookupError):
         os.kill(second, 0)
     assert parent() == os.getpid()
 
 
-def test_worker_environment_drops_settings_that_could_change_the_code(tmp_path: Path) -> None:
+def test_worker_environment_drops_settings_that_could_change_the_code() -> None:
     mine = {"PATH": "/bin", "CUTE_DSL_COMPILER_OPT": "iket", "CUTE_DSL_LINEINFO": "1", "CUTE_DSL_LIBS": "/lib/x.so"}
-    assert worker_environment(mine, tmp_path) == {
+    assert worker_environment(mine) == {
         "PATH": "/bin",
         "CUTE_DSL_LIBS": "/lib/x.so",
         "CUTE_DSL_ARCH": "sm_90a",
         "CUTE_DSL_KEEP": "ptx,cubin",
-        "CUTE_DSL_DUMP_DIR": str(tmp_path),
+        "CUTE_DSL_DUMP_DIR": ".",
         "CUTE_DSL_COMPILER_OPT": "remarks{ptx}",
     }
 

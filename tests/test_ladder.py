@@ -14,6 +14,7 @@ from rendering import plans, source, tree, variants
 from fa3gen.cli import COMMANDS
 from fa3gen.design import ceiling
 from fa3gen.design.ladder import RUNGS
+from fa3gen.hardware.chips import H200
 from fa3gen.inspect.difference.comparing import leaves
 
 TEXT = DOCUMENT.read_text(encoding="utf-8")
@@ -79,6 +80,70 @@ def predicted(stem: str) -> dict[int, list[str]]:
     return {int(row[0]): row[1:] for row in rows if row[0].isdigit()}
 
 
+SCALAR = ("k2", "k2_cp_async", "k3_1", "k3_2", "k3_3")
+
+
+def bound(stem: str) -> tuple[str, float]:
+    """The unit that bounds a scalar module, and which part of its instructions are multiply-adds, 32 to a warp."""
+    steady = ceiling.steady(variants()[stem].spec, H200)
+    amounts = {bound.unit: bound.amount for bound in steady.bounds}
+    return steady.binding.unit, amounts["FP32 multiply-adds"] / 32 / amounts["instruction issue"]
+
+
+# What a rung changes: compared with which, the fields that its row in the table is about, and those of its last cell.
+WGMMA_FIELDS = {"engine", "a.source", "a.major", "b.source", "b.major"}
+QK, PV = ({f"{product}.{field}" for field in WGMMA_FIELDS} for product in ("qk", "pv"))
+UNIT = {"tile.threads", "tile.warpgroups"}
+CHANGES: dict[str, tuple[str, set[str], dict[str, set[str]]]] = {
+    "k2": (
+        "k1",
+        {"handoff.through", "tile.threads"},
+        dict.fromkeys(("d64", "d128"), {"tile.q", "tile.kv", "smem.q", "smem.k", "smem.v"}),
+    ),
+    "k2_cp_async": ("k2", {"load.engine"}, dict.fromkeys(("d64", "d128"), {"load.kv_stages"})),
+    "k3_1": (
+        "k2_cp_async",
+        {"load.engine", "load.q_stages", "load.barrier"},
+        dict.fromkeys(("d64", "d128"), {"load.kv_stages"}),
+    ),
+    "k3_2": ("k3_1", {"load.kv_stages"}, dict.fromkeys(("d64", "d128"), set())),
+    "k3_3": ("k3_2", {"load.kv_stages"}, dict.fromkeys(("d64", "d128"), set())),
+    "k4_1": ("k3_2", QK | UNIT, dict.fromkeys(("d64", "d128"), {"load.barrier"})),
+    "k4_smem": (
+        "k4_1",
+        PV | {"handoff.through", "handoff.swizzle"},
+        dict.fromkeys(("d64", "d128"), {"tile.q", "tile.warpgroups", "load.barrier"}),
+    ),
+    "k4_2": (
+        "k4_smem",
+        {"pv.a.source", "handoff.through", "handoff.swizzle"},
+        dict.fromkeys(("d64", "d128"), {"load.barrier"}),
+    ),
+    "k5": (
+        "k4_2",
+        {"schedule.kind"},
+        {"d64": {"schedule.overlap", "tile.q", "tile.kv", "tile.warpgroups"}, "d128": {"schedule.overlap", "tile.kv"}},
+    ),
+    "k6": (
+        "k5",
+        {"schedule.kind"},
+        {"d64": {"schedule.overlap", "softmax.exp_before_wait"}, "d128": {"softmax.exp_before_wait"}},
+    ),
+}
+
+
+@pytest.mark.parametrize("rung", RUNGS[1:])
+def test_what_each_rung_changes(rung: str) -> None:
+    """A rung that comes to change something else needs another row."""
+    before, subject, beside = CHANGES[rung]
+    [row] = re.findall(rf"^\| `{rung}` \| `(\w+)` \| .+ \| (.+) \|$", TEXT, flags=re.MULTILINE)
+    assert row[0] == before and (row[1] == "nothing") == (not any(beside.values()))
+    for d in ("d64", "d128"):
+        old, new = (leaves(variants()[f"{name}_{d}"].spec) for name in (before, rung))
+        changed = {path for path in {**old, **new} if old.get(path) != new.get(path)}
+        assert changed == subject | beside[d], d
+
+
 def facts() -> dict[str, bool]:
     """What the text says in words of its own, each with whether it is so."""
     plan = plans()
@@ -100,8 +165,10 @@ def facts() -> dict[str, bool]:
         "a row of 256 bytes takes two": 2 * k3_1.problem.head_dim == 256 == 2 * 128,
         "the same but for one constant": constant == [("KV_STAGES = 1", "KV_STAGES = 2")],
         "at head dim 128 a second CTA no longer fits": (smem_ctas("k3_2_d128"), smem_ctas("k3_3_d128")) == (2, 1),
-        "fill every issue slot of the SM with multiply-adds": {(cells[1], cells[3]) for cells in ring.values()}
-        == {(ring[5][1], "100%")},
+        "bound by instruction issue": {bound(f"{rung}_{d}")[0] for rung in SCALAR for d in ("d64", "d128")}
+        == {"instruction issue"},
+        "three fifths of the instructions": all(0.57 < bound(f"{rung}_d128")[1] < 0.63 for rung in SCALAR),
+        "fill every issue slot of the SM": {(cells[1], cells[3]) for cells in ring.values()} == {(ring[5][1], "100%")},
         "One CTA of this kernel is four warps": plan["k3_3_d128"].tile.threads == 4 * 32,
         "One stage leaves the warps waiting for K and V a seventh of the time": 13 <= waits[1] <= 16,
         "two hide the loads": waits[2] < 5,

@@ -92,3 +92,25 @@ def test_every_module_is_executed_where_the_readme_says() -> None:
     assert '@pytest.fixture(scope="module", params=STEMS)\ndef stem(' in (ROOT / name.group(1)).read_text(
         encoding="utf-8"
     )
+
+
+# CONTRIBUTING.md
+
+CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+
+
+def test_contributors_are_told_what_ci_runs() -> None:
+    """The commands after the README's test command, in CI's order."""
+    ran = (ROOT / ".ci/run").read_text(encoding="utf-8").partition("set -x\n")[2].split("\n")
+    told = [block for block in re.findall(r"```bash\n(.*?)```", CONTRIBUTING, flags=re.DOTALL) if "mypy" in block]
+    assert [[line.partition("#")[0].strip() for line in block.splitlines()] for block in told] == [
+        [line for line in ran if line]
+    ]
+
+
+def test_what_contributors_are_told_to_run_exists() -> None:
+    assert set(re.findall(r"(?:`|^)fa3gen (\w+)", CONTRIBUTING, flags=re.MULTILINE)) <= set(COMMANDS)
+    paths = re.findall(r"\b(?:tests|docs|fa3gen|specs|generated|templates)/[\w/.*]*[\w*/]", CONTRIBUTING)
+    made = {"specs/mine.yaml", "generated/mine_*.py"}
+    assert [path for path in paths if path not in made and not list(ROOT.glob(path))] == []
+    assert "[CONTRIBUTING.md](CONTRIBUTING.md)" in README

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import itertools
 import types
 from pathlib import Path
@@ -76,17 +77,44 @@ def test_tiles_lie_where_wgmma_reads_them(swizzle: Swizzle, code: int, mn_major:
         assert found.tolist() == wanted
 
 
-def test_conflicts_are_counted() -> None:
+def test_conflicts_down_rows() -> None:
     """Eight rows of 16 bytes: none with a swizzle; without one as many as rows lie in the same place of 128 bytes."""
     counts = {name: [(access.swizzled, access.plain) for access in swizzles.accesses(tile(name))] for name in SWIZZLES}
-    assert counts == {
-        "none": [(1, 1), (1, 1)],
-        "32B": [(1, 2), (1, 1)],
-        "64B": [(1, 4), (1, 1)],
-        "128B": [(1, 8), (1, 1)],
-    }
+    assert counts == {"none": [(1, 1)], "32B": [(1, 2)], "64B": [(1, 4)], "128B": [(1, 8)]}
     same_bytes = [swizzles.Chunk(0, 0, 256)] * 4
     assert swizzles.transactions(same_bytes) == 1  # a broadcast
+
+
+@pytest.mark.parametrize(("swizzle", "wanted"), [("none", 8), ("32B", 4), ("64B", 2), ("128B", 1)])
+@pytest.mark.parametrize("columns", [64, 128])
+def test_conflicts_along_a_row(swizzle: Swizzle, wanted: int, columns: int) -> None:
+    """A quarter of a warp reads 128 bytes of a row, 16 in each lane, as `O = P V` of a scalar module reads V.
+
+    A row lies in pieces of one span, each a whole number of 128-byte lines after the one before it, since a tile has
+    a multiple of eight rows. So the pieces begin at the same bank, and the XOR, which is the same along a row, moves
+    them alike: as many of them lie over each other as 128 bytes have spans. Of 64 bytes two, of 32 four, of 16 eight.
+    """
+    operand = dataclasses.replace(tile(swizzle, columns=columns), along=True)
+    [_, row] = swizzles.accesses(operand)
+    assert (row.name, row.swizzled, row.plain) == ("1 row x 128 bytes", wanted, wanted)
+
+
+def test_who_reads_along_a_row() -> None:
+    """Lanes of the scalar modules read V so; TMA and the tensor cores take rows of a core matrix."""
+    along = {
+        stem: [operand.name for operand in swizzles.operands(spec_of(stem)) if operand.along]
+        for stem in ("k2_d64", "k2_cp_async_d64", "k4_2_d64")
+    }
+    assert along == {"k2_d64": ["sKV"], "k2_cp_async_d64": ["sV"], "k4_2_d64": []}
+
+
+@pytest.mark.parametrize(("swizzle", "wanted"), [("64B", 2), ("none", 8)])
+def test_the_report_of_a_scalar_module_counts_them(swizzle: Swizzle, wanted: int) -> None:
+    spec = spec_of("k2_cp_async_d128")
+    assert spec.smem is not None
+    changed = spec.model_copy(update={"smem": spec.smem.model_copy(update={"v": swizzle})})
+    [view] = [view for view in pictures.swizzle_views(changed) if view.operands[0].name == "sV"]
+    assert view.accesses[1] == swizzles.Access("1 row x 128 bytes", wanted, wanted)
 
 
 def test_operands_are_those_of_the_plan() -> None:

@@ -99,6 +99,7 @@ def test_modules_and_peers_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measuring.toolchain, "ptxas_version_of_object", lambda code: f"that of {code.decode()}")
     setting = Setting({"a": loadable(), "b": loadable()}, [peer("cuDNN")])
     answer = setting.ask()
+    assert set(answer.pop("errors")) == {"a", "b", "cuDNN"}
     assert answer == {
         "times": {"a": [2.0] * 7, "b": [2.0] * 7, "cuDNN": [2.0] * 7},
         "failed": {},
@@ -150,6 +151,20 @@ def test_a_wrong_result_at_the_shape_itself_is_a_failure_there() -> None:
     assert answer["times"] == {} and answer["wrong"] == {}
     assert answer["failed"]["bad"].startswith("wrong result: relative error 0.1")
     assert answer["failed"]["off"].startswith("wrong result: relative error 0.5")
+
+
+def test_the_error_of_each_candidate_comes_with_its_times() -> None:
+    """Of two that are right by the limits of the check, one is off by a hundredth in all of O."""
+
+    def coarse(q: Any, k: Any, v: Any, scale: Any, mask: Mask) -> Any:
+        out, lse = reference.attention(q, k, v, scale=scale, reach=reach(mask), compute_dtype=torch.float32)
+        return (out * 1.01, lse) if k.shape[1] == 80 else (out, lse)
+
+    errors = Setting({"fine": loadable(), "coarse": loadable(compute=coarse)}, [peer("cuDNN", factor=1.015)]).ask()[
+        "errors"
+    ]
+    assert errors["fine"] < 0.003  # what rounding to bfloat16 costs
+    assert 0.009 < errors["coarse"] < 0.012 and 0.014 < errors["cuDNN"] < 0.017
 
 
 def test_a_module_that_cannot_be_loaded_is_out() -> None:

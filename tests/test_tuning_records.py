@@ -74,6 +74,17 @@ def test_a_table_of_ratios_to_the_peers() -> None:
     ]
 
 
+def test_errors_stand_beside_speeds() -> None:
+    """In thousandths; a record of old has none."""
+    old, new = record(), record(1024)
+    results = [result.model_copy(update={"error": 0.0024 + number / 1e4}) for number, result in enumerate(new.results)]
+    peers = [peer.model_copy(update={"error": 0.00221}) for peer in new.peers]
+    table = report.table([old, new.model_copy(update={"results": results, "peers": peers})])
+    errors = [list(column.cells) for column in table.columns if column.header == "error"]
+    assert errors == [["", "2.40"], ["", "2.50"], ["", "2.21"]]
+    assert timed(problem(), [1.0], 0.00123456789)["error"] == 0.001235  # as many digits as all that was measured
+
+
 def test_a_family_is_that_of_its_problems() -> None:
     for variant in variants().values():
         family = family_of(variant.spec)

@@ -109,20 +109,37 @@ def test_a_journal_that_cannot_be_written_says_where_else(tmp_path: Path) -> Non
 
 def test_the_faster_candidate_wins_and_all_is_recorded(setting: Setting) -> None:
     stems = ["k6_d128_causal", *(f"c{index}" for index in range(8))]
-    setting.order(speed={"c5": 0.9, "cuDNN": 1.1}, peers=["cuDNN", "fa4"], **{"raise": ["fa4"]})
+    errors = {"c5": 0.0024, "cuDNN": 0.0022}
+    setting.order(speed={"c5": 0.9, "cuDNN": 1.1}, peers=["cuDNN", "fa4"], error=errors, **{"raise": ["fa4"]})
     (outcome,) = setting.tuner([cell(stems)]).run()
     assert outcome.winner == "c5"
     assert list(outcome.times)[0] == "k6_d128_causal" and len(outcome.times) == 4  # three finalists beside it
     record = outcome.record("2026-11-21")
     assert record is not None
     assert (record.gpu, record.ptxas, record.winner) == ("A made-up GPU", "12.9.83", "c5")
-    assert [peer.name for peer in record.peers] == ["cuDNN"]
+    assert [(peer.name, peer.error) for peer in record.peers] == [("cuDNN", 0.0022)]
+    assert {result.stem: result.error for result in record.results}["c5"] == 0.0024
     assert record.absent == {"fa4": "raised RuntimeError: made up"}
     assert report.ratio_to_peer(record) == pytest.approx(1.1 / 0.9, rel=0.01)
     second = report.runner_up(record)
     assert second is not None and second.stem != "c5"
     assert [len(entry["stems"]) for entry in setting.asked()] == [9, 4]
     assert len(setting.asked("load")) == 1 and len(setting.asked("hello")) == 1
+
+
+def test_a_journal_without_errors_goes_on(setting: Setting) -> None:
+    """One that was written before errors were."""
+    setting.order()
+    cells = [cell(["incumbent", "a"])]
+    setting.tuner(cells).run()
+    path = setting.folder / "journal.jsonl"
+    entries = [json.loads(line) for line in path.read_text().splitlines()]
+    path.write_text("".join(json.dumps({k: v for k, v in e.items() if k != "errors"}) + "\n" for e in entries))
+    asked = len(setting.asked())
+    (outcome,) = setting.tuner(cells).run()
+    assert len(setting.asked()) == asked
+    record = outcome.record("2026-11-21")
+    assert record is not None and [result.error for result in record.results] == [None, None]
 
 
 def test_equals_keep_the_incumbent(setting: Setting) -> None:

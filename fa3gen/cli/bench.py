@@ -1,8 +1,9 @@
-"""`fa3gen bench`: speeds beside peers."""
+"""`fa3gen bench`: speeds beside peers, and with `--host` the host time of calls."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
+    import torch
     from rich.console import Console
 
     from fa3gen.design.workspace import Workspace
@@ -39,15 +41,36 @@ def bench(
     evidence: Annotated[
         bool, typer.Option("--evidence", help="Put the speeds at 4k and 16k into the evidence records.")
     ] = False,
+    host: Annotated[
+        bool,
+        typer.Option(
+            "--host",
+            help="Measure the host time of calls instead: O, O and LSE, out=; module, fa3gen.attention, peers.",
+        ),
+    ] = False,
+    host_limit: Annotated[
+        float | None,
+        typer.Option(help="With --host: exit with 1 when a call of ours takes more microseconds.", show_default="none"),
+    ] = None,
 ) -> None:
-    """Measure TFLOP/s over head dim, mask and sequence length on a Hopper GPU, beside the peers installed here."""
+    """Measure TFLOP/s over head dim, mask and sequence length on a Hopper GPU, beside the peers installed here.
+
+    With --host, measure what a call costs the host on a tiny problem instead. The host should have nothing else to do.
+    """
     from rich.console import Console
 
+    from fa3gen.base.errors import UserError
     from fa3gen.design.workspace import Workspace
     from fa3gen.measure import bench_report
     from fa3gen.measure.bench import Bench, CudaTimer, Runner, peer_competitors, plan_cells, require_hopper
     from fa3gen.run import gpu
 
+    if host_limit is not None and not host:
+        raise UserError("--host-limit is for --host")
+    if host:
+        wanted = {"--plot": plot, "--evidence": evidence, "--launch": launch, "--seq-len": seq_len, "--quick": quick}
+        if useless := [name for name, value in wanted.items() if value]:
+            raise UserError(f"--host times calls on one tiny problem; leave out {', '.join(useless)}")
     if plot is not None:
         bench_report.check_plot_path(plot)
     workspace = Workspace.find()
@@ -62,6 +85,10 @@ def bench(
     device = require_hopper()
     own = _own(workspace, variants)
     errors = Console(stderr=True)
+    if host:
+        served = [variant for variant in variants if any(own[variant.stem].serves(cell) for cell in cells)]
+        _host(workspace, served, own, device, json_path, peers=peers, limit=host_limit)
+        return
     runner = Runner(
         competitors=[*own.values(), *(peer_competitors() if peers else [])],
         timer=CudaTimer(device),
@@ -122,6 +149,52 @@ def _launches(
         if not competitor.generated:
             say(f"{competitor.name}: host time")
             yield runner.launch_times(competitor, cell(variants[0]))
+
+
+def _host(
+    workspace: Workspace,
+    variants: Sequence[Variant],
+    own: Mapping[str, Competitor],
+    device: torch.device,
+    json_path: Path | None,
+    *,
+    peers: bool,
+    limit: float | None,
+) -> None:
+    """Measure and show the host time of calls; raise typer.Exit(1) when a call of ours fails or takes too long."""
+    import torch
+    from rich.console import Console
+
+    from fa3gen.measure import host_calls
+    from fa3gen.measure.peers import PEERS
+    from fa3gen.run import gpu
+    from fa3gen.run.launch import load_for_launch
+
+    modules: dict[host_calls.Problem, list[host_calls.Callee]] = {}
+    for variant in variants:
+        load = functools.partial(load_for_launch, workspace.module_path(variant.stem))
+        callee = host_calls.module_callee(own[variant.stem].name, variant.spec, load)
+        modules.setdefault(host_calls.Problem.of(variant.spec), []).append(callee)
+    errors, console = Console(stderr=True), Console()
+    measured = []
+    with errors.status("measuring") as status:
+        say = _progress(errors, status.update)
+        for number, (problem, found) in enumerate(modules.items(), 1):
+            say(f"[{number}/{len(modules)}] {problem}")
+            callees = host_calls.callees(problem, found, PEERS if peers else ())
+            rows = host_calls.measure(callees, problem.tensors(device), lambda: torch.cuda.synchronize(device))
+            measured.append((problem, rows))
+    result = host_calls.HostBench(gpu.environment(), tuple(measured))
+    for problem, rows in result.problems:
+        console.print(host_calls.table(problem, rows))
+    for reason in result.reasons():
+        console.print(reason, style="dim", markup=False, highlight=False)
+    if json_path is not None:
+        host_calls.write_json(result, json_path)
+    if failures := result.failures(limit):
+        for failure in failures:
+            typer.echo(failure, err=True)
+        raise typer.Exit(1)
 
 
 def _progress(errors: Console, update: Callable[[str], None]) -> Callable[[str], None]:

@@ -54,7 +54,7 @@ class CompileError(UserError):
 class Compiled:
     """What compiling one module gave.
 
-    `seconds` is wall time of the whole process, imports included (torch's own only where the process imported it, see
+    `seconds` is wall time of the whole process, imports included (except where they were done before, see
     `preloaded`); `compile_seconds` leaves the imports out.
     `peak_bytes` is the process's peak resident memory (None where the system does not tell), `ptxas_log` what ptxas
     printed with -v, as the DSL lays it out, `host_module` the lowered LLVM-dialect text of the host code, `dsl` the
@@ -139,7 +139,7 @@ def compile_module(
 
 
 def preloaded() -> AbstractContextManager[None]:
-    """For many modules: the compilations within start from processes that import torch once, see `compile_servers`."""
+    """For many modules: the compilations within start from processes with all imports done, see `compile_servers`."""
     return compile_servers.preloaded(_WORKER)
 
 
@@ -175,7 +175,10 @@ def side_by_side(
     jobs: int | None,
     on_done: Callable[[Path, _Result | UserError], None] | None,
 ) -> dict[Path, _Result | UserError]:
-    """Run `work` on every path, in threads: each of them only waits for a process of its own."""
+    """Run `work` on every path, in threads: each of them only waits for a process of its own.
+
+    An interrupt ends the compilations that servers are at, see `preloaded`.
+    """
     done: dict[Path, _Result | UserError] = {}
     pool = ThreadPoolExecutor(max_workers=max(1, jobs or usable_cpus()))
     try:
@@ -188,8 +191,12 @@ def side_by_side(
                 done[path] = error
             if on_done is not None:
                 on_done(path, done[path])
+    except BaseException:  # an interrupt: start nothing more, and wait for nothing that is under way
+        pool.shutdown(wait=False, cancel_futures=True)
+        if (servers := compile_servers.current()) is not None:
+            servers.interrupt()
+        raise
     finally:
-        # On an interrupt, start nothing more; the workers have got the same signal and end by themselves.
         pool.shutdown(cancel_futures=True)
     return {path: done[path] for path in dict.fromkeys(paths)}
 
@@ -199,15 +206,18 @@ def usable_cpus() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def worker_environment(environ: Mapping[str, str], dump_dir: Path, *, ptxas_log: bool = True) -> dict[str, str]:
+def worker_environment(environ: Mapping[str, str], *, ptxas_log: bool = True) -> dict[str, str]:
     """The caller's environment without its own DSL settings, plus those that a compilation for sm_90a needs.
 
     With `ptxas_log` the DSL prints what `ptxas -v` says on standard error; the code is the same with and without.
+    Nothing else differs between modules, for the sake of `compile_servers`: the DSL leaves its files where it works.
     """
     kept = {
-        name: value for name, value in environ.items() if not name.startswith("CUTE_DSL_") or name in _KEPT_DSL_SETTINGS
+        name: value
+        for name, value in environ.items()
+        if not name.startswith(compile_servers.DSL_PREFIX) or name in _KEPT_DSL_SETTINGS
     }
-    settings = {"CUTE_DSL_ARCH": ARCH, "CUTE_DSL_KEEP": "ptx,cubin", "CUTE_DSL_DUMP_DIR": str(dump_dir)}
+    settings = {"CUTE_DSL_ARCH": ARCH, "CUTE_DSL_KEEP": "ptx,cubin", "CUTE_DSL_DUMP_DIR": "."}
     if ptxas_log:
         settings["CUTE_DSL_COMPILER_OPT"] = "remarks{ptx}"
     return {**kept, **settings}
@@ -226,7 +236,7 @@ def _run_worker(path: Path, out: Path, timeout_s: float, extra: Sequence[str]) -
     """Exit status and standard error of the worker; `extra` are its arguments beside the module and the directory."""
     arguments = [str(path), str(out), *extra]
     ptxas_log = wants_ptxas_log(path.read_text(encoding="utf-8", errors="replace"))
-    environment = worker_environment(os.environ, out, ptxas_log=ptxas_log)
+    environment = worker_environment(os.environ, ptxas_log=ptxas_log)
     servers = compile_servers.current()
     try:
         if servers is not None:

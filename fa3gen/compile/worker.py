@@ -1,9 +1,9 @@
 """Compiles one generated module in a process of its own. `fa3gen.compile.compiler` runs it, by file name.
 
-Usage: worker.py MODULE.py OUT_DIR [--object NAME] [OPTIONS]. Writes into OUT_DIR `kernel.ptx`, `kernel.cubin`,
-`host.mlir` and `result.json`: {"error": null or {"type", "message", "missing"}, "compile_seconds", "peak_bytes",
-"dsl"}. With `--object`, also `kernel.o`: host code and cubin for this CPU, of which NAME is the TVM FFI function;
-not for a module that is compiled without TVM FFI.
+Usage: worker.py MODULE.py OUT_DIR [--object NAME] [OPTIONS]. Works in OUT_DIR, where the environment lets the
+DSL leave files of its own, and writes there `kernel.ptx`, `kernel.cubin`, `host.mlir` and `result.json`: {"error": null
+or {"type", "message", "missing"}, "compile_seconds", "peak_bytes", "dsl"}. With `--object`, also `kernel.o`: host code
+and cubin for this CPU, of which NAME is the TVM FFI function; not for a module that is compiled without TVM FFI.
 OPTIONS, one argument, go to the module's compile_for_sm90a, which has its own default. The environment must already
 hold the DSL's settings; ptxas's remarks go to standard error.
 
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
 import importlib.metadata
 import importlib.util
 import inspect
@@ -22,8 +23,11 @@ import os
 import sys
 import time
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
+
+_LINES_SWITCH = "_set_enable_frame_filtering"  # how the DSL turns the look-up of source lines on and off
 
 
 def peak_bytes() -> int | None:
@@ -50,6 +54,24 @@ def import_module(path: Path) -> Any:
     return module
 
 
+@contextlib.contextmanager
+def no_source_lines() -> Iterator[None]:
+    """Let the DSL not look up the source line of every operation, which takes a quarter of the time of a large kernel.
+
+    It does so as soon as it is asked for ptxas's notes, but the lines only appear in its messages about errors.
+    """
+    dsl = sys.modules.get("cutlass.base_dsl.dsl")
+    switch = getattr(dsl, _LINES_SWITCH, None)
+    if switch is None:  # another version: the lines are looked up in vain
+        yield
+        return
+    setattr(dsl, _LINES_SWITCH, lambda on: switch(False))
+    try:
+        yield
+    finally:
+        setattr(dsl, _LINES_SWITCH, switch)
+
+
 def compile_to(module_path: Path, out: Path, options: str | None = None, object_name: str | None = None) -> float:
     """Compile the module's kernels into `out`; returns the seconds it took after the imports.
 
@@ -57,7 +79,14 @@ def compile_to(module_path: Path, out: Path, options: str | None = None, object_
     """
     module = import_module(module_path)
     started = time.perf_counter()
-    compiled = module.compile_for_sm90a() if options is None else module.compile_for_sm90a(options=options)
+    if options is not None:
+        compiled = module.compile_for_sm90a(options=options)
+    else:
+        try:
+            with no_source_lines():
+                compiled = module.compile_for_sm90a()
+        except Exception:
+            compiled = module.compile_for_sm90a()  # fails again, and now the DSL's message names the line
     seconds = time.perf_counter() - started
     if not getattr(compiled, "__ptx__", None) or not getattr(compiled, "__cubin__", None):
         raise RuntimeError(
@@ -88,13 +117,15 @@ def describe(error: BaseException, module_path: Path) -> dict[str, str]:
 
 
 def serve() -> int:
-    """Import torch, then fork for each request: a line of JSON on standard input, arguments, environment and stderr.
+    """Import torch and the DSL, then fork for each request: a line of JSON on standard input, see `become_worker`.
 
     Answers each with two lines, the process of the fork and then its exit status (negative: a signal). Ends with the
-    input. The DSL is not imported here: it reads its settings when it is.
+    input. The DSL reads its settings when it is imported: those of this process are the ones of all its forks.
     """
-    with contextlib.suppress(ImportError):  # a module that imports it says what is missing
-        import torch  # noqa: F401
+    del sys.argv[1:]  # which it parses as well
+    for package in ("torch", "cutlass.cute"):
+        with contextlib.suppress(ImportError):  # a module that imports it says what is missing
+            importlib.import_module(package)
     for line in sys.stdin:
         process = os.fork()
         if process == 0:
@@ -105,7 +136,10 @@ def serve() -> int:
 
 
 def become_worker(arguments: list[str], environment: dict[str, str], stderr: str) -> NoReturn:
-    """In a fork: compile as a process of its own, with these arguments, that environment and that log."""
+    """In a fork: compile as a process of its own, with these arguments, that environment and that log.
+
+    Its settings of the DSL have to be those under which the DSL was imported.
+    """
     status = 1
     try:
         os.environ.clear()
@@ -123,6 +157,7 @@ def become_worker(arguments: list[str], environment: dict[str, str], stderr: str
 def main() -> int:
     """Compile sys.argv[1] into sys.argv[2]; exit status 1 when that failed, with the reason in result.json."""
     module_path, out, rest = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:]
+    os.chdir(out)
     object_name = None
     if rest and rest[0] == "--object":
         object_name, rest = rest[1], rest[2:]

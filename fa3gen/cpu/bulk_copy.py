@@ -86,7 +86,7 @@ class BulkCopyUnit:
         memory.check_chunks(chunks, "a TMA load")
         barrier = self.cta.mbarriers.for_load(barrier_address, warps)
         size = len(chunks) * 16
-        memory.async_write(memory.chunk_granules(chunks), warps, barrier.column, barrier.phase + 1, "a TMA load")
+        memory.async_write(side_by_side(chunks), 16, warps, barrier.column, barrier.phase + 1, "a TMA load")
         barrier.in_flight += size
         load = Load(tensor_map, chunks, coordinates, barrier, size, self._issued)
         self._issued += 1
@@ -120,7 +120,11 @@ class BulkCopyUnit:
         Lanes of a warp that name the same box store it once: ptxas makes one warp-level UTMASTG of the instruction.
         """
         seen = set()
-        for lane in (group.all_lanes if mask is None else np.flatnonzero(mask)).tolist():
+        uniform = all(getattr(value, "ndim", 0) == 0 for value in (tensor_map, *coordinates, source))
+        lanes = group.all_lanes if mask is None else np.flatnonzero(mask)
+        if uniform:  # the first active lane of each warp speaks for the others
+            lanes = lanes[np.unique(group.warp_of_lane[lanes], return_index=True)[1]]
+        for lane in lanes.tolist():
             warp = int(group.warp_of_lane[lane])
             place = tuple(_of_lane(coordinate, lane) for coordinate in coordinates)
             request = (warp, _of_lane(tensor_map, lane), place, _of_lane(source, lane))
@@ -142,9 +146,8 @@ class BulkCopyUnit:
         chunks = box_chunks(tensor_map, source)
         memory.check_chunks(chunks, "a TMA store")
         stores = self.stores[warp]
-        memory.async_read(
-            memory.chunk_granules(chunks), np.array([warp]), clocks.bulk + warp, stores.open_epoch, "a TMA store"
-        )
+        reads = side_by_side(chunks)
+        memory.async_read(reads, 16, np.array([warp]), clocks.bulk + warp, stores.open_epoch, "a TMA store")
         stores.open.append(Store(tensor_map, chunks, coordinates, lane))
         self.cta.note("store issued", group, warp=warp, source=source, store=stores.open[-1], epoch=stores.open_epoch)
 
@@ -214,6 +217,12 @@ def _box_layout(box: tuple[int, ...], element_bytes: int, swizzle: int, start: i
     size = int(np.prod(box)) * element_bytes
     addresses = start + np.arange(size // 16, dtype=np.int64) * 16
     return (swizzled(addresses, _SWIZZLE_BITS[swizzle]) >> 4).astype(np.intp)
+
+
+def side_by_side(chunks: NDArray[np.intp]) -> slice | NDArray[np.intp]:
+    """The chunks of a box, none of them twice, in the order of their addresses; a slice where they are neighbours."""
+    first, last = int(chunks.min()), int(chunks.max())
+    return slice(first, last + 1) if last - first + 1 == len(chunks) else chunks
 
 
 def box_chunks(tensor_map: TensorMap, start: int) -> NDArray[np.intp]:

@@ -50,6 +50,7 @@ class Clocks:
         self._next = self.mbarrier_objects + 1
         columns = self._next + 32
         self.time = np.zeros((warps, 3, columns), np.int32)
+        self.running = np.ones(warps, np.int32)  # the running epoch of each warp: one more than what its lanes share
         self.last_access = np.zeros((warps, 32), np.int32)  # epoch in which each lane last accessed shared memory
         self._is_generic = np.zeros(columns, bool)
         self._is_generic[:warps] = True
@@ -65,12 +66,13 @@ class Clocks:
         return self._next - 1
 
     def epoch(self, warps: Any) -> Any:
-        """The running epoch of each warp: one more than what all its lanes have in common."""
-        return self.time[warps, CAUSAL, warps] + 1
+        """The running epoch of each warp."""
+        return self.running[warps]
 
     def end_epoch(self, warps: Any) -> None:
         """Order everything that these warps have done before what any of their lanes does next."""
         self.time[warps, CAUSAL, warps] += 1
+        self.running[warps] += 1
 
     def release(self, warps: NDArray[np.intp], active: NDArray[np.bool_] | None = None) -> Clock:
         """What these warps know and have done, for others to acquire; their epochs end.
@@ -106,12 +108,19 @@ class Clocks:
 
         Generic accesses have to be fenced; other asynchronous ones only have to have been waited for.
         """
+        if len(warps) == 1:
+            mine = self.time[warps[0]]
+            alone: NDArray[np.int32] = np.where(self._is_generic, mine[PROXY], mine[CAUSAL])
+            return alone
         time = self.time[_span(warps)]
         visible: NDArray[np.int32] = np.where(self._is_generic, time[:, PROXY], time[:, CAUSAL]).min(axis=0)
         return visible
 
     def known_to_all(self, warps: NDArray[np.intp]) -> NDArray[np.int32]:
-        """What every one of these warps knows, per agent."""
+        """What every one of these warps knows, per agent; perhaps a view."""
+        if len(warps) == 1:
+            alone: NDArray[np.int32] = self.time[warps[0], CAUSAL]
+            return alone
         known: NDArray[np.int32] = self.time[_span(warps), CAUSAL].min(axis=0)
         return known
 

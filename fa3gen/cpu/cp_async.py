@@ -52,7 +52,8 @@ class CpAsyncUnit:
             memory.check_range(to, width)
             copies = self.warps[warp]
             memory.async_write(
-                memory.granules(to, width).ravel(),
+                to >> (width.bit_length() - 1),
+                width,
                 np.array([warp]),
                 self.cta.clocks.cp_async + warp,
                 copies.open_epoch,

@@ -157,7 +157,7 @@ class Cta:
         if kind == "random":
             self.random.shuffle(order)
         elif kind != "in turn":
-            order.sort(key=lambda group: (self.schedule.favourite in group.warps) == (kind == "last"))
+            order.sort(key=lambda group: (self.schedule.favourite in group.numbers) == (kind == "last"))
         if self.schedule.completion == "random" and self.random.random() < 0.1:
             self._complete_something(only_wanted=False)
         if self._polled_at == self.progress:

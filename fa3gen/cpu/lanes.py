@@ -322,10 +322,7 @@ def minimum_nan(a: Value, b: Value) -> Value:
 
 def _unequivocal(extreme: Value) -> bool:
     """Whether there is no zero and no NaN among the results of fmax or fmin, the two cases that these leave open."""
-    if np.count_nonzero(extreme) != extreme.size:
-        return False
-    squares = extreme @ extreme if extreme.ndim else extreme  # NaN only if an element is: no two terms cancel
-    return bool(squares == squares)
+    return bool(np.count_nonzero(abs(extreme) > 0) == extreme.size)
 
 
 def _extreme(extreme: Value, a: Value, b: Value, join: Callable[[Value, Value], Value]) -> Value:
@@ -333,8 +330,12 @@ def _extreme(extreme: Value, a: Value, b: Value, join: Callable[[Value, Value], 
 
     Of two zeros the bits are joined. A signalling NaN, which fmax and fmin may return, gives way to a number.
     """
-    bits = UNSIGNED[a.dtype.itemsize * 8]
-    extreme = select((a == 0) & (b == 0), join(a.view(bits), b.view(bits)).view(a.dtype), extreme)
+    zeros = (a == 0) & (b == 0)
+    if zeros.any():
+        bits = UNSIGNED[a.dtype.itemsize * 8]
+        extreme = select(zeros, join(a.view(bits), b.view(bits)).view(a.dtype), extreme)
+    if (extreme == extreme).all():
+        return extreme
     return select(a != a, b, select(b != b, a, extreme))
 
 
@@ -348,11 +349,8 @@ def exp2(x: Value) -> Value:
 
 def exp2_ftz(x: Value) -> Value:
     """2^x of f32; subnormal results become 0 (PTX ISA, "ex2.approx.ftz.f32")."""
-    power = np.exp2(x.astype(F64)).astype(F32)
-    if not power.ndim:
-        return power * (power >= _SMALLEST_NORMAL)
-    power[power < _SMALLEST_NORMAL] = 0
-    return power
+    power = np.exp2(x, dtype=F64).astype(F32)
+    return power * (power >= _SMALLEST_NORMAL)
 
 
 def log2(x: Value) -> Value:

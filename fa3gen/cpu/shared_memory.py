@@ -18,26 +18,74 @@ from fa3gen.cpu.types import Type
 
 BASE = 1024
 Indices = NDArray[Any]  # of integers
+Rows = Indices | slice  # rows of some size: their numbers, or neighbours
 _REMEMBERED_READS = 512  # instructions
+_WHOLE: dict[int, Any] = {
+    1: np.int8,
+    2: np.int16,
+    4: np.int32,
+    8: np.int64,
+    16: np.complex128,
+}  # by bytes, to move bits
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(slots=True, eq=False)
 class _Access:
-    """What lanes access in one instruction: for each of them `size` bytes, which are row `rows` of that size.
+    """What lanes of `group` access in one instruction: `size` bytes each, which are row `rows` of that size.
 
-    `warps` and `stamps` (epoch and lane) belong to the rows one by one, or are one for all.
+    `warps`, `epochs` and `lanes` belong to the rows one by one, or are one for all: numbers where there is one warp,
+    and SEVERAL_LANES where a row is accessed by no single lane.
     """
 
     rows: Indices
     size: int
+    group: Indices
     warps: Any
-    stamps: Any
+    epochs: Any
+    lanes: Any
+
+    @property
+    def stamps(self) -> NDArray[np.int32]:
+        """Epoch and lane of each row, or of all."""
+        stamps: NDArray[np.int32] = np.asarray(stamp(self.epochs, self.lanes), np.int32)
+        return stamps
+
+
+class _InRows:
+    """A vector seen in rows of `count` elements, which NumPy moves as one where it has a type of so many bytes."""
+
+    __slots__ = ("_type", "count", "view", "_whole")
+
+    def __init__(self, vector: NDArray[Any], count: int) -> None:
+        """`view` is the vector with one element for each row, or (rows, count)."""
+        whole = _WHOLE.get(vector.itemsize * count)
+        self._type, self.count, self._whole = vector.dtype, count, whole is not None
+        self.view = vector.reshape(-1, count) if whole is None else vector.view(whole)
+
+    def take(self, rows: Rows) -> NDArray[Any]:
+        """(rows, count), perhaps a view of the vector."""
+        taken = self.view[rows]
+        return taken.view(self._type).reshape(-1, self.count)
+
+    def put(self, rows: Rows, values: Any) -> None:
+        """One value for all elements of all rows, one for those of each row, or (rows, count)."""
+        values = np.asarray(values, self._type)
+        if self._whole:
+            if values.ndim == 2:
+                values = np.ascontiguousarray(values).reshape(-1)
+            elif self.count > 1:
+                values = values.repeat(self.count)
+            values = values.view(self.view.dtype)
+        elif values.ndim == 1:
+            values = values[:, None]
+        self.view[rows] = values
 
 
 class SharedMemory:
     """`size` bytes from BASE on. Every access is checked for bounds, and against the clocks for races.
 
-    A granule is the narrowest access of the kernel, so that two accesses never share one without overlapping.
+    A granule is the narrowest access of the kernel, so that two accesses never share one without overlapping. Wider
+    accesses take its state in rows.
     """
 
     def __init__(self, size: int, granule: int, clocks: Clocks) -> None:
@@ -51,12 +99,39 @@ class SharedMemory:
         self.chunks = self.bytes.view(np.complex128)  # 16 bytes each, moved as one
         count = total // granule
         self.writer = np.full(count, clocks.nobody, np.int16)
-        self.written = np.full(count, stamp(1, 0), np.int64)
-        self.read = np.zeros((clocks.readers, count), np.int64)
+        self.written = np.full(count, stamp(1, 0), np.int32)
+        self.read = np.zeros((clocks.readers, count), np.int32)
+        self._rows: dict[int, tuple[_InRows, _InRows, _InRows]] = {}
+        self._elements: dict[tuple[Type, int], _InRows] = {}
         # Which lane of a warp has read a granule matters only if the warp writes it in the same epoch: reads are
         # remembered, and sorted out when that happens.
         self._recent: list[_Access] = []
-        self._lane_of_read: NDArray[np.int64] | None = None  # like `read`, for warps, with exact lanes
+        self._lane_of_read: NDArray[np.int32] | None = None  # like `read`, for warps, with exact lanes
+
+    def _in_rows(self, count: int) -> tuple[_InRows, _InRows, _InRows]:
+        """`writer`, `written` and `read` in rows of `count` granules; those of `read` go on from agent to agent."""
+        found = self._rows.get(count)
+        if found is None:
+            vectors = (self.writer, self.written, self.read.reshape(-1))
+            writer, written, read = (_InRows(vector, count) for vector in vectors)
+            found = self._rows[count] = writer, written, read
+        return found
+
+    def _elements_in_rows(self, type_: Type, count: int) -> _InRows:
+        """The memory in rows of `count` elements of a type."""
+        found = self._elements.get((type_, count))
+        if found is None:
+            found = self._elements[type_, count] = _InRows(self.bytes.view(type_), count)
+        return found
+
+    def _all_reads(self, rows: Rows, count: int) -> NDArray[np.int32]:
+        """(agents, rows, count): stamps of the reads of all agents."""
+        if isinstance(rows, slice):
+            return self.read[:, rows.start * count : rows.stop * count].reshape(self.clocks.readers, -1, count)
+        view = self._in_rows(count)[2].view
+        taken = view.reshape(self.clocks.readers, -1, *view.shape[1:]).take(rows, axis=1)
+        reads: NDArray[np.int32] = taken.view(np.int32).reshape(self.clocks.readers, -1, count)
+        return reads
 
     # ------------------------------------------------------------------ accesses of lanes
 
@@ -66,7 +141,7 @@ class SharedMemory:
         size = np.dtype(type_).itemsize * count
         access = self._access(group, address, size, mask, uniform=uniform)
         self._lanes_read(access)
-        values = self.bytes.view(type_).reshape(-1, count)[access.rows]
+        values = self._elements_in_rows(type_, count).take(access.rows)
         if uniform:
             return list(values[0])
         columns = values.T if count == 1 else np.ascontiguousarray(values.T)
@@ -81,9 +156,10 @@ class SharedMemory:
         count = len(values)
         access = self._access(group, address, np.dtype(type_).itemsize * count, mask, uniform=False)
         self._lanes_write(access)
-        memory = self.bytes.view(type_).reshape(-1, count)
+        data = np.empty((len(access.rows), count), type_)
         for item, value in enumerate(values):
-            memory[access.rows, item] = value[mask] if mask is not None and value.ndim else value
+            data[:, item] = value[mask] if mask is not None and value.ndim else value
+        self._elements_in_rows(type_, count).put(access.rows, data)
 
     def load_rows(self, group: Any, addresses: Indices) -> NDArray[np.complex128]:
         """16-byte rows for ldmatrix; `addresses` is (warps of the group, rows), and so is what comes back."""
@@ -98,50 +174,40 @@ class SharedMemory:
 
     def _access(self, group: Any, address: Any, size: int, mask: Any, *, uniform: bool) -> _Access:
         """The access of the active lanes; `uniform` makes it one for each warp, by all of its lanes."""
-        epochs = self.clocks.epoch(group.warps)
-        if mask is None:
-            self.clocks.last_access[group.warps] = epochs[:, None]
-        else:
-            active = mask.reshape(-1, 32)
-            self.clocks.last_access[group.warps] = np.where(
-                active, epochs[:, None], self.clocks.last_access[group.warps]
-            )
-        if uniform:
-            rows = np.full(len(group.warps), int(address), np.int64)
-            self.check_range(rows, size)
-            return _Access(rows // size, size, group.warps, stamp(epochs, SEVERAL_LANES))
-        if address.ndim == 0:
-            address = np.full(group.lanes, address, np.int64)
+        clocks, lanes = self.clocks, group.lane_number
         if len(group.warps) == 1:
             warps: Any = group.warps[0]
-            stamps = stamp(epochs[0], group.lane_number)
+            epochs: Any = clocks.running[warps]
+            if mask is None:
+                clocks.last_access[warps] = epochs
+            else:
+                clocks.last_access[warps, mask] = epochs
         else:
-            warps = group.warp_of_lane
-            stamps = stamp(epochs.repeat(32), group.lane_number)
+            running = clocks.running[group.warps]
+            active = True if mask is None else mask.reshape(-1, 32)
+            clocks.last_access[group.warps] = np.where(active, running[:, None], clocks.last_access[group.warps])
+            warps, epochs = (group.warps, running) if uniform else (group.warp_of_lane, running.repeat(32))
+        if uniform:
+            address, lanes = np.full(len(group.warps), address, np.int64), SEVERAL_LANES
+        elif address.ndim == 0:
+            address = np.full(group.lanes, address, np.int64)
         if mask is not None:
-            address, stamps = address[mask], stamps[mask]
-            warps = warps if warps.ndim == 0 else warps[mask]
+            address, lanes = address[mask], lanes[mask]
+            if warps.ndim:
+                warps, epochs = warps[mask], epochs[mask]
         self.check_range(address, size)
-        return _Access(address // size, size, warps, stamps)
+        return _Access(address >> (size.bit_length() - 1), size, group.warps, warps, epochs, lanes)
 
     def _collective(self, group: Any, addresses: Indices) -> _Access:
         """Rows that the lanes of a warp access together, (warps of the group, rows)."""
         self.check_range(addresses, 16)
-        warps = np.repeat(group.warps, addresses.shape[1])
-        self.clocks.last_access[group.warps] = self.clocks.epoch(group.warps)[:, None]
-        return _Access(addresses.ravel() >> 4, 16, warps, stamp(self.clocks.epoch(warps), SEVERAL_LANES))
+        epochs = self.clocks.running[group.warps]
+        self.clocks.last_access[group.warps] = epochs[:, None]
+        warps: Any = group.warps[0] if len(group.warps) == 1 else group.warps.repeat(addresses.shape[1])
+        epochs = epochs[0] if len(group.warps) == 1 else epochs.repeat(addresses.shape[1])
+        return _Access(addresses.ravel() >> 4, 16, group.warps, warps, epochs, SEVERAL_LANES)
 
     # ------------------------------------------------------------------ accesses of asynchronous operations
-
-    def chunk_granules(self, chunks: Indices) -> Indices:
-        """Granules of 16-byte chunks."""
-        return chunks if self.granule == 16 else self.granules(chunks.ravel() << 4, 16)
-
-    def granules(self, addresses: Indices, size: int) -> Indices:
-        """Granules of accesses of `size` bytes."""
-        first = addresses // self.granule
-        count = size // self.granule
-        return first if count == 1 else (first[:, None] + np.arange(count)).ravel()
 
     def guard(self, address: int, size: int, *, on: bool) -> None:
         """Let nothing read or write these bytes any more, or let them be memory that nobody has written."""
@@ -158,50 +224,72 @@ class SharedMemory:
                 f"{what} touches shared bytes {low - BASE} to {high - BASE} of {self.size}",
             )
 
+    def _state(self, rows: Rows, size: int) -> tuple[NDArray[np.int16], NDArray[np.int32]]:
+        """Writers and stamps of the granules in rows of `size` bytes, row by row."""
+        count = size // self.granule
+        if isinstance(rows, slice):
+            place = slice(rows.start * count, rows.stop * count)
+            return self.writer[place], self.written[place]
+        writer, written, _ = self._in_rows(count)
+        return writer.take(rows).reshape(-1), written.take(rows).reshape(-1)
+
+    def _granule_of(self, rows: Rows, size: int, position: int) -> int:
+        """The granule at a position of `_state`."""
+        row, item = divmod(position, size // self.granule)
+        return int(rows.start + row if isinstance(rows, slice) else rows[row]) * (size // self.granule) + item
+
     def async_read(
-        self, granules: Indices, warps: Indices, agent: int, epoch: int, what: str, visible: Any = None
+        self, rows: Rows, size: int, warps: Indices, agent: int, epoch: int, what: str, visible: Any = None
     ) -> None:
         """An asynchronous operation issued by `warps` starts to read; it reads until `agent` completes `epoch`.
 
-        `visible` is what the warps may rely on (Clocks.visible_to_async), where the caller has it already.
+        It reads `rows` of `size` bytes. `visible` is what the warps may rely on (Clocks.visible_to_async), where the
+        caller has it already.
         """
         if visible is None:
             visible = self.clocks.visible_to_async(warps)
-        writer, written = self.writer[granules], self.written[granules] >> 6
-        late = written > visible[writer]
+        writer, written = self._state(rows, size)
+        late = written >> 6 > visible[writer]
         if late.any():
-            self._unready(granules[late], writer[late], written[late], warps, what, asynchronous=True)
-        self.read[agent, granules] = stamp(epoch, 0)
+            self._unready(rows, size, late, warps, what, asynchronous=True)
+        count = size // self.granule
+        first = agent * (len(self.writer) // count)
+        rows = slice(first + rows.start, first + rows.stop) if isinstance(rows, slice) else rows + first
+        self._in_rows(count)[2].put(rows, stamp(epoch, 0))
 
     def async_write(
-        self, granules: Indices, warps: Indices, agent: int, epoch: int, what: str, *, generic: bool = False
+        self, rows: Rows, size: int, warps: Indices, agent: int, epoch: int, what: str, *, generic: bool = False
     ) -> None:
         """An asynchronous operation issued by `warps` starts to write, and does until `agent` completes `epoch`.
 
-        `generic` says that it writes through the generic proxy, as cp.async does.
+        It writes `rows` of `size` bytes. `generic` says that it writes through the generic proxy, as cp.async does.
         """
+        count = size // self.granule
+        writers, writtens, _ = self._in_rows(count)
         known = self.clocks.known_to_all(warps)
-        still = self.read[:, granules] >> 6 > known[: self.clocks.readers, None]
+        still = self._all_reads(rows, count) >= stamp(known[: self.clocks.readers, None, None] + 1, 0)
         if still.any():
-            reader, row = np.argwhere(still)[0]
+            reader, row, item = np.argwhere(still)[0]
+            place = self._where(self._granule_of(rows, size, int(row) * count + int(item)))
             raise Hazard(
                 Kind.OVERWRITE,
-                f"{what} overwrites {self._where(granules[row])}, and nothing says that "
-                f"{self.clocks.describe(int(reader))} has read it",
+                f"{what} overwrites {place}, and nothing says that " f"{self.clocks.describe(int(reader))} has read it",
             )
-        writer, written = self.writer[granules], self.written[granules] >> 6
+        writer, written = self._state(rows, size)
         ready = known if generic else self.clocks.visible_to_async(warps)
-        late = (written > ready[writer]) & (writer != self.clocks.nobody)
+        late = written >> 6 > ready[writer]
         if late.any():
-            self._unready(granules[late], writer[late], written[late], warps, what, asynchronous=not generic)
-        self.writer[granules] = agent
-        self.written[granules] = stamp(epoch, 0)
+            late &= writer != self.clocks.nobody
+            if late.any():
+                self._unready(rows, size, late, warps, what, asynchronous=not generic)
+        writers.put(rows, agent)
+        writtens.put(rows, stamp(epoch, 0))
 
     # ------------------------------------------------------------------ checks
 
     def check_range(self, addresses: Indices, size: int) -> None:
         """Raise OUT_OF_BOUNDS or MISALIGNED unless accesses of `size` bytes at these addresses are good."""
-        low, high = int(addresses.min()), int(addresses.max()) + size
+        low, high = int(np.minimum.reduce(addresses, axis=None)), int(np.maximum.reduce(addresses, axis=None)) + size
         if low < BASE or high > self.end:
             raise Hazard(Kind.OUT_OF_BOUNDS, f"shared bytes {low - BASE} to {high - BASE} of {self.size} are accessed")
         if np.bitwise_or.reduce(addresses, axis=None) & (size - 1):
@@ -213,39 +301,40 @@ class SharedMemory:
     def _lanes_read(self, access: _Access) -> None:
         clocks, count = self.clocks, access.size // self.granule
         rows, warps = access.rows, access.warps
-        writer = self.writer.reshape(-1, count)[rows]
-        written = self.written.reshape(-1, count)[rows]
-        if warps.ndim == 0:
-            late = written >> 6 > clocks.time[warps, CAUSAL][writer]
-        else:
-            late = written >> 6 > clocks.time[warps[:, None], CAUSAL, writer]
-        if late.any():
+        writers, writtens, reads = self._in_rows(count)
+        writer, written = writers.take(rows), writtens.take(rows)
+        # What all warps of the group know is mostly enough, and found out faster than what each of them does.
+        if (written >> 6 > clocks.known_to_all(access.group)[writer]).any():
+            late = written >> 6 > clocks.time[_column(warps), CAUSAL, writer]
             late &= (writer != _column(warps)) | (written != _column(access.stamps))  # a lane reads its own write
             if late.any():
                 self._report_unready(access, writer, written, late, "read")
-        self.read.reshape(clocks.readers, -1, count)[warps, rows] = _column(access.stamps | SEVERAL_LANES)
+        reads.put(rows + warps * (len(self.writer) // count), stamp(access.epochs, SEVERAL_LANES))
         if len(self._recent) == _REMEMBERED_READS:
             self._sort_out_reads()
         self._recent.append(access)
 
     def _lanes_write(self, access: _Access) -> None:
         clocks, count = self.clocks, access.size // self.granule
-        rows, warps, stamps = access.rows, access.warps, _column(access.stamps)
-        writers, writtens = self.writer.reshape(-1, count), self.written.reshape(-1, count)
-        writer, written = writers[rows], writtens[rows]
-        known = clocks.time[_column(warps), CAUSAL, writer]
-        late = written >> 6 > known
-        if late.any():
-            late &= (writer != clocks.nobody) & ((writer != _column(warps)) | (written != stamps))
+        rows, warps, stamps = access.rows, access.warps, access.stamps
+        writers, writtens, _ = self._in_rows(count)
+        writer, written = writers.take(rows), writtens.take(rows)
+        known = clocks.known_to_all(access.group)  # as in _lanes_read
+        if (written >> 6 > known[writer]).any():
+            late = written >> 6 > clocks.time[_column(warps), CAUSAL, writer]
+            late &= (writer != clocks.nobody) & ((writer != _column(warps)) | (written != _column(stamps)))
             if late.any():
                 self._report_unready(access, writer, written, late, "written")
-        reads = self.read.reshape(clocks.readers, -1, count)[:, rows] >> 6
-        still = reads > clocks.time[np.atleast_1d(warps), CAUSAL, : clocks.readers].T[:, :, None]
-        if still.any():
-            self._check_overwritten(access, still)
-        writers[rows] = _column(warps)
-        writtens[rows] = stamps
-        clash = (writtens[rows] != stamps) | (writers[rows] != _column(warps))
+        reads = self._all_reads(rows, count)
+        if (reads >= stamp(known[: clocks.readers, None, None] + 1, 0)).any():
+            still = reads >> 6 > clocks.time[np.atleast_1d(warps), CAUSAL, : clocks.readers].T[:, :, None]
+            if still.any():
+                self._check_overwritten(access, still)
+        writers.put(rows, warps)
+        writtens.put(rows, stamps)
+        clash = writtens.take(rows) != _column(stamps)
+        if warps.ndim:
+            clash |= writers.take(rows) != _column(warps)
         if clash.any():
             raise Hazard(Kind.RACE, f"two lanes write {self._place(access, clash)} in one instruction")
 
@@ -276,13 +365,13 @@ class SharedMemory:
                 "synchronises the two (bar.warp.sync)",
             )
 
-    def _sort_out_reads(self) -> NDArray[np.int64]:
+    def _sort_out_reads(self) -> NDArray[np.int32]:
         """For each warp and granule the stamp of the last read with its lane, SEVERAL_LANES where several read."""
         if self._lane_of_read is None:
-            self._lane_of_read = np.zeros((self.clocks.warps, len(self.writer)), np.int64)
+            self._lane_of_read = np.zeros((self.clocks.warps, len(self.writer)), np.int32)
         for access in self._recent:
             # Reads of ended epochs are in order with everything that their warp does now.
-            if (access.stamps >> 6 < self.clocks.epoch(access.warps)).all():
+            if (access.epochs < self.clocks.running[access.warps]).all():
                 continue
             count = access.size // self.granule
             exact = self._lane_of_read.reshape(self.clocks.warps, -1, count)
@@ -311,20 +400,16 @@ class SharedMemory:
                 "nothing synchronises the two (bar.warp.sync)",
             )
         self._unready(
-            np.array([granule]),
-            writer[row, item : item + 1],
-            written[row, item : item + 1] >> 6,
-            np.array([warp]),
-            f"warp {warp}",
-            asynchronous=False,
+            np.array([granule]), self.granule, np.array([True]), np.array([warp]), f"warp {warp}", asynchronous=False
         )
 
     def _unready(
-        self, granules: Indices, writer: Indices, epochs: Indices, warps: Indices, what: str, *, asynchronous: bool
+        self, rows: Rows, size: int, late: NDArray[np.bool_], warps: Indices, what: str, *, asynchronous: bool
     ) -> None:
-        """Say why the first of some granules must not be accessed yet."""
+        """Say why the first of the granules that are `late`, in the order of `_state`, must not be accessed yet."""
         clocks = self.clocks
-        place, who, epoch = self._where(granules[0]), int(writer[0]), int(epochs[0])
+        granule = self._granule_of(rows, size, int(late.argmax()))
+        place, who, epoch = self._where(granule), int(self.writer[granule]), int(self.written[granule]) >> 6
         if who == clocks.nobody:
             raise Hazard(Kind.UNINITIALISED_READ, f"{what} reads {place}, which nothing has written")
         if who == clocks.mbarrier_objects:

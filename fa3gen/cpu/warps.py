@@ -67,6 +67,7 @@ class Group:
         """Everything that follows from which warps these are."""
         cta = self.cta
         self.warps = np.array(warps, np.intp)
+        self.numbers = frozenset(warps)
         self.lanes = 32 * len(warps)
         self.all_lanes = np.arange(self.lanes)
         self.lane_number = self.all_lanes % 32

@@ -242,8 +242,7 @@ class WgmmaUnit:
         for name, chunks in (("B", operation.b_chunks), ("A", operation.a_chunks)):
             if chunks is not None:
                 what = f"operand {name} of a wgmma"
-                granules = memory.chunk_granules(chunks.ravel())
-                memory.async_read(granules, group.warps, agent, number + 1, what, visible)
+                memory.async_read(chunks.reshape(-1), 16, group.warps, agent, number + 1, what, visible)
 
     @staticmethod
     def _check_same(
@@ -266,13 +265,13 @@ class WgmmaUnit:
         """Take over the accumulators' values where no product is in flight on them."""
         token = operation.token
         if chained:
-            if any(value is not token for value in accumulators):
+            if set(map(id, accumulators)) != {id(token)}:
                 raise Hazard(
                     Kind.REGISTER_IN_FLIGHT,
                     "the accumulator registers of this wgmma belong to different unfinished ones",
                 )
             return
-        held = {value.__class__ for value in accumulators}
+        held = set(map(type, accumulators))
         if type(None) in held:
             raise Hazard(Kind.UNINITIALISED_REGISTER, "a wgmma accumulates on registers that were never written")
         if InFlight in held:

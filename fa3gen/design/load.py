@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 from fa3gen.design import rules
+from fa3gen.design.nearest import described, nearest_legal, yaml_text
 from fa3gen.spec import specfile
 from fa3gen.spec.model import Spec
 from fa3gen.spec.specfile import SpecFile
@@ -20,4 +23,16 @@ def load(path: Path, *, roots: Sequence[Path] = (), search: Sequence[Path] = ())
 
 
 def _judge(spec: Spec) -> Iterable[tuple[str, str]]:
-    return [(violation.field, violation.message) for violation in rules.check(spec)]
+    """Every violation; and what makes the spec legal in one step, where the messages do not say so themselves."""
+    violations = rules.check(spec)
+    yield from ((violation.field, violation.message) for violation in violations)
+    changes = nearest_legal(spec) if violations else None
+    if changes is not None and not all(_said(change, violations) for change in changes):
+        yield violations[0].field, f"what makes it legal in one step: {described(changes)}"
+
+
+def _said(change: tuple[str, Any], violations: Sequence[rules.Violation]) -> bool:
+    """Whether the rule that objects to this field names this value as a way out."""
+    path, value = change
+    ways_out = (violation.message.rpartition(";")[2] for violation in violations if violation.field == path)
+    return any(re.search(rf"\b{re.escape(yaml_text(value))}\b", way_out) for way_out in ways_out)

@@ -1,17 +1,22 @@
 """The header docstring of a generated module, as rows of text: decisions, threads, barriers, shared memory, timeline.
 
-Everything here is derived from the spec by the same arithmetic as the code below it, so that it cannot drift.
+Numbers come from the spec by the same arithmetic as those of the code; roles, barriers and steps are those of
+`fa3gen.design.schedule`, against whose order tests hold the code.
 """
 
 from __future__ import annotations
 
+import itertools
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
+from typing import NamedTuple
 
 from fa3gen.design import footprint
 from fa3gen.design.footprint import Region
+from fa3gen.design.schedule import PLACES, Place, Role, Schedule, Step, schedule_of
+from fa3gen.design.schedule.model import Kind
 from fa3gen.hardware import hopper
 from fa3gen.spec.model import (
     CausalMask,
@@ -27,6 +32,15 @@ from fa3gen.spec.model import (
 )
 
 LINE_WIDTH = 112  # of a line of the docstring, which is indented by 4
+PLACE_TITLES: dict[Place, str] = {
+    "cta": "per CTA",
+    "ahead": "for each stage, before the first step",
+    "tile": "per tile",
+    "step": "per step",
+    "end": "at a tile's end",
+    "exit": "at last",
+    "kernel": "",
+}
 
 
 @dataclass(frozen=True)
@@ -46,12 +60,18 @@ class Header:
     timeline: tuple[str, ...]
 
 
+class StepRow(NamedTuple):
+    """A step, or a few that are explained together: where in the program, who, what, and how or why."""
+
+    place: str
+    who: str
+    what: str
+    note: str
+
+
 @dataclass(frozen=True)
 class Description:
-    """What the header says, as rows of cells; the barriers' first row names the columns.
-
-    A step is what happens, and how or by what; in a specialised kernel who does it comes first.
-    """
+    """What the header says, as rows of cells; the barriers' first row names the columns."""
 
     title: str
     mask: str
@@ -60,23 +80,23 @@ class Description:
     barriers: tuple[tuple[str, ...], ...]
     named_barriers: tuple[tuple[str, ...], ...]
     steps_title: str
-    steps: tuple[tuple[str, ...], ...]
+    steps: tuple[StepRow, ...]
 
 
 def describe(spec: Spec, summary: str) -> Description:
     """Describe one module in words; `summary` is that of its spec."""
     dtype = {"bf16": "bfloat16", "fp16": "float16"}[spec.problem.dtype]
     mask = {"none": "no mask", "causal": "causal", "window": "sliding window"}[spec.mask.kind]
-    naive = isinstance(spec.handoff, GlobalHandoff)
+    schedule = schedule_of(spec)
     return Description(
-        title=f"{summary.rstrip('.')}: {_head_dims(spec)}, {dtype}, {mask}.",
+        title=f"{summary.rstrip('.')} ({_head_dims(spec)}, {dtype}, {mask}).",
         mask=_mask_sentence(spec),
         decisions=tuple(_decisions(spec)),
-        threads=tuple(_roles(spec) if footprint.specialized(spec) else _threads(spec)),
-        barriers=tuple(_barriers(spec)),
-        named_barriers=tuple(_named_barriers(spec)),
-        steps_title="The three kernels" if naive else "Steady state, one tile of keys",
-        steps=tuple(_steps(spec)),
+        threads=tuple(_roles(spec, schedule) if footprint.specialized(spec) else _threads(spec)),
+        barriers=tuple(_rings(schedule) if footprint.specialized(spec) else _barriers(schedule)),
+        named_barriers=tuple(_named_barriers(schedule)),
+        steps_title=_steps_title(spec),
+        steps=tuple(_steps(schedule)),
     )
 
 
@@ -94,7 +114,7 @@ def make_header(spec: Spec, *, summary: str, source: PurePath) -> Header:
         named_barriers=_columns(described.named_barriers),
         smem=_columns(_smem(spec), right_aligned=2),
         timeline_title=described.steps_title,
-        timeline=_columns(_numbered(described.steps)),
+        timeline=timeline(described.steps),
     )
 
 
@@ -103,17 +123,14 @@ def _head_dims(spec: Spec) -> str:
     return f"head dim {d}" if d == v_dim else f"head dim {d}/{v_dim}"
 
 
-def _steps(spec: Spec) -> list[tuple[str, ...]]:
-    """What happens, in order: what, and how or by what; in a specialised kernel who does it comes first."""
-    if isinstance(spec.handoff, GlobalHandoff):
-        return _naive_timeline(spec)
-    if footprint.specialized(spec):
-        return [*_producers_timeline(), *_consumer_timeline(spec)]
-    return _timeline(spec)
-
-
-def _numbered(steps: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
-    return [(str(i), *step) for i, step in enumerate(steps, 1)]
+def timeline(steps: Sequence[StepRow]) -> tuple[str, ...]:
+    """The steps as lines of text, numbered, below the names of their places."""
+    text: list[str] = []
+    lines = _columns([(str(i), *step[1:]) for i, step in enumerate(steps, 1)], right_aligned=1)
+    for place, group in itertools.groupby(zip(steps, lines, strict=True), key=lambda pair: pair[0].place):
+        text += [f"{place}:"] * bool(place)
+        text += [f"{'  ' * bool(place)}{line}" for _, line in group]
+    return tuple(text)
 
 
 def _columns(rows: Sequence[Sequence[str]], right_aligned: int = 0) -> tuple[str, ...]:
@@ -182,9 +199,8 @@ def _load_sentence(spec: Spec) -> str:
 def _schedule_sentence(spec: Spec) -> str:
     turns = " in turn" if isinstance(spec.schedule, PingPongSchedule) else ""
     beside = "; S of the next tile and P V run beside the softmax" if footprint.overlapped(spec) else ""
-    loads = "two warps load" if footprint.persistent(spec) else "one warp loads"
     multiply = "multiplies" if spec.tile.warpgroups == 1 else "multiply"
-    return f"{loads}, {_warpgroups(spec.tile.warpgroups or 0)} {multiply}{turns}{beside}"
+    return f"two warps load, {_warpgroups(spec.tile.warpgroups or 0)} {multiply}{turns}{beside}"
 
 
 def _warpgroups(count: int) -> str:
@@ -277,7 +293,7 @@ def _threads(spec: Spec) -> list[str]:
     return [f"{count} threads, {warps} warps: {who}", *loads, *registers]
 
 
-def _roles(spec: Spec) -> list[str]:
+def _roles(spec: Spec, schedule: Schedule) -> list[str]:
     """Who does what in a specialised kernel, and the registers that setmaxnreg gives to each."""
     count, consumers = footprint.threads(spec), spec.tile.warpgroups or 0
     producer_registers, consumer_registers = footprint.REGISTER_BUDGETS[consumers]
@@ -287,75 +303,53 @@ def _roles(spec: Spec) -> list[str]:
     warps, kept = count // hopper.WARP, producer_registers + consumers * consumer_registers
     sums = f"{producer_registers} + {consumers} x {consumer_registers} = {kept}"
     pool = f"{consumers + 1} x {launched} = {(consumers + 1) * launched}"
+    duties = ", ".join(f"{role.label} {role.duty}" for role in schedule.roles if role.warps == 1)
     return [
         f"{count} threads, {warps} warps, launched with {launched} registers each; setmaxnreg moves them: "
         f"{sums} of {pool}",
-        f"producer: 1 warpgroup, {producer_registers} registers; {_producer_duties(spec)}",
+        f"producer: 1 warpgroup, {producer_registers} registers; {duties} (TMA)",
         f"consumers: {_warpgroups(consumers)}, {consumer_registers} registers; 64 query rows each",
         f"    about {sum(n for _, n in held)} registers each: {parts}",
     ]
 
 
-def _producer(spec: Spec) -> str:
-    """The warp that issues the copies of K and V."""
-    return f"warp {footprint.computing_threads(spec) // hopper.WARP if footprint.specialized(spec) else 0}"
-
-
-def _producer_duties(spec: Spec) -> str:
-    draws = "draws the tiles and " if spec.scheduler == "dynamic" else ""
-    first = footprint.computing_threads(spec) // hopper.WARP
-    return f"warp {first} {draws}copies Q and K, warp {first + 1} copies V (TMA)"
-
-
-def _barriers(spec: Spec) -> list[tuple[str, ...]]:
-    if not isinstance(spec.load, TmaLoad):
-        return []
-    warps, stages = footprint.computing_threads(spec) // hopper.WARP, str(spec.load.kv_stages)
-    row, v_row = (d * hopper.BYTES_16BIT for d in (spec.problem.head_dim, spec.problem.v_dim))
-    q, k, v = spec.tile.q * row, spec.tile.kv * row, spec.tile.kv * v_row
-    tma, readers = "TMA", f"{warps} warps"
-    if footprint.specialized(spec):
-        return _rings(spec, q, k, v)
+def _barriers(schedule: Schedule) -> list[tuple[str, ...]]:
+    """The mbarriers of a cooperative kernel, where warp 0 loads for all."""
     rows: list[tuple[str, ...]] = [("name", "stages", "producer -> consumer", "a phase completes with")]
-    rows.append(("q_full", "1", f"{tma} -> {readers}", f"{q} bytes"))
-    rings = [("kv", f"{k + v} bytes, K {k} + V {v}")]
-    if spec.load.barrier == "separate":
-        rings = [("k", f"{k} bytes"), ("v", f"{v} bytes")]
-    for ring, announced in rings:
-        rows.append((f"{ring}_full", stages, f"{tma} -> {readers}", announced))
-        rows.append((f"{ring}_empty", stages, f"{readers} -> {_producer(spec)}", f"{warps} arrivals"))
-    return rows
+    for ring in schedule.rings:
+        stages, readers = str(ring.stages), f"{schedule.role(ring.consumers[0]).warps} warps"
+        if ring.full_bytes:
+            parts = ", ".join(f"{what} {size}" for what, size in zip(ring.holds, ring.sizes, strict=True))
+            announced = f"{ring.full_bytes} bytes{f', {parts}' * (len(ring.holds) > 1)}"
+            rows.append((f"{ring.name}_full", stages, f"{ring.filled_by} -> {readers}", announced))
+        if ring.empty_arrivals:
+            rows.append((f"{ring.name}_empty", stages, f"{readers} -> warp 0", f"{ring.empty_arrivals} arrivals"))
+    return rows if len(rows) > 1 else []
 
 
-def _rings(spec: Spec, q: int, k: int, v: int) -> list[tuple[str, ...]]:
-    """Q is a ring like K and V; their bytes per stage."""
-    assert isinstance(spec.load, TmaLoad)
-    warps, stages = footprint.computing_threads(spec) // hopper.WARP, str(spec.load.kv_stages)
-    consumers, arrivals = f"{warps} warps", f"{warps} arrivals"
+def _rings(schedule: Schedule) -> list[tuple[str, ...]]:
+    """The rings of a specialised kernel: Q is one like K and V."""
     rows: list[tuple[str, ...]] = [("ring", "stages", "producer -> consumers", "full with", "empty with")]
-    rows.append(("q", str(spec.load.q_stages), f"TMA, from warp {warps} -> {consumers}", f"{q} bytes", arrivals))
-    rows.append(("k", stages, f"TMA, from warp {warps} -> {consumers}", f"{k} bytes", arrivals))
-    rows.append(("v", stages, f"TMA, from warp {warps + 1} -> {consumers}", f"{v} bytes", arrivals))
-    if spec.scheduler == "dynamic":
-        to = f"warp {warps} -> {warps + 1} warps"
-        rows.append(("tile", str(footprint.TILE_SLOTS), to, "1 arrival", f"{warps + 1} arrivals"))
-    if isinstance(spec.schedule, PingPongSchedule):
-        count = spec.tile.warpgroups or 0
-        named = f"named barriers 2 to {count + 1}"
-        rows.append(("turn", str(count), "each consumer -> the next one", f"{2 * hopper.WARPGROUP} threads", named))
+    for ring in schedule.rings:
+        producer, readers = schedule.role(ring.producer).label, sum(schedule.role(who).warps for who in ring.consumers)
+        filler = f"TMA, from {producer}" if ring.filled_by == "TMA" else producer
+        full = f"{ring.full_bytes} bytes" if ring.full_bytes else _arrivals(ring.full_arrivals)
+        edge = f"{filler} -> {readers} warps"
+        rows.append((ring.name, str(ring.stages), edge, full, _arrivals(ring.empty_arrivals)))
     return rows
 
 
-def _named_barriers(spec: Spec) -> list[tuple[str, ...]]:
-    """Those of a specialised kernel; a persistent one has them in the table of its rings."""
-    if not footprint.specialized(spec) or spec.outputs.o != "over_q":
-        return []
-    count = footprint.computing_threads(spec)
-    rows: list[tuple[str, ...]] = [
-        ("number", "name", "threads", "who -> whom, and what for"),
-        ("1", "OUTPUT_BARRIER", str(count), "all consumers: Q has been read; then: O is in shared memory"),
-    ]
-    return rows
+def _arrivals(count: int) -> str:
+    return "1 arrival" if count == 1 else f"{count} arrivals"
+
+
+def _named_barriers(schedule: Schedule) -> list[tuple[str, ...]]:
+    rows: list[tuple[str, ...]] = [("number", "name", "threads", "who -> whom, and what for")]
+    for barrier in schedule.named_barriers:
+        last = barrier.first + barrier.count - 1
+        numbers = str(barrier.first) if barrier.count == 1 else f"{barrier.first} to {last}"
+        rows.append((numbers, barrier.name, str(barrier.threads), barrier.note))
+    return rows if len(rows) > 1 else []
 
 
 def placed_regions(spec: Spec) -> list[tuple[int, Region]]:
@@ -384,107 +378,65 @@ def _smem(spec: Spec) -> list[tuple[str, ...]]:
     return rows
 
 
-def _timeline(spec: Spec) -> list[tuple[str, ...]]:
-    """What a warp does for one tile of keys, in order, and what each step waits for."""
-    ring = {"shared": "kv", "separate": "k", "none": ""}[
-        spec.load.barrier if isinstance(spec.load, TmaLoad) else "none"
-    ]
-    steps: list[tuple[str, ...]] = []
-    if isinstance(spec.load, TmaLoad):
-        steps.append((f"wait {ring}_full", "the tile has landed"))
-    elif isinstance(spec.load, CpAsyncLoad):
-        steps.append(("cp.async.wait_group", f"the tile has landed; {_groups(spec.load.kv_stages)} stay in flight"))
-    else:
-        steps.append(("load K", "then a CTA barrier"))
-    wgmma = isinstance(spec.qk, WgmmaProduct)
-    steps.append(("S = Q K^T", "wgmma, wait_group 0" if wgmma else "multiply-adds"))
-    if spec.handoff.through == "smem_f32":
-        steps.append(("store S", "scattered from the accumulator, f32" if wgmma else "f32"))
-    if isinstance(spec.load, TmaLoad) and spec.load.barrier == "separate":
-        steps.append(("arrive k_empty", "K's stage is free"))
-    if spec.load.engine == "sync":
-        steps.append(("load V over K", "after a CTA barrier"))
-    steps.append(("mask", "boundary tiles only"))
-    steps.append(("softmax", "P = 2^(S - max), O and sums rescaled"))
-    if isinstance(spec.handoff, SmemHandoff):
-        steps.append(("store P", "stmatrix, fence.proxy.async, barrier of the warpgroup"))
-    if isinstance(spec.load, TmaLoad) and spec.load.barrier == "separate":
-        steps.append(("wait v_full", "V has landed"))
-    steps.append(("O += P V", "wgmma, wait_group 0" if isinstance(spec.pv, WgmmaProduct) else "multiply-adds"))
-    if isinstance(spec.load, TmaLoad):
-        last = "v" if spec.load.barrier == "separate" else "kv"
-        steps.append((f"arrive {last}_empty", "the stage is free"))
-        steps.append(("warp 0 refills", f"waits for the stage to be empty, then loads the tile {_ahead(spec)}"))
-    elif isinstance(spec.load, CpAsyncLoad):
-        steps.append(("all refill", f"after a CTA barrier, with the tile {_ahead(spec)}"))
-    else:
-        steps.append(("CTA barrier", "before the next K takes V's place"))
-    return steps
+def _steps_title(spec: Spec) -> str:
+    if isinstance(spec.handoff, GlobalHandoff):
+        return "The three kernels"
+    return "Timeline: a tile is one of queries, a step takes one tile of keys"
 
 
-def _producers_timeline() -> list[tuple[str, ...]]:
-    """Each of the two producer warps goes its own way."""
-    return [
-        ("producers", "wait k_empty, load K", "by TMA, when the stage of K is free"),
-        ("producers", "wait v_empty, load V", "by TMA, when the stage of V is free"),
-    ]
+def _steps(schedule: Schedule) -> Iterator[StepRow]:
+    """The steps, place by place and role by role; what all roles do alike stands where the last of them does it."""
+    for place in PLACES:
+        of_roles = [tuple(_rows(schedule, place, role)) for role in schedule.roles]
+        done = [{row[2:] for row in rows} for rows in of_roles]
+        alike = set.intersection(*done) if len(done) > 1 else set()
+        yield from (row for rows in of_roles[:-1] for row in rows if row[2:] not in alike)
+        yield from (row._replace(who="all") if row[2:] in alike else row for row in of_roles[-1])
 
 
-def _consumer_timeline(spec: Spec) -> list[tuple[str, ...]]:
-    """What a consumer warp does for one tile of keys. With overlap, P V is that of the tile before."""
-    overlap, ping_pong = footprint.overlapped(spec), isinstance(spec.schedule, PingPongSchedule)
-    wait_turn = [("wait TURN_BARRIER", "it is this warpgroup's turn")] * ping_pong
-    pass_turn = [("arrive TURN_BARRIER", "it is the next warpgroup's turn")] * ping_pong
-    mask = ("mask", "boundary tiles only")
-    only_then = "" if spec.softmax.rescale_above is None else ", if it has grown much"
-    first = spec.softmax.exp_before_wait
-    held_back = "" if first is None else f"; not before {first} exponentials of each thread"
-    if overlap:
-        masks = [] if isinstance(spec.mask, NoMask) else [mask]
-        steps = [
-            ("wait k_full", "K has landed"),
-            *wait_turn,
-            ("S = Q K^T", "wgmma"),
-            ("wait v_full", "V of the tile before has landed"),
-            ("O += P V", "wgmma, of the tile before"),
-            ("wait_group 1", "S is there; P V goes on"),
-            *pass_turn,
-            ("arrive k_empty", "K's stage is free"),
-            *masks,
-            ("softmax", "P = 2^(S - max) and sums"),
-            ("wait_group 0", f"O is there{held_back}"),
-            ("arrive v_empty", "V's stage is free"),
-            ("rescale", f"O to the new maximum{only_then}; P is rounded"),
-        ]
-    else:
-        steps = [
-            ("wait k_full", "K has landed"),
-            *wait_turn,
-            ("S = Q K^T", "wgmma, wait_group 0"),
-            ("arrive k_empty", "K's stage is free"),
-            *pass_turn,
-            mask,
-            ("softmax", "P = 2^(S - max), O and sums rescaled"),
-            ("wait v_full", "V has landed"),
-            ("O += P V", "wgmma, wait_group 0"),
-            ("arrive v_empty", "V's stage is free"),
-        ]
-    return [("consumer", *step) for step in steps]
+def _rows(schedule: Schedule, place: Place, role: Role) -> Iterator[StepRow]:
+    """What a role does in one place; steps without words of their own share a row with the one that follows."""
+    unsaid: list[str] = []
+    for step in schedule.of(role.name, place):
+        unsaid.append(_name(step))
+        if step.note or step.kind == "kernel":
+            yield StepRow(PLACE_TITLES[place], _who(role, step), ", ".join(unsaid), step.note)
+            unsaid = []
 
 
-def _ahead(spec: Spec) -> str:
-    stages = footprint.kv_stages(spec)
-    return "next in line" if stages == 1 else f"{stages} further on"
+def _who(role: Role, step: Step) -> str:
+    """The role, or the part of it that takes the step."""
+    last = role.warps * hopper.WARP // hopper.WARPGROUP - 1
+    return {"": role.label, "first_warp": "warp 0", "first": "consumer 0", "last": f"consumer {last}"}[step.only]
 
 
-def _groups(stages: int) -> str:
-    return f"{stages - 1} of {stages} groups"
-
-
-def _naive_timeline(spec: Spec) -> list[tuple[str, ...]]:
-    lse = ", LSE" if spec.outputs.lse else ""
-    return [
-        ("scores", "S = scale Q K^T, -inf where the mask hides the key"),
-        ("softmax", f"P = softmax(S) in place{lse}"),
-        ("output", "O = P V"),
-    ]
+def _name(step: Step) -> str:
+    """A step in a word or two, mostly as the code has it."""
+    names: dict[Kind, str] = {
+        "announce": f"announce {step.what}'s bytes",
+        "wait_empty": f"wait {step.on}_empty",
+        "load": f"load {step.what}",
+        "fill": f"arrive {step.on}_full",
+        "wait_full": f"wait {step.on}_full",
+        "release": f"arrive {step.on}_empty",
+        "commit": "commit",
+        "wait_copies": "wait copies",
+        "sync": step.on,
+        "wait_turn": "wait turn",
+        "pass_turn": "pass turn",
+        "product": {"S": "S = Q K^T", "O": "O += P V"}.get(step.what, ""),
+        "wait_products": f"wait_group {step.in_flight}",
+        "mask": "mask",
+        "softmax": "softmax",
+        "rescale": "rescale",
+        "round": "round P",
+        "gather": f"gather {step.what}",
+        "store": f"store {step.what}",
+        "wait_stores": "wait stores",
+        "draw": "draw",
+        "next": "next tile",
+        "give_part": "give O",
+        "add_part": "add O",
+        "kernel": step.what,
+    }
+    return names[step.kind]

@@ -11,6 +11,7 @@ from typing import Literal
 
 from fa3gen.design import footprint, tile_order
 from fa3gen.design.footprint import Region
+from fa3gen.design.schedule import full_tiles, schedule_of
 from fa3gen.generate import header, predicted_sass
 from fa3gen.generate.expected import Expectation
 from fa3gen.hardware import hopper
@@ -27,6 +28,8 @@ from fa3gen.spec.model import (
     WgmmaProduct,
 )
 from fa3gen.spec.specfile import Variant
+
+STMATRIX_COLUMNS = 16  # of a warp's 16 rows: what one stmatrix of four 8 x 8 matrices writes
 
 
 @dataclass(frozen=True)
@@ -321,13 +324,11 @@ def _mask(spec: Spec) -> MaskPlan:
     left, right = spec.mask.left, spec.mask.right
     if not footprint.specialized(spec):
         return MaskPlan("window", left, right, "between", True)
-    # The last row of a tile of queries sees keys from its diagonal - left on, the first one up to its own + right. As
-    # many keys in between fill a tile of keys, or else no tile is full; and then, and only then, one has both edges.
-    wide = left + right + 2 - tile_order.positions(spec) >= spec.tile.kv
+    full = full_tiles(spec)
     # The tile with the end of the keys may hold the left edge of the last row, too: that row sees left + 1 keys.
     near_end = left + 1 < spec.tile.kv
-    both_edges = not wide or near_end or not footprint.overlapped(spec)
-    return MaskPlan("window", left, right, "between" if wide else "none", both_edges)
+    both_edges = full == "none" or near_end or not footprint.overlapped(spec)
+    return MaskPlan("window", left, right, full, both_edges)
 
 
 def _scheduler(spec: Spec) -> SchedulerPlan:
@@ -505,66 +506,55 @@ def _section(name: str) -> str:
 def expectation(spec: Spec) -> Expectation:
     """What the compiled code must show, as static instruction counts; `fa3gen compile` holds PTX and SASS against them.
 
-    Each loop is written once and not unrolled over tiles: a load stands once in the prefetch and once in the steady
-    state, a product once. A specialised kernel has no prefetch, its producer just runs ahead. With overlap the first
-    tile's Q K^T and the last one's P V stand beside the loop, each with a wait of its own, and tiles with an edge of the
-    mask have loops of their own.
+    The schedule says which steps there are, and how often the code has each: no loop over tiles is unrolled, and the
+    tiles of keys before the first step, and those with an edge of the mask, may have code of their own.
     """
-    d, q, kv, threads = spec.problem.head_dim, spec.tile.q, spec.tile.kv, footprint.threads(spec)
-    v_dim = spec.problem.v_dim
-    copies = 1 if footprint.specialized(spec) else 2  # of the code that loads K and V
-    qk_copies, pv_copies = _product_copies(spec)
-    products = [product for product in (_product(spec.qk, kv, d), _product(spec.pv, v_dim, kv)) if product.steps]
+    schedule, threads = schedule_of(spec), footprint.threads(spec)
+    d, v_dim, q, kv = spec.problem.head_dim, spec.problem.v_dim, spec.tile.q, spec.tile.kv
     wgmma: dict[tuple[int, int, int, str], int | None] = {}
-    for product, times in zip(products, (qk_copies, pv_copies), strict=False):  # a product on scalars is the second
-        kind = (*product.instruction, {"SMEM": "smem", "RMEM": "registers"}[product.a_source])
-        wgmma[kind] = (wgmma.get(kind) or 0) + times * product.steps
-    groups = qk_copies + pv_copies if len(products) == 2 else len(products)
-    tma_loads = tma_stores = mbarrier_inits = expect_tx = cp_async = stmatrix = 0
+    for what, product in (("S", _product(spec.qk, kv, d)), ("O", _product(spec.pv, v_dim, kv))):
+        if product.steps:
+            kind = (*product.instruction, {"SMEM": "smem", "RMEM": "registers"}[product.a_source])
+            wgmma[kind] = (wgmma.get(kind) or 0) + schedule.count("product", what) * product.steps
+    groups = schedule.count("wait_products")
+    tma_loads = tma_stores = expect_tx = cp_async = stmatrix = 0
     if isinstance(spec.load, TmaLoad) and spec.smem is not None:
         row, v_row = d * hopper.BYTES_16BIT, v_dim * hopper.BYTES_16BIT
-        rings = 1 if spec.load.barrier == "shared" else 2
-        tma_loads = footprint.tma_boxes(row, spec.smem.q) + copies * (
-            footprint.tma_boxes(row, spec.smem.k) + footprint.tma_boxes(v_row, spec.smem.v)
-        )
-        mbarrier_inits = footprint.barrier_bytes(spec) // hopper.MBARRIER_BYTES
-        expect_tx = 1 + copies * rings
+        swizzles = {"Q": (row, spec.smem.q), "K": (row, spec.smem.k), "V": (v_row, spec.smem.v)}
+        tma_loads = sum(schedule.count("load", what) * footprint.tma_boxes(*box) for what, box in swizzles.items())
+        filled = [ring.name for ring in schedule.rings if ring.filled_by == "TMA"]
+        expect_tx = schedule.count("announce") + sum(schedule.count("wait_empty", on=name) for name in filled)
     if isinstance(spec.load, CpAsyncLoad):
-        vectors = d // footprint.SCALAR_VECTOR
-        cp_async = (q + (2 * spec.load.kv_stages + 2) * kv) * vectors // threads
-    if isinstance(spec.pv, WgmmaProduct) and spec.smem is not None:
-        through_smem = spec.outputs.o != "direct"
-        tma_stores = footprint.tma_boxes(v_dim * hopper.BYTES_16BIT, spec.smem.q) if through_smem else 0
-        stmatrix = (v_dim * through_smem + (kv if isinstance(spec.handoff, SmemHandoff) else 0)) // 16
+        elements = {"Q": q * d, "K": kv * d, "V": kv * v_dim}
+        copied = sum(schedule.count("load", what) * size for what, size in elements.items())
+        cp_async = copied // footprint.SCALAR_VECTOR // threads
+    if spec.smem is not None:
+        columns = v_dim * schedule.count("gather", "O") + kv * schedule.count("store", "P")
+        stmatrix = columns // STMATRIX_COLUMNS
+        if schedule.count("gather", "O"):
+            boxes = footprint.tma_boxes(v_dim * hopper.BYTES_16BIT, spec.smem.q)
+            tma_stores = schedule.count("store", "O") * boxes
     setmaxnreg, max_registers = {}, min(hopper.REGISTERS_PER_THREAD, hopper.REGISTERS_PER_SM // threads)
     if footprint.specialized(spec):
         # ptxas reports what the launch hands out, not what setmaxnreg makes of it.
-        schedule, max_registers = _schedule(spec), footprint.launch_registers(spec)
-        setmaxnreg = {f"dec {schedule.producer_registers}": 1, f"inc {schedule.consumer_registers}": 1}
+        budgets, max_registers = _schedule(spec), footprint.launch_registers(spec)
+        setmaxnreg = {f"dec {budgets.producer_registers}": 1, f"inc {budgets.consumer_registers}": 1}
     regions, barriers = footprint.shared_memory_map(spec), footprint.barrier_bytes(spec)
+    softmaxes = schedule.count("softmax")
     return Expectation(
-        kernels=3 if spec.handoff.through == "global_f32" else 1,
+        kernels=schedule.count("kernel") or 1,
         wgmma=wgmma,
         wgmma_commits=groups,
         wgmma_waits=groups,
         tma_loads=tma_loads,
         tma_stores=tma_stores,
         cp_async=cp_async,
-        mbarrier_inits=mbarrier_inits,
+        mbarrier_inits=sum(ring.mbarriers for ring in schedule.rings),
         mbarrier_expect_tx=expect_tx,
         ldmatrix=0,
         stmatrix=stmatrix,
         setmaxnreg=setmaxnreg,
         smem_bytes=footprint.total_bytes(regions, barriers),
         max_registers=max_registers,
-        # Where P V stands, there stands a softmax: both once for each loop and once beside it.
-        sass=predicted_sass.expectation(spec, waits=groups, softmaxes=pv_copies, o_boxes=tma_stores, matrices=stmatrix),
+        sass=predicted_sass.expectation(spec, waits=groups, softmaxes=softmaxes, o_boxes=tma_stores, matrices=stmatrix),
     )
-
-
-def _product_copies(spec: Spec) -> tuple[int, int]:
-    """How many times Q K^T and P V stand in the code; each is one group with one wait."""
-    if not footprint.overlapped(spec):
-        return 1, 1
-    loops = {"all": 1, "before": 2, "between": 3, "none": 1}[_mask(spec).full_tiles]
-    return loops + 1 + footprint.flattened(spec), loops + 1

@@ -6,6 +6,7 @@ it cannot be imported or does not serve a mask.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 from collections.abc import Callable
@@ -26,29 +27,48 @@ class Unavailable(Exception):
 
 @dataclass(frozen=True)
 class Peer:
-    """A competitor: `prepare` returns a function of (q, k, v) for one mask, or raises Unavailable."""
+    """A competitor: `bare` returns a function of (q, k, v) for one mask, or raises Unavailable.
+
+    That function has to be called within what `setting` returns, where there is one.
+    """
 
     name: str
-    prepare: Callable[[Mask], Attend]
+    bare: Callable[[Mask], Attend]
+    setting: Callable[[], contextlib.AbstractContextManager[Any]] | None = None
+
+    def prepare(self, mask: Mask) -> Attend:
+        """Return a function of (q, k, v) that can be called anywhere. Raises Unavailable."""
+        attend, setting = self.bare(mask), self.setting
+        if setting is None:
+            return attend
+
+        def within(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+            with setting():
+                return attend(q, k, v)
+
+        return within
 
 
-def _sdpa(backend_name: str) -> Callable[[Mask], Attend]:
-    def prepare(mask: Mask) -> Attend:
+def _sdpa(name: str, backend_name: str) -> Peer:
+    def bare(mask: Mask) -> Attend:
         if isinstance(mask, WindowMask):
             raise Unavailable("torch SDPA has no sliding window")
-        from torch.nn.attention import SDPBackend, sdpa_kernel
-
-        backend, causal = getattr(SDPBackend, backend_name), isinstance(mask, CausalMask)
+        causal = isinstance(mask, CausalMask)
 
         def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             heads_first = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-            with sdpa_kernel(backend):
-                out = torch.nn.functional.scaled_dot_product_attention(*heads_first, is_causal=causal)
+            out = torch.nn.functional.scaled_dot_product_attention(*heads_first, is_causal=causal)
             return out.transpose(1, 2)
 
         return attend
 
-    return prepare
+    def setting() -> contextlib.AbstractContextManager[Any]:
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+
+        chosen: contextlib.AbstractContextManager[Any] = sdpa_kernel(getattr(SDPBackend, backend_name))
+        return chosen
+
+    return Peer(name, bare, setting)
 
 
 def _flash_attn(module_name: str, package: str) -> Callable[[Mask], Attend]:
@@ -81,8 +101,8 @@ def _flash_attn(module_name: str, package: str) -> Callable[[Mask], Attend]:
 
 
 PEERS: tuple[Peer, ...] = (
-    Peer("cuDNN (torch SDPA)", _sdpa("CUDNN_ATTENTION")),
-    Peer("flash (torch SDPA)", _sdpa("FLASH_ATTENTION")),
+    _sdpa("cuDNN (torch SDPA)", "CUDNN_ATTENTION"),
+    _sdpa("flash (torch SDPA)", "FLASH_ATTENTION"),
     Peer("flash-attn-4", _flash_attn("flash_attn.cute", "flash-attn-4")),
     Peer("flash-attn-3", _flash_attn("flash_attn_interface", "flash-attn-3")),
 )

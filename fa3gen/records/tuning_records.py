@@ -151,6 +151,12 @@ class _Timed(Part):
     milliseconds: float = Field(gt=0, description="Median of the rounds.")
     tflops: float = Field(gt=0)
     rounds: Milliseconds = Field(min_length=1, description="One launch in each round; the rounds were interleaved.")
+    error: float | None = Field(
+        default=None,
+        ge=0,
+        description="Relative error (Frobenius) of O in the last rows of this very shape, beside attention in float32; "
+        "null where nobody wrote it down.",
+    )
 
     @model_validator(mode="after")
     def _median_of_the_rounds(self) -> Self:
@@ -220,11 +226,16 @@ class TuningRecord(Part):
 _RECORDS = TypeAdapter(list[TuningRecord])
 
 
-def timed(problem: TunedProblem, rounds: Iterable[float]) -> dict[str, Any]:
-    """The fields of a result that follow from its rounds, rounded to DIGITS."""
+def timed(problem: TunedProblem, rounds: Iterable[float], error: float | None = None) -> dict[str, Any]:
+    """The fields of a result that were measured or follow from that, rounded to DIGITS."""
     kept = [_rounded(value) for value in rounds]
     median = statistics.median(kept)
-    return {"rounds": kept, "milliseconds": _rounded(median), "tflops": _rounded(problem.tflops(median))}
+    return {
+        "rounds": kept,
+        "milliseconds": _rounded(median),
+        "tflops": _rounded(problem.tflops(median)),
+        "error": None if error is None else _rounded(error),
+    }
 
 
 def _rounded(value: float) -> float:

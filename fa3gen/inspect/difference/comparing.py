@@ -9,6 +9,7 @@ from typing import Any
 from fa3gen.compile import census
 from fa3gen.design import ceiling, footprint, work
 from fa3gen.generate import header
+from fa3gen.generate.header import StepRow
 from fa3gen.generate.plan import Plan
 from fa3gen.hardware import hopper
 from fa3gen.inspect.difference.model import FieldChange, PairDifference, PlanChange, Side, SourceChange, Step
@@ -29,7 +30,7 @@ def compare(old: Side, new: Side) -> PairDifference:
         )
     if old.plan is not None and new.plan is not None:
         plan = plan_changes(facts(old.plan), facts(new.plan))
-        steps = step_changes(_steps(old.plan), _steps(new.plan))
+        steps = step_changes(*(header.describe(plan.spec, "").steps for plan in (old.plan, new.plan)))
     return PairDifference(old, new, tuple(fields), tuple(plan), tuple(steps), source_change(old, new))
 
 
@@ -138,7 +139,7 @@ def _cell(heading: str, text: str) -> str:
             return f"named barriers {text}" if " to " in text else f"named barrier {text}"
         case "threads":
             return f"{text} threads"
-        case "full with" | "empty with" if text.endswith(("bytes", "arrival", "arrivals")):  # not of named barriers
+        case "full with" | "empty with":
             return f"{heading} {text}"
         case _:
             return text
@@ -176,14 +177,10 @@ def _merged(old: Sequence[str], new: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(merged))
 
 
-def _steps(plan: Plan) -> list[tuple[str, ...]]:
-    """Who, what, and how: what happens in order. Only of a specialised kernel it is said who; else that is empty."""
-    return [("", *row)[-3:] for row in header.describe(plan.spec, "").steps]
-
-
-def step_changes(old: Sequence[tuple[str, ...]], new: Sequence[tuple[str, ...]]) -> list[Step]:
+def step_changes(old: Sequence[StepRow], new: Sequence[StepRow]) -> list[Step]:
     """Both sequences in one, and nothing where they are the same. Who takes a step is no difference by itself."""
-    matcher = difflib.SequenceMatcher(None, [row[1:] for row in old], [row[1:] for row in new], autojunk=False)
+    before, after = ([row._replace(who="") for row in side] for side in (old, new))
+    matcher = difflib.SequenceMatcher(None, before, after, autojunk=False)
     steps: list[Step] = []
     for kind, low, high, new_low, new_high in matcher.get_opcodes():
         if kind == "equal":
@@ -194,9 +191,9 @@ def step_changes(old: Sequence[tuple[str, ...]], new: Sequence[tuple[str, ...]])
     return steps if any(step.change != "same" for step in steps) else []
 
 
-def _step_text(row: tuple[str, ...]) -> str:
-    who, what, how = row
-    return f"{who}: {what} ({how})" if who else f"{what} ({how})"
+def _step_text(row: StepRow) -> str:
+    place = f"{row.place}, " * bool(row.place)
+    return f"{place}{row.who}: {row.what}{f' ({row.note})' * bool(row.note)}"
 
 
 # Source

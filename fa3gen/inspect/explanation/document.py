@@ -119,7 +119,7 @@ _MODULE = record(
                 "left": COUNT,
             }
         ),
-        "steps": listed(listed(TEXT), "Who (in specialised kernels), what, how: for one tile of keys."),
+        "steps": listed(listed(TEXT), "Where in the program, who, what, and how or why."),
         "step": _STEP,
         "query_tile": record(dict.fromkeys(("q_bytes", "o_bytes", "tma_loads", "tma_stores"), COUNT)),
         "occupancy": record(

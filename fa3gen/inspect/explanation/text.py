@@ -14,6 +14,7 @@ from rich.text import Text
 from fa3gen.design import footprint
 from fa3gen.design.ceiling import ProblemCeiling
 from fa3gen.design.rules import Answer, Kind
+from fa3gen.generate.header import timeline
 from fa3gen.hardware import hopper
 from fa3gen.inspect.explanation.facts import Explanation
 from fa3gen.inspect.explanation.legality import Limit
@@ -191,8 +192,8 @@ def _shared_memory(explanation: Explanation) -> list[RenderableType]:
 
 
 def _steps(explanation: Explanation) -> list[RenderableType]:
-    rows = [(str(number), *step) for number, step in enumerate(explanation.description.steps, 1)]
-    return [_heading(explanation.description.steps_title), _table(rows)]
+    description = explanation.description
+    return [_heading(description.steps_title), *(_note(line) for line in timeline(description.steps))]
 
 
 def _counts(explanation: Explanation) -> list[RenderableType]:

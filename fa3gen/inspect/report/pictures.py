@@ -134,7 +134,8 @@ def swizzle_views(spec: Spec) -> tuple[SwizzleView, ...]:
     for (swizzle, _), members in groups.items():
         one = members[0]
         plain = None if swizzle == "none" else banks(one, plain=True)
-        views.append(SwizzleView(tuple(members), banks(one, plain=False), plain, swizzles.accesses(one)))
+        found = dict.fromkeys(access for operand in members for access in swizzles.accesses(operand))
+        views.append(SwizzleView(tuple(members), banks(one, plain=False), plain, tuple(found)))
     return tuple(views)
 
 

@@ -2,8 +2,9 @@
 
 Shared memory has 32 banks of 4 bytes (CUDA C++ Programming Guide, "Shared Memory" of compute capability 5.x and later):
 a 16-byte chunk takes a group of four, of which there are eight, so that 128 bytes lie side by side and the next 128
-below them. A transaction serves each group once. The layouts are those of PTX ISA, "Shared Memory Matrix Layout" of
-wgmma; the swizzles are CuTe's Swizzle<B, 4, 3> on bytes, B = 1, 2, 3 for 32, 64 and 128 bytes.
+below them. A transaction serves each group once, and accesses of 16 bytes a lane are served for a quarter of a warp at
+a time (the same guide, "128-Bit Accesses" of compute capability 2.x). The layouts are those of PTX ISA, "Shared Memory
+Matrix Layout" of wgmma; the swizzles are CuTe's Swizzle<B, 4, 3> on bytes, B = 1, 2, 3 for 32, 64 and 128 bytes.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ SWIZZLE_BITS = {"none": 0, "32B": 1, "64B": 2, "128B": 3}
 class Operand:
     """One operand tile: `rows` of `width` bytes each, of which `swizzle` holds the layout.
 
-    `row` and `column` say in words what a row and an element along it are; `users` who touches the tile.
+    `row` and `column` say in words what a row and an element along it are; `users` who touches the tile; `along`
+    whether lanes read a row of it side by side.
     """
 
     name: str
@@ -38,6 +40,7 @@ class Operand:
     swizzle: Swizzle
     layout: str
     users: tuple[str, ...]
+    along: bool = False
 
     @property
     def span(self) -> int:
@@ -105,22 +108,32 @@ def transactions(chunks: Iterable[Chunk]) -> int:
 
 
 def accesses(operand: Operand) -> tuple[Access, ...]:
-    """The accesses that matter: eight rows of 16 bytes, and one row along its span."""
-    counts = {plain: _worst_column(pattern(operand, plain=plain)) for plain in (False, True)}
-    rows = {plain: _worst_row(pattern(operand, plain=plain)) for plain in (False, True)}
-    return (
-        Access(f"{ROWS} rows x {CHUNK} bytes", counts[False], counts[True]),
-        Access(f"1 row x {operand.span} bytes", rows[False], rows[True]),
+    """The accesses that matter, each of what is touched at once: down eight rows, and along one where lanes read so.
+
+    Lanes that read 16 bytes each are served eight at a time, those that read 8 bytes sixteen at a time: 128 bytes of a
+    row either way, which are several columns of spans below the 128-byte swizzle.
+    """
+    chunks = range(operand.width // CHUNK)
+    found = [
+        _access(f"{ROWS} rows x {CHUNK} bytes", operand, [[(row, chunk) for row in range(ROWS)] for chunk in chunks])
+    ]
+    if operand.along:
+        wide = min(len(chunks), GROUPS)
+        rows = [[(row, first + i) for i in range(wide)] for row in range(ROWS) for first in chunks[::wide]]
+        found.append(_access(f"1 row x {wide * CHUNK} bytes", operand, rows))
+    return tuple(found)
+
+
+def _access(name: str, operand: Operand, cases: Sequence[Sequence[tuple[int, int]]]) -> Access:
+    """The worst of several accesses, each given as (row, chunk along it) of all that is touched at once."""
+    swizzled, plain = (
+        max(
+            transactions(Chunk(row, chunk, address(operand, row, chunk, plain=plain)) for row, chunk in case)
+            for case in cases
+        )
+        for plain in (False, True)
     )
-
-
-def _worst_column(chunks: Sequence[Chunk]) -> int:
-    columns = {chunk.chunk for chunk in chunks}
-    return max(transactions(chunk for chunk in chunks if chunk.chunk == column) for column in columns)
-
-
-def _worst_row(chunks: Sequence[Chunk]) -> int:
-    return max(transactions(chunk for chunk in chunks if chunk.row == row) for row in range(ROWS))
+    return Access(name, swizzled, plain)
 
 
 def operands(spec: Spec) -> tuple[Operand, ...]:
@@ -131,17 +144,19 @@ def operands(spec: Spec) -> tuple[Operand, ...]:
     core = f"wgmma reads core matrices, {ROWS} rows x {CHUNK} bytes"
     # As the scalar products read them: half a warp shares a row of S, its lanes have keys, then columns of O.
     one_row, many_rows = "half a warp reads the same 16 bytes", "half a warp reads 16 bytes each of 16 rows"
-    along = "half a warp reads a row side by side"
+    beside = "half a warp reads a row side by side"
     qk, pv = isinstance(spec.qk, WgmmaProduct), isinstance(spec.pv, WgmmaProduct)
     over_q = isinstance(spec.pv, WgmmaProduct) and spec.outputs.o == "over_q"
     q_users = [core if qk else one_row] + ["stmatrix writes O over it"] * over_q
     tiles = [_operand("sQ", "Q", q, d, "query", spec.smem.q, "K", q_users)]
     if isinstance(spec.load, SyncLoad):
-        tiles.append(_operand("sKV", "K, then V", kv, d, "key", spec.smem.k, "K", [many_rows, along]))
+        users = [many_rows, beside]
+        tiles.append(_operand("sKV", "K, then V", kv, d, "key", spec.smem.k, "K", users, along=beside in users))
     else:
         tiles.append(_operand("sK", "K", kv, d, "key", spec.smem.k, "K", [core if qk else many_rows]))
         major = "MN" if pv else "K"
-        tiles.append(_operand("sV", "V", kv, v_dim, "key", spec.smem.v, major, [core if pv else along]))
+        users = [core if pv else beside]
+        tiles.append(_operand("sV", "V", kv, v_dim, "key", spec.smem.v, major, users, along=beside in users))
     if isinstance(spec.handoff, SmemHandoff):
         users = ["stmatrix writes P", core]
         tiles.append(_operand("sP", "P", q, kv, "query", spec.handoff.swizzle, "K", users, column="key"))
@@ -162,6 +177,7 @@ def _operand(
     major: str,
     users: Sequence[str],
     column: str = "head dim",
+    along: bool = False,
 ) -> Operand:
     layout = f"{major}_INTER" if swizzle == "none" else f"{major}_SW{swizzle.removesuffix('B')}"
-    return Operand(name, what, rows, columns * hopper.BYTES_16BIT, row, column, swizzle, layout, tuple(users))
+    return Operand(name, what, rows, columns * hopper.BYTES_16BIT, row, column, swizzle, layout, tuple(users), along)

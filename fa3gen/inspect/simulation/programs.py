@@ -1,4 +1,4 @@
-"""What the warps of the generated kernels do, as processes: in the order of the header's steps, and of the templates.
+"""What the warps of the generated kernels do, as processes: the steps of the schedule, one after the other.
 
 Tiles of keys are numbered over all tiles of queries of a CTA, so that each phase of each barrier has a signal of its
 own. A group is four warps: a warpgroup, or 128 threads of a scalar kernel.
@@ -6,13 +6,17 @@ own. A group is four warps: a warpgroup, or 128 threads of a scalar kernel.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 from fa3gen.design import footprint
+from fa3gen.design.schedule import PLACES, Place, Ring, Role, Schedule, Step, schedule_of
+from fa3gen.design.schedule.cooperative import CTA_BARRIER
 from fa3gen.inspect.simulation.engine import Actor, Compute, Engine, Process, Wait
 from fa3gen.inspect.simulation.times import Times, groups
-from fa3gen.spec.model import PingPongSchedule, Spec, TmaLoad
+from fa3gen.spec.model import Spec
 
 LAST_STEP = "step"  # signal of a group's step, by its number
 
@@ -31,7 +35,6 @@ class Cta:
     spec: Spec
     times: Times
     number: int
-    stages: int
     tiles: int
     queries: int
     begin: float = 0.0
@@ -46,15 +49,10 @@ class Cta:
         """Tiles of keys over all tiles of queries."""
         return self.tiles * self.queries
 
-    @property
-    def separate(self) -> bool:
-        """Whether K and V have barriers of their own."""
-        return isinstance(self.spec.load, TmaLoad) and self.spec.load.barrier == "separate"
-
-    @property
-    def q_stages(self) -> int:
-        """Buffers of Q."""
-        return self.spec.load.q_stages if isinstance(self.spec.load, TmaLoad) else 1
+    @cached_property
+    def schedule(self) -> Schedule:
+        """Who does what in which order."""
+        return schedule_of(self.spec)
 
     def key(self, *parts: Hashable) -> Hashable:
         """A signal of this CTA."""
@@ -70,50 +68,48 @@ class Cta:
             self.engine.start(self.actor(name), process, self.begin)
 
     def _processes(self) -> Iterator[tuple[str, Process]]:
-        if not footprint.specialized(self.spec):
+        for role in self.schedule.roles:
+            if footprint.specialized(self.spec) and role.warps == 1:
+                yield role.name, _Program(self, role, None).run()
+                continue
             for group in range(self.groups):
-                yield f"warpgroup {group}", _one_after_another(self, group)
-            return
-        if footprint.persistent(self.spec):
-            yield "producer of Q, K", _produce_q_and_k(self)
-            yield "producer of V", _produce_v(self)
-        else:
-            yield "producer", _produce(self)
-        for group in range(self.groups):
-            yield f"warpgroup {group}", _consume(self, group)
+                yield f"warpgroup {group}", _Program(self, role, group).run()
 
     # Rings
 
-    def ring(self, tensor: str) -> int:
-        """Stages of the ring of Q, K or V."""
-        return self.q_stages if tensor == "Q" else self.stages
+    def ring(self, tensor: str) -> Ring:
+        """Where a tile of Q, K or V, or the number of a tile, stands."""
+        return next(ring for ring in self.schedule.rings if tensor in ring.holds)
 
     def load(self, actor: Actor, tensor: str, number: int) -> None:
         """Request a tile; its stage is held from landing until all groups have given it back."""
         size = {"Q": self.times.q_bytes, "K": self.times.k_bytes, "V": self.times.v_bytes}[tensor]
         full, tile = self.key(tensor, "full", number), None if tensor == "Q" else number
-        self.engine.load(actor, tensor, size, number % self.ring(tensor), tile, full)
+        self.engine.load(actor, tensor, size, number % self.ring(tensor).stages, tile, full)
 
     def wait_full(self, tensor: str, number: int) -> Wait:
-        """Wait until a tile has landed."""
-        stage, tile = number % self.ring(tensor), None if tensor == "Q" else number
-        return Wait(self.key(tensor, "full", number), f"{tensor} to land", stage, tile)
+        """Wait until a tile has landed, or the number of one stands there."""
+        stage, tile = number % self.ring(tensor).stages, number if tensor in ("K", "V") else None
+        what = f"{tensor} to land" if tensor in ("Q", "K", "V") else f"the {tensor}"
+        return Wait(self.key(tensor, "full", number), what, stage, tile)
 
     def wait_free(self, tensor: str, number: int) -> Wait | None:
         """Wait until the stage for a tile has been given back; None where it never was in use."""
-        before = number - self.ring(tensor)
-        if before < 0:
+        stages = self.ring(tensor).stages
+        if number < stages:
             return None
-        what, stage = f"a stage of {tensor} to be free", number % self.ring(tensor)
-        return Wait(self.key(tensor, "empty", before), what, stage, None if tensor == "Q" else number)
+        what, tile = f"a stage of {tensor} to be free", number if tensor in ("K", "V") else None
+        return Wait(self.key(tensor, "empty", number - stages), what, number % stages, tile)
 
     def release(self, tensor: str, number: int) -> None:
-        """One group has read a tile."""
-        signal = self.key(tensor, "empty", number)
-        self.engine.arrive(signal, self.groups)
-        if self.engine.fired(signal):
+        """A group, or a role of one warp, has read a tile."""
+        signal, ring = self.key(tensor, "empty", number), self.ring(tensor)
+        readers = [self.schedule.role(name) for name in ring.consumers]
+        alone = sum(role.warps == 1 for role in readers) if footprint.specialized(self.spec) else 0
+        self.engine.arrive(signal, self.groups + alone)
+        if self.engine.fired(signal) and tensor in ("Q", "K", "V"):
             landed, tile = self.engine.when(self.key(tensor, "full", number)), None if tensor == "Q" else number
-            stage = number % self.ring(tensor)
+            stage = number % ring.stages
             self.engine.record(self.actor("ring"), "held", tensor, landed, self.engine.now, stage, tile)
 
     # Products
@@ -130,311 +126,152 @@ class Cta:
         """Note that a group is through with a tile of keys."""
         self.engine.fire(self.key(LAST_STEP, group, number))
 
-    def together(self, name: str, group: int, number: int) -> Wait:
+    def together(self, name: Hashable, number: int) -> Wait:
         """A barrier of all groups of the CTA."""
-        signal = self.key(name, number)
+        signal = self.key("together", name, number)
         self.engine.arrive(signal, self.groups)
         return Wait(signal, "the other warpgroups", None, None)
 
 
-def _softmax(cta: Cta, number: int) -> Process:
-    for piece in cta.times.softmax:
-        yield Compute(piece, number)
+class _Program:
+    """The steps of one role: of one of its groups, or, without a number, of a role of one warp."""
 
+    def __init__(self, cta: Cta, role: Role, group: int | None) -> None:
+        self.cta, self.role, self.group = cta, role, group
+        self.actor = cta.actor(role.name if group is None else f"warpgroup {group}")
+        self.steps = {place: cta.schedule.of(role.name, place) for place in PLACES}
+        # The groups of products in flight, the oldest first; None for one that is not simulated.
+        self.in_flight: deque[tuple[str, int, Wait] | None] = deque()
+        self.turns_taken = self.turns_given = 0
+        # The step at which the epilogue is computed.
+        self.epilogue = "gather" if cta.schedule.count("gather") else "store"
 
-def _qk(cta: Cta, group: int, number: int) -> Process:
-    """S = Q K^T, to its end."""
-    if cta.times.qk is not None:
-        yield Compute(cta.times.qk, number)
-    else:
-        yield from cta.issue(group, "S", number)
+    def run(self) -> Process:
+        """All CTAs of this place, one after the other; a persistent kernel has one with all tiles of queries."""
+        cta, persistent, every = self.cta, footprint.persistent(self.cta.spec), range(self.cta.queries)
+        for queries in [every] if persistent else [range(query, query + 1) for query in every]:
+            if queries[0] and self.group is None:
+                yield Wait(cta.key("together", "end", queries[0] - 1), "the CTA before to end")
+            yield from self._one_cta(queries)
+            if self.group is not None and not persistent:
+                yield cta.together("end", queries[0])
 
+    def _one_cta(self, queries: range) -> Process:
+        tiles, stages = self.cta.tiles, footprint.kv_stages(self.cta.spec)
+        yield from self._place("cta", queries, queries[0], queries[0] * tiles)
+        for query in queries:
+            first, end = query * tiles, (query + 1) * tiles
+            for number in range(first, min(first + stages, end)):
+                yield from self._place("ahead", queries, query, number)
+            yield from self._place("tile", queries, query, first)
+            for number in range(first + self.role.peeled, end):
+                yield from self._place("step", queries, query, number)
+            yield from self._place("end", queries, query, end - 1)
+            if not self.cta.ring("Q").empty_arrivals:  # nobody gives its place back
+                self.cta.release("Q", query)
+        yield from self._place("exit", queries, queries[-1], queries[-1] * tiles + tiles - 1)
 
-def _pv(cta: Cta, group: int, number: int) -> Process:
-    """O += P V, to its end."""
-    if cta.times.pv is not None:
-        yield Compute(cta.times.pv, number)
-    else:
-        yield from cta.issue(group, "O", number)
+    def _place(self, place: Place, queries: range, query: int, number: int) -> Process:
+        """The steps of one place that are this group's; those for tiles that the CTA does not have are left out."""
+        groups = {"": True, "first": self.group == 0, "first_warp": self.group == 0}
+        groups["last"] = self.group == self.cta.groups - 1
+        for step in self.steps[place]:
+            if not groups[step.only]:
+                continue
+            of_queries = step.on in ("q", "tile")
+            tile, end = (query, queries.stop) if of_queries else (number, queries.stop * self.cta.tiles)
+            if tile + step.ahead < end:
+                yield from self._step(step, tile + step.ahead, query)
+            elif step.kind == "product":
+                self.in_flight.append(None)
 
+    def _step(self, step: Step, number: int, query: int) -> Process:
+        cta, times = self.cta, self.cta.times
+        match step.kind:
+            case "wait_empty" | "fill" | "wait_full" | "release":
+                yield from self._ring(step, number)
+            case "load":
+                yield from self._load(step.what, number)
+            case "wait_copies":
+                yield cta.wait_full("Q", query)
+                yield cta.wait_full("K", number)
+                yield cta.wait_full("V", number)
+            # Warps of a group go on together anyway, and around the store of O groups wait at the end of the CTA.
+            case "sync" if step.on == CTA_BARRIER and step.place == "step":
+                for tensor in {"K", "V"}.intersection(step.what.split(", ")):
+                    cta.release(tensor, number)
+                yield cta.together(step, number)
+            case "wait_turn" | "pass_turn":
+                yield from self._turn(step)
+            case "product":
+                yield from self._product(step.what, number)
+            case "wait_products":
+                yield from self._finish_products(step.in_flight)
+            case "softmax":
+                # Where it is not split up, O is rescaled and P rounded in the softmax.
+                for piece in times.softmax if self.role.peeled else (*times.softmax, times.rescale):
+                    yield Compute(piece, number)
+            case "round" if self.role.peeled:
+                yield Compute(times.rescale, number)
+            case self.epilogue if step.what == "O":
+                yield Compute(times.epilogue)
 
-# -- cooperative kernels
+    def _ring(self, step: Step, number: int) -> Process:
+        ring = self.cta.schedule.ring(step.on)
+        assert ring is not None
+        for tensor in ring.holds:
+            if step.kind == "wait_full":
+                yield self.cta.wait_full(tensor, number)
+            elif step.kind == "release":
+                self.cta.release(tensor, number)
+            elif step.kind == "fill":
+                self.cta.engine.fire(self.cta.key(tensor, "full", number))
+            elif free := self.cta.wait_free(tensor, number):
+                yield free
 
+    def _load(self, tensor: str, number: int) -> Process:
+        """By TMA, or by the warps: the first group stands for all of them."""
+        cta, times = self.cta, self.cta.times
+        piece = {"Q": times.copy_q, "K": times.copy_k, "V": times.copy_v}[tensor]
+        if piece is not None:
+            yield Compute(piece, None if tensor == "Q" else number)
+        if not self.group:
+            cta.load(self.actor, tensor, number)
+        if cta.spec.load.engine == "sync":
+            yield cta.wait_full(tensor, number)
 
-def _one_after_another(cta: Cta, group: int) -> Process:
-    """A CTA for each tile of queries; the next one starts when all groups of the one before have ended."""
-    program = {"sync": _sync, "cp_async": _cp_async, "tma": _cooperative_tma}[cta.spec.load.engine]
-    for query in range(cta.queries):
-        yield from program(cta, group, query)
-        yield Compute(cta.times.epilogue)
-        yield cta.together("end", group, query)
-
-
-def _copied(cta: Cta, group: int, tensor: str, number: int) -> Process:
-    """A tile that the warps copy through registers: request, wait, and a barrier of the CTA."""
-    piece = {"Q": cta.times.copy_q, "K": cta.times.copy_k, "V": cta.times.copy_v}[tensor]
-    assert piece is not None
-    yield Compute(piece, number)
-    if group == 0:
-        cta.load(cta.actor("warpgroup 0"), tensor, number)
-    yield cta.wait_full(tensor, number)
-    yield cta.together(f"{tensor} copied", group, number)
-
-
-def _sync(cta: Cta, group: int, query: int) -> Process:
-    """k2: K and V take turns in one buffer."""
-    yield from _copied(cta, group, "Q", query)
-    for number in range(query * cta.tiles, (query + 1) * cta.tiles):
-        yield from _copied(cta, group, "K", number)
-        yield from _qk(cta, group, number)
-        cta.release("K", number)
-        yield cta.together("K read", group, number)
-        yield from _copied(cta, group, "V", number)
-        yield from _softmax(cta, number)
-        yield Compute(cta.times.rescale, number)
-        yield from _pv(cta, group, number)
-        cta.release("V", number)
-        cta.finish_step(group, number)
-        yield cta.together("V read", group, number)
-    cta.release("Q", query)
-
-
-def _cp_async(cta: Cta, group: int, query: int) -> Process:
-    """k2_cp_async: all groups copy, `stages` tiles ahead; barriers of the CTA before and after each tile."""
-    first, end = query * cta.tiles, (query + 1) * cta.tiles
-    times = cta.times
-    assert times.copy_q is not None and times.copy_k is not None and times.copy_v is not None
-    actor = cta.actor("warpgroup 0")
-    yield Compute(times.copy_q)
-    if group == 0:
-        cta.load(actor, "Q", query)
-    for number in range(first, min(first + cta.stages, end)):
-        yield Compute(times.copy_k, number)
-        yield Compute(times.copy_v, number)
-        if group == 0:
-            cta.load(actor, "K", number)
-            cta.load(actor, "V", number)
-    yield cta.wait_full("Q", query)
-    for number in range(first, end):
-        yield cta.wait_full("K", number)
-        yield cta.wait_full("V", number)
-        yield cta.together("landed", group, number)
-        yield from _qk(cta, group, number)
-        yield from _softmax(cta, number)
-        yield Compute(times.rescale, number)
-        yield from _pv(cta, group, number)
-        cta.release("K", number)
-        cta.release("V", number)
-        cta.finish_step(group, number)
-        yield cta.together("read", group, number)
-        if number + cta.stages < end:
-            yield Compute(times.copy_k, number)
-            yield Compute(times.copy_v, number)
-            if group == 0:
-                cta.load(actor, "K", number + cta.stages)
-                cta.load(actor, "V", number + cta.stages)
-    cta.release("Q", query)
-
-
-def _cooperative_tma(cta: Cta, group: int, query: int) -> Process:
-    """k3 and k4: a warp of the first group refills the stage that all have read."""
-    first, end = query * cta.tiles, (query + 1) * cta.tiles
-    actor = cta.actor("warpgroup 0")
-    if group == 0:
-        cta.load(actor, "Q", query)
-        for number in range(first, min(first + cta.stages, end)):
-            cta.load(actor, "K", number)
-            cta.load(actor, "V", number)
-    yield cta.wait_full("Q", query)
-    for number in range(first, end):
-        yield cta.wait_full("K", number)
-        if not cta.separate:
-            yield cta.wait_full("V", number)
-        yield from _qk(cta, group, number)
-        if cta.separate:
-            cta.release("K", number)
-        yield from _softmax(cta, number)
-        yield Compute(cta.times.rescale, number)
-        if cta.separate:
-            yield cta.wait_full("V", number)
-        yield from _pv(cta, group, number)
-        if not cta.separate:
-            cta.release("K", number)
-        cta.release("V", number)
-        cta.finish_step(group, number)
-        following = number + cta.stages
-        if group == 0 and following < end:
-            for tensor in ("K", "V"):
-                free = cta.wait_free(tensor, following)
-                if free is not None:
-                    yield free
-                cta.load(actor, tensor, following)
-    cta.release("Q", query)
-
-
-# -- producers
-
-
-def _fill(cta: Cta, actor: Actor, tensor: str, number: int) -> Process:
-    free = cta.wait_free(tensor, number)
-    if free is not None:
-        yield free
-    cta.load(actor, tensor, number)
-
-
-def _produce(cta: Cta) -> Process:
-    """k5 and k6: one warp loads Q, then K and V of each tile; of the next CTA when this one has ended."""
-    actor = cta.actor("producer")
-    for query in range(cta.queries):
-        if query:
-            yield Wait(cta.key("end", query - 1), "the CTA before to end")
-        cta.load(actor, "Q", query)
-        for number in range(query * cta.tiles, (query + 1) * cta.tiles):
-            yield from _fill(cta, actor, "K", number)
-            yield from _fill(cta, actor, "V", number)
-
-
-def _produce_q_and_k(cta: Cta) -> Process:
-    actor = cta.actor("producer of Q, K")
-    for query in range(cta.queries):
-        yield from _fill(cta, actor, "Q", query)
-        for number in range(query * cta.tiles, (query + 1) * cta.tiles):
-            yield from _fill(cta, actor, "K", number)
-
-
-def _produce_v(cta: Cta) -> Process:
-    actor = cta.actor("producer of V")
-    for number in range(cta.total):
-        yield from _fill(cta, actor, "V", number)
-
-
-# -- consumers
-
-
-class _Turns:
-    """The turns of one consumer at the tensor cores; without ping-pong it is always its turn."""
-
-    def __init__(self, cta: Cta, group: int) -> None:
-        self.cta, self.group = cta, group
-        self.taken = self.passed = 0
-        self.used = isinstance(cta.spec.schedule, PingPongSchedule)
-        if self.used and group == cta.groups - 1:
-            self.give()  # the first turn is consumer 0's
-
-    def take(self) -> Process:
-        """Wait for the turn."""
-        if self.used:
-            yield Wait(self.cta.key("turn", self.group, self.taken), "its turn")
-            self.taken += 1
-
-    def give(self) -> None:
-        """It is the next consumer's turn."""
-        if self.used:
-            following = (self.group + 1) % self.cta.groups
-            self.cta.engine.fire(self.cta.key("turn", following, self.passed))
-            self.passed += 1
-
-
-def _consume(cta: Cta, group: int) -> Process:
-    turns = _Turns(cta, group)
-    overlapped = footprint.overlapped(cta.spec)
-    if overlapped and footprint.flattened(cta.spec):
-        yield from _consume_flattened(cta, group, turns)
-        return
-    for query in range(cta.queries):
-        yield cta.wait_full("Q", query)
-        if overlapped:
-            yield from _consume_overlapped(cta, group, turns, query)
+    def _turn(self, step: Step) -> Process:
+        """Turns at the tensor cores go round the groups."""
+        cta, group = self.cta, self.group
+        assert group is not None
+        if step.kind == "wait_turn":
+            yield Wait(cta.key("turn", group, self.turns_taken), "its turn")
+            self.turns_taken += 1
         else:
-            yield from _consume_sequential(cta, group, turns, query)
-        cta.release("Q", query)
-        yield Compute(cta.times.epilogue)
-        if not footprint.persistent(cta.spec):
-            yield cta.together("end", group, query)
+            cta.engine.fire(cta.key("turn", (group + 1) % cta.groups, self.turns_given))
+            self.turns_given += 1
 
-
-def _consume_sequential(cta: Cta, group: int, turns: _Turns, query: int) -> Process:
-    """No product beside the softmax of the same group."""
-    for number in range(query * cta.tiles, (query + 1) * cta.tiles):
-        yield cta.wait_full("K", number)
-        yield from turns.take()
-        yield from cta.issue(group, "S", number)
-        cta.release("K", number)
-        turns.give()
-        yield from _softmax(cta, number)
-        yield Compute(cta.times.rescale, number)
-        yield cta.wait_full("V", number)
-        yield from cta.issue(group, "O", number)
-        cta.release("V", number)
-        cta.finish_step(group, number)
-
-
-def _alone(cta: Cta, group: int, turns: _Turns, tensor: str, product: str, number: int) -> Process:
-    """A product with nothing beside it: the S visited first, the P V visited last."""
-    yield cta.wait_full(tensor, number)
-    yield from turns.take()
-    issued, finished = cta.issue(group, product, number)
-    yield issued
-    turns.give()
-    yield finished
-    cta.release(tensor, number)
-
-
-def _later_steps(cta: Cta, group: int, turns: _Turns, first: int, end: int) -> Process:
-    """From a finished S of tile `first`: softmax after softmax, with P V of the tile before beside each but one."""
-    yield from _softmax(cta, first)
-    yield Compute(cta.times.rescale, first)
-    for number in range(first + 1, end):
-        yield cta.wait_full("K", number)
-        yield from turns.take()
-        issued, scores = cta.issue(group, "S", number)
-        yield issued
-        yield cta.wait_full("V", number - 1)
-        issued, output = cta.issue(group, "O", number - 1)
-        yield issued
-        yield scores
-        turns.give()
-        cta.release("K", number)
-        yield from _softmax(cta, number)
-        yield output
-        cta.release("V", number - 1)
-        cta.finish_step(group, number - 1)
-        yield Compute(cta.times.rescale, number)
-
-
-def _consume_overlapped(cta: Cta, group: int, turns: _Turns, query: int) -> Process:
-    first, end = query * cta.tiles, (query + 1) * cta.tiles
-    yield from _alone(cta, group, turns, "K", "S", first)
-    yield from _later_steps(cta, group, turns, first, end)
-    yield from _alone(cta, group, turns, "V", "O", end - 1)
-    cta.finish_step(group, end - 1)
-
-
-def _consume_flattened(cta: Cta, group: int, turns: _Turns) -> Process:
-    """Persistent with two buffers of Q: the first S of a tile of queries beside the last P V of the one before."""
-    yield cta.wait_full("Q", 0)
-    yield from _alone(cta, group, turns, "K", "S", 0)
-    for query in range(cta.queries):
-        first, end = query * cta.tiles, (query + 1) * cta.tiles
-        yield from _later_steps(cta, group, turns, first, end)
-        cta.release("Q", query)
-        more = query + 1 < cta.queries
-        yield cta.wait_full("V", end - 1)
-        if more:
-            yield cta.wait_full("Q", query + 1)
-            yield cta.wait_full("K", end)
-        yield from turns.take()
-        issued, output = cta.issue(group, "O", end - 1)
-        yield issued
-        scores = None
-        if more:
-            issued, scores = cta.issue(group, "S", end)
+    def _product(self, what: str, number: int) -> Process:
+        """Issue it to the tensor cores, or compute it."""
+        cta, group = self.cta, self.group
+        assert group is not None
+        piece = cta.times.qk if what == "S" else cta.times.pv
+        if piece is None:
+            issued, done = cta.issue(group, what, number)
             yield issued
-        turns.give()
-        yield output
-        cta.release("V", end - 1)
-        cta.finish_step(group, end - 1)
-        yield Compute(cta.times.epilogue)
-        if scores is not None:
-            yield scores
-            cta.release("K", end)
+            self.in_flight.append((what, number, done))
+            return
+        yield Compute(piece, number)
+        if what == "O":
+            cta.finish_step(group, number)
+
+    def _finish_products(self, in_flight: int) -> Process:
+        """Wait until so many products are left."""
+        while len(self.in_flight) > in_flight:
+            product = self.in_flight.popleft()
+            if product is None:
+                continue
+            what, number, done = product
+            yield done
+            if what == "O" and self.group is not None:
+                self.cta.finish_step(self.group, number)

@@ -68,10 +68,11 @@ def settings_of(
 
 def simulate(spec: Spec, times: Times, settings: Settings) -> Simulation:
     """Run the kernel's roles on one SM until all tiles are done."""
+    spec = with_stages(spec, settings.stages)
     engine = Engine(times.load_latency, times.load_rate, settings.arbitration)
     apart = _apart(times, settings)
     places = [
-        Cta(engine, spec, times, number, settings.stages, settings.tiles, settings.queries, number * apart)
+        Cta(engine, spec, times, number, settings.tiles, settings.queries, number * apart)
         for number in range(settings.ctas)
     ]
     for place in places:

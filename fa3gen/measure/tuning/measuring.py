@@ -112,6 +112,15 @@ def _assembler(paths: Iterable[Path]) -> str | None:
     return None
 
 
+@dataclass(frozen=True)
+class _Ready:
+    """Somebody to be timed: how, whether from a CUDA graph, and the relative error of O in the last rows."""
+
+    run: Callable[[], float]
+    captured: bool
+    error: float
+
+
 @dataclass
 class Bench:
     """What one measuring process knows: loaded modules, which of them are wrong. `who` is being worked on."""
@@ -206,6 +215,7 @@ class Bench:
             attends[peer.name] = lambda peer=peer: peer.prepare(problem.mask.spec_mask())  # type: ignore[misc]
         tensors = self._inputs(problem)
         bursts: dict[str, Callable[[], float]] = {}
+        errors: dict[str, float] = {}
         failed: dict[str, str] = {}
         eager: list[str] = []
         for name, prepare in attends.items():
@@ -213,10 +223,10 @@ class Bench:
             if isinstance(burst, str):
                 failed[name] = burst
             else:
-                bursts[name] = burst[0]
-                eager += [] if burst[1] else [name]
+                bursts[name], errors[name] = burst.run, burst.error
+                eager += [] if burst.captured else [name]
         times = self._rounds(bursts, int(request["rounds"]))
-        answer = {"times": times, "failed": failed, "wrong": self._wrong_of(request), "eager": eager}
+        answer = {"times": times, "errors": errors, "failed": failed, "wrong": self._wrong_of(request), "eager": eager}
         return {**answer, "ptxas": _assembler(Path(module["path"]) for module in request["modules"])}
 
     def _inputs(self, problem: TunedProblem) -> Tensors:
@@ -230,9 +240,7 @@ class Bench:
         k = normal(problem.seq_k, problem.heads_kv, problem.head_dim)
         return q, k, normal(problem.seq_k, problem.heads_kv, problem.head_dim_v)
 
-    def _ready(
-        self, name: str, prepare: Callable[[], Attend], problem: TunedProblem, tensors: Tensors
-    ) -> tuple[Callable[[], float], bool] | str:
+    def _ready(self, name: str, prepare: Callable[[], Attend], problem: TunedProblem, tensors: Tensors) -> _Ready | str:
         """Launch, check and prepare a timing; a text says why there is none."""
         self._at("warm", name)
         try:
@@ -247,7 +255,7 @@ class Bench:
             launch()
             estimate = self.timer.once(launch)
             count = min(MOST_LAUNCHES, max(1, math.ceil(TARGET_MS / max(estimate, 1e-4))))
-            return self.timer.burst(launch, count)
+            return _Ready(*self.timer.burst(launch, count), error)
         except Unavailable as reason:
             return str(reason)
         except Exception as error:  # a competitor may raise anything; the others go on

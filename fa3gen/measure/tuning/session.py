@@ -77,6 +77,7 @@ class Outcome:
     eager: Sequence[str]
     around: Mapping[str, str | None]
     winner: str | None
+    errors: Mapping[str, float] = field(default_factory=dict)  # of O, by name; a journal of old has none
 
     def record(self, day: str | None = None) -> TuningRecord | None:
         """What is kept of it; None for a cell without a winner. `day` is the present UTC day unless given."""
@@ -88,7 +89,7 @@ class Outcome:
                 stem=stem,
                 sha256=modules[stem].sha256,
                 spec=modules[stem].spec.model_dump(exclude_none=True),
-                **timed(problem, rounds),
+                **timed(problem, rounds, self.errors.get(stem)),
             )
             for stem, rounds in self.times.items()
         ]
@@ -101,7 +102,10 @@ class Outcome:
             date=day or datetime.datetime.now(datetime.UTC).date().isoformat(),
             problem=problem,
             results=results,
-            peers=[PeerResult(name=name, **timed(problem, rounds)) for name, rounds in self.peers.items()],
+            peers=[
+                PeerResult(name=name, **timed(problem, rounds, self.errors.get(name)))
+                for name, rounds in self.peers.items()
+            ],
             absent=dict(self.absent),
             winner=self.winner,
         )
@@ -314,7 +318,7 @@ class Tuner:
         self._note_wrong(answer)
         times, failed, eager = answer["times"], answer["failed"], answer["eager"]
         around = {**slot.around, "ptxas": answer["ptxas"]}
-        measured = {"times": times, "failed": failed, "eager": eager, "around": around}
+        measured = {"times": times, "errors": answer["errors"], "failed": failed, "eager": eager, "around": around}
         return self.journal.append("heat", cell=cell.key, stage=stage, rounds=heat.rounds, peers=peers, **measured)
 
     def _survivors(self, entry: Mapping[str, Any], heat: Heat, stems: Sequence[str]) -> list[str]:
@@ -348,7 +352,7 @@ class Tuner:
         out = {name: reason for name, reason in self.out.items() if name in stems or name not in self._files}
         absent = {**entry["failed"], **out}
         winner = heats.winner(times) if times else None
-        return Outcome(cell, times, peers, absent, entry["eager"], entry["around"], winner)
+        return Outcome(cell, times, peers, absent, entry["eager"], entry["around"], winner, entry.get("errors", {}))
 
 
 def _slots(gpu: str, cells: Sequence[Cell]) -> list[_Slot]:

@@ -1,0 +1,160 @@
+"""The schedule of a spec: its roles, rings and named barriers; the steps come from the two families of kernels."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Literal
+
+from fa3gen.design import footprint, tile_order
+from fa3gen.design.schedule import cooperative, specialized
+from fa3gen.design.schedule.model import NamedBarrier, Ring, Role, Schedule, Step
+from fa3gen.hardware import hopper
+from fa3gen.spec.model import (
+    CausalMask,
+    CpAsyncLoad,
+    GlobalHandoff,
+    NoMask,
+    PingPongSchedule,
+    SmemHandoff,
+    Spec,
+    SyncLoad,
+    TmaLoad,
+    WgmmaProduct,
+)
+
+OUTPUT_BARRIER, TURN_BARRIER = 1, 2  # numbers of named barriers; turns are numbered on by consumer
+
+
+def schedule_of(spec: Spec) -> Schedule:
+    """Derive the schedule of a checked spec."""
+    if isinstance(spec.handoff, GlobalHandoff):
+        return _three_kernels(spec)
+    if footprint.specialized(spec):
+        roles = _specialized_roles(spec)
+        return Schedule(roles, _specialized_rings(spec), _specialized_barriers(spec), specialized.steps(spec, roles))
+    return Schedule((_all_warps(spec),), _cooperative_rings(spec), _cooperative_barriers(spec), cooperative.steps(spec))
+
+
+def full_tiles(spec: Spec) -> Literal["all", "before", "between", "none"]:
+    """Which tiles of keys hold no edge of the mask: all but the first visited, those before it or between, or none."""
+    if isinstance(spec.mask, NoMask):
+        return "all"
+    if isinstance(spec.mask, CausalMask):
+        return "before"
+    # The last row of a tile of queries sees keys from its diagonal - left on, the first one up to its own + right. As
+    # many keys in between fill a tile of keys, or else no tile is full; and then, and only then, one has both edges.
+    wide = spec.mask.left + spec.mask.right + 2 - tile_order.positions(spec) >= spec.tile.kv
+    return "between" if wide or not footprint.specialized(spec) else "none"
+
+
+# k1
+
+
+def _three_kernels(spec: Spec) -> Schedule:
+    warps = footprint.threads(spec) // hopper.WARP
+    lse = ", and LSE" if spec.outputs.lse else ""
+    kernels = {
+        "scores": ("S = scale Q K^T", "-inf where the mask hides the key"),
+        "softmax": ("P = softmax(S)", f"in place{lse}"),
+        "output": ("O = P V", ""),
+    }
+    roles = tuple(Role(name, name, 0, warps, what, f"{name}_kernel") for name, (what, _) in kernels.items())
+    steps = tuple(Step(name, "kernel", "kernel", what, note=note) for name, (what, note) in kernels.items())
+    return Schedule(roles, (), (), steps)
+
+
+# Cooperative kernels
+
+
+def _all_warps(spec: Spec) -> Role:
+    warps = footprint.computing_threads(spec) // hopper.WARP
+    return Role(cooperative.WARPS, "all warps", 0, warps, "load and multiply", "attention_kernel")
+
+
+def _tile_bytes(spec: Spec) -> tuple[int, int, int]:
+    """Of a tile of Q, of K and of V."""
+    row, v_row = (d * hopper.BYTES_16BIT for d in (spec.problem.head_dim, spec.problem.v_dim))
+    return spec.tile.q * row, spec.tile.kv * row, spec.tile.kv * v_row
+
+
+def _cooperative_rings(spec: Spec) -> tuple[Ring, ...]:
+    who, readers = cooperative.WARPS, (cooperative.WARPS,)
+    if isinstance(spec.load, SyncLoad):
+        return (Ring("q", ("Q",), 1, "threads", who, readers), Ring("kv", ("K", "V"), 1, "threads", who, readers))
+    if isinstance(spec.load, CpAsyncLoad):
+        stages = spec.load.kv_stages
+        return (
+            Ring("q", ("Q",), 1, "cp.async", who, readers),
+            Ring("kv", ("K", "V"), stages, "cp.async", who, readers),
+        )
+    q, k, v = _tile_bytes(spec)
+    stages, warps = spec.load.kv_stages, _all_warps(spec).warps
+    first = Ring(
+        "q", ("Q",), 1, "TMA", who, readers, (q,)
+    )  # a CTA has one tile of queries: nobody gives Q's place back
+    if spec.load.barrier == "shared":
+        return first, Ring("kv", ("K", "V"), stages, "TMA", who, readers, (k, v), empty_arrivals=warps)
+    return (
+        first,
+        Ring("k", ("K",), stages, "TMA", who, readers, (k,), empty_arrivals=warps),
+        Ring("v", ("V",), stages, "TMA", who, readers, (v,), empty_arrivals=warps),
+    )
+
+
+def _cooperative_barriers(spec: Spec) -> tuple[NamedBarrier, ...]:
+    if not isinstance(spec.handoff, SmemHandoff):
+        return ()
+    note = "the warps of one warpgroup: its rows of P are in shared memory"
+    return (NamedBarrier("of P", 1, spec.tile.warpgroups or 0, hopper.WARPGROUP, note),)
+
+
+# Warp-specialised kernels
+
+
+def _specialized_roles(spec: Spec) -> tuple[Role, ...]:
+    warps = footprint.computing_threads(spec) // hopper.WARP
+    draws = "draws the tiles and " if spec.scheduler == "dynamic" else ""
+    overlap = footprint.overlapped(spec)
+    loops = {"all": (False,), "before": (True, False), "between": (True, False, True), "none": (True,)}
+    return (
+        Role(specialized.Q_K, f"warp {warps}", warps, 1, f"{draws}copies Q and K", "load_q_and_k"),
+        Role(specialized.V, f"warp {warps + 1}", warps + 1, 1, "copies V", "load_v"),
+        Role(
+            specialized.CONSUMERS,
+            "consumers",
+            0,
+            warps,
+            "multiply",
+            "consume",
+            loops=loops[full_tiles(spec)] if overlap else (True,),
+            peeled=int(overlap),
+        ),
+    )
+
+
+def _specialized_rings(spec: Spec) -> tuple[Ring, ...]:
+    assert isinstance(spec.load, TmaLoad)
+    (q, k, v), stages = _tile_bytes(spec), spec.load.kv_stages
+    warps, readers = footprint.computing_threads(spec) // hopper.WARP, (specialized.CONSUMERS,)
+    rings = [
+        Ring("q", ("Q",), spec.load.q_stages, "TMA", specialized.Q_K, readers, (q,), empty_arrivals=warps),
+        Ring("k", ("K",), stages, "TMA", specialized.Q_K, readers, (k,), empty_arrivals=warps),
+        Ring("v", ("V",), stages, "TMA", specialized.V, readers, (v,), empty_arrivals=warps),
+    ]
+    if spec.scheduler == "dynamic":
+        tiles = Ring(
+            "tile", ("number of a tile",), footprint.TILE_SLOTS, "threads", specialized.Q_K, (specialized.V, *readers)
+        )
+        rings.append(replace(tiles, full_arrivals=1, empty_arrivals=warps + 1))
+    return tuple(rings)
+
+
+def _specialized_barriers(spec: Spec) -> tuple[NamedBarrier, ...]:
+    barriers, consumers = [], spec.tile.warpgroups or 0
+    if isinstance(spec.pv, WgmmaProduct) and spec.outputs.o == "over_q":
+        note = "all consumers: Q has been read; then: O is in shared memory"
+        barriers.append(NamedBarrier("OUTPUT_BARRIER", OUTPUT_BARRIER, 1, consumers * hopper.WARPGROUP, note))
+    if isinstance(spec.schedule, PingPongSchedule):
+        note = "each consumer -> the next one: it may issue its products"
+        barriers.append(NamedBarrier("TURN_BARRIER", TURN_BARRIER, consumers, 2 * hopper.WARPGROUP, note))
+    return tuple(barriers)

@@ -1,0 +1,205 @@
+"""The steps of warp-specialised kernels: two warps load, other warpgroups multiply, all walk through the same tiles."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+from fa3gen.design import footprint
+from fa3gen.design.schedule.model import Place, Role, Step
+from fa3gen.spec.model import NoMask, PingPongSchedule, Spec
+
+Q_K, V, CONSUMERS = "producer of Q, K", "producer of V", "consumers"
+OUTPUT_BARRIER = "OUTPUT_BARRIER"
+
+_consumers = partial(Step, CONSUMERS)
+
+
+def steps(spec: Spec, roles: Sequence[Role]) -> tuple[Step, ...]:
+    """The steps of all roles, one role after the other."""
+    drawing = roles[0].label
+    consume = _overlapped if footprint.overlapped(spec) else _sequential
+    return (*_produce_q_and_k(spec), *_produce_v(spec, drawing), *consume(spec, drawing))
+
+
+# Producers
+
+
+def _produce_q_and_k(spec: Spec) -> Iterator[Step]:
+    step = partial(Step, Q_K)
+    yield step("tile", "wait_empty", on="q")
+    yield step("tile", "load", "Q", "q", note="by TMA, when its place is free")
+    yield step("step", "wait_empty", on="k")
+    yield step("step", "load", "K", "k", note="by TMA, when a stage is free")
+    if spec.scheduler != "dynamic":
+        yield from _next(spec, Q_K)
+        return
+    yield step("end", "draw", note="the next tile; the first is the CTA's number")
+    yield step("end", "wait_empty", on="tile")
+    yield step("end", "fill", on="tile", note="tells all other warps which one it is")
+
+
+def _produce_v(spec: Spec, drawing: str) -> Iterator[Step]:
+    yield Step(V, "step", "wait_empty", on="v")
+    yield Step(V, "step", "load", "V", "v", note="by TMA, when a stage is free")
+    yield from _next(spec, V, drawing)
+
+
+def _next(spec: Spec, who: str, drawing: str = "") -> Iterator[Step]:
+    """How a role that does not draw gets to know its next tile."""
+    if spec.scheduler == "dynamic":
+        yield Step(who, "end", "next")
+        yield Step(who, "end", "wait_full", on="tile")
+        yield Step(who, "end", "release", on="tile", note=f"the one that {drawing} has drawn")
+        return
+    note = {
+        "single_tile": "there is none: a CTA has one tile",
+        "static": "dealt out in turn",
+        "stream_k": "dealt out in turn, then a share of the last wave",
+    }[spec.scheduler]
+    yield Step(who, "end", "next", note=note)
+
+
+# Consumers
+
+
+class _Turns:
+    """Steps that only ping-pong has."""
+
+    def __init__(self, spec: Spec) -> None:
+        self.used = isinstance(spec.schedule, PingPongSchedule)
+
+    def take(self, place: Place) -> Iterator[Step]:
+        if self.used:
+            yield _consumers(place, "wait_turn")
+
+    def give(self, place: Place, note: str = "") -> Iterator[Step]:
+        if self.used:
+            yield _consumers(place, "pass_turn", note=note)
+
+    def first(self) -> Iterator[Step]:
+        if self.used:
+            yield _consumers("cta", "pass_turn", only="last", note="the first turn is consumer 0's")
+
+    def last(self) -> Iterator[Step]:
+        if self.used:
+            yield _consumers("exit", "wait_turn", only="first", note="no arrival is left in the barrier")
+
+
+def _sequential(spec: Spec, drawing: str) -> Iterator[Step]:
+    """No product runs beside the softmax of the same warpgroup."""
+    turns, step = _Turns(spec), partial(_consumers, "step")
+    yield from turns.first()
+    yield _consumers("tile", "wait_full", on="q", note="Q has landed")
+    yield step("wait_full", on="k")
+    yield from turns.take("step")
+    yield step("product", "S", note="by wgmma")
+    yield step("wait_products")
+    yield step("release", on="k", note="S is complete, K has been read")
+    yield from turns.give("step", "the softmax comes next")
+    yield step("mask", note="boundary tiles only")
+    yield step("softmax")
+    yield step("round", note="P = 2^(S - max), in 16 bits; O and sums rescaled")
+    yield step("wait_full", on="v")
+    yield step("product", "O", note="by wgmma")
+    yield step("wait_products")
+    yield step("release", on="v", note="O is complete, V has been read")
+    yield _consumers("end", "release", on="q", note="Q has been read")
+    yield from _store(spec)
+    yield from _next(spec, CONSUMERS, drawing)
+    yield from turns.last()
+    yield from _outlive(spec)
+
+
+def _overlapped(spec: Spec, drawing: str) -> Iterator[Step]:
+    """S of a tile of keys is issued with P V of the one before, which runs on during the softmax."""
+    turns, flattened = _Turns(spec), footprint.flattened(spec)
+    yield from turns.first()
+    yield from _first_scores(turns, "cta" if flattened else "tile")
+    yield _consumers("tile", "mask", note="of the first step, with the end of the keys")
+    yield _consumers("tile", "softmax")
+    yield _consumers("tile", "round", note="P = 2^(S - max), in 16 bits")
+    yield from _overlapped_step(spec, turns)
+    yield _consumers("end", "release", on="q", note="Q has been read")
+    yield from _next(spec, CONSUMERS, drawing)
+    yield from _last_product(turns, flattened)
+    yield from _store(spec)
+    if flattened:
+        yield _consumers("end", "wait_products")
+        yield _consumers("end", "release", on="k", ahead=1, note="the next tile's first S is complete")
+    yield from turns.last()
+    yield from _outlive(spec)
+
+
+def _first_scores(turns: _Turns, place: Place) -> Iterator[Step]:
+    """S of the tile of keys visited first, with nothing beside it."""
+    step = partial(_consumers, place)
+    yield step("wait_full", on="q", note="Q has landed")
+    yield step("wait_full", on="k")
+    yield from turns.take(place)
+    yield step("product", "S", note="by wgmma, for the first step, alone")
+    yield from turns.give(place)
+    yield step("wait_products")
+    yield step("release", on="k", note="S is complete, K has been read")
+
+
+def _overlapped_step(spec: Spec, turns: _Turns) -> Iterator[Step]:
+    step, above, held_back = partial(_consumers, "step"), spec.softmax.rescale_above, spec.softmax.exp_before_wait
+    yield step("wait_full", on="k")
+    yield from turns.take("step")
+    yield step("product", "S", note="by wgmma, of a step other than the first")
+    yield step("wait_full", on="v", ahead=-1)
+    yield step("product", "O", ahead=-1, note="by wgmma, of the step before")
+    yield step("wait_products", in_flight=1)
+    yield from turns.give("step")
+    yield step("release", on="k", note="S is complete, P V runs on")
+    if not isinstance(spec.mask, NoMask):
+        yield step("mask", note="boundary tiles only")
+    yield step("softmax", note="P = 2^(S - max) and sums")
+    yield step("wait_products")
+    first = "" if held_back is None else f"; after {held_back} exponentials a thread"
+    yield step("release", on="v", ahead=-1, note=f"O is complete{first}")
+    yield step("rescale", note="" if above is None else f"O, where a maximum has grown by more than 2^{above}")
+    yield step("round", note=f"{'O to the new maxima; ' * (above is None)}P in 16 bits")
+
+
+def _last_product(turns: _Turns, flattened: bool) -> Iterator[Step]:
+    """P V of the last tile of keys; where the next tile of queries is known and loaded, its first S runs beside."""
+    end = partial(_consumers, "end")
+    yield end("wait_full", on="v", note="the last V has landed")
+    if flattened:
+        yield end("wait_full", on="q", ahead=1)
+        yield end("wait_full", on="k", ahead=1, note="so have the next tile's Q and first K")
+    yield from turns.take("end")
+    yield end("product", "O", note="by wgmma, of the last step")
+    if flattened:
+        yield end("product", "S", ahead=1, note="by wgmma, of the next tile's first step")
+    yield from turns.give("end")
+    yield end("wait_products", in_flight=int(flattened))
+    yield end("release", on="v", note=f"O is complete{'; the next S runs on' * flattened}")
+
+
+def _store(spec: Spec) -> Iterator[Step]:
+    end = partial(_consumers, "end")
+    if footprint.splits_tail(spec):
+        yield end("add_part", note="if the CTA before has begun this tile")
+        yield end("give_part", note="to the next CTA if it goes on; else:")
+    if spec.outputs.lse:
+        yield end("store", "LSE", note="from registers, if asked for")
+    if spec.outputs.o == "direct":
+        yield end("store", "O", note="from registers, 16 bytes at a time")
+    elif spec.outputs.o == "own_buffer":
+        yield end("wait_stores")
+        yield end("gather", "O")
+        yield end("store", "O", note="by stmatrix and TMA, each warp its own rows")
+    else:
+        yield end("sync", "Q", OUTPUT_BARRIER)
+        yield end("gather", "O")
+        yield end("sync", on=OUTPUT_BARRIER, note="by stmatrix, in Q's place, when all have read Q")
+        yield end("store", "O", only="first_warp")
+        yield end("wait_stores", only="first_warp", note="by TMA; shared memory must outlive its reads")
+
+
+def _outlive(spec: Spec) -> Iterator[Step]:
+    if spec.outputs.o == "own_buffer":
+        yield _consumers("exit", "wait_stores", note="shared memory must outlive the stores' reads")
