@@ -323,7 +323,7 @@ def test_the_cases_cover_what_they_must() -> None:
 SMS_OF_H200 = 132
 
 
-@pytest.mark.parametrize("stem", [stem for stem, plan in plans().items() if plan.tiles.persistent])
+@pytest.mark.parametrize("stem", [stem for stem, plan in plans().items() if plan.scheduler.persistent])
 def test_the_cases_of_persistent_kernels_cover_what_they_must(stem: str) -> None:
     """CTAs take several tiles each; some of these have no visible key; heads come in sections, the last one smaller."""
     spec = variants()[stem].spec

@@ -338,8 +338,8 @@ def _mask(spec: Spec) -> MaskPlan:
     if not footprint.specialized(spec):
         return MaskPlan("window", left, right, "between", True)
     full = full_tiles(spec)
-    # The tile with the end of the keys may hold the left edge of the last rows, too, where that is near.
-    near_end = left + 2 < spec.tile.kv
+    # The tile with the end of the keys may hold the left edge of the last row, too: that row sees left + 1 keys.
+    near_end = left + 1 < spec.tile.kv
     both_edges = full == "none" or near_end or not footprint.overlapped(spec)
     return MaskPlan("window", left, right, full, both_edges)
 
