@@ -387,6 +387,8 @@ def consume(smem, rings, mO, mLSE, flags, parts, scale_log2, work, schedule):
             v_drain.advance()
         q_ring.consumer_release(q_drain)  # this warp has read Q
         q_drain.advance()
+        begun = work.n_begin > 0  # by the CTA before this one
+        unfinished = work.n_end * TILE_N < work.seq_k  # left to the next CTA
         upcoming = next_work(work, schedule)
         # The last P V of this tile of queries.
         v_ring.consumer_wait(v_drain)  # V has landed
@@ -394,9 +396,9 @@ def consume(smem, rings, mO, mLSE, flags, parts, scale_log2, work, schedule):
         warpgroup.wait_group(0)  # O is complete: no group stays in flight
         v_ring.consumer_release(v_drain)  # this warp has read V
         v_drain.advance()
-        if work.n_begin > 0:  # the CTA before this one has begun the tile
+        if begun:
             add_part(flags, parts, acc_O, row_max, row_sum, scale_log2)
-        if work.n_end * TILE_N < work.seq_k:  # the next CTA goes on with it
+        if unfinished:
             give_part(flags, parts, acc_O, row_max, row_sum)
         else:
             store_tile(mO, mLSE, work, acc_O, row_max, row_sum, scale_log2)
