@@ -307,22 +307,6 @@ def tile_coordinates(tile: cutlass.Int32, mQ: cute.Tensor, mK: cute.Tensor):
     return m_block, head, head // (heads_q // heads_kv), batch
 
 
-@cute.jit
-def kv_range(m_start: cutlass.Int32, seq_q: cutlass.Int32, seq_k: cutlass.Int32):
-    """Tiles of keys to visit: (n_block_start, n_block_end, n_full_start, n_full_end).
-
-    Tiles outside [n_block_start, n_block_end) hold no key that a row of this CTA sees: they are skipped. Every row sees
-    every key of the tiles in [n_full_start, n_full_end); the others hold an edge of the window and are masked.
-    """
-    diagonal = m_start + seq_k - seq_q  # the key that the window of the first row is centred on
-    # At least one tile: the consumers' first one stands before their loop. Rows that see none of it get O = 0.
-    key_end = cutlass.min(seq_k, cutlass.max(diagonal + TILE_M + WINDOW_RIGHT, 1))
-    key_start = cutlass.min(key_end, cutlass.max(diagonal - WINDOW_LEFT, 0))
-    n_full_start = cute.ceil_div(cutlass.max(diagonal + TILE_M - 1 - WINDOW_LEFT, 0), TILE_N)
-    n_full_end = cutlass.min(seq_k, cutlass.max(diagonal + WINDOW_RIGHT + 1, 0)) // TILE_N
-    return key_start // TILE_N, cute.ceil_div(key_end, TILE_N), n_full_start, n_full_end
-
-
 # ======================================================================================================================
 # Loads
 # ======================================================================================================================

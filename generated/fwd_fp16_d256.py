@@ -295,12 +295,6 @@ def tile_coordinates(tile: cutlass.Int32, mQ: cute.Tensor, mK: cute.Tensor):
     return m_block, head, head // (heads_q // heads_kv), batch
 
 
-@cute.jit
-def kv_range(seq_k: cutlass.Int32):
-    """Tiles of keys to visit: (n_block_end, n_full_end); from n_full_end on, a tile reaches past the last key."""
-    return cute.ceil_div(seq_k, TILE_N), seq_k // TILE_N
-
-
 # ======================================================================================================================
 # Loads
 # ======================================================================================================================

@@ -353,20 +353,6 @@ def tile_coordinates(tile: cutlass.Int32, mQ: cute.Tensor, mK: cute.Tensor):
     return m_block, head, head // (heads_q // heads_kv), batch
 
 
-@cute.jit
-def kv_range(m_start: cutlass.Int32, seq_q: cutlass.Int32, seq_k: cutlass.Int32):
-    """Tiles of keys to visit: (n_block_end, n_full_end).
-
-    No row of this CTA sees a key of the tiles from n_block_end on: they are skipped. Every row sees every key of the
-    tiles before n_full_end; the tiles between hold the diagonal or the end of the keys and are masked.
-    """
-    diagonal = m_start + seq_k - seq_q  # the last key that the first row sees; negative when it sees none
-    # At least one tile: the consumers' first one stands before their loop. Rows that see none of it get O = 0.
-    n_block_end = cute.ceil_div(cutlass.min(seq_k, cutlass.max(diagonal + TILE_M, 1)), TILE_N)
-    n_full_end = cutlass.min(seq_k, cutlass.max(diagonal + 1, 0)) // TILE_N
-    return n_block_end, n_full_end
-
-
 # ======================================================================================================================
 # Loads
 # ======================================================================================================================
