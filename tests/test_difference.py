@@ -6,6 +6,7 @@ import pytest
 from rendering import CHECKOUT, STEMS, changed, plans, source, variants
 
 from fa3gen.base.errors import UserError
+from fa3gen.generate.header import StepRow
 from fa3gen.generate.plan import make_plan
 from fa3gen.inspect.difference.comparing import compare, facts, plan_changes, step_changes, unified
 from fa3gen.inspect.difference.model import FieldChange, PairDifference, Side, SourceChange
@@ -126,14 +127,16 @@ def test_names_stand_where_they_belong() -> None:
 
 
 def test_steps() -> None:
-    wait, load, store = ("", "wait", "it is there"), ("", "load", "TMA"), ("", "store", "stmatrix")
-    found = step_changes([wait, store, load], [("consumer", *wait[1:]), load])
+    wait, load = StepRow("per tile", "warp 0", "wait", "it is there"), StepRow("per step", "warp 0", "load", "TMA")
+    store, other = StepRow("", "output", "store", ""), wait._replace(who="consumers")
+    found = step_changes([wait, store, load], [other, load])
     assert [(step.change, step.text) for step in found] == [
-        ("same", "consumer: wait (it is there)"),
-        ("removed", "store (stmatrix)"),
-        ("same", "load (TMA)"),
+        ("same", "per tile, consumers: wait (it is there)"),
+        ("removed", "output: store"),
+        ("same", "per step, warp 0: load (TMA)"),
     ]
-    assert step_changes([wait, load], [("consumer", *wait[1:]), load]) == []
+    assert step_changes([wait, load], [other, load]) == []
+    assert step_changes([wait], [wait._replace(place="per CTA")]) != []
 
 
 # Pairs

@@ -399,10 +399,10 @@ def test_all_modules_check_alike() -> None:
     assert {checks(stem) for stem in packed} == {checks(PACKED)} != {checks("k4_2_d64")}
     for of in (allocating, asking):
         assert {of(stem) for stem in STEMS} == {of("k4_2_d64")}
-    for kind in ("dynamic", "split"):
-        scratch = {after_asking(stem) for stem, plan in plans().items() if getattr(plan.tiles, kind)}
+    for kind in ("dynamic", "stream_k"):
+        scratch = {after_asking(stem) for stem, plan in plans().items() if plan.scheduler.kind == kind}
         assert len(scratch) == 1 and scratch != {""}
-    assert {after_asking(stem) for stem, plan in plans().items() if not plan.tiles.persistent} == {""}
+    assert {after_asking(stem) for stem, plan in plans().items() if not plan.scheduler.persistent} == {""}
 
 
 @pytest.mark.parametrize("stem", [NARROW_V, PERSISTENT_NARROW_V])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import itertools
 import re
 from functools import cache
 from typing import Any, TypeGuard
@@ -14,7 +15,7 @@ from rendering import CHECKOUT, STEMS, changed, constants, plans, source, tree, 
 from fa3gen.design import rules
 from fa3gen.design.footprint import tma_boxes
 from fa3gen.generate.expected import SassExpectation
-from fa3gen.generate.plan import MaskPlan, Plan, SoftmaxPlan, TilesPlan, make_plan
+from fa3gen.generate.plan import MaskPlan, Plan, SchedulerPlan, SoftmaxPlan, make_plan
 from fa3gen.generate.render import render_variant
 from fa3gen.spec.specfile import Variant
 
@@ -35,7 +36,7 @@ UNEVEN: dict[str, tuple[str, dict[str, Any]]] = {
 FUSED = [stem for stem in STEMS if not stem.startswith("k1_")] + list(UNEVEN)
 TMA = [stem for stem in FUSED if "k2" not in stem]
 UNEVEN_PERSISTENT = [name for name in UNEVEN if "fwd" in name]
-PERSISTENT = [*UNEVEN_PERSISTENT, *(stem for stem in STEMS if plans()[stem].tiles.persistent)]
+PERSISTENT = [*UNEVEN_PERSISTENT, *(stem for stem in STEMS if plans()[stem].scheduler.persistent)]
 
 
 @cache
@@ -69,10 +70,15 @@ def test_a_plan_is_frozen() -> None:
 @pytest.mark.parametrize(
     ("stem", "mask", "phrase"),
     [
-        ("k4_2_d128", MaskPlan("none", 0, 0), "no mask"),
-        ("k1_d64_causal", MaskPlan("causal", 0, 0), "causal"),
-        ("k4_2_window_d64_window200_70", MaskPlan("window", 200, 70), "sliding window"),
-        ("k4_2_window_d128_window512_0", MaskPlan("window", 512, 0), "sliding window"),
+        ("k4_2_d128", MaskPlan("none", 0, 0, full_tiles="all", both_edges=False), "no mask"),
+        ("k1_d64_causal", MaskPlan("causal", 0, 0, full_tiles="before", both_edges=False), "causal"),
+        (
+            "k4_2_window_d64_window200_70",
+            MaskPlan("window", 200, 70, full_tiles="between", both_edges=True),
+            "sliding window",
+        ),
+        # 128 rows see 512 + 2 - 128 = 386 keys in common, more than a tile of 128.
+        ("fwd_d128_window", MaskPlan("window", 512, 0, full_tiles="between", both_edges=False), "sliding window"),
     ],
 )
 def test_mask(stem: str, mask: MaskPlan, phrase: str) -> None:
@@ -98,6 +104,69 @@ def test_mask_sentence(stem: str, sentence: str) -> None:
     assert plan(stem).header.mask == sentence
 
 
+@pytest.mark.parametrize(
+    ("tile", "left", "right", "full_tiles", "both_edges"),
+    [
+        # Row 0 sees keys up to right, row 127 those from 127 - left on: 128 keys from there end at right when
+        # left + right = 254.
+        ({}, 254, 0, "between", False),
+        ({}, 253, 0, "none", True),
+        ({}, 150, 104, "between", False),
+        # The last row sees 127 + 1 keys up to the last one: as many as a tile with the end of the keys holds.
+        ({}, 127, 200, "between", False),
+        ({}, 126, 200, "between", True),
+        # 4 heads of 32 positions each: 158 + 0 + 2 - 32 = 128.
+        ({"pack_heads": 4}, 158, 0, "between", False),
+        ({"pack_heads": 4}, 157, 0, "none", True),
+    ],
+)
+def test_tiles_without_an_edge_of_the_window(
+    tile: dict[str, Any], left: int, right: int, full_tiles: str, both_edges: bool
+) -> None:
+    """Where they are depends on the reach of the window, and on how many positions and keys a tile has."""
+    mask = make_plan(changed("fwd_d128_window", tile=tile, mask={"kind": "window", "left": left, "right": right})).mask
+    assert (mask.full_tiles, mask.both_edges) == (full_tiles, both_edges)
+
+
+@pytest.mark.parametrize("pack", [1, 2, 8])
+@pytest.mark.parametrize("right", [0, 1, 70, 200])
+def test_each_edge_of_a_window_is_masked(pack: int, right: int) -> None:
+    """The loops that the plan of a window chooses visit each tile of keys that is seen, once, and mask its edges."""
+    rows, keys = 128 // pack, 128
+    for left in (0, 1, 57, 58, 59, 125, 126, 127, 128, 183, 184, 185, 253, 254, 255, 300):
+        window = {"kind": "window", "left": left, "right": right}
+        mask = make_plan(changed("fwd_d128_window", tile={"pack_heads": pack}, mask=window)).mask
+        for seq_q, seq_k in itertools.product((1, 100, 128, 300), (1, 127, 128, 129, 255, 256, 384, 500)):
+            for m_start in range(0, seq_q, rows):
+                first = m_start + seq_k - seq_q  # the diagonals of the tile's first and last row
+                last = min(m_start + rows, seq_q) - 1 + seq_k - seq_q
+                masked = masked_edges(mask, first, rows, keys, seq_k)
+                for n_block in range(-(-seq_k // keys)):
+                    start, end = n_block * keys, n_block * keys + keys - 1
+                    if n_block not in masked:  # none of its keys is seen
+                        assert start > last + right or end < first - left
+                        continue
+                    left_edge, right_edge = masked[n_block]
+                    assert left_edge or start >= last - left, (left, seq_q, seq_k, m_start, n_block)
+                    assert right_edge or end <= min(first + right, seq_k - 1), (left, seq_q, seq_k, m_start, n_block)
+
+
+def masked_edges(mask: MaskPlan, diagonal: int, rows: int, keys: int, seq_k: int) -> dict[int, tuple[bool, bool]]:
+    """Tile of keys -> whether its left and right edge are masked; as `kv_range` and `consume` of such a module go."""
+    key_end = min(seq_k, max(diagonal + rows + mask.right, 1))
+    n_begin, n_end = min(key_end, max(diagonal - mask.left, 0)) // keys, -(-key_end // keys)
+    n_full_begin = -(-max(diagonal + rows - 1 - mask.left, 0) // keys)
+    n_full_end = min(seq_k, max(diagonal + mask.right + 1, 0)) // keys
+    right = mask.both_edges, True  # what `mask_scores` masks
+    if mask.full_tiles == "none":
+        return dict.fromkeys(range(n_begin, n_end), right)
+    visits = [(n_block, right) for n_block in (n_end - 1, *range(n_end - 2, n_full_end - 1, -1))]
+    visits += [(n_block, (False, False)) for n_block in range(n_full_begin, min(n_end - 1, n_full_end))]
+    visits += [(n_block, (True, False)) for n_block in range(n_begin, min(n_end - 1, n_full_begin))]
+    assert len(dict(visits)) == len(visits)
+    return dict(visits)
+
+
 def test_dtype_names() -> None:
     problem = plan("k4_2_d64").problem
     assert (problem.head_dim, problem.cutlass_dtype, problem.torch_dtype) == (64, "BFloat16", "torch.bfloat16")
@@ -117,16 +186,23 @@ def test_layout_atoms(swizzle: str, k_major: str, mn_major: str) -> None:
     assert make_plan(changed("k4_smem_d128", handoff={"swizzle": swizzle})).smem.p_layout == k_major
 
 
-def test_call_arguments() -> None:
-    scale = "scale or 128**-0.5"
-    assert plan("k4_2_d128").entry.call_arguments == ("q", "k", "v", "out", "lse", scale)
-    assert plan("k1_d128").entry.call_arguments == ("q", "k", "v", "out", "lse", "scores", scale)
-    assert plan("k4_2_o_only_d128_causal").entry.call_arguments == ("q", "k", "v", "out", scale)
-    # A persistent kernel needs to know the SMs; one that draws tiles, a counter; one that splits them, room for parts.
-    first = ("q", "k", "v", "out", "lse", "num_sms")
-    assert plan("fwd_d128_static").entry.call_arguments == (*first, scale)
-    assert plan("fwd_d128_causal").entry.call_arguments == (*first, "tile_counter(gpu)", scale)
-    assert plan("fwd_d128").entry.call_arguments == (*first, "*flags_and_parts(gpu)", scale)
+def test_what_a_launch_is_given() -> None:
+    assert plan("k4_2_d128").entry.given == ("q", "k", "v", "out", "lse")
+    assert plan("k1_d128").entry.given == ("q", "k", "v", "out", "lse", "scores")
+    assert plan("k4_2_o_only_d128_causal").entry.given == ("q", "k", "v", "out")
+    # A persistent kernel needs to know the SMs. What one that draws or splits tiles keeps between calls it asks for.
+    for stem in ("fwd_d128_static", "fwd_d128_causal", "fwd_d128"):
+        assert plan(stem).entry.given == ("q", "k", "v", "out", "lse", "num_sms")
+
+
+def test_what_stands_for_arguments_when_a_module_is_compiled() -> None:
+    def stand_ins(stem: str) -> str:
+        return ", ".join(map(str, plan(stem).entry.stand_ins))
+
+    assert stand_ins("k1_d128") == "lse, scores, cutlass.Float32(1.0)"
+    assert stand_ins("k4_2_o_only_d128_causal") == "cutlass.Float32(1.0)"
+    assert stand_ins("fwd_d128") == "lse, cutlass.Int32(1), flags, parts, cutlass.Float32(1.0)"
+    assert stand_ins("fwd_d128_causal") == "lse, cutlass.Int32(1), counter, cutlass.Float32(1.0)"
 
 
 @pytest.mark.parametrize(
@@ -173,8 +249,8 @@ def test_imports(stem: str, pipeline: bool, nvgpu: str) -> None:
         ),
         (
             "k5_d64",
-            "host_wgmma kernel_specialized range_none loads_tma consumer_sequential work_fragment qk_wgmma "
-            "mask_fragment_none softmax_fragment pv_wgmma_fragment epilogue_wgmma",
+            "host_wgmma kernel_wgmma scheduler_single_tile range_none loads_tma consumer_sequential work_fragment "
+            "qk_wgmma mask_fragment_none softmax_fragment pv_wgmma_fragment epilogue_wgmma",
         ),
         (
             "k6_d128_causal",
@@ -206,10 +282,10 @@ def test_sections(stem: str, sections: str) -> None:
 
 def test_tiles_softmax_and_output() -> None:
     """What the persistent sections ask: who hands out tiles, whether O is rescaled now and then, where it is stored."""
-    assert plan("k6_d128").tiles == TilesPlan(persistent=False, dynamic=False)
-    assert plan("fwd_d128_static").tiles == TilesPlan(persistent=True, dynamic=False)
-    assert plan("fwd_d128").tiles == TilesPlan(persistent=True, dynamic=False, split=True)
-    assert plan("fwd_d128_causal").tiles == TilesPlan(persistent=True, dynamic=True)
+    assert plan("k6_d128").tiles == SchedulerPlan(persistent=False, dynamic=False)
+    assert plan("fwd_d128_static").tiles == SchedulerPlan(persistent=True, dynamic=False)
+    assert plan("fwd_d128").tiles == SchedulerPlan(persistent=True, dynamic=False, split=True)
+    assert plan("fwd_d128_causal").tiles == SchedulerPlan(persistent=True, dynamic=True)
     assert plan("fwd_d128_causal").softmax == SoftmaxPlan(lazy=False, rescale_above=0, exp_before_wait=12)
     assert plan("fwd_d192").softmax == SoftmaxPlan(lazy=True, rescale_above=8)
     assert plan("fwd_d256").softmax == SoftmaxPlan(lazy=True, rescale_above=8)
@@ -567,7 +643,7 @@ def test_ring_table(stem: str) -> None:
         assert members[f"{name}_barriers"] == 2 * 8 * stages
         edge = f"TMA, from {loader} -> {warps} warps"
         expected.append([name, str(stages), edge, f"{size} bytes", f"{warps} arrivals"])
-    if plan(stem).tiles.dynamic:
+    if plan(stem).scheduler.kind == "dynamic":
         slots = values["TILE_SLOTS"]
         assert (members["tiles"], members["tile_barriers"]) == (4 * slots, 2 * 8 * slots)
         # The other producer warp hears of the tiles, too.
@@ -592,7 +668,7 @@ def test_constants_are_the_plan(stem: str) -> None:
     assert values.get("HEAD_DIM_V", values["HEAD_DIM"]) == plan(stem).problem.v_dim
     assert values.get("RESCALE_ABOVE", 0) == plan(stem).softmax.rescale_above
     assert values.get("EXP_BEFORE_WAIT", 0) == plan(stem).softmax.exp_before_wait
-    assert ("PARTS" in values) == plan(stem).tiles.split
+    assert ("PARTS" in values) == (plan(stem).scheduler.kind == "stream_k")
     assert values.get("WARPGROUPS", tile.warpgroups) == tile.warpgroups
     window = (values.get("WINDOW_LEFT", 0), values.get("WINDOW_RIGHT", 0))
     assert window == (plan(stem).mask.left, plan(stem).mask.right)

@@ -140,6 +140,7 @@ PERSISTENT_CHOICES: dict[str, st.SearchStrategy[Any]] = {
     "q_stages": st.sampled_from([1, 2]),
     "kv_stages": st.sampled_from([1, 2, 3]),
     "o": st.sampled_from(["own_buffer", "direct"]),
+    "o_dtype": st.sampled_from([None, None, "fp32", "bf16"]),
     "rescale_above": st.sampled_from([None, 1, 8]),
     "exp_before_wait": st.sampled_from([None, 1, 4]),
     "swizzles": st.sampled_from([("64B", "64B", "64B"), ("128B", "128B", "128B"), ("32B", "128B", "64B")]),
@@ -164,6 +165,7 @@ def persistents(draw: st.DrawFn) -> Fields:
         "scheduler": scheduler,
         "softmax": {name: chosen[name] for name in ("rescale_above", "exp_before_wait")},
         "outputs": {"o": chosen["o"], "lse": True},
+        "o": {"dtype": chosen["o_dtype"]},
     }
 
 
@@ -259,8 +261,8 @@ def product_copies(plan: Plan) -> tuple[int, int]:
     """
     if not plan.schedule.overlap:
         return 1, 1
-    loops = 2 if plan.tiles.persistent and plan.mask.kind == "causal" else 1
-    return loops + 1 + (plan.tiles.persistent and plan.load.q_stages == 2), loops + 1
+    loops = 2 if plan.scheduler.persistent and plan.mask.kind == "causal" else 1
+    return loops + 1 + (plan.scheduler.persistent and plan.load.q_stages == 2), loops + 1
 
 
 def check_sass(spec: Spec, plan: Plan) -> None:
@@ -275,10 +277,11 @@ def check_sass(spec: Spec, plan: Plan) -> None:
     assert sass.global_stores is not None
     bits = {"STG.32": 32, "STG.64": 64, "STG.128": 128}
     written = sum(bits.get(kind, 0) * count for kind, count in sass.global_stores.items())
-    written -= 32 * plan.tiles.dynamic  # the counter of tiles, set back to zero
+    written -= 32 * (plan.scheduler.kind == "dynamic")  # the counter of tiles, set back to zero
     # A part of O in float32, a maximum and a sum of two rows, and the flag, which is set and set back.
-    written -= 32 * plan.tiles.split * (spec.tile.q * spec.problem.v_dim // threads + 2 * 2 + 2)
-    o_bits = 0 if plan.expectation.tma_stores else spec.tile.q * spec.problem.v_dim * 16 // threads
+    written -= 32 * (plan.scheduler.kind == "stream_k") * (spec.tile.q * spec.problem.v_dim // threads + 2 * 2 + 2)
+    element = 32 if spec.o.dtype == "fp32" else 16
+    o_bits = 0 if plan.expectation.tma_stores else spec.tile.q * spec.problem.v_dim * element // threads
     lse_rows = spec.tile.q * (16 if plan.pv.engine == "scalar" else 4) // threads
     assert written == o_bits + 32 * lse_rows * spec.outputs.lse
 
@@ -287,7 +290,7 @@ def check_barriers(plan: Plan) -> None:
     """Every barrier in the header's table has a producer and a consumer, and full and empty come in pairs."""
     rows = [re.split(r" {2,}", row) for row in plan.header.barriers[1:]]
     assert bool(rows) == (plan.load.engine == "tma")
-    if plan.tiles.persistent:
+    if plan.scheduler.persistent:
         check_persistent_rings(plan, rows)
         return
     names = [name for name, *_ in rows]
@@ -304,7 +307,7 @@ def check_barriers(plan: Plan) -> None:
 def check_persistent_rings(plan: Plan, rows: list[list[str]]) -> None:
     """Each row is a ring, with a full and an empty barrier for each stage."""
     assert [name for name, *_ in rows] == [
-        *("q", "k", "v", *["tile"] * plan.tiles.dynamic, *["turn"] * plan.schedule.ping_pong),
+        *("q", "k", "v", *["tile"] * (plan.scheduler.kind == "dynamic"), *["turn"] * plan.schedule.ping_pong),
     ]
     rows = [row for row in rows if row[0] != "turn"]  # named barriers, which take no memory
     for _, stages, edge, full, empty in rows:
@@ -344,7 +347,7 @@ def check_names(module: ast.Module) -> None:
 def check_rings(module: ast.Module, plan: Plan) -> None:
     """In the code, too: each ring is filled by TMA, waited for and released; acquired as often as it is filled."""
     calls = [ast.unparse(node.func) for node in ast.walk(module) if isinstance(node, ast.Call)]
-    if plan.tiles.persistent:
+    if plan.scheduler.persistent:
         check_code_of_rings(calls, plan)
         return
     names = {"shared": ["kv_ring"], "separate": ["k_ring", "v_ring"], "none": []}[plan.load.barrier]
@@ -370,7 +373,7 @@ def check_code_of_rings(calls: list[str], plan: Plan) -> None:
     for ring, waits, releases in (("q", 1 + flattened, 1), ("k", 2 + flattened, 2 + flattened), ("v", 2, 2)):
         assert calls.count(f"{ring}_ring.consumer_wait") == waits
         assert calls.count(f"{ring}_ring.consumer_release") == releases
-    dynamic = plan.tiles.dynamic
+    dynamic = plan.scheduler.kind == "dynamic"
     for call in ("producer_acquire", "producer_commit", "consumer_wait", "consumer_release"):
         assert calls.count(f"tile_ring.{call}") == dynamic
     assert (calls.count("draw_tile"), calls.count("hear_tile")) == (dynamic, 2 * dynamic)

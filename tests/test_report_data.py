@@ -20,8 +20,9 @@ from fa3gen.compile.cache import cached_compile
 from fa3gen.compile.census.sass import parse_sass
 from fa3gen.cpu import wgmma
 from fa3gen.design import tile_order
+from fa3gen.design.family import Shape
 from fa3gen.design.masks import reach
-from fa3gen.design.work import KeyTiles, Shape, key_tiles
+from fa3gen.design.work import KeyTiles, key_tiles
 from fa3gen.design.workspace import Workspace
 from fa3gen.inspect import report
 from fa3gen.inspect.report import fragments, highlighting, numerics, pictures, speeds, swizzles, tiles

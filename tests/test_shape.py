@@ -91,7 +91,7 @@ def test_banners_stand_in_one_order() -> None:
     fused = [stem for stem in STEMS if not stem.startswith("k1_")]
     roles = {stem: {"Consumers"} if plans()[stem].schedule.specialized else set() for stem in fused}
     # The longest modules have what belongs to S in one section.
-    joined = {stem: {"Division of work", "Mask"} if plans()[stem].tiles.persistent else set() for stem in fused}
+    joined = {stem: {"Division of work", "Mask"} if plans()[stem].scheduler.persistent else set() for stem in fused}
     missing = {stem: ({"Consumers"} - roles[stem]) | joined[stem] for stem in fused}
     assert [stem for stem in fused if set(BANNERS) - set(banners(source(stem))) != missing[stem]] == []
 
@@ -361,11 +361,11 @@ def foreign_words(stem: str) -> str:
         return f"{NAIVE}|{NO_TMA}|{NO_CP_ASYNC}|{NO_STAGES}|{SCALAR_QK}|{SCALAR_PV}|{mask_and_outputs(stem)}"
     words = [mask_and_outputs(stem), r"\bscores\b.*global"]
     words.append({"registers": REGISTERS, "smem_16bit": P_IN_SMEM, "smem_f32": SCALAR_PV}[plan.p.through])
-    words += [SCALAR_QK] if plan.qk.engine == "scalar" else [r"VECTOR"] * (not plan.tiles.split)
+    words += [SCALAR_QK] if plan.qk.engine == "scalar" else [r"VECTOR"] * (not (plan.scheduler.kind == "stream_k"))
     words += [WGMMA_PV] * (plan.pv.engine == "wgmma")
     words.append(COOPERATIVE if plan.schedule.specialized else SPECIALIZED)
     words += [PING_PONG] * (not plan.schedule.ping_pong) + [OVERLAP] * (not plan.schedule.overlap)
-    words += persistent_words(stem) if plan.tiles.persistent else [PERSISTENT, DYNAMIC, STREAM_K, DIRECT, LAZY]
+    words += persistent_words(stem) if plan.scheduler.persistent else [PERSISTENT, DYNAMIC, STREAM_K, DIRECT, LAZY]
     words += [HELD_BACK] * (not plan.softmax.exp_before_wait)
     words.append({"tma": NO_CP_ASYNC, "cp_async": NO_TMA, "sync": f"{NO_TMA}|{NO_STAGES}"}[plan.load.engine])
     words.append(
@@ -381,7 +381,7 @@ def persistent_words(stem: str) -> list[str]:
     plan = plans()[stem]
     return [
         SINGLE_TILE,
-        f"{STATIC}|{STREAM_K}" if plan.tiles.dynamic else f"{DYNAMIC}|{WHOLE if plan.tiles.split else STREAM_K}",
+        f"{STATIC}|{STREAM_K}" if (plan.scheduler.kind == "dynamic") else f"{DYNAMIC}|{WHOLE if (plan.scheduler.kind == "stream_k") else STREAM_K}",
         DIRECT if plan.output.buffered else BUFFERED,
         *[FLATTENED] * (not plan.schedule.flattened),
         *[LAZY] * (not plan.softmax.lazy),
