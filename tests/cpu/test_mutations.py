@@ -76,8 +76,8 @@ def inputs(stem: str, shape: Shape) -> Inputs:
     )
     p_dtype = dtype if isinstance(asked.pv, spec.WgmmaProduct) else None
     wanted = accuracy.expected(q, k, v, scale=None, mask=asked.mask, p_dtype=p_dtype)
-    tiles = plans()[stem].tiles
-    return Inputs(q, k, v, wanted, sms=(1,) if tiles.persistent else (), draws=tiles.dynamic)
+    scheduler = plans()[stem].scheduler
+    return Inputs(q, k, v, wanted, sms=(1,) if scheduler.persistent else (), draws=scheduler.kind == "dynamic")
 
 
 def run(kernel: CpuKernel, data: Inputs, schedule: Schedule) -> Outcome:
