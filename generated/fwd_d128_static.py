@@ -250,11 +250,11 @@ def dealt_work(number, schedule) -> Work:
     num_ctas, _, _ = cute.arch.grid_dim()
     cta, _, _ = cute.arch.block_idx()
     tile = cta + number * num_ctas
-    return work_on(tile_coordinates(tile, mQ, mK), number, tile < num_tiles, mQ, mK)
+    return work_on(tile_coordinates(tile, mQ, mK), mQ, mK, number=number, valid=tile < num_tiles)
 
 
 @cute.jit
-def work_on(coordinates, number, valid, mQ, mK) -> Work:
+def work_on(coordinates, _, mK, number, valid) -> Work:
     """A tile of queries, and the tiles of keys of which its rows see any."""
     m_block, head, head_kv, batch = coordinates
     seq_k = mK.shape[0]
@@ -395,8 +395,8 @@ def consume(smem, rings, mO, mLSE, tma_O, sO, scale_log2, work, schedule):
             q_ring.consumer_wait(q_drain)  # the next Q has landed
             k_ring.consumer_wait(k_drain)  # and its first K
         pv_product(pv_mma, tOrP, tOrV[None, None, None, v_drain.index], acc_O)
-        # Beside it the first S of the next one. After the last tile of queries it is issued on stale data and discarded:
-        # around a branch ptxas would wait for every product alone.
+        # Beside it the first S of the next one. After the last tile of queries it is issued on stale data and thrown
+        # away: around a branch ptxas would wait for every product alone.
         q_stage = q_drain.index if upcoming.valid else 0
         k_stage = k_drain.index if upcoming.valid else 0
         qk_product(qk_mma, tSrQ[None, None, None, q_stage], tSrK[None, None, None, k_stage], acc_S)

@@ -245,11 +245,11 @@ def dealt_work(number, schedule) -> Work:
     num_ctas, _, _ = cute.arch.grid_dim()
     cta, _, _ = cute.arch.block_idx()
     tile = cta + number * num_ctas
-    return work_on(tile_coordinates(tile, mQ, mK), number, tile < num_tiles, mQ, mK)
+    return work_on(tile_coordinates(tile, mQ, mK), mQ, mK, number=number, valid=tile < num_tiles)
 
 
 @cute.jit
-def work_on(coordinates, number, valid, mQ, mK) -> Work:
+def work_on(coordinates, _, mK, number, valid) -> Work:
     """A tile of queries, and the tiles of keys of which its rows see any."""
     m_block, head, head_kv, batch = coordinates
     seq_k = mK.shape[0]
@@ -356,7 +356,7 @@ def consume(smem, rings, mO, mLSE, tma_O, sO, scale_log2, work, schedule):
     q_ring, k_ring, v_ring = rings
     qk_mma, pv_mma = products = make_products()
     operands, accumulators, rP = partition_operands(smem, products, consumer)
-    (tSrQ, tSrK, tOrP, tOrV), (acc_S, acc_O) = operands, accumulators
+    (tSrQ, _, tOrP, tOrV), (acc_S, acc_O) = operands, accumulators
     row_max, row_sum, rescale = (cute.make_rmem_tensor(2, cutlass.Float32) for _ in range(3))  # of a thread's two rows
     rows = row_max, row_sum, rescale
     q_drain = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, Q_STAGES)

@@ -409,8 +409,8 @@ def consume(smem, rings, mO, mLSE, tma_O, sO, flags, parts, scale_log2, work, sc
             q_ring.consumer_wait(q_drain)  # the next Q has landed
             k_ring.consumer_wait(k_drain)  # and its first K
         pv_product(pv_mma, tOrP, tOrV[None, None, None, v_drain.index], acc_O)
-        # Beside it the first S of the next one. After the last tile of queries it is issued on stale data and discarded:
-        # around a branch ptxas would wait for every product alone.
+        # Beside it the first S of the next one. After the last tile of queries it is issued on stale data and thrown
+        # away: around a branch ptxas would wait for every product alone.
         q_stage = q_drain.index if upcoming.valid else 0
         k_stage = k_drain.index if upcoming.valid else 0
         qk_product(qk_mma, tSrQ[None, None, None, q_stage], tSrK[None, None, None, k_stage], acc_S)

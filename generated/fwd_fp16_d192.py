@@ -14,7 +14,7 @@ Decisions
     schedule   two warps load, 2 warpgroups multiply in turn; S of the next tile and P V run beside the softmax
     layouts    swizzle Q 128B, K 128B, V 128B
     S = Q K^T  12 wgmma m64n96k16 per warpgroup; A = Q from shared memory, K-major; B = K, K-major
-    softmax    online, base 2, on the accumulator fragment; O is rescaled when a maximum has grown by more than 2^8, at up to 12 % more error of O than with each new one
+    softmax    online, base 2, on the accumulator fragment; O is rescaled when a maximum grows over 2^8: up to 12 % more error
     P          stays in registers: the accumulator fragment is read as the A fragment
     O = P V    6 wgmma m64n192k16 per warpgroup; A = P from registers, K-major; B = V, MN-major
     kv order   from the last tile, which the end of the keys may cut, to the first
@@ -371,7 +371,7 @@ def consume(smem, rings, mO, mLSE, flags, parts, scale_log2, work, schedule):
     q_ring, k_ring, v_ring = rings
     qk_mma, pv_mma = products = make_products()
     operands, accumulators, rP = partition_operands(smem, products, consumer)
-    (tSrQ, tSrK, tOrP, tOrV), (acc_S, acc_O) = operands, accumulators
+    (tSrQ, _, tOrP, tOrV), (acc_S, acc_O) = operands, accumulators
     row_max, row_sum, rescale = (cute.make_rmem_tensor(2, cutlass.Float32) for _ in range(3))  # of a thread's two rows
     rows = row_max, row_sum, rescale
     q_drain = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, Q_STAGES)

@@ -95,7 +95,6 @@ TILE_M = 128  # query rows of a CTA at a time
 TILE_N = 128  # keys per step
 WGMMA_M, WGMMA_K = 64, 16  # rows and depth of one warpgroup product of 16-bit operands
 WARPGROUP_THREADS = 128
-WARP_ROWS = WGMMA_M // 4  # query rows of one warp
 CONSUMERS = TILE_M // WGMMA_M  # warpgroups that compute; each owns WGMMA_M query rows
 CONSUMER_WARPS = 4 * CONSUMERS
 THREADS = (CONSUMERS + 1) * WARPGROUP_THREADS  # the last warpgroup loads
@@ -372,7 +371,7 @@ def consume(smem, rings, mO, mLSE, tma_O, sO, scale_log2, work, schedule):
     q_ring, k_ring, v_ring = rings
     qk_mma, pv_mma = products = make_products()
     operands, accumulators, rP = partition_operands(smem, products, consumer)
-    (tSrQ, tSrK, tOrP, tOrV), (acc_S, acc_O) = operands, accumulators
+    (tSrQ, _, tOrP, tOrV), (acc_S, acc_O) = operands, accumulators
     row_max, row_sum, rescale = (cute.make_rmem_tensor(2, cutlass.Float32) for _ in range(3))  # of a thread's two rows
     rows = row_max, row_sum, rescale
     q_drain = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, Q_STAGES)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import itertools
 import re
 import subprocess
 import sys
@@ -131,8 +132,64 @@ def defined(stem: str) -> list[str]:
 def test_specialised_modules_have_the_same_parts() -> None:
     """Who has read K6 knows the way in all of them."""
     stems = [stem for stem in STEMS if plans()[stem].schedule.specialized]
-    names = {stem: [name for name in defined(stem) if name not in BY_SPEC] for stem in stems}
-    print(names)
+    longest = [name for name in dict.fromkeys(name for stem in stems for name in defined(stem))]
+    wrong = []
+    for stem in stems:
+        expected = {name for name in longest if name not in BY_SPEC or BY_SPEC[name](plans()[stem])}
+        wrong += [f"{stem}: {name}" for name in sorted(expected ^ set(defined(stem)))]
+    assert wrong == []
+    assert set(BY_SPEC) <= set(longest)
+
+
+def test_parts_of_specialised_modules_stand_in_one_order() -> None:
+    """No two modules have two functions the other way round."""
+    before: dict[tuple[str, str], str] = {}
+    for stem in STEMS:
+        if plans()[stem].schedule.specialized:
+            assert len(set(defined(stem))) == len(defined(stem))
+            before |= {pair: stem for pair in itertools.combinations(defined(stem), 2)}
+    assert len(before) > 500
+    turned = {(a, b): (before[a, b], before[b, a]) for a, b in before if (b, a) in before}
+    assert turned == {}
+
+
+def test_each_field_of_work_is_read() -> None:
+    """A piece of work says what this module reads, and no more."""
+
+    def check(stem: str) -> list[str]:
+        work = [node for node in tree(stem).body if isinstance(node, ast.ClassDef) and node.name == "Work"]
+        assert len(work) == plans()[stem].schedule.specialized
+        fields = [ast.unparse(field.target) for node in work for field in node.body if isinstance(field, ast.AnnAssign)]
+        read = {ast.unparse(node) for node in ast.walk(tree(stem)) if isinstance(node, ast.Attribute)}
+        return [field for field in fields if f"work.{field}" not in read and f"upcoming.{field}" not in read]
+
+    assert_none_in_modules(check)
+
+
+MOST_ARGUMENTS = 10
+
+
+def test_few_positional_arguments() -> None:
+    """Tensors of one role travel together. `launch` and kernels take what a call has, one by one."""
+
+    def check(stem: str) -> list[str]:
+        return [
+            f"{f.name} takes {len(f.args.posonlyargs) + len(f.args.args)}"
+            for f in functions(tree(stem))
+            if f.name not in KERNELS and len(f.args.posonlyargs) + len(f.args.args) > MOST_ARGUMENTS
+        ]
+
+    assert_none_in_modules(check)
+    defined_kernels = {
+        f.name
+        for stem in STEMS
+        for f in functions(tree(stem))
+        if any(ast.unparse(decorator) == "cute.kernel" for decorator in f.decorator_list)
+    }
+    assert defined_kernels | {"launch"} == KERNELS
+
+
+KERNELS = {"launch", "attention_kernel", "scores_kernel", "softmax_kernel", "output_kernel"}
 
 
 # Code
@@ -256,13 +313,13 @@ def test_many_arguments_have_names() -> None:
 
     Or where each has the name of its parameter, as what the roles of a specialised kernel are given.
     """
-    positional = {"attention_kernel", "cute.compile", "launch", "cute.gemm", "mask_scores", "softmax_step", "store_lse"}
+    positional = {"attention_kernel", "cute.compile", "launch", "cute.gemm", "mask_scores", "mask_left_edge"}
+    positional |= {"softmax_step", "store_lse"}
     positional |= {
         "cpasync.tma_partition",
         "store_output",
         "warpgroup.MmaF16BF16Op",
         "compile_for_sm90a()",
-        "draw_tile",  # what the roles are given, and the state of one ring
     }
 
     def check(stem: str) -> list[str]:
@@ -319,13 +376,17 @@ NUMBERS: dict[str, dict[int, str]] = {
     "as_operand_a": {4: "stride of the A fragment", 8: "stride of the A fragment"},
     "pv_product": {4: "stride of the A fragment", 8: "stride of the A fragment"},
     "store_p": {4: "stmatrix x4"},
+    "store_lse": {4: "lanes of a quad, warps of a warpgroup", 8: "rows of half a warp's", 32: "threads of a warp"},
     "store_output": {
         4: "stmatrix x4; lanes of a quad",
         8: "elements in 16 bytes, rows of half a warp's",
         32: "threads of a warp; columns that a quad writes at once",
     },
     "transpose_in_quad": {3: "word"},
-    "SharedStorage": {8: "alignment of the numbers of tiles", 128: "alignment of the scores"},
+    "SharedStorage": {4: "coordinates of a tile", 16: "alignment of them", 128: "alignment of the scores"},
+    "attention_kernel": {4: "coordinates of a tile"},
+    "next_work": {4: "coordinates of a tile"},
+    "draw_work": {3: "place of a coordinate"},
     "consume": {3: "maximum, sum and factor of a row"},
     "compile_for_sm90a": {3: "stride_order", 4: "alignment", 5: "symbols", 8: "divisibility", 16: "alignment"},
     "check_gpu": {9: "compute capability"},
@@ -368,14 +429,14 @@ SPECIALIZED = (
     r"(?<!_)CONSUMER|PRODUCER|setmaxreg|min_blocks_per_mp|OUTPUT_BARRIER|(?<!> )\bconsumer\b"
     r"|Q_STAGES|[qQ]_ring|\bWork\b|\bwork\.|schedule\)"
 )
-COOPERATIVE = r"\bWARPGROUPS\b|sync_threads.*(Q|complete)|warp 0 refills|q_full"
+COOPERATIVE = r"\bWARPGROUPS\b|sync_threads.*(Q|complete)|warp 0 refills"
 PING_PONG = r"TURN_|_turn\b|multiply in turn"
-OVERLAP = r"wait_group\(1\)|rescale_output|k_drain|v_drain|multiply\(|upcoming"
+OVERLAP = r"wait_group\(1\)|rescale_output|\bk_drain|\bv_drain|multiply\(|upcoming"
 SEQUENTIAL = r"kv_drain"
 SINGLE_TILE = r"check_gpu|unasked_lse|replace\("
 PERSISTENT = r"[pP]ersistent|num_sms|num_ctas|launch_constants|work\.number"
 DYNAMIC = r"\bcounter\b|TILE_SLOTS|tile_ring|draw|slot_after|KEYS_IN_L2|atomic"
-STATIC = r"dealt"
+STATIC = r"dealt_work|dealt work"
 STREAM_K = r"\b[pP]arts?\b|PART|STEPS_SAVED|num_whole|piece_of_work|[sS]tream-K|flags"
 WHOLE = r"\bwork_on\b"
 FLATTENED = r"upcoming\.valid|q_stage\b|k_stage\b|works through the"
