@@ -14,7 +14,7 @@ Decisions
     schedule   two warps load, 2 warpgroups multiply in turn; S of the next tile and P V run beside the softmax
     layouts    swizzle Q 128B, K 128B, V 128B
     S = Q K^T  12 wgmma m64n96k16 per warpgroup; A = Q from shared memory, K-major; B = K, K-major
-    softmax    online, base 2, on the accumulator fragment; O is rescaled when a maximum has grown by more than 2^8, at up to 12 % more error of O than with each new one
+    softmax    online, base 2, on the accumulator fragment; O is rescaled when a maximum grows over 2^8: up to 12 % more error
     P          stays in registers: the accumulator fragment is read as the A fragment
     O = P V    6 wgmma m64n192k16 per warpgroup; A = P from registers, K-major; B = V, MN-major
     kv order   from the last tile, which the end of the keys may cut, to the first
@@ -268,7 +268,8 @@ def piece_of_work(number, schedule) -> Work:
         tile = num_whole + place
         n_end = cutlass.min(end - place * n_blocks, n_blocks)
         n_begin = cutlass.min(cutlass.max(first - place * n_blocks, 0), n_end)
-    m_block, head, head_kv, batch = tile_coordinates(tile, mQ, mK)
+    # Through shuffles, into ordinary registers: the descriptors of the products need the uniform ones, which are few.
+    m_block, head, head_kv, batch = (cute.arch.make_warp_uniform(x) for x in tile_coordinates(tile, mQ, mK))
     return Work(
         valid=n_begin < n_end,
         number=number,
@@ -396,8 +397,7 @@ def consume(smem, rings, mO, mLSE, flags, parts, scale_log2, work, schedule):
             v_drain.advance()
         q_ring.consumer_release(q_drain)  # this warp has read Q
         q_drain.advance()
-        begun = work.n_begin > 0  # by the CTA before this one
-        unfinished = work.n_end * TILE_N < work.seq_k  # left to the next CTA
+        begins, ends = work.n_begin == 0, work.n_end * TILE_N >= work.seq_k  # else another CTA owns first or last keys
         upcoming = next_work(work, schedule)
         v_ring.consumer_wait(v_drain)  # the last V of this tile of queries has landed
         wait_turn(consumer)
@@ -406,9 +406,9 @@ def consume(smem, rings, mO, mLSE, flags, parts, scale_log2, work, schedule):
         warpgroup.wait_group(0)  # O is complete: no group stays in flight
         v_ring.consumer_release(v_drain)  # this warp has read V
         v_drain.advance()
-        if begun:
+        if not begins:
             add_part(flags, parts, acc_O, row_max, row_sum, scale_log2)
-        if unfinished:
+        if not ends:
             give_part(flags, parts, acc_O, row_max, row_sum)
         else:
             store_tile(mO, mLSE, work, acc_O, row_max, row_sum, scale_log2)

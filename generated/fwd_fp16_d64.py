@@ -280,7 +280,8 @@ def piece_of_work(number, schedule) -> Work:
         tile = num_whole + place
         n_end = cutlass.min(end - place * n_blocks, n_blocks)
         n_begin = cutlass.min(cutlass.max(first - place * n_blocks, 0), n_end)
-    m_block, head, head_kv, batch = tile_coordinates(tile, mQ, mK)
+    # Through shuffles, into ordinary registers: the descriptors of the products need the uniform ones, which are few.
+    m_block, head, head_kv, batch = (cute.arch.make_warp_uniform(x) for x in tile_coordinates(tile, mQ, mK))
     return Work(
         valid=n_begin < n_end,
         number=number,
@@ -411,8 +412,7 @@ def consume(smem, rings, mO, mLSE, tma_O, sO, flags, parts, scale_log2, work, sc
             v_drain.advance()
         q_ring.consumer_release(q_drain)  # this warp has read Q
         q_drain.advance()
-        begun = work.n_begin > 0  # by the CTA before this one
-        unfinished = work.n_end * TILE_N < work.seq_k  # left to the next CTA
+        begins, ends = work.n_begin == 0, work.n_end * TILE_N >= work.seq_k  # else another CTA owns first or last keys
         upcoming = next_work(work, schedule)
         v_ring.consumer_wait(v_drain)  # the last V of this tile of queries has landed
         if upcoming.valid:
@@ -428,9 +428,9 @@ def consume(smem, rings, mO, mLSE, tma_O, sO, flags, parts, scale_log2, work, sc
         warpgroup.wait_group(1)  # O is complete; the next S, the younger group, stays in flight
         v_ring.consumer_release(v_drain)  # this warp has read V
         v_drain.advance()
-        if begun:
+        if not begins:
             add_part(flags, parts, acc_O, row_max, row_sum, scale_log2)
-        if unfinished:
+        if not ends:
             give_part(flags, parts, acc_O, row_max, row_sum)
         else:
             store_tile(mO, mLSE, tma_O, sO, work, acc_O, row_max, row_sum, scale_log2)
