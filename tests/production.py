@@ -13,10 +13,11 @@ from typing import Any, NamedTuple
 import torch
 
 from fa3gen.design.masks import reach
+from fa3gen.hardware.dtypes import DTYPES
 from fa3gen.spec.model import Spec
 from fa3gen.verify import inputs, reference
 from fa3gen.verify.inputs import Case
-from fa3gen.verify.on_gpu import DTYPES, raise_if_lost, same_bits
+from fa3gen.verify.on_gpu import raise_if_lost, same_bits
 from fa3gen.verify.reference import Attention
 
 Call = Callable[[], Attention]
@@ -56,7 +57,7 @@ class Problem:
         dim, v_dim = spec.problem.head_dim, spec.problem.v_dim
 
         def draw(seq: int, heads: int, width: int) -> torch.Tensor:
-            empty = torch.empty((batch, seq, heads, width), dtype=DTYPES[spec.problem.dtype], device=device)
+            empty = torch.empty((batch, seq, heads, width), dtype=DTYPES[spec.problem.dtype].in_torch(), device=device)
             return empty.normal_(generator=generator)
 
         self.q, self.k, self.v = draw(seq_q, heads_q, dim), draw(seq_k, heads_kv, dim), draw(seq_k, heads_kv, v_dim)
@@ -66,7 +67,7 @@ class Problem:
         """Call the module on poisoned outputs; without an LSE output the result's LSE is empty."""
         batch, seq_q, heads, _ = self.out_shape
         if out is None:
-            out = torch.full(self.out_shape, math.nan, dtype=self.q.dtype, device=self.q.device)
+            out = torch.full(self.out_shape, math.nan, dtype=DTYPES[self.spec.o_dtype].in_torch(), device=self.q.device)
         options: dict[str, Any] = {"return_lse": True} if self.spec.outputs.lse else {}
         # What the allocator hands out next for an LSE is this, freed again at once.
         torch.full((batch, heads, seq_q), math.nan, dtype=torch.float32, device=self.q.device)

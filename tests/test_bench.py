@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from fa3gen.base.errors import UserError
+from fa3gen.design.family import mask_label
 from fa3gen.design.masks import reach
 from fa3gen.measure import bench, bench_report
 from fa3gen.measure.bench import Bench, Cell, CellResult, Competitor, Result, Runner, plan_cells
@@ -72,7 +73,7 @@ def test_flops_count_both_head_dims() -> None:
 
 def test_masks_have_names() -> None:
     masks = [NoMask(), CausalMask(), WindowMask(left=512, right=0)]
-    assert [bench.mask_label(mask) for mask in masks] == ["full", "causal", "window512_0"]
+    assert [mask_label(mask) for mask in masks] == ["full", "causal", "window512_0"]
 
 
 # -- planning
@@ -83,7 +84,7 @@ def test_the_grid_holds_what_the_specs_serve() -> None:
     cells = plan_cells(specs)
     assert len(cells) == 3 * 6
     assert [cell.seq_len for cell in cells[:6]] == [512, 1024, 2048, 4096, 8192, 16384]
-    assert [(cell.head_dim, bench.mask_label(cell.mask)) for cell in cells[::6]] == [
+    assert [(cell.head_dim, mask_label(cell.mask)) for cell in cells[::6]] == [
         (64, "full"),
         (64, "causal"),
         (128, "full"),

@@ -7,7 +7,8 @@ from rendering import variants
 
 from fa3gen.base.errors import UserError
 from fa3gen.design import ceiling, tile_order
-from fa3gen.design.work import Problem, Shape
+from fa3gen.design.family import Shape
+from fa3gen.design.work import Problem
 from fa3gen.hardware import chips
 from fa3gen.hardware.chips import H100, H200
 from fa3gen.spec.model import Spec

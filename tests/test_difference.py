@@ -6,6 +6,7 @@ import pytest
 from rendering import CHECKOUT, STEMS, changed, plans, source, variants
 
 from fa3gen.base.errors import UserError
+from fa3gen.generate.header import StepRow
 from fa3gen.generate.plan import make_plan
 from fa3gen.inspect.difference.comparing import compare, facts, plan_changes, step_changes, unified
 from fa3gen.inspect.difference.model import FieldChange, PairDifference, Side, SourceChange
@@ -99,7 +100,8 @@ def test_rings_and_turns_of_a_persistent_kernel() -> None:
     barriers = facts(plans()["fwd_d64"])["barriers"]
     q = 192 * 64 * 2
     assert barriers["q"] == f"2 stages; TMA, from warp 12 -> 12 warps; full with {q} bytes; empty with 12 arrivals"
-    assert barriers["turn"] == "3 stages; each consumer -> the next one; 256 threads; named barriers 1 to 3"
+    turns = "named barriers 2 to 4; 256 threads; each consumer -> the next one: it may issue its products"
+    assert barriers["TURN_BARRIER"] == turns
 
 
 def test_everything_that_headers_say_is_compared() -> None:
@@ -126,14 +128,16 @@ def test_names_stand_where_they_belong() -> None:
 
 
 def test_steps() -> None:
-    wait, load, store = ("", "wait", "it is there"), ("", "load", "TMA"), ("", "store", "stmatrix")
-    found = step_changes([wait, store, load], [("consumer", *wait[1:]), load])
+    wait, load = StepRow("per tile", "warp 0", "wait", "it is there"), StepRow("per step", "warp 0", "load", "TMA")
+    store, other = StepRow("", "output", "store", ""), wait._replace(who="consumers")
+    found = step_changes([wait, store, load], [other, load])
     assert [(step.change, step.text) for step in found] == [
-        ("same", "consumer: wait (it is there)"),
-        ("removed", "store (stmatrix)"),
-        ("same", "load (TMA)"),
+        ("same", "per tile, consumers: wait (it is there)"),
+        ("removed", "output: store"),
+        ("same", "per step, warp 0: load (TMA)"),
     ]
-    assert step_changes([wait, load], [("consumer", *wait[1:]), load]) == []
+    assert step_changes([wait, load], [other, load]) == []
+    assert step_changes([wait], [wait._replace(place="per CTA")]) != []
 
 
 # Pairs

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +12,12 @@ from rendering import CHECKOUT
 
 from fa3gen.base.errors import UserError
 from fa3gen.base.files import sha256
+from fa3gen.design.family import Family
 from fa3gen.design.workspace import Workspace
 from fa3gen.records import dispatch_table
 from fa3gen.records.tuning_records import MaskShape, load_all
 from fa3gen.run import dispatch
-from fa3gen.run.dispatch import Family, Measurement, NoKernel, Region, Row, Table
+from fa3gen.run.dispatch import Measurement, NoKernel, Region, Row, Table
 from fa3gen.spec.model import CausalMask, NoMask, WindowMask
 
 CAUSAL = Family("bf16", 128, 128, CausalMask())
@@ -35,6 +36,11 @@ class Problem:
     dtype: Any = "bf16"
     head_dim: int = 128
     head_dim_v: int = 128
+    out_dtype: Any = None
+
+    @property
+    def family(self) -> Family:
+        return Family(self.dtype, self.head_dim, self.head_dim_v, self.mask.spec_mask(), self.out_dtype)
 
 
 @dataclass(frozen=True)
@@ -104,6 +110,13 @@ def test_families_stand_apart_in_a_fixed_order() -> None:
     dims = ["64/128", "128/64", "128"]
     expected = [f"bf16, head dim {d}, {m}" for d in dims for m in (reaches if d != "128/64" else ["causal"])]
     assert families == [*expected, "fp16, head dim 64/128, causal"]
+
+
+def test_modules_of_float32_o_have_rows_of_their_own() -> None:
+    records = [record(512, {"wide": 1.0}, out_dtype="fp32"), record(512, {"narrow": 1.0})]
+    narrow, wide = dispatch_table.rows_from_records(records)
+    assert (narrow.module, narrow.out_dtype, wide.module, wide.out_dtype) == ("narrow", None, "wide", "fp32")
+    assert not narrow.serves(wide.family, 512) and not wide.serves(narrow.family, 512)
 
 
 def test_only_square_problems_count() -> None:
@@ -302,8 +315,18 @@ def test_another_window_says_how_to_make_it(place: Workspace) -> None:
     )
     with pytest.raises(NoKernel, match=re.escape(message)):
         dispatch.choose(family, 7, lse=True, workspace=place)
-    served = replace(family, mask=WindowMask(left=512, right=0))
+    served = family._replace(mask=WindowMask(left=512, right=0))
     assert dispatch.choose(served, 7, lse=True, workspace=place).stem == "k4_2_window_d64_window512_0"
+
+
+def test_o_in_float32_has_modules_of_its_own() -> None:
+    """Committed, unmeasured, and never taken for a call that asks for 16 bits."""
+    for mask, stem in ((NoMask(), "fwd_d128_fp32_out"), (CausalMask(), "fwd_d128_causal_fp32_out")):
+        choice = dispatch.choose(Family("bf16", 128, 128, mask, "fp32"), 777, lse=True, workspace=CHECKOUT)
+        assert (choice.stem, choice.row) == (stem, None)
+        assert dispatch.choose(Family("bf16", 128, 128, mask), 777, lse=True, workspace=CHECKOUT).stem != stem
+    with pytest.raises(NoKernel, match=r"computes fp16, O in fp32, head dim 64.*write `o: \{dtype: fp32\}`, `problem:"):
+        dispatch.choose(Family("fp16", 64, 64, NoMask(), "fp32"), 777, lse=True, workspace=CHECKOUT)
 
 
 def test_own_module_comes_before_the_package_s_of_the_same_name(place: Workspace) -> None:

@@ -21,9 +21,9 @@ from fa3gen.records.recording import cpu_record_of
 from fa3gen.run.gpu import Environment, environment
 from fa3gen.spec.model import Spec
 from fa3gen.spec.specfile import SpecFile, Variant
-from fa3gen.verify.on_cpu import CpuCaseResult, CpuReport
-from fa3gen.verify.on_gpu import Check, Errors
+from fa3gen.verify.on_cpu import CpuReport
 from fa3gen.verify.pipeline import Stage, Verification
+from fa3gen.verify.results import Check, CpuCaseResult, Errors
 
 REPOSITORY = Path(__file__).parent.parent
 
@@ -255,8 +255,9 @@ def test_speeds_of_another_machine_do_not_go_into_a_record(workspace: Workspace,
 
 def test_what_a_run_found_becomes_a_record_without_paths(workspace: Workspace) -> None:
     from fa3gen.records.recording import record_of
-    from fa3gen.verify.on_gpu import CaseResult, Check, Errors, Report
+    from fa3gen.verify.on_gpu import Report
     from fa3gen.verify.pipeline import Stage, Verification
+    from fa3gen.verify.results import CaseResult
 
     case = CaseResult(
         name="ragged",

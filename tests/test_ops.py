@@ -16,9 +16,10 @@ from rendering import CHECKOUT, ROOT
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fa3gen
+from fa3gen.design.family import Family
 from fa3gen.design.masks import reach
 from fa3gen.run import dispatch, ops
-from fa3gen.run.dispatch import Choice, Family, NoKernel
+from fa3gen.run.dispatch import Choice, NoKernel
 from fa3gen.verify import reference
 
 STEM = "k6_d64_causal"
@@ -112,12 +113,14 @@ def test_what_decides_is_asked_for(eager: Modules) -> None:
         fa3gen.attention(q, k, v, **options)
     fa3gen.attention(q.half(), k.half(), v.half())
     with pytest.raises(RuntimeError):  # the reference has no d_v, but this is what it was asked
-        fa3gen.attention(q, k, wider, out=torch.zeros(1))
+        fa3gen.attention(q, k, wider, out=torch.zeros(1, dtype=torch.bfloat16))
+    fa3gen.attention(q, k, v, out=torch.empty_like(q, dtype=torch.float32))
     masks = [dispatch.mask_of(bool(o.get("causal")), o.get("window")) for o in asked]
     families = [Family("bf16", 64, 64, mask) for mask in masks]
     families = [*families, Family("fp16", 64, 64, masks[0]), Family("bf16", 64, 32, masks[0])]
+    families.append(Family("bf16", 64, 64, masks[0], "fp32"))
     assert [family for family, _, _ in eager.asked] == [*families[:3], *families[4:]]
-    assert [lse for _, _, lse in eager.asked] == [False] * 3 + [True] + [False] * 2
+    assert [lse for _, _, lse in eager.asked] == [False] * 3 + [True] + [False] * 3
 
 
 @pytest.mark.parametrize("way", ["eager", "modules"])

@@ -140,6 +140,7 @@ PERSISTENT_CHOICES: dict[str, st.SearchStrategy[Any]] = {
     "q_stages": st.sampled_from([1, 2]),
     "kv_stages": st.sampled_from([1, 2, 3]),
     "o": st.sampled_from(["own_buffer", "direct"]),
+    "o_dtype": st.sampled_from([None, None, "fp32", "bf16"]),
     "rescale_above": st.sampled_from([None, 1, 8]),
     "exp_before_wait": st.sampled_from([None, 1, 4]),
     "swizzles": st.sampled_from([("64B", "64B", "64B"), ("128B", "128B", "128B"), ("32B", "128B", "64B")]),
@@ -164,6 +165,7 @@ def persistents(draw: st.DrawFn) -> Fields:
         "scheduler": scheduler,
         "softmax": {name: chosen[name] for name in ("rescale_above", "exp_before_wait")},
         "outputs": {"o": chosen["o"], "lse": True},
+        "o": {"dtype": chosen["o_dtype"]},
     }
 
 
@@ -278,7 +280,8 @@ def check_sass(spec: Spec, plan: Plan) -> None:
     written -= 32 * (plan.scheduler.kind == "dynamic")  # the counter of tiles, set back to zero
     # A part of O in float32, a maximum and a sum of two rows, and the flag, which is set and set back.
     written -= 32 * (plan.scheduler.kind == "stream_k") * (spec.tile.q * spec.problem.v_dim // threads + 2 * 2 + 2)
-    o_bits = 0 if plan.expectation.tma_stores else spec.tile.q * spec.problem.v_dim * 16 // threads
+    element = 32 if spec.o.dtype == "fp32" else 16
+    o_bits = 0 if plan.expectation.tma_stores else spec.tile.q * spec.problem.v_dim * element // threads
     lse_rows = spec.tile.q * (16 if plan.pv.engine == "scalar" else 4) // threads
     assert written == o_bits + 32 * lse_rows * spec.outputs.lse
 

@@ -160,6 +160,7 @@ KNOBS: dict[str, tuple[str, dict[str, Any]]] = {
     "exp_before_wait_null_to_12": ("fwd_d128_short", {"softmax": {"exp_before_wait": 12}}),
     "q_stages_2_to_1": ("fwd_d128_causal", {"load": {"q_stages": 1}}),
     "o_own_buffer_to_direct": ("fwd_d128", {"outputs": {"o": "direct"}}),
+    "o_dtype_bf16_to_fp32": ("fwd_d256", {"o": {"dtype": "fp32"}}),
     "rescale_above_null_to_8": ("fwd_d128", {"softmax": {"rescale_above": 8}}),
     "head_dim_v_192_to_128_persistent": ("fwd_d192", {"problem": {"head_dim_v": 128}}),
     "schedule_ping_pong_to_warp_specialized_persistent": (

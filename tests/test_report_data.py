@@ -20,15 +20,25 @@ from fa3gen.compile.cache import cached_compile
 from fa3gen.compile.census.sass import parse_sass
 from fa3gen.cpu import wgmma
 from fa3gen.design import tile_order
+from fa3gen.design.family import Shape
 from fa3gen.design.masks import reach
-from fa3gen.design.work import KeyTiles, Shape, key_tiles
+from fa3gen.design.work import KeyTiles, key_tiles
 from fa3gen.design.workspace import Workspace
 from fa3gen.inspect import report
 from fa3gen.inspect.report import fragments, highlighting, numerics, pictures, speeds, swizzles, tiles
 from fa3gen.inspect.report.listing import Listing, make_listing
 from fa3gen.inspect.report.liveness import live_registers
 from fa3gen.records import evidence, tuning_records
-from fa3gen.spec.model import GlobalHandoff, NoMask, Scheduler, Spec, Swizzle, WindowMask
+from fa3gen.spec.model import (
+    GlobalHandoff,
+    NoMask,
+    PingPongSchedule,
+    Scheduler,
+    Spec,
+    Swizzle,
+    WarpSpecializedSchedule,
+    WindowMask,
+)
 
 STEM = "k4_2_d64"
 SWIZZLES: dict[Swizzle, int] = {"none": 0, "32B": 3, "64B": 2, "128B": 1}  # code in a matrix descriptor
@@ -171,7 +181,7 @@ SHAPES = [(512, 512), (300, 1000), (1000, 300), (129, 257), (1, 700), (700, 1), 
 class Fake:
     """`cutlass` and `cute` as far as the arithmetic of tiles goes."""
 
-    Int32 = int
+    Int32, Boolean = int, bool
     Tensor = object
     min, max = staticmethod(min), staticmethod(max)
     jit = staticmethod(lambda function: function)
@@ -182,25 +192,40 @@ class Fake:
         self.arch = types.SimpleNamespace(block_idx=lambda: (self.block, 0, 0), grid_dim=lambda: (1, 1, 1))
 
 
-def function_of(stem: str, name: str, fake: Fake) -> Any:
-    """A function of a generated module, as plain Python."""
+DIVISION = ("Work", "work_on", "piece_of_work", "kv_range", "tile_coordinates")
+"""Who does what, in the order of the modules; each has some of these."""
+
+
+def division_of(stem: str, fake: Fake) -> dict[str, Any]:
+    """The classes and functions of a generated module that divide the work, as plain Python."""
     module = rendering.tree(stem)
-    node = next(node for node in module.body if isinstance(node, ast.FunctionDef) and node.name == name)
+    nodes = [node for node in module.body if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name in DIVISION]
     space: dict[str, Any] = {**rendering.constants(module), "cute": fake, "cutlass": fake}
-    exec(compile(ast.Module([node], []), stem, "exec"), space)
-    return space[name]
+    space["dataclass"] = dataclasses.dataclass
+    exec(compile(ast.Module([*nodes], []), stem, "exec"), space)
+    return space
 
 
-def asked_for(kv_range: Any, spec: Spec, block: int, seq_q: int, seq_k: int) -> KeyTiles:
-    """What the module's own `kv_range` says; or, where tiles may be split, the piece of work that is a whole one."""
-    if spec.scheduler == "stream_k":
-        _, begin, end, _ = kv_range(0, seq_k, (1, 0, 1))  # one whole tile, no step more
-        return KeyTiles(begin, end, 0, seq_k // spec.tile.kv)
-    if isinstance(spec.mask, NoMask):
-        end, full_end = kv_range(seq_k)
-        return KeyTiles(0, end, 0, full_end)
-    found = kv_range(block * tile_order.positions(spec), seq_q, seq_k)
-    return KeyTiles(*found) if len(found) == 4 else KeyTiles(0, found[0], 0, found[1])
+def asked_for(division: dict[str, Any], spec: Spec, block: int, seq_q: int, seq_k: int) -> KeyTiles:
+    """What the module's own piece of work says, or its `kv_range` where there is no such thing.
+
+    Without a mask no code says which tiles are full: the one with the end of the keys is visited first and masked.
+    """
+    unmasked = isinstance(spec.mask, NoMask)
+    if not isinstance(spec.schedule, WarpSpecializedSchedule | PingPongSchedule):
+        found = division["kv_range"](*([seq_k] if unmasked else [block * tile_order.positions(spec), seq_q, seq_k]))
+        return KeyTiles(*found) if len(found) == 4 else KeyTiles(0, found[0], 0, found[1])
+    rows = (spec.tile.pack_heads, seq_q) if spec.tile.pack_heads > 1 else seq_q
+    mQ, mK = (types.SimpleNamespace(shape=(seq, 64, 1, 1)) for seq in (rows, seq_k))
+    if spec.scheduler == "stream_k":  # one whole tile, no step more
+        work = division["piece_of_work"](0, (mQ, mK, (1, 0, 1)))
+    else:
+        number_and_valid = [] if spec.scheduler == "single_tile" else [0, True]
+        work = division["work_on"]((block, 0, 0, 0), *number_and_valid, mQ, mK)
+    assert work.valid
+    full_end = seq_k // spec.tile.kv if unmasked else work.n_full_end
+    full_begin = work.n_full_begin if isinstance(spec.mask, WindowMask) else 0
+    return KeyTiles(work.n_begin, work.n_end, full_begin, full_end)
 
 
 def tiled_stems() -> list[str]:
@@ -212,10 +237,10 @@ def test_key_tiles_are_those_of_the_modules() -> None:
         spec, problems = spec_of(stem), []
         if not tiles.tiled(spec):
             return []
-        kv_range = function_of(stem, "piece_of_work" if spec.scheduler == "stream_k" else "kv_range", Fake())
+        division = division_of(stem, Fake())
         for seq_q, seq_k in SHAPES:
             for block in range(-(-seq_q // tile_order.positions(spec))):
-                wanted = asked_for(kv_range, spec, block, seq_q, seq_k)
+                wanted = asked_for(division, spec, block, seq_q, seq_k)
                 found = key_tiles(spec, Shape(1, seq_q, seq_k, 1, 1), block)
                 if wanted != found:
                     problems.append(f"{seq_q} x {seq_k}, tile {block}: {found}, the module has {wanted}")
@@ -256,14 +281,16 @@ def test_tiles_of_queries_are_taken_in_the_modules_order() -> None:
         blocks = -(-seq_q // tile_order.positions(spec))
         assert len({(entry.m_block, entry.head, entry.batch) for entry in order}) == blocks * heads * batch
         fake = Fake()
-        coordinates = function_of(stem, "tile_coordinates", fake)
+        coordinates = division_of(stem, fake)["tile_coordinates"]
+        specialized = isinstance(spec.schedule, WarpSpecializedSchedule | PingPongSchedule)
+        rows = (spec.tile.pack_heads, seq_q) if spec.tile.pack_heads > 1 else seq_q
         for entry in order:
             fake.block = entry.number
-            if spec.scheduler == "single_tile":
-                found = coordinates(blocks, heads, heads)
-            else:
-                tensors = (types.SimpleNamespace(shape=(seq, 64, heads, batch)) for seq in (seq_q, seq_k))
+            if specialized:
+                tensors = (types.SimpleNamespace(shape=(seq, 64, heads, batch)) for seq in (rows, seq_k))
                 found = coordinates(entry.number, *tensors)
+            else:
+                found = coordinates(blocks, heads, heads)
             assert (found[0], found[1], found[3]) == (entry.m_block, entry.head, entry.batch), (stem, entry)
 
 

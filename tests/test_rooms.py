@@ -141,3 +141,10 @@ def test_a_ring_is_named() -> None:
         "fa3gen.base.b": "from fa3gen.base.a import f",
     }
     assert set(ring({**sources(), "fa3gen.base": "", **modules})) == set(modules)
+
+
+def test_the_reference_imports_nothing_of_fa3gen() -> None:
+    """What it is to find would be in it, too."""
+    text = (ROOT / "fa3gen" / "verify" / "reference.py").read_text(encoding="utf-8")
+    imported = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Import | ast.ImportFrom)]
+    assert {ast.unparse(node).split()[1] for node in imported} == {"__future__", "math", "typing", "torch"}

@@ -737,6 +737,45 @@ def test_exp_before_wait() -> None:
     )
 
 
+def test_output_dtype() -> None:
+    assert rules.output_dtype("bf16", "bf16") is None
+    assert rules.output_dtype("fp16", "fp32") is None
+    assert rules.output_dtype("bf16", "fp16") == Violation(
+        "o.dtype", "O in fp16 beside q, k and v in bf16 is not rendered; use bf16"
+    )
+
+
+def test_float32_output() -> None:
+    assert rules.float32_output("dynamic", "direct", 128, 128) is None
+    # 128 x 128 x 4 = 65536.
+    assert rules.float32_output("static", "own_buffer", 128, 128) == Violation(
+        "outputs.o",
+        "a tile of O in fp32 would take 128 x 128 x 4 = 65536 bytes of shared memory, and stmatrix, which fills it, "
+        "stores 16-bit elements only; use direct",
+    )
+    assert rules.float32_output("single_tile", "over_q", 128, 128) == Violation(
+        "o.dtype",
+        "O in fp32 goes straight from the registers, which is rendered with scheduler static, stream_k or dynamic "
+        "only, not single_tile; leave o.dtype out, or extend fwd_d128_fp32_out",
+    )
+
+
+@pytest.mark.parametrize("o", ["over_q", "own_buffer"])
+def test_the_way_out_for_float32_is_legal_in_one_step(o: str) -> None:
+    float32: dict[str, Any] = {"o": {"dtype": "fp32"}}
+    assert list(violations(PERSISTENT, **float32, outputs={"o": o})) == ["outputs.o"]
+    assert violations(PERSISTENT, **float32, outputs={"o": "direct"}) == {}
+    assert list(violations(WGMMA, **float32)) == list(violations(SCALAR, **float32)) == ["o.dtype"]
+    assert violations(WGMMA, o={"dtype": None}) == violations(SCALAR, o={"dtype": "bf16"}) == {}
+
+
+def test_float32_output_takes_any_columns_of_a_product() -> None:
+    """80 columns are no multiple of the 32 that 16-bit stores need."""
+    facts: dict[str, Any] = {"problem": {"head_dim": 80}, "smem": {"q": "32B", "k": "32B", "v": "32B"}}
+    assert list(violations(PERSISTENT, **facts, outputs={"o": "direct"})) == ["problem.head_dim"]
+    assert violations(PERSISTENT, **facts, outputs={"o": "direct"}, o={"dtype": "fp32"}) == {}
+
+
 def test_direct_columns() -> None:
     assert output.direct_columns("problem.head_dim", 96) is None
     assert output.direct_columns("problem.head_dim", 80) == Violation(

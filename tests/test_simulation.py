@@ -13,7 +13,8 @@ from rendering import CHECKOUT, ROOT, changed, variants
 
 from fa3gen import cli
 from fa3gen.base.errors import UserError
-from fa3gen.design.work import Problem, Shape
+from fa3gen.design.family import Shape
+from fa3gen.design.work import Problem
 from fa3gen.hardware import chips
 from fa3gen.inspect import simulation
 from fa3gen.inspect.simulation import Settings, Simulation, Times, comparison

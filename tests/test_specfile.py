@@ -102,6 +102,16 @@ def test_paths_outside_the_root_stay_as_given(tmp_path: Path, specs: Specs) -> N
             "k.yaml:4: load.barrier: the string 'shard' is none of shared, separate; did you mean 'shared'?",
         ),
         (
+            "handoff: {through: registers}",
+            "handoff: {through: registers}\noperation: {kind: forward}",
+            "k.yaml:15: operation: a mapping is no operation; there is forward so far",
+        ),
+        (
+            "handoff: {through: registers}",
+            "handoff: {through: registers}\no: {dtype: fp8}",
+            "k.yaml:15: o.dtype: the string 'fp8' is none of bf16, fp16, fp32; did you mean ",
+        ),
+        (
             "engine: tma",
             "engine: bulk",
             "k.yaml:4: load.engine: the string 'bulk' is none of sync, cp_async, tma",
@@ -208,6 +218,15 @@ def test_one_mistake(specs: Specs, old: str, new: str, problem: str) -> None:
     assert any(text.startswith(problem) for text in found), found
     if problem.startswith("k.yaml:4: load"):
         assert {text.split(": ")[1].split(".")[0] for text in found} == {"load"}
+
+
+def test_of_an_unknown_operation_nothing_else_is_said(specs: Specs) -> None:
+    """What its fields are to be is not known."""
+    assert specs.problems("k", f"{BASE}operation: gemm\ntiles: 7\n") == [
+        "k.yaml:15: operation: the string 'gemm' is no operation; there is forward so far"
+    ]
+    (variant,) = specs.load("k", f"{BASE}operation: forward\n").variants
+    assert variant.spec.operation == "forward"
 
 
 def test_a_missing_summary_is_reported_at_the_top(specs: Specs) -> None:

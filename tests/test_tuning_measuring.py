@@ -12,11 +12,12 @@ from rendering import variants
 from torch_modules import Module
 
 from fa3gen.compile.loading import load_file
+from fa3gen.design.family import Family, Shape
 from fa3gen.design.masks import reach
 from fa3gen.measure.peers import Peer, Unavailable
 from fa3gen.measure.tuning import measuring
 from fa3gen.measure.tuning.measuring import Bench
-from fa3gen.records.tuning_records import TunedProblem, family_of
+from fa3gen.records.tuning_records import TunedProblem
 from fa3gen.spec.model import Mask
 from fa3gen.verify import reference
 
@@ -86,8 +87,7 @@ class Setting:
         self.stems = list(modules)
 
     def ask(self, do: str = "heat", **facts: Any) -> dict[str, Any]:
-        family = family_of(SPEC)._asdict()
-        problem = TunedProblem(**family, batch=1, heads_q=2, heads_kv=1, seq_q=80, seq_k=80).model_dump()
+        problem = TunedProblem.of(Family.of(SPEC), Shape(1, 80, 80, 2, 1)).model_dump()
         described = [{"stem": stem, "path": f"{stem}.py", "spec": SPEC.model_dump()} for stem in self.stems]
         given = {"problem": problem, "modules": described, "peers": True, "without": [], "rounds": 7}
         return self.bench.answer({"do": do, **given, **facts})
@@ -217,6 +217,6 @@ def test_a_generated_module_can_be_loaded(monkeypatch: pytest.MonkeyPatch) -> No
     bench = Bench(CPU, MadeUpTimer(), lambda at, who: None, load=load)
     path = CHECKOUT.module_path("k6_d64_causal")
     described = [{"stem": "k6_d64_causal", "path": str(path), "spec": SPEC.model_dump()}]
-    problem = TunedProblem(**family_of(SPEC)._asdict(), batch=1, heads_q=2, heads_kv=1, seq_q=80, seq_k=80)
+    problem = TunedProblem.of(Family.of(SPEC), Shape(1, 80, 80, 2, 1))
     request = {"do": "load", "modules": described, "problem": problem.model_dump(), "peers": False, "without": []}
     assert bench.answer(request) == {"wrong": {}} and compiled == ["k6_d64_causal"]

@@ -18,11 +18,12 @@ from hypothesis import strategies as st
 from rendering import ROOT, variants
 
 from fa3gen.base.errors import UserError
+from fa3gen.design.family import Family, Shape
 from fa3gen.measure.tuning import heats, report
 from fa3gen.measure.tuning.client import LIMITS_S, Gone, Worker
 from fa3gen.measure.tuning.journal import Journal
 from fa3gen.measure.tuning.session import COMMAND, Cell, Module, Tuner, distribute
-from fa3gen.records.tuning_records import TunedProblem, family_of
+from fa3gen.records.tuning_records import TunedProblem
 from fa3gen.run import gpu
 
 FAKE = (sys.executable, "-P", str(ROOT / "tests/fake_tuning_worker.py"))
@@ -34,9 +35,7 @@ def module(stem: str, of: str = "k6_d128_causal") -> Module:
 
 
 def cell(stems: list[str], seq: int = 4096, of: str = "k6_d128_causal", rounds: int = 25) -> Cell:
-    problem = TunedProblem(
-        **family_of(variants()[of].spec)._asdict(), batch=4, heads_q=16, heads_kv=16, seq_q=seq, seq_k=seq
-    )
+    problem = TunedProblem.of(Family.of(variants()[of].spec), Shape(4, seq, seq, 16, 16))
     return Cell(problem, tuple(module(stem, of) for stem in stems), tuple(heats.plan(len(stems) - 1, rounds)))
 
 

@@ -23,8 +23,9 @@ from fa3gen.run import gpu
 from fa3gen.spec.model import Spec
 from fa3gen.spec.specfile import Variant
 from fa3gen.verify import on_gpu as verify
-from fa3gen.verify.on_cpu import CpuCaseResult, CpuReport
+from fa3gen.verify.on_cpu import CpuReport
 from fa3gen.verify.pipeline import Stage, Verification, check_compile, check_render
+from fa3gen.verify.results import CpuCaseResult
 
 SPEC = Spec.model_validate(
     {

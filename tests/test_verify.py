@@ -11,6 +11,7 @@ from rendering import plans, variants
 from torch_modules import Module, check_arguments, exact, nan_rows, online, past_the_end, whole_tiles_only
 
 from fa3gen.design.masks import reach
+from fa3gen.hardware.dtypes import DTYPES
 from fa3gen.spec.model import CausalMask, Mask, NoMask, Spec, WindowMask
 from fa3gen.verify import inputs, reference
 from fa3gen.verify import on_gpu as verify
@@ -23,11 +24,12 @@ NOT_LONG = tuple(case for case in CASES if case.name != "long")
 FEW = tuple(case for case in CASES if case.name not in ("random", "long", "wrap", "outlier"))
 
 
-def spec_of(mask: Mask, dtype: str = "bf16", head_dim: int = 64) -> Spec:
+def spec_of(mask: Mask, dtype: str = "bf16", head_dim: int = 64, o_dtype: str | None = None) -> Spec:
     return Spec.model_validate(
         {
             "problem": {"head_dim": head_dim, "dtype": dtype},
             "mask": mask,
+            "o": {"dtype": o_dtype},
             "tile": {"q": 64, "kv": 64, "threads": 128},
             "load": {"engine": "sync"},
             "qk": {"engine": "scalar"},
@@ -159,8 +161,40 @@ def test_a_module_that_is_wrong_in_one_way_fails(what: str) -> None:
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_a_flash_kernels_own_rounding_passes(mask: Mask, dtype: str) -> None:
     """The criteria leave room for P rounded before it is normalised; the mutant above fails for its rescale alone."""
-    report = run(Module(mask, online, dtype=verify.DTYPES[dtype]), NOT_LONG, dtype)
+    report = run(Module(mask, online, dtype=DTYPES[dtype].in_torch()), NOT_LONG, dtype)
     assert report.failures == ()
+
+
+@pytest.mark.parametrize("mask", [NoMask(), CausalMask(), WindowMask(left=50, right=10)], ids=str)
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_o_in_float32_has_room_for_the_rounding_of_p(mask: Mask, dtype: str) -> None:
+    report = run_float32(Module(mask, online, dtype=DTYPES[dtype].in_torch(), out_dtype=torch.float32), dtype)
+    assert report.failures == ()
+
+
+def run_float32(module: Module, dtype: str = "bf16", cases: tuple[Case, ...] = NOT_LONG) -> verify.Report:
+    return verify_module(module, spec_of(module.mask, dtype, o_dtype="fp32"), CPU, cases=cases, seed=7)
+
+
+FLOAT32: dict[str, tuple[Module, str]] = {
+    "O in 16 bits": (Module(CAUSAL, online), "out is torch.float32; it needs to be torch.bfloat16"),
+    "O rounded on the way": (
+        Module(CAUSAL, online, out_dtype=torch.float32, store=lambda out, o: out.copy_(o.bfloat16())),
+        "float32 in name only",
+    ),
+    "O cut to 12 bits": (
+        Module(CAUSAL, lambda *args: (exact(*args)[0] * (1 + 2**-11), exact(*args)[1]), out_dtype=torch.float32),
+        "O is off by",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", FLOAT32)
+def test_a_module_of_float32_o_that_is_wrong_fails(what: str) -> None:
+    module, message = FLOAT32[what]
+    one = tuple(case for case in CASES if case.name == "one")
+    report = run_float32(module, cases=one)
+    assert any(message in failure for failure in report.failures), report.failures
 
 
 def test_an_error_in_small_rows_is_caught_by_the_blocks_and_not_by_the_maximum() -> None:

@@ -9,7 +9,8 @@ from rendering import changed, plans, variants
 
 from fa3gen.base.errors import UserError
 from fa3gen.design import work
-from fa3gen.design.work import Problem, Shape
+from fa3gen.design.family import Shape
+from fa3gen.design.work import Problem
 from fa3gen.generate.plan import make_plan
 from fa3gen.spec.model import Spec
 

@@ -16,12 +16,15 @@ from fa3gen.spec.model import Mask
 from fa3gen.verify import reference
 
 
-def check_arguments(q: Any, k: Any, v: Any, out: Any, *, dtype: torch.dtype, head_dim: int) -> None:
+def check_arguments(
+    q: Any, k: Any, v: Any, out: Any, *, dtype: torch.dtype, head_dim: int, out_dtype: torch.dtype | None = None
+) -> None:
     for name, tensor in {"q": q, "k": k, "v": v, "out": q if out is None else out}.items():
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name} is {type(tensor).__name__}; it needs to be a tensor")
-        if tensor.dtype != dtype:
-            raise TypeError(f"{name} is {tensor.dtype}; it needs to be {dtype}")
+        wanted = out_dtype if name == "out" and out is not None and out_dtype else dtype
+        if tensor.dtype != wanted:
+            raise TypeError(f"{name} is {tensor.dtype}; it needs to be {wanted}")
         if tensor.dim() != 4 or tensor.shape[3] != head_dim or tensor.stride(3) != 1:
             raise ValueError(f"{name} needs four modes, the last {head_dim} contiguous elements")
         if tensor.device != q.device:
@@ -51,6 +54,7 @@ class Module:
     mask: Mask
     compute: Compute = exact
     dtype: torch.dtype = torch.bfloat16
+    out_dtype: torch.dtype | None = None  # of O, where it is not `dtype`
     head_dim: int = 64
     check: Callable[..., None] = check_arguments
     store: Callable[[torch.Tensor, torch.Tensor], Any] = torch.Tensor.copy_
@@ -59,8 +63,8 @@ class Module:
     cpu: Any = field(default_factory=lambda: SimpleNamespace(settings=Settings()))
 
     def attention(self, q: Any, k: Any, v: Any, *, scale: Any = None, out: Any = None, return_lse: bool = False) -> Any:
-        self.check(q, k, v, out, dtype=self.dtype, head_dim=self.head_dim)
-        out = torch.empty_like(q) if out is None else out
+        self.check(q, k, v, out, dtype=self.dtype, head_dim=self.head_dim, out_dtype=self.out_dtype)
+        out = torch.empty_like(q, dtype=self.out_dtype) if out is None else out
         result, lse = self.compute(q, k, v, scale, self.mask)
         self.before(q, k, v)
         self.store(out, result)

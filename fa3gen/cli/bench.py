@@ -127,9 +127,9 @@ def _launches(
 ) -> Iterator[LaunchTimes]:
     """Measure what launches cost the host: of every module, and of the peers on the first module's problem."""
     from fa3gen.base.errors import UserError
+    from fa3gen.design.family import Family
     from fa3gen.measure.bench import Cell
     from fa3gen.measure.launch_times import SEQ_LEN, LaunchTimes, first_calls
-    from fa3gen.run.dispatch import Family
 
     def cell(variant: Variant) -> Cell:
         problem = variant.spec.problem

@@ -9,7 +9,7 @@ import typer
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from fa3gen.design.work import Shape
+    from fa3gen.design.family import Shape
     from fa3gen.design.workspace import Workspace
     from fa3gen.inspect.explanation import Explanation
     from fa3gen.spec.model import Spec
@@ -77,13 +77,12 @@ def _shapes(
 ) -> list[Shape]:
     """One shape per pair of lengths; what is not given is as in the benchmarks."""
     from fa3gen.design import work
+    from fa3gen.design.family import Shape
 
     default_q, default_kv = work.default_heads(spec)
     heads_q = heads or (default_q if heads_kv is None else heads_kv * spec.tile.pack_heads)
     kv = heads_kv or (default_kv if heads is None else max(1, heads_q // spec.tile.pack_heads))
-    return [
-        work.Shape(batch or max(1, TOKENS // max(seq_q, seq_k)), seq_q, seq_k, heads_q, kv) for seq_q, seq_k in lengths
-    ]
+    return [Shape(batch or max(1, TOKENS // max(seq_q, seq_k)), seq_q, seq_k, heads_q, kv) for seq_q, seq_k in lengths]
 
 
 def compiled_registers(workspace: Workspace, variant: Variant) -> int | None:

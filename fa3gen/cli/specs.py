@@ -69,6 +69,8 @@ def print_schema() -> None:
 
 def facts(file: SpecFile, stem: str, spec: Spec) -> dict[str, Any]:
     """What the list says of one module, as JSON values."""
+    from fa3gen.design.family import Family
+
     tile = spec.tile
     workers = f"{tile.warpgroups} wg" if tile.warpgroups else f"{tile.threads} thr"
     return {
@@ -78,7 +80,7 @@ def facts(file: SpecFile, stem: str, spec: Spec) -> dict[str, Any]:
         "source": str(file.path),
         "head_dim": spec.problem.head_dim,
         "head_dim_v": spec.problem.v_dim,
-        "dtype": spec.problem.dtype,
+        "dtype": Family.of(spec).dtypes,
         "mask": _mask_text(spec),
         "tile": f"{tile.q}x{tile.kv} {workers}",
         "load": _load_text(spec),

@@ -18,12 +18,13 @@ from fa3gen.base.errors import UserError
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from fa3gen.design.family import Family
     from fa3gen.design.workspace import Workspace
     from fa3gen.measure.tuning.candidates import Search
     from fa3gen.measure.tuning.heats import Heat
     from fa3gen.measure.tuning.journal import Journal
     from fa3gen.measure.tuning.session import Cell, Module, Outcome
-    from fa3gen.records.tuning_records import Family, TunedProblem, TuningRecord
+    from fa3gen.records.tuning_records import TunedProblem, TuningRecord
 
 SEQ_LENS = "512,1024,2048,4096,8192,16384"
 
@@ -41,6 +42,7 @@ class Shapes:
 
     def problems(self, family: Family) -> list[TunedProblem]:
         """One problem for each length. Raises UserError where tokens or the hidden size do not divide evenly."""
+        from fa3gen.design.family import Shape
         from fa3gen.records.tuning_records import TunedProblem
 
         dim = family.head_dim
@@ -50,14 +52,7 @@ class Shapes:
         if self.heads_kv is not None and heads % self.heads_kv:
             raise UserError(f"{heads} query heads are no multiple of --heads-kv {self.heads_kv}")
         return [
-            TunedProblem(
-                **family._asdict(),
-                batch=self._batch(max(seq_q, seq_k)),
-                heads_q=heads,
-                heads_kv=self.heads_kv or heads,
-                seq_q=seq_q,
-                seq_k=seq_k,
-            )
+            TunedProblem.of(family, Shape(self._batch(max(seq_q, seq_k)), seq_q, seq_k, heads, self.heads_kv or heads))
             for seq_q, seq_k in self.lengths
         ]
 
@@ -216,13 +211,13 @@ class _Run:
 
     def measure(self, names: Sequence[str]) -> list[Outcome]:
         """Compare committed modules in every cell of their problems."""
+        from fa3gen.design.family import Family
         from fa3gen.measure.tuning.candidates import committed_module
         from fa3gen.measure.tuning.heats import MEASURE_ROUNDS, single
-        from fa3gen.records.tuning_records import family_of
 
         families: dict[Family, list[Module]] = {}
         for variant in self.workspace.select(names):
-            families.setdefault(family_of(variant.spec), []).append(committed_module(self.workspace, variant))
+            families.setdefault(Family.of(variant.spec), []).append(committed_module(self.workspace, variant))
         rounds = self.rounds or MEASURE_ROUNDS
         for modules in families.values():
             single(len(modules), rounds)  # refuses too few rounds before anything takes time

@@ -25,8 +25,9 @@ if TYPE_CHECKING:
     from fa3gen.design.workspace import Workspace
     from fa3gen.spec.specfile import Variant
     from fa3gen.verify.on_cpu import CpuReport
-    from fa3gen.verify.on_gpu import Errors, Report
+    from fa3gen.verify.on_gpu import Report
     from fa3gen.verify.pipeline import Verification
+    from fa3gen.verify.results import Errors
 
 CPU_RUN = "executed on the CPU model of sm_90a (not a GPU result)"
 CASE_TABLES = 4  # with more modules than this, only the summary is printed

@@ -51,10 +51,17 @@ class CpuKernel:
 
     def __post_init__(self) -> None:
         """Parse the PTX and compile the host code. Raises PtxError, UserError."""
-        self.kernels = ptx.parse(self.compiled.ptx)
-        self._programs: dict[tuple[str, bool], Program] = {}
+        self.take_ptx(self.compiled.ptx)
         self._host = HostProgram(self.compiled.host_module, self._launch)
         self._tensors: tuple[torch.Tensor, ...] = ()
+
+    def take_ptx(self, text: str) -> None:
+        """Run these kernels from now on, under the same host code: what tests do that change an instruction.
+
+        Raises PtxError.
+        """
+        self.kernels = ptx.parse(text)
+        self._programs: dict[tuple[str, bool], Program] = {}
 
     def __call__(self, *arguments: torch.Tensor | float) -> None:
         """Run on CPU tensors. Raises Hazard for the first fault, OutsideModel for what the model lacks."""
@@ -99,11 +106,6 @@ class CpuKernel:
             execution.run(self.settings.ctas)
         finally:
             self.instructions += execution.instructions
-
-
-def flags_and_parts(sms: int, warps: int, part_shape: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-    """What CTAs of a stream_k kernel hand parts of O on through: flags at zero, and parts that nobody gives are NaN."""
-    return torch.zeros((sms, warps), dtype=torch.int32), torch.full((sms, *part_shape), torch.nan)
 
 
 @functools.cache

@@ -19,7 +19,7 @@ from fa3gen.compile.loading import load_file
 from fa3gen.cpu import ptx
 from fa3gen.cpu.dsl import require_supported_dsl
 from fa3gen.cpu.host import NotOnCpu
-from fa3gen.cpu.kernel import CpuKernel, Settings, Source, flags_and_parts
+from fa3gen.cpu.kernel import CpuKernel, Settings, Source
 from fa3gen.design.workspace import Workspace
 
 
@@ -64,8 +64,9 @@ class CpuModel:
         return self.counter
 
     def flags_and_parts(self, module: Any, gpu: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Those of a launch, both kept for tests."""
-        self.flags, self.parts = flags_and_parts(self.settings.sms, module.CONSUMER_WARPS, module.PART_SHAPE)
+        """Flags at zero, and parts that are NaN where nobody gives one; both kept for tests."""
+        self.flags = torch.zeros((self.settings.sms, module.CONSUMER_WARPS), dtype=torch.int32)
+        self.parts = torch.full((self.settings.sms, *module.PART_SHAPE), torch.nan)
         return self.flags, self.parts
 
     @cached_property

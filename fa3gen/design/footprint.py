@@ -33,7 +33,7 @@ SCALAR_LANES = 16
 SCALAR_VECTOR = 8
 # Addresses, loop counters, predicates and the running statistics.
 OTHER_REGISTERS = 24
-# Columns of O that a quad of threads writes at once where O goes straight to global memory: 16 bytes from each thread.
+# Columns of 16-bit O that a quad of threads writes at once where O goes straight to global memory: 16 bytes from each.
 DIRECT_COLUMNS = 32
 # Tiles that the warp which draws them may be ahead of the others.
 TILE_SLOTS = 2
@@ -45,6 +45,7 @@ OVERLAP_SPARE = 4
 REGISTER_BUDGETS = {1: (56, 256), 2: (24, 240), 3: (32, 160)}
 QUAD = 4  # threads that share the rows of a warpgroup's accumulator (PTX ISA, wgmma register fragments)
 FRAGMENT_ROWS = 2  # of a thread in 64 rows of an accumulator
+FRAGMENT_COLUMNS = 2  # of a thread in every 8 columns of an accumulator, side by side
 
 
 @dataclass(frozen=True)
@@ -128,20 +129,20 @@ def shared_memory_map(spec: Spec) -> list[Region]:
         return []
     q, kv, d, stages = spec.tile.q, spec.tile.kv, spec.problem.head_dim, kv_stages(spec)
     v_dim = spec.problem.v_dim
-    regions = [_tile("sQ", q, d, spec.load.q_stages if isinstance(spec.load, TmaLoad) else 1, "Q")]
+    regions = [_tile(spec, "sQ", q, d, spec.load.q_stages if isinstance(spec.load, TmaLoad) else 1, "Q")]
     if isinstance(spec.load, SyncLoad):
-        regions.append(_tile("sKV", kv, d, 1, "K, then V"))
+        regions.append(_tile(spec, "sKV", kv, d, 1, "K, then V"))
     else:
-        regions += [_tile("sK", kv, d, stages, "K"), _tile("sV", kv, v_dim, stages, "V")]
+        regions += [_tile(spec, "sK", kv, d, stages, "K"), _tile(spec, "sV", kv, v_dim, stages, "V")]
     if spec.outputs.o == "own_buffer":
-        regions.append(_tile("sO", q, v_dim, 1, "O"))
+        regions.append(_tile(spec, "sO", q, v_dim, 1, "O"))
     if spec.scheduler == "dynamic":
         numbers = 4 if passes_coordinates(spec) else 1
         what = "coordinates of drawn tiles" if passes_coordinates(spec) else "numbers of drawn tiles"
         formula = f"{TILE_SLOTS} x {numbers} x 4"
         regions.append(Region("tiles", 4 * numbers * TILE_SLOTS, formula, 16, what))
     if isinstance(spec.handoff, SmemHandoff):
-        regions.append(_tile("sP", q, kv, 1, "P, 16 bits"))
+        regions.append(_tile(spec, "sP", q, kv, 1, "P, 16 bits"))
     elif not isinstance(spec.handoff, RegisterHandoff):
         pitch = kv + SCORE_PAD
         regions.append(Region("sS", q * pitch * 4, f"{q} x {pitch} x 4", SCORE_ALIGN, "S, then P, f32; padded rows"))
@@ -199,12 +200,12 @@ def registers_per_thread(spec: Spec) -> list[tuple[str, int]]:
     return [*held, ("other", OTHER_REGISTERS)]
 
 
-def _tile(name: str, rows: int, columns: int, stages: int, what: str) -> Region:
-    """A 16-bit operand tile, `stages` times."""
-    formula = f"{rows} x {columns} x {hopper.BYTES_16BIT}"
+def _tile(spec: Spec, name: str, rows: int, columns: int, stages: int, what: str) -> Region:
+    """A tile of the inputs' dtype, `stages` times."""
+    formula = f"{rows} x {columns} x {spec.element.bytes}"
     if stages != 1:
         formula = f"{stages} stages x {formula}"
-    return Region(name, stages * rows * columns * hopper.BYTES_16BIT, formula, OPERAND_ALIGN, what)
+    return Region(name, stages * rows * columns * spec.element.bytes, formula, OPERAND_ALIGN, what)
 
 
 def _round_up(value: int, step: int) -> int:

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from fa3gen.design import footprint
-from fa3gen.hardware import hopper
 from fa3gen.spec.model import CausalMask, Spec
 
 # Bytes of K and V that a dynamic scheduler works on at a time, so that they stay in L2; `KEYS_IN_L2` in the modules.
@@ -72,4 +71,4 @@ def tail_share(tiles: int, steps: int, sms: int) -> int:
 
 def keys_in_l2(spec: Spec) -> int:
     """Keys whose K and V a dynamic scheduler lets share the L2 cache."""
-    return BYTES_IN_L2 // ((spec.problem.head_dim + spec.problem.v_dim) * hopper.BYTES_16BIT)
+    return BYTES_IN_L2 // ((spec.problem.head_dim + spec.problem.v_dim) * spec.element.bytes)

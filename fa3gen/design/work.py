@@ -11,7 +11,8 @@ from functools import cached_property
 
 from fa3gen.base.errors import UserError
 from fa3gen.design import footprint
-from fa3gen.design.masks import counted_pairs
+from fa3gen.design.family import Family, Shape
+from fa3gen.design.operation import operation_of
 from fa3gen.hardware import hopper
 from fa3gen.spec.model import (
     GlobalHandoff,
@@ -39,22 +40,6 @@ SCORE_INSTRUCTIONS = 4.5
 # Address arithmetic beside each vector that the scalar products load, and instructions for each row of a scalar
 # softmax. As compiled: k2 and k3 at head dims 64 and 128.
 QK_ADDRESSING, PV_ADDRESSING, SCALAR_ROW_INSTRUCTIONS = 9, 3, 68
-
-
-@dataclass(frozen=True)
-class Shape:
-    """Extents of one call: q (batch, seq_q, heads_q, d), k (batch, seq_k, heads_kv, d)."""
-
-    batch: int
-    seq_q: int
-    seq_k: int
-    heads_q: int
-    heads_kv: int
-
-    def __str__(self) -> str:
-        """`batch 4, 4096 x 4096, 16 heads`."""
-        heads = f"{self.heads_q}" if self.heads_q == self.heads_kv else f"{self.heads_q}/{self.heads_kv}"
-        return f"batch {self.batch}, {self.seq_q} x {self.seq_k}, {heads} heads"
 
 
 @dataclass(frozen=True)
@@ -107,11 +92,6 @@ class KeyTiles:
         return self.visited - max(0, min(self.end, self.full_end) - max(self.start, self.full_start))
 
 
-def products_flops(spec: Spec, pairs: float) -> float:
-    """FLOPs of both products for so many pairs of a query and a key: 2 d for Q K^T and 2 d_v for P V each."""
-    return 2 * pairs * (spec.problem.head_dim + spec.problem.v_dim)
-
-
 def step(spec: Spec) -> Step:
     """Count one step. Of k1, which has no loop over tiles of keys, one CTA's tile in each of the three kernels."""
     q, kv, d, v_dim = spec.tile.q, spec.tile.kv, spec.problem.head_dim, spec.problem.v_dim
@@ -121,8 +101,8 @@ def step(spec: Spec) -> Step:
     return Step(
         flops=2 * q * kv * (d + v_dim),
         tensor_flops=2 * q * kv * (d * qk + v_dim * pv),
-        wgmma_qk=groups * d // hopper.WGMMA_K_16BIT * qk,
-        wgmma_pv=groups * kv // hopper.WGMMA_K_16BIT * pv,
+        wgmma_qk=groups * d // spec.element.wgmma_k * qk,
+        wgmma_pv=groups * kv // spec.element.wgmma_k * pv,
         scalar_fmas=q * kv * (d * (not qk) + v_dim * (not pv)),
         exponentials=_exponentials(spec),
         instructions=_warp_instructions(spec) * footprint.computing_threads(spec) / hopper.WARP,
@@ -138,18 +118,18 @@ def query_tile(spec: Spec) -> QueryTile:
     tma = isinstance(spec.load, TmaLoad) and spec.smem is not None
     loads = stores = 0
     if tma and spec.smem is not None:
-        loads = footprint.tma_boxes(d * hopper.BYTES_16BIT, spec.smem.q)
-        if isinstance(spec.pv, WgmmaProduct) and spec.outputs.o != "direct":
+        loads = footprint.tma_boxes(d * spec.element.bytes, spec.smem.q)
+        if operation_of(spec).tensor("out").moved == "tma":
             # A warp stores its own rows from a buffer of O, otherwise one thread stores the whole tile.
             senders = footprint.computing_threads(spec) // hopper.WARP if spec.outputs.o == "own_buffer" else 1
-            stores = senders * footprint.tma_boxes(v_dim * hopper.BYTES_16BIT, spec.smem.q)
-    return QueryTile(q * d * hopper.BYTES_16BIT, q * v_dim * hopper.BYTES_16BIT, loads, stores)
+            stores = senders * footprint.tma_boxes(v_dim * spec.element.bytes, spec.smem.q)
+    return QueryTile(q * d * spec.element.bytes, q * v_dim * spec.o_element.bytes, loads, stores)
 
 
 def _tma_loads(spec: Spec) -> tuple[int, int]:
     if not isinstance(spec.load, TmaLoad) or spec.smem is None:
         return 0, 0
-    rows = (spec.problem.head_dim * hopper.BYTES_16BIT, spec.problem.v_dim * hopper.BYTES_16BIT)
+    rows = (spec.problem.head_dim * spec.element.bytes, spec.problem.v_dim * spec.element.bytes)
     return footprint.tma_boxes(rows[0], spec.smem.k), footprint.tma_boxes(rows[1], spec.smem.v)
 
 
@@ -217,13 +197,13 @@ def wgmma_smem_bytes(spec: Spec) -> tuple[int, int]:
 
     Each instruction reads its 64 x 16 tile of A, unless that is in registers, and its N x 16 tile of B.
     """
-    a_tile, depth = hopper.WGMMA_M * hopper.WGMMA_K_16BIT * hopper.BYTES_16BIT, hopper.WGMMA_K_16BIT
+    a_tile, depth = hopper.WGMMA_M * spec.element.wgmma_k * spec.element.bytes, spec.element.wgmma_k
     groups, kv = spec.tile.warpgroups or 0, spec.tile.kv
     sizes = []
     for product, n, k in ((spec.qk, kv, spec.problem.head_dim), (spec.pv, spec.problem.v_dim, kv)):
         if isinstance(product, WgmmaProduct):
             a = a_tile if product.a.source == "smem" else 0
-            sizes.append(groups * k // depth * (a + n * depth * hopper.BYTES_16BIT))
+            sizes.append(groups * k // depth * (a + n * depth * spec.element.bytes))
         else:
             sizes.append(0)
     return sizes[0], sizes[1]
@@ -233,10 +213,10 @@ def _smem_bytes(spec: Spec) -> int:
     if isinstance(spec.handoff, GlobalHandoff):
         return _naive_l1_bytes(spec)
     q, kv = spec.tile.q, spec.tile.kv
-    arriving = kv * (spec.problem.head_dim + spec.problem.v_dim) * hopper.BYTES_16BIT
+    arriving = kv * (spec.problem.head_dim + spec.problem.v_dim) * spec.element.bytes
     total = arriving + sum(wgmma_smem_bytes(spec))
     if isinstance(spec.handoff, SmemHandoff):
-        total += q * kv * hopper.BYTES_16BIT  # P is written; WGMMA's reading is counted above
+        total += q * kv * spec.element.bytes  # P is written; WGMMA's reading is counted above
     if isinstance(spec.handoff, SmemScoresHandoff):
         total += 3 * q * kv * F32  # S is written, read, and written as P
     warps = footprint.computing_threads(spec) // hopper.WARP
@@ -257,7 +237,7 @@ def _scalar_qk_lines(spec: Spec) -> int:
 def _scalar_pv_lines(spec: Spec) -> int:
     """Lines that a warp reads: a row of V for each key, and for each of its rows P of a few keys."""
     rows, keys = footprint.thread_rows(spec)[0], spec.tile.kv // footprint.SCALAR_LANES
-    return spec.tile.kv // keys * (rows + keys * -(-spec.problem.v_dim * hopper.BYTES_16BIT // LINE))
+    return spec.tile.kv // keys * (rows + keys * -(-spec.problem.v_dim * spec.element.bytes // LINE))
 
 
 def _naive_l1_bytes(spec: Spec) -> int:
@@ -278,8 +258,8 @@ def _l2_bytes(spec: Spec) -> int:
     if isinstance(spec.handoff, GlobalHandoff):
         scores = spec.tile.q * kv
         # S is written, read twice (maximum, sum) and written as P, read as P.
-        return (spec.tile.q + kv) * (d + v_dim) * hopper.BYTES_16BIT + 5 * scores * F32
-    return kv * (d + v_dim) * hopper.BYTES_16BIT
+        return (spec.tile.q + kv) * (d + v_dim) * spec.element.bytes + 5 * scores * F32
+    return kv * (d + v_dim) * spec.element.bytes
 
 
 # -- the whole problem
@@ -353,12 +333,7 @@ class Problem:
     @cached_property
     def flops(self) -> float:
         """FLOPs of both products, as `fa3gen bench` counts them."""
-        pairs = (
-            counted_pairs(self.spec.mask, seq_q=self.shape.seq_q, seq_k=self.shape.seq_k)
-            * self.shape.batch
-            * self.shape.heads_q
-        )
-        return products_flops(self.spec, pairs)
+        return Family.of(self.spec).flops(self.shape)
 
     @property
     def over_compute(self) -> float:
@@ -368,13 +343,7 @@ class Problem:
     @property
     def hbm_bytes(self) -> int:
         """Bytes of q, k, v and O, each once, and of LSE; of k1 also S and P, which it writes and reads."""
-        shape, problem = self.shape, self.spec.problem
-        q_rows = shape.batch * shape.seq_q * shape.heads_q
-        kv_rows = shape.batch * shape.seq_k * shape.heads_kv
-        total = (q_rows + kv_rows) * (problem.head_dim + problem.v_dim) * hopper.BYTES_16BIT
-        if isinstance(self.spec.handoff, GlobalHandoff):
-            total += 5 * q_rows * shape.seq_k * F32  # S written, read twice and written as P, P read
-        return total + q_rows * F32 * self.spec.outputs.lse
+        return operation_of(self.spec).bytes(self.shape)
 
     @property
     def intensity(self) -> float:

@@ -85,7 +85,7 @@ class Description:
 
 def describe(spec: Spec, summary: str) -> Description:
     """Describe one module in words; `summary` is that of its spec."""
-    dtype = {"bf16": "bfloat16", "fp16": "float16"}[spec.problem.dtype]
+    dtype = spec.element.long_name
     mask = {"none": "no mask", "causal": "causal", "window": "sliding window"}[spec.mask.kind]
     schedule = schedule_of(spec)
     return Description(
@@ -258,6 +258,8 @@ def _output_sentence(spec: Spec) -> str:
         return f"each warp gathers its rows of O in shared memory and has TMA write them{lse}"
     if isinstance(spec.pv, WgmmaProduct) and spec.outputs.o == "over_q":
         return f"O is gathered in shared memory, over Q, and written by TMA{lse}"
+    if spec.outputs.o == "direct" and spec.o_dtype == "fp32":
+        return f"O goes from registers to global memory in float32, 8 bytes at a time{lse}"
     if spec.outputs.o == "direct":
         return f"O goes from registers to global memory, 16 bytes at a time{lse}"
     return f"O goes from registers to global memory{lse}"

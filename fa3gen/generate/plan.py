@@ -11,6 +11,7 @@ from typing import Literal
 
 from fa3gen.design import footprint, tile_order
 from fa3gen.design.footprint import Region
+from fa3gen.design.operation import Argument, Scratch, operation_of
 from fa3gen.design.schedule import full_tiles, schedule_of
 from fa3gen.generate import header, predicted_sass
 from fa3gen.generate.expected import Expectation
@@ -34,7 +35,7 @@ STMATRIX_COLUMNS = 16  # of a warp's 16 rows: what one stmatrix of four 8 x 8 ma
 
 @dataclass(frozen=True)
 class ProblemPlan:
-    """Head dims, what v's is called in the module, and the names of the 16-bit dtype in each library."""
+    """Head dims, what v's is called in the module, the dtype as each library names it, elements that are aligned."""
 
     head_dim: int
     v_dim: int
@@ -43,6 +44,7 @@ class ProblemPlan:
     dtype: str
     cutlass_dtype: str
     torch_dtype: str
+    vector: int
 
 
 @dataclass(frozen=True)
@@ -171,10 +173,18 @@ class SoftmaxPlan:
 
 @dataclass(frozen=True)
 class OutputPlan:
-    """Where O lies in shared memory, if it does, and the module's name for the rows that one TMA copy stores."""
+    """Where O lies in shared memory, if it does, the name of the rows that one TMA copy stores, and O's dtype.
+
+    `own_dtype`: another one than that of q, k and v. The names are those of its dtype in the module, for CuTe and for
+    torch; `needed_name` is that of the dtype which a check asks of any tensor of a call.
+    """
 
     place: Literal["over_q", "own_buffer", "direct"]
     stored_rows: str
+    own_dtype: bool
+    cutlass_name: str
+    torch_name: str
+    needed_name: str
 
 
 @dataclass(frozen=True)
@@ -204,10 +214,14 @@ class ImportsPlan:
 
 @dataclass(frozen=True)
 class EntryPlan:
-    """Words and arguments of the Python entry points."""
+    """Words and arguments of the Python entry points.
 
-    call_arguments: tuple[str, ...]
-    fake_arguments: tuple[str, ...]
+    `stand_ins` are what follows q, k, v and out in a launch, as the module is compiled for it. `given` are the names of
+    what `attention` has at hand when it launches: all but the scratch that outlives a call, and the scale.
+    """
+
+    stand_ins: tuple[Argument, ...]
+    given: tuple[str, ...]
     mask_phrase: str
     output_phrase: str
     heads_phrase: str
@@ -288,9 +302,7 @@ def make_plan(variant: Variant) -> Plan:
 
 
 def _problem(spec: Spec) -> ProblemPlan:
-    cutlass_dtype, torch_dtype = {"bf16": ("BFloat16", "torch.bfloat16"), "fp16": ("Float16", "torch.float16")}[
-        spec.problem.dtype
-    ]
+    dtype = spec.element
     d, v_dim = spec.problem.head_dim, spec.problem.v_dim
     return ProblemPlan(
         head_dim=d,
@@ -298,8 +310,9 @@ def _problem(spec: Spec) -> ProblemPlan:
         v_dim_name="HEAD_DIM" if v_dim == d else "HEAD_DIM_V",
         asymmetric=v_dim != d,
         dtype=spec.problem.dtype,
-        cutlass_dtype=cutlass_dtype,
-        torch_dtype=torch_dtype,
+        cutlass_dtype=dtype.cutlass_name,
+        torch_dtype=dtype.torch_name,
+        vector=operation_of(spec).tensor("q").vector,
     )
 
 
@@ -380,10 +393,14 @@ def _softmax(spec: Spec) -> SoftmaxPlan:
 
 
 def _output(spec: Spec) -> OutputPlan:
-    packed = spec.tile.pack_heads > 1
-    if spec.outputs.o == "own_buffer":
-        return OutputPlan("own_buffer", "PACKED_WARP_ROWS" if packed else "WARP_ROWS")
-    return OutputPlan(spec.outputs.o, "PACKED_M" if packed else "TILE_M")
+    packed, dtype = spec.tile.pack_heads > 1, spec.o_element
+    rows = "WARP_ROWS" if spec.outputs.o == "own_buffer" else "TILE_M"
+    packed_rows = {"WARP_ROWS": "PACKED_WARP_ROWS", "TILE_M": "PACKED_M"}[rows]
+    names = ("DTYPE", "TORCH_DTYPE", "TORCH_DTYPE")
+    own = spec.o_dtype != spec.problem.dtype
+    if own:
+        names = (f"cutlass.{dtype.cutlass_name}", dtype.torch_name, "dtype")
+    return OutputPlan(spec.outputs.o, packed_rows if packed else rows, own, *names)
 
 
 def _load(spec: Spec) -> LoadPlan:
@@ -431,7 +448,7 @@ def _schedule(spec: Spec) -> SchedulePlan:
 
 def _imports(spec: Spec) -> ImportsPlan:
     tma, wgmma = isinstance(spec.load, TmaLoad), isinstance(spec.qk, WgmmaProduct)
-    stmatrix = isinstance(spec.pv, WgmmaProduct) and spec.outputs.o != "direct"
+    stmatrix = operation_of(spec).tensor("out").moved == "tma"  # which gathers O in shared memory before
     names = {
         "OperandMajorMode": wgmma,
         "cpasync": spec.load.engine != "sync",
@@ -454,18 +471,19 @@ def _entry(spec: Spec) -> EntryPlan:
     like = "like q"
     if spec.problem.v_dim != spec.problem.head_dim:
         like = f"(batch, seq_q, heads_q, {spec.problem.v_dim})"
+    if spec.o_dtype != spec.problem.dtype:
+        like += f" but in {spec.o_element.torch_name}"
     pack = spec.tile.pack_heads
     heads = f"a multiple of {pack} x heads_kv" if pack > 1 else "a multiple of heads_kv (GQA, MQA)"
-    # Besides q, k, v and out: what a call passes, and what stands for it when the kernel is compiled.
-    others = [("lse", "lse")] * spec.outputs.lse
-    others += [("scores", "scores")] * (spec.handoff.through == "global_f32")
-    others += [("num_sms", "cutlass.Int32(1)")] * footprint.persistent(spec)
-    others += [("tile_counter(gpu)", "counter")] * (spec.scheduler == "dynamic")
-    others += [("*flags_and_parts(gpu)", "flags, parts")] * footprint.splits_tail(spec)
-    # A number, which Python computes once: `scale or` is shorter than `if scale is None`, and 0 is refused before.
-    others += [(f"scale or {spec.problem.head_dim}**-0.5", "cutlass.Float32(1.0)")]
-    passed, fakes = zip(*others, strict=True)
-    return EntryPlan(("q", "k", "v", "out", *passed), fakes, phrase, like, heads)
+    arguments = operation_of(spec).arguments
+    kept = [argument.name for argument in arguments if isinstance(argument, Scratch) and argument.kept]
+    return EntryPlan(
+        stand_ins=tuple(argument for argument in arguments if argument.name not in ("q", "k", "v", "out")),
+        given=tuple(argument.name for argument in arguments if argument.name not in (*kept, "scale")),
+        mask_phrase=phrase,
+        output_phrase=like,
+        heads_phrase=heads,
+    )
 
 
 def _sections(spec: Spec) -> SectionsPlan:
@@ -499,8 +517,16 @@ def _sections(spec: Spec) -> SectionsPlan:
         consumer=_section("consumer_overlapped" if overlap else "consumer_sequential"),
         softmax=_section("softmax_overlapped" if overlap else "softmax_fragment"),
         pv=_section("pv_wgmma_fragment"),
-        epilogue=_section("epilogue_wgmma" if spec.outputs.o == "over_q" else f"epilogue_{spec.outputs.o}"),
+        epilogue=_section(_specialized_epilogue(spec)),
     )
+
+
+def _specialized_epilogue(spec: Spec) -> str:
+    if spec.o_dtype == "fp32":
+        return "epilogue_direct_f32"
+    return {"over_q": "epilogue_wgmma", "own_buffer": "epilogue_own_buffer", "direct": "epilogue_direct"}[
+        spec.outputs.o
+    ]
 
 
 def _section(name: str) -> str:
@@ -546,7 +572,7 @@ def expectation(spec: Spec) -> Expectation:
     regions, barriers = footprint.shared_memory_map(spec), footprint.barrier_bytes(spec)
     softmaxes = schedule.count("softmax")
     return Expectation(
-        kernels=schedule.count("kernel") or 1,
+        kernels=operation_of(spec).kernels,
         wgmma=wgmma,
         wgmma_commits=groups,
         wgmma_waits=groups,

@@ -61,9 +61,13 @@ def _global_stores(spec: Spec, rows: int, lanes: int, o_boxes: int) -> dict[str,
     words = rows * spec.outputs.lse + (spec.scheduler == "dynamic") + 2 * footprint.splits_tail(spec)
     stores = {"STG.32": words, "UTMASTG": o_boxes}
     if o_boxes == 0:
-        # O straight from registers. In a fragment a quad trades columns so that each thread has whole vectors.
-        bits = spec.problem.v_dim * 16 // lanes
-        vector = VECTOR_BITS if spec.outputs.o == "direct" else min(bits & -bits, VECTOR_BITS)
+        # O straight from registers.
+        element = spec.o_element.bits
+        bits = spec.problem.v_dim * element // lanes
+        vector = min(bits & -bits, VECTOR_BITS)
+        if spec.outputs.o == "direct":
+            # 16-bit columns are traded in a quad until each thread has whole vectors; two of 32 bits are adjacent.
+            vector = VECTOR_BITS if element == 16 else footprint.FRAGMENT_COLUMNS * element
         stores[f"STG.{vector}"] = stores.get(f"STG.{vector}", 0) + rows * bits // vector
     if footprint.splits_tail(spec):
         vectors, _, _ = footprint.part_shape(spec)
@@ -75,4 +79,6 @@ def _shared_stores(spec: Spec, matrices: int) -> dict[str, int] | None:
     """None for a kernel whose softmax works in shared memory."""
     if not isinstance(spec.pv, WgmmaProduct):
         return None
-    return {"STSM.4": matrices, "STS.32": int(spec.scheduler == "dynamic")}  # O or P; numbers of tiles
+    coordinates = footprint.passes_coordinates(spec)
+    numbers = spec.scheduler == "dynamic" and not coordinates
+    return {"STSM.4": matrices, "STS.128": int(coordinates), "STS.32": int(numbers)}  # O or P; drawn tiles

@@ -26,6 +26,7 @@ from fa3gen.base.errors import UserError
 from fa3gen.base.markdown import speed
 from fa3gen.base.markdown import table as table_of
 from fa3gen.design import ladder
+from fa3gen.design.family import Family
 from fa3gen.design.workspace import Workspace
 from fa3gen.records import evidence
 from fa3gen.records.evidence import CpuStatus, Status
@@ -93,7 +94,7 @@ def features(spec: Spec) -> dict[str, str]:
     d, v_dim = spec.problem.head_dim, spec.problem.v_dim
     return {
         "head dim": str(d) if d == v_dim else f"{d}/{v_dim}",
-        "dtype": spec.problem.dtype,
+        "dtype": Family.of(spec).dtypes,
         "mask": _mask(spec),
         "tile": f"{spec.tile.q} x {spec.tile.kv}",
         "load": "plain" if isinstance(spec.load, SyncLoad) else f"{spec.load.engine} x {spec.load.kv_stages}",

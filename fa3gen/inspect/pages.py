@@ -19,8 +19,6 @@ from fa3gen.records import tuning_records
 from fa3gen.records.evidence import (
     CPU_FOLDER,
     SEQ_LENS,
-    Case,
-    CpuCase,
     CpuRecord,
     CpuStatus,
     Record,
@@ -32,6 +30,7 @@ from fa3gen.records.evidence import (
 )
 from fa3gen.spec.model import CausalMask, NoMask, Spec
 from fa3gen.verify.pipeline import CompileFacts
+from fa3gen.verify.results import CaseResult, CpuCaseResult
 
 LADDER_BEGIN, LADDER_END = "<!-- ladder:begin -->", "<!-- ladder:end -->"
 PEERS_BEGIN, PEERS_END = "<!-- peers:begin -->", "<!-- peers:end -->"
@@ -143,7 +142,7 @@ def _scientific(value: float | None) -> str:
     return "" if value is None else f"{value:.1e}"
 
 
-def _share(cases: Sequence[Case]) -> str:
+def _share(cases: Sequence[CaseResult]) -> str:
     """Return the worst case's error as a share of its limit, of the maximum or of a block, whichever is worse."""
     shares = [
         max(case.o_error.max_abs / case.o_max_abs_limit, case.o_block_ratio or 0.0)
@@ -153,7 +152,7 @@ def _share(cases: Sequence[Case]) -> str:
     return f"{max(shares):.0%}" if len(shares) == len(cases) and shares else ""
 
 
-def _worst_lse(cases: Sequence[Case | CpuCase]) -> float | None:
+def _worst_lse(cases: Sequence[CaseResult | CpuCaseResult]) -> float | None:
     values = [case.lse_error.relative for case in cases if case.lse_error and case.lse_error.relative is not None]
     return max(values, default=None)
 

@@ -13,15 +13,15 @@ import torch
 
 from fa3gen.compile.cache import cached_compile
 from fa3gen.cpu.findings import Hazard
-from fa3gen.cpu.kernel import CpuKernel, Settings, flags_and_parts
+from fa3gen.cpu.kernel import CpuKernel, Settings
 from fa3gen.cpu.launch import Index
 from fa3gen.cpu.schedule import Schedule
 from fa3gen.cpu.trace import Trace
 from fa3gen.design import footprint
+from fa3gen.design.family import Shape
+from fa3gen.design.operation import Scratch, Tensor, operation_of
 from fa3gen.design.tile_order import taken
-from fa3gen.design.work import Shape, key_tiles
-from fa3gen.generate.plan import make_plan
-from fa3gen.hardware import hopper
+from fa3gen.design.work import key_tiles
 from fa3gen.spec.model import GlobalHandoff, Spec
 from fa3gen.spec.specfile import Variant
 from fa3gen.verify.reference import Attention
@@ -91,15 +91,12 @@ def run_kernel(
     recorded: Trace,
 ) -> Hazard | None:
     """The same with a kernel at hand, whose settings are as before afterwards. A persistent kernel has one SM."""
-    dtype = getattr(torch, make_plan(variant).problem.torch_dtype.removeprefix("torch."))
     random = torch.Generator().manual_seed(problem.seed)
-
-    def normal(rows: int, heads: int, head_dim: int) -> torch.Tensor:
-        return torch.randn(problem.batch, rows, heads, head_dim, generator=random).to(dtype)
-
-    q = normal(problem.seq_q, problem.heads_q, problem.head_dim)
-    k = normal(problem.seq_k, problem.heads_kv, problem.head_dim)
-    v = normal(problem.seq_k, problem.heads_kv, variant.spec.problem.v_dim)
+    shape = Shape(problem.batch, problem.seq_q, problem.seq_k, problem.heads_q, problem.heads_kv)
+    q, k, v = (
+        torch.randn(tensor.sizes(shape), generator=random).to(tensor.dtype.in_torch())
+        for tensor in operation_of(variant.spec).inputs
+    )
     before, kernel.settings = kernel.settings, Settings(schedule, recorded, ctas, sms=1)
     try:
         attention(kernel, variant, q, k, v)
@@ -115,25 +112,19 @@ def attention(kernel: CpuKernel, variant: Variant, q: torch.Tensor, k: torch.Ten
 
     Raises Hazard for the first fault, OutsideModel for what the model lacks.
     """
-    plan = make_plan(variant)
-    batch, seq_q, heads_q, head_dim = q.shape
-    out = torch.full((batch, seq_q, heads_q, v.shape[3]), math.nan, dtype=q.dtype)
-    lse = torch.full((batch, heads_q, seq_q), math.nan)
-    sms = kernel.settings.sms
-    given: dict[str, tuple[torch.Tensor | int, ...]] = {
-        "q": (q,),
-        "k": (k,),
-        "v": (v,),
-        "out": (out,),
-        "num_sms": (sms,),
-        "tile_counter(gpu)": (torch.zeros(1, dtype=torch.int32),),
-        "lse": (lse,),
-    }
-    if plan.scheduler.kind == "stream_k":
-        warps = footprint.computing_threads(variant.spec) // hopper.WARP
-        given["*flags_and_parts(gpu)"] = flags_and_parts(sms, warps, footprint.part_shape(variant.spec))
-    if "scores" in plan.entry.call_arguments:
-        given["scores"] = (torch.full((batch, heads_q, seq_q, k.shape[1]), math.nan),)
-    *names, _ = plan.entry.call_arguments  # the last one is the scale
-    kernel(*(argument for name in names for argument in given[name]), head_dim**-0.5)
-    return Attention(out, lse)
+    operation = operation_of(variant.spec)
+    given = {"q": q, "k": k, "v": v}
+    shape = Shape(q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2])
+    numbers = {"num_sms": kernel.settings.sms, "scale": q.shape[3] ** -0.5}
+    made: dict[str, torch.Tensor] = {}
+    for argument in operation.arguments:
+        if isinstance(argument, Scratch):
+            sizes, zero = argument.sizes(shape, kernel.settings.sms), argument.initial == "zero"
+        elif isinstance(argument, Tensor) and argument.role != "input":
+            sizes, zero = argument.sizes(shape), False
+        else:
+            continue
+        made[argument.name] = torch.full(sizes, 0 if zero else math.nan, dtype=argument.dtype.in_torch())
+    kernel(*({**given, **made, **numbers}[argument.name] for argument in operation.arguments))
+    lse = made["lse"] if "lse" in made else torch.full((q.shape[0], q.shape[2], q.shape[1]), math.nan)
+    return Attention(made["out"], lse)

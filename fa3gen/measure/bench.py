@@ -19,13 +19,14 @@ from typing import Any, Protocol
 import torch
 
 from fa3gen.base.errors import UserError
-from fa3gen.design.masks import counted_pairs, reach
+from fa3gen.design.family import Family, Shape, mask_label
+from fa3gen.design.masks import reach
+from fa3gen.hardware.dtypes import DTYPES
 from fa3gen.measure.launch_times import LaunchTimes, host_microseconds, small_problem
 from fa3gen.measure.peers import PEERS, Attend, Peer, Unavailable
 from fa3gen.run import gpu
-from fa3gen.spec.model import CausalMask, GlobalHandoff, Mask, NoMask, Problem, Spec
+from fa3gen.spec.model import DType, GlobalHandoff, Mask, Problem, Spec
 from fa3gen.verify import reference
-from fa3gen.verify.on_gpu import DTYPES
 
 TOKENS = 16384
 WIDTH = 2048  # heads x head dim
@@ -45,7 +46,7 @@ class Cell:
     head_dim: int
     mask: Mask
     seq_len: int
-    dtype: str = "bf16"
+    dtype: DType = "bf16"
     head_dim_v: int | None = None  # of v and O, where it is not head_dim
 
     @property
@@ -70,16 +71,9 @@ class Cell:
 
     @property
     def flops(self) -> float:
-        """Return 2 B H S^2 (d + d_v), halved for causal (as the literature counts it); visible pairs for a window."""
-        pairs = counted_pairs(self.mask, seq_q=self.seq_len, seq_k=self.seq_len)
-        return 2 * self.batch * self.heads * pairs * (self.head_dim + self.v_dim)
-
-
-def mask_label(mask: Mask) -> str:
-    """Return `full`, `causal` or `window512_0`."""
-    if isinstance(mask, NoMask):
-        return "full"
-    return "causal" if isinstance(mask, CausalMask) else f"window{mask.left}_{mask.right}"
+        """Of both products: `Family.flops`."""
+        shape = Shape(self.batch, self.seq_len, self.seq_len, self.heads, self.heads)
+        return Family(self.dtype, self.head_dim, self.v_dim, self.mask).flops(shape)
 
 
 @dataclass(frozen=True)
@@ -335,7 +329,7 @@ class Runner:
     def _inputs(self, cell: Cell) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         generator = torch.Generator(self.device).manual_seed(cell.seq_len + cell.head_dim)
         shape = (cell.batch, cell.seq_len, cell.heads)
-        facts: dict[str, Any] = {"dtype": DTYPES[cell.dtype], "device": self.device, "generator": generator}
+        facts: dict[str, Any] = {"dtype": DTYPES[cell.dtype].in_torch(), "device": self.device, "generator": generator}
         q, k, v = (torch.randn((*shape, dim), **facts) for dim in (cell.head_dim, cell.head_dim, cell.v_dim))
         return q, k, v
 

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 from fa3gen.base.errors import UserError
 from fa3gen.base.files import write_text
 from fa3gen.base.markdown import speed
-from fa3gen.measure.bench import Bench, CellResult, Result, mask_label
+from fa3gen.design.family import mask_label
+from fa3gen.measure.bench import Bench, CellResult, Result
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fa3gen.base.files import write_text
+from fa3gen.design.family import Family
 from fa3gen.measure.launch_times import BATCH, CALLS, HEADS, ROUNDS, SEQ_LEN, host_microseconds, small_problem
 from fa3gen.measure.peers import PEERS, Peer, Unavailable
 from fa3gen.run import gpu
-from fa3gen.run.dispatch import Family
 from fa3gen.spec.model import CausalMask, Mask, Spec, WindowMask
 
 if TYPE_CHECKING:

@@ -22,8 +22,8 @@ import torch
 
 from fa3gen.base.errors import UserError
 from fa3gen.compile.cache import CACHE_DIR_VARIABLE
+from fa3gen.hardware.dtypes import DTYPES
 from fa3gen.run.launch import NO_JIT_VARIABLE
-from fa3gen.verify.on_gpu import DTYPES
 
 BATCH, SEQ_LEN, HEADS = 1, 128, 2
 CALLS, ROUNDS = 100, 9  # launches in a round; the queue of a stream holds 1024
@@ -48,7 +48,7 @@ def small_problem(
     dtype: str, head_dim: int, head_dim_v: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return q, k, v of the problem that launches are timed on."""
-    facts: dict[str, Any] = {"dtype": DTYPES[dtype], "device": device}
+    facts: dict[str, Any] = {"dtype": DTYPES[dtype].in_torch(), "device": device}
     q, k, v = (torch.randn((BATCH, SEQ_LEN, HEADS, dim), **facts) for dim in (head_dim, head_dim, head_dim_v))
     return q, k, v
 

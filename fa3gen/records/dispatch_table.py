@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from fa3gen.base.errors import UserError
+from fa3gen.design.family import Family
 from fa3gen.design.workspace import Workspace
 from fa3gen.records.tuning_records import TuningRecord
 from fa3gen.run.dispatch import (
     DIGEST_LENGTH,
     WRITE_TABLE,
-    Family,
     Measurement,
     Region,
     Row,
@@ -85,27 +85,22 @@ def rows_from_records(records: Iterable[TuningRecord]) -> list[Row]:
     won: dict[Family, dict[int, _Won]] = {}
     for record in records:
         if record.problem.seq_q == record.problem.seq_k and (winner := _winner(record)) is not None:
-            by_length = won.setdefault(_family(record), {})
+            by_length = won.setdefault(record.problem.family, {})
             known = by_length.setdefault(record.problem.seq_k, winner)
             if (known.stem, known.digest) != (winner.stem, winner.digest):
                 raise UserError(
-                    f"two tuning records of {_family(record)}, {record.problem.seq_k} keys have different winners, "
-                    f"{known.stem} ({known.measurement.gpu}) and {winner.stem} ({winner.measurement.gpu}), and the "
-                    "table has one row for both; delete one of them in generated/evidence/tuning"
+                    f"two tuning records of {record.problem.family}, {record.problem.seq_k} keys have different "
+                    f"winners, {known.stem} ({known.measurement.gpu}) and {winner.stem} ({winner.measurement.gpu}), "
+                    "and the table has one row for both; delete one of them in generated/evidence/tuning"
                 )
     return [row for family in sorted(won, key=_order) for row in _rows(family, won[family])]
-
-
-def _family(record: TuningRecord) -> Family:
-    problem = record.problem
-    return Family(problem.dtype, problem.head_dim, problem.head_dim_v, problem.mask.spec_mask())
 
 
 def _order(family: Family) -> tuple[Any, ...]:
     mask = family.mask
     reach = (mask.left, mask.right) if isinstance(mask, WindowMask) else (0, 0)
     kinds = ("none", "causal", "window")
-    return family.dtype, family.head_dim, family.head_dim_v, kinds.index(mask.kind), reach
+    return family.dtype, family.head_dim, family.head_dim_v, kinds.index(mask.kind), reach, family.out_dtype or ""
 
 
 def _winner(record: TuningRecord) -> _Won | None:
@@ -140,6 +135,7 @@ def _rows(family: Family, won: Mapping[int, _Won]) -> Iterator[Row]:
             head_dim=family.head_dim,
             head_dim_v=family.head_dim_v,
             mask=family.mask,
+            out_dtype=family.out_dtype,
             seq_k=None if number == len(merged) else Region(up_to=run[-1].measurement.seq),
             module=run[0].stem,
             sha256=run[0].digest,

@@ -25,6 +25,7 @@ from fa3gen.base.errors import UserError
 from fa3gen.base.files import sha256, write_text
 from fa3gen.base.parts import Part
 from fa3gen.verify.pipeline import CompileFacts
+from fa3gen.verify.results import CaseResult, Check, CpuCaseResult
 
 if TYPE_CHECKING:
     from fa3gen.design.workspace import Workspace
@@ -32,47 +33,6 @@ if TYPE_CHECKING:
 
 CPU_FOLDER = "cpu_model"  # below the folder of the GPU records
 SEQ_LENS = (4096, 16384)  # speeds that a record holds
-
-
-class Errors(Part):
-    """As `fa3gen.verify.on_gpu.Errors`."""
-
-    max_abs: float | None
-    relative: float | None
-
-
-class Case(Part):
-    """As `fa3gen.verify.on_gpu.CaseResult`: errors beside yardsticks and limits."""
-
-    name: str
-    shape: str
-    o_error: Errors | None
-    o_yardstick: Errors | None
-    o_max_abs_limit: float | None
-    o_block_ratio: float | None
-    lse_error: Errors | None
-    lse_yardstick: Errors | None
-    failures: list[str]
-
-
-class Check(Part):
-    """As `fa3gen.verify.on_gpu.Check`."""
-
-    name: str
-    passed: bool | None
-    detail: str
-
-
-class CpuCase(Part):
-    """As `fa3gen.verify.on_cpu.CpuCaseResult`: errors, and the share of their limits that they use."""
-
-    name: str
-    shape: str
-    o_error: Errors | None
-    o_used: float | None
-    o_spread: float | None
-    lse_error: Errors | None
-    failures: list[str]
 
 
 class Verdict(Part):
@@ -90,7 +50,7 @@ class Verdict(Part):
     python: str
     seed: int
     lse_tolerance: float
-    cases: Sequence[Case | CpuCase]
+    cases: Sequence[CaseResult | CpuCaseResult]
     checks: list[Check]
 
     @model_validator(mode="after")
@@ -110,7 +70,7 @@ class Record(Verdict):
     driver: str | None
     cuda_driver: str | None
     o_factor: float
-    cases: list[Case]
+    cases: list[CaseResult]
     tflops: dict[str, float] = Field(default={}, description="By sequence length; 16,384 tokens in all.")
     compile: CompileFacts | None
 
@@ -130,7 +90,7 @@ class CpuRecord(Verdict):
     schedules: list[str] = Field(description="Legal orders of warps and completions that each case ran under.")
     o_spread: float | None = Field(description="Mean of (O - ref)^2 over what rounding explains, in all cases.")
     o_spread_limit: float
-    cases: list[CpuCase]
+    cases: list[CpuCaseResult]
 
 
 class Status(enum.Enum):

@@ -15,16 +15,24 @@ import math
 import re
 import statistics
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
-from pydantic import Field, TypeAdapter, ValidationError, model_validator
+from pydantic import (
+    Field,
+    SerializerFunctionWrapHandler,
+    TypeAdapter,
+    ValidationError,
+    model_serializer,
+    model_validator,
+)
 
 from fa3gen.base.errors import UserError
 from fa3gen.base.files import write_text
 from fa3gen.base.parts import Part
-from fa3gen.design.masks import counted_pairs
-from fa3gen.spec.model import CausalMask, DType, Mask, NoMask, Spec, WindowMask
+from fa3gen.design.family import Family, Shape
+from fa3gen.spec.model import CausalMask, DType, Mask, NoMask, OutputDType, Spec, WindowMask
 
 if TYPE_CHECKING:
     from fa3gen.design.workspace import Workspace
@@ -61,34 +69,6 @@ class MaskShape(Part):
             return WindowMask(left=self.left, right=self.right)
         return CausalMask() if self.kind == "causal" else NoMask()
 
-    @property
-    def label(self) -> str:
-        """`full`, `causal` or `window512_0`, as in the tables of `fa3gen bench`."""
-        if self.kind == "window":
-            return f"window{self.left}_{self.right}"
-        return "full" if self.kind == "none" else self.kind
-
-
-class Family(NamedTuple):
-    """What a module is compiled for. Modules of one family can take each other's place at any shape."""
-
-    dtype: str
-    head_dim: int
-    head_dim_v: int
-    mask: MaskShape
-
-    @property
-    def label(self) -> str:
-        """`bf16_d128_causal`, `bf16_d192_128_full`: names the file of records."""
-        dims = f"d{self.head_dim}" + ("" if self.head_dim_v == self.head_dim else f"_{self.head_dim_v}")
-        return f"{self.dtype}_{dims}_{self.mask.label}"
-
-
-def family_of(spec: Spec) -> Family:
-    """The family of a spec's module: the one place that reads it from the spec."""
-    problem = spec.problem
-    return Family(problem.dtype, problem.head_dim, problem.v_dim, MaskShape.of(spec.mask))
-
 
 class TunedProblem(Part):
     """A family and one shape: q (batch, seq_q, heads_q, head_dim), k (batch, seq_k, heads_kv, head_dim)."""
@@ -102,6 +82,18 @@ class TunedProblem(Part):
     heads_kv: int = Field(gt=0)
     seq_q: int = Field(gt=0)
     seq_k: int = Field(gt=0)
+    out_dtype: OutputDType | None = Field(default=None, description="Of O, where it is not `dtype`.")
+
+    @classmethod
+    def of(cls, family: Family, shape: Shape) -> Self:
+        """The problem of a family at one shape."""
+        return cls(**{**family._asdict(), "mask": MaskShape.of(family.mask)}, **asdict(shape))
+
+    @model_serializer(mode="wrap")
+    def _without_defaults(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """`out_dtype` is written where it says something: older records have none."""
+        fields: dict[str, Any] = write(self)
+        return fields if self.out_dtype else {name: fields[name] for name in fields if name != "out_dtype"}
 
     @model_validator(mode="after")
     def _whole_groups_of_heads(self) -> Self:
@@ -112,7 +104,7 @@ class TunedProblem(Part):
     @property
     def family(self) -> Family:
         """What a module has to be compiled for to serve this."""
-        return Family(self.dtype, self.head_dim, self.head_dim_v, self.mask)
+        return Family(self.dtype, self.head_dim, self.head_dim_v, self.mask.spec_mask(), self.out_dtype)
 
     @property
     def lengths(self) -> str:
@@ -128,9 +120,9 @@ class TunedProblem(Part):
 
     @property
     def flops(self) -> float:
-        """2 B H pairs (d + d_v); pairs as `fa3gen bench` counts them: S^2 / 2 for square causal, else visible ones."""
-        pairs = counted_pairs(self.mask.spec_mask(), seq_q=self.seq_q, seq_k=self.seq_k)
-        return 2 * self.batch * self.heads_q * pairs * (self.head_dim + self.head_dim_v)
+        """Of both products, as `fa3gen bench` counts them."""
+        shape = Shape(self.batch, self.seq_q, self.seq_k, self.heads_q, self.heads_kv)
+        return self.family.flops(shape)
 
     def tflops(self, milliseconds: float) -> float:
         """Speed of one launch in TFLOP/s."""
@@ -209,7 +201,7 @@ class TuningRecord(Part):
             if not math.isclose(entry.tflops, self.problem.tflops(entry.milliseconds), rel_tol=_AGREEMENT):
                 raise ValueError(f"{entry.tflops} TFLOP/s do not follow from {entry.milliseconds} ms")
         for result in self.results:
-            if family_of(Spec.model_validate(result.spec)) != self.problem.family:
+            if Family.of(Spec.model_validate(result.spec)) != self.problem.family:
                 raise ValueError(f"{result.stem} is compiled for another problem")
         return self
 

@@ -20,8 +20,9 @@ from pydantic import Field, ValidationError
 
 from fa3gen.base.errors import Problem, SpecError, UserError
 from fa3gen.base.files import sha256
+from fa3gen.design.family import Family, mask_text
 from fa3gen.design.workspace import Workspace
-from fa3gen.spec.model import WINDOW_MAX, CausalMask, DType, Mask, NoMask, Spec, SpecModel, WindowMask
+from fa3gen.spec.model import WINDOW_MAX, CausalMask, DType, Mask, NoMask, OutputDType, Spec, SpecModel, WindowMask
 from fa3gen.spec.specfile import Variant
 from fa3gen.spec.yamltree import read
 
@@ -72,6 +73,7 @@ class Row(SpecModel):
     head_dim: int = Field(gt=0)
     head_dim_v: int = Field(gt=0)
     mask: Mask
+    out_dtype: OutputDType | None = Field(default=None, description="Of O, where it is not `dtype`.")
     seq_k: Region | None = None
     module: str
     sha256: str = Field(pattern=f"^[0-9a-f]{{{DIGEST_LENGTH}}}$", description="First digits, of the measured file.")
@@ -84,7 +86,7 @@ class Row(SpecModel):
     @property
     def family(self) -> Family:
         """What its module is compiled for."""
-        return Family(self.dtype, self.head_dim, self.head_dim_v, self.mask)
+        return Family(self.dtype, self.head_dim, self.head_dim_v, self.mask, self.out_dtype)
 
     @property
     def region(self) -> str:
@@ -96,37 +98,6 @@ class Table(SpecModel):
     """All rows, in the order in which they are looked at."""
 
     rows: list[Row]
-
-
-@dataclass(frozen=True)
-class Family:
-    """What a module is compiled for: modules of one family compute the same, at any shape."""
-
-    dtype: DType
-    head_dim: int
-    head_dim_v: int
-    mask: Mask
-
-    @classmethod
-    def of(cls, spec: Spec) -> Family:
-        """The family of a spec's module."""
-        return cls(spec.problem.dtype, spec.problem.head_dim, spec.problem.v_dim, spec.mask)
-
-    def __str__(self) -> str:
-        """`bf16, head dim 192/128, window (512, 0)`."""
-        return f"{self.dtype}, head dim {self.dims}, {mask_text(self.mask)}"
-
-    @property
-    def dims(self) -> str:
-        """`128`, or `192/128`: of q and k, and of v and O where they differ."""
-        return f"{self.head_dim}" + ("" if self.head_dim_v == self.head_dim else f"/{self.head_dim_v}")
-
-
-def mask_text(mask: Mask) -> str:
-    """`no mask`, `causal` or `window (512, 0)`."""
-    if isinstance(mask, WindowMask):
-        return f"window ({mask.left}, {mask.right})"
-    return "causal" if isinstance(mask, CausalMask) else "no mask"
 
 
 def mask_of(causal: bool, window: Sequence[int] | None) -> Mask:
@@ -277,18 +248,16 @@ def _nothing(family: Family, lse: bool, variants: Sequence[Variant]) -> str:
     for variant in variants:
         if variant.spec.outputs.lse or not lse:
             served = Family.of(variant.spec)
-            served_dims.setdefault(f"{served.dtype}, {mask_text(served.mask)}", set()).add(served.dims)
+            served_dims.setdefault(f"{served.dtypes}, {mask_text(served.mask)}", set()).add(served.dims)
     there = "; ".join(
         f"{what}: {', '.join(sorted(found, key=_natural))}" for what, found in sorted(served_dims.items())
     )
     compiled_in = " (the reach of a window is compiled in)" if isinstance(family.mask, WindowMask) else ""
 
-    def likeness(variant: Variant) -> tuple[bool, bool, bool]:
-        same_mask, same_dim = (
-            variant.spec.mask.kind == family.mask.kind,
-            variant.spec.problem.head_dim == family.head_dim,
-        )
-        return same_mask, same_dim, variant.stem.startswith(PRODUCTION_PREFIX)
+    def likeness(variant: Variant) -> tuple[bool, ...]:
+        other = Family.of(variant.spec)
+        same_o, same_mask = other.out_dtype == family.out_dtype, other.mask.kind == family.mask.kind
+        return same_o, same_mask, other.head_dim == family.head_dim, variant.stem.startswith(PRODUCTION_PREFIX)
 
     base = max(variants, key=likeness).source.stem if variants else "k4_2"
     mask = json.dumps(family.mask.model_dump()).replace('"', "")
@@ -296,6 +265,8 @@ def _nothing(family: Family, lse: bool, variants: Sequence[Variant]) -> str:
     if family.head_dim_v != family.head_dim:
         dims += f", head_dim_v: {family.head_dim_v}"
     fields = f"`problem: {{{dims}, dtype: {family.dtype}}}` and `mask: {mask}`"
+    if family.out_dtype is not None:
+        fields = f"`o: {{dtype: {family.out_dtype}}}`, {fields}"
     return (
         f"no generated module computes {family}{', with LSE' if lse else ''}{compiled_in}; head dims served: "
         f"{there or 'none'}. Make one: fa3gen new mine --from {base}, write {fields} into it, fa3gen render mine"

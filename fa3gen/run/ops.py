@@ -9,29 +9,32 @@ the same and have fake implementations.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, ParamSpec, Protocol, cast
+from typing import Any, ParamSpec, Protocol, cast, get_args
 
 import torch
 from torch._C import _are_functorch_transforms_active, _len_torch_dispatch_stack
 from torch.compiler import is_dynamo_compiling
 
+from fa3gen.design.family import Family
 from fa3gen.design.workspace import Workspace
+from fa3gen.hardware.dtypes import DTYPES
 from fa3gen.run import dispatch
-from fa3gen.run.dispatch import ArgumentError, Choice, Family
+from fa3gen.run.dispatch import ArgumentError, Choice
 from fa3gen.run.launch import module_at
-from fa3gen.spec.model import DType
+from fa3gen.spec.model import DType, OutputDType
 
 Returned = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 Window = Sequence[int] | None
 
-DTYPES: dict[torch.dtype, DType] = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+INPUTS: dict[torch.dtype, DType] = {DTYPES[name].in_torch(): name for name in get_args(DType)}
 
 _NO_LIMIT = 2**63
 
 
-# By dtype, head dims, causal, window and return_lse: the stretches of lengths that were asked for so far, as least and
-# largest number of keys and the `attention` of the module that serves them. A key holds nothing that changes from call
-# to call, so that this stays small; reading it is all that a repeated call does, and plain tuples are read fastest.
+# By dtype of q and of `out`, head dims, causal, window and return_lse: the stretches of lengths that were asked for so
+# far, as least and largest number of keys and the `attention` of the module that serves them. A key holds nothing that
+# changes from call to call, so that this stays small; reading it is all that a repeated call does, and plain tuples are
+# read fastest.
 _stretches: dict[tuple[Any, ...], list[tuple[int, int, Callable[..., Any]]]] = {}
 
 
@@ -74,7 +77,7 @@ def _explain(
     Looks at dtypes and shapes only: tensors on any device will do, "meta" too, and no GPU is needed. Raises as
     `fa3gen.attention` where no module is found.
     """
-    family, keys = _asked(q, k, v, causal, window)
+    family, keys = _asked(q, k, v, out, causal, window)
     return dispatch.choose(family, keys, lse=return_lse, workspace=Workspace.find())
 
 
@@ -104,7 +107,8 @@ def attention(
         window: (left, right), how many keys a query sees left and right of its diagonal; with `causal`, none on
             the right. A window is compiled in: `fa3gen new` makes a module for another one.
         scale: Factor of the scores, finite and positive; 1 / sqrt(d) by default.
-        out: (batch, seq_q, heads_q, d_v) to write O to; a new contiguous tensor by default.
+        out: (batch, seq_q, heads_q, d_v) to write O to, of q's dtype, or float32, which takes a module of its own; a
+            new contiguous tensor of q's dtype by default.
         return_lse: Return (O, LSE), LSE the natural logarithm of each row's sum of exponentials,
             (batch, heads_q, seq_q) float32.
 
@@ -127,45 +131,48 @@ def attention(
         or _len_torch_dispatch_stack()
         or _are_functorch_transforms_active()
     ):
-        _asked(q, k, v, causal, window)  # its messages are better than those of an operator's schema
+        _asked(q, k, v, out, causal, window)  # its messages are better than those of an operator's schema
         return _by_operator(q, k, v, causal, window, scale, out, return_lse)
-    serving = _serving(q, k, v, causal, window, return_lse)
+    serving = _serving(q, k, v, out, causal, window, return_lse)
     return serving(q, k, v, scale=scale, out=out, return_lse=return_lse)
 
 
-def _asked(q: Any, k: Any, v: Any, causal: bool, window: Window) -> tuple[Family, int]:
+def _asked(q: Any, k: Any, v: Any, out: Any, causal: bool, window: Window) -> tuple[Family, int]:
     """What the module has to be compiled for, and the number of keys. Raises ArgumentError, TypeError."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"{name} is a {type(x).__name__}; it needs to be a torch.Tensor")
         if x.ndim != 4:
             raise ArgumentError(f"{name} has shape {tuple(x.shape)}; it needs to be (batch, seq, heads, head dim)")
-    if q.dtype not in DTYPES:
-        raise TypeError(f"q has dtype {q.dtype}; fa3gen.attention takes {' or '.join(map(str, DTYPES))}")
+    if q.dtype not in INPUTS:
+        raise TypeError(f"q has dtype {q.dtype}; fa3gen.attention takes {' or '.join(map(str, INPUTS))}")
     mask = dispatch.mask_of(causal, window)
-    return Family(DTYPES[q.dtype], int(q.shape[3]), int(v.shape[3]), mask), k.shape[1]
+    # An `out` of any other dtype than q's is for the module to refuse.
+    written: OutputDType | None = "fp32" if getattr(out, "dtype", None) == torch.float32 else None
+    return Family(INPUTS[q.dtype], int(q.shape[3]), int(v.shape[3]), mask, written), k.shape[1]
 
 
-def _serving(q: Any, k: Any, v: Any, causal: bool, window: Any, return_lse: bool) -> Callable[..., Any]:
+def _serving(q: Any, k: Any, v: Any, out: Any, causal: bool, window: Any, return_lse: bool) -> Callable[..., Any]:
     """The `attention` of the module for a call; `window` is None or a tuple."""
     try:
         _, keys, _, v_dim = v.shape  # asked for once: each `.shape` is a new object
-        for first, last, attention in _stretches.get((q.dtype, q.shape[3], v_dim, causal, window, return_lse), ()):
+        key = q.dtype, None if out is None else out.dtype, q.shape[3], v_dim, causal, window, return_lse
+        for first, last, attention in _stretches.get(key, ()):
             if first <= keys <= last:
                 return attention
-    except (IndexError, ValueError):
-        pass  # not four dimensions: what follows says so
-    return _find(q, k, v, causal, window, return_lse)
+    except (AttributeError, IndexError, ValueError):
+        pass  # not four dimensions, or no tensor: what follows says so
+    return _find(q, k, v, out, causal, window, return_lse)
 
 
-def _find(q: Any, k: Any, v: Any, causal: bool, window: Any, return_lse: bool) -> Callable[..., Any]:
+def _find(q: Any, k: Any, v: Any, out: Any, causal: bool, window: Any, return_lse: bool) -> Callable[..., Any]:
     """The same for a call that is unlike all before it: look into the table, and remember."""
-    family, keys = _asked(q, k, v, causal, window)
+    family, keys = _asked(q, k, v, out, causal, window)
     workspace = Workspace.find()
     choice = dispatch.choose(family, keys, lse=return_lse, workspace=workspace)
     first, last = dispatch.stretch(family, keys, workspace)
     attention: Callable[..., Any] = module_at(choice.file).attention
-    key = (q.dtype, q.shape[3], v.shape[3], causal, window, return_lse)
+    key = q.dtype, getattr(out, "dtype", None), q.shape[3], v.shape[3], causal, window, return_lse
     _stretches.setdefault(key, []).append((first, _NO_LIMIT if last is None else last, attention))
     return attention
 
@@ -202,7 +209,7 @@ def _forward(
     return_lse: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`fa3gen::attention_forward`: O and LSE, which has no rows unless `return_lse`."""
-    serving = _serving(q, k, v, causal, None if window is None else tuple(window), return_lse)
+    serving = _serving(q, k, v, None, causal, None if window is None else tuple(window), return_lse)
     returned = serving(q, k, v, scale=scale, return_lse=return_lse)
     return returned if return_lse else (returned, _lse_like(q, False))
 
@@ -219,7 +226,7 @@ def _forward_out(
     return_lse: bool = False,
 ) -> torch.Tensor:
     """`fa3gen::attention_forward_out`: writes O to `out` and returns LSE, which has no rows unless `return_lse`."""
-    serving = _serving(q, k, v, causal, None if window is None else tuple(window), return_lse)
+    serving = _serving(q, k, v, out, causal, None if window is None else tuple(window), return_lse)
     returned = serving(q, k, v, scale=scale, out=out, return_lse=return_lse)
     lse: torch.Tensor = returned[1] if return_lse else _lse_like(q, False)
     return lse
@@ -235,7 +242,7 @@ def _forward_fake(
     scale: float | None = None,
     return_lse: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    _check_shapes(q, k, v, causal, window)
+    _check_shapes(q, k, v, None, causal, window)
     return q.new_empty((*q.shape[:3], v.shape[3])), _lse_like(q, return_lse)
 
 
@@ -250,7 +257,7 @@ def _forward_out_fake(
     scale: float | None = None,
     return_lse: bool = False,
 ) -> torch.Tensor:
-    _check_shapes(q, k, v, causal, window)
+    _check_shapes(q, k, v, out, causal, window)
     wanted = (*q.shape[:3], v.shape[3])
     torch._check(  # type: ignore[no-untyped-call]
         tuple(out.shape) == wanted,
@@ -265,9 +272,9 @@ def _lse_like(q: torch.Tensor, wanted: bool) -> torch.Tensor:
     return q.new_empty((batch, heads_q, seq_q if wanted else 0), dtype=torch.float32)
 
 
-def _check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, window: Any) -> None:
+def _check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: Any, causal: bool, window: Any) -> None:
     """What can be wrong with tensors that have no memory, so that it shows when a model is traced."""
-    _asked(q, k, v, causal, window)
+    _asked(q, k, v, out, causal, window)
     torch._check(  # type: ignore[no-untyped-call]
         k.shape[0] == q.shape[0] and k.shape[3] == q.shape[3],
         lambda: f"k has shape {tuple(k.shape)}, q {tuple(q.shape)}; they need the same batch and head dim",

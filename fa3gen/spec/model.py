@@ -11,7 +11,10 @@ from typing import Annotated, Any, Literal, Union
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
+from fa3gen.hardware.dtypes import DTYPES, Dtype
+
 DType = Literal["bf16", "fp16"]
+OutputDType = Literal["bf16", "fp16", "fp32"]
 Swizzle = Literal["none", "32B", "64B", "128B"]
 Major = Literal["k", "mn"]
 Source = Literal["smem", "registers"]
@@ -30,11 +33,11 @@ class SpecModel(BaseModel):
 
 
 class Problem(SpecModel):
-    """What is computed: O = softmax(scale * Q K^T) V for one head dim and one 16-bit dtype."""
+    """What is computed: O = softmax(scale * Q K^T) V for one head dim and one 16-bit dtype of q, k and v."""
 
     head_dim: int = Field(gt=0, description="Elements per head of q, k, v and O.")
     head_dim_v: int | None = Field(default=None, gt=0, description="Elements per head of v and O, where not head_dim.")
-    dtype: DType = Field(default="bf16", description="Element type of q, k, v and O.")
+    dtype: DType = Field(default="bf16", description="Element type of q, k, v and, unless `o` gives another, O.")
 
     @property
     def v_dim(self) -> int:
@@ -238,9 +241,16 @@ class Outputs(SpecModel):
     lse: bool = Field(default=True, description="Log-sum-exp of each row (natural logarithm, float32), when asked for.")
 
 
-class Spec(SpecModel):
+class OutputTensor(SpecModel):
+    """What is O's own among the properties of tensors."""
+
+    dtype: OutputDType | None = Field(default=None, description="Element type; null: that of the problem.")
+
+
+class Forward(SpecModel):
     """One attention forward kernel."""
 
+    operation: Literal["forward"] = "forward"
     problem: Problem
     mask: Mask = NoMask()
     tile: Tile
@@ -260,3 +270,25 @@ class Spec(SpecModel):
     )
     softmax: Softmax = Softmax()
     outputs: Outputs = Outputs()
+    o: OutputTensor = OutputTensor()
+
+    @property
+    def o_dtype(self) -> OutputDType:
+        """Element type of O."""
+        return self.o.dtype or self.problem.dtype
+
+    @property
+    def element(self) -> Dtype:
+        """What is known of the element type of q, k, v, and of P where a WGMMA reads it."""
+        return DTYPES[self.problem.dtype]
+
+    @property
+    def o_element(self) -> Dtype:
+        """What is known of the element type of O."""
+        return DTYPES[self.o_dtype]
+
+
+# Specs by the value of `operation`, which is `forward` where a file does not give it. The next operation is one more
+# model here, and `Spec` becomes their union.
+OPERATIONS: dict[str, type[Forward]] = {"forward": Forward}
+Spec = Forward

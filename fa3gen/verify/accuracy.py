@@ -1,7 +1,7 @@
 """How far O may be from float64 attention when every rounding that a kernel does is known.
 
 The model of sm_90a computes exactly what each instruction says, so three things are left that move O: P is rounded to
-16 bits where O = P V runs on WGMMA, sums and exponentials are in float32, and O itself is rounded to 16 bits.
+16 bits where O = P V runs on WGMMA, sums and exponentials are in float32, and O itself is rounded to its dtype.
 
 With p the exact probabilities of a row, l the row's sum of exp(s - max), u the unit roundoff of P's dtype (0 where P
 stays float32), t half its smallest subnormal, and f the float32 term below, for every element of O
@@ -56,13 +56,16 @@ def expected(
     scale: float | None,
     mask: Mask,
     p_dtype: torch.dtype | None,
+    out_dtype: torch.dtype | None = None,
 ) -> Expected:
     """Compute attention in float64, and how far a kernel may be from it.
 
     q is (batch, seq_q, heads_q, d), k (batch, seq_k, heads_kv, d), v (batch, seq_k, heads_kv, d_v); O is written in
-    q's dtype. `p_dtype` is what P is rounded to, None for float32. All scores are held at once: for small inputs.
+    `out_dtype`, by default q's. `p_dtype` is what P is rounded to, None for float32. All scores are held at once: for
+    small inputs.
     """
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    out_dtype = q.dtype if out_dtype is None else out_dtype
     group = q.shape[2] // k.shape[2]
     queries = q.double().transpose(1, 2)  # (batch, heads_q, seq_q, d)
     keys, values = (tensor.double().repeat_interleave(group, dim=2).transpose(1, 2) for tensor in (k, v))
@@ -84,9 +87,9 @@ def expected(
     seen_sum, seen_squares = (seen.double() @ power / total.clamp(min=1) for power in (values.abs(), values.square()))
     out = p @ values
     error = roundoff * magnitude + subnormal * seen_sum + rest
-    limit = torch.where(total > 0, half_ulp(out.abs() + error, q.dtype) + error, 0.0)
+    limit = torch.where(total > 0, half_ulp(out.abs() + error, out_dtype) + error, 0.0)
     variance = (
-        half_ulp(out, q.dtype).square() / 3
+        half_ulp(out, out_dtype).square() / 3
         + MANTISSA_FACTOR * roundoff**2 * (p.square() @ values.square())
         + subnormal**2 / 3 * seen_squares / total.clamp(min=1)
         + rest.square() / 9

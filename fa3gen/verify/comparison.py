@@ -14,7 +14,7 @@ import json
 import math
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -28,9 +28,11 @@ from fa3gen.base.errors import UserError
 from fa3gen.base.files import write_text
 from fa3gen.design import ladder
 from fa3gen.design.masks import reach
+from fa3gen.design.operation import operation_of
+from fa3gen.hardware.dtypes import DTYPES
 from fa3gen.spec.model import Mask, Spec
 from fa3gen.verify import reference
-from fa3gen.verify.inputs import served_heads
+from fa3gen.verify.inputs import Case, served
 
 if TYPE_CHECKING:
     from fa3gen.design.workspace import Workspace
@@ -42,46 +44,20 @@ BEGIN, END = "<!-- comparison:begin -->", "<!-- comparison:end -->"
 TOOL = "tests/gpu/compare_cpu_model.py"
 CODE = 64.0  # size of a query's elements in the selection cases; the keys have 1 and -1
 UNDERFLOW = 200.0  # 2^-200 is zero in float32, with a margin
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-
-Values = Literal["selection", "normal", "outlier", "ramp"]
 
 
 # -- inputs
 
 
-@dataclass(frozen=True)
-class Case:
-    """One named set of shapes and values that every module runs on both sides. Scale is 1 / sqrt(d)."""
-
-    name: str
-    values: Values
-    why: str
-    batch: int
-    seq_q: int
-    seq_k: int
-    heads_q: int
-    heads_kv: int
-
-    @property
-    def shape(self) -> str:
-        """Shapes in one word: batch, query x key lengths, query/kv heads."""
-        return f"b{self.batch} {self.seq_q}x{self.seq_k} h{self.heads_q}/{self.heads_kv}"
-
-
+# Every module runs them on both sides, contiguous and with its own scale.
 CASES: tuple[Case, ...] = (
-    Case("selection", "selection", "each row selects one key of 6 tiles; grouped heads", 1, 40, 333, 2, 1),
-    Case("selection_few_keys", "selection", "more queries than keys: causal rows with no key", 1, 140, 40, 2, 2),
-    Case("normal", "normal", "12 tiles of keys: every ring wraps twice", 1, 40, 717, 1, 1),
-    Case("outlier", "outlier", "a few large rows and channels; two batch entries", 2, 40, 140, 2, 1),
-    Case("ramp", "ramp", "scores that climb along the keys: every tile moves the row maximum", 1, 40, 500, 1, 1),
-    Case("few_keys", "normal", "whole query tiles with no visible key", 1, 150, 40, 1, 1),
+    Case("selection", "each row selects one key of 6 tiles; grouped heads", 1, 40, 333, 2, 1, "selection"),
+    Case("selection_few_keys", "more queries than keys: causal rows with no key", 1, 140, 40, 2, 2, "selection"),
+    Case("normal", "12 tiles of keys: every ring wraps twice", 1, 40, 717, 1, 1),
+    Case("outlier", "a few large rows and channels; two batch entries", 2, 40, 140, 2, 1, "outlier"),
+    Case("ramp", "scores that climb along the keys: every tile moves the row maximum", 1, 40, 500, 1, 1, "ramp"),
+    Case("few_keys", "whole query tiles with no visible key", 1, 150, 40, 1, 1),
 )  # fmt: skip
-
-
-def served(case: Case, spec: Spec) -> Case:
-    """The case, with as many query heads as the tiles of `spec` need."""
-    return replace(case, heads_q=served_heads(case.heads_q, case.heads_kv, spec.tile.pack_heads))
 
 
 @dataclass(frozen=True)
@@ -109,19 +85,26 @@ def make_inputs(case: Case, *, mask: Mask, head_dim: int, dtype: torch.dtype, v_
 
     q, k = normal(case.seq_q, case.heads_q), normal(case.seq_k, case.heads_kv)
     v = normal(case.seq_k, case.heads_kv, head_dim if v_dim is None else v_dim)
-    if case.values == "selection":
+    if case.distribution == "selection":
         return _selection(case, random, v.to(dtype), head_dim, mask)
-    if case.values == "outlier":
+    if case.distribution == "outlier":
         channels = random.permutation(head_dim)[:2]
         q[..., channels] *= 4
         k[..., channels] *= 4
         rows = random.permutation(case.seq_k)[:4]
         k[:, rows] *= 4
         v[:, rows] *= 16
-    elif case.values == "ramp":
+    elif case.distribution == "ramp":
         q[..., 0] = 4
         k[..., 0] = torch.linspace(0, 20, case.seq_k, dtype=torch.float64)[:, None] * math.sqrt(head_dim) / 4
     return Inputs(q.to(dtype), k.to(dtype), v.to(dtype))
+
+
+def make_for(spec: Spec, case: Case) -> Inputs:
+    """Draw the tensors of `case` as the module of `spec` takes them."""
+    operation = operation_of(spec)
+    q, v = operation.tensor("q"), operation.tensor("v")
+    return make_inputs(case, mask=spec.mask, head_dim=q.row, v_dim=v.row, dtype=q.dtype.in_torch())
 
 
 def _selection(case: Case, random: np.random.Generator, v: torch.Tensor, head_dim: int, mask: Mask) -> Inputs:
@@ -297,7 +280,7 @@ class Comparison(Part):
 
 
 def as_float(values: NDArray[Any], format: str) -> NDArray[np.float64]:
-    """Numbers of an array of bits: `bf16` or `fp16` in uint16, or `f32` as it is."""
+    """Numbers of an array of bits: `bf16` or `fp16` in uint16, or `fp32` as it is."""
     if format == "bf16":
         return (values.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
     return (values.view(np.float16) if format == "fp16" else values).astype(np.float64)
@@ -309,7 +292,7 @@ def _kinds(values: NDArray[np.float64]) -> NDArray[np.int64]:
 
 
 def difference(gpu: NDArray[Any], cpu: NDArray[Any], format: str) -> Difference:
-    """Compare two arrays of one format: `bf16`, `fp16` (bits in uint16) or `f32`.
+    """Compare two arrays of one format: `bf16`, `fp16` (bits in uint16) or `fp32`.
 
     Raises UserError where they have not the same shape and type.
     """
@@ -333,22 +316,21 @@ def difference(gpu: NDArray[Any], cpu: NDArray[Any], format: str) -> Difference:
 
 def _ulp(values: NDArray[np.float64], format: str) -> NDArray[np.float64]:
     """Distance from each value to the next larger one of the format."""
-    mantissa, lowest = {"bf16": (7, -126), "fp16": (10, -14), "f32": (23, -126)}[format]
-    exponent = np.maximum(np.frexp(values)[1] - 1, lowest)
-    return np.asarray(np.ldexp(1.0, exponent - mantissa))
+    facts = torch.finfo(DTYPES[format].in_torch())
+    exponent = np.maximum(np.frexp(values)[1], np.frexp(facts.tiny)[1]) - 1
+    return np.asarray(np.ldexp(facts.eps, exponent))
 
 
 def compare_case(
     case: Case, spec: Spec, gpu: Mapping[str, NDArray[Any]], cpu: Mapping[str, NDArray[Any]]
 ) -> CaseResult:
     """Compare what the two sides gave for one case: `out` and, where the module has it, `lse`."""
-    case, problem = served(case, spec), spec.problem
-    format = problem.dtype
-    inputs = make_inputs(case, mask=spec.mask, head_dim=problem.head_dim, v_dim=problem.v_dim, dtype=DTYPES[format])
+    case, format = served(case, spec), spec.o_dtype
+    inputs = make_for(spec, case)
     exact = reference.attention(inputs.q, inputs.k, inputs.v, reach=reach(spec.mask)).out.numpy()
     wrong: dict[str, int | None] = {"gpu": None, "cpu": None}
     if inputs.selected is not None:
-        expected = as_float(bits_of(selected_output(inputs)), format)
+        expected = selected_output(inputs).double().numpy()
         # By value and not by bits: the zero of a row without a key may have either sign.
         wrong = {
             name: int((as_float(side["out"], format) != expected).sum()) for name, side in (("gpu", gpu), ("cpu", cpu))
@@ -357,7 +339,7 @@ def compare_case(
         name=case.name,
         shape=case.shape,
         o=difference(gpu["out"], cpu["out"], format),
-        lse=difference(gpu["lse"], cpu["lse"], "f32") if spec.outputs.lse else None,
+        lse=difference(gpu["lse"], cpu["lse"], "fp32") if spec.outputs.lse else None,
         gpu_error=_largest(as_float(gpu["out"], format) - exact),
         cpu_error=_largest(as_float(cpu["out"], format) - exact),
         gpu_wrong=wrong["gpu"],

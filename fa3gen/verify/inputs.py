@@ -15,11 +15,12 @@ from typing import Literal
 import torch
 
 from fa3gen.design import footprint
+from fa3gen.design.operation import operation_of
 from fa3gen.spec.model import Spec, SyncLoad, WindowMask
 
 GUARD = 8  # rows of NaN before and after each padded tensor, along the sequence
 
-Distribution = Literal["normal", "outlier", "ramp"]
+Distribution = Literal["normal", "outlier", "ramp", "selection"]  # the last one in `fa3gen.cpu.comparison` only
 Layout = Literal["padded", "contiguous", "transposed", "packed", "expanded", "odd_strides"]
 
 
@@ -129,11 +130,34 @@ def case_seed(case: Case, seed: int) -> int:
     return (seed * 1_000_003 + zlib.crc32(case.name.encode())) % 2**63
 
 
-def make(
-    case: Case, *, head_dim: int, dtype: torch.dtype, device: torch.device, seed: int, v_dim: int | None = None
-) -> Inputs:
-    """Draw the tensors of `case` on `device`; `v_dim` is the head dim of v and O where it is not `head_dim`.
+def make_for(spec: Spec, case: Case, *, device: torch.device, seed: int) -> Inputs:
+    """Draw the tensors of `case` as the module of `spec` takes them."""
+    operation = operation_of(spec)
+    q, v, out = (operation.tensor(name) for name in ("q", "v", "out"))
+    return make(
+        case,
+        head_dim=q.row,
+        v_dim=v.row,
+        dtype=q.dtype.in_torch(),
+        out_dtype=out.dtype.in_torch(),
+        device=device,
+        seed=seed,
+    )
 
+
+def make(
+    case: Case,
+    *,
+    head_dim: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    seed: int,
+    v_dim: int | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Inputs:
+    """Draw the tensors of `case` on `device`.
+
+    `v_dim` is the head dim of v and O where it is not `head_dim`, `out_dtype` the dtype of O where it is not `dtype`.
     The same seed gives the same numbers on every device.
     """
     v_dim = head_dim if v_dim is None else v_dim
@@ -153,7 +177,7 @@ def make(
         q, k, v = (_placed(tensor, case.layout) for tensor in (q, k, v))
     if case.layout == "expanded":
         k, v = (tensor.expand(case.batch, -1, -1, -1) for tensor in (k, v))
-    out, storage = _poisoned_out(q, v_dim, case.layout)
+    out, storage = _poisoned_out(q, v_dim, dtype if out_dtype is None else out_dtype, case.layout)
     return Inputs(q=q, k=k, v=v, out=out, out_storage=storage)
 
 
@@ -211,11 +235,11 @@ def _packed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Te
     return qkv[:, :, :heads_q], qkv[:, :, heads_q : heads_q + heads_kv], qkv[:, :, heads_q + heads_kv :, :v_dim]
 
 
-def _poisoned_out(q: torch.Tensor, dim: int, layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:
+def _poisoned_out(q: torch.Tensor, dim: int, dtype: torch.dtype, layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:
     """Return an output for q, rows of `dim`, inside a larger buffer, all of it NaN; stored like q where that fits."""
     batch, seq, heads, _ = q.shape
     if layout == "transposed":
-        storage = q.new_full((batch, heads, seq + 2 * GUARD, dim), math.nan).transpose(1, 2)
+        storage = q.new_full((batch, heads, seq + 2 * GUARD, dim), math.nan, dtype=dtype).transpose(1, 2)
     else:
-        storage = q.new_full((batch, seq + 2 * GUARD, heads, dim), math.nan)
+        storage = q.new_full((batch, seq + 2 * GUARD, heads, dim), math.nan, dtype=dtype)
     return storage[:, GUARD : GUARD + seq], storage

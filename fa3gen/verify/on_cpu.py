@@ -34,9 +34,6 @@ from fa3gen.spec.model import Spec, WgmmaProduct
 from fa3gen.verify import accuracy, inputs
 from fa3gen.verify.inputs import Case, Inputs
 from fa3gen.verify.on_gpu import (
-    Check,
-    Errors,
-    Outcome,
     Runner,
     changed_inputs,
     compare_lse,
@@ -47,33 +44,12 @@ from fa3gen.verify.on_gpu import (
     wrote_outside,
 )
 from fa3gen.verify.reference import Attention
+from fa3gen.verify.results import Check, CpuCaseResult, Outcome
 
 EXECUTED_ON = "CPU model of sm_90a"
 SPREAD_LIMIT = 1.25  # of the mean squared error over its variance, which is 0.6 to 1.0 when all is well
 SCHEDULES = 2  # the fast one and one that preempts
 CPU = torch.device("cpu")
-
-
-@dataclass(frozen=True)
-class CpuCaseResult:
-    """One case: errors, the share of the limits that they use, and what failed (empty when it passed).
-
-    `o_used` is the largest |O - ref| over its limit, `o_spread` the mean of (O - ref)^2 over its variance,
-    `lse_error.relative` the largest |LSE - ref| / max(1, |ref|). None when there was nothing to measure.
-    """
-
-    name: str
-    shape: str
-    o_error: Errors | None
-    o_used: float | None
-    o_spread: float | None
-    lse_error: Errors | None
-    failures: tuple[str, ...]
-
-    @property
-    def passed(self) -> bool:
-        """Whether nothing failed."""
-        return not self.failures
 
 
 @dataclass(frozen=True)
@@ -167,7 +143,9 @@ class CpuRunner(Runner):
     def _expected(self, made: Inputs, scale: float | None = None) -> accuracy.Expected:
         # P of scalar products stays in float32, in memory as well.
         p_dtype = self.dtype if isinstance(self.spec.pv, WgmmaProduct) else None
-        return accuracy.expected(made.q, made.k, made.v, scale=scale, mask=self.spec.mask, p_dtype=p_dtype)
+        return accuracy.expected(
+            made.q, made.k, made.v, scale=scale, mask=self.spec.mask, p_dtype=p_dtype, out_dtype=self.out_dtype
+        )
 
     def _run_all(self, case: Case, made: Inputs) -> tuple[Attention | None, list[str]]:
         """Outputs under the first schedule, None when it failed, and what went wrong beside their values."""

@@ -53,18 +53,39 @@ def attention(
 
     `scale` defaults to 1 / sqrt(d). A row that sees no key gives O = 0 and LSE = -inf.
     """
-    return _attention(q, k, v, scale=scale, reach=reach, product=compute_dtype, softmax=compute_dtype)
+    dtypes = _Dtypes(scores=compute_dtype, softmax=compute_dtype, p=compute_dtype, out=compute_dtype)
+    return _attention(q, k, v, scale=scale, reach=reach, dtypes=dtypes)
 
 
 def same_precision(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float | None = None, reach: Reach
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    scale: float | None = None,
+    reach: Reach,
+    out_dtype: torch.dtype | None = None,
 ) -> Attention:
     """Compute attention the plain PyTorch way in the inputs' own 16-bit dtype: the yardstick of a fair error.
 
     As in FlashAttention's tests: Q K^T rounded to 16 bits, softmax in float32, P rounded to 16 bits, O rounded to
-    16 bits. O comes in the inputs' dtype, LSE in float32.
+    16 bits. O comes in the inputs' dtype, LSE in float32. With `out_dtype` float32 nothing but P is rounded to 16 bits,
+    which is all that a kernel has to round.
     """
-    return _attention(q, k, v, scale=scale, reach=reach, product=q.dtype, softmax=torch.float32)
+    if out_dtype in (None, q.dtype):
+        dtypes = _Dtypes(scores=q.dtype, softmax=torch.float32, p=q.dtype, out=q.dtype)
+    else:
+        dtypes = _Dtypes(scores=torch.float32, softmax=torch.float32, p=q.dtype, out=torch.float32)
+    return _attention(q, k, v, scale=scale, reach=reach, dtypes=dtypes)
+
+
+class _Dtypes(NamedTuple):
+    """What is computed in which dtype: Q K^T, the softmax, P as it goes into P V, and P V."""
+
+    scores: torch.dtype
+    softmax: torch.dtype
+    p: torch.dtype
+    out: torch.dtype
 
 
 def _attention(
@@ -74,33 +95,32 @@ def _attention(
     *,
     scale: float | None,
     reach: Reach,
-    product: torch.dtype,
-    softmax: torch.dtype,
+    dtypes: _Dtypes,
 ) -> Attention:
-    """Chunk over query rows; both products in dtype `product`, what lies between them in dtype `softmax`."""
+    """Chunk over query rows."""
     batch, seq_q, heads_q, dim = q.shape
     seq_k, heads_kv = k.shape[1], k.shape[2]
     scale = 1 / math.sqrt(dim) if scale is None else scale
     # query heads that share a kv head become rows of one product: (batch, heads_kv, group, seq_q, d)
     group = heads_q // heads_kv
-    queries = q.to(product).reshape(batch, seq_q, heads_kv, group, dim).permute(0, 2, 3, 1, 4)
-    keys = k.to(product).permute(0, 2, 3, 1)  # (batch, heads_kv, d, seq_k)
-    values = v.to(product).permute(0, 2, 1, 3)  # (batch, heads_kv, seq_k, d)
-    out = torch.empty((batch, seq_q, heads_q, v.shape[3]), dtype=product, device=q.device)
-    lse = torch.empty((batch, heads_q, seq_q), dtype=softmax, device=q.device)
-    bytes_per_row = batch * heads_q * seq_k * torch.finfo(softmax).bits // 8
+    queries = q.to(dtypes.scores).reshape(batch, seq_q, heads_kv, group, dim).permute(0, 2, 3, 1, 4)
+    keys = k.to(dtypes.scores).permute(0, 2, 3, 1)  # (batch, heads_kv, d, seq_k)
+    values = v.to(dtypes.out).permute(0, 2, 1, 3)  # (batch, heads_kv, seq_k, d)
+    out = torch.empty((batch, seq_q, heads_q, v.shape[3]), dtype=dtypes.out, device=q.device)
+    lse = torch.empty((batch, heads_q, seq_q), dtype=dtypes.softmax, device=q.device)
+    bytes_per_row = batch * heads_q * seq_k * torch.finfo(dtypes.softmax).bits // 8
     step = max(1, SCORE_BYTES // max(1, bytes_per_row))
     for start in range(0, seq_q, step):
         stop = min(start + step, seq_q)
         rows = torch.arange(start, stop, device=q.device)
         block = queries[:, :, :, start:stop].flatten(2, 3)  # (batch, heads_kv, group * rows, d)
-        scores = (block @ keys).to(softmax).reshape(batch, heads_kv, group, stop - start, seq_k) * scale
+        scores = (block @ keys).to(dtypes.softmax).reshape(batch, heads_kv, group, stop - start, seq_k) * scale
         seen = visible_keys(reach, seq_q=seq_q, seq_k=seq_k, rows=rows)
         if seen is not None:
             scores = scores.masked_fill(~seen, -math.inf)
         row_lse = torch.logsumexp(scores, dim=-1)  # (batch, heads_kv, group, rows); -inf where no key is seen
         shift = row_lse.masked_fill(row_lse == -math.inf, 0)  # exp(-inf - 0) = 0 rather than exp(nan)
-        weights = torch.exp(scores - shift[..., None]).to(product)
+        weights = torch.exp(scores - shift[..., None]).to(dtypes.p).to(dtypes.out)
         rows_out = weights.flatten(2, 3) @ values
         out[:, start:stop] = rows_out.reshape(batch, heads_q, stop - start, v.shape[3]).transpose(1, 2)
         lse[:, :, start:stop] = row_lse.flatten(1, 2)

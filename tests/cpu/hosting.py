@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rendering import CHECKOUT
+from rendering import CHECKOUT, variants
 
 from fa3gen.compile.cache import cached_compile
 from fa3gen.compile.compiler import Compiled
@@ -44,7 +44,7 @@ def module(stem: str) -> Any:
 def outputs(stem: str, settings: Settings, given: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor]:
     """O and LSE of q, k, v under these settings; what the kernel does not write of O is NaN."""
     q, _, v = given
-    into = torch.full((*q.shape[:3], v.shape[3]), math.nan, dtype=q.dtype)
+    into = torch.full((*q.shape[:3], v.shape[3]), math.nan, dtype=variants()[stem].spec.o_element.in_torch())
     module(stem).cpu.settings = settings
     try:
         out, lse = module(stem).attention(*given, out=into, return_lse=True)

@@ -19,9 +19,9 @@ STEM = "fwd_d64_causal_short"
 READ_WAIT = "cp.async.bulk.wait_group.read 0;"
 EMPTY = {place.name: place.offset for place in reversed(SharedPlaces.of(variants()[STEM].spec).barriers)}  # of stage 0
 RELEASE_Q, RELEASE_K, RELEASE_V = (ARRIVE + f"[%r#+{EMPTY[f'{ring}_empty']}], %r#;" for ring in "qkv")
-# Waits in the order of the code, of 13: the producers for Q, K and tiles to be empty and for V, for a tile to be there;
-# the consumers for K and V in the two loops, for a tile, for V, the next Q and its first K.
-Q_EMPTY, TILE_EMPTY, NEXT_Q, NEXT_K = (Line(TRY_WAIT, which, 13) for which in (0, 2, 11, 12))
+# Waits in the order of the code, of 13: V's producer for V to be empty and for a tile to be there; the other one for Q,
+# K and tiles to be empty; the consumers for K and V in the two loops, for a tile, for V, the next Q and its first K.
+Q_EMPTY, TILE_EMPTY, NEXT_Q, NEXT_K = (Line(TRY_WAIT, which, 13) for which in (2, 4, 11, 12))
 
 
 def _tiles() -> list[Mutation]:
@@ -62,7 +62,7 @@ def _tiles() -> list[Mutation]:
         tiles(
             "counter left as the last draw leaves it",
             "the next launch of the stream finds no tile to draw",
-            Drop(Line("st.global.b32 [%rd1], 0;")),
+            Drop(Line("st.global.b32 [%rd#], 0;")),
             reports={NUMBERS},
         ),
         order(
@@ -172,7 +172,7 @@ def _output() -> list[Mutation]:
 def _sources() -> list[SourceMutation]:
     """Facts changed in the Python source."""
     text, release = source(STEM), "        q_ring.consumer_release(q_drain)  # this warp has read Q\n"
-    loops = text[text.index("        # Tiles of keys with an edge in them") : text.index(release)]
+    loops = text[text.index("        # Tiles of keys with an edge of the mask") : text.index(release)]
     return [
         SourceMutation(
             "Q given back before its last products",

@@ -19,7 +19,7 @@ from fa3gen.cpu.findings import Hazard, Kind, OutsideModel, Place
 from fa3gen.cpu.kernel import Settings
 from fa3gen.cpu.schedule import FAST
 from fa3gen.design.masks import reach
-from fa3gen.spec.model import CausalMask, Mask, NoMask, Spec, WindowMask
+from fa3gen.spec.model import CausalMask, Mask, NoMask, OutputTensor, Spec, WindowMask
 from fa3gen.verify import accuracy, inputs
 from fa3gen.verify import on_cpu as verify
 from fa3gen.verify.inputs import Case, cpu_cases
@@ -70,6 +70,25 @@ def test_a_kernel_that_keeps_p_in_float32_passes_its_narrower_limits_and_fills_t
     assert report.failures == ()
     assert report.o_spread is not None and 0.9 < report.o_spread < 1.1
     assert 0.97 < max(case.o_used or 0 for case in report.cases) <= 1
+
+
+FLOAT32_O = {"o": OutputTensor(dtype="fp32")}
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_o_in_float32_is_off_by_the_rounding_of_p_alone(mask: Mask, dtype: str) -> None:
+    spec = spec_of(mask, dtype=dtype).model_copy(update=FLOAT32_O)
+    report = run(Module(mask, online, dtype=verify_dtype(dtype), out_dtype=torch.float32), spec)
+    assert report.failures == ()
+    assert report.o_spread is not None and 0.3 < report.o_spread < 1.1
+    assert max(case.o_used or 0 for case in report.cases) > 0.4
+
+
+def test_o_that_is_rounded_on_its_way_to_float32_is_seen() -> None:
+    module = Module(CAUSAL, online, out_dtype=torch.float32, store=lambda out, o: out.copy_(o.bfloat16()))
+    report = run(module, spec_of().model_copy(update=FLOAT32_O))
+    assert any("O is rounded as planned" in failure for failure in report.failures), report.failures
 
 
 def verify_dtype(name: str) -> torch.dtype:

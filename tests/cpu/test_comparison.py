@@ -26,7 +26,7 @@ import compare_cpu_model as runner
 
 WORKSPACE = Workspace.find(Path(__file__).parent)
 MODULES = len(list((WORKSPACE.root / "generated").glob("*.py")))
-SELECTIONS = [case for case in CASES if case.values == "selection"]
+SELECTIONS = [case for case in CASES if case.distribution == "selection"]
 MASKS: list[Mask] = [
     NoMask(kind="none"),
     CausalMask(kind="causal"),
@@ -86,14 +86,14 @@ def test_difference_counts_bits_kinds_and_ulps() -> None:
 
 def test_difference_of_float32_is_seen_at_the_last_place() -> None:
     one = np.ones(3, np.float32)
-    found = comparison.difference(one, np.nextafter(one, np.float32(2)), "f32")
+    found = comparison.difference(one, np.nextafter(one, np.float32(2)), "fp32")
     assert (found.different, found.max_ulps, found.max_abs) == (3, 1.0, 2.0**-23)
-    assert comparison.difference(one, one.copy(), "f32").different == 0
+    assert comparison.difference(one, one.copy(), "fp32").different == 0
 
 
 def test_difference_refuses_other_shapes() -> None:
     with pytest.raises(UserError, match="run both sides again"):
-        comparison.difference(np.zeros(3, np.float32), np.zeros(4, np.float32), "f32")
+        comparison.difference(np.zeros(3, np.float32), np.zeros(4, np.float32), "fp32")
 
 
 # -- two sides

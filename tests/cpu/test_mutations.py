@@ -12,7 +12,6 @@ The summary keeps the two apart: a wrong coordinate can only show in the numbers
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections import Counter
 from dataclasses import dataclass
@@ -29,7 +28,6 @@ from mutations_tuning import TUNING
 from rendering import plans, source, variants
 
 from fa3gen.compile.cache import cached_compile
-from fa3gen.compile.compiler import Compiled
 from fa3gen.cpu.findings import Hazard
 from fa3gen.cpu.kernel import CpuKernel, Settings
 from fa3gen.cpu.schedule import Schedule, schedules
@@ -78,8 +76,8 @@ def inputs(stem: str, shape: Shape) -> Inputs:
     )
     p_dtype = dtype if isinstance(asked.pv, spec.WgmmaProduct) else None
     wanted = accuracy.expected(q, k, v, scale=None, mask=asked.mask, p_dtype=p_dtype)
-    tiles = plans()[stem].tiles
-    return Inputs(q, k, v, wanted, sms=(1,) if tiles.persistent else (), draws=tiles.dynamic)
+    scheduler = plans()[stem].scheduler
+    return Inputs(q, k, v, wanted, sms=(1,) if scheduler.persistent else (), draws=scheduler.kind == "dynamic")
 
 
 def run(kernel: CpuKernel, data: Inputs, schedule: Schedule) -> Outcome:
@@ -106,9 +104,20 @@ def run(kernel: CpuKernel, data: Inputs, schedule: Schedule) -> Outcome:
     return Outcome(None)
 
 
-def judge(compiled: Compiled, data: Inputs) -> Outcome:
+@cache
+def committed(stem: str) -> CpuKernel:
+    """A committed kernel, whose host code is compiled once for all mutations of its PTX."""
+    return CpuKernel(hosting.compiled(stem))
+
+
+def kernel(stem: str, ptx: str) -> CpuKernel:
+    """A committed kernel with this PTX; there is one at a time."""
+    committed(stem).take_ptx(ptx)
+    return committed(stem)
+
+
+def judge(kernel: CpuKernel, data: Inputs) -> Outcome:
     """The first report under any of the schedules."""
-    kernel = CpuKernel(compiled)
     for schedule in SCHEDULES:
         outcome = run(kernel, data, schedule)
         if outcome.report is not None:
@@ -120,10 +129,9 @@ def judge_mutation(mutation: AnyMutation, folder: Path) -> Outcome:
     """What the model says of a mutated kernel. Raises Moved when the kernel is not the one that the mutation is for."""
     data = inputs(mutation.stem, mutation.shape or SHAPES[mutation.stem])
     if isinstance(mutation, Mutation):
-        compiled = hosting.compiled(mutation.stem)
-        return judge(dataclasses.replace(compiled, ptx=apply(compiled.ptx, mutation)), data)
+        return judge(kernel(mutation.stem, apply(hosting.compiled(mutation.stem).ptx, mutation)), data)
     path = hosting.path_of(folder, mutation.stem, mutation.apply(source(mutation.stem)))
-    return judge(cached_compile(path), data)
+    return judge(CpuKernel(cached_compile(path)), data)
 
 
 def line(mutation: AnyMutation, outcome: Outcome) -> str:
@@ -142,7 +150,7 @@ def as_expected(mutation: AnyMutation, outcome: Outcome) -> bool:
 
 @pytest.mark.parametrize("stem", SHAPES)
 def test_unmodified_kernel_is_not_reported(stem: str) -> None:
-    outcome = judge(hosting.compiled(stem), inputs(stem, SHAPES[stem]))
+    outcome = judge(kernel(stem, hosting.compiled(stem).ptx), inputs(stem, SHAPES[stem]))
     assert outcome.report is None, f"{outcome.schedule}: {outcome.detail}"
 
 

@@ -12,11 +12,11 @@ from rendering import plans
 from fa3gen.cpu.kernel import Settings
 from fa3gen.cpu.schedule import schedules
 from fa3gen.design.masks import reach
+from fa3gen.hardware.dtypes import DTYPES
 from fa3gen.spec.model import NoMask
 from fa3gen.verify import reference
-from fa3gen.verify.on_gpu import DTYPES
 
-STEMS = sorted(stem for stem in plans() if plans()[stem].tiles.split)
+STEMS = sorted(stem for stem in plans() if plans()[stem].scheduler.kind == "stream_k")
 STEM = "fwd_d64"  # the smallest
 
 
@@ -54,7 +54,7 @@ def tensors(stem: str, wave: Wave) -> tuple[torch.Tensor, ...]:
     seq_q, seq_k = tile.m - 9, wave.steps * tile.n - 7
     shapes = [(1, seq_q, wave.tiles, problem.head_dim), (1, seq_k, wave.tiles, problem.head_dim)]
     shapes.append((1, seq_k, wave.tiles, problem.v_dim))
-    return tuple(torch.randn(shape, generator=generator).to(DTYPES[problem.dtype]) for shape in shapes)
+    return tuple(torch.randn(shape, generator=generator).to(DTYPES[problem.dtype].in_torch()) for shape in shapes)
 
 
 def check(stem: str, wave: Wave) -> tuple[torch.Tensor, torch.Tensor]:

@@ -37,6 +37,7 @@ from fa3gen.base.errors import UserError  # noqa: E402
 from fa3gen.compile.loading import clean_argv, load_file  # noqa: E402
 from fa3gen.design import ladder  # noqa: E402
 from fa3gen.design.workspace import Workspace  # noqa: E402
+from fa3gen.hardware.dtypes import DTYPES  # noqa: E402
 from fa3gen.run.launch import load_for_launch  # noqa: E402
 
 On = Literal["gpu", "cpu"]
@@ -102,14 +103,12 @@ def run_module(task: Task, on: On) -> Result:
     module: Any = load_for_launch(path) if on == "gpu" else fa3gen.load(task.name, on="cpu")
     result = Result(task, source_sha256=files.sha256(path))
     for case in (comparison.served(case, spec) for case in comparison.CASES):
-        dtype = comparison.DTYPES[spec.problem.dtype]
-        inputs = comparison.make_inputs(
-            case, mask=spec.mask, head_dim=spec.problem.head_dim, v_dim=spec.problem.v_dim, dtype=dtype
-        )
+        inputs = comparison.make_for(spec, case)
         result.inputs[case.name] = comparison.digest((inputs.q, inputs.k, inputs.v))
         q, k, v = (tensor.to(device(on)) for tensor in (inputs.q, inputs.k, inputs.v))
         options = {"return_lse": True} if spec.outputs.lse else {}
-        out = torch.full((*q.shape[:-1], v.shape[-1]), float("nan"), dtype=q.dtype, device=q.device)
+        dtype = DTYPES[spec.o_dtype].in_torch()
+        out = torch.full((*q.shape[:-1], v.shape[-1]), float("nan"), dtype=dtype, device=q.device)
         given = module.attention(q, k, v, out=out, **options)
         out, lse = given if spec.outputs.lse else (given, None)
         result.arrays[f"{case.name}/out"] = comparison.bits_of(out)
@@ -408,7 +407,7 @@ def _products(task: str, gpu: Side, cpu: Side) -> Iterator[Any]:
             depth=variant.k,
             a_layout=variant.a_layout,
             b_layout=variant.b_layout,
-            d=comparison.difference(on_gpu, on_cpu, "f32"),
+            d=comparison.difference(on_gpu, on_cpu, "fp32"),
             gpu_error=gpu_error,
             cpu_error=cpu_error,
             largest=largest,

@@ -15,7 +15,6 @@ import fa3gen
 from fa3gen.design.workspace import Workspace
 from fa3gen.spec.specfile import Variant
 from fa3gen.verify import inputs
-from fa3gen.verify.on_gpu import DTYPES
 
 NAMES = ("ragged", "ragged_more_queries", "few_keys", "tile_edge", "one", "gqa", "odd_strides")
 CASES = [case for case in inputs.CASES if case.name in NAMES]
@@ -26,12 +25,10 @@ def run(variant: Variant, short_output: bool) -> None:
     spec, module = variant.spec, fa3gen.load(variant.stem)
     options = {"return_lse": True} if spec.outputs.lse else {}
     for case in CASES:
-        problem, case = spec.problem, inputs.served(case, spec)
-        dims = {"head_dim": problem.head_dim, "v_dim": problem.v_dim}
-        made = inputs.make(case, **dims, dtype=DTYPES[problem.dtype], device=torch.device("cuda"), seed=1)
+        made = inputs.make_for(spec, inputs.served(case, spec), device=torch.device("cuda"), seed=1)
         # Tensors without the rows around them: what is outside is outside of the allocation.
         q, k, v = (x.clone() for x in (made.q, made.k, made.v))
-        out = torch.empty((*q.shape[:3], problem.v_dim), dtype=q.dtype, device=q.device)
+        out = torch.empty_like(made.out, memory_format=torch.contiguous_format)
         if short_output:
             out.untyped_storage().resize_(out.untyped_storage().nbytes() // 2)
         module.attention(q, k, v, out=out, **options)

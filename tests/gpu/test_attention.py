@@ -14,14 +14,14 @@ import torch
 
 import fa3gen
 from fa3gen.compile.loading import load_file
+from fa3gen.design.family import Family
 from fa3gen.design.masks import reach
 from fa3gen.design.workspace import Workspace
+from fa3gen.hardware.dtypes import DTYPES
 from fa3gen.run import dispatch
-from fa3gen.run.dispatch import Family
 from fa3gen.run.launch import NO_JIT_VARIABLE, load_for_launch
-from fa3gen.spec.model import CausalMask, NoMask, WindowMask
+from fa3gen.spec.model import CausalMask, Mask, NoMask, WindowMask
 from fa3gen.verify import reference
-from fa3gen.verify.on_gpu import DTYPES
 
 WORKSPACE = Workspace.find(Path(__file__).parent)
 TOLERANCE = 0.01  # relative Frobenius error of O; 16-bit kernels read about 0.002. What it finds is the wrong module.
@@ -57,7 +57,7 @@ class Call(NamedTuple):
             (2, self.seq_k, 2, family.head_dim),
             (2, self.seq_k, 2, family.head_dim_v),
         ]
-        facts: dict[str, Any] = {"dtype": DTYPES[family.dtype], "device": device, "generator": generator}
+        facts: dict[str, Any] = {"dtype": DTYPES[family.dtype].in_torch(), "device": device, "generator": generator}
         return tuple(torch.randn(shape, **facts) for shape in shapes)
 
 
@@ -100,6 +100,17 @@ def test_numbers(call: Call, hopper: Any) -> None:
     assert fa3gen.attention(*tensors, **call.options, out=into) is into and into.equal(out)
     again = fa3gen.attention(*tensors, **call.options, scale=2.0)
     assert not again.equal(out)
+
+
+@pytest.mark.parametrize("mask", [NoMask(), CausalMask()], ids=str)
+def test_a_float32_out_takes_the_module_that_writes_float32(mask: Mask, hopper: Any) -> None:
+    call = Call(Family("bf16", 128, 128, mask), 333)
+    tensors = call.tensors(hopper)
+    narrow = fa3gen.attention(*tensors, **call.options)
+    into = torch.full_like(narrow, torch.nan, dtype=torch.float32)
+    assert fa3gen.attention(*tensors, **call.options, out=into) is into
+    check(call, tensors, into)
+    assert not into.equal(into.to(narrow.dtype).float())
 
 
 @SOME

@@ -9,13 +9,14 @@ import pytest
 
 from fa3gen import cli
 from fa3gen.base.files import sha256
+from fa3gen.design.family import Family, Shape
 from fa3gen.design.workspace import Workspace
 from fa3gen.measure.tuning import heats
 from fa3gen.measure.tuning.client import LIMITS_S
 from fa3gen.measure.tuning.journal import Journal
 from fa3gen.measure.tuning.session import Cell, Module, Tuner
 from fa3gen.records import tuning_records
-from fa3gen.records.tuning_records import TunedProblem, family_of
+from fa3gen.records.tuning_records import TunedProblem
 
 WORKSPACE = Workspace.find(Path(__file__).parent)
 SCALE = "scale or 64**-0.5"
@@ -38,8 +39,7 @@ def edited(folder: Path, stem: str, old: str, new: str) -> Module:
 
 
 def tuner(tmp_path: Path, modules: tuple[Module, ...], **limits: float) -> Tuner:
-    family = family_of(modules[0].spec)
-    problem = TunedProblem(**family._asdict(), batch=4, heads_q=32, heads_kv=32, seq_q=4096, seq_k=4096)
+    problem = TunedProblem.of(Family.of(modules[0].spec), Shape(4, 4096, 4096, 32, 32))
     cells = [Cell(problem, modules, tuple(heats.plan(len(modules) - 1, 9)))]
     journal = Journal(tmp_path / "journal.jsonl")
     return Tuner(cells, journal, ["0"], tmp_path / "logs", limits={**LIMITS_S, **limits}, jobs=4)

@@ -84,6 +84,9 @@ def _scheduler(spec: Spec) -> Iterable[Answer]:
     yield schedules.scheduler_schedule.ask(spec.scheduler, spec.schedule.kind)
     yield schedules.scheduler_mask.ask(spec.scheduler, spec.mask.kind)
     yield output.scheduler_output.ask(spec.scheduler, spec.outputs.o, spec.schedule.kind)
+    yield output.output_dtype.ask(spec.problem.dtype, spec.o_dtype)
+    if spec.o_dtype == "fp32":
+        yield output.float32_output.ask(spec.outputs.o, spec.tile.q, spec.problem.v_dim)
     yield output.packed_slices.ask(spec.outputs.o, spec.tile.pack_heads)
     yield schedules.rescale_overlap.ask(spec.softmax.rescale_above, footprint.overlapped(spec))
     yield schedules.exp_before_wait.ask(spec.softmax.exp_before_wait, spec.tile.kv, footprint.overlapped(spec))
@@ -141,7 +144,7 @@ def _output(spec: Spec) -> Iterable[Answer]:
             yield output.output_over_q.ask(head_dim, v_dim)
         if o != "direct":
             yield output.output_columns.ask(v_dim)
-    if o == "direct":
+    if o == "direct" and spec.o_dtype != "fp32":
         yield output.direct_columns.ask(_v_dim_field(spec), v_dim)
 
 

@@ -6,6 +6,7 @@ from fa3gen.design import footprint
 from fa3gen.design.rules.registry import GENERATOR, Violation, rule
 from fa3gen.design.rules.wording import around, remainder
 from fa3gen.hardware import hopper
+from fa3gen.hardware.dtypes import FP32
 
 
 @rule(kind=GENERATOR, topic="output")
@@ -60,6 +61,29 @@ def direct_columns(field: str, v_dim: int) -> Violation | None:
         f"outputs.o direct writes {footprint.DIRECT_COLUMNS} columns at a time, and O has "
         f"{remainder(v_dim, footprint.DIRECT_COLUMNS)}; use {around(v_dim, footprint.DIRECT_COLUMNS)}, "
         "or outputs.o own_buffer",
+    )
+
+
+@rule(kind=GENERATOR, topic="output")
+def output_dtype(dtype: str, o_dtype: str) -> Violation | None:
+    """O is rounded to the dtype of q, k and v, or not at all."""
+    if o_dtype in (dtype, "fp32"):
+        return None
+    return Violation("o.dtype", f"O in {o_dtype} beside q, k and v in {dtype} is not rendered; use {dtype}")
+
+
+@rule(kind=GENERATOR, topic="output")
+def float32_output(o: str, rows: int, columns: int) -> Violation | None:
+    """O in float32 goes straight from the registers. PTX ISA, "stmatrix": 8 x 8 matrices of 16 bits.
+
+    `rows` and `columns` are those of a tile of O.
+    """
+    if o == "direct":
+        return None
+    return Violation(
+        "outputs.o",
+        f"a tile of O in fp32 would take {rows} x {columns} x {FP32.bytes} = {rows * columns * FP32.bytes} bytes of "
+        "shared memory, and stmatrix, which fills it, stores 16-bit elements only; use direct",
     )
 
 

@@ -8,9 +8,10 @@ from pathlib import PurePath
 
 from fa3gen.design import ceiling, footprint, work
 from fa3gen.design.ceiling import Ceiling, Occupancy, ProblemCeiling
+from fa3gen.design.family import Shape
 from fa3gen.design.footprint import Region
 from fa3gen.design.rules import Answer
-from fa3gen.design.work import Problem, QueryTile, Shape, Step
+from fa3gen.design.work import Problem, QueryTile, Step
 from fa3gen.generate import header
 from fa3gen.generate.header import Description
 from fa3gen.hardware import hopper

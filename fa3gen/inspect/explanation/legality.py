@@ -52,7 +52,7 @@ def _candidates(spec: Spec) -> Iterator[tuple[str, int, list[int], Callable[[int
         tried = list(range(stages + 1, MOST_STAGES + 1))
         yield "load.kv_stages", stages, tried, lambda count: _with(spec, "load", kv_stages=count)
     wgmma = isinstance(spec.pv, WgmmaProduct)
-    step = hopper.WGMMA_K_16BIT if wgmma else spec.tile.kv
+    step = spec.element.wgmma_k if wgmma else spec.tile.kv
     wider = list(range(spec.tile.kv + step, 2 * hopper.WGMMA_N_MAX + 1, step))
     yield "tile.kv", spec.tile.kv, wider, lambda kv: _with(spec, "tile", kv=kv)
     if wgmma:

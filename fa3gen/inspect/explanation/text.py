@@ -14,7 +14,7 @@ from rich.text import Text
 from fa3gen.design import footprint
 from fa3gen.design.ceiling import ProblemCeiling
 from fa3gen.design.rules import Answer, Kind
-from fa3gen.generate.header import timeline
+from fa3gen.generate.header import PLACE_TITLES
 from fa3gen.hardware import hopper
 from fa3gen.inspect.explanation.facts import Explanation
 from fa3gen.inspect.explanation.legality import Limit
@@ -192,8 +192,13 @@ def _shared_memory(explanation: Explanation) -> list[RenderableType]:
 
 
 def _steps(explanation: Explanation) -> list[RenderableType]:
-    description = explanation.description
-    return [_heading(description.steps_title), *(_note(line) for line in timeline(description.steps))]
+    """Those of a tile of keys, on which the bounds are; the module's header and the JSON document have all of them."""
+    steps = [row for row in explanation.description.steps if row.place in ("", PLACE_TITLES["step"])]
+    rows = [(str(number), *step[1:]) for number, step in enumerate(steps, 1)]
+    return [
+        _heading("Steps, one tile of keys" if steps[0].place else explanation.description.steps_title),
+        _table(rows),
+    ]
 
 
 def _counts(explanation: Explanation) -> list[RenderableType]:
@@ -202,10 +207,10 @@ def _counts(explanation: Explanation) -> list[RenderableType]:
     groups = spec.tile.warpgroups or 1
     rows = [("FLOP", f"{step.flops:,}")]
     if step.wgmma_qk:
-        shape = f"m{hopper.WGMMA_M}n{spec.tile.kv}k{hopper.WGMMA_K_16BIT}"
+        shape = f"m{hopper.WGMMA_M}n{spec.tile.kv}k{spec.element.wgmma_k}"
         rows.append(("WGMMA, Q K^T", f"{step.wgmma_qk} {shape}, {step.wgmma_qk // groups} per warpgroup"))
     if step.wgmma_pv:
-        shape = f"m{hopper.WGMMA_M}n{spec.problem.v_dim}k{hopper.WGMMA_K_16BIT}"
+        shape = f"m{hopper.WGMMA_M}n{spec.problem.v_dim}k{spec.element.wgmma_k}"
         rows.append(("WGMMA, P V", f"{step.wgmma_pv} {shape}, {step.wgmma_pv // groups} per warpgroup"))
     if step.scalar_fmas:
         rows.append(("multiply-adds", f"{step.scalar_fmas:,}"))

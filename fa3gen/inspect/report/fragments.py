@@ -78,7 +78,7 @@ def fragments(spec: Spec) -> tuple[Fragment, ...]:
     widest = max(sizes.values())
     found = [Fragment("accumulator", f"Accumulator, float32: {names}", widest, widest // 2, False)]
     if isinstance(spec.pv, WgmmaProduct) and spec.pv.a.source == "registers":
-        k = hopper.WGMMA_K_16BIT
+        k = spec.element.wgmma_k
         steps = spec.tile.kv // k
         what = f"A operand in 16 bits: one of {steps} k-steps of P (64 x {k}, {k // 4} registers)"
         found.append(Fragment("operand", what, k, k // 4, True))

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fa3gen.base import files
-from fa3gen.design.work import Shape, default_heads
+from fa3gen.design.family import Shape
+from fa3gen.design.work import default_heads
 from fa3gen.design.workspace import Workspace
 from fa3gen.hardware import chips
 from fa3gen.inspect import explanation, simulation

@@ -15,6 +15,7 @@ from fa3gen.design.masks import reach
 from fa3gen.inspect.report.speeds import origin
 from fa3gen.records import evidence
 from fa3gen.spec.model import GlobalHandoff, Spec, WgmmaProduct
+from fa3gen.verify.results import CaseResult
 
 if TYPE_CHECKING:
     from fa3gen.cpu.kernel import CpuKernel
@@ -63,7 +64,7 @@ def from_evidence(workspace: Workspace, variant: Variant) -> Card:
     return Card(made, True, tuple(_recorded(record.cases)))
 
 
-def _recorded(cases: Sequence[evidence.Case]) -> Iterator[Point]:
+def _recorded(cases: Sequence[CaseResult]) -> Iterator[Point]:
     kinds = _kinds()
     for case in cases:
         shape = _SHAPE.fullmatch(case.shape)
@@ -121,20 +122,13 @@ def on_cpu_model(variant: Variant, kernel: CpuKernel) -> Card:
     from fa3gen.verify import on_gpu as verify
     from fa3gen.verify.on_cpu import EXECUTED_ON
 
-    spec, problem = variant.spec, variant.spec.problem
+    spec = variant.spec
     origin = f"{EXECUTED_ON}, not a GPU; PyTorch {torch.__version__.partition('+')[0]} on the CPU"
     points = []
     for case in sweep(spec):
-        made = inputs.make(
-            case,
-            head_dim=problem.head_dim,
-            v_dim=problem.v_dim,
-            dtype=verify.DTYPES[problem.dtype],
-            device=torch.device("cpu"),
-            seed=SEED,
-        )
+        made = inputs.make_for(spec, case, device=torch.device("cpu"), seed=SEED)
         expected = reference.attention(made.q, made.k, made.v, reach=reach(spec.mask))
-        yardstick = reference.same_precision(made.q, made.k, made.v, reach=reach(spec.mask))
+        yardstick = reference.same_precision(made.q, made.k, made.v, reach=reach(spec.mask), out_dtype=made.out.dtype)
         try:
             found = attention(kernel, variant, made.q, made.k, made.v)
         except Hazard as hazard:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fa3gen.base import files
+from fa3gen.design.family import Family
 from fa3gen.design.ladder import ladder_order
 from fa3gen.records import evidence, tuning_records
 
@@ -90,7 +91,7 @@ def panels(workspace: Workspace, variant: Variant) -> tuple[Panel, ...]:
 
     Raises UserError for a file of records that cannot be read.
     """
-    label = tuning_records.family_of(variant.spec).label
+    label = Family.of(variant.spec).label
     path = tuning_records.directory(workspace) / f"{label}.json"
     if not path.is_file():
         return ()
@@ -147,7 +148,7 @@ def ladder(workspace: Workspace, variant: Variant) -> Ladder | None:
     own = evidence.verified(workspace, variant.stem)
     if own is None or not own.tflops:
         return None
-    family = tuning_records.family_of(variant.spec)
+    family = Family.of(variant.spec)
     rows = []
     for other in _relatives(workspace, family):
         record = evidence.verified(workspace, other)
@@ -158,11 +159,11 @@ def ladder(workspace: Workspace, variant: Variant) -> Ladder | None:
     return Ladder(origin(own), tuple(rows))
 
 
-def _relatives(workspace: Workspace, family: tuning_records.Family) -> list[str]:
+def _relatives(workspace: Workspace, family: Family) -> list[str]:
     """Stems of the family, in the order of the ladder."""
     return [
         variant.stem
         for spec_file in sorted(workspace.load_all(), key=lambda file: ladder_order(file.stem))
         for variant in spec_file.variants
-        if tuning_records.family_of(variant.spec) == family
+        if Family.of(variant.spec) == family
     ]

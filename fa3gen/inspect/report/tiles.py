@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from fa3gen.design.family import Shape
 from fa3gen.design.tile_order import positions
-from fa3gen.design.work import KeyTiles, Shape, key_tiles
+from fa3gen.design.work import KeyTiles, key_tiles
 from fa3gen.spec.model import GlobalHandoff, Spec, WindowMask
 
 State = Literal["skipped", "masked", "full"]

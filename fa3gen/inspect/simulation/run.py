@@ -8,6 +8,7 @@ from functools import cache
 
 from fa3gen.base.errors import UserError
 from fa3gen.design import ceiling, footprint, rules, work
+from fa3gen.design.family import Shape
 from fa3gen.design.work import Problem
 from fa3gen.hardware.chips import Chip
 from fa3gen.inspect.simulation.engine import Arbitration, Engine
@@ -211,7 +212,7 @@ def _sample(spec: Spec, times: Times, settings: Settings) -> tuple[float, float]
     return result.end - late, result.step_cycles
 
 
-def measured_shape(spec: Spec, length: int) -> work.Shape:
+def measured_shape(spec: Spec, length: int) -> Shape:
     """The shape in which the evidence's speeds were measured: 16,384 tokens in all, heads x head dim = 2048."""
     heads_q, heads_kv = work.default_heads(spec)
-    return work.Shape(max(1, 16384 // length), length, length, heads_q, heads_kv)
+    return Shape(max(1, 16384 // length), length, length, heads_q, heads_kv)

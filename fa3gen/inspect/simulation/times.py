@@ -150,9 +150,9 @@ def times_of(spec: Spec, chip: Chip) -> Times:
         epilogue=_issue(spec, "epilogue", EPILOGUE_INSTRUCTIONS * rows * v_dim / lanes, chip),
         load_latency=LOAD_LATENCY,
         load_rate=chip.l2.value / chip.sms,
-        q_bytes=spec.tile.q * d * hopper.BYTES_16BIT,
-        k_bytes=kv * d * hopper.BYTES_16BIT,
-        v_bytes=kv * v_dim * hopper.BYTES_16BIT,
+        q_bytes=spec.tile.q * d * spec.element.bytes,
+        k_bytes=kv * d * spec.element.bytes,
+        v_bytes=kv * v_dim * spec.element.bytes,
         copy_q=_copy(spec, spec.tile.q, d, chip),
         copy_k=_copy(spec, kv, d, chip),
         copy_v=_copy(spec, kv, v_dim, chip),
@@ -204,7 +204,7 @@ def _softmax(spec: Spec, chip: Chip) -> tuple[tuple[Piece, ...], Piece]:
     ]
     last = _issue(spec, "rescale, round", rescale, chip)
     if isinstance(spec.handoff, SmemHandoff):
-        written = spec.tile.q * spec.tile.kv * hopper.BYTES_16BIT / groups(spec) / chip.smem.value
+        written = spec.tile.q * spec.tile.kv * spec.element.bytes / groups(spec) / chip.smem.value
         last = replace(_issue(spec, last.name, rescale + STORE_P_INSTRUCTIONS, chip), fixed=written)
     return tuple(parts), last
 

@@ -13,11 +13,11 @@ from typing import Any
 
 from fa3gen.base.errors import SpecError, UserError
 from fa3gen.base.files import sha256, write_text
+from fa3gen.design.family import Family
 from fa3gen.design.workspace import Workspace
 from fa3gen.measure.tuning.journal import Journal
 from fa3gen.measure.tuning.session import Module
 from fa3gen.measure.tuning.space import Enumeration, Space, enumerate_space, load_space, tree_of
-from fa3gen.records.tuning_records import Family, family_of
 from fa3gen.spec.complaints import UNIONS
 from fa3gen.spec.model import Spec
 from fa3gen.spec.specfile import SpecFile, Variant, is_stem
@@ -95,7 +95,7 @@ def find_starts(workspace: Workspace, name: str, space: Space) -> list[Start]:
     base = workspace.resolve(space.base) if space.base is not None else committed
     incumbents = [variant for variant in committed or base if _fits(variant.spec, space)]
     if not incumbents:
-        offered = ", ".join(family_of(variant.spec).label for variant in committed or base)
+        offered = ", ".join(Family.of(variant.spec).label for variant in committed or base)
         raise UserError(
             f"{space.path}: problem: no module of {name if committed else space.base} fits; it has {offered}"
         )
@@ -105,8 +105,8 @@ def find_starts(workspace: Workspace, name: str, space: Space) -> list[Start]:
 
 def _start(incumbent: Variant, base: Sequence[Variant], base_file: SpecFile) -> Start:
     """A base with a module of this problem brings what it chose for it; another one what all its modules share."""
-    family = family_of(incumbent.spec)
-    twin = next((variant for variant in base if family_of(variant.spec) == family), None)
+    family = Family.of(incumbent.spec)
+    twin = next((variant for variant in base if Family.of(variant.spec) == family), None)
     problem = incumbent.spec.model_dump(include={"problem", "mask"})
     fields = twin.spec.model_dump() if twin else {**base_file.fields, **problem}
     return Start(family, incumbent, fields, base_file)

@@ -21,6 +21,7 @@ import torch
 
 from fa3gen.compile import toolchain
 from fa3gen.compile.cache import cached_object
+from fa3gen.hardware.dtypes import DTYPES
 from fa3gen.measure.bench import CHECK_TOLERANCE, wrong_in_last_rows
 from fa3gen.measure.peers import PEERS, Attend, Peer, Unavailable
 from fa3gen.records.tuning_records import TunedProblem
@@ -28,7 +29,7 @@ from fa3gen.run import gpu
 from fa3gen.run.launch import load_for_launch
 from fa3gen.spec.model import Spec
 from fa3gen.verify import inputs
-from fa3gen.verify.on_gpu import DTYPES, Runner, essence, raise_if_lost
+from fa3gen.verify.on_gpu import Runner, essence, raise_if_lost
 
 TARGET_MS = 7.0
 MOST_LAUNCHES = 200
@@ -234,7 +235,7 @@ class Bench:
 
         def normal(seq: int, heads: int, dim: int) -> torch.Tensor:
             shape = (problem.batch, seq, heads, dim)
-            return torch.randn(shape, dtype=DTYPES[problem.dtype], device=self.device, generator=generator)
+            return torch.randn(shape, dtype=DTYPES[problem.dtype].in_torch(), device=self.device, generator=generator)
 
         q = normal(problem.seq_q, problem.heads_q, problem.head_dim)
         k = normal(problem.seq_k, problem.heads_kv, problem.head_dim)

@@ -1,0 +1,219 @@
+"""What an operation works on: tensors, scalars and scratch, with dtypes, dims and layouts, in the order of a launch.
+
+From this one description follow the Python entry point of a module (what is checked, the stand-ins that it is compiled
+for, the call), the call on the CPU model, the tensors that `fa3gen verify` makes and measures, and the bytes that count
+as work. The reference that results are held against does not: it is written by hand for each operation.
+
+A later layout (packed sequences with their offsets, pages with their table) is one more class beside `Dense`, and one
+more arm of `Layout`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+from fa3gen.design import footprint
+from fa3gen.design.family import Shape
+from fa3gen.hardware import hopper
+from fa3gen.hardware.dtypes import FP32, INT32, VECTOR_BYTES, Dtype
+from fa3gen.spec.model import GlobalHandoff, Spec, WgmmaProduct
+
+Role = Literal["input", "output", "optional output"]
+Initial = Literal["zero", "anything"]
+Mover = Literal["tma", "cp_async", "threads"]
+
+
+@dataclass(frozen=True)
+class Extent:
+    """One dimension of a tensor: compiled in where it has a `size`, else given with each call.
+
+    Written as the generated module writes it: `seq_q` is a variable there, `HEAD_DIM` a constant.
+    """
+
+    name: str
+    size: int | None = None
+
+    def __str__(self) -> str:
+        """The name in the generated module."""
+        return self.name if self.size is None else self.name.upper()
+
+
+@dataclass(frozen=True)
+class Dense:
+    """Any order and any strides of the dimensions but the last, which is contiguous.
+
+    `align`: bytes that the first element's address and all other strides are multiples of.
+    """
+
+    align: int = VECTOR_BYTES
+
+
+Layout = Dense
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A tensor that a call is given or returns; an optional output has no elements where nobody asks for it.
+
+    `moved` says how the kernel loads or stores it.
+    """
+
+    name: str
+    role: Role
+    dtype: Dtype
+    dims: tuple[Extent, ...]
+    moved: Mover
+    layout: Layout = Dense()
+
+    def __str__(self) -> str:
+        """The name, as the generated module writes it."""
+        return self.name
+
+    def sizes(self, shape: Shape) -> tuple[int, ...]:
+        """Its shape in a call of this shape."""
+        return _sizes(self.dims, asdict(shape))
+
+    @property
+    def row(self) -> int:
+        """Elements along the last dimension, which is compiled in. ValueError where it is not."""
+        if self.dims[-1].size is None:
+            raise ValueError(f"{self.name} has as many elements in a row as a call says")
+        return self.dims[-1].size
+
+    @property
+    def vector(self) -> int:
+        """Elements that its layout keeps aligned: strides are multiples of as many."""
+        return self.layout.align // self.dtype.bytes
+
+    def bytes(self, shape: Shape) -> int:
+        """Bytes of all its elements."""
+        return math.prod(self.sizes(shape)) * self.dtype.bytes
+
+
+@dataclass(frozen=True)
+class Scratch:
+    """Device memory of a launch that the caller does not see; row-major without gaps.
+
+    `initial` is what stands in it before the launch. `kept`: one for all launches of the default stream, since each
+    leaves it as it found it, or nobody reads what was there; else it is made for each launch.
+    `passes`: how often each element goes to or comes from memory, where that is work to be counted.
+    """
+
+    name: str
+    dtype: Dtype
+    dims: tuple[Extent, ...]
+    initial: Initial
+    kept: bool = False
+    passes: int = 0
+
+    def __str__(self) -> str:
+        """The name, as the generated module writes it."""
+        return self.name
+
+    def sizes(self, shape: Shape, num_sms: int) -> tuple[int, ...]:
+        """Its shape in a call of this shape on so many SMs."""
+        return _sizes(self.dims, {**asdict(shape), "num_sms": num_sms})
+
+
+@dataclass(frozen=True)
+class Scalar:
+    """A number that a launch is given. Written as its stand-in when the module is compiled: any value of its type."""
+
+    name: str
+    dtype: Dtype
+
+    def __str__(self) -> str:
+        """A value of its type in the CuTe DSL: `cutlass.Int32(1)`."""
+        return f"cutlass.{self.dtype.cutlass_name}({'1.0' if self.dtype is FP32 else '1'})"
+
+
+Argument = Tensor | Scratch | Scalar
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One operation as one spec wants it: the arguments of a launch in order, and how many kernels it starts."""
+
+    name: str
+    arguments: tuple[Argument, ...]
+    kernels: int
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Inputs, then outputs."""
+        return tuple(argument for argument in self.arguments if isinstance(argument, Tensor))
+
+    @property
+    def inputs(self) -> tuple[Tensor, ...]:
+        """What a call has to be given."""
+        return tuple(tensor for tensor in self.tensors if tensor.role == "input")
+
+    @property
+    def scratch(self) -> tuple[Scratch, ...]:
+        """What a launch needs beside its tensors."""
+        return tuple(argument for argument in self.arguments if isinstance(argument, Scratch))
+
+    @property
+    def scalars(self) -> tuple[Scalar, ...]:
+        """The numbers."""
+        return tuple(argument for argument in self.arguments if isinstance(argument, Scalar))
+
+    def tensor(self, name: str) -> Tensor:
+        """The tensor of this name; KeyError where there is none."""
+        return {tensor.name: tensor for tensor in self.tensors}[name]
+
+    def bytes(self, shape: Shape) -> int:
+        """Bytes of all tensors, each once, and of scratch as often as it goes to or comes from memory."""
+        moved = sum(tensor.bytes(shape) for tensor in self.tensors)
+        return moved + sum(
+            each.passes * math.prod(each.sizes(shape, 0)) * each.dtype.bytes for each in self.scratch if each.passes
+        )
+
+
+def _sizes(dims: tuple[Extent, ...], given: Mapping[str, int]) -> tuple[int, ...]:
+    return tuple(given[extent.name] if extent.size is None else extent.size for extent in dims)
+
+
+BATCH, SEQ_Q, SEQ_K = Extent("batch"), Extent("seq_q"), Extent("seq_k")
+HEADS_Q, HEADS_KV = Extent("heads_q"), Extent("heads_kv")
+NUM_SMS = Extent("num_sms")
+
+
+def forward(spec: Spec) -> Operation:
+    """O = softmax(scale Q K^T) V, and LSE where the spec has it."""
+    head_dim = Extent("head_dim", spec.problem.head_dim)
+    v_dim = head_dim if spec.problem.v_dim == head_dim.size else Extent("head_dim_v", spec.problem.v_dim)
+    engine: Mover = "threads" if spec.load.engine == "sync" else spec.load.engine
+    stored: Mover = "tma" if isinstance(spec.pv, WgmmaProduct) and spec.outputs.o != "direct" else "threads"
+    arguments: list[Argument] = [
+        Tensor("q", "input", spec.element, (BATCH, SEQ_Q, HEADS_Q, head_dim), engine),
+        Tensor("k", "input", spec.element, (BATCH, SEQ_K, HEADS_KV, head_dim), engine),
+        Tensor("v", "input", spec.element, (BATCH, SEQ_K, HEADS_KV, v_dim), engine),
+        Tensor("out", "output", spec.o_element, (BATCH, SEQ_Q, HEADS_Q, v_dim), stored),
+    ]
+    if spec.outputs.lse:
+        lse = Dense(align=FP32.bytes)
+        arguments.append(Tensor("lse", "optional output", FP32, (BATCH, HEADS_Q, SEQ_Q), "threads", lse))
+    if isinstance(spec.handoff, GlobalHandoff):
+        # S is written, read twice (maximum, sum) and written as P, and P is read.
+        dims = BATCH, HEADS_Q, SEQ_Q, SEQ_K
+        arguments.append(Scratch("scores", FP32, dims, "anything", passes=5))
+    if footprint.persistent(spec):
+        arguments.append(Scalar("num_sms", INT32))
+    if spec.scheduler == "dynamic":
+        arguments.append(Scratch("counter", INT32, (Extent("one", 1),), "zero", kept=True))
+    if footprint.splits_tail(spec):
+        part = zip(("vectors", "threads", "vector"), footprint.part_shape(spec), strict=True)
+        warps = Extent("consumer_warps", footprint.computing_threads(spec) // hopper.WARP)
+        arguments.append(Scratch("flags", INT32, (NUM_SMS, warps), "zero", kept=True))
+        arguments.append(Scratch("parts", FP32, (NUM_SMS, *(Extent(*named) for named in part)), "anything", kept=True))
+    arguments.append(Scalar("scale", FP32))
+    return Operation("forward", tuple(arguments), kernels=3 if isinstance(spec.handoff, GlobalHandoff) else 1)
+
+
+def operation_of(spec: Spec) -> Operation:
+    """What the module of a spec works on."""
+    return {"forward": forward}[spec.operation](spec)
