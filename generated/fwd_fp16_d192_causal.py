@@ -14,7 +14,7 @@ Decisions
     schedule   two warps load, 2 warpgroups multiply in turn; S of the next tile and P V run beside the softmax
     layouts    swizzle Q 128B, K 128B, V 128B
     S = Q K^T  12 wgmma m64n96k16 per warpgroup; A = Q from shared memory, K-major; B = K, K-major
-    softmax    online, base 2, on the accumulator fragment; O is rescaled when a maximum grows over 2^8: up to 12 % more error
+    softmax    online, base 2, on the accumulator fragment; O is rescaled at 2^8 x the maximum: up to 12 % more error
     P          stays in registers: the accumulator fragment is read as the A fragment
     O = P V    6 wgmma m64n192k16 per warpgroup; A = P from registers, K-major; B = V, MN-major
     kv order   from the last visible tile to the first; hidden tiles are skipped, only boundary tiles are masked

@@ -353,7 +353,7 @@ def test_arguments_of_specialised_kernels() -> None:
     # A module that splits tiles has flags and parts, and says how much there is in one tuple.
     assert ", ".join(split.launch) == "q, k, v, out, lse, num_sms: cutlass.Int32, flags, parts"
     assert ", ".join(split.kernel) == f"mQ, mK, mVt, mO, mLSE, flags, parts, tma_Q, tma_K, tma_V, {scale}, tail"
-    assert (", ".join(split.outputs), split.schedule) == ("mO, mLSE, flags, parts", ("mQ", "mK", "tail"))
+    assert (", ".join(split.outputs), split.schedule) == ("mO, mLSE, scratch", ("mQ", "mK", "tail"))
     assert ", ".join(split.store_tile) == "mO, mLSE, work, acc_O, row_max, row_sum, scale_log2"
     no_lse = plan("fwd_d64_window_o_only").arguments
     assert ", ".join(no_lse.launch) == "q, k, v, out, num_sms: cutlass.Int32, counter"

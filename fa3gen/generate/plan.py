@@ -356,7 +356,7 @@ def _arguments(spec: Spec) -> ArgumentsPlan:
         return ArgumentsPlan()
     lse, stored = ["lse"] * spec.outputs.lse, spec.outputs.o != "direct"
     scratch = {"stream_k": ["flags", "parts"], "dynamic": ["counter"]}.get(spec.scheduler, [])
-    handed_on = scratch * (spec.scheduler == "stream_k")
+    handed_on = ["scratch"] * (spec.scheduler == "stream_k")
     extent, extent_type = {
         "single_tile": ([], ""),
         "stream_k": (["tail"], ""),
