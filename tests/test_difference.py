@@ -100,7 +100,8 @@ def test_rings_and_turns_of_a_persistent_kernel() -> None:
     barriers = facts(plans()["fwd_d64"])["barriers"]
     q = 192 * 64 * 2
     assert barriers["q"] == f"2 stages; TMA, from warp 12 -> 12 warps; full with {q} bytes; empty with 12 arrivals"
-    assert barriers["turn"] == "3 stages; each consumer -> the next one; 256 threads; named barriers 1 to 3"
+    turns = "named barriers 2 to 4; 256 threads; each consumer -> the next one: it may issue its products"
+    assert barriers["TURN_BARRIER"] == turns
 
 
 def test_everything_that_headers_say_is_compared() -> None:
