@@ -372,8 +372,7 @@ def consume(smem, rings, mO, mLSE, flags, parts, scale_log2, work, schedule):
     qk_mma, pv_mma = products = make_products()
     operands, accumulators, rP = partition_operands(smem, products, consumer)
     (tSrQ, tSrK, tOrP, tOrV), (acc_S, acc_O) = operands, accumulators
-    row_max, row_sum, rescale = (cute.make_rmem_tensor(2, cutlass.Float32) for _ in range(3))  # of a thread's two rows
-    rows = row_max, row_sum, rescale
+    row_max, row_sum, rescale = rows = [cute.make_rmem_tensor(2, cutlass.Float32) for _ in range(3)]  # of two rows each
     q_drain = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, Q_STAGES)
     k_drain = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, KV_STAGES)  # one tile ahead of V
     v_drain = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, KV_STAGES)
@@ -383,7 +382,6 @@ def consume(smem, rings, mO, mLSE, flags, parts, scale_log2, work, schedule):
         acc_O.fill(0.0)
         row_max.fill(LOWEST)
         row_sum.fill(0.0)
-        # The tile of keys visited first, before the loop: there is no P V yet to run beside it, and O is still zero.
         q_ring.consumer_wait(q_drain)  # Q has landed
         multiply_first(products, operands, accumulators, k_ring, q_drain, k_drain, consumer)
         k_drain.advance()
@@ -398,18 +396,19 @@ def consume(smem, rings, mO, mLSE, flags, parts, scale_log2, work, schedule):
             v_drain.advance()
         q_ring.consumer_release(q_drain)  # this warp has read Q
         q_drain.advance()
+        begun = work.n_begin > 0  # by the CTA before this one
+        unfinished = work.n_end * TILE_N < work.seq_k  # left to the next CTA
         upcoming = next_work(work, schedule)
-        # The last P V of this tile of queries.
-        v_ring.consumer_wait(v_drain)  # V has landed
+        v_ring.consumer_wait(v_drain)  # the last V of this tile of queries has landed
         wait_turn(consumer)
         pv_product(pv_mma, tOrP, tOrV[None, None, None, v_drain.index], acc_O)
         pass_turn(consumer)
         warpgroup.wait_group(0)  # O is complete: no group stays in flight
         v_ring.consumer_release(v_drain)  # this warp has read V
         v_drain.advance()
-        if work.n_begin > 0:  # the CTA before this one has begun the tile
+        if begun:
             add_part(flags, parts, acc_O, row_max, row_sum, scale_log2)
-        if work.n_end * TILE_N < work.seq_k:  # the next CTA goes on with it
+        if unfinished:
             give_part(flags, parts, acc_O, row_max, row_sum)
         else:
             store_tile(mO, mLSE, work, acc_O, row_max, row_sum, scale_log2)
@@ -446,7 +445,7 @@ def partition_operands(smem, products, consumer):
 
 @cute.jit
 def multiply_first(products, operands, accumulators, k_ring, q_drain, k_drain, consumer):
-    """S = Q K^T of the tile of keys visited first, with nothing beside it."""
+    """S = Q K^T of the tile of keys visited first, alone: there is no P V yet to run beside it."""
     (qk_mma, _), (tSrQ, tSrK, _, _), (acc_S, _) = products, operands, accumulators
     k_ring.consumer_wait(k_drain)  # K has landed
     wait_turn(consumer)  # the warpgroup before this one has issued its product

@@ -54,7 +54,7 @@ Timeline: a tile is one of queries, a step takes one tile of keys
        4  all warps  wait kv_full, S = Q K^T, wait_group 0  by wgmma; no group stays in flight
        5  all warps  mask                                   boundary tiles only
        6  all warps  softmax                                P = 2^(S - max); O and sums rescaled
-       7  all warps  store P, barrier of the warpgroup      16 bits, by stmatrix
+       7  all warps  store P, barrier of the warpgroup      16 bits, by stmatrix; fence.proxy.async
        8  all warps  O += P V, wait_group 0                 by wgmma; no group stays in flight
        9  all warps  arrive kv_empty                        K and V have been read
       10  warp 0     wait kv_empty, load K, load V          the tile 2 further on, when the stage is free

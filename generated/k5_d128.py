@@ -345,8 +345,7 @@ def consume(smem, rings, mO, mLSE, tma_O, sO, scale_log2, work, schedule):
     qk_mma, pv_mma = products = make_products()
     operands, accumulators, rP = partition_operands(smem, products, consumer)
     (tSrQ, tSrK, tOrP, tOrV), (acc_S, acc_O) = operands, accumulators
-    row_max, row_sum, rescale = (cute.make_rmem_tensor(2, cutlass.Float32) for _ in range(3))  # of a thread's two rows
-    rows = row_max, row_sum, rescale
+    row_max, row_sum, rescale = rows = [cute.make_rmem_tensor(2, cutlass.Float32) for _ in range(3)]  # of two rows each
     q_drain = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, Q_STAGES)
     k_drain = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, KV_STAGES)  # one tile ahead of V
     v_drain = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, KV_STAGES)
@@ -354,7 +353,6 @@ def consume(smem, rings, mO, mLSE, tma_O, sO, scale_log2, work, schedule):
         acc_O.fill(0.0)
         row_max.fill(LOWEST)
         row_sum.fill(0.0)
-        # The tile of keys visited first, before the loop: there is no P V yet to run beside it, and O is still zero.
         q_ring.consumer_wait(q_drain)  # Q has landed
         multiply_first(products, operands, accumulators, k_ring, q_drain, k_drain)
         k_drain.advance()
@@ -370,8 +368,7 @@ def consume(smem, rings, mO, mLSE, tma_O, sO, scale_log2, work, schedule):
         q_ring.consumer_release(q_drain)  # this warp has read Q
         q_drain.advance()
         upcoming = next_work(work, schedule)
-        # The last P V of this tile of queries.
-        v_ring.consumer_wait(v_drain)  # V has landed
+        v_ring.consumer_wait(v_drain)  # the last V of this tile of queries has landed
         pv_product(pv_mma, tOrP, tOrV[None, None, None, v_drain.index], acc_O)
         warpgroup.wait_group(0)  # O is complete: no group stays in flight
         v_ring.consumer_release(v_drain)  # this warp has read V
@@ -408,7 +405,7 @@ def partition_operands(smem, products, consumer):
 
 @cute.jit
 def multiply_first(products, operands, accumulators, k_ring, q_drain, k_drain):
-    """S = Q K^T of the tile of keys visited first, with nothing beside it."""
+    """S = Q K^T of the tile of keys visited first, alone: there is no P V yet to run beside it."""
     (qk_mma, _), (tSrQ, tSrK, _, _), (acc_S, _) = products, operands, accumulators
     k_ring.consumer_wait(k_drain)  # K has landed
     qk_product(qk_mma, tSrQ[None, None, None, q_drain.index], tSrK[None, None, None, k_drain.index], acc_S)

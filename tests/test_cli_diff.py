@@ -58,7 +58,9 @@ def test_two_modules(root: Path, capsys: Output) -> None:
     assert err == "" and lines[0] == "k4_smem_d128 -> k4_2_d128"
     assert "  handoff.swizzle  128B -> (none)" in lines
     assert "total 115712 bytes -> 99328 bytes" in [" ".join(line.split()) for line in lines]
-    assert "  - per step, all warps: store P, barrier of the warpgroup (16 bits, by stmatrix)" in lines
+    assert (
+        "  - per step, all warps: store P, barrier of the warpgroup (16 bits, by stmatrix; fence.proxy.async)" in lines
+    )
     assert "--- generated/k4_smem_d128.py" in lines
     assert max(map(len, lines)) > 100  # nothing is folded, although COLUMNS may say 80
 

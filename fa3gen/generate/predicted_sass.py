@@ -79,4 +79,6 @@ def _shared_stores(spec: Spec, matrices: int) -> dict[str, int] | None:
     """None for a kernel whose softmax works in shared memory."""
     if not isinstance(spec.pv, WgmmaProduct):
         return None
-    return {"STSM.4": matrices, "STS.32": int(spec.scheduler == "dynamic")}  # O or P; numbers of tiles
+    coordinates = footprint.passes_coordinates(spec)
+    numbers = spec.scheduler == "dynamic" and not coordinates
+    return {"STSM.4": matrices, "STS.128": int(coordinates), "STS.32": int(numbers)}  # O or P; drawn tiles

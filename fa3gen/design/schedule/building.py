@@ -143,7 +143,7 @@ def _specialized_rings(spec: Spec) -> tuple[Ring, ...]:
     ]
     if spec.scheduler == "dynamic":
         tiles = Ring(
-            "tile", ("number of a tile",), footprint.TILE_SLOTS, "threads", specialized.Q_K, (specialized.V, *readers)
+            "tile", ("the next tile",), footprint.TILE_SLOTS, "threads", specialized.Q_K, (specialized.V, *readers)
         )
         rings.append(replace(tiles, full_arrivals=1, empty_arrivals=warps + 1))
     return tuple(rings)

@@ -107,7 +107,7 @@ def _softmax(spec: Spec) -> Iterator[Step]:
     yield _step("step", "softmax", note="P = 2^(S - max); O and sums rescaled")
     if isinstance(spec.handoff, SmemHandoff):
         yield _step("step", "store", "P")
-        yield _step("step", "sync", on=P_BARRIER, note="16 bits, by stmatrix")
+        yield _step("step", "sync", on=P_BARRIER, note="16 bits, by stmatrix; fence.proxy.async")
 
 
 def _output(spec: Spec) -> Iterator[Step]:

@@ -55,7 +55,7 @@ class PlanChange:
 
 @dataclass(frozen=True)
 class Step:
-    """One step of the steady state: on both sides, or on one of them only."""
+    """One step of the timeline: on both sides, or on one of them only."""
 
     change: Literal["same", "removed", "added"]
     text: str

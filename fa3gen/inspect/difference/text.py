@@ -60,7 +60,7 @@ def _decided(pair: PairDifference) -> Iterator[Text]:
         yield Text(f"\n{topic}", TITLE)
         yield from _changes([(change.what, change.old, change.new) for change in group])
     if pair.steps:
-        yield Text("\nsteady state", TITLE)
+        yield Text("\ntimeline", TITLE)
         marks = {"same": ("  ", DIM), "removed": ("- ", OLD), "added": ("+ ", NEW)}
         for step in pair.steps:
             mark, style = marks[step.change]

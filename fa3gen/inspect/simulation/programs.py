@@ -78,7 +78,7 @@ class Cta:
     # Rings
 
     def ring(self, tensor: str) -> Ring:
-        """Where a tile of Q, K or V, or the number of a tile, stands."""
+        """Where a tile of Q, K or V stands, or which one comes next."""
         return next(ring for ring in self.schedule.rings if tensor in ring.holds)
 
     def load(self, actor: Actor, tensor: str, number: int) -> None:
@@ -88,9 +88,9 @@ class Cta:
         self.engine.load(actor, tensor, size, number % self.ring(tensor).stages, tile, full)
 
     def wait_full(self, tensor: str, number: int) -> Wait:
-        """Wait until a tile has landed, or the number of one stands there."""
+        """Wait until a tile has landed, or until it is known which one comes next."""
         stage, tile = number % self.ring(tensor).stages, number if tensor in ("K", "V") else None
-        what = f"{tensor} to land" if tensor in ("Q", "K", "V") else f"the {tensor}"
+        what = f"{tensor} to land" if tensor in ("Q", "K", "V") else tensor
         return Wait(self.key(tensor, "full", number), what, stage, tile)
 
     def wait_free(self, tensor: str, number: int) -> Wait | None:
