@@ -4,7 +4,7 @@ The text of the document is written by hand. Everything between two comments, `<
 `<!-- end -->`, is written by this script, and so are the pictures in docs/ladder/. The blocks:
 
     diff A B: TITLE, ...       the output of `fa3gen diff A B --no-source`, of which these parts
-    source STEM: NAME          a function of a generated module; `loop of NAME`: the last loop in it
+    source STEM: NAME          a function of a generated module; `loop of NAME`: the last loop over tiles of keys in it
     measured RUNG RUNG         TFLOP/s of two rungs beside each other, from the evidence records
     compiled STEM STEM         what the compiler made of two modules, from the evidence records
     picture STEM: OPTION ...   the pipeline simulator's picture of a module, with options of the command if need be
@@ -145,14 +145,15 @@ def source(arguments: str) -> str:
 
 
 def lines_of(module: ast.Module, what: str) -> tuple[int, int]:
-    """First and last line of a function, or of the last loop in it."""
+    """First and last line of a function, or of the last loop over tiles of keys in it."""
     name = what.removeprefix("loop of ")
     function = next((node for node in module.body if isinstance(node, ast.FunctionDef) and node.name == name), None)
     if function is None:
         raise ValueError(f"there is no function {name}")
     node: ast.stmt = function
     if what != name:
-        node = [statement for statement in function.body if isinstance(statement, ast.For)][-1]
+        body = [line for part in function.body for line in (part.body if isinstance(part, ast.While) else [part])]
+        node = [statement for statement in body if isinstance(statement, ast.For)][-1]  # maybe in the loop over work
     return node.lineno, node.end_lineno or node.lineno
 
 

@@ -179,6 +179,11 @@ def facts() -> dict[str, bool]:
         "a barrier of 128 threads": "number_of_threads=WARPGROUP_THREADS" in source("k4_smem_d128"),
         "Two warpgroups share each tile of K and V": plan["k4_smem_d128"].tile.warpgroups == 2,
         "what is new at head dim 128: the *overlap*": k5.schedule.overlap and not schedules["k5"].overlap,
+        "Two warps of an extra warpgroup": "two warps load" in "\n".join(k5.header.decisions),
+        "`while work.valid:`": all(
+            source(stem).count("    while work.valid:\n") == 3 for stem in ("k5_d128", "k6_d128", "fwd_d128")
+        ),
+        "of one stage here": (k5.load.q_stages, k6.load.q_stages) == (1, 1),
         "At head dim 64 three consumers of 64 rows": plan["k5_d64"].tile.warpgroups == 3,
         "Two fields of the spec differ": [path for path in spec_of_k6 if spec_of_k5.get(path) != spec_of_k6[path]]
         == ["schedule.kind", "softmax.exp_before_wait"],

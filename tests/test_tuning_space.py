@@ -220,7 +220,8 @@ def test_spaces_are_found_by_name(tmp_path: Path) -> None:
     (tmp_path / "specs/tuning/k5.yaml").write_text("space: {tile.kv: [64]}")
     assert candidates.find_space(workspace, "k5_d64", None).path == Path("specs/tuning/k5.yaml")
     # Of the specs that it extends, the nearest one that has a space.
-    assert candidates.find_space(workspace, "fwd_d128_window", None).path.name == "k6.yaml"
+    assert candidates.find_space(workspace, "k6_sequential_d128", None).path.name == "k6.yaml"
+    assert candidates.find_space(workspace, "fwd_d128_window", None).path.name == "fwd_d128.yaml"
     assert candidates.find_space(workspace, "fwd_fp16_d192_causal", None).path.name == "fwd_d128.yaml"
     (tmp_path / "specs/tuning/fwd_d256.yaml").write_text("space: {tile.kv: [64]}")
     assert candidates.find_space(workspace, "fwd_fp16_d192_causal", None).path == Path("specs/tuning/fwd_d256.yaml")
@@ -276,7 +277,7 @@ def test_a_winner_becomes_the_module_that_was_measured(tmp_path: Path) -> None:
     assert (module.stem, module.spec, module.sha256) == ("fast", measured.spec, sha256(module.path))
     assert text != measured.path.read_text()  # the header names specs/fast.yaml
     assert writeback.code_of(text) == writeback.code_of(measured.path.read_text())
-    assert '"""tuned: head dim 128' in text and "specs/fast.yaml" in text
+    assert '"""tuned (head dim 128' in text and "specs/fast.yaml" in text
 
 
 def test_code_that_was_not_measured_is_not_written(tmp_path: Path) -> None:

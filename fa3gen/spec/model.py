@@ -192,7 +192,7 @@ class CooperativeSchedule(SpecModel):
 
 
 class WarpSpecializedSchedule(SpecModel):
-    """One more warpgroup, of which one warp loads; `tile.warpgroups` consumer warpgroups compute."""
+    """One more warpgroup, of which two warps load; `tile.warpgroups` consumer warpgroups compute."""
 
     kind: Literal["warp_specialized"]
     overlap: bool = Field(

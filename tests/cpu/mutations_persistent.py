@@ -17,15 +17,15 @@ from fa3gen.cpu.places import SharedPlaces
 
 STEM = "fwd_d64_causal_short"
 READ_WAIT = "cp.async.bulk.wait_group.read 0;"
-EMPTY = {place.name: place.offset for place in reversed(SharedPlaces.of(variants()[STEM].spec).barriers)}  # of stage 0
-RELEASE_Q, RELEASE_K, RELEASE_V = (ARRIVE + f"[%r#+{EMPTY[f'{ring}_empty']}], %r#;" for ring in "qkv")
+OFFSET = {place.name: place.offset for place in reversed(SharedPlaces.of(variants()[STEM].spec).barriers)}  # of stage 0
+RELEASE_Q, RELEASE_K, RELEASE_V = (ARRIVE + f"[%r#+{OFFSET[f'{ring}_empty']}], %r#;" for ring in "qkv")
 # Waits in the order of the code, of 13: V's producer for V to be empty and for a tile to be there; the other one for Q,
 # K and tiles to be empty; the consumers for K and V in the two loops, for a tile, for V, the next Q and its first K.
 Q_EMPTY, TILE_EMPTY, NEXT_Q, NEXT_K = (Line(TRY_WAIT, which, 13) for which in (2, 4, 11, 12))
 
 
 def _tiles() -> list[Mutation]:
-    """Numbers of tiles: drawn by one warp, told to 9 others through two slots."""
+    """Tiles: drawn by one warp, whose coordinates it tells 9 others through two slots."""
     tiles, order = group(STEM, "tiles"), group(STEM, "order")
     slots = {Kind.RACE, Kind.ARRIVAL_COUNT}
     return [
@@ -55,9 +55,15 @@ def _tiles() -> list[Mutation]:
         ),
         tiles(
             "a tile told without waiting for the slot",
-            "the number before it may not have been read",
+            "the tile before it may not have been read",
             skip_wait(TILE_EMPTY),
             reports=slots,
+        ),
+        tiles(
+            "coordinates written after the slot is said to be full",
+            "the warps that are told may read those of the tile before",
+            move(Line("st.shared.v4.b32 ..."), Line(ARRIVE + f"[%r#+{OFFSET['tile_full']}], %r#;")),
+            reports={Kind.RACE, Kind.UNINITIALISED_READ},
         ),
         tiles(
             "counter left as the last draw leaves it",

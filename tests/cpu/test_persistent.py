@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 import torch
 from hosting import RecordedProgram, module, outputs
-from rendering import plans, source, tree
+from rendering import plans, source, tree, variants
 
 from fa3gen.cpu.kernel import Settings
 from fa3gen.cpu.schedule import FAST, schedules
 from fa3gen.design.masks import reach
+from fa3gen.design.tile_order import positions
 from fa3gen.spec.model import CausalMask, NoMask
 from fa3gen.verify import reference
 
@@ -109,14 +110,15 @@ def tile_coordinates(stem: str, keys_in_l2: int | None) -> Any:
     names = {
         "cutlass": SimpleNamespace(min=min, max=max),
         "cute": SimpleNamespace(ceil_div=lambda a, b: -(-a // b)),
-        "TILE_M": plans()[stem].tile.m,
+        plans()[stem].tile.positions: positions(variants()[stem].spec),
         "KEYS_IN_L2": keys_in_l2,
     }
     exec(compile(ast.Module([function], []), stem, "exec"), names)
     return names["tile_coordinates"]
 
 
-PERSISTENT = [stem for stem, plan in plans().items() if plan.tiles.persistent]
+PERSISTENT = [stem for stem, plan in plans().items() if plan.scheduler.persistent]
+DRAWN = [stem for stem in PERSISTENT if plans()[stem].scheduler.kind == "dynamic"]
 SHAPES = [  # batch, seq_q, seq_k, heads_q, heads_kv
     (1, 1, 1, 1, 1),
     (2, 700, 900, 6, 2),
@@ -129,11 +131,12 @@ SHAPES = [  # batch, seq_q, seq_k, heads_q, heads_kv
 @pytest.mark.parametrize("stem", PERSISTENT)
 def test_every_tile_has_one_number(stem: str) -> None:
     """With K and V of no head, of one, of 3, or of all heads in L2; the last section has the rest as well."""
-    m = plans()[stem].tile.m
-    for batch, seq_q, seq_k, heads_q, heads_kv in SHAPES:
-        q, k = SimpleNamespace(shape=(seq_q, 64, heads_q, batch)), SimpleNamespace(shape=(seq_k, 64, heads_kv, batch))
-        blocks = -(-seq_q // m)
-        for keys in (seq_k - 1, seq_k, 3 * seq_k + 1, 10**9) if plans()[stem].tiles.dynamic else (None,):
+    tile = plans()[stem].tile
+    for batch, seq_q, seq_k, heads_q, heads_kv in SHAPES:  # where heads are packed, heads_q counts packs
+        rows = (tile.pack_heads, seq_q) if tile.packed else seq_q
+        q, k = SimpleNamespace(shape=(rows, 64, heads_q, batch)), SimpleNamespace(shape=(seq_k, 64, heads_kv, batch))
+        blocks = -(-seq_q // positions(variants()[stem].spec))
+        for keys in (seq_k - 1, seq_k, 3 * seq_k + 1, 10**9) if stem in DRAWN else (None,):
             of = tile_coordinates(stem, keys)
             tiles = [of(number, q, k) for number in range(blocks * heads_q * batch)]
             places = Counter((m_block, head, entry) for m_block, head, _, entry in tiles)
@@ -155,7 +158,7 @@ def check_order(tiles: list[tuple[int, int]], blocks: int, keys: int | None, seq
         assert all(before[0] >= after[0] for before, after in pairwise(section))
 
 
-@pytest.mark.parametrize("stem", [stem for stem in PERSISTENT if plans()[stem].tiles.dynamic])
+@pytest.mark.parametrize("stem", DRAWN)
 def test_keys_in_l2(stem: str) -> None:
     """Those whose K and V, 2 bytes an element, take 32 MB."""
     problem = plans()[stem].problem

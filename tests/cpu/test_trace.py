@@ -549,16 +549,15 @@ def test_places_are_those_that_the_header_prints() -> None:
         rows = [line.split() for line in plan.header.barriers[1:]]
         stages = Counter(place.name for place in places.barriers)
         names = [(row[0], row[1]) for row in rows]
-        if plan.tiles.persistent:  # a row for both ends of a ring
-            rings = [(name, count) for name, count in names if name != "turn"]  # which is of named barriers
-            names = [(f"{name}_{end}", count) for name, count in rings for end in ("full", "empty")]
+        if plan.schedule.specialized:  # a row for both ends of a ring
+            names = [(f"{name}_{end}", count) for name, count in names for end in ("full", "empty")]
         assert [(name, str(count)) for name, count in stages.items()] == names, stem
         size = sum(place.bytes for place in places.barriers)
         assert size == footprint.barrier_bytes(spec), stem
         if places.barriers:
             first = min(place.offset for place in places.barriers)
             assert f"{first} " in [line for line in plan.header.smem if "barriers" in line][0]
-            assert places.barrier(first) == ("q_full[0]" if plan.tiles.persistent else "q_full")
+            assert places.barrier(first) == ("q_full[0]" if plan.schedule.specialized else "q_full")
 
 
 def test_unknown_places_keep_their_offset() -> None:

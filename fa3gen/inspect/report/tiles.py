@@ -52,9 +52,15 @@ def tiled(spec: Spec) -> bool:
 
 
 def examples(spec: Spec) -> tuple[tuple[int, int], ...]:
-    """(seq_q, seq_k) that show the schedule: as many queries as keys, and fewer queries with a last tile cut short."""
+    """(seq_q, seq_k) that show the schedule: as many queries as keys, and fewer queries with a last tile cut short.
+
+    It is cut by a third, or by what lets a full tile into a window that is little wider than one.
+    """
     m, n = positions(spec), spec.tile.kv
     square = 8 * max(m, n)
     if isinstance(spec.mask, WindowMask):
         square = max(square, -(-(spec.mask.left + spec.mask.right + 4 * n) // max(m, n)) * max(m, n))
-    return (square, square), (square // 2 + m // 3, square - n // 3)
+    fewer = square // 2 + m // 3
+    cuts = (n // 3, *range(1, n))
+    cut = next((cut for cut in cuts if schedule(spec, fewer, square - cut).count("full")), n // 3)
+    return (square, square), (fewer, square - cut)
