@@ -424,7 +424,7 @@ def consume(smem, rings, mO, mLSE, scale_log2, work, schedule):
     q_ring, k_ring, v_ring = rings
     qk_mma, pv_mma = products = make_products()
     operands, accumulators, rP = partition_operands(smem, products, consumer)
-    (tSrQ, tSrK, tOrP, tOrV), (acc_S, acc_O) = operands, accumulators
+    (tSrQ, _, tOrP, tOrV), (acc_S, acc_O) = operands, accumulators
     row_max, row_sum, rescale = rows = [cute.make_rmem_tensor(2, cutlass.Float32) for _ in range(3)]  # of two rows each
     q_drain = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, Q_STAGES)
     k_drain = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, KV_STAGES)  # one tile ahead of V
@@ -463,6 +463,7 @@ def consume(smem, rings, mO, mLSE, scale_log2, work, schedule):
             k_ring.consumer_wait(k_drain)  # and its first K
         pv_product(pv_mma, tOrP, tOrV[None, None, None, v_drain.index], acc_O)
         # After the last tile of queries on stale data, to be discarded: at a branch ptxas would wait for each product.
+        _, tSrK, _, _ = operands
         q_stage = q_drain.index if upcoming.valid else 0
         k_stage = k_drain.index if upcoming.valid else 0
         qk_product(qk_mma, tSrQ[None, None, None, q_stage], tSrK[None, None, None, k_stage], acc_S)

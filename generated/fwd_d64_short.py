@@ -356,7 +356,7 @@ def consume(smem, rings, mO, mLSE, tma_O, sO, scale_log2, work, schedule):
     q_ring, k_ring, v_ring = rings
     qk_mma, pv_mma = products = make_products()
     operands, accumulators, rP = partition_operands(smem, products, consumer)
-    (tSrQ, tSrK, tOrP, tOrV), (acc_S, acc_O) = operands, accumulators
+    (tSrQ, _, tOrP, tOrV), (acc_S, acc_O) = operands, accumulators
     row_max, row_sum, rescale = rows = [cute.make_rmem_tensor(2, cutlass.Float32) for _ in range(3)]  # of two rows each
     q_drain = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, Q_STAGES)
     k_drain = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, KV_STAGES)  # one tile ahead of V

@@ -116,8 +116,8 @@ BY_SPEC: dict[str, Callable[[Plan], bool]] = {
     "pass_turn": lambda plan: plan.schedule.ping_pong,
     "mask_left_edge": lambda plan: plan.mask.full_tiles == "between" and plan.schedule.overlap,
     "store_lse": lambda plan: plan.lse,
-    "transpose_in_quad": lambda plan: plan.output.place == "direct",
-    "trade": lambda plan: plan.output.place == "direct",
+    "transpose_in_quad": lambda plan: plan.output.place == "direct" and not plan.output.own_dtype,
+    "trade": lambda plan: plan.output.place == "direct" and not plan.output.own_dtype,
     "part_of_thread": lambda plan: plan.scheduler.kind == "stream_k",
     "give_part": lambda plan: plan.scheduler.kind == "stream_k",
     "add_part": lambda plan: plan.scheduler.kind == "stream_k",
@@ -430,7 +430,7 @@ SPECIALIZED = (
     r"(?<!_)CONSUMER|PRODUCER|setmaxreg|min_blocks_per_mp|OUTPUT_BARRIER|(?<!> )\bconsumer\b"
     r"|Q_STAGES|[qQ]_ring|\bWork\b|\bwork\.|schedule\)"
 )
-COOPERATIVE = r"\bWARPGROUPS\b|sync_threads.*(Q|complete)|warp 0 refills"
+COOPERATIVE = r"\bWARPGROUPS\b|sync_threads.*(Q|complete)"
 PING_PONG = r"TURN_|_turn\b|multiply in turn"
 OVERLAP = r"wait_group\(1\)|rescale_output|\bk_drain|\bv_drain|multiply\(|upcoming"
 SEQUENTIAL = r"kv_drain"
@@ -446,7 +446,7 @@ OWN_BUFFER = r"sO_tile\b|storage\.sO\b|stores' reads"
 BUFFERED = r"\bsO\b|sO_layout|tma_O|tma_store|stmatrix|StMatrix|bulk_wait_group"
 DIRECT = r"transpose_in_quad|\btrade\b|quad_lane"
 LAZY = r"RESCALE_ABOVE|vote_any_sync\(outgrown|\bmoved\b(?! right)|outgrown"
-HELD_BACK = r"EXP_BEFORE_WAIT|vote_any_sync\(total|not before"
+HELD_BACK = r"EXP_BEFORE_WAIT|vote_any_sync\(total"
 REGISTERS = r"\bsP\b|sP_layout|P_LAYOUT|store_p\b|\bsS\b|S_PITCH|scatter"
 P_IN_SMEM = r"RMEM|\bsS\b|S_PITCH|scatter|stays in registers|tOrP = cute.make_tensor"
 SCALAR_PV = r"pv_mma|stmatrix|acc_O_rows|sVt|by_rows|tOrV|tma_O|P_LAYOUT"
@@ -517,7 +517,6 @@ def test_words_of_a_variant_are_found_in_it() -> None:
             r"\bWARPGROUPS\b",
             "sync_threads.*Q",
             "sync_threads.*complete",
-            "warp 0 refills",
             "RMEM",
             "stays in registers",
             r"\bk_ring",
