@@ -249,11 +249,11 @@ def dealt_work(number, schedule) -> Work:
     num_ctas, _, _ = cute.arch.grid_dim()
     cta, _, _ = cute.arch.block_idx()
     tile = cta + number * num_ctas
-    return work_on(tile_coordinates(tile, mQ, mK), number, tile < num_tiles, mQ, mK)
+    return work_on(tile_coordinates(tile, mQ, mK), mQ, mK, number=number, valid=tile < num_tiles)
 
 
 @cute.jit
-def work_on(coordinates, number, valid, mQ, mK) -> Work:
+def work_on(coordinates, _, mK, number, valid) -> Work:
     """A tile of queries, and the tiles of keys of which its rows see any."""
     m_block, head, head_kv, batch = coordinates
     seq_k = mK.shape[0]

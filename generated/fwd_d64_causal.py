@@ -264,7 +264,7 @@ def first_work(schedule) -> Work:
     """The tile with this CTA's number; only the later ones are drawn."""
     mQ, mK, num_tiles, *_ = schedule
     cta, _, _ = cute.arch.block_idx()
-    return work_on(tile_coordinates(cta, mQ, mK), cutlass.Int32(0), cta < num_tiles, mQ, mK)
+    return work_on(tile_coordinates(cta, mQ, mK), mQ, mK, number=cutlass.Int32(0), valid=cta < num_tiles)
 
 
 @cute.jit
@@ -274,7 +274,7 @@ def draw_work(work: Work, schedule) -> Work:
     draw = cutlass.Int32(0)
     if cute.arch.lane_idx() == 0:
         draw = cute.arch.atomic_add(counter.iterator, cutlass.Int32(1), sem="relaxed", scope="gpu")
-        # Each CTA draws until nothing is left, num_tiles times in all: after the last draw the next launch finds a zero.
+        # Each CTA draws until nothing is left, num_tiles times in all: the last draw leaves a zero to the next launch.
         if draw == num_tiles - 1:
             counter[0] = 0
     num_ctas, _, _ = cute.arch.grid_dim()
@@ -287,7 +287,7 @@ def draw_work(work: Work, schedule) -> Work:
         tiles[0, slot.index], tiles[1, slot.index] = m_block, head
         tiles[2, slot.index], tiles[3, slot.index] = head_kv, batch
         tile_ring.producer_commit(slot)
-    return work_on((m_block, head, head_kv, batch), work.number + 1, m_block >= 0, mQ, mK)
+    return work_on((m_block, head, head_kv, batch), mQ, mK, number=work.number + 1, valid=m_block >= 0)
 
 
 @cute.jit
@@ -301,7 +301,7 @@ def next_work(work: Work, schedule) -> Work:
     cute.arch.sync_warp()  # every lane has read it
     with cute.arch.elect_one():
         tile_ring.consumer_release(slot)
-    return work_on((m_block, head, head_kv, batch), work.number + 1, m_block >= 0, mQ, mK)
+    return work_on((m_block, head, head_kv, batch), mQ, mK, number=work.number + 1, valid=m_block >= 0)
 
 
 @cute.jit
@@ -313,7 +313,7 @@ def slot_after(work: Work, user: cutlass.Constexpr):
 
 
 @cute.jit
-def work_on(coordinates, number, valid, mQ, mK) -> Work:
+def work_on(coordinates, mQ, mK, number, valid) -> Work:
     """A tile of queries, and the tiles of keys of which its rows see any."""
     m_block, head, head_kv, batch = coordinates
     seq_q, seq_k = mQ.shape[0], mK.shape[0]
@@ -393,7 +393,7 @@ def partition_tma(tma: cute.CopyAtom, sX: cute.Tensor, gX: cute.Tensor):
 
 @cute.jit
 def load_q_and_k(tma_Q, tma_K, mQ, mK, sQ, sK, q_ring, k_ring, work, schedule):
-    """The first producer warp: draw tiles of queries, load Q of each, then K of its tiles of keys, the last one first."""
+    """The first producer warp: draw tiles of queries; Q of each, then K of its tiles of keys, the last one first."""
     q_fill = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, Q_STAGES)
     k_fill = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, KV_STAGES)
     while work.valid:

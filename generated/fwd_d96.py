@@ -228,7 +228,8 @@ def attention_kernel(
     else:
         cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)  # sleeps until the producers have given them back
         smem, rings = (sQ, sK, sVt), (q_ring, k_ring, v_ring)
-        consume(smem, rings, mO, mLSE, tma_O, sO, flags, parts, scale_log2, work, schedule)
+        scratch = flags, parts
+        consume(smem, rings, mO, mLSE, tma_O, sO, scratch, scale_log2, work, schedule)
 
 
 # ======================================================================================================================
@@ -280,7 +281,8 @@ def piece_of_work(number, schedule) -> Work:
         tile = num_whole + place
         n_end = cutlass.min(end - place * n_blocks, n_blocks)
         n_begin = cutlass.min(cutlass.max(first - place * n_blocks, 0), n_end)
-    m_block, head, head_kv, batch = tile_coordinates(tile, mQ, mK)
+    # Through shuffles, into ordinary registers: the descriptors of the products need the uniform ones, which are few.
+    m_block, head, head_kv, batch = (cute.arch.make_warp_uniform(x) for x in tile_coordinates(tile, mQ, mK))
     return Work(
         valid=n_begin < n_end,
         number=number,
@@ -373,7 +375,7 @@ def load_v(tma_V, mVt, sVt, v_ring, work, schedule):
 
 
 @cute.jit
-def consume(smem, rings, mO, mLSE, tma_O, sO, flags, parts, scale_log2, work, schedule):
+def consume(smem, rings, mO, mLSE, tma_O, sO, scratch, scale_log2, work, schedule):
     """One consumer warpgroup: WGMMA_M rows of O of each tile of queries, over its tiles of keys, the last one first.
 
     S = Q K^T of a tile of keys is issued with O += P V of the one before, which runs on during the softmax.
@@ -411,8 +413,7 @@ def consume(smem, rings, mO, mLSE, tma_O, sO, flags, parts, scale_log2, work, sc
             v_drain.advance()
         q_ring.consumer_release(q_drain)  # this warp has read Q
         q_drain.advance()
-        begun = work.n_begin > 0  # by the CTA before this one
-        unfinished = work.n_end * TILE_N < work.seq_k  # left to the next CTA
+        begins, ends = work.n_begin == 0, work.n_end * TILE_N >= work.seq_k  # else another CTA owns first or last keys
         upcoming = next_work(work, schedule)
         v_ring.consumer_wait(v_drain)  # the last V of this tile of queries has landed
         if upcoming.valid:
@@ -428,10 +429,10 @@ def consume(smem, rings, mO, mLSE, tma_O, sO, flags, parts, scale_log2, work, sc
         warpgroup.wait_group(1)  # O is complete; the next S, the younger group, stays in flight
         v_ring.consumer_release(v_drain)  # this warp has read V
         v_drain.advance()
-        if begun:
-            add_part(flags, parts, acc_O, row_max, row_sum, scale_log2)
-        if unfinished:
-            give_part(flags, parts, acc_O, row_max, row_sum)
+        if not begins:
+            add_part(scratch, acc_O, row_max, row_sum, scale_log2)
+        if not ends:
+            give_part(scratch, acc_O, row_max, row_sum)
         else:
             store_tile(mO, mLSE, tma_O, sO, work, acc_O, row_max, row_sum, scale_log2)
         warpgroup.wait_group(0)  # the next softmax reads S: no group stays in flight
@@ -741,17 +742,18 @@ def store_output(tma_O, sO, gO, acc_O, m_block):
 
 
 @cute.jit
-def part_of_thread(flags, parts, cta: cutlass.Int32):
+def part_of_thread(scratch, cta: cutlass.Int32):
     """What a CTA has given: this thread's place in it, (PART_VECTORS, VECTOR) float32, and the flag of its warp."""
+    flags, parts = scratch
     tidx, _, _ = cute.arch.thread_idx()
     return parts[cta, None, tidx, None], flags.iterator + cta * CONSUMER_WARPS + cute.arch.warp_idx()
 
 
 @cute.jit
-def give_part(flags, parts, acc_O, row_max, row_sum):
+def give_part(scratch, acc_O, row_max, row_sum):
     """Leave O, not yet divided, to the next CTA, which goes on with this tile."""
     cta, _, _ = cute.arch.block_idx()
-    gPart, flag = part_of_thread(flags, parts, cta)
+    gPart, flag = part_of_thread(scratch, cta)
     acc_O_vectors = cute.make_tensor(acc_O.iterator, cute.make_layout((VECTOR, PART_VECTORS - 1)))
     for i in cutlass.range_constexpr(PART_VECTORS - 1):
         gPart[i, None].store(acc_O_vectors[None, i].load())
@@ -763,10 +765,10 @@ def give_part(flags, parts, acc_O, row_max, row_sum):
 
 
 @cute.jit
-def add_part(flags, parts, acc_O, row_max, row_sum, scale_log2):
+def add_part(scratch, acc_O, row_max, row_sum, scale_log2):
     """Add what the CTA before this one has of O, both brought to the larger maximum."""
     cta, _, _ = cute.arch.block_idx()
-    gPart, flag = part_of_thread(flags, parts, cta - 1)
+    gPart, flag = part_of_thread(scratch, cta - 1)
     while cute.arch.load(flag, cutlass.Int32, sem="acquire", scope="gpu") == 0:
         pass
     mine, theirs = cute.make_rmem_tensor(2, cutlass.Float32), cute.make_rmem_tensor(2, cutlass.Float32)  # factors

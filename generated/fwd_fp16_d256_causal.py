@@ -14,7 +14,7 @@ Decisions
     schedule   two warps load, 2 warpgroups multiply in turn; S of the next tile and P V run beside the softmax
     layouts    swizzle Q 128B, K 128B, V 128B
     S = Q K^T  16 wgmma m64n80k16 per warpgroup; A = Q from shared memory, K-major; B = K, K-major
-    softmax    online, base 2, on the accumulator fragment; O is rescaled when a maximum has grown by more than 2^8, at up to 12 % more error of O than with each new one
+    softmax    online, base 2, on the accumulator fragment; O is rescaled at 2^8 x the maximum: up to 12 % more error
     P          stays in registers: the accumulator fragment is read as the A fragment
     O = P V    5 wgmma m64n256k16 per warpgroup; A = P from registers, K-major; B = V, MN-major
     kv order   from the last visible tile to the first; hidden tiles are skipped, only boundary tiles are masked
@@ -254,7 +254,7 @@ def first_work(schedule) -> Work:
     """The tile with this CTA's number; only the later ones are drawn."""
     mQ, mK, num_tiles, *_ = schedule
     cta, _, _ = cute.arch.block_idx()
-    return work_on(tile_coordinates(cta, mQ, mK), cutlass.Int32(0), cta < num_tiles, mQ, mK)
+    return work_on(tile_coordinates(cta, mQ, mK), mQ, mK, number=cutlass.Int32(0), valid=cta < num_tiles)
 
 
 @cute.jit
@@ -264,7 +264,7 @@ def draw_work(work: Work, schedule) -> Work:
     draw = cutlass.Int32(0)
     if cute.arch.lane_idx() == 0:
         draw = cute.arch.atomic_add(counter.iterator, cutlass.Int32(1), sem="relaxed", scope="gpu")
-        # Each CTA draws until nothing is left, num_tiles times in all: after the last draw the next launch finds a zero.
+        # Each CTA draws until nothing is left, num_tiles times in all: the last draw leaves a zero to the next launch.
         if draw == num_tiles - 1:
             counter[0] = 0
     num_ctas, _, _ = cute.arch.grid_dim()
@@ -274,7 +274,7 @@ def draw_work(work: Work, schedule) -> Work:
     with cute.arch.elect_one():
         tiles[slot.index] = tile
         tile_ring.producer_commit(slot)
-    return work_on(tile_coordinates(tile, mQ, mK), work.number + 1, tile < num_tiles, mQ, mK)
+    return work_on(tile_coordinates(tile, mQ, mK), mQ, mK, number=work.number + 1, valid=tile < num_tiles)
 
 
 @cute.jit
@@ -287,7 +287,7 @@ def next_work(work: Work, schedule) -> Work:
     cute.arch.sync_warp()  # every lane has read it
     with cute.arch.elect_one():
         tile_ring.consumer_release(slot)
-    return work_on(tile_coordinates(tile, mQ, mK), work.number + 1, tile < num_tiles, mQ, mK)
+    return work_on(tile_coordinates(tile, mQ, mK), mQ, mK, number=work.number + 1, valid=tile < num_tiles)
 
 
 @cute.jit
@@ -299,7 +299,7 @@ def slot_after(work: Work, user: cutlass.Constexpr):
 
 
 @cute.jit
-def work_on(coordinates, number, valid, mQ, mK) -> Work:
+def work_on(coordinates, mQ, mK, number, valid) -> Work:
     """A tile of queries, and the tiles of keys of which its rows see any."""
     m_block, head, head_kv, batch = coordinates
     seq_q, seq_k = mQ.shape[0], mK.shape[0]
@@ -379,7 +379,7 @@ def partition_tma(tma: cute.CopyAtom, sX: cute.Tensor, gX: cute.Tensor):
 
 @cute.jit
 def load_q_and_k(tma_Q, tma_K, mQ, mK, sQ, sK, q_ring, k_ring, work, schedule):
-    """The first producer warp: draw tiles of queries, load Q of each, then K of its tiles of keys, the last one first."""
+    """The first producer warp: draw tiles of queries; Q of each, then K of its tiles of keys, the last one first."""
     q_fill = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, Q_STAGES)
     k_fill = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, KV_STAGES)
     while work.valid:

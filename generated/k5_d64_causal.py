@@ -82,7 +82,6 @@ TILE_M = 192  # query rows of a CTA at a time
 TILE_N = 128  # keys per step
 WGMMA_M, WGMMA_K = 64, 16  # rows and depth of one warpgroup product of 16-bit operands
 WARPGROUP_THREADS = 128
-WARP_ROWS = WGMMA_M // 4  # query rows of one warp
 CONSUMERS = TILE_M // WGMMA_M  # warpgroups that compute; each owns WGMMA_M query rows
 CONSUMER_WARPS = 4 * CONSUMERS
 THREADS = (CONSUMERS + 1) * WARPGROUP_THREADS  # the last warpgroup loads

@@ -15,7 +15,7 @@ from rendering import CHECKOUT, STEMS, changed, constants, plans, source, tree, 
 from fa3gen.design import rules
 from fa3gen.design.footprint import tma_boxes
 from fa3gen.generate.expected import SassExpectation
-from fa3gen.generate.plan import MaskPlan, Plan, SchedulerPlan, SoftmaxPlan, make_plan
+from fa3gen.generate.plan import MaskPlan, OutputPlan, Plan, SchedulerPlan, SoftmaxPlan, make_plan
 from fa3gen.generate.render import render_variant
 from fa3gen.spec.specfile import Variant
 
@@ -36,8 +36,6 @@ UNEVEN: dict[str, tuple[str, dict[str, Any]]] = {
 FUSED = [stem for stem in STEMS if not stem.startswith("k1_")] + list(UNEVEN)
 TMA = [stem for stem in FUSED if "k2" not in stem]
 SPECIALIZED = [stem for stem in FUSED if "k5" in stem or "k6" in stem or "fwd" in stem]
-UNEVEN_PERSISTENT = [name for name in UNEVEN if "fwd" in name]
-PERSISTENT = [*UNEVEN_PERSISTENT, *(stem for stem in STEMS if plans()[stem].scheduler.persistent)]
 
 
 @cache
@@ -250,47 +248,83 @@ def test_imports(stem: str, pipeline: bool, nvgpu: str) -> None:
         ),
         (
             "k5_d64",
-            "host_wgmma kernel_wgmma scheduler_single_tile range_none loads_tma consumer_sequential work_fragment "
-            "qk_wgmma mask_fragment_none softmax_fragment pv_wgmma_fragment epilogue_wgmma",
+            "scheduler_single_tile range_none consumer_sequential work_fragment qk_wgmma mask_fragment_none "
+            "softmax_fragment pv_wgmma_fragment epilogue_wgmma",
         ),
         (
             "k6_d128_causal",
-            "host_wgmma kernel_specialized range_causal loads_tma consumer_overlapped work_fragment qk_wgmma "
-            "mask_fragment_causal softmax_overlapped pv_wgmma_fragment epilogue_wgmma",
+            "scheduler_single_tile range_causal consumer_overlapped work_fragment qk_wgmma mask_fragment_causal "
+            "softmax_overlapped pv_wgmma_fragment epilogue_wgmma",
         ),
         (
             "fwd_d128_causal",
-            "host_persistent kernel_persistent range_causal loads_persistent consumer_persistent work_fragment "
-            "qk_wgmma mask_fragment_causal softmax_persistent pv_wgmma_fragment epilogue_buffered",
+            "scheduler_dynamic range_causal consumer_overlapped work_fragment qk_wgmma mask_fragment_causal "
+            "softmax_overlapped pv_wgmma_fragment epilogue_own_buffer",
+        ),
+        (
+            "fwd_d192_128_window",
+            "scheduler_static range_window consumer_overlapped work_fragment qk_wgmma mask_fragment_window "
+            "softmax_overlapped pv_wgmma_fragment epilogue_direct",
         ),
         (
             "fwd_d256",
-            "host_persistent kernel_persistent range_none loads_persistent consumer_persistent work_fragment qk_wgmma "
-            "mask_fragment_none softmax_persistent pv_wgmma_fragment epilogue_direct",
+            "scheduler_stream_k range_none consumer_overlapped work_fragment qk_wgmma mask_fragment_none "
+            "softmax_overlapped pv_wgmma_fragment epilogue_direct",
         ),
     ],
 )
 def test_sections(stem: str, sections: str) -> None:
     chosen = plan(stem).sections
-    order = ["host", "kernel", "range", "loads", "consumer", "work", "qk", "mask", "softmax", "pv", "epilogue"]
-    found = [getattr(chosen, name) for name in order]
     specialized = stem.startswith(("k5", "k6", "fwd"))
+    # Host, kernel and loads of all specialised kernels are one section each, which their spine names.
+    order = ["scheduler"] if specialized else ["host", "kernel"]
+    order += [
+        "range",
+        *([] if specialized else ["loads"]),
+        "consumer",
+        "work",
+        "qk",
+        "mask",
+        "softmax",
+        "pv",
+        "epilogue",
+    ]
+    found = [getattr(chosen, name) for name in order]
     assert [name for name in found if name] == [f"sections/{name}.py.jinja" for name in sections.split()]
-    assert bool(chosen.consumer) == specialized
-    family = "persistent" if stem.startswith("fwd") else "specialized" if specialized else "fused"
-    assert chosen.spine == f"{family}.py.jinja"
+    assert bool(chosen.consumer) == bool(chosen.scheduler) == specialized
+    assert chosen.spine == f"{'specialized' if specialized else 'fused'}.py.jinja"
 
 
-def test_tiles_softmax_and_output() -> None:
-    """What the persistent sections ask: who hands out tiles, whether O is rescaled now and then, where it is stored."""
-    assert plan("k6_d128").tiles == SchedulerPlan(persistent=False, dynamic=False)
-    assert plan("fwd_d128_static").tiles == SchedulerPlan(persistent=True, dynamic=False)
-    assert plan("fwd_d128").tiles == SchedulerPlan(persistent=True, dynamic=False, split=True)
-    assert plan("fwd_d128_causal").tiles == SchedulerPlan(persistent=True, dynamic=True)
+def test_scheduler_softmax_and_output() -> None:
+    """What the sections ask: who hands out tiles, whether O is rescaled now and then, where it is stored."""
+    scheduler = {stem: plan(stem).scheduler for stem in STEMS}
+    assert scheduler["k6_d128"] == SchedulerPlan(
+        "single_tile", persistent=False, longest_first=False, passes_coordinates=False
+    )
+    assert scheduler["fwd_d128_static"] == SchedulerPlan(
+        "static", persistent=True, longest_first=False, passes_coordinates=False
+    )
+    assert scheduler["fwd_d128"] == SchedulerPlan(
+        "stream_k", persistent=True, longest_first=False, passes_coordinates=False
+    )
+    assert scheduler["fwd_d128_causal"] == SchedulerPlan(
+        "dynamic", persistent=True, longest_first=False, passes_coordinates=True
+    )
+    # With a tile to a CTA the last rows come first where they see the most keys; tiles that are drawn have their order.
+    assert [stem for stem in STEMS if scheduler[stem].longest_first] == [
+        stem for stem in STEMS if plan(stem).mask.kind == "causal" and not scheduler[stem].persistent
+    ]
+    found = scheduler["fwd_d128"]
+    assert (found.parts, found.steps_saved, found.slots, found.l2_bytes) == (8, 4, 2, "32 * 2**20")
     assert plan("fwd_d128_causal").softmax == SoftmaxPlan(lazy=False, rescale_above=0, exp_before_wait=12)
     assert plan("fwd_d192").softmax == SoftmaxPlan(lazy=True, rescale_above=8)
     assert plan("fwd_d256").softmax == SoftmaxPlan(lazy=True, rescale_above=8)
-    assert [plan(stem).output.buffered for stem in ("k6_d128", "fwd_d128", "fwd_d256")] == [False, True, False]
+    assert {stem: plan(stem).output for stem in ("k6_d128", "fwd_d128", "fwd_d256", "fwd_d128_pack4_causal")} == {
+        "k6_d128": OutputPlan("over_q", "TILE_M"),
+        "fwd_d128": OutputPlan("own_buffer", "WARP_ROWS"),
+        "fwd_d256": OutputPlan("direct", "TILE_M"),
+        "fwd_d128_pack4_causal": OutputPlan("own_buffer", "PACKED_WARP_ROWS"),
+    }
     # Only with a second buffer can the next tile's Q be there when the products of this one end.
     assert [(plan(stem).load.q_stages, plan(stem).schedule.flattened) for stem in ("fwd_d128", "fwd_d256")] == [
         (2, True),
@@ -299,28 +333,39 @@ def test_tiles_softmax_and_output() -> None:
     assert not plan("k6_d128").schedule.flattened
 
 
-def test_walk_of_a_persistent_kernel() -> None:
-    rings = "q_ring, k_ring, v_ring"
-    full, split = plan("fwd_d128_causal").walk, plan("fwd_d256").walk
-    plain = make_plan(changed("fwd_d256", scheduler="static")).walk
-    assert ", ".join(full.launch_arguments) == "q, k, v, out, lse, num_sms: cutlass.Int32, counter"
-    assert ", ".join(plain.launch_arguments) == "q, k, v, out, lse, num_sms: cutlass.Int32"
-    assert ", ".join(full.kernel_arguments) == "mQ, mK, mVt, mO, mLSE, counter, tma_Q, tma_K, tma_V, tma_O"
-    assert ", ".join(plain.kernel_arguments) == "mQ, mK, mVt, mO, mLSE, tma_Q, tma_K, tma_V"
-    assert ", ".join(full.consume_arguments) == (
-        f"tma_O, mQ, mK, mO, mLSE, sQ, sK, sVt, sO, {rings}, tile_ring, tiles, scale_log2, num_tiles"
+def test_arguments_of_specialised_kernels() -> None:
+    """What depends on the scheduler, on where O goes, on the LSE and on turns, and nothing else."""
+    one, full, split = (plan(stem).arguments for stem in ("k6_d128", "fwd_d128_causal", "fwd_d256"))
+    plain = make_plan(changed("fwd_d256", scheduler="static")).arguments
+    assert ", ".join(one.launch) == "q, k, v, out, lse"
+    assert ", ".join(full.launch) == "q, k, v, out, lse, num_sms: cutlass.Int32, counter"
+    assert ", ".join(plain.launch) == "q, k, v, out, lse, num_sms: cutlass.Int32"
+    scale = "scale_log2: cutlass.Float32"
+    assert ", ".join(one.kernel) == f"mQ, mK, mVt, mO, mLSE, tma_Q, tma_K, tma_V, tma_O, {scale}"
+    assert ", ".join(full.kernel) == (
+        f"mQ, mK, mVt, mO, mLSE, counter, tma_Q, tma_K, tma_V, tma_O, {scale}, num_tiles: cutlass.Int32"
     )
-    assert ", ".join(plain.consume_arguments) == f"mQ, mK, mO, mLSE, sQ, sK, sVt, {rings}, scale_log2, num_tiles"
+    assert ", ".join(plain.kernel) == f"mQ, mK, mVt, mO, mLSE, tma_Q, tma_K, tma_V, {scale}, num_tiles: cutlass.Int32"
+    assert (one.schedule, plain.schedule) == (("mQ", "mK"), ("mQ", "mK", "num_tiles"))
+    assert ", ".join(full.schedule) == "mQ, mK, num_tiles, counter, tile_ring, tiles"
+    assert ", ".join(full.outputs) == ", ".join(one.outputs) == "mO, mLSE, tma_O, sO"
+    assert ", ".join(plain.outputs) == "mO, mLSE"
     # A module that splits tiles has flags and parts, and says how much there is in one tuple.
-    assert ", ".join(split.launch_arguments) == "q, k, v, out, lse, num_sms: cutlass.Int32, flags, parts"
-    assert ", ".join(split.kernel_arguments) == "mQ, mK, mVt, mO, mLSE, flags, parts, tma_Q, tma_K, tma_V"
-    assert ", ".join(split.consume_arguments) == (
-        f"mQ, mK, mO, mLSE, flags, parts, sQ, sK, sVt, {rings}, scale_log2, tail"
-    )
-    assert (split.extent_argument, split.extent_parameter) == ("tail", "tail")
-    assert (plain.extent_argument, plain.extent_parameter) == ("num_tiles", "num_tiles: cutlass.Int32")
-    alone = make_plan(changed("fwd_d256", schedule={"kind": "warp_specialized", "overlap": True})).walk
-    assert (split.turn_argument, alone.turn_argument) == (", consumer", "")
+    assert ", ".join(split.launch) == "q, k, v, out, lse, num_sms: cutlass.Int32, flags, parts"
+    assert ", ".join(split.kernel) == f"mQ, mK, mVt, mO, mLSE, flags, parts, tma_Q, tma_K, tma_V, {scale}, tail"
+    assert (", ".join(split.outputs), split.schedule) == ("mO, mLSE, scratch", ("mQ", "mK", "tail"))
+    assert ", ".join(split.store_tile) == "mO, mLSE, work, acc_O, row_max, row_sum, scale_log2"
+    no_lse = plan("fwd_d64_window_o_only").arguments
+    assert ", ".join(no_lse.launch) == "q, k, v, out, num_sms: cutlass.Int32, counter"
+    assert ", ".join(no_lse.store_tile) == "mO, tma_O, sO, work, acc_O, row_sum"
+    alone = make_plan(changed("fwd_d256", schedule={"kind": "warp_specialized", "overlap": True})).arguments
+    for name in ("multiply", "multiply_first"):
+        assert getattr(split, name) == (*getattr(alone, name), "consumer")
+    # What launch passes are the kernel's parameters, in their order, without types.
+    for stem in SPECIALIZED:
+        found = plan(stem).arguments
+        names = [argument.partition(":")[0].replace("scale_log2", "scale * LOG2_E") for argument in found.kernel]
+        assert list(found.kernel_call) == names
 
 
 # What the compiler must make of it
@@ -728,15 +773,19 @@ def test_register_budgets_in_the_header(stem: str) -> None:
 
 @pytest.mark.parametrize("stem", SPECIALIZED)
 def test_named_barrier_table(stem: str) -> None:
-    values = constants(code(stem))
+    values, place = constants(code(stem)), plan(stem).output.place
     lines = plan(stem).header.named_barriers
     rows = {name: (numbers, int(threads)) for numbers, name, threads, _ in (table(lines) if lines else ())}
-    if "OUTPUT_BARRIER" in values:
+    # Where O goes over Q, the consumers wait for each other; elsewhere each warp stores its rows alone.
+    assert ("OUTPUT_BARRIER" in values) == ("OUTPUT_BARRIER" in rows) == (place == "over_q")
+    if place == "over_q":
         assert rows.pop("OUTPUT_BARRIER") == (str(values["OUTPUT_BARRIER"]), 128 * values["CONSUMERS"])
-    if "TURN_BARRIER" in values:
+        assert values["OUTPUT_BARRIER"] > 0  # which is the CTA's own
+    assert ("TURN_BARRIER" in values) == plan(stem).schedule.ping_pong
+    if plan(stem).schedule.ping_pong:
         first = values["TURN_BARRIER"]
         assert rows.pop("TURN_BARRIER") == (f"{first} to {first + values['CONSUMERS'] - 1}", values["TURN_THREADS"])
-        assert first > values.get("OUTPUT_BARRIER", 0) >= 0
+        assert first > values.get("OUTPUT_BARRIER", 0)
     assert rows == {}
 
 

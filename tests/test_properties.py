@@ -256,13 +256,13 @@ def check_expectation(spec: Spec, plan: Plan) -> None:
 def product_copies(plan: Plan) -> tuple[int, int]:
     """How often Q K^T and P V stand in the code: once in each loop; with overlap once more, before it and after it.
 
-    Tiles of keys with an edge have a loop of their own in a persistent kernel. Where the next Q is there in time, its
-    first Q K^T stands beside the last P V of the tile before, and the very first stands before all of them.
+    Tiles of keys with an edge have a loop of their own, those with either edge of a window one each. Where the next Q
+    is there in time, its first Q K^T stands beside the last P V of the tile before, and the very first before all.
     """
     if not plan.schedule.overlap:
         return 1, 1
-    loops = 2 if plan.scheduler.persistent and plan.mask.kind == "causal" else 1
-    return loops + 1 + (plan.scheduler.persistent and plan.load.q_stages == 2), loops + 1
+    loops = {"all": 1, "before": 2, "between": 3, "none": 1}[plan.mask.full_tiles]
+    return loops + 1 + (plan.scheduler.persistent and plan.load.q_stages > 1), loops + 1
 
 
 def check_sass(spec: Spec, plan: Plan) -> None:
@@ -290,8 +290,8 @@ def check_barriers(plan: Plan) -> None:
     """Every barrier in the header's table has a producer and a consumer, and full and empty come in pairs."""
     rows = [re.split(r" {2,}", row) for row in plan.header.barriers[1:]]
     assert bool(rows) == (plan.load.engine == "tma")
-    if plan.scheduler.persistent:
-        check_persistent_rings(plan, rows)
+    if plan.schedule.specialized:
+        check_specialized_rings(plan, rows)
         return
     names = [name for name, *_ in rows]
     for _, stages, edge, completes in rows:
@@ -304,12 +304,11 @@ def check_barriers(plan: Plan) -> None:
     assert 8 * sum(int(stages) for _, stages, *_ in rows) == plan.smem.barrier_bytes
 
 
-def check_persistent_rings(plan: Plan, rows: list[list[str]]) -> None:
+def check_specialized_rings(plan: Plan, rows: list[list[str]]) -> None:
     """Each row is a ring, with a full and an empty barrier for each stage."""
     assert [name for name, *_ in rows] == [
-        *("q", "k", "v", *["tile"] * (plan.scheduler.kind == "dynamic"), *["turn"] * plan.schedule.ping_pong),
+        *("q", "k", "v", *["tile"] * (plan.scheduler.kind == "dynamic")),
     ]
-    rows = [row for row in rows if row[0] != "turn"]  # named barriers, which take no memory
     for _, stages, edge, full, empty in rows:
         producer, consumers = edge.split(" -> ")
         assert producer and consumers and producer != consumers and int(stages) >= 1
@@ -347,43 +346,48 @@ def check_names(module: ast.Module) -> None:
 def check_rings(module: ast.Module, plan: Plan) -> None:
     """In the code, too: each ring is filled by TMA, waited for and released; acquired as often as it is filled."""
     calls = [ast.unparse(node.func) for node in ast.walk(module) if isinstance(node, ast.Call)]
-    if plan.scheduler.persistent:
+    if plan.schedule.specialized:
         check_code_of_rings(calls, plan)
         return
     names = {"shared": ["kv_ring"], "separate": ["k_ring", "v_ring"], "none": []}[plan.load.barrier]
     for ring in names:
-        copies, passes = 1 if plan.schedule.specialized else 2, 2 if plan.schedule.overlap else 1
-        assert calls.count(f"{ring}.producer_acquire") == calls.count(f"{ring}.producer_get_barrier") == copies
-        assert calls.count(f"{ring}.consumer_wait") == calls.count(f"{ring}.consumer_release") == passes
+        assert calls.count(f"{ring}.producer_acquire") == calls.count(f"{ring}.producer_get_barrier") == 2
+        assert calls.count(f"{ring}.consumer_wait") == calls.count(f"{ring}.consumer_release") == 1
     used = {call.partition(".")[0] for call in calls if ".producer_" in call or ".consumer_" in call}
     assert used == set(names)
-    turns = [calls.count(name) for name in ("wait_turn", "pass_turn")]
-    assert turns == ([0, 0] if not plan.schedule.ping_pong else [4, 4] if plan.schedule.overlap else [2, 2])
     if names:
         assert calls.count("cute.arch.mbarrier_arrive_and_expect_tx") == calls.count("cute.arch.mbarrier_wait") == 1
         assert calls.count("cute.arch.mbarrier_init") == 1
 
 
 def check_code_of_rings(calls: list[str], plan: Plan) -> None:
-    """Of a persistent kernel: `multiply` takes K and V and gives back K, `finish_step` gives back V."""
+    """Of a specialised kernel: with overlap, `multiply` takes K and V and gives back K, `finish_step` gives back V."""
     rings = ["q_ring", "k_ring", "v_ring"]
     assert [calls.count(f"{ring}.producer_acquire") for ring in rings] == [1, 1, 1]
     assert [calls.count(f"{ring}.producer_get_barrier") for ring in rings] == [1, 1, 1]
-    flattened = plan.load.q_stages == 2
-    for ring, waits, releases in (("q", 1 + flattened, 1), ("k", 2 + flattened, 2 + flattened), ("v", 2, 2)):
+    overlap, flattened = plan.schedule.overlap, plan.schedule.flattened
+    assert flattened == (plan.load.q_stages == 2 and plan.scheduler.persistent and overlap)
+    for ring, waits, releases in (
+        ("q", 1 + flattened, 1),
+        ("k", 1 + overlap + flattened, 1 + overlap + flattened),
+        ("v", 1 + overlap, 1 + overlap),
+    ):
         assert calls.count(f"{ring}_ring.consumer_wait") == waits
         assert calls.count(f"{ring}_ring.consumer_release") == releases
     dynamic = plan.scheduler.kind == "dynamic"
     for call in ("producer_acquire", "producer_commit", "consumer_wait", "consumer_release"):
         assert calls.count(f"tile_ring.{call}") == dynamic
-    assert (calls.count("draw_tile"), calls.count("hear_tile")) == (dynamic, 2 * dynamic)
-    # In `multiply`, before its loop, after it, and at both ends of all.
+    # Three roles walk through the work: two producer warps and the consumers; one of them may draw it.
+    assert (calls.count("draw_work"), calls.count("next_work")) == (dynamic, 3 - dynamic)
+    assert calls.count("first_work") == 1
+    # Around each place with products, and at both ends of all.
     turns = [calls.count(name) for name in ("wait_turn", "pass_turn")]
-    assert turns == ([4, 4] if plan.schedule.ping_pong else [0, 0])
+    assert turns == ([4, 4] if overlap else [2, 2]) if plan.schedule.ping_pong else [0, 0]
     qk, pv = product_copies(plan)
     loops = calls.count("multiply")
-    assert (calls.count("qk_product") - 1 + loops, calls.count("pv_product") - 1 + loops) == (qk, pv)
-    assert calls.count("finish_step") == loops
+    # With overlap a product stands in `multiply`, which stands in each loop; without, in the one loop.
+    assert (calls.count("qk_product"), calls.count("pv_product")) == (qk - loops + overlap, pv - loops + overlap)
+    assert (calls.count("multiply_first"), calls.count("finish_step")) == (overlap, loops)
     assert calls.count("make_ring") == 3 and calls.count("pipeline.PipelineAsync.create") == dynamic
 
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import ast
 import builtins
+import itertools
 import re
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 from rendering import CHECKOUT, ROOT, STEMS, assert_none_in_modules, plans, source, tree
+
+from fa3gen.generate.plan import Plan
 
 Function = ast.FunctionDef
 FIRST_LINES = '# Copyright the fa3gen authors\n# SPDX-License-Identifier: Apache-2.0\n"""'
@@ -20,6 +23,7 @@ BANNERS = [
     "Shared storage",
     "Host side",
     "Kernel",
+    "Work",
     "Loads",
     "Consumers",
     "Division of work",
@@ -89,11 +93,104 @@ def test_banners_stand_in_one_order() -> None:
     assert_none_in_modules(check)
     assert [stem for stem in STEMS if source(stem).count("# ===") != 2 * len(banners(source(stem)))] == []
     fused = [stem for stem in STEMS if not stem.startswith("k1_")]
-    roles = {stem: {"Consumers"} if plans()[stem].schedule.specialized else set() for stem in fused}
-    # The longest modules have what belongs to S in one section.
-    joined = {stem: {"Division of work", "Mask"} if plans()[stem].scheduler.persistent else set() for stem in fused}
-    missing = {stem: ({"Consumers"} - roles[stem]) | joined[stem] for stem in fused}
+    # Only where warps are specialised is there a role of consumers, and a scheduler that gives work to all roles.
+    missing = {stem: set() if plans()[stem].schedule.specialized else {"Work", "Consumers"} for stem in fused}
     assert [stem for stem in fused if set(BANNERS) - set(banners(source(stem))) != missing[stem]] == []
+
+
+# What a specialised module may have or lack, and why. It has all other functions, and all are in one order.
+BY_SPEC: dict[str, Callable[[Plan], bool]] = {
+    "pack_heads": lambda plan: plan.tile.packed,
+    "dealt_work": lambda plan: plan.scheduler.kind == "static",
+    "piece_of_work": lambda plan: plan.scheduler.kind == "stream_k",
+    "draw_work": lambda plan: plan.scheduler.kind == "dynamic",
+    "slot_after": lambda plan: plan.scheduler.kind == "dynamic",
+    "work_on": lambda plan: plan.scheduler.kind != "stream_k",
+    "kv_range": lambda plan: plan.mask.kind != "none",
+    "multiply_first": lambda plan: plan.schedule.overlap,
+    "multiply": lambda plan: plan.schedule.overlap,
+    "finish_step": lambda plan: plan.schedule.overlap,
+    "rescale_output": lambda plan: plan.schedule.overlap,
+    "hold_back_wait": lambda plan: bool(plan.softmax.exp_before_wait),
+    "wait_turn": lambda plan: plan.schedule.ping_pong,
+    "pass_turn": lambda plan: plan.schedule.ping_pong,
+    "mask_left_edge": lambda plan: plan.mask.full_tiles == "between" and plan.schedule.overlap,
+    "store_lse": lambda plan: plan.lse,
+    "transpose_in_quad": lambda plan: plan.output.place == "direct",
+    "trade": lambda plan: plan.output.place == "direct",
+    "part_of_thread": lambda plan: plan.scheduler.kind == "stream_k",
+    "give_part": lambda plan: plan.scheduler.kind == "stream_k",
+    "add_part": lambda plan: plan.scheduler.kind == "stream_k",
+}
+
+
+def defined(stem: str) -> list[str]:
+    """Names of functions and classes at the top of a module, in their order; but not the Python entry points."""
+    names = [node.name for node in tree(stem).body if isinstance(node, Function | ast.ClassDef)]
+    return names[: names.index("compile_for_sm90a")]
+
+
+def test_specialised_modules_have_the_same_parts() -> None:
+    """Who has read K6 knows the way in all of them."""
+    stems = [stem for stem in STEMS if plans()[stem].schedule.specialized]
+    longest = [name for name in dict.fromkeys(name for stem in stems for name in defined(stem))]
+    wrong = []
+    for stem in stems:
+        expected = {name for name in longest if name not in BY_SPEC or BY_SPEC[name](plans()[stem])}
+        wrong += [f"{stem}: {name}" for name in sorted(expected ^ set(defined(stem)))]
+    assert wrong == []
+    assert set(BY_SPEC) <= set(longest)
+
+
+def test_parts_of_specialised_modules_stand_in_one_order() -> None:
+    """No two modules have two functions the other way round."""
+    before: dict[tuple[str, str], str] = {}
+    for stem in STEMS:
+        if plans()[stem].schedule.specialized:
+            assert len(set(defined(stem))) == len(defined(stem))
+            before |= {pair: stem for pair in itertools.combinations(defined(stem), 2)}
+    assert len(before) > 500
+    turned = {(a, b): (before[a, b], before[b, a]) for a, b in before if (b, a) in before}
+    assert turned == {}
+
+
+def test_each_field_of_work_is_read() -> None:
+    """A piece of work says what this module reads, and no more."""
+
+    def check(stem: str) -> list[str]:
+        work = [node for node in tree(stem).body if isinstance(node, ast.ClassDef) and node.name == "Work"]
+        assert len(work) == plans()[stem].schedule.specialized
+        fields = [ast.unparse(field.target) for node in work for field in node.body if isinstance(field, ast.AnnAssign)]
+        read = {ast.unparse(node) for node in ast.walk(tree(stem)) if isinstance(node, ast.Attribute)}
+        return [field for field in fields if f"work.{field}" not in read and f"upcoming.{field}" not in read]
+
+    assert_none_in_modules(check)
+
+
+MOST_ARGUMENTS = 10
+
+
+def test_few_positional_arguments() -> None:
+    """Tensors of one role travel together. `launch` and kernels take what a call has, one by one."""
+
+    def check(stem: str) -> list[str]:
+        return [
+            f"{f.name} takes {len(f.args.posonlyargs) + len(f.args.args)}"
+            for f in functions(tree(stem))
+            if f.name not in KERNELS and len(f.args.posonlyargs) + len(f.args.args) > MOST_ARGUMENTS
+        ]
+
+    assert_none_in_modules(check)
+    defined_kernels = {
+        f.name
+        for stem in STEMS
+        for f in functions(tree(stem))
+        if any(ast.unparse(decorator) == "cute.kernel" for decorator in f.decorator_list)
+    }
+    assert defined_kernels | {"launch"} == KERNELS
+
+
+KERNELS = {"launch", "attention_kernel", "scores_kernel", "softmax_kernel", "output_kernel"}
 
 
 # Code
@@ -101,7 +198,7 @@ def test_banners_stand_in_one_order() -> None:
 
 def test_imports_are_few() -> None:
     """Self-contained: one file can be vendored."""
-    allowed = {"functools", "math", "cuda.bindings.driver", "torch", "cutlass"}
+    allowed = {"functools", "math", "dataclasses", "cuda.bindings.driver", "torch", "cutlass"}
 
     def check(stem: str) -> list[str]:
         names: list[str] = []
@@ -217,13 +314,13 @@ def test_many_arguments_have_names() -> None:
 
     Or where each has the name of its parameter, as what the roles of a specialised kernel are given.
     """
-    positional = {"attention_kernel", "cute.compile", "launch", "cute.gemm", "mask_scores", "softmax_step", "store_lse"}
+    positional = {"attention_kernel", "cute.compile", "launch", "cute.gemm", "mask_scores", "mask_left_edge"}
+    positional |= {"softmax_step", "store_lse"}
     positional |= {
         "cpasync.tma_partition",
         "store_output",
         "warpgroup.MmaF16BF16Op",
         "compile_for_sm90a()",
-        "draw_tile",  # what the roles are given, and the state of one ring
     }
 
     def check(stem: str) -> list[str]:
@@ -280,13 +377,17 @@ NUMBERS: dict[str, dict[int, str]] = {
     "as_operand_a": {4: "stride of the A fragment", 8: "stride of the A fragment"},
     "pv_product": {4: "stride of the A fragment", 8: "stride of the A fragment"},
     "store_p": {4: "stmatrix x4"},
+    "store_lse": {4: "lanes of a quad, warps of a warpgroup", 8: "rows of half a warp's", 32: "threads of a warp"},
     "store_output": {
         4: "stmatrix x4; lanes of a quad",
         8: "elements in 16 bytes, rows of half a warp's",
         32: "threads of a warp; columns that a quad writes at once",
     },
     "transpose_in_quad": {3: "word"},
-    "SharedStorage": {8: "alignment of the numbers of tiles", 128: "alignment of the scores"},
+    "SharedStorage": {4: "coordinates of a tile", 16: "alignment of them", 128: "alignment of the scores"},
+    "attention_kernel": {4: "coordinates of a tile"},
+    "next_work": {4: "coordinates of a tile"},
+    "draw_work": {3: "place of a coordinate"},
     "consume": {3: "maximum, sum and factor of a row"},
     "compile_for_sm90a": {3: "stride_order", 4: "alignment", 5: "symbols", 8: "divisibility", 16: "alignment"},
     "check_gpu": {9: "compute capability"},
@@ -325,20 +426,23 @@ def test_allowed_numbers_are_needed() -> None:
 
 # Words of other variants
 
-SPECIALIZED = r"(?<!_)CONSUMER|PRODUCER|setmaxreg|min_blocks_per_mp|OUTPUT_BARRIER|(?<!> )\bconsumer\b"
+SPECIALIZED = (
+    r"(?<!_)CONSUMER|PRODUCER|setmaxreg|min_blocks_per_mp|OUTPUT_BARRIER|(?<!> )\bconsumer\b"
+    r"|Q_STAGES|[qQ]_ring|\bWork\b|\bwork\.|schedule\)"
+)
 COOPERATIVE = r"\bWARPGROUPS\b|sync_threads.*(Q|complete)|warp 0 refills"
 PING_PONG = r"TURN_|_turn\b|multiply in turn"
-OVERLAP = r"wait_group\(1\)|rescale_output|k_drain|v_drain"
-SINGLE_TILE = r"OUTPUT_BARRIER|CONSUMER_THREADS|where Q was|over Q\b|check_gpu|unasked_lse"
-PERSISTENT = (
-    r"[pP]ersistent|num_tiles|num_sms|num_ctas|launch_constants"
-    r"|tile_coordinates\(tile|Q_STAGES|[qQ]_ring|multiply\("
-)
-DYNAMIC = r"\bcounter\b|TILE_SLOTS|tile_ring|draw|hear_tile|KEYS_IN_L2|atomic|tile_drain"
-STATIC = r"num_ctas(?!, _, _ = cute\.arch\.grid_dim| \+ cute\.arch\.shuffle_sync)|dealt out"
-STREAM_K = r"\b[pP]arts?\b|PART|STEPS_SAVED|num_whole|n_begin|\bpiece\b|[sS]tream-K|flags"
-WHOLE = r"kv_range|\+= num_ctas|while tile <"
-FLATTENED = r"\bmore\b(?! than)|q_stage\b|k_stage\b|works through the"
+OVERLAP = r"wait_group\(1\)|rescale_output|\bk_drain|\bv_drain|multiply\(|upcoming"
+SEQUENTIAL = r"kv_drain"
+SINGLE_TILE = r"unasked_lse|replace\("
+PERSISTENT = r"num_sms|num_ctas|launch_constants|work\.number"
+DYNAMIC = r"\bcounter\b|TILE_SLOTS|tile_ring|draw|slot_after|KEYS_IN_L2|atomic"
+STATIC = r"dealt_work"
+STREAM_K = r"\b[pP]arts?\b|PART|STEPS_SAVED|num_whole|piece_of_work|[sS]tream-K|flags"
+WHOLE = r"\bwork_on\b"
+FLATTENED = r"upcoming\.valid|q_stage\b|k_stage\b|works through the"
+OVER_Q = r"OUTPUT_BARRIER|where Q was|over Q\b"
+OWN_BUFFER = r"sO_tile\b|storage\.sO\b|stores' reads"
 BUFFERED = r"\bsO\b|sO_layout|tma_O|tma_store|stmatrix|StMatrix|bulk_wait_group"
 DIRECT = r"transpose_in_quad|\btrade\b|quad_lane"
 LAZY = r"RESCALE_ABOVE|vote_any_sync\(outgrown|\bmoved\b(?! right)|outgrown"
@@ -361,11 +465,18 @@ def foreign_words(stem: str) -> str:
         return f"{NAIVE}|{NO_TMA}|{NO_CP_ASYNC}|{NO_STAGES}|{SCALAR_QK}|{SCALAR_PV}|{mask_and_outputs(stem)}"
     words = [mask_and_outputs(stem), r"\bscores\b.*global"]
     words.append({"registers": REGISTERS, "smem_16bit": P_IN_SMEM, "smem_f32": SCALAR_PV}[plan.p.through])
-    words += [SCALAR_QK] if plan.qk.engine == "scalar" else [r"VECTOR"] * (not (plan.scheduler.kind == "stream_k"))
+    words += [SCALAR_QK] if plan.qk.engine == "scalar" else [r"VECTOR"] * (plan.scheduler.kind != "stream_k")
     words += [WGMMA_PV] * (plan.pv.engine == "wgmma")
     words.append(COOPERATIVE if plan.schedule.specialized else SPECIALIZED)
-    words += [PING_PONG] * (not plan.schedule.ping_pong) + [OVERLAP] * (not plan.schedule.overlap)
-    words += persistent_words(stem) if plan.scheduler.persistent else [PERSISTENT, DYNAMIC, STREAM_K, DIRECT, LAZY]
+    words += [PING_PONG] * (not plan.schedule.ping_pong)
+    words.append(SEQUENTIAL if plan.schedule.overlap else OVERLAP)
+    words.append(SINGLE_TILE if plan.scheduler.persistent else PERSISTENT)
+    schedulers = {"static": STATIC, "stream_k": STREAM_K, "dynamic": DYNAMIC}
+    words += [pattern for kind, pattern in schedulers.items() if kind != plan.scheduler.kind]
+    words += [WHOLE] * (plan.scheduler.kind == "stream_k")
+    places = {"over_q": [OWN_BUFFER, DIRECT], "own_buffer": [OVER_Q, DIRECT], "direct": [OVER_Q, OWN_BUFFER, BUFFERED]}
+    words += places[plan.output.place]
+    words += [FLATTENED] * (not plan.schedule.flattened) + [LAZY] * (not plan.softmax.lazy)
     words += [HELD_BACK] * (not plan.softmax.exp_before_wait)
     words.append({"tma": NO_CP_ASYNC, "cp_async": NO_TMA, "sync": f"{NO_TMA}|{NO_STAGES}"}[plan.load.engine])
     words.append(
@@ -374,18 +485,6 @@ def foreign_words(stem: str) -> str:
         )
     )
     return "|".join(words)
-
-
-def persistent_words(stem: str) -> list[str]:
-    """Patterns of words of kernels with one tile to a CTA, and of other persistent ones."""
-    plan = plans()[stem]
-    return [
-        SINGLE_TILE,
-        f"{STATIC}|{STREAM_K}" if (plan.scheduler.kind == "dynamic") else f"{DYNAMIC}|{WHOLE if (plan.scheduler.kind == "stream_k") else STREAM_K}",
-        DIRECT if plan.output.buffered else BUFFERED,
-        *[FLATTENED] * (not plan.schedule.flattened),
-        *[LAZY] * (not plan.softmax.lazy),
-    ]
 
 
 def mask_and_outputs(stem: str) -> str:
@@ -430,13 +529,15 @@ def test_words_of_a_variant_are_found_in_it() -> None:
         "k2_cp_async_d64": ["cp_async_wait_group", "CopyG2SOp", "load_tile", "VECTOR", "KV_STAGES"],
         "k3_1_d64": ["TMA", "mbarrier", "pipeline", "_BYTES"],
         "k4_2_window_d64_window512_0": ["[wW]indow", "WINDOW"],
-        "k5_d64": ["CONSUMER", "PRODUCER", "setmaxreg", "min_blocks_per_mp", "OUTPUT_BARRIER"],
+        "k5_d64": ["CONSUMER", "PRODUCER", "setmaxreg", "min_blocks_per_mp", "OUTPUT_BARRIER"]
+        + ["Q_STAGES", "q_ring", r"\bWork\b", r"\bwork\.", r"schedule\)"],
         "k5_d128_causal": [r"wait_group\(1\)", "rescale_output", "k_drain", "v_drain"],
         "k6_d64": ["TURN_", r"_turn\b", "multiply in turn", r"\bconsumer\b"],
         "k1_d64_causal": ["diagonal", "[cC]ausal", "LN_2"],
-        "fwd_d128": [*PERSISTENT.split("|"), "num_ctas", "dealt out", r"\bmore\b", r"q_stage\b", "works through the"],
+        "k6_sequential_d128": [*SEQUENTIAL.split("|"), *OVER_Q.split("|"), *SINGLE_TILE.split("|")],
+        "fwd_d128": [*PERSISTENT.split("|"), *FLATTENED.split("|"), *OWN_BUFFER.split("|")],
         "fwd_d96": [*STREAM_K.split("|"), *HELD_BACK.split("|")],
-        "fwd_d128_static": WHOLE.split("|"),
+        "fwd_d128_static": [*STATIC.split("|"), *WHOLE.split("|")],
         "fwd_d128_causal": [*DYNAMIC.split("|"), *BUFFERED.split("|")],
         "fwd_d256": [*DIRECT.split("|"), *LAZY.split("|")],
     }

@@ -121,6 +121,18 @@ def test_every_template_is_used() -> None:
     assert sorted(used) == NAMES
 
 
+# Short enough to be read
+
+MOST_LINES = 150  # of a section
+MOST_LINES_IN_ALL = 3300
+
+
+def test_sections_are_short() -> None:
+    lengths = {name: len(text(name).splitlines()) for name in NAMES}
+    assert {name: lines for name, lines in lengths.items() if lines > MOST_LINES} == {}
+    assert sum(lengths.values()) < MOST_LINES_IN_ALL
+
+
 # No logic in Jinja
 
 CONTAINERS = (nodes.Template, nodes.Output, nodes.TemplateData, nodes.Include, nodes.If, nodes.For)

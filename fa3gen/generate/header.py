@@ -232,7 +232,7 @@ def _softmax_sentence(spec: Spec) -> str:
     when = "in every step"
     if above is not None:
         # The largest P of a row is then no longer exactly 1, and its rounding counts most (docs/performance.md).
-        when = f"when a maximum has grown by more than 2^{above}, at up to 12 % more error of O than with each new one"
+        when = f"at 2^{above} x the maximum: up to 12 % more error"
     return f"online, base 2, {where}; O is rescaled {when}"
 
 

@@ -92,6 +92,7 @@ class ArgumentsPlan:
     kernel: tuple[str, ...] = ()
     kernel_call: tuple[str, ...] = ()
     schedule: tuple[str, ...] = ()
+    work_on: tuple[str, ...] = ()
     outputs: tuple[str, ...] = ()
     store_tile: tuple[str, ...] = ()
     multiply: tuple[str, ...] = ()
@@ -355,7 +356,7 @@ def _arguments(spec: Spec) -> ArgumentsPlan:
         return ArgumentsPlan()
     lse, stored = ["lse"] * spec.outputs.lse, spec.outputs.o != "direct"
     scratch = {"stream_k": ["flags", "parts"], "dynamic": ["counter"]}.get(spec.scheduler, [])
-    handed_on = scratch * (spec.scheduler == "stream_k")
+    handed_on = ["scratch"] * (spec.scheduler == "stream_k")
     extent, extent_type = {
         "single_tile": ([], ""),
         "stream_k": (["tail"], ""),
@@ -366,6 +367,7 @@ def _arguments(spec: Spec) -> ArgumentsPlan:
     atoms = ("tma_Q", "tma_K", "tma_V", *["tma_O"] * stored)
     outputs = ("mO", *["mLSE"] * spec.outputs.lse, *["tma_O", "sO"] * stored)
     turn = ["consumer"] * isinstance(spec.schedule, PingPongSchedule)
+    numbered = ["number", "valid"] * footprint.persistent(spec)
     draws = ["counter", "tile_ring", "tiles"] * (spec.scheduler == "dynamic")
     statistics = (["row_max"] * spec.outputs.lse, ["scale_log2"] * spec.outputs.lse)
     return ArgumentsPlan(
@@ -373,6 +375,8 @@ def _arguments(spec: Spec) -> ArgumentsPlan:
         kernel=(*tensors, *atoms, "scale_log2: cutlass.Float32", *(name + extent_type for name in extent)),
         kernel_call=(*tensors, *atoms, "scale * LOG2_E", *extent),
         schedule=("mQ", "mK", *extent, *draws),
+        # A mask depends on how many queries there are.
+        work_on=("coordinates", "_" if spec.mask.kind == "none" else "mQ", "mK", *numbered),
         outputs=(*outputs, *handed_on),
         store_tile=(*outputs, "work", "acc_O", *statistics[0], "row_sum", *statistics[1]),
         multiply=(
