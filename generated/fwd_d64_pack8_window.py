@@ -370,9 +370,9 @@ def kv_range(m_start: cutlass.Int32, seq_q: cutlass.Int32, seq_k: cutlass.Int32)
 @cute.jit
 def tile_coordinates(tile: cutlass.Int32, mQ: cute.Tensor, mK: cute.Tensor):
     """What the tile of queries with this number is: (m_block, head, head_kv, batch)."""
-    (_, seq_q), _, heads_q, batches = mQ.shape  # heads_q counts packs of PACK_HEADS heads
+    _, _, heads_q, batches = mQ.shape
     seq_k, _, heads_kv, _ = mK.shape
-    num_m_blocks = cute.ceil_div(seq_q, POSITIONS)
+    num_m_blocks = cute.ceil_div(cute.size(mQ, mode=[0]), TILE_M)
     # As many heads at a time as have their K and V in L2; the last time also the rest, too few to fill the GPU alone.
     heads = heads_q * batches
     together = cutlass.min(cutlass.max(KEYS_IN_L2 // seq_k, 1), heads)
@@ -913,7 +913,7 @@ def attention(q, k, v, *, scale=None, out=None, return_lse=False):
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         raise ValueError("q, k or v requires grad; this kernel is forward only: call it under torch.no_grad()")
     gpu = q.get_device()
-    num_sms, no_lse = launch_constants(gpu)
+    num_sms = sm_count(gpu)
     if out is None:
         row = heads_q * HEAD_DIM
         shape, strides = (batch, seq_q, heads_q, HEAD_DIM), (seq_q * row, row, HEAD_DIM, 1)
@@ -936,14 +936,14 @@ def empty(shape, strides, dtype, gpu):
 
 
 @functools.cache
-def launch_constants(gpu):
-    """SMs of a Hopper GPU (H100, H200, GH200), each of which gets one CTA, and an LSE for calls that ask for none."""
+def sm_count(gpu):
+    """SMs of a Hopper GPU (H100, H200, GH200), each of which gets one CTA."""
     if gpu < 0:
         raise ValueError("q is not on a GPU; it needs to be on a Hopper GPU")
     facts = torch.cuda.get_device_properties(gpu)
     if (facts.major, facts.minor) != (9, 0):
         raise ValueError(f"q is on a GPU of compute capability {facts.major}.{facts.minor}; it needs 9.0 (H100, H200)")
-    return facts.multi_processor_count, torch.empty((1, 1, 0), dtype=torch.float32, device=gpu)
+    return facts.multi_processor_count
 
 
 def tile_counter(gpu):

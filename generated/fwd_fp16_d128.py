@@ -291,9 +291,8 @@ def piece_of_work(number, schedule) -> Work:
 @cute.jit
 def tile_coordinates(tile: cutlass.Int32, mQ: cute.Tensor, mK: cute.Tensor):
     """What the tile of queries with this number is: (m_block, head, head_kv, batch)."""
-    seq_q, _, heads_q, _ = mQ.shape
-    _, _, heads_kv, _ = mK.shape
-    num_m_blocks = cute.ceil_div(seq_q, TILE_M)
+    heads_q, heads_kv = mQ.shape[2], mK.shape[2]
+    num_m_blocks = cute.ceil_div(cute.size(mQ, mode=[0]), TILE_M)
     # The tiles of one head run next to each other and share its K and V in L2.
     m_block = tile % num_m_blocks
     head = tile // num_m_blocks % heads_q

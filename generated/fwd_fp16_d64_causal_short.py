@@ -350,9 +350,9 @@ def kv_range(m_start: cutlass.Int32, seq_q: cutlass.Int32, seq_k: cutlass.Int32)
 @cute.jit
 def tile_coordinates(tile: cutlass.Int32, mQ: cute.Tensor, mK: cute.Tensor):
     """What the tile of queries with this number is: (m_block, head, head_kv, batch)."""
-    seq_q, _, heads_q, batches = mQ.shape
+    _, _, heads_q, batches = mQ.shape
     seq_k, _, heads_kv, _ = mK.shape
-    num_m_blocks = cute.ceil_div(seq_q, TILE_M)
+    num_m_blocks = cute.ceil_div(cute.size(mQ, mode=[0]), TILE_M)
     # As many heads at a time as have their K and V in L2; the last time also the rest, too few to fill the GPU alone.
     heads = heads_q * batches
     together = cutlass.min(cutlass.max(KEYS_IN_L2 // seq_k, 1), heads)

@@ -63,14 +63,14 @@ def no_launch() -> Callable[..., None]:
 
 def asks_for_hopper(module: ModuleType) -> str:
     """The function that does: it returns what launches on a GPU share, which differs with the kind of module."""
-    (name,) = {"launch_constants", "unasked_lse", "check_gpu"} & vars(module).keys()
+    (name,) = {"launch_constants", "sm_count", "unasked_lse", "check_gpu"} & vars(module).keys()
     return name
 
 
 def of_any_gpu(module: ModuleType) -> Any:
     """What that function returns for a GPU of SMS SMs."""
     no_lse = torch.empty(1, 1, 0)
-    return {"launch_constants": (SMS, no_lse), "unasked_lse": no_lse, "check_gpu": None}[asks_for_hopper(module)]
+    return {"launch_constants": (SMS, no_lse), "sm_count": SMS, "unasked_lse": no_lse, "check_gpu": None}[asks_for_hopper(module)]
 
 
 def tensor(batch: int = 2, seq: int = 5, heads: int = 4, dim: int = 64, dtype: Any = torch.bfloat16) -> Any:
@@ -317,7 +317,7 @@ def test_launch(
     if hasattr(module, "scores_kernel"):
         assert [x.shape for x in others] == [(2, 4, 5, 7)]
     else:
-        assert others[:1] == ([SMS] if hasattr(module, "launch_constants") else [])
+        assert others[:1] == ([SMS] if {"launch_constants", "sm_count"} & vars(module).keys() else [])
     if return_lse:
         assert result[0] is out and result[1] is lse
     else:

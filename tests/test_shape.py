@@ -393,6 +393,7 @@ NUMBERS: dict[str, dict[int, str]] = {
     "check_gpu": {9: "compute capability"},
     "unasked_lse": {9: "compute capability"},
     "launch_constants": {9: "compute capability"},
+    "sm_count": {9: "compute capability"},
 }
 
 
@@ -435,7 +436,7 @@ PING_PONG = r"TURN_|_turn\b|multiply in turn"
 OVERLAP = r"wait_group\(1\)|rescale_output|\bk_drain|\bv_drain|multiply\(|upcoming"
 SEQUENTIAL = r"kv_drain"
 SINGLE_TILE = r"unasked_lse|replace\("
-PERSISTENT = r"num_sms|num_ctas|launch_constants|work\.number"
+PERSISTENT = r"num_sms|num_ctas|launch_constants|sm_count|work\.number"
 DYNAMIC = r"\bcounter\b|TILE_SLOTS|tile_ring|draw|slot_after|KEYS_IN_L2|atomic"
 STATIC = r"dealt_work"
 STREAM_K = r"\b[pP]arts?\b|PART|STEPS_SAVED|num_whole|piece_of_work|[sS]tream-K|flags"

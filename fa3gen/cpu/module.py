@@ -50,6 +50,11 @@ class CpuModel:
         self.check_gpu(gpu)
         return torch.empty((1, 1, 0), dtype=torch.float32)
 
+    def sm_count(self, gpu: int) -> int:
+        """The SMs of the settings. Raises as `check_gpu`."""
+        self.check_gpu(gpu)
+        return self.settings.sms
+
     def launch_constants(self, gpu: int) -> tuple[int, torch.Tensor]:
         """The SMs of the settings and an LSE of no rows. Raises as `check_gpu`."""
         return self.settings.sms, self.unasked_lse(gpu)
@@ -111,7 +116,7 @@ def load_on_cpu(path: Path) -> ModuleType:
         return model.kernel
 
     module.compile_for_sm90a, module.cpu = compile_for_sm90a, model
-    for name in ("check_gpu", "unasked_lse", "launch_constants", "empty", "tile_counter"):
+    for name in ("check_gpu", "unasked_lse", "sm_count", "launch_constants", "empty", "tile_counter"):
         if hasattr(module, name):
             setattr(module, name, getattr(model, name))
     if hasattr(module, "flags_and_parts"):

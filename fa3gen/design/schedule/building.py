@@ -44,7 +44,7 @@ def full_tiles(spec: Spec) -> Literal["all", "before", "between", "none"]:
     # The last row of a tile of queries sees keys from its diagonal - left on, the first one up to its own + right. As
     # many keys in between fill a tile of keys, or else no tile is full; and then, and only then, one has both edges.
     wide = spec.mask.left + spec.mask.right + 2 - tile_order.positions(spec) >= spec.tile.kv
-    return "between" if wide or not footprint.specialized(spec) else "none"
+    return "between" if wide or not footprint.overlapped(spec) else "none"
 
 
 # k1
