@@ -222,7 +222,7 @@ def attention_kernel(
     seq_k, _, heads_kv, _ = mK.shape
     m_block, head, head_kv, batch = tile_coordinates(cute.ceil_div(seq_q, TILE_M), heads_q, heads_kv)
     m_start = m_block * TILE_M
-    n_block_end, n_full_end = kv_range(m_start, seq_q, seq_k)
+    n_block_start, (n_block_end, n_full_end) = 0, kv_range(m_start, seq_q, seq_k)
 
     storage = SmemAllocator().allocate(SharedStorage)
     sQ = storage.sQ.get_tensor(sQ_layout.outer, swizzle=sQ_layout.inner)  # (TILE_M, HEAD_DIM)
@@ -248,15 +248,11 @@ def attention_kernel(
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(q_full, Q_BYTES)
         cute.copy(tma_Q, tQgQ, tQsQ, tma_bar_ptr=q_full)
-        for i in cutlass.range(cutlass.min(KV_STAGES, n_block_end), unroll=1):
-            n_block = n_block_end - 1 - i
-            k_ring.producer_acquire(fill)  # the stage is empty; its barrier now expects K_BYTES
-            cute.copy(tma_K, tKgK[None, n_block], tKsK[None, fill.index], tma_bar_ptr=k_ring.producer_get_barrier(fill))
-            v_ring.producer_acquire(fill)
-            cute.copy(tma_V, tVgV[None, n_block], tVsV[None, fill.index], tma_bar_ptr=v_ring.producer_get_barrier(fill))
+        for i in cutlass.range(cutlass.min(KV_STAGES, n_block_end - n_block_start), unroll=1):
+            load_kv(tma_K, tma_V, tKgK, tVgV, tKsK, tVsV, k_ring, v_ring, fill, n_block_end - 1 - i)
             fill.advance()
 
-    # Operands in shared memory, as descriptors; P is in registers already.
+    # Operands in shared memory, as descriptors.
     wg_qk = qk_mma.get_slice(warpgroup_idx * WARPGROUP_THREADS)
     wg_pv = pv_mma.get_slice(warpgroup_idx * WARPGROUP_THREADS)
     tSrQ = qk_mma.make_fragment_A(wg_qk.partition_A(sQ))  # (MMA, MMA_M, MMA_K)
@@ -272,7 +268,7 @@ def attention_kernel(
     row_sum.fill(0.0)
 
     cute.arch.mbarrier_wait(q_full, 0)  # Q has landed
-    for n_block in cutlass.range(n_block_end - 1, -1, -1, unroll=1):
+    for n_block in cutlass.range(n_block_end - 1, n_block_start - 1, -1, unroll=1):
         k_ring.consumer_wait(drain)  # K has landed
         qk_product(qk_mma, tSrQ, tSrK[None, None, None, drain.index], acc_S)
         warpgroup.wait_group(0)  # the softmax reads S now: no group stays in flight
@@ -286,16 +282,21 @@ def attention_kernel(
         v_ring.consumer_release(drain)  # this warp has read V
         drain.advance()
         # Steady state: the stage just drained takes the tile KV_STAGES further on; the last KV_STAGES steps only drain.
-        if warp_idx == 0 and n_block >= KV_STAGES:
-            n_next = n_block - KV_STAGES
-            k_ring.producer_acquire(fill)  # the stage is empty; its barrier now expects K_BYTES
-            cute.copy(tma_K, tKgK[None, n_next], tKsK[None, fill.index], tma_bar_ptr=k_ring.producer_get_barrier(fill))
-            v_ring.producer_acquire(fill)
-            cute.copy(tma_V, tVgV[None, n_next], tVsV[None, fill.index], tma_bar_ptr=v_ring.producer_get_barrier(fill))
+        if warp_idx == 0 and n_block >= n_block_start + KV_STAGES:
+            load_kv(tma_K, tma_V, tKgK, tVgV, tKsK, tVsV, k_ring, v_ring, fill, n_block - KV_STAGES)
             fill.advance()
 
     normalize_rows(acc_O, row_sum)
     store_output(tma_O, sQ, gO, acc_O, pv_mma)
+
+
+@cute.jit
+def load_kv(tma_K, tma_V, tKgK, tVgV, tKsK, tVsV, k_ring, v_ring, fill, n_block):
+    """Have the TMA unit fill the next stage with this tile of K and of V; one warp."""
+    k_ring.producer_acquire(fill)  # the stage is empty; its barrier now expects K_BYTES
+    cute.copy(tma_K, tKgK[None, n_block], tKsK[None, fill.index], tma_bar_ptr=k_ring.producer_get_barrier(fill))
+    v_ring.producer_acquire(fill)
+    cute.copy(tma_V, tVgV[None, n_block], tVsV[None, fill.index], tma_bar_ptr=v_ring.producer_get_barrier(fill))
 
 
 @cute.jit

@@ -257,14 +257,10 @@ def attention_kernel(
             cute.arch.mbarrier_arrive_and_expect_tx(q_full, Q_BYTES)
         cute.copy(tma_Q, tQgQ, tQsQ, tma_bar_ptr=q_full)
         for i in cutlass.range(cutlass.min(KV_STAGES, n_block_end - n_block_start), unroll=1):
-            n_block = n_block_end - 1 - i
-            k_ring.producer_acquire(fill)  # the stage is empty; its barrier now expects K_BYTES
-            cute.copy(tma_K, tKgK[None, n_block], tKsK[None, fill.index], tma_bar_ptr=k_ring.producer_get_barrier(fill))
-            v_ring.producer_acquire(fill)
-            cute.copy(tma_V, tVgV[None, n_block], tVsV[None, fill.index], tma_bar_ptr=v_ring.producer_get_barrier(fill))
+            load_kv(tma_K, tma_V, tKgK, tVgV, tKsK, tVsV, k_ring, v_ring, fill, n_block_end - 1 - i)
             fill.advance()
 
-    # Operands in shared memory, as descriptors; P is in registers already.
+    # Operands in shared memory, as descriptors.
     wg_qk = qk_mma.get_slice(warpgroup_idx * WARPGROUP_THREADS)
     wg_pv = pv_mma.get_slice(warpgroup_idx * WARPGROUP_THREADS)
     tSrQ = qk_mma.make_fragment_A(wg_qk.partition_A(sQ))  # (MMA, MMA_M, MMA_K)
@@ -295,16 +291,21 @@ def attention_kernel(
         drain.advance()
         # Steady state: the stage just drained takes the tile KV_STAGES further on; the last KV_STAGES steps only drain.
         if warp_idx == 0 and n_block >= n_block_start + KV_STAGES:
-            n_next = n_block - KV_STAGES
-            k_ring.producer_acquire(fill)  # the stage is empty; its barrier now expects K_BYTES
-            cute.copy(tma_K, tKgK[None, n_next], tKsK[None, fill.index], tma_bar_ptr=k_ring.producer_get_barrier(fill))
-            v_ring.producer_acquire(fill)
-            cute.copy(tma_V, tVgV[None, n_next], tVsV[None, fill.index], tma_bar_ptr=v_ring.producer_get_barrier(fill))
+            load_kv(tma_K, tma_V, tKgK, tVgV, tKsK, tVsV, k_ring, v_ring, fill, n_block - KV_STAGES)
             fill.advance()
 
     normalize_rows(acc_O, row_sum)
     store_lse(mLSE[None, head, batch], row_max, row_sum, scale_log2, m_start)
     store_output(tma_O, sQ, gO, acc_O, pv_mma)
+
+
+@cute.jit
+def load_kv(tma_K, tma_V, tKgK, tVgV, tKsK, tVsV, k_ring, v_ring, fill, n_block):
+    """Have the TMA unit fill the next stage with this tile of K and of V; one warp."""
+    k_ring.producer_acquire(fill)  # the stage is empty; its barrier now expects K_BYTES
+    cute.copy(tma_K, tKgK[None, n_block], tKsK[None, fill.index], tma_bar_ptr=k_ring.producer_get_barrier(fill))
+    v_ring.producer_acquire(fill)
+    cute.copy(tma_V, tVgV[None, n_block], tVsV[None, fill.index], tma_bar_ptr=v_ring.producer_get_barrier(fill))
 
 
 @cute.jit

@@ -82,7 +82,7 @@ class MaskPlan:
 
 @dataclass(frozen=True)
 class ArgumentsPlan:
-    """Names of what the functions of a specialised kernel take, where that differs from module to module.
+    """Names of what functions take, where that differs from module to module; `load_kv` is of cooperative kernels.
 
     `kernel` is with types, `kernel_call` what `launch` passes; `outputs` is what a consumer writes to; `schedule` is
     what the scheduler reads.
@@ -97,6 +97,7 @@ class ArgumentsPlan:
     store_tile: tuple[str, ...] = ()
     multiply: tuple[str, ...] = ()
     multiply_first: tuple[str, ...] = ()
+    load_kv: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -353,7 +354,9 @@ def _scheduler(spec: Spec) -> SchedulerPlan:
 
 def _arguments(spec: Spec) -> ArgumentsPlan:
     if not footprint.specialized(spec):
-        return ArgumentsPlan()
+        shared = isinstance(spec.load, TmaLoad) and spec.load.barrier == "shared"
+        rings = ["kv_ring"] if shared else ["k_ring", "v_ring"]
+        return ArgumentsPlan(load_kv=("tma_K", "tma_V", "tKgK", "tVgV", "tKsK", "tVsV", *rings, "fill"))
     lse, stored = ["lse"] * spec.outputs.lse, spec.outputs.o != "direct"
     scratch = {"stream_k": ["flags", "parts"], "dynamic": ["counter"]}.get(spec.scheduler, [])
     handed_on = ["scratch"] * (spec.scheduler == "stream_k")
