@@ -18,7 +18,8 @@ Decisions
     P          stays in registers: the accumulator fragment is read as the A fragment
     O = P V    8 wgmma m64n128k16 per warpgroup; A = P from registers, K-major; B = V, MN-major
     kv order   from the last visible tile to the first; hidden tiles are skipped, only boundary tiles are masked
-    output     O is gathered in shared memory, over Q, and written by TMA; LSE when asked for
+    output     each warp gathers its rows of O in shared memory and has TMA write them; LSE when asked for
+    q order    a CTA per SM; tiles are dealt out in turn, those of a head next to each other
 
 Threads
     384 threads, 12 warps, launched with 168 registers each; setmaxnreg moves them: 24 + 2 x 240 = 504 of 3 x 168 = 504
@@ -33,47 +34,47 @@ Barriers
     v     2       TMA, from warp 9 -> 8 warps  32768 bytes  8 arrivals
 
 Named barriers
-    number  name            threads  who -> whom, and what for
-    1       OUTPUT_BARRIER  256      all consumers: Q has been read; then: O is in shared memory
-    2 to 3  TURN_BARRIER    256      each consumer -> the next one: it may issue its products
+    number  name          threads  who -> whom, and what for
+    2 to 3  TURN_BARRIER  256      each consumer -> the next one: it may issue its products
 
 Shared memory
     offset   bytes  what
          0   32768  sQ        128 x 128 x 2: Q
      32768   65536  sK        2 stages x 128 x 128 x 2: K
      98304   65536  sV        2 stages x 128 x 128 x 2: V
-    163840      80  barriers  10 mbarriers
-            164864  total     of 232448 per CTA
+    163840   32768  sO        128 x 128 x 2: O
+    196608      80  barriers  10 mbarriers
+            197632  total     of 232448 per CTA
 
 Timeline: a tile is one of queries, a step takes one tile of keys
     per CTA:
-       1  consumer 1  pass turn                                 the first turn is consumer 0's
+       1  consumer 1  pass turn                          the first turn is consumer 0's
     per tile:
-       2  warp 8      wait q_empty, load Q                      by TMA, when its place is free
-       3  consumers   wait q_full                               Q has landed
+       2  warp 8      wait q_empty, load Q               by TMA, when its place is free
+       3  consumers   wait q_full                        Q has landed
     per step:
-       4  warp 8      wait k_empty, load K                      by TMA, when a stage is free
-       5  warp 9      wait v_empty, load V                      by TMA, when a stage is free
-       6  consumers   wait k_full, wait turn, S = Q K^T         by wgmma
-       7  consumers   wait_group 0, arrive k_empty              S is complete, K has been read
-       8  consumers   pass turn                                 the softmax comes next
-       9  consumers   mask                                      boundary tiles only
-      10  consumers   softmax, round P                          P = 2^(S - max), in 16 bits; O and sums rescaled
-      11  consumers   wait v_full, O += P V                     by wgmma
-      12  consumers   wait_group 0, arrive v_empty              O is complete, V has been read
+       4  warp 8      wait k_empty, load K               by TMA, when a stage is free
+       5  warp 9      wait v_empty, load V               by TMA, when a stage is free
+       6  consumers   wait k_full, wait turn, S = Q K^T  by wgmma
+       7  consumers   wait_group 0, arrive k_empty       S is complete, K has been read
+       8  consumers   pass turn                          the softmax comes next
+       9  consumers   mask                               boundary tiles only
+      10  consumers   softmax, round P                   P = 2^(S - max), in 16 bits; O and sums rescaled
+      11  consumers   wait v_full, O += P V              by wgmma
+      12  consumers   wait_group 0, arrive v_empty       O is complete, V has been read
     at a tile's end:
-      13  consumers   arrive q_empty                            Q has been read
-      14  consumers   store LSE                                 from registers, if asked for
-      15  consumers   OUTPUT_BARRIER, gather O, OUTPUT_BARRIER  by stmatrix, in Q's place, when all have read Q
-      16  warp 0      store O, wait stores                      by TMA; shared memory must outlive its reads
-      17  all         next tile                                 there is none: a CTA has one tile
+      13  consumers   arrive q_empty                     Q has been read
+      14  consumers   store LSE                          from registers, if asked for
+      15  consumers   wait stores, gather O, store O     by stmatrix and TMA, each warp its own rows
+      16  all         next tile                          dealt out in turn
     at last:
-      18  consumer 0  wait turn                                 no arrival is left in the barrier
+      17  consumer 0  wait turn                          no arrival is left in the barrier
+      18  consumers   wait stores                        shared memory must outlive the stores' reads
 """
 
 import functools
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
@@ -90,13 +91,13 @@ TILE_M = 128  # query rows of a CTA at a time
 TILE_N = 128  # keys per step
 WGMMA_M, WGMMA_K = 64, 16  # rows and depth of one warpgroup product of 16-bit operands
 WARPGROUP_THREADS = 128
+WARP_ROWS = WGMMA_M // 4  # query rows of one warp
 CONSUMERS = TILE_M // WGMMA_M  # warpgroups that compute; each owns WGMMA_M query rows
 CONSUMER_WARPS = 4 * CONSUMERS
 THREADS = (CONSUMERS + 1) * WARPGROUP_THREADS  # the last warpgroup loads
 Q_K_PRODUCER_WARP, V_PRODUCER_WARP = CONSUMER_WARPS, CONSUMER_WARPS + 1
 # Registers per thread after setmaxnreg, which moves them from the producer's warps to the consumers'.
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 24, 240
-OUTPUT_BARRIER = 1  # named barrier of all consumers; number 0 is the CTA's own
 TURN_BARRIER = 2  # named barrier of consumer 0's turn, followed by those of the others
 TURN_THREADS = 2 * WARPGROUP_THREADS  # of a turn: one warpgroup passes it on, one takes it
 Q_STAGES = 1  # tiles of Q in flight or in use
@@ -120,6 +121,7 @@ class SharedStorage:
     sQ: cute.struct.Align[cute.struct.MemRange[DTYPE, Q_STAGES * TILE_M * HEAD_DIM], SMEM_ALIGN]
     sK: cute.struct.Align[cute.struct.MemRange[DTYPE, KV_STAGES * TILE_N * HEAD_DIM], SMEM_ALIGN]
     sV: cute.struct.Align[cute.struct.MemRange[DTYPE, KV_STAGES * TILE_N * HEAD_DIM], SMEM_ALIGN]
+    sO: cute.struct.Align[cute.struct.MemRange[DTYPE, TILE_M * HEAD_DIM], SMEM_ALIGN]
     q_barriers: cute.struct.MemRange[cutlass.Int64, 2 * Q_STAGES]  # full, then empty; the same below
     k_barriers: cute.struct.MemRange[cutlass.Int64, 2 * KV_STAGES]
     v_barriers: cute.struct.MemRange[cutlass.Int64, 2 * KV_STAGES]
@@ -132,7 +134,8 @@ def smem_layouts():
     sK_layout = cute.tile_to_shape(k_atom, (TILE_N, HEAD_DIM, KV_STAGES), (0, 1, 2))
     # MN-major: HEAD_DIM is the contiguous mode of the layout atom, as it is in global memory.
     sVt_layout = cute.tile_to_shape(v_atom, (HEAD_DIM, TILE_N, KV_STAGES), (1, 0, 2))
-    sO_layout = cute.tile_to_shape(q_atom, (TILE_M, HEAD_DIM, 1), (0, 1, 2))
+    # A slice for each warp, which fills and stores it without waiting for other warps.
+    sO_layout = cute.tile_to_shape(q_atom, (WARP_ROWS, HEAD_DIM, CONSUMER_WARPS), (0, 1, 2))
     return sQ_layout, sK_layout, sVt_layout, sO_layout
 
 
@@ -142,8 +145,8 @@ def smem_layouts():
 
 
 @cute.jit
-def launch(q, k, v, out, lse, scale: cutlass.Float32, stream):
-    """Describe the tensors to the TMA unit and start one CTA per tile of queries of each head."""
+def launch(q, k, v, out, lse, num_sms: cutlass.Int32, scale: cutlass.Float32, stream):
+    """Describe the tensors to the TMA unit and start one CTA per SM, or one per tile where those are fewer."""
     # torch's (batch, seq, heads, HEAD_DIM) seen with the tiled modes first.
     mQ = cute.make_tensor(q.iterator, cute.select(q.layout, mode=[1, 3, 2, 0]))  # (seq_q, HEAD_DIM, heads_q, batch)
     mO = cute.make_tensor(out.iterator, cute.select(out.layout, mode=[1, 3, 2, 0]))  # (seq_q, HEAD_DIM, heads_q, batch)
@@ -157,11 +160,11 @@ def launch(q, k, v, out, lse, scale: cutlass.Float32, stream):
     tma_K, mK = cpasync.make_tiled_tma_atom(tma_load, mK, layouts[1], (TILE_N, HEAD_DIM))
     tma_V, mVt = cpasync.make_tiled_tma_atom(tma_load, mVt, layouts[2], (HEAD_DIM, TILE_N))
     tma_store = cpasync.CopyBulkTensorTileS2GOp()
-    tma_O, mO = cpasync.make_tiled_tma_atom(tma_store, mO, layouts[3], (TILE_M, HEAD_DIM))
+    tma_O, mO = cpasync.make_tiled_tma_atom(tma_store, mO, layouts[3], (WARP_ROWS, HEAD_DIM))
     num_tiles = cute.ceil_div(cute.size(q, mode=[1]), TILE_M) * cute.size(mQ, mode=[2]) * cute.size(q, mode=[0])
-    attention_kernel(mQ, mK, mVt, mO, mLSE, tma_Q, tma_K, tma_V, tma_O, scale * LOG2_E).launch(
-        # One dimension, so that no product of heads and batch meets the 65,535 limit of the other two.
-        grid=(num_tiles, 1, 1),
+    num_ctas = cutlass.min(num_tiles, num_sms)
+    attention_kernel(mQ, mK, mVt, mO, mLSE, tma_Q, tma_K, tma_V, tma_O, scale * LOG2_E, num_tiles).launch(
+        grid=(num_ctas, 1, 1),
         block=(THREADS, 1, 1),
         min_blocks_per_mp=1,  # bounds the registers at launch; without a bound ptxas ignores setmaxnreg
         stream=stream,
@@ -174,8 +177,10 @@ def launch(q, k, v, out, lse, scale: cutlass.Float32, stream):
 
 
 @cute.kernel
-def attention_kernel(mQ, mK, mVt, mO, mLSE, tma_Q, tma_K, tma_V, tma_O, scale_log2: cutlass.Float32):
-    """One CTA: TILE_M rows of O."""
+def attention_kernel(
+    mQ, mK, mVt, mO, mLSE, tma_Q, tma_K, tma_V, tma_O, scale_log2: cutlass.Float32, num_tiles: cutlass.Int32
+):
+    """One CTA: tiles of TILE_M rows of O, one after the other. Its warps walk through them on their own."""
     tidx, _, _ = cute.arch.thread_idx()
     warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
     warpgroup_idx = cute.arch.make_warp_uniform(tidx // WARPGROUP_THREADS)
@@ -184,13 +189,13 @@ def attention_kernel(mQ, mK, mVt, mO, mLSE, tma_Q, tma_K, tma_V, tma_O, scale_lo
     sQ = storage.sQ.get_tensor(sQ_layout.outer, swizzle=sQ_layout.inner)  # (TILE_M, HEAD_DIM, Q_STAGES)
     sK = storage.sK.get_tensor(sK_layout.outer, swizzle=sK_layout.inner)  # (TILE_N, HEAD_DIM, KV_STAGES)
     sVt = storage.sV.get_tensor(sVt_layout.outer, swizzle=sVt_layout.inner)  # (HEAD_DIM, TILE_N, KV_STAGES)
-    sO = storage.sQ.get_tensor(sO_layout.outer, swizzle=sO_layout.inner)  # (TILE_M, HEAD_DIM, 1), where Q was
+    sO = storage.sO.get_tensor(sO_layout.outer, swizzle=sO_layout.inner)  # (WARP_ROWS, HEAD_DIM, CONSUMER_WARPS)
     q_ring = make_ring(storage.q_barriers, Q_STAGES, TILE_M * HEAD_DIM * 2)
     k_ring = make_ring(storage.k_barriers, KV_STAGES, TILE_N * HEAD_DIM * 2)
     v_ring = make_ring(storage.v_barriers, KV_STAGES, TILE_N * HEAD_DIM * 2)
     cute.arch.mbarrier_init_fence()  # the async proxy, too, must see the barriers initialized
     cute.arch.sync_threads()  # no thread may wait on a barrier before that
-    schedule = mQ, mK
+    schedule = mQ, mK, num_tiles
     work = first_work(schedule)  # which all roles begin with
     # Two roles, told apart by warpgroup, because setmaxnreg acts on whole warpgroups.
     if warpgroup_idx == CONSUMERS:
@@ -216,6 +221,7 @@ class Work:
     """A tile of queries, and its tiles of keys n_begin to n_end - 1, which are visited last one first."""
 
     valid: cutlass.Boolean  # False: nothing is left
+    number: cutlass.Int32  # of pieces of work that this CTA has had before
     m_block: cutlass.Int32
     head: cutlass.Int32
     head_kv: cutlass.Int32
@@ -230,26 +236,35 @@ class Work:
 
 @cute.jit
 def first_work(schedule) -> Work:
-    """The tile of this CTA."""
-    mQ, mK = schedule
+    """The tile with this CTA's number."""
+    return dealt_work(cutlass.Int32(0), schedule)
+
+
+@cute.jit
+def next_work(work: Work, schedule) -> Work:
+    """The next of this CTA's tiles: they are dealt out in turn."""
+    return dealt_work(work.number + 1, schedule)
+
+
+@cute.jit
+def dealt_work(number, schedule) -> Work:
+    """The tile that this CTA gets after `number` others."""
+    mQ, mK, num_tiles = schedule
+    num_ctas, _, _ = cute.arch.grid_dim()
     cta, _, _ = cute.arch.block_idx()
-    return work_on(tile_coordinates(cta, mQ, mK), mQ, mK)
+    tile = cta + number * num_ctas
+    return work_on(tile_coordinates(tile, mQ, mK), mQ, mK, number=number, valid=tile < num_tiles)
 
 
 @cute.jit
-def next_work(work: Work, _) -> Work:
-    """Nothing: each tile has a CTA of its own. The compiler turns the loops over work into straight code."""
-    return replace(work, valid=cutlass.Boolean(False))
-
-
-@cute.jit
-def work_on(coordinates, mQ, mK) -> Work:
+def work_on(coordinates, mQ, mK, number, valid) -> Work:
     """A tile of queries, and the tiles of keys of which its rows see any."""
     m_block, head, head_kv, batch = coordinates
     seq_q, seq_k = mQ.shape[0], mK.shape[0]
     n_begin, n_end, n_full_begin, n_full_end = kv_range(m_block * TILE_M, seq_q, seq_k)
     return Work(
-        valid=cutlass.Boolean(True),
+        valid=valid,
+        number=number,
         m_block=m_block,
         head=head,
         head_kv=head_kv,
@@ -397,6 +412,7 @@ def consume(smem, rings, mO, mLSE, tma_O, sO, scale_log2, work, schedule):
         work = next_work(work, schedule)
     if consumer == 0:
         wait_turn(consumer)  # no arrival is left in the barrier
+    cute.arch.cp_async_bulk_wait_group(0, read=True)  # shared memory must outlive the stores' reads
 
 
 @cute.jit
@@ -601,8 +617,7 @@ def store_tile(mO, mLSE, tma_O, sO, work, acc_O, row_max, row_sum, scale_log2):
     normalize_rows(acc_O, row_sum)
     store_lse(mLSE[None, work.head, work.batch], row_max, row_sum, scale_log2, work.m_block * TILE_M)
     gO = mO[None, None, work.head, work.batch]  # (seq_q, HEAD_DIM)
-    gO_tile = cute.local_tile(gO, (TILE_M, HEAD_DIM), (work.m_block, 0))  # (TILE_M, HEAD_DIM)
-    store_output(tma_O, sO[None, None, 0], gO_tile, acc_O)
+    store_output(tma_O, sO, gO, acc_O, work.m_block)
 
 
 @cute.jit
@@ -628,28 +643,29 @@ def store_lse(gLSE, row_max, row_sum, scale_log2, m_start):
 
 
 @cute.jit
-def store_output(tma_O, sO, gO, acc_O):
-    """Round O to 16 bits, gather the tile in shared memory, where Q was, and let the TMA unit write its valid rows."""
+def store_output(tma_O, sO, gO, acc_O, m_block):
+    """Round O to 16 bits; each warp gathers its rows in its slice of sO and has the TMA unit write the valid ones.
+
+    sO: (WARP_ROWS, HEAD_DIM, CONSUMER_WARPS), gO: (seq_q, HEAD_DIM).
+    """
     tidx, _, _ = cute.arch.thread_idx()
+    warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
     rO = cute.make_fragment_like(acc_O, DTYPE)
     rO.store(acc_O.load().to(DTYPE))
+    # The slices one below the other are the tile: ((WARP_ROWS, CONSUMER_WARPS), HEAD_DIM).
+    sO_tile = cute.make_tensor(sO.iterator, cute.group_modes(cute.select(sO.layout, mode=[0, 2, 1]), 0, 2))
     stmatrix = cute.make_copy_atom(warp.StMatrix8x8x16bOp(num_matrices=4), DTYPE)
     _, pv_mma = make_products()
     copy_O = cute.make_tiled_copy_C(stmatrix, pv_mma).get_slice(tidx)
-    # Consumers only: the producer's warps have left.
-    cute.arch.barrier(
-        barrier_id=OUTPUT_BARRIER, number_of_threads=CONSUMERS * WARPGROUP_THREADS
-    )  # every warp is done with Q
-    cute.copy(copy_O, copy_O.retile(rO), copy_O.partition_D(sO))
+    cute.arch.cp_async_bulk_wait_group(0, read=True)  # the store of the tile before has read the slice
+    cute.arch.sync_warp()  # a lane waits for its own copies only
+    cute.copy(copy_O, copy_O.retile(rO), copy_O.partition_D(sO_tile))
     cute.arch.fence_proxy("async.shared", space="cta")  # stmatrix wrote; TMA reads through the async proxy
-    cute.arch.barrier(
-        barrier_id=OUTPUT_BARRIER, number_of_threads=CONSUMERS * WARPGROUP_THREADS
-    )  # the tile is complete
-    if cute.arch.make_warp_uniform(cute.arch.warp_idx()) == 0:
-        tOsO, tOgO = partition_tma(tma_O, sO, gO)  # (TMA), (TMA)
-        cute.copy(tma_O, tOsO, tOgO)
-        cute.arch.cp_async_bulk_commit_group()
-        cute.arch.cp_async_bulk_wait_group(0, read=True)  # shared memory must outlive the store's reads
+    cute.arch.sync_warp()  # the slice is complete
+    gO_rows = cute.local_tile(gO, (WARP_ROWS, HEAD_DIM), (m_block * CONSUMER_WARPS + warp_idx, 0))
+    tOsO, tOgO = partition_tma(tma_O, sO, gO_rows)  # (TMA, CONSUMER_WARPS), (TMA)
+    cute.copy(tma_O, tOsO[None, warp_idx], tOgO)
+    cute.arch.cp_async_bulk_commit_group()
 
 
 # ======================================================================================================================
@@ -673,7 +689,7 @@ def compile_for_sm90a(options: str = "--enable-tvm-ffi"):
     qkv = fake(seq_q, heads_q, HEAD_DIM), fake(seq_k, heads_kv, HEAD_DIM), fake(seq_k, heads_kv, HEAD_DIM)
     lse_layout = (cute.sym_int(), cute.sym_int(), cute.sym_int()), (cute.sym_int64(), cute.sym_int64(), 1)
     lse = cute.runtime.make_fake_tensor(cutlass.Float32, *lse_layout, assumed_align=4)  # (1, 1, 0) when not asked for
-    others = fake(seq_q, heads_q, HEAD_DIM), lse, cutlass.Float32(1.0)
+    others = fake(seq_q, heads_q, HEAD_DIM), lse, cutlass.Int32(1), cutlass.Float32(1.0)
     stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream="--enable-tvm-ffi" in options)
     return cute.compile(launch, *qkv, *others, stream, options=f"--gpu-arch sm_90a {options}")
 
@@ -714,7 +730,7 @@ def attention(q, k, v, *, scale=None, out=None, return_lse=False):
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         raise ValueError("q, k or v requires grad; this kernel is forward only: call it under torch.no_grad()")
     gpu = q.get_device()
-    no_lse = unasked_lse(gpu)
+    num_sms, no_lse = launch_constants(gpu)
     lse = empty((batch, heads_q, seq_q), (heads_q * seq_q, seq_q, 1), torch.float32, gpu) if return_lse else no_lse
     if out is None:
         row = heads_q * HEAD_DIM
@@ -728,7 +744,7 @@ def attention(q, k, v, *, scale=None, out=None, return_lse=False):
         out.zero_()
         lse.fill_(-math.inf)
     else:
-        compile_for_sm90a()(q, k, v, out, lse, scale or 128**-0.5)
+        compile_for_sm90a()(q, k, v, out, lse, num_sms, scale or 128**-0.5)
     return (out, lse) if return_lse else out
 
 
@@ -739,11 +755,11 @@ def empty(shape, strides, dtype, gpu):
 
 
 @functools.cache
-def unasked_lse(gpu):
-    """An LSE for calls that ask for none, on a Hopper GPU (H100, H200, GH200)."""
+def launch_constants(gpu):
+    """SMs of a Hopper GPU (H100, H200, GH200), each of which gets one CTA, and an LSE for calls that ask for none."""
     if gpu < 0:
         raise ValueError("q is not on a GPU; it needs to be on a Hopper GPU")
     facts = torch.cuda.get_device_properties(gpu)
     if (facts.major, facts.minor) != (9, 0):
         raise ValueError(f"q is on a GPU of compute capability {facts.major}.{facts.minor}; it needs 9.0 (H100, H200)")
-    return torch.empty((1, 1, 0), dtype=torch.float32, device=gpu)
+    return facts.multi_processor_count, torch.empty((1, 1, 0), dtype=torch.float32, device=gpu)

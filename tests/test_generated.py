@@ -70,7 +70,9 @@ def asks_for_hopper(module: ModuleType) -> str:
 def of_any_gpu(module: ModuleType) -> Any:
     """What that function returns for a GPU of SMS SMs."""
     no_lse = torch.empty(1, 1, 0)
-    return {"launch_constants": (SMS, no_lse), "sm_count": SMS, "unasked_lse": no_lse, "check_gpu": None}[asks_for_hopper(module)]
+    return {"launch_constants": (SMS, no_lse), "sm_count": SMS, "unasked_lse": no_lse, "check_gpu": None}[
+        asks_for_hopper(module)
+    ]
 
 
 def tensor(batch: int = 2, seq: int = 5, heads: int = 4, dim: int = 64, dtype: Any = torch.bfloat16) -> Any:

@@ -738,25 +738,25 @@ def test_exp_before_wait() -> None:
 
 
 def test_output_dtype() -> None:
-    assert rules.output_dtype("bf16", "bf16") is None
-    assert rules.output_dtype("fp16", "fp32") is None
-    assert rules.output_dtype("bf16", "fp16") == Violation(
+    assert output.output_dtype("bf16", "bf16") is None
+    assert output.output_dtype("fp16", "fp32") is None
+    assert output.output_dtype("bf16", "fp16") == Violation(
         "o.dtype", "O in fp16 beside q, k and v in bf16 is not rendered; use bf16"
     )
 
 
 def test_float32_output() -> None:
-    assert rules.float32_output("dynamic", "direct", 128, 128) is None
+    assert output.float32_output("ping_pong", "direct", 128, 128) is None
     # 128 x 128 x 4 = 65536.
-    assert rules.float32_output("static", "own_buffer", 128, 128) == Violation(
+    assert output.float32_output("ping_pong", "own_buffer", 128, 128) == Violation(
         "outputs.o",
         "a tile of O in fp32 would take 128 x 128 x 4 = 65536 bytes of shared memory, and stmatrix, which fills it, "
         "stores 16-bit elements only; use direct",
     )
-    assert rules.float32_output("single_tile", "over_q", 128, 128) == Violation(
+    assert output.float32_output("cooperative", "over_q", 128, 128) == Violation(
         "o.dtype",
-        "O in fp32 goes straight from the registers, which is rendered with scheduler static, stream_k or dynamic "
-        "only, not single_tile; leave o.dtype out, or extend fwd_d128_fp32_out",
+        "O in fp32 goes straight from the registers, which is rendered with schedule warp_specialized or ping_pong "
+        "only, not cooperative; leave o.dtype out, or extend fwd_d128_fp32_out",
     )
 
 

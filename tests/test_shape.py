@@ -310,11 +310,11 @@ LONGEST = {"attention_kernel": 150}
 
 
 def test_many_arguments_have_names() -> None:
-    """Past four arguments a call names them, except where they are the operands of a kernel, a product or `compile`.
+    """Past four arguments a call names them, except where they are the operands of a kernel, a copy, a product or `compile`.
 
     Or where each has the name of its parameter, as what the roles of a specialised kernel are given.
     """
-    positional = {"attention_kernel", "cute.compile", "launch", "cute.gemm", "mask_scores", "mask_left_edge"}
+    positional = {"attention_kernel", "cute.compile", "launch", "cute.gemm", "mask_scores", "mask_left_edge", "load_kv"}
     positional |= {"softmax_step", "store_lse"}
     positional |= {
         "cpasync.tma_partition",
@@ -436,7 +436,7 @@ PING_PONG = r"TURN_|_turn\b|multiply in turn"
 OVERLAP = r"wait_group\(1\)|rescale_output|\bk_drain|\bv_drain|multiply\(|upcoming"
 SEQUENTIAL = r"kv_drain"
 SINGLE_TILE = r"unasked_lse|replace\("
-PERSISTENT = r"num_sms|num_ctas|launch_constants|sm_count|work\.number"
+PERSISTENT = r"num_sms|num_ctas|launch_constants|work\.number"
 DYNAMIC = r"\bcounter\b|TILE_SLOTS|tile_ring|draw|slot_after|KEYS_IN_L2|atomic"
 STATIC = r"dealt_work"
 STREAM_K = r"\b[pP]arts?\b|PART|STEPS_SAVED|num_whole|piece_of_work|[sS]tream-K|flags"

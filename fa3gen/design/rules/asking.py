@@ -83,10 +83,11 @@ def _schedule(spec: Spec) -> Iterable[Answer]:
 def _scheduler(spec: Spec) -> Iterable[Answer]:
     yield schedules.scheduler_schedule.ask(spec.scheduler, spec.schedule.kind)
     yield schedules.scheduler_mask.ask(spec.scheduler, spec.mask.kind)
-    yield output.scheduler_output.ask(spec.scheduler, spec.outputs.o, spec.schedule.kind)
     yield output.output_dtype.ask(spec.problem.dtype, spec.o_dtype)
     if spec.o_dtype == "fp32":
-        yield output.float32_output.ask(spec.outputs.o, spec.tile.q, spec.problem.v_dim)
+        yield output.float32_output.ask(spec.schedule.kind, spec.outputs.o, spec.tile.q, spec.problem.v_dim)
+    else:
+        yield output.scheduler_output.ask(spec.scheduler, spec.outputs.o, spec.schedule.kind)
     yield output.packed_slices.ask(spec.outputs.o, spec.tile.pack_heads)
     yield schedules.rescale_overlap.ask(spec.softmax.rescale_above, footprint.overlapped(spec))
     yield schedules.exp_before_wait.ask(spec.softmax.exp_before_wait, spec.tile.kv, footprint.overlapped(spec))

@@ -73,11 +73,17 @@ def output_dtype(dtype: str, o_dtype: str) -> Violation | None:
 
 
 @rule(kind=GENERATOR, topic="output")
-def float32_output(o: str, rows: int, columns: int) -> Violation | None:
+def float32_output(kind: str, o: str, rows: int, columns: int) -> Violation | None:
     """O in float32 goes straight from the registers. PTX ISA, "stmatrix": 8 x 8 matrices of 16 bits.
 
     `rows` and `columns` are those of a tile of O.
     """
+    if kind == "cooperative":
+        return Violation(
+            "o.dtype",
+            "O in fp32 goes straight from the registers, which is rendered with schedule warp_specialized or ping_pong "
+            "only, not cooperative; leave o.dtype out, or extend fwd_d128_fp32_out",
+        )
     if o == "direct":
         return None
     return Violation(
