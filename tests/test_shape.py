@@ -53,7 +53,7 @@ def loads(node: ast.AST) -> Counter[str]:
 
 
 def test_size() -> None:
-    """300 to 700 lines, to read in one sitting; 260 more for roles, work and the whole timeline of a specialised kernel."""
+    """300 to 700 lines, to read in one sitting; 260 more for the roles, work and timeline of a specialised kernel."""
     lines = {stem: len(source(stem).splitlines()) for stem in STEMS}
     most = {stem: 960 if plans()[stem].schedule.specialized else 700 for stem in STEMS}
     assert {stem: n for stem, n in lines.items() if not 300 <= n <= most[stem]} == {}
@@ -310,7 +310,7 @@ LONGEST = {"attention_kernel": 150}
 
 
 def test_many_arguments_have_names() -> None:
-    """Past four arguments a call names them, except where they are the operands of a kernel, a copy, a product or `compile`.
+    """Past four arguments a call names them, except for the operands of a kernel, a copy, a product or `compile`.
 
     Or where each has the name of its parameter, as what the roles of a specialised kernel are given.
     """
