@@ -210,7 +210,7 @@ def test_golden_files_have_knobs() -> None:
         ("k3_1_d64", {"load": {"kv_stages": 5}}, "k3_3_d64"),
         (
             "k5_d64",
-            {"schedule": {"kind": "ping_pong", "overlap": True}, "softmax": {"exp_before_wait": 10}},
+            {"schedule": {"kind": "ping_pong", "overlap": True}, "softmax": {"exp_before_wait": 14}},
             "k6_d64",
         ),
         (
