@@ -273,8 +273,7 @@ def piece_of_work(number, schedule) -> Work:
         tile = num_whole + place
         n_end = cutlass.min(end - place * n_blocks, n_blocks)
         n_begin = cutlass.min(cutlass.max(first - place * n_blocks, 0), n_end)
-    # Through shuffles, into ordinary registers: the descriptors of the products need the uniform ones, which are few.
-    m_block, head, head_kv, batch = (cute.arch.make_warp_uniform(x) for x in tile_coordinates(tile, mQ, mK))
+    m_block, head, head_kv, batch = tile_coordinates(tile, mQ, mK)
     return Work(
         valid=n_begin < n_end,
         number=number,

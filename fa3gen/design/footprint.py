@@ -89,6 +89,15 @@ def passes_coordinates(spec: Spec) -> bool:
     return spec.scheduler == "dynamic" and spec.outputs.o != "direct"
 
 
+def shuffles_coordinates(spec: Spec) -> bool:
+    """Whether a warp of a stream_k kernel takes the coordinates of its tile through shuffles, into ordinary registers.
+
+    In uniform registers, of which there are few, they make ptxas 12.9 spill at head dims 96 and 256. Two consumers
+    that find the next Q waiting (head dim 128) do not spill, and shuffles cost them 3 % (docs/performance.md).
+    """
+    return splits_tail(spec) and not (flattened(spec) and spec.tile.warpgroups == 2)
+
+
 def part_shape(spec: Spec) -> tuple[int, int, int]:
     """What a CTA leaves of a tile that it does not complete: 16-byte vectors of a thread, threads, float32 in a vector.
 

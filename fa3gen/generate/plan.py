@@ -147,13 +147,14 @@ class SchedulerPlan:
     `longest_first`: of each head the tiles that see the most keys come first. stream_k deals out the last wave by tiles
     of keys, in at most `parts` parts of a tile of queries, where that saves at least `steps_saved` of them. dynamic
     draws tiles `slots` ahead, those of as many heads at a time as have K and V in `l2_bytes`; the other warps are told
-    where a tile lies (`passes_coordinates`) or its number.
+    where a tile lies (`passes_coordinates`) or its number. `shuffles_coordinates`: see `footprint`.
     """
 
     kind: Scheduler
     persistent: bool
     longest_first: bool
     passes_coordinates: bool
+    shuffles_coordinates: bool
     parts: int = tile_order.PARTS
     steps_saved: int = tile_order.STEPS_SAVED
     slots: int = footprint.TILE_SLOTS
@@ -349,7 +350,10 @@ def _mask(spec: Spec) -> MaskPlan:
 def _scheduler(spec: Spec) -> SchedulerPlan:
     # Where a CTA takes many tiles, the dynamic scheduler has an order of its own.
     longest_first = isinstance(spec.mask, CausalMask) and not footprint.persistent(spec)
-    return SchedulerPlan(spec.scheduler, footprint.persistent(spec), longest_first, footprint.passes_coordinates(spec))
+    shuffles = footprint.shuffles_coordinates(spec)
+    return SchedulerPlan(
+        spec.scheduler, footprint.persistent(spec), longest_first, footprint.passes_coordinates(spec), shuffles
+    )
 
 
 def _arguments(spec: Spec) -> ArgumentsPlan:
