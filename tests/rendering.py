@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import math
 import shutil
 from collections.abc import Callable
 from functools import cache
@@ -92,3 +93,8 @@ def constants(module: ast.Module) -> dict[str, int]:
         if all(name.id in values for name in ast.walk(node.value) if isinstance(name, ast.Name)):
             exec(compile(ast.Module([node], []), "<constants>", "exec"), {"__builtins__": {}}, values)
     return values
+
+
+def extent(mode: int | tuple[int, ...]) -> int:
+    """How many elements a mode of a layout has, `cute.size` of it: packed heads make a mode of two."""
+    return mode if isinstance(mode, int) else math.prod(mode)

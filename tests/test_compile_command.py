@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import getpass
 import json
 import os
 import shutil
@@ -213,7 +214,8 @@ def test_an_interrupt_ends_all_at_once(workspace: Path, marks: Path, tmp_path: P
     printed, _ = process.communicate(timeout=20)
     assert (process.returncode, printed) == (130, "")
     assert len(list(marks.iterdir())) == 2  # the other two were never begun
-    assert list(scratch.iterdir()) == []
+    # The DSL makes a directory named after the user wherever it is imported, and leaves it.
+    assert [path for path in scratch.iterdir() if path.name != getpass.getuser() or list(path.rglob("*.py"))] == []
     while any(runs(int(mark.name)) for mark in marks.iterdir()):
         assert time.monotonic() - started < 60
         time.sleep(0.02)

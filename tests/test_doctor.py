@@ -243,7 +243,12 @@ def test_broken_cutlass_is_reported_by_the_trial(tmp_path: Path, monkeypatch: py
     (tmp_path / "cutlass" / "__init__.py").write_text("raise ImportError('GLIBC_2.38 not found')\n")
     # A directory named in a .pth file comes after PYTHONPATH, so the impostor wins unless the DSL puts itself first.
     monkeypatch.setattr(doctor, "_KERNEL", tmp_path / "kernel.py")
-    (tmp_path / "kernel.py").write_text(f"import sys\nsys.path.insert(0, {str(tmp_path)!r})\nimport cutlass\n")
+    (tmp_path / "kernel.py").write_text(
+        "import sys\n"
+        "for name in [name for name in sys.modules if name.partition('.')[0] == 'cutlass']:\n"
+        "    del sys.modules[name]  # the worker has imported the real one\n"
+        f"sys.path.insert(0, {str(tmp_path)!r})\nimport cutlass\n"
+    )
     trial = doctor.try_compiling()
     assert "ImportError: GLIBC_2.38 not found" in trial.error
 

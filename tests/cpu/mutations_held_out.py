@@ -253,13 +253,13 @@ def _sources() -> list[SourceMutation]:
     """Facts changed in the Python source of a module, which the DSL then compiles."""
     return [
         SourceMutation(
-            "K refilled into the stage that is read next",
+            "the ring refilled with the state of its readers",
             "k4_2_d64",
             "stage",
-            "tKgK[None, n_next], tKsK[None, fill.index]",
-            "tKgK[None, n_next], tKsK[None, drain.index]",
-            "drain has advanced: its stage holds, or waits for, the next tile",
-            frozenset(RACING),
+            "v_ring, fill, n_block - KV_STAGES)",
+            "v_ring, drain, n_block - KV_STAGES)",
+            "drain has the readers' phase: to wait for an empty stage with it is to wait for the stage to be filled",
+            frozenset({Kind.DEADLOCK}),
         ),
         SourceMutation(
             "ring counts half of the consumer warps",

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from hosting import RecordedProgram, module, outputs
-from rendering import plans, source, tree, variants
+from rendering import extent, plans, source, tree, variants
 
 from fa3gen.cpu.kernel import Settings
 from fa3gen.cpu.schedule import FAST, schedules
@@ -109,8 +109,8 @@ def tile_coordinates(stem: str, keys_in_l2: int | None) -> Any:
         argument.annotation = None
     names = {
         "cutlass": SimpleNamespace(min=min, max=max),
-        "cute": SimpleNamespace(ceil_div=lambda a, b: -(-a // b)),
-        plans()[stem].tile.positions: positions(variants()[stem].spec),
+        "cute": SimpleNamespace(ceil_div=lambda a, b: -(-a // b), size=lambda x, mode: extent(x.shape[mode[0]])),
+        "TILE_M": variants()[stem].spec.tile.q,
         "KEYS_IN_L2": keys_in_l2,
     }
     exec(compile(ast.Module([function], []), stem, "exec"), names)
