@@ -17,6 +17,7 @@ from fa3gen.design.footprint import tma_boxes
 from fa3gen.generate.expected import SassExpectation
 from fa3gen.generate.plan import MaskPlan, Plan, SchedulerPlan, SoftmaxPlan, make_plan
 from fa3gen.generate.render import render_variant
+from fa3gen.spec.model import Scheduler
 from fa3gen.spec.specfile import Variant
 
 BYTES = {"DTYPE": 2, "cutlass.Float32": 4, "cutlass.Int32": 4, "cutlass.Int64": 8}
@@ -298,18 +299,23 @@ def test_sections(stem: str, sections: str) -> None:
 def test_scheduler_softmax_and_output() -> None:
     """What the sections ask: who hands out tiles, whether O is rescaled now and then, where it is stored."""
     scheduler = {stem: plan(stem).scheduler for stem in STEMS}
-    assert scheduler["k6_d128"] == SchedulerPlan(
-        "single_tile", persistent=False, longest_first=False, passes_coordinates=False
-    )
-    assert scheduler["fwd_d128_static"] == SchedulerPlan(
-        "static", persistent=True, longest_first=False, passes_coordinates=False
-    )
-    assert scheduler["fwd_d128"] == SchedulerPlan(
-        "stream_k", persistent=True, longest_first=False, passes_coordinates=False
-    )
-    assert scheduler["fwd_d128_causal"] == SchedulerPlan(
-        "dynamic", persistent=True, longest_first=False, passes_coordinates=True
-    )
+    told: dict[str, Scheduler] = {
+        "k6_d128": "single_tile",
+        "fwd_d128_static": "static",
+        "fwd_d128": "stream_k",
+        "fwd_d128_causal": "dynamic",
+    }
+    for stem, kind in told.items():
+        assert scheduler[stem] == SchedulerPlan(
+            kind,
+            persistent=kind != "single_tile",
+            longest_first=False,
+            passes_coordinates=kind == "dynamic",
+            shuffles_coordinates=False,
+        )
+    assert {stem for stem in STEMS if scheduler[stem].shuffles_coordinates} == {
+        stem for stem in STEMS if scheduler[stem].kind == "stream_k" and plan(stem).spec.problem.head_dim != 128
+    }
     # With a tile to a CTA the last rows come first where they see the most keys; tiles that are drawn have their order.
     assert [stem for stem in STEMS if scheduler[stem].longest_first] == [
         stem for stem in STEMS if plan(stem).mask.kind == "causal" and not scheduler[stem].persistent
