@@ -6,7 +6,6 @@ Nothing that may be missing or broken is imported here: packages and the driver 
 
 from __future__ import annotations
 
-import hashlib
 import json
 import platform
 import subprocess
@@ -17,6 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from fa3gen.base import files
 from fa3gen.base.errors import UserError
 from fa3gen.compile import toolchain
 from fa3gen.run.gpu import HOPPER
@@ -424,7 +424,7 @@ def _verified_with(record: Path, module: Path) -> str | None:
         return None
     if not isinstance(content, dict) or content.get("passed") is not True:
         return None
-    if content.get("source_sha256") != hashlib.sha256(module.read_bytes()).hexdigest():
+    if content.get("source_sha256") != files.sha256(module):
         return None
     dsl = content.get("dsl")
     return dsl if isinstance(dsl, str) and dsl else None
