@@ -156,11 +156,6 @@ class Operation:
         """What a launch needs beside its tensors."""
         return tuple(argument for argument in self.arguments if isinstance(argument, Scratch))
 
-    @property
-    def scalars(self) -> tuple[Scalar, ...]:
-        """The numbers."""
-        return tuple(argument for argument in self.arguments if isinstance(argument, Scalar))
-
     def tensor(self, name: str) -> Tensor:
         """The tensor of this name; KeyError where there is none."""
         return {tensor.name: tensor for tensor in self.tensors}[name]
@@ -168,9 +163,12 @@ class Operation:
     def bytes(self, shape: Shape) -> int:
         """Bytes of all tensors, each once, and of scratch as often as it goes to or comes from memory."""
         moved = sum(tensor.bytes(shape) for tensor in self.tensors)
-        return moved + sum(
-            each.passes * math.prod(each.sizes(shape, 0)) * each.dtype.bytes for each in self.scratch if each.passes
-        )
+        return moved + sum(each.passes * math.prod(each.sizes(shape, 0)) * each.dtype.bytes for each in self.scratch)
+
+    def bytes_made(self, shape: Shape) -> int:
+        """Bytes of the scratch that every launch takes anew."""
+        made = [each for each in self.scratch if not each.kept]
+        return sum(math.prod(each.sizes(shape, 0)) * each.dtype.bytes for each in made)
 
 
 def _sizes(dims: tuple[Extent, ...], given: Mapping[str, int]) -> tuple[int, ...]:

@@ -14,6 +14,7 @@ from pathlib import PurePath
 from typing import NamedTuple
 
 from fa3gen.design import footprint
+from fa3gen.design.family import Family
 from fa3gen.design.footprint import Region
 from fa3gen.design.schedule import PLACES, Place, Role, Schedule, Step, schedule_of
 from fa3gen.design.schedule.model import Kind
@@ -86,10 +87,9 @@ class Description:
 def describe(spec: Spec, summary: str) -> Description:
     """Describe one module in words; `summary` is that of its spec."""
     dtype = spec.element.long_name
-    mask = {"none": "no mask", "causal": "causal", "window": "sliding window"}[spec.mask.kind]
     schedule = schedule_of(spec)
     return Description(
-        title=f"{summary.rstrip('.')} ({_head_dims(spec)}, {dtype}, {mask}).",
+        title=f"{summary.rstrip('.')} (head dim {Family.of(spec).dims}, {dtype}, {mask_phrase(spec)}).",
         mask=_mask_sentence(spec),
         decisions=tuple(_decisions(spec)),
         threads=tuple(_roles(spec, schedule) if footprint.specialized(spec) else _threads(spec)),
@@ -118,9 +118,9 @@ def make_header(spec: Spec, *, summary: str, source: PurePath) -> Header:
     )
 
 
-def _head_dims(spec: Spec) -> str:
-    d, v_dim = spec.problem.head_dim, spec.problem.v_dim
-    return f"head dim {d}" if d == v_dim else f"head dim {d}/{v_dim}"
+def mask_phrase(spec: Spec) -> str:
+    """The mask in a few words; a window's reach stands in the constants."""
+    return {"none": "no mask", "causal": "causal", "window": "sliding window"}[spec.mask.kind]
 
 
 def timeline(steps: Sequence[StepRow]) -> tuple[str, ...]:

@@ -474,7 +474,6 @@ def _imports(spec: Spec) -> ImportsPlan:
 
 
 def _entry(spec: Spec) -> EntryPlan:
-    phrase = {"none": "no mask", "causal": "causal", "window": "sliding window"}[spec.mask.kind]
     like = "like q"
     if spec.problem.v_dim != spec.problem.head_dim:
         like = f"(batch, seq_q, heads_q, {spec.problem.v_dim})"
@@ -487,7 +486,7 @@ def _entry(spec: Spec) -> EntryPlan:
     return EntryPlan(
         stand_ins=tuple(argument for argument in arguments if argument.name not in ("q", "k", "v", "out")),
         given=tuple(argument.name for argument in arguments if argument.name not in (*kept, "scale")),
-        mask_phrase=phrase,
+        mask_phrase=header.mask_phrase(spec),
         output_phrase=like,
         heads_phrase=heads,
     )
