@@ -19,6 +19,7 @@ from fa3gen.design.footprint import Region
 from fa3gen.design.schedule import PLACES, Place, Role, Schedule, Step, schedule_of
 from fa3gen.design.schedule.model import Kind
 from fa3gen.hardware import hopper
+from fa3gen.hardware.dtypes import Dtype
 from fa3gen.spec.model import (
     CausalMask,
     CpAsyncLoad,
@@ -169,10 +170,10 @@ def _decisions(spec: Spec) -> list[tuple[str, str]]:
         rows.append(("schedule", _schedule_sentence(spec)))
     assert spec.smem is not None
     rows.append(("layouts", f"swizzle Q {spec.smem.q}, K {spec.smem.k}, V {spec.smem.v}{_p_swizzle(spec)}"))
-    rows.append(("S = Q K^T", _product_sentence(spec.qk, spec.tile.kv, spec.problem.head_dim, "Q", "K")))
+    rows.append(("S = Q K^T", _product_sentence(spec.qk, spec.element, spec.tile.kv, spec.problem.head_dim, "Q", "K")))
     rows.append(("softmax", _softmax_sentence(spec)))
     rows.append(("P", _handoff_sentence(spec)))
-    rows.append(("O = P V", _product_sentence(spec.pv, spec.problem.v_dim, spec.tile.kv, "P", "V")))
+    rows.append(("O = P V", _product_sentence(spec.pv, spec.element, spec.problem.v_dim, spec.tile.kv, "P", "V")))
     rows.append(("kv order", _order_sentence(spec)))
     rows.append(("output", _output_sentence(spec)))
     if footprint.persistent(spec):
@@ -215,14 +216,14 @@ def _p_swizzle(spec: Spec) -> str:
     return f", P {spec.handoff.swizzle}" if isinstance(spec.handoff, SmemHandoff) else ""
 
 
-def _product_sentence(product: object, n: int, k: int, a: str, b: str) -> str:
+def _product_sentence(product: object, element: Dtype, n: int, k: int, a: str, b: str) -> str:
     if not isinstance(product, WgmmaProduct):
         return f"scalar f32 multiply-adds, {a} and {b} read from shared memory"
-    steps = k // hopper.WGMMA_K_16BIT
+    steps = k // element.wgmma_k
     source = "registers" if product.a.source == "registers" else "shared memory"
     return (
-        f"{steps} wgmma m64n{n}k16 per warpgroup; A = {a} from {source}, {product.a.major.upper()}-major; "
-        f"B = {b}, {product.b.major.upper()}-major"
+        f"{steps} wgmma m64n{n}k{element.wgmma_k} per warpgroup; "
+        f"A = {a} from {source}, {product.a.major.upper()}-major; B = {b}, {product.b.major.upper()}-major"
     )
 
 

@@ -100,7 +100,7 @@ def module_competitor(name: str, spec: Spec, load: Callable[[], Any]) -> Competi
     def prepare(cell: Cell) -> Attend:
         if spec.tile.pack_heads > 1:
             raise Unavailable(f"packs {spec.tile.pack_heads} query heads of one kv head; the grid has no such groups")
-        attend: Attend = load().attention
+        attend: Attend = operation_of(spec).entry_of(load())
         return attend
 
     def scratch(cell: Cell) -> int:

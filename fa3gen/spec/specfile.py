@@ -24,7 +24,7 @@ from pydantic import ValidationError
 
 from fa3gen.base.errors import Problem, SpecError
 from fa3gen.spec.complaints import FILE_KEYS, UNIONS, described, explain, nearest
-from fa3gen.spec.model import OPERATIONS, Spec
+from fa3gen.spec.model import DEFAULT_OPERATION, OPERATIONS, Spec
 from fa3gen.spec.yamltree import Node, merge, override, read
 
 MAX_VARIANTS = 256
@@ -410,12 +410,13 @@ class _Loader:
 
 def _check(fields: Node, judge: Judge) -> tuple[Spec | None, list[Problem]]:
     asked = fields.mapping.get("operation")
-    if asked is not None and (not isinstance(asked.value, str) or asked.value not in OPERATIONS):
+    name = DEFAULT_OPERATION if asked is None else asked.value
+    if asked is not None and (not isinstance(name, str) or name not in OPERATIONS):
         # Nothing else that is wrong matters before it is known what the fields are to be.
         there = f"there is {' and '.join(OPERATIONS)} so far"
         return None, [_placed(fields, ("operation",), f"{described(asked.plain())} is no operation; {there}")]
     try:
-        spec = Spec.model_validate(fields.plain())
+        spec = OPERATIONS[str(name)].model_validate(fields.plain())
     except ValidationError as error:
         return None, [_placed(fields, *explain(entry)) for entry in error.errors(include_url=False)]
     return spec, [_placed(fields, tuple(field.split(".")), message) for field, message in judge(spec)]

@@ -24,15 +24,16 @@ from __future__ import annotations
 import math
 import re
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
+from fa3gen.design.family import Shape
 from fa3gen.design.masks import reach
 from fa3gen.design.operation import operation_of
-from fa3gen.spec.model import GlobalHandoff, Spec
+from fa3gen.spec.model import Spec
 from fa3gen.verify import inputs, reference
 from fa3gen.verify.inputs import Case, Inputs
 from fa3gen.verify.reference import Attention
@@ -237,15 +238,14 @@ def wrote_outside(made: Inputs) -> tuple[str, ...]:
     return () if untouched else ("wrote outside `out`, along the sequence",)
 
 
-def copies(made: Inputs) -> list[torch.Tensor]:
-    """Copies of q, k and v, to compare with after a run."""
-    return [tensor.clone() for tensor in (made.q, made.k, made.v)]
+def copies(made: Inputs) -> dict[str, torch.Tensor]:
+    """Copies of the inputs, to compare with after a run."""
+    return {name: tensor.clone() for name, tensor in made.given.items()}
 
 
-def changed_inputs(made: Inputs, before: Sequence[torch.Tensor]) -> tuple[str, ...]:
-    """What is wrong with q, k and v that are not what they were, see `copies`."""
-    now = zip("qkv", (made.q, made.k, made.v), before, strict=True)
-    return tuple(f"changed its input {name}" for name, tensor, copy in now if not same_bits(tensor, copy))
+def changed_inputs(made: Inputs, before: Mapping[str, torch.Tensor]) -> tuple[str, ...]:
+    """What is wrong with inputs that are not what they were, see `copies`."""
+    return tuple(f"changed its input {name}" for name, now in made.given.items() if not same_bits(now, before[name]))
 
 
 class Runner:
@@ -257,8 +257,13 @@ class Runner:
     def __init__(self, module: Any, spec: Spec, device: torch.device, seed: int) -> None:
         """`seed` decides all inputs."""
         self.module, self.spec, self.device, self.seed = module, spec, device, seed
-        operation = operation_of(spec)
-        self.dtype, self.out_dtype = (operation.tensor(name).dtype.in_torch() for name in ("q", "out"))
+        self.operation = operation_of(spec)
+        self.dtype, self.out_dtype = (self.operation.tensor(name).dtype.in_torch() for name in ("q", "out"))
+
+    @property
+    def entry(self) -> Callable[..., Any]:
+        """The module's entry point."""
+        return self.operation.entry_of(self.module)
 
     # -- cases
 
@@ -345,12 +350,12 @@ class Runner:
     def _call(self, made: Inputs, *, scale: float | None = None) -> Attention:
         """Call with `out` given; without an LSE output the result's LSE is empty."""
         if self.spec.outputs.lse:
-            returned = self.module.attention(made.q, made.k, made.v, scale=scale, out=made.out, return_lse=True)
+            returned = self.entry(made.q, made.k, made.v, scale=scale, out=made.out, return_lse=True)
             if not (isinstance(returned, tuple) and len(returned) == 2):
                 raise TypeError(f"return_lse=True should return (O, LSE), not {type(returned).__name__}")
             out, lse = returned
         else:
-            out = self.module.attention(made.q, made.k, made.v, scale=scale, out=made.out)
+            out = self.entry(made.q, made.k, made.v, scale=scale, out=made.out)
             lse = torch.empty(0, device=self.device)
         if out.data_ptr() != made.out.data_ptr() or out.shape != made.out.shape:
             raise ValueError("the tensor returned is not the `out` that was given")
@@ -403,7 +408,7 @@ class Runner:
 
     def _allocates_out(self) -> str:
         made = self._smallest()
-        out = self.module.attention(made.q, made.k, made.v)
+        out = self.entry(made.q, made.k, made.v)
         if not isinstance(out, torch.Tensor):
             return f"without return_lse it should return one tensor, not {type(out).__name__}"
         if (out.shape, out.dtype, out.device) != (made.out.shape, self.out_dtype, made.q.device):
@@ -416,7 +421,7 @@ class Runner:
     def _empty_batch(self) -> str:
         made = self._small()
         asked = {"return_lse": True} if self.spec.outputs.lse else {}
-        returned = self.module.attention(made.q[:0], made.k[:0], made.v[:0], **asked)
+        returned = self.entry(made.q[:0], made.k[:0], made.v[:0], **asked)
         out, lse = returned if self.spec.outputs.lse else (returned, None)
         if out.shape != made.out[:0].shape or out.dtype != self.out_dtype:
             return f"O is {tuple(out.shape)} {out.dtype} instead of {tuple(made.out[:0].shape)} {self.out_dtype}"
@@ -458,7 +463,7 @@ class Runner:
     def _accepts(self, what: str, name: str, arguments: dict[str, Any]) -> str:
         """Return what is wrong with how the module takes a bad argument."""
         try:
-            self.module.attention(**arguments)
+            self.entry(**arguments)
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
         except self.fatal:
@@ -481,21 +486,21 @@ class Runner:
         with torch.cuda.stream(side):
             torch.cuda._sleep(40_000_000)  # type: ignore[no-untyped-call]  # cycles: about 20 ms
             late.copy_(made.q)
-            self.module.attention(late, made.k, made.v, out=made.out)
+            self.entry(late, made.k, made.v, out=made.out)
             copy = made.out.clone()
         side.synchronize()
         return self._wrong_o(made, copy)
 
     def _allocates_only_outputs(self) -> str:
-        """Watch the allocator during a call that is given `out`: nothing more than scores of k1 may be taken."""
+        """Watch the allocator during a call that is given `out`: nothing more than its scratch may be taken."""
         made = self._small()
-        batch, seq_q, heads, _ = made.q.shape
-        scores = 4 * batch * heads * seq_q * made.k.shape[1] if isinstance(self.spec.handoff, GlobalHandoff) else 0
-        allowed = scores + 1024  # the allocator rounds up to 512 bytes
+        (batch, seq_q, heads_q, _), (_, seq_k, heads_kv, _) = made.q.shape, made.k.shape
+        made_anew = self.operation.bytes_made(Shape(batch, seq_q, seq_k, heads_q, heads_kv))
+        allowed = made_anew + 1024  # the allocator rounds up to 512 bytes
         torch.cuda.synchronize(self.device)
         before = torch.cuda.memory_allocated(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
-        self.module.attention(made.q, made.k, made.v, out=made.out)
+        self.entry(made.q, made.k, made.v, out=made.out)
         torch.cuda.synchronize(self.device)
         taken = torch.cuda.max_memory_allocated(self.device) - before
         return f"took {taken} bytes of device memory; {allowed} are allowed" if taken > allowed else ""

@@ -73,7 +73,7 @@ def _all_warps(spec: Spec) -> Role:
 
 def _tile_bytes(spec: Spec) -> tuple[int, int, int]:
     """Of a tile of Q, of K and of V."""
-    row, v_row = (d * hopper.BYTES_16BIT for d in (spec.problem.head_dim, spec.problem.v_dim))
+    row, v_row = (d * spec.element.bytes for d in (spec.problem.head_dim, spec.problem.v_dim))
     return spec.tile.q * row, spec.tile.kv * row, spec.tile.kv * v_row
 
 
