@@ -9,6 +9,9 @@ The text of the document is written by hand. Everything between two comments, `<
     compiled STEM STEM         what the compiler made of two modules, from the evidence records
     picture STEM: OPTION ...   the pipeline simulator's picture of a module, with options of the command if need be
     stages STEM                what it predicts for 1 to 6 stages
+    swizzle STEM: TILE         the report's pictures of eight rows of a tile, without a swizzle and as they are laid out
+    fragment STEM: KEY         the report's picture of who holds what of a fragment (`accumulator`, `operand`)
+    exercise COMMAND           what the CPU model says of a module with the edit that the diff above the block shows
     ladder                     all rungs, as in the README
 
 Single numbers in the text stand between `<!-- = ratio k3_2 k3_3 128 full 16384 -->` and `<!-- = -->`.
@@ -25,17 +28,21 @@ import re
 import sys
 import tempfile
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 
 from fa3gen.base import markdown
 from fa3gen.base.files import write_text
 from fa3gen.cli import main as fa3gen
+from fa3gen.compile import compiler
+from fa3gen.compile.cache import CACHE_DIR_VARIABLE
 from fa3gen.design.workspace import Workspace
 from fa3gen.inspect import pages
+from fa3gen.inspect.report import fragments, pictures, swizzles
 from fa3gen.records import evidence
 from fa3gen.records.evidence import Record
+from fa3gen.spec.model import Spec
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENT = ROOT / "docs" / "ladder.md"
@@ -44,6 +51,7 @@ COMMAND = "python tests/make_ladder.py"
 BLOCK = re.compile(r"(<!-- (\w+)(?: ([^>]*?))? -->\n)(.*?)(<!-- end -->\n)", re.DOTALL)
 CUT = "[...]"
 TILES = "6"  # of keys in a picture
+EDIT = re.compile(r"^```diff\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 NUMBER = re.compile(r"(<!-- = ([^>]+?) -->)(.*?)(<!-- = -->)")
 COLUMNS = tuple((d, mask) for d in (64, 128) for mask in ("full", "causal"))
 
@@ -56,19 +64,25 @@ class LadderError(Exception):
 
 def filled(document: str) -> str:
     """The document with every block written anew."""
-    blocks = BLOCK.sub(lambda found: found[1] + block(found[2], found[3] or "") + found[5], document)
+    with compiler.preloaded():  # for the exercises, each of which compiles a module
+        blocks = BLOCK.sub(
+            lambda found: found[1] + block(found[2], found[3] or "", document[: found.start()]) + found[5], document
+        )
     return NUMBER.sub(lambda found: found[1] + number(found[2]) + found[4], blocks)
 
 
-def block(kind: str, arguments: str) -> str:
-    """The text of one block, line end included."""
-    writers = {
+def block(kind: str, arguments: str, before: str) -> str:
+    """The text of one block, line end included; `before` is the document up to it."""
+    writers: dict[str, Callable[[str], str]] = {
         "diff": diff,
         "source": source,
         "measured": measured,
         "compiled": compiled,
         "picture": picture,
         "stages": stages,
+        "swizzle": swizzle,
+        "fragment": fragment,
+        "exercise": lambda command: exercise(command, before),
         "ladder": lambda _: pages.ladder_table(WORKSPACE),
     }
     try:
@@ -100,22 +114,29 @@ def diff(arguments: str) -> str:
     return fenced("text", "\n".join(lines))
 
 
-def output_of(command: list[str]) -> str:
-    """What a command of fa3gen prints into a pipe, in the checkout."""
+def output_of(command: list[str], folder: Path = ROOT) -> str:
+    """What a command of fa3gen prints into a pipe, in the checkout or in another folder."""
     captured = io.StringIO()
-    kept = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "FORCE_COLOR")}
-    saved = dict(os.environ)
-    try:
-        os.environ.clear()
-        os.environ.update(kept)
-        with contextlib.chdir(ROOT), contextlib.redirect_stdout(captured):
-            code = fa3gen(command)
-    finally:
-        os.environ.clear()
-        os.environ.update(saved)
+    piped = environment({"COLUMNS": None, "FORCE_COLOR": None})
+    with piped, contextlib.chdir(folder), contextlib.redirect_stdout(captured):
+        code = fa3gen(command)
     if code not in (0, 1):
         raise ValueError(f"`fa3gen {' '.join(command)}` exits with {code}")
     return captured.getvalue()
+
+
+@contextlib.contextmanager
+def environment(changes: dict[str, str | None]) -> Iterator[None]:
+    """Set variables of the environment, or take out those that are None, and put back what was there."""
+    saved = dict(os.environ)
+    wanted = {**saved, **changes}
+    try:
+        os.environ.clear()
+        os.environ.update({name: value for name, value in wanted.items() if value is not None})
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(saved)
 
 
 def sections(text: str) -> dict[str, list[str]]:
@@ -218,6 +239,15 @@ def drawn(arguments: str) -> tuple[str, list[str]]:
     return stem, ["simulate", stem, "--tiles", TILES, *options.split()]
 
 
+def timeline(arguments: str) -> dict[str, str]:
+    """The simulator's picture, by file name."""
+    stem, command = drawn(arguments)
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / f"{stem}.svg"
+        output_of([*command, "--svg", str(file)])
+        return {file.name: file.read_text(encoding="utf-8")}
+
+
 def stages(arguments: str) -> str:
     """`STEM`: a row for each number of stages; the spec's own is in bold type."""
     [stem] = arguments.split()
@@ -234,6 +264,93 @@ def stages(arguments: str) -> str:
     columns = ["stages", "CTAs per SM", "cycles of the SM per tile of keys", "tensor cores busy", "issue slots busy"]
     said = f"`fa3gen {' '.join(command)}`, on {module['chip']}:\n\n"
     return said + table([*columns, "waiting for K or V"], rows)
+
+
+def swizzle(arguments: str) -> str:
+    """`STEM: TILE`; the pictures themselves are written by `files`."""
+    stem, tile = (part.strip() for part in arguments.split(":"))
+    plain, laid_out = (f"ladder/{name}" for name in pictures_of_swizzle(arguments))
+    return (
+        f"![Eight rows of {tile} of {stem} in the banks, without a swizzle]({plain})\n"
+        f"![The same rows as they are laid out]({laid_out})\n"
+    )
+
+
+def pictures_of_swizzle(arguments: str) -> dict[str, str]:
+    """The two pictures of a tile, by file name."""
+    stem, tile = (part.strip() for part in arguments.split(":"))
+    [operand] = [operand for operand in swizzles.operands(spec_of(stem)) if operand.name == tile]
+    return {
+        f"{stem}_{tile}_plain.svg": pictures.banks(operand, plain=True).file(),
+        f"{stem}_{tile}.svg": pictures.banks(operand, plain=False).file(),
+    }
+
+
+def fragment(arguments: str) -> str:
+    """`STEM: KEY`; the picture itself is written by `files`."""
+    stem = arguments.partition(":")[0]
+    [name] = picture_of_fragment(arguments)
+    return f"![Which thread of a warpgroup holds what: {fragment_of(arguments).what}, {stem}](ladder/{name})\n"
+
+
+def picture_of_fragment(arguments: str) -> dict[str, str]:
+    """The picture of a fragment, by file name."""
+    stem, key = (part.strip() for part in arguments.split(":"))
+    return {f"{stem}_{key}.svg": pictures.owners(fragment_of(arguments)).file()}
+
+
+def fragment_of(arguments: str) -> fragments.Fragment:
+    """The fragment that a block names."""
+    stem, key = (part.strip() for part in arguments.split(":"))
+    [found] = [found for found in fragments.fragments(spec_of(stem)) if found.key == key]
+    return found
+
+
+def spec_of(stem: str) -> Spec:
+    """What a module is generated from."""
+    [variant] = WORKSPACE.resolve(stem)
+    return variant.spec
+
+
+def exercise(command: str, before: str) -> str:
+    """`trace STEM OPTION ...` or `verify STEM OPTION ...`, run on the module with the last diff of `before` applied."""
+    name, stem, *_ = words = command.split()
+    with tempfile.TemporaryDirectory() as made, environment({CACHE_DIR_VARIABLE: f"{made}/cache"}):
+        folder = Path(made)
+        for part in ("specs", "generated"):
+            (folder / part).mkdir()
+        edited = apply_edit(EDIT.findall(before)[-1], WORKSPACE.module_path(stem).read_text(encoding="utf-8"))
+        (folder / "generated" / f"{stem}.py").write_text(edited, encoding="utf-8")
+        said = {"trace": traced, "verify": verified_anew}[name](words, folder)
+    if not said:
+        raise ValueError("the model has nothing to report; an exercise needs an edit that it reports")
+    return fenced("text", "\n".join([f"$ fa3gen {command}", CUT, *said, CUT]))
+
+
+def apply_edit(hunk: str, text: str) -> str:
+    """The text with the lines of a diff replaced; without file names and line numbers, they have to occur once."""
+    lines = hunk.splitlines(keepends=True)
+    old, new = ("".join(line[1:] for line in lines if line[0] in kept) for kept in ("- ", "+ "))
+    if text.count(old) != 1:
+        raise ValueError(f"the module has {text.count(old)} places like {old.strip()!r}; an edit needs one")
+    return text.replace(old, new)
+
+
+def traced(command: list[str], folder: Path) -> list[str]:
+    """The fault that `fa3gen trace` reports: of warps that do the same only the first, and no address of this run."""
+    output_of(command, folder)
+    report = json.loads((folder / f"{command[1]}.trace.json").read_text(encoding="utf-8"))["report"] or ""
+    lines = re.sub(r"\b0x[0-9a-f]+", "0x...", report).splitlines()
+    first: dict[str, str] = {}
+    for line in lines:
+        first.setdefault(re.sub(r"\bwarp \d+", "warp", line), line)
+    return list(first.values())
+
+
+def verified_anew(command: list[str], folder: Path) -> list[str]:
+    """The cases in which O is wrong."""
+    [module] = json.loads(output_of([*command, "--json"], folder))["modules"]
+    return [f"{case['name']}: {failure}" for case in module["report"]["cases"] for failure in case["failures"]]
 
 
 def number(arguments: str) -> str:
@@ -265,12 +382,13 @@ def files() -> Iterator[tuple[Path, str]]:
     """Every file that this script writes, with its text."""
     document = DOCUMENT.read_text(encoding="utf-8")
     yield DOCUMENT, filled(document)
-    with tempfile.TemporaryDirectory() as folder:
-        for arguments in (found[3] for found in BLOCK.finditer(document) if found[2] == "picture"):
-            stem, command = drawn(arguments)
-            file = Path(folder) / f"{stem}.svg"
-            output_of([*command, "--svg", str(file)])
-            yield PICTURES / file.name, file.read_text(encoding="utf-8")
+    for found in BLOCK.finditer(document):
+        if found[2] in DRAWN:
+            yield from ((PICTURES / name, text) for name, text in DRAWN[found[2]](found[3]).items())
+
+
+# Pictures of a block, by file name.
+DRAWN = {"picture": timeline, "swizzle": pictures_of_swizzle, "fragment": picture_of_fragment}
 
 
 def problems() -> list[str]:

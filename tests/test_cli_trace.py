@@ -109,6 +109,7 @@ def test_a_kernel_that_deadlocks_leaves_its_trace(workspace: Path, capsys: pytes
     trace = json.loads((workspace / f"{STEM}.trace.json").read_text(encoding="utf-8"))
     jsonschema.validate(trace, SCHEMA)
     assert trace["report"].startswith("deadlock")
+    assert f", generated/{STEM}.py:" in trace["report"] and str(workspace) not in trace["report"]
     (cta,) = trace["ctas"]
     stuck = {(event["label"], *event["warps"]) for event in cta["events"] if event["end"] is None}
     assert ("v_empty[0] phase 0", 0) in stuck

@@ -3,26 +3,55 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import make_ladder
 import pytest
-from make_ladder import BLOCK, DOCUMENT, NUMBER, LadderError, filled, lines_of, verified
-from rendering import plans, source, tree, variants
+from make_ladder import BLOCK, DOCUMENT, NUMBER, LadderError, apply_edit, filled, lines_of, verified
+from rendering import ROOT, plans, source, tree, variants
 
 from fa3gen.cli import COMMANDS
+from fa3gen.compile import compiler
 from fa3gen.design import ceiling
 from fa3gen.design.ladder import RUNGS
+from fa3gen.design.workspace import Workspace
 from fa3gen.hardware.chips import H200
 from fa3gen.inspect.difference.comparing import leaves
 
 TEXT = DOCUMENT.read_text(encoding="utf-8")
+BLOCKS = list(BLOCK.finditer(TEXT))
 PROSE = " ".join(BLOCK.sub("", TEXT).split())
 
 
-def test_the_document_is_up_to_date() -> None:
-    assert make_ladder.problems() == []
+@pytest.fixture(scope="module", autouse=True)
+def compiler_at_hand() -> Iterator[None]:
+    """Exercises compile a module each."""
+    with compiler.preloaded():
+        yield
+
+
+@pytest.mark.parametrize("found", BLOCKS, ids=[f"{found[2]} {found[3]}" for found in BLOCKS])
+def test_every_block_is_up_to_date(found: re.Match[str]) -> None:
+    """Exercises among them: their kernels run, and what the model says is compared."""
+    _, kind, arguments, text, _ = found.groups()
+    assert make_ladder.block(kind, arguments or "", TEXT[: found.start()]) == text, make_ladder.COMMAND
+    for name, drawn in make_ladder.DRAWN[kind](arguments).items() if kind in make_ladder.DRAWN else ():
+        assert (make_ladder.PICTURES / name).read_text(encoding="utf-8") == drawn, make_ladder.COMMAND
+
+
+def test_every_number_is_up_to_date() -> None:
+    for found in NUMBER.finditer(TEXT):
+        assert make_ladder.number(found[2]) == found[3], make_ladder.COMMAND
+
+
+def test_every_picture_is_shown() -> None:
+    """One that no block draws any more would stay for ever."""
+    drawn = {path.name for path in make_ladder.PICTURES.iterdir()}
+    assert drawn == set(re.findall(r"\]\(ladder/([^)]+)\)", TEXT))
 
 
 def test_every_mark_is_one_that_the_script_knows() -> None:
@@ -31,11 +60,33 @@ def test_every_mark_is_one_that_the_script_knows() -> None:
 
 
 def test_every_rung_is_there_in_order() -> None:
-    steps = [found[3].split() for found in BLOCK.finditer(TEXT) if found[2] == "measured"]
+    steps = [found[3].split() for found in BLOCKS if found[2] == "measured"]
     assert [words[-1] for words in steps] == list(RUNGS)
     assert [words[0] for words in steps[1:] if words[0] not in RUNGS[: RUNGS.index(words[-1])]] == []
-    compared = [found[3].partition(":")[0].split() for found in BLOCK.finditer(TEXT) if found[2] == "diff"]
+    compared = [found[3].partition(":")[0].split() for found in BLOCKS if found[2] == "diff"]
     assert [f"{rung}_d128" for rung in RUNGS[1:]] == [new for _, new in compared]
+
+
+def test_every_rung_has_an_exercise_and_is_to_be_looked_at() -> None:
+    sections = re.split(r"^## ", TEXT, flags=re.MULTILINE)
+    rungs = [section for section in sections if "<!-- measured " in section]
+    assert len(rungs) == len(RUNGS)
+    for rung, section in zip(RUNGS, rungs, strict=True):
+        assert {f"`fa3gen {command} {rung}_d128`" for command in ("report", "trace")} <= set(
+            re.findall(r"`[^`\n]+`", section)
+        )
+        exercises = [found[3].split()[1] for found in BLOCK.finditer(section) if found[2] == "exercise"]
+        assert exercises and set(exercises) == {f"{rung}_d64"}
+        assert section.count("```diff\n") == len(exercises)
+
+
+def test_the_exercises_begin_where_the_text_says(tmp_path: Path) -> None:
+    """The shell lines leave copies of all modules that the exercises are about, in a workspace."""
+    [script] = re.findall(r"^```bash\n(mkdir .*?)^```$", TEXT, flags=re.MULTILINE | re.DOTALL)
+    subprocess.run(["bash", "-euc", f"{script}pwd"], cwd=ROOT, env={**os.environ, "HOME": str(tmp_path)}, check=True)
+    assert Workspace.find(tmp_path / "try" / "generated").root == tmp_path / "try"
+    for stem in {found[3].split()[1] for found in BLOCKS if found[2] == "exercise"}:
+        assert (tmp_path / "try" / "generated" / f"{stem}.py").is_file()
 
 
 def test_links_and_commands() -> None:
@@ -75,7 +126,7 @@ def smem_ctas(stem: str) -> int:
 
 def predicted(stem: str) -> dict[int, list[str]]:
     """The table of stages: cells after the number of stages."""
-    [text] = [found[4] for found in BLOCK.finditer(TEXT) if (found[2], found[3]) == ("stages", stem)]
+    [text] = [found[4] for found in BLOCKS if (found[2], found[3]) == ("stages", stem)]
     rows = [[cell.strip(" *") for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"]
     return {int(row[0]): row[1:] for row in rows if row[0].isdigit()}
 
@@ -230,6 +281,9 @@ def test_parts_of_a_diff() -> None:
         ("diff k3_1_d64 k3_2_d64: specs", "no part specs; there are "),
         ("diff k3_1_d64 k9: spec", "`fa3gen diff k3_1_d64 k9 --no-source` exits with 2"),
         ("picture k9", "there is no module k9"),
+        ("swizzle k2_d128: sX", "ValueError"),
+        ("fragment k2_d128: operand", "ValueError"),
+        ("exercise trace k2_d64", "IndexError"),  # no edit above it
         ("pictures k2_d128", "KeyError: 'pictures'"),
     ],
 )
@@ -237,6 +291,22 @@ def test_marks_that_make_no_sense(mark: str, words: str) -> None:
     with pytest.raises(LadderError) as caught:
         filled(f"<!-- {mark} -->\n<!-- end -->\n")
     assert f"<!-- {mark} -->: " in str(caught.value) and words in str(caught.value)
+
+
+def test_an_exercise_edits_one_place() -> None:
+    text = "first\nwait\nadvance\nlast\n"
+    assert apply_edit("-wait\n", text) == "first\nadvance\nlast\n"
+    assert apply_edit("-wait\n advance\n+wait\n", text) == "first\nadvance\nwait\nlast\n"
+    for hunk, module in (("-weit\n", text), ("-wait\n", text + text)):
+        with pytest.raises(ValueError, match="an edit needs one"):
+            apply_edit(hunk, module)
+
+
+def test_an_exercise_that_breaks_nothing_is_refused() -> None:
+    edit = "```diff\n-        mS[row, column, head, batch] = score * scale\n"
+    edit += "+        mS[row, column, head, batch] = scale * score\n```\n\n"
+    with pytest.raises(LadderError, match="the model has nothing to report"):
+        filled(f"{edit}<!-- exercise trace k1_d64 -->\n<!-- end -->\n")
 
 
 def test_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -108,13 +108,15 @@ def _trace_one(workspace: Workspace, variant: Variant, request: Request, console
     path = workspace.module_path(variant.stem)
     hazard = run(path, variant, problem, ctas, schedule, recorded)
     source = Source(variant.stem, workspace.shown(path).as_posix(), str(path.resolve()), path.read_text("utf-8"))
+    # The compiler names the file by its absolute path; people write it as it lies in the workspace.
+    report = None if hazard is None else str(hazard).replace(source.path, source.file)
     written = document(
         recorded,
         source,
         SharedPlaces.of(variant.spec),
         problem=vars(problem),
         schedule=str(schedule),
-        report=None if hazard is None else str(hazard),
+        report=report,
     )
     files = {
         request.directory / f"{variant.stem}.trace.json": written,
