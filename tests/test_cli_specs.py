@@ -92,13 +92,25 @@ def test_list_without_specs(root: Path, capsys: Output) -> None:
 
 def test_errors_of_specs_come_one_per_line_without_traceback(root: Path, capsys: Output) -> None:
     (root / "specs" / "bad.yaml").write_text("summary: x\nextends: k4_2\ntile: {kv: 1.5}\nlood: 3\n")
-    assert main(["list"]) == 2
+    assert main(["render", "bad"]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err.splitlines() == [
         "specs/bad.yaml:3: tile.kv: an integer is needed, got the number 1.5",
         "specs/bad.yaml:4: lood: unknown key 'lood'; did you mean 'load'?",
     ]
+
+
+@pytest.mark.parametrize("command", [["list"], ["matrix"], ["new", "mine", "--from", "k4_2"]])
+def test_a_broken_spec_does_not_block_the_others(root: Path, command: list[str], capsys: Output) -> None:
+    (root / "specs" / "bad.yaml").write_text("summary: x\nextends: k4_2\ntile: {kv: 1.5}\nlood: 3\n")
+    assert main(command) == 0
+    captured = capsys.readouterr()
+    assert "k4_2_d64" in captured.out or (root / "specs" / "mine.yaml").exists()
+    if command[0] != "new":  # it reads the others for their names only
+        assert captured.err == (
+            "note: left out: specs/bad.yaml:3: tile.kv: an integer is needed, got the number 1.5 (and 1 more)\n"
+        )
 
 
 # new

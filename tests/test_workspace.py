@@ -154,6 +154,14 @@ def test_load_all_reports_the_problems_of_all_files(checkout: Workspace) -> None
     assert [str(problem.path) for problem in caught.value.problems] == ["specs/a.yaml", "specs/b.yaml"]
 
 
+def test_a_module_is_found_beside_a_broken_spec_of_a_similar_name(checkout: Workspace) -> None:
+    (checkout.specs_dir / "k4.yaml").write_text("summary: [\n")
+    assert [variant.stem for variant in checkout.resolve("k4_2_d64")] == ["k4_2_d64"]
+    assert not checkout.owns("k4_2_d64")
+    with pytest.raises(SpecError, match="specs/k4.yaml"):
+        checkout.resolve("k4_d64")
+
+
 def test_stems_are_unique_over_all_files(checkout: Workspace) -> None:
     (checkout.specs_dir / "mine_d64.yaml").write_text(
         "extends: mine\nsummary: clash\nmatrix: {problem.head_dim: [64]}\n"

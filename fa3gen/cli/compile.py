@@ -81,7 +81,7 @@ def compile(
 
 
 def _require_modules(workspace: Workspace, variants: Sequence[Variant]) -> None:
-    missing = [variant for variant in variants if not workspace.rendered_path(variant.stem).is_file()]
+    missing = [variant for variant in variants if not workspace.path_of(variant).is_file()]
     if missing:
         raise workspace.not_rendered(missing)
 
@@ -96,7 +96,7 @@ def build(
     from fa3gen.compile.cache import compile_and_keep
     from fa3gen.compile.compiler import analyse, preloaded, side_by_side
 
-    paths = {workspace.rendered_path(variant.stem): variant for variant in variants}
+    paths = {workspace.path_of(variant): variant for variant in variants}
     with _progress(len(paths)) as advance, preloaded():
         work = lambda path: analyse(compile_and_keep(path))  # noqa: E731
         results = side_by_side(work, list(paths), jobs, lambda path, result: advance(path.stem))

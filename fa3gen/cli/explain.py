@@ -89,4 +89,4 @@ def compiled_registers(workspace: Workspace, variant: Variant) -> int | None:
     """Registers per thread of the module as compiled, from the evidence on the file as it stands."""
     from fa3gen.records import evidence
 
-    return evidence.compiled_registers(workspace, variant.stem)
+    return evidence.compiled_registers(workspace.place_of(variant), variant.stem)

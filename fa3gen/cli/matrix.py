@@ -33,6 +33,7 @@ def matrix(
     has changed since, unverified without one. Tests that were run without leaving a record count for nothing.
     """
     from fa3gen.base.errors import UserError
+    from fa3gen.cli.advice import note
     from fa3gen.design.workspace import Workspace
     from fa3gen.inspect import matrix as table
 
@@ -46,6 +47,8 @@ def matrix(
     if as_markdown:
         typer.echo(table.markdown(workspace), nl=False)
         return
+    if not specs:
+        note(workspace.survey()[1])
     found = table.rows(workspace, specs or ())
     if as_json:
         typer.echo(json.dumps(table.document(found), indent=2))

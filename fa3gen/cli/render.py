@@ -10,7 +10,7 @@ import typer
 if TYPE_CHECKING:
     from fa3gen.design.workspace import Workspace
     from fa3gen.generate.render import Rendered
-    from fa3gen.spec.specfile import SpecFile, Variant
+    from fa3gen.spec.specfile import SpecFile
 
 
 def render(
@@ -25,38 +25,24 @@ def render(
 ) -> None:
     """Render specs to modules under generated/ and say what changed.
 
+    The modules of a spec file that lies outside specs/ are written beside it; so they are found by every command.
     What the rules of taste have against a spec is a warning on standard error; so it is in `compile` and `verify`.
     """
-    from fa3gen.cli.advice import warn
+    from fa3gen.cli.advice import note, warn
     from fa3gen.design.workspace import Workspace
     from fa3gen.generate.render import render_all
 
     workspace = Workspace.find()
+    variants = workspace.select(specs or ())
     # All of them, also when one spec is rendered: a stem belongs to one spec.
-    own = workspace.load_all()
-    spec_files = [*own, *workspace.load_bundled()]
-    everything = [variant for spec_file in own for variant in spec_file.variants]
-    variants = everything if everything and not specs else workspace.select(specs or ())
-    _require_owners(variants, spec_files, workspace)
+    spec_files, problems = workspace.survey({variant.source for variant in variants})
+    note(problems)
     warn(variants)
     rendered = render_all(variants, workspace)
     if check:
         _check(rendered, spec_files if not specs else None, workspace)
     else:
         _write(rendered, spec_files if not specs else None, workspace, force=force)
-
-
-def _require_owners(variants: list[Variant], spec_files: list[SpecFile], workspace: Workspace) -> None:
-    """Refuse specs from elsewhere: no later `--check` would know them, and their stems may belong to others."""
-    from fa3gen.base.errors import UserError
-
-    owners = {variant.stem: variant.source for spec_file in spec_files for variant in spec_file.variants}
-    strays = dict.fromkeys(str(variant.source) for variant in variants if owners.get(variant.stem) != variant.source)
-    if strays:
-        folder = workspace.shown(workspace.specs_dir)
-        raise UserError(
-            "\n".join(f"{stray}: only specs/*.yaml is rendered; move it to {folder}/ and run again" for stray in strays)
-        )
 
 
 def _mending_command(rendered: list[Rendered]) -> str:

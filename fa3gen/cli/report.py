@@ -29,7 +29,7 @@ def report(
 
     workspace = Workspace.find()
     variants = workspace.select(specs)
-    missing = [variant for variant in variants if not workspace.rendered_path(variant.stem).is_file()]
+    missing = [variant for variant in variants if not workspace.path_of(variant).is_file()]
     if missing:
         raise workspace.not_rendered(missing)
     console = Console(highlight=False)

@@ -17,10 +17,12 @@ def list_specs(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, one object per generated module.")] = False,
 ) -> None:
     """Show all specs, the modules they generate, and what each is."""
+    from fa3gen.cli.advice import note
     from fa3gen.design.workspace import Workspace
 
     workspace = Workspace.find()
-    files = [*workspace.load_all(), *workspace.load_bundled()]
+    files, problems = workspace.survey()
+    note(problems)
     if as_json:
         import json
 
@@ -190,7 +192,7 @@ def _refuse_taken_names(name: str, base: SpecFile, workspace: Workspace) -> None
     """The new spec would generate the base's modules under its own stem: none of these may be in use."""
     from fa3gen.base.errors import UserError
 
-    known = [*workspace.load_all(), *workspace.load_bundled()]
+    known, _ = workspace.survey()
     taken = {stem: file for file in known for stem in (file.stem, *(v.stem for v in file.variants))}
     wanted = [name, *(name + variant.stem.removeprefix(base.stem) for variant in base.variants)]
     clash = next((stem for stem in wanted if stem in taken), None)

@@ -82,7 +82,7 @@ def trace(
 
     workspace = Workspace.find()
     variants = workspace.select(specs)
-    missing = [variant for variant in variants if not workspace.module_path(variant.stem).is_file()]
+    missing = [variant for variant in variants if not workspace.path_of(variant).is_file()]
     if missing:
         raise workspace.not_rendered(missing)
     request = Request(batch, seq_q, seq_k, heads, heads_kv, cta, schedule, seed, directory)
@@ -105,7 +105,7 @@ def _trace_one(workspace: Workspace, variant: Variant, request: Request, console
     ctas = _ctas(variant.spec, problem, request.cta)
     schedule = _schedule(variant.spec, request)
     recorded = Trace()
-    path = workspace.module_path(variant.stem)
+    path = workspace.path_of(variant)
     hazard = run(path, variant, problem, ctas, schedule, recorded)
     source = Source(variant.stem, workspace.shown(path).as_posix(), str(path.resolve()), path.read_text("utf-8"))
     written = document(

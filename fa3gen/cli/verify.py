@@ -82,6 +82,8 @@ def verify(
     if on is On.GPU and device is None:
         raise UserError(f"--on gpu: no Hopper GPU: {gpu.why_no_hopper()}; use --on cpu")
     variants = workspace.select(specs or ())
+    if evidence:
+        workspace.require_recordable(variants)
     warn(variants)
     _render_missing(workspace, variants, errors)
     checked = _check_all(workspace, variants, errors, for_launch=device is not None)
@@ -127,7 +129,7 @@ def _say(errors: Console, text: str) -> None:
 
 def _render_missing(workspace: Workspace, variants: list[Variant], errors: Console) -> None:
     """Write the modules that are not there yet; those that are there are only compared with their rendering."""
-    missing = [variant for variant in variants if not workspace.module_path(variant.stem).exists()]
+    missing = [variant for variant in variants if not workspace.path_of(variant).exists()]
     if missing:
         from fa3gen.generate.render import remember, render_all, write
 
@@ -153,7 +155,7 @@ def _check_all(
     from fa3gen.verify.pipeline import Stage, Verification, check_compile, check_render, compile_all
 
     say = _progress(errors, len(variants), "compiled")
-    paths = {variant.stem: workspace.module_path(variant.stem) for variant in variants}
+    paths = {variant.stem: workspace.path_of(variant) for variant in variants}
     digests = {stem: files.sha256(path) for stem, path in paths.items() if path.is_file()}
     renders = {variant.stem: check_render(variant, workspace) for variant in variants}
     outcomes = compile_all(variants, workspace, say, for_launch=for_launch)
@@ -209,7 +211,7 @@ class _Session:
         say = _progress(self.errors, len(checked), "ran")
         done: list[Verification] = []
         for number, entry in enumerate(checked):
-            if not self.workspace.module_path(entry.variant.stem).exists():
+            if not self.workspace.path_of(entry.variant).exists():
                 done.append(dataclasses.replace(entry, run=Stage(None, "there is no file to run")))
                 continue
             try:
@@ -264,7 +266,7 @@ class _Session:
 
         variant = entry.variant
         try:
-            module = load_for_launch(self.workspace.module_path(variant.stem))
+            module = load_for_launch(self.workspace.path_of(variant))
         except Exception as error:  # a file edited by hand may raise anything
             text = f"cannot be imported: {type(error).__name__}: {error}"
             self._record_loss([entry], text)
@@ -343,7 +345,7 @@ class _CpuSession:
         from fa3gen.verify.on_cpu import CpuRunner, verify_on_cpu
         from fa3gen.verify.pipeline import Stage
 
-        variant, path = entry.variant, self.workspace.module_path(entry.variant.stem)
+        variant, path = entry.variant, self.workspace.path_of(entry.variant)
         if not path.exists():
             return dataclasses.replace(entry, run=Stage(None, "there is no file to run"))
         failures = []

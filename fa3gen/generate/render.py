@@ -8,7 +8,7 @@ import json
 import re
 import subprocess
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Literal
@@ -60,9 +60,13 @@ def _environment(templates: Path) -> jinja2.Environment:
 def render_variant(variant: Variant, workspace: Workspace, *, formatted: Sequence[str] = ()) -> str:
     """The source of one module, formatted by black. `formatted` as in `format_module`.
 
+    A module beside its spec file names it by that file's name: wherever it is rendered from, the text is the same.
+
     Raises:
         UserError: The templates do not make valid Python of this plan; the message names template and line.
     """
+    if workspace.home_of(variant).loose:
+        variant = replace(variant, source=Path(variant.source.name))
     plan = make_plan(variant)
     try:
         text = _environment(workspace.templates_dir).get_template(plan.sections.spine).render(plan=plan)
@@ -124,13 +128,13 @@ class Rendered:
 
 
 def render_all(variants: Sequence[Variant], workspace: Workspace) -> list[Rendered]:
-    """Render variants and read what is on disk for each."""
-    rendered = []
-    for variant in variants:
-        path = workspace.module_path(variant.stem)
-        committed = _read(path) if path.is_file() else None
-        rendered.append(Rendered(variant, path, render_variant(variant, workspace), committed))
-    return rendered
+    """Render variants, and read what is on disk where each is rendered to."""
+    return [render_at(workspace.home_of(variant).module_path(variant.stem), variant, workspace) for variant in variants]
+
+
+def render_at(path: Path, variant: Variant, workspace: Workspace) -> Rendered:
+    """Render a variant, and read what is on disk at `path`."""
+    return Rendered(variant, path, render_variant(variant, workspace), _read(path) if path.is_file() else None)
 
 
 def _read(path: Path) -> str:

@@ -43,7 +43,7 @@ def named(name: str, workspace: Workspace) -> Named:
 
 def side_of(variant: Variant, workspace: Workspace, *, with_source: bool) -> Side:
     """One module as its spec has it now; a note says where the file on the disk is another one."""
-    path = workspace.rendered_path(variant.stem)
+    path = workspace.path_of(variant)
     name = f"generated/{variant.stem}.py"
     text, notes = None, []
     if with_source:

@@ -57,7 +57,7 @@ def find_space(workspace: Workspace, name: str, given: Path | None) -> Space:
         if not given.is_file():
             raise UserError(f"--space {given}: there is no such file")
         return load_space(given, workspace.shown(given))
-    stems = [name]
+    stems = [Path(name).stem]
     for variant in known(workspace, name)[:1]:  # all of a name come from one file
         file = workspace.file_of(variant)
         stems += [file.stem, *file.bases]
@@ -87,7 +87,7 @@ def find_starts(workspace: Workspace, name: str, space: Space) -> list[Start]:
 
     Raises UserError where neither has a module of the problem that the space names.
     """
-    if not is_stem(name):
+    if not is_stem(Path(name).stem):
         raise UserError(f"'{name}' cannot name a spec; use letters, digits and underscores")
     committed = known(workspace, name)
     if not committed and space.base is None:
@@ -125,7 +125,7 @@ def committed_module(workspace: Workspace, variant: Variant) -> Module:
     stage = check_render(variant, workspace)
     if not stage.passed:
         raise UserError(stage.detail)
-    path = workspace.module_path(variant.stem)
+    path = workspace.path_of(variant)
     return Module(variant.stem, path, sha256(path), variant.spec)
 
 

@@ -72,7 +72,7 @@ def check_name(workspace: Workspace, name: str, *, force: bool) -> None:
         raise UserError(
             f"{workspace.shown(target)} exists already; choose another --name, or overwrite it with --force"
         )
-    files = [*workspace.load_all(), *workspace.load_bundled()]
+    files, _ = workspace.survey()
     taken = {stem: file.path for file in files if file.stem != name for stem in _stems(file)}
     if name in taken:
         raise UserError(f"the name '{name}' is taken by {taken[name]}; choose another --name")
