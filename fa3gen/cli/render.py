@@ -10,6 +10,7 @@ import typer
 if TYPE_CHECKING:
     from fa3gen.design.workspace import Workspace
     from fa3gen.generate.render import Rendered
+    from fa3gen.generate.writing import Edited
     from fa3gen.spec.specfile import SpecFile
 
 
@@ -31,6 +32,7 @@ def render(
     from fa3gen.cli.advice import note, warn
     from fa3gen.design.workspace import Workspace
     from fa3gen.generate.render import render_all
+    from fa3gen.generate.writing import alone
 
     workspace = Workspace.find()
     variants = workspace.select(specs or ())
@@ -38,11 +40,13 @@ def render(
     spec_files, problems = workspace.survey({variant.source for variant in variants})
     note(problems)
     warn(variants)
-    rendered = render_all(variants, workspace)
     if check:
-        _check(rendered, spec_files if not specs else None, workspace)
-    else:
-        _write(rendered, spec_files if not specs else None, workspace, force=force)
+        _check(render_all(variants, workspace), spec_files if not specs else None, workspace)
+        return
+    with alone(variants, workspace):
+        rendered = render_all(variants, workspace)
+        _write(rendered, workspace, force=force)
+    _say_written(rendered, spec_files if not specs else None, workspace)
 
 
 def _mending_command(rendered: list[Rendered]) -> str:
@@ -50,7 +54,7 @@ def _mending_command(rendered: list[Rendered]) -> str:
 
 
 def _check(rendered: list[Rendered], spec_files: list[SpecFile] | None, workspace: Workspace) -> None:
-    from fa3gen.generate.render import hand_edited, orphans
+    from fa3gen.generate.render import orphans
 
     drifted = [item for item in rendered if item.change != "unchanged"]
     for item in drifted:
@@ -59,7 +63,7 @@ def _check(rendered: list[Rendered], spec_files: list[SpecFile] | None, workspac
     missing = sum(item.change == "new" for item in drifted)
     if drifted:
         found = f"{len(drifted) - missing} drifted, {missing} missing of {len(rendered)} modules"
-        force = " --force" if hand_edited(drifted, workspace) else ""  # without it, edits would be kept
+        force = " --force" if _hand_edited(drifted, workspace) else ""  # without it, edits would be kept
         print(f"{found}; run `{_mending_command(drifted)}{force}`", file=sys.stderr)
     for path in left_over:
         name = workspace.shown(path)
@@ -69,22 +73,40 @@ def _check(rendered: list[Rendered], spec_files: list[SpecFile] | None, workspac
     print(f"{len(rendered)} modules are what their specs render to")
 
 
-def _write(rendered: list[Rendered], spec_files: list[SpecFile] | None, workspace: Workspace, *, force: bool) -> None:
-    from fa3gen.base.errors import UserError
-    from fa3gen.generate.render import hand_edited, orphans, remember, write
+def _hand_edited(rendered: list[Rendered], workspace: Workspace) -> list[Edited]:
+    """Files that are not to be overwritten; what evidence was recorded of is no edit."""
+    from fa3gen.generate.writing import hand_edited
+    from fa3gen.records import evidence
 
-    edited = [] if force else hand_edited(rendered, workspace)
+    return hand_edited(rendered, lambda variant: evidence.digests(workspace.home_of(variant), variant.stem))
+
+
+def _write(rendered: list[Rendered], workspace: Workspace, *, force: bool) -> None:
+    """Write what changed; UserError, and nothing is written, where somebody may have edited a file."""
+    from fa3gen.base.errors import UserError
+    from fa3gen.generate.writing import write_all
+
+    edited = [] if force else _hand_edited(rendered, workspace)
     if edited:
-        names = "\n".join(f"{workspace.shown(path)}: has uncommitted edits" for path in edited)
+        tracked = [str(workspace.shown(file.path)) for file in edited if file.tracked]
+        ways = [f"commit or `git checkout` {'them' if len(tracked) == len(edited) else ' '.join(tracked)}"] * bool(
+            tracked
+        )
+        ways += ["keep a copy under another name"] * (len(tracked) < len(edited))
+        names = "\n".join(f"{workspace.shown(file.path)}: {file.why}" for file in edited)
         raise UserError(
-            f"{names}\nnothing was written; commit or `git checkout` them, move the edits into the templates, "
+            f"{names}\nnothing was written; {', '.join(ways)}, move the edits into the templates, "
             "or overwrite them with --force"
         )
+    write_all(rendered)
+
+
+def _say_written(rendered: list[Rendered], spec_files: list[SpecFile] | None, workspace: Workspace) -> None:
+    from fa3gen.generate.render import orphans
+
     for item in rendered:
         if item.change != "unchanged":
-            write(item)
             print(f"{item.change:9} {workspace.shown(item.path)}  ({item.text.count(chr(10))} lines)")
-    remember(rendered, workspace)
     unchanged = sum(item.change == "unchanged" for item in rendered)
     if unchanged:
         print(f"unchanged {unchanged} of {len(rendered)} modules")

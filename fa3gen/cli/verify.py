@@ -131,13 +131,14 @@ def _render_missing(workspace: Workspace, variants: list[Variant], errors: Conso
     """Write the modules that are not there yet; those that are there are only compared with their rendering."""
     missing = [variant for variant in variants if not workspace.path_of(variant).exists()]
     if missing:
-        from fa3gen.generate.render import remember, render_all, write
+        from fa3gen.generate.render import render_all
+        from fa3gen.generate.writing import alone, write_all
 
-        rendered = render_all(missing, workspace)
+        with alone(missing, workspace):
+            rendered = [item for item in render_all(missing, workspace) if item.change == "new"]
+            write_all(rendered)
         for item in rendered:
-            write(item)
             _say(errors, f"rendered {item.path}")
-        remember(rendered, workspace)
 
 
 def _refresh(workspace: Workspace, errors: Console) -> None:

@@ -25,13 +25,9 @@ from typing import Any
 import platformdirs
 
 from fa3gen.base.errors import UserError
+from fa3gen.base.files import locked
 from fa3gen.compile import compiler, toolchain
 from fa3gen.compile.compiler import Compiled
-
-try:
-    import fcntl
-except ImportError:  # no such locks on this system: two processes may then compile the same module
-    fcntl = None  # type: ignore[assignment]
 
 CACHE_DIR_VARIABLE = "FA3GEN_CACHE_DIR"
 
@@ -248,15 +244,8 @@ def _write_files(entry: Path, files: Mapping[str, bytes], facts: Mapping[str, An
 
 @contextlib.contextmanager
 def _lock(path: Path) -> Iterator[None]:
-    """Hold a lock between processes, or none where the system or the file system has no locks."""
-    descriptor = None
-    if fcntl is not None:
-        with contextlib.suppress(OSError):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-    try:
+    """Hold a lock between processes while an entry is made; none where the cache cannot be written."""
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    with locked(path):
         yield
-    finally:
-        if descriptor is not None:
-            os.close(descriptor)  # which gives the lock back

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import difflib
-import hashlib
-import json
 import re
-import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -152,66 +149,6 @@ def orphans(spec_files: Sequence[SpecFile], workspace: Workspace) -> list[Path]:
 def is_generated(path: Path) -> bool:
     """Whether a file says that fa3gen wrote it."""
     return path.is_file() and GENERATED_MARK in _read(path)[:2000]
-
-
-def hand_edited(rendered: Sequence[Rendered], workspace: Workspace) -> list[Path]:
-    """Files that would be overwritten although somebody may have edited them by hand.
-
-    These are files that differ from what was rendered last and from the commit, or were never committed, and files
-    without the mark of a generated file. Of an untracked file that was rendered elsewhere nothing is known, and it
-    counts as untouched. Outside a git checkout nothing can be compared, and only the mark counts.
-    """
-    last = _last_rendered(workspace.root)
-
-    def edited(item: Rendered) -> bool:
-        if not is_generated(item.path):
-            return True
-        name, status = item.path.name, _status(item.path, workspace.root)
-        if last.get(name) == _digest(item.committed or "") or not status:
-            return False
-        return not status.startswith("??") or name in last
-
-    return [item.path for item in rendered if item.change == "changed" and edited(item)]
-
-
-def remember(rendered: Sequence[Rendered], workspace: Workspace) -> None:
-    """Keep what was rendered, in the git directory and so never committed: rendering again is no hand edit."""
-    path = _record(workspace.root)
-    if path is not None:
-        digests = {**_last_rendered(workspace.root), **{item.path.name: _digest(item.text) for item in rendered}}
-        write_text(path, json.dumps(digests, indent=1, sort_keys=True))
-
-
-def _last_rendered(root: Path) -> dict[str, str]:
-    path = _record(root)
-    try:
-        return dict(json.loads(path.read_text(encoding="utf-8"))) if path is not None and path.is_file() else {}
-    except ValueError:  # not ours any more: everything that differs from the commit counts as edited
-        return {}
-
-
-def _record(root: Path) -> Path | None:
-    """Where `remember` keeps its digests; None outside a git checkout."""
-    name = _git(root, "rev-parse", "--git-path", "fa3gen-rendered.json")
-    return root / name.strip() if name else None
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode("utf-8", errors="replace")).hexdigest()
-
-
-def _status(path: Path, root: Path) -> str:
-    """What git says of a file: "?? ..." when untracked, nothing when as committed, ignored, or without git."""
-    return _git(root, "status", "--porcelain", "--untracked-files=all", "--", str(path)) or ""
-
-
-def _git(root: Path, *arguments: str) -> str | None:
-    """What a git command prints; None where it fails: no git, or no checkout."""
-    try:
-        process = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True, check=False)
-    except OSError:
-        return None
-    return process.stdout if process.returncode == 0 else None
 
 
 def write(rendered: Rendered) -> None:
