@@ -13,6 +13,7 @@ import torch
 import fa3gen
 from fa3gen import cli
 from fa3gen.cli import COMMANDS
+from fa3gen.compile.cache import cache_directory
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -64,6 +65,14 @@ def test_the_python_functions_shown_do_what_is_said() -> None:
     assert names["source"] == (ROOT / "generated/k4_2_d128.py").read_text(encoding="utf-8")
     assert names["census"].registers > 0
     assert last.startswith("report = verify_module(") and callable(names["verify_module"])
+
+
+def test_the_cache_lies_where_the_readme_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("FA3GEN_CACHE_DIR", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    said = re.search(r"The cache lies in `~/([\w./]+)`", README)
+    assert said is not None and cache_directory() == tmp_path / said.group(1)
 
 
 def test_ci_runs_the_test_command_of_the_readme() -> None:
