@@ -162,12 +162,14 @@ class Workspace:
         return files, [*problems, *(problem for *_, problem in clashes)]
 
     def resolve(self, name: str) -> list[Variant]:
-        """The variants that `name` stands for: a path to a spec file, a spec stem, or one generated stem.
+        """The variants that `name` stands for: the path of a spec file or generated file, a spec stem or a module's.
 
         Paths are taken from the working directory, then from the root, then from the package (`specs/k4_2.yaml`). The
         workspace's own specs come before those of the package. Raises UserError with the nearest names when there is
         no such spec.
         """
+        if name.endswith(".py"):
+            return self._of_module(Path(name))
         spec_file = self.named_file(name)
         if spec_file is not None:
             return list(spec_file.variants)
@@ -182,6 +184,12 @@ class Workspace:
         if not found:
             raise UserError(self._unknown(name, files))
         return found
+
+    def _of_module(self, path: Path) -> list[Variant]:
+        """The variant of a generated file: of a spec that lies beside it, or of the workspace or the package."""
+        beside, _ = self._sound(file for file in path.parent.glob("*.yaml") if path.stem.startswith(file.stem))
+        found = [variant for file in beside for variant in file.variants if variant.stem == path.stem]
+        return found or self.resolve(path.stem)
 
     def named_file(self, name: str) -> SpecFile | None:
         """The spec file that a path or a spec stem stands for, as in `resolve`; None for any other name.

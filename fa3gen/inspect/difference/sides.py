@@ -35,9 +35,9 @@ def difference(old: str, new: str, workspace: Workspace, *, with_source: bool = 
 def named(name: str, workspace: Workspace) -> Named:
     """What a name stands for; the path of a generated module stands for that module."""
     stem = Path(name).stem if name.endswith(".py") else name
-    spec_file = workspace.named_file(stem)
+    spec_file = workspace.named_file(name) if stem == name else None
     if spec_file is None:
-        return Named(stem, tuple(workspace.resolve(stem)), ())
+        return Named(stem, tuple(workspace.resolve(name)), ())
     return Named(stem, spec_file.variants, tuple(spec_file.matrix))
 
 
