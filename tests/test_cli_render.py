@@ -145,6 +145,24 @@ def test_orphans_are_named(root: Path, capsys: Output) -> None:
     assert (root / "generated" / "k9_d64.py").exists()
 
 
+def test_a_file_that_is_not_ours_and_has_no_spec_is_named(root: Path, capsys: Output) -> None:
+    """It is nobody's error: the check passes."""
+    (root / "generated" / "stray.py").write_text("x = 1\n")
+    (root / "generated" / "__init__.py").write_text("")
+    said = "stray     generated/stray.py: not written by fa3gen, and no spec renders to it; move it elsewhere\n"
+    for command in (["render"], ["render", "--check"]):
+        assert main(command) == 0
+        assert capsys.readouterr().err == said
+    assert main(["render", "k1"]) == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_one_module_is_one(root: Path, capsys: Output) -> None:
+    assert main(["render", "k1_d64"]) == 0
+    assert main(["render", "--check", "k1_d64"]) == 0
+    assert capsys.readouterr().out == "unchanged 1 of 1 module\n1 module is what its spec renders to\n"
+
+
 # Hand edits
 
 

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from fa3gen.cli import completion
+
 if TYPE_CHECKING:
     import torch
     from rich.console import Console
@@ -21,7 +23,12 @@ if TYPE_CHECKING:
 
 
 def bench(
-    specs: Annotated[list[str], typer.Argument(metavar="SPEC", help="Spec files, spec stems or generated stems.")],
+    specs: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="SPEC", autocompletion=completion.specs, help="Spec files, spec stems or generated stems."
+        ),
+    ],
     head_dim: Annotated[list[int] | None, typer.Option(help="Only this head dim; may be repeated.")] = None,
     mask: Annotated[
         list[str] | None, typer.Option(help="Only this mask: full, causal, window512_0; may be repeated.")

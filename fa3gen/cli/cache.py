@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from fa3gen.base.wording import counted
+
 if TYPE_CHECKING:
     from fa3gen.compile.cache_contents import Contents, Entry
 
@@ -31,7 +33,7 @@ def cache(
     directory = cache_directory()
     if prune is not None:
         removed = remove(contents(directory), time.time() - seconds(prune))
-        count = "1 entry" if len(removed) == 1 else f"{len(removed)} entries"
+        count = counted(len(removed), "entry", "entries")
         typer.echo(f"removed {count}, {megabytes(sum(entry.size for entry in removed))}", err=as_json)
     found = contents(directory)
     if as_json:

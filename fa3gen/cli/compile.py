@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from fa3gen.cli import completion
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -35,7 +37,11 @@ class Outcome:
 def compile(
     specs: Annotated[
         list[str] | None,
-        typer.Argument(metavar="SPEC", help="Spec files, spec stems or generated stems; all if none."),
+        typer.Argument(
+            metavar="SPEC",
+            autocompletion=completion.specs,
+            help="Spec files, spec stems or generated stems; all if none.",
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document with every fact.")] = False,
     jobs: Annotated[

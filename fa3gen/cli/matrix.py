@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from fa3gen.cli import completion
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -19,7 +21,9 @@ if TYPE_CHECKING:
 def matrix(
     specs: Annotated[
         list[str] | None,
-        typer.Argument(metavar="SPEC", help="Spec files, spec stems or module stems; all if none."),
+        typer.Argument(
+            metavar="SPEC", autocompletion=completion.specs, help="Spec files, spec stems or module stems; all if none."
+        ),
     ] = None,
     as_markdown: Annotated[bool, typer.Option("--markdown", help="Print the text of docs/matrix.md.")] = False,
     check: Annotated[

@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from fa3gen.base.wording import counted
+from fa3gen.cli import completion
+
 if TYPE_CHECKING:
     from fa3gen.design.workspace import Workspace
     from fa3gen.generate.render import Rendered
@@ -17,7 +20,9 @@ if TYPE_CHECKING:
 def render(
     specs: Annotated[
         list[str] | None,
-        typer.Argument(metavar="SPEC", help="Spec files, spec stems or module stems; all if none."),
+        typer.Argument(
+            metavar="SPEC", autocompletion=completion.specs, help="Spec files, spec stems or module stems; all if none."
+        ),
     ] = None,
     check: Annotated[
         bool, typer.Option("--check", help="Write nothing; exit 1 with the diff where files drifted.")
@@ -62,15 +67,18 @@ def _check(rendered: list[Rendered], spec_files: list[SpecFile] | None, workspac
     left_over = orphans(spec_files, workspace) if spec_files is not None else []
     missing = sum(item.change == "new" for item in drifted)
     if drifted:
-        found = f"{len(drifted) - missing} drifted, {missing} missing of {len(rendered)} modules"
+        found = f"{len(drifted) - missing} drifted, {missing} missing of {counted(len(rendered), 'module')}"
         force = " --force" if _hand_edited(drifted, workspace) else ""  # without it, edits would be kept
         print(f"{found}; run `{_mending_command(drifted)}{force}`", file=sys.stderr)
     for path in left_over:
         name = workspace.shown(path)
         print(f"{name}: no spec renders to it; run `rm {name}` or give it a spec", file=sys.stderr)
+    if spec_files is not None:
+        _say_strays(spec_files, workspace)
     if drifted or left_over:
         raise typer.Exit(1)
-    print(f"{len(rendered)} modules are what their specs render to")
+    what = "is what its spec renders to" if len(rendered) == 1 else "are what their specs render to"
+    print(f"{counted(len(rendered), 'module')} {what}")
 
 
 def _hand_edited(rendered: list[Rendered], workspace: Workspace) -> list[Edited]:
@@ -109,9 +117,18 @@ def _say_written(rendered: list[Rendered], spec_files: list[SpecFile] | None, wo
             print(f"{item.change:9} {workspace.shown(item.path)}  ({item.text.count(chr(10))} lines)")
     unchanged = sum(item.change == "unchanged" for item in rendered)
     if unchanged:
-        print(f"unchanged {unchanged} of {len(rendered)} modules")
-    for path in orphans(spec_files, workspace) if spec_files is not None else []:
-        print(
-            f"orphan    {workspace.shown(path)}: no spec renders to it; remove it or give it a spec",
-            file=sys.stderr,
-        )
+        print(f"unchanged {unchanged} of {counted(len(rendered), 'module')}")
+    if spec_files is not None:
+        for path in orphans(spec_files, workspace):
+            name = workspace.shown(path)
+            print(f"orphan    {name}: no spec renders to it; remove it or give it a spec", file=sys.stderr)
+        _say_strays(spec_files, workspace)
+
+
+def _say_strays(spec_files: list[SpecFile], workspace: Workspace) -> None:
+    """Name files that are not ours to judge: doctor counts them among the modules, and no spec is behind them."""
+    from fa3gen.generate.render import strays
+
+    for path in strays(spec_files, workspace):
+        name = workspace.shown(path)
+        print(f"stray     {name}: not written by fa3gen, and no spec renders to it; move it elsewhere", file=sys.stderr)

@@ -7,9 +7,16 @@ from typing import Annotated
 
 import typer
 
+from fa3gen.cli import completion
+
 
 def report(
-    specs: Annotated[list[str], typer.Argument(metavar="SPEC", help="Spec files, spec stems or generated stems.")],
+    specs: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="SPEC", autocompletion=completion.specs, help="Spec files, spec stems or generated stems."
+        ),
+    ],
     directory: Annotated[
         Path, typer.Option("--output", "-o", metavar="DIR", help="Where to write; files of these names are replaced.")
     ] = Path("."),

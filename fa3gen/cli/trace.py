@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from fa3gen.cli import completion
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -40,7 +42,12 @@ class Request:
 
 
 def trace(
-    specs: Annotated[list[str], typer.Argument(metavar="SPEC", help="Spec files, spec stems or generated stems.")],
+    specs: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="SPEC", autocompletion=completion.specs, help="Spec files, spec stems or generated stems."
+        ),
+    ],
     seq_q: Annotated[
         int | None, typer.Option(min=1, help="Queries (default: one tile; of a persistent kernel two).")
     ] = None,

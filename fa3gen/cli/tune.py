@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fa3gen.base.errors import UserError
+from fa3gen.cli import completion
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -65,7 +66,11 @@ class Shapes:
 def tune(
     names: Annotated[
         list[str] | None,
-        typer.Argument(metavar="NAME", help="The spec or module to tune; with --measure, all modules to compare."),
+        typer.Argument(
+            metavar="NAME",
+            autocompletion=completion.specs,
+            help="The spec or module to tune; with --measure, all modules to compare.",
+        ),
     ] = None,
     measure: Annotated[
         bool, typer.Option("--measure", help="Search nothing: compare committed modules, problem by problem.")

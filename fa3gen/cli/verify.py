@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fa3gen.base.errors import UserError
+from fa3gen.base.wording import counted
+from fa3gen.cli import completion
 
 if TYPE_CHECKING:
     import torch
@@ -43,7 +45,11 @@ class On(enum.StrEnum):
 def verify(
     specs: Annotated[
         list[str] | None,
-        typer.Argument(metavar="SPEC", help="Spec files, spec stems or generated stems; none means all."),
+        typer.Argument(
+            metavar="SPEC",
+            autocompletion=completion.specs,
+            help="Spec files, spec stems or generated stems; none means all.",
+        ),
     ] = None,
     on: Annotated[
         On | None,
@@ -463,12 +469,12 @@ def _summary_table(checked: list[Verification], *, on_gpu: bool) -> Table:
 def _verdict(checked: list[Verification], *, on_gpu: bool) -> str:
     """Say in one line what was and what was not shown; nobody should take a model for a GPU."""
     total = len(checked)
-    modules = "module" if total == 1 else "modules"
+    modules = counted(total, "module")
     failed = sum(entry.failed for entry in checked)
     ran = [entry for entry in checked if entry.run.passed is not None]
     passed = sum(entry.run.passed is True and not entry.failed for entry in checked)
     rest = f", {total - len(ran)} NOT run" if len(ran) < total else ""
     if not on_gpu:
-        return f"{passed} of {total} {modules} passed, {failed} failed{rest}: {CPU_RUN}."
+        return f"{passed} of {modules} passed, {failed} failed{rest}: {CPU_RUN}."
     device = next((entry.report.device for entry in ran if entry.report), "the GPU")
-    return f"{passed} of {total} {modules} verified on {device}, {failed} failed{rest}."
+    return f"{passed} of {modules} verified on {device}, {failed} failed{rest}."

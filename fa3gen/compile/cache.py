@@ -247,7 +247,7 @@ def _write_files(entry: Path, files: Mapping[str, bytes], facts: Mapping[str, An
             f"the compile cache {entry.parents[1]} cannot be written ({error.strerror or error}): nothing is kept, and "
         )
         text += f"every process compiles anew; set ${CACHE_DIR_VARIABLE} to a directory that can be written"
-        warnings.warn(text, Caution, stacklevel=2)
+        warnings.warn(text, Caution, stacklevel=1)  # of this line, so that it is said once
     if scratch is not None:
         shutil.rmtree(scratch, ignore_errors=True)
 

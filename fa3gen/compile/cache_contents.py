@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from fa3gen.base.wording import counted
 from fa3gen.compile.cache import MANIFEST
 
 _ENTRIES = "[0-9a-f][0-9a-f]/*"
@@ -41,8 +42,7 @@ class Contents:
 
     def __str__(self) -> str:
         """`/home/me/.cache/fa3gen/compiled: 12 entries, 3.4 MB`."""
-        count = "1 entry" if len(self.entries) == 1 else f"{len(self.entries)} entries"
-        return f"{self.directory}: {count}, {megabytes(self.size)}"
+        return f"{self.directory}: {counted(len(self.entries), 'entry', 'entries')}, {megabytes(self.size)}"
 
 
 def megabytes(size: int) -> str:

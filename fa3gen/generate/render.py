@@ -141,9 +141,18 @@ def _read(path: Path) -> str:
 
 def orphans(spec_files: Sequence[SpecFile], workspace: Workspace) -> list[Path]:
     """Generated modules that no spec stands behind any more."""
+    return [path for path in _without_a_spec(spec_files, workspace) if is_generated(path)]
+
+
+def strays(spec_files: Sequence[SpecFile], workspace: Workspace) -> list[Path]:
+    """Other Python files among the generated ones: not written by fa3gen, and without a spec."""
+    return [path for path in _without_a_spec(spec_files, workspace) if not is_generated(path)]
+
+
+def _without_a_spec(spec_files: Sequence[SpecFile], workspace: Workspace) -> list[Path]:
     wanted = {variant.stem for spec_file in spec_files for variant in spec_file.variants}
     found = sorted(workspace.generated_dir.glob("*.py")) if workspace.generated_dir.is_dir() else []
-    return [path for path in found if path.stem not in wanted and is_generated(path)]
+    return [path for path in found if path.stem not in wanted and path.stem != "__init__"]
 
 
 def is_generated(path: Path) -> bool:

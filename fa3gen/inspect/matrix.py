@@ -25,6 +25,7 @@ from fa3gen.base import files
 from fa3gen.base.errors import UserError
 from fa3gen.base.markdown import speed
 from fa3gen.base.markdown import table as table_of
+from fa3gen.base.wording import counted
 from fa3gen.design import ladder
 from fa3gen.design.family import Family
 from fa3gen.design.workspace import Workspace
@@ -252,7 +253,7 @@ def cells(row: Row) -> list[str]:
 
 def summary(table: Sequence[Row]) -> str:
     """How many modules are proven, failing, stale or without a record, on each kind of machine."""
-    parts = [f"{len(table)} modules"]
+    parts = [counted(len(table), "module")]
     for where, proofs in (("GPU", [row.gpu for row in table]), ("CPU model", [row.cpu for row in table])):
         counts = Counter(proof.state for proof in proofs)
         words = {
