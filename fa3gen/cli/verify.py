@@ -21,7 +21,7 @@ from fa3gen.cli import completion
 
 if TYPE_CHECKING:
     import torch
-    from rich.console import Console
+    from rich.console import Console, Group
     from rich.table import Table
 
     from fa3gen.design.workspace import Workspace
@@ -386,10 +386,23 @@ def _show(console: Console, checked: list[Verification], *, on_gpu: bool) -> Non
     for entry in checked:
         for name in ("render", "compile", "run"):
             stage = getattr(entry, name)
-            if stage.passed is not True:
+            if name == "run" and stage.passed is False and entry.report is not None:
+                _say_failures(console, entry.variant.stem, entry.report)
+            elif stage.passed is not True:
                 _say(console, f"{entry.variant.stem}: {name} {stage.word}: {stage.detail}")
     verdict = _verdict(checked, on_gpu=on_gpu)
     console.print(verdict, style="bold", markup=False, highlight=False, soft_wrap=True)
+
+
+def _say_failures(console: Console, stem: str, report: Report | CpuReport) -> None:
+    """Each thing that failed once, and below it the cases and checks that met it."""
+    from fa3gen.verify.grouping import grouped
+
+    groups = grouped(report)
+    _say(console, f"{stem}: run FAILED: {counted(len(groups), 'failure')}")
+    for number, group in enumerate(groups, 1):
+        _say(console, f"  {number}. {group.text}")
+        _say(console, f"     in {', '.join(group.names)}")
 
 
 def _number(value: float | None) -> str:
@@ -400,27 +413,37 @@ def _pair(found: Errors | None) -> tuple[str, str]:
     return (_number(found.max_abs), _number(found.relative)) if found else ("", "")
 
 
-def _case_table(entry: Verification) -> Table:
-    """Return the errors of one module, case by case, beside what they are held against."""
-    from rich.table import Table
+def _case_table(entry: Verification) -> Group:
+    """Return the errors of one module, case by case, beside what they are held against; and its checks below."""
+    from rich.console import Group
 
     from fa3gen.verify.on_cpu import CpuReport
 
     assert entry.report is not None
     report = entry.report
     columns, rows = _cpu_rows(report) if isinstance(report, CpuReport) else _gpu_rows(report)
-    table = Table(title=f"{report.stem} on {report.device}, seed {report.seed}", title_justify="left")
-    table.add_column("case")
-    table.add_column("shape")
+    table = _table(f"{report.stem} on {report.device}, seed {report.seed}")
+    table.add_column("case", no_wrap=True)
+    table.add_column("shape", overflow="fold")
     for name in columns:
-        table.add_column(name, justify="right")
-    table.add_column("")
+        table.add_column(name, justify="right", overflow="fold")
+    table.add_column("", no_wrap=True)
     for row in rows:
         table.add_row(*row)
+    checks = _table()
+    checks.add_column("check", no_wrap=True)
+    checks.add_column("", no_wrap=True)
     for check in report.checks:
-        verdict = {True: "passed", False: "[red]FAILED[/]", None: "NOT run"}[check.passed]
-        table.add_row(check.name, *[""] * (len(columns) + 1), verdict)
-    return table
+        checks.add_row(check.name, {True: "passed", False: "[red]FAILED[/]", None: "NOT run"}[check.passed])
+    return Group(table, checks)
+
+
+def _table(title: str | None = None) -> Table:
+    """A table without lines between columns, so that names and numbers have room in a narrow terminal."""
+    from rich import box
+    from rich.table import Table
+
+    return Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
 
 
 Rows = tuple[list[str], list[list[str]]]  # names of the columns of numbers; all cells of each case
@@ -452,12 +475,11 @@ def _word(passed: bool) -> str:
 
 
 def _summary_table(checked: list[Verification], *, on_gpu: bool) -> Table:
-    from rich.table import Table
-
-    table = Table()
+    table = _table()
     run = "run on GPU" if on_gpu else "run on CPU model"
     for name in ("module", "render", "compile", run, "registers", "spills"):
-        table.add_column(name, justify="right" if name in ("registers", "spills") else "left")
+        right = name in ("registers", "spills")
+        table.add_column(name, justify="right" if right else "left", no_wrap=name != run)
     colors = {True: "green", False: "red", None: "yellow"}
     for entry in checked:
         words = [f"[{colors[s.passed]}]{s.word}[/]" for s in (entry.render, entry.compile, entry.run)]
