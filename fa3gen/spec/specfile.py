@@ -35,7 +35,7 @@ _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
 _FIELD_PATH = re.compile(r"[a-z_]+(?:\.[a-z_]+)*\Z")
 
 
-# What is wrong with a complete spec: dotted fields, each with a message; nothing for a legal one.
+# What is wrong with a complete spec: dotted fields ('': all of it), each with a message; nothing for a legal one.
 Judge = Callable[[Spec], Iterable[tuple[str, str]]]
 
 
@@ -87,8 +87,8 @@ def is_stem(name: str) -> bool:
 
 
 def sorted_problems(problems: Iterable[Problem], first: Path | None = None) -> list[Problem]:
-    """Without repetitions, by file (the file `first` first) and line."""
-    return sorted(dict.fromkeys(problems), key=lambda p: (p.path != first, str(p.path), p.line or 0))
+    """Without repetitions, by file (the file `first` first) and line; what is about a whole file comes last there."""
+    return sorted(dict.fromkeys(problems), key=lambda p: (p.path != first, str(p.path), p.line is None, p.line or 0))
 
 
 def label(field_path: str, value: Any) -> str:
@@ -433,7 +433,10 @@ def _placed(fields: Node, field_path: Sequence[str], message: str) -> Problem:
 
 def _at_home(fields: Node, field_path: Sequence[str], message: str, document: _Document) -> Problem:
     """As `_placed`, but in the file that was asked for: a base is legal by itself, and is not where to mend it."""
-    problem, own = _placed(fields, field_path, message), document.place
+    own = document.place
+    if not any(field_path):
+        return Problem(own.path, None, "", message)
+    problem = _placed(fields, field_path, message)
     if problem.path == own.path:
         return problem
     where = f"{problem.path}:{problem.line}"
