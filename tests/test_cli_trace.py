@@ -125,7 +125,6 @@ def written_by_hand(workspace: Path) -> list[Path]:
     ("arguments", "message"),
     [
         (["k9"], "there is no spec or module 'k9'"),
-        (["k1_d64"], "not rendered yet: "),
         ([STEM, "--cta", "1,2"], "--cta 1,2: an index X, three of them X,Y,Z, or all"),
         ([STEM, "--cta", "-1"], "--cta -1: an index X, three of them X,Y,Z, or all"),
         ([STEM, "--cta", "7"], "there is no CTA (7, 0, 0) in a grid of (1, 1, 1); choose one inside"),

@@ -12,6 +12,7 @@ section of their own in EVIDENCE.md. They never make a module "verified on a GPU
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import json
 import re
@@ -194,6 +195,17 @@ def cpu_status(workspace: Workspace, stem: str) -> tuple[CpuStatus, CpuRecord | 
 def _is_of_the_present_file(workspace: Workspace, record: Verdict) -> bool:
     source = workspace.module_path(record.stem)
     return source.exists() and sha256(source) == record.source_sha256
+
+
+def digests(workspace: Workspace, stem: str) -> set[str]:
+    """SHA-256 of the files that the passing records of a module speak of; a record that cannot be read says nothing."""
+    found = set()
+    for read_one in (read, read_cpu):
+        with contextlib.suppress(UserError, OSError):
+            record: Verdict | None = read_one(workspace, stem)
+            if record is not None and record.passed:
+                found.add(record.source_sha256)
+    return found
 
 
 def set_tflops(workspace: Workspace, stem: str, tflops: Mapping[int, float], around: Environment) -> bool:
