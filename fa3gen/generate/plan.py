@@ -11,12 +11,12 @@ from typing import Literal
 
 from fa3gen.design import footprint, tile_order
 from fa3gen.design.footprint import Region
-from fa3gen.design.operation import Argument, Operation, Scalar, Scratch, operation_of
+from fa3gen.design.operation import Argument, Operation, Scalar, Scratch, Tensor, operation_of
 from fa3gen.design.schedule import full_tiles, schedule_of
 from fa3gen.generate import header, predicted_sass
 from fa3gen.generate.expected import Expectation
 from fa3gen.hardware import hopper
-from fa3gen.hardware.dtypes import INT32, Dtype
+from fa3gen.hardware.dtypes import FP32, INT32, Dtype
 from fa3gen.spec.model import (
     CausalMask,
     CpAsyncLoad,
@@ -94,16 +94,53 @@ class Parameter:
 
 
 @dataclass(frozen=True)
+class Named:
+    """A tensor with its name, as a loop over the arguments of a call has it."""
+
+    tensor: Tensor
+
+    def __str__(self) -> str:
+        """`("q", q)`."""
+        return f'("{self.tensor}", {self.tensor})'
+
+
+@dataclass(frozen=True)
+class Matched(Named):
+    """The same, with the tensor whose sizes it has to have but for the row."""
+
+    like: Tensor
+
+    def __str__(self) -> str:
+        """`("v", v, k)`."""
+        return f'("{self.tensor}", {self.tensor}, {self.like})'
+
+
+@dataclass(frozen=True)
+class Fake:
+    """A tensor of unknown sizes that a module is compiled for; with its dtype, where that is not that of the others."""
+
+    tensor: Tensor
+    own_dtype: bool = False
+
+    def __str__(self) -> str:
+        """`fake(seq_k, heads_kv, HEAD_DIM)`."""
+        dtype = [f"cutlass.{self.tensor.dtype.cutlass_name}"] * self.own_dtype
+        return f"fake({', '.join([*map(str, self.tensor.dims[1:]), *dtype])})"
+
+
+@dataclass(frozen=True)
 class ArgumentsPlan:
     """Names of what functions take, where that differs from module to module; `load_kv` is of cooperative kernels.
 
-    `tensors` are those of a kernel, with their TMA atoms; `extent` is what else it takes of the launch: how much there
-    is to schedule. `outputs` is what a consumer writes to; `schedule` is what the scheduler reads.
+    `launch` and `kernel` are whole signatures. `tensors` are those of the kernel, with their TMA atoms; `extent` is
+    what else it takes of the launch beside the scale: how much there is to schedule. `outputs` is what a consumer
+    writes to; `schedule` is what the scheduler reads.
     """
 
     launch: tuple[Parameter, ...] = ()
+    kernel: tuple[Parameter, ...] = ()
     tensors: tuple[str, ...] = ()
-    extent: tuple[Parameter, ...] = ()
+    extent: tuple[str, ...] = ()
     schedule: tuple[str, ...] = ()
     work_on: tuple[str, ...] = ()
     outputs: tuple[str, ...] = ()
@@ -233,13 +270,20 @@ class ImportsPlan:
 class EntryPlan:
     """Words and arguments of the Python entry points.
 
-    `stand_ins` are what follows the tensors that a caller may give in a launch, as the module is compiled for it.
+    `named` and `matched` are the tensors that a caller may give, for checks. `fakes` stand for the inputs when the
+    module is compiled, `fake_out` for the output, and `stand_ins` are what follows these in a launch. `keeps_scratch`:
+    some of it outlives a call, on the default stream.
     `given` are the names of what the entry point has at hand when it launches: all but the scratch that outlives a
     call, and the scale.
     """
 
+    named: tuple[Named, ...]
+    matched: tuple[Matched, ...]
+    fakes: tuple[Fake, ...]
+    fake_out: Fake
     stand_ins: tuple[Argument, ...]
     given: tuple[str, ...]
+    keeps_scratch: bool
     mask_phrase: str
     output_phrase: str
     heads_phrase: str
@@ -316,7 +360,7 @@ def make_plan(variant: Variant) -> Plan:
         operation=operation_of(spec),
         entry=_entry(spec),
         sections=_sections(spec),
-        header=header.make_header(spec, summary=variant.summary, source=PurePath(variant.source)),
+        header=header.make_header(spec, summary=variant.summary, source=PurePath(variant.source), stem=variant.stem),
         expectation=expectation(spec),
     )
 
@@ -394,8 +438,9 @@ def _arguments(spec: Spec) -> ArgumentsPlan:
     statistics = (["row_max"] * spec.outputs.lse, ["scale_log2"] * spec.outputs.lse)
     return ArgumentsPlan(
         launch=tuple(_parameter(argument) for argument in operation_of(spec).arguments),
+        kernel=(*map(Parameter, (*tensors, *atoms)), Parameter("scale_log2", FP32), *extent),
         tensors=(*tensors, *atoms),
-        extent=tuple(extent),
+        extent=tuple(each.name for each in extent),
         schedule=("mQ", "mK", *(each.name for each in extent), *draws),
         # A mask depends on how many queries there are.
         work_on=("coordinates", "_" if spec.mask.kind == "none" else "mQ", "mK", *numbered),
@@ -504,8 +549,13 @@ def _entry(spec: Spec) -> EntryPlan:
     arguments = operation.arguments
     kept = [argument.name for argument in arguments if isinstance(argument, Scratch) and argument.kept]
     return EntryPlan(
+        named=tuple(Named(tensor) for tensor in operation.given),
+        matched=tuple(Matched(tensor, operation.like(tensor)) for tensor in operation.given),
+        fakes=tuple(Fake(tensor) for tensor in operation.inputs),
+        fake_out=Fake(operation.output, own_dtype=spec.o_dtype != spec.problem.dtype),
         stand_ins=tuple(argument for argument in arguments if argument not in operation.given),
         given=tuple(argument.name for argument in arguments if argument.name not in (*kept, "scale")),
+        keeps_scratch=bool(kept),
         mask_phrase=header.mask_phrase(spec),
         output_phrase=like,
         heads_phrase=heads,
