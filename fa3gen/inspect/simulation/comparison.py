@@ -60,7 +60,7 @@ def cells(workspace: Workspace) -> Iterator[Cell]:
             problem = Problem(spec, measured_shape(spec, length))
             oldest = simulation.predict(problem, times, chip, registers)
             # Without products on the tensor cores there is nothing to arbitrate.
-            even = simulation.predict(problem, times, chip, registers, "even") if times.qk_tensor else oldest
+            even = simulation.predict(problem, times, chip, registers, "even") if times.qk.tensor else oldest
             ctas = simulation.settings_of(spec, registers=registers).ctas
             yield Cell(variant.stem, length, ctas, even, oldest, measured)
 
@@ -94,11 +94,12 @@ def summary(found: Sequence[Cell]) -> str:
     """How far the predictions are from the measurements, in one sentence for each kind of kernel."""
     tensor = [cell for cell in found if cell.stem.startswith(("k4_smem", "k4_2", "k5", "k6", "fwd"))]
     scalar = [cell for cell in found if cell not in tensor]
-    within = sum(cell.even <= cell.measured <= cell.oldest for cell in tensor)
-    above = sum(cell.measured < cell.even for cell in tensor)
+    below = sum(cell.measured < min(cell.even, cell.oldest) for cell in tensor)
+    above = sum(cell.measured > max(cell.even, cell.oldest) for cell in tensor)
+    between = len(tensor) - below - above
     lines = [
-        f"Both products on WGMMA: of {len(tensor)} cells {within} lie between the two predictions, {above} below both, "
-        f"{len(tensor) - within - above} above both; the median of measured over predicted is "
+        f"Both products on WGMMA: of {len(tensor)} cells {between} lie between the two predictions, {below} below "
+        f"both, {above} above both; the median of measured over predicted is "
         f"{statistics.median(cell.measured / cell.even for cell in tensor):.2f} (even) and "
         f"{statistics.median(cell.measured / cell.oldest for cell in tensor):.2f} (oldest first).",
         f"Products on scalars: {len(scalar)} cells, measured over predicted from "
