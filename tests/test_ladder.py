@@ -6,23 +6,22 @@ import ast
 import re
 from pathlib import Path
 
-import make_ladder
 import pytest
-from make_ladder import BLOCK, DOCUMENT, NUMBER, LadderError, filled, lines_of, verified
-from rendering import plans, source, tree, variants
+from rendering import CHECKOUT, ROOT, plans, source, tree, variants
 
+from fa3gen import cli
 from fa3gen.cli import COMMANDS
 from fa3gen.design import ceiling
 from fa3gen.design.ladder import RUNGS
 from fa3gen.hardware.chips import H200
+from fa3gen.inspect import ladder_page
 from fa3gen.inspect.difference.comparing import leaves
+from fa3gen.inspect.ladder_page import BLOCK, NUMBER, LadderError, lines_of
+from fa3gen.records.evidence import verified
 
+DOCUMENT = ROOT / ladder_page.DOCUMENT
 TEXT = DOCUMENT.read_text(encoding="utf-8")
 PROSE = " ".join(BLOCK.sub("", TEXT).split())
-
-
-def test_the_document_is_up_to_date() -> None:
-    assert make_ladder.problems() == []
 
 
 def test_every_mark_is_one_that_the_script_knows() -> None:
@@ -53,7 +52,7 @@ def ratios(old: str, new: str) -> list[float]:
     """Of the speeds of those bf16 modules of two rungs that are verified today."""
     found = []
     for variant in ("d64", "d64_causal", "d128", "d128_causal"):
-        before, after = verified(f"{old}_{variant}"), verified(f"{new}_{variant}")
+        before, after = (verified(CHECKOUT, f"{rung}_{variant}") for rung in (old, new))
         if before and after:
             found += [after.tflops[length] / before.tflops[length] for length in before.tflops]
     return found
@@ -199,7 +198,11 @@ def test_what_the_text_says_is_so() -> None:
     assert [words for words, so in said.items() if not so] == []
 
 
-# The script
+# How it is written
+
+
+def filled(document: str) -> str:
+    return ladder_page.filled(document, CHECKOUT)
 
 
 def test_old_text_is_written_anew() -> None:
@@ -228,8 +231,9 @@ def test_parts_of_a_diff() -> None:
     [
         ("source k2_d128: load_tiles", "there is no function load_tiles"),
         ("diff k3_1_d64 k3_2_d64: specs", "no part specs; there are "),
-        ("diff k3_1_d64 k9: spec", "`fa3gen diff k3_1_d64 k9 --no-source` exits with 2"),
+        ("diff k3_1_d64 k9: spec", "there is no spec or module 'k9'"),
         ("picture k9", "there is no module k9"),
+        ("picture k5_d128: evenly", "oldest first, or `even`, not 'evenly'"),
         ("pictures k2_d128", "KeyError: 'pictures'"),
     ],
 )
@@ -239,12 +243,20 @@ def test_marks_that_make_no_sense(mark: str, words: str) -> None:
     assert f"<!-- {mark} -->: " in str(caught.value) and words in str(caught.value)
 
 
-def test_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    document = tmp_path / "ladder.md"
-    document.write_text("<!-- source k2_d128: load_tile -->\n<!-- end -->\n")
-    monkeypatch.setattr(make_ladder, "DOCUMENT", document)
-    monkeypatch.setattr(make_ladder, "ROOT", tmp_path)
-    assert make_ladder.main(["--check"]) == 1
-    assert capsys.readouterr().out == "ladder.md is out of date; run `python tests/make_ladder.py`\n"
-    assert make_ladder.main([]) == 0 and make_ladder.main(["--check"]) == 0
-    assert make_ladder.main(["--chek"]) == 2
+@pytest.mark.parametrize("command", sorted(set(re.findall(r"^\$ fa3gen (diff .+)$", TEXT, flags=re.MULTILINE))))
+def test_a_diff_shown_is_what_the_command_prints(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.delenv("COLUMNS", raising=False)
+    assert cli.main(command.split()) == 1
+    printed = set(capsys.readouterr().out.splitlines())
+    [block] = re.findall(rf"^\$ fa3gen {re.escape(command)}\n(.*?)^```$", TEXT, flags=re.MULTILINE | re.DOTALL)
+    assert set(block.splitlines()) - printed <= {"", ladder_page.CUT}
+
+
+@pytest.mark.parametrize("command", re.findall(r"^`fa3gen (simulate .+ --svg .+)`$", TEXT, flags=re.MULTILINE))
+def test_a_picture_shown_is_what_the_command_draws(command: str, tmp_path: Path) -> None:
+    *words, name = command.split()
+    assert cli.main([*words, str(tmp_path / name)]) == 0
+    assert (tmp_path / name).read_text() == (ROOT / ladder_page.PICTURES / name).read_text()

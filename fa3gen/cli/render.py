@@ -80,6 +80,8 @@ def _check(rendered: list[Rendered], spec_files: list[SpecFile] | None, workspac
         print(f"{name}: no spec renders to it; run `rm {name}` or give it a spec", file=sys.stderr)
     if drifted or left_over:
         raise typer.Exit(1)
+    if spec_files is not None:
+        _check_evidence(workspace)
     print(f"{len(rendered)} modules are what their specs render to")
 
 
@@ -99,6 +101,7 @@ def _write(rendered: list[Rendered], spec_files: list[SpecFile] | None, workspac
             write(item)
             print(f"{item.change:9} {workspace.shown(item.path)}  ({item.text.count(chr(10))} lines)")
     remember(rendered, workspace)
+    _tell_what_follows(rendered, workspace)
     unchanged = sum(item.change == "unchanged" for item in rendered)
     if unchanged:
         print(f"unchanged {unchanged} of {len(rendered)} modules")
@@ -106,4 +109,24 @@ def _write(rendered: list[Rendered], spec_files: list[SpecFile] | None, workspac
         print(
             f"orphan    {workspace.shown(path)}: no spec renders to it; remove it or give it a spec",
             file=sys.stderr,
+        )
+
+
+def _check_evidence(workspace: Workspace) -> None:
+    """What `generated/` says of its modules has to be about the present ones."""
+    from fa3gen.inspect import pages
+
+    problem = pages.check_evidence(workspace)
+    if problem is not None:
+        print(problem, file=sys.stderr)
+        raise typer.Exit(1)
+
+
+def _tell_what_follows(rendered: list[Rendered], workspace: Workspace) -> None:
+    """Where there are pages about modules, they speak of other files now."""
+    from fa3gen.inspect import pages
+
+    if pages.evidence_page(workspace).is_file() and any(item.change != "unchanged" for item in rendered):
+        print(
+            f"then      `{pages.REFRESH}` renews the pages about these modules and says what has to be measured again"
         )

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
-from rich.console import RenderableType
+from rich.console import Console, RenderableType
 from rich.text import Text
 
 from fa3gen.inspect.difference import side_by_side
@@ -15,6 +16,7 @@ from fa3gen.inspect.difference.model import Difference, PairDifference, Side, So
 
 OLD, NEW, DIM, TITLE = "red", "green", "dim", "bold"
 NOTHING = "(none)"
+WIDTH_OF_A_PIPE = 260  # a pipe or a file has none, and what is printed side by side is not folded there
 SHORT = 100  # characters that an `old -> new` may take in one line; longer ones stand below each other
 
 
@@ -33,6 +35,15 @@ def report(found: Difference, *, with_source: bool, width: int | None) -> Iterat
     for which, stems in (("first", found.only_old), ("second", found.only_new)):
         if stems:
             yield Text(f"only on the {which} side: {', '.join(stems)}")
+
+
+def printed(found: Difference, *, with_source: bool) -> str:
+    """What `fa3gen diff` prints into a pipe."""
+    written = io.StringIO()
+    console = Console(file=written, width=WIDTH_OF_A_PIPE, highlight=False, markup=False, color_system=None)
+    for item in report(found, with_source=with_source, width=None):
+        console.print(item, soft_wrap=True)
+    return written.getvalue()
 
 
 def _group(pairs: Sequence[PairDifference], *, with_source: bool, width: int | None) -> Iterator[RenderableType]:
