@@ -12,7 +12,7 @@ from typing import Any
 
 import jsonschema
 import pytest
-from rendering import ROOT, plans, variants
+from rendering import ROOT, named, plans, variants
 from rich.console import Console
 
 from fa3gen import cli
@@ -29,7 +29,7 @@ STEMS = sorted(variants())
 
 @cache
 def explained(stem: str) -> Explanation:
-    variant = variants()[stem]
+    variant = named(stem)
     heads_q, heads_kv = work.default_heads(variant.spec)
     shapes = [Shape(16384 // length, length, length, heads_q, heads_kv) for length in SHAPES]
     return explain(variant, shapes, chips.select(None))
@@ -144,7 +144,7 @@ def test_the_screen_is_one() -> None:
 
 
 def test_what_the_screen_says() -> None:
-    screen = printed("k6_d128")
+    screen = printed("ping_pong_d128")
     for said in (
         "M: 64 rows per product (tile q 128, warpgroups 2)",
         "up to 3, not 4 (hardware): shared memory",

@@ -11,7 +11,7 @@ from typing import Literal
 
 import jsonschema
 import pytest
-from rendering import ROOT, changed, variants
+from rendering import ROOT, changed, named, variants
 
 from fa3gen import cli
 from fa3gen.base.errors import UserError
@@ -50,7 +50,7 @@ TINY = Times(
 
 
 def spec(stem: str) -> Spec:
-    return variants()[stem].spec
+    return named(stem).spec
 
 
 def one_warpgroup(stem: str, **parts: object) -> Spec:
@@ -288,8 +288,8 @@ def test_a_kernel_without_a_ring_has_one_row() -> None:
 # -- times
 
 
-def test_times_of_k6() -> None:
-    times = simulation.times_of(spec("k6_d128"), chips.H200)
+def test_times_of_ping_pong() -> None:
+    times = simulation.times_of(spec("ping_pong_d128"), chips.H200)
     # 64 x 128 x 128 x 2 FLOP / 4096.
     assert (times.qk.tensor, times.pv.tensor) == (512, 512)
     # Of a group: 8 instructions with a tile of A in shared memory, 64 x 16 x 2 + 128 x 16 x 2 bytes; 8 without.
