@@ -69,11 +69,11 @@ def assert_none_in_modules(check: Callable[[str], list[str]]) -> None:
 
 
 def changed(stem: str, **parts: Any) -> Variant:
-    """A committed variant with fields of top-level parts of its spec replaced, or the part when its kind changes.
+    """A variant, as `named` gives it, with fields of top-level parts of its spec replaced, or a part of another kind.
 
     A part that is a word (`scheduler`) is replaced.
     """
-    base = variants()[stem]
+    base = named(stem)
     fields = base.spec.model_dump()
     for name, part in parts.items():
         whole = isinstance(part, str) or any(key in part for key in ("kind", "engine", "through"))

@@ -90,7 +90,9 @@ def _changes(rows: Sequence[tuple[str, str | None, str | None]]) -> Iterator[Tex
     widest = max(len(name) for name, _, _ in rows)
     for name, old, new in rows:
         before, after = old or NOTHING, new or NOTHING
-        if len(before) + len(after) <= SHORT:
+        if before == after:
+            yield Text.assemble(f"  {name.ljust(widest)}  {before}, on both sides")
+        elif len(before) + len(after) <= SHORT:
             yield Text.assemble(f"  {name.ljust(widest)}  ", (before, OLD), " -> ", (after, NEW))
         else:
             yield Text.assemble(f"  {name.ljust(widest)}  ", (f"- {before}", OLD))
