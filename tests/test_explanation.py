@@ -162,6 +162,16 @@ def test_what_the_screen_says() -> None:
         assert said in screen
 
 
+def test_which_file_gives_a_field() -> None:
+    """k4_2 writes its own load and P's way; what it does not, its base gives. A part of one file is named whole."""
+    found = explained("k4_2_d64").fields_from
+    assert next(iter(found)) == "specs/k4_2.yaml" and set(found) == {"specs/k4_2.yaml", "specs/k4_smem.yaml"}
+    assert {"load", "handoff", "pv.a.source"} <= set(found["specs/k4_2.yaml"])
+    assert {"tile", "smem", "qk", "pv.b.major", "mask"} <= set(found["specs/k4_smem.yaml"])
+    assert "Fields are given by: " in printed("k4_2_d64")
+    assert "Fields are given by: " not in printed("ping_pong_d64")  # it extends nothing
+
+
 def test_who_says_what() -> None:
     shown = printed("k6_d128", 200, rules=True)
     counts = Counter(answer.rule.kind for answer in explained("k6_d128").asked)

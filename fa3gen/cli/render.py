@@ -41,9 +41,11 @@ def render(
     warn(variants)
     rendered = render_all(variants, workspace)
     if check:
+        _tell_what_else_changes(rendered, workspace)
         _check(rendered, spec_files if not specs else None, workspace)
     else:
         _write(rendered, spec_files if not specs else None, workspace, force=force)
+        _tell_what_else_changes(rendered, workspace)
 
 
 def _require_owners(variants: list[Variant], spec_files: list[SpecFile], workspace: Workspace) -> None:
@@ -130,3 +132,18 @@ def _tell_what_follows(rendered: list[Rendered], workspace: Workspace) -> None:
         print(
             f"then      `{pages.REFRESH}` renews the pages about these modules and says what has to be measured again"
         )
+
+
+def _tell_what_else_changes(rendered: list[Rendered], workspace: Workspace) -> None:
+    """A field of a spec moves the modules of the specs that extend it, too."""
+    from fa3gen.generate.render import render_all
+    from fa3gen.inspect.difference.extending import also_changes
+
+    changed = list(dict.fromkeys(item.variant.source.stem for item in rendered if item.change == "changed"))
+    named = {item.variant.stem for item in rendered}
+    found = [variant for spec_file in workspace.extending(changed) for variant in spec_file.variants]
+    others = render_all([variant for variant in found if variant.stem not in named], workspace)
+    moved = [item.variant for item in others if item.change == "changed"]
+    if moved:
+        specs = " ".join(dict.fromkeys(variant.source.stem for variant in moved))
+        print(f"{also_changes(moved, changed)}; `fa3gen render {specs}` writes them")

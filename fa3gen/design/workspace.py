@@ -6,7 +6,7 @@ specs and templates that come with the package serve everywhere as a read-only f
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -165,6 +165,18 @@ class Workspace:
         if not found:
             raise UserError(f"there is no spec in {self.specs_dir}; name one, or begin with `fa3gen new`")
         return list({variant.stem: variant for variant in found}.values())
+
+    def extending(self, stems: Collection[str]) -> list[SpecFile]:
+        """The workspace's own specs that extend one of these, directly or not, but for those that cannot be read."""
+        found = []
+        for path in self.spec_files():
+            try:
+                spec_file = self.load(path)
+            except SpecError:
+                continue
+            if spec_file.stem not in stems and not set(stems).isdisjoint(spec_file.bases):
+                found.append(spec_file)
+        return found
 
     def not_rendered(self, missing: Iterable[Variant]) -> UserError:
         """The error for modules that are not there, with the command that writes them."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from fa3gen.compile import census
@@ -31,6 +32,7 @@ def compare(old: Side, new: Side) -> PairDifference:
         fields = field_changes(
             {"summary": old.summary, **leaves(old.spec)}, {"summary": new.summary, **leaves(new.spec)}
         )
+        fields = [replace(change, base=_base(new, change.field)) for change in fields]
     if old.plan is not None and new.plan is not None:
         plan = plan_changes(facts(old.plan), facts(new.plan))
         end = max((index for index, change in enumerate(plan, 1) if change.topic == STEP_WORK), default=len(plan))
@@ -40,6 +42,12 @@ def compare(old: Side, new: Side) -> PairDifference:
 
 
 # Fields
+
+
+def _base(side: Side, path: str) -> str | None:
+    """The spec file that a field comes from, where it is not the module's own."""
+    origin = side.origins.get(path)
+    return None if origin is None or origin.as_posix() == side.source else origin.as_posix()
 
 
 def leaves(spec: Spec) -> dict[str, Any]:

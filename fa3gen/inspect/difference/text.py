@@ -12,7 +12,7 @@ from rich.text import Text
 
 from fa3gen.inspect.difference import side_by_side
 from fa3gen.inspect.difference.comparing import unified
-from fa3gen.inspect.difference.model import Difference, PairDifference, Side, SourceChange
+from fa3gen.inspect.difference.model import Difference, FieldChange, PairDifference, Side, SourceChange
 
 OLD, NEW, DIM, TITLE = "red", "green", "dim", "bold"
 NOTHING = "(none)"
@@ -66,7 +66,7 @@ def _decided(pair: PairDifference) -> Iterator[Text]:
         yield Text("same spec, same plan")
     if pair.fields:
         yield Text("\nspec", TITLE)
-        yield from _changes([(change.field, _value(change.old), _value(change.new)) for change in pair.fields])
+        yield from _changes([(change.field, _value(change.old), _origin(change)) for change in pair.fields])
     for topic, group in groupby(pair.plan, key=lambda change: change.topic):
         yield Text(f"\n{topic}", TITLE)
         yield from _changes([(change.what, change.old, change.new) for change in group])
@@ -76,6 +76,12 @@ def _decided(pair: PairDifference) -> Iterator[Text]:
         for step in pair.steps:
             mark, style = marks[step.change]
             yield Text(f"  {mark}{step.text}", style)
+
+
+def _origin(change: FieldChange) -> str | None:
+    """The new value, with the spec file that it comes from where that is a base."""
+    value = _value(change.new)
+    return f"{value}, from {change.base}" if change.base else value
 
 
 def _value(value: Any) -> str | None:
