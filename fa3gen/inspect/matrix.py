@@ -34,7 +34,8 @@ from fa3gen.spec.model import CooperativeSchedule, RegisterHandoff, Spec, SyncLo
 from fa3gen.spec.specfile import Variant
 
 DOCUMENT = Path("docs/matrix.md")
-REFRESH = "fa3gen refresh"
+REFRESH = "fa3gen refresh"  # where the document is; a workspace need not have it
+MAKE = f"fa3gen matrix --markdown > {DOCUMENT}"
 COMPARISON = Path("comparison", "cpu_model_vs_gpu.json")  # below the directory of evidence
 
 
@@ -276,8 +277,9 @@ def check(workspace: Workspace) -> str | None:
     path = workspace.root / DOCUMENT
     if path.is_file() and path.read_text(encoding="utf-8") == markdown(workspace):
         return None
-    what = "is not what specs and records say" if path.is_file() else "does not exist"
-    return f"{DOCUMENT} {what}; run `{REFRESH}`"
+    if path.is_file():
+        return f"{DOCUMENT} is not what specs and records say; run `{REFRESH}`"
+    return f"{DOCUMENT} does not exist; run `{MAKE}`"
 
 
 def document(table: Sequence[Row]) -> list[dict[str, Any]]:
