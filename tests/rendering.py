@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import math
 import shutil
 from collections.abc import Callable
@@ -10,8 +11,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from fa3gen.base.files import sha256
 from fa3gen.design.workspace import Workspace
 from fa3gen.generate.plan import Plan, make_plan
+from fa3gen.generate.writing import MEMORY
 from fa3gen.spec.model import Spec
 from fa3gen.spec.specfile import SpecFile, Variant
 
@@ -86,13 +89,15 @@ FEW_MODULES = [f"{spec}_{variant}" for spec in FEW_SPECS for variant in ("d64", 
 
 
 def small_checkout(folder: Path) -> None:
-    """Put a checkout with three specs, up to date, into an empty folder; no git."""
+    """Put a checkout with three specs, just rendered, into an empty folder; no git."""
     for name in ("specs", "generated"):
         (folder / name).mkdir()
     for spec in FEW_SPECS:
         shutil.copy(ROOT / "specs" / f"{spec}.yaml", folder / "specs")
     for stem in FEW_MODULES:
         shutil.copy(ROOT / "generated" / f"{stem}.py", folder / "generated")
+    digests = {f"{stem}.py": sha256(folder / "generated" / f"{stem}.py") for stem in FEW_MODULES}
+    (folder / "generated" / f".{MEMORY}").write_text(json.dumps(digests))
     shutil.copytree(ROOT / "templates", folder / "templates")
 
 

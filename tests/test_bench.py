@@ -68,7 +68,7 @@ def test_flops_count_both_head_dims() -> None:
     cell = Cell(192, NoMask(), 16384, head_dim_v=128)
     assert cell.heads == 10  # 2048 / 192 is no whole number
     assert cell.flops == 2 * 10 * 16384**2 * (192 + 128)
-    assert (cell.head_dims, Cell(192, NoMask(), 16384).head_dims) == ("192/128", "192")
+    assert (cell.family.dims, Cell(192, NoMask(), 16384).family.dims) == ("192/128", "192")
 
 
 def test_masks_have_names() -> None:
@@ -98,7 +98,7 @@ def test_v_of_another_head_dim_makes_another_cell() -> None:
         for v_dim in (64, 128)
     )
     cells = plan_cells([spec, same, narrow], seq_lens=[512])
-    assert [cell.head_dims for cell in cells] == ["128/64", "128"]
+    assert [cell.family.dims for cell in cells] == ["128/64", "128"]
     competitor = bench.module_competitor("x", narrow, lambda: None)
     assert [competitor.serves(cell) for cell in cells] == [True, False]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import resource
 import subprocess
@@ -10,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from rendering import ROOT
 
 from fa3gen.cli import COMMANDS, main
 from fa3gen.design import workspace
@@ -59,8 +61,89 @@ def test_list(root: Path, capsys: Output) -> None:
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     assert lines[0] == "mine: mine"
     assert "k4_2: both products on WGMMA [fast]" in lines
-    assert "mine_d64 64 bf16 none 128x64 2 wg tma x1 wgmma/wgmma registers" in lines
-    assert "k4_2_d128_window512_0 128 bf16 window 512, 0 128x64 2 wg tma x2 wgmma/wgmma registers" in lines
+    assert lines[1:5] == [
+        "dtype bf16; tile 128x64 2 wg; load tma x1; QK/PV wgmma/wgmma; P through registers",
+        "module d mask",
+        "mine_d64 64 none",
+        "mine_d64_window512_0 64 window 512, 0",
+    ]
+    assert "k4_2_d128_window512_0 128 window 512, 0" in lines
+
+
+def test_a_list_of_one_module_has_no_columns(root: Path, capsys: Output) -> None:
+    (root / "specs" / "one.yaml").write_text("extends: k4_2\nsummary: x\nproblem: {head_dim: 64}\nmatrix: {}\n")
+    assert main(["list", "one"]) == 0
+    assert [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()] == [
+        "one: x",
+        "d 64; dtype bf16; mask none; tile 128x64 2 wg; load tma x2; QK/PV wgmma/wgmma; P through registers",
+        "one",
+        "",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "stems"),
+    [
+        (["k4_2_d64"], ["k4_2_d64"]),
+        (["k4_2", "--head-dim", "64"], ["k4_2_d64", "k4_2_d64_window512_0"]),
+        (["--mask", "window512_0"], ["k4_2_d64_window512_0", "k4_2_d128_window512_0"]),
+        (["--mask", "full", "--head-dim", "128", "--dtype", "bf16"], ["k4_2_d128"]),
+        (["--head-dim", "64", "--head-dim", "128", "--mask", "full"], ["k4_2_d64", "k4_2_d128"]),
+    ],
+)
+def test_list_filters(root: Path, options: list[str], stems: list[str], capsys: Output) -> None:
+    assert main(["list", *options, "--json"]) == 0
+    assert [row["stem"] for row in json.loads(capsys.readouterr().out)] == stems
+    assert main(["list", *options]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines() if line.startswith("  k4_2_")] == stems
+
+
+def test_a_list_of_nothing_says_so(root: Path, capsys: Output) -> None:
+    assert main(["list", "--dtype", "fp16"]) == 2
+    assert capsys.readouterr().err == "no module is like that; `fa3gen list` alone shows all\n"
+
+
+def test_the_list_fits_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch, capsys: Output) -> None:
+    """Of all specs there are, with no cell folded or cut."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr("rich.console.Console.is_terminal", True)
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("TERM", "dumb")
+    assert main(["list"]) == 0
+    lines = [re.sub(r"\x1b\[[0-9;]*m", "", line) for line in capsys.readouterr().out.splitlines()]
+    stems = {variant.stem for file in Workspace.find().load_all() for variant in file.variants}
+    assert max(map(len, lines)) <= 80 and not any("\u2026" in line for line in lines)
+    assert stems <= {line.split()[0] for line in lines if line.startswith("  ")}
+
+
+# completion
+
+
+@pytest.mark.parametrize(
+    ("words", "offered"),
+    [
+        (["render", "k4_sm"], {"k4_smem", "k4_smem_d64", "k4_smem_d128_causal"}),
+        (["explain", "--chip", "h2"], {"h200"}),
+        (["new", "x", "--from", "k6_s"], {"k6_sequential"}),
+        (["diff", "specs/k6"], {"specs/k6.yaml", "specs/k6_sequential.yaml"}),
+        (["trace", "./spec"], {"./specs/"}),
+    ],
+)
+def test_completion(words: list[str], offered: set[str]) -> None:
+    """As a shell asks for it."""
+    line = " ".join(["fa3gen", *words])
+    environment = {
+        **os.environ,
+        "_FA3GEN_COMPLETE": "complete_bash",
+        "COMP_WORDS": line,
+        "COMP_CWORD": str(len(words)),
+        "PYTHONPATH": str(ROOT),
+    }
+    command = [sys.executable, "-P", "-m", "fa3gen"]
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
+    found = set(done.stdout.split())
+    assert offered <= found and all(word.startswith(words[-1]) for word in found), done
 
 
 def test_list_json(root: Path, capsys: Output) -> None:
@@ -92,13 +175,25 @@ def test_list_without_specs(root: Path, capsys: Output) -> None:
 
 def test_errors_of_specs_come_one_per_line_without_traceback(root: Path, capsys: Output) -> None:
     (root / "specs" / "bad.yaml").write_text("summary: x\nextends: k4_2\ntile: {kv: 1.5}\nlood: 3\n")
-    assert main(["list"]) == 2
+    assert main(["render", "bad"]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err.splitlines() == [
         "specs/bad.yaml:3: tile.kv: an integer is needed, got the number 1.5",
         "specs/bad.yaml:4: lood: unknown key 'lood'; did you mean 'load'?",
     ]
+
+
+@pytest.mark.parametrize("command", [["list"], ["matrix"], ["new", "mine", "--from", "k4_2"]])
+def test_a_broken_spec_does_not_block_the_others(root: Path, command: list[str], capsys: Output) -> None:
+    (root / "specs" / "bad.yaml").write_text("summary: x\nextends: k4_2\ntile: {kv: 1.5}\nlood: 3\n")
+    assert main(command) == 0
+    captured = capsys.readouterr()
+    assert "k4_2_d64" in captured.out or (root / "specs" / "mine.yaml").exists()
+    if command[0] != "new":  # it reads the others for their names only
+        assert captured.err == (
+            "note: left out: specs/bad.yaml:3: tile.kv: an integer is needed, got the number 1.5 (and 1 more)\n"
+        )
 
 
 # new

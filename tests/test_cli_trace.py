@@ -109,6 +109,7 @@ def test_a_kernel_that_deadlocks_leaves_its_trace(workspace: Path, capsys: pytes
     trace = json.loads((workspace / f"{STEM}.trace.json").read_text(encoding="utf-8"))
     jsonschema.validate(trace, SCHEMA)
     assert trace["report"].startswith("deadlock")
+    assert f", generated/{STEM}.py:" in trace["report"] and str(workspace) not in trace["report"]
     (cta,) = trace["ctas"]
     stuck = {(event["label"], *event["warps"]) for event in cta["events"] if event["end"] is None}
     assert ("v_empty[0] phase 0", 0) in stuck
@@ -124,7 +125,6 @@ def written_by_hand(workspace: Path) -> list[Path]:
     ("arguments", "message"),
     [
         (["k9"], "there is no spec or module 'k9'"),
-        (["k1_d64"], "not rendered yet: "),
         ([STEM, "--cta", "1,2"], "--cta 1,2: an index X, three of them X,Y,Z, or all"),
         ([STEM, "--cta", "-1"], "--cta -1: an index X, three of them X,Y,Z, or all"),
         ([STEM, "--cta", "7"], "there is no CTA (7, 0, 0) in a grid of (1, 1, 1); choose one inside"),

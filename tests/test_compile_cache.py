@@ -6,19 +6,24 @@ import dataclasses
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
 from rendering import ROOT
 
-from fa3gen.base.errors import UserError
+from fa3gen import cli
+from fa3gen.base.errors import Caution, UserError
 from fa3gen.compile import cache as compile_cache
 from fa3gen.compile import compiler, toolchain
 from fa3gen.compile.cache import CACHE_DIR_VARIABLE, cached_compile
+from fa3gen.compile.cache_contents import contents, prune
 from fa3gen.compile.compiler import Compiled, CompileError
+from fa3gen.spec import schema
 
 DATA = Path(__file__).parent / "data"
 
@@ -219,8 +224,100 @@ def test_cache_that_cannot_be_written_is_none(
         blocked.write_text("")
     monkeypatch.setenv(CACHE_DIR_VARIABLE, str(blocked / "inner" if place == "below a file" else blocked))
     for _ in range(2):
-        assert "source" in cached_compile(module).ptx
+        with pytest.warns(Caution, match=r"the compile cache .*blocked.* cannot be written \(.+\): nothing is kept"):
+            assert "source" in cached_compile(module).ptx
     assert len(fake.asked) == 2
+
+
+def test_the_command_line_says_so_in_one_line(
+    fake: FakeCompiler, module: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Once, however many modules are compiled."""
+    monkeypatch.setenv(CACHE_DIR_VARIABLE, "/dev/null")
+
+    def compiles(**_: object) -> None:
+        for _ in range(3):
+            cached_compile(module)
+
+    monkeypatch.setattr(schema, "file_schema", compiles)
+    assert cli.main(["schema"]) == 0
+    assert capsys.readouterr().err == (
+        "warning: the compile cache /dev/null cannot be written (Not a directory): nothing is kept, and every process "
+        "compiles anew; set $FA3GEN_CACHE_DIR to a directory that can be written\n"
+    )
+
+
+# Contents
+
+
+def aged(entry: Path, days: float) -> None:
+    then = time.time() - days * 24 * 3600
+    os.utime(entry / "manifest.json", (then, then))
+
+
+def test_listing_and_pruning(
+    fake: FakeCompiler, module: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    old = tmp_path / "old.py"
+    old.write_text("old source")
+    cached_compile(old)
+    aged(entry_of(tmp_path), 10)
+    cached_compile(module)
+    capsys.readouterr()
+    assert cli.main(["cache"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(rf"{tmp_path}/cache: 2 entries, \d+\.\d MB; can be written", lines[0])
+    assert [line.split()[:2] for line in lines[2:]] == [["module.py", "1"], ["old.py", "1"]]
+    assert cli.main(["cache", "--prune", "9d"]) == 0
+    assert capsys.readouterr().out.startswith("removed 1 entry, ")
+    assert [entry.module for entry in contents(tmp_path / "cache").entries] == ["module.py"]
+    cached_compile(module)
+    assert len(fake.asked) == 2
+    assert cli.main(["cache", "--prune", "0d", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {
+        "directory": str(tmp_path / "cache"),
+        "size": 0,
+        "writable": True,
+        "entries": [],
+    }
+
+
+def test_what_was_used_lately_is_kept(fake: FakeCompiler, module: Path, tmp_path: Path) -> None:
+    cached_compile(module)
+    aged(entry_of(tmp_path), 10)
+    cached_compile(module)  # a hit
+    assert prune(contents(tmp_path / "cache"), time.time() - 3600) == []
+
+
+def test_what_broken_off_writing_left_is_pruned(tmp_path: Path) -> None:
+    left = tmp_path / "ab" / ".writing-1"
+    left.mkdir(parents=True)
+    (left / "kernel.ptx").write_text("half")
+    (tmp_path / "ab" / "cd.lock").write_text("")
+    (tmp_path / "tuning" / "keep").mkdir(parents=True)  # journals of `fa3gen tune` lie beside the entries
+    prune(contents(tmp_path), time.time() + 1)
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["ab", "keep", "tuning"]
+
+
+def test_an_entry_that_is_spoilt_can_be_pruned(fake: FakeCompiler, module: Path, tmp_path: Path) -> None:
+    cached_compile(module)
+    (entry_of(tmp_path) / "manifest.json").write_text("{")
+    (entry,) = contents(tmp_path / "cache").entries
+    assert entry.module == "(spoilt)" and prune(contents(tmp_path / "cache"), time.time() + 1) == [entry]
+
+
+@pytest.mark.parametrize("age", ["", "9", "-1d", "1w", "d"])
+def test_an_age_that_is_none(age: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["cache", f"--prune={age}"]) == 2
+    assert capsys.readouterr().err == f"--prune {age}: write days or hours, such as 30d or 12h\n"
+
+
+def test_why_a_cache_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert contents(tmp_path / "a" / "b").unwritable == ""
+    assert contents(Path("/dev/null")).unwritable == "/dev/null is not a directory"
+    assert contents(Path("/dev/null/below")).unwritable == "/dev/null is not a directory"
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    assert contents(tmp_path / "a").unwritable == f"{tmp_path} may not be written"
 
 
 def deny(*arguments: object, **options: object) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from fa3gen import cli
 from fa3gen.compile import toolchain
+from fa3gen.compile.cache_contents import Contents
 from fa3gen.doctor import doctor
 from fa3gen.doctor.doctor import Ability, Check, Findings, Report, Trial, diagnose, run_probes, summarize_evidence
 
@@ -44,6 +45,7 @@ MACHINE = Findings(
         "flash_attn_interface": facts(installed=False),
     },
     trial=Trial(seconds=1.7, ptxas="12.9.83"),
+    cache=Contents(Path("/cache"), (), ""),
 )
 
 
@@ -78,6 +80,18 @@ def test_machine_without_a_gpu_is_healthy() -> None:
     assert check(report, "compiling for sm_90a").found == "ptxas 12.9.83; a trial kernel took 1.7 s"
     assert check(report, "torch").found == "2.13.0+cpu, built for the CPU only"
     assert check(report, "CuTe DSL") == Check("CuTe DSL", "ok", "4.8.1")
+    assert check(report, "compile cache").found.startswith("/cache: 0 entries, 0.0 MB; can be written")
+
+
+def test_a_cache_that_cannot_be_written_is_named() -> None:
+    report = diagnose(replace(MACHINE, cache=Contents(Path("/dev/null"), (), "/dev/null is not a directory")))
+    assert check(report, "compile cache") == Check(
+        "compile cache",
+        "note",
+        "/dev/null: 0 entries, 0.0 MB; nothing can be kept in it: /dev/null is not a directory",
+        "set $FA3GEN_CACHE_DIR to a directory that can be written",
+    )
+    assert report.healthy
 
 
 def test_hopper_with_cuda_torch_can_do_everything() -> None:

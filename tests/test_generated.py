@@ -46,7 +46,8 @@ def pretend_hopper(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
         module, "empty", lambda shape, strides, dtype, gpu: torch.empty_strided(shape, strides, dtype=dtype)
     )
     memory_of_this_process(monkeypatch)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)  # the default stream
+    if hasattr(module, "current_stream"):
+        monkeypatch.setattr(module, "current_stream", lambda gpu: 0)  # the default one
     monkeypatch.setattr(module, "compile_for_sm90a", no_launch)
 
 
@@ -343,6 +344,18 @@ def test_new_tensors_lie_where_the_operands_do(loaded: ModuleType, monkeypatch: 
         assert made.shape == (2, 3, 5) and made.is_contiguous()
 
 
+def test_private_functions_of_torch_have_public_ones_behind_them(
+    loaded: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(torch._C._dynamo.guards, "_empty_strided_cuda")
+    monkeypatch.delattr(torch._C, "_cuda_getCurrentRawStream", raising=False)
+    made = loaded.empty((2, 3, 5), (15, 5, 1), torch.float16, "cpu")
+    assert (made.shape, made.dtype, made.stride()) == ((2, 3, 5), torch.float16, (15, 5, 1))
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda gpu: SimpleNamespace(cuda_stream=40 + gpu))
+    assert fa3gen.load(DYNAMIC).current_stream(2) == 42
+
+
 def test_the_result_is_contiguous_for_any_strides_of_q(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "compile_for_sm90a", Launch)
     q = torch.zeros(2, 4, 5, 64, dtype=torch.bfloat16).transpose(1, 2)
@@ -469,7 +482,7 @@ def test_only_launches_of_the_default_stream_share_memory(stem: str, monkeypatch
         torch.cuda, "get_device_properties", lambda gpu: SimpleNamespace(major=9, minor=0, multi_processor_count=3)
     )
     memory_of_this_process(monkeypatch)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: stream, raising=False)
+    monkeypatch.setattr(module, "current_stream", lambda gpu: stream)
 
     def made() -> tuple[torch.Tensor, ...]:
         return (module.tile_counter(0),) if stem == DYNAMIC else module.flags_and_parts(0)
@@ -484,7 +497,7 @@ def test_only_launches_of_the_default_stream_share_memory(stem: str, monkeypatch
     assert all(x is y for x, y in zip(first, made(), strict=True))
 
 
-VENDORED = """
+VENDORED = r"""
 import importlib.util, sys
 
 sys.modules["fa3gen"] = None  # the module must not need it
@@ -494,15 +507,25 @@ sys.modules["vendored"] = module
 spec.loader.exec_module(module)
 compiled = module.compile_for_sm90a()
 assert callable(compiled) and module.compile_for_sm90a() is compiled
+import cutlass.cute as cute
+
+exec("\n".join(sys.argv[2:]), {**vars(module), sys.argv[1].removesuffix(".py"): module})
+assert callable(module.compile_for_sm90a()) and module.compile_for_sm90a() is not compiled
 print("compiled")
 """
 
 
 def test_a_vendored_module_compiles_without_gpu_or_settings(tmp_path: Path) -> None:
-    path = shutil.copy(CHECKOUT.module_path("k4_2_d64"), tmp_path / "vendored.py")
+    path = Path(shutil.copy(CHECKOUT.module_path("k4_2_d64"), tmp_path))
+    # What the header says of compiling ahead of time, and of loading that.
+    lines = [
+        line.strip() for line in path.read_text().split('"""')[1].splitlines() if "compile" in line and "(" in line
+    ]
+    lines += [line.strip() for line in path.read_text().split('"""')[1].splitlines() if "= lambda" in line]
+    assert len(lines) == 3
     kept = {name: value for name, value in os.environ.items() if name == "CUTE_DSL_LIBS" or "CUTE" not in name}
     process = subprocess.run(
-        [sys.executable, "-c", VENDORED, str(path)],
+        [sys.executable, "-c", VENDORED, path.name, *lines],
         env={**kept, "CUDA_VISIBLE_DEVICES": ""},
         cwd=tmp_path,
         capture_output=True,

@@ -3,25 +3,53 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
+import make_exercises
 import pytest
 from rendering import CHECKOUT, ROOT, plans, source, tree, variants
 
 from fa3gen import cli
 from fa3gen.cli import COMMANDS
+from fa3gen.compile import compiler
 from fa3gen.design import ceiling
 from fa3gen.design.ladder import RUNGS
+from fa3gen.design.workspace import Workspace
 from fa3gen.hardware.chips import H200
 from fa3gen.inspect import ladder_page
 from fa3gen.inspect.difference.comparing import leaves
-from fa3gen.inspect.ladder_page import BLOCK, NUMBER, LadderError, lines_of
+from fa3gen.inspect.ladder_page import BLOCK, EXERCISE, NUMBER, LadderError, lines_of
 from fa3gen.records.evidence import verified
 
 DOCUMENT = ROOT / ladder_page.DOCUMENT
 TEXT = DOCUMENT.read_text(encoding="utf-8")
+BLOCKS = list(BLOCK.finditer(TEXT))
 PROSE = " ".join(BLOCK.sub("", TEXT).split())
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiler_at_hand() -> Iterator[None]:
+    """Exercises compile a module each."""
+    with compiler.preloaded():
+        yield
+
+
+# Specs, modules and records behind the other blocks: test_evidence.py compares every page that `fa3gen refresh` writes.
+@pytest.mark.parametrize("found", [pytest.param(found, id=found[3]) for found in BLOCKS if found[2] == EXERCISE])
+def test_the_model_answers_an_exercise_as_shown(found: re.Match[str]) -> None:
+    """The edited kernel runs, and what the model says of it is compared."""
+    shown = found[4]
+    assert make_exercises.exercise(found[3], TEXT[: found.start()]) == shown, f"run `{make_exercises.COMMAND}`"
+
+
+def test_every_picture_is_shown() -> None:
+    """One that no block draws any more would stay for ever."""
+    drawn = {path.name for path in (ROOT / ladder_page.PICTURES).iterdir()}
+    assert drawn == set(re.findall(r"\]\(ladder/([^)]+)\)", TEXT))
 
 
 def test_every_mark_is_one_that_the_script_knows() -> None:
@@ -30,11 +58,33 @@ def test_every_mark_is_one_that_the_script_knows() -> None:
 
 
 def test_every_rung_is_there_in_order() -> None:
-    steps = [found[3].split() for found in BLOCK.finditer(TEXT) if found[2] == "measured"]
+    steps = [found[3].split() for found in BLOCKS if found[2] == "measured"]
     assert [words[-1] for words in steps] == list(RUNGS)
     assert [words[0] for words in steps[1:] if words[0] not in RUNGS[: RUNGS.index(words[-1])]] == []
-    compared = [found[3].partition(":")[0].split() for found in BLOCK.finditer(TEXT) if found[2] == "diff"]
+    compared = [found[3].partition(":")[0].split() for found in BLOCKS if found[2] == "diff"]
     assert [f"{rung}_d128" for rung in RUNGS[1:]] == [new for _, new in compared]
+
+
+def test_every_rung_has_an_exercise_and_is_to_be_looked_at() -> None:
+    sections = re.split(r"^## ", TEXT, flags=re.MULTILINE)
+    rungs = [section for section in sections if "<!-- measured " in section]
+    assert len(rungs) == len(RUNGS)
+    for rung, section in zip(RUNGS, rungs, strict=True):
+        assert {f"`fa3gen {command} {rung}_d128`" for command in ("report", "trace")} <= set(
+            re.findall(r"`[^`\n]+`", section)
+        )
+        exercises = [found[3].split()[1] for found in BLOCK.finditer(section) if found[2] == "exercise"]
+        assert exercises and set(exercises) == {f"{rung}_d64"}
+        assert section.count("```diff\n") == len(exercises)
+
+
+def test_the_exercises_begin_where_the_text_says(tmp_path: Path) -> None:
+    """The shell lines leave copies of all modules that the exercises are about, in a workspace."""
+    [script] = re.findall(r"^```bash\n(mkdir .*?)^```$", TEXT, flags=re.MULTILINE | re.DOTALL)
+    subprocess.run(["bash", "-euc", f"{script}pwd"], cwd=ROOT, env={**os.environ, "HOME": str(tmp_path)}, check=True)
+    assert Workspace.find(tmp_path / "try" / "generated").root == tmp_path / "try"
+    for stem in {found[3].split()[1] for found in BLOCKS if found[2] == "exercise"}:
+        assert (tmp_path / "try" / "generated" / f"{stem}.py").is_file()
 
 
 def test_links_and_commands() -> None:
@@ -74,7 +124,7 @@ def smem_ctas(stem: str) -> int:
 
 def predicted(stem: str) -> dict[int, list[str]]:
     """The table of stages: cells after the number of stages."""
-    [text] = [found[4] for found in BLOCK.finditer(TEXT) if (found[2], found[3]) == ("stages", stem)]
+    [text] = [found[4] for found in BLOCKS if (found[2], found[3]) == ("stages", stem)]
     rows = [[cell.strip(" *") for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"]
     return {int(row[0]): row[1:] for row in rows if row[0].isdigit()}
 
@@ -234,6 +284,8 @@ def test_parts_of_a_diff() -> None:
         ("diff k3_1_d64 k9: spec", "there is no spec or module 'k9'"),
         ("picture k9", "there is no module k9"),
         ("picture k5_d128: evenly", "oldest first, or `even`, not 'evenly'"),
+        ("swizzle k2_d128: sX", "no tile sX; there are "),
+        ("fragment k2_d128: operand", "no fragment operand; there are "),
         ("pictures k2_d128", "KeyError: 'pictures'"),
     ],
 )
@@ -260,3 +312,41 @@ def test_a_picture_shown_is_what_the_command_draws(command: str, tmp_path: Path)
     *words, name = command.split()
     assert cli.main([*words, str(tmp_path / name)]) == 0
     assert (tmp_path / name).read_text() == (ROOT / ladder_page.PICTURES / name).read_text()
+
+
+# Exercises
+
+
+EDIT = "```diff\n-    if row < seq_q and column < seq_k:\n+    if row < seq_q:\n```\n\n"
+ASKED = "<!-- exercise trace k1_d64 --seq-k 70 --cta all -->\n"
+
+
+def test_the_script_writes_answers_and_nothing_else(tmp_path: Path) -> None:
+    """As `fa3gen refresh` writes everything else."""
+    document = tmp_path / "ladder.md"
+    other = "<!-- source k2_d128: load_tile -->\nold\n<!-- end -->\n"
+    document.write_text(f"{other}{EDIT}{ASKED}old\n<!-- end -->\n")
+    assert make_exercises.main(document) == 0
+    text = document.read_text()
+    answer = text.removeprefix(f"{other}{EDIT}{ASKED}```text\n$ fa3gen trace k1_d64 --seq-k 70 --cta all\n[...]\n")
+    assert answer.startswith("access out of bounds: ") and answer.endswith("\n[...]\n```\n<!-- end -->\n")
+    refreshed = filled(text)
+    assert text.partition(EDIT)[2] == refreshed.partition(EDIT)[2] and "old" not in refreshed
+
+
+def test_an_exercise_edits_one_place() -> None:
+    text = "first\nwait\nadvance\nlast\n"
+    assert make_exercises.apply_edit("-wait\n", text) == "first\nadvance\nlast\n"
+    assert make_exercises.apply_edit("-wait\n advance\n+wait\n", text) == "first\nadvance\nwait\nlast\n"
+    for hunk, module in (("-weit\n", text), ("-wait\n", text + text)):
+        with pytest.raises(ValueError, match="an edit needs one"):
+            make_exercises.apply_edit(hunk, module)
+
+
+def test_an_exercise_that_shows_nothing_is_refused() -> None:
+    edit = "```diff\n-        mS[row, column, head, batch] = score * scale\n"
+    edit += "+        mS[row, column, head, batch] = scale * score\n```\n\n"
+    for before, words in ((edit, "the model has nothing to report"), ("", "there is no diff above it")):
+        with pytest.raises(LadderError) as caught:
+            make_exercises.filled(f"{before}<!-- exercise trace k1_d64 -->\n<!-- end -->\n")
+        assert "<!-- exercise trace k1_d64 -->: " in str(caught.value) and words in str(caught.value)

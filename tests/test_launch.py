@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import platform
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +12,9 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from rendering import CHECKOUT, ROOT
+import torch
+from rendering import CHECKOUT, ROOT, STEMS
+from rendering import source as text_of
 
 from fa3gen import cli
 from fa3gen.base.errors import UserError
@@ -22,6 +26,7 @@ from fa3gen.run import launch
 from fa3gen.run.launch import NO_JIT_VARIABLE
 
 STEM = "k4_2_d64"
+HINT = 'q is not on a GPU; it needs to be on a Hopper GPU; for CPU tensors there is fa3gen.load("{stem}", on="cpu")'
 MODULE = CHECKOUT.module_path(STEM)
 
 # A process that loads a kernel and calls it; the DSL's compiler, in whatever process, would be an error.
@@ -226,3 +231,39 @@ def test_a_second_process_starts_without_compiling(tmp_path: Path, monkeypatch: 
     process = subprocess.run([sys.executable, "-c", START], cwd=ROOT, capture_output=True, text=True)
     assert process.returncode == 0, process.stderr
     assert "Mismatched Tensor on argument #0" in process.stdout and "expected device_type=cuda" in process.stdout
+
+
+# Tensors on the CPU
+
+
+# One for each function that looks at the GPU.
+@pytest.mark.parametrize("stem", ["k4_2_d64", "k4_2_o_only_d128_causal", "fwd_d64", "fwd_d64_window_o_only"])
+def test_tensors_on_the_cpu_get_a_hint(stem: str) -> None:
+    module = launch.load_for_launch(CHECKOUT.module_path(stem))
+    q = torch.ones(1, 8, 8, module.HEAD_DIM, dtype=torch.bfloat16)
+    with pytest.raises(ValueError) as caught:
+        module.attention(q, q, q)
+    assert str(caught.value) == HINT.format(stem=stem)
+
+
+def test_every_module_looks_at_the_gpu_where_the_hint_is_given() -> None:
+    """In functions that keep what they saw, so that the hint costs a launch nothing."""
+    looks = re.compile(r"@functools\.cache\ndef (\w+)\(gpu\):\n(?:    .*\n|\n)*?    if gpu < 0:")
+    assert [
+        stem
+        for stem in STEMS
+        if set(looks.findall(text_of(stem))) - launch.GPU_CHECKS or not looks.search(text_of(stem))
+    ] == []
+
+
+def test_the_hint_costs_a_launch_nothing() -> None:
+    asked = []
+
+    @functools.cache
+    def look(gpu: int) -> str:
+        asked.append(gpu)
+        return "facts"
+
+    hinted = launch._with_hint(look, "k4_2_d64")
+    assert [hinted(0), hinted(0), hinted(1)] == ["facts"] * 3 and asked == [0, 1]
+    assert type(hinted) is type(look)  # found in the cache without running any Python

@@ -61,6 +61,7 @@ EDITS: dict[str, tuple[Any, ...]] = {
     "scheduler": ("single_tile", "static", "stream_k", "dynamic"),
     "softmax.rescale_above": (8,),
     "softmax.exp_before_wait": (4, 100),
+    "softmax.mask_end": ("when_cut",),
     "outputs.lse": (False,),
     "outputs.o": ("over_q", "own_buffer", "direct"),
 }

@@ -66,6 +66,7 @@ SCHEDULERS = st.sampled_from(["single_tile", "single_tile", "static", "stream_k"
 O_WAYS = st.sampled_from(["over_q", "own_buffer", "direct"])
 RESCALE_ABOVE = st.sampled_from([None, 1, 8, 9])
 EXP_BEFORE_WAIT = st.sampled_from([None, None, None, None, None, 1, 12, 33])
+MASK_END = st.sampled_from(["always", "always", "always", "when_cut"])
 SMEMS: st.SearchStrategy[Any] = st.none() | st.fixed_dictionaries({"q": SWIZZLES, "k": SWIZZLES, "v": SWIZZLES})
 JUNK: st.SearchStrategy[Any] = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
@@ -88,7 +89,11 @@ def anything(draw: st.DrawFn) -> Fields:
         "handoff": draw(HANDOFFS),
         "schedule": draw(SCHEDULES),
         "scheduler": draw(SCHEDULERS),
-        "softmax": {"rescale_above": draw(RESCALE_ABOVE), "exp_before_wait": draw(EXP_BEFORE_WAIT)},
+        "softmax": {
+            "rescale_above": draw(RESCALE_ABOVE),
+            "exp_before_wait": draw(EXP_BEFORE_WAIT),
+            "mask_end": draw(MASK_END),
+        },
         "outputs": {"lse": draw(st.booleans()), "o": draw(O_WAYS)},
     }
 
@@ -112,6 +117,7 @@ def neighbours(draw: st.DrawFn) -> Fields:
         "scheduler": SCHEDULERS,
         "softmax.rescale_above": RESCALE_ABOVE,
         "softmax.exp_before_wait": EXP_BEFORE_WAIT,
+        "softmax.mask_end": MASK_END,
         "outputs.lse": st.booleans(),
         "outputs.o": O_WAYS,
     }
@@ -143,6 +149,7 @@ PERSISTENT_CHOICES: dict[str, st.SearchStrategy[Any]] = {
     "o_dtype": st.sampled_from([None, None, "fp32", "bf16"]),
     "rescale_above": st.sampled_from([None, 1, 8]),
     "exp_before_wait": st.sampled_from([None, 1, 4]),
+    "mask_end": MASK_END,
     "swizzles": st.sampled_from([("64B", "64B", "64B"), ("128B", "128B", "128B"), ("32B", "128B", "64B")]),
 }
 
@@ -163,7 +170,7 @@ def persistents(draw: st.DrawFn) -> Fields:
         "smem": dict(zip("qkv", chosen["swizzles"], strict=True)),
         "schedule": {"kind": chosen["kind"], "overlap": True},
         "scheduler": scheduler,
-        "softmax": {name: chosen[name] for name in ("rescale_above", "exp_before_wait")},
+        "softmax": {name: chosen[name] for name in ("rescale_above", "exp_before_wait", "mask_end")},
         "outputs": {"o": chosen["o"], "lse": True},
         "o": {"dtype": chosen["o_dtype"]},
     }

@@ -13,6 +13,7 @@ import torch
 import fa3gen
 from fa3gen import cli
 from fa3gen.cli import COMMANDS
+from fa3gen.compile.cache import cache_directory
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -56,14 +57,23 @@ def test_the_refusal_shown_is_what_the_tool_prints(
 
 
 def test_the_python_functions_shown_do_what_is_said() -> None:
-    """All but the last line, which needs a GPU."""
+    """All of it, with or without a GPU."""
     code = next(block for block in blocks("python") if "compile_module" in block)
-    *lines, last = code.strip().splitlines()
     names: dict[str, Any] = {}
-    exec("\n".join(lines), names)
+    exec(code, names)
     assert names["source"] == (ROOT / "generated/k4_2_d128.py").read_text(encoding="utf-8")
     assert names["census"].registers > 0
-    assert last.startswith("report = verify_module(") and callable(names["verify_module"])
+    assert names["report"].passed
+    where = "CPU model of sm_90a (not a GPU result)" if names["device"] is None else "H"
+    assert where in names["report"].device
+
+
+def test_the_cache_lies_where_the_readme_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("FA3GEN_CACHE_DIR", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    said = re.search(r"The cache lies in `~/([\w./]+)`", README)
+    assert said is not None and cache_directory() == tmp_path / said.group(1)
 
 
 def test_ci_runs_the_test_command_of_the_readme() -> None:

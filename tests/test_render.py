@@ -157,6 +157,7 @@ KNOBS: dict[str, tuple[str, dict[str, Any]]] = {
     "scheduler_static_to_dynamic": ("fwd_d128_static", {"scheduler": "dynamic", "mask": {"kind": "causal"}}),
     "scheduler_static_to_stream_k": ("fwd_d128_static", {"scheduler": "stream_k"}),
     "exp_before_wait_null_to_16_single_tile": ("k5_d128", {"softmax": {"exp_before_wait": 16}}),
+    "mask_end_always_to_when_cut": ("k6_d128", {"softmax": {"mask_end": "when_cut"}}),
     "exp_before_wait_null_to_12": ("fwd_d128_short", {"softmax": {"exp_before_wait": 12}}),
     "q_stages_2_to_1": ("fwd_d128_causal", {"load": {"q_stages": 1}}),
     "o_own_buffer_to_direct": ("fwd_d128", {"outputs": {"o": "direct"}}),

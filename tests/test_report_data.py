@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import itertools
+import re
 import types
 from pathlib import Path
 from typing import Any, get_args
@@ -26,7 +27,7 @@ from fa3gen.design.schedule import full_tiles
 from fa3gen.design.work import KeyTiles, key_tiles
 from fa3gen.design.workspace import Workspace
 from fa3gen.inspect import report
-from fa3gen.inspect.report import fragments, highlighting, numerics, pictures, speeds, swizzles, tiles
+from fa3gen.inspect.report import drawing, fragments, highlighting, numerics, pictures, speeds, swizzles, tiles
 from fa3gen.inspect.report.listing import Listing, make_listing
 from fa3gen.inspect.report.liveness import live_registers
 from fa3gen.records import evidence, tuning_records
@@ -442,6 +443,20 @@ def test_pictures_of_every_module_are_well_formed() -> None:
         for picture in drawn:
             element = ElementTree.fromstring(picture)
             assert element.tag == "svg" and element.get("aria-label") and len(element) > 4, stem
+
+
+def test_a_picture_as_a_file_brings_its_colours() -> None:
+    """It is drawn like the one of the page, stands for itself, and is as large as the shapes and a margin."""
+    spec = spec_of("k4_2_d64")
+    tile, fragment = swizzles.operands(spec)[0], fragments.fragments(spec)[0]
+    for picture in (pictures.banks(tile, plain=False), pictures.banks(tile, plain=True), pictures.owners(fragment)):
+        text = picture.file()
+        element = ElementTree.fromstring(text)
+        assert element.tag == "{http://www.w3.org/2000/svg}svg" and element.get("aria-label") == picture.label
+        assert float(element.get("width", 0)) == picture.width + 2 * drawing.MARGIN
+        assert all(str(part) in text for part in picture.parts)
+        assert set(re.findall(r"var\(--([\w-]+)\)", text)) - {"w"} <= set(re.findall(r"--([\w-]+):", text))
+        assert "http" not in text.replace("http://www.w3.org/2000/svg", "") and "@import" not in text
 
 
 def test_examples_show_all_there_is_to_see() -> None:

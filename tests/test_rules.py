@@ -737,6 +737,20 @@ def test_exp_before_wait() -> None:
     )
 
 
+def test_mask_end() -> None:
+    assert schedules.mask_end("always", "causal", False) is None
+    assert schedules.mask_end("when_cut", "none", True) is None
+    assert schedules.mask_end("when_cut", "none", False) == Violation(
+        "softmax.mask_end",
+        "without overlap the last tile of keys is masked only when the end cuts it anyway; leave mask_end out, or use "
+        "a schedule with overlap: true",
+    )
+    assert schedules.mask_end("when_cut", "causal", True) == Violation(
+        "softmax.mask_end",
+        "the last tile of keys that a row visits holds an edge of the causal mask as well; use mask_end: always",
+    )
+
+
 def test_output_dtype() -> None:
     assert output.output_dtype("bf16", "bf16") is None
     assert output.output_dtype("fp16", "fp32") is None

@@ -400,9 +400,20 @@ def test_a_problem_in_a_base_is_reported_there(specs: Specs) -> None:
     ]
 
 
-def test_a_rule_is_reported_where_its_field_was_given(specs: Specs) -> None:
-    found = specs.problems("child", "extends: base\nsummary: x\nproblem:\n  head_dim: 96\n")
-    assert [text.split(": a row of")[0] for text in found] == [f"base.yaml:5: smem.{name}" for name in "qkv"]
+def test_a_rule_on_an_inherited_field_is_reported_where_it_can_be_mended(specs: Specs) -> None:
+    found = specs.problems("child", "summary: x\nextends: base\nproblem:\n  head_dim: 96\n")
+    assert [text.split(": a row of")[0] for text in found] == [f"child.yaml:2: smem.{name}" for name in "qkv"]
+    assert all(text.endswith("use swizzle 64B (inherited from base.yaml:5; write it in child.yaml)") for text in found)
+    # What is written there is where the next problem is reported.
+    found = specs.problems("child", "extends: base\nsummary: x\nproblem:\n  head_dim: 96\nsmem: {q: 128B}\n")
+    assert [text.split(": ")[0] for text in found] == ["child.yaml:1", "child.yaml:1", "child.yaml:5"]
+
+
+def test_a_rule_on_a_value_of_an_inherited_matrix_is_reported_where_it_can_be_mended(specs: Specs) -> None:
+    specs.write("stages", BASE + "matrix: {load.kv_stages: [1, 2]}\n")
+    problems = specs.problems("child", "summary: x\nextends: stages\nproblem: {head_dim: 256}\n")
+    (found,) = (text for text in problems if text.startswith("child.yaml:2: load.kv_stages: shared memory:"))
+    assert "(from the matrix of stages.yaml:" in found and "; write a matrix in child.yaml)" in found
 
 
 def test_cycles(specs: Specs) -> None:
@@ -500,7 +511,10 @@ def test_a_field_that_the_matrix_overrides_is_not_ignored_in_silence(specs: Spec
     ]
     specs.write("dims", BASE.replace("problem: {head_dim: 128}\n", "") + "matrix: {problem.head_dim: [64]}\n")
     found = specs.problems("c", "extends: dims\nsummary: x\nproblem: {head_dim: 128}\n")
-    assert found[0].startswith("c.yaml:3: problem.head_dim: has no effect")
+    assert found == [
+        "c.yaml:3: problem.head_dim: has no effect, because the matrix of dims.yaml:14 sets problem.head_dim in every "
+        "module; take it out or write a matrix in c.yaml (`matrix: {}`: none, a single module)"
+    ]
     found = specs.problems("c", "extends: base\nsummary: x\nload: {kv_stages: 3}\nmatrix: {load.engine: [sync]}\n")
     assert found[0].startswith("c.yaml:3: load.kv_stages: has no effect, because the matrix sets load.engine in every")
     # A base below the matrix is free to give the field, and a field that survives in one module has an effect.

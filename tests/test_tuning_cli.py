@@ -170,6 +170,20 @@ def test_a_module_that_is_not_as_its_spec_renders_is_not_measured(
     assert "run `fa3gen render k6_d64`" in capsys.readouterr().err
 
 
+def test_the_example_of_a_search_space_is_one_of_what_is_tuned(
+    workspace: Workspace, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (workspace.specs_dir / "w80.yaml").write_text(
+        "summary: x\nextends: k5\nproblem: {head_dim: 80}\nsmem: {q: 32B, k: 32B, v: 32B}\nmatrix: {mask: [causal]}\n"
+    )
+    assert cli.main(["tune", "w80", "--dry-run"]) == 2
+    said, _, example = capsys.readouterr().err.partition("--space:\n")
+    assert "write specs/tuning/w80.yaml" in said
+    assert example.startswith("base: w80\nproblem: {head_dim: 80, mask: causal}\nspace:\n")
+    (workspace.specs_dir / "tuning" / "w80.yaml").write_text(example)
+    assert cli.main(["tune", "w80", "--heads", "16", "--dry-run"]) == 0
+
+
 def test_cells_without_a_winner_are_no_success(workspace: Workspace, tmp_path: Path) -> None:
     order(tmp_path, **{"raise": ["k5_d64"]})
     assert cli.main(["tune", "--measure", "k5_d64", "--seq", "512"]) == 1

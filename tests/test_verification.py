@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import typer
+from rendering import STEMS
 from rich.console import Console
 
 from fa3gen.base.errors import UserError
@@ -23,6 +24,7 @@ from fa3gen.run import gpu
 from fa3gen.spec.model import Spec
 from fa3gen.spec.specfile import Variant
 from fa3gen.verify import on_gpu as verify
+from fa3gen.verify.grouping import grouped
 from fa3gen.verify.on_cpu import CpuReport
 from fa3gen.verify.pipeline import Stage, Verification, check_compile, check_render
 from fa3gen.verify.results import CpuCaseResult
@@ -247,6 +249,55 @@ def test_the_case_table_shows_errors_beside_the_yardstick() -> None:
     assert "1.00e-03" in text and "4.00e-03" in text and "NOT run" in text
 
 
+def test_alike_failures_are_said_once() -> None:
+    """Hazards of one kind at one instruction, and what differs by numbers only; each with its cases, in order."""
+    fence = "by warp{}: missing fence.proxy.async: shared byte {} at CTA ({}, 0, 0), warp {}, PTX line {}: x, a.py:9"
+    cases = [
+        dataclasses.replace(CPU_CASE, name="one", failures=(fence.format("", 0, 0, 0, 7), "O is off by 3 at row 1")),
+        dataclasses.replace(CPU_CASE, name="two", failures=(fence.format("group", 64, 1, 3, 7),)),
+        dataclasses.replace(
+            CPU_CASE, name="three", failures=(fence.format("", 0, 0, 0, 8), "O is off by 4.5e-3 at row 2")
+        ),
+    ]
+    checks = (
+        verify.Check("empty batch", False, "raised: " + fence.format("", 0, 0, 0, 7)),
+        verify.Check("x", None, "y"),
+    )
+    found = grouped(dataclasses.replace(CPU_REPORT, cases=tuple(cases), checks=checks))
+    assert [(group.text, group.names) for group in found] == [
+        (fence.format("", 0, 0, 0, 7), ("one", "two", "empty batch")),
+        ("O is off by 3 at row 1", ("one", "three")),
+        (fence.format("", 0, 0, 0, 8), ("three",)),
+    ]
+
+
+def test_a_failing_run_says_each_hazard_once(on_the_model: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    cases = tuple(dataclasses.replace(BAD_CASE, name=f"case{i}") for i in range(13))
+    on_the_model["a"] = dataclasses.replace(BAD_REPORT, cases=cases)
+    assert run_command() == 1
+    lines = capsys.readouterr().out.splitlines()
+    first = lines.index("a: run FAILED: 1 failure")
+    names = ", ".join(case.name for case in cases)
+    assert lines[first + 1 : first + 3] == ["  1. by warp: deadlock: no warp can go on", f"     in {names}"]
+    assert sum("deadlock" in line for line in lines) == 1
+
+
+def test_names_are_whole_in_a_narrow_terminal() -> None:
+    """Of modules, cases and checks; the longest that there are. And no number is cut."""
+    stem = max(STEMS, key=len)
+    cases = (dataclasses.replace(CPU_CASE, name="masked_rows", shape="b1 1024x1024 h16/4", failures=("x",)),)
+    check = "allocates O when not given one"
+    report = dataclasses.replace(CPU_REPORT, stem=stem, cases=cases, checks=(verify.Check(check, False, "x"),))
+    variant = dataclasses.replace(VARIANTS[0], stem=stem)
+    entry = Verification(variant, Stage(True), Stage(False), Stage(False), report=report)
+    console = Console(width=80, record=True, file=open(os.devnull, "w"))  # noqa: SIM115 - closed with the process
+    console.print(command._case_table(entry))
+    console.print(command._summary_table([entry], on_gpu=False))
+    text = console.export_text()
+    assert "\u2026" not in text
+    assert all(name in text for name in (stem, "masked_rows", check, "FAILED"))
+
+
 # -- on the CPU model
 
 CPU_CASE = CpuCaseResult("ragged", "b1 7x9 h1/1", ERRORS, 0.7, 0.8, ERRORS, ())
@@ -325,7 +376,8 @@ def test_hazards_and_what_is_outside_the_model_fail_the_command(
     on_the_model.update(a=BAD_REPORT, b=OutsideModel("PTX line 3: mma.sync is outside the model"))
     assert run_command() == 1
     lines = capsys.readouterr().out.splitlines()
-    assert "a: run FAILED: ragged: by warp: deadlock: no warp can go on" in lines
+    failed = lines.index("a: run FAILED: 1 failure")
+    assert lines[failed + 1 : failed + 3] == ["  1. by warp: deadlock: no warp can go on", "     in ragged"]
     assert "b: run NOT run: PTX line 3: mma.sync is outside the model" in lines
     assert lines[-1] == (
         "1 of 3 modules passed, 1 failed, 1 NOT run: executed on the CPU model of sm_90a (not a GPU result)."

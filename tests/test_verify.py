@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from rendering import plans, variants
-from torch_modules import Module, check_arguments, exact, nan_rows, online, past_the_end, whole_tiles_only
+from torch_modules import Module, check_arguments, exact, nan_rows, online, past_the_end, to_bits, whole_tiles_only
 
 from fa3gen.design.masks import reach
 from fa3gen.hardware.dtypes import DTYPES
@@ -174,6 +174,27 @@ def test_o_in_float32_has_room_for_the_rounding_of_p(mask: Mask, dtype: str) -> 
 
 def run_float32(module: Module, dtype: str = "bf16", cases: tuple[Case, ...] = NOT_LONG) -> verify.Report:
     return verify_module(module, spec_of(module.mask, dtype, o_dtype="fp32"), CPU, cases=cases, seed=7)
+
+
+FEW_KEYS_EACH = Case("many_heads", "4,096 blocks of two rows and nine keys", 16, 2, 9, 256, 32, layout="contiguous")
+
+
+def test_roundings_of_one_yardstick_that_are_tiny_by_chance_refuse_no_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = Module(CausalMask(), online, out_dtype=torch.float32)
+    assert run_float32(module, cases=(FEW_KEYS_EACH,)).failures == ()
+    monkeypatch.setattr(verify, "P_SCALES", (1.0,))
+    (failure,) = run_float32(module, cases=(FEW_KEYS_EACH,)).failures
+    assert "O in the worst block of 64 rows is off by 1." in failure
+
+
+def test_one_head_of_many_whose_p_has_two_bits_too_few_is_seen() -> None:
+    def rough(q: Any, k: Any, v: Any, scale: Any, mask: Mask) -> Any:
+        out, right = online(q, k, v, scale, mask)[0], exact(q, k, v, scale, mask)[1]
+        out[3, :, 77] = online(q, k, v, scale, mask, round_p=lambda p: to_bits(p, 6))[0][3, :, 77]
+        return out, right
+
+    failures = run_float32(Module(CausalMask(), rough, out_dtype=torch.float32), cases=(FEW_KEYS_EACH,)).failures
+    assert any("O in the worst block of 64 rows is off by" in failure for failure in failures), failures
 
 
 FLOAT32: dict[str, tuple[Module, str]] = {

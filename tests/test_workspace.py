@@ -94,6 +94,16 @@ def test_resolve_one_module(checkout: Workspace) -> None:
     assert (found.stem, found.spec.problem.head_dim, found.spec.mask.kind) == ("mine_d128_causal", 128, "causal")
 
 
+def test_resolve_a_generated_file(checkout: Workspace, tmp_path: Path) -> None:
+    """Whether or not it is there; of a spec beside it, or else by its stem."""
+    for path in ("generated/mine_d64.py", str(checkout.generated_dir / "mine_d64.py"), "mine_d64.py"):
+        assert [(v.stem, v.source) for v in checkout.resolve(path)] == [("mine_d64", Path("specs/mine.yaml"))]
+    (tmp_path / "mine.yaml").write_text("extends: k4_2\nsummary: another\n")
+    assert [v.summary for v in checkout.resolve(str(tmp_path / "mine_d64.py"))] == ["another"]
+    with pytest.raises(UserError, match="there is no spec or module 'mine_d65'; did you mean 'mine_d64'"):
+        checkout.resolve("generated/mine_d65.py")
+
+
 def test_resolve_a_path(checkout: Workspace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert len(checkout.resolve("checkout/specs/mine.yaml")) == 4  # from the working directory
@@ -152,6 +162,14 @@ def test_load_all_reports_the_problems_of_all_files(checkout: Workspace) -> None
     with pytest.raises(SpecError) as caught:
         checkout.load_all()
     assert [str(problem.path) for problem in caught.value.problems] == ["specs/a.yaml", "specs/b.yaml"]
+
+
+def test_a_module_is_found_beside_a_broken_spec_of_a_similar_name(checkout: Workspace) -> None:
+    (checkout.specs_dir / "k4.yaml").write_text("summary: [\n")
+    assert [variant.stem for variant in checkout.resolve("k4_2_d64")] == ["k4_2_d64"]
+    assert not checkout.owns("k4_2_d64")
+    with pytest.raises(SpecError, match="specs/k4.yaml"):
+        checkout.resolve("k4_d64")
 
 
 def test_stems_are_unique_over_all_files(checkout: Workspace) -> None:

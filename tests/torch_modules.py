@@ -112,6 +112,12 @@ def online(
     return (out / total.clamp(min=1e-30)[..., None]).transpose(1, 2), top + torch.log(total)
 
 
+def to_bits(p: torch.Tensor, bits: int) -> torch.Tensor:
+    """Rounded to nearest, with so many significant bits (bf16 has 8)."""
+    mantissa, exponent = torch.frexp(p)
+    return torch.ldexp(torch.round(mantissa * 2**bits) / 2**bits, exponent)
+
+
 def nan_rows(q: Any, k: Any, v: Any, scale: Any, mask: Mask) -> Any:
     """The classic 0 / 0 of rows that see no key."""
     out, lse = exact(q, k, v, scale, mask)

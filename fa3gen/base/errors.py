@@ -10,6 +10,10 @@ class UserError(Exception):
     """A request that cannot be served as it stands; the message says what to do next."""
 
 
+class Caution(UserWarning):
+    """What a user should know although it stops nothing. The command line prints its text alone, on standard error."""
+
+
 @dataclass(frozen=True)
 class Problem:
     """One thing wrong with a spec: where it stands (`line` counts from 1) and what would mend it."""

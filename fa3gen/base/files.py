@@ -1,11 +1,18 @@
-"""Files: written so that a reader sees the old one or the new one, never half of it; and named by their bytes."""
+"""Files: written so that a reader sees the old one or the new one, never half of it; named by their bytes; locked."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+
+try:
+    import fcntl
+except ImportError:  # no such locks on this system: two processes may then do the same work
+    fcntl = None  # type: ignore[assignment]
 
 
 def write_text(path: Path, text: str) -> None:
@@ -25,3 +32,18 @@ def write_text(path: Path, text: str) -> None:
 def sha256(path: Path) -> str:
     """Return the SHA-256 of a file's bytes, in hex."""
     return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold a lock between processes on a directory, or on a file, which is made; none where there are no locks."""
+    descriptor = None
+    if fcntl is not None:
+        with contextlib.suppress(OSError):
+            descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR | os.O_CREAT, 0o600)
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+    try:
+        yield
+    finally:
+        if descriptor is not None:
+            os.close(descriptor)  # which gives the lock back

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from fa3gen.base.errors import UserError
 
 
-def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     """Return the lines of a Markdown table."""
     head = [f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}"]
     return head + [f"| {' | '.join(row)} |" for row in rows]

@@ -5,17 +5,19 @@ Exit codes: 0 for success, 1 for a check that failed, 2 for a request that canno
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import os
 import sys
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
-from fa3gen.base.errors import UserError
+from fa3gen.base.errors import Caution, UserError
 
 # Command -> module and function, in the order in which a user meets them.
 COMMANDS = {
@@ -34,6 +36,7 @@ COMMANDS = {
     "explain": ("fa3gen.cli.explain", "explain"),
     "simulate": ("fa3gen.cli.simulate", "simulate"),
     "tune": ("fa3gen.cli.tune", "tune"),
+    "cache": ("fa3gen.cli.cache", "cache"),
     "doctor": ("fa3gen.cli.doctor", "doctor"),
 }
 
@@ -88,7 +91,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if arguments is None:
         gc.set_threshold(100_000)  # a process of its own that ends soon: a tenth of the time of `render` is collecting
     try:
-        app(None if arguments is None else list(arguments), prog_name="fa3gen")
+        with _cautions_printed():
+            app(None if arguments is None else list(arguments), prog_name="fa3gen")
         sys.stdout.flush()
     except SystemExit as leaving:
         return _exit_code(leaving)
@@ -105,6 +109,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{error.filename or 'standard output'}: {error.strerror}; nothing more was done", file=sys.stderr)
         return 2
     return 0
+
+
+@contextlib.contextmanager
+def _cautions_printed() -> Iterator[None]:
+    """Print what is for the user plainly; a line of our source, as Python adds it, says nothing to him."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("default", Caution)
+        show = warnings.showwarning
+
+        def plainly(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> None:
+            if issubclass(category, Caution):
+                print(f"warning: {message}", file=sys.stderr)
+            else:
+                show(message, category, *place, **more)
+
+        warnings.showwarning = plainly
+        yield
 
 
 def _exit_code(leaving: SystemExit) -> int:

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from fa3gen.cli import completion
+
 if TYPE_CHECKING:
     import torch
     from rich.console import Console
@@ -21,7 +23,12 @@ if TYPE_CHECKING:
 
 
 def bench(
-    specs: Annotated[list[str], typer.Argument(metavar="SPEC", help="Spec files, spec stems or generated stems.")],
+    specs: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="SPEC", autocompletion=completion.specs, help="Spec files, spec stems or generated stems."
+        ),
+    ],
     head_dim: Annotated[list[int] | None, typer.Option(help="Only this head dim; may be repeated.")] = None,
     mask: Annotated[
         list[str] | None, typer.Option(help="Only this mask: full, causal, window512_0; may be repeated.")
@@ -75,6 +82,8 @@ def bench(
         bench_report.check_plot_path(plot)
     workspace = Workspace.find()
     variants = workspace.select(specs)
+    if evidence:
+        workspace.require_recordable(variants)
     cells = plan_cells(
         [variant.spec for variant in variants],
         head_dims=head_dim or (),
@@ -139,7 +148,7 @@ def _launches(
         name, family = own[variant.stem].name, Family.of(variant.spec)
         say(f"{variant.stem}: first call")
         try:
-            path = workspace.module_path(variant.stem)
+            path = workspace.path_of(variant)
             compiled, cached = first_calls(path, family.dtype, family.head_dim, family.head_dim_v)
         except UserError as error:
             yield LaunchTimes(name, None, reason=str(error))
@@ -172,7 +181,7 @@ def _host(
 
     modules: dict[host_calls.Problem, list[host_calls.Callee]] = {}
     for variant in variants:
-        load = functools.partial(load_for_launch, workspace.module_path(variant.stem))
+        load = functools.partial(load_for_launch, workspace.path_of(variant))
         callee = host_calls.module_callee(own[variant.stem].name, variant.spec, load)
         modules.setdefault(host_calls.Problem.of(variant.spec), []).append(callee)
     errors, console = Console(stderr=True), Console()
@@ -204,7 +213,6 @@ def _progress(errors: Console, update: Callable[[str], None]) -> Callable[[str],
 
 def _own(workspace: Workspace, variants: list[Variant]) -> dict[str, Competitor]:
     """Return one competitor per variant, by generated stem; called by spec stem where that is not ambiguous."""
-    from fa3gen.base.errors import UserError
     from fa3gen.measure.bench import module_competitor
     from fa3gen.run.launch import load_for_launch
 
@@ -214,9 +222,9 @@ def _own(workspace: Workspace, variants: list[Variant]) -> dict[str, Competitor]
     problems = [problem(variant) for variant in variants]
     own = {}
     for variant in variants:
-        path = workspace.module_path(variant.stem)
+        path = workspace.path_of(variant)
         if not path.exists():
-            raise UserError(f"{path} does not exist; run `fa3gen render {variant.stem}`")
+            raise workspace.not_rendered([variant])
         name = variant.source.stem if problems.count(problem(variant)) == 1 else variant.stem
         loaded: list[object] = []  # imported once, at the first cell it serves
 

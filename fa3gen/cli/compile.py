@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from fa3gen.cli import completion
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -35,7 +37,11 @@ class Outcome:
 def compile(
     specs: Annotated[
         list[str] | None,
-        typer.Argument(metavar="SPEC", help="Spec files, spec stems or generated stems; all if none."),
+        typer.Argument(
+            metavar="SPEC",
+            autocompletion=completion.specs,
+            help="Spec files, spec stems or generated stems; all if none.",
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document with every fact.")] = False,
     jobs: Annotated[
@@ -81,7 +87,7 @@ def compile(
 
 
 def _require_modules(workspace: Workspace, variants: Sequence[Variant]) -> None:
-    missing = [variant for variant in variants if not workspace.rendered_path(variant.stem).is_file()]
+    missing = [variant for variant in variants if not workspace.path_of(variant).is_file()]
     if missing:
         raise workspace.not_rendered(missing)
 
@@ -96,7 +102,7 @@ def build(
     from fa3gen.compile.cache import compile_and_keep
     from fa3gen.compile.compiler import analyse, preloaded, side_by_side
 
-    paths = {workspace.rendered_path(variant.stem): variant for variant in variants}
+    paths = {workspace.path_of(variant): variant for variant in variants}
     with _progress(len(paths)) as advance, preloaded():
         work = lambda path: analyse(compile_and_keep(path))  # noqa: E731
         results = side_by_side(work, list(paths), jobs, lambda path, result: advance(path.stem))

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from fa3gen.cli import completion
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -19,7 +21,11 @@ if TYPE_CHECKING:
 def diff(
     specs: Annotated[
         list[str],
-        typer.Argument(metavar="A [B]", help="Two specs or modules, by stem or file; with --rev only one."),
+        typer.Argument(
+            metavar="A [B]",
+            autocompletion=completion.specs,
+            help="Two specs or modules, by stem or file; with --rev only one.",
+        ),
     ],
     rev: Annotated[
         list[str] | None,

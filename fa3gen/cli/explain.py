@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from fa3gen.cli import completion
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -19,7 +21,12 @@ TOKENS = 16384  # batch x sequence length, where no batch is given
 
 
 def explain(
-    specs: Annotated[list[str], typer.Argument(metavar="SPEC", help="Spec files, spec stems or generated stems.")],
+    specs: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="SPEC", autocompletion=completion.specs, help="Spec files, spec stems or generated stems."
+        ),
+    ],
     seq: Annotated[
         str, typer.Option(metavar="LENGTHS", help="Sequence lengths, 512,4096; 1x4096: one query, 4096 keys.")
     ] = "512,1024,4096,16384",
@@ -28,7 +35,9 @@ def explain(
     heads_kv: Annotated[
         int | None, typer.Option(min=1, help="Heads of k and v (default: as many as of q, or as the tile packs).")
     ] = None,
-    chip: Annotated[list[str] | None, typer.Option(help="h100 or h200; both if not given.")] = None,
+    chip: Annotated[
+        list[str] | None, typer.Option(autocompletion=completion.chips, help="h100 or h200; both if not given.")
+    ] = None,
     rules: Annotated[bool, typer.Option("--rules", help="Show every rule, who says it, its source and facts.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
@@ -89,4 +98,4 @@ def compiled_registers(workspace: Workspace, variant: Variant) -> int | None:
     """Registers per thread of the module as compiled, from the evidence on the file as it stands."""
     from fa3gen.records import evidence
 
-    return evidence.compiled_registers(workspace, variant.stem)
+    return evidence.compiled_registers(workspace.place_of(variant), variant.stem)

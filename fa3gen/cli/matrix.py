@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from fa3gen.cli import completion
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -19,7 +21,9 @@ if TYPE_CHECKING:
 def matrix(
     specs: Annotated[
         list[str] | None,
-        typer.Argument(metavar="SPEC", help="Spec files, spec stems or module stems; all if none."),
+        typer.Argument(
+            metavar="SPEC", autocompletion=completion.specs, help="Spec files, spec stems or module stems; all if none."
+        ),
     ] = None,
     as_markdown: Annotated[bool, typer.Option("--markdown", help="Print the text of docs/matrix.md.")] = False,
     check: Annotated[
@@ -33,6 +37,7 @@ def matrix(
     has changed since, unverified without one. Tests that were run without leaving a record count for nothing.
     """
     from fa3gen.base.errors import UserError
+    from fa3gen.cli.advice import note
     from fa3gen.design.workspace import Workspace
     from fa3gen.inspect import matrix as table
 
@@ -46,6 +51,8 @@ def matrix(
     if as_markdown:
         typer.echo(table.markdown(workspace), nl=False)
         return
+    if not specs:
+        note(workspace.survey()[1])
     found = table.rows(workspace, specs or ())
     if as_json:
         typer.echo(json.dumps(table.document(found), indent=2))

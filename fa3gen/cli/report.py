@@ -7,9 +7,16 @@ from typing import Annotated
 
 import typer
 
+from fa3gen.cli import completion
+
 
 def report(
-    specs: Annotated[list[str], typer.Argument(metavar="SPEC", help="Spec files, spec stems or generated stems.")],
+    specs: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="SPEC", autocompletion=completion.specs, help="Spec files, spec stems or generated stems."
+        ),
+    ],
     directory: Annotated[
         Path, typer.Option("--output", "-o", metavar="DIR", help="Where to write; files of these names are replaced.")
     ] = Path("."),
@@ -29,7 +36,7 @@ def report(
 
     workspace = Workspace.find()
     variants = workspace.select(specs)
-    missing = [variant for variant in variants if not workspace.rendered_path(variant.stem).is_file()]
+    missing = [variant for variant in variants if not workspace.path_of(variant).is_file()]
     if missing:
         raise workspace.not_rendered(missing)
     console = Console(highlight=False)

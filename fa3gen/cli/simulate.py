@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from fa3gen.cli import completion
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -25,7 +27,12 @@ class Arbitration(enum.StrEnum):
 
 
 def simulate(
-    specs: Annotated[list[str], typer.Argument(metavar="SPEC", help="Spec files, spec stems or generated stems.")],
+    specs: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="SPEC", autocompletion=completion.specs, help="Spec files, spec stems or generated stems."
+        ),
+    ],
     stages: Annotated[
         str, typer.Option(metavar="N|N..M", help="Stages of K and V to compare; the picture is of the spec's own.")
     ] = "1..6",
@@ -45,7 +52,7 @@ def simulate(
         Arbitration,
         typer.Option(help="Products of several warpgroups in the timeline: the oldest first, or all evenly."),
     ] = Arbitration.oldest,
-    chip: Annotated[str, typer.Option(help="h100 or h200.")] = "h200",
+    chip: Annotated[str, typer.Option(autocompletion=completion.chips, help="h100 or h200.")] = "h200",
     svg_file: Annotated[
         Path | None, typer.Option("--svg", metavar="FILE", help="Draw the timeline of one module.")
     ] = None,

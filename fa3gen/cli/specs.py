@@ -2,39 +2,65 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from fa3gen.cli import completion
+
 if TYPE_CHECKING:
     from fa3gen.design.workspace import Workspace
     from fa3gen.spec.model import Spec
-    from fa3gen.spec.specfile import SpecFile
+    from fa3gen.spec.specfile import SpecFile, Variant
 
 
 def list_specs(
+    specs: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="SPEC", help="Only these specs or modules; all if none.", autocompletion=completion.specs
+        ),
+    ] = None,
+    head_dim: Annotated[list[int] | None, typer.Option(help="Only this head dim; may be repeated.")] = None,
+    mask: Annotated[
+        list[str] | None, typer.Option(help="Only this mask: full, causal, window512_0; may be repeated.")
+    ] = None,
+    dtype: Annotated[list[str] | None, typer.Option(help="Only this dtype: bf16, fp16; may be repeated.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, one object per generated module.")] = False,
 ) -> None:
     """Show all specs, the modules they generate, and what each is."""
+    from fa3gen.base.errors import UserError
+    from fa3gen.cli.advice import note
     from fa3gen.design.workspace import Workspace
 
     workspace = Workspace.find()
-    files = [*workspace.load_all(), *workspace.load_bundled()]
+    files, problems = workspace.survey()
+    note(problems)
+    named = {variant.stem for variant in workspace.select(specs)} if specs else None
+    wanted = {"head_dim": head_dim, "mask": mask, "dtype": dtype}
+    chosen = [kept for file in files if (kept := _chosen(file, named, wanted)).variants]
+    if files and not chosen:
+        raise UserError("no module is like that; `fa3gen list` alone shows all")
     if as_json:
         import json
 
-        rows = [facts(file, variant.stem, variant.spec) for file in files for variant in file.variants]
+        rows = [facts(file, variant.stem, variant.spec) for file in chosen for variant in file.variants]
         typer.echo(json.dumps(rows, indent=2))
-    elif files:
-        _print_table(files)
+    elif chosen:
+        _print_table(chosen)
     else:
         typer.echo(f"There is no spec in {workspace.specs_dir}.")
 
 
 def new_spec(
     name: Annotated[str, typer.Argument(help="Stem of the new spec: specs/NAME.yaml is written.")],
-    base: Annotated[str, typer.Option("--from", help="Spec to start from: a stem or a path.", metavar="SPEC")],
+    base: Annotated[
+        str,
+        typer.Option(
+            "--from", help="Spec to start from: a stem or a path.", metavar="SPEC", autocompletion=completion.specs
+        ),
+    ],
 ) -> None:
     """Write a new spec that extends another one, with hints of what can be overridden."""
     from fa3gen.base.errors import UserError
@@ -65,6 +91,22 @@ def print_schema() -> None:
 
 
 # list
+
+
+def _chosen(file: SpecFile, named: Collection[str] | None, wanted: Mapping[str, Collection[Any] | None]) -> SpecFile:
+    """The spec file with those variants only that are named and have one of the wanted values of each field."""
+    from dataclasses import replace
+
+    from fa3gen.design.family import mask_label
+
+    def fits(variant: Variant) -> bool:
+        problem = variant.spec.problem
+        has = {"head_dim": problem.head_dim, "mask": mask_label(variant.spec.mask), "dtype": problem.dtype}
+        return (named is None or variant.stem in named) and all(
+            not values or has[field] in values for field, values in wanted.items()
+        )
+
+    return replace(file, variants=tuple(variant for variant in file.variants if fits(variant)))
 
 
 def facts(file: SpecFile, stem: str, spec: Spec) -> dict[str, Any]:
@@ -102,28 +144,44 @@ def _load_text(spec: Spec) -> str:
     return f"{load.engine} x{load.kv_stages}"
 
 
+_COLUMNS = {
+    "d": "head_dim",
+    "dtype": "dtype",
+    "mask": "mask",
+    "tile": "tile",
+    "load": "load",
+    "QK/PV": "products",
+    "P through": "handoff",
+}
+
+
 def _print_table(files: Sequence[SpecFile]) -> None:
-    from rich import box
+    """A table for each spec; what all its modules have in common stands once above them, to fit a narrow terminal."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    console = Console()
+    console = Console(highlight=False)
     if not console.is_terminal:
-        console = Console(width=1000)  # a pipe or a file has no width to fit into
-    headings = ("module", "d", "dtype", "mask", "tile", "load", "QK/PV", "P through")
-    keys = ("stem", "head_dim", "dtype", "mask", "tile", "load", "products", "handoff")
+        console = Console(width=1000, highlight=False)  # a pipe or a file has no width to fit into
     for file in files:
-        table = Table(*headings, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-        table.columns[0].no_wrap = True
-        # Cells and titles are Text: a plain string with square brackets in it would be taken for markup.
-        for variant in file.variants:
-            row = facts(file, variant.stem, variant.spec)
+        rows = [facts(file, variant.stem, variant.spec) for variant in file.variants]
+        for row in rows:
             if row["head_dim_v"] != row["head_dim"]:
                 row["head_dim"] = f"{row['head_dim']}/{row['head_dim_v']}"
-            table.add_row(*(Text(str(row[key])) for key in keys))
+        differing = [name for name, key in _COLUMNS.items() if len({row[key] for row in rows}) > 1]
+        # Cells and titles are Text: a plain string with square brackets in it would be taken for markup.
         console.print(Text.assemble((file.stem, "bold"), f": {file.summary}"))
+        common = (f"{name} {rows[0][key]}" for name, key in _COLUMNS.items() if name not in differing)
+        console.print(Text("; ".join(common), style="dim"))
+        table = Table(box=None, pad_edge=False, header_style="dim", show_header=bool(differing))
+        table.add_column("  module", no_wrap=True)
+        for name in differing:
+            table.add_column(name)
+        for row in rows:
+            table.add_row(Text(f"  {row['stem']}"), *(Text(str(row[_COLUMNS[name]])) for name in differing))
         console.print(table)
+        console.print()
 
 
 # new
@@ -190,7 +248,7 @@ def _refuse_taken_names(name: str, base: SpecFile, workspace: Workspace) -> None
     """The new spec would generate the base's modules under its own stem: none of these may be in use."""
     from fa3gen.base.errors import UserError
 
-    known = [*workspace.load_all(), *workspace.load_bundled()]
+    known, _ = workspace.survey()
     taken = {stem: file for file in known for stem in (file.stem, *(v.stem for v in file.variants))}
     wanted = [name, *(name + variant.stem.removeprefix(base.stem) for variant in base.variants)]
     clash = next((stem for stem in wanted if stem in taken), None)

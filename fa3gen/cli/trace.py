@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from fa3gen.cli import completion
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -40,7 +42,12 @@ class Request:
 
 
 def trace(
-    specs: Annotated[list[str], typer.Argument(metavar="SPEC", help="Spec files, spec stems or generated stems.")],
+    specs: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="SPEC", autocompletion=completion.specs, help="Spec files, spec stems or generated stems."
+        ),
+    ],
     seq_q: Annotated[
         int | None, typer.Option(min=1, help="Queries (default: one tile; of a persistent kernel two).")
     ] = None,
@@ -82,7 +89,7 @@ def trace(
 
     workspace = Workspace.find()
     variants = workspace.select(specs)
-    missing = [variant for variant in variants if not workspace.module_path(variant.stem).is_file()]
+    missing = [variant for variant in variants if not workspace.path_of(variant).is_file()]
     if missing:
         raise workspace.not_rendered(missing)
     request = Request(batch, seq_q, seq_k, heads, heads_kv, cta, schedule, seed, directory)
@@ -105,16 +112,18 @@ def _trace_one(workspace: Workspace, variant: Variant, request: Request, console
     ctas = _ctas(variant.spec, problem, request.cta)
     schedule = _schedule(variant.spec, request)
     recorded = Trace()
-    path = workspace.module_path(variant.stem)
+    path = workspace.path_of(variant)
     hazard = run(path, variant, problem, ctas, schedule, recorded)
     source = Source(variant.stem, workspace.shown(path).as_posix(), str(path.resolve()), path.read_text("utf-8"))
+    # The compiler names the file by its absolute path; people write it as it lies in the workspace.
+    report = None if hazard is None else str(hazard).replace(source.path, source.file)
     written = document(
         recorded,
         source,
         SharedPlaces.of(variant.spec),
         problem=vars(problem),
         schedule=str(schedule),
-        report=None if hazard is None else str(hazard),
+        report=report,
     )
     files = {
         request.directory / f"{variant.stem}.trace.json": written,

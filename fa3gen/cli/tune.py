@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fa3gen.base.errors import UserError
+from fa3gen.cli import completion
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -65,7 +66,11 @@ class Shapes:
 def tune(
     names: Annotated[
         list[str] | None,
-        typer.Argument(metavar="NAME", help="The spec or module to tune; with --measure, all modules to compare."),
+        typer.Argument(
+            metavar="NAME",
+            autocompletion=completion.specs,
+            help="The spec or module to tune; with --measure, all modules to compare.",
+        ),
     ] = None,
     measure: Annotated[
         bool, typer.Option("--measure", help="Search nothing: compare committed modules, problem by problem.")
@@ -124,7 +129,7 @@ def tune(
     if measure:
         _refuse_idle({"--space": space, "--name": name, "--dry-run": dry_run, "--force": force})
     else:
-        names = [Path(given).stem if given.endswith((".yaml", ".yml")) else given for given in names]
+        names = [_tuned_name(workspace, given, write=write) for given in names]
     run = _Run(
         workspace=workspace,
         shapes=Shapes(parse_lengths(seq), tokens, hidden, batch, heads, heads_kv),
@@ -152,6 +157,20 @@ def tune(
         _write_table(workspace)
     if len(records) < len(outcomes):
         raise typer.Exit(1)
+
+
+def _tuned_name(workspace: Workspace, given: str, *, write: bool) -> str:
+    """What is tuned, by stem; or by its path, where that is a spec outside specs/, from which no winner is written."""
+    from fa3gen.measure.tuning.candidates import known
+
+    if not given.endswith((".yaml", ".yml")):
+        return given
+    if not any(workspace.home_of(variant).loose for variant in known(workspace, given)):
+        return Path(given).stem
+    if write:
+        folder = workspace.shown(workspace.specs_dir)
+        raise UserError(f"--write puts winners into {folder}/, where they extend what was tuned; move {given} there")
+    return given
 
 
 def _refuse_idle(options: Mapping[str, object]) -> None:

@@ -16,10 +16,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fa3gen.base.errors import UserError
+from fa3gen.base.wording import counted
+from fa3gen.cli import completion
 
 if TYPE_CHECKING:
     import torch
-    from rich.console import Console
+    from rich.console import Console, Group
     from rich.table import Table
 
     from fa3gen.design.workspace import Workspace
@@ -43,7 +45,11 @@ class On(enum.StrEnum):
 def verify(
     specs: Annotated[
         list[str] | None,
-        typer.Argument(metavar="SPEC", help="Spec files, spec stems or generated stems; none means all."),
+        typer.Argument(
+            metavar="SPEC",
+            autocompletion=completion.specs,
+            help="Spec files, spec stems or generated stems; none means all.",
+        ),
     ] = None,
     on: Annotated[
         On | None,
@@ -76,6 +82,8 @@ def verify(
     if on is On.GPU and device is None:
         raise UserError(f"--on gpu: no Hopper GPU: {gpu.why_no_hopper()}; use --on cpu")
     variants = workspace.select(specs or ())
+    if evidence:
+        workspace.require_recordable(variants)
     warn(variants)
     _render_missing(workspace, variants, errors)
     checked = _check_all(workspace, variants, errors, for_launch=device is not None)
@@ -121,15 +129,16 @@ def _say(errors: Console, text: str) -> None:
 
 def _render_missing(workspace: Workspace, variants: list[Variant], errors: Console) -> None:
     """Write the modules that are not there yet; those that are there are only compared with their rendering."""
-    missing = [variant for variant in variants if not workspace.module_path(variant.stem).exists()]
+    missing = [variant for variant in variants if not workspace.path_of(variant).exists()]
     if missing:
-        from fa3gen.generate.render import remember, render_all, write
+        from fa3gen.generate.render import render_all
+        from fa3gen.generate.writing import alone, write_all
 
-        rendered = render_all(missing, workspace)
+        with alone(missing, workspace):
+            rendered = [item for item in render_all(missing, workspace) if item.change == "new"]
+            write_all(rendered)
         for item in rendered:
-            write(item)
             _say(errors, f"rendered {item.path}")
-        remember(rendered, workspace)
 
 
 def _refresh(workspace: Workspace, errors: Console) -> None:
@@ -147,7 +156,7 @@ def _check_all(
     from fa3gen.verify.pipeline import Stage, Verification, check_compile, check_render, compile_all
 
     say = _progress(errors, len(variants), "compiled")
-    paths = {variant.stem: workspace.module_path(variant.stem) for variant in variants}
+    paths = {variant.stem: workspace.path_of(variant) for variant in variants}
     digests = {stem: files.sha256(path) for stem, path in paths.items() if path.is_file()}
     renders = {variant.stem: check_render(variant, workspace) for variant in variants}
     outcomes = compile_all(variants, workspace, say, for_launch=for_launch)
@@ -203,7 +212,7 @@ class _Session:
         say = _progress(self.errors, len(checked), "ran")
         done: list[Verification] = []
         for number, entry in enumerate(checked):
-            if not self.workspace.module_path(entry.variant.stem).exists():
+            if not self.workspace.path_of(entry.variant).exists():
                 done.append(dataclasses.replace(entry, run=Stage(None, "there is no file to run")))
                 continue
             try:
@@ -258,7 +267,7 @@ class _Session:
 
         variant = entry.variant
         try:
-            module = load_for_launch(self.workspace.module_path(variant.stem))
+            module = load_for_launch(self.workspace.path_of(variant))
         except Exception as error:  # a file edited by hand may raise anything
             text = f"cannot be imported: {type(error).__name__}: {error}"
             self._record_loss([entry], text)
@@ -337,7 +346,7 @@ class _CpuSession:
         from fa3gen.verify.on_cpu import CpuRunner, verify_on_cpu
         from fa3gen.verify.pipeline import Stage
 
-        variant, path = entry.variant, self.workspace.module_path(entry.variant.stem)
+        variant, path = entry.variant, self.workspace.path_of(entry.variant)
         if not path.exists():
             return dataclasses.replace(entry, run=Stage(None, "there is no file to run"))
         failures = []
@@ -371,10 +380,23 @@ def _show(console: Console, checked: list[Verification], *, on_gpu: bool) -> Non
     for entry in checked:
         for name in ("render", "compile", "run"):
             stage = getattr(entry, name)
-            if stage.passed is not True:
+            if name == "run" and stage.passed is False and entry.report is not None:
+                _say_failures(console, entry.variant.stem, entry.report)
+            elif stage.passed is not True:
                 _say(console, f"{entry.variant.stem}: {name} {stage.word}: {stage.detail}")
     verdict = _verdict(checked, on_gpu=on_gpu)
     console.print(verdict, style="bold", markup=False, highlight=False, soft_wrap=True)
+
+
+def _say_failures(console: Console, stem: str, report: Report | CpuReport) -> None:
+    """Each thing that failed once, and below it the cases and checks that met it."""
+    from fa3gen.verify.grouping import grouped
+
+    groups = grouped(report)
+    _say(console, f"{stem}: run FAILED: {counted(len(groups), 'failure')}")
+    for number, group in enumerate(groups, 1):
+        _say(console, f"  {number}. {group.text}")
+        _say(console, f"     in {', '.join(group.names)}")
 
 
 def _number(value: float | None) -> str:
@@ -385,27 +407,37 @@ def _pair(found: Errors | None) -> tuple[str, str]:
     return (_number(found.max_abs), _number(found.relative)) if found else ("", "")
 
 
-def _case_table(entry: Verification) -> Table:
-    """Return the errors of one module, case by case, beside what they are held against."""
-    from rich.table import Table
+def _case_table(entry: Verification) -> Group:
+    """Return the errors of one module, case by case, beside what they are held against; and its checks below."""
+    from rich.console import Group
 
     from fa3gen.verify.on_cpu import CpuReport
 
     assert entry.report is not None
     report = entry.report
     columns, rows = _cpu_rows(report) if isinstance(report, CpuReport) else _gpu_rows(report)
-    table = Table(title=f"{report.stem} on {report.device}, seed {report.seed}", title_justify="left")
-    table.add_column("case")
-    table.add_column("shape")
+    table = _table(f"{report.stem} on {report.device}, seed {report.seed}")
+    table.add_column("case", no_wrap=True)
+    table.add_column("shape", overflow="fold")
     for name in columns:
-        table.add_column(name, justify="right")
-    table.add_column("")
+        table.add_column(name, justify="right", overflow="fold")
+    table.add_column("", no_wrap=True)
     for row in rows:
         table.add_row(*row)
+    checks = _table()
+    checks.add_column("check", no_wrap=True)
+    checks.add_column("", no_wrap=True)
     for check in report.checks:
-        verdict = {True: "passed", False: "[red]FAILED[/]", None: "NOT run"}[check.passed]
-        table.add_row(check.name, *[""] * (len(columns) + 1), verdict)
-    return table
+        checks.add_row(check.name, {True: "passed", False: "[red]FAILED[/]", None: "NOT run"}[check.passed])
+    return Group(table, checks)
+
+
+def _table(title: str | None = None) -> Table:
+    """A table without lines between columns, so that names and numbers have room in a narrow terminal."""
+    from rich import box
+    from rich.table import Table
+
+    return Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
 
 
 Rows = tuple[list[str], list[list[str]]]  # names of the columns of numbers; all cells of each case
@@ -437,12 +469,11 @@ def _word(passed: bool) -> str:
 
 
 def _summary_table(checked: list[Verification], *, on_gpu: bool) -> Table:
-    from rich.table import Table
-
-    table = Table()
+    table = _table()
     run = "run on GPU" if on_gpu else "run on CPU model"
     for name in ("module", "render", "compile", run, "registers", "spills"):
-        table.add_column(name, justify="right" if name in ("registers", "spills") else "left")
+        right = name in ("registers", "spills")
+        table.add_column(name, justify="right" if right else "left", no_wrap=name != run)
     colors = {True: "green", False: "red", None: "yellow"}
     for entry in checked:
         words = [f"[{colors[s.passed]}]{s.word}[/]" for s in (entry.render, entry.compile, entry.run)]
@@ -454,12 +485,12 @@ def _summary_table(checked: list[Verification], *, on_gpu: bool) -> Table:
 def _verdict(checked: list[Verification], *, on_gpu: bool) -> str:
     """Say in one line what was and what was not shown; nobody should take a model for a GPU."""
     total = len(checked)
-    modules = "module" if total == 1 else "modules"
+    modules = counted(total, "module")
     failed = sum(entry.failed for entry in checked)
     ran = [entry for entry in checked if entry.run.passed is not None]
     passed = sum(entry.run.passed is True and not entry.failed for entry in checked)
     rest = f", {total - len(ran)} NOT run" if len(ran) < total else ""
     if not on_gpu:
-        return f"{passed} of {total} {modules} passed, {failed} failed{rest}: {CPU_RUN}."
+        return f"{passed} of {modules} passed, {failed} failed{rest}: {CPU_RUN}."
     device = next((entry.report.device for entry in ran if entry.report), "the GPU")
-    return f"{passed} of {total} {modules} verified on {device}, {failed} failed{rest}."
+    return f"{passed} of {modules} verified on {device}, {failed} failed{rest}."

@@ -4,7 +4,7 @@ An entry is a directory named by the hash of everything that decides the code: t
 the DSL (which brings its ptxas) and its libraries, Python's version and the options. There are two kinds: what a
 compilation is examined by (PTX, cubin, the text of the host code), and the object file that a process loads to launch
 the kernel, which also depends on the CPU. The cache lies in the user's cache directory or in $FA3GEN_CACHE_DIR;
-deleting it is always safe. Nothing here imports cutlass or torch.
+deleting it is always safe. `fa3gen.compile.cache_contents` lists and prunes it. Nothing here imports cutlass or torch.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import os
 import platform
 import shutil
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -24,14 +25,10 @@ from typing import Any
 
 import platformdirs
 
-from fa3gen.base.errors import UserError
+from fa3gen.base.errors import Caution, UserError
+from fa3gen.base.files import locked
 from fa3gen.compile import compiler, toolchain
 from fa3gen.compile.compiler import Compiled
-
-try:
-    import fcntl
-except ImportError:  # no such locks on this system: two processes may then compile the same module
-    fcntl = None  # type: ignore[assignment]
 
 CACHE_DIR_VARIABLE = "FA3GEN_CACHE_DIR"
 
@@ -41,7 +38,7 @@ _PACKAGES = (
     *(f"{toolchain.DSL_PACKAGE}-libs-{part}" for part in ("base", "core", "cu12", "cu13")),
     "apache-tvm-ffi",
 )
-_MANIFEST = "manifest.json"
+MANIFEST = "manifest.json"
 _PTX, _CUBIN, _HOST, _LOG = "kernel.ptx", "kernel.cubin", "host.mlir", "ptxas.log"
 _OBJECT = "kernel.o"
 
@@ -51,7 +48,8 @@ def cached_compile(path: Path, *, line_info: bool = False) -> Compiled:
 
     `seconds`, `compile_seconds` and `peak_bytes` are those of the compilation that filled the cache. Processes that
     ask for one module at the same time compile it once; the others wait. A cache that cannot be read or written is as
-    good as none. Errors are not cached. Raises what `compile_module` raises.
+    good as none; where it cannot be written, a Caution says so. Errors are not cached. Raises what `compile_module`
+    raises.
     """
     path = path.resolve()
     root = cache_directory()
@@ -178,10 +176,12 @@ def _host_cpu() -> str:
 def _read_files(entry: Path, names: Sequence[str]) -> tuple[dict[str, Any], dict[str, bytes]] | None:
     """Manifest and files of an entry, None when there is none or a file of it is missing or not what was written."""
     try:
-        manifest: dict[str, Any] = json.loads((entry / _MANIFEST).read_bytes())
+        manifest: dict[str, Any] = json.loads((entry / MANIFEST).read_bytes())
         files = {name: (entry / name).read_bytes() for name in names}
         if any(hashlib.sha256(data).hexdigest() != manifest["digests"][name] for name, data in files.items()):
             return None
+        with contextlib.suppress(OSError):
+            os.utime(entry / MANIFEST)  # when it was last used, for `fa3gen cache --prune`
         return manifest, files
     except (OSError, ValueError, KeyError, TypeError):
         return None
@@ -228,35 +228,34 @@ def _write(entry: Path, compiled: Compiled) -> None:
 
 
 def _write_files(entry: Path, files: Mapping[str, bytes], facts: Mapping[str, Any]) -> None:
-    """Put an entry in place as a whole, or leave the cache as it was."""
+    """Put an entry in place as a whole; or leave the cache as it was, and warn, where it cannot be written."""
     manifest = {**facts, "digests": {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}}
     scratch = None
-    with contextlib.suppress(OSError):
+    try:
         entry.parent.mkdir(parents=True, exist_ok=True)
         scratch = Path(tempfile.mkdtemp(dir=entry.parent, prefix=".writing-"))
         fresh = scratch / "entry"
         fresh.mkdir()
         for name, data in files.items():
             (fresh / name).write_bytes(data)
-        (fresh / _MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+        (fresh / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
         with contextlib.suppress(FileNotFoundError):
             entry.rename(scratch / "spoilt")  # a directory cannot be renamed onto one that has files
         fresh.rename(entry)
+    except OSError as error:
+        text = (
+            f"the compile cache {entry.parents[1]} cannot be written ({error.strerror or error}): nothing is kept, and "
+        )
+        text += f"every process compiles anew; set ${CACHE_DIR_VARIABLE} to a directory that can be written"
+        warnings.warn(text, Caution, stacklevel=1)  # of this line, so that it is said once
     if scratch is not None:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
 @contextlib.contextmanager
 def _lock(path: Path) -> Iterator[None]:
-    """Hold a lock between processes, or none where the system or the file system has no locks."""
-    descriptor = None
-    if fcntl is not None:
-        with contextlib.suppress(OSError):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-    try:
+    """Hold a lock between processes while an entry is made; none where the cache cannot be written."""
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    with locked(path):
         yield
-    finally:
-        if descriptor is not None:
-            os.close(descriptor)  # which gives the lock back

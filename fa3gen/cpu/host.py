@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -73,8 +73,8 @@ class HostProgram:
     Calls from several threads take turns.
     """
 
-    def __init__(self, host_module: str, on_launch: Callable[[Launch], None]) -> None:
-        """Compile the lowered host module (`Compiled.host_module`) for this CPU.
+    def __init__(self, host_module: str, on_launch: Callable[[Launch], None], names: Sequence[str] = ()) -> None:
+        """Compile the lowered host module (`Compiled.host_module`) for this CPU; `names` are its arguments', if known.
 
         `on_launch` gets every launch while the host code is on the stack, so the launch's arguments can be read
         there; what it raises comes out of the call. Raises UserError when the DSL is missing, is not supported, or
@@ -87,6 +87,7 @@ class HostProgram:
                 f"the host code has {len(entries)} entry points of the TVM FFI ({found}), the CPU executor needs one; "
                 "compile the module with compile_for_sm90a(), whose options contain --enable-tvm-ffi"
             )
+        self._names = dict(enumerate(names))
         self._runtime = CudaRuntime(on_launch)
         self._engine = HostEngine(host_module)
         for name, function in self._runtime.entry_points():
@@ -102,7 +103,8 @@ class HostProgram:
         fit, LaunchRefused for a launch that a driver refuses, and whatever `on_launch` raised.
         """
         packed = (_Any * len(arguments))()
-        alive = [_pack(packed[position], position, value) for position, value in enumerate(arguments)]
+        called = [self._names.get(position, f"argument {position}") for position in range(len(arguments))]
+        alive = [_pack(slot, name, value) for slot, name, value in zip(packed, called, arguments, strict=True)]
         handle = ctypes.c_void_p()
         args = ctypes.c_void_p(ctypes.addressof(packed))
         count = ctypes.c_int32(len(arguments))
@@ -117,10 +119,10 @@ class HostProgram:
             raise RuntimeError(f"the host code ended with status {status.value} and gave no reason")
 
 
-def _pack(slot: _Any, position: int, value: Any) -> Any:
+def _pack(slot: _Any, name: str, value: Any) -> Any:
     """Write one argument as a TVMFFIAny; returns what must stay alive as long as it is used."""
     if isinstance(value, torch.Tensor):
-        description, alive = _describe(position, value)
+        description, alive = _describe(name, value)
         slot.type_index = _TENSOR
         slot.value.pointer = ctypes.addressof(description)
         return description, alive
@@ -136,7 +138,7 @@ def _pack(slot: _Any, position: int, value: Any) -> Any:
         slot.type_index = _FLOAT
         slot.value.float = value
     else:
-        raise TypeError(f"argument {position} is a {type(value).__name__}; it needs to be a tensor or a number")
+        raise TypeError(f"{name} is a {type(value).__name__}; it needs to be a tensor or a number")
     return None
 
 
@@ -144,18 +146,17 @@ class NotOnCpu(UserError, ValueError):
     """A tensor that lies elsewhere was given to the CPU model; a ValueError as on the GPU."""
 
 
-def _describe(position: int, tensor: torch.Tensor) -> tuple[_DLTensor, Any]:
+def _describe(name: str, tensor: torch.Tensor) -> tuple[_DLTensor, Any]:
     """A DLTensor with the tensor's own strides, and the arrays that it points to."""
     if tensor.device.type != "cpu":
-        name = dict(enumerate(("q", "k", "v", "out"))).get(position, "an output or a workspace")
         raise NotOnCpu(
-            f"argument {position} is on {tensor.device}; the CPU executor takes tensors on the CPU: pass .cpu() of "
-            f"it, or run the generated module itself on the GPU. The argument is {name}"
+            f"{name} is on {tensor.device}; the CPU executor takes tensors on the CPU: pass {name}.cpu(), or run the "
+            "generated module itself on the GPU"
         )
     if tensor.layout != torch.strided:
-        raise UserError(f"argument {position} is {tensor.layout}; it needs to be strided: pass .to_dense() of it")
+        raise UserError(f"{name} is {tensor.layout}; it needs to be strided: pass {name}.to_dense()")
     if tensor.dtype not in _DL_TYPES:
-        raise TypeError(f"argument {position} has dtype {tensor.dtype}, which no generated kernel takes")
+        raise TypeError(f"{name} has dtype {tensor.dtype}, which no generated kernel takes")
     code, bits = _DL_TYPES[tensor.dtype]
     shape = (ctypes.c_int64 * tensor.ndim)(*tensor.shape)
     strides = (ctypes.c_int64 * tensor.ndim)(*tensor.stride())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import threadpoolctl
@@ -41,18 +41,20 @@ class CpuKernel:
 
     Call it like what `cute.compile` returned: tensors on the CPU, in the order of the module's `launch`, without the
     stream. `settings` may be changed between calls. `instructions` counts the PTX instructions of the last call, once
-    per warp. `locate` finds (file, line) of a kernel's instruction where the PTX has no line information.
+    per warp. `locate` finds (file, line) of a kernel's instruction where the PTX has no line information. `names` are
+    those of the arguments, for messages.
     """
 
     compiled: Compiled
     settings: Settings = field(default_factory=Settings)
     locate: Callable[[str, int], Source | None] = lambda kernel, instruction: None
+    names: Sequence[str] = ()
     instructions: int = 0
 
     def __post_init__(self) -> None:
         """Parse the PTX and compile the host code. Raises PtxError, UserError."""
         self.take_ptx(self.compiled.ptx)
-        self._host = HostProgram(self.compiled.host_module, self._launch)
+        self._host = HostProgram(self.compiled.host_module, self._launch, self.names)
         self._tensors: tuple[torch.Tensor, ...] = ()
 
     def take_ptx(self, text: str) -> None:

@@ -6,6 +6,8 @@ result launches on a Hopper GPU, and those that ask for one, which have the name
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from types import ModuleType
@@ -29,9 +31,9 @@ class CpuModel:
     `settings` (schedule, trace, some CTAs only) may be changed or replaced between calls of `attention`.
     """
 
-    def __init__(self, path: Path) -> None:
-        """Nothing is compiled yet."""
-        self.path = path
+    def __init__(self, path: Path, names: Sequence[str] = ()) -> None:
+        """Nothing is compiled yet; `names` are the arguments of the module's `launch`, for messages."""
+        self.path, self.names = path, names
         self.settings = Settings()
         self.counter: torch.Tensor | None = None
         self.flags: torch.Tensor | None = None
@@ -80,7 +82,7 @@ class CpuModel:
 
         Raises CompileError where the module does not compile, OutsideModel for an instruction that the model lacks.
         """
-        return CpuKernel(cached_compile(self.path), locate=self.locate)
+        return CpuKernel(cached_compile(self.path), locate=self.locate, names=self.names)
 
     def locate(self, kernel: str, instruction: int) -> Source | None:
         """File and line of the instruction of this index, for reports; the file as people write it.
@@ -99,6 +101,11 @@ class CpuModel:
         return ptx.parse(cached_compile(self.path, line_info=True).ptx)
 
 
+def _parameters(launch: Any) -> list[str]:
+    """Names of what a function of the DSL takes."""
+    return list(inspect.signature(inspect.unwrap(launch)).parameters)
+
+
 def load_on_cpu(path: Path) -> ModuleType:
     """Import a generated file, every time anew, as a module that runs on the CPU; its `cpu` is a CpuModel.
 
@@ -106,7 +113,7 @@ def load_on_cpu(path: Path) -> ModuleType:
     """
     require_supported_dsl()
     module: Any = load_file(path, variety="cpu")
-    model = CpuModel(path.resolve())
+    model = CpuModel(path.resolve(), _parameters(module.launch))
 
     def compile_for_sm90a(options: str = "--enable-tvm-ffi") -> CpuKernel:
         """The kernel, run by the model."""

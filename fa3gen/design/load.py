@@ -28,7 +28,7 @@ def _judge(spec: Spec) -> Iterable[tuple[str, str]]:
     yield from ((violation.field, violation.message) for violation in violations)
     changes = nearest_legal(spec) if violations else None
     if changes is not None and not all(_said(change, violations) for change in changes):
-        yield violations[0].field, f"what makes it legal in one step: {described(changes)}"
+        yield "", f"what makes it legal in one step: {described(changes)}"
 
 
 def _said(change: tuple[str, Any], violations: Sequence[rules.Violation]) -> bool:

@@ -87,6 +87,7 @@ _VALUES: Mapping[str, Sequence[Any]] = {
     "mask": ({"kind": "causal"}, {"kind": "none"}),
     "softmax.rescale_above": (None,),
     "softmax.exp_before_wait": (None,),
+    "softmax.mask_end": ("always",),
     "problem.head_dim_v": (None,),
     "tile.pack_heads": (1,),
     "tile.threads": (None, hopper.WARPGROUP),

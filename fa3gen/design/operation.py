@@ -11,9 +11,9 @@ more arm of `Layout`.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from fa3gen.design import footprint
 from fa3gen.design.family import Shape
@@ -135,9 +135,13 @@ Argument = Tensor | Scratch | Scalar
 
 @dataclass(frozen=True)
 class Operation:
-    """One operation as one spec wants it: the arguments of a launch in order, and how many kernels it starts."""
+    """One operation as one spec wants it: the arguments of a launch in order, and how many kernels it starts.
+
+    `entry` is the function of the generated module that a caller calls: with the inputs in order, and with keywords.
+    """
 
     name: str
+    entry: str
     arguments: tuple[Argument, ...]
     kernels: int
 
@@ -152,14 +156,27 @@ class Operation:
         return tuple(tensor for tensor in self.tensors if tensor.role == "input")
 
     @property
+    def given(self) -> tuple[Tensor, ...]:
+        """What a caller may give: the inputs, and outputs that are not optional."""
+        return tuple(tensor for tensor in self.tensors if tensor.role != "optional output")
+
+    @property
+    def output(self) -> Tensor:
+        """The output that every call has."""
+        return next(tensor for tensor in self.tensors if tensor.role == "output")
+
+    @property
     def scratch(self) -> tuple[Scratch, ...]:
         """What a launch needs beside its tensors."""
         return tuple(argument for argument in self.arguments if isinstance(argument, Scratch))
 
-    @property
-    def scalars(self) -> tuple[Scalar, ...]:
-        """The numbers."""
-        return tuple(argument for argument in self.arguments if isinstance(argument, Scalar))
+    def entry_of(self, module: Any) -> Callable[..., Any]:
+        """The entry point of a loaded module. AttributeError for a module of another operation."""
+        return getattr(module, self.entry)  # type: ignore[no-any-return]
+
+    def like(self, tensor: Tensor) -> Tensor:
+        """The first input with the same sizes but for the row, which `tensor` has to match in a call: may be itself."""
+        return next(each for each in self.inputs if each.dims[:-1] == tensor.dims[:-1])
 
     def tensor(self, name: str) -> Tensor:
         """The tensor of this name; KeyError where there is none."""
@@ -168,9 +185,12 @@ class Operation:
     def bytes(self, shape: Shape) -> int:
         """Bytes of all tensors, each once, and of scratch as often as it goes to or comes from memory."""
         moved = sum(tensor.bytes(shape) for tensor in self.tensors)
-        return moved + sum(
-            each.passes * math.prod(each.sizes(shape, 0)) * each.dtype.bytes for each in self.scratch if each.passes
-        )
+        return moved + sum(each.passes * math.prod(each.sizes(shape, 0)) * each.dtype.bytes for each in self.scratch)
+
+    def bytes_made(self, shape: Shape) -> int:
+        """Bytes of the scratch that every launch takes anew."""
+        made = [each for each in self.scratch if not each.kept]
+        return sum(math.prod(each.sizes(shape, 0)) * each.dtype.bytes for each in made)
 
 
 def _sizes(dims: tuple[Extent, ...], given: Mapping[str, int]) -> tuple[int, ...]:
@@ -211,7 +231,9 @@ def forward(spec: Spec) -> Operation:
         arguments.append(Scratch("flags", INT32, (NUM_SMS, warps), "zero", kept=True))
         arguments.append(Scratch("parts", FP32, (NUM_SMS, *(Extent(*named) for named in part)), "anything", kept=True))
     arguments.append(Scalar("scale", FP32))
-    return Operation("forward", tuple(arguments), kernels=3 if isinstance(spec.handoff, GlobalHandoff) else 1)
+    return Operation(
+        "forward", "attention", tuple(arguments), kernels=3 if isinstance(spec.handoff, GlobalHandoff) else 1
+    )
 
 
 def operation_of(spec: Spec) -> Operation:

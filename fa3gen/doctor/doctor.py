@@ -6,7 +6,6 @@ Nothing that may be missing or broken is imported here: packages and the driver 
 
 from __future__ import annotations
 
-import hashlib
 import json
 import platform
 import subprocess
@@ -17,8 +16,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from fa3gen.base import files
 from fa3gen.base.errors import UserError
 from fa3gen.compile import toolchain
+from fa3gen.compile.cache import CACHE_DIR_VARIABLE, cache_directory
+from fa3gen.compile.cache_contents import Contents, contents
 from fa3gen.run.gpu import HOPPER
 
 MIN_PYTHON = (3, 11)
@@ -119,6 +121,7 @@ class Findings:
     tools: Mapping[str, str | None]
     probes: Mapping[str, Mapping[str, Any]]
     trial: Trial
+    cache: Contents
 
 
 def examine(generated_dir: Path | None = None) -> Report:
@@ -141,6 +144,7 @@ def collect() -> Findings:
             tools={name: _tool_path(name) for name in ("cuobjdump", "nvdisasm")},
             probes=probes.result(),
             trial=trial.result(),
+            cache=contents(cache_directory()),
         )
 
 
@@ -218,6 +222,7 @@ def diagnose(findings: Findings, evidence: EvidenceSummary | None = None) -> Rep
         _render_check(findings),
         _dsl_check(findings),
         _ptxas_check(findings),
+        _cache_check(findings),
         _tvm_ffi_check(findings),
         _torch_check(findings),
         *(_tool_check(name, path) for name, path in findings.tools.items()),
@@ -262,6 +267,14 @@ def _ptxas_check(findings: Findings) -> Check:
         return Check("compiling for sm_90a", "broken", trial.error, f"reinstall: {_INSTALL_DSL} --force-reinstall")
     ptxas = trial.ptxas or "of unknown version"
     return Check("compiling for sm_90a", "ok", f"ptxas {ptxas}; a trial kernel took {trial.seconds:.1f} s")
+
+
+def _cache_check(findings: Findings) -> Check:
+    cache = findings.cache
+    if cache.unwritable:
+        found = f"{cache}; nothing can be kept in it: {cache.unwritable}"
+        return Check("compile cache", "note", found, f"set ${CACHE_DIR_VARIABLE} to a directory that can be written")
+    return Check("compile cache", "ok", f"{cache}; can be written (`fa3gen cache` lists and prunes it)")
 
 
 def _tvm_ffi_check(findings: Findings) -> Check:
@@ -424,7 +437,7 @@ def _verified_with(record: Path, module: Path) -> str | None:
         return None
     if not isinstance(content, dict) or content.get("passed") is not True:
         return None
-    if content.get("source_sha256") != hashlib.sha256(module.read_bytes()).hexdigest():
+    if content.get("source_sha256") != files.sha256(module):
         return None
     dsl = content.get("dsl")
     return dsl if isinstance(dsl, str) and dsl else None

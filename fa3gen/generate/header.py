@@ -14,10 +14,12 @@ from pathlib import PurePath
 from typing import NamedTuple
 
 from fa3gen.design import footprint
+from fa3gen.design.family import Family
 from fa3gen.design.footprint import Region
 from fa3gen.design.schedule import PLACES, Place, Role, Schedule, Step, schedule_of
 from fa3gen.design.schedule.model import Kind
 from fa3gen.hardware import hopper
+from fa3gen.hardware.dtypes import Dtype
 from fa3gen.spec.model import (
     CausalMask,
     CpAsyncLoad,
@@ -86,10 +88,9 @@ class Description:
 def describe(spec: Spec, summary: str) -> Description:
     """Describe one module in words; `summary` is that of its spec."""
     dtype = spec.element.long_name
-    mask = {"none": "no mask", "causal": "causal", "window": "sliding window"}[spec.mask.kind]
     schedule = schedule_of(spec)
     return Description(
-        title=f"{summary.rstrip('.')} ({_head_dims(spec)}, {dtype}, {mask}).",
+        title=f"{summary.rstrip('.')} (head dim {Family.of(spec).dims}, {dtype}, {mask_phrase(spec)}).",
         mask=_mask_sentence(spec),
         decisions=tuple(_decisions(spec)),
         threads=tuple(_roles(spec, schedule) if footprint.specialized(spec) else _threads(spec)),
@@ -118,9 +119,9 @@ def make_header(spec: Spec, *, summary: str, source: PurePath) -> Header:
     )
 
 
-def _head_dims(spec: Spec) -> str:
-    d, v_dim = spec.problem.head_dim, spec.problem.v_dim
-    return f"head dim {d}" if d == v_dim else f"head dim {d}/{v_dim}"
+def mask_phrase(spec: Spec) -> str:
+    """The mask in a few words; a window's reach stands in the constants."""
+    return {"none": "no mask", "causal": "causal", "window": "sliding window"}[spec.mask.kind]
 
 
 def timeline(steps: Sequence[StepRow]) -> tuple[str, ...]:
@@ -169,10 +170,10 @@ def _decisions(spec: Spec) -> list[tuple[str, str]]:
         rows.append(("schedule", _schedule_sentence(spec)))
     assert spec.smem is not None
     rows.append(("layouts", f"swizzle Q {spec.smem.q}, K {spec.smem.k}, V {spec.smem.v}{_p_swizzle(spec)}"))
-    rows.append(("S = Q K^T", _product_sentence(spec.qk, spec.tile.kv, spec.problem.head_dim, "Q", "K")))
+    rows.append(("S = Q K^T", _product_sentence(spec.qk, spec.element, spec.tile.kv, spec.problem.head_dim, "Q", "K")))
     rows.append(("softmax", _softmax_sentence(spec)))
     rows.append(("P", _handoff_sentence(spec)))
-    rows.append(("O = P V", _product_sentence(spec.pv, spec.problem.v_dim, spec.tile.kv, "P", "V")))
+    rows.append(("O = P V", _product_sentence(spec.pv, spec.element, spec.problem.v_dim, spec.tile.kv, "P", "V")))
     rows.append(("kv order", _order_sentence(spec)))
     rows.append(("output", _output_sentence(spec)))
     if footprint.persistent(spec):
@@ -215,14 +216,14 @@ def _p_swizzle(spec: Spec) -> str:
     return f", P {spec.handoff.swizzle}" if isinstance(spec.handoff, SmemHandoff) else ""
 
 
-def _product_sentence(product: object, n: int, k: int, a: str, b: str) -> str:
+def _product_sentence(product: object, element: Dtype, n: int, k: int, a: str, b: str) -> str:
     if not isinstance(product, WgmmaProduct):
         return f"scalar f32 multiply-adds, {a} and {b} read from shared memory"
-    steps = k // hopper.WGMMA_K_16BIT
+    steps = k // element.wgmma_k
     source = "registers" if product.a.source == "registers" else "shared memory"
     return (
-        f"{steps} wgmma m64n{n}k16 per warpgroup; A = {a} from {source}, {product.a.major.upper()}-major; "
-        f"B = {b}, {product.b.major.upper()}-major"
+        f"{steps} wgmma m64n{n}k{element.wgmma_k} per warpgroup; "
+        f"A = {a} from {source}, {product.a.major.upper()}-major; B = {b}, {product.b.major.upper()}-major"
     )
 
 

@@ -11,11 +11,12 @@ from typing import Literal
 
 from fa3gen.design import footprint, tile_order
 from fa3gen.design.footprint import Region
-from fa3gen.design.operation import Argument, Scratch, operation_of
+from fa3gen.design.operation import Argument, Operation, Scalar, Scratch, operation_of
 from fa3gen.design.schedule import full_tiles, schedule_of
 from fa3gen.generate import header, predicted_sass
 from fa3gen.generate.expected import Expectation
 from fa3gen.hardware import hopper
+from fa3gen.hardware.dtypes import INT32, Dtype
 from fa3gen.spec.model import (
     CausalMask,
     CpAsyncLoad,
@@ -81,16 +82,28 @@ class MaskPlan:
 
 
 @dataclass(frozen=True)
+class Parameter:
+    """What a function of the module takes; a number has a dtype, which its annotation names."""
+
+    name: str
+    dtype: Dtype | None = None
+
+    def __str__(self) -> str:
+        """As the function's signature has it."""
+        return self.name if self.dtype is None else f"{self.name}: cutlass.{self.dtype.cutlass_name}"
+
+
+@dataclass(frozen=True)
 class ArgumentsPlan:
     """Names of what functions take, where that differs from module to module; `load_kv` is of cooperative kernels.
 
-    `kernel` is with types, `kernel_call` what `launch` passes; `outputs` is what a consumer writes to; `schedule` is
-    what the scheduler reads.
+    `tensors` are those of a kernel, with their TMA atoms; `extent` is what else it takes of the launch: how much there
+    is to schedule. `outputs` is what a consumer writes to; `schedule` is what the scheduler reads.
     """
 
-    launch: tuple[str, ...] = ()
-    kernel: tuple[str, ...] = ()
-    kernel_call: tuple[str, ...] = ()
+    launch: tuple[Parameter, ...] = ()
+    tensors: tuple[str, ...] = ()
+    extent: tuple[Parameter, ...] = ()
     schedule: tuple[str, ...] = ()
     work_on: tuple[str, ...] = ()
     outputs: tuple[str, ...] = ()
@@ -166,11 +179,13 @@ class SoftmaxPlan:
     """Whether O is rescaled only now and then: when a maximum has grown by more than 2^rescale_above.
 
     `exp_before_wait`: exponentials of a thread that stay before the wait for P V, 0 for as many as ptxas likes.
+    `mask_end`: whether the last tile of keys is masked always, or only when the end of the keys cuts it.
     """
 
     lazy: bool
     rescale_above: int
     exp_before_wait: int = 0
+    mask_end: Literal["always", "when_cut"] = "always"
 
 
 @dataclass(frozen=True)
@@ -218,8 +233,9 @@ class ImportsPlan:
 class EntryPlan:
     """Words and arguments of the Python entry points.
 
-    `stand_ins` are what follows q, k, v and out in a launch, as the module is compiled for it. `given` are the names of
-    what `attention` has at hand when it launches: all but the scratch that outlives a call, and the scale.
+    `stand_ins` are what follows the tensors that a caller may give in a launch, as the module is compiled for it.
+    `given` are the names of what the entry point has at hand when it launches: all but the scratch that outlives a
+    call, and the scale.
     """
 
     stand_ins: tuple[Argument, ...]
@@ -269,6 +285,7 @@ class Plan:
     output: OutputPlan
     lse: bool
     imports: ImportsPlan
+    operation: Operation
     entry: EntryPlan
     sections: SectionsPlan
     header: header.Header
@@ -286,8 +303,8 @@ def make_plan(variant: Variant) -> Plan:
         mask=_mask(spec),
         load=_load(spec),
         smem=_smem(spec),
-        qk=_product(spec.qk, spec.tile.kv, spec.problem.head_dim),
-        pv=_product(spec.pv, spec.problem.v_dim, spec.tile.kv),
+        qk=_product(spec.qk, spec.element, spec.tile.kv, spec.problem.head_dim),
+        pv=_product(spec.pv, spec.element, spec.problem.v_dim, spec.tile.kv),
         p=HandoffPlan(spec.handoff.through),
         schedule=_schedule(spec),
         scheduler=_scheduler(spec),
@@ -296,6 +313,7 @@ def make_plan(variant: Variant) -> Plan:
         output=_output(spec),
         lse=spec.outputs.lse,
         imports=_imports(spec),
+        operation=operation_of(spec),
         entry=_entry(spec),
         sections=_sections(spec),
         header=header.make_header(spec, summary=variant.summary, source=PurePath(variant.source)),
@@ -361,15 +379,12 @@ def _arguments(spec: Spec) -> ArgumentsPlan:
         shared = isinstance(spec.load, TmaLoad) and spec.load.barrier == "shared"
         rings = ["kv_ring"] if shared else ["k_ring", "v_ring"]
         return ArgumentsPlan(load_kv=("tma_K", "tma_V", "tKgK", "tVgV", "tKsK", "tVsV", *rings, "fill"))
-    lse, stored = ["lse"] * spec.outputs.lse, spec.outputs.o != "direct"
+    stored = spec.outputs.o != "direct"
     scratch = {"stream_k": ["flags", "parts"], "dynamic": ["counter"]}.get(spec.scheduler, [])
     handed_on = ["scratch"] * (spec.scheduler == "stream_k")
-    extent, extent_type = {
-        "single_tile": ([], ""),
-        "stream_k": (["tail"], ""),
-        "static": (["num_tiles"], ": cutlass.Int32"),
-        "dynamic": (["num_tiles"], ": cutlass.Int32"),
-    }[spec.scheduler]
+    num_tiles = Parameter("num_tiles", INT32)
+    extents = {"stream_k": [Parameter("tail")], "static": [num_tiles], "dynamic": [num_tiles]}
+    extent = extents.get(spec.scheduler, [])
     tensors = ("mQ", "mK", "mVt", "mO", *["mLSE"] * spec.outputs.lse, *scratch)
     atoms = ("tma_Q", "tma_K", "tma_V", *["tma_O"] * stored)
     outputs = ("mO", *["mLSE"] * spec.outputs.lse, *["tma_O", "sO"] * stored)
@@ -378,10 +393,10 @@ def _arguments(spec: Spec) -> ArgumentsPlan:
     draws = ["counter", "tile_ring", "tiles"] * (spec.scheduler == "dynamic")
     statistics = (["row_max"] * spec.outputs.lse, ["scale_log2"] * spec.outputs.lse)
     return ArgumentsPlan(
-        launch=("q", "k", "v", "out", *lse, *["num_sms: cutlass.Int32"] * footprint.persistent(spec), *scratch),
-        kernel=(*tensors, *atoms, "scale_log2: cutlass.Float32", *(name + extent_type for name in extent)),
-        kernel_call=(*tensors, *atoms, "scale * LOG2_E", *extent),
-        schedule=("mQ", "mK", *extent, *draws),
+        launch=tuple(_parameter(argument) for argument in operation_of(spec).arguments),
+        tensors=(*tensors, *atoms),
+        extent=tuple(extent),
+        schedule=("mQ", "mK", *(each.name for each in extent), *draws),
         # A mask depends on how many queries there are.
         work_on=("coordinates", "_" if spec.mask.kind == "none" else "mQ", "mK", *numbered),
         outputs=(*outputs, *handed_on),
@@ -394,9 +409,13 @@ def _arguments(spec: Spec) -> ArgumentsPlan:
     )
 
 
+def _parameter(argument: Argument) -> Parameter:
+    return Parameter(argument.name, argument.dtype if isinstance(argument, Scalar) else None)
+
+
 def _softmax(spec: Spec) -> SoftmaxPlan:
     above = spec.softmax.rescale_above
-    return SoftmaxPlan(above is not None, above or 0, spec.softmax.exp_before_wait or 0)
+    return SoftmaxPlan(above is not None, above or 0, spec.softmax.exp_before_wait or 0, spec.softmax.mask_end)
 
 
 def _output(spec: Spec) -> OutputPlan:
@@ -436,12 +455,12 @@ def _layout_atom(major: str, swizzle: Swizzle) -> str:
     return f"{major}_INTER" if swizzle == "none" else f"{major}_SW{swizzle.removesuffix('B')}"
 
 
-def _product(product: object, n: int, k: int) -> ProductPlan:
+def _product(product: object, element: Dtype, n: int, k: int) -> ProductPlan:
     if not isinstance(product, WgmmaProduct):
         return ProductPlan("scalar", "", (0, 0, 0), 0)
     source = {"smem": "SMEM", "registers": "RMEM"}[product.a.source]
-    instruction = (hopper.WGMMA_M, n, hopper.WGMMA_K_16BIT)
-    return ProductPlan("wgmma", source, instruction, k // hopper.WGMMA_K_16BIT)
+    instruction = (hopper.WGMMA_M, n, element.wgmma_k)
+    return ProductPlan("wgmma", source, instruction, k // element.wgmma_k)
 
 
 def _schedule(spec: Spec) -> SchedulePlan:
@@ -474,7 +493,6 @@ def _imports(spec: Spec) -> ImportsPlan:
 
 
 def _entry(spec: Spec) -> EntryPlan:
-    phrase = {"none": "no mask", "causal": "causal", "window": "sliding window"}[spec.mask.kind]
     like = "like q"
     if spec.problem.v_dim != spec.problem.head_dim:
         like = f"(batch, seq_q, heads_q, {spec.problem.v_dim})"
@@ -482,12 +500,13 @@ def _entry(spec: Spec) -> EntryPlan:
         like += f" but in {spec.o_element.torch_name}"
     pack = spec.tile.pack_heads
     heads = f"a multiple of {pack} x heads_kv" if pack > 1 else "a multiple of heads_kv (GQA, MQA)"
-    arguments = operation_of(spec).arguments
+    operation = operation_of(spec)
+    arguments = operation.arguments
     kept = [argument.name for argument in arguments if isinstance(argument, Scratch) and argument.kept]
     return EntryPlan(
-        stand_ins=tuple(argument for argument in arguments if argument.name not in ("q", "k", "v", "out")),
+        stand_ins=tuple(argument for argument in arguments if argument not in operation.given),
         given=tuple(argument.name for argument in arguments if argument.name not in (*kept, "scale")),
-        mask_phrase=phrase,
+        mask_phrase=header.mask_phrase(spec),
         output_phrase=like,
         heads_phrase=heads,
     )
@@ -549,14 +568,17 @@ def expectation(spec: Spec) -> Expectation:
     schedule, threads = schedule_of(spec), footprint.threads(spec)
     d, v_dim, q, kv = spec.problem.head_dim, spec.problem.v_dim, spec.tile.q, spec.tile.kv
     wgmma: dict[tuple[int, int, int, str], int | None] = {}
-    for what, product in (("S", _product(spec.qk, kv, d)), ("O", _product(spec.pv, v_dim, kv))):
+    for what, product in (
+        ("S", _product(spec.qk, spec.element, kv, d)),
+        ("O", _product(spec.pv, spec.element, v_dim, kv)),
+    ):
         if product.steps:
             kind = (*product.instruction, {"SMEM": "smem", "RMEM": "registers"}[product.a_source])
             wgmma[kind] = (wgmma.get(kind) or 0) + schedule.count("product", what) * product.steps
     groups = schedule.count("wait_products")
     tma_loads = tma_stores = expect_tx = cp_async = stmatrix = 0
     if isinstance(spec.load, TmaLoad) and spec.smem is not None:
-        row, v_row = d * hopper.BYTES_16BIT, v_dim * hopper.BYTES_16BIT
+        row, v_row = d * spec.element.bytes, v_dim * spec.element.bytes
         swizzles = {"Q": (row, spec.smem.q), "K": (row, spec.smem.k), "V": (v_row, spec.smem.v)}
         tma_loads = sum(schedule.count("load", what) * footprint.tma_boxes(*box) for what, box in swizzles.items())
         filled = [ring.name for ring in schedule.rings if ring.filled_by == "TMA"]
@@ -569,7 +591,7 @@ def expectation(spec: Spec) -> Expectation:
         columns = v_dim * schedule.count("gather", "O") + kv * schedule.count("store", "P")
         stmatrix = columns // STMATRIX_COLUMNS
         if schedule.count("gather", "O"):
-            boxes = footprint.tma_boxes(v_dim * hopper.BYTES_16BIT, spec.smem.q)
+            boxes = footprint.tma_boxes(v_dim * spec.o_element.bytes, spec.smem.q)
             tma_stores = schedule.count("store", "O") * boxes
     setmaxnreg, max_registers = {}, min(hopper.REGISTERS_PER_THREAD, hopper.REGISTERS_PER_SM // threads)
     if footprint.specialized(spec):

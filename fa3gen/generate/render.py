@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import difflib
-import hashlib
-import json
 import re
-import subprocess
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Literal
@@ -60,9 +57,13 @@ def _environment(templates: Path) -> jinja2.Environment:
 def render_variant(variant: Variant, workspace: Workspace, *, formatted: Sequence[str] = ()) -> str:
     """The source of one module, formatted by black. `formatted` as in `format_module`.
 
+    A module beside its spec file names it by that file's name: wherever it is rendered from, the text is the same.
+
     Raises:
         UserError: The templates do not make valid Python of this plan; the message names template and line.
     """
+    if workspace.home_of(variant).loose:
+        variant = replace(variant, source=Path(variant.source.name))
     plan = make_plan(variant)
     try:
         text = _environment(workspace.templates_dir).get_template(plan.sections.spine).render(plan=plan)
@@ -124,13 +125,13 @@ class Rendered:
 
 
 def render_all(variants: Sequence[Variant], workspace: Workspace) -> list[Rendered]:
-    """Render variants and read what is on disk for each."""
-    rendered = []
-    for variant in variants:
-        path = workspace.module_path(variant.stem)
-        committed = _read(path) if path.is_file() else None
-        rendered.append(Rendered(variant, path, render_variant(variant, workspace), committed))
-    return rendered
+    """Render variants, and read what is on disk where each is rendered to."""
+    return [render_at(workspace.home_of(variant).module_path(variant.stem), variant, workspace) for variant in variants]
+
+
+def render_at(path: Path, variant: Variant, workspace: Workspace) -> Rendered:
+    """Render a variant, and read what is on disk at `path`."""
+    return Rendered(variant, path, render_variant(variant, workspace), _read(path) if path.is_file() else None)
 
 
 def _read(path: Path) -> str:
@@ -140,74 +141,23 @@ def _read(path: Path) -> str:
 
 def orphans(spec_files: Sequence[SpecFile], workspace: Workspace) -> list[Path]:
     """Generated modules that no spec stands behind any more."""
+    return [path for path in _without_a_spec(spec_files, workspace) if is_generated(path)]
+
+
+def strays(spec_files: Sequence[SpecFile], workspace: Workspace) -> list[Path]:
+    """Other Python files among the generated ones: not written by fa3gen, and without a spec."""
+    return [path for path in _without_a_spec(spec_files, workspace) if not is_generated(path)]
+
+
+def _without_a_spec(spec_files: Sequence[SpecFile], workspace: Workspace) -> list[Path]:
     wanted = {variant.stem for spec_file in spec_files for variant in spec_file.variants}
     found = sorted(workspace.generated_dir.glob("*.py")) if workspace.generated_dir.is_dir() else []
-    return [path for path in found if path.stem not in wanted and is_generated(path)]
+    return [path for path in found if path.stem not in wanted and path.stem != "__init__"]
 
 
 def is_generated(path: Path) -> bool:
     """Whether a file says that fa3gen wrote it."""
     return path.is_file() and GENERATED_MARK in _read(path)[:2000]
-
-
-def hand_edited(rendered: Sequence[Rendered], workspace: Workspace) -> list[Path]:
-    """Files that would be overwritten although somebody may have edited them by hand.
-
-    These are files that differ from what was rendered last and from the commit, or were never committed, and files
-    without the mark of a generated file. Of an untracked file that was rendered elsewhere nothing is known, and it
-    counts as untouched. Outside a git checkout nothing can be compared, and only the mark counts.
-    """
-    last = _last_rendered(workspace.root)
-
-    def edited(item: Rendered) -> bool:
-        if not is_generated(item.path):
-            return True
-        name, status = item.path.name, _status(item.path, workspace.root)
-        if last.get(name) == _digest(item.committed or "") or not status:
-            return False
-        return not status.startswith("??") or name in last
-
-    return [item.path for item in rendered if item.change == "changed" and edited(item)]
-
-
-def remember(rendered: Sequence[Rendered], workspace: Workspace) -> None:
-    """Keep what was rendered, in the git directory and so never committed: rendering again is no hand edit."""
-    path = _record(workspace.root)
-    if path is not None:
-        digests = {**_last_rendered(workspace.root), **{item.path.name: _digest(item.text) for item in rendered}}
-        write_text(path, json.dumps(digests, indent=1, sort_keys=True))
-
-
-def _last_rendered(root: Path) -> dict[str, str]:
-    path = _record(root)
-    try:
-        return dict(json.loads(path.read_text(encoding="utf-8"))) if path is not None and path.is_file() else {}
-    except ValueError:  # not ours any more: everything that differs from the commit counts as edited
-        return {}
-
-
-def _record(root: Path) -> Path | None:
-    """Where `remember` keeps its digests; None outside a git checkout."""
-    name = _git(root, "rev-parse", "--git-path", "fa3gen-rendered.json")
-    return root / name.strip() if name else None
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode("utf-8", errors="replace")).hexdigest()
-
-
-def _status(path: Path, root: Path) -> str:
-    """What git says of a file: "?? ..." when untracked, nothing when as committed, ignored, or without git."""
-    return _git(root, "status", "--porcelain", "--untracked-files=all", "--", str(path)) or ""
-
-
-def _git(root: Path, *arguments: str) -> str | None:
-    """What a git command prints; None where it fails: no git, or no checkout."""
-    try:
-        process = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True, check=False)
-    except OSError:
-        return None
-    return process.stdout if process.returncode == 0 else None
 
 
 def write(rendered: Rendered) -> None:

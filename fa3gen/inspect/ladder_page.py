@@ -9,9 +9,13 @@ The text of the document is written by hand. Everything between two comments, `<
     compiled STEM STEM         what the compiler made of two modules, from the evidence records
     picture STEM: even         the pipeline simulator's picture of a module; `even`: products served evenly
     stages STEM                what it predicts for 1 to 6 stages
+    swizzle STEM: TILE         the report's pictures of eight rows of a tile, without a swizzle and as they are laid out
+    fragment STEM: KEY         the report's picture of who holds what of a fragment (`accumulator`, `operand`)
     ladder                     all rungs, as in the README
+    exercise COMMAND           what the CPU model says of a module with the edit that the diff above the block shows
 
-Single numbers in the text stand between `<!-- = ratio k3_2 k3_3 128 full 16384 -->` and `<!-- = -->`.
+An exercise compiles a module and runs it, so `fa3gen refresh` leaves its block as it is: tests/make_exercises.py writes
+it. Single numbers in the text stand between `<!-- = ratio k3_2 k3_3 128 full 16384 -->` and `<!-- = -->`.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ import ast
 import re
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from fa3gen.base import markdown
@@ -30,16 +35,18 @@ from fa3gen.hardware import chips
 from fa3gen.inspect import simulation
 from fa3gen.inspect.difference import text as difference_text
 from fa3gen.inspect.difference.sides import difference
+from fa3gen.inspect.report import fragments, pictures, swizzles
 from fa3gen.inspect.simulation.engine import Arbitration
 from fa3gen.records import evidence
 from fa3gen.records.evidence import Record
-from fa3gen.spec.model import CausalMask, NoMask
+from fa3gen.spec.model import CausalMask, NoMask, Spec
 from fa3gen.spec.specfile import Variant
 
 DOCUMENT = Path("docs/ladder.md")
 PICTURES = Path("docs/ladder")
 BLOCK = re.compile(r"(<!-- (\w+)(?: ([^>]*?))? -->\n)(.*?)(<!-- end -->\n)", re.DOTALL)
 CUT = "[...]"
+EXERCISE = "exercise"
 TILES = 6  # of keys in a picture
 CHIP = chips.H200
 NUMBER = re.compile(r"(<!-- = ([^>]+?) -->)(.*?)(<!-- = -->)")
@@ -50,10 +57,23 @@ class LadderError(UserError):
     """A block that cannot be written; the message names it."""
 
 
+@contextmanager
+def naming(kind: str, arguments: str) -> Iterator[None]:
+    """Raise LadderError, which names a block, for what goes wrong while it is written."""
+    try:
+        yield
+    except (LookupError, ValueError, OSError, UserError) as error:
+        raise LadderError(f"<!-- {kind} {arguments} -->: {type(error).__name__}: {error}") from error
+
+
 def filled(document: str, workspace: Workspace) -> str:
-    """The document with every block written anew. Raises LadderError for one that cannot be."""
-    blocks = BLOCK.sub(lambda found: found[1] + block(workspace, found[2], found[3] or "") + found[5], document)
-    return NUMBER.sub(lambda found: found[1] + number(workspace, found[2]) + found[4], blocks)
+    """The document with every block but the exercises written anew. Raises LadderError for one that cannot be."""
+
+    def written(found: re.Match[str]) -> str:
+        _, kind, arguments, text, _ = found.groups()
+        return found[1] + (text if kind == EXERCISE else block(workspace, kind, arguments or "")) + found[5]
+
+    return NUMBER.sub(lambda found: found[1] + number(workspace, found[2]) + found[4], BLOCK.sub(written, document))
 
 
 def block(workspace: Workspace, kind: str, arguments: str) -> str:
@@ -65,12 +85,12 @@ def block(workspace: Workspace, kind: str, arguments: str) -> str:
         "compiled": compiled,
         "picture": picture,
         "stages": stages,
+        "swizzle": swizzle,
+        "fragment": fragment,
         "ladder": lambda workspace, _: ladder_table(workspace),
     }
-    try:
+    with naming(kind, arguments):
         return writers[kind](workspace, arguments)
-    except (LookupError, ValueError, OSError, UserError) as error:
-        raise LadderError(f"<!-- {kind} {arguments} -->: {type(error).__name__}: {error}") from error
 
 
 # Blocks
@@ -111,9 +131,21 @@ def sections(text: str) -> dict[str, list[str]]:
     return parts
 
 
+def parts_of(arguments: str) -> tuple[str, str]:
+    """`STEM: WHAT`, or the stem alone."""
+    stem, _, what = arguments.partition(":")
+    return stem.strip(), what.strip()
+
+
+def spec_of(workspace: Workspace, stem: str) -> Spec:
+    """What a module is generated from."""
+    [variant] = workspace.resolve(stem)
+    return variant.spec
+
+
 def source(workspace: Workspace, arguments: str) -> str:
     """`STEM: NAME` or `STEM: loop of NAME`, with a link to the lines."""
-    stem, _, what = (part.strip() for part in arguments.partition(":"))
+    stem, what = parts_of(arguments)
     path = workspace.module_path(stem)
     text = path.read_text(encoding="utf-8")
     first, last = lines_of(ast.parse(text), what)
@@ -187,31 +219,30 @@ def picture(workspace: Workspace, arguments: str) -> str:
 
 def drawn(arguments: str) -> tuple[str, Arbitration]:
     """The module of a picture, and how the tensor cores serve its products."""
-    stem, _, served = (part.strip() for part in arguments.partition(":"))
+    stem, served = parts_of(arguments)
     if served not in ("", "even"):
         raise ValueError(f"a picture is of products served oldest first, or `even`, not {served!r}")
     return stem, "even" if served else "oldest"
 
 
-def svg(workspace: Workspace, arguments: str) -> str:
-    """The picture of a module, as the command that stands below it draws it."""
+def timeline(workspace: Workspace, arguments: str) -> dict[str, str]:
+    """The picture of a module, as the command that stands below it draws it, by file name."""
     stem, arbitration = drawn(arguments)
-    [variant] = workspace.resolve(stem)
+    spec = spec_of(workspace, stem)
     registers = evidence.compiled_registers(workspace, stem)
-    settings = simulation.settings_of(variant.spec, tiles=TILES, registers=registers, arbitration=arbitration)
-    found = simulation.simulate(variant.spec, simulation.times_of(variant.spec, CHIP), settings)
-    return simulation.svg(found, f"{stem}: one SM, simulated")
+    settings = simulation.settings_of(spec, tiles=TILES, registers=registers, arbitration=arbitration)
+    found = simulation.simulate(spec, simulation.times_of(spec, CHIP), settings)
+    return {f"{stem}.svg": simulation.svg(found, f"{stem}: one SM, simulated")}
 
 
 def stages(workspace: Workspace, arguments: str) -> str:
     """`STEM`: a row for each number of stages; the spec's own is in bold type."""
     [stem] = arguments.split()
-    [variant] = workspace.resolve(stem)
+    spec = spec_of(workspace, stem)
     registers = evidence.compiled_registers(workspace, stem)
-    present = simulation.settings_of(variant.spec, registers=registers).stages
+    present = simulation.settings_of(spec, registers=registers).stages
     rows = []
-    times = simulation.times_of(variant.spec, CHIP)
-    for row in simulation.sweep(variant.spec, times, range(1, 7), registers=registers):
+    for row in simulation.sweep(spec, simulation.times_of(spec, CHIP), range(1, 7), registers=registers):
         own = "**" if row.stages == present else ""
         shares = [f"{share:.0%}" for share in (row.tensor, row.issue, row.waiting)] if row.legal else ["–"] * 3
         cycles = f"{row.step_cycles:,.0f}" if row.legal else "–"
@@ -219,6 +250,51 @@ def stages(workspace: Workspace, arguments: str) -> str:
     columns = ["stages", "CTAs per SM", "cycles of the SM per tile of keys", "tensor cores busy", "issue slots busy"]
     said = f"`fa3gen simulate {stem} --stages 1..6`, on {CHIP.name}:\n\n"
     return said + table([*columns, "waiting for K or V"], rows)
+
+
+def swizzle(workspace: Workspace, arguments: str) -> str:
+    """`STEM: TILE`; the pictures themselves are written by `files`."""
+    stem, tile = parts_of(arguments)
+    plain, laid_out = (f"ladder/{name}" for name in pictures_of_swizzle(workspace, arguments))
+    return (
+        f"![Eight rows of {tile} of {stem} in the banks, without a swizzle]({plain})\n"
+        f"![The same rows as they are laid out]({laid_out})\n"
+    )
+
+
+def pictures_of_swizzle(workspace: Workspace, arguments: str) -> dict[str, str]:
+    """The two pictures of a tile, by file name."""
+    stem, tile = parts_of(arguments)
+    operands = {operand.name: operand for operand in swizzles.operands(spec_of(workspace, stem))}
+    if tile not in operands:
+        raise ValueError(f"no tile {tile}; there are {', '.join(operands)}")
+    return {
+        f"{stem}_{tile}_plain.svg": pictures.banks(operands[tile], plain=True).file(),
+        f"{stem}_{tile}.svg": pictures.banks(operands[tile], plain=False).file(),
+    }
+
+
+def fragment(workspace: Workspace, arguments: str) -> str:
+    """`STEM: KEY`; the picture itself is written by `files`."""
+    stem, _ = parts_of(arguments)
+    what = fragment_of(workspace, arguments).what
+    [name] = picture_of_fragment(workspace, arguments)
+    return f"![Which thread of a warpgroup holds what: {what}, {stem}](ladder/{name})\n"
+
+
+def picture_of_fragment(workspace: Workspace, arguments: str) -> dict[str, str]:
+    """The picture of a fragment, by file name."""
+    stem, key = parts_of(arguments)
+    return {f"{stem}_{key}.svg": pictures.owners(fragment_of(workspace, arguments)).file()}
+
+
+def fragment_of(workspace: Workspace, arguments: str) -> fragments.Fragment:
+    """The fragment that a block names."""
+    stem, key = parts_of(arguments)
+    found = {fragment.key: fragment for fragment in fragments.fragments(spec_of(workspace, stem))}
+    if key not in found:
+        raise ValueError(f"no fragment {key}; there are {', '.join(found) or 'none'}")
+    return found[key]
 
 
 def ladder_table(workspace: Workspace) -> str:
@@ -274,6 +350,14 @@ def table(columns: list[str], rows: list[list[str]]) -> str:
 # Files
 
 
+# Pictures of a block, by file name.
+DRAWN: dict[str, Callable[[Workspace, str], dict[str, str]]] = {
+    "picture": timeline,
+    "swizzle": pictures_of_swizzle,
+    "fragment": picture_of_fragment,
+}
+
+
 def files(workspace: Workspace) -> Iterator[tuple[Path, str]]:
     """The document and its pictures, with their texts; nothing where there is no such document."""
     path = workspace.root / DOCUMENT
@@ -281,6 +365,7 @@ def files(workspace: Workspace) -> Iterator[tuple[Path, str]]:
         return
     document = path.read_text(encoding="utf-8")
     yield path, filled(document, workspace)
-    for arguments in (found[3] for found in BLOCK.finditer(document) if found[2] == "picture"):
-        stem, _ = drawn(arguments)
-        yield workspace.root / PICTURES / f"{stem}.svg", svg(workspace, arguments)
+    for found in BLOCK.finditer(document):
+        if found[2] in DRAWN:
+            for name, text in DRAWN[found[2]](workspace, found[3]).items():
+                yield workspace.root / PICTURES / name, text

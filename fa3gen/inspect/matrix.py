@@ -25,6 +25,7 @@ from fa3gen.base import files
 from fa3gen.base.errors import UserError
 from fa3gen.base.markdown import speed
 from fa3gen.base.markdown import table as table_of
+from fa3gen.base.wording import counted
 from fa3gen.design import ladder
 from fa3gen.design.family import Family
 from fa3gen.design.workspace import Workspace
@@ -69,21 +70,22 @@ class Row:
 
 
 def rows(workspace: Workspace, names: Sequence[str] = (), *, package: bool = True) -> list[Row]:
-    """The modules that `names` stand for, or all: the ladder first, then by name. `package`: those that it brings, too.
+    """The modules that `names` stand for, or all: the ladder first, then by name.
 
-    Raises UserError for unknown names and for records that are none.
+    `package`: those that it brings, too, and a spec that is broken is left out. Raises UserError for unknown names, for
+    records that are none, and without `package` for broken specs.
     """
     if names:
         variants = workspace.select(names)
     else:
-        files = [*workspace.load_all(), *(workspace.load_bundled() if package else ())]
+        files = workspace.survey()[0] if package else workspace.load_all()
         files.sort(key=lambda file: ladder.ladder_order(file.stem))
         variants = [variant for file in files for variant in file.variants]
-    here, bundled = _Records(workspace), _Records(Workspace(workspace.bundled, workspace.bundled))
+    records: dict[Workspace, _Records] = {}
     found = []
     for variant in variants:
-        own = workspace.rendered_path(variant.stem) == workspace.module_path(variant.stem)
-        found.append((here if own else bundled).row(variant))
+        place = workspace.place_of(variant)
+        found.append(records.setdefault(place, _Records(place)).row(variant))
     return found
 
 
@@ -252,7 +254,7 @@ def cells(row: Row) -> list[str]:
 
 def summary(table: Sequence[Row]) -> str:
     """How many modules are proven, failing, stale or without a record, on each kind of machine."""
-    parts = [f"{len(table)} modules"]
+    parts = [counted(len(table), "module")]
     for where, proofs in (("GPU", [row.gpu for row in table]), ("CPU model", [row.cpu for row in table])):
         counts = Counter(proof.state for proof in proofs)
         words = {

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from fa3gen.base.files import write_text
 from fa3gen.base.markdown import between, speed, table
+from fa3gen.base.wording import counted
 from fa3gen.design.ladder import generated_stems
 from fa3gen.design.workspace import Workspace
 from fa3gen.inspect import ladder_page, matrix
@@ -265,7 +266,7 @@ def stale(workspace: Workspace) -> list[str]:
     found = []
     for where, changed, command in runs:
         if changed:
-            modules = f"{len(changed)} module{'s' if len(changed) > 1 else ''}"
+            modules = counted(len(changed), "module")
             found.append(
                 f"{modules} changed since verified {where}; {' '.join([command, *_named(workspace, changed)])}"
             )

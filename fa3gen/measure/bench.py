@@ -21,11 +21,12 @@ import torch
 from fa3gen.base.errors import UserError
 from fa3gen.design.family import Family, Shape, mask_label
 from fa3gen.design.masks import reach
+from fa3gen.design.operation import operation_of
 from fa3gen.hardware.dtypes import DTYPES
 from fa3gen.measure.launch_times import LaunchTimes, host_microseconds, small_problem
 from fa3gen.measure.peers import PEERS, Attend, Peer, Unavailable
 from fa3gen.run import gpu
-from fa3gen.spec.model import DType, GlobalHandoff, Mask, Problem, Spec
+from fa3gen.spec.model import DType, Mask, Problem, Spec
 from fa3gen.verify import reference
 
 TOKENS = 16384
@@ -60,20 +61,20 @@ class Cell:
         return WIDTH // self.head_dim
 
     @property
-    def v_dim(self) -> int:
-        """Head dim of v and O."""
-        return self.head_dim if self.head_dim_v is None else self.head_dim_v
+    def family(self) -> Family:
+        """What a module has to be compiled for to serve it."""
+        v_dim = self.head_dim if self.head_dim_v is None else self.head_dim_v
+        return Family(self.dtype, self.head_dim, v_dim, self.mask)
 
     @property
-    def head_dims(self) -> str:
-        """The head dims in one word: 128, or 192/128 where v has one of its own."""
-        return f"{self.head_dim}" if self.v_dim == self.head_dim else f"{self.head_dim}/{self.v_dim}"
+    def shape(self) -> Shape:
+        """The sizes of its call."""
+        return Shape(self.batch, self.seq_len, self.seq_len, self.heads, self.heads)
 
     @property
     def flops(self) -> float:
         """Of both products: `Family.flops`."""
-        shape = Shape(self.batch, self.seq_len, self.seq_len, self.heads, self.heads)
-        return Family(self.dtype, self.head_dim, self.v_dim, self.mask).flops(shape)
+        return self.family.flops(self.shape)
 
 
 @dataclass(frozen=True)
@@ -94,18 +95,16 @@ def module_competitor(name: str, spec: Spec, load: Callable[[], Any]) -> Competi
     """Wrap one generated module; it serves the cells of its own head dim, dtype and mask."""
 
     def serves(cell: Cell) -> bool:
-        problem = spec.problem
-        wanted = (problem.head_dim, problem.v_dim, problem.dtype, spec.mask)
-        return (cell.head_dim, cell.v_dim, cell.dtype, cell.mask) == wanted
+        return cell.family == Family.of(spec)
 
     def prepare(cell: Cell) -> Attend:
         if spec.tile.pack_heads > 1:
             raise Unavailable(f"packs {spec.tile.pack_heads} query heads of one kv head; the grid has no such groups")
-        attend: Attend = load().attention
+        attend: Attend = operation_of(spec).entry_of(load())
         return attend
 
     def scratch(cell: Cell) -> int:
-        return 4 * cell.batch * cell.heads * cell.seq_len**2 if isinstance(spec.handoff, GlobalHandoff) else 0
+        return operation_of(spec).bytes_made(cell.shape)
 
     return Competitor(name, True, serves, prepare, scratch)
 
@@ -171,7 +170,7 @@ class Bench:
         cells = []
         for entry in self.cells:
             cell = entry.cell
-            facts = {"head_dim": cell.head_dim, "head_dim_v": cell.v_dim, "mask": mask_label(cell.mask)}
+            facts = {"head_dim": cell.head_dim, "head_dim_v": cell.family.head_dim_v, "mask": mask_label(cell.mask)}
             facts["dtype"] = cell.dtype
             shape = {"seq_len": cell.seq_len, "batch": cell.batch, "heads": cell.heads, "flops": cell.flops}
             results = [asdict(result) for result in entry.results]
@@ -288,7 +287,7 @@ class Runner:
     def run(self, cells: Sequence[Cell], on_progress: Callable[[str], None]) -> Iterator[CellResult]:
         """Measure the cells in order; `on_progress` hears what is being worked on."""
         for number, cell in enumerate(cells, 1):
-            place = f"[{number}/{len(cells)}] head dim {cell.head_dims} {mask_label(cell.mask)} {cell.seq_len}"
+            place = f"[{number}/{len(cells)}] head dim {cell.family.dims} {mask_label(cell.mask)} {cell.seq_len}"
             yield self.run_cell(cell, lambda name, place=place: on_progress(f"{place}: {name}"))  # type: ignore[misc]
 
     def run_cell(self, cell: Cell, on_progress: Callable[[str], None] = lambda name: None) -> CellResult:
@@ -316,7 +315,7 @@ class Runner:
 
     def launch_times(self, competitor: Competitor, cell: Cell) -> LaunchTimes:
         """Measure the host time of a competitor's calls, for the dtype, head dim and mask of a cell."""
-        tensors = small_problem(cell.dtype, cell.head_dim, cell.v_dim, self.device)
+        tensors = small_problem(cell.dtype, cell.head_dim, cell.family.head_dim_v, self.device)
         try:
             attend = competitor.prepare(cell)
             microseconds = host_microseconds(lambda: attend(*tensors), self.timer.synchronize)
@@ -330,11 +329,13 @@ class Runner:
         generator = torch.Generator(self.device).manual_seed(cell.seq_len + cell.head_dim)
         shape = (cell.batch, cell.seq_len, cell.heads)
         facts: dict[str, Any] = {"dtype": DTYPES[cell.dtype].in_torch(), "device": self.device, "generator": generator}
-        q, k, v = (torch.randn((*shape, dim), **facts) for dim in (cell.head_dim, cell.head_dim, cell.v_dim))
+        q, k, v = (
+            torch.randn((*shape, dim), **facts) for dim in (cell.head_dim, cell.head_dim, cell.family.head_dim_v)
+        )
         return q, k, v
 
     def _key(self, competitor: Competitor, cell: Cell) -> tuple[str, str, str, str]:
-        return competitor.name, cell.head_dims, cell.dtype, mask_label(cell.mask)
+        return competitor.name, cell.family.dims, cell.dtype, mask_label(cell.mask)
 
     def _forbidden(self, competitor: Competitor, cell: Cell) -> str | None:
         """Say why this launch should not even be tried: memory, or the time predicted from the previous cell."""

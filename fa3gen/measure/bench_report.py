@@ -23,7 +23,7 @@ def panels(bench: Bench) -> Iterator[tuple[str, list[CellResult]]]:
     groups: dict[str, list[CellResult]] = {}
     for entry in bench.cells:
         cell = entry.cell
-        groups.setdefault(f"{cell.dtype}, head dim {cell.head_dims}, {mask_label(cell.mask)}", []).append(entry)
+        groups.setdefault(f"{cell.dtype}, head dim {cell.family.dims}, {mask_label(cell.mask)}", []).append(entry)
     yield from groups.items()
 
 

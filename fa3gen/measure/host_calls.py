@@ -19,6 +19,7 @@ import torch
 
 from fa3gen.base.files import write_text
 from fa3gen.design.family import Family
+from fa3gen.design.operation import operation_of
 from fa3gen.measure.launch_times import BATCH, CALLS, HEADS, ROUNDS, SEQ_LEN, host_microseconds, small_problem
 from fa3gen.measure.peers import PEERS, Peer, Unavailable
 from fa3gen.run import gpu
@@ -129,8 +130,9 @@ def _failures(problem: Problem, row: HostTimes, limit: float | None) -> Iterator
 
 
 def module_callee(name: str, spec: Spec, load: Callable[[], Any]) -> Callee:
-    """A generated module's `attention`, in every way that its spec has."""
-    return Callee(name, True, lambda tensors: _own_ways(load().attention, tensors, {}, lse=spec.outputs.lse))
+    """A generated module's entry point, in every way that its spec has."""
+    entry_of = operation_of(spec).entry_of
+    return Callee(name, True, lambda tensors: _own_ways(entry_of(load()), tensors, {}, lse=spec.outputs.lse))
 
 
 def dispatched_callee(mask: Mask) -> Callee:

@@ -12,18 +12,19 @@ section of their own in EVIDENCE.md. They never make a module "verified on a GPU
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
+from typing import TYPE_CHECKING, Literal, Self, TypeVar
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from fa3gen.base.errors import UserError
 from fa3gen.base.files import sha256, write_text
-from fa3gen.base.parts import Part
+from fa3gen.base.parts import Part, first_problem, rounded
 from fa3gen.verify.pipeline import CompileFacts
 from fa3gen.verify.results import CaseResult, Check, CpuCaseResult
 
@@ -111,20 +112,9 @@ class CpuStatus(enum.Enum):
     NONE = "not run"
 
 
-def _rounded(value: Any) -> Any:
-    """Keep four significant digits of every float: more would only be noise in a diff."""
-    if isinstance(value, float):
-        return float(f"{value:.4g}")
-    if isinstance(value, Mapping):
-        return {key: _rounded(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_rounded(item) for item in value]
-    return value
-
-
 def dumps(record: Verdict) -> str:
     """Return the JSON text of a record: sorted keys, two spaces, one newline at the end."""
-    return json.dumps(_rounded(record.model_dump()), indent=2, sort_keys=True, allow_nan=False) + "\n"
+    return json.dumps(rounded(record.model_dump()), indent=2, sort_keys=True, allow_nan=False) + "\n"
 
 
 def record_path(workspace: Workspace, stem: str) -> Path:
@@ -176,9 +166,7 @@ def _read(kind: type[_Kind], path: Path, stem: str, what: str, again: str) -> _K
     try:
         record = kind.model_validate_json(path.read_text(encoding="utf-8"))
     except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(str(part) for part in first["loc"]) or "file"
-        raise UserError(f"{path} is not {what} ({place}: {first['msg']}); delete it and run {again}") from error
+        raise UserError(f"{path} is not {what} ({first_problem(error)}); delete it and run {again}") from error
     if record.stem != stem:
         raise UserError(f"{path} is a record of {record.stem}, not of {stem}; delete it")
     return record
@@ -207,6 +195,17 @@ def cpu_status(workspace: Workspace, stem: str) -> tuple[CpuStatus, CpuRecord | 
 def _is_of_the_present_file(workspace: Workspace, record: Verdict) -> bool:
     source = workspace.module_path(record.stem)
     return source.exists() and sha256(source) == record.source_sha256
+
+
+def digests(workspace: Workspace, stem: str) -> set[str]:
+    """SHA-256 of the files that the passing records of a module speak of; a record that cannot be read says nothing."""
+    found = set()
+    for read_one in (read, read_cpu):
+        with contextlib.suppress(UserError, OSError):
+            record: Verdict | None = read_one(workspace, stem)
+            if record is not None and record.passed:
+                found.add(record.source_sha256)
+    return found
 
 
 def set_tflops(workspace: Workspace, stem: str, tflops: Mapping[int, float], around: Environment) -> bool:

@@ -30,7 +30,7 @@ from pydantic import (
 
 from fa3gen.base.errors import UserError
 from fa3gen.base.files import write_text
-from fa3gen.base.parts import Part
+from fa3gen.base.parts import Part, first_problem, rounded
 from fa3gen.design.family import Family, Shape
 from fa3gen.spec.model import CausalMask, DType, Mask, NoMask, OutputDType, Spec, WindowMask
 
@@ -38,8 +38,7 @@ if TYPE_CHECKING:
     from fa3gen.design.workspace import Workspace
 
 FOLDER = "tuning"  # below generated/evidence
-DIGITS = 4  # significant digits of every time and speed: more would only be noise in a diff
-_AGREEMENT = 2e-3  # between a median, its speed and its rounds, all rounded to DIGITS
+_AGREEMENT = 2e-3  # between a median, its speed and its rounds, all rounded as `parts.rounded` does
 
 
 class MaskShape(Part):
@@ -219,19 +218,15 @@ _RECORDS = TypeAdapter(list[TuningRecord])
 
 
 def timed(problem: TunedProblem, rounds: Iterable[float], error: float | None = None) -> dict[str, Any]:
-    """The fields of a result that were measured or follow from that, rounded to DIGITS."""
-    kept = [_rounded(value) for value in rounds]
+    """The fields of a result that were measured or follow from that, rounded as `parts.rounded` does."""
+    kept: list[float] = rounded(list(rounds))
     median = statistics.median(kept)
     return {
         "rounds": kept,
-        "milliseconds": _rounded(median),
-        "tflops": _rounded(problem.tflops(median)),
-        "error": None if error is None else _rounded(error),
+        "milliseconds": rounded(median),
+        "tflops": rounded(problem.tflops(median)),
+        "error": None if error is None else rounded(error),
     }
-
-
-def _rounded(value: float) -> float:
-    return float(f"{value:.{DIGITS}g}")
 
 
 def directory(workspace: Workspace) -> Path:
@@ -250,10 +245,8 @@ def loads(text: str, path: Path) -> list[TuningRecord]:
     try:
         return _RECORDS.validate_json(text)
     except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(str(part) for part in first["loc"]) or "file"
         raise UserError(
-            f"{path} is no list of tuning records ({place}: {first['msg']}); delete it and run `fa3gen tune` again"
+            f"{path} is no list of tuning records ({first_problem(error)}); delete it and run `fa3gen tune` again"
         ) from error
 
 

@@ -180,8 +180,7 @@ def stretch(family: Family, seq_k: int, workspace: Workspace) -> tuple[int, int 
 
 def tables(workspace: Workspace) -> Iterator[tuple[Workspace, Path]]:
     """The tables there are, first the workspace's own, each with the workspace that its modules lie in."""
-    own = table_path(workspace)
-    package = Workspace(workspace.bundled, workspace.bundled)
+    own, package = table_path(workspace), workspace.package
     if workspace.root != workspace.bundled and own.is_file():
         yield workspace, own
     yield package, table_path(package)
@@ -244,7 +243,7 @@ def _unmeasured(family: Family, lse: bool, workspace: Workspace) -> Choice:
 
 def _modules(workspace: Workspace) -> Iterator[tuple[Variant, Path]]:
     """Every rendered module, those of the workspace first. Specs of the workspace that are broken have none."""
-    package = Workspace(workspace.bundled, workspace.bundled)
+    package = workspace.package
     for home in (workspace, package) if workspace.root != workspace.bundled else (package,):
         for path in home.spec_files():
             try:

@@ -24,6 +24,9 @@ from fa3gen.compile.loading import clean_argv, load_file
 
 NO_JIT_VARIABLE = "FA3GEN_NO_JIT"
 
+# What generated modules call what looks at the GPU, once for each.
+GPU_CHECKS = {"unasked_lse", "launch_constants", "sm_count", "check_gpu"}
+
 DEFAULT_OPTIONS = "--enable-tvm-ffi"  # of every generated module's compile_for_sm90a
 
 
@@ -56,7 +59,24 @@ def load_for_launch(path: Path) -> ModuleType:
         return executable(path) if options == DEFAULT_OPTIONS else compile_here(options)
 
     module.compile_for_sm90a = compile_for_sm90a
+    for name in GPU_CHECKS & vars(module).keys():
+        setattr(module, name, _with_hint(getattr(module, name), path.stem))
     return module  # type: ignore[no-any-return]
+
+
+def _with_hint(check: Callable[[int], Any], stem: str) -> Callable[[int], Any]:
+    """A module's look at the GPU of its tensors, with a hint for those on the CPU; cached, as the look itself is."""
+
+    @functools.cache
+    def checked(gpu: int) -> Any:
+        try:
+            return check(gpu)
+        except ValueError as error:
+            if gpu >= 0:
+                raise
+            raise ValueError(f'{error}; for CPU tensors there is fa3gen.load("{stem}", on="cpu")') from None
+
+    return checked
 
 
 def executable(path: Path) -> Callable[..., None]:

@@ -228,6 +228,11 @@ class Softmax(SpecModel):
         description="How many exponentials a thread computes in a step before it waits for P V of the step before; "
         "null: as many as ptxas leaves there.",
     )
+    mask_end: Literal["always", "when_cut"] = Field(
+        default="always",
+        description="Whether the last tile of keys is always masked past the end of the keys, which leaves straight "
+        "code, or behind a branch and only when the end cuts it.",
+    )
 
 
 class Outputs(SpecModel):
@@ -288,7 +293,8 @@ class Forward(SpecModel):
         return DTYPES[self.o_dtype]
 
 
-# Specs by the value of `operation`, which is `forward` where a file does not give it. The next operation is one more
-# model here, and `Spec` becomes their union.
+# Specs by the value of `operation`, which files may leave out. The next operation is one more model here, and `Spec`
+# becomes their union.
+DEFAULT_OPERATION = "forward"
 OPERATIONS: dict[str, type[Forward]] = {"forward": Forward}
 Spec = Forward

@@ -24,7 +24,7 @@ from pydantic import ValidationError
 
 from fa3gen.base.errors import Problem, SpecError
 from fa3gen.spec.complaints import FILE_KEYS, UNIONS, described, explain, nearest
-from fa3gen.spec.model import OPERATIONS, Spec
+from fa3gen.spec.model import DEFAULT_OPERATION, OPERATIONS, Spec
 from fa3gen.spec.yamltree import Node, merge, override, read
 
 MAX_VARIANTS = 256
@@ -35,7 +35,7 @@ _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
 _FIELD_PATH = re.compile(r"[a-z_]+(?:\.[a-z_]+)*\Z")
 
 
-# What is wrong with a complete spec: dotted fields, each with a message; nothing for a legal one.
+# What is wrong with a complete spec: dotted fields ('': all of it), each with a message; nothing for a legal one.
 Judge = Callable[[Spec], Iterable[tuple[str, str]]]
 
 
@@ -91,8 +91,8 @@ def is_stem(name: str) -> bool:
 
 
 def sorted_problems(problems: Iterable[Problem], first: Path | None = None) -> list[Problem]:
-    """Without repetitions, by file (the file `first` first) and line."""
-    return sorted(dict.fromkeys(problems), key=lambda p: (p.path != first, str(p.path), p.line or 0))
+    """Without repetitions, by file (the file `first` first) and line; what is about a whole file comes last there."""
+    return sorted(dict.fromkeys(problems), key=lambda p: (p.path != first, str(p.path), p.line is None, p.line or 0))
 
 
 def label(field_path: str, value: Any) -> str:
@@ -184,7 +184,7 @@ class _Loader:
         axes = self._axes(document.matrix)
         expanded = self._expand(stem, document.fields, axes, document.matrix or document.place)
         self._report_overridden(document, axes, expanded.values())
-        specs = self._checked(expanded, shown)
+        specs = self._checked(expanded, document)
         if self.problems:
             return None
         variants = tuple(
@@ -391,20 +391,25 @@ class _Loader:
             field_path = ".".join(keys)
             # The axis of the field itself, or the one that changes the arm of the union around it.
             axis = next((axis.field for axis in axes if axis.field.partition(".")[0] == keys[0]), field_path)
-            message = f"has no effect, because the matrix sets {axis} in every module; take it out or change the matrix"
+            whose, way_out = "", "or change the matrix"
+            if document.matrix is not None and document.matrix.path != document.place.path:
+                whose = f" of {document.matrix.path}:{document.matrix.line}"
+                way_out = f"or write a matrix in {document.place.path} (`matrix: {{}}`: none, a single module)"
+            message = f"has no effect, because the matrix{whose} sets {axis} in every module; take it out {way_out}"
             self._at(node, field_path, message)
 
     # fields
 
-    def _checked(self, variants: dict[str, Node], own: Path) -> dict[str, Spec]:
+    def _checked(self, variants: dict[str, Node], document: _Document) -> dict[str, Spec]:
         """The specs of the variants without problems; a problem of several variants is reported once.
 
-        The message names the variants when it is not about all of them, or stands in another file than `own`, a base.
+        The message names the variants when it is not about all of them, or stands in another file, a base.
         """
+        own = document.place.path
         specs: dict[str, Spec] = {}
         found: dict[Problem, list[str]] = {}
         for stem, fields in variants.items():
-            spec, problems = _check(fields, self.judge)
+            spec, problems = _check(fields, self.judge, document)
             if spec is not None:
                 specs[stem] = spec
             for problem in problems:
@@ -415,22 +420,40 @@ class _Loader:
         return specs
 
 
-def _check(fields: Node, judge: Judge) -> tuple[Spec | None, list[Problem]]:
+def _check(fields: Node, judge: Judge, document: _Document) -> tuple[Spec | None, list[Problem]]:
     asked = fields.mapping.get("operation")
-    if asked is not None and (not isinstance(asked.value, str) or asked.value not in OPERATIONS):
+    name = DEFAULT_OPERATION if asked is None else asked.value
+    if asked is not None and (not isinstance(name, str) or name not in OPERATIONS):
         # Nothing else that is wrong matters before it is known what the fields are to be.
         there = f"there is {' and '.join(OPERATIONS)} so far"
         return None, [_placed(fields, ("operation",), f"{described(asked.plain())} is no operation; {there}")]
     try:
-        spec = Spec.model_validate(fields.plain())
+        spec = OPERATIONS[str(name)].model_validate(fields.plain())
     except ValidationError as error:
         return None, [_placed(fields, *explain(entry)) for entry in error.errors(include_url=False)]
-    return spec, [_placed(fields, tuple(field.split(".")), message) for field, message in judge(spec)]
+    return spec, [_at_home(fields, tuple(field.split(".")), message, document) for field, message in judge(spec)]
 
 
 def _placed(fields: Node, field_path: Sequence[str], message: str) -> Problem:
     node, _ = fields.find(field_path)
     return Problem(node.path, node.line, ".".join(field_path), message)
+
+
+def _at_home(fields: Node, field_path: Sequence[str], message: str, document: _Document) -> Problem:
+    """As `_placed`, but in the file that was asked for: a base is legal by itself, and is not where to mend it."""
+    own = document.place
+    if not any(field_path):
+        return Problem(own.path, None, "", message)
+    problem = _placed(fields, field_path, message)
+    if problem.path == own.path:
+        return problem
+    where = f"{problem.path}:{problem.line}"
+    if fields.find(field_path)[0] is document.fields.find(field_path)[0]:
+        hint = f"inherited from {where}; write it in {own.path}"
+    else:
+        hint = f"from the matrix of {where}; write a matrix in {own.path}"
+    line = own.mapping["extends"].line
+    return replace(problem, path=own.path, line=line, message=f"{message} ({hint})")
 
 
 def nearest_field(name: str) -> str:

@@ -21,11 +21,12 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import ValidationError
 
-from fa3gen.base import files
+from fa3gen.base import files, markdown
 from fa3gen.base.errors import UserError
 from fa3gen.base.files import write_text
+from fa3gen.base.parts import Part, first_problem, rounded
 from fa3gen.design import ladder
 from fa3gen.design.masks import reach
 from fa3gen.design.operation import operation_of
@@ -165,12 +166,6 @@ def digest(tensors: Iterable[torch.Tensor]) -> str:
 
 
 # -- the record
-
-
-class Part(BaseModel):
-    """Base of all parts of the record: closed against unknown keys."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class Side(Part):
@@ -377,17 +372,8 @@ def write(workspace: Workspace, comparison: Comparison) -> Path:
     """Write the record; return its path."""
     path = record_path(workspace)
     data = json.loads(comparison.model_dump_json())
-    write_text(path, json.dumps(_rounded(data), indent=1, sort_keys=True, allow_nan=False) + "\n")
+    write_text(path, json.dumps(rounded(data), indent=1, sort_keys=True, allow_nan=False) + "\n")
     return path
-
-
-def _rounded(value: Any) -> Any:
-    """Keep four significant digits of every float: more would only be noise in a diff."""
-    if isinstance(value, float):
-        return float(f"{value:.4g}")
-    if isinstance(value, dict):
-        return {key: _rounded(item) for key, item in value.items()}
-    return [_rounded(item) for item in value] if isinstance(value, list) else value
 
 
 def read(workspace: Workspace) -> Comparison | None:
@@ -398,10 +384,8 @@ def read(workspace: Workspace) -> Comparison | None:
     try:
         return Comparison.model_validate_json(path.read_text(encoding="utf-8"))
     except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(str(part) for part in first["loc"]) or "file"
         raise UserError(
-            f"{path} is not a comparison ({place}: {first['msg']}); make it again with {TOOL} on a Hopper GPU"
+            f"{path} is not a comparison ({first_problem(error)}); make it again with {TOOL} on a Hopper GPU"
         ) from error
 
 
@@ -464,10 +448,6 @@ def _sides(comparison: Comparison) -> list[str]:
     ]
 
 
-def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    return [f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}", *(f"| {' | '.join(row)} |" for row in rows)]
-
-
 def _summary(modules: Sequence[ModuleResult]) -> list[str]:
     """The largest differences over all modules, in words."""
     cases = [case for module in modules for case in module.cases]
@@ -506,7 +486,7 @@ def _module_table(modules: Sequence[ModuleResult]) -> list[str]:
         "LSE max",
         "LSE relative",
     )
-    return _table(columns, (_module_row(module) for module in modules))
+    return markdown.table(columns, (_module_row(module) for module in modules))
 
 
 def _module_row(module: ModuleResult) -> list[str]:
@@ -568,7 +548,7 @@ def _product_table(products: Sequence[ProductResult]) -> list[str]:
         "error GPU",
         "error CPU",
     )
-    return _table(
+    return markdown.table(
         columns,
         (
             [
@@ -610,7 +590,7 @@ def _copy_table(copies: Sequence[CopyResult]) -> list[str]:
         "differ in shared memory",
         "differ stored",
     )
-    return _table(
+    return markdown.table(
         columns,
         (
             [
@@ -632,11 +612,7 @@ def _listed(values: Sequence[int]) -> str:
 
 def with_comparison(document: str, text: str) -> str:
     """The document with `text` between its markers. Raises UserError when the markers are not there."""
-    before, begin, rest = document.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not (begin and end):
-        raise UserError(f"{DOCUMENT} holds no {BEGIN} ... {END}; put both where the comparison should stand")
-    return f"{before}{begin}\n{text}{end}{after}"
+    return markdown.between(document, str(DOCUMENT), BEGIN, text, END)
 
 
 def page(workspace: Workspace) -> str:

@@ -55,6 +55,11 @@ class Inputs:
     out: torch.Tensor
     out_storage: torch.Tensor
 
+    @property
+    def given(self) -> dict[str, torch.Tensor]:
+        """What the entry point is called with, by name and in order."""
+        return {"q": self.q, "k": self.k, "v": self.v}
+
 
 CASES: tuple[Case, ...] = (
     Case("random", "plain inputs, many tiles", 2, 512, 512, 4, 4, layout="contiguous"),

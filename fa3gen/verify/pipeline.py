@@ -81,13 +81,15 @@ class Verification:
 
 
 def check_render(variant: Variant, workspace: Workspace) -> Stage:
-    """Render in memory and compare with the file in generated/."""
-    from fa3gen.generate.render import render_all
+    """Render in memory and compare with the file that is there."""
+    from fa3gen.generate.render import render_at
 
-    (rendered,) = render_all([variant], workspace)
-    name = f"generated/{rendered.path.name}"
+    place = workspace.place_of(variant)
+    rendered = render_at(place.module_path(variant.stem), variant, workspace)
+    name = str(rendered.path if place.loose else place.shown(rendered.path))
     if rendered.change == "new":
-        return Stage(False, f"{name} does not exist; run `fa3gen render {variant.stem}`")
+        wanted = variant.source if place.loose else variant.stem
+        return Stage(False, f"{name} does not exist; run `fa3gen render {wanted}`")
     if rendered.change == "changed":
         text = f"{name} is not what {variant.source} renders to"
         return Stage(False, f"{text}; `fa3gen render --check` shows the difference")
@@ -103,7 +105,7 @@ def compile_all(
     """
     from fa3gen.compile.cache import cached_compile_many
 
-    paths = {workspace.module_path(variant.stem): variant.stem for variant in variants}
+    paths = {workspace.path_of(variant): variant.stem for variant in variants}
     present = [path for path in paths if path.exists()]
     done = cached_compile_many(present, on_done=lambda path, outcome: on_done(path.stem), for_launch=for_launch)
     return {paths[path]: outcome for path, outcome in done.items()}

@@ -65,18 +65,20 @@ def same_precision(
     scale: float | None = None,
     reach: Reach,
     out_dtype: torch.dtype | None = None,
+    p_scale: float = 1.0,
 ) -> Attention:
     """Compute attention the plain PyTorch way in the inputs' own 16-bit dtype: the yardstick of a fair error.
 
     As in FlashAttention's tests: Q K^T rounded to 16 bits, softmax in float32, P rounded to 16 bits, O rounded to
     16 bits. O comes in the inputs' dtype, LSE in float32. With `out_dtype` float32 nothing but P is rounded to 16 bits,
-    which is all that a kernel has to round.
+    which is all that a kernel has to round. P is rounded as `p_scale` times itself, with the factor taken out of O:
+    other factors than powers of two give other errors of the same size.
     """
     if out_dtype in (None, q.dtype):
         dtypes = _Dtypes(scores=q.dtype, softmax=torch.float32, p=q.dtype, out=q.dtype)
     else:
         dtypes = _Dtypes(scores=torch.float32, softmax=torch.float32, p=q.dtype, out=torch.float32)
-    return _attention(q, k, v, scale=scale, reach=reach, dtypes=dtypes)
+    return _attention(q, k, v, scale=scale, reach=reach, dtypes=dtypes, p_scale=p_scale)
 
 
 class _Dtypes(NamedTuple):
@@ -96,6 +98,7 @@ def _attention(
     scale: float | None,
     reach: Reach,
     dtypes: _Dtypes,
+    p_scale: float = 1.0,
 ) -> Attention:
     """Chunk over query rows."""
     batch, seq_q, heads_q, dim = q.shape
@@ -120,8 +123,8 @@ def _attention(
             scores = scores.masked_fill(~seen, -math.inf)
         row_lse = torch.logsumexp(scores, dim=-1)  # (batch, heads_kv, group, rows); -inf where no key is seen
         shift = row_lse.masked_fill(row_lse == -math.inf, 0)  # exp(-inf - 0) = 0 rather than exp(nan)
-        weights = torch.exp(scores - shift[..., None]).to(dtypes.p).to(dtypes.out)
-        rows_out = weights.flatten(2, 3) @ values
+        weights = (p_scale * torch.exp(scores - shift[..., None])).to(dtypes.p).to(dtypes.out)
+        rows_out = weights.flatten(2, 3) @ values / p_scale
         out[:, start:stop] = rows_out.reshape(batch, heads_q, stop - start, v.shape[3]).transpose(1, 2)
         lse[:, :, start:stop] = row_lse.flatten(1, 2)
     return Attention(out, lse)

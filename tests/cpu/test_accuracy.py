@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from rendering import changed
-from torch_modules import Module, exact, nan_rows, online, past_the_end, whole_tiles_only
+from torch_modules import Module, exact, nan_rows, online, past_the_end, to_bits, whole_tiles_only
 
 from fa3gen.cpu.findings import Hazard, Kind, OutsideModel, Place
 from fa3gen.cpu.kernel import Settings
@@ -45,14 +45,9 @@ def p_rounded_to(bits: int) -> Callable[..., Any]:
     """Online softmax with P cut to so many significant bits (bf16 has 8), rounded to nearest."""
 
     def compute(q: Any, k: Any, v: Any, scale: Any, mask: Mask) -> Any:
-        return online(q, k, v, scale, mask, round_p=lambda p: rounded(p, bits))
+        return online(q, k, v, scale, mask, round_p=lambda p: to_bits(p, bits))
 
     return compute
-
-
-def rounded(p: torch.Tensor, bits: int) -> torch.Tensor:
-    mantissa, exponent = torch.frexp(p)
-    return torch.ldexp(torch.round(mantissa * 2**bits) / 2**bits, exponent)
 
 
 @pytest.mark.parametrize("mask", MASKS, ids=str)

@@ -165,7 +165,7 @@ def test_host_code_checks_arguments() -> None:
 
 def test_tensors_elsewhere_are_refused() -> None:
     q, k, v, o, lse = tensors()
-    with pytest.raises(UserError, match=r"argument 1 is on meta; .* pass \.cpu\(\) of it, or run .* on the GPU"):
+    with pytest.raises(UserError, match=r"argument 1 is on meta; .* pass argument 1\.cpu\(\), or run .* on the GPU"):
         program(STEM).host(q, k.to("meta"), v, o, lse, SCALE)
     with pytest.raises(UserError, match=r"argument 2 is torch\.sparse_coo; .*to_dense"):
         program(STEM).host(q, k, v.to_sparse(), o, lse, SCALE)

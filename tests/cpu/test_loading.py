@@ -80,7 +80,7 @@ def test_another_place_to_run_on_is_refused(on: Any) -> None:
 def test_tensors_elsewhere_are_refused(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = tensors()
     for wrong, name in (((q.to("meta"), k, v), "q"), ((q, k.to("meta"), v), "k")):
-        with pytest.raises(UserError, match=rf"is on meta; .*pass \.cpu\(\) of it, .* The argument is {name}"):
+        with pytest.raises(UserError, match=rf"^{name} is on meta; .*pass {name}\.cpu\(\), "):
             module.attention(*wrong)
     monkeypatch.setattr(torch.Tensor, "get_device", lambda self: 1)
     with pytest.raises(ValueError) as caught:

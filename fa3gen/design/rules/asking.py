@@ -91,6 +91,7 @@ def _scheduler(spec: Spec) -> Iterable[Answer]:
     yield output.packed_slices.ask(spec.outputs.o, spec.tile.pack_heads)
     yield schedules.rescale_overlap.ask(spec.softmax.rescale_above, footprint.overlapped(spec))
     yield schedules.exp_before_wait.ask(spec.softmax.exp_before_wait, spec.tile.kv, footprint.overlapped(spec))
+    yield schedules.mask_end.ask(spec.softmax.mask_end, spec.mask.kind, footprint.overlapped(spec))
 
 
 def _shapes(spec: Spec) -> Iterable[Answer]:

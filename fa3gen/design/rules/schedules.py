@@ -128,3 +128,22 @@ def exp_before_wait(exponentials: int | None, kv: int, overlap: bool) -> Violati
         "softmax.exp_before_wait",
         f"{exponentials} > {kv // 4}, a thread's exponentials of one row with tile.kv {kv}; use at most {kv // 4}",
     )
+
+
+@rule(kind=GENERATOR, topic="softmax")
+def mask_end(when: str, mask: str, overlap: bool) -> Violation | None:
+    """A branch around the mask of the last tile of keys is rendered where nothing but the end of the keys needs one."""
+    if when == "always":
+        return None
+    if not overlap:
+        return Violation(
+            "softmax.mask_end",
+            "without overlap the last tile of keys is masked only when the end cuts it anyway; leave mask_end out, or "
+            "use a schedule with overlap: true",
+        )
+    if mask == "none":
+        return None
+    return Violation(
+        "softmax.mask_end",
+        f"the last tile of keys that a row visits holds an edge of the {mask} mask as well; use mask_end: always",
+    )

@@ -58,7 +58,7 @@ def _three_kernels(spec: Spec) -> Schedule:
         "softmax": ("P = softmax(S)", f"in place{lse}"),
         "output": ("O = P V", ""),
     }
-    roles = tuple(Role(name, name, 0, warps, what, f"{name}_kernel") for name, (what, _) in kernels.items())
+    roles = tuple(Role(name, name, warps, what, f"{name}_kernel") for name, (what, _) in kernels.items())
     steps = tuple(Step(name, "kernel", "kernel", what, note=note) for name, (what, note) in kernels.items())
     return Schedule(roles, (), (), steps)
 
@@ -68,12 +68,12 @@ def _three_kernels(spec: Spec) -> Schedule:
 
 def _all_warps(spec: Spec) -> Role:
     warps = footprint.computing_threads(spec) // hopper.WARP
-    return Role(cooperative.WARPS, "all warps", 0, warps, "load and multiply", "attention_kernel")
+    return Role(cooperative.WARPS, "all warps", warps, "load and multiply", "attention_kernel")
 
 
 def _tile_bytes(spec: Spec) -> tuple[int, int, int]:
     """Of a tile of Q, of K and of V."""
-    row, v_row = (d * hopper.BYTES_16BIT for d in (spec.problem.head_dim, spec.problem.v_dim))
+    row, v_row = (d * spec.element.bytes for d in (spec.problem.head_dim, spec.problem.v_dim))
     return spec.tile.q * row, spec.tile.kv * row, spec.tile.kv * v_row
 
 
@@ -117,12 +117,11 @@ def _specialized_roles(spec: Spec) -> tuple[Role, ...]:
     overlap = footprint.overlapped(spec)
     loops = {"all": (False,), "before": (True, False), "between": (True, False, True), "none": (True,)}
     return (
-        Role(specialized.Q_K, f"warp {warps}", warps, 1, f"{draws}copies Q and K", "load_q_and_k"),
-        Role(specialized.V, f"warp {warps + 1}", warps + 1, 1, "copies V", "load_v"),
+        Role(specialized.Q_K, f"warp {warps}", 1, f"{draws}copies Q and K", "load_q_and_k"),
+        Role(specialized.V, f"warp {warps + 1}", 1, "copies V", "load_v"),
         Role(
             specialized.CONSUMERS,
             "consumers",
-            0,
             warps,
             "multiply",
             "consume",

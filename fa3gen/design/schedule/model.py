@@ -74,7 +74,6 @@ class Role:
 
     name: str
     label: str
-    first_warp: int
     warps: int
     duty: str
     code: str

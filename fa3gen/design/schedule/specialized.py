@@ -116,7 +116,8 @@ def _overlapped(spec: Spec, drawing: str) -> Iterator[Step]:
     turns, flattened = _Turns(spec), footprint.flattened(spec)
     yield from turns.first()
     yield from _first_scores(turns, "cta" if flattened else "tile")
-    yield _consumers("tile", "mask", note="of the first step, with the end of the keys")
+    when = "with" if spec.softmax.mask_end == "always" else "if it holds"
+    yield _consumers("tile", "mask", note=f"of the first step, {when} the end of the keys")
     yield _consumers("tile", "softmax")
     yield _consumers("tile", "round", note="P = 2^(S - max), in 16 bits")
     yield from _overlapped_step(spec, turns)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
+from fa3gen.base.wording import counted
 from fa3gen.spec.specfile import Variant
 
 
 def also_changes(changed: Sequence[Variant], bases: Collection[str]) -> str:
     """`also changes: 3 modules of k6_sequential (extends k6)`."""
     specs = list(dict.fromkeys(variant.source.stem for variant in changed))
-    modules = f"{len(changed)} module{'s' if len(changed) > 1 else ''}"
     verb = "extends" if len(specs) == 1 else "extend"
-    return f"also changes: {modules} of {', '.join(specs)} ({verb} {', '.join(bases)})"
+    return f"also changes: {counted(len(changed), 'module')} of {', '.join(specs)} ({verb} {', '.join(bases)})"

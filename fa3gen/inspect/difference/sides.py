@@ -35,15 +35,15 @@ def difference(old: str, new: str, workspace: Workspace, *, with_source: bool = 
 def named(name: str, workspace: Workspace) -> Named:
     """What a name stands for; the path of a generated module stands for that module."""
     stem = Path(name).stem if name.endswith(".py") else name
-    spec_file = workspace.named_file(stem)
+    spec_file = workspace.named_file(name) if stem == name else None
     if spec_file is None:
-        return Named(stem, tuple(workspace.resolve(stem)), ())
+        return Named(stem, tuple(workspace.resolve(name)), ())
     return Named(stem, spec_file.variants, tuple(spec_file.matrix))
 
 
 def side_of(variant: Variant, workspace: Workspace, *, with_source: bool) -> Side:
     """One module as its spec has it now; a note says where the file on the disk is another one."""
-    path = workspace.rendered_path(variant.stem)
+    path = workspace.path_of(variant)
     name = f"generated/{variant.stem}.py"
     text, notes = None, []
     if with_source:

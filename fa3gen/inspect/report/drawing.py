@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from importlib import resources
 
 from markupsafe import Markup, escape
 
 COLOURS = 8  # classes c0 to c7 of the style sheet
+MARGIN = 12  # units around a picture that is a file: text may reach a little beyond the shapes
 
 
 @dataclass
@@ -61,6 +63,19 @@ class Svg:
         head = f'<svg class="pic {escape(css)}" viewBox="{box}" style="{style}" role="img" {attributes}'
         return Markup(f'{head} aria-label="{escape(self.label)}">{"".join(self.parts)}</svg>')
 
+    def file(self) -> str:
+        """The picture as a file of its own: on a ground in the page's colours, light or dark as its reader has it."""
+        width, height = self.width + 2 * MARGIN, self.height + 2 * MARGIN
+        box = f"{-MARGIN} {-MARGIN} {number(width)} {number(height)}"
+        size = f'width="{number(width)}" height="{number(height)}"'
+        head = f'<svg xmlns="http://www.w3.org/2000/svg" class="pic" viewBox="{box}" {size} role="img"'
+        ground = f'<rect class="ground" x="{-MARGIN}" y="{-MARGIN}" {size}/>'
+        # The style sheet sizes a picture for its place in the page; this one is as large as it was drawn.
+        own = f".pic {{ width: {number(width)}px; height: {number(height)}px; max-width: none; }}"
+        style = f'{packaged("pictures.css")}{own} .pic .ground {{ fill: var(--card); }}'
+        parts = [f"<style>{escape(style)}</style>", ground, *self.parts, "</svg>"]
+        return "\n".join([f'{head} aria-label="{escape(self.label)}">', *parts]) + "\n"
+
     def _add(self, element: str, attributes: str, title: str) -> None:
         inside = f"><title>{escape(title)}</title></{element}>" if title else "/>"
         self.parts.append(Markup(f"<{element} {attributes}{inside}"))
@@ -69,6 +84,11 @@ class Svg:
 def number(value: float) -> str:
     """A coordinate, to a hundredth of a unit."""
     return f"{value:.2f}".rstrip("0").rstrip(".") if value % 1 else str(int(value))
+
+
+def packaged(name: str) -> str:
+    """The text of a file that lies beside this module."""
+    return resources.files("fa3gen.inspect.report").joinpath(name).read_text(encoding="utf-8")
 
 
 @dataclass(frozen=True)

@@ -96,11 +96,11 @@ def gather(workspace: Workspace, variant: Variant) -> Report:
     from fa3gen.generate.plan import make_plan
     from fa3gen.generate.render import render_variant
 
-    path = workspace.rendered_path(variant.stem)
+    place = workspace.place_of(variant)
+    path = place.module_path(variant.stem)
     if not path.is_file():
         raise workspace.not_rendered([variant])
-    if path != workspace.module_path(variant.stem):
-        workspace = Workspace(workspace.bundled, workspace.bundled)  # the package's module, and what is known of it
+    workspace = place  # the module, and what is known of it
     compiled = cached_compile(path, line_info=True)
     census = compiler.analyse(compiled).census
     state, record = evidence.status(workspace, variant.stem)
@@ -166,7 +166,7 @@ def _traced(workspace: Workspace, variant: Variant, kernel: CpuKernel) -> Run:
     from fa3gen.cpu.trace_files import Source, document
     from fa3gen.inspect.tracing import busiest, default_problem, run_kernel
 
-    path, trace, schedule = workspace.rendered_path(variant.stem), Trace(), Schedule("warp")
+    path, trace, schedule = workspace.module_path(variant.stem), Trace(), Schedule("warp")
     problem = default_problem(variant.spec)
     ctas = [(busiest(variant.spec, problem), 0, 0)]
     hazard = run_kernel(kernel, variant, problem, ctas, schedule, trace)

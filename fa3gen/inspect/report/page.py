@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from importlib import resources
 from typing import Any
 
 import jinja2
@@ -17,7 +16,7 @@ from fa3gen.design import footprint
 from fa3gen.design.rules import Kind
 from fa3gen.hardware import hopper
 from fa3gen.inspect.report import charts, fragments, highlighting, pictures, tiles, timeline
-from fa3gen.inspect.report.drawing import length_label
+from fa3gen.inspect.report.drawing import length_label, packaged
 from fa3gen.inspect.report.gathering import Report
 from fa3gen.inspect.report.listing import LineFacts
 from fa3gen.inspect.report.speeds import Panel
@@ -65,8 +64,8 @@ def render(report: Report) -> str:
         report=report,
         spec=spec,
         stem=report.variant.stem,
-        style=Markup(_packaged("page.css")),
-        script=Markup(_packaged("page.js")),
+        style=Markup(packaged("pictures.css") + packaged("page.css")),
+        script=Markup(packaged("page.js")),
         figures=_figures(report),
         verified=report.status is Status.VERIFIED,
         whys=_whys(report),
@@ -97,7 +96,7 @@ def render(report: Report) -> str:
 @cache
 def _template() -> jinja2.Template:
     environment = jinja2.Environment(
-        loader=jinja2.FunctionLoader(_packaged),
+        loader=jinja2.FunctionLoader(packaged),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
@@ -105,10 +104,6 @@ def _template() -> jinja2.Template:
     )
     environment.filters["count"] = lambda value: f"{value:,}"
     return environment.get_template("page.html.jinja")
-
-
-def _packaged(name: str) -> str:
-    return resources.files("fa3gen.inspect.report").joinpath(name).read_text(encoding="utf-8")
 
 
 def _figures(report: Report) -> list[Figure]:

@@ -88,7 +88,7 @@ def memory_rows(spec: Spec) -> tuple[MapRow, ...]:
 # -- swizzles
 
 
-def banks(operand: swizzles.Operand, *, plain: bool) -> Markup:
+def banks(operand: swizzles.Operand, *, plain: bool) -> Svg:
     """Eight rows of a tile as they lie in the banks: a line for every 128 bytes, a column for every four banks."""
     chunks = swizzles.pattern(operand, plain=plain)
     cell, left, top = 44, 44, 34
@@ -112,7 +112,7 @@ def banks(operand: swizzles.Operand, *, plain: bool) -> Markup:
         picked = " picked" if chunk.chunk == 0 else ""
         picture.rect(x + 1, y + 1, cell - 2, height - 2, f"cell c{chunk.chunk}{picked}", title, 3)
         picture.text(x + cell / 2, y + height / 2 + 4.5, f"{chunk.row}.{chunk.chunk}", "on", "middle")
-    return picture.markup()
+    return picture
 
 
 @dataclass(frozen=True)
@@ -133,25 +133,26 @@ def swizzle_views(spec: Spec) -> tuple[SwizzleView, ...]:
     views = []
     for (swizzle, _), members in groups.items():
         one = members[0]
-        plain = None if swizzle == "none" else banks(one, plain=True)
+        plain = None if swizzle == "none" else banks(one, plain=True).markup()
         found = dict.fromkeys(access for operand in members for access in swizzles.accesses(operand))
-        views.append(SwizzleView(tuple(members), banks(one, plain=False), plain, tuple(found)))
+        views.append(SwizzleView(tuple(members), banks(one, plain=False).markup(), plain, tuple(found)))
     return tuple(views)
 
 
 # -- fragments
 
 ROW, PAIR = 11, 22
+LEFT, TOP = 34, 18  # of the first cell
 
 
-def fragment(fragment: fragments.Fragment) -> Markup:
-    """64 rows and all columns, coloured by thread of the quad and row within eight; scripts read `data-fragment`.
+def owners(fragment: fragments.Fragment) -> Svg:
+    """64 rows and all columns, coloured by thread of the quad and row within eight.
 
-    One block of eight columns is drawn and repeated; the table of owners is that of the block.
+    One block of eight columns is drawn and repeated.
     """
     blocks = fragment.columns // fragments.BLOCK
-    width, left, top = 4 * PAIR, 34, 18
-    picture = Svg(left + blocks * width + 1, top + 64 * ROW + 1, fragment.what)
+    width = 4 * PAIR
+    picture = Svg(LEFT + blocks * width + 1, TOP + 64 * ROW + 1, fragment.what)
     name = f"block-{fragment.key}"
     cells = []
     for row in range(64):
@@ -163,19 +164,25 @@ def fragment(fragment: fragments.Fragment) -> Markup:
             cells.append(f'<text class="owner" x="{pair * PAIR + 11}" y="{row * ROW + 8.5}">{place.thread}</text>')
     picture.raw(Markup(f'<defs><g id="{escape(name)}">{"".join(cells)}</g></defs>'))
     for block in range(blocks):
-        x = left + block * width
-        picture.raw(Markup(f'<use href="#{escape(name)}" x="{x}" y="{top}"/>'))
+        x = LEFT + block * width
+        picture.raw(Markup(f'<use href="#{escape(name)}" x="{x}" y="{TOP}"/>'))
         picture.text(x + width / 2, 12, f"{8 * block}–{8 * block + 7}", "small", "middle")
         if block:
-            picture.line(x, top, x, top + 64 * ROW, "axis")
+            picture.line(x, TOP, x, TOP + 64 * ROW, "axis")
     for row in range(0, 64, 8):
-        picture.text(left - 6, top + row * ROW + 9, str(row), "small", "end")
+        picture.text(LEFT - 6, TOP + row * ROW + 9, str(row), "small", "end")
         if row % 16 == 0:
-            picture.line(left, top + row * ROW, left + blocks * width, top + row * ROW, "strong")
+            picture.line(LEFT, TOP + row * ROW, LEFT + blocks * width, TOP + row * ROW, "strong")
+    return picture
+
+
+def fragment(fragment: fragments.Fragment) -> Markup:
+    """The picture of its owners for the page, whose script reads who they are in one block from `data-fragment`."""
+    picture = owners(fragment)
     picture.raw(Markup('<g class="hits"></g><rect class="cursor" width="0" height="0"/>'))
     data = {
-        "left": left,
-        "top": top,
+        "left": LEFT,
+        "top": TOP,
         "row": ROW,
         "column": PAIR / 2,
         "columns": fragment.columns,

@@ -163,7 +163,7 @@ def _relatives(workspace: Workspace, family: Family) -> list[str]:
     """Stems of the family, in the order of the ladder."""
     return [
         variant.stem
-        for spec_file in sorted(workspace.load_all(), key=lambda file: ladder_order(file.stem))
+        for spec_file in sorted(workspace.survey()[0], key=lambda file: ladder_order(file.stem))
         for variant in spec_file.variants
         if Family.of(variant.spec) == family
     ]

@@ -19,12 +19,11 @@ from fa3gen.measure.tuning.journal import Journal
 from fa3gen.measure.tuning.session import Module
 from fa3gen.measure.tuning.space import Enumeration, Space, enumerate_space, load_space, tree_of
 from fa3gen.spec.complaints import UNIONS
-from fa3gen.spec.model import Spec
+from fa3gen.spec.model import Spec, WindowMask
 from fa3gen.spec.specfile import SpecFile, Variant, is_stem
-from fa3gen.spec.yamltree import merge
+from fa3gen.spec.yamltree import dumps, merge
 
 FOLDER = "tuning"  # of search spaces, below specs
-_EXAMPLE = "base: k6\nproblem: {head_dim: 128, mask: causal}\nspace:\n  tile.kv: [112, 128, 144]\n"
 
 
 @dataclass(frozen=True)
@@ -57,8 +56,8 @@ def find_space(workspace: Workspace, name: str, given: Path | None) -> Space:
         if not given.is_file():
             raise UserError(f"--space {given}: there is no such file")
         return load_space(given, workspace.shown(given))
-    stems = [name]
-    for variant in known(workspace, name)[:1]:  # all of a name come from one file
+    stems, tuned = [Path(name).stem], known(workspace, name)
+    for variant in tuned[:1]:  # all of a name come from one file
         file = workspace.file_of(variant)
         stems += [file.stem, *file.bases]
     for path in (folder / f"{stem}.yaml" for stem in dict.fromkeys(stems) for folder in folders):
@@ -66,10 +65,22 @@ def find_space(workspace: Workspace, name: str, given: Path | None) -> Space:
             return load_space(path, workspace.shown(path))
     have = sorted({path.stem for folder in folders for path in folder.glob("*.yaml")})
     others = f" (there are spaces for {', '.join(have)})" if have else ""
-    target = workspace.shown(workspace.specs_dir / FOLDER / f"{name}.yaml")
+    target = workspace.shown(workspace.specs_dir / FOLDER / f"{stems[0]}.yaml")
+    example = _example(workspace, tuned or workspace.resolve("k6_d128_causal"))
     raise UserError(
-        f"there is no search space for '{name}'{others}; write {target}, or name one with --space:\n{_EXAMPLE}"
+        f"there is no search space for '{name}'{others}; write {target}, or name one with --space:\n{example}"
     )
+
+
+def _example(workspace: Workspace, tuned: Sequence[Variant]) -> str:
+    """The text of a search space for the last of these modules: tiles of keys around its own."""
+    variant = tuned[-1]
+    spec, home = variant.spec, workspace.home_of(variant)
+    mask = spec.mask.model_dump() if isinstance(spec.mask, WindowMask) else spec.mask.kind
+    problem = {"head_dim": spec.problem.head_dim, "mask": mask}
+    base = {} if home.loose else {"base": variant.source.stem}
+    space = {"tile.kv": [spec.tile.kv - 16, spec.tile.kv, spec.tile.kv + 16]}
+    return dumps({**base, "problem": problem, "space": space}, flow=None)
 
 
 def known(workspace: Workspace, name: str) -> list[Variant]:
@@ -87,7 +98,7 @@ def find_starts(workspace: Workspace, name: str, space: Space) -> list[Start]:
 
     Raises UserError where neither has a module of the problem that the space names.
     """
-    if not is_stem(name):
+    if not is_stem(Path(name).stem):
         raise UserError(f"'{name}' cannot name a spec; use letters, digits and underscores")
     committed = known(workspace, name)
     if not committed and space.base is None:
@@ -125,7 +136,7 @@ def committed_module(workspace: Workspace, variant: Variant) -> Module:
     stage = check_render(variant, workspace)
     if not stage.passed:
         raise UserError(stage.detail)
-    path = workspace.module_path(variant.stem)
+    path = workspace.path_of(variant)
     return Module(variant.stem, path, sha256(path), variant.spec)
 
 

@@ -21,6 +21,7 @@ import torch
 
 from fa3gen.compile import toolchain
 from fa3gen.compile.cache import cached_object
+from fa3gen.design.operation import operation_of
 from fa3gen.hardware.dtypes import DTYPES
 from fa3gen.measure.bench import CHECK_TOLERANCE, wrong_in_last_rows
 from fa3gen.measure.peers import PEERS, Attend, Peer, Unavailable
@@ -211,7 +212,8 @@ class Bench:
         attends: dict[str, Callable[[], Attend]] = {}
         for module in request["modules"]:
             if (loaded := self._right(module)) is not None:
-                attends[module["stem"]] = lambda loaded=loaded: loaded.attention  # type: ignore[misc]
+                entry = operation_of(Spec.model_validate(module["spec"])).entry_of(loaded)
+                attends[module["stem"]] = lambda entry=entry: entry  # type: ignore[misc]
         for peer in self._peers(request):
             attends[peer.name] = lambda peer=peer: peer.prepare(problem.mask.spec_mask())  # type: ignore[misc]
         tensors = self._inputs(problem)

@@ -72,7 +72,7 @@ def check_name(workspace: Workspace, name: str, *, force: bool) -> None:
         raise UserError(
             f"{workspace.shown(target)} exists already; choose another --name, or overwrite it with --force"
         )
-    files = [*workspace.load_all(), *workspace.load_bundled()]
+    files, _ = workspace.survey()
     taken = {stem: file.path for file in files if file.stem != name for stem in _stems(file)}
     if name in taken:
         raise UserError(f"the name '{name}' is taken by {taken[name]}; choose another --name")
@@ -87,23 +87,24 @@ def write_winner(workspace: Workspace, name: str, base: SpecFile, measured: Modu
 
     Raises UserError, leaving nothing behind, when what is rendered is not the very code that was measured.
     """
-    from fa3gen.generate.render import remember, render_all, write
+    from fa3gen.generate.render import render_all
+    from fa3gen.generate.writing import alone, write_all
 
     target = workspace.specs_dir / f"{name}.yaml"
     before = target.read_text(encoding="utf-8") if target.exists() else None
     write_text(target, spec_text(base, measured.spec, summary))
     try:
         (variant,) = workspace.load(target).variants
-        (rendered,) = render_all([variant], workspace)
-        _require_same(variant, rendered.text, measured)
+        with alone([variant], workspace):
+            (rendered,) = render_all([variant], workspace)
+            _require_same(variant, rendered.text, measured)
+            write_all([rendered])
     except BaseException:
         if before is None:
             target.unlink()
         else:
             write_text(target, before)
         raise
-    write(rendered)
-    remember([rendered], workspace)
     return Module(variant.stem, rendered.path, sha256(rendered.path), variant.spec)
 
 
