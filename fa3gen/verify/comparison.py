@@ -465,8 +465,8 @@ def _summary(modules: Sequence[ModuleResult]) -> list[str]:
         f"- Data movement: of {elements:,} elements of O that have to be one row of V bit for bit, {wrong_gpu} are not "
         f"on the GPU and {wrong_cpu} are not on the CPU.",
         f"- O elsewhere: {share:.2%} of the elements have other bits, by at most "
-        f"{max((case.o.max_ulps for case in others), default=0.0):.3g} units in the last place and "
-        f"{max((case.o.max_abs for case in others), default=0.0):.2g}.",
+        f"{max((case.o.max_ulps for case in others), default=0.0):.3g} units in the last place (of float32 where O is "
+        f"float32: many, near zero) and {max((case.o.max_abs for case in others), default=0.0):.2g}.",
         f"- LSE: at most {max((part.max_abs for part in lse), default=0.0):.1e}, relative "
         f"{max((part.max_relative for part in lse), default=0.0):.1e}.",
         f"- NaN, infinities and zeros on one side only: {sum(case.o.other_kind for case in cases)} in O, "
