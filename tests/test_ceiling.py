@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from rendering import variants
+from rendering import named
 
 from fa3gen.base.errors import UserError
 from fa3gen.design import ceiling, tile_order
@@ -15,7 +15,7 @@ from fa3gen.spec.model import Spec
 
 
 def spec(stem: str) -> Spec:
-    return variants()[stem].spec
+    return named(stem).spec
 
 
 def cycles(stem: str) -> dict[str, float]:
@@ -41,7 +41,7 @@ def test_chips_by_name() -> None:
 
 
 def test_a_step_of_128_x_128_at_head_dim_128() -> None:
-    found = cycles("k6_d128")
+    found = cycles("ping_pong_d128")
     # 8388608 FLOP / 4096; 16896 ex2 / 16; 229376 bytes / 128; 65536 bytes over 5120 / 132 a cycle.
     assert found["tensor cores"] == 2048
     assert found["exponentials"] == 1056
@@ -68,9 +68,9 @@ def test_what_bounds_a_kernel(stem: str, unit: str) -> None:
 
 
 def test_the_ceiling_is_the_peak_where_the_tensor_cores_bound() -> None:
-    assert ceiling.steady(spec("k6_d128"), H200).tflops == pytest.approx(H200.tensor_tflops)
+    assert ceiling.steady(spec("ping_pong_d128"), H200).tflops == pytest.approx(H200.tensor_tflops)
     # Exponentials take 1584 of 1536 cycles.
-    assert ceiling.steady(spec("k6_d64"), H200).tflops == pytest.approx(H200.tensor_tflops * 1536 / 1584)
+    assert ceiling.steady(spec("ping_pong_d64"), H200).tflops == pytest.approx(H200.tensor_tflops * 1536 / 1584)
 
 
 @pytest.mark.parametrize(
@@ -103,8 +103,8 @@ def test_waves(stem: str, rows: int, length: int, percent: int) -> None:
 
 
 def test_a_problem_is_bound_by_the_steady_state_and_its_waves() -> None:
-    problem = Problem(spec("k6_d128"), Shape(1, 16384, 16384, 16, 16))
-    found = ceiling.of_problem(problem, H200, ceiling.occupancy(spec("k6_d128")))
+    problem = Problem(spec("ping_pong_d128"), Shape(1, 16384, 16384, 16, 16))
+    found = ceiling.of_problem(problem, H200, ceiling.occupancy(spec("ping_pong_d128")))
     # 2048 tiles on 132 SMs: 15.5 waves, of which 16 have to be waited for.
     assert found.waves == pytest.approx(2048 / 132)
     assert found.tflops == pytest.approx(H200.tensor_tflops * 2048 / 132 / 16)
@@ -134,8 +134,8 @@ def test_a_short_causal_problem_is_bound_by_memory() -> None:
 def test_longest_first_balances_better_than_head_by_head() -> None:
     shape = Shape(1, 4096, 4096, 16, 16)
     drawn = ceiling.busiest_sm(spec("fwd_d128_causal"), Problem(spec("fwd_d128_causal"), shape), 132)
-    by_head = ceiling.busiest_sm(spec("k6_d128_causal"), Problem(spec("k6_d128_causal"), shape), 132)
-    ideal = Problem(spec("k6_d128_causal"), shape).visited / 132
+    by_head = ceiling.busiest_sm(spec("ping_pong_d128_causal"), Problem(spec("ping_pong_d128_causal"), shape), 132)
+    ideal = Problem(spec("ping_pong_d128_causal"), shape).visited / 132
     assert ideal <= drawn < by_head
 
 

@@ -99,7 +99,7 @@ def test_json(root: Path, capsys: Output) -> None:
     [pair] = document["pairs"]
     assert document["differ"] and pair["differ"] and document["only_old"] == []
     assert (pair["old"]["stem"], pair["new"]["spec"]) == ("k4_smem_d64", "specs/k4_2.yaml")
-    assert {"field": "handoff.swizzle", "old": "128B", "new": None} in pair["fields"]
+    assert {"field": "handoff.swizzle", "old": "128B", "new": None, "base": None} in pair["fields"]
     assert {"topic": "expected of the compiled code", "what": "mbarrier init", "old": "5", "new": "9"} in pair["plan"]
     assert pair["source"]["diff"].startswith("--- generated/k4_smem_d64.py\n+++ generated/k4_2_d64.py\n@@ -1,")
 
@@ -176,6 +176,23 @@ def test_what_a_spec_extends_is_of_the_same_revision(repository: Path, capsys: O
         arguments = [word for revision in revisions for word in ("--rev", revision)]
         assert main(["diff", "specs/k4_2.yaml", "--no-source", *arguments]) == 1
         assert "tile.kv  64 -> 80" in capsys.readouterr().out
+
+
+def test_what_one_field_moves_in_other_specs(repository: Path, capsys: Output) -> None:
+    """k4_2 extends k4_smem, which gives both their tile; each diff says so, from its own side."""
+    edit(repository / "specs" / "k4_smem.yaml", "q: 128, kv: 64, warpgroups: 2", "q: 64, kv: 64, warpgroups: 1")
+    assert main(["diff", "k4_smem", "--rev", "HEAD", "--no-source"]) == 1
+    out = capsys.readouterr().out
+    assert "note: also changes: 4 modules of k4_2 (extends k4_smem)\n" in out
+    assert "  tile.q           128 -> 64\n" in out
+    assert main(["diff", "k4_2", "--rev", "HEAD", "--no-source"]) == 1
+    out = capsys.readouterr().out
+    assert "also changes" not in out and "  tile.q           128 -> 64, from specs/k4_smem.yaml\n" in out
+    commit(repository)
+    assert main(["diff", "k4_smem", "--rev", "HEAD~1..HEAD", "--no-source", "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found["notes"][-1] == "also changes: 4 modules of k4_2 (extends k4_smem)"
+    assert {"field": "tile.q", "old": 128, "new": 64, "base": None} in found["pairs"][0]["fields"]
 
 
 def test_modules_of_a_revision_are_the_files_that_were_committed(repository: Path, capsys: Output) -> None:

@@ -564,3 +564,44 @@ def test_the_mending_command_of_an_edited_file_mends(repository: Path, capsys: O
     assert command == ["render", "specs/k1.yaml", "--force"]
     assert main(command) == 0
     assert main(["render", "--check"]) == 0
+
+
+# What else a change moves
+
+
+def test_modules_of_specs_that_extend_the_changed_one_are_named(root: Path, capsys: Output) -> None:
+    """k4_2 extends k4_smem: its modules are not what they should be any more, and nothing else says so."""
+    path = root / "specs" / "k4_smem.yaml"
+    path.write_text(path.read_text().replace("q: 128, kv: 64, warpgroups: 2", "q: 64, kv: 64, warpgroups: 1"))
+    told = "also changes: 4 modules of k4_2 (extends k4_smem); `fa3gen render k4_2` writes them\n"
+    assert main(["render", "--check", "k4_smem"]) == 1
+    assert told in capsys.readouterr().out
+    assert main(["render", "k4_smem"]) == 0
+    out = capsys.readouterr().out
+    assert "changed   generated/k4_smem_d64.py" in out and told in out
+    assert main(["render", "k4_2"]) == 0
+    assert "also changes" not in capsys.readouterr().out
+    assert main(["render", "--check"]) == 0
+
+
+def test_a_spec_beside_the_workspace_moves_no_other(root: Path, capsys: Output) -> None:
+    """k4_2 extends the k4_smem of specs/, not one of the same name elsewhere; no page is about that one's modules."""
+    (root / "generated" / "EVIDENCE.md").write_text("old\n")
+    inside, outside = root / "specs" / "k4_smem.yaml", root / "elsewhere" / "k4_smem.yaml"
+    outside.parent.mkdir()
+    outside.write_text(inside.read_text())
+    assert main(["render", str(outside)]) == 0
+    for path in (inside, outside):
+        path.write_text(path.read_text().replace("q: 128, kv: 64, warpgroups: 2", "q: 64, kv: 64, warpgroups: 1"))
+    capsys.readouterr()
+    assert main(["render", str(outside)]) == 0
+    out = capsys.readouterr().out
+    assert "changed   elsewhere/k4_smem_d64.py" in out and "also changes" not in out and "then " not in out
+
+
+def test_nothing_else_changes_where_a_spec_that_extends_it_sets_the_field(root: Path, capsys: Output) -> None:
+    path = root / "specs" / "k4_smem.yaml"
+    path.write_text(path.read_text().replace("barrier: shared", "barrier: separate"))
+    assert main(["render", "k4_smem"]) == 0
+    out = capsys.readouterr().out
+    assert "changed " in out and "also changes" not in out

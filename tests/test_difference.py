@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import pytest
-from rendering import CHECKOUT, STEMS, changed, plans, source, variants
+from rendering import CHECKOUT, STEMS, changed, plans, samples, source, variants
 
 from fa3gen.base.errors import UserError
 from fa3gen.generate.header import StepRow
 from fa3gen.generate.plan import make_plan
 from fa3gen.inspect.difference.comparing import compare, facts, plan_changes, step_changes, unified
-from fa3gen.inspect.difference.model import FieldChange, PairDifference, Side, SourceChange
+from fa3gen.inspect.difference.model import Difference, FieldChange, PairDifference, Side, SourceChange
 from fa3gen.inspect.difference.pairing import pair
 from fa3gen.inspect.difference.side_by_side import Line, hunks
 from fa3gen.inspect.difference.sides import difference, named, stems
+from fa3gen.inspect.difference.text import printed
 from fa3gen.spec.specfile import Variant
 
 
@@ -94,6 +95,40 @@ def test_what_specialisation_changes() -> None:
     assert counts["setmaxnreg"] == (None, "dec 24 x 1, inc 240 x 1")
     scores = said(found, "work of a CTA in one step")["tensor cores"]
     assert scores == (f"{2 * 2 * 128 * 64 * 128:,} FLOP", f"{2 * 2 * 128 * 128 * 128:,} FLOP")
+
+
+def test_another_tile_is_told_for_the_same_work() -> None:
+    """112 keys instead of 128 take less shared memory and fewer FLOP for each step, which saves nothing: for each key
+    there is more to do, and 4096 keys are 37 steps of 112, 48 keys too many."""
+    found = compared(samples()["ping_pong_d128"], changed("ping_pong_d128", tile={"kv": 112}))
+    each = said(found, "work for each key of a tile of queries")
+    # 2 x 128 rows x 256 / 4096 FLOP a cycle, whatever the tile.
+    assert each["tensor cores"] == ("65,536 FLOP, 16 cycles",) * 2
+    # A factor for each of 128 rows in 4 threads beside 128 x kv scores: 128 + 512 / kv.
+    assert each["exponentials"] == ("132 ex2, 8.25 cycles", "132.6 ex2, 8.286 cycles")
+    # Q K^T reads its 128 rows of Q for each tile: 1024 bytes of K and V, arriving and read twice, and 64 KB / kv.
+    assert each["shared memory"] == ("1,792 bytes, 14 cycles", "1,829 bytes, 14.29 cycles")
+    whole = said(found, "work over 4,096 keys")
+    assert whole["a tile of queries"] == (
+        "128 rows, 32 steps, 65,536 cycles of tensor cores",
+        "128 rows, 37 steps, 66,304 cycles of tensor cores",
+    )
+    assert whole["keys computed"] == ("4,096", "4,144")
+    assert whole["ceiling"] == ("989 TFLOP/s, bound by tensor cores (H200 SXM)",) * 2
+    text = printed(Difference((found,)), with_source=False)
+    assert "tensor cores       65,536 FLOP, 16 cycles, on both sides" in text
+    topics = list(dict.fromkeys(change.topic for change in found.plan))
+    place = topics.index("work of a CTA in one step")
+    assert topics[place + 1 : place + 3] == ["work for each key of a tile of queries", "work over 4,096 keys"]
+
+
+def test_tiles_of_more_queries_are_compared_by_row_and_key() -> None:
+    found = compared(samples()["ping_pong_d128"], changed("ping_pong_d128", tile={"q": 192, "warpgroups": 3}))
+    each = said(found, "work for each key and query row")
+    # 512 bytes of a key's K and V for 128 rows, for 192.
+    assert [text.partition(" bytes")[0] for text in each["L2"] if text] == ["4", "2.667"]
+    same = compared(samples()["ping_pong_d128"], changed("ping_pong_d128", load={"kv_stages": 1}))
+    assert not [change for change in same.plan if change.topic.startswith("work ")]
 
 
 def test_rings_and_turns_of_a_persistent_kernel() -> None:

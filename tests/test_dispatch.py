@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -90,7 +91,8 @@ def test_neighbours_with_the_same_winner_make_one_row() -> None:
 def test_the_winner_is_the_record_s_and_the_runner_up_the_best_of_the_others() -> None:
     [row] = dispatch_table.rows_from_records([record(512, {"k6": 401.0, "fwd": 400.0, "k5": 300.0}, winner="fwd")])
     assert row.module == "fwd"
-    assert row.measured == [Measurement(seq=512, tflops=400.0, runner_up="k6", runner_up_tflops=401.0, gpu=GPU)]
+    second = {"runner_up": "k6", "runner_up_tflops": 401.0, "runner_up_sha256": "02" * 8}
+    assert row.measured == [Measurement(seq=512, tflops=400.0, **second, gpu=GPU)]
 
 
 def test_a_module_without_lse_is_passed_over() -> None:
@@ -140,7 +142,16 @@ ROW = Row(
     seq_k=Region(up_to=1024),
     module="k6_d128_causal",
     sha256="0123456789012345",
-    measured=[Measurement(seq=1024, tflops=455.1, runner_up="k5_d128_causal", runner_up_tflops=420.0, gpu=GPU)],
+    measured=[
+        Measurement(
+            seq=1024,
+            tflops=455.1,
+            runner_up="k5_d128_causal",
+            runner_up_tflops=420.0,
+            runner_up_sha256=hashlib.sha256(b"as measured").hexdigest()[:16],
+            gpu=GPU,
+        )
+    ],
 )
 
 
@@ -163,7 +174,8 @@ def test_text_is_what_a_person_reads() -> None:
   module: k6_d128_causal
   sha256: "0123456789012345"
   measured:
-  - {seq: 1024, tflops: 455.1, runner_up: k5_d128_causal, runner_up_tflops: 420, gpu: NVIDIA H200}
+  - {seq: 1024, tflops: 455.1, runner_up: k5_d128_causal, runner_up_tflops: 420, runner_up_sha256: "04559f221d57a0ab", \
+gpu: NVIDIA H200}
 """
 
 
@@ -245,13 +257,37 @@ def test_first_row_that_fits_wins(place: Workspace) -> None:
 
 
 def test_a_choice_says_why(place: Workspace) -> None:
-    rows_for(place, (None, "k6_d128_causal"))
+    (place.specs_dir / "mine.yaml").write_text(
+        "summary: mine\nextends: k6\nproblem: {head_dim: 128}\nmask: causal\nmatrix: {}\n"
+        "tile: {q: 128, kv: 96, warpgroups: 2}\nschedule: {kind: ping_pong, overlap: true}\n"
+    )
+    place.module_path("mine").write_text("")
+    rows_for(place, (None, "mine"))
+    place.module_path("k5_d128_causal").write_text("as measured")
     assert str(dispatch.choose(CAUSAL, 7, lse=True, workspace=place)).splitlines() == [
-        f"{place.module_path('k6_d128_causal')}",
-        "  spec  specs/k6.yaml: bf16, head dim 128, causal; tile 128 x 128, loads tma, schedule ping_pong",
+        f"{place.module_path('mine')}",
+        "  spec  specs/mine.yaml: bf16, head dim 128, causal; tile 128 x 96, loads tma, schedule ping_pong",
         "  why   dispatch.yaml, row 1 (bf16, head dim 128, causal, any number of keys)",
         "        at 1024 keys 455.1 TFLOP/s; k5_d128_causal 420 (NVIDIA H200)",
     ]
+
+
+@pytest.mark.parametrize("present", [None, "another"])
+def test_a_runner_up_that_changed_has_no_figure(place: Workspace, present: str | None) -> None:
+    rows_for(place, (None, "k6_d128_causal"))
+    if present:
+        place.module_path("k5_d128_causal").write_text(present)
+    *_, said = str(dispatch.choose(CAUSAL, 7, lse=True, workspace=place)).splitlines()
+    assert said.strip() == (
+        "at 1024 keys 455.1 TFLOP/s; second was k5_d128_causal, of another file than the present one (NVIDIA H200)"
+    )
+
+
+def test_a_table_that_does_not_say_which_file_was_second_gives_no_figure(place: Workspace) -> None:
+    place.module_path("k5_d128_causal").write_text("as measured")
+    unsigned = ROW.measured[0].model_copy(update={"runner_up_sha256": None})
+    assert "second was k5_d128_causal, of another file" in unsigned.told(place)
+    assert "k5_d128_causal 420 (NVIDIA H200)" in ROW.measured[0].told(place)
 
 
 def test_row_whose_module_is_missing(place: Workspace) -> None:

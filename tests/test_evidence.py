@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from fa3gen.base import files
 from fa3gen.base.errors import UserError
 from fa3gen.design.workspace import Workspace
-from fa3gen.inspect import pages
+from fa3gen.inspect import ladder_page, pages
 from fa3gen.inspect.pages import LADDER_BEGIN, LADDER_END
 from fa3gen.records import evidence
 from fa3gen.records.evidence import CpuRecord, CpuStatus, Record, Status
@@ -193,7 +193,7 @@ def test_the_table_has_a_row_for_every_module_in_the_order_of_the_ladder(workspa
 def test_the_ladder_shows_verified_speeds_only(workspace: Workspace) -> None:
     evidence.write(workspace, record_of(workspace, "k4_2_d64"))
     evidence.write(workspace, record_of(workspace, "k4_2_d64_causal", passed=False, failures=["x"]))
-    lines = pages.ladder_table(workspace).splitlines()
+    lines = ladder_page.ladder_table(workspace).splitlines()
     assert lines[0].startswith("| rung | d64 full 4k | d64 full 16k | d64 causal 4k |")
     assert lines[2] == "| `k1` | – | – | – | – | – | – | – | – |"
     assert lines[3] == "| `k4_2` | 123 | 7.9 | – | – | – | – | – | – |"
@@ -214,7 +214,10 @@ def test_check_sees_edits_and_records_of_nothing(workspace: Workspace) -> None:
     markdown = workspace.root / "generated" / "EVIDENCE.md"
     markdown.write_text(markdown.read_text().replace("0 of 3", "3 of 3"))
     (problem,) = pages.check(workspace)
-    assert problem.startswith("generated/EVIDENCE.md is not what the records") and "--refresh-evidence" in problem
+    assert (
+        problem.startswith("generated/EVIDENCE.md is not what specs, modules and records say")
+        and "`fa3gen refresh`" in problem
+    )
     pages.refresh(workspace)
     evidence.record_path(workspace, "k9").write_text("{}")
     assert pages.check(workspace) == ["generated/evidence/k9.json is a record of no generated module; delete it"]
@@ -354,7 +357,7 @@ def test_a_record_of_the_model_that_contradicts_itself_is_refused(
 def test_the_sections_are_apart_and_the_ladder_shows_nothing_of_the_model(workspace: Workspace) -> None:
     assert "CPU" not in pages.render_markdown(workspace)
     evidence.write(workspace, record_of(workspace, "k4_2_d64"))
-    ladder = pages.ladder_table(workspace)
+    ladder = ladder_page.ladder_table(workspace)
     evidence.write_cpu(workspace, cpu_record(workspace))
     digest = files.sha256(workspace.module_path("k4_2_d64"))
     failed = {"stem": "k4_2_d64", "source_sha256": digest, "passed": False, "failures": ["ragged: deadlock"]}
@@ -365,7 +368,7 @@ def test_the_sections_are_apart_and_the_ladder_shows_nothing_of_the_model(worksp
     assert "| `k1_d64` | passed on the CPU model | 1 | 2 | 71% | 0.81 | 2.0e-07 | DSL " in on_cpu
     assert "| `k4_2_d64_causal` | not run |" in on_cpu and "- `k4_2_d64`: ragged: deadlock" in on_cpu
     assert "verified" not in on_cpu
-    assert pages.ladder_table(workspace) == ladder
+    assert ladder_page.ladder_table(workspace) == ladder
 
 
 def test_check_sees_records_of_the_model_of_nothing(workspace: Workspace) -> None:
@@ -398,7 +401,7 @@ def test_a_failed_compile_or_a_lost_device_makes_a_failing_record(workspace: Wor
     assert not record.passed and record.failures == ["long: did not end in 120 s", "compile: spills: 3"]
 
 
-def test_the_committed_renderings_are_what_the_committed_records_render_to() -> None:
+def test_the_committed_pages_are_what_specs_modules_and_records_say() -> None:
     assert pages.check(Workspace.find(REPOSITORY)) == []
 
 

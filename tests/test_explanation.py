@@ -12,7 +12,7 @@ from typing import Any
 
 import jsonschema
 import pytest
-from rendering import ROOT, plans, variants
+from rendering import ROOT, named, plans, variants
 from rich.console import Console
 
 from fa3gen import cli
@@ -29,7 +29,7 @@ STEMS = sorted(variants())
 
 @cache
 def explained(stem: str) -> Explanation:
-    variant = variants()[stem]
+    variant = named(stem)
     heads_q, heads_kv = work.default_heads(variant.spec)
     shapes = [Shape(16384 // length, length, length, heads_q, heads_kv) for length in SHAPES]
     return explain(variant, shapes, chips.select(None))
@@ -144,7 +144,7 @@ def test_the_screen_is_one() -> None:
 
 
 def test_what_the_screen_says() -> None:
-    screen = printed("k6_d128")
+    screen = printed("ping_pong_d128")
     for said in (
         "M: 64 rows per product (tile q 128, warpgroups 2)",
         "up to 3, not 4 (hardware): shared memory",
@@ -160,6 +160,16 @@ def test_what_the_screen_says() -> None:
     assert "Steps, one tile of keys" in screen and "store LSE" not in screen
     for said in ("warp 9     wait v_empty, load V", "wait v_full, O += P V", "S is complete, P V runs on"):
         assert said in screen
+
+
+def test_which_file_gives_a_field() -> None:
+    """k4_2 writes its own load and P's way; what it does not, its base gives. A part of one file is named whole."""
+    found = explained("k4_2_d64").fields_from
+    assert next(iter(found)) == "specs/k4_2.yaml" and set(found) == {"specs/k4_2.yaml", "specs/k4_smem.yaml"}
+    assert {"load", "handoff", "pv.a.source"} <= set(found["specs/k4_2.yaml"])
+    assert {"tile", "smem", "qk", "pv.b.major", "mask"} <= set(found["specs/k4_smem.yaml"])
+    assert "Fields are given by: " in printed("k4_2_d64")
+    assert "Fields are given by: " not in printed("ping_pong_d64")  # it extends nothing
 
 
 def test_who_says_what() -> None:

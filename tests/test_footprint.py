@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from rendering import changed, variants
+from rendering import changed, named, variants
 
 from fa3gen.design.footprint import (
     REGISTER_BUDGETS,
@@ -24,7 +24,7 @@ from fa3gen.spec.model import Spec
 
 
 def spec(stem: str) -> Spec:
-    return variants()[stem].spec
+    return named(stem).spec
 
 
 def total(stem: str) -> int:
@@ -54,7 +54,7 @@ def test_hardware_limits() -> None:
         ("k4_smem_d64", {"sQ": 16384, "sK": 16384, "sV": 16384, "sP": 16384}),
         ("k4_2_d128", {"sQ": 32768, "sK": 32768, "sV": 32768}),
         # Tiles of 128 keys: 2 x 128 x 128 x 2 = 65536.
-        ("k6_d128", {"sQ": 32768, "sK": 65536, "sV": 65536}),
+        ("ping_pong_d128", {"sQ": 32768, "sK": 65536, "sV": 65536}),
         # Q: 192 x 64 x 2 = 24576; K, V: 2 x 128 x 64 x 2 = 32768.
         ("k5_d64", {"sQ": 24576, "sK": 32768, "sV": 32768}),
         # Q: 128 x 192 x 2 = 49152; K: 2 x 128 x 192 x 2 = 98304; V has 128 columns: 2 x 128 x 128 x 2 = 65536.
@@ -194,8 +194,8 @@ def test_registers_at_launch(warpgroups: int, launched: int) -> None:
         ("k4_2_d128", {"O": 64, "S": 32, "P": 16, "other": 24}),
         # The producer's threads hold none of it: O 128 x 128 / 256 = 64, S 128 x 128 / 256 = 64, P 32.
         ("k5_d128", {"O": 64, "S": 64, "P": 32, "other": 24}),
-        ("k6_d128", {"O": 64, "S": 64, "P": 32, "other": 24}),
-        # As in k6, for every tile: O 128 x 128 / 256 = 64; of head dims 192/128 O has 128 columns, too.
+        ("ping_pong_d128", {"O": 64, "S": 64, "P": 32, "other": 24}),
+        # As in ping_pong, for every tile: O 128 x 128 / 256 = 64; of head dims 192/128 O has 128 columns, too.
         ("fwd_d128_causal", {"O": 64, "S": 64, "P": 32, "other": 24}),
         ("fwd_d192_128", {"O": 64, "S": 64, "P": 32, "other": 24}),
         # O: 128 x 256 / 256 = 128; S: 128 x 80 / 256 = 40.

@@ -164,7 +164,7 @@ def test_the_committed_document_is_what_the_command_prints(monkeypatch: pytest.M
 
 def test_a_document_that_is_out_of_date(workspace: Workspace, capsys: Output) -> None:
     assert main(["matrix", "--check"]) == 1
-    assert capsys.readouterr().err == f"docs/matrix.md does not exist; run `{matrix.REFRESH}`\n"
+    assert capsys.readouterr().err == f"docs/matrix.md does not exist; run `{matrix.MAKE}`\n"
     (workspace.root / "docs").mkdir()
     (workspace.root / matrix.DOCUMENT).write_text(matrix.markdown(workspace))
     assert main(["matrix", "--check"]) == 0

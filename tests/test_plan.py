@@ -10,7 +10,7 @@ from functools import cache
 from typing import Any, TypeGuard
 
 import pytest
-from rendering import CHECKOUT, STEMS, changed, constants, plans, source, tree, variants
+from rendering import CHECKOUT, STEMS, changed, constants, plans, samples, source, tree, variants
 
 from fa3gen.design import rules
 from fa3gen.design.footprint import tma_boxes
@@ -42,7 +42,9 @@ SPECIALIZED = [stem for stem in FUSED if "k5" in stem or "k6" in stem or "fwd" i
 
 @cache
 def plan(stem: str) -> Plan:
-    return make_plan(uneven(stem)) if stem in UNEVEN else plans()[stem]
+    if stem in UNEVEN or stem in samples():
+        return make_plan(uneven(stem) if stem in UNEVEN else samples()[stem])
+    return plans()[stem]
 
 
 @cache
@@ -460,7 +462,7 @@ def test_tma_boxes(extent: int, swizzle: Any, boxes: int) -> None:
         # With overlap the first S and the last P V stand beside the loop: 2 x 8 of either. Two boxes for each of Q, K
         # and V. 3 x 128 threads: 65536 / 384 = 170, in units of 8: 168.
         (
-            "k6_d128",
+            "ping_pong_d128",
             {"wgmma": {(64, 128, 16, "smem"): 16, (64, 128, 16, "registers"): 16}, "wgmma_commits": 4}
             | {"wgmma_waits": 4, "tma_loads": 6, "tma_stores": 2, "mbarrier_expect_tx": 3, "stmatrix": 8}
             | {"setmaxnreg": {"dec 24": 1, "inc 240": 1}, "max_registers": 168},

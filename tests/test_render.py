@@ -221,7 +221,11 @@ def test_golden_files_have_knobs() -> None:
         ),
         (
             "fwd_d96",
-            {"scheduler": "dynamic", "mask": {"kind": "causal"}, "softmax": {"exp_before_wait": 12}},
+            {
+                "scheduler": "dynamic",
+                "mask": {"kind": "causal"},
+                "softmax": {"exp_before_wait": 12, "mask_end": "always"},
+            },
             "fwd_d96_causal",
         ),
     ],

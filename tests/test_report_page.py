@@ -113,6 +113,23 @@ def test_what_the_page_says_is_what_is_known(page: Path) -> None:
     assert len(rows) == len(rendering.source(STEM).splitlines())
 
 
+def test_a_file_that_was_edited_by_hand_has_a_badge(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    badge = '<span class="badge bad">not what its spec renders to</span>'
+    assert badge not in page.read_text(encoding="utf-8")
+    for folder in ("specs", "generated"):
+        (tmp_path / folder).mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["new", "mine", "--from", "k4_2"]) == 0
+    assert cli.main(["render", "mine_d64"]) == 0
+    with (tmp_path / "generated" / "mine_d64.py").open("a") as file:
+        file.write("# edited\n")
+    assert cli.main(["report", "mine_d64", "-o", str(tmp_path)]) == 0
+    text = (tmp_path / "mine_d64.html").read_text(encoding="utf-8")
+    assert badge in text and "<code>fa3gen render --check mine_d64</code> shows the difference" in text
+
+
 def test_a_module_that_is_not_rendered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 import xml.etree.ElementTree as ET
 from dataclasses import replace
+from typing import Literal
 
 import jsonschema
 import pytest
-from rendering import CHECKOUT, ROOT, changed, variants
+from rendering import ROOT, changed, named, variants
 
 from fa3gen import cli
 from fa3gen.base.errors import UserError
+from fa3gen.design import ceiling, work
 from fa3gen.design.family import Shape
 from fa3gen.design.work import Problem
 from fa3gen.hardware import chips
@@ -23,22 +26,20 @@ from fa3gen.inspect.simulation.engine import Actor, Compute, Engine, Wait
 from fa3gen.inspect.simulation.lanes import lanes
 from fa3gen.inspect.simulation.picture import TICKS, tick_step
 from fa3gen.inspect.simulation.run import with_stages
-from fa3gen.inspect.simulation.times import Piece
+from fa3gen.inspect.simulation.times import UNITS, Piece
 from fa3gen.spec.model import Spec
 
 STEMS = [stem for stem in sorted(variants()) if not stem.startswith("k1_")]
-UNITS = ("tensor cores", "exponentials", "issue", "loads")
 # Loads transfer a byte a cycle: K and V take 100 each, Q nothing; they land 200 later.
 TINY = Times(
-    qk_tensor=100.0,
-    pv_tensor=100.0,
-    qk=None,
-    pv=None,
+    qk=Piece("S = Q K^T", tensor=100.0),
+    pv=Piece("O += P V", tensor=100.0),
     softmax=(Piece("softmax", 50.0),),
-    rescale=Piece("rescale", 0.0),
-    epilogue=Piece("epilogue", 0.0),
+    rescale=Piece("rescale"),
+    epilogue=Piece("epilogue"),
     load_latency=200.0,
     load_rate=1.0,
+    smem_rate=math.inf,
     q_bytes=0,
     k_bytes=100,
     v_bytes=100,
@@ -49,7 +50,7 @@ TINY = Times(
 
 
 def spec(stem: str) -> Spec:
-    return variants()[stem].spec
+    return named(stem).spec
 
 
 def one_warpgroup(stem: str, **parts: object) -> Spec:
@@ -159,8 +160,8 @@ def test_flattened_tiles_of_queries_run_on() -> None:
 def test_pieces_share_what_is_scarce() -> None:
     """Two pieces that each need 100 cycles of issue in 100: both end at 200. One of exponentials beside them is not
     slowed down, unless it needs issue slots, too."""
-    engine = Engine(0.0, 1.0)
-    for number, piece in enumerate((Piece("a", 100.0), Piece("b", 100.0), Piece("c", 0.0, exp=50.0))):
+    engine = Engine(0.0)
+    for number, piece in enumerate((Piece("a", 100.0), Piece("b", 100.0), Piece("c", exp=50.0))):
         engine.start(Actor(f"{number}", 0), iter([Compute(piece)]))  # type: ignore[arg-type]
     assert engine.run() == 200
     assert {span.what: span.end for span in engine.spans} == {"a": 200, "b": 200, "c": 50}
@@ -169,16 +170,33 @@ def test_pieces_share_what_is_scarce() -> None:
 
 
 def test_loads_of_two_producers_take_turns() -> None:
-    engine = Engine(load_latency=10.0, load_rate=2.0)
+    engine = Engine(load_latency=10.0)
     for name in ("a", "b"):
         for number in range(2):
-            engine.load(Actor(name, 0), f"{name}{number}", 20, 0, number, (name, number))
+            engine.load(Actor(name, 0), f"{name}{number}", {"loads": 10.0}, 0, number, (name, number))
     engine.run()
     assert {span.what: span.end for span in engine.spans} == {"a0": 20, "b0": 30, "a1": 40, "b1": 50}
 
 
+def test_a_product_a_store_and_a_load_share_shared_memory() -> None:
+    """The product reads 100 cycles' worth of its operands in 100, the store and the load write 50 and 30: together they
+    need 2.6 times what there is, and then the product is alone. A piece of issue slots goes on as if they were not."""
+    engine = Engine(load_latency=10.0)
+    product = Piece("S", tensor=64.0, smem=100.0)
+    engine.product(Actor("a", 0), product, 0, issued="issued", done="done")
+    for name, piece in (("b", Piece("store P", smem=50.0)), ("c", Piece("maxima", issue=40.0))):
+        engine.start(Actor(name, 0), iter([Compute(piece)]))  # type: ignore[arg-type]
+    engine.load(Actor("d", 0), "K", {"loads": 50.0, "shared memory": 30.0}, 0, 0, "full")
+    engine.run()
+    ends = {span.what: span.end for span in engine.spans}
+    # Each at 1 / 2.6: the store and the load, alone 50 each, end at 130 with 50 of the product left, which ends at 180.
+    assert ends == pytest.approx({"maxima": 40, "store P": 130, "K": 140, "S": 180})
+    assert engine.busy["shared memory"] == pytest.approx(180)
+    assert engine.busy["tensor cores"] == pytest.approx(64)
+
+
 def test_a_wait_for_nothing_is_found() -> None:
-    engine = Engine(0.0, 1.0)
+    engine = Engine(0.0)
     engine.start(Actor("a", 0), iter([Wait("never", "it")]))  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match="never"):
         engine.run()
@@ -195,9 +213,12 @@ def test_every_module_keeps_to_its_rings_and_its_work(stem: str) -> None:
     found = simulation.simulate(module, times, settings)
     steps = settings.ctas * found.groups * 5 * 2
     # Work is done once: products of every step, and nothing else, occupy the tensor cores.
-    assert dict(found.busy)["tensor cores"] == pytest.approx(steps * (times.qk_tensor + times.pv_tensor))
+    assert dict(found.busy)["tensor cores"] == pytest.approx(steps * (times.qk.tensor + times.pv.tensor))
     loaded = settings.ctas * 2 * (times.q_bytes + 5 * (times.k_bytes + times.v_bytes))
     assert dict(found.busy)["loads"] == pytest.approx(loaded / times.load_rate)
+    # All that explain counts of shared memory, and Q.
+    through_smem = settings.ctas * 2 * (times.q_bytes + 5 * work.step(module).smem_bytes)
+    assert dict(found.busy)["shared memory"] == pytest.approx(through_smem / times.smem_rate)
     for unit in UNITS:
         assert 0 <= found.utilisation(unit) <= 1 + 1e-9
     assert max(span.end for span in found.spans) <= found.end
@@ -210,6 +231,29 @@ def test_every_module_keeps_to_its_rings_and_its_work(stem: str) -> None:
             requests = sorted(span.start for span in lane.spans if span.kind == "load")
             for (_, end), request in zip(occupied, requests[1:], strict=False):
                 assert request >= end - 1e-6, lane.label
+
+
+@pytest.mark.parametrize("arbitration", ["oldest", "even"])
+@pytest.mark.parametrize("stem", STEMS)
+def test_no_step_is_quicker_than_its_ceiling(stem: str, arbitration: Literal["oldest", "even"]) -> None:
+    """What `fa3gen explain` calls a bound is one here, too: for one step, and for all of them from start to end."""
+    module = spec(stem)
+    settings = simulation.settings_of(module, registers=64, arbitration=arbitration)
+    found = simulation.simulate(module, simulation.times_of(module, chips.H200), settings)
+    steps = settings.ctas * settings.tiles * settings.queries
+    for bound in ceiling.steady(module, chips.H200).bounds:
+        assert found.step_cycles >= bound.cycles * (1 - 1e-9), bound
+        assert found.end >= steps * bound.cycles, bound
+
+
+def test_shared_memory_bounds_k4_smem() -> None:
+    """P goes through shared memory, and a product of 64 columns reads all of the 128 bytes a cycle that there are."""
+    module = spec("k4_smem_d128")
+    times = simulation.times_of(module, chips.H200)
+    found = simulation.simulate(module, times, simulation.settings_of(module, tiles=24, registers=127))
+    # K and V arriving 32768; Q K^T 2 x 8 x 4096, P written 16384, P V 2 x 4 x 6144: 163840 bytes.
+    assert dict(found.step_demand)["shared memory"] == 163840 / 128
+    assert found.steady("shared memory") > 0.95 > 0.85 > found.steady("tensor cores")
 
 
 @pytest.mark.parametrize("stem", ["k2_cp_async_d64", "k3_1_d128", "k4_smem_d64", "k5_d128", "k6_d64", "fwd_d128"])
@@ -244,10 +288,12 @@ def test_a_kernel_without_a_ring_has_one_row() -> None:
 # -- times
 
 
-def test_times_of_k6() -> None:
-    times = simulation.times_of(spec("k6_d128"), chips.H200)
+def test_times_of_ping_pong() -> None:
+    times = simulation.times_of(spec("ping_pong_d128"), chips.H200)
     # 64 x 128 x 128 x 2 FLOP / 4096.
-    assert (times.qk_tensor, times.pv_tensor) == (512, 512)
+    assert (times.qk.tensor, times.pv.tensor) == (512, 512)
+    # Of a group: 8 instructions with a tile of A in shared memory, 64 x 16 x 2 + 128 x 16 x 2 bytes; 8 without.
+    assert (times.qk.smem, times.pv.smem) == (8 * 6144 / 128, 8 * 4096 / 128)
     # 128 threads x 66 exponentials / 16 a cycle.
     assert times.softmax[1].exp == 528
     assert (times.k_bytes, times.v_bytes, times.q_bytes) == (32768, 32768, 32768)
@@ -258,7 +304,8 @@ def test_reading_operands_can_take_longer_than_multiplying() -> None:
     # N = 64 from shared memory: (64 + 64) x 16 x 2 = 4096 bytes in 32 cycles are the 128 bytes a cycle that there are.
     # With 32 keys (64 + 32) x 16 x 2 = 3072 bytes take 24 cycles, the tensor cores 16.
     narrow = changed("k4_2_d64", tile={"kv": 32}).spec
-    assert simulation.times_of(narrow, chips.H200).qk_tensor == 4 * 24
+    qk = simulation.times_of(narrow, chips.H200).qk
+    assert (qk.tensor, qk.smem, qk.alone) == (4 * 16, 4 * 24, 4 * 24)
 
 
 def test_overrides() -> None:
@@ -271,7 +318,7 @@ def test_overrides() -> None:
     assert changed_times.rescale.issue / times.rescale.issue == pytest.approx(ratio)
     assert times.overridden() == times
     scalar = simulation.times_of(spec("k2_d64"), chips.H200).overridden(product_time=300.0)
-    assert scalar.products_alone == pytest.approx((300, 300)) and scalar.qk_tensor == 0
+    assert scalar.products_alone == pytest.approx((300, 300)) and scalar.qk.tensor == 0
 
 
 @pytest.mark.parametrize("threads", [64, 256])
@@ -282,7 +329,6 @@ def test_scalar_kernels_of_other_sizes(threads: int) -> None:
         for module in (spec("k2_d64"), changed("k2_d64", tile={"threads": threads}).spec)
     )
     groups = max(1, threads // 128)
-    assert usual.qk is not None and other.qk is not None
     # Fewer rows of a thread share each row of K that it loads.
     assert (other.qk.issue * groups > usual.qk.issue) == (threads > 128)
     # A factor for each of 64 rows in 16 threads, whoever they are.
@@ -311,13 +357,6 @@ def test_a_prediction_of_unequal_tiles_is_refused() -> None:
     times = simulation.times_of(spec("k6_d128_causal"), chips.H200)
     with pytest.raises(UserError, match="different lengths"):
         simulation.predict(Problem(spec("k6_d128_causal"), Shape(1, 512, 512, 1, 1)), times, chips.H200)
-
-
-def test_the_document_holds_what_the_simulator_says_of_the_records() -> None:
-    path = ROOT / comparison.DOCUMENT
-    text = path.read_text(encoding="utf-8")
-    made = comparison.with_blocks(text, comparison.blocks(CHECKOUT))
-    assert text == made, f"out of date; run {comparison.COMMAND}"
 
 
 def test_a_document_without_its_marks_is_refused() -> None:
@@ -391,7 +430,7 @@ def test_overrides_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     _, out, _ = called(capsys, "k4_2_d64", "--json", "--stages", "2", "--arbitration", "even", *options)
     module = json.loads(out)["modules"][0]
     assert module["times"]["load_latency"] == 5 and module["times"]["load_rate"] == 100
-    assert module["times"]["qk_tensor"] == module["times"]["pv_tensor"] == 7
+    assert max(module["times"]["qk"]["tensor"], module["times"]["qk"]["smem"]) == 7
     assert module["settings"] == {"stages": 2, "ctas": 1, "tiles": 12, "queries": 1, "arbitration": "even"}
 
 

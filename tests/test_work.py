@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rendering import changed, plans, variants
+from rendering import changed, named, plans, variants
 
 from fa3gen.base.errors import UserError
 from fa3gen.design import work
@@ -16,7 +16,7 @@ from fa3gen.spec.model import Spec
 
 
 def spec(stem: str) -> Spec:
-    return variants()[stem].spec
+    return named(stem).spec
 
 
 def square(stem: str, length: int, heads: int = 1, batch: int = 1) -> Problem:
@@ -24,7 +24,7 @@ def square(stem: str, length: int, heads: int = 1, batch: int = 1) -> Problem:
 
 
 def test_a_step_of_128_x_128_at_head_dim_128() -> None:
-    step = work.step(spec("k6_d128"))
+    step = work.step(spec("ping_pong_d128"))
     assert step.flops == step.tensor_flops == 2 * 128 * 128 * 256
     # Two warpgroups; 128 / 16 instructions in depth, for each product.
     assert (step.wgmma_qk, step.wgmma_pv) == (16, 16)
@@ -111,7 +111,7 @@ def test_causal_work_beyond_the_ideal(q: int, kv: int, ratios: tuple[float, ...]
 
 
 def test_steps_of_a_causal_problem() -> None:
-    problem = square("k6_d128_causal", 512, heads=16, batch=2)
+    problem = square("ping_pong_d128_causal", 512, heads=16, batch=2)
     assert (problem.tiles, problem.visited) == (4 * 32, 10 * 32)
     # One tile on the diagonal for each tile of queries; 6 of 16 above it.
     assert (problem.masked, problem.skipped) == (4 * 32, 6 * 32)
@@ -119,7 +119,7 @@ def test_steps_of_a_causal_problem() -> None:
 
 
 def test_unmasked_problem() -> None:
-    problem = square("k6_d64", 512)
+    problem = square("ping_pong_d64", 512)
     # 512 = 2 x 192 + 128: three tiles of queries.
     assert (problem.tiles, problem.visited, problem.masked, problem.skipped) == (3, 12, 0, 0)
     assert problem.over_compute == pytest.approx(576 / 512)

@@ -25,6 +25,7 @@ COMMANDS = {
     "new": ("fa3gen.cli.specs", "new_spec"),
     "schema": ("fa3gen.cli.specs", "print_schema"),
     "render": ("fa3gen.cli.render", "render"),
+    "refresh": ("fa3gen.cli.refresh", "refresh"),
     "diff": ("fa3gen.cli.diff", "diff"),
     "compile": ("fa3gen.cli.compile", "compile"),
     "verify": ("fa3gen.cli.verify", "verify"),

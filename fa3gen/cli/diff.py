@@ -94,8 +94,9 @@ def _print(found: Difference, beside: bool | None, *, with_source: bool) -> None
 
 
 def _console() -> Console:
-    """Standard output; a pipe or a file has no width, and what is printed side by side is not folded there."""
     from rich.console import Console
 
+    from fa3gen.inspect.difference.text import WIDTH_OF_A_PIPE
+
     wide = sys.stdout.isatty() or "COLUMNS" in os.environ
-    return Console(width=None if wide else 260, highlight=False, markup=False)
+    return Console(width=None if wide else WIDTH_OF_A_PIPE, highlight=False, markup=False)

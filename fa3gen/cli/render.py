@@ -52,6 +52,8 @@ def render(
         rendered = render_all(variants, workspace)
         _write(rendered, workspace, force=force)
     _say_written(rendered, spec_files if not specs else None, workspace)
+    _tell_what_else_changes(rendered, workspace)
+    _tell_what_follows(rendered, workspace)
 
 
 def _mending_command(rendered: list[Rendered]) -> str:
@@ -75,8 +77,11 @@ def _check(rendered: list[Rendered], spec_files: list[SpecFile] | None, workspac
         print(f"{name}: no spec renders to it; run `rm {name}` or give it a spec", file=sys.stderr)
     if spec_files is not None:
         _say_strays(spec_files, workspace)
+    _tell_what_else_changes(rendered, workspace)
     if drifted or left_over:
         raise typer.Exit(1)
+    if spec_files is not None:
+        _check_evidence(workspace)
     what = "is what its spec renders to" if len(rendered) == 1 else "are what their specs render to"
     print(f"{counted(len(rendered), 'module')} {what}")
 
@@ -132,3 +137,46 @@ def _say_strays(spec_files: list[SpecFile], workspace: Workspace) -> None:
     for path in strays(spec_files, workspace):
         name = workspace.shown(path)
         print(f"stray     {name}: not written by fa3gen, and no spec renders to it; move it elsewhere", file=sys.stderr)
+
+
+def _check_evidence(workspace: Workspace) -> None:
+    """What `generated/` says of its modules has to be about the present ones."""
+    from fa3gen.inspect import pages
+
+    problem = pages.check_evidence(workspace)
+    if problem is not None:
+        print(problem, file=sys.stderr)
+        raise typer.Exit(1)
+
+
+def _changed(rendered: list[Rendered], workspace: Workspace) -> list[Rendered]:
+    """New modules and changed ones, but for those beside a spec outside specs/: no page nor spec builds upon them."""
+    return [item for item in rendered if item.change != "unchanged" and not workspace.home_of(item.variant).loose]
+
+
+def _tell_what_follows(rendered: list[Rendered], workspace: Workspace) -> None:
+    """Where there are pages about modules, they speak of other files now."""
+    from fa3gen.inspect import pages
+
+    if pages.evidence_page(workspace).is_file() and _changed(rendered, workspace):
+        print(
+            f"then      `{pages.REFRESH}` renews the pages about these modules and says what has to be measured again"
+        )
+
+
+def _tell_what_else_changes(rendered: list[Rendered], workspace: Workspace) -> None:
+    """A field of a spec moves the modules of the specs that extend it, too."""
+    from fa3gen.generate.render import render_all
+    from fa3gen.inspect.difference.extending import also_changes
+
+    found = _changed(rendered, workspace)
+    changed = list(dict.fromkeys(item.variant.source.stem for item in found if item.change == "changed"))
+    if not changed:
+        return
+    named = {item.variant.stem for item in rendered}
+    extending = [variant for spec_file in workspace.extending(changed) for variant in spec_file.variants]
+    others = render_all([variant for variant in extending if variant.stem not in named], workspace)
+    moved = [item.variant for item in others if item.change == "changed"]
+    if moved:
+        specs = " ".join(dict.fromkeys(variant.source.stem for variant in moved))
+        print(f"{also_changes(moved, changed)}; `fa3gen render {specs}` writes them")

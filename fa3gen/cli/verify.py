@@ -60,10 +60,7 @@ def verify(
     ] = 2,
     json_output: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of tables.")] = False,
     evidence: Annotated[
-        bool, typer.Option("--evidence", help="Write evidence records, EVIDENCE.md and the README's table.")
-    ] = False,
-    refresh_evidence: Annotated[
-        bool, typer.Option("--refresh-evidence", help="Only render EVIDENCE.md and the README's table; run nothing.")
+        bool, typer.Option("--evidence", help="Write evidence records and the pages made of them.")
     ] = False,
     speed: Annotated[bool, typer.Option(help="With --evidence on a GPU: measure TFLOP/s at 4k and 16k too.")] = True,
     seed: Annotated[int | None, typer.Option(help="Seed of the inputs; fresh unless given.")] = None,
@@ -81,9 +78,6 @@ def verify(
     from fa3gen.run import gpu
 
     workspace, errors = Workspace.find(), Console(stderr=True)
-    if refresh_evidence:
-        _refresh(workspace, errors)
-        return
     device = None if on is On.CPU else gpu.hopper_device()
     if on is On.GPU and device is None:
         raise UserError(f"--on gpu: no Hopper GPU: {gpu.why_no_hopper()}; use --on cpu")

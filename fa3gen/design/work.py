@@ -63,6 +63,26 @@ class Step:
 
 
 @dataclass(frozen=True)
+class SmemBytes:
+    """What passes through shared memory in one step: bytes read and written, by who does it.
+
+    `arriving` are K and V as they are written, `qk` and `pv` what the two products read (WGMMA its operands, threads
+    whole lines). Threads write `scores` of S = Q K^T and spend `softmax` on reading S and writing P.
+    """
+
+    arriving: int
+    qk: int
+    scores: int
+    softmax: int
+    pv: int
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.arriving + self.qk + self.scores + self.softmax + self.pv
+
+
+@dataclass(frozen=True)
 class QueryTile:
     """What one tile of queries takes beside its steps: bytes of Q in and O out, and TMA copies."""
 
@@ -106,7 +126,7 @@ def step(spec: Spec) -> Step:
         scalar_fmas=q * kv * (d * (not qk) + v_dim * (not pv)),
         exponentials=_exponentials(spec),
         instructions=_warp_instructions(spec) * footprint.computing_threads(spec) / hopper.WARP,
-        smem_bytes=_smem_bytes(spec),
+        smem_bytes=_naive_l1_bytes(spec) if isinstance(spec.handoff, GlobalHandoff) else smem_bytes(spec).total,
         l2_bytes=_l2_bytes(spec),
         tma_loads=k_loads + v_loads,
     )
@@ -192,7 +212,7 @@ def _warp_instructions(spec: Spec) -> float:
 # -- bytes
 
 
-def wgmma_smem_bytes(spec: Spec) -> tuple[int, int]:
+def _wgmma_smem_bytes(spec: Spec) -> tuple[int, int]:
     """Bytes that the WGMMA of Q K^T and of P V of one step read from shared memory.
 
     Each instruction reads its 64 x 16 tile of A, unless that is in registers, and its N x 16 tile of B.
@@ -209,22 +229,24 @@ def wgmma_smem_bytes(spec: Spec) -> tuple[int, int]:
     return sizes[0], sizes[1]
 
 
-def _smem_bytes(spec: Spec) -> int:
-    if isinstance(spec.handoff, GlobalHandoff):
-        return _naive_l1_bytes(spec)
-    q, kv = spec.tile.q, spec.tile.kv
-    arriving = kv * (spec.problem.head_dim + spec.problem.v_dim) * spec.element.bytes
-    total = arriving + sum(wgmma_smem_bytes(spec))
-    if isinstance(spec.handoff, SmemHandoff):
-        total += q * kv * spec.element.bytes  # P is written; WGMMA's reading is counted above
-    if isinstance(spec.handoff, SmemScoresHandoff):
-        total += 3 * q * kv * F32  # S is written, read, and written as P
+def smem_bytes(spec: Spec) -> SmemBytes:
+    """What passes through shared memory in one step of a kernel that has a loop over tiles of keys."""
+    scores = spec.tile.q * spec.tile.kv
+    qk, pv = _wgmma_smem_bytes(spec)
     warps = footprint.computing_threads(spec) // hopper.WARP
     if isinstance(spec.qk, ScalarProduct):
-        total += warps * _scalar_qk_lines(spec) * LINE
+        qk = warps * _scalar_qk_lines(spec) * LINE
     if isinstance(spec.pv, ScalarProduct):
-        total += warps * _scalar_pv_lines(spec) * LINE
-    return total
+        pv = warps * _scalar_pv_lines(spec) * LINE
+    in_f32 = scores * F32 if isinstance(spec.handoff, SmemScoresHandoff) else 0
+    in_16_bits = scores * spec.element.bytes if isinstance(spec.handoff, SmemHandoff) else 0
+    return SmemBytes(
+        arriving=spec.tile.kv * (spec.problem.head_dim + spec.problem.v_dim) * spec.element.bytes,
+        qk=qk,
+        scores=in_f32,
+        softmax=2 * in_f32 + in_16_bits,  # S is read, and P written over it; or P alone is written
+        pv=pv,
+    )
 
 
 def _scalar_qk_lines(spec: Spec) -> int:

@@ -238,6 +238,11 @@ class Workspace:
                     f"{variant.source}: records are kept of modules in {self.generated_dir} only; {way_out}"
                 )
 
+    def extending(self, stems: Collection[str]) -> list[SpecFile]:
+        """The workspace's own specs that extend one of these, directly or not, but for those that cannot be read."""
+        files, _ = self._sound(self.spec_files())
+        return [file for file in files if file.stem not in stems and not set(stems).isdisjoint(file.bases)]
+
     def not_rendered(self, missing: Iterable[Variant]) -> UserError:
         """The error for modules that are not there, with the command that writes them."""
         missing = list(missing)

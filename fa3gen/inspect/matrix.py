@@ -35,7 +35,8 @@ from fa3gen.spec.model import CooperativeSchedule, RegisterHandoff, Spec, SyncLo
 from fa3gen.spec.specfile import Variant
 
 DOCUMENT = Path("docs/matrix.md")
-REFRESH = f"fa3gen matrix --markdown > {DOCUMENT}"
+REFRESH = "fa3gen refresh"  # where the document is; a workspace need not have it
+MAKE = f"fa3gen matrix --markdown > {DOCUMENT}"
 COMPARISON = Path("comparison", "cpu_model_vs_gpu.json")  # below the directory of evidence
 
 
@@ -225,8 +226,8 @@ def _stale(date: str) -> str:
 
 _INTRO = f"""# What exists and what is proven
 
-Written by `{REFRESH}`, and anew by `fa3gen verify --evidence`; do not edit. One row per
-generated module. The last columns come from records, each of which is about one exact file (SHA-256): *GPU* from
+Written by `{REFRESH}` and `fa3gen verify --evidence`; do not edit. One row per generated module. The last
+columns come from records, each of which is about one exact file (SHA-256): *GPU* from
 `fa3gen verify --evidence` on a Hopper GPU, *CPU model* from `fa3gen verify --on cpu --evidence` or from the comparison
 in [cpu_model.md](cpu_model.md). "stale": the record is of an older file. Continuous integration executes every module
 on the CPU model, too, but leaves no record. Errors and compile facts are in [EVIDENCE.md](../generated/EVIDENCE.md).
@@ -278,8 +279,9 @@ def check(workspace: Workspace) -> str | None:
     path = workspace.root / DOCUMENT
     if path.is_file() and path.read_text(encoding="utf-8") == markdown(workspace):
         return None
-    what = "is not what specs and records say" if path.is_file() else "does not exist"
-    return f"{DOCUMENT} {what}; run `{REFRESH}`"
+    if path.is_file():
+        return f"{DOCUMENT} is not what specs and records say; run `{REFRESH}`"
+    return f"{DOCUMENT} does not exist; run `{MAKE}`"
 
 
 def document(table: Sequence[Row]) -> list[dict[str, Any]]:

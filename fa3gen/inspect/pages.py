@@ -1,21 +1,26 @@
-"""The pages that the records render to: generated/EVIDENCE.md, the README's ladder, the peers and the matrix.
+"""The pages that specs, modules and records render to, which `fa3gen refresh` writes.
 
-`refresh` writes them, `check` proves that they are as the records say.
+They are generated/EVIDENCE.md, the README's ladder, the peers, the matrix, the simulator's tables and the excerpts in
+docs/ladder.md. `refresh` writes them, `check` proves that they are what they should be, `stale` names what only a run
+of the modules renews.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from fa3gen.base.files import write_text
 from fa3gen.base.markdown import between, speed, table
-from fa3gen.design.ladder import RUNGS, generated_stems
+from fa3gen.base.wording import counted
+from fa3gen.design.ladder import generated_stems
 from fa3gen.design.workspace import Workspace
-from fa3gen.inspect import matrix
+from fa3gen.inspect import ladder_page, matrix
+from fa3gen.inspect.ladder_page import ladder_table
+from fa3gen.inspect.simulation import comparison as simulator_page
 from fa3gen.measure.tuning import report
 from fa3gen.records import tuning_records
+from fa3gen.records.dispatch_table import rows_without_their_module
 from fa3gen.records.evidence import (
     CPU_FOLDER,
     SEQ_LENS,
@@ -26,21 +31,28 @@ from fa3gen.records.evidence import (
     Verdict,
     cpu_status,
     status,
-    verified,
 )
-from fa3gen.spec.model import CausalMask, NoMask, Spec
+from fa3gen.run.dispatch import table_path
 from fa3gen.verify.pipeline import CompileFacts
 from fa3gen.verify.results import CaseResult, CpuCaseResult
 
 LADDER_BEGIN, LADDER_END = "<!-- ladder:begin -->", "<!-- ladder:end -->"
 PEERS_BEGIN, PEERS_END = "<!-- peers:begin -->", "<!-- peers:end -->"
-REFRESH = "fa3gen verify --evidence"  # the command that writes records and renderings
+REFRESH = "fa3gen refresh"
+COMPARED = Path("docs/cpu_model.md")
 
 # -- EVIDENCE.md
 
+
+def evidence_page(workspace: Workspace) -> Path:
+    """Where EVIDENCE.md lies; it need not exist yet."""
+    return workspace.generated_dir / "EVIDENCE.md"
+
+
 _INTRO = f"""# Evidence
 
-Written by `{REFRESH}`; do not edit. A record counts only for the exact file it was made with (SHA-256).
+Written by `{REFRESH}` and `fa3gen verify --evidence`; do not edit. A record counts only for the exact file it was
+made with (SHA-256).
 
 ## On a GPU
 
@@ -169,46 +181,17 @@ def _compile_cells(facts: CompileFacts | None) -> list[str]:
 # -- README ladder
 
 
-def ladder_table(workspace: Workspace) -> str:
-    """Return the README's table: each rung's TFLOP/s at both lengths, head dims and masks; empty without evidence."""
-    columns = [(d, mask, seq_len) for d in (64, 128) for mask in ("full", "causal") for seq_len in SEQ_LENS]
-    names = [f"d{d} {mask} {seq_len // 1024}k" for d, mask, seq_len in columns]
-    files = {file.stem: file for file in workspace.load_all()}
-    rows, machines = [], set()
-    for rung in (rung for rung in RUNGS if rung in files):
-        cells = []
-        for d, mask, seq_len in columns:
-            record = _verified_of(workspace, files[rung].variants, head_dim=d, mask=mask)
-            cells.append(speed(record.tflops.get(str(seq_len))) if record else "")
-            if record:
-                machines.add(f"{record.gpu}, {record.date}")
-        rows.append([f"`{rung}`", *(cell or "–" for cell in cells)])
-    measured = "; ".join(sorted(machines)) or "nothing yet"
-    note = f"TFLOP/s, bf16 forward, 16,384 tokens in all, heads x head dim = 2048. Measured: {measured}."
-    return "\n".join([*table(["rung", *names], rows), "", f"{note} –: not verified on a GPU."]) + "\n"
-
-
-def _verified_of(workspace: Workspace, variants: Sequence[Any], *, head_dim: int, mask: str) -> Record | None:
-    """Return the record of the bf16 variant with this head dim and mask, if it is verified as it stands."""
-    kind = NoMask if mask == "full" else CausalMask
-    for variant in variants:
-        spec: Spec = variant.spec
-        if spec.problem.head_dim == head_dim and spec.problem.dtype == "bf16" and isinstance(spec.mask, kind):
-            return verified(workspace, variant.stem)
-    return None
-
-
 def with_ladder(readme: str, table: str) -> str:
     """Return the README's text with `table` between its markers; UserError when the markers are not there."""
     return between(readme, "README.md", LADDER_BEGIN, table, LADDER_END)
 
 
-# -- what is derived from the records
+# -- all pages
 
 
 def _renderings(workspace: Workspace) -> Iterator[tuple[Path, str]]:
-    """Yield every file that the records render to, with its text."""
-    yield workspace.generated_dir / "EVIDENCE.md", render_markdown(workspace)
+    """Yield every page with its text; what comes first is written even if a later one cannot be."""
+    yield evidence_page(workspace), render_markdown(workspace)
     readme = workspace.root / "README.md"
     text = readme.read_text(encoding="utf-8") if readme.exists() else ""
     if LADDER_BEGIN in text or LADDER_END in text:  # the README of someone else's workspace need not have the table
@@ -221,10 +204,25 @@ def _renderings(workspace: Workspace) -> Iterator[tuple[Path, str]]:
         yield page, between(text, "docs/performance.md", PEERS_BEGIN, written, PEERS_END)
     if (workspace.root / matrix.DOCUMENT).exists():  # nor the matrix
         yield workspace.root / matrix.DOCUMENT, matrix.markdown(workspace)
+    page = workspace.root / simulator_page.DOCUMENT
+    if page.exists():  # nor the simulator's tables
+        text = page.read_text(encoding="utf-8")
+        yield page, simulator_page.with_blocks(text, simulator_page.blocks(workspace))
+    yield from _compared(workspace)
+    yield from ladder_page.files(workspace)  # nor the ladder
+
+
+def _compared(workspace: Workspace) -> Iterator[tuple[Path, str]]:
+    """The CPU model beside a GPU; a workspace need have neither the page nor the record."""
+    path = workspace.root / COMPARED
+    if path.is_file() and (workspace.evidence_dir / matrix.COMPARISON).is_file():
+        from fa3gen.verify import comparison  # imports torch
+
+        yield path, comparison.page(workspace)
 
 
 def refresh(workspace: Workspace) -> list[Path]:
-    """Write all files that the records render to anew; return what changed."""
+    """Write all pages anew; return what changed."""
     changed = []
     for path, text in _renderings(workspace):
         if not path.exists() or path.read_text(encoding="utf-8") != text:
@@ -234,15 +232,55 @@ def refresh(workspace: Workspace) -> list[Path]:
 
 
 def check(workspace: Workspace) -> list[str]:
-    """Return what is not as the records render it, and records of no generated stem; empty when all is well."""
-    problems = []
-    for path, text in _renderings(workspace):
-        if not path.exists() or path.read_text(encoding="utf-8") != text:
-            name, command = path.relative_to(workspace.root), "fa3gen verify --refresh-evidence"
-            problems.append(f"{name} is not what the records in generated/evidence render to; run `{command}`")
+    """Return which pages are out of date, and records of no generated stem; empty when all is well."""
+    problems = [problem for path, text in _renderings(workspace) if (problem := _outdated(workspace, path, text))]
     known = set(generated_stems(workspace))
     folders = (workspace.evidence_dir, workspace.evidence_dir / CPU_FOLDER)
     for path in (path for folder in folders for path in sorted(folder.glob("*.json"))):
         if path.stem not in known:
             problems.append(f"{path.relative_to(workspace.root)} is a record of no generated module; delete it")
     return problems
+
+
+def check_evidence(workspace: Workspace) -> str | None:
+    """Return why EVIDENCE.md is out of date; None where it is not, or there is none."""
+    path = evidence_page(workspace)
+    return _outdated(workspace, path, render_markdown(workspace)) if path.is_file() else None
+
+
+def _outdated(workspace: Workspace, path: Path, text: str) -> str | None:
+    if path.exists() and path.read_text(encoding="utf-8") == text:
+        return None
+    return f"{workspace.shown(path)} is not what specs, modules and records say; run `{REFRESH}`"
+
+
+def stale(workspace: Workspace) -> list[str]:
+    """Return what no page can renew, since it was measured with files that have changed, each with its command."""
+    stems = generated_stems(workspace)
+    on_gpu = [stem for stem in stems if status(workspace, stem)[0] is Status.STALE]
+    on_cpu = [stem for stem in stems if cpu_status(workspace, stem)[0] is CpuStatus.STALE]
+    runs = (
+        ("on a GPU", on_gpu, "on a Hopper GPU: fa3gen verify --evidence"),
+        ("on the CPU model", on_cpu, "fa3gen verify --on cpu --evidence"),
+    )
+    found = []
+    for where, changed, command in runs:
+        if changed:
+            modules = counted(len(changed), "module")
+            found.append(
+                f"{modules} changed since verified {where}; {' '.join([command, *_named(workspace, changed)])}"
+            )
+    table = table_path(workspace)
+    return found + (rows_without_their_module(workspace) if table.is_file() else [])
+
+
+def _named(workspace: Workspace, changed: Sequence[str]) -> list[str]:
+    """The shortest list of names for some modules: none for all of them, a spec for all of its own."""
+    names: list[str] = []
+    complete = True
+    for spec_file in workspace.load_all():
+        stems = [variant.stem for variant in spec_file.variants]
+        whole = set(stems) <= set(changed)
+        names += [spec_file.stem] if whole else [stem for stem in stems if stem in changed]
+        complete = complete and whole
+    return [] if complete else names

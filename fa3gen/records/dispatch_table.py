@@ -116,6 +116,7 @@ def _winner(record: TuningRecord) -> _Won | None:
         tflops=best.tflops,
         runner_up=second.stem if second else None,
         runner_up_tflops=second.tflops if second else None,
+        runner_up_sha256=second.sha256[:DIGEST_LENGTH] if second else None,
         gpu=record.gpu,
     )
     return _Won(best.stem, best.sha256[:DIGEST_LENGTH], measurement)
@@ -150,11 +151,17 @@ def check_table(workspace: Workspace, records: Iterable[TuningRecord]) -> list[s
     `rows_from_records`.
     """
     path = table_path(workspace)
-    table = read_table(path)
     wrong = []
     if path.read_text(encoding="utf-8") != table_from_records(records):
         wrong.append(f"{workspace.shown(path)} is not what the tuning records give; run: {WRITE_TABLE}")
-    for number, row in enumerate(table.rows, 1):
+    return wrong + rows_without_their_module(workspace)
+
+
+def rows_without_their_module(workspace: Workspace) -> list[str]:
+    """What is wrong with the rows of the workspace's table: modules that are missing or not the files measured."""
+    path = table_path(workspace)
+    wrong = []
+    for number, row in enumerate(read_table(path).rows, 1):
         try:
             of_row(workspace, row, place_of_row(workspace, path, number, row))
         except UserError as error:

@@ -52,11 +52,18 @@ class Measurement(SpecModel):
     tflops: float = Field(gt=0)
     runner_up: str | None = None
     runner_up_tflops: float | None = None
+    runner_up_sha256: str | None = Field(default=None, description="First digits, of the measured file.")
     gpu: str
 
-    def __str__(self) -> str:
-        """`at 1024 keys 455 TFLOP/s; k6_d128 420 (NVIDIA H200)`."""
-        other = "nothing else was measured" if self.runner_up is None else f"{self.runner_up} {self.runner_up_tflops:g}"
+    def told(self, home: Workspace) -> str:
+        """`at 1024 keys 455 TFLOP/s; k6_d128 420 (NVIDIA H200)`; of a runner-up that has changed since, no figure."""
+        other = "nothing else was measured"
+        if self.runner_up is not None:
+            file = home.module_path(self.runner_up)
+            present = sha256(file)[:DIGEST_LENGTH] if file.is_file() else None
+            other = f"{self.runner_up} {self.runner_up_tflops:g}"
+            if present is None or present != self.runner_up_sha256:
+                other = f"second was {self.runner_up}, of another file than the present one"
         return f"at {self.seq} keys {self.tflops:g} TFLOP/s; {other} ({self.gpu})"
 
 
@@ -122,7 +129,10 @@ def mask_of(causal: bool, window: Sequence[int] | None) -> Mask:
 
 @dataclass(frozen=True)
 class Choice:
-    """The module for a call, and why: a row of the table, or (None) that no row fits and nothing else does."""
+    """The module for a call, and why: a row of the table, or (None) that no row fits and nothing else does.
+
+    `measured` says in words what is known of the row's module and of its runner-up.
+    """
 
     stem: str
     file: Path
@@ -130,13 +140,14 @@ class Choice:
     source: Path
     row: Row | None
     reason: str
+    measured: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         """The module, its spec in short, and why, in a few lines."""
         spec = self.spec
         how = f"tile {spec.tile.q} x {spec.tile.kv}, loads {spec.load.engine}, schedule {spec.schedule.kind}"
         lines = [f"{self.file}", f"  spec  {self.source}: {Family.of(spec)}; {how}", f"  why   {self.reason}"]
-        return "\n".join([*lines, *(f"        {measured}" for measured in (self.row.measured if self.row else ()))])
+        return "\n".join([*lines, *(f"        {measured}" for measured in self.measured)])
 
 
 def choose(family: Family, seq_k: int, *, lse: bool, workspace: Workspace) -> Choice:
@@ -202,7 +213,8 @@ def of_row(home: Workspace, row: Row, place: str) -> Choice:
         raise NoKernel(f"{place} names {row.module}, which is a spec with several modules; run: {WRITE_TABLE}")
     if (computed := Family.of(variant.spec)) != row.family:
         raise NoKernel(f"{place} is served by {row.module}, and that computes {computed}; run: {WRITE_TABLE}")
-    return Choice(row.module, file, variant.spec, variant.source, row, place)
+    measured = tuple(measurement.told(home) for measurement in row.measured)
+    return Choice(row.module, file, variant.spec, variant.source, row, place, measured)
 
 
 def _unmeasured(family: Family, lse: bool, workspace: Workspace) -> Choice:

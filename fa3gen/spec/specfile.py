@@ -15,7 +15,7 @@ from __future__ import annotations
 import keyword
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -41,12 +41,16 @@ Judge = Callable[[Spec], Iterable[tuple[str, str]]]
 
 @dataclass(frozen=True)
 class Variant:
-    """One module to generate: its stem, its complete spec, and the spec file it comes from."""
+    """One module to generate: its stem, its complete spec, and the spec file it comes from.
+
+    `origins` says for each field that is written, by its dotted path, in which file: `source`, or one that it extends.
+    """
 
     stem: str
     spec: Spec
     source: Path
     summary: str
+    origins: Mapping[str, Path] = field(default_factory=dict, compare=False)
 
 
 @dataclass(frozen=True)
@@ -183,7 +187,10 @@ class _Loader:
         specs = self._checked(expanded, document)
         if self.problems:
             return None
-        variants = tuple(Variant(name, spec, shown, summary) for name, spec in specs.items())
+        variants = tuple(
+            Variant(name, spec, shown, summary, {".".join(keys): node.path for keys, node in expanded[name].leaves()})
+            for name, spec in specs.items()
+        )
         matrix = {axis.field: axis.written for axis in axes}
         return SpecFile(shown, stem, summary, variants, document.fields.plain(), matrix, document.stems[1:])
 

@@ -615,26 +615,10 @@ def with_comparison(document: str, text: str) -> str:
     return markdown.between(document, str(DOCUMENT), BEGIN, text, END)
 
 
-def refresh(workspace: Workspace) -> list[Path]:
-    """Write the document anew from the record; return what changed. Raises UserError without a record."""
+def page(workspace: Workspace) -> str:
+    """The document as the record renders it. Raises UserError without a record."""
     comparison = read(workspace)
     if comparison is None:
         raise UserError(f"there is no {record_path(workspace)}; make it with {TOOL} on a Hopper GPU")
-    path = workspace.root / DOCUMENT
-    text = path.read_text(encoding="utf-8")
-    wanted = with_comparison(text, render(workspace, comparison))
-    if wanted == text:
-        return []
-    write_text(path, wanted)
-    return [path]
-
-
-def check(workspace: Workspace) -> list[str]:
-    """What is not as the record renders it; empty when all is well."""
-    comparison = read(workspace)
-    if comparison is None:
-        return [f"there is no {record_path(workspace)}; make it with {TOOL} on a Hopper GPU"]
     text = (workspace.root / DOCUMENT).read_text(encoding="utf-8")
-    if with_comparison(text, render(workspace, comparison)) != text:
-        return [f"{DOCUMENT} is not what the record renders to; run `python {TOOL} refresh`"]
-    return []
+    return with_comparison(text, render(workspace, comparison))

@@ -3,7 +3,8 @@
     python tests/gpu/compare_cpu_model.py run --on gpu --out gpu.npz     on a machine with a Hopper GPU
     python tests/gpu/compare_cpu_model.py run --on cpu --out cpu.npz     anywhere; minutes
     python tests/gpu/compare_cpu_model.py compare --gpu gpu.npz --cpu cpu.npz    writes the record and docs/cpu_model.md
-    python tests/gpu/compare_cpu_model.py refresh                        writes docs/cpu_model.md from the record
+
+`fa3gen refresh` writes docs/cpu_model.md anew from the record.
 
 All of them from the root of a checkout. `--only WORD` (repeatable) keeps the runs whose name contains a WORD.
 """
@@ -445,18 +446,17 @@ def main() -> int:
     compares = commands.add_parser("compare", help="write the record and the document")
     compares.add_argument("--gpu", type=Path, nargs="+", required=True)
     compares.add_argument("--cpu", type=Path, nargs="+", required=True)
-    commands.add_parser("refresh", help="write the document from the record")
     options = parser.parse_args()
     if options.command == "run":
         jobs = options.jobs or (GPU_JOBS if options.on == "gpu" else 1)
         return 1 if run(options.on, options.out, options.only, jobs) else 0
+    from fa3gen.inspect import pages
     from fa3gen.verify import comparison
 
     workspace = Workspace.find(ROOT)
     try:
-        if options.command == "compare":
-            print(comparison.write(workspace, compare(Side(options.gpu), Side(options.cpu), workspace)))
-        print(*comparison.refresh(workspace), sep="\n")
+        print(comparison.write(workspace, compare(Side(options.gpu), Side(options.cpu), workspace)))
+        print(*pages.refresh(workspace), sep="\n")
     except UserError as error:
         print(error, file=sys.stderr)
         return 2

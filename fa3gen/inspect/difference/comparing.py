@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from fa3gen.compile import census
@@ -11,9 +12,12 @@ from fa3gen.design import ceiling, footprint, work
 from fa3gen.generate import header
 from fa3gen.generate.header import StepRow
 from fa3gen.generate.plan import Plan
-from fa3gen.hardware import hopper
+from fa3gen.hardware import chips, hopper
 from fa3gen.inspect.difference.model import FieldChange, PairDifference, PlanChange, Side, SourceChange, Step
 from fa3gen.spec.model import Spec
+
+STEP_WORK = "work of a CTA in one step"
+KEYS = 4096  # that a tile of queries is followed over where tiles differ
 
 # What the plan says of a module, by topic and by name: {"shared memory": {"sQ": "at 0: 32768 bytes ..."}}.
 Facts = dict[str, dict[str, str]]
@@ -28,13 +32,22 @@ def compare(old: Side, new: Side) -> PairDifference:
         fields = field_changes(
             {"summary": old.summary, **leaves(old.spec)}, {"summary": new.summary, **leaves(new.spec)}
         )
+        fields = [replace(change, base=_base(new, change.field)) for change in fields]
     if old.plan is not None and new.plan is not None:
         plan = plan_changes(facts(old.plan), facts(new.plan))
+        end = max((index for index, change in enumerate(plan, 1) if change.topic == STEP_WORK), default=len(plan))
+        plan[end:end] = tile_changes(old.plan.spec, new.plan.spec)
         steps = step_changes(*(header.describe(plan.spec, "").steps for plan in (old.plan, new.plan)))
     return PairDifference(old, new, tuple(fields), tuple(plan), tuple(steps), source_change(old, new))
 
 
 # Fields
+
+
+def _base(side: Side, path: str) -> str | None:
+    """The spec file that a field comes from, where it is not the module's own."""
+    origin = side.origins.get(path)
+    return None if origin is None or origin.as_posix() == side.source else origin.as_posix()
 
 
 def leaves(spec: Spec) -> dict[str, Any]:
@@ -69,7 +82,7 @@ def facts(plan: Plan) -> Facts:
         "threads and registers": _thread_facts(plan),
         "shared memory": _smem_facts(plan),
         "barriers": {**_rows(described.barriers), **_rows(described.named_barriers)},
-        "work of a CTA in one step": _work_facts(plan.spec),
+        STEP_WORK: _work_facts(plan.spec),
         "expected of the compiled code": _counts(plan),
         "templates": _templates(plan),
     }
@@ -119,6 +132,46 @@ def _work_facts(spec: Spec) -> dict[str, str]:
         "L2": (step.l2_bytes, "bytes"),
     }
     return {what: f"{round(amount):,} {unit}".rstrip() for what, (amount, unit) in found.items() if amount}
+
+
+def tile_changes(old: Spec, new: Spec) -> list[PlanChange]:
+    """Where the tiles differ, a step is another amount of work: what it costs for each unit of it, changed or not."""
+    if (old.tile.q, old.tile.kv) == (new.tile.q, new.tile.kv):
+        return []
+    by_row = old.tile.q != new.tile.q
+    unit = "work for each key and query row" if by_row else "work for each key of a tile of queries"
+    changes = []
+    for topic, before, after in (
+        (unit, _unit_facts(old, by_row=by_row), _unit_facts(new, by_row=by_row)),
+        (f"work over {KEYS:,} keys", _whole_facts(old), _whole_facts(new)),
+    ):
+        changes += [PlanChange(topic, what, before.get(what), after.get(what)) for what in _merged([*before], [*after])]
+    return changes
+
+
+def _unit_facts(spec: Spec, *, by_row: bool) -> dict[str, str]:
+    """What each unit of an SM does for one key, and how long that takes it."""
+    share = spec.tile.kv * (spec.tile.q if by_row else 1)
+    bounds = ceiling.steady(spec, chips.H200).bounds
+    return {
+        bound.unit: f"{_amount(bound.amount / share)} {bound.what}, {_amount(bound.cycles / share)} cycles"
+        for bound in bounds
+    }
+
+
+def _amount(value: float) -> str:
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
+
+
+def _whole_facts(spec: Spec) -> dict[str, str]:
+    """What a tile of queries takes over so many keys, in whole tiles of keys, and the ceiling in the steady state."""
+    steps, steady = -(-KEYS // spec.tile.kv), ceiling.steady(spec, chips.H200)
+    cycles, unit = steps * steady.binding.cycles, steady.binding.unit
+    return {
+        "a tile of queries": f"{spec.tile.q} rows, {steps} steps, {cycles:,.0f} cycles of {unit}",
+        "keys computed": f"{steps * spec.tile.kv:,}",
+        "ceiling": f"{steady.tflops:.0f} TFLOP/s, bound by {unit} ({steady.chip.name})",
+    }
 
 
 def _rows(table: Sequence[tuple[str, ...]]) -> dict[str, str]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 from fa3gen.generate.plan import Plan
@@ -16,6 +18,7 @@ class Side:
     `source` is its spec file as people write it. `spec` and `plan` are None where the spec, of an older revision, is
     none that this fa3gen can read. `module` is the text of the generated file, called `module_name`; None where there
     is no such file. `notes` is what a reader has to know of all this. `revision` is empty for the working tree.
+    `origins` says of each field that is written in which spec file.
     """
 
     stem: str
@@ -27,6 +30,7 @@ class Side:
     module_name: str
     revision: str = ""
     notes: tuple[str, ...] = ()
+    origins: Mapping[str, Path] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -36,11 +40,15 @@ class Side:
 
 @dataclass(frozen=True)
 class FieldChange:
-    """A field of the spec by its dotted path; None where a side does not have it."""
+    """A field of the spec by its dotted path; None where a side does not have it.
+
+    `base` is the spec file that the new value comes from where that is one that the new side extends.
+    """
 
     field: str
     old: Any
     new: Any
+    base: str | None = None
 
 
 @dataclass(frozen=True)

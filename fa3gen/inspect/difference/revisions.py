@@ -20,6 +20,7 @@ from fa3gen.design.workspace import Workspace
 from fa3gen.generate.plan import make_plan
 from fa3gen.generate.render import GENERATED_MARK
 from fa3gen.inspect.difference.comparing import compare
+from fa3gen.inspect.difference.extending import also_changes
 from fa3gen.inspect.difference.model import Difference, Side, SourceChange
 from fa3gen.inspect.difference.sides import side_of
 from fa3gen.spec.complaints import nearest
@@ -74,14 +75,20 @@ def difference(name: str, old: str, new: str | None, workspace: Workspace, *, wi
     asked = _asked(name, workspace)
     with _at(old, asked, workspace) as snapshot:
         before = _committed_state(snapshot, asked, with_source=with_source)
+        extended = _extending(snapshot.workspace, before.path)
     if new is None:
         after = _present_state(asked, workspace, with_source=with_source)
+        extending = _extending(workspace, after.path)
     else:
         with _at(new, asked, workspace) as snapshot:
             after = _committed_state(snapshot, asked, with_source=with_source)
+            extending = _extending(snapshot.workspace, after.path)
     shared = [stem for stem in before.sides if stem in after.sides]
     complaints = tuple(state.complaint for state in (before, after) if state.complaint)
     notes = ["plans are made by this fa3gen from both specs; modules of a revision are the files committed there"]
+    moved = [one for stem, one in extending.items() if stem in extended and one.spec != extended[stem].spec]
+    if moved:
+        notes.append(also_changes(moved, [Path(after.path).stem]))
     return Difference(
         tuple(compare(before.sides[stem], after.sides[stem]) for stem in shared),
         only_old=tuple(stem for stem in before.sides if stem not in after.sides),
@@ -89,6 +96,11 @@ def difference(name: str, old: str, new: str | None, workspace: Workspace, *, wi
         spec_texts=_spec_texts(before, after) if complaints else (),
         notes=(*complaints, *notes),
     )
+
+
+def _extending(workspace: Workspace, path: str) -> dict[str, Variant]:
+    """The modules of specs that extend the one at `path`, by stem."""
+    return {variant.stem: variant for file in workspace.extending([Path(path).stem]) for variant in file.variants}
 
 
 def _asked(name: str, workspace: Workspace) -> str:
@@ -152,6 +164,7 @@ def _committed_side(variant: Variant, snapshot: Snapshot, *, with_source: bool) 
         module=None,
         module_name=f"generated/{variant.stem}.py",
         revision=snapshot.revision,
+        origins=variant.origins,
     )
     return _with_module(side, snapshot) if with_source else side
 

@@ -63,6 +63,7 @@ def side_of(variant: Variant, workspace: Workspace, *, with_source: bool) -> Sid
         module=text,
         module_name=name,
         notes=tuple(notes),
+        origins=variant.origins,
     )
 
 

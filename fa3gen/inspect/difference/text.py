@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
-from rich.console import RenderableType
+from rich.console import Console, RenderableType
 from rich.text import Text
 
 from fa3gen.inspect.difference import side_by_side
 from fa3gen.inspect.difference.comparing import unified
-from fa3gen.inspect.difference.model import Difference, PairDifference, Side, SourceChange
+from fa3gen.inspect.difference.model import Difference, FieldChange, PairDifference, Side, SourceChange
 
 OLD, NEW, DIM, TITLE = "red", "green", "dim", "bold"
 NOTHING = "(none)"
+WIDTH_OF_A_PIPE = 260  # a pipe or a file has none, and what is printed side by side is not folded there
 SHORT = 100  # characters that an `old -> new` may take in one line; longer ones stand below each other
 
 
@@ -33,6 +35,15 @@ def report(found: Difference, *, with_source: bool, width: int | None) -> Iterat
     for which, stems in (("first", found.only_old), ("second", found.only_new)):
         if stems:
             yield Text(f"only on the {which} side: {', '.join(stems)}")
+
+
+def printed(found: Difference, *, with_source: bool) -> str:
+    """What `fa3gen diff` prints into a pipe."""
+    written = io.StringIO()
+    console = Console(file=written, width=WIDTH_OF_A_PIPE, highlight=False, markup=False, color_system=None)
+    for item in report(found, with_source=with_source, width=None):
+        console.print(item, soft_wrap=True)
+    return written.getvalue()
 
 
 def _group(pairs: Sequence[PairDifference], *, with_source: bool, width: int | None) -> Iterator[RenderableType]:
@@ -55,7 +66,7 @@ def _decided(pair: PairDifference) -> Iterator[Text]:
         yield Text("same spec, same plan")
     if pair.fields:
         yield Text("\nspec", TITLE)
-        yield from _changes([(change.field, _value(change.old), _value(change.new)) for change in pair.fields])
+        yield from _changes([(change.field, _value(change.old), _origin(change)) for change in pair.fields])
     for topic, group in groupby(pair.plan, key=lambda change: change.topic):
         yield Text(f"\n{topic}", TITLE)
         yield from _changes([(change.what, change.old, change.new) for change in group])
@@ -65,6 +76,12 @@ def _decided(pair: PairDifference) -> Iterator[Text]:
         for step in pair.steps:
             mark, style = marks[step.change]
             yield Text(f"  {mark}{step.text}", style)
+
+
+def _origin(change: FieldChange) -> str | None:
+    """The new value, with the spec file that it comes from where that is a base."""
+    value = _value(change.new)
+    return f"{value}, from {change.base}" if change.base else value
 
 
 def _value(value: Any) -> str | None:
@@ -79,7 +96,9 @@ def _changes(rows: Sequence[tuple[str, str | None, str | None]]) -> Iterator[Tex
     widest = max(len(name) for name, _, _ in rows)
     for name, old, new in rows:
         before, after = old or NOTHING, new or NOTHING
-        if len(before) + len(after) <= SHORT:
+        if before == after:
+            yield Text.assemble(f"  {name.ljust(widest)}  {before}, on both sides")
+        elif len(before) + len(after) <= SHORT:
             yield Text.assemble(f"  {name.ljust(widest)}  ", (before, OLD), " -> ", (after, NEW))
         else:
             yield Text.assemble(f"  {name.ljust(widest)}  ", (f"- {before}", OLD))

@@ -78,6 +78,11 @@ _MODULE = record(
     {
         "stem": TEXT,
         "spec_file": TEXT,
+        "fields_from": {
+            "type": "object",
+            "additionalProperties": listed(TEXT),
+            "description": "Spec file, this one or one that it extends -> the fields that come from it.",
+        },
         "spec": {"type": "object", "description": "As `fa3gen schema` describes it, defaults filled in."},
         "title": TEXT,
         "mask": TEXT,
@@ -152,6 +157,7 @@ def _module(explanation: Explanation) -> dict[str, Any]:
     return {
         "stem": explanation.stem,
         "spec_file": explanation.source.as_posix(),
+        "fields_from": {file: list(fields) for file, fields in explanation.fields_from.items()},
         "spec": spec.model_dump(mode="json"),
         "title": described.title,
         "mask": described.mask,

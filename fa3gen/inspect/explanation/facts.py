@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import PurePath
+from pathlib import Path, PurePath
 
 from fa3gen.design import ceiling, footprint, work
 from fa3gen.design.ceiling import Ceiling, Occupancy, ProblemCeiling
@@ -27,7 +27,8 @@ class Explanation:
     """Everything that `fa3gen explain` says of one module.
 
     `smem` is (offset, region) for each array and the barriers, `smem_total` what a CTA asks for. `ceilings` has one
-    entry per chip, `problems` one row per shape with one entry per chip.
+    entry per chip, `problems` one row per shape with one entry per chip. `fields_from` maps each spec file, this one
+    and those that it extends, to the fields that come from it.
     """
 
     stem: str
@@ -43,6 +44,7 @@ class Explanation:
     ceilings: tuple[Ceiling, ...]
     occupancy: Occupancy
     problems: tuple[tuple[ProblemCeiling, ...], ...]
+    fields_from: Mapping[str, tuple[str, ...]]
 
     @property
     def smem_left(self) -> int:
@@ -76,4 +78,19 @@ def explain(
         ceilings=tuple(ceiling.steady(spec, chip) for chip in chips),
         occupancy=occupancy,
         problems=tuple(tuple(ceiling.of_problem(problem, chip, occupancy) for chip in chips) for problem in problems),
+        fields_from=_fields_from(variant),
     )
+
+
+def _fields_from(variant: Variant) -> dict[str, tuple[str, ...]]:
+    """Fields by the file that gives them, the module's own first; a part that comes from one file is named whole."""
+    parts: dict[str, set[Path]] = {}
+    for field, path in variant.origins.items():
+        parts.setdefault(field.partition(".")[0], set()).add(path)
+    files: dict[str, list[str]] = {variant.source.as_posix(): []}
+    for field, path in variant.origins.items():
+        part = field.partition(".")[0]
+        fields = files.setdefault(path.as_posix(), [])
+        name = part if len(parts[part]) == 1 else field
+        fields += [name] if name not in fields else []
+    return {file: tuple(fields) for file, fields in files.items() if fields}

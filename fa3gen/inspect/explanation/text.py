@@ -44,6 +44,9 @@ def screen(explanation: Explanation, console: Console, *, rules: bool = False) -
     yield _decisions(explanation)
     yield from _limits(explanation)
     yield from _warnings(explanation)
+    if set(explanation.fields_from) - {explanation.source.as_posix()}:
+        given = (f"{', '.join(fields)} in {file}" for file, fields in explanation.fields_from.items())
+        yield _note(f"Fields are given by: {'; '.join(given)}", style="dim")
     yield _heading("Warps and registers")
     yield Group(*(_note(line) for line in explanation.description.threads))
     for title, rows in (

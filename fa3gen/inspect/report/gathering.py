@@ -57,12 +57,17 @@ class Simulated:
 
 @dataclass(frozen=True)
 class Report:
-    """One module, all that is known of it. `file` and `source_file` are paths as people write them."""
+    """One module, all that is known of it. `file` and `source_file` are paths as people write them.
+
+    `as_rendered`: the file is what its spec renders to; otherwise it was edited by hand, or spec or templates have
+    changed since.
+    """
 
     variant: Variant
     file: str
     source_file: str
     source: str
+    as_rendered: bool
     sha256: str
     explanation: Explanation
     compiled: Compiled
@@ -89,6 +94,7 @@ def gather(workspace: Workspace, variant: Variant) -> Report:
     from fa3gen.compile import compiler
     from fa3gen.compile.cache import cached_compile
     from fa3gen.generate.plan import make_plan
+    from fa3gen.generate.render import render_variant
 
     place = workspace.place_of(variant)
     path = place.module_path(variant.stem)
@@ -98,12 +104,14 @@ def gather(workspace: Workspace, variant: Variant) -> Report:
     compiled = cached_compile(path, line_info=True)
     census = compiler.analyse(compiled).census
     state, record = evidence.status(workspace, variant.stem)
+    source = path.read_text(encoding="utf-8")
     run, on_cpu = _on_cpu_model(workspace, variant, compiled)
     return Report(
         variant=variant,
         file=workspace.shown(path).as_posix(),
         source_file=str(variant.source),
-        source=path.read_text(encoding="utf-8"),
+        source=source,
+        as_rendered=render_variant(variant, workspace, formatted=[source]) == source,
         sha256=files.sha256(path),
         explanation=explanation.explain(variant, _shapes(variant), chips.select(None), census.registers),
         compiled=compiled,

@@ -1,17 +1,12 @@
-"""Predicted beside measured: the tables of docs/simulator.md, made from the evidence.
-
-`python -m fa3gen.inspect.simulation.comparison` writes them anew.
-"""
+"""Predicted beside measured: the tables of docs/simulator.md, made from the evidence; `fa3gen refresh` writes them."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from fa3gen.base import markdown
-from fa3gen.base.files import write_text
 from fa3gen.design.work import Problem
 from fa3gen.design.workspace import Workspace
 from fa3gen.hardware import chips
@@ -22,7 +17,6 @@ from fa3gen.spec.model import NoMask
 from fa3gen.spec.specfile import Variant
 
 DOCUMENT = "docs/simulator.md"
-COMMAND = "python -m fa3gen.inspect.simulation.comparison"
 # Specs of the tables: the ladder without k1, which has no pipeline, and others that the evidence has speeds of.
 LADDER = (
     *("k2", "k2_cp_async", "k3_1", "k3_2", "k3_3", "k4_1", "k4_smem", "k4_2", "k5", "k6_sequential", "k6"),
@@ -34,33 +28,35 @@ STAGES = range(1, 7)
 
 @dataclass(frozen=True)
 class Cell:
-    """One module at one length: TFLOP/s with products served evenly and oldest first, and as measured."""
+    """One module at one length: TFLOP/s with products served evenly and oldest first, and as measured.
+
+    `measured` is None where no record is about the present file, or it holds no speed.
+    """
 
     stem: str
     length: int
     ctas: int
     even: float
     oldest: float
-    measured: float
+    measured: float | None
 
 
 def cells(workspace: Workspace) -> Iterator[Cell]:
-    """Every unmasked module of LADDER that is verified as it stands and has speeds."""
+    """Every unmasked module of LADDER, at each length of the records."""
     chip = chips.H200
     for variant in (variant for name in LADDER for variant in workspace.resolve(name)):
         spec = variant.spec
-        record = evidence.verified(workspace, variant.stem)
-        if record is None or record.compile is None or not isinstance(spec.mask, NoMask):
+        if not isinstance(spec.mask, NoMask):
             continue
-        registers, times = record.compile.registers, simulation.times_of(spec, chip)
+        record = evidence.verified(workspace, variant.stem)
+        registers = evidence.compiled_registers(workspace, variant.stem)
+        times = simulation.times_of(spec, chip)
         for length in evidence.SEQ_LENS:
-            measured = record.tflops.get(str(length))
-            if measured is None:
-                continue
+            measured = record.tflops.get(str(length)) if record else None
             problem = Problem(spec, measured_shape(spec, length))
             oldest = simulation.predict(problem, times, chip, registers)
             # Without products on the tensor cores there is nothing to arbitrate.
-            even = simulation.predict(problem, times, chip, registers, "even") if times.qk_tensor else oldest
+            even = simulation.predict(problem, times, chip, registers, "even") if times.qk.tensor else oldest
             ctas = simulation.settings_of(spec, registers=registers).ctas
             yield Cell(variant.stem, length, ctas, even, oldest, measured)
 
@@ -74,16 +70,28 @@ def comparison_table(found: Sequence[Cell]) -> str:
         head += [f"{name} even", f"{name} oldest", f"{name} measured", "measured / predicted"]
     rows = []
     for stem in dict.fromkeys(cell.stem for cell in found):
-        own = {cell.length: cell for cell in found if cell.stem == stem}
-        row = [f"`{stem}`", str(next(iter(own.values())).ctas)]
-        for length in lengths:
-            cell = own.get(length)
-            row += ["–"] * 4 if cell is None else _speeds(cell)
-        rows.append(row)
+        own = [cell for cell in found if cell.stem == stem]
+        rows.append([f"`{stem}`", str(own[0].ctas), *(text for cell in own for text in _speeds(cell))])
     return _markdown(head, rows)
 
 
+def unmeasured(workspace: Workspace, found: Sequence[Cell]) -> str:
+    """Markdown: which rows have no measured speed and why; nothing where all have one."""
+    lines = []
+    for stem in dict.fromkeys(cell.stem for cell in found if cell.measured is None):
+        state, record = evidence.status(workspace, stem)
+        why = "has not been verified on a GPU"
+        if state is evidence.Status.STALE and record is not None:
+            why = f"is stale: the file changed after its record of {record.date}"
+        elif record is not None:
+            why = "failed on a GPU" if state is evidence.Status.FAILED else "has a record without speeds"
+        lines.append(f"- `{stem}` {why}; measure it with `fa3gen verify --evidence {stem}`.\n")
+    return "".join(lines)
+
+
 def _speeds(cell: Cell) -> list[str]:
+    if cell.measured is None:
+        return [f"{cell.even:.0f}", f"{cell.oldest:.0f}", "–", "–"]
     ratios = sorted((cell.measured / cell.oldest, cell.measured / cell.even))
     low, high = (f"{ratio:.2f}" for ratio in ratios)
     shown = low if low == high else f"{low} to {high}"
@@ -91,21 +99,30 @@ def _speeds(cell: Cell) -> list[str]:
 
 
 def summary(found: Sequence[Cell]) -> str:
-    """How far the predictions are from the measurements, in one sentence for each kind of kernel."""
-    tensor = [cell for cell in found if cell.stem.startswith(("k4_smem", "k4_2", "k5", "k6", "fwd"))]
-    scalar = [cell for cell in found if cell not in tensor]
-    within = sum(cell.even <= cell.measured <= cell.oldest for cell in tensor)
-    above = sum(cell.measured < cell.even for cell in tensor)
-    lines = [
-        f"Both products on WGMMA: of {len(tensor)} cells {within} lie between the two predictions, {above} below both, "
-        f"{len(tensor) - within - above} above both; the median of measured over predicted is "
-        f"{statistics.median(cell.measured / cell.even for cell in tensor):.2f} (even) and "
-        f"{statistics.median(cell.measured / cell.oldest for cell in tensor):.2f} (oldest first).",
-        f"Products on scalars: {len(scalar)} cells, measured over predicted from "
-        f"{min(cell.measured / cell.oldest for cell in scalar):.2f} to "
-        f"{max(cell.measured / cell.oldest for cell in scalar):.2f}.",
-    ]
-    return "\n".join(f"- {line}" for line in lines) + "\n"
+    """How far the predictions are from the measurements, in one sentence for each kind of kernel that was measured."""
+    measured = [(cell, cell.measured) for cell in found if cell.measured is not None]
+    tensor = [pair for pair in measured if pair[0].stem.startswith(("k4_smem", "k4_2", "k5", "k6", "fwd"))]
+    scalar = [pair for pair in measured if pair not in tensor]
+    lines = [*([_on_tensor_cores(tensor)] if tensor else []), *([_on_scalars(scalar)] if scalar else [])]
+    return "".join(f"- {line}\n" for line in lines)
+
+
+def _on_tensor_cores(tensor: Sequence[tuple[Cell, float]]) -> str:
+    below = sum(measured < min(cell.even, cell.oldest) for cell, measured in tensor)
+    above = sum(measured > max(cell.even, cell.oldest) for cell, measured in tensor)
+    between = len(tensor) - below - above
+    return (
+        f"Both products on WGMMA: of {len(tensor)} cells {between} lie between the two predictions, {below} below "
+        f"both, {above} above both; the median of measured over predicted is "
+        f"{statistics.median(measured / cell.even for cell, measured in tensor):.2f} (even) and "
+        f"{statistics.median(measured / cell.oldest for cell, measured in tensor):.2f} (oldest first)."
+    )
+
+
+def _on_scalars(scalar: Sequence[tuple[Cell, float]]) -> str:
+    ratios = [measured / cell.oldest for cell, measured in scalar]
+    low, high = min(ratios), max(ratios)
+    return f"Products on scalars: {len(scalar)} cells, measured over predicted from {low:.2f} to {high:.2f}."
 
 
 def stages_table(workspace: Workspace) -> str:
@@ -133,7 +150,8 @@ def _markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def blocks(workspace: Workspace) -> dict[str, str]:
     """Name -> text of each part of the document that this module makes."""
     found = list(cells(workspace))
-    return {"comparison": comparison_table(found), "summary": summary(found), "stages": stages_table(workspace)}
+    table = comparison_table(found) + (f"\n{missing}" if (missing := unmeasured(workspace, found)) else "")
+    return {"comparison": table, "summary": summary(found), "stages": stages_table(workspace)}
 
 
 def with_blocks(text: str, made: dict[str, str]) -> str:
@@ -141,14 +159,3 @@ def with_blocks(text: str, made: dict[str, str]) -> str:
     for name, block in made.items():
         text = markdown.between(text, DOCUMENT, f"<!-- {name}:begin -->", block, f"<!-- {name}:end -->")
     return text
-
-
-def main() -> None:
-    """Write the document of the checkout anew."""
-    workspace = Workspace.find()
-    path = Path(workspace.root) / DOCUMENT
-    write_text(path, with_blocks(path.read_text(encoding="utf-8"), blocks(workspace)))
-
-
-if __name__ == "__main__":
-    main()

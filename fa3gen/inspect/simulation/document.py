@@ -10,14 +10,13 @@ from fa3gen.base import json_shapes
 from fa3gen.base.json_shapes import COUNT, NUMBER, TEXT, Shape, listed, nullable, record
 from fa3gen.inspect.simulation.results import Simulation
 from fa3gen.inspect.simulation.run import Settings, StageRow
-from fa3gen.inspect.simulation.times import Times
+from fa3gen.inspect.simulation.times import UNITS, Times
 
 FORMAT = "fa3gen simulate"
-VERSION = 1
+VERSION = 2  # shared memory is a unit; products are pieces, on tensor cores or not
 
 _CYCLES = NUMBER
 _SHARE: Shape = {"type": "number", "minimum": 0, "maximum": 1.000001, "description": "With rounding."}
-_UNITS = ("tensor cores", "exponentials", "issue", "loads")
 
 
 _PIECE = record(
@@ -25,21 +24,21 @@ _PIECE = record(
         "name": TEXT,
         "issue": {**_CYCLES, "description": "Cycles of all issue slots of the SM, for four warps."},
         "exp": {**_CYCLES, "description": "Cycles of all exponential units of the SM."},
-        "fixed": _CYCLES,
+        "smem": {**_CYCLES, "description": "Cycles of shared memory at its full width."},
+        "tensor": {**_CYCLES, "description": "Cycles of all tensor cores of the SM; 0 for what warps compute."},
     }
 )
 _OPTIONAL_PIECE = {**_PIECE, "type": ["object", "null"]}
 _TIMES = record(
     {
-        "qk_tensor": _CYCLES,
-        "pv_tensor": _CYCLES,
-        "qk": _OPTIONAL_PIECE,
-        "pv": _OPTIONAL_PIECE,
+        "qk": _PIECE,
+        "pv": _PIECE,
         "softmax": listed(_PIECE),
         "rescale": _PIECE,
         "epilogue": _PIECE,
         "load_latency": _CYCLES,
         "load_rate": {**_CYCLES, "description": "Bytes a cycle."},
+        "smem_rate": {**_CYCLES, "description": "Bytes a cycle."},
         "q_bytes": COUNT,
         "k_bytes": COUNT,
         "v_bytes": COUNT,
@@ -89,8 +88,8 @@ _MODULE = record(
         "times": {**_TIMES, "description": "Cycles of one group of four warps."},
         "end": _CYCLES,
         "step_cycles": {**_CYCLES, "description": "Of the SM, for one tile of keys of one CTA, in the steady state."},
-        "utilisation": record(dict.fromkeys(_UNITS, _SHARE)),
-        "steady": record(dict.fromkeys(_UNITS, _SHARE)),
+        "utilisation": record(dict.fromkeys(UNITS, _SHARE)),
+        "steady": record(dict.fromkeys(UNITS, _SHARE)),
         "stalls": listed(record({"actor": TEXT, "what": TEXT, "cycles": _CYCLES, "share": _SHARE})),
         "stages": listed(_STAGES),
         "spans": listed(_SPAN),
@@ -125,8 +124,8 @@ def _module(entry: Entry) -> dict[str, Any]:
         "times": asdict(entry.times),
         "end": simulation.end,
         "step_cycles": simulation.step_cycles,
-        "utilisation": {unit: simulation.utilisation(unit) for unit in _UNITS},
-        "steady": {unit: simulation.steady(unit) for unit in _UNITS},
+        "utilisation": {unit: simulation.utilisation(unit) for unit in UNITS},
+        "steady": {unit: simulation.steady(unit) for unit in UNITS},
         "stalls": [asdict(stall) for stall in simulation.stalls()],
         "stages": [asdict(row) for row in entry.stages],
         "spans": [asdict(span) for span in simulation.spans],

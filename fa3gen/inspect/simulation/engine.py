@@ -3,8 +3,8 @@
 A group's products run in the order in which it issues them, and a second one is issued when the first is complete. The
 tensor cores serve the groups that have products in flight evenly, or the oldest product first: how the hardware
 chooses is not documented. Loads are transferred one after the other, those of several producers or CTAs in turn, and
-land a latency later. What warps compute shares issue slots and exponentials: when the pieces under way need more than
-there is, all that need the scarce unit slow down alike.
+land a latency later. What is under way shares the units of the SM, issue slots, exponentials and shared memory among
+them: when more is needed of one than there is, all that need the scarce unit slow down alike.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ import heapq
 import itertools
 from collections import defaultdict, deque
 from collections.abc import Callable, Generator, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from fa3gen.inspect.simulation.results import Span, SpanKind
-from fa3gen.inspect.simulation.times import Piece
+from fa3gen.inspect.simulation.times import UNITS, Needs, Piece, Unit
 
 Arbitration = Literal["even", "oldest"]
 
-EPSILON = 1e-9  # cycles, relative to which a piece of computing is done
+EPSILON = 1e-9  # what is left of something that is done, as a share of it
 
 
 @dataclass(frozen=True)
@@ -53,41 +53,53 @@ class Actor:
     cta: int
 
 
-@dataclass
-class _Running:
-    """A piece that is being computed: what is left of it, in cycles that it would take alone."""
+@dataclass(kw_only=True, eq=False)
+class _Activity:
+    """Something that takes time on units of the SM: how long it would take alone, and what is left of that."""
 
     actor: Actor
+    needs: Needs
+    alone: float = field(init=False)
+    left: float = field(init=False)
+    shares: Needs = field(init=False)  # of each unit, that it takes when nothing slows it down
+
+    def __post_init__(self) -> None:
+        """Alone it takes as long as on the unit that it needs most of."""
+        self.alone = self.left = max(self.needs.values())
+        self.shares = {unit: cycles / self.alone for unit, cycles in self.needs.items() if cycles}
+
+    @property
+    def done(self) -> bool:
+        """Whether nothing is left, but for rounding."""
+        return self.left <= EPSILON * self.alone
+
+
+@dataclass(kw_only=True, eq=False)
+class _Running(_Activity):
+    """A piece that warps compute."""
+
     process: Process
     compute: Compute
     start: float
-    left: float
-    issue: float  # shares of the issue slots and of the exponential units that it takes when nothing slows it down
-    exp: float
 
 
-@dataclass
-class _Product:
-    """A product in flight: what is left of it, in cycles of the tensor cores."""
+@dataclass(kw_only=True, eq=False)
+class _Product(_Activity):
+    """A product in flight."""
 
-    actor: Actor
     what: str
     tile: int
-    done: Hashable
+    complete: Hashable
     issued: Hashable
-    cycles: float
-    left: float
     order: int
     start: float | None = None
 
 
-@dataclass(frozen=True)
-class _Load:
-    """A load that was requested at cycle `requested`."""
+@dataclass(kw_only=True, eq=False)
+class _Load(_Activity):
+    """The transfer of a load that was requested at cycle `requested`."""
 
-    actor: Actor
     what: str
-    size: int
     stage: int | None
     tile: int | None
     full: Hashable
@@ -97,12 +109,12 @@ class _Load:
 class Engine:
     """One SM. Start processes, then `run`; afterwards `spans` and `busy` say what happened."""
 
-    def __init__(self, load_latency: float, load_rate: float, arbitration: Arbitration = "oldest") -> None:
-        """Nothing is under way; cycles, and bytes a cycle."""
+    def __init__(self, load_latency: float, arbitration: Arbitration = "oldest") -> None:
+        """Nothing is under way; loads land `load_latency` cycles after their transfer."""
         self.now = 0.0
         self.spans: list[Span] = []
-        self.busy: dict[str, float] = {"tensor cores": 0.0, "exponentials": 0.0, "issue": 0.0, "loads": 0.0}
-        self._latency, self._rate, self._arbitration = load_latency, load_rate, arbitration
+        self.busy: dict[Unit, float] = dict.fromkeys(UNITS, 0.0)
+        self._latency, self._arbitration = load_latency, arbitration
         self._fired: dict[Hashable, float] = {}
         self._arrived: dict[Hashable, int] = defaultdict(int)
         self._waiting: dict[Hashable, list[tuple[Actor, Process, Wait, float]]] = defaultdict(list)
@@ -111,6 +123,7 @@ class Engine:
         self._running: list[_Running] = []
         self._products: dict[Actor, deque[_Product]] = {}
         self._requests: dict[Actor, deque[_Load]] = {}
+        self._transfer: _Load | None = None
         self._transferring = False
 
     # What processes ask for
@@ -132,11 +145,21 @@ class Engine:
         if self._arrived[signal] == of:
             self.fire(signal)
 
-    def product(self, actor: Actor, what: str, cycles: float, tile: int, issued: Hashable, done: Hashable) -> None:
+    def product(self, actor: Actor, piece: Piece, tile: int, *, issued: Hashable, done: Hashable) -> None:
         """Hand a product to the tensor cores: `issued` fires when the group's products before it are complete, and
         `done` when it is itself."""
         queue = self._products.setdefault(actor, deque())
-        queue.append(_Product(actor, what, tile, done, issued, cycles, cycles, next(self._order)))
+        queue.append(
+            _Product(
+                actor=actor,
+                needs=piece.needs,
+                what=piece.name,
+                tile=tile,
+                complete=done,
+                issued=issued,
+                order=next(self._order),
+            )
+        )
         if len(queue) == 1:
             self._begin(queue[0])
 
@@ -149,29 +172,24 @@ class Engine:
         heads = [queue[0] for queue in self._products.values()]
         return [min(heads, key=lambda product: product.order)] if heads and self._arbitration == "oldest" else heads
 
-    def load(self, actor: Actor, what: str, size: int, stage: int | None, tile: int | None, full: Hashable) -> None:
-        """Request a load of `size` bytes; `full` fires when it has landed."""
-        self._requests.setdefault(actor, deque()).append(_Load(actor, what, size, stage, tile, full, self.now))
+    def load(self, actor: Actor, what: str, needs: Needs, stage: int | None, tile: int | None, full: Hashable) -> None:
+        """Request a load whose transfer needs so much; `full` fires when it has landed."""
+        load = _Load(actor=actor, needs=needs, what=what, stage=stage, tile=tile, full=full, requested=self.now)
+        self._requests.setdefault(actor, deque()).append(load)
         if not self._transferring:
             self._transferring = True
-            self._at(self.now, self._transfer)
+            self._at(self.now, self._begin_transfer)
 
-    def _transfer(self) -> None:
+    def _begin_transfer(self) -> None:
         """Begin the transfer of the next request; those who have any take turns."""
         if not self._requests:
             self._transferring = False
             return
         actor = next(iter(self._requests))
         queue = self._requests.pop(actor)
-        load = queue.popleft()
+        self._transfer = queue.popleft()
         if queue:
             self._requests[actor] = queue  # behind the others
-        cycles = load.size / self._rate
-        self.busy["loads"] += cycles
-        landed = self.now + cycles + self._latency
-        self.record(actor, "load", load.what, load.requested, landed, load.stage, load.tile)
-        self._at(landed, lambda: self.fire(load.full))
-        self._at(self.now + cycles, self._transfer)
 
     def fired(self, signal: Hashable) -> bool:
         """Whether a signal has fired."""
@@ -195,15 +213,17 @@ class Engine:
 
         Raises RuntimeError when processes wait for what never happens.
         """
-        while self._events or self._running or self._products:
-            speeds, served = self._speeds(), self._served()
-            computed = self._next_done(speeds, served)
-            if self._events and self._events[0][0] <= computed:
+        while self._events or self._running or self._products or self._transfer:
+            speeds = self._speeds()
+            # When the next one would be through if nothing else began.
+            through = min((self.now + one.left / speed for one, speed in speeds), default=float("inf"))
+            if self._events and self._events[0][0] <= through:
                 time, _, happen = heapq.heappop(self._events)
-                self._pass(time, speeds, served)
+                self._pass(time, speeds)
                 happen()
             else:
-                self._pass(computed, speeds, served)
+                self._pass(through, speeds)
+                self._finish_transfer()
                 self._finish_products()
                 self._finish_computed()
         if self._waiting:
@@ -221,39 +241,48 @@ class Engine:
                     continue
                 self._waiting[request.signal].append((actor, process, request, self.now))
                 return
-            piece, alone = request.piece, request.piece.alone
-            if alone > 0:
-                shares = piece.issue / alone, piece.exp / alone
-                self._running.append(_Running(actor, process, request, self.now, alone, *shares))
+            if request.piece.alone > 0:
+                needs = request.piece.needs
+                running = _Running(actor=actor, needs=needs, process=process, compute=request, start=self.now)
+                self._running.append(running)
                 return
 
-    def _speeds(self) -> list[float]:
-        """How fast each running piece goes, 1 when nothing slows it down."""
-        issue = max(1.0, sum(running.issue for running in self._running))
-        exp = max(1.0, sum(running.exp for running in self._running))
-        return [1.0 / max(issue if running.issue else 1.0, exp if running.exp else 1.0) for running in self._running]
+    def _speeds(self) -> list[tuple[_Activity, float]]:
+        """What is under way and how fast it goes, 1 when nothing slows it down."""
+        served = self._served()
+        weighted: list[tuple[_Activity, float]] = [(product, 1.0 / len(served)) for product in served]
+        weighted += [(activity, 1.0) for activity in (*self._running, *([self._transfer] if self._transfer else []))]
+        asked: dict[Unit, float] = defaultdict(float)
+        for activity, weight in weighted:
+            for unit, share in activity.shares.items():
+                asked[unit] += weight * share
+        # Something of no size needs no unit and is slowed down by none.
+        slowed = [max([1.0, *(asked[unit] for unit in activity.shares)]) for activity, _ in weighted]
+        return [(activity, weight / by) for (activity, weight), by in zip(weighted, slowed, strict=True)]
 
-    def _next_done(self, speeds: Sequence[float], served: Sequence[_Product]) -> float:
-        """When the next product or piece would be complete if nothing else began."""
-        times = [self.now + running.left / speed for running, speed in zip(self._running, speeds, strict=True)]
-        times += [self.now + product.left * len(served) for product in served]
-        return min(times, default=float("inf"))
-
-    def _pass(self, time: float, speeds: Sequence[float], served: Sequence[_Product]) -> None:
+    def _pass(self, time: float, speeds: Sequence[tuple[_Activity, float]]) -> None:
         elapsed = time - self.now
         if elapsed > 0:
-            for running, speed in zip(self._running, speeds, strict=True):
-                running.left -= elapsed * speed
-                self.busy["issue"] += elapsed * speed * running.issue
-                self.busy["exponentials"] += elapsed * speed * running.exp
-            for product in served:
-                product.start = self.now if product.start is None else product.start
-                product.left -= elapsed / len(served)
-            self.busy["tensor cores"] += elapsed * bool(served)
+            for activity, speed in speeds:
+                if isinstance(activity, _Product) and activity.start is None:
+                    activity.start = self.now
+                activity.left -= elapsed * speed
+                for unit, share in activity.shares.items():
+                    self.busy[unit] += elapsed * speed * share
         self.now = time
 
+    def _finish_transfer(self) -> None:
+        load = self._transfer
+        if load is None or not load.done:
+            return
+        self._transfer = None
+        landed = self.now + self._latency
+        self.record(load.actor, "load", load.what, load.requested, landed, load.stage, load.tile)
+        self._at(landed, lambda: self.fire(load.full))
+        self._begin_transfer()
+
     def _finish_products(self) -> None:
-        done = [queue[0] for queue in self._products.values() if queue[0].left <= EPSILON * queue[0].cycles]
+        done = [queue[0] for queue in self._products.values() if queue[0].done]
         for product in done:
             queue = self._products[product.actor]
             queue.popleft()
@@ -264,11 +293,11 @@ class Engine:
             start = self.now if product.start is None else product.start
             self.record(product.actor, "product", product.what, start, self.now, None, product.tile)
         for product in done:
-            self.fire(product.done)
+            self.fire(product.complete)
 
     def _finish_computed(self) -> None:
-        done = [running for running in self._running if running.left <= EPSILON * running.compute.piece.alone]
-        self._running = [running for running in self._running if running not in done]
+        done = [running for running in self._running if running.done]
+        self._running = [running for running in self._running if not running.done]
         for running in done:
             compute = running.compute
             self.record(running.actor, "compute", compute.piece.name, running.start, self.now, None, compute.tile)

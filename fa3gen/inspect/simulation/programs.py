@@ -85,7 +85,7 @@ class Cta:
         """Request a tile; its stage is held from landing until all groups have given it back."""
         size = {"Q": self.times.q_bytes, "K": self.times.k_bytes, "V": self.times.v_bytes}[tensor]
         full, tile = self.key(tensor, "full", number), None if tensor == "Q" else number
-        self.engine.load(actor, tensor, size, number % self.ring(tensor).stages, tile, full)
+        self.engine.load(actor, tensor, self.times.transfer(size), number % self.ring(tensor).stages, tile, full)
 
     def wait_full(self, tensor: str, number: int) -> Wait:
         """Wait until a tile has landed, or until it is known which one comes next."""
@@ -116,11 +116,10 @@ class Cta:
 
     def issue(self, group: int, what: str, number: int) -> tuple[Wait, Wait]:
         """Issue a product of a group to the tensor cores; returns the waits for having issued it and for its end."""
-        times = self.times
-        cycles, name = (times.qk_tensor, "S = Q K^T") if what == "S" else (times.pv_tensor, "O += P V")
+        piece = self.times.qk if what == "S" else self.times.pv
         issued, done = self.key(what, "issued", group, number), self.key(what, group, number)
-        self.engine.product(self.actor(f"warpgroup {group}"), name, cycles, number, issued, done)
-        return Wait(issued, f"to issue {name}", None, number), Wait(done, f"its {name}", None, number)
+        self.engine.product(self.actor(f"warpgroup {group}"), piece, number, issued=issued, done=done)
+        return Wait(issued, f"to issue {piece.name}", None, number), Wait(done, f"its {piece.name}", None, number)
 
     def finish_step(self, group: int, number: int) -> None:
         """Note that a group is through with a tile of keys."""
@@ -256,7 +255,7 @@ class _Program:
         cta, group = self.cta, self.group
         assert group is not None
         piece = cta.times.qk if what == "S" else cta.times.pv
-        if piece is None:
+        if piece.tensor:
             issued, done = cta.issue(group, what, number)
             yield issued
             self.in_flight.append((what, number, done))

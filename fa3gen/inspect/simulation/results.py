@@ -6,6 +6,8 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import Literal
 
+from fa3gen.inspect.simulation.times import Unit
+
 SpanKind = Literal["load", "held", "product", "compute", "wait"]
 
 
@@ -58,14 +60,14 @@ class Simulation:
     groups: int
     steps: int
     step_cycles: float
-    busy: tuple[tuple[str, float], ...]
-    step_demand: tuple[tuple[str, float], ...]
+    busy: tuple[tuple[Unit, float], ...]
+    step_demand: tuple[tuple[Unit, float], ...]
 
-    def utilisation(self, unit: str) -> float:
-        """Share of all the time in which a unit was busy: "tensor cores", "exponentials", "issue", "loads"."""
+    def utilisation(self, unit: Unit) -> float:
+        """Share of all the time in which a unit was busy, at its full rate."""
         return dict(self.busy)[unit] / self.end if self.end else 0.0
 
-    def steady(self, unit: str) -> float:
+    def steady(self, unit: Unit) -> float:
         """The same in the steady state."""
         return dict(self.step_demand)[unit] / self.step_cycles if self.step_cycles else 0.0
 

@@ -14,7 +14,7 @@ from fa3gen.hardware.chips import Chip
 from fa3gen.inspect.simulation.engine import Arbitration, Engine
 from fa3gen.inspect.simulation.programs import LAST_STEP, Cta
 from fa3gen.inspect.simulation.results import Simulation
-from fa3gen.inspect.simulation.times import Times, groups
+from fa3gen.inspect.simulation.times import UNITS, Times, Unit, groups
 from fa3gen.spec.model import CpAsyncLoad, Spec, TmaLoad
 
 SAMPLE = 16  # tiles of keys that a prediction simulates
@@ -70,7 +70,7 @@ def settings_of(
 def simulate(spec: Spec, times: Times, settings: Settings) -> Simulation:
     """Run the kernel's roles on one SM until all tiles are done."""
     spec = with_stages(spec, settings.stages)
-    engine = Engine(times.load_latency, times.load_rate, settings.arbitration)
+    engine = Engine(times.load_latency, settings.arbitration)
     apart = _apart(times, settings)
     places = [
         Cta(engine, spec, times, number, settings.tiles, settings.queries, number * apart)
@@ -113,16 +113,10 @@ def _step_cycles(places: list[Cta], count: int, steps: int) -> float:
     return count / sum(rates)
 
 
-def _step_demand(times: Times, count: int) -> dict[str, float]:
+def _step_demand(times: Times, count: int) -> dict[Unit, float]:
     """Cycles that one step of one CTA needs of each unit."""
-    pieces = [piece for piece in (times.qk, times.pv, *times.softmax, times.rescale) if piece is not None]
-    pieces += [piece for piece in (times.copy_k, times.copy_v) if piece is not None]
-    return {
-        "tensor cores": count * (times.qk_tensor + times.pv_tensor),
-        "exponentials": count * sum(piece.exp for piece in pieces),
-        "issue": count * sum(piece.issue for piece in pieces),
-        "loads": (times.k_bytes + times.v_bytes) / times.load_rate,
-    }
+    needed = [*[piece.needs for piece in times.in_a_step] * count, times.transfer(times.k_bytes + times.v_bytes)]
+    return {unit: sum(needs.get(unit, 0.0) for needs in needed) for unit in UNITS}
 
 
 def sweep(

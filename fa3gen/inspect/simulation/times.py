@@ -6,15 +6,23 @@ rates. The only figure that follows from nothing here is the latency of a load.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from fa3gen.base.errors import UserError
 from fa3gen.design import footprint, work
 from fa3gen.design.footprint import thread_rows
+from fa3gen.design.work import SmemBytes
 from fa3gen.hardware import hopper
 from fa3gen.hardware.chips import Chip
 from fa3gen.spec.model import CpAsyncLoad, GlobalHandoff, SmemHandoff, SmemScoresHandoff, Spec, SyncLoad, WgmmaProduct
+
+# Units of an SM that take their time. A product needs the tensor cores, and shared memory for its operands; a load
+# needs the SM's share of L2 ("loads"), and shared memory to be written to.
+Unit = Literal["tensor cores", "exponentials", "issue", "shared memory", "loads"]
+Needs = Mapping[Unit, float]
+UNITS: tuple[Unit, ...] = ("tensor cores", "exponentials", "issue", "shared memory", "loads")
 
 # From the end of a tile's transfer out of L2 to its mbarrier's phase. tests/gpu/load_probe.py found on an H200, from
 # the request of a tile to its landing with nothing else in flight: 584 cycles for 1 KB in L2, 649 for 8 KB, 723 for
@@ -31,45 +39,57 @@ EPILOGUE_INSTRUCTIONS = 3
 
 @dataclass(frozen=True)
 class Piece:
-    """Something that a group of four warps computes: issue slots and exponential cycles that it needs of an SM.
+    """Something that a group of four warps does: cycles that it needs of units of an SM.
 
-    Alone on the SM it takes the larger of the two, plus `fixed` cycles that nobody else has to share.
+    They are issue slots, exponentials, shared memory at its full width, and tensor cores. Alone on the SM it takes the
+    largest of them. One that needs the tensor cores is a product on WGMMA, others are computed by the warps.
     """
 
     name: str
-    issue: float
+    issue: float = 0.0
     exp: float = 0.0
-    fixed: float = 0.0
+    smem: float = 0.0
+    tensor: float = 0.0
+
+    @property
+    def needs(self) -> Needs:
+        """Cycles of each unit."""
+        return {
+            "tensor cores": self.tensor,
+            "exponentials": self.exp,
+            "issue": self.issue,
+            "shared memory": self.smem,
+        }
 
     @property
     def alone(self) -> float:
-        """Cycles when nobody else computes."""
-        return max(self.issue, self.exp) + self.fixed
+        """Cycles when nobody else needs anything."""
+        return max(self.needs.values())
 
     def scaled(self, factor: float) -> "Piece":
         """The same, slower."""
-        return replace(self, issue=self.issue * factor, exp=self.exp * factor, fixed=self.fixed * factor)
+        issue, exp, smem, tensor = (factor * cycles for cycles in (self.issue, self.exp, self.smem, self.tensor))
+        return replace(self, issue=issue, exp=exp, smem=smem, tensor=tensor)
 
 
 @dataclass(frozen=True)
 class Times:
     """Cycles of one step of one group of four warps, and of loads.
 
-    `qk_tensor` and `pv_tensor` are cycles of the tensor cores, 0 for a product on scalars, which is `qk` or `pv` then.
-    `softmax` comes between the products; `rescale` waits for the last P V where products run beside the softmax.
-    Loads of `q_bytes`, `k_bytes` and `v_bytes` share `load_rate` bytes a cycle and land `load_latency` later;
-    `copy_k` and `copy_v` are what the warps themselves do for them.
+    `qk` and `pv` are the products. `softmax` comes between them; `rescale` waits for the last P V where products run
+    beside the softmax. Loads of `q_bytes`, `k_bytes` and `v_bytes` share `load_rate` bytes a cycle, are written to
+    shared memory at `smem_rate` bytes a cycle when nobody else needs it, and land `load_latency` later; `copy_k` and
+    `copy_v` are what the warps themselves do for them.
     """
 
-    qk_tensor: float
-    pv_tensor: float
-    qk: Piece | None
-    pv: Piece | None
+    qk: Piece
+    pv: Piece
     softmax: tuple[Piece, ...]
     rescale: Piece
     epilogue: Piece
     load_latency: float
     load_rate: float
+    smem_rate: float
     q_bytes: int
     k_bytes: int
     v_bytes: int
@@ -85,8 +105,17 @@ class Times:
     @property
     def products_alone(self) -> tuple[float, float]:
         """Cycles of the two products of one group when nobody else computes."""
-        qk = self.qk_tensor if self.qk is None else self.qk.alone
-        return qk, self.pv_tensor if self.pv is None else self.pv.alone
+        return self.qk.alone, self.pv.alone
+
+    def transfer(self, size: int) -> Needs:
+        """Cycles of each unit that so many bytes from L2 to shared memory need."""
+        return {"loads": size / self.load_rate, "shared memory": size / self.smem_rate}
+
+    @property
+    def in_a_step(self) -> tuple[Piece, ...]:
+        """All that a group does for one tile of keys."""
+        copies = (piece for piece in (self.copy_k, self.copy_v) if piece is not None)
+        return (self.qk, self.pv, *self.softmax, self.rescale, *copies)
 
     def overridden(
         self,
@@ -106,13 +135,8 @@ class Times:
             load_rate=self.load_rate if load_rate is None else load_rate,
         )
         if product_time is not None:
-            changed = replace(
-                changed,
-                qk_tensor=product_time if changed.qk is None else 0.0,
-                pv_tensor=product_time if changed.pv is None else 0.0,
-                qk=_lasting([changed.qk], product_time)[0] if changed.qk else None,
-                pv=_lasting([changed.pv], product_time)[0] if changed.pv else None,
-            )
+            [qk], [pv] = _lasting([changed.qk], product_time), _lasting([changed.pv], product_time)
+            changed = replace(changed, qk=qk, pv=pv)
         if softmax_time is not None:
             *softmax, rescale = _lasting([*changed.softmax, changed.rescale], softmax_time)
             changed = replace(changed, softmax=tuple(softmax), rescale=rescale)
@@ -128,28 +152,19 @@ def times_of(spec: Spec, chip: Chip) -> Times:
     """Derive the times of a spec on a chip. Raises UserError for k1, which has no pipeline."""
     if isinstance(spec.handoff, GlobalHandoff):
         raise UserError("k1 has no loop over tiles of keys and so no pipeline to simulate; try k2 and later rungs")
-    softmax, rescale = _softmax(spec, chip)
-    qk_tensor, pv_tensor = _tensor(spec, chip)
+    through_smem = work.smem_bytes(spec)
+    softmax, rescale = _softmax(spec, chip, through_smem)
     kv, d, v_dim = spec.tile.kv, spec.problem.head_dim, spec.problem.v_dim
     rows, lanes = thread_rows(spec)
     return Times(
-        qk_tensor=qk_tensor,
-        pv_tensor=pv_tensor,
-        qk=(
-            None
-            if isinstance(spec.qk, WgmmaProduct)
-            else _issue(spec, "S = Q K^T", work.scalar_qk_instructions(spec), chip)
-        ),
-        pv=(
-            None
-            if isinstance(spec.pv, WgmmaProduct)
-            else _issue(spec, "O += P V", work.scalar_pv_instructions(spec), chip)
-        ),
+        qk=_qk(spec, chip, through_smem),
+        pv=_pv(spec, chip, through_smem),
         softmax=softmax,
         rescale=rescale,
         epilogue=_issue(spec, "epilogue", EPILOGUE_INSTRUCTIONS * rows * v_dim / lanes, chip),
         load_latency=LOAD_LATENCY,
         load_rate=chip.l2.value / chip.sms,
+        smem_rate=chip.smem.value,
         q_bytes=spec.tile.q * d * spec.element.bytes,
         k_bytes=kv * d * spec.element.bytes,
         v_bytes=kv * v_dim * spec.element.bytes,
@@ -169,44 +184,53 @@ def _threads(spec: Spec) -> float:
     return footprint.computing_threads(spec) / groups(spec)
 
 
-def _issue(spec: Spec, name: str, instructions: float, chip: Chip) -> Piece:
-    """So many instructions of each warp of a group."""
-    return Piece(name, _threads(spec) / hopper.WARP * instructions / chip.issue.value)
+def _issue(spec: Spec, name: str, instructions: float, chip: Chip, smem_bytes: float = 0.0) -> Piece:
+    """So many instructions of each warp of a group, and bytes through shared memory that all groups share."""
+    cycles = _threads(spec) / hopper.WARP * instructions / chip.issue.value
+    return Piece(name, issue=cycles, smem=smem_bytes / groups(spec) / chip.smem.value)
 
 
-def _tensor(spec: Spec, chip: Chip) -> tuple[float, float]:
-    """Cycles of the products of one group: of the tensor cores, or of reading operands where that takes longer."""
-    count, rows = groups(spec), spec.tile.q
-    bytes_read = work.wgmma_smem_bytes(spec)
-    pairs = ((spec.qk, spec.problem.head_dim), (spec.pv, spec.problem.v_dim))
-    cycles = []
-    for (product, depth), read in zip(pairs, bytes_read, strict=True):
-        flops = 2 * rows * spec.tile.kv * depth if isinstance(product, WgmmaProduct) else 0
-        cycles.append(max(flops / chip.tensor.value, read / chip.smem.value) / count)
-    return cycles[0], cycles[1]
+def _qk(spec: Spec, chip: Chip, through_smem: SmemBytes) -> Piece:
+    """S = Q K^T of one group. One on scalars stores S as well."""
+    if isinstance(spec.qk, WgmmaProduct):
+        return _wgmma(spec, "S = Q K^T", spec.problem.head_dim, chip, through_smem.qk)
+    read_and_written = through_smem.qk + through_smem.scores
+    return _issue(spec, "S = Q K^T", work.scalar_qk_instructions(spec), chip, read_and_written)
 
 
-def _softmax(spec: Spec, chip: Chip) -> tuple[tuple[Piece, ...], Piece]:
+def _pv(spec: Spec, chip: Chip, through_smem: SmemBytes) -> Piece:
+    """O += P V of one group."""
+    if isinstance(spec.pv, WgmmaProduct):
+        return _wgmma(spec, "O += P V", spec.problem.v_dim, chip, through_smem.pv)
+    return _issue(spec, "O += P V", work.scalar_pv_instructions(spec), chip, through_smem.pv)
+
+
+def _wgmma(spec: Spec, name: str, depth: int, chip: Chip, smem_bytes: int) -> Piece:
+    """A product of one group on the tensor cores, which read operands from shared memory meanwhile."""
+    count, flops = groups(spec), 2 * spec.tile.q * spec.tile.kv * depth
+    return Piece(name, tensor=flops / chip.tensor.value / count, smem=smem_bytes / chip.smem.value / count)
+
+
+def _softmax(spec: Spec, chip: Chip, through_smem: SmemBytes) -> tuple[tuple[Piece, ...], Piece]:
     """The softmax of one group, and what of it has to wait for O."""
     rows, lanes = thread_rows(spec)
     exponentials = _threads(spec) * rows * (spec.tile.kv // lanes + 1) / chip.exp2.value
     if not isinstance(spec.pv, WgmmaProduct):
         instructions = work.scalar_softmax_instructions(spec)
-        pieces = [replace(_issue(spec, "softmax", instructions, chip), exp=exponentials)]
+        pieces = [replace(_issue(spec, "softmax", instructions, chip, through_smem.softmax), exp=exponentials)]
         if isinstance(spec.handoff, SmemScoresHandoff) and isinstance(spec.qk, WgmmaProduct):
             scores = spec.tile.q * spec.tile.kv / groups(spec) / _threads(spec)
-            pieces.insert(0, _issue(spec, "store S", scores + work.WGMMA_STEP_INSTRUCTIONS, chip))
-        return tuple(pieces), Piece("rescale", 0.0)
+            stored = scores + work.WGMMA_STEP_INSTRUCTIONS
+            pieces.insert(0, _issue(spec, "store S", stored, chip, through_smem.scores))
+        return tuple(pieces), Piece("rescale")
     maxima, between, rescale = work.score_phases(spec)
-    parts = [
+    if isinstance(spec.handoff, SmemHandoff):
+        rescale += STORE_P_INSTRUCTIONS
+    parts = (
         _issue(spec, "maxima", maxima + work.WGMMA_STEP_INSTRUCTIONS, chip),
         replace(_issue(spec, "exponentials", between, chip), exp=exponentials),
-    ]
-    last = _issue(spec, "rescale, round", rescale, chip)
-    if isinstance(spec.handoff, SmemHandoff):
-        written = spec.tile.q * spec.tile.kv * spec.element.bytes / groups(spec) / chip.smem.value
-        last = replace(_issue(spec, last.name, rescale + STORE_P_INSTRUCTIONS, chip), fixed=written)
-    return tuple(parts), last
+    )
+    return parts, _issue(spec, "rescale, round", rescale, chip, through_smem.softmax)
 
 
 def _copy(spec: Spec, rows: int, columns: int, chip: Chip) -> Piece | None:
