@@ -347,9 +347,11 @@ def test_arguments_of_specialised_kernels() -> None:
     """What depends on the scheduler, on where O goes, on the LSE and on turns, and nothing else."""
     one, full, split = (plan(stem).arguments for stem in ("k6_d128", "fwd_d128_causal", "fwd_d256"))
     plain = make_plan(changed("fwd_d256", scheduler="static")).arguments
-    assert ", ".join(map(str, one.launch)) == "q, k, v, out, lse"
-    assert ", ".join(map(str, full.launch)) == "q, k, v, out, lse, num_sms: cutlass.Int32, counter"
-    assert ", ".join(map(str, plain.launch)) == "q, k, v, out, lse, num_sms: cutlass.Int32"
+    assert ", ".join(map(str, one.launch)) == "q, k, v, out, lse, scale: cutlass.Float32"
+    assert (
+        ", ".join(map(str, full.launch)) == "q, k, v, out, lse, num_sms: cutlass.Int32, counter, scale: cutlass.Float32"
+    )
+    assert ", ".join(map(str, plain.launch)) == "q, k, v, out, lse, num_sms: cutlass.Int32, scale: cutlass.Float32"
     scale = "scale_log2: cutlass.Float32"
     assert ", ".join(map(str, one.kernel)) == f"mQ, mK, mVt, mO, mLSE, tma_Q, tma_K, tma_V, tma_O, {scale}"
     assert ", ".join(map(str, full.kernel)) == (
@@ -364,14 +366,17 @@ def test_arguments_of_specialised_kernels() -> None:
     assert ", ".join(full.outputs) == ", ".join(one.outputs) == "mO, mLSE, tma_O, sO"
     assert ", ".join(plain.outputs) == "mO, mLSE"
     # A module that splits tiles has flags and parts, and says how much there is in one tuple.
-    assert ", ".join(map(str, split.launch)) == "q, k, v, out, lse, num_sms: cutlass.Int32, flags, parts"
+    assert (
+        ", ".join(map(str, split.launch))
+        == "q, k, v, out, lse, num_sms: cutlass.Int32, flags, parts, scale: cutlass.Float32"
+    )
     assert (
         ", ".join(map(str, split.kernel)) == f"mQ, mK, mVt, mO, mLSE, flags, parts, tma_Q, tma_K, tma_V, {scale}, tail"
     )
     assert (", ".join(split.outputs), split.schedule) == ("mO, mLSE, scratch", ("mQ", "mK", "tail"))
     assert ", ".join(split.store_tile) == "mO, mLSE, work, acc_O, row_max, row_sum, scale_log2"
     no_lse = plan("fwd_d64_window_o_only").arguments
-    assert ", ".join(map(str, no_lse.launch)) == "q, k, v, out, num_sms: cutlass.Int32, counter"
+    assert ", ".join(map(str, no_lse.launch)) == "q, k, v, out, num_sms: cutlass.Int32, counter, scale: cutlass.Float32"
     assert ", ".join(no_lse.store_tile) == "mO, tma_O, sO, work, acc_O, row_sum"
     alone = make_plan(changed("fwd_d256", schedule={"kind": "warp_specialized", "overlap": True})).arguments
     for name in ("multiply", "multiply_first"):
@@ -386,6 +391,13 @@ def test_arguments_of_specialised_kernels() -> None:
         ]
 
 
+# What the compiler must make of it
+
+
+@pytest.mark.parametrize(
+    ("extent", "swizzle", "boxes"),
+    [(256, "128B", 2), (128, "128B", 1), (128, "64B", 2), (128, "32B", 4), (64, "none", 4)],
+)
 def test_tma_boxes(extent: int, swizzle: Any, boxes: int) -> None:
     assert tma_boxes(extent, swizzle) == boxes
 
