@@ -8,8 +8,7 @@ It needs nvidia-cutlass-dsl 4.8, apache-tvm-ffi, torch and a Hopper GPU, and not
 time, where there may be no GPU, and to load that where it runs:
     compile_for_sm90a().export_to_c("fwd_d192_128_window.o", function_name="run", export_only_tvm_ffi_symbols=True)
     compiled = cute.runtime.load_module("fwd_d192_128_window.o", enable_tvm_ffi=True)["run"]
-    # in the imported module; `attention` compiles nothing then
-    fwd_d192_128_window.compile_for_sm90a = lambda: compiled
+    fwd_d192_128_window.compile_for_sm90a = lambda: compiled  # in the imported module; `attention` compiles nothing then
 
     S = scale Q K^T    P = softmax(S)    O = P V    LSE = log(sum(exp(S)))
     Sliding window: query i sees keys j with -512 <= j - (i + seq_k - seq_q) <= 0.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -142,7 +143,8 @@ def test_a_module_that_fails_to_import_is_not_kept(tmp_path: Path, monkeypatch: 
 def test_cpu_tensors_are_refused(loaded: ModuleType) -> None:
     with pytest.raises(ValueError) as caught:
         loaded.attention(**arguments())
-    assert str(caught.value) == "q is not on a GPU; it needs to be on a Hopper GPU"
+    hint = re.escape('; for CPU tensors there is fa3gen.load("') + r'\w+", on="cpu"\)'
+    assert re.fullmatch(f"q is not on a GPU; it needs to be on a Hopper GPU({hint})?", str(caught.value))
 
 
 @pytest.mark.parametrize("stem", ["k4_2_d64", STATIC, NO_LSE])

@@ -53,15 +53,22 @@ def loads(node: ast.AST) -> Counter[str]:
 
 
 def test_size() -> None:
-    """300 to 700 lines, to read in one sitting; 260 more for the roles, work and timeline of a specialised kernel."""
+    """300 to 700 lines, to read in one sitting; 280 more for the roles, work and timeline of a specialised kernel."""
     lines = {stem: len(source(stem).splitlines()) for stem in STEMS}
     most = {stem: 980 if plans()[stem].schedule.specialized else 700 for stem in STEMS}
     assert {stem: n for stem, n in lines.items() if not 300 <= n <= most[stem]} == {}
 
 
 def test_lines() -> None:
+    """120 columns; but for two lines of the header, which hold the module's own name."""
+
     def check(stem: str) -> list[str]:
-        return [line for line in source(stem).splitlines() if len(line) > 120 or line != line.rstrip() or "\t" in line]
+        lines = source(stem).splitlines()
+        named = {line for line in lines[:14] if f'"{stem}.o"' in line or f"{stem}.compile_for_sm90a" in line}
+        assert len(named) == 3
+        return [
+            line for line in lines if (len(line) > 120 and line not in named) or line != line.rstrip() or "\t" in line
+        ]
 
     assert_none_in_modules(check)
     assert [stem for stem in STEMS if not source(stem).isascii()] == []
@@ -287,8 +294,8 @@ def test_no_name_hides_a_builtin() -> None:
 
 
 def test_ruff_finds_nothing() -> None:
-    """Pyflakes' rules and a few more, for what the checker above misses."""
-    rules = ["--select", "F,E,W,PLE,PLR1711,B006,B008", "--line-length", "120", "--output-format", "concise"]
+    """Pyflakes' rules and a few more, for what the checker above misses; `test_lines` looks at the length of lines."""
+    rules = ["--select", "F,E,W,PLE,PLR1711,B006,B008", "--ignore", "E501", "--output-format", "concise"]
     command = [sys.executable, "-m", "ruff", "check", "--isolated", "--no-cache", *rules, str(CHECKOUT.generated_dir)]
     process = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert process.returncode == 0, process.stdout + process.stderr

@@ -34,7 +34,6 @@ from fa3gen.spec.model import (
 )
 
 LINE_WIDTH = 112  # of a line of the docstring, which is indented by 4
-CODE_WIDTH = 116  # of a line of code in it
 PLACE_TITLES: dict[Place, str] = {
     "cta": "per CTA",
     "ahead": "for each stage, before the first step",
@@ -53,7 +52,6 @@ class Header:
     title: str
     spec_path: str
     render_command: str
-    ahead_of_time: tuple[str, ...]
     mask: str
     decisions: tuple[str, ...]
     threads: tuple[str, ...]
@@ -103,14 +101,13 @@ def describe(spec: Spec, summary: str) -> Description:
     )
 
 
-def make_header(spec: Spec, *, summary: str, source: PurePath, stem: str) -> Header:
-    """Describe the module `stem`; `source` is the path of its spec file relative to the workspace."""
+def make_header(spec: Spec, *, summary: str, source: PurePath) -> Header:
+    """Describe one module; `source` is the path of its spec file relative to the workspace."""
     described = describe(spec, summary)
     return Header(
         title=described.title,
         spec_path=source.as_posix(),
         render_command=f"fa3gen render {source.as_posix()}",
-        ahead_of_time=tuple(_ahead_of_time(stem)),
         mask=described.mask,
         decisions=_columns(described.decisions),
         threads=described.threads,
@@ -120,17 +117,6 @@ def make_header(spec: Spec, *, summary: str, source: PurePath, stem: str) -> Hea
         timeline_title=described.steps_title,
         timeline=timeline(described.steps),
     )
-
-
-def _ahead_of_time(stem: str) -> Iterator[str]:
-    """How a module is compiled to a file, loaded from it, and told so; laid out as black would."""
-    options = f'"{stem}.o", function_name="run", export_only_tvm_ffi_symbols=True'
-    export = f"compile_for_sm90a().export_to_c({options})"
-    yield from [export] if len(export) <= CODE_WIDTH else ["compile_for_sm90a().export_to_c(", f"    {options}", ")"]
-    yield f'compiled = cute.runtime.load_module("{stem}.o", enable_tvm_ffi=True)["run"]'
-    comment = "# in the imported module; `attention` compiles nothing then"
-    told = f"{stem}.compile_for_sm90a = lambda: compiled"
-    yield from [f"{told}  {comment}"] if len(f"{told}  {comment}") <= CODE_WIDTH else [comment, told]
 
 
 def mask_phrase(spec: Spec) -> str:

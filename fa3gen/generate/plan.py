@@ -360,7 +360,7 @@ def make_plan(variant: Variant) -> Plan:
         operation=operation_of(spec),
         entry=_entry(spec),
         sections=_sections(spec),
-        header=header.make_header(spec, summary=variant.summary, source=PurePath(variant.source), stem=variant.stem),
+        header=header.make_header(spec, summary=variant.summary, source=PurePath(variant.source)),
         expectation=expectation(spec),
     )
 
