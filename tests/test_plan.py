@@ -324,7 +324,7 @@ def test_scheduler_softmax_and_output() -> None:
         stem for stem in STEMS if plan(stem).mask.kind == "causal" and not scheduler[stem].persistent
     ]
     found = scheduler["fwd_d128"]
-    assert (found.parts, found.steps_saved, found.slots, found.l2_bytes) == (8, 4, 2, "32 * 2**20")
+    assert (found.parts, found.steps_saved, found.slots, found.l2_mib) == (8, 4, 2, 32)
     assert plan("fwd_d128_causal").softmax == SoftmaxPlan(lazy=False, rescale_above=0, exp_before_wait=12)
     assert plan("fwd_d192").softmax == SoftmaxPlan(lazy=True, rescale_above=8)
     assert plan("fwd_d256").softmax == SoftmaxPlan(lazy=True, rescale_above=8, mask_end="when_cut")

@@ -196,7 +196,7 @@ class SchedulerPlan:
 
     `longest_first`: of each head the tiles that see the most keys come first. stream_k deals out the last wave by tiles
     of keys, in at most `parts` parts of a tile of queries, where that saves at least `steps_saved` of them. dynamic
-    draws tiles `slots` ahead, those of as many heads at a time as have K and V in `l2_bytes`; the other warps are told
+    draws tiles `slots` ahead, those of as many heads at a time as have K and V in `l2_mib` MiB; other warps are told
     where a tile lies (`passes_coordinates`) or its number. `shuffles_coordinates`: see `footprint`.
     """
 
@@ -208,7 +208,7 @@ class SchedulerPlan:
     parts: int = tile_order.PARTS
     steps_saved: int = tile_order.STEPS_SAVED
     slots: int = footprint.TILE_SLOTS
-    l2_bytes: str = f"{tile_order.BYTES_IN_L2 // 2**20} * 2**20"
+    l2_mib: int = tile_order.BYTES_IN_L2 // 2**20
 
 
 @dataclass(frozen=True)
