@@ -333,7 +333,7 @@ def on_the_model(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> dict[
 
 def run_command(**options: Any) -> int:
     """`fa3gen verify` with these options; its exit code."""
-    given = {"json_output": False, "evidence": False, "refresh_evidence": False, "seed": None, "schedules": 3}
+    given = {"json_output": False, "evidence": False, "seed": None, "schedules": 3}
     try:
         command.verify(["k"], **{**given, **options})
     except typer.Exit as left:
