@@ -229,14 +229,13 @@ class SoftmaxPlan:
 class OutputPlan:
     """Where O lies in shared memory, if it does, the name of the rows that one TMA copy stores, and O's dtype.
 
-    `own_dtype`: another one than that of q, k and v. The names are those of its dtype in the module, for CuTe and for
-    torch; `needed_name` is that of the dtype which a check asks of any tensor of a call.
+    `own_dtype`: another one than that of q, k and v. `torch_name` is its dtype's in the module; `needed_name` is that
+    of the dtype which a check asks of any tensor of a call.
     """
 
     place: Literal["over_q", "own_buffer", "direct"]
     stored_rows: str
     own_dtype: bool
-    cutlass_name: str
     torch_name: str
     needed_name: str
 
@@ -424,12 +423,12 @@ def _arguments(spec: Spec) -> ArgumentsPlan:
         rings = ["kv_ring"] if shared else ["k_ring", "v_ring"]
         return ArgumentsPlan(load_kv=("tma_K", "tma_V", "tKgK", "tVgV", "tKsK", "tVsV", *rings, "fill"))
     stored = spec.outputs.o != "direct"
-    scratch = {"stream_k": ["flags", "parts"], "dynamic": ["counter"]}.get(spec.scheduler, [])
+    operation = operation_of(spec)
     handed_on = ["scratch"] * (spec.scheduler == "stream_k")
     num_tiles = Parameter("num_tiles", INT32)
     extents = {"stream_k": [Parameter("tail")], "static": [num_tiles], "dynamic": [num_tiles]}
     extent = extents.get(spec.scheduler, [])
-    tensors = ("mQ", "mK", "mVt", "mO", *["mLSE"] * spec.outputs.lse, *scratch)
+    tensors = ("mQ", "mK", "mVt", "mO", *["mLSE"] * spec.outputs.lse, *map(str, operation.scratch))
     atoms = ("tma_Q", "tma_K", "tma_V", *["tma_O"] * stored)
     outputs = ("mO", *["mLSE"] * spec.outputs.lse, *["tma_O", "sO"] * stored)
     turn = ["consumer"] * isinstance(spec.schedule, PingPongSchedule)
@@ -437,7 +436,7 @@ def _arguments(spec: Spec) -> ArgumentsPlan:
     draws = ["counter", "tile_ring", "tiles"] * (spec.scheduler == "dynamic")
     statistics = (["row_max"] * spec.outputs.lse, ["scale_log2"] * spec.outputs.lse)
     return ArgumentsPlan(
-        launch=tuple(_parameter(argument) for argument in operation_of(spec).arguments),
+        launch=tuple(_parameter(argument) for argument in operation.arguments),
         kernel=(*map(Parameter, (*tensors, *atoms)), Parameter("scale_log2", FP32), *extent),
         tensors=(*tensors, *atoms),
         extent=tuple(each.name for each in extent),
@@ -467,10 +466,10 @@ def _output(spec: Spec) -> OutputPlan:
     packed, dtype = spec.tile.pack_heads > 1, spec.o_element
     rows = "WARP_ROWS" if spec.outputs.o == "own_buffer" else "TILE_M"
     packed_rows = {"WARP_ROWS": "PACKED_WARP_ROWS", "TILE_M": "PACKED_M"}[rows]
-    names = ("DTYPE", "TORCH_DTYPE", "TORCH_DTYPE")
+    names = ("TORCH_DTYPE", "TORCH_DTYPE")
     own = spec.o_dtype != spec.problem.dtype
     if own:
-        names = (f"cutlass.{dtype.cutlass_name}", dtype.torch_name, "dtype")
+        names = (dtype.torch_name, "dtype")
     return OutputPlan(spec.outputs.o, packed_rows if packed else rows, own, *names)
 
 
