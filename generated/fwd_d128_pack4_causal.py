@@ -8,7 +8,8 @@ It needs nvidia-cutlass-dsl 4.8, apache-tvm-ffi, torch and a Hopper GPU, and not
 time, where there may be no GPU, and to load that where it runs:
     compile_for_sm90a().export_to_c("fwd_d128_pack4_causal.o", function_name="run", export_only_tvm_ffi_symbols=True)
     compiled = cute.runtime.load_module("fwd_d128_pack4_causal.o", enable_tvm_ffi=True)["run"]
-    fwd_d128_pack4_causal.compile_for_sm90a = lambda: compiled  # in the imported module; `attention` compiles nothing then
+    # In the imported module, whose `attention` compiles nothing then:
+    fwd_d128_pack4_causal.compile_for_sm90a = lambda: compiled
 
     S = scale Q K^T    P = softmax(S)    O = P V    LSE = log(sum(exp(S)))
     Causal: query i sees keys j <= i + seq_k - seq_q; the diagonal ends in the bottom right corner.

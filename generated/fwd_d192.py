@@ -34,7 +34,7 @@ Threads
 
 Barriers
     ring  stages  producer -> consumers        full with    empty with
-    q     1       TMA, from warp 8 -> 8 warps  49152 bytes  8 arrivals
+    q     1       TMA, from warp 8 -> 8 warps  49152 bytes  the last K
     k     2       TMA, from warp 8 -> 8 warps  36864 bytes  8 arrivals
     v     2       TMA, from warp 9 -> 8 warps  36864 bytes  8 arrivals
 
@@ -47,31 +47,31 @@ Shared memory
          0   49152  sQ        128 x 192 x 2: Q
      49152   73728  sK        2 stages x 96 x 192 x 2: K
     122880   73728  sV        2 stages x 96 x 192 x 2: V
-    196608      80  barriers  10 mbarriers
+    196608      72  barriers  9 mbarriers
             197632  total     of 232448 per CTA
 
 Timeline: a tile is one of queries, a step takes one tile of keys
     per CTA:
        1  consumer 1  pass turn                                the first turn is consumer 0's
     per tile:
-       2  warp 8      wait q_empty, load Q                     by TMA, when its place is free
-       3  consumers   wait q_full                              Q has landed
-       4  consumers   wait k_full, wait turn, S = Q K^T        by wgmma, for the first step, alone
-       5  consumers   pass turn, wait_group 0, arrive k_empty  S is complete, K has been read
-       6  consumers   mask                                     of the first step, with the end of the keys
-       7  consumers   softmax, round P                         P = 2^(S - max), in 16 bits
+       2  warp 8      wait k_empty, load K                     by TMA, of the first step
+       3  warp 8      wait k read, announce Q's bytes, load Q  by TMA, in the place of the one before
+       4  consumers   wait q_full                              Q has landed
+       5  consumers   wait k_full, wait turn, S = Q K^T        by wgmma, for the first step, alone
+       6  consumers   pass turn, wait_group 0, arrive k_empty  S is complete, K has been read
+       7  consumers   mask                                     of the first step, with the end of the keys
+       8  consumers   softmax, round P                         P = 2^(S - max), in 16 bits
     per step:
-       8  warp 8      wait k_empty, load K                     by TMA, when a stage is free
-       9  warp 9      wait v_empty, load V                     by TMA, when a stage is free
-      10  consumers   wait k_full, wait turn, S = Q K^T        by wgmma, of a step other than the first
-      11  consumers   wait v_full, O += P V                    by wgmma, of the step before
-      12  consumers   wait_group 1, pass turn, arrive k_empty  S is complete, P V runs on
-      13  consumers   softmax                                  P = 2^(S - max) and sums
-      14  consumers   wait_group 0, arrive v_empty             O is complete
-      15  consumers   rescale                                  O, where a maximum has grown by more than 2^8
-      16  consumers   round P                                  P in 16 bits
+       9  warp 8      wait k_empty, load K                     by TMA, when a stage is free
+      10  warp 9      wait v_empty, load V                     by TMA, when a stage is free
+      11  consumers   wait k_full, wait turn, S = Q K^T        by wgmma, of a step other than the first
+      12  consumers   wait v_full, O += P V                    by wgmma, of the step before
+      13  consumers   wait_group 1, pass turn, arrive k_empty  S is complete, P V runs on
+      14  consumers   softmax                                  P = 2^(S - max) and sums
+      15  consumers   wait_group 0, arrive v_empty             O is complete
+      16  consumers   rescale                                  O, where a maximum has grown by more than 2^8
+      17  consumers   round P                                  P in 16 bits
     at a tile's end:
-      17  consumers   arrive q_empty                           Q has been read
       18  all         next tile                                dealt out in turn, then a share of the last wave
       19  consumers   wait v_full                              the last V has landed
       20  consumers   wait turn, O += P V                      by wgmma, of the last step
@@ -136,8 +136,8 @@ class SharedStorage:
     sQ: cute.struct.Align[cute.struct.MemRange[DTYPE, Q_STAGES * TILE_M * HEAD_DIM], SMEM_ALIGN]
     sK: cute.struct.Align[cute.struct.MemRange[DTYPE, KV_STAGES * TILE_N * HEAD_DIM], SMEM_ALIGN]
     sV: cute.struct.Align[cute.struct.MemRange[DTYPE, KV_STAGES * TILE_N * HEAD_DIM], SMEM_ALIGN]
-    q_barriers: cute.struct.MemRange[cutlass.Int64, 2 * Q_STAGES]  # full, then empty; the same below
-    k_barriers: cute.struct.MemRange[cutlass.Int64, 2 * KV_STAGES]
+    q_full: cutlass.Int64
+    k_barriers: cute.struct.MemRange[cutlass.Int64, 2 * KV_STAGES]  # full, then empty; the same below
     v_barriers: cute.struct.MemRange[cutlass.Int64, 2 * KV_STAGES]
 
 
@@ -203,7 +203,10 @@ def attention_kernel(mQ, mK, mVt, mO, mLSE, flags, parts, tma_Q, tma_K, tma_V, s
     sQ = storage.sQ.get_tensor(sQ_layout.outer, swizzle=sQ_layout.inner)  # (TILE_M, HEAD_DIM, Q_STAGES)
     sK = storage.sK.get_tensor(sK_layout.outer, swizzle=sK_layout.inner)  # (TILE_N, HEAD_DIM, KV_STAGES)
     sVt = storage.sV.get_tensor(sVt_layout.outer, swizzle=sVt_layout.inner)  # (HEAD_DIM, TILE_N, KV_STAGES)
-    q_ring = make_ring(storage.q_barriers, Q_STAGES, TILE_M * HEAD_DIM * 2)
+    q_full = storage.q_full.ptr
+    if warp_idx == 0:  # which makes the rings, too
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_init(q_full, 1)
     k_ring = make_ring(storage.k_barriers, KV_STAGES, TILE_N * HEAD_DIM * 2)
     v_ring = make_ring(storage.v_barriers, KV_STAGES, TILE_N * HEAD_DIM * 2)
     cute.arch.mbarrier_init_fence()  # the async proxy, too, must see the barriers initialized
@@ -215,12 +218,12 @@ def attention_kernel(mQ, mK, mVt, mO, mLSE, flags, parts, tma_Q, tma_K, tma_V, s
         cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)  # copies need few; the consumers take the rest
         # Two warps, so that no copy of K waits for a stage of V.
         if warp_idx == Q_K_PRODUCER_WARP:
-            load_q_and_k(tma_Q, tma_K, mQ, mK, sQ, sK, q_ring, k_ring, work, schedule)
+            load_q_and_k(tma_Q, tma_K, mQ, mK, sQ, sK, q_full, k_ring, work, schedule)
         if warp_idx == V_PRODUCER_WARP:
             load_v(tma_V, mVt, sVt, v_ring, work, schedule)
     else:
         cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)  # sleeps until the producers have given them back
-        smem, rings = (sQ, sK, sVt), (q_ring, k_ring, v_ring)
+        smem, rings = (sQ, sK, sVt), (q_full, k_ring, v_ring)
         scratch = flags, parts
         consume(smem, rings, mO, mLSE, scratch, scale_log2, work, schedule)
 
@@ -326,9 +329,8 @@ def partition_tma(tma: cute.CopyAtom, sX: cute.Tensor, gX: cute.Tensor):
 
 
 @cute.jit
-def load_q_and_k(tma_Q, tma_K, mQ, mK, sQ, sK, q_ring, k_ring, work, schedule):
+def load_q_and_k(tma_Q, tma_K, mQ, mK, sQ, sK, q_full, k_ring, work, schedule):
     """The first producer warp: Q of each tile of queries, then K of its tiles of keys, the last one first."""
-    q_fill = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, Q_STAGES)
     k_fill = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, KV_STAGES)
     while work.valid:
         gQ = cute.local_tile(mQ[None, None, work.head, work.batch], (TILE_M, HEAD_DIM), (work.m_block, 0))
@@ -336,10 +338,19 @@ def load_q_and_k(tma_Q, tma_K, mQ, mK, sQ, sK, q_ring, k_ring, work, schedule):
         tQsQ, tQgQ = partition_tma(tma_Q, sQ, gQ)  # (TMA, Q_STAGES), (TMA)
         tKsK, tKgK = partition_tma(tma_K, sK, gK)  # (TMA, KV_STAGES), (TMA, n_blocks)
         # The whole warp runs this; within the calls one elected thread announces the bytes and issues the copy.
-        q_ring.producer_acquire(q_fill)  # the stage is empty; its barrier now expects the bytes
-        cute.copy(tma_Q, tQgQ, tQsQ[None, q_fill.index], tma_bar_ptr=q_ring.producer_get_barrier(q_fill))
-        q_fill.advance()
-        for n_block in cutlass.range(work.n_end - 1, work.n_begin - 1, -1, unroll=1):
+        last_k = k_fill.clone()  # the stage of the K copied last, when it comes to be filled again
+        for _ in cutlass.range_constexpr(KV_STAGES - 1):
+            last_k.advance()
+        k_ring.producer_acquire(k_fill)  # the stage is empty; its barrier now expects the bytes
+        full = k_ring.producer_get_barrier(k_fill)
+        cute.copy(tma_K, tKgK[None, work.n_end - 1], tKsK[None, k_fill.index], tma_bar_ptr=full)
+        k_fill.advance()
+        # The last K before has been read, and so has the Q that it was multiplied with: nobody has to say so.
+        k_ring.sync_object_empty.wait(last_k.index, last_k.phase)
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(q_full, TILE_M * HEAD_DIM * 2)
+        cute.copy(tma_Q, tQgQ, tQsQ[None, 0], tma_bar_ptr=q_full)
+        for n_block in cutlass.range(work.n_end - 2, work.n_begin - 1, -1, unroll=1):
             k_ring.producer_acquire(k_fill)
             full = k_ring.producer_get_barrier(k_fill)
             cute.copy(tma_K, tKgK[None, n_block], tKsK[None, k_fill.index], tma_bar_ptr=full)
@@ -375,7 +386,7 @@ def consume(smem, rings, mO, mLSE, scratch, scale_log2, work, schedule):
     """
     tidx, _, _ = cute.arch.thread_idx()
     consumer = cute.arch.make_warp_uniform(tidx // WARPGROUP_THREADS)
-    q_ring, k_ring, v_ring = rings
+    q_full, k_ring, v_ring = rings
     qk_mma, pv_mma = products = make_products()
     operands, accumulators, rP = partition_operands(smem, products, consumer)
     (tSrQ, _, tOrP, tOrV), (acc_S, acc_O) = operands, accumulators
@@ -389,7 +400,7 @@ def consume(smem, rings, mO, mLSE, scratch, scale_log2, work, schedule):
         acc_O.fill(0.0)
         row_max.fill(LOWEST)
         row_sum.fill(0.0)
-        q_ring.consumer_wait(q_drain)  # Q has landed
+        cute.arch.mbarrier_wait(q_full, q_drain.phase)  # Q has landed
         multiply_first(products, operands, accumulators, k_ring, q_drain, k_drain, consumer)
         k_drain.advance()
         tSrQ_tile = tSrQ[None, None, None, q_drain.index]  # (MMA, MMA_M, MMA_K)
@@ -401,7 +412,6 @@ def consume(smem, rings, mO, mLSE, scratch, scale_log2, work, schedule):
             finish_step(accumulators, rP, rows, scale_log2, v_ring, v_drain)
             k_drain.advance()
             v_drain.advance()
-        q_ring.consumer_release(q_drain)  # this warp has read Q
         q_drain.advance()
         begins, ends = work.n_begin == 0, work.n_end * TILE_N >= work.seq_k  # else another CTA owns first or last keys
         upcoming = next_work(work, schedule)

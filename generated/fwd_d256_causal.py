@@ -34,7 +34,7 @@ Threads
 
 Barriers
     ring  stages  producer -> consumers        full with    empty with
-    q     1       TMA, from warp 8 -> 8 warps  65536 bytes  8 arrivals
+    q     1       TMA, from warp 8 -> 8 warps  65536 bytes  the last K
     k     2       TMA, from warp 8 -> 8 warps  40960 bytes  8 arrivals
     v     2       TMA, from warp 9 -> 8 warps  40960 bytes  8 arrivals
     tile  2       warp 8 -> 9 warps            1 arrival    9 arrivals
@@ -49,35 +49,35 @@ Shared memory
      65536   81920  sK        2 stages x 80 x 256 x 2: K
     147456   81920  sV        2 stages x 80 x 256 x 2: V
     229376       8  tiles     2 x 1 x 4: numbers of drawn tiles
-    229384     112  barriers  14 mbarriers
+    229384     104  barriers  13 mbarriers
             230400  total     of 232448 per CTA
 
 Timeline: a tile is one of queries, a step takes one tile of keys
     per CTA:
        1  consumer 1  pass turn                                     the first turn is consumer 0's
     per tile:
-       2  warp 8      wait q_empty, load Q                          by TMA, when its place is free
-       3  consumers   wait q_full                                   Q has landed
-       4  consumers   wait k_full, wait turn, S = Q K^T             by wgmma, for the first step, alone
-       5  consumers   pass turn, wait_group 0, arrive k_empty       S is complete, K has been read
-       6  consumers   mask                                          of the first step, with the end of the keys
-       7  consumers   softmax, round P                              P = 2^(S - max), in 16 bits
+       2  warp 8      wait k_empty, load K                          by TMA, of the first step
+       3  warp 8      wait k read, announce Q's bytes, load Q       by TMA, in the place of the one before
+       4  consumers   wait q_full                                   Q has landed
+       5  consumers   wait k_full, wait turn, S = Q K^T             by wgmma, for the first step, alone
+       6  consumers   pass turn, wait_group 0, arrive k_empty       S is complete, K has been read
+       7  consumers   mask                                          of the first step, with the end of the keys
+       8  consumers   softmax, round P                              P = 2^(S - max), in 16 bits
     per step:
-       8  warp 8      wait k_empty, load K                          by TMA, when a stage is free
-       9  warp 9      wait v_empty, load V                          by TMA, when a stage is free
-      10  consumers   wait k_full, wait turn, S = Q K^T             by wgmma, of a step other than the first
-      11  consumers   wait v_full, O += P V                         by wgmma, of the step before
-      12  consumers   wait_group 1, pass turn, arrive k_empty       S is complete, P V runs on
-      13  consumers   mask                                          boundary tiles only
-      14  consumers   softmax                                       P = 2^(S - max) and sums
-      15  consumers   wait_group 0, arrive v_empty                  O is complete
-      16  consumers   rescale                                       O, where a maximum has grown by more than 2^8
-      17  consumers   round P                                       P in 16 bits
+       9  warp 8      wait k_empty, load K                          by TMA, when a stage is free
+      10  warp 9      wait v_empty, load V                          by TMA, when a stage is free
+      11  consumers   wait k_full, wait turn, S = Q K^T             by wgmma, of a step other than the first
+      12  consumers   wait v_full, O += P V                         by wgmma, of the step before
+      13  consumers   wait_group 1, pass turn, arrive k_empty       S is complete, P V runs on
+      14  consumers   mask                                          boundary tiles only
+      15  consumers   softmax                                       P = 2^(S - max) and sums
+      16  consumers   wait_group 0, arrive v_empty                  O is complete
+      17  consumers   rescale                                       O, where a maximum has grown by more than 2^8
+      18  consumers   round P                                       P in 16 bits
     at a tile's end:
-      18  warp 8      draw                                          the next tile; the first is the CTA's number
-      19  warp 8      wait tile_empty, arrive tile_full             tells all other warps which one it is
-      20  warp 9      next tile, wait tile_full, arrive tile_empty  the one that warp 8 has drawn
-      21  consumers   arrive q_empty                                Q has been read
+      19  warp 8      draw                                          the next tile; the first is the CTA's number
+      20  warp 8      wait tile_empty, arrive tile_full             tells all other warps which one it is
+      21  warp 9      next tile, wait tile_full, arrive tile_empty  the one that warp 8 has drawn
       22  consumers   next tile, wait tile_full, arrive tile_empty  the one that warp 8 has drawn
       23  consumers   wait v_full                                   the last V has landed
       24  consumers   wait turn, O += P V                           by wgmma, of the last step
@@ -139,8 +139,8 @@ class SharedStorage:
     sK: cute.struct.Align[cute.struct.MemRange[DTYPE, KV_STAGES * TILE_N * HEAD_DIM], SMEM_ALIGN]
     sV: cute.struct.Align[cute.struct.MemRange[DTYPE, KV_STAGES * TILE_N * HEAD_DIM], SMEM_ALIGN]
     tiles: cute.struct.Align[cute.struct.MemRange[cutlass.Int32, TILE_SLOTS], 16]  # numbers of tiles of queries
-    q_barriers: cute.struct.MemRange[cutlass.Int64, 2 * Q_STAGES]  # full, then empty; the same below
-    k_barriers: cute.struct.MemRange[cutlass.Int64, 2 * KV_STAGES]
+    q_full: cutlass.Int64
+    k_barriers: cute.struct.MemRange[cutlass.Int64, 2 * KV_STAGES]  # full, then empty; the same below
     v_barriers: cute.struct.MemRange[cutlass.Int64, 2 * KV_STAGES]
     tile_barriers: cute.struct.MemRange[cutlass.Int64, 2 * TILE_SLOTS]
 
@@ -203,7 +203,10 @@ def attention_kernel(
     sQ = storage.sQ.get_tensor(sQ_layout.outer, swizzle=sQ_layout.inner)  # (TILE_M, HEAD_DIM, Q_STAGES)
     sK = storage.sK.get_tensor(sK_layout.outer, swizzle=sK_layout.inner)  # (TILE_N, HEAD_DIM, KV_STAGES)
     sVt = storage.sV.get_tensor(sVt_layout.outer, swizzle=sVt_layout.inner)  # (HEAD_DIM, TILE_N, KV_STAGES)
-    q_ring = make_ring(storage.q_barriers, Q_STAGES, TILE_M * HEAD_DIM * 2)
+    q_full = storage.q_full.ptr
+    if warp_idx == 0:  # which makes the rings, too
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_init(q_full, 1)
     k_ring = make_ring(storage.k_barriers, KV_STAGES, TILE_N * HEAD_DIM * 2)
     v_ring = make_ring(storage.v_barriers, KV_STAGES, TILE_N * HEAD_DIM * 2)
     tile_ring = pipeline.PipelineAsync.create(  # from the first producer warp to the other and to the consumers
@@ -223,12 +226,12 @@ def attention_kernel(
         cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)  # copies need few; the consumers take the rest
         # Two warps, so that no copy of K waits for a stage of V.
         if warp_idx == Q_K_PRODUCER_WARP:
-            load_q_and_k(tma_Q, tma_K, mQ, mK, sQ, sK, q_ring, k_ring, work, schedule)
+            load_q_and_k(tma_Q, tma_K, mQ, mK, sQ, sK, q_full, k_ring, work, schedule)
         if warp_idx == V_PRODUCER_WARP:
             load_v(tma_V, mVt, sVt, v_ring, work, schedule)
     else:
         cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)  # sleeps until the producers have given them back
-        smem, rings = (sQ, sK, sVt), (q_ring, k_ring, v_ring)
+        smem, rings = (sQ, sK, sVt), (q_full, k_ring, v_ring)
         consume(smem, rings, mO, mLSE, scale_log2, work, schedule)
 
 
@@ -385,9 +388,8 @@ def partition_tma(tma: cute.CopyAtom, sX: cute.Tensor, gX: cute.Tensor):
 
 
 @cute.jit
-def load_q_and_k(tma_Q, tma_K, mQ, mK, sQ, sK, q_ring, k_ring, work, schedule):
+def load_q_and_k(tma_Q, tma_K, mQ, mK, sQ, sK, q_full, k_ring, work, schedule):
     """The first producer warp: draw tiles of queries; Q of each, then K of its tiles of keys, the last one first."""
-    q_fill = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, Q_STAGES)
     k_fill = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, KV_STAGES)
     while work.valid:
         gQ = cute.local_tile(mQ[None, None, work.head, work.batch], (TILE_M, HEAD_DIM), (work.m_block, 0))
@@ -395,10 +397,19 @@ def load_q_and_k(tma_Q, tma_K, mQ, mK, sQ, sK, q_ring, k_ring, work, schedule):
         tQsQ, tQgQ = partition_tma(tma_Q, sQ, gQ)  # (TMA, Q_STAGES), (TMA)
         tKsK, tKgK = partition_tma(tma_K, sK, gK)  # (TMA, KV_STAGES), (TMA, n_blocks)
         # The whole warp runs this; within the calls one elected thread announces the bytes and issues the copy.
-        q_ring.producer_acquire(q_fill)  # the stage is empty; its barrier now expects the bytes
-        cute.copy(tma_Q, tQgQ, tQsQ[None, q_fill.index], tma_bar_ptr=q_ring.producer_get_barrier(q_fill))
-        q_fill.advance()
-        for n_block in cutlass.range(work.n_end - 1, work.n_begin - 1, -1, unroll=1):
+        last_k = k_fill.clone()  # the stage of the K copied last, when it comes to be filled again
+        for _ in cutlass.range_constexpr(KV_STAGES - 1):
+            last_k.advance()
+        k_ring.producer_acquire(k_fill)  # the stage is empty; its barrier now expects the bytes
+        full = k_ring.producer_get_barrier(k_fill)
+        cute.copy(tma_K, tKgK[None, work.n_end - 1], tKsK[None, k_fill.index], tma_bar_ptr=full)
+        k_fill.advance()
+        # The last K before has been read, and so has the Q that it was multiplied with: nobody has to say so.
+        k_ring.sync_object_empty.wait(last_k.index, last_k.phase)
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(q_full, TILE_M * HEAD_DIM * 2)
+        cute.copy(tma_Q, tQgQ, tQsQ[None, 0], tma_bar_ptr=q_full)
+        for n_block in cutlass.range(work.n_end - 2, work.n_begin - 1, -1, unroll=1):
             k_ring.producer_acquire(k_fill)
             full = k_ring.producer_get_barrier(k_fill)
             cute.copy(tma_K, tKgK[None, n_block], tKsK[None, k_fill.index], tma_bar_ptr=full)
@@ -434,7 +445,7 @@ def consume(smem, rings, mO, mLSE, scale_log2, work, schedule):
     """
     tidx, _, _ = cute.arch.thread_idx()
     consumer = cute.arch.make_warp_uniform(tidx // WARPGROUP_THREADS)
-    q_ring, k_ring, v_ring = rings
+    q_full, k_ring, v_ring = rings
     qk_mma, pv_mma = products = make_products()
     operands, accumulators, rP = partition_operands(smem, products, consumer)
     (tSrQ, _, tOrP, tOrV), (acc_S, acc_O) = operands, accumulators
@@ -448,7 +459,7 @@ def consume(smem, rings, mO, mLSE, scale_log2, work, schedule):
         acc_O.fill(0.0)
         row_max.fill(LOWEST)
         row_sum.fill(0.0)
-        q_ring.consumer_wait(q_drain)  # Q has landed
+        cute.arch.mbarrier_wait(q_full, q_drain.phase)  # Q has landed
         multiply_first(products, operands, accumulators, k_ring, q_drain, k_drain, consumer)
         k_drain.advance()
         tSrQ_tile = tSrQ[None, None, None, q_drain.index]  # (MMA, MMA_M, MMA_K)
@@ -468,7 +479,6 @@ def consume(smem, rings, mO, mLSE, scale_log2, work, schedule):
             finish_step(accumulators, rP, rows, scale_log2, v_ring, v_drain)
             k_drain.advance()
             v_drain.advance()
-        q_ring.consumer_release(q_drain)  # this warp has read Q
         q_drain.advance()
         upcoming = next_work(work, schedule)
         v_ring.consumer_wait(v_drain)  # the last V of this tile of queries has landed

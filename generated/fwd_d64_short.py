@@ -34,7 +34,7 @@ Threads
 
 Barriers
     ring  stages  producer -> consumers        full with    empty with
-    q     1       TMA, from warp 4 -> 4 warps  8192 bytes   4 arrivals
+    q     1       TMA, from warp 4 -> 4 warps  8192 bytes   the last K
     k     2       TMA, from warp 4 -> 4 warps  16384 bytes  4 arrivals
     v     2       TMA, from warp 5 -> 4 warps  16384 bytes  4 arrivals
 
@@ -44,36 +44,36 @@ Shared memory
       8192  32768  sK        2 stages x 128 x 64 x 2: K
      40960  32768  sV        2 stages x 128 x 64 x 2: V
      73728   8192  sO        64 x 64 x 2: O
-     81920     80  barriers  10 mbarriers
+     81920     72  barriers  9 mbarriers
             82944  total     of 232448 per CTA
 
 Timeline: a tile is one of queries, a step takes one tile of keys
     per tile:
-       1  warp 4     wait q_empty, load Q            by TMA, when its place is free
-       2  consumers  wait q_full                     Q has landed
-       3  consumers  wait k_full, S = Q K^T          by wgmma, for the first step, alone
-       4  consumers  wait_group 0, arrive k_empty    S is complete, K has been read
-       5  consumers  mask                            of the first step, if it holds the end of the keys
-       6  consumers  softmax, round P                P = 2^(S - max), in 16 bits
+       1  warp 4     wait k_empty, load K                     by TMA, of the first step
+       2  warp 4     wait k read, announce Q's bytes, load Q  by TMA, in the place of the one before
+       3  consumers  wait q_full                              Q has landed
+       4  consumers  wait k_full, S = Q K^T                   by wgmma, for the first step, alone
+       5  consumers  wait_group 0, arrive k_empty             S is complete, K has been read
+       6  consumers  mask                                     of the first step, if it holds the end of the keys
+       7  consumers  softmax, round P                         P = 2^(S - max), in 16 bits
     per step:
-       7  warp 4     wait k_empty, load K            by TMA, when a stage is free
-       8  warp 5     wait v_empty, load V            by TMA, when a stage is free
-       9  consumers  wait k_full, S = Q K^T          by wgmma, of a step other than the first
-      10  consumers  wait v_full, O += P V           by wgmma, of the step before
-      11  consumers  wait_group 1, arrive k_empty    S is complete, P V runs on
-      12  consumers  softmax                         P = 2^(S - max) and sums
-      13  consumers  wait_group 0, arrive v_empty    O is complete
-      14  consumers  rescale, round P                O to the new maxima; P in 16 bits
+       8  warp 4     wait k_empty, load K                     by TMA, when a stage is free
+       9  warp 5     wait v_empty, load V                     by TMA, when a stage is free
+      10  consumers  wait k_full, S = Q K^T                   by wgmma, of a step other than the first
+      11  consumers  wait v_full, O += P V                    by wgmma, of the step before
+      12  consumers  wait_group 1, arrive k_empty             S is complete, P V runs on
+      13  consumers  softmax                                  P = 2^(S - max) and sums
+      14  consumers  wait_group 0, arrive v_empty             O is complete
+      15  consumers  rescale, round P                         O to the new maxima; P in 16 bits
     at a tile's end:
-      15  consumers  arrive q_empty                  Q has been read
-      16  all        next tile                       dealt out in turn
-      17  consumers  wait v_full                     the last V has landed
-      18  consumers  O += P V                        by wgmma, of the last step
-      19  consumers  wait_group 0, arrive v_empty    O is complete
-      20  consumers  store LSE                       from registers, if asked for
-      21  consumers  wait stores, gather O, store O  by stmatrix and TMA, each warp its own rows
+      16  all        next tile                                dealt out in turn
+      17  consumers  wait v_full                              the last V has landed
+      18  consumers  O += P V                                 by wgmma, of the last step
+      19  consumers  wait_group 0, arrive v_empty             O is complete
+      20  consumers  store LSE                                from registers, if asked for
+      21  consumers  wait stores, gather O, store O           by stmatrix and TMA, each warp its own rows
     at last:
-      22  consumers  wait stores                     shared memory must outlive the stores' reads
+      22  consumers  wait stores                              shared memory must outlive the stores' reads
 """
 
 import functools
@@ -122,8 +122,8 @@ class SharedStorage:
     sK: cute.struct.Align[cute.struct.MemRange[DTYPE, KV_STAGES * TILE_N * HEAD_DIM], SMEM_ALIGN]
     sV: cute.struct.Align[cute.struct.MemRange[DTYPE, KV_STAGES * TILE_N * HEAD_DIM], SMEM_ALIGN]
     sO: cute.struct.Align[cute.struct.MemRange[DTYPE, TILE_M * HEAD_DIM], SMEM_ALIGN]
-    q_barriers: cute.struct.MemRange[cutlass.Int64, 2 * Q_STAGES]  # full, then empty; the same below
-    k_barriers: cute.struct.MemRange[cutlass.Int64, 2 * KV_STAGES]
+    q_full: cutlass.Int64
+    k_barriers: cute.struct.MemRange[cutlass.Int64, 2 * KV_STAGES]  # full, then empty; the same below
     v_barriers: cute.struct.MemRange[cutlass.Int64, 2 * KV_STAGES]
 
 
@@ -190,7 +190,10 @@ def attention_kernel(
     sK = storage.sK.get_tensor(sK_layout.outer, swizzle=sK_layout.inner)  # (TILE_N, HEAD_DIM, KV_STAGES)
     sVt = storage.sV.get_tensor(sVt_layout.outer, swizzle=sVt_layout.inner)  # (HEAD_DIM, TILE_N, KV_STAGES)
     sO = storage.sO.get_tensor(sO_layout.outer, swizzle=sO_layout.inner)  # (WARP_ROWS, HEAD_DIM, CONSUMER_WARPS)
-    q_ring = make_ring(storage.q_barriers, Q_STAGES, TILE_M * HEAD_DIM * 2)
+    q_full = storage.q_full.ptr
+    if warp_idx == 0:  # which makes the rings, too
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_init(q_full, 1)
     k_ring = make_ring(storage.k_barriers, KV_STAGES, TILE_N * HEAD_DIM * 2)
     v_ring = make_ring(storage.v_barriers, KV_STAGES, TILE_N * HEAD_DIM * 2)
     cute.arch.mbarrier_init_fence()  # the async proxy, too, must see the barriers initialized
@@ -202,12 +205,12 @@ def attention_kernel(
         cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)  # copies need few; the consumers take the rest
         # Two warps, so that no copy of K waits for a stage of V.
         if warp_idx == Q_K_PRODUCER_WARP:
-            load_q_and_k(tma_Q, tma_K, mQ, mK, sQ, sK, q_ring, k_ring, work, schedule)
+            load_q_and_k(tma_Q, tma_K, mQ, mK, sQ, sK, q_full, k_ring, work, schedule)
         if warp_idx == V_PRODUCER_WARP:
             load_v(tma_V, mVt, sVt, v_ring, work, schedule)
     else:
         cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)  # sleeps until the producers have given them back
-        smem, rings = (sQ, sK, sVt), (q_ring, k_ring, v_ring)
+        smem, rings = (sQ, sK, sVt), (q_full, k_ring, v_ring)
         consume(smem, rings, mO, mLSE, tma_O, sO, scale_log2, work, schedule)
 
 
@@ -309,9 +312,8 @@ def partition_tma(tma: cute.CopyAtom, sX: cute.Tensor, gX: cute.Tensor):
 
 
 @cute.jit
-def load_q_and_k(tma_Q, tma_K, mQ, mK, sQ, sK, q_ring, k_ring, work, schedule):
+def load_q_and_k(tma_Q, tma_K, mQ, mK, sQ, sK, q_full, k_ring, work, schedule):
     """The first producer warp: Q of each tile of queries, then K of its tiles of keys, the last one first."""
-    q_fill = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, Q_STAGES)
     k_fill = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, KV_STAGES)
     while work.valid:
         gQ = cute.local_tile(mQ[None, None, work.head, work.batch], (TILE_M, HEAD_DIM), (work.m_block, 0))
@@ -319,10 +321,19 @@ def load_q_and_k(tma_Q, tma_K, mQ, mK, sQ, sK, q_ring, k_ring, work, schedule):
         tQsQ, tQgQ = partition_tma(tma_Q, sQ, gQ)  # (TMA, Q_STAGES), (TMA)
         tKsK, tKgK = partition_tma(tma_K, sK, gK)  # (TMA, KV_STAGES), (TMA, n_blocks)
         # The whole warp runs this; within the calls one elected thread announces the bytes and issues the copy.
-        q_ring.producer_acquire(q_fill)  # the stage is empty; its barrier now expects the bytes
-        cute.copy(tma_Q, tQgQ, tQsQ[None, q_fill.index], tma_bar_ptr=q_ring.producer_get_barrier(q_fill))
-        q_fill.advance()
-        for n_block in cutlass.range(work.n_end - 1, work.n_begin - 1, -1, unroll=1):
+        last_k = k_fill.clone()  # the stage of the K copied last, when it comes to be filled again
+        for _ in cutlass.range_constexpr(KV_STAGES - 1):
+            last_k.advance()
+        k_ring.producer_acquire(k_fill)  # the stage is empty; its barrier now expects the bytes
+        full = k_ring.producer_get_barrier(k_fill)
+        cute.copy(tma_K, tKgK[None, work.n_end - 1], tKsK[None, k_fill.index], tma_bar_ptr=full)
+        k_fill.advance()
+        # The last K before has been read, and so has the Q that it was multiplied with: nobody has to say so.
+        k_ring.sync_object_empty.wait(last_k.index, last_k.phase)
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(q_full, TILE_M * HEAD_DIM * 2)
+        cute.copy(tma_Q, tQgQ, tQsQ[None, 0], tma_bar_ptr=q_full)
+        for n_block in cutlass.range(work.n_end - 2, work.n_begin - 1, -1, unroll=1):
             k_ring.producer_acquire(k_fill)
             full = k_ring.producer_get_barrier(k_fill)
             cute.copy(tma_K, tKgK[None, n_block], tKsK[None, k_fill.index], tma_bar_ptr=full)
@@ -358,7 +369,7 @@ def consume(smem, rings, mO, mLSE, tma_O, sO, scale_log2, work, schedule):
     """
     tidx, _, _ = cute.arch.thread_idx()
     consumer = cute.arch.make_warp_uniform(tidx // WARPGROUP_THREADS)
-    q_ring, k_ring, v_ring = rings
+    q_full, k_ring, v_ring = rings
     qk_mma, pv_mma = products = make_products()
     operands, accumulators, rP = partition_operands(smem, products, consumer)
     (tSrQ, _, tOrP, tOrV), (acc_S, acc_O) = operands, accumulators
@@ -370,7 +381,7 @@ def consume(smem, rings, mO, mLSE, tma_O, sO, scale_log2, work, schedule):
         acc_O.fill(0.0)
         row_max.fill(LOWEST)
         row_sum.fill(0.0)
-        q_ring.consumer_wait(q_drain)  # Q has landed
+        cute.arch.mbarrier_wait(q_full, q_drain.phase)  # Q has landed
         multiply_first(products, operands, accumulators, k_ring, q_drain, k_drain)
         k_drain.advance()
         tSrQ_tile = tSrQ[None, None, None, q_drain.index]  # (MMA, MMA_M, MMA_K)
@@ -383,7 +394,6 @@ def consume(smem, rings, mO, mLSE, tma_O, sO, scale_log2, work, schedule):
             finish_step(accumulators, rP, rows, scale_log2, v_ring, v_drain)
             k_drain.advance()
             v_drain.advance()
-        q_ring.consumer_release(q_drain)  # this warp has read Q
         q_drain.advance()
         upcoming = next_work(work, schedule)
         v_ring.consumer_wait(v_drain)  # the last V of this tile of queries has landed

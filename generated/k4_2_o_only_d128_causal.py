@@ -8,7 +8,8 @@ It needs nvidia-cutlass-dsl 4.8, apache-tvm-ffi, torch and a Hopper GPU, and not
 time, where there may be no GPU, and to load that where it runs:
     compile_for_sm90a().export_to_c("k4_2_o_only_d128_causal.o", function_name="run", export_only_tvm_ffi_symbols=True)
     compiled = cute.runtime.load_module("k4_2_o_only_d128_causal.o", enable_tvm_ffi=True)["run"]
-    k4_2_o_only_d128_causal.compile_for_sm90a = lambda: compiled  # in the imported module; `attention` compiles nothing then
+    # In the imported module, whose `attention` compiles nothing then:
+    k4_2_o_only_d128_causal.compile_for_sm90a = lambda: compiled
 
     S = scale Q K^T    P = softmax(S)    O = P V
     Causal: query i sees keys j <= i + seq_k - seq_q; the diagonal ends in the bottom right corner.

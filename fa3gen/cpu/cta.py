@@ -49,7 +49,8 @@ class Cta:
         self.local_memory = LocalMemory(warps * 32, self.program.kernel.local_bytes)
         self.named_barriers = NamedBarriers(self.clocks, warps * 32)
         self.mbarriers = Mbarriers(self.clocks, self.shared)
-        self.registers = RegisterPool(warps, launch.registers_per_thread or registers_at_launch(self.threads))
+        sharing = self.threads * self.program.kernel.ctas_per_sm
+        self.registers = RegisterPool(warps, launch.registers_per_thread or registers_at_launch(sharing))
         self.wgmma = WgmmaUnit(self)
         self.bulk = BulkCopyUnit(self)
         self.cp_async = CpAsyncUnit(self)

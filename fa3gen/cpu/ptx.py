@@ -125,12 +125,16 @@ class SharedVariable:
 
 @dataclass
 class Kernel:
-    """One `.entry`: instructions in order, and for each label the index of the instruction it stands before."""
+    """One `.entry`: instructions in order, and for each label the index of the instruction it stands before.
+
+    `ctas_per_sm` is its `.minnctapersm`: how many CTAs are to share an SM.
+    """
 
     name: str
     parameters: tuple[Parameter, ...]
     shared: tuple[SharedVariable, ...]
     local_bytes: int = 0
+    ctas_per_sm: int = 1
     instructions: list[Instruction] = field(default_factory=list)
     labels: dict[str, int] = field(default_factory=dict)
     registers: dict[str, str] = field(default_factory=dict)  # name -> declared type, such as "b32" or "pred"
@@ -149,6 +153,7 @@ _TOKEN = re.compile(
 _STATEMENT = re.compile(r"(?:@(!?)\s*([%\w$.]+)\s+)?([a-z][\w.:]*)\s*(.*)", re.S)
 _LABEL = re.compile(r"([A-Za-z_$][\w$]*)\s*:(?!:)")
 _ENTRY = re.compile(r"\.entry\s+([\w$]+)\s*\((.*?)\)([^{]*)\{", re.S)
+_CTAS_PER_SM = re.compile(r"\.minnctapersm\s+(\d+)")
 _PARAMETER = re.compile(r"\.param\s+(?:\.align\s+(\d+)\s+)?\.(\w+)\s+([\w$]+)(?:\[(\d+)\])?")
 _SHARED = re.compile(
     r"^\s*(\.extern|\.visible|\.weak)?\s*\.shared\s+\.align\s+(\d+)\s+\.b8\s+([\w$]+)\[(\d*)\]\s*;", re.M
@@ -169,6 +174,8 @@ def parse(text: str) -> dict[str, Kernel]:
     kernels = {}
     for entry in _ENTRY.finditer(text):
         kernel = Kernel(name=entry.group(1), parameters=_parameters(entry.group(2)), shared=shared)
+        if asked := _CTAS_PER_SM.search(entry.group(3)):
+            kernel.ctas_per_sm = int(asked.group(1))
         end = _closing_brace(text, entry.end())
         _Body(kernel, files, first_line=text.count("\n", 0, entry.end()) + 1).read(text[entry.end() : end])
         kernels[kernel.name] = kernel

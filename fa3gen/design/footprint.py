@@ -43,6 +43,7 @@ OVERLAP_SPARE = 4
 # What setmaxnreg leaves to a thread of the producer and gives to one of the consumers, by consumer warpgroups. The sum
 # over all warpgroups is what the launch handed out: setmaxnreg only moves registers between the warps of a CTA.
 REGISTER_BUDGETS = {1: (56, 256), 2: (24, 240), 3: (32, 160)}
+SHARED_PRODUCER_REGISTERS = 24  # of a thread of the producer where several CTAs share an SM: as few as setmaxnreg gives
 QUAD = 4  # threads that share the rows of a warpgroup's accumulator (PTX ISA, wgmma register fragments)
 FRAGMENT_ROWS = 2  # of a thread in 64 rows of an accumulator
 FRAGMENT_COLUMNS = 2  # of a thread in every 8 columns of an accumulator, side by side
@@ -71,7 +72,17 @@ def overlapped(spec: Spec) -> bool:
 
 def persistent(spec: Spec) -> bool:
     """Whether a CTA takes many tiles of queries, one after the other."""
-    return spec.scheduler != "single_tile"
+    return spec.scheduler not in ("single_tile", "grid")
+
+
+def keys_free_q(spec: Spec) -> bool:
+    """Whether nobody gives the one place of Q back: it is free when the last K has been read that Q is multiplied with.
+
+    That is a softmax and a P V earlier than consumers could say so, since no branch may stand between these, and the
+    next Q lands while they run (docs/performance.md). With scheduler grid there is no next Q.
+    """
+    one = isinstance(spec.load, TmaLoad) and spec.load.q_stages == 1
+    return one and overlapped(spec) and spec.scheduler != "single_tile"
 
 
 def splits_tail(spec: Spec) -> bool:
@@ -123,8 +134,18 @@ def computing_threads(spec: Spec) -> int:
 
 
 def launch_registers(spec: Spec) -> int:
-    """Registers that each thread of a CTA which has an SM to itself can be launched with."""
-    return hopper.registers_at_launch(threads(spec))
+    """Registers that each thread can be launched with where `tile.ctas_per_sm` CTAs share an SM."""
+    return hopper.registers_at_launch(threads(spec) * spec.tile.ctas_per_sm)
+
+
+def register_budget(spec: Spec) -> tuple[int, int]:
+    """What setmaxnreg leaves to a thread of the producer and gives to one of the consumers."""
+    consumers = spec.tile.warpgroups or 0
+    if spec.tile.ctas_per_sm == 1:
+        return REGISTER_BUDGETS[consumers]
+    pool, unit = (consumers + 1) * launch_registers(spec), hopper.REGISTER_UNIT_PER_THREAD
+    share = (pool - SHARED_PRODUCER_REGISTERS) // consumers // unit * unit
+    return SHARED_PRODUCER_REGISTERS, share
 
 
 def kv_stages(spec: Spec) -> int:
@@ -161,13 +182,14 @@ def shared_memory_map(spec: Spec) -> list[Region]:
 def barrier_bytes(spec: Spec) -> int:
     """Bytes of mbarriers: one for Q, a full and an empty one for each stage of each ring.
 
-    In a specialised kernel Q is a ring, too; so are the numbers of the tiles, where they come from a counter.
+    In a specialised kernel Q is a ring, too, unless `keys_free_q`; so are the numbers of the tiles, where they come from a counter.
     """
     if not isinstance(spec.load, TmaLoad):
         return 0
     if specialized(spec):
         slots = TILE_SLOTS if spec.scheduler == "dynamic" else 0
-        return hopper.MBARRIER_BYTES * 2 * (spec.load.q_stages + 2 * spec.load.kv_stages + slots)
+        q_barriers = 1 if keys_free_q(spec) else 2 * spec.load.q_stages
+        return hopper.MBARRIER_BYTES * (q_barriers + 2 * (2 * spec.load.kv_stages + slots))
     rings = 1 if spec.load.barrier == "shared" else 2
     return hopper.MBARRIER_BYTES * (spec.load.q_stages + 2 * rings * spec.load.kv_stages)
 

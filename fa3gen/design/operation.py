@@ -230,6 +230,8 @@ def forward(spec: Spec) -> Operation:
         warps = Extent("consumer_warps", footprint.computing_threads(spec) // hopper.WARP)
         arguments.append(Scratch("flags", INT32, (NUM_SMS, warps), "zero", kept=True))
         arguments.append(Scratch("parts", FP32, (NUM_SMS, *(Extent(*named) for named in part)), "anything", kept=True))
+    if spec.scheduler == "grid":
+        arguments.append(Scalar("enable_pdl", INT32))
     arguments.append(Scalar("scale", FP32))
     return Operation(
         "forward", "attention", tuple(arguments), kernels=3 if isinstance(spec.handoff, GlobalHandoff) else 1

@@ -39,11 +39,22 @@ def taken(spec: Spec, seq_q: int, seq_k: int, heads: int, batch: int) -> Iterato
     if spec.scheduler == "dynamic":
         yield from _drawn(spec, blocks, seq_k, heads, everything)
         return
+    if spec.scheduler == "grid":
+        yield from _placed(spec, blocks, heads, batch)
+        return
     # A CTA for each tile: those that see the most keys are started first.
     longest_first = isinstance(spec.mask, CausalMask) and not footprint.persistent(spec)
     for number in range(blocks * everything):
         block, head = number % blocks, number // blocks
         yield Taken(number, blocks - 1 - block if longest_first else block, head % heads, head // heads)
+
+
+def _placed(spec: Spec, blocks: int, heads: int, batch: int) -> Iterator[Taken]:
+    """By the grid: all heads' tiles of the same rows next to each other, under a causal mask the last rows first."""
+    longest_first = isinstance(spec.mask, CausalMask)
+    for number in range(blocks * heads * batch):
+        row, head = number // heads % blocks, number % heads
+        yield Taken(number, blocks - 1 - row if longest_first else row, head, number // heads // blocks)
 
 
 def _drawn(spec: Spec, blocks: int, seq_k: int, heads: int, everything: int) -> Iterator[Taken]:

@@ -33,6 +33,7 @@ from fa3gen.spec.model import (
     WgmmaProduct,
 )
 
+EXPORT_NAME, COMMENTED_NAME = 24, 18  # longest names that fit 120 columns with an export call, with a comment
 LINE_WIDTH = 112  # of a line of the docstring, which is indented by 4
 PLACE_TITLES: dict[Place, str] = {
     "cta": "per CTA",
@@ -47,7 +48,10 @@ PLACE_TITLES: dict[Place, str] = {
 
 @dataclass(frozen=True)
 class Header:
-    """Lines of the module's docstring."""
+    """Lines of the module's docstring.
+
+    Two of them hold the module's name: `long_name` and `longish_name` say whether they would pass 120 columns.
+    """
 
     title: str
     spec_path: str
@@ -60,6 +64,8 @@ class Header:
     smem: tuple[str, ...]
     timeline_title: str
     timeline: tuple[str, ...]
+    long_name: bool
+    longish_name: bool
 
 
 class StepRow(NamedTuple):
@@ -101,8 +107,8 @@ def describe(spec: Spec, summary: str) -> Description:
     )
 
 
-def make_header(spec: Spec, *, summary: str, source: PurePath) -> Header:
-    """Describe one module; `source` is the path of its spec file relative to the workspace."""
+def make_header(spec: Spec, *, summary: str, source: PurePath, stem: str) -> Header:
+    """Describe the module `stem`; `source` is the path of its spec file relative to the workspace."""
     described = describe(spec, summary)
     return Header(
         title=described.title,
@@ -116,6 +122,8 @@ def make_header(spec: Spec, *, summary: str, source: PurePath) -> Header:
         smem=_columns(_smem(spec), right_aligned=2),
         timeline_title=described.steps_title,
         timeline=timeline(described.steps),
+        long_name=len(stem) > EXPORT_NAME,
+        longish_name=len(stem) > COMMENTED_NAME,
     )
 
 
@@ -176,7 +184,7 @@ def _decisions(spec: Spec) -> list[tuple[str, str]]:
     rows.append(("O = P V", _product_sentence(spec.pv, spec.element, spec.problem.v_dim, spec.tile.kv, "P", "V")))
     rows.append(("kv order", _order_sentence(spec)))
     rows.append(("output", _output_sentence(spec)))
-    if footprint.persistent(spec):
+    if footprint.persistent(spec) or spec.scheduler == "grid":
         rows.append(("q order", _tiles_sentence(spec)))
     return rows
 
@@ -268,6 +276,10 @@ def _output_sentence(spec: Spec) -> str:
 
 def _tiles_sentence(spec: Spec) -> str:
     """Which tiles of queries a CTA takes."""
+    if spec.scheduler == "grid":
+        order = ", all heads' last rows first" if isinstance(spec.mask, CausalMask) else ""
+        shared = f"; {spec.tile.ctas_per_sm} share an SM" if spec.tile.ctas_per_sm > 1 else ""
+        return f"a CTA per tile, placed by the grid{order}{shared}"
     if spec.scheduler == "dynamic":
         return "a CTA per SM; each draws its next tile from a counter: longest first, a few heads at a time"
     if spec.scheduler == "stream_k":
@@ -299,19 +311,20 @@ def _threads(spec: Spec) -> list[str]:
 def _roles(spec: Spec, schedule: Schedule) -> list[str]:
     """Who does what in a specialised kernel, and the registers that setmaxnreg gives to each."""
     count, consumers = footprint.threads(spec), spec.tile.warpgroups or 0
-    producer_registers, consumer_registers = footprint.REGISTER_BUDGETS[consumers]
+    producer_registers, consumer_registers = footprint.register_budget(spec)
     launched = footprint.launch_registers(spec)
     held = footprint.registers_per_thread(spec)
     parts = ", ".join(f"{what} {n}" for what, n in held)
     warps, kept = count // hopper.WARP, producer_registers + consumers * consumer_registers
     sums = f"{producer_registers} + {consumers} x {consumer_registers} = {kept}"
     pool = f"{consumers + 1} x {launched} = {(consumers + 1) * launched}"
-    duties = ", ".join(f"{role.label} {role.duty}" for role in schedule.roles if role.warps == 1)
+    duties = [f"{role.label} {role.duty}" for role in schedule.roles if role.warps == 1]
+    first = [duties.pop(0)] if spec.scheduler == "grid" else []  # by a warp of a consumer, before it is one
     return [
         f"{count} threads, {warps} warps, launched with {launched} registers each; setmaxnreg moves them: "
         f"{sums} of {pool}",
-        f"producer: 1 warpgroup, {producer_registers} registers; {duties} (TMA)",
-        f"consumers: {_warpgroups(consumers)}, {consumer_registers} registers; 64 query rows each",
+        f"producer: 1 warpgroup, {producer_registers} registers; {', '.join(duties)} (TMA)",
+        "; ".join([f"consumers: {_warpgroups(consumers)}, {consumer_registers} registers", "64 query rows each", *first]),
         f"    about {sum(n for _, n in held)} registers each: {parts}",
     ]
 
@@ -338,7 +351,9 @@ def _rings(schedule: Schedule) -> list[tuple[str, ...]]:
         filler = f"TMA, from {producer}" if ring.filled_by == "TMA" else producer
         full = f"{ring.full_bytes} bytes" if ring.full_bytes else _arrivals(ring.full_arrivals)
         edge = f"{filler} -> {readers} warps"
-        rows.append((ring.name, str(ring.stages), edge, full, _arrivals(ring.empty_arrivals)))
+        once = schedule.role(ring.producer).code == "load_first"
+        empty = _arrivals(ring.empty_arrivals) if ring.empty_arrivals else "no reuse" if once else "the last K"
+        rows.append((ring.name, str(ring.stages), edge, full, empty))
     return rows
 
 
@@ -418,6 +433,7 @@ def _name(step: Step) -> str:
     names: dict[Kind, str] = {
         "announce": f"announce {step.what}'s bytes",
         "wait_empty": f"wait {step.on}_empty",
+        "wait_read": f"wait {step.on} read",
         "load": f"load {step.what}",
         "fill": f"arrive {step.on}_full",
         "wait_full": f"wait {step.on}_full",

@@ -60,6 +60,7 @@ class TilePlan:
     threads: int
     warpgroups: int
     pack_heads: int
+    ctas_per_sm: int
     packed: bool
     rows: str
     positions: str
@@ -152,12 +153,17 @@ class ArgumentsPlan:
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """How tiles come from global to shared memory."""
+    """How tiles come from global to shared memory.
+
+    `q_ring`: whether consumers of a specialised kernel give Q's place back; `q_barrier` is what they wait for Q at.
+    """
 
     engine: str
     q_stages: int
     kv_stages: int
     barrier: str
+    q_ring: bool
+    q_barrier: str
 
 
 @dataclass(frozen=True)
@@ -296,6 +302,7 @@ class SectionsPlan:
     kernel: str
     range: str
     loads: str
+    producers: str
     consumer: str
     work: str
     qk: str
@@ -359,7 +366,7 @@ def make_plan(variant: Variant) -> Plan:
         operation=operation_of(spec),
         entry=_entry(spec),
         sections=_sections(spec),
-        header=header.make_header(spec, summary=variant.summary, source=PurePath(variant.source)),
+        header=header.make_header(spec, summary=variant.summary, source=PurePath(variant.source), stem=variant.stem),
         expectation=expectation(spec),
     )
 
@@ -387,6 +394,7 @@ def _tile(spec: Spec) -> TilePlan:
         threads=footprint.threads(spec),
         warpgroups=spec.tile.warpgroups or 0,
         pack_heads=spec.tile.pack_heads,
+        ctas_per_sm=spec.tile.ctas_per_sm,
         packed=packed,
         rows="PACKED_M" if packed else "TILE_M",
         positions="POSITIONS" if packed else "TILE_M",
@@ -427,6 +435,7 @@ def _arguments(spec: Spec) -> ArgumentsPlan:
     handed_on = ["scratch"] * (spec.scheduler == "stream_k")
     num_tiles = Parameter("num_tiles", INT32)
     extents = {"stream_k": [Parameter("tail")], "static": [num_tiles], "dynamic": [num_tiles]}
+    extents["grid"] = [Parameter("group")]
     extent = extents.get(spec.scheduler, [])
     tensors = ("mQ", "mK", "mVt", "mO", *["mLSE"] * spec.outputs.lse, *map(str, operation.scratch))
     atoms = ("tma_Q", "tma_K", "tma_V", *["tma_O"] * stored)
@@ -476,7 +485,9 @@ def _output(spec: Spec) -> OutputPlan:
 def _load(spec: Spec) -> LoadPlan:
     barrier = spec.load.barrier if isinstance(spec.load, TmaLoad) else "none"
     q_stages = spec.load.q_stages if isinstance(spec.load, TmaLoad) else 1
-    return LoadPlan(spec.load.engine, q_stages, footprint.kv_stages(spec), barrier)
+    q_ring = not footprint.keys_free_q(spec)
+    names = q_ring, "q_ring" if q_ring else "q_full"
+    return LoadPlan(spec.load.engine, q_stages, footprint.kv_stages(spec), barrier, *names)
 
 
 def _smem(spec: Spec) -> SmemPlan:
@@ -510,7 +521,7 @@ def _product(product: object, element: Dtype, n: int, k: int) -> ProductPlan:
 def _schedule(spec: Spec) -> SchedulePlan:
     if not footprint.specialized(spec):
         return SchedulePlan(False, False, False, False, 0, 0)
-    producer, consumer = footprint.REGISTER_BUDGETS[spec.tile.warpgroups or 0]
+    producer, consumer = footprint.register_budget(spec)
     ping_pong = isinstance(spec.schedule, PingPongSchedule)
     overlap, flattened = footprint.overlapped(spec), footprint.flattened(spec)
     return SchedulePlan(True, overlap, flattened, ping_pong, producer, consumer)
@@ -563,7 +574,7 @@ def _entry(spec: Spec) -> EntryPlan:
 
 def _sections(spec: Spec) -> SectionsPlan:
     if spec.handoff.through == "global_f32":
-        return SectionsPlan("naive.py.jinja", *[""] * 11)
+        return SectionsPlan("naive.py.jinja", *[""] * 12)
     both_wgmma = isinstance(spec.pv, WgmmaProduct)
     family = "wgmma" if both_wgmma else "scalar"
     space = "fragment" if both_wgmma else "smem"
@@ -574,6 +585,7 @@ def _sections(spec: Spec) -> SectionsPlan:
         kernel=_section("kernel_wgmma" if both_wgmma else f"kernel_scalar_{spec.load.engine}"),
         range=_section(f"range_{spec.mask.kind}"),
         loads=_section(f"loads_{spec.load.engine}"),
+        producers="",
         consumer="",
         work=_section("work_fragment" if both_wgmma else "work_scalar"),
         qk=_section(f"qk_{spec.qk.engine}"),
@@ -589,6 +601,7 @@ def _sections(spec: Spec) -> SectionsPlan:
         sections,
         spine="specialized.py.jinja",
         scheduler=_section(f"scheduler_{spec.scheduler}"),
+        producers=_section("producers_grid" if spec.scheduler == "grid" else "producers"),
         consumer=_section("consumer_overlapped" if overlap else "consumer_sequential"),
         softmax=_section("softmax_overlapped" if overlap else "softmax_fragment"),
         pv=_section("pv_wgmma_fragment"),

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 # CUDA C++ Programming Guide: 227 KB of shared memory for one thread block.
 SMEM_PER_CTA = 227 * 1024
+SMEM_PER_SM = 228 * 1024  # for all thread blocks of a multiprocessor (compute capability 9.0, "Shared Memory")
+SMEM_RESERVED = 1024  # of each CTA, by the system
 # CUDA C++ Programming Guide: 64 K 32-bit registers per multiprocessor, at most 255 for one thread.
 REGISTERS_PER_SM = 65536
 REGISTERS_PER_THREAD = 255

@@ -18,7 +18,7 @@ OutputDType = Literal["bf16", "fp16", "fp32"]
 Swizzle = Literal["none", "32B", "64B", "128B"]
 Major = Literal["k", "mn"]
 Source = Literal["smem", "registers"]
-Scheduler = Literal["single_tile", "static", "stream_k", "dynamic"]
+Scheduler = Literal["single_tile", "grid", "static", "stream_k", "dynamic"]
 
 # The kernels count keys in 32 bits: row + reach stays below 2^31 for up to 2^30 keys.
 WINDOW_MAX = 2**30
@@ -87,6 +87,7 @@ class Tile(SpecModel):
         gt=0,
         description="Query heads of one kv head in a tile (GQA): its rows are q / pack_heads positions of each.",
     )
+    ctas_per_sm: int = Field(default=1, gt=0, description="CTAs of a specialised kernel that are to share an SM.")
 
 
 class SyncLoad(SpecModel):
@@ -269,8 +270,9 @@ class Forward(SpecModel):
     schedule: Schedule = CooperativeSchedule()
     scheduler: Scheduler = Field(
         default="single_tile",
-        description="`single_tile`: a CTA for each tile of queries; the others: a CTA for each SM, which takes tile "
-        "after tile, those known from the start (`static`), these and an equal share of the last wave's steps "
+        description="`single_tile`: a CTA for each tile of queries; `grid`: the same for few tiles, placed by the "
+        "grid, the first loads before all else, with programmatic dependent launch; the others: a CTA for each SM, which "
+        "takes tile after tile, those known from the start (`static`), these and an equal share of the last wave's steps "
         "(`stream_k`, after arXiv 2301.03598), or the next one of all (`dynamic`).",
     )
     softmax: Softmax = Softmax()

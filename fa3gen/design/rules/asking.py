@@ -72,6 +72,7 @@ def _schedule(spec: Spec) -> Iterable[Answer]:
     yield schedules.schedule_handoff.ask(kind, spec.handoff.through)
     yield schedules.schedule_pack.ask(kind, spec.tile.pack_heads)
     yield schedules.schedule_v_dim.ask(kind, spec.problem.head_dim, spec.problem.v_dim)
+    yield schedules.schedule_ctas.ask(kind, spec.tile.ctas_per_sm)
     if isinstance(spec.load, TmaLoad):
         yield schedules.schedule_barrier.ask(kind, spec.load.barrier)
     yield from _scheduler(spec)
@@ -82,6 +83,8 @@ def _schedule(spec: Spec) -> Iterable[Answer]:
 
 def _scheduler(spec: Spec) -> Iterable[Answer]:
     yield schedules.scheduler_schedule.ask(spec.scheduler, spec.schedule.kind)
+    q_stages = spec.load.q_stages if isinstance(spec.load, TmaLoad) else 1
+    yield schedules.grid_loads.ask(spec.scheduler, footprint.overlapped(spec), q_stages)
     yield schedules.scheduler_mask.ask(spec.scheduler, spec.mask.kind)
     yield output.output_dtype.ask(spec.problem.dtype, spec.o_dtype)
     if spec.o_dtype == "fp32":
@@ -194,11 +197,22 @@ def _footprint(spec: Spec) -> Iterable[Answer]:
     yield _shared_memory(spec)
     held = footprint.registers_per_thread(spec)
     if footprint.specialized(spec):
-        yield threads.consumer_registers.ask(held, spec.tile.warpgroups or 0, footprint.overlapped(spec))
+        if spec.tile.ctas_per_sm > 1:
+            yield from _shared_sm(spec)
+        _, budget = footprint.register_budget(spec)
+        yield threads.consumer_registers.ask(held, spec.tile.warpgroups or 0, footprint.overlapped(spec), budget)
         return
     yield threads.registers_per_thread.ask(held)
     field = "tile.threads" if spec.tile.threads is not None else "tile.warpgroups"
     yield threads.registers_per_sm.ask(field, footprint.threads(spec), held)
+
+
+def _shared_sm(spec: Spec) -> Iterable[Answer]:
+    """Whether several CTAs fit an SM."""
+    total = footprint.total_bytes(footprint.shared_memory_map(spec), footprint.barrier_bytes(spec))
+    yield memory.shared_sm.ask(spec.tile.ctas_per_sm, total)
+    columns = max(spec.tile.kv, spec.problem.v_dim)
+    yield threads.accumulator_at_launch.ask(spec.tile.ctas_per_sm, columns, footprint.launch_registers(spec))
 
 
 def _taste(spec: Spec) -> Iterable[Answer]:

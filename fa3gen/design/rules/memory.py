@@ -85,3 +85,19 @@ def shared_memory(
         f"shared memory: {terms(regions)} = {data}, + {barrier_bytes} of barriers + {alignment_slack} of alignment = "
         f"{total} > {hopper.SMEM_PER_CTA} bytes; use {' or '.join(ways_out) or 'a smaller tile.q or tile.kv'}",
     )
+
+
+@rule(kind=HARDWARE, topic="shared memory")
+def shared_sm(ctas: int, total: int) -> Violation | None:
+    """The shared memory of all CTAs that share an SM within its 228 KB, of which the system takes 1 KB for each CTA.
+
+    CUDA C++ Programming Guide, "Compute Capability 9.0", Shared Memory.
+    """
+    each = total + hopper.SMEM_RESERVED
+    if ctas * each <= hopper.SMEM_PER_SM:
+        return None
+    return Violation(
+        "tile.ctas_per_sm",
+        f"shared memory of {ctas} CTAs: {ctas} x ({total} + {hopper.SMEM_RESERVED}) = {ctas * each} > "
+        f"{hopper.SMEM_PER_SM} bytes of an SM; use fewer CTAs or a smaller tile.kv",
+    )

@@ -13,7 +13,7 @@ from fa3gen.hardware.dtypes import FP32
 def scheduler_output(scheduler: str, o: str, kind: str) -> Violation | None:
     """O takes Q's place only where no next Q does; other places are rendered for specialised kernels."""
     if o == "over_q":
-        if scheduler == "single_tile":
+        if scheduler in ("single_tile", "grid"):
             return None
         return Violation(
             "outputs.o",
@@ -114,5 +114,5 @@ def packed_slices(o: str, pack_heads: int) -> Violation | None:
     return Violation(
         "outputs.o",
         f"own_buffer stores the {rows} rows of each warp as whole positions of {pack_heads} heads, and {rows} is "
-        f"{remainder(rows, pack_heads)}; use over_q with scheduler single_tile, or direct",
+        f"{remainder(rows, pack_heads)}; use over_q with scheduler single_tile or grid, or direct",
     )

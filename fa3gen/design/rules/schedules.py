@@ -64,6 +64,31 @@ def schedule_pack(kind: str, pack_heads: int) -> Violation | None:
 
 
 @rule(kind=GENERATOR, topic="structure")
+def schedule_ctas(kind: str, ctas: int) -> Violation | None:
+    """How many CTAs share an SM is asked for where setmaxnreg deals out registers; others share as they fit."""
+    if kind != "cooperative" or ctas == 1:
+        return None
+    return Violation(
+        "tile.ctas_per_sm",
+        "CTAs of a cooperative kernel share an SM as far as they fit; use ctas_per_sm 1, or schedule warp_specialized",
+    )
+
+
+@rule(kind=GENERATOR, topic="q order")
+def grid_loads(scheduler: str, overlap: bool, q_stages: int) -> Violation | None:
+    """With scheduler grid the one Q and the first K are loaded before all else, for consumers that overlap."""
+    if scheduler != "grid":
+        return None
+    if not overlap:
+        return Violation(
+            "scheduler", "grid is rendered with overlap: true only; use single_tile, or a schedule with overlap: true"
+        )
+    if q_stages == 1:
+        return None
+    return Violation("load.q_stages", f"with scheduler grid a CTA has one tile of queries, not {q_stages}; use 1")
+
+
+@rule(kind=GENERATOR, topic="structure")
 def ping_pong_partners(kind: str, count: int) -> Violation | None:
     """Turns are taken by two warpgroups or more."""
     if kind != "ping_pong" or count > 1:

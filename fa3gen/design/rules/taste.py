@@ -56,12 +56,12 @@ def rescale_few_columns(rescale_above: int | None, v_dim: int) -> Violation | No
 @rule(kind=TASTE, topic="shared memory")
 def buffer_for_one_output(scheduler: str, o: str, tile_q: int, head_dim: int, v_dim: int) -> Violation | None:
     """A CTA with one tile has no next Q, so that O can lie where Q was."""
-    if scheduler != "single_tile" or o != "own_buffer" or v_dim > head_dim:
+    if scheduler not in ("single_tile", "grid") or o != "own_buffer" or v_dim > head_dim:
         return None
     size = hopper.BYTES_16BIT
     return Violation(
         "outputs.o",
-        f"with scheduler single_tile no next Q is loaded, and a buffer for O takes {tile_q} x {v_dim} x {size} = "
+        f"with scheduler {scheduler} no next Q is loaded, and a buffer for O takes {tile_q} x {v_dim} x {size} = "
         f"{tile_q * v_dim * size} bytes of shared memory for nothing; use over_q",
     )
 

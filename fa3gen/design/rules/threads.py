@@ -122,10 +122,27 @@ def registers_per_sm(field: str, threads: int, parts: Sequence[tuple[str, int]])
 
 
 @rule(kind=HARDWARE, topic="registers")
-def consumer_registers(parts: Sequence[tuple[str, int]], consumers: int, overlap: bool) -> Violation | None:
+def accumulator_at_launch(ctas: int, columns: int, launched: int) -> Violation | None:
+    """A product's accumulator, a register for two columns, within what a thread is launched with.
+
+    ptxas allots registers of instructions by the launch, whatever setmaxnreg gives later (its error C7602).
+    """
+    held = columns // 2 + footprint.OTHER_REGISTERS
+    if held <= launched:
+        return None
+    return Violation(
+        "tile.ctas_per_sm",
+        f"with {ctas} CTAs on an SM a thread is launched with {launched} registers, and a product of {columns} columns "
+        f"takes {columns} / 2 + {footprint.OTHER_REGISTERS} = {held}; use fewer CTAs or columns",
+    )
+
+
+@rule(kind=HARDWARE, topic="registers")
+def consumer_registers(
+    parts: Sequence[tuple[str, int]], consumers: int, overlap: bool, budget: int
+) -> Violation | None:
     """What a consumer thread holds at once (an estimate) within what setmaxnreg gives it. PTX ISA, "setmaxnreg"."""
     total = sum(count for _, count in parts)
-    _, budget = footprint.REGISTER_BUDGETS[consumers]
     spare = footprint.OVERLAP_SPARE if overlap else 0
     if total + spare <= budget:
         return None

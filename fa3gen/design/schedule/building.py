@@ -114,10 +114,14 @@ def _cooperative_barriers(spec: Spec) -> tuple[NamedBarrier, ...]:
 def _specialized_roles(spec: Spec) -> tuple[Role, ...]:
     warps = footprint.computing_threads(spec) // hopper.WARP
     draws = "draws the tiles and " if spec.scheduler == "dynamic" else ""
+    freed, placed = footprint.keys_free_q(spec), spec.scheduler == "grid"
+    first = Role(specialized.FIRST, "warp 0", 1, "copies Q and the first K", "load_first")
+    keys = Role(specialized.Q_K, f"warp {warps}", 1, "copies K", "load_k", peeled=1)
+    both = Role(specialized.Q_K, f"warp {warps}", 1, f"{draws}copies Q and K", "load_q_and_k", peeled=int(freed))
     overlap = footprint.overlapped(spec)
     loops = {"all": (False,), "before": (True, False), "between": (True, False, True), "none": (True,)}
     return (
-        Role(specialized.Q_K, f"warp {warps}", 1, f"{draws}copies Q and K", "load_q_and_k"),
+        *([first, keys] if placed else [both]),
         Role(specialized.V, f"warp {warps + 1}", 1, "copies V", "load_v"),
         Role(
             specialized.CONSUMERS,
@@ -135,8 +139,10 @@ def _specialized_rings(spec: Spec) -> tuple[Ring, ...]:
     assert isinstance(spec.load, TmaLoad)
     (q, k, v), stages = _tile_bytes(spec), spec.load.kv_stages
     warps, readers = footprint.computing_threads(spec) // hopper.WARP, (specialized.CONSUMERS,)
+    first = specialized.FIRST if spec.scheduler == "grid" else specialized.Q_K
+    released = 0 if footprint.keys_free_q(spec) else warps
     rings = [
-        Ring("q", ("Q",), spec.load.q_stages, "TMA", specialized.Q_K, readers, (q,), empty_arrivals=warps),
+        Ring("q", ("Q",), spec.load.q_stages, "TMA", first, readers, (q,), empty_arrivals=released),
         Ring("k", ("K",), stages, "TMA", specialized.Q_K, readers, (k,), empty_arrivals=warps),
         Ring("v", ("V",), stages, "TMA", specialized.V, readers, (v,), empty_arrivals=warps),
     ]

@@ -17,6 +17,7 @@ PLACES: tuple[Place, ...] = ("cta", "ahead", "tile", "step", "end", "exit", "ker
 Kind = Literal[
     "announce",  # tell a barrier how many bytes will land
     "wait_empty",  # wait until a stage of a ring is free; for TMA, announce the bytes, too
+    "wait_read",  # wait until what was loaded last has been read, without taking its stage
     "load",  # start or make the copy of a tile to shared memory
     "fill",  # a stage that a thread has written is full
     "wait_full",  # wait until a stage of a ring is full

@@ -9,7 +9,7 @@ from fa3gen.design import footprint
 from fa3gen.design.schedule.model import Place, Role, Step
 from fa3gen.spec.model import NoMask, PingPongSchedule, Spec
 
-Q_K, V, CONSUMERS = "producer of Q, K", "producer of V", "consumers"
+FIRST, Q_K, V, CONSUMERS = "producer of the first tiles", "producer of Q, K", "producer of V", "consumers"
 OUTPUT_BARRIER = "OUTPUT_BARRIER"
 
 _consumers = partial(Step, CONSUMERS)
@@ -19,16 +19,34 @@ def steps(spec: Spec, roles: Sequence[Role]) -> tuple[Step, ...]:
     """The steps of all roles, one role after the other."""
     drawing = roles[0].label
     consume = _overlapped if footprint.overlapped(spec) else _sequential
-    return (*_produce_q_and_k(spec), *_produce_v(spec, drawing), *consume(spec, drawing))
+    produce = _produce_first_and_k if spec.scheduler == "grid" else _produce_q_and_k
+    return (*produce(spec), *_produce_v(spec, drawing), *consume(spec, drawing))
 
 
 # Producers
 
 
+def _produce_first_and_k(spec: Spec) -> Iterator[Step]:
+    first = partial(Step, FIRST, "cta")
+    yield first("announce", "Q")
+    yield first("load", "Q", "q", note="by TMA, before the other warps may touch a barrier")
+    yield first("wait_empty", on="k")
+    yield first("load", "K", "k", note="by TMA, of the first step")
+    yield Step(Q_K, "step", "wait_empty", on="k")
+    yield Step(Q_K, "step", "load", "K", "k", note="by TMA, of a step other than the first, when a stage is free")
+
+
 def _produce_q_and_k(spec: Spec) -> Iterator[Step]:
     step = partial(Step, Q_K)
-    yield step("tile", "wait_empty", on="q")
-    yield step("tile", "load", "Q", "q", note="by TMA, when its place is free")
+    if footprint.keys_free_q(spec):
+        yield step("tile", "wait_empty", on="k")
+        yield step("tile", "load", "K", "k", note="by TMA, of the first step")
+        yield step("tile", "wait_read", on="k", ahead=-1)
+        yield step("tile", "announce", "Q")
+        yield step("tile", "load", "Q", "q", note="by TMA, in the place of the one before")
+    else:
+        yield step("tile", "wait_empty", on="q")
+        yield step("tile", "load", "Q", "q", note="by TMA, when its place is free")
     yield step("step", "wait_empty", on="k")
     yield step("step", "load", "K", "k", note="by TMA, when a stage is free")
     if spec.scheduler != "dynamic":
@@ -54,6 +72,7 @@ def _next(spec: Spec, who: str, drawing: str = "") -> Iterator[Step]:
         return
     note = {
         "single_tile": "there is none: a CTA has one tile",
+        "grid": "there is none: a CTA has one tile",
         "static": "dealt out in turn",
         "stream_k": "dealt out in turn, then a share of the last wave",
     }[spec.scheduler]
@@ -121,7 +140,8 @@ def _overlapped(spec: Spec, drawing: str) -> Iterator[Step]:
     yield _consumers("tile", "softmax")
     yield _consumers("tile", "round", note="P = 2^(S - max), in 16 bits")
     yield from _overlapped_step(spec, turns)
-    yield _consumers("end", "release", on="q", note="Q has been read")
+    if not footprint.keys_free_q(spec):
+        yield _consumers("end", "release", on="q", note="Q has been read")
     yield from _next(spec, CONSUMERS, drawing)
     yield from _last_product(turns, flattened)
     yield from _store(spec)

@@ -189,6 +189,12 @@ class _Program:
         match step.kind:
             case "wait_empty" | "fill" | "wait_full" | "release":
                 yield from self._ring(step, number)
+            case "wait_read":
+                ring = cta.schedule.ring(step.on)
+                assert ring is not None
+                for tensor in ring.holds:
+                    if free := cta.wait_free(tensor, number + ring.stages):
+                        yield free
             case "load":
                 yield from self._load(step.what, number)
             case "wait_copies":
