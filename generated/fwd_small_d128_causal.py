@@ -102,6 +102,7 @@ K_PRODUCER_WARP, V_PRODUCER_WARP = CONSUMER_WARPS, CONSUMER_WARPS + 1
 # Registers per thread after setmaxnreg, which moves them from the producer's warps to the consumers'.
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 24, 232
 CTAS_PER_SM = 2  # that share its registers and shared memory
+SMEM_CARVEOUT = 100  # per cent of an SM's L1 cache and shared memory that are to be shared memory
 GRID_MAX = 65_535  # CTAs along the second and the third dimension of a grid
 Q_STAGES = 1  # tiles of Q in flight or in use
 KV_STAGES = 2  # tiles of K and of V in flight or in use
@@ -165,7 +166,7 @@ def launch(q, k, v, out, lse, enable_pdl: cutlass.Int32, scale: cutlass.Float32,
         grid=(heads, num_m_blocks, cute.size(q, mode=[0])),
         block=(THREADS, 1, 1),
         min_blocks_per_mp=CTAS_PER_SM,  # bounds the registers at launch
-        preferred_smem_carveout=100,  # per cent of what an SM can have
+        preferred_smem_carveout=SMEM_CARVEOUT,
         use_pdl=enable_pdl,
         stream=stream,
     )

@@ -489,20 +489,31 @@ def test_tma_boxes(extent: int, swizzle: Any, boxes: int) -> None:
             | {"stmatrix": 8, "setmaxnreg": {"dec 24": 1, "inc 240": 1}, "max_registers": 168, "smem_bytes": 230400},
         ),
         # One loop over tiles of keys, one Q K^T before it, one P V after it: 2 x 192 / 16 and 2 x 128 / 16. Q and K
-        # have 3 boxes, V has 2. Q has one stage, K and V two: 2 x 5 barriers. O goes out without TMA and stmatrix.
+        # have 3 boxes, V has 2; the first K of a tile is loaded before Q, the others in a loop: 3 + 2 x 3 + 2. Q has
+        # one barrier, K and V two for each of two stages. O goes out without TMA and stmatrix.
         (
             "fwd_d192_128",
             {"wgmma": {(64, 128, 16, "smem"): 24, (64, 128, 16, "registers"): 16}, "wgmma_commits": 4}
-            | {"wgmma_waits": 4, "tma_loads": 8, "tma_stores": 0, "mbarrier_inits": 10, "mbarrier_expect_tx": 3}
+            | {"wgmma_waits": 4, "tma_loads": 11, "tma_stores": 0, "mbarrier_inits": 9, "mbarrier_expect_tx": 4}
             | {"stmatrix": 0},
         ),
-        # Two loops: 3 x 256 / 16 and 3 x 80 / 16. 512 bytes are 4 boxes. Tiles are a ring, too: 2 x (1 + 2 + 2 + 2).
-        # Q 65536, K and V 2 x 80 x 256 x 2 = 81920 each, 8 for tiles, 112 for barriers: 229496, up to 225 x 1024.
+        # Two loops: 3 x 256 / 16 and 3 x 80 / 16. 512 bytes are 4 boxes: Q, K twice, V. Tiles are a ring, too:
+        # 1 + 2 x (2 + 2 + 2).
+        # Q 65536, K and V 2 x 80 x 256 x 2 = 81920 each, 8 for tiles, 104 for barriers: 229488, up to 225 x 1024.
         (
             "fwd_d256_causal",
             {"wgmma": {(64, 80, 16, "smem"): 48, (64, 256, 16, "registers"): 15}, "wgmma_commits": 6}
-            | {"wgmma_waits": 6, "tma_loads": 12, "tma_stores": 0, "mbarrier_inits": 14, "stmatrix": 0}
+            | {"wgmma_waits": 6, "tma_loads": 16, "tma_stores": 0, "mbarrier_inits": 13, "stmatrix": 0}
             | {"smem_bytes": 230400},
+        ),
+        # Two CTAs of 2 x 128 threads on an SM: 65536 / 512 = 128 registers; 2 x 128 = 24 + 232. Q and the first K stand
+        # before the roles, 2 boxes each, as K and V in their loops. Q, K, V: (64 + 2 x 64 + 2 x 64) x 128 x 2 = 81920,
+        # and 9 barriers, up to 81 x 1024.
+        (
+            "fwd_small_d128",
+            {"wgmma": {(64, 64, 16, "smem"): 16, (64, 128, 16, "registers"): 8}, "wgmma_commits": 4, "wgmma_waits": 4}
+            | {"tma_loads": 8, "tma_stores": 0, "mbarrier_inits": 9, "mbarrier_expect_tx": 4, "smem_bytes": 82944}
+            | {"setmaxnreg": {"dec 24": 1, "inc 232": 1}, "max_registers": 128},
         ),
         # Boxes of 64 bytes: 3 to a row, also of O. Q K^T 3 x 96 / 16 (one loop, one before all, one beside the last
         # P V), P V 2 x 112 / 16. Q 2 x 192 x 96 x 2 = 73728, K and V 2 x 112 x 96 x 2 = 43008 each, O 36864: 196608,
@@ -696,16 +707,30 @@ def ring_calls(stem: str) -> dict[str, tuple[ast.expr, ast.expr]]:
     return found
 
 
+def announced(stem: str) -> set[int]:
+    """Bytes that the module announces at the barrier of Q."""
+    calls = [node for node in ast.walk(code(stem)) if isinstance(node, ast.Call)]
+    called = [call.args for call in calls if ast.unparse(call.func) == "cute.arch.mbarrier_arrive_and_expect_tx"]
+    return {evaluate(size, constants(code(stem))) for barrier, size in called if ast.unparse(barrier) == "q_full"}
+
+
 @pytest.mark.parametrize("stem", SPECIALIZED)
 def test_ring_table(stem: str) -> None:
     """A row for each ring of the code: its stages, who fills and empties it, and what completes a phase."""
     values, members = constants(code(stem)), storage(stem)
     warps = values["CONSUMER_WARPS"]
-    first, second = (f"warp {values[name]}" for name in ("Q_K_PRODUCER_WARP", "V_PRODUCER_WARP"))
+    placed, released = plan(stem).scheduler.kind == "grid", plan(stem).load.q_ring
+    producers = ("K_PRODUCER_WARP" if placed else "Q_K_PRODUCER_WARP", "V_PRODUCER_WARP")
+    first, second = (f"warp {values[name]}" for name in producers)
     titles, *rows = (re.split(r" {2,}", row) for row in plan(stem).header.barriers)
     assert titles == ["ring", "stages", "producer -> consumers", "full with", "empty with"]
     expected = []
-    for name, loader in (("q", first), ("k", first), ("v", second)):
+    if not released:  # Q has one place and one barrier, and nobody gives it back
+        size = members["sQ"]
+        assert members["q_full"] == 8 and announced(stem) == {size}
+        edge = f"TMA, from {'warp 0' if placed else first} -> {warps} warps"
+        expected.append(["q", "1", edge, f"{size} bytes", "no reuse" if placed else "the last K"])
+    for name, loader in [("q", first)] * released + [("k", first), ("v", second)]:
         stages, size = (evaluate(expression, values) for expression in ring_calls(stem)[name])
         assert stages * size == members[f"s{name.upper()}"]  # what lands in shared memory
         assert members[f"{name}_barriers"] == 2 * 8 * stages
@@ -720,7 +745,7 @@ def test_ring_table(stem: str) -> None:
         expected.append(["tile", str(slots), edge, "1 arrival", arrivals])
         assert "CooperativeGroup(pipeline.Agent.Thread, CONSUMER_WARPS + 1)" in ast.unparse(code(stem))
     assert rows == expected
-    assert sorted(ring_calls(stem)) == ["k", "q", "v"]
+    assert sorted(ring_calls(stem)) == ["k", *["q"] * released, "v"]
 
 
 @pytest.mark.parametrize("stem", FUSED)

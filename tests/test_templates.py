@@ -124,7 +124,7 @@ def test_every_template_is_used() -> None:
 # Short enough to be read
 
 MOST_LINES = 150  # of a section
-MOST_LINES_IN_ALL = 3300
+MOST_LINES_IN_ALL = 3500
 
 
 def test_sections_are_short() -> None:
@@ -239,7 +239,10 @@ def python_of(source: str, arm: int) -> str:
 @pytest.mark.parametrize("name", [name for name in NAMES if name.startswith("sections/")])
 @pytest.mark.parametrize("arm", [0, -1], ids=["first", "last"])
 def test_a_section_reads_as_python(name: str, arm: int) -> None:
-    ast.parse(python_of(text(name), arm), name)
+    """Top-level code, or a part of a function's body."""
+    source = python_of(text(name), arm)
+    within = "if True:\n" * source.startswith(" ")
+    ast.parse(within + source, name)
 
 
 def test_statements_stand_at_the_left_edge() -> None:

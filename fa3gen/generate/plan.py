@@ -61,6 +61,7 @@ class TilePlan:
     warpgroups: int
     pack_heads: int
     ctas_per_sm: int
+    shares_sm: bool
     packed: bool
     rows: str
     positions: str
@@ -395,6 +396,7 @@ def _tile(spec: Spec) -> TilePlan:
         warpgroups=spec.tile.warpgroups or 0,
         pack_heads=spec.tile.pack_heads,
         ctas_per_sm=spec.tile.ctas_per_sm,
+        shares_sm=spec.tile.ctas_per_sm > 1,
         packed=packed,
         rows="PACKED_M" if packed else "TILE_M",
         positions="POSITIONS" if packed else "TILE_M",
