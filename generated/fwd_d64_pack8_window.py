@@ -975,7 +975,8 @@ unused, keeper = {}, ThreadPoolExecutor(max_workers=1)  # slots by GPU; the thre
 def tile_counter(gpu):
     """A zero, and again a zero after the launch."""
     stream = current_stream(gpu)
-    return slot(gpu, stream, capture_or_thread(gpu, stream) if stream else 0)  # the default stream cannot be captured
+    # The default stream, 0, cannot be captured.
+    return slot(gpu, stream, capture_or_thread(gpu, stream)) if stream else slot(gpu)
 
 
 def capture_or_thread(gpu, stream):
@@ -991,7 +992,7 @@ def capture_or_thread(gpu, stream):
 
 @functools.cache
 def slot(gpu, *launches):
-    """The slot of these launches, from the first one on: those of a stream that nothing else tells apart."""
+    """The slot of launches on the default stream; or with one handle, and nothing else that tells them apart."""
     return keeper.submit(unused_slot, gpu).result()
 
 

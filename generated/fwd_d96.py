@@ -923,7 +923,7 @@ def flags_and_parts(gpu):
 @functools.cache
 def default_scratch(gpu):
     """Flags and parts of the default stream, made at its first launch."""
-    return slot(gpu, 0, 0), new_parts(gpu)
+    return slot(gpu), new_parts(gpu)
 
 
 def new_parts(gpu):
@@ -947,7 +947,7 @@ def capture_or_thread(gpu, stream):
 
 @functools.cache
 def slot(gpu, *launches):
-    """The slot of these launches, from the first one on: those of a stream that nothing else tells apart."""
+    """The slot of launches on the default stream; or with one handle, and nothing else that tells them apart."""
     return keeper.submit(unused_slot, gpu).result()
 
 

@@ -39,7 +39,7 @@ class PretendedCuda:
     current_gpu: int = 0
     captures: dict[int, int] = field(default_factory=dict)  # by handle of the stream: the capture that it is in
     asked: list[int] = field(default_factory=list)  # handles that the driver was asked about
-    fills: list[tuple[int, ...]] = field(default_factory=list)  # shapes of what torch was asked to fill
+    fills: list[int] = field(default_factory=list)  # the GPU of each fill that torch was asked for
     out_of_memory: bool = False
     told: tuple[Any, ...] = ()  # what the driver tells of a capture beside error, status and id
     error: cuda.CUresult = cuda.CUresult.CUDA_SUCCESS
@@ -131,7 +131,7 @@ class PretendedCuda:
         assert handle, "the default stream, which CUDA refuses while a stream that waits for it captures"
         assert getattr(self.of_thread, "mode", None) is RELAXED, "cudaMalloc fails here while any thread captures"
         assert not hasattr(self.of_thread, "pool"), "torch.compile takes this memory back"
-        self.fills.append(tuple(made.shape))
+        self.fills.append(device)
         if self.out_of_memory:
             raise torch.cuda.OutOfMemoryError("no room for a test")
         self.unfinished.add(Stream(handle, device))

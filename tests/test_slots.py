@@ -84,7 +84,7 @@ def test_launches_that_may_run_at_once_share_none(module: ModuleType, gpu: Prete
     slots += [captured(module, gpu, ONE, 1), captured(module, gpu, ONE, 2)]  # two graphs from one stream
     slots += [captured(module, gpu, OTHER, 2)]  # a graph with two branches
     slots += [zeros(module, 1), on(module, gpu, ONE, device=1)]  # two GPUs
-    assert distinct(slots)
+    assert distinct(slots) and gpu.fills == [0, 1]
     again = [zeros(module), on(module, gpu, ONE), on(module, gpu, OTHER), captured(module, gpu, ONE, 1)]
     assert all(x is y for x, y in zip(again, slots, strict=False))
 
