@@ -77,8 +77,11 @@ Timeline: a tile is one of queries, a step takes one tile of keys
 
 import functools
 import math
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 import cutlass.pipeline as pipeline
@@ -863,18 +866,66 @@ def launch_constants(gpu):
 
 # The first is private to torch, which may drop it, and takes a tenth of the time.
 current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", lambda gpu: torch.cuda.current_stream(gpu).cuda_stream)
+# A slot is memory in which a launch finds zeros and leaves zeros. Launches that may run at once need one each.
+# So a stream has one, and a CUDA graph, which never runs beside itself, has one for each stream captured in it.
+# Nobody says when a stream or a graph ends, so slots are not given back.
+SLOTS = 64  # made at a time
+PER_THREAD = 2  # CUDA's handle of a stream that every thread has for itself
+unused, keeper = {}, ThreadPoolExecutor(max_workers=1)  # slots by GPU; the thread that makes them and gives them out
 
 
 def flags_and_parts(gpu):
-    """Flags, zero and again zero after the launch, and parts. Launches of the default stream share theirs."""
-    # On another stream a graph may be captured, or torch.compile may prepare one, whose memory has to be its own.
-    make = default_parts.__wrapped__ if current_stream(gpu) else default_parts
-    return make(gpu)
+    """Flags, zero and again zero after the launch, and parts, in which anything may stand."""
+    stream = current_stream(gpu)
+    if not stream:  # the default one, which cannot be captured
+        return default_scratch(gpu)
+    return slot(gpu, stream, capture_or_thread(gpu, stream)), new_parts(gpu)
 
 
 @functools.cache
-def default_parts(gpu):
-    """The flags and parts of the default stream, made at its first launch: a part for each CTA."""
+def default_scratch(gpu):
+    """Flags and parts of the default stream, made at its first launch."""
+    return slot(gpu), new_parts(gpu)
+
+
+def new_parts(gpu):
+    """A part for each CTA."""
     num_sms, _ = launch_constants(gpu)
-    parts = torch.empty((num_sms, *PART_SHAPE), dtype=torch.float32, device=gpu)
-    return torch.zeros((num_sms, CONSUMER_WARPS), dtype=torch.int32, device=gpu), parts
+    _, threads, vector = PART_SHAPE
+    strides = math.prod(PART_SHAPE), threads * vector, vector, 1
+    return empty((num_sms, *PART_SHAPE), strides, torch.float32, gpu)
+
+
+def capture_or_thread(gpu, stream):
+    """What tells apart launches with one handle that may run at once: captures, and threads with a stream each."""
+    if torch.cuda.current_device() != gpu or torch.cuda.is_current_stream_capturing():  # to ask the driver takes longer
+        error, status, capture, *_ = cuda.cuStreamGetCaptureInfo(stream)
+        if error:
+            raise RuntimeError(f"no capture status of stream {stream:#x}: {error!r}")
+        if status == cuda.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_ACTIVE:
+            return int(capture)  # unique in this process
+    return -threading.get_ident() if stream == PER_THREAD else 0
+
+
+@functools.cache
+def slot(gpu, *launches):
+    """The slot of launches on the default stream; or with one handle, and nothing else that tells them apart."""
+    return keeper.submit(unused_slot, gpu).result()
+
+
+def unused_slot(gpu):
+    """A slot that nobody has, from `keeper`, whose thread and stream are captured in no graph.
+
+    So no graph replays the fill, and neither a graph nor torch.compile, which takes all that a thread allocates into a
+    pool for graphs, owns the memory.
+    """
+    if not unused.get(gpu):
+        # Now cudaMalloc is allowed in this thread, even while another one captures.
+        cuda.cuThreadExchangeStreamCaptureMode(cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED)
+        stream = torch.cuda.ExternalStream(PER_THREAD, gpu)
+        with torch.cuda.stream(stream):
+            num_sms, _ = launch_constants(gpu)
+            slots = torch.zeros((SLOTS, num_sms, CONSUMER_WARPS), dtype=torch.int32, device=gpu)
+        stream.synchronize()  # zeros for all streams
+        unused[gpu] = list(slots)
+    return unused[gpu].pop()

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from pretended_cuda import PretendedCuda
 from rendering import CHECKOUT, ROOT, STEMS, plans, source
 
 import fa3gen
@@ -46,17 +47,9 @@ def pretend_hopper(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         module, "empty", lambda shape, strides, dtype, gpu: torch.empty_strided(shape, strides, dtype=dtype)
     )
-    memory_of_this_process(monkeypatch)
     if hasattr(module, "current_stream"):
-        monkeypatch.setattr(module, "current_stream", lambda gpu: 0)  # the default one
+        PretendedCuda(current_gpu=-1).install(module, monkeypatch)
     monkeypatch.setattr(module, "compile_for_sm90a", no_launch)
-
-
-def memory_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let torch.zeros and torch.empty take a GPU's number for the device, and make CPU tensors."""
-    for name in ("zeros", "empty"):
-        make = getattr(torch, name)
-        monkeypatch.setattr(torch, name, lambda *args, make=make, device=None, **facts: make(*args, **facts))
 
 
 def no_launch() -> Callable[..., None]:
@@ -472,31 +465,6 @@ def test_launch_of_a_persistent_module(stem: str, monkeypatch: pytest.MonkeyPatc
     counter = [((1,), torch.int32)] * (stem == DYNAMIC)
     assert [(x.shape, x.dtype) for x in scratch] == (counter if stem in (DYNAMIC, STATIC) else parts)
     assert (scale, sms) == (dim**-0.5, SMS)
-
-
-@pytest.mark.parametrize("stem", [DYNAMIC, SPLIT])
-def test_only_launches_of_the_default_stream_share_memory(stem: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Counters, or flags and parts, of launches on other streams are their own: these may belong to a graph."""
-    monkeypatch.chdir(ROOT)
-    module = fa3gen.load(stem)
-    stream = 0
-    monkeypatch.setattr(
-        torch.cuda, "get_device_properties", lambda gpu: SimpleNamespace(major=9, minor=0, multi_processor_count=3)
-    )
-    memory_of_this_process(monkeypatch)
-    monkeypatch.setattr(module, "current_stream", lambda gpu: stream)
-
-    def made() -> tuple[torch.Tensor, ...]:
-        return (module.tile_counter(0),) if stem == DYNAMIC else module.flags_and_parts(0)
-
-    first = made()
-    assert not first[0].any() and first[0].dtype == torch.int32
-    assert all(x is y for x, y in zip(first, made(), strict=True))
-    stream = 7
-    others = [*made(), *made()]
-    assert len({id(tensor) for tensor in (*first, *others)}) == 3 * len(first)
-    stream = 0
-    assert all(x is y for x, y in zip(first, made(), strict=True))
 
 
 VENDORED = r"""

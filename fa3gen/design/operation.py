@@ -97,8 +97,10 @@ class Tensor:
 class Scratch:
     """Device memory of a launch that the caller does not see; row-major without gaps.
 
-    `initial` is what stands in it before the launch. `kept`: one for all launches of the default stream, since each
-    leaves it as it found it, or nobody reads what was there; else it is made for each launch.
+    `initial` is what stands in it before the launch. `kept`: it outlives the launch, which leaves zeros where it found
+    zeros, so that nothing is filled but once: launches that follow one another share it, on one stream or in one CUDA
+    graph. Of what may hold anything only the default stream's is kept; elsewhere torch's allocator gives it and takes
+    it back. What is not `kept` is made for each launch.
     `passes`: how often each element goes to or comes from memory, where that is work to be counted.
     """
 

@@ -278,7 +278,7 @@ class EntryPlan:
 
     `named` and `matched` are the tensors that a caller may give, for checks. `fakes` stand for the inputs when the
     module is compiled, `fake_out` for the output, and `stand_ins` are what follows these in a launch. `keeps_scratch`:
-    some of it outlives a call, on the default stream.
+    some scratch outlives a call, in slots for streams and CUDA graphs.
     `given` are the names of what the entry point has at hand when it launches: all but the scratch that outlives a
     call, and the scale.
     """
