@@ -14,6 +14,7 @@ from fa3gen.design.footprint import (
     kv_stages,
     launch_registers,
     persistent,
+    register_budget,
     registers_per_thread,
     shared_memory_map,
     threads,
@@ -90,9 +91,10 @@ def test_regions(stem: str, regions: dict[str, int]) -> None:
         # In a specialised kernel Q has a ring, too: full and empty for each of its stages.
         ("k5_d64", 10),  # 2 x (1 + 2 + 2)
         ("fwd_d128", 12),  # 2 x (2 + 2 + 2)
-        ("fwd_d256", 10),  # 2 x (1 + 2 + 2)
+        ("fwd_d256", 9),  # 1 + 2 x (2 + 2): the one place of Q is free when its last K is
         ("fwd_d128_causal", 16),  # and a ring of 2 for the numbers of tiles
-        ("fwd_d256_causal", 14),
+        ("fwd_d256_causal", 13),
+        ("fwd_small_d128", 9),
     ],
 )
 def test_barriers(stem: str, count: int) -> None:
@@ -165,8 +167,8 @@ def test_persistent_and_flattened() -> None:
     found = {stem: (persistent(spec(stem)), flattened(spec(stem))) for stem in ("k6_d128", "fwd_d128", "fwd_d256")}
     assert found == {"k6_d128": (False, False), "fwd_d128": (True, True), "fwd_d256": (True, False)}
     one = changed("fwd_d128", load={"engine": "tma", "q_stages": 1, "kv_stages": 2, "barrier": "separate"}).spec
-    # One buffer of 32768 bytes less, and two barriers.
-    assert (flattened(one), barrier_bytes(one)) == (False, 8 * 10)
+    # One buffer of 32768 bytes less, and three barriers.
+    assert (flattened(one), barrier_bytes(one)) == (False, 8 * 9)
     assert total_bytes(shared_memory_map(one), barrier_bytes(one)) == 230400 - 32768
 
 
@@ -182,8 +184,17 @@ def test_registers_at_launch(warpgroups: int, launched: int) -> None:
     tile = {"q": 64 * warpgroups, "warpgroups": warpgroups}
     assert launch_registers(changed("k5_d64", tile=tile).spec) == launched
     producer, consumer = REGISTER_BUDGETS[warpgroups]
+    assert register_budget(changed("k5_d64", tile=tile).spec) == (producer, consumer)
     assert producer + warpgroups * consumer <= (warpgroups + 1) * launched
     assert all(count % 8 == 0 and 24 <= count <= 256 for count in (producer, consumer))
+
+
+def test_registers_where_ctas_share_an_sm() -> None:
+    """65536 / (2 x 256) = 128, of which 2 x 128 - 24 go to a consumer; 65536 / (3 x 256) = 85, in units of 8: 80."""
+    two = spec("fwd_small_d128")
+    assert (launch_registers(two), register_budget(two)) == (128, (24, 232))
+    three = changed("fwd_small_d128", tile={"ctas_per_sm": 3}).spec
+    assert (launch_registers(three), register_budget(three)) == (80, (24, 136))
 
 
 @pytest.mark.parametrize(

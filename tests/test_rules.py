@@ -532,22 +532,60 @@ def test_ping_pong_partners() -> None:
 
 
 def test_consumer_registers() -> None:
-    assert threads.consumer_registers([("O", 64), ("S", 176)], 2, False) is None
-    assert threads.consumer_registers([("O", 64), ("S", 172)], 2, True) is None
-    assert threads.consumer_registers([("O", 64), ("S", 173)], 2, True) == Violation(
+    assert threads.consumer_registers([("O", 64), ("S", 176)], 2, False, 240) is None
+    assert threads.consumer_registers([("O", 64), ("S", 172)], 2, True, 240) is None
+    assert threads.consumer_registers([("O", 64), ("S", 173)], 2, True, 240) == Violation(
         "tile.kv",
         "registers per consumer thread: O 64 + S 173 = 237, + 4 to spare = 241 > 240, what setmaxnreg gives to each of "
         "2 consumer warpgroups, so that they would spill; use a smaller tile.kv or overlap: false",
     )
-    assert threads.consumer_registers([("O", 32), ("S", 129)], 3, False) == Violation(
+    assert threads.consumer_registers([("O", 32), ("S", 129)], 3, False, 160) == Violation(
         "tile.kv",
         "registers per consumer thread: O 32 + S 129 = 161 > 160, what setmaxnreg gives to each of 3 consumer "
         "warpgroups, so that they would spill; use a smaller tile.kv or fewer warpgroups",
     )
-    assert threads.consumer_registers([("O", 257)], 1, False) == Violation(
+    assert threads.consumer_registers([("O", 257)], 1, False, 256) == Violation(
         "tile.kv",
         "registers per consumer thread: O 257 = 257 > 256, what setmaxnreg gives to each of 1 consumer warpgroup, "
         "so that they would spill; use a smaller tile.kv",
+    )
+
+
+def test_schedule_ctas() -> None:
+    assert schedules.schedule_ctas("cooperative", 1) is None
+    assert schedules.schedule_ctas("warp_specialized", 2) is None
+    assert schedules.schedule_ctas("cooperative", 2) == Violation(
+        "tile.ctas_per_sm",
+        "CTAs of a cooperative kernel share an SM as far as they fit; use ctas_per_sm 1, or schedule warp_specialized",
+    )
+
+
+def test_grid_loads() -> None:
+    assert schedules.grid_loads("single_tile", False, 2) is None
+    assert schedules.grid_loads("grid", True, 1) is None
+    assert schedules.grid_loads("grid", False, 1) == Violation(
+        "scheduler", "grid is rendered with overlap: true only; use single_tile, or a schedule with overlap: true"
+    )
+    assert schedules.grid_loads("grid", True, 2) == Violation(
+        "load.q_stages", "with scheduler grid a CTA has one tile of queries, not 2; use 1"
+    )
+
+
+def test_accumulator_at_launch() -> None:
+    assert threads.accumulator_at_launch(2, 208, 128) is None  # 104 + 24
+    assert threads.accumulator_at_launch(2, 256, 128) == Violation(
+        "tile.ctas_per_sm",
+        "with 2 CTAs on an SM a thread is launched with 128 registers, and a product of 256 columns takes 256 / 2 + 24 "
+        "= 152; use fewer CTAs or columns",
+    )
+
+
+def test_shared_sm() -> None:
+    assert memory.shared_sm(2, 113 * 1024) is None  # 2 x 114 KB of 228
+    assert memory.shared_sm(2, 148480) == Violation(
+        "tile.ctas_per_sm",
+        "shared memory of 2 CTAs: 2 x (148480 + 1024) = 299008 > 233472 bytes of an SM; use fewer CTAs or a smaller "
+        "tile.kv",
     )
 
 
@@ -711,7 +749,7 @@ def test_packed_slices() -> None:
     assert output.packed_slices("own_buffer", 3) == Violation(
         "outputs.o",
         "own_buffer stores the 16 rows of each warp as whole positions of 3 heads, and 16 is 16, no multiple of 3 "
-        "(16 = 5 x 3 + 1); use over_q with scheduler single_tile, or direct",
+        "(16 = 5 x 3 + 1); use over_q with scheduler single_tile or grid, or direct",
     )
 
 
@@ -953,7 +991,8 @@ def test_who_objects() -> None:
     """Each rule by hand: a limit of the chip, or something that no template does."""
     hardware = """
         wgmma_rows wgmma_columns wgmma_depth a_from_registers b_from_smem swizzle_span tma_box tma_stride shared_memory
-        scalar_threads wgmma_threads registers_per_thread registers_per_sm consumer_registers
+        scalar_threads wgmma_threads registers_per_thread registers_per_sm consumer_registers shared_sm
+        accumulator_at_launch
     """
     matters_of_taste = "drawn_without_mask dealt_under_causal rescale_few_columns buffer_for_one_output idle_q_stages"
     kinds = {Kind.HARDWARE: set(hardware.split()), Kind.TASTE: set(matters_of_taste.split())}

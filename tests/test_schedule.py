@@ -71,7 +71,7 @@ class Walk:
 def expected(step: Step) -> Event:
     """What the code of a step looks like."""
     detail = step.what
-    if step.kind in ("wait_empty", "fill", "wait_full", "release", "sync"):
+    if step.kind in ("wait_empty", "wait_read", "fill", "wait_full", "release", "sync"):
         detail = step.on
     elif step.kind in ("wait_products", "wait_copies"):
         detail = str(step.in_flight)
@@ -118,7 +118,8 @@ class Reader:
     def _parts(self, node: ast.stmt, only: str = "") -> Iterator[Event | list[Event]]:
         """Events, and loops as lists of events."""
         if isinstance(node, ast.For):
-            yield list(self._block(node.body, only=only))
+            if events := list(self._block(node.body, only=only)):  # else no loop over tiles
+                yield events
         elif isinstance(node, ast.If):
             for child in [*node.body, *node.orelse]:
                 yield from self._parts(child, self._only(node, only))
@@ -163,7 +164,9 @@ class Reader:
         owner, _, method = function.rpartition(".")
         first = ast.unparse(call.args[0]) if call.args else ""
         first = names.get(first, first)
-        if method in OF_RINGS:
+        if method == "wait" and owner.endswith("_ring.sync_object_empty"):
+            yield "wait_read", owner.removesuffix("_ring.sync_object_empty")
+        elif method in OF_RINGS:
             yield OF_RINGS[method], names.get(owner, owner).removesuffix("_ring")
         elif function in CALLS:
             yield CALLS[function]

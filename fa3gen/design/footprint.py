@@ -182,7 +182,8 @@ def shared_memory_map(spec: Spec) -> list[Region]:
 def barrier_bytes(spec: Spec) -> int:
     """Bytes of mbarriers: one for Q, a full and an empty one for each stage of each ring.
 
-    In a specialised kernel Q is a ring, too, unless `keys_free_q`; so are the numbers of the tiles, where they come from a counter.
+    In a specialised kernel Q is a ring, too, unless `keys_free_q`; so are the numbers of the tiles, where they come
+    from a counter.
     """
     if not isinstance(spec.load, TmaLoad):
         return 0

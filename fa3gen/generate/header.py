@@ -324,7 +324,9 @@ def _roles(spec: Spec, schedule: Schedule) -> list[str]:
         f"{count} threads, {warps} warps, launched with {launched} registers each; setmaxnreg moves them: "
         f"{sums} of {pool}",
         f"producer: 1 warpgroup, {producer_registers} registers; {', '.join(duties)} (TMA)",
-        "; ".join([f"consumers: {_warpgroups(consumers)}, {consumer_registers} registers", "64 query rows each", *first]),
+        "; ".join(
+            [f"consumers: {_warpgroups(consumers)}, {consumer_registers} registers", "64 query rows each", *first]
+        ),
         f"    about {sum(n for _, n in held)} registers each: {parts}",
     ]
 

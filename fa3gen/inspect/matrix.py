@@ -105,7 +105,9 @@ def features(spec: Spec) -> dict[str, str]:
         "O = P V": spec.pv.engine,
         "P through": "registers" if isinstance(spec.handoff, RegisterHandoff) else spec.handoff.through,
         "schedule": _schedule(spec),
-        "tiles of queries": "one per CTA" if spec.scheduler in ("single_tile", "grid") else f"persistent, {spec.scheduler}",
+        "tiles of queries": (
+            "one per CTA" if spec.scheduler in ("single_tile", "grid") else f"persistent, {spec.scheduler}"
+        ),
         "GQA packing": "" if spec.tile.pack_heads == 1 else f"{spec.tile.pack_heads} heads",
         "LSE": "yes" if spec.outputs.lse else "no",
     }

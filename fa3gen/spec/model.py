@@ -271,9 +271,9 @@ class Forward(SpecModel):
     scheduler: Scheduler = Field(
         default="single_tile",
         description="`single_tile`: a CTA for each tile of queries; `grid`: the same for few tiles, placed by the "
-        "grid, the first loads before all else, with programmatic dependent launch; the others: a CTA for each SM, which "
-        "takes tile after tile, those known from the start (`static`), these and an equal share of the last wave's steps "
-        "(`stream_k`, after arXiv 2301.03598), or the next one of all (`dynamic`).",
+        "grid, the first loads before all else, with programmatic dependent launch; the others: a CTA for each SM, "
+        "which takes tile after tile, those known from the start (`static`), these and an equal share of the last "
+        "wave's steps (`stream_k`, after arXiv 2301.03598), or the next one of all (`dynamic`).",
     )
     softmax: Softmax = Softmax()
     outputs: Outputs = Outputs()

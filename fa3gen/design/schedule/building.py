@@ -115,7 +115,7 @@ def _specialized_roles(spec: Spec) -> tuple[Role, ...]:
     warps = footprint.computing_threads(spec) // hopper.WARP
     draws = "draws the tiles and " if spec.scheduler == "dynamic" else ""
     freed, placed = footprint.keys_free_q(spec), spec.scheduler == "grid"
-    first = Role(specialized.FIRST, "warp 0", 1, "copies Q and the first K", "load_first")
+    first = Role(specialized.FIRST, "warp 0", 1, "copies Q and the first K", "load_first", loops=())
     keys = Role(specialized.Q_K, f"warp {warps}", 1, "copies K", "load_k", peeled=1)
     both = Role(specialized.Q_K, f"warp {warps}", 1, f"{draws}copies Q and K", "load_q_and_k", peeled=int(freed))
     overlap = footprint.overlapped(spec)

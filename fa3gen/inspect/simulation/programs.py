@@ -166,7 +166,8 @@ class _Program:
             for number in range(first + self.role.peeled, end):
                 yield from self._place("step", queries, query, number)
             yield from self._place("end", queries, query, end - 1)
-            if not self.cta.ring("Q").empty_arrivals:  # nobody gives its place back
+            # Nobody gives its place back where CTAs have one tile.
+            if not self.cta.ring("Q").empty_arrivals and not footprint.keys_free_q(self.cta.spec):
                 self.cta.release("Q", query)
         yield from self._place("exit", queries, queries[-1], queries[-1] * tiles + tiles - 1)
 
@@ -229,6 +230,9 @@ class _Program:
                 yield self.cta.wait_full(tensor, number)
             elif step.kind == "release":
                 self.cta.release(tensor, number)
+                query, left = divmod(number + 1, self.cta.tiles)
+                if tensor == "K" and not left and footprint.keys_free_q(self.cta.spec):
+                    self.cta.release("Q", query - 1)
             elif step.kind == "fill":
                 self.cta.engine.fire(self.cta.key(tensor, "full", number))
             elif free := self.cta.wait_free(tensor, number):

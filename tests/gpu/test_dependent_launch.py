@@ -1,0 +1,73 @@
+"""On a machine with a Hopper GPU: programmatic dependent launch (`enable_pdl`) of the modules that have it.
+
+Each launch reads what the one before has written, and each allows the next one to begin early: a kernel that did not
+wait for the end of the one before would read old values.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fa3gen
+from fa3gen.design.workspace import Workspace
+
+WORKSPACE = Workspace.find(Path(__file__).parent)
+SPECS = {variant.stem: variant.spec for file in WORKSPACE.load_all() for variant in file.variants}
+STEMS = [stem for stem, spec in SPECS.items() if spec.scheduler == "grid"]
+LINKS, TIMES = 12, 60
+
+
+@pytest.fixture(autouse=True)
+def in_the_checkout(monkeypatch: pytest.MonkeyPatch, hopper: Any) -> Any:
+    monkeypatch.chdir(WORKSPACE.root)
+    return hopper
+
+
+def chain(module: Any, q: torch.Tensor, kv: torch.Tensor, outs: list[torch.Tensor], *, enable_pdl: bool) -> None:
+    """Each launch has the output of the one before as its queries and keys."""
+    for out in outs:
+        module.attention(q, q, kv, out=out, enable_pdl=enable_pdl)
+        q = out
+
+
+def problem(stem: str, seq: int, hopper: Any) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+    torch.manual_seed(seq)
+    d = SPECS[stem].problem.head_dim
+    q, kv = (torch.randn(2, seq, 8, d, device=hopper, dtype=torch.bfloat16) for _ in range(2))
+    return q, kv, [torch.empty_like(q) for _ in range(LINKS)]
+
+
+@pytest.mark.parametrize("stem", STEMS)
+@pytest.mark.parametrize("seq", [100, 500])
+def test_a_chain_of_launches_reads_what_was_written(stem: str, seq: int, hopper: Any) -> None:
+    module = fa3gen.load(stem)
+    q, kv, outs = problem(stem, seq, hopper)
+    chain(module, q, kv, outs, enable_pdl=False)
+    torch.cuda.synchronize()
+    expected = [out.clone() for out in outs]
+    for _ in range(TIMES):
+        for out in outs:
+            out.fill_(float("nan"))  # what a launch that came too early would read
+        chain(module, q, kv, outs, enable_pdl=True)
+    assert all(torch.equal(out, wanted) for out, wanted in zip(outs, expected, strict=True))
+
+
+@pytest.mark.parametrize("stem", STEMS)
+def test_a_captured_chain_does_so_too(stem: str, hopper: Any) -> None:
+    module = fa3gen.load(stem)
+    q, kv, outs = problem(stem, 300, hopper)
+    chain(module, q, kv, outs, enable_pdl=False)
+    torch.cuda.synchronize()
+    expected = [out.clone() for out in outs]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        chain(module, q, kv, outs, enable_pdl=True)
+    for _ in range(TIMES):
+        for out in outs:
+            out.fill_(float("nan"))
+        graph.replay()
+    assert all(torch.equal(out, wanted) for out, wanted in zip(outs, expected, strict=True))
