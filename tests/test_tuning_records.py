@@ -54,6 +54,19 @@ def test_flops_by_hand() -> None:
     assert problem().tflops(2.0) == problem().flops / 2e9
 
 
+def test_tiles_are_counted_in_128_rows_of_one_head() -> None:
+    assert Shape(2, 129, 4096, 8, 1).tiles == 2 * 8 * 2 and Shape(1, 1, 1, 1, 1).tiles == 1
+
+
+def test_tiles_per_sm_are_those_of_the_gpu(workspace: Workspace) -> None:
+    """Of an H200 where nobody wrote down how many SMs there were."""
+    old, new = record(), record(512, sms=114)
+    assert old.tiles_per_sm == 4 * 16 * 32 / 132 and new.tiles_per_sm == 4 * 16 * 4 / 114
+    tuning_records.save(workspace, [old, new])
+    assert [entry.sms for entry in tuning_records.load_all(workspace)] == [114, None]
+    assert (tuning_records.directory(workspace) / "bf16_d128_causal.json").read_text().count('"sms"') == 1
+
+
 def test_families_have_names() -> None:
     found = {Family.of(variant.spec).label for variant in variants().values()}
     assert {"bf16_d64_full", "bf16_d128_causal", "fp16_d128_causal", "bf16_d64_window512_0"} <= found

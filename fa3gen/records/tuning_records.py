@@ -32,6 +32,7 @@ from fa3gen.base.errors import UserError
 from fa3gen.base.files import write_text
 from fa3gen.base.parts import Part, first_problem, rounded
 from fa3gen.design.family import Family, Shape
+from fa3gen.hardware.chips import H200
 from fa3gen.spec.model import CausalMask, DType, Mask, NoMask, OutputDType, Spec, WindowMask
 
 if TYPE_CHECKING:
@@ -106,6 +107,11 @@ class TunedProblem(Part):
         return Family(self.dtype, self.head_dim, self.head_dim_v, self.mask.spec_mask(), self.out_dtype)
 
     @property
+    def shape(self) -> Shape:
+        """The sizes of its call."""
+        return Shape(self.batch, self.seq_q, self.seq_k, self.heads_q, self.heads_kv)
+
+    @property
     def lengths(self) -> str:
         """`4k`, or `1x16k` where queries and keys differ in number."""
         queries, keys = length_label(self.seq_q), length_label(self.seq_k)
@@ -120,8 +126,7 @@ class TunedProblem(Part):
     @property
     def flops(self) -> float:
         """Of both products, as `fa3gen bench` counts them."""
-        shape = Shape(self.batch, self.seq_q, self.seq_k, self.heads_q, self.heads_kv)
-        return self.family.flops(shape)
+        return self.family.flops(self.shape)
 
     def tflops(self, milliseconds: float) -> float:
         """Speed of one launch in TFLOP/s."""
@@ -175,6 +180,7 @@ class TuningRecord(Part):
 
     version: Literal[1] = 1
     gpu: str
+    sms: int | None = Field(default=None, gt=0, description="Of this GPU; where it was not written down, an H200's.")
     driver: str | None
     torch: str
     dsl: str
@@ -203,6 +209,17 @@ class TuningRecord(Part):
             if Family.of(Spec.model_validate(result.spec)) != self.problem.family:
                 raise ValueError(f"{result.stem} is compiled for another problem")
         return self
+
+    @model_serializer(mode="wrap")
+    def _without_defaults(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """`sms` is written where it is known: older records have none."""
+        fields: dict[str, Any] = write(self)
+        return {name: value for name, value in fields.items() if name != "sms" or value is not None}
+
+    @property
+    def tiles_per_sm(self) -> float:
+        """How many tiles of its shape there are for each SM of its GPU."""
+        return self.problem.shape.tiles / (self.sms or H200.sms)
 
     @property
     def best_peer(self) -> PeerResult | None:
