@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import fa3gen
 from fa3gen.design.family import Family
 from fa3gen.design.masks import reach
-from fa3gen.run import dispatch, ops
+from fa3gen.run import dispatch, gpu, ops
 from fa3gen.run.dispatch import Choice, NoKernel, Size, Stretch
 from fa3gen.verify import reference
 
@@ -129,12 +129,12 @@ def test_sms_are_asked_of_each_gpu_once(eager: Modules, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
-    ops._sms.cache_clear()
+    gpu.sm_count.cache_clear()
     for device in (0, 1, 0, 1):
         monkeypatch.setattr(torch.Tensor, "get_device", lambda tensor, device=device: device)
         for seq_k in (3, 7):
             call(*tensors(seq_k=seq_k))
-    ops._sms.cache_clear()
+    gpu.sm_count.cache_clear()
     assert asked == [0, 1] and [(size.keys, size.sms) for size in eager.sizes] == [
         *((3, 132), (7, 132)),
         *((3, 114), (7, 114)),

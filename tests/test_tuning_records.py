@@ -121,6 +121,43 @@ def test_records_come_back_as_they_were_saved(workspace: Workspace) -> None:
     assert path.read_text() == text
 
 
+def test_what_records_share_is_written_once(workspace: Workspace) -> None:
+    """A module's spec and SHA-256, whatever the number of records; a line for each result."""
+    (path,) = tuning_records.save(workspace, [record(seq) for seq in (512, 1024, 2048)])
+    text = path.read_text()
+    assert text.count('"warpgroups"') == 2 and text.count(SHA) == 2 and text.count("\n") < 70
+    assert text.count('"module": "k6_d128_causal 0123456789ab"') == 3
+    document = json.loads(text)
+    del document["modules"]["k6_d128_causal 0123456789ab"]
+    path.write_text(json.dumps(document))
+    with pytest.raises(UserError, match="tuning records .there is no 'k6_d128_causal 0123456789ab'.; delete it"):
+        tuning_records.load_all(workspace)
+
+
+def test_older_files_of_whole_records_can_be_read(workspace: Workspace) -> None:
+    """As they are committed, without eager times and SMs; the next save writes them as all others."""
+    old = json.loads(record().model_dump_json())
+    for entry in (old, *old["results"], *old["peers"]):
+        for name in ("sms", "eager", "captured"):
+            entry.pop(name, None)
+    path = tuning_records.directory(workspace) / "bf16_d128_causal.json"
+    path.parent.mkdir(parents=True)
+    path.write_text(json.dumps([old]))
+    assert tuning_records.load_all(workspace) == [record()]
+    tuning_records.save(workspace, [record(512)])
+    assert json.loads(path.read_text())["version"] == 2
+    assert tuning_records.load_all(workspace) == [record(512), record()]
+
+
+def test_eager_times_and_who_was_not_captured_are_kept(workspace: Workspace) -> None:
+    peer = {"name": "slow", **timed(problem(), [2.0] * 3, eager=2.34567, captured=False)}
+    (path,) = tuning_records.save(workspace, [record(peers=[peer])])
+    [found] = tuning_records.load(path)
+    assert (found.peers[0].eager, found.peers[0].captured) == (2.346, False)
+    assert found.results[0].eager is None and found.results[0].captured
+    assert path.read_text().count("captured") == path.read_text().count("eager") == 1
+
+
 def test_a_new_record_replaces_the_one_of_its_shape(workspace: Workspace) -> None:
     tuning_records.save(workspace, [record(512), record(4096)])
     tuning_records.save(workspace, [record(512, winner="k5_d128_causal")])

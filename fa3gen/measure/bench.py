@@ -369,7 +369,7 @@ class Runner:
     def _wrong(
         self, out: torch.Tensor, cell: Cell, tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     ) -> str | None:
-        error = wrong_in_last_rows(out, cell.mask, tensors)
+        error = error_in_last_rows(out, last_rows(cell.mask, tensors))
         return None if error <= CHECK_TOLERANCE else f"wrong result: relative error {error:.2g} in the last rows"
 
     def _rounds(
@@ -419,17 +419,19 @@ def tflops(cell: Cell, milliseconds: float) -> float:
     return cell.flops / milliseconds / 1e9
 
 
-def wrong_in_last_rows(
-    out: torch.Tensor, mask: Mask, tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-) -> float:
-    """Relative error (Frobenius) of O in the last CHECK_ROWS rows of the last batch entry.
+def last_rows(mask: Mask, tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """What O has to be in the last CHECK_ROWS rows of the last batch entry, in float32.
 
     Bottom-right alignment makes them a problem of their own, small enough for the reference at any length.
     """
     rows = min(CHECK_ROWS, tensors[0].shape[1])
     q, k, v = (tensor[-1:] for tensor in tensors)
-    expected = reference.attention(q[:, -rows:], k, v, reach=reach(mask), compute_dtype=torch.float32).out
-    error: float = ((out[-1:, -rows:].float() - expected).norm() / expected.norm()).item()
+    return reference.attention(q[:, -rows:], k, v, reach=reach(mask), compute_dtype=torch.float32).out
+
+
+def error_in_last_rows(out: torch.Tensor, expected: torch.Tensor) -> float:
+    """Relative error (Frobenius) of O in the rows that `last_rows` gives."""
+    error: float = ((out[-1:, -expected.shape[1] :].float() - expected).norm() / expected.norm()).item()
     return error
 
 

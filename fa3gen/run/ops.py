@@ -8,7 +8,6 @@ the same and have fake implementations.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, Protocol, cast, get_args
 
@@ -19,7 +18,7 @@ from torch.compiler import is_dynamo_compiling
 from fa3gen.design.family import TILE_ROWS, Family, Shape
 from fa3gen.design.workspace import Workspace
 from fa3gen.hardware.dtypes import DTYPES
-from fa3gen.run import dispatch
+from fa3gen.run import dispatch, gpu
 from fa3gen.run.dispatch import ArgumentError, Choice, Size
 from fa3gen.run.launch import module_at
 from fa3gen.spec.model import DType, OutputDType
@@ -152,15 +151,7 @@ def _asked(q: Any, k: Any, v: Any, out: Any, causal: bool, window: Window) -> tu
     batch, seq_q, heads_q, head_dim = q.shape
     family = Family(INPUTS[q.dtype], int(head_dim), int(v.shape[3]), mask, written)
     seq_k, heads_kv = k.shape[1], k.shape[2]
-    return family, Size(seq_k, Shape(batch, seq_q, seq_k, heads_q, heads_kv).tiles, _sms(q.get_device()))
-
-
-@functools.cache
-def _sms(device: int) -> int | None:
-    """The number of SMs of a GPU, by its index; None for tensors that are on none, and for made-up GPUs."""
-    if device < 0 or not torch.cuda.is_available():
-        return None
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+    return family, Size(seq_k, Shape(batch, seq_q, seq_k, heads_q, heads_kv).tiles, gpu.sm_count(q.get_device()))
 
 
 def _serving(q: Any, k: Any, v: Any, out: Any, causal: bool, window: Any, return_lse: bool) -> Callable[..., Any]:

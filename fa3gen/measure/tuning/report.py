@@ -115,7 +115,7 @@ def notes(outcomes: Sequence[Outcome]) -> list[str]:
     for outcome in outcomes:
         for name, reason in outcome.absent.items():
             reasons[f"{name}: {reason}"] = reasons.get(f"{name}: {reason}", 0) + 1
-        for name in outcome.eager:
+        for name in outcome.uncaptured:
             text = f"{name}: launched one by one, since it could not be captured in a CUDA graph"
             reasons[text] = reasons.get(text, 0) + 1
     return [
