@@ -1,7 +1,7 @@
 """Stands in for `fa3gen.measure.tuning.worker`: speaks its protocol, makes numbers up, and misbehaves as told.
 
 $FAKE_TUNING names a JSON file: `speed` (milliseconds by stem or peer, or by
-`<stem> at <keys>`), `eager` (milliseconds by name, else twice the speed),
+`<stem> at <keys>` or `<stem> at <queries>x<keys>`), `eager` (milliseconds by name, else twice the speed),
 `uncaptured` (names), `hang`, `crash`, `lose`, `wrong`, `raise` (lists
 of stems), `slow` (seconds per heat), `log` (a file that gets a line for each request).
 """
@@ -74,7 +74,9 @@ def rounds(name: str, told: dict[str, Any], request: dict[str, Any]) -> list[flo
     """Milliseconds with 0.1 % of noise of its own, and 3 % of drift that all competitors share."""
     drift = random.Random(request["problem"]["seq_k"])
     own = random.Random(zlib.crc32(name.encode()) + request["problem"]["seq_k"])
-    speed = told["speed"].get(f"{name} at {request['problem']['seq_k']}", told["speed"].get(name, 1.0))
+    queries, keys = request["problem"]["seq_q"], request["problem"]["seq_k"]
+    found = (told["speed"].get(place) for place in (f"{name} at {queries}x{keys}", f"{name} at {keys}", name))
+    speed = next((speed for speed in found if speed is not None), 1.0)
     return [speed * (1 + 0.03 * drift.random()) * (1 + 0.001 * own.random()) for _ in range(request["rounds"])]
 
 

@@ -116,6 +116,19 @@ def test_each_region_has_its_winner(workspace: Workspace, tmp_path: Path, capsys
     assert all(workspace.module_path(stem).is_file() for stem in ("fast", "fast_k512"))
 
 
+def test_winners_of_one_length_have_names_of_their_own(workspace: Workspace, tmp_path: Path) -> None:
+    """Three modules win, two of them with 512 keys at least; a summary names a length once."""
+    (workspace.specs_dir / "tuning/fast.yaml").write_text(SPACE.replace("112]", "112, 64]"))
+    speed = {"k6_d128_causal_kv96": 0.9, "k6_d128_causal_kv112 at 64x512": 0.5, "k6_d128_causal_kv64 at 8x512": 0.4}
+    order(tmp_path, speed=speed)
+    command = ["tune", "fast", "--seq", "512,8x512,64x512,4096", "--batch", "1,2", "--heads", "16", "--write"]
+    assert cli.main(command) == 0
+    summaries = {path.stem: path.read_text().splitlines()[0] for path in workspace.specs_dir.glob("fast*.yaml")}
+    assert sorted(summaries) == ["fast", "fast_k512", "fast_k512_2"]
+    assert summaries["fast"] == "summary: Tuned from k6_d128_causal for 512, 4k on A made-up GPU"
+    assert {record.winner for record in tuning_records.load_all(workspace)} == set(summaries)
+
+
 def test_the_same_command_goes_on_and_fresh_begins_anew(workspace: Workspace, tmp_path: Path) -> None:
     command = ["tune", "fast", "--seq", "1024,4096", "--json", str(tmp_path / "records.json")]
     assert cli.main(command) == 0 and heats(tmp_path) == 2

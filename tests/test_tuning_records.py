@@ -25,13 +25,18 @@ def problem(seq: int = 4096, **changes: Any) -> TunedProblem:
 
 
 def record(
-    seq: int = 4096, *, rounds: list[float] | None = None, seq_q: int | None = None, **changes: Any
+    seq: int = 4096,
+    *,
+    shape: TunedProblem | None = None,
+    times: dict[str, dict[str, Any]] | None = None,
+    **changes: Any,
 ) -> TuningRecord:
     """Speeds that nobody measured."""
-    shape = problem(seq, seq_q=seq if seq_q is None else seq_q)
+    shape = shape or problem(seq)
+    usual = {"k6_d128_causal": [1.0, 0.9, 1.1], "k5_d128_causal": [1.2, 1.3, 1.1]}
     results = [
-        {"stem": stem, "sha256": SHA, "spec": variants()[stem].spec.model_dump(), **timed(shape, rounds or times)}
-        for stem, times in {"k6_d128_causal": [1.0, 0.9, 1.1], "k5_d128_causal": [1.2, 1.3, 1.1]}.items()
+        {"stem": stem, "sha256": SHA, "spec": variants()[stem].spec.model_dump(), **facts}
+        for stem, facts in (times or {stem: timed(shape, rounds) for stem, rounds in usual.items()}).items()
     ]
     facts: dict[str, Any] = {"gpu": "A made-up GPU", "driver": None, "torch": "2.11.0", "dsl": "4.8.1"}
     facts |= {"date": "2026-11-21", "problem": shape.model_dump(), "results": results, "winner": "k6_d128_causal"}
@@ -75,17 +80,65 @@ def test_families_have_names() -> None:
 
 
 def test_a_table_of_ratios_to_the_peers() -> None:
-    """Twice as fast as its peer at 4k, and alone at 1k: that record is not shown, nor one of a single query."""
+    """Twice as fast as its peer at 4k, and alone at 1k: that record is not shown, nor one of grouped heads, nor one of
+    other tokens in all."""
     alone = {"peers": []}
-    records = [record(), record(1024, **alone), record(seq_q=1)]
+    records = [record(), record(1024, **alone), record(shape=problem(heads_kv=4)), record(shape=problem(batch=64))]
     speed = round(problem().tflops(1.0))
-    one_cell = "geometric mean of the ratios to the best peer over 1 cell: 2.000; worst 2.000"
+    one_cell = "from CUDA graphs, geometric mean of the ratios to the best peer over 1 cell: 2.000; worst 2.000"
     assert report.peers(records).split("\n\n") == [
-        f"| problem | 4k |\n|---|---|\n| bf16 d128 causal | {speed} (2.00) |",
+        f"| from CUDA graphs | 4k |\n|---|---|\n| bf16 d128 causal | {speed} (2.00) |",
         f"Of head dims 64, 128, 256: {one_cell} (bf16 d128 causal 4k, batch 4, heads 16).",
         f"Of all: {one_cell} (bf16 d128 causal 4k, batch 4, heads 16).",
         "Measured: A made-up GPU, driver None, DSL 4.8.1, 2026-11-21.\n",
     ]
+    slow = {"name": "cuDNN", **timed(problem(), [2.0] * 3, captured=False)}
+    large, *_, star, _ = report.peers([record(peers=[slow])]).split("\n\n")
+    assert large.endswith("(2.00) * |") and star.startswith("*: one of the two could not be captured")
+
+
+def small(seq_q: int, seq_k: int, k6: float, k5: float, *, batch: int = 1, captured: bool = True) -> TuningRecord:
+    """A small problem whose peer takes 2 ms, 3 when it is called eagerly; k6 and k5 take twice their time then."""
+    shape = problem(seq_k, seq_q=seq_q, batch=batch, heads_q=8, heads_kv=1)
+    times = {"k6_d128_causal": k6, "k5_d128_causal": k5}
+    peer = {"name": "cuDNN", **timed(shape, [2.0] * 3, eager=3.0, captured=captured)}
+    return record(
+        shape=shape,
+        times={stem: timed(shape, [t] * 3, eager=2 * t) for stem, t in times.items()},
+        peers=[peer],
+        winner=min(times, key=lambda stem: times[stem]),
+    )
+
+
+def test_small_problems_have_a_table_of_their_own() -> None:
+    """By kind; of the module that a call takes, which is k6 up to 512 keys in this band, though it does not win all."""
+    records = [record(), small(128, 128, 1.0, 1.5), small(200, 200, 1.0, 1.5, batch=2), small(300, 300, 1.0, 1.1)]
+    records += [small(257, 512, 1.0, 0.995), small(128, 4096, 4.0, 1.6, captured=False)]
+    large, _, _, intro, table, mean, star, _ = report.peers(records).split("\n\n")
+    assert "(2.00)" in large and "batch" not in large
+    assert intro.startswith("Small problems, at most 4 tiles of 128 query rows per SM: ratios of the modules that")
+    head = "| problem | shapes | cells | from CUDA graphs, mean | least | eager, mean | least |"
+    assert table.splitlines()[0] == head and table.splitlines()[2:] == [
+        "| bf16 d128 causal | up to 256 tokens | 2 | 2.00 | 2.00 (128, batch 1, heads 8/1) | 1.50 | 1.50 |",
+        "| bf16 d128 causal | 257 to 512 tokens | 1 | 2.00 | 2.00 (300, batch 1, heads 8/1) | 1.50 | 1.50 |",
+        "| bf16 d128 causal | fewer queries than keys | 2 | 1.58 | 1.25 (128x4k, batch 1, heads 8/1) | 1.19 | 0.94 |",
+    ]
+    assert mean.startswith("Of small problems: from CUDA graphs, geometric mean of the ratios to the best peer over 5 ")
+    assert "worst 1.250 (bf16 d128 causal 128x4k, batch 1, heads 8/1). Eager, over 5 cells: 1.3" in mean
+    assert star.startswith("*: one of the two could not be captured")
+
+
+def test_a_table_for_the_terminal_says_which_way_it_measured() -> None:
+    table = report.table([record(), small(128, 128, 1.0, 1.5, captured=False)])
+    cells = {str(column.header): list(column.cells) for column in table.columns}
+    assert "from CUDA graphs" in str(table.title)
+    assert cells["ratio"] == ["2.000", "2.000"] and cells["best peer"] == ["cuDNN", "cuDNN *"]
+    eager = small(128, 128, 1.0, 1.5).problem.tflops(2.0)
+    assert cells["eager"] == ["", f"{eager:.2g}"] and cells["eager ratio"] == ["", "1.500"]
+    assert report.summary([record()]) == (
+        "from CUDA graphs, geometric mean of the ratios to the best peer over 1 cell: 2.000; worst 2.000 (bf16 d128 "
+        "causal 4k, batch 4, heads 16)"
+    )
 
 
 def test_errors_stand_beside_speeds() -> None:

@@ -492,7 +492,8 @@ def _write_winners(
 ) -> list[TuningRecord]:
     """Write every winner that is not committed; return the records with the committed stems in place of candidates'.
 
-    The winner of most cells gets the plain name, any other one that of the shortest keys it won at: NAME_k512.
+    The winner of most cells gets the plain name, any other one that of the shortest keys it won at: NAME_k512, and
+    NAME_k512_2 where that is taken by another one.
     """
     from fa3gen.measure.tuning.writeback import check_name, write_winner
 
@@ -503,7 +504,9 @@ def _write_winners(
         counts = Counter(record.winner for record in won)
         for rank, (stem, _) in enumerate(counts.most_common()):
             shortest = min(record.problem.seq_k for record in won if record.winner == stem)
-            named[stem] = _family_name(base, search, searches) + (f"_k{shortest}" if rank else ""), search
+            name = _family_name(base, search, searches) + (f"_k{shortest}" if rank else "")
+            taken = {taken for taken, _ in named.values()}
+            named[stem] = f"{name}_{rank}" if name in taken else name, search
     for name, _ in named.values():
         check_name(workspace, name, force=force)
     committed: dict[str, Module] = {}
@@ -518,7 +521,7 @@ def _write_winners(
 
 def _summary(search: Search, won: Sequence[TuningRecord]) -> str:
     """One line for the spec: for which shapes and on which GPU it won."""
-    lengths = ", ".join(record.problem.lengths for record in won)
+    lengths = ", ".join(dict.fromkeys(record.problem.lengths for record in won))
     return f"Tuned from {search.start.incumbent.stem} for {lengths} on {won[0].gpu}"
 
 

@@ -2,8 +2,9 @@
 
 Protocol: 16,384 tokens in all, heads x head dim = 2048, as many kv heads, normal random inputs. Per cell every
 competitor is warmed up, its output checked on the last rows, then all take turns, one launch each per round, each round
-in another order, so that clocks and temperature are shared fairly. Before each timed launch a buffer larger than the L2
-is overwritten; the launch is timed by CUDA events, and the median over the rounds is reported. A launch predicted (from
+in another order, so that clocks and temperature are shared fairly. Before each timed launch, which is an eager call and
+never of a CUDA graph, a buffer larger than the L2 is overwritten; that takes the GPU longer than most calls take the
+host. The launch is timed by CUDA events, and the median over the rounds is reported. A launch predicted (from
 the same competitor's previous cell) to exceed the time limit is not made, and the cell says so.
 """
 
@@ -25,11 +26,11 @@ from fa3gen.design.operation import operation_of
 from fa3gen.hardware.dtypes import DTYPES
 from fa3gen.measure.launch_times import LaunchTimes, host_microseconds, small_problem
 from fa3gen.measure.peers import PEERS, Attend, Peer, Unavailable
+from fa3gen.records.evidence import TIMED, TOKENS
 from fa3gen.run import gpu
 from fa3gen.spec.model import DType, Mask, Problem, Spec
 from fa3gen.verify import reference
 
-TOKENS = 16384
 WIDTH = 2048  # heads x head dim
 SEQ_LENS = (512, 1024, 2048, 4096, 8192, 16384)
 QUICK_SEQ_LENS = (4096, 16384)
@@ -164,7 +165,7 @@ class Bench:
             "tokens": TOKENS,
             "heads_x_head_dim": f"{WIDTH}, or as many heads as fit in it",
             "flops": "2 B H S^2 (d + d_v); halved for causal; visible pairs for a window",
-            "timing": "CUDA events around one launch, median over rounds, competitors interleaved",
+            "timing": f"{TIMED}; CUDA events around each, median over rounds, competitors interleaved",
             "flush_bytes": FLUSH_BYTES,
         }
         cells = []
