@@ -1,7 +1,8 @@
 """Stands in for `fa3gen.measure.tuning.worker`: speaks its protocol, makes numbers up, and misbehaves as told.
 
 $FAKE_TUNING names a JSON file: `speed` (milliseconds by stem or peer, or by
-`<stem> at <keys>`), `hang`, `crash`, `lose`, `wrong`, `raise` (lists
+`<stem> at <keys>` or `<stem> at <queries>x<keys>`), `eager` (milliseconds by name, else twice the speed),
+`uncaptured` (names), `hang`, `crash`, `lose`, `wrong`, `raise` (lists
 of stems), `slow` (seconds per heat), `log` (a file that gets a line for each request).
 """
 
@@ -29,9 +30,11 @@ def main() -> None:
         stems = [module["stem"] for module in request.get("modules", ())]
         note = {"do": request["do"], "stems": stems, "gpu": os.environ["CUDA_VISIBLE_DEVICES"], "pid": os.getpid()}
         with Path(told["log"]).open("a") as log:
-            log.write(json.dumps({**note, "seq": request.get("problem", {}).get("seq_k")}) + "\n")
+            heat = {"seq": request.get("problem", {}).get("seq_k"), "burst": request.get("burst")}
+            groups = sorted({problem["heads_q"] // problem["heads_kv"] for problem in request.get("problems", ())})
+            log.write(json.dumps({**note, **heat, "eager": request.get("eager_rounds"), "groups": groups}) + "\n")
         if request["do"] == "hello":
-            send({"done": {"gpu": "A made-up GPU", "driver": "1", "torch": "2", "dsl": "4.8.1"}})
+            send({"done": {"gpu": "A made-up GPU", "sms": 99, "driver": "1", "torch": "2", "dsl": "4.8.1"}})
             continue
         wrong = {stem: "computes something wrong: made up" for stem in stems if stem in told.get("wrong", ())}
         if request["do"] == "load":
@@ -48,9 +51,12 @@ def main() -> None:
         names = [name for name in [*stems, *peers] if name not in wrong and name not in told.get("raise", ())]
         failed = {name: "raised RuntimeError: made up" for name in told.get("raise", ()) if name in [*stems, *peers]}
         times = {name: rounds(name, told, request) for name in names}
-        errors = {name: told.get("error", {}).get(name, 0.002) for name in names}
-        done = {"times": times, "errors": errors, "failed": failed, "wrong": wrong, "eager": [], "ptxas": "12.9.83"}
-        send({"done": done})
+        measured = {
+            "eager": {name: told.get("eager", {}).get(name, 2 * told["speed"].get(name, 1.0)) for name in names},
+            "errors": {name: told.get("error", {}).get(name, 0.002) for name in names},
+            "uncaptured": [name for name in names if name in told.get("uncaptured", ())],
+        }
+        send({"done": {"times": times, **measured, "failed": failed, "wrong": wrong, "ptxas": "12.9.83"}})
 
 
 def misbehave(stem: str, told: dict[str, Any], send: Any) -> None:
@@ -68,7 +74,9 @@ def rounds(name: str, told: dict[str, Any], request: dict[str, Any]) -> list[flo
     """Milliseconds with 0.1 % of noise of its own, and 3 % of drift that all competitors share."""
     drift = random.Random(request["problem"]["seq_k"])
     own = random.Random(zlib.crc32(name.encode()) + request["problem"]["seq_k"])
-    speed = told["speed"].get(f"{name} at {request['problem']['seq_k']}", told["speed"].get(name, 1.0))
+    queries, keys = request["problem"]["seq_q"], request["problem"]["seq_k"]
+    found = (told["speed"].get(place) for place in (f"{name} at {queries}x{keys}", f"{name} at {keys}", name))
+    speed = next((speed for speed in found if speed is not None), 1.0)
     return [speed * (1 + 0.03 * drift.random()) * (1 + 0.001 * own.random()) for _ in range(request["rounds"])]
 
 

@@ -18,7 +18,7 @@ from fa3gen.design.workspace import Workspace
 from fa3gen.records import dispatch_table
 from fa3gen.records.tuning_records import MaskShape, load_all
 from fa3gen.run import dispatch
-from fa3gen.run.dispatch import Measurement, NoKernel, Region, Row, Table
+from fa3gen.run.dispatch import Load, Measurement, NoKernel, Region, Row, Shapes, Size, Stretch, Table
 from fa3gen.spec.model import CausalMask, NoMask, WindowMask
 
 CAUSAL = Family("bf16", 128, 128, CausalMask())
@@ -43,6 +43,10 @@ class Problem:
     def family(self) -> Family:
         return Family(self.dtype, self.head_dim, self.head_dim_v, self.mask.spec_mask(), self.out_dtype)
 
+    @property
+    def label(self) -> str:
+        return f"{self.seq_q}x{self.seq_k}"
+
 
 @dataclass(frozen=True)
 class Result:
@@ -58,21 +62,45 @@ class Record:
     results: list[Result]
     winner: str
     gpu: str = GPU
+    tiles_per_sm: float = 7.75
+
+    def result(self, stem: str) -> Result:
+        return {result.stem: result for result in self.results}[stem]
 
 
 def record(seq: int, speeds: dict[str, float], *, winner: str = "", no_lse: str = "", **changes: Any) -> Record:
-    """A record of one length; the fastest wins unless another is named."""
+    """A record of one length, of a large problem unless `tiles` says how many there are per SM; the fastest wins
+    unless another is named."""
+    packed = changes.pop("packed", "")
     results = [
-        Result(stem, tflops, f"{len(stem):02d}" * 32, {"outputs": {"lse": stem != no_lse}})
+        Result(
+            stem,
+            tflops,
+            f"{len(stem):02d}" * 32,
+            {"outputs": {"lse": stem != no_lse}, "tile": {"pack_heads": 4 if stem == packed else 1}},
+        )
         for stem, tflops in speeds.items()
     ]
     gpu, won = changes.pop("gpu", GPU), winner or max(speeds, key=lambda stem: speeds[stem])
-    return Record(Problem(seq, changes.pop("seq_k", seq), **changes), results, won, gpu)
+    tiles = changes.pop("tiles", 7.75)
+    return Record(Problem(seq, changes.pop("seq_k", seq), **changes), results, won, gpu, tiles)
 
 
 def shape_of(rows: list[Row]) -> list[tuple[int | None, str, list[int]]]:
     return [
-        (row.seq_k.up_to if row.seq_k else None, row.module, [measured.seq for measured in row.measured])
+        (
+            row.seq_k.up_to if row.seq_k else None,
+            row.module,
+            [measured.seq for measured in row.measured if isinstance(measured, Measurement)],
+        )
+        for row in rows
+    ]
+
+
+def conditions(rows: list[Row]) -> list[tuple[float | None, int | None, str]]:
+    """Tiles per SM and keys up to which a row serves, and its module."""
+    return [
+        (row.tiles_per_sm and row.tiles_per_sm.up_to, row.seq_k and row.seq_k.up_to, row.module)  # type: ignore[misc]
         for row in rows
     ]
 
@@ -118,16 +146,75 @@ def test_modules_of_float32_o_have_rows_of_their_own() -> None:
     records = [record(512, {"wide": 1.0}, out_dtype="fp32"), record(512, {"narrow": 1.0})]
     narrow, wide = dispatch_table.rows_from_records(records)
     assert (narrow.module, narrow.out_dtype, wide.module, wide.out_dtype) == ("narrow", None, "wide", "fp32")
-    assert not narrow.serves(wide.family, 512) and not wide.serves(narrow.family, 512)
+    assert not narrow.serves(wide.family, Size(512, 1)) and not wide.serves(narrow.family, Size(512, 1))
 
 
-def test_only_square_problems_count() -> None:
-    assert dispatch_table.rows_from_records([record(1, {"decode": 1.0}, seq_k=4096)]) == []
+def test_heads_that_are_packed_serve_some_groups_only() -> None:
+    records = [record(512, {"pack4": 9.0, "k6": 8.0}, packed="pack4")]
+    assert shape_of(dispatch_table.rows_from_records(records)) == [(None, "k6", [512])]
 
 
-def test_two_winners_of_one_length_are_refused() -> None:
-    twice = [record(512, {"a": 1.0, "b": 2.0}), record(512, {"a": 2.0, "b": 1.0}, gpu="NVIDIA H100")]
-    with pytest.raises(UserError, match=r"512 keys have different winners, b \(NVIDIA H200\) and a \(NVIDIA H100\)"):
+def test_bands_of_tiles_per_sm_have_rows_of_their_own() -> None:
+    """The edges belong to the smaller band; a band in which nothing was measured goes with the next larger one."""
+    small, large = {"few": 2.0, "many": 1.0}, {"few": 1.0, "many": 2.0}
+    records = [record(4096, large), record(512, large, tiles=4.01), record(512, small, tiles=1.0, seq_k=4096)]
+    records += [record(512, small, tiles=0.75), record(128, {"few": 1.0, "tiny": 2.0}, tiles=0.25)]
+    rows = dispatch_table.rows_from_records(records)
+    assert conditions(rows) == [(0.25, None, "tiny"), (1.0, None, "few"), (None, None, "many")]
+    assert [len(row.measured) for row in rows] == [1, 1, 2]
+
+
+def test_the_smallest_problems_alone_serve_all_sizes() -> None:
+    records = [record(512, {"a": 2.0}, tiles=0.25), record(512, {"b": 2.0}, tiles=2.0)]
+    assert conditions(dispatch_table.rows_from_records(records)) == [(0.25, None, "a"), (None, None, "b")]
+
+
+def test_of_many_records_of_a_length_the_geometric_mean_decides() -> None:
+    """`b` is faster on average and `c` fastest of all, but not measured everywhere."""
+    records = [
+        record(512, {"a": 3.0, "b": 2.0}, tiles=1.0),
+        record(512, {"a": 1.0, "b": 2.0, "c": 9.0}, tiles=0.6),
+        record(512, {"a": 2.0, "b": 2.0, "c": 9.0}, tiles=0.7),
+    ]
+    [row] = dispatch_table.rows_from_records(records)
+    assert row.module == "b"
+    ratio = round((2 * 2 * 2 / (3 * 1 * 2)) ** (1 / 3), 3)
+    assert row.measured == [Shapes(shapes=3, runner_up="a", runner_up_ratio=ratio, runner_up_sha256="01" * 8, gpu=GPU)]
+
+
+def test_who_won_every_record_of_a_length_needs_no_mean() -> None:
+    """The holder of a title keeps it against one that is hardly faster."""
+    records = [record(512, {"b": 2.001, "a": 2.0}, winner="a", tiles=tiles) for tiles in (0.6, 0.7)]
+    records.append(record(1024, {"a": 2.0, "b": 1.0}, tiles=0.7))
+    assert conditions(dispatch_table.rows_from_records(records)) == [(None, None, "a")]
+
+
+def test_a_module_stays_where_another_is_hardly_faster() -> None:
+    """As few rows as there can be: `b` may serve all lengths but the last, `a` only the first."""
+    speeds = {128: (2.01, 2.0), 256: (2.0, 2.01), 512: (2.0, 2.01), 1024: (1.0, 2.0), 2048: (2.0, 1.9)}
+    records = [record(seq, {"a": a, "b": b}, tiles=0.7) for seq, (a, b) in speeds.items()]
+    assert conditions(dispatch_table.rows_from_records(records)) == [(None, 1024, "b"), (None, None, "a")]
+
+
+def test_a_record_alone_in_the_last_band_stands_for_itself() -> None:
+    records = [record(512, {"a": 2.01, "b": 2.0}), record(1024, {"a": 2.0, "b": 2.01})]
+    assert conditions(dispatch_table.rows_from_records(records)) == [(None, 512, "a"), (None, None, "b")]
+
+
+def test_a_band_that_the_next_larger_one_serves_has_no_rows() -> None:
+    """With other lengths, too; what was measured in it is counted where it is served."""
+    large = [record(512, {"a": 2.0, "b": 1.0}), record(4096, {"a": 1.0, "b": 2.0})]
+    near = [record(777, {"b": 2.0, "a": 2.01}, tiles=3.0), record(256, {"a": 2.0, "b": 1.0}, tiles=3.0)]
+    rows = dispatch_table.rows_from_records([*large, *near])
+    assert conditions(rows) == [(None, 512, "a"), (None, None, "b")]
+    assert [type(line).__name__ for line in rows[1].measured] == ["Measurement", "Shapes"]
+    far = record(256, {"a": 1.9, "b": 2.0}, tiles=3.0)
+    assert conditions(dispatch_table.rows_from_records([*large, near[0], far]))[:1] == [(4.0, None, "b")]
+
+
+def test_records_without_a_module_in_common_are_refused() -> None:
+    twice = [record(512, {"a": 1.0}), record(512, {"bb": 1.0}, gpu="NVIDIA H100")]
+    with pytest.raises(UserError, match="no module was measured in all tuning records of 512x512; 512x512, and"):
         dispatch_table.rows_from_records(twice)
     assert len(dispatch_table.rows_from_records([twice[0], twice[0]])) == 1
 
@@ -155,13 +242,31 @@ ROW = Row(
 )
 
 
+SMALL = ROW.model_copy(
+    update={
+        "tiles_per_sm": Load(up_to=0.25),
+        "measured": [
+            Shapes(shapes=12, runner_up="k5_d128_causal", runner_up_ratio=1.08, runner_up_sha256="0" * 16, gpu=GPU)
+        ],
+    }
+)
+
+
 def test_text_reads_back(tmp_path: Path) -> None:
     odd = Measurement(seq=4096, tflops=12.34, gpu='NVIDIA "H200": NVL')
-    rows = [ROW, ROW.model_copy(update={"mask": WindowMask(left=512, right=0), "seq_k": None, "measured": [odd]})]
+    rows = [SMALL, SMALL.model_copy(update={"tiles_per_sm": Load(up_to=1)}), ROW]
+    rows.append(ROW.model_copy(update={"mask": WindowMask(left=512, right=0), "seq_k": None, "measured": [odd]}))
     for table in (Table(rows=rows), Table(rows=[])):
         path = tmp_path / "dispatch.yaml"
         path.write_text(dispatch_table.table_text(table))
         assert dispatch.read_table(path) == table
+
+
+def test_small_problems_as_a_person_reads_them() -> None:
+    text = dispatch_table.table_text(Table(rows=[SMALL]))
+    assert "\n  tiles_per_sm: {up_to: 0.25}\n  seq_k: {up_to: 1024}\n" in text
+    line = '{shapes: 12, runner_up: k5_d128_causal, runner_up_ratio: 1.08, runner_up_sha256: "0000000000000000", gpu: '
+    assert f"  measured:\n  - {line}NVIDIA H200}}\n" in text
 
 
 def test_text_is_what_a_person_reads() -> None:
@@ -234,16 +339,21 @@ def no_package_table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(dispatch, "table_path", table_path)
 
 
-def rows_for(workspace: Workspace, *rows: tuple[int | None, str]) -> None:
-    """Write the workspace's table: for CAUSAL, up to so many keys, this module."""
+def rows_for(workspace: Workspace, *rows: tuple[int | None, str] | tuple[int | None, str, float | None]) -> None:
+    """Write the workspace's table: for CAUSAL, up to so many keys, this module; and up to so many tiles per SM."""
     digests = {
-        stem: sha256(workspace.module_path(stem))[:16] for _, stem in rows if workspace.module_path(stem).exists()
+        row[1]: sha256(workspace.module_path(row[1]))[:16] for row in rows if workspace.module_path(row[1]).exists()
     }
     table = [
         ROW.model_copy(
-            update={"seq_k": bound and Region(up_to=bound), "module": stem, "sha256": digests.get(stem, "0" * 16)}
+            update={
+                "tiles_per_sm": Load(up_to=row[2]) if len(row) > 2 and row[2] else None,
+                "seq_k": row[0] and Region(up_to=row[0]),
+                "module": row[1],
+                "sha256": digests.get(row[1], "0" * 16),
+            }
         )
-        for bound, stem in rows
+        for row in rows
     ]
     dispatch.table_path(workspace).write_text(dispatch_table.table_text(Table(rows=table)))
 
@@ -251,9 +361,46 @@ def rows_for(workspace: Workspace, *rows: tuple[int | None, str]) -> None:
 def test_first_row_that_fits_wins(place: Workspace) -> None:
     place.module_path("k5_d128_causal").write_text("")
     rows_for(place, (1024, "k5_d128_causal"), (1024, "k6_d128_causal"), (None, "k6_d128_causal"))
-    found = [dispatch.choose(CAUSAL, keys, lse=True, workspace=place).stem for keys in (0, 1, 1024, 1025, 2**33)]
-    assert found == ["k5_d128_causal"] * 3 + ["k6_d128_causal"] * 2
-    assert dispatch.stretch(CAUSAL, 1024, place) == (0, 1024) and dispatch.stretch(CAUSAL, 1025, place) == (1025, None)
+    choices = [dispatch.choose(CAUSAL, Size(keys, 9), lse=True, workspace=place) for keys in (0, 1, 1024, 1025, 2**33)]
+    assert [choice.stem for choice in choices] == ["k5_d128_causal"] * 3 + ["k6_d128_causal"] * 2
+    assert choices[2].around == Stretch(most_keys=1024) and choices[3].around == Stretch(least_keys=1025)
+
+
+def test_few_tiles_have_their_rows(place: Workspace) -> None:
+    """Counted per SM of the GPU that runs the call: 66 tiles are half as many as an H200 has SMs, more on a smaller."""
+    place.module_path("k5_d128_causal").write_text("")
+    rows_for(place, (1024, "k5_d128_causal", 0.5), (None, "k6_d128_causal"))
+    found = [
+        dispatch.choose(CAUSAL, size, lse=True, workspace=place).stem
+        for size in (Size(1024, 66), Size(1024, 67), Size(1025, 66), Size(1024, 66, 114), Size(1024, 57, 114))
+    ]
+    assert found == [f"{rung}_d128_causal" for rung in ("k5", "k6", "k6", "k6", "k5")]
+
+
+def test_a_stretch_is_what_has_the_same_choice(place: Workspace) -> None:
+    """Rows in an order that no record gives, one of them passed over since its module writes no LSE."""
+    for stem in ("k5_d128_causal", "k4_2_d128_causal", "k4_2_o_only_d128_causal"):
+        place.module_path(stem).write_text("")
+    rows_for(
+        place,
+        (8, "k5_d128_causal", 0.05),
+        (20, "k4_2_o_only_d128_causal", 0.1),
+        (25, "k4_2_d128_causal"),
+        (30, "k5_d128_causal", 0.2),
+        (None, "k6_d128_causal", 0.2),
+        (None, "k4_2_d128_causal"),
+    )
+    sizes = [Size(keys, tiles) for keys in (0, 8, 9, 20, 21, 25, 26, 30, 31) for tiles in (0, 6, 7, 13, 14, 26, 27)]
+    choices = [dispatch.choose(CAUSAL, size, lse=True, workspace=place) for size in sizes]
+    assert [len({choice.reason for choice in choices}), len({choice.around for choice in choices})] == [5, 13]
+    for choice in choices:
+        least_keys, most_keys, least_tiles, most_tiles = choice.around
+        inside = {
+            other.reason
+            for size, other in zip(sizes, choices, strict=True)
+            if least_keys <= size.keys <= most_keys and least_tiles <= size.tiles <= most_tiles
+        }
+        assert inside == {choice.reason}
 
 
 def test_a_choice_says_why(place: Workspace) -> None:
@@ -264,12 +411,32 @@ def test_a_choice_says_why(place: Workspace) -> None:
     place.module_path("mine").write_text("")
     rows_for(place, (None, "mine"))
     place.module_path("k5_d128_causal").write_text("as measured")
-    assert str(dispatch.choose(CAUSAL, 7, lse=True, workspace=place)).splitlines() == [
+    assert str(dispatch.choose(CAUSAL, Size(7, 3), lse=True, workspace=place)).splitlines() == [
         f"{place.module_path('mine')}",
         "  spec  specs/mine.yaml: bf16, head dim 128, causal; tile 128 x 96, loads tma, schedule ping_pong",
+        "  for   7 keys, 3 tiles of 128 queries on 132 SMs, as on an H200, since the tensors are on no GPU",
         "  why   dispatch.yaml, row 1 (bf16, head dim 128, causal, any number of keys)",
         "        at 1024 keys 455.1 TFLOP/s; k5_d128_causal 420 (NVIDIA H200)",
     ]
+
+
+def test_a_choice_says_for_which_gpu_and_how_many_tiles(place: Workspace) -> None:
+    rows_for(place, (None, "k6_d128_causal", 0.5), (None, "k6_d128_causal"))
+    said = str(dispatch.choose(CAUSAL, Size(1, 57, 114), lse=True, workspace=place))
+    assert "  for   1 key, 57 tiles of 128 queries on 114 SMs\n" in said
+    assert "row 1 (bf16, head dim 128, causal, up to 0.5 tiles per SM, any number of keys)" in said
+
+
+def test_many_shapes_are_told_in_one_line(place: Workspace) -> None:
+    [shapes] = SMALL.measured
+    assert shapes.told(place) == (
+        "over 12 shapes; second was k5_d128_causal, of another file than the present one (NVIDIA H200)"
+    )
+    place.module_path("k5_d128_causal").write_text("as measured")
+    digest = hashlib.sha256(b"as measured").hexdigest()[:16]
+    told = shapes.model_copy(update={"runner_up_sha256": digest}).told(place)
+    assert told == "over 12 shapes; k5_d128_causal takes 1.08 times as long (NVIDIA H200)"
+    assert "over 1 shape; nothing else was measured" in Shapes(shapes=1, gpu=GPU).told(place)
 
 
 @pytest.mark.parametrize("present", [None, "another"])
@@ -277,7 +444,7 @@ def test_a_runner_up_that_changed_has_no_figure(place: Workspace, present: str |
     rows_for(place, (None, "k6_d128_causal"))
     if present:
         place.module_path("k5_d128_causal").write_text(present)
-    *_, said = str(dispatch.choose(CAUSAL, 7, lse=True, workspace=place)).splitlines()
+    *_, said = str(dispatch.choose(CAUSAL, Size(7, 1), lse=True, workspace=place)).splitlines()
     assert said.strip() == (
         "at 1024 keys 455.1 TFLOP/s; second was k5_d128_causal, of another file than the present one (NVIDIA H200)"
     )
@@ -293,7 +460,7 @@ def test_a_table_that_does_not_say_which_file_was_second_gives_no_figure(place: 
 def test_row_whose_module_is_missing(place: Workspace) -> None:
     rows_for(place, (None, "k6_d64_causal"))
     with pytest.raises(NoKernel, match="k6_d64_causal.py does not exist; run: fa3gen render k6_d64_causal"):
-        dispatch.choose(CAUSAL, 7, lse=True, workspace=place)
+        dispatch.choose(CAUSAL, Size(7, 1), lse=True, workspace=place)
 
 
 def test_row_whose_module_changed(place: Workspace) -> None:
@@ -301,11 +468,11 @@ def test_row_whose_module_changed(place: Workspace) -> None:
     place.module_path("k6_d128_causal").write_text("# another")
     command = "fa3gen tune --measure k6_d128_causal --write --write-table"
     with pytest.raises(NoKernel, match=f"row 1.* was measured with another k6_d128_causal.*{command}"):
-        dispatch.choose(CAUSAL, 7, lse=True, workspace=place)
+        dispatch.choose(CAUSAL, Size(7, 1), lse=True, workspace=place)
 
 
 def test_only_module_that_fits_needs_no_measurement(place: Workspace) -> None:
-    choice = dispatch.choose(CAUSAL, 7, lse=True, workspace=place)
+    choice = dispatch.choose(CAUSAL, Size(7, 1), lse=True, workspace=place)
     assert (choice.stem, choice.row) == ("k6_d128_causal", None)
     assert "no measurement, but this is the only module that fits" in str(choice)
 
@@ -314,31 +481,31 @@ def test_one_production_module_comes_before_the_rungs(place: Workspace) -> None:
     for name in ("fwd_a", "fwd_b"):
         (place.specs_dir / f"{name}.yaml").write_text(f"summary: {name}\nextends: k6\n")
     place.module_path("fwd_a_d128_causal").write_text("")
-    choice = dispatch.choose(CAUSAL, 7, lse=True, workspace=place)
+    choice = dispatch.choose(CAUSAL, Size(7, 1), lse=True, workspace=place)
     assert choice.stem == "fwd_a_d128_causal" and "this is the only production module that fits" in choice.reason
     place.module_path("fwd_b_d128_causal").write_text("")
     with pytest.raises(NoKernel, match=r"says which is best: fwd_a_d128_causal, fwd_b_d128_causal; call"):
-        dispatch.choose(CAUSAL, 7, lse=True, workspace=place)
+        dispatch.choose(CAUSAL, Size(7, 1), lse=True, workspace=place)
 
 
 def test_several_modules_without_a_measurement_are_no_choice(place: Workspace) -> None:
     place.module_path("k5_d128_causal").write_text("")
     with pytest.raises(NoKernel, match="several modules compute bf16, head dim 128, causal.*: k5_d128_causal, k6_d128"):
-        dispatch.choose(CAUSAL, 7, lse=True, workspace=place)
+        dispatch.choose(CAUSAL, Size(7, 1), lse=True, workspace=place)
 
 
 def test_broken_spec_of_the_workspace_does_not_stand_in_the_way(place: Workspace) -> None:
     (place.specs_dir / "broken.yaml").write_text("tile: [")
-    assert dispatch.choose(CAUSAL, 7, lse=True, workspace=place).stem == "k6_d128_causal"
+    assert dispatch.choose(CAUSAL, Size(7, 1), lse=True, workspace=place).stem == "k6_d128_causal"
 
 
 def test_lse_needs_a_module_that_writes_it(place: Workspace) -> None:
     place.module_path("k6_d128_causal").rename(place.module_path("k4_2_o_only_d128_causal"))
-    assert dispatch.choose(CAUSAL, 7, lse=False, workspace=place).stem == "k4_2_o_only_d128_causal"
+    assert dispatch.choose(CAUSAL, Size(7, 1), lse=False, workspace=place).stem == "k4_2_o_only_d128_causal"
     with pytest.raises(
         NoKernel, match="computes bf16, head dim 128, causal, with LSE; head dims served: bf16, no mask"
     ):
-        dispatch.choose(CAUSAL, 7, lse=True, workspace=place)
+        dispatch.choose(CAUSAL, Size(7, 1), lse=True, workspace=place)
 
 
 def test_another_window_says_how_to_make_it(place: Workspace) -> None:
@@ -350,19 +517,19 @@ def test_another_window_says_how_to_make_it(place: Workspace) -> None:
         "right: 0}` into it, fa3gen render mine"
     )
     with pytest.raises(NoKernel, match=re.escape(message)):
-        dispatch.choose(family, 7, lse=True, workspace=place)
+        dispatch.choose(family, Size(7, 1), lse=True, workspace=place)
     served = family._replace(mask=WindowMask(left=512, right=0))
-    assert dispatch.choose(served, 7, lse=True, workspace=place).stem == "k4_2_window_d64_window512_0"
+    assert dispatch.choose(served, Size(7, 1), lse=True, workspace=place).stem == "k4_2_window_d64_window512_0"
 
 
 def test_o_in_float32_has_modules_of_its_own() -> None:
     """Committed, unmeasured, and never taken for a call that asks for 16 bits."""
     for mask, stem in ((NoMask(), "fwd_d128_fp32_out"), (CausalMask(), "fwd_d128_causal_fp32_out")):
-        choice = dispatch.choose(Family("bf16", 128, 128, mask, "fp32"), 777, lse=True, workspace=CHECKOUT)
+        choice = dispatch.choose(Family("bf16", 128, 128, mask, "fp32"), Size(777, 1), lse=True, workspace=CHECKOUT)
         assert (choice.stem, choice.row) == (stem, None)
-        assert dispatch.choose(Family("bf16", 128, 128, mask), 777, lse=True, workspace=CHECKOUT).stem != stem
+        assert dispatch.choose(Family("bf16", 128, 128, mask), Size(777, 1), lse=True, workspace=CHECKOUT).stem != stem
     with pytest.raises(NoKernel, match=r"computes fp16, O in fp32, head dim 64.*write `o: \{dtype: fp32\}`, `problem:"):
-        dispatch.choose(Family("fp16", 64, 64, NoMask(), "fp32"), 777, lse=True, workspace=CHECKOUT)
+        dispatch.choose(Family("fp16", 64, 64, NoMask(), "fp32"), Size(777, 1), lse=True, workspace=CHECKOUT)
 
 
 def test_own_module_comes_before_the_package_s_of_the_same_name(place: Workspace) -> None:
@@ -371,9 +538,9 @@ def test_own_module_comes_before_the_package_s_of_the_same_name(place: Workspace
         (package.specs_dir / path.name).write_text(path.read_text())
     package.generated_dir.mkdir()
     package.module_path("k6_d128_causal").write_text("# of the package")
-    assert dispatch.choose(CAUSAL, 7, lse=True, workspace=place).file == place.module_path("k6_d128_causal")
+    assert dispatch.choose(CAUSAL, Size(7, 1), lse=True, workspace=place).file == place.module_path("k6_d128_causal")
     place.module_path("k6_d128_causal").unlink()
-    assert dispatch.choose(CAUSAL, 7, lse=True, workspace=place).file == package.module_path("k6_d128_causal")
+    assert dispatch.choose(CAUSAL, Size(7, 1), lse=True, workspace=place).file == package.module_path("k6_d128_causal")
 
 
 def test_row_that_names_a_spec(place: Workspace) -> None:
@@ -382,13 +549,13 @@ def test_row_that_names_a_spec(place: Workspace) -> None:
     with pytest.raises(
         NoKernel, match="names k6, which is a spec with several modules; run: fa3gen tune --write-table"
     ):
-        dispatch.choose(CAUSAL, 7, lse=True, workspace=place)
+        dispatch.choose(CAUSAL, Size(7, 1), lse=True, workspace=place)
 
 
 def test_nothing_rendered_at_all(tmp_path: Path) -> None:
     (tmp_path / "package" / "specs").mkdir(parents=True)
     with pytest.raises(NoKernel, match="head dims served: none"):
-        dispatch.choose(CAUSAL, 7, lse=True, workspace=Workspace(tmp_path, tmp_path / "package"))
+        dispatch.choose(CAUSAL, Size(7, 1), lse=True, workspace=Workspace(tmp_path, tmp_path / "package"))
 
 
 # Checks of a table

@@ -197,7 +197,10 @@ def test_the_ladder_shows_verified_speeds_only(workspace: Workspace) -> None:
     assert lines[0].startswith("| rung | d64 full 4k | d64 full 16k | d64 causal 4k |")
     assert lines[2] == "| `k1` | – | – | – | – | – | – | – | – |"
     assert lines[3] == "| `k4_2` | 123 | 7.9 | – | – | – | – | – | – |"
-    assert "Measured: A made-up GPU, 2000-01-02." in lines[-1]
+    assert (
+        "Measured one launch at a time, without a CUDA graph, L2 overwritten before: A made-up GPU, 2000-01-02."
+        in lines[-1]
+    )
 
 
 def test_refresh_writes_the_renderings_and_check_proves_them(workspace: Workspace) -> None:

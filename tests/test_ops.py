@@ -18,29 +18,34 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import fa3gen
 from fa3gen.design.family import Family
 from fa3gen.design.masks import reach
-from fa3gen.run import dispatch, ops
-from fa3gen.run.dispatch import Choice, NoKernel
+from fa3gen.run import dispatch, gpu, ops
+from fa3gen.run.dispatch import Choice, NoKernel, Size, Stretch
 from fa3gen.verify import reference
 
 STEM = "k6_d64_causal"
 BOUND = 6  # keys; longer ones are served by another module
+FEW = 8  # tiles; more of them, too
 
 
 class Modules:
-    """Stands in for the dispatch table, with two rows, and for their modules; keeps what it was asked."""
+    """Stands in for the dispatch table, with three rows, and for their modules; keeps what it was asked."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[Family, int, bool]] = []
+        self.sizes: list[Size] = []
         self.calls: list[str] = []
 
-    def choose(self, family: Family, seq_k: int, *, lse: bool, workspace: Any) -> Choice:
-        self.asked.append((family, seq_k, lse))
-        stem = "short" if seq_k <= BOUND else "long"
+    def choose(self, family: Family, size: Size, *, lse: bool, workspace: Any) -> Choice:
+        self.asked.append((family, size.keys, lse))
+        self.sizes.append(size)
+        around = Stretch(most_keys=BOUND) if size.keys <= BOUND else Stretch(least_keys=BOUND + 1)
+        stem = "short" if size.keys <= BOUND else "long"
+        if size.tiles > FEW:
+            stem, around = "large", Stretch(least_tiles=FEW + 1)
+        else:
+            around = around._replace(most_tiles=FEW)
         [variant] = CHECKOUT.resolve(STEM)
-        return Choice(stem, Path(f"{stem}.py"), variant.spec, variant.source, None, "made up")
-
-    def stretch(self, family: Family, seq_k: int, workspace: Any) -> tuple[int, int | None]:
-        return (0, BOUND) if seq_k <= BOUND else (BOUND + 1, None)
+        return Choice(stem, Path(f"{stem}.py"), variant.spec, variant.source, None, "made up", size=size, around=around)
 
     def module_at(self, path: Path) -> Any:
         def attention(q: Any, k: Any, v: Any, *, scale: Any = None, out: Any = None, return_lse: bool = False) -> Any:
@@ -63,7 +68,6 @@ def expected(q: Any, k: Any, v: Any, *, scale: Any = None, out: Any = None, retu
 def modules(monkeypatch: pytest.MonkeyPatch) -> Iterator[Modules]:
     stand_in = Modules()
     monkeypatch.setattr(dispatch, "choose", stand_in.choose)
-    monkeypatch.setattr(dispatch, "stretch", stand_in.stretch)
     monkeypatch.setattr(ops, "module_at", stand_in.module_at)
     monkeypatch.setattr(ops, "_stretches", {})
     yield stand_in
@@ -103,6 +107,38 @@ def test_the_choice_is_made_once_for_a_stretch_of_lengths(way: str, request: pyt
         torch.testing.assert_close(call(*tensors(seq_k=seq_k)), expected(*tensors(seq_k=seq_k)), rtol=0, atol=0)
     assert modules.calls == ["short" if seq_k <= BOUND else "long" for seq_k in lengths]
     assert [seq_k for _, seq_k, _ in modules.asked] == [7, 3]
+
+
+@pytest.mark.parametrize("way", ["eager", "modules"])
+def test_the_number_of_tiles_decides_too(way: str, request: pytest.FixtureRequest) -> None:
+    """2 sequences of 4 heads: 8 tiles up to 128 queries, 16 from 129 on; with whatever number of keys."""
+    modules: Modules = request.getfixturevalue(way)
+    for seq_q, seq_k in ((129, 130), (5, 7), (128, 130), (200, 3), (5, 3)):
+        call(*tensors(seq_q=seq_q, seq_k=seq_k))
+    assert modules.calls == ["large", "long", "long", "large", "short"]
+    assert [(size.tiles, size.keys) for size in modules.sizes] == [(16, 130), (8, 7), (8, 3)]
+
+
+def test_sms_are_asked_of_each_gpu_once(eager: Modules, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two GPUs in one process, the second has fewer SMs; what was found for one does not serve the other."""
+    asked: list[int] = []
+
+    def properties(device: int) -> Any:
+        asked.append(device)
+        return SimpleNamespace(multi_processor_count=(132, 114)[device])
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+    gpu.sm_count.cache_clear()
+    for device in (0, 1, 0, 1):
+        monkeypatch.setattr(torch.Tensor, "get_device", lambda tensor, device=device: device)
+        for seq_k in (3, 7):
+            call(*tensors(seq_k=seq_k))
+    gpu.sm_count.cache_clear()
+    assert asked == [0, 1] and [(size.keys, size.sms) for size in eager.sizes] == [
+        *((3, 132), (7, 132)),
+        *((3, 114), (7, 114)),
+    ]
 
 
 def test_what_decides_is_asked_for(eager: Modules) -> None:
@@ -308,7 +344,9 @@ def test_explain_needs_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert str(why).splitlines()[0] == str(why.file)
     with FakeTensorMode():
         fake = torch.empty(2, 7, 4, 64, dtype=torch.float16, device="cuda")
-        assert fa3gen.attention.explain(fake, fake, fake, causal=True) == why
+        other = fa3gen.attention.explain(fake, fake, fake, causal=True)
+        assert (other.stem, other.row) == (why.stem, why.row)
+    assert "  for   7 keys, 8 tiles of 128 queries on 132 SMs, as on an H200" in str(why)
     with pytest.raises(NoKernel, match="no generated module computes fp16, head dim 64, window"):
         fa3gen.attention.explain(q, k, v, window=(300, 0))
 

@@ -531,6 +531,27 @@ def test_records_of_an_older_file_are_not_shown(tmp_path: Path) -> None:
     assert speeds.panels(workspace, variant) == () and speeds.ladder(workspace, variant) is None
 
 
+def test_small_problems_stand_by_batch_and_eager_ratios_beside(tmp_path: Path) -> None:
+    """Whatever their tokens: a panel for each batch and heads, and not one for each length."""
+    workspace = copied(tmp_path, STEM)
+    path = tuning_records.directory(workspace) / "bf16_d64_full.json"
+    record = tuning_records.load(path)[0]
+    for seq_q, seq_k, batch in ((128, 128, 1), (256, 256, 1), (256, 256, 2), (64, 256, 1)):
+        problem = record.problem.model_copy(update={"batch": batch, "seq_q": seq_q, "seq_k": seq_k})
+
+        def timed(entry: Any, eager: float, problem: Any = problem) -> Any:
+            return entry.model_copy(update=tuning_records.timed(problem, entry.rounds, eager=eager))
+
+        results = [timed(result, 1.0) for result in record.results]
+        peers = [timed(peer, 2.0 + number) for number, peer in enumerate(record.peers)]
+        fresh = record.model_copy(update={"problem": problem, "results": results, "peers": peers})
+        tuning_records.save(workspace, [fresh])
+    small = [panel for panel in speeds.panels(workspace, rendering.variants()[STEM]) if len(panel.shapes) < 6]
+    titles = ["32 heads, 64 queries each, batch 1", "32 heads, batch 1", "32 heads, batch 2"]
+    assert sorted(panel.title for panel in small) == titles
+    assert {shape.eager_ratio for panel in small for shape in panel.shapes} == {2.0}
+
+
 def test_speeds_are_those_of_the_records(tmp_path: Path) -> None:
     """Others that ran beside the module are shown where their files are the present ones."""
     workspace = copied(tmp_path, STEM)
@@ -542,6 +563,7 @@ def test_speeds_are_those_of_the_records(tmp_path: Path) -> None:
         assert shape.ratio == pytest.approx(shape.own.tflops / shape.best_peer.tflops)
         # The median lies between the slowest and the fastest round, up to the rounding of the records.
         assert all(s.slowest * 0.998 <= s.tflops <= s.fastest * 1.002 for s in shape.speeds)
+        assert shape.eager_ratio is None  # nobody measured it then
 
 
 def test_the_sweep_has_every_kind_at_every_length() -> None:

@@ -116,6 +116,19 @@ def test_each_region_has_its_winner(workspace: Workspace, tmp_path: Path, capsys
     assert all(workspace.module_path(stem).is_file() for stem in ("fast", "fast_k512"))
 
 
+def test_winners_of_one_length_have_names_of_their_own(workspace: Workspace, tmp_path: Path) -> None:
+    """Three modules win, two of them with 512 keys at least; a summary names a length once."""
+    (workspace.specs_dir / "tuning/fast.yaml").write_text(SPACE.replace("112]", "112, 64]"))
+    speed = {"k6_d128_causal_kv96": 0.9, "k6_d128_causal_kv112 at 64x512": 0.5, "k6_d128_causal_kv64 at 8x512": 0.4}
+    order(tmp_path, speed=speed)
+    command = ["tune", "fast", "--seq", "512,8x512,64x512,4096", "--batch", "1,2", "--heads", "16", "--write"]
+    assert cli.main(command) == 0
+    summaries = {path.stem: path.read_text().splitlines()[0] for path in workspace.specs_dir.glob("fast*.yaml")}
+    assert sorted(summaries) == ["fast", "fast_k512", "fast_k512_2"]
+    assert summaries["fast"] == "summary: Tuned from k6_d128_causal for 512, 4k on A made-up GPU"
+    assert {record.winner for record in tuning_records.load_all(workspace)} == set(summaries)
+
+
 def test_the_same_command_goes_on_and_fresh_begins_anew(workspace: Workspace, tmp_path: Path) -> None:
     command = ["tune", "fast", "--seq", "1024,4096", "--json", str(tmp_path / "records.json")]
     assert cli.main(command) == 0 and heats(tmp_path) == 2
@@ -158,6 +171,28 @@ def test_committed_modules_are_compared_problem_by_problem(
     assert (records[0].problem.batch, records[0].problem.heads_q) == (32, 16)
     assert records[0].result("k6_d128_causal").rounds and len(records[0].results[0].rounds) == 11
     assert "4 cells, 3 modules, 2 GPUs" in capsys.readouterr().err
+
+
+def test_shapes_are_every_combination(workspace: Workspace, tmp_path: Path) -> None:
+    """Of lengths, batches and heads; each once. Bursts and rounds are as asked."""
+    shapes = ["--seq", "128,777,64x4096", "--batch", "1,2,1", "--heads", "32/8,16,8/1"]
+    command = ["tune", "--measure", "k6_d128_causal", "k5_d128_causal", *shapes]
+    assert cli.main([*command, "--burst", "0.5", "--rounds", "7", "--write"]) == 0
+    records = tuning_records.load_all(workspace)
+    found = {
+        (r.problem.batch, f"{r.problem.heads_q}/{r.problem.heads_kv}", r.problem.seq_q, r.problem.seq_k)
+        for r in records
+    }
+    heads, lengths = ("32/8", "16/16", "8/1"), ((128, 128), (777, 777), (64, 4096))
+    assert found == {(batch, name, *length) for batch in (1, 2) for name in heads for length in lengths}
+    assert len(records) == 18 and {len(result.rounds) for r in records for result in r.results} == {7}
+    assert {record.sms for record in records} == {99} and records[0].results[0].eager == 2.0
+    asked = [json.loads(line) for line in (tmp_path / "asked.jsonl").read_text().splitlines()]
+    assert {entry["burst"] for entry in asked if entry["do"] == "heat"} == {0.5}
+    with_default = ["--seq", "512", "--batch", "1", "--json", str(tmp_path / "default.json")]
+    assert cli.main(["tune", "--measure", "k6_d128_causal", *with_default]) == 0
+    [record] = tuning_records.load(tmp_path / "default.json")
+    assert (record.problem.heads_q, record.problem.heads_kv) == (16, 16)
 
 
 def test_a_module_that_is_not_as_its_spec_renders_is_not_measured(
@@ -203,7 +238,10 @@ def test_cells_without_a_winner_are_no_success(workspace: Workspace, tmp_path: P
         (["fast", "--seq", "1x2x3"], "is no length"),
         (["fast", "--seq", "1000"], "--seq 1000 does not divide --tokens 16384; give --batch"),
         (["fast", "--hidden", "1000"], "head dim 128 does not divide --hidden 1000; give --heads"),
-        (["fast", "--heads", "6", "--heads-kv", "4"], "6 query heads are no multiple of --heads-kv 4"),
+        (["fast", "--heads", "16,6/4"], "--heads 16,6/4: 6 query heads are no multiple of 4 of k and v"),
+        (["fast", "--heads", "16/8/4"], "'16/8/4' is no number of heads; write 16, or 32/8 for 8 of k and v"),
+        (["fast", "--batch", "1,two"], "--batch 1,two: 'two' is no number of sequences; write 1,2"),
+        (["fast", "--seq", "777"], "--seq 777 does not divide --tokens 16384; give --batch"),
         (["fast", "--budget", "soon"], "--budget soon: write seconds or minutes"),
         (["fast", "--budget", "-3s"], "--budget -3s: write"),
         (["fast", "--rounds", "4"], "4 rounds cannot tell 4 modules apart"),
@@ -250,5 +288,7 @@ def test_without_a_gpu_it_says_what_can_be_done(
 
 
 def test_lengths_and_durations() -> None:
+    assert tune.parse_heads("16, 32/8,16/16") == ((16, 16), (32, 8)) and tune.parse_heads(None) == ()
+    assert tune.parse_batches("2, 1,2") == (2, 1) and tune.parse_batches(None) == ()
     assert tune.parse_lengths("512, 1x4096,512") == ((512, 512), (1, 4096))
     assert [tune.parse_duration(text) for text in ("300", "300s", "5m", "1.5h")] == [300, 300, 300, 5400]

@@ -14,6 +14,7 @@ from torch_modules import Module
 from fa3gen.compile.loading import load_file
 from fa3gen.design.family import Family, Shape
 from fa3gen.design.masks import reach
+from fa3gen.measure import bench
 from fa3gen.measure.peers import Peer, Unavailable
 from fa3gen.measure.tuning import measuring
 from fa3gen.measure.tuning.measuring import Bench
@@ -26,18 +27,24 @@ SPEC = variants()["k6_d64_causal"].spec
 
 
 class MadeUpTimer:
-    """Every burst takes `pace` of the launched module's name; a graph unless the name is in `eager`."""
+    """Every launch takes `pace`, and `host` more where no graph keeps the host out; `captures`: there are graphs."""
 
-    def __init__(self, pace: float = 2.0, eager: bool = False) -> None:
-        self.pace, self.eager, self.counts = pace, eager, []  # type: ignore[var-annotated]
+    def __init__(self, pace: float = 2.0, host: float = 0.0, captures: bool = True) -> None:
+        self.pace, self.host, self.captures = pace, host, captures
+        self.counts: list[int] = []
+        self.eager_counts: list[int] = []
 
     def once(self, launch: Callable[[], Any]) -> float:
         launch()
-        return self.pace
+        return self.pace + self.host
+
+    def eager(self, launch: Callable[[], Any], count: int) -> Callable[[], float]:
+        self.eager_counts.append(count)
+        return lambda: self.pace + self.host
 
     def burst(self, launch: Callable[[], Any], count: int) -> tuple[Callable[[], float], bool]:
         self.counts.append(count)
-        return lambda: self.pace, not self.eager
+        return lambda: self.pace + (0.0 if self.captures else self.host), self.captures
 
 
 class Loadable(Module):
@@ -90,6 +97,7 @@ class Setting:
         problem = TunedProblem.of(Family.of(SPEC), Shape(1, 80, 80, 2, 1)).model_dump()
         described = [{"stem": stem, "path": f"{stem}.py", "spec": SPEC.model_dump()} for stem in self.stems]
         given = {"problem": problem, "modules": described, "peers": True, "without": [], "rounds": 7}
+        given |= {"problems": [problem], "burst": 7.0, "eager_rounds": 3}
         return self.bench.answer({"do": do, **given, **facts})
 
 
@@ -102,13 +110,15 @@ def test_modules_and_peers_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(answer.pop("errors")) == {"a", "b", "cuDNN"}
     assert answer == {
         "times": {"a": [2.0] * 7, "b": [2.0] * 7, "cuDNN": [2.0] * 7},
+        "eager": {"a": 2.0, "b": 2.0, "cuDNN": 2.0},
         "failed": {},
         "wrong": {},
-        "eager": [],
+        "uncaptured": [],
         "ptxas": "that of an object",
     }
     turns = [who for at, who in setting.events if at == "time"]
-    rounds = [turns[start : start + 3] for start in range(0, 21, 3)]
+    rounds = [turns[start : start + 3] for start in range(0, len(turns), 3)]
+    assert len(rounds) == 7 + 3  # from graphs, and then eager
     assert all(sorted(turn) == ["a", "b", "cuDNN"] for turn in rounds)
     assert len({tuple(turn) for turn in rounds}) > 1  # nobody always follows the same one
     assert setting.timer.counts == [4, 4, 4]  # 7 ms are filled by four launches of 2
@@ -192,8 +202,64 @@ def test_peers_compile_while_modules_are_loaded() -> None:
     assert setting.events == [("load", "a"), ("warm", "fa3"), ("warm", "cuDNN")]
 
 
+def test_a_peer_that_cannot_run_is_not_asked_at_every_shape() -> None:
+    """It may have compiled for seconds. With another group of heads it gets another chance."""
+    asked: list[int] = []
+
+    def prepare(mask: Mask) -> Any:
+        def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            asked.append(q.shape[2] // k.shape[2])
+            if asked[-1] == 2:
+                raise RuntimeError("no\nsuch group")
+            return reference.attention(q, k, v, reach=reach(mask), compute_dtype=torch.float32).out.to(q.dtype)
+
+        return attend
+
+    problems = [TunedProblem.of(Family.of(SPEC), Shape(1, 80, seq, *heads)).model_dump() for seq, heads in
+                ((80, (2, 1)), (96, (2, 1)), (80, (2, 2)))]  # fmt: skip
+    setting = Setting({"a": loadable()}, [Peer("picky", prepare)])
+    assert setting.ask("load", problems=problems) == {"wrong": {}} and asked == [2, 1]
+    answers = [setting.ask(problem=problem) for problem in problems]
+    assert [answer["failed"] for answer in answers] == [{"picky": "raised RuntimeError: no such group"}] * 2 + [{}]
+    assert 2 not in asked[2:]
+
+
+def test_the_assembler_is_looked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It means reading an object file from the cache."""
+    read: list[Path] = []
+    monkeypatch.setattr(measuring, "cached_object", lambda path, may_compile: read.append(path) or b"an object")
+    monkeypatch.setattr(measuring.toolchain, "ptxas_version_of_object", lambda code: "13")
+    setting = Setting({"a": loadable()})
+    assert [setting.ask()["ptxas"] for _ in range(3)] == ["13"] * 3 and len(read) == 1
+
+
+def test_the_reference_is_computed_once_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted: list[Any] = []
+    monkeypatch.setattr(measuring, "last_rows", lambda *given: counted.append(given) or bench.last_rows(*given))
+    setting = Setting({"a": loadable(), "b": loadable()}, [peer("cuDNN")])
+    assert len(setting.ask()["times"]) == 3 and len(counted) == 1
+
+
 def test_who_is_not_timed_from_a_graph_is_told() -> None:
-    assert Setting({"a": loadable()}, timer=MadeUpTimer(eager=True)).ask()["eager"] == ["a"]
+    answer = Setting({"a": loadable()}, timer=MadeUpTimer(host=1.0, captures=False)).ask()
+    assert answer["uncaptured"] == ["a"] and answer["times"] == {"a": [3.0] * 7} and answer["eager"] == {"a": 3.0}
+
+
+def test_eager_calls_are_timed_beside_the_graphs() -> None:
+    timer = MadeUpTimer(2.0, host=1.0)
+    answer = Setting({"a": loadable()}, [peer("cuDNN")], timer).ask()
+    assert answer["times"] == {"a": [2.0] * 7, "cuDNN": [2.0] * 7} and answer["eager"] == {"a": 3.0, "cuDNN": 3.0}
+    assert Setting({"a": loadable()}).ask(eager_rounds=0)["eager"] == {}
+
+
+def test_a_graph_of_small_kernels_holds_more_launches_than_the_host_would_make() -> None:
+    """0.02 ms of host and 0.005 ms of kernel: 1 ms is filled by 40 calls, or by 200 launches in a graph."""
+    timer = MadeUpTimer(0.005, host=0.02)
+    Setting({"a": loadable()}, timer=timer).ask(burst=1.0)
+    assert (timer.counts, timer.eager_counts) == ([40, 200], [40])
+    slow = MadeUpTimer(0.1, host=0.02)
+    Setting({"a": loadable()}, timer=slow).ask(burst=1.0)
+    assert slow.counts == [9]  # 0.9 ms are near enough
 
 
 @pytest.mark.parametrize(("pace", "count"), [(100.0, 1), (7.0, 1), (3.4, 3), (0.001, 200)])
@@ -214,9 +280,9 @@ def test_a_generated_module_can_be_loaded(monkeypatch: pytest.MonkeyPatch) -> No
 
     from rendering import CHECKOUT
 
-    bench = Bench(CPU, MadeUpTimer(), lambda at, who: None, load=load)
+    measuring_process = Bench(CPU, MadeUpTimer(), lambda at, who: None, load=load)
     path = CHECKOUT.module_path("k6_d64_causal")
     described = [{"stem": "k6_d64_causal", "path": str(path), "spec": SPEC.model_dump()}]
     problem = TunedProblem.of(Family.of(SPEC), Shape(1, 80, 80, 2, 1))
-    request = {"do": "load", "modules": described, "problem": problem.model_dump(), "peers": False, "without": []}
-    assert bench.answer(request) == {"wrong": {}} and compiled == ["k6_d64_causal"]
+    request = {"do": "load", "modules": described, "problems": [problem.model_dump()], "peers": False, "without": []}
+    assert measuring_process.answer(request) == {"wrong": {}} and compiled == ["k6_d64_causal"]

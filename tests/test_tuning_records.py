@@ -25,13 +25,18 @@ def problem(seq: int = 4096, **changes: Any) -> TunedProblem:
 
 
 def record(
-    seq: int = 4096, *, rounds: list[float] | None = None, seq_q: int | None = None, **changes: Any
+    seq: int = 4096,
+    *,
+    shape: TunedProblem | None = None,
+    times: dict[str, dict[str, Any]] | None = None,
+    **changes: Any,
 ) -> TuningRecord:
     """Speeds that nobody measured."""
-    shape = problem(seq, seq_q=seq if seq_q is None else seq_q)
+    shape = shape or problem(seq)
+    usual = {"k6_d128_causal": [1.0, 0.9, 1.1], "k5_d128_causal": [1.2, 1.3, 1.1]}
     results = [
-        {"stem": stem, "sha256": SHA, "spec": variants()[stem].spec.model_dump(), **timed(shape, rounds or times)}
-        for stem, times in {"k6_d128_causal": [1.0, 0.9, 1.1], "k5_d128_causal": [1.2, 1.3, 1.1]}.items()
+        {"stem": stem, "sha256": SHA, "spec": variants()[stem].spec.model_dump(), **facts}
+        for stem, facts in (times or {stem: timed(shape, rounds) for stem, rounds in usual.items()}).items()
     ]
     facts: dict[str, Any] = {"gpu": "A made-up GPU", "driver": None, "torch": "2.11.0", "dsl": "4.8.1"}
     facts |= {"date": "2026-11-21", "problem": shape.model_dump(), "results": results, "winner": "k6_d128_causal"}
@@ -54,6 +59,19 @@ def test_flops_by_hand() -> None:
     assert problem().tflops(2.0) == problem().flops / 2e9
 
 
+def test_tiles_are_counted_in_128_rows_of_one_head() -> None:
+    assert Shape(2, 129, 4096, 8, 1).tiles == 2 * 8 * 2 and Shape(1, 1, 1, 1, 1).tiles == 1
+
+
+def test_tiles_per_sm_are_those_of_the_gpu(workspace: Workspace) -> None:
+    """Of an H200 where nobody wrote down how many SMs there were."""
+    old, new = record(), record(512, sms=114)
+    assert old.tiles_per_sm == 4 * 16 * 32 / 132 and new.tiles_per_sm == 4 * 16 * 4 / 114
+    tuning_records.save(workspace, [old, new])
+    assert [entry.sms for entry in tuning_records.load_all(workspace)] == [114, None]
+    assert (tuning_records.directory(workspace) / "bf16_d128_causal.json").read_text().count('"sms"') == 1
+
+
 def test_families_have_names() -> None:
     found = {Family.of(variant.spec).label for variant in variants().values()}
     assert {"bf16_d64_full", "bf16_d128_causal", "fp16_d128_causal", "bf16_d64_window512_0"} <= found
@@ -62,17 +80,65 @@ def test_families_have_names() -> None:
 
 
 def test_a_table_of_ratios_to_the_peers() -> None:
-    """Twice as fast as its peer at 4k, and alone at 1k: that record is not shown, nor one of a single query."""
+    """Twice as fast as its peer at 4k, and alone at 1k: that record is not shown, nor one of grouped heads, nor one of
+    other tokens in all."""
     alone = {"peers": []}
-    records = [record(), record(1024, **alone), record(seq_q=1)]
+    records = [record(), record(1024, **alone), record(shape=problem(heads_kv=4)), record(shape=problem(batch=64))]
     speed = round(problem().tflops(1.0))
-    one_cell = "geometric mean of the ratios to the best peer over 1 cell: 2.000; worst 2.000"
+    one_cell = "from CUDA graphs, geometric mean of the ratios to the best peer over 1 cell: 2.000; worst 2.000"
     assert report.peers(records).split("\n\n") == [
-        f"| problem | 4k |\n|---|---|\n| bf16 d128 causal | {speed} (2.00) |",
+        f"| from CUDA graphs | 4k |\n|---|---|\n| bf16 d128 causal | {speed} (2.00) |",
         f"Of head dims 64, 128, 256: {one_cell} (bf16 d128 causal 4k, batch 4, heads 16).",
         f"Of all: {one_cell} (bf16 d128 causal 4k, batch 4, heads 16).",
         "Measured: A made-up GPU, driver None, DSL 4.8.1, 2026-11-21.\n",
     ]
+    slow = {"name": "cuDNN", **timed(problem(), [2.0] * 3, captured=False)}
+    large, *_, star, _ = report.peers([record(peers=[slow])]).split("\n\n")
+    assert large.endswith("(2.00) * |") and star.startswith("*: one of the two could not be captured")
+
+
+def small(seq_q: int, seq_k: int, k6: float, k5: float, *, batch: int = 1, captured: bool = True) -> TuningRecord:
+    """A small problem whose peer takes 2 ms, 3 when it is called eagerly; k6 and k5 take twice their time then."""
+    shape = problem(seq_k, seq_q=seq_q, batch=batch, heads_q=8, heads_kv=1)
+    times = {"k6_d128_causal": k6, "k5_d128_causal": k5}
+    peer = {"name": "cuDNN", **timed(shape, [2.0] * 3, eager=3.0, captured=captured)}
+    return record(
+        shape=shape,
+        times={stem: timed(shape, [t] * 3, eager=2 * t) for stem, t in times.items()},
+        peers=[peer],
+        winner=min(times, key=lambda stem: times[stem]),
+    )
+
+
+def test_small_problems_have_a_table_of_their_own() -> None:
+    """By kind; of the module that a call takes, which is k6 up to 512 keys in this band, though it does not win all."""
+    records = [record(), small(128, 128, 1.0, 1.5), small(200, 200, 1.0, 1.5, batch=2), small(300, 300, 1.0, 1.1)]
+    records += [small(257, 512, 1.0, 0.995), small(128, 4096, 4.0, 1.6, captured=False)]
+    large, _, _, intro, table, mean, star, _ = report.peers(records).split("\n\n")
+    assert "(2.00)" in large and "batch" not in large
+    assert intro.startswith("Small problems, at most 4 tiles of 128 query rows per SM: ratios of the modules that")
+    head = "| problem | shapes | cells | from CUDA graphs, mean | least | eager, mean | least |"
+    assert table.splitlines()[0] == head and table.splitlines()[2:] == [
+        "| bf16 d128 causal | up to 256 tokens | 2 | 2.00 | 2.00 (128, batch 1, heads 8/1) | 1.50 | 1.50 |",
+        "| bf16 d128 causal | 257 to 512 tokens | 1 | 2.00 | 2.00 (300, batch 1, heads 8/1) | 1.50 | 1.50 |",
+        "| bf16 d128 causal | fewer queries than keys | 2 | 1.58 | 1.25 (128x4k, batch 1, heads 8/1) | 1.19 | 0.94 |",
+    ]
+    assert mean.startswith("Of small problems: from CUDA graphs, geometric mean of the ratios to the best peer over 5 ")
+    assert "worst 1.250 (bf16 d128 causal 128x4k, batch 1, heads 8/1). Eager, over 5 cells: 1.3" in mean
+    assert star.startswith("*: one of the two could not be captured")
+
+
+def test_a_table_for_the_terminal_says_which_way_it_measured() -> None:
+    table = report.table([record(), small(128, 128, 1.0, 1.5, captured=False)])
+    cells = {str(column.header): list(column.cells) for column in table.columns}
+    assert "from CUDA graphs" in str(table.title)
+    assert cells["ratio"] == ["2.000", "2.000"] and cells["best peer"] == ["cuDNN", "cuDNN *"]
+    eager = small(128, 128, 1.0, 1.5).problem.tflops(2.0)
+    assert cells["eager"] == ["", f"{eager:.2g}"] and cells["eager ratio"] == ["", "1.500"]
+    assert report.summary([record()]) == (
+        "from CUDA graphs, geometric mean of the ratios to the best peer over 1 cell: 2.000; worst 2.000 (bf16 d128 "
+        "causal 4k, batch 4, heads 16)"
+    )
 
 
 def test_errors_stand_beside_speeds() -> None:
@@ -106,6 +172,43 @@ def test_records_come_back_as_they_were_saved(workspace: Workspace) -> None:
     tuning_records.save(workspace, [])
     tuning_records.save(workspace, [record(512)])
     assert path.read_text() == text
+
+
+def test_what_records_share_is_written_once(workspace: Workspace) -> None:
+    """A module's spec and SHA-256, whatever the number of records; a line for each result."""
+    (path,) = tuning_records.save(workspace, [record(seq) for seq in (512, 1024, 2048)])
+    text = path.read_text()
+    assert text.count('"warpgroups"') == 2 and text.count(SHA) == 2 and text.count("\n") < 70
+    assert text.count('"module": "k6_d128_causal 0123456789ab"') == 3
+    document = json.loads(text)
+    del document["modules"]["k6_d128_causal 0123456789ab"]
+    path.write_text(json.dumps(document))
+    with pytest.raises(UserError, match="tuning records .there is no 'k6_d128_causal 0123456789ab'.; delete it"):
+        tuning_records.load_all(workspace)
+
+
+def test_older_files_of_whole_records_can_be_read(workspace: Workspace) -> None:
+    """As they are committed, without eager times and SMs; the next save writes them as all others."""
+    old = json.loads(record().model_dump_json())
+    for entry in (old, *old["results"], *old["peers"]):
+        for name in ("sms", "eager", "captured"):
+            entry.pop(name, None)
+    path = tuning_records.directory(workspace) / "bf16_d128_causal.json"
+    path.parent.mkdir(parents=True)
+    path.write_text(json.dumps([old]))
+    assert tuning_records.load_all(workspace) == [record()]
+    tuning_records.save(workspace, [record(512)])
+    assert json.loads(path.read_text())["version"] == 2
+    assert tuning_records.load_all(workspace) == [record(512), record()]
+
+
+def test_eager_times_and_who_was_not_captured_are_kept(workspace: Workspace) -> None:
+    peer = {"name": "slow", **timed(problem(), [2.0] * 3, eager=2.34567, captured=False)}
+    (path,) = tuning_records.save(workspace, [record(peers=[peer])])
+    [found] = tuning_records.load(path)
+    assert (found.peers[0].eager, found.peers[0].captured) == (2.346, False)
+    assert found.results[0].eager is None and found.results[0].captured
+    assert path.read_text().count("captured") == path.read_text().count("eager") == 1
 
 
 def test_a_new_record_replaces_the_one_of_its_shape(workspace: Workspace) -> None:

@@ -126,19 +126,38 @@ def test_the_faster_candidate_wins_and_all_is_recorded(setting: Setting) -> None
     assert len(setting.asked("load")) == 1 and len(setting.asked("hello")) == 1
 
 
-def test_a_journal_without_errors_goes_on(setting: Setting) -> None:
-    """One that was written before errors were."""
-    setting.order()
-    cells = [cell(["incumbent", "a"])]
-    setting.tuner(cells).run()
-    path = setting.folder / "journal.jsonl"
-    entries = [json.loads(line) for line in path.read_text().splitlines()]
-    path.write_text("".join(json.dumps({k: v for k, v in e.items() if k != "errors"}) + "\n" for e in entries))
-    asked = len(setting.asked())
-    (outcome,) = setting.tuner(cells).run()
-    assert len(setting.asked()) == asked
+def test_eager_times_and_the_sms_are_recorded(setting: Setting) -> None:
+    """Of the last heat only: nobody is out of a race for a slow host."""
+    stems = ["incumbent", *(f"c{index}" for index in range(8))]
+    setting.order(speed={"c5": 0.9}, eager={"c5": 0.95, "cuDNN": 3.0}, peers=["cuDNN"], uncaptured=["cuDNN"])
+    (outcome,) = setting.tuner([cell(stems)]).run()
+    assert [(entry["stems"][0], entry["eager"]) for entry in setting.asked()] == [("incumbent", 0), ("incumbent", 3)]
     record = outcome.record("2026-11-21")
-    assert record is not None and [result.error for result in record.results] == [None, None]
+    assert record is not None and record.sms == 99
+    eager = {result.stem: result.eager for result in record.results}
+    assert (eager["c5"], eager["incumbent"]) == (0.95, 2.0)
+    assert [(peer.eager, peer.captured) for peer in record.peers] == [(3.0, False)]
+    assert all(result.captured for result in record.results)
+    assert "cuDNN: launched one by one, since it could not be captured in a CUDA graph" in report.notes([outcome])
+
+
+def test_every_group_of_heads_is_known_before_anything_is_timed(setting: Setting) -> None:
+    """Peers compile for each; what the journal has needs nothing."""
+    setting.order()
+    problem, modules = cell(["a", "b"]).problem, cell(["a", "b"]).modules
+    groups = [problem.model_copy(update={"heads_kv": heads}) for heads in (16, 4, 2, 4)]
+    cells = [Cell(group.model_copy(update={"seq_q": 64 + n}), modules, tuple(heats.plan(1))) for n, group in
+             enumerate(groups)]  # fmt: skip
+    setting.tuner(cells[:1]).run()
+    setting.tuner(cells).run()
+    assert [entry["groups"] for entry in setting.asked("load")] == [[1], [4, 8]]
+
+
+def test_bursts_of_another_length_are_measured_anew(setting: Setting) -> None:
+    setting.order()
+    for burst in (7.0, 0.5, 0.5):
+        setting.tuner([cell(["incumbent", "a"])], burst_ms=burst).run()
+    assert [entry["burst"] for entry in setting.asked()] == [7.0, 0.5]
 
 
 def test_equals_keep_the_incumbent(setting: Setting) -> None:

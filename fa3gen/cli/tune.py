@@ -15,6 +15,7 @@ import typer
 
 from fa3gen.base.errors import UserError
 from fa3gen.cli import completion
+from fa3gen.measure.tuning.heats import BURST_MS
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -32,35 +33,35 @@ SEQ_LENS = "512,1024,2048,4096,8192,16384"
 
 @dataclass(frozen=True)
 class Shapes:
-    """Which shapes are asked for: lengths (queries, keys), and batch and heads or what they follow from."""
+    """Which shapes are asked for: lengths (queries, keys), batches and heads (of q, of k) or what these follow from."""
 
     lengths: tuple[tuple[int, int], ...]
     tokens: int
     hidden: int
-    batch: int | None
-    heads: int | None
-    heads_kv: int | None
+    batches: tuple[int, ...]
+    heads: tuple[tuple[int, int], ...]
 
     def problems(self, family: Family) -> list[TunedProblem]:
-        """One problem for each length. Raises UserError where tokens or the hidden size do not divide evenly."""
+        """A problem for each pair of heads, batch and length. Raises UserError where --tokens or --hidden is uneven."""
         from fa3gen.design.family import Shape
         from fa3gen.records.tuning_records import TunedProblem
 
-        dim = family.head_dim
-        if self.heads is None and self.hidden % dim:
-            raise UserError(f"head dim {dim} does not divide --hidden {self.hidden}; give --heads, or another --hidden")
-        heads = self.heads or self.hidden // dim
-        if self.heads_kv is not None and heads % self.heads_kv:
-            raise UserError(f"{heads} query heads are no multiple of --heads-kv {self.heads_kv}")
         return [
-            TunedProblem.of(family, Shape(self._batch(max(seq_q, seq_k)), seq_q, seq_k, heads, self.heads_kv or heads))
+            TunedProblem.of(family, Shape(batch, seq_q, seq_k, heads_q, heads_kv))
+            for heads_q, heads_kv in self.heads or self._of_hidden(family.head_dim)
             for seq_q, seq_k in self.lengths
+            for batch in self.batches or self._of_tokens(max(seq_q, seq_k))
         ]
 
-    def _batch(self, seq: int) -> int:
-        if self.batch is None and self.tokens % seq:
+    def _of_hidden(self, dim: int) -> tuple[tuple[int, int], ...]:
+        if self.hidden % dim:
+            raise UserError(f"head dim {dim} does not divide --hidden {self.hidden}; give --heads, or another --hidden")
+        return ((self.hidden // dim, self.hidden // dim),)
+
+    def _of_tokens(self, seq: int) -> tuple[int, ...]:
+        if self.tokens % seq:
             raise UserError(f"--seq {seq} does not divide --tokens {self.tokens}; give --batch, or other --tokens")
-        return self.batch or self.tokens // seq
+        return (self.tokens // seq,)
 
 
 def tune(
@@ -84,11 +85,16 @@ def tune(
     ] = SEQ_LENS,
     tokens: Annotated[int, typer.Option(min=1, help="Batch x sequence length.")] = 16384,
     hidden: Annotated[int, typer.Option(min=1, help="Heads x head dim.")] = 2048,
-    batch: Annotated[int | None, typer.Option(min=1, help="Batch, instead of --tokens.")] = None,
-    heads: Annotated[int | None, typer.Option(min=1, help="Query heads, instead of --hidden.")] = None,
-    heads_kv: Annotated[int | None, typer.Option(min=1, help="Heads of k and v (default: as many as of q).")] = None,
+    batch: Annotated[str | None, typer.Option(metavar="LIST", help="Batches, 1,2, instead of --tokens.")] = None,
+    heads: Annotated[
+        str | None,
+        typer.Option(metavar="LIST", help="Heads, 16,32/8 (32 of q on 8 of k and v), instead of --hidden."),
+    ] = None,
     peers: Annotated[bool, typer.Option(help="Measure torch SDPA and FlashAttention beside the finalists.")] = True,
     rounds: Annotated[int | None, typer.Option(min=1, help="Rounds of the last heat (25; --measure: 11).")] = None,
+    burst: Annotated[
+        float, typer.Option(metavar="MS", min=0.01, help="Milliseconds that the launches of one timing fill.")
+    ] = BURST_MS,
     budget: Annotated[
         str | None, typer.Option(metavar="TIME", help="Start no new heat after this: 300s, 5m. Run again to go on.")
     ] = None,
@@ -132,9 +138,10 @@ def tune(
         names = [_tuned_name(workspace, given, write=write) for given in names]
     run = _Run(
         workspace=workspace,
-        shapes=Shapes(parse_lengths(seq), tokens, hidden, batch, heads, heads_kv),
+        shapes=Shapes(parse_lengths(seq), tokens, hidden, parse_batches(batch), parse_heads(heads)),
         peers=peers,
         rounds=rounds,
+        burst_ms=burst,
         budget_s=None if budget is None else parse_duration(budget),
         jobs=jobs,
         fresh=fresh,
@@ -185,12 +192,39 @@ def parse_lengths(text: str) -> tuple[tuple[int, int], ...]:
     lengths = []
     for word in text.split(","):
         parts = word.strip().split("x")
-        if len(parts) > 2 or not all(part.isdecimal() and int(part) > 0 for part in parts):
+        if len(parts) > 2 or not all(map(_counts, parts)):
             raise UserError(
                 f"--seq {text}: '{word}' is no length; write 512,1024, or 1x4096 for one query and 4096 keys"
             )
         lengths.append((int(parts[0]), int(parts[-1])))
     return tuple(dict.fromkeys(lengths))
+
+
+def parse_batches(text: str | None) -> tuple[int, ...]:
+    """`1,2` as (1, 2), nothing as (); UserError for anything else."""
+    words = [word.strip() for word in text.split(",")] if text is not None else []
+    for word in words:
+        if not _counts(word):
+            raise UserError(f"--batch {text}: '{word}' is no number of sequences; write 1,2")
+    return tuple(dict.fromkeys(map(int, words)))
+
+
+def parse_heads(text: str | None) -> tuple[tuple[int, int], ...]:
+    """`16,32/8` as ((16, 16), (32, 8)), nothing as (); UserError for anything else."""
+    heads = []
+    for word in text.split(",") if text is not None else []:
+        parts = word.strip().split("/")
+        if len(parts) > 2 or not all(map(_counts, parts)):
+            raise UserError(f"--heads {text}: '{word}' is no number of heads; write 16, or 32/8 for 8 of k and v")
+        heads_q, heads_kv = int(parts[0]), int(parts[-1])
+        if heads_q % heads_kv:
+            raise UserError(f"--heads {text}: {heads_q} query heads are no multiple of {heads_kv} of k and v")
+        heads.append((heads_q, heads_kv))
+    return tuple(dict.fromkeys(heads))
+
+
+def _counts(word: str) -> bool:
+    return word.isdecimal() and int(word) > 0
 
 
 def parse_duration(text: str) -> float:
@@ -214,6 +248,7 @@ class _Run:
     shapes: Shapes
     peers: bool
     rounds: int | None
+    burst_ms: float
     budget_s: float | None
     jobs: int | None
     fresh: bool
@@ -351,6 +386,7 @@ class _Run:
                 gpus=gpus,
                 logs=folder,
                 peers=self.peers,
+                burst_ms=self.burst_ms,
                 jobs=self.jobs or compiler.usable_cpus(),
                 budget_s=self.budget_s,
                 command=session.COMMAND,
@@ -456,7 +492,8 @@ def _write_winners(
 ) -> list[TuningRecord]:
     """Write every winner that is not committed; return the records with the committed stems in place of candidates'.
 
-    The winner of most cells gets the plain name, any other one that of the shortest keys it won at: NAME_k512.
+    The winner of most cells gets the plain name, any other one that of the shortest keys it won at: NAME_k512, and
+    NAME_k512_2 where that is taken by another one.
     """
     from fa3gen.measure.tuning.writeback import check_name, write_winner
 
@@ -467,7 +504,9 @@ def _write_winners(
         counts = Counter(record.winner for record in won)
         for rank, (stem, _) in enumerate(counts.most_common()):
             shortest = min(record.problem.seq_k for record in won if record.winner == stem)
-            named[stem] = _family_name(base, search, searches) + (f"_k{shortest}" if rank else ""), search
+            name = _family_name(base, search, searches) + (f"_k{shortest}" if rank else "")
+            taken = {taken for taken, _ in named.values()}
+            named[stem] = f"{name}_{rank}" if name in taken else name, search
     for name, _ in named.values():
         check_name(workspace, name, force=force)
     committed: dict[str, Module] = {}
@@ -482,7 +521,7 @@ def _write_winners(
 
 def _summary(search: Search, won: Sequence[TuningRecord]) -> str:
     """One line for the spec: for which shapes and on which GPU it won."""
-    lengths = ", ".join(record.problem.lengths for record in won)
+    lengths = ", ".join(dict.fromkeys(record.problem.lengths for record in won))
     return f"Tuned from {search.start.incumbent.stem} for {lengths} on {won[0].gpu}"
 
 

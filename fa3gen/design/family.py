@@ -11,6 +11,8 @@ from typing import NamedTuple
 from fa3gen.design.masks import counted_pairs
 from fa3gen.spec.model import CausalMask, DType, Mask, OutputDType, Spec, WindowMask
 
+TILE_ROWS = 128  # in which calls are counted; the tiles of a module may have fewer
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -21,6 +23,11 @@ class Shape:
     seq_k: int
     heads_q: int
     heads_kv: int
+
+    @property
+    def tiles(self) -> int:
+        """Tiles of TILE_ROWS query rows of one head: how many SMs the call could fill."""
+        return self.batch * self.heads_q * -(-self.seq_q // TILE_ROWS)
 
     def __str__(self) -> str:
         """`batch 4, 4096 x 4096, 16 heads`."""

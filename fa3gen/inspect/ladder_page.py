@@ -183,7 +183,7 @@ def measured(workspace: Workspace, arguments: str) -> str:
         rows.append(["ratio", *(f"{new / old:.2f}" if old and new else "–" for old, new in pairs)])
     names = [f"d{d} {mask} {length // 1024}k" for d, mask in COLUMNS for length in evidence.SEQ_LENS]
     machines = sorted({f"{record.gpu}, {record.date}" for found in records.values() for record in found if record})
-    return table(["TFLOP/s", *names], rows) + f"\nMeasured: {'; '.join(machines) or 'nothing yet'}.\n"
+    return table(["TFLOP/s", *names], rows) + f"\nMeasured {evidence.TIMED}: {'; '.join(machines) or 'nothing yet'}.\n"
 
 
 def speeds_of(record: Record | None) -> list[float | None]:
@@ -312,7 +312,8 @@ def ladder_table(workspace: Workspace) -> str:
                 machines.add(f"{record.gpu}, {record.date}")
         rows.append([f"`{rung}`", *(cell or "–" for cell in cells)])
     measured = "; ".join(sorted(machines)) or "nothing yet"
-    note = f"TFLOP/s, bf16 forward, 16,384 tokens in all, heads x head dim = 2048. Measured: {measured}."
+    note = "TFLOP/s, bf16 forward, 16,384 tokens in all, heads x head dim = 2048. "
+    note += f"Measured {evidence.TIMED}: {measured}."
     return "\n".join([*markdown.table(["rung", *names], rows), "", f"{note} –: not verified on a GPU."]) + "\n"
 
 

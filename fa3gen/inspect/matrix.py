@@ -30,7 +30,7 @@ from fa3gen.design import ladder
 from fa3gen.design.family import Family
 from fa3gen.design.workspace import Workspace
 from fa3gen.records import evidence
-from fa3gen.records.evidence import CpuStatus, Status
+from fa3gen.records.evidence import TIMED, CpuStatus, Status
 from fa3gen.spec.model import CooperativeSchedule, RegisterHandoff, Spec, SyncLoad, WindowMask
 from fa3gen.spec.specfile import Variant
 
@@ -233,7 +233,7 @@ columns come from records, each of which is about one exact file (SHA-256): *GPU
 `fa3gen verify --evidence` on a Hopper GPU, *CPU model* from `fa3gen verify --on cpu --evidence` or from the comparison
 in [cpu_model.md](cpu_model.md). "stale": the record is of an older file. Continuous integration executes every module
 on the CPU model, too, but leaves no record. Errors and compile facts are in [EVIDENCE.md](../generated/EVIDENCE.md).
-TFLOP/s at 4k and 16k: forward, 16,384 tokens in all, heads x head dim = 2048.
+TFLOP/s at 4k and 16k: forward, 16,384 tokens in all, heads x head dim = 2048, {TIMED}.
 """
 
 

@@ -2,8 +2,9 @@
 
 Protocol: 16,384 tokens in all, heads x head dim = 2048, as many kv heads, normal random inputs. Per cell every
 competitor is warmed up, its output checked on the last rows, then all take turns, one launch each per round, each round
-in another order, so that clocks and temperature are shared fairly. Before each timed launch a buffer larger than the L2
-is overwritten; the launch is timed by CUDA events, and the median over the rounds is reported. A launch predicted (from
+in another order, so that clocks and temperature are shared fairly. Before each timed launch, which is an eager call and
+never of a CUDA graph, a buffer larger than the L2 is overwritten; that takes the GPU longer than most calls take the
+host. The launch is timed by CUDA events, and the median over the rounds is reported. A launch predicted (from
 the same competitor's previous cell) to exceed the time limit is not made, and the cell says so.
 """
 
@@ -25,11 +26,11 @@ from fa3gen.design.operation import operation_of
 from fa3gen.hardware.dtypes import DTYPES
 from fa3gen.measure.launch_times import LaunchTimes, host_microseconds, small_problem
 from fa3gen.measure.peers import PEERS, Attend, Peer, Unavailable
+from fa3gen.records.evidence import TIMED, TOKENS
 from fa3gen.run import gpu
 from fa3gen.spec.model import DType, Mask, Problem, Spec
 from fa3gen.verify import reference
 
-TOKENS = 16384
 WIDTH = 2048  # heads x head dim
 SEQ_LENS = (512, 1024, 2048, 4096, 8192, 16384)
 QUICK_SEQ_LENS = (4096, 16384)
@@ -164,7 +165,7 @@ class Bench:
             "tokens": TOKENS,
             "heads_x_head_dim": f"{WIDTH}, or as many heads as fit in it",
             "flops": "2 B H S^2 (d + d_v); halved for causal; visible pairs for a window",
-            "timing": "CUDA events around one launch, median over rounds, competitors interleaved",
+            "timing": f"{TIMED}; CUDA events around each, median over rounds, competitors interleaved",
             "flush_bytes": FLUSH_BYTES,
         }
         cells = []
@@ -369,7 +370,7 @@ class Runner:
     def _wrong(
         self, out: torch.Tensor, cell: Cell, tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     ) -> str | None:
-        error = wrong_in_last_rows(out, cell.mask, tensors)
+        error = error_in_last_rows(out, last_rows(cell.mask, tensors))
         return None if error <= CHECK_TOLERANCE else f"wrong result: relative error {error:.2g} in the last rows"
 
     def _rounds(
@@ -419,17 +420,19 @@ def tflops(cell: Cell, milliseconds: float) -> float:
     return cell.flops / milliseconds / 1e9
 
 
-def wrong_in_last_rows(
-    out: torch.Tensor, mask: Mask, tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-) -> float:
-    """Relative error (Frobenius) of O in the last CHECK_ROWS rows of the last batch entry.
+def last_rows(mask: Mask, tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """What O has to be in the last CHECK_ROWS rows of the last batch entry, in float32.
 
     Bottom-right alignment makes them a problem of their own, small enough for the reference at any length.
     """
     rows = min(CHECK_ROWS, tensors[0].shape[1])
     q, k, v = (tensor[-1:] for tensor in tensors)
-    expected = reference.attention(q[:, -rows:], k, v, reach=reach(mask), compute_dtype=torch.float32).out
-    error: float = ((out[-1:, -rows:].float() - expected).norm() / expected.norm()).item()
+    return reference.attention(q[:, -rows:], k, v, reach=reach(mask), compute_dtype=torch.float32).out
+
+
+def error_in_last_rows(out: torch.Tensor, expected: torch.Tensor) -> float:
+    """Relative error (Frobenius) of O in the rows that `last_rows` gives."""
+    error: float = ((out[-1:, -expected.shape[1] :].float() - expected).norm() / expected.norm()).item()
     return error
 
 

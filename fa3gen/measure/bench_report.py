@@ -11,6 +11,7 @@ from fa3gen.base.files import write_text
 from fa3gen.base.markdown import speed
 from fa3gen.design.family import mask_label
 from fa3gen.measure.bench import Bench, CellResult, Result
+from fa3gen.records.evidence import TIMED
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -55,7 +56,7 @@ def tables(bench: Bench) -> Iterator[Table]:
     from rich.table import Table
 
     for title, entries in panels(bench):
-        table = Table(title=f"TFLOP/s, {title}", title_justify="left")
+        table = Table(title=f"TFLOP/s, {title}; {TIMED}", title_justify="left")
         table.add_column("kernel")
         for entry in entries:
             table.add_column(length_label(entry.cell.seq_len), justify="right")
@@ -131,7 +132,7 @@ def plot(bench: Bench, path: Path) -> None:
     handles = [Line2D([], [], **styles[name]) for name in names]
     figure.legend(handles, names, loc="lower center", ncols=min(4, len(names)), frameon=False)
     machine = f" on {bench.environment.gpu}" if bench.environment.gpu else ""
-    figure.suptitle(f"Attention forward{machine}, 16,384 tokens in all, heads x head dim = 2048")
+    figure.suptitle(f"Attention forward{machine}, 16,384 tokens in all, heads x head dim = 2048\n{TIMED}", fontsize=11)
     figure.tight_layout(rect=(0, 0.03 + 0.03 * -(-len(names) // 4), 1, 1))
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)

@@ -1,7 +1,7 @@
 """The kernels to stand beside: torch SDPA (cuDNN, flash), FlashAttention-4 (CuTe DSL) and FlashAttention-3.
 
-Each takes q, k, v of shape (batch, seq, heads, d) like the generated modules, and is left out, with a reason, where
-it cannot be imported or does not serve a mask.
+Each takes q, k, v of shape (batch, seq, heads, d) like the generated modules, with grouped heads too, and is left out,
+with a reason, where it cannot be imported or does not serve what was asked.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class Unavailable(Exception):
 
 @dataclass(frozen=True)
 class Peer:
-    """A competitor: `bare` returns a function of (q, k, v) for one mask, or raises Unavailable.
+    """A competitor: `bare` returns a function of (q, k, v) for one mask, or raises Unavailable; the function may, too.
 
-    That function has to be called within what `setting` returns, where there is one.
+    It has to be called within what `setting` returns, where there is one.
     """
 
     name: str
@@ -56,9 +56,12 @@ def _sdpa(name: str, backend_name: str) -> Peer:
         causal = isinstance(mask, CausalMask)
 
         def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            if causal and q.shape[1] != k.shape[1]:
+                raise Unavailable("torch SDPA aligns a causal mask to the top left, the others to the bottom right")
             heads_first = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-            out = torch.nn.functional.scaled_dot_product_attention(*heads_first, is_causal=causal)
-            return out.transpose(1, 2)
+            grouped = q.shape[2] != k.shape[2]
+            attention = torch.nn.functional.scaled_dot_product_attention
+            return attention(*heads_first, is_causal=causal, enable_gqa=grouped).transpose(1, 2)
 
         return attend
 
@@ -71,15 +74,22 @@ def _sdpa(name: str, backend_name: str) -> Peer:
     return Peer(name, bare, setting)
 
 
-def _flash_attn(module_name: str, package: str) -> Callable[[Mask], Attend]:
-    """FlashAttention-3 and -4 share a signature; both align their masks to the bottom right."""
+def _exists(module_name: str) -> bool:
+    try:
+        return importlib.util.find_spec(module_name) is not None
+    except ImportError:  # of the package that it would lie in
+        return False
+
+
+def _flash_attn(package: str, *module_names: str) -> Callable[[Mask], Attend]:
+    """FlashAttention-3 and -4 share a signature; both align their masks to the bottom right.
+
+    The first of the modules that exists is taken.
+    """
 
     def prepare(mask: Mask) -> Attend:
-        try:
-            found = importlib.util.find_spec(module_name)
-        except ImportError:
-            found = None
-        if found is None:
+        module_name = next(filter(_exists, module_names), None)
+        if module_name is None:
             raise Unavailable(f"{package} is not installed")
         try:
             with clean_argv():
@@ -103,6 +113,7 @@ def _flash_attn(module_name: str, package: str) -> Callable[[Mask], Attend]:
 PEERS: tuple[Peer, ...] = (
     _sdpa("cuDNN (torch SDPA)", "CUDNN_ATTENTION"),
     _sdpa("flash (torch SDPA)", "FLASH_ATTENTION"),
-    Peer("flash-attn-4", _flash_attn("flash_attn.cute", "flash-attn-4")),
-    Peer("flash-attn-3", _flash_attn("flash_attn_interface", "flash-attn-3")),
+    Peer("flash-attn-4", _flash_attn("flash-attn-4", "flash_attn.cute")),
+    # Built from hopper/ of the repository it is a module by itself; some builds put it into their package.
+    Peer("flash-attn-3", _flash_attn("flash-attn-3", "flash_attn_interface", "flash_attn_3.flash_attn_interface")),
 )

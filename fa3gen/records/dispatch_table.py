@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import bisect
 import json
+import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+import statistics
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fa3gen.base.errors import UserError
+from fa3gen.base.parts import rounded
 from fa3gen.design.family import Family
 from fa3gen.design.workspace import Workspace
-from fa3gen.records.tuning_records import TuningRecord
+from fa3gen.records.tuning_records import Result, TuningRecord
 from fa3gen.run.dispatch import (
     DIGEST_LENGTH,
     WRITE_TABLE,
+    Load,
     Measurement,
     Region,
     Row,
+    Shapes,
     Table,
     of_row,
     place_of_row,
@@ -58,14 +64,23 @@ def _flow(value: Any) -> str:
 
 # From records to the table
 
+# Edges of the bands of tiles per SM: within a band the number of keys decides. Below 1 some SMs have nothing to do; up
+# to 4 the last wave is a large share of all, and a persistent CTA has few tiles to earn its prologue with. What is
+# beyond is the last band.
+BANDS = (0.25, 0.5, 1.0, 2.0, 4.0)
+# By how much a module has to be faster to be worth a row of its own: what one run differs from the next by.
+WORTH_A_ROW = 0.01
+
+_File = tuple[str, str]  # stem and first digits of the SHA-256
+
 
 @dataclass(frozen=True)
-class _Won:
-    """One measured length: which file won, and its measurement."""
+class _Part:
+    """What of a band goes to one module: up to so many keys (None: any number), and the records of these lengths."""
 
-    stem: str
-    digest: str
-    measurement: Measurement
+    up_to: int | None
+    file: _File
+    records: tuple[TuningRecord, ...]
 
 
 def table_from_records(records: Iterable[TuningRecord]) -> str:
@@ -74,26 +89,22 @@ def table_from_records(records: Iterable[TuningRecord]) -> str:
 
 
 def rows_from_records(records: Iterable[TuningRecord]) -> list[Row]:
-    """The rows that tuning records give.
+    """The rows that tuning records give: for each dtype, head dims and mask by tiles per SM, then by number of keys.
 
-    Only records with as many queries as keys count, and of them only modules that can write LSE, since every row has to
-    serve `return_lse=True`: where the winner cannot, the fastest that can stands in. For each dtype, head dims and mask
-    the measured lengths are taken in order, and neighbours with the same winner make one row, which ends at the last
-    of these lengths. The last row has no end; the first begins at one key. Raises UserError where two records of one
-    length have different winners.
+    Of a record only modules count that can serve every call: that write LSE, and pack no heads. Records fall into the
+    bands of BANDS. In a band, among the records of one number of keys, the best module is the one that won all of them,
+    else the one with the highest geometric mean of speeds of those that were measured in all. The lengths are taken in
+    order, and rows are as few as there can be with modules that are within WORTH_A_ROW of the best at each of their
+    lengths; a record that is alone with its length in the last band stands for itself. A row ends at the last of its
+    lengths, the last one of a band has no end. A band has no rows of its own where those of the next larger band are
+    within WORTH_A_ROW of the best at each of its lengths, which is so where nothing was measured. Raises UserError
+    where no module was measured in all records of one length in one band.
     """
-    won: dict[Family, dict[int, _Won]] = {}
+    families: dict[Family, list[TuningRecord]] = {}
     for record in records:
-        if record.problem.seq_q == record.problem.seq_k and (winner := _winner(record)) is not None:
-            by_length = won.setdefault(record.problem.family, {})
-            known = by_length.setdefault(record.problem.seq_k, winner)
-            if (known.stem, known.digest) != (winner.stem, winner.digest):
-                raise UserError(
-                    f"two tuning records of {record.problem.family}, {record.problem.seq_k} keys have different "
-                    f"winners, {known.stem} ({known.measurement.gpu}) and {winner.stem} ({winner.measurement.gpu}), "
-                    "and the table has one row for both; delete one of them in generated/evidence/tuning"
-                )
-    return [row for family in sorted(won, key=_order) for row in _rows(family, won[family])]
+        if _able(record):
+            families.setdefault(record.problem.family, []).append(record)
+    return [row for family in sorted(families, key=_order) for row in _rows(family, families[family])]
 
 
 def _order(family: Family) -> tuple[Any, ...]:
@@ -103,45 +114,151 @@ def _order(family: Family) -> tuple[Any, ...]:
     return family.dtype, family.head_dim, family.head_dim_v, kinds.index(mask.kind), reach, family.out_dtype or ""
 
 
-def _winner(record: TuningRecord) -> _Won | None:
-    """Who won among the modules that can write LSE; None when there is no such module."""
-    able = [result for result in record.results if result.spec.get("outputs", {}).get("lse", True)]
-    ranked = sorted(able, key=lambda result: (result.stem != record.winner, -result.tflops))
-    if not ranked:
-        return None
-    best, others = ranked[0], [result for result in record.results if result.stem != ranked[0].stem]
+def _able(record: TuningRecord) -> dict[_File, float]:
+    """Speeds of the modules that can serve every call, in the order of the record."""
+    return {
+        _file(result): result.tflops
+        for result in record.results
+        if result.spec.get("outputs", {}).get("lse", True) and result.spec.get("tile", {}).get("pack_heads", 1) == 1
+    }
+
+
+def _file(result: Result) -> _File:
+    return result.stem, result.sha256[:DIGEST_LENGTH]
+
+
+def band_of(record: TuningRecord) -> int:
+    """The number of a record's band: that of the first edge in BANDS which its tiles per SM do not exceed."""
+    return bisect.bisect_left(BANDS, record.tiles_per_sm)
+
+
+def _rows(family: Family, records: Sequence[TuningRecord]) -> Iterator[Row]:
+    """Rows of one family: its bands from the largest to the smallest, and turned round."""
+    bands: list[tuple[float | None, list[_Part]]] = []
+    for number in reversed(range(len(BANDS) + 1)):
+        lengths = _by_length([record for record in records if band_of(record) == number])
+        if not lengths:
+            continue
+        if bands and (served := _served_by(bands[-1][1], lengths)):
+            bands[-1] = bands[-1][0], served
+        else:
+            bands.append((BANDS[number] if bands else None, _parts(lengths, last=number == len(BANDS))))
+    for edge, parts in reversed(bands):
+        for part in parts:
+            yield _row(family, edge, part)
+
+
+def _by_length(records: Sequence[TuningRecord]) -> dict[int, list[TuningRecord]]:
+    """Records by their number of keys, the fewest first."""
+    lengths: dict[int, list[TuningRecord]] = {}
+    for record in sorted(records, key=lambda record: record.problem.seq_k):
+        lengths.setdefault(record.problem.seq_k, []).append(record)
+    return lengths
+
+
+def _speeds(records: Sequence[TuningRecord]) -> dict[_File, float]:
+    """Geometric means of the speeds of the modules that were measured in all these records, the fastest first."""
+    speeds = [_able(record) for record in records]
+    everywhere = [file for file in speeds[0] if all(file in others for others in speeds)]
+    means = {file: statistics.geometric_mean([found[file] for found in speeds]) for file in everywhere}
+    return dict(sorted(means.items(), key=lambda item: -item[1]))
+
+
+def _admissible(records: Sequence[TuningRecord], *, alone: bool) -> dict[_File, float]:
+    """Modules that may serve the records of one length, and how fast they are beside the best; see `rows_from_records`.
+
+    `alone`: only the winner may, where there is one record. Raises UserError where no module was measured in all.
+    """
+    speeds = _speeds(records)
+    if not speeds:
+        problems = "; ".join(record.problem.label for record in records)
+        raise UserError(
+            f"no module was measured in all tuning records of {problems}, and the table has one row for them; measure "
+            "the same modules at these shapes (`fa3gen tune --measure`), or delete records in generated/evidence/tuning"
+        )
+    winners = {_file(record.result(record.winner)) for record in records}
+    best = winners.pop() if len(winners) == 1 and winners <= speeds.keys() else next(iter(speeds))
+    if alone and len(records) == 1:
+        return {best: 1.0}
+    shares = {file: speed / speeds[best] for file, speed in speeds.items()}
+    return {file: share for file, share in shares.items() if file == best or share >= 1 - WORTH_A_ROW}
+
+
+def _parts(lengths: Mapping[int, Sequence[TuningRecord]], *, last: bool) -> list[_Part]:
+    """The fewest parts of a band: from each beginning the module that may stay longest, and of those the fastest."""
+    left = [(keys, records, _admissible(records, alone=last)) for keys, records in lengths.items()]
+    parts = []
+    while left:
+        common, count = set(left[0][2]), 1
+        while count < len(left) and (longer := common & left[count][2].keys()):
+            common, count = longer, count + 1
+        run, left = left[:count], left[count:]
+        file = max(sorted(common), key=lambda file: math.prod(shares[file] for _, _, shares in run))
+        records = tuple(record for _, found, _ in run for record in found)
+        parts.append(_Part(run[-1][0] if left else None, file, records))
+    return parts
+
+
+def _served_by(parts: Sequence[_Part], lengths: Mapping[int, Sequence[TuningRecord]]) -> list[_Part] | None:
+    """The parts of the next larger band with these records among their own; None where they are not good enough."""
+    more: dict[int, list[TuningRecord]] = {}
+    for keys, records in lengths.items():
+        number = next(number for number, part in enumerate(parts) if part.up_to is None or keys <= part.up_to)
+        if parts[number].file not in _admissible(records, alone=False):
+            return None
+        more.setdefault(number, []).extend(records)
+    return [replace(part, records=(*part.records, *more.get(number, ()))) for number, part in enumerate(parts)]
+
+
+def _row(family: Family, edge: float | None, part: _Part) -> Row:
+    stem, digest = part.file
+    return Row(
+        dtype=family.dtype,
+        head_dim=family.head_dim,
+        head_dim_v=family.head_dim_v,
+        mask=family.mask,
+        out_dtype=family.out_dtype,
+        tiles_per_sm=None if edge is None else Load(up_to=edge),
+        seq_k=None if part.up_to is None else Region(up_to=part.up_to),
+        module=stem,
+        sha256=digest,
+        measured=_measured(part),
+    )
+
+
+def _measured(part: _Part) -> list[Measurement | Shapes]:
+    """A line for each record that is alone with its length in the last band, and one for all others."""
+    last = _by_length([record for record in part.records if band_of(record) == len(BANDS)])
+    alone = [records[0] for records in last.values() if len(records) == 1]
+    many = [record for record in part.records if record not in alone]
+    return [*(_measurement(part.file, record) for record in alone), *([_shapes(part.file, many)] if many else [])]
+
+
+def _measurement(file: _File, record: TuningRecord) -> Measurement:
+    """The speed of a row's module in one record, beside the best of all others there."""
+    others = [result for result in record.results if result.stem != file[0]]
     second = max(others, key=lambda result: result.tflops, default=None)
-    measurement = Measurement(
+    return Measurement(
         seq=record.problem.seq_k,
-        tflops=best.tflops,
+        tflops=_able(record)[file],
         runner_up=second.stem if second else None,
         runner_up_tflops=second.tflops if second else None,
         runner_up_sha256=second.sha256[:DIGEST_LENGTH] if second else None,
         gpu=record.gpu,
     )
-    return _Won(best.stem, best.sha256[:DIGEST_LENGTH], measurement)
 
 
-def _rows(family: Family, won: Mapping[int, _Won]) -> Iterator[Row]:
-    """Rows of one family, by length."""
-    merged: list[list[_Won]] = []
-    for _, winner in sorted(won.items()):
-        if merged and (merged[-1][0].stem, merged[-1][0].digest) == (winner.stem, winner.digest):
-            merged[-1].append(winner)
-        else:
-            merged.append([winner])
-    for number, run in enumerate(merged, 1):
-        yield Row(
-            dtype=family.dtype,
-            head_dim=family.head_dim,
-            head_dim_v=family.head_dim_v,
-            mask=family.mask,
-            out_dtype=family.out_dtype,
-            seq_k=None if number == len(merged) else Region(up_to=run[-1].measurement.seq),
-            module=run[0].stem,
-            sha256=run[0].digest,
-            measured=[winner.measurement for winner in run],
-        )
+def _shapes(file: _File, records: Sequence[TuningRecord]) -> Shapes:
+    """How much faster a row's module was over many records than the best of those that were measured in all of them."""
+    speeds = _speeds(records)
+    second = next((other for other in speeds if other[0] != file[0]), None)
+    return Shapes(
+        shapes=len(records),
+        runner_up=second[0] if second else None,
+        runner_up_ratio=rounded(speeds[file] / speeds[second]) if second else None,
+        runner_up_sha256=second[1] if second else None,
+        gpu=", ".join(sorted({record.gpu for record in records})),
+    )
 
 
 def check_table(workspace: Workspace, records: Iterable[TuningRecord]) -> list[str]:

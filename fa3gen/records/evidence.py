@@ -33,7 +33,10 @@ if TYPE_CHECKING:
     from fa3gen.run.gpu import Environment
 
 CPU_FOLDER = "cpu_model"  # below the folder of the GPU records
+# How speeds in records are timed, as `fa3gen bench` does it: what every table of them says.
+TIMED = "one launch at a time, without a CUDA graph, L2 overwritten before"
 SEQ_LENS = (4096, 16384)  # speeds that a record holds
+TOKENS = 16384  # batch x sequence length of these, and of all large problems that modules and peers are compared at
 
 
 class Verdict(Part):

@@ -2,8 +2,8 @@
 
 `generated/evidence/tuning/<family>.json`, such as `bf16_d128_causal.json`, is written by `fa3gen tune --write`, never
 by hand; the dispatch table is made of these files. A record holds the times of every module in every round of one run
-of interleaved rounds, in one process on one GPU, the peers that ran beside them, and the winner. The modules are named
-with the SHA-256 of their files and their whole specs.
+of interleaved rounds, in one process on one GPU, from CUDA graphs, eager times beside, the peers that ran with them,
+and the winner. The modules are named with the SHA-256 of their files and their whole specs.
 
 Imports neither torch nor cutlass.
 """
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
@@ -32,12 +31,14 @@ from fa3gen.base.errors import UserError
 from fa3gen.base.files import write_text
 from fa3gen.base.parts import Part, first_problem, rounded
 from fa3gen.design.family import Family, Shape
+from fa3gen.hardware.chips import H200
 from fa3gen.spec.model import CausalMask, DType, Mask, NoMask, OutputDType, Spec, WindowMask
 
 if TYPE_CHECKING:
     from fa3gen.design.workspace import Workspace
 
 FOLDER = "tuning"  # below generated/evidence
+_DIGITS_OF_NAME = 12  # of a SHA-256, in the name of a module within a file of records
 _AGREEMENT = 2e-3  # between a median, its speed and its rounds, all rounded as `parts.rounded` does
 
 
@@ -106,6 +107,16 @@ class TunedProblem(Part):
         return Family(self.dtype, self.head_dim, self.head_dim_v, self.mask.spec_mask(), self.out_dtype)
 
     @property
+    def group(self) -> int:
+        """Query heads of one head of k and v."""
+        return self.heads_q // self.heads_kv
+
+    @property
+    def shape(self) -> Shape:
+        """The sizes of its call."""
+        return Shape(self.batch, self.seq_q, self.seq_k, self.heads_q, self.heads_kv)
+
+    @property
     def lengths(self) -> str:
         """`4k`, or `1x16k` where queries and keys differ in number."""
         queries, keys = length_label(self.seq_q), length_label(self.seq_k)
@@ -120,8 +131,7 @@ class TunedProblem(Part):
     @property
     def flops(self) -> float:
         """Of both products, as `fa3gen bench` counts them."""
-        shape = Shape(self.batch, self.seq_q, self.seq_k, self.heads_q, self.heads_kv)
-        return self.family.flops(shape)
+        return self.family.flops(self.shape)
 
     def tflops(self, milliseconds: float) -> float:
         """Speed of one launch in TFLOP/s."""
@@ -141,7 +151,20 @@ class _Timed(Part):
 
     milliseconds: float = Field(gt=0, description="Median of the rounds.")
     tflops: float = Field(gt=0)
-    rounds: Milliseconds = Field(min_length=1, description="One launch in each round; the rounds were interleaved.")
+    rounds: Milliseconds = Field(
+        min_length=1, description="Of one launch in a CUDA graph of many; the rounds were interleaved."
+    )
+    captured: bool = Field(
+        default=True,
+        description="False: could not be captured in a CUDA graph, and was launched one by one; older records do not "
+        "tell.",
+    )
+    eager: float | None = Field(
+        default=None,
+        gt=0,
+        description="Milliseconds of one of many calls one after the other, without a graph: the host's time counts. "
+        "Null where it was not measured.",
+    )
     error: float | None = Field(
         default=None,
         ge=0,
@@ -175,6 +198,7 @@ class TuningRecord(Part):
 
     version: Literal[1] = 1
     gpu: str
+    sms: int | None = Field(default=None, gt=0, description="Of this GPU; where it was not written down, an H200's.")
     driver: str | None
     torch: str
     dsl: str
@@ -205,6 +229,11 @@ class TuningRecord(Part):
         return self
 
     @property
+    def tiles_per_sm(self) -> float:
+        """How many tiles of its shape there are for each SM of its GPU."""
+        return self.problem.shape.tiles / (self.sms or H200.sms)
+
+    @property
     def best_peer(self) -> PeerResult | None:
         """The fastest peer, None where none ran."""
         return min(self.peers, key=lambda peer: peer.milliseconds, default=None)
@@ -217,7 +246,14 @@ class TuningRecord(Part):
 _RECORDS = TypeAdapter(list[TuningRecord])
 
 
-def timed(problem: TunedProblem, rounds: Iterable[float], error: float | None = None) -> dict[str, Any]:
+def timed(
+    problem: TunedProblem,
+    rounds: Iterable[float],
+    error: float | None = None,
+    *,
+    eager: float | None = None,
+    captured: bool = True,
+) -> dict[str, Any]:
     """The fields of a result that were measured or follow from that, rounded as `parts.rounded` does."""
     kept: list[float] = rounded(list(rounds))
     median = statistics.median(kept)
@@ -225,7 +261,9 @@ def timed(problem: TunedProblem, rounds: Iterable[float], error: float | None = 
         "rounds": kept,
         "milliseconds": rounded(median),
         "tflops": rounded(problem.tflops(median)),
-        "error": None if error is None else rounded(error),
+        "captured": captured,
+        "eager": rounded(eager),
+        "error": rounded(error),
     }
 
 
@@ -234,20 +272,87 @@ def directory(workspace: Workspace) -> Path:
     return workspace.evidence_dir / FOLDER
 
 
+class _Ran(Part):
+    """A file that was measured, and its whole spec; a file of records has each once."""
+
+    sha256: str
+    spec: dict[str, Any]
+
+
+class _Document(Part):
+    """A file of records: what ran, by names that results refer to, and the records without what they share."""
+
+    version: Literal[2] = 2
+    modules: dict[str, _Ran]
+    records: list[dict[str, Any]]
+
+    def whole(self) -> list[dict[str, Any]]:
+        """The records with the facts of their modules. Raises KeyError where a result refers to none."""
+        return [
+            {**record, "results": [self._result(result) for result in record["results"]]} for record in self.records
+        ]
+
+    def _result(self, result: dict[str, Any]) -> dict[str, Any]:
+        ran = self.modules[result["module"]]
+        measured = {name: value for name, value in result.items() if name != "module"}
+        return {**measured, "stem": result["module"].split()[0], "sha256": ran.sha256, "spec": ran.spec}
+
+
 def dumps(records: Sequence[TuningRecord]) -> str:
-    """The JSON text of records: sorted keys, two spaces, lists of numbers on one line, one newline at the end."""
-    text = json.dumps([record.model_dump() for record in records], indent=2, sort_keys=True, allow_nan=False)
-    return re.sub(r"\[\s+([-+.\de,\s]+?)\s+\]", lambda found: f"[{' '.join(found.group(1).split())}]", text) + "\n"
+    """The JSON text of records: a line for each module and each result, what has its default value left out.
+
+    Where two records hold one file with two specs, which another version of fa3gen can write, the later one stays.
+    """
+    ran: dict[str, _Ran] = {}
+    documents = []
+    for record in records:
+        document = record.model_dump(exclude_defaults=True)
+        for result, short in zip(record.results, document["results"], strict=True):
+            name = f"{result.stem} {result.sha256[:_DIGITS_OF_NAME]}"
+            ran[name] = _Ran(sha256=result.sha256, spec=result.spec)
+            short["module"] = name
+            for fact in ("stem", "sha256", "spec"):
+                del short[fact]
+        documents.append(document)
+    modules = {name: ran[name].model_dump() for name in sorted(ran)}
+    return _text({"version": 2, "modules": modules, "records": documents}) + "\n"
+
+
+def _text(value: Any, indent: str = "") -> str:
+    """JSON that a person can read and diff: `dumps` says where lines end."""
+    deeper = indent + "  "
+    match value:
+        case {"modules": _} | {"winner": _}:
+            entries = [f"{json.dumps(name)}: {_text(item, deeper)}" for name, item in value.items()]
+        case {**items} if items and all(isinstance(item, dict) and "sha256" in item for item in items.values()):
+            entries = [f"{json.dumps(name)}: {_line(item)}" for name, item in items.items()]
+        case [{}, *_]:
+            entries = [_text(item, deeper) for item in value]
+        case _:
+            return _line(value)
+    opening, closing = "{}" if isinstance(value, dict) else "[]"
+    return f"{opening}\n{deeper}" + f",\n{deeper}".join(entries) + f"\n{indent}{closing}"
+
+
+def _line(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, allow_nan=False)
 
 
 def loads(text: str, path: Path) -> list[TuningRecord]:
-    """Records from JSON text; UserError naming `path` and the place where it is none of what `dumps` writes."""
+    """Records from JSON text, also that of older files, which are lists of whole records.
+
+    Raises UserError naming `path` and the place where it is none of what `dumps` writes.
+    """
+    again = "delete it and run `fa3gen tune` again"
     try:
-        return _RECORDS.validate_json(text)
+        found = json.loads(text)
+        return _RECORDS.validate_python(found if isinstance(found, list) else _Document.model_validate(found).whole())
     except ValidationError as error:
-        raise UserError(
-            f"{path} is no list of tuning records ({first_problem(error)}); delete it and run `fa3gen tune` again"
-        ) from error
+        raise UserError(f"{path} is no list of tuning records ({first_problem(error)}); {again}") from error
+    except KeyError as error:
+        raise UserError(f"{path} is no list of tuning records (there is no {error}); {again}") from error
+    except ValueError as error:
+        raise UserError(f"{path} is no list of tuning records ({error}); {again}") from error
 
 
 def load(path: Path) -> list[TuningRecord]:

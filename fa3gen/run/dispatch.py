@@ -1,10 +1,10 @@
 """Which generated module `fa3gen.attention` calls: the first row of a table that fits.
 
 The table is `fa3gen/dispatch.yaml`, written by `fa3gen.records.dispatch_table` and never by hand. A row
-says for which dtype, head dims, mask and number of keys it stands, names one module by its stem and its SHA-256, and
-holds what was measured there. A workspace of your own has its own table, `dispatch.yaml` beside `specs/`, whose rows
-come before those of the package. Where no row fits, a module that was never measured is taken only when there is no
-choice: one that fits exactly, or one of the production set (`fwd_*`) among those that do.
+says for which dtype, head dims, mask, number of tiles per SM and number of keys it stands, names one module by its stem
+and its SHA-256, and holds what was measured there. A workspace of your own has its own table, `dispatch.yaml` beside
+`specs/`, whose rows come before those of the package. Where no row fits, a module that was never measured is taken only
+when there is no choice: one that fits exactly, or one of the production set (`fwd_*`) among those that do.
 
 Imports neither torch nor cutlass.
 """
@@ -12,16 +12,20 @@ Imports neither torch nor cutlass.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from pydantic import Field, ValidationError
 
 from fa3gen.base.errors import Problem, SpecError, UserError
 from fa3gen.base.files import sha256
-from fa3gen.design.family import Family, mask_text
+from fa3gen.base.wording import counted
+from fa3gen.design.family import TILE_ROWS, Family, mask_text
 from fa3gen.design.workspace import Workspace
+from fa3gen.hardware.chips import H200
 from fa3gen.spec.model import WINDOW_MAX, CausalMask, DType, Mask, NoMask, OutputDType, Spec, SpecModel, WindowMask
 from fa3gen.spec.specfile import Variant
 from fa3gen.spec.yamltree import read
@@ -29,6 +33,7 @@ from fa3gen.spec.yamltree import read
 FILE_NAME = "dispatch.yaml"
 WRITE_TABLE = "fa3gen tune --write-table"
 PRODUCTION_PREFIX = "fwd_"
+NO_LIMIT = 2**63  # more keys, and more tiles, than any call has
 DIGEST_LENGTH = 16  # hex digits of a SHA-256 in a row: enough to tell one file from another, and short enough to read
 
 
@@ -45,10 +50,34 @@ class ArgumentError(UserError, ValueError):
     """An argument of `fa3gen.attention` that makes no sense."""
 
 
+@dataclass(frozen=True)
+class Size:
+    """What rows have conditions on, beside what is compiled in.
+
+    Tiles are those of `Shape.tiles`, 128 query rows of one head whatever module serves the call. `sms_here` are the SMs
+    of the GPU that it runs on; None where there is none, and an H200's are taken.
+    """
+
+    keys: int
+    tiles: int
+    sms_here: int | None = None
+
+    @property
+    def sms(self) -> int:
+        """The number of SMs that tiles are divided by."""
+        return H200.sms if self.sms_here is None else self.sms_here
+
+    def __str__(self) -> str:
+        """`1024 keys, 64 tiles of 128 queries on 132 SMs`."""
+        whose = ", as on an H200, since the tensors are on no GPU" if self.sms_here is None else ""
+        tiles = f"{counted(self.tiles, 'tile')} of {TILE_ROWS} queries"
+        return f"{counted(self.keys, 'key')}, {tiles} on {self.sms} SMs{whose}"
+
+
 class Measurement(SpecModel):
     """One measured length of a row: the speed of its module and of the best other one, TFLOP/s."""
 
-    seq: int = Field(gt=0, description="Queries, and as many keys.")
+    seq: int = Field(gt=0, description="Keys.")
     tflops: float = Field(gt=0)
     runner_up: str | None = None
     runner_up_tflops: float | None = None
@@ -57,14 +86,35 @@ class Measurement(SpecModel):
 
     def told(self, home: Workspace) -> str:
         """`at 1024 keys 455 TFLOP/s; k6_d128 420 (NVIDIA H200)`; of a runner-up that has changed since, no figure."""
-        other = "nothing else was measured"
-        if self.runner_up is not None:
-            file = home.module_path(self.runner_up)
-            present = sha256(file)[:DIGEST_LENGTH] if file.is_file() else None
-            other = f"{self.runner_up} {self.runner_up_tflops:g}"
-            if present is None or present != self.runner_up_sha256:
-                other = f"second was {self.runner_up}, of another file than the present one"
+        other = _runner_up(home, self.runner_up, self.runner_up_sha256, f"{self.runner_up_tflops or 0:g}")
         return f"at {self.seq} keys {self.tflops:g} TFLOP/s; {other} ({self.gpu})"
+
+
+class Shapes(SpecModel):
+    """Many measured shapes of a row in one line: how many times as long as its module the best other one took."""
+
+    shapes: int = Field(gt=0)
+    runner_up: str | None = Field(default=None, description="Of those that were measured at all of these shapes.")
+    runner_up_ratio: float | None = Field(default=None, gt=0, description="Geometric mean over the shapes.")
+    runner_up_sha256: str | None = Field(default=None, description="First digits, of the measured file.")
+    gpu: str
+
+    def told(self, home: Workspace) -> str:
+        """`over 12 shapes; k6_d128 takes 1.08 times as long (NVIDIA H200)`; as `Measurement.told`."""
+        figure = f"takes {self.runner_up_ratio or 0:g} times as long"
+        other = _runner_up(home, self.runner_up, self.runner_up_sha256, figure)
+        return f"over {counted(self.shapes, 'shape')}; {other} ({self.gpu})"
+
+
+def _runner_up(home: Workspace, stem: str | None, digest: str | None, figure: str) -> str:
+    """A runner-up with its figure, which it has only as long as its file is the one that was measured."""
+    if stem is None:
+        return "nothing else was measured"
+    file = home.module_path(stem)
+    present = sha256(file)[:DIGEST_LENGTH] if file.is_file() else None
+    if present is None or present != digest:
+        return f"second was {stem}, of another file than the present one"
+    return f"{stem} {figure}"
 
 
 class Region(SpecModel):
@@ -73,22 +123,58 @@ class Region(SpecModel):
     up_to: int = Field(gt=0)
 
 
+class Load(SpecModel):
+    """Numbers of tiles per SM up to and including `up_to`: up to 1, and every tile has an SM of its own."""
+
+    up_to: float = Field(gt=0)
+
+
+class Stretch(NamedTuple):
+    """The numbers of keys and of tiles, from the least to the most, within which the choice is the same."""
+
+    least_keys: int = 0
+    most_keys: int = NO_LIMIT
+    least_tiles: int = 0
+    most_tiles: int = NO_LIMIT
+
+
 class Row(SpecModel):
-    """One row: for which calls it stands, which module serves them, and why. No `seq_k`: any number of keys."""
+    """One row: for which calls it stands, which module serves them, and why. Without a condition: any number."""
 
     dtype: DType
     head_dim: int = Field(gt=0)
     head_dim_v: int = Field(gt=0)
     mask: Mask
     out_dtype: OutputDType | None = Field(default=None, description="Of O, where it is not `dtype`.")
+    tiles_per_sm: Load | None = None
     seq_k: Region | None = None
     module: str
     sha256: str = Field(pattern=f"^[0-9a-f]{{{DIGEST_LENGTH}}}$", description="First digits, of the measured file.")
-    measured: list[Measurement] = Field(min_length=1)
+    measured: list[Measurement | Shapes] = Field(min_length=1)
 
-    def serves(self, family: Family, seq_k: int) -> bool:
+    def most_tiles(self, sms: int) -> int:
+        """The largest number of tiles that it serves on a GPU with so many SMs."""
+        return NO_LIMIT if self.tiles_per_sm is None else math.floor(self.tiles_per_sm.up_to * sms)
+
+    @property
+    def most_keys(self) -> int:
+        """The largest number of keys that it serves."""
+        return NO_LIMIT if self.seq_k is None else self.seq_k.up_to
+
+    def serves(self, family: Family, size: Size) -> bool:
         """Whether this row stands for a call."""
-        return self.family == family and (self.seq_k is None or seq_k <= self.seq_k.up_to)
+        return self.family == family and size.keys <= self.most_keys and size.tiles <= self.most_tiles(size.sms)
+
+    def narrowed(self, around: Stretch, size: Size) -> Stretch:
+        """The part of a stretch around `size` in which this row serves every call, or none, as it does at `size`."""
+        most_tiles = self.most_tiles(size.sms)
+        if size.tiles > most_tiles:
+            return around._replace(least_tiles=max(around.least_tiles, most_tiles + 1))
+        if size.keys > self.most_keys:
+            return around._replace(least_keys=max(around.least_keys, self.most_keys + 1))
+        return around._replace(
+            most_keys=min(around.most_keys, self.most_keys), most_tiles=min(around.most_tiles, most_tiles)
+        )
 
     @property
     def family(self) -> Family:
@@ -97,8 +183,9 @@ class Row(SpecModel):
 
     @property
     def region(self) -> str:
-        """`up to 1024 keys` or `any number of keys`."""
-        return f"up to {self.seq_k.up_to} keys" if self.seq_k else "any number of keys"
+        """`up to 0.5 tiles per SM, up to 1024 keys` or `any number of keys`."""
+        tiles = f"up to {self.tiles_per_sm.up_to:g} tiles per SM, " if self.tiles_per_sm else ""
+        return tiles + (f"up to {self.seq_k.up_to} keys" if self.seq_k else "any number of keys")
 
 
 class Table(SpecModel):
@@ -131,7 +218,8 @@ def mask_of(causal: bool, window: Sequence[int] | None) -> Mask:
 class Choice:
     """The module for a call, and why: a row of the table, or (None) that no row fits and nothing else does.
 
-    `measured` says in words what is known of the row's module and of its runner-up.
+    `measured` says in words what is known of the row's module and of its runner-up, `size` what was asked for, and
+    `around` which other sizes have the same choice.
     """
 
     stem: str
@@ -141,41 +229,38 @@ class Choice:
     row: Row | None
     reason: str
     measured: tuple[str, ...] = ()
+    size: Size | None = None
+    around: Stretch = Stretch()
 
     def __str__(self) -> str:
         """The module, its spec in short, and why, in a few lines."""
         spec = self.spec
         how = f"tile {spec.tile.q} x {spec.tile.kv}, loads {spec.load.engine}, schedule {spec.schedule.kind}"
-        lines = [f"{self.file}", f"  spec  {self.source}: {Family.of(spec)}; {how}", f"  why   {self.reason}"]
+        lines = [f"{self.file}", f"  spec  {self.source}: {Family.of(spec)}; {how}"]
+        if self.size is not None:
+            lines.append(f"  for   {self.size}")
+        lines.append(f"  why   {self.reason}")
         return "\n".join([*lines, *(f"        {measured}" for measured in self.measured)])
 
 
-def choose(family: Family, seq_k: int, *, lse: bool, workspace: Workspace) -> Choice:
-    """The module that serves a call with `seq_k` keys; `lse`: LSE is wanted too.
+def choose(family: Family, size: Size, *, lse: bool, workspace: Workspace) -> Choice:
+    """The module that serves a call of this size; `lse`: LSE is wanted too.
 
     Raises NoKernel when there is none, when several fit and none was measured, and when the module of the row is
     missing or not the file that was measured. Raises UserError for a table that cannot be read.
     """
+    around = Stretch()
     for home, path in tables(workspace):
         for number, row in enumerate(read_table(path).rows, 1):
-            if not row.serves(family, seq_k):
+            if row.family != family:
+                continue
+            around = row.narrowed(around, size)
+            if not row.serves(family, size):
                 continue
             choice = of_row(home, row, place_of_row(home, path, number, row))
             if choice.spec.outputs.lse or not lse:
-                return choice
-    return _unmeasured(family, lse, workspace)
-
-
-def stretch(family: Family, seq_k: int, workspace: Workspace) -> tuple[int, int | None]:
-    """The least and the largest number of keys around `seq_k` with the same choice; None: all larger ones too."""
-    bounds = [
-        row.seq_k.up_to
-        for _, path in tables(workspace)
-        for row in read_table(path).rows
-        if row.family == family and row.seq_k is not None
-    ]
-    first = max((bound + 1 for bound in bounds if bound < seq_k), default=0)
-    return first, min((bound for bound in bounds if bound >= seq_k), default=None)
+                return replace(choice, size=size, around=around)
+    return replace(_unmeasured(family, lse, workspace), size=size, around=around)
 
 
 def tables(workspace: Workspace) -> Iterator[tuple[Workspace, Path]]:

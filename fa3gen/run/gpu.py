@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import platform
 import subprocess
 from dataclasses import dataclass
@@ -39,6 +40,16 @@ def hopper_device() -> torch.device | None:
     import torch
 
     return torch.device("cuda", torch.cuda.current_device())
+
+
+@functools.cache
+def sm_count(index: int) -> int | None:
+    """The number of SMs of a CUDA device; None for the index that tensors elsewhere have, -1, and without a driver."""
+    import torch
+
+    if index < 0 or not torch.cuda.is_available():
+        return None
+    return int(torch.cuda.get_device_properties(index).multi_processor_count)
 
 
 def _query(fields: str) -> list[str] | None:

@@ -15,11 +15,11 @@ import torch
 from torch._C import _are_functorch_transforms_active, _len_torch_dispatch_stack
 from torch.compiler import is_dynamo_compiling
 
-from fa3gen.design.family import Family
+from fa3gen.design.family import TILE_ROWS, Family, Shape
 from fa3gen.design.workspace import Workspace
 from fa3gen.hardware.dtypes import DTYPES
-from fa3gen.run import dispatch
-from fa3gen.run.dispatch import ArgumentError, Choice
+from fa3gen.run import dispatch, gpu
+from fa3gen.run.dispatch import ArgumentError, Choice, Size
 from fa3gen.run.launch import module_at
 from fa3gen.spec.model import DType, OutputDType
 
@@ -28,14 +28,11 @@ Window = Sequence[int] | None
 
 INPUTS: dict[torch.dtype, DType] = {DTYPES[name].in_torch(): name for name in get_args(DType)}
 
-_NO_LIMIT = 2**63
-
-
-# By dtype of q and of `out`, head dims, causal, window and return_lse: the stretches of lengths that were asked for so
-# far, as least and largest number of keys and the `attention` of the module that serves them. A key holds nothing that
-# changes from call to call, so that this stays small; reading it is all that a repeated call does, and plain tuples are
-# read fastest.
-_stretches: dict[tuple[Any, ...], list[tuple[int, int, Callable[..., Any]]]] = {}
+# By GPU, dtype of q and of `out`, head dims, causal, window and return_lse: the stretches of sizes that were asked for
+# so far, as least and largest number of keys, least and largest number of tiles, and the `attention` of the module that
+# serves them. A key holds nothing that changes from call to call, so that this stays small; reading it is all that a
+# repeated call does, and plain tuples are read fastest.
+_stretches: dict[tuple[Any, ...], list[tuple[int, int, int, int, Callable[..., Any]]]] = {}
 
 
 P = ParamSpec("P")
@@ -74,11 +71,12 @@ def _explain(
 ) -> Choice:
     """Which module `fa3gen.attention` takes for these arguments, and why; `print` it.
 
-    Looks at dtypes and shapes only: tensors on any device will do, "meta" too, and no GPU is needed. Raises as
-    `fa3gen.attention` where no module is found.
+    Looks at dtypes and shapes only: tensors on any device will do, "meta" too, and no GPU is needed. How many tiles an
+    SM gets is then counted with the SMs of an H200, and the answer says so. Raises as `fa3gen.attention` where no
+    module is found.
     """
-    family, keys = _asked(q, k, v, out, causal, window)
-    return dispatch.choose(family, keys, lse=return_lse, workspace=Workspace.find())
+    family, size = _asked(q, k, v, out, causal, window)
+    return dispatch.choose(family, size, lse=return_lse, workspace=Workspace.find())
 
 
 @_explained_by(_explain)
@@ -95,8 +93,9 @@ def attention(
 ) -> Any:
     """O = softmax(scale Q K^T) V on a Hopper GPU, by the fastest generated module, on torch's current stream.
 
-    The first call for a dtype, head dims and mask reads the dispatch table and imports the module; the first
-    launch loads the kernel from the compile cache, or compiles it. Make that call before capturing a CUDA graph.
+    The first call for a dtype, head dims, mask and range of sizes reads the dispatch table and imports the module; the
+    first launch loads the kernel from the compile cache, or compiles it. Make that call, with tensors of the same
+    sizes, before capturing a CUDA graph.
 
     Args:
         q: (batch, seq_q, heads_q, d), bfloat16 or float16. Any strides with a contiguous last dimension and
@@ -137,8 +136,8 @@ def attention(
     return serving(q, k, v, scale=scale, out=out, return_lse=return_lse)
 
 
-def _asked(q: Any, k: Any, v: Any, out: Any, causal: bool, window: Window) -> tuple[Family, int]:
-    """What the module has to be compiled for, and the number of keys. Raises ArgumentError, TypeError."""
+def _asked(q: Any, k: Any, v: Any, out: Any, causal: bool, window: Window) -> tuple[Family, Size]:
+    """What the module has to be compiled for, and the size of the call. Raises ArgumentError, TypeError."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"{name} is a {type(x).__name__}; it needs to be a torch.Tensor")
@@ -149,16 +148,21 @@ def _asked(q: Any, k: Any, v: Any, out: Any, causal: bool, window: Window) -> tu
     mask = dispatch.mask_of(causal, window)
     # An `out` of any other dtype than q's is for the module to refuse.
     written: OutputDType | None = "fp32" if getattr(out, "dtype", None) == torch.float32 else None
-    return Family(INPUTS[q.dtype], int(q.shape[3]), int(v.shape[3]), mask, written), k.shape[1]
+    batch, seq_q, heads_q, head_dim = q.shape
+    family = Family(INPUTS[q.dtype], int(head_dim), int(v.shape[3]), mask, written)
+    seq_k, heads_kv = k.shape[1], k.shape[2]
+    return family, Size(seq_k, Shape(batch, seq_q, seq_k, heads_q, heads_kv).tiles, gpu.sm_count(q.get_device()))
 
 
 def _serving(q: Any, k: Any, v: Any, out: Any, causal: bool, window: Any, return_lse: bool) -> Callable[..., Any]:
     """The `attention` of the module for a call; `window` is None or a tuple."""
     try:
-        _, keys, _, v_dim = v.shape  # asked for once: each `.shape` is a new object
-        key = q.dtype, None if out is None else out.dtype, q.shape[3], v_dim, causal, window, return_lse
-        for first, last, attention in _stretches.get(key, ()):
-            if first <= keys <= last:
+        batch, seq_q, heads_q, dim = q.shape  # asked for once: each `.shape` is a new object
+        _, keys, _, v_dim = v.shape
+        key = q.get_device(), q.dtype, None if out is None else out.dtype, dim, v_dim, causal, window, return_lse
+        tiles = batch * heads_q * -(-seq_q // TILE_ROWS)  # `Shape.tiles`, without the call
+        for least_keys, most_keys, least_tiles, most_tiles, attention in _stretches.get(key, ()):
+            if least_keys <= keys <= most_keys and least_tiles <= tiles <= most_tiles:
                 return attention
     except (AttributeError, IndexError, ValueError):
         pass  # not four dimensions, or no tensor: what follows says so
@@ -167,13 +171,11 @@ def _serving(q: Any, k: Any, v: Any, out: Any, causal: bool, window: Any, return
 
 def _find(q: Any, k: Any, v: Any, out: Any, causal: bool, window: Any, return_lse: bool) -> Callable[..., Any]:
     """The same for a call that is unlike all before it: look into the table, and remember."""
-    family, keys = _asked(q, k, v, out, causal, window)
-    workspace = Workspace.find()
-    choice = dispatch.choose(family, keys, lse=return_lse, workspace=workspace)
-    first, last = dispatch.stretch(family, keys, workspace)
+    family, size = _asked(q, k, v, out, causal, window)
+    choice = dispatch.choose(family, size, lse=return_lse, workspace=Workspace.find())
     attention: Callable[..., Any] = module_at(choice.file).attention
-    key = q.dtype, getattr(out, "dtype", None), q.shape[3], v.shape[3], causal, window, return_lse
-    _stretches.setdefault(key, []).append((first, _NO_LIMIT if last is None else last, attention))
+    key = q.get_device(), q.dtype, getattr(out, "dtype", None), q.shape[3], v.shape[3], causal, window, return_lse
+    _stretches.setdefault(key, []).append((*choice.around, attention))
     return attention
 
 

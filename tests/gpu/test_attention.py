@@ -14,9 +14,10 @@ import torch
 
 import fa3gen
 from fa3gen.compile.loading import load_file
-from fa3gen.design.family import Family
+from fa3gen.design.family import Family, Shape
 from fa3gen.design.masks import reach
 from fa3gen.design.workspace import Workspace
+from fa3gen.hardware.chips import H200
 from fa3gen.hardware.dtypes import DTYPES
 from fa3gen.run import dispatch
 from fa3gen.run.launch import NO_JIT_VARIABLE, load_for_launch
@@ -35,11 +36,15 @@ UNMEASURED = (
 )
 
 
+HEADS, QUERIES = 4, 200
+
+
 class Call(NamedTuple):
-    """A family and a number of keys in one row of the table."""
+    """A family, and numbers of keys and of sequences in one row of the table."""
 
     family: Family
     seq_k: int
+    batch: int = 2
 
     @property
     def options(self) -> dict[str, Any]:
@@ -49,27 +54,38 @@ class Call(NamedTuple):
             "window": (mask.left, mask.right) if isinstance(mask, WindowMask) else None,
         }
 
-    def tensors(self, device: Any, *, seq_q: int = 200, seed: int = 0) -> tuple[torch.Tensor, ...]:
+    def tensors(self, device: Any, *, seq_q: int = QUERIES, seed: int = 0) -> tuple[torch.Tensor, ...]:
         generator = torch.Generator(device).manual_seed(seed)
         family = self.family
         shapes = [
-            (2, seq_q, 4, family.head_dim),
-            (2, self.seq_k, 2, family.head_dim),
-            (2, self.seq_k, 2, family.head_dim_v),
+            (self.batch, seq_q, HEADS, family.head_dim),
+            (self.batch, self.seq_k, 2, family.head_dim),
+            (self.batch, self.seq_k, 2, family.head_dim_v),
         ]
         facts: dict[str, Any] = {"dtype": DTYPES[family.dtype].in_torch(), "device": device, "generator": generator}
         return tuple(torch.randn(shape, **facts) for shape in shapes)
 
 
 def calls() -> Iterator[Call]:
-    """One call for each row, with a number of keys that is no multiple of a tile."""
-    for row in dispatch.read_table(dispatch.table_path(WORKSPACE)).rows:
-        yield Call(row.family, row.seq_k.up_to - 3 if row.seq_k else row.measured[-1].seq + 5)
+    """One call for each row, with a number of keys that is no multiple of a tile; rows as on an H200."""
+    rows = dispatch.read_table(dispatch.table_path(WORKSPACE)).rows
+    sequence = Shape(1, QUERIES, 1, HEADS, 2).tiles
+    for row, before in zip(rows, [None, *rows[:-1]], strict=True):
+        above = before if before is not None and before.family == row.family else None
+        most = row.most_tiles(H200.sms)
+        if most == dispatch.NO_LIMIT:  # more than any row before has
+            most = max((r.most_tiles(H200.sms) for r in rows if r.family == row.family and r.tiles_per_sm), default=0)
+            batch = max(2, most // sequence + 1)
+        else:
+            batch = max(1, most // sequence)
+        same_band = above is not None and above.tiles_per_sm == row.tiles_per_sm
+        least = above.most_keys if above is not None and same_band else 328
+        yield Call(row.family, row.seq_k.up_to - 3 if row.seq_k else least + 5, batch)
     yield from (Call(family, 333) for family in UNMEASURED)
 
 
 CALLS = list(calls())
-EVERY = pytest.mark.parametrize("call", CALLS, ids=lambda call: f"{call.family}, {call.seq_k} keys")
+EVERY = pytest.mark.parametrize("call", CALLS, ids=lambda call: f"{call.family}, {call.batch} x {call.seq_k} keys")
 # A first row, and those without a row: v with a head dim of its own, a causal mask, a window.
 SOME = pytest.mark.parametrize("call", [CALLS[0], *CALLS[-3:]], ids=["first", "d_v", "causal", "window"])
 

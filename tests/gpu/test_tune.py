@@ -48,7 +48,9 @@ def tuner(tmp_path: Path, modules: tuple[Module, ...], **limits: float) -> Tuner
 @pytest.mark.usefixtures("hopper")
 def test_modules_and_peers_are_timed(tmp_path: Path) -> None:
     (outcome,) = tuner(tmp_path, tuple(map(committed, STEMS))).run()
-    assert list(outcome.times) == list(STEMS) and not outcome.eager
+    assert list(outcome.times) == list(STEMS) and not outcome.uncaptured
+    assert all(milliseconds > 0 for milliseconds in outcome.eager.values())
+    assert set(outcome.eager) == {*outcome.times, *outcome.peers}
     assert "cuDNN (torch SDPA)" in outcome.peers, outcome.absent
     record = outcome.record()
     assert record is not None and "H" in record.gpu and record.driver

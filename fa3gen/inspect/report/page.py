@@ -20,6 +20,7 @@ from fa3gen.inspect.report.drawing import length_label, packaged
 from fa3gen.inspect.report.gathering import Report
 from fa3gen.inspect.report.listing import LineFacts
 from fa3gen.inspect.report.speeds import Panel
+from fa3gen.records import evidence
 from fa3gen.records.evidence import Status
 
 ORDER_HEADS = 6  # of the example that shows in which order tiles are taken
@@ -86,6 +87,7 @@ def render(report: Report) -> str:
         kernels=[(kernel, charts.live_registers(kernel)) for kernel in report.listing.kernels],
         mix=_mix(report),
         cards=[(card, charts.errors(card) if card.points else None) for card in (report.on_gpu, report.on_cpu)],
+        timed=evidence.TIMED,
         panels=[(panel, charts.speeds(panel), _speed_rows(panel)) for panel in report.panels],
         ladder=charts.ladder(report.ladder) if report.ladder is not None else None,
         length_label=length_label,
@@ -198,8 +200,8 @@ def _mix(report: Report) -> list[tuple[str, int]]:
     return [*((kind, count) for kind, count in found if count), ("everything else", rest)]
 
 
-def _speed_rows(panel: Panel) -> Sequence[tuple[str, str, str, str, str]]:
-    """(length, own, best peer, its name, ratio) of each shape."""
+def _speed_rows(panel: Panel) -> Sequence[tuple[str, str, str, str, str, str]]:
+    """(length, own, best peer, its name, ratio, ratio of eager calls) of each shape."""
     rows = []
     for shape in panel.shapes:
         peer = shape.best_peer
@@ -210,6 +212,7 @@ def _speed_rows(panel: Panel) -> Sequence[tuple[str, str, str, str, str]]:
                 f"{peer.tflops:.0f}" if peer else "–",
                 peer.name if peer else "no peer ran",
                 f"{shape.ratio:.2f}" if shape.ratio else "–",
+                f"{shape.eager_ratio:.2f}" if shape.eager_ratio else "–",
             )
         )
     return rows

@@ -22,13 +22,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Speed:
-    """One competitor at one shape; `fastest` and `slowest` are those of its rounds, in TFLOP/s."""
+    """One competitor at one shape, in TFLOP/s: from CUDA graphs, with slowest and fastest round, and in eager calls."""
 
     name: str
     kind: str  # "this", "module" or "peer"
     tflops: float
     slowest: float
     fastest: float
+    eager: float | None = None
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,12 @@ class Measured:
     def ratio(self) -> float | None:
         """The module's speed over that of the fastest peer; None where none ran."""
         return None if self.best_peer is None else self.own.tflops / self.best_peer.tflops
+
+    @property
+    def eager_ratio(self) -> float | None:
+        """The same of eager calls, with the peer that is fastest there; None where they were not measured."""
+        peers = [speed.eager for speed in self.speeds if speed.kind == "peer" and speed.eager]
+        return self.own.eager / max(peers) if self.own.eager and peers else None
 
 
 @dataclass(frozen=True)
@@ -110,9 +117,10 @@ def _group(problem: TunedProblem) -> str:
     heads = f"{problem.heads_q} heads" if problem.heads_q == problem.heads_kv else "grouped heads"
     if problem.heads_q != problem.heads_kv:
         heads = f"{problem.heads_q} query heads on {problem.heads_kv} KV heads"
-    if problem.seq_q == problem.seq_k:
-        return f"{heads}, {problem.batch * problem.seq_k:,} tokens in all"
-    return f"{heads}, {problem.seq_q:,} queries each"
+    tokens = problem.batch * problem.seq_k
+    if problem.seq_q != problem.seq_k:
+        return f"{heads}, {problem.seq_q:,} queries each, batch {problem.batch}"
+    return f"{heads}, {tokens:,} tokens in all" if tokens == evidence.TOKENS else f"{heads}, batch {problem.batch}"
 
 
 def _measured(workspace: Workspace, stem: str, record: TuningRecord) -> Measured | None:
@@ -137,7 +145,8 @@ def _speed(
     record: TuningRecord, name: str, kind: str, timed: tuning_records.Result | tuning_records.PeerResult
 ) -> Speed:
     tflops = [record.problem.tflops(milliseconds) for milliseconds in timed.rounds]
-    return Speed(name, kind, timed.tflops, min(tflops), max(tflops))
+    eager = None if timed.eager is None else record.problem.tflops(timed.eager)
+    return Speed(name, kind, timed.tflops, min(tflops), max(tflops), eager)
 
 
 def ladder(workspace: Workspace, variant: Variant) -> Ladder | None:

@@ -24,6 +24,8 @@ FIRST_ROUNDS = 3
 FINAL_ROUNDS = 25
 MEASURE_ROUNDS = 11  # where nothing is searched
 LEAST_ROUNDS = 7
+BURST_MS = 7.0  # of one timing
+EAGER_ROUNDS = 3  # of the last heat, beside its rounds from CUDA graphs
 SIGNIFICANCE = 0.05
 LEAST_GAIN = 0.005  # a smaller gain is not worth another module, however sure it is
 

@@ -2,9 +2,11 @@
 
 Inputs are normal random numbers. A competitor is first checked: a module on a few small ragged inputs against float64
 attention with the limits of `fa3gen verify`, then everybody in the last rows at the shape itself. A timing is as many
-launches as fill TARGET_MS, replayed from a CUDA graph, between two events, so that a peer with a slow host side is not
-taken for a slow kernel; who cannot be captured is launched as usual and said to be. Inputs and outputs of the usual
-shapes (16,384 tokens of width 2048: 268 MB) are larger than the L2; those of small shapes stay in it.
+launches as fill the time that the request names, replayed from a CUDA graph, between two events, so that a peer with a
+slow host side is not taken for a slow kernel; who cannot be captured is launched as usual and said to be. Beside it
+stands an eager figure: calls one after the other, as a model without graphs makes them, whatever the host takes. Inputs
+and outputs of the usual shapes (16,384 tokens of width 2048: 268 MB) are larger than the L2; those of small shapes stay
+in it.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 import gc
 import math
 import random
+import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,7 +26,7 @@ from fa3gen.compile import toolchain
 from fa3gen.compile.cache import cached_object
 from fa3gen.design.operation import operation_of
 from fa3gen.hardware.dtypes import DTYPES
-from fa3gen.measure.bench import CHECK_TOLERANCE, wrong_in_last_rows
+from fa3gen.measure.bench import CHECK_TOLERANCE, error_in_last_rows, last_rows
 from fa3gen.measure.peers import PEERS, Attend, Peer, Unavailable
 from fa3gen.records.tuning_records import TunedProblem
 from fa3gen.run import gpu
@@ -32,7 +35,6 @@ from fa3gen.spec.model import Spec
 from fa3gen.verify import inputs
 from fa3gen.verify.on_gpu import Runner, essence, raise_if_lost
 
-TARGET_MS = 7.0
 MOST_LAUNCHES = 200
 # Ragged on both sides, rows without a key, several trips round a ring, grouped heads: what a wrong module stumbles on.
 QUICK_CASES = ("ragged", "ragged_more_queries", "wrap", "gqa", "many_tiles", "many_tiles_few_keys")
@@ -50,8 +52,11 @@ class Timer(Protocol):
     def once(self, launch: Launch) -> float:
         """Milliseconds of one launch."""
 
+    def eager(self, launch: Launch, count: int) -> Callable[[], float]:
+        """A function that makes `count` launches one after the other and returns milliseconds per launch."""
+
     def burst(self, launch: Launch, count: int) -> tuple[Callable[[], float], bool]:
-        """A function that makes `count` launches and returns milliseconds per launch; whether it is a CUDA graph."""
+        """The same from a CUDA graph, and True; what `eager` gives, and False, for who cannot be captured."""
 
 
 class CudaTimer:
@@ -64,6 +69,15 @@ class CudaTimer:
     def once(self, launch: Launch) -> float:
         """See Timer."""
         return self._between_events(launch, 1)()
+
+    def eager(self, launch: Launch, count: int) -> Callable[[], float]:
+        """See Timer. The GPU is idle at the beginning, so that it waits for a host that is slower."""
+
+        def work() -> None:
+            for _ in range(count):
+                launch()
+
+        return self._between_events(work, count)
 
     def burst(self, launch: Launch, count: int) -> tuple[Callable[[], float], bool]:
         """See Timer. The launches were made before, so that nothing is compiled or allocated anew in the capture."""
@@ -89,7 +103,7 @@ class CudaTimer:
         except Exception as error:  # a peer may do on the host what a capture does not allow
             torch.cuda.set_stream(stream)  # a capture that could not end leaves its own stream the current one
             raise_if_lost(self.device, error)
-        return self._between_events(work, count), False
+        return self.eager(launch, count), False
 
     def _between_events(self, work: Launch, count: int) -> Callable[[], float]:
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
@@ -116,16 +130,35 @@ def _assembler(paths: Iterable[Path]) -> str | None:
 
 @dataclass(frozen=True)
 class _Ready:
-    """Somebody to be timed: how, whether from a CUDA graph, and the relative error of O in the last rows."""
+    """Somebody to be timed: how, whether from a CUDA graph, how else, and the relative error of O in the last rows."""
 
     run: Callable[[], float]
     captured: bool
+    eager: Callable[[], float]
     error: float
+
+
+@dataclass(frozen=True)
+class _Task:
+    """What competitors are timed at: the problem, its inputs, the last rows of O, and milliseconds of one timing."""
+
+    problem: TunedProblem
+    tensors: Tensors
+    expected: torch.Tensor
+    burst_ms: float
+
+    def launches(self, milliseconds: float) -> int:
+        """How many launches of so many milliseconds make one timing."""
+        return min(MOST_LAUNCHES, max(1, math.ceil(self.burst_ms / max(milliseconds, 1e-4))))
 
 
 @dataclass
 class Bench:
-    """What one measuring process knows: loaded modules, which of them are wrong. `who` is being worked on."""
+    """What one measuring process knows: loaded modules, which of them are wrong. `who` is being worked on.
+
+    `refused` has the peers that cannot even run a small problem, by name and query heads of a group: they may have
+    compiled for seconds before they found out.
+    """
 
     device: torch.device
     timer: Timer
@@ -136,13 +169,17 @@ class Bench:
     modules: dict[str, Any] = field(default_factory=dict)
     wrong: dict[str, str] = field(default_factory=dict)
     checked: set[str] = field(default_factory=set)
+    refused: dict[tuple[str, int], str] = field(default_factory=dict)
+    ptxas: str | None = None
 
     def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Do what a request asks for. Raises verify.DeviceLost when nothing more can be done in this process."""
         match request["do"]:
             case "hello":
                 around = gpu.environment()
-                return {"gpu": around.gpu, "driver": around.driver, "torch": around.torch, "dsl": around.dsl}
+                sms = None if self.device.index is None else gpu.sm_count(self.device.index)
+                versions = {"driver": around.driver, "torch": around.torch, "dsl": around.dsl}
+                return {"gpu": around.gpu, "sms": sms, **versions}
             case "load":
                 for module in request["modules"]:
                     self._loaded(module)
@@ -177,16 +214,21 @@ class Bench:
         return [peer for peer in self.peers if request["peers"] and peer.name not in request["without"]]
 
     def _load_peers(self, request: Mapping[str, Any]) -> None:
-        """Call every peer once on a small problem of the kind that will be timed: some of them compile then."""
-        problem = TunedProblem.model_validate(request["problem"])
-        small = {"batch": 1, "heads_q": problem.heads_q // problem.heads_kv, "heads_kv": 1, "seq_q": 256, "seq_k": 256}
-        tensors = self._inputs(problem.model_copy(update=small))
-        for peer in self._peers(request):
-            self._at("warm", peer.name)
-            try:
-                peer.prepare(problem.mask.spec_mask())(*tensors)
-            except Exception as error:  # why it cannot run is told where it is to be timed
-                raise_if_lost(self.device, error)
+        """Call every peer on a small problem of each group of heads that will be timed: some of them compile then."""
+        problems = [TunedProblem.model_validate(problem) for problem in request["problems"]]
+        for group, problem in {problem.group: problem for problem in problems}.items():
+            small = {"batch": 1, "heads_q": group, "heads_kv": 1, "seq_q": 256, "seq_k": 256}
+            tensors = self._inputs(problem.model_copy(update=small))
+            for peer in self._peers(request):
+                self._at("warm", peer.name)
+                try:
+                    peer.prepare(problem.mask.spec_mask())(*tensors)
+                except Unavailable:  # why is told where it is to be timed
+                    pass
+                except Exception as error:  # a peer may raise anything; the others go on
+                    raise_if_lost(self.device, error)
+                    self.refused[peer.name, group] = f"raised {essence(error)}"
+        gc.freeze()  # as after a module
 
     def _right(self, module: Mapping[str, Any]) -> Any:
         """The module, if it can be loaded and is right on small inputs; else None."""
@@ -217,20 +259,27 @@ class Bench:
         for peer in self._peers(request):
             attends[peer.name] = lambda peer=peer: peer.prepare(problem.mask.spec_mask())  # type: ignore[misc]
         tensors = self._inputs(problem)
-        bursts: dict[str, Callable[[], float]] = {}
-        errors: dict[str, float] = {}
+        task = _Task(problem, tensors, last_rows(problem.mask.spec_mask(), tensors), float(request["burst"]))
+        ready: dict[str, _Ready] = {}
         failed: dict[str, str] = {}
-        eager: list[str] = []
         for name, prepare in attends.items():
-            burst = self._ready(name, prepare, problem, tensors)
-            if isinstance(burst, str):
-                failed[name] = burst
+            found = self.refused.get((name, problem.group)) or self._ready(name, prepare, task)
+            if isinstance(found, str):
+                failed[name] = found
             else:
-                bursts[name], errors[name] = burst.run, burst.error
-                eager += [] if burst.captured else [name]
-        times = self._rounds(bursts, int(request["rounds"]))
-        answer = {"times": times, "errors": errors, "failed": failed, "wrong": self._wrong_of(request), "eager": eager}
-        return {**answer, "ptxas": _assembler(Path(module["path"]) for module in request["modules"])}
+                ready[name] = found
+        times = self._rounds({name: found.run for name, found in ready.items()}, int(request["rounds"]))
+        eager = self._rounds({name: found.eager for name, found in ready.items()}, int(request["eager_rounds"]))
+        self.ptxas = self.ptxas or _assembler(Path(module["path"]) for module in request["modules"])
+        return {
+            "times": times,
+            "eager": {name: statistics.median(rounds) for name, rounds in eager.items() if rounds},
+            "errors": {name: found.error for name, found in ready.items()},
+            "failed": failed,
+            "wrong": self._wrong_of(request),
+            "uncaptured": [name for name, found in ready.items() if not found.captured],
+            "ptxas": self.ptxas,
+        }
 
     def _inputs(self, problem: TunedProblem) -> Tensors:
         generator = torch.Generator(self.device).manual_seed(SEED)
@@ -243,22 +292,25 @@ class Bench:
         k = normal(problem.seq_k, problem.heads_kv, problem.head_dim)
         return q, k, normal(problem.seq_k, problem.heads_kv, problem.head_dim_v)
 
-    def _ready(self, name: str, prepare: Callable[[], Attend], problem: TunedProblem, tensors: Tensors) -> _Ready | str:
+    def _ready(self, name: str, prepare: Callable[[], Attend], task: _Task) -> _Ready | str:
         """Launch, check and prepare a timing; a text says why there is none."""
         self._at("warm", name)
         try:
             attend = prepare()
-            error = wrong_in_last_rows(attend(*tensors), problem.mask.spec_mask(), tensors)
+            error = error_in_last_rows(attend(*task.tensors), task.expected)
             if not error <= CHECK_TOLERANCE:
                 return f"wrong result: relative error {error:.2g} in the last rows"
 
             def launch() -> Any:
-                return attend(*tensors)
+                return attend(*task.tensors)
 
             launch()
-            estimate = self.timer.once(launch)
-            count = min(MOST_LAUNCHES, max(1, math.ceil(TARGET_MS / max(estimate, 1e-4))))
-            return _Ready(*self.timer.burst(launch, count), error)
+            count = task.launches(self.timer.once(launch))
+            run, captured = self.timer.burst(launch, count)
+            # One launch takes as long as the host does; a graph of small kernels has to hold more of them.
+            if captured and (more := task.launches(run())) >= 2 * count:
+                run, captured = self.timer.burst(launch, more)
+            return _Ready(run, captured, self.timer.eager(launch, count), error)
         except Unavailable as reason:
             return str(reason)
         except Exception as error:  # a competitor may raise anything; the others go on

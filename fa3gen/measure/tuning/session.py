@@ -68,16 +68,21 @@ class Cell:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a cell ended: the rounds of its last heat and why others have none. `winner` None: it was not finished."""
+    """How a cell ended: the rounds of its last heat and why others have none. `winner` None: it was not finished.
+
+    `uncaptured` are those whose rounds are not of CUDA graphs. By name, `errors` are those of O and `eager` the
+    milliseconds of calls one after the other.
+    """
 
     cell: Cell
     times: Mapping[str, Sequence[float]]  # milliseconds of modules, in the order of the cell
     peers: Mapping[str, Sequence[float]]
     absent: Mapping[str, str]
-    eager: Sequence[str]
-    around: Mapping[str, str | None]
+    uncaptured: Sequence[str]
+    around: Mapping[str, Any]
     winner: str | None
-    errors: Mapping[str, float] = field(default_factory=dict)  # of O, by name; a journal of old has none
+    errors: Mapping[str, float] = field(default_factory=dict)
+    eager: Mapping[str, float] = field(default_factory=dict)
 
     def record(self, day: str | None = None) -> TuningRecord | None:
         """What is kept of it; None for a cell without a winner. `day` is the present UTC day unless given."""
@@ -89,12 +94,13 @@ class Outcome:
                 stem=stem,
                 sha256=modules[stem].sha256,
                 spec=modules[stem].spec.model_dump(exclude_none=True),
-                **timed(problem, rounds, self.errors.get(stem)),
+                **self._timed(stem, rounds),
             )
             for stem, rounds in self.times.items()
         ]
         return TuningRecord(
             gpu=self.around["gpu"] or "unknown",
+            sms=self.around.get("sms"),
             driver=self.around["driver"],
             torch=self.around["torch"] or "unknown",
             dsl=self.around["dsl"] or "unknown",
@@ -102,13 +108,15 @@ class Outcome:
             date=day or datetime.datetime.now(datetime.UTC).date().isoformat(),
             problem=problem,
             results=results,
-            peers=[
-                PeerResult(name=name, **timed(problem, rounds, self.errors.get(name)))
-                for name, rounds in self.peers.items()
-            ],
+            peers=[PeerResult(name=name, **self._timed(name, rounds)) for name, rounds in self.peers.items()],
             absent=dict(self.absent),
             winner=self.winner,
         )
+
+    def _timed(self, name: str, rounds: Sequence[float]) -> dict[str, Any]:
+        """The fields of a result that were measured or follow from that."""
+        error, eager = self.errors.get(name), self.eager.get(name)
+        return timed(self.cell.problem, rounds, error=error, eager=eager, captured=name not in self.uncaptured)
 
 
 def distribute(cells: Sequence[Cell], gpus: Sequence[str]) -> dict[str, list[Cell]]:
@@ -142,7 +150,7 @@ class _Slot:
     family: str
     cells: list[Cell]
     worker: Worker | None = None
-    around: dict[str, str | None] = field(default_factory=dict)
+    around: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -154,6 +162,7 @@ class Tuner:
     gpus: Sequence[str]
     logs: Path
     peers: bool = True
+    burst_ms: float = heats.BURST_MS
     jobs: int = 1
     budget_s: float | None = None
     command: Sequence[str] = COMMAND
@@ -216,8 +225,8 @@ class Tuner:
         wanted = {m.stem: m for cell in slot.cells if not self._finished(cell) for m in cell.modules}
         while not self._stop.is_set():
             modules = [module.as_request() for stem, module in wanted.items() if stem not in self.out]
-            problem = slot.cells[0].problem.model_dump()
-            request = {"do": "load", "modules": modules, "problem": problem, "peers": self.peers}
+            problems = [cell.problem.model_dump() for cell in slot.cells if not self._finished(cell)]
+            request = {"do": "load", "modules": modules, "problems": problems, "peers": self.peers}
             answer = self._ask(slot, {**request, "without": sorted(self.out)})
             if answer is not None:
                 self._note_wrong(answer)
@@ -279,7 +288,8 @@ class Tuner:
         """What the journal has of a heat as it would be run now."""
         heat = cell.heats[stage]
         peers = self.peers and heat.last
-        return self.journal.find("heat", cell=cell.key, stage=stage, rounds=heat.rounds, peers=peers)
+        how = {"rounds": heat.rounds, "burst": self.burst_ms, "peers": peers}
+        return self.journal.find("heat", cell=cell.key, stage=stage, **how)
 
     def _finished(self, cell: Cell) -> bool:
         return self._entry(cell, len(cell.heats) - 1) is not None
@@ -311,15 +321,17 @@ class Tuner:
                 "peers": peers,
                 "without": sorted(self.out),
                 "rounds": heat.rounds,
+                "eager_rounds": heats.EAGER_ROUNDS if heat.last else 0,
+                "burst": self.burst_ms,
             }
             answer = self._ask(slot, request)
             if answer is not None:
                 break
         self._note_wrong(answer)
-        times, failed, eager = answer["times"], answer["failed"], answer["eager"]
+        measured = {name: answer[name] for name in ("times", "eager", "errors", "failed", "uncaptured")}
+        how = {"rounds": heat.rounds, "burst": self.burst_ms, "peers": peers}
         around = {**slot.around, "ptxas": answer["ptxas"]}
-        measured = {"times": times, "errors": answer["errors"], "failed": failed, "eager": eager, "around": around}
-        return self.journal.append("heat", cell=cell.key, stage=stage, rounds=heat.rounds, peers=peers, **measured)
+        return self.journal.append("heat", cell=cell.key, stage=stage, **how, **measured, around=around)
 
     def _survivors(self, entry: Mapping[str, Any], heat: Heat, stems: Sequence[str]) -> list[str]:
         """The holder of the title and the fastest challengers, in their order."""
@@ -352,7 +364,8 @@ class Tuner:
         out = {name: reason for name, reason in self.out.items() if name in stems or name not in self._files}
         absent = {**entry["failed"], **out}
         winner = heats.winner(times) if times else None
-        return Outcome(cell, times, peers, absent, entry["eager"], entry["around"], winner, entry.get("errors", {}))
+        measured = {"errors": entry["errors"], "eager": entry["eager"], "uncaptured": entry["uncaptured"]}
+        return Outcome(cell, times, peers, absent, around=entry["around"], winner=winner, **measured)
 
 
 def _slots(gpu: str, cells: Sequence[Cell]) -> list[_Slot]:
