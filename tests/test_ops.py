@@ -159,6 +159,23 @@ def test_what_decides_is_asked_for(eager: Modules) -> None:
     assert [lse for _, _, lse in eager.asked] == [False] * 3 + [True] + [False] * 3
 
 
+def test_dependent_launch_is_asked_of_modules_that_know_it(eager: Modules, monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = tensors()
+    assert fa3gen.attention(q, k, v, enable_pdl=True).equal(
+        expected(q, k, v)
+    )  # ignored: this module has no such argument
+    asked = []
+
+    def attention(q: Any, k: Any, v: Any, *, enable_pdl: bool = False, **options: Any) -> Any:
+        asked.append(enable_pdl)
+        return expected(q, k, v, **options)
+
+    monkeypatch.setattr(ops, "_serving", lambda *call: attention)
+    for options in ({}, {"enable_pdl": False}, {"enable_pdl": True}):
+        assert fa3gen.attention(q, k, v, **options).equal(expected(q, k, v))
+    assert asked == [False, False, True]
+
+
 @pytest.mark.parametrize("way", ["eager", "modules"])
 def test_out_scale_and_lse(way: str, request: pytest.FixtureRequest) -> None:
     request.getfixturevalue(way)

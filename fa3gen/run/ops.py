@@ -8,6 +8,8 @@ the same and have fake implementations.
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, Protocol, cast, get_args
 
@@ -68,6 +70,7 @@ def _explain(
     scale: float | None = None,
     out: torch.Tensor | None = None,
     return_lse: bool = False,
+    enable_pdl: bool = False,
 ) -> Choice:
     """Which module `fa3gen.attention` takes for these arguments, and why; `print` it.
 
@@ -90,6 +93,7 @@ def attention(
     scale: float | None = None,
     out: torch.Tensor | None = None,
     return_lse: bool = False,
+    enable_pdl: bool = False,
 ) -> Any:
     """O = softmax(scale Q K^T) V on a Hopper GPU, by the fastest generated module, on torch's current stream.
 
@@ -110,6 +114,9 @@ def attention(
             new contiguous tensor of q's dtype by default.
         return_lse: Return (O, LSE), LSE the natural logarithm of each row's sum of exponentials,
             (batch, heads_q, seq_q) float32.
+        enable_pdl: Programmatic dependent launch: where the module serves small problems (scheduler grid), begin beside
+            the end of the kernel before on this stream, once that one allows it. Results are the same. Other modules,
+            and calls that torch.compile or a dispatch mode sees, are launched as ever.
 
     Returns:
         O, (batch, seq_q, heads_q, d_v); with return_lse, (O, LSE). A row with no visible key has O = 0, LSE = -inf.
@@ -133,7 +140,15 @@ def attention(
         _asked(q, k, v, out, causal, window)  # its messages are better than those of an operator's schema
         return _by_operator(q, k, v, causal, window, scale, out, return_lse)
     serving = _serving(q, k, v, out, causal, window, return_lse)
+    if enable_pdl and _has_pdl(serving):
+        return serving(q, k, v, scale=scale, out=out, return_lse=return_lse, enable_pdl=True)
     return serving(q, k, v, scale=scale, out=out, return_lse=return_lse)
+
+
+@functools.cache
+def _has_pdl(attention: Callable[..., Any]) -> bool:
+    """Whether a module's `attention` knows programmatic dependent launch."""
+    return "enable_pdl" in inspect.signature(attention).parameters
 
 
 def _asked(q: Any, k: Any, v: Any, out: Any, causal: bool, window: Window) -> tuple[Family, Size]:
