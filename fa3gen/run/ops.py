@@ -96,7 +96,8 @@ def attention(
     """O = softmax(scale Q K^T) V on a Hopper GPU, by the fastest generated module, on torch's current stream.
 
     The first call for a dtype, head dims and mask reads the dispatch table and imports the module; the first
-    launch loads the kernel from the compile cache, or compiles it. Make that call before capturing a CUDA graph.
+    launch loads the kernel from the compile cache, or compiles it. Make that call before capturing a CUDA graph,
+    since code may not be loaded in a capture; all else that a call needs can be made there, too.
 
     Args:
         q: (batch, seq_q, heads_q, d), bfloat16 or float16. Any strides with a contiguous last dimension and
