@@ -95,9 +95,9 @@ Timeline: a tile is one of queries, a step takes one tile of keys
 
 import functools
 import math
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -932,7 +932,6 @@ current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", lambda gpu: torc
 # Nobody says when a stream or a graph ends, so slots are not given back.
 SLOTS = 64  # made at a time
 SLOT_WORDS = 32  # of 4 bytes: 128 apart, so that no two share a cache line
-PER_THREAD = 2  # CUDA's handle of a stream that every thread has for itself
 unused, keeper = {}, ThreadPoolExecutor(max_workers=1)  # slots by GPU; the thread that makes them and gives them out
 
 
@@ -940,38 +939,49 @@ def tile_counter(gpu):
     """A zero, and again a zero after the launch."""
     stream = current_stream(gpu)
     # The default stream, 0, cannot be captured.
-    return slot(gpu, stream, capture_or_thread(gpu, stream)) if stream else slot(gpu)
+    return slot(gpu, stream, capture_id(gpu, stream)) if stream else slot(gpu)
 
 
-def capture_or_thread(gpu, stream):
-    """What tells apart launches with one handle that may run at once: captures, and threads with a stream each."""
-    if torch.cuda.current_device() != gpu or torch.cuda.is_current_stream_capturing():  # to ask the driver takes longer
-        error, status, capture, *_ = cuda.cuStreamGetCaptureInfo(stream)
-        if error:
-            raise RuntimeError(f"no capture status of stream {stream:#x}: {error!r}")
-        if status == cuda.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_ACTIVE:
-            return int(capture)  # unique in this process
-    return -threading.get_ident() if stream == PER_THREAD else 0
+def capture_id(gpu, stream):
+    """Of the CUDA graph that a stream is being captured into, unique in this process; 0 where there is none."""
+    if torch.cuda.current_device() == gpu and not torch.cuda.is_current_stream_capturing():
+        return 0  # without the driver, which takes longer
+    status, capture, *_ = checked(*cuda.cuStreamGetCaptureInfo(stream))
+    return int(capture) if status == cuda.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_ACTIVE else 0
+
+
+def checked(error, *results):
+    """What a call of the CUDA driver returned."""
+    if error:
+        raise RuntimeError(f"the CUDA driver returned {error!r}")
+    return results
 
 
 @functools.cache
 def slot(gpu, *launches):
-    """The slot of launches on the default stream; or with one handle, and nothing else that tells them apart."""
+    """The slot of launches that follow one another: on the default stream, or in one capture, or none, of another."""
     return keeper.submit(unused_slot, gpu).result()
 
 
 def unused_slot(gpu):
-    """A slot that nobody has, from `keeper`, whose thread and stream are captured in no graph.
+    """A slot that nobody has; run by `keeper`, past torch, on a stream that nobody else has.
 
-    So no graph replays the fill, and neither a graph nor torch.compile, which takes all that a thread allocates into a
-    pool for graphs, owns the memory.
+    The thread that wants it may be capturing a graph, which would replay the fill; or torch.compile may be preparing
+    one there, and have what torch allocates go to a pool that it takes back.
     """
     if not unused.get(gpu):
-        # Now cudaMalloc is allowed in this thread, even while another one captures.
-        cuda.cuThreadExchangeStreamCaptureMode(cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED)
-        stream = torch.cuda.ExternalStream(PER_THREAD, gpu)
-        with torch.cuda.stream(stream):
-            slots = torch.zeros((SLOTS, SLOT_WORDS), dtype=torch.int32, device=gpu)[:, :1]
-        stream.synchronize()  # zeros for all streams
-        unused[gpu] = list(slots)
+        shape = SLOTS, SLOT_WORDS
+        size = math.prod(shape) * torch.int32.itemsize
+        # Relaxed: this thread may allocate even while another one captures.
+        checked(*cuda.cuThreadExchangeStreamCaptureMode(cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED))
+        (context,) = checked(*cuda.cuDevicePrimaryCtxRetain(*checked(*cuda.cuDeviceGet(gpu))))
+        checked(*cuda.cuCtxSetCurrent(context))
+        (memory,) = checked(*cuda.cuMemAlloc(size))
+        (stream,) = checked(*cuda.cuStreamCreate(cuda.CUstream_flags.CU_STREAM_NON_BLOCKING))
+        checked(*cuda.cuMemsetD8Async(memory, 0, size, stream))
+        checked(*cuda.cuStreamSynchronize(stream))  # zeros for all streams
+        checked(*cuda.cuStreamDestroy(stream))
+        array = {"shape": shape, "typestr": "<i4", "data": (int(memory), False), "version": 2}
+        slots = torch.as_tensor(SimpleNamespace(__cuda_array_interface__=array), device=gpu)
+        unused[gpu] = list(slots[:, :1])
     return unused[gpu].pop()

@@ -1,34 +1,30 @@
 """What a generated module asks of CUDA around a launch, on a machine without a GPU: streams, captures, new zeros.
 
-A GPU's number stands for a device. What CUDA or torch would do to a fill in the wrong place is an AssertionError here:
-into a graph that is being captured, into the pool of a thread that prepares one, without leave to allocate.
+What CUDA would refuse, or do where it is wrong, is an AssertionError here: an allocation while somebody captures, a
+fill on a stream that may be captured.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from types import ModuleType, SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import cuda.bindings.driver as cuda
 import pytest
 import torch
 
 RELAXED = cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+NON_BLOCKING = cuda.CUstream_flags.CU_STREAM_NON_BLOCKING
 ACTIVE = cuda.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_ACTIVE
 NO_CAPTURE = cuda.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE
-PER_THREAD = 2
-
-
-class Stream(NamedTuple):
-    """As torch.cuda.ExternalStream: a handle and the GPU's number."""
-
-    handle: int
-    gpu: int
+GOOD, NO_MEMORY = cuda.CUresult.CUDA_SUCCESS, cuda.CUresult.CUDA_ERROR_OUT_OF_MEMORY
+STALE = 7  # what stands in new memory
 
 
 @dataclass
@@ -39,36 +35,33 @@ class PretendedCuda:
     current_gpu: int = 0
     captures: dict[int, int] = field(default_factory=dict)  # by handle of the stream: the capture that it is in
     asked: list[int] = field(default_factory=list)  # handles that the driver was asked about
-    fills: list[int] = field(default_factory=list)  # the GPU of each fill that torch was asked for
+    batches: list[int] = field(default_factory=list)  # for each allocation, its GPU
+    memory: dict[int, torch.Tensor] = field(default_factory=dict)  # by address
+    streams: list[int] = field(default_factory=list)  # handles of those that the driver made
     out_of_memory: bool = False
     told: tuple[Any, ...] = ()  # what the driver tells of a capture beside error, status and id
-    error: cuda.CUresult = cuda.CUresult.CUDA_SUCCESS
-    unfinished: set[Stream] = field(default_factory=set)
+    error: cuda.CUresult = GOOD
+    unfinished: set[int] = field(default_factory=set)  # streams with a fill that nobody waited for
     of_thread: threading.local = field(default_factory=threading.local)
 
     def install(self, module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
         """Put this in the place of CUDA, for a module and for what it asks of torch."""
-        driver = SimpleNamespace(
-            cuStreamGetCaptureInfo=self.capture_info,
-            cuThreadExchangeStreamCaptureMode=self.exchange_mode,
-            CUstreamCaptureMode=cuda.CUstreamCaptureMode,
-            CUstreamCaptureStatus=cuda.CUstreamCaptureStatus,
-        )
+        enums = ("CUstreamCaptureMode", "CUstreamCaptureStatus", "CUstream_flags")
+        calls = (name for name in vars(PretendedCuda) if name.startswith("cu") and name[2].isupper())
+        driver = {name: getattr(cuda, name) for name in enums} | {name: getattr(self, name) for name in calls}
         facts = SimpleNamespace(major=9, minor=0, multi_processor_count=self.sms)
-        monkeypatch.setattr(module, "cuda", driver)
+        monkeypatch.setattr(module, "cuda", SimpleNamespace(**driver))
         monkeypatch.setattr(module, "current_stream", self.current_stream)
         for name, pretended in {
             "current_device": lambda: self.current_gpu,
             "is_current_stream_capturing": lambda: self.current_stream(self.current_gpu) in self.captures,
             "get_device_properties": lambda gpu: facts,
-            "ExternalStream": self.external_stream,
-            "stream": self.stream,
         }.items():
             monkeypatch.setattr(torch.cuda, name, pretended)
         # On the devices of a GPU that is not there, torch makes CPU tensors.
-        zeros, empty = torch.zeros, torch.empty
-        monkeypatch.setattr(torch, "zeros", lambda *args, **facts: self.zeros(zeros, *args, **facts))
+        empty = torch.empty
         monkeypatch.setattr(torch, "empty", lambda *shape, device=None, **facts: empty(*shape, **facts))
+        monkeypatch.setattr(torch, "as_tensor", self.as_tensor)
 
     def current_stream(self, gpu: int) -> int:
         """The handle of the calling thread's current stream."""
@@ -76,66 +69,82 @@ class PretendedCuda:
         return handles.get(gpu, 0)
 
     @contextlib.contextmanager
-    def stream(self, stream: Stream) -> Iterator[None]:
+    def stream(self, handle: int, gpu: int = 0) -> Iterator[None]:
         """Make a stream the calling thread's current one."""
-        before = self.current_stream(stream.gpu)
-        self.of_thread.handles[stream.gpu] = stream.handle
+        before = self.current_stream(gpu)
+        self.of_thread.handles[gpu] = handle
         yield
-        self.of_thread.handles[stream.gpu] = before
+        self.of_thread.handles[gpu] = before
 
     @contextlib.contextmanager
     def capture(self, handle: int, number: int, gpu: int = 0) -> Iterator[None]:
         """Capture what the calling thread launches on a stream."""
-        with self.stream(Stream(handle, gpu)):
+        with self.stream(handle, gpu):
             self.captures[handle] = number
             yield
             del self.captures[handle]
 
-    @contextlib.contextmanager
-    def preparing_a_graph(self) -> Iterator[None]:
-        """As torch.compile does: what the calling thread allocates goes to a pool that torch takes back."""
-        self.of_thread.pool = "that of a graph"
-        yield
-        del self.of_thread.pool
+    def as_tensor(self, shared: Any, *, device: int) -> torch.Tensor:
+        """The tensor at an address, as torch.as_tensor makes it of what has a __cuda_array_interface__."""
+        array = shared.__cuda_array_interface__
+        address, read_only = array["data"]
+        assert (array["typestr"], array["version"], read_only) == ("<i4", 2, False)
+        assert device == self.batches[-1], "torch would copy it to that device"
+        found = self.memory[address]
+        assert found.numel() == math.prod(array["shape"])
+        return found.view(array["shape"])
 
-    def external_stream(self, handle: int, gpu: int) -> Any:
-        """A stream of this handle; each thread has its own of the handle PER_THREAD."""
-        unfinished, stream = self.unfinished, Stream(handle, gpu)
+    # What a module calls of cuda.bindings.driver
 
-        class External(Stream):
-            def synchronize(self) -> None:
-                """Wait for all fills."""
-                unfinished.discard(stream)
-
-        return External(handle, gpu)
-
-    def capture_info(self, handle: int) -> tuple[Any, ...]:
-        """As cuda.bindings.driver has it."""
+    def cuStreamGetCaptureInfo(self, handle: int) -> tuple[Any, ...]:
         assert handle, "the driver refuses to be asked about the default stream while another one captures"
         self.asked.append(handle)
         number = self.captures.get(handle)
         return self.error, NO_CAPTURE if number is None else ACTIVE, cuda.cuuint64_t(number or 0), *self.told
 
-    def exchange_mode(self, mode: Any) -> tuple[Any, Any]:
-        """As cuda.bindings.driver has it."""
-        self.of_thread.mode = mode
-        return cuda.CUresult.CUDA_SUCCESS, None
+    def cuThreadExchangeStreamCaptureMode(self, mode: Any) -> tuple[Any, Any]:
+        before, self.of_thread.mode = getattr(self.of_thread, "mode", None), mode
+        return GOOD, before
 
-    def zeros(self, make: Any, *args: Any, device: int | None = None, **facts: Any) -> torch.Tensor:
-        """torch.zeros: on a GPU it must not be captured, and be allowed to allocate."""
-        made: torch.Tensor = make(*args, **facts)
-        if device is None:
-            return made
-        handle = self.current_stream(device)
-        assert handle not in self.captures, "the fill is captured: each replay of the graph repeats it"
-        assert handle, "the default stream, which CUDA refuses while a stream that waits for it captures"
-        assert getattr(self.of_thread, "mode", None) is RELAXED, "cudaMalloc fails here while any thread captures"
-        assert not hasattr(self.of_thread, "pool"), "torch.compile takes this memory back"
-        self.fills.append(device)
+    def cuDeviceGet(self, gpu: int) -> tuple[Any, int]:
+        return GOOD, 100 + gpu
+
+    def cuDevicePrimaryCtxRetain(self, device: int) -> tuple[Any, int]:
+        return GOOD, 100 + device
+
+    def cuCtxSetCurrent(self, context: int) -> tuple[Any]:
+        self.of_thread.gpu = context - 200
+        return (GOOD,)
+
+    def cuMemAlloc(self, size: int) -> tuple[Any, Any]:
+        assert getattr(self.of_thread, "mode", None) is RELAXED, "refused while any thread captures"
         if self.out_of_memory:
-            raise torch.cuda.OutOfMemoryError("no room for a test")
-        self.unfinished.add(Stream(handle, device))
-        return made
+            return NO_MEMORY, None
+        made = torch.full((size // 4,), STALE, dtype=torch.int32)
+        self.memory[made.data_ptr()] = made
+        self.batches.append(self.of_thread.gpu)
+        return GOOD, cuda.CUdeviceptr(made.data_ptr())
+
+    def cuStreamCreate(self, kind: Any) -> tuple[Any, int]:
+        assert kind == NON_BLOCKING, "it would wait for the default stream"
+        self.streams.append(1000 + len(self.streams))
+        return GOOD, self.streams[-1]
+
+    def cuMemsetD8Async(self, memory: Any, value: int, size: int, stream: int) -> tuple[Any]:
+        assert stream in self.streams, "somebody else's stream, which may be captured"
+        filled = self.memory[int(memory)]
+        assert size == 4 * filled.numel()
+        filled.view(torch.uint8).fill_(value)
+        self.unfinished.add(stream)
+        return (GOOD,)
+
+    def cuStreamSynchronize(self, stream: int) -> tuple[Any]:
+        self.unfinished.discard(stream)
+        return (GOOD,)
+
+    def cuStreamDestroy(self, stream: int) -> tuple[Any]:
+        self.streams.remove(stream)
+        return (GOOD,)
 
 
 def distinct(tensors: Iterable[torch.Tensor]) -> bool:

@@ -7,6 +7,7 @@ modules that are wrong on purpose. Each function returns what is wrong in words,
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -144,17 +145,12 @@ def graphs_at_once(device: torch.device, times: int, launches: int) -> Callable[
 
     def run(calls: Sequence[Call]) -> Iterator[list[list[Attention]]]:
         torch.cuda.synchronize(device)
-        graphs, results = [], []
-        for call in calls:
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                results.append([call()])
-            graphs.append(graph)
+        captured = [capture(call) for call in calls]
+        graphs, results = [graph for graph, _ in captured], [[result] for _, result in captured]
         streams = [torch.cuda.Stream(device) for _ in calls]
         for _ in range(times):
             for (result,) in results:
-                result.out.fill_(math.nan)
-                result.lse.fill_(math.nan)
+                poison(result)
             hold(streams)
             for _ in range(launches):
                 for stream, graph in zip(streams, graphs, strict=True):
@@ -164,6 +160,76 @@ def graphs_at_once(device: torch.device, times: int, launches: int) -> Callable[
             yield results
 
     return run
+
+
+def graphs_beside_streams(device: torch.device, times: int, launches: int) -> Callable[[Sequence[Call]], Iterator[Any]]:
+    """Every call `launches` times, all at once: every other one as a graph, the last on the default stream."""
+
+    def run(calls: Sequence[Call]) -> Iterator[list[list[Attention]]]:
+        torch.cuda.synchronize(device)
+        captured = [capture(call) if number % 2 == 0 else None for number, call in enumerate(calls[:-1])] + [None]
+        streams = [torch.cuda.Stream(device) for _ in calls[1:]] + [torch.cuda.default_stream(device)]
+        for _ in range(times):
+            results: list[list[Attention]] = [[] if graph is None else [graph[1]] for graph in captured]
+            for (result,) in (found for found in results if found):
+                poison(result)
+            hold(streams)
+            for _ in range(launches):
+                for stream, call, graph, found in zip(streams, calls, captured, results, strict=True):
+                    with torch.cuda.stream(stream):
+                        if graph is None:
+                            found.append(call())
+                        else:
+                            graph[0].replay()
+            torch.cuda.synchronize(device)
+            yield results
+
+    return run
+
+
+def soak(problems: Sequence[Problem], device: torch.device, chance: random.Random) -> Iterator[str]:
+    """The same bits from calls in any order, some of them captured, on four streams, as from one after the other."""
+    alone = [problem.attend() for problem in problems]
+    torch.cuda.synchronize(device)
+    streams = [torch.cuda.Stream(device) for _ in range(4)]
+    captured = {number: capture(problem.attend) for number, problem in enumerate(problems) if chance.random() < 0.4}
+    for _, result in captured.values():
+        poison(result)
+    results: list[list[Attention]] = [
+        [captured[number][1]] if number in captured else [] for number in range(len(alone))
+    ]
+    # A graph may be launched on any stream, even before it has run on another: CUDA lets it run once at a time. But its
+    # outputs are poisoned in it, so that what is looked at in the end is what its last run wrote.
+    order = [number for number in range(len(problems)) for _ in range(chance.randint(1, 3))]
+    chance.shuffle(order)
+    hold(streams)
+    for number in order:
+        with torch.cuda.stream(chance.choice(streams)):
+            if number in captured:
+                captured[number][0].replay()
+            else:
+                results[number].append(problems[number].attend())
+    torch.cuda.synchronize(device)
+    for number, (problem, wanted) in enumerate(zip(problems, alone, strict=True)):
+        wrong = sum(differs(result, wanted) for result in results[number])
+        if wrong:
+            how = "from a graph" if number in captured else "on a stream"
+            sizes = tuple(problem.q.shape), tuple(problem.k.shape)
+            yield f"{problem.module.__name__}, q and k {sizes}: {wrong} of {len(results[number])} results {how} differ"
+
+
+def capture(call: Call) -> tuple[torch.cuda.CUDAGraph, Attention]:
+    """A graph of one call, and where its results will be."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = call()
+    return graph, result
+
+
+def poison(result: Attention) -> None:
+    """Make all of a result NaN, so that what is not written again shows."""
+    result.out.fill_(math.nan)
+    result.lse.fill_(math.nan)
 
 
 def hold(streams: Sequence[Any]) -> None:

@@ -53,9 +53,9 @@ def loads(node: ast.AST) -> Counter[str]:
 
 
 def test_size() -> None:
-    """300 to 700 lines, to read in one sitting; 320 more for roles, work, timeline, slots of a specialised kernel."""
+    """300 to 700 lines, to read in one sitting; 330 more for roles, work, timeline, slots of a specialised kernel."""
     lines = {stem: len(source(stem).splitlines()) for stem in STEMS}
-    most = {stem: 1020 if plans()[stem].schedule.specialized else 700 for stem in STEMS}
+    most = {stem: 1030 if plans()[stem].schedule.specialized else 700 for stem in STEMS}
     assert {stem: n for stem, n in lines.items() if not 300 <= n <= most[stem]} == {}
 
 
@@ -205,7 +205,7 @@ KERNELS = {"launch", "attention_kernel", "scores_kernel", "softmax_kernel", "out
 
 def test_imports_are_few() -> None:
     """Self-contained: one file can be vendored."""
-    allowed = {"functools", "math", "threading", "concurrent.futures", "dataclasses"}
+    allowed = {"functools", "math", "concurrent.futures", "dataclasses", "types"}
     allowed |= {"cuda.bindings.driver", "torch", "cutlass"}  # the DSL needs the first of these, too
 
     def check(stem: str) -> list[str]:
@@ -447,7 +447,7 @@ SINGLE_TILE = r"unasked_lse|replace\("
 PERSISTENT = r"num_sms|num_ctas|launch_constants|work\.number"
 DYNAMIC = r"\bcounter\b|TILE_SLOTS|tile_ring|draw|slot_after|KEYS_IN_L2|atomic"
 STATIC = r"dealt_work"
-STREAM_K = r"\b[pP]arts?\b|PART|STEPS_SAVED|num_whole|piece_of_work|[sS]tream-K|flags"
+STREAM_K = r"\b[pP]arts?\b|PART|STEPS_SAVED|num_whole|piece_of_work|[sS]tream-K|\bflags"
 WHOLE = r"\bwork_on\b"
 FLATTENED = r"upcoming\.valid|q_stage\b|k_stage\b|during the epilogue"
 OVER_Q = r"OUTPUT_BARRIER|where Q was|over Q\b"

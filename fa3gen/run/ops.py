@@ -99,7 +99,7 @@ def attention(
 
     The first call for a dtype, head dims, mask and range of sizes reads the dispatch table and imports the module; the
     first launch loads the kernel from the compile cache, or compiles it. Make that call, with tensors of the same
-    sizes, before capturing a CUDA graph.
+    sizes, before capturing a CUDA graph, since code may not be loaded in a capture; all else can be made there, too.
 
     Args:
         q: (batch, seq_q, heads_q, d), bfloat16 or float16. Any strides with a contiguous last dimension and

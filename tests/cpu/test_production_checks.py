@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -96,6 +98,48 @@ def test_launches_that_disturb_each_other_are_found() -> None:
         f"time {time}: 2 of 2 results of call {call} are not what it gives alone" for time in (1, 2) for call in (1, 2)
     ]
     assert "0 of 0 results of call 1" in found(production.undisturbed([problem(exact)], one_after_the_other(0)))
+
+
+def without_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything on a stream or in a graph happens at once."""
+
+    def capture(call: Call) -> tuple[Any, Attention]:
+        result = call()
+
+        def replay() -> None:
+            for place, value in zip(result, call(), strict=True):
+                place.copy_(value)
+
+        return SimpleNamespace(replay=replay), result
+
+    monkeypatch.setattr(production, "capture", capture)
+    monkeypatch.setattr(production, "hold", lambda streams: None)
+    for name in ("Stream", "default_stream", "synchronize"):
+        monkeypatch.setattr(torch.cuda, name, lambda device: None)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+
+
+def test_calls_that_a_graph_disturbs_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_streams(monkeypatch)
+    at_once = production.graphs_beside_streams(CPU, times=1, launches=2)
+    assert found(production.undisturbed([problem(exact, seed=seed) for seed in range(3)], at_once)) == ""
+    module = Forgetful()
+    problems = [problem(module.attention), problem(module.attention), problem(exact)]  # a graph, a stream, the default
+    assert found(production.undisturbed(problems, at_once)).splitlines() == [
+        f"time 1: {wrong} of {wrong} results of call {call} are not what it gives alone"
+        for call, wrong in ((1, 1), (2, 2))
+    ]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_soak_finds_what_is_disturbed(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    without_streams(monkeypatch)
+    assert found(production.soak([problem(exact) for _ in range(4)], CPU, random.Random(seed))) == ""
+    forgetful, right = problem(Forgetful().attention), problem(exact)
+    forgetful.module.__name__ = "forgetful"
+    wrong = found(production.soak([right, forgetful, right, forgetful], CPU, random.Random(seed)))
+    assert wrong.count("forgetful, q and k ((2, 40, 2, 64), (2, 50, 2, 64)): ") == len(wrong.splitlines()) == 2
+    assert all(line.endswith(("from a graph differ", "on a stream differ")) for line in wrong.splitlines())
 
 
 def test_wrong_numbers_are_found() -> None:

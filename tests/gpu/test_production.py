@@ -62,7 +62,11 @@ def test_repeated_launches_give_the_same_bits(stem: str, hopper: Any) -> None:
 
 
 @EVERY
-@pytest.mark.parametrize("how", [production.streams_at_once, production.graphs_at_once], ids=["streams", "graphs"])
+@pytest.mark.parametrize(
+    "how",
+    [production.streams_at_once, production.graphs_at_once, production.graphs_beside_streams],
+    ids=["streams", "graphs", "both"],
+)
 @pytest.mark.parametrize("shape", [SMALL, LARGE], ids=["small", "large"])
 def test_launches_at_the_same_time_do_not_disturb_each_other(stem: str, how: Any, shape: Any, hopper: Any) -> None:
     """Four calls of one module with inputs of their own, one of them of the other size."""

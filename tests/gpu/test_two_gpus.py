@@ -52,6 +52,28 @@ def test_calls_run_where_their_tensors_are(stem: str, two_gpus: tuple[torch.devi
     assert all(torch.equal(x, y) for other in results[1:] for x, y in zip(results[0], other, strict=True))
 
 
+@pytest.mark.parametrize("stem", ["fwd_d64_causal", "fwd_d64"])
+def test_streams_and_graphs_of_the_other_gpu(stem: str, two_gpus: tuple[torch.device, torch.device]) -> None:
+    """Captured while the other GPU is the current one, and while the first is: torch tells of the current one only."""
+    module: Any = load_for_launch(WORKSPACE.module_path(stem))
+    first, other = two_gpus
+    q, k, v = tensors(module.HEAD_DIM, other)
+    wanted = module.attention(q, k, v)
+    torch.cuda.synchronize(other)
+    for current in (other, first):
+        made = module.slot.cache_info().currsize
+        stream, graph = torch.cuda.Stream(other), torch.cuda.CUDAGraph()
+        with torch.cuda.stream(stream), torch.cuda.device(current):
+            assert module.attention(q, k, v).equal(wanted)
+        with torch.cuda.device(other):
+            with torch.cuda.graph(graph, stream=stream), torch.cuda.device(current):
+                out = module.attention(q, k, v, out=torch.empty_like(wanted))
+            graph.replay()
+        torch.cuda.synchronize(other)
+        assert out.equal(wanted)
+        assert module.slot.cache_info().currsize == made + 2  # as itself, and in the capture
+
+
 def test_operands_on_two_gpus_are_refused(two_gpus: tuple[torch.device, torch.device]) -> None:
     q, k, v = tensors(64, two_gpus[0])
     with pytest.raises((TypeError, ValueError), match="argument #1"):
