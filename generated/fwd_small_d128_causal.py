@@ -766,17 +766,16 @@ def attention(q, k, v, *, scale=None, out=None, return_lse=False, enable_pdl=Fal
         raise ValueError(f"q has {heads_q} heads and k has {heads_kv}; heads of q must be a multiple of those of k")
     if 0 in out_strides and any(stride == 0 and size > 1 for size, stride in zip(out.shape, out_strides)):
         raise ValueError(f"out has strides {out_strides}: several elements share one address; pass out.contiguous()")
-    if batch > GRID_MAX or seq_q > GRID_MAX * TILE_M:
-        raise ValueError(
-            f"q has shape {tuple(q.shape)}: more tiles than a grid has places; call fwd_* of scheduler static"
-        )
     if scale is not None and not (isinstance(scale, (int, float)) and 0.0 < scale < math.inf):
         raise ValueError(f"scale is {scale!r}; it needs to be a finite and positive number")
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         raise ValueError("q, k or v requires grad; this kernel is forward only: call it under torch.no_grad()")
-    enable_pdl = int(enable_pdl)
     gpu = q.get_device()
     no_lse = unasked_lse(gpu)
+    if batch > GRID_MAX or seq_q > GRID_MAX * TILE_M:
+        needed = f"a grid has {GRID_MAX} places each for batch and tiles of rows; call a module of scheduler static"
+        raise ValueError(f"q has shape {tuple(q.shape)}; {needed}")
+    enable_pdl = int(enable_pdl)
     lse = empty((batch, heads_q, seq_q), (heads_q * seq_q, seq_q, 1), torch.float32, gpu) if return_lse else no_lse
     if out is None:
         row = heads_q * HEAD_DIM
