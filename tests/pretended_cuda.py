@@ -94,6 +94,11 @@ class PretendedCuda:
         assert found.numel() == math.prod(array["shape"])
         return found.view(array["shape"])
 
+    def gave(self, slot: torch.Tensor) -> bool:
+        """Whether it lies in memory that the driver gave, and not in torch's."""
+        ends = [(address, address + 4 * made.numel()) for address, made in self.memory.items()]
+        return any(start <= slot.data_ptr() < end for start, end in ends)
+
     # What a module calls of cuda.bindings.driver
 
     def cuStreamGetCaptureInfo(self, handle: int) -> tuple[Any, ...]:

@@ -65,7 +65,7 @@ def test_a_slot_is_what_the_kernel_was_compiled_for(module: ModuleType, gpu: Pre
     shape = (1,) if hasattr(module, "tile_counter") else (gpu.sms, module.CONSUMER_WARPS)
     for slot in (zeros(module), on(module, gpu, ONE)):
         assert (slot.shape, slot.dtype, slot.is_contiguous()) == (shape, torch.int32, True)
-        assert not slot.any()
+        assert not slot.any() and gpu.gave(slot)
 
 
 @ALL
@@ -110,6 +110,14 @@ def test_slots_are_zero_before_anybody_has_one(module: ModuleType, gpu: Pretende
     with gpu.capture(ONE, 1):
         assert not zeros(module).any()
     assert len(gpu.batches) == 1 and gpu.unfinished == set() and gpu.streams == []
+
+
+@ALL
+def test_the_calling_thread_stays_as_it_is(module: ModuleType, gpu: PretendedCuda) -> None:
+    """It may capture, in a mode of its choice, and may be on another GPU's context."""
+    before = {**vars(gpu.of_thread)}
+    zeros(module)
+    assert {**vars(gpu.of_thread), "handles": {}} == {**before, "handles": {}}
 
 
 class Operations(TorchDispatchMode):
