@@ -316,11 +316,16 @@ def check_specialized_rings(plan: Plan, rows: list[list[str]]) -> None:
     assert [name for name, *_ in rows] == [
         *("q", "k", "v", *["tile"] * (plan.scheduler.kind == "dynamic")),
     ]
-    for _, stages, edge, full, empty in rows:
+    for name, stages, edge, full, empty in rows:
         producer, consumers = edge.split(" -> ")
         assert producer and consumers and producer != consumers and int(stages) >= 1
-        assert int(empty.split()[0]) == int(consumers.split()[0]) and int(full.split()[0]) > 0
-    assert 2 * 8 * sum(int(stages) for _, stages, *_ in rows) == plan.smem.barrier_bytes
+        assert int(full.split()[0]) > 0
+        if (name, plan.load.q_ring) == ("q", False):  # nobody gives it back
+            assert (stages, empty) == ("1", "no reuse" if plan.scheduler.kind == "grid" else "the last K")
+        else:
+            assert int(empty.split()[0]) == int(consumers.split()[0])
+    both_ends = 2 * 8 * sum(int(stages) for _, stages, *_ in rows)
+    assert both_ends - 8 * (not plan.load.q_ring) == plan.smem.barrier_bytes
 
 
 @settings(BOUNDED, max_examples=15, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
@@ -347,7 +352,9 @@ def check_names(module: ast.Module) -> None:
         if function is not None and not call.keywords:
             most = len(function.args.args)
             least = most - len(function.args.defaults)
-            assert least <= len(call.args) <= most, call.func.id
+            if function.args.vararg is None:
+                assert len(call.args) <= most, call.func.id
+            assert least <= len(call.args), call.func.id
 
 
 def check_rings(module: ast.Module, plan: Plan) -> None:
@@ -372,13 +379,19 @@ def check_rings(module: ast.Module, plan: Plan) -> None:
 
 def check_code_of_rings(calls: list[str], plan: Plan) -> None:
     """Of a specialised kernel: with overlap, `multiply` takes K and V and gives back K, `finish_step` gives back V."""
-    rings = ["q_ring", "k_ring", "v_ring"]
-    assert [calls.count(f"{ring}.producer_acquire") for ring in rings] == [1, 1, 1]
-    assert [calls.count(f"{ring}.producer_get_barrier") for ring in rings] == [1, 1, 1]
+    rings, released = ["q_ring", "k_ring", "v_ring"], plan.load.q_ring
+    # The first K of a tile comes before Q where nobody gives Q's place back.
+    filled = [1, 1, 1] if released else [0, 2, 1]
+    assert [calls.count(f"{ring}.producer_acquire") for ring in rings] == filled
+    assert [calls.count(f"{ring}.producer_get_barrier") for ring in rings] == filled
+    announced = ("cute.arch.mbarrier_arrive_and_expect_tx", "cute.arch.mbarrier_wait", "cute.arch.mbarrier_init")
+    assert [calls.count(call) for call in announced] == [not released] * 3
+    placed = plan.scheduler.kind == "grid"
+    assert calls.count("k_ring.sync_object_empty.wait") == (not released and not placed)
     overlap, flattened = plan.schedule.overlap, plan.schedule.flattened
     assert flattened == (plan.load.q_stages > 1 and plan.scheduler.persistent and overlap)
     for ring, waits, releases in (
-        ("q", 1 + flattened, 1),
+        ("q", (1 + flattened) * released, int(released)),
         ("k", 1 + overlap + flattened, 1 + overlap + flattened),
         ("v", 1 + overlap, 1 + overlap),
     ):
@@ -388,7 +401,7 @@ def check_code_of_rings(calls: list[str], plan: Plan) -> None:
     for call in ("producer_acquire", "producer_commit", "consumer_wait", "consumer_release"):
         assert calls.count(f"tile_ring.{call}") == dynamic
     # Three roles walk through the work: two producer warps and the consumers; one of them may draw it.
-    assert (calls.count("draw_work"), calls.count("next_work")) == (dynamic, 3 - dynamic)
+    assert (calls.count("draw_work"), calls.count("next_work")) == (dynamic, 3 - dynamic - placed)
     assert calls.count("first_work") == 1
     # Around each place with products, and at both ends of all.
     turns = [calls.count(name) for name in ("wait_turn", "pass_turn")]
@@ -398,7 +411,7 @@ def check_code_of_rings(calls: list[str], plan: Plan) -> None:
     # With overlap a product stands in `multiply`, which stands in each loop; without, in the one loop.
     assert (calls.count("qk_product"), calls.count("pv_product")) == (qk - loops + overlap, pv - loops + overlap)
     assert (calls.count("multiply_first"), calls.count("finish_step")) == (overlap, loops)
-    assert calls.count("make_ring") == 3 and calls.count("pipeline.PipelineAsync.create") == dynamic
+    assert calls.count("make_ring") == 2 + released and calls.count("pipeline.PipelineAsync.create") == dynamic
 
 
 # What holds for every other input
@@ -486,7 +499,7 @@ def test_round_trip(folder: Path, fields: Fields) -> None:
 def test_strategies_reach_both_sides() -> None:
     kinds: list[tuple[str, str] | None] = []
 
-    @settings(BOUNDED, max_examples=300, database=None)
+    @settings(BOUNDED, max_examples=500, database=None)
     @given(anything() | neighbours())
     def draw(fields: Fields) -> None:
         spec = accepted(fields)

@@ -22,6 +22,7 @@ from fa3gen.compile.census.sass import parse_sass
 from fa3gen.cpu import wgmma
 from fa3gen.design import tile_order
 from fa3gen.design.family import Shape
+from fa3gen.design.footprint import persistent
 from fa3gen.design.masks import reach
 from fa3gen.design.schedule import full_tiles
 from fa3gen.design.work import KeyTiles, key_tiles
@@ -43,6 +44,7 @@ from fa3gen.spec.model import (
 )
 
 STEM = "k4_2_d64"
+TUNED = "fwd_d96"  # in the records of large problems, and of no other
 SWIZZLES: dict[Swizzle, int] = {"none": 0, "32B": 3, "64B": 2, "128B": 1}  # code in a matrix descriptor
 
 
@@ -197,7 +199,7 @@ class Fake:
         )
 
 
-DIVISION = ("Work", "work_on", "piece_of_work", "kv_range", "tile_coordinates")
+DIVISION = ("Work", "first_work", "work_on", "piece_of_work", "kv_range", "tile_coordinates")
 """Who does what, in the order of the modules; each has some of these."""
 
 
@@ -225,7 +227,7 @@ def asked_for(division: dict[str, Any], spec: Spec, block: int, seq_q: int, seq_
     if spec.scheduler == "stream_k":  # one whole tile, no step more
         work = division["piece_of_work"](0, (mQ, mK, (1, 0, 1)))
     else:
-        number_and_valid = {} if spec.scheduler == "single_tile" else {"number": 0, "valid": True}
+        number_and_valid = {"number": 0, "valid": True} if persistent(spec) else {}
         work = division["work_on"]((block, 0, 0, 0), mQ, mK, **number_and_valid)
     assert work.valid
     if full_tiles(spec) == "none":  # a module with a narrow window says nothing of full tiles: it has none
@@ -282,6 +284,18 @@ def test_states_are_those_of_every_element(stem: str) -> None:
                 assert tiles.state(row, block) == wanted or least, (seq_q, seq_k, index, block)
 
 
+def check_places(first_work: Any, fake: Fake, order: list[Any], sizes: tuple[int, ...]) -> None:
+    """CTAs start along the first dimension of the grid first, then along the second, then the third."""
+    seq_q, seq_k, heads, batch, blocks = sizes
+    tensors = [types.SimpleNamespace(shape=(seq, 64, heads, batch)) for seq in (seq_q, seq_k)]
+    fake.arch.grid_dim = lambda: (heads, blocks, batch)
+    for entry in order:
+        x, rest = entry.number % heads, entry.number // heads
+        fake.arch.block_idx = lambda place=(x, rest % blocks, rest // blocks): place
+        work = first_work((*tensors, 1))
+        assert (work.m_block, work.head, work.batch) == (entry.m_block, entry.head, entry.batch), entry
+
+
 def test_tiles_of_queries_are_taken_in_the_modules_order() -> None:
     heads, batch, seq_q, seq_k = 6, 2, 700, 40_000
     for stem in tiled_stems():
@@ -290,7 +304,11 @@ def test_tiles_of_queries_are_taken_in_the_modules_order() -> None:
         blocks = -(-seq_q // tile_order.positions(spec))
         assert len({(entry.m_block, entry.head, entry.batch) for entry in order}) == blocks * heads * batch
         fake = Fake()
-        coordinates = division_of(stem, fake)["tile_coordinates"]
+        division = division_of(stem, fake)
+        if spec.scheduler == "grid":
+            check_places(division["first_work"], fake, order, (seq_q, seq_k, heads, batch, blocks))
+            continue
+        coordinates = division["tile_coordinates"]
         specialized = isinstance(spec.schedule, WarpSpecializedSchedule | PingPongSchedule)
         rows = (spec.tile.pack_heads, seq_q) if spec.tile.pack_heads > 1 else seq_q
         for entry in order:
@@ -489,7 +507,7 @@ def copied(tmp_path: Path, *stems: str) -> Workspace:
     hashes = {stem: files.sha256(here.module_path(stem)) for stem in stems}
     for folder in ("specs", "generated/evidence/tuning"):
         (tmp_path / folder).mkdir(parents=True)
-    for path in [*here.specs_dir.glob("k4*.yaml"), *here.specs_dir.glob("k[123].yaml")]:
+    for path in here.specs_dir.glob("*.yaml"):
         (tmp_path / "specs" / path.name).write_bytes(path.read_bytes())
     workspace = Workspace(tmp_path, here.bundled)
     for stem in stems:
@@ -497,7 +515,7 @@ def copied(tmp_path: Path, *stems: str) -> Workspace:
         record = evidence.read(here, stem)
         assert record is not None
         evidence.write(workspace, record.model_copy(update={"source_sha256": hashes[stem]}))
-    for record in tuning_records.load(tuning_records.directory(here) / "bf16_d64_full.json"):
+    for record in tuning_records.load(tuning_records.directory(here) / "bf16_d96_full.json"):
         results = [
             result.model_copy(update={"sha256": hashes.get(result.stem, result.sha256)}) for result in record.results
         ]
@@ -521,20 +539,27 @@ def test_the_card_is_the_record(tmp_path: Path) -> None:
 def test_records_of_an_older_file_are_not_shown(tmp_path: Path) -> None:
     workspace, variant = copied(tmp_path, STEM, "k4_smem_d64"), rendering.variants()[STEM]
     assert numerics.from_evidence(workspace, variant).points
-    [_] = speeds.panels(workspace, variant)
     found = speeds.ladder(workspace, variant)
     assert found is not None and [row[0] for row in found.rows] == ["k4_smem_d64", STEM]
     path = workspace.module_path(STEM)
     path.write_text(path.read_text(encoding="utf-8") + "# changed\n", encoding="utf-8")
     card = numerics.from_evidence(workspace, variant)
     assert not card.points and "older file" in card.problem
-    assert speeds.panels(workspace, variant) == () and speeds.ladder(workspace, variant) is None
+    assert speeds.ladder(workspace, variant) is None
+
+
+def test_panels_of_an_older_file_are_not_shown(tmp_path: Path) -> None:
+    workspace, variant = copied(tmp_path, TUNED), rendering.variants()[TUNED]
+    [_] = speeds.panels(workspace, variant)
+    path = workspace.module_path(TUNED)
+    path.write_text(path.read_text(encoding="utf-8") + "# changed\n", encoding="utf-8")
+    assert speeds.panels(workspace, variant) == ()
 
 
 def test_small_problems_stand_by_batch_and_eager_ratios_beside(tmp_path: Path) -> None:
     """Whatever their tokens: a panel for each batch and heads, and not one for each length."""
-    workspace = copied(tmp_path, STEM)
-    path = tuning_records.directory(workspace) / "bf16_d64_full.json"
+    workspace = copied(tmp_path, TUNED)
+    path = tuning_records.directory(workspace) / "bf16_d96_full.json"
     record = tuning_records.load(path)[0]
     for seq_q, seq_k, batch in ((128, 128, 1), (256, 256, 1), (256, 256, 2), (64, 256, 1)):
         problem = record.problem.model_copy(update={"batch": batch, "seq_q": seq_q, "seq_k": seq_k})
@@ -546,24 +571,24 @@ def test_small_problems_stand_by_batch_and_eager_ratios_beside(tmp_path: Path) -
         peers = [timed(peer, 2.0 + number) for number, peer in enumerate(record.peers)]
         fresh = record.model_copy(update={"problem": problem, "results": results, "peers": peers})
         tuning_records.save(workspace, [fresh])
-    small = [panel for panel in speeds.panels(workspace, rendering.variants()[STEM]) if len(panel.shapes) < 6]
-    titles = ["32 heads, 64 queries each, batch 1", "32 heads, batch 1", "32 heads, batch 2"]
+    small = [panel for panel in speeds.panels(workspace, rendering.variants()[TUNED]) if len(panel.shapes) < 6]
+    titles = ["21 heads, 64 queries each, batch 1", "21 heads, batch 1", "21 heads, batch 2"]
     assert sorted(panel.title for panel in small) == titles
     assert {shape.eager_ratio for panel in small for shape in panel.shapes} == {2.0}
 
 
 def test_speeds_are_those_of_the_records(tmp_path: Path) -> None:
     """Others that ran beside the module are shown where their files are the present ones."""
-    workspace = copied(tmp_path, STEM)
-    [panel] = speeds.panels(workspace, rendering.variants()[STEM])
-    assert panel.names[0] == (STEM, "this") and "cuDNN (torch SDPA)" in dict(panel.names)
+    workspace = copied(tmp_path, TUNED)
+    [panel] = speeds.panels(workspace, rendering.variants()[TUNED])
+    assert panel.names[0] == (TUNED, "this") and "cuDNN (torch SDPA)" in dict(panel.names)
     assert [shape.problem.seq_k for shape in panel.shapes] == sorted(shape.problem.seq_k for shape in panel.shapes)
     for shape in panel.shapes:
         assert shape.best_peer is not None and shape.ratio is not None
         assert shape.ratio == pytest.approx(shape.own.tflops / shape.best_peer.tflops)
         # The median lies between the slowest and the fastest round, up to the rounding of the records.
         assert all(s.slowest * 0.998 <= s.tflops <= s.fastest * 1.002 for s in shape.speeds)
-        assert shape.eager_ratio is None  # nobody measured it then
+        assert shape.eager_ratio is not None and shape.eager_ratio > 0
 
 
 def test_the_sweep_has_every_kind_at_every_length() -> None:

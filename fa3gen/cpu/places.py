@@ -77,18 +77,18 @@ def _stages(spec: Spec, array: str) -> int | None:
 
 
 def _barriers(spec: Spec, offset: int) -> Iterable[SharedPlace]:
-    """q_full, then for each ring its full barriers and its empty ones; in a persistent kernel Q is a ring, too."""
+    """q_full, then for each ring its full barriers and its empty ones; in a specialised kernel Q may be a ring, too."""
     if not isinstance(spec.load, TmaLoad):
         return
     size = hopper.MBARRIER_BYTES
-    if footprint.specialized(spec):
-        rings = {"q": spec.load.q_stages, "k": spec.load.kv_stages, "v": spec.load.kv_stages}
-        if spec.scheduler == "dynamic":
-            rings["tile"] = footprint.TILE_SLOTS
+    rings = dict.fromkeys(("kv",) if spec.load.barrier == "shared" else ("k", "v"), spec.load.kv_stages)
+    if footprint.specialized(spec) and not footprint.keys_free_q(spec):
+        rings = {"q": spec.load.q_stages, **rings}
     else:
         yield SharedPlace("q_full", None, offset, size)
         offset += size
-        rings = dict.fromkeys(("kv",) if spec.load.barrier == "shared" else ("k", "v"), spec.load.kv_stages)
+    if spec.scheduler == "dynamic":
+        rings["tile"] = footprint.TILE_SLOTS
     for ring, stages in rings.items():
         for role in ("full", "empty"):
             for stage in range(stages):

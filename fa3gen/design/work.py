@@ -30,9 +30,10 @@ F32 = 4  # bytes
 LINE = 128  # bytes that shared memory or L1 delivers in a cycle; a warp's access takes whole lines
 VECTOR_BYTES = 16  # of the widest access of a thread
 
-# Instructions of a warp beside the arithmetic of a step: descriptors and issue of WGMMA, barriers, address and loop
-# arithmetic, quad exchanges. As compiled, loops without a mask have 93 to 107 (k5, k6, fwd at head dims 64 to 192).
-WGMMA_STEP_INSTRUCTIONS = 100
+# Instructions of a warp beside the arithmetic of a step: barriers, address and loop arithmetic, quad exchanges; and
+# descriptors and issue of each WGMMA. As compiled, loops without a mask have 75 to 111 with 12 of them, 82 to 117 with
+# 16 and 101 to 139 with 20 (k5, k6 and fwd_*).
+WGMMA_STEP_INSTRUCTIONS, WGMMA_INSTRUCTIONS = 45, 3.6
 # The vote and the branch around the rescaling, where O is rescaled now and then. As compiled: fwd_d192, fwd_d256.
 VOTE_INSTRUCTIONS = 45
 # Of a score: maximum, multiply-add, exponential, sum, and half a conversion of two values to 16 bits.
@@ -204,9 +205,16 @@ def _warp_instructions(spec: Spec) -> float:
         # A score and an element of O for each thread: a multiply-add with two conversions, as good as unrolled.
         return 3 * (spec.problem.head_dim + spec.tile.q * spec.tile.kv / (spec.tile.threads or 1) * spec.problem.v_dim)
     if isinstance(spec.pv, WgmmaProduct):
-        return sum(score_phases(spec)) + WGMMA_STEP_INSTRUCTIONS
-    qk = WGMMA_STEP_INSTRUCTIONS if isinstance(spec.qk, WgmmaProduct) else scalar_qk_instructions(spec)
+        return sum(score_phases(spec)) + issue_instructions(spec)
+    qk = issue_instructions(spec) if isinstance(spec.qk, WgmmaProduct) else scalar_qk_instructions(spec)
     return qk + scalar_softmax_instructions(spec) + scalar_pv_instructions(spec)
+
+
+def issue_instructions(spec: Spec) -> float:
+    """What issuing the products of a step takes, and all that is no arithmetic."""
+    depths = ((spec.qk, spec.problem.head_dim), (spec.pv, spec.tile.kv))
+    issued = sum(k // spec.element.wgmma_k for product, k in depths if isinstance(product, WgmmaProduct))
+    return WGMMA_STEP_INSTRUCTIONS + WGMMA_INSTRUCTIONS * issued
 
 
 # -- bytes

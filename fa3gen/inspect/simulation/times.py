@@ -220,14 +220,14 @@ def _softmax(spec: Spec, chip: Chip, through_smem: SmemBytes) -> tuple[tuple[Pie
         pieces = [replace(_issue(spec, "softmax", instructions, chip, through_smem.softmax), exp=exponentials)]
         if isinstance(spec.handoff, SmemScoresHandoff) and isinstance(spec.qk, WgmmaProduct):
             scores = spec.tile.q * spec.tile.kv / groups(spec) / _threads(spec)
-            stored = scores + work.WGMMA_STEP_INSTRUCTIONS
+            stored = scores + work.issue_instructions(spec)
             pieces.insert(0, _issue(spec, "store S", stored, chip, through_smem.scores))
         return tuple(pieces), Piece("rescale")
     maxima, between, rescale = work.score_phases(spec)
     if isinstance(spec.handoff, SmemHandoff):
         rescale += STORE_P_INSTRUCTIONS
     parts = (
-        _issue(spec, "maxima", maxima + work.WGMMA_STEP_INSTRUCTIONS, chip),
+        _issue(spec, "maxima", maxima + work.issue_instructions(spec), chip),
         replace(_issue(spec, "exponentials", between, chip), exp=exponentials),
     )
     return parts, _issue(spec, "rescale, round", rescale, chip, through_smem.softmax)
