@@ -24,6 +24,7 @@ from fa3gen.records.dispatch_table import rows_without_their_module
 from fa3gen.records.evidence import (
     CPU_FOLDER,
     SEQ_LENS,
+    TIMED,
     CpuRecord,
     CpuStatus,
     Record,
@@ -60,7 +61,8 @@ Every module is run on {{cases}} named inputs (random, outlier, ragged, grouped 
 outputs and compared with float64 attention. It passes when O is within twice the error of PyTorch in the same precision
 (plus half an ulp), for the maximum and for every block of 64 rows, and LSE within 1e-5 relative.
 *O* and *PyTorch* are relative Frobenius errors on the case `random`; *of limit* is the worst case's share of what is
-allowed; *LSE* is the worst case's relative error. TFLOP/s: forward, 16,384 tokens in all, heads x head dim = 2048.
+allowed; *LSE* is the worst case's relative error. TFLOP/s: forward, 16,384 tokens in all, heads x head dim = 2048;
+{TIMED}.
 """
 
 _CPU_INTRO = """
