@@ -14,6 +14,7 @@ from fa3gen.spec.model import (
     CpAsyncLoad,
     GlobalHandoff,
     RegisterHandoff,
+    Scheduler,
     SmemHandoff,
     Spec,
     Swizzle,
@@ -35,6 +36,8 @@ SCALAR_VECTOR = 8
 OTHER_REGISTERS = 24
 # Columns of 16-bit O that a quad of threads writes at once where O goes straight to global memory: 16 bytes from each.
 DIRECT_COLUMNS = 32
+# Schedulers that start a CTA for each tile of queries; the others start one for each SM.
+CTA_PER_TILE: tuple[Scheduler, ...] = ("single_tile", "grid")
 # Tiles that the warp which draws them may be ahead of the others.
 TILE_SLOTS = 2
 # Left free of a consumer's budget where products run beside the softmax. As compiled (head dims 96 to 256, one to three
@@ -72,7 +75,7 @@ def overlapped(spec: Spec) -> bool:
 
 def persistent(spec: Spec) -> bool:
     """Whether a CTA takes many tiles of queries, one after the other."""
-    return spec.scheduler not in ("single_tile", "grid")
+    return spec.scheduler not in CTA_PER_TILE
 
 
 def keys_free_q(spec: Spec) -> bool:
@@ -81,8 +84,7 @@ def keys_free_q(spec: Spec) -> bool:
     That is a softmax and a P V earlier than consumers could say so, since no branch may stand between these, and the
     next Q lands while they run (docs/performance.md). With scheduler grid there is no next Q.
     """
-    one = isinstance(spec.load, TmaLoad) and spec.load.q_stages == 1
-    return one and overlapped(spec) and spec.scheduler != "single_tile"
+    return overlapped(spec) and q_stages(spec) == 1 and spec.scheduler != "single_tile"
 
 
 def splits_tail(spec: Spec) -> bool:
@@ -148,6 +150,11 @@ def register_budget(spec: Spec) -> tuple[int, int]:
     return SHARED_PRODUCER_REGISTERS, share
 
 
+def q_stages(spec: Spec) -> int:
+    """Buffers for Q; 1 for engines that have no choice."""
+    return spec.load.q_stages if isinstance(spec.load, TmaLoad) else 1
+
+
 def kv_stages(spec: Spec) -> int:
     """Depth of the K/V ring; 1 for engines without one."""
     return spec.load.kv_stages if isinstance(spec.load, CpAsyncLoad | TmaLoad) else 1
@@ -159,7 +166,7 @@ def shared_memory_map(spec: Spec) -> list[Region]:
         return []
     q, kv, d, stages = spec.tile.q, spec.tile.kv, spec.problem.head_dim, kv_stages(spec)
     v_dim = spec.problem.v_dim
-    regions = [_tile(spec, "sQ", q, d, spec.load.q_stages if isinstance(spec.load, TmaLoad) else 1, "Q")]
+    regions = [_tile(spec, "sQ", q, d, q_stages(spec), "Q")]
     if isinstance(spec.load, SyncLoad):
         regions.append(_tile(spec, "sKV", kv, d, 1, "K, then V"))
     else:

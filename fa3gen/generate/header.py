@@ -16,7 +16,7 @@ from typing import NamedTuple
 from fa3gen.design import footprint
 from fa3gen.design.family import Family
 from fa3gen.design.footprint import Region
-from fa3gen.design.schedule import PLACES, Place, Role, Schedule, Step, schedule_of
+from fa3gen.design.schedule import PLACES, Place, Role, Schedule, Step, schedule_of, specialized
 from fa3gen.design.schedule.model import Kind
 from fa3gen.hardware import hopper
 from fa3gen.hardware.dtypes import Dtype
@@ -353,8 +353,8 @@ def _rings(schedule: Schedule) -> list[tuple[str, ...]]:
         filler = f"TMA, from {producer}" if ring.filled_by == "TMA" else producer
         full = f"{ring.full_bytes} bytes" if ring.full_bytes else _arrivals(ring.full_arrivals)
         edge = f"{filler} -> {readers} warps"
-        once = schedule.role(ring.producer).code == "load_first"
-        empty = _arrivals(ring.empty_arrivals) if ring.empty_arrivals else "no reuse" if once else "the last K"
+        unsaid = "no reuse" if ring.producer == specialized.FIRST else "the last K"
+        empty = _arrivals(ring.empty_arrivals) if ring.empty_arrivals else unsaid
         rows.append((ring.name, str(ring.stages), edge, full, empty))
     return rows
 

@@ -486,10 +486,9 @@ def _output(spec: Spec) -> OutputPlan:
 
 def _load(spec: Spec) -> LoadPlan:
     barrier = spec.load.barrier if isinstance(spec.load, TmaLoad) else "none"
-    q_stages = spec.load.q_stages if isinstance(spec.load, TmaLoad) else 1
     q_ring = not footprint.keys_free_q(spec)
     names = q_ring, "q_ring" if q_ring else "q_full"
-    return LoadPlan(spec.load.engine, q_stages, footprint.kv_stages(spec), barrier, *names)
+    return LoadPlan(spec.load.engine, footprint.q_stages(spec), footprint.kv_stages(spec), barrier, *names)
 
 
 def _smem(spec: Spec) -> SmemPlan:

@@ -26,7 +26,7 @@ from fa3gen.base.errors import UserError
 from fa3gen.base.markdown import speed
 from fa3gen.base.markdown import table as table_of
 from fa3gen.base.wording import counted
-from fa3gen.design import ladder
+from fa3gen.design import footprint, ladder
 from fa3gen.design.family import Family
 from fa3gen.design.workspace import Workspace
 from fa3gen.records import evidence
@@ -105,9 +105,7 @@ def features(spec: Spec) -> dict[str, str]:
         "O = P V": spec.pv.engine,
         "P through": "registers" if isinstance(spec.handoff, RegisterHandoff) else spec.handoff.through,
         "schedule": _schedule(spec),
-        "tiles of queries": (
-            "one per CTA" if spec.scheduler in ("single_tile", "grid") else f"persistent, {spec.scheduler}"
-        ),
+        "tiles of queries": (f"persistent, {spec.scheduler}" if footprint.persistent(spec) else "one per CTA"),
         "GQA packing": "" if spec.tile.pack_heads == 1 else f"{spec.tile.pack_heads} heads",
         "LSE": "yes" if spec.outputs.lse else "no",
     }

@@ -83,8 +83,7 @@ def _schedule(spec: Spec) -> Iterable[Answer]:
 
 def _scheduler(spec: Spec) -> Iterable[Answer]:
     yield schedules.scheduler_schedule.ask(spec.scheduler, spec.schedule.kind)
-    q_stages = spec.load.q_stages if isinstance(spec.load, TmaLoad) else 1
-    yield schedules.grid_loads.ask(spec.scheduler, footprint.overlapped(spec), q_stages)
+    yield schedules.grid_loads.ask(spec.scheduler, footprint.overlapped(spec), footprint.q_stages(spec))
     yield schedules.scheduler_mask.ask(spec.scheduler, spec.mask.kind)
     yield output.output_dtype.ask(spec.problem.dtype, spec.o_dtype)
     if spec.o_dtype == "fp32":

@@ -13,7 +13,7 @@ from fa3gen.hardware.dtypes import FP32
 def scheduler_output(scheduler: str, o: str, kind: str) -> Violation | None:
     """O takes Q's place only where no next Q does; other places are rendered for specialised kernels."""
     if o == "over_q":
-        if scheduler in ("single_tile", "grid"):
+        if scheduler in footprint.CTA_PER_TILE:
             return None
         return Violation(
             "outputs.o",

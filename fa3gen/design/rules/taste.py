@@ -5,6 +5,7 @@ Asked about legal specs only. A taste that a measurement contradicts has to go: 
 
 from __future__ import annotations
 
+from fa3gen.design import footprint
 from fa3gen.design.rules.registry import TASTE, Violation, rule
 from fa3gen.hardware import hopper
 
@@ -56,7 +57,7 @@ def rescale_few_columns(rescale_above: int | None, v_dim: int) -> Violation | No
 @rule(kind=TASTE, topic="shared memory")
 def buffer_for_one_output(scheduler: str, o: str, tile_q: int, head_dim: int, v_dim: int) -> Violation | None:
     """A CTA with one tile has no next Q, so that O can lie where Q was."""
-    if scheduler not in ("single_tile", "grid") or o != "own_buffer" or v_dim > head_dim:
+    if scheduler not in footprint.CTA_PER_TILE or o != "own_buffer" or v_dim > head_dim:
         return None
     size = hopper.BYTES_16BIT
     return Violation(

@@ -113,15 +113,10 @@ def _cooperative_barriers(spec: Spec) -> tuple[NamedBarrier, ...]:
 
 def _specialized_roles(spec: Spec) -> tuple[Role, ...]:
     warps = footprint.computing_threads(spec) // hopper.WARP
-    draws = "draws the tiles and " if spec.scheduler == "dynamic" else ""
-    freed, placed = footprint.keys_free_q(spec), spec.scheduler == "grid"
-    first = Role(specialized.FIRST, "warp 0", 1, "copies Q and the first K", "load_first", loops=())
-    keys = Role(specialized.Q_K, f"warp {warps}", 1, "copies K", "load_k", peeled=1)
-    both = Role(specialized.Q_K, f"warp {warps}", 1, f"{draws}copies Q and K", "load_q_and_k", peeled=int(freed))
     overlap = footprint.overlapped(spec)
     loops = {"all": (False,), "before": (True, False), "between": (True, False, True), "none": (True,)}
     return (
-        *([first, keys] if placed else [both]),
+        *_producers_of_q_and_k(spec, warps),
         Role(specialized.V, f"warp {warps + 1}", 1, "copies V", "load_v"),
         Role(
             specialized.CONSUMERS,
@@ -133,6 +128,18 @@ def _specialized_roles(spec: Spec) -> tuple[Role, ...]:
             peeled=int(overlap),
         ),
     )
+
+
+def _producers_of_q_and_k(spec: Spec, warp: int) -> tuple[Role, ...]:
+    """Who copies Q and K; `warp` is the first of the producers."""
+    if spec.scheduler == "grid":
+        return (
+            Role(specialized.FIRST, "warp 0", 1, "copies Q and the first K", "load_first", loops=()),
+            Role(specialized.Q_K, f"warp {warp}", 1, "copies K", "load_k", peeled=1),
+        )
+    draws = "draws the tiles and " if spec.scheduler == "dynamic" else ""
+    peeled = int(footprint.keys_free_q(spec))
+    return (Role(specialized.Q_K, f"warp {warp}", 1, f"{draws}copies Q and K", "load_q_and_k", peeled=peeled),)
 
 
 def _specialized_rings(spec: Spec) -> tuple[Ring, ...]:
