@@ -121,7 +121,7 @@ def test_every_module_explains(stem: str) -> None:
     barriers = sum(region.bytes for _, region in explanation.smem if region.name == "barriers")
     assert barriers == footprint.barrier_bytes(explanation.spec)
     assert explanation.occupancy.ctas >= 1
-    for row in explanation.problems:
+    for row in explanation.work.problems:
         for cell in row:
             assert 0 < cell.tflops <= cell.chip.tensor_tflops
             assert 0 < cell.balance <= 1
@@ -249,7 +249,7 @@ def test_shapes_and_chips_as_asked(capsys: pytest.CaptureFixture[str]) -> None:
     _, out, _ = run(
         capsys, "specs/k6.yaml", "--seq", "1x4096", "--batch", "3", "--heads", "8", "--chip", "h200", "--json"
     )
-    problem = json.loads(out)["modules"][0]["problems"]
+    problem = json.loads(out)["modules"][0]["work"]["problems"]
     assert [row["shape"] for row in problem] == [{"batch": 3, "seq_q": 1, "seq_k": 4096, "heads_q": 8, "heads_kv": 8}]
     assert [cell["chip"] for cell in problem[0]["chips"]] == ["H200 SXM"]
 
@@ -257,7 +257,7 @@ def test_shapes_and_chips_as_asked(capsys: pytest.CaptureFixture[str]) -> None:
 def test_heads_of_a_packed_module(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments in (["--heads", "8"], ["--heads-kv", "2"]):
         _, out, _ = run(capsys, "fwd_d128_pack4_causal", *arguments, "--json")
-        shape = json.loads(out)["modules"][0]["problems"][0]["shape"]
+        shape = json.loads(out)["modules"][0]["work"]["problems"][0]["shape"]
         assert (shape["heads_q"], shape["heads_kv"]) == (8, 2)
 
 

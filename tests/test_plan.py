@@ -104,7 +104,7 @@ def test_mask(stem: str, mask: MaskPlan, phrase: str) -> None:
     ],
 )
 def test_mask_sentence(stem: str, sentence: str) -> None:
-    assert plan(stem).header.mask == sentence
+    assert plan(stem).header.sentence == sentence
 
 
 @pytest.mark.parametrize(

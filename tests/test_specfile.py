@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from textwrap import dedent
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from ruamel.yaml import YAML
 
-from fa3gen.base.errors import SpecError
+from fa3gen.base.errors import SpecError, UserError
 from fa3gen.design import load
 from fa3gen.spec import specfile
 from fa3gen.spec.specfile import SpecFile
@@ -727,3 +729,11 @@ def test_yaml_round_trip(tmp_path: Path, stages: int, dtype: str, mask: str, lse
     with path.open("w", encoding="utf-8") as stream:
         yaml.dump({"summary": "again", **spec.model_dump()}, stream)
     assert load.load(path).variants[0].spec == spec
+
+
+def test_what_knows_attention_only_says_so_of_other_operations(specs: Specs) -> None:
+    [attention] = specs.load("a", BASE).variants
+    other: Any = replace(attention, stem="other", spec=SimpleNamespace(operation="other"))
+    assert specfile.attention_only([attention], "the simulator") == specfile.attention_among([attention, other])
+    with pytest.raises(UserError, match="the simulator knows attention .* only, and not other; leave them out"):
+        specfile.attention_only([attention, other], "the simulator")

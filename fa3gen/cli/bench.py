@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from fa3gen.design.workspace import Workspace
     from fa3gen.measure.bench import Bench, Competitor, Runner
     from fa3gen.measure.launch_times import LaunchTimes
+    from fa3gen.spec.model import Forward
     from fa3gen.spec.specfile import Variant
 
 
@@ -71,6 +72,7 @@ def bench(
     from fa3gen.measure import bench_report
     from fa3gen.measure.bench import Bench, CudaTimer, Runner, peer_competitors, plan_cells, require_hopper
     from fa3gen.run import gpu
+    from fa3gen.spec.specfile import attention_only
 
     if host_limit is not None and not host:
         raise UserError("--host-limit is for --host")
@@ -81,7 +83,7 @@ def bench(
     if plot is not None:
         bench_report.check_plot_path(plot)
     workspace = Workspace.find()
-    variants = workspace.select(specs)
+    variants = attention_only(workspace.select(specs), "fa3gen bench")
     if evidence:
         workspace.require_recordable(variants)
     cells = plan_cells(
@@ -129,7 +131,7 @@ def bench(
 
 def _launches(
     runner: Runner,
-    variants: list[Variant],
+    variants: list[Variant[Forward]],
     own: dict[str, Competitor],
     workspace: Workspace,
     say: Callable[[str], None],
@@ -140,7 +142,7 @@ def _launches(
     from fa3gen.measure.bench import Cell
     from fa3gen.measure.launch_times import SEQ_LEN, LaunchTimes, first_calls
 
-    def cell(variant: Variant) -> Cell:
+    def cell(variant: Variant[Forward]) -> Cell:
         problem = variant.spec.problem
         return Cell(problem.head_dim, variant.spec.mask, SEQ_LEN, problem.dtype, problem.v_dim)
 
@@ -162,7 +164,7 @@ def _launches(
 
 def _host(
     workspace: Workspace,
-    variants: Sequence[Variant],
+    variants: Sequence[Variant[Forward]],
     own: Mapping[str, Competitor],
     device: torch.device,
     json_path: Path | None,
@@ -211,12 +213,12 @@ def _progress(errors: Console, update: Callable[[str], None]) -> Callable[[str],
     return update if errors.is_terminal else lambda text: errors.print(text, markup=False, highlight=False)
 
 
-def _own(workspace: Workspace, variants: list[Variant]) -> dict[str, Competitor]:
+def _own(workspace: Workspace, variants: list[Variant[Forward]]) -> dict[str, Competitor]:
     """Return one competitor per variant, by generated stem; called by spec stem where that is not ambiguous."""
     from fa3gen.measure.bench import module_competitor
     from fa3gen.run.launch import load_for_launch
 
-    def problem(variant: Variant) -> tuple[object, ...]:
+    def problem(variant: Variant[Forward]) -> tuple[object, ...]:
         return variant.source, variant.spec.problem, variant.spec.mask
 
     problems = [problem(variant) for variant in variants]

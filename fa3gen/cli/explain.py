@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from fa3gen.design.family import Shape
     from fa3gen.design.workspace import Workspace
     from fa3gen.inspect.explanation import Explanation
-    from fa3gen.spec.model import Spec
+    from fa3gen.spec.model import Forward
     from fa3gen.spec.specfile import Variant
 
 TOKENS = 16384  # batch x sequence length, where no batch is given
@@ -50,12 +50,14 @@ def explain(
     from fa3gen.design.workspace import Workspace
     from fa3gen.hardware import chips
     from fa3gen.inspect import explanation
+    from fa3gen.spec.model import Forward
 
     workspace = Workspace.find()
     lengths, wanted = _lengths(seq), chips.select(chip)
     found: list[Explanation] = []
     for variant in workspace.select(specs):
-        shapes = _shapes(variant.spec, lengths, batch, heads, heads_kv)
+        spec = variant.spec
+        shapes = _shapes(spec, lengths, batch, heads, heads_kv) if isinstance(spec, Forward) else []
         found.append(explanation.explain(variant, shapes, wanted, compiled_registers(workspace, variant)))
     if as_json:
         import json
@@ -82,7 +84,7 @@ def _lengths(seq: str) -> tuple[tuple[int, int], ...]:
 
 
 def _shapes(
-    spec: Spec, lengths: Sequence[tuple[int, int]], batch: int | None, heads: int | None, heads_kv: int | None
+    spec: Forward, lengths: Sequence[tuple[int, int]], batch: int | None, heads: int | None, heads_kv: int | None
 ) -> list[Shape]:
     """One shape per pair of lengths; what is not given is as in the benchmarks."""
     from fa3gen.design import work

@@ -33,9 +33,10 @@ def report(
     from fa3gen.design.workspace import Workspace
     from fa3gen.inspect.report.gathering import gather
     from fa3gen.inspect.report.page import render
+    from fa3gen.spec.specfile import attention_only
 
     workspace = Workspace.find()
-    variants = workspace.select(specs)
+    variants = attention_only(workspace.select(specs), "fa3gen report")
     missing = [variant for variant in variants if not workspace.path_of(variant).is_file()]
     if missing:
         raise workspace.not_rendered(missing)

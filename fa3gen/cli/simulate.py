@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from fa3gen.design.workspace import Workspace
     from fa3gen.hardware.chips import Chip
     from fa3gen.inspect.simulation.document import Entry
+    from fa3gen.spec.model import Forward
     from fa3gen.spec.specfile import Variant
 
 
@@ -67,11 +68,12 @@ def simulate(
     from fa3gen.base.errors import UserError
     from fa3gen.design.workspace import Workspace
     from fa3gen.hardware import chips
+    from fa3gen.spec.specfile import attention_only
 
     workspace = Workspace.find()
     [selected] = chips.select([chip])
     counts = parse_stages(stages)
-    variants = workspace.select(specs)
+    variants = attention_only(workspace.select(specs), "fa3gen simulate")
     if svg_file is not None and len(variants) > 1:
         names = ", ".join(variant.stem for variant in variants)
         raise UserError(f"--svg draws one module, and these are {len(variants)}: {names}; name one of them")
@@ -112,7 +114,7 @@ def parse_stages(text: str) -> list[int]:
 
 def _entry(
     workspace: Workspace,
-    variant: Variant,
+    variant: Variant[Forward],
     chip: Chip,
     counts: Sequence[int],
     tiles: int,

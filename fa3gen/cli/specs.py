@@ -11,7 +11,7 @@ from fa3gen.cli import completion
 
 if TYPE_CHECKING:
     from fa3gen.design.workspace import Workspace
-    from fa3gen.spec.model import Spec
+    from fa3gen.spec.model import Forward, Spec
     from fa3gen.spec.specfile import SpecFile, Variant
 
 
@@ -98,12 +98,15 @@ def _chosen(file: SpecFile, named: Collection[str] | None, wanted: Mapping[str, 
     from dataclasses import replace
 
     from fa3gen.design.family import mask_label
+    from fa3gen.spec.model import Forward
 
     def fits(variant: Variant) -> bool:
-        problem = variant.spec.problem
-        has = {"head_dim": problem.head_dim, "mask": mask_label(variant.spec.mask), "dtype": problem.dtype}
+        spec = variant.spec
+        has: dict[str, Any] = {"dtype": spec.problem.dtype}
+        if isinstance(spec, Forward):
+            has |= {"head_dim": spec.problem.head_dim, "mask": mask_label(spec.mask)}
         return (named is None or variant.stem in named) and all(
-            not values or has[field] in values for field, values in wanted.items()
+            not values or has.get(field) in values for field, values in wanted.items()
         )
 
     return replace(file, variants=tuple(variant for variant in file.variants if fits(variant)))
@@ -111,15 +114,20 @@ def _chosen(file: SpecFile, named: Collection[str] | None, wanted: Mapping[str, 
 
 def facts(file: SpecFile, stem: str, spec: Spec) -> dict[str, Any]:
     """What the list says of one module, as JSON values."""
+    from fa3gen.spec.model import Forward
+
+    known = {"spec": file.stem, "stem": stem, "summary": file.summary, "source": str(file.path)}
+    match spec:
+        case Forward():
+            return {**known, **_attention_facts(spec)}
+
+
+def _attention_facts(spec: Forward) -> dict[str, Any]:
     from fa3gen.design.family import Family
 
     tile = spec.tile
     workers = f"{tile.warpgroups} wg" if tile.warpgroups else f"{tile.threads} thr"
     return {
-        "spec": file.stem,
-        "stem": stem,
-        "summary": file.summary,
-        "source": str(file.path),
         "head_dim": spec.problem.head_dim,
         "head_dim_v": spec.problem.v_dim,
         "dtype": Family.of(spec).dtypes,
@@ -132,12 +140,12 @@ def facts(file: SpecFile, stem: str, spec: Spec) -> dict[str, Any]:
     }
 
 
-def _mask_text(spec: Spec) -> str:
+def _mask_text(spec: Forward) -> str:
     mask = spec.mask
     return f"window {mask.left}, {mask.right}" if mask.kind == "window" else mask.kind
 
 
-def _load_text(spec: Spec) -> str:
+def _load_text(spec: Forward) -> str:
     load = spec.load
     if load.engine == "sync":
         return "sync"

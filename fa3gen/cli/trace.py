@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from fa3gen.cpu.schedule import Schedule
     from fa3gen.design.workspace import Workspace
     from fa3gen.inspect.tracing import Problem
-    from fa3gen.spec.model import Spec
+    from fa3gen.spec.model import Forward
     from fa3gen.spec.specfile import Variant
 
 LONGEST = 3  # waits that the summary names for each warp
@@ -86,9 +86,10 @@ def trace(
     from rich.console import Console
 
     from fa3gen.design.workspace import Workspace
+    from fa3gen.spec.specfile import attention_only
 
     workspace = Workspace.find()
-    variants = workspace.select(specs)
+    variants = attention_only(workspace.select(specs), "fa3gen trace")
     missing = [variant for variant in variants if not workspace.path_of(variant).is_file()]
     if missing:
         raise workspace.not_rendered(missing)
@@ -99,7 +100,7 @@ def trace(
         raise typer.Exit(1)
 
 
-def _trace_one(workspace: Workspace, variant: Variant, request: Request, console: Console) -> Hazard | None:
+def _trace_one(workspace: Workspace, variant: Variant[Forward], request: Request, console: Console) -> Hazard | None:
     """Trace one module, write its files and say what happened; returns the fault that the model found."""
     from fa3gen.base.errors import UserError
     from fa3gen.base.files import write_text
@@ -138,7 +139,7 @@ def _trace_one(workspace: Workspace, variant: Variant, request: Request, console
     return hazard
 
 
-def _problem(spec: Spec, request: Request) -> Problem:
+def _problem(spec: Forward, request: Request) -> Problem:
     """Fill in the defaults: one tile of queries, and enough keys to go round every ring."""
     from fa3gen.base.errors import UserError
     from fa3gen.inspect.tracing import default_problem
@@ -161,7 +162,7 @@ def _problem(spec: Spec, request: Request) -> Problem:
     )
 
 
-def _ctas(spec: Spec, problem: Problem, wanted: str | None) -> list[Index] | None:
+def _ctas(spec: Forward, problem: Problem, wanted: str | None) -> list[Index] | None:
     """The CTAs to run; None for all."""
     from fa3gen.base.errors import UserError
     from fa3gen.inspect.tracing import busiest
@@ -180,7 +181,7 @@ def _ctas(spec: Spec, problem: Problem, wanted: str | None) -> list[Index] | Non
     return [(x, y, z)]
 
 
-def _schedule(spec: Spec, request: Request) -> Schedule:
+def _schedule(spec: Forward, request: Request) -> Schedule:
     """Warp by warp, so that no warp waits for the others of its group; or one of the model's list."""
     from fa3gen.cpu.schedule import Schedule, schedules
     from fa3gen.design import footprint

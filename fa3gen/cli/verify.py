@@ -235,16 +235,20 @@ class _Session:
         from fa3gen.measure.record_speeds import speeds
         from fa3gen.records import evidence
         from fa3gen.run import gpu
+        from fa3gen.spec.model import Forward
+        from fa3gen.spec.specfile import attention_among
         from fa3gen.verify.pipeline import Stage
 
         groups: dict[Any, list[Verification]] = {}
         for entry in done:
-            if entry.run.passed:
-                groups.setdefault((entry.variant.spec.problem, entry.variant.spec.mask), []).append(entry)
+            spec = entry.variant.spec
+            if entry.run.passed and isinstance(spec, Forward):
+                groups.setdefault((spec.problem, spec.mask), []).append(entry)
         around = gpu.environment()
         self._on_case("timing 4k and 16k")
         for group in groups.values():
-            modules = {entry.variant.stem: (entry.variant, self.loaded[entry.variant.stem]) for entry in group}
+            variants = attention_among(entry.variant for entry in group)
+            modules = {variant.stem: (variant, self.loaded[variant.stem]) for variant in variants}
             try:
                 with self._watchdog(group):
                     found = speeds(modules, self.device)

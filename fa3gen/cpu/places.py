@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from fa3gen.design import footprint
 from fa3gen.hardware import hopper
-from fa3gen.spec.model import CpAsyncLoad, Spec, TmaLoad
+from fa3gen.spec.model import CpAsyncLoad, Forward, Spec, TmaLoad
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,12 @@ class SharedPlaces:
     @classmethod
     def of(cls, spec: Spec) -> "SharedPlaces":
         """The map that the module's header prints, in the order of its `SharedStorage`: arrays, then mbarriers."""
+        match spec:
+            case Forward():
+                return cls._of_forward(spec)
+
+    @classmethod
+    def _of_forward(cls, spec: Forward) -> "SharedPlaces":
         arrays: list[SharedPlace] = []
         offset = 0
         for region in footprint.shared_memory_map(spec):
@@ -67,7 +73,7 @@ class SharedPlaces:
         return f"mbarrier at shared byte {offset}" if found is None else found.barrier_label
 
 
-def _stages(spec: Spec, array: str) -> int | None:
+def _stages(spec: Forward, array: str) -> int | None:
     """Stages of an array that is a ring, None of another one."""
     if array in ("sK", "sV") and isinstance(spec.load, CpAsyncLoad | TmaLoad):
         return spec.load.kv_stages
@@ -76,7 +82,7 @@ def _stages(spec: Spec, array: str) -> int | None:
     return footprint.TILE_SLOTS if array == "tiles" else None
 
 
-def _barriers(spec: Spec, offset: int) -> Iterable[SharedPlace]:
+def _barriers(spec: Forward, offset: int) -> Iterable[SharedPlace]:
     """q_full, then for each ring its full barriers and its empty ones; in a specialised kernel Q may be a ring, too."""
     if not isinstance(spec.load, TmaLoad):
         return

@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from fa3gen.design import footprint, tile_order, work
+from fa3gen.design.cta import cta_of
 from fa3gen.design.work import Problem
 from fa3gen.hardware import hopper
 from fa3gen.hardware.chips import Chip
-from fa3gen.spec.model import GlobalHandoff, Spec
+from fa3gen.spec.model import Forward, GlobalHandoff, Spec
 
 Unit = Literal[
     "tensor cores",
@@ -102,7 +103,7 @@ class Occupancy:
         return tuple(name for name, count in self.allowed if count == self.ctas)
 
 
-def steady(spec: Spec, chip: Chip) -> Ceiling:
+def steady(spec: Forward, chip: Chip) -> Ceiling:
     """The roofline of one step; HBM is left out, since its share depends on the shape."""
     step = work.step(spec)
     l2_rate = chip.l2.value / chip.sms
@@ -142,7 +143,7 @@ def ctas_of(problem: Problem) -> int:
     return problem.visited if isinstance(problem.spec.handoff, GlobalHandoff) else problem.tiles
 
 
-def busiest_sm(spec: Spec, problem: Problem, sms: int) -> int:
+def busiest_sm(spec: Forward, problem: Problem, sms: int) -> int:
     """Steps of the SM that has most, when each SM takes the next tile of queries as soon as it is through with one.
 
     CTAs that share an SM are taken for one that does their tiles in turn: that is as long.
@@ -160,7 +161,7 @@ def busiest_sm(spec: Spec, problem: Problem, sms: int) -> int:
     return max(ends)
 
 
-def _tile_order(spec: Spec, problem: Problem, of_head: Sequence[int]) -> list[int]:
+def _tile_order(spec: Forward, problem: Problem, of_head: Sequence[int]) -> list[int]:
     """Steps of each tile of queries in the order in which they are taken."""
     shape = problem.shape
     order = tile_order.taken(spec, shape.seq_q, shape.seq_k, problem.heads // shape.batch, shape.batch)
@@ -169,24 +170,17 @@ def _tile_order(spec: Spec, problem: Problem, of_head: Sequence[int]) -> list[in
 
 def occupancy(spec: Spec, registers: int | None = None) -> Occupancy:
     """CTAs per SM, from `registers` per thread as compiled (None: what the plan expects a thread to hold)."""
-    threads = footprint.threads(spec)
-    expected = footprint.launch_registers(spec) if footprint.specialized(spec) else _expected_registers(spec)
-    per_thread = expected if registers is None else registers
-    regions, barriers = footprint.shared_memory_map(spec), footprint.barrier_bytes(spec)
-    smem = footprint.total_bytes(regions, barriers)
+    cta = cta_of(spec)
+    per_thread = cta.registers if registers is None else registers
     allowed = {
-        "registers": hopper.REGISTERS_PER_SM // (threads * _in_units(per_thread)),
-        "shared memory": SMEM_PER_SM // (smem + SMEM_RESERVED),
-        "threads": THREADS_PER_SM // threads,
+        "registers": hopper.REGISTERS_PER_SM // (cta.threads * _in_units(per_thread)),
+        "shared memory": SMEM_PER_SM // (cta.smem_bytes + SMEM_RESERVED),
+        "threads": THREADS_PER_SM // cta.threads,
         "CTAs": CTAS_PER_SM,
     }
-    if footprint.persistent(spec):
+    if cta.persistent:
         allowed["launch: one per SM"] = 1
     return Occupancy(per_thread, registers is not None, tuple(allowed.items()))
-
-
-def _expected_registers(spec: Spec) -> int:
-    return min(hopper.REGISTERS_PER_THREAD, sum(count for _, count in footprint.registers_per_thread(spec)))
 
 
 def _in_units(registers: int) -> int:

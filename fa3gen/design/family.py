@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from fa3gen.design.masks import counted_pairs
-from fa3gen.spec.model import CausalMask, DType, Mask, OutputDType, Spec, WindowMask
+from fa3gen.spec.model import CausalMask, DType, Forward, Mask, OutputDType, WindowMask
 
 TILE_ROWS = 128  # in which calls are counted; the tiles of a module may have fewer
 
@@ -48,7 +48,7 @@ class Family(NamedTuple):
     out_dtype: OutputDType | None = None
 
     @classmethod
-    def of(cls, spec: Spec) -> Family:
+    def of(cls, spec: Forward) -> Family:
         """The family of a spec's module."""
         problem = spec.problem
         out_dtype = None if spec.o_dtype == problem.dtype else spec.o_dtype

@@ -12,11 +12,11 @@ from fa3gen.hardware import hopper
 from fa3gen.spec.model import (
     CooperativeSchedule,
     CpAsyncLoad,
+    Forward,
     GlobalHandoff,
     RegisterHandoff,
     Scheduler,
     SmemHandoff,
-    Spec,
     Swizzle,
     SyncLoad,
     TmaLoad,
@@ -63,22 +63,22 @@ class Region:
     what: str
 
 
-def specialized(spec: Spec) -> bool:
+def specialized(spec: Forward) -> bool:
     """Whether a warpgroup of its own loads."""
     return not isinstance(spec.schedule, CooperativeSchedule)
 
 
-def overlapped(spec: Spec) -> bool:
+def overlapped(spec: Forward) -> bool:
     """Whether products run beside the softmax of the same warpgroup."""
     return not isinstance(spec.schedule, CooperativeSchedule) and spec.schedule.overlap
 
 
-def persistent(spec: Spec) -> bool:
+def persistent(spec: Forward) -> bool:
     """Whether a CTA takes many tiles of queries, one after the other."""
     return spec.scheduler not in CTA_PER_TILE
 
 
-def keys_free_q(spec: Spec) -> bool:
+def keys_free_q(spec: Forward) -> bool:
     """Whether nobody gives the one place of Q back: it is free when the last K has been read that Q is multiplied with.
 
     That is a softmax and a P V earlier than consumers could say so, since no branch may stand between these, and the
@@ -87,12 +87,12 @@ def keys_free_q(spec: Spec) -> bool:
     return overlapped(spec) and q_stages(spec) == 1 and spec.scheduler != "single_tile"
 
 
-def splits_tail(spec: Spec) -> bool:
+def splits_tail(spec: Forward) -> bool:
     """Whether the tiles of the last wave, which does not fill the GPU, are dealt out by tiles of keys."""
     return spec.scheduler == "stream_k"
 
 
-def passes_coordinates(spec: Spec) -> bool:
+def passes_coordinates(spec: Forward) -> bool:
     """Whether the warp that draws a tile tells the others where it lies, and not its number only.
 
     That saves each of them five divisions. Not where O goes straight from the registers: with coordinates from memory,
@@ -102,7 +102,7 @@ def passes_coordinates(spec: Spec) -> bool:
     return spec.scheduler == "dynamic" and spec.outputs.o != "direct"
 
 
-def shuffles_coordinates(spec: Spec) -> bool:
+def shuffles_coordinates(spec: Forward) -> bool:
     """Whether a warp of a stream_k kernel takes the coordinates of its tile through shuffles, into ordinary registers.
 
     In uniform registers, of which there are few, they make ptxas 12.9 spill at head dims 96 and 256. Two consumers
@@ -111,7 +111,7 @@ def shuffles_coordinates(spec: Spec) -> bool:
     return splits_tail(spec) and not (flattened(spec) and spec.tile.warpgroups == 2)
 
 
-def part_shape(spec: Spec) -> tuple[int, int, int]:
+def part_shape(spec: Forward) -> tuple[int, int, int]:
     """What a CTA leaves of a tile that it does not complete: 16-byte vectors of a thread, threads, float32 in a vector.
 
     A vector has maxima and sums of the thread's two rows, the others its elements of O.
@@ -120,27 +120,27 @@ def part_shape(spec: Spec) -> tuple[int, int, int]:
     return spec.tile.q * spec.problem.v_dim // (threads * vector) + 1, threads, vector
 
 
-def flattened(spec: Spec) -> bool:
+def flattened(spec: Forward) -> bool:
     """Whether the first Q K^T of a tile of queries is issued with the last P V of the one before: Q has to be there."""
     return persistent(spec) and overlapped(spec) and isinstance(spec.load, TmaLoad) and spec.load.q_stages > 1
 
 
-def threads(spec: Spec) -> int:
+def threads(spec: Forward) -> int:
     """Threads per CTA, those of the producer warpgroup among them."""
     return computing_threads(spec) + hopper.WARPGROUP * specialized(spec)
 
 
-def computing_threads(spec: Spec) -> int:
+def computing_threads(spec: Forward) -> int:
     """Threads that share the accumulators: the consumers of a specialised kernel, all threads of another one."""
     return spec.tile.threads or (spec.tile.warpgroups or 0) * hopper.WARPGROUP
 
 
-def launch_registers(spec: Spec) -> int:
+def launch_registers(spec: Forward) -> int:
     """Registers that each thread can be launched with where `tile.ctas_per_sm` CTAs share an SM."""
     return hopper.registers_at_launch(threads(spec) * spec.tile.ctas_per_sm)
 
 
-def register_budget(spec: Spec) -> tuple[int, int]:
+def register_budget(spec: Forward) -> tuple[int, int]:
     """What setmaxnreg leaves to a thread of the producer and gives to one of the consumers."""
     consumers = spec.tile.warpgroups or 0
     if spec.tile.ctas_per_sm == 1:
@@ -150,17 +150,17 @@ def register_budget(spec: Spec) -> tuple[int, int]:
     return SHARED_PRODUCER_REGISTERS, share
 
 
-def q_stages(spec: Spec) -> int:
+def q_stages(spec: Forward) -> int:
     """Buffers for Q; 1 for engines that have no choice."""
     return spec.load.q_stages if isinstance(spec.load, TmaLoad) else 1
 
 
-def kv_stages(spec: Spec) -> int:
+def kv_stages(spec: Forward) -> int:
     """Depth of the K/V ring; 1 for engines without one."""
     return spec.load.kv_stages if isinstance(spec.load, CpAsyncLoad | TmaLoad) else 1
 
 
-def shared_memory_map(spec: Spec) -> list[Region]:
+def shared_memory_map(spec: Forward) -> list[Region]:
     """Arrays in shared memory in the order they are laid out, barriers not included."""
     if isinstance(spec.handoff, GlobalHandoff):
         return []
@@ -186,7 +186,7 @@ def shared_memory_map(spec: Spec) -> list[Region]:
     return regions
 
 
-def barrier_bytes(spec: Spec) -> int:
+def barrier_bytes(spec: Forward) -> int:
     """Bytes of mbarriers: one for Q, a full and an empty one for each stage of each ring.
 
     In a specialised kernel Q is a ring, too, unless `keys_free_q`; so are the numbers of the tiles, where they come
@@ -211,7 +211,7 @@ def total_bytes(regions: Iterable[Region], barriers: int) -> int:
     return _round_up(end + barriers, largest) if end else 0
 
 
-def registers_per_thread(spec: Spec) -> list[tuple[str, int]]:
+def registers_per_thread(spec: Forward) -> list[tuple[str, int]]:
     """32-bit registers that one computing thread holds at the widest point of the loop, by what (an estimate)."""
     q, kv, d, count = spec.tile.q, spec.tile.kv, spec.problem.v_dim, computing_threads(spec)
     if isinstance(spec.handoff, GlobalHandoff) or not count:
@@ -239,7 +239,7 @@ def registers_per_thread(spec: Spec) -> list[tuple[str, int]]:
     return [*held, ("other", OTHER_REGISTERS)]
 
 
-def _tile(spec: Spec, name: str, rows: int, columns: int, stages: int, what: str) -> Region:
+def _tile(spec: Forward, name: str, rows: int, columns: int, stages: int, what: str) -> Region:
     """A tile of the inputs' dtype, `stages` times."""
     formula = f"{rows} x {columns} x {spec.element.bytes}"
     if stages != 1:
@@ -251,7 +251,7 @@ def _round_up(value: int, step: int) -> int:
     return (value + step - 1) // step * step
 
 
-def thread_rows(spec: Spec) -> tuple[int, int]:
+def thread_rows(spec: Forward) -> tuple[int, int]:
     """Rows of S of a thread, and how many threads share each of them."""
     if isinstance(spec.pv, WgmmaProduct):
         return FRAGMENT_ROWS * spec.tile.q // ((spec.tile.warpgroups or 1) * hopper.WGMMA_M), QUAD

@@ -99,13 +99,13 @@ _VALUES: Mapping[str, Sequence[Any]] = {
 
 def nearest_legal(spec: Spec) -> Changes | None:
     """Changes that make a refused spec legal, cheap if not the cheapest; None when the search gave up."""
-    fields = spec.model_dump(exclude_none=True)
+    fields, model = spec.model_dump(exclude_none=True), type(spec)
     order = itertools.count()  # of equals, the one found first
     waiting: list[tuple[float, int, int, Changes]] = [(0.0, next(order), 0, ())]
     seen: set[str] = set()
     while waiting and len(seen) < MOST_SPECS:
         _, _, cost, changes = heapq.heappop(waiting)
-        violations = check(_changed(fields, changes))
+        violations = check(_changed(model, fields, changes))
         if not violations:
             return changes
         taken = {path for path, _ in changes}
@@ -115,7 +115,7 @@ def nearest_legal(spec: Spec) -> Changes | None:
                 continue
             seen.add(repr(more))
             try:
-                left = len(check(_changed(fields, more)))
+                left = len(check(_changed(model, fields, more)))
             except ValidationError:
                 continue
             costs = cost + (COST_OF_PROBLEM if path.partition(".")[0] in ("problem", "mask") else 1)
@@ -162,7 +162,7 @@ def _value(fields: Mapping[str, Any], path: str) -> Any:
     return value
 
 
-def _changed(fields: Mapping[str, Any], changes: Changes) -> Spec:
+def _changed(model: type[Spec], fields: Mapping[str, Any], changes: Changes) -> Spec:
     """The spec with the changes. Raises ValidationError where a field has no such value or no such place."""
     result = copy.deepcopy(dict(fields))
     for path, value in changes:
@@ -174,4 +174,4 @@ def _changed(fields: Mapping[str, Any], changes: Changes) -> Spec:
             place.pop(name, None)
         else:
             place[name] = copy.deepcopy(value)
-    return Spec.model_validate(result)
+    return model.model_validate(result)

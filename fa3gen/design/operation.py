@@ -19,7 +19,7 @@ from fa3gen.design import footprint
 from fa3gen.design.family import Shape
 from fa3gen.hardware import hopper
 from fa3gen.hardware.dtypes import FP32, INT32, VECTOR_BYTES, Dtype
-from fa3gen.spec.model import GlobalHandoff, Spec, WgmmaProduct
+from fa3gen.spec.model import Forward, GlobalHandoff, Spec, WgmmaProduct
 
 Role = Literal["input", "output", "optional output"]
 Initial = Literal["zero", "anything"]
@@ -204,7 +204,7 @@ HEADS_Q, HEADS_KV = Extent("heads_q"), Extent("heads_kv")
 NUM_SMS = Extent("num_sms")
 
 
-def forward(spec: Spec) -> Operation:
+def forward(spec: Forward) -> Operation:
     """O = softmax(scale Q K^T) V, and LSE where the spec has it."""
     head_dim = Extent("head_dim", spec.problem.head_dim)
     v_dim = head_dim if spec.problem.v_dim == head_dim.size else Extent("head_dim_v", spec.problem.v_dim)
@@ -242,4 +242,6 @@ def forward(spec: Spec) -> Operation:
 
 def operation_of(spec: Spec) -> Operation:
     """What the module of a spec works on."""
-    return {"forward": forward}[spec.operation](spec)
+    match spec:
+        case Forward():
+            return forward(spec)

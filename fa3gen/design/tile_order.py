@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from fa3gen.design import footprint
-from fa3gen.spec.model import CausalMask, Spec
+from fa3gen.spec.model import CausalMask, Forward
 
 # Bytes of K and V that a dynamic scheduler works on at a time, so that they stay in L2; `KEYS_IN_L2` in the modules.
 BYTES_IN_L2 = 32 * 2**20
@@ -25,12 +25,12 @@ class Taken:
     batch: int
 
 
-def positions(spec: Spec) -> int:
+def positions(spec: Forward) -> int:
     """Query positions of a tile; its other rows are further heads of them."""
     return spec.tile.q // spec.tile.pack_heads
 
 
-def taken(spec: Spec, seq_q: int, seq_k: int, heads: int, batch: int) -> Iterator[Taken]:
+def taken(spec: Forward, seq_q: int, seq_k: int, heads: int, batch: int) -> Iterator[Taken]:
     """Tiles of queries in the order of their numbers: CTAs are started, dealt out or draw in this order.
 
     `heads` counts the heads that have tiles of their own: packs of query heads where tiles hold several.
@@ -49,7 +49,7 @@ def taken(spec: Spec, seq_q: int, seq_k: int, heads: int, batch: int) -> Iterato
         yield Taken(number, blocks - 1 - block if longest_first else block, head % heads, head // heads)
 
 
-def _placed(spec: Spec, blocks: int, heads: int, batch: int) -> Iterator[Taken]:
+def _placed(spec: Forward, blocks: int, heads: int, batch: int) -> Iterator[Taken]:
     """By the grid: all heads' tiles of the same rows next to each other, under a causal mask the last rows first."""
     longest_first = isinstance(spec.mask, CausalMask)
     for number in range(blocks * heads * batch):
@@ -57,7 +57,7 @@ def _placed(spec: Spec, blocks: int, heads: int, batch: int) -> Iterator[Taken]:
         yield Taken(number, blocks - 1 - row if longest_first else row, head, number // heads // blocks)
 
 
-def _drawn(spec: Spec, blocks: int, seq_k: int, heads: int, everything: int) -> Iterator[Taken]:
+def _drawn(spec: Forward, blocks: int, seq_k: int, heads: int, everything: int) -> Iterator[Taken]:
     """Sections of as many heads as have their K and V in L2; in each the last rows, which see the most keys, first.
 
     The last section also has the heads that are left over.
@@ -80,6 +80,6 @@ def tail_share(tiles: int, steps: int, sms: int) -> int:
     return share if share + STEPS_SAVED <= steps else steps
 
 
-def keys_in_l2(spec: Spec) -> int:
+def keys_in_l2(spec: Forward) -> int:
     """Keys whose K and V a dynamic scheduler lets share the L2 cache."""
     return BYTES_IN_L2 // ((spec.problem.head_dim + spec.problem.v_dim) * spec.element.bytes)

@@ -15,12 +15,12 @@ from fa3gen.design.family import Family, Shape
 from fa3gen.design.operation import operation_of
 from fa3gen.hardware import hopper
 from fa3gen.spec.model import (
+    Forward,
     GlobalHandoff,
     NoMask,
     ScalarProduct,
     SmemHandoff,
     SmemScoresHandoff,
-    Spec,
     TmaLoad,
     WgmmaProduct,
     WindowMask,
@@ -113,7 +113,7 @@ class KeyTiles:
         return self.visited - max(0, min(self.end, self.full_end) - max(self.start, self.full_start))
 
 
-def step(spec: Spec) -> Step:
+def step(spec: Forward) -> Step:
     """Count one step. Of k1, which has no loop over tiles of keys, one CTA's tile in each of the three kernels."""
     q, kv, d, v_dim = spec.tile.q, spec.tile.kv, spec.problem.head_dim, spec.problem.v_dim
     qk, pv = isinstance(spec.qk, WgmmaProduct), isinstance(spec.pv, WgmmaProduct)
@@ -133,7 +133,7 @@ def step(spec: Spec) -> Step:
     )
 
 
-def query_tile(spec: Spec) -> QueryTile:
+def query_tile(spec: Forward) -> QueryTile:
     """Count what one tile of queries takes beside its steps."""
     q, d, v_dim = spec.tile.q, spec.problem.head_dim, spec.problem.v_dim
     tma = isinstance(spec.load, TmaLoad) and spec.smem is not None
@@ -147,14 +147,14 @@ def query_tile(spec: Spec) -> QueryTile:
     return QueryTile(q * d * spec.element.bytes, q * v_dim * spec.o_element.bytes, loads, stores)
 
 
-def _tma_loads(spec: Spec) -> tuple[int, int]:
+def _tma_loads(spec: Forward) -> tuple[int, int]:
     if not isinstance(spec.load, TmaLoad) or spec.smem is None:
         return 0, 0
     rows = (spec.problem.head_dim * spec.element.bytes, spec.problem.v_dim * spec.element.bytes)
     return footprint.tma_boxes(rows[0], spec.smem.k), footprint.tma_boxes(rows[1], spec.smem.v)
 
 
-def _exponentials(spec: Spec) -> int:
+def _exponentials(spec: Forward) -> int:
     """Of every score, and of the factor of each row in each thread that shares the row."""
     if isinstance(spec.handoff, GlobalHandoff):
         return spec.tile.q * spec.tile.kv
@@ -165,7 +165,7 @@ def _exponentials(spec: Spec) -> int:
 # -- instructions
 
 
-def score_phases(spec: Spec) -> tuple[float, float, float]:
+def score_phases(spec: Forward) -> tuple[float, float, float]:
     """Instructions of a warp in the softmax of one step where it works on the fragment.
 
     They are those of the maxima, of exponentials and sums, and of rescaling O and rounding P. The rescaling is left out
@@ -178,7 +178,7 @@ def score_phases(spec: Spec) -> tuple[float, float, float]:
     return scores, 3 * scores, moved + (SCORE_INSTRUCTIONS - 4) * scores
 
 
-def scalar_qk_instructions(spec: Spec) -> float:
+def scalar_qk_instructions(spec: Forward) -> float:
     """Instructions of a warp in a scalar S = Q K^T of one step, operands in shared memory."""
     rows, columns = footprint.thread_rows(spec)[0], spec.tile.kv // footprint.SCALAR_LANES
     vectors, width = spec.problem.head_dim // footprint.SCALAR_VECTOR, footprint.SCALAR_VECTOR
@@ -186,7 +186,7 @@ def scalar_qk_instructions(spec: Spec) -> float:
     return vectors * (rows * columns * width + loads * (1 + width + QK_ADDRESSING))
 
 
-def scalar_pv_instructions(spec: Spec) -> float:
+def scalar_pv_instructions(spec: Forward) -> float:
     """Instructions of a warp in a scalar O += P V of one step: as many keys at a time as it has columns of S."""
     rows, keys = footprint.thread_rows(spec)[0], spec.tile.kv // footprint.SCALAR_LANES
     columns = spec.problem.v_dim // footprint.SCALAR_LANES
@@ -194,13 +194,13 @@ def scalar_pv_instructions(spec: Spec) -> float:
     return spec.tile.kv // keys * once
 
 
-def scalar_softmax_instructions(spec: Spec) -> float:
+def scalar_softmax_instructions(spec: Forward) -> float:
     """Instructions of a warp in the softmax on S in shared memory, one step."""
     rows = footprint.thread_rows(spec)[0]
     return rows * (SCALAR_ROW_INSTRUCTIONS + spec.problem.v_dim // footprint.SCALAR_LANES)
 
 
-def _warp_instructions(spec: Spec) -> float:
+def _warp_instructions(spec: Forward) -> float:
     if isinstance(spec.handoff, GlobalHandoff):
         # A score and an element of O for each thread: a multiply-add with two conversions, as good as unrolled.
         return 3 * (spec.problem.head_dim + spec.tile.q * spec.tile.kv / (spec.tile.threads or 1) * spec.problem.v_dim)
@@ -210,7 +210,7 @@ def _warp_instructions(spec: Spec) -> float:
     return qk + scalar_softmax_instructions(spec) + scalar_pv_instructions(spec)
 
 
-def issue_instructions(spec: Spec) -> float:
+def issue_instructions(spec: Forward) -> float:
     """What issuing the products of a step takes, and all that is no arithmetic."""
     depths = ((spec.qk, spec.problem.head_dim), (spec.pv, spec.tile.kv))
     issued = sum(k // spec.element.wgmma_k for product, k in depths if isinstance(product, WgmmaProduct))
@@ -220,7 +220,7 @@ def issue_instructions(spec: Spec) -> float:
 # -- bytes
 
 
-def _wgmma_smem_bytes(spec: Spec) -> tuple[int, int]:
+def _wgmma_smem_bytes(spec: Forward) -> tuple[int, int]:
     """Bytes that the WGMMA of Q K^T and of P V of one step read from shared memory.
 
     Each instruction reads its 64 x 16 tile of A, unless that is in registers, and its N x 16 tile of B.
@@ -237,7 +237,7 @@ def _wgmma_smem_bytes(spec: Spec) -> tuple[int, int]:
     return sizes[0], sizes[1]
 
 
-def smem_bytes(spec: Spec) -> SmemBytes:
+def smem_bytes(spec: Forward) -> SmemBytes:
     """What passes through shared memory in one step of a kernel that has a loop over tiles of keys."""
     scores = spec.tile.q * spec.tile.kv
     qk, pv = _wgmma_smem_bytes(spec)
@@ -257,20 +257,20 @@ def smem_bytes(spec: Spec) -> SmemBytes:
     )
 
 
-def _scalar_qk_lines(spec: Spec) -> int:
+def _scalar_qk_lines(spec: Forward) -> int:
     """Lines of shared memory that a warp reads: half a warp has a row of Q in common, both halves the rows of K."""
     rows, columns = footprint.thread_rows(spec)[0], spec.tile.kv // footprint.SCALAR_LANES
     keys = -(-footprint.SCALAR_LANES * VECTOR_BYTES // LINE)
     return spec.problem.head_dim // footprint.SCALAR_VECTOR * (rows + columns * keys)
 
 
-def _scalar_pv_lines(spec: Spec) -> int:
+def _scalar_pv_lines(spec: Forward) -> int:
     """Lines that a warp reads: a row of V for each key, and for each of its rows P of a few keys."""
     rows, keys = footprint.thread_rows(spec)[0], spec.tile.kv // footprint.SCALAR_LANES
     return spec.tile.kv // keys * (rows + keys * -(-spec.problem.v_dim * spec.element.bytes // LINE))
 
 
-def _naive_l1_bytes(spec: Spec) -> int:
+def _naive_l1_bytes(spec: Forward) -> int:
     """k1 reads global memory through L1, a line for each row that a warp touches.
 
     For a vector of the head dim a warp touches a row of Q for each of its rows of scores and `tile.kv` rows of K.
@@ -283,7 +283,7 @@ def _naive_l1_bytes(spec: Spec) -> int:
     return (qk + pv) * LINE
 
 
-def _l2_bytes(spec: Spec) -> int:
+def _l2_bytes(spec: Forward) -> int:
     d, v_dim, kv = spec.problem.head_dim, spec.problem.v_dim, spec.tile.kv
     if isinstance(spec.handoff, GlobalHandoff):
         scores = spec.tile.q * kv
@@ -295,7 +295,7 @@ def _l2_bytes(spec: Spec) -> int:
 # -- the whole problem
 
 
-def key_tiles(spec: Spec, shape: Shape, m_block: int) -> KeyTiles:
+def key_tiles(spec: Forward, shape: Shape, m_block: int) -> KeyTiles:
     """The tiles of keys that tile `m_block` of the queries visits, as `kv_range` of the generated modules says."""
     kv, positions = spec.tile.kv, spec.tile.q // spec.tile.pack_heads
     seq_k = shape.seq_k
@@ -315,7 +315,7 @@ def key_tiles(spec: Spec, shape: Shape, m_block: int) -> KeyTiles:
 class Problem:
     """One call of a spec's module. Raises UserError for heads that the module does not take."""
 
-    spec: Spec
+    spec: Forward
     shape: Shape
 
     def __post_init__(self) -> None:
@@ -381,7 +381,7 @@ class Problem:
         return self.flops / self.hbm_bytes
 
 
-def default_heads(spec: Spec, hidden: int = 2048) -> tuple[int, int]:
+def default_heads(spec: Forward, hidden: int = 2048) -> tuple[int, int]:
     """Query and kv heads of the benchmarks: heads x head dim near `hidden`, one kv head for each packed group."""
     pack = spec.tile.pack_heads
     kv = max(1, hidden // spec.problem.head_dim // pack)

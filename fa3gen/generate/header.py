@@ -14,8 +14,8 @@ from pathlib import PurePath
 from typing import NamedTuple
 
 from fa3gen.design import footprint
+from fa3gen.design.cta import Cta
 from fa3gen.design.family import Family
-from fa3gen.design.footprint import Region
 from fa3gen.design.schedule import PLACES, Place, Role, Schedule, Step, schedule_of, specialized
 from fa3gen.design.schedule.model import Kind
 from fa3gen.hardware import hopper
@@ -23,12 +23,12 @@ from fa3gen.hardware.dtypes import Dtype
 from fa3gen.spec.model import (
     CausalMask,
     CpAsyncLoad,
+    Forward,
     GlobalHandoff,
     NoMask,
     PingPongSchedule,
     RegisterHandoff,
     SmemHandoff,
-    Spec,
     TmaLoad,
     WgmmaProduct,
 )
@@ -56,7 +56,7 @@ class Header:
     title: str
     spec_path: str
     render_command: str
-    mask: str
+    sentence: str
     decisions: tuple[str, ...]
     threads: tuple[str, ...]
     barriers: tuple[str, ...]
@@ -79,10 +79,13 @@ class StepRow(NamedTuple):
 
 @dataclass(frozen=True)
 class Description:
-    """What the header says, as rows of cells; the barriers' first row names the columns."""
+    """What the header says, as rows of cells; the barriers' first row names the columns.
+
+    `sentence` says what is computed: of attention, which keys a query sees.
+    """
 
     title: str
-    mask: str
+    sentence: str
     decisions: tuple[tuple[str, str], ...]
     threads: tuple[str, ...]
     barriers: tuple[tuple[str, ...], ...]
@@ -91,35 +94,34 @@ class Description:
     steps: tuple[StepRow, ...]
 
 
-def describe(spec: Spec, summary: str) -> Description:
-    """Describe one module in words; `summary` is that of its spec."""
+def describe(spec: Forward, summary: str) -> Description:
+    """Describe one module of attention in words; `summary` is that of its spec."""
     dtype = spec.element.long_name
     schedule = schedule_of(spec)
     return Description(
         title=f"{summary.rstrip('.')} (head dim {Family.of(spec).dims}, {dtype}, {mask_phrase(spec)}).",
-        mask=_mask_sentence(spec),
+        sentence=_mask_sentence(spec),
         decisions=tuple(_decisions(spec)),
         threads=tuple(_roles(spec, schedule) if footprint.specialized(spec) else _threads(spec)),
-        barriers=tuple(_rings(schedule) if footprint.specialized(spec) else _barriers(schedule)),
-        named_barriers=tuple(_named_barriers(schedule)),
+        barriers=tuple(rings(schedule) if footprint.specialized(spec) else barriers(schedule)),
+        named_barriers=tuple(named_barriers(schedule)),
         steps_title=_steps_title(spec),
-        steps=tuple(_steps(schedule)),
+        steps=tuple(step_rows(schedule)),
     )
 
 
-def make_header(spec: Spec, *, summary: str, source: PurePath, stem: str) -> Header:
-    """Describe the module `stem`; `source` is the path of its spec file relative to the workspace."""
-    described = describe(spec, summary)
+def make_header(described: Description, cta: Cta, *, source: PurePath, stem: str) -> Header:
+    """The docstring of the module `stem`; `source` is the path of its spec file relative to the workspace."""
     return Header(
         title=described.title,
         spec_path=source.as_posix(),
         render_command=f"fa3gen render {source.as_posix()}",
-        mask=described.mask,
+        sentence=described.sentence,
         decisions=_columns(described.decisions),
         threads=described.threads,
         barriers=_columns(described.barriers),
         named_barriers=_columns(described.named_barriers),
-        smem=_columns(_smem(spec), right_aligned=2),
+        smem=_columns(_smem(cta), right_aligned=2),
         timeline_title=described.steps_title,
         timeline=timeline(described.steps),
         long_name=len(stem) > EXPORT_NAME,
@@ -127,7 +129,7 @@ def make_header(spec: Spec, *, summary: str, source: PurePath, stem: str) -> Hea
     )
 
 
-def mask_phrase(spec: Spec) -> str:
+def mask_phrase(spec: Forward) -> str:
     """The mask in a few words; a window's reach stands in the constants."""
     return {"none": "no mask", "causal": "causal", "window": "sliding window"}[spec.mask.kind]
 
@@ -156,7 +158,7 @@ def _columns(rows: Sequence[Sequence[str]], right_aligned: int = 0) -> tuple[str
     )
 
 
-def _mask_sentence(spec: Spec) -> str:
+def _mask_sentence(spec: Forward) -> str:
     if isinstance(spec.mask, NoMask):
         return "Every query sees every key."
     if isinstance(spec.mask, CausalMask):
@@ -166,7 +168,7 @@ def _mask_sentence(spec: Spec) -> str:
     )
 
 
-def _decisions(spec: Spec) -> list[tuple[str, str]]:
+def _decisions(spec: Forward) -> list[tuple[str, str]]:
     if isinstance(spec.handoff, GlobalHandoff):
         return [
             ("tile", "none: one thread computes one score, one warp one row, one thread one element of O"),
@@ -189,13 +191,13 @@ def _decisions(spec: Spec) -> list[tuple[str, str]]:
     return rows
 
 
-def _tile_sentence(spec: Spec) -> str:
+def _tile_sentence(spec: Forward) -> str:
     q, pack = spec.tile.q, spec.tile.pack_heads
     rows = f", {q // pack} positions of {pack} heads that share K and V," if pack > 1 else ""
     return f"{q} query rows{rows} x {spec.tile.kv} keys per step"
 
 
-def _load_sentence(spec: Spec) -> str:
+def _load_sentence(spec: Forward) -> str:
     if isinstance(spec.load, CpAsyncLoad):
         return f"cp.async, 16 bytes each; Q once, K and V in a ring of {_stages(spec.load.kv_stages)}"
     if isinstance(spec.load, TmaLoad):
@@ -205,7 +207,7 @@ def _load_sentence(spec: Spec) -> str:
     return "16-byte loads through registers; K and V take turns in one buffer"
 
 
-def _schedule_sentence(spec: Spec) -> str:
+def _schedule_sentence(spec: Forward) -> str:
     turns = " in turn" if isinstance(spec.schedule, PingPongSchedule) else ""
     beside = "; S of the next tile and P V run beside the softmax" if footprint.overlapped(spec) else ""
     multiply = "multiplies" if spec.tile.warpgroups == 1 else "multiply"
@@ -220,7 +222,7 @@ def _stages(count: int) -> str:
     return "1 stage" if count == 1 else f"{count} stages"
 
 
-def _p_swizzle(spec: Spec) -> str:
+def _p_swizzle(spec: Forward) -> str:
     return f", P {spec.handoff.swizzle}" if isinstance(spec.handoff, SmemHandoff) else ""
 
 
@@ -235,7 +237,7 @@ def _product_sentence(product: object, element: Dtype, n: int, k: int, a: str, b
     )
 
 
-def _softmax_sentence(spec: Spec) -> str:
+def _softmax_sentence(spec: Forward) -> str:
     where = "on the accumulator fragment" if isinstance(spec.pv, WgmmaProduct) else "on S in shared memory"
     above = spec.softmax.rescale_above
     when = "in every step"
@@ -245,7 +247,7 @@ def _softmax_sentence(spec: Spec) -> str:
     return f"online, base 2, {where}; O is rescaled {when}"
 
 
-def _handoff_sentence(spec: Spec) -> str:
+def _handoff_sentence(spec: Forward) -> str:
     if isinstance(spec.handoff, RegisterHandoff):
         return "stays in registers: the accumulator fragment is read as the A fragment"
     if isinstance(spec.handoff, SmemHandoff):
@@ -255,13 +257,13 @@ def _handoff_sentence(spec: Spec) -> str:
     return "S is written to shared memory as f32 and becomes P there"
 
 
-def _order_sentence(spec: Spec) -> str:
+def _order_sentence(spec: Forward) -> str:
     if isinstance(spec.mask, NoMask):
         return "from the last tile, which the end of the keys may cut, to the first"
     return "from the last visible tile to the first; hidden tiles are skipped, only boundary tiles are masked"
 
 
-def _output_sentence(spec: Spec) -> str:
+def _output_sentence(spec: Forward) -> str:
     lse = "; LSE when asked for" if spec.outputs.lse else ""
     if spec.outputs.o == "own_buffer":
         return f"each warp gathers its rows of O in shared memory and has TMA write them{lse}"
@@ -274,7 +276,7 @@ def _output_sentence(spec: Spec) -> str:
     return f"O goes from registers to global memory{lse}"
 
 
-def _tiles_sentence(spec: Spec) -> str:
+def _tiles_sentence(spec: Forward) -> str:
     """Which tiles of queries a CTA takes."""
     if spec.scheduler == "grid":
         order = ", all heads' last rows first" if isinstance(spec.mask, CausalMask) else ""
@@ -287,7 +289,7 @@ def _tiles_sentence(spec: Spec) -> str:
     return "a CTA per SM; tiles are dealt out in turn, those of a head next to each other"
 
 
-def _threads(spec: Spec) -> list[str]:
+def _threads(spec: Forward) -> list[str]:
     count = footprint.threads(spec)
     held = footprint.registers_per_thread(spec)
     parts = ", ".join(f"{what} {n}" for what, n in held)
@@ -308,7 +310,7 @@ def _threads(spec: Spec) -> list[str]:
     return [f"{count} threads, {warps} warps: {who}", *loads, *registers]
 
 
-def _roles(spec: Spec, schedule: Schedule) -> list[str]:
+def _roles(spec: Forward, schedule: Schedule) -> list[str]:
     """Who does what in a specialised kernel, and the registers that setmaxnreg gives to each."""
     count, consumers = footprint.threads(spec), spec.tile.warpgroups or 0
     producer_registers, consumer_registers = footprint.register_budget(spec)
@@ -331,7 +333,7 @@ def _roles(spec: Spec, schedule: Schedule) -> list[str]:
     ]
 
 
-def _barriers(schedule: Schedule) -> list[tuple[str, ...]]:
+def barriers(schedule: Schedule) -> list[tuple[str, ...]]:
     """The mbarriers of a cooperative kernel, where warp 0 loads for all."""
     rows: list[tuple[str, ...]] = [("name", "stages", "producer -> consumer", "a phase completes with")]
     for ring in schedule.rings:
@@ -345,7 +347,7 @@ def _barriers(schedule: Schedule) -> list[tuple[str, ...]]:
     return rows if len(rows) > 1 else []
 
 
-def _rings(schedule: Schedule) -> list[tuple[str, ...]]:
+def rings(schedule: Schedule) -> list[tuple[str, ...]]:
     """The rings of a specialised kernel: Q is one like K and V."""
     rows: list[tuple[str, ...]] = [("ring", "stages", "producer -> consumers", "full with", "empty with")]
     for ring in schedule.rings:
@@ -363,7 +365,8 @@ def _arrivals(count: int) -> str:
     return "1 arrival" if count == 1 else f"{count} arrivals"
 
 
-def _named_barriers(schedule: Schedule) -> list[tuple[str, ...]]:
+def named_barriers(schedule: Schedule) -> list[tuple[str, ...]]:
+    """The named barriers, whose number 0 is that of __syncthreads."""
     rows: list[tuple[str, ...]] = [("number", "name", "threads", "who -> whom, and what for")]
     for barrier in schedule.named_barriers:
         last = barrier.first + barrier.count - 1
@@ -372,39 +375,23 @@ def _named_barriers(schedule: Schedule) -> list[tuple[str, ...]]:
     return rows if len(rows) > 1 else []
 
 
-def placed_regions(spec: Spec) -> list[tuple[int, Region]]:
-    """Offset and region of each array in shared memory, and of the mbarriers behind them."""
-    placed, offset = [], 0
-    for region in footprint.shared_memory_map(spec):
-        offset = -(-offset // region.align) * region.align
-        placed.append((offset, region))
-        offset += region.bytes
-    barriers = footprint.barrier_bytes(spec)
-    if barriers:
-        formula = f"{barriers // hopper.MBARRIER_BYTES} mbarriers"
-        placed.append((offset, Region("barriers", barriers, formula, hopper.MBARRIER_BYTES, "")))
-    return placed
-
-
-def _smem(spec: Spec) -> list[tuple[str, ...]]:
-    regions, barriers = footprint.shared_memory_map(spec), footprint.barrier_bytes(spec)
-    if not regions:
+def _smem(cta: Cta) -> list[tuple[str, ...]]:
+    if not cta.regions:
         return []
     rows: list[tuple[str, ...]] = [("offset", "bytes", "what", "")]
-    for offset, region in placed_regions(spec):
+    for offset, region in cta.placed():
         rows.append((str(offset), str(region.bytes), region.name, f"{region.formula}: {region.what}".rstrip(": ")))
-    total = footprint.total_bytes(regions, barriers)
-    rows.append(("", str(total), "total", f"of {hopper.SMEM_PER_CTA} per CTA"))
+    rows.append(("", str(cta.smem_bytes), "total", f"of {hopper.SMEM_PER_CTA} per CTA"))
     return rows
 
 
-def _steps_title(spec: Spec) -> str:
+def _steps_title(spec: Forward) -> str:
     if isinstance(spec.handoff, GlobalHandoff):
         return "The three kernels"
     return "Timeline: a tile is one of queries, a step takes one tile of keys"
 
 
-def _steps(schedule: Schedule) -> Iterator[StepRow]:
+def step_rows(schedule: Schedule) -> Iterator[StepRow]:
     """The steps, place by place and role by role; what all roles do alike stands where the last of them does it."""
     for place in PLACES:
         of_roles = [tuple(_rows(schedule, place, role)) for role in schedule.roles]

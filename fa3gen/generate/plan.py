@@ -10,16 +10,19 @@ from pathlib import PurePath
 from typing import Literal
 
 from fa3gen.design import footprint, tile_order
+from fa3gen.design.cta import cta_of
 from fa3gen.design.footprint import Region
-from fa3gen.design.operation import Argument, Operation, Scalar, Scratch, Tensor, operation_of
+from fa3gen.design.operation import Argument, Scalar, Scratch, Tensor, operation_of
 from fa3gen.design.schedule import full_tiles, schedule_of
 from fa3gen.generate import header, predicted_sass
 from fa3gen.generate.expected import Expectation
+from fa3gen.generate.module_plan import ModulePlan
 from fa3gen.hardware import hopper
 from fa3gen.hardware.dtypes import FP32, INT32, Dtype
 from fa3gen.spec.model import (
     CausalMask,
     CpAsyncLoad,
+    Forward,
     NoMask,
     PingPongSchedule,
     Scheduler,
@@ -316,11 +319,10 @@ class SectionsPlan:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """Everything that the templates print for one module."""
+class Plan(ModulePlan):
+    """Everything that the templates print for one module of attention."""
 
-    stem: str
-    spec: Spec
+    spec: Forward
     problem: ProblemPlan
     tile: TilePlan
     mask: MaskPlan
@@ -336,16 +338,36 @@ class Plan:
     output: OutputPlan
     lse: bool
     imports: ImportsPlan
-    operation: Operation
     entry: EntryPlan
     sections: SectionsPlan
-    header: header.Header
-    expectation: Expectation
+
+    @property
+    def spine(self) -> str:
+        """The template of the family of kernels."""
+        return self.sections.spine
+
+    @property
+    def templates(self) -> dict[str, str]:
+        """The section files that the plan chose, by what they are for."""
+        return {name: value for name, value in vars(self.sections).items() if value}
 
 
-def make_plan(variant: Variant) -> Plan:
+def make_plan(variant: Variant) -> ModulePlan:
     """Derive the plan of one variant; its spec has passed `fa3gen.design.rules.check`."""
-    spec = variant.spec
+    match variant.spec:
+        case Forward() as spec:
+            return _attention(variant, spec)
+
+
+def describe(spec: Spec, summary: str) -> header.Description:
+    """Describe one module in words; `summary` is that of its spec."""
+    match spec:
+        case Forward():
+            return header.describe(spec, summary)
+
+
+def _attention(variant: Variant, spec: Forward) -> Plan:
+    described, cta = header.describe(spec, variant.summary), cta_of(spec)
     return Plan(
         stem=variant.stem,
         spec=spec,
@@ -367,12 +389,14 @@ def make_plan(variant: Variant) -> Plan:
         operation=operation_of(spec),
         entry=_entry(spec),
         sections=_sections(spec),
-        header=header.make_header(spec, summary=variant.summary, source=PurePath(variant.source), stem=variant.stem),
+        cta=cta,
+        described=described,
+        header=header.make_header(described, cta, source=PurePath(variant.source), stem=variant.stem),
         expectation=expectation(spec),
     )
 
 
-def _problem(spec: Spec) -> ProblemPlan:
+def _problem(spec: Forward) -> ProblemPlan:
     dtype = spec.element
     d, v_dim = spec.problem.head_dim, spec.problem.v_dim
     return ProblemPlan(
@@ -387,7 +411,7 @@ def _problem(spec: Spec) -> ProblemPlan:
     )
 
 
-def _tile(spec: Spec) -> TilePlan:
+def _tile(spec: Forward) -> TilePlan:
     packed = spec.tile.pack_heads > 1
     return TilePlan(
         m=spec.tile.q,
@@ -403,7 +427,7 @@ def _tile(spec: Spec) -> TilePlan:
     )
 
 
-def _mask(spec: Spec) -> MaskPlan:
+def _mask(spec: Forward) -> MaskPlan:
     if isinstance(spec.mask, NoMask):
         return MaskPlan("none", 0, 0, "all", False)
     if isinstance(spec.mask, CausalMask):
@@ -418,7 +442,7 @@ def _mask(spec: Spec) -> MaskPlan:
     return MaskPlan("window", left, right, full, both_edges)
 
 
-def _scheduler(spec: Spec) -> SchedulerPlan:
+def _scheduler(spec: Forward) -> SchedulerPlan:
     # Where a CTA takes many tiles, the dynamic scheduler has an order of its own.
     longest_first = isinstance(spec.mask, CausalMask) and not footprint.persistent(spec)
     shuffles = footprint.shuffles_coordinates(spec)
@@ -427,7 +451,7 @@ def _scheduler(spec: Spec) -> SchedulerPlan:
     )
 
 
-def _arguments(spec: Spec) -> ArgumentsPlan:
+def _arguments(spec: Forward) -> ArgumentsPlan:
     if not footprint.specialized(spec):
         shared = isinstance(spec.load, TmaLoad) and spec.load.barrier == "shared"
         rings = ["kv_ring"] if shared else ["k_ring", "v_ring"]
@@ -468,12 +492,12 @@ def _parameter(argument: Argument) -> Parameter:
     return Parameter(argument.name, argument.dtype if isinstance(argument, Scalar) else None)
 
 
-def _softmax(spec: Spec) -> SoftmaxPlan:
+def _softmax(spec: Forward) -> SoftmaxPlan:
     above = spec.softmax.rescale_above
     return SoftmaxPlan(above is not None, above or 0, spec.softmax.exp_before_wait or 0, spec.softmax.mask_end)
 
 
-def _output(spec: Spec) -> OutputPlan:
+def _output(spec: Forward) -> OutputPlan:
     packed, dtype = spec.tile.pack_heads > 1, spec.o_element
     rows = "WARP_ROWS" if spec.outputs.o == "own_buffer" else "TILE_M"
     packed_rows = {"WARP_ROWS": "PACKED_WARP_ROWS", "TILE_M": "PACKED_M"}[rows]
@@ -484,14 +508,14 @@ def _output(spec: Spec) -> OutputPlan:
     return OutputPlan(spec.outputs.o, packed_rows if packed else rows, own, *names)
 
 
-def _load(spec: Spec) -> LoadPlan:
+def _load(spec: Forward) -> LoadPlan:
     barrier = spec.load.barrier if isinstance(spec.load, TmaLoad) else "none"
     q_ring = not footprint.keys_free_q(spec)
     names = q_ring, "q_ring" if q_ring else "q_full"
     return LoadPlan(spec.load.engine, footprint.q_stages(spec), footprint.kv_stages(spec), barrier, *names)
 
 
-def _smem(spec: Spec) -> SmemPlan:
+def _smem(spec: Forward) -> SmemPlan:
     regions, barriers = tuple(footprint.shared_memory_map(spec)), footprint.barrier_bytes(spec)
     smem, p = spec.smem, spec.handoff
     return SmemPlan(
@@ -519,7 +543,7 @@ def _product(product: object, element: Dtype, n: int, k: int) -> ProductPlan:
     return ProductPlan("wgmma", source, instruction, k // element.wgmma_k)
 
 
-def _schedule(spec: Spec) -> SchedulePlan:
+def _schedule(spec: Forward) -> SchedulePlan:
     if not footprint.specialized(spec):
         return SchedulePlan(False, False, False, False, 0, 0)
     producer, consumer = footprint.register_budget(spec)
@@ -528,7 +552,7 @@ def _schedule(spec: Spec) -> SchedulePlan:
     return SchedulePlan(True, overlap, flattened, ping_pong, producer, consumer)
 
 
-def _imports(spec: Spec) -> ImportsPlan:
+def _imports(spec: Forward) -> ImportsPlan:
     tma, wgmma = isinstance(spec.load, TmaLoad), isinstance(spec.qk, WgmmaProduct)
     stmatrix = operation_of(spec).tensor("out").moved == "tma"  # which gathers O in shared memory before
     names = {
@@ -548,7 +572,7 @@ def _imports(spec: Spec) -> ImportsPlan:
     )
 
 
-def _entry(spec: Spec) -> EntryPlan:
+def _entry(spec: Forward) -> EntryPlan:
     like = "like q"
     if spec.problem.v_dim != spec.problem.head_dim:
         like = f"(batch, seq_q, heads_q, {spec.problem.v_dim})"
@@ -573,7 +597,7 @@ def _entry(spec: Spec) -> EntryPlan:
     )
 
 
-def _sections(spec: Spec) -> SectionsPlan:
+def _sections(spec: Forward) -> SectionsPlan:
     if spec.handoff.through == "global_f32":
         return SectionsPlan("naive.py.jinja", *[""] * 12)
     both_wgmma = isinstance(spec.pv, WgmmaProduct)
@@ -610,7 +634,7 @@ def _sections(spec: Spec) -> SectionsPlan:
     )
 
 
-def _specialized_epilogue(spec: Spec) -> str:
+def _specialized_epilogue(spec: Forward) -> str:
     if spec.o_dtype == "fp32":
         return "epilogue_direct_f32"
     return {"over_q": "epilogue_wgmma", "own_buffer": "epilogue_own_buffer", "direct": "epilogue_direct"}[
@@ -622,7 +646,7 @@ def _section(name: str) -> str:
     return f"sections/{name}.py.jinja"
 
 
-def expectation(spec: Spec) -> Expectation:
+def expectation(spec: Forward) -> Expectation:
     """What the compiled code must show, as static instruction counts; `fa3gen compile` holds PTX and SASS against them.
 
     The schedule says which steps there are, and how often the code has each: no loop over tiles is unrolled, and the

@@ -9,12 +9,12 @@ from __future__ import annotations
 from fa3gen.design import footprint
 from fa3gen.generate.expected import SassExpectation
 from fa3gen.hardware import hopper
-from fa3gen.spec.model import GlobalHandoff, Spec, WgmmaProduct
+from fa3gen.spec.model import Forward, GlobalHandoff, WgmmaProduct
 
 VECTOR_BITS = 128  # of the widest access to memory that a thread makes
 
 
-def expectation(spec: Spec, *, waits: int, softmaxes: int, o_boxes: int, matrices: int) -> SassExpectation:
+def expectation(spec: Forward, *, waits: int, softmaxes: int, o_boxes: int, matrices: int) -> SassExpectation:
     """The prediction for one spec.
 
     `waits` is how many warpgroup waits and `softmaxes` how many softmax steps stand in the code, `o_boxes` the TMA
@@ -56,7 +56,7 @@ def _most_comparisons(rows: int, softmaxes: int) -> int:
     return rows * (softmaxes + 2)
 
 
-def _global_stores(spec: Spec, rows: int, lanes: int, o_boxes: int) -> dict[str, int]:
+def _global_stores(spec: Forward, rows: int, lanes: int, o_boxes: int) -> dict[str, int]:
     # LSE, the counter of tiles set back to zero, the flag of a part set and set back, and O by TMA.
     words = rows * spec.outputs.lse + (spec.scheduler == "dynamic") + 2 * footprint.splits_tail(spec)
     stores = {"STG.32": words, "UTMASTG": o_boxes}
@@ -75,7 +75,7 @@ def _global_stores(spec: Spec, rows: int, lanes: int, o_boxes: int) -> dict[str,
     return stores
 
 
-def _shared_stores(spec: Spec, matrices: int) -> dict[str, int] | None:
+def _shared_stores(spec: Forward, matrices: int) -> dict[str, int] | None:
     """None for a kernel whose softmax works in shared memory."""
     if not isinstance(spec.pv, WgmmaProduct):
         return None

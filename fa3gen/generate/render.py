@@ -66,9 +66,9 @@ def render_variant(variant: Variant, workspace: Workspace, *, formatted: Sequenc
         variant = replace(variant, source=Path(variant.source.name))
     plan = make_plan(variant)
     try:
-        text = _environment(workspace.templates_dir).get_template(plan.sections.spine).render(plan=plan)
+        text = _environment(workspace.templates_dir).get_template(plan.spine).render(plan=plan)
     except jinja2.TemplateError as error:
-        name = getattr(error, "name", None) or plan.sections.spine
+        name = getattr(error, "name", None) or plan.spine
         line = getattr(error, "lineno", "?")
         raise UserError(f"{variant.stem}: {workspace.templates_dir / name}:{line}: {error}") from error
     try:

@@ -39,8 +39,8 @@ from fa3gen.inspect.report import fragments, pictures, swizzles
 from fa3gen.inspect.simulation.engine import Arbitration
 from fa3gen.records import evidence
 from fa3gen.records.evidence import Record
-from fa3gen.spec.model import CausalMask, NoMask, Spec
-from fa3gen.spec.specfile import Variant
+from fa3gen.spec.model import CausalMask, Forward, NoMask
+from fa3gen.spec.specfile import Variant, attention_among, attention_only
 
 DOCUMENT = Path("docs/ladder.md")
 PICTURES = Path("docs/ladder")
@@ -137,9 +137,9 @@ def parts_of(arguments: str) -> tuple[str, str]:
     return stem.strip(), what.strip()
 
 
-def spec_of(workspace: Workspace, stem: str) -> Spec:
+def spec_of(workspace: Workspace, stem: str) -> Forward:
     """What a module is generated from."""
-    [variant] = workspace.resolve(stem)
+    [variant] = attention_only(workspace.resolve(stem), "a picture of the ladder")
     return variant.spec
 
 
@@ -306,7 +306,7 @@ def ladder_table(workspace: Workspace) -> str:
     for rung in (rung for rung in RUNGS if rung in files):
         cells = []
         for d, mask, seq_len in columns:
-            record = _verified_of(workspace, files[rung].variants, head_dim=d, mask=mask)
+            record = _verified_of(workspace, attention_among(files[rung].variants), head_dim=d, mask=mask)
             cells.append(markdown.speed(record.tflops.get(str(seq_len))) if record else "")
             if record:
                 machines.add(f"{record.gpu}, {record.date}")
@@ -317,7 +317,9 @@ def ladder_table(workspace: Workspace) -> str:
     return "\n".join([*markdown.table(["rung", *names], rows), "", f"{note} –: not verified on a GPU."]) + "\n"
 
 
-def _verified_of(workspace: Workspace, variants: Sequence[Variant], *, head_dim: int, mask: str) -> Record | None:
+def _verified_of(
+    workspace: Workspace, variants: Sequence[Variant[Forward]], *, head_dim: int, mask: str
+) -> Record | None:
     """Return the record of the bf16 variant with this head dim and mask, if it is verified as it stands."""
     kind = NoMask if mask == "full" else CausalMask
     for variant in variants:

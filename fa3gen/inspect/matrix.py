@@ -31,7 +31,7 @@ from fa3gen.design.family import Family
 from fa3gen.design.workspace import Workspace
 from fa3gen.records import evidence
 from fa3gen.records.evidence import TIMED, CpuStatus, Status
-from fa3gen.spec.model import CooperativeSchedule, RegisterHandoff, Spec, SyncLoad, WindowMask
+from fa3gen.spec.model import CooperativeSchedule, Forward, RegisterHandoff, Spec, SyncLoad, WindowMask
 from fa3gen.spec.specfile import Variant
 
 DOCUMENT = Path("docs/matrix.md")
@@ -93,7 +93,13 @@ def rows(workspace: Workspace, names: Sequence[str] = (), *, package: bool = Tru
 
 
 def features(spec: Spec) -> dict[str, str]:
-    """What a spec chooses, in words, by column."""
+    """What a spec chooses, in words, by column; each operation has columns of its own."""
+    match spec:
+        case Forward():
+            return _of_forward(spec)
+
+
+def _of_forward(spec: Forward) -> dict[str, str]:
     d, v_dim = spec.problem.head_dim, spec.problem.v_dim
     return {
         "head dim": str(d) if d == v_dim else f"{d}/{v_dim}",
@@ -111,13 +117,13 @@ def features(spec: Spec) -> dict[str, str]:
     }
 
 
-def _mask(spec: Spec) -> str:
+def _mask(spec: Forward) -> str:
     if isinstance(spec.mask, WindowMask):
         return f"window {spec.mask.left}, {spec.mask.right}"
     return spec.mask.kind
 
 
-def _schedule(spec: Spec) -> str:
+def _schedule(spec: Forward) -> str:
     words = spec.schedule.kind.replace("_", " ")
     if isinstance(spec.schedule, CooperativeSchedule) or not spec.schedule.overlap:
         return words

@@ -22,7 +22,7 @@ from fa3gen.design.family import Shape
 from fa3gen.design.operation import Scratch, Tensor, operation_of
 from fa3gen.design.tile_order import taken
 from fa3gen.design.work import key_tiles
-from fa3gen.spec.model import GlobalHandoff, Spec
+from fa3gen.spec.model import Forward, GlobalHandoff
 from fa3gen.spec.specfile import Variant
 from fa3gen.verify.reference import Attention
 
@@ -42,7 +42,7 @@ class Problem:
     seed: int
 
 
-def default_problem(spec: Spec) -> Problem:
+def default_problem(spec: Forward) -> Problem:
     """One tile of queries, of a persistent kernel two, and enough keys to go round every ring."""
     pack, tiles = spec.tile.pack_heads, 2 if footprint.persistent(spec) else 1
     return Problem(
@@ -56,7 +56,7 @@ def default_problem(spec: Spec) -> Problem:
     )
 
 
-def busiest(spec: Spec, problem: Problem) -> int:
+def busiest(spec: Forward, problem: Problem) -> int:
     """The first CTA whose tile of queries visits the most tiles of keys."""
     if isinstance(spec.handoff, GlobalHandoff) or footprint.persistent(spec):
         return 0
@@ -67,7 +67,7 @@ def busiest(spec: Spec, problem: Problem) -> int:
 
 def run(
     path: Path,
-    variant: Variant,
+    variant: Variant[Forward],
     problem: Problem,
     ctas: list[Index] | None,
     schedule: Schedule,
@@ -84,7 +84,7 @@ def run(
 
 def run_kernel(
     kernel: CpuKernel,
-    variant: Variant,
+    variant: Variant[Forward],
     problem: Problem,
     ctas: list[Index] | None,
     schedule: Schedule,
@@ -107,7 +107,9 @@ def run_kernel(
     return None
 
 
-def attention(kernel: CpuKernel, variant: Variant, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Attention:
+def attention(
+    kernel: CpuKernel, variant: Variant[Forward], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+) -> Attention:
     """O and LSE of a module's kernel; the LSE of a module without one is all NaN, and so is what nobody wrote.
 
     Raises Hazard for the first fault, OutsideModel for what the model lacks.

@@ -28,7 +28,7 @@ from fa3gen.measure.launch_times import LaunchTimes, host_microseconds, small_pr
 from fa3gen.measure.peers import PEERS, Attend, Peer, Unavailable
 from fa3gen.records.evidence import TIMED, TOKENS
 from fa3gen.run import gpu
-from fa3gen.spec.model import DType, Mask, Problem, Spec
+from fa3gen.spec.model import DType, Forward, Mask, Problem
 from fa3gen.verify import reference
 
 WIDTH = 2048  # heads x head dim
@@ -92,7 +92,7 @@ class Competitor:
     scratch: Callable[[Cell], int] = lambda cell: 0
 
 
-def module_competitor(name: str, spec: Spec, load: Callable[[], Any]) -> Competitor:
+def module_competitor(name: str, spec: Forward, load: Callable[[], Any]) -> Competitor:
     """Wrap one generated module; it serves the cells of its own head dim, dtype and mask."""
 
     def serves(cell: Cell) -> bool:
@@ -233,7 +233,7 @@ class CudaTimer:
 
 
 def plan_cells(
-    specs: Sequence[Spec],
+    specs: Sequence[Forward],
     *,
     head_dims: Sequence[int] = (),
     masks: Sequence[str] = (),

@@ -23,7 +23,7 @@ from fa3gen.design.operation import operation_of
 from fa3gen.measure.launch_times import BATCH, CALLS, HEADS, ROUNDS, SEQ_LEN, host_microseconds, small_problem
 from fa3gen.measure.peers import PEERS, Peer, Unavailable
 from fa3gen.run import gpu
-from fa3gen.spec.model import CausalMask, Mask, Spec, WindowMask
+from fa3gen.spec.model import CausalMask, Forward, Mask, WindowMask
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -47,7 +47,7 @@ class Problem:
         return f"{self.family}" + (f", {self.group} heads of q for each of k and v" if self.group > 1 else "")
 
     @classmethod
-    def of(cls, spec: Spec) -> Problem:
+    def of(cls, spec: Forward) -> Problem:
         """The problem that a spec's module serves."""
         return cls(Family.of(spec), spec.tile.pack_heads)
 
@@ -129,7 +129,7 @@ def _failures(problem: Problem, row: HostTimes, limit: float | None) -> Iterator
             yield f"{row.name}, {way}: {microseconds:.1f} us, more than {limit:g} ({problem})"
 
 
-def module_callee(name: str, spec: Spec, load: Callable[[], Any]) -> Callee:
+def module_callee(name: str, spec: Forward, load: Callable[[], Any]) -> Callee:
     """A generated module's entry point, in every way that its spec has."""
     entry_of = operation_of(spec).entry_of
     return Callee(name, True, lambda tensors: _own_ways(entry_of(load()), tensors, {}, lse=spec.outputs.lse))

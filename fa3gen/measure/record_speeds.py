@@ -6,13 +6,14 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from fa3gen.records import evidence
+from fa3gen.spec.model import Forward
 from fa3gen.spec.specfile import Variant
 
 if TYPE_CHECKING:
     import torch
 
 
-def speeds(modules: Mapping[str, tuple[Variant, Any]], device: torch.device) -> dict[str, dict[int, float]]:
+def speeds(modules: Mapping[str, tuple[Variant[Forward], Any]], device: torch.device) -> dict[str, dict[int, float]]:
     """Measure (variant, module) by stem at the lengths that a record holds; TFLOP/s by stem and length.
 
     Modules of one problem and mask take turns, so that their records can be compared with each other. What could not

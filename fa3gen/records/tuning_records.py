@@ -32,7 +32,7 @@ from fa3gen.base.files import write_text
 from fa3gen.base.parts import Part, first_problem, rounded
 from fa3gen.design.family import Family, Shape
 from fa3gen.hardware.chips import H200
-from fa3gen.spec.model import CausalMask, DType, Mask, NoMask, OutputDType, Spec, WindowMask
+from fa3gen.spec.model import CausalMask, DType, Forward, Mask, NoMask, OutputDType, WindowMask
 
 if TYPE_CHECKING:
     from fa3gen.design.workspace import Workspace
@@ -224,7 +224,7 @@ class TuningRecord(Part):
             if not math.isclose(entry.tflops, self.problem.tflops(entry.milliseconds), rel_tol=_AGREEMENT):
                 raise ValueError(f"{entry.tflops} TFLOP/s do not follow from {entry.milliseconds} ms")
         for result in self.results:
-            if Family.of(Spec.model_validate(result.spec)) != self.problem.family:
+            if Family.of(Forward.model_validate(result.spec)) != self.problem.family:
                 raise ValueError(f"{result.stem} is compiled for another problem")
         return self
 

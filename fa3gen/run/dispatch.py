@@ -26,8 +26,8 @@ from fa3gen.base.wording import counted
 from fa3gen.design.family import TILE_ROWS, Family, mask_text
 from fa3gen.design.workspace import Workspace
 from fa3gen.hardware.chips import H200
-from fa3gen.spec.model import WINDOW_MAX, CausalMask, DType, Mask, NoMask, OutputDType, Spec, SpecModel, WindowMask
-from fa3gen.spec.specfile import Variant
+from fa3gen.spec.model import WINDOW_MAX, CausalMask, DType, Forward, Mask, NoMask, OutputDType, SpecModel, WindowMask
+from fa3gen.spec.specfile import Variant, attention_among
 from fa3gen.spec.yamltree import read
 
 FILE_NAME = "dispatch.yaml"
@@ -224,7 +224,7 @@ class Choice:
 
     stem: str
     file: Path
-    spec: Spec
+    spec: Forward
     source: Path
     row: Row | None
     reason: str
@@ -293,7 +293,7 @@ def of_row(home: Workspace, row: Row, place: str) -> Choice:
             f"{place} was measured with another {row.module} than the present {file}; "
             f"measure it again: {measuring([row.module])}"
         )
-    variant = next((found for found in home.resolve(row.module) if found.stem == row.module), None)
+    variant = next((found for found in attention_among(home.resolve(row.module)) if found.stem == row.module), None)
     if variant is None:
         raise NoKernel(f"{place} names {row.module}, which is a spec with several modules; run: {WRITE_TABLE}")
     if (computed := Family.of(variant.spec)) != row.family:
@@ -305,7 +305,7 @@ def of_row(home: Workspace, row: Row, place: str) -> Choice:
 def _unmeasured(family: Family, lse: bool, workspace: Workspace) -> Choice:
     """The module to take without a measurement, when there is no choice. Raises NoKernel when there is one, or none."""
     modules = list(_modules(workspace))
-    fitting: dict[str, tuple[Variant, Path]] = {}
+    fitting: dict[str, tuple[Variant[Forward], Path]] = {}
     for variant, file in modules:
         if Family.of(variant.spec) == family and (variant.spec.outputs.lse or not lse):
             fitting.setdefault(variant.stem, (variant, file))  # the workspace's own come first
@@ -326,19 +326,19 @@ def _unmeasured(family: Family, lse: bool, workspace: Workspace) -> Choice:
     raise NoKernel(_nothing(family, lse, [variant for variant, _ in modules]))
 
 
-def _modules(workspace: Workspace) -> Iterator[tuple[Variant, Path]]:
+def _modules(workspace: Workspace) -> Iterator[tuple[Variant[Forward], Path]]:
     """Every rendered module, those of the workspace first. Specs of the workspace that are broken have none."""
     package = workspace.package
     for home in (workspace, package) if workspace.root != workspace.bundled else (package,):
         for path in home.spec_files():
             try:
-                variants = home.load(path).variants
+                variants = attention_among(home.load(path).variants)
             except SpecError:
                 continue
             yield from ((v, file) for v in variants if (file := home.module_path(v.stem)).is_file())
 
 
-def _nothing(family: Family, lse: bool, variants: Sequence[Variant]) -> str:
+def _nothing(family: Family, lse: bool, variants: Sequence[Variant[Forward]]) -> str:
     """What to say when no module fits: what there is, and how to make one."""
     served_dims: dict[str, set[str]] = {}
     for variant in variants:
@@ -350,7 +350,7 @@ def _nothing(family: Family, lse: bool, variants: Sequence[Variant]) -> str:
     )
     compiled_in = " (the reach of a window is compiled in)" if isinstance(family.mask, WindowMask) else ""
 
-    def likeness(variant: Variant) -> tuple[bool, ...]:
+    def likeness(variant: Variant[Forward]) -> tuple[bool, ...]:
         other = Family.of(variant.spec)
         same_o, same_mask = other.out_dtype == family.out_dtype, other.mask.kind == family.mask.kind
         return same_o, same_mask, other.head_dim == family.head_dim, variant.stem.startswith(PRODUCTION_PREFIX)

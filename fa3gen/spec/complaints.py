@@ -11,11 +11,18 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from fa3gen.spec.model import Spec
+from fa3gen.spec.model import OPERATIONS, Spec
 
-# Tag key of each tagged union, by field: {"load": "engine", ...}. All of them are fields of the spec itself.
+# Fields of the specs of all operations.
+FIELDS: tuple[str, ...] = tuple(dict.fromkeys(name for model in OPERATIONS.values() for name in model.model_fields))
+
+# Tag key of each tagged union, by field: {"load": "engine", ...}. All of them are fields of the spec itself. A field
+# that several operations have is the same kind of union in all.
 UNIONS: dict[str, str] = {
-    name: info.discriminator for name, info in Spec.model_fields.items() if isinstance(info.discriminator, str)
+    name: info.discriminator
+    for model in OPERATIONS.values()
+    for name, info in model.model_fields.items()
+    if isinstance(info.discriminator, str)
 }
 
 # Keys of a spec file that are no fields of the spec.
@@ -29,16 +36,16 @@ class Complaint(NamedTuple):
     message: str
 
 
-def explain(error: ErrorDetails) -> Complaint:
-    """Translate one entry of `ValidationError.errors()` on a `Spec`."""
+def explain(error: ErrorDetails, model: type[Spec]) -> Complaint:
+    """Translate one entry of `ValidationError.errors()` on a spec of this model."""
     field = _without_tags(error["loc"])
     context = error.get("ctx", {})
     value = error["input"]
     match error["type"]:
         case "missing":
-            return Complaint(field, _missing(error["loc"]))
+            return Complaint(field, _missing(error["loc"], model))
         case "extra_forbidden":
-            return Complaint(field, _unknown_key(error["loc"]))
+            return Complaint(field, _unknown_key(error["loc"], model))
         case "literal_error":
             return Complaint(field, _not_one_of(value, re.findall(r"'([^']*)'", context["expected"])))
         case "union_tag_invalid":
@@ -47,13 +54,13 @@ def explain(error: ErrorDetails) -> Complaint:
             return Complaint((*field, tag), _not_one_of(got, re.findall(r"'([^']*)'", context["expected_tags"])))
         case "union_tag_not_found":
             tag = context["discriminator"].strip("'")
-            return Complaint(field, f"missing key '{tag}'; it must be one of {', '.join(union_tags(field[0]))}")
+            return Complaint(field, f"missing key '{tag}'; it must be one of {', '.join(union_tags(field[0], model))}")
         case "int_type":
             return Complaint(field, f"an integer is needed, got {described(value)}")
         case "bool_type":
             return Complaint(field, f"true or false is needed, got {described(value)}{_yaml_bool_hint(value)}")
         case "model_type" | "model_attributes_type" | "dict_type":
-            return Complaint(field, f"a mapping{_mapping_hint(field)} is needed, got {described(value)}")
+            return Complaint(field, f"a mapping{_mapping_hint(field, model)} is needed, got {described(value)}")
         case "greater_than" | "greater_than_equal":
             bound = f"more than {context['gt']}" if "gt" in context else f"at least {context['ge']}"
             return Complaint(field, f"{value} is too small; it must be {bound}")
@@ -95,9 +102,9 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {' or '.join(repr(other) for other in sorted(close[:3]))}?"
 
 
-def union_tags(field: str) -> list[str]:
-    """The tags of the union `field` of the spec, in the order of `fa3gen.spec.model`."""
-    return [_tag(arm, UNIONS[field]) for arm in models_of(Spec.model_fields[field])]
+def union_tags(field: str, model: type[Spec]) -> list[str]:
+    """The tags of the union `field` of a spec of this model, in the order of `fa3gen.spec.model`."""
+    return [_tag(arm, UNIONS[field]) for arm in models_of(model.model_fields[field])]
 
 
 def models_of(info: FieldInfo) -> list[type[BaseModel]]:
@@ -116,41 +123,41 @@ def _without_tags(loc: tuple[int | str, ...]) -> tuple[str, ...]:
     return (parts[0], *parts[2:]) if parts and parts[0] in UNIONS and len(parts) > 1 else parts
 
 
-def _enclosing_model(loc: tuple[int | str, ...]) -> type[BaseModel]:
+def _enclosing_model(loc: tuple[int | str, ...], spec: type[Spec]) -> type[BaseModel]:
     """The model whose field (or unknown key) the last part of `loc` is."""
-    model: type[BaseModel] = Spec
+    model: type[BaseModel] = spec
     parts = [str(part) for part in loc]
     while len(parts) > 1:
         name = parts.pop(0)
         arms = models_of(model.model_fields[name])
-        if model is Spec and name in UNIONS:
+        if model is spec and name in UNIONS:
             tag = parts.pop(0)
             arms = [arm for arm in arms if _tag(arm, UNIONS[name]) == tag]
         model = arms[0]
     return model
 
 
-def _missing(loc: tuple[int | str, ...]) -> str:
+def _missing(loc: tuple[int | str, ...], spec: type[Spec]) -> str:
     name = str(loc[-1])
-    info = _enclosing_model(loc).model_fields[name]
+    info = _enclosing_model(loc, spec).model_fields[name]
     choices = [str(choice) for choice in get_args(info.annotation) if isinstance(choice, str)]
     hint = f"one of {', '.join(choices)}" if choices else (info.description or "").rstrip(".")
     return f"missing required key '{name}'" + (f" ({hint})" if hint else "")
 
 
-def _unknown_key(loc: tuple[int | str, ...]) -> str:
+def _unknown_key(loc: tuple[int | str, ...], spec: type[Spec]) -> str:
     name = str(loc[-1])
-    model = _enclosing_model(loc)
-    known = [*(FILE_KEYS if model is Spec else ()), *model.model_fields]
-    owners = _arms_with(str(loc[0]), name) if len(loc) == 3 and loc[0] in UNIONS else []
+    model = _enclosing_model(loc, spec)
+    known = [*(FILE_KEYS if model is spec else ()), *model.model_fields]
+    owners = _arms_with(str(loc[0]), name, spec) if len(loc) == 3 and loc[0] in UNIONS else []
     if owners:
         tag = UNIONS[str(loc[0])]
         return f"unknown key '{name}' for {tag}: {loc[1]}; it belongs to {tag}: {' and '.join(owners)}"
     return f"unknown key '{name}'{nearest(name, known) or '; known here: ' + ', '.join(known)}"
 
 
-def _arms_with(union: str, key: str) -> list[str]:
-    return [_tag(arm, UNIONS[union]) for arm in models_of(Spec.model_fields[union]) if key in arm.model_fields]
+def _arms_with(union: str, key: str, spec: type[Spec]) -> list[str]:
+    return [_tag(arm, UNIONS[union]) for arm in models_of(spec.model_fields[union]) if key in arm.model_fields]
 
 
 def _not_one_of(value: Any, choices: list[str]) -> str:
@@ -163,10 +170,10 @@ def _yaml_bool_hint(value: Any) -> str:
     return " (YAML 1.2 has no other booleans, and no quoted ones)" if wordy else ""
 
 
-def _mapping_hint(field: tuple[str, ...]) -> str:
+def _mapping_hint(field: tuple[str, ...], spec: type[Spec]) -> str:
     if not field:
         return ""
     if field[0] in UNIONS and len(field) == 1:
-        return f" such as {{{UNIONS[field[0]]}: {union_tags(field[0])[0]}, ...}}"
-    models = models_of(_enclosing_model(field).model_fields[field[-1]]) if len(field) == 1 else []
+        return f" such as {{{UNIONS[field[0]]}: {union_tags(field[0], spec)[0]}, ...}}"
+    models = models_of(_enclosing_model(field, spec).model_fields[field[-1]]) if len(field) == 1 else []
     return f" with the keys {', '.join(models[0].model_fields)}" if models else ""

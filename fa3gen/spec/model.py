@@ -295,8 +295,9 @@ class Forward(SpecModel):
         return DTYPES[self.o_dtype]
 
 
-# Specs by the value of `operation`, which files may leave out. The next operation is one more model here, and `Spec`
-# becomes their union.
+# Specs of all operations. The next one is a model in a file of its own, imported here.
+Spec = Union[Forward]
+
+# By the value of `operation`, which files of attention may leave out.
 DEFAULT_OPERATION = "forward"
-OPERATIONS: dict[str, type[Forward]] = {"forward": Forward}
-Spec = Forward
+OPERATIONS: dict[str, type[Spec]] = {"forward": Forward}

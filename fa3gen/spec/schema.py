@@ -6,10 +6,11 @@ the matrix may supply it.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from fa3gen.spec.complaints import UNIONS
-from fa3gen.spec.model import Spec
+from fa3gen.spec.model import OPERATIONS
 from fa3gen.spec.specfile import SUMMARY_MAX
 
 Schema = dict[str, Any]
@@ -19,9 +20,11 @@ DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
 def file_schema() -> Schema:
     """The schema of a spec file (draft 2020-12), as plain JSON values."""
-    spec = Spec.model_json_schema()
-    definitions: dict[str, Schema] = {name: _partial(schema) for name, schema in spec["$defs"].items()}
-    fields: dict[str, Schema] = {name: _field(name, schema) for name, schema in spec["properties"].items()}
+    specs = [model.model_json_schema() for model in OPERATIONS.values()]
+    definitions = {name: _partial(schema) for spec in specs for name, schema in spec["$defs"].items()}
+    names = dict.fromkeys(name for spec in specs for name in spec["properties"])
+    fields = {name: _of_any(spec["properties"].get(name) for spec in specs) for name in names}
+    fields = {name: _field(name, schema) for name, schema in fields.items()}
     summary = {
         "type": "string",
         "pattern": r"^\s*\S.*\s*$",
@@ -32,13 +35,22 @@ def file_schema() -> Schema:
     return {
         "$schema": DIALECT,
         "title": "fa3gen spec file",
-        "description": "An attention kernel for fa3gen to generate.",
+        "description": "A kernel for fa3gen to generate: attention, unless `operation` says another.",
         "type": "object",
         "properties": {"summary": summary, "extends": extends, **fields, "matrix": _matrix(fields, definitions)},
         "required": ["summary"],
         "additionalProperties": False,
         "$defs": definitions,
     }
+
+
+def _of_any(schemas: Iterable[Schema | None]) -> Schema:
+    """The schema of a field as the operations have it: one, or any of theirs."""
+    different: list[Schema] = []
+    for schema in schemas:
+        arms = [] if schema is None else schema.get("anyOf", [schema])
+        different += [arm for arm in arms if arm not in different]
+    return different[0] if len(different) == 1 else {"anyOf": different}
 
 
 def _field(name: str, schema: Schema) -> Schema:

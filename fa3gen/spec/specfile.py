@@ -18,13 +18,14 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeGuard
 
 from pydantic import ValidationError
+from typing_extensions import TypeVar
 
-from fa3gen.base.errors import Problem, SpecError
-from fa3gen.spec.complaints import FILE_KEYS, UNIONS, described, explain, nearest
-from fa3gen.spec.model import DEFAULT_OPERATION, OPERATIONS, Spec
+from fa3gen.base.errors import Problem, SpecError, UserError
+from fa3gen.spec.complaints import FIELDS, FILE_KEYS, UNIONS, described, explain, nearest
+from fa3gen.spec.model import DEFAULT_OPERATION, OPERATIONS, Forward, Spec
 from fa3gen.spec.yamltree import Node, merge, override, read
 
 MAX_VARIANTS = 256
@@ -38,16 +39,18 @@ _FIELD_PATH = re.compile(r"[a-z_]+(?:\.[a-z_]+)*\Z")
 # What is wrong with a complete spec: dotted fields ('': all of it), each with a message; nothing for a legal one.
 Judge = Callable[[Spec], Iterable[tuple[str, str]]]
 
+SpecT_co = TypeVar("SpecT_co", bound=Spec, default=Spec, covariant=True)
+
 
 @dataclass(frozen=True)
-class Variant:
+class Variant(Generic[SpecT_co]):
     """One module to generate: its stem, its complete spec, and the spec file it comes from.
 
     `origins` says for each field that is written, by its dotted path, in which file: `source`, or one that it extends.
     """
 
     stem: str
-    spec: Spec
+    spec: SpecT_co
     source: Path
     summary: str
     origins: Mapping[str, Path] = field(default_factory=dict, compare=False)
@@ -83,6 +86,25 @@ def load(path: Path, *, judge: Judge, roots: Sequence[Path] = (), search: Sequen
     if loader.problems or spec_file is None:
         raise SpecError(sorted_problems(loader.problems, loader.shown(path)))
     return spec_file
+
+
+def attention_only(variants: Iterable[Variant], what: str) -> list[Variant[Forward]]:
+    """The variants, all of them attention; raises UserError, which says that `what` knows nothing else, for others."""
+    variants = list(variants)
+    known = attention_among(variants)
+    if len(known) < len(variants):
+        others = ", ".join(variant.stem for variant in variants if not _is_attention(variant))
+        raise UserError(f"{what} knows attention (operation: forward) only, and not {others}; leave them out")
+    return known
+
+
+def attention_among(variants: Iterable[Variant]) -> list[Variant[Forward]]:
+    """Those variants that are attention."""
+    return [variant for variant in variants if _is_attention(variant)]
+
+
+def _is_attention(variant: Variant) -> TypeGuard[Variant[Forward]]:
+    return isinstance(variant.spec, Forward)
 
 
 def is_stem(name: str) -> bool:
@@ -327,7 +349,7 @@ class _Loader:
 
     def _is_axis(self, name: str, node: Node) -> bool:
         where = f"matrix.{name}"
-        if not _FIELD_PATH.match(name) or name.partition(".")[0] not in Spec.model_fields:
+        if not _FIELD_PATH.match(name) or name.partition(".")[0] not in FIELDS:
             self._at(
                 node, where, f"an axis is the dotted path of a field, such as problem.head_dim{nearest_field(name)}"
             )
@@ -427,10 +449,11 @@ def _check(fields: Node, judge: Judge, document: _Document) -> tuple[Spec | None
         # Nothing else that is wrong matters before it is known what the fields are to be.
         there = f"there is {' and '.join(OPERATIONS)} so far"
         return None, [_placed(fields, ("operation",), f"{described(asked.plain())} is no operation; {there}")]
+    model = OPERATIONS[str(name)]
     try:
-        spec = OPERATIONS[str(name)].model_validate(fields.plain())
+        spec = model.model_validate(fields.plain())
     except ValidationError as error:
-        return None, [_placed(fields, *explain(entry)) for entry in error.errors(include_url=False)]
+        return None, [_placed(fields, *explain(entry, model)) for entry in error.errors(include_url=False)]
     return spec, [_at_home(fields, tuple(field.split(".")), message, document) for field, message in judge(spec)]
 
 
@@ -458,7 +481,7 @@ def _at_home(fields: Node, field_path: Sequence[str], message: str, document: _D
 
 def nearest_field(name: str) -> str:
     """The hint of `nearest` for the first part of a dotted path."""
-    return nearest(name.partition(".")[0], Spec.model_fields)
+    return nearest(name.partition(".")[0], FIELDS)
 
 
 def _long_mask(fields: Node) -> Node:

@@ -31,7 +31,7 @@ from fa3gen.design import ladder
 from fa3gen.design.masks import reach
 from fa3gen.design.operation import operation_of
 from fa3gen.hardware.dtypes import DTYPES
-from fa3gen.spec.model import Mask, Spec
+from fa3gen.spec.model import Forward, Mask
 from fa3gen.verify import reference
 from fa3gen.verify.inputs import Case, served
 
@@ -101,7 +101,7 @@ def make_inputs(case: Case, *, mask: Mask, head_dim: int, dtype: torch.dtype, v_
     return Inputs(q.to(dtype), k.to(dtype), v.to(dtype))
 
 
-def make_for(spec: Spec, case: Case) -> Inputs:
+def make_for(spec: Forward, case: Case) -> Inputs:
     """Draw the tensors of `case` as the module of `spec` takes them."""
     operation = operation_of(spec)
     q, v = operation.tensor("q"), operation.tensor("v")
@@ -317,7 +317,7 @@ def _ulp(values: NDArray[np.float64], format: str) -> NDArray[np.float64]:
 
 
 def compare_case(
-    case: Case, spec: Spec, gpu: Mapping[str, NDArray[Any]], cpu: Mapping[str, NDArray[Any]]
+    case: Case, spec: Forward, gpu: Mapping[str, NDArray[Any]], cpu: Mapping[str, NDArray[Any]]
 ) -> CaseResult:
     """Compare what the two sides gave for one case: `out` and, where the module has it, `lse`."""
     case, format = served(case, spec), spec.o_dtype

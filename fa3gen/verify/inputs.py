@@ -16,7 +16,7 @@ import torch
 
 from fa3gen.design import footprint
 from fa3gen.design.operation import operation_of
-from fa3gen.spec.model import Spec, SyncLoad, WindowMask
+from fa3gen.spec.model import Forward, SyncLoad, WindowMask
 
 GUARD = 8  # rows of NaN before and after each padded tensor, along the sequence
 
@@ -90,12 +90,12 @@ PERSISTENT_CASES: tuple[Case, ...] = (
 )  # fmt: skip
 
 
-def gpu_cases(spec: Spec) -> tuple[Case, ...]:
+def gpu_cases(spec: Forward) -> tuple[Case, ...]:
     """The cases for a GPU: the same for all modules, and those of persistent kernels for these."""
     return (*CASES, *PERSISTENT_CASES) if footprint.persistent(spec) else CASES
 
 
-def cpu_cases(spec: Spec) -> tuple[Case, ...]:
+def cpu_cases(spec: Forward) -> tuple[Case, ...]:
     """The cases for the CPU model of sm_90a: small, since it is slow, and cut to the tiles and the ring of `spec`."""
     m, n = spec.tile.q // spec.tile.pack_heads, spec.tile.kv
     stages = 1 if isinstance(spec.load, SyncLoad) else spec.load.kv_stages
@@ -125,7 +125,7 @@ def served_heads(heads_q: int, heads_kv: int, pack_heads: int) -> int:
     return -(-heads_q // (heads_kv * pack_heads)) * heads_kv * pack_heads
 
 
-def served(case: Case, spec: Spec) -> Case:
+def served(case: Case, spec: Forward) -> Case:
     """The case, with as many query heads as the tiles of `spec` need."""
     return replace(case, heads_q=served_heads(case.heads_q, case.heads_kv, spec.tile.pack_heads))
 
@@ -135,7 +135,7 @@ def case_seed(case: Case, seed: int) -> int:
     return (seed * 1_000_003 + zlib.crc32(case.name.encode())) % 2**63
 
 
-def make_for(spec: Spec, case: Case, *, device: torch.device, seed: int) -> Inputs:
+def make_for(spec: Forward, case: Case, *, device: torch.device, seed: int) -> Inputs:
     """Draw the tensors of `case` as the module of `spec` takes them."""
     operation = operation_of(spec)
     q, v, out = (operation.tensor(name) for name in ("q", "v", "out"))

@@ -20,7 +20,7 @@ import math
 import secrets
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -30,7 +30,7 @@ from fa3gen.cpu.ptx import PtxError
 from fa3gen.cpu.schedule import Schedule, schedules
 from fa3gen.design import footprint
 from fa3gen.hardware.hopper import WARP
-from fa3gen.spec.model import Spec, WgmmaProduct
+from fa3gen.spec.model import Forward, Spec, WgmmaProduct
 from fa3gen.verify import accuracy, inputs
 from fa3gen.verify.inputs import Case, Inputs
 from fa3gen.verify.on_gpu import (
@@ -78,20 +78,21 @@ def verify_on_cpu(
     spec: Spec,
     *,
     stem: str = "",
-    cases: Sequence[Case] | None = None,
+    cases: Sequence[Any] | None = None,
     seed: int | None = None,
     count: int = SCHEDULES,
     on_case: Callable[[str], None] = lambda name: None,
 ) -> CpuReport:
     """Run every case and check on a module that was loaded with on="cpu", each case under `count` schedules.
 
-    `cases` are by default `inputs.cpu_cases(spec)`; `on_case` hears each name before it starts. Raises OutsideModel or
-    PtxError for a kernel that the model cannot run, CompileError for one that does not compile.
+    `cases` are by default those of the operation, of attention `inputs.cpu_cases(spec)`; `on_case` hears each name
+    before it starts. Raises OutsideModel or PtxError for a kernel that the model cannot run, CompileError for one that
+    does not compile.
     """
     seed = secrets.randbelow(2**31) if seed is None else seed
-    runner = CpuRunner(module, spec, seed, count)
+    runner, usual = _runner(module, spec, seed, count)
     results = []
-    for case in inputs.cpu_cases(spec) if cases is None else cases:
+    for case in usual if cases is None else cases:
         on_case(case.name)
         results.append(runner.run_case(case))
     on_case("checks")
@@ -106,12 +107,35 @@ def verify_on_cpu(
     )
 
 
+class RunsOnCpu(Protocol):
+    """What runs modules of one operation on the model."""
+
+    schedules: list[Schedule]
+
+    @property
+    def spread(self) -> float | None:
+        """Mean of (O - ref)^2 over its variance, where that is known."""
+
+    def run_case(self, case: Any) -> CpuCaseResult:
+        """Run under every schedule, compare the first with the reference and the others with the first."""
+
+    def checks(self) -> Iterator[Check]:
+        """Try everything that is not a matter of error."""
+
+
+def _runner(module: Any, spec: Spec, seed: int, count: int) -> tuple[RunsOnCpu, Sequence[Any]]:
+    """What runs a module of this operation, and its cases."""
+    match spec:
+        case Forward():
+            return CpuRunner(module, spec, seed, count), inputs.cpu_cases(spec)
+
+
 class CpuRunner(Runner):
     """One module on the model: calls it under each schedule, measures it, checks it."""
 
     fatal = (OutsideModel, PtxError, CompileError)
 
-    def __init__(self, module: Any, spec: Spec, seed: int, count: int) -> None:
+    def __init__(self, module: Any, spec: Forward, seed: int, count: int) -> None:
         """`count` schedules for each case, the fast one first."""
         super().__init__(module, spec, CPU, seed)
         self.schedules: list[Schedule] = schedules(count, footprint.threads(spec) // WARP, seed)

@@ -32,8 +32,8 @@ import torch
 
 from fa3gen.design.family import Shape
 from fa3gen.design.masks import reach
-from fa3gen.design.operation import operation_of
-from fa3gen.spec.model import Spec
+from fa3gen.design.operation import Operation, operation_of
+from fa3gen.spec.model import Forward, Spec
 from fa3gen.verify import inputs, reference
 from fa3gen.verify.inputs import Case, Inputs
 from fa3gen.verify.reference import Attention
@@ -74,19 +74,19 @@ def verify_module(
     device: torch.device,
     *,
     stem: str = "",
-    cases: Sequence[Case] | None = None,
+    cases: Sequence[Any] | None = None,
     seed: int | None = None,
     on_case: Callable[[str], None] = lambda name: None,
 ) -> Report:
-    """Run `module.attention` on every case and check; `on_case` hears each name before it starts.
+    """Run the module's entry point on every case and check; `on_case` hears each name before it starts.
 
-    `cases` are by default `inputs.gpu_cases(spec)`.
+    `cases` are by default those of the operation for a GPU: of attention `inputs.gpu_cases(spec)`.
     Raises DeviceLost when a launch left the CUDA context unusable.
     """
     seed = secrets.randbelow(2**31) if seed is None else seed
-    runner = Runner(module, spec, device, seed)
+    runner, usual = _runner(module, spec, device, seed)
     results = []
-    for case in inputs.gpu_cases(spec) if cases is None else cases:
+    for case in usual if cases is None else cases:
         on_case(case.name)
         results.append(runner.run_case(case))
     on_case("checks")
@@ -97,6 +97,13 @@ def verify_module(
         cases=tuple(results),
         checks=tuple(runner.checks()),
     )
+
+
+def _runner(module: Any, spec: Spec, device: torch.device, seed: int) -> tuple[ModuleRunner, Sequence[Any]]:
+    """What runs a module of this operation, and its cases."""
+    match spec:
+        case Forward():
+            return Runner(module, spec, device, seed), inputs.gpu_cases(spec)
 
 
 def half_ulp(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -248,22 +255,87 @@ def changed_inputs(made: Inputs, before: Mapping[str, torch.Tensor]) -> tuple[st
     return tuple(f"changed its input {name}" for name, now in made.given.items() if not same_bits(now, before[name]))
 
 
-class Runner:
-    """One module on one device: calls it, measures it, checks it."""
+class ModuleRunner:
+    """One module on one device: what cases and checks of all operations have in common."""
 
     # What ends the run; whatever else a module raises is that module's failure.
     fatal: tuple[type[Exception], ...] = (DeviceLost,)
 
-    def __init__(self, module: Any, spec: Spec, device: torch.device, seed: int) -> None:
+    def __init__(self, module: Any, operation: Operation, device: torch.device, seed: int) -> None:
         """`seed` decides all inputs."""
-        self.module, self.spec, self.device, self.seed = module, spec, device, seed
-        self.operation = operation_of(spec)
-        self.dtype, self.out_dtype = (self.operation.tensor(name).dtype.in_torch() for name in ("q", "out"))
+        self.module, self.operation, self.device, self.seed = module, operation, device, seed
 
     @property
     def entry(self) -> Callable[..., Any]:
         """The module's entry point."""
         return self.operation.entry_of(self.module)
+
+    def run_case(self, case: Any) -> Any:
+        """Run one case of the operation and compare it with the reference; returns its result."""
+        raise NotImplementedError
+
+    def checks(self) -> Iterator[Check]:
+        """Try everything that is not a matter of error."""
+        for name, attempt in self._tries():
+            yield self._try(name, attempt)
+        for name, attempt in self._tries_on_cuda():
+            if self.device.type == "cuda":
+                yield self._try(name, attempt)
+            else:
+                yield Check(name, None, "not run: needs a CUDA device")
+
+    def _tries(self) -> list[tuple[str, Callable[[], str]]]:
+        """Checks by name; each says what went wrong, or nothing."""
+        raise NotImplementedError
+
+    def _tries_on_cuda(self) -> list[tuple[str, Callable[[], str]]]:
+        """Those that mean nothing elsewhere."""
+        raise NotImplementedError
+
+    def _bad_calls(self) -> Iterator[tuple[str, str, dict[str, Any]]]:
+        """Yield what is wrong, a pattern of the name that the message must hold, and the arguments."""
+        raise NotImplementedError
+
+    def _try(self, name: str, attempt: Callable[[], str]) -> Check:
+        """Run one check; it returns what went wrong, or nothing."""
+        try:
+            wrong = attempt()
+        except self.fatal:
+            raise
+        except Exception as error:
+            raise_if_lost(self.device, error)
+            wrong = f"raised {essence(error)}"
+        return Check(name, not wrong, wrong)
+
+    def _refuses(self) -> str:
+        wrong = [text for what, name, arguments in self._bad_calls() if (text := self._accepts(what, name, arguments))]
+        return "; ".join(wrong)
+
+    def _accepts(self, what: str, name: str, arguments: dict[str, Any]) -> str:
+        """Return what is wrong with how the module takes a bad argument."""
+        try:
+            self.entry(**arguments)
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+        except self.fatal:
+            raise
+        except (ValueError, TypeError) as error:
+            named = re.search(rf"\b(?:{name})\b", blamed(str(error)))
+            return "" if named else f"{what}: the message names no argument {name}: {essence(error)}"
+        except Exception as error:  # a crash inside is no refusal
+            raise_if_lost(self.device, error)
+            return f"{what}: raised {essence(error)} where a ValueError or TypeError is due"
+        return f"{what}: accepted"
+
+
+class Runner(ModuleRunner):
+    """One module of attention on one device: calls it, measures it, checks it."""
+
+    def __init__(self, module: Any, spec: Forward, device: torch.device, seed: int) -> None:
+        """`seed` decides all inputs."""
+        super().__init__(module, operation_of(spec), device, seed)
+        self.spec = spec
+        self.dtype, self.out_dtype = (self.operation.tensor(name).dtype.in_torch() for name in ("q", "out"))
 
     # -- cases
 
@@ -363,35 +435,18 @@ class Runner:
 
     # -- checks
 
-    def checks(self) -> Iterator[Check]:
-        """Try everything that is not a matter of error."""
-        tries: list[tuple[str, Callable[[], str]]] = [
+    def _tries(self) -> list[tuple[str, Callable[[], str]]]:
+        return [
             ("allocates O when not given one", self._allocates_out),
             ("empty batch", self._empty_batch),
             ("bad arguments are refused", self._refuses),
         ]
-        on_cuda: list[tuple[str, Callable[[], str]]] = [
+
+    def _tries_on_cuda(self) -> list[tuple[str, Callable[[], str]]]:
+        return [
             ("runs on the current stream", self._current_stream),
             ("allocates only its outputs", self._allocates_only_outputs),
         ]
-        for name, attempt in tries:
-            yield self._try(name, attempt)
-        for name, attempt in on_cuda:
-            if self.device.type == "cuda":
-                yield self._try(name, attempt)
-            else:
-                yield Check(name, None, "not run: needs a CUDA device")
-
-    def _try(self, name: str, attempt: Callable[[], str]) -> Check:
-        """Run one check; it returns what went wrong, or nothing."""
-        try:
-            wrong = attempt()
-        except self.fatal:
-            raise
-        except Exception as error:
-            raise_if_lost(self.device, error)
-            wrong = f"raised {essence(error)}"
-        return Check(name, not wrong, wrong)
 
     def _small(self, **changes: Any) -> Inputs:
         """Inputs for the checks: two batch entries, four query heads on two kv heads."""
@@ -430,10 +485,6 @@ class Runner:
             return f"LSE is {tuple(lse.shape)} {lse.dtype} instead of {expected} torch.float32"
         return ""
 
-    def _refuses(self) -> str:
-        wrong = [text for what, name, arguments in self._bad_calls() if (text := self._accepts(what, name, arguments))]
-        return "; ".join(wrong)
-
     def _bad_calls(self) -> Iterator[tuple[str, str, dict[str, Any]]]:
         """Yield what is wrong, a pattern of the name that the message must hold, and the arguments."""
         made = self._small()
@@ -459,22 +510,6 @@ class Runner:
         yield "out of another shape", "out", {**good, "out": torch.empty_like(made.out)[:, :-1]}
         wrong = torch.float32 if self.out_dtype == self.dtype else self.dtype
         yield "out of another dtype", "out", {**good, "out": torch.empty_like(made.out, dtype=wrong)}
-
-    def _accepts(self, what: str, name: str, arguments: dict[str, Any]) -> str:
-        """Return what is wrong with how the module takes a bad argument."""
-        try:
-            self.entry(**arguments)
-            if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)
-        except self.fatal:
-            raise
-        except (ValueError, TypeError) as error:
-            named = re.search(rf"\b(?:{name})\b", blamed(str(error)))
-            return "" if named else f"{what}: the message names no argument {name}: {essence(error)}"
-        except Exception as error:  # a crash inside is no refusal
-            raise_if_lost(self.device, error)
-            return f"{what}: raised {essence(error)} where a ValueError or TypeError is due"
-        return f"{what}: accepted"
 
     def _current_stream(self) -> str:
         """Fill q late on a side stream; a kernel on any other stream would read what was there before."""

@@ -10,6 +10,7 @@ from fa3gen.design.rules.registry import Answer, Violation
 from fa3gen.hardware import hopper
 from fa3gen.spec.model import (
     CpAsyncLoad,
+    Forward,
     GlobalHandoff,
     ScalarProduct,
     SmemHandoff,
@@ -34,7 +35,14 @@ def _violations(found: Iterable[Answer]) -> list[Violation]:
 
 
 def answers(spec: Spec) -> list[Answer]:
-    """Every question that the rules can be asked about this spec, with what they said.
+    """Every question that the rules can be asked about this spec, with what they said."""
+    match spec:
+        case Forward():
+            return _of_forward(spec)
+
+
+def _of_forward(spec: Forward) -> list[Answer]:
+    """Those about attention.
 
     The rules of footprint (shared memory, registers) need a spec whose parts go together, those of taste a legal one;
     they are asked about such specs only.
@@ -49,7 +57,7 @@ def answers(spec: Spec) -> list[Answer]:
     return found
 
 
-def _structure(spec: Spec) -> Iterable[Answer]:
+def _structure(spec: Forward) -> Iterable[Answer]:
     wgmma = "wgmma" in (spec.qk.engine, spec.pv.engine)
     through = spec.handoff.through
     pv_a_source = spec.pv.a.source if isinstance(spec.pv, WgmmaProduct) else None
@@ -66,7 +74,7 @@ def _structure(spec: Spec) -> Iterable[Answer]:
     yield from _schedule(spec)
 
 
-def _schedule(spec: Spec) -> Iterable[Answer]:
+def _schedule(spec: Forward) -> Iterable[Answer]:
     kind = spec.schedule.kind
     yield schedules.schedule_engines.ask(kind, spec.qk.engine, spec.pv.engine)
     yield schedules.schedule_handoff.ask(kind, spec.handoff.through)
@@ -81,7 +89,7 @@ def _schedule(spec: Spec) -> Iterable[Answer]:
         yield schedules.ping_pong_partners.ask(kind, spec.tile.warpgroups)
 
 
-def _scheduler(spec: Spec) -> Iterable[Answer]:
+def _scheduler(spec: Forward) -> Iterable[Answer]:
     yield schedules.scheduler_schedule.ask(spec.scheduler, spec.schedule.kind)
     yield schedules.grid_loads.ask(spec.scheduler, footprint.overlapped(spec), footprint.q_stages(spec))
     yield schedules.scheduler_mask.ask(spec.scheduler, spec.mask.kind)
@@ -96,7 +104,7 @@ def _scheduler(spec: Spec) -> Iterable[Answer]:
     yield schedules.mask_end.ask(spec.softmax.mask_end, spec.mask.kind, footprint.overlapped(spec))
 
 
-def _shapes(spec: Spec) -> Iterable[Answer]:
+def _shapes(spec: Forward) -> Iterable[Answer]:
     head_dim, tile = spec.problem.head_dim, spec.tile
     if isinstance(spec.qk, WgmmaProduct):
         yield from _qk_operands(spec.qk)
@@ -121,7 +129,7 @@ def _shapes(spec: Spec) -> Iterable[Answer]:
     yield from _tiles_in_smem(spec)
 
 
-def _v_dim_field(spec: Spec) -> str:
+def _v_dim_field(spec: Forward) -> str:
     return "problem.head_dim" if spec.problem.head_dim_v is None else "problem.head_dim_v"
 
 
@@ -141,7 +149,7 @@ def _pv_operands(pv: WgmmaProduct) -> Iterable[Answer]:
     yield products.input_major.ask("pv.b.major", "V", pv.b.major, "mn")
 
 
-def _output(spec: Spec) -> Iterable[Answer]:
+def _output(spec: Forward) -> Iterable[Answer]:
     head_dim, v_dim, o = spec.problem.head_dim, spec.problem.v_dim, spec.outputs.o
     if v_dim != head_dim:
         if o == "over_q":
@@ -152,7 +160,7 @@ def _output(spec: Spec) -> Iterable[Answer]:
         yield output.direct_columns.ask(_v_dim_field(spec), v_dim)
 
 
-def _thread_tile(spec: Spec, count: int) -> Iterable[Answer]:
+def _thread_tile(spec: Forward, count: int) -> Iterable[Answer]:
     counted = [threads.scalar_threads.ask(count), threads.whole_warps.ask(count)]
     yield from counted
     scalar_only = isinstance(spec.qk, ScalarProduct) and isinstance(spec.pv, ScalarProduct)
@@ -172,7 +180,7 @@ def _thread_tile(spec: Spec, count: int) -> Iterable[Answer]:
                 yield scalar.copy_rows.ask(field, extent, spec.problem.head_dim, count)
 
 
-def _tiles_in_smem(spec: Spec) -> Iterable[Answer]:
+def _tiles_in_smem(spec: Forward) -> Iterable[Answer]:
     head_dim = spec.problem.head_dim
     tma = spec.load.engine == "tma"
     v_dim = spec.problem.v_dim
@@ -192,7 +200,7 @@ def _tiles_in_smem(spec: Spec) -> Iterable[Answer]:
         yield memory.tma_stride.ask(v_dim, _v_dim_field(spec))
 
 
-def _footprint(spec: Spec) -> Iterable[Answer]:
+def _footprint(spec: Forward) -> Iterable[Answer]:
     yield _shared_memory(spec)
     held = footprint.registers_per_thread(spec)
     if footprint.specialized(spec):
@@ -206,7 +214,7 @@ def _footprint(spec: Spec) -> Iterable[Answer]:
     yield threads.registers_per_sm.ask(field, footprint.threads(spec), held)
 
 
-def _shared_sm(spec: Spec) -> Iterable[Answer]:
+def _shared_sm(spec: Forward) -> Iterable[Answer]:
     """Whether several CTAs fit an SM."""
     total = footprint.total_bytes(footprint.shared_memory_map(spec), footprint.barrier_bytes(spec))
     yield memory.shared_sm.ask(spec.tile.ctas_per_sm, total)
@@ -214,7 +222,7 @@ def _shared_sm(spec: Spec) -> Iterable[Answer]:
     yield threads.accumulator_at_launch.ask(spec.tile.ctas_per_sm, columns, footprint.launch_registers(spec))
 
 
-def _taste(spec: Spec) -> Iterable[Answer]:
+def _taste(spec: Forward) -> Iterable[Answer]:
     if isinstance(spec.load, TmaLoad):
         yield taste.idle_q_stages.ask(spec.load.q_stages, footprint.persistent(spec))
     yield taste.drawn_without_mask.ask(spec.scheduler, spec.mask.kind)
@@ -227,7 +235,7 @@ def _taste(spec: Spec) -> Iterable[Answer]:
 # Shared memory, with what would fit
 
 
-def _shared_memory(spec: Spec) -> Answer:
+def _shared_memory(spec: Forward) -> Answer:
     """The rule `shared_memory`, with the most stages and the widest kv tile that would fit as ways out."""
     facts = _smem_facts(spec)
     answer = memory.shared_memory.ask(*facts)
@@ -249,7 +257,7 @@ def _shared_memory(spec: Spec) -> Answer:
     return memory.shared_memory.ask(*facts, field=field, ways_out=ways_out)
 
 
-def _smem_facts(spec: Spec) -> tuple[list[tuple[str, int]], int, int]:
+def _smem_facts(spec: Forward) -> tuple[list[tuple[str, int]], int, int]:
     """Regions with their arithmetic, barrier bytes, and the bytes that aligning them all costs."""
     regions = footprint.shared_memory_map(spec)
     barriers = footprint.barrier_bytes(spec)
@@ -258,11 +266,11 @@ def _smem_facts(spec: Spec) -> tuple[list[tuple[str, int]], int, int]:
     return [(f"{region.name} ({region.formula})", region.bytes) for region in regions], barriers, slack
 
 
-def _fits(spec: Spec) -> bool:
+def _fits(spec: Forward) -> bool:
     return memory.shared_memory(*_smem_facts(spec)) is None
 
 
-def _with(spec: Spec, part: str, **changes: int) -> Spec:
+def _with(spec: Forward, part: str, **changes: int) -> Forward:
     return spec.model_copy(update={part: getattr(spec, part).model_copy(update=changes)})
 
 

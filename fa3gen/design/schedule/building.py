@@ -12,6 +12,7 @@ from fa3gen.hardware import hopper
 from fa3gen.spec.model import (
     CausalMask,
     CpAsyncLoad,
+    Forward,
     GlobalHandoff,
     NoMask,
     PingPongSchedule,
@@ -27,6 +28,12 @@ OUTPUT_BARRIER, TURN_BARRIER = 1, 2  # numbers of named barriers; turns are numb
 
 def schedule_of(spec: Spec) -> Schedule:
     """Derive the schedule of a checked spec."""
+    match spec:
+        case Forward():
+            return _of_forward(spec)
+
+
+def _of_forward(spec: Forward) -> Schedule:
     if isinstance(spec.handoff, GlobalHandoff):
         return _three_kernels(spec)
     if footprint.specialized(spec):
@@ -35,7 +42,7 @@ def schedule_of(spec: Spec) -> Schedule:
     return Schedule((_all_warps(spec),), _cooperative_rings(spec), _cooperative_barriers(spec), cooperative.steps(spec))
 
 
-def full_tiles(spec: Spec) -> Literal["all", "before", "between", "none"]:
+def full_tiles(spec: Forward) -> Literal["all", "before", "between", "none"]:
     """Which tiles of keys hold no edge of the mask: all but the first visited, those before it or between, or none."""
     if isinstance(spec.mask, NoMask):
         return "all"
@@ -50,7 +57,7 @@ def full_tiles(spec: Spec) -> Literal["all", "before", "between", "none"]:
 # k1
 
 
-def _three_kernels(spec: Spec) -> Schedule:
+def _three_kernels(spec: Forward) -> Schedule:
     warps = footprint.threads(spec) // hopper.WARP
     lse = ", and LSE" if spec.outputs.lse else ""
     kernels = {
@@ -66,18 +73,18 @@ def _three_kernels(spec: Spec) -> Schedule:
 # Cooperative kernels
 
 
-def _all_warps(spec: Spec) -> Role:
+def _all_warps(spec: Forward) -> Role:
     warps = footprint.computing_threads(spec) // hopper.WARP
     return Role(cooperative.WARPS, "all warps", warps, "load and multiply", "attention_kernel")
 
 
-def _tile_bytes(spec: Spec) -> tuple[int, int, int]:
+def _tile_bytes(spec: Forward) -> tuple[int, int, int]:
     """Of a tile of Q, of K and of V."""
     row, v_row = (d * spec.element.bytes for d in (spec.problem.head_dim, spec.problem.v_dim))
     return spec.tile.q * row, spec.tile.kv * row, spec.tile.kv * v_row
 
 
-def _cooperative_rings(spec: Spec) -> tuple[Ring, ...]:
+def _cooperative_rings(spec: Forward) -> tuple[Ring, ...]:
     who, readers = cooperative.WARPS, (cooperative.WARPS,)
     if isinstance(spec.load, SyncLoad):
         return (Ring("q", ("Q",), 1, "threads", who, readers), Ring("kv", ("K", "V"), 1, "threads", who, readers))
@@ -101,7 +108,7 @@ def _cooperative_rings(spec: Spec) -> tuple[Ring, ...]:
     )
 
 
-def _cooperative_barriers(spec: Spec) -> tuple[NamedBarrier, ...]:
+def _cooperative_barriers(spec: Forward) -> tuple[NamedBarrier, ...]:
     if not isinstance(spec.handoff, SmemHandoff):
         return ()
     note = "the warps of one warpgroup: its rows of P are in shared memory"
@@ -111,7 +118,7 @@ def _cooperative_barriers(spec: Spec) -> tuple[NamedBarrier, ...]:
 # Warp-specialised kernels
 
 
-def _specialized_roles(spec: Spec) -> tuple[Role, ...]:
+def _specialized_roles(spec: Forward) -> tuple[Role, ...]:
     warps = footprint.computing_threads(spec) // hopper.WARP
     overlap = footprint.overlapped(spec)
     loops = {"all": (False,), "before": (True, False), "between": (True, False, True), "none": (True,)}
@@ -130,7 +137,7 @@ def _specialized_roles(spec: Spec) -> tuple[Role, ...]:
     )
 
 
-def _producers_of_q_and_k(spec: Spec, warp: int) -> tuple[Role, ...]:
+def _producers_of_q_and_k(spec: Forward, warp: int) -> tuple[Role, ...]:
     """Who copies Q and K; `warp` is the first of the producers."""
     if spec.scheduler == "grid":
         return (
@@ -142,7 +149,7 @@ def _producers_of_q_and_k(spec: Spec, warp: int) -> tuple[Role, ...]:
     return (Role(specialized.Q_K, f"warp {warp}", 1, f"{draws}copies Q and K", "load_q_and_k", peeled=peeled),)
 
 
-def _specialized_rings(spec: Spec) -> tuple[Ring, ...]:
+def _specialized_rings(spec: Forward) -> tuple[Ring, ...]:
     assert isinstance(spec.load, TmaLoad)
     (q, k, v), stages = _tile_bytes(spec), spec.load.kv_stages
     warps, readers = footprint.computing_threads(spec) // hopper.WARP, (specialized.CONSUMERS,)
@@ -161,7 +168,7 @@ def _specialized_rings(spec: Spec) -> tuple[Ring, ...]:
     return tuple(rings)
 
 
-def _specialized_barriers(spec: Spec) -> tuple[NamedBarrier, ...]:
+def _specialized_barriers(spec: Forward) -> tuple[NamedBarrier, ...]:
     barriers, consumers = [], spec.tile.warpgroups or 0
     if isinstance(spec.pv, WgmmaProduct) and spec.outputs.o == "over_q":
         note = "all consumers: Q has been read; then: O is in shared memory"

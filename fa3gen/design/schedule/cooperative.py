@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from functools import partial
 
 from fa3gen.design.schedule.model import Step
-from fa3gen.spec.model import CpAsyncLoad, NoMask, SmemHandoff, Spec, TmaLoad, WgmmaProduct
+from fa3gen.spec.model import CpAsyncLoad, Forward, NoMask, SmemHandoff, TmaLoad, WgmmaProduct
 
 WARPS = "warps"
 CTA_BARRIER = "CTA barrier"
@@ -16,13 +16,13 @@ _step = partial(Step, WARPS)
 _warp_0 = partial(Step, WARPS, only="first_warp")
 
 
-def steps(spec: Spec) -> tuple[Step, ...]:
+def steps(spec: Forward) -> tuple[Step, ...]:
     """The steps of all warps, and those that only warp 0 takes."""
     loads = {"sync": _sync, "cp_async": _cp_async, "tma": _tma}[spec.load.engine]
     return (*loads(spec), *_end(spec))
 
 
-def _sync(spec: Spec) -> Iterator[Step]:
+def _sync(spec: Forward) -> Iterator[Step]:
     yield _step("cta", "load", "Q", "q", note="through registers")
     yield _step("step", "load", "K", "kv")
     yield _step("step", "sync", on=CTA_BARRIER, note="K is complete; in the first step Q is, too")
@@ -35,7 +35,7 @@ def _sync(spec: Spec) -> Iterator[Step]:
     yield _step("step", "sync", "V", CTA_BARRIER, note="every warp has read V: the next K may take its place")
 
 
-def _cp_async(spec: Spec) -> Iterator[Step]:
+def _cp_async(spec: Forward) -> Iterator[Step]:
     assert isinstance(spec.load, CpAsyncLoad)
     stages = spec.load.kv_stages
     yield _step("cta", "load", "Q", "q", note="by cp.async, in one group with the first K and V")
@@ -57,7 +57,7 @@ def _cp_async(spec: Spec) -> Iterator[Step]:
         yield _step("end", "wait_copies", note="where no key is visible, nobody has waited for Q")
 
 
-def _tma(spec: Spec) -> Iterator[Step]:
+def _tma(spec: Forward) -> Iterator[Step]:
     assert isinstance(spec.load, TmaLoad)
     stages, shared = spec.load.kv_stages, spec.load.barrier == "shared"
     k, v = ("kv", "kv") if shared else ("k", "v")
@@ -77,7 +77,7 @@ def _tma(spec: Spec) -> Iterator[Step]:
     yield from _filled(spec, k, v, ahead=stages)
 
 
-def _filled(spec: Spec, k: str, v: str, ahead: int = 0) -> Iterator[Step]:
+def _filled(spec: Forward, k: str, v: str, ahead: int = 0) -> Iterator[Step]:
     """Fill a stage of the rings: before the first step, and in each step for a later one."""
     place = partial(_warp_0, "step" if ahead else "ahead")
     note = f"the tile {_ahead(ahead)}, when the stage is free" if ahead else "by TMA, the last tile of keys first"
@@ -88,7 +88,7 @@ def _filled(spec: Spec, k: str, v: str, ahead: int = 0) -> Iterator[Step]:
     yield place("load", "V", v, ahead=ahead, note=note)
 
 
-def _scores(spec: Spec) -> Iterator[Step]:
+def _scores(spec: Forward) -> Iterator[Step]:
     yield from _product("S", isinstance(spec.qk, WgmmaProduct))
     if spec.handoff.through == "smem_f32" and isinstance(spec.qk, WgmmaProduct):
         yield _step("step", "store", "S", note="f32, from the accumulator to shared memory")
@@ -102,7 +102,7 @@ def _product(what: str, wgmma: bool) -> Iterator[Step]:
         yield _step("step", "product", what, note="by multiply-adds")
 
 
-def _softmax(spec: Spec) -> Iterator[Step]:
+def _softmax(spec: Forward) -> Iterator[Step]:
     yield _step("step", "mask", note="boundary tiles only")
     yield _step("step", "softmax", note="P = 2^(S - max); O and sums rescaled")
     if isinstance(spec.handoff, SmemHandoff):
@@ -110,11 +110,11 @@ def _softmax(spec: Spec) -> Iterator[Step]:
         yield _step("step", "sync", on=P_BARRIER, note="16 bits, by stmatrix; fence.proxy.async")
 
 
-def _output(spec: Spec) -> Iterator[Step]:
+def _output(spec: Forward) -> Iterator[Step]:
     yield from _product("O", isinstance(spec.pv, WgmmaProduct))
 
 
-def _end(spec: Spec) -> Iterator[Step]:
+def _end(spec: Forward) -> Iterator[Step]:
     if spec.outputs.lse:
         yield _step("end", "store", "LSE", note="from registers, if asked for")
     if not isinstance(spec.pv, WgmmaProduct):

@@ -7,7 +7,7 @@ from functools import partial
 
 from fa3gen.design import footprint
 from fa3gen.design.schedule.model import Place, Role, Step
-from fa3gen.spec.model import NoMask, PingPongSchedule, Spec
+from fa3gen.spec.model import Forward, NoMask, PingPongSchedule
 
 FIRST, Q_K, V, CONSUMERS = "producer of the first tiles", "producer of Q, K", "producer of V", "consumers"
 OUTPUT_BARRIER = "OUTPUT_BARRIER"
@@ -15,7 +15,7 @@ OUTPUT_BARRIER = "OUTPUT_BARRIER"
 _consumers = partial(Step, CONSUMERS)
 
 
-def steps(spec: Spec, roles: Sequence[Role]) -> tuple[Step, ...]:
+def steps(spec: Forward, roles: Sequence[Role]) -> tuple[Step, ...]:
     """The steps of all roles, one role after the other."""
     drawing = roles[0].label
     consume = _overlapped if footprint.overlapped(spec) else _sequential
@@ -26,7 +26,7 @@ def steps(spec: Spec, roles: Sequence[Role]) -> tuple[Step, ...]:
 # Producers
 
 
-def _produce_first_and_k(spec: Spec) -> Iterator[Step]:
+def _produce_first_and_k(spec: Forward) -> Iterator[Step]:
     first = partial(Step, FIRST, "cta")
     yield first("announce", "Q")
     yield first("load", "Q", "q", note="by TMA, before the other warps may touch a barrier")
@@ -36,7 +36,7 @@ def _produce_first_and_k(spec: Spec) -> Iterator[Step]:
     yield Step(Q_K, "step", "load", "K", "k", note="by TMA, of a step other than the first, when a stage is free")
 
 
-def _produce_q_and_k(spec: Spec) -> Iterator[Step]:
+def _produce_q_and_k(spec: Forward) -> Iterator[Step]:
     step = partial(Step, Q_K)
     if footprint.keys_free_q(spec):
         yield step("tile", "wait_empty", on="k")
@@ -57,13 +57,13 @@ def _produce_q_and_k(spec: Spec) -> Iterator[Step]:
     yield step("end", "fill", on="tile", note="tells all other warps which one it is")
 
 
-def _produce_v(spec: Spec, drawing: str) -> Iterator[Step]:
+def _produce_v(spec: Forward, drawing: str) -> Iterator[Step]:
     yield Step(V, "step", "wait_empty", on="v")
     yield Step(V, "step", "load", "V", "v", note="by TMA, when a stage is free")
     yield from _next(spec, V, drawing)
 
 
-def _next(spec: Spec, who: str, drawing: str = "") -> Iterator[Step]:
+def _next(spec: Forward, who: str, drawing: str = "") -> Iterator[Step]:
     """How a role that does not draw gets to know its next tile."""
     if spec.scheduler == "dynamic":
         yield Step(who, "end", "next")
@@ -85,7 +85,7 @@ def _next(spec: Spec, who: str, drawing: str = "") -> Iterator[Step]:
 class _Turns:
     """Steps that only ping-pong has."""
 
-    def __init__(self, spec: Spec) -> None:
+    def __init__(self, spec: Forward) -> None:
         self.used = isinstance(spec.schedule, PingPongSchedule)
 
     def take(self, place: Place) -> Iterator[Step]:
@@ -105,7 +105,7 @@ class _Turns:
             yield _consumers("exit", "wait_turn", only="first", note="no arrival is left in the barrier")
 
 
-def _sequential(spec: Spec, drawing: str) -> Iterator[Step]:
+def _sequential(spec: Forward, drawing: str) -> Iterator[Step]:
     """No product runs beside the softmax of the same warpgroup."""
     turns, step = _Turns(spec), partial(_consumers, "step")
     yield from turns.first()
@@ -130,7 +130,7 @@ def _sequential(spec: Spec, drawing: str) -> Iterator[Step]:
     yield from _outlive(spec)
 
 
-def _overlapped(spec: Spec, drawing: str) -> Iterator[Step]:
+def _overlapped(spec: Forward, drawing: str) -> Iterator[Step]:
     """S of a tile of keys is issued with P V of the one before, which runs on during the softmax."""
     turns, flattened = _Turns(spec), footprint.flattened(spec)
     yield from turns.first()
@@ -164,7 +164,7 @@ def _first_scores(turns: _Turns, place: Place) -> Iterator[Step]:
     yield step("release", on="k", note="S is complete, K has been read")
 
 
-def _overlapped_step(spec: Spec, turns: _Turns) -> Iterator[Step]:
+def _overlapped_step(spec: Forward, turns: _Turns) -> Iterator[Step]:
     step, above, held_back = partial(_consumers, "step"), spec.softmax.rescale_above, spec.softmax.exp_before_wait
     yield step("wait_full", on="k")
     yield from turns.take("step")
@@ -200,7 +200,7 @@ def _last_product(turns: _Turns, flattened: bool) -> Iterator[Step]:
     yield end("release", on="v", note=f"O is complete{'; the next S runs on' * flattened}")
 
 
-def _store(spec: Spec) -> Iterator[Step]:
+def _store(spec: Forward) -> Iterator[Step]:
     end = partial(_consumers, "end")
     if footprint.splits_tail(spec):
         yield end("add_part", note="if the CTA before has begun this tile")
@@ -221,6 +221,6 @@ def _store(spec: Spec) -> Iterator[Step]:
         yield end("wait_stores", only="first_warp", note="by TMA; shared memory must outlive its reads")
 
 
-def _outlive(spec: Spec) -> Iterator[Step]:
+def _outlive(spec: Forward) -> Iterator[Step]:
     if spec.outputs.o == "own_buffer":
         yield _consumers("exit", "wait_stores", note="shared memory must outlive the stores' reads")

@@ -9,12 +9,13 @@ from typing import Any
 
 from fa3gen.compile import census
 from fa3gen.design import ceiling, footprint, work
-from fa3gen.generate import header
 from fa3gen.generate.header import StepRow
+from fa3gen.generate.module_plan import ModulePlan
 from fa3gen.generate.plan import Plan
 from fa3gen.hardware import chips, hopper
 from fa3gen.inspect.difference.model import FieldChange, PairDifference, PlanChange, Side, SourceChange, Step
-from fa3gen.spec.model import Spec
+from fa3gen.spec.complaints import FIELDS
+from fa3gen.spec.model import Forward, Spec
 
 STEP_WORK = "work of a CTA in one step"
 KEYS = 4096  # that a tile of queries is followed over where tiles differ
@@ -36,8 +37,9 @@ def compare(old: Side, new: Side) -> PairDifference:
     if old.plan is not None and new.plan is not None:
         plan = plan_changes(facts(old.plan), facts(new.plan))
         end = max((index for index, change in enumerate(plan, 1) if change.topic == STEP_WORK), default=len(plan))
-        plan[end:end] = tile_changes(old.plan.spec, new.plan.spec)
-        steps = step_changes(*(header.describe(plan.spec, "").steps for plan in (old.plan, new.plan)))
+        if isinstance(old.plan, Plan) and isinstance(new.plan, Plan):
+            plan[end:end] = tile_changes(old.plan.spec, new.plan.spec)
+        steps = step_changes(old.plan.described.steps, new.plan.described.steps)
     return PairDifference(old, new, tuple(fields), tuple(plan), tuple(steps), source_change(old, new))
 
 
@@ -64,8 +66,8 @@ def _leaves(fields: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
 
 
 def field_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[FieldChange]:
-    """The fields that differ, those of one part of the spec next to each other, in the order of `Spec`."""
-    parts = ["summary", *Spec.model_fields]
+    """The fields that differ, those of one part of the spec next to each other, in the order of the models."""
+    parts = ["summary", *FIELDS]
     paths = sorted({**old, **new}, key=lambda path: parts.index(path.partition(".")[0]))
     changes = [FieldChange(path, old.get(path), new.get(path)) for path in paths]
     return [change for change in changes if change.old != change.new]
@@ -74,42 +76,41 @@ def field_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[FieldC
 # Plan
 
 
-def facts(plan: Plan) -> Facts:
+def facts(plan: ModulePlan) -> Facts:
     """The plan as people read it, from the same data as the header of the module and `fa3gen explain`."""
-    described = header.describe(plan.spec, "")
+    described, attention = plan.described, isinstance(plan, Plan)
     return {
-        "decisions": {"mask": described.mask, **dict(described.decisions)},
+        "decisions": {"mask" if attention else "computes": described.sentence, **dict(described.decisions)},
         "threads and registers": _thread_facts(plan),
         "shared memory": _smem_facts(plan),
         "barriers": {**_rows(described.barriers), **_rows(described.named_barriers)},
-        STEP_WORK: _work_facts(plan.spec),
+        STEP_WORK: _work_facts(plan.spec) if isinstance(plan, Plan) else {},
         "expected of the compiled code": _counts(plan),
         "templates": _templates(plan),
     }
 
 
-def _thread_facts(plan: Plan) -> dict[str, str]:
-    held = footprint.registers_per_thread(plan.spec)
+def _thread_facts(plan: ModulePlan) -> dict[str, str]:
+    held = plan.cta.held
     parts = ", ".join(f"{what} {count}" for what, count in held)
-    found = {
-        "threads per CTA": str(plan.tile.threads),
-        "threads that compute": str(footprint.computing_threads(plan.spec)),
-        "registers of a computing thread": f"about {sum(count for _, count in held)}: {parts}",
-    }
-    if plan.schedule.specialized:
+    found = {"threads per CTA": str(plan.cta.threads)}
+    if isinstance(plan, Plan):
+        found["threads that compute"] = str(footprint.computing_threads(plan.spec))
+    found["registers of a computing thread"] = f"about {sum(count for _, count in held)}: {parts}"
+    if isinstance(plan, Plan) and plan.schedule.specialized:
         found["registers of the producer"] = f"{plan.schedule.producer_registers}, by setmaxnreg"
         found["registers of a consumer"] = f"{plan.schedule.consumer_registers}, by setmaxnreg"
     return found
 
 
-def _smem_facts(plan: Plan) -> dict[str, str]:
+def _smem_facts(plan: ModulePlan) -> dict[str, str]:
     """Where each array lies, how large it is, and what is left of what a CTA may take."""
-    total = plan.smem.total_bytes
+    total = plan.cta.smem_bytes
     if not total:
         return {}
     places = {
         region.name: f"at {offset}: {region.bytes} bytes, {f'{region.formula}: {region.what}'.rstrip(': ')}"
-        for offset, region in header.placed_regions(plan.spec)
+        for offset, region in plan.cta.placed()
     }
     # What registers allow is known only once a module is compiled.
     room = dict(ceiling.occupancy(plan.spec).allowed)["shared memory"]
@@ -121,7 +122,7 @@ def _smem_facts(plan: Plan) -> dict[str, str]:
     }
 
 
-def _work_facts(spec: Spec) -> dict[str, str]:
+def _work_facts(spec: Forward) -> dict[str, str]:
     """What one tile of queries costs with one tile of keys; zero is not said."""
     step = work.step(spec)
     found = {
@@ -134,7 +135,7 @@ def _work_facts(spec: Spec) -> dict[str, str]:
     return {what: f"{round(amount):,} {unit}".rstrip() for what, (amount, unit) in found.items() if amount}
 
 
-def tile_changes(old: Spec, new: Spec) -> list[PlanChange]:
+def tile_changes(old: Forward, new: Forward) -> list[PlanChange]:
     """Where the tiles differ, a step is another amount of work: what it costs for each unit of it, changed or not."""
     if (old.tile.q, old.tile.kv) == (new.tile.q, new.tile.kv):
         return []
@@ -149,7 +150,7 @@ def tile_changes(old: Spec, new: Spec) -> list[PlanChange]:
     return changes
 
 
-def _unit_facts(spec: Spec, *, by_row: bool) -> dict[str, str]:
+def _unit_facts(spec: Forward, *, by_row: bool) -> dict[str, str]:
     """What each unit of an SM does for one key, and how long that takes it."""
     share = spec.tile.kv * (spec.tile.q if by_row else 1)
     bounds = ceiling.steady(spec, chips.H200).bounds
@@ -163,7 +164,7 @@ def _amount(value: float) -> str:
     return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
 
 
-def _whole_facts(spec: Spec) -> dict[str, str]:
+def _whole_facts(spec: Forward) -> dict[str, str]:
     """What a tile of queries takes over so many keys, in whole tiles of keys, and the ceiling in the steady state."""
     steps, steady = -(-KEYS // spec.tile.kv), ceiling.steady(spec, chips.H200)
     cycles, unit = steps * steady.binding.cycles, steady.binding.unit
@@ -198,16 +199,15 @@ def _cell(heading: str, text: str) -> str:
             return text
 
 
-def _counts(plan: Plan) -> dict[str, str]:
+def _counts(plan: ModulePlan) -> dict[str, str]:
     """What the compiled code must show, in the words of `fa3gen compile`: a comparison with nothing at all."""
     rows = census.rows(census.Census(()), plan.expectation)
     known = [(row.fact, row.expected) for row in rows if row.fact != census.SMEM_FACT]  # it is in the map
     return {fact: expected for fact, expected in known if expected not in (None, "0", "none")}
 
 
-def _templates(plan: Plan) -> dict[str, str]:
-    names = {name: value for name, value in vars(plan.sections).items() if value}
-    return {name: value.removeprefix("sections/").removesuffix(".py.jinja") for name, value in names.items()}
+def _templates(plan: ModulePlan) -> dict[str, str]:
+    return {name: value.removeprefix("sections/").removesuffix(".py.jinja") for name, value in plan.templates.items()}
 
 
 def plan_changes(old: Facts, new: Facts) -> list[PlanChange]:

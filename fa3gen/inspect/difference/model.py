@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from fa3gen.generate.plan import Plan
+from fa3gen.generate.module_plan import ModulePlan
 from fa3gen.spec.model import Spec
 
 
@@ -25,7 +25,7 @@ class Side:
     source: str
     summary: str
     spec: Spec | None
-    plan: Plan | None
+    plan: ModulePlan | None
     module: str | None
     module_name: str
     revision: str = ""

@@ -7,15 +7,14 @@ from dataclasses import asdict
 from typing import Any, get_args
 
 from fa3gen.base import json_shapes
-from fa3gen.base.json_shapes import COUNT, NUMBER, TEXT, Shape, listed, record
-from fa3gen.design import footprint
+from fa3gen.base.json_shapes import COUNT, NUMBER, TEXT, Shape, listed, nullable, record
 from fa3gen.design.ceiling import Ceiling, ProblemCeiling, Unit
 from fa3gen.design.rules import Answer, Kind
 from fa3gen.hardware import hopper
-from fa3gen.inspect.explanation.facts import Explanation
+from fa3gen.inspect.explanation.facts import AttentionWork, Explanation
 
 FORMAT = "fa3gen explain"
-VERSION = 2
+VERSION = 3
 
 _UNIT: Shape = {"enum": list(get_args(Unit))}
 _KIND: Shape = {
@@ -74,6 +73,18 @@ _PROBLEM = record(
         ),
     }
 )
+_WORK = {
+    **record(
+        {
+            "step": _STEP,
+            "query_tile": record(dict.fromkeys(("q_bytes", "o_bytes", "tma_loads", "tma_stores"), COUNT)),
+            "ceilings": listed(_CEILING),
+            "problems": listed(_PROBLEM),
+        }
+    ),
+    "description": "Of attention; null for other operations.",
+}
+
 _MODULE = record(
     {
         "stem": TEXT,
@@ -81,11 +92,11 @@ _MODULE = record(
         "fields_from": {
             "type": "object",
             "additionalProperties": listed(TEXT),
-            "description": "Spec file, this one or one that it extends -> the fields that come from it.",
+            "description": "Forward file, this one or one that it extends -> the fields that come from it.",
         },
         "spec": {"type": "object", "description": "As `fa3gen schema` describes it, defaults filled in."},
         "title": TEXT,
-        "mask": TEXT,
+        "sentence": TEXT,
         "decisions": listed(record({"name": TEXT, "text": TEXT})),
         "rules": listed(
             record(
@@ -125,8 +136,6 @@ _MODULE = record(
             }
         ),
         "steps": listed(listed(TEXT), "Where in the program, who, what, and how or why."),
-        "step": _STEP,
-        "query_tile": record(dict.fromkeys(("q_bytes", "o_bytes", "tma_loads", "tma_stores"), COUNT)),
         "occupancy": record(
             {
                 "ctas": COUNT,
@@ -135,8 +144,7 @@ _MODULE = record(
                 "allowed": {"type": "object", "additionalProperties": COUNT},
             }
         ),
-        "ceilings": listed(_CEILING),
-        "problems": listed(_PROBLEM),
+        "work": nullable(_WORK),
     }
 )
 SCHEMA = json_shapes.document("Explanations of fa3gen modules", FORMAT, VERSION, _MODULE)
@@ -153,19 +161,20 @@ def _module(explanation: Explanation) -> dict[str, Any]:
         {"name": region.name, "offset": offset, "bytes": region.bytes, "formula": region.formula, "what": region.what}
         for offset, region in explanation.smem
     ]
-    held = [{"what": what, "registers": count} for what, count in footprint.registers_per_thread(spec)]
+    at_launch = explanation.cta.launch_registers or hopper.registers_at_launch(explanation.cta.threads)
+    held = [{"what": what, "registers": count} for what, count in explanation.cta.held]
     return {
         "stem": explanation.stem,
         "spec_file": explanation.source.as_posix(),
         "fields_from": {file: list(fields) for file, fields in explanation.fields_from.items()},
         "spec": spec.model_dump(mode="json"),
         "title": described.title,
-        "mask": described.mask,
+        "sentence": described.sentence,
         "decisions": [{"name": name, "text": text} for name, text in described.decisions],
         "rules": [_rule(answer) for answer in explanation.asked],
         "limits": [asdict(limit) for limit in explanation.limits],
         "threads": list(described.threads),
-        "registers": {"computing_thread": held, "at_launch": footprint.launch_registers(spec)},
+        "registers": {"computing_thread": held, "at_launch": at_launch},
         "barriers": [list(row) for row in described.barriers],
         "named_barriers": [list(row) for row in described.named_barriers],
         "shared_memory": {
@@ -175,16 +184,22 @@ def _module(explanation: Explanation) -> dict[str, Any]:
             "left": explanation.smem_left,
         },
         "steps": [list(step) for step in described.steps],
-        "step": asdict(explanation.step),
-        "query_tile": asdict(explanation.query_tile),
         "occupancy": {
             "ctas": found.ctas,
             "registers": found.registers,
             "registers_known": found.registers_known,
             "allowed": dict(found.allowed),
         },
-        "ceilings": [_ceiling(ceiling) for ceiling in explanation.ceilings],
-        "problems": [_problem(row) for row in explanation.problems],
+        "work": None if explanation.work is None else _work(explanation.work),
+    }
+
+
+def _work(work: AttentionWork) -> dict[str, Any]:
+    return {
+        "step": asdict(work.step),
+        "query_tile": asdict(work.query_tile),
+        "ceilings": [_ceiling(ceiling) for ceiling in work.ceilings],
+        "problems": [_problem(row) for row in work.problems],
     }
 
 

@@ -6,29 +6,43 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 
-from fa3gen.design import ceiling, footprint, work
+from fa3gen.design import ceiling, work
 from fa3gen.design.ceiling import Ceiling, Occupancy, ProblemCeiling
+from fa3gen.design.cta import Cta, cta_of
 from fa3gen.design.family import Shape
 from fa3gen.design.footprint import Region
 from fa3gen.design.rules import Answer
 from fa3gen.design.work import Problem, QueryTile, Step
-from fa3gen.generate import header
 from fa3gen.generate.header import Description
+from fa3gen.generate.plan import describe
 from fa3gen.hardware import hopper
 from fa3gen.hardware.chips import Chip
 from fa3gen.inspect.explanation import legality
 from fa3gen.inspect.explanation.legality import Limit
-from fa3gen.spec.model import Spec
+from fa3gen.spec.model import Forward, Spec
 from fa3gen.spec.specfile import Variant
+
+
+@dataclass(frozen=True)
+class AttentionWork:
+    """What a module of attention does in a step and for a tile of queries, and what bounds it.
+
+    `ceilings` has one entry per chip, `problems` one row per shape with one entry per chip.
+    """
+
+    spec: Forward
+    step: Step
+    query_tile: QueryTile
+    ceilings: tuple[Ceiling, ...]
+    problems: tuple[tuple[ProblemCeiling, ...], ...]
 
 
 @dataclass(frozen=True)
 class Explanation:
     """Everything that `fa3gen explain` says of one module.
 
-    `smem` is (offset, region) for each array and the barriers, `smem_total` what a CTA asks for. `ceilings` has one
-    entry per chip, `problems` one row per shape with one entry per chip. `fields_from` maps each spec file, this one
-    and those that it extends, to the fields that come from it.
+    `smem` is (offset, region) for each array and the barriers, `smem_total` what a CTA asks for. `fields_from` maps
+    each spec file, this one and those that it extends, to the fields that come from it. `work` is there for attention.
     """
 
     stem: str
@@ -39,12 +53,10 @@ class Explanation:
     limits: tuple[Limit, ...]
     smem: tuple[tuple[int, Region], ...]
     smem_total: int
-    step: Step
-    query_tile: QueryTile
-    ceilings: tuple[Ceiling, ...]
+    cta: Cta
     occupancy: Occupancy
-    problems: tuple[tuple[ProblemCeiling, ...], ...]
     fields_from: Mapping[str, tuple[str, ...]]
+    work: AttentionWork | None
 
     @property
     def smem_left(self) -> int:
@@ -62,23 +74,31 @@ def explain(
     """
     spec = variant.spec
     occupancy = ceiling.occupancy(spec, registers)
-    problems = [Problem(spec, shape) for shape in shapes]
-    regions, barriers = footprint.shared_memory_map(spec), footprint.barrier_bytes(spec)
+    cta = cta_of(spec)
     return Explanation(
         stem=variant.stem,
         source=PurePath(variant.source),
         spec=spec,
-        description=header.describe(spec, variant.summary),
+        description=describe(spec, variant.summary),
         asked=legality.questions(spec),
         limits=legality.limits(spec),
-        smem=tuple(header.placed_regions(spec)),
-        smem_total=footprint.total_bytes(regions, barriers),
+        smem=tuple(cta.placed()),
+        smem_total=cta.smem_bytes,
+        cta=cta,
+        occupancy=occupancy,
+        fields_from=_fields_from(variant),
+        work=_work(spec, shapes, chips, occupancy) if isinstance(spec, Forward) else None,
+    )
+
+
+def _work(spec: Forward, shapes: Sequence[Shape], chips: Sequence[Chip], occupancy: Occupancy) -> AttentionWork:
+    problems = [Problem(spec, shape) for shape in shapes]
+    return AttentionWork(
+        spec=spec,
         step=work.step(spec),
         query_tile=work.query_tile(spec),
         ceilings=tuple(ceiling.steady(spec, chip) for chip in chips),
-        occupancy=occupancy,
         problems=tuple(tuple(ceiling.of_problem(problem, chip, occupancy) for chip in chips) for problem in problems),
-        fields_from=_fields_from(variant),
     )
 
 

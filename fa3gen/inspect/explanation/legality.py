@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from fa3gen.design import rules
 from fa3gen.design.rules import Answer, Kind
 from fa3gen.hardware import hopper
-from fa3gen.spec.model import CpAsyncLoad, GlobalHandoff, Spec, TmaLoad, WgmmaProduct
+from fa3gen.spec.model import CpAsyncLoad, Forward, GlobalHandoff, Spec, TmaLoad, WgmmaProduct
 
 MOST_STAGES = 16  # of K and V that are asked about
 
@@ -39,11 +39,11 @@ def questions(spec: Spec) -> tuple[Answer, ...]:
 
 def limits(spec: Spec) -> tuple[Limit, ...]:
     """How far stages, keys per step and query rows could go, and which rule says so."""
-    found = [_limit(*candidate) for candidate in _candidates(spec)]
+    found = [_limit(*candidate) for candidate in _candidates(spec)] if isinstance(spec, Forward) else []
     return tuple(limit for limit in found if limit is not None)
 
 
-def _candidates(spec: Spec) -> Iterator[tuple[str, int, list[int], Callable[[int], Spec]]]:
+def _candidates(spec: Forward) -> Iterator[tuple[str, int, list[int], Callable[[int], Forward]]]:
     """Field, value, larger values to try, and the spec with such a value."""
     if isinstance(spec.handoff, GlobalHandoff):
         return
@@ -66,7 +66,7 @@ def _candidates(spec: Spec) -> Iterator[tuple[str, int, list[int], Callable[[int
         )
 
 
-def _limit(field: str, value: int, tried: list[int], changed: Callable[[int], Spec]) -> Limit | None:
+def _limit(field: str, value: int, tried: list[int], changed: Callable[[int], Forward]) -> Limit | None:
     largest = value
     for candidate in tried:
         refusal = next((answer for answer in rules.answers(changed(candidate)) if answer.refuses), None)
@@ -76,5 +76,5 @@ def _limit(field: str, value: int, tried: list[int], changed: Callable[[int], Sp
     return None
 
 
-def _with(spec: Spec, part: str, **changes: int) -> Spec:
+def _with(spec: Forward, part: str, **changes: int) -> Forward:
     return spec.model_copy(update={part: getattr(spec, part).model_copy(update=changes)})

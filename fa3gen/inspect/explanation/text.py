@@ -16,7 +16,7 @@ from fa3gen.design.ceiling import ProblemCeiling
 from fa3gen.design.rules import Answer, Kind
 from fa3gen.generate.header import PLACE_TITLES
 from fa3gen.hardware import hopper
-from fa3gen.inspect.explanation.facts import Explanation
+from fa3gen.inspect.explanation.facts import AttentionWork, Explanation
 from fa3gen.inspect.explanation.legality import Limit
 from fa3gen.spec.model import GlobalHandoff
 
@@ -39,7 +39,7 @@ def show(explanation: Explanation, console: Console, *, rules: bool = False) -> 
 def screen(explanation: Explanation, console: Console, *, rules: bool = False) -> Iterable[RenderableType]:
     """The parts of the screen, from top to bottom; two stand side by side where they fit."""
     yield Text(f"{explanation.stem}: {explanation.description.title}", style="bold")
-    yield Text(f"{explanation.source.as_posix()}. {explanation.description.mask}", style="dim")
+    yield Text(f"{explanation.source.as_posix()}. {explanation.description.sentence}", style="dim")
     yield _heading("Decisions, and the rules of the hardware that they keep")
     yield _decisions(explanation)
     yield from _limits(explanation)
@@ -56,10 +56,17 @@ def screen(explanation: Explanation, console: Console, *, rules: bool = False) -
         if rows:
             yield _heading(title)
             yield _table(rows[1:], header=rows[0])
-    yield from _side_by_side(console, _shared_memory(explanation), _counts(explanation))
-    yield from _side_by_side(console, _steps(explanation), _bounds(explanation))
-    yield from _ceilings(explanation)
-    yield from _problems(explanation, console)
+    if explanation.work is None:
+        yield from _shared_memory(explanation)
+        yield from _steps(explanation)
+        yield _heading("Occupancy")
+        yield _occupancy(explanation)
+    else:
+        yield from _side_by_side(console, _shared_memory(explanation), _counts(explanation.work))
+        yield from _side_by_side(console, _steps(explanation), _bounds(explanation.work))
+        yield from _ceilings(explanation.work)
+        yield _occupancy(explanation)
+        yield from _problems(explanation.work, console)
     if rules:
         yield _heading(f"The {len(explanation.asked)} answers of the rules")
         yield _all_rules(explanation)
@@ -204,9 +211,9 @@ def _steps(explanation: Explanation) -> list[RenderableType]:
     ]
 
 
-def _counts(explanation: Explanation) -> list[RenderableType]:
+def _counts(work: AttentionWork) -> list[RenderableType]:
     """Counts of one step and of a tile of queries."""
-    spec, step, tile = explanation.spec, explanation.step, explanation.query_tile
+    spec, step, tile = work.spec, work.step, work.query_tile
     groups = spec.tile.warpgroups or 1
     rows = [("FLOP", f"{step.flops:,}")]
     if step.wgmma_qk:
@@ -217,8 +224,9 @@ def _counts(explanation: Explanation) -> list[RenderableType]:
         rows.append(("WGMMA, P V", f"{step.wgmma_pv} {shape}, {step.wgmma_pv // groups} per warpgroup"))
     if step.scalar_fmas:
         rows.append(("multiply-adds", f"{step.scalar_fmas:,}"))
+    warps = max(1, footprint.computing_threads(spec) // hopper.WARP)
     rows.append(("exponentials", f"{step.exponentials:,}"))
-    rows.append(("instructions", f"about {step.instructions / _warps(explanation):,.0f} in each warp that computes"))
+    rows.append(("instructions", f"about {step.instructions / warps:,.0f} in each warp that computes"))
     if step.tma_loads:
         rows.append(("TMA loads", f"{step.tma_loads} of K and V, {step.l2_bytes:,} bytes"))
         stores = f"; {tile.tma_stores} stores of O" if tile.tma_stores else ""
@@ -231,16 +239,12 @@ def _counts(explanation: Explanation) -> list[RenderableType]:
     return [_heading(title), _table(rows)]
 
 
-def _warps(explanation: Explanation) -> int:
-    return max(1, footprint.computing_threads(explanation.spec) // hopper.WARP)
-
-
 # -- speed
 
 
-def _bounds(explanation: Explanation) -> list[RenderableType]:
+def _bounds(work: AttentionWork) -> list[RenderableType]:
     """What each unit takes for a step."""
-    [first, *_] = explanation.ceilings
+    [first, *_] = work.ceilings
     longest = first.binding.cycles
     rows = [
         (bound.unit, f"{bound.cycles:,.0f}", f"{bound.cycles / longest:.0%}")
@@ -250,16 +254,15 @@ def _bounds(explanation: Explanation) -> list[RenderableType]:
     return [_heading(f"What bounds it: {first.binding.unit}"), table]
 
 
-def _ceilings(explanation: Explanation) -> list[RenderableType]:
+def _ceilings(work: AttentionWork) -> list[RenderableType]:
     speeds = "; ".join(
         f"{ceiling.chip.name} {ceiling.tflops:,.0f} TFLOP/s of {ceiling.chip.tensor_tflops:,.0f}"
-        for ceiling in explanation.ceilings
+        for ceiling in work.ceilings
     )
-    clock = explanation.ceilings[0].chip.clock_hz.value / 1e6
+    clock = work.ceilings[0].chip.clock_hz.value / 1e6
     return [
         _heading("Speed and occupancy"),
         _note(f"at most {speeds}, at {clock:,.0f} MHz"),
-        _occupancy(explanation),
     ]
 
 
@@ -270,14 +273,14 @@ def _occupancy(explanation: Explanation) -> Padding:
     return _note(f"CTAs per SM: {found.ctas} (at most {allowed}; {found.registers} registers a thread, {origin})")
 
 
-def _problems(explanation: Explanation, console: Console) -> list[RenderableType]:
+def _problems(work: AttentionWork, console: Console) -> list[RenderableType]:
     """One table where it fits, two where not."""
-    if not explanation.problems:
+    if not work.problems:
         return []
-    chips = [f"{row.chip.name}" for row in explanation.problems[0]]
+    chips = [f"{row.chip.name}" for row in work.problems[0]]
     first = ("q x k", "batch", "heads", "tiles", "waves", "SMs busy", "computed")
     second = ("steps", "masked", "skipped", "FLOP/B", *chips)
-    rows = [_problem(row) for row in explanation.problems]
+    rows = [_problem(row) for row in work.problems]
     split = len(first)
     whole = _table(rows, right=range(1, split + len(second)), header=(*first, *second))
     note = (

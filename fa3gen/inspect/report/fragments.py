@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fa3gen.hardware import hopper
-from fa3gen.spec.model import Spec, WgmmaProduct
+from fa3gen.spec.model import Forward, WgmmaProduct
 
 BLOCK = 8  # columns after which threads repeat
 
@@ -62,7 +62,7 @@ def _thread(row: int, column: int) -> int:
     return hopper.WARP * (row // 16) + 4 * (row % 8) + column % BLOCK // 2
 
 
-def fragments(spec: Spec) -> tuple[Fragment, ...]:
+def fragments(spec: Forward) -> tuple[Fragment, ...]:
     """The fragments of one warpgroup: the accumulators, which are alike, and P as the A operand if it is in registers.
 
     Of the A operand, one k-step of 16 keys, as one instruction takes it.

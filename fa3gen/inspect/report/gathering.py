@@ -19,6 +19,7 @@ from fa3gen.inspect.report.listing import Listing, make_listing
 from fa3gen.inspect.report.numerics import Card
 from fa3gen.inspect.report.speeds import Ladder, Panel
 from fa3gen.records import evidence
+from fa3gen.spec.model import Forward
 
 if TYPE_CHECKING:
     from fa3gen.compile.census import Census, Row
@@ -63,7 +64,7 @@ class Report:
     changed since.
     """
 
-    variant: Variant
+    variant: Variant[Forward]
     file: str
     source_file: str
     source: str
@@ -84,7 +85,7 @@ class Report:
     ladder: Ladder | None
 
 
-def gather(workspace: Workspace, variant: Variant) -> Report:
+def gather(workspace: Workspace, variant: Variant[Forward]) -> Report:
     """Compile the module, run it on the CPU model, read its records.
 
     Raises UserError where the module is not rendered yet, where a tool is missing or a record cannot be read,
@@ -129,12 +130,12 @@ def gather(workspace: Workspace, variant: Variant) -> Report:
     )
 
 
-def _shapes(variant: Variant) -> list[Shape]:
+def _shapes(variant: Variant[Forward]) -> list[Shape]:
     heads, heads_kv = default_heads(variant.spec)
     return [Shape(max(1, TOKENS // length), length, length, heads, heads_kv) for length in SEQ_LENS]
 
 
-def _simulated(variant: Variant, registers: int) -> Simulated | None:
+def _simulated(variant: Variant[Forward], registers: int) -> Simulated | None:
     """None for a module without a pipeline."""
     spec, [chip] = variant.spec, chips.select([CHIP])
     if not tiles.tiled(spec):
@@ -146,7 +147,7 @@ def _simulated(variant: Variant, registers: int) -> Simulated | None:
     return Simulated(simulation.svg(result, title), chip, times, result, stages)
 
 
-def _on_cpu_model(workspace: Workspace, variant: Variant, compiled: Compiled) -> tuple[Run, Card]:
+def _on_cpu_model(workspace: Workspace, variant: Variant[Forward], compiled: Compiled) -> tuple[Run, Card]:
     """Trace one CTA and run the sweep of errors; a kernel that the model does not cover gives neither."""
     from fa3gen.cpu.findings import OutsideModel
     from fa3gen.cpu.kernel import CpuKernel
@@ -159,7 +160,7 @@ def _on_cpu_model(workspace: Workspace, variant: Variant, compiled: Compiled) ->
         return Run(None, str(error)), Card("CPU model of sm_90a", False, (), str(error))
 
 
-def _traced(workspace: Workspace, variant: Variant, kernel: CpuKernel) -> Run:
+def _traced(workspace: Workspace, variant: Variant[Forward], kernel: CpuKernel) -> Run:
     from fa3gen.cpu.places import SharedPlaces
     from fa3gen.cpu.schedule import Schedule
     from fa3gen.cpu.trace import Trace

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from fa3gen.design.masks import reach
 from fa3gen.inspect.report.speeds import origin
 from fa3gen.records import evidence
-from fa3gen.spec.model import GlobalHandoff, Spec, WgmmaProduct
+from fa3gen.spec.model import Forward, GlobalHandoff, WgmmaProduct
 from fa3gen.verify.results import CaseResult
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class Card:
     problem: str = ""
 
 
-def from_evidence(workspace: Workspace, variant: Variant) -> Card:
+def from_evidence(workspace: Workspace, variant: Variant[Forward]) -> Card:
     """The card of the GPU record. Only of the present file: a record of an older one is named and not shown."""
     state, record = evidence.status(workspace, variant.stem)
     if record is None:
@@ -90,7 +90,7 @@ def _kinds() -> dict[str, str]:
     return {case.name: case.distribution for case in (*inputs.CASES, *inputs.PERSISTENT_CASES)}
 
 
-def sweep(spec: Spec) -> tuple[Case, ...]:
+def sweep(spec: Forward) -> tuple[Case, ...]:
     """Cases for the CPU model: every kind of input at lengths of keys that double, a few queries each."""
     from fa3gen.verify import inputs
 
@@ -109,7 +109,7 @@ def sweep(spec: Spec) -> tuple[Case, ...]:
     )
 
 
-def on_cpu_model(variant: Variant, kernel: CpuKernel) -> Card:
+def on_cpu_model(variant: Variant[Forward], kernel: CpuKernel) -> Card:
     """Run the sweep on the CPU model of sm_90a, and PyTorch on the same inputs on this machine's CPU.
 
     Raises OutsideModel for a kernel that the model does not cover.

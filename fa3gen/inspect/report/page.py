@@ -116,9 +116,10 @@ def _figures(report: Report) -> list[Figure]:
     if census.smem:
         share = f"{census.smem / hopper.SMEM_PER_CTA:.0%} of what a CTA may have"
         found.append(Figure(f"{census.smem:,}", "bytes", f"of shared memory, {share}", "compiled"))
-    bound = explained.ceilings[-1]
-    what = f"ceiling on {bound.chip.name}, bound by {bound.binding.unit}"
-    found.append(Figure(f"{bound.tflops:.0f}", "TFLOP/s", what, "estimated"))
+    if explained.work is not None:
+        bound = explained.work.ceilings[-1]
+        what = f"ceiling on {bound.chip.name}, bound by {bound.binding.unit}"
+        found.append(Figure(f"{bound.tflops:.0f}", "TFLOP/s", what, "estimated"))
     shapes = [shape for panel in report.panels for shape in panel.shapes]
     if shapes:
         best = max(shapes, key=lambda shape: shape.own.tflops)

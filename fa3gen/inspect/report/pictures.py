@@ -12,14 +12,14 @@ from fa3gen.design import footprint, tile_order
 from fa3gen.hardware import hopper
 from fa3gen.inspect.report import fragments, swizzles, tiles
 from fa3gen.inspect.report.drawing import COLOURS, Svg
-from fa3gen.spec.model import Spec
+from fa3gen.spec.model import Forward
 
 WIDE = 960
 
 # -- shared memory
 
 
-def shared_memory(spec: Spec) -> Markup:
+def shared_memory(spec: Forward) -> Markup:
     """All bytes that a CTA may have, and below them the mbarriers one by one."""
     places = SharedPlaces.of(spec)
     total = footprint.total_bytes(footprint.shared_memory_map(spec), footprint.barrier_bytes(spec))
@@ -76,7 +76,7 @@ class MapRow:
     end: int
 
 
-def memory_rows(spec: Spec) -> tuple[MapRow, ...]:
+def memory_rows(spec: Forward) -> tuple[MapRow, ...]:
     """Every stage of every array, in order; mbarriers stand in the picture and in their own table."""
     places = SharedPlaces.of(spec)
     names = list(dict.fromkeys(place.name for place in places.arrays))
@@ -125,7 +125,7 @@ class SwizzleView:
     accesses: tuple[swizzles.Access, ...]
 
 
-def swizzle_views(spec: Spec) -> tuple[SwizzleView, ...]:
+def swizzle_views(spec: Forward) -> tuple[SwizzleView, ...]:
     """One view for each pattern among the operand tiles."""
     groups: dict[tuple[str, int], list[swizzles.Operand]] = {}
     for operand in swizzles.operands(spec):
@@ -203,7 +203,7 @@ def fragment(fragment: fragments.Fragment) -> Markup:
 # -- tiles
 
 
-def tile_schedule(spec: Spec, seq_q: int, seq_k: int) -> Markup:
+def tile_schedule(spec: Forward, seq_q: int, seq_k: int) -> Markup:
     """One head: a row for each tile of queries, a column for each tile of keys."""
     plan = tiles.schedule(spec, seq_q, seq_k)
     left, top = 92, 24
@@ -238,7 +238,7 @@ def _ordinal(number: int) -> str:
     return f"{number}{suffix}"
 
 
-def taking_order(spec: Spec, seq_q: int, seq_k: int, heads: int) -> Markup:
+def taking_order(spec: Forward, seq_q: int, seq_k: int, heads: int) -> Markup:
     """The number that each tile of queries has, by head: the order in which CTAs are started with them or take them."""
     order = list(tile_order.taken(spec, seq_q, seq_k, heads, 1))
     blocks = max(entry.m_block for entry in order) + 1

@@ -13,6 +13,8 @@ from fa3gen.base import files
 from fa3gen.design.family import Family
 from fa3gen.design.ladder import ladder_order
 from fa3gen.records import evidence, tuning_records
+from fa3gen.spec.model import Forward
+from fa3gen.spec.specfile import attention_among
 
 if TYPE_CHECKING:
     from fa3gen.design.workspace import Workspace
@@ -93,7 +95,7 @@ def origin(record: evidence.Record | TuningRecord) -> str:
     return f"{record.gpu}, {record.date}, DSL {record.dsl}, torch {record.torch}"
 
 
-def panels(workspace: Workspace, variant: Variant) -> tuple[Panel, ...]:
+def panels(workspace: Workspace, variant: Variant[Forward]) -> tuple[Panel, ...]:
     """What the tuning records of the module's family say of it: empty where it was not among the competitors.
 
     Raises UserError for a file of records that cannot be read.
@@ -149,7 +151,7 @@ def _speed(
     return Speed(name, kind, timed.tflops, min(tflops), max(tflops), eager)
 
 
-def ladder(workspace: Workspace, variant: Variant) -> Ladder | None:
+def ladder(workspace: Workspace, variant: Variant[Forward]) -> Ladder | None:
     """The speeds in the records of verified modules of the same problem; None without one of this module.
 
     Only records of the same GPU are beside each other.
@@ -173,6 +175,6 @@ def _relatives(workspace: Workspace, family: Family) -> list[str]:
     return [
         variant.stem
         for spec_file in sorted(workspace.survey()[0], key=lambda file: ladder_order(file.stem))
-        for variant in spec_file.variants
+        for variant in attention_among(spec_file.variants)
         if Family.of(variant.spec) == family
     ]

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from fa3gen.hardware import hopper
-from fa3gen.spec.model import SmemHandoff, Spec, Swizzle, SyncLoad, WgmmaProduct
+from fa3gen.spec.model import Forward, SmemHandoff, Swizzle, SyncLoad, WgmmaProduct
 
 CHUNK = 16  # bytes that one row of a core matrix, one lane of ldmatrix and one 128-bit access take
 LINE = 128  # bytes of all banks side by side
@@ -136,7 +136,7 @@ def _access(name: str, operand: Operand, cases: Sequence[Sequence[tuple[int, int
     return Access(name, swizzled, plain)
 
 
-def operands(spec: Spec) -> tuple[Operand, ...]:
+def operands(spec: Forward) -> tuple[Operand, ...]:
     """The operand tiles that a module keeps in shared memory, one stage of each; none where all is in global memory."""
     if spec.smem is None:
         return ()

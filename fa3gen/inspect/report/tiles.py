@@ -8,7 +8,7 @@ from typing import Literal
 from fa3gen.design.family import Shape
 from fa3gen.design.tile_order import positions
 from fa3gen.design.work import KeyTiles, key_tiles
-from fa3gen.spec.model import GlobalHandoff, Spec, WindowMask
+from fa3gen.spec.model import Forward, GlobalHandoff, WindowMask
 
 State = Literal["skipped", "masked", "full"]
 
@@ -39,19 +39,19 @@ class Schedule:
         return sum(state(row, block) == wanted for row in self.rows for block in range(self.key_tiles))
 
 
-def schedule(spec: Spec, seq_q: int, seq_k: int) -> Schedule:
+def schedule(spec: Forward, seq_q: int, seq_k: int) -> Schedule:
     """All tiles of one head."""
     blocks = range(-(-seq_q // positions(spec)))
     rows = tuple(key_tiles(spec, Shape(1, seq_q, seq_k, 1, 1), block) for block in blocks)
     return Schedule(seq_q, seq_k, -(-seq_k // spec.tile.kv), rows)
 
 
-def tiled(spec: Spec) -> bool:
+def tiled(spec: Forward) -> bool:
     """Whether there are tiles at all: the naive module's threads each compute one score."""
     return not isinstance(spec.handoff, GlobalHandoff)
 
 
-def examples(spec: Spec) -> tuple[tuple[int, int], ...]:
+def examples(spec: Forward) -> tuple[tuple[int, int], ...]:
     """(seq_q, seq_k) that show the schedule: as many queries as keys, and fewer queries with a last tile cut short.
 
     It is cut by a third, or by what lets a full tile into a window that is little wider than one.

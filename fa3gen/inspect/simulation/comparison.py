@@ -13,8 +13,8 @@ from fa3gen.hardware import chips
 from fa3gen.inspect import simulation
 from fa3gen.inspect.simulation.run import measured_shape
 from fa3gen.records import evidence
-from fa3gen.spec.model import NoMask
-from fa3gen.spec.specfile import Variant
+from fa3gen.spec.model import Forward, NoMask
+from fa3gen.spec.specfile import Variant, attention_only
 
 DOCUMENT = "docs/simulator.md"
 # Specs of the tables: the ladder without k1, which has no pipeline, and others that the evidence has speeds of.
@@ -44,7 +44,7 @@ class Cell:
 def cells(workspace: Workspace) -> Iterator[Cell]:
     """Every unmasked module of LADDER, at each length of the records."""
     chip = chips.H200
-    for variant in (variant for name in LADDER for variant in workspace.resolve(name)):
+    for variant in attention_only((found for name in LADDER for found in workspace.resolve(name)), "the simulator"):
         spec = variant.spec
         if not isinstance(spec.mask, NoMask):
             continue
@@ -129,12 +129,12 @@ def stages_table(workspace: Workspace) -> str:
     """Markdown: tensor cores (or issue slots) busy in the steady state for each number of stages."""
     rows = []
     for stem in STAGED:
-        [variant] = workspace.resolve(stem)
+        [variant] = attention_only(workspace.resolve(stem), "the simulator")
         rows.append([f"`{stem}`", *_staged(workspace, variant)])
     return _markdown(["module", "busy", *map(str, STAGES)], rows)
 
 
-def _staged(workspace: Workspace, variant: Variant) -> list[str]:
+def _staged(workspace: Workspace, variant: Variant[Forward]) -> list[str]:
     registers = evidence.compiled_registers(workspace, variant.stem)
     times = simulation.times_of(variant.spec, chips.H200)
     found = simulation.sweep(variant.spec, times, STAGES, registers=registers)

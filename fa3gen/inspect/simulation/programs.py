@@ -16,7 +16,7 @@ from fa3gen.design.schedule import PLACES, Place, Ring, Role, Schedule, Step, sc
 from fa3gen.design.schedule.cooperative import CTA_BARRIER
 from fa3gen.inspect.simulation.engine import Actor, Compute, Engine, Process, Wait
 from fa3gen.inspect.simulation.times import Times, groups
-from fa3gen.spec.model import Spec
+from fa3gen.spec.model import Forward
 
 LAST_STEP = "step"  # signal of a group's step, by its number
 
@@ -32,7 +32,7 @@ class Cta:
     """
 
     engine: Engine
-    spec: Spec
+    spec: Forward
     times: Times
     number: int
     tiles: int

@@ -15,7 +15,7 @@ from fa3gen.inspect.simulation.engine import Arbitration, Engine
 from fa3gen.inspect.simulation.programs import LAST_STEP, Cta
 from fa3gen.inspect.simulation.results import Simulation
 from fa3gen.inspect.simulation.times import UNITS, Times, Unit, groups
-from fa3gen.spec.model import CpAsyncLoad, Spec, TmaLoad
+from fa3gen.spec.model import CpAsyncLoad, Forward, TmaLoad
 
 SAMPLE = 16  # tiles of keys that a prediction simulates
 
@@ -55,7 +55,7 @@ class StageRow:
 
 
 def settings_of(
-    spec: Spec,
+    spec: Forward,
     *,
     tiles: int = 12,
     registers: int | None = None,
@@ -67,7 +67,7 @@ def settings_of(
     return Settings(footprint.kv_stages(spec), places, tiles, 2 if footprint.persistent(spec) else 1, arbitration)
 
 
-def simulate(spec: Spec, times: Times, settings: Settings) -> Simulation:
+def simulate(spec: Forward, times: Times, settings: Settings) -> Simulation:
     """Run the kernel's roles on one SM until all tiles are done."""
     spec = with_stages(spec, settings.stages)
     engine = Engine(times.load_latency, settings.arbitration)
@@ -120,7 +120,7 @@ def _step_demand(times: Times, count: int) -> dict[Unit, float]:
 
 
 def sweep(
-    spec: Spec,
+    spec: Forward,
     times: Times,
     stages: Iterable[int],
     *,
@@ -143,7 +143,7 @@ def sweep(
     return tuple(rows)
 
 
-def _stage_row(spec: Spec, times: Times, settings: Settings) -> StageRow:
+def _stage_row(spec: Forward, times: Times, settings: Settings) -> StageRow:
     result = simulate(spec, times, settings)
     tensor = even = result.steady("tensor cores")
     if tensor:
@@ -162,7 +162,7 @@ def _stage_row(spec: Spec, times: Times, settings: Settings) -> StageRow:
     )
 
 
-def with_stages(spec: Spec, stages: int) -> Spec:
+def with_stages(spec: Forward, stages: int) -> Forward:
     """The spec with another number of stages; as it is where it has no ring."""
     if not isinstance(spec.load, CpAsyncLoad | TmaLoad):
         return spec
@@ -198,7 +198,7 @@ def predict(
 
 
 @cache
-def _sample(spec: Spec, times: Times, settings: Settings) -> tuple[float, float]:
+def _sample(spec: Forward, times: Times, settings: Settings) -> tuple[float, float]:
     """End and cycles of a step: the same for all lengths of a table."""
     result = simulate(spec, times, settings)
     # The last CTA starts late where CTAs have gone on for long; half of that is not the kernel's.
@@ -206,7 +206,7 @@ def _sample(spec: Spec, times: Times, settings: Settings) -> tuple[float, float]
     return result.end - late, result.step_cycles
 
 
-def measured_shape(spec: Spec, length: int) -> Shape:
+def measured_shape(spec: Forward, length: int) -> Shape:
     """The shape in which the evidence's speeds were measured: 16,384 tokens in all, heads x head dim = 2048."""
     heads_q, heads_kv = work.default_heads(spec)
     return Shape(max(1, 16384 // length), length, length, heads_q, heads_kv)

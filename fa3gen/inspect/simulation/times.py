@@ -16,7 +16,15 @@ from fa3gen.design.footprint import thread_rows
 from fa3gen.design.work import SmemBytes
 from fa3gen.hardware import hopper
 from fa3gen.hardware.chips import Chip
-from fa3gen.spec.model import CpAsyncLoad, GlobalHandoff, SmemHandoff, SmemScoresHandoff, Spec, SyncLoad, WgmmaProduct
+from fa3gen.spec.model import (
+    CpAsyncLoad,
+    Forward,
+    GlobalHandoff,
+    SmemHandoff,
+    SmemScoresHandoff,
+    SyncLoad,
+    WgmmaProduct,
+)
 
 # Units of an SM that take their time. A product needs the tensor cores, and shared memory for its operands; a load
 # needs the SM's share of L2 ("loads"), and shared memory to be written to.
@@ -148,7 +156,7 @@ def _lasting(pieces: Sequence[Piece], cycles: float) -> list[Piece]:
     return [piece.scaled(cycles / now) for piece in pieces]
 
 
-def times_of(spec: Spec, chip: Chip) -> Times:
+def times_of(spec: Forward, chip: Chip) -> Times:
     """Derive the times of a spec on a chip. Raises UserError for k1, which has no pipeline."""
     if isinstance(spec.handoff, GlobalHandoff):
         raise UserError("k1 has no loop over tiles of keys and so no pipeline to simulate; try k2 and later rungs")
@@ -174,23 +182,23 @@ def times_of(spec: Spec, chip: Chip) -> Times:
     )
 
 
-def groups(spec: Spec) -> int:
+def groups(spec: Forward) -> int:
     """Groups of four warps that compute; scalar kernels may have fewer warps, or some to spare, in a group."""
     return max(1, footprint.computing_threads(spec) // hopper.WARPGROUP)
 
 
-def _threads(spec: Spec) -> float:
+def _threads(spec: Forward) -> float:
     """Threads of a group."""
     return footprint.computing_threads(spec) / groups(spec)
 
 
-def _issue(spec: Spec, name: str, instructions: float, chip: Chip, smem_bytes: float = 0.0) -> Piece:
+def _issue(spec: Forward, name: str, instructions: float, chip: Chip, smem_bytes: float = 0.0) -> Piece:
     """So many instructions of each warp of a group, and bytes through shared memory that all groups share."""
     cycles = _threads(spec) / hopper.WARP * instructions / chip.issue.value
     return Piece(name, issue=cycles, smem=smem_bytes / groups(spec) / chip.smem.value)
 
 
-def _qk(spec: Spec, chip: Chip, through_smem: SmemBytes) -> Piece:
+def _qk(spec: Forward, chip: Chip, through_smem: SmemBytes) -> Piece:
     """S = Q K^T of one group. One on scalars stores S as well."""
     if isinstance(spec.qk, WgmmaProduct):
         return _wgmma(spec, "S = Q K^T", spec.problem.head_dim, chip, through_smem.qk)
@@ -198,20 +206,20 @@ def _qk(spec: Spec, chip: Chip, through_smem: SmemBytes) -> Piece:
     return _issue(spec, "S = Q K^T", work.scalar_qk_instructions(spec), chip, read_and_written)
 
 
-def _pv(spec: Spec, chip: Chip, through_smem: SmemBytes) -> Piece:
+def _pv(spec: Forward, chip: Chip, through_smem: SmemBytes) -> Piece:
     """O += P V of one group."""
     if isinstance(spec.pv, WgmmaProduct):
         return _wgmma(spec, "O += P V", spec.problem.v_dim, chip, through_smem.pv)
     return _issue(spec, "O += P V", work.scalar_pv_instructions(spec), chip, through_smem.pv)
 
 
-def _wgmma(spec: Spec, name: str, depth: int, chip: Chip, smem_bytes: int) -> Piece:
+def _wgmma(spec: Forward, name: str, depth: int, chip: Chip, smem_bytes: int) -> Piece:
     """A product of one group on the tensor cores, which read operands from shared memory meanwhile."""
     count, flops = groups(spec), 2 * spec.tile.q * spec.tile.kv * depth
     return Piece(name, tensor=flops / chip.tensor.value / count, smem=smem_bytes / chip.smem.value / count)
 
 
-def _softmax(spec: Spec, chip: Chip, through_smem: SmemBytes) -> tuple[tuple[Piece, ...], Piece]:
+def _softmax(spec: Forward, chip: Chip, through_smem: SmemBytes) -> tuple[tuple[Piece, ...], Piece]:
     """The softmax of one group, and what of it has to wait for O."""
     rows, lanes = thread_rows(spec)
     exponentials = _threads(spec) * rows * (spec.tile.kv // lanes + 1) / chip.exp2.value
@@ -233,7 +241,7 @@ def _softmax(spec: Spec, chip: Chip, through_smem: SmemBytes) -> tuple[tuple[Pie
     return parts, _issue(spec, "rescale, round", rescale, chip, through_smem.softmax)
 
 
-def _copy(spec: Spec, rows: int, columns: int, chip: Chip) -> Piece | None:
+def _copy(spec: Forward, rows: int, columns: int, chip: Chip) -> Piece | None:
     """What one group does for a tile that the warps copy themselves; None with TMA."""
     if not isinstance(spec.load, SyncLoad | CpAsyncLoad):
         return None

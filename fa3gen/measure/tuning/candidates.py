@@ -19,8 +19,8 @@ from fa3gen.measure.tuning.journal import Journal
 from fa3gen.measure.tuning.session import Module
 from fa3gen.measure.tuning.space import Enumeration, Space, enumerate_space, load_space, tree_of
 from fa3gen.spec.complaints import UNIONS
-from fa3gen.spec.model import Spec, WindowMask
-from fa3gen.spec.specfile import SpecFile, Variant, is_stem
+from fa3gen.spec.model import Forward, WindowMask
+from fa3gen.spec.specfile import SpecFile, Variant, attention_only, is_stem
 from fa3gen.spec.yamltree import dumps, merge
 
 FOLDER = "tuning"  # of search spaces, below specs
@@ -31,7 +31,7 @@ class Start:
     """Where a search begins: the incumbent, the fields that values are laid on, and the spec file they come from."""
 
     family: Family
-    incumbent: Variant
+    incumbent: Variant[Forward]
     fields: dict[str, Any]
     base: SpecFile
 
@@ -66,13 +66,13 @@ def find_space(workspace: Workspace, name: str, given: Path | None) -> Space:
     have = sorted({path.stem for folder in folders for path in folder.glob("*.yaml")})
     others = f" (there are spaces for {', '.join(have)})" if have else ""
     target = workspace.shown(workspace.specs_dir / FOLDER / f"{stems[0]}.yaml")
-    example = _example(workspace, tuned or workspace.resolve("k6_d128_causal"))
+    example = _example(workspace, tuned or known(workspace, "k6_d128_causal"))
     raise UserError(
         f"there is no search space for '{name}'{others}; write {target}, or name one with --space:\n{example}"
     )
 
 
-def _example(workspace: Workspace, tuned: Sequence[Variant]) -> str:
+def _example(workspace: Workspace, tuned: Sequence[Variant[Forward]]) -> str:
     """The text of a search space for the last of these modules: tiles of keys around its own."""
     variant = tuned[-1]
     spec, home = variant.spec, workspace.home_of(variant)
@@ -83,10 +83,10 @@ def _example(workspace: Workspace, tuned: Sequence[Variant]) -> str:
     return dumps({**base, "problem": problem, "space": space}, flow=None)
 
 
-def known(workspace: Workspace, name: str) -> list[Variant]:
+def known(workspace: Workspace, name: str) -> list[Variant[Forward]]:
     """The variants of a name that need not exist."""
     try:
-        return workspace.resolve(name)
+        return attention_only(workspace.resolve(name), "fa3gen tune")
     except SpecError:  # it exists, and is broken
         raise
     except UserError:
@@ -103,7 +103,7 @@ def find_starts(workspace: Workspace, name: str, space: Space) -> list[Start]:
     committed = known(workspace, name)
     if not committed and space.base is None:
         raise UserError(f"'{name}' is no spec or module yet; let {space.path} name a `base`, or tune one that exists")
-    base = workspace.resolve(space.base) if space.base is not None else committed
+    base = attention_only(workspace.resolve(space.base), "fa3gen tune") if space.base is not None else committed
     incumbents = [variant for variant in committed or base if _fits(variant.spec, space)]
     if not incumbents:
         offered = ", ".join(Family.of(variant.spec).label for variant in committed or base)
@@ -114,7 +114,7 @@ def find_starts(workspace: Workspace, name: str, space: Space) -> list[Start]:
     return [_start(incumbent, base, base_file) for incumbent in incumbents]
 
 
-def _start(incumbent: Variant, base: Sequence[Variant], base_file: SpecFile) -> Start:
+def _start(incumbent: Variant[Forward], base: Sequence[Variant[Forward]], base_file: SpecFile) -> Start:
     """A base with a module of this problem brings what it chose for it; another one what all its modules share."""
     family = Family.of(incumbent.spec)
     twin = next((variant for variant in base if Family.of(variant.spec) == family), None)
@@ -123,13 +123,13 @@ def _start(incumbent: Variant, base: Sequence[Variant], base_file: SpecFile) -> 
     return Start(family, incumbent, fields, base_file)
 
 
-def _fits(spec: Spec, space: Space) -> bool:
+def _fits(spec: Forward, space: Space) -> bool:
     """Whether the problem of a spec is the one that the space names."""
     fields = tree_of(spec.model_dump(), space.path)
     return bool(merge(fields, space.problem, UNIONS).plain() == fields.plain())
 
 
-def committed_module(workspace: Workspace, variant: Variant) -> Module:
+def committed_module(workspace: Workspace, variant: Variant[Forward]) -> Module:
     """The committed file of a variant; UserError when it is missing or not what its spec renders to."""
     from fa3gen.verify.pipeline import check_render
 

@@ -31,7 +31,7 @@ from fa3gen.measure.peers import PEERS, Attend, Peer, Unavailable
 from fa3gen.records.tuning_records import TunedProblem
 from fa3gen.run import gpu
 from fa3gen.run.launch import load_for_launch
-from fa3gen.spec.model import Spec
+from fa3gen.spec.model import Forward
 from fa3gen.verify import inputs
 from fa3gen.verify.on_gpu import Runner, essence, raise_if_lost
 
@@ -237,7 +237,7 @@ class Bench:
             return None
         if stem not in self.checked:
             self._at("check", stem)
-            spec = Spec.model_validate(module["spec"])
+            spec = Forward.model_validate(module["spec"])
             runner = Runner(loaded, spec, self.device, SEED)
             cases = [case for case in inputs.gpu_cases(spec) if case.name in QUICK_CASES]
             results = [runner.run_case(case) for case in cases]
@@ -254,7 +254,7 @@ class Bench:
         attends: dict[str, Callable[[], Attend]] = {}
         for module in request["modules"]:
             if (loaded := self._right(module)) is not None:
-                entry = operation_of(Spec.model_validate(module["spec"])).entry_of(loaded)
+                entry = operation_of(Forward.model_validate(module["spec"])).entry_of(loaded)
                 attends[module["stem"]] = lambda entry=entry: entry  # type: ignore[misc]
         for peer in self._peers(request):
             attends[peer.name] = lambda peer=peer: peer.prepare(problem.mask.spec_mask())  # type: ignore[misc]

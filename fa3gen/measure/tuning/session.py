@@ -27,7 +27,7 @@ from fa3gen.measure.tuning.client import LIMITS_S, Gone, Worker
 from fa3gen.measure.tuning.heats import Heat
 from fa3gen.measure.tuning.journal import Journal
 from fa3gen.records.tuning_records import PeerResult, Result, TunedProblem, TuningRecord, timed
-from fa3gen.spec.model import Spec
+from fa3gen.spec.model import Forward
 
 COMMAND = (sys.executable, "-P", "-m", "fa3gen.measure.tuning.worker")
 
@@ -43,7 +43,7 @@ class Module:
     stem: str
     path: Path
     sha256: str
-    spec: Spec
+    spec: Forward
 
     def as_request(self) -> dict[str, Any]:
         """What the measuring process needs to know."""

@@ -31,7 +31,7 @@ from pydantic import ValidationError
 from fa3gen.base.errors import Problem, SpecError
 from fa3gen.design import rules
 from fa3gen.spec.complaints import UNIONS, described, explain, models_of, nearest, union_tags
-from fa3gen.spec.model import Spec
+from fa3gen.spec.model import Forward
 from fa3gen.spec.specfile import label, nearest_field
 from fa3gen.spec.yamltree import Node, merge, override, read
 
@@ -69,7 +69,7 @@ class Candidate:
     """A legal combination: a stem made of its values, and its spec."""
 
     stem: str
-    spec: Spec
+    spec: Forward
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ class _Reader:
                 node, "problem", f"a mapping such as {{head_dim: 128, mask: causal}} is needed, got {_got(node)}"
             )
             return Node({}, root.path, root.line)
-        (part,) = models_of(Spec.model_fields["problem"])
+        (part,) = models_of(Forward.model_fields["problem"])
         known = [*part.model_fields, "mask"]
         for key, child in node.mapping.items():
             if key not in known:
@@ -177,7 +177,7 @@ class _Reader:
 
     def _axis(self, name: str, node: Node) -> Axis | None:
         where = f"space.{name}"
-        if not _FIELD_PATH.match(name) or name.partition(".")[0] not in Spec.model_fields:
+        if not _FIELD_PATH.match(name) or name.partition(".")[0] not in Forward.model_fields:
             self.report(node, where, f"this is no dotted path of a field, such as tile.kv{nearest_field(name)}")
         elif name.partition(".")[0] in ("problem", "mask"):
             self.report(node, where, "candidates solve one problem; name it under `problem`, or tune once for each")
@@ -212,7 +212,7 @@ def tree_of(fields: Any, path: Path) -> Node:
 def enumerate_space(space: Space, start: Mapping[str, Any], prefix: str) -> Enumeration:
     """Every combination of `space` laid on the spec fields `start`; stems begin with `prefix`."""
     root = merge(tree_of(start, space.path), space.problem, UNIONS)
-    found: dict[Spec, str] = {}
+    found: dict[Forward, str] = {}
     refused = repeated = 0
     against: list[tuple[str, str]] = []
     advice: list[tuple[str, str]] = []
@@ -259,19 +259,19 @@ def _with_kept_fields(before: Node, after: Node, union: str) -> Node:
         return after
     if old.mapping[tag].value == new.mapping[tag].value:
         return after
-    arms = dict(zip(union_tags(union), models_of(Spec.model_fields[union]), strict=True))
+    arms = dict(zip(union_tags(union, Forward), models_of(Forward.model_fields[union]), strict=True))
     arm = arms.get(str(new.mapping[tag].value))
     kept = {key: node for key, node in old.mapping.items() if arm is not None and key in arm.model_fields}
     entries = {**after.mapping, union: Node({**kept, **new.mapping}, new.path, new.line)}
     return Node(entries, after.path, after.line)
 
 
-def _checked(fields: Node) -> tuple[Spec | None, list[tuple[str, str]]]:
+def _checked(fields: Node) -> tuple[Forward | None, list[tuple[str, str]]]:
     """The spec when it is legal, else None; and what is said against it, each (field, message) once."""
     try:
-        spec = Spec.model_validate(fields.plain())
+        spec = Forward.model_validate(fields.plain())
     except ValidationError as error:
-        complaints = [explain(entry) for entry in error.errors(include_url=False)]
+        complaints = [explain(entry, Forward) for entry in error.errors(include_url=False)]
         return None, list(dict.fromkeys((".".join(complaint.field), complaint.message) for complaint in complaints))
     violations = rules.check(spec)
     return (None, list(violations)) if violations else (spec, list(rules.warnings(spec)))

@@ -13,12 +13,12 @@ from fa3gen.design.workspace import Workspace
 from fa3gen.measure.tuning.session import Module
 from fa3gen.measure.tuning.space import tree_of
 from fa3gen.spec.complaints import UNIONS
-from fa3gen.spec.model import Spec
-from fa3gen.spec.specfile import SUMMARY_MAX, SpecFile, Variant, is_stem
+from fa3gen.spec.model import Forward
+from fa3gen.spec.specfile import SUMMARY_MAX, SpecFile, Variant, attention_only, is_stem
 from fa3gen.spec.yamltree import dumps, merge
 
 
-def differences(base: SpecFile, spec: Spec) -> dict[str, Any]:
+def differences(base: SpecFile, spec: Forward) -> dict[str, Any]:
     """The fields that make `spec` when they are laid on the base's fields, as a spec file has them.
 
     Leaves out what the base says already and what is a default; a union whose arm changes is given whole.
@@ -33,7 +33,7 @@ def differences(base: SpecFile, spec: Spec) -> dict[str, Any]:
         if part is not None:
             changed[name] = part
     merged = merge(tree_of(base.fields, base.path), tree_of(changed, base.path), UNIONS)
-    if Spec.model_validate(merged.plain()) != spec:  # a default that the base overrides inside a union, for one
+    if Forward.model_validate(merged.plain()) != spec:  # a default that the base overrides inside a union, for one
         changed = {name: whole[name] for name in type(spec).model_fields if whole[name] != base.fields.get(name)}
     return changed
 
@@ -52,7 +52,7 @@ def _part(base: Any, given: Any, whole: Any, tag: str | None) -> Any:
     return changed or None
 
 
-def spec_text(base: SpecFile, spec: Spec, summary: str) -> str:
+def spec_text(base: SpecFile, spec: Forward, summary: str) -> str:
     """The text of a spec file with one module, `spec`, that extends `base`."""
     fields = differences(base, spec)
     if fields.get("mask", {}).keys() == {"kind"}:
@@ -94,7 +94,7 @@ def write_winner(workspace: Workspace, name: str, base: SpecFile, measured: Modu
     before = target.read_text(encoding="utf-8") if target.exists() else None
     write_text(target, spec_text(base, measured.spec, summary))
     try:
-        (variant,) = workspace.load(target).variants
+        (variant,) = attention_only(workspace.load(target).variants, "fa3gen tune")
         with alone([variant], workspace):
             (rendered,) = render_all([variant], workspace)
             _require_same(variant, rendered.text, measured)
@@ -108,7 +108,7 @@ def write_winner(workspace: Workspace, name: str, base: SpecFile, measured: Modu
     return Module(variant.stem, rendered.path, sha256(rendered.path), variant.spec)
 
 
-def _require_same(variant: Variant, text: str, measured: Module) -> None:
+def _require_same(variant: Variant[Forward], text: str, measured: Module) -> None:
     """The header names the spec file and its summary; all the rest has to be what was measured."""
     if variant.spec != measured.spec or code_of(text) != code_of(measured.path.read_text(encoding="utf-8")):
         raise UserError(

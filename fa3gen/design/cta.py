@@ -1,0 +1,65 @@
+"""What one CTA of a kernel takes of an SM, whatever the kernel computes: threads, shared memory, registers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fa3gen.design import footprint
+from fa3gen.design.footprint import Region
+from fa3gen.hardware import hopper
+from fa3gen.spec.model import Forward, Spec
+
+
+@dataclass(frozen=True)
+class Cta:
+    """Arrays in shared memory in their order, and mbarriers behind them, in bytes; registers per thread.
+
+    `held` is an estimate of what a computing thread holds at the widest point, by what. `launch_registers`: what each
+    thread is launched with where setmaxnreg moves registers later, else None. `persistent`: one CTA for each SM takes
+    tile after tile.
+    """
+
+    threads: int
+    regions: tuple[Region, ...]
+    barrier_bytes: int
+    held: tuple[tuple[str, int], ...]
+    launch_registers: int | None = None
+    persistent: bool = False
+
+    @property
+    def smem_bytes(self) -> int:
+        """Bytes of shared memory that the CTA asks for."""
+        return footprint.total_bytes(self.regions, self.barrier_bytes)
+
+    @property
+    def registers(self) -> int:
+        """Registers per thread that ptxas is expected to report."""
+        if self.launch_registers is not None:
+            return self.launch_registers
+        return min(hopper.REGISTERS_PER_THREAD, sum(count for _, count in self.held))
+
+    def placed(self) -> list[tuple[int, Region]]:
+        """Offset and region of each array in shared memory, and of the mbarriers behind them."""
+        placed, offset = [], 0
+        for region in self.regions:
+            offset = -(-offset // region.align) * region.align
+            placed.append((offset, region))
+            offset += region.bytes
+        if self.barrier_bytes:
+            formula = f"{self.barrier_bytes // hopper.MBARRIER_BYTES} mbarriers"
+            placed.append((offset, Region("barriers", self.barrier_bytes, formula, hopper.MBARRIER_BYTES, "")))
+        return placed
+
+
+def cta_of(spec: Spec) -> Cta:
+    """What a CTA of a checked spec takes."""
+    match spec:
+        case Forward():
+            return Cta(
+                threads=footprint.threads(spec),
+                regions=tuple(footprint.shared_memory_map(spec)),
+                barrier_bytes=footprint.barrier_bytes(spec),
+                held=tuple(footprint.registers_per_thread(spec)),
+                launch_registers=footprint.launch_registers(spec) if footprint.specialized(spec) else None,
+                persistent=footprint.persistent(spec),
+            )
