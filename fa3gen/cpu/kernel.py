@@ -14,7 +14,7 @@ from fa3gen.compile.compiler import Compiled
 from fa3gen.cpu import ptx
 from fa3gen.cpu.global_memory import GlobalMemory
 from fa3gen.cpu.host import HostProgram, Launch
-from fa3gen.cpu.launch import Execution, Index
+from fa3gen.cpu.launch import Execution, Index, Sums
 from fa3gen.cpu.schedule import FAST, Schedule
 from fa3gen.cpu.trace import Trace
 from fa3gen.cpu.translate import Program
@@ -26,13 +26,16 @@ Source = tuple[str, int]
 class Settings:
     """How launches run. `ctas` limits them to some CTAs (None: all), `trace` collects events when given.
 
-    `sms` is the number of SMs that a persistent kernel is told of: few, so that a CTA takes several tiles.
+    `sms` is the number of SMs that a persistent kernel is told of: few, so that a CTA takes several tiles. `sums`: how
+    products on the tensor cores add up, in float32, or bit for bit as on an H200, which is many times slower
+    (`fa3gen.cpu.tensor_core`).
     """
 
     schedule: Schedule = FAST
     trace: Trace | None = None
     ctas: list[Index] | None = None
     sms: int = 3
+    sums: Sums = "float32"
 
 
 @dataclass
@@ -102,6 +105,7 @@ class CpuKernel:
             memory=memory,
             schedule=self.settings.schedule,
             trace=self.settings.trace,
+            sums=self.settings.sums,
             locate=functools.partial(self.locate, launch.kernel),
         )
         try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -21,6 +21,7 @@ from fa3gen.cpu.types import Type
 PARAMETER_WINDOW = 1 << 60  # generic addresses of kernel parameters begin here
 
 Index = tuple[int, int, int]
+Sums = Literal["float32", "tensor_core"]  # how products of WGMMA add up
 
 
 class Execution:
@@ -42,6 +43,7 @@ class Execution:
         memory: GlobalMemory,
         schedule: Schedule = FAST,
         trace: Trace | None = None,
+        sums: Sums = "float32",
         registers_per_thread: int | None = None,
         locate: Callable[[int], tuple[str, int] | None] = lambda instruction: None,
     ) -> None:
@@ -49,6 +51,7 @@ class Execution:
         self.program = program
         self.grid, self.block = grid, block
         self.memory, self.schedule, self.trace = memory, schedule, trace
+        self.sums = sums
         self.registers_per_thread = registers_per_thread
         self.locate = locate
         self.instructions = 0  # PTX instructions executed, counted per warp

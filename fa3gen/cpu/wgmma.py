@@ -4,7 +4,7 @@ PTX ISA, "Asynchronous Warpgroup Level Matrix Multiply-Accumulate Instructions":
 "Shared Memory Matrix Layout", "Register Fragments". An operation reads its shared-memory operands as late as it may:
 when the wgmma.wait_group that covers it is about to return.
 
-Products are summed in float32 in the order of k. The tensor core adds in another order and, for FP8, with fewer bits.
+Products are summed in float32 in the order of k, or, slower, as the tensor core adds them (`Settings.sums`).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from fa3gen.cpu.findings import Hazard, Kind, OutsideModel
 from fa3gen.cpu.lanes import FP8_VALUES, spread
+from fa3gen.cpu.tensor_core import add_products
 from fa3gen.hardware.hopper import WGMMA_M as M
 
 SWIZZLE_SPAN = {0: 16, 1: 128, 2: 64, 3: 32}  # bytes, by the descriptor's swizzle code
@@ -298,8 +299,13 @@ class WgmmaUnit:
         else:
             a = read_operand(chunks, [operation.a_chunks for operation in run], shape.a_type, shape.a_mn_major)
         b = read_operand(chunks, [operation.b_chunks for operation in run], shape.b_type, shape.b_mn_major)
-        product = a @ b.T
         token = run[0].token
+        if self.cta.launch.sums == "tensor_core":
+            signed = -a if shape.negate_a != shape.negate_b else a
+            types = shape.a_type, shape.b_type
+            token.value = add_products(signed, b, token.value, types=types, accumulator=shape.accumulator)
+            return
+        product = a @ b.T
         token.value = token.value - product if shape.negate_a != shape.negate_b else token.value + product
         if shape.accumulator == "f16":
             token.value = token.value.astype(np.float16).astype(np.float32)

@@ -3,6 +3,7 @@
     python tests/gpu/compare_cpu_model.py run --on gpu --out gpu.npz     on a machine with a Hopper GPU
     python tests/gpu/compare_cpu_model.py run --on cpu --out cpu.npz     anywhere; minutes
     python tests/gpu/compare_cpu_model.py compare --gpu gpu.npz --cpu cpu.npz    writes the record and docs/cpu_model.md
+    python tests/gpu/compare_cpu_model.py sums --gpu gpu.npz     writes what tests/cpu/test_tensor_core.py holds sums against
 
 `fa3gen refresh` writes docs/cpu_model.md anew from the record.
 
@@ -133,9 +134,9 @@ def compiled_probe(kind: str, variant: Any, on: On, folder: Path) -> tuple[Any, 
         function = load_file(path).compile_for_sm90a()
     else:
         from fa3gen.compile.cache import cached_compile
-        from fa3gen.cpu.kernel import CpuKernel
+        from fa3gen.cpu.kernel import CpuKernel, Settings
 
-        function = CpuKernel(cached_compile(path))
+        function = CpuKernel(cached_compile(path), Settings(sums="tensor_core"))
     return function, files.sha256(path)
 
 
@@ -434,6 +435,32 @@ def _copies(task: str, gpu: Side, cpu: Side) -> Iterator[Any]:
         )
 
 
+def write_sums(gpu: Side) -> Path:
+    """A few rows of A, columns of B and elements of D of one product for each pair of types, as the GPU computed them."""
+    found: dict[str, Any] = {"gpu": gpu.meta["side"]["gpu"], "date": gpu.meta["date"], "products": []}
+    kinds: set[tuple[str, ...]] = set()
+    for variant in probe("wgmma").VARIANTS:
+        kind = variant.a_type, variant.b_type, variant.accumulator
+        if kind in kinds or variant.n < 64:
+            continue
+        kinds.add(kind)
+        for operands, (a, b) in product_operands(variant).items():
+            d = gpu.arrays[f"wgmma/{variant.name}/{operands}/d"].view(np.uint32)
+            rows, columns = slice(0, 5) if operands == "special" else slice(8, 10), slice(3)
+            a_bits, b_bits = (tensor.view(_bits(tensor)).numpy() for tensor in (a[rows], b[columns]))
+            found["products"].append(
+                {"types": kind, "operands": operands, "a": _hex(a_bits), "b": _hex(b_bits), "d": _hex(d[rows, columns])}
+            )
+    path = ROOT / "tests" / "data" / "tensor_core_sums.json"
+    files.write_text(path, json.dumps(found, indent=1) + "\n")
+    return path
+
+
+def _hex(bits: NDArray[Any]) -> list[str]:
+    """A string for each row, in memory's order."""
+    return [np.ascontiguousarray(row).tobytes().hex() for row in bits]
+
+
 def main() -> int:
     """The command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
@@ -446,10 +473,15 @@ def main() -> int:
     compares = commands.add_parser("compare", help="write the record and the document")
     compares.add_argument("--gpu", type=Path, nargs="+", required=True)
     compares.add_argument("--cpu", type=Path, nargs="+", required=True)
+    sums = commands.add_parser("sums", help="write sums of products as the GPU computed them, for a test")
+    sums.add_argument("--gpu", type=Path, nargs="+", required=True)
     options = parser.parse_args()
     if options.command == "run":
         jobs = options.jobs or (GPU_JOBS if options.on == "gpu" else 1)
         return 1 if run(options.on, options.out, options.only, jobs) else 0
+    if options.command == "sums":
+        print(write_sums(Side(options.gpu)))
+        return 0
     from fa3gen.inspect import pages
     from fa3gen.verify import comparison
 
