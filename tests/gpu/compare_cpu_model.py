@@ -3,7 +3,7 @@
     python tests/gpu/compare_cpu_model.py run --on gpu --out gpu.npz     on a machine with a Hopper GPU
     python tests/gpu/compare_cpu_model.py run --on cpu --out cpu.npz     anywhere; minutes
     python tests/gpu/compare_cpu_model.py compare --gpu gpu.npz --cpu cpu.npz    writes the record and docs/cpu_model.md
-    python tests/gpu/compare_cpu_model.py sums --gpu gpu.npz     writes what tests/cpu/test_tensor_core.py holds sums against
+    python tests/gpu/compare_cpu_model.py sums --gpu gpu.npz     writes data for tests/cpu/test_tensor_core.py
 
 `fa3gen refresh` writes docs/cpu_model.md anew from the record.
 
@@ -436,7 +436,7 @@ def _copies(task: str, gpu: Side, cpu: Side) -> Iterator[Any]:
 
 
 def write_sums(gpu: Side) -> Path:
-    """A few rows of A, columns of B and elements of D of one product for each pair of types, as the GPU computed them."""
+    """A few rows of A, columns of B and elements of D for each pair of types, as the GPU computed them."""
     found: dict[str, Any] = {"gpu": gpu.meta["side"]["gpu"], "date": gpu.meta["date"], "products": []}
     kinds: set[tuple[str, ...]] = set()
     for variant in probe("wgmma").VARIANTS:
