@@ -11,7 +11,7 @@ from fa3gen.cli import completion
 
 if TYPE_CHECKING:
     from fa3gen.design.workspace import Workspace
-    from fa3gen.spec.model import Forward, Spec
+    from fa3gen.spec.model import Forward, Gemm, Spec
     from fa3gen.spec.specfile import SpecFile, Variant
 
 
@@ -114,12 +114,14 @@ def _chosen(file: SpecFile, named: Collection[str] | None, wanted: Mapping[str, 
 
 def facts(file: SpecFile, stem: str, spec: Spec) -> dict[str, Any]:
     """What the list says of one module, as JSON values."""
-    from fa3gen.spec.model import Forward
+    from fa3gen.spec.model import Forward, Gemm
 
     known = {"spec": file.stem, "stem": stem, "summary": file.summary, "source": str(file.path)}
     match spec:
         case Forward():
             return {**known, **_attention_facts(spec)}
+        case Gemm():
+            return {**known, **_gemm_facts(spec)}
 
 
 def _attention_facts(spec: Forward) -> dict[str, Any]:
@@ -137,6 +139,20 @@ def _attention_facts(spec: Forward) -> dict[str, Any]:
         "products": f"{spec.qk.engine}/{spec.pv.engine}",
         "handoff": spec.handoff.through,
         "lse": spec.outputs.lse,
+    }
+
+
+def _gemm_facts(spec: Gemm) -> dict[str, Any]:
+    from fa3gen.design import gemm
+
+    tile, (a, b) = spec.tile, gemm.majors(spec)
+    workers = f"{tile.warpgroups} wg" if tile.warpgroups else f"{tile.threads} thr"
+    return {
+        "dtype": spec.problem.dtype if spec.d_dtype == spec.problem.dtype else f"{spec.problem.dtype}, D in {spec.d_dtype}",
+        "tile": f"{tile.m}x{tile.n}x{tile.k} {workers}",
+        "load": f"{spec.load.engine} x{spec.load.stages}",
+        "product": spec.product.engine,
+        "majors": f"{a}/{b}",
     }
 
 
@@ -160,6 +176,8 @@ _COLUMNS = {
     "load": "load",
     "QK/PV": "products",
     "P through": "handoff",
+    "product": "product",
+    "A/B major": "majors",
 }
 
 
@@ -175,12 +193,13 @@ def _print_table(files: Sequence[SpecFile]) -> None:
     for file in files:
         rows = [facts(file, variant.stem, variant.spec) for variant in file.variants]
         for row in rows:
-            if row["head_dim_v"] != row["head_dim"]:
+            if row.get("head_dim_v") != row.get("head_dim"):
                 row["head_dim"] = f"{row['head_dim']}/{row['head_dim_v']}"
-        differing = [name for name, key in _COLUMNS.items() if len({row[key] for row in rows}) > 1]
+        columns = {name: key for name, key in _COLUMNS.items() if key in rows[0]}
+        differing = [name for name, key in columns.items() if len({row[key] for row in rows}) > 1]
         # Cells and titles are Text: a plain string with square brackets in it would be taken for markup.
         console.print(Text.assemble((file.stem, "bold"), f": {file.summary}"))
-        common = (f"{name} {rows[0][key]}" for name, key in _COLUMNS.items() if name not in differing)
+        common = (f"{name} {rows[0][key]}" for name, key in columns.items() if name not in differing)
         console.print(Text("; ".join(common), style="dim"))
         table = Table(box=None, pad_edge=False, header_style="dim", show_header=bool(differing))
         table.add_column("  module", no_wrap=True)

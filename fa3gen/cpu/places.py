@@ -6,8 +6,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from fa3gen.design import footprint
+from fa3gen.design.cta import cta_of
 from fa3gen.hardware import hopper
-from fa3gen.spec.model import CpAsyncLoad, Forward, Spec, TmaLoad
+from fa3gen.spec.model import CpAsyncLoad, Forward, Gemm, Spec, TmaLoad
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,8 @@ class SharedPlaces:
         match spec:
             case Forward():
                 return cls._of_forward(spec)
+            case Gemm():
+                return cls._of_gemm(spec)
 
     @classmethod
     def _of_forward(cls, spec: Forward) -> "SharedPlaces":
@@ -61,6 +64,25 @@ class SharedPlaces:
                 arrays.append(SharedPlace(name, stage if ring else None, offset + stage * size, size))
             offset += region.bytes
         return cls(tuple(arrays), tuple(_barriers(spec, offset)))
+
+    @classmethod
+    def _of_gemm(cls, spec: Gemm) -> "SharedPlaces":
+        cta, stages = cta_of(spec), spec.load.stages
+        arrays = [
+            SharedPlace(region.name.removeprefix("s"), stage, offset + stage * region.bytes // count, region.bytes // count)
+            for offset, region in cta.placed()
+            if region.name != "barriers"
+            for count in [1 if region.name == "sD" else stages]
+            for stage in range(count)
+        ]
+        barriers = [
+            SharedPlace(f"ab_{role}", stage, offset + (i * stages + stage) * hopper.MBARRIER_BYTES, hopper.MBARRIER_BYTES)
+            for offset, region in cta.placed()
+            if region.name == "barriers"
+            for i, role in enumerate(("full", "empty"))
+            for stage in range(stages)
+        ]
+        return cls(tuple(arrays), tuple(barriers))
 
     def array(self, offset: int) -> str:
         """The array at an offset into dynamic shared memory, in words."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fa3gen.design import footprint
+from fa3gen.design import footprint, gemm
 from fa3gen.design.footprint import Region
 from fa3gen.hardware import hopper
-from fa3gen.spec.model import Forward, Spec
+from fa3gen.spec.model import Forward, Gemm, Spec
 
 
 @dataclass(frozen=True)
@@ -62,4 +62,13 @@ def cta_of(spec: Spec) -> Cta:
                 held=tuple(footprint.registers_per_thread(spec)),
                 launch_registers=footprint.launch_registers(spec) if footprint.specialized(spec) else None,
                 persistent=footprint.persistent(spec),
+            )
+        case Gemm():
+            return Cta(
+                threads=gemm.threads(spec),
+                regions=tuple(gemm.shared_memory_map(spec)),
+                barrier_bytes=gemm.barrier_bytes(spec),
+                held=tuple(gemm.registers_per_thread(spec)),
+                launch_registers=hopper.registers_at_launch(gemm.threads(spec)) if gemm.specialized(spec) else None,
+                persistent=gemm.specialized(spec),
             )

@@ -15,15 +15,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from fa3gen.design import footprint
+from fa3gen.design import footprint, gemm
 from fa3gen.design.family import Shape
+from fa3gen.design.gemm import GemmShape
 from fa3gen.hardware import hopper
 from fa3gen.hardware.dtypes import FP32, INT32, VECTOR_BYTES, Dtype
-from fa3gen.spec.model import Forward, GlobalHandoff, Spec, WgmmaProduct
+from fa3gen.spec.model import Forward, Gemm, GlobalHandoff, Spec, WgmmaProduct
 
 Role = Literal["input", "output", "optional output"]
 Initial = Literal["zero", "anything"]
 Mover = Literal["tma", "cp_async", "threads"]
+AnyShape = Shape | GemmShape
 
 
 @dataclass(frozen=True)
@@ -43,12 +45,14 @@ class Extent:
 
 @dataclass(frozen=True)
 class Dense:
-    """Any order and any strides of the dimensions but the last, which is contiguous.
+    """Any order and any strides of the dimensions but one, `contiguous`: the last, if nothing else is said.
 
-    `align`: bytes that the first element's address and all other strides are multiples of.
+    `align`: bytes that the first element's address and all other strides are multiples of. A layout without a
+    contiguous dimension (None) has any strides in all of them.
     """
 
     align: int = VECTOR_BYTES
+    contiguous: int | None = -1
 
 
 Layout = Dense
@@ -72,7 +76,7 @@ class Tensor:
         """The name, as the generated module writes it."""
         return self.name
 
-    def sizes(self, shape: Shape) -> tuple[int, ...]:
+    def sizes(self, shape: AnyShape) -> tuple[int, ...]:
         """Its shape in a call of this shape."""
         return _sizes(self.dims, asdict(shape))
 
@@ -88,7 +92,7 @@ class Tensor:
         """Elements that its layout keeps aligned: strides are multiples of as many."""
         return self.layout.align // self.dtype.bytes
 
-    def bytes(self, shape: Shape) -> int:
+    def bytes(self, shape: AnyShape) -> int:
         """Bytes of all its elements."""
         return math.prod(self.sizes(shape)) * self.dtype.bytes
 
@@ -115,7 +119,7 @@ class Scratch:
         """The name, as the generated module writes it."""
         return self.name
 
-    def sizes(self, shape: Shape, num_sms: int) -> tuple[int, ...]:
+    def sizes(self, shape: AnyShape, num_sms: int) -> tuple[int, ...]:
         """Its shape in a call of this shape on so many SMs."""
         return _sizes(self.dims, {**asdict(shape), "num_sms": num_sms})
 
@@ -184,12 +188,12 @@ class Operation:
         """The tensor of this name; KeyError where there is none."""
         return {tensor.name: tensor for tensor in self.tensors}[name]
 
-    def bytes(self, shape: Shape) -> int:
+    def bytes(self, shape: AnyShape) -> int:
         """Bytes of all tensors, each once, and of scratch as often as it goes to or comes from memory."""
         moved = sum(tensor.bytes(shape) for tensor in self.tensors)
         return moved + sum(each.passes * math.prod(each.sizes(shape, 0)) * each.dtype.bytes for each in self.scratch)
 
-    def bytes_made(self, shape: Shape) -> int:
+    def bytes_made(self, shape: AnyShape) -> int:
         """Bytes of the scratch that every launch takes anew."""
         made = [each for each in self.scratch if not each.kept]
         return sum(math.prod(each.sizes(shape, 0)) * each.dtype.bytes for each in made)
@@ -240,8 +244,30 @@ def forward(spec: Forward) -> Operation:
     )
 
 
+M, N, K = Extent("m"), Extent("n"), Extent("k")
+
+
+def matmul(spec: Gemm) -> Operation:
+    """D = A B, or D = A B + C."""
+    a_major, b_major = gemm.majors(spec)
+    stored: Mover = "tma" if isinstance(spec.product, WgmmaProduct) else "threads"
+    arguments: list[Argument] = [
+        Tensor("a", "input", spec.element, (M, K), spec.load.engine, Dense(contiguous=1 if a_major == "k" else 0)),
+        Tensor("b", "input", spec.element, (K, N), spec.load.engine, Dense(contiguous=0 if b_major == "k" else 1)),
+    ]
+    if spec.d.add_c:
+        anywhere = Dense(align=spec.d_element.bytes, contiguous=None)
+        arguments.append(Tensor("c", "input", spec.d_element, (M, N), "threads", anywhere))
+    arguments.append(Tensor("out", "output", spec.d_element, (M, N), stored, Dense(contiguous=1)))
+    if gemm.specialized(spec):
+        arguments.append(Scalar("num_sms", INT32))
+    return Operation("gemm", "matmul", tuple(arguments), kernels=1)
+
+
 def operation_of(spec: Spec) -> Operation:
     """What the module of a spec works on."""
     match spec:
         case Forward():
             return forward(spec)
+        case Gemm():
+            return matmul(spec)

@@ -14,7 +14,7 @@ from pathlib import PurePath
 from typing import NamedTuple
 
 from fa3gen.design import footprint
-from fa3gen.design.cta import Cta
+from fa3gen.design.cta import Cta, cta_of
 from fa3gen.design.family import Family
 from fa3gen.design.schedule import PLACES, Place, Role, Schedule, Step, schedule_of, specialized
 from fa3gen.design.schedule.model import Kind
@@ -56,6 +56,7 @@ class Header:
     title: str
     spec_path: str
     render_command: str
+    formula: str
     sentence: str
     decisions: tuple[str, ...]
     threads: tuple[str, ...]
@@ -81,10 +82,11 @@ class StepRow(NamedTuple):
 class Description:
     """What the header says, as rows of cells; the barriers' first row names the columns.
 
-    `sentence` says what is computed: of attention, which keys a query sees.
+    `formula` says what is computed, `sentence` what it leaves open: of attention, which keys a query sees.
     """
 
     title: str
+    formula: str
     sentence: str
     decisions: tuple[tuple[str, str], ...]
     threads: tuple[str, ...]
@@ -100,6 +102,7 @@ def describe(spec: Forward, summary: str) -> Description:
     schedule = schedule_of(spec)
     return Description(
         title=f"{summary.rstrip('.')} (head dim {Family.of(spec).dims}, {dtype}, {mask_phrase(spec)}).",
+        formula=_formula(spec),
         sentence=_mask_sentence(spec),
         decisions=tuple(_decisions(spec)),
         threads=tuple(_roles(spec, schedule) if footprint.specialized(spec) else _threads(spec)),
@@ -116,6 +119,7 @@ def make_header(described: Description, cta: Cta, *, source: PurePath, stem: str
         title=described.title,
         spec_path=source.as_posix(),
         render_command=f"fa3gen render {source.as_posix()}",
+        formula=described.formula,
         sentence=described.sentence,
         decisions=_columns(described.decisions),
         threads=described.threads,
@@ -156,6 +160,11 @@ def _columns(rows: Sequence[Sequence[str]], right_aligned: int = 0) -> tuple[str
         ).rstrip()
         for row in rows
     )
+
+
+def _formula(spec: Forward) -> str:
+    lse = "    LSE = log(sum(exp(S)))" if spec.outputs.lse else ""
+    return f"S = scale Q K^T    P = softmax(S)    O = P V{lse}"
 
 
 def _mask_sentence(spec: Forward) -> str:
@@ -199,11 +208,11 @@ def _tile_sentence(spec: Forward) -> str:
 
 def _load_sentence(spec: Forward) -> str:
     if isinstance(spec.load, CpAsyncLoad):
-        return f"cp.async, 16 bytes each; Q once, K and V in a ring of {_stages(spec.load.kv_stages)}"
+        return f"cp.async, 16 bytes each; Q once, K and V in a ring of {stages(spec.load.kv_stages)}"
     if isinstance(spec.load, TmaLoad):
         barrier = "one full barrier counts both" if spec.load.barrier == "shared" else "a full barrier each"
         q = "Q once" if spec.load.q_stages == 1 else f"Q in {spec.load.q_stages} buffers"
-        return f"TMA; {q}, K and V in rings of {_stages(spec.load.kv_stages)}, {barrier}"
+        return f"TMA; {q}, K and V in rings of {stages(spec.load.kv_stages)}, {barrier}"
     return "16-byte loads through registers; K and V take turns in one buffer"
 
 
@@ -211,14 +220,16 @@ def _schedule_sentence(spec: Forward) -> str:
     turns = " in turn" if isinstance(spec.schedule, PingPongSchedule) else ""
     beside = "; S of the next tile and P V run beside the softmax" if footprint.overlapped(spec) else ""
     multiply = "multiplies" if spec.tile.warpgroups == 1 else "multiply"
-    return f"two warps load, {_warpgroups(spec.tile.warpgroups or 0)} {multiply}{turns}{beside}"
+    return f"two warps load, {warpgroups(spec.tile.warpgroups or 0)} {multiply}{turns}{beside}"
 
 
-def _warpgroups(count: int) -> str:
+def warpgroups(count: int) -> str:
+    """`1 warpgroup`, `2 warpgroups`."""
     return "1 warpgroup" if count == 1 else f"{count} warpgroups"
 
 
-def _stages(count: int) -> str:
+def stages(count: int) -> str:
+    """`1 stage`, `2 stages`."""
     return "1 stage" if count == 1 else f"{count} stages"
 
 
@@ -311,25 +322,29 @@ def _threads(spec: Forward) -> list[str]:
 
 
 def _roles(spec: Forward, schedule: Schedule) -> list[str]:
-    """Who does what in a specialised kernel, and the registers that setmaxnreg gives to each."""
-    count, consumers = footprint.threads(spec), spec.tile.warpgroups or 0
-    producer_registers, consumer_registers = footprint.register_budget(spec)
-    launched = footprint.launch_registers(spec)
-    held = footprint.registers_per_thread(spec)
-    parts = ", ".join(f"{what} {n}" for what, n in held)
-    warps, kept = count // hopper.WARP, producer_registers + consumers * consumer_registers
-    sums = f"{producer_registers} + {consumers} x {consumer_registers} = {kept}"
+    # With scheduler grid a warp of a consumer loads, before it is one.
+    first = [f"{role.label} {role.duty}" for role in schedule.roles if role.name == specialized.FIRST]
+    return roles(schedule, cta_of(spec), footprint.register_budget(spec), ["64 query rows each", *first])
+
+
+def roles(schedule: Schedule, cta: Cta, budget: tuple[int, int], owned: Sequence[str]) -> list[str]:
+    """Who does what in a specialised kernel, and the registers that setmaxnreg gives to each.
+
+    `budget`: registers of a thread of the producer and of a consumer; `owned`: what a consumer has.
+    """
+    consumers, (producer, consumer) = cta.threads // hopper.WARPGROUP - 1, budget
+    parts = ", ".join(f"{what} {n}" for what, n in cta.held)
+    launched, kept = cta.registers, producer + consumers * consumer
+    sums = f"{producer} + {consumers} x {consumer} = {kept}"
     pool = f"{consumers + 1} x {launched} = {(consumers + 1) * launched}"
     duties = [f"{role.label} {role.duty}" for role in schedule.roles if role.warps == 1]
-    first = [duties.pop(0)] if spec.scheduler == "grid" else []  # by a warp of a consumer, before it is one
+    duties = [duty for duty in duties if duty not in owned]
     return [
-        f"{count} threads, {warps} warps, launched with {launched} registers each; setmaxnreg moves them: "
-        f"{sums} of {pool}",
-        f"producer: 1 warpgroup, {producer_registers} registers; {', '.join(duties)} (TMA)",
-        "; ".join(
-            [f"consumers: {_warpgroups(consumers)}, {consumer_registers} registers", "64 query rows each", *first]
-        ),
-        f"    about {sum(n for _, n in held)} registers each: {parts}",
+        f"{cta.threads} threads, {cta.threads // hopper.WARP} warps, launched with {launched} registers each; "
+        f"setmaxnreg moves them: {sums} of {pool}",
+        f"producer: 1 warpgroup, {producer} registers; {', '.join(duties)} (TMA)",
+        "; ".join([f"consumers: {warpgroups(consumers)}, {consumer} registers", *owned]),
+        f"    about {sum(n for _, n in cta.held)} registers each: {parts}",
     ]
 
 
@@ -432,12 +447,14 @@ def _name(step: Step) -> str:
         "sync": step.on,
         "wait_turn": "wait turn",
         "pass_turn": "pass turn",
-        "product": {"S": "S = Q K^T", "O": "O += P V"}.get(step.what, ""),
+        "product": {"S": "S = Q K^T", "O": "O += P V", "D": "D += A B"}.get(step.what, ""),
         "wait_products": f"wait_group {step.in_flight}",
         "mask": "mask",
         "softmax": "softmax",
         "rescale": "rescale",
         "round": "round P",
+        "read": f"read {step.what}",
+        "add_c": "add C",
         "gather": f"gather {step.what}",
         "store": f"store {step.what}",
         "wait_stores": "wait stores",

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fa3gen.design.cta import Cta
-from fa3gen.design.operation import Operation
+from fa3gen.design.operation import Operation, Tensor
 from fa3gen.generate.expected import Expectation
 from fa3gen.generate.header import Description, Header
-from fa3gen.spec.model import Spec
+from fa3gen.hardware.dtypes import Dtype
+from fa3gen.spec.model import Spec, Swizzle
 
 
 @dataclass(frozen=True)
@@ -35,3 +36,42 @@ class ModulePlan:
     def templates(self) -> dict[str, str]:
         """The section files that the plan chose, by what they are for."""
         return {"spine": self.spine}
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """What a function of the module takes; a number has a dtype, which its annotation names."""
+
+    name: str
+    dtype: Dtype | None = None
+
+    def __str__(self) -> str:
+        """As the function's signature has it."""
+        return self.name if self.dtype is None else f"{self.name}: cutlass.{self.dtype.cutlass_name}"
+
+
+@dataclass(frozen=True)
+class Named:
+    """A tensor with its name, as a loop over the arguments of a call has it."""
+
+    tensor: Tensor
+
+    def __str__(self) -> str:
+        """`("q", q)`."""
+        return f'("{self.tensor}", {self.tensor})'
+
+
+@dataclass(frozen=True)
+class ImportsPlan:
+    """Which optional imports the module needs."""
+
+    dataclasses: str
+    pipeline: bool
+    nvgpu: str
+    smem_allocator: bool
+    math: bool = True
+
+
+def layout_atom(major: str, swizzle: Swizzle) -> str:
+    """CuTe's name of a canonical layout: K_SW128, MN_SW64, K_INTER."""
+    return f"{major}_INTER" if swizzle == "none" else f"{major}_SW{swizzle.removesuffix('B')}"

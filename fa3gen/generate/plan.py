@@ -14,15 +14,16 @@ from fa3gen.design.cta import cta_of
 from fa3gen.design.footprint import Region
 from fa3gen.design.operation import Argument, Scalar, Scratch, Tensor, operation_of
 from fa3gen.design.schedule import full_tiles, schedule_of
-from fa3gen.generate import header, predicted_sass
+from fa3gen.generate import gemm_header, gemm_plan, header, predicted_sass
 from fa3gen.generate.expected import Expectation
-from fa3gen.generate.module_plan import ModulePlan
+from fa3gen.generate.module_plan import ImportsPlan, ModulePlan, Named, Parameter, layout_atom
 from fa3gen.hardware import hopper
 from fa3gen.hardware.dtypes import FP32, INT32, Dtype
 from fa3gen.spec.model import (
     CausalMask,
     CpAsyncLoad,
     Forward,
+    Gemm,
     NoMask,
     PingPongSchedule,
     Scheduler,
@@ -84,29 +85,6 @@ class MaskPlan:
     right: int
     full_tiles: Literal["all", "before", "between", "none"]
     both_edges: bool
-
-
-@dataclass(frozen=True)
-class Parameter:
-    """What a function of the module takes; a number has a dtype, which its annotation names."""
-
-    name: str
-    dtype: Dtype | None = None
-
-    def __str__(self) -> str:
-        """As the function's signature has it."""
-        return self.name if self.dtype is None else f"{self.name}: cutlass.{self.dtype.cutlass_name}"
-
-
-@dataclass(frozen=True)
-class Named:
-    """A tensor with its name, as a loop over the arguments of a call has it."""
-
-    tensor: Tensor
-
-    def __str__(self) -> str:
-        """`("q", q)`."""
-        return f'("{self.tensor}", {self.tensor})'
 
 
 @dataclass(frozen=True)
@@ -266,16 +244,6 @@ class SchedulePlan:
 
 
 @dataclass(frozen=True)
-class ImportsPlan:
-    """Which optional imports the module needs."""
-
-    dataclasses: str
-    pipeline: bool
-    nvgpu: str
-    smem_allocator: bool
-
-
-@dataclass(frozen=True)
 class EntryPlan:
     """Words and arguments of the Python entry points.
 
@@ -357,6 +325,9 @@ def make_plan(variant: Variant) -> ModulePlan:
     match variant.spec:
         case Forward() as spec:
             return _attention(variant, spec)
+        case Gemm() as spec:
+            source = PurePath(variant.source)
+            return gemm_plan.make_plan(variant.stem, spec, summary=variant.summary, source=source)
 
 
 def describe(spec: Spec, summary: str) -> header.Description:
@@ -364,6 +335,8 @@ def describe(spec: Spec, summary: str) -> header.Description:
     match spec:
         case Forward():
             return header.describe(spec, summary)
+        case Gemm():
+            return gemm_header.describe(spec, summary)
 
 
 def _attention(variant: Variant, spec: Forward) -> Plan:
@@ -522,17 +495,12 @@ def _smem(spec: Forward) -> SmemPlan:
         regions=regions,
         barrier_bytes=barriers,
         total_bytes=footprint.total_bytes(regions, barriers),
-        q_layout=_layout_atom("K", smem.q) if smem else "",
-        k_layout=_layout_atom("K", smem.k) if smem else "",
+        q_layout=layout_atom("K", smem.q) if smem else "",
+        k_layout=layout_atom("K", smem.k) if smem else "",
         # The scalar product walks V along keys and head dim alike; WGMMA wants it MN-major. The bytes are the same.
-        v_layout=_layout_atom("MN" if isinstance(spec.pv, WgmmaProduct) else "K", smem.v) if smem else "",
-        p_layout=_layout_atom("K", p.swizzle) if isinstance(p, SmemHandoff) else "",
+        v_layout=layout_atom("MN" if isinstance(spec.pv, WgmmaProduct) else "K", smem.v) if smem else "",
+        p_layout=layout_atom("K", p.swizzle) if isinstance(p, SmemHandoff) else "",
     )
-
-
-def _layout_atom(major: str, swizzle: Swizzle) -> str:
-    """CuTe's name of a canonical layout: K_SW128, MN_SW64, K_INTER."""
-    return f"{major}_INTER" if swizzle == "none" else f"{major}_SW{swizzle.removesuffix('B')}"
 
 
 def _product(product: object, element: Dtype, n: int, k: int) -> ProductPlan:

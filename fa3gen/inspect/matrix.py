@@ -26,12 +26,12 @@ from fa3gen.base.errors import UserError
 from fa3gen.base.markdown import speed
 from fa3gen.base.markdown import table as table_of
 from fa3gen.base.wording import counted
-from fa3gen.design import footprint, ladder
+from fa3gen.design import footprint, gemm, ladder
 from fa3gen.design.family import Family
 from fa3gen.design.workspace import Workspace
 from fa3gen.records import evidence
 from fa3gen.records.evidence import TIMED, CpuStatus, Status
-from fa3gen.spec.model import CooperativeSchedule, Forward, RegisterHandoff, Spec, SyncLoad, WindowMask
+from fa3gen.spec.model import CooperativeSchedule, Forward, Gemm, RegisterHandoff, Spec, SyncLoad, WindowMask
 from fa3gen.spec.specfile import Variant
 
 DOCUMENT = Path("docs/matrix.md")
@@ -97,6 +97,8 @@ def features(spec: Spec) -> dict[str, str]:
     match spec:
         case Forward():
             return _of_forward(spec)
+        case Gemm():
+            return _of_gemm(spec)
 
 
 def _of_forward(spec: Forward) -> dict[str, str]:
@@ -114,6 +116,21 @@ def _of_forward(spec: Forward) -> dict[str, str]:
         "tiles of queries": (f"persistent, {spec.scheduler}" if footprint.persistent(spec) else "one per CTA"),
         "GQA packing": "" if spec.tile.pack_heads == 1 else f"{spec.tile.pack_heads} heads",
         "LSE": "yes" if spec.outputs.lse else "no",
+    }
+
+
+def _of_gemm(spec: Gemm) -> dict[str, str]:
+    tile, (a, b) = spec.tile, gemm.majors(spec)
+    return {
+        "dtype": spec.problem.dtype if spec.d_dtype == spec.problem.dtype else f"{spec.problem.dtype}, D in {spec.d_dtype}",
+        "tile": f"{tile.m} x {tile.n} x {tile.k}",
+        "load": f"{spec.load.engine} x {spec.load.stages}",
+        "D = A B": spec.product.engine,
+        "A": f"{a.upper()}-major, {'registers' if gemm.a_in_registers(spec) else 'smem'}",
+        "B": f"{b.upper()}-major",
+        "C": "added" if spec.d.add_c else "no",
+        "schedule": spec.schedule.kind.replace("_", " ") + ", overlap" * gemm.overlapped(spec),
+        "tiles of D": "persistent, static" if gemm.specialized(spec) else "one per CTA",
     }
 
 

@@ -9,27 +9,49 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Union
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BeforeValidator, Field
 
 from fa3gen.hardware.dtypes import DTYPES, Dtype
+from fa3gen.spec.common import (
+    CooperativeSchedule,
+    DType,
+    Major,
+    OperandA,
+    OperandB,
+    OutputDType,
+    Product,
+    ScalarProduct,
+    Source,
+    SpecModel,
+    Swizzle,
+    WarpSpecializedSchedule,
+    WgmmaProduct,
+)
+from fa3gen.spec.gemm import Gemm
 
-DType = Literal["bf16", "fp16"]
-OutputDType = Literal["bf16", "fp16", "fp32"]
-Swizzle = Literal["none", "32B", "64B", "128B"]
-Major = Literal["k", "mn"]
-Source = Literal["smem", "registers"]
+__all__ = [
+    "CooperativeSchedule",
+    "DType",
+    "Gemm",
+    "Major",
+    "OperandA",
+    "OperandB",
+    "OutputDType",
+    "Product",
+    "ScalarProduct",
+    "Source",
+    "SpecModel",
+    "Swizzle",
+    "WarpSpecializedSchedule",
+    "WgmmaProduct",
+]
+
 Scheduler = Literal["single_tile", "grid", "static", "stream_k", "dynamic"]
 
 # The kernels count keys in 32 bits: row + reach stays below 2^31 for up to 2^30 keys.
 WINDOW_MAX = 2**30
 # P and its sums grow by so many powers of two before O is rescaled; errors were measured up to here.
 RESCALE_ABOVE_MAX = 8
-
-
-class SpecModel(BaseModel):
-    """Base of all parts of a spec: frozen, strict about types, closed against unknown keys."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
 class Problem(SpecModel):
@@ -125,37 +147,6 @@ class Smem(SpecModel):
     v: Swizzle
 
 
-class ScalarProduct(SpecModel):
-    """FP32 multiply-adds on the CUDA cores, operands read from shared (k1: global) memory."""
-
-    engine: Literal["scalar"]
-
-
-class OperandA(SpecModel):
-    """The M x K operand of a warpgroup product."""
-
-    source: Source
-    major: Major
-
-
-class OperandB(SpecModel):
-    """The N x K operand of a warpgroup product."""
-
-    source: Source = "smem"
-    major: Major
-
-
-class WgmmaProduct(SpecModel):
-    """Warpgroup matrix multiply-accumulate, 16-bit operands, f32 accumulator."""
-
-    engine: Literal["wgmma"]
-    a: OperandA
-    b: OperandB
-
-
-Product = Annotated[Union[ScalarProduct, WgmmaProduct], Field(discriminator="engine")]
-
-
 class GlobalHandoff(SpecModel):
     """Scores and P are materialised in global memory as f32 (k1)."""
 
@@ -184,21 +175,6 @@ class RegisterHandoff(SpecModel):
 Handoff = Annotated[
     Union[GlobalHandoff, SmemScoresHandoff, SmemHandoff, RegisterHandoff], Field(discriminator="through")
 ]
-
-
-class CooperativeSchedule(SpecModel):
-    """All warps run one loop, in which they load, multiply and take the softmax in turn."""
-
-    kind: Literal["cooperative"] = "cooperative"
-
-
-class WarpSpecializedSchedule(SpecModel):
-    """One more warpgroup, of which two warps load; `tile.warpgroups` consumer warpgroups compute."""
-
-    kind: Literal["warp_specialized"]
-    overlap: bool = Field(
-        description="Whether a warpgroup runs Q K^T of the next tile and P V of this one beside its softmax."
-    )
 
 
 class PingPongSchedule(SpecModel):
@@ -296,8 +272,8 @@ class Forward(SpecModel):
 
 
 # Specs of all operations. The next one is a model in a file of its own, imported here.
-Spec = Union[Forward]
+Spec = Union[Forward, Gemm]
 
 # By the value of `operation`, which files of attention may leave out.
 DEFAULT_OPERATION = "forward"
-OPERATIONS: dict[str, type[Spec]] = {"forward": Forward}
+OPERATIONS: dict[str, type[Spec]] = {"forward": Forward, "gemm": Gemm}

@@ -130,9 +130,9 @@ def served(case: Case, spec: Forward) -> Case:
     return replace(case, heads_q=served_heads(case.heads_q, case.heads_kv, spec.tile.pack_heads))
 
 
-def case_seed(case: Case, seed: int) -> int:
+def case_seed(case: str, seed: int) -> int:
     """Derive a case's own seed from the run's, so that a case can be repeated by itself."""
-    return (seed * 1_000_003 + zlib.crc32(case.name.encode())) % 2**63
+    return (seed * 1_000_003 + zlib.crc32(case.encode())) % 2**63
 
 
 def make_for(spec: Forward, case: Case, *, device: torch.device, seed: int) -> Inputs:
@@ -166,7 +166,7 @@ def make(
     The same seed gives the same numbers on every device.
     """
     v_dim = head_dim if v_dim is None else v_dim
-    generator = torch.Generator().manual_seed(case_seed(case, seed))
+    generator = torch.Generator().manual_seed(case_seed(case.name, seed))
     q = torch.randn(case.batch, case.seq_q, case.heads_q, head_dim, generator=generator)
     kv_batch = 1 if case.layout == "expanded" else case.batch
     k = torch.randn(kv_batch, case.seq_k, case.heads_kv, head_dim, generator=generator)

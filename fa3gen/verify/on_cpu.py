@@ -30,8 +30,8 @@ from fa3gen.cpu.ptx import PtxError
 from fa3gen.cpu.schedule import Schedule, schedules
 from fa3gen.design import footprint
 from fa3gen.hardware.hopper import WARP
-from fa3gen.spec.model import Forward, Spec, WgmmaProduct
-from fa3gen.verify import accuracy, inputs
+from fa3gen.spec.model import Forward, Gemm, Spec, WgmmaProduct
+from fa3gen.verify import accuracy, gemm_inputs, inputs
 from fa3gen.verify.inputs import Case, Inputs
 from fa3gen.verify.on_gpu import (
     Runner,
@@ -128,6 +128,10 @@ def _runner(module: Any, spec: Spec, seed: int, count: int) -> tuple[RunsOnCpu, 
     match spec:
         case Forward():
             return CpuRunner(module, spec, seed, count), inputs.cpu_cases(spec)
+        case Gemm():
+            from fa3gen.verify.gemm_on_cpu import CpuGemmRunner  # which extends this module
+
+            return CpuGemmRunner(module, spec, seed, count), gemm_inputs.cpu_cases(spec)
 
 
 class CpuRunner(Runner):
@@ -185,7 +189,7 @@ class CpuRunner(Runner):
             except self.fatal:
                 raise
             except Exception as error:  # whatever else a module raises is that module's failure
-                failures.append(f"{schedule}: {_said(error)}")
+                failures.append(f"{schedule}: {said(error)}")
                 break
             if first is None:
                 first = Attention(result.out.clone(), result.lse.clone())
@@ -252,6 +256,6 @@ def poisoned_allocations() -> Iterator[None]:
         settings.fill_uninitialized_memory = filled
 
 
-def _said(error: Exception) -> str:
+def said(error: Exception) -> str:
     """A hazard in full, on one line: kind, detail, place. Anything else cut short."""
     return " ".join(str(error).split()) if isinstance(error, Hazard) else f"raised {essence(error)}"

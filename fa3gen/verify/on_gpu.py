@@ -33,8 +33,8 @@ import torch
 from fa3gen.design.family import Shape
 from fa3gen.design.masks import reach
 from fa3gen.design.operation import Operation, operation_of
-from fa3gen.spec.model import Forward, Spec
-from fa3gen.verify import inputs, reference
+from fa3gen.spec.model import Forward, Gemm, Spec
+from fa3gen.verify import gemm_inputs, inputs, reference
 from fa3gen.verify.inputs import Case, Inputs
 from fa3gen.verify.reference import Attention
 from fa3gen.verify.results import CaseResult, Check, Errors, Outcome
@@ -104,6 +104,10 @@ def _runner(module: Any, spec: Spec, device: torch.device, seed: int) -> tuple[M
     match spec:
         case Forward():
             return Runner(module, spec, device, seed), inputs.gpu_cases(spec)
+        case Gemm():
+            from fa3gen.verify.gemm_on_gpu import GemmRunner  # which extends this module
+
+            return GemmRunner(module, spec, device, seed), gemm_inputs.gpu_cases(spec)
 
 
 def half_ulp(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -128,3 +128,9 @@ def _attention(
         out[:, start:stop] = rows_out.reshape(batch, heads_q, stop - start, v.shape[3]).transpose(1, 2)
         lse[:, :, start:stop] = row_lse.flatten(1, 2)
     return Attention(out, lse)
+
+
+def matmul(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor | None = None) -> torch.Tensor:
+    """A B, or A B + C, in float64."""
+    product = a.double() @ b.double()
+    return product if c is None else product + c.double()

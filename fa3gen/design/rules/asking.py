@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from fa3gen.design import footprint
-from fa3gen.design.rules import memory, output, parts, products, scalar, schedules, taste, threads
+from fa3gen.design.cta import cta_of
+from fa3gen.design.rules import asking_gemm, memory, output, parts, products, scalar, schedules, taste, threads
 from fa3gen.design.rules.registry import Answer, Violation
 from fa3gen.hardware import hopper
 from fa3gen.spec.model import (
     CpAsyncLoad,
     Forward,
+    Gemm,
     GlobalHandoff,
     ScalarProduct,
     SmemHandoff,
@@ -39,6 +41,8 @@ def answers(spec: Spec) -> list[Answer]:
     match spec:
         case Forward():
             return _of_forward(spec)
+        case Gemm():
+            return asking_gemm.answers(spec)
 
 
 def _of_forward(spec: Forward) -> list[Answer]:
@@ -237,7 +241,7 @@ def _taste(spec: Forward) -> Iterable[Answer]:
 
 def _shared_memory(spec: Forward) -> Answer:
     """The rule `shared_memory`, with the most stages and the widest kv tile that would fit as ways out."""
-    facts = _smem_facts(spec)
+    facts = memory.smem_facts(cta_of(spec))
     answer = memory.shared_memory.ask(*facts)
     if not answer.refuses:
         return answer
@@ -257,17 +261,8 @@ def _shared_memory(spec: Forward) -> Answer:
     return memory.shared_memory.ask(*facts, field=field, ways_out=ways_out)
 
 
-def _smem_facts(spec: Forward) -> tuple[list[tuple[str, int]], int, int]:
-    """Regions with their arithmetic, barrier bytes, and the bytes that aligning them all costs."""
-    regions = footprint.shared_memory_map(spec)
-    barriers = footprint.barrier_bytes(spec)
-    data = sum(region.bytes for region in regions)
-    slack = footprint.total_bytes(regions, barriers) - data - barriers
-    return [(f"{region.name} ({region.formula})", region.bytes) for region in regions], barriers, slack
-
-
 def _fits(spec: Forward) -> bool:
-    return memory.shared_memory(*_smem_facts(spec)) is None
+    return memory.shared_memory(*memory.smem_facts(cta_of(spec))) is None
 
 
 def _with(spec: Forward, part: str, **changes: int) -> Forward:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from fa3gen.design.cta import Cta
 from fa3gen.design.rules.registry import GENERATOR, HARDWARE, Violation, rule
 from fa3gen.design.rules.wording import around, remainder, terms
 from fa3gen.hardware import hopper
@@ -61,6 +62,13 @@ def q_stages(stages: int, kind: str) -> Violation | None:
     return Violation(
         "load.q_stages", f"with schedule cooperative a CTA loads one Q tile into one buffer, not {stages}; use 1"
     )
+
+
+def smem_facts(cta: Cta) -> tuple[list[tuple[str, int]], int, int]:
+    """Regions with their arithmetic, barrier bytes, and the bytes that aligning them all costs."""
+    data = sum(region.bytes for region in cta.regions)
+    slack = cta.smem_bytes - data - cta.barrier_bytes
+    return [(f"{region.name} ({region.formula})", region.bytes) for region in cta.regions], cta.barrier_bytes, slack
 
 
 @rule(kind=HARDWARE, topic="shared memory")

@@ -28,7 +28,7 @@ class Kind(StrEnum):
 HARDWARE, GENERATOR, TASTE = Kind.HARDWARE, Kind.GENERATOR, Kind.TASTE
 
 # The decision that a rule is about, as the header of a module names it, or a part of the chip. "product" stands for
-# the one of the two that the facts name, "structure" for what hardly needs saying.
+# the one that the facts name, "structure" for what hardly needs saying.
 Topic = Literal[
     "tile",
     "loads",
@@ -38,9 +38,11 @@ Topic = Literal[
     "softmax",
     "P",
     "O = P V",
+    "D = A B",
     "kv order",
     "output",
     "q order",
+    "order",
     "shared memory",
     "registers",
     "product",
@@ -112,7 +114,7 @@ class Answer:
             return self.rule.topic
         facts = dict(self.facts)
         which = facts.get("product") or facts["field"]
-        return "S = Q K^T" if which.lower().startswith("qk") else "O = P V"
+        return {"qk": "S = Q K^T", "pv": "O = P V"}.get(which.lower()[:2], "D = A B")
 
 
 def _shown(value: Any) -> str:

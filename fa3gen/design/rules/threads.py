@@ -88,7 +88,9 @@ def consumer_warpgroups(count: int) -> Violation | None:
 
 
 @rule(kind=HARDWARE, topic="registers")
-def registers_per_thread(parts: Sequence[tuple[str, int]]) -> Violation | None:
+def registers_per_thread(
+    parts: Sequence[tuple[str, int]], *, field: str = "tile.kv", smaller: str = "tile.kv or head_dim"
+) -> Violation | None:
     """What a thread holds at once (an estimate, by what it is for) within 255 registers.
 
     CUDA C++ Programming Guide, "Technical Specifications per Compute Capability".
@@ -97,14 +99,16 @@ def registers_per_thread(parts: Sequence[tuple[str, int]]) -> Violation | None:
     if total <= hopper.REGISTERS_PER_THREAD:
         return None
     return Violation(
-        "tile.kv",
+        field,
         f"registers per thread: {terms(parts)} = {total} > {hopper.REGISTERS_PER_THREAD}, so that they would spill; "
-        "use a smaller tile.kv or head_dim",
+        f"use a smaller {smaller}",
     )
 
 
 @rule(kind=HARDWARE, topic="registers")
-def registers_per_sm(field: str, threads: int, parts: Sequence[tuple[str, int]]) -> Violation | None:
+def registers_per_sm(
+    field: str, threads: int, parts: Sequence[tuple[str, int]], *, smaller: str = "tile.q or tile.kv"
+) -> Violation | None:
     """All threads of a CTA within the 65,536 registers of a multiprocessor, handed out in units of 8 per thread.
 
     CUDA C++ Programming Guide, "Technical Specifications per Compute Capability". `field` is what counts the threads.
@@ -117,7 +121,7 @@ def registers_per_sm(field: str, threads: int, parts: Sequence[tuple[str, int]])
     return Violation(
         field,
         f"registers per SM: {terms(parts)} = {count}, rounded up to {rounded}; x {threads} threads = "
-        f"{threads * rounded} > {hopper.REGISTERS_PER_SM}; use a smaller tile.q or tile.kv",
+        f"{threads * rounded} > {hopper.REGISTERS_PER_SM}; use a smaller {smaller}",
     )
 
 
@@ -139,7 +143,7 @@ def accumulator_at_launch(ctas: int, columns: int, launched: int) -> Violation |
 
 @rule(kind=HARDWARE, topic="registers")
 def consumer_registers(
-    parts: Sequence[tuple[str, int]], consumers: int, overlap: bool, budget: int
+    parts: Sequence[tuple[str, int]], consumers: int, overlap: bool, budget: int, *, field: str = "tile.kv"
 ) -> Violation | None:
     """What a consumer thread holds at once (an estimate) within what setmaxnreg gives it. PTX ISA, "setmaxnreg"."""
     total = sum(count for _, count in parts)
@@ -147,9 +151,9 @@ def consumer_registers(
     if total + spare <= budget:
         return None
     needed = f"{terms(parts)} = {total}" + f", + {spare} to spare = {total + spare}" * overlap
-    ways_out = ["a smaller tile.kv", *["overlap: false"] * overlap, *["fewer warpgroups"] * (consumers > 2)]
+    ways_out = [f"a smaller {field}", *["overlap: false"] * overlap, *["fewer warpgroups"] * (consumers > 2)]
     return Violation(
-        "tile.kv",
+        field,
         f"registers per consumer thread: {needed} > {budget}, what setmaxnreg gives to each of "
         f"{consumers} consumer warpgroup{'s' if consumers > 1 else ''}, so that they would spill; "
         f"use {' or '.join(ways_out)}",

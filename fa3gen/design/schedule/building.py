@@ -6,13 +6,14 @@ from dataclasses import replace
 from typing import Literal
 
 from fa3gen.design import footprint, tile_order
-from fa3gen.design.schedule import cooperative, specialized
+from fa3gen.design.schedule import cooperative, gemm, specialized
 from fa3gen.design.schedule.model import NamedBarrier, Ring, Role, Schedule, Step
 from fa3gen.hardware import hopper
 from fa3gen.spec.model import (
     CausalMask,
     CpAsyncLoad,
     Forward,
+    Gemm,
     GlobalHandoff,
     NoMask,
     PingPongSchedule,
@@ -31,6 +32,8 @@ def schedule_of(spec: Spec) -> Schedule:
     match spec:
         case Forward():
             return _of_forward(spec)
+        case Gemm():
+            return gemm.schedule_of(spec)
 
 
 def _of_forward(spec: Forward) -> Schedule:

@@ -27,13 +27,15 @@ Kind = Literal[
     "sync",  # a barrier of several warps
     "wait_turn",
     "pass_turn",
-    "product",  # issue S = Q K^T or O += P V, one group; on scalars, compute it
+    "product",  # issue S = Q K^T, O += P V or D += A B, one group; on scalars, compute it
     "wait_products",  # wait until no more than so many groups are in flight
     "mask",
     "softmax",
     "rescale",  # bring O to the new maxima
     "round",  # P to 16 bits
-    "gather",  # write O to shared memory
+    "read",  # A from shared memory into registers
+    "add_c",
+    "gather",  # write O, or D, to shared memory
     "store",
     "wait_stores",  # wait until TMA has read what it stores
     "draw",  # take a number from the counter that all CTAs share
@@ -87,7 +89,8 @@ class Ring:
     """Stages in shared memory that one role fills and others empty, with an mbarrier each way.
 
     A stage holds a tile of each of `holds`. It is full with so many bytes, or arrivals of threads, and empty with so
-    many arrivals, one of each warp that reads it; 0 of either: that is not said by an mbarrier.
+    many arrivals, one of each warp that reads it; 0 of either: that is not said by an mbarrier. `prefetched` stages are
+    filled before the first step by a kernel without a producer; None: all.
     """
 
     name: str
@@ -99,6 +102,7 @@ class Ring:
     sizes: tuple[int, ...] = ()
     full_arrivals: int = 0
     empty_arrivals: int = 0
+    prefetched: int | None = None
 
     @property
     def full_bytes(self) -> int:
@@ -149,7 +153,9 @@ class Schedule:
             return len(self.role(step.who).loops)
         if step.place == "ahead":
             ring = next((ring for ring in self.rings if step.what in ring.holds), None)
-            return ring.stages if ring is not None and ring.filled_by == "cp.async" else 1
+            if ring is None or ring.filled_by != "cp.async":
+                return 1
+            return ring.stages if ring.prefetched is None else ring.prefetched
         return 1
 
     def count(self, kind: Kind, what: str | None = None, on: str | None = None) -> int:

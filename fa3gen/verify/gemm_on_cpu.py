@@ -1,0 +1,89 @@
+"""Run a generated GEMM on the CPU model of sm_90a: criteria as in `fa3gen.verify.gemm_on_gpu`, schedules beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from fa3gen.compile.compiler import CompileError
+from fa3gen.cpu.findings import OutsideModel
+from fa3gen.cpu.ptx import PtxError
+from fa3gen.cpu.schedule import Schedule, schedules
+from fa3gen.design import gemm
+from fa3gen.hardware import hopper
+from fa3gen.spec.model import Gemm
+from fa3gen.verify.gemm_inputs import GemmCase, GemmInputs
+from fa3gen.verify.gemm_on_gpu import Expected, GemmRunner, changed_inputs, compare, expected, wrote_outside
+from fa3gen.verify.on_cpu import CPU, SPREAD_LIMIT, poisoned_allocations, said
+from fa3gen.verify.on_gpu import errors, same_bits
+from fa3gen.verify.results import Check, CpuCaseResult
+
+
+class CpuGemmRunner(GemmRunner):
+    """One GEMM module on the model: calls it under each schedule, measures it, checks it."""
+
+    fatal = (OutsideModel, PtxError, CompileError)
+
+    def __init__(self, module: Any, spec: Gemm, seed: int, count: int) -> None:
+        """`count` schedules for each case, the fast one first."""
+        super().__init__(module, spec, CPU, seed)
+        self.schedules: list[Schedule] = schedules(count, gemm.threads(spec) // hopper.WARP, seed)
+        self._squares, self._elements = 0.0, 0
+
+    @property
+    def spread(self) -> float | None:
+        """Mean of (D - ref)^2 over its variance, in all cases so far, where D is rounded to 16 bits."""
+        return self._squares / self._elements if self._elements else None
+
+    def run_case(self, case: GemmCase) -> CpuCaseResult:
+        """Run under every schedule, compare the first with the reference and the others with the first."""
+        made = self._make(case)
+        wanted = expected(self.spec, made, case.distribution == "integers")
+        first, failures = self._run_all(made)
+        if first is None:
+            return CpuCaseResult(case.name, case.shape, None, None, None, None, tuple(failures))
+        worst, wrong = compare(first, wanted)
+        spread = None if worst is None else self._add_spread(first, wanted)
+        error = errors(first, wanted.out)
+        return CpuCaseResult(case.name, case.shape, error, worst, spread, None, (*failures, *wrong))
+
+    def _add_spread(self, out: torch.Tensor, wanted: Expected) -> float | None:
+        known = wanted.variance > 0
+        if self.spec.d_element.bytes != hopper.BYTES_16BIT or not known.any():
+            return None
+        ratios = ((out.double() - wanted.out).square() / wanted.variance)[known]
+        self._squares += ratios.sum().item()
+        self._elements += ratios.numel()
+        return ratios.mean().item()
+
+    def _run_all(self, made: GemmInputs) -> tuple[torch.Tensor | None, list[str]]:
+        """D under the first schedule, None when it failed, and what went wrong beside its values."""
+        failures: list[str] = []
+        before = {name: tensor.clone() for name, tensor in made.given.items()}
+        first: torch.Tensor | None = None
+        for schedule in self.schedules:
+            self.module.cpu.settings.schedule = schedule
+            try:
+                with poisoned_allocations():
+                    out = self._call(made)
+            except self.fatal:
+                raise
+            except Exception as error:  # whatever else a module raises is that module's failure
+                failures.append(f"{schedule}: {said(error)}")
+                break
+            if first is None:
+                first = out
+                failures += wrote_outside(made)
+            elif not same_bits(out, first):
+                failures.append(f"{schedule}: other bits than {self.schedules[0]}")
+        return first, [*failures, *changed_inputs(made, before)]
+
+    def checks(self) -> Iterator[Check]:
+        """As on a GPU, where they can be tried at all, and whether D is rounded as planned."""
+        self.module.cpu.settings.schedule = self.schedules[0]
+        yield from super().checks()
+        if self.spread is not None:
+            text = f"mean squared error of D over what rounding explains: {self.spread:.3g}; {SPREAD_LIMIT} is allowed"
+            yield Check("D is rounded as planned", self.spread <= SPREAD_LIMIT, text)
