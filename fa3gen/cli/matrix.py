@@ -74,9 +74,8 @@ def _print(found: Sequence[Row]) -> None:
     from fa3gen.inspect import matrix as table
 
     console = Console(width=None if sys.stdout.isatty() else 1000, highlight=False, markup=False)
-    headings = table.columns()
-    proofs = (headings.index("GPU"), headings.index("CPU model"))
-    for source, group in groupby(found, key=lambda row: row.source):
+    for (source, *headings), group in groupby(found, key=lambda row: [row.source, *table.columns(row)]):
+        proofs = (headings.index("GPU"), headings.index("CPU model"))
         texts = [
             [_styled(row, heading, text) for heading, text in zip(headings, table.cells(row), strict=True)]
             for row in group

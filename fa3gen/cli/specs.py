@@ -148,7 +148,9 @@ def _gemm_facts(spec: Gemm) -> dict[str, Any]:
     tile, (a, b) = spec.tile, gemm.majors(spec)
     workers = f"{tile.warpgroups} wg" if tile.warpgroups else f"{tile.threads} thr"
     return {
-        "dtype": spec.problem.dtype if spec.d_dtype == spec.problem.dtype else f"{spec.problem.dtype}, D in {spec.d_dtype}",
+        "dtype": (
+            spec.problem.dtype if spec.d_dtype == spec.problem.dtype else f"{spec.problem.dtype}, D in {spec.d_dtype}"
+        ),
         "tile": f"{tile.m}x{tile.n}x{tile.k} {workers}",
         "load": f"{spec.load.engine} x{spec.load.stages}",
         "product": spec.product.engine,

@@ -69,14 +69,18 @@ class SharedPlaces:
     def _of_gemm(cls, spec: Gemm) -> "SharedPlaces":
         cta, stages = cta_of(spec), spec.load.stages
         arrays = [
-            SharedPlace(region.name.removeprefix("s"), stage, offset + stage * region.bytes // count, region.bytes // count)
+            SharedPlace(
+                region.name.removeprefix("s"), stage, offset + stage * region.bytes // count, region.bytes // count
+            )
             for offset, region in cta.placed()
             if region.name != "barriers"
             for count in [1 if region.name == "sD" else stages]
             for stage in range(count)
         ]
         barriers = [
-            SharedPlace(f"ab_{role}", stage, offset + (i * stages + stage) * hopper.MBARRIER_BYTES, hopper.MBARRIER_BYTES)
+            SharedPlace(
+                f"ab_{role}", stage, offset + (i * stages + stage) * hopper.MBARRIER_BYTES, hopper.MBARRIER_BYTES
+            )
             for offset, region in cta.placed()
             if region.name == "barriers"
             for i, role in enumerate(("full", "empty"))

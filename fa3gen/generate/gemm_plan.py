@@ -300,9 +300,13 @@ def _output(spec: Gemm) -> OutputPlan:
 
 
 def _arguments(spec: Gemm) -> ArgumentsPlan:
-    launch = (Parameter(each.name, each.dtype if isinstance(each, Scalar) else None) for each in operation_of(spec).arguments)
+    launch = (
+        Parameter(each.name, each.dtype if isinstance(each, Scalar) else None) for each in operation_of(spec).arguments
+    )
     c = ["mC"] * spec.d.add_c
-    return ArgumentsPlan(tuple(launch), ("mA", "mB", *["c"] * spec.d.add_c, "mD"), ("mA", "mB", *c, "mD"), (*c, "tma_D", "mD"))
+    return ArgumentsPlan(
+        tuple(launch), ("mA", "mB", *["c"] * spec.d.add_c, "mD"), ("mA", "mB", *c, "mD"), (*c, "tma_D", "mD")
+    )
 
 
 def _imports(spec: Gemm) -> ImportsPlan:

@@ -29,7 +29,6 @@ from fa3gen.spec.model import (
     Scheduler,
     SmemHandoff,
     Spec,
-    Swizzle,
     TmaLoad,
     WgmmaProduct,
 )

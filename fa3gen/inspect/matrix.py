@@ -59,7 +59,10 @@ class Proof:
 
 @dataclass(frozen=True)
 class Row:
-    """One module. `features` maps columns to words; `tflops` maps sequence lengths to TFLOP/s on the GPU of `gpu`."""
+    """One module. `features` maps columns to words; `tflops` maps sequence lengths to TFLOP/s on the GPU of `gpu`.
+
+    `timed`: whether records have speeds of such a module.
+    """
 
     stem: str
     source: str
@@ -67,6 +70,7 @@ class Row:
     gpu: Proof
     cpu: Proof
     tflops: Mapping[str, float] = field(default_factory=dict)
+    timed: bool = True
 
 
 def rows(workspace: Workspace, names: Sequence[str] = (), *, package: bool = True) -> list[Row]:
@@ -122,7 +126,9 @@ def _of_forward(spec: Forward) -> dict[str, str]:
 def _of_gemm(spec: Gemm) -> dict[str, str]:
     tile, (a, b) = spec.tile, gemm.majors(spec)
     return {
-        "dtype": spec.problem.dtype if spec.d_dtype == spec.problem.dtype else f"{spec.problem.dtype}, D in {spec.d_dtype}",
+        "dtype": (
+            spec.problem.dtype if spec.d_dtype == spec.problem.dtype else f"{spec.problem.dtype}, D in {spec.d_dtype}"
+        ),
         "tile": f"{tile.m} x {tile.n} x {tile.k}",
         "load": f"{spec.load.engine} x {spec.load.stages}",
         "D = A B": spec.product.engine,
@@ -181,12 +187,12 @@ class _Records:
 
     def row(self, variant: Variant) -> Row:
         """One row; a module that was never rendered has no proof."""
-        source, words = variant.source.as_posix(), features(variant.spec)
+        source, words, timed = variant.source.as_posix(), features(variant.spec), isinstance(variant.spec, Forward)
         if not self.workspace.module_path(variant.stem).is_file():
             missing = Proof(State.NONE, "not rendered")
-            return Row(variant.stem, source, words, missing, missing)
+            return Row(variant.stem, source, words, missing, missing, timed=timed)
         gpu, tflops = self._gpu(variant.stem)
-        return Row(variant.stem, source, words, gpu, self._cpu(variant.stem), tflops)
+        return Row(variant.stem, source, words, gpu, self._cpu(variant.stem), tflops, timed=timed)
 
     def _gpu(self, stem: str) -> tuple[Proof, Mapping[str, float]]:
         status, record = evidence.status(self.workspace, stem)
@@ -258,21 +264,23 @@ TFLOP/s at 4k and 16k: forward, 16,384 tokens in all, heads x head dim = 2048, {
 """
 
 
-def columns() -> list[str]:
-    """The headings of a table."""
-    return ["module", *_FEATURES, "GPU", "CPU model", "TFLOP/s 4k", "16k"]
-
-
-_FEATURES = (
-    *("head dim", "dtype", "mask", "tile", "load", "S = Q K^T", "O = P V", "P through", "schedule"),
-    *("tiles of queries", "GQA packing", "LSE"),
-)
+def columns(row: Row) -> list[str]:
+    """The headings of the table that a row is in: one for each operation."""
+    return ["module", *row.features, "GPU", "CPU model", *["TFLOP/s 4k", "16k"] * row.timed]
 
 
 def cells(row: Row) -> list[str]:
     """The cells of a table's row."""
-    speeds = [speed(row.tflops.get(str(length))) for length in evidence.SEQ_LENS]
-    return [row.stem, *(row.features[name] for name in _FEATURES), row.gpu.text, row.cpu.text, *speeds]
+    speeds = [speed(row.tflops.get(str(length))) for length in evidence.SEQ_LENS] if row.timed else []
+    return [row.stem, *row.features.values(), row.gpu.text, row.cpu.text, *speeds]
+
+
+def by_operation(table: Sequence[Row]) -> list[list[Row]]:
+    """The rows that share headings, in the order in which the first of them stands."""
+    groups: dict[tuple[str, ...], list[Row]] = {}
+    for row in table:
+        groups.setdefault(tuple(columns(row)), []).append(row)
+    return list(groups.values())
 
 
 def summary(table: Sequence[Row]) -> str:
@@ -293,8 +301,11 @@ def summary(table: Sequence[Row]) -> str:
 def markdown(workspace: Workspace) -> str:
     """The text of docs/matrix.md: the workspace's own modules."""
     table = rows(workspace, package=False)
-    texts = [[f"`{stem}`", *rest] for stem, *rest in map(cells, table)]
-    return "\n".join([_INTRO, f"{summary(table)}.\n", *table_of(columns(), texts)]) + "\n"
+    lines = [_INTRO, f"{summary(table)}."]
+    for group in by_operation(table):
+        texts = [[f"`{stem}`", *rest] for stem, *rest in map(cells, group)]
+        lines += ["", *table_of(columns(group[0]), texts)]
+    return "\n".join(lines) + "\n"
 
 
 def check(workspace: Workspace) -> str | None:

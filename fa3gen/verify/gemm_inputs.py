@@ -135,5 +135,3 @@ def _c(values: torch.Tensor, layout: CLayout, tensor: Tensor, device: torch.devi
     view = matrix[:-1, :-1]
     view.copy_(values)
     return view
-
-

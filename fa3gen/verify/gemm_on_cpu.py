@@ -1,4 +1,4 @@
-"""Run a generated GEMM on the CPU model of sm_90a: criteria as in `fa3gen.verify.gemm_on_gpu`, schedules beside them."""
+"""Run a generated GEMM on the CPU model of sm_90a: the criteria of `fa3gen.verify.gemm_on_gpu`, under schedules."""
 
 from __future__ import annotations
 

@@ -181,8 +181,9 @@ def gemm_copies(tensor: str, rows: int, columns: int, threads: int, vector: int)
     """All threads copy a tile together, 16 bytes of a row each, pass after pass."""
     if columns % vector:
         return Violation(
-            "tile.k", f"rows of {tensor} are copied 16 bytes = {vector} elements at a time, and a row of its tile is "
-            f"{remainder(columns, vector)}; use {around(columns, vector)}"
+            "tile.k",
+            f"rows of {tensor} are copied 16 bytes = {vector} elements at a time, and a row of its tile is "
+            f"{remainder(columns, vector)}; use {around(columns, vector)}",
         )
     pieces = rows * columns // vector
     if pieces % threads == 0:
