@@ -290,9 +290,9 @@ def compile_for_sm90a(options: str = "--enable-tvm-ffi"):
         strides[contiguous] = 1
         return cute.runtime.make_fake_tensor(DTYPE, (rows, columns), tuple(strides), assumed_align=16)
 
-    tensors = fake(m, k, 1), fake(k, n, 1), fake(m, n, 1)
+    arguments = fake(m, k, 1), fake(k, n, 1), fake(m, n, 1)
     stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream="--enable-tvm-ffi" in options)
-    return cute.compile(launch, *tensors, stream, options=f"--gpu-arch sm_90a {options}")
+    return cute.compile(launch, *arguments, stream, options=f"--gpu-arch sm_90a {options}")
 
 
 def matmul(a, b, *, out=None):

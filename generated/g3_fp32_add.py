@@ -407,9 +407,9 @@ def compile_for_sm90a(options: str = "--enable-tvm-ffi"):
 
     any_strides = cute.sym_int64(), cute.sym_int64()
     c = cute.runtime.make_fake_tensor(OUT_DTYPE, (m, n), any_strides, assumed_align=4)
-    tensors = fake(m, k, 1), fake(k, n, 1), c, fake(m, n, 1, OUT_DTYPE)
+    arguments = fake(m, k, 1), fake(k, n, 1), c, fake(m, n, 1, OUT_DTYPE), cutlass.Int32(1)
     stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream="--enable-tvm-ffi" in options)
-    return cute.compile(launch, *tensors, cutlass.Int32(1), stream, options=f"--gpu-arch sm_90a {options}")
+    return cute.compile(launch, *arguments, stream, options=f"--gpu-arch sm_90a {options}")
 
 
 def matmul(a, b, c, *, out=None):

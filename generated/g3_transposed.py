@@ -387,9 +387,9 @@ def compile_for_sm90a(options: str = "--enable-tvm-ffi"):
         strides[contiguous] = 1
         return cute.runtime.make_fake_tensor(DTYPE, (rows, columns), tuple(strides), assumed_align=16)
 
-    tensors = fake(m, k, 0), fake(k, n, 0), fake(m, n, 1)
+    arguments = fake(m, k, 0), fake(k, n, 0), fake(m, n, 1), cutlass.Int32(1)
     stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream="--enable-tvm-ffi" in options)
-    return cute.compile(launch, *tensors, cutlass.Int32(1), stream, options=f"--gpu-arch sm_90a {options}")
+    return cute.compile(launch, *arguments, stream, options=f"--gpu-arch sm_90a {options}")
 
 
 def matmul(a, b, *, out=None):

@@ -15,7 +15,7 @@ from fa3gen.base.files import sha256
 from fa3gen.design.workspace import Workspace
 from fa3gen.generate.plan import Plan, make_plan
 from fa3gen.generate.writing import MEMORY
-from fa3gen.spec.model import Spec
+from fa3gen.spec.model import Forward
 from fa3gen.spec.specfile import SpecFile, Variant
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -81,7 +81,7 @@ def changed(stem: str, **parts: Any) -> Variant:
     for name, part in parts.items():
         whole = isinstance(part, str) or any(key in part for key in ("kind", "engine", "through"))
         fields[name] = part if whole else {**fields[name], **part}
-    return Variant(base.stem, Spec.model_validate(fields), base.source, base.summary)
+    return Variant(base.stem, Forward.model_validate(fields), base.source, base.summary)
 
 
 FEW_SPECS = ("k1", "k4_2", "k4_smem")

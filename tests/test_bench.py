@@ -19,7 +19,7 @@ from fa3gen.measure import bench, bench_report
 from fa3gen.measure.bench import Bench, Cell, CellResult, Competitor, Result, Runner, plan_cells
 from fa3gen.measure.peers import Unavailable
 from fa3gen.run import gpu
-from fa3gen.spec.model import CausalMask, NoMask, Spec, WindowMask
+from fa3gen.spec.model import CausalMask, Forward, NoMask, Spec, WindowMask
 from fa3gen.verify import reference
 
 CPU = torch.device("cpu")
@@ -28,7 +28,7 @@ NOTHING = gpu.Sample(1980.0, 650.0, 60.0)
 
 
 def spec_of(head_dim: int, mask: Any, dtype: str = "bf16", handoff: str = "global_f32") -> Spec:
-    return Spec.model_validate(
+    return Forward.model_validate(
         {
             "problem": {"head_dim": head_dim, "dtype": dtype},
             "mask": mask,

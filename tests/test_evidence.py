@@ -19,7 +19,7 @@ from fa3gen.records import evidence
 from fa3gen.records.evidence import CpuRecord, CpuStatus, Record, Status
 from fa3gen.records.recording import cpu_record_of
 from fa3gen.run.gpu import Environment, environment
-from fa3gen.spec.model import Spec
+from fa3gen.spec.model import Forward
 from fa3gen.spec.specfile import SpecFile, Variant
 from fa3gen.verify.on_cpu import CpuReport
 from fa3gen.verify.pipeline import Stage, Verification
@@ -40,7 +40,7 @@ def variant_of(stem: str, head_dim: int, mask: str) -> Variant:
     }
     rung = "k4_2" if stem.startswith("k4_2") else stem.partition("_")[0]
     return Variant(
-        stem=stem, spec=Spec.model_validate(spec), source=Path(f"specs/{rung}.yaml"), summary=f"the rung {rung}"
+        stem=stem, spec=Forward.model_validate(spec), source=Path(f"specs/{rung}.yaml"), summary=f"the rung {rung}"
     )
 
 

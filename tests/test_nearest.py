@@ -15,7 +15,7 @@ from fa3gen import cli
 from fa3gen.design import nearest
 from fa3gen.design.nearest import described, nearest_legal
 from fa3gen.design.rules import check
-from fa3gen.spec.model import Spec
+from fa3gen.spec.model import Forward, Spec
 
 Fields = dict[str, Any]
 
@@ -87,7 +87,7 @@ def refused(stem: str) -> Iterator[tuple[str, Any, Spec]]:
     for path, values in EDITS.items():
         for value in values:
             try:
-                spec = Spec.model_validate(edited(fields, path, value))
+                spec = Forward.model_validate(edited(fields, path, value))
             except ValidationError:  # no such field beside the others: the schema says so, not a rule
                 continue
             if check(spec):
@@ -104,13 +104,13 @@ def test_one_step_leads_to_a_legal_spec(stem: str) -> None:
         fields = spec.model_dump(exclude_none=True)
         for changed, new in changes:
             fields = edited(fields, changed, new)
-        assert check(Spec.model_validate(fields)) == [], f"{path}: {value}: {described(changes)}"
+        assert check(Forward.model_validate(fields)) == [], f"{path}: {value}: {described(changes)}"
 
 
 def test_how_changes_before_what() -> None:
     """A window that no persistent kernel has: the scheduler goes, with what belongs to it, and the window stays."""
     fields = rendering.variants()["fwd_d128"].spec.model_dump(exclude_none=True)
-    spec = Spec.model_validate(edited(fields, "mask", {"kind": "window", "left": 512, "right": 0}))
+    spec = Forward.model_validate(edited(fields, "mask", {"kind": "window", "left": 512, "right": 0}))
     changes = nearest_legal(spec)
     assert changes is not None
     assert {path for path, _ in changes}.isdisjoint({"mask", "problem.head_dim"}), described(changes)
@@ -124,7 +124,7 @@ def test_changes_are_written_as_yaml() -> None:
 def test_a_search_that_finds_nothing_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nearest, "MOST_SPECS", 10)
     fields = rendering.variants()["k6_d128"].spec.model_dump(exclude_none=True)
-    assert nearest_legal(Spec.model_validate(edited(fields, "problem.head_dim", 512))) is None
+    assert nearest_legal(Forward.model_validate(edited(fields, "problem.head_dim", 512))) is None
 
 
 @pytest.fixture

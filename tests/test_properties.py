@@ -20,7 +20,7 @@ from fa3gen.design.workspace import Workspace
 from fa3gen.generate.plan import Plan, make_plan
 from fa3gen.generate.render import format_module, render_variant
 from fa3gen.hardware import hopper
-from fa3gen.spec.model import Spec, TmaLoad
+from fa3gen.spec.model import Forward, Spec, TmaLoad
 from fa3gen.spec.specfile import Variant
 
 BOUNDED = settings(deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
@@ -182,7 +182,7 @@ SPECS = anything() | neighbours() | persistents()
 def accepted(fields: Fields) -> Spec | None:
     """The spec, or None when it is rejected for a reason that it gives."""
     try:
-        spec = Spec.model_validate(fields)
+        spec = Forward.model_validate(fields)
     except ValidationError as error:
         assert error.error_count() > 0
         return None

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from fa3gen.design import rules
 from fa3gen.design.rules import Kind, Violation, memory, output, parts, products, scalar, schedules, taste, threads
-from fa3gen.spec.model import Spec
+from fa3gen.spec.model import Forward
 
 WGMMA = {
     "problem": {"head_dim": 128},
@@ -37,20 +37,20 @@ NAIVE = {**SCALAR, "tile": {"q": 16, "kv": 16, "threads": 256}, "smem": None, "h
 
 def violations(base: dict[str, Any], **changes: Any) -> dict[str, str]:
     """Field -> message of what `check` finds; a field with two violations fails the test."""
-    found = rules.check(Spec.model_validate({**base, **changes}))
+    found = rules.check(Forward.model_validate({**base, **changes}))
     assert len({violation.field for violation in found}) == len(found), found
     return {violation.field: violation.message for violation in found}
 
 
 def shared_memory_violations(base: dict[str, Any], **changes: Any) -> list[Violation]:
     """What the rule `shared_memory` alone finds, whatever else is wrong."""
-    found = rules.check(Spec.model_validate({**base, **changes}))
+    found = rules.check(Forward.model_validate({**base, **changes}))
     return [violation for violation in found if violation.message.startswith("shared memory")]
 
 
 @pytest.mark.parametrize("spec", [WGMMA, SCALAR, NAIVE])
 def test_the_usual_specs_are_legal(spec: dict[str, Any]) -> None:
-    assert rules.check(Spec.model_validate(spec)) == []
+    assert rules.check(Forward.model_validate(spec)) == []
 
 
 # WGMMA shapes
@@ -652,7 +652,7 @@ def test_rules_of_v_are_applied() -> None:
     assert violations(SPECIALIZED, tile=tile, problem=narrow) == {}
     assert list(violations(WGMMA, tile=tile, problem=narrow)) == ["problem.head_dim_v"]
     wide = {**SPECIALIZED, "tile": tile, "problem": {"head_dim": 128, "head_dim_v": 320}}
-    found_wide = [v.message for v in rules.check(Spec.model_validate(wide)) if v.field == "problem.head_dim_v"]
+    found_wide = [v.message for v in rules.check(Forward.model_validate(wide)) if v.field == "problem.head_dim_v"]
     assert [message.partition(";")[0] for message in found_wide] == [
         "N of the PV product is 320 > 256, the widest WGMMA",
         "O takes the place of Q in shared memory, and rows of 320 are wider than its 128",
@@ -661,7 +661,7 @@ def test_rules_of_v_are_applied() -> None:
     assert "a row of V is 96 x 2 = 192 bytes" in found["smem.v"]
     assert "a row of O, in Q's place, is 96 x 2 = 192 bytes" in found["smem.q"]
     odd = {**SPECIALIZED, "tile": tile, "problem": {"head_dim": 128, "head_dim_v": 60}}
-    found_odd = [v.message for v in rules.check(Spec.model_validate(odd)) if v.field == "problem.head_dim_v"]
+    found_odd = [v.message for v in rules.check(Forward.model_validate(odd)) if v.field == "problem.head_dim_v"]
     assert any(message.startswith("TMA needs strides of whole 16 bytes") for message in found_odd)
 
 
@@ -974,13 +974,13 @@ def test_buffer_for_one_output() -> None:
     ],
 )
 def test_taste_warns_and_refuses_nothing(changes: dict[str, Any], fields: list[str]) -> None:
-    spec = Spec.model_validate({**PERSISTENT, **changes})
+    spec = Forward.model_validate({**PERSISTENT, **changes})
     assert rules.check(spec) == []
     assert [warning.field for warning in rules.warnings(spec)] == fields
 
 
 def test_a_refused_spec_is_not_warned_of() -> None:
-    spec = Spec.model_validate({**PERSISTENT, "scheduler": "dynamic", "outputs": {"o": "over_q"}})
+    spec = Forward.model_validate({**PERSISTENT, "scheduler": "dynamic", "outputs": {"o": "over_q"}})
     assert rules.check(spec) and rules.warnings(spec) == []
 
 
@@ -1057,7 +1057,7 @@ def test_an_answer_keeps_its_question() -> None:
 
 def test_check_never_stops_at_the_first_violation() -> None:
     found = rules.check(
-        Spec.model_validate(
+        Forward.model_validate(
             {
                 **WGMMA,
                 "problem": {"head_dim": 60},
@@ -1163,7 +1163,7 @@ def test_what_is_accepted_fits(warpgroups: int, kv: int, head_dim: int, stages: 
         "load": {"engine": "tma", "kv_stages": stages, "barrier": "separate"},
         "smem": {"q": swizzle, "k": swizzle, "v": swizzle},
     }
-    found = rules.check(Spec.model_validate(spec))
+    found = rules.check(Forward.model_validate(spec))
     shared = 2 * head_dim * (q + 2 * stages * kv)
     registers = head_dim // 2 + kv // 2 + kv // 4
     if shared > 232448 or registers > 255 or 128 * warpgroups * registers > 65536 or head_dim > 256:

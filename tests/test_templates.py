@@ -87,7 +87,7 @@ def test_every_arm_is_taken_by_a_committed_module() -> None:
 
     jinja = environment(jinja2.DictLoader({name: source for name, (source, _) in sources.items()}))
     for plan in plans().values():
-        jinja.get_template(plan.sections.spine).render(plan=plan, taken=take)
+        jinja.get_template(plan.spine).render(plan=plan, taken=take)
     assert len(arms) > 100
     assert taken <= arms
     assert not arms - taken, "\n".join(sorted(arms - taken))
@@ -97,7 +97,7 @@ def test_every_arm_is_taken_by_a_committed_module() -> None:
 def unformatted_lines() -> frozenset[str]:
     """Every line of every module, as the templates print it, before black."""
     jinja = environment(jinja2.FileSystemLoader(TEMPLATES))
-    modules = [jinja.get_template(plan.sections.spine).render(plan=plan) for plan in plans().values()]
+    modules = [jinja.get_template(plan.spine).render(plan=plan) for plan in plans().values()]
     return frozenset(line for module in modules for line in module.splitlines())
 
 
@@ -117,14 +117,14 @@ def test_every_template_is_used() -> None:
 
     jinja = environment(Noting(TEMPLATES))
     for plan in plans().values():
-        jinja.get_template(plan.sections.spine).render(plan=plan)
+        jinja.get_template(plan.spine).render(plan=plan)
     assert sorted(used) == NAMES
 
 
 # Short enough to be read
 
 MOST_LINES = 150  # of a section
-MOST_LINES_IN_ALL = 3500
+MOST_LINES_IN_ALL = 4300
 
 
 def test_sections_are_short() -> None:

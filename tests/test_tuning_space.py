@@ -18,7 +18,7 @@ from fa3gen.generate.render import render_variant
 from fa3gen.measure.tuning import candidates, writeback
 from fa3gen.measure.tuning.session import Module
 from fa3gen.measure.tuning.space import Enumeration, enumerate_space, load_space
-from fa3gen.spec.model import Spec
+from fa3gen.spec.model import Forward
 from fa3gen.spec.specfile import Variant
 
 K6 = "k6_d128_causal"
@@ -251,7 +251,7 @@ def test_every_spec_can_be_written_on_every_base(tmp_path: Path, base: str) -> N
 
 
 def test_only_what_differs_is_written() -> None:
-    spec = Spec.model_validate(
+    spec = Forward.model_validate(
         {**variants()[K6].spec.model_dump(), "schedule": {"kind": "ping_pong", "overlap": False}}
     )
     assert writeback.spec_text(file_of("k6"), spec, "a winner") == (
@@ -262,7 +262,7 @@ def test_only_what_differs_is_written() -> None:
 
 def measured_in(folder: Path, **changes: Any) -> Module:
     """A candidate as a search renders it."""
-    spec = Spec.model_validate({**variants()[K6].spec.model_dump(), **changes})
+    spec = Forward.model_validate({**variants()[K6].spec.model_dump(), **changes})
     path = folder / "candidate.py"
     path.write_text(render_variant(Variant("candidate", spec, Path("specs/candidate.yaml"), "a candidate"), CHECKOUT))
     return Module("candidate", path, sha256(path), spec)

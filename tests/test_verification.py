@@ -21,7 +21,7 @@ from fa3gen.cpu.findings import OutsideModel
 from fa3gen.design.workspace import Workspace
 from fa3gen.records import evidence
 from fa3gen.run import gpu
-from fa3gen.spec.model import Spec
+from fa3gen.spec.model import Forward, Spec
 from fa3gen.spec.specfile import Variant
 from fa3gen.verify import on_gpu as verify
 from fa3gen.verify.grouping import grouped
@@ -29,7 +29,7 @@ from fa3gen.verify.on_cpu import CpuReport
 from fa3gen.verify.pipeline import Stage, Verification, check_compile, check_render
 from fa3gen.verify.results import CpuCaseResult
 
-SPEC = Spec.model_validate(
+SPEC = Forward.model_validate(
     {
         "problem": {"head_dim": 64},
         "tile": {"q": 64, "kv": 64, "threads": 128},

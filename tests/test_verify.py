@@ -12,7 +12,7 @@ from torch_modules import Module, check_arguments, exact, nan_rows, online, past
 
 from fa3gen.design.masks import reach
 from fa3gen.hardware.dtypes import DTYPES
-from fa3gen.spec.model import CausalMask, Mask, NoMask, Spec, WindowMask
+from fa3gen.spec.model import CausalMask, Forward, Mask, NoMask, Spec, WindowMask
 from fa3gen.verify import inputs, reference
 from fa3gen.verify import on_gpu as verify
 from fa3gen.verify.inputs import CASES, Case
@@ -25,7 +25,7 @@ FEW = tuple(case for case in CASES if case.name not in ("random", "long", "wrap"
 
 
 def spec_of(mask: Mask, dtype: str = "bf16", head_dim: int = 64, o_dtype: str | None = None) -> Spec:
-    return Spec.model_validate(
+    return Forward.model_validate(
         {
             "problem": {"head_dim": head_dim, "dtype": dtype},
             "mask": mask,

@@ -162,6 +162,11 @@ class Operation:
         return tuple(tensor for tensor in self.tensors if tensor.role == "input")
 
     @property
+    def first(self) -> Tensor:
+        """The first input: a call runs on its device."""
+        return self.inputs[0]
+
+    @property
     def given(self) -> tuple[Tensor, ...]:
         """What a caller may give: the inputs, and outputs that are not optional."""
         return tuple(tensor for tensor in self.tensors if tensor.role != "optional output")

@@ -52,15 +52,15 @@ class OperandPlan:
 
 @dataclass(frozen=True)
 class ProductPlan:
-    """Whether the tensor core multiplies, by which instruction; threads down and across the tile otherwise.
+    """Whether the tensor core multiplies, and the depth of its instruction; threads down the tile otherwise.
 
     `rows_phrase` says which rows a warpgroup owns.
     """
 
     wgmma: bool
-    instruction: tuple[int, int, int]
-    lanes: tuple[int, int]
-    rows_phrase: str
+    depth: int = 0
+    lanes_m: int = 0
+    rows_phrase: str = ""
 
 
 @dataclass(frozen=True)
@@ -167,10 +167,9 @@ class NeedsGrad:
 
 @dataclass(frozen=True)
 class EntryPlan:
-    """Arguments of the Python entry points; see `fa3gen.generate.plan.EntryPlan`."""
+    """Arguments of the Python entry points; `stand_ins` are all of the launch's when the module is compiled."""
 
-    fakes: tuple[Fake, ...]
-    stand_ins: tuple[Argument, ...]
+    stand_ins: tuple[Fake | Argument, ...]
     named: tuple[Named, ...]
     matched: tuple[Matched, ...]
     needs_grad: tuple[NeedsGrad, ...]
@@ -268,11 +267,11 @@ def _operand(spec: Gemm, name: Literal["a", "b"]) -> OperandPlan:
 def _product(spec: Gemm) -> ProductPlan:
     if not isinstance(spec.product, WgmmaProduct):
         across = spec.tile.n // gemm.vector(spec)
-        return ProductPlan(False, (0, 0, 0), (gemm.computing_threads(spec) // across, across), "")
+        return ProductPlan(False, lanes_m=gemm.computing_threads(spec) // across)
     rows = spec.tile.m // (spec.tile.warpgroups or 1)
     times = rows // hopper.WGMMA_M
     phrase = f"{rows} rows of D" + f", {hopper.WGMMA_M} in each of {times} products" * (times > 1)
-    return ProductPlan(True, (hopper.WGMMA_M, spec.tile.n, spec.element.wgmma_k), (0, 0), phrase)
+    return ProductPlan(True, depth=spec.element.wgmma_k, rows_phrase=phrase)
 
 
 def _output(spec: Gemm) -> OutputPlan:
@@ -331,8 +330,10 @@ def _entry(spec: Gemm) -> EntryPlan:
     operation, own = operation_of(spec), spec.d_dtype != spec.problem.dtype
     tensors = operation.tensors
     return EntryPlan(
-        fakes=tuple(Fake(each, "OUT_DTYPE" * (own and each.dtype == spec.d_element)) for each in tensors),
-        stand_ins=tuple(each for each in operation.arguments if each not in tensors),
+        stand_ins=tuple(
+            Fake(each, "OUT_DTYPE" * (own and each.dtype == spec.d_element)) if isinstance(each, Tensor) else each
+            for each in operation.arguments
+        ),
         named=tuple(Named(each) for each in tensors),
         matched=tuple(
             Matched(each, "TORCH_OUT_DTYPE" if own and each.dtype == spec.d_element else "TORCH_DTYPE")

@@ -56,8 +56,9 @@ def cpu_record_of(verification: Verification, workspace: Workspace, *, failures:
 
     Raises UserError for the report of anything else.
     """
-    from fa3gen.verify.on_cpu import EXECUTED_ON, SPREAD_LIMIT, CpuReport
+    from fa3gen.verify.on_cpu import EXECUTED_ON, CpuReport
     from fa3gen.verify.on_gpu import LSE_TOLERANCE
+    from fa3gen.verify.on_model import SPREAD_LIMIT
 
     report, stem = verification.report, verification.variant.stem
     if report is not None and not isinstance(report, CpuReport):

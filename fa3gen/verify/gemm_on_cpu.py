@@ -16,9 +16,9 @@ from fa3gen.hardware import hopper
 from fa3gen.spec.model import Gemm
 from fa3gen.verify.gemm_inputs import GemmCase, GemmInputs
 from fa3gen.verify.gemm_on_gpu import Expected, GemmRunner, changed_inputs, compare, expected, wrote_outside
-from fa3gen.verify.on_cpu import CPU, SPREAD_LIMIT, poisoned_allocations, said
-from fa3gen.verify.on_gpu import errors, same_bits
+from fa3gen.verify.on_model import CPU, SPREAD_LIMIT, poisoned_allocations, said
 from fa3gen.verify.results import Check, CpuCaseResult
+from fa3gen.verify.runner import errors, same_bits
 
 
 class CpuGemmRunner(GemmRunner):

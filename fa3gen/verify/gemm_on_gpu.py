@@ -29,8 +29,8 @@ from fa3gen.hardware import hopper
 from fa3gen.spec.model import Gemm, WgmmaProduct
 from fa3gen.verify import gemm_inputs, reference
 from fa3gen.verify.gemm_inputs import GemmCase, GemmInputs
-from fa3gen.verify.on_gpu import LAUNCHES, ModuleRunner, errors, essence, half_ulp, raise_if_lost, same_bits
 from fa3gen.verify.results import CaseResult
+from fa3gen.verify.runner import LAUNCHES, ModuleRunner, errors, essence, half_ulp, raise_if_lost, same_bits
 
 ROUNDOFF = 2.0**-23  # of a sum that is cut off, not rounded
 

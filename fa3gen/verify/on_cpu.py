@@ -15,7 +15,6 @@ This is a model, not a GPU: what needs one is listed as not run.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import secrets
 from collections.abc import Callable, Iterator, Sequence
@@ -25,13 +24,14 @@ from typing import Any, Protocol
 import torch
 
 from fa3gen.compile.compiler import CompileError
-from fa3gen.cpu.findings import Hazard, OutsideModel
+from fa3gen.cpu.findings import OutsideModel
 from fa3gen.cpu.ptx import PtxError
 from fa3gen.cpu.schedule import Schedule, schedules
 from fa3gen.design import footprint
 from fa3gen.hardware.hopper import WARP
 from fa3gen.spec.model import Forward, Gemm, Spec, WgmmaProduct
 from fa3gen.verify import accuracy, gemm_inputs, inputs
+from fa3gen.verify.gemm_on_cpu import CpuGemmRunner
 from fa3gen.verify.inputs import Case, Inputs
 from fa3gen.verify.on_gpu import (
     Runner,
@@ -39,17 +39,15 @@ from fa3gen.verify.on_gpu import (
     compare_lse,
     copies,
     errors,
-    essence,
     same_bits,
     wrote_outside,
 )
+from fa3gen.verify.on_model import CPU, SPREAD_LIMIT, poisoned_allocations, said
 from fa3gen.verify.reference import Attention
 from fa3gen.verify.results import Check, CpuCaseResult, Outcome
 
 EXECUTED_ON = "CPU model of sm_90a"
-SPREAD_LIMIT = 1.25  # of the mean squared error over its variance, which is 0.6 to 1.0 when all is well
 SCHEDULES = 2  # the fast one and one that preempts
-CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -129,8 +127,6 @@ def _runner(module: Any, spec: Spec, seed: int, count: int) -> tuple[RunsOnCpu, 
         case Forward():
             return CpuRunner(module, spec, seed, count), inputs.cpu_cases(spec)
         case Gemm():
-            from fa3gen.verify.gemm_on_cpu import CpuGemmRunner  # which extends this module
-
             return CpuGemmRunner(module, spec, seed, count), gemm_inputs.cpu_cases(spec)
 
 
@@ -239,23 +235,3 @@ class CpuRunner(Runner):
 
     def _wrong_o(self, made: Inputs, out: torch.Tensor) -> str:
         return "; ".join(self._compare(out, self._expected(made))[2])
-
-
-@contextlib.contextmanager
-def poisoned_allocations() -> Iterator[None]:
-    """Let `torch.empty` give NaN, so that what a kernel leaves unwritten shows."""
-    settings: Any = torch.utils.deterministic
-    was, warn_only = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    filled = settings.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    settings.fill_uninitialized_memory = True
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(was, warn_only=warn_only)
-        settings.fill_uninitialized_memory = filled
-
-
-def said(error: Exception) -> str:
-    """A hazard in full, on one line: kind, detail, place. Anything else cut short."""
-    return " ".join(str(error).split()) if isinstance(error, Hazard) else f"raised {essence(error)}"

@@ -22,7 +22,6 @@ allocations. Everything that cannot be done on the device at hand is listed as n
 from __future__ import annotations
 
 import math
-import re
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -32,25 +31,44 @@ import torch
 
 from fa3gen.design.family import Shape
 from fa3gen.design.masks import reach
-from fa3gen.design.operation import Operation, operation_of
+from fa3gen.design.operation import operation_of
 from fa3gen.spec.model import Forward, Gemm, Spec
 from fa3gen.verify import gemm_inputs, inputs, reference
+from fa3gen.verify.gemm_on_gpu import GemmRunner
 from fa3gen.verify.inputs import Case, Inputs
 from fa3gen.verify.reference import Attention
 from fa3gen.verify.results import CaseResult, Check, Errors, Outcome
+from fa3gen.verify.runner import (
+    LAUNCHES,
+    DeviceLost,
+    ModuleRunner,
+    blamed,
+    errors,
+    essence,
+    half_ulp,
+    raise_if_lost,
+    same_bits,
+)
+
+__all__ = [
+    "LAUNCHES",
+    "DeviceLost",
+    "ModuleRunner",
+    "blamed",
+    "errors",
+    "essence",
+    "half_ulp",
+    "raise_if_lost",
+    "same_bits",
+]
 
 FACTOR = 2.0  # times the error of PyTorch in the same precision
 LSE_TOLERANCE = 1e-5  # relative, with |ref| taken as at least 1
 BLOCK_ROWS = 64
-LAUNCHES = 3
 # Of |ref|, for O in float32: an exponential is off by the rounding of its score, 2^-24 of what the score sums, and the
 # largest of those sums over all cases are about 60 (`fa3gen.cpu.accuracy` has the formula).
 FLOAT32_SHARE = 2.0**-16
 P_SCALES = tuple(2.0 ** (i / 4) for i in range(4))  # of the yardsticks of O in float32
-
-
-class DeviceLost(Exception):
-    """The CUDA context is unusable after a failed launch; nothing more can be run in this process."""
 
 
 @dataclass(frozen=True)
@@ -105,16 +123,7 @@ def _runner(module: Any, spec: Spec, device: torch.device, seed: int) -> tuple[M
         case Forward():
             return Runner(module, spec, device, seed), inputs.gpu_cases(spec)
         case Gemm():
-            from fa3gen.verify.gemm_on_gpu import GemmRunner  # which extends this module
-
             return GemmRunner(module, spec, device, seed), gemm_inputs.gpu_cases(spec)
-
-
-def half_ulp(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return half the distance between neighbours of `dtype` at each of `values`: the rounding nobody can avoid."""
-    info = torch.finfo(dtype)
-    exponent = torch.frexp(values.double().abs().clamp(min=info.tiny)).exponent - 1
-    return torch.ldexp(torch.full_like(values, info.eps / 2, dtype=torch.float64), exponent)
 
 
 def unavoidable(expected: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -122,19 +131,6 @@ def unavoidable(expected: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     if dtype != torch.float32:
         return half_ulp(expected, dtype)
     return FLOAT32_SHARE * expected.double().abs().clamp(min=torch.finfo(dtype).tiny)
-
-
-def errors(values: torch.Tensor, expected: torch.Tensor) -> Errors:
-    """Compare where `expected` is finite; a NaN or an infinity in `values` alone makes both numbers None."""
-    finite = torch.isfinite(expected)
-    difference = (values.double() - expected)[finite]
-    if difference.numel() == 0:
-        return Errors(0.0, 0.0)
-    norm = expected[finite].norm().item()
-    distance = difference.norm().item()
-    if not math.isfinite(distance):
-        return Errors(None, None)
-    return Errors(difference.abs().max().item(), distance / norm if norm else (0.0 if distance == 0 else None))
 
 
 def lse_errors(lse: torch.Tensor, expected: torch.Tensor) -> Errors:
@@ -207,41 +203,6 @@ def compare_lse(lse: torch.Tensor, expected: torch.Tensor) -> tuple[Errors, tupl
     return error, tuple(failures)
 
 
-def raise_if_lost(device: torch.device, error: BaseException) -> None:
-    """Raise DeviceLost when a CUDA error outlives its launch: every call after it would fail as well."""
-    if device.type != "cuda":
-        return
-    try:
-        torch.cuda.synchronize(device)
-        torch.zeros(1, device=device).item()
-    except RuntimeError as lost:
-        raise DeviceLost(essence(error)) from lost
-
-
-def blamed(message: str) -> str:
-    """The part of a message that names the argument at fault.
-
-    A compiled function gives its number and then the whole signature, in which every argument is named.
-    """
-    found = re.match(r"(.*) on argument #(\d+) when calling: `\w+\((.*)\)`", message, re.DOTALL)
-    if found is None:
-        return message
-    names = re.findall(r"(\w+): ", found[3])
-    return f"{found[1]} {names[int(found[2])]}"
-
-
-def essence(error: BaseException) -> str:
-    """Return an error's type and first lines, short enough for a table."""
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text[:300]}"
-
-
-def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Compare bit by bit, so that NaN equals itself and -0 differs from 0."""
-    integer = {2: torch.int16, 4: torch.int32}[a.element_size()]
-    return torch.equal(a.contiguous().view(integer), b.contiguous().view(integer))
-
-
 def wrote_outside(made: Inputs) -> tuple[str, ...]:
     """What is wrong when the NaN around `out` is gone."""
     guards = (made.out_storage[:, : inputs.GUARD], made.out_storage[:, -inputs.GUARD :])
@@ -257,79 +218,6 @@ def copies(made: Inputs) -> dict[str, torch.Tensor]:
 def changed_inputs(made: Inputs, before: Mapping[str, torch.Tensor]) -> tuple[str, ...]:
     """What is wrong with inputs that are not what they were, see `copies`."""
     return tuple(f"changed its input {name}" for name, now in made.given.items() if not same_bits(now, before[name]))
-
-
-class ModuleRunner:
-    """One module on one device: what cases and checks of all operations have in common."""
-
-    # What ends the run; whatever else a module raises is that module's failure.
-    fatal: tuple[type[Exception], ...] = (DeviceLost,)
-
-    def __init__(self, module: Any, operation: Operation, device: torch.device, seed: int) -> None:
-        """`seed` decides all inputs."""
-        self.module, self.operation, self.device, self.seed = module, operation, device, seed
-
-    @property
-    def entry(self) -> Callable[..., Any]:
-        """The module's entry point."""
-        return self.operation.entry_of(self.module)
-
-    def run_case(self, case: Any) -> Any:
-        """Run one case of the operation and compare it with the reference; returns its result."""
-        raise NotImplementedError
-
-    def checks(self) -> Iterator[Check]:
-        """Try everything that is not a matter of error."""
-        for name, attempt in self._tries():
-            yield self._try(name, attempt)
-        for name, attempt in self._tries_on_cuda():
-            if self.device.type == "cuda":
-                yield self._try(name, attempt)
-            else:
-                yield Check(name, None, "not run: needs a CUDA device")
-
-    def _tries(self) -> list[tuple[str, Callable[[], str]]]:
-        """Checks by name; each says what went wrong, or nothing."""
-        raise NotImplementedError
-
-    def _tries_on_cuda(self) -> list[tuple[str, Callable[[], str]]]:
-        """Those that mean nothing elsewhere."""
-        raise NotImplementedError
-
-    def _bad_calls(self) -> Iterator[tuple[str, str, dict[str, Any]]]:
-        """Yield what is wrong, a pattern of the name that the message must hold, and the arguments."""
-        raise NotImplementedError
-
-    def _try(self, name: str, attempt: Callable[[], str]) -> Check:
-        """Run one check; it returns what went wrong, or nothing."""
-        try:
-            wrong = attempt()
-        except self.fatal:
-            raise
-        except Exception as error:
-            raise_if_lost(self.device, error)
-            wrong = f"raised {essence(error)}"
-        return Check(name, not wrong, wrong)
-
-    def _refuses(self) -> str:
-        wrong = [text for what, name, arguments in self._bad_calls() if (text := self._accepts(what, name, arguments))]
-        return "; ".join(wrong)
-
-    def _accepts(self, what: str, name: str, arguments: dict[str, Any]) -> str:
-        """Return what is wrong with how the module takes a bad argument."""
-        try:
-            self.entry(**arguments)
-            if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)
-        except self.fatal:
-            raise
-        except (ValueError, TypeError) as error:
-            named = re.search(rf"\b(?:{name})\b", blamed(str(error)))
-            return "" if named else f"{what}: the message names no argument {name}: {essence(error)}"
-        except Exception as error:  # a crash inside is no refusal
-            raise_if_lost(self.device, error)
-            return f"{what}: raised {essence(error)} where a ValueError or TypeError is due"
-        return f"{what}: accepted"
 
 
 class Runner(ModuleRunner):
