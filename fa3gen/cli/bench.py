@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from fa3gen.design.workspace import Workspace
     from fa3gen.measure.bench import Bench, Competitor, Runner
     from fa3gen.measure.launch_times import LaunchTimes
-    from fa3gen.spec.model import Forward
+    from fa3gen.spec.model import Forward, Other
     from fa3gen.spec.specfile import Variant
 
 
@@ -63,6 +63,8 @@ def bench(
 ) -> None:
     """Measure TFLOP/s over head dim, mask and sequence length on a Hopper GPU, beside the peers installed here.
 
+    Modules of other operations than attention are timed at sizes of their own, beside torch's call for the same.
+
     With --host, measure what a call costs the host on a tiny problem instead. The host should have nothing else to do.
     """
     from rich.console import Console
@@ -72,18 +74,25 @@ def bench(
     from fa3gen.measure import bench_report
     from fa3gen.measure.bench import Bench, CudaTimer, Runner, peer_competitors, plan_cells, require_hopper
     from fa3gen.run import gpu
-    from fa3gen.spec.specfile import attention_only
+    from fa3gen.spec.specfile import attention_among, others_among
 
     if host_limit is not None and not host:
         raise UserError("--host-limit is for --host")
-    if host:
-        wanted = {"--plot": plot, "--evidence": evidence, "--launch": launch, "--seq-len": seq_len, "--quick": quick}
-        if useless := [name for name, value in wanted.items() if value]:
-            raise UserError(f"--host times calls on one tiny problem; leave out {', '.join(useless)}")
+    wanted = {"--plot": plot, "--evidence": evidence, "--launch": launch, "--seq-len": seq_len, "--quick": quick}
+    if host and (useless := [name for name, value in wanted.items() if value]):
+        raise UserError(f"--host times calls on one tiny problem; leave out {', '.join(useless)}")
     if plot is not None:
         bench_report.check_plot_path(plot)
     workspace = Workspace.find()
-    variants = attention_only(workspace.select(specs), "fa3gen bench")
+    selected = workspace.select(specs)
+    others, variants = others_among(selected), attention_among(selected)
+    if others:
+        asked = {"--head-dim": head_dim, "--mask": mask, "--seq-len": seq_len, "--host": host, "--plot": plot}
+        if options := [name for name, value in asked.items() if value]:
+            raise UserError(f"{others[0].stem} is no attention, and has no {', '.join(options)}; leave that out")
+        _beside_torch(workspace, others, evidence=evidence, json_path=json_path)
+        if not variants:
+            return
     if evidence:
         workspace.require_recordable(variants)
     cells = plan_cells(
@@ -127,6 +136,54 @@ def bench(
         _record(workspace, measured, own)
     if measured.failed:
         raise typer.Exit(1)
+
+
+def _beside_torch(
+    workspace: Workspace, variants: Sequence[Variant[Other]], *, evidence: bool, json_path: Path | None
+) -> None:
+    """Time modules of other operations than attention beside torch's own call, and show, and record, the speeds."""
+    import json
+
+    from rich.console import Console
+    from rich.table import Table
+
+    from fa3gen.base.files import write_text
+    from fa3gen.inspect import pages
+    from fa3gen.measure.bench import require_hopper
+    from fa3gen.measure.beside_torch import speeds
+    from fa3gen.measure.tuning.measuring import CudaTimer
+    from fa3gen.records import evidence as records
+    from fa3gen.run import gpu
+    from fa3gen.run.launch import load_for_launch
+
+    device, errors, console = require_hopper(), Console(stderr=True), Console()
+    missing = [variant for variant in variants if not workspace.path_of(variant).exists()]
+    if missing:
+        raise workspace.not_rendered(missing)
+    modules = {variant.stem: (variant.spec, load_for_launch(workspace.path_of(variant))) for variant in variants}
+    with errors.status("measuring") as status:
+        found = speeds(modules, device, CudaTimer(device), _progress(errors, status.update))
+    table = Table("module", "problem", "speed", "of torch's", box=None, header_style="dim")
+    for stem, of_module in found.items():
+        for name, speed in of_module.items():
+            share = "" if speed.of_torch is None else f"{speed.of_torch:.3f}"
+            table.add_row(stem, name, f"{speed.rate:,.0f} {speed.unit}", share)
+    console.print(table)
+    if json_path is not None:
+        document = {stem: {name: speed.model_dump() for name, speed in rows.items()} for stem, rows in found.items()}
+        write_text(json_path, json.dumps(document, indent=2) + "\n")
+    if evidence:
+        for stem, rows in found.items():
+            if not records.set_beside_torch(workspace, stem, rows, gpu.environment()):
+                typer.echo(_no_record(stem), err=True)
+        pages.refresh(workspace)
+
+
+def _no_record(stem: str) -> str:
+    return (
+        f"{stem}: no record of the present file on this GPU with this DSL and torch; "
+        f"run `fa3gen verify {stem} --evidence` first"
+    )
 
 
 def _launches(
@@ -253,8 +310,6 @@ def _record(workspace: Workspace, measured: Bench, own: dict[str, Competitor]) -
             if result.competitor == competitor.name and result.tflops is not None
         }
         if speeds and not evidence.set_tflops(workspace, stem, speeds, measured.environment):
-            text = f"{stem}: no record of the present file on this GPU with this DSL and torch; "
-            text += f"run `fa3gen verify {stem} --evidence` first"
-            typer.echo(text, err=True)
+            typer.echo(_no_record(stem), err=True)
     for path in pages.refresh(workspace):
         typer.echo(f"wrote {path}", err=True)

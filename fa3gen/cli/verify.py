@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from fa3gen.design.workspace import Workspace
+    from fa3gen.run.gpu import Environment
     from fa3gen.spec.specfile import Variant
     from fa3gen.verify.on_cpu import CpuReport
     from fa3gen.verify.on_gpu import Report
@@ -62,7 +63,7 @@ def verify(
     evidence: Annotated[
         bool, typer.Option("--evidence", help="Write evidence records and the pages made of them.")
     ] = False,
-    speed: Annotated[bool, typer.Option(help="With --evidence on a GPU: measure TFLOP/s at 4k and 16k too.")] = True,
+    speed: Annotated[bool, typer.Option(help="With --evidence on a GPU: measure speeds of large problems too.")] = True,
     seed: Annotated[int | None, typer.Option(help="Seed of the inputs; fresh unless given.")] = None,
     timeout: Annotated[float, typer.Option(help="Seconds one module may take on the GPU.")] = 120.0,
 ) -> None:
@@ -232,34 +233,45 @@ class _Session:
 
         Large launches may fail where small ones passed. Whose was the fault cannot be told then: the whole group fails.
         """
-        from fa3gen.measure.record_speeds import speeds
-        from fa3gen.records import evidence
         from fa3gen.run import gpu
         from fa3gen.spec.model import Forward
-        from fa3gen.spec.specfile import attention_among
         from fa3gen.verify.pipeline import Stage
 
         groups: dict[Any, list[Verification]] = {}
         for entry in done:
-            spec = entry.variant.spec
-            if entry.run.passed and isinstance(spec, Forward):
-                groups.setdefault((spec.problem, spec.mask), []).append(entry)
+            if entry.run.passed:
+                spec = entry.variant.spec
+                alike = (spec.problem, spec.mask) if isinstance(spec, Forward) else spec.operation
+                groups.setdefault(alike, []).append(entry)
         around = gpu.environment()
-        self._on_case("timing 4k and 16k")
+        self._on_case("timing large problems")
         for group in groups.values():
-            variants = attention_among(entry.variant for entry in group)
-            modules = {variant.stem: (variant, self.loaded[variant.stem]) for variant in variants}
             try:
                 with self._watchdog(group):
-                    found = speeds(modules, self.device)
+                    self._time(group, around)
             except RuntimeError as error:
-                text = f"{self.at}: a launch of {' or '.join(modules)} left the GPU unusable: {error}"
+                stems = [entry.variant.stem for entry in group]
+                text = f"{self.at}: a launch of {' or '.join(stems)} left the GPU unusable: {error}"
                 self._record_loss(group, text)
                 failed = Stage(False, text)
-                return [dataclasses.replace(e, run=failed) if e.variant.stem in modules else e for e in done]
-            for stem, tflops in found.items():
-                evidence.set_tflops(self.workspace, stem, tflops, around)
+                return [dataclasses.replace(e, run=failed) if e.variant.stem in stems else e for e in done]
         return done
+
+    def _time(self, group: Sequence[Verification], around: Environment) -> None:
+        """Put the speeds of a group of modules into their records: attention at 4k and 16k, others beside torch."""
+        from fa3gen.measure import beside_torch, record_speeds
+        from fa3gen.measure.tuning.measuring import CudaTimer
+        from fa3gen.records import evidence
+        from fa3gen.spec.specfile import attention_among, others_among
+
+        variants = [entry.variant for entry in group]
+        attention = {each.stem: (each, self.loaded[each.stem]) for each in attention_among(variants)}
+        if attention:
+            for stem, tflops in record_speeds.speeds(attention, self.device).items():
+                evidence.set_tflops(self.workspace, stem, tflops, around)
+        others = {each.stem: (each.spec, self.loaded[each.stem]) for each in others_among(variants)}
+        for stem, found in beside_torch.speeds(others, self.device, CudaTimer(self.device)).items():
+            evidence.set_beside_torch(self.workspace, stem, found, around)
 
     def _run(self, entry: Verification) -> Verification:
         """Run one module's cases and checks; with --evidence write its record, without speeds yet."""

@@ -67,6 +67,17 @@ class Verdict(Part):
         return self
 
 
+class Speed(Part):
+    """How fast a module is at one problem: `rate` in `unit`, and how that compares with torch's own call beside it.
+
+    `of_torch` is the module's speed over torch's; None where torch has no such call.
+    """
+
+    rate: float
+    unit: Literal["TFLOP/s", "GB/s"]
+    of_torch: float | None
+
+
 class Record(Verdict):
     """One module on one GPU on one day."""
 
@@ -76,6 +87,7 @@ class Record(Verdict):
     o_factor: float
     cases: list[CaseResult]
     tflops: dict[str, float] = Field(default={}, description="By sequence length; 16,384 tokens in all.")
+    beside_torch: dict[str, Speed] = Field(default={}, description="Of other operations than attention, by problem.")
     compile: CompileFacts | None
 
     @field_validator("gpu")
@@ -117,7 +129,8 @@ class CpuStatus(enum.Enum):
 
 def dumps(record: Verdict) -> str:
     """Return the JSON text of a record: sorted keys, two spaces, one newline at the end."""
-    return json.dumps(rounded(record.model_dump()), indent=2, sort_keys=True, allow_nan=False) + "\n"
+    unsaid = {"beside_torch"} if isinstance(record, Record) and not record.beside_torch else set()
+    return json.dumps(rounded(record.model_dump(exclude=unsaid)), indent=2, sort_keys=True, allow_nan=False) + "\n"
 
 
 def record_path(workspace: Workspace, stem: str) -> Path:
@@ -216,15 +229,31 @@ def set_tflops(workspace: Workspace, stem: str, tflops: Mapping[int, float], aro
 
     Returns False, changing nothing, without one: a record names one machine for all that it holds.
     """
-    state, record = status(workspace, stem)
-    if record is None or state not in (Status.VERIFIED, Status.FAILED):
-        return False
-    if (record.gpu, record.dsl, record.torch) != (around.gpu, around.dsl, around.torch):
+    record = _of_here(workspace, stem, around)
+    if record is None:
         return False
     kept = {seq_len: value for seq_len, value in tflops.items() if seq_len in SEQ_LENS}
     merged = {**record.tflops, **{str(seq_len): value for seq_len, value in kept.items()}}
     write(workspace, record.model_copy(update={"tflops": merged}))
     return True
+
+
+def set_beside_torch(workspace: Workspace, stem: str, speeds: Mapping[str, Speed], around: Environment) -> bool:
+    """The same for modules of other operations than attention: their speeds by problem, beside torch's."""
+    record = _of_here(workspace, stem, around)
+    if record is None:
+        return False
+    write(workspace, record.model_copy(update={"beside_torch": {**record.beside_torch, **speeds}}))
+    return True
+
+
+def _of_here(workspace: Workspace, stem: str, around: Environment) -> Record | None:
+    """The record of the present file, if it was made on this GPU with this DSL and torch."""
+    state, record = status(workspace, stem)
+    if record is None or state not in (Status.VERIFIED, Status.FAILED):
+        return None
+    same = (record.gpu, record.dsl, record.torch) == (around.gpu, around.dsl, around.torch)
+    return record if same else None
 
 
 def verified(workspace: Workspace, stem: str) -> Record | None:

@@ -272,7 +272,8 @@ class Forward(SpecModel):
 
 
 # Specs of all operations. The next one is a model in a file of its own, imported here.
-Spec = Union[Forward, Gemm]
+Other = Union[Gemm]
+Spec = Union[Forward, Other]
 
 # By the value of `operation`, which files of attention may leave out.
 DEFAULT_OPERATION = "forward"

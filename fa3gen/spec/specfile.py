@@ -25,7 +25,7 @@ from typing_extensions import TypeVar
 
 from fa3gen.base.errors import Problem, SpecError, UserError
 from fa3gen.spec.complaints import FIELDS, FILE_KEYS, UNIONS, described, explain, nearest
-from fa3gen.spec.model import DEFAULT_OPERATION, OPERATIONS, Forward, Spec
+from fa3gen.spec.model import DEFAULT_OPERATION, OPERATIONS, Forward, Other, Spec
 from fa3gen.spec.yamltree import Node, merge, override, read
 
 MAX_VARIANTS = 256
@@ -101,6 +101,15 @@ def attention_only(variants: Iterable[Variant], what: str) -> list[Variant[Forwa
 def attention_among(variants: Iterable[Variant]) -> list[Variant[Forward]]:
     """Those variants that are attention."""
     return [variant for variant in variants if _is_attention(variant)]
+
+
+def others_among(variants: Iterable[Variant]) -> list[Variant[Other]]:
+    """Those variants that are no attention."""
+    return [variant for variant in variants if _is_other(variant)]
+
+
+def _is_other(variant: Variant) -> TypeGuard[Variant[Other]]:
+    return not isinstance(variant.spec, Forward)
 
 
 def _is_attention(variant: Variant) -> TypeGuard[Variant[Forward]]:

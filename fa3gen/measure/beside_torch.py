@@ -1,0 +1,143 @@
+"""Modules of operations other than attention, timed beside what torch does instead: `torch.mm`, which is cuBLAS.
+
+Calls are replayed from CUDA graphs, so that no host side is measured, in rounds, in each of which all competitors of a
+problem take turns in a random order. A ratio is the median over rounds of the two times of one round: the clock of a
+GPU under its power limit wanders by more than kernels differ. Inputs are normal random numbers.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import random
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+from fa3gen.design.operation import Tensor, operation_of
+from fa3gen.records.evidence import Speed
+from fa3gen.spec.model import Gemm, Other
+
+if TYPE_CHECKING:
+    import torch
+
+ROUNDS = 12
+BURST_MS = 15.0  # of one timing: as many launches as fill it
+CUBES = (4096, 8192)  # m = n = k
+SEED = 0
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Tensors of one call, and how much work it is: `amount` in the unit's units for each second."""
+
+    name: str
+    amount: float
+    unit: Literal["TFLOP/s", "GB/s"]
+    given: tuple[torch.Tensor, ...]
+    out: torch.Tensor
+    torch_call: Callable[[], Any] | None
+
+
+class Burst(Protocol):
+    """How calls are timed: `fa3gen.measure.tuning.measuring.CudaTimer`; made up in tests."""
+
+    def once(self, launch: Callable[[], Any]) -> float:
+        """Milliseconds of one call."""
+
+    def burst(self, launch: Callable[[], Any], count: int) -> tuple[Callable[[], float], bool]:
+        """A function that makes `count` calls from a CUDA graph and returns milliseconds per call."""
+
+
+@dataclass
+class _Turns:
+    """Everybody who is timed at one problem: how, and milliseconds by round."""
+
+    runs: dict[str, Callable[[], float]] = field(default_factory=dict)
+    rounds: dict[str, list[float]] = field(default_factory=dict)
+
+
+def problems(spec: Other, device: torch.device) -> list[Callable[[], Problem]]:
+    """What modules of this spec are timed at; the tensors are made when a problem is."""
+    return [functools.partial(_cube, spec, size, device) for size in CUBES]
+
+
+def _cube(spec: Gemm, size: int, device: torch.device) -> Problem:
+    """D = A B (+ C) of square matrices, each contiguous as the module wants it."""
+    import torch
+
+    operation = operation_of(spec)
+    generator = torch.Generator(device=device).manual_seed(SEED)
+    given = tuple(_matrix(tensor, size, device, generator) for tensor in operation.inputs)
+    out = _matrix(operation.output, size, device, generator)
+    a, b, *c = given
+    wide: list[Any] = [] if out.dtype == a.dtype else [out.dtype]
+    call = functools.partial(torch.addmm, c[0], a, b, *wide) if c else functools.partial(torch.mm, a, b, *wide)
+    return Problem(f"{size} x {size} x {size}", 2 * size**3 / 1e12, "TFLOP/s", given, out, call)
+
+
+def _matrix(tensor: Tensor, size: int, device: torch.device, generator: torch.Generator) -> torch.Tensor:
+    import torch
+
+    values = torch.randn((size, size), device=device, generator=generator).to(tensor.dtype.in_torch())
+    return values.t() if tensor.layout.contiguous == 0 else values
+
+
+def speeds(
+    modules: Mapping[str, tuple[Other, Any]],
+    device: torch.device,
+    timer: Burst,
+    say: Callable[[str], None] = lambda text: None,
+) -> dict[str, dict[str, Speed]]:
+    """Time (spec, module) by stem; a `Speed` by stem and name of the problem.
+
+    Modules that work on the same tensors take turns with each other and with torch.
+    """
+    groups: dict[Any, list[str]] = {}
+    for stem, (spec, _) in modules.items():
+        groups.setdefault(operation_of(spec).tensors, []).append(stem)
+    found: dict[str, dict[str, Speed]] = {stem: {} for stem in modules}
+    for stems in groups.values():
+        for make in problems(modules[stems[0]][0], device):
+            problem = make()
+            say(f"{problem.name}: {', '.join(stems)}")
+            entries = {stem: operation_of(modules[stem][0]).entry_of(modules[stem][1]) for stem in stems}
+            for stem, speed in _timed(problem, entries, timer).items():
+                found[stem][problem.name] = speed
+    return found
+
+
+def _timed(problem: Problem, entries: Mapping[str, Callable[..., Any]], timer: Burst) -> dict[str, Speed]:
+    calls: dict[str, Callable[[], Any]] = {
+        stem: functools.partial(entry, *problem.given, out=problem.out) for stem, entry in entries.items()
+    }
+    if problem.torch_call is not None and _works(problem.torch_call):
+        calls[""] = problem.torch_call
+    turns = _Turns()
+    for name, call in calls.items():
+        call()  # loads the kernel
+        count = max(1, math.ceil(BURST_MS / max(timer.once(call), 1e-3)))
+        turns.runs[name], _ = timer.burst(call, count)
+        turns.rounds[name] = []
+    order, chance = list(calls), random.Random(SEED)
+    for _ in range(ROUNDS):
+        chance.shuffle(order)
+        for name in order:
+            turns.rounds[name].append(turns.runs[name]())
+    return {stem: _speed(problem, turns.rounds[stem], turns.rounds.get("")) for stem in entries}
+
+
+def _works(call: Callable[[], Any]) -> bool:
+    """Whether torch has it: older versions have no product of 16-bit matrices into float32."""
+    try:
+        call()
+    except (NotImplementedError, TypeError):
+        return False
+    return True
+
+
+def _speed(problem: Problem, own: Sequence[float], torchs: Sequence[float] | None) -> Speed:
+    rate = problem.amount / (statistics.median(own) / 1e3)
+    ratios = None if torchs is None else [theirs / ours for theirs, ours in zip(torchs, own, strict=True)]
+    return Speed(rate=rate, unit=problem.unit, of_torch=None if ratios is None else statistics.median(ratios))
