@@ -16,7 +16,7 @@ from fa3gen.design.workspace import Workspace
 from fa3gen.generate.plan import Plan, make_plan
 from fa3gen.generate.writing import MEMORY
 from fa3gen.spec.model import Forward
-from fa3gen.spec.specfile import SpecFile, Variant
+from fa3gen.spec.specfile import SpecFile, Variant, attention_among
 
 ROOT = Path(__file__).resolve().parent.parent
 CHECKOUT = Workspace.find(ROOT)
@@ -45,6 +45,12 @@ def samples() -> dict[str, Variant]:
 def named(stem: str) -> Variant:
     """One of the tests' own variants, or a committed one."""
     return samples().get(stem) or variants()[stem]
+
+
+@cache
+def attention_stems() -> tuple[str, ...]:
+    """Stems of the modules that are attention."""
+    return tuple(variant.stem for variant in attention_among(variants()[stem] for stem in STEMS))
 
 
 @cache

@@ -10,7 +10,7 @@ from functools import cache
 from typing import Any, TypeGuard
 
 import pytest
-from rendering import CHECKOUT, STEMS, changed, constants, plans, samples, source, tree, variants
+from rendering import CHECKOUT, STEMS, attention_stems, changed, constants, plans, samples, source, tree, variants
 
 from fa3gen.design import rules
 from fa3gen.design.footprint import tma_boxes
@@ -21,7 +21,7 @@ from fa3gen.generate.render import render_variant
 from fa3gen.spec.model import Scheduler
 from fa3gen.spec.specfile import Variant
 
-BYTES = {"DTYPE": 2, "cutlass.Float32": 4, "cutlass.Int32": 4, "cutlass.Int64": 8}
+BYTES = {"DTYPE": 2, "OUT_DTYPE": 4, "cutlass.Float32": 4, "cutlass.Int32": 4, "cutlass.Int64": 8}
 # Tiles of the ladder are square; these are not, so that rows of Q and of K cannot be taken for each other.
 UNEVEN: dict[str, tuple[str, dict[str, Any]]] = {
     "uneven_k2": ("k2_d128", {"kv": 32}),
@@ -35,7 +35,8 @@ UNEVEN: dict[str, tuple[str, dict[str, Any]]] = {
     "uneven_fwd": ("fwd_d64", {"q": 128, "warpgroups": 2, "kv": 176}),
     "uneven_fwd_dynamic": ("fwd_d96_causal", {"q": 128, "warpgroups": 2, "kv": 80}),
 }
-FUSED = [stem for stem in STEMS if not stem.startswith("k1_")] + list(UNEVEN)
+ATTENTION = attention_stems()
+FUSED = [stem for stem in ATTENTION if not stem.startswith("k1_")] + list(UNEVEN)
 TMA = [stem for stem in FUSED if "k2" not in stem]
 SPECIALIZED = [stem for stem in FUSED if "k5" in stem or "k6" in stem or "fwd" in stem]
 
@@ -301,7 +302,7 @@ def test_sections(stem: str, sections: str) -> None:
 
 def test_scheduler_softmax_and_output() -> None:
     """What the sections ask: who hands out tiles, whether O is rescaled now and then, where it is stored."""
-    scheduler = {stem: plan(stem).scheduler for stem in STEMS}
+    scheduler = {stem: plan(stem).scheduler for stem in ATTENTION}
     told: dict[str, Scheduler] = {
         "k6_d128": "single_tile",
         "fwd_d128_static": "static",
@@ -316,12 +317,12 @@ def test_scheduler_softmax_and_output() -> None:
             passes_coordinates=kind == "dynamic",
             shuffles_coordinates=False,
         )
-    assert {stem for stem in STEMS if scheduler[stem].shuffles_coordinates} == {
-        stem for stem in STEMS if scheduler[stem].kind == "stream_k" and plan(stem).spec.problem.head_dim != 128
+    assert {stem for stem in ATTENTION if scheduler[stem].shuffles_coordinates} == {
+        stem for stem in ATTENTION if scheduler[stem].kind == "stream_k" and plan(stem).spec.problem.head_dim != 128
     }
     # With a tile to a CTA the last rows come first where they see the most keys; tiles that are drawn have their order.
-    assert [stem for stem in STEMS if scheduler[stem].longest_first] == [
-        stem for stem in STEMS if plan(stem).mask.kind == "causal" and not scheduler[stem].persistent
+    assert [stem for stem in ATTENTION if scheduler[stem].longest_first] == [
+        stem for stem in ATTENTION if plan(stem).mask.kind == "causal" and not scheduler[stem].persistent
     ]
     found = scheduler["fwd_d128"]
     assert (found.parts, found.steps_saved, found.slots, found.l2_mib) == (8, 4, 2, 32)
@@ -599,12 +600,12 @@ def test_header_is_in_the_module(stem: str) -> None:
     assert f"\n    fa3gen render {variants()[stem].source}\n" in docstring
 
 
-@pytest.mark.parametrize("stem", FUSED)
+@pytest.mark.parametrize("stem", [*FUSED, *sorted(set(STEMS) - set(ATTENTION))])
 def test_shared_memory_table(stem: str) -> None:
     """Offsets follow from the sizes above them; the last row is the total that the launch asks for."""
     *regions, total = table(plan(stem).header.smem)
-    smem = plan(stem).smem
-    assert total[:2] == [str(smem.total_bytes), "total"]
+    smem = plan(stem).cta
+    assert total[:2] == [str(smem.smem_bytes), "total"]
     end = 0
     for (offset, size, name, _), region in zip(regions, smem.regions, strict=False):
         assert int(offset) == -(-end // region.align) * region.align
@@ -614,7 +615,7 @@ def test_shared_memory_table(stem: str) -> None:
         assert regions[-1] == [str(end), str(smem.barrier_bytes), "barriers", f"{smem.barrier_bytes // 8} mbarriers"]
         end += smem.barrier_bytes
     assert len(regions) == len(smem.regions) + (smem.barrier_bytes > 0)
-    assert smem.total_bytes - 1024 < end <= smem.total_bytes <= 232448
+    assert smem.smem_bytes - 1024 < end <= smem.smem_bytes <= 232448
 
 
 def storage(stem: str) -> dict[str, int]:
@@ -644,9 +645,9 @@ def evaluate(expression: ast.expr, values: dict[str, int]) -> int:
     return value
 
 
-@pytest.mark.parametrize("stem", FUSED)
+@pytest.mark.parametrize("stem", [*FUSED, *sorted(set(STEMS) - set(ATTENTION))])
 def test_storage_is_what_the_header_says(stem: str) -> None:
-    members, smem = storage(stem), plan(stem).smem
+    members, smem = storage(stem), plan(stem).cta
     barriers = {name: size for name, size in members.items() if name not in {region.name for region in smem.regions}}
     assert list(members)[: len(smem.regions)] == [region.name for region in smem.regions]
     assert {name: members[name] for name in members if name not in barriers} == {r.name: r.bytes for r in smem.regions}
