@@ -217,9 +217,10 @@ def facts() -> dict[str, bool]:
         "bound by instruction issue": {bound(f"{rung}_{d}")[0] for rung in SCALAR for d in ("d64", "d128")}
         == {"instruction issue"},
         "three fifths of the instructions": all(0.57 < bound(f"{rung}_d128")[1] < 0.63 for rung in SCALAR),
-        "fill every issue slot of the SM": {(cells[1], cells[3]) for cells in ring.values()} == {(ring[5][1], "100%")},
+        "one CTA fills little more than half of the issue slots": 50 < int(ring[5][3].rstrip("%")) < 60,
+        "two more than three quarters": ring[2][0] == "2" and int(ring[2][3].rstrip("%")) > 75,
         "One CTA of this kernel is four warps": plan["k3_3_d128"].tile.threads == 4 * 32,
-        "One stage leaves the warps waiting for K and V a fifth of the time": 18 <= waits[1] <= 22,
+        "One stage leaves the warps waiting for K and V a seventh of the time": 13 <= waits[1] <= 16,
         "two hide the loads": waits[2] < 5,
         "From three on there is no room for the second CTA": [short[n][0] for n in (1, 2, 3, 4)]
         == ["2", "2", "1", "1"],

@@ -248,7 +248,7 @@ def stages(workspace: Workspace, arguments: str) -> str:
         cycles = f"{row.step_cycles:,.0f}" if row.legal else "–"
         rows.append([f"{own}{row.stages}{own}", str(row.ctas) if row.legal else "does not fit", cycles, *shares])
     columns = ["stages", "CTAs per SM", "cycles of the SM per tile of keys", "tensor cores busy", "issue slots busy"]
-    said = f"`fa3gen simulate {stem} --stages 1..6`, on {CHIP.name}:\n\n"
+    said = f"`fa3gen simulate {stem} --stages 1..6`, on {CHIP.name}, the registers as with {present} for all:\n\n"
     return said + table([*columns, "waiting for K or V"], rows)
 
 

@@ -13,7 +13,7 @@ from fa3gen.inspect.simulation.run import Settings, StageRow
 from fa3gen.inspect.simulation.times import UNITS, Times
 
 FORMAT = "fa3gen simulate"
-VERSION = 2  # shared memory is a unit; products are pieces, on tensor cores or not
+VERSION = 3  # 2: shared memory is a unit, products are pieces; 3: a piece has a chain, loads a landing rate
 
 _CYCLES = NUMBER
 _SHARE: Shape = {"type": "number", "minimum": 0, "maximum": 1.000001, "description": "With rounding."}
@@ -26,6 +26,7 @@ _PIECE = record(
         "exp": {**_CYCLES, "description": "Cycles of all exponential units of the SM."},
         "smem": {**_CYCLES, "description": "Cycles of shared memory at its full width."},
         "tensor": {**_CYCLES, "description": "Cycles of all tensor cores of the SM; 0 for what warps compute."},
+        "chain": {**_CYCLES, "description": "Cycles of a warp that has the SM to itself; 0 for products on WGMMA."},
     }
 )
 _OPTIONAL_PIECE = {**_PIECE, "type": ["object", "null"]}
@@ -37,6 +38,7 @@ _TIMES = record(
         "rescale": _PIECE,
         "epilogue": _PIECE,
         "load_latency": _CYCLES,
+        "landing_rate": {**_CYCLES, "description": "Bytes a cycle of a lone load."},
         "load_rate": {**_CYCLES, "description": "Bytes a cycle."},
         "smem_rate": {**_CYCLES, "description": "Bytes a cycle."},
         "q_bytes": COUNT,

@@ -3,14 +3,16 @@
 A group's products run in the order in which it issues them, and a second one is issued when the first is complete. The
 tensor cores serve the groups that have products in flight evenly, or the oldest product first: how the hardware
 chooses is not documented. Loads are transferred one after the other, those of several producers or CTAs in turn, and
-land a latency later. What is under way shares the units of the SM, issue slots, exponentials and shared memory among
-them: when more is needed of one than there is, all that need the scarce unit slow down alike.
+land a while after they began. What is under way shares the units of the SM, issue slots, exponentials and shared memory
+among them: when more is needed of one than there is, all that need the scarce unit slow down alike. Issue slots are
+scarce before that: a scheduler issues when any of its warps can, and warps wait for their own reasons.
 """
 
 from __future__ import annotations
 
 import heapq
 import itertools
+import math
 from collections import defaultdict, deque
 from collections.abc import Callable, Generator, Hashable, Sequence
 from dataclasses import dataclass, field
@@ -59,13 +61,13 @@ class _Activity:
 
     actor: Actor
     needs: Needs
-    alone: float = field(init=False)
+    alone: float = 0.0
     left: float = field(init=False)
     shares: Needs = field(init=False)  # of each unit, that it takes when nothing slows it down
 
     def __post_init__(self) -> None:
-        """Alone it takes as long as on the unit that it needs most of."""
-        self.alone = self.left = max(self.needs.values())
+        """Alone it takes as long as on the unit that it needs most of, or longer."""
+        self.alone = self.left = max(self.alone, *self.needs.values())
         self.shares = {unit: cycles / self.alone for unit, cycles in self.needs.items() if cycles}
 
     @property
@@ -97,24 +99,26 @@ class _Product(_Activity):
 
 @dataclass(kw_only=True, eq=False)
 class _Load(_Activity):
-    """The transfer of a load that was requested at cycle `requested`."""
+    """The transfer of a load that was requested at cycle `requested` and lands `flight` after it began, or later."""
 
     what: str
     stage: int | None
     tile: int | None
     full: Hashable
     requested: float
+    flight: float
+    begun: float = 0.0
 
 
 class Engine:
     """One SM. Start processes, then `run`; afterwards `spans` and `busy` say what happened."""
 
-    def __init__(self, load_latency: float, arbitration: Arbitration = "oldest") -> None:
-        """Nothing is under way; loads land `load_latency` cycles after their transfer."""
+    def __init__(self, arbitration: Arbitration = "oldest") -> None:
+        """Nothing is under way."""
         self.now = 0.0
         self.spans: list[Span] = []
         self.busy: dict[Unit, float] = dict.fromkeys(UNITS, 0.0)
-        self._latency, self._arbitration = load_latency, arbitration
+        self._arbitration = arbitration
         self._fired: dict[Hashable, float] = {}
         self._arrived: dict[Hashable, int] = defaultdict(int)
         self._waiting: dict[Hashable, list[tuple[Actor, Process, Wait, float]]] = defaultdict(list)
@@ -172,9 +176,29 @@ class Engine:
         heads = [queue[0] for queue in self._products.values()]
         return [min(heads, key=lambda product: product.order)] if heads and self._arbitration == "oldest" else heads
 
-    def load(self, actor: Actor, what: str, needs: Needs, stage: int | None, tile: int | None, full: Hashable) -> None:
-        """Request a load whose transfer needs so much; `full` fires when it has landed."""
-        load = _Load(actor=actor, needs=needs, what=what, stage=stage, tile=tile, full=full, requested=self.now)
+    def load(
+        self,
+        actor: Actor,
+        what: str,
+        needs: Needs,
+        stage: int | None,
+        tile: int | None,
+        *,
+        flight: float,
+        full: Hashable,
+    ) -> None:
+        """Request a load whose transfer needs so much. `full` fires when it has landed: `flight` after the transfer
+        began, and not before it is through."""
+        load = _Load(
+            actor=actor,
+            needs=needs,
+            what=what,
+            stage=stage,
+            tile=tile,
+            full=full,
+            requested=self.now,
+            flight=flight,
+        )
         self._requests.setdefault(actor, deque()).append(load)
         if not self._transferring:
             self._transferring = True
@@ -188,6 +212,7 @@ class Engine:
         actor = next(iter(self._requests))
         queue = self._requests.pop(actor)
         self._transfer = queue.popleft()
+        self._transfer.begun = self.now
         if queue:
             self._requests[actor] = queue  # behind the others
 
@@ -242,8 +267,10 @@ class Engine:
                 self._waiting[request.signal].append((actor, process, request, self.now))
                 return
             if request.piece.alone > 0:
-                needs = request.piece.needs
-                running = _Running(actor=actor, needs=needs, process=process, compute=request, start=self.now)
+                piece = request.piece
+                running = _Running(
+                    actor=actor, needs=piece.needs, alone=piece.chain, process=process, compute=request, start=self.now
+                )
                 self._running.append(running)
                 return
 
@@ -252,12 +279,13 @@ class Engine:
         served = self._served()
         weighted: list[tuple[_Activity, float]] = [(product, 1.0 / len(served)) for product in served]
         weighted += [(activity, 1.0) for activity in (*self._running, *([self._transfer] if self._transfer else []))]
-        asked: dict[Unit, float] = defaultdict(float)
+        asked: dict[Unit, list[float]] = defaultdict(list)
         for activity, weight in weighted:
             for unit, share in activity.shares.items():
-                asked[unit] += weight * share
+                asked[unit].append(weight * share)
+        by = {unit: _slowdown(unit, shares) for unit, shares in asked.items()}
         # Something of no size needs no unit and is slowed down by none.
-        slowed = [max([1.0, *(asked[unit] for unit in activity.shares)]) for activity, _ in weighted]
+        slowed = [max([1.0, *(by[unit] for unit in activity.shares)]) for activity, _ in weighted]
         return [(activity, weight / by) for (activity, weight), by in zip(weighted, slowed, strict=True)]
 
     def _pass(self, time: float, speeds: Sequence[tuple[_Activity, float]]) -> None:
@@ -276,7 +304,7 @@ class Engine:
         if load is None or not load.done:
             return
         self._transfer = None
-        landed = self.now + self._latency
+        landed = max(self.now, load.begun + load.flight)
         self.record(load.actor, "load", load.what, load.requested, landed, load.stage, load.tile)
         self._at(landed, lambda: self.fire(load.full))
         self._begin_transfer()
@@ -303,3 +331,15 @@ class Engine:
             self.record(running.actor, "compute", compute.piece.name, running.start, self.now, None, compute.tile)
         for running in done:
             self._advance(running.actor, running.process)
+
+
+def _slowdown(unit: Unit, shares: Sequence[float]) -> float:
+    """How much slower all go on that need these shares of a unit at once.
+
+    A scheduler issues nothing in a cycle in which each of its warps waits. Who waits when is taken to be independent,
+    so that it issues in 1 - (1 - a)(1 - b)... of the cycles where its warps would alone in a, b, ... of them.
+    """
+    if unit != "issue":
+        return sum(shares)
+    issuing = 1.0 - math.prod(1.0 - min(share, 1.0) for share in shares)
+    return sum(shares) / issuing if issuing else 1.0

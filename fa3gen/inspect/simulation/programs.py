@@ -85,7 +85,8 @@ class Cta:
         """Request a tile; its stage is held from landing until all groups have given it back."""
         size = {"Q": self.times.q_bytes, "K": self.times.k_bytes, "V": self.times.v_bytes}[tensor]
         full, tile = self.key(tensor, "full", number), None if tensor == "Q" else number
-        self.engine.load(actor, tensor, self.times.transfer(size), number % self.ring(tensor).stages, tile, full)
+        stage, flight = number % self.ring(tensor).stages, self.times.flight(size)
+        self.engine.load(actor, tensor, self.times.transfer(size), stage, tile, flight=flight, full=full)
 
     def wait_full(self, tensor: str, number: int) -> Wait:
         """Wait until a tile has landed, or until it is known which one comes next."""

@@ -70,7 +70,7 @@ def settings_of(
 def simulate(spec: Forward, times: Times, settings: Settings) -> Simulation:
     """Run the kernel's roles on one SM until all tiles are done."""
     spec = with_stages(spec, settings.stages)
-    engine = Engine(times.load_latency, settings.arbitration)
+    engine = Engine(settings.arbitration)
     apart = _apart(times, settings)
     places = [
         Cta(engine, spec, times, number, settings.tiles, settings.queries, number * apart)
@@ -175,8 +175,12 @@ def predict(
     chip: Chip,
     registers: int | None = None,
     arbitration: Arbitration = "oldest",
+    *,
+    ctas: int | None = None,
 ) -> float:
     """TFLOP/s of a problem whose tiles of queries are all equally long, at the chip's boost clock.
+
+    As many CTAs share an SM as fit by `registers`, unless `ctas` says how many.
 
     Two tiles of queries of at most SAMPLE tiles of keys are simulated. Further tiles of keys take `step_cycles` each,
     and further tiles of queries what the second one adds. Raises UserError under a mask that makes tiles of different
@@ -187,7 +191,7 @@ def predict(
     if len(lengths) != 1:
         raise UserError("tiles of queries of different lengths are not predicted; ask for a spec without a mask")
     [length] = lengths
-    places = max(1, ceiling.occupancy(spec, registers).ctas)
+    places = ctas or max(1, ceiling.occupancy(spec, registers).ctas)
     rounds = -(-problem.tiles // (chip.sms * places))
     settings = Settings(footprint.kv_stages(spec), places, min(length, SAMPLE), 1, arbitration)
     once, step = _sample(spec, times, settings)

@@ -32,11 +32,21 @@ Unit = Literal["tensor cores", "exponentials", "issue", "shared memory", "loads"
 Needs = Mapping[Unit, float]
 UNITS: tuple[Unit, ...] = ("tensor cores", "exponentials", "issue", "shared memory", "loads")
 
-# From the end of a tile's transfer out of L2 to its mbarrier's phase. tests/gpu/load_probe.py found on an H200, from
-# the request of a tile to its landing with nothing else in flight: 584 cycles for 1 KB in L2, 649 for 8 KB, 723 for
-# 16 KB, 16 more when all SMs do it, and 1059 to 1369 from HBM. This is the first less the transfer of 1 KB at an SM's
-# share of L2.
-LOAD_LATENCY = 560.0
+# From the beginning of a tile's transfer out of L2 to its mbarrier's phase. tests/gpu/load_probe.py found on an H200,
+# from the request of a tile to its landing with nothing else in flight: 584 cycles for 1 KB in L2, 649 for 8 KB, 723
+# for 16 KB, 16 more when all SMs do it, and 1059 to 1369 from HBM. The three sizes lie on a line: this latency, and so
+# many bytes a cycle. All SMs together get fewer bytes, their shares of L2.
+LOAD_LATENCY = 575.0
+LANDING_RATE = 110.5
+# From one multiply-add of a thread to another that needs its result: ptxas leaves so many cycles between them in every
+# module, and arXiv 2208.11174 measured them for an FP32 addition on an A100.
+FMA_LATENCY = 4.0
+# For each few keys of a scalar P V a warp computes addresses, loads V and P, and waits: nothing else is left to do. In
+# the stall counts of the compiled modules that is 46 to 114 cycles, a load from shared memory taken for 30.
+OPERAND_WAIT = 65.0
+# Cycles from one instruction of a lone warp to its next in a softmax, of all kinds of kernels: chains of maxima and
+# sums, shuffles, exponentials. In the stall counts of the compiled modules it is 2.2 to 2.7.
+SOFTMAX_PACE = 2.4
 # Instructions of a thread for each 16 bytes that it copies itself: addresses in global and shared memory, bounds.
 COPY_INSTRUCTIONS = 6
 # Instructions of a warp around a stmatrix of P: addresses, fence.proxy.async and the barrier of the warpgroup.
@@ -49,8 +59,9 @@ EPILOGUE_INSTRUCTIONS = 3
 class Piece:
     """Something that a group of four warps does: cycles that it needs of units of an SM.
 
-    They are issue slots, exponentials, shared memory at its full width, and tensor cores. Alone on the SM it takes the
-    largest of them. One that needs the tensor cores is a product on WGMMA, others are computed by the warps.
+    They are issue slots, exponentials, shared memory at its full width, and tensor cores. `chain` is how long a warp
+    takes with all of the SM to itself, since instructions wait for the results of others. Alone on the SM the piece
+    takes the largest of them. One that needs the tensor cores is a product on WGMMA, others are computed by the warps.
     """
 
     name: str
@@ -58,6 +69,7 @@ class Piece:
     exp: float = 0.0
     smem: float = 0.0
     tensor: float = 0.0
+    chain: float = 0.0
 
     @property
     def needs(self) -> Needs:
@@ -72,12 +84,13 @@ class Piece:
     @property
     def alone(self) -> float:
         """Cycles when nobody else needs anything."""
-        return max(self.needs.values())
+        return max(self.chain, *self.needs.values())
 
     def scaled(self, factor: float) -> "Piece":
         """The same, slower."""
-        issue, exp, smem, tensor = (factor * cycles for cycles in (self.issue, self.exp, self.smem, self.tensor))
-        return replace(self, issue=issue, exp=exp, smem=smem, tensor=tensor)
+        units = (self.issue, self.exp, self.smem, self.tensor, self.chain)
+        issue, exp, smem, tensor, chain = (factor * cycles for cycles in units)
+        return replace(self, issue=issue, exp=exp, smem=smem, tensor=tensor, chain=chain)
 
 
 @dataclass(frozen=True)
@@ -86,8 +99,8 @@ class Times:
 
     `qk` and `pv` are the products. `softmax` comes between them; `rescale` waits for the last P V where products run
     beside the softmax. Loads of `q_bytes`, `k_bytes` and `v_bytes` share `load_rate` bytes a cycle, are written to
-    shared memory at `smem_rate` bytes a cycle when nobody else needs it, and land `load_latency` later; `copy_k` and
-    `copy_v` are what the warps themselves do for them.
+    shared memory at `smem_rate` bytes a cycle when nobody else needs it, and have landed `flight` cycles after they
+    began, if they are through by then; `copy_k` and `copy_v` are what the warps themselves do for them.
     """
 
     qk: Piece
@@ -96,6 +109,7 @@ class Times:
     rescale: Piece
     epilogue: Piece
     load_latency: float
+    landing_rate: float
     load_rate: float
     smem_rate: float
     q_bytes: int
@@ -118,6 +132,10 @@ class Times:
     def transfer(self, size: int) -> Needs:
         """Cycles of each unit that so many bytes from L2 to shared memory need."""
         return {"loads": size / self.load_rate, "shared memory": size / self.smem_rate}
+
+    def flight(self, size: int) -> float:
+        """Cycles from the beginning of a tile's transfer to its landing when no other load is under way."""
+        return self.load_latency + size / self.landing_rate
 
     @property
     def in_a_step(self) -> tuple[Piece, ...]:
@@ -171,6 +189,7 @@ def times_of(spec: Forward, chip: Chip) -> Times:
         rescale=rescale,
         epilogue=_issue(spec, "epilogue", EPILOGUE_INSTRUCTIONS * rows * v_dim / lanes, chip),
         load_latency=LOAD_LATENCY,
+        landing_rate=LANDING_RATE,
         load_rate=chip.l2.value / chip.sms,
         smem_rate=chip.smem.value,
         q_bytes=spec.tile.q * d * spec.element.bytes,
@@ -192,10 +211,16 @@ def _threads(spec: Forward) -> float:
     return footprint.computing_threads(spec) / groups(spec)
 
 
-def _issue(spec: Forward, name: str, instructions: float, chip: Chip, smem_bytes: float = 0.0) -> Piece:
-    """So many instructions of each warp of a group, and bytes through shared memory that all groups share."""
+def _issue(
+    spec: Forward, name: str, instructions: float, chip: Chip, smem_bytes: float = 0.0, *, pace: float = 1.0
+) -> Piece:
+    """So many instructions of each warp of a group, and bytes through shared memory that all groups share.
+
+    A warp that has its scheduler to itself issues one in `pace` cycles.
+    """
     cycles = _threads(spec) / hopper.WARP * instructions / chip.issue.value
-    return Piece(name, issue=cycles, smem=smem_bytes / groups(spec) / chip.smem.value)
+    smem = smem_bytes / groups(spec) / chip.smem.value
+    return Piece(name, issue=cycles, smem=smem, chain=pace * instructions)
 
 
 def _qk(spec: Forward, chip: Chip, through_smem: SmemBytes) -> Piece:
@@ -203,14 +228,19 @@ def _qk(spec: Forward, chip: Chip, through_smem: SmemBytes) -> Piece:
     if isinstance(spec.qk, WgmmaProduct):
         return _wgmma(spec, "S = Q K^T", spec.problem.head_dim, chip, through_smem.qk)
     read_and_written = through_smem.qk + through_smem.scores
-    return _issue(spec, "S = Q K^T", work.scalar_qk_instructions(spec), chip, read_and_written)
+    piece = _issue(spec, "S = Q K^T", work.scalar_qk_instructions(spec), chip, read_and_written)
+    # The multiply-adds of a score follow one another, eight at a time, and each waits for the one before.
+    scores = spec.tile.q * spec.tile.kv / footprint.computing_threads(spec)
+    return replace(piece, chain=FMA_LATENCY * scores * spec.problem.head_dim)
 
 
 def _pv(spec: Forward, chip: Chip, through_smem: SmemBytes) -> Piece:
     """O += P V of one group."""
     if isinstance(spec.pv, WgmmaProduct):
         return _wgmma(spec, "O += P V", spec.problem.v_dim, chip, through_smem.pv)
-    return _issue(spec, "O += P V", work.scalar_pv_instructions(spec), chip, through_smem.pv)
+    instructions = work.scalar_pv_instructions(spec)
+    piece = _issue(spec, "O += P V", instructions, chip, through_smem.pv)
+    return replace(piece, chain=instructions + OPERAND_WAIT * footprint.SCALAR_LANES)
 
 
 def _wgmma(spec: Forward, name: str, depth: int, chip: Chip, smem_bytes: int) -> Piece:
@@ -225,7 +255,8 @@ def _softmax(spec: Forward, chip: Chip, through_smem: SmemBytes) -> tuple[tuple[
     exponentials = _threads(spec) * rows * (spec.tile.kv // lanes + 1) / chip.exp2.value
     if not isinstance(spec.pv, WgmmaProduct):
         instructions = work.scalar_softmax_instructions(spec)
-        pieces = [replace(_issue(spec, "softmax", instructions, chip, through_smem.softmax), exp=exponentials)]
+        softmax = _issue(spec, "softmax", instructions, chip, through_smem.softmax, pace=SOFTMAX_PACE)
+        pieces = [replace(softmax, exp=exponentials)]
         if isinstance(spec.handoff, SmemScoresHandoff) and isinstance(spec.qk, WgmmaProduct):
             scores = spec.tile.q * spec.tile.kv / groups(spec) / _threads(spec)
             stored = scores + work.issue_instructions(spec)
@@ -235,10 +266,10 @@ def _softmax(spec: Forward, chip: Chip, through_smem: SmemBytes) -> tuple[tuple[
     if isinstance(spec.handoff, SmemHandoff):
         rescale += STORE_P_INSTRUCTIONS
     parts = (
-        _issue(spec, "maxima", maxima + work.issue_instructions(spec), chip),
-        replace(_issue(spec, "exponentials", between, chip), exp=exponentials),
+        _issue(spec, "maxima", maxima + work.issue_instructions(spec), chip, pace=SOFTMAX_PACE),
+        replace(_issue(spec, "exponentials", between, chip, pace=SOFTMAX_PACE), exp=exponentials),
     )
-    return parts, _issue(spec, "rescale, round", rescale, chip, through_smem.softmax)
+    return parts, _issue(spec, "rescale, round", rescale, chip, through_smem.softmax, pace=SOFTMAX_PACE)
 
 
 def _copy(spec: Forward, rows: int, columns: int, chip: Chip) -> Piece | None:
