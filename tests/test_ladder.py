@@ -23,6 +23,7 @@ from fa3gen.hardware.chips import H200
 from fa3gen.inspect import ladder_page
 from fa3gen.inspect.difference.comparing import leaves
 from fa3gen.inspect.ladder_page import BLOCK, EXERCISE, NUMBER, LadderError, lines_of
+from fa3gen.records import stage_sweep
 from fa3gen.records.evidence import verified
 
 DOCUMENT = ROOT / ladder_page.DOCUMENT
@@ -243,8 +244,51 @@ def facts() -> dict[str, bool]:
     }
 
 
+def swept() -> dict[str, bool]:
+    """What the text says of the stage sweep."""
+    sweep = stage_sweep.read(CHECKOUT)
+    assert sweep is not None
+    rows = {(row.stem, row.ctas): row for row in sweep.measured}
+    own = {row.stem: row for row in sweep.measured if not row.held}
+
+    def speed(stem: str, stages: int, ctas: int | None = None) -> float:
+        name = f"{stem}_kv_stages{stages}"
+        return (own[name] if ctas is None else rows[name, ctas]).tflops["4096"]
+
+    def ctas(stem: str, *stages: int) -> list[int]:
+        return [own[f"{stem}_kv_stages{count}"].ctas for count in stages]
+
+    k3, small = "k3_stages_d64_threads128", "k4_2_small_d64"
+    kernels = {name.rpartition("_kv_stages")[0] for name in own}
+    gains = [round(100 * (speed(k3, 2, count) / speed(k3, 1, count) - 1)) for count in (1, 2, 3)]
+    two, three, five = (speed(small, count) for count in (2, 3, 5))
+    one_stage, two_stages = (own[f"k4_2_stages_d128_kv_stages{count}"].registers for count in (1, 2))
+    return {
+        "No kernel is more than 2 % faster with three or five": all(
+            speed(kernel, stages) < 1.02 * speed(kernel, 2) for kernel in kernels for stages in (3, 5)
+        ),
+        "loses a fifth from two stages to three": 0.77
+        < speed("k4_2_stages_d128", 3) / speed("k4_2_stages_d128", 2)
+        < 0.83,
+        "an eighth and then a sixth as five CTAs become three and two": ctas(small, 2, 3, 5) == [5, 3, 2]
+        and (0.85 < three / two < 0.89, 0.81 < five / three < 0.86) == (True, True),
+        "K4.1 is fastest with one stage": all(
+            speed(f"k4_1_small_d{d}", 1) > max(speed(f"k4_1_small_d{d}", n) for n in (2, 3, 5)) for d in (64, 128)
+        ),
+        "138 instead of 126, and only one CTA fits": (one_stage, two_stages) == (138, 126)
+        and ctas("k4_2_stages_d128", 1, 2) == [1, 2],
+        "It has half the speed": 0.48 < speed("k4_2_stages_d128", 1) / speed("k4_2_stages_d128", 2) < 0.56,
+        "is faster than K4.2 with two of twice the size": two > 1.02 * speed("k4_2_stages_d64", 2)
+        and ctas("k4_2_stages_d64", 2) == [2],
+        "At head dim 128 two fit, and it is not": ctas("k4_2_small_d128", 2) == [2]
+        and speed("k4_2_small_d128", 2) < speed("k4_2_stages_d128", 2),
+        "reaches two thirds of the speed of three": 0.64 < speed(k3, 2, 1) / speed(k3, 2, 3) < 0.7,
+        "gains 10 % with one CTA on an SM, 9 % with two and 8 % with three": gains == [10, 9, 8],
+    }
+
+
 def test_what_the_text_says_is_so() -> None:
-    said = facts()
+    said = facts() | swept()
     assert [words for words in said if words not in PROSE] == []
     assert [words for words, so in said.items() if not so] == []
 

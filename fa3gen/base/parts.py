@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
+
+from fa3gen.base.errors import UserError
 
 DIGITS = 4  # significant digits of a number in a record: more would only be noise in a diff
 
@@ -32,3 +35,16 @@ def first_problem(error: ValidationError) -> str:
     first = error.errors()[0]
     place = ".".join(str(part) for part in first["loc"]) or "file"
     return f"{place}: {first['msg']}"
+
+
+_Kind = TypeVar("_Kind", bound=Part)
+
+
+def read_file(kind: type[_Kind], path: Path, what: str, way_out: str) -> _Kind | None:
+    """What a file holds; None when there is no file. UserError with the way out when it is not `what`."""
+    if not path.exists():
+        return None
+    try:
+        return kind.model_validate_json(path.read_text(encoding="utf-8"))
+    except ValidationError as error:
+        raise UserError(f"{path} is not {what} ({first_problem(error)}); {way_out}") from error

@@ -39,7 +39,8 @@ def simulate(
     ] = "1..6",
     tiles: Annotated[int, typer.Option(min=1, max=512, help="Tiles of keys in the timeline.")] = 12,
     load_latency: Annotated[
-        float | None, typer.Option(min=0, help="Cycles from the end of a tile's transfer to its arrival.")
+        float | None,
+        typer.Option(min=0, help="Cycles from the start of a tile's transfer to its landing, but for its bytes."),
     ] = None,
     load_rate: Annotated[float | None, typer.Option(min=0.001, help="Bytes a cycle that reach an SM.")] = None,
     product_time: Annotated[
@@ -62,7 +63,7 @@ def simulate(
     """Simulate the pipeline of loads, products and softmax on one SM: timeline, utilisation, stalls, stages.
 
     Warps do what the generated kernel does, in its order, and wait for what it waits for. Times are derived from the
-    spec and the chip's peak rates; the load latency is an estimate. No tile is masked. docs/simulator.md says how well
+    spec and the chip's peak rates; the load latency was measured. No tile is masked. docs/simulator.md says how well
     that predicts what was measured. Nothing is compiled or run.
     """
     from fa3gen.base.errors import UserError

@@ -9,6 +9,8 @@ The text of the document is written by hand. Everything between two comments, `<
     compiled STEM STEM         what the compiler made of two modules, from the evidence records
     picture STEM: even         the pipeline simulator's picture of a module; `even`: products served evenly
     stages STEM                what it predicts for 1 to 6 stages
+    sweep HEAD_DIM LENGTH      the stage sweep, measured beside simulated, from its record
+    held HEAD_DIM SPEC         of it, what fewer CTAs on an SM do to the kernels of a spec
     swizzle STEM: TILE         the report's pictures of eight rows of a tile, without a swizzle and as they are laid out
     fragment STEM: KEY         the report's picture of who holds what of a fragment (`accumulator`, `operand`)
     ladder                     all rungs, as in the README
@@ -32,7 +34,7 @@ from fa3gen.base.errors import UserError
 from fa3gen.design.ladder import RUNGS
 from fa3gen.design.workspace import Workspace
 from fa3gen.hardware import chips
-from fa3gen.inspect import simulation
+from fa3gen.inspect import simulation, stage_sweep
 from fa3gen.inspect.difference import text as difference_text
 from fa3gen.inspect.difference.sides import difference
 from fa3gen.inspect.report import fragments, pictures, swizzles
@@ -85,6 +87,8 @@ def block(workspace: Workspace, kind: str, arguments: str) -> str:
         "compiled": compiled,
         "picture": picture,
         "stages": stages,
+        "sweep": stage_sweep.sweep_table,
+        "held": stage_sweep.held_table,
         "swizzle": swizzle,
         "fragment": fragment,
         "ladder": lambda workspace, _: ladder_table(workspace),

@@ -20,11 +20,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Self, TypeVar
 
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from fa3gen.base.errors import UserError
 from fa3gen.base.files import sha256, write_text
-from fa3gen.base.parts import Part, first_problem, rounded
+from fa3gen.base.parts import Part, read_file, rounded
 from fa3gen.verify.pipeline import CompileFacts
 from fa3gen.verify.results import CaseResult, Check, CpuCaseResult
 
@@ -177,13 +177,8 @@ _Kind = TypeVar("_Kind", bound=Verdict)
 
 
 def _read(kind: type[_Kind], path: Path, stem: str, what: str, again: str) -> _Kind | None:
-    if not path.exists():
-        return None
-    try:
-        record = kind.model_validate_json(path.read_text(encoding="utf-8"))
-    except ValidationError as error:
-        raise UserError(f"{path} is not {what} ({first_problem(error)}); delete it and run {again}") from error
-    if record.stem != stem:
+    record = read_file(kind, path, what, f"delete it and run {again}")
+    if record is not None and record.stem != stem:
         raise UserError(f"{path} is a record of {record.stem}, not of {stem}; delete it")
     return record
 

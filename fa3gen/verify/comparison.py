@@ -21,12 +21,11 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from pydantic import ValidationError
 
 from fa3gen.base import files, markdown
 from fa3gen.base.errors import UserError
 from fa3gen.base.files import write_text
-from fa3gen.base.parts import Part, first_problem, rounded
+from fa3gen.base.parts import Part, read_file, rounded
 from fa3gen.design import ladder
 from fa3gen.design.masks import reach
 from fa3gen.design.operation import operation_of
@@ -378,15 +377,8 @@ def write(workspace: Workspace, comparison: Comparison) -> Path:
 
 def read(workspace: Workspace) -> Comparison | None:
     """Read the record; None when there is none, UserError when the file is not one."""
-    path = record_path(workspace)
-    if not path.exists():
-        return None
-    try:
-        return Comparison.model_validate_json(path.read_text(encoding="utf-8"))
-    except ValidationError as error:
-        raise UserError(
-            f"{path} is not a comparison ({first_problem(error)}); make it again with {TOOL} on a Hopper GPU"
-        ) from error
+    way_out = f"make it again with {TOOL} on a Hopper GPU"
+    return read_file(Comparison, record_path(workspace), "a comparison", way_out)
 
 
 def current(workspace: Workspace, comparison: Comparison) -> dict[str, ModuleResult | None]:

@@ -1,7 +1,8 @@
 """How long things take, in clock cycles of an SM: derived from a spec and a chip, each to be overridden.
 
 What a group of four warps (a warpgroup) needs of a unit follows from `fa3gen.design.work` and the chip's peak
-rates. The only figure that follows from nothing here is the latency of a load.
+rates. What follows from nothing here are the latency of a load, which was measured, and how long the instructions of a
+lone warp wait for one another, which stands in the compiled code.
 """
 
 from __future__ import annotations
