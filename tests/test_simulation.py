@@ -11,7 +11,7 @@ from typing import Literal
 
 import jsonschema
 import pytest
-from rendering import ROOT, changed, named, variants
+from rendering import ROOT, attention_stems, changed, named
 
 from fa3gen import cli
 from fa3gen.base.errors import UserError
@@ -29,7 +29,7 @@ from fa3gen.inspect.simulation.run import with_stages
 from fa3gen.inspect.simulation.times import UNITS, Piece
 from fa3gen.spec.model import Spec
 
-STEMS = [stem for stem in sorted(variants()) if not stem.startswith("k1_")]
+STEMS = [stem for stem in attention_stems() if not stem.startswith("k1_")]
 # Loads transfer a byte a cycle: K and V take 100 each, Q nothing; each lands 300 after it began.
 TINY = Times(
     qk=Piece("S = Q K^T", tensor=100.0),

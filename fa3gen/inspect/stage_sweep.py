@@ -20,7 +20,7 @@ from fa3gen.inspect import simulation
 from fa3gen.inspect.simulation.run import measured_shape
 from fa3gen.records import stage_sweep
 from fa3gen.records.stage_sweep import Measured, StageSweep
-from fa3gen.spec.model import Spec
+from fa3gen.spec.model import Forward
 from fa3gen.spec.specfile import Variant
 
 CHIP = chips.H200
@@ -33,12 +33,12 @@ class Row:
     """The modules of one line: a kernel and its threads, by stages."""
 
     name: str
-    by_stages: dict[int, Variant]
+    by_stages: dict[int, Variant[Forward]]
 
 
 def rows(workspace: Workspace, head_dim: int) -> Iterator[Row]:
     """The lines of a head dim."""
-    found: dict[str, dict[int, Variant]] = {}
+    found: dict[str, dict[int, Variant[Forward]]] = {}
     for variant in stage_sweep.variants(workspace):
         spec = variant.spec
         if spec.problem.head_dim == head_dim:
@@ -47,14 +47,14 @@ def rows(workspace: Workspace, head_dim: int) -> Iterator[Row]:
     yield from (Row(name, by_stages) for name, by_stages in found.items())
 
 
-def spec_name(variant: Variant) -> str:
+def spec_name(variant: Variant[Forward]) -> str:
     """The rung and the tile, as a line of the tables is called."""
     rung = variant.source.stem.rsplit("_", 1)[0]
     tile = variant.spec.tile
     return f"`{rung}`, {footprint.threads(variant.spec)} threads, {tile.q} x {tile.kv}"
 
 
-def simulated(spec: Spec, row: Measured, length: int) -> tuple[float, float]:
+def simulated(spec: Forward, row: Measured, length: int) -> tuple[float, float]:
     """TFLOP/s that the simulator predicts for as many CTAs, oldest first and even, at the clock that was read."""
     problem, times = Problem(spec, measured_shape(spec, length)), simulation.times_of(spec, CHIP)
     oldest = simulation.predict(problem, times, CHIP, arbitration="oldest", ctas=row.ctas)
@@ -63,7 +63,7 @@ def simulated(spec: Spec, row: Measured, length: int) -> tuple[float, float]:
     return oldest * faster, even * faster
 
 
-def cell(spec: Spec, row: Measured | None, length: int) -> str:
+def cell(spec: Forward, row: Measured | None, length: int) -> str:
     """CTAs, TFLOP/s measured and simulated."""
     if row is None or str(length) not in row.tflops:
         return MISSING

@@ -14,7 +14,8 @@ from pydantic import Field
 from fa3gen.base.files import write_text
 from fa3gen.base.parts import Part, read_file, rounded
 from fa3gen.design.workspace import Workspace
-from fa3gen.spec.specfile import Variant
+from fa3gen.spec.model import Forward
+from fa3gen.spec.specfile import Variant, attention_only
 
 SPECS = Path("specs/sweep")
 TOOL = "tests/gpu/stage_sweep.py"
@@ -64,7 +65,7 @@ def read(workspace: Workspace) -> StageSweep | None:
     return read_file(StageSweep, record_path(workspace), "a stage sweep", way_out)
 
 
-def variants(workspace: Workspace) -> list[Variant]:
+def variants(workspace: Workspace) -> list[Variant[Forward]]:
     """All modules of the sweep, in the order of their files."""
     files = sorted((workspace.root / SPECS).glob("*.yaml"))
-    return [variant for file in files for variant in workspace.load(file).variants]
+    return attention_only((variant for file in files for variant in workspace.load(file).variants), "the stage sweep")
