@@ -274,7 +274,7 @@ def matmul(a, b, *, out=None):
     gpu = a.get_device()
     check_gpu(gpu)
     if out is None:
-        out = empty((m, n), (-(-n // 8) * 8, 1), TORCH_DTYPE, gpu)  # rows of whole 16 bytes
+        out = empty((m, n), (-(-n // VECTOR) * VECTOR, 1), TORCH_DTYPE, gpu)  # rows of whole 16 bytes
     if not (m and n and k):  # nothing to launch, and the compiled function checks nothing
         for name, x, needed in (
             ("a", a, ((m, k), TORCH_DTYPE)),

@@ -70,6 +70,7 @@ THREADS = CONSUMERS * WARPGROUP_THREADS
 STAGES = 3  # steps of A and B in flight or in use
 STAGE_BYTES = (TILE_M + TILE_N) * TILE_K * 2
 BAND = 16  # tiles of D one below the other before the next column of tiles
+VECTOR = 8  # elements of D in 16 bytes
 SMEM_ALIGN = 1024  # bytes; a 128-byte swizzle repeats every 8 rows of 128
 # Contiguous along what is summed over (K), or along m or n (MN).
 A_MAJOR, B_MAJOR = OperandMajorMode.K, OperandMajorMode.MN
@@ -152,8 +153,8 @@ def matmul_kernel(mA, mB, mD, tma_A, tma_B, tma_D):
     fill = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, STAGES)
     drain = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, STAGES)
     if warp_idx == 0:
-        for k_block in cutlass.range(cutlass.min(STAGES, k_blocks), unroll=1):
-            load_step(tma_A, tma_B, tAgA, tBgB, tAsA, tBsB, ring, fill, k_block)
+        for k_next in cutlass.range(cutlass.min(STAGES, k_blocks), unroll=1):
+            load_step(tma_A, tma_B, tAgA, tBgB, tAsA, tBsB, ring, fill, k_next)
             fill.advance()
 
     mma = make_product(TILE_N)
@@ -164,13 +165,14 @@ def matmul_kernel(mA, mB, mD, tma_A, tma_B, tma_D):
     acc_D.fill(0.0)
     for k_block in cutlass.range(k_blocks, unroll=1):
         ring.consumer_wait(drain)  # A and B have landed
-        multiply(mma, tDrA[None, None, None, drain.index], tDrB[None, None, None, drain.index], acc_D, True)
+        multiply(mma, tDrA[None, None, None, drain.index], tDrB[None, None, None, drain.index], acc_D, accumulate=True)
         warpgroup.wait_group(0)  # the stage is given back next: no group stays in flight
         ring.consumer_release(drain)  # this warp has read A and B
         drain.advance()
         # Steady state: the stage just drained takes the step STAGES further on; the last STAGES steps only drain.
-        if warp_idx == 0 and k_block + STAGES < k_blocks:
-            load_step(tma_A, tma_B, tAgA, tBgB, tAsA, tBsB, ring, fill, k_block + STAGES)
+        k_next = k_block + STAGES
+        if warp_idx == 0 and k_next < k_blocks:
+            load_step(tma_A, tma_B, tAgA, tBgB, tAsA, tBsB, ring, fill, k_next)
             fill.advance()
     store_tile(tma_D, sD, gD, acc_D, mma)
 
@@ -213,13 +215,13 @@ def partition_tma(tma: cute.CopyAtom, sX: cute.Tensor, gX: cute.Tensor):
 
 
 @cute.jit
-def load_step(tma_A, tma_B, tAgA, tBgB, tAsA, tBsB, ring, fill, k_block):
+def load_step(tma_A, tma_B, tAgA, tBgB, tAsA, tBsB, ring, fill, k_next):
     """Have the TMA unit fill the next stage with A and B of one step; one warp."""
     # Within the calls one elected thread announces the bytes and issues the copies.
     ring.producer_acquire(fill)  # the stage is empty; its barrier now expects STAGE_BYTES
     full = ring.producer_get_barrier(fill)
-    cute.copy(tma_A, tAgA[None, k_block], tAsA[None, fill.index], tma_bar_ptr=full)
-    cute.copy(tma_B, tBgB[None, k_block], tBsB[None, fill.index], tma_bar_ptr=full)
+    cute.copy(tma_A, tAgA[None, k_next], tAsA[None, fill.index], tma_bar_ptr=full)
+    cute.copy(tma_B, tBgB[None, k_next], tBsB[None, fill.index], tma_bar_ptr=full)
 
 
 # ======================================================================================================================
@@ -326,7 +328,7 @@ def matmul(a, b, *, out=None):
     gpu = a.get_device()
     check_gpu(gpu)
     if out is None:
-        out = empty((m, n), (-(-n // 8) * 8, 1), TORCH_DTYPE, gpu)  # rows of whole 16 bytes
+        out = empty((m, n), (-(-n // VECTOR) * VECTOR, 1), TORCH_DTYPE, gpu)  # rows of whole 16 bytes
     if not (m and n and k):  # nothing to launch, and the compiled function checks nothing
         for name, x, needed in (
             ("a", a, ((m, k), TORCH_DTYPE)),

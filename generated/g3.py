@@ -83,6 +83,7 @@ WARP_ROWS = WGMMA_M // 4  # of D, in one warpgroup product
 CHUNK_N = 64  # columns of D that a warp stores at a time: 128 bytes
 CHUNKS = TILE_M * TILE_N // (CONSUMERS * WGMMA_M * CHUNK_N)  # of a warp in each tile
 CHUNK_BUFFERS = 2  # of a warp: TMA reads one while the warp fills the next
+VECTOR = 8  # elements of D in 16 bytes
 SMEM_ALIGN = 1024  # bytes; a 128-byte swizzle repeats every 8 rows of 128
 # Contiguous along what is summed over (K), or along m or n (MN).
 A_MAJOR, B_MAJOR = OperandMajorMode.K, OperandMajorMode.MN
@@ -171,7 +172,8 @@ def matmul_kernel(mA, mB, mD, tma_A, tma_B, tma_D, num_tiles: cutlass.Int32):
     else:
         cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)  # sleeps until the producer has given them back
         k_blocks = cute.ceil_div(cute.size(mA, mode=[1]), TILE_K)
-        consume((sA, sB, sD), ring, tma_D, mD, k_blocks, work, num_tiles)
+        smem = sA, sB, sD
+        consume(smem, ring, tma_D, mD, k_blocks, work, num_tiles)
 
 
 # ======================================================================================================================
@@ -248,13 +250,13 @@ def partition_tma(tma: cute.CopyAtom, sX: cute.Tensor, gX: cute.Tensor):
 
 
 @cute.jit
-def load_step(tma_A, tma_B, tAgA, tBgB, tAsA, tBsB, ring, fill, k_block):
+def load_step(tma_A, tma_B, tAgA, tBgB, tAsA, tBsB, ring, fill, k_next):
     """Have the TMA unit fill the next stage with A and B of one step; one warp."""
     # Within the calls one elected thread announces the bytes and issues the copies.
     ring.producer_acquire(fill)  # the stage is empty; its barrier now expects STAGE_BYTES
     full = ring.producer_get_barrier(fill)
-    cute.copy(tma_A, tAgA[None, k_block], tAsA[None, fill.index], tma_bar_ptr=full)
-    cute.copy(tma_B, tBgB[None, k_block], tBsB[None, fill.index], tma_bar_ptr=full)
+    cute.copy(tma_A, tAgA[None, k_next], tAsA[None, fill.index], tma_bar_ptr=full)
+    cute.copy(tma_B, tBgB[None, k_next], tBsB[None, fill.index], tma_bar_ptr=full)
 
 
 @cute.jit
@@ -266,8 +268,8 @@ def load(tma_A, tma_B, mA, mB, mD, sA, sB, ring, work, num_tiles):
         gB = cute.local_tile(mB, (TILE_N, TILE_K), (work.n_block, None))  # (TILE_N, TILE_K, k_blocks)
         tAsA, tAgA = partition_tma(tma_A, sA, gA)  # (TMA, STAGES), (TMA, k_blocks)
         tBsB, tBgB = partition_tma(tma_B, sB, gB)  # (TMA, STAGES), (TMA, k_blocks)
-        for k_block in cutlass.range(cute.size(gA, mode=[2]), unroll=1):
-            load_step(tma_A, tma_B, tAgA, tBgB, tAsA, tBsB, ring, fill, k_block)
+        for k_next in cutlass.range(cute.size(gA, mode=[2]), unroll=1):
+            load_step(tma_A, tma_B, tAgA, tBgB, tAsA, tBsB, ring, fill, k_next)
             fill.advance()
         work = next_work(work, mD, num_tiles)
 
@@ -292,11 +294,13 @@ def consume(smem, ring, tma_D, mD, k_blocks, work, num_tiles):
     read = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, STAGES)  # one step behind
     while work.valid:
         ring.consumer_wait(drain)  # the first A and B have landed
-        multiply(mma, tDrA[None, None, None, drain.index], tDrB[None, None, None, drain.index], acc_D, False)
+        multiply(mma, tDrA[None, None, None, drain.index], tDrB[None, None, None, drain.index], acc_D, accumulate=False)
         drain.advance()
         for _ in cutlass.range(k_blocks - 1, unroll=1):
             ring.consumer_wait(drain)  # A and B have landed
-            multiply(mma, tDrA[None, None, None, drain.index], tDrB[None, None, None, drain.index], acc_D, True)
+            multiply(
+                mma, tDrA[None, None, None, drain.index], tDrB[None, None, None, drain.index], acc_D, accumulate=True
+            )
             drain.advance()
             warpgroup.wait_group(1)  # the step before is complete; this one, the younger group, stays in flight
             ring.consumer_release(read)  # this warp has read the stage of the step before
@@ -423,7 +427,7 @@ def matmul(a, b, *, out=None):
     gpu = a.get_device()
     num_sms = sm_count(gpu)
     if out is None:
-        out = empty((m, n), (-(-n // 8) * 8, 1), TORCH_DTYPE, gpu)  # rows of whole 16 bytes
+        out = empty((m, n), (-(-n // VECTOR) * VECTOR, 1), TORCH_DTYPE, gpu)  # rows of whole 16 bytes
     if not (m and n and k):  # nothing to launch, and the compiled function checks nothing
         for name, x, needed in (
             ("a", a, ((m, k), TORCH_DTYPE)),

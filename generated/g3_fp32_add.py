@@ -85,6 +85,7 @@ WARP_ROWS = WGMMA_M // 4  # of D, in one warpgroup product
 CHUNK_N = 32  # columns of D that a warp stores at a time: 128 bytes
 CHUNKS = TILE_M * TILE_N // (CONSUMERS * WGMMA_M * CHUNK_N)  # of a warp in each tile
 CHUNK_BUFFERS = 2  # of a warp: TMA reads one while the warp fills the next
+VECTOR = 4  # elements of D in 16 bytes
 SMEM_ALIGN = 1024  # bytes; a 128-byte swizzle repeats every 8 rows of 128
 # Contiguous along what is summed over (K), or along m or n (MN).
 A_MAJOR, B_MAJOR = OperandMajorMode.K, OperandMajorMode.MN
@@ -175,7 +176,8 @@ def matmul_kernel(mA, mB, mC, mD, tma_A, tma_B, tma_D, num_tiles: cutlass.Int32)
     else:
         cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)  # sleeps until the producer has given them back
         k_blocks = cute.ceil_div(cute.size(mA, mode=[1]), TILE_K)
-        consume((sA, sB, sD), ring, mC, tma_D, mD, k_blocks, work, num_tiles)
+        smem = sA, sB, sD
+        consume(smem, ring, mC, tma_D, mD, k_blocks, work, num_tiles)
 
 
 # ======================================================================================================================
@@ -252,13 +254,13 @@ def partition_tma(tma: cute.CopyAtom, sX: cute.Tensor, gX: cute.Tensor):
 
 
 @cute.jit
-def load_step(tma_A, tma_B, tAgA, tBgB, tAsA, tBsB, ring, fill, k_block):
+def load_step(tma_A, tma_B, tAgA, tBgB, tAsA, tBsB, ring, fill, k_next):
     """Have the TMA unit fill the next stage with A and B of one step; one warp."""
     # Within the calls one elected thread announces the bytes and issues the copies.
     ring.producer_acquire(fill)  # the stage is empty; its barrier now expects STAGE_BYTES
     full = ring.producer_get_barrier(fill)
-    cute.copy(tma_A, tAgA[None, k_block], tAsA[None, fill.index], tma_bar_ptr=full)
-    cute.copy(tma_B, tBgB[None, k_block], tBsB[None, fill.index], tma_bar_ptr=full)
+    cute.copy(tma_A, tAgA[None, k_next], tAsA[None, fill.index], tma_bar_ptr=full)
+    cute.copy(tma_B, tBgB[None, k_next], tBsB[None, fill.index], tma_bar_ptr=full)
 
 
 @cute.jit
@@ -270,8 +272,8 @@ def load(tma_A, tma_B, mA, mB, mD, sA, sB, ring, work, num_tiles):
         gB = cute.local_tile(mB, (TILE_N, TILE_K), (work.n_block, None))  # (TILE_N, TILE_K, k_blocks)
         tAsA, tAgA = partition_tma(tma_A, sA, gA)  # (TMA, STAGES), (TMA, k_blocks)
         tBsB, tBgB = partition_tma(tma_B, sB, gB)  # (TMA, STAGES), (TMA, k_blocks)
-        for k_block in cutlass.range(cute.size(gA, mode=[2]), unroll=1):
-            load_step(tma_A, tma_B, tAgA, tBgB, tAsA, tBsB, ring, fill, k_block)
+        for k_next in cutlass.range(cute.size(gA, mode=[2]), unroll=1):
+            load_step(tma_A, tma_B, tAgA, tBgB, tAsA, tBsB, ring, fill, k_next)
             fill.advance()
         work = next_work(work, mD, num_tiles)
 
@@ -296,11 +298,13 @@ def consume(smem, ring, mC, tma_D, mD, k_blocks, work, num_tiles):
     read = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, STAGES)  # one step behind
     while work.valid:
         ring.consumer_wait(drain)  # the first A and B have landed
-        multiply(mma, tDrA[None, None, None, drain.index], tDrB[None, None, None, drain.index], acc_D, False)
+        multiply(mma, tDrA[None, None, None, drain.index], tDrB[None, None, None, drain.index], acc_D, accumulate=False)
         drain.advance()
         for _ in cutlass.range(k_blocks - 1, unroll=1):
             ring.consumer_wait(drain)  # A and B have landed
-            multiply(mma, tDrA[None, None, None, drain.index], tDrB[None, None, None, drain.index], acc_D, True)
+            multiply(
+                mma, tDrA[None, None, None, drain.index], tDrB[None, None, None, drain.index], acc_D, accumulate=True
+            )
             drain.advance()
             warpgroup.wait_group(1)  # the step before is complete; this one, the younger group, stays in flight
             ring.consumer_release(read)  # this warp has read the stage of the step before
@@ -361,7 +365,8 @@ def store_tile(mC, tma_D, mD, sD, acc_D, work):
         m, n, buffer = i // (TILE_N // CHUNK_N), i % (TILE_N // CHUNK_N), i % CHUNK_BUFFERS
         m, n = work.m_block * (TILE_M // (CONSUMERS * WGMMA_M)) + m, work.n_block * (TILE_N // CHUNK_N) + n
         rD.store(cute.make_tensor(acc_D.iterator + cute.size(rD) * i, rD.layout).load())
-        add_c(rD, chunk_mma, cute.local_tile(mC, (CONSUMERS * WGMMA_M, CHUNK_N), (m, n)), mC, m, n)
+        gC = cute.local_tile(mC, (CONSUMERS * WGMMA_M, CHUNK_N), (m, n))
+        add_c(rD, chunk_mma, gC, mC, m, n)
         cute.arch.cp_async_bulk_wait_group(CHUNK_BUFFERS - 1, read=True)  # TMA has read what was in this buffer
         cute.arch.sync_warp()  # a lane waits for its own copies only
         cute.copy(copy_D, copy_D.retile(rD), copy_D.partition_D(sD_chunk[None, None, buffer]))
@@ -444,7 +449,7 @@ def matmul(a, b, c, *, out=None):
     gpu = a.get_device()
     num_sms = sm_count(gpu)
     if out is None:
-        out = empty((m, n), (-(-n // 4) * 4, 1), TORCH_OUT_DTYPE, gpu)  # rows of whole 16 bytes
+        out = empty((m, n), (-(-n // VECTOR) * VECTOR, 1), TORCH_OUT_DTYPE, gpu)  # rows of whole 16 bytes
     if not (m and n and k):  # nothing to launch, and the compiled function checks nothing
         for name, x, needed in (
             ("a", a, ((m, k), TORCH_DTYPE)),

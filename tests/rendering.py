@@ -15,7 +15,7 @@ from fa3gen.base.files import sha256
 from fa3gen.design.workspace import Workspace
 from fa3gen.generate.plan import Plan, make_plan
 from fa3gen.generate.writing import MEMORY
-from fa3gen.spec.model import Forward
+from fa3gen.spec.model import Forward, Gemm
 from fa3gen.spec.specfile import SpecFile, Variant, attention_among
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -51,6 +51,12 @@ def named(stem: str) -> Variant:
 def attention_stems() -> tuple[str, ...]:
     """Stems of the modules that are attention."""
     return tuple(variant.stem for variant in attention_among(variants()[stem] for stem in STEMS))
+
+
+@cache
+def gemm_stems() -> tuple[str, ...]:
+    """Stems of the modules that are GEMM."""
+    return tuple(stem for stem in STEMS if isinstance(variants()[stem].spec, Gemm))
 
 
 @cache

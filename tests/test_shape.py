@@ -12,13 +12,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 
 import pytest
-from rendering import CHECKOUT, ROOT, STEMS, assert_none_in_modules, plans, source, tree
+from rendering import CHECKOUT, ROOT, STEMS, assert_none_in_modules, attention_stems, gemm_stems, plans, source, tree
 
 from fa3gen.generate.plan import Plan
 
+ATTENTION, GEMM = attention_stems(), gemm_stems()
 Function = ast.FunctionDef
 FIRST_LINES = '# Copyright the fa3gen authors\n# SPDX-License-Identifier: Apache-2.0\n"""'
-ENTRY_POINTS = {"attention", "compile_for_sm90a"}
+ENTRY_POINTS = {"attention", "copy", "matmul", "compile_for_sm90a"}
 BANNERS = [
     "Shared storage",
     "Host side",
@@ -32,6 +33,10 @@ BANNERS = [
     "Softmax",
     "O = P V",
     "Epilogue",
+    "Python entry points",
+]
+GEMM_BANNERS = [
+    *("Shared storage", "Host side", "Kernel", "Work", "Loads", "Consumers", "D = A B", "Epilogue"),
     "Python entry points",
 ]
 
@@ -53,10 +58,14 @@ def loads(node: ast.AST) -> Counter[str]:
 
 
 def test_size() -> None:
-    """300 to 700 lines, to read in one sitting; 330 more for roles, work, timeline, slots of a specialised kernel."""
+    """300 to 700 lines, to read in one sitting; 330 more for roles, work, timeline, slots of a specialised kernel.
+
+    A GEMM has fewer than 500.
+    """
     lines = {stem: len(source(stem).splitlines()) for stem in STEMS}
-    most = {stem: 1030 if plans()[stem].schedule.specialized else 700 for stem in STEMS}
-    assert {stem: n for stem, n in lines.items() if not 300 <= n <= most[stem]} == {}
+    most = {stem: 1030 if plans()[stem].schedule.specialized else 700 for stem in ATTENTION}
+    assert {stem: lines[stem] for stem in ATTENTION if not 300 <= lines[stem] <= most[stem]} == {}
+    assert {stem: lines[stem] for stem in GEMM if not 300 <= lines[stem] < 500} == {}
 
 
 def test_lines() -> None:
@@ -91,11 +100,14 @@ def banners(text: str) -> list[str]:
 def test_banners_stand_in_one_order() -> None:
     def check(stem: str) -> list[str]:
         found = banners(source(stem))
-        return [] if found == [name for name in BANNERS if name in found] else found
+        order = GEMM_BANNERS if stem in GEMM else BANNERS
+        return [] if found == [name for name in order if name in found] else found
 
     assert_none_in_modules(check)
     assert [stem for stem in STEMS if source(stem).count("# ===") != 2 * len(banners(source(stem)))] == []
-    fused = [stem for stem in STEMS if not stem.startswith("k1_")]
+    specialized = {stem: plans()[stem].schedule.specialized for stem in GEMM}
+    assert [stem for stem in GEMM if ("Consumers" in banners(source(stem))) != specialized[stem]] == []
+    fused = [stem for stem in ATTENTION if not stem.startswith("k1_")]
     # Only where warps are specialised is there a role of consumers, and a scheduler that gives work to all roles.
     missing = {stem: set() if plans()[stem].schedule.specialized else {"Work", "Consumers"} for stem in fused}
     assert [stem for stem in fused if set(BANNERS) - set(banners(source(stem))) != missing[stem]] == []
@@ -139,7 +151,7 @@ def defined(stem: str) -> list[str]:
 
 def test_specialised_modules_have_the_same_parts() -> None:
     """Who has read K6 knows the way in all of them."""
-    stems = [stem for stem in STEMS if plans()[stem].schedule.specialized]
+    stems = [stem for stem in ATTENTION if plans()[stem].schedule.specialized]
     longest = [name for name in dict.fromkeys(name for stem in stems for name in defined(stem))]
     wrong = []
     for stem in stems:
@@ -152,7 +164,7 @@ def test_specialised_modules_have_the_same_parts() -> None:
 def test_parts_of_specialised_modules_stand_in_one_order() -> None:
     """No two modules have two functions the other way round."""
     before: dict[tuple[str, str], str] = {}
-    for stem in STEMS:
+    for stem in ATTENTION:
         if plans()[stem].schedule.specialized:
             assert len(set(defined(stem))) == len(defined(stem))
             before |= {pair: stem for pair in itertools.combinations(defined(stem), 2)}
@@ -197,7 +209,7 @@ def test_few_positional_arguments() -> None:
     assert defined_kernels | {"launch"} == KERNELS
 
 
-KERNELS = {"launch", "attention_kernel", "scores_kernel", "softmax_kernel", "output_kernel"}
+KERNELS = {"launch", "attention_kernel", "scores_kernel", "softmax_kernel", "output_kernel", "matmul_kernel"}
 
 
 # Code
@@ -322,7 +334,16 @@ def test_many_arguments_have_names() -> None:
 
     Or where each has the name of its parameter, as what the roles of a specialised kernel are given.
     """
-    positional = {"attention_kernel", "cute.compile", "launch", "cute.gemm", "mask_scores", "mask_left_edge", "load_kv"}
+    positional = {
+        "attention_kernel",
+        "matmul_kernel",
+        "cute.compile",
+        "launch",
+        "cute.gemm",
+        "mask_scores",
+        "mask_left_edge",
+        "load_kv",
+    }
     positional |= {"softmax_step", "store_lse"}
     positional |= {
         "cpasync.tma_partition",
@@ -396,7 +417,9 @@ NUMBERS: dict[str, dict[int, str]] = {
     "attention_kernel": {4: "coordinates of a tile"},
     "next_work": {4: "coordinates of a tile"},
     "draw_work": {3: "place of a coordinate"},
-    "consume": {3: "maximum, sum and factor of a row"},
+    "consume": {3: "maximum, sum and factor of a row", 4: "ldmatrix x4"},
+    "smem_layouts": {3: "mode"},
+    "store_tile": {3: "mode", 4: "stmatrix x4", 64: "bits of two columns"},
     "compile_for_sm90a": {3: "stride_order", 4: "alignment", 5: "symbols", 8: "divisibility", 16: "alignment"},
     "check_gpu": {9: "compute capability"},
     "unasked_lse": {9: "compute capability"},
@@ -413,7 +436,9 @@ def test_no_magic_numbers() -> None:
     """Every other integer has a name at the top; the default scale, HEAD_DIM**-0.5, shows the number itself."""
 
     def check(stem: str) -> list[str]:
-        scale = {"attention": {plans()[stem].problem.head_dim: "scale", 4: "dimensions"}}
+        scale: dict[str, dict[int, str]] = {}
+        if stem in ATTENTION:
+            scale = {"attention": {plans()[stem].problem.head_dim: "scale", 4: "dimensions"}}
         found = []
         for node in tree(stem).body:
             if isinstance(node, Function | ast.ClassDef):
@@ -470,6 +495,8 @@ NAIVE = r"SmemAllocator|SharedStorage|warpgroup|smem|kv_range|n_block_end|TiledM
 def foreign_words(stem: str) -> str:
     """A pattern of words that only other variants than this module's may use."""
     plan = plans()[stem]
+    if stem in GEMM:
+        return foreign_to_a_gemm(stem)
     if plan.p.through == "global_f32":
         return f"{NAIVE}|{NO_TMA}|{NO_CP_ASYNC}|{NO_STAGES}|{SCALAR_QK}|{SCALAR_PV}|{mask_and_outputs(stem)}"
     words = [mask_and_outputs(stem), r"\bscores\b.*global"]
@@ -507,6 +534,25 @@ def mask_and_outputs(stem: str) -> str:
         {"bf16": r"(?<![bB])[fF]loat16|fp16", "fp16": r"[bB][fF]loat16"}[plan.problem.dtype],
     ]
     words += [r"LN_2|cute.math.log2|store_lse|\blse\b(?!:)|LSE\b(?! output)"] * (not plan.lse)
+    return "|".join(words)
+
+
+GEMM_WGMMA = r"[wW][gG][mM][mM][aA]|OperandMajorMode|stmatrix|StMatrix|\bTMA|tma_|mbarrier|[Pp]ipeline|CONSUMERS"
+GEMM_SCALAR = r"LANES_|\bROWS\b|load_f32|load_tile|cp_async_wait_group|inline_ptx"
+GEMM_SPECIALIZED = r"\bWork\b|num_sms|setmaxregister|PRODUCER|CHUNK|next_work"
+GEMM_REGISTERS = r"RMEM|LdMatrix|load_a\b|from registers, by"
+GEMM_C = r"\bmC\b|add_c|\bgC\b|A B \+ C"
+
+
+def foreign_to_a_gemm(stem: str) -> str:
+    """The same of a GEMM, in which nothing of attention may stand either."""
+    plan = plans()[stem]
+    words = [r"softmax|\bheads?\b|\bLSE\b|HEAD_DIM|\bacc_O\b"]
+    words.append(GEMM_SCALAR if plan.product.wgmma else GEMM_WGMMA)
+    words += [GEMM_SPECIALIZED] * (not plan.schedule.specialized)
+    words += [GEMM_REGISTERS] * (not plan.a.registers)
+    words += [GEMM_C] * (not plan.output.adds_c)
+    words += [r"CopyUniversalOp|OUT_DTYPE"] * (not plan.output.own_dtype)
     return "|".join(words)
 
 
@@ -548,6 +594,10 @@ def test_words_of_a_variant_are_found_in_it() -> None:
         "fwd_d128_static": [*STATIC.split("|"), *WHOLE.split("|")],
         "fwd_d128_causal": [*DYNAMIC.split("|"), *BUFFERED.split("|")],
         "fwd_d256": [*DIRECT.split("|"), *LAZY.split("|")],
+        "g1": GEMM_SCALAR.split("|"),
+        "g3": [*GEMM_WGMMA.split("|"), *GEMM_SPECIALIZED.split("|")],
+        "g3_registers": GEMM_REGISTERS.split("|"),
+        "g3_fp32_add": GEMM_C.split("|"),
     }
     assert {
         stem: lost for stem, words in samples.items() if (lost := [w for w in words if not re.search(w, source(stem))])
