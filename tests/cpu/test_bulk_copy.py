@@ -260,6 +260,35 @@ def test_box_between_16_byte_steps_is_refused(kernel: Any, first: int) -> None:
     assert report.value.kind is Kind.MISALIGNED
 
 
+TILE_M = 16  # rows of a tile below
+
+
+@pytest.mark.parametrize(("first", "rows"), [(0, 16), (0, 1), (3, 5), (10, 16), (19, 7), (25, 1), (26, 0), (30, 0)])
+def test_tile_that_is_cut_at_the_end_of_its_sequence(first: int, rows: int) -> None:
+    """Rows of x by way of (ROW, TILE_M, rows of x + 1) elements from TILE_M rows before x on, two strides alike.
+
+    The box at (0, TILE_M - rows, first + rows) begins at row `first` of x and is cut after `rows` rows, wherever that
+    is in x: the bounds of the middle dimension cut it. No coordinate is negative, so that a store may do the same.
+    """
+    row, height = 64, 26
+    buffer, around = tensor("bf16", (row, TILE_M + height + TILE_M - 1))
+    x, stride = around[TILE_M : TILE_M + height], buffer.strides[0]
+    view = np.lib.stride_tricks.as_strided(around, (height + 1, TILE_M, row), (stride, stride, 2))
+    maps, at = {"box": tensor_map(view, "bf16", (row, TILE_M, 1), 128)}, (0, TILE_M - rows, first + rows)
+    size = row * TILE_M * 2
+    memory = aligned((size,), np.uint8)
+    given = {"shared": BOX + size, "maps": maps, "buffers": {"tensor": buffer, "bytes": memory}}
+
+    wanted = np.zeros((TILE_M, row), np.uint16)
+    wanted[:rows] = x[first : first + rows]
+    assert clean(load_kernel(size, at, 0), **given)["bytes"].tobytes() == loaded_box(wanted, (row, TILE_M), (0, 0), 128)
+
+    memory[:] = 200
+    expected = buffer.copy()
+    expected[TILE_M + first : TILE_M + first + rows, :row] = 200 * 257
+    assert clean(store_kernel(size, at, 0), **given)["tensor"].tobytes() == expected.tobytes()
+
+
 def test_both_ways_under_every_schedule() -> None:
     """A load, a change by all threads, and a store."""
     buffer, inner = tensor("bf16", (90, 30))
