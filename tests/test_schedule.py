@@ -13,15 +13,15 @@ from dataclasses import dataclass, field
 from functools import cache
 
 import pytest
-from rendering import STEMS, constants, plans, source, variants
+from rendering import STEMS, attention_stems, constants, plans, source, variants
 
-from fa3gen.design import footprint
+from fa3gen.design.cta import cta_of
 from fa3gen.design.schedule import PLACES, Role, Schedule, Step, schedule_of
 from fa3gen.design.schedule.cooperative import CTA_BARRIER, P_BARRIER
 from fa3gen.design.schedule.specialized import OUTPUT_BARRIER
 from fa3gen.generate.header import PLACE_TITLES
 
-FUSED = [stem for stem in STEMS if not stem.startswith("k1_")]
+FUSED = [stem for stem in attention_stems() if not stem.startswith("k1_")]
 TENSORS = {"tma_Q": "Q", "tma_K": "K", "tma_V": "V", "gQ": "Q", "gK": "K", "gV": "V"}
 OF_RINGS = {
     "producer_acquire": "wait_empty",
@@ -340,7 +340,7 @@ def test_every_ring_is_filled_and_emptied(stem: str) -> None:
         if ring.empty_arrivals:
             assert {(ring.producer, "wait_empty")} | {(who, "release") for who in ring.consumers} <= kinds
             assert ring.empty_arrivals == sum(found.role(who).warps for who in ring.consumers)
-    assert sum(ring.mbarriers for ring in found.rings) * 8 == footprint.barrier_bytes(variants()[stem].spec)
+    assert sum(ring.mbarriers for ring in found.rings) * 8 == cta_of(variants()[stem].spec).barrier_bytes
 
 
 @pytest.mark.parametrize("stem", STEMS)

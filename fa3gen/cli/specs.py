@@ -11,7 +11,7 @@ from fa3gen.cli import completion
 
 if TYPE_CHECKING:
     from fa3gen.design.workspace import Workspace
-    from fa3gen.spec.model import Forward, Gemm, Spec
+    from fa3gen.spec.model import Copy, Forward, Gemm, Spec
     from fa3gen.spec.specfile import SpecFile, Variant
 
 
@@ -114,7 +114,7 @@ def _chosen(file: SpecFile, named: Collection[str] | None, wanted: Mapping[str, 
 
 def facts(file: SpecFile, stem: str, spec: Spec) -> dict[str, Any]:
     """What the list says of one module, as JSON values."""
-    from fa3gen.spec.model import Forward, Gemm
+    from fa3gen.spec.model import Copy, Forward, Gemm
 
     known = {"spec": file.stem, "stem": stem, "summary": file.summary, "source": str(file.path)}
     match spec:
@@ -122,6 +122,8 @@ def facts(file: SpecFile, stem: str, spec: Spec) -> dict[str, Any]:
             return {**known, **_attention_facts(spec)}
         case Gemm():
             return {**known, **_gemm_facts(spec)}
+        case Copy():
+            return {**known, **_copy_facts(spec)}
 
 
 def _attention_facts(spec: Forward) -> dict[str, Any]:
@@ -139,6 +141,18 @@ def _attention_facts(spec: Forward) -> dict[str, Any]:
         "products": f"{spec.qk.engine}/{spec.pv.engine}",
         "handoff": spec.handoff.through,
         "lse": spec.outputs.lse,
+    }
+
+
+def _copy_facts(spec: Copy) -> dict[str, Any]:
+    box, ring = spec.box, spec.ring
+    return {
+        "operation": spec.operation,
+        "dtype": spec.problem.dtype,
+        "layout": spec.problem.layout,
+        "tile": "x".join(map(str, (*box.extents[:-1], spec.problem.row))),
+        "box": f"{'x'.join(map(str, box.extents))} {box.swizzle} {box.wide}",
+        "ring": None if ring is None else f"{ring.stages} stages, {ring.ctas_per_sm} CTAs on an SM",
     }
 
 
@@ -180,6 +194,9 @@ _COLUMNS = {
     "P through": "handoff",
     "product": "product",
     "A/B major": "majors",
+    "layout": "layout",
+    "box": "box",
+    "ring": "ring",
 }
 
 

@@ -81,6 +81,7 @@ class BulkCopyUnit:
         warps: NDArray[np.intp],
     ) -> None:
         memory = self.cta.shared
+        _check_start(tensor_map, self.cta.memory)
         _check_place(tensor_map, coordinates)
         chunks = box_chunks(tensor_map, destination)
         memory.check_chunks(chunks, "a TMA load")
@@ -136,6 +137,7 @@ class BulkCopyUnit:
         self, group: Any, warp: int, lane: int, tensor_map: TensorMap, coordinates: tuple[int, ...], source: int
     ) -> None:
         memory, clocks = self.cta.shared, self.cta.clocks
+        _check_start(tensor_map, self.cta.memory)
         _check_place(tensor_map, coordinates)
         if min(coordinates) < 0:  # an H200 stops with an illegal instruction at such a store
             raise Hazard(
@@ -200,6 +202,15 @@ def _of_lane(value: Any, lane: int) -> int:
 # ---------------------------------------------------------------------- boxes
 
 
+def _check_start(tensor_map: TensorMap, memory: GlobalMemory) -> None:
+    if not memory.holds(tensor_map.address):  # an H200 stops with an illegal memory access where no page is mapped
+        raise Hazard(
+            Kind.OUT_OF_BOUNDS,
+            f"a tensor map that begins at {tensor_map.address:#x}, which is in no tensor of the launch: that address "
+            "has to be mapped, although no box may touch it",
+        )
+
+
 def _check_place(tensor_map: TensorMap, coordinates: tuple[int, ...]) -> None:
     if len(coordinates) != len(tensor_map.box):
         raise Hazard(Kind.TENSOR_MAP, f"{len(coordinates)} coordinates for a tensor map of rank {len(tensor_map.box)}")
@@ -257,13 +268,17 @@ def _visible(tensor_map: TensorMap, coordinates: tuple[int, ...]) -> tuple[list[
 def _view(tensor_map: TensorMap, memory: GlobalMemory, first: list[int], count: list[int]) -> NDArray[np.uint8]:
     """The visible part of a box in global memory, bytes, dimensions slowest first."""
     strides = tensor_map.strides
-    start = tensor_map.address + sum(index * stride for index, stride in zip(first, strides, strict=True))
+    # Addresses wrap around: an H200 takes maps whose strides come back to the tensor from behind the end of memory.
+    start = (tensor_map.address + sum(index * stride for index, stride in zip(first, strides, strict=True))) % 2**64
     extent = sum((number - 1) * stride for number, stride in zip(count, strides, strict=True))
     allocation = memory.find(start, start + extent + tensor_map.element_bytes)
     return np.lib.stride_tricks.as_strided(
         allocation.bytes[start - allocation.start :],
         (*reversed(count[1:]), count[0] * tensor_map.element_bytes),
-        (*reversed(strides[1:]), 1),
+        (
+            *(stride * (number > 1) for number, stride in zip(reversed(count[1:]), reversed(strides[1:]), strict=True)),
+            1,
+        ),
     )
 
 

@@ -36,6 +36,10 @@ class GlobalMemory:
             memory = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(address))
             self.allocations.append(Allocation(name, address, address + size, memory))
 
+    def holds(self, address: int) -> bool:
+        """Whether the byte at this address belongs to an allocation."""
+        return any(allocation.start <= address < allocation.end for allocation in self.allocations)
+
     def find(self, low: int, high: int) -> Allocation:
         """The allocation that holds bytes [low, high). Raises a Hazard when none holds all of them."""
         for allocation in self.allocations:

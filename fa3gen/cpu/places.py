@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from fa3gen.design import footprint
+from fa3gen.design import boxes, footprint
 from fa3gen.design.cta import cta_of
 from fa3gen.hardware import hopper
-from fa3gen.spec.model import CpAsyncLoad, Forward, Gemm, Spec, TmaLoad
+from fa3gen.spec.model import Copy, CpAsyncLoad, Forward, Gemm, Spec, TmaLoad
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,8 @@ class SharedPlaces:
                 return cls._of_forward(spec)
             case Gemm():
                 return cls._of_gemm(spec)
+            case Copy():
+                return cls._of_copy(spec)
 
     @classmethod
     def _of_forward(cls, spec: Forward) -> "SharedPlaces":
@@ -64,6 +66,15 @@ class SharedPlaces:
                 arrays.append(SharedPlace(name, stage if ring else None, offset + stage * size, size))
             offset += region.bytes
         return cls(tuple(arrays), tuple(_barriers(spec, offset)))
+
+    @classmethod
+    def _of_copy(cls, spec: Copy) -> "SharedPlaces":
+        ring, size = spec.ring is not None, boxes.tile_bytes(spec)
+        stages = range(boxes.stages(spec))
+        arrays = [SharedPlace("X", stage if ring else None, stage * size, size) for stage in stages]
+        begin, each = len(stages) * size, hopper.MBARRIER_BYTES
+        barriers = [SharedPlace("x_full", stage if ring else None, begin + stage * each, each) for stage in stages]
+        return cls(tuple(arrays), tuple(barriers))
 
     @classmethod
     def _of_gemm(cls, spec: Gemm) -> "SharedPlaces":

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fa3gen.design import footprint, gemm
+from fa3gen.design import boxes, footprint, gemm
 from fa3gen.design.footprint import Region
 from fa3gen.hardware import hopper
-from fa3gen.spec.model import Forward, Gemm, Spec
+from fa3gen.spec.model import Copy, Forward, Gemm, Spec
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,8 @@ class Cta:
             placed.append((offset, region))
             offset += region.bytes
         if self.barrier_bytes:
-            formula = f"{self.barrier_bytes // hopper.MBARRIER_BYTES} mbarriers"
+            count = self.barrier_bytes // hopper.MBARRIER_BYTES
+            formula = f"{count} mbarrier{'s' * (count > 1)}"
             placed.append((offset, Region("barriers", self.barrier_bytes, formula, hopper.MBARRIER_BYTES, "")))
         return placed
 
@@ -71,4 +72,11 @@ def cta_of(spec: Spec) -> Cta:
                 held=tuple(gemm.registers_per_thread(spec)),
                 launch_registers=hopper.registers_at_launch(gemm.threads(spec)) if gemm.specialized(spec) else None,
                 persistent=gemm.specialized(spec),
+            )
+        case Copy():
+            return Cta(
+                threads=hopper.WARP,
+                regions=tuple(boxes.shared_memory_map(spec)),
+                barrier_bytes=boxes.barrier_bytes(spec),
+                held=(("addresses and counters", boxes.OTHER_REGISTERS),),
             )

@@ -15,12 +15,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from fa3gen.design import footprint, gemm
+from fa3gen.design import boxes, footprint, gemm
 from fa3gen.design.family import Shape
 from fa3gen.design.gemm import GemmShape
 from fa3gen.hardware import hopper
 from fa3gen.hardware.dtypes import FP32, INT32, VECTOR_BYTES, Dtype
-from fa3gen.spec.model import Forward, Gemm, GlobalHandoff, Spec, WgmmaProduct
+from fa3gen.spec.model import Copy, Forward, Gemm, GlobalHandoff, Spec, WgmmaProduct
 
 Role = Literal["input", "output", "optional output"]
 Initial = Literal["zero", "anything"]
@@ -269,6 +269,22 @@ def matmul(spec: Gemm) -> Operation:
     return Operation("gemm", "matmul", tuple(arguments), kernels=1)
 
 
+def copy(spec: Copy) -> Operation:
+    """out = x; of packed rows only those of the sequences that the offsets name."""
+    if boxes.packed(spec):
+        dims = [Extent("total")]
+    else:
+        dims = [Extent(f"d{number}") for number in range(len(spec.box.extents) - 1)]
+    shape = (*dims, Extent("row", spec.problem.row))
+    arguments: list[Argument] = [Tensor("x", "input", spec.element, shape, "tma")]
+    if boxes.packed(spec):
+        arguments.append(Tensor("offsets", "input", INT32, (Extent("sequences"),), "threads", Dense(align=INT32.bytes)))
+    arguments.append(Tensor("out", "output", spec.element, shape, "tma"))
+    if spec.ring is not None:
+        arguments.append(Scalar("num_sms", INT32))
+    return Operation("copy", "copy", tuple(arguments), kernels=1)
+
+
 def operation_of(spec: Spec) -> Operation:
     """What the module of a spec works on."""
     match spec:
@@ -276,3 +292,5 @@ def operation_of(spec: Spec) -> Operation:
             return forward(spec)
         case Gemm():
             return matmul(spec)
+        case Copy():
+            return copy(spec)

@@ -175,6 +175,7 @@ class EntryPlan:
     needs_grad: tuple[NeedsGrad, ...]
     given: tuple[str, ...]
     keeps_scratch: bool = False
+    ctas_phrase: str = ", each of which gets one CTA"
 
 
 @dataclass(frozen=True)

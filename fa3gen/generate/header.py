@@ -352,7 +352,8 @@ def barriers(schedule: Schedule) -> list[tuple[str, ...]]:
     """The mbarriers of a cooperative kernel, where warp 0 loads for all."""
     rows: list[tuple[str, ...]] = [("name", "stages", "producer -> consumer", "a phase completes with")]
     for ring in schedule.rings:
-        stages, readers = str(ring.stages), f"{schedule.role(ring.consumers[0]).warps} warps"
+        warps = schedule.role(ring.consumers[0]).warps
+        stages, readers = str(ring.stages), f"{warps} warps" if warps > 1 else "1 warp"
         if ring.full_bytes:
             parts = ", ".join(f"{what} {size}" for what, size in zip(ring.holds, ring.sizes, strict=True))
             announced = f"{ring.full_bytes} bytes{f', {parts}' * (len(ring.holds) > 1)}"

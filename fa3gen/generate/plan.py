@@ -14,13 +14,14 @@ from fa3gen.design.cta import cta_of
 from fa3gen.design.footprint import Region
 from fa3gen.design.operation import Argument, Scalar, Scratch, Tensor, operation_of
 from fa3gen.design.schedule import full_tiles, schedule_of
-from fa3gen.generate import gemm_header, gemm_plan, header, predicted_sass
+from fa3gen.generate import copying, gemm_header, gemm_plan, header, predicted_sass
 from fa3gen.generate.expected import Expectation
 from fa3gen.generate.module_plan import ImportsPlan, ModulePlan, Named, Parameter, layout_atom
 from fa3gen.hardware import hopper
 from fa3gen.hardware.dtypes import FP32, INT32, Dtype
 from fa3gen.spec.model import (
     CausalMask,
+    Copy,
     CpAsyncLoad,
     Forward,
     Gemm,
@@ -263,6 +264,7 @@ class EntryPlan:
     mask_phrase: str
     output_phrase: str
     heads_phrase: str
+    ctas_phrase: str = ", each of which gets one CTA"
 
 
 @dataclass(frozen=True)
@@ -327,6 +329,8 @@ def make_plan(variant: Variant) -> ModulePlan:
         case Gemm() as spec:
             source = PurePath(variant.source)
             return gemm_plan.make_plan(variant.stem, spec, summary=variant.summary, source=source)
+        case Copy() as spec:
+            return copying.make_plan(variant, spec)
 
 
 def describe(spec: Spec, summary: str) -> header.Description:
@@ -336,6 +340,8 @@ def describe(spec: Spec, summary: str) -> header.Description:
             return header.describe(spec, summary)
         case Gemm():
             return gemm_header.describe(spec, summary)
+        case Copy():
+            return copying.describe(spec, summary)
 
 
 def _attention(variant: Variant, spec: Forward) -> Plan:

@@ -26,6 +26,8 @@ WARPGROUP = 128
 # cuTensorMapEncodeTiled: boxDim[i] <= 256, globalStrides[i] a multiple of 16 bytes.
 TMA_BOX = 256
 TMA_STRIDE_ALIGN = 16
+TMA_RANK = 5  # dimensions of a tensor map, tensorRank
+TMA_SMEM_ALIGN = 128  # bytes, of a box in shared memory (PTX ISA, cp.async.bulk.tensor)
 
 # PTX ISA, "Asynchronous Warpgroup Level Matrix Shape": m64nNk16 for 16-bit operands, N a multiple of 8 up to 256.
 WGMMA_M = 64

@@ -26,12 +26,12 @@ from fa3gen.base.errors import UserError
 from fa3gen.base.markdown import speed
 from fa3gen.base.markdown import table as table_of
 from fa3gen.base.wording import counted
-from fa3gen.design import footprint, gemm, ladder
+from fa3gen.design import boxes, footprint, gemm, ladder
 from fa3gen.design.family import Family
 from fa3gen.design.workspace import Workspace
 from fa3gen.records import evidence
 from fa3gen.records.evidence import TIMED, CpuStatus, Status
-from fa3gen.spec.model import CooperativeSchedule, Forward, Gemm, RegisterHandoff, Spec, SyncLoad, WindowMask
+from fa3gen.spec.model import CooperativeSchedule, Copy, Forward, Gemm, RegisterHandoff, Spec, SyncLoad, WindowMask
 from fa3gen.spec.specfile import Variant
 
 DOCUMENT = Path("docs/matrix.md")
@@ -103,6 +103,8 @@ def features(spec: Spec) -> dict[str, str]:
             return _of_forward(spec)
         case Gemm():
             return _of_gemm(spec)
+        case Copy():
+            return _of_copy(spec)
 
 
 def _of_forward(spec: Forward) -> dict[str, str]:
@@ -120,6 +122,19 @@ def _of_forward(spec: Forward) -> dict[str, str]:
         "tiles of queries": (f"persistent, {spec.scheduler}" if footprint.persistent(spec) else "one per CTA"),
         "GQA packing": "" if spec.tile.pack_heads == 1 else f"{spec.tile.pack_heads} heads",
         "LSE": "yes" if spec.outputs.lse else "no",
+    }
+
+
+def _of_copy(spec: Copy) -> dict[str, str]:
+    ring = spec.ring
+    return {
+        "dtype": spec.problem.dtype,
+        "tile": " x ".join(map(str, (*spec.box.extents[:-1], spec.problem.row))),
+        "box": " x ".join(map(str, spec.box.extents)),
+        "swizzle": spec.box.swizzle,
+        "wide rows": "folded" if boxes.folded(spec) else f"{boxes.copies(spec)} x",
+        "layout": spec.problem.layout,
+        "tiles of a CTA": "1" if ring is None else f"in turn, ring of {ring.stages}",
     }
 
 

@@ -1,8 +1,8 @@
-"""Modules of operations other than attention, timed beside what torch does instead: `torch.mm`, which is cuBLAS.
+"""Modules of operations other than attention, beside what torch does instead: `torch.mm`, which is cuBLAS, or `copy_`.
 
 Calls are replayed from CUDA graphs, so that no host side is measured, in rounds, in each of which all competitors of a
 problem take turns in a random order. A ratio is the median over rounds of the two times of one round: the clock of a
-GPU under its power limit wanders by more than kernels differ. Inputs are normal random numbers.
+GPU under its power limit wanders by more than kernels differ. Inputs are normal random numbers, of copies random bits.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+from fa3gen.design import boxes
 from fa3gen.design.operation import Tensor, operation_of
 from fa3gen.records.evidence import Speed
-from fa3gen.spec.model import Gemm, Other
+from fa3gen.spec.model import Copy, Gemm, Other
 
 if TYPE_CHECKING:
     import torch
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
 ROUNDS = 12
 BURST_MS = 15.0  # of one timing: as many launches as fill it
 CUBES = (4096, 8192)  # m = n = k
+COPIED_BYTES = 5 * 2**28  # of x, at most: 1.34 GB, far more than the L2 holds
+INNER = (4, 8, 512)  # dimensions between the first and the row, as many of the last as a tensor has
+SEQUENCE_ROWS = 2000  # of a packed sequence, on average
 SEED = 0
 
 
@@ -60,7 +64,11 @@ class _Turns:
 
 def problems(spec: Other, device: torch.device) -> list[Callable[[], Problem]]:
     """What modules of this spec are timed at; the tensors are made when a problem is."""
-    return [functools.partial(_cube, spec, size, device) for size in CUBES]
+    match spec:
+        case Gemm():
+            return [functools.partial(_cube, spec, size, device) for size in CUBES]
+        case Copy():
+            return [functools.partial(_large, spec, device)]
 
 
 def _cube(spec: Gemm, size: int, device: torch.device) -> Problem:
@@ -75,6 +83,26 @@ def _cube(spec: Gemm, size: int, device: torch.device) -> Problem:
     wide: list[Any] = [] if out.dtype == a.dtype else [out.dtype]
     call = functools.partial(torch.addmm, c[0], a, b, *wide) if c else functools.partial(torch.mm, a, b, *wide)
     return Problem(f"{size} x {size} x {size}", 2 * size**3 / 1e12, "TFLOP/s", given, out, call)
+
+
+def _large(spec: Copy, device: torch.device) -> Problem:
+    """A tensor of COPIED_BYTES, without gaps; packed rows in sequences of random lengths."""
+    import torch
+
+    generator, row = torch.Generator(device=device).manual_seed(SEED), spec.problem.row
+    inner = INNER[len(INNER) + 2 - len(spec.box.extents) :]
+    rows = COPIED_BYTES // (row * spec.element.bytes * math.prod(inner))
+    shape = (rows, *inner, row)
+    bits = torch.randint(-(2**15), 2**15, shape, dtype=torch.int16, device=device, generator=generator)
+    x = bits.view(spec.element.in_torch())
+    offsets: tuple[torch.Tensor, ...] = ()
+    if boxes.packed(spec):
+        cuts = torch.randint(0, rows, (rows // SEQUENCE_ROWS,), device=device, generator=generator).sort().values
+        offsets = (torch.nn.functional.pad(cuts, (1, 0)).int(),)
+        offsets[0][-1] = rows
+    out = torch.empty_like(x)
+    name = " x ".join(map(str, shape))
+    return Problem(name, 2 * x.numel() * x.element_size() / 1e9, "GB/s", (x, *offsets), out, lambda: out.copy_(x))
 
 
 def _matrix(tensor: Tensor, size: int, device: torch.device, generator: torch.Generator) -> torch.Tensor:

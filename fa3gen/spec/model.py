@@ -27,10 +27,12 @@ from fa3gen.spec.common import (
     WarpSpecializedSchedule,
     WgmmaProduct,
 )
+from fa3gen.spec.copying import Copy
 from fa3gen.spec.gemm import Gemm
 
 __all__ = [
     "CooperativeSchedule",
+    "Copy",
     "DType",
     "Gemm",
     "Major",
@@ -272,9 +274,9 @@ class Forward(SpecModel):
 
 
 # Specs of all operations. The next one is a model in a file of its own, imported here.
-Other = Union[Gemm]
+Other = Union[Gemm, Copy]
 Spec = Union[Forward, Other]
 
 # By the value of `operation`, which files of attention may leave out.
 DEFAULT_OPERATION = "forward"
-OPERATIONS: dict[str, type[Spec]] = {"forward": Forward, "gemm": Gemm}
+OPERATIONS: dict[str, type[Spec]] = {"forward": Forward, "gemm": Gemm, "copy": Copy}

@@ -29,8 +29,10 @@ from fa3gen.cpu.ptx import PtxError
 from fa3gen.cpu.schedule import Schedule, schedules
 from fa3gen.design import footprint
 from fa3gen.hardware.hopper import WARP
-from fa3gen.spec.model import Forward, Gemm, Spec, WgmmaProduct
+from fa3gen.spec.model import Copy, Forward, Gemm, Spec, WgmmaProduct
 from fa3gen.verify import accuracy, gemm_inputs, inputs
+from fa3gen.verify import copies as copy_inputs
+from fa3gen.verify.copies_on_cpu import CpuCopyRunner
 from fa3gen.verify.gemm_on_cpu import CpuGemmRunner
 from fa3gen.verify.inputs import Case, Inputs
 from fa3gen.verify.on_gpu import (
@@ -128,6 +130,8 @@ def _runner(module: Any, spec: Spec, seed: int, count: int) -> tuple[RunsOnCpu, 
             return CpuRunner(module, spec, seed, count), inputs.cpu_cases(spec)
         case Gemm():
             return CpuGemmRunner(module, spec, seed, count), gemm_inputs.cpu_cases(spec)
+        case Copy():
+            return CpuCopyRunner(module, spec, seed, count), copy_inputs.cpu_cases(spec)
 
 
 class CpuRunner(Runner):

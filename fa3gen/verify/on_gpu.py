@@ -32,8 +32,10 @@ import torch
 from fa3gen.design.family import Shape
 from fa3gen.design.masks import reach
 from fa3gen.design.operation import operation_of
-from fa3gen.spec.model import Forward, Gemm, Spec
+from fa3gen.spec.model import Copy, Forward, Gemm, Spec
+from fa3gen.verify import copies as copy_inputs
 from fa3gen.verify import gemm_inputs, inputs, reference
+from fa3gen.verify.copies_on_gpu import CopyRunner
 from fa3gen.verify.gemm_on_gpu import GemmRunner
 from fa3gen.verify.inputs import Case, Inputs
 from fa3gen.verify.reference import Attention
@@ -124,6 +126,8 @@ def _runner(module: Any, spec: Spec, device: torch.device, seed: int) -> tuple[M
             return Runner(module, spec, device, seed), inputs.gpu_cases(spec)
         case Gemm():
             return GemmRunner(module, spec, device, seed), gemm_inputs.gpu_cases(spec)
+        case Copy():
+            return CopyRunner(module, spec, device, seed), copy_inputs.gpu_cases(spec)
 
 
 def unavoidable(expected: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -6,10 +6,22 @@ from collections.abc import Callable, Iterable
 
 from fa3gen.design import footprint
 from fa3gen.design.cta import cta_of
-from fa3gen.design.rules import asking_gemm, memory, output, parts, products, scalar, schedules, taste, threads
+from fa3gen.design.rules import (
+    asking_copies,
+    asking_gemm,
+    memory,
+    output,
+    parts,
+    products,
+    scalar,
+    schedules,
+    taste,
+    threads,
+)
 from fa3gen.design.rules.registry import Answer, Violation
 from fa3gen.hardware import hopper
 from fa3gen.spec.model import (
+    Copy,
     CpAsyncLoad,
     Forward,
     Gemm,
@@ -43,6 +55,8 @@ def answers(spec: Spec) -> list[Answer]:
             return _of_forward(spec)
         case Gemm():
             return asking_gemm.answers(spec)
+        case Copy():
+            return asking_copies.answers(spec)
 
 
 def _of_forward(spec: Forward) -> list[Answer]:

@@ -96,7 +96,7 @@ def shared_memory(
 
 
 @rule(kind=HARDWARE, topic="shared memory")
-def shared_sm(ctas: int, total: int) -> Violation | None:
+def shared_sm(ctas: int, total: int, *, field: str = "tile.ctas_per_sm", smaller: str = "tile.kv") -> Violation | None:
     """The shared memory of all CTAs that share an SM within its 228 KB, of which the system takes 1 KB for each CTA.
 
     CUDA C++ Programming Guide, "Compute Capability 9.0", Shared Memory.
@@ -105,7 +105,7 @@ def shared_sm(ctas: int, total: int) -> Violation | None:
     if ctas * each <= hopper.SMEM_PER_SM:
         return None
     return Violation(
-        "tile.ctas_per_sm",
+        field,
         f"shared memory of {ctas} CTAs: {ctas} x ({total} + {hopper.SMEM_RESERVED}) = {ctas * each} > "
-        f"{hopper.SMEM_PER_SM} bytes of an SM; use fewer CTAs or a smaller tile.kv",
+        f"{hopper.SMEM_PER_SM} bytes of an SM; use fewer CTAs or a smaller {smaller}",
     )

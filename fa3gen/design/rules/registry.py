@@ -45,6 +45,8 @@ Topic = Literal[
     "order",
     "shared memory",
     "registers",
+    "box",
+    "ring",
     "product",
     "structure",
 ]
