@@ -203,6 +203,8 @@ def test_registers_where_ctas_share_an_sm() -> None:
         ("k1_d128", {"other": 24}),
         # O: 128 x 128 / 256 = 64; S: 128 x 64 / 256 = 32; P is half as wide as S: 16.
         ("k4_2_d128", {"O": 64, "S": 32, "P": 16, "other": 24}),
+        # Q: 128 x 128 elements of 16 bits, two in a register of 256 threads: 128 / 4.
+        ("k4_q_registers_d128", {"O": 64, "Q": 32, "S": 32, "P": 16, "other": 24}),
         # The producer's threads hold none of it: O 128 x 128 / 256 = 64, S 128 x 128 / 256 = 64, P 32.
         ("k5_d128", {"O": 64, "S": 64, "P": 32, "other": 24}),
         ("ping_pong_d128", {"O": 64, "S": 64, "P": 32, "other": 24}),

@@ -464,6 +464,12 @@ def test_tma_boxes(extent: int, swizzle: Any, boxes: int) -> None:
             "k4_2_d64",
             {"wgmma": {(64, 64, 16, "smem"): 4, (64, 64, 16, "registers"): 4}, "tma_loads": 5, "stmatrix": 4},
         ),
+        # The same, both from registers; a warp's 16 rows of Q are 128 / 16 blocks of 16 x 16, one ldmatrix.x4 each.
+        (
+            "k4_q_registers_d128",
+            {"wgmma": {(64, 64, 16, "registers"): 8, (64, 128, 16, "registers"): 4}, "wgmma_waits": 2}
+            | {"tma_loads": 10, "stmatrix": 8, "ldmatrix": 8, "smem_bytes": 99328},
+        ),
         # S: 64 / 16 = 4 of N = 128, O: 128 / 16 = 8 of N = 64. The producer has no prefetch: Q, K and V, one box each,
         # announced once each; 2 x (1 + 2 + 2) barriers. 4 x 128 threads: launched with 65536 / 512 = 128 registers.
         (

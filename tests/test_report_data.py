@@ -444,6 +444,12 @@ def test_highlighting_keeps_the_text() -> None:
     assert [" ".join(line.split()) for line in plain] == squeezed
 
 
+def test_operands_in_registers_are_shown_with_their_steps() -> None:
+    """Of 64 rows: Q has 128 / 16 steps of the head dim, P 64 / 16 of keys; both lie alike."""
+    whats = [fragment.what for fragment in fragments.fragments(spec_of("k4_q_registers_d128"))]
+    assert whats[1:] == ["A operand in 16 bits: one of 8 k-steps of Q or one of 4 k-steps of P (64 x 16, 4 registers)"]
+
+
 # -- pictures
 
 

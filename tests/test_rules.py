@@ -116,12 +116,15 @@ def test_b_from_smem() -> None:
     )
 
 
-def test_q_from_smem() -> None:
-    assert products.q_from_smem("smem") is None
-    assert products.q_from_smem("registers") == Violation(
+def test_q_from_registers() -> None:
+    assert products.q_from_registers("smem", "ping_pong", "wgmma") is None
+    assert products.q_from_registers("registers", "cooperative", "wgmma") is None
+    assert products.q_from_registers("registers", "ping_pong", "wgmma") == Violation(
         "qk.a.source",
-        "Q is read from shared memory, where TMA puts it; Q in registers is not rendered; use source: smem",
+        "Q in registers is rendered with schedule cooperative and both products on WGMMA only, not with ping_pong and "
+        "a wgmma pv; use source: smem, or extend k4_2",
     )
+    assert products.q_from_registers("registers", "cooperative", "scalar") is not None
 
 
 def test_input_major() -> None:
@@ -1081,7 +1084,6 @@ def test_check_never_stops_at_the_first_violation() -> None:
     assert [violation.field for violation in found] == [
         "pv.a.source",
         "load.q_stages",
-        "qk.a.source",
         "qk.a.major",
         "qk.b.source",
         "qk.b.major",

@@ -43,6 +43,12 @@ CALLS = {
     "give_part": ("give_part", ""),
     "add_part": ("add_part", ""),
 }
+COPIES = {
+    "tma_O": ("store", "O"),
+    "copy_O": ("gather", "O"),
+    "copy_P": ("store", "P"),
+    "copy_Q": ("read", "Q"),
+}
 ONLY = {
     "first": ("consumer == 0",),
     "first_warp": ("warp_idx == 0", "cute.arch.make_warp_uniform(cute.arch.warp_idx()) == 0"),
@@ -180,8 +186,8 @@ class Reader:
             yield "load", TENSORS[re.split(r"\W", ast.unparse(call.args[1]))[0]]
         elif function == "cute.copy" and first in TENSORS:
             yield "load", TENSORS[first]
-        elif function == "cute.copy" and first in ("tma_O", "copy_O", "copy_P"):
-            yield {"tma_O": ("store", "O"), "copy_O": ("gather", "O"), "copy_P": ("store", "P")}[first]
+        elif function == "cute.copy" and first in COPIES:
+            yield COPIES[first]
         elif function == "cute.autovec_copy" and inside == "store_output":
             yield "store", "O"
         elif function == "cute.arch.cp_async_commit_group":

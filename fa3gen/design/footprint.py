@@ -87,6 +87,11 @@ def keys_free_q(spec: Forward) -> bool:
     return overlapped(spec) and q_stages(spec) == 1 and spec.scheduler != "single_tile"
 
 
+def q_in_registers(spec: Forward) -> bool:
+    """Whether Q is read to the registers, once for each tile of queries, and stays there as the A operand."""
+    return isinstance(spec.qk, WgmmaProduct) and spec.qk.a.source == "registers"
+
+
 def splits_tail(spec: Forward) -> bool:
     """Whether the tiles of the last wave, which does not fill the GPU, are dealt out by tiles of keys."""
     return spec.scheduler == "stream_k"
@@ -222,6 +227,8 @@ def registers_per_thread(spec: Forward) -> list[tuple[str, int]]:
         scores = q * kv // count
         return [*held, ("S", scores), ("P beside S", scores // 8), ("other", OTHER_REGISTERS)]
     if isinstance(spec.pv, WgmmaProduct):
+        if q_in_registers(spec):
+            held.append(("Q", q * spec.problem.head_dim // count // 2))
         return [*held, ("S", q * kv // count), ("P", q * kv // count // 2), ("other", OTHER_REGISTERS)]
     rows, scores, columns = q * SCALAR_LANES // count, kv // SCALAR_LANES, d // SCALAR_LANES
     held.append(("row maxima and sums", 2 * rows))

@@ -35,7 +35,7 @@ from fa3gen.spec.model import (
 )
 from fa3gen.spec.specfile import Variant
 
-STMATRIX_COLUMNS = 16  # of a warp's 16 rows: what one stmatrix of four 8 x 8 matrices writes
+MATRIX_COLUMNS = 16  # of a warp's 16 rows: what one stmatrix or ldmatrix of four 8 x 8 matrices moves
 
 
 @dataclass(frozen=True)
@@ -527,11 +527,11 @@ def _schedule(spec: Forward) -> SchedulePlan:
 
 def _imports(spec: Forward) -> ImportsPlan:
     tma, wgmma = isinstance(spec.load, TmaLoad), isinstance(spec.qk, WgmmaProduct)
-    stmatrix = operation_of(spec).tensor("out").moved == "tma"  # which gathers O in shared memory before
+    gathered = operation_of(spec).tensor("out").moved == "tma"  # in shared memory, by stmatrix
     names = {
         "OperandMajorMode": wgmma,
         "cpasync": spec.load.engine != "sync",
-        "warp": stmatrix,
+        "warp": gathered or isinstance(spec.handoff, SmemHandoff) or footprint.q_in_registers(spec),
         "warpgroup": spec.smem is not None,
     }
     dataclasses = ["dataclass"] * footprint.specialized(spec)
@@ -649,7 +649,7 @@ def expectation(spec: Forward) -> Expectation:
         cp_async = copied // footprint.SCALAR_VECTOR // threads
     if spec.smem is not None:
         columns = v_dim * schedule.count("gather", "O") + kv * schedule.count("store", "P")
-        stmatrix = columns // STMATRIX_COLUMNS
+        stmatrix = columns // MATRIX_COLUMNS
         if schedule.count("gather", "O"):
             boxes = footprint.tma_boxes(v_dim * spec.o_element.bytes, spec.smem.q)
             tma_stores = schedule.count("store", "O") * boxes
@@ -670,7 +670,7 @@ def expectation(spec: Forward) -> Expectation:
         cp_async=cp_async,
         mbarrier_inits=sum(ring.mbarriers for ring in schedule.rings),
         mbarrier_expect_tx=expect_tx,
-        ldmatrix=0,
+        ldmatrix=d // MATRIX_COLUMNS * schedule.count("read", "Q"),
         stmatrix=stmatrix,
         setmaxnreg=setmaxnreg,
         smem_bytes=footprint.total_bytes(regions, barriers),

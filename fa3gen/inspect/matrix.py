@@ -31,7 +31,18 @@ from fa3gen.design.family import Family
 from fa3gen.design.workspace import Workspace
 from fa3gen.records import evidence
 from fa3gen.records.evidence import TIMED, CpuStatus, Status
-from fa3gen.spec.model import CooperativeSchedule, Copy, Forward, Gemm, RegisterHandoff, Spec, SyncLoad, WindowMask
+from fa3gen.spec.model import (
+    CooperativeSchedule,
+    Copy,
+    Forward,
+    Gemm,
+    Product,
+    RegisterHandoff,
+    Spec,
+    SyncLoad,
+    WgmmaProduct,
+    WindowMask,
+)
 from fa3gen.spec.specfile import Variant
 
 DOCUMENT = Path("docs/matrix.md")
@@ -115,8 +126,8 @@ def _of_forward(spec: Forward) -> dict[str, str]:
         "mask": _mask(spec),
         "tile": f"{spec.tile.q} x {spec.tile.kv}",
         "load": "plain" if isinstance(spec.load, SyncLoad) else f"{spec.load.engine} x {spec.load.kv_stages}",
-        "S = Q K^T": spec.qk.engine,
-        "O = P V": spec.pv.engine,
+        "S = Q K^T": _product(spec.qk, "Q"),
+        "O = P V": _product(spec.pv, "P"),
         "P through": "registers" if isinstance(spec.handoff, RegisterHandoff) else spec.handoff.through,
         "schedule": _schedule(spec),
         "tiles of queries": (f"persistent, {spec.scheduler}" if footprint.persistent(spec) else "one per CTA"),
@@ -159,6 +170,13 @@ def _mask(spec: Forward) -> str:
     if isinstance(spec.mask, WindowMask):
         return f"window {spec.mask.left}, {spec.mask.right}"
     return spec.mask.kind
+
+
+def _product(product: Product, a: str) -> str:
+    """The engine, and what is not as usual about the form of a WGMMA."""
+    if isinstance(product, WgmmaProduct) and a == "Q" and product.a.source == "registers":
+        return f"{product.engine}, {a} in registers"
+    return product.engine
 
 
 def _schedule(spec: Forward) -> str:

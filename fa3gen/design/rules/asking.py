@@ -125,6 +125,7 @@ def _scheduler(spec: Forward) -> Iterable[Answer]:
 def _shapes(spec: Forward) -> Iterable[Answer]:
     head_dim, tile = spec.problem.head_dim, spec.tile
     if isinstance(spec.qk, WgmmaProduct):
+        yield products.q_from_registers.ask(spec.qk.a.source, spec.schedule.kind, spec.pv.engine)
         yield from _qk_operands(spec.qk)
         yield products.wgmma_columns.ask("tile.kv", "QK", tile.kv)
         yield products.wgmma_depth.ask("problem.head_dim", "QK", head_dim)
@@ -152,7 +153,6 @@ def _v_dim_field(spec: Forward) -> str:
 
 
 def _qk_operands(qk: WgmmaProduct) -> Iterable[Answer]:
-    yield products.q_from_smem.ask(qk.a.source)
     yield products.a_from_registers.ask("qk", qk.a.source, qk.a.major)
     if qk.a.source == "smem":
         yield products.input_major.ask("qk.a.major", "Q", qk.a.major, "k")

@@ -73,13 +73,14 @@ def b_from_smem(product: str, source: str) -> Violation | None:
 
 
 @rule(kind=GENERATOR, topic="S = Q K^T")
-def q_from_smem(source: str) -> Violation | None:
-    """Q stays in shared memory, where TMA puts it."""
-    if source == "smem":
+def q_from_registers(source: str, kind: str, pv_engine: str) -> Violation | None:
+    """Q is brought to the registers once for each tile of queries where all warps do the same, and P V is on WGMMA."""
+    if source == "smem" or (kind, pv_engine) == ("cooperative", "wgmma"):
         return None
     return Violation(
         "qk.a.source",
-        "Q is read from shared memory, where TMA puts it; Q in registers is not rendered; use source: smem",
+        f"Q in registers is rendered with schedule cooperative and both products on WGMMA only, not with {kind} and a "
+        f"{pv_engine} pv; use source: smem, or extend k4_2",
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 
+from fa3gen.design import footprint
 from fa3gen.design.schedule.model import Step
 from fa3gen.spec.model import CpAsyncLoad, Forward, NoMask, SmemHandoff, TmaLoad, WgmmaProduct
 
@@ -65,6 +66,8 @@ def _tma(spec: Forward) -> Iterator[Step]:
     yield _warp_0("cta", "load", "Q", "q", note="by TMA")
     yield from _filled(spec, k, v)
     yield _step("tile", "wait_full", on="q", note="Q has landed")
+    if footprint.q_in_registers(spec):
+        yield _step("tile", "read", "Q", note="by ldmatrix, to stay in registers")
     yield _step("step", "wait_full", on=k)
     yield from _scores(spec)
     if not shared:

@@ -33,7 +33,7 @@ Kind = Literal[
     "softmax",
     "rescale",  # bring O to the new maxima
     "round",  # P to 16 bits
-    "read",  # A from shared memory into registers
+    "read",  # a tile, or A, from shared memory to the registers
     "add_c",
     "gather",  # write O, or D, to shared memory
     "store",

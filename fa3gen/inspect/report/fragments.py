@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from fa3gen.design import footprint
 from fa3gen.hardware import hopper
 from fa3gen.spec.model import Forward, WgmmaProduct
 
@@ -63,9 +64,9 @@ def _thread(row: int, column: int) -> int:
 
 
 def fragments(spec: Forward) -> tuple[Fragment, ...]:
-    """The fragments of one warpgroup: the accumulators, which are alike, and P as the A operand if it is in registers.
+    """The fragments of one warpgroup: the accumulators, which are alike, and the A operands that are in registers.
 
-    Of the A operand, one k-step of 16 keys, as one instruction takes it.
+    Of an A operand, one k-step of 16 keys, or elements of the head dim, as one instruction takes it; Q's is like P's.
     """
     sizes = {}
     if isinstance(spec.qk, WgmmaProduct):
@@ -77,9 +78,13 @@ def fragments(spec: Forward) -> tuple[Fragment, ...]:
     names = " and ".join(f"{name} (64 x {n}, {n // 2} registers)" for name, n in sizes.items())
     widest = max(sizes.values())
     found = [Fragment("accumulator", f"Accumulator, float32: {names}", widest, widest // 2, False)]
+    k, depths = spec.element.wgmma_k, {}
+    if footprint.q_in_registers(spec):
+        depths["Q"] = spec.problem.head_dim
     if isinstance(spec.pv, WgmmaProduct) and spec.pv.a.source == "registers":
-        k = spec.element.wgmma_k
-        steps = spec.tile.kv // k
-        what = f"A operand in 16 bits: one of {steps} k-steps of P (64 x {k}, {k // 4} registers)"
+        depths["P"] = spec.tile.kv
+    if depths:
+        steps = " or ".join(f"one of {depth // k} k-steps of {name}" for name, depth in depths.items())
+        what = f"A operand in 16 bits: {steps} (64 x {k}, {k // 4} registers)"
         found.append(Fragment("operand", what, k, k // 4, True))
     return tuple(found)
