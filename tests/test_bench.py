@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+from rendering import variants
 
 from fa3gen.base.errors import UserError
 from fa3gen.design.family import mask_label
 from fa3gen.design.masks import reach
 from fa3gen.measure import bench, bench_report
-from fa3gen.measure.bench import Bench, Cell, CellResult, Competitor, Result, Runner, plan_cells
+from fa3gen.measure.bench import Bench, Cell, CellResult, Competitor, Result, Runner, module_competitor, plan_cells
 from fa3gen.measure.peers import Unavailable
 from fa3gen.run import gpu
 from fa3gen.spec.model import CausalMask, Forward, NoMask, Spec, WindowMask
@@ -341,3 +342,13 @@ def test_without_a_hopper_gpu_the_command_says_what_it_needs() -> None:
 def test_importing_the_commands_imports_no_torch() -> None:
     code = "import sys, fa3gen.cli.bench, fa3gen.cli.verify, fa3gen.records.evidence; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent.parent).returncode == 0
+
+
+def test_inputs_are_laid_out_as_a_module_takes_them() -> None:
+    """Modules of transposed inputs serve the usual cells, on copies of the same tensors."""
+    spec = variants()["k4_v_k_d64"].spec
+    own = module_competitor("k4_v_k_d64", spec, lambda: None)
+    assert own.serves(Cell(64, NoMask(), 512)) and not own.serves(Cell(64, CausalMask(), 512))
+    q, k, v = (torch.randn(2, 40, 3, 64).bfloat16() for _ in range(3))
+    placed = own.placed((q, k, v))
+    assert placed[0] is q and placed[1] is k and torch.equal(placed[2], v) and placed[2].stride(1) == 1

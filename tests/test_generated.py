@@ -200,6 +200,29 @@ def test_wrong_arguments_are_named(
     assert str(caught.value) == message
 
 
+def test_a_module_of_transposed_inputs_says_how_to_make_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the message tells to pass does pass, padded to multiples of 8, and holds the same numbers."""
+    monkeypatch.chdir(ROOT)
+    turned: Any = fa3gen.load("k4_transposed_d64")
+    pretend_hopper(turned, monkeypatch)
+    q, k, v = (torch.randn(2, seq, heads, 64).bfloat16() for seq, heads in ((5, 4), (7, 2), (7, 2)))
+    for name in ("q", "k", "v"):
+        with pytest.raises(ValueError) as caught:
+            turned.attention(q, k, v)
+        said, _, how = str(caught.value).partition(": pass ")
+        strides = {"q": q, "k": k, "v": v}[name].stride()
+        assert said == f"{name} has strides {strides}; that of its sequence needs to be 1, the others multiples of 8"
+        made = eval(how, {"torch": torch, "q": q, "k": k, "v": v})
+        assert torch.equal(made, {"q": q, "k": k, "v": v}[name]) and made.stride()[1::2] == (1, 8)
+        q, k, v = (made if name == other else x for other, x in (("q", q), ("k", k), ("v", v)))
+    launch = Launch()
+    monkeypatch.setattr(turned, "compile_for_sm90a", lambda: launch)
+    assert turned.attention(q, k, v) is launch.arguments[3]
+    for bad in (q[:, :1].expand(2, 5, 4, 64), tensor(seq=64, dim=5).permute(0, 3, 2, 1)):  # strides 0; 5 and 20
+        with pytest.raises(ValueError, match="q has strides"):
+            turned.attention(bad, k, v)
+
+
 RIGHT: list[dict[str, Any]] = [
     {},
     {"scale": 1},

@@ -17,12 +17,14 @@ from rich.console import Console
 from fa3gen.base.errors import UserError
 from fa3gen.cli import bench as command
 from fa3gen.compile.cache import CACHE_DIR_VARIABLE
+from fa3gen.design.family import Family
 from fa3gen.measure import bench_report, launch_times
 from fa3gen.measure.bench import Bench, Cell, Competitor, Runner
-from fa3gen.measure.launch_times import CALLS, ROUNDS, LaunchTimes, first_calls, host_microseconds
+from fa3gen.measure.launch_times import CALLS, ROUNDS, LaunchTimes, first_calls, host_microseconds, small_problem
 from fa3gen.measure.peers import Unavailable
 from fa3gen.run import gpu
 from fa3gen.run.launch import NO_JIT_VARIABLE
+from fa3gen.spec.model import NoMask
 
 STEM = "k4_2_d64"
 NOWHERE = gpu.Environment("A made-up GPU", None, None, None, None, None, "3.12")
@@ -83,9 +85,9 @@ def test_first_calls_share_a_cache_that_only_the_first_may_fill(monkeypatch: pyt
     monkeypatch.setattr(subprocess, "run", processes)
     monkeypatch.setenv(NO_JIT_VARIABLE, "1")
     monkeypatch.setenv(CACHE_DIR_VARIABLE, "/of/the/user")
-    assert first_calls(Path("/x/k.py"), "bf16", 192, 128) == (6.5, 0.25)
+    assert first_calls(Path("/x/k.py"), Family("bf16", 192, 128, NoMask(), by_sequence=("q", "v"))) == (6.5, 0.25)
     (command, cold), (again, warm) = processes.seen
-    assert command == again == ["-m", "fa3gen.measure.first_call", "/x/k.py", "bf16", "192", "128"]
+    assert command == again == ["-m", "fa3gen.measure.first_call", "/x/k.py", "bf16", "192", "128", "q", "v"]
     assert NO_JIT_VARIABLE not in cold and warm[NO_JIT_VARIABLE] == "1"
     assert cold[CACHE_DIR_VARIABLE] == warm[CACHE_DIR_VARIABLE] != "/of/the/user"
     assert not Path(cold[CACHE_DIR_VARIABLE]).exists()
@@ -96,7 +98,16 @@ def test_first_call_that_fails_says_what_it_said_last(monkeypatch: pytest.Monkey
     with pytest.raises(
         UserError, match=r"the first call failed \(RuntimeError: no GPU\); try it: .*first_call /x/k.py"
     ):
-        first_calls(Path("/x/k.py"), "bf16", 64, 64)
+        first_calls(Path("/x/k.py"), Family("bf16", 64, 64, NoMask()))
+
+
+def test_small_problems_are_laid_out_as_a_module_takes_them() -> None:
+    for names in ((), ("q", "v")):
+        tensors = small_problem("bf16", 192, 128, torch.device("cpu"), names)
+        assert [tuple(x.shape) for x in tensors] == [(1, 128, 2, 192), (1, 128, 2, 192), (1, 128, 2, 128)]
+        strides = {name: x.stride()[1::2] for name, x in zip("qkv", tensors, strict=True)}
+        usual = {"q": (2 * 192, 1), "k": (2 * 192, 1), "v": (2 * 128, 1)}
+        assert strides == {**usual, **dict.fromkeys(names, (1, 128))}
 
 
 # In the benchmark
@@ -122,7 +133,7 @@ def test_the_benchmark_measures_modules_and_peers(monkeypatch: pytest.MonkeyPatc
     variants, said = CHECKOUT.resolve(STEM), []  # type: ignore[var-annotated]
     found = list(command._launches(runner, variants, {STEM: own}, CHECKOUT, said.append))
     assert found == [
-        LaunchTimes("k4_2", pytest.approx(3.0), 4.0, 0.5),  # type: ignore[arg-type]
+        LaunchTimes("k4_2", pytest.approx(3.0), 2.0, 0.5),  # type: ignore[arg-type]
         LaunchTimes("fa4", None, reason="not installed"),
         LaunchTimes("fa3", None, reason="raised RuntimeError: broken badly"),
     ]

@@ -16,7 +16,7 @@ from fa3gen.design import rules
 from fa3gen.design.footprint import tma_boxes
 from fa3gen.design.operation import operation_of
 from fa3gen.generate.expected import SassExpectation
-from fa3gen.generate.plan import MaskPlan, Plan, SchedulerPlan, SoftmaxPlan, make_plan
+from fa3gen.generate.plan import LayoutPlan, MaskPlan, Plan, SchedulerPlan, SmemPlan, SoftmaxPlan, make_plan
 from fa3gen.generate.render import render_variant
 from fa3gen.spec.model import Scheduler
 from fa3gen.spec.specfile import Variant
@@ -184,10 +184,22 @@ def test_dtype_names() -> None:
 )
 def test_layout_atoms(swizzle: str, k_major: str, mn_major: str) -> None:
     smem = make_plan(changed("k4_2_d128", smem={"q": swizzle, "k": swizzle, "v": swizzle})).smem
-    assert (smem.q_layout, smem.k_layout, smem.v_layout, smem.p_layout) == (k_major, k_major, mn_major, "")
+    assert atoms(smem) == {"q": k_major, "k": k_major, "v": mn_major}
     smem = make_plan(changed("k2_d128", smem={"q": swizzle, "k": swizzle, "v": swizzle})).smem
-    assert (smem.q_layout, smem.k_layout, smem.v_layout, smem.p_layout) == (k_major, k_major, k_major, "")
-    assert make_plan(changed("k4_smem_d128", handoff={"swizzle": swizzle})).smem.p_layout == k_major
+    assert atoms(smem) == {"q": k_major, "k": k_major, "v": k_major}
+    assert atoms(make_plan(changed("k4_smem_d128", handoff={"swizzle": swizzle})).smem)["p"] == k_major
+    # Transposed inputs, and O as ever: its rows are contiguous, those of Q are not.
+    smem = make_plan(changed("k4_transposed_d64", smem={"q": swizzle, "k": swizzle, "v": swizzle})).smem
+    assert atoms(smem) == {"q": mn_major, "k": mn_major, "v": k_major, "o": k_major}
+    assert make_plan(changed("k4_p_mn_d64", handoff={"swizzle": swizzle})).smem.p == LayoutPlan(
+        mn_major, "queries", "1, 0"
+    )
+
+
+def atoms(smem: SmemPlan) -> dict[str, str]:
+    """CuTe's names of the layouts that there are."""
+    layouts = {"q": smem.q, "k": smem.k, "v": smem.v, "p": smem.p, "o": smem.o}
+    return {name: layout.atom for name, layout in layouts.items() if layout is not None}
 
 
 def test_what_a_launch_is_given() -> None:
@@ -464,6 +476,10 @@ def test_tma_boxes(extent: int, swizzle: Any, boxes: int) -> None:
             "k4_2_d64",
             {"wgmma": {(64, 64, 16, "smem"): 4, (64, 64, 16, "registers"): 4}, "tma_loads": 5, "stmatrix": 4},
         ),
+        # 128 queries side by side are two spans of 64: 2 boxes; 64 keys of K and of V: 1 each, ahead and in the loop.
+        ("k4_transposed_d64", {"tma_loads": 2 + 2 * 2, "tma_stores": 1, "stmatrix": 4}),
+        # Transposed on the way, P takes as many stmatrix: 64 / 16; O another 64 / 16.
+        ("k4_p_mn_d64", {"tma_loads": 5, "stmatrix": 8}),
         # The same, both from registers; a warp's 16 rows of Q are 128 / 16 blocks of 16 x 16, one ldmatrix.x4 each.
         (
             "k4_q_registers_d128",

@@ -141,10 +141,9 @@ def test_operands_are_those_of_the_plan() -> None:
         for name, operand in found.items():
             count = 4 * plan.tile.warpgroups if name == "sO" else stages.get(name, 1)  # a slice for each warp
             assert places[name].bytes == count * operand.rows * operand.width, (stem, name)
-        layouts = {"sQ": plan.smem.q_layout, "sK": plan.smem.k_layout, "sV": plan.smem.v_layout}
-        for name, layout in {**layouts, "sP": plan.smem.p_layout}.items():
-            if name in found:
-                assert found[name].layout == layout, (stem, name)
+        layouts = {"sQ": plan.smem.q, "sK": plan.smem.k, "sV": plan.smem.v, "sP": plan.smem.p}
+        for name in layouts.keys() & found.keys():
+            assert (layout := layouts[name]) and found[name].layout == layout.atom, (stem, name)
 
 
 # -- fragments

@@ -128,25 +128,40 @@ def test_q_from_registers() -> None:
 
 
 def test_input_major() -> None:
-    assert products.input_major("qk.a.major", "Q", "k", "k") is None
-    assert products.input_major("qk.b.major", "K", "mn", "k") == Violation(
+    assert products.input_major("qk.a.major", "Q", "k", "k", "ping_pong", "wgmma") is None
+    assert products.input_major("qk.b.major", "K", "mn", "k", "cooperative", "wgmma") is None
+    assert products.input_major("qk.b.major", "K", "mn", "k", "ping_pong", "wgmma") == Violation(
         "qk.b.major",
-        "head_dim is contiguous in k and is the K of this product, so K is K-major; "
-        "mn would need a transposed k; use k",
+        "head_dim is contiguous in k and is the K of this product, so K is K-major; mn takes a k whose sequence is "
+        "contiguous, which is rendered with schedule cooperative and both products on WGMMA only, not with ping_pong "
+        "and a wgmma pv; use k, or extend k4_2",
     )
-    assert products.input_major("pv.b.major", "V", "k", "mn") == Violation(
+    assert products.input_major("pv.b.major", "V", "k", "mn", "cooperative", "scalar") == Violation(
         "pv.b.major",
-        "head_dim is contiguous in v and is the N of this product, so V is MN-major; "
-        "k would need a transposed v; use mn",
+        "head_dim is contiguous in v and is the N of this product, so V is MN-major; k takes a v whose sequence is "
+        "contiguous, which is rendered with schedule cooperative and both products on WGMMA only, not with cooperative "
+        "and a scalar pv; use mn, or extend k4_2",
     )
 
 
-def test_p_major() -> None:
-    assert products.p_major("smem", "k") is None
-    assert products.p_major("registers", "mn") is None  # that is for a_from_registers to say
-    assert products.p_major("smem", "mn") == Violation(
-        "pv.a.major", "stmatrix stores P with kv contiguous, and kv is the K of this product; use major: k"
-    )
+def test_forms_of_operands() -> None:
+    """All of them where all warps do the same; a specialised kernel has q, k and v with contiguous rows."""
+    mn, k = {"source": "smem", "major": "mn"}, {"source": "smem", "major": "k"}
+    turned = {"qk": {"engine": "wgmma", "a": mn, "b": mn}, "pv": {"engine": "wgmma", "a": k | mn, "b": k}}
+    handoff = {"through": "smem_16bit", "swizzle": "128B"}
+    assert violations(WGMMA, **turned, handoff=handoff) == {}
+    found = violations(WGMMA, **turned, handoff=handoff, schedule={"kind": "ping_pong", "overlap": False})
+    assert {"qk.a.major", "qk.b.major", "pv.b.major"} < found.keys()
+    # 60 keys of K side by side are 120 bytes, as many of V; rows of 64 head dims would have been spans of 128.
+    tile = {"q": 128, "kv": 96, "warpgroups": 2}
+    assert violations(WGMMA, **turned, handoff=handoff, tile=tile, problem={"head_dim": 64}) == {
+        f"smem.{name}": f"a column of {name.upper()} is 96 x 2 = 192 bytes, no whole number of 128-byte swizzle spans "
+        "(192 = 1 x 128 + 64), and TMA cannot split it into boxes of 64 elements; use swizzle 64B"
+        for name in "kv"
+    }
+    # O takes the place of Q, and has rows of 96 head dims.
+    found = violations(WGMMA, **turned, handoff=handoff, problem={"head_dim": 96})
+    assert list(found) == ["smem.q"] and found["smem.q"].startswith("a row of O, in Q's place, is 96 x 2 = 192 bytes")
 
 
 # Shared-memory layout and TMA
@@ -1052,7 +1067,10 @@ def test_an_answer_keeps_its_question() -> None:
     assert answer.rule is rules.RULES["wgmma_columns"] and answer.refuses
     assert answer.violation == products.wgmma_columns("problem.head_dim", "PV", 100)
     assert answer.facts == (("field", "problem.head_dim"), ("product", "PV"), ("n", "100"))
-    assert answer.about == "O = P V" and products.input_major.ask("qk.b.major", "K", "k", "k").about == "S = Q K^T"
+    assert (
+        answer.about == "O = P V"
+        and products.input_major.ask("qk.b.major", "K", "k", "k", "cooperative", "wgmma").about == "S = Q K^T"
+    )
     assert not taste.drawn_without_mask.ask("dynamic", "none").refuses
     assert memory.tma_box.ask("tile.q", 128).violation is None
 
@@ -1086,12 +1104,9 @@ def test_check_never_stops_at_the_first_violation() -> None:
         "load.q_stages",
         "qk.a.major",
         "qk.b.source",
-        "qk.b.major",
         "tile.kv",
         "problem.head_dim",
-        "pv.a.major",
         "pv.b.source",
-        "pv.b.major",
         "problem.head_dim",
         "tile.kv",
         "tile.q",

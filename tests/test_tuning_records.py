@@ -155,6 +155,8 @@ def test_errors_stand_beside_speeds() -> None:
 def test_a_family_is_that_of_its_problems() -> None:
     for variant in variants().values():
         family = Family.of(variant.spec)
+        if family.by_sequence:
+            continue  # no problem of a record
         shape = Shape(2, 512, 1024, 8, 4)
         found = TunedProblem.of(family, shape)
         assert found.family == family

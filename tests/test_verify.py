@@ -317,6 +317,26 @@ def test_inputs_are_as_the_case_says(case: Case) -> None:
     assert torch.equal(made.q, again.q) and not torch.equal(made.v, other.v)
 
 
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_inputs_with_a_contiguous_sequence(case: Case) -> None:
+    """The numbers are the same; every stride but that of the sequence is a multiple of 8 elements, 16 bytes."""
+    usual, made = (
+        inputs.make(case, head_dim=64, dtype=torch.bfloat16, device=CPU, seed=3, by_sequence=names)
+        for names in ((), ("q", "v"))
+    )
+    for name, tensor in made.given.items():
+        assert torch.equal(tensor, usual.given[name]) and tensor.data_ptr() % 16 == 0
+        inner = 3 if name == "k" else 1
+        assert tensor.stride(inner) == 1 or tensor.shape[inner] == 1
+        others = [mode for mode in range(4) if mode != inner and tensor.shape[mode] > 1]
+        assert all(tensor.stride(mode) % 8 == 0 for mode in others)
+    if case.layout == "packed":
+        assert made.q.untyped_storage().data_ptr() == made.v.untyped_storage().data_ptr()
+        assert made.q.untyped_storage().data_ptr() != made.k.untyped_storage().data_ptr()
+    if case.layout == "expanded":
+        assert made.v.stride(0) == 0
+
+
 def test_layouts_have_the_strides_they_are_there_for() -> None:
     made = {
         case.name: inputs.make(case, head_dim=64, dtype=torch.bfloat16, device=CPU, seed=3)

@@ -208,7 +208,7 @@ def _launches(
         say(f"{variant.stem}: first call")
         try:
             path = workspace.path_of(variant)
-            compiled, cached = first_calls(path, family.dtype, family.head_dim, family.head_dim_v)
+            compiled, cached = first_calls(path, family)
         except UserError as error:
             yield LaunchTimes(name, None, reason=str(error))
             continue

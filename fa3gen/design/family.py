@@ -8,7 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from fa3gen.base.wording import listed
 from fa3gen.design.masks import counted_pairs
+from fa3gen.design.tiles import sequence_contiguous
 from fa3gen.spec.model import CausalMask, DType, Forward, Mask, OutputDType, WindowMask
 
 TILE_ROWS = 128  # in which calls are counted; the tiles of a module may have fewer
@@ -38,7 +40,8 @@ class Shape:
 class Family(NamedTuple):
     """What a module is compiled for. Modules of one family can take each other's place at any shape.
 
-    `out_dtype` is None where O has the dtype of q, k and v.
+    `out_dtype` is None where O has the dtype of q, k and v. `by_sequence` are the inputs whose sequence is contiguous,
+    and not their rows.
     """
 
     dtype: DType
@@ -46,17 +49,19 @@ class Family(NamedTuple):
     head_dim_v: int
     mask: Mask
     out_dtype: OutputDType | None = None
+    by_sequence: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, spec: Forward) -> Family:
         """The family of a spec's module."""
         problem = spec.problem
         out_dtype = None if spec.o_dtype == problem.dtype else spec.o_dtype
-        return cls(problem.dtype, problem.head_dim, problem.v_dim, spec.mask, out_dtype)
+        return cls(problem.dtype, problem.head_dim, problem.v_dim, spec.mask, out_dtype, sequence_contiguous(spec))
 
     def __str__(self) -> str:
         """`bf16, head dim 192/128, window (512, 0)`; `bf16, O in fp32, head dim 128, causal`."""
-        return f"{self.dtypes}, head dim {self.dims}, {mask_text(self.mask)}"
+        where = f", contiguous sequence in {listed(self.by_sequence)}" if self.by_sequence else ""
+        return f"{self.dtypes}, head dim {self.dims}, {mask_text(self.mask)}{where}"
 
     @property
     def dtypes(self) -> str:
@@ -72,7 +77,8 @@ class Family(NamedTuple):
     def label(self) -> str:
         """`bf16_d128_causal`, `bf16_d192_128_full`, `bf16_d128_causal_o_fp32`: names the file of tuning records."""
         out = "" if self.out_dtype is None else f"_o_{self.out_dtype}"
-        return f"{self.dtype}_d{self.dims.replace('/', '_')}_{mask_label(self.mask)}{out}"
+        where = f"_sequence_{''.join(self.by_sequence)}" if self.by_sequence else ""
+        return f"{self.dtype}_d{self.dims.replace('/', '_')}_{mask_label(self.mask)}{out}{where}"
 
     def flops(self, shape: Shape) -> float:
         """FLOPs of both products, as the literature counts them: see `counted_pairs`."""

@@ -11,13 +11,14 @@ more arm of `Layout`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from fa3gen.design import boxes, footprint, gemm
 from fa3gen.design.family import Shape
 from fa3gen.design.gemm import GemmShape
+from fa3gen.design.tiles import sequence_contiguous
 from fa3gen.hardware import hopper
 from fa3gen.hardware.dtypes import FP32, INT32, VECTOR_BYTES, Dtype
 from fa3gen.spec.model import Copy, Forward, Gemm, GlobalHandoff, Spec, WgmmaProduct
@@ -86,6 +87,26 @@ class Tensor:
         if self.dims[-1].size is None:
             raise ValueError(f"{self.name} has as many elements in a row as a call says")
         return self.dims[-1].size
+
+    @property
+    def contiguous(self) -> int:
+        """Which dimension is contiguous, or may be: the last one where the layout asks for none."""
+        where = self.layout.contiguous
+        return (-1 if where is None else where) % len(self.dims)
+
+    def strides(self, sizes: Sequence[int]) -> tuple[int, ...]:
+        """Strides of a tensor of these sizes that its layout allows, with as little padding as that takes.
+
+        The contiguous dimension comes first in memory, then the others, the last one of `dims` first.
+        """
+        order = [self.contiguous, *(axis for axis in reversed(range(len(sizes))) if axis != self.contiguous)]
+        strides, stride = [0] * len(sizes), 1
+        for axis in order:
+            strides[axis] = stride
+            stride *= sizes[axis]
+            if axis == self.contiguous:
+                stride = -(-stride // self.vector) * self.vector
+        return tuple(strides)
 
     @property
     def vector(self) -> int:
@@ -219,10 +240,16 @@ def forward(spec: Forward) -> Operation:
     v_dim = head_dim if spec.problem.v_dim == head_dim.size else Extent("head_dim_v", spec.problem.v_dim)
     engine: Mover = "threads" if spec.load.engine == "sync" else spec.load.engine
     stored: Mover = "tma" if isinstance(spec.pv, WgmmaProduct) and spec.outputs.o != "direct" else "threads"
+    by_sequence = sequence_contiguous(spec)
+
+    def given(name: str, *dims: Extent) -> Tensor:
+        layout = Dense(contiguous=1 if name in by_sequence else -1)
+        return Tensor(name, "input", spec.element, dims, engine, layout)
+
     arguments: list[Argument] = [
-        Tensor("q", "input", spec.element, (BATCH, SEQ_Q, HEADS_Q, head_dim), engine),
-        Tensor("k", "input", spec.element, (BATCH, SEQ_K, HEADS_KV, head_dim), engine),
-        Tensor("v", "input", spec.element, (BATCH, SEQ_K, HEADS_KV, v_dim), engine),
+        given("q", BATCH, SEQ_Q, HEADS_Q, head_dim),
+        given("k", BATCH, SEQ_K, HEADS_KV, head_dim),
+        given("v", BATCH, SEQ_K, HEADS_KV, v_dim),
         Tensor("out", "output", spec.o_element, (BATCH, SEQ_Q, HEADS_Q, v_dim), stored),
     ]
     if spec.outputs.lse:

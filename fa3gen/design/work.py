@@ -13,6 +13,7 @@ from fa3gen.base.errors import UserError
 from fa3gen.design import footprint
 from fa3gen.design.family import Family, Shape
 from fa3gen.design.operation import operation_of
+from fa3gen.design.tiles import operand_tiles
 from fa3gen.hardware import hopper
 from fa3gen.spec.model import (
     Forward,
@@ -136,22 +137,21 @@ def step(spec: Forward) -> Step:
 def query_tile(spec: Forward) -> QueryTile:
     """Count what one tile of queries takes beside its steps."""
     q, d, v_dim = spec.tile.q, spec.problem.head_dim, spec.problem.v_dim
-    tma = isinstance(spec.load, TmaLoad) and spec.smem is not None
-    loads = stores = 0
-    if tma and spec.smem is not None:
-        loads = footprint.tma_boxes(d * spec.element.bytes, spec.smem.q)
-        if operation_of(spec).tensor("out").moved == "tma":
+    tiles, loads, stores = operand_tiles(spec), 0, 0
+    if isinstance(spec.load, TmaLoad):
+        loads = tiles["Q"].boxes
+        if "O" in tiles:
             # A warp stores its own rows from a buffer of O, otherwise one thread stores the whole tile.
             senders = footprint.computing_threads(spec) // hopper.WARP if spec.outputs.o == "own_buffer" else 1
-            stores = senders * footprint.tma_boxes(v_dim * spec.element.bytes, spec.smem.q)
+            stores = senders * tiles["O"].boxes
     return QueryTile(q * d * spec.element.bytes, q * v_dim * spec.o_element.bytes, loads, stores)
 
 
 def _tma_loads(spec: Forward) -> tuple[int, int]:
-    if not isinstance(spec.load, TmaLoad) or spec.smem is None:
+    if not isinstance(spec.load, TmaLoad):
         return 0, 0
-    rows = (spec.problem.head_dim * spec.element.bytes, spec.problem.v_dim * spec.element.bytes)
-    return footprint.tma_boxes(rows[0], spec.smem.k), footprint.tma_boxes(rows[1], spec.smem.v)
+    tiles = operand_tiles(spec)
+    return tiles["K"].boxes, tiles["V"].boxes
 
 
 def _exponentials(spec: Forward) -> int:

@@ -10,9 +10,10 @@ from fa3gen.design import gemm
 from fa3gen.design.cta import cta_of
 from fa3gen.design.operation import Argument, Scalar, Tensor, operation_of
 from fa3gen.design.schedule import schedule_of
+from fa3gen.design.tiles import layout_atom
 from fa3gen.generate import gemm_header, header
 from fa3gen.generate.expected import Expectation, SassExpectation
-from fa3gen.generate.module_plan import ImportsPlan, ModulePlan, Named, Parameter, layout_atom
+from fa3gen.generate.module_plan import ImportsPlan, ModulePlan, Named, Parameter
 from fa3gen.hardware import hopper
 from fa3gen.hardware.dtypes import VECTOR_BYTES
 from fa3gen.spec.model import Gemm, WgmmaProduct
@@ -260,7 +261,7 @@ def _operand(spec: Gemm, name: Literal["a", "b"]) -> OperandPlan:
         source="RMEM" if registers else "SMEM",
         registers=registers,
         major=major.upper(),
-        layout=layout_atom(major.upper(), swizzle),
+        layout=layout_atom(major, swizzle),
         contiguous=str(tensor.dims[tensor.layout.contiguous]),
     )
 
@@ -291,7 +292,7 @@ def _output(spec: Gemm) -> OutputPlan:
         torch_dtype=element.torch_name,
         bytes=element.bytes,
         vector=operation_of(spec).output.vector,
-        layout=layout_atom("K", "none" if spec.smem is None else spec.smem.d),
+        layout=layout_atom("k", "none" if spec.smem is None else spec.smem.d),
         chunk=gemm.chunk_columns(spec),
         buffers=gemm.CHUNK_BUFFERS,
         stored="(WARP_ROWS, CHUNK_N)" if specialized else "(TILE_M, TILE_N)",

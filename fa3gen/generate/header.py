@@ -13,11 +13,13 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import NamedTuple
 
+from fa3gen.base.wording import listed
 from fa3gen.design import footprint
 from fa3gen.design.cta import Cta, cta_of
 from fa3gen.design.family import Family
 from fa3gen.design.schedule import PLACES, Place, Role, Schedule, Step, schedule_of, specialized
 from fa3gen.design.schedule.model import Kind
+from fa3gen.design.tiles import sequence_contiguous
 from fa3gen.hardware import hopper
 from fa3gen.hardware.dtypes import Dtype
 from fa3gen.spec.model import (
@@ -28,6 +30,7 @@ from fa3gen.spec.model import (
     NoMask,
     PingPongSchedule,
     RegisterHandoff,
+    Smem,
     SmemHandoff,
     TmaLoad,
     WgmmaProduct,
@@ -188,7 +191,7 @@ def _decisions(spec: Forward) -> list[tuple[str, str]]:
     if footprint.specialized(spec):
         rows.append(("schedule", _schedule_sentence(spec)))
     assert spec.smem is not None
-    rows.append(("layouts", f"swizzle Q {spec.smem.q}, K {spec.smem.k}, V {spec.smem.v}{_p_swizzle(spec)}"))
+    rows.append(("layouts", _layout_sentence(spec, spec.smem)))
     rows.append(("S = Q K^T", _product_sentence(spec.qk, spec.element, spec.tile.kv, spec.problem.head_dim, "Q", "K")))
     rows.append(("softmax", _softmax_sentence(spec)))
     rows.append(("P", _handoff_sentence(spec)))
@@ -233,8 +236,11 @@ def stages(count: int) -> str:
     return "1 stage" if count == 1 else f"{count} stages"
 
 
-def _p_swizzle(spec: Forward) -> str:
-    return f", P {spec.handoff.swizzle}" if isinstance(spec.handoff, SmemHandoff) else ""
+def _layout_sentence(spec: Forward, smem: Smem) -> str:
+    p = f", P {spec.handoff.swizzle}" if isinstance(spec.handoff, SmemHandoff) else ""
+    names = sequence_contiguous(spec)
+    contiguous = f"; of {listed(names)} the sequence is contiguous" if names else ""
+    return f"swizzle Q {smem.q}, K {smem.k}, V {smem.v}{p}{contiguous}"
 
 
 def _product_sentence(product: object, element: Dtype, n: int, k: int, a: str, b: str) -> str:
@@ -262,7 +268,8 @@ def _handoff_sentence(spec: Forward) -> str:
     if isinstance(spec.handoff, RegisterHandoff):
         return "stays in registers: the accumulator fragment is read as the A fragment"
     if isinstance(spec.handoff, SmemHandoff):
-        return "rounded to 16 bits, stmatrix to shared memory"
+        transposed = isinstance(spec.pv, WgmmaProduct) and spec.pv.a.major == "mn"
+        return f"rounded to 16 bits, stmatrix to shared memory{', transposed on the way' * transposed}"
     if isinstance(spec.qk, WgmmaProduct):
         return "S is scattered from the accumulator to shared memory as f32 and becomes P there"
     return "S is written to shared memory as f32 and becomes P there"

@@ -9,7 +9,7 @@ from fa3gen.design.operation import Operation, Tensor
 from fa3gen.generate.expected import Expectation
 from fa3gen.generate.header import Description, Header
 from fa3gen.hardware.dtypes import Dtype
-from fa3gen.spec.model import Spec, Swizzle
+from fa3gen.spec.model import Spec
 
 
 @dataclass(frozen=True)
@@ -70,8 +70,3 @@ class ImportsPlan:
     nvgpu: str
     smem_allocator: bool
     math: bool = True
-
-
-def layout_atom(major: str, swizzle: Swizzle) -> str:
-    """CuTe's name of a canonical layout: K_SW128, MN_SW64, K_INTER."""
-    return f"{major}_INTER" if swizzle == "none" else f"{major}_SW{swizzle.removesuffix('B')}"

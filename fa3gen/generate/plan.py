@@ -9,14 +9,16 @@ from dataclasses import dataclass, replace
 from pathlib import PurePath
 from typing import Literal
 
+from fa3gen.base.wording import listed
 from fa3gen.design import footprint, tile_order
 from fa3gen.design.cta import cta_of
 from fa3gen.design.footprint import Region
 from fa3gen.design.operation import Argument, Scalar, Scratch, Tensor, operation_of
 from fa3gen.design.schedule import full_tiles, schedule_of
+from fa3gen.design.tiles import operand_tiles, sequence_contiguous
 from fa3gen.generate import copying, gemm_header, gemm_plan, header, predicted_sass
 from fa3gen.generate.expected import Expectation
-from fa3gen.generate.module_plan import ImportsPlan, ModulePlan, Named, Parameter, layout_atom
+from fa3gen.generate.module_plan import ImportsPlan, ModulePlan, Named, Parameter
 from fa3gen.hardware import hopper
 from fa3gen.hardware.dtypes import FP32, INT32, Dtype
 from fa3gen.spec.model import (
@@ -100,7 +102,10 @@ class Matched(Named):
 
 @dataclass(frozen=True)
 class Fake:
-    """A tensor of unknown sizes that a module is compiled for; with its dtype, where that is not that of the others."""
+    """A tensor of unknown sizes that a module is compiled for; with its dtype, where that is not that of the others.
+
+    Also with its contiguous dimension, where that is not the last.
+    """
 
     tensor: Tensor
     own_dtype: bool = False
@@ -108,7 +113,9 @@ class Fake:
     def __str__(self) -> str:
         """`fake(seq_k, heads_kv, HEAD_DIM)`."""
         dtype = [f"cutlass.{self.tensor.dtype.cutlass_name}"] * self.own_dtype
-        return f"fake({', '.join([*map(str, self.tensor.dims[1:]), *dtype])})"
+        contiguous = self.tensor.contiguous
+        where = [f"contiguous={contiguous}"] * (contiguous != len(self.tensor.dims) - 1)
+        return f"fake({', '.join([*map(str, self.tensor.dims[1:]), *dtype, *where])})"
 
 
 @dataclass(frozen=True)
@@ -149,16 +156,33 @@ class LoadPlan:
 
 
 @dataclass(frozen=True)
+class LayoutPlan:
+    """A tile in shared memory: CuTe's name of the layout atom (major order and swizzle), and how atoms are lined up.
+
+    `along` is the contiguous dimension, as the module calls it. `order`: atoms stand below each other along the other
+    one, so that TMA's boxes are large.
+    """
+
+    atom: str
+    along: str
+    order: str
+
+
+@dataclass(frozen=True)
 class SmemPlan:
-    """Shared memory of one CTA, and the CuTe names of the operands' layout atoms (major order and swizzle)."""
+    """Shared memory of one CTA, and the layouts of operands there; None for those that never are.
+
+    `o` is that of O, which is gathered in a layout of its own where Q's is another.
+    """
 
     regions: tuple[Region, ...]
     barrier_bytes: int
     total_bytes: int
-    q_layout: str
-    k_layout: str
-    v_layout: str
-    p_layout: str
+    q: LayoutPlan | None
+    k: LayoutPlan | None
+    v: LayoutPlan | None
+    p: LayoutPlan | None
+    o: LayoutPlan | None
 
 
 @dataclass(frozen=True)
@@ -167,6 +191,8 @@ class ProductPlan:
 
     engine: str
     a_source: str
+    a_major: str
+    b_major: str
     instruction: tuple[int, int, int]
     steps: int
 
@@ -217,11 +243,13 @@ class SoftmaxPlan:
 class OutputPlan:
     """Where O lies in shared memory, if it does, the name of the rows that one TMA copy stores, and O's dtype.
 
+    `smem` is the module's name for O's place there, of cooperative kernels: Q's, or its own where the layouts differ.
     `own_dtype`: another one than that of q, k and v. `torch_name` is its dtype's in the module; `needed_name` is that
     of the dtype which a check asks of any tensor of a call.
     """
 
     place: Literal["over_q", "own_buffer", "direct"]
+    smem: str
     stored_rows: str
     own_dtype: bool
     torch_name: str
@@ -250,6 +278,7 @@ class EntryPlan:
     `named` and `matched` are the tensors that a caller may give, for checks. `fakes` stand for the inputs when the
     module is compiled, `fake_out` for the output, and `stand_ins` are what follows these in a launch. `keeps_scratch`:
     some scratch outlives a call, in slots for streams and CUDA graphs.
+    `by_sequence` are the inputs whose sequence is contiguous.
     `given` are the names of what the entry point has at hand when it launches: all but the scratch that outlives a
     call, and the scale.
     """
@@ -264,6 +293,8 @@ class EntryPlan:
     mask_phrase: str
     output_phrase: str
     heads_phrase: str
+    by_sequence: tuple[Named, ...]
+    by_sequence_phrase: str
     ctas_phrase: str = ", each of which gets one CTA"
 
 
@@ -483,7 +514,8 @@ def _output(spec: Forward) -> OutputPlan:
     own = spec.o_dtype != spec.problem.dtype
     if own:
         names = (dtype.torch_name, "dtype")
-    return OutputPlan(spec.outputs.o, packed_rows if packed else rows, own, *names)
+    smem = "sQ" if _smem(spec).o is None else "sO"
+    return OutputPlan(spec.outputs.o, smem, packed_rows if packed else rows, own, *names)
 
 
 def _load(spec: Forward) -> LoadPlan:
@@ -495,25 +527,30 @@ def _load(spec: Forward) -> LoadPlan:
 
 def _smem(spec: Forward) -> SmemPlan:
     regions, barriers = tuple(footprint.shared_memory_map(spec)), footprint.barrier_bytes(spec)
-    smem, p = spec.smem, spec.handoff
+    order = {"k": "0, 1", "mn": "1, 0"}
+    layouts = {
+        letter: LayoutPlan(tile.atom, tile.along.replace("head dim", "HEAD_DIM"), order[tile.major])
+        for letter, tile in operand_tiles(spec).items()
+    }
     return SmemPlan(
         regions=regions,
         barrier_bytes=barriers,
         total_bytes=footprint.total_bytes(regions, barriers),
-        q_layout=layout_atom("K", smem.q) if smem else "",
-        k_layout=layout_atom("K", smem.k) if smem else "",
-        # The scalar product walks V along keys and head dim alike; WGMMA wants it MN-major. The bytes are the same.
-        v_layout=layout_atom("MN" if isinstance(spec.pv, WgmmaProduct) else "K", smem.v) if smem else "",
-        p_layout=layout_atom("K", p.swizzle) if isinstance(p, SmemHandoff) else "",
+        q=layouts.get("Q"),
+        k=layouts.get("K"),
+        v=layouts.get("V"),
+        p=layouts.get("P"),
+        o=layouts.get("O") if layouts.get("O") != layouts.get("Q") else None,
     )
 
 
 def _product(product: object, element: Dtype, n: int, k: int) -> ProductPlan:
     if not isinstance(product, WgmmaProduct):
-        return ProductPlan("scalar", "", (0, 0, 0), 0)
+        return ProductPlan("scalar", "", "", "", (0, 0, 0), 0)
     source = {"smem": "SMEM", "registers": "RMEM"}[product.a.source]
     instruction = (hopper.WGMMA_M, n, element.wgmma_k)
-    return ProductPlan("wgmma", source, instruction, k // element.wgmma_k)
+    majors = product.a.major.upper(), product.b.major.upper()
+    return ProductPlan("wgmma", source, *majors, instruction, k // element.wgmma_k)
 
 
 def _schedule(spec: Forward) -> SchedulePlan:
@@ -567,6 +604,8 @@ def _entry(spec: Forward) -> EntryPlan:
         mask_phrase=header.mask_phrase(spec),
         output_phrase=like,
         heads_phrase=heads,
+        by_sequence=tuple(Named(operation.tensor(name)) for name in sequence_contiguous(spec)),
+        by_sequence_phrase=listed(sequence_contiguous(spec)),
     )
 
 
@@ -637,10 +676,9 @@ def expectation(spec: Forward) -> Expectation:
             wgmma[kind] = (wgmma.get(kind) or 0) + schedule.count("product", what) * product.steps
     groups = schedule.count("wait_products")
     tma_loads = tma_stores = expect_tx = cp_async = stmatrix = 0
-    if isinstance(spec.load, TmaLoad) and spec.smem is not None:
-        row, v_row = d * spec.element.bytes, v_dim * spec.element.bytes
-        swizzles = {"Q": (row, spec.smem.q), "K": (row, spec.smem.k), "V": (v_row, spec.smem.v)}
-        tma_loads = sum(schedule.count("load", what) * footprint.tma_boxes(*box) for what, box in swizzles.items())
+    tiles = operand_tiles(spec)
+    if isinstance(spec.load, TmaLoad):
+        tma_loads = sum(schedule.count("load", what) * tiles[what].boxes for what in ("Q", "K", "V"))
         filled = [ring.name for ring in schedule.rings if ring.filled_by == "TMA"]
         expect_tx = schedule.count("announce") + sum(schedule.count("wait_empty", on=name) for name in filled)
     if isinstance(spec.load, CpAsyncLoad):
@@ -651,8 +689,7 @@ def expectation(spec: Forward) -> Expectation:
         columns = v_dim * schedule.count("gather", "O") + kv * schedule.count("store", "P")
         stmatrix = columns // MATRIX_COLUMNS
         if schedule.count("gather", "O"):
-            boxes = footprint.tma_boxes(v_dim * spec.o_element.bytes, spec.smem.q)
-            tma_stores = schedule.count("store", "O") * boxes
+            tma_stores = schedule.count("store", "O") * tiles["O"].boxes
     setmaxnreg, max_registers = {}, min(hopper.REGISTERS_PER_THREAD, hopper.REGISTERS_PER_SM // threads)
     if footprint.specialized(spec):
         # ptxas reports what the launch hands out, not what setmaxnreg makes of it.

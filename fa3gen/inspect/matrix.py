@@ -36,6 +36,7 @@ from fa3gen.spec.model import (
     Copy,
     Forward,
     Gemm,
+    Major,
     Product,
     RegisterHandoff,
     Spec,
@@ -126,8 +127,8 @@ def _of_forward(spec: Forward) -> dict[str, str]:
         "mask": _mask(spec),
         "tile": f"{spec.tile.q} x {spec.tile.kv}",
         "load": "plain" if isinstance(spec.load, SyncLoad) else f"{spec.load.engine} x {spec.load.kv_stages}",
-        "S = Q K^T": _product(spec.qk, "Q"),
-        "O = P V": _product(spec.pv, "P"),
+        "S = Q K^T": _product(spec.qk, a="Q", b="K", major="k"),
+        "O = P V": _product(spec.pv, a="P", b="V", major="mn"),
         "P through": "registers" if isinstance(spec.handoff, RegisterHandoff) else spec.handoff.through,
         "schedule": _schedule(spec),
         "tiles of queries": (f"persistent, {spec.scheduler}" if footprint.persistent(spec) else "one per CTA"),
@@ -172,11 +173,17 @@ def _mask(spec: Forward) -> str:
     return spec.mask.kind
 
 
-def _product(product: Product, a: str) -> str:
-    """The engine, and what is not as usual about the form of a WGMMA."""
-    if isinstance(product, WgmmaProduct) and a == "Q" and product.a.source == "registers":
-        return f"{product.engine}, {a} in registers"
-    return product.engine
+def _product(product: Product, *, a: str, b: str, major: Major) -> str:
+    """The engine, and what is not as usual about the form of a WGMMA; `major` is the usual one of B.
+
+    That P comes from registers has a column of its own.
+    """
+    if not isinstance(product, WgmmaProduct):
+        return product.engine
+    words = [f"{a} in registers"] * (product.a.source == "registers" and a == "Q")
+    words += [f"{a} MN-major"] * (product.a.major == "mn")
+    words += [f"{b} {product.b.major.upper()}-major"] * (product.b.major != major)
+    return ", ".join([product.engine, *words])
 
 
 def _schedule(spec: Forward) -> str:

@@ -24,6 +24,7 @@ from fa3gen.design.tile_order import taken
 from fa3gen.design.work import key_tiles
 from fa3gen.spec.model import Forward, GlobalHandoff
 from fa3gen.spec.specfile import Variant
+from fa3gen.verify.inputs import laid_out
 from fa3gen.verify.reference import Attention
 
 LAPS = 2  # times that the default number of keys goes round the ring, and one tile more
@@ -94,7 +95,7 @@ def run_kernel(
     random = torch.Generator().manual_seed(problem.seed)
     shape = Shape(problem.batch, problem.seq_q, problem.seq_k, problem.heads_q, problem.heads_kv)
     q, k, v = (
-        torch.randn(tensor.sizes(shape), generator=random).to(tensor.dtype.in_torch())
+        laid_out(tensor, torch.randn(tensor.sizes(shape), generator=random).to(tensor.dtype.in_torch()))
         for tensor in operation_of(variant.spec).inputs
     )
     before, kernel.settings = kernel.settings, Settings(schedule, recorded, ctas, sms=1)

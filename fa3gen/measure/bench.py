@@ -25,11 +25,12 @@ from fa3gen.design.masks import reach
 from fa3gen.design.operation import operation_of
 from fa3gen.hardware.dtypes import DTYPES
 from fa3gen.measure.launch_times import LaunchTimes, host_microseconds, small_problem
-from fa3gen.measure.peers import PEERS, Attend, Peer, Unavailable
+from fa3gen.measure.peers import PEERS, Attend, Peer, Tensors, Unavailable
 from fa3gen.records.evidence import TIMED, TOKENS
 from fa3gen.run import gpu
 from fa3gen.spec.model import DType, Forward, Mask, Problem
 from fa3gen.verify import reference
+from fa3gen.verify.inputs import laid_out
 
 WIDTH = 2048  # heads x head dim
 SEQ_LENS = (512, 1024, 2048, 4096, 8192, 16384)
@@ -82,7 +83,8 @@ class Cell:
 class Competitor:
     """Something to time. `prepare` returns a function of (q, k, v) for a cell, or raises Unavailable.
 
-    `scratch` counts the bytes of device memory a launch takes beside its outputs.
+    `scratch` counts the bytes of device memory a launch takes beside its outputs. `placed` gives q, k and v the strides
+    that it takes, before anything is timed.
     """
 
     name: str
@@ -90,24 +92,31 @@ class Competitor:
     serves: Callable[[Cell], bool]
     prepare: Callable[[Cell], Attend]
     scratch: Callable[[Cell], int] = lambda cell: 0
+    placed: Callable[[Tensors], Tensors] = lambda tensors: tensors
 
 
 def module_competitor(name: str, spec: Forward, load: Callable[[], Any]) -> Competitor:
     """Wrap one generated module; it serves the cells of its own head dim, dtype and mask."""
 
+    operation = operation_of(spec)
+
     def serves(cell: Cell) -> bool:
-        return cell.family == Family.of(spec)
+        return cell.family == Family.of(spec)._replace(by_sequence=())
 
     def prepare(cell: Cell) -> Attend:
         if spec.tile.pack_heads > 1:
             raise Unavailable(f"packs {spec.tile.pack_heads} query heads of one kv head; the grid has no such groups")
-        attend: Attend = operation_of(spec).entry_of(load())
+        attend: Attend = operation.entry_of(load())
         return attend
 
     def scratch(cell: Cell) -> int:
-        return operation_of(spec).bytes_made(cell.shape)
+        return operation.bytes_made(cell.shape)
 
-    return Competitor(name, True, serves, prepare, scratch)
+    def placed(tensors: Tensors) -> Tensors:
+        q, k, v = (laid_out(described, x) for described, x in zip(operation.inputs, tensors, strict=True))
+        return q, k, v
+
+    return Competitor(name, True, serves, prepare, scratch, placed)
 
 
 def peer_competitors(peers: Sequence[Peer] = PEERS) -> list[Competitor]:
@@ -318,7 +327,7 @@ class Runner:
         """Measure the host time of a competitor's calls, for the dtype, head dim and mask of a cell."""
         tensors = small_problem(cell.dtype, cell.head_dim, cell.family.head_dim_v, self.device)
         try:
-            attend = competitor.prepare(cell)
+            attend, tensors = competitor.prepare(cell), competitor.placed(tensors)
             microseconds = host_microseconds(lambda: attend(*tensors), self.timer.synchronize)
         except Unavailable as reason:
             return LaunchTimes(competitor.name, None, reason=str(reason))
@@ -326,7 +335,7 @@ class Runner:
             return LaunchTimes(competitor.name, None, reason=f"raised {_in_short(error)}")
         return LaunchTimes(competitor.name, microseconds)
 
-    def _inputs(self, cell: Cell) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _inputs(self, cell: Cell) -> Tensors:
         generator = torch.Generator(self.device).manual_seed(cell.seq_len + cell.head_dim)
         shape = (cell.batch, cell.seq_len, cell.heads)
         facts: dict[str, Any] = {"dtype": DTYPES[cell.dtype].in_torch(), "device": self.device, "generator": generator}
@@ -352,11 +361,11 @@ class Runner:
         return None
 
     def _warm_up(
-        self, competitor: Competitor, cell: Cell, tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+        self, competitor: Competitor, cell: Cell, tensors: Tensors
     ) -> tuple[str | None, Callable[[], Any] | None, float]:
         """Launch twice (the first may compile) and check; return a reason, or the launch and its milliseconds."""
         try:
-            attend = competitor.prepare(cell)
+            attend, tensors = competitor.prepare(cell), competitor.placed(tensors)
             wrong = self._wrong(attend(*tensors), cell, tensors)
             if wrong:
                 return wrong, None, 0.0
@@ -367,9 +376,7 @@ class Runner:
             return f"raised {_in_short(error)}", None, 0.0
         return None, lambda: attend(*tensors), estimate
 
-    def _wrong(
-        self, out: torch.Tensor, cell: Cell, tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-    ) -> str | None:
+    def _wrong(self, out: torch.Tensor, cell: Cell, tensors: Tensors) -> str | None:
         error = error_in_last_rows(out, last_rows(cell.mask, tensors))
         return None if error <= CHECK_TOLERANCE else f"wrong result: relative error {error:.2g} in the last rows"
 
@@ -420,7 +427,7 @@ def tflops(cell: Cell, milliseconds: float) -> float:
     return cell.flops / milliseconds / 1e9
 
 
-def last_rows(mask: Mask, tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> torch.Tensor:
+def last_rows(mask: Mask, tensors: Tensors) -> torch.Tensor:
     """What O has to be in the last CHECK_ROWS rows of the last batch entry, in float32.
 
     Bottom-right alignment makes them a problem of their own, small enough for the reference at any length.

@@ -21,7 +21,7 @@ from fa3gen.base.files import write_text
 from fa3gen.design.family import Family
 from fa3gen.design.operation import operation_of
 from fa3gen.measure.launch_times import BATCH, CALLS, HEADS, ROUNDS, SEQ_LEN, host_microseconds, small_problem
-from fa3gen.measure.peers import PEERS, Peer, Unavailable
+from fa3gen.measure.peers import PEERS, Peer, Tensors, Unavailable
 from fa3gen.run import gpu
 from fa3gen.spec.model import CausalMask, Forward, Mask, WindowMask
 
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 Launch = Callable[[], Any]
-Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 WAYS = ("O", "O and LSE", "out=")
 MEASUREMENTS = 20  # of each call; one takes about 10 ms
@@ -54,8 +53,8 @@ class Problem:
     def tensors(self, device: torch.device) -> Tensors:
         """Return q, k, v: (1, 128, 2 x group, d), (1, 128, 2, d), (1, 128, 2, d_v)."""
         family = self.family
-        q, k, v = small_problem(family.dtype, family.head_dim, family.head_dim_v, device)
-        return q.repeat(1, 1, self.group, 1), k, v
+        q, k, v = small_problem(family.dtype, family.head_dim, family.head_dim_v, device, family.by_sequence)
+        return q.repeat(1, 1, self.group, 1) if self.group > 1 else q, k, v
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ import torch
 
 from fa3gen.base.errors import UserError
 from fa3gen.compile.cache import CACHE_DIR_VARIABLE
+from fa3gen.design.family import Family
 from fa3gen.hardware.dtypes import DTYPES
 from fa3gen.run.launch import NO_JIT_VARIABLE
 
@@ -45,12 +46,17 @@ class LaunchTimes:
 
 
 def small_problem(
-    dtype: str, head_dim: int, head_dim_v: int, device: torch.device
+    dtype: str, head_dim: int, head_dim_v: int, device: torch.device, by_sequence: Sequence[str] = ()
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return q, k, v of the problem that launches are timed on."""
+    """Return q, k, v of the problem that launches are timed on; those in `by_sequence` have a contiguous sequence."""
     facts: dict[str, Any] = {"dtype": DTYPES[dtype].in_torch(), "device": device}
-    q, k, v = (torch.randn((BATCH, SEQ_LEN, HEADS, dim), **facts) for dim in (head_dim, head_dim, head_dim_v))
-    return q, k, v
+
+    def normal(name: str, dim: int) -> torch.Tensor:
+        if name in by_sequence:
+            return torch.randn((BATCH, HEADS, dim, SEQ_LEN), **facts).permute(0, 3, 1, 2)
+        return torch.randn((BATCH, SEQ_LEN, HEADS, dim), **facts)
+
+    return normal("q", head_dim), normal("k", head_dim), normal("v", head_dim_v)
 
 
 def host_microseconds(launch: Callable[[], Any], synchronize: Callable[[], Any]) -> float:
@@ -68,20 +74,21 @@ def host_microseconds(launch: Callable[[], Any], synchronize: Callable[[], Any])
     return statistics.median(rounds) * 1e6
 
 
-def first_calls(path: Path, dtype: str, head_dim: int, head_dim_v: int) -> tuple[float, float]:
+def first_calls(path: Path, family: Family) -> tuple[float, float]:
     """Seconds of a first call that compiles, and of one that finds the kernel in the compile cache.
 
-    Two fresh processes on the current GPU share a cache of their own; the second may not compile. Raises UserError
-    with what a process said last when it fails.
+    `family` is what the module is compiled for. Two fresh processes on the current GPU share a cache of their own; the
+    second may not compile. Raises UserError with what a process said last when it fails.
     """
     command = [
         sys.executable,
         "-m",
         "fa3gen.measure.first_call",
         str(path.resolve()),
-        dtype,
-        str(head_dim),
-        str(head_dim_v),
+        family.dtype,
+        str(family.head_dim),
+        str(family.head_dim_v),
+        *family.by_sequence,
     ]
     with tempfile.TemporaryDirectory(prefix="fa3gen-first-call-") as cache:
         environment = {**os.environ, CACHE_DIR_VARIABLE: cache}

@@ -18,6 +18,7 @@ import torch
 from fa3gen.compile.loading import clean_argv
 from fa3gen.spec.model import CausalMask, Mask, WindowMask
 
+Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # q, k, v
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Any]
 
 

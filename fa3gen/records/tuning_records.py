@@ -86,8 +86,14 @@ class TunedProblem(Part):
 
     @classmethod
     def of(cls, family: Family, shape: Shape) -> Self:
-        """The problem of a family at one shape."""
-        return cls(**{**family._asdict(), "mask": MaskShape.of(family.mask)}, **asdict(shape))
+        """The problem of a family at one shape. UserError where rows are not contiguous: such modules are not tuned."""
+        if family.by_sequence:
+            raise UserError(
+                f"modules are tuned for tensors with contiguous rows, and these are for {family}; time them with "
+                "fa3gen bench"
+            )
+        fields = {name: value for name, value in family._asdict().items() if name != "by_sequence"}
+        return cls(**{**fields, "mask": MaskShape.of(family.mask)}, **asdict(shape))
 
     @model_serializer(mode="wrap")
     def _without_defaults(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:

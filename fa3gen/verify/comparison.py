@@ -14,7 +14,7 @@ import json
 import math
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -32,7 +32,7 @@ from fa3gen.design.operation import operation_of
 from fa3gen.hardware.dtypes import DTYPES
 from fa3gen.spec.model import Forward, Mask
 from fa3gen.verify import reference
-from fa3gen.verify.inputs import Case, served
+from fa3gen.verify.inputs import Case, laid_out, served
 
 if TYPE_CHECKING:
     from fa3gen.design.workspace import Workspace
@@ -103,8 +103,9 @@ def make_inputs(case: Case, *, mask: Mask, head_dim: int, dtype: torch.dtype, v_
 def make_for(spec: Forward, case: Case) -> Inputs:
     """Draw the tensors of `case` as the module of `spec` takes them."""
     operation = operation_of(spec)
-    q, v = operation.tensor("q"), operation.tensor("v")
-    return make_inputs(case, mask=spec.mask, head_dim=q.row, v_dim=v.row, dtype=q.dtype.in_torch())
+    q, k, v = (operation.tensor(name) for name in ("q", "k", "v"))
+    made = make_inputs(case, mask=spec.mask, head_dim=q.row, v_dim=v.row, dtype=q.dtype.in_torch())
+    return replace(made, q=laid_out(q, made.q), k=laid_out(k, made.k), v=laid_out(v, made.v))
 
 
 def _selection(case: Case, random: np.random.Generator, v: torch.Tensor, head_dim: int, mask: Mask) -> Inputs:

@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import math
 import zlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 
 from fa3gen.design import footprint
-from fa3gen.design.operation import operation_of
+from fa3gen.design.operation import Tensor, operation_of
+from fa3gen.design.tiles import sequence_contiguous
+from fa3gen.hardware.dtypes import VECTOR_BYTES
 from fa3gen.spec.model import Forward, SyncLoad, WindowMask
 
 GUARD = 8  # rows of NaN before and after each padded tensor, along the sequence
@@ -147,7 +150,19 @@ def make_for(spec: Forward, case: Case, *, device: torch.device, seed: int) -> I
         out_dtype=out.dtype.in_torch(),
         device=device,
         seed=seed,
+        by_sequence=sequence_contiguous(spec),
     )
+
+
+def laid_out(described: Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """The same values with strides that a module takes: the tensor itself where its contiguous dimension is the last.
+
+    Such a tensor has to have them.
+    """
+    if described.contiguous == tensor.ndim - 1:
+        return tensor
+    made = torch.empty_strided(tensor.shape, described.strides(tensor.shape), dtype=tensor.dtype, device=tensor.device)
+    return made.copy_(tensor)
 
 
 def make(
@@ -159,11 +174,13 @@ def make(
     seed: int,
     v_dim: int | None = None,
     out_dtype: torch.dtype | None = None,
+    by_sequence: Sequence[str] = (),
 ) -> Inputs:
     """Draw the tensors of `case` on `device`.
 
-    `v_dim` is the head dim of v and O where it is not `head_dim`, `out_dtype` the dtype of O where it is not `dtype`.
-    The same seed gives the same numbers on every device.
+    `v_dim` is the head dim of v and O where it is not `head_dim`, `out_dtype` the dtype of O where it is not `dtype`;
+    `by_sequence` are the names of the inputs whose sequence is contiguous. The same seed gives the same numbers on
+    every device.
     """
     v_dim = head_dim if v_dim is None else v_dim
     generator = torch.Generator().manual_seed(case_seed(case.name, seed))
@@ -175,11 +192,12 @@ def make(
         _add_outliers(q, k, v, generator)
     elif case.distribution == "ramp":
         _add_ramp(q, k)
-    q, k, v = (tensor.to(device=device, dtype=dtype) for tensor in (q, k, v))
+    given = {name: tensor.to(device=device, dtype=dtype) for name, tensor in (("q", q), ("k", k), ("v", v))}
     if case.layout == "packed":
-        q, k, v = _packed(q, k, v)
+        given = {**_packed(given, by_sequence, False), **_packed(given, by_sequence, True)}
     else:
-        q, k, v = (_placed(tensor, case.layout) for tensor in (q, k, v))
+        given = {name: _placed(tensor, case.layout, name in by_sequence) for name, tensor in given.items()}
+    q, k, v = (given[name] for name in ("q", "k", "v"))
     if case.layout == "expanded":
         k, v = (tensor.expand(case.batch, -1, -1, -1) for tensor in (k, v))
     out, storage = _poisoned_out(q, v_dim, dtype if out_dtype is None else out_dtype, case.layout)
@@ -205,39 +223,52 @@ def _add_ramp(q: torch.Tensor, k: torch.Tensor) -> None:
     k[1:, ..., 0] = climb.flip(0)
 
 
-def _placed(tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """Copy `tensor` (batch, seq, heads, d) into the storage that `layout` names."""
-    batch, seq, heads, dim = tensor.shape
-    if layout == "contiguous":
-        return tensor.contiguous()
+# How the modes of (batch, seq, heads, d) lie in memory, the contiguous one last.
+_ORDERS: dict[tuple[bool, Layout], tuple[int, ...]] = {
+    (False, "padded"): (0, 1, 2, 3),
+    (False, "transposed"): (0, 2, 1, 3),
+    (True, "padded"): (0, 2, 3, 1),
+    (True, "transposed"): (0, 3, 2, 1),
+}
+
+
+def _placed(tensor: torch.Tensor, layout: Layout, by_sequence: bool) -> torch.Tensor:
+    """Copy `tensor` (batch, seq, heads, d) into the storage that `layout` names, d or the sequence contiguous."""
     if layout == "odd_strides":
-        return _odd_strides(tensor)
-    order = (0, 2, 1, 3) if layout == "transposed" else (0, 1, 2, 3)
-    extents = (batch, seq + 2 * GUARD, heads, dim)
-    storage = tensor.new_full([extents[axis] for axis in order], math.nan).permute(order)  # both orders: own inverse
-    view = storage[:, GUARD : GUARD + seq]
-    view.copy_(tensor)
-    return view
+        return _odd_strides(_placed(tensor, "contiguous", by_sequence))
+    guard = 0 if layout in ("contiguous", "packed") else GUARD
+    order = _ORDERS[by_sequence, "transposed" if layout == "transposed" else "padded"]
+    seq, extents = tensor.shape[1], list(tensor.shape)
+    extents[1] += 2 * guard
+    if by_sequence:  # other strides are multiples of it
+        extents[1] += -extents[1] % (VECTOR_BYTES // tensor.element_size())
+    storage = tensor.new_full([extents[axis] for axis in order], math.nan)
+    view = storage.permute(sorted(range(tensor.ndim), key=order.__getitem__))[:, guard : guard + seq]
+    return view.copy_(tensor)
 
 
 def _odd_strides(tensor: torch.Tensor) -> torch.Tensor:
     """Give every mode of extent 1 a stride that breaks any alignment rule: it is never used to form an address."""
-    tensor = tensor.contiguous()
     strides = [
         stride if extent > 1 else 3 for extent, stride in zip(tensor.shape[:3], tensor.stride()[:3], strict=True)
     ]
-    return tensor.as_strided(tensor.shape, (*strides, 1))
+    return tensor.as_strided(tensor.shape, (*strides, tensor.stride(3)))
 
 
-def _packed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _packed(given: Mapping[str, torch.Tensor], by_sequence: Sequence[str], which: bool) -> dict[str, torch.Tensor]:
     """Lay q, k and v side by side along the heads of one tensor, as a fused projection leaves them.
 
-    Where the rows of v are shorter, NaN fills them up.
+    Those of `by_sequence`, or the others: tensors of one storage have the same contiguous mode. Where the rows of v
+    are shorter, NaN fills them up.
     """
-    heads_q, heads_kv, v_dim = q.shape[2], k.shape[2], v.shape[3]
-    v = torch.nn.functional.pad(v, (0, q.shape[3] - v_dim), value=math.nan)
-    qkv = torch.cat([q, k, v], dim=2)
-    return qkv[:, :, :heads_q], qkv[:, :, heads_q : heads_q + heads_kv], qkv[:, :, heads_q + heads_kv :, :v_dim]
+    parts = {name: tensor for name, tensor in given.items() if (name in by_sequence) == which}
+    if not parts:
+        return {}
+    width = max(tensor.shape[3] for tensor in parts.values())
+    wide = [torch.nn.functional.pad(x, (0, width - x.shape[3]), value=math.nan) for x in parts.values()]
+    together = _placed(torch.cat(wide, dim=2), "packed", which)
+    slices = torch.split(together, [tensor.shape[2] for tensor in parts.values()], dim=2)
+    return {name: part[..., : parts[name].shape[3]] for name, part in zip(parts, slices, strict=True)}
 
 
 def _poisoned_out(q: torch.Tensor, dim: int, dtype: torch.dtype, layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:

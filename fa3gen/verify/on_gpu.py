@@ -388,9 +388,12 @@ class Runner(ModuleRunner):
         good: dict[str, Any] = {"q": q, "k": k, "v": v}
         elsewhere = "cpu" if self.device.type == "cuda" else "meta"
         other = torch.float16 if self.dtype == torch.bfloat16 else torch.bfloat16
-        every_second = torch.cat([v, v], dim=-1)[..., ::2]
-        shifted = torch.cat([k.flatten(), k.flatten()[:8]])[1 : 1 + k.numel()].view(k.shape)
-        odd_rows = torch.nn.functional.pad(v, (0, 4))[..., : v.shape[-1]]
+        inner = self.operation.tensor("v").contiguous
+        lines = v.movedim(inner, -1)
+        every_second = torch.cat([lines, lines], dim=-1)[..., ::2].movedim(-1, inner)
+        shifted = k.new_zeros(k.untyped_storage().size()).as_strided(k.shape, k.stride(), 1)
+        odd = torch.nn.functional.pad(lines, (0, (4 - lines.shape[-1]) % 8)).contiguous()
+        odd_rows = odd[..., : lines.shape[-1]].movedim(-1, inner)
         yield "float32 q", "q", {**good, "q": q.float()}
         yield f"{other} k", "k", {**good, "k": k.to(other)}
         yield f"v on {elsewhere}", "v", {**good, "v": v.to(elsewhere)}
@@ -400,7 +403,7 @@ class Runner(ModuleRunner):
         yield "another batch size in k", "[qkv]", {**good, "k": k[:1]}
         yield "fewer keys in v than in k", "[kv]", {**good, "v": v[:, :-1]}
         yield "three query heads on two kv heads", "[qkv]", {**good, "q": q[:, :, :3]}
-        yield "v whose last mode is not contiguous", "v", {**good, "v": every_second}
+        yield f"v whose {'last mode' if inner == 3 else 'sequence'} is not contiguous", "v", {**good, "v": every_second}
         yield "k that starts off a 16-byte boundary", "k", {**good, "k": shifted}
         yield "v whose rows are no multiple of 16 bytes apart", "v", {**good, "v": odd_rows}
         yield "out of another shape", "out", {**good, "out": torch.empty_like(made.out)[:, :-1]}
@@ -410,7 +413,8 @@ class Runner(ModuleRunner):
     def _current_stream(self) -> str:
         """Fill q late on a side stream; a kernel on any other stream would read what was there before."""
         made = self._small()
-        late = torch.full_like(made.q, math.nan)
+        late = torch.empty_strided(made.q.shape, made.q.stride(), dtype=self.dtype, device=self.device)
+        late.fill_(math.nan)
         made.out.fill_(math.nan)
         torch.cuda.synchronize(self.device)
         side = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]

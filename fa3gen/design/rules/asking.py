@@ -19,6 +19,7 @@ from fa3gen.design.rules import (
     threads,
 )
 from fa3gen.design.rules.registry import Answer, Violation
+from fa3gen.design.tiles import operand_tiles, sequence_contiguous
 from fa3gen.hardware import hopper
 from fa3gen.spec.model import (
     Copy,
@@ -27,7 +28,6 @@ from fa3gen.spec.model import (
     Gemm,
     GlobalHandoff,
     ScalarProduct,
-    SmemHandoff,
     Spec,
     TmaLoad,
     WgmmaProduct,
@@ -125,12 +125,11 @@ def _scheduler(spec: Forward) -> Iterable[Answer]:
 def _shapes(spec: Forward) -> Iterable[Answer]:
     head_dim, tile = spec.problem.head_dim, spec.tile
     if isinstance(spec.qk, WgmmaProduct):
-        yield products.q_from_registers.ask(spec.qk.a.source, spec.schedule.kind, spec.pv.engine)
-        yield from _qk_operands(spec.qk)
+        yield from _qk_operands(spec.qk, spec)
         yield products.wgmma_columns.ask("tile.kv", "QK", tile.kv)
         yield products.wgmma_depth.ask("problem.head_dim", "QK", head_dim)
     if isinstance(spec.pv, WgmmaProduct):
-        yield from _pv_operands(spec.pv)
+        yield from _pv_operands(spec.pv, spec)
         yield products.wgmma_columns.ask(_v_dim_field(spec), "PV", spec.problem.v_dim)
         yield products.wgmma_depth.ask("tile.kv", "PV", tile.kv)
     if tile.warpgroups is not None and "wgmma" in (spec.qk.engine, spec.pv.engine):
@@ -152,19 +151,20 @@ def _v_dim_field(spec: Forward) -> str:
     return "problem.head_dim" if spec.problem.head_dim_v is None else "problem.head_dim_v"
 
 
-def _qk_operands(qk: WgmmaProduct) -> Iterable[Answer]:
+def _qk_operands(qk: WgmmaProduct, spec: Forward) -> Iterable[Answer]:
+    kind, pv_engine = spec.schedule.kind, spec.pv.engine
+    yield products.q_from_registers.ask(qk.a.source, kind, pv_engine)
     yield products.a_from_registers.ask("qk", qk.a.source, qk.a.major)
     if qk.a.source == "smem":
-        yield products.input_major.ask("qk.a.major", "Q", qk.a.major, "k")
+        yield products.input_major.ask("qk.a.major", "Q", qk.a.major, "k", kind, pv_engine)
     yield products.b_from_smem.ask("qk", qk.b.source)
-    yield products.input_major.ask("qk.b.major", "K", qk.b.major, "k")
+    yield products.input_major.ask("qk.b.major", "K", qk.b.major, "k", kind, pv_engine)
 
 
-def _pv_operands(pv: WgmmaProduct) -> Iterable[Answer]:
+def _pv_operands(pv: WgmmaProduct, spec: Forward) -> Iterable[Answer]:
     yield products.a_from_registers.ask("pv", pv.a.source, pv.a.major)
-    yield products.p_major.ask(pv.a.source, pv.a.major)
     yield products.b_from_smem.ask("pv", pv.b.source)
-    yield products.input_major.ask("pv.b.major", "V", pv.b.major, "mn")
+    yield products.input_major.ask("pv.b.major", "V", pv.b.major, "mn", spec.schedule.kind, pv.engine)
 
 
 def _output(spec: Forward) -> Iterable[Answer]:
@@ -199,21 +199,24 @@ def _thread_tile(spec: Forward, count: int) -> Iterable[Answer]:
 
 
 def _tiles_in_smem(spec: Forward) -> Iterable[Answer]:
-    head_dim = spec.problem.head_dim
-    tma = spec.load.engine == "tma"
-    v_dim = spec.problem.v_dim
-    if spec.smem is not None:
-        rows = [("q", "Q", head_dim, spec.smem.q), ("k", "K", head_dim, spec.smem.k), ("v", "V", v_dim, spec.smem.v)]
-        if v_dim != head_dim and spec.outputs.o != "direct":
+    head_dim, v_dim = spec.problem.head_dim, spec.problem.v_dim
+    tma, tiles = spec.load.engine == "tma", operand_tiles(spec)
+    for letter, tile in tiles.items():
+        field, tensor = f"smem.{letter.lower()}", str(letter)
+        if letter == "P":
+            field = "handoff.swizzle"
+        elif letter == "O":
+            if tile.inner == tiles["Q"].inner and not tiles["Q"].by_sequence:
+                continue  # its rows are Q's
             where = "in Q's place" if spec.outputs.o == "over_q" else "laid out like Q"
-            rows.append(("q", f"O, {where},", v_dim, spec.smem.q))
-        for name, tensor, extent, swizzle in rows:
-            yield memory.swizzle_span.ask(f"smem.{name}", tensor, extent, swizzle, tma=tma)
-    if isinstance(spec.handoff, SmemHandoff):
-        yield memory.swizzle_span.ask("handoff.swizzle", "P", spec.tile.kv, spec.handoff.swizzle, tma=False)
+            field, tensor = "smem.q", f"O, {where},"
+        line = "column" if tile.by_sequence else "row"
+        yield memory.swizzle_span.ask(field, tensor, tile.inner, tile.swizzle, tma=tma and letter != "P", line=line)
     if tma:
         yield memory.tma_box.ask("tile.q", spec.tile.q)
         yield memory.tma_box.ask("tile.kv", spec.tile.kv)
+        if sequence_contiguous(spec):
+            yield memory.tma_box.ask("problem.head_dim", head_dim)
         yield memory.tma_stride.ask(head_dim)
         yield memory.tma_stride.ask(v_dim, _v_dim_field(spec))
 

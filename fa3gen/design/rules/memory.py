@@ -11,25 +11,27 @@ from fa3gen.hardware import hopper
 
 
 @rule(kind=HARDWARE, topic="layouts")
-def swizzle_span(field: str, tensor: str, elements: int, swizzle: str, *, tma: bool) -> Violation | None:
-    """A tile row is a whole number of swizzle spans, each one an inner TMA box.
+def swizzle_span(
+    field: str, tensor: str, elements: int, swizzle: str, *, tma: bool, line: str = "row"
+) -> Violation | None:
+    """A contiguous line of a tile is a whole number of swizzle spans, each one an inner TMA box.
 
-    `elements` is the contiguous extent of the 16-bit tile. PTX ISA, "Matrix Descriptor Format" of wgmma and "Swizzling
-    modes"; CUDA Driver API, cuTensorMapEncodeTiled: boxDim[0] * elementSize at most the swizzle span, so that a wider
-    row is split into several boxes.
+    `line` is "row" or "column", `elements` the extent of it in the 16-bit tile. PTX ISA, "Matrix Descriptor Format" of
+    wgmma and "Swizzling modes"; CUDA Driver API, cuTensorMapEncodeTiled: boxDim[0] * elementSize at most the swizzle
+    span, so that a wider line is split into several boxes.
     """
-    row = elements * hopper.BYTES_16BIT
+    size = elements * hopper.BYTES_16BIT
     span = hopper.SWIZZLE_SPAN[swizzle]
-    if row % span == 0:
+    if size % span == 0:
         return None
     name = "16-byte rows of a core matrix" if swizzle == "none" else f"{span}-byte swizzle spans"
     boxes = f", and TMA cannot split it into boxes of {span // hopper.BYTES_16BIT} elements" if tma else ""
-    fitting = [name for name, other in hopper.SWIZZLE_SPAN.items() if row % other == 0]
-    way_out = f"use swizzle {fitting[-1]}" if fitting else "use a row that is a multiple of 8 elements"
+    fitting = [name for name, other in hopper.SWIZZLE_SPAN.items() if size % other == 0]
+    way_out = f"use swizzle {fitting[-1]}" if fitting else f"use a {line} that is a multiple of 8 elements"
     return Violation(
         field,
-        f"a row of {tensor} is {elements} x {hopper.BYTES_16BIT} = {row} bytes, "
-        f"no whole number of {name} ({row} = {row // span} x {span} + {row % span}){boxes}; {way_out}",
+        f"a {line} of {tensor} is {elements} x {hopper.BYTES_16BIT} = {size} bytes, "
+        f"no whole number of {name} ({size} = {size // span} x {span} + {size % span}){boxes}; {way_out}",
     )
 
 

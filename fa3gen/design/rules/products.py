@@ -85,26 +85,19 @@ def q_from_registers(source: str, kind: str, pv_engine: str) -> Violation | None
 
 
 @rule(kind=GENERATOR, topic="product")
-def input_major(field: str, tensor: str, major: str, needed: str) -> Violation | None:
-    """The contiguous dimension of q, k and v is head_dim, which fixes the major of Q, K and V.
+def input_major(field: str, tensor: str, major: str, usual: str, kind: str, pv_engine: str) -> Violation | None:
+    """16-bit WGMMA reads either major (PTX ISA, "wgmma.mma_async", imm-trans-a and imm-trans-b).
 
-    16-bit WGMMA could read either (PTX ISA, "wgmma.mma_async", imm-trans-a and imm-trans-b), from transposed inputs.
+    `usual` is that of a tensor whose rows are contiguous. TMA transposes nothing, so that the other one needs a tensor
+    whose sequence is contiguous, which is rendered where all warps do the same and both products are on WGMMA.
     """
-    if major == needed:
+    if major == usual or (kind, pv_engine) == ("cooperative", "wgmma"):
         return None
-    inner = "K" if needed == "k" else "N"
+    inner = "K" if usual == "k" else "N"
     return Violation(
         field,
         f"head_dim is contiguous in {tensor.lower()} and is the {inner} of this product, so {tensor} is "
-        f"{needed.upper()}-major; {major} would need a transposed {tensor.lower()}; use {needed}",
-    )
-
-
-@rule(kind=GENERATOR, topic="O = P V")
-def p_major(source: str, major: str) -> Violation | None:
-    """P is stored row by row, kv contiguous, by stmatrix without .trans. PTX ISA, "stmatrix"."""
-    if source != "smem" or major == "k":
-        return None
-    return Violation(
-        "pv.a.major", "stmatrix stores P with kv contiguous, and kv is the K of this product; use major: k"
+        f"{usual.upper()}-major; {major} takes a {tensor.lower()} whose sequence is contiguous, which is rendered with "
+        f"schedule cooperative and both products on WGMMA only, not with {kind} and a {pv_engine} pv; use {usual}, or "
+        "extend k4_2",
     )

@@ -11,15 +11,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from fa3gen.design import footprint
+from fa3gen.design.tiles import OperandTile, operand_tiles
 from fa3gen.hardware import hopper
-from fa3gen.spec.model import Forward, SmemHandoff, Swizzle, SyncLoad, WgmmaProduct
+from fa3gen.spec.model import Forward, Swizzle, SyncLoad, WgmmaProduct
 
 CHUNK = 16  # bytes that one row of a core matrix, one lane of ldmatrix and one 128-bit access take
 LINE = 128  # bytes of all banks side by side
 GROUPS = LINE // CHUNK
 ROWS = 8  # of a core matrix; a swizzle pattern repeats after as many
+_SINGULAR = {"queries": "query", "keys": "key"}
 SWIZZLE_BITS = {"none": 0, "32B": 1, "64B": 2, "128B": 3}
 
 
@@ -140,44 +143,33 @@ def operands(spec: Forward) -> tuple[Operand, ...]:
     """The operand tiles that a module keeps in shared memory, one stage of each; none where all is in global memory."""
     if spec.smem is None:
         return ()
-    q, kv, d, v_dim = spec.tile.q, spec.tile.kv, spec.problem.head_dim, spec.problem.v_dim
+    tiles = operand_tiles(spec)
     core = f"wgmma reads core matrices, {ROWS} rows x {CHUNK} bytes"
     # As the scalar products read them: half a warp shares a row of S, its lanes have keys, then columns of O.
     one_row, many_rows = "half a warp reads the same 16 bytes", "half a warp reads 16 bytes each of 16 rows"
     beside = "half a warp reads a row side by side"
     qk, pv = isinstance(spec.qk, WgmmaProduct), isinstance(spec.pv, WgmmaProduct)
-    over_q = isinstance(spec.pv, WgmmaProduct) and spec.outputs.o == "over_q"
-    q_users = [core if qk else one_row] + ["stmatrix writes O over it"] * over_q
-    tiles = [_operand("sQ", "Q", q, d, "query", spec.smem.q, "K", q_users)]
+    q_reader = "ldmatrix reads it to registers, once" if footprint.q_in_registers(spec) else core if qk else one_row
+    q_users = [q_reader]
+    if pv and spec.outputs.o == "over_q":
+        layout = f", as {tiles['O'].atom}" if tiles["O"].atom != tiles["Q"].atom else ""
+        q_users.append(f"stmatrix writes O over it{layout}")
+    found = [_operand("sQ", "Q", tiles["Q"], q_users)]
     if isinstance(spec.load, SyncLoad):
-        users = [many_rows, beside]
-        tiles.append(_operand("sKV", "K, then V", kv, d, "key", spec.smem.k, "K", users, along=beside in users))
+        found.append(_operand("sKV", "K, then V", tiles["K"], [many_rows, beside], along=True))
     else:
-        tiles.append(_operand("sK", "K", kv, d, "key", spec.smem.k, "K", [core if qk else many_rows]))
-        major = "MN" if pv else "K"
-        users = [core if pv else beside]
-        tiles.append(_operand("sV", "V", kv, v_dim, "key", spec.smem.v, major, users, along=beside in users))
-    if isinstance(spec.handoff, SmemHandoff):
-        users = ["stmatrix writes P", core]
-        tiles.append(_operand("sP", "P", q, kv, "query", spec.handoff.swizzle, "K", users, column="key"))
+        found.append(_operand("sK", "K", tiles["K"], [core if qk else many_rows]))
+        found.append(_operand("sV", "V", tiles["V"], [core if pv else beside], along=not pv))
+    if "P" in tiles:
+        found.append(_operand("sP", "P", tiles["P"], ["stmatrix writes P", core]))
     if spec.outputs.o == "own_buffer":
         rows = hopper.WGMMA_M // 4  # each warp gathers and stores its own
         users = ["stmatrix writes O, a slice for each warp"]
-        tiles.append(_operand("sO", "O of one warp", rows, v_dim, "query", spec.smem.q, "K", users))
-    return tuple(tiles)
+        found.append(_operand("sO", "O of one warp", replace(tiles["O"], rows=rows), users))
+    return tuple(found)
 
 
-def _operand(
-    name: str,
-    what: str,
-    rows: int,
-    columns: int,
-    row: str,
-    swizzle: Swizzle,
-    major: str,
-    users: Sequence[str],
-    column: str = "head dim",
-    along: bool = False,
-) -> Operand:
-    layout = f"{major}_INTER" if swizzle == "none" else f"{major}_SW{swizzle.removesuffix('B')}"
-    return Operand(name, what, rows, columns * hopper.BYTES_16BIT, row, column, swizzle, layout, tuple(users), along)
+def _operand(name: str, what: str, tile: OperandTile, users: Sequence[str], along: bool = False) -> Operand:
+    row, column = (_SINGULAR.get(words, words) for words in (tile.across, tile.along))
+    width = tile.inner * tile.element.bytes
+    return Operand(name, what, tile.outer, width, row, column, tile.swizzle, tile.atom, tuple(users), along)

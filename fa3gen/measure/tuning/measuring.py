@@ -27,7 +27,7 @@ from fa3gen.compile.cache import cached_object
 from fa3gen.design.operation import operation_of
 from fa3gen.hardware.dtypes import DTYPES
 from fa3gen.measure.bench import CHECK_TOLERANCE, error_in_last_rows, last_rows
-from fa3gen.measure.peers import PEERS, Attend, Peer, Unavailable
+from fa3gen.measure.peers import PEERS, Attend, Peer, Tensors, Unavailable
 from fa3gen.records.tuning_records import TunedProblem
 from fa3gen.run import gpu
 from fa3gen.run.launch import load_for_launch
@@ -41,9 +41,6 @@ QUICK_CASES = ("ragged", "ragged_more_queries", "wrap", "gqa", "many_tiles", "ma
 SEED = 0
 
 Launch = Callable[[], Any]
-
-
-Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class Timer(Protocol):
