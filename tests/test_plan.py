@@ -480,6 +480,8 @@ def test_tma_boxes(extent: int, swizzle: Any, boxes: int) -> None:
         ("k4_transposed_d64", {"tma_loads": 2 + 2 * 2, "tma_stores": 1, "stmatrix": 4}),
         # Transposed on the way, P takes as many stmatrix: 64 / 16; O another 64 / 16.
         ("k4_p_mn_d64", {"tma_loads": 5, "stmatrix": 8}),
+        # O goes out from the registers, without stmatrix and without TMA.
+        ("k4_direct_d64", {"tma_loads": 5, "tma_stores": 0, "stmatrix": 0}),
         # The same, both from registers; a warp's 16 rows of Q are 128 / 16 blocks of 16 x 16, one ldmatrix.x4 each.
         (
             "k4_q_registers_d128",

@@ -744,16 +744,21 @@ def test_scheduler_mask() -> None:
 
 
 def test_scheduler_output() -> None:
-    assert output.scheduler_output("single_tile", "over_q", "cooperative") is None
+    for engine in ("wgmma", "scalar"):
+        assert output.scheduler_output("single_tile", "over_q", "cooperative", engine) is None
     for scheduler in ("single_tile", "static"):
         for o in ("own_buffer", "direct"):
-            assert output.scheduler_output(scheduler, o, "ping_pong") is None
-    for o in ("own_buffer", "direct"):
-        assert output.scheduler_output("single_tile", o, "cooperative") == Violation(
+            assert output.scheduler_output(scheduler, o, "ping_pong", "wgmma") is None
+    assert output.scheduler_output("single_tile", "direct", "cooperative", "wgmma") is None
+    assert output.scheduler_output("single_tile", "direct", "cooperative", "scalar") == Violation(
+        "outputs.o", "direct says how O leaves a WGMMA's accumulator, and pv is scalar; use over_q, the default"
+    )
+    for engine, ways in (("wgmma", "over_q or direct"), ("scalar", "over_q")):
+        assert output.scheduler_output("single_tile", "own_buffer", "cooperative", engine) == Violation(
             "outputs.o",
-            f"{o} is rendered with schedule warp_specialized or ping_pong only, not cooperative; use over_q",
+            f"own_buffer is rendered with schedule warp_specialized or ping_pong only, not cooperative; use {ways}",
         )
-    assert output.scheduler_output("dynamic", "over_q", "ping_pong") == Violation(
+    assert output.scheduler_output("dynamic", "over_q", "ping_pong", "wgmma") == Violation(
         "outputs.o",
         "with scheduler dynamic the next Q is loaded while O is stored, so that O cannot lie over Q; use own_buffer, "
         "or direct where shared memory is short",
@@ -847,12 +852,14 @@ def test_float32_output_takes_any_columns_of_a_product() -> None:
 
 
 def test_direct_columns() -> None:
-    assert output.direct_columns("problem.head_dim", 96) is None
-    assert output.direct_columns("problem.head_dim", 80) == Violation(
+    assert output.direct_columns("problem.head_dim", 96, "ping_pong") is None
+    assert output.direct_columns("problem.head_dim", 80, "ping_pong") == Violation(
         "problem.head_dim",
         "outputs.o direct writes 32 columns at a time, and O has 80, no multiple of 32 (80 = 2 x 32 + 16); "
         "use 64 or 96, or outputs.o own_buffer",
     )
+    cooperative = output.direct_columns("problem.head_dim", 80, "cooperative")
+    assert cooperative is not None and cooperative.message.endswith("use 64 or 96, or outputs.o over_q")
 
 
 PERSISTENT = {

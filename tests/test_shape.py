@@ -440,6 +440,8 @@ NUMBERS: dict[str, dict[int, str]] = {
     "smem_layouts": {3: "mode"},
     "store_tile": {3: "mode", 4: "stmatrix x4", 64: "bits of two columns"},
     "compile_for_sm90a": {3: "stride_order", 4: "alignment", 5: "symbols", 8: "divisibility", 16: "alignment"},
+    "check_strides": {4: "dimensions", 8: "elements in 16 bytes"},
+    "read_q": {4: "ldmatrix x4"},
     "check_gpu": {9: "compute capability"},
     "unasked_lse": {9: "compute capability"},
     "launch_constants": {9: "compute capability"},
@@ -508,6 +510,9 @@ WGMMA_PV = r"\bLANES\b|\bROWS\b|S_COLS|O_COLS|thread_rows|load_f32|lanes_"
 NO_TMA = r"\bTMA|tma_|mbarrier|[Pp]ipeline|_ring\b|_BYTES"
 NO_CP_ASYNC = r"cp_async_wait_group|CopyG2SOp|load_tile|TiledCopy|wait_group\(KV_STAGES"
 NO_STAGES = r"KV_STAGES|\bstages?\b|cp_async|cpasync"
+IN_REGISTERS = r"[lL]d[mM]atrix|read_q\b"
+BY_SEQUENCE = r"check_strides|contiguous=|the sequence is contiguous|sO_layout"
+TURNED = r"transpose=True|transposed on the way"
 NAIVE = r"SmemAllocator|SharedStorage|warpgroup|smem|kv_range|n_block_end|TiledMma"
 
 
@@ -547,6 +552,9 @@ def foreign_words(stem: str) -> str:
             plan.load.barrier, NO_TMA
         )
     )
+    words += [IN_REGISTERS] * (plan.qk.a_source != "RMEM")
+    if not plan.schedule.specialized:
+        words += [BY_SEQUENCE] * (not plan.entry.by_sequence) + [TURNED] * (plan.pv.a_major != "MN")
     return "|".join(words)
 
 
@@ -624,6 +632,9 @@ def test_words_of_a_variant_are_found_in_it() -> None:
         + ["Q_STAGES", "q_ring", r"\bWork\b", r"\bwork\.", r"schedule\)"],
         "k5_d128_causal": [r"wait_group\(1\)", "rescale_output", "k_drain", "v_drain"],
         "k6_d64": ["TURN_", r"_turn\b", "multiply in turn", r"\bconsumer\b"],
+        "k4_q_registers_d64": IN_REGISTERS.split("|"),
+        "k4_transposed_d64": BY_SEQUENCE.split("|"),
+        "k4_p_mn_d64": TURNED.split("|"),
         "k1_d64_causal": ["diagonal", "[cC]ausal", "LN_2"],
         "k6_sequential_d128": [*SEQUENTIAL.split("|"), *OVER_Q.split("|"), *SINGLE_TILE.split("|")],
         "fwd_d128": [*PERSISTENT.split("|"), *FLATTENED.split("|"), *OWN_BUFFER.split("|")],

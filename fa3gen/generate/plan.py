@@ -629,7 +629,7 @@ def _sections(spec: Forward) -> SectionsPlan:
         mask=_section(f"mask_{space}_{spec.mask.kind}"),
         softmax=_section(f"softmax_{space}"),
         pv=_section(pv[spec.handoff.through]),
-        epilogue=_section(f"epilogue_{family}"),
+        epilogue=_section("epilogue_direct" if spec.outputs.o == "direct" else f"epilogue_{family}"),
     )
     if not footprint.specialized(spec):
         return sections

@@ -115,7 +115,7 @@ def _scheduler(spec: Forward) -> Iterable[Answer]:
     if spec.o_dtype == "fp32":
         yield output.float32_output.ask(spec.schedule.kind, spec.outputs.o, spec.tile.q, spec.problem.v_dim)
     else:
-        yield output.scheduler_output.ask(spec.scheduler, spec.outputs.o, spec.schedule.kind)
+        yield output.scheduler_output.ask(spec.scheduler, spec.outputs.o, spec.schedule.kind, spec.pv.engine)
     yield output.packed_slices.ask(spec.outputs.o, spec.tile.pack_heads)
     yield schedules.rescale_overlap.ask(spec.softmax.rescale_above, footprint.overlapped(spec))
     yield schedules.exp_before_wait.ask(spec.softmax.exp_before_wait, spec.tile.kv, footprint.overlapped(spec))
@@ -175,7 +175,7 @@ def _output(spec: Forward) -> Iterable[Answer]:
         if o != "direct":
             yield output.output_columns.ask(v_dim)
     if o == "direct" and spec.o_dtype != "fp32":
-        yield output.direct_columns.ask(_v_dim_field(spec), v_dim)
+        yield output.direct_columns.ask(_v_dim_field(spec), v_dim, spec.schedule.kind)
 
 
 def _thread_tile(spec: Forward, count: int) -> Iterable[Answer]:

@@ -10,8 +10,11 @@ from fa3gen.hardware.dtypes import FP32
 
 
 @rule(kind=GENERATOR, topic="output")
-def scheduler_output(scheduler: str, o: str, kind: str) -> Violation | None:
-    """O takes Q's place only where no next Q does; other places are rendered for specialised kernels."""
+def scheduler_output(scheduler: str, o: str, kind: str, pv_engine: str) -> Violation | None:
+    """O takes Q's place only where no next Q does; a buffer of its own is rendered for specialised kernels.
+
+    Straight from the registers it goes where they are an accumulator of WGMMA; scalar kernels have no other way.
+    """
     if o == "over_q":
         if scheduler in footprint.CTA_PER_TILE:
             return None
@@ -20,10 +23,16 @@ def scheduler_output(scheduler: str, o: str, kind: str) -> Violation | None:
             f"with scheduler {scheduler} the next Q is loaded while O is stored, so that O cannot lie over Q; "
             "use own_buffer, or direct where shared memory is short",
         )
-    if kind != "cooperative":
+    if kind != "cooperative" or (o, pv_engine) == ("direct", "wgmma"):
         return None
+    if o == "direct":
+        return Violation(
+            "outputs.o",
+            f"direct says how O leaves a WGMMA's accumulator, and pv is {pv_engine}; use over_q, the default",
+        )
+    other = "over_q or direct" if pv_engine == "wgmma" else "over_q"
     return Violation(
-        "outputs.o", f"{o} is rendered with schedule warp_specialized or ping_pong only, not {kind}; use over_q"
+        "outputs.o", f"{o} is rendered with schedule warp_specialized or ping_pong only, not {kind}; use {other}"
     )
 
 
@@ -52,15 +61,16 @@ def output_columns(v_dim: int) -> Violation | None:
 
 
 @rule(kind=GENERATOR, topic="output")
-def direct_columns(field: str, v_dim: int) -> Violation | None:
+def direct_columns(field: str, v_dim: int, kind: str) -> Violation | None:
     """A quad writes 32 columns of a row at a time, 8 (16 bytes) from each of its four threads."""
     if v_dim % footprint.DIRECT_COLUMNS == 0:
         return None
+    other = "over_q" if kind == "cooperative" else "own_buffer"
     return Violation(
         field,
         f"outputs.o direct writes {footprint.DIRECT_COLUMNS} columns at a time, and O has "
         f"{remainder(v_dim, footprint.DIRECT_COLUMNS)}; use {around(v_dim, footprint.DIRECT_COLUMNS)}, "
-        "or outputs.o own_buffer",
+        f"or outputs.o {other}",
     )
 
 

@@ -123,6 +123,9 @@ def _end(spec: Forward) -> Iterator[Step]:
     if not isinstance(spec.pv, WgmmaProduct):
         yield _step("end", "store", "O", note="from registers")
         return
+    if spec.outputs.o == "direct":
+        yield _step("end", "store", "O", note="from registers, 16 bytes at a time")
+        return
     yield _step("end", "sync", "Q", CTA_BARRIER)
     yield _step("end", "gather", "O")
     yield _step("end", "sync", on=CTA_BARRIER, note="by stmatrix, in Q's place, when all have read Q")
