@@ -186,14 +186,16 @@ def test_layout_atoms(swizzle: str, k_major: str, mn_major: str) -> None:
     smem = make_plan(changed("k4_2_d128", smem={"q": swizzle, "k": swizzle, "v": swizzle})).smem
     assert atoms(smem) == {"q": k_major, "k": k_major, "v": mn_major}
     smem = make_plan(changed("k2_d128", smem={"q": swizzle, "k": swizzle, "v": swizzle})).smem
-    assert atoms(smem) == {"q": k_major, "k": k_major, "v": k_major}
+    # To scalar products, which know no core matrices, no swizzle means rows one below the other.
+    assert atoms(smem) == dict.fromkeys("qkv", "" if swizzle == "none" else k_major)
+    smem = make_plan(changed("k4_1_d64", smem={"q": swizzle, "k": swizzle, "v": swizzle})).smem
+    assert atoms(smem) == {"q": k_major, "k": k_major, "v": "" if swizzle == "none" else k_major}
     assert atoms(make_plan(changed("k4_smem_d128", handoff={"swizzle": swizzle})).smem)["p"] == k_major
     # Transposed inputs, and O as ever: its rows are contiguous, those of Q are not.
     smem = make_plan(changed("k4_transposed_d64", smem={"q": swizzle, "k": swizzle, "v": swizzle})).smem
     assert atoms(smem) == {"q": mn_major, "k": mn_major, "v": k_major, "o": k_major}
-    assert make_plan(changed("k4_p_mn_d64", handoff={"swizzle": swizzle})).smem.p == LayoutPlan(
-        mn_major, "queries", "1, 0"
-    )
+    p = make_plan(changed("k4_p_mn_d64", handoff={"swizzle": swizzle})).smem.p
+    assert p == LayoutPlan("P", mn_major, False, along="queries", shape="TILE_M, TILE_N", order="1, 0")
 
 
 def atoms(smem: SmemPlan) -> dict[str, str]:
@@ -405,6 +407,14 @@ def test_arguments_of_specialised_kernels() -> None:
 
 
 # What the compiler must make of it
+
+
+def test_without_a_swizzle_rows_are_one_box_or_many() -> None:
+    """A row of 128 bf16: one box of a plain tile, 16 of core matrices 16 bytes wide. Q, and K and V twice each."""
+    none = {"q": "none", "k": "none", "v": "none"}
+    for stem, boxes in (("k3_2_d128", (1, 1)), ("k4_2_d128", (16, 16)), ("k4_1_d128", (16, 1))):
+        expected = make_plan(changed(stem, smem=none)).expectation
+        assert expected.tma_loads == boxes[0] + 2 * (boxes[0] + boxes[1])
 
 
 @pytest.mark.parametrize(

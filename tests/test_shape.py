@@ -442,6 +442,7 @@ NUMBERS: dict[str, dict[int, str]] = {
     "compile_for_sm90a": {3: "stride_order", 4: "alignment", 5: "symbols", 8: "divisibility", 16: "alignment"},
     "check_strides": {4: "dimensions", 8: "elements in 16 bytes"},
     "read_q": {4: "ldmatrix x4"},
+    "row_major": {3: "shift of a swizzle", 4: "base of a swizzle"},
     "check_gpu": {9: "compute capability"},
     "unasked_lse": {9: "compute capability"},
     "launch_constants": {9: "compute capability"},
@@ -513,6 +514,7 @@ NO_STAGES = r"KV_STAGES|\bstages?\b|cp_async|cpasync"
 IN_REGISTERS = r"[lL]d[mM]atrix|read_q\b"
 BY_SEQUENCE = r"check_strides|contiguous=|the sequence is contiguous|sO_layout"
 TURNED = r"transpose=True|transposed on the way"
+PLAIN = r"row_major"
 NAIVE = r"SmemAllocator|SharedStorage|warpgroup|smem|kv_range|n_block_end|TiledMma"
 
 
@@ -552,6 +554,7 @@ def foreign_words(stem: str) -> str:
             plan.load.barrier, NO_TMA
         )
     )
+    words += [PLAIN] * (not plan.smem.plain)
     words += [IN_REGISTERS] * (plan.qk.a_source != "RMEM")
     if not plan.schedule.specialized:
         words += [BY_SEQUENCE] * (not plan.entry.by_sequence) + [TURNED] * (plan.pv.a_major != "MN")
@@ -632,6 +635,7 @@ def test_words_of_a_variant_are_found_in_it() -> None:
         + ["Q_STAGES", "q_ring", r"\bWork\b", r"\bwork\.", r"schedule\)"],
         "k5_d128_causal": [r"wait_group\(1\)", "rescale_output", "k_drain", "v_drain"],
         "k6_d64": ["TURN_", r"_turn\b", "multiply in turn", r"\bconsumer\b"],
+        "k3_plain_d64": PLAIN.split("|"),
         "k4_q_registers_d64": IN_REGISTERS.split("|"),
         "k4_transposed_d64": BY_SEQUENCE.split("|"),
         "k4_p_mn_d64": TURNED.split("|"),

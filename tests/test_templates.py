@@ -156,7 +156,7 @@ def judge(node: nodes.Node) -> str | None:
         return "a comparison of two variables"
     if isinstance(node, nodes.Operand) and node.op not in ("eq", "ne"):
         return f"comparison {node.op}"
-    if isinstance(node, nodes.Name) and node.name not in ("plan", "line"):
+    if isinstance(node, nodes.Name) and node.name not in ("plan", "line", "layout"):
         return f"variable {node.name}"
     return None
 

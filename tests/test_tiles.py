@@ -66,6 +66,20 @@ def test_boxes_are_a_span_wide(head_dim: int, swizzle: Any, boxes: int) -> None:
     assert {tile.boxes for tile in operand_tiles(spec).values()} == {boxes}
 
 
+def test_plain_tiles_have_one_box() -> None:
+    none = {"q": "none", "k": "none", "v": "none"}
+    tiles = operand_tiles(changed("k3_2_d128", smem=none).spec)
+    assert {tile.letter: (tile.plain, tile.boxes, tile.atom) for tile in tiles.values()} == {
+        letter: (True, 1, "") for letter in "QKV"
+    }
+    tiles = operand_tiles(changed("k4_1_d128", smem=none).spec)  # S on WGMMA, O on scalars
+    assert {tile.letter: (tile.plain, tile.boxes, tile.atom) for tile in tiles.values()} == {
+        "Q": (False, 16, "K_INTER"),
+        "K": (False, 16, "K_INTER"),
+        "V": (True, 1, ""),
+    }
+
+
 def test_strides_are_padded_where_the_sequence_is_contiguous() -> None:
     """300 queries stand 304 apart, so that all other strides are multiples of 8; rows of 64 stand as ever."""
     shape = Shape(batch=2, seq_q=300, seq_k=500, heads_q=8, heads_kv=4)

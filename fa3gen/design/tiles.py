@@ -20,7 +20,9 @@ Letter = Literal["Q", "K", "V", "P", "O"]
 class OperandTile:
     """`rows` queries or keys of `columns` elements each; `major` is how the product that reads it sees it.
 
-    `by_sequence`: elements of one column lie side by side, those of queries or keys that follow one another.
+    `by_sequence`: elements of one column lie side by side, those of queries or keys that follow one another. `plain`:
+    rows lie one below the other as in an ordinary array, which is what no swizzle means to scalar products; a WGMMA
+    wants core matrices.
     """
 
     letter: Letter
@@ -30,6 +32,7 @@ class OperandTile:
     swizzle: Swizzle
     major: Major
     by_sequence: bool = False
+    plain: bool = False
 
     @property
     def along(self) -> str:
@@ -59,12 +62,12 @@ class OperandTile:
     @property
     def boxes(self) -> int:
         """TMA copies that it takes."""
-        return tma_boxes(self.inner * self.element.bytes, self.swizzle)
+        return 1 if self.plain else tma_boxes(self.inner * self.element.bytes, self.swizzle)
 
     @property
     def atom(self) -> str:
-        """CuTe's name of its canonical layout: K_SW128, MN_SW64, K_INTER."""
-        return layout_atom(self.major, self.swizzle)
+        """CuTe's name of its canonical layout, as `layout_atom`; nothing for one that is plain."""
+        return "" if self.plain else layout_atom(self.major, self.swizzle)
 
 
 def layout_atom(major: Major, swizzle: Swizzle) -> str:
@@ -92,8 +95,13 @@ def operand_tiles(spec: Forward) -> dict[Letter, OperandTile]:
         parts["P"] = (q, kv, spec.handoff.swizzle, pv.a.major, "mn")
     if pv and spec.outputs.o != "direct":
         parts["O"] = (q, v_dim, spec.smem.q, "k", "mn")
+    scalars: set[Letter] = {*(() if qk else ("Q", "K")), *(() if pv else ("V",))}
     return {
-        letter: OperandTile(letter, rows, columns, spec.element, swizzle, major, by_sequence=major == across)
+        letter: OperandTile(
+            *(letter, rows, columns, spec.element, swizzle, major),
+            by_sequence=major == across,
+            plain=letter in scalars and swizzle == "none",
+        )
         for letter, (rows, columns, swizzle, major, across) in parts.items()
     }
 

@@ -19,7 +19,7 @@ from fa3gen.design.cta import Cta, cta_of
 from fa3gen.design.family import Family
 from fa3gen.design.schedule import PLACES, Place, Role, Schedule, Step, schedule_of, specialized
 from fa3gen.design.schedule.model import Kind
-from fa3gen.design.tiles import sequence_contiguous
+from fa3gen.design.tiles import operand_tiles, sequence_contiguous
 from fa3gen.hardware import hopper
 from fa3gen.hardware.dtypes import Dtype
 from fa3gen.spec.model import (
@@ -240,7 +240,9 @@ def _layout_sentence(spec: Forward, smem: Smem) -> str:
     p = f", P {spec.handoff.swizzle}" if isinstance(spec.handoff, SmemHandoff) else ""
     names = sequence_contiguous(spec)
     contiguous = f"; of {listed(names)} the sequence is contiguous" if names else ""
-    return f"swizzle Q {smem.q}, K {smem.k}, V {smem.v}{p}{contiguous}"
+    rows = [tile.letter for tile in operand_tiles(spec).values() if tile.plain]
+    plain = f"; rows of {listed(rows)} lie one below the other" if rows else ""
+    return f"swizzle Q {smem.q}, K {smem.k}, V {smem.v}{p}{contiguous}{plain}"
 
 
 def _product_sentence(product: object, element: Dtype, n: int, k: int, a: str, b: str) -> str:

@@ -15,7 +15,7 @@ from fa3gen.design.cta import cta_of
 from fa3gen.design.footprint import Region
 from fa3gen.design.operation import Argument, Scalar, Scratch, Tensor, operation_of
 from fa3gen.design.schedule import full_tiles, schedule_of
-from fa3gen.design.tiles import operand_tiles, sequence_contiguous
+from fa3gen.design.tiles import OperandTile, operand_tiles, sequence_contiguous
 from fa3gen.generate import copying, gemm_header, gemm_plan, header, predicted_sass
 from fa3gen.generate.expected import Expectation
 from fa3gen.generate.module_plan import ImportsPlan, ModulePlan, Named, Parameter
@@ -32,6 +32,7 @@ from fa3gen.spec.model import (
     Scheduler,
     SmemHandoff,
     Spec,
+    SyncLoad,
     TmaLoad,
     WgmmaProduct,
 )
@@ -159,12 +160,16 @@ class LoadPlan:
 class LayoutPlan:
     """A tile in shared memory: CuTe's name of the layout atom (major order and swizzle), and how atoms are lined up.
 
-    `along` is the contiguous dimension, as the module calls it. `order`: atoms stand below each other along the other
-    one, so that TMA's boxes are large.
+    `plain`: there is no atom, rows stand one below the other. `along` is the contiguous dimension and `shape` has all
+    dimensions, as the module calls them. `order`: atoms stand below each other along the dimension that is not
+    contiguous, so that TMA's boxes are large.
     """
 
+    letter: str
     atom: str
+    plain: bool
     along: str
+    shape: str
     order: str
 
 
@@ -183,6 +188,21 @@ class SmemPlan:
     v: LayoutPlan | None
     p: LayoutPlan | None
     o: LayoutPlan | None
+
+    @property
+    def inputs(self) -> tuple[LayoutPlan, ...]:
+        """Those of Q, K and V."""
+        return tuple(layout for layout in (self.q, self.k, self.v) if layout is not None)
+
+    @property
+    def plain(self) -> bool:
+        """Whether some are not made of atoms."""
+        return any(layout.plain for layout in self.inputs)
+
+    @property
+    def canonical(self) -> tuple[LayoutPlan, ...]:
+        """Those that are made of atoms."""
+        return tuple(layout for layout in (*self.inputs, self.p, self.o) if layout is not None and layout.atom)
 
 
 @dataclass(frozen=True)
@@ -527,21 +547,30 @@ def _load(spec: Forward) -> LoadPlan:
 
 def _smem(spec: Forward) -> SmemPlan:
     regions, barriers = tuple(footprint.shared_memory_map(spec)), footprint.barrier_bytes(spec)
-    order = {"k": "0, 1", "mn": "1, 0"}
-    layouts = {
-        letter: LayoutPlan(tile.atom, tile.along.replace("head dim", "HEAD_DIM"), order[tile.major])
-        for letter, tile in operand_tiles(spec).items()
-    }
+    layouts = {letter: _layout(spec, tile) for letter, tile in operand_tiles(spec).items()}
+    q, o = layouts.get("Q"), layouts.get("O")
     return SmemPlan(
         regions=regions,
         barrier_bytes=barriers,
         total_bytes=footprint.total_bytes(regions, barriers),
-        q=layouts.get("Q"),
+        q=q,
         k=layouts.get("K"),
         v=layouts.get("V"),
         p=layouts.get("P"),
-        o=layouts.get("O") if layouts.get("O") != layouts.get("Q") else None,
+        o=o if q and o and (q.atom, q.along) != (o.atom, o.along) else None,
     )
+
+
+def _layout(spec: Forward, tile: OperandTile) -> LayoutPlan:
+    columns = {"P": "TILE_N"}.get(tile.letter, "HEAD_DIM")
+    shape = ["TILE_N" if tile.letter in ("K", "V") else "TILE_M", columns]
+    if tile.letter == "V" and isinstance(spec.pv, WgmmaProduct):
+        shape.reverse()  # the B operand is V transposed
+    order = ["0", "1"] if tile.major == "k" else ["1", "0"]
+    if tile.letter in ("K", "V") and not isinstance(spec.load, SyncLoad):
+        shape, order = [*shape, "KV_STAGES"], [*order, "2"]
+    along = tile.along.replace("head dim", "HEAD_DIM")
+    return LayoutPlan(tile.letter, tile.atom, tile.plain, along, ", ".join(shape), ", ".join(order))
 
 
 def _product(product: object, element: Dtype, n: int, k: int) -> ProductPlan:
@@ -569,7 +598,7 @@ def _imports(spec: Forward) -> ImportsPlan:
         "OperandMajorMode": wgmma,
         "cpasync": spec.load.engine != "sync",
         "warp": gathered or isinstance(spec.handoff, SmemHandoff) or footprint.q_in_registers(spec),
-        "warpgroup": spec.smem is not None,
+        "warpgroup": bool(_smem(spec).canonical),
     }
     dataclasses = ["dataclass"] * footprint.specialized(spec)
     # Of a work item there is nothing to replace but where nothing is left.

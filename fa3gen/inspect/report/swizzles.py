@@ -31,7 +31,7 @@ class Operand:
     """One operand tile: `rows` of `width` bytes each, of which `swizzle` holds the layout.
 
     `row` and `column` say in words what a row and an element along it are; `users` who touches the tile; `along`
-    whether lanes read a row of it side by side.
+    whether lanes read a row of it side by side; `plain` whether rows lie one below the other, without core matrices.
     """
 
     name: str
@@ -44,11 +44,12 @@ class Operand:
     layout: str
     users: tuple[str, ...]
     along: bool = False
+    plain: bool = False
 
     @property
     def span(self) -> int:
         """Bytes of a row that lie next to each other."""
-        return min(self.width, hopper.SWIZZLE_SPAN[self.swizzle])
+        return self.width if self.plain else min(self.width, hopper.SWIZZLE_SPAN[self.swizzle])
 
 
 @dataclass(frozen=True)
@@ -172,4 +173,5 @@ def operands(spec: Forward) -> tuple[Operand, ...]:
 def _operand(name: str, what: str, tile: OperandTile, users: Sequence[str], along: bool = False) -> Operand:
     row, column = (_SINGULAR.get(words, words) for words in (tile.across, tile.along))
     width = tile.inner * tile.element.bytes
-    return Operand(name, what, tile.outer, width, row, column, tile.swizzle, tile.atom, tuple(users), along)
+    layout = tile.atom or "row-major"
+    return Operand(name, what, tile.outer, width, row, column, tile.swizzle, layout, tuple(users), along, tile.plain)
