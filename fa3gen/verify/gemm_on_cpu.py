@@ -20,7 +20,6 @@ from fa3gen.verify.on_model import CPU, SPREAD_LIMIT, poisoned_allocations, said
 from fa3gen.verify.results import Check, CpuCaseResult
 from fa3gen.verify.runner import errors, same_bits
 
-
 # Elements from which on the mean of their squared errors says something: it is off by 0.9 / sqrt(elements), 0.02.
 ENOUGH = 2000
 
