@@ -15,36 +15,36 @@ time, where there may be no GPU, and to load that where it runs:
     Every query sees every key.
 
 Decisions
-    tile       128 query rows x 64 keys per step
+    tile       128 query rows x 128 keys per step
     loads      TMA; Q once, K and V in rings of 2 stages, a full barrier each
     layouts    swizzle Q 128B, K 128B, V 128B; of k the sequence is contiguous
-    S = Q K^T  4 wgmma m64n64k16 per warpgroup; A = Q from registers, K-major; B = K, MN-major
+    S = Q K^T  4 wgmma m64n128k16 per warpgroup; A = Q from registers, K-major; B = K, MN-major
     softmax    online, base 2, on the accumulator fragment; O is rescaled in every step
     P          stays in registers: the accumulator fragment is read as the A fragment
-    O = P V    4 wgmma m64n64k16 per warpgroup; A = P from registers, K-major; B = V, MN-major
+    O = P V    8 wgmma m64n64k16 per warpgroup; A = P from registers, K-major; B = V, MN-major
     kv order   from the last tile, which the end of the keys may cut, to the first
     output     O is gathered in shared memory, over Q, and written by TMA; LSE when asked for
 
 Threads
     256 threads, 8 warps: 2 warpgroups own 64 query rows each
     warp 0 issues the TMA copies, too
-    about 120 registers each: O 32, Q 16, S 32, P 16, other 24
+    about 168 registers each: O 32, Q 16, S 64, P 32, other 24
 
 Barriers
     name     stages  producer -> consumer  a phase completes with
     q_full   1       TMA -> 8 warps        16384 bytes
-    k_full   2       TMA -> 8 warps        8192 bytes
+    k_full   2       TMA -> 8 warps        16384 bytes
     k_empty  2       8 warps -> warp 0     8 arrivals
-    v_full   2       TMA -> 8 warps        8192 bytes
+    v_full   2       TMA -> 8 warps        16384 bytes
     v_empty  2       8 warps -> warp 0     8 arrivals
 
 Shared memory
     offset  bytes  what
          0  16384  sQ        128 x 64 x 2: Q
-     16384  16384  sK        2 stages x 64 x 64 x 2: K
-     32768  16384  sV        2 stages x 64 x 64 x 2: V
-     49152     72  barriers  9 mbarriers
-            50176  total     of 232448 per CTA
+     16384  32768  sK        2 stages x 128 x 64 x 2: K
+     49152  32768  sV        2 stages x 128 x 64 x 2: V
+     81920     72  barriers  9 mbarriers
+            82944  total     of 232448 per CTA
 
 Timeline: a tile is one of queries, a step takes one tile of keys
     per CTA:
@@ -81,7 +81,7 @@ from cutlass.memory import SmemAllocator
 HEAD_DIM = 64
 DTYPE, TORCH_DTYPE = cutlass.BFloat16, torch.bfloat16
 TILE_M = 128  # query rows per CTA
-TILE_N = 64  # keys per step
+TILE_N = 128  # keys per step
 WGMMA_M, WGMMA_K = 64, 16  # rows and depth of one warpgroup product of 16-bit operands
 WARPGROUP_THREADS = 128
 WARPGROUPS = TILE_M // WGMMA_M  # each owns WGMMA_M query rows

@@ -19,7 +19,7 @@ import pytest
 from fa3gen.compile.census import Census, Mismatch, compare, parse_ptxas_log, rows, take_census
 from fa3gen.compile.census.host import dynamic_smem_by_kernel
 from fa3gen.compile.census.ptx import PtxFacts, Wgmma, count_instructions, parse_ptx
-from fa3gen.compile.census.sass import Instruction, Loop, find_loops, parse_sass, store_kind
+from fa3gen.compile.census.sass import Instruction, Loop, find_loops, lost_operands, parse_sass, store_kind
 from fa3gen.compile.toolchain import Resources
 from fa3gen.generate.expected import Expectation, SassExpectation
 
@@ -308,6 +308,32 @@ def test_nested_loops_and_reconvergence() -> None:
         Loop(0x10, depth=1, innermost=False, waits=False, instructions=13, gmma=0, ex2=1),
         Loop(0x30, depth=2, innermost=True, waits=False, instructions=4, gmma=0, ex2=1),
     )
+
+
+KEPT = """.text.kept:
+        /*0000*/                   LDSM.16.M88.4 R88, [R9] ;
+.L_1:
+        /*0010*/                   HGMMA.64x64x16.F32.BF16 R24, R88, gdesc[UR20], RZ, !UPT, gsb0 ;
+        /*0020*/                   WARPGROUP.DEPBAR.LE gsb0, 0x0 ;
+        /*0030*/                   F2FP.BF16.F32.PACK_AB R90, R25, R24 ;
+        /*0040*/                   HGMMA.64x64x16.F32.BF16 R56, R88, gdesc[UR20].tnspB, R56, gsb0 ;
+        /*0050*/              @!P0 BRA `(.L_1) ;
+        /*0060*/                   EXIT ;
+"""
+
+
+def test_operands_that_a_loop_overwrites() -> None:
+    """R88 to R91 are A of the first product, from before the loop; what packs P into R90 spoils the next turn."""
+    (kernel,) = parse_sass(KEPT)
+    assert lost_operands(kernel) == {90} and kernel.facts().lost_operands == 1
+    # In registers of its own, or where the loop reads A anew, nothing is lost; nor where nobody multiplies with it.
+    for old, new in (
+        ("AB R90,", "AB R100,"),
+        (".L_1:\n", ".L_1:\n        /*0008*/   LDSM.16.M88.4 R88, [R9] ;\n"),
+        ("R88, gdesc", "R80, gdesc"),
+    ):
+        (kernel,) = parse_sass(KEPT.replace(old, new))
+        assert lost_operands(kernel) == set()
 
 
 @pytest.mark.parametrize(

@@ -127,6 +127,19 @@ def test_q_from_registers() -> None:
     assert products.q_from_registers("registers", "cooperative", "scalar") is not None
 
 
+def test_operands_apart() -> None:
+    assert products.operands_apart("registers", "registers", 64, 128) is None
+    assert products.operands_apart("registers", "smem", 64, 64) is None
+    assert products.operands_apart("smem", "registers", 64, 64) is None
+    assert products.operands_apart("registers", "registers", 64, 64) == Violation(
+        "tile.kv",
+        "a thread holds Q in 64 / 4 and P in 64 / 4 = 16 registers, and of equally many ptxas 12.9 puts P in those of "
+        "Q; use tile.kv 128, or source: smem for one of them",
+    )
+    found = products.operands_apart("registers", "registers", 128, 128)
+    assert found is not None and "use tile.kv 64" in found.message
+
+
 def test_input_major() -> None:
     assert products.input_major("qk.a.major", "Q", "k", "k", "ping_pong", "wgmma") is None
     assert products.input_major("qk.b.major", "K", "mn", "k", "cooperative", "wgmma") is None

@@ -248,6 +248,8 @@ def _sass_rows(sass: SassFacts, expected: SassExpectation) -> list[Row]:
         )
     if sass.fsetp or expected.max_comparisons is not None:
         table.append(_at_most("SASS: comparisons of numbers (FSETP)", expected.max_comparisons, sass.fsetp))
+    if sass.opcodes.get("LDSM"):
+        table.append(_row("SASS: registers of A overwritten in the loop that reads them", 0, sass.lost_operands))
     for space, found, wanted in (
         ("global", sass.global_stores, expected.global_stores),
         ("shared", sass.shared_stores, expected.shared_stores),

@@ -16,6 +16,8 @@ _LABEL = re.compile(r"^([.\w$]+):$")
 _INSTRUCTION = re.compile(r"^/\*([0-9a-f]+)\*/\s+\{?\s*(@!?U?P\w+\s+)?([A-Z][\w.]*)\s*(.*?)\s*;?\s*\}?$")
 _TARGET = re.compile(r"`\(([.\w$]+)\)")
 _BARRIER_REGISTER = re.compile(r"\bB\d+\b")
+_REGISTER = re.compile(r"R(\d+)\b")
+_NO_RESULT = frozenset({"HGMMA", "QGMMA", "IGMMA", "BGMMA", "BAR", "NANOSLEEP"})  # or another one than a register of A
 _GLOBAL_STORES = frozenset({"STG", "ST", "UTMASTG", "UTMAREDG"})  # ST: the compiler did not see which memory it is
 _SHARED_STORES = frozenset({"STS", "STSM"})
 _STORE_BITS = {"U8": 8, "S8": 8, "U16": 16, "S16": 16, "64": 64, "128": 128}  # of a thread, by modifier; else 32
@@ -44,7 +46,8 @@ class SassFacts:
     """Static SASS counts of one kernel, or of several kernels added up; `instructions` leaves out NOP padding.
 
     `gmma` counts warpgroup products of any type (HGMMA, QGMMA, IGMMA), `gmma_group_ends` those that end a group, that
-    is carry the scoreboard on which WARPGROUP.DEPBAR waits. `global_stores` and `shared_stores` count by `store_kind`.
+    is carry the scoreboard on which WARPGROUP.DEPBAR waits. `lost_operands` counts what that function finds.
+    `global_stores` and `shared_stores` count by `store_kind`.
     `opcodes` has every opcode without its modifiers.
     """
 
@@ -63,6 +66,7 @@ class SassFacts:
     fsel: int = 0
     fsetp: int = 0
     fmnmx: int = 0
+    lost_operands: int = 0
     global_stores: Mapping[str, int] = field(default_factory=dict)
     shared_stores: Mapping[str, int] = field(default_factory=dict)
     opcodes: Mapping[str, int] = field(default_factory=dict)
@@ -113,6 +117,7 @@ class SassKernel:
             fsel=bases["FSEL"],
             fsetp=bases["FSETP"],
             fmnmx=bases["FMNMX"],
+            lost_operands=len(lost_operands(self)),
             global_stores=_store_kinds(code, _GLOBAL_STORES),
             shared_stores=_store_kinds(code, _SHARED_STORES),
             opcodes=dict(sorted(bases.items())),
@@ -293,6 +298,37 @@ def _loop_bodies(edges: Sequence[Sequence[int]]) -> dict[int, set[int]]:
                     body.add(block)
                     stack.extend(before[block])
     return bodies
+
+
+def lost_operands(kernel: SassKernel) -> set[int]:
+    """Registers that ldmatrix fills before a loop, as A of a product in it, and that something else in it overwrites.
+
+    From the second turn on the product multiplies something else: ptxas 12.9.83 makes such code of two A operands in
+    registers that take equally many of them, one kept through the loop and one made in it.
+    """
+    if not any(instruction.base == "LDSM" for instruction in kernel.instructions):
+        return set()
+    blocks, edges = _blocks(kernel)
+    lost = set()
+    for body in _loop_bodies(edges).values():
+        inside = {index for block in body for index in blocks[block]}
+        code = [kernel.instructions[index] for index in inside]
+        filled: dict[bool, set[int]] = {True: set(), False: set()}  # in the loop, and elsewhere
+        for index, found in enumerate(kernel.instructions):
+            if found.base == "LDSM":
+                filled[index in inside].update(_registers(found, 0, 4))
+        kept = filled[False] - filled[True]
+        read = {register for found in code if is_gmma(found) for register in _registers(found, 1, 4)}
+        written = {register for found in code if found.base not in _NO_RESULT for register in _registers(found, 0, 1)}
+        lost |= kept & read & written
+    return lost
+
+
+def _registers(instruction: Instruction, operand: int, count: int) -> range:
+    """Numbers of the registers of an operand that is so many of them; none where it is something else."""
+    operands = instruction.operands.split(", ")
+    found = _REGISTER.match(operands[operand]) if operand < len(operands) else None
+    return range(int(found.group(1)), int(found.group(1)) + count) if found else range(0)
 
 
 def _detours(

@@ -132,6 +132,8 @@ def _shapes(spec: Forward) -> Iterable[Answer]:
         yield from _pv_operands(spec.pv, spec)
         yield products.wgmma_columns.ask(_v_dim_field(spec), "PV", spec.problem.v_dim)
         yield products.wgmma_depth.ask("tile.kv", "PV", tile.kv)
+        if isinstance(spec.qk, WgmmaProduct):
+            yield products.operands_apart.ask(spec.qk.a.source, spec.pv.a.source, head_dim, tile.kv)
     if tile.warpgroups is not None and "wgmma" in (spec.qk.engine, spec.pv.engine):
         yield products.wgmma_rows.ask(tile.q, tile.warpgroups)
         yield products.rows_per_warpgroup.ask(tile.q, tile.warpgroups)

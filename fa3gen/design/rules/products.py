@@ -84,6 +84,23 @@ def q_from_registers(source: str, kind: str, pv_engine: str) -> Violation | None
     )
 
 
+@rule(kind=GENERATOR, topic="registers")
+def operands_apart(q_source: str, p_source: str, head_dim: int, kv: int) -> Violation | None:
+    """Q and P, both A operands in registers, take different numbers of them.
+
+    Of equal numbers ptxas 12.9.83 puts P where Q is, which the next step needs: PTX and the CPU model's results are
+    right, those of an H200 were not. `fa3gen compile` looks for it in the SASS of every module.
+    """
+    if (q_source, p_source) != ("registers", "registers") or head_dim != kv:
+        return None
+    other = 128 if kv < 128 else 64
+    return Violation(
+        "tile.kv",
+        f"a thread holds Q in {head_dim} / 4 and P in {kv} / 4 = {kv // 4} registers, and of equally many ptxas 12.9 "
+        f"puts P in those of Q; use tile.kv {other}, or source: smem for one of them",
+    )
+
+
 @rule(kind=GENERATOR, topic="product")
 def input_major(field: str, tensor: str, major: str, usual: str, kind: str, pv_engine: str) -> Violation | None:
     """16-bit WGMMA reads either major (PTX ISA, "wgmma.mma_async", imm-trans-a and imm-trans-b).
