@@ -604,7 +604,6 @@ def foreign_to_a_gemm(stem: str) -> str:
 
 
 @pytest.mark.parametrize("stem", STEMS)
-@pytest.mark.parametrize("stem", STEMS)
 def test_no_word_of_another_variant(stem: str) -> None:
     pattern = re.compile(foreign_words(stem))
     # The title quotes the summary of the spec, which may name what the kernel goes without.
