@@ -62,7 +62,7 @@ def test_valid(text: str) -> None:
         "{summary: ''}",
         "{summary: x, sumary: y}",
         "{summary: x, extends: 3}",
-        "{summary: x, load: {stages: 3}}",
+        "{summary: x, load: {depth: 3}}",
         "{summary: x, load: {engine: cp_async, barrier: shared}}",
         "{summary: x, load: {engine: bulk}}",
         "{summary: x, handoff: {through: registers, swizzle: 128B}}",

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from rendering import plans, variants
+from rendering import attention_stems, plans, variants
 from torch_modules import Module, check_arguments, exact, nan_rows, online, past_the_end, to_bits, whole_tiles_only
 
 from fa3gen.design.masks import reach
@@ -364,7 +364,7 @@ def test_the_cases_cover_what_they_must() -> None:
 SMS_OF_H200 = 132
 
 
-@pytest.mark.parametrize("stem", [stem for stem, plan in plans().items() if plan.scheduler.persistent])
+@pytest.mark.parametrize("stem", [stem for stem in attention_stems() if plans()[stem].scheduler.persistent])
 def test_the_cases_of_persistent_kernels_cover_what_they_must(stem: str) -> None:
     """CTAs take several tiles each; some of these have no visible key; heads come in sections, the last one smaller."""
     spec = variants()[stem].spec

@@ -6,7 +6,7 @@ the matrix may supply it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 from fa3gen.spec.complaints import UNIONS
@@ -22,9 +22,11 @@ def file_schema() -> Schema:
     """The schema of a spec file (draft 2020-12), as plain JSON values."""
     specs = [model.model_json_schema() for model in OPERATIONS.values()]
     definitions = {name: _partial(schema) for spec in specs for name, schema in spec["$defs"].items()}
-    names = dict.fromkeys(name for spec in specs for name in spec["properties"])
-    fields = {name: _of_any(spec["properties"].get(name) for spec in specs) for name in names}
-    fields = {name: _field(name, schema) for name, schema in fields.items()}
+    of_name: dict[str, list[Schema]] = {}
+    for spec in specs:
+        for name, schema in spec["properties"].items():
+            of_name.setdefault(name, []).append(_field(name, schema))
+    fields = {name: _of_any(schemas) for name, schemas in of_name.items()}
     summary = {
         "type": "string",
         "pattern": r"^\s*\S.*\s*$",
@@ -44,13 +46,14 @@ def file_schema() -> Schema:
     }
 
 
-def _of_any(schemas: Iterable[Schema | None]) -> Schema:
+def _of_any(schemas: Sequence[Schema]) -> Schema:
     """The schema of a field as the operations have it: one, or any of theirs."""
+    if all(schema == schemas[0] for schema in schemas):
+        return schemas[0]
     different: list[Schema] = []
     for schema in schemas:
-        arms = [] if schema is None else schema.get("anyOf", [schema])
-        different += [arm for arm in arms if arm not in different]
-    return different[0] if len(different) == 1 else {"anyOf": different}
+        different += [arm for arm in schema.get("anyOf", [schema]) if arm not in different]
+    return {"anyOf": different}
 
 
 def _field(name: str, schema: Schema) -> Schema:

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from fa3gen.design import rules
+from fa3gen.design import gemm, rules
 from fa3gen.design.rules import Answer, Kind
 from fa3gen.hardware import hopper
-from fa3gen.spec.model import CpAsyncLoad, Forward, GlobalHandoff, Spec, TmaLoad, WgmmaProduct
+from fa3gen.spec.model import CpAsyncLoad, Forward, Gemm, GlobalHandoff, Spec, TmaLoad, WgmmaProduct
 
 MOST_STAGES = 16  # of K and V that are asked about
 
@@ -39,7 +39,11 @@ def questions(spec: Spec) -> tuple[Answer, ...]:
 
 def limits(spec: Spec) -> tuple[Limit, ...]:
     """How far stages, keys per step and query rows could go, and which rule says so."""
-    found = [_limit(*candidate) for candidate in _candidates(spec)] if isinstance(spec, Forward) else []
+    match spec:
+        case Forward():
+            found = [_limit(*candidate) for candidate in _candidates(spec)]
+        case Gemm():
+            found = [_limit(*candidate) for candidate in _gemm_candidates(spec)]
     return tuple(limit for limit in found if limit is not None)
 
 
@@ -66,7 +70,21 @@ def _candidates(spec: Forward) -> Iterator[tuple[str, int, list[int], Callable[[
         )
 
 
-def _limit(field: str, value: int, tried: list[int], changed: Callable[[int], Forward]) -> Limit | None:
+def _gemm_candidates(spec: Gemm) -> Iterator[tuple[str, int, list[int], Callable[[int], Gemm]]]:
+    """The same of a GEMM: stages, and columns of D."""
+
+    def changed(part: str, **values: int) -> Gemm:
+        return spec.model_copy(update={part: getattr(spec, part).model_copy(update=values)})
+
+    stages, columns = spec.load.stages, spec.tile.n
+    yield "load.stages", stages, list(range(stages + 1, MOST_STAGES + 1)), lambda count: changed("load", stages=count)
+    if isinstance(spec.product, WgmmaProduct):
+        step = gemm.chunk_columns(spec)
+        wider = list(range(columns + step, 2 * hopper.WGMMA_N_MAX + 1, step))
+        yield "tile.n", columns, wider, lambda n: changed("tile", n=n)
+
+
+def _limit(field: str, value: int, tried: list[int], changed: Callable[[int], Spec]) -> Limit | None:
     largest = value
     for candidate in tried:
         refusal = next((answer for answer in rules.answers(changed(candidate)) if answer.refuses), None)

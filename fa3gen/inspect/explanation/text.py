@@ -205,8 +205,9 @@ def _steps(explanation: Explanation) -> list[RenderableType]:
     """Those of a tile of keys, on which the bounds are; the module's header and the JSON document have all of them."""
     steps = [row for row in explanation.description.steps if row.place in ("", PLACE_TITLES["step"])]
     rows = [(str(number), *step[1:]) for number, step in enumerate(steps, 1)]
+    title = explanation.description.steps_title
     return [
-        _heading("Steps, one tile of keys" if steps[0].place else explanation.description.steps_title),
+        _heading(f"Steps, {title.rpartition('a step takes ')[2]}" if steps[0].place else title),
         _table(rows),
     ]
 
