@@ -41,7 +41,8 @@ def _structure(spec: Gemm) -> Iterable[Answer]:
         yield gemms.gemm_a_registers.ask(kind, a.source)
         if gemm.specialized(spec):
             yield gemms.gemm_overlap.ask(a.source, gemm.overlapped(spec))
-            yield threads.consumer_warpgroups.ask(spec.tile.warpgroups or 0)
+            if spec.tile.warpgroups is not None:
+                yield threads.consumer_warpgroups.ask(spec.tile.warpgroups)
 
 
 def _wgmma(spec: Gemm, product: WgmmaProduct) -> Iterable[Answer]:
