@@ -154,7 +154,7 @@ def packed_dimensions(layout: str, dimensions: int) -> Violation | None:
     )
 
 
-@rule(kind=GENERATOR, topic="ring")
+@rule(kind=GENERATOR, topic="order")
 def ring_reading(stages: int, reading: int) -> Violation | None:
     """A load waits until all stores but the last few have read their stages; one stage has to be free then."""
     if reading < stages:

@@ -46,7 +46,6 @@ Topic = Literal[
     "shared memory",
     "registers",
     "box",
-    "ring",
     "product",
     "structure",
 ]
@@ -121,6 +120,8 @@ class Answer:
 
 def _shown(value: Any) -> str:
     if isinstance(value, list | tuple):
+        if value and not all(isinstance(each, tuple) for each in value):
+            return (" x " if isinstance(value[0], int) else ", ").join(map(str, value))
         return " + ".join(f"{name} {count}" for name, count in value) or "nothing"
     return str(value)
 

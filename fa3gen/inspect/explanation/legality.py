@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from fa3gen.design import gemm, rules
 from fa3gen.design.rules import Answer, Kind
 from fa3gen.hardware import hopper
-from fa3gen.spec.model import CpAsyncLoad, Forward, Gemm, GlobalHandoff, Spec, TmaLoad, WgmmaProduct
+from fa3gen.spec.model import Copy, CpAsyncLoad, Forward, Gemm, GlobalHandoff, Spec, TmaLoad, WgmmaProduct
 
 MOST_STAGES = 16  # of K and V that are asked about
 
@@ -38,12 +38,14 @@ def questions(spec: Spec) -> tuple[Answer, ...]:
 
 
 def limits(spec: Spec) -> tuple[Limit, ...]:
-    """How far stages, keys per step and query rows could go, and which rule says so."""
+    """How far stages, keys per step and query rows could go, or columns of D, and which rule says so."""
     match spec:
         case Forward():
             found = [_limit(*candidate) for candidate in _candidates(spec)]
         case Gemm():
             found = [_limit(*candidate) for candidate in _gemm_candidates(spec)]
+        case Copy():
+            found = []
     return tuple(limit for limit in found if limit is not None)
 
 

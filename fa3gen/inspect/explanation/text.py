@@ -203,11 +203,12 @@ def _shared_memory(explanation: Explanation) -> list[RenderableType]:
 
 def _steps(explanation: Explanation) -> list[RenderableType]:
     """Those of a tile of keys, on which the bounds are; the module's header and the JSON document have all of them."""
-    steps = [row for row in explanation.description.steps if row.place in ("", PLACE_TITLES["step"])]
+    every = explanation.description.steps
+    steps = [row for row in every if row.place in ("", PLACE_TITLES["step"])] or list(every)
     rows = [(str(number), *step[1:]) for number, step in enumerate(steps, 1)]
     title = explanation.description.steps_title
     return [
-        _heading(f"Steps, {title.rpartition('a step takes ')[2]}" if steps[0].place else title),
+        _heading(f"Steps, {title.rpartition('a step takes ')[2]}" if "a step takes" in title else title),
         _table(rows),
     ]
 
