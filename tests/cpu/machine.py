@@ -110,12 +110,13 @@ class Machine:
 
 
 def _moved(tensor_map: bytes, of: Buffers, to: Buffers) -> bytes:
-    """A tensor map of one of the buffers `of`, for its copy."""
+    """A tensor map of one of the buffers `of`, for its copy; it may begin a little before it."""
     (address,) = struct.unpack_from("<Q", tensor_map)
-    for name, buffer in of.items():
-        offset = address - buffer.ctypes.data
-        if 0 <= offset < buffer.nbytes:
-            return struct.pack("<Q", to[name].ctypes.data + offset) + tensor_map[8:]
+    for before in (0, 2**12):
+        for name, buffer in of.items():
+            offset = address - buffer.ctypes.data
+            if -before <= offset < buffer.nbytes:
+                return struct.pack("<Q", to[name].ctypes.data + offset) + tensor_map[8:]
     raise AssertionError("the tensor map is of no buffer")
 
 

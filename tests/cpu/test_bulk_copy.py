@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import struct
 from collections.abc import Iterator
 from typing import Any
 
@@ -260,22 +261,21 @@ def test_box_between_16_byte_steps_is_refused(kernel: Any, first: int) -> None:
     assert report.value.kind is Kind.MISALIGNED
 
 
-TILE_M = 16  # rows of a tile below
+TILE_M, FAR = 16, 2**30  # rows of a tile below; where its sequence ends, in the dimension that cuts it
 
 
 @pytest.mark.parametrize(("first", "rows"), [(0, 16), (0, 1), (3, 5), (10, 16), (19, 7), (25, 1), (26, 0), (30, 0)])
 def test_tile_that_is_cut_at_the_end_of_its_sequence(first: int, rows: int) -> None:
-    """Rows of x by way of (ROW, TILE_M, rows of x + 1) elements from TILE_M rows before x on, two strides alike.
+    """Rows of x by way of (ROW, FAR, rows of x + 1, FAR + 1) elements, the last with a stride of 2^34 less a row's.
 
-    The box at (0, TILE_M - rows, first + rows) begins at row `first` of x and is cut after `rows` rows, wherever that
-    is in x: the bounds of the middle dimension cut it. No coordinate is negative, so that a store may do the same.
+    The box at (0, FAR - rows, first + rows, FAR) begins at row `first` of x, 2^64 bytes around, and is cut after `rows`
+    rows, wherever that is in x. No coordinate is negative, so that a store may do the same.
     """
     row, height = 64, 26
-    buffer, around = tensor("bf16", (row, TILE_M + height + TILE_M - 1))
-    x, stride = around[TILE_M : TILE_M + height], buffer.strides[0]
-    view = np.lib.stride_tricks.as_strided(around, (height + 1, TILE_M, row), (stride, stride, 2))
-    maps, at = {"box": tensor_map(view, "bf16", (row, TILE_M, 1), 128)}, (0, TILE_M - rows, first + rows)
-    size = row * TILE_M * 2
+    buffer, around = tensor("bf16", (row, height + TILE_M - 1))
+    x, stride = around[:height], buffer.strides[0]
+    maps = {"box": far_map(x, (FAR + 1, height + 1, FAR, row), (2**34 - stride, stride, stride), (row, TILE_M))}
+    size, at = row * TILE_M * 2, (0, FAR - rows, first + rows, FAR)
     memory = aligned((size,), np.uint8)
     given = {"shared": BOX + size, "maps": maps, "buffers": {"tensor": buffer, "bytes": memory}}
 
@@ -285,8 +285,32 @@ def test_tile_that_is_cut_at_the_end_of_its_sequence(first: int, rows: int) -> N
 
     memory[:] = 200
     expected = buffer.copy()
-    expected[TILE_M + first : TILE_M + first + rows, :row] = 200 * 257
+    expected[first : first + rows, :row] = 200 * 257
     assert clean(store_kernel(size, at, 0), **given)["tensor"].tobytes() == expected.tobytes()
+
+
+def far_map(x: np.ndarray, dims: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]) -> bytes:
+    """A map of other dimensions than those of x (the slowest first), over the same memory."""
+    data = bytearray(tensor_map(np.empty((2, 2, *x.shape), x.dtype), "bf16", (*box, 1, 1), 128))
+    words = list(struct.unpack_from("<8Q", data))
+    words[0] = x.ctypes.data
+    words[1] = words[1] & 0xFFFFFFFF | (strides[2] >> 4) << 32  # the span, modulo 2^64, is a small one
+    words[2] = strides[1] >> 4 | (strides[0] >> 4 & 0xFFFFFFFF) << 32
+    words[4] = dims[3] - 1 | (dims[2] - 1) << 32
+    words[5] = dims[1] - 1 | (dims[0] - 1) << 32
+    struct.pack_into("<8Q", data, 0, *words)
+    return bytes(data)
+
+
+@pytest.mark.parametrize("kernel", [load_kernel, store_kernel])
+def test_a_map_that_begins_outside_the_tensors_is_refused(kernel: Any) -> None:
+    """An H200 stops with an illegal memory access where nothing is mapped, although the box lies in the tensor."""
+    whole, memory = aligned((40, 64), np.uint16), aligned((2048,), np.uint8)
+    given = {"shared": BOX + 2048, "maps": {"box": tensor_map(whole, "bf16", (64, 16), 128)}}
+    body = kernel(2048, (0, 8), 0)
+    clean(body, count=2, buffers={"tensor": whole, "bytes": memory}, **given)
+    words = "a tensor map that begins at 0x.*in no tensor of the launch"
+    refused(body, Kind.OUT_OF_BOUNDS, words, count=2, buffers={"tensor": whole[8:], "bytes": memory}, **given)
 
 
 def test_both_ways_under_every_schedule() -> None:
