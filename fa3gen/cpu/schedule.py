@@ -49,5 +49,6 @@ def schedules(count: int, warps: int, seed: int = 0) -> list[Schedule]:
         Schedule("warpgroup", "random", "random", seed=seed + 2),
         Schedule("warp", "random", "early", seed=seed + 3),
     ]
+    fixed = list(dict.fromkeys(fixed))  # of a single warp the first and the last are one
     more = [Schedule("warp", "random", "late", seed=seed + 4 + number) for number in range(count - len(fixed))]
     return (fixed + more)[:count]

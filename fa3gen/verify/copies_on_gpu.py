@@ -55,12 +55,15 @@ class CopyRunner(ModuleRunner):
 
     def _launch_all(self, made: CopyInputs) -> tuple[str, ...]:
         before = {name: tensor.clone() for name, tensor in made.given.items()}
+        failures: tuple[str, ...] = ()
         for launch in range(LAUNCHES):
             wrong = self._call(made)
-            if wrong:
-                return (f"launch {launch + 1}: {wrong}",)
-        changed = [name for name, now in made.given.items() if not same_bits(now, before[name])]
-        return tuple(f"changed its input {name}" for name in changed)
+            failures = (f"launch {launch + 1}: {wrong}",) if wrong else ()
+            changed = [name for name, now in made.given.items() if not same_bits(now, before[name])]
+            failures += tuple(f"changed its input {name}" for name in changed)
+            if failures:
+                break
+        return failures
 
     def _call(self, made: CopyInputs) -> str:
         """Call with `out` given, canaries around it; returns what is wrong."""

@@ -12,7 +12,9 @@ import torch
 from rendering import CHECKOUT, STEMS, source, variants
 
 from fa3gen.cpu.module import load_on_cpu
-from fa3gen.spec.model import Gemm, Spec, SyncLoad, WgmmaProduct
+from fa3gen.spec.model import Copy, Forward, Gemm, Spec, SyncLoad, WgmmaProduct
+from fa3gen.verify import copies
+from fa3gen.verify.copies import CopyCase
 from fa3gen.verify.gemm_inputs import GemmCase
 from fa3gen.verify.inputs import Case
 from fa3gen.verify.on_cpu import verify_on_cpu
@@ -43,11 +45,13 @@ def test_there_is_a_spec_for_every_committed_module_and_a_module_for_every_spec(
 def test_module_on_the_cpu_model(stem: str, module: Any) -> None:
     report = verify_on_cpu(module, variants()[stem].spec, stem=stem, count=1)
     assert report.failures == (), f"seed {report.seed}"
-    assert len(report.cases) >= {"forward": 11, "gemm": 7}[variants()[stem].spec.operation] and report.passed
+    assert len(report.cases) >= {"forward": 11, "gemm": 7, "copy": 4}[variants()[stem].spec.operation] and report.passed
 
 
-def one_cta(spec: Spec) -> Case | GemmCase:
+def one_cta(spec: Spec) -> Case | GemmCase | CopyCase:
     """Few rows, and keys, or a sum, for one step more than the ring has stages: the first stage is used again."""
+    if isinstance(spec, Copy):
+        return next(case for case in copies.cpu_cases(spec) if case.name == "wrap")
     if isinstance(spec, Gemm):
         return GemmCase("one_cta", "", 3, 5, spec.load.stages * spec.tile.k + 5)
     stages = 1 if isinstance(spec.load, SyncLoad) else spec.load.kv_stages
@@ -60,7 +64,7 @@ def twin(stem: str) -> str:
     Twins of fp16 may hold the wait for P V back at another exponential: a branch that is never taken.
     """
     spec = variants()[stem].spec
-    if isinstance(spec, Gemm):
+    if not isinstance(spec, Forward):
         return ""
     if "fp16_" in stem:
         other, differs = stem.replace("fp16_", ""), r"\b(BF|bf|F|f)loat16\b|(?<=EXP_BEFORE_WAIT = )\d+"
