@@ -101,7 +101,7 @@ def anything(draw: st.DrawFn) -> Fields:
 @st.composite
 def neighbours(draw: st.DrawFn) -> Fields:
     """A committed spec with some of its fields replaced: often legal."""
-    fields = variants()[draw(st.sampled_from(attention_stems()))].spec.model_dump()
+    fields = variants()[draw(st.sampled_from(sorted(attention_stems())))].spec.model_dump()
     replacements: dict[str, st.SearchStrategy[Any]] = {
         "problem.head_dim": HEAD_DIMS,
         "problem.head_dim_v": st.none() | HEAD_DIMS,
@@ -176,7 +176,30 @@ def persistents(draw: st.DrawFn) -> Fields:
     }
 
 
-SPECS = anything() | neighbours() | persistents()
+@st.composite
+def forms(draw: st.DrawFn) -> Fields:
+    """Kernels of the K4 kind in every form of their operands, with contiguous sequences, other swizzles and tiles."""
+    fields = variants()[draw(st.sampled_from(["k4_2_d64", "k4_smem_d64"]))].spec.model_dump()
+    in_smem = fields["handoff"]["through"] == "smem_16bit"
+    warpgroups, source = draw(st.sampled_from([1, 2, 3])), draw(SOURCES)
+    a_major = draw(MAJORS) if source == "smem" else "k"
+    return {
+        **fields,
+        "problem": {"head_dim": draw(st.sampled_from([32, 64, 80, 96, 128])), "dtype": "bf16"},
+        "tile": {"q": 64 * warpgroups, "kv": draw(st.sampled_from([32, 48, 64, 80, 128])), "warpgroups": warpgroups},
+        "smem": {name: draw(SWIZZLES) for name in "qkv"},
+        "qk": {**fields["qk"], "a": {"source": source, "major": a_major}, "b": {"major": draw(MAJORS)}},
+        "pv": {
+            **fields["pv"],
+            "a": {"source": "smem", "major": draw(MAJORS)} if in_smem else {"source": "registers", "major": "k"},
+            "b": {"major": draw(MAJORS)},
+        },
+        "handoff": {"through": "smem_16bit", "swizzle": draw(SWIZZLES)} if in_smem else fields["handoff"],
+        "outputs": {"o": draw(st.sampled_from(["over_q", "direct"])), "lse": draw(st.booleans())},
+    }
+
+
+SPECS = anything() | neighbours() | persistents() | forms()
 
 
 def accepted(fields: Fields) -> Spec | None:
@@ -253,7 +276,9 @@ def check_expectation(spec: Spec, plan: Plan) -> None:
     assert bool(expected.tma_loads) == bool(expected.mbarrier_inits) == bool(expected.mbarrier_expect_tx) == tma
     assert bool(expected.cp_async) == (plan.load.engine == "cp_async")
     through_smem = plan.pv.engine == "wgmma" and spec.outputs.o != "direct"
-    assert bool(expected.tma_stores) == bool(expected.stmatrix) == through_smem
+    assert bool(expected.tma_stores) == through_smem
+    assert bool(expected.stmatrix) == (through_smem or plan.p.through == "smem_16bit")
+    assert bool(expected.ldmatrix) == (plan.qk.a_source == "RMEM")
     if plan.load.engine == "cp_async":
         # Every thread copies alike: whole vectors of the tiles of Q, and of K and V in the prefetch and in the loop.
         rows = spec.tile.q + (2 * plan.load.kv_stages + 2) * spec.tile.kv

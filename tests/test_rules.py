@@ -172,6 +172,10 @@ def test_forms_of_operands() -> None:
         "(192 = 1 x 128 + 64), and TMA cannot split it into boxes of 64 elements; use swizzle 64B"
         for name in "kv"
     }
+    # The other dimension of a box of such a tile is the head dim.
+    wide = Forward.model_validate({**WGMMA, **turned, "handoff": handoff, "problem": {"head_dim": 272}})
+    box = Violation("problem.head_dim", "one TMA box would have 272 rows > 256; use at most 256")
+    assert box in rules.check(wide)
     # O takes the place of Q, and has rows of 96 head dims.
     found = violations(WGMMA, **turned, handoff=handoff, problem={"head_dim": 96})
     assert list(found) == ["smem.q"] and found["smem.q"].startswith("a row of O, in Q's place, is 96 x 2 = 192 bytes")
