@@ -83,9 +83,14 @@ def traced(command: list[str], folder: Path) -> list[str]:
 
 
 def verified(command: list[str], folder: Path) -> list[str]:
-    """The cases in which O is wrong."""
+    """The cases in which the result is wrong; of those with one fault that the model reports, the first."""
     [module] = json.loads(output_of([*command, "--json"], folder))["modules"]
-    return [f"{case['name']}: {failure}" for case in module["report"]["cases"] for failure in case["failures"]]
+    failed = [(case["name"], failure) for case in module["report"]["cases"] for failure in case["failures"]]
+    first: dict[str, str] = {}
+    for name, failure in failed:
+        fault, at, _ = failure.partition(" at CTA ")
+        first.setdefault(fault if at else name, f"{name}: {failure}")
+    return list(first.values())
 
 
 def output_of(command: list[str], folder: Path) -> str:

@@ -41,6 +41,13 @@ class GemmShape:
         return f"{self.m} x {self.n} x {self.k}"
 
 
+def tile_coordinates(spec: Gemm, tile: int, m_blocks: int, n_blocks: int) -> tuple[int, int]:
+    """Where the tile of D with this number lies, as the modules compute it: bands of `tile.band` rows of tiles."""
+    band, place = divmod(tile, spec.tile.band * n_blocks)
+    height = min(m_blocks - band * spec.tile.band, spec.tile.band)
+    return band * spec.tile.band + place % height, place // height
+
+
 def specialized(spec: Gemm) -> bool:
     """Whether a warpgroup of its own loads, in CTAs that take tile after tile."""
     return isinstance(spec.schedule, WarpSpecializedSchedule)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fa3gen.design.workspace import Workspace
 
+FIRST_RUNGS = ("c1", "c2", "g1", "g2", "g3")  # copies and GEMMs, before attention
 RUNGS = ("k1", "k2", "k2_cp_async", "k3_1", "k3_2", "k3_3", "k4_1", "k4_smem", "k4_2", "k5", "k6")
 
 
@@ -15,4 +16,5 @@ def generated_stems(workspace: Workspace) -> list[str]:
 
 def ladder_order(spec_stem: str) -> tuple[int, str]:
     """What specs are sorted by: the ladder first, then by name."""
-    return (RUNGS.index(spec_stem) if spec_stem in RUNGS else len(RUNGS)), spec_stem
+    rungs = (*FIRST_RUNGS, *RUNGS)
+    return (rungs.index(spec_stem) if spec_stem in rungs else len(rungs)), spec_stem

@@ -6,6 +6,8 @@ The text of the document is written by hand. Everything between two comments, `<
     diff A B: TITLE, ...       the output of `fa3gen diff A B --no-source`, of which these parts
     source STEM: NAME          a function of a generated module; `loop of NAME`: the last loop over tiles of keys in it
     measured RUNG RUNG         TFLOP/s of two rungs beside each other, from the evidence records
+    beside_torch STEM STEM     speeds of other operations than attention beside torch's, from the evidence records
+    order STEM SIZE            picture: which tiles of a GEMM of SIZE x SIZE run at the same time
     compiled STEM STEM         what the compiler made of two modules, from the evidence records
     picture STEM: even         the pipeline simulator's picture of a module; `even`: products served evenly
     stages STEM                what it predicts for 1 to 6 stages
@@ -41,7 +43,7 @@ from fa3gen.inspect.report import fragments, pictures, swizzles
 from fa3gen.inspect.simulation.engine import Arbitration
 from fa3gen.records import evidence
 from fa3gen.records.evidence import Record
-from fa3gen.spec.model import CausalMask, Forward, NoMask
+from fa3gen.spec.model import CausalMask, Forward, Gemm, NoMask
 from fa3gen.spec.specfile import Variant, attention_among, attention_only
 
 DOCUMENT = Path("docs/ladder.md")
@@ -84,6 +86,8 @@ def block(workspace: Workspace, kind: str, arguments: str) -> str:
         "diff": diff,
         "source": source,
         "measured": measured,
+        "beside_torch": beside_torch,
+        "order": order,
         "compiled": compiled,
         "picture": picture,
         "stages": stages,
@@ -193,6 +197,40 @@ def measured(workspace: Workspace, arguments: str) -> str:
 def speeds_of(record: Record | None) -> list[float | None]:
     """TFLOP/s at the lengths that records have."""
     return [record.tflops.get(str(length)) if record else None for length in evidence.SEQ_LENS]
+
+
+def beside_torch(workspace: Workspace, arguments: str) -> str:
+    """`STEM STEM`: a row each, with what each reaches and its share of torch's speed in the same rounds."""
+    records = {stem: evidence.verified(workspace, stem) for stem in arguments.split()}
+    problems = list(dict.fromkeys(name for record in records.values() if record for name in record.beside_torch))
+    rows = []
+    for stem, record in records.items():
+        speeds = [record.beside_torch.get(name) if record else None for name in problems]
+        rows.append([f"`{stem}`", *(_beside(speed) if speed else "–" for speed in speeds)])
+    machines = sorted({f"{record.gpu}, {record.date}" for record in records.values() if record})
+    said = "In brackets: the share of torch's own call, in turns with it, from CUDA graphs"
+    return table(["", *problems], rows) + f"\n{said}: {'; '.join(machines) or 'not measured yet'}.\n"
+
+
+def _beside(speed: evidence.Speed) -> str:
+    share = "" if speed.of_torch is None else f" ({speed.of_torch:.2f})"
+    return f"{speed.rate:,.0f} {speed.unit}{share}"
+
+
+def order(workspace: Workspace, arguments: str) -> str:
+    """`STEM SIZE`; the picture itself is written by `files`."""
+    stem, size = arguments.split()
+    [name] = picture_of_order(workspace, arguments)
+    return f"![Tiles of D of {stem} at {size} x {size}: those of a colour run at the same time](ladder/{name})\n"
+
+
+def picture_of_order(workspace: Workspace, arguments: str) -> dict[str, str]:
+    """The tiles of D, coloured by when they run, by file name."""
+    stem, size = arguments.split()
+    [variant] = workspace.resolve(stem)
+    if not isinstance(variant.spec, Gemm):
+        raise ValueError(f"{stem} is no GEMM, whose tiles have an order")
+    return {f"{stem}_order.svg": pictures.tile_order_of_gemm(variant.spec, int(size), CHIP.sms).file()}
 
 
 def compiled(workspace: Workspace, arguments: str) -> str:
@@ -359,6 +397,7 @@ def table(columns: list[str], rows: list[list[str]]) -> str:
 
 # Pictures of a block, by file name.
 DRAWN: dict[str, Callable[[Workspace, str], dict[str, str]]] = {
+    "order": picture_of_order,
     "picture": timeline,
     "swizzle": pictures_of_swizzle,
     "fragment": picture_of_fragment,

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from markupsafe import Markup, escape
 
 from fa3gen.cpu.places import SharedPlace, SharedPlaces
-from fa3gen.design import footprint, tile_order
+from fa3gen.design import footprint, gemm, tile_order
 from fa3gen.hardware import hopper
 from fa3gen.inspect.report import fragments, swizzles, tiles
 from fa3gen.inspect.report.drawing import COLOURS, Svg
-from fa3gen.spec.model import Forward
+from fa3gen.spec.model import Forward, Gemm
 
 WIDE = 960
 
@@ -258,3 +258,25 @@ def taking_order(spec: Forward, seq_q: int, seq_k: int, heads: int) -> Markup:
         picture.rect(x + 1, y + 1, cell - 2, height - 2, f"cell s{shade}", title, 3)
         picture.text(x + cell / 2, y + height / 2 + 4.5, str(entry.number), "onseq", "middle")
     return picture.markup()
+
+
+# -- tiles of a GEMM
+
+ORDER_CELL = 18  # pixels of a tile of 128 rows or columns; others in proportion
+
+
+def tile_order_of_gemm(spec: Gemm, size: int, sms: int) -> Svg:
+    """Tiles of D (size x size) in the colour of the wave of `sms` tiles that they are computed in, were all alike."""
+    m_blocks, n_blocks = -(-size // spec.tile.m), -(-size // spec.tile.n)
+    height, width = ORDER_CELL * spec.tile.m / 128, ORDER_CELL * spec.tile.n / 128
+    label = f"Which of the {m_blocks} x {n_blocks} tiles of D are computed at the same time on {sms} SMs"
+    picture = Svg(n_blocks * width, m_blocks * height + 20, label)
+    for tile in range(m_blocks * n_blocks):
+        m_block, n_block = gemm.tile_coordinates(spec, tile, m_blocks, n_blocks)
+        wave = tile // sms
+        title = f"tile {tile}, wave {wave}: rows from {m_block * spec.tile.m}, columns from {n_block * spec.tile.n}"
+        x, y = n_block * width, m_block * height
+        picture.rect(x + 0.5, y + 0.5, width - 1, height - 1, f"cell c{wave % COLOURS}", title)
+    said = f"{m_blocks} x {n_blocks} tiles, {sms} at a time"
+    picture.text(0, m_blocks * height + 16, said, "small")
+    return picture
