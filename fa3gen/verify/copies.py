@@ -15,9 +15,12 @@ from typing import Literal
 import torch
 
 from fa3gen.base.wording import counted
+from fa3gen.cpu.kernel import Settings
 from fa3gen.design import boxes
 from fa3gen.spec.model import Copy
 from fa3gen.verify.inputs import case_seed
+
+MODEL_SMS = Settings().sms  # whose CTAs share the tiles of a copy through rings
 
 GUARD = 2  # elements of every dimension but the row before and after a padded tensor
 ROW_GUARD = 16  # elements before and after a row of it: whole 16-byte units
@@ -78,7 +81,7 @@ def sequences(name: str, why: str, lengths: Sequence[int], *, first: int = 0, un
 def cpu_cases(spec: Copy) -> tuple[CopyCase, ...]:
     """The cases for the CPU model of sm_90a: small, and cut to the box and the ring of `spec`."""
     rows = spec.box.extents[:-1]
-    rings = 1 if spec.ring is None else spec.ring.stages * spec.ring.ctas_per_sm
+    rings = 1 if spec.ring is None else spec.ring.stages * spec.ring.ctas_per_sm * MODEL_SMS
     if boxes.packed(spec):
         m = rows[0]
         return (
