@@ -19,7 +19,7 @@ Decisions
     schedule  one warp loads, 2 warpgroups multiply, one step issued while the last one runs
     layouts   swizzle A 128B, B 128B, D 128B
     D = A B   4 wgmma m64n256k16 per warpgroup; A from shared memory, K-major; B MN-major
-    output    each warp gathers 16 rows x 64 columns in shared memory and has TMA write them
+    output    each warp gathers 16 x 64 of D in shared memory for TMA, which writes whole 16 bytes
     order     a CTA per SM; tiles are dealt out in turn, 16 one below the other, then the next column: they share L2
 
 Threads
@@ -403,6 +403,7 @@ def matmul(a, b, *, out=None):
         a: (m, k), torch.float16, contiguous along k; its other stride whole 16 bytes, here and below.
         b: (k, n), torch.float16, contiguous along n.
         out: (m, n), torch.float16, contiguous along n, to write D to; a new one by default.
+            Where n is no multiple of 8, D is computed elsewhere and copied there: TMA stores whole 16 bytes.
 
     Returns:
         D: (m, n), torch.float16; sums in float32, rounded once.
@@ -426,9 +427,12 @@ def matmul(a, b, *, out=None):
         raise ValueError("a or b requires grad; this kernel is forward only: call it under torch.no_grad()")
     gpu = a.get_device()
     num_sms = sm_count(gpu)
-    if out is None:
-        out = empty((m, n), (-(-n // VECTOR) * VECTOR, 1), TORCH_DTYPE, gpu)  # rows of whole 16 bytes
-    if not (m and n and k):  # nothing to launch, and the compiled function checks nothing
+    row = -(-n // VECTOR) * VECTOR  # TMA stores whole 16 bytes: rows of D have room for them
+    stored = out
+    if out is None or row != n:
+        stored = empty((m, row), (row, 1), TORCH_DTYPE, gpu)[:, :n]
+    out = stored if out is None else out
+    if not (m and n and k) or stored is not out:  # what the compiled function does not see, it does not check
         for name, x, needed in (
             ("a", a, ((m, k), TORCH_DTYPE)),
             ("b", b, ((k, n), TORCH_DTYPE)),
@@ -436,9 +440,12 @@ def matmul(a, b, *, out=None):
         ):
             if (x.shape, x.dtype, x.device) != (*needed, a.device):
                 raise ValueError(f"{name} is {tuple(x.shape)}, {x.dtype} on {x.device}; it needs to be {needed}")
+    if not (m and n and k):  # nothing to launch
         out.zero_()
     else:
-        compile_for_sm90a()(a, b, out, num_sms)
+        compile_for_sm90a()(a, b, stored, num_sms)
+        if stored is not out:
+            out.copy_(stored)
     return out
 
 

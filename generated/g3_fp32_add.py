@@ -19,7 +19,7 @@ Decisions
     schedule  one warp loads, 2 warpgroups multiply, one step issued while the last one runs
     layouts   swizzle A 128B, B 128B, D 128B
     D = A B   4 wgmma m64n256k16 per warpgroup; A from shared memory, K-major; B MN-major
-    output    C is added in registers; each warp gathers 16 rows x 32 columns in shared memory and has TMA write them
+    output    C is added; each warp gathers 16 x 32 of D in shared memory for TMA, which writes whole 16 bytes
     order     a CTA per SM; tiles are dealt out in turn, 16 one below the other, then the next column: they share L2
 
 Threads
@@ -425,6 +425,7 @@ def matmul(a, b, c, *, out=None):
         b: (k, n), torch.bfloat16, contiguous along n.
         c: (m, n), torch.float32, with any strides.
         out: (m, n), torch.float32, contiguous along n, to write D to; a new one by default.
+            Where n is no multiple of 4, D is computed elsewhere and copied there: TMA stores whole 16 bytes.
 
     Returns:
         D: (m, n), torch.float32, as the sums are.
@@ -448,9 +449,12 @@ def matmul(a, b, c, *, out=None):
         raise ValueError("a or b or c requires grad; this kernel is forward only: call it under torch.no_grad()")
     gpu = a.get_device()
     num_sms = sm_count(gpu)
-    if out is None:
-        out = empty((m, n), (-(-n // VECTOR) * VECTOR, 1), TORCH_OUT_DTYPE, gpu)  # rows of whole 16 bytes
-    if not (m and n and k):  # nothing to launch, and the compiled function checks nothing
+    row = -(-n // VECTOR) * VECTOR  # TMA stores whole 16 bytes: rows of D have room for them
+    stored = out
+    if out is None or row != n:
+        stored = empty((m, row), (row, 1), TORCH_OUT_DTYPE, gpu)[:, :n]
+    out = stored if out is None else out
+    if not (m and n and k) or stored is not out:  # what the compiled function does not see, it does not check
         for name, x, needed in (
             ("a", a, ((m, k), TORCH_DTYPE)),
             ("b", b, ((k, n), TORCH_DTYPE)),
@@ -459,9 +463,12 @@ def matmul(a, b, c, *, out=None):
         ):
             if (x.shape, x.dtype, x.device) != (*needed, a.device):
                 raise ValueError(f"{name} is {tuple(x.shape)}, {x.dtype} on {x.device}; it needs to be {needed}")
+    if not (m and n and k):  # nothing to launch
         out.copy_(c)
     else:
-        compile_for_sm90a()(a, b, c, out, num_sms)
+        compile_for_sm90a()(a, b, c, stored, num_sms)
+        if stored is not out:
+            out.copy_(stored)
     return out
 
 

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from rendering import gemm_stems, variants
+from rendering import CHECKOUT, gemm_stems, variants
 
+from fa3gen.compile.loading import load_file
 from fa3gen.spec.model import Gemm
 from fa3gen.verify import gemm_inputs
 from fa3gen.verify.gemm_inputs import GemmCase
@@ -140,3 +141,42 @@ def test_compare_an_exact_zero() -> None:
     made.given["a"].zero_()
     wanted = expected(spec, made, exact=True)
     assert compare(torch.zeros(2, 2, dtype=torch.bfloat16), wanted) == (0.0, ())
+
+
+@pytest.mark.parametrize("stem", ["g1", "g2", "g3", "g3_fp32_add"])
+def test_rows_that_end_within_16_bytes_are_stored_elsewhere(stem: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On an H200 a TMA store writes whole 16 bytes, past the end of a row: D lies where there is room for them."""
+    module = load_file(CHECKOUT.module_path(stem), variety="whole_stores")
+    spec = spec_of(stem)
+    stored: list[torch.Tensor] = []
+
+    def compiled(a: torch.Tensor, b: torch.Tensor, *others: Any) -> None:
+        out = [each for each in others if isinstance(each, torch.Tensor)][-1]
+        c = [each for each in others if isinstance(each, torch.Tensor)][:-1]
+        stored.append(out)
+        right(a, b, *c, out=out)
+
+    monkeypatch.setattr(module, "compile_for_sm90a", lambda: compiled)
+    monkeypatch.setattr(
+        module, "empty", lambda shape, strides, dtype, gpu: torch.empty_strided(shape, strides, dtype=dtype)
+    )
+    for name in ("sm_count", "check_gpu"):
+        if hasattr(module, name):
+            monkeypatch.setattr(module, name, lambda gpu: 132)
+    for n in (16, 11, 1):
+        made = gemm_inputs.make(spec, GemmCase("ends", "", 5, n, 3), device=CPU, seed=1)
+        assert module.matmul(*made.given.values(), out=made.out) is made.out
+        assert torch.isfinite(made.out).all() and wrote_outside(made) == ()
+        fresh = module.matmul(*made.given.values())
+        assert fresh.shape == (5, n) and torch.equal(fresh, made.out)
+        given, own = stored[-2:]
+        elsewhere = stem != "g1" and n != 16
+        assert (given.data_ptr() != made.out.data_ptr()) == elsewhere
+        for each in [own, *[given] * elsewhere]:
+            whole = 16 // each.element_size()
+            assert each.stride(0) % whole == 0 and each.stride(1) == 1
+            if stem != "g1":
+                assert each.untyped_storage().nbytes() >= 5 * each.stride(0) * each.element_size()
+        if elsewhere:
+            with pytest.raises(ValueError, match="out is"):
+                module.matmul(*made.given.values(), out=made.out[:-1])

@@ -70,9 +70,9 @@ def _output(spec: Gemm) -> str:
     if not isinstance(spec.product, WgmmaProduct):
         return "D goes from registers to global memory, 16 bytes at a time"
     if not gemm.specialized(spec):
-        return "D is gathered in shared memory, over A, and written by TMA"
-    c = "C is added in registers; " if spec.d.add_c else ""
-    return f"{c}each warp gathers 16 rows x {gemm.chunk_columns(spec)} columns in shared memory and has TMA write them"
+        return "D is gathered in shared memory, over A, and written by TMA, whole 16 bytes"
+    c, part = "C is added; " if spec.d.add_c else "", f"16 x {gemm.chunk_columns(spec)} of D"
+    return f"{c}each warp gathers {part} in shared memory for TMA, which writes whole 16 bytes"
 
 
 def _order(spec: Gemm) -> str:

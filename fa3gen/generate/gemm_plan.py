@@ -330,6 +330,7 @@ def _imports(spec: Gemm) -> ImportsPlan:
 
 def _entry(spec: Gemm) -> EntryPlan:
     operation, own = operation_of(spec), spec.d_dtype != spec.problem.dtype
+    stored = operation.output.moved == "tma"  # which writes whole 16 bytes, not always to what the caller gave
     tensors = operation.tensors
     return EntryPlan(
         stand_ins=tuple(
@@ -342,7 +343,7 @@ def _entry(spec: Gemm) -> EntryPlan:
             for each in tensors
         ),
         needs_grad=tuple(map(NeedsGrad, operation.inputs)),
-        given=tuple(argument.name for argument in operation.arguments),
+        given=tuple("stored" if stored and each == operation.output else each.name for each in operation.arguments),
     )
 
 
