@@ -297,9 +297,15 @@ def read_box(tensor_map: TensorMap, coordinates: tuple[int, ...], memory: Global
 def write_box(
     tensor_map: TensorMap, coordinates: tuple[int, ...], memory: GlobalMemory, data: NDArray[np.uint8]
 ) -> None:
-    """Write the part of a box that lies inside the tensor."""
+    """Write the part of a box that lies inside the tensor, along the contiguous dimension in whole 16-byte units.
+
+    A store is not cut inside a unit: an H200 writes what is in shared memory to the end of it, past the end of a row
+    whose bytes are no multiple of 16. (A load is cut by elements.)
+    """
     element = tensor_map.element_bytes
     first, count, skip = _visible(tensor_map, coordinates)
+    unit = INNER_ALIGNMENT // element
+    count[0] = -(-count[0] // unit) * unit
     if all(count):
         box = data.reshape(*reversed(tensor_map.box[1:]), tensor_map.box[0] * element)
         _view(tensor_map, memory, first, count)[...] = box[_inside(count, skip, element)]
