@@ -72,6 +72,12 @@ def plans() -> dict[str, Plan]:
 
 
 @cache
+def attention_plans() -> dict[str, Plan]:
+    """Stem -> plan, for the modules that are attention."""
+    return {stem: plans()[stem] for stem in attention_stems()}
+
+
+@cache
 def source(stem: str) -> str:
     """The committed module."""
     return CHECKOUT.module_path(stem).read_bytes().decode("utf-8")

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from pretended_cuda import PretendedCuda
-from rendering import CHECKOUT, ROOT, STEMS, plans, source
+from rendering import CHECKOUT, ROOT, attention_plans, attention_stems, source
 
 import fa3gen
 from fa3gen.base.errors import UserError
@@ -425,17 +425,17 @@ def after_asking(stem: str) -> str:
 
 
 def test_all_modules_check_alike() -> None:
-    """What is tested here on few modules holds for all: the checks are the same text, in terms of the constants."""
-    packed = {stem for stem, plan in plans().items() if plan.tile.packed}
+    """What is tested here on few modules holds for all attention: checks are the same text."""
+    packed = {stem for stem, plan in attention_plans().items() if plan.tile.packed}
     assert packed == {PACKED, "fwd_d64_pack8_window"}
-    assert {checks(stem) for stem in set(STEMS) - packed} == {checks("k4_2_d64")}
+    assert {checks(stem) for stem in set(attention_stems()) - packed} == {checks("k4_2_d64")}
     assert {checks(stem) for stem in packed} == {checks(PACKED)} != {checks("k4_2_d64")}
     for of in (allocating, asking):
-        assert {of(stem) for stem in STEMS} == {of("k4_2_d64")}
+        assert {of(stem) for stem in attention_stems()} == {of("k4_2_d64")}
     for kind in ("dynamic", "stream_k"):
-        scratch = {after_asking(stem) for stem, plan in plans().items() if plan.scheduler.kind == kind}
+        scratch = {after_asking(stem) for stem, plan in attention_plans().items() if plan.scheduler.kind == kind}
         assert len(scratch) == 1 and scratch != {""}
-    assert {after_asking(stem) for stem, plan in plans().items() if not plan.scheduler.persistent} == {""}
+    assert {after_asking(stem) for stem, plan in attention_plans().items() if not plan.scheduler.persistent} == {""}
 
 
 @pytest.mark.parametrize("stem", [NARROW_V, PERSISTENT_NARROW_V])
@@ -483,7 +483,7 @@ def test_launch_of_a_persistent_module(stem: str, monkeypatch: pytest.MonkeyPatc
     module.attention(q, k, v)
     sms, *scratch, scale = launch.arguments[5:]
     assert not any(x.any() for x in scratch if x.dtype == torch.int32)
-    threads, vectors = plans()[stem].tile.warpgroups * 128, v_dim // 8 + 1
+    threads, vectors = attention_plans()[stem].tile.warpgroups * 128, v_dim // 8 + 1
     parts = [((SMS, threads // 32), torch.int32), ((SMS, vectors, threads, 4), torch.float32)]
     counter = [((1,), torch.int32)] * (stem == DYNAMIC)
     assert [(x.shape, x.dtype) for x in scratch] == (counter if stem in (DYNAMIC, STATIC) else parts)

@@ -133,7 +133,7 @@ def test_the_report_of_a_scalar_module_counts_them(swizzle: Swizzle, wanted: int
 
 def test_operands_are_those_of_the_plan() -> None:
     """Names, bytes and layouts are those that the module's own map and constants say."""
-    for stem, plan in rendering.plans().items():
+    for stem, plan in rendering.attention_plans().items():
         places = {region.name: region for region in plan.smem.regions}
         found = {operand.name: operand for operand in swizzles.operands(spec_of(stem))}
         assert found.keys() == places.keys() - {"sS", "tiles"}, stem
@@ -239,13 +239,13 @@ def asked_for(division: dict[str, Any], spec: Spec, block: int, seq_q: int, seq_
 
 
 def tiled_stems() -> list[str]:
-    return [stem for stem in rendering.STEMS if tiles.tiled(spec_of(stem))]
+    return [stem for stem in rendering.attention_stems() if tiles.tiled(spec_of(stem))]
 
 
 def test_key_tiles_are_those_of_the_modules() -> None:
     def wrong(stem: str) -> list[str]:
         spec, problems = spec_of(stem), []
-        if not tiles.tiled(spec):
+        if stem not in tiled_stems():
             return []
         division = division_of(stem, Fake())
         for seq_q, seq_k in SHAPES:
@@ -453,7 +453,7 @@ def test_operands_in_registers_are_shown_with_their_steps() -> None:
 
 
 def test_pictures_of_every_module_are_well_formed() -> None:
-    for stem in rendering.STEMS:
+    for stem in rendering.attention_stems():
         spec = spec_of(stem)
         if isinstance(spec.handoff, GlobalHandoff):
             assert pictures.swizzle_views(spec) == () and fragments.fragments(spec) == ()

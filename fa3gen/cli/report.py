@@ -31,18 +31,24 @@ def report(
     from fa3gen.base.errors import UserError
     from fa3gen.base.files import write_text
     from fa3gen.design.workspace import Workspace
+    from fa3gen.inspect.report import copied
     from fa3gen.inspect.report.gathering import gather
     from fa3gen.inspect.report.page import render
+    from fa3gen.spec.model import Copy
     from fa3gen.spec.specfile import attention_only
 
     workspace = Workspace.find()
-    variants = attention_only(workspace.select(specs), "fa3gen report")
+    variants = workspace.select(specs)
+    attention = attention_only([each for each in variants if not isinstance(each.spec, Copy)], "fa3gen report")
     missing = [variant for variant in variants if not workspace.path_of(variant).is_file()]
     if missing:
         raise workspace.not_rendered(missing)
     console = Console(highlight=False)
     for variant in variants:
-        page = render(gather(workspace, variant))
+        if isinstance(variant.spec, Copy):
+            page = copied.page(workspace, variant, variant.spec)
+        else:
+            page = render(gather(workspace, next(each for each in attention if each.stem == variant.stem)))
         file = directory / f"{variant.stem}.html"
         try:
             write_text(file, page)

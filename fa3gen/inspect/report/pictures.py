@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from markupsafe import Markup, escape
@@ -90,12 +91,18 @@ def memory_rows(spec: Forward) -> tuple[MapRow, ...]:
 
 def banks(operand: swizzles.Operand, *, plain: bool) -> Svg:
     """Eight rows of a tile as they lie in the banks: a line for every 128 bytes, a column for every four banks."""
+    how = "without the swizzle" if plain else "as laid out"
     chunks = swizzles.pattern(operand, plain=plain)
+    return bank_picture(chunks, f"Bank groups of {operand.what}, {how}", operand.row)
+
+
+def bank_picture(chunks: Sequence[swizzles.Chunk], name: str, row: str) -> Svg:
+    """Chunks of eight rows where they lie in the banks; `row` says what a row is."""
+    span = (max(chunk.chunk for chunk in chunks) + 1) * swizzles.CHUNK
     cell, left, top = 44, 44, 34
     lines = max(chunk.line for chunk in chunks) + 1
     height = 26 if lines > 2 else 32
-    how = "without the swizzle" if plain else "as laid out"
-    picture = Svg(left + 8 * cell + 2, top + lines * height + 4, f"Bank groups of {operand.what}, {how}")
+    picture = Svg(left + 8 * cell + 2, top + lines * height + 4, name)
     for group in range(swizzles.GROUPS):
         x = left + (group + 0.5) * cell
         picture.text(x, 14, f"{4 * group}–{4 * group + 3}", "small", "middle")
@@ -106,7 +113,7 @@ def banks(operand: swizzles.Operand, *, plain: bool) -> Svg:
     for chunk in chunks:
         x, y = left + chunk.group * cell, top + chunk.line * height
         title = (
-            f"{operand.row} {chunk.row}, bytes {chunk.chunk * 16} to {chunk.chunk * 16 + 15} of its {operand.span}: "
+            f"{row} {chunk.row}, bytes {chunk.chunk * 16} to {chunk.chunk * 16 + 15} of its {span}: "
             f"byte {chunk.address} of the tile, banks {4 * chunk.group} to {4 * chunk.group + 3}"
         )
         picked = " picked" if chunk.chunk == 0 else ""
