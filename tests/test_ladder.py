@@ -16,13 +16,16 @@ from rendering import CHECKOUT, ROOT, plans, source, tree, variants
 from fa3gen import cli
 from fa3gen.cli import COMMANDS
 from fa3gen.compile import compiler
+from fa3gen.compile.cache import cached_compile
+from fa3gen.cpu.kernel import CpuKernel
 from fa3gen.design import ceiling
-from fa3gen.design.ladder import RUNGS
+from fa3gen.design.ladder import FIRST_RUNGS, RUNGS
 from fa3gen.design.workspace import Workspace
 from fa3gen.hardware.chips import H200
 from fa3gen.inspect import ladder_page
 from fa3gen.inspect.difference.comparing import leaves
 from fa3gen.inspect.ladder_page import BLOCK, EXERCISE, NUMBER, LadderError, lines_of
+from fa3gen.inspect.report import copied, swizzles
 from fa3gen.records import stage_sweep
 from fa3gen.records.evidence import verified
 
@@ -63,7 +66,9 @@ def test_every_rung_is_there_in_order() -> None:
     assert [words[-1] for words in steps] == list(RUNGS)
     assert [words[0] for words in steps[1:] if words[0] not in RUNGS[: RUNGS.index(words[-1])]] == []
     compared = [found[3].partition(":")[0].split() for found in BLOCKS if found[2] == "diff"]
-    assert [f"{rung}_d128" for rung in RUNGS[1:]] == [new for _, new in compared]
+    assert ["c2", "g2", "g3", *(f"{rung}_d128" for rung in RUNGS[1:])] == [new for _, new in compared]
+    first = [found[3].split()[-1] for found in BLOCKS if found[2] == "beside_torch"]
+    assert list(dict.fromkeys(stem.partition("_")[0] for stem in first)) == list(FIRST_RUNGS)
 
 
 def test_every_rung_has_an_exercise_and_is_to_be_looked_at() -> None:
@@ -395,3 +400,13 @@ def test_an_exercise_that_shows_nothing_is_refused() -> None:
         with pytest.raises(LadderError) as caught:
             make_exercises.filled(f"{before}<!-- exercise trace k1_d64 -->\n<!-- end -->\n")
         assert "<!-- exercise trace k1_d64 -->: " in str(caught.value) and words in str(caught.value)
+
+
+def test_the_picture_of_a_copy_is_what_the_model_has() -> None:
+    """Units of a box, by the layout's arithmetic and as they land on the CPU model."""
+    for stem in ("c1", "c1_64b", "c1_none"):
+        spec = variants()[stem].spec
+        chunks = copied.repeated(spec, copied.landed(spec, CpuKernel(cached_compile(CHECKOUT.module_path(stem)))))
+        width = max(chunk.chunk for chunk in chunks) + 1
+        computed = [chunk for chunk in swizzles.pattern(swizzles.of_copy(spec)) if chunk.chunk < width]
+        assert sorted(map(str, computed)) == sorted(map(str, chunks)), stem

@@ -43,7 +43,7 @@ from fa3gen.inspect.report import fragments, pictures, swizzles
 from fa3gen.inspect.simulation.engine import Arbitration
 from fa3gen.records import evidence
 from fa3gen.records.evidence import Record
-from fa3gen.spec.model import CausalMask, Forward, Gemm, NoMask
+from fa3gen.spec.model import CausalMask, Copy, Forward, Gemm, NoMask
 from fa3gen.spec.specfile import Variant, attention_among, attention_only
 
 DOCUMENT = Path("docs/ladder.md")
@@ -307,7 +307,10 @@ def swizzle(workspace: Workspace, arguments: str) -> str:
 def pictures_of_swizzle(workspace: Workspace, arguments: str) -> dict[str, str]:
     """The two pictures of a tile, by file name."""
     stem, tile = parts_of(arguments)
-    operands = {operand.name: operand for operand in swizzles.operands(spec_of(workspace, stem))}
+    [variant] = workspace.resolve(stem)
+    spec = variant.spec
+    tiles = [swizzles.of_copy(spec)] if isinstance(spec, Copy) else swizzles.operands(spec_of(workspace, stem))
+    operands = {operand.name: operand for operand in tiles}
     if tile not in operands:
         raise ValueError(f"no tile {tile}; there are {', '.join(operands)}")
     return {

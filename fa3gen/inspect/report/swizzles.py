@@ -9,6 +9,7 @@ Matrix Layout" of wgmma; the swizzles are CuTe's Swizzle<B, 4, 3> on bytes, B = 
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -16,7 +17,7 @@ from dataclasses import dataclass, replace
 from fa3gen.design import footprint
 from fa3gen.design.tiles import OperandTile, operand_tiles
 from fa3gen.hardware import hopper
-from fa3gen.spec.model import Forward, Swizzle, SyncLoad, WgmmaProduct
+from fa3gen.spec.model import Copy, Forward, Swizzle, SyncLoad, WgmmaProduct
 
 CHUNK = 16  # bytes that one row of a core matrix, one lane of ldmatrix and one 128-bit access take
 LINE = 128  # bytes of all banks side by side
@@ -168,6 +169,13 @@ def operands(spec: Forward) -> tuple[Operand, ...]:
         users = ["stmatrix writes O, a slice for each warp"]
         found.append(_operand("sO", "O of one warp", replace(tiles["O"], rows=rows), users))
     return tuple(found)
+
+
+def of_copy(spec: Copy) -> Operand:
+    """A box of a copy, as TMA writes it."""
+    rows, width = math.prod(spec.box.extents[:-1]), spec.box.extents[-1] * spec.element.bytes
+    swizzle, layout = spec.box.swizzle, f"boxes with a swizzle of {spec.box.swizzle}"
+    return Operand("sX", "a box of x", rows, width, "row", "element", swizzle, layout, (), plain=swizzle == "none")
 
 
 def _operand(name: str, what: str, tile: OperandTile, users: Sequence[str], along: bool = False) -> Operand:
