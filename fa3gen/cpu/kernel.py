@@ -18,6 +18,7 @@ from fa3gen.cpu.launch import Execution, Index, Sums
 from fa3gen.cpu.schedule import FAST, Schedule
 from fa3gen.cpu.trace import Trace
 from fa3gen.cpu.translate import Program
+from fa3gen.hardware.dtypes import VECTOR_BYTES
 
 Source = tuple[str, int]
 
@@ -121,8 +122,14 @@ def _thread_pools() -> threadpoolctl.ThreadpoolController:
 
 
 def _extent(tensor: torch.Tensor) -> int:
-    """Bytes from a tensor's first element to the end of its last."""
+    """Bytes from a tensor's first element to the end of its last, and of the 16 bytes that this one is in.
+
+    TMA stores whole 16 bytes: a slice of a matrix whose rows have room for them may end within. Where the memory ends
+    before, so does the tensor.
+    """
     if tensor.numel() == 0:
         return 0
     last = sum((extent - 1) * stride for extent, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return (last + 1) * tensor.element_size()
+    end, size = (last + 1) * tensor.element_size(), tensor.element_size()
+    room = int(tensor.untyped_storage().nbytes()) - int(tensor.storage_offset()) * size
+    return min(-(-end // VECTOR_BYTES) * VECTOR_BYTES, max(end, room))

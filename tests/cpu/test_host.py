@@ -353,3 +353,14 @@ def test_recorded_parameters_match_the_ptx() -> None:
     recorded: RecordedProgram = program(STEM)
     recorded.launch(*tensors(), SCALE)
     assert [len(parameter) for parameter in recorded.launches[-1][1]] == recorded.sizes
+
+
+def test_a_tensor_ends_with_the_16_bytes_that_its_last_element_is_in() -> None:
+    """As far as there is memory: TMA stores whole 16 bytes, past the end of a slice of wider rows."""
+    from fa3gen.cpu.kernel import _extent
+
+    matrix = torch.empty(3, 16, dtype=torch.bfloat16)
+    assert _extent(matrix) == 96 and _extent(matrix[:0]) == 0
+    assert _extent(matrix[:, :11]) == 96  # 2 x 32 + 22, rounded up
+    assert _extent(matrix[1:, :3]) == 48  # 32 + 6, rounded up
+    assert _extent(torch.empty(21, dtype=torch.bfloat16)) == 42  # no memory behind it
