@@ -118,10 +118,11 @@ def measure(found: Sequence[Kernel], length: int, device: torch.device) -> None:
     size = (shape.batch, length, shape.heads_q, spec.problem.head_dim)
     q, k, v = (torch.randn(size, dtype=torch.bfloat16, device=device) for _ in range(3))
     expected = torch.nn.functional.scaled_dot_product_attention(*(x[:1].transpose(1, 2) for x in (q, k, v)))
-    timer, runs = CudaTimer(device), {}
+    timer, runs, kept = CudaTimer(device), {}, []
     for kernel in found:
         module = load_for_launch(kernel.path)
-        out = torch.empty_like(q)  # which the graph writes to: it has to live as long
+        out = torch.empty_like(q)
+        kept.append(out)  # a graph writes to it, and the next capture would give its memory back
 
         def launch(attention: Callable[..., torch.Tensor] = module.attention, out: torch.Tensor = out) -> torch.Tensor:
             return attention(q, k, v, out=out)
