@@ -19,7 +19,7 @@ from fa3gen.design.schedule import full_tiles
 from fa3gen.design.workspace import Workspace
 from fa3gen.generate.plan import make_plan
 from fa3gen.hardware import hopper
-from fa3gen.spec.model import Spec
+from fa3gen.spec.model import Forward
 
 WORKSPACE = Workspace.find(Path(__file__).parent)
 VARIANTS = {variant.stem: variant for spec_file in WORKSPACE.load_all() for variant in spec_file.variants}
@@ -36,10 +36,11 @@ def test_compiles_as_planned(stem: str) -> None:
     assert (expectation.spills, expectation.stack_bytes, expectation.serialized_wgmma) == (0, 0, False)
     census = analyse(cached_compile(WORKSPACE.module_path(stem))).census
     assert compare(census, expectation) == []
-    assert_loop_as_counted(VARIANTS[stem].spec, census)
+    if isinstance(VARIANTS[stem].spec, Forward):
+        assert_loop_as_counted(VARIANTS[stem].spec, census)
 
 
-def assert_loop_as_counted(spec: Spec, census: Census) -> None:
+def assert_loop_as_counted(spec: Forward, census: Census) -> None:
     """`fa3gen.design.work` counts the instructions of a step about right, where compiled loops tell them from masking.
 
     That is in kernels with overlap, which without a mask mask in front of the loop and when persistent in other ones,

@@ -39,9 +39,10 @@ WGMMA_STEP_INSTRUCTIONS, WGMMA_INSTRUCTIONS = 45, 3.6
 VOTE_INSTRUCTIONS = 45
 # Of a score: maximum, multiply-add, exponential, sum, and half a conversion of two values to 16 bits.
 SCORE_INSTRUCTIONS = 4.5
-# Address arithmetic beside each vector that the scalar products load, and instructions for each row of a scalar
-# softmax. As compiled: k2 and k3 at head dims 64 and 128.
+# Address arithmetic beside each vector that the scalar products load, of swizzled tiles and of plain ones, and
+# instructions for each row of a scalar softmax. As compiled: k2 and k3 at head dims 64 and 128; k3_plain_d64.
 QK_ADDRESSING, PV_ADDRESSING, SCALAR_ROW_INSTRUCTIONS = 9, 3, 68
+PLAIN_QK_ADDRESSING, PLAIN_PV_ADDRESSING = 4.4, 1.25
 
 
 @dataclass(frozen=True)
@@ -183,14 +184,16 @@ def scalar_qk_instructions(spec: Forward) -> float:
     rows, columns = footprint.thread_rows(spec)[0], spec.tile.kv // footprint.SCALAR_LANES
     vectors, width = spec.problem.head_dim // footprint.SCALAR_VECTOR, footprint.SCALAR_VECTOR
     loads = rows + columns
-    return vectors * (rows * columns * width + loads * (1 + width + QK_ADDRESSING))
+    addressing = PLAIN_QK_ADDRESSING if spec.smem is not None and spec.smem.k == "none" else QK_ADDRESSING
+    return vectors * (rows * columns * width + loads * (1 + width + addressing))
 
 
 def scalar_pv_instructions(spec: Forward) -> float:
     """Instructions of a warp in a scalar O += P V of one step: as many keys at a time as it has columns of S."""
     rows, keys = footprint.thread_rows(spec)[0], spec.tile.kv // footprint.SCALAR_LANES
     columns = spec.problem.v_dim // footprint.SCALAR_LANES
-    once = rows * keys * columns + (rows + keys) * (1 + PV_ADDRESSING) + keys * columns
+    addressing = PLAIN_PV_ADDRESSING if spec.smem is not None and spec.smem.v == "none" else PV_ADDRESSING
+    once = rows * keys * columns + (rows + keys) * (1 + addressing) + keys * columns
     return spec.tile.kv // keys * once
 
 

@@ -381,5 +381,7 @@ def expectation(spec: Copy, cta: Cta) -> Expectation:
         setmaxnreg={},
         smem_bytes=cta.smem_bytes,
         max_registers=hopper.REGISTERS_PER_THREAD,
-        sass=SassExpectation(waits=0, max_comparisons=0, global_stores={"UTMASTG": copies}, shared_stores={}),
+        sass=SassExpectation(
+            waits=0, min_maxima=0, max_comparisons=0, global_stores={"UTMASTG": copies}, shared_stores={}
+        ),
     )

@@ -383,7 +383,10 @@ def expectation(spec: Gemm) -> Expectation:
         # A thread stores a whole vector of each of its rows, or element by element at the end of the columns.
         rows, vector = spec.tile.m * spec.tile.n // (cta.threads * gemm.vector(spec)), gemm.vector(spec)
         stores = {f"STG.{8 * VECTOR_BYTES}": rows, f"STG.{spec.d_element.bits}": rows * vector}
-        return replace(base, sass=SassExpectation(waits=waits, global_stores=stores, shared_stores={}))
+        return replace(
+            base,
+            sass=SassExpectation(waits=waits, min_maxima=0, max_comparisons=0, global_stores=stores, shared_stores={}),
+        )
     return replace(base, cp_async=0, wgmma_commits=products, **_wgmma_expectation(spec, spec.product, products))
 
 
@@ -412,6 +415,8 @@ def _wgmma_expectation(spec: Gemm, product: WgmmaProduct, products: int) -> dict
         "stmatrix": stmatrix,
         "sass": SassExpectation(
             waits=schedule.count("wait_products"),
+            min_maxima=0,
+            max_comparisons=0,
             global_stores={"UTMASTG": tma_stores},
             shared_stores=shared_stores,
         ),
