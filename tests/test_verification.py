@@ -200,7 +200,7 @@ def test_a_device_lost_while_timing_fails_all_that_were_timed(
     reports = {"a": REPORT, "b": dataclasses.replace(REPORT, checks=(failed,)), "c": REPORT}
     monkeypatch.setattr(verify, "verify_module", lambda *args, stem, **keywords: reports[stem])
     a, b, c = session(workspace, evidence=True).run_all(unrun())
-    said = "timing 4k and 16k: a launch of a or c left the GPU unusable: illegal memory access"
+    said = "timing large problems: a launch of a or c left the GPU unusable: illegal memory access"
     assert (a.run, c.run) == (Stage(False, said), Stage(False, said)) and b.run.detail != said
     for stem in ("a", "c"):
         state, record = evidence.status(workspace, stem)

@@ -259,8 +259,7 @@ class _Session:
 
     def _time(self, group: Sequence[Verification], around: Environment) -> None:
         """Put the speeds of a group of modules into their records: attention at 4k and 16k, others beside torch."""
-        from fa3gen.measure import beside_torch, record_speeds
-        from fa3gen.measure.tuning.measuring import CudaTimer
+        from fa3gen.measure import record_speeds
         from fa3gen.records import evidence
         from fa3gen.spec.specfile import attention_among, others_among
 
@@ -270,6 +269,11 @@ class _Session:
             for stem, tflops in record_speeds.speeds(attention, self.device).items():
                 evidence.set_tflops(self.workspace, stem, tflops, around)
         others = {each.stem: (each.spec, self.loaded[each.stem]) for each in others_among(variants)}
+        if not others:
+            return
+        from fa3gen.measure import beside_torch
+        from fa3gen.measure.tuning.measuring import CudaTimer
+
         for stem, found in beside_torch.speeds(others, self.device, CudaTimer(self.device)).items():
             evidence.set_beside_torch(self.workspace, stem, found, around)
 
