@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from rendering import changed, named, variants
 
+from fa3gen.design.cta import cta_of
 from fa3gen.design.footprint import (
     REGISTER_BUDGETS,
     Region,
@@ -254,8 +257,8 @@ def test_registers_of_a_scalar_kernel_fall_with_threads() -> None:
 @pytest.mark.parametrize("stem", sorted(variants()))
 def test_formulas_are_the_bytes(stem: str) -> None:
     """`2 stages x 128 x 128 x 2` in the header is the arithmetic behind the number before it."""
-    for item in shared_memory_map(spec(stem)):
+    for item in cta_of(variants()[stem].spec).regions:
         product = 1
-        for factor in item.formula.replace(" stages", "").split(" x "):
+        for factor in re.sub(r" (stages|warps)", "", item.formula).split(" x "):
             product *= int(factor)
         assert product == item.bytes, item

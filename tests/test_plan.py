@@ -646,7 +646,9 @@ def test_shared_memory_table(stem: str) -> None:
         assert (name, int(size)) == (region.name, region.bytes)
         end = int(offset) + int(size)
     if smem.barrier_bytes:
-        assert regions[-1] == [str(end), str(smem.barrier_bytes), "barriers", f"{smem.barrier_bytes // 8} mbarriers"]
+        count = smem.barrier_bytes // 8
+        words = f"{count} mbarrier{'s' * (count > 1)}"
+        assert regions[-1] == [str(end), str(smem.barrier_bytes), "barriers", words]
         end += smem.barrier_bytes
     assert len(regions) == len(smem.regions) + (smem.barrier_bytes > 0)
     assert smem.smem_bytes - 1024 < end <= smem.smem_bytes <= 232448

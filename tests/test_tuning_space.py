@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rendering import CHECKOUT, spec_files, variants
+from rendering import CHECKOUT, attention_stems, spec_files, variants
 
 from fa3gen.base.errors import SpecError, UserError
 from fa3gen.base.files import sha256
@@ -241,7 +241,7 @@ def test_every_spec_can_be_written_on_every_base(tmp_path: Path, base: str) -> N
     """What is written is read back as the very spec."""
     workspace = Workspace(tmp_path, CHECKOUT.root)
     workspace.specs_dir.mkdir()
-    for stem, variant in variants().items():
+    for stem, variant in ((stem, variants()[stem]) for stem in attention_stems()):
         text = writeback.spec_text(file_of(base), variant.spec, "a winner")
         target = workspace.specs_dir / "winner.yaml"
         target.write_text(text)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from hosting import RecordedProgram, module, outputs
-from rendering import extent, plans, source, tree, variants
+from rendering import attention_stems, extent, plans, source, tree, variants
 
 from fa3gen.cpu.kernel import Settings
 from fa3gen.cpu.schedule import FAST, schedules
@@ -117,7 +117,7 @@ def tile_coordinates(stem: str, keys_in_l2: int | None) -> Any:
     return names["tile_coordinates"]
 
 
-PERSISTENT = [stem for stem, plan in plans().items() if plan.scheduler.persistent]
+PERSISTENT = [stem for stem in attention_stems() if plans()[stem].scheduler.persistent]
 DRAWN = [stem for stem in PERSISTENT if plans()[stem].scheduler.kind == "dynamic"]
 SHAPES = [  # batch, seq_q, seq_k, heads_q, heads_kv
     (1, 1, 1, 1, 1),

@@ -24,6 +24,7 @@ from fa3gen.design.workspace import Workspace
 from fa3gen.generate.plan import Plan, make_plan
 from fa3gen.hardware import hopper
 from fa3gen.inspect import tracing
+from fa3gen.spec.model import Forward
 from fa3gen.spec.specfile import Variant
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -538,6 +539,8 @@ def test_chrome_slices_of_a_warp_nest() -> None:
 def test_places_are_those_that_the_header_prints() -> None:
     for stem in sorted(path.stem for path in WORKSPACE.generated_dir.glob("*.py")):
         spec = variant(stem).spec
+        if not isinstance(spec, Forward):
+            continue  # their headers have barriers in tables of their own
         plan, places = make_plan(variant(stem)), SharedPlaces.of(spec)
         rows = [line.split() for line in plan.header.smem[1:-1]]
         arrays: dict[str, list[int]] = {}

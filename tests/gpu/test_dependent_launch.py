@@ -14,9 +14,10 @@ import torch
 
 import fa3gen
 from fa3gen.design.workspace import Workspace
+from fa3gen.spec.specfile import attention_among
 
 WORKSPACE = Workspace.find(Path(__file__).parent)
-SPECS = {variant.stem: variant.spec for file in WORKSPACE.load_all() for variant in file.variants}
+SPECS = {variant.stem: variant.spec for file in WORKSPACE.load_all() for variant in attention_among(file.variants)}
 STEMS = [stem for stem, spec in SPECS.items() if spec.scheduler == "grid"]
 LINKS, TIMES = 12, 60
 
