@@ -69,8 +69,7 @@ class CopyRunner(ModuleRunner):
         """Call with `out` given, canaries around it; returns what is wrong."""
         made.out_storage.fill_(CANARY)
         returned = self.entry(*made.given.values(), out=made.out)
-        if returned.data_ptr() != made.out.data_ptr() or returned.shape != made.out.shape:
-            raise ValueError("the tensor returned is not the `out` that was given")
+        self._same_out(returned, made.out)
         return difference(made)
 
     # -- checks
@@ -80,12 +79,6 @@ class CopyRunner(ModuleRunner):
             ("allocates out when not given one", self._allocates_out),
             ("nothing to copy", self._nothing),
             ("bad arguments are refused", self._refuses),
-        ]
-
-    def _tries_on_cuda(self) -> list[tuple[str, Callable[[], str]]]:
-        return [
-            ("runs on the current stream", self._current_stream),
-            ("allocates only its outputs", self._allocates_only_outputs),
         ]
 
     def _small(self) -> CopyInputs:

@@ -325,8 +325,7 @@ class Runner(ModuleRunner):
         else:
             out = self.entry(made.q, made.k, made.v, scale=scale, out=made.out)
             lse = torch.empty(0, device=self.device)
-        if out.data_ptr() != made.out.data_ptr() or out.shape != made.out.shape:
-            raise ValueError("the tensor returned is not the `out` that was given")
+        self._same_out(out, made.out)
         return Attention(made.out, lse)
 
     # -- checks
@@ -336,12 +335,6 @@ class Runner(ModuleRunner):
             ("allocates O when not given one", self._allocates_out),
             ("empty batch", self._empty_batch),
             ("bad arguments are refused", self._refuses),
-        ]
-
-    def _tries_on_cuda(self) -> list[tuple[str, Callable[[], str]]]:
-        return [
-            ("runs on the current stream", self._current_stream),
-            ("allocates only its outputs", self._allocates_only_outputs),
         ]
 
     def _small(self, **changes: Any) -> Inputs:

@@ -109,7 +109,24 @@ class ModuleRunner:
 
     def _tries_on_cuda(self) -> list[tuple[str, Callable[[], str]]]:
         """Those that mean nothing elsewhere."""
+        return [
+            ("runs on the current stream", self._current_stream),
+            ("allocates only its outputs", self._allocates_only_outputs),
+        ]
+
+    def _current_stream(self) -> str:
+        """Fill an input late on a side stream; a kernel on any other stream would read what was there before."""
         raise NotImplementedError
+
+    def _allocates_only_outputs(self) -> str:
+        """Watch the allocator during a call that is given `out`: nothing more than its scratch may be taken."""
+        raise NotImplementedError
+
+    @staticmethod
+    def _same_out(returned: torch.Tensor, out: torch.Tensor) -> None:
+        """Raise ValueError when a call returned another tensor than the `out` that it was given."""
+        if returned.data_ptr() != out.data_ptr() or returned.shape != out.shape:
+            raise ValueError("the tensor returned is not the `out` that was given")
 
     def _bad_calls(self) -> Iterator[tuple[str, str, dict[str, Any]]]:
         """Yield what is wrong, a pattern of the name that the message must hold, and the arguments."""

@@ -10,10 +10,15 @@ The mutations themselves are in `mutations_tuning.py`, `mutations_held_out.py` a
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from fa3gen.cpu.findings import Kind
+import hosting
+
+from fa3gen.cpu.findings import Hazard, Kind
+from fa3gen.cpu.kernel import CpuKernel, Settings
+from fa3gen.cpu.schedule import schedules
 
 NUMBERS = "numbers"
 """Reported by the comparison with the reference: O or LSE is wrong or was not written."""
@@ -219,3 +224,33 @@ def group(stem: str, fact: str) -> Callable[..., Mutation]:
         return Mutation(name, stem, fact, edits, why, frozenset(reports), missed, shape)
 
     return make
+
+
+def first_report(
+    stem: str, ptx: str, arguments: Sequence[Any], *, refill: Callable[[], Any], wrong: Callable[[], Any], seed: int
+) -> tuple[Report | None, str]:
+    """What is the first thing wrong with a module's PTX under four schedules, as in test_mutations.
+
+    `refill` makes the outputs what they were before each run, and `wrong` says what is wrong with them after it.
+    """
+    kernel, all_schedules = CpuKernel(hosting.compiled(stem)), schedules(10, seed)
+    kernel.take_ptx(ptx)
+    for schedule in (all_schedules[number] for number in (0, 4, 1, 9)):
+        refill()
+        kernel.settings = Settings(schedule=schedule)
+        try:
+            kernel(*arguments)
+        except Hazard as hazard:
+            return hazard.kind, f"{schedule}: {hazard}"
+        if found := wrong():
+            return NUMBERS, f"{schedule}: {found}"
+    return None, ""
+
+
+def assert_reported(mutation: Mutation, judge: Callable[[str, str], tuple[Report | None, str]]) -> None:
+    """By a right name, unless the mutation is harmless or known to be missed."""
+    report, detail = judge(mutation.stem, apply(hosting.compiled(mutation.stem).ptx, mutation))
+    if mutation.missed or not mutation.harmful:
+        assert report is None, detail
+    else:
+        assert report in mutation.reports, detail

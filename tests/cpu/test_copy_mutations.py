@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+
 import hosting
 import pytest
-from mutations import NUMBERS, Mutation, Report, apply
+from mutations import Mutation, Report, assert_reported, first_report
 from mutations_copies import COPIES
 from rendering import variants
 
-from fa3gen.cpu.findings import Hazard
-from fa3gen.cpu.kernel import CpuKernel, Settings
-from fa3gen.cpu.schedule import schedules
 from fa3gen.design import boxes
 from fa3gen.spec.model import Copy
 from fa3gen.verify import copies
@@ -18,8 +17,6 @@ from fa3gen.verify.copies import CANARY, CopyCase
 from fa3gen.verify.copies_on_gpu import difference
 from fa3gen.verify.on_model import CPU
 
-ALL = schedules(10, 1)
-SCHEDULES = [ALL[0], ALL[4], ALL[1], ALL[9]]  # as in test_mutations
 STEMS = sorted({mutation.stem for mutation in COPIES})
 
 
@@ -42,18 +39,9 @@ def judge(stem: str, ptx: str) -> tuple[Report | None, str]:
     """The first report under any of the schedules, on one SM."""
     spec = spec_of(stem)
     made = copies.make(spec, case_of(spec), device=CPU, seed=1)
-    kernel = CpuKernel(hosting.compiled(stem))
-    kernel.take_ptx(ptx)
-    for schedule in SCHEDULES:
-        made.out_storage.fill_(CANARY)
-        kernel.settings = Settings(schedule=schedule)
-        try:
-            kernel(*made.given.values(), made.out, *[1] * (spec.ring is not None))
-        except Hazard as hazard:
-            return hazard.kind, f"{schedule}: {hazard}"
-        if wrong := difference(made):
-            return NUMBERS, f"{schedule}: {wrong}"
-    return None, ""
+    arguments = [*made.given.values(), made.out, *[1] * (spec.ring is not None)]
+    refill, wrong = functools.partial(made.out_storage.fill_, CANARY), functools.partial(difference, made)
+    return first_report(stem, ptx, arguments, refill=refill, wrong=wrong, seed=1)
 
 
 @pytest.mark.parametrize("stem", STEMS)
@@ -63,11 +51,7 @@ def test_unmodified_kernel_is_not_reported(stem: str) -> None:
 
 @pytest.mark.parametrize("mutation", COPIES, ids=lambda mutation: f"{mutation.stem}: {mutation.name}")
 def test_mutation_is_reported(mutation: Mutation) -> None:
-    report, detail = judge(mutation.stem, apply(hosting.compiled(mutation.stem).ptx, mutation))
-    if mutation.missed or not mutation.harmful:
-        assert report is None, detail
-    else:
-        assert report in mutation.reports, detail
+    assert_reported(mutation, judge)
 
 
 def test_there_are_mutations_of_every_kind() -> None:
