@@ -14,7 +14,7 @@ from fa3gen.verify.copies import CopyCase
 from fa3gen.verify.copies_on_gpu import RIGHT, WRONG, CopyRunner
 from fa3gen.verify.on_model import CPU, poisoned_allocations, said
 from fa3gen.verify.results import Check, CpuCaseResult
-from fa3gen.verify.runner import same_bits
+from fa3gen.verify.runner import changed_inputs, snapshots
 
 
 class CpuCopyRunner(CopyRunner):
@@ -35,7 +35,7 @@ class CpuCopyRunner(CopyRunner):
     def run_case(self, case: CopyCase) -> CpuCaseResult:
         """Run under every schedule; no error is allowed under any."""
         made = self._make(case)
-        before = {name: tensor.clone() for name, tensor in made.given.items()}
+        before = snapshots(made.given)
         failures = []
         for schedule in self.schedules:
             self.module.cpu.settings.schedule = schedule
@@ -49,8 +49,7 @@ class CpuCopyRunner(CopyRunner):
             if wrong:
                 failures.append(f"{schedule}: {wrong}")
                 break
-        changed = [name for name, now in made.given.items() if not same_bits(now, before[name])]
-        failures += [f"changed its input {name}" for name in changed]
+        failures += changed_inputs(made.given, before)
         found = WRONG if failures else RIGHT
         return CpuCaseResult(case.name, case.shape, found, None, None, None, tuple(failures))
 

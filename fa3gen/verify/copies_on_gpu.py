@@ -16,7 +16,7 @@ from fa3gen.spec.model import Copy
 from fa3gen.verify import copies
 from fa3gen.verify.copies import CANARY, CopyCase, CopyInputs
 from fa3gen.verify.results import CaseResult, Errors
-from fa3gen.verify.runner import LAUNCHES, ModuleRunner, essence, raise_if_lost, same_bits
+from fa3gen.verify.runner import LAUNCHES, ModuleRunner, changed_inputs, essence, raise_if_lost, same_bits, snapshots
 
 RIGHT = Errors(0.0, 0.0)
 WRONG = Errors(None, None)
@@ -54,13 +54,12 @@ class CopyRunner(ModuleRunner):
         return copies.make(self.spec, case, device=self.device, seed=self.seed)
 
     def _launch_all(self, made: CopyInputs) -> tuple[str, ...]:
-        before = {name: tensor.clone() for name, tensor in made.given.items()}
+        before = snapshots(made.given)
         failures: tuple[str, ...] = ()
         for launch in range(LAUNCHES):
             wrong = self._call(made)
             failures = (f"launch {launch + 1}: {wrong}",) if wrong else ()
-            changed = [name for name, now in made.given.items() if not same_bits(now, before[name])]
-            failures += tuple(f"changed its input {name}" for name in changed)
+            failures += changed_inputs(made.given, before)
             if failures:
                 break
         return failures

@@ -15,10 +15,10 @@ from fa3gen.design import gemm
 from fa3gen.hardware import hopper
 from fa3gen.spec.model import Gemm
 from fa3gen.verify.gemm_inputs import GemmCase, GemmInputs
-from fa3gen.verify.gemm_on_gpu import Expected, GemmRunner, changed_inputs, compare, expected, wrote_outside
+from fa3gen.verify.gemm_on_gpu import Expected, GemmRunner, compare, expected, wrote_outside
 from fa3gen.verify.on_model import CPU, SPREAD_LIMIT, poisoned_allocations, said
 from fa3gen.verify.results import Check, CpuCaseResult
-from fa3gen.verify.runner import errors, same_bits
+from fa3gen.verify.runner import changed_inputs, errors, same_bits, snapshots
 
 # Elements from which on the mean of their squared errors says something: it is off by 0.9 / sqrt(elements), 0.02.
 ENOUGH = 2000
@@ -64,7 +64,7 @@ class CpuGemmRunner(GemmRunner):
     def _run_all(self, made: GemmInputs) -> tuple[torch.Tensor | None, list[str]]:
         """D under the first schedule, None when it failed, and what went wrong beside its values."""
         failures: list[str] = []
-        before = {name: tensor.clone() for name, tensor in made.given.items()}
+        before = snapshots(made.given)
         first: torch.Tensor | None = None
         for schedule in self.schedules:
             self.module.cpu.settings.schedule = schedule
@@ -81,7 +81,7 @@ class CpuGemmRunner(GemmRunner):
                 failures += wrote_outside(made)
             elif not same_bits(out, first):
                 failures.append(f"{schedule}: other bits than {self.schedules[0]}")
-        return first, [*failures, *changed_inputs(made, before)]
+        return first, [*failures, *changed_inputs(made.given, before)]
 
     def checks(self) -> Iterator[Check]:
         """As on a GPU, where they can be tried at all, and whether D is rounded as planned."""

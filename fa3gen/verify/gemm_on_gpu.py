@@ -30,7 +30,17 @@ from fa3gen.spec.model import Gemm, WgmmaProduct
 from fa3gen.verify import gemm_inputs, reference
 from fa3gen.verify.gemm_inputs import GemmCase, GemmInputs
 from fa3gen.verify.results import CaseResult
-from fa3gen.verify.runner import LAUNCHES, ModuleRunner, errors, essence, half_ulp, raise_if_lost, same_bits
+from fa3gen.verify.runner import (
+    LAUNCHES,
+    ModuleRunner,
+    changed_inputs,
+    errors,
+    essence,
+    half_ulp,
+    raise_if_lost,
+    same_bits,
+    snapshots,
+)
 
 ROUNDOFF = 2.0**-23  # of a sum that is cut off, not rounded
 
@@ -113,7 +123,7 @@ class GemmRunner(ModuleRunner):
 
     def _launch_all(self, made: GemmInputs) -> tuple[torch.Tensor, tuple[str, ...]]:
         failures: list[str] = []
-        before = {name: tensor.clone() for name, tensor in made.given.items()}
+        before = snapshots(made.given)
         first: torch.Tensor | None = None
         for launch in range(LAUNCHES):
             out = self._call(made)
@@ -124,7 +134,7 @@ class GemmRunner(ModuleRunner):
                 failures.append(f"launch {launch + 1} differs from the first on the same inputs")
                 break
         assert first is not None
-        return first, (*failures, *changed_inputs(made, before))
+        return first, (*failures, *changed_inputs(made.given, before))
 
     def _call(self, made: GemmInputs) -> torch.Tensor:
         """Call with `out` given, filled with NaN; returns a copy of it."""
@@ -254,11 +264,6 @@ def wrote_outside(made: GemmInputs) -> tuple[str, ...]:
     rest = torch.isnan(made.out_storage)
     rest.as_strided(made.out.shape, made.out.stride(), made.out.storage_offset()).fill_(True)
     return () if rest.all() else ("wrote outside `out`",)
-
-
-def changed_inputs(made: GemmInputs, before: dict[str, torch.Tensor]) -> tuple[str, ...]:
-    """What is wrong with inputs that are not what they were."""
-    return tuple(f"changed its input {name}" for name, now in made.given.items() if not same_bits(now, before[name]))
 
 
 def _turned(x: torch.Tensor) -> torch.Tensor:

@@ -35,18 +35,11 @@ from fa3gen.verify import copies as copy_inputs
 from fa3gen.verify.copies_on_cpu import CpuCopyRunner
 from fa3gen.verify.gemm_on_cpu import CpuGemmRunner
 from fa3gen.verify.inputs import Case, Inputs
-from fa3gen.verify.on_gpu import (
-    Runner,
-    changed_inputs,
-    compare_lse,
-    copies,
-    errors,
-    same_bits,
-    wrote_outside,
-)
+from fa3gen.verify.on_gpu import Runner, compare_lse, wrote_outside
 from fa3gen.verify.on_model import CPU, SPREAD_LIMIT, poisoned_allocations, said
 from fa3gen.verify.reference import Attention
 from fa3gen.verify.results import Check, CpuCaseResult, Outcome
+from fa3gen.verify.runner import changed_inputs, errors, same_bits, snapshots
 
 EXECUTED_ON = "CPU model of sm_90a"
 SCHEDULES = 2  # the fast one and one that preempts
@@ -178,7 +171,7 @@ class CpuRunner(Runner):
     def _run_all(self, case: Case, made: Inputs) -> tuple[Attention | None, list[str]]:
         """Outputs under the first schedule, None when it failed, and what went wrong beside their values."""
         failures: list[str] = []
-        before = copies(made)
+        before = snapshots(made.given)
         first: Attention | None = None
         for schedule in self.schedules:
             self.module.cpu.settings.schedule = schedule
@@ -196,7 +189,7 @@ class CpuRunner(Runner):
                 failures += wrote_outside(made)
             elif not (same_bits(result.out, first.out) and same_bits(result.lse, first.lse)):
                 failures.append(f"{schedule}: other bits than {self.schedules[0]}")
-        return first, [*failures, *changed_inputs(made, before)]
+        return first, [*failures, *changed_inputs(made.given, before)]
 
     def _compare(
         self, out: torch.Tensor, wanted: accuracy.Expected

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -45,11 +45,13 @@ from fa3gen.verify.runner import (
     DeviceLost,
     ModuleRunner,
     blamed,
+    changed_inputs,
     errors,
     essence,
     half_ulp,
     raise_if_lost,
     same_bits,
+    snapshots,
 )
 
 __all__ = [
@@ -214,16 +216,6 @@ def wrote_outside(made: Inputs) -> tuple[str, ...]:
     return () if untouched else ("wrote outside `out`, along the sequence",)
 
 
-def copies(made: Inputs) -> dict[str, torch.Tensor]:
-    """Copies of the inputs, to compare with after a run."""
-    return {name: tensor.clone() for name, tensor in made.given.items()}
-
-
-def changed_inputs(made: Inputs, before: Mapping[str, torch.Tensor]) -> tuple[str, ...]:
-    """What is wrong with inputs that are not what they were, see `copies`."""
-    return tuple(f"changed its input {name}" for name, now in made.given.items() if not same_bits(now, before[name]))
-
-
 class Runner(ModuleRunner):
     """One module of attention on one device: calls it, measures it, checks it."""
 
@@ -295,7 +287,7 @@ class Runner(ModuleRunner):
     def _launch_all(self, case: Case, made: Inputs) -> tuple[Attention, tuple[str, ...]]:
         """Return the first launch's outputs and what the launches did wrong beside their values."""
         failures: list[str] = []
-        before = copies(made)
+        before = snapshots(made.given)
         first: Attention | None = None
         for launch in range(LAUNCHES):
             made.out_storage.fill_(math.nan)
@@ -309,7 +301,7 @@ class Runner(ModuleRunner):
                 failures.append(f"launch {launch + 1} differs from the first on the same inputs")
                 break
         assert first is not None
-        return first, (*failures, *changed_inputs(made, before))
+        return first, (*failures, *changed_inputs(made.given, before))
 
     def _poison_next_lse(self, case: Case) -> None:
         """Leave NaN in the block of memory that the allocator will hand out next for an LSE of this case."""

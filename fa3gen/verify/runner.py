@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -72,6 +72,16 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Compare bit by bit, so that NaN equals itself and -0 differs from 0."""
     integer = {2: torch.int16, 4: torch.int32}[a.element_size()]
     return torch.equal(a.contiguous().view(integer), b.contiguous().view(integer))
+
+
+def snapshots(given: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Copies of a call's inputs by name, to compare with after a run, see `changed_inputs`."""
+    return {name: tensor.clone() for name, tensor in given.items()}
+
+
+def changed_inputs(given: Mapping[str, torch.Tensor], before: Mapping[str, torch.Tensor]) -> tuple[str, ...]:
+    """What is wrong with inputs that are not what they were, see `snapshots`."""
+    return tuple(f"changed its input {name}" for name, now in given.items() if not same_bits(now, before[name]))
 
 
 class ModuleRunner:
