@@ -52,6 +52,10 @@ def plan(stem: str) -> GemmPlan:
         ("g3_transposed", {"tma_loads": 3}),
         # Four ldmatrix of 16 columns in a step of 64, for the first step and for the others.
         ("g3_registers", {"ldmatrix": 8, "wgmma": {(64, 256, 16, "registers"): 8}}),
+        # 8 bits: 32 deep, 128 / 32 products a step; D in 16 bits.
+        ("g3_fp8", {"tma_loads": 2, "wgmma": {(64, 256, 32, "smem"): 8}, "stmatrix": 16, "smem_bytes": 230400}),
+        # No step apart: one loop, each step summed by itself.
+        ("g3_fp8_two_levels", {"wgmma": {(64, 128, 32, "smem"): 4}, "wgmma_commits": 1, "wgmma_waits": 1}),
         # 256 / 32 = 8 parts of D, 128 bytes wide, which no stmatrix writes.
         ("g3_fp32_add", {"tma_stores": 8, "stmatrix": 0}),
     ],
@@ -75,7 +79,8 @@ def test_the_ring_in_the_header_is_that_of_the_code(stem: str) -> None:
     """Stages, bytes that a phase completes with, and arrivals: from the constants of the module."""
     values = constants(tree(stem))
     text = "\n".join(plan(stem).header.barriers)
-    assert values["STAGE_BYTES"] == (values["TILE_M"] + values["TILE_N"]) * values["TILE_K"] * 2
+    size = variants()[stem].spec.element.bytes
+    assert values["STAGE_BYTES"] == (values["TILE_M"] + values["TILE_N"]) * values["TILE_K"] * size
     assert f"{values['STAGE_BYTES']} bytes" in text and f"{values['CONSUMER_WARPS']} arrivals" in text
     (ring,) = schedule_of(plan(stem).spec).rings
     assert (ring.stages, ring.full_bytes, ring.empty_arrivals) == (

@@ -251,3 +251,59 @@ def test_registers() -> None:
         "registers per consumer thread: D 256 + a part of D, rounded 16 + other 24 = 296 > 240, what setmaxnreg gives "
         "to each of 2 consumer warpgroups, so that they would spill; use a smaller tile.n"
     )
+
+
+EIGHT_BIT: dict[str, Any] = {
+    **SPECIALIZED,
+    "problem": {"dtype": "e4m3"},
+    "tile": {"m": 128, "n": 256, "k": 128, "warpgroups": 2},
+    "product": {"engine": "wgmma", "a": {"source": "smem", "major": "k"}, "b": {"major": "k"}},
+    "d": {"dtype": "bf16"},
+}
+
+
+def test_gemm_eight_bit_major() -> None:
+    assert violations(EIGHT_BIT) == {}
+    assert violations(EIGHT_BIT, product=PRODUCT) == {
+        "product.b.major": "WGMMA reads 8-bit operands K-major only, not mn; use k"
+    }
+    assert gemms.gemm_eight_bit_major("product.a.major", "bf16", "mn") is None
+
+
+def test_gemm_eight_bit() -> None:
+    assert gemms.gemm_eight_bit("bf16", "cooperative", "") is None
+    wanted = (
+        "e4m3 is rendered with schedule warp_specialized and wgmma with A from smem only; use bf16, or extend g3_fp8"
+    )
+    for schedule, source in (("cooperative", "smem"), ("warp_specialized", "registers")):
+        assert gemms.gemm_eight_bit("e4m3", schedule, source) == Violation("problem.dtype", wanted)
+
+
+def test_gemm_two_levels() -> None:
+    two = {"accumulation": "two_levels", "schedule": {"kind": "warp_specialized", "overlap": False}}
+    # Two accumulators of 128 x 256 / 256 threads = 128 registers each do not fit 240; of 128 columns they do.
+    assert "D 128 + D of one step 128" in violations(EIGHT_BIT, **two)["tile.n"]
+    narrow = {**EIGHT_BIT["tile"], "n": 128}
+    assert violations(EIGHT_BIT, **two, tile=narrow) == {}
+    assert violations(EIGHT_BIT, accumulation="two_levels", tile=narrow) == {
+        "schedule.overlap": "sums of the next step take the registers of this one's, which threads still add; "
+        "use overlap: false"
+    }
+    assert gemms.gemm_two_levels(True, "cooperative", "smem") == Violation(
+        "accumulation",
+        "two_levels is rendered with schedule warp_specialized and wgmma with A from smem only; use one_level",
+    )
+
+
+def test_eight_bits_in_other_rules() -> None:
+    """A product is 32 deep, a span of 128 bytes has 128 elements, and D has a dtype of its own."""
+    assert gemms.gemm_output_dtype("e4m3", "fp16") is None
+    assert violations(EIGHT_BIT, d={}) == {"d.dtype": "D in e4m3 would keep 4 bits of its sums; use bf16, fp16 or fp32"}
+    found = violations(EIGHT_BIT, tile={**EIGHT_BIT["tile"], "k": 80})
+    assert found["tile.k"] == (
+        "K of the D product is 80, no multiple of 32 (80 = 2 x 32 + 16), the K of a 8-bit WGMMA; use 64 or 96"
+    )
+    assert found["smem.a"] == (
+        "a row of A is 80 x 1 = 80 bytes, no whole number of 128-byte swizzle spans (80 = 0 x 128 + 80), and TMA "
+        "cannot split it into boxes of 128 elements; use swizzle none"
+    )

@@ -1034,7 +1034,7 @@ def test_who_objects() -> None:
     hardware = """
         wgmma_rows wgmma_columns wgmma_depth a_from_registers b_from_smem swizzle_span tma_box tma_stride shared_memory
         scalar_threads wgmma_threads registers_per_thread registers_per_sm consumer_registers shared_sm
-        accumulator_at_launch gemm_rows
+        accumulator_at_launch gemm_rows gemm_eight_bit_major
         box_extents box_row box_span box_start map_rank row_strides folded_row
     """
     matters_of_taste = "drawn_without_mask dealt_under_causal rescale_few_columns buffer_for_one_output idle_q_stages"

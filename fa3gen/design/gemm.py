@@ -58,6 +58,11 @@ def overlapped(spec: Gemm) -> bool:
     return isinstance(spec.schedule, WarpSpecializedSchedule) and spec.schedule.overlap
 
 
+def two_levels(spec: Gemm) -> bool:
+    """Whether the tensor core sums one step only, and threads add the steps."""
+    return spec.accumulation == "two_levels"
+
+
 def a_in_registers(spec: Gemm) -> bool:
     """Whether each warp reads its rows of A into registers before it multiplies."""
     return isinstance(spec.product, WgmmaProduct) and spec.product.a.source == "registers"
@@ -132,6 +137,8 @@ def registers_per_thread(spec: Gemm) -> list[tuple[str, int]]:
     """32-bit registers that one computing thread holds at the widest point, by what (an estimate)."""
     tile, count = spec.tile, computing_threads(spec)
     held = [("D", tile.m * tile.n // count)]
+    if two_levels(spec):
+        held.append(("D of one step", tile.m * tile.n // count))
     if not isinstance(spec.product, WgmmaProduct):
         width = vector(spec)
         return [*held, (f"{width} rows of B", width * width), ("a row of A", width), ("other", OTHER_REGISTERS)]

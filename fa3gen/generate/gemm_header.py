@@ -17,7 +17,7 @@ def describe(spec: Gemm, summary: str) -> header.Description:
     return header.Description(
         title=f"{summary.rstrip('.')} ({spec.element.long_name}, A {a}-major, B {b}-major).",
         formula=_formula(spec),
-        sentence="Sums are float32.",
+        sentence=_sentence(spec),
         decisions=tuple(_decisions(spec)),
         threads=tuple(_threads(spec, schedule)),
         barriers=tuple(header.rings(schedule) if specialized else header.barriers(schedule)),
@@ -31,6 +31,14 @@ def _formula(spec: Gemm) -> str:
     if spec.d.add_c:
         return "D = A B + C    A: (m, k)    B: (k, n)    C, D: (m, n)"
     return "D = A B    A: (m, k)    B: (k, n)    D: (m, n)"
+
+
+def _sentence(spec: Gemm) -> str:
+    if gemm.two_levels(spec):
+        return f"The tensor core sums {spec.tile.k} of k, threads add these sums in float32."
+    if spec.element.bytes < hopper.BYTES_16BIT:
+        return "Sums have 13 bits below their largest addend, as the tensor core keeps them: their error grows with k."
+    return "Sums are float32."
 
 
 def _decisions(spec: Gemm) -> list[tuple[str, str]]:

@@ -59,6 +59,8 @@ class ProductPlan:
     """
 
     wgmma: bool
+    eight_bit: bool = False
+    two_levels: bool = False
     depth: int = 0
     lanes_m: int = 0
     rows_phrase: str = ""
@@ -66,12 +68,13 @@ class ProductPlan:
 
 @dataclass(frozen=True)
 class OutputPlan:
-    """C and D: dtype, in the module's names where it is one of its own, and how a warp stores D.
+    """C and D: dtype, in the module's names where it is one of its own, and how a warp stores D; `rounded` to 16 bits.
 
     `chunk`: columns at a time; `stored`: what one TMA copy stores, as the module names it.
     """
 
     own_dtype: bool
+    rounded: bool
     adds_c: bool
     dtype_name: str
     torch_name: str
@@ -273,7 +276,8 @@ def _product(spec: Gemm) -> ProductPlan:
     rows = spec.tile.m // (spec.tile.warpgroups or 1)
     times = rows // hopper.WGMMA_M
     phrase = f"{rows} rows of D" + f", {hopper.WGMMA_M} in each of {times} products" * (times > 1)
-    return ProductPlan(True, depth=spec.element.wgmma_k, rows_phrase=phrase)
+    eight_bit = spec.element.bytes < hopper.BYTES_16BIT
+    return ProductPlan(True, eight_bit, gemm.two_levels(spec), depth=spec.element.wgmma_k, rows_phrase=phrase)
 
 
 def _output(spec: Gemm) -> OutputPlan:
@@ -285,6 +289,7 @@ def _output(spec: Gemm) -> OutputPlan:
         phrase = "Add C; each warp gathers its rows, CHUNK_N columns at a time, and has TMA write those that exist."
     return OutputPlan(
         own_dtype=own,
+        rounded=element.bytes == hopper.BYTES_16BIT,
         adds_c=spec.d.add_c,
         dtype_name="OUT_DTYPE" if own else "DTYPE",
         torch_name="TORCH_OUT_DTYPE" if own else "TORCH_DTYPE",

@@ -465,6 +465,7 @@ def _name(step: Step) -> str:
         "round": "round P",
         "read": f"read {step.what}",
         "add_c": "add C",
+        "add_step": "add the step",
         "gather": f"gather {step.what}",
         "store": f"store {step.what}",
         "wait_stores": "wait stores",

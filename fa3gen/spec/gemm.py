@@ -9,7 +9,6 @@ from pydantic import Field
 from fa3gen.hardware.dtypes import DTYPES, Dtype
 from fa3gen.spec.common import (
     CooperativeSchedule,
-    DType,
     OutputDType,
     Product,
     SpecModel,
@@ -17,11 +16,15 @@ from fa3gen.spec.common import (
     WarpSpecializedSchedule,
 )
 
+GemmDType = Literal["bf16", "fp16", "e4m3"]
+
 
 class GemmProblem(SpecModel):
     """What is computed: D = A B (+ C) for A (m, k), B (k, n), C and D (m, n); sums are float32."""
 
-    dtype: DType = Field(default="bf16", description="Element type of A, B and, unless `d` gives another, of C and D.")
+    dtype: GemmDType = Field(
+        default="bf16", description="Element type of A, B and, unless `d` gives another, of C and D."
+    )
 
 
 class GemmTile(SpecModel):
@@ -89,10 +92,15 @@ class Gemm(SpecModel):
     )
     product: Product
     schedule: GemmSchedule = CooperativeSchedule()
+    accumulation: Literal["one_level", "two_levels"] = Field(
+        default="one_level",
+        description="`two_levels`: the tensor core sums one step, threads add the steps in float32. Of products of 8 "
+        "bits the tensor core keeps 13 bits below the largest addend, so that its error grows with k.",
+    )
     d: GemmOutput = GemmOutput()
 
     @property
-    def d_dtype(self) -> OutputDType:
+    def d_dtype(self) -> OutputDType | GemmDType:
         """Element type of C and D."""
         return self.d.dtype or self.problem.dtype
 

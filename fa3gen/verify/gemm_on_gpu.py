@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from fa3gen.design import gemm
 from fa3gen.design.operation import operation_of
 from fa3gen.hardware import hopper
 from fa3gen.spec.model import Gemm, WgmmaProduct
@@ -43,6 +44,7 @@ from fa3gen.verify.runner import (
 )
 
 ROUNDOFF = 2.0**-23  # of a sum that is cut off, not rounded
+ROUNDOFF_8BIT = 2.0**-13  # of products of 8 bits, whose addends keep 13 bits below the largest (docs/cpu_model.md)
 
 
 @dataclass(frozen=True)
@@ -58,8 +60,8 @@ def expected(spec: Gemm, made: GemmInputs, exact: bool = False) -> Expected:
     """The criteria of this module's docstring; `exact`: every sum is one that float32 holds."""
     a, b, c = made.given["a"], made.given["b"], made.c
     out, k = reference.matmul(a, b, c), a.shape[1]
-    sizes = reference.matmul(a.abs(), b.abs(), None if c is None else c.abs())
-    e = 0.0 if exact else ROUNDOFF * _roundings(spec, k) * sizes
+    sizes = reference.matmul(a.double().abs(), b.double().abs(), None if c is None else c.double().abs())
+    e = 0.0 if exact else _relative(spec, k) * sizes
     squares = reference.matmul(a.double().square(), b.double().square(), None if c is None else c.double().square())
     variance = (ROUNDOFF**2 * max(1, k) / 3) * squares
     limit = torch.zeros_like(out) + e
@@ -68,6 +70,14 @@ def expected(spec: Gemm, made: GemmInputs, exact: bool = False) -> Expected:
         limit = limit + half_ulp(out.abs() + e, dtype)
         variance = variance + half_ulp(out, dtype).square() / 3
     return Expected(out, limit, variance)
+
+
+def _relative(spec: Gemm, k: int) -> float:
+    """What e is in proportion to S."""
+    if spec.element.bytes == hopper.BYTES_16BIT:
+        return ROUNDOFF * _roundings(spec, k)
+    summed = min(k, spec.tile.k) if gemm.two_levels(spec) else k
+    return ROUNDOFF_8BIT * _roundings(spec, summed) + ROUNDOFF * (-(-k // spec.tile.k))
 
 
 def _roundings(spec: Gemm, k: int) -> int:

@@ -70,7 +70,7 @@ def essence(error: BaseException) -> str:
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Compare bit by bit, so that NaN equals itself and -0 differs from 0."""
-    integer = {2: torch.int16, 4: torch.int32}[a.element_size()]
+    integer = {1: torch.int8, 2: torch.int16, 4: torch.int32}[a.element_size()]
     return torch.equal(a.contiguous().view(integer), b.contiguous().view(integer))
 
 

@@ -34,13 +34,18 @@ def _structure(spec: Gemm) -> Iterable[Answer]:
     yield gemms.gemm_stages.ask(spec.load.engine, kind, spec.load.stages)
     yield gemms.gemm_output_dtype.ask(spec.problem.dtype, spec.d_dtype)
     yield gemms.gemm_output.ask(kind, spec.d_dtype, spec.d.add_c)
+    source = spec.product.a.source if isinstance(spec.product, WgmmaProduct) else ""
+    yield gemms.gemm_eight_bit.ask(spec.problem.dtype, kind, source)
+    yield gemms.gemm_two_levels.ask(gemm.two_levels(spec), kind, source)
     if isinstance(spec.product, WgmmaProduct):
         a, b = spec.product.a, spec.product.b
         yield products.a_from_registers.ask("product", a.source, a.major)
         yield products.b_from_smem.ask("product", b.source)
+        for name, operand in (("a", a), ("b", b)):
+            yield gemms.gemm_eight_bit_major.ask(f"product.{name}.major", spec.problem.dtype, operand.major)
         yield gemms.gemm_a_registers.ask(kind, a.source)
         if gemm.specialized(spec):
-            yield gemms.gemm_overlap.ask(a.source, gemm.overlapped(spec))
+            yield gemms.gemm_overlap.ask(a.source, gemm.overlapped(spec), gemm.two_levels(spec))
             if spec.tile.warpgroups is not None:
                 yield threads.consumer_warpgroups.ask(spec.tile.warpgroups)
 
@@ -50,13 +55,18 @@ def _wgmma(spec: Gemm, product: WgmmaProduct) -> Iterable[Answer]:
     yield threads.wgmma_threads.ask(warpgroups)
     yield gemms.gemm_rows.ask(tile.m, warpgroups)
     yield products.wgmma_columns.ask("tile.n", "D", tile.n)
-    yield products.wgmma_depth.ask("tile.k", "D", tile.k)
+    yield products.wgmma_depth.ask("tile.k", "D", tile.k, spec.element.wgmma_k)
     yield memory.tma_box.ask("tile.m", tile.m)
     yield memory.tma_box.ask("tile.n", tile.n)
     yield memory.tma_box.ask("tile.k", tile.k)
     assert spec.smem is not None
-    yield memory.swizzle_span.ask("smem.a", "A", _row(tile.m, tile.k, product.a.major), spec.smem.a, tma=True)
-    yield memory.swizzle_span.ask("smem.b", "B", _row(tile.n, tile.k, product.b.major), spec.smem.b, tma=True)
+    size = spec.element.bytes
+    yield memory.swizzle_span.ask(
+        "smem.a", "A", _row(tile.m, tile.k, product.a.major), spec.smem.a, tma=True, each=size
+    )
+    yield memory.swizzle_span.ask(
+        "smem.b", "B", _row(tile.n, tile.k, product.b.major), spec.smem.b, tma=True, each=size
+    )
     if gemm.specialized(spec):
         yield gemms.gemm_chunk_columns.ask(tile.n, gemm.chunk_columns(spec))
         return

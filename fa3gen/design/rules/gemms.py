@@ -43,8 +43,8 @@ def gemm_schedule(product: str, schedule: str) -> Violation | None:
 
 
 @rule(kind=GENERATOR, topic="schedule")
-def gemm_overlap(source: str, overlap: bool) -> Violation | None:
-    """The next step's products are issued before this one's end, unless they need the registers that hold A.
+def gemm_overlap(source: str, overlap: bool, two_levels: bool = False) -> Violation | None:
+    """The next step's products are issued before this one's end, unless they need the same registers.
 
     PTX ISA, "wgmma.mma_async": registers of a product must not be written before wgmma.wait_group.
     """
@@ -53,7 +53,12 @@ def gemm_overlap(source: str, overlap: bool) -> Violation | None:
             "schedule.overlap",
             "A of the next step takes the registers of this one's, which its products still read; use overlap: false",
         )
-    if not overlap and source == "smem":
+    if overlap and two_levels:
+        return Violation(
+            "schedule.overlap",
+            "sums of the next step take the registers of this one's, which threads still add; use overlap: false",
+        )
+    if not overlap and source == "smem" and not two_levels:
         return Violation(
             "schedule.overlap",
             "with A in shared memory nothing keeps the next step's products from being issued; use overlap: true",
@@ -97,7 +102,9 @@ def gemm_rows(rows: int, warpgroups: int) -> Violation | None:
 @rule(kind=GENERATOR, topic="output")
 def gemm_output_dtype(dtype: str, d_dtype: str) -> Violation | None:
     """D is rounded to the dtype of A and B, or not at all."""
-    if d_dtype in (dtype, "fp32"):
+    if dtype == "e4m3" and d_dtype == "e4m3":
+        return Violation("d.dtype", "D in e4m3 would keep 4 bits of its sums; use bf16, fp16 or fp32")
+    if d_dtype in (dtype, "fp32") or dtype == "e4m3":
         return None
     return Violation("d.dtype", f"D in {d_dtype} beside A and B in {dtype} is not rendered; use {dtype} or fp32")
 
@@ -192,4 +199,34 @@ def gemm_copies(tensor: str, rows: int, columns: int, threads: int, vector: int)
         "tile.k",
         f"a tile of {tensor} is {rows} x {columns} / {vector} = {pieces} times 16 bytes, which {threads} threads copy "
         f"in no whole number of passes ({remainder(pieces, threads)}); use a larger tile.k or fewer threads",
+    )
+
+
+@rule(kind=HARDWARE, topic="D = A B")
+def gemm_eight_bit_major(field: str, dtype: str, major: str) -> Violation | None:
+    """Operands of 8 bits are K-major. PTX ISA, "wgmma.mma_async": imm-trans-a and imm-trans-b are for 16 bits only."""
+    if dtype != "e4m3" or major == "k":
+        return None
+    return Violation(field, f"WGMMA reads 8-bit operands K-major only, not {major}; use k")
+
+
+@rule(kind=GENERATOR, topic="D = A B")
+def gemm_eight_bit(dtype: str, schedule: str, source: str) -> Violation | None:
+    """Operands of 8 bits are rendered where a warpgroup only loads, and A is read from shared memory."""
+    if dtype != "e4m3" or (schedule != "cooperative" and source == "smem"):
+        return None
+    return Violation(
+        "problem.dtype",
+        "e4m3 is rendered with schedule warp_specialized and wgmma with A from smem only; use bf16, or extend g3_fp8",
+    )
+
+
+@rule(kind=GENERATOR, topic="D = A B")
+def gemm_two_levels(two_levels: bool, schedule: str, source: str) -> Violation | None:
+    """Two levels are rendered where a warpgroup only loads, and A is read from shared memory."""
+    if not two_levels or (schedule != "cooperative" and source == "smem"):
+        return None
+    return Violation(
+        "accumulation",
+        "two_levels is rendered with schedule warp_specialized and wgmma with A from smem only; use one_level",
     )

@@ -12,25 +12,32 @@ from fa3gen.hardware import hopper
 
 @rule(kind=HARDWARE, topic="layouts")
 def swizzle_span(
-    field: str, tensor: str, elements: int, swizzle: str, *, tma: bool, line: str = "row"
+    field: str,
+    tensor: str,
+    elements: int,
+    swizzle: str,
+    *,
+    tma: bool,
+    line: str = "row",
+    each: int = hopper.BYTES_16BIT,
 ) -> Violation | None:
     """A contiguous line of a tile is a whole number of swizzle spans, each one an inner TMA box.
 
-    `line` is "row" or "column", `elements` the extent of it in the 16-bit tile. PTX ISA, "Matrix Descriptor Format" of
-    wgmma and "Swizzling modes"; CUDA Driver API, cuTensorMapEncodeTiled: boxDim[0] * elementSize at most the swizzle
-    span, so that a wider line is split into several boxes.
+    `line` is "row" or "column", `elements` the extent of it, of `each` as many bytes. PTX ISA, "Matrix Descriptor
+    Format" of wgmma and "Swizzling modes"; CUDA Driver API, cuTensorMapEncodeTiled: boxDim[0] * elementSize at most the
+    swizzle span, so that a wider line is split into several boxes.
     """
-    size = elements * hopper.BYTES_16BIT
+    size = elements * each
     span = hopper.SWIZZLE_SPAN[swizzle]
     if size % span == 0:
         return None
     name = "16-byte rows of a core matrix" if swizzle == "none" else f"{span}-byte swizzle spans"
-    boxes = f", and TMA cannot split it into boxes of {span // hopper.BYTES_16BIT} elements" if tma else ""
+    boxes = f", and TMA cannot split it into boxes of {span // each} elements" if tma else ""
     fitting = [name for name, other in hopper.SWIZZLE_SPAN.items() if size % other == 0]
-    way_out = f"use swizzle {fitting[-1]}" if fitting else f"use a {line} that is a multiple of 8 elements"
+    way_out = f"use swizzle {fitting[-1]}" if fitting else f"use a {line} that is a multiple of {16 // each} elements"
     return Violation(
         field,
-        f"a {line} of {tensor} is {elements} x {hopper.BYTES_16BIT} = {size} bytes, "
+        f"a {line} of {tensor} is {elements} x {each} = {size} bytes, "
         f"no whole number of {name} ({size} = {size // span} x {span} + {size % span}){boxes}; {way_out}",
     )
 

@@ -43,13 +43,13 @@ def wgmma_columns(field: str, product: str, n: int) -> Violation | None:
 
 
 @rule(kind=HARDWARE, topic="product")
-def wgmma_depth(field: str, product: str, k: int) -> Violation | None:
-    """K: 16 per instruction for 16-bit operands. PTX ISA, "Asynchronous Warpgroup Level Matrix Shape"."""
-    step = hopper.WGMMA_K_16BIT
+def wgmma_depth(field: str, product: str, k: int, step: int = hopper.WGMMA_K_16BIT) -> Violation | None:
+    """K: 16 per instruction for 16-bit operands, 32 for 8. PTX ISA, "Asynchronous Warpgroup Level Matrix Shape"."""
     if k % step == 0:
         return None
+    bits = 8 * hopper.BYTES_16BIT * hopper.WGMMA_K_16BIT // step
     return Violation(
-        field, f"K of the {product} product is {remainder(k, step)}, the K of a 16-bit WGMMA; use {around(k, step)}"
+        field, f"K of the {product} product is {remainder(k, step)}, the K of a {bits}-bit WGMMA; use {around(k, step)}"
     )
 
 

@@ -26,7 +26,7 @@ def schedule_of(spec: Gemm) -> Schedule:
     if gemm.specialized(spec):
         roles: tuple[Role, ...] = (
             Role(PRODUCER, f"warp {warps}", 1, "copies A and B", "load"),
-            Role(CONSUMERS, "consumers", warps, "multiply", "consume", peeled=1),
+            Role(CONSUMERS, "consumers", warps, "multiply", "consume", peeled=int(not gemm.two_levels(spec))),
         )
         steps = (*_produce(), *_consume(spec))
         readers = CONSUMERS
@@ -84,6 +84,23 @@ def _produce() -> Iterator[Step]:
 
 
 def _consume(spec: Gemm) -> Iterator[Step]:
+    if gemm.two_levels(spec):
+        yield from _two_levels()
+    else:
+        yield from _one_level(spec)
+    yield from _store(spec)
+
+
+def _two_levels() -> Iterator[Step]:
+    step = partial(Step, CONSUMERS, "step")
+    yield step("wait_full", on="ab")
+    yield step("product", "D", note="by wgmma, of this step alone")
+    yield step("wait_products")
+    yield step("release", on="ab", note="the step is complete, its stage has been read")
+    yield step("add_step", note="to D, in float32")
+
+
+def _one_level(spec: Gemm) -> Iterator[Step]:
     overlap, registers = gemm.overlapped(spec), gemm.a_in_registers(spec)
     read = ["read"] * registers
     for place, which in (("tile", "the first step"), ("step", "a step other than the first")):
@@ -99,9 +116,12 @@ def _consume(spec: Gemm) -> Iterator[Step]:
         if later and overlap:
             yield of("wait_products", in_flight=1)
             yield of("release", on="ab", ahead=-1, note="the step before is complete, its stage has been read")
+    yield Step(CONSUMERS, "end", "wait_products")
+    yield Step(CONSUMERS, "end", "release", on="ab", note="D is complete")
+
+
+def _store(spec: Gemm) -> Iterator[Step]:
     end = partial(Step, CONSUMERS, "end")
-    yield end("wait_products")
-    yield end("release", on="ab", note="D is complete")
     if spec.d.add_c:
         yield end("add_c", note="part by part, from global memory")
     yield end("wait_stores")

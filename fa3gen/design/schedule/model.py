@@ -35,6 +35,7 @@ Kind = Literal[
     "round",  # P to 16 bits
     "read",  # a tile, or A, from shared memory to the registers
     "add_c",
+    "add_step",  # sums of one step to those of all
     "gather",  # write O, or D, to shared memory
     "store",
     "wait_stores",  # wait until TMA has read what it stores
