@@ -73,6 +73,23 @@ def test_what_torch_does_not_have_is_left_out(monkeypatch: pytest.MonkeyPatch) -
     assert [speed.of_torch for speed in found["g3"].values()] == [None, None]
 
 
+def test_of_8_bits_torch_sums_in_as_many_levels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both modules and both calls of torch take turns; a share is that of the call with as many levels."""
+    given: list[tuple[bool, torch.dtype]] = []
+
+    def scaled(a: Any, b: Any, *scales: torch.Tensor, out_dtype: torch.dtype, use_fast_accum: bool) -> None:
+        assert [scale.item() for scale in scales] == [1, 1] and a.dtype == b.dtype == torch.float8_e4m3fn
+        given.append((use_fast_accum, out_dtype))
+
+    monkeypatch.setattr(torch, "_scaled_mm", scaled)
+    stems = ("g3_fp8", "g3_fp8_two_levels")
+    # Of the modules, then of torch's calls, in the same order.
+    clock = Clock(lambda number: (3.0, 5.0, 6.0, 20.0)[number % 4])
+    found = speeds({stem: (VARIANTS[stem].spec, module([])) for stem in stems}, CPU, clock)
+    assert [found[stem]["16 x 16 x 16"].of_torch for stem in stems] == [2.0, 4.0]
+    assert set(given) == {(True, torch.bfloat16), (False, torch.bfloat16)} and clock.ready == 2 * 4
+
+
 @pytest.mark.parametrize("stem", [stem for stem, variant in VARIANTS.items() if variant.spec.operation == "gemm"])
 def test_tensors_lie_as_the_module_wants_them(stem: str) -> None:
     calls: list[tuple[torch.Tensor, ...]] = []

@@ -365,6 +365,7 @@ def test_many_arguments_have_names() -> None:
         "cpasync.tma_partition",
         "store_output",
         "warpgroup.MmaF16BF16Op",
+        "warpgroup.MmaF8Op",
         "compile_for_sm90a()",
     }
 

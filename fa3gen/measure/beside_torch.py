@@ -1,4 +1,7 @@
-"""Modules of operations other than attention, beside what torch does instead: `torch.mm`, which is cuBLAS, or `copy_`.
+"""Modules of operations other than attention, beside what torch does instead: `copy_`, or a product by cuBLAS.
+
+That is `torch.mm`, and of 8-bit operands `torch._scaled_mm` with scales of one: with `use_fast_accum` beside modules of
+one level of sums, without it beside those of two. All four take turns.
 
 Calls are replayed from CUDA graphs, so that no host side is measured, in rounds, in each of which all competitors of a
 problem take turns in a random order. A ratio is the median over rounds of the two times of one round: the clock of a
@@ -12,11 +15,12 @@ import math
 import random
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from fa3gen.design import boxes
+from fa3gen.design import boxes, gemm
 from fa3gen.design.operation import Tensor, operation_of
+from fa3gen.hardware import hopper
 from fa3gen.records.evidence import Speed
 from fa3gen.spec.model import Copy, Gemm, Other
 
@@ -41,7 +45,6 @@ class Problem:
     unit: Literal["TFLOP/s", "GB/s"]
     given: tuple[torch.Tensor, ...]
     out: torch.Tensor
-    torch_call: Callable[[], Any] | None
 
 
 class Burst(Protocol):
@@ -52,14 +55,6 @@ class Burst(Protocol):
 
     def burst(self, launch: Callable[[], Any], count: int) -> tuple[Callable[[], float], bool]:
         """A function that makes `count` calls from a CUDA graph and returns milliseconds per call."""
-
-
-@dataclass
-class _Turns:
-    """Everybody who is timed at one problem: how, and milliseconds by round."""
-
-    runs: dict[str, Callable[[], float]] = field(default_factory=dict)
-    rounds: dict[str, list[float]] = field(default_factory=dict)
 
 
 def problems(spec: Other, device: torch.device) -> list[Callable[[], Problem]]:
@@ -79,10 +74,7 @@ def _cube(spec: Gemm, size: int, device: torch.device) -> Problem:
     generator = torch.Generator(device=device).manual_seed(SEED)
     given = tuple(_matrix(tensor, size, device, generator) for tensor in operation.inputs)
     out = _matrix(operation.output, size, device, generator)
-    a, b, *c = given
-    wide: list[Any] = [] if out.dtype == a.dtype else [out.dtype]
-    call = functools.partial(torch.addmm, c[0], a, b, *wide) if c else functools.partial(torch.mm, a, b, *wide)
-    return Problem(f"{size} x {size} x {size}", 2 * size**3 / 1e12, "TFLOP/s", given, out, call)
+    return Problem(f"{size} x {size} x {size}", 2 * size**3 / 1e12, "TFLOP/s", given, out)
 
 
 def _large(spec: Copy, device: torch.device) -> Problem:
@@ -102,7 +94,7 @@ def _large(spec: Copy, device: torch.device) -> Problem:
         offsets[0][-1] = rows
     out = torch.empty_like(x)
     name = " x ".join(map(str, shape))
-    return Problem(name, 2 * x.numel() * x.element_size() / 1e9, "GB/s", (x, *offsets), out, lambda: out.copy_(x))
+    return Problem(name, 2 * x.numel() * x.element_size() / 1e9, "GB/s", (x, *offsets), out)
 
 
 def _matrix(tensor: Tensor, size: int, device: torch.device, generator: torch.Generator) -> torch.Tensor:
@@ -110,6 +102,22 @@ def _matrix(tensor: Tensor, size: int, device: torch.device, generator: torch.Ge
 
     values = torch.randn((size, size), device=device, generator=generator).to(tensor.dtype.in_torch())
     return values.t() if tensor.layout.contiguous == 0 else values
+
+
+def torchs_call(spec: Other, problem: Problem) -> tuple[str, Callable[[], Any]]:
+    """(name, call) of what torch does instead of a module of this spec."""
+    import torch
+
+    if isinstance(spec, Copy):
+        return "copy_", lambda: problem.out.copy_(problem.given[0])
+    (a, b, *c), dtype = problem.given, problem.out.dtype
+    if spec.element.bytes < hopper.BYTES_16BIT:
+        fast, one = not gemm.two_levels(spec), torch.ones((), device=a.device)
+        scaled = functools.partial(torch._scaled_mm, a, b, one, one, out_dtype=dtype, use_fast_accum=fast)
+        return f"_scaled_mm, use_fast_accum={fast}", scaled
+    wide: list[Any] = [] if dtype == a.dtype else [dtype]
+    name = "addmm" if c else "mm"
+    return name, functools.partial(getattr(torch, name), *c, a, b, *wide)
 
 
 def speeds(
@@ -127,33 +135,35 @@ def speeds(
         groups.setdefault(operation_of(spec).tensors, []).append(stem)
     found: dict[str, dict[str, Speed]] = {stem: {} for stem in modules}
     for stems in groups.values():
+        entries = {stem: operation_of(modules[stem][0]).entry_of(modules[stem][1]) for stem in stems}
         for make in problems(modules[stems[0]][0], device):
             problem = make()
             say(f"{problem.name}: {', '.join(stems)}")
-            entries = {stem: operation_of(modules[stem][0]).entry_of(modules[stem][1]) for stem in stems}
-            for stem, speed in _timed(problem, entries, timer).items():
-                found[stem][problem.name] = speed
+            calls: dict[str, Callable[[], Any]] = {
+                stem: functools.partial(entry, *problem.given, out=problem.out) for stem, entry in entries.items()
+            }
+            peers = {stem: torchs_call(modules[stem][0], problem) for stem in stems}
+            calls |= {name: call for name, call in dict(peers.values()).items() if _works(call)}
+            rounds = _rounds(calls, timer)
+            for stem, (peer, _) in peers.items():
+                found[stem][problem.name] = _speed(problem, rounds[stem], rounds.get(peer))
     return found
 
 
-def _timed(problem: Problem, entries: Mapping[str, Callable[..., Any]], timer: Burst) -> dict[str, Speed]:
-    calls: dict[str, Callable[[], Any]] = {
-        stem: functools.partial(entry, *problem.given, out=problem.out) for stem, entry in entries.items()
-    }
-    if problem.torch_call is not None and _works(problem.torch_call):
-        calls[""] = problem.torch_call
-    turns = _Turns()
+def _rounds(calls: Mapping[str, Callable[[], Any]], timer: Burst) -> dict[str, list[float]]:
+    """Milliseconds of each call by its name, in each round."""
+    runs: dict[str, Callable[[], float]] = {}
+    rounds: dict[str, list[float]] = {name: [] for name in calls}
     for name, call in calls.items():
         call()  # loads the kernel
         count = max(1, math.ceil(BURST_MS / max(timer.once(call), 1e-3)))
-        turns.runs[name], _ = timer.burst(call, count)
-        turns.rounds[name] = []
+        runs[name], _ = timer.burst(call, count)
     order, chance = list(calls), random.Random(SEED)
     for _ in range(ROUNDS):
         chance.shuffle(order)
         for name in order:
-            turns.rounds[name].append(turns.runs[name]())
-    return {stem: _speed(problem, turns.rounds[stem], turns.rounds.get("")) for stem in entries}
+            rounds[name].append(runs[name]())
+    return rounds
 
 
 def _works(call: Callable[[], Any]) -> bool:
