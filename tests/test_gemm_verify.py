@@ -13,7 +13,7 @@ from fa3gen.compile.loading import load_file
 from fa3gen.spec.model import Gemm
 from fa3gen.verify import gemm_inputs
 from fa3gen.verify.gemm_inputs import GemmCase
-from fa3gen.verify.gemm_on_gpu import GemmRunner, compare, expected, wrote_outside
+from fa3gen.verify.gemm_on_gpu import GemmRunner, compare, cut_off, expected, wrote_outside
 
 CPU = torch.device("cpu")
 SMS_OF_H200 = 132
@@ -96,6 +96,36 @@ def test_limits_by_hand() -> None:
     assert wanted.out.item() == -2 and wanted.limit.item() == pytest.approx(18 * 2.0**-23 * 10, rel=1e-12)
     # Scalar products round once for each multiply-add.
     assert expected(spec_of("g1"), made_for_g1()).limit.item() == pytest.approx(3 * 2.0**-23 * 6 + 2.0**-6, rel=1e-12)
+
+
+def test_limits_of_8_bits_follow_the_sum() -> None:
+    """Each instruction cuts off its products, the sum so far and the new one, 13 bits below the largest of them."""
+    made = gemm_inputs.make(spec_of("g3_fp8"), GemmCase("hand", "", 1, 1, 3), device=CPU, seed=1)
+    made.given["a"].fill_(1.0)
+    made.given["b"].fill_(-2.0)
+    lost = 5 * 2.0**-13 * 6  # of three products, the sum before and the sum, which is the largest: -6
+    wanted = expected(spec_of("g3_fp8"), made)
+    assert wanted.limit.item() == pytest.approx(lost + 33 * 2.0**-23 * 6 + 2.0**-6, rel=1e-12)
+    assert expected(spec_of("g3_fp8"), made, exact=True).limit.item() == 2.0**-6
+    # The sum of a step is at most 128, that of two steps of one level 256; two levels lose the same in each step.
+    one, two = spec_of("g3_fp8"), spec_of("g3_fp8_two_levels")
+    ones = torch.ones((1, 256), dtype=torch.float64)
+    (step, _), (both, _), (apart, _) = (
+        cut_off(spec, ones[:, :k], ones[:, :k].t()) for spec, k in ((one, 128), (one, 256), (two, 256))
+    )
+    assert apart.item() == 2 * step.item() and both.item() > 3 * step.item()
+    assert step.item() == pytest.approx(34 * 2.0**-13 * (32 + 64 + 96 + 128), rel=0.02)
+
+
+def test_a_missing_product_of_8_bits_is_found() -> None:
+    """The limits of sums of 1024 are narrow enough to see that one instruction of 32 is missing."""
+
+    def one_less(a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
+        return right(a[:, 32:], b[32:], out=out)
+
+    for stem in ("g3_fp8", "g3_fp8_two_levels"):
+        (found,) = run(stem, GemmCase("some", "", 40, 30, 1024), one_less)
+        assert "D is off by" in found
 
 
 def made_for_g1() -> gemm_inputs.GemmInputs:

@@ -22,7 +22,7 @@ Matrix = NDArray[np.float32]
 Exact = NDArray[np.float64]
 
 SMALLEST_NORMAL = {"bf16": -126, "f16": -14, "e4m3": -6, "e5m2": -14, "f32": -126}  # exponents
-NOTHING = -(2**20)  # the exponent of zero: below any other
+NOTHING = -8000  # the exponent of zero: below any other, and twice that is an int16
 
 
 @dataclass(frozen=True)
@@ -45,34 +45,38 @@ def add_products(a: Matrix, b: Matrix, c: Matrix, *, types: tuple[str, str], acc
     the nearest after each instruction. Elements may be infinite or NaN.
     """
     adder = NARROW if types[0] in ("e4m3", "e5m2") else WIDE
-    wide_a, wide_b, total = a.astype(np.float64), b.astype(np.float64), c.astype(np.float64)
-    a_exponents, b_exponents = (_exponents(each, type_) for each, type_ in zip((wide_a, wide_b), types, strict=True))
+    total = c.astype(np.float64)
+    # By k first, since NumPy adds rows that lie apart faster than numbers side by side.
+    by_k = [np.ascontiguousarray(each.T, np.float64) for each in (a, b)]
+    exponents = [_exponents(each, type_) for each, type_ in zip(by_k, types, strict=True)]
+    products = np.empty((adder.depth, *c.shape))  # one array for all steps: fresh memory costs more than the products
     with np.errstate(invalid="ignore", over="ignore"):
         for first in range(0, a.shape[1], adder.depth):
             at = slice(first, first + adder.depth)
-            products = wide_a[:, None, at] * wide_b[None, :, at]  # exact: at most 22 bits
-            exponents = a_exponents[:, None, at] + b_exponents[None, :, at]
-            total = _sum(products, exponents, total, adder, accumulator)
+            np.multiply(by_k[0][at, :, None], by_k[1][at, None, :], out=products)  # exact: at most 22 bits
+            largest = (exponents[0][at, :, None] + exponents[1][at, None, :]).max(axis=0)
+            total = _sum(products, largest, total, adder, accumulator)
         return total.astype(np.float32)
 
 
-def _sum(products: Exact, exponents: NDArray[np.int64], total: Exact, adder: Adder, accumulator: str) -> Exact:
-    """One instruction: (M, N, depth) products and (M, N) so far."""
-    largest = np.maximum(exponents.max(axis=2), _exponents(total, "f32"))
-    unit = _power(largest - adder.kept)
-    found: Exact = (np.trunc(products / unit[..., None]).sum(axis=2) + np.trunc(total / unit)) * unit
+def _sum(products: Exact, exponents: NDArray[np.int16], total: Exact, adder: Adder, accumulator: str) -> Exact:
+    """One instruction: (depth, M, N) products, which are overwritten, their largest exponents, and (M, N) so far."""
+    largest = np.maximum(exponents, _exponents(total, "f32"))
+    unit, per_unit = _power(largest - adder.kept), _power(adder.kept - largest)
+    products *= per_unit
+    found: Exact = (np.trunc(products, out=products).sum(axis=0) + np.trunc(total * per_unit)) * unit
     if accumulator == "f16":
         return found.astype(np.float16).astype(np.float64)
     last = _power(_exponents(found, "f32") - adder.fraction)
     return np.asarray(np.trunc(found / last) * last)
 
 
-def _exponents(values: Exact, type_: str) -> NDArray[np.int64]:
+def _exponents(values: Exact, type_: str) -> NDArray[np.int16]:
     """Exponents of a leading bit, for subnormal numbers those of the smallest normal one; NOTHING for zero."""
-    found = np.maximum(np.frexp(values)[1].astype(np.int64) - 1, SMALLEST_NORMAL[type_])
-    return np.where(values == 0, NOTHING, found)
+    found = np.maximum(np.frexp(values)[1] - 1, SMALLEST_NORMAL[type_])
+    return np.where(values == 0, NOTHING, found).astype(np.int16)
 
 
-def _power(exponents: NDArray[np.int64]) -> Exact:
+def _power(exponents: NDArray[np.int16]) -> Exact:
     """Powers of two; where all addends are zero, any: there is nothing to keep."""
     return np.ldexp(1.0, np.clip(exponents, -1000, 1000))

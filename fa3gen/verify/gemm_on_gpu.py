@@ -11,6 +11,10 @@ accumulator; what it cuts off of each addend is below 2^-23 of the largest of th
 tensor core truncates), so it counts as one rounding more than it has addends. Adding C is another one. In the case
 "integers" float32 holds every sum exactly, so that e = 0: D has to be the float64 result, rounded once.
 
+Of products of 8-bit numbers the tensor core keeps 13 bits below the largest addend, and of their sum
+(`fa3gen.cpu.tensor_core`). S times that would allow anything, so e follows the float64 sum from instruction to
+instruction, see `cut_off`; the steps of two levels are added as float32 numbers.
+
 On a GPU, PyTorch's own error on the same inputs stands beside the module's. Besides: no NaN, nothing written outside
 `out`, inputs unchanged, every launch bitwise like the first.
 """
@@ -44,7 +48,8 @@ from fa3gen.verify.runner import (
 )
 
 ROUNDOFF = 2.0**-23  # of a sum that is cut off, not rounded
-ROUNDOFF_8BIT = 2.0**-13  # of products of 8 bits, whose addends keep 13 bits below the largest (docs/cpu_model.md)
+KEPT_8BIT = 2.0**-13  # of the largest addend: what lies below is cut off of each
+SMALLEST_8BIT = 2.0**-6  # subnormal numbers are lined up as if they were as large as this one
 
 
 @dataclass(frozen=True)
@@ -58,13 +63,18 @@ class Expected:
 
 def expected(spec: Gemm, made: GemmInputs, exact: bool = False) -> Expected:
     """The criteria of this module's docstring; `exact`: every sum is one that float32 holds."""
-    a, b, c = made.given["a"], made.given["b"], made.c
+    a, b, c = (None if x is None else x.double() for x in (made.given["a"], made.given["b"], made.c))
+    assert a is not None and b is not None
     out, k = reference.matmul(a, b, c), a.shape[1]
-    sizes = reference.matmul(a.double().abs(), b.double().abs(), None if c is None else c.double().abs())
-    e = 0.0 if exact else _relative(spec, k) * sizes
-    squares = reference.matmul(a.double().square(), b.double().square(), None if c is None else c.double().square())
+    sizes = reference.matmul(a.abs(), b.abs(), None if c is None else c.abs())
+    squares = reference.matmul(a.square(), b.square(), None if c is None else c.square())
+    e = ROUNDOFF * _roundings(spec, k) * sizes
     variance = (ROUNDOFF**2 * max(1, k) / 3) * squares
-    limit = torch.zeros_like(out) + e
+    if spec.element.bytes < hopper.BYTES_16BIT:
+        lost, its_variance = cut_off(spec, a, b)
+        e, variance = e + lost, variance + its_variance
+    e = torch.zeros_like(e) if exact else e
+    limit = e
     if spec.d_element.bytes == hopper.BYTES_16BIT:  # rounded at last
         dtype = spec.d_element.in_torch()
         limit = limit + half_ulp(out.abs() + e, dtype)
@@ -72,12 +82,26 @@ def expected(spec: Gemm, made: GemmInputs, exact: bool = False) -> Expected:
     return Expected(out, limit, variance)
 
 
-def _relative(spec: Gemm, k: int) -> float:
-    """What e is in proportion to S."""
-    if spec.element.bytes == hopper.BYTES_16BIT:
-        return ROUNDOFF * _roundings(spec, k)
-    summed = min(k, spec.tile.k) if gemm.two_levels(spec) else k
-    return ROUNDOFF_8BIT * _roundings(spec, summed) + ROUNDOFF * (-(-k // spec.tile.k))
+def cut_off(spec: Gemm, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(at most, mean square) of what the tensor core cuts off of products of 8-bit numbers; a and b in float64.
+
+    Each instruction cuts off less than a unit of each of its products and of the sum so far, where a unit is KEPT_8BIT
+    of the largest of them, and of their sum. Sums begin anew with each step where threads add the steps.
+    """
+    k, depth = a.shape[1], spec.element.wgmma_k
+    most, variance = (torch.zeros((a.shape[0], b.shape[1]), dtype=a.dtype, device=a.device) for _ in range(2))
+    total, off = torch.zeros_like(most), torch.zeros_like(most)
+    for first in range(0, k, depth):
+        if gemm.two_levels(spec) and first % spec.tile.k == 0:
+            total, off = torch.zeros_like(most), torch.zeros_like(most)
+        rows, columns = a[:, first : first + depth], b[first : first + depth]
+        sizes = (x.abs().amax(mode).clamp(min=SMALLEST_8BIT) for x, mode in ((rows, 1), (columns, 0)))
+        before, total = total.abs(), total + rows @ columns
+        unit = KEPT_8BIT * (torch.maximum(torch.maximum(before, total.abs()), torch.outer(*sizes)) + off)
+        cut = rows.shape[1] + 2
+        off = off + cut * unit
+        most, variance = most + cut * unit, variance + cut * unit.square() / 3
+    return most, variance
 
 
 def _roundings(spec: Gemm, k: int) -> int:
