@@ -24,7 +24,8 @@ SWIZZLES = st.sampled_from(["none", "32B", "64B", "128B"])
 EXTENTS = st.sampled_from([8, 16, 32, 48, 64, 96, 128, 192, 256, 320, 512, 100, 1])
 MAJORS = st.sampled_from(["k", "mn"])
 REPLACEMENTS: dict[str, st.SearchStrategy[Any]] = {
-    "problem.dtype": st.sampled_from(["bf16", "fp16"]),
+    "problem.dtype": st.sampled_from(["bf16", "fp16", "e4m3"]),
+    "accumulation": st.sampled_from(["one_level", "two_levels"]),
     "tile.m": EXTENTS,
     "tile.n": EXTENTS,
     "tile.k": EXTENTS,

@@ -1,7 +1,7 @@
 """Mutations of GEMM kernels: bytes, phases, stages, fences, waits, and the end of the sum. See `mutations.py`.
 
 Written before any of it was run. On first contact the model reported all harmful ones but one, of a kind that it is
-known not to see. One had been thought to be harmful and was not; to three the model gave a better name than was wanted.
+known not to see. One had been thought to be harmful and was not; to five the model gave a better name than was wanted.
 """
 
 from __future__ import annotations
@@ -19,8 +19,11 @@ def _offset(stem: str, name: str) -> int:
     return next(place.offset for place in SharedPlaces.of(variants()[stem].spec).barriers if place.name == name)
 
 
-G3_FULL, G3_EMPTY = (_offset("g3", name) for name in ("ab_full", "ab_empty"))
-RELEASE = ARRIVE + f"[%r#+{G3_EMPTY}], %r#;"
+def _release(stem: str) -> str:
+    """How a warp gives a stage back."""
+    return ARRIVE + f"[%r#+{_offset(stem, 'ab_empty')}], %r#;"
+
+
 PRODUCER, FIRST, LATER = (Line(TRY_WAIT, which, 3) for which in range(3))
 WAIT = "wgmma.wait_group.sync.aligned"
 STORES_READ = "cp.async.bulk.wait_group.read 1;"
@@ -124,7 +127,7 @@ def products() -> list[Mutation]:
         make(
             "the stages of the last step kept",
             "the producer waits for ever for the next tile",
-            Drop(Line(RELEASE, 1, 2)),
+            Drop(Line(_release("g3"), 1, 2)),
             reports={Kind.DEADLOCK, Kind.ARRIVAL_COUNT},
         ),
     ]
@@ -237,4 +240,87 @@ def cooperative() -> list[Mutation]:
     ]
 
 
-GEMM: list[Mutation] = [*ring(), *products(), *epilogue(), *registers(), *scalar(), *cooperative()]
+def two_levels() -> list[Mutation]:
+    """FP8, each step summed by itself: the tensor core begins anew, and threads add what it leaves in registers."""
+    make = group("g3_fp8_two_levels", "two levels")
+    return [
+        make(
+            "a promotion dropped",
+            "one register of a step's sums is never added to D",
+            Drop(Line("add.f32 %r#, %r#, %r#;", 1, 64)),
+            reports={NUMBERS},
+        ),
+        make(
+            "the first products of a step do not begin anew",
+            "they add to the sums of the step before, which D has already",
+            Change(Line("mov.b32 %r#, 0;", below="wgmma.fence.sync.aligned;"), "0;", "1;"),
+            reports={NUMBERS, Kind.UNINITIALISED_REGISTER},
+        ),
+        make(
+            "later products of a step begin anew",
+            "of 128 of k only the last 32 are left",
+            Change(Line("mov.b32 %r#, 1;", below="add.s64 %rd#, %rd#, 2;"), "1;", "0;"),
+            reports={NUMBERS},
+        ),
+        make(
+            "sums added without waiting for the products",
+            "the tensor core still writes them, and the stage is given back while it is read",
+            Change(Line(f"{WAIT} 0;"), "0;", "1;"),
+            reports={Kind.REGISTER_IN_FLIGHT, Kind.OVERWRITE},
+        ),
+        make(
+            "fence of a step dropped",
+            "threads have read the registers that its products write, without order",
+            Drop(Line("wgmma.fence.sync.aligned;")),
+            reports={Kind.MISSING_WGMMA_FENCE},
+        ),
+        make(
+            "no stage given back",
+            "the producer waits for ever when it has filled all",
+            Drop(Line(_release("g3_fp8_two_levels"))),
+            reports={Kind.DEADLOCK},
+        ),
+    ]
+
+
+def eight_bit() -> list[Mutation]:
+    """FP8 with one level: the bytes of a stage, and where products read them."""
+    make = group("g3_fp8", "8 bits")
+    return [
+        make(
+            "bytes of a stage counted as of 16 bits",
+            "twice as many as land: the phase never completes",
+            Change(Line("mov.b32 %r#, 49152;"), "49152", "98304"),
+            reports={Kind.TRANSACTION_COUNT, Kind.DEADLOCK},
+        ),
+        make(
+            "the first products of a tile do not begin anew",
+            "they add to what is in the registers: the tile before",
+            Change(Line("mov.b32 %r#, 0;", below="wgmma.fence.sync.aligned;"), "0;", "1;"),
+            reports={NUMBERS, Kind.UNINITIALISED_REGISTER},
+        ),
+        make(
+            "A read 16 elements further on instead of 32",
+            "16 of k are multiplied twice, with the wrong half of B, and others never",
+            Change(Line("add.s64 %rd#, %rd#, 2;", 0, 4), ", 2;", ", 1;"),
+            reports={NUMBERS},
+        ),
+        make(
+            "a stage released early",
+            "with a group more in flight, the step before still reads the stage that is given back",
+            Change(Line(f"{WAIT} 1;"), "1;", "2;"),
+            reports={Kind.OVERWRITE},
+        ),
+    ]
+
+
+GEMM: list[Mutation] = [
+    *ring(),
+    *products(),
+    *epilogue(),
+    *registers(),
+    *scalar(),
+    *cooperative(),
+    *two_levels(),
+    *eight_bit(),
+]
