@@ -265,7 +265,8 @@ EIGHT_BIT: dict[str, Any] = {
 def test_gemm_eight_bit_major() -> None:
     assert violations(EIGHT_BIT) == {}
     assert violations(EIGHT_BIT, product=PRODUCT) == {
-        "product.b.major": "WGMMA reads 8-bit operands K-major only, not mn; use k"
+        "product.b.major": "WGMMA transposes operands of 16 bits only: along k it reads 16 bytes, 16 elements of 8 "
+        "bits that have to lie side by side; use major k and give the tensor contiguous along k, or dtype bf16 or fp16"
     }
     assert gemms.gemm_eight_bit_major("product.a.major", "bf16", "mn") is None
 
@@ -301,7 +302,7 @@ def test_eight_bits_in_other_rules() -> None:
     assert violations(EIGHT_BIT, d={}) == {"d.dtype": "D in e4m3 would keep 4 bits of its sums; use bf16, fp16 or fp32"}
     found = violations(EIGHT_BIT, tile={**EIGHT_BIT["tile"], "k": 80})
     assert found["tile.k"] == (
-        "K of the D product is 80, no multiple of 32 (80 = 2 x 32 + 16), the K of a 8-bit WGMMA; use 64 or 96"
+        "K of the D product is 80, no multiple of 32 (80 = 2 x 32 + 16), the K of an 8-bit WGMMA; use 64 or 96"
     )
     assert found["smem.a"] == (
         "a row of A is 80 x 1 = 80 bytes, no whole number of 128-byte swizzle spans (80 = 0 x 128 + 80), and TMA "

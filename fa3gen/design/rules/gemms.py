@@ -207,7 +207,11 @@ def gemm_eight_bit_major(field: str, dtype: str, major: str) -> Violation | None
     """Operands of 8 bits are K-major. PTX ISA, "wgmma.mma_async": imm-trans-a and imm-trans-b are for 16 bits only."""
     if dtype != "e4m3" or major == "k":
         return None
-    return Violation(field, f"WGMMA reads 8-bit operands K-major only, not {major}; use k")
+    return Violation(
+        field,
+        "WGMMA transposes operands of 16 bits only: along k it reads 16 bytes, 16 elements of 8 bits that have to lie "
+        "side by side; use major k and give the tensor contiguous along k, or dtype bf16 or fp16",
+    )
 
 
 @rule(kind=GENERATOR, topic="D = A B")

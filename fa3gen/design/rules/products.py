@@ -47,9 +47,9 @@ def wgmma_depth(field: str, product: str, k: int, step: int = hopper.WGMMA_K_16B
     """K: 16 per instruction for 16-bit operands, 32 for 8. PTX ISA, "Asynchronous Warpgroup Level Matrix Shape"."""
     if k % step == 0:
         return None
-    bits = 8 * hopper.BYTES_16BIT * hopper.WGMMA_K_16BIT // step
+    operands = "a 16-bit" if step == hopper.WGMMA_K_16BIT else "an 8-bit"
     return Violation(
-        field, f"K of the {product} product is {remainder(k, step)}, the K of a {bits}-bit WGMMA; use {around(k, step)}"
+        field, f"K of the {product} product is {remainder(k, step)}, the K of {operands} WGMMA; use {around(k, step)}"
     )
 
 
