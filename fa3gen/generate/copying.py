@@ -21,8 +21,6 @@ from fa3gen.hardware.dtypes import INT32
 from fa3gen.spec.model import Copy
 from fa3gen.spec.specfile import Variant
 
-SWIZZLE_BITS = {"none": 0, "32B": 1, "64B": 2, "128B": 3}  # of the number of a 16-byte unit that are changed
-
 
 @dataclass(frozen=True)
 class ProblemPlan:
@@ -245,7 +243,7 @@ def _box(spec: Copy) -> BoxPlan:
         rank=len(extents),
         packed=packed,
         folded=folded,
-        swizzle_bits=SWIZZLE_BITS[spec.box.swizzle],
+        swizzle_bits=hopper.SWIZZLE_BITS[spec.box.swizzle],
         swizzle_note=_swizzle_note(spec),
         tiles=tuple(
             f"cute.ceil_div(cute.size(x, mode=[{place}]), BOX[{len(dims) - place}])" for place in range(len(dims))
@@ -268,7 +266,7 @@ def _box(spec: Copy) -> BoxPlan:
 
 
 def _swizzle_note(spec: Copy) -> str:
-    bits = SWIZZLE_BITS[spec.box.swizzle]
+    bits = hopper.SWIZZLE_BITS[spec.box.swizzle]
     if not bits:
         return "none: units lie as they are numbered"
     return f"{spec.box.swizzle}: {bits} bit{'s' * (bits > 1)} of a unit's place, XORed with those of its 128-byte line"

@@ -24,7 +24,6 @@ LINE = 128  # bytes of all banks side by side
 GROUPS = LINE // CHUNK
 ROWS = 8  # of a core matrix; a swizzle pattern repeats after as many
 _SINGULAR = {"queries": "query", "keys": "key"}
-SWIZZLE_BITS = {"none": 0, "32B": 1, "64B": 2, "128B": 3}
 
 
 @dataclass(frozen=True)
@@ -83,7 +82,7 @@ class Access:
 
 def swizzled(address: int, swizzle: Swizzle) -> int:
     """The byte at which a swizzle puts `address`: bits 4 to 4 + B - 1 are XORed with bits 7 to 7 + B - 1."""
-    mask = (1 << SWIZZLE_BITS[swizzle]) - 1
+    mask = (1 << hopper.SWIZZLE_BITS[swizzle]) - 1
     return address ^ ((address >> 7 & mask) << 4)
 
 
