@@ -11,12 +11,14 @@ from rendering import attention_stems, plans, variants
 from torch_modules import Module, check_arguments, exact, nan_rows, online, past_the_end, to_bits, whole_tiles_only
 
 from fa3gen.design.masks import reach
+from fa3gen.design.operation import operation_of
 from fa3gen.hardware.dtypes import DTYPES
 from fa3gen.spec.model import CausalMask, Forward, Mask, NoMask, Spec, WindowMask
 from fa3gen.verify import inputs, reference
 from fa3gen.verify import on_gpu as verify
 from fa3gen.verify.inputs import CASES, Case
 from fa3gen.verify.on_gpu import verify_module
+from fa3gen.verify.runner import ModuleRunner
 
 CPU = torch.device("cpu")
 torch.set_num_threads(1)  # the workers of xdist share the cores
@@ -408,3 +410,21 @@ def test_the_report_is_json_and_names_its_seed() -> None:
     report = run(Module(CAUSAL, store=whole_tiles_only), FEW[:1])
     text = json.dumps(report.as_dict(), allow_nan=False)
     assert json.loads(text)["seed"] == 7 and json.loads(text)["passed"] is False
+
+
+def test_memory_beyond_what_a_call_may_take_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the first call keeps is not counted; what a later one takes is, to the byte."""
+    memory = {"now": 100, "peak": 0}
+
+    def call() -> None:
+        memory["now"], memory["peak"] = 900, 900 + 64
+
+    runner = ModuleRunner(None, operation_of(spec_of(NoMask())), torch.device("cpu"), seed=1)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: memory["now"])
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: memory["peak"])
+    for allowed, wrong in ((63, "took 64 bytes of device memory; 63 are allowed"), (64, "")):
+        monkeypatch.setattr(runner, "_call_given_out", lambda allowed=allowed: (call, allowed))
+        memory["now"] = 100
+        assert runner._allocates_only_outputs() == wrong

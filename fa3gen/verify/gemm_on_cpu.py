@@ -7,32 +7,27 @@ from typing import Any
 
 import torch
 
-from fa3gen.compile.compiler import CompileError
-from fa3gen.cpu.findings import OutsideModel
-from fa3gen.cpu.ptx import PtxError
-from fa3gen.cpu.schedule import Schedule, schedules
+from fa3gen.cpu.schedule import schedules
 from fa3gen.design import gemm
 from fa3gen.hardware import hopper
 from fa3gen.spec.model import Gemm
-from fa3gen.verify.gemm_inputs import GemmCase, GemmInputs
+from fa3gen.verify.gemm_inputs import GemmCase
 from fa3gen.verify.gemm_on_gpu import Expected, GemmRunner, compare, expected, wrote_outside
-from fa3gen.verify.on_model import CPU, SPREAD_LIMIT, poisoned_allocations, said
+from fa3gen.verify.on_model import CPU, SPREAD_LIMIT, ScheduledRunner
 from fa3gen.verify.results import Check, CpuCaseResult
-from fa3gen.verify.runner import changed_inputs, errors, same_bits, snapshots
+from fa3gen.verify.runner import errors
 
 # Elements from which on the mean of their squared errors says something: it is off by 0.9 / sqrt(elements), 0.02.
 ENOUGH = 2000
 
 
-class CpuGemmRunner(GemmRunner):
+class CpuGemmRunner(ScheduledRunner, GemmRunner):
     """One GEMM module on the model: calls it under each schedule, measures it, checks it."""
-
-    fatal = (OutsideModel, PtxError, CompileError)
 
     def __init__(self, module: Any, spec: Gemm, seed: int, count: int) -> None:
         """`count` schedules for each case, the fast one first."""
         super().__init__(module, spec, CPU, seed)
-        self.schedules: list[Schedule] = schedules(count, gemm.threads(spec) // hopper.WARP, seed)
+        self.schedules = schedules(count, gemm.threads(spec) // hopper.WARP, seed)
         if spec.element.bytes < hopper.BYTES_16BIT:  # what they lose would not show in sums of float32
             module.cpu.settings.sums = "tensor_core"
         self._squares, self._elements = 0.0, 0
@@ -46,9 +41,10 @@ class CpuGemmRunner(GemmRunner):
         """Run under every schedule, compare the first with the reference and the others with the first."""
         made = self._make(case)
         wanted = expected(self.spec, made, case.distribution == "integers")
-        first, failures = self._run_all(made)
-        if first is None:
+        outputs, failures = self._under_schedules(made.given, lambda: (self._call(made),), lambda: wrote_outside(made))
+        if outputs is None:
             return CpuCaseResult(case.name, case.shape, None, None, None, None, tuple(failures))
+        (first,) = outputs
         worst, wrong = compare(first, wanted)
         spread = None if worst is None else self._add_spread(first, wanted)
         error = errors(first, wanted.out)
@@ -63,31 +59,8 @@ class CpuGemmRunner(GemmRunner):
         self._elements += ratios.numel()
         return ratios.mean().item()
 
-    def _run_all(self, made: GemmInputs) -> tuple[torch.Tensor | None, list[str]]:
-        """D under the first schedule, None when it failed, and what went wrong beside its values."""
-        failures: list[str] = []
-        before = snapshots(made.given)
-        first: torch.Tensor | None = None
-        for schedule in self.schedules:
-            self.module.cpu.settings.schedule = schedule
-            try:
-                with poisoned_allocations():
-                    out = self._call(made)
-            except self.fatal:
-                raise
-            except Exception as error:  # whatever else a module raises is that module's failure
-                failures.append(f"{schedule}: {said(error)}")
-                break
-            if first is None:
-                first = out
-                failures += wrote_outside(made)
-            elif not same_bits(out, first):
-                failures.append(f"{schedule}: other bits than {self.schedules[0]}")
-        return first, [*failures, *changed_inputs(made.given, before)]
-
     def checks(self) -> Iterator[Check]:
         """As on a GPU, where they can be tried at all, and whether D is rounded as planned."""
-        self.module.cpu.settings.schedule = self.schedules[0]
         yield from super().checks()
         if self.spread is not None:
             text = f"mean squared error of D over what rounding explains: {self.spread:.3g}; {SPREAD_LIMIT} is allowed"

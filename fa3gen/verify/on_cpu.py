@@ -19,14 +19,11 @@ import math
 import secrets
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from fa3gen.compile.compiler import CompileError
-from fa3gen.cpu.findings import OutsideModel
-from fa3gen.cpu.ptx import PtxError
-from fa3gen.cpu.schedule import Schedule, schedules
+from fa3gen.cpu.schedule import schedules
 from fa3gen.design import footprint
 from fa3gen.hardware.hopper import WARP
 from fa3gen.spec.model import Copy, Forward, Gemm, Spec, WgmmaProduct
@@ -36,10 +33,10 @@ from fa3gen.verify.copies_on_cpu import CpuCopyRunner
 from fa3gen.verify.gemm_on_cpu import CpuGemmRunner
 from fa3gen.verify.inputs import Case, Inputs
 from fa3gen.verify.on_gpu import Runner, compare_lse, wrote_outside
-from fa3gen.verify.on_model import CPU, SPREAD_LIMIT, poisoned_allocations, said
+from fa3gen.verify.on_model import CPU, SPREAD_LIMIT, ScheduledRunner
 from fa3gen.verify.reference import Attention
 from fa3gen.verify.results import Check, CpuCaseResult, Outcome
-from fa3gen.verify.runner import changed_inputs, errors, same_bits, snapshots
+from fa3gen.verify.runner import errors
 
 EXECUTED_ON = "CPU model of sm_90a"
 SCHEDULES = 2  # the fast one and one that preempts
@@ -100,23 +97,7 @@ def verify_on_cpu(
     )
 
 
-class RunsOnCpu(Protocol):
-    """What runs modules of one operation on the model."""
-
-    schedules: list[Schedule]
-
-    @property
-    def spread(self) -> float | None:
-        """Mean of (O - ref)^2 over its variance, where that is known."""
-
-    def run_case(self, case: Any) -> CpuCaseResult:
-        """Run under every schedule, compare the first with the reference and the others with the first."""
-
-    def checks(self) -> Iterator[Check]:
-        """Try everything that is not a matter of error."""
-
-
-def _runner(module: Any, spec: Spec, seed: int, count: int) -> tuple[RunsOnCpu, Sequence[Any]]:
+def _runner(module: Any, spec: Spec, seed: int, count: int) -> tuple[ScheduledRunner, Sequence[Any]]:
     """What runs a module of this operation, and its cases."""
     match spec:
         case Forward():
@@ -127,15 +108,13 @@ def _runner(module: Any, spec: Spec, seed: int, count: int) -> tuple[RunsOnCpu, 
             return CpuCopyRunner(module, spec, seed, count), copy_inputs.cpu_cases(spec)
 
 
-class CpuRunner(Runner):
+class CpuRunner(ScheduledRunner, Runner):
     """One module on the model: calls it under each schedule, measures it, checks it."""
-
-    fatal = (OutsideModel, PtxError, CompileError)
 
     def __init__(self, module: Any, spec: Forward, seed: int, count: int) -> None:
         """`count` schedules for each case, the fast one first."""
         super().__init__(module, spec, CPU, seed)
-        self.schedules: list[Schedule] = schedules(count, footprint.threads(spec) // WARP, seed)
+        self.schedules = schedules(count, footprint.threads(spec) // WARP, seed)
         self._squares, self._elements = 0.0, 0
 
     @property
@@ -148,9 +127,12 @@ class CpuRunner(Runner):
         case = inputs.served(case, self.spec)
         made = self._make(case)
         wanted = self._expected(made, case.scale)
-        first, failures = self._run_all(case, made)
-        if first is None:
+        outputs, failures = self._under_schedules(
+            made.given, lambda: self._call_anew(case, made), lambda: wrote_outside(made)
+        )
+        if outputs is None:
             return CpuCaseResult(case.name, case.shape, None, None, None, None, tuple(failures))
+        first = Attention(*outputs)
         used, spread, wrong = self._compare(first.out, wanted)
         failures += wrong
         lse_error = None
@@ -168,28 +150,11 @@ class CpuRunner(Runner):
             made.q, made.k, made.v, scale=scale, mask=self.spec.mask, p_dtype=p_dtype, out_dtype=self.out_dtype
         )
 
-    def _run_all(self, case: Case, made: Inputs) -> tuple[Attention | None, list[str]]:
-        """Outputs under the first schedule, None when it failed, and what went wrong beside their values."""
-        failures: list[str] = []
-        before = snapshots(made.given)
-        first: Attention | None = None
-        for schedule in self.schedules:
-            self.module.cpu.settings.schedule = schedule
-            made.out_storage.fill_(math.nan)
-            try:
-                with poisoned_allocations():
-                    result = self._call(made, scale=case.scale)
-            except self.fatal:
-                raise
-            except Exception as error:  # whatever else a module raises is that module's failure
-                failures.append(f"{schedule}: {said(error)}")
-                break
-            if first is None:
-                first = Attention(result.out.clone(), result.lse.clone())
-                failures += wrote_outside(made)
-            elif not (same_bits(result.out, first.out) and same_bits(result.lse, first.lse)):
-                failures.append(f"{schedule}: other bits than {self.schedules[0]}")
-        return first, [*failures, *changed_inputs(made.given, before)]
+    def _call_anew(self, case: Case, made: Inputs) -> tuple[torch.Tensor, ...]:
+        """O and LSE of a call whose `out` is filled with NaN."""
+        made.out_storage.fill_(math.nan)
+        result = self._call(made, scale=case.scale)
+        return result.out, result.lse
 
     def _compare(
         self, out: torch.Tensor, wanted: accuracy.Expected
@@ -220,7 +185,6 @@ class CpuRunner(Runner):
 
     def checks(self) -> Iterator[Check]:
         """As on a GPU, where they can be tried at all, and whether O is rounded as planned."""
-        self.module.cpu.settings.schedule = self.schedules[0]
         yield from super().checks()
         if self.spread is not None:
             passed = self.spread <= SPREAD_LIMIT

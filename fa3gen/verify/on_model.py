@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 
-from fa3gen.cpu.findings import Hazard
-from fa3gen.verify.runner import essence
+from fa3gen.compile.compiler import CompileError
+from fa3gen.cpu.findings import Hazard, OutsideModel
+from fa3gen.cpu.ptx import PtxError
+from fa3gen.cpu.schedule import Schedule
+from fa3gen.verify.results import Check
+from fa3gen.verify.runner import ModuleRunner, changed_inputs, essence, same_bits, snapshots
 
 SPREAD_LIMIT = 1.25  # of the mean squared error over its variance, which is 0.6 to 1.0 when all is well
 CPU = torch.device("cpu")
@@ -33,3 +37,53 @@ def poisoned_allocations() -> Iterator[None]:
 def said(error: Exception) -> str:
     """A hazard in full, on one line: kind, detail, place. Anything else cut short."""
     return " ".join(str(error).split()) if isinstance(error, Hazard) else f"raised {essence(error)}"
+
+
+class ScheduledRunner(ModuleRunner):
+    """The first base of what runs modules of one operation on the model: every case under each of `schedules`."""
+
+    fatal = (OutsideModel, PtxError, CompileError)
+    schedules: list[Schedule]
+
+    @property
+    def spread(self) -> float | None:
+        """Mean of the squared errors over their variance in all cases so far, where that is known."""
+        return None
+
+    def checks(self) -> Iterator[Check]:
+        """As on a GPU, where they can be tried at all."""
+        self.module.cpu.settings.schedule = self.schedules[0]
+        yield from super().checks()
+
+    def _under_schedules(
+        self,
+        given: Mapping[str, torch.Tensor],
+        call: Callable[[], tuple[torch.Tensor, ...]],
+        look: Callable[[], tuple[str, ...]],
+    ) -> tuple[tuple[torch.Tensor, ...] | None, list[str]]:
+        """Outputs of `call` under the first schedule, None when it failed, and what went wrong beside their values.
+
+        `look` says what is wrong after a call, other than outputs that differ between schedules or changed `given`.
+        """
+        failures: list[str] = []
+        before = snapshots(given)
+        first: tuple[torch.Tensor, ...] | None = None
+        for schedule in self.schedules:
+            self.module.cpu.settings.schedule = schedule
+            try:
+                with poisoned_allocations():
+                    found = call()
+            except self.fatal:
+                raise
+            except Exception as error:  # whatever else a module raises is that module's failure
+                failures.append(f"{schedule}: {said(error)}")
+                break
+            if wrong := look():
+                failures += (f"{schedule}: {text}" for text in wrong)
+            if first is None:
+                first = tuple(tensor.clone() for tensor in found)
+            elif not all(map(same_bits, found, first)):
+                failures.append(f"{schedule}: other bits than {self.schedules[0]}")
+            if wrong:
+                break
+        return first, [*failures, *changed_inputs(given, before)]

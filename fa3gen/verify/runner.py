@@ -130,6 +130,18 @@ class ModuleRunner:
 
     def _allocates_only_outputs(self) -> str:
         """Watch the allocator during a call that is given `out`: nothing more than its scratch may be taken."""
+        call, allowed = self._call_given_out()
+        call()  # what the first call makes for all is no output
+        torch.cuda.synchronize(self.device)
+        before = torch.cuda.memory_allocated(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        call()
+        torch.cuda.synchronize(self.device)
+        taken = torch.cuda.max_memory_allocated(self.device) - before
+        return f"took {taken} bytes of device memory; {allowed} are allowed" if taken > allowed else ""
+
+    def _call_given_out(self) -> tuple[Callable[[], Any], int]:
+        """A small call that is given `out`, and how many bytes of scratch it may take."""
         raise NotImplementedError
 
     @staticmethod

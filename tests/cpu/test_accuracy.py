@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -21,9 +22,9 @@ from fa3gen.cpu.schedule import FAST
 from fa3gen.design.masks import reach
 from fa3gen.spec.model import CausalMask, Mask, NoMask, OutputTensor, Spec, WindowMask
 from fa3gen.verify import accuracy, inputs
-from fa3gen.verify import on_cpu as verify
 from fa3gen.verify.inputs import Case, cpu_cases
 from fa3gen.verify.on_cpu import CpuReport, verify_on_cpu
+from fa3gen.verify.on_model import poisoned_allocations
 from fa3gen.verify.reference import visible_keys
 
 torch.set_num_threads(1)
@@ -156,7 +157,7 @@ def test_lse_off_by_less_than_it_may_be_passes() -> None:
 
 
 def test_an_lse_that_is_left_unwritten_is_nan() -> None:
-    with verify.poisoned_allocations():
+    with poisoned_allocations():
         assert torch.empty(100).isnan().all()
     assert not torch.are_deterministic_algorithms_enabled()
 
@@ -182,6 +183,17 @@ def test_other_bits_under_another_schedule_fail() -> None:
     assert failures[0] == (
         "ragged: by warp, random, late completion, seed 7: other bits than by warpgroup, in turn, late completion"
     )
+
+
+def test_a_write_outside_under_another_schedule_fails() -> None:
+    def store(out: torch.Tensor, result: torch.Tensor) -> None:
+        (out.copy_ if module.cpu.settings.schedule == FAST else partial(past_the_end, out))(result)
+
+    module = Module(CAUSAL, online)
+    module.store = store
+    assert run(module, spec_of()).failures == ()
+    failures = run(module, spec_of(), count=2).failures
+    assert "ragged: by warp, random, late completion, seed 7: wrote outside `out`, along the sequence" in failures
 
 
 def raising(error: Exception) -> Module:
