@@ -26,7 +26,8 @@ PRODUCTS = (
     "e4m3_f32_n8k128_k_sw128_k_sw128",
     "e5m2_e4m3_f16_n64k256_registers_k_sw128",
 )
-COPIES = ("rank2_bf16_swizzle64", "rank5_bf16_swizzle32")
+RAGGED = ("rank2_bf16_swizzle128_ragged", "rank3_bf16_swizzle0_ragged", "rank2_f32_swizzle32_ragged")
+COPIES = ("rank2_bf16_swizzle64", "rank5_bf16_swizzle32", *RAGGED)
 
 
 def _variant(kind: str, name: str) -> Any:
@@ -91,9 +92,10 @@ def test_copy(name: str) -> None:
     assert result.error is None, result.error
     source, target = runner.copy_tensors(variant)
     for number, (load_at, store_at) in enumerate(runner.copy_places(variant)):
-        box, stored = _copied(source, target, variant.box, load_at, store_at)
+        box, stored = _copied(variant, source, target, load_at, store_at)
         address = np.arange(variant.box_bytes)
-        swizzle = (address >> 7) % (variant.swizzle // 16) << 4  # 16-byte chunks XOR the number of the 128-byte line
+        chunks = max(variant.swizzle, 16) // 16
+        swizzle = (address >> 7) % chunks << 4  # 16-byte chunks XOR the number of the 128-byte line
         image = result.arrays[f"{number}/shared"]
         np.testing.assert_array_equal(image[address ^ swizzle], box.ravel())
         np.testing.assert_array_equal(result.arrays[f"{number}/stored"].ravel(), stored.ravel())
@@ -104,7 +106,7 @@ def test_copy(name: str) -> None:
 def test_a_store_before_the_tensor_is_reported(tmp_path: Path) -> None:
     variant = _variant("tma", COPIES[0])
     function, _ = runner.compiled_probe("tma", variant, "cpu", tmp_path)
-    x, y = (runner.copy_argument(variant, data) for data in runner.copy_tensors(variant))
+    x, y = (runner.copy_argument(variant, runner.copy_memory(variant, data)) for data in runner.copy_tensors(variant))
     before = [0, -1]
     image = torch.zeros(variant.box_bytes, dtype=torch.uint8)
     function(x, y, image, torch.tensor([before, [0, 0]], dtype=torch.int32))
@@ -113,19 +115,33 @@ def test_a_store_before_the_tensor_is_reported(tmp_path: Path) -> None:
     assert raised.value.kind is Kind.OUT_OF_BOUNDS
 
 
-def _copied(source: Any, target: Any, box: tuple[int, ...], load_at: Any, store_at: Any) -> tuple[Any, Any]:
-    """(the box, zero outside the tensor; the target after the store), element by element."""
-    loaded = np.zeros((*reversed(box), source.shape[-1]), np.uint8)
-    stored = target.copy()
+@pytest.mark.parametrize("name", RAGGED)
+def test_a_row_that_ends_within_16_bytes_is_stored_to_their_end(name: str) -> None:
+    """Elements beyond the end of a row, up to whole 16 bytes, are overwritten; none after those are."""
+    variant = _variant("tma", name)
+    result = runner.perform(runner.Task("tma", name), "cpu")
+    _, target = runner.copy_tensors(variant)
+    changed = (result.arrays["1/stored"].reshape(target.shape) != target).any(axis=tuple(range(variant.rank - 1)))
+    end = variant.extents[0]
+    whole = -(-end * target.shape[-1] // 16) * 16 // target.shape[-1]
+    assert end < whole and changed[end:whole].any() and not changed[whole:].any()
 
-    def place(index: tuple[int, ...], start: Any) -> tuple[int, ...] | None:
+
+def _copied(variant: Any, source: Any, target: Any, load_at: Any, store_at: Any) -> tuple[Any, Any]:
+    """(the box, zero outside the tensor; the target after the store), element by element."""
+    width, extents, box = source.shape[-1], tuple(reversed(variant.extents)), variant.box
+    loaded = np.zeros((*reversed(box), width), np.uint8)
+    stored = target.copy()
+    stored_to = (*extents[:-1], -(-extents[-1] * width // 16) * 16 // width)  # whole units of 16 bytes
+
+    def place(index: tuple[int, ...], start: Any, ends: tuple[int, ...]) -> tuple[int, ...] | None:
         found = tuple(i + first for i, first in zip(index, reversed(start), strict=True))
-        return found if all(0 <= i < extent for i, extent in zip(found, source.shape, strict=False)) else None
+        return found if all(0 <= i < end for i, end in zip(found, ends, strict=True)) else None
 
     for index in itertools.product(*(range(extent) for extent in reversed(box))):
-        if (origin := place(index, load_at)) is not None:
+        if (origin := place(index, load_at, extents)) is not None:
             loaded[index] = source[origin]
-        if (goal := place(index, store_at)) is not None:
+        if (goal := place(index, store_at, stored_to)) is not None:
             stored[goal] = loaded[index]
     return loaded, stored
 

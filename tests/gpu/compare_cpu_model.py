@@ -207,20 +207,25 @@ def copy_places(variant: Any) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
 
 
 def copy_tensors(variant: Any) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
-    """Random bytes of source and destination, (dimensions slowest first, bytes of an element)."""
+    """Random bytes of source and destination as they lie in memory, (dimensions slowest first, bytes of an element)."""
     random = np.random.default_rng([variant.rank, variant.swizzle, *variant.box])
     width = probe("tma").BYTES[variant.element]
-    shape = (*reversed(variant.extents), width)
+    shape = (*reversed(variant.memory), width)
     return random.integers(0, 256, shape, np.uint8), random.integers(0, 256, shape, np.uint8)
 
 
-def copy_argument(variant: Any, data: NDArray[np.uint8]) -> Any:
-    """Bytes as the tensor that the probe takes: its element type, its order of dimensions."""
+def copy_memory(variant: Any, data: NDArray[np.uint8]) -> Any:
+    """Bytes as elements, with what lies between rows."""
     import torch
 
     types = {"u8": torch.uint8, "bf16": torch.bfloat16, "f32": torch.float32}
-    tensor = torch.from_numpy(data.copy()).view(types[variant.element]).squeeze(-1)
-    return tensor.permute(probe("tma").dsl_order(tuple(reversed(range(variant.rank)))))
+    return torch.from_numpy(data.copy()).view(types[variant.element]).squeeze(-1)
+
+
+def copy_argument(variant: Any, memory: Any) -> Any:
+    """The tensor that the probe takes, which lies in `copy_memory`: its extents, its order of dimensions."""
+    inside = memory[..., : variant.extents[0]]
+    return inside.permute(probe("tma").dsl_order(tuple(reversed(range(variant.rank)))))
 
 
 def run_copies(task: Task, on: On) -> Result:
@@ -235,16 +240,15 @@ def run_copies(task: Task, on: On) -> Result:
         function, result.source_sha256 = compiled_probe("tma", variant, on, Path(folder))
         for number, places in enumerate(copy_places(variant)):
             source, target = copy_tensors(variant)
-            x, y = copy_argument(variant, source).to(device(on)), copy_argument(variant, target).to(device(on))
+            x, y = (copy_memory(variant, data).to(device(on)) for data in (source, target))
             image = torch.zeros(variant.box_bytes, dtype=torch.uint8, device=x.device)
             starts = torch.tensor(places, dtype=torch.int32, device=x.device)
             result.inputs[str(number)] = hashlib.sha256(
                 source.tobytes() + target.tobytes() + repr(places).encode()
             ).hexdigest()
-            function(x, y, image, starts)
-            back = y.permute(np.argsort(probe("tma").dsl_order(tuple(reversed(range(variant.rank))))).tolist())
+            function(copy_argument(variant, x), copy_argument(variant, y), image, starts)
             result.arrays[f"{number}/shared"] = comparison.bits_of(image)
-            result.arrays[f"{number}/stored"] = back.contiguous().cpu().view(torch.uint8).numpy()
+            result.arrays[f"{number}/stored"] = y.cpu().view(torch.uint8).numpy()
     return result
 
 

@@ -25,12 +25,16 @@ BYTES = {"u8": 1, "bf16": 2, "f32": 4}
 
 @dataclass(frozen=True)
 class Variant:
-    """A tensor and a box in it, elements along each dimension, the contiguous one first, as in a tensor map."""
+    """A tensor and a box in it, elements along each dimension, the contiguous one first, as in a tensor map.
+
+    `row`: elements from one row to the next, a multiple of 16 bytes; 0 for as many as there are in one.
+    """
 
     element: str
     swizzle: int  # bytes; 0 for none
     extents: tuple[int, ...]
     box: tuple[int, ...]
+    row: int = 0
 
     @property
     def rank(self) -> int:
@@ -40,7 +44,12 @@ class Variant:
     @property
     def name(self) -> str:
         """A name for files and tables."""
-        return f"rank{self.rank}_{self.element}_swizzle{self.swizzle}"
+        return f"rank{self.rank}_{self.element}_swizzle{self.swizzle}" + "_ragged" * bool(self.row)
+
+    @property
+    def memory(self) -> tuple[int, ...]:
+        """The extents with what lies between rows, the contiguous dimension first."""
+        return (self.row or self.extents[0], *self.extents[1:])
 
     @property
     def box_bytes(self) -> int:
@@ -60,6 +69,11 @@ VARIANTS = (
     Variant("bf16", 128, (80, 12, 3, 4, 3), (64, 8, 2, 3, 2)),
     Variant("bf16", 32, (24, 12, 3, 4, 3), (16, 8, 2, 3, 2)),
     Variant("u8", 0, (48, 6, 3, 4, 3), (32, 4, 2, 3, 2)),
+    # Rows that end within 16 bytes, where a load is cut by elements and a store is not.
+    Variant("bf16", 128, (101, 20), (64, 16), row=112),
+    Variant("u8", 64, (109, 20), (64, 8), row=128),
+    Variant("f32", 32, (21, 13), (8, 8), row=24),
+    Variant("bf16", 0, (45, 7, 3), (32, 4, 2), row=48),
 )
 
 VARIANT = VARIANTS[0]  # source() puts another here
@@ -154,10 +168,9 @@ def compile_for_sm90a(options: str = "--enable-tvm-ffi") -> Any:
     """Compile VARIANT; the result takes (x, y, image, starts), see `launch`; image is uint8, starts int32."""
 
     def tensor() -> Any:
-        order = dsl_order(tuple(range(VARIANT.rank)))
-        shape = dsl_order(VARIANT.extents)
-        element = TYPES[VARIANT.element]
-        return cute.runtime.make_fake_compact_tensor(element, shape, stride_order=order, assumed_align=16)
+        shape, element = dsl_order(VARIANT.extents), TYPES[VARIANT.element]
+        strides = dsl_order(tuple(math.prod(VARIANT.memory[:dimension]) for dimension in range(VARIANT.rank)))
+        return cute.runtime.make_fake_tensor(element, shape, strides, assumed_align=16)
 
     return cute.compile(
         launch,
