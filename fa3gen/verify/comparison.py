@@ -383,10 +383,10 @@ def read(workspace: Workspace) -> Comparison | None:
 
 
 def current(workspace: Workspace, comparison: Comparison) -> dict[str, ModuleResult | None]:
-    """The result of every generated stem, None where the module was not compared as it stands now."""
+    """The result of every stem of attention, None where the module was not compared as it stands now."""
     results = {result.stem: result for result in comparison.modules}
     found: dict[str, ModuleResult | None] = {}
-    for stem in ladder.generated_stems(workspace):
+    for stem in ladder.attention_stems(workspace):
         result, path = results.get(stem), workspace.module_path(stem)
         same = result is not None and path.exists() and files.sha256(path) == result.source_sha256
         found[stem] = result if same else None
@@ -407,7 +407,7 @@ def render(workspace: Workspace, comparison: Comparison) -> str:
         "",
         *_sides(comparison),
         "",
-        f"{len(fresh)} of {len(found)} modules were compared as they stand now."
+        f"{len(fresh)} of {len(found)} modules of attention were compared as they stand now."
         + ("" if not stale else f" Not, or not since they changed: {', '.join(f'`{stem}`' for stem in stale)}."),
         "",
         "### Modules",

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from rendering import attention_stems
 
 from fa3gen.base import files
 from fa3gen.base.errors import UserError
@@ -25,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "gpu"))
 import compare_cpu_model as runner
 
 WORKSPACE = Workspace.find(Path(__file__).parent)
-MODULES = len(list((WORKSPACE.root / "generated").glob("*.py")))
+MODULES = len(attention_stems())
 SELECTIONS = [case for case in CASES if case.distribution == "selection"]
 MASKS: list[Mask] = [
     NoMask(kind="none"),
@@ -224,7 +225,7 @@ def test_a_record_is_read_as_it_was_written_and_rendered(sides: tuple[Path, Path
     assert read is not None and [module.stem for module in read.modules] == [STEM]
     text = comparison.page(workspace)
     assert text.startswith(f"before\n{comparison.BEGIN}\n") and text.endswith(f"{comparison.END}\nafter\n")
-    assert f"1 of {MODULES} modules were compared as they stand now" in text
+    assert f"1 of {MODULES} modules of attention were compared as they stand now" in text
     assert f"| `{STEM}` | 0/0 |" in text
 
 
@@ -234,7 +235,7 @@ def test_a_changed_module_is_stale(sides: tuple[Path, Path], tmp_path: Path) -> 
     with workspace.module_path(STEM).open("a") as file:
         file.write("# changed\n")
     text = comparison.page(workspace)
-    assert f"0 of {MODULES} modules were compared as they stand now" in text
+    assert f"0 of {MODULES} modules of attention were compared as they stand now" in text
     assert f"`{STEM}`" in text and f"| `{STEM}` |" not in text
 
 

@@ -76,7 +76,7 @@ def probe(kind: str) -> Any:
 
 def tasks(only: Sequence[str] = ()) -> list[Task]:
     """Everything there is to run, whose name contains one of `only`."""
-    found = [Task("module", stem) for stem in ladder.generated_stems(Workspace.find(ROOT))]
+    found = [Task("module", stem) for stem in ladder.attention_stems(Workspace.find(ROOT))]
     found += [Task(kind, variant.name) for kind in PROBES for variant in probe(kind).VARIANTS]
     return [task for task in found if not only or any(word in f"{task.kind}/{task.name}" for word in only)]
 
