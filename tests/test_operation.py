@@ -12,6 +12,7 @@ from fa3gen.design.family import Family, Shape
 from fa3gen.design.operation import Scratch, Tensor, operation_of
 from fa3gen.hardware import hopper
 from fa3gen.hardware.dtypes import DTYPES, INT32
+from fa3gen.spec.gemm import GemmDType
 from fa3gen.spec.model import DType, OutputDType
 
 SHAPE = Shape(batch=2, seq_q=300, seq_k=500, heads_q=8, heads_kv=4)
@@ -20,7 +21,7 @@ SHAPE = Shape(batch=2, seq_q=300, seq_k=500, heads_q=8, heads_kv=4)
 # Dtypes
 
 
-@pytest.mark.parametrize(("name", "bits"), [("bf16", 16), ("fp16", 16), ("fp32", 32)])
+@pytest.mark.parametrize(("name", "bits"), [("bf16", 16), ("fp16", 16), ("fp32", 32), ("e4m3", 8)])
 def test_a_dtype_is_the_one_that_torch_has_by_that_name(name: str, bits: int) -> None:
     dtype = DTYPES[name]
     found = dtype.in_torch()
@@ -29,8 +30,8 @@ def test_a_dtype_is_the_one_that_torch_has_by_that_name(name: str, bits: int) ->
 
 
 def test_what_a_spec_may_name_is_in_the_table() -> None:
-    assert get_args(OutputDType) == tuple(DTYPES)
-    assert set(get_args(DType)) <= set(DTYPES)
+    assert {*get_args(OutputDType), *get_args(GemmDType)} == set(DTYPES)
+    assert set(get_args(DType)) < set(get_args(GemmDType))
 
 
 def test_counters_have_a_dtype_that_no_spec_names() -> None:
@@ -39,6 +40,7 @@ def test_counters_have_a_dtype_that_no_spec_names() -> None:
 
 def test_a_wgmma_takes_32_bytes_of_depth() -> None:
     assert DTYPES["bf16"].wgmma_k == DTYPES["fp16"].wgmma_k == hopper.WGMMA_K_16BIT == 16
+    assert DTYPES["e4m3"].wgmma_k == 32
 
 
 # Tensors
