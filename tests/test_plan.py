@@ -18,10 +18,10 @@ from fa3gen.design.operation import operation_of
 from fa3gen.generate.expected import SassExpectation
 from fa3gen.generate.plan import LayoutPlan, MaskPlan, Plan, SchedulerPlan, SmemPlan, SoftmaxPlan, make_plan
 from fa3gen.generate.render import render_variant
-from fa3gen.spec.model import Scheduler
+from fa3gen.spec.model import Gemm, Scheduler
 from fa3gen.spec.specfile import Variant
 
-BYTES = {"DTYPE": 2, "OUT_DTYPE": 4, "cutlass.Float32": 4, "cutlass.Int32": 4, "cutlass.Int64": 8}
+BYTES = {"cutlass.Float32": 4, "cutlass.Int32": 4, "cutlass.Int64": 8}
 # Tiles of the ladder are square; these are not, so that rows of Q and of K cannot be taken for each other.
 UNEVEN: dict[str, tuple[str, dict[str, Any]]] = {
     "uneven_k2": ("k2_d128", {"kv": 32}),
@@ -656,18 +656,21 @@ def test_shared_memory_table(stem: str) -> None:
 
 def storage(stem: str) -> dict[str, int]:
     """Member of SharedStorage -> bytes, from the module's own source."""
-    values = constants(code(stem))
+    values, spec = constants(code(stem)), plan(stem).spec
+    sizes = {**BYTES, "DTYPE": spec.element.bytes}
+    if isinstance(spec, Gemm):
+        sizes["OUT_DTYPE"] = spec.d_element.bytes
     members: dict[str, int] = {}
     (struct,) = [node for node in code(stem).body if isinstance(node, ast.ClassDef) and node.name == "SharedStorage"]
     for member in struct.body:
         assert isinstance(member, ast.AnnAssign) and isinstance(member.target, ast.Name)
         ranges = [node for node in ast.walk(member.annotation) if is_range(node)]
         if not ranges:
-            members[member.target.id] = BYTES[ast.unparse(member.annotation)]
+            members[member.target.id] = sizes[ast.unparse(member.annotation)]
             continue
         assert isinstance(ranges[0], ast.Subscript) and isinstance(ranges[0].slice, ast.Tuple)
         element, count = ranges[0].slice.elts
-        members[member.target.id] = BYTES[ast.unparse(element)] * evaluate(count, values)
+        members[member.target.id] = sizes[ast.unparse(element)] * evaluate(count, values)
     return members
 
 
