@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fa3gen.design.masks import reach
+from fa3gen.design.masks import of_call, options_of_call, reach
 from fa3gen.hardware.dtypes import DTYPES
 from fa3gen.spec.model import Spec
 from fa3gen.verify import inputs, reference
@@ -73,7 +73,7 @@ class Problem:
         # What the allocator hands out next for an LSE is this, freed again at once.
         torch.full((batch, heads, seq_q), math.nan, dtype=torch.float32, device=self.q.device)
         try:
-            found = self.module.attention(self.q, self.k, self.v, out=out, **options)
+            found = self.module.attention(self.q, self.k, self.v, out=out, **options_of_call(self.spec.mask), **options)
         except RuntimeError as error:
             raise_if_lost(self.q.device, error)
             raise
@@ -87,7 +87,7 @@ def differs(found: Attention, wanted: Attention) -> bool:
 
 def wrong_numbers(found: Attention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: Spec, lse: bool) -> str:
     """What is wrong with O and LSE of these tensors, against float64."""
-    expected = reference.attention(q, k, v, reach=reach(spec.mask))
+    expected = reference.attention(q, k, v, reach=reach(of_call(spec.mask)))
     error = ((found.out.double() - expected.out).norm() / expected.out.norm()).item()
     if not error <= TOLERANCE:
         return f"O is off by {error:.3g}"

@@ -23,7 +23,7 @@ from fa3gen.cpu import wgmma
 from fa3gen.design import tile_order
 from fa3gen.design.family import Shape
 from fa3gen.design.footprint import persistent
-from fa3gen.design.masks import reach
+from fa3gen.design.masks import USUAL_WINDOW, given_with_calls, of_call, reach
 from fa3gen.design.schedule import full_tiles
 from fa3gen.design.work import KeyTiles, key_tiles
 from fa3gen.design.workspace import Workspace
@@ -218,8 +218,10 @@ def asked_for(division: dict[str, Any], spec: Spec, block: int, seq_q: int, seq_
     Without a mask no code says which tiles are full: the one with the end of the keys is visited first and masked.
     """
     unmasked = isinstance(spec.mask, NoMask)
+    window = [USUAL_WINDOW] * given_with_calls(spec.mask)
     if not isinstance(spec.schedule, WarpSpecializedSchedule | PingPongSchedule):
-        found = division["kv_range"](*([seq_k] if unmasked else [block * tile_order.positions(spec), seq_q, seq_k]))
+        ranged = [seq_k] if unmasked else [block * tile_order.positions(spec), seq_q, seq_k, *window]
+        found = division["kv_range"](*ranged)
         return KeyTiles(*found) if len(found) == 4 else KeyTiles(0, found[0], 0, found[1])
     rows = (spec.tile.pack_heads, seq_q) if spec.tile.pack_heads > 1 else seq_q
     mQ, mK = (types.SimpleNamespace(shape=(seq, 64, 1, 1)) for seq in (rows, seq_k))
@@ -227,7 +229,7 @@ def asked_for(division: dict[str, Any], spec: Spec, block: int, seq_q: int, seq_
         work = division["piece_of_work"](0, (mQ, mK, (1, 0, 1)))
     else:
         number_and_valid = {"number": 0, "valid": True} if persistent(spec) else {}
-        work = division["work_on"]((block, 0, 0, 0), mQ, mK, **number_and_valid)
+        work = division["work_on"]((block, 0, 0, 0), mQ, mK, *window, **number_and_valid)
     assert work.valid
     if full_tiles(spec) == "none":  # a module with a narrow window says nothing of full tiles: it has none
         counted = key_tiles(spec, Shape(1, seq_q, seq_k, 1, 1), block)
@@ -489,10 +491,8 @@ def test_examples_show_all_there_is_to_see() -> None:
         plans = [tiles.schedule(spec, *shape) for shape in tiles.examples(spec)]
         states = {state for plan in plans for state in ("full", "masked", "skipped") if plan.count(state)}
         wanted = {"full", "masked"} if isinstance(spec.mask, NoMask) else {"full", "masked", "skipped"}
-        if (
-            isinstance(spec.mask, WindowMask)
-            and spec.mask.left + spec.mask.right < tile_order.positions(spec) + spec.tile.kv
-        ):
+        left, right = reach(of_call(spec.mask))
+        if left is not None and right is not None and left + right < tile_order.positions(spec) + spec.tile.kv:
             wanted -= {"full"}  # no tile fits into so narrow a window
         assert states >= wanted, stem
 

@@ -373,6 +373,22 @@ def test_optional_lse() -> None:
     )
 
 
+def test_window_sides() -> None:
+    assert parts.window_sides("window", 512, 0) is None
+    assert parts.window_sides("window", None, None) is None
+    assert parts.window_sides("causal", None, None) is None
+    assert parts.window_sides("window", 0, None) == Violation(
+        "mask.right",
+        "a window has both sides compiled in, or gets both with each call, and here is left: 0 alone; give right as "
+        "well (1073741824 for all keys), or leave both out",
+    )
+    assert parts.window_sides("window", None, 7) == Violation(
+        "mask.left",
+        "a window has both sides compiled in, or gets both with each call, and here is right: 7 alone; give left as "
+        "well (1073741824 for all keys), or leave both out",
+    )
+
+
 def test_window_product() -> None:
     assert parts.window_product("window", "wgmma") is None
     assert parts.window_product("causal", "scalar") is None

@@ -43,6 +43,7 @@ CALLS = {
     "give_part": ("give_part", ""),
     "add_part": ("add_part", ""),
 }
+WHOLE = ("make_barriers", "mask_scores")  # whose calls are no steps of their own
 COPIES = {
     "tma_O": ("store", "O"),
     "copy_O": ("gather", "O"),
@@ -155,7 +156,7 @@ class Reader:
         calls = [call for call in ast.walk(node) if isinstance(call, ast.Call)]
         for call in sorted(calls, key=lambda call: (call.lineno, call.col_offset)):
             yield from (Event(kind, detail, only, call.lineno) for kind, detail in self._event(call, names, inside))
-            if isinstance(call.func, ast.Name) and call.func.id in self.functions and call.func.id != "make_barriers":
+            if isinstance(call.func, ast.Name) and call.func.id in self.functions and call.func.id not in WHOLE:
                 function = self.functions[call.func.id]
                 parameters = [argument.arg for argument in function.args.args]
                 inner = {

@@ -160,7 +160,7 @@ def test_a_family_is_that_of_its_problems() -> None:
             continue  # no problem of a record
         shape = Shape(2, 512, 1024, 8, 4)
         found = TunedProblem.of(family, shape)
-        assert found.family == family
+        assert found.family == family.of_call() and family.serves(found.family)
         assert TunedProblem.model_validate_json(found.model_dump_json()) == found
         assert found.flops == family.flops(shape)
 

@@ -35,6 +35,10 @@ def explain(
     heads_kv: Annotated[
         int | None, typer.Option(min=1, help="Heads of k and v (default: as many as of q, or as the tile packs).")
     ] = None,
+    window: Annotated[
+        str | None,
+        typer.Option(metavar="LEFT,RIGHT", help="Keys that queries see, where calls say; -1: all (default: 512,0)."),
+    ] = None,
     chip: Annotated[
         list[str] | None, typer.Option(autocompletion=completion.chips, help="h100 or h200; both if not given.")
     ] = None,
@@ -47,6 +51,9 @@ def explain(
     those that the plan expects. Ceilings are a roofline at the boost clock: no kernel reaches them, and under the power
     limit the clock is lower.
     """
+    from dataclasses import replace
+
+    from fa3gen.design.masks import given_with_calls
     from fa3gen.design.workspace import Workspace
     from fa3gen.hardware import chips
     from fa3gen.inspect import explanation
@@ -58,6 +65,8 @@ def explain(
     for variant in workspace.select(specs):
         spec = variant.spec
         shapes = _shapes(spec, lengths, batch, heads, heads_kv) if isinstance(spec, Forward) else []
+        if isinstance(spec, Forward) and given_with_calls(spec.mask):
+            shapes = [replace(shape, window=_window(window)) for shape in shapes]
         found.append(explanation.explain(variant, shapes, wanted, compiled_registers(workspace, variant)))
     if as_json:
         import json
@@ -81,6 +90,23 @@ def _lengths(seq: str) -> tuple[tuple[int, int], ...]:
     from fa3gen.cli.tune import parse_lengths
 
     return parse_lengths(seq)
+
+
+def _window(text: str | None) -> tuple[int, int]:
+    """The window of a call that gives one. Raises UserError."""
+    from fa3gen.base.errors import UserError
+    from fa3gen.design.masks import USUAL_WINDOW
+    from fa3gen.spec.model import WINDOW_MAX
+
+    if text is None:
+        return USUAL_WINDOW
+    try:
+        left, right = (int(keys) for keys in text.split(","))
+    except ValueError:
+        left = right = -2
+    if not all(-1 <= keys <= WINDOW_MAX for keys in (left, right)):
+        raise UserError(f"--window is {text}; it needs to be LEFT,RIGHT, each from 0 to {WINDOW_MAX}, or -1 for all")
+    return left, right
 
 
 def _shapes(

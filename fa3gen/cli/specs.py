@@ -174,7 +174,9 @@ def _gemm_facts(spec: Gemm) -> dict[str, Any]:
 
 def _mask_text(spec: Forward) -> str:
     mask = spec.mask
-    return f"window {mask.left}, {mask.right}" if mask.kind == "window" else mask.kind
+    if mask.kind != "window":
+        return mask.kind
+    return "any window" if mask.given else f"window {mask.left}, {mask.right}"
 
 
 def _load_text(spec: Forward) -> str:

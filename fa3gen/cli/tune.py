@@ -272,7 +272,7 @@ class _Run:
 
         families: dict[Family, list[Module]] = {}
         for variant in attention_only(self.workspace.select(names), "fa3gen tune"):
-            families.setdefault(Family.of(variant.spec), []).append(committed_module(self.workspace, variant))
+            families.setdefault(Family.of(variant.spec).of_call(), []).append(committed_module(self.workspace, variant))
         rounds = self.rounds or MEASURE_ROUNDS
         for modules in families.values():
             single(len(modules), rounds)  # refuses too few rounds before anything takes time

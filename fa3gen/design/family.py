@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from fa3gen.base.wording import listed
-from fa3gen.design.masks import counted_pairs
+from fa3gen.design.masks import Window, computes, counted_pairs, given_with_calls, of_call
 from fa3gen.design.tiles import sequence_contiguous
 from fa3gen.spec.model import CausalMask, DType, Forward, Mask, OutputDType, WindowMask
 
@@ -18,13 +18,17 @@ TILE_ROWS = 128  # in which calls are counted; the tiles of a module may have fe
 
 @dataclass(frozen=True)
 class Shape:
-    """Extents of one call: q (batch, seq_q, heads_q, d), k (batch, seq_k, heads_kv, d)."""
+    """Extents of one call: q (batch, seq_q, heads_q, d), k (batch, seq_k, heads_kv, d).
+
+    `window` is that of a call which gives one; of other modules it says nothing.
+    """
 
     batch: int
     seq_q: int
     seq_k: int
     heads_q: int
     heads_kv: int
+    window: Window | None = None
 
     @property
     def tiles(self) -> int:
@@ -58,6 +62,14 @@ class Family(NamedTuple):
         out_dtype = None if spec.o_dtype == problem.dtype else spec.o_dtype
         return cls(problem.dtype, problem.head_dim, problem.v_dim, spec.mask, out_dtype, sequence_contiguous(spec))
 
+    def of_call(self, window: Window | None = None) -> Family:
+        """What one call of a module computes, where calls give the window: `masks.of_call`."""
+        return self._replace(mask=of_call(self.mask, window))
+
+    def serves(self, wanted: Family) -> bool:
+        """Whether a module of this family has calls that compute another."""
+        return self._replace(mask=wanted.mask) == wanted and computes(self.mask, wanted.mask)
+
     def __str__(self) -> str:
         """`bf16, head dim 192/128, window (512, 0)`; `bf16, O in fp32, head dim 128, causal`."""
         where = f", contiguous sequence in {listed(self.by_sequence)}" if self.by_sequence else ""
@@ -82,19 +94,24 @@ class Family(NamedTuple):
 
     def flops(self, shape: Shape) -> float:
         """FLOPs of both products, as the literature counts them: see `counted_pairs`."""
-        pairs = counted_pairs(self.mask, seq_q=shape.seq_q, seq_k=shape.seq_k) * shape.batch * shape.heads_q
+        mask = of_call(self.mask, shape.window)
+        pairs = counted_pairs(mask, seq_q=shape.seq_q, seq_k=shape.seq_k) * shape.batch * shape.heads_q
         return products_flops(self.head_dim, self.head_dim_v, pairs)
 
 
 def mask_text(mask: Mask) -> str:
-    """`no mask`, `causal` or `window (512, 0)`."""
+    """`no mask`, `causal`, `window (512, 0)`, or `any window` where calls give it."""
+    if given_with_calls(mask):
+        return "any window"
     if isinstance(mask, WindowMask):
         return f"window ({mask.left}, {mask.right})"
     return "causal" if isinstance(mask, CausalMask) else "no mask"
 
 
 def mask_label(mask: Mask) -> str:
-    """`full`, `causal` or `window512_0`, as in the tables of `fa3gen bench` and the names of tuning records."""
+    """`full`, `causal`, `window512_0` or `any_window`: in the tables of `fa3gen bench`, and in names of records."""
+    if given_with_calls(mask):
+        return "any_window"
     if isinstance(mask, WindowMask):
         return f"window{mask.left}_{mask.right}"
     return "causal" if isinstance(mask, CausalMask) else "full"

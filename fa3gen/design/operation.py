@@ -18,6 +18,7 @@ from typing import Any, Literal
 from fa3gen.design import boxes, footprint, gemm
 from fa3gen.design.family import Shape
 from fa3gen.design.gemm import GemmShape
+from fa3gen.design.masks import given_with_calls
 from fa3gen.design.tiles import sequence_contiguous
 from fa3gen.hardware import hopper
 from fa3gen.hardware.dtypes import FP32, INT32, VECTOR_BYTES, Dtype
@@ -255,6 +256,8 @@ def forward(spec: Forward) -> Operation:
     if spec.outputs.lse:
         lse = Dense(align=FP32.bytes)
         arguments.append(Tensor("lse", "optional output", FP32, (BATCH, HEADS_Q, SEQ_Q), "threads", lse))
+    if given_with_calls(spec.mask):
+        arguments += [Scalar("window_left", INT32), Scalar("window_right", INT32)]
     if isinstance(spec.handoff, GlobalHandoff):
         # S is written, read twice (maximum, sum) and written as P, and P is read.
         dims = BATCH, HEADS_Q, SEQ_Q, SEQ_K

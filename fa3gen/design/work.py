@@ -12,6 +12,7 @@ from functools import cached_property
 from fa3gen.base.errors import UserError
 from fa3gen.design import footprint
 from fa3gen.design.family import Family, Shape
+from fa3gen.design.masks import given_with_calls, of_call, reach
 from fa3gen.design.operation import operation_of
 from fa3gen.design.tiles import operand_tiles
 from fa3gen.hardware import hopper
@@ -24,7 +25,6 @@ from fa3gen.spec.model import (
     SmemScoresHandoff,
     TmaLoad,
     WgmmaProduct,
-    WindowMask,
 )
 
 F32 = 4  # bytes
@@ -305,13 +305,18 @@ def key_tiles(spec: Forward, shape: Shape, m_block: int) -> KeyTiles:
     if isinstance(spec.mask, NoMask) or isinstance(spec.handoff, GlobalHandoff):
         return KeyTiles(0, -(-seq_k // kv), 0, seq_k // kv)
     diagonal = m_block * positions + seq_k - shape.seq_q
-    left = spec.mask.left if isinstance(spec.mask, WindowMask) else diagonal + positions
-    right = spec.mask.right if isinstance(spec.mask, WindowMask) else 0
+    left, right = reach(of_call(spec.mask, shape.window))
+    left = diagonal + positions if left is None else left  # all keys
+    assert right is not None  # either mask ends there
     least = 1 if footprint.overlapped(spec) else 0  # the consumers' first tile stands before their loop
     end = min(seq_k, max(diagonal + positions + right, least))
     start = min(end, max(diagonal - left, 0))
     full_start = -(-max(diagonal + positions - 1 - left, 0) // kv)
-    return KeyTiles(start // kv, -(-end // kv), full_start, min(seq_k, max(diagonal + right + 1, 0)) // kv)
+    full_end = min(seq_k, max(diagonal + right + 1, 0)) // kv
+    if given_with_calls(spec.mask):
+        full_end = max(full_end, start // kv)
+        full_start = min(full_start, full_end)
+    return KeyTiles(start // kv, -(-end // kv), full_start, full_end)
 
 
 @dataclass(frozen=True)

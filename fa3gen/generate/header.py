@@ -17,6 +17,7 @@ from fa3gen.base.wording import listed
 from fa3gen.design import footprint
 from fa3gen.design.cta import Cta, cta_of
 from fa3gen.design.family import Family
+from fa3gen.design.masks import given_with_calls
 from fa3gen.design.schedule import PLACES, Place, Role, Schedule, Step, schedule_of, specialized
 from fa3gen.design.schedule.model import Kind
 from fa3gen.design.tiles import operand_tiles, sequence_contiguous
@@ -138,6 +139,8 @@ def make_header(described: Description, cta: Cta, *, source: PurePath, stem: str
 
 def mask_phrase(spec: Forward) -> str:
     """The mask in a few words; a window's reach stands in the constants."""
+    if given_with_calls(spec.mask):
+        return "any window"
     return {"none": "no mask", "causal": "causal", "window": "sliding window"}[spec.mask.kind]
 
 
@@ -175,6 +178,8 @@ def _mask_sentence(spec: Forward) -> str:
         return "Every query sees every key."
     if isinstance(spec.mask, CausalMask):
         return "Causal: query i sees keys j <= i + seq_k - seq_q; the diagonal ends in the bottom right corner."
+    if spec.mask.given:
+        return "Window (left, right) of each call: query i sees keys j with -left <= j - (i + seq_k - seq_q) <= right."
     return (
         f"Sliding window: query i sees keys j with -{spec.mask.left} <= j - (i + seq_k - seq_q) <= {spec.mask.right}."
     )

@@ -13,6 +13,7 @@ from fa3gen.base.wording import listed
 from fa3gen.design import footprint, tile_order
 from fa3gen.design.cta import cta_of
 from fa3gen.design.footprint import Region
+from fa3gen.design.masks import given_with_calls
 from fa3gen.design.operation import Argument, Scalar, Scratch, Tensor, operation_of
 from fa3gen.design.schedule import full_tiles, schedule_of
 from fa3gen.design.tiles import OperandTile, operand_tiles, sequence_contiguous
@@ -78,6 +79,7 @@ class TilePlan:
 class MaskPlan:
     """Which keys a row sees; left and right are the window's reach in keys, 0 for other masks.
 
+    `given`: calls give the window. The kernel is right for all of them then, and asks which tiles hold which edge.
     `full_tiles`: where the tiles of keys without an edge of the mask lie among those that a tile of queries visits:
     all but the first visited, which may reach past the end of the keys; before or between those with an edge; or none,
     because the window is too narrow. `both_edges`: whether a tile may hold the left and the right edge of a window.
@@ -88,6 +90,17 @@ class MaskPlan:
     right: int
     full_tiles: Literal["all", "before", "between", "none"]
     both_edges: bool
+    given: bool = False
+
+    @property
+    def left_name(self) -> str:
+        """What the left reach of a window is called where the kernel uses it: a constant or a variable."""
+        return "window_left" if self.given else "WINDOW_LEFT"
+
+    @property
+    def right_name(self) -> str:
+        """The same of the right."""
+        return "window_right" if self.given else "WINDOW_RIGHT"
 
 
 @dataclass(frozen=True)
@@ -124,8 +137,9 @@ class ArgumentsPlan:
     """Names of what functions take, where that differs from module to module; `load_kv` is of cooperative kernels.
 
     `launch` and `kernel` are whole signatures. `tensors` are those of the kernel, with their TMA atoms; `extent` is
-    what else it takes of the launch beside the scale: how much there is to schedule. `outputs` is what a consumer
-    writes to; `schedule` is what the scheduler reads.
+    what else it takes of the launch beside the scale: how much there is to schedule, and a window that calls give.
+    `outputs` is what a consumer writes to; `schedule` is what the scheduler reads, beginning with what a work item is
+    made of (`made_of`). `ranged` is what decides which tiles of keys are visited, `seen` the same of a work item.
     """
 
     launch: tuple[Parameter, ...] = ()
@@ -133,6 +147,9 @@ class ArgumentsPlan:
     tensors: tuple[str, ...] = ()
     extent: tuple[str, ...] = ()
     schedule: tuple[str, ...] = ()
+    made_of: tuple[str, ...] = ()
+    ranged: tuple[str, ...] = ()
+    seen: tuple[str, ...] = ()
     work_on: tuple[str, ...] = ()
     outputs: tuple[str, ...] = ()
     store_tile: tuple[str, ...] = ()
@@ -300,7 +317,7 @@ class EntryPlan:
     some scratch outlives a call, in slots for streams and CUDA graphs.
     `by_sequence` are the inputs whose sequence is contiguous.
     `given` are the names of what the entry point has at hand when it launches: all but the scratch that outlives a
-    call, and the scale.
+    call, and the scale. `options` are the keywords of the entry point, with their defaults.
     """
 
     named: tuple[Named, ...]
@@ -309,6 +326,7 @@ class EntryPlan:
     fake_out: Fake
     stand_ins: tuple[Argument, ...]
     given: tuple[str, ...]
+    options: tuple[str, ...]
     keeps_scratch: bool
     mask_phrase: str
     output_phrase: str
@@ -462,6 +480,8 @@ def _mask(spec: Forward) -> MaskPlan:
     if isinstance(spec.mask, CausalMask):
         return MaskPlan("causal", 0, 0, "before", False)
     left, right = spec.mask.left, spec.mask.right
+    if left is None or right is None:
+        return MaskPlan("window", 0, 0, full_tiles(spec), both_edges=not footprint.overlapped(spec), given=True)
     if not footprint.specialized(spec):
         return MaskPlan("window", left, right, "between", True)
     full = full_tiles(spec)
@@ -481,17 +501,22 @@ def _scheduler(spec: Forward) -> SchedulerPlan:
 
 
 def _arguments(spec: Forward) -> ArgumentsPlan:
+    window = ["window"] * given_with_calls(spec.mask)
+    ranged = ("seq_q", "seq_k", *window)
     if not footprint.specialized(spec):
         shared = isinstance(spec.load, TmaLoad) and spec.load.barrier == "shared"
         rings = ["kv_ring"] if shared else ["k_ring", "v_ring"]
-        return ArgumentsPlan(load_kv=("tma_K", "tma_V", "tKgK", "tVgV", "tKsK", "tVsV", *rings, "fill"))
+        load_kv = ("tma_K", "tma_V", "tKgK", "tVgV", "tKsK", "tVsV", *rings, "fill")
+        return ArgumentsPlan(load_kv=load_kv, ranged=ranged)
     stored = spec.outputs.o != "direct"
     operation = operation_of(spec)
     handed_on = ["scratch"] * (spec.scheduler == "stream_k")
     num_tiles = Parameter("num_tiles", INT32)
     extents = {"stream_k": [Parameter("tail")], "static": [num_tiles], "dynamic": [num_tiles]}
     extents["grid"] = [Parameter("group")]
+    sides = [Parameter(f"window_{side}", INT32) for side in ("left", "right")] * bool(window)
     extent = extents.get(spec.scheduler, [])
+    made_of = ("mQ", "mK", *window)
     tensors = ("mQ", "mK", "mVt", "mO", *["mLSE"] * spec.outputs.lse, *map(str, operation.scratch))
     atoms = ("tma_Q", "tma_K", "tma_V", *["tma_O"] * stored)
     outputs = ("mO", *["mLSE"] * spec.outputs.lse, *["tma_O", "sO"] * stored)
@@ -501,12 +526,15 @@ def _arguments(spec: Forward) -> ArgumentsPlan:
     statistics = (["row_max"] * spec.outputs.lse, ["scale_log2"] * spec.outputs.lse)
     return ArgumentsPlan(
         launch=tuple(_parameter(argument) for argument in operation.arguments),
-        kernel=(*map(Parameter, (*tensors, *atoms)), Parameter("scale_log2", FP32), *extent),
+        kernel=(*map(Parameter, (*tensors, *atoms)), Parameter("scale_log2", FP32), *sides, *extent),
         tensors=(*tensors, *atoms),
-        extent=tuple(each.name for each in extent),
-        schedule=("mQ", "mK", *(each.name for each in extent), *draws),
+        extent=tuple(each.name for each in (*sides, *extent)),
+        schedule=(*made_of, *(each.name for each in extent), *draws),
+        made_of=made_of,
+        ranged=ranged,
+        seen=tuple(f"work.{name}" for name in ranged),
         # A mask depends on how many queries there are.
-        work_on=("coordinates", "_" if spec.mask.kind == "none" else "mQ", "mK", *numbered),
+        work_on=("coordinates", "_" if spec.mask.kind == "none" else "mQ", "mK", *window, *numbered),
         outputs=(*outputs, *handed_on),
         store_tile=(*outputs, "work", "acc_O", *statistics[0], "row_sum", *statistics[1]),
         multiply=(
@@ -629,6 +657,11 @@ def _entry(spec: Forward) -> EntryPlan:
         fake_out=Fake(operation.output, own_dtype=spec.o_dtype != spec.problem.dtype),
         stand_ins=tuple(argument for argument in arguments if argument not in operation.given),
         given=tuple(argument.name for argument in arguments if argument.name not in (*kept, "scale")),
+        options=(
+            *["window=(-1, -1)"] * given_with_calls(spec.mask),
+            *("scale=None", "out=None", "return_lse=False"),
+            *["enable_pdl=False"] * (spec.scheduler == "grid"),
+        ),
         keeps_scratch=bool(kept),
         mask_phrase=header.mask_phrase(spec),
         output_phrase=like,

@@ -169,6 +169,8 @@ def _of_gemm(spec: Gemm) -> dict[str, str]:
 
 def _mask(spec: Forward) -> str:
     if isinstance(spec.mask, WindowMask):
+        if spec.mask.given:
+            return "any window"
         return f"window {spec.mask.left}, {spec.mask.right}"
     return spec.mask.kind
 

@@ -19,6 +19,7 @@ from fa3gen.cpu.schedule import Schedule
 from fa3gen.cpu.trace import Trace
 from fa3gen.design import footprint
 from fa3gen.design.family import Shape
+from fa3gen.design.masks import USUAL_WINDOW
 from fa3gen.design.operation import Scratch, Tensor, operation_of
 from fa3gen.design.tile_order import taken
 from fa3gen.design.work import key_tiles
@@ -118,7 +119,9 @@ def attention(
     operation = operation_of(variant.spec)
     given = {"q": q, "k": k, "v": v}
     shape = Shape(q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2])
+    left, right = USUAL_WINDOW
     numbers = {"num_sms": kernel.settings.sms, "scale": q.shape[3] ** -0.5}
+    numbers |= {"window_left": left, "window_right": right}
     made: dict[str, torch.Tensor] = {}
     for argument in operation.arguments:
         if isinstance(argument, Scratch):

@@ -10,6 +10,7 @@ the same competitor's previous cell) to exceed the time limit is not made, and t
 
 from __future__ import annotations
 
+import functools
 import math
 import random
 import statistics
@@ -21,7 +22,7 @@ import torch
 
 from fa3gen.base.errors import UserError
 from fa3gen.design.family import Family, Shape, mask_label
-from fa3gen.design.masks import reach
+from fa3gen.design.masks import of_call, options_for, reach
 from fa3gen.design.operation import operation_of
 from fa3gen.hardware.dtypes import DTYPES
 from fa3gen.measure.launch_times import LaunchTimes, host_microseconds, small_problem
@@ -101,13 +102,12 @@ def module_competitor(name: str, spec: Forward, load: Callable[[], Any]) -> Comp
     operation = operation_of(spec)
 
     def serves(cell: Cell) -> bool:
-        return cell.family == Family.of(spec)._replace(by_sequence=())
+        return Family.of(spec)._replace(by_sequence=()).serves(cell.family)
 
     def prepare(cell: Cell) -> Attend:
         if spec.tile.pack_heads > 1:
             raise Unavailable(f"packs {spec.tile.pack_heads} query heads of one kv head; the grid has no such groups")
-        attend: Attend = operation.entry_of(load())
-        return attend
+        return functools.partial(operation.entry_of(load()), **options_for(spec.mask, cell.mask))
 
     def scratch(cell: Cell) -> int:
         return operation.bytes_made(cell.shape)
@@ -257,7 +257,7 @@ def plan_cells(
         if seq_len < 1 or TOKENS % seq_len:
             raise UserError(f"--seq-len {seq_len} does not divide {TOKENS}; use one of {', '.join(map(str, SEQ_LENS))}")
     lengths = sorted(set(seq_lens)) or (QUICK_SEQ_LENS if quick else SEQ_LENS)
-    problems = dict.fromkeys((spec.problem, spec.mask) for spec in specs)
+    problems = dict.fromkeys((spec.problem, of_call(spec.mask)) for spec in specs)
     chosen = [
         (problem, mask)
         for problem, mask in sorted(problems, key=_grid_order)

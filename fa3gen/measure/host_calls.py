@@ -19,6 +19,7 @@ import torch
 
 from fa3gen.base.files import write_text
 from fa3gen.design.family import Family
+from fa3gen.design.masks import of_call, options_of_call
 from fa3gen.design.operation import operation_of
 from fa3gen.measure.launch_times import BATCH, CALLS, HEADS, ROUNDS, SEQ_LEN, host_microseconds, small_problem
 from fa3gen.measure.peers import PEERS, Peer, Tensors, Unavailable
@@ -130,8 +131,8 @@ def _failures(problem: Problem, row: HostTimes, limit: float | None) -> Iterator
 
 def module_callee(name: str, spec: Forward, load: Callable[[], Any]) -> Callee:
     """A generated module's entry point, in every way that its spec has."""
-    entry_of = operation_of(spec).entry_of
-    return Callee(name, True, lambda tensors: _own_ways(entry_of(load()), tensors, {}, lse=spec.outputs.lse))
+    entry_of, options = operation_of(spec).entry_of, options_of_call(spec.mask)
+    return Callee(name, True, lambda tensors: _own_ways(entry_of(load()), tensors, options, lse=spec.outputs.lse))
 
 
 def dispatched_callee(mask: Mask) -> Callee:
@@ -181,7 +182,7 @@ def _own_ways(
 
 def callees(problem: Problem, modules: Sequence[Callee], peers: Sequence[Peer] = PEERS) -> list[Callee]:
     """The rows of one problem: its modules, `fa3gen.attention`, the peers."""
-    mask = problem.family.mask
+    mask = of_call(problem.family.mask)
     return [*modules, dispatched_callee(mask), *(peer_callee(peer, mask) for peer in peers)]
 
 

@@ -86,14 +86,19 @@ class TunedProblem(Part):
 
     @classmethod
     def of(cls, family: Family, shape: Shape) -> Self:
-        """The problem of a family at one shape. UserError where rows are not contiguous: such modules are not tuned."""
+        """The problem of a family at one shape, with the window of a call where calls give one.
+
+        UserError where rows are not contiguous: such modules are not tuned.
+        """
+        family = family.of_call(shape.window)
         if family.by_sequence:
             raise UserError(
                 f"modules are tuned for tensors with contiguous rows, and these are for {family}; time them with "
                 "fa3gen bench"
             )
         fields = {name: value for name, value in family._asdict().items() if name != "by_sequence"}
-        return cls(**{**fields, "mask": MaskShape.of(family.mask)}, **asdict(shape))
+        sizes = {name: size for name, size in asdict(shape).items() if name != "window"}
+        return cls(**{**fields, "mask": MaskShape.of(family.mask)}, **sizes)
 
     @model_serializer(mode="wrap")
     def _without_defaults(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -230,7 +235,7 @@ class TuningRecord(Part):
             if not math.isclose(entry.tflops, self.problem.tflops(entry.milliseconds), rel_tol=_AGREEMENT):
                 raise ValueError(f"{entry.tflops} TFLOP/s do not follow from {entry.milliseconds} ms")
         for result in self.results:
-            if Family.of(Forward.model_validate(result.spec)) != self.problem.family:
+            if not Family.of(Forward.model_validate(result.spec)).serves(self.problem.family):
                 raise ValueError(f"{result.stem} is compiled for another problem")
         return self
 

@@ -82,11 +82,23 @@ class CausalMask(SpecModel):
 
 
 class WindowMask(SpecModel):
-    """Query i sees keys with -left <= j - i - (seq_k - seq_q) <= right."""
+    """Query i sees keys with -left <= j - i - (seq_k - seq_q) <= right; without either, each call gives both."""
 
     kind: Literal["window"] = "window"
-    left: int = Field(ge=0, le=WINDOW_MAX, description="Keys visible left of the diagonal, the diagonal not counted.")
-    right: int = Field(ge=0, le=WINDOW_MAX, description="Keys visible right of the diagonal, the diagonal not counted.")
+    left: int | None = Field(
+        default=None,
+        ge=0,
+        le=WINDOW_MAX,
+        description="Keys visible left of the diagonal, the diagonal not counted; null: an argument of each call.",
+    )
+    right: int | None = Field(
+        default=None, ge=0, le=WINDOW_MAX, description="The same right of the diagonal; null where `left` is."
+    )
+
+    @property
+    def given(self) -> bool:
+        """Whether calls give the window, as `window=(left, right)`, and the module is compiled for any."""
+        return self.left is None
 
 
 def _expand_shorthand(value: Any) -> Any:

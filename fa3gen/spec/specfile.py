@@ -139,8 +139,10 @@ def label(field_path: str, value: Any) -> str:
             text = str(value)
         case "mask", {"kind": "none"}:
             text = ""
-        case "mask", {"kind": "window", "left": left, "right": right}:
+        case "mask", {"kind": "window", "left": int(left), "right": int(right)}:
             text = f"window{left}_{right}"
+        case "mask", {"kind": "window"}:
+            text = "any_window"
         case "mask", {"kind": kind}:
             text = str(kind)
         case "outputs.lse", bool():

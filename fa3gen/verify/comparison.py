@@ -27,7 +27,7 @@ from fa3gen.base.errors import UserError
 from fa3gen.base.files import write_text
 from fa3gen.base.parts import Part, read_file, rounded
 from fa3gen.design import ladder
-from fa3gen.design.masks import reach
+from fa3gen.design.masks import of_call, reach
 from fa3gen.design.operation import operation_of
 from fa3gen.hardware.dtypes import DTYPES
 from fa3gen.spec.model import Forward, Mask
@@ -104,7 +104,7 @@ def make_for(spec: Forward, case: Case) -> Inputs:
     """Draw the tensors of `case` as the module of `spec` takes them."""
     operation = operation_of(spec)
     q, k, v = (operation.tensor(name) for name in ("q", "k", "v"))
-    made = make_inputs(case, mask=spec.mask, head_dim=q.row, v_dim=v.row, dtype=q.dtype.in_torch())
+    made = make_inputs(case, mask=of_call(spec.mask), head_dim=q.row, v_dim=v.row, dtype=q.dtype.in_torch())
     return replace(made, q=laid_out(q, made.q), k=laid_out(k, made.k), v=laid_out(v, made.v))
 
 
@@ -322,7 +322,7 @@ def compare_case(
     """Compare what the two sides gave for one case: `out` and, where the module has it, `lse`."""
     case, format = served(case, spec), spec.o_dtype
     inputs = make_for(spec, case)
-    exact = reference.attention(inputs.q, inputs.k, inputs.v, reach=reach(spec.mask)).out.numpy()
+    exact = reference.attention(inputs.q, inputs.k, inputs.v, reach=reach(of_call(spec.mask))).out.numpy()
     wrong: dict[str, int | None] = {"gpu": None, "cpu": None}
     if inputs.selected is not None:
         expected = selected_output(inputs).double().numpy()

@@ -10,16 +10,18 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import dataclass, field, replace
+from itertools import cycle
+from typing import Any, Literal
 
 import torch
 
 from fa3gen.design import footprint
+from fa3gen.design.masks import Window, given_with_calls, of_call, options_of_call, reach
 from fa3gen.design.operation import Tensor, operation_of
 from fa3gen.design.tiles import sequence_contiguous
 from fa3gen.hardware.dtypes import VECTOR_BYTES
-from fa3gen.spec.model import Forward, SyncLoad, WindowMask
+from fa3gen.spec.model import WINDOW_MAX, Forward, Mask, NoMask, SyncLoad, WindowMask
 
 GUARD = 8  # rows of NaN before and after each padded tensor, along the sequence
 
@@ -29,7 +31,10 @@ Layout = Literal["padded", "contiguous", "transposed", "packed", "expanded", "od
 
 @dataclass(frozen=True)
 class Case:
-    """One named set of shapes, values and strides. `scale` None means the module's default, 1 / sqrt(d)."""
+    """One named set of shapes, values and strides. `scale` None means the module's default, 1 / sqrt(d).
+
+    `window` is that of the call, where the module asks for one; None means `masks.USUAL_WINDOW`.
+    """
 
     name: str
     why: str
@@ -41,22 +46,29 @@ class Case:
     distribution: Distribution = "normal"
     layout: Layout = "padded"
     scale: float | None = None
+    window: Window | None = None
 
     @property
     def shape(self) -> str:
-        """Shapes in one word: batch, query x key lengths, query/kv heads."""
-        return f"b{self.batch} {self.seq_q}x{self.seq_k} h{self.heads_q}/{self.heads_kv}"
+        """Shapes in one word: batch, query x key lengths, query/kv heads; and the window of a call that gives one."""
+        window = "" if self.window is None else f" window {self.window[0]},{self.window[1]}"
+        return f"b{self.batch} {self.seq_q}x{self.seq_k} h{self.heads_q}/{self.heads_kv}{window}"
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """Tensors of one case. `out` is filled with NaN and lies inside `out_storage`, whose other elements stay NaN."""
+    """Tensors of one case. `out` is filled with NaN and lies inside `out_storage`, whose other elements stay NaN.
+
+    `mask` is what the call computes, `options` what it says for that beside its tensors.
+    """
 
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
     out: torch.Tensor
     out_storage: torch.Tensor
+    mask: Mask = NoMask()
+    options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def given(self) -> dict[str, torch.Tensor]:
@@ -93,9 +105,26 @@ PERSISTENT_CASES: tuple[Case, ...] = (
 )  # fmt: skip
 
 
+# Of calls that give one: without bounds, wider than tiles, causal, wider than most sequences, the diagonal alone, open on
+# the right, and on the left by a number. Seven divides no number of cases: going round twice, each has two of them.
+WINDOWS: tuple[Window, ...] = ((-1, -1), (200, 70), (-1, 0), (511, 0), (0, 0), (0, -1), (WINDOW_MAX, 3))
+
+
 def gpu_cases(spec: Forward) -> tuple[Case, ...]:
-    """The cases for a GPU: the same for all modules, and those of persistent kernels for these."""
-    return (*CASES, *PERSISTENT_CASES) if footprint.persistent(spec) else CASES
+    """The cases for a GPU: the same for all modules, and those of persistent kernels for these.
+
+    Where calls give a window, each comes with two.
+    """
+    cases = (*CASES, *PERSISTENT_CASES) if footprint.persistent(spec) else CASES
+    if not given_with_calls(spec.mask):
+        return cases
+    again = (replace(case, name=f"{case.name}_other_window") for case in cases)
+    return _windowed((*cases, *again))
+
+
+def _windowed(cases: Sequence[Case]) -> tuple[Case, ...]:
+    """The cases, with windows in turn."""
+    return tuple(replace(case, window=window) for case, window in zip(cases, cycle(WINDOWS), strict=False))
 
 
 def cpu_cases(spec: Forward) -> tuple[Case, ...]:
@@ -116,11 +145,22 @@ def cpu_cases(spec: Forward) -> tuple[Case, ...]:
         Case("scale", "a scale other than 1/sqrt(d)", 1, 7, n // 2 + 5, 1, 1, scale=0.3),
         Case("wrap", "goes round the ring of stages twice and a bit", 1, 3, 2 * stages * n + n // 2 + 1, 1, 1),
     ]  # fmt: skip
+    if given_with_calls(spec.mask):
+        # Tiles of keys without an edge between those with one; then none such, and tiles with both edges.
+        wide, narrow = (m + 2 * n, 5), (n // 3, n // 4)
+        windows = (("wide_window", wide), ("narrow_window", narrow))
+        return _windowed(cases) + tuple(replace(_window_case(m, n, *w), name=name, window=w) for name, w in windows)
     if isinstance(spec.mask, WindowMask):
-        left, right = min(spec.mask.left, 1024), min(spec.mask.right, 256)  # the edges of a wider window are not met
-        seq_q = m + right + 9
-        cases.append(Case("window", "windows that begin and end inside the keys", 1, seq_q, seq_q + left + n + 3, 1, 1))
+        left, right = reach(spec.mask)
+        # The edges of a wider window are not met.
+        cases.append(_window_case(m, n, min(left or 0, 1024), min(right or 0, 256)))
     return tuple(cases)
+
+
+def _window_case(m: int, n: int, left: int, right: int) -> Case:
+    """Tiles of m queries and n keys, so many that both edges of a window lie inside the keys."""
+    seq_q = m + right + 9
+    return Case("window", "windows that begin and end inside the keys", 1, seq_q, seq_q + left + n + 3, 1, 1)
 
 
 def served_heads(heads_q: int, heads_kv: int, pack_heads: int) -> int:
@@ -142,7 +182,7 @@ def make_for(spec: Forward, case: Case, *, device: torch.device, seed: int) -> I
     """Draw the tensors of `case` as the module of `spec` takes them."""
     operation = operation_of(spec)
     q, v, out = (operation.tensor(name) for name in ("q", "v", "out"))
-    return make(
+    made = make(
         case,
         head_dim=q.row,
         v_dim=v.row,
@@ -152,6 +192,7 @@ def make_for(spec: Forward, case: Case, *, device: torch.device, seed: int) -> I
         seed=seed,
         by_sequence=sequence_contiguous(spec),
     )
+    return replace(made, mask=of_call(spec.mask, case.window), options=options_of_call(spec.mask, case.window))
 
 
 def laid_out(described: Tensor, tensor: torch.Tensor) -> torch.Tensor:

@@ -147,7 +147,7 @@ class CpuRunner(ScheduledRunner, Runner):
         # P of scalar products stays in float32, in memory as well.
         p_dtype = self.dtype if isinstance(self.spec.pv, WgmmaProduct) else None
         return accuracy.expected(
-            made.q, made.k, made.v, scale=scale, mask=self.spec.mask, p_dtype=p_dtype, out_dtype=self.out_dtype
+            made.q, made.k, made.v, scale=scale, mask=made.mask, p_dtype=p_dtype, out_dtype=self.out_dtype
         )
 
     def _call_anew(self, case: Case, made: Inputs) -> tuple[torch.Tensor, ...]:

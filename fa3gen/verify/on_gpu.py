@@ -235,7 +235,7 @@ class Runner(ModuleRunner):
         """
         case = inputs.served(case, self.spec)
         made = self._make(case)
-        expected = reference.attention(made.q, made.k, made.v, scale=case.scale, reach=reach(self.spec.mask))
+        expected = reference.attention(made.q, made.k, made.v, scale=case.scale, reach=reach(made.mask))
         yardsticks = self._yardsticks(made, case.scale)
         try:
             result, failures = self._launch_all(case, made)
@@ -278,7 +278,7 @@ class Runner(ModuleRunner):
             reference.same_precision(
                 *(made.q, made.k, made.v),
                 scale=scale,
-                reach=reach(self.spec.mask),
+                reach=reach(made.mask),
                 out_dtype=self.out_dtype,
                 p_scale=p_scale,
             )
@@ -311,12 +311,12 @@ class Runner(ModuleRunner):
     def _call(self, made: Inputs, *, scale: float | None = None) -> Attention:
         """Call with `out` given; without an LSE output the result's LSE is empty."""
         if self.spec.outputs.lse:
-            returned = self.entry(made.q, made.k, made.v, scale=scale, out=made.out, return_lse=True)
+            returned = self.entry(made.q, made.k, made.v, **made.options, scale=scale, out=made.out, return_lse=True)
             if not (isinstance(returned, tuple) and len(returned) == 2):
                 raise TypeError(f"return_lse=True should return (O, LSE), not {type(returned).__name__}")
             out, lse = returned
         else:
-            out = self.entry(made.q, made.k, made.v, scale=scale, out=made.out)
+            out = self.entry(made.q, made.k, made.v, **made.options, scale=scale, out=made.out)
             lse = torch.empty(0, device=self.device)
         self._same_out(out, made.out)
         return Attention(made.out, lse)
@@ -336,7 +336,7 @@ class Runner(ModuleRunner):
         return self._make(inputs.served(Case("checks", "inputs of the checks", **{**facts, **changes}), self.spec))
 
     def _wrong_o(self, made: Inputs, out: torch.Tensor) -> str:
-        expected = reference.attention(made.q, made.k, made.v, reach=reach(self.spec.mask))
+        expected = reference.attention(made.q, made.k, made.v, reach=reach(made.mask))
         return "; ".join(compare_o(out, expected.out, [each.out for each in self._yardsticks(made)]).failures)
 
     def _smallest(self) -> Inputs:
@@ -345,7 +345,7 @@ class Runner(ModuleRunner):
 
     def _allocates_out(self) -> str:
         made = self._smallest()
-        out = self.entry(made.q, made.k, made.v)
+        out = self.entry(made.q, made.k, made.v, **made.options)
         if not isinstance(out, torch.Tensor):
             return f"without return_lse it should return one tensor, not {type(out).__name__}"
         if (out.shape, out.dtype, out.device) != (made.out.shape, self.out_dtype, made.q.device):
@@ -358,7 +358,7 @@ class Runner(ModuleRunner):
     def _empty_batch(self) -> str:
         made = self._small()
         asked = {"return_lse": True} if self.spec.outputs.lse else {}
-        returned = self.entry(made.q[:0], made.k[:0], made.v[:0], **asked)
+        returned = self.entry(made.q[:0], made.k[:0], made.v[:0], **made.options, **asked)
         out, lse = returned if self.spec.outputs.lse else (returned, None)
         if out.shape != made.out[:0].shape or out.dtype != self.out_dtype:
             return f"O is {tuple(out.shape)} {out.dtype} instead of {tuple(made.out[:0].shape)} {self.out_dtype}"
@@ -392,6 +392,9 @@ class Runner(ModuleRunner):
         yield f"v whose {'last mode' if inner == 3 else 'sequence'} is not contiguous", "v", {**good, "v": every_second}
         yield "k that starts off a 16-byte boundary", "k", {**good, "k": shifted}
         yield "v whose rows are no multiple of 16 bytes apart", "v", {**good, "v": odd_rows}
+        if made.options:
+            yield "a window of one number", "window", {**good, "window": (3,)}
+            yield "a negative reach", "window", {**good, "window": (-2, 0)}
         yield "out of another shape", "out", {**good, "out": torch.empty_like(made.out)[:, :-1]}
         wrong = torch.float32 if self.out_dtype == self.dtype else self.dtype
         yield "out of another dtype", "out", {**good, "out": torch.empty_like(made.out, dtype=wrong)}
@@ -407,7 +410,7 @@ class Runner(ModuleRunner):
         with torch.cuda.stream(side):
             torch.cuda._sleep(40_000_000)  # type: ignore[no-untyped-call]  # cycles: about 20 ms
             late.copy_(made.q)
-            self.entry(late, made.k, made.v, out=made.out)
+            self.entry(late, made.k, made.v, **made.options, out=made.out)
             copy = made.out.clone()
         side.synchronize()
         return self._wrong_o(made, copy)
@@ -417,4 +420,4 @@ class Runner(ModuleRunner):
         (batch, seq_q, heads_q, _), (_, seq_k, heads_kv, _) = made.q.shape, made.k.shape
         made_anew = self.operation.bytes_made(Shape(batch, seq_q, seq_k, heads_q, heads_kv))
         allowed = made_anew + 1024  # the allocator rounds up to 512 bytes
-        return functools.partial(self.entry, made.q, made.k, made.v, out=made.out), allowed
+        return functools.partial(self.entry, made.q, made.k, made.v, **made.options, out=made.out), allowed

@@ -13,6 +13,7 @@ from rendering import CHECKOUT, changed, variants
 from fa3gen.cpu.kernel import Settings
 from fa3gen.cpu.module import load_on_cpu
 from fa3gen.design import tile_order
+from fa3gen.design.masks import of_call, reach
 from fa3gen.design.work import KeyTiles, Shape, key_tiles
 from fa3gen.generate.plan import make_plan
 from fa3gen.generate.render import render_variant
@@ -32,7 +33,8 @@ SMS = Settings().sms  # as many as `verify_on_cpu` tells a kernel of
 def cases(spec: Spec) -> list[Case]:
     """Two heads, or packs of heads, with two or three tiles of queries each, the last one cut short."""
     m, n, heads = tile_order.positions(spec), spec.tile.kv, 2 * spec.tile.pack_heads
-    left, right = (spec.mask.left, spec.mask.right) if isinstance(spec.mask, WindowMask) else (0, 0)
+    left, right = reach(of_call(spec.mask)) if isinstance(spec.mask, WindowMask) else (0, 0)
+    assert left is not None and right is not None
     few = n // 2 + 3
     return [
         Case("more_queries", "a whole tile sees no key", 1, m + right + few, few, heads, 1),
@@ -66,7 +68,7 @@ def test_the_cases_have_what_they_are_for(stem: str) -> None:
     spec = variants()[stem].spec
     queries, keys = cases(spec)
     m, n = tile_order.positions(spec), spec.tile.kv
-    right = spec.mask.right if isinstance(spec.mask, WindowMask) else 0
+    right = reach(of_call(spec.mask)).right if isinstance(spec.mask, WindowMask) else 0
     assert queries.seq_q - queries.seq_k - right >= m  # the last key that row m - 1 could see is none
     first = visited(spec, keys)[0]
     assert keys.seq_k % n and first.end - first.start > 1

@@ -38,6 +38,7 @@ from fa3gen.base import files  # noqa: E402
 from fa3gen.base.errors import UserError  # noqa: E402
 from fa3gen.compile.loading import clean_argv, load_file  # noqa: E402
 from fa3gen.design import ladder  # noqa: E402
+from fa3gen.design.masks import options_of_call  # noqa: E402
 from fa3gen.design.workspace import Workspace  # noqa: E402
 from fa3gen.hardware.dtypes import DTYPES  # noqa: E402
 from fa3gen.run.launch import load_for_launch  # noqa: E402
@@ -111,7 +112,7 @@ def run_module(task: Task, on: On) -> Result:
         options = {"return_lse": True} if spec.outputs.lse else {}
         dtype = DTYPES[spec.o_dtype].in_torch()
         out = torch.full((*q.shape[:-1], v.shape[-1]), float("nan"), dtype=dtype, device=q.device)
-        given = module.attention(q, k, v, out=out, **options)
+        given = module.attention(q, k, v, out=out, **options_of_call(spec.mask), **options)
         out, lse = given if spec.outputs.lse else (given, None)
         result.arrays[f"{case.name}/out"] = comparison.bits_of(out)
         if lse is not None:

@@ -31,6 +31,7 @@ from fa3gen.spec.model import (
     Spec,
     TmaLoad,
     WgmmaProduct,
+    WindowMask,
 )
 
 
@@ -86,6 +87,8 @@ def _structure(spec: Forward) -> Iterable[Answer]:
     yield parts.global_handoff_load.ask(through, spec.load.engine)
     yield parts.smem_section.ask(through, spec.smem is not None)
     yield parts.window_product.ask(spec.mask.kind, spec.pv.engine)
+    sides = (spec.mask.left, spec.mask.right) if isinstance(spec.mask, WindowMask) else (None, None)
+    yield parts.window_sides.ask(spec.mask.kind, *sides)
     yield parts.optional_lse.ask(spec.outputs.lse, spec.pv.engine)
     if isinstance(spec.load, TmaLoad):
         yield memory.q_stages.ask(spec.load.q_stages, spec.schedule.kind)

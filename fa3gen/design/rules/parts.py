@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fa3gen.design.rules.registry import GENERATOR, Violation, rule
+from fa3gen.spec.model import WINDOW_MAX
 
 
 @rule(kind=GENERATOR, topic="O = P V")
@@ -86,6 +87,19 @@ def window_product(mask: str, pv_engine: str) -> Violation | None:
         return None
     return Violation(
         "mask", "a sliding window is rendered with both products on WGMMA only; use mask causal or none, or extend k4_2"
+    )
+
+
+@rule(kind=GENERATOR, topic="kv order")
+def window_sides(mask: str, left: int | None, right: int | None) -> Violation | None:
+    """Both sides of a window are compiled in, or both are arguments of a call."""
+    if mask != "window" or (left is None) == (right is None):
+        return None
+    missing, there = ("left", f"right: {right}") if left is None else ("right", f"left: {left}")
+    return Violation(
+        f"mask.{missing}",
+        f"a window has both sides compiled in, or gets both with each call, and here is {there} alone; give {missing} "
+        f"as well ({WINDOW_MAX} for all keys), or leave both out",
     )
 
 

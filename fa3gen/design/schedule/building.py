@@ -54,6 +54,8 @@ def full_tiles(spec: Forward) -> Literal["all", "before", "between", "none"]:
         return "all"
     if isinstance(spec.mask, CausalMask):
         return "before"
+    if spec.mask.left is None or spec.mask.right is None:
+        return "between"  # or none, as calls have it: each edge has a loop, and so have the tiles between
     # The last row of a tile of queries sees keys from its diagonal - left on, the first one up to its own + right. As
     # many keys in between fill a tile of keys, or else no tile is full; and then, and only then, one has both edges.
     wide = spec.mask.left + spec.mask.right + 2 - tile_order.positions(spec) >= spec.tile.kv

@@ -52,7 +52,10 @@ _CEILING = record(
 )
 _PROBLEM = record(
     {
-        "shape": record(dict.fromkeys(("batch", "seq_q", "seq_k", "heads_q", "heads_kv"), COUNT)),
+        "shape": record(
+            {**dict.fromkeys(("batch", "seq_q", "seq_k", "heads_q", "heads_kv"), COUNT), "window": listed(NUMBER)},
+            optional=("window",),
+        ),
         "tiles": {**COUNT, "description": "Tiles of queries."},
         "steps": {**COUNT, "description": "Tiles of keys visited, over all tiles of queries."},
         "masked": COUNT,
@@ -230,7 +233,7 @@ def _ceiling(ceiling: Ceiling) -> dict[str, Any]:
 def _problem(row: Sequence[ProblemCeiling]) -> dict[str, Any]:
     problem = row[0].problem
     return {
-        "shape": asdict(problem.shape),
+        "shape": {name: value for name, value in asdict(problem.shape).items() if value is not None},
         "tiles": problem.tiles,
         "steps": problem.visited,
         "masked": problem.masked,

@@ -289,6 +289,8 @@ def _problems(work: AttentionWork, console: Console) -> list[RenderableType]:
         "computed: FLOPs done over those counted; steps: tiles of keys; FLOP/B: for each byte of HBM; "
         "chips: TFLOP/s at most, with HBM where that bounds it"
     )
+    if window := work.problems[0][0].problem.shape.window:
+        note += f"; window {window} of each call"
     heading, told = _heading("Waves and ceilings, whole problems"), _note(note, style="dim")
     if _width(console, [whole]) <= console.width:
         return [heading, whole, told]

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 SEED = 1  # of the sweep's inputs
 LONGEST, LONGEST_SCALAR = 1024, 512  # keys of the sweep: seconds on the CPU model
-_SHAPE = re.compile(r"b(\d+) (\d+)x(\d+) h(\d+)/(\d+)")
+_SHAPE = re.compile(r"b(\d+) (\d+)x(\d+) h(\d+)/(\d+)(?: window \S+)?")
 
 
 @dataclass(frozen=True)
@@ -127,8 +127,8 @@ def on_cpu_model(variant: Variant[Forward], kernel: CpuKernel) -> Card:
     points = []
     for case in sweep(spec):
         made = inputs.make_for(spec, case, device=torch.device("cpu"), seed=SEED)
-        expected = reference.attention(made.q, made.k, made.v, reach=reach(spec.mask))
-        yardstick = reference.same_precision(made.q, made.k, made.v, reach=reach(spec.mask), out_dtype=made.out.dtype)
+        expected = reference.attention(made.q, made.k, made.v, reach=reach(made.mask))
+        yardstick = reference.same_precision(made.q, made.k, made.v, reach=reach(made.mask), out_dtype=made.out.dtype)
         try:
             found = attention(kernel, variant, made.q, made.k, made.v)
         except Hazard as hazard:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from fa3gen.design.family import Shape
+from fa3gen.design.masks import of_call, reach
 from fa3gen.design.tile_order import positions
 from fa3gen.design.work import KeyTiles, key_tiles
 from fa3gen.spec.model import Forward, GlobalHandoff, WindowMask
@@ -59,7 +60,8 @@ def examples(spec: Forward) -> tuple[tuple[int, int], ...]:
     m, n = positions(spec), spec.tile.kv
     square = 8 * max(m, n)
     if isinstance(spec.mask, WindowMask):
-        square = max(square, -(-(spec.mask.left + spec.mask.right + 4 * n) // max(m, n)) * max(m, n))
+        left, right = reach(of_call(spec.mask))
+        square = max(square, -(-((left or 0) + (right or 0) + 4 * n) // max(m, n)) * max(m, n))
     fewer = square // 2 + m // 3
     cuts = (n // 3, *range(1, n))
     cut = next((cut for cut in cuts if schedule(spec, fewer, square - cut).count("full")), n // 3)

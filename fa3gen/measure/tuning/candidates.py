@@ -120,7 +120,7 @@ def _start(incumbent: Variant[Forward], base: Sequence[Variant[Forward]], base_f
     twin = next((variant for variant in base if Family.of(variant.spec) == family), None)
     problem = incumbent.spec.model_dump(include={"problem", "mask"})
     fields = twin.spec.model_dump() if twin else {**base_file.fields, **problem}
-    return Start(family, incumbent, fields, base_file)
+    return Start(family.of_call(), incumbent, fields, base_file)
 
 
 def _fits(spec: Forward, space: Space) -> bool:

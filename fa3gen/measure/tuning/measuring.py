@@ -11,6 +11,7 @@ in it.
 
 from __future__ import annotations
 
+import functools
 import gc
 import math
 import random
@@ -24,6 +25,7 @@ import torch
 
 from fa3gen.compile import toolchain
 from fa3gen.compile.cache import cached_object
+from fa3gen.design.masks import options_for
 from fa3gen.design.operation import operation_of
 from fa3gen.hardware.dtypes import DTYPES
 from fa3gen.measure.bench import CHECK_TOLERANCE, error_in_last_rows, last_rows
@@ -251,7 +253,9 @@ class Bench:
         attends: dict[str, Callable[[], Attend]] = {}
         for module in request["modules"]:
             if (loaded := self._right(module)) is not None:
-                entry = operation_of(Forward.model_validate(module["spec"])).entry_of(loaded)
+                spec = Forward.model_validate(module["spec"])
+                options = options_for(spec.mask, problem.mask.spec_mask())
+                entry = functools.partial(operation_of(spec).entry_of(loaded), **options)
                 attends[module["stem"]] = lambda entry=entry: entry  # type: ignore[misc]
         for peer in self._peers(request):
             attends[peer.name] = lambda peer=peer: peer.prepare(problem.mask.spec_mask())  # type: ignore[misc]
