@@ -511,15 +511,43 @@ def test_lse_needs_a_module_that_writes_it(place: Workspace) -> None:
 def test_another_window_says_how_to_make_it(place: Workspace) -> None:
     family = Family("bf16", 64, 64, WindowMask(left=300, right=0))
     message = (
-        "no generated module computes bf16, head dim 64, window (300, 0), with LSE (the reach of a window is compiled "
-        "in); head dims served: bf16, causal: 128; bf16, no mask: 128; bf16, window (512, 0): 64. Make one: fa3gen new "
-        "mine --from k4_2_window, write `problem: {head_dim: 64, dtype: bf16}` and `mask: {kind: window, left: 300, "
-        "right: 0}` into it, fa3gen render mine"
+        "no generated module computes bf16, head dim 64, window (300, 0), with LSE; head dims served: bf16, causal: "
+        "128; bf16, no mask: 128; bf16, window (512, 0): 64. Make one: fa3gen new mine --from k4_2_window, write "
+        "`problem: {head_dim: 64, dtype: bf16}` and `mask: {kind: window}` into it, fa3gen render mine"
     )
     with pytest.raises(NoKernel, match=re.escape(message)):
         dispatch.choose(family, Size(7, 1), lse=True, workspace=place)
     served = family._replace(mask=WindowMask(left=512, right=0))
     assert dispatch.choose(served, Size(7, 1), lse=True, workspace=place).stem == "k4_2_window_d64_window512_0"
+
+
+@pytest.mark.parametrize(
+    ("window", "stem", "options"),
+    [
+        ((512, 0), "fwd_d128_window", {}),  # compiled in
+        ((511, 0), "fwd_d128_any_window", {"window": (511, 0)}),
+        ((-1, 3), "fwd_d128_any_window", {"window": (2**30, 3)}),
+    ],
+)
+def test_a_window_that_is_not_compiled_in_is_given_with_the_call(
+    window: tuple[int, int], stem: str, options: dict[str, Any]
+) -> None:
+    family = Family("bf16", 128, 128, dispatch.mask_of(False, window))
+    choice = dispatch.choose(family, Size(4096, 512), lse=True, workspace=CHECKOUT)
+    assert (choice.stem, choice.options) == (stem, options)
+
+
+def test_a_production_module_for_any_window_comes_before_a_rung_of_the_ladder() -> None:
+    family = Family("bf16", 64, 64, WindowMask(left=512, right=0))
+    choice = dispatch.choose(family, Size(4096, 512), lse=True, workspace=CHECKOUT)
+    assert (choice.stem, choice.options) == ("fwd_d64_any_window", {"window": (512, 0)})
+    assert "the only production module that fits" in choice.reason
+
+
+def test_other_masks_are_not_served_by_windows() -> None:
+    """They have modules of their own, which are faster."""
+    assert not Family("bf16", 64, 64, WindowMask()).serves(Family("bf16", 64, 64, CausalMask()))
+    assert not Family("bf16", 64, 64, WindowMask()).serves(Family("fp16", 64, 64, WindowMask(left=1, right=1)))
 
 
 def test_o_in_float32_has_modules_of_its_own() -> None:
@@ -589,13 +617,19 @@ def test_check_passes_what_the_records_give(place: Workspace) -> None:
         (True, None, CausalMask()),
         (False, (512, 7), WindowMask(left=512, right=7)),
         (True, [512, 7], WindowMask(left=512, right=0)),
+        (False, (-1, -1), NoMask()),
+        (False, (-1, 0), CausalMask()),
+        (True, (-1, -1), CausalMask()),
+        (False, (0, 0), WindowMask(left=0, right=0)),
+        (False, (-1, 7), WindowMask(left=2**30, right=7)),
+        (False, (7, -1), WindowMask(left=7, right=2**30)),
     ],
 )
 def test_masks(causal: bool, window: Any, mask: Any) -> None:
     assert dispatch.mask_of(causal, window) == mask
 
 
-@pytest.mark.parametrize("window", [5, (1,), (1, -1), (1, 2.0), (True, 1), "12", (1, 2**31)])
+@pytest.mark.parametrize("window", [5, (1,), (1, -2), (1, 2.0), (True, 1), "12", (1, 2**31)])
 def test_windows_that_are_none(window: Any) -> None:
     with pytest.raises(dispatch.ArgumentError, match="it needs to be None or"):
         dispatch.mask_of(False, window)

@@ -6,6 +6,7 @@ The modules are stood in for by functions that compute the reference; that gener
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,9 +18,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fa3gen
 from fa3gen.design.family import Family
-from fa3gen.design.masks import reach
+from fa3gen.design.masks import options_for, reach
 from fa3gen.run import dispatch, gpu, ops
 from fa3gen.run.dispatch import Choice, NoKernel, Size, Stretch
+from fa3gen.spec.model import WindowMask
 from fa3gen.verify import reference
 
 STEM = "k6_d64_causal"
@@ -157,6 +159,25 @@ def test_what_decides_is_asked_for(eager: Modules) -> None:
     families.append(Family("bf16", 64, 64, masks[0], "fp32"))
     assert [family for family, _, _ in eager.asked] == [*families[:3], *families[4:]]
     assert [lse for _, _, lse in eager.asked] == [False] * 3 + [True] + [False] * 3
+
+
+def test_a_window_of_the_call_reaches_the_module(eager: Modules, monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = tensors()
+    choose, seen = dispatch.choose, []
+
+    def attention(q: Any, k: Any, v: Any, *, window: tuple[int, int] | None = None, **options: Any) -> Any:
+        seen.append(window)
+        return expected(q, k, v, **options)
+
+    def with_options(family: Family, *args: Any, **keywords: Any) -> Any:
+        return replace(choose(family, *args, **keywords), options=options_for(WindowMask(), family.mask))
+
+    monkeypatch.setattr(ops, "module_at", lambda file: SimpleNamespace(attention=attention))
+    monkeypatch.setattr(dispatch, "choose", with_options)
+    for window in ((3, 0), (4, -1), (3, 0)):
+        fa3gen.attention(q, k, v, window=window)
+    torch.ops.fa3gen.attention_forward(q, k, v, window=[5, 6])
+    assert seen == [(3, 0), (4, 2**30), (3, 0), (5, 6)]
 
 
 def test_dependent_launch_is_asked_of_modules_that_know_it(eager: Modules, monkeypatch: pytest.MonkeyPatch) -> None:

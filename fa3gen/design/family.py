@@ -11,7 +11,7 @@ from typing import NamedTuple
 from fa3gen.base.wording import listed
 from fa3gen.design.masks import Window, computes, counted_pairs, given_with_calls, of_call
 from fa3gen.design.tiles import sequence_contiguous
-from fa3gen.spec.model import CausalMask, DType, Forward, Mask, OutputDType, WindowMask
+from fa3gen.spec.model import WINDOW_MAX, CausalMask, DType, Forward, Mask, OutputDType, WindowMask
 
 TILE_ROWS = 128  # in which calls are counted; the tiles of a module may have fewer
 
@@ -100,11 +100,12 @@ class Family(NamedTuple):
 
 
 def mask_text(mask: Mask) -> str:
-    """`no mask`, `causal`, `window (512, 0)`, or `any window` where calls give it."""
+    """`no mask`, `causal`, `window (512, 0)`, `window (all, 5)`, or `any window` where calls give it."""
     if given_with_calls(mask):
         return "any window"
     if isinstance(mask, WindowMask):
-        return f"window ({mask.left}, {mask.right})"
+        left, right = ("all" if keys == WINDOW_MAX else keys for keys in (mask.left, mask.right))
+        return f"window ({left}, {right})"
     return "causal" if isinstance(mask, CausalMask) else "no mask"
 
 

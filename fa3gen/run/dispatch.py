@@ -11,12 +11,11 @@ Imports neither torch nor cutlass.
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pydantic import Field, ValidationError
 
@@ -24,6 +23,7 @@ from fa3gen.base.errors import Problem, SpecError, UserError
 from fa3gen.base.files import sha256
 from fa3gen.base.wording import counted
 from fa3gen.design.family import TILE_ROWS, Family, mask_text
+from fa3gen.design.masks import options_for
 from fa3gen.design.workspace import Workspace
 from fa3gen.hardware.chips import H200
 from fa3gen.spec.model import WINDOW_MAX, CausalMask, DType, Forward, Mask, NoMask, OutputDType, SpecModel, WindowMask
@@ -197,18 +197,20 @@ class Table(SpecModel):
 def mask_of(causal: bool, window: Sequence[int] | None) -> Mask:
     """The mask that `causal` and `window` = (left, right) ask for: both together hide what either hides.
 
-    Raises ArgumentError for a window that is no pair of whole numbers from 0 to 2^30.
+    -1 is no bound. Raises ArgumentError for a window that is no pair of whole numbers from -1 to 2^30.
     """
     if window is None:
         return CausalMask() if causal else NoMask()
     reach = tuple(window) if isinstance(window, (tuple, list)) else ()
-    if len(reach) != 2 or any(type(keys) is not int or not 0 <= keys <= WINDOW_MAX for keys in reach):
+    if len(reach) != 2 or any(type(keys) is not int or not -1 <= keys <= WINDOW_MAX for keys in reach):
         raise ArgumentError(
             f"window is {window!r}; it needs to be None or (left, right), how many keys a query sees left and right of "
-            f"the diagonal, each from 0 to {WINDOW_MAX}"
+            f"the diagonal, each from 0 to {WINDOW_MAX}, or -1 for all"
         )
-    left, right = reach
-    return WindowMask(left=left, right=0 if causal else right)
+    left, right = reach[0], 0 if causal else reach[1]
+    if left == -1 and right in (-1, 0):
+        return NoMask() if right else CausalMask()
+    return WindowMask(left=WINDOW_MAX if left == -1 else left, right=WINDOW_MAX if right == -1 else right)
 
 
 # The choice
@@ -219,7 +221,7 @@ class Choice:
     """The module for a call, and why: a row of the table, or (None) that no row fits and nothing else does.
 
     `measured` says in words what is known of the row's module and of its runner-up, `size` what was asked for, and
-    `around` which other sizes have the same choice.
+    `around` which other sizes have the same choice. `options` is what a call of the module has to say beside that.
     """
 
     stem: str
@@ -231,6 +233,7 @@ class Choice:
     measured: tuple[str, ...] = ()
     size: Size | None = None
     around: Stretch = Stretch()
+    options: Mapping[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
         """The module, its spec in short, and why, in a few lines."""
@@ -259,8 +262,12 @@ def choose(family: Family, size: Size, *, lse: bool, workspace: Workspace) -> Ch
                 continue
             choice = of_row(home, row, place_of_row(home, path, number, row))
             if choice.spec.outputs.lse or not lse:
-                return replace(choice, size=size, around=around)
-    return replace(_unmeasured(family, lse, workspace), size=size, around=around)
+                return _for_call(choice, family, size, around)
+    return _for_call(_unmeasured(family, lse, workspace), family, size, around)
+
+
+def _for_call(choice: Choice, family: Family, size: Size, around: Stretch) -> Choice:
+    return replace(choice, size=size, around=around, options=options_for(choice.spec.mask, family.mask))
 
 
 def tables(workspace: Workspace) -> Iterator[tuple[Workspace, Path]]:
@@ -296,21 +303,25 @@ def of_row(home: Workspace, row: Row, place: str) -> Choice:
     variant = next((found for found in attention_among(home.resolve(row.module)) if found.stem == row.module), None)
     if variant is None:
         raise NoKernel(f"{place} names {row.module}, which is a spec with several modules; run: {WRITE_TABLE}")
-    if (computed := Family.of(variant.spec)) != row.family:
+    if not (computed := Family.of(variant.spec)).serves(row.family):
         raise NoKernel(f"{place} is served by {row.module}, and that computes {computed}; run: {WRITE_TABLE}")
     measured = tuple(measurement.told(home) for measurement in row.measured)
     return Choice(row.module, file, variant.spec, variant.source, row, place, measured)
 
 
 def _unmeasured(family: Family, lse: bool, workspace: Workspace) -> Choice:
-    """The module to take without a measurement, when there is no choice. Raises NoKernel when there is one, or none."""
+    """The module to take without a measurement, when there is no choice. Raises NoKernel when there is one, or none.
+
+    Modules that are compiled for the window come before those that are for any.
+    """
     modules = list(_modules(workspace))
     fitting: dict[str, tuple[Variant[Forward], Path]] = {}
     for variant, file in modules:
-        if Family.of(variant.spec) == family and (variant.spec.outputs.lse or not lse):
+        if Family.of(variant.spec).serves(family) and (variant.spec.outputs.lse or not lse):
             fitting.setdefault(variant.stem, (variant, file))  # the workspace's own come first
-    production = [stem for stem in fitting if stem.startswith(PRODUCTION_PREFIX)]
-    only = production if len(production) == 1 else list(fitting)
+    exact = [stem for stem in fitting if Family.of(fitting[stem][0].spec) == family]
+    production = _production(exact) or _production(fitting)
+    only = production if len(production) == 1 else exact or list(fitting)
     if len(only) == 1:
         variant, file = fitting[only[0]]
         what = "module" if len(fitting) == 1 else "production module"
@@ -324,6 +335,10 @@ def _unmeasured(family: Family, lse: bool, workspace: Workspace) -> Choice:
             f"{measuring(stems)}"
         )
     raise NoKernel(_nothing(family, lse, [variant for variant, _ in modules]))
+
+
+def _production(stems: Iterable[str]) -> list[str]:
+    return [stem for stem in stems if stem.startswith(PRODUCTION_PREFIX)]
 
 
 def _modules(workspace: Workspace) -> Iterator[tuple[Variant[Forward], Path]]:
@@ -348,7 +363,6 @@ def _nothing(family: Family, lse: bool, variants: Sequence[Variant[Forward]]) ->
     there = "; ".join(
         f"{what}: {', '.join(sorted(found, key=_natural))}" for what, found in sorted(served_dims.items())
     )
-    compiled_in = " (the reach of a window is compiled in)" if isinstance(family.mask, WindowMask) else ""
 
     def likeness(variant: Variant[Forward]) -> tuple[bool, ...]:
         other = Family.of(variant.spec)
@@ -356,7 +370,7 @@ def _nothing(family: Family, lse: bool, variants: Sequence[Variant[Forward]]) ->
         return same_o, same_mask, other.head_dim == family.head_dim, variant.stem.startswith(PRODUCTION_PREFIX)
 
     base = max(variants, key=likeness).source.stem if variants else "k4_2"
-    mask = json.dumps(family.mask.model_dump()).replace('"', "")
+    mask = f"{{kind: {family.mask.kind}}}"  # of a window any, since calls give it then
     dims = f"head_dim: {family.head_dim}"
     if family.head_dim_v != family.head_dim:
         dims += f", head_dim_v: {family.head_dim_v}"
@@ -364,7 +378,7 @@ def _nothing(family: Family, lse: bool, variants: Sequence[Variant[Forward]]) ->
     if family.out_dtype is not None:
         fields = f"`o: {{dtype: {family.out_dtype}}}`, {fields}"
     return (
-        f"no generated module computes {family}{', with LSE' if lse else ''}{compiled_in}; head dims served: "
+        f"no generated module computes {family}{', with LSE' if lse else ''}; head dims served: "
         f"{there or 'none'}. Make one: fa3gen new mine --from {base}, write {fields} into it, fa3gen render mine"
     )
 

@@ -107,8 +107,8 @@ def attention(
         k: (batch, seq_k, heads_kv, d), heads_q a multiple of heads_kv (GQA, MQA).
         v: (batch, seq_k, heads_kv, d_v).
         causal: Query i sees keys j <= i + seq_k - seq_q.
-        window: (left, right), how many keys a query sees left and right of its diagonal; with `causal`, none on
-            the right. A window is compiled in: `fa3gen new` makes a module for another one.
+        window: (left, right), how many keys a query sees left and right of its diagonal, -1 for all; with `causal`,
+            none on the right. A module with the window compiled in is taken where there is one, else one for any.
         scale: Factor of the scores, finite and positive; 1 / sqrt(d) by default.
         out: (batch, seq_q, heads_q, d_v) to write O to, of q's dtype, or float32, which takes a module of its own; a
             new contiguous tensor of q's dtype by default.
@@ -189,6 +189,8 @@ def _find(q: Any, k: Any, v: Any, out: Any, causal: bool, window: Any, return_ls
     family, size = _asked(q, k, v, out, causal, window)
     choice = dispatch.choose(family, size, lse=return_lse, workspace=Workspace.find())
     attention: Callable[..., Any] = module_at(choice.file).attention
+    if choice.options:
+        attention = functools.partial(attention, **choice.options)
     key = q.get_device(), q.dtype, getattr(out, "dtype", None), q.shape[3], v.shape[3], causal, window, return_lse
     _stretches.setdefault(key, []).append((*choice.around, attention))
     return attention

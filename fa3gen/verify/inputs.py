@@ -105,8 +105,8 @@ PERSISTENT_CASES: tuple[Case, ...] = (
 )  # fmt: skip
 
 
-# Of calls that give one: without bounds, wider than tiles, causal, wider than most sequences, the diagonal alone, open on
-# the right, and on the left by a number. Seven divides no number of cases: going round twice, each has two of them.
+# Of calls that give one: without bounds, wider than tiles, causal, wider than most sequences, the diagonal alone, open
+# on the right, and on the left by a number. Seven divides no number of cases: going round twice, each has two of them.
 WINDOWS: tuple[Window, ...] = ((-1, -1), (200, 70), (-1, 0), (511, 0), (0, 0), (0, -1), (WINDOW_MAX, 3))
 
 
