@@ -386,9 +386,7 @@ def kv_range(m_start: cutlass.Int32, seq_q: cutlass.Int32, seq_k: cutlass.Int32,
     key_start = cutlass.min(key_end, cutlass.max(diagonal - window_left, 0))
     n_full_start = cute.ceil_div(cutlass.max(diagonal + TILE_M - 1 - window_left, 0), TILE_N)
     n_full_end = cutlass.min(seq_k, cutlass.max(diagonal + window_right + 1, 0)) // TILE_N
-    # A window that is too narrow for such tiles has n_full_start = n_full_end, not before the first tile.
-    n_full_end = cutlass.max(n_full_end, key_start // TILE_N)
-    n_full_start = cutlass.min(n_full_start, n_full_end)
+    n_full_start = cutlass.min(n_full_start, n_full_end)  # a narrow window leaves no such tiles
     return key_start // TILE_N, cute.ceil_div(key_end, TILE_N), n_full_start, n_full_end
 
 

@@ -132,19 +132,22 @@ def test_tiles_without_an_edge_of_the_window(
     assert (mask.full_tiles, mask.both_edges) == (full_tiles, both_edges)
 
 
+@pytest.mark.parametrize("given", [False, True])
 @pytest.mark.parametrize("pack", [1, 2, 8])
 @pytest.mark.parametrize("right", [0, 1, 70, 200])
-def test_each_edge_of_a_window_is_masked(pack: int, right: int) -> None:
+def test_each_edge_of_a_window_is_masked(pack: int, right: int, given: bool) -> None:
     """The loops that the plan of a window chooses visit each tile of keys that is seen, once, and mask its edges."""
     rows, keys = 128 // pack, 128
     for left in (0, 1, 57, 58, 59, 125, 126, 127, 128, 183, 184, 185, 253, 254, 255, 300):
-        window = {"kind": "window", "left": left, "right": right}
+        sides = {"left": None, "right": None} if given else {"left": left, "right": right}
+        window = {"kind": "window", **sides}
         mask = make_plan(changed("fwd_d128_window", tile={"pack_heads": pack}, mask=window)).mask
+        assert mask.given is given
         for seq_q, seq_k in itertools.product((1, 100, 128, 300), (1, 127, 128, 129, 255, 256, 384, 500)):
             for m_start in range(0, seq_q, rows):
                 first = m_start + seq_k - seq_q  # the diagonals of the tile's first and last row
                 last = min(m_start + rows, seq_q) - 1 + seq_k - seq_q
-                masked = masked_edges(mask, first, rows, keys, seq_k)
+                masked = masked_edges(mask, (left, right), first, rows, keys, seq_k)
                 for n_block in range(-(-seq_k // keys)):
                     start, end = n_block * keys, n_block * keys + keys - 1
                     if n_block not in masked:  # none of its keys is seen
@@ -155,16 +158,25 @@ def test_each_edge_of_a_window_is_masked(pack: int, right: int) -> None:
                     assert right_edge or end <= min(first + right, seq_k - 1), (left, seq_q, seq_k, m_start, n_block)
 
 
-def masked_edges(mask: MaskPlan, diagonal: int, rows: int, keys: int, seq_k: int) -> dict[int, tuple[bool, bool]]:
+def masked_edges(
+    mask: MaskPlan, window: tuple[int, int], diagonal: int, rows: int, keys: int, seq_k: int
+) -> dict[int, tuple[bool, bool]]:
     """Tile of keys -> whether its left and right edge are masked; as `kv_range` and `consume` of such a module go."""
-    key_end = min(seq_k, max(diagonal + rows + mask.right, 1))
-    n_begin, n_end = min(key_end, max(diagonal - mask.left, 0)) // keys, -(-key_end // keys)
-    n_full_begin = -(-max(diagonal + rows - 1 - mask.left, 0) // keys)
-    n_full_end = min(seq_k, max(diagonal + mask.right + 1, 0)) // keys
-    right = mask.both_edges, True  # what `mask_scores` masks
+    left, right = window
+    key_end = min(seq_k, max(diagonal + rows + right, 1))
+    n_begin, n_end = min(key_end, max(diagonal - left, 0)) // keys, -(-key_end // keys)
+    n_full_begin = -(-max(diagonal + rows - 1 - left, 0) // keys)
+    n_full_end = min(seq_k, max(diagonal + right + 1, 0)) // keys
+    if mask.given:
+        n_full_begin = min(n_full_begin, n_full_end)
+
+    def both(n_block: int) -> tuple[bool, bool]:
+        """What `mask_scores` masks."""
+        return mask.both_edges or (mask.given and n_block * keys < diagonal + rows - 1 - left), True
+
     if mask.full_tiles == "none":
-        return dict.fromkeys(range(n_begin, n_end), right)
-    visits = [(n_block, right) for n_block in (n_end - 1, *range(n_end - 2, n_full_end - 1, -1))]
+        return {n_block: both(n_block) for n_block in range(n_begin, n_end)}
+    visits = [(n_block, both(n_block)) for n_block in (n_end - 1, *range(n_end - 2, n_full_end - 1, -1))]
     visits += [(n_block, (False, False)) for n_block in range(n_full_begin, min(n_end - 1, n_full_end))]
     visits += [(n_block, (True, False)) for n_block in range(n_begin, min(n_end - 1, n_full_begin))]
     assert len(dict(visits)) == len(visits)

@@ -314,7 +314,6 @@ def key_tiles(spec: Forward, shape: Shape, m_block: int) -> KeyTiles:
     full_start = -(-max(diagonal + positions - 1 - left, 0) // kv)
     full_end = min(seq_k, max(diagonal + right + 1, 0)) // kv
     if given_with_calls(spec.mask):
-        full_end = max(full_end, start // kv)
         full_start = min(full_start, full_end)
     return KeyTiles(start // kv, -(-end // kv), full_start, full_end)
 
