@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from rendering import attention_stems, plans, variants
 from torch_modules import Module, check_arguments, exact, nan_rows, online, past_the_end, to_bits, whole_tiles_only
 
-from fa3gen.design.masks import reach
+from fa3gen.design.masks import of_call, reach
 from fa3gen.design.operation import operation_of
 from fa3gen.hardware.dtypes import DTYPES
 from fa3gen.spec.model import CausalMask, Forward, Mask, NoMask, Spec, WindowMask
@@ -54,6 +55,57 @@ def test_a_right_module_passes_everything_that_can_be_tried_on_a_cpu(mask: Mask)
         "runs on the current stream",
         "allocates only its outputs",
     ]
+
+
+class OfTheCall(Module):
+    """A module whose calls give the window; `taken` is what it makes of that, before it computes."""
+
+    taken: Callable[[Any], Any] = staticmethod(lambda window: window)
+
+    def attention(self, *given: Any, window: Any = (-1, -1), **options: Any) -> Any:
+        if len(window) != 2 or min(window) < -1:
+            raise ValueError(f"window is {window}; it needs to be (left, right)")
+        self.mask = of_call(WindowMask(), self.taken(window))
+        return super().attention(*given, **options)
+
+
+def run_given(taken: Callable[[Any], Any]) -> verify.Report:
+    module = OfTheCall(NoMask())
+    module.taken = taken
+    spec = variants()["k4_2_any_window"].spec
+    cases = tuple(case for case in inputs.gpu_cases(spec) if case.name.removesuffix("_other_window") in set(FEW_NAMES))
+    return verify_module(module, spec, CPU, cases=cases, seed=7)
+
+
+FEW_NAMES = [case.name for case in FEW]
+
+
+def test_a_module_whose_calls_give_the_window_passes() -> None:
+    report = run_given(lambda window: window)
+    assert report.failures == ()
+    assert any("window 200,70" in case.shape for case in report.cases)
+
+
+@pytest.mark.parametrize(
+    "taken",
+    [
+        lambda window: (512, 0),
+        lambda window: (window[1], window[0]),
+        lambda window: tuple(abs(keys) for keys in window),
+        lambda window: (window[0] + (window[0] > 0), window[1]),
+    ],
+    ids=["always the same", "sides exchanged", "-1 taken for 1", "one key too many on the left"],
+)
+def test_a_module_that_takes_another_window_fails(taken: Callable[[Any], Any]) -> None:
+    assert not run_given(taken).passed
+
+
+def test_every_window_is_tried_on_every_kind_of_shape() -> None:
+    cases = inputs.gpu_cases(variants()["fwd_d128_any_window"].spec)
+    assert {case.window for case in cases} == set(inputs.WINDOWS) and len({case.name for case in cases}) == len(cases)
+    assert all(len({case.window for case in cases if case.name.startswith(name)}) >= 2 for name in FEW_NAMES)
+    small = {case.name: case.window for case in inputs.cpu_cases(variants()["fwd_d128_any_window"].spec)}
+    assert set(inputs.WINDOWS) <= set(small.values()) and small["wrap"] == (-1, 0)  # which goes round the ring
 
 
 def test_a_right_fp16_module_passes() -> None:

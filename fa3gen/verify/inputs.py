@@ -105,9 +105,9 @@ PERSISTENT_CASES: tuple[Case, ...] = (
 )  # fmt: skip
 
 
-# Of calls that give one: without bounds, wider than tiles, causal, wider than most sequences, the diagonal alone, open
+# Of calls that give one: without bounds, wider than tiles, wider than most sequences, causal, the diagonal alone, open
 # on the right, and on the left by a number. Seven divides no number of cases: going round twice, each has two of them.
-WINDOWS: tuple[Window, ...] = ((-1, -1), (200, 70), (-1, 0), (511, 0), (0, 0), (0, -1), (WINDOW_MAX, 3))
+WINDOWS: tuple[Window, ...] = ((-1, -1), (200, 70), (511, 0), (-1, 0), (0, 0), (0, -1), (WINDOW_MAX, 3))
 
 
 def gpu_cases(spec: Forward) -> tuple[Case, ...]:
