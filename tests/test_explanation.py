@@ -257,6 +257,20 @@ def test_shapes_and_chips_as_asked(capsys: pytest.CaptureFixture[str]) -> None:
     assert [cell["chip"] for cell in problem[0]["chips"]] == ["H200 SXM"]
 
 
+def test_a_window_as_asked(capsys: pytest.CaptureFixture[str]) -> None:
+    """Where calls give it. (127, 0) shows 1 to 128 keys to the first 128 of 256 queries, 128 to each of the others."""
+    common = ["k4_2_any_window", "--seq", "256", "--batch", "1", "--heads", "1"]
+    found = []
+    for window in (["--window", "127,0"], ["--window", "-1,-1"], []):
+        _, out, _ = run(capsys, *common, *window, "--json")
+        [problem] = json.loads(out)["modules"][0]["work"]["problems"]
+        found.append((problem["shape"]["window"], problem["flops"]))
+    pairs = 128 * 129 // 2 + 128 * 128, 256 * 256, 256 * 257 // 2
+    windows = [127, 0], [-1, -1], [512, 0]
+    assert found == [(window, 4 * 64 * count) for window, count in zip(windows, pairs, strict=True)]
+    assert "window (127, 0) of each call" in run(capsys, *common, "--window", "127,0")[1]
+
+
 def test_heads_of_a_packed_module(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments in (["--heads", "8"], ["--heads-kv", "2"]):
         _, out, _ = run(capsys, "fwd_d128_pack4_causal", *arguments, "--json")
@@ -271,6 +285,8 @@ def test_heads_of_a_packed_module(capsys: pytest.CaptureFixture[str]) -> None:
         (["k6", "--chip", "b200"], "there are figures for h100 and h200"),
         (["k6", "--heads", "3", "--heads-kv", "2"], "no multiple of 2 kv heads"),
         (["k6", "--seq", "4k"], "is no length"),
+        (["k4_2_any_window", "--window", "3"], "--window is 3; it needs to be LEFT,RIGHT"),
+        (["k4_2_any_window", "--window", "3,-2"], "or -1 for all"),
         (["fwd_d128_pack4_causal", "--heads", "6"], "holds 4 query heads"),
     ],
 )

@@ -33,7 +33,7 @@ HEAD_DIMS = st.sampled_from([16, 32, 48, 64, 80, 96, 128, 192, 256, 40, 7, 0])
 TILES = st.sampled_from([8, 16, 32, 48, 64, 80, 96, 112, 128, 176, 192, 256, 320, 1, -64])
 STAGES = st.sampled_from([1, 2, 3, 4, 5, 8, 0])
 MASKS: st.SearchStrategy[Any] = st.sampled_from(["none", "causal", {"kind": "causal"}]) | st.fixed_dictionaries(
-    {"kind": st.just("window"), "left": st.integers(0, 4096), "right": st.integers(0, 4096)}
+    {"kind": st.just("window")}, optional={"left": st.integers(0, 4096), "right": st.integers(0, 4096)}
 )
 COUNTS = st.fixed_dictionaries({"threads": st.sampled_from([32, 64, 128, 256, 384, 512, 1024, 2048, 100])}) | (
     st.fixed_dictionaries({"warpgroups": st.integers(1, 9)})

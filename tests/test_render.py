@@ -136,6 +136,7 @@ KNOBS: dict[str, tuple[str, dict[str, Any]]] = {
     "pack_heads_1_to_4": ("k5_d128_causal", {"tile": {"pack_heads": 4}}),
     "head_dim_v_128_to_64": ("k6_d128", {"problem": {"head_dim_v": 64}}),
     "mask_causal_to_window_overlapped": ("k5_d128_causal", {"mask": {"kind": "window", "left": 512, "right": 0}}),
+    "window_compiled_in_to_given": ("fwd_d128_window", {"mask": {"kind": "window", "left": None, "right": None}}),
     "lse_true_to_false_specialized": ("k5_d64", {"outputs": {"lse": False}}),
     "swizzle_k_128B_to_64B": ("k4_2_d128", {"smem": {"k": "64B"}}),
     "swizzle_v_128B_to_none": ("k4_2_d128", {"smem": {"v": "none"}}),
