@@ -342,6 +342,7 @@ def test_scheduler_softmax_and_output() -> None:
             longest_first=False,
             passes_coordinates=kind == "dynamic",
             shuffles_coordinates=False,
+            slots=2,
         )
     assert {stem for stem in ATTENTION if scheduler[stem].shuffles_coordinates} == {
         stem for stem in ATTENTION if scheduler[stem].kind == "stream_k" and plan(stem).spec.problem.head_dim != 128

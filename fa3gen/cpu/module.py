@@ -61,6 +61,11 @@ class CpuModel:
         """The SMs of the settings and an LSE of no rows. Raises as `check_gpu`."""
         return self.settings.sms, self.unasked_lse(gpu)
 
+    def packed_constants(self, gpu: int) -> tuple[int, torch.Tensor, torch.Tensor]:
+        """The SMs of the settings, no lengths, and an LSE of no rows. Raises as `check_gpu`."""
+        self.check_gpu(gpu)
+        return self.settings.sms, torch.empty(0, dtype=torch.int32), torch.empty((1, 0), dtype=torch.float32)
+
     def empty(self, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, gpu: int) -> torch.Tensor:
         """NaN everywhere, so that what the kernel does not write shows."""
         return torch.empty_strided(shape, strides, dtype=dtype).fill_(torch.nan)
@@ -123,7 +128,8 @@ def load_on_cpu(path: Path) -> ModuleType:
         return model.kernel
 
     module.compile_for_sm90a, module.cpu = compile_for_sm90a, model
-    for name in ("check_gpu", "unasked_lse", "sm_count", "launch_constants", "empty", "tile_counter"):
+    on_gpu = "check_gpu", "unasked_lse", "sm_count", "launch_constants", "packed_constants", "empty", "tile_counter"
+    for name in on_gpu:
         if hasattr(module, name):
             setattr(module, name, getattr(model, name))
     if hasattr(module, "flags_and_parts"):

@@ -116,7 +116,7 @@ def _stages(spec: Forward, array: str) -> int | None:
         return spec.load.kv_stages
     if array == "sQ" and isinstance(spec.load, TmaLoad) and footprint.specialized(spec):
         return spec.load.q_stages
-    return footprint.TILE_SLOTS if array == "tiles" else None
+    return footprint.tile_slots(spec) if array == "tiles" else None
 
 
 def _barriers(spec: Forward, offset: int) -> Iterable[SharedPlace]:
@@ -131,7 +131,7 @@ def _barriers(spec: Forward, offset: int) -> Iterable[SharedPlace]:
         yield SharedPlace("q_full", None, offset, size)
         offset += size
     if spec.scheduler == "dynamic":
-        rings["tile"] = footprint.TILE_SLOTS
+        rings["tile"] = footprint.tile_slots(spec)
     for ring, stages in rings.items():
         for role in ("full", "empty"):
             for stage in range(stages):

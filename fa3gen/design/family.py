@@ -6,9 +6,9 @@ Imports neither torch nor cutlass.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
-from fa3gen.base.wording import listed
+from fa3gen.base.wording import counted, listed
 from fa3gen.design.masks import Window, computes, counted_pairs, given_with_calls, of_call
 from fa3gen.design.tiles import sequence_contiguous
 from fa3gen.spec.model import WINDOW_MAX, CausalMask, DType, Forward, Mask, OutputDType, WindowMask
@@ -41,11 +41,45 @@ class Shape:
         return f"batch {self.batch}, {self.seq_q} x {self.seq_k}, {heads} heads"
 
 
+@dataclass(frozen=True)
+class PackedShape:
+    """Extents of one call on packed sequences: q (total_q, heads_q, d), k (total_k, heads_kv, d), of these lengths."""
+
+    lengths_q: tuple[int, ...]
+    lengths_k: tuple[int, ...]
+    heads_q: int
+    heads_kv: int
+    window: Window | None = None
+
+    @property
+    def batch(self) -> int:
+        """How many sequences there are."""
+        return len(self.lengths_q)
+
+    @property
+    def extents(self) -> dict[str, int]:
+        """Sizes by the names that tensors have for them."""
+        return {
+            "total_q": sum(self.lengths_q),
+            "total_k": sum(self.lengths_k),
+            "batch": self.batch,
+            "offsets": self.batch + 1,
+            "heads_q": self.heads_q,
+            "heads_kv": self.heads_kv,
+        }
+
+    def __str__(self) -> str:
+        """`58 sequences, 16384 x 16384, 32/8 heads`."""
+        heads = f"{self.heads_q}" if self.heads_q == self.heads_kv else f"{self.heads_q}/{self.heads_kv}"
+        rows = f"{sum(self.lengths_q)} x {sum(self.lengths_k)}"
+        return f"{counted(self.batch, 'sequence')}, {rows}, {heads} heads"
+
+
 class Family(NamedTuple):
     """What a module is compiled for. Modules of one family can take each other's place at any shape.
 
     `out_dtype` is None where O has the dtype of q, k and v. `by_sequence` are the inputs whose sequence is contiguous,
-    and not their rows.
+    and not their rows. `layout` is `packed` where sequences stand one behind the other.
     """
 
     dtype: DType
@@ -54,13 +88,15 @@ class Family(NamedTuple):
     mask: Mask
     out_dtype: OutputDType | None = None
     by_sequence: tuple[str, ...] = ()
+    layout: Literal["dense", "packed"] = "dense"
 
     @classmethod
     def of(cls, spec: Forward) -> Family:
         """The family of a spec's module."""
         problem = spec.problem
         out_dtype = None if spec.o_dtype == problem.dtype else spec.o_dtype
-        return cls(problem.dtype, problem.head_dim, problem.v_dim, spec.mask, out_dtype, sequence_contiguous(spec))
+        by_sequence = sequence_contiguous(spec)
+        return cls(problem.dtype, problem.head_dim, problem.v_dim, spec.mask, out_dtype, by_sequence, problem.layout)
 
     def of_call(self, window: Window | None = None) -> Family:
         """What one call of a module computes, where calls give the window: `masks.of_call`."""
@@ -73,7 +109,8 @@ class Family(NamedTuple):
     def __str__(self) -> str:
         """`bf16, head dim 192/128, window (512, 0)`; `bf16, O in fp32, head dim 128, causal`."""
         where = f", contiguous sequence in {listed(self.by_sequence)}" if self.by_sequence else ""
-        return f"{self.dtypes}, head dim {self.dims}, {mask_text(self.mask)}{where}"
+        packed = ", packed sequences" if self.layout == "packed" else ""
+        return f"{self.dtypes}, head dim {self.dims}, {mask_text(self.mask)}{where}{packed}"
 
     @property
     def dtypes(self) -> str:
@@ -90,13 +127,18 @@ class Family(NamedTuple):
         """`bf16_d128_causal`, `bf16_d192_128_full`, `bf16_d128_causal_o_fp32`: names the file of tuning records."""
         out = "" if self.out_dtype is None else f"_o_{self.out_dtype}"
         where = f"_sequence_{''.join(self.by_sequence)}" if self.by_sequence else ""
-        return f"{self.dtype}_d{self.dims.replace('/', '_')}_{mask_label(self.mask)}{out}{where}"
+        packed = "_packed" if self.layout == "packed" else ""
+        return f"{self.dtype}_d{self.dims.replace('/', '_')}_{mask_label(self.mask)}{out}{where}{packed}"
 
-    def flops(self, shape: Shape) -> float:
+    def flops(self, shape: Shape | PackedShape) -> float:
         """FLOPs of both products, as the literature counts them: see `counted_pairs`."""
         mask = of_call(self.mask, shape.window)
-        pairs = counted_pairs(mask, seq_q=shape.seq_q, seq_k=shape.seq_k) * shape.batch * shape.heads_q
-        return products_flops(self.head_dim, self.head_dim_v, pairs)
+        if isinstance(shape, PackedShape):
+            lengths = zip(shape.lengths_q, shape.lengths_k, strict=True)
+            pairs = sum(counted_pairs(mask, seq_q=seq_q, seq_k=seq_k) for seq_q, seq_k in lengths)
+        else:
+            pairs = counted_pairs(mask, seq_q=shape.seq_q, seq_k=shape.seq_k) * shape.batch
+        return products_flops(self.head_dim, self.head_dim_v, pairs * shape.heads_q)
 
 
 def mask_text(mask: Mask) -> str:

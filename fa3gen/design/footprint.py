@@ -46,6 +46,8 @@ OVERLAP_SPARE = 4
 # What setmaxnreg leaves to a thread of the producer and gives to one of the consumers, by consumer warpgroups. The sum
 # over all warpgroups is what the launch handed out: setmaxnreg only moves registers between the warps of a CTA.
 REGISTER_BUDGETS = {1: (56, 256), 2: (24, 240), 3: (32, 160)}
+# A warp that looks for its tile among packed sequences does not make do with 24.
+PACKED_BUDGETS = {**REGISTER_BUDGETS, 2: (40, 232)}
 SHARED_PRODUCER_REGISTERS = 24  # of a thread of the producer where several CTAs share an SM: as few as setmaxnreg gives
 QUAD = 4  # threads that share the rows of a warpgroup's accumulator (PTX ISA, wgmma register fragments)
 FRAGMENT_ROWS = 2  # of a thread in 64 rows of an accumulator
@@ -92,6 +94,11 @@ def q_in_registers(spec: Forward) -> bool:
     return isinstance(spec.qk, WgmmaProduct) and spec.qk.a.source == "registers"
 
 
+def packed_sequences(spec: Forward) -> bool:
+    """Whether sequences of any lengths stand one behind the other, and only the device knows where they begin."""
+    return spec.problem.layout == "packed"
+
+
 def splits_tail(spec: Forward) -> bool:
     """Whether the tiles of the last wave, which does not fill the GPU, are dealt out by tiles of keys."""
     return spec.scheduler == "stream_k"
@@ -105,6 +112,24 @@ def passes_coordinates(spec: Forward) -> bool:
     main loop has a quarter more instructions).
     """
     return spec.scheduler == "dynamic" and spec.outputs.o != "direct"
+
+
+def tile_slots(spec: Forward) -> int:
+    """How many drawn tiles there is room for.
+
+    One of packed sequences, where the warp that finds tiles may run ahead: a tile drawn early keeps others waiting.
+    """
+    return 1 if packed_sequences(spec) else TILE_SLOTS
+
+
+def tile_words(spec: Forward) -> int:
+    """What the warp that draws a tile tells the others of it, in words of 4 bytes: its number, or where it lies.
+
+    Of packed sequences that is (m_block, head, head_kv, sequence) and the first row and the rows of queries and keys.
+    """
+    if packed_sequences(spec):
+        return 8
+    return 4 if passes_coordinates(spec) else 1
 
 
 def shuffles_coordinates(spec: Forward) -> bool:
@@ -149,7 +174,7 @@ def register_budget(spec: Forward) -> tuple[int, int]:
     """What setmaxnreg leaves to a thread of the producer and gives to one of the consumers."""
     consumers = spec.tile.warpgroups or 0
     if spec.tile.ctas_per_sm == 1:
-        return REGISTER_BUDGETS[consumers]
+        return (PACKED_BUDGETS if packed_sequences(spec) else REGISTER_BUDGETS)[consumers]
     pool, unit = (consumers + 1) * launch_registers(spec), hopper.REGISTER_UNIT_PER_THREAD
     share = (pool - SHARED_PRODUCER_REGISTERS) // consumers // unit * unit
     return SHARED_PRODUCER_REGISTERS, share
@@ -179,10 +204,11 @@ def shared_memory_map(spec: Forward) -> list[Region]:
     if spec.outputs.o == "own_buffer":
         regions.append(_tile(spec, "sO", q, v_dim, 1, "O"))
     if spec.scheduler == "dynamic":
-        numbers = 4 if passes_coordinates(spec) else 1
-        what = "coordinates of drawn tiles" if passes_coordinates(spec) else "numbers of drawn tiles"
-        formula = f"{TILE_SLOTS} x {numbers} x 4"
-        regions.append(Region("tiles", 4 * numbers * TILE_SLOTS, formula, 16, what))
+        numbers = tile_words(spec)
+        what = "coordinates of drawn tiles" if numbers > 1 else "numbers of drawn tiles"
+        slots = tile_slots(spec)
+        formula = f"{slots} x {numbers} x 4" if slots > 1 else f"{numbers} x 4"
+        regions.append(Region("tiles", 4 * numbers * slots, formula, 16, what))
     if isinstance(spec.handoff, SmemHandoff):
         regions.append(_tile(spec, "sP", q, kv, 1, "P, 16 bits"))
     elif not isinstance(spec.handoff, RegisterHandoff):
@@ -200,7 +226,7 @@ def barrier_bytes(spec: Forward) -> int:
     if not isinstance(spec.load, TmaLoad):
         return 0
     if specialized(spec):
-        slots = TILE_SLOTS if spec.scheduler == "dynamic" else 0
+        slots = tile_slots(spec) if spec.scheduler == "dynamic" else 0
         q_barriers = 1 if keys_free_q(spec) else 2 * spec.load.q_stages
         return hopper.MBARRIER_BYTES * (q_barriers + 2 * (2 * spec.load.kv_stages + slots))
     rings = 1 if spec.load.barrier == "shared" else 2

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from fa3gen.design import boxes, footprint, gemm
-from fa3gen.design.family import Shape
+from fa3gen.design.family import PackedShape, Shape
 from fa3gen.design.gemm import GemmShape
 from fa3gen.design.masks import given_with_calls
 from fa3gen.design.tiles import sequence_contiguous
@@ -24,10 +24,10 @@ from fa3gen.hardware import hopper
 from fa3gen.hardware.dtypes import FP32, INT32, VECTOR_BYTES, Dtype
 from fa3gen.spec.model import Copy, Forward, Gemm, GlobalHandoff, Spec, WgmmaProduct
 
-Role = Literal["input", "output", "optional output"]
+Role = Literal["input", "optional input", "output", "optional output"]
 Initial = Literal["zero", "anything"]
 Mover = Literal["tma", "cp_async", "threads"]
-AnyShape = Shape | GemmShape
+AnyShape = Shape | PackedShape | GemmShape
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ Layout = Dense
 
 @dataclass(frozen=True)
 class Tensor:
-    """A tensor that a call is given or returns; an optional output has no elements where nobody asks for it.
+    """A tensor that a call is given or returns; an optional one has no elements where nobody gives it or asks for it.
 
     `moved` says how the kernel loads or stores it.
     """
@@ -80,7 +80,7 @@ class Tensor:
 
     def sizes(self, shape: AnyShape) -> tuple[int, ...]:
         """Its shape in a call of this shape."""
-        return _sizes(self.dims, asdict(shape))
+        return _sizes(self.dims, _extents(shape))
 
     @property
     def row(self) -> int:
@@ -143,7 +143,7 @@ class Scratch:
 
     def sizes(self, shape: AnyShape, num_sms: int) -> tuple[int, ...]:
         """Its shape in a call of this shape on so many SMs."""
-        return _sizes(self.dims, {**asdict(shape), "num_sms": num_sms})
+        return _sizes(self.dims, {**_extents(shape), "num_sms": num_sms})
 
 
 @dataclass(frozen=True)
@@ -191,7 +191,12 @@ class Operation:
     @property
     def given(self) -> tuple[Tensor, ...]:
         """What a caller may give: the inputs, and outputs that are not optional."""
-        return tuple(tensor for tensor in self.tensors if tensor.role != "optional output")
+        return tuple(tensor for tensor in self.tensors if tensor.role in ("input", "output"))
+
+    @property
+    def optional_inputs(self) -> tuple[Tensor, ...]:
+        """What a call may be given by keyword."""
+        return tuple(tensor for tensor in self.tensors if tensor.role == "optional input")
 
     @property
     def output(self) -> Tensor:
@@ -226,12 +231,17 @@ class Operation:
         return sum(math.prod(each.sizes(shape, 0)) * each.dtype.bytes for each in made)
 
 
+def _extents(shape: AnyShape) -> dict[str, int]:
+    return shape.extents if isinstance(shape, PackedShape) else asdict(shape)
+
+
 def _sizes(dims: tuple[Extent, ...], given: Mapping[str, int]) -> tuple[int, ...]:
     return tuple(given[extent.name] if extent.size is None else extent.size for extent in dims)
 
 
 BATCH, SEQ_Q, SEQ_K = Extent("batch"), Extent("seq_q"), Extent("seq_k")
 HEADS_Q, HEADS_KV = Extent("heads_q"), Extent("heads_kv")
+TOTAL_Q, TOTAL_K, OFFSETS = Extent("total_q"), Extent("total_k"), Extent("offsets")
 NUM_SMS = Extent("num_sms")
 
 
@@ -242,20 +252,24 @@ def forward(spec: Forward) -> Operation:
     engine: Mover = "threads" if spec.load.engine == "sync" else spec.load.engine
     stored: Mover = "tma" if isinstance(spec.pv, WgmmaProduct) and spec.outputs.o != "direct" else "threads"
     by_sequence = sequence_contiguous(spec)
+    packed = spec.problem.layout == "packed"
+    of_q, of_k = ((TOTAL_Q,), (TOTAL_K,)) if packed else ((BATCH, SEQ_Q), (BATCH, SEQ_K))
 
     def given(name: str, *dims: Extent) -> Tensor:
         layout = Dense(contiguous=1 if name in by_sequence else -1)
         return Tensor(name, "input", spec.element, dims, engine, layout)
 
     arguments: list[Argument] = [
-        given("q", BATCH, SEQ_Q, HEADS_Q, head_dim),
-        given("k", BATCH, SEQ_K, HEADS_KV, head_dim),
-        given("v", BATCH, SEQ_K, HEADS_KV, v_dim),
-        Tensor("out", "output", spec.o_element, (BATCH, SEQ_Q, HEADS_Q, v_dim), stored),
+        given("q", *of_q, HEADS_Q, head_dim),
+        given("k", *of_k, HEADS_KV, head_dim),
+        given("v", *of_k, HEADS_KV, v_dim),
     ]
+    if packed:
+        arguments += _offsets_and_lengths()
+    arguments.append(Tensor("out", "output", spec.o_element, (*of_q, HEADS_Q, v_dim), stored))
     if spec.outputs.lse:
-        lse = Dense(align=FP32.bytes)
-        arguments.append(Tensor("lse", "optional output", FP32, (BATCH, HEADS_Q, SEQ_Q), "threads", lse))
+        lse, rows = Dense(align=FP32.bytes), (HEADS_Q, TOTAL_Q) if packed else (BATCH, HEADS_Q, SEQ_Q)
+        arguments.append(Tensor("lse", "optional output", FP32, rows, "threads", lse))
     if given_with_calls(spec.mask):
         arguments += [Scalar("window_left", INT32), Scalar("window_right", INT32)]
     if isinstance(spec.handoff, GlobalHandoff):
@@ -277,6 +291,17 @@ def forward(spec: Forward) -> Operation:
     return Operation(
         "forward", "attention", tuple(arguments), kernels=3 if isinstance(spec.handoff, GlobalHandoff) else 1
     )
+
+
+def _offsets_and_lengths() -> list[Argument]:
+    """Where packed sequences begin, and behind the last one's end; where given, how many rows of each are in use."""
+    words = Dense(align=INT32.bytes)
+    return [
+        Tensor("cu_seqlens_q", "input", INT32, (OFFSETS,), "threads", words),
+        Tensor("cu_seqlens_k", "input", INT32, (OFFSETS,), "threads", words),
+        Tensor("seqused_q", "optional input", INT32, (BATCH,), "threads", words),
+        Tensor("seqused_k", "optional input", INT32, (BATCH,), "threads", words),
+    ]
 
 
 M, N, K = Extent("m"), Extent("n"), Extent("k")

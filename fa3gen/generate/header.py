@@ -174,10 +174,12 @@ def _formula(spec: Forward) -> str:
 
 
 def _mask_sentence(spec: Forward) -> str:
+    of_sequence = " of its sequence" if footprint.packed_sequences(spec) else ""
     if isinstance(spec.mask, NoMask):
-        return "Every query sees every key."
+        return f"Every query sees every key{of_sequence}."
     if isinstance(spec.mask, CausalMask):
-        return "Causal: query i sees keys j <= i + seq_k - seq_q; the diagonal ends in the bottom right corner."
+        end = "at the last query and key of each sequence" if of_sequence else "in the bottom right corner"
+        return f"Causal: query i sees keys j <= i + seq_k - seq_q; the diagonal ends {end}."
     if spec.mask.given:
         return "Window (left, right) of each call: query i sees keys j with -left <= j - (i + seq_k - seq_q) <= right."
     return (
@@ -193,6 +195,8 @@ def _decisions(spec: Forward) -> list[tuple[str, str]]:
             ("products", "scalar f32 multiply-adds, operands straight from global memory"),
         ]
     rows = [("tile", _tile_sentence(spec)), ("loads", _load_sentence(spec))]
+    if footprint.packed_sequences(spec):
+        rows.append(("sequences", "packed, lengths on the device; tensor maps of rank 5 clip at the end of each"))
     if footprint.specialized(spec):
         rows.append(("schedule", _schedule_sentence(spec)))
     assert spec.smem is not None
@@ -301,6 +305,11 @@ def _output_sentence(spec: Forward) -> str:
     return f"O goes from registers to global memory{lse}"
 
 
+def _ctas(spec: Forward) -> str:
+    count = spec.tile.ctas_per_sm
+    return "a CTA per SM" if count == 1 else f"{count} CTAs per SM"
+
+
 def _tiles_sentence(spec: Forward) -> str:
     """Which tiles of queries a CTA takes."""
     if spec.scheduler == "grid":
@@ -308,7 +317,9 @@ def _tiles_sentence(spec: Forward) -> str:
         shared = f"; {spec.tile.ctas_per_sm} share an SM" if spec.tile.ctas_per_sm > 1 else ""
         return f"a CTA per tile, placed by the grid{order}{shared}"
     if spec.scheduler == "dynamic":
-        return "a CTA per SM; each draws its next tile from a counter: longest first, a few heads at a time"
+        if footprint.packed_sequences(spec):
+            return f"{_ctas(spec)}; each draws its next tile from a counter, and a warp looks where that lies"
+        return f"{_ctas(spec)}; each draws its next tile from a counter: longest first, a few heads at a time"
     if spec.scheduler == "stream_k":
         return "a CTA per SM; tiles are dealt out in turn, the last wave in equal shares of tiles of keys (Stream-K)"
     return "a CTA per SM; tiles are dealt out in turn, those of a head next to each other"

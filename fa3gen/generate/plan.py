@@ -5,6 +5,7 @@ Templates decide nothing that stands here. A plan is frozen and complete: render
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import PurePath
 from typing import Literal
@@ -14,7 +15,7 @@ from fa3gen.design import footprint, tile_order
 from fa3gen.design.cta import cta_of
 from fa3gen.design.footprint import Region
 from fa3gen.design.masks import given_with_calls
-from fa3gen.design.operation import Argument, Scalar, Scratch, Tensor, operation_of
+from fa3gen.design.operation import BATCH, Argument, Scalar, Scratch, Tensor, operation_of
 from fa3gen.design.schedule import full_tiles, schedule_of
 from fa3gen.design.tiles import OperandTile, operand_tiles, sequence_contiguous
 from fa3gen.generate import copying, gemm_header, gemm_plan, header, predicted_sass
@@ -54,6 +55,18 @@ class ProblemPlan:
     cutlass_dtype: str
     torch_dtype: str
     vector: int
+    packed_sequences: bool
+
+
+@dataclass(frozen=True)
+class RowsPlan:
+    """How the module writes the part of each tensor that a tile of queries works with: a head of one sequence."""
+
+    q: str
+    k: str
+    v: str
+    o: str
+    lse: str
 
 
 @dataclass(frozen=True)
@@ -127,9 +140,10 @@ class Fake:
     def __str__(self) -> str:
         """`fake(seq_k, heads_kv, HEAD_DIM)`."""
         dtype = [f"cutlass.{self.tensor.dtype.cutlass_name}"] * self.own_dtype
-        contiguous = self.tensor.contiguous
-        where = [f"contiguous={contiguous}"] * (contiguous != len(self.tensor.dims) - 1)
-        return f"fake({', '.join([*map(str, self.tensor.dims[1:]), *dtype, *where])})"
+        contiguous, dims = self.tensor.contiguous, self.tensor.dims
+        where = [f"contiguous={contiguous}"] * (contiguous != len(dims) - 1)
+        dims = dims[1:] if dims[0] is BATCH else dims  # which all tensors have
+        return f"fake({', '.join([*map(str, dims), *dtype, *where])})"
 
 
 @dataclass(frozen=True)
@@ -139,7 +153,8 @@ class ArgumentsPlan:
     `launch` and `kernel` are whole signatures. `tensors` are those of the kernel, with their TMA atoms; `extent` is
     what else it takes of the launch beside the scale: how much there is to schedule, and a window that calls give.
     `outputs` is what a consumer writes to; `schedule` is what the scheduler reads, beginning with what a work item is
-    made of (`made_of`). `ranged` is what decides which tiles of keys are visited, `seen` the same of a work item.
+    made of (`made_of`), `work` what a role is given to know its tiles by. `ranged` is what decides which tiles of keys
+    are visited, `seen` the same of a work item.
     """
 
     launch: tuple[Parameter, ...] = ()
@@ -150,6 +165,7 @@ class ArgumentsPlan:
     made_of: tuple[str, ...] = ()
     ranged: tuple[str, ...] = ()
     seen: tuple[str, ...] = ()
+    work: tuple[str, ...] = ()
     work_on: tuple[str, ...] = ()
     outputs: tuple[str, ...] = ()
     store_tile: tuple[str, ...] = ()
@@ -256,9 +272,9 @@ class SchedulerPlan:
     longest_first: bool
     passes_coordinates: bool
     shuffles_coordinates: bool
+    slots: int
     parts: int = tile_order.PARTS
     steps_saved: int = tile_order.STEPS_SAVED
-    slots: int = footprint.TILE_SLOTS
     l2_mib: int = tile_order.BYTES_IN_L2 // 2**20
 
 
@@ -316,6 +332,7 @@ class EntryPlan:
     module is compiled, `fake_out` for the output, and `stand_ins` are what follows these in a launch. `keeps_scratch`:
     some scratch outlives a call, in slots for streams and CUDA graphs.
     `by_sequence` are the inputs whose sequence is contiguous.
+    `launched` are all arguments of a launch, in order, as the module is compiled for them.
     `given` are the names of what the entry point has at hand when it launches: all but the scratch that outlives a
     call, and the scale. `options` are the keywords of the entry point, with their defaults.
     """
@@ -327,6 +344,7 @@ class EntryPlan:
     stand_ins: tuple[Argument, ...]
     given: tuple[str, ...]
     options: tuple[str, ...]
+    launched: tuple[str, ...]
     keeps_scratch: bool
     mask_phrase: str
     output_phrase: str
@@ -362,6 +380,7 @@ class Plan(ModulePlan):
 
     spec: Forward
     problem: ProblemPlan
+    rows: RowsPlan
     tile: TilePlan
     mask: MaskPlan
     load: LoadPlan
@@ -419,6 +438,7 @@ def _attention(variant: Variant, spec: Forward) -> Plan:
         stem=variant.stem,
         spec=spec,
         problem=_problem(spec),
+        rows=_rows(spec),
         tile=_tile(spec),
         mask=_mask(spec),
         load=_load(spec),
@@ -455,6 +475,23 @@ def _problem(spec: Forward) -> ProblemPlan:
         cutlass_dtype=dtype.cutlass_name,
         torch_dtype=dtype.torch_name,
         vector=operation_of(spec).tensor("q").vector,
+        packed_sequences=footprint.packed_sequences(spec),
+    )
+
+
+def _rows(spec: Forward) -> RowsPlan:
+    if not footprint.packed_sequences(spec):
+        of_q, of_k = "[None, None, work.head, work.batch]", "[None, None, work.head_kv, work.batch]"
+        return RowsPlan(f"mQ{of_q}", f"mK{of_k}", f"mVt{of_k}", f"mO{of_q}", "mLSE[None, work.head, work.batch]")
+    queries, keys = "work.head, work.q_begin, work.seq_q", "work.head_kv, work.k_begin, work.seq_k"
+    rows_of = "packed_rows_of" if spec.tile.pack_heads > 1 else "rows_of"
+    o_rows_of = "slice_rows" if spec.outputs.o == "direct" else rows_of
+    return RowsPlan(
+        q=f"{rows_of}(mQ, {queries})",
+        k=f"rows_of(mK, {keys})",
+        v=f"columns_of(mVt, {keys})",
+        o=f"{o_rows_of}(mO, {queries})",
+        lse=f"slice_rows(mLSE, {queries})",
     )
 
 
@@ -495,9 +532,8 @@ def _scheduler(spec: Forward) -> SchedulerPlan:
     # Where a CTA takes many tiles, the dynamic scheduler has an order of its own.
     longest_first = isinstance(spec.mask, CausalMask) and not footprint.persistent(spec)
     shuffles = footprint.shuffles_coordinates(spec)
-    return SchedulerPlan(
-        spec.scheduler, footprint.persistent(spec), longest_first, footprint.passes_coordinates(spec), shuffles
-    )
+    passes, slots = footprint.passes_coordinates(spec), footprint.tile_slots(spec)
+    return SchedulerPlan(spec.scheduler, footprint.persistent(spec), longest_first, passes, shuffles, slots)
 
 
 def _arguments(spec: Forward) -> ArgumentsPlan:
@@ -515,13 +551,13 @@ def _arguments(spec: Forward) -> ArgumentsPlan:
     extents = {"stream_k": [Parameter("tail")], "static": [num_tiles], "dynamic": [num_tiles]}
     extents["grid"] = [Parameter("group")]
     sides = [Parameter(f"window_{side}", INT32) for side in ("left", "right")] * bool(window)
-    extent = extents.get(spec.scheduler, [])
-    made_of = ("mQ", "mK", *window)
+    packed = footprint.packed_sequences(spec)
+    extent = [Parameter("sequences")] if packed else extents.get(spec.scheduler, [])
+    made_of = window if packed else ["mQ", "mK", *window]
     tensors = ("mQ", "mK", "mVt", "mO", *["mLSE"] * spec.outputs.lse, *map(str, operation.scratch))
     atoms = ("tma_Q", "tma_K", "tma_V", *["tma_O"] * stored)
     outputs = ("mO", *["mLSE"] * spec.outputs.lse, *["tma_O", "sO"] * stored)
     turn = ["consumer"] * isinstance(spec.schedule, PingPongSchedule)
-    numbered = ["number", "valid"] * footprint.persistent(spec)
     draws = ["counter", "tile_ring", "tiles"] * (spec.scheduler == "dynamic")
     statistics = (["row_max"] * spec.outputs.lse, ["scale_log2"] * spec.outputs.lse)
     return ArgumentsPlan(
@@ -530,11 +566,11 @@ def _arguments(spec: Forward) -> ArgumentsPlan:
         tensors=(*tensors, *atoms),
         extent=tuple(each.name for each in (*sides, *extent)),
         schedule=(*made_of, *(each.name for each in extent), *draws),
-        made_of=made_of,
+        made_of=tuple(made_of),
         ranged=ranged,
         seen=tuple(f"work.{name}" for name in ranged),
-        # A mask depends on how many queries there are.
-        work_on=("coordinates", "_" if spec.mask.kind == "none" else "mQ", "mK", *window, *numbered),
+        work=("schedule",) if packed else ("work", "schedule"),
+        work_on=_work_on(spec, window),
         outputs=(*outputs, *handed_on),
         store_tile=(*outputs, "work", "acc_O", *statistics[0], "row_sum", *statistics[1]),
         multiply=(
@@ -543,6 +579,14 @@ def _arguments(spec: Forward) -> ArgumentsPlan:
         ),
         multiply_first=("products", "operands", "accumulators", "k_ring", "q_drain", "k_drain", *turn),
     )
+
+
+def _work_on(spec: Forward, window: Sequence[str]) -> tuple[str, ...]:
+    if footprint.packed_sequences(spec):
+        return "found", *window, "number"
+    numbered = ["number", "valid"] * footprint.persistent(spec)
+    # A mask depends on how many queries there are.
+    return "coordinates", "_" if spec.mask.kind == "none" else "mQ", "mK", *window, *numbered
 
 
 def _parameter(argument: Argument) -> Parameter:
@@ -650,11 +694,14 @@ def _entry(spec: Forward) -> EntryPlan:
     operation = operation_of(spec)
     arguments = operation.arguments
     kept = [argument.name for argument in arguments if isinstance(argument, Scratch) and argument.kept]
+    # Tensors of q's dims, and not offsets.
+    given = [tensor for tensor in operation.given if tensor.dims[-1].size is not None]
+    fakes = {tensor.name: Fake(tensor, own_dtype=tensor.dtype is not spec.element) for tensor in given}
     return EntryPlan(
         named=tuple(Named(tensor) for tensor in operation.given),
-        matched=tuple(Matched(tensor, operation.like(tensor)) for tensor in operation.given),
-        fakes=tuple(Fake(tensor) for tensor in operation.inputs),
-        fake_out=Fake(operation.output, own_dtype=spec.o_dtype != spec.problem.dtype),
+        matched=tuple(Matched(tensor, operation.like(tensor)) for tensor in given),
+        fakes=tuple(fakes[tensor.name] for tensor in given if tensor.role == "input"),
+        fake_out=fakes["out"],
         stand_ins=tuple(argument for argument in arguments if argument not in operation.given),
         given=tuple(argument.name for argument in arguments if argument.name not in (*kept, "scale")),
         options=(
@@ -662,6 +709,7 @@ def _entry(spec: Forward) -> EntryPlan:
             *("scale=None", "out=None", "return_lse=False"),
             *["enable_pdl=False"] * (spec.scheduler == "grid"),
         ),
+        launched=tuple(str(fakes.get(argument.name, argument)) for argument in arguments),
         keeps_scratch=bool(kept),
         mask_phrase=header.mask_phrase(spec),
         output_phrase=like,
@@ -699,7 +747,7 @@ def _sections(spec: Forward) -> SectionsPlan:
     return replace(
         sections,
         spine="specialized.py.jinja",
-        scheduler=_section(f"scheduler_{spec.scheduler}"),
+        scheduler=_section("scheduler_packed" if footprint.packed_sequences(spec) else f"scheduler_{spec.scheduler}"),
         producers=_section("producers_grid" if spec.scheduler == "grid" else "producers"),
         consumer=_section("consumer_overlapped" if overlap else "consumer_sequential"),
         softmax=_section("softmax_overlapped" if overlap else "softmax_fragment"),

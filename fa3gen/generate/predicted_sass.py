@@ -79,6 +79,7 @@ def _shared_stores(spec: Forward, matrices: int) -> dict[str, int] | None:
     """None for a kernel whose softmax works in shared memory."""
     if not isinstance(spec.pv, WgmmaProduct):
         return None
-    coordinates = footprint.passes_coordinates(spec)
-    numbers = spec.scheduler == "dynamic" and not coordinates
-    return {"STSM.4": matrices, "STS.128": int(coordinates), "STS.32": int(numbers)}  # O or P; drawn tiles
+    words = footprint.tile_words(spec) * (spec.scheduler == "dynamic")
+    vectors, word = divmod(words, VECTOR_BITS // 32)
+    times = 1 + footprint.packed_sequences(spec)  # of the first tile as well
+    return {"STSM.4": matrices, "STS.128": times * vectors, "STS.32": word}  # O or P; drawn tiles

@@ -96,7 +96,7 @@ class TunedProblem(Part):
                 f"modules are tuned for tensors with contiguous rows, and these are for {family}; time them with "
                 "fa3gen bench"
             )
-        fields = {name: value for name, value in family._asdict().items() if name != "by_sequence"}
+        fields = {name: value for name, value in family._asdict().items() if name not in ("by_sequence", "layout")}
         sizes = {name: size for name, size in asdict(shape).items() if name != "window"}
         return cls(**{**fields, "mask": MaskShape.of(family.mask)}, **sizes)
 

@@ -62,6 +62,11 @@ class Problem(SpecModel):
     head_dim: int = Field(gt=0, description="Elements per head of q, k, v and O.")
     head_dim_v: int | None = Field(default=None, gt=0, description="Elements per head of v and O, where not head_dim.")
     dtype: DType = Field(default="bf16", description="Element type of q, k, v and, unless `o` gives another, O.")
+    layout: Literal["dense", "packed"] = Field(
+        default="dense",
+        description="`dense`: q, k, v are (batch, seq, heads, head_dim), all sequences equally long; `packed` (varlen): "
+        "(total, heads, head_dim), sequences of any lengths one behind the other, with their offsets on the device.",
+    )
 
     @property
     def v_dim(self) -> int:

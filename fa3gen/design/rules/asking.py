@@ -113,6 +113,8 @@ def _schedule(spec: Forward) -> Iterable[Answer]:
 def _scheduler(spec: Forward) -> Iterable[Answer]:
     yield schedules.scheduler_schedule.ask(spec.scheduler, spec.schedule.kind)
     yield schedules.grid_loads.ask(spec.scheduler, footprint.overlapped(spec), footprint.q_stages(spec))
+    yield schedules.stream_k_ctas.ask(spec.scheduler, spec.tile.ctas_per_sm)
+    yield schedules.packed_scheduler.ask(spec.problem.layout, spec.scheduler)
     yield schedules.scheduler_mask.ask(spec.scheduler, spec.mask.kind)
     yield output.output_dtype.ask(spec.problem.dtype, spec.o_dtype)
     if spec.o_dtype == "fp32":
@@ -251,7 +253,8 @@ def _shared_sm(spec: Forward) -> Iterable[Answer]:
 def _taste(spec: Forward) -> Iterable[Answer]:
     if isinstance(spec.load, TmaLoad):
         yield taste.idle_q_stages.ask(spec.load.q_stages, footprint.persistent(spec))
-    yield taste.drawn_without_mask.ask(spec.scheduler, spec.mask.kind)
+    if not footprint.packed_sequences(spec):
+        yield taste.drawn_without_mask.ask(spec.scheduler, spec.mask.kind)
     yield taste.dealt_under_causal.ask(spec.scheduler, spec.mask.kind)
     yield taste.rescale_few_columns.ask(spec.softmax.rescale_above, spec.problem.v_dim)
     head_dim, v_dim = spec.problem.head_dim, spec.problem.v_dim

@@ -88,6 +88,17 @@ def grid_loads(scheduler: str, overlap: bool, q_stages: int) -> Violation | None
     return Violation("load.q_stages", f"with scheduler grid a CTA has one tile of queries, not {q_stages}; use 1")
 
 
+@rule(kind=GENERATOR, topic="q order")
+def stream_k_ctas(scheduler: str, ctas: int) -> Violation | None:
+    """The last wave of stream_k is dealt out to one CTA on each SM, and so is its scratch."""
+    if scheduler != "stream_k" or ctas == 1:
+        return None
+    return Violation(
+        "tile.ctas_per_sm",
+        f"stream_k deals out the last wave to a CTA on each SM, not {ctas}; use ctas_per_sm 1, or static or dynamic",
+    )
+
+
 @rule(kind=GENERATOR, topic="structure")
 def ping_pong_partners(kind: str, count: int) -> Violation | None:
     """Turns are taken by two warpgroups or more."""
@@ -120,6 +131,18 @@ def scheduler_mask(scheduler: str, mask: str) -> Violation | None:
         "scheduler",
         f"stream_k deals out the last wave as if every tile of queries visited all keys, and mask {mask} hides some; "
         f"use {'dynamic' if mask == 'causal' else 'static'}",
+    )
+
+
+@rule(kind=GENERATOR, topic="q order")
+def packed_scheduler(layout: str, scheduler: str) -> Violation | None:
+    """How many tiles packed sequences have is known on the device only, by those who draw them."""
+    if layout == "dense" or scheduler == "dynamic":
+        return None
+    return Violation(
+        "scheduler",
+        f"{scheduler} takes tiles that are known when the kernel starts, and of {layout} sequences only the device "
+        "knows the lengths; use dynamic with schedule warp_specialized or ping_pong (extend k5 or k6), or layout dense",
     )
 
 

@@ -133,6 +133,7 @@ def _specialized_roles(spec: Forward) -> tuple[Role, ...]:
     return (
         *_producers_of_q_and_k(spec, warps),
         Role(specialized.V, f"warp {warps + 1}", 1, "copies V", "load_v"),
+        *_finder(spec, warps + 2),
         Role(
             specialized.CONSUMERS,
             "consumers",
@@ -152,9 +153,16 @@ def _producers_of_q_and_k(spec: Forward, warp: int) -> tuple[Role, ...]:
             Role(specialized.FIRST, "warp 0", 1, "copies Q and the first K", "load_first", loops=()),
             Role(specialized.Q_K, f"warp {warp}", 1, "copies K", "load_k", peeled=1),
         )
-    draws = "draws the tiles and " if spec.scheduler == "dynamic" else ""
+    draws = "draws the tiles and " if spec.scheduler == "dynamic" and not footprint.packed_sequences(spec) else ""
     peeled = int(footprint.keys_free_q(spec))
     return (Role(specialized.Q_K, f"warp {warp}", 1, f"{draws}copies Q and K", "load_q_and_k", peeled=peeled),)
+
+
+def _finder(spec: Forward, warp: int) -> tuple[Role, ...]:
+    """Who draws tiles and looks where they lie, of packed sequences."""
+    if not footprint.packed_sequences(spec):
+        return ()
+    return (Role(specialized.TILES, f"warp {warp}", 1, "finds the tiles", "find_tiles", loops=()),)
 
 
 def _specialized_rings(spec: Forward) -> tuple[Ring, ...]:
@@ -169,10 +177,11 @@ def _specialized_rings(spec: Forward) -> tuple[Ring, ...]:
         Ring("v", ("V",), stages, "TMA", specialized.V, readers, (v,), empty_arrivals=warps),
     ]
     if spec.scheduler == "dynamic":
-        tiles = Ring(
-            "tile", ("the next tile",), footprint.TILE_SLOTS, "threads", specialized.Q_K, (specialized.V, *readers)
-        )
-        rings.append(replace(tiles, full_arrivals=1, empty_arrivals=warps + 1))
+        packed = footprint.packed_sequences(spec)
+        drawing = specialized.TILES if packed else specialized.Q_K
+        loading = (specialized.Q_K, specialized.V) if packed else (specialized.V,)
+        tiles = Ring("tile", ("the next tile",), footprint.tile_slots(spec), "threads", drawing, (*loading, *readers))
+        rings.append(replace(tiles, full_arrivals=1, empty_arrivals=warps + len(loading)))
     return tuple(rings)
 
 

@@ -1,4 +1,7 @@
-"""The steps of warp-specialised kernels: two warps load, other warpgroups multiply, all walk through the same tiles."""
+"""The steps of warp-specialised kernels: two warps load, other warpgroups multiply, all walk through the same tiles.
+
+Where packed sequences have to be looked through for a tile, a third warp does that, ahead of the others.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from fa3gen.design.schedule.model import Place, Role, Step
 from fa3gen.spec.model import Forward, NoMask, PingPongSchedule
 
 FIRST, Q_K, V, CONSUMERS = "producer of the first tiles", "producer of Q, K", "producer of V", "consumers"
+TILES = "who finds the tiles"
 OUTPUT_BARRIER = "OUTPUT_BARRIER"
 
 _consumers = partial(Step, CONSUMERS)
@@ -17,16 +21,17 @@ _consumers = partial(Step, CONSUMERS)
 
 def steps(spec: Forward, roles: Sequence[Role]) -> tuple[Step, ...]:
     """The steps of all roles, one role after the other."""
-    drawing = roles[0].label
+    drawing = next((role.label for role in roles if role.name == TILES), roles[0].label)
     consume = _overlapped if footprint.overlapped(spec) else _sequential
     produce = _produce_first_and_k if spec.scheduler == "grid" else _produce_q_and_k
-    return (*produce(spec), *_produce_v(spec, drawing), *consume(spec, drawing))
+    find = _FIND if footprint.packed_sequences(spec) else ()
+    return (*produce(spec, drawing), *_produce_v(spec, drawing), *find, *consume(spec, drawing))
 
 
 # Producers
 
 
-def _produce_first_and_k(spec: Forward) -> Iterator[Step]:
+def _produce_first_and_k(spec: Forward, drawing: str) -> Iterator[Step]:
     first = partial(Step, FIRST, "cta")
     yield first("announce", "Q")
     yield first("load", "Q", "q", note="by TMA, before the other warps may touch a barrier")
@@ -36,8 +41,10 @@ def _produce_first_and_k(spec: Forward) -> Iterator[Step]:
     yield Step(Q_K, "step", "load", "K", "k", note="by TMA, of a step other than the first, when a stage is free")
 
 
-def _produce_q_and_k(spec: Forward) -> Iterator[Step]:
+def _produce_q_and_k(spec: Forward, drawing: str) -> Iterator[Step]:
     step = partial(Step, Q_K)
+    if footprint.packed_sequences(spec):
+        yield step("cta", "wait_full", on="tile", note=f"the one that {drawing} has found")
     if footprint.keys_free_q(spec):
         yield step("tile", "wait_empty", on="k")
         yield step("tile", "load", "K", "k", note="by TMA, of the first step")
@@ -49,6 +56,10 @@ def _produce_q_and_k(spec: Forward) -> Iterator[Step]:
         yield step("tile", "load", "Q", "q", note="by TMA, when its place is free")
     yield step("step", "wait_empty", on="k")
     yield step("step", "load", "K", "k", note="by TMA, when a stage is free")
+    if footprint.packed_sequences(spec):
+        yield step("end", "release", on="tile", note="K is on its way: it is time to draw")
+        yield step("end", "wait_full", on="tile", note=f"the one that {drawing} has found")
+        return
     if spec.scheduler != "dynamic":
         yield from _next(spec, Q_K)
         return
@@ -57,10 +68,28 @@ def _produce_q_and_k(spec: Forward) -> Iterator[Step]:
     yield step("end", "fill", on="tile", note="tells all other warps which one it is")
 
 
+_FIND = (
+    Step(TILES, "cta", "wait_empty", on="tile"),
+    Step(TILES, "cta", "fill", on="tile", note="where the tile with the CTA's number lies"),
+    Step(TILES, "tile", "wait_empty", on="tile"),
+    Step(TILES, "tile", "draw", note="the next tile, when K of this one is on its way"),
+    Step(TILES, "tile", "fill", on="tile", note="where it lies"),
+)
+
+
 def _produce_v(spec: Forward, drawing: str) -> Iterator[Step]:
+    yield from _first(spec, V, drawing)
     yield Step(V, "step", "wait_empty", on="v")
-    yield Step(V, "step", "load", "V", "v", note="by TMA, when a stage is free")
+    zeros = "; behind the keys zeros" if footprint.packed_sequences(spec) else ""
+    yield Step(V, "step", "load", "V", "v", note=f"by TMA, when a stage is free{zeros}")
     yield from _next(spec, V, drawing)
+
+
+def _first(spec: Forward, who: str, drawing: str) -> Iterator[Step]:
+    """How a role that does not draw gets to know its first tile, where that is not the CTA's number."""
+    if footprint.packed_sequences(spec):
+        yield Step(who, "cta", "wait_full", on="tile")
+        yield Step(who, "cta", "release", on="tile", note=f"the one that {drawing} has found")
 
 
 def _next(spec: Forward, who: str, drawing: str = "") -> Iterator[Step]:
@@ -108,6 +137,7 @@ class _Turns:
 def _sequential(spec: Forward, drawing: str) -> Iterator[Step]:
     """No product runs beside the softmax of the same warpgroup."""
     turns, step = _Turns(spec), partial(_consumers, "step")
+    yield from _first(spec, CONSUMERS, drawing)
     yield from turns.first()
     yield _consumers("tile", "wait_full", on="q", note="Q has landed")
     yield step("wait_full", on="k")
@@ -133,6 +163,7 @@ def _sequential(spec: Forward, drawing: str) -> Iterator[Step]:
 def _overlapped(spec: Forward, drawing: str) -> Iterator[Step]:
     """S of a tile of keys is issued with P V of the one before, which runs on during the softmax."""
     turns, flattened = _Turns(spec), footprint.flattened(spec)
+    yield from _first(spec, CONSUMERS, drawing)
     yield from turns.first()
     yield from _first_scores(turns, "cta" if flattened else "tile")
     when = "with" if spec.softmax.mask_end == "always" else "if it holds"
@@ -212,7 +243,8 @@ def _store(spec: Forward) -> Iterator[Step]:
     elif spec.outputs.o == "own_buffer":
         yield end("wait_stores")
         yield end("gather", "O")
-        yield end("store", "O", note="by stmatrix and TMA, each warp its own rows")
+        whose = "by warp, up to the last query" if footprint.packed_sequences(spec) else "each warp its own rows"
+        yield end("store", "O", note=f"by stmatrix and TMA, {whose}")
     else:
         yield end("sync", "Q", OUTPUT_BARRIER)
         yield end("gather", "O")
