@@ -39,7 +39,7 @@ Barriers
     q     2       TMA, from warp 8 -> 8 warps  32768 bytes  8 arrivals
     k     2       TMA, from warp 8 -> 8 warps  32768 bytes  8 arrivals
     v     2       TMA, from warp 9 -> 8 warps  32768 bytes  8 arrivals
-    tile  1       warp 10 -> 10 warps          1 arrival    10 arrivals
+    tile  2       warp 10 -> 10 warps          1 arrival    10 arrivals
 
 Shared memory
     offset   bytes  what
@@ -47,8 +47,8 @@ Shared memory
      65536   65536  sK        2 stages x 128 x 128 x 2: K
     131072   65536  sV        2 stages x 128 x 128 x 2: V
     196608   32768  sO        128 x 128 x 2: O
-    229376      32  tiles     8 x 4: coordinates of drawn tiles
-    229408     112  barriers  14 mbarriers
+    229376      64  tiles     2 x 8 x 4: coordinates of drawn tiles
+    229440     128  barriers  16 mbarriers
             230400  total     of 232448 per CTA
 
 Timeline: a tile is one of queries, a step takes one tile of keys
@@ -124,7 +124,7 @@ TILE_WARP = CONSUMER_WARPS + 2  # finds the tiles for all
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 232
 Q_STAGES = 2  # tiles of Q in flight or in use
 KV_STAGES = 2  # tiles of K and of V in flight or in use
-TILE_SLOTS = 1  # tiles that have been found and not been read: one drawn earlier is one that others wait for
+TILE_SLOTS = 2  # found tiles that there is room for: one drawn early is one that others wait for
 TILE_WORDS = 8  # of a drawn tile: m_block, head, head_kv, sequence, first row and rows of its queries, of its keys
 ROWS = 2**30  # that a sequence may have, for TMA
 FAR = 2**31 - 1  # an extent whose end nothing reaches

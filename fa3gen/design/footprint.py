@@ -14,6 +14,7 @@ from fa3gen.spec.model import (
     CpAsyncLoad,
     Forward,
     GlobalHandoff,
+    NoMask,
     RegisterHandoff,
     Scheduler,
     SmemHandoff,
@@ -117,9 +118,12 @@ def passes_coordinates(spec: Forward) -> bool:
 def tile_slots(spec: Forward) -> int:
     """How many drawn tiles there is room for.
 
-    One of packed sequences, where the warp that finds tiles may run ahead: a tile drawn early keeps others waiting.
+    Of packed sequences the warp that finds tiles runs as far ahead. A tile drawn early keeps others waiting: two slots
+    pay where there is a place for the next Q, and where a mask has the short tiles come last (docs/performance.md).
     """
-    return 1 if packed_sequences(spec) else TILE_SLOTS
+    if packed_sequences(spec):
+        return 2 if q_stages(spec) > 1 and not isinstance(spec.mask, NoMask) else 1
+    return TILE_SLOTS
 
 
 def tile_words(spec: Forward) -> int:
