@@ -51,7 +51,7 @@ class Problem:
 
     def __init__(self, module: Any, spec: Spec, device: torch.device, shape: Shape, seed: int) -> None:
         """Draw the inputs on the device, with as many query heads as the tiles of `spec` need."""
-        self.module, self.spec = module, spec
+        self.module, self.spec, self.window = module, spec, options_of_call(spec.mask)
         batch, seq_q, seq_k, heads_q, heads_kv = shape
         heads_q = inputs.served_heads(heads_q, heads_kv, spec.tile.pack_heads)
         generator = torch.Generator(device).manual_seed(seed)
@@ -73,7 +73,7 @@ class Problem:
         # What the allocator hands out next for an LSE is this, freed again at once.
         torch.full((batch, heads, seq_q), math.nan, dtype=torch.float32, device=self.q.device)
         try:
-            found = self.module.attention(self.q, self.k, self.v, out=out, **options_of_call(self.spec.mask), **options)
+            found = self.module.attention(self.q, self.k, self.v, out=out, **self.window, **options)
         except RuntimeError as error:
             raise_if_lost(self.q.device, error)
             raise

@@ -116,7 +116,7 @@ def test_a_captured_call_is_one_kernel(stem: str, hopper: Any) -> None:
         for given in ({}, {"out": torch.full_like(wanted.out, torch.nan)}):
             graph = torch.cuda.CUDAGraph(keep_graph=True)
             with torch.cuda.graph(graph):
-                found = [problem.module.attention(*tensors, **options, **given) for _ in range(calls)]
+                found = [problem.module.attention(*tensors, **problem.window, **options, **given) for _ in range(calls)]
             assert nodes(graph) == {KERNEL: calls}
             for _ in range(3):
                 graph.replay()
