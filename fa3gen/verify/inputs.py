@@ -147,7 +147,7 @@ def cpu_cases(spec: Forward) -> tuple[Case, ...]:
     ]  # fmt: skip
     if given_with_calls(spec.mask):
         # Tiles of keys without an edge between those with one; then none such, and tiles with both edges.
-        wide, narrow = (m + 2 * n, 5), (n // 3, n // 4)
+        wide, narrow = (m + n, 5), (n // 3, n // 4)
         windows = (("wide_window", wide), ("narrow_window", narrow))
         return _windowed(cases) + tuple(replace(_window_case(m, n, *w), name=name, window=w) for name, w in windows)
     if isinstance(spec.mask, WindowMask):
