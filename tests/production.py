@@ -18,8 +18,8 @@ from fa3gen.hardware.dtypes import DTYPES
 from fa3gen.spec.model import Spec
 from fa3gen.verify import inputs, reference
 from fa3gen.verify.inputs import Case
-from fa3gen.verify.on_gpu import raise_if_lost, same_bits
 from fa3gen.verify.reference import Attention
+from fa3gen.verify.runner import raise_if_lost, same_bits
 
 Call = Callable[[], Attention]
 

@@ -23,11 +23,13 @@ from fa3gen.records import evidence
 from fa3gen.run import gpu
 from fa3gen.spec.model import Forward, Spec
 from fa3gen.spec.specfile import Variant
-from fa3gen.verify import on_gpu as verify
+from fa3gen.verify import on_gpu
 from fa3gen.verify.grouping import grouped
 from fa3gen.verify.on_cpu import CpuReport
+from fa3gen.verify.on_gpu import Report
 from fa3gen.verify.pipeline import Stage, Verification, check_compile, check_render
-from fa3gen.verify.results import CpuCaseResult
+from fa3gen.verify.results import CaseResult, Check, CpuCaseResult, Errors
+from fa3gen.verify.runner import DeviceLost
 
 SPEC = Forward.model_validate(
     {
@@ -40,9 +42,9 @@ SPEC = Forward.model_validate(
     }
 )
 VARIANTS = [Variant(stem=stem, spec=SPEC, source=Path("specs/k.yaml"), summary="k") for stem in ("a", "b", "c")]
-ERRORS = verify.Errors(0.0, 0.0)
-CASE = verify.CaseResult("random", "b1 1x1 h1/1", ERRORS, ERRORS, 1e-3, 0.0, ERRORS, ERRORS, ())
-REPORT = verify.Report("a", "A made-up GPU", 1, (CASE,), ())
+ERRORS = Errors(0.0, 0.0)
+CASE = CaseResult("random", "b1 1x1 h1/1", ERRORS, ERRORS, 1e-3, 0.0, ERRORS, ERRORS, ())
+REPORT = Report("a", "A made-up GPU", 1, (CASE,), ())
 
 
 @pytest.fixture
@@ -86,14 +88,14 @@ def test_a_compile_error_fails_and_a_missing_file_is_not_compiled() -> None:
 def test_a_lost_device_ends_the_session_and_says_what_was_not_run(
     workspace: Workspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def run(module: Any, spec: Spec, device: Any, *, stem: str, seed: Any, on_case: Any) -> verify.Report:
+    def run(module: Any, spec: Spec, device: Any, *, stem: str, seed: Any, on_case: Any) -> Report:
         assert stem == module.NAME
         on_case("ragged")
         if stem == "b":
-            raise verify.DeviceLost("illegal memory access")
+            raise DeviceLost("illegal memory access")
         return REPORT
 
-    monkeypatch.setattr(verify, "verify_module", run)
+    monkeypatch.setattr(on_gpu, "verify_module", run)
     a, b, c = session(workspace).run_all(unrun())
     assert (a.run.passed, b.run.passed, c.run.passed) == (True, False, None)
     assert b.run.detail == "ragged: the launch left the GPU unusable: illegal memory access"
@@ -102,11 +104,11 @@ def test_a_lost_device_ends_the_session_and_says_what_was_not_run(
 
 
 def test_a_lost_device_is_recorded_as_a_failure(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
-    def run(*args: Any, on_case: Any, **keywords: Any) -> verify.Report:
+    def run(*args: Any, on_case: Any, **keywords: Any) -> Report:
         on_case("ragged")
-        raise verify.DeviceLost("illegal memory access")
+        raise DeviceLost("illegal memory access")
 
-    monkeypatch.setattr(verify, "verify_module", run)
+    monkeypatch.setattr(on_gpu, "verify_module", run)
     session(workspace, evidence=True).run_all(unrun()[:1])
     state, record = evidence.status(workspace, "a")
     assert state is evidence.Status.FAILED and record is not None
@@ -122,14 +124,14 @@ def test_a_launch_that_never_ends_is_recorded_and_ends_the_process(
 ) -> None:
     codes: list[int] = []
 
-    def run(*args: Any, on_case: Any, **keywords: Any) -> verify.Report:
+    def run(*args: Any, on_case: Any, **keywords: Any) -> Report:
         on_case("wrap")
         patience = time.monotonic() + 20
         while not codes and time.monotonic() < patience:
             time.sleep(0.01)
         return REPORT
 
-    monkeypatch.setattr(verify, "verify_module", run)
+    monkeypatch.setattr(on_gpu, "verify_module", run)
     monkeypatch.setattr(os, "_exit", codes.append)
     watched = session(workspace, evidence=True, timeout=0.05)
     monkeypatch.setattr(evidence, "write", _only_first(evidence.write))
@@ -146,7 +148,7 @@ def test_a_launch_that_never_ends_ends_the_process_though_it_cannot_be_recorded(
 ) -> None:
     codes: list[int] = []
 
-    def run(*args: Any, on_case: Any, **keywords: Any) -> verify.Report:
+    def run(*args: Any, on_case: Any, **keywords: Any) -> Report:
         patience = time.monotonic() + 20
         while not codes and time.monotonic() < patience:
             time.sleep(0.01)
@@ -155,7 +157,7 @@ def test_a_launch_that_never_ends_ends_the_process_though_it_cannot_be_recorded(
     def full(workspace: Workspace, record: Any) -> Any:
         raise OSError("no space left on device")
 
-    monkeypatch.setattr(verify, "verify_module", run)
+    monkeypatch.setattr(on_gpu, "verify_module", run)
     monkeypatch.setattr(os, "_exit", codes.append)
     monkeypatch.setattr(evidence, "write", full)
     monkeypatch.setattr("fa3gen.measure.record_speeds.speeds", no_speeds)
@@ -174,12 +176,12 @@ def test_speeds_of_one_problem_are_measured_together(workspace: Workspace, monke
         asked.append([module.NAME for _, module in modules.values()])
         return {stem: {4096: 100.0 + len(stem), 512: 1.0} for stem in modules}
 
-    def run(module: Any, *args: Any, **keywords: Any) -> verify.Report:
-        failed = verify.Check("made up", False, "no") if module.NAME == "b" else None
+    def run(module: Any, *args: Any, **keywords: Any) -> Report:
+        failed = Check("made up", False, "no") if module.NAME == "b" else None
         return dataclasses.replace(REPORT, checks=(failed,) if failed else ())
 
     monkeypatch.setattr("fa3gen.measure.record_speeds.speeds", speeds)
-    monkeypatch.setattr(verify, "verify_module", run)
+    monkeypatch.setattr(on_gpu, "verify_module", run)
     around = gpu.environment()
     monkeypatch.setattr(gpu, "environment", lambda ptxas=None: dataclasses.replace(around, gpu="A made-up GPU"))
     session(workspace, evidence=True).run_all(unrun())
@@ -196,9 +198,9 @@ def test_a_device_lost_while_timing_fails_all_that_were_timed(
         raise RuntimeError("illegal memory access")
 
     monkeypatch.setattr("fa3gen.measure.record_speeds.speeds", speeds)
-    failed = verify.Check("made up", False, "no")
+    failed = Check("made up", False, "no")
     reports = {"a": REPORT, "b": dataclasses.replace(REPORT, checks=(failed,)), "c": REPORT}
-    monkeypatch.setattr(verify, "verify_module", lambda *args, stem, **keywords: reports[stem])
+    monkeypatch.setattr(on_gpu, "verify_module", lambda *args, stem, **keywords: reports[stem])
     a, b, c = session(workspace, evidence=True).run_all(unrun())
     said = "timing large problems: a launch of a or c left the GPU unusable: illegal memory access"
     assert (a.run, c.run) == (Stage(False, said), Stage(False, said)) and b.run.detail != said
@@ -211,7 +213,7 @@ def test_a_module_that_cannot_be_imported_fails_and_the_others_run(
     workspace: Workspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     workspace.module_path("b").write_text("def broken(:\n")
-    monkeypatch.setattr(verify, "verify_module", lambda *args, **keywords: REPORT)
+    monkeypatch.setattr(on_gpu, "verify_module", lambda *args, **keywords: REPORT)
     monkeypatch.setattr("fa3gen.measure.record_speeds.speeds", no_speeds)
     a, b, c = session(workspace, evidence=True).run_all(unrun())
     assert (a.run.passed, b.run.passed, c.run.passed) == (True, False, True)
@@ -238,10 +240,10 @@ def test_a_module_that_runs_but_fails_to_compile_as_planned_is_not_verified() ->
 
 
 def test_the_case_table_shows_errors_beside_the_yardstick() -> None:
-    errors = verify.Errors(1e-3, 2e-3)
-    result = verify.CaseResult("ragged", "b1 7x9 h1/1", errors, errors, 4e-3, 0.5, errors, errors, ("O is off",))
-    checks = (verify.Check("empty batch", True), verify.Check("runs on the current stream", None))
-    report = verify.Report("a", "A made-up GPU", 77, (result,), checks)
+    errors = Errors(1e-3, 2e-3)
+    result = CaseResult("ragged", "b1 7x9 h1/1", errors, errors, 4e-3, 0.5, errors, errors, ("O is off",))
+    checks = (Check("empty batch", True), Check("runs on the current stream", None))
+    report = Report("a", "A made-up GPU", 77, (result,), checks)
     console = Console(width=160, record=True, file=open(os.devnull, "w"))  # noqa: SIM115 - closed with the process
     console.print(command._case_table(Verification(VARIANTS[0], Stage(True), Stage(True), Stage(False), report=report)))
     text = console.export_text()
@@ -260,8 +262,8 @@ def test_alike_failures_are_said_once() -> None:
         ),
     ]
     checks = (
-        verify.Check("empty batch", False, "raised: " + fence.format("", 0, 0, 0, 7)),
-        verify.Check("x", None, "y"),
+        Check("empty batch", False, "raised: " + fence.format("", 0, 0, 0, 7)),
+        Check("x", None, "y"),
     )
     found = grouped(dataclasses.replace(CPU_REPORT, cases=tuple(cases), checks=checks))
     assert [(group.text, group.names) for group in found] == [
@@ -287,7 +289,7 @@ def test_names_are_whole_in_a_narrow_terminal() -> None:
     stem = max(STEMS, key=len)
     cases = (dataclasses.replace(CPU_CASE, name="masked_rows", shape="b1 1024x1024 h16/4", failures=("x",)),)
     check = "allocates O when not given one"
-    report = dataclasses.replace(CPU_REPORT, stem=stem, cases=cases, checks=(verify.Check(check, False, "x"),))
+    report = dataclasses.replace(CPU_REPORT, stem=stem, cases=cases, checks=(Check(check, False, "x"),))
     variant = dataclasses.replace(VARIANTS[0], stem=stem)
     entry = Verification(variant, Stage(True), Stage(False), Stage(False), report=report)
     console = Console(width=80, record=True, file=open(os.devnull, "w"))  # noqa: SIM115 - closed with the process
@@ -302,8 +304,8 @@ def test_names_are_whole_in_a_narrow_terminal() -> None:
 
 CPU_CASE = CpuCaseResult("ragged", "b1 7x9 h1/1", ERRORS, 0.7, 0.8, ERRORS, ())
 CPU_CHECKS = (
-    verify.Check("empty batch", True),
-    verify.Check("runs on the current stream", None, "needs a CUDA device"),
+    Check("empty batch", True),
+    Check("runs on the current stream", None, "needs a CUDA device"),
 )
 CPU_REPORT = CpuReport("a", 5, ("by warpgroup", "by warp"), 0.8, (CPU_CASE,), CPU_CHECKS)
 BAD_CASE = dataclasses.replace(CPU_CASE, failures=("by warp: deadlock: no warp can go on",))

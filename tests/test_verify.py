@@ -15,11 +15,10 @@ from fa3gen.design.masks import of_call, reach
 from fa3gen.design.operation import operation_of
 from fa3gen.hardware.dtypes import DTYPES
 from fa3gen.spec.model import CausalMask, Forward, Mask, NoMask, Spec, WindowMask
-from fa3gen.verify import inputs, reference
-from fa3gen.verify import on_gpu as verify
+from fa3gen.verify import attention_on_gpu, inputs, reference
 from fa3gen.verify.inputs import CASES, Case
-from fa3gen.verify.on_gpu import verify_module
-from fa3gen.verify.runner import ModuleRunner
+from fa3gen.verify.on_gpu import Report, verify_module
+from fa3gen.verify.runner import ModuleRunner, blamed, half_ulp
 
 CPU = torch.device("cpu")
 torch.set_num_threads(1)  # the workers of xdist share the cores
@@ -42,7 +41,7 @@ def spec_of(mask: Mask, dtype: str = "bf16", head_dim: int = 64, o_dtype: str | 
     )
 
 
-def run(module: Module, cases: tuple[Case, ...] = FEW, dtype: str = "bf16") -> verify.Report:
+def run(module: Module, cases: tuple[Case, ...] = FEW, dtype: str = "bf16") -> Report:
     return verify_module(module, spec_of(module.mask, dtype), CPU, cases=cases, seed=7)
 
 
@@ -226,7 +225,7 @@ def test_o_in_float32_has_room_for_the_rounding_of_p(mask: Mask, dtype: str) -> 
     assert report.failures == ()
 
 
-def run_float32(module: Module, dtype: str = "bf16", cases: tuple[Case, ...] = NOT_LONG) -> verify.Report:
+def run_float32(module: Module, dtype: str = "bf16", cases: tuple[Case, ...] = NOT_LONG) -> Report:
     return verify_module(module, spec_of(module.mask, dtype, o_dtype="fp32"), CPU, cases=cases, seed=7)
 
 
@@ -236,7 +235,7 @@ FEW_KEYS_EACH = Case("many_heads", "4,096 blocks of two rows and nine keys", 16,
 def test_roundings_of_one_yardstick_that_are_tiny_by_chance_refuse_no_module(monkeypatch: pytest.MonkeyPatch) -> None:
     module = Module(CausalMask(), online, out_dtype=torch.float32)
     assert run_float32(module, cases=(FEW_KEYS_EACH,)).failures == ()
-    monkeypatch.setattr(verify, "P_SCALES", (1.0,))
+    monkeypatch.setattr(attention_on_gpu, "P_SCALES", (1.0,))
     (failure,) = run_float32(module, cases=(FEW_KEYS_EACH,)).failures
     assert "O in the worst block of 64 rows is off by 1." in failure
 
@@ -331,7 +330,7 @@ def test_a_signature_names_no_argument() -> None:
         f"Mismatched out.shape[1] on argument #2 when calling: {signature}, expected": "Mismatched out.shape[1] out",
         "q has dtype torch.float32": "q has dtype torch.float32",
     }.items():
-        assert verify.blamed(said) == wanted
+        assert blamed(said) == wanted
 
     def check(*args: Any, **facts: Any) -> None:
         try:
@@ -442,18 +441,18 @@ def test_other_kernels_have_no_cases_of_persistent_ones() -> None:
 def test_half_ulp_by_hand() -> None:
     values = torch.tensor([1.0, 1.9, 2.0, -4.0, 0.75, 0.0], dtype=torch.float64)
     ulps = [2**-8, 2**-8, 2**-7, 2**-6, 2**-9]  # half of bf16's 2**-7 at 1
-    assert verify.half_ulp(values, torch.bfloat16)[:5].tolist() == ulps
-    assert verify.half_ulp(values, torch.float16)[0].item() == 2**-11
-    assert 0 < verify.half_ulp(values, torch.bfloat16)[5].item() < 1e-37
+    assert half_ulp(values, torch.bfloat16)[:5].tolist() == ulps
+    assert half_ulp(values, torch.float16)[0].item() == 2**-11
+    assert 0 < half_ulp(values, torch.bfloat16)[5].item() < 1e-37
 
 
 def test_lse_error_is_relative_with_a_floor_of_one() -> None:
     expected = torch.tensor([0.5, 10.0, -math.inf], dtype=torch.float64)
     found = torch.tensor([0.5 + 2e-6, 10.0 + 5e-5, -math.inf])
-    errors = verify.lse_errors(found, expected)
+    errors = attention_on_gpu.lse_errors(found, expected)
     assert errors.max_abs == pytest.approx(5e-5, rel=0.02)
     assert errors.relative == pytest.approx(5e-6, rel=0.1)
-    assert verify.lse_errors(torch.tensor([math.nan, 10.0, -math.inf]), expected).relative is None
+    assert attention_on_gpu.lse_errors(torch.tensor([math.nan, 10.0, -math.inf]), expected).relative is None
 
 
 def test_the_report_is_json_and_names_its_seed() -> None:

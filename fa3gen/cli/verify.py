@@ -207,8 +207,8 @@ class _Session:
 
     def run_all(self, checked: list[Verification]) -> list[Verification]:
         """Run all until one leaves the GPU unusable; those after it stay not run, and say so."""
-        from fa3gen.verify.on_gpu import DeviceLost
         from fa3gen.verify.pipeline import Stage
+        from fa3gen.verify.runner import DeviceLost
 
         say = _progress(self.errors, len(checked), "ran")
         done: list[Verification] = []
@@ -363,7 +363,8 @@ class _CpuSession:
         from fa3gen.cpu.module import load_on_cpu
         from fa3gen.records import evidence
         from fa3gen.records.recording import cpu_record_of
-        from fa3gen.verify.on_cpu import CpuRunner, verify_on_cpu
+        from fa3gen.verify.on_cpu import verify_on_cpu
+        from fa3gen.verify.on_model import ScheduledRunner
         from fa3gen.verify.pipeline import Stage
 
         variant, path = entry.variant, self.workspace.path_of(entry.variant)
@@ -380,7 +381,7 @@ class _CpuSession:
         else:
             try:
                 report = verify_on_cpu(module, variant.spec, stem=variant.stem, seed=self.seed, count=self.schedules)
-            except CpuRunner.fatal as error:
+            except ScheduledRunner.fatal as error:
                 return dataclasses.replace(entry, run=Stage(None, str(error)))
             entry = dataclasses.replace(entry, report=report, run=Stage(report.passed, "; ".join(report.failures)))
         if self.evidence:

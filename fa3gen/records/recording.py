@@ -28,7 +28,8 @@ def record_of(
     `failures` are for a run that left no report: a lost device, a launch that never ended. Raises UserError for a run
     on the CPU, which is no evidence.
     """
-    from fa3gen.verify.on_gpu import FACTOR, LSE_TOLERANCE, Report
+    from fa3gen.verify.attention_on_gpu import FACTOR, LSE_TOLERANCE
+    from fa3gen.verify.on_gpu import Report
 
     report, stem = verification.report, verification.variant.stem
     if report is not None and (not isinstance(report, Report) or report.device == "cpu"):
@@ -56,8 +57,8 @@ def cpu_record_of(verification: Verification, workspace: Workspace, *, failures:
 
     Raises UserError for the report of anything else.
     """
+    from fa3gen.verify.attention_on_gpu import LSE_TOLERANCE
     from fa3gen.verify.on_cpu import EXECUTED_ON, CpuReport
-    from fa3gen.verify.on_gpu import LSE_TOLERANCE
     from fa3gen.verify.on_model import SPREAD_LIMIT
 
     report, stem = verification.report, verification.variant.stem

@@ -28,8 +28,8 @@ import torch
 
 from fa3gen.design.masks import reach
 from fa3gen.spec.model import Mask
-from fa3gen.verify.on_gpu import half_ulp
 from fa3gen.verify.reference import visible_keys
+from fa3gen.verify.runner import half_ulp
 
 FLOAT32_ROUNDOFF = 2.0**-24
 MANTISSA_FACTOR = 0.18

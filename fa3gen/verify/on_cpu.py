@@ -1,42 +1,24 @@
-"""Run a generated module on the CPU model of sm_90a, under several schedules, and hold it against a reference.
+"""Run a generated module on the CPU model of sm_90a, under several schedules: cases, checks, and a report.
 
-Pass criteria, per case, measured against float64 attention of the very 16-bit inputs:
-
-- O, every element: |O - ref| <= its limit, half an output ulp plus the rounding of P (`fa3gen.verify.accuracy`).
-- LSE: |LSE - ref| <= 1e-5 max(1, |ref|) for every row; -inf exactly where, and only where, a row sees no key.
-- No hazard, and the same bits, under every schedule.
-- No NaN in O or LSE, nothing written outside `out`, inputs unchanged.
-
-And over all cases together: the mean of (O - ref)^2 over its variance is at most 1.25. P rounded to one bit less, or
-anything else that makes every element somewhat worse, stays under the limits and fails here.
-
-This is a model, not a GPU: what needs one is listed as not run.
+What passes is said where an operation's runner is: `attention_on_cpu`, `packed_on_cpu`, `gemm_on_cpu`,
+`copies_on_cpu`. This is a model, not a GPU: what needs one is listed as not run.
 """
 
 from __future__ import annotations
 
-import math
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import torch
-
-from fa3gen.cpu.schedule import schedules
-from fa3gen.design import footprint
-from fa3gen.hardware.hopper import WARP
-from fa3gen.spec.model import Copy, Forward, Gemm, Spec, WgmmaProduct
-from fa3gen.verify import accuracy, gemm_inputs, inputs
+from fa3gen.spec.model import Copy, Forward, Gemm, Spec
 from fa3gen.verify import copies as copy_inputs
+from fa3gen.verify import gemm_inputs, inputs
+from fa3gen.verify.attention_on_cpu import CpuRunner
 from fa3gen.verify.copies_on_cpu import CpuCopyRunner
 from fa3gen.verify.gemm_on_cpu import CpuGemmRunner
-from fa3gen.verify.inputs import Case, Inputs
-from fa3gen.verify.on_gpu import Runner, compare_lse, wrote_outside
-from fa3gen.verify.on_model import CPU, SPREAD_LIMIT, ScheduledRunner
-from fa3gen.verify.reference import Attention
+from fa3gen.verify.on_model import ScheduledRunner
 from fa3gen.verify.results import Check, CpuCaseResult, Outcome
-from fa3gen.verify.runner import errors
 
 EXECUTED_ON = "CPU model of sm_90a"
 SCHEDULES = 2  # the fast one and one that preempts
@@ -106,93 +88,3 @@ def _runner(module: Any, spec: Spec, seed: int, count: int) -> tuple[ScheduledRu
             return CpuGemmRunner(module, spec, seed, count), gemm_inputs.cpu_cases(spec)
         case Copy():
             return CpuCopyRunner(module, spec, seed, count), copy_inputs.cpu_cases(spec)
-
-
-class CpuRunner(ScheduledRunner, Runner):
-    """One module on the model: calls it under each schedule, measures it, checks it."""
-
-    def __init__(self, module: Any, spec: Forward, seed: int, count: int) -> None:
-        """`count` schedules for each case, the fast one first."""
-        super().__init__(module, spec, CPU, seed)
-        self.schedules = schedules(count, footprint.threads(spec) // WARP, seed)
-        self._squares, self._elements = 0.0, 0
-
-    @property
-    def spread(self) -> float | None:
-        """Mean of (O - ref)^2 over its variance, in all cases so far and all rows that see a key."""
-        return self._squares / self._elements if self._elements else None
-
-    def run_case(self, case: Case) -> CpuCaseResult:
-        """Run under every schedule, compare the first with the reference and the others with the first."""
-        case = inputs.served(case, self.spec)
-        made = self._make(case)
-        wanted = self._expected(made, case.scale)
-        outputs, failures = self._under_schedules(
-            made.given, lambda: self._call_anew(case, made), lambda: wrote_outside(made)
-        )
-        if outputs is None:
-            return CpuCaseResult(case.name, case.shape, None, None, None, None, tuple(failures))
-        first = Attention(*outputs)
-        used, spread, wrong = self._compare(first.out, wanted)
-        failures += wrong
-        lse_error = None
-        if self.spec.outputs.lse:
-            lse_error, wrong_lse = compare_lse(first.lse, wanted.lse)
-            failures += wrong_lse
-        return CpuCaseResult(
-            case.name, case.shape, errors(first.out, wanted.out), used, spread, lse_error, tuple(failures)
-        )
-
-    def _expected(self, made: Inputs, scale: float | None = None) -> accuracy.Expected:
-        # P of scalar products stays in float32, in memory as well.
-        p_dtype = self.dtype if isinstance(self.spec.pv, WgmmaProduct) else None
-        return accuracy.expected(
-            made.q, made.k, made.v, scale=scale, mask=made.mask, p_dtype=p_dtype, out_dtype=self.out_dtype
-        )
-
-    def _call_anew(self, case: Case, made: Inputs) -> tuple[torch.Tensor, ...]:
-        """O and LSE of a call whose `out` is filled with NaN."""
-        made.out_storage.fill_(math.nan)
-        result = self._call(made, scale=case.scale)
-        return result.out, result.lse
-
-    def _compare(
-        self, out: torch.Tensor, wanted: accuracy.Expected
-    ) -> tuple[float | None, float | None, tuple[str, ...]]:
-        """Share of the limits that O uses, its spread, and what is wrong; both None when O is not finite."""
-        if not torch.isfinite(out).all():
-            wrong = int((~torch.isfinite(out)).any(-1).sum())
-            text = f"O has NaN or infinity in {wrong} of {out[..., 0].numel()} rows (written nowhere, or computed so)"
-            return None, None, (text,)
-        error = (out.double() - wanted.out).abs()
-        used, spread = accuracy.used(error, wanted), None
-        rows = wanted.limit > 0
-        if rows.any():
-            ratios = (error.square() / wanted.variance)[rows]
-            spread = ratios.mean().item()
-            self._squares += ratios.sum().item()
-            self._elements += ratios.numel()
-        worst = used.max().item()
-        if worst <= 1:
-            return worst, spread, ()
-        batch, row, head, element = (int(index) for index in torch.unravel_index(used.argmax(), used.shape))
-        at = f"batch {batch}, row {row}, head {head}, element {element}"
-        count = int((used > 1).any(-1).sum())
-        text = f"O is off by {worst:.3g} times what is allowed at {at}; {count} of {used[..., 0].numel()} rows are off"
-        return worst, spread, (text,)
-
-    # -- checks
-
-    def checks(self) -> Iterator[Check]:
-        """As on a GPU, where they can be tried at all, and whether O is rounded as planned."""
-        yield from super().checks()
-        if self.spread is not None:
-            passed = self.spread <= SPREAD_LIMIT
-            text = f"mean squared error of O over what rounding explains: {self.spread:.3g}; {SPREAD_LIMIT} is allowed"
-            yield Check("O is rounded as planned", passed, text)
-
-    def _smallest(self) -> Inputs:
-        return self._small(batch=1, seq_q=5, seq_k=9, heads_q=1, heads_kv=1)
-
-    def _wrong_o(self, made: Inputs, out: torch.Tensor) -> str:
-        return "; ".join(self._compare(out, self._expected(made))[2])

@@ -19,8 +19,8 @@ from fa3gen.design import rules
 from fa3gen.generate.plan import make_plan
 from fa3gen.generate.render import render_variant
 from fa3gen.spec.specfile import Variant
+from fa3gen.verify.attention_on_cpu import CpuRunner
 from fa3gen.verify.inputs import Case
-from fa3gen.verify.on_cpu import CpuRunner
 
 torch.set_num_threads(1)  # the workers of xdist share the cores
 SWIZZLES = ("none", "32B", "64B", "128B")

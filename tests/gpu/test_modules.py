@@ -18,7 +18,8 @@ VARIANTS = {variant.stem: variant for spec_file in WORKSPACE.load_all() for vari
 @pytest.mark.parametrize("stem", VARIANTS)
 def test_generated_module(stem: str, hopper: Any) -> None:
     from fa3gen.run.launch import load_for_launch
-    from fa3gen.verify.on_gpu import DeviceLost, verify_module
+    from fa3gen.verify.on_gpu import verify_module
+    from fa3gen.verify.runner import DeviceLost
 
     variant: Variant = VARIANTS[stem]
     try:

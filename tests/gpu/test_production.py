@@ -25,8 +25,9 @@ from fa3gen.compile.cache import cached_object
 from fa3gen.design.workspace import Workspace
 from fa3gen.run.launch import NO_JIT_VARIABLE
 from fa3gen.spec.model import Spec
+from fa3gen.verify.attention_on_gpu import Runner
 from fa3gen.verify.inputs import Case
-from fa3gen.verify.on_gpu import DeviceLost, Runner
+from fa3gen.verify.runner import DeviceLost
 
 WORKSPACE = Workspace.find(Path(__file__).parent)
 VARIANTS = {variant.stem: variant for spec_file in WORKSPACE.load_all() for variant in spec_file.variants}

@@ -30,7 +30,7 @@ from fa3gen.design.operation import operation_of
 from fa3gen.design.workspace import Workspace
 from fa3gen.run.launch import load_for_launch
 from fa3gen.verify.inputs import served_heads
-from fa3gen.verify.on_gpu import same_bits
+from fa3gen.verify.runner import same_bits
 
 WORKSPACE = Workspace.find(Path(__file__).parent)
 VARIANTS = {variant.stem: variant for spec_file in WORKSPACE.load_all() for variant in spec_file.variants}

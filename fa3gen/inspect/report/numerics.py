@@ -118,9 +118,10 @@ def on_cpu_model(variant: Variant[Forward], kernel: CpuKernel) -> Card:
 
     from fa3gen.cpu.findings import Hazard
     from fa3gen.inspect.tracing import attention
+    from fa3gen.verify import attention_on_gpu as verify
     from fa3gen.verify import inputs, reference
-    from fa3gen.verify import on_gpu as verify
     from fa3gen.verify.on_cpu import EXECUTED_ON
+    from fa3gen.verify.runner import errors
 
     spec = variant.spec
     origin = f"{EXECUTED_ON}, not a GPU; PyTorch {torch.__version__.partition('+')[0]} on the CPU"
@@ -133,7 +134,7 @@ def on_cpu_model(variant: Variant[Forward], kernel: CpuKernel) -> Card:
             found = attention(kernel, variant, made.q, made.k, made.v)
         except Hazard as hazard:
             return Card(origin, False, (), f"{case.name}: {hazard}")
-        o, plain = verify.errors(found.out, expected.out), verify.errors(yardstick.out, expected.out)
+        o, plain = errors(found.out, expected.out), errors(yardstick.out, expected.out)
         if o.relative is None or plain.relative is None:
             return Card(origin, False, (), f"{case.name}: O is not finite")
         lse = verify.lse_errors(found.lse, expected.lse).relative if spec.outputs.lse else None

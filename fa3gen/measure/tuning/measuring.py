@@ -35,7 +35,8 @@ from fa3gen.run import gpu
 from fa3gen.run.launch import load_for_launch
 from fa3gen.spec.model import Forward
 from fa3gen.verify import inputs
-from fa3gen.verify.on_gpu import Runner, essence, raise_if_lost
+from fa3gen.verify.attention_on_gpu import Runner
+from fa3gen.verify.runner import essence, raise_if_lost
 
 MOST_LAUNCHES = 200
 # Ragged on both sides, rows without a key, several trips round a ring, grouped heads: what a wrong module stumbles on.

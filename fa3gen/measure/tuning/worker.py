@@ -56,7 +56,7 @@ def main() -> int:
         print(f"no Hopper GPU: {gpu.why_no_hopper()}", file=sys.stderr)
         return 4
     from fa3gen.measure.tuning.measuring import Bench, CudaTimer
-    from fa3gen.verify.on_gpu import DeviceLost
+    from fa3gen.verify.runner import DeviceLost
 
     bench = Bench(device, CudaTimer(device), announce)
     try:

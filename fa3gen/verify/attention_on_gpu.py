@@ -1,0 +1,348 @@
+"""Run a module of attention on a GPU and say how far it is off, beside what PyTorch itself is off.
+
+Pass criteria, per case, all of them measured against float64 attention of the very 16-bit inputs:
+
+- O, maximum: max|O - ref| <= 2 max|O_torch - ref| + half an ulp (of the 16-bit dtype) at max|ref|.
+- O, worst block: in every block of 64 query rows of one head, ||O - ref|| <= 2 ||O_torch - ref|| + ||half ulp of ref||
+  (Frobenius). The maximum alone would let rows of small outputs be wrong by half their size.
+- O in float32 has no rounding of its own, so 2^-16 |ref| stands for half an ulp: what sums and exponentials in float32
+  may come to. Nor has O_torch then, in which only P is rounded to 16 bits. In a block of a few rows and keys all of its
+  roundings may be tiny by chance (in 27 of 65,792 blocks of two rows and nine keys so tiny that a kernel which rounds P
+  and nothing else is over the limit). So the error of O_torch in a block is then the root mean square of four, in which
+  P lies elsewhere between two powers of two.
+- LSE: |LSE - ref| <= 1e-5 max(1, |ref|) for every row; -inf exactly where, and only where, a row sees no key.
+- No NaN in O or LSE, nothing written outside `out`, inputs unchanged, every launch bitwise like the first.
+
+O_torch is `reference.same_precision`. Beside the cases a few checks look at arguments, empty batches, streams and
+allocations. Everything that cannot be done on the device at hand is listed as not run, never as passed.
+
+`fa3gen.verify.attention_on_cpu` does the same on the CPU model of sm_90a, with cases and criteria of its own.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fa3gen.design.family import Shape
+from fa3gen.design.masks import reach
+from fa3gen.design.operation import operation_of
+from fa3gen.spec.model import Forward
+from fa3gen.verify import inputs, reference
+from fa3gen.verify.inputs import Case, Inputs
+from fa3gen.verify.reference import Attention
+from fa3gen.verify.results import CaseResult, Errors
+from fa3gen.verify.runner import (
+    LAUNCHES,
+    ModuleRunner,
+    changed_inputs,
+    errors,
+    essence,
+    half_ulp,
+    raise_if_lost,
+    same_bits,
+    snapshots,
+)
+
+FACTOR = 2.0  # times the error of PyTorch in the same precision
+LSE_TOLERANCE = 1e-5  # relative, with |ref| taken as at least 1
+BLOCK_ROWS = 64
+# Of |ref|, for O in float32: an exponential is off by the rounding of its score, 2^-24 of what the score sums, and the
+# largest of those sums over all cases are about 60 (`fa3gen.cpu.accuracy` has the formula).
+FLOAT32_SHARE = 2.0**-16
+P_SCALES = tuple(2.0 ** (i / 4) for i in range(4))  # of the yardsticks of O in float32
+
+
+def unavoidable(expected: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return what O in `dtype` may be off beside the yardstick: see this module's docstring."""
+    if dtype != torch.float32:
+        return half_ulp(expected, dtype)
+    return FLOAT32_SHARE * expected.double().abs().clamp(min=torch.finfo(dtype).tiny)
+
+
+def lse_errors(lse: torch.Tensor, expected: torch.Tensor) -> Errors:
+    """Like `errors`, but relative is the largest |lse - expected| / max(1, |expected|) over the finite rows."""
+    finite = torch.isfinite(expected)
+    difference = (lse.double() - expected)[finite].abs()
+    if difference.numel() == 0:
+        return Errors(0.0, 0.0)
+    if not torch.isfinite(difference).all():
+        return Errors(None, None)
+    return Errors(difference.max().item(), (difference / expected[finite].abs().clamp(min=1)).max().item())
+
+
+def block_norms(values: torch.Tensor) -> torch.Tensor:
+    """Return the Frobenius norm of each block of BLOCK_ROWS query rows of one head: (batch, blocks, heads)."""
+    squares = values.double().square().sum(-1)  # (batch, seq, heads)
+    padding = -squares.shape[1] % BLOCK_ROWS
+    squares = torch.nn.functional.pad(squares, (0, 0, 0, padding))
+    batch, rows, heads = squares.shape
+    return squares.reshape(batch, rows // BLOCK_ROWS, BLOCK_ROWS, heads).sum(2).sqrt()
+
+
+@dataclass(frozen=True)
+class _Measured:
+    """Errors of O and what they may be."""
+
+    error: Errors
+    yardstick: Errors
+    max_abs_limit: float
+    block_ratio: float | None
+    failures: tuple[str, ...]
+
+
+def compare_o(out: torch.Tensor, expected: torch.Tensor, yardsticks: Sequence[torch.Tensor]) -> _Measured:
+    """Hold O against the criteria of this module's docstring; the first of the yardsticks is O_torch."""
+    yardstick = yardsticks[0]
+    dtype = yardstick.dtype
+    error, torch_error = errors(out, expected), errors(yardstick, expected)
+    rounding = unavoidable(expected, dtype)
+    limit = FACTOR * (torch_error.max_abs or 0.0) + unavoidable(expected.abs().max(), dtype).item()
+    if error.max_abs is None:
+        wrong = int((~torch.isfinite(out)).any(-1).sum())
+        text = f"O has NaN or infinity in {wrong} of {out[..., 0].numel()} rows (written nowhere, or computed so)"
+        return _Measured(error, torch_error, limit, None, (text,))
+    squares = torch.stack([block_norms(each.double() - expected).square() for each in yardsticks])
+    limits = FACTOR * squares.mean(0).sqrt() + block_norms(rounding)
+    ratio = (block_norms(out.double() - expected) / limits).max().item()
+    failures = []
+    if error.max_abs > limit:
+        failures.append(f"O is off by {error.max_abs:.3g}; {limit:.3g} is allowed (PyTorch: {torch_error.max_abs:.3g})")
+    if not ratio <= 1:  # a NaN fails, too
+        failures.append(f"O in the worst block of {BLOCK_ROWS} rows is off by {ratio:.3g} times what is allowed")
+    return _Measured(error, torch_error, limit, ratio, tuple(failures))
+
+
+def compare_lse(lse: torch.Tensor, expected: torch.Tensor) -> tuple[Errors, tuple[str, ...]]:
+    """Hold LSE (batch, heads, seq_q) against the criteria of this module's docstring."""
+    if lse.shape != expected.shape or lse.dtype != torch.float32:
+        text = f"LSE is {tuple(lse.shape)} {lse.dtype}; it should be {tuple(expected.shape)} torch.float32"
+        return Errors(None, None), (text,)
+    error = lse_errors(lse, expected)
+    failures = []
+    if torch.isnan(lse).any():
+        failures.append(f"LSE has {int(torch.isnan(lse).sum())} NaN")
+    if not torch.equal(torch.isneginf(lse), torch.isneginf(expected)):
+        failures.append("LSE is not -inf in exactly the rows that see no key")
+    if error.relative is None or error.relative > LSE_TOLERANCE:
+        found = "not a number" if error.relative is None else f"off by {error.relative:.3g} relative"
+        failures.append(f"LSE is {found}; {LSE_TOLERANCE:g} is allowed")
+    return error, tuple(failures)
+
+
+def wrote_outside(made: Inputs) -> tuple[str, ...]:
+    """What is wrong when the NaN around `out` is gone."""
+    guards = (made.out_storage[:, : inputs.GUARD], made.out_storage[:, -inputs.GUARD :])
+    untouched = all(torch.isnan(guard).all() for guard in guards)
+    return () if untouched else ("wrote outside `out`, along the sequence",)
+
+
+class Runner(ModuleRunner):
+    """One module of attention on one device: calls it, measures it, checks it."""
+
+    def __init__(self, module: Any, spec: Forward, device: torch.device, seed: int) -> None:
+        """`seed` decides all inputs."""
+        super().__init__(module, operation_of(spec), device, seed)
+        self.spec = spec
+        self.dtype, self.out_dtype = (self.operation.tensor(name).dtype.in_torch() for name in ("q", "out"))
+
+    # -- cases
+
+    def run_case(self, case: Case) -> Any:
+        """Launch a few times on fresh poison, compare the first with the reference and the others with the first.
+
+        Returns a CaseResult.
+        """
+        case = inputs.served(case, self.spec)
+        made = self._make(case)
+        expected = reference.attention(made.q, made.k, made.v, scale=case.scale, reach=reach(made.mask))
+        yardsticks = self._yardsticks(made, case.scale)
+        try:
+            result, failures = self._launch_all(case, made)
+        except Exception as error:  # whatever a module raises is that module's failure
+            raise_if_lost(self.device, error)
+            nothing = dict.fromkeys(["o_error", "o_yardstick", "o_max_abs_limit", "o_block_ratio"])
+            return CaseResult(
+                name=case.name,
+                shape=case.shape,
+                **nothing,
+                lse_error=None,
+                lse_yardstick=None,
+                failures=(f"raised {essence(error)}",),
+            )
+        o = compare_o(result.out, expected.out, [each.out for each in yardsticks])
+        failures += o.failures
+        lse_error = lse_yardstick = None
+        if self.spec.outputs.lse:
+            lse_error, lse_failures = compare_lse(result.lse, expected.lse)
+            lse_yardstick = lse_errors(yardsticks[0].lse, expected.lse)
+            failures += lse_failures
+        return CaseResult(
+            name=case.name,
+            shape=case.shape,
+            o_error=o.error,
+            o_yardstick=o.yardstick,
+            o_max_abs_limit=o.max_abs_limit,
+            o_block_ratio=o.block_ratio,
+            lse_error=lse_error,
+            lse_yardstick=lse_yardstick,
+            failures=tuple(failures),
+        )
+
+    def _make(self, case: Case) -> Inputs:
+        return inputs.make_for(self.spec, case, device=self.device, seed=self.seed)
+
+    def _yardsticks(self, made: Inputs, scale: float | None = None) -> list[Attention]:
+        """What PyTorch computes in the module's dtypes; where only P is rounded, four times with other roundings."""
+        return [
+            reference.same_precision(
+                *(made.q, made.k, made.v),
+                scale=scale,
+                reach=reach(made.mask),
+                out_dtype=self.out_dtype,
+                p_scale=p_scale,
+            )
+            for p_scale in (P_SCALES if self.out_dtype != self.dtype else P_SCALES[:1])
+        ]
+
+    def _launch_all(self, case: Case, made: Inputs) -> tuple[Attention, tuple[str, ...]]:
+        """Return the first launch's outputs and what the launches did wrong beside their values."""
+        failures: list[str] = []
+        before = snapshots(made.given)
+        first: Attention | None = None
+        for launch in range(LAUNCHES):
+            made.out_storage.fill_(math.nan)
+            self._poison_next_lse(case)
+            result = self._call(made, scale=case.scale)
+            result = Attention(result.out.clone(), result.lse.clone())
+            if first is None:
+                first = result
+                failures += wrote_outside(made)
+            elif not (same_bits(result.out, first.out) and same_bits(result.lse, first.lse)):
+                failures.append(f"launch {launch + 1} differs from the first on the same inputs")
+                break
+        assert first is not None
+        return first, (*failures, *changed_inputs(made.given, before))
+
+    def _poison_next_lse(self, case: Case) -> None:
+        """Leave NaN in the block of memory that the allocator will hand out next for an LSE of this case."""
+        torch.full((case.batch, case.heads_q, case.seq_q), math.nan, device=self.device)
+
+    def _call(self, made: Inputs, *, scale: float | None = None) -> Attention:
+        """Call with `out` given; without an LSE output the result's LSE is empty."""
+        if self.spec.outputs.lse:
+            returned = self.entry(made.q, made.k, made.v, **made.options, scale=scale, out=made.out, return_lse=True)
+            if not (isinstance(returned, tuple) and len(returned) == 2):
+                raise TypeError(f"return_lse=True should return (O, LSE), not {type(returned).__name__}")
+            out, lse = returned
+        else:
+            out = self.entry(made.q, made.k, made.v, **made.options, scale=scale, out=made.out)
+            lse = torch.empty(0, device=self.device)
+        self._same_out(out, made.out)
+        return Attention(made.out, lse)
+
+    # -- checks
+
+    def _tries(self) -> list[tuple[str, Callable[[], str]]]:
+        return [
+            ("allocates O when not given one", self._allocates_out),
+            ("empty batch", self._empty_batch),
+            ("bad arguments are refused", self._refuses),
+        ]
+
+    def _small(self, **changes: Any) -> Inputs:
+        """Inputs for the checks: two batch entries, four query heads on two kv heads."""
+        facts = {"batch": 2, "seq_q": 70, "seq_k": 140, "heads_q": 4, "heads_kv": 2, "layout": "contiguous"}
+        return self._make(inputs.served(Case("checks", "inputs of the checks", **{**facts, **changes}), self.spec))
+
+    def _wrong_o(self, made: Inputs, out: torch.Tensor) -> str:
+        expected = reference.attention(made.q, made.k, made.v, reach=reach(made.mask))
+        return "; ".join(compare_o(out, expected.out, [each.out for each in self._yardsticks(made)]).failures)
+
+    def _smallest(self) -> Inputs:
+        """Inputs for the one check that only has to launch."""
+        return self._small()
+
+    def _allocates_out(self) -> str:
+        made = self._smallest()
+        out = self.entry(made.q, made.k, made.v, **made.options)
+        if not isinstance(out, torch.Tensor):
+            return f"without return_lse it should return one tensor, not {type(out).__name__}"
+        if (out.shape, out.dtype, out.device) != (made.out.shape, self.out_dtype, made.q.device):
+            wanted = f"{tuple(made.out.shape)} {self.out_dtype} on q's device"
+            return f"O is {tuple(out.shape)} {out.dtype} {out.device} instead of {wanted}"
+        if out.dtype == torch.float32 and torch.equal(out, out.to(self.dtype).float()):
+            return f"O is float32 in name only: every element is a {self.dtype} number"
+        return self._wrong_o(made, out)
+
+    def _empty_batch(self) -> str:
+        made = self._small()
+        asked = {"return_lse": True} if self.spec.outputs.lse else {}
+        returned = self.entry(made.q[:0], made.k[:0], made.v[:0], **made.options, **asked)
+        out, lse = returned if self.spec.outputs.lse else (returned, None)
+        if out.shape != made.out[:0].shape or out.dtype != self.out_dtype:
+            return f"O is {tuple(out.shape)} {out.dtype} instead of {tuple(made.out[:0].shape)} {self.out_dtype}"
+        expected = (0, made.q.shape[2], made.q.shape[1])
+        if lse is not None and (tuple(lse.shape) != expected or lse.dtype != torch.float32):
+            return f"LSE is {tuple(lse.shape)} {lse.dtype} instead of {expected} torch.float32"
+        return ""
+
+    def _bad_calls(self) -> Iterator[tuple[str, str, dict[str, Any]]]:
+        """Yield what is wrong, a pattern of the name that the message must hold, and the arguments."""
+        made = self._small()
+        q, k, v = made.q, made.k, made.v
+        good: dict[str, Any] = {"q": q, "k": k, "v": v}
+        elsewhere = "cpu" if self.device.type == "cuda" else "meta"
+        other = torch.float16 if self.dtype == torch.bfloat16 else torch.bfloat16
+        inner = self.operation.tensor("v").contiguous
+        lines = v.movedim(inner, -1)
+        every_second = torch.cat([lines, lines], dim=-1)[..., ::2].movedim(-1, inner)
+        shifted = k.new_zeros(k.untyped_storage().size()).as_strided(k.shape, k.stride(), 1)
+        odd = torch.nn.functional.pad(lines, (0, (4 - lines.shape[-1]) % 8)).contiguous()
+        odd_rows = odd[..., : lines.shape[-1]].movedim(-1, inner)
+        yield "float32 q", "q", {**good, "q": q.float()}
+        yield f"{other} k", "k", {**good, "k": k.to(other)}
+        yield f"v on {elsewhere}", "v", {**good, "v": v.to(elsewhere)}
+        yield "q that is not a tensor", "q", {**good, "q": [1.0]}
+        yield "q with three modes", "q", {**good, "q": q[0]}
+        yield "half the head dim in k", "[qk]", {**good, "k": k[..., : k.shape[-1] // 2]}
+        yield "another batch size in k", "[qkv]", {**good, "k": k[:1]}
+        yield "fewer keys in v than in k", "[kv]", {**good, "v": v[:, :-1]}
+        yield "three query heads on two kv heads", "[qkv]", {**good, "q": q[:, :, :3]}
+        yield f"v whose {'last mode' if inner == 3 else 'sequence'} is not contiguous", "v", {**good, "v": every_second}
+        yield "k that starts off a 16-byte boundary", "k", {**good, "k": shifted}
+        yield "v whose rows are no multiple of 16 bytes apart", "v", {**good, "v": odd_rows}
+        if made.options:
+            yield "a window of one number", "window", {**good, "window": (3,)}
+            yield "a negative reach", "window", {**good, "window": (-2, 0)}
+        yield "out of another shape", "out", {**good, "out": torch.empty_like(made.out)[:, :-1]}
+        wrong = torch.float32 if self.out_dtype == self.dtype else self.dtype
+        yield "out of another dtype", "out", {**good, "out": torch.empty_like(made.out, dtype=wrong)}
+
+    def _current_stream(self) -> str:
+        """Fill q late on a side stream; a kernel on any other stream would read what was there before."""
+        made = self._small()
+        late = torch.empty_strided(made.q.shape, made.q.stride(), dtype=self.dtype, device=self.device)
+        late.fill_(math.nan)
+        made.out.fill_(math.nan)
+        torch.cuda.synchronize(self.device)
+        side = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(side):
+            torch.cuda._sleep(40_000_000)  # type: ignore[no-untyped-call]  # cycles: about 20 ms
+            late.copy_(made.q)
+            self.entry(late, made.k, made.v, **made.options, out=made.out)
+            copy = made.out.clone()
+        side.synchronize()
+        return self._wrong_o(made, copy)
+
+    def _call_given_out(self) -> tuple[Callable[[], Any], int]:
+        made = self._small()
+        (batch, seq_q, heads_q, _), (_, seq_k, heads_kv, _) = made.q.shape, made.k.shape
+        made_anew = self.operation.bytes_made(Shape(batch, seq_q, seq_k, heads_q, heads_kv))
+        allowed = made_anew + 1024  # the allocator rounds up to 512 bytes
+        return functools.partial(self.entry, made.q, made.k, made.v, **made.options, out=made.out), allowed
