@@ -13,11 +13,21 @@ import torch
 from fa3gen.cpu.kernel import Settings
 from fa3gen.design.masks import reach
 from fa3gen.spec.model import Mask
-from fa3gen.verify import reference
+from fa3gen.verify import packed_inputs, reference
+from fa3gen.verify.packed_inputs import Span
+from fa3gen.verify.reference import Attention
 
 
 def check_arguments(
-    q: Any, k: Any, v: Any, out: Any, *, dtype: torch.dtype, head_dim: int, out_dtype: torch.dtype | None = None
+    q: Any,
+    k: Any,
+    v: Any,
+    out: Any,
+    *,
+    dtype: torch.dtype,
+    head_dim: int,
+    out_dtype: torch.dtype | None = None,
+    modes: int = 4,
 ) -> None:
     for name, tensor in {"q": q, "k": k, "v": v, "out": q if out is None else out}.items():
         if not isinstance(tensor, torch.Tensor):
@@ -25,17 +35,17 @@ def check_arguments(
         wanted = out_dtype if name == "out" and out is not None and out_dtype else dtype
         if tensor.dtype != wanted:
             raise TypeError(f"{name} is {tensor.dtype}; it needs to be {wanted}")
-        if tensor.dim() != 4 or tensor.shape[3] != head_dim or tensor.stride(3) != 1:
-            raise ValueError(f"{name} needs four modes, the last {head_dim} contiguous elements")
+        if tensor.dim() != modes or tensor.shape[-1] != head_dim or tensor.stride(-1) != 1:
+            raise ValueError(f"{name} needs {modes} modes, the last {head_dim} contiguous elements")
         if tensor.device != q.device:
             raise ValueError(f"{name} is on {tensor.device}, q on {q.device}")
-        strides = [tensor.stride(mode) for mode in range(3) if tensor.shape[mode] > 1]
+        strides = [tensor.stride(mode) for mode in range(modes - 1) if tensor.shape[mode] > 1]
         if tensor.data_ptr() % 16 or any(stride % 8 for stride in strides):
             raise ValueError(f"{name} needs 16-byte alignment")
-    if k.shape[0] != q.shape[0] or k.shape != v.shape:
+    if k.shape[:-3] != q.shape[:-3] or k.shape != v.shape:
         raise ValueError(f"k {tuple(k.shape)} and v {tuple(v.shape)} do not match q {tuple(q.shape)}")
-    if q.shape[2] % k.shape[2]:
-        raise ValueError(f"q has {q.shape[2]} heads, no multiple of k's {k.shape[2]}")
+    if q.shape[-2] % k.shape[-2]:
+        raise ValueError(f"q has {q.shape[-2]} heads, no multiple of k's {k.shape[-2]}")
     if out is not None and out.shape != q.shape:
         raise ValueError(f"out is {tuple(out.shape)}; it needs to be {tuple(q.shape)}")
 
@@ -134,3 +144,81 @@ def past_the_end(out: torch.Tensor, result: torch.Tensor) -> None:
     out.copy_(result)
     if out.stride(1) < out.stride(0) or out.shape[0] == 1:
         out.as_strided((out.shape[3],), (1,), out.storage_offset() + out.shape[1] * out.stride(1)).fill_(0)
+
+
+def check_packed(tensors: dict[str, Any], *, dtype: torch.dtype, head_dim: int) -> None:
+    """What a module for packed sequences refuses."""
+    q, k, v, out, *words = tensors.values()
+    check_arguments(q, k, v, out, dtype=dtype, head_dim=head_dim, modes=3)
+    for name, tensor in list(tensors.items())[4:]:
+        if tensor is None:
+            continue
+        if not isinstance(tensor, torch.Tensor) or tensor.dtype != torch.int32:
+            raise TypeError(f"{name} needs to be an int32 tensor")
+        if tensor.device != q.device or tensor.dim() != 1 or not tensor.is_contiguous():
+            raise ValueError(f"{name} needs to be contiguous, of one dimension and on {q.device}")
+    of_q, of_k, *used = words
+    if of_q.shape != of_k.shape or not len(of_q):
+        raise ValueError(f"cu_seqlens_q {tuple(of_q.shape)} and cu_seqlens_k {tuple(of_k.shape)} need to be alike")
+    for name, tensor in zip(("seqused_q", "seqused_k"), used, strict=True):
+        if tensor is not None and len(tensor) != len(of_q) - 1:
+            raise ValueError(f"{name} needs {len(of_q) - 1} elements")
+
+
+@dataclass
+class PackedModule:
+    """A module for packed sequences in plain PyTorch; each method of it is one that a wrong one overrides."""
+
+    mask: Mask
+    compute: Compute = online
+    dtype: torch.dtype = torch.bfloat16
+    head_dim: int = 64
+    cpu: Any = field(default_factory=lambda: SimpleNamespace(settings=Settings()))
+
+    def attention(
+        self,
+        q: Any,
+        k: Any,
+        v: Any,
+        cu_seqlens_q: Any,
+        cu_seqlens_k: Any,
+        *,
+        seqused_q: Any = None,
+        seqused_k: Any = None,
+        scale: Any = None,
+        out: Any = None,
+        return_lse: bool = False,
+    ) -> Any:
+        offsets = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+        used = {"seqused_q": seqused_q, "seqused_k": seqused_k}
+        tensors = {"q": q, "k": k, "v": v, "out": out, **offsets, **used}
+        self.check(tensors)
+        out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
+        lse = torch.full((q.shape[1], q.shape[0]), math.nan)
+        of_q, of_k = self.spans(cu_seqlens_q, seqused_q, len(q)), self.spans(cu_seqlens_k, seqused_k, len(k))
+        for number, (rows, keys) in enumerate(zip(of_q, of_k, strict=True)):
+            if rows[0] < rows[1]:
+                self.sequence(number, (q, k, v), rows, keys, scale, out, lse)
+        return (out, lse) if return_lse else out
+
+    def check(self, tensors: dict[str, Any]) -> None:
+        check_packed(tensors, dtype=self.dtype, head_dim=self.head_dim)
+
+    def spans(self, offsets: torch.Tensor, used: torch.Tensor | None, total: int) -> list[Span]:
+        return packed_inputs.spans(offsets.tolist(), None if used is None else used.tolist(), total)
+
+    def sequence(self, number: int, given: Any, rows: Span, keys: Span, scale: Any, out: Any, lse: Any) -> None:
+        """One sequence, which has queries."""
+        self.store(out, lse, rows, self.attend(given, rows, keys, scale))
+
+    def attend(self, given: Any, rows: Span, keys: Span, scale: Any) -> Attention:
+        """O (1, rows, heads, d) and LSE of the rows."""
+        q, k, v = given
+        of_q, of_k = slice(*rows), slice(*keys)
+        if keys[0] == keys[1]:
+            return exact(q[None, of_q], k[None, of_k], v[None, of_k], scale, self.mask)
+        return Attention(*self.compute(q[None, of_q], k[None, of_k], v[None, of_k], scale, self.mask))
+
+    def store(self, out: torch.Tensor, lse: torch.Tensor, rows: Span, result: Attention) -> None:
+        out[slice(*rows)] = result.out[0].to(out.dtype)
+        lse[:, slice(*rows)] = result.lse[0]

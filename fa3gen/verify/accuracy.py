@@ -22,6 +22,7 @@ logarithm is uniform. The mean of (O - ref)^2 / variance is near 1 for a kernel 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -75,14 +76,14 @@ def expected(
     if seen is None:
         seen = torch.ones(scores.shape[2:], dtype=torch.bool)
     scores = scores.masked_fill(~seen, -math.inf)
-    top = scores.amax(-1, keepdim=True)
+    top = _largest(scores, -math.inf)
     top = top.masked_fill(top == -math.inf, 0)  # rows without a key
     weights = torch.exp(scores - top)
     total = weights.sum(-1, keepdim=True)
     p = weights / total.clamp(min=1)  # a row that sees a key sums to 1 at least
 
     magnitude = p @ values.abs()
-    rest = FLOAT32_ROUNDOFF * (32 + 4 * sizes.masked_fill(~seen, 0).amax(-1, keepdim=True)) * magnitude
+    rest = FLOAT32_ROUNDOFF * (32 + 4 * _largest(sizes.masked_fill(~seen, 0), 0)) * magnitude
     roundoff, subnormal = (0.0, 0.0) if p_dtype is None else _roundoff(p_dtype)
     seen_sum, seen_squares = (seen.double() @ power / total.clamp(min=1) for power in (values.abs(), values.square()))
     out = p @ values
@@ -96,6 +97,23 @@ def expected(
     )
     lse = torch.logsumexp(scores, dim=-1)
     return Expected(out.transpose(1, 2), lse, limit.transpose(1, 2), variance.transpose(1, 2))
+
+
+def joined(parts: Sequence[Expected]) -> Expected:
+    """What is expected of parts, one behind the other along the queries, as `reference.joined` has their results."""
+    if len(parts) == 1:
+        return parts[0]
+    return Expected(
+        out=torch.cat([part.out for part in parts], dim=1),
+        lse=torch.cat([part.lse for part in parts], dim=2),
+        limit=torch.cat([part.limit for part in parts], dim=1),
+        variance=torch.cat([part.variance for part in parts], dim=1),
+    )
+
+
+def _largest(values: torch.Tensor, without: float) -> torch.Tensor:
+    """Along the last dimension, which stays; `without` where that has no elements."""
+    return torch.nn.functional.pad(values, (0, 1), value=without).amax(-1, keepdim=True)
 
 
 def _roundoff(dtype: torch.dtype) -> tuple[float, float]:

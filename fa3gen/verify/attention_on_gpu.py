@@ -21,21 +21,20 @@ allocations. Everything that cannot be done on the device at hand is listed as n
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
-from fa3gen.design.family import Shape
 from fa3gen.design.masks import reach
 from fa3gen.design.operation import operation_of
 from fa3gen.spec.model import Forward
 from fa3gen.verify import inputs, reference
-from fa3gen.verify.inputs import Case, Inputs
-from fa3gen.verify.reference import Attention
+from fa3gen.verify.inputs import Case, Inputs, poison, untouched
+from fa3gen.verify.reference import Attention, joined
 from fa3gen.verify.results import CaseResult, Errors
 from fa3gen.verify.runner import (
     LAUNCHES,
@@ -76,13 +75,16 @@ def lse_errors(lse: torch.Tensor, expected: torch.Tensor) -> Errors:
     return Errors(difference.max().item(), (difference / expected[finite].abs().clamp(min=1)).max().item())
 
 
-def block_norms(values: torch.Tensor) -> torch.Tensor:
-    """Return the Frobenius norm of each block of BLOCK_ROWS query rows of one head: (batch, blocks, heads)."""
+def block_norms(values: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
+    """Return the Frobenius norm of each block of BLOCK_ROWS query rows of one head: (batch, blocks, heads).
+
+    `lengths` are the rows of each part: a block has rows of one.
+    """
     squares = values.double().square().sum(-1)  # (batch, seq, heads)
-    padding = -squares.shape[1] % BLOCK_ROWS
-    squares = torch.nn.functional.pad(squares, (0, 0, 0, padding))
-    batch, rows, heads = squares.shape
-    return squares.reshape(batch, rows // BLOCK_ROWS, BLOCK_ROWS, heads).sum(2).sqrt()
+    parts = torch.split(squares, list(lengths), dim=1)
+    padded = [torch.nn.functional.pad(part, (0, 0, 0, -part.shape[1] % BLOCK_ROWS)) for part in parts]
+    batch, _, heads = squares.shape
+    return torch.cat(padded, dim=1).reshape(batch, -1, BLOCK_ROWS, heads).sum(2).sqrt()
 
 
 @dataclass(frozen=True)
@@ -96,9 +98,14 @@ class _Measured:
     failures: tuple[str, ...]
 
 
-def compare_o(out: torch.Tensor, expected: torch.Tensor, yardsticks: Sequence[torch.Tensor]) -> _Measured:
-    """Hold O against the criteria of this module's docstring; the first of the yardsticks is O_torch."""
-    yardstick = yardsticks[0]
+def compare_o(
+    out: torch.Tensor, expected: torch.Tensor, yardsticks: Sequence[torch.Tensor], lengths: Sequence[int]
+) -> _Measured:
+    """Hold O (batch, rows, heads, d) against the criteria of this module's docstring; `lengths` as in `block_norms`.
+
+    The first of the yardsticks is O_torch.
+    """
+    yardstick, norms = yardsticks[0], partial(block_norms, lengths=lengths)
     dtype = yardstick.dtype
     error, torch_error = errors(out, expected), errors(yardstick, expected)
     rounding = unavoidable(expected, dtype)
@@ -107,9 +114,9 @@ def compare_o(out: torch.Tensor, expected: torch.Tensor, yardsticks: Sequence[to
         wrong = int((~torch.isfinite(out)).any(-1).sum())
         text = f"O has NaN or infinity in {wrong} of {out[..., 0].numel()} rows (written nowhere, or computed so)"
         return _Measured(error, torch_error, limit, None, (text,))
-    squares = torch.stack([block_norms(each.double() - expected).square() for each in yardsticks])
-    limits = FACTOR * squares.mean(0).sqrt() + block_norms(rounding)
-    ratio = (block_norms(out.double() - expected) / limits).max().item()
+    squares = torch.stack([norms(each.double() - expected).square() for each in yardsticks])
+    limits = FACTOR * squares.mean(0).sqrt() + norms(rounding)
+    ratio = (norms(out.double() - expected) / limits).max().item()
     failures = []
     if error.max_abs > limit:
         failures.append(f"O is off by {error.max_abs:.3g}; {limit:.3g} is allowed (PyTorch: {torch_error.max_abs:.3g})")
@@ -135,11 +142,12 @@ def compare_lse(lse: torch.Tensor, expected: torch.Tensor) -> tuple[Errors, tupl
     return error, tuple(failures)
 
 
-def wrote_outside(made: Inputs) -> tuple[str, ...]:
-    """What is wrong when the NaN around `out` is gone."""
-    guards = (made.out_storage[:, : inputs.GUARD], made.out_storage[:, -inputs.GUARD :])
-    untouched = all(torch.isnan(guard).all() for guard in guards)
-    return () if untouched else ("wrote outside `out`, along the sequence",)
+def wrote_outside(made: Inputs, lse: torch.Tensor | None) -> tuple[str, ...]:
+    """What is wrong with what is not to be written: the poison in `out_storage` is gone; `lse`, if given, was NaN."""
+    failures = [] if untouched(made.out_storage, made.written) else ["wrote outside `out`, or rows that are not used"]
+    if lse is not None and not made.unwritten_lse(lse).isnan().all():
+        failures.append("wrote rows of LSE that are not used")
+    return tuple(failures)
 
 
 class Runner(ModuleRunner):
@@ -160,7 +168,7 @@ class Runner(ModuleRunner):
         """
         case = inputs.served(case, self.spec)
         made = self._make(case)
-        expected = reference.attention(made.q, made.k, made.v, scale=case.scale, reach=reach(made.mask))
+        expected = self._reference(made, case.scale)
         yardsticks = self._yardsticks(made, case.scale)
         try:
             result, failures = self._launch_all(case, made)
@@ -175,7 +183,7 @@ class Runner(ModuleRunner):
                 lse_yardstick=None,
                 failures=(f"raised {essence(error)}",),
             )
-        o = compare_o(result.out, expected.out, [each.out for each in yardsticks])
+        o = compare_o(result.out, expected.out, [each.out for each in yardsticks], made.lengths)
         failures += o.failures
         lse_error = lse_yardstick = None
         if self.spec.outputs.lse:
@@ -197,16 +205,17 @@ class Runner(ModuleRunner):
     def _make(self, case: Case) -> Inputs:
         return inputs.make_for(self.spec, case, device=self.device, seed=self.seed)
 
+    def _reference(self, made: Inputs, scale: float | None = None) -> Attention:
+        """Attention in float64, of all parts one behind the other."""
+        return joined([reference.attention(*part, scale=scale, reach=reach(made.mask)) for part in made.parts])
+
     def _yardsticks(self, made: Inputs, scale: float | None = None) -> list[Attention]:
         """What PyTorch computes in the module's dtypes; where only P is rounded, four times with other roundings."""
+        attention = partial(
+            reference.same_precision, scale=scale, reach=reach(made.mask), out_dtype=self.out_dtype
+        )
         return [
-            reference.same_precision(
-                *(made.q, made.k, made.v),
-                scale=scale,
-                reach=reach(made.mask),
-                out_dtype=self.out_dtype,
-                p_scale=p_scale,
-            )
+            joined([attention(*part, p_scale=p_scale) for part in made.parts])
             for p_scale in (P_SCALES if self.out_dtype != self.dtype else P_SCALES[:1])
         ]
 
@@ -216,32 +225,37 @@ class Runner(ModuleRunner):
         before = snapshots(made.given)
         first: Attention | None = None
         for launch in range(LAUNCHES):
-            made.out_storage.fill_(math.nan)
-            self._poison_next_lse(case)
-            result = self._call(made, scale=case.scale)
-            result = Attention(result.out.clone(), result.lse.clone())
+            poison(made.out_storage)
+            poisoned = self._poison_next_lse(made)
+            returned = self._call(made, scale=case.scale)
+            result = self._rows(made, returned)
             if first is None:
                 first = result
-                failures += wrote_outside(made)
+                failures += wrote_outside(made, returned.lse if returned.lse.data_ptr() == poisoned else None)
             elif not (same_bits(result.out, first.out) and same_bits(result.lse, first.lse)):
                 failures.append(f"launch {launch + 1} differs from the first on the same inputs")
                 break
         assert first is not None
         return first, (*failures, *changed_inputs(made.given, before))
 
-    def _poison_next_lse(self, case: Case) -> None:
-        """Leave NaN in the block of memory that the allocator will hand out next for an LSE of this case."""
-        torch.full((case.batch, case.heads_q, case.seq_q), math.nan, device=self.device)
+    def _poison_next_lse(self, made: Inputs) -> int:
+        """Leave NaN in the block of memory that the allocator will hand out next for an LSE; returns its address."""
+        return torch.full(made.out.shape[:-1], math.nan, device=self.device).data_ptr()
+
+    def _rows(self, made: Inputs, returned: Attention) -> Attention:
+        """A copy of the rows that a call had to write."""
+        lse = made.rows_of_lse(returned.lse) if self.spec.outputs.lse else returned.lse
+        return Attention(made.rows_of(returned.out).clone(), lse.clone())
 
     def _call(self, made: Inputs, *, scale: float | None = None) -> Attention:
         """Call with `out` given; without an LSE output the result's LSE is empty."""
         if self.spec.outputs.lse:
-            returned = self.entry(made.q, made.k, made.v, **made.options, scale=scale, out=made.out, return_lse=True)
+            returned = self.entry(**made.given, **made.options, scale=scale, out=made.out, return_lse=True)
             if not (isinstance(returned, tuple) and len(returned) == 2):
                 raise TypeError(f"return_lse=True should return (O, LSE), not {type(returned).__name__}")
             out, lse = returned
         else:
-            out = self.entry(made.q, made.k, made.v, **made.options, scale=scale, out=made.out)
+            out = self.entry(**made.given, **made.options, scale=scale, out=made.out)
             lse = torch.empty(0, device=self.device)
         self._same_out(out, made.out)
         return Attention(made.out, lse)
@@ -261,8 +275,9 @@ class Runner(ModuleRunner):
         return self._make(inputs.served(Case("checks", "inputs of the checks", **{**facts, **changes}), self.spec))
 
     def _wrong_o(self, made: Inputs, out: torch.Tensor) -> str:
-        expected = reference.attention(made.q, made.k, made.v, reach=reach(made.mask))
-        return "; ".join(compare_o(out, expected.out, [each.out for each in self._yardsticks(made)]).failures)
+        """What is wrong with an O of the shape of `made.out`."""
+        expected, yardsticks = self._reference(made), [each.out for each in self._yardsticks(made)]
+        return "; ".join(compare_o(made.rows_of(out), expected.out, yardsticks, made.lengths).failures)
 
     def _smallest(self) -> Inputs:
         """Inputs for the one check that only has to launch."""
@@ -270,7 +285,7 @@ class Runner(ModuleRunner):
 
     def _allocates_out(self) -> str:
         made = self._smallest()
-        out = self.entry(made.q, made.k, made.v, **made.options)
+        out = self.entry(**made.given, **made.options)
         if not isinstance(out, torch.Tensor):
             return f"without return_lse it should return one tensor, not {type(out).__name__}"
         if (out.shape, out.dtype, out.device) != (made.out.shape, self.out_dtype, made.q.device):
@@ -295,8 +310,8 @@ class Runner(ModuleRunner):
     def _bad_calls(self) -> Iterator[tuple[str, str, dict[str, Any]]]:
         """Yield what is wrong, a pattern of the name that the message must hold, and the arguments."""
         made = self._small()
+        good: dict[str, Any] = dict(made.given)
         q, k, v = made.q, made.k, made.v
-        good: dict[str, Any] = {"q": q, "k": k, "v": v}
         elsewhere = "cpu" if self.device.type == "cuda" else "meta"
         other = torch.float16 if self.dtype == torch.bfloat16 else torch.bfloat16
         inner = self.operation.tensor("v").contiguous
@@ -305,24 +320,29 @@ class Runner(ModuleRunner):
         shifted = k.new_zeros(k.untyped_storage().size()).as_strided(k.shape, k.stride(), 1)
         odd = torch.nn.functional.pad(lines, (0, (4 - lines.shape[-1]) % 8)).contiguous()
         odd_rows = odd[..., : lines.shape[-1]].movedim(-1, inner)
+        last = "last mode" if inner == v.ndim - 1 else "sequence"
         yield "float32 q", "q", {**good, "q": q.float()}
         yield f"{other} k", "k", {**good, "k": k.to(other)}
         yield f"v on {elsewhere}", "v", {**good, "v": v.to(elsewhere)}
         yield "q that is not a tensor", "q", {**good, "q": [1.0]}
-        yield "q with three modes", "q", {**good, "q": q[0]}
+        yield "q with a mode less", "q", {**good, "q": q[0]}
         yield "half the head dim in k", "[qk]", {**good, "k": k[..., : k.shape[-1] // 2]}
-        yield "another batch size in k", "[qkv]", {**good, "k": k[:1]}
-        yield "fewer keys in v than in k", "[kv]", {**good, "v": v[:, :-1]}
-        yield "three query heads on two kv heads", "[qkv]", {**good, "q": q[:, :, :3]}
-        yield f"v whose {'last mode' if inner == 3 else 'sequence'} is not contiguous", "v", {**good, "v": every_second}
+        yield "fewer keys in v than in k", "[kv]", {**good, "v": v[..., :-1, :, :]}
+        yield "three query heads on two kv heads", "[qkv]", {**good, "q": q[..., :3, :]}
+        yield f"v whose {last} is not contiguous", "v", {**good, "v": every_second}
         yield "k that starts off a 16-byte boundary", "k", {**good, "k": shifted}
         yield "v whose rows are no multiple of 16 bytes apart", "v", {**good, "v": odd_rows}
         if made.options:
             yield "a window of one number", "window", {**good, "window": (3,)}
             yield "a negative reach", "window", {**good, "window": (-2, 0)}
-        yield "out of another shape", "out", {**good, "out": torch.empty_like(made.out)[:, :-1]}
+        yield "out of another shape", "out", {**good, "out": torch.empty_like(made.out)[..., :-1, :, :]}
         wrong = torch.float32 if self.out_dtype == self.dtype else self.dtype
         yield "out of another dtype", "out", {**good, "out": torch.empty_like(made.out, dtype=wrong)}
+        yield from self._bad_batches(good)
+
+    def _bad_batches(self, good: Mapping[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
+        """Like `_bad_calls`, of what says which queries attend to which keys."""
+        yield "another batch size in k", "[qkv]", {**good, "k": good["k"][:1]}
 
     def _current_stream(self) -> str:
         """Fill q late on a side stream; a kernel on any other stream would read what was there before."""
@@ -335,14 +355,13 @@ class Runner(ModuleRunner):
         with torch.cuda.stream(side):
             torch.cuda._sleep(40_000_000)  # type: ignore[no-untyped-call]  # cycles: about 20 ms
             late.copy_(made.q)
-            self.entry(late, made.k, made.v, **made.options, out=made.out)
+            self.entry(**{**made.given, "q": late}, **made.options, out=made.out)
             copy = made.out.clone()
         side.synchronize()
         return self._wrong_o(made, copy)
 
     def _call_given_out(self) -> tuple[Callable[[], Any], int]:
         made = self._small()
-        (batch, seq_q, heads_q, _), (_, seq_k, heads_kv, _) = made.q.shape, made.k.shape
-        made_anew = self.operation.bytes_made(Shape(batch, seq_q, seq_k, heads_q, heads_kv))
+        made_anew = self.operation.bytes_made(made.shape)
         allowed = made_anew + 1024  # the allocator rounds up to 512 bytes
-        return functools.partial(self.entry, made.q, made.k, made.v, **made.options, out=made.out), allowed
+        return partial(self.entry, **made.given, **made.options, out=made.out), allowed

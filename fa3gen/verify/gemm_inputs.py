@@ -15,7 +15,7 @@ import torch
 from fa3gen.design.gemm import GemmShape
 from fa3gen.design.operation import Tensor, operation_of
 from fa3gen.spec.model import Gemm
-from fa3gen.verify.inputs import GUARD, case_seed
+from fa3gen.verify.inputs import GUARD, case_seed, poison
 
 Distribution = Literal["normal", "outlier", "integers"]
 CLayout = Literal["padded", "transposed", "row", "column"]
@@ -41,7 +41,7 @@ class GemmCase:
 
 @dataclass(frozen=True)
 class GemmInputs:
-    """Tensors of one case; `given` by name and in order. `out` is filled with NaN and lies inside `out_storage`."""
+    """Tensors of one case; `given` by name and in order. `out` is poisoned and lies inside `out_storage`."""
 
     given: dict[str, torch.Tensor]
     out: torch.Tensor
@@ -97,7 +97,8 @@ def make(spec: Gemm, case: GemmCase, *, device: torch.device, seed: int) -> Gemm
             given["c"] = _c(values, case.c_layout, tensor, device)
         else:
             _, given[tensor.name] = _placed(values, tensor, device)
-    out_storage, out = _placed(torch.full((case.m, case.n), math.nan), operation.output, device)
+    out_storage, out = _placed(torch.empty((case.m, case.n)), operation.output, device)
+    poison(out_storage)
     return GemmInputs(given, out, out_storage)
 
 

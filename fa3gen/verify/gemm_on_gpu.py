@@ -35,6 +35,7 @@ from fa3gen.hardware import hopper
 from fa3gen.spec.model import Gemm, WgmmaProduct
 from fa3gen.verify import gemm_inputs, reference
 from fa3gen.verify.gemm_inputs import GemmCase, GemmInputs
+from fa3gen.verify.inputs import poison, untouched
 from fa3gen.verify.results import CaseResult
 from fa3gen.verify.runner import (
     LAUNCHES,
@@ -172,8 +173,8 @@ class GemmRunner(ModuleRunner):
         return first, (*failures, *changed_inputs(made.given, before))
 
     def _call(self, made: GemmInputs) -> torch.Tensor:
-        """Call with `out` given, filled with NaN; returns a copy of it."""
-        made.out_storage.fill_(math.nan)
+        """Call with `out` given, poisoned; returns a copy of it."""
+        poison(made.out_storage)
         returned = self.entry(*made.given.values(), out=made.out)
         self._same_out(returned, made.out)
         return made.out.clone()
@@ -289,10 +290,8 @@ def nothing_measured(case: GemmCase, failure: str) -> CaseResult:
 
 
 def wrote_outside(made: GemmInputs) -> tuple[str, ...]:
-    """What is wrong when the NaN around `out` is gone."""
-    rest = torch.isnan(made.out_storage)
-    rest.as_strided(made.out.shape, made.out.stride(), made.out.storage_offset()).fill_(True)
-    return () if rest.all() else ("wrote outside `out`",)
+    """What is wrong when the poison around `out` is gone."""
+    return () if untouched(made.out_storage, [made.out]) else ("wrote outside `out`",)
 
 
 def _turned(x: torch.Tensor) -> torch.Tensor:

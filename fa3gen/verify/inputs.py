@@ -1,8 +1,9 @@
 """The inputs that every module is verified on: few, named, and each there to catch something.
 
 q, k and v lie inside larger buffers filled with NaN wherever the layout allows it, so that a read past the end shows
-as NaN; `out` lies inside a larger buffer filled with NaN, so that an element left unwritten shows, and a write past
-the end shows as a changed guard. All drawn in float32 from one seed and rounded to the kernel's dtype.
+as NaN; `out` lies inside a larger buffer filled with a NaN that nobody computes, so that an element left unwritten
+shows, and a write past the end shows as changed bits. All drawn in float32 from one seed and rounded to the kernel's
+dtype.
 """
 
 from __future__ import annotations
@@ -12,11 +13,12 @@ import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import cycle
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 
 from fa3gen.design import footprint
+from fa3gen.design.family import PackedShape, Shape
 from fa3gen.design.masks import Window, given_with_calls, of_call, options_of_call, reach
 from fa3gen.design.operation import Tensor, operation_of
 from fa3gen.design.tiles import sequence_contiguous
@@ -24,6 +26,8 @@ from fa3gen.hardware.dtypes import VECTOR_BYTES
 from fa3gen.spec.model import WINDOW_MAX, Forward, Mask, NoMask, SyncLoad, WindowMask
 
 GUARD = 8  # rows of NaN before and after each padded tensor, along the sequence
+# By bytes of an element: a NaN, of any of the dtypes, that no instruction gives and torch.nan is not.
+POISON = {2: (torch.int16, 0x7FA5), 4: (torch.int32, 0x7FA5A5A5)}
 
 Distribution = Literal["normal", "outlier", "ramp", "selection"]  # the last one in `fa3gen.cpu.comparison` only
 Layout = Literal["padded", "contiguous", "transposed", "packed", "expanded", "odd_strides"]
@@ -55,9 +59,13 @@ class Case:
         return f"b{self.batch} {self.seq_q}x{self.seq_k} h{self.heads_q}/{self.heads_kv}{window}"
 
 
+Part = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # q, k and v of four dimensions
+AnyCase = TypeVar("AnyCase", bound=Case)
+
+
 @dataclass(frozen=True)
 class Inputs:
-    """Tensors of one case. `out` is filled with NaN and lies inside `out_storage`, whose other elements stay NaN.
+    """Tensors of one case. `out` is poisoned and lies inside `out_storage`, whose other elements stay as they are.
 
     `mask` is what the call computes, `options` what it says for that beside its tensors.
     """
@@ -72,8 +80,45 @@ class Inputs:
 
     @property
     def given(self) -> dict[str, torch.Tensor]:
-        """What the entry point is called with, by name and in order."""
+        """What the entry point is called with, by name."""
         return {"q": self.q, "k": self.k, "v": self.v}
+
+    @property
+    def shape(self) -> Shape | PackedShape:
+        """Extents of the call."""
+        (batch, seq_q, heads_q, _), (_, seq_k, heads_kv, _) = self.q.shape, self.k.shape
+        return Shape(batch, seq_q, seq_k, heads_q, heads_kv)
+
+    @property
+    def parts(self) -> list[Part]:
+        """What attends to itself and nothing else, as the reference takes it."""
+        return [(self.q, self.k, self.v)]
+
+    @property
+    def written(self) -> list[torch.Tensor]:
+        """What of `out` a call has to write; it may write nothing else."""
+        return [self.out]
+
+    @property
+    def lengths(self) -> list[int]:
+        """Query rows of each part."""
+        return [q.shape[1] for q, _, _ in self.parts]
+
+    def rows_of(self, out: torch.Tensor) -> torch.Tensor:
+        """The parts of O one behind the other: (batch, rows, heads, d)."""
+        return out
+
+    def rows_of_lse(self, lse: torch.Tensor) -> torch.Tensor:
+        """The same of LSE: (batch, heads, rows)."""
+        return lse
+
+    def unwritten_lse(self, lse: torch.Tensor) -> torch.Tensor:
+        """What of the LSE a call may not write."""
+        return lse[:0]
+
+    def place(self, batch: int, row: int) -> str:
+        """Where a row of `rows_of` stands, in words."""
+        return f"batch {batch}, row {row}"
 
 
 CASES: tuple[Case, ...] = (
@@ -168,7 +213,7 @@ def served_heads(heads_q: int, heads_kv: int, pack_heads: int) -> int:
     return -(-heads_q // (heads_kv * pack_heads)) * heads_kv * pack_heads
 
 
-def served(case: Case, spec: Forward) -> Case:
+def served(case: AnyCase, spec: Forward) -> AnyCase:
     """The case, with as many query heads as the tiles of `spec` need."""
     return replace(case, heads_q=served_heads(case.heads_q, case.heads_kv, spec.tile.pack_heads))
 
@@ -193,6 +238,22 @@ def make_for(spec: Forward, case: Case, *, device: torch.device, seed: int) -> I
         by_sequence=sequence_contiguous(spec),
     )
     return replace(made, mask=of_call(spec.mask, case.window), options=options_of_call(spec.mask, case.window))
+
+
+def poison(storage: torch.Tensor) -> torch.Tensor:
+    """Fill all of it with the NaN that nobody computes; returns it."""
+    integer, bits = POISON[storage.element_size()]
+    storage.view(integer).fill_(bits)
+    return storage
+
+
+def untouched(storage: torch.Tensor, written: Sequence[torch.Tensor]) -> bool:
+    """Whether `storage` is poisoned still, but for these tensors that lie in it."""
+    integer, bits = POISON[storage.element_size()]
+    poisoned = storage.view(integer) == bits
+    for part in written:
+        poisoned.as_strided(part.shape, part.stride(), part.storage_offset()).fill_(True)
+    return bool(poisoned.all())
 
 
 def laid_out(described: Tensor, tensor: torch.Tensor) -> torch.Tensor:
@@ -313,10 +374,10 @@ def _packed(given: Mapping[str, torch.Tensor], by_sequence: Sequence[str], which
 
 
 def _poisoned_out(q: torch.Tensor, dim: int, dtype: torch.dtype, layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return an output for q, rows of `dim`, inside a larger buffer, all of it NaN; stored like q where that fits."""
+    """Return an output for q, rows of `dim`, inside a larger buffer, all poisoned; stored like q where that fits."""
     batch, seq, heads, _ = q.shape
     if layout == "transposed":
-        storage = q.new_full((batch, heads, seq + 2 * GUARD, dim), math.nan, dtype=dtype).transpose(1, 2)
+        storage = poison(q.new_empty((batch, heads, seq + 2 * GUARD, dim), dtype=dtype)).transpose(1, 2)
     else:
-        storage = q.new_full((batch, seq + 2 * GUARD, heads, dim), math.nan, dtype=dtype)
+        storage = poison(q.new_empty((batch, seq + 2 * GUARD, heads, dim), dtype=dtype))
     return storage[:, GUARD : GUARD + seq], storage

@@ -13,11 +13,12 @@ from typing import Any
 
 from fa3gen.spec.model import Copy, Forward, Gemm, Spec
 from fa3gen.verify import copies as copy_inputs
-from fa3gen.verify import gemm_inputs, inputs
+from fa3gen.verify import gemm_inputs, inputs, packed_inputs
 from fa3gen.verify.attention_on_cpu import CpuRunner
 from fa3gen.verify.copies_on_cpu import CpuCopyRunner
 from fa3gen.verify.gemm_on_cpu import CpuGemmRunner
 from fa3gen.verify.on_model import ScheduledRunner
+from fa3gen.verify.packed_on_cpu import CpuPackedRunner
 from fa3gen.verify.results import Check, CpuCaseResult, Outcome
 
 EXECUTED_ON = "CPU model of sm_90a"
@@ -57,8 +58,8 @@ def verify_on_cpu(
 ) -> CpuReport:
     """Run every case and check on a module that was loaded with on="cpu", each case under `count` schedules.
 
-    `cases` are by default those of the operation, of attention `inputs.cpu_cases(spec)`; `on_case` hears each name
-    before it starts. Raises OutsideModel or PtxError for a kernel that the model cannot run, CompileError for one that
+    `cases` are by default those of the operation and its layout, see `_runner`; `on_case` hears each name before it
+    starts. Raises OutsideModel or PtxError for a kernel that the model cannot run, CompileError for one that
     does not compile.
     """
     seed = secrets.randbelow(2**31) if seed is None else seed
@@ -82,6 +83,8 @@ def verify_on_cpu(
 def _runner(module: Any, spec: Spec, seed: int, count: int) -> tuple[ScheduledRunner, Sequence[Any]]:
     """What runs a module of this operation, and its cases."""
     match spec:
+        case Forward() if spec.problem.layout == "packed":
+            return CpuPackedRunner(module, spec, seed, count), packed_inputs.cpu_cases(spec)
         case Forward():
             return CpuRunner(module, spec, seed, count), inputs.cpu_cases(spec)
         case Gemm():

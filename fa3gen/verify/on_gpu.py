@@ -15,10 +15,11 @@ import torch
 
 from fa3gen.spec.model import Copy, Forward, Gemm, Spec
 from fa3gen.verify import copies as copy_inputs
-from fa3gen.verify import gemm_inputs, inputs
+from fa3gen.verify import gemm_inputs, inputs, packed_inputs
 from fa3gen.verify.attention_on_gpu import Runner
 from fa3gen.verify.copies_on_gpu import CopyRunner
 from fa3gen.verify.gemm_on_gpu import GemmRunner
+from fa3gen.verify.packed_on_gpu import PackedRunner
 from fa3gen.verify.results import CaseResult, Check, Outcome
 from fa3gen.verify.runner import ModuleRunner
 
@@ -50,7 +51,7 @@ def verify_module(
 ) -> Report:
     """Run the module's entry point on every case and check; `on_case` hears each name before it starts.
 
-    `cases` are by default those of the operation for a GPU: of attention `inputs.gpu_cases(spec)`.
+    `cases` are by default those of the operation and its layout, see `_runner`.
     Raises DeviceLost when a launch left the CUDA context unusable.
     """
     seed = secrets.randbelow(2**31) if seed is None else seed
@@ -72,6 +73,8 @@ def verify_module(
 def _runner(module: Any, spec: Spec, device: torch.device, seed: int) -> tuple[ModuleRunner, Sequence[Any]]:
     """What runs a module of this operation, and its cases."""
     match spec:
+        case Forward() if spec.problem.layout == "packed":
+            return PackedRunner(module, spec, device, seed), packed_inputs.gpu_cases(spec)
         case Forward():
             return Runner(module, spec, device, seed), inputs.gpu_cases(spec)
         case Gemm():

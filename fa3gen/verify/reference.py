@@ -25,6 +25,13 @@ class Attention(NamedTuple):
     lse: torch.Tensor
 
 
+def joined(parts: list[Attention]) -> Attention:
+    """Results of one batch size and as many heads each, one behind the other along the queries."""
+    if len(parts) == 1:
+        return parts[0]
+    return Attention(torch.cat([part.out for part in parts], dim=1), torch.cat([part.lse for part in parts], dim=2))
+
+
 def visible_keys(reach: Reach, *, seq_q: int, seq_k: int, rows: torch.Tensor) -> torch.Tensor | None:
     """Return the boolean matrix (rows, seq_k) of keys that each query row sees; None when all see all."""
     left, right = reach

@@ -174,6 +174,16 @@ def differs_by_schedule(module: Module) -> Callable[..., None]:
     return store
 
 
+@pytest.mark.parametrize("name", ["counter", "flags"])
+def test_scratch_that_is_not_at_zero_for_the_next_launch_fails(name: str) -> None:
+    module = Module(CAUSAL, online)
+    setattr(module.cpu, name, torch.zeros(3, dtype=torch.int32))
+    assert run(module, spec_of()).failures == ()
+    module.after = lambda out, lse: setattr(module.cpu, name, torch.tensor([0, 2, 1]))
+    said = f"the launch left 2 words of the {name} that are not 0"
+    assert all(said in failure for failure in run(module, spec_of()).failures[:5])
+
+
 def test_other_bits_under_another_schedule_fail() -> None:
     module = Module(CAUSAL, online)
     module.store = differs_by_schedule(module)
@@ -193,7 +203,9 @@ def test_a_write_outside_under_another_schedule_fails() -> None:
     module.store = store
     assert run(module, spec_of()).failures == ()
     failures = run(module, spec_of(), count=2).failures
-    assert "ragged: by warp, random, late completion, seed 7: wrote outside `out`, along the sequence" in failures
+    assert (
+        "ragged: by warp, random, late completion, seed 7: wrote outside `out`, or rows that are not used" in failures
+    )
 
 
 def raising(error: Exception) -> Module:

@@ -1,0 +1,255 @@
+"""The inputs that modules for packed sequences are verified on: few, named, and each there to catch something.
+
+What stands in rows of q, k and v that no sequence uses has to stay there: it is NaN and infinity, which any product
+hands on, or numbers that are larger than all others, which show where NaN hides in NaN. Offsets and lengths are those
+of a call that knows what it does, or lie; then a sequence is what is left of it inside the tensor, see `spans`.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, Literal
+
+import torch
+
+from fa3gen.base.wording import counted
+from fa3gen.design import footprint
+from fa3gen.design.family import PackedShape
+from fa3gen.spec.model import Forward, WindowMask
+from fa3gen.verify import inputs
+from fa3gen.verify.inputs import Case, Inputs, Part
+
+Unused = Literal["nan", "large"]
+Span = tuple[int, int]  # first row, and the one behind the last
+LARGE = 16  # times what is normal
+INT_MAX = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class PackedCase(Case):
+    """One batch entry of a Case, whose rows are cut into sequences: `seq_q` and `seq_k` are the tensors' rows.
+
+    `offsets` say where sequences begin, and behind the last one's end; `used` how many rows of each are in use.
+    `unused` is what stands in all others.
+    """
+
+    offsets_q: tuple[int, ...] = ()
+    offsets_k: tuple[int, ...] = ()
+    used_q: tuple[int, ...] | None = None
+    used_k: tuple[int, ...] | None = None
+    unused: Unused = "nan"
+
+    @property
+    def shape(self) -> str:
+        """Shapes in a few words: sequences, query x key rows, query/kv heads."""
+        sequences = counted(len(self.offsets_q) - 1, "sequence")
+        return f"{sequences} {self.seq_q}x{self.seq_k} h{self.heads_q}/{self.heads_kv}"
+
+    @property
+    def spans(self) -> tuple[tuple[Span, Span], ...]:
+        """The rows of q and of k that each sequence uses."""
+        of_q = spans(self.offsets_q, self.used_q, self.seq_q)
+        return tuple(zip(of_q, spans(self.offsets_k, self.used_k, self.seq_k), strict=True))
+
+
+@dataclass(frozen=True)
+class PackedInputs(Inputs):
+    """Tensors of one case: q (total_q, heads_q, d), k (total_k, heads_kv, d), v (total_k, heads_kv, d_v), out like q.
+
+    `spans` are the rows of q and of k that each sequence uses.
+    """
+
+    cu_seqlens_q: torch.Tensor
+    cu_seqlens_k: torch.Tensor
+    seqused_q: torch.Tensor | None
+    seqused_k: torch.Tensor | None
+    spans: tuple[tuple[Span, Span], ...]
+
+    @property
+    def given(self) -> dict[str, torch.Tensor]:
+        """What the entry point is called with, by name."""
+        used = {"seqused_q": self.seqused_q, "seqused_k": self.seqused_k}
+        offsets = {"cu_seqlens_q": self.cu_seqlens_q, "cu_seqlens_k": self.cu_seqlens_k}
+        return {**super().given, **offsets, **{name: lengths for name, lengths in used.items() if lengths is not None}}
+
+    @property
+    def shape(self) -> PackedShape:
+        """Extents of the call, of rows that are in use."""
+        lengths_q, lengths_k = (tuple(end - begin for begin, end in side) for side in zip(*self.spans, strict=True))
+        return PackedShape(lengths_q, lengths_k, self.q.shape[1], self.k.shape[1])
+
+    @property
+    def parts(self) -> list[Part]:
+        """Sequences with queries; a part without rows where there are none."""
+        used = [(slice(*q), slice(*k)) for q, k in self._of_queries] or [(slice(0), slice(0))]
+        return [(self.q[None, rows], self.k[None, keys], self.v[None, keys]) for rows, keys in used]
+
+    @property
+    def written(self) -> list[torch.Tensor]:
+        """Rows of `out` that are in use."""
+        return [self.out[begin:end] for (begin, end), _ in self._of_queries]
+
+    @property
+    def _of_queries(self) -> list[tuple[Span, Span]]:
+        return [(q, k) for q, k in self.spans if q[0] < q[1]]
+
+    def rows_of(self, out: torch.Tensor) -> torch.Tensor:
+        """The sequences of O one behind the other: (1, rows, heads, d)."""
+        return torch.cat([out[:0], *(out[begin:end] for (begin, end), _ in self._of_queries)])[None]
+
+    def rows_of_lse(self, lse: torch.Tensor) -> torch.Tensor:
+        """The same of LSE, (1, heads, rows). Raises TypeError for another shape or dtype."""
+        total, heads, _ = self.out.shape
+        if lse.shape != (heads, total) or lse.dtype != torch.float32:
+            raise TypeError(f"LSE is {tuple(lse.shape)} {lse.dtype}; it should be {(heads, total)} torch.float32")
+        return torch.cat([lse[:, :0], *(lse[:, begin:end] for (begin, end), _ in self._of_queries)], dim=1)[None]
+
+    def unwritten_lse(self, lse: torch.Tensor) -> torch.Tensor:
+        """LSE of rows that no sequence uses."""
+        return lse[:, unused_rows(lse.shape[1], [q for q, _ in self.spans])]
+
+    def place(self, batch: int, row: int) -> str:
+        """Where a row of `rows_of` stands: the sequence's number, and its own row."""
+        for number, ((begin, end), _) in enumerate(self.spans):
+            if row < end - begin:
+                return f"sequence {number}, row {row}"
+            row -= end - begin
+        raise IndexError(f"there are {row} rows fewer")
+
+
+def spans(offsets: Sequence[int], used: Sequence[int] | None, total: int) -> list[Span]:
+    """The rows that each sequence uses of a tensor of `total` rows, whatever offsets and lengths say."""
+    found = []
+    for number, (first, behind) in enumerate(zip(offsets, offsets[1:], strict=False)):
+        begin = min(max(first, 0), total)
+        end = min(max(behind, begin), total)
+        rows = end - begin if used is None else min(max(used[number], 0), end - begin)
+        found.append((begin, begin + rows))
+    return found
+
+
+def unused_rows(total: int, used: Sequence[Span]) -> torch.Tensor:
+    """Numbers of the rows that lie in no span."""
+    free = torch.ones(total, dtype=torch.bool)
+    for begin, end in used:
+        free[begin:end] = False
+    return free.nonzero().flatten()
+
+
+def sequences(
+    name: str,
+    why: str,
+    lengths_q: Sequence[int],
+    lengths_k: Sequence[int],
+    *,
+    first: int = 0,
+    behind: int = 0,
+    heads: tuple[int, int] = (1, 1),
+    **others: Any,
+) -> PackedCase:
+    """A case of sequences of these lengths, `first` rows before them and `behind` rows after; `heads` of q and of k."""
+    offsets_q, offsets_k = (tuple(accumulate(lengths, initial=first)) for lengths in (lengths_q, lengths_k))
+    totals = offsets_q[-1] + behind, offsets_k[-1] + behind
+    return PackedCase(name, why, 1, *totals, *heads, offsets_q=offsets_q, offsets_k=offsets_k, **others)
+
+
+def cpu_cases(spec: Forward) -> tuple[PackedCase, ...]:
+    """The cases for the CPU model of sm_90a: small, each of several properties, cut to the tiles and ring of `spec`.
+
+    A kernel looks at 32 sequences at a time, so there are 70; all but a few of them have no rows.
+    """
+    m, n = spec.tile.q // spec.tile.pack_heads, spec.tile.kv
+    few = {3: (1, 2), 31: (2, 1), 32: (1, 3), 40: (0, 9), 63: (1, 1), 64: (1, 0), 69: (2, 5)}
+    many = [few.get(number, (0, 0)) for number in range(70)]
+    cut, steps = (9, n + 4, 5), 2 * footprint.kv_stages(spec)
+    cases = [
+        sequences("ragged", "ends inside of tiles; without queries, without keys, without both", (m + 3, 0, 5, 2, 0, 1),
+                  (n + 5, 7, 0, n, 0, n // 2), first=3, behind=5),
+        sequences("few_keys", "more queries than keys: rows with no key", (m + 9, 3), (5, 2), behind=m, unused="large"),
+        sequences("tile_edge", "no row, or one, past a tile", (m, 1, m + 1), (n + 1, n, n)),
+        sequences("used", "slices of one packed qkv tensor; fewer rows in use than there are", cut, cut, first=2,
+                  used_q=(7, 5, 0), used_k=(9, n - 3, 4), layout="packed", unused="large"),
+        sequences("many", "three groups of 32 sequences, few of them with rows", *zip(*many, strict=True), first=1),
+        sequences("decode", "one query each; grouped heads, (heads, total, d) storage, a scale other than 1/sqrt(d)",
+                  (1, 1, 1), (n - 1, 1, n // 2), heads=(4, 2), distribution="outlier", layout="transposed", scale=0.3),
+        sequences("wrap", "goes round the ring of stages twice and a bit; scores that climb", (3,),
+                  (steps * n + n // 2 + 1,), distribution="ramp"),
+        sequences("one", "one query, one key, strides that mean nothing", (1,), (1,), layout="odd_strides"),
+        lying(60, 50 + n),
+    ]  # fmt: skip
+    if isinstance(spec.mask, WindowMask):
+        left, right = min(spec.mask.left, 1024), min(spec.mask.right, 256)  # the edges of a wider window are not met
+        rows = m + right + 9
+        lengths = (4, rows), (n, rows + left + n + 3)
+        cases.append(sequences("window", "windows that begin and end inside the keys", *lengths, first=1))
+    return tuple(cases)
+
+
+def lying(total_q: int, total_k: int) -> PackedCase:
+    """Offsets and lengths that go back, lie outside of the tensors, or say more rows than there are; 50 at least."""
+    return PackedCase(
+        "lying",
+        "offsets that decrease or lie outside, more rows in use than there are, or fewer than none",
+        *(1, total_q, total_k, 1, 1),
+        offsets_q=(40, 40, -INT_MAX - 1, 30, INT_MAX),  # no rows, no rows, 0 to 30, 30 to the end
+        offsets_k=(-7, 20, 5, 50, total_k + 1),  # 0 to 20, no rows, 5 to 50, 50 to the end
+        used_q=(9, INT_MAX, 50, 21),
+        used_k=(4, -3, INT_MAX, 33),
+    )
+
+
+def gpu_cases(spec: Forward) -> tuple[PackedCase, ...]:
+    """The cases for a GPU: those of the CPU model, and larger ones."""
+    draw = random.Random(19)
+    chats = [int(draw.lognormvariate(4, 1.3)) for _ in range(1200)]  # of 55 in the middle, some of 2000
+    some = [draw.choice((0, 1, 1, 3, 17, 64, 129, 300)) for _ in range(300)]
+    longer = [length + draw.choice((0, 1, 100, 700)) for length in some]
+    cached = [draw.randint(0, 3000) for _ in range(260)]
+    rows = (16384, 1000, 24576, 7384, 16192)
+    grouped: dict[str, Any] = {"heads": (8, 2)}
+    return (
+        *cpu_cases(spec),
+        sequences("chats", "1200 short sequences, and some longer ones", chats, chats, layout="packed", **grouped),
+        sequences("chunks", "few queries or none, more keys", some, longer, first=7, behind=90, **grouped),
+        sequences("long_and_short", "two long sequences between short ones", (5, 6000, 1, 0, 90, 3000, 2),
+                  (5, 6000, 700, 9, 90, 4100, 2), heads=(8, 1), behind=3),
+        sequences("decode_many", "more tiles than SMs, of one query", [1] * len(cached), cached, distribution="outlier",
+                  **grouped),
+        sequences("total_64k", "65,536 rows", rows, rows),
+        sequences("more_queries", "most queries see no key", (900, 1300), (70, 200), behind=200, unused="large",
+                  **grouped),
+    )  # fmt: skip
+
+
+def make(spec: Forward, case: PackedCase, *, device: torch.device, seed: int) -> PackedInputs:
+    """Draw the tensors of `case` as the module of `spec` takes them."""
+    dense = inputs.make_for(spec, case, device=device, seed=seed)
+    q, k, v = dense.q[0], dense.k[0], dense.v[0]
+    of_q, of_k = ([pair[side] for pair in case.spans] for side in (0, 1))
+    for tensor, used in ((q, of_q), (k, of_k), (v, of_k)):
+        spoil(tensor, unused_rows(len(tensor), used).to(device), case.unused)
+
+    def numbers(given: Sequence[int] | None) -> torch.Tensor | None:
+        return None if given is None else torch.tensor(given, dtype=torch.int32, device=device)
+
+    return PackedInputs(
+        *(q, k, v, dense.out[0], dense.out_storage),
+        cu_seqlens_q=torch.tensor(case.offsets_q, dtype=torch.int32, device=device),
+        cu_seqlens_k=torch.tensor(case.offsets_k, dtype=torch.int32, device=device),
+        seqused_q=numbers(case.used_q),
+        seqused_k=numbers(case.used_k),
+        spans=case.spans,
+    )
+
+
+def spoil(tensor: torch.Tensor, rows: torch.Tensor, unused: Unused) -> None:
+    """Put NaN and infinity in turn into these rows, or numbers that are too large."""
+    if unused == "large":
+        tensor[rows] = tensor[rows] * LARGE
+    else:
+        tensor[rows[0::2]] = math.nan
+        tensor[rows[1::2]] = math.inf
