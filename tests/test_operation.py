@@ -46,6 +46,16 @@ def test_a_wgmma_takes_32_bytes_of_depth() -> None:
 # Tensors
 
 
+def test_a_shape_of_equal_sequences_is_a_shape_of_packed_ones() -> None:
+    """The same bytes as of dense tensors, and two arrays of offsets and two of lengths."""
+    packed = changed("fwd_d128_causal", problem={"layout": "packed"}).spec
+    sizes = {tensor.name: tensor.sizes(SHAPE) for tensor in operation_of(packed).tensors}
+    assert sizes["q"] == sizes["out"] == (600, 8, 128) and sizes["k"] == sizes["v"] == (1000, 4, 128)
+    assert sizes["lse"] == (8, 600) and sizes["cu_seqlens_q"] == (3,) and sizes["seqused_k"] == (2,)
+    dense = operation_of(changed("fwd_d128_causal").spec).bytes(SHAPE)
+    assert operation_of(packed).bytes(SHAPE) == dense + 4 * (2 * 3 + 2 * 2)
+
+
 def names(stem: str) -> list[str]:
     return [argument.name for argument in operation_of(variants()[stem].spec).arguments]
 

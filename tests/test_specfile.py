@@ -17,6 +17,7 @@ from fa3gen.base.errors import SpecError, UserError
 from fa3gen.design import load
 from fa3gen.spec import specfile
 from fa3gen.spec.specfile import SpecFile
+from fa3gen.verify import comparison
 
 BASE = """\
 summary: both products on WGMMA
@@ -737,3 +738,15 @@ def test_what_knows_attention_only_says_so_of_other_operations(specs: Specs) -> 
     assert specfile.attention_only([attention], "the simulator") == specfile.attention_among([attention, other])
     with pytest.raises(UserError, match="the simulator knows attention .* only, and not other; leave them out"):
         specfile.attention_only([attention, other], "the simulator")
+
+
+def test_what_knows_dense_tensors_only_says_so_of_packed_ones(specs: Specs) -> None:
+    [dense] = specs.load("a", BASE).variants
+    problem = dense.spec.problem.model_copy(update={"layout": "packed"})
+    packed = replace(dense, stem="packed", spec=dense.spec.model_copy(update={"problem": problem}))
+    assert specfile.dense_only([dense], "fa3gen trace") == [dense]
+    said = r"fa3gen trace knows dense tensors only, and not packed sequences \(packed\); leave them out"
+    with pytest.raises(UserError, match=said):
+        specfile.dense_only([dense, packed], "fa3gen trace")
+    with pytest.raises(UserError, match="leave its modules out, fa3gen verify runs them on both"):
+        comparison.make_for(packed.spec, comparison.CASES[0])

@@ -74,7 +74,7 @@ def bench(
     from fa3gen.measure import bench_report
     from fa3gen.measure.bench import Bench, CudaTimer, Runner, peer_competitors, plan_cells, require_hopper
     from fa3gen.run import gpu
-    from fa3gen.spec.specfile import attention_among, others_among
+    from fa3gen.spec.specfile import attention_among, dense_only, others_among
 
     if host_limit is not None and not host:
         raise UserError("--host-limit is for --host")
@@ -86,6 +86,8 @@ def bench(
     workspace = Workspace.find()
     selected = workspace.select(specs)
     others, variants = others_among(selected), attention_among(selected)
+    if specs:
+        dense_only(variants, "fa3gen bench")
     if others:
         asked = {"--head-dim": head_dim, "--mask": mask, "--seq-len": seq_len, "--host": host, "--plot": plot}
         if options := [name for name, value in asked.items() if value]:

@@ -86,10 +86,10 @@ def trace(
     from rich.console import Console
 
     from fa3gen.design.workspace import Workspace
-    from fa3gen.spec.specfile import attention_only
+    from fa3gen.spec.specfile import dense_only
 
     workspace = Workspace.find()
-    variants = attention_only(workspace.select(specs), "fa3gen trace")
+    variants = dense_only(workspace.select(specs), "fa3gen trace")
     missing = [variant for variant in variants if not workspace.path_of(variant).is_file()]
     if missing:
         raise workspace.not_rendered(missing)

@@ -268,10 +268,10 @@ class _Run:
         from fa3gen.design.family import Family
         from fa3gen.measure.tuning.candidates import committed_module
         from fa3gen.measure.tuning.heats import MEASURE_ROUNDS, single
-        from fa3gen.spec.specfile import attention_only
+        from fa3gen.spec.specfile import dense_only
 
         families: dict[Family, list[Module]] = {}
-        for variant in attention_only(self.workspace.select(names), "fa3gen tune"):
+        for variant in dense_only(self.workspace.select(names), "fa3gen tune"):
             families.setdefault(Family.of(variant.spec).of_call(), []).append(committed_module(self.workspace, variant))
         rounds = self.rounds or MEASURE_ROUNDS
         for modules in families.values():

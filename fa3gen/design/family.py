@@ -5,7 +5,7 @@ Imports neither torch nor cutlass.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Literal, NamedTuple
 
 from fa3gen.base.wording import counted, listed
@@ -34,6 +34,12 @@ class Shape:
     def tiles(self) -> int:
         """Tiles of TILE_ROWS query rows of one head: how many SMs the call could fill."""
         return self.batch * self.heads_q * -(-self.seq_q // TILE_ROWS)
+
+    @property
+    def extents(self) -> dict[str, int]:
+        """Sizes by the names that tensors have for them, also those of as many packed sequences of these lengths."""
+        totals = {"total_q": self.batch * self.seq_q, "total_k": self.batch * self.seq_k}
+        return {**asdict(self), **totals, "offsets": self.batch + 1}
 
     def __str__(self) -> str:
         """`batch 4, 4096 x 4096, 16 heads`."""

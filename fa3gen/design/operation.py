@@ -232,7 +232,7 @@ class Operation:
 
 
 def _extents(shape: AnyShape) -> dict[str, int]:
-    return shape.extents if isinstance(shape, PackedShape) else asdict(shape)
+    return asdict(shape) if isinstance(shape, GemmShape) else shape.extents
 
 
 def _sizes(dims: tuple[Extent, ...], given: Mapping[str, int]) -> tuple[int, ...]:

@@ -88,9 +88,11 @@ class TunedProblem(Part):
     def of(cls, family: Family, shape: Shape) -> Self:
         """The problem of a family at one shape, with the window of a call where calls give one.
 
-        UserError where rows are not contiguous: such modules are not tuned.
+        UserError for modules that are not tuned: see the messages.
         """
         family = family.of_call(shape.window)
+        if family.layout != "dense":
+            raise UserError(f"modules are tuned for dense tensors, and these are for {family}; leave them out")
         if family.by_sequence:
             raise UserError(
                 f"modules are tuned for tensors with contiguous rows, and these are for {family}; time them with "

@@ -98,6 +98,17 @@ def attention_only(variants: Iterable[Variant], what: str) -> list[Variant[Forwa
     return known
 
 
+def dense_only(variants: Iterable[Variant], what: str) -> list[Variant[Forward]]:
+    """The variants, all of them attention on dense tensors; raises UserError as `attention_only` does for others."""
+    variants = attention_only(variants, what)
+    if packed := [variant.stem for variant in variants if variant.spec.problem.layout != "dense"]:
+        raise UserError(
+            f"{what} knows dense tensors only, and not packed sequences ({', '.join(packed)}); leave them out, or name "
+            "the module of layout dense that has the same tile; fa3gen verify and explain know both"
+        )
+    return variants
+
+
 def attention_among(variants: Iterable[Variant]) -> list[Variant[Forward]]:
     """Those variants that are attention."""
     return [variant for variant in variants if _is_attention(variant)]

@@ -101,7 +101,12 @@ def make_inputs(case: Case, *, mask: Mask, head_dim: int, dtype: torch.dtype, v_
 
 
 def make_for(spec: Forward, case: Case) -> Inputs:
-    """Draw the tensors of `case` as the module of `spec` takes them."""
+    """Draw the tensors of `case` as the module of `spec` takes them. UserError where those are not dense."""
+    if spec.problem.layout != "dense":
+        raise UserError(
+            "the comparison of GPU and CPU model draws dense tensors only, and this spec takes packed sequences; "
+            "leave its modules out, fa3gen verify runs them on both"
+        )
     operation = operation_of(spec)
     q, k, v = (operation.tensor(name) for name in ("q", "k", "v"))
     made = make_inputs(case, mask=of_call(spec.mask), head_dim=q.row, v_dim=v.row, dtype=q.dtype.in_torch())
