@@ -1,0 +1,102 @@
+"""Mutations of a kernel for packed sequences: where a sequence begins and ends, and who finds it. See `mutations.py`.
+
+They change the module's source, since what they change is arithmetic that a compiler moves about.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mutations import Moved
+from rendering import source
+
+STEM = "fwd_packed_short_d64_causal"
+
+
+@dataclass(frozen=True)
+class PackedMutation:
+    """`old`, which the source says once, becomes `new`: a case of `cpu_cases` has to fail with one of `reports`."""
+
+    name: str
+    why: str
+    old: str
+    new: str
+    case: str
+    reports: tuple[str, ...]
+
+    def apply(self) -> str:
+        """The changed source. Raises Moved unless `old` occurs exactly once."""
+        text = source(STEM)
+        if text.count(self.old) != 1:
+            raise Moved(f"`{self.old}` occurs {text.count(self.old)} times in {STEM}.py: the module has changed")
+        return text.replace(self.old, self.new)
+
+
+OUTSIDE = "wrote outside `out`"
+
+PACKED = [
+    PackedMutation(
+        "O not clipped where its sequence ends",
+        "the store writes whole tiles, over the rows of the next sequence, or behind the last",
+        "gO = rows_of(mO, work.head, work.q_begin, work.seq_q)",
+        "gO = rows_of(mO, work.head, work.q_begin, cute.ceil_div(work.seq_q, TILE_M) * TILE_M)",
+        "few_keys",
+        (OUTSIDE,),
+    ),
+    PackedMutation(
+        "V not clipped where its sequence ends",
+        "P is 0 behind the last key, and 0 times NaN is NaN",
+        "columns_of(mVt, work.head_kv, work.k_begin, work.seq_k)",
+        "columns_of(mVt, work.head_kv, work.k_begin, work.seq_k + 1)",
+        "ragged",
+        ("O has NaN",),
+    ),
+    PackedMutation(
+        "LSE a row late",
+        "each row has that of the row before, and one behind the sequence is written",
+        "slice_rows(mLSE, work.head, work.q_begin, work.seq_q)",
+        "slice_rows(mLSE, work.head, work.q_begin + 1, work.seq_q)",
+        "ragged",
+        ("LSE ",),
+    ),
+    PackedMutation(
+        "every other group of 32 sequences skipped",
+        "tiles of the second group are nobody's",
+        "first, before = first + 32, before + tiles_of_all",
+        "first, before = first + 64, before + tiles_of_all",
+        "many",
+        ("O has NaN",),
+    ),
+    PackedMutation(
+        "lengths in use ignored",
+        "rows that are not in use are written, and seen as keys",
+        "rows = cutlass.min(rows, seqused[sequence])",
+        "rows = cutlass.min(rows, rows)",
+        "used",
+        (OUTSIDE, "O is off by"),
+    ),
+    PackedMutation(
+        "keys begin where queries do",
+        "a sequence sees keys of another",
+        "q_begin, seq_q, k_begin, seq_k\n    return words",
+        "q_begin, seq_q, q_begin, seq_k\n    return words",
+        "ragged",
+        ("O ",),
+    ),
+    PackedMutation(
+        "diagonal of the whole tensors",
+        "it ends at the last row of the sequence, counted from the first row of all",
+        "(work.n_end - 1) * TILE_N, work.seq_q, work.seq_k)",
+        "(work.n_end - 1) * TILE_N, work.q_begin + work.seq_q, work.k_begin + work.seq_k)",
+        "ragged",
+        ("O ",),
+    ),
+    PackedMutation(
+        "counter left as the last draw leaves it",
+        "the next launch of the stream finds no tile to draw",
+        "counter[0] = 0",
+        "counter[0] = draw",
+        "ragged",
+        ("the launch left 1 words of the counter that are not 0",),
+    ),
+]

@@ -1,0 +1,38 @@
+"""Mutated kernels for packed sequences fail `fa3gen verify --on cpu`, in the case that is there for it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import hosting
+import pytest
+from mutations import Moved
+from mutations_packed import PACKED, STEM, PackedMutation
+from rendering import variants
+
+from fa3gen.cpu.module import load_on_cpu
+from fa3gen.spec.model import Forward
+from fa3gen.verify import packed_inputs
+from fa3gen.verify.packed_on_cpu import CpuPackedRunner
+
+
+@pytest.mark.parametrize("mutation", PACKED, ids=lambda mutation: mutation.name)
+def test_mutation_is_reported(mutation: PackedMutation, tmp_path: Path) -> None:
+    spec = variants()[STEM].spec
+    assert isinstance(spec, Forward)
+    (case,) = (case for case in packed_inputs.cpu_cases(spec) if case.name == mutation.case)
+    module = load_on_cpu(hosting.path_of(tmp_path, STEM, mutation.apply()))
+    failures = CpuPackedRunner(module, spec, seed=1, count=1).run_case(case).failures
+    assert any(report in failure for failure in failures for report in mutation.reports), failures
+
+
+def test_there_are_mutations_of_every_kind() -> None:
+    """Ends of O, V and LSE; groups, lengths and begins of sequences; the mask; the counter."""
+    assert len(PACKED) >= 8 and len({mutation.name for mutation in PACKED}) == len(PACKED)
+    assert {mutation.case for mutation in PACKED} >= {"ragged", "few_keys", "many", "used"}
+
+
+def test_a_mutation_of_a_module_that_has_changed_says_so() -> None:
+    with pytest.raises(Moved, match=f"`no such line` occurs 0 times in {STEM}.py"):
+        replace(PACKED[0], old="no such line").apply()
