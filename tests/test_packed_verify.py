@@ -6,6 +6,8 @@ Both criteria judge them: those of a GPU, and those of the CPU model.
 from __future__ import annotations
 
 import math
+import random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,10 +18,12 @@ from torch_modules import PackedModule, check_arguments
 from fa3gen.spec.model import CausalMask, Forward, Mask, NoMask, WindowMask
 from fa3gen.verify import packed_inputs, reference
 from fa3gen.verify.attention_on_gpu import block_norms, wrote_outside
+from fa3gen.verify.inputs import served
 from fa3gen.verify.on_cpu import CpuReport, verify_on_cpu
 from fa3gen.verify.on_gpu import Report, verify_module
 from fa3gen.verify.on_model import CPU
-from fa3gen.verify.packed_inputs import Span, cpu_cases, gpu_cases, sequences, spans
+from fa3gen.verify.packed_inputs import PackedInputs, Span, cpu_cases, drawn, gpu_cases, sequences, spans
+from fa3gen.verify.packed_on_gpu import PackedRunner
 from fa3gen.verify.reference import Attention
 
 torch.set_num_threads(1)  # the workers of xdist share the cores
@@ -294,6 +298,7 @@ def test_the_cases_cover_what_they_must(stem: str) -> None:
     assert {(q > 0, k > 0) for q, k in ragged} == {(True, True), (True, False), (False, True), (False, False)}
     assert cases["ragged"].offsets_q[0] > 0 and cases["ragged"].seq_q > cases["ragged"].offsets_q[-1]
     assert any(q > k > 0 for q, k in lengths["few_keys"])
+    assert not any(q for q, _ in lengths["no_rows"]) and cases["no_rows"].seq_q > 0
     assert {q for q, _ in lengths["tile_edge"]} >= {m, m + 1} and {k for _, k in lengths["tile_edge"]} >= {n, n + 1}
     groups = {number // 32 for number, (q, _) in enumerate(lengths["many"]) if q}
     assert groups == {0, 1, 2} and len(lengths["many"]) > 64
@@ -345,3 +350,45 @@ def test_a_block_has_rows_of_one_part() -> None:
     values[:, 66] = 2
     assert block_norms(values, [70]).flatten().tolist() == pytest.approx([8000, math.sqrt(5e6 + 4)])
     assert block_norms(values, [66, 1, 3])[0, 2].item() == 2
+
+
+# -- random cases, and graphs
+
+
+def test_random_cases_are_of_every_kind_and_pass() -> None:
+    draw = random.Random(1)
+    cases = [served(drawn(draw, rows=90), spec_of()) for _ in range(30)]
+    report = verify_on_cpu(PackedModule(CAUSAL), spec_of(), cases=cases, seed=1, count=1)
+    assert report.failures == ()
+    assert {case.layout for case in cases} == {"padded", "contiguous", "transposed"}
+    assert {case.used_k is None for case in cases} == {case.offsets_q[0] > 0 for case in cases} == {True, False}
+    assert {case.unused for case in cases} == {"nan", "large"} and {len(case.offsets_q) for case in cases} >= {2, 101}
+    lengths = [(q[1] - q[0], k[1] - k[0]) for case in cases for q, k in case.spans]
+    assert {(q > 0, k > 0, q > k) for q, k in lengths} >= {(True, True, True), (True, True, False), (True, False, True)}
+    wrong = verify_on_cpu(IgnoresUsed(CAUSAL), spec_of(), cases=cases, seed=1, count=1)
+    assert any(case.failures for case in wrong.cases)
+
+
+class Replayed(PackedRunner):
+    """Without a GPU: a graph that calls again."""
+
+    def _captured(self, made: PackedInputs) -> Any:
+        self.entry(**made.given, out=made.out)
+        return SimpleNamespace(replay=lambda: self.entry(**made.given, out=made.out))
+
+
+class LengthsOfTheFirstCall(PackedModule):
+    """Lengths are read on the host, when the graph is captured."""
+
+    def spans(self, offsets: torch.Tensor, used: torch.Tensor | None, total: int) -> list[Span]:
+        known = self.__dict__.setdefault("known", {})
+        return known.setdefault((total, offsets.data_ptr()), super().spans(offsets, used, total))  # type: ignore[no-any-return]
+
+
+def test_a_graph_has_to_take_the_lengths_of_its_replay() -> None:
+    assert Replayed(PackedModule(CAUSAL), spec_of(), CPU, 1)._graph_of_other_lengths() == ""
+    assert "O is off by" in Replayed(LengthsOfTheFirstCall(CAUSAL), spec_of(), CPU, 1)._graph_of_other_lengths()
+    draw = random.Random(2)
+    cut = [drawn(draw, rows=0, total=(150, 190), count=7) for _ in range(5)]
+    assert all(case.offsets_q[-1] == 150 and case.offsets_k[-1] == 190 and len(case.offsets_q) == 8 for case in cut)
+    assert all(case.used_q is not None and case.used_k is not None for case in cut)

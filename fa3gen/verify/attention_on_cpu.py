@@ -101,6 +101,8 @@ class CpuRunner(ScheduledRunner, Runner):
         self, made: Inputs, out: torch.Tensor, wanted: accuracy.Expected
     ) -> tuple[float | None, float | None, tuple[str, ...]]:
         """Share of the limits that O uses, its spread, and what is wrong; both None when O is not finite."""
+        if not out.numel():
+            return 0.0, None, ()
         if not torch.isfinite(out).all():
             wrong = int((~torch.isfinite(out)).any(-1).sum())
             text = f"O has NaN or infinity in {wrong} of {out[..., 0].numel()} rows (written nowhere, or computed so)"

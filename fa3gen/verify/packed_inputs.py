@@ -11,7 +11,7 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any, Literal
 
 import torch
@@ -178,6 +178,7 @@ def cpu_cases(spec: Forward) -> tuple[PackedCase, ...]:
                   (1, 1, 1), (n - 1, 1, n // 2), heads=(4, 2), distribution="outlier", layout="transposed", scale=0.3),
         sequences("wrap", "goes round the ring of stages twice and a bit; scores that climb", (3,),
                   (steps * n + n // 2 + 1,), distribution="ramp"),
+        sequences("no_rows", "queries and keys that no sequence uses", (0, 0, 0), (0, 4, 0), behind=5),
         sequences("one", "one query, one key, strides that mean nothing", (1,), (1,), layout="odd_strides"),
         lying(60, 50 + n),
     ]  # fmt: skip
@@ -187,6 +188,33 @@ def cpu_cases(spec: Forward) -> tuple[PackedCase, ...]:
         lengths = (4, rows), (n, rows + left + n + 3)
         cases.append(sequences("window", "windows that begin and end inside the keys", *lengths, first=1))
     return tuple(cases)
+
+
+def drawn(draw: random.Random, *, rows: int, total: tuple[int, int] | None = None, count: int = 0) -> PackedCase:
+    """A case of random lengths, of up to so many `rows` each, and of any kind.
+
+    With `total`, `count` sequences are the rows of q and of k cut anywhere, and `used` says how many rows of each.
+    """
+    name, unused = f"drawn {draw.randrange(10**9)}", draw.choice(("nan", "large"))
+    heads_kv = draw.choice((1, 2, 3))
+    heads = draw.choice((1, 2, 4)) * heads_kv, heads_kv
+    if total is not None:
+        cuts_q, cuts_k = ([0, *sorted(draw.choices(range(side + 1), k=count - 1)), side] for side in total)
+        lengths_q, lengths_k = ([behind - first for first, behind in pairwise(cuts)] for cuts in (cuts_q, cuts_k))
+        first = behind = 0
+    else:
+        most = [draw.choice((1, 2, 70, rows)) for _ in range(draw.choice((1, 3, 30, 100)))]
+        lengths_q = [draw.randint(0, length) for length in most]
+        lengths_k = [draw.choice((length, draw.randint(0, rows))) for length in lengths_q]
+        first, behind = draw.choice((0, 5)), draw.choice((0, 9))
+    used = {
+        name: [draw.randint(0, length) if draw.random() < 0.3 else length for length in lengths]
+        for name, lengths in (("used_q", lengths_q), ("used_k", lengths_k))
+        if total is not None or draw.random() < 0.5
+    }
+    layout = draw.choice(("padded", "contiguous", "transposed"))
+    others: dict[str, Any] = {"heads": heads, "layout": layout, "unused": unused, **used}
+    return sequences(name, "random lengths", lengths_q, lengths_k, first=first, behind=behind, **others)
 
 
 def lying(total_q: int, total_k: int) -> PackedCase:

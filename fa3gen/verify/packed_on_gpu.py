@@ -6,7 +6,7 @@ whatever offsets and lengths say, and a CUDA graph takes the lengths that its te
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,6 @@ from fa3gen.verify import packed_inputs
 from fa3gen.verify.attention_on_gpu import Runner, wrote_outside
 from fa3gen.verify.inputs import Case, poison, served
 from fa3gen.verify.packed_inputs import PackedCase, PackedInputs, sequences
-from fa3gen.verify.runner import snapshots
 
 REPLAYS = 3
 # Of the checks: the same rows, cut in two ways.
@@ -97,19 +96,25 @@ class PackedRunner(Runner):
             yield f"{name} on {elsewhere}", name, {**good, name: offsets[1:].to(elsewhere)}
 
     def _graph_of_other_lengths(self) -> str:
-        """Capture a call, change offsets and lengths in place, and replay."""
-        made = self._small(used_q=LENGTHS_Q, used_k=LENGTHS_K)
-        changed = {"lengths_q": OTHER_LENGTHS_Q, "lengths_k": OTHER_LENGTHS_K}
-        other = self._small(**changed, used_q=(1, 80, 12), used_k=(0, 50, 69))
-        graph = self._captured(made)
-        numbers = {name: tensor for name, tensor in made.given.items() if tensor.dtype == torch.int32}
-        first, wrong = snapshots(numbers), []
-        for given, spans in ((other.given, other.spans), (first, made.spans)):
-            for name, tensor in numbers.items():
-                tensor.copy_(given[name])
+        """One after the other other lengths, and those of the capture."""
+        same = {"used_q": LENGTHS_Q, "used_k": LENGTHS_K}
+        cut = {"lengths_q": OTHER_LENGTHS_Q, "lengths_k": OTHER_LENGTHS_K}
+        other = self._small(**cut, used_q=(1, 80, 12), used_k=(0, 50, 69))
+        return self.wrong_replays(self._small(**same), [other, self._small(**same)])
+
+    def wrong_replays(self, made: PackedInputs, others: Sequence[PackedInputs]) -> str:
+        """Capture a call; replay it with each of these offsets and lengths in its own tensors. What is wrong then.
+
+        `made` has to use all of its rows, and the others are of the same sizes.
+        """
+        graph, wrong = self._captured(made), []
+        for other in others:
+            for name, numbers in made.given.items():
+                if numbers.dtype == torch.int32:
+                    numbers.copy_(other.given[name])
             poison(made.out_storage)
             graph.replay()
-            wrong.append(self._wrong(replace(made, spans=spans)))
+            wrong.append(self._wrong(replace(made, spans=other.spans)))
         return "; ".join(filter(None, wrong))
 
     def _graphs_at_once(self) -> str:
@@ -133,7 +138,7 @@ class PackedRunner(Runner):
         """What is wrong with `out` after a call on poison."""
         return "; ".join(filter(None, (self._wrong_o(made, made.out), *wrote_outside(made, None))))
 
-    def _captured(self, made: PackedInputs) -> torch.cuda.CUDAGraph:
+    def _captured(self, made: PackedInputs) -> Any:
         """A graph of one call with `out` given."""
         self.entry(**made.given, out=made.out)
         torch.cuda.synchronize(self.device)
