@@ -237,9 +237,9 @@ def clipped(x: cute.Tensor) -> cute.Tensor:
     outside. The fourth dimension brings it back to memory, by the number of the row behind the sequence; the fifth, at
     ROWS, takes ROWS rows off: its stride, times ROWS, is that much less than 2^64, and addresses have 64 bits.
     """
-    _, heads, head_dim = x.shape
+    total, heads, head_dim = x.shape
     row, head, _ = x.stride
-    row = cutlass.Int64(row)
+    row = cutlass.Int64(row) if total > 1 else cutlass.Int64(head_dim)  # that of a single row may be anything
     minus_row = 2**64 // (x.element_type.width // 8) // ROWS - row
     shape, strides = (ROWS, head_dim, heads, FAR, FAR), (row, 1, head, row, minus_row)
     return cute.make_tensor(x.iterator, cute.make_layout(shape, stride=strides))
@@ -523,7 +523,7 @@ def look_at(first: cutlass.Int32, before: cutlass.Int32, sequences):
 def bounds_of(sequence, cu_seqlens: cute.Tensor, seqused: cute.Tensor, total):
     """First row of a sequence, and how many are in use: inside the tensor, whatever the offsets say."""
     begin = cutlass.min(cutlass.max(cu_seqlens[sequence], 0), total)
-    rows = cutlass.min(cu_seqlens[sequence + 1], total) - begin
+    rows = cutlass.max(cutlass.min(cu_seqlens[sequence + 1], total), begin) - begin
     if cute.size(seqused) > 0:  # it has no elements where nobody gave it
         rows = cutlass.min(rows, seqused[sequence])
     return begin, cutlass.max(rows, 0)
@@ -1102,6 +1102,8 @@ def attention(
         raise ValueError(
             f"q has {heads_q} heads and k has {heads_kv}; {needed}, since a tile holds {PACK_HEADS} of them"
         )
+    if not offsets:
+        raise ValueError("cu_seqlens_q has no elements; it needs one behind the last sequence: (sequences + 1,)")
     for name, used in (("seqused_q", seqused_q), ("seqused_k", seqused_k)):
         if used is not None and tuple(used.shape) != (offsets - 1,):
             needed = f"it needs to be {(offsets - 1,)}, one less than cu_seqlens_q has"

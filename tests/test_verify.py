@@ -68,7 +68,7 @@ class OfTheCall(Module):
         return super().attention(*given, **options)
 
 
-def run_given(taken: Callable[[Any], Any]) -> verify.Report:
+def run_given(taken: Callable[[Any], Any]) -> Report:
     module = OfTheCall(NoMask())
     module.taken = taken
     spec = variants()["k4_2_any_window"].spec

@@ -64,7 +64,7 @@ class Problem(SpecModel):
     dtype: DType = Field(default="bf16", description="Element type of q, k, v and, unless `o` gives another, O.")
     layout: Literal["dense", "packed"] = Field(
         default="dense",
-        description="`dense`: q, k, v are (batch, seq, heads, head_dim), all sequences equally long; `packed` (varlen): "
+        description="`dense`: q, k, v are (batch, seq, heads, head_dim), sequences of one length; `packed` (varlen): "
         "(total, heads, head_dim), sequences of any lengths one behind the other, with their offsets on the device.",
     )
 

@@ -70,9 +70,7 @@ class CpuRunner(ScheduledRunner, Runner):
     def _expected(self, made: Inputs, scale: float | None = None) -> accuracy.Expected:
         # P of scalar products stays in float32, in memory as well.
         p_dtype = self.dtype if isinstance(self.spec.pv, WgmmaProduct) else None
-        expected = partial(
-            accuracy.expected, scale=scale, mask=made.mask, p_dtype=p_dtype, out_dtype=self.out_dtype
-        )
+        expected = partial(accuracy.expected, scale=scale, mask=made.mask, p_dtype=p_dtype, out_dtype=self.out_dtype)
         return accuracy.joined([expected(*part) for part in made.parts])
 
     def _run_all(self, case: Case, made: Inputs) -> tuple[tuple[torch.Tensor, ...] | None, list[str]]:

@@ -213,9 +213,7 @@ class Runner(ModuleRunner):
 
     def _yardsticks(self, made: Inputs, scale: float | None = None) -> list[Attention]:
         """What PyTorch computes in the module's dtypes; where only P is rounded, four times with other roundings."""
-        attention = partial(
-            reference.same_precision, scale=scale, reach=reach(made.mask), out_dtype=self.out_dtype
-        )
+        attention = partial(reference.same_precision, scale=scale, reach=reach(made.mask), out_dtype=self.out_dtype)
         return [
             joined([attention(*part, p_scale=p_scale) for part in made.parts])
             for p_scale in (P_SCALES if self.out_dtype != self.dtype else P_SCALES[:1])

@@ -163,11 +163,15 @@ def gpu_cases(spec: Forward) -> tuple[Case, ...]:
     cases = (*CASES, *PERSISTENT_CASES) if footprint.persistent(spec) else CASES
     if not given_with_calls(spec.mask):
         return cases
-    again = (replace(case, name=f"{case.name}_other_window") for case in cases)
-    return _windowed((*cases, *again))
+    return windowed(twice(cases))
 
 
-def _windowed(cases: Sequence[Case]) -> tuple[Case, ...]:
+def twice(cases: Sequence[AnyCase]) -> tuple[AnyCase, ...]:
+    """The cases, and once more for another window."""
+    return (*cases, *(replace(case, name=f"{case.name}_other_window") for case in cases))
+
+
+def windowed(cases: Sequence[AnyCase]) -> tuple[AnyCase, ...]:
     """The cases, with windows in turn."""
     return tuple(replace(case, window=window) for case, window in zip(cases, cycle(WINDOWS), strict=False))
 
@@ -194,7 +198,7 @@ def cpu_cases(spec: Forward) -> tuple[Case, ...]:
         # Tiles of keys without an edge between those with one; then none such, and tiles with both edges.
         wide, narrow = (m + n, 5), (n // 3, n // 4)
         windows = (("wide_window", wide), ("narrow_window", narrow))
-        return _windowed(cases) + tuple(replace(_window_case(m, n, *w), name=name, window=w) for name, w in windows)
+        return windowed(cases) + tuple(replace(_window_case(m, n, *w), name=name, window=w) for name, w in windows)
     if isinstance(spec.mask, WindowMask):
         left, right = reach(spec.mask)
         # The edges of a wider window are not met.

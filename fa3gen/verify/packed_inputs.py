@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any, Literal
 
@@ -19,6 +19,7 @@ import torch
 from fa3gen.base.wording import counted
 from fa3gen.design import footprint
 from fa3gen.design.family import PackedShape
+from fa3gen.design.masks import given_with_calls, reach
 from fa3gen.spec.model import Forward, WindowMask
 from fa3gen.verify import inputs
 from fa3gen.verify.inputs import Case, Inputs, Part
@@ -47,7 +48,8 @@ class PackedCase(Case):
     def shape(self) -> str:
         """Shapes in a few words: sequences, query x key rows, query/kv heads."""
         sequences = counted(len(self.offsets_q) - 1, "sequence")
-        return f"{sequences} {self.seq_q}x{self.seq_k} h{self.heads_q}/{self.heads_kv}"
+        window = "" if self.window is None else f" window {self.window[0]},{self.window[1]}"
+        return f"{sequences} {self.seq_q}x{self.seq_k} h{self.heads_q}/{self.heads_kv}{window}"
 
     @property
     def spans(self) -> tuple[tuple[Span, Span], ...]:
@@ -56,7 +58,7 @@ class PackedCase(Case):
         return tuple(zip(of_q, spans(self.offsets_k, self.used_k, self.seq_k), strict=True))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PackedInputs(Inputs):
     """Tensors of one case: q (total_q, heads_q, d), k (total_k, heads_kv, d), v (total_k, heads_kv, d_v), out like q.
 
@@ -182,12 +184,24 @@ def cpu_cases(spec: Forward) -> tuple[PackedCase, ...]:
         sequences("one", "one query, one key, strides that mean nothing", (1,), (1,), layout="odd_strides"),
         lying(60, 50 + n),
     ]  # fmt: skip
+    if given_with_calls(spec.mask):
+        # Tiles of keys without an edge between those with one; then none such, and tiles with both edges.
+        wide, narrow = (m + n, 5), (n // 3, n // 4)
+        windows = (("wide_window", wide), ("narrow_window", narrow))
+        of_windows = (replace(_window_case(m, n, *w), name=name, window=w) for name, w in windows)
+        return (*inputs.windowed(cases), *of_windows)
     if isinstance(spec.mask, WindowMask):
-        left, right = min(spec.mask.left, 1024), min(spec.mask.right, 256)  # the edges of a wider window are not met
-        rows = m + right + 9
-        lengths = (4, rows), (n, rows + left + n + 3)
-        cases.append(sequences("window", "windows that begin and end inside the keys", *lengths, first=1))
+        left, right = reach(spec.mask)
+        # The edges of a wider window are not met.
+        cases.append(_window_case(m, n, min(left or 0, 1024), min(right or 0, 256)))
     return tuple(cases)
+
+
+def _window_case(m: int, n: int, left: int, right: int) -> PackedCase:
+    """Tiles of m queries and n keys, so many that both edges of a window lie inside the keys."""
+    rows = m + right + 9
+    lengths = (4, rows), (n, rows + left + n + 3)
+    return sequences("window", "windows that begin and end inside the keys", *lengths, first=1)
 
 
 def drawn(draw: random.Random, *, rows: int, total: tuple[int, int] | None = None, count: int = 0) -> PackedCase:
@@ -239,8 +253,7 @@ def gpu_cases(spec: Forward) -> tuple[PackedCase, ...]:
     cached = [draw.randint(0, 3000) for _ in range(260)]
     rows = (16384, 1000, 24576, 7384, 16192)
     grouped: dict[str, Any] = {"heads": (8, 2)}
-    return (
-        *cpu_cases(spec),
+    cases: tuple[PackedCase, ...] = (
         sequences("chats", "1200 short sequences, and some longer ones", chats, chats, layout="packed", **grouped),
         sequences("chunks", "few queries or none, more keys", some, longer, first=7, behind=90, **grouped),
         sequences("long_and_short", "two long sequences between short ones", (5, 6000, 1, 0, 90, 3000, 2),
@@ -251,6 +264,9 @@ def gpu_cases(spec: Forward) -> tuple[PackedCase, ...]:
         sequences("more_queries", "most queries see no key", (900, 1300), (70, 200), behind=200, unused="large",
                   **grouped),
     )  # fmt: skip
+    if given_with_calls(spec.mask):
+        cases = inputs.windowed(inputs.twice(cases))
+    return (*cpu_cases(spec), *cases)
 
 
 def make(spec: Forward, case: PackedCase, *, device: torch.device, seed: int) -> PackedInputs:
@@ -265,7 +281,13 @@ def make(spec: Forward, case: PackedCase, *, device: torch.device, seed: int) ->
         return None if given is None else torch.tensor(given, dtype=torch.int32, device=device)
 
     return PackedInputs(
-        *(q, k, v, dense.out[0], dense.out_storage),
+        q=q,
+        k=k,
+        v=v,
+        out=dense.out[0],
+        out_storage=dense.out_storage,
+        mask=dense.mask,
+        options=dense.options,
         cu_seqlens_q=torch.tensor(case.offsets_q, dtype=torch.int32, device=device),
         cu_seqlens_k=torch.tensor(case.offsets_k, dtype=torch.int32, device=device),
         seqused_q=numbers(case.used_q),
