@@ -39,7 +39,7 @@ Barriers
     q     2       TMA, from warp 12 -> 12 warps  24576 bytes  12 arrivals
     k     3       TMA, from warp 12 -> 12 warps  16384 bytes  12 arrivals
     v     3       TMA, from warp 13 -> 12 warps  16384 bytes  12 arrivals
-    tile  2       warp 14 -> 14 warps            1 arrival    14 arrivals
+    tile  1       warp 14 -> 14 warps            1 arrival    14 arrivals
 
 Named barriers
     number  name          threads  who -> whom, and what for
@@ -51,8 +51,8 @@ Shared memory
      49152   49152  sK        3 stages x 128 x 64 x 2: K
      98304   49152  sV        3 stages x 128 x 64 x 2: V
     147456   24576  sO        192 x 64 x 2: O
-    172032      64  tiles     2 x 8 x 4: coordinates of drawn tiles
-    172096     160  barriers  20 mbarriers
+    172032      32  tiles     8 x 4: coordinates of drawn tiles
+    172064     144  barriers  18 mbarriers
             173056  total     of 232448 per CTA
 
 Timeline: a tile is one of queries, a step takes one tile of keys
@@ -132,7 +132,7 @@ TURN_BARRIER = 2  # named barrier of consumer 0's turn, followed by those of the
 TURN_THREADS = 2 * WARPGROUP_THREADS  # of a turn: one warpgroup passes it on, one takes it
 Q_STAGES = 2  # tiles of Q in flight or in use
 KV_STAGES = 3  # tiles of K and of V in flight or in use
-TILE_SLOTS = 2  # found tiles that there is room for: one drawn early is one that others wait for
+TILE_SLOTS = 1  # found tiles that there is room for: one drawn early is one that others wait for
 TILE_WORDS = 8  # of a drawn tile: m_block, head, head_kv, sequence, first row and rows of its queries, of its keys
 ROWS = 2**30  # that a sequence may have, for TMA
 FAR = 2**31 - 1  # an extent whose end nothing reaches

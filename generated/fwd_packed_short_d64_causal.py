@@ -41,7 +41,7 @@ Barriers
     q     2       TMA, from warp 4 -> 4 warps  8192 bytes   4 arrivals
     k     2       TMA, from warp 4 -> 4 warps  16384 bytes  4 arrivals
     v     2       TMA, from warp 5 -> 4 warps  16384 bytes  4 arrivals
-    tile  2       warp 6 -> 6 warps            1 arrival    6 arrivals
+    tile  1       warp 6 -> 6 warps            1 arrival    6 arrivals
 
 Shared memory
     offset  bytes  what
@@ -49,8 +49,8 @@ Shared memory
      16384  32768  sK        2 stages x 128 x 64 x 2: K
      49152  32768  sV        2 stages x 128 x 64 x 2: V
      81920   8192  sO        64 x 64 x 2: O
-     90112     64  tiles     2 x 8 x 4: coordinates of drawn tiles
-     90176    128  barriers  16 mbarriers
+     90112     32  tiles     8 x 4: coordinates of drawn tiles
+     90144    112  barriers  14 mbarriers
             91136  total     of 232448 per CTA
 
 Timeline: a tile is one of queries, a step takes one tile of keys
@@ -128,7 +128,7 @@ CTAS_PER_SM = 2  # that share its registers and shared memory
 SMEM_CARVEOUT = 100  # per cent of an SM's L1 cache and shared memory that are to be shared memory
 Q_STAGES = 2  # tiles of Q in flight or in use
 KV_STAGES = 2  # tiles of K and of V in flight or in use
-TILE_SLOTS = 2  # found tiles that there is room for: one drawn early is one that others wait for
+TILE_SLOTS = 1  # found tiles that there is room for: one drawn early is one that others wait for
 TILE_WORDS = 8  # of a drawn tile: m_block, head, head_kv, sequence, first row and rows of its queries, of its keys
 ROWS = 2**30  # that a sequence may have, for TMA
 FAR = 2**31 - 1  # an extent whose end nothing reaches

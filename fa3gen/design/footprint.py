@@ -118,11 +118,13 @@ def passes_coordinates(spec: Forward) -> bool:
 def tile_slots(spec: Forward) -> int:
     """How many drawn tiles there is room for.
 
-    Of packed sequences the warp that finds tiles runs as far ahead. A tile drawn early keeps others waiting: two slots
-    pay where there is a place for the next Q, and where a mask has the short tiles come last (docs/performance.md).
+    Of packed sequences the warp that finds tiles runs as far ahead, and a tile drawn early keeps others waiting. Two
+    slots paid for two consumers with a place for the next Q, where a mask has the short tiles come last; for one or
+    three consumers, and without a mask, one slot did (docs/performance.md).
     """
     if packed_sequences(spec):
-        return 2 if q_stages(spec) > 1 and not isinstance(spec.mask, NoMask) else 1
+        masked = not isinstance(spec.mask, NoMask)
+        return 2 if masked and spec.tile.warpgroups == 2 and q_stages(spec) > 1 else 1
     return TILE_SLOTS
 
 

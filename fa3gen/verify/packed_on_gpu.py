@@ -66,7 +66,7 @@ class PackedRunner(Runner):
     def _wrong_without(self, made: PackedInputs, changes: Mapping[str, Any], rows: int, zero: bool) -> str:
         """What is wrong with a call of `rows` queries that see no key; `zero`: all of them are to be written."""
         asked = {"return_lse": True} if self.spec.outputs.lse else {}
-        returned = self.entry(**{**made.given, **changes}, **asked)
+        returned = self.entry(**{**made.given, **changes}, **made.options, **asked)
         out, lse = returned if self.spec.outputs.lse else (returned, None)
         wanted = (rows, *made.out.shape[1:])
         if out.shape != wanted or out.dtype != self.out_dtype:
@@ -140,9 +140,9 @@ class PackedRunner(Runner):
 
     def _captured(self, made: PackedInputs) -> Any:
         """A graph of one call with `out` given."""
-        self.entry(**made.given, out=made.out)
+        self.entry(**made.given, **made.options, out=made.out)
         torch.cuda.synchronize(self.device)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            self.entry(**made.given, out=made.out)
+            self.entry(**made.given, **made.options, out=made.out)
         return graph
