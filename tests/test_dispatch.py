@@ -18,7 +18,19 @@ from fa3gen.design.workspace import Workspace
 from fa3gen.records import dispatch_table
 from fa3gen.records.tuning_records import MaskShape, load_all
 from fa3gen.run import dispatch
-from fa3gen.run.dispatch import Load, Measurement, NoKernel, Region, Row, Shapes, Size, Stretch, Table
+from fa3gen.run.dispatch import (
+    Choice,
+    Load,
+    Measurement,
+    Multiples,
+    NoKernel,
+    Region,
+    Row,
+    Shapes,
+    Size,
+    Stretch,
+    Table,
+)
 from fa3gen.spec.model import CausalMask, NoMask, WindowMask
 
 CAUSAL = Family("bf16", 128, 128, CausalMask())
@@ -548,6 +560,74 @@ def test_other_masks_are_not_served_by_windows() -> None:
     """They have modules of their own, which are faster."""
     assert not Family("bf16", 64, 64, WindowMask()).serves(Family("bf16", 64, 64, CausalMask()))
     assert not Family("bf16", 64, 64, WindowMask()).serves(Family("fp16", 64, 64, WindowMask(left=1, right=1)))
+PACKED = CAUSAL._replace(layout="packed")
+
+
+def test_packed_and_dense_calls_have_modules_of_their_own(place: Workspace) -> None:
+    """Also where the only module there is, or the only production module, is for the other layout."""
+    place.module_path("fwd_packed_d128_causal").write_text("")
+    rows_for(place, (None, "k6_d128_causal"))
+    dense, packed = (dispatch.choose(one, Size(7, 1), lse=True, workspace=place) for one in (CAUSAL, PACKED))
+    assert (dense.stem, packed.stem, packed.row) == ("k6_d128_causal", "fwd_packed_d128_causal", None)
+    assert "spec  specs/fwd_packed.yaml: bf16, head dim 128, causal, packed sequences; tile" in str(packed)
+    place.module_path("k6_d128_causal").unlink()
+    dispatch.table_path(place).unlink()
+    for family, served in ((CAUSAL, "bf16, no mask: 128"), (PACKED._replace(mask=NoMask()), "bf16, causal: 128")):
+        with pytest.raises(NoKernel) as refused:
+            dispatch.choose(family, Size(7, 1), lse=False, workspace=place)
+        assert f"no generated module computes {family}" in str(refused.value)
+        assert f"head dims served: {served}" in str(refused.value)
+        base, layout = ("k6", "") if family == CAUSAL else ("fwd_packed", ", layout: packed")
+        fields = f"--from {base}, write `problem: {{head_dim: 128, dtype: bf16{layout}}}` and `mask: "
+        assert fields in str(refused.value)
+
+
+def test_a_row_for_packed_sequences_serves_no_dense_call_and_no_other_group(place: Workspace) -> None:
+    for stem in ("fwd_packed_d128_causal", "fwd_packed_pack4_d128_causal"):
+        place.module_path(stem).write_text("")
+    digest = sha256(place.module_path("fwd_packed_d128_causal"))[:16]
+    plain = {"layout": "packed", "seq_k": None, "module": "fwd_packed_d128_causal", "sha256": digest}
+    four = plain | {"module": "fwd_packed_pack4_d128_causal", "group": Multiples(multiple_of=4)}
+    rows = [ROW.model_copy(update=fields) for fields in (four | {"seq_k": Region(up_to=512)}, plain)]
+    dispatch.table_path(place).write_text(dispatch_table.table_text(Table(rows=rows)))
+    assert dispatch_table.rows_without_their_module(place) == []
+
+    def chosen(family: Family, keys: int, group: int) -> Choice:
+        return dispatch.choose(family, Size(keys, 9, group=group), lse=True, workspace=place)
+
+    found = {(keys, group): chosen(PACKED, keys, group) for keys in (512, 513) for group in (1, 4, 6, 8)}
+    packs = {size for size, choice in found.items() if choice.stem == "fwd_packed_pack4_d128_causal"}
+    assert packs == {(512, 4), (512, 8)}
+    assert found[512, 6].around == Stretch() and found[513, 4].around == Stretch(least_keys=513)
+    assert chosen(CAUSAL, 512, 4).stem == "k6_d128_causal"
+    assert (
+        "row 1 (bf16, head dim 128, causal, packed sequences, groups of a multiple of 4 heads, up to 512 keys)"
+        in str(found[512, 4])
+    )
+    assert "132 SMs, as on an H200, since the tensors are on no GPU, 4 query heads for each of k" in str(found[512, 4])
+    spoilt = dispatch_table.table_text(Table(rows=[rows[0].model_copy(update={"group": None})]))
+    dispatch.table_path(place).write_text(spoilt)
+    with pytest.raises(
+        NoKernel, match="is served by fwd_packed_pack4_d128_causal, whose tiles hold 4 heads of a group"
+    ):
+        chosen(PACKED, 512, 4)
+
+
+def test_tiles_of_several_heads_are_for_groups_of_as_many(place: Workspace) -> None:
+    """Without a row, a module that packs four heads is no candidate for groups that are no multiple of four."""
+    for stem in ("fwd_packed_d128_causal", "fwd_packed_pack4_d128_causal"):
+        place.module_path(stem).write_text("")
+    for group in (1, 6):
+        choice = dispatch.choose(PACKED, Size(7, 1, group=group), lse=True, workspace=place)
+        assert choice.stem == "fwd_packed_d128_causal"
+    with pytest.raises(NoKernel, match=r"several modules.*measure them on your GPU: python tests/gpu/packed_cells.py"):
+        dispatch.choose(PACKED, Size(7, 1, group=8), lse=True, workspace=place)
+    place.module_path("fwd_packed_d128_causal").unlink()
+    message = (
+        "served: bf16, causal, 4 heads in a tile: 128. Make one:.*--from fwd_packed_pack4, .* and `tile: {pack_heads"
+    )
+    with pytest.raises(NoKernel, match=message):
+        dispatch.choose(PACKED, Size(7, 1, group=6), lse=True, workspace=place)
 
 
 def test_o_in_float32_has_modules_of_its_own() -> None:

@@ -32,6 +32,7 @@ from fa3gen.base.files import write_text
 from fa3gen.base.parts import Part, first_problem, rounded
 from fa3gen.design.family import Family, Shape
 from fa3gen.hardware.chips import H200
+from fa3gen.run.dispatch import PACKED_TOOL
 from fa3gen.spec.model import CausalMask, DType, Forward, Mask, NoMask, OutputDType, WindowMask
 
 if TYPE_CHECKING:
@@ -88,11 +89,15 @@ class TunedProblem(Part):
     def of(cls, family: Family, shape: Shape) -> Self:
         """The problem of a family at one shape, with the window of a call where calls give one.
 
-        UserError for modules that are not tuned: see the messages.
+        UserError for modules that are not tuned: those for tensors whose rows are not contiguous, and for packed
+        sequences.
         """
         family = family.of_call(shape.window)
-        if family.layout != "dense":
-            raise UserError(f"modules are tuned for dense tensors, and these are for {family}; leave them out")
+        if family.layout == "packed":
+            raise UserError(
+                f"modules are tuned for dense tensors, and these are for {family}; measure them with "
+                f"python {PACKED_TOOL}"
+            )
         if family.by_sequence:
             raise UserError(
                 f"modules are tuned for tensors with contiguous rows, and these are for {family}; time them with "

@@ -1,10 +1,11 @@
-"""Which generated module `fa3gen.attention` calls: the first row of a table that fits.
+"""Which generated module `fa3gen.attention` and `fa3gen.attention_packed` call: the first row of a table that fits.
 
-The table is `fa3gen/dispatch.yaml`, written by `fa3gen.records.dispatch_table` and never by hand. A row
-says for which dtype, head dims, mask, number of tiles per SM and number of keys it stands, names one module by its stem
-and its SHA-256, and holds what was measured there. A workspace of your own has its own table, `dispatch.yaml` beside
-`specs/`, whose rows come before those of the package. Where no row fits, a module that was never measured is taken only
-when there is no choice: one that fits exactly, or one of the production set (`fwd_*`) among those that do.
+The table is `fa3gen/dispatch.yaml`, written by `fa3gen.records.dispatch_table` and never by hand. A row says for which
+layout, dtype, head dims, mask, number of tiles per SM, number of keys, and query heads for each head of k it stands,
+names one module by its stem and its SHA-256, and holds what was measured there. A workspace of your own has its own
+table, `dispatch.yaml` beside `specs/`, whose rows come before those of the package. Where no row fits, a module that
+was never measured is taken only when there is no choice: one that fits exactly, or one of the production set (`fwd_*`)
+among those that do.
 
 Imports neither torch nor cutlass.
 """
@@ -15,7 +16,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from pydantic import Field, ValidationError
 
@@ -32,6 +33,8 @@ from fa3gen.spec.yamltree import read
 
 FILE_NAME = "dispatch.yaml"
 WRITE_TABLE = "fa3gen tune --write-table"
+PACKED_TOOL = "tests/gpu/packed_cells.py"  # of a checkout; writes the records of modules for packed sequences
+MEASURE_PACKED = f"python {PACKED_TOOL} && {WRITE_TABLE}"
 PRODUCTION_PREFIX = "fwd_"
 NO_LIMIT = 2**63  # more keys, and more tiles, than any call has
 DIGEST_LENGTH = 16  # hex digits of a SHA-256 in a row: enough to tell one file from another, and short enough to read
@@ -42,25 +45,32 @@ def measuring(stems: Sequence[str]) -> str:
     return f"fa3gen tune --measure {' '.join(stems)} --write --write-table"
 
 
+def _measuring_for(family: Family, stems: Sequence[str]) -> str:
+    """The same for modules of one family: those for packed sequences are all measured at once."""
+    return measuring(stems) if family.layout == "dense" else MEASURE_PACKED
+
+
 class NoKernel(UserError, ValueError):
     """No generated module computes what was asked for, or nothing says which of several is to be taken."""
 
 
 class ArgumentError(UserError, ValueError):
-    """An argument of `fa3gen.attention` that makes no sense."""
+    """An argument of `fa3gen.attention` or `fa3gen.attention_packed` that makes no sense."""
 
 
 @dataclass(frozen=True)
 class Size:
     """What rows have conditions on, beside what is compiled in.
 
-    Tiles are those of `Shape.tiles`, 128 query rows of one head whatever module serves the call. `sms_here` are the SMs
-    of the GPU that it runs on; None where there is none, and an H200's are taken.
+    Keys are those of a sequence, in the mean where sequences are packed. Tiles are those of `Shape.tiles`, 128 query
+    rows of one head whatever module serves the call. `sms_here` are the SMs of the GPU that it runs on; None where
+    there is none, and an H200's are taken. `group` is the number of query heads that share a head of k and v.
     """
 
     keys: int
     tiles: int
     sms_here: int | None = None
+    group: int = 1
 
     @property
     def sms(self) -> int:
@@ -71,7 +81,8 @@ class Size:
         """`1024 keys, 64 tiles of 128 queries on 132 SMs`."""
         whose = ", as on an H200, since the tensors are on no GPU" if self.sms_here is None else ""
         tiles = f"{counted(self.tiles, 'tile')} of {TILE_ROWS} queries"
-        return f"{counted(self.keys, 'key')}, {tiles} on {self.sms} SMs{whose}"
+        heads = f", {self.group} query heads for each of k" if self.group > 1 else ""
+        return f"{counted(self.keys, 'key')}, {tiles} on {self.sms} SMs{whose}{heads}"
 
 
 class Measurement(SpecModel):
@@ -129,6 +140,12 @@ class Load(SpecModel):
     up_to: float = Field(gt=0)
 
 
+class Multiples(SpecModel):
+    """Numbers of query heads for each head of k and v that are multiples of `multiple_of`."""
+
+    multiple_of: int = Field(gt=1)
+
+
 class Stretch(NamedTuple):
     """The numbers of keys and of tiles, from the least to the most, within which the choice is the same."""
 
@@ -146,8 +163,10 @@ class Row(SpecModel):
     head_dim_v: int = Field(gt=0)
     mask: Mask
     out_dtype: OutputDType | None = Field(default=None, description="Of O, where it is not `dtype`.")
+    layout: Literal["packed"] | None = Field(default=None, description="Packed sequences; without it, dense tensors.")
+    group: Multiples | None = None
     tiles_per_sm: Load | None = None
-    seq_k: Region | None = None
+    seq_k: Region | None = Field(default=None, description="Keys; of packed sequences, in the mean.")
     module: str
     sha256: str = Field(pattern=f"^[0-9a-f]{{{DIGEST_LENGTH}}}$", description="First digits, of the measured file.")
     measured: list[Measurement | Shapes] = Field(min_length=1)
@@ -163,10 +182,21 @@ class Row(SpecModel):
 
     def serves(self, family: Family, size: Size) -> bool:
         """Whether this row stands for a call."""
-        return self.family == family and size.keys <= self.most_keys and size.tiles <= self.most_tiles(size.sms)
+        if self.family != family or not self.serves_group(size.group):
+            return False
+        return size.keys <= self.most_keys and size.tiles <= self.most_tiles(size.sms)
+
+    def serves_group(self, group: int) -> bool:
+        """Whether it stands for calls with so many query heads for each head of k and v."""
+        return self.group is None or group % self.group.multiple_of == 0
 
     def narrowed(self, around: Stretch, size: Size) -> Stretch:
-        """The part of a stretch around `size` in which this row serves every call, or none, as it does at `size`."""
+        """The part of a stretch around `size` in which this row serves every call, or none, as it does at `size`.
+
+        All calls of a stretch have the same group.
+        """
+        if not self.serves_group(size.group):
+            return around
         most_tiles = self.most_tiles(size.sms)
         if size.tiles > most_tiles:
             return around._replace(least_tiles=max(around.least_tiles, most_tiles + 1))
@@ -179,12 +209,15 @@ class Row(SpecModel):
     @property
     def family(self) -> Family:
         """What its module is compiled for."""
-        return Family(self.dtype, self.head_dim, self.head_dim_v, self.mask, self.out_dtype)
+        layout = self.layout or "dense"
+        return Family(self.dtype, self.head_dim, self.head_dim_v, self.mask, self.out_dtype, layout=layout)
 
     @property
     def region(self) -> str:
         """`up to 0.5 tiles per SM, up to 1024 keys` or `any number of keys`."""
         tiles = f"up to {self.tiles_per_sm.up_to:g} tiles per SM, " if self.tiles_per_sm else ""
+        if self.group:
+            tiles = f"groups of a multiple of {self.group.multiple_of} heads, {tiles}"
         return tiles + (f"up to {self.seq_k.up_to} keys" if self.seq_k else "any number of keys")
 
 
@@ -263,7 +296,7 @@ def choose(family: Family, size: Size, *, lse: bool, workspace: Workspace) -> Ch
             choice = of_row(home, row, place_of_row(home, path, number, row))
             if choice.spec.outputs.lse or not lse:
                 return _for_call(choice, family, size, around)
-    return _for_call(_unmeasured(family, lse, workspace), family, size, around)
+    return _for_call(_unmeasured(family, size.group, lse, workspace), family, size, around)
 
 
 def _for_call(choice: Choice, family: Family, size: Size, around: Stretch) -> Choice:
@@ -298,26 +331,32 @@ def of_row(home: Workspace, row: Row, place: str) -> Choice:
     if sha256(file)[:DIGEST_LENGTH] != row.sha256:
         raise NoKernel(
             f"{place} was measured with another {row.module} than the present {file}; "
-            f"measure it again: {measuring([row.module])}"
+            f"measure it again: {_measuring_for(row.family, [row.module])}"
         )
     variant = next((found for found in attention_among(home.resolve(row.module)) if found.stem == row.module), None)
     if variant is None:
         raise NoKernel(f"{place} names {row.module}, which is a spec with several modules; run: {WRITE_TABLE}")
     if not (computed := Family.of(variant.spec)).serves(row.family):
         raise NoKernel(f"{place} is served by {row.module}, and that computes {computed}; run: {WRITE_TABLE}")
+    if (row.group.multiple_of if row.group else 1) % (heads := variant.spec.tile.pack_heads):
+        raise NoKernel(
+            f"{place} is served by {row.module}, whose tiles hold {heads} heads of a group; run: {WRITE_TABLE}"
+        )
     measured = tuple(measurement.told(home) for measurement in row.measured)
     return Choice(row.module, file, variant.spec, variant.source, row, place, measured)
 
 
-def _unmeasured(family: Family, lse: bool, workspace: Workspace) -> Choice:
+def _unmeasured(family: Family, group: int, lse: bool, workspace: Workspace) -> Choice:
     """The module to take without a measurement, when there is no choice. Raises NoKernel when there is one, or none.
 
+    `group`: how many query heads share a head of k and v; tiles that hold several heads hold such of one group.
     Modules that are compiled for the window come before those that are for any.
     """
     modules = list(_modules(workspace))
     fitting: dict[str, tuple[Variant[Forward], Path]] = {}
     for variant, file in modules:
-        if Family.of(variant.spec).serves(family) and (variant.spec.outputs.lse or not lse):
+        writes, packs = variant.spec.outputs.lse or not lse, variant.spec.tile.pack_heads
+        if Family.of(variant.spec).serves(family) and writes and group % packs == 0:
             fitting.setdefault(variant.stem, (variant, file))  # the workspace's own come first
     exact = [stem for stem in fitting if Family.of(fitting[stem][0].spec) == family]
     production = _production(exact) or _production(fitting)
@@ -329,16 +368,16 @@ def _unmeasured(family: Family, lse: bool, workspace: Workspace) -> Choice:
         return Choice(variant.stem, file, variant.spec, variant.source, None, reason)
     if fitting:
         stems = production or only
+        measure = _measuring_for(family, stems)
         raise NoKernel(
             f"several modules compute {family}, and no row of the table says which is best: {', '.join(stems)}; "
-            f'call one of them, fa3gen.load("{stems[-1]}").attention(...), or measure them on your GPU: '
-            f"{measuring(stems)}"
+            f'call one of them, fa3gen.load("{stems[-1]}").attention(...), or measure them on your GPU: {measure}'
         )
-    raise NoKernel(_nothing(family, lse, [variant for variant, _ in modules]))
+    raise NoKernel(_nothing(family, group, lse, [variant for variant, _ in modules]))
 
 
 def _production(stems: Iterable[str]) -> list[str]:
-    return [stem for stem in stems if stem.startswith(PRODUCTION_PREFIX)]
+    return [stem for stem in stems if _is_production(stem)]
 
 
 def _modules(workspace: Workspace) -> Iterator[tuple[Variant[Forward], Path]]:
@@ -353,13 +392,14 @@ def _modules(workspace: Workspace) -> Iterator[tuple[Variant[Forward], Path]]:
             yield from ((v, file) for v in variants if (file := home.module_path(v.stem)).is_file())
 
 
-def _nothing(family: Family, lse: bool, variants: Sequence[Variant[Forward]]) -> str:
+def _nothing(family: Family, group: int, lse: bool, variants: Sequence[Variant[Forward]]) -> str:
     """What to say when no module fits: what there is, and how to make one."""
     served_dims: dict[str, set[str]] = {}
     for variant in variants:
-        if variant.spec.outputs.lse or not lse:
-            served = Family.of(variant.spec)
-            served_dims.setdefault(f"{served.dtypes}, {mask_text(served.mask)}", set()).add(served.dims)
+        served = Family.of(variant.spec)
+        if served.layout == family.layout and (variant.spec.outputs.lse or not lse):
+            heads = f", {packs} heads in a tile" if (packs := variant.spec.tile.pack_heads) > 1 else ""
+            served_dims.setdefault(f"{served.dtypes}, {mask_text(served.mask)}{heads}", set()).add(served.dims)
     there = "; ".join(
         f"{what}: {', '.join(sorted(found, key=_natural))}" for what, found in sorted(served_dims.items())
     )
@@ -367,20 +407,33 @@ def _nothing(family: Family, lse: bool, variants: Sequence[Variant[Forward]]) ->
     def likeness(variant: Variant[Forward]) -> tuple[bool, ...]:
         other = Family.of(variant.spec)
         same_o, same_mask = other.out_dtype == family.out_dtype, other.mask.kind == family.mask.kind
-        return same_o, same_mask, other.head_dim == family.head_dim, variant.stem.startswith(PRODUCTION_PREFIX)
+        serves = other.layout == family.layout, group % variant.spec.tile.pack_heads == 0
+        return *serves, same_o, same_mask, other.head_dim == family.head_dim, _is_production(variant.stem)
 
-    base = max(variants, key=likeness).source.stem if variants else "k4_2"
-    mask = f"{{kind: {family.mask.kind}}}"  # of a window any, since calls give it then
+    base = max(variants, key=likeness, default=None)
+    fields = _fields(family)
+    if base is not None and group % base.spec.tile.pack_heads:
+        fields += " and `tile: {pack_heads: 1}`"
+    return (
+        f"no generated module computes {family}{', with LSE' if lse else ''}; head dims served: "
+        f"{there or 'none'}. Make one: fa3gen new mine --from {base.source.stem if base else 'k4_2'}, write {fields} "
+        "into it, fa3gen render mine"
+    )
+
+
+def _fields(family: Family) -> str:
+    """The fields of a spec whose module computes this."""
     dims = f"head_dim: {family.head_dim}"
     if family.head_dim_v != family.head_dim:
         dims += f", head_dim_v: {family.head_dim_v}"
-    fields = f"`problem: {{{dims}, dtype: {family.dtype}}}` and `mask: {mask}`"
-    if family.out_dtype is not None:
-        fields = f"`o: {{dtype: {family.out_dtype}}}`, {fields}"
-    return (
-        f"no generated module computes {family}{', with LSE' if lse else ''}; head dims served: "
-        f"{there or 'none'}. Make one: fa3gen new mine --from {base}, write {fields} into it, fa3gen render mine"
-    )
+    layout = ", layout: packed" if family.layout == "packed" else ""
+    mask = f"{{kind: {family.mask.kind}}}"  # of a window any, since calls give it then
+    fields = f"`problem: {{{dims}, dtype: {family.dtype}{layout}}}` and `mask: {mask}`"
+    return fields if family.out_dtype is None else f"`o: {{dtype: {family.out_dtype}}}`, {fields}"
+
+
+def _is_production(stem: str) -> bool:
+    return stem.startswith(PRODUCTION_PREFIX)
 
 
 def _natural(dims: str) -> list[int]:
