@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import fa3gen
 from fa3gen.design.family import Family
 from fa3gen.design.masks import options_for, reach
-from fa3gen.run import dispatch, gpu, ops
+from fa3gen.run import calls, dispatch, gpu, ops
 from fa3gen.run.dispatch import Choice, NoKernel, Size, Stretch
 from fa3gen.spec.model import WindowMask
 from fa3gen.verify import reference
@@ -70,9 +70,10 @@ def expected(q: Any, k: Any, v: Any, *, scale: Any = None, out: Any = None, retu
 def modules(monkeypatch: pytest.MonkeyPatch) -> Iterator[Modules]:
     stand_in = Modules()
     monkeypatch.setattr(dispatch, "choose", stand_in.choose)
-    monkeypatch.setattr(ops, "module_at", stand_in.module_at)
-    monkeypatch.setattr(ops, "_stretches", {})
+    monkeypatch.setattr(calls, "module_at", stand_in.module_at)
+    calls.stretches.clear()
     yield stand_in
+    calls.stretches.clear()
     torch._dynamo.reset()
 
 

@@ -1,0 +1,125 @@
+"""What `fa3gen.attention` and `fa3gen.attention_packed` have in common: who sees a call, and which module serves it.
+
+In eager mode a call goes straight to the module that the dispatch table names, since a torch operator written in
+Python costs about as much host time as all the rest. Under torch.compile, torch.export, fake tensors, functorch and
+dispatch modes it goes through operators, which do the same and have fake implementations.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, ParamSpec, Protocol, cast, get_args
+
+import torch
+from torch._C import _are_functorch_transforms_active, _len_torch_dispatch_stack
+
+from fa3gen.design.family import Family
+from fa3gen.design.workspace import Workspace
+from fa3gen.hardware.dtypes import DTYPES
+from fa3gen.run import dispatch
+from fa3gen.run.dispatch import ArgumentError, Choice, Size
+from fa3gen.run.launch import module_at
+from fa3gen.spec.model import DType, OutputDType
+
+Attention = Callable[..., Any]
+Returned = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+Window = Sequence[int] | None
+
+INPUTS: dict[torch.dtype, DType] = {DTYPES[name].in_torch(): name for name in get_args(DType)}
+
+
+# What a function takes to explain itself
+
+P = ParamSpec("P")
+
+
+class Explained(Protocol[P]):
+    """A function whose `explain` takes the same arguments and says which module serves them."""
+
+    explain: Callable[P, Choice]
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Any:
+        """Call the function."""
+
+
+def explained_by(explain: Callable[P, Choice]) -> Callable[[Callable[P, Any]], Explained[P]]:
+    """Decorate a function with its `explain`. It stays a function: the call of an object first packs its keywords."""
+
+    def decorate(function: Callable[P, Any]) -> Explained[P]:
+        explained = cast(Explained[P], function)
+        explained.explain = explain
+        return explained
+
+    return decorate
+
+
+# Which module
+
+# By all that chooses a module beside sizes: the stretches of sizes that were asked for so far, as least and largest
+# number of keys, least and largest number of tiles, and the `attention` of the module that serves them. A key holds
+# nothing that changes from call to call, so that this stays small; reading it is all that a repeated call does, and
+# plain tuples are read fastest.
+stretches: dict[tuple[Any, ...], list[tuple[int, int, int, int, Attention]]] = {}
+
+
+def found(key: tuple[Any, ...], family: Family, size: Size, *, lse: bool) -> Attention:
+    """The `attention` for a call unlike all before it, from the table; in `stretches` under a key that is not empty."""
+    choice = dispatch.choose(family, size, lse=lse, workspace=Workspace.find())
+    attention: Attention = module_at(choice.file).attention
+    if choice.options:
+        attention = functools.partial(attention, **choice.options)
+    if key:
+        stretches.setdefault(key, []).append((*choice.around, attention))
+    return attention
+
+
+# What can be wrong
+
+
+def check_tensors(tensors: dict[str, Any], dimensions: str) -> None:
+    """Raise TypeError for what is no tensor, ArgumentError for one of other dimensions than these, `(total, heads)`."""
+    for name, x in tensors.items():
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"{name} is a {type(x).__name__}; it needs to be a torch.Tensor")
+        if x.ndim != dimensions.count(",") + 1:
+            raise ArgumentError(f"{name} has shape {tuple(x.shape)}; it needs to be {dimensions}")
+
+
+def dtypes_of(q: torch.Tensor, out: Any, function: str) -> tuple[DType, OutputDType | None]:
+    """The dtype of q, and that of O where it differs. An `out` of any other dtype is for the module to refuse."""
+    if q.dtype not in INPUTS:
+        raise TypeError(f"q has dtype {q.dtype}; {function} takes {' or '.join(map(str, INPUTS))}")
+    return INPUTS[q.dtype], "fp32" if getattr(out, "dtype", None) == torch.float32 else None
+
+
+def window_tuple(window: Window) -> tuple[int, ...] | None:
+    """A window as a tuple, which can be looked up. Raises ArgumentError for what is none."""
+    dispatch.mask_of(False, window)  # which says what a window has to be
+    return None if window is None else tuple(window)
+
+
+def refuse_grad(q: Any, k: Any, v: Any) -> None:
+    """Raise ValueError where a gradient would be lost without a word."""
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        raise ValueError("q, k or v requires grad; this kernel is forward only: call it under torch.no_grad()")
+
+
+def need(condition: Any, message: Callable[[], str]) -> None:
+    """torch._check: of sizes that are not known yet, too."""
+    torch._check(condition, message)  # type: ignore[no-untyped-call]
+
+
+# Whoever looks at calls instead of making them: dispatch modes, functorch, and all else that sees operators only
+
+dispatch_modes, functorch_transforms = _len_torch_dispatch_stack, _are_functorch_transforms_active
+_LIBRARY = torch.library.Library("fa3gen", "DEF")  # type: ignore[no-untyped-call]
+_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
+
+
+def register(signature: str, real: Callable[..., Any], fake: Callable[..., Any]) -> None:
+    """Define an operator. One implementation serves every device: the modules themselves ask for a Hopper GPU."""
+    name = signature.partition("(")[0]
+    _LIBRARY.define(signature, tags=_TAGS)  # type: ignore[no-untyped-call]
+    _LIBRARY.impl(name, real, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+    torch.library.register_fake(f"fa3gen::{name}", fake, lib=_LIBRARY)
