@@ -5,6 +5,8 @@ import fa3gen
 out = fa3gen.attention(q, k, v, causal=True)        # by the module that is fastest for these shapes
 print(fa3gen.attention.explain(q, k, v, causal=True))
 
+out = fa3gen.attention_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, causal=True)   # packed sequences (varlen)
+
 module = fa3gen.load("k4_2_d128_causal")            # or by one of your choice
 out, lse = module.attention(q, k, v, return_lse=True)
 
@@ -14,23 +16,25 @@ model of sm_90a.
 
 from __future__ import annotations
 
+import importlib
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from fa3gen.run.ops import attention as attention
+    from fa3gen.run.packed_ops import attention_packed as attention_packed
 
-__all__ = ["attention", "load"]
+__all__ = ["attention", "attention_packed", "load"]
+
+_NEED_TORCH = {"attention": "fa3gen.run.ops", "attention_packed": "fa3gen.run.packed_ops"}
 
 
 def __getattr__(name: str) -> Any:
-    """Import `fa3gen.attention` when it is first asked for: it needs torch, and the rest of the package does not."""
-    if name != "attention":
+    """Import what needs torch when it is first asked for: the rest of the package does not need it."""
+    if name not in _NEED_TORCH:
         raise AttributeError(f"module 'fa3gen' has no attribute '{name}'")
-    from fa3gen.run.ops import attention
-
-    globals()["attention"] = attention
-    return attention
+    function = globals()[name] = getattr(importlib.import_module(_NEED_TORCH[name]), name)
+    return function
 
 
 def load(stem: str, *, on: Literal["gpu", "cpu"] = "gpu") -> ModuleType:

@@ -1,0 +1,245 @@
+"""`fa3gen.attention_packed` without a GPU: which module it calls, torch.compile, fake tensors, what it refuses.
+
+The modules are stood in for by functions that compute the reference; one small call runs on the CPU model.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from packed_modules import PackedModules, offsets, packed_attention, packed_tensors
+from rendering import CHECKOUT, ROOT
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import fa3gen
+from fa3gen.design.family import Family
+from fa3gen.run import calls, dispatch, packed_ops
+from fa3gen.run.dispatch import NoKernel
+from fa3gen.spec.model import CausalMask, NoMask, WindowMask
+
+LENGTHS = ([3, 0, 5, 1], [4, 2, 9, 1])
+
+
+@pytest.fixture
+def modules(monkeypatch: pytest.MonkeyPatch) -> Iterator[PackedModules]:
+    stand_in = PackedModules()
+    monkeypatch.setattr(dispatch, "choose", stand_in.choose)
+    monkeypatch.setattr(calls, "module_at", stand_in.module_at)
+    calls.stretches.clear()
+    yield stand_in
+    calls.stretches.clear()
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def eager(modules: PackedModules, monkeypatch: pytest.MonkeyPatch) -> PackedModules:
+    """As on a GPU: CPU tensors go the short way that leaves torch's dispatcher out."""
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True))
+    return modules
+
+
+BOTH_WAYS = pytest.mark.parametrize("way", ["eager", "modules"])
+
+
+def expected(*tensors: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    out, lse = packed_attention(*tensors, mask=CausalMask(), **options)
+    return out.to(torch.bfloat16), lse
+
+
+@BOTH_WAYS
+def test_the_choice_is_made_once_for_a_stretch_of_mean_lengths(way: str, request: pytest.FixtureRequest) -> None:
+    """The mean is rounded up: 24 keys of 4 sequences are 6 each, 25 are 7."""
+    modules: PackedModules = request.getfixturevalue(way)
+    for keys in (25, 24, 40, 3, 24):
+        tensors = packed_tensors([2, 2, 2, 2], [keys - 3, 1, 1, 1])
+        assert fa3gen.attention_packed(*tensors, causal=True).equal(expected(*tensors)[0])
+    assert modules.calls == ["long", "short", "long", "short", "short"]
+    assert [size.keys for _, size, _ in modules.asked] == [7, 6]
+    assert [family for family, _, _ in modules.asked] == [Family("bf16", 64, 64, CausalMask(), layout="packed")] * 2
+
+
+@BOTH_WAYS
+def test_tiles_groups_and_the_longest_length_are_asked_for(way: str, request: pytest.FixtureRequest) -> None:
+    """130 queries in the mean are two tiles of each of 4 heads, in each of 2 sequences; no longer than the longest."""
+    modules: PackedModules = request.getfixturevalue(way)
+    tensors = packed_tensors([259, 1], [20, 6])
+    for options in ({}, {"max_seqlen_q": 128}, {"max_seqlen_k": 7, "max_seqlen_q": 259}, {"max_seqlen_k": 5}):
+        calls.stretches.clear()
+        fa3gen.attention_packed(*tensors, **options)
+    fa3gen.attention_packed(*packed_tensors([2], [9], heads=(8, 1)))
+    found = [(size.tiles, size.keys, size.group) for _, size, _ in modules.asked]
+    assert found == [(16, 13, 2), (8, 13, 2), (16, 7, 2), (16, 5, 2), (8, 9, 8)]
+
+
+def test_a_longest_length_on_the_gpu_is_not_looked_at(eager: PackedModules) -> None:
+    """It would make the host wait."""
+    tensors = packed_tensors([2], [9])
+    longest: Any = torch.tensor(3)
+    assert fa3gen.attention_packed(*tensors, max_seqlen_k=longest).shape == (2, 4, 64)
+    assert eager.asked[0][1].keys == 9
+
+
+def test_what_decides_is_asked_for(eager: PackedModules) -> None:
+    tensors = packed_tensors(*LENGTHS)
+    q, k, v, *rest = tensors
+    options: list[dict[str, Any]] = [{}, {"causal": True}, {"window": (3, 0)}, {"window": [3, 0]}, {"return_lse": True}]
+    for some in options:
+        fa3gen.attention_packed(*tensors, **some)
+    fa3gen.attention_packed(q.half(), k.half(), v.half(), *rest)
+    fa3gen.attention_packed(*tensors, out=torch.empty_like(q, dtype=torch.float32))
+    masks: list[Any] = [NoMask(), CausalMask(), WindowMask(left=3, right=0), NoMask()]
+    families = [Family("bf16", 64, 64, mask, layout="packed") for mask in masks]
+    families += [families[0]._replace(dtype="fp16"), families[0]._replace(out_dtype="fp32")]
+    assert [family for family, _, _ in eager.asked] == families
+    assert [lse for _, _, lse in eager.asked] == [False, False, False, True, False, False]
+
+
+@BOTH_WAYS
+def test_out_scale_lse_and_lengths_in_use(way: str, request: pytest.FixtureRequest) -> None:
+    request.getfixturevalue(way)
+    tensors = packed_tensors(*LENGTHS)
+    options: dict[str, Any] = {
+        "seqused_q": torch.tensor([1, 0, 5, 1], dtype=torch.int32),
+        "seqused_k": torch.tensor([2, 2, 7, 0], dtype=torch.int32),
+        "scale": 0.5,
+    }
+    out = torch.empty_like(tensors[0])
+    returned, lse = fa3gen.attention_packed(*tensors, **options, causal=True, out=out, return_lse=True)
+    wanted, wanted_lse = expected(*tensors, **options)
+    assert returned is out and out.equal(wanted) and lse.equal(wanted_lse)
+    assert fa3gen.attention_packed(*tensors, causal=True, out=out) is out and out.equal(expected(*tensors)[0])
+    assert fa3gen.attention_packed(*tensors, causal=True, return_lse=True)[1].equal(expected(*tensors)[1])
+
+
+def test_nothing_but_what_a_module_takes_reaches_it(eager: PackedModules) -> None:
+    tensors = packed_tensors(*LENGTHS)
+    fa3gen.attention_packed(*tensors, max_seqlen_q=5, max_seqlen_k=9, causal=True)
+    assert eager.options == [dict.fromkeys(("seqused_q", "seqused_k", "scale", "out")) | {"return_lse": False}]
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiled_in_one_graph(modules: PackedModules, dynamic: bool) -> None:
+    def model(q: Any, *rest: Any, longest: int) -> Any:
+        options: dict[str, Any] = {"causal": True, "max_seqlen_q": longest, "max_seqlen_k": longest}
+        out, lse = fa3gen.attention_packed(q * 2, *rest, **options, return_lse=True)
+        return out + 1, lse, fa3gen.attention_packed(q, *rest, **options)
+
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    for lengths in (LENGTHS, ([7, 2, 3, 1], [7, 2, 3, 1])):
+        q, *rest = packed_tensors(*lengths)
+        out, lse, other = compiled(q, *rest, longest=max(lengths[1]))
+        wanted, wanted_lse = expected(q * 2, *rest)
+        assert out.equal(wanted + 1) and lse.equal(wanted_lse) and other.equal(expected(q, *rest)[0])
+
+
+def test_compiled_with_out(modules: PackedModules) -> None:
+    def model(out: Any, *tensors: Any) -> Any:
+        before = out + 1
+        fa3gen.attention_packed(*tensors, causal=True, out=out)
+        return before, out + 1
+
+    tensors = packed_tensors(*LENGTHS)
+    out = torch.ones_like(tensors[0])
+    before, after = torch.compile(model, fullgraph=True, backend="aot_eager")(out, *tensors)
+    assert out.equal(expected(*tensors)[0]) and after.equal(out + 1) and before.eq(2).all()
+
+
+@pytest.mark.parametrize("name", ["attention_packed", "attention_packed_out"])
+@pytest.mark.parametrize("return_lse", [False, True])
+def test_operators_are_sound(modules: PackedModules, name: str, return_lse: bool) -> None:
+    """torch's own checks: the schema tells the truth, the fake has the shapes and strides of the real one."""
+    tensors = packed_tensors(*LENGTHS)
+    arguments = tensors if name == "attention_packed" else (*tensors, torch.empty_like(tensors[0]))
+    options = {"causal": True, "return_lse": return_lse, "max_seqlen_q": 9, "seqused_k": tensors[4].diff()}
+    torch.library.opcheck(getattr(torch.ops.fa3gen, name).default, arguments, options)
+
+
+def test_fake_tensors_have_the_real_shapes_and_what_is_wrong_shows(modules: PackedModules) -> None:
+    def fake(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=torch.float16, device="cuda")
+
+    with FakeTensorMode():
+        q, k, v = fake(5, 4, 64), fake(7, 2, 64), fake(7, 2, 32)
+        cu, fewer = (torch.empty(size, dtype=torch.int32, device="cuda") for size in (3, 2))
+        out, lse = fa3gen.attention_packed(q, k, v, cu, cu, return_lse=True)
+        assert (out.shape, out.dtype, lse.shape, lse.dtype) == ((5, 4, 32), torch.float16, (4, 5), torch.float32)
+        into = fake(5, 4, 32)
+        assert fa3gen.attention_packed(q, k, v, cu, cu, out=into) is into
+        wrong: list[tuple[dict[str, Any], str]] = [
+            ({"out": q}, r"out has shape \(5, 4, 64\); it needs to be \(5, 4, 32\)"),
+            ({"k": fake(7, 2, 32)}, "they need the same head dim"),
+            ({"v": fake(6, 2, 32)}, "they may only differ in the head dim"),
+            ({"cu_seqlens_k": fewer}, r"cu_seqlens_k has shape \(2,\); it needs to be \(3,\)"),
+        ]
+        for changes, message in wrong:
+            arguments: dict[str, Any] = {"q": q, "k": k, "v": v, "cu_seqlens_q": cu, "cu_seqlens_k": cu, **changes}
+            with pytest.raises(RuntimeError, match=message):
+                fa3gen.attention_packed(**arguments)
+    assert modules.calls == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"q": [1.0]}, TypeError, "q is a list; it needs to be a torch.Tensor"),
+        ({"v": torch.zeros(2, 5, 2, 64)}, ValueError, r"it needs to be \(total, heads, head dim\)"),
+        ({"cu_seqlens_q": None}, TypeError, "cu_seqlens_q is a NoneType; it needs to be a torch.Tensor"),
+        ({"cu_seqlens_q": torch.zeros(1, 2)}, ValueError, r"cu_seqlens_q has shape \(1, 2\); it needs to be"),
+        ({"q": torch.zeros(9, 4, 64)}, TypeError, "torch.float32; fa3gen.attention_packed takes torch.bfloat16 or"),
+        ({"window": 512}, ValueError, r"window is 512; it needs to be None or \(left, right\)"),
+    ],
+)
+@BOTH_WAYS
+def test_arguments_without_sense(
+    changes: dict[str, Any], error: type[Exception], message: str, way: str, request: pytest.FixtureRequest
+) -> None:
+    request.getfixturevalue(way)
+    names = ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k")
+    arguments: dict[str, Any] = {**dict(zip(names, packed_tensors(*LENGTHS), strict=True)), **changes}
+    for function in (fa3gen.attention_packed, fa3gen.attention_packed.explain):
+        with pytest.raises(error, match=message):
+            function(**arguments)
+
+
+def test_tensors_that_require_grad(modules: PackedModules) -> None:
+    q, *rest = packed_tensors(*LENGTHS)
+    with pytest.raises(ValueError, match="this kernel is forward only: call it under torch.no_grad"):
+        fa3gen.attention_packed(q.requires_grad_(), *rest)
+
+
+def test_explain_needs_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    tensors = [tensor.to("meta") for tensor in packed_tensors(*LENGTHS, head_dim=256)]
+    why = fa3gen.attention_packed.explain(*tensors, causal=True, return_lse=True)
+    assert (why.stem, why.file) == ("fwd_packed_d256_causal", CHECKOUT.module_path("fwd_packed_d256_causal"))
+    assert "  for   4 keys, 16 tiles of 128 queries on 132 SMs, as on an H200" in str(why)
+    with pytest.raises(NoKernel, match=r"no generated module computes bf16, head dim 256, window \(300, 0\), packed"):
+        fa3gen.attention_packed.explain(*tensors, window=(300, 0))
+
+
+def test_the_cpu_model_agrees(modules: PackedModules, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A generated module takes what it is given here, and what stands in for it in these tests computes the same."""
+    tensors = packed_tensors([5, 0, 130], [7, 3, 9], head_dim=256)
+    used = torch.tensor([7, 3, 4], dtype=torch.int32)
+    module = fa3gen.load("fwd_packed_d256_causal", on="cpu")
+    monkeypatch.setattr(calls, "module_at", lambda path: module)
+    with torch.no_grad():
+        out, lse = fa3gen.attention_packed(*tensors, causal=True, seqused_k=used, return_lse=True)
+    wanted, wanted_lse = expected(*tensors, seqused_k=used)
+    torch.testing.assert_close(out, wanted, rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(lse, wanted_lse, rtol=1e-4, atol=1e-4)
+
+
+def test_operators_take_what_the_function_takes() -> None:
+    """A new option of one is one of the other."""
+    schema = torch.ops.fa3gen.attention_packed_out.default._schema
+    function = set(inspect.signature(packed_ops.attention_packed).parameters)
+    assert {argument.name for argument in schema.arguments} == function
+
+
+def test_offsets_of_the_tests() -> None:
+    assert offsets([3, 0, 5]).tolist() == [0, 3, 3, 8]
