@@ -16,7 +16,7 @@ from fa3gen.base.files import sha256
 from fa3gen.design.family import Family
 from fa3gen.design.workspace import Workspace
 from fa3gen.records import dispatch_table
-from fa3gen.records.tuning_records import MaskShape, load_all
+from fa3gen.records.tuning_records import MaskShape
 from fa3gen.run import dispatch
 from fa3gen.run.dispatch import (
     Choice,
@@ -314,7 +314,7 @@ def test_spoilt_table_names_the_command_that_mends_it(tmp_path: Path, text: str,
 def test_committed_table_is_sound() -> None:
     """Rows that name their modules. That the rows are what the records give is checked where records are read."""
     problems = [
-        text for text in dispatch_table.check_table(CHECKOUT, []) if "is not what the tuning records give" not in text
+        text for text in dispatch_table.check_table(CHECKOUT, []) if "is not what the records give" not in text
     ]
     assert problems == []
 
@@ -672,7 +672,7 @@ def test_nothing_rendered_at_all(tmp_path: Path) -> None:
 def test_check_finds_what_is_wrong(place: Workspace) -> None:
     rows_for(place, (1024, "k6_d128_causal"), (2048, "k6_d128"), (None, "k6_d64"))
     assert dispatch_table.check_table(place, []) == [
-        "dispatch.yaml is not what the tuning records give; run: fa3gen tune --write-table",
+        "dispatch.yaml is not what the records give; run: fa3gen tune --write-table",
         "dispatch.yaml, row 2 (bf16, head dim 128, causal, up to 2048 keys) is served by k6_d128, and that "
         "computes bf16, head dim 128, no mask; run: fa3gen tune --write-table",
         f"dispatch.yaml, row 3 (bf16, head dim 128, causal, any number of keys) names k6_d64, and "
@@ -720,5 +720,5 @@ def test_windows_that_are_none(window: Any) -> None:
 
 def test_the_committed_table_is_what_the_committed_records_give() -> None:
     """And each of its rows has the module that was measured, byte for byte."""
-    records = load_all(CHECKOUT)
+    records = dispatch_table.records_of(CHECKOUT)
     assert records and dispatch_table.check_table(CHECKOUT, records) == []

@@ -543,7 +543,7 @@ def _write_table(workspace: Workspace) -> None:
     from fa3gen.records import dispatch_table, tuning_records
     from fa3gen.run.dispatch import table_path
 
-    records = tuning_records.load_all(workspace)
+    records = dispatch_table.records_of(workspace)
     if not records:
         folder = workspace.shown(tuning_records.directory(workspace))
         raise UserError(f"there are no records in {folder}; make some with `fa3gen tune --measure MODULE... --write`")

@@ -63,6 +63,12 @@ class PackedShape:
         return len(self.lengths_q)
 
     @property
+    def mean(self) -> Shape:
+        """The shape of as many sequences of the mean lengths, rounded up: all that the host knows of a call."""
+        seq_q, seq_k = (-(-sum(lengths) // max(1, self.batch)) for lengths in (self.lengths_q, self.lengths_k))
+        return Shape(self.batch, seq_q, seq_k, self.heads_q, self.heads_kv)
+
+    @property
     def extents(self) -> dict[str, int]:
         """Sizes by the names that tensors have for them."""
         return {

@@ -1,4 +1,4 @@
-"""The table that `fa3gen.attention` chooses by, written from tuning records and held against them."""
+"""The table that calls of `fa3gen.attention` choose by, written from records of speeds and held against them."""
 
 from __future__ import annotations
 
@@ -8,19 +8,22 @@ import math
 import re
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fa3gen.base.errors import UserError
 from fa3gen.base.parts import rounded
 from fa3gen.design.family import Family
 from fa3gen.design.workspace import Workspace
-from fa3gen.records.tuning_records import Result, TuningRecord
+from fa3gen.records import packed_records, tuning_records
+from fa3gen.records.packed_records import PackedRecord
+from fa3gen.records.tuning_records import TuningRecord
 from fa3gen.run.dispatch import (
     DIGEST_LENGTH,
     WRITE_TABLE,
     Load,
     Measurement,
+    Multiples,
     Region,
     Row,
     Shapes,
@@ -33,8 +36,9 @@ from fa3gen.run.dispatch import (
 from fa3gen.spec.model import WindowMask
 
 _HEADER = f"""\
-# Which module fa3gen.attention calls: the first row that fits. Speeds in TFLOP/s; runner_up is the best other module of
-# the same run. Written from generated/evidence/tuning by `{WRITE_TABLE}`; do not edit.
+# Which module fa3gen.attention and fa3gen.attention_packed call: the first row that fits. Speeds in TFLOP/s; runner_up
+# is the best other module of the same run. Written from generated/evidence/tuning and generated/evidence/packed by
+# `{WRITE_TABLE}`; do not edit.
 """
 
 
@@ -71,7 +75,40 @@ BANDS = (0.25, 0.5, 1.0, 2.0, 4.0)
 # By how much a module has to be faster to be worth a row of its own: what one run differs from the next by.
 WORTH_A_ROW = 0.01
 
+Record = TuningRecord | PackedRecord
 _File = tuple[str, str]  # stem and first digits of the SHA-256
+
+
+@dataclass(frozen=True)
+class _Cell:
+    """A record, and the speeds of its modules that can serve every call of the rows that are made: of groups of heads
+    that are multiples of `group`, with LSE."""
+
+    record: Record
+    group: int = 1
+    speeds: dict[_File, float] = field(init=False)
+
+    def __post_init__(self) -> None:
+        able = {
+            (result.stem, result.sha256[:DIGEST_LENGTH]): result.tflops
+            for result in self.record.results
+            if result.spec.get("outputs", {}).get("lse", True) and self.group % _heads_in_a_tile(result.spec) == 0
+        }
+        object.__setattr__(self, "speeds", able)
+
+    @property
+    def keys(self) -> int:
+        """Keys of a sequence, in the mean where they differ."""
+        return self.record.problem.seq_k
+
+    @property
+    def winner(self) -> _File | None:
+        """The module that won the record, where it is one of these."""
+        return next((file for file in self.speeds if file[0] == self.record.winner), None)
+
+
+def _heads_in_a_tile(spec: Mapping[str, Any]) -> int:
+    return int(spec.get("tile", {}).get("pack_heads", 1))
 
 
 @dataclass(frozen=True)
@@ -80,16 +117,21 @@ class _Part:
 
     up_to: int | None
     file: _File
-    records: tuple[TuningRecord, ...]
+    cells: tuple[_Cell, ...]
 
 
-def table_from_records(records: Iterable[TuningRecord]) -> str:
+def records_of(workspace: Workspace) -> list[Record]:
+    """All records that a workspace's table is made of; raises UserError as `load_all` of both kinds."""
+    return [*tuning_records.load_all(workspace), *packed_records.load_all(workspace)]
+
+
+def table_from_records(records: Iterable[Record]) -> str:
     """The text of the table that tuning records give, for `table_path`; raises as `rows_from_records`."""
     return table_text(Table(rows=rows_from_records(records)))
 
 
-def rows_from_records(records: Iterable[TuningRecord]) -> list[Row]:
-    """The rows that tuning records give: for each dtype, head dims and mask by tiles per SM, then by number of keys.
+def rows_from_records(records: Iterable[Record]) -> list[Row]:
+    """The rows that records give: for each layout, dtype, head dims and mask by tiles per SM, then by number of keys.
 
     Of a record only modules count that can serve every call: that write LSE, and pack no heads. Records fall into the
     bands of BANDS. In a band, among the records of one number of keys, the best module is the one that won all of them,
@@ -99,44 +141,47 @@ def rows_from_records(records: Iterable[TuningRecord]) -> list[Row]:
     lengths, the last one of a band has no end. A band has no rows of its own where those of the next larger band are
     within WORTH_A_ROW of the best at each of its lengths, which is so where nothing was measured. Raises UserError
     where no module was measured in all records of one length in one band.
+
+    Calls of packed sequences have rows for groups of heads, too: where modules whose tiles hold several heads serve
+    best the groups that are multiples of as many, as measured with such groups, these rows come first.
     """
-    families: dict[Family, list[TuningRecord]] = {}
+    families: dict[Family, list[Record]] = {}
     for record in records:
-        if _able(record):
-            families.setdefault(record.problem.family, []).append(record)
-    return [row for family in sorted(families, key=_order) for row in _rows(family, families[family])]
+        families.setdefault(record.problem.family, []).append(record)
+    return [row for family in sorted(families, key=_order) for row in _of_family(family, families[family])]
 
 
 def _order(family: Family) -> tuple[Any, ...]:
     mask = family.mask
     reach = (mask.left, mask.right) if isinstance(mask, WindowMask) else (0, 0)
     kinds = ("none", "causal", "window")
-    return family.dtype, family.head_dim, family.head_dim_v, kinds.index(mask.kind), reach, family.out_dtype or ""
+    out = family.out_dtype or ""
+    return family.layout, family.dtype, family.head_dim, family.head_dim_v, kinds.index(mask.kind), reach, out
 
 
-def _able(record: TuningRecord) -> dict[_File, float]:
-    """Speeds of the modules that can serve every call, in the order of the record."""
-    return {
-        _file(result): result.tflops
-        for result in record.results
-        if result.spec.get("outputs", {}).get("lse", True) and result.spec.get("tile", {}).get("pack_heads", 1) == 1
-    }
+def _of_family(family: Family, records: Sequence[Record]) -> Iterator[Row]:
+    """Rows of one family: first those for groups of heads, the largest ones first."""
+    packed = [record for record in records if isinstance(record, PackedRecord)]
+    sizes = {_heads_in_a_tile(result.spec) for record in packed for result in record.results}
+    for group in sorted(sizes - {1}, reverse=True):
+        rows = list(_rows(family, [_Cell(record, group) for record in packed if record.problem.group % group == 0]))
+        of_one_head = {file[0] for record in packed for file in _Cell(record).speeds}
+        if any(row.module not in of_one_head for row in rows):
+            yield from (row.model_copy(update={"group": Multiples(multiple_of=group)}) for row in rows)
+    yield from _rows(family, [_Cell(record) for record in records])
 
 
-def _file(result: Result) -> _File:
-    return result.stem, result.sha256[:DIGEST_LENGTH]
-
-
-def band_of(record: TuningRecord) -> int:
+def band_of(record: Record) -> int:
     """The number of a record's band: that of the first edge in BANDS which its tiles per SM do not exceed."""
     return bisect.bisect_left(BANDS, record.tiles_per_sm)
 
 
-def _rows(family: Family, records: Sequence[TuningRecord]) -> Iterator[Row]:
-    """Rows of one family: its bands from the largest to the smallest, and turned round."""
+def _rows(family: Family, cells: Iterable[_Cell]) -> Iterator[Row]:
+    """Rows of one family and group: its bands from the largest to the smallest, and turned round."""
+    able = [cell for cell in cells if cell.speeds]
     bands: list[tuple[float | None, list[_Part]]] = []
     for number in reversed(range(len(BANDS) + 1)):
-        lengths = _by_length([record for record in records if band_of(record) == number])
+        lengths = _by_length([cell for cell in able if band_of(cell.record) == number])
         if not lengths:
             continue
         if bands and (served := _served_by(bands[-1][1], lengths)):
@@ -148,45 +193,47 @@ def _rows(family: Family, records: Sequence[TuningRecord]) -> Iterator[Row]:
             yield _row(family, edge, part)
 
 
-def _by_length(records: Sequence[TuningRecord]) -> dict[int, list[TuningRecord]]:
+def _by_length(cells: Sequence[_Cell]) -> dict[int, list[_Cell]]:
     """Records by their number of keys, the fewest first."""
-    lengths: dict[int, list[TuningRecord]] = {}
-    for record in sorted(records, key=lambda record: record.problem.seq_k):
-        lengths.setdefault(record.problem.seq_k, []).append(record)
+    lengths: dict[int, list[_Cell]] = {}
+    for cell in sorted(cells, key=lambda cell: cell.keys):
+        lengths.setdefault(cell.keys, []).append(cell)
     return lengths
 
 
-def _speeds(records: Sequence[TuningRecord]) -> dict[_File, float]:
+def _speeds(cells: Sequence[_Cell]) -> dict[_File, float]:
     """Geometric means of the speeds of the modules that were measured in all these records, the fastest first."""
-    speeds = [_able(record) for record in records]
+    speeds = [cell.speeds for cell in cells]
     everywhere = [file for file in speeds[0] if all(file in others for others in speeds)]
     means = {file: statistics.geometric_mean([found[file] for found in speeds]) for file in everywhere}
     return dict(sorted(means.items(), key=lambda item: -item[1]))
 
 
-def _admissible(records: Sequence[TuningRecord], *, alone: bool) -> dict[_File, float]:
+def _admissible(cells: Sequence[_Cell], *, alone: bool) -> dict[_File, float]:
     """Modules that may serve the records of one length, and how fast they are beside the best; see `rows_from_records`.
 
     `alone`: only the winner may, where there is one record. Raises UserError where no module was measured in all.
     """
-    speeds = _speeds(records)
+    speeds = _speeds(cells)
     if not speeds:
-        problems = "; ".join(record.problem.label for record in records)
+        problems = "; ".join(cell.record.problem.label for cell in cells)
         raise UserError(
             f"no module was measured in all tuning records of {problems}, and the table has one row for them; measure "
             "the same modules at these shapes (`fa3gen tune --measure`), or delete records in generated/evidence/tuning"
         )
-    winners = {_file(record.result(record.winner)) for record in records}
-    best = winners.pop() if len(winners) == 1 and winners <= speeds.keys() else next(iter(speeds))
-    if alone and len(records) == 1:
+    winners = {cell.winner for cell in cells}
+    best = winners.pop() if len(winners) == 1 else None
+    if best not in speeds:
+        best = next(iter(speeds))
+    if alone and len(cells) == 1:
         return {best: 1.0}
     shares = {file: speed / speeds[best] for file, speed in speeds.items()}
     return {file: share for file, share in shares.items() if file == best or share >= 1 - WORTH_A_ROW}
 
 
-def _parts(lengths: Mapping[int, Sequence[TuningRecord]], *, last: bool) -> list[_Part]:
+def _parts(lengths: Mapping[int, Sequence[_Cell]], *, last: bool) -> list[_Part]:
     """The fewest parts of a band: from each beginning the module that may stay longest, and of those the fastest."""
-    left = [(keys, records, _admissible(records, alone=last)) for keys, records in lengths.items()]
+    left = [(keys, cells, _admissible(cells, alone=last)) for keys, cells in lengths.items()]
     parts = []
     while left:
         common, count = set(left[0][2]), 1
@@ -194,20 +241,20 @@ def _parts(lengths: Mapping[int, Sequence[TuningRecord]], *, last: bool) -> list
             common, count = longer, count + 1
         run, left = left[:count], left[count:]
         file = max(sorted(common), key=lambda file: math.prod(shares[file] for _, _, shares in run))
-        records = tuple(record for _, found, _ in run for record in found)
-        parts.append(_Part(run[-1][0] if left else None, file, records))
+        cells = tuple(cell for _, found, _ in run for cell in found)
+        parts.append(_Part(run[-1][0] if left else None, file, cells))
     return parts
 
 
-def _served_by(parts: Sequence[_Part], lengths: Mapping[int, Sequence[TuningRecord]]) -> list[_Part] | None:
+def _served_by(parts: Sequence[_Part], lengths: Mapping[int, Sequence[_Cell]]) -> list[_Part] | None:
     """The parts of the next larger band with these records among their own; None where they are not good enough."""
-    more: dict[int, list[TuningRecord]] = {}
-    for keys, records in lengths.items():
+    more: dict[int, list[_Cell]] = {}
+    for keys, cells in lengths.items():
         number = next(number for number, part in enumerate(parts) if part.up_to is None or keys <= part.up_to)
-        if parts[number].file not in _admissible(records, alone=False):
+        if parts[number].file not in _admissible(cells, alone=False):
             return None
-        more.setdefault(number, []).extend(records)
-    return [replace(part, records=(*part.records, *more.get(number, ()))) for number, part in enumerate(parts)]
+        more.setdefault(number, []).extend(cells)
+    return [replace(part, cells=(*part.cells, *more.get(number, ()))) for number, part in enumerate(parts)]
 
 
 def _row(family: Family, edge: float | None, part: _Part) -> Row:
@@ -218,6 +265,7 @@ def _row(family: Family, edge: float | None, part: _Part) -> Row:
         head_dim_v=family.head_dim_v,
         mask=family.mask,
         out_dtype=family.out_dtype,
+        layout="packed" if family.layout == "packed" else None,
         tiles_per_sm=None if edge is None else Load(up_to=edge),
         seq_k=None if part.up_to is None else Region(up_to=part.up_to),
         module=stem,
@@ -228,40 +276,40 @@ def _row(family: Family, edge: float | None, part: _Part) -> Row:
 
 def _measured(part: _Part) -> list[Measurement | Shapes]:
     """A line for each record that is alone with its length in the last band, and one for all others."""
-    last = _by_length([record for record in part.records if band_of(record) == len(BANDS)])
-    alone = [records[0] for records in last.values() if len(records) == 1]
-    many = [record for record in part.records if record not in alone]
-    return [*(_measurement(part.file, record) for record in alone), *([_shapes(part.file, many)] if many else [])]
+    last = _by_length([cell for cell in part.cells if band_of(cell.record) == len(BANDS)])
+    alone = [cells[0] for cells in last.values() if len(cells) == 1]
+    many = [cell for cell in part.cells if cell not in alone]
+    return [*(_measurement(part.file, cell) for cell in alone), *([_shapes(part.file, many)] if many else [])]
 
 
-def _measurement(file: _File, record: TuningRecord) -> Measurement:
+def _measurement(file: _File, cell: _Cell) -> Measurement:
     """The speed of a row's module in one record, beside the best of all others there."""
-    others = [result for result in record.results if result.stem != file[0]]
+    others = [result for result in cell.record.results if result.stem != file[0]]
     second = max(others, key=lambda result: result.tflops, default=None)
     return Measurement(
-        seq=record.problem.seq_k,
-        tflops=_able(record)[file],
+        seq=cell.keys,
+        tflops=cell.speeds[file],
         runner_up=second.stem if second else None,
         runner_up_tflops=second.tflops if second else None,
         runner_up_sha256=second.sha256[:DIGEST_LENGTH] if second else None,
-        gpu=record.gpu,
+        gpu=cell.record.gpu,
     )
 
 
-def _shapes(file: _File, records: Sequence[TuningRecord]) -> Shapes:
+def _shapes(file: _File, cells: Sequence[_Cell]) -> Shapes:
     """How much faster a row's module was over many records than the best of those that were measured in all of them."""
-    speeds = _speeds(records)
+    speeds = _speeds(cells)
     second = next((other for other in speeds if other[0] != file[0]), None)
     return Shapes(
-        shapes=len(records),
+        shapes=len(cells),
         runner_up=second[0] if second else None,
         runner_up_ratio=rounded(speeds[file] / speeds[second]) if second else None,
         runner_up_sha256=second[1] if second else None,
-        gpu=", ".join(sorted({record.gpu for record in records})),
+        gpu=", ".join(sorted({cell.record.gpu for cell in cells})),
     )
 
 
-def check_table(workspace: Workspace, records: Iterable[TuningRecord]) -> list[str]:
+def check_table(workspace: Workspace, records: Iterable[Record]) -> list[str]:
     """What is wrong with the workspace's table: other rows than the records give, and rows without their module.
 
     Each with the command that mends it; nothing when all is well. Raises UserError as `read_table` and
@@ -270,7 +318,7 @@ def check_table(workspace: Workspace, records: Iterable[TuningRecord]) -> list[s
     path = table_path(workspace)
     wrong = []
     if path.read_text(encoding="utf-8") != table_from_records(records):
-        wrong.append(f"{workspace.shown(path)} is not what the tuning records give; run: {WRITE_TABLE}")
+        wrong.append(f"{workspace.shown(path)} is not what the records give; run: {WRITE_TABLE}")
     return wrong + rows_without_their_module(workspace)
 
 

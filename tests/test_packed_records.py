@@ -1,0 +1,120 @@
+"""Records of packed cells, and the rows of the dispatch table that they give; the speeds here are made up."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rendering import CHECKOUT
+from typer.testing import CliRunner
+
+from fa3gen.base.errors import UserError
+from fa3gen.cli import app
+from fa3gen.design.family import Family, PackedShape
+from fa3gen.design.workspace import Workspace
+from fa3gen.records import dispatch_table, packed_records
+from fa3gen.records.packed_records import PackedProblem, PackedRecord
+from fa3gen.run import dispatch
+from fa3gen.run.dispatch import Size
+from fa3gen.spec.model import CausalMask
+from fa3gen.spec.specfile import attention_only
+
+D128, PACK4 = "fwd_packed_d128_causal", "fwd_packed_pack4_d128_causal"
+D64, SHORT = "fwd_packed_d64_causal", "fwd_packed_short_d64_causal"
+GPU = "NVIDIA H200"
+
+
+def record(lengths: list[int], speeds: dict[str, float], *, heads: tuple[int, int] = (32, 8)) -> PackedRecord:
+    """Of committed modules, whose family is that of the first."""
+    variants = attention_only([CHECKOUT.resolve(stem)[0] for stem in speeds], "the test")
+    shape = PackedShape(tuple(lengths), tuple(lengths), *heads)
+    return PackedRecord(
+        gpu=GPU,
+        date="2026-11-23",
+        torch="2.13.0",
+        dsl="4.8.1",
+        problem=PackedProblem.of(Family.of(variants[0].spec), f"list{len(lengths)}", shape),
+        results=packed_records.results_of(CHECKOUT, zip(variants, speeds.values(), strict=True)),
+    )
+
+
+def rows(*records: PackedRecord) -> list[tuple[int | None, int | None, str]]:
+    """Multiples of heads, keys up to which a row serves, and its module."""
+    return [
+        (row.group and row.group.multiple_of, row.seq_k and row.seq_k.up_to, row.module)
+        for row in dispatch_table.rows_from_records(records)
+    ]
+
+
+def test_a_record_comes_back_from_its_file(tmp_path: Path) -> None:
+    workspace = Workspace(tmp_path, tmp_path)
+    one = record([300, 100, 201], {D128: 500.0, PACK4: 612.345})
+    [path] = packed_records.save(workspace, [one])
+    assert path == tmp_path / "generated/evidence/packed/bf16_d128_causal_packed_list3_h32_8.json"
+    assert packed_records.load_all(workspace) == [one] and one.winner == PACK4
+    assert (one.problem.seq_k, one.problem.group) == (201, 4)  # 601 / 3, rounded up
+    assert one.problem.label == "bf16 d128 causal packed list3, heads 32/8"
+    assert one.tiles_per_sm == 3 * 32 * 2 / 132
+    assert '"tflops": 612.3' in path.read_text() and path.read_text().count("\n") < 30
+    packed_records.save(workspace, [one])
+    path.rename(path.with_name("other.json"))
+    with pytest.raises(UserError, match="packed list3, heads 32/8; rename it bf16_d128_causal_packed_list3_h32_8.json"):
+        packed_records.load_all(workspace)
+    path.write_text("{}")
+    with pytest.raises(
+        UserError, match=r"is not a record of a packed cell \(gpu: Field required\); make it again with"
+    ):
+        packed_records.load_all(workspace)
+
+
+def test_a_record_holds_modules_that_can_serve_its_problem() -> None:
+    for stem, heads, message in ((D64, (32, 8), "another problem"), (PACK4, (6, 1), "holds 4 heads in a tile")):
+        spoilt = record([9], {D128: 2.0}, heads=heads).model_dump()
+        spoilt["results"] += [result.model_dump() for result in record([9], {stem: 1.0}).results]
+        with pytest.raises(ValueError, match=message):
+            PackedRecord.model_validate(spoilt)
+
+
+def test_rows_by_mean_length() -> None:
+    short = record([100, 101] * 40, {D64: 400.0, SHORT: 500.0}, heads=(16, 16))
+    long = record([2000] * 40, {D64: 600.0, SHORT: 500.0}, heads=(16, 16))
+    assert rows(long, short) == [(None, 101, SHORT), (None, None, D64)]
+    [first, _] = dispatch_table.rows_from_records([short, long])
+    assert first.family == Family("bf16", 64, 64, CausalMask(), layout="packed")
+
+
+def test_groups_have_rows_of_their_own_where_packed_heads_win() -> None:
+    """As measured with groups of 4 heads, and never for other groups, for which the other module stands alone."""
+    large = [5000] * 40
+    wins = record([300] * 400, {D128: 500.0, PACK4: 600.0})
+    loses = record(large, {D128: 600.0, PACK4: 500.0})
+    assert rows(wins, loses) == [(4, 300, PACK4), (4, None, D128), (None, None, D128)]
+    assert rows(loses) == [(None, None, D128)]
+    of_six = record(large, {D128: 500.0}, heads=(48, 8))
+    assert rows(wins, of_six) == [(4, None, PACK4), (None, None, D128)]
+
+
+def test_the_table_that_the_command_writes_is_the_one_that_calls_go_by(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With tuning records beside; a packed row has its layout and group, and dense rows say nothing of either."""
+    for folder in ("specs", "generated"):
+        (tmp_path / folder).symlink_to(CHECKOUT.root / folder) if folder == "specs" else (tmp_path / folder).mkdir()
+    workspace = Workspace(tmp_path, tmp_path / "package")
+    for stem in (D128, PACK4):
+        workspace.module_path(stem).write_bytes(CHECKOUT.module_path(stem).read_bytes())
+    packed_records.save(workspace, [record([300] * 400, {D128: 500.0, PACK4: 600.0})])
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(Workspace, "find", classmethod(lambda cls, start=None: workspace))
+    result = CliRunner().invoke(app, ["tune", "--write-table"])
+    assert result.exit_code == 0, result.output
+    text = dispatch.table_path(workspace).read_text()
+    assert "  layout: packed\n  group: {multiple_of: 4}\n  module: fwd_packed_pack4_d128_causal\n" in text
+    assert dispatch_table.check_table(workspace, dispatch_table.records_of(workspace)) == []
+    family = Family("bf16", 128, 128, CausalMask(), layout="packed")
+    chosen: dict[int, Any] = {
+        group: dispatch.choose(family, Size(9, 9, group=group), lse=True, workspace=workspace).stem
+        for group in (1, 4, 6, 8)
+    }
+    assert chosen == {1: D128, 4: PACK4, 6: D128, 8: PACK4}
