@@ -313,9 +313,7 @@ def test_spoilt_table_names_the_command_that_mends_it(tmp_path: Path, text: str,
 
 def test_committed_table_is_sound() -> None:
     """Rows that name their modules. That the rows are what the records give is checked where records are read."""
-    problems = [
-        text for text in dispatch_table.check_table(CHECKOUT, []) if "is not what the records give" not in text
-    ]
+    problems = [text for text in dispatch_table.check_table(CHECKOUT, []) if "is not what the records give" not in text]
     assert problems == []
 
 
