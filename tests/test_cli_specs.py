@@ -62,7 +62,7 @@ def test_list(root: Path, capsys: Output) -> None:
     assert lines[0] == "mine: mine"
     assert "k4_2: both products on WGMMA [fast]" in lines
     assert lines[1:5] == [
-        "dtype bf16; tile 128x64 2 wg; load tma x1; QK/PV wgmma/wgmma; P through registers",
+        "dtype bf16; tile 128x64 2 wg; load tma x1; QK/PV wgmma/wgmma; P through registers; layout dense",
         "module d mask",
         "mine_d64 64 none",
         "mine_d64_window512_0 64 window 512, 0",
@@ -75,7 +75,8 @@ def test_a_list_of_one_module_has_no_columns(root: Path, capsys: Output) -> None
     assert main(["list", "one"]) == 0
     assert [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()] == [
         "one: x",
-        "d 64; dtype bf16; mask none; tile 128x64 2 wg; load tma x2; QK/PV wgmma/wgmma; P through registers",
+        "d 64; dtype bf16; mask none; tile 128x64 2 wg; load tma x2; QK/PV wgmma/wgmma; P through registers; "
+        "layout dense",
         "one",
         "",
     ]
@@ -159,6 +160,7 @@ def test_list_json(root: Path, capsys: Output) -> None:
         "head_dim_v": 128,
         "dtype": "bf16",
         "mask": "window 512, 0",
+        "layout": "dense",
         "tile": "128x64 2 wg",
         "load": "tma x2",
         "products": "wgmma/wgmma",

@@ -136,6 +136,7 @@ def _attention_facts(spec: Forward) -> dict[str, Any]:
         "head_dim_v": spec.problem.v_dim,
         "dtype": Family.of(spec).dtypes,
         "mask": _mask_text(spec),
+        "layout": spec.problem.layout,
         "tile": f"{tile.q}x{tile.kv} {workers}",
         "load": _load_text(spec),
         "products": f"{spec.qk.engine}/{spec.pv.engine}",

@@ -283,6 +283,7 @@ def _problems(work: AttentionWork, console: Console) -> list[RenderableType]:
     first = ("q x k", "batch", "heads", "tiles", "waves", "SMs busy", "computed")
     second = ("steps", "masked", "skipped", "FLOP/B", *chips)
     rows = [_problem(row) for row in work.problems]
+    of_one_length = ", all sequences equally long" if work.spec.problem.layout == "packed" else ""
     split = len(first)
     whole = _table(rows, right=range(1, split + len(second)), header=(*first, *second))
     note = (
@@ -291,7 +292,7 @@ def _problems(work: AttentionWork, console: Console) -> list[RenderableType]:
     )
     if window := work.problems[0][0].problem.shape.window:
         note += f"; window {window} of each call"
-    heading, told = _heading("Waves and ceilings, whole problems"), _note(note, style="dim")
+    heading, told = _heading(f"Waves and ceilings, whole problems{of_one_length}"), _note(note, style="dim")
     if _width(console, [whole]) <= console.width:
         return [heading, whole, told]
     left = _table([row[:split] for row in rows], right=range(1, split), header=first)
