@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from packed_modules import PackedModules, offsets, packed_attention, packed_tensors
+from rendering import ROOT
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fa3gen
@@ -377,6 +378,28 @@ def test_gradients_are_refused_with_the_way_out() -> None:
     ):
         with pytest.raises(ValueError, match="requires grad; this kernel is forward only: call it under torch.no_grad"):
             function()
+
+
+# The README
+
+
+def test_the_calls_shown_in_the_readme(modules: PackedModules, capsys: pytest.CaptureFixture[str]) -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    shown = [part.partition("```")[0] for part in text.split("```python\n")[1:]]
+    q, k, v, cu_seqlens_q, cu_seqlens_k = packed_tensors([3, 5], [4, 9])
+    names: dict[str, Any] = {"fa3gen": fa3gen, "q": q, "k": k, "v": v, "lengths_k": cu_seqlens_k.diff()}
+    names |= {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "max_seqlen_q": 5, "max_seqlen_k": 9}
+    codes = [code for code in shown if "attention_packed.explain" in code or "flash_attn_interface" in code]
+    for code in codes:
+        exec(code, names)
+    assert len(codes) == 2 and "made up" in capsys.readouterr().out
+    assert names["out"].shape == q.shape and names["lse"].shape == (4, 8) and len(modules.calls) == 3
+
+
+@pytest.mark.parametrize("name", [*UPSTREAM, *fa3._INSTEAD])
+def test_the_readme_names_every_function_and_what_is_not_served(name: str) -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8").partition("### A drop-in for FA3's functions")[2]
+    assert f"`{'rotary_*' if name.startswith('rotary') else name}`" in text.partition("### Limits")[0]
 
 
 # On the CPU model
