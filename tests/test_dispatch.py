@@ -558,6 +558,8 @@ def test_other_masks_are_not_served_by_windows() -> None:
     """They have modules of their own, which are faster."""
     assert not Family("bf16", 64, 64, WindowMask()).serves(Family("bf16", 64, 64, CausalMask()))
     assert not Family("bf16", 64, 64, WindowMask()).serves(Family("fp16", 64, 64, WindowMask(left=1, right=1)))
+
+
 PACKED = CAUSAL._replace(layout="packed")
 
 

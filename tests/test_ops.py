@@ -173,7 +173,7 @@ def test_a_window_of_the_call_reaches_the_module(eager: Modules, monkeypatch: py
     def with_options(family: Family, *args: Any, **keywords: Any) -> Any:
         return replace(choose(family, *args, **keywords), options=options_for(WindowMask(), family.mask))
 
-    monkeypatch.setattr(ops, "module_at", lambda file: SimpleNamespace(attention=attention))
+    monkeypatch.setattr(calls, "module_at", lambda file: SimpleNamespace(attention=attention))
     monkeypatch.setattr(dispatch, "choose", with_options)
     for window in ((3, 0), (4, -1), (3, 0)):
         fa3gen.attention(q, k, v, window=window)

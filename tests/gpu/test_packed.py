@@ -68,7 +68,10 @@ class Call:
         """On poisoned outputs; without an LSE output the result's LSE is empty."""
         out = torch.full_like(self.made.out, torch.nan)
         if not self.spec.outputs.lse:
-            return Attention(self.module.attention(**self.made.given, **self.made.options, out=out), torch.empty(0, device=out.device))
+            return Attention(
+                self.module.attention(**self.made.given, **self.made.options, out=out),
+                torch.empty(0, device=out.device),
+            )
         return Attention(*self.module.attention(**self.made.given, **self.made.options, out=out, return_lse=True))
 
 
