@@ -135,8 +135,10 @@ Q_STAGES = 1  # tiles of Q in flight or in use
 KV_STAGES = 2  # tiles of K and of V in flight or in use
 TILE_SLOTS = 1  # found tiles that there is room for: one drawn early is one that others wait for
 TILE_WORDS = 8  # of a drawn tile: m_block, head, head_kv, sequence, first row and rows of its queries, of its keys
-ROWS = 2**30  # that a sequence may have, for TMA
+MOST_ROWS = 2**30  # of one sequence, at most, as TMA sees it
+AROUND = 2**64 // (2 * MOST_ROWS)  # elements of 2 bytes: MOST_ROWS times as many lead back to where one is
 FAR = 2**31 - 1  # an extent whose end nothing reaches
+WARP = 32  # lanes, which look at a sequence each
 KEYS_IN_L2 = 32 * 2**20 // ((HEAD_DIM + HEAD_DIM) * 2)  # whose K and V take that much of the 50 MB of L2
 SMEM_ALIGN = 1024  # bytes; a 128-byte swizzle repeats every 8 rows of 128
 Q_LAYOUT = warpgroup.SmemLayoutAtomKind.K_SW128  # in shared memory: major order and swizzle
@@ -199,13 +201,13 @@ def launch(
     """Describe the tensors to the TMA unit and start one CTA per SM, or one per tile where those are fewer."""
     # torch's (batch, seq, heads, HEAD_DIM) seen with the tiled modes first.
     (total_q, heads_q, _), (total_k, heads_kv, _) = q.shape, k.shape
-    mQ, mK, mV = clipped(q), clipped(k), clipped(v)  # (ROWS, HEAD_DIM, heads, FAR, FAR)
+    mQ, mK, mV = clipped(q), clipped(k), clipped(v)  # (MOST_ROWS, HEAD_DIM, heads, FAR, FAR)
     mO = cute.make_tensor(out.iterator, cute.select(out.layout, mode=[0, 2, 1]))  # (total_q, HEAD_DIM, heads_q)
-    mQ = heads_first(mQ)  # ((heads_q, ROWS), HEAD_DIM, FAR, FAR)
+    mQ = heads_first(mQ)  # ((heads_q, MOST_ROWS), HEAD_DIM, FAR, FAR)
     # The B operand of O = P V is V transposed, (N, K) = (HEAD_DIM, keys): a matter of mode order, no data moves.
     mVt = cute.make_tensor(
         mV.iterator, cute.select(mV.layout, mode=[1, 0, 2, 3, 4])
-    )  # (HEAD_DIM, ROWS, heads_kv, FAR, FAR)
+    )  # (HEAD_DIM, MOST_ROWS, heads_kv, FAR, FAR)
     mLSE = cute.make_tensor(lse.iterator, cute.select(lse.layout, mode=[1, 0]))  # (total_q or 0, heads_q)
     layouts = [cute.select(layout, mode=[0, 1]) for layout in smem_layouts()]  # of one stage
     tma_load = cpasync.CopyBulkTensorTileG2SOp()
@@ -214,7 +216,7 @@ def launch(
     tma_V, mVt = cpasync.make_tiled_tma_atom(tma_load, mVt, layouts[2], (HEAD_DIM, TILE_N))
     sequences = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, total_q, total_k, heads_q // PACK_HEADS, heads_kv
     # Only the device knows how many tiles there are: for each sequence one more than whole ones, at most.
-    most_tiles = (total_q // POSITIONS + cute.size(cu_seqlens_q) - 1) * heads_q // PACK_HEADS
+    most_tiles = (total_q // POSITIONS + cute.size(cu_seqlens_q) - 1) * (heads_q // PACK_HEADS)
     num_ctas = cutlass.min(most_tiles, num_sms)
     attention_kernel(mQ, mK, mVt, mO, mLSE, counter, tma_Q, tma_K, tma_V, scale * LOG2_E, sequences).launch(
         grid=(num_ctas, 1, 1),
@@ -233,42 +235,42 @@ def launch(
 def clipped(x: cute.Tensor) -> cute.Tensor:
     """See (total, heads, head_dim) as TMA has to, that it clips where a sequence ends, and not where the tensor does.
 
-    Returns (ROWS, head_dim, heads, FAR, FAR). Of a sequence of n rows row i is number ROWS - n + i, so that row n is
-    outside. The fourth dimension brings it back to memory, by the number of the row behind the sequence; the fifth, at
-    ROWS, takes ROWS rows off: its stride, times ROWS, is that much less than 2^64, and addresses have 64 bits.
+    Returns (MOST_ROWS, head_dim, heads, FAR, FAR). Of n rows of a sequence row i is number MOST_ROWS - n + i, so that
+    row n is outside. The fourth dimension brings it back to memory, by the number of the row behind the sequence; the
+    fifth, at MOST_ROWS, takes as many rows off: its stride, times that, is so much less than 2^64 bytes, and addresses
+    have 64 bits.
     """
     total, heads, head_dim = x.shape
     row, head, _ = x.stride
     row = cutlass.Int64(row) if total > 1 else cutlass.Int64(head_dim)  # that of a single row may be anything
-    minus_row = 2**64 // (x.element_type.width // 8) // ROWS - row
-    shape, strides = (ROWS, head_dim, heads, FAR, FAR), (row, 1, head, row, minus_row)
+    shape, strides = (MOST_ROWS, head_dim, heads, FAR, FAR), (row, 1, head, row, AROUND - row)
     return cute.make_tensor(x.iterator, cute.make_layout(shape, stride=strides))
 
 
 @cute.jit
 def heads_first(x: cute.Tensor) -> cute.Tensor:
-    """See (ROWS, head_dim, heads, FAR, FAR) with the heads beside each row: ((heads, ROWS), head_dim, FAR, FAR)."""
+    """See what is `clipped` with the heads beside each row: ((heads, MOST_ROWS), head_dim, FAR, FAR)."""
     return cute.make_tensor(x.iterator, cute.group_modes(cute.select(x.layout, mode=[2, 0, 1, 3, 4]), 0, 2))
 
 
 @cute.jit
 def rows_of(mX: cute.Tensor, head, begin, rows) -> cute.Tensor:
-    """A head of the sequence that begins at this row and has as many, clipped behind the last: (ROWS, head_dim)."""
-    return cute.domain_offset((ROWS - rows, 0), mX[None, None, head, begin + rows, ROWS])
+    """One head of the sequence that begins at this row, clipped behind its last one: (MOST_ROWS, head_dim)."""
+    return cute.domain_offset((MOST_ROWS - rows, 0), mX[None, None, head, begin + rows, MOST_ROWS])
 
 
 @cute.jit
 def packed_rows_of(mX: cute.Tensor, head, begin, rows) -> cute.Tensor:
-    """The same of the PACK_HEADS heads of a tile: ((PACK_HEADS, ROWS), head_dim)."""
-    heads = cute.domain_offset(((head * PACK_HEADS, ROWS - rows), 0), mX[None, None, begin + rows, ROWS])
+    """The same of the PACK_HEADS heads of a tile: ((PACK_HEADS, MOST_ROWS), head_dim)."""
+    heads = cute.domain_offset(((head * PACK_HEADS, MOST_ROWS - rows), 0), mX[None, None, begin + rows, MOST_ROWS])
     _, head_dim = heads.shape
-    return cute.make_tensor(heads.iterator, cute.make_layout(((PACK_HEADS, ROWS), head_dim), stride=heads.stride))
+    return cute.make_tensor(heads.iterator, cute.make_layout(((PACK_HEADS, MOST_ROWS), head_dim), stride=heads.stride))
 
 
 @cute.jit
 def columns_of(mXt: cute.Tensor, head, begin, rows) -> cute.Tensor:
-    """The same of a transposed tensor: (head_dim, ROWS)."""
-    return cute.domain_offset((0, ROWS - rows), mXt[None, None, head, begin + rows, ROWS])
+    """The same of a transposed tensor: (head_dim, MOST_ROWS)."""
+    return cute.domain_offset((0, MOST_ROWS - rows), mXt[None, None, head, begin + rows, MOST_ROWS])
 
 
 @cute.jit
@@ -340,7 +342,7 @@ class Work:
     """A tile of queries, and its tiles of keys n_begin to n_end - 1, which are visited last one first."""
 
     valid: cutlass.Boolean  # False: nothing is left
-    number: cutlass.Int32  # of pieces of work that this CTA has had so far
+    number: cutlass.Int32  # of tiles that this CTA has had, with this one
     m_block: cutlass.Int32
     head: cutlass.Int32
     head_kv: cutlass.Int32
@@ -484,20 +486,21 @@ def find_tile(tile: cutlass.Int32, group, sequences):
     cu_seqlens_q, *_, heads_q, heads_kv = sequences
     last = cute.size(cu_seqlens_q) - 1
     first, before, q_begin, seq_q, k_begin, seq_k, tiles, tiles_to_here = group
-    tiles_of_all = cute.arch.shuffle_sync(tiles_to_here, 31)
-    while before + tiles_of_all <= tile and first + 32 < last:
+    tiles_of_all = cute.arch.shuffle_sync(tiles_to_here, WARP - 1)
+    while before + tiles_of_all <= tile and first + WARP < last:
         first, before, q_begin, seq_q, k_begin, seq_k, tiles, tiles_to_here = look_at(
-            first + 32, before + tiles_of_all, sequences
+            first + WARP, before + tiles_of_all, sequences
         )
-        tiles_of_all = cute.arch.shuffle_sync(tiles_to_here, 31)
+        tiles_of_all = cute.arch.shuffle_sync(tiles_to_here, WARP - 1)
     # So many of the 32 end before this tile.
     passed = cute.arch.popc(cute.arch.vote_ballot_sync(before + tiles_to_here <= tile))
-    owner = cutlass.min(passed, 31)
-    bounds = [cute.arch.shuffle_sync(x, owner) for x in (q_begin, seq_q, k_begin, seq_k)]
+    owner = cutlass.min(passed, WARP - 1)
+    bounds = tuple(cute.arch.shuffle_sync(x, owner) for x in (q_begin, seq_q, k_begin, seq_k))
+    _, queries, _, keys = bounds
     tiles_before = cute.arch.shuffle_sync(before + tiles_to_here - tiles, owner)
-    m_block, head = place_in_sequence(tile - tiles_before, bounds[1], bounds[3], heads_q)
-    m_block = m_block if passed < 32 else -1
-    num_tiles = before + tiles_of_all if passed == 32 else FAR
+    m_block, head = place_in_sequence(tile - tiles_before, queries, keys, heads_q)
+    m_block = m_block if passed < WARP else -1
+    num_tiles = before + tiles_of_all if passed == WARP else FAR
     words = m_block, head, head // (heads_q // heads_kv), first + owner, *bounds
     return words, (first, before, q_begin, seq_q, k_begin, seq_k, tiles, tiles_to_here), num_tiles
 
@@ -511,7 +514,8 @@ def look_at(first: cutlass.Int32, before: cutlass.Int32, sequences):
     """
     cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, total_q, total_k, heads_q, _ = sequences
     sequence = first + cute.arch.lane_idx()
-    q_begin, seq_q, k_begin, seq_k = (cutlass.Int32(0) for _ in range(4))
+    q_begin, seq_q = cutlass.Int32(0), cutlass.Int32(0)
+    k_begin, seq_k = cutlass.Int32(0), cutlass.Int32(0)
     if sequence < cute.size(cu_seqlens_q) - 1:
         q_begin, seq_q = bounds_of(sequence, cu_seqlens_q, seqused_q, total_q)
         k_begin, seq_k = bounds_of(sequence, cu_seqlens_k, seqused_k, total_k)
@@ -532,7 +536,7 @@ def bounds_of(sequence, cu_seqlens: cute.Tensor, seqused: cute.Tensor, total):
 @cute.jit
 def sum_up_to_lane(x: cutlass.Int32) -> cutlass.Int32:
     """The sum over this lane and those before it."""
-    for step in cutlass.range_constexpr(5):
+    for step in cutlass.range_constexpr(WARP.bit_length() - 1):
         before = cute.arch.shuffle_sync_up(x, 1 << step, mask_and_clamp=0)
         x = x + (before if cute.arch.lane_idx() >= 1 << step else 0)
     return x
@@ -1027,6 +1031,7 @@ def compile_for_sm90a(options: str = "--enable-tvm-ffi"):
         return cute.runtime.make_fake_tensor(DTYPE, (total, heads, head_dim), strides, assumed_align=16)
 
     def words(size):
+        """Offsets or lengths."""
         return cute.runtime.make_fake_tensor(cutlass.Int32, (size,), (1,), assumed_align=4)
 
     cu_seqlens_q, cu_seqlens_k = words(offsets), words(offsets)
@@ -1083,31 +1088,16 @@ def attention(
         (offsets,), _ = cu_seqlens_q.shape, cu_seqlens_k.dim()
         out_strides = () if out is None else out.stride()
     except (AttributeError, TypeError, ValueError):
-        for name, x in (
-            ("q", q),
-            ("k", k),
-            ("v", v),
-            ("cu_seqlens_q", cu_seqlens_q),
-            ("cu_seqlens_k", cu_seqlens_k),
-            ("out", out),
-        ):
-            if not isinstance(x, torch.Tensor):
-                raise TypeError(f"{name} is a {type(x).__name__}; it needs to be a torch.Tensor") from None
-            needed = "(sequences + 1,)" if name.startswith("cu_seqlens") else "(total, heads, head_dim)"
-            if x.ndim != len(needed.strip("(),").split(", ")):
-                raise ValueError(f"{name} has shape {tuple(x.shape)}; it needs to be {needed}") from None
+        check_kinds(
+            [("q", q), ("k", k), ("v", v), ("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k), ("out", out)]
+        )
         raise
     if heads_q and (not heads_kv or heads_q % (PACK_HEADS * heads_kv)):
         needed = f"heads of q must be a multiple of {PACK_HEADS} times those of k"
         raise ValueError(
             f"q has {heads_q} heads and k has {heads_kv}; {needed}, since a tile holds {PACK_HEADS} of them"
         )
-    if not offsets:
-        raise ValueError("cu_seqlens_q has no elements; it needs one behind the last sequence: (sequences + 1,)")
-    for name, used in (("seqused_q", seqused_q), ("seqused_k", seqused_k)):
-        if used is not None and tuple(used.shape) != (offsets - 1,):
-            needed = f"it needs to be {(offsets - 1,)}, one less than cu_seqlens_q has"
-            raise ValueError(f"{name} has shape {tuple(used.shape)}; {needed}")
+    check_lengths(offsets, seqused_q, seqused_k)
     if 0 in out_strides and any(stride == 0 and size > 1 for size, stride in zip(out.shape, out_strides)):
         raise ValueError(f"out has strides {out_strides}: several elements share one address; pass out.contiguous()")
     if scale is not None and not (isinstance(scale, (int, float)) and 0.0 < scale < math.inf):
@@ -1145,6 +1135,26 @@ def attention(
             scale or 256**-0.5,
         )
     return (out, lse) if return_lse else out
+
+
+def check_lengths(offsets, seqused_q, seqused_k):
+    """Raise ValueError where offsets and lengths, whose compiled sizes are their own, do not go together."""
+    if not offsets:
+        raise ValueError("cu_seqlens_q has no elements; it needs (sequences + 1,), one behind the last sequence")
+    for name, used in (("seqused_q", seqused_q), ("seqused_k", seqused_k)):
+        if used is not None and tuple(used.shape) != (offsets - 1,):
+            needed = f"it needs to be {(offsets - 1,)}, one less than cu_seqlens_q has"
+            raise ValueError(f"{name} has shape {tuple(used.shape)}; {needed}")
+
+
+def check_kinds(named):
+    """Raise TypeError for what is no tensor, ValueError for one of other dimensions than it needs to have."""
+    for name, x in named:
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"{name} is a {type(x).__name__}; it needs to be a torch.Tensor")
+        needed = "(sequences + 1,)" if name.startswith("cu_seqlens") else "(total, heads, head_dim)"
+        if x.ndim != len(needed.strip("(),").split(", ")):
+            raise ValueError(f"{name} has shape {tuple(x.shape)}; it needs to be {needed}")
 
 
 def empty(shape, strides, dtype, gpu):

@@ -343,6 +343,7 @@ def test_scheduler_softmax_and_output() -> None:
             passes_coordinates=kind == "dynamic",
             shuffles_coordinates=False,
             slots=2,
+            loaders_told=1,
         )
     assert {stem for stem in ATTENTION if scheduler[stem].shuffles_coordinates} == {
         stem for stem in ATTENTION if scheduler[stem].kind == "stream_k" and plan(stem).spec.problem.head_dim != 128
@@ -793,10 +794,12 @@ def test_ring_table(stem: str) -> None:
         slots = values["TILE_SLOTS"]
         (tiles,) = [region for region in plan(stem).smem.regions if region.name == "tiles"]
         assert (members["tiles"], members["tile_barriers"]) == (tiles.bytes, 2 * 8 * slots)
-        # The other producer warp hears of the tiles, too.
-        edge, arrivals = f"{first} -> {warps + 1} warps", f"{warps + 1} arrivals"
+        # The other producer warp hears of the tiles, too; of packed sequences both, from a warp that finds tiles.
+        packed = plan(stem).problem.packed_sequences
+        finder, loaders = (f"warp {values['TILE_WARP']}", 2) if packed else (first, 1)
+        edge, arrivals = f"{finder} -> {warps + loaders} warps", f"{warps + loaders} arrivals"
         expected.append(["tile", str(slots), edge, "1 arrival", arrivals])
-        assert "CooperativeGroup(pipeline.Agent.Thread, CONSUMER_WARPS + 1)" in ast.unparse(code(stem))
+        assert f"CooperativeGroup(pipeline.Agent.Thread, CONSUMER_WARPS + {loaders})" in ast.unparse(code(stem))
     assert rows == expected
     assert sorted(ring_calls(stem)) == ["k", *["q"] * released, "v"]
 

@@ -818,6 +818,39 @@ def test_rescale_overlap() -> None:
     )
 
 
+def test_packed_sequences() -> None:
+    """Tiles are drawn, products run beside the softmax, O is in q's dtype and LSE can be asked for."""
+    assert schedules.packed_scheduler("packed", "dynamic") is None
+    assert schedules.packed_scheduler("dense", "static") is None
+    assert schedules.packed_scheduler("packed", "static") == Violation(
+        "scheduler",
+        "static takes tiles that are known when the kernel starts, and of packed sequences only the device knows the "
+        "lengths; use dynamic with schedule warp_specialized or ping_pong (extend k5 or k6), or layout dense",
+    )
+    assert schedules.packed_overlap("packed", True) is schedules.packed_overlap("dense", False) is None
+    assert schedules.packed_overlap("packed", False) == Violation(
+        "schedule.overlap", "layout packed is rendered with overlap: true only; use that, or layout dense"
+    )
+    assert schedules.packed_output("packed", True, "bf16", "bf16") is None
+    assert schedules.packed_output("dense", False, "fp32", "bf16") is None
+    assert schedules.packed_output("packed", False, "bf16", "bf16") == Violation(
+        "outputs.lse", "layout packed is rendered with outputs.lse: true only; use that, or layout dense"
+    )
+    assert schedules.packed_output("packed", True, "fp32", "bf16") == Violation(
+        "o.dtype", "layout packed is rendered with o.dtype: bf16 only; use that, or layout dense"
+    )
+
+
+def test_persistent_ctas() -> None:
+    for scheduler, layout, ctas in (("grid", "dense", 2), ("dynamic", "packed", 2), ("static", "dense", 1)):
+        assert schedules.persistent_ctas(scheduler, layout, ctas) is None
+    assert schedules.persistent_ctas("dynamic", "dense", 2) == Violation(
+        "tile.ctas_per_sm",
+        "dynamic with layout dense is rendered for a CTA on each SM, not 2; use ctas_per_sm 1, or scheduler grid or "
+        "single_tile",
+    )
+
+
 def test_exp_before_wait() -> None:
     assert schedules.exp_before_wait(None, 64, False) is None
     assert schedules.exp_before_wait(16, 64, True) is None

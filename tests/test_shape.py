@@ -34,6 +34,7 @@ ENTRY_POINTS = {"attention", "copy", "matmul", "compile_for_sm90a"}
 BANNERS = [
     "Shared storage",
     "Host side",
+    "Packed sequences",
     "Kernel",
     "Work",
     "Loads",
@@ -72,12 +73,14 @@ def loads(node: ast.AST) -> Counter[str]:
 def test_size() -> None:
     """300 to 700 lines, to read in one sitting; 330 more for roles, work, timeline, slots of a specialised kernel.
 
-    A window that calls give takes 60 more: both edges, its arguments and their checks.
+    A window that calls give takes 60 more: both edges, its arguments and their checks. Packed sequences take 230 more:
+    tensor maps that clip at each, a warp that finds tiles, offsets and lengths.
     A GEMM has fewer than 500, a copy 200 to 320.
     """
     lines = {stem: len(source(stem).splitlines()) for stem in STEMS}
     most = {stem: 1030 if plans()[stem].schedule.specialized else 700 for stem in ATTENTION}
     most |= {stem: lines + 60 for stem, lines in most.items() if plans()[stem].mask.given}
+    most |= {stem: lines + 230 for stem, lines in most.items() if plans()[stem].problem.packed_sequences}
     assert {stem: lines[stem] for stem in ATTENTION if not 300 <= lines[stem] <= most[stem]} == {}
     assert {stem: lines[stem] for stem in GEMM if not 300 <= lines[stem] < 500} == {}
     assert {stem: lines[stem] for stem in COPIES if not 200 <= lines[stem] <= 320} == {}
@@ -126,20 +129,31 @@ def test_banners_stand_in_one_order() -> None:
     fused = [stem for stem in ATTENTION if not stem.startswith("k1_")]
     # Only where warps are specialised is there a role of consumers, and a scheduler that gives work to all roles.
     missing = {stem: set() if plans()[stem].schedule.specialized else {"Work", "Consumers"} for stem in fused}
+    missing = {
+        stem: names if plans()[stem].problem.packed_sequences else {*names, "Packed sequences"}
+        for stem, names in missing.items()
+    }
     assert [stem for stem in fused if set(BANNERS) - set(banners(source(stem))) != missing[stem]] == []
 
 
 # What a specialised module may have or lack, and why. It has all other functions, and all are in one order.
 BY_SPEC: dict[str, Callable[[Plan], bool]] = {
-    "pack_heads": lambda plan: plan.tile.packed,
+    "pack_heads": lambda plan: plan.tile.packed and not plan.problem.packed_sequences,
+    **dict.fromkeys(
+        ["clipped", "rows_of", "columns_of", "slice_rows", "find_tiles", "tell", "read_tile", "release_tile", "slot_of"]
+        + ["find_tile", "look_at", "bounds_of", "sum_up_to_lane", "place_in_sequence"],
+        lambda plan: plan.problem.packed_sequences,
+    ),
+    "heads_first": lambda plan: plan.tile.packed and plan.problem.packed_sequences,
+    "packed_rows_of": lambda plan: plan.tile.packed and plan.problem.packed_sequences,
     "dealt_work": lambda plan: plan.scheduler.kind == "static",
     "piece_of_work": lambda plan: plan.scheduler.kind == "stream_k",
-    "draw_work": lambda plan: plan.scheduler.kind == "dynamic",
+    "draw_work": lambda plan: plan.scheduler.kind == "dynamic" and not plan.problem.packed_sequences,
     "load_first": lambda plan: plan.scheduler.kind == "grid",
     "load_k": lambda plan: plan.scheduler.kind == "grid",
     "load_q_and_k": lambda plan: plan.scheduler.kind != "grid",
-    "tile_coordinates": lambda plan: plan.scheduler.kind != "grid",
-    "slot_after": lambda plan: plan.scheduler.kind == "dynamic",
+    "tile_coordinates": lambda plan: plan.scheduler.kind != "grid" and not plan.problem.packed_sequences,
+    "slot_after": lambda plan: plan.scheduler.kind == "dynamic" and not plan.problem.packed_sequences,
     "work_on": lambda plan: plan.scheduler.kind != "stream_k",
     "kv_range": lambda plan: plan.mask.kind != "none",
     "multiply_first": lambda plan: plan.schedule.overlap,
@@ -450,6 +464,8 @@ NUMBERS: dict[str, dict[int, str]] = {
     "unasked_lse": {9: "compute capability"},
     "launch_constants": {9: "compute capability"},
     "sm_count": {9: "compute capability"},
+    "packed_constants": {9: "compute capability"},
+    "heads_first": {3: "mode", 4: "mode"},
 }
 
 
@@ -499,6 +515,7 @@ DYNAMIC = r"\bcounter\b|TILE_SLOTS|tile_ring|draw|slot_after|KEYS_IN_L2|atomic"
 STATIC = r"dealt_work"
 STREAM_K = r"\b[pP]arts?\b|PART|STEPS_SAVED|num_whole|piece_of_work|[sS]tream-K|\bflags"
 WHOLE = r"\bwork_on\b"
+SEQUENCES = r"\btotal_[qk]\b|cu_seqlens|seqused|MOST_ROWS|AROUND|TILE_WARP|TILE_WORDS|q_begin|k_begin"
 FLATTENED = r"upcoming\.valid|q_stage\b|k_stage\b|during the epilogue"
 OVER_Q = r"OUTPUT_BARRIER|where Q was|over Q\b"
 OWN_BUFFER = r"sO_tile\b|storage\.sO\b|stores' reads"
@@ -547,6 +564,7 @@ def foreign_words(stem: str) -> str:
     schedulers = {"static": STATIC, "stream_k": STREAM_K, "dynamic": DYNAMIC}
     words += [pattern for kind, pattern in schedulers.items() if kind != plan.scheduler.kind]
     words += [WHOLE] * (plan.scheduler.kind == "stream_k")
+    words += [SEQUENCES] * (not plan.problem.packed_sequences)
     places = {"over_q": [OWN_BUFFER, DIRECT], "own_buffer": [OVER_Q, DIRECT], "direct": [OVER_Q, OWN_BUFFER, BUFFERED]}
     words += places[plan.output.place]
     words += [FLATTENED] * (not plan.schedule.flattened) + [LAZY] * (not plan.softmax.lazy)

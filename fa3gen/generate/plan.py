@@ -73,7 +73,8 @@ class RowsPlan:
 class TilePlan:
     """Rows of Q (m) and of K and V (n) per step; threads per CTA; warpgroups that compute; query heads per tile.
 
-    `rows` and `positions` are the module's names for the rows of Q as TMA moves them and for the positions they hold.
+    `rows` and `positions` are the module's names for the rows of Q as TMA moves them and for the positions they hold;
+    `head_tiles` is how many tiles beside each other hold all heads.
     """
 
     m: int
@@ -86,6 +87,7 @@ class TilePlan:
     packed: bool
     rows: str
     positions: str
+    head_tiles: str
 
 
 @dataclass(frozen=True)
@@ -264,7 +266,8 @@ class SchedulerPlan:
     `longest_first`: of each head the tiles that see the most keys come first. stream_k deals out the last wave by tiles
     of keys, in at most `parts` parts of a tile of queries, where that saves at least `steps_saved` of them. dynamic
     draws tiles `slots` ahead, those of as many heads at a time as have K and V in `l2_mib` MiB; other warps are told
-    where a tile lies (`passes_coordinates`) or its number. `shuffles_coordinates`: see `footprint`.
+    where a tile lies (`passes_coordinates`) or its number, `loaders_told` warps that load among them.
+    `shuffles_coordinates`: see `footprint`.
     """
 
     kind: Scheduler
@@ -273,6 +276,7 @@ class SchedulerPlan:
     passes_coordinates: bool
     shuffles_coordinates: bool
     slots: int
+    loaders_told: int
     parts: int = tile_order.PARTS
     steps_saved: int = tile_order.STEPS_SAVED
     l2_mib: int = tile_order.BYTES_IN_L2 // 2**20
@@ -508,6 +512,7 @@ def _tile(spec: Forward) -> TilePlan:
         packed=packed,
         rows="PACKED_M" if packed else "TILE_M",
         positions="POSITIONS" if packed else "TILE_M",
+        head_tiles="heads_q // PACK_HEADS" if packed else "heads_q",
     )
 
 
@@ -533,7 +538,15 @@ def _scheduler(spec: Forward) -> SchedulerPlan:
     longest_first = isinstance(spec.mask, CausalMask) and not footprint.persistent(spec)
     shuffles = footprint.shuffles_coordinates(spec)
     passes, slots = footprint.passes_coordinates(spec), footprint.tile_slots(spec)
-    return SchedulerPlan(spec.scheduler, footprint.persistent(spec), longest_first, passes, shuffles, slots)
+    return SchedulerPlan(
+        spec.scheduler,
+        footprint.persistent(spec),
+        longest_first,
+        passes,
+        shuffles,
+        slots,
+        1 + footprint.packed_sequences(spec),
+    )
 
 
 def _arguments(spec: Forward) -> ArgumentsPlan:

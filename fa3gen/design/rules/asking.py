@@ -113,7 +113,9 @@ def _schedule(spec: Forward) -> Iterable[Answer]:
 def _scheduler(spec: Forward) -> Iterable[Answer]:
     yield schedules.scheduler_schedule.ask(spec.scheduler, spec.schedule.kind)
     yield schedules.grid_loads.ask(spec.scheduler, footprint.overlapped(spec), footprint.q_stages(spec))
-    yield schedules.stream_k_ctas.ask(spec.scheduler, spec.tile.ctas_per_sm)
+    yield schedules.persistent_ctas.ask(spec.scheduler, spec.problem.layout, spec.tile.ctas_per_sm)
+    yield schedules.packed_overlap.ask(spec.problem.layout, footprint.overlapped(spec))
+    yield schedules.packed_output.ask(spec.problem.layout, spec.outputs.lse, spec.o_dtype, spec.problem.dtype)
     yield schedules.packed_scheduler.ask(spec.problem.layout, spec.scheduler)
     yield schedules.scheduler_mask.ask(spec.scheduler, spec.mask.kind)
     yield output.output_dtype.ask(spec.problem.dtype, spec.o_dtype)

@@ -89,13 +89,14 @@ def grid_loads(scheduler: str, overlap: bool, q_stages: int) -> Violation | None
 
 
 @rule(kind=GENERATOR, topic="q order")
-def stream_k_ctas(scheduler: str, ctas: int) -> Violation | None:
-    """The last wave of stream_k is dealt out to one CTA on each SM, and so is its scratch."""
-    if scheduler != "stream_k" or ctas == 1:
+def persistent_ctas(scheduler: str, layout: str, ctas: int) -> Violation | None:
+    """Of kernels whose CTAs take tile after tile, those for packed sequences may have several on an SM."""
+    if scheduler in ("single_tile", "grid") or layout == "packed" or ctas == 1:
         return None
     return Violation(
         "tile.ctas_per_sm",
-        f"stream_k deals out the last wave to a CTA on each SM, not {ctas}; use ctas_per_sm 1, or static or dynamic",
+        f"{scheduler} with layout {layout} is rendered for a CTA on each SM, not {ctas}; use ctas_per_sm 1, or "
+        "scheduler grid or single_tile",
     )
 
 
@@ -144,6 +145,25 @@ def packed_scheduler(layout: str, scheduler: str) -> Violation | None:
         f"{scheduler} takes tiles that are known when the kernel starts, and of {layout} sequences only the device "
         "knows the lengths; use dynamic with schedule warp_specialized or ping_pong (extend k5 or k6), or layout dense",
     )
+
+
+@rule(kind=GENERATOR, topic="schedule")
+def packed_overlap(layout: str, overlap: bool) -> Violation | None:
+    """Consumers of packed sequences are rendered with products beside the softmax, which is faster."""
+    if layout == "dense" or overlap:
+        return None
+    return Violation(
+        "schedule.overlap", f"layout {layout} is rendered with overlap: true only; use that, or layout dense"
+    )
+
+
+@rule(kind=GENERATOR, topic="output")
+def packed_output(layout: str, lse: bool, o_dtype: str, dtype: str) -> Violation | None:
+    """O of packed sequences is in the dtype of q, and LSE can be asked for, as engines do."""
+    if layout == "dense" or (lse and o_dtype == dtype):
+        return None
+    field, needed = ("outputs.lse", "true") if not lse else ("o.dtype", dtype)
+    return Violation(field, f"layout {layout} is rendered with {field}: {needed} only; use that, or layout dense")
 
 
 @rule(kind=GENERATOR, topic="softmax")
