@@ -13,6 +13,7 @@ from fa3gen.base.errors import UserError
 from fa3gen.cli import app
 from fa3gen.design.family import Family, PackedShape
 from fa3gen.design.workspace import Workspace
+from fa3gen.measure import packed_cells
 from fa3gen.records import dispatch_table, packed_records
 from fa3gen.records.packed_records import PackedProblem, PackedRecord
 from fa3gen.run import dispatch
@@ -74,6 +75,18 @@ def test_a_record_holds_modules_that_can_serve_its_problem() -> None:
         spoilt["results"] += [result.model_dump() for result in record([9], {stem: 1.0}).results]
         with pytest.raises(ValueError, match=message):
             PackedRecord.model_validate(spoilt)
+
+
+def test_the_cells_that_are_measured() -> None:
+    """Each with all committed modules that can serve it; a record of these is sound."""
+    cells = {problem.label: {variant.stem for variant in able} for problem, able in packed_cells.cells(CHECKOUT)}
+    assert cells["bf16 d128 causal packed chat16k, heads 32/8"] >= {D128, PACK4}
+    assert PACK4 not in cells["bf16 d128 causal packed chat16k, heads 16"]
+    assert cells["bf16 d64 causal packed documents64k, heads 16"] >= {D64, SHORT}
+    committed = {stem for stem in CHECKOUT.generated_dir.glob("fwd_packed*.py") if "window" not in stem.stem}
+    assert {path.stem for path in committed} == set().union(*cells.values())
+    sizes = {name: (len(lengths), sum(lengths), max(lengths)) for name, lengths in packed_cells.LENGTHS.items()}
+    assert sizes == {"chat16k": (58, 16384, 1358), "chat64k": (51, 65536, 6349), "documents64k": (7, 65536, 30308)}
 
 
 def test_rows_by_mean_length() -> None:

@@ -1,0 +1,55 @@
+"""The cells that modules for packed sequences are measured at: lists of lengths, heads, masks.
+
+tests/gpu/packed_cells.py measures them on a GPU; `fa3gen.records.packed_records` keeps what it found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from fa3gen.design.family import Family, PackedShape
+from fa3gen.design.workspace import Workspace
+from fa3gen.records.packed_records import PackedProblem
+from fa3gen.spec.model import Forward
+from fa3gen.spec.specfile import Variant, attention_among
+
+# Requests as a chat server packs them, many short ones and few long ones, 16,384 and 65,536 tokens in all; and documents
+# as they are packed for training.
+LENGTHS = {
+    "chat16k": (
+        *(217, 385, 327, 75, 85, 153, 142, 365, 653, 160, 60, 92, 422, 324, 127, 488, 150, 270, 1358, 118, 409, 493),
+        *(178, 104, 780, 698, 630, 376, 266, 600, 176, 76, 167, 140, 80, 92, 577, 167, 45, 156, 134, 361, 80, 188, 319),
+        *(399, 227, 56, 175, 231, 114, 368, 166, 236, 270, 215, 549, 115),
+    ),
+    "chat64k": (
+        *(749, 5270, 4436, 390, 879, 498, 4631, 291, 556, 254, 208, 2505, 2114, 400, 388, 4781, 1921, 2275, 1467, 191),
+        *(2336, 40, 1063, 355, 419, 1299, 315, 1325, 407, 265, 369, 461, 2685, 157, 703, 726, 625, 267, 1533, 400),
+        *(1040, 175, 409, 1644, 1041, 2197, 994, 744, 597, 392, 6349),
+    ),
+    "documents64k": (15087, 30308, 11024, 2105, 2515, 916, 3581),
+}
+
+# Query heads and heads of k and v, by head dim: of their own, and in the groups that models of this head dim have.
+HEADS = {64: ((16, 16), (64, 8)), 128: ((16, 16), (32, 8)), 256: ((8, 8), (16, 4))}
+
+
+def packed_modules(workspace: Workspace) -> Iterator[Variant[Forward]]:
+    """The rendered modules for packed sequences, without a window, with v as wide as k."""
+    for file in workspace.load_all():
+        for variant in attention_among(file.variants):
+            problem = variant.spec.problem
+            served = problem.layout == "packed" and problem.head_dim in HEADS and problem.v_dim == problem.head_dim
+            if served and variant.spec.mask.kind != "window" and workspace.module_path(variant.stem).is_file():
+                yield variant
+
+
+def cells(workspace: Workspace) -> Iterator[tuple[PackedProblem, list[Variant[Forward]]]]:
+    """Each cell with the modules that can serve it, those of a group of heads among them."""
+    families: dict[Family, list[Variant[Forward]]] = {}
+    for variant in packed_modules(workspace):
+        families.setdefault(Family.of(variant.spec), []).append(variant)
+    for family, variants in families.items():
+        for heads in HEADS[family.head_dim]:
+            able = [variant for variant in variants if heads[0] // heads[1] % variant.spec.tile.pack_heads == 0]
+            for name, lengths in LENGTHS.items():
+                yield PackedProblem.of(family, name, PackedShape(lengths, lengths, *heads)), able
