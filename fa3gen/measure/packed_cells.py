@@ -13,8 +13,8 @@ from fa3gen.records.packed_records import PackedProblem
 from fa3gen.spec.model import Forward
 from fa3gen.spec.specfile import Variant, attention_among
 
-# Requests as a chat server packs them, many short ones and few long ones, 16,384 and 65,536 tokens in all; and documents
-# as they are packed for training.
+# Requests as a chat server packs them, many short ones and few long ones, 16,384 and 65,536 tokens in all; and
+# documents as they are packed for training.
 LENGTHS = {
     "chat16k": (
         *(217, 385, 327, 75, 85, 153, 142, 365, 653, 160, 60, 92, 422, 324, 127, 488, 150, 270, 1358, 118, 409, 493),
