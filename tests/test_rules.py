@@ -818,8 +818,7 @@ def test_rescale_overlap() -> None:
     )
 
 
-def test_packed_sequences() -> None:
-    """Tiles are drawn, products run beside the softmax, O is in q's dtype and LSE can be asked for."""
+def test_packed_scheduler() -> None:
     assert schedules.packed_scheduler("packed", "dynamic") is None
     assert schedules.packed_scheduler("dense", "static") is None
     assert schedules.packed_scheduler("packed", "static") == Violation(
@@ -827,10 +826,16 @@ def test_packed_sequences() -> None:
         "static takes tiles that are known when the kernel starts, and of packed sequences only the device knows the "
         "lengths; use dynamic with schedule warp_specialized or ping_pong (extend k5 or k6), or layout dense",
     )
+
+
+def test_packed_overlap() -> None:
     assert schedules.packed_overlap("packed", True) is schedules.packed_overlap("dense", False) is None
     assert schedules.packed_overlap("packed", False) == Violation(
         "schedule.overlap", "layout packed is rendered with overlap: true only; use that, or layout dense"
     )
+
+
+def test_packed_output() -> None:
     assert schedules.packed_output("packed", True, "bf16", "bf16") is None
     assert schedules.packed_output("dense", False, "fp32", "bf16") is None
     assert schedules.packed_output("packed", False, "bf16", "bf16") == Violation(
