@@ -6,9 +6,10 @@ Names, order, defaults and what is returned are those of hopper/flash_attn_inter
 comes behind them, by keyword only: `out`, a tensor to write O to, and `s_aux`, attention sinks.
 
 Served are the forward of bfloat16 and float16 tensors that need no gradient: dense, packed with offsets (varlen), and a
-contiguous cache, each with lengths on the device, causal, and with the windows that there are modules for. Whatever
-else is asked for raises NotImplementedError, which names the argument and what to do instead. Where there is no module
-for the head dim or window, NoKernel says how to make one.
+contiguous cache, each with lengths on the device, causal, and with the windows that there are modules for; with sinks
+and a cap of the scores where all sequences are dense. Whatever else is asked for raises NotImplementedError, which
+names the argument and what to do instead. Where there is no module for the head dim, window, sinks or cap, NoKernel
+says how to make one.
 
 Accepted and ignored, since they change no result: `pack_gqa` (fa3gen chooses), `sm_margin` (all SMs are used),
 `deterministic` (it concerns the backward; the forward always is), `scheduler_metadata` (the modules keep their own
@@ -72,20 +73,32 @@ def flash_attn_func(
         causal: Query i sees keys j <= i + seq_k - seq_q.
         window_size: (left, right) of that diagonal, -1 for any number; with `causal`, none on the right.
         return_attn_probs: Return (O, LSE), LSE (batch, heads_q, seq_q) float32.
+        softcap: Scores become softcap tanh(softmax_scale S / softcap) before the mask; 0.0 for no cap.
         out: (batch, seq_q, heads_q, d_v) of q's dtype to write O to.
-        qv, q_descale, k_descale, v_descale, attention_chunk, softcap, num_splits, s_aux: Not served but by default.
+        s_aux: (heads_q,), bfloat16 or float32, `sinks` of `fa3gen.attention`, as messages call it.
+        qv, q_descale, k_descale, v_descale, attention_chunk, num_splits: Not served but by default.
         pack_gqa, deterministic, sm_margin: Ignored.
 
     Returns:
-        O, (batch, seq_q, heads_q, d_v), or (O, LSE). A row with no visible key has O = 0 and LSE = -inf.
+        O, (batch, seq_q, heads_q, d_v), or (O, LSE). A row with no visible key has O = 0 and LSE = -inf, or its sink.
     """
-    scales = q_descale, k_descale, v_descale
-    _check_served(qv, scales, chunk=attention_chunk, softcap=softcap, num_splits=num_splits, s_aux=s_aux)
+    _check_served(qv, (q_descale, k_descale, v_descale), chunk=attention_chunk, num_splits=num_splits)
     q, k, v = _contiguous_rows(q), _contiguous_rows(k), _contiguous_rows(v)
     window = None
     if window_size != NO_WINDOW:
         causal, window = _mask(causal, window_size, q.shape[1], k.shape[1])
-    return attention(q, k, v, causal=causal, window=window, scale=softmax_scale, out=out, return_lse=return_attn_probs)
+    return attention(
+        q,
+        k,
+        v,
+        causal=causal,
+        window=window,
+        sinks=s_aux,
+        softcap=softcap or None,
+        scale=softmax_scale,
+        out=out,
+        return_lse=return_attn_probs,
+    )
 
 
 def flash_attn_varlen_func(
@@ -128,13 +141,14 @@ def flash_attn_varlen_func(
         window_size: As for `flash_attn_func`, by the lengths of each sequence.
         return_attn_probs: Return (O, LSE), LSE (heads_q, total_q) float32.
         out: (total_q, heads_q, d_v) of q's dtype to write O to.
+        softcap, s_aux: Not served but by default.
         softmax_scale, causal, and all others: As for `flash_attn_func`.
 
     Returns:
         O, (total_q, heads_q, d_v), or (O, LSE). Rows that are in no sequence are not written.
     """
-    scales = q_descale, k_descale, v_descale
-    _check_served(qv, scales, chunk=attention_chunk, softcap=softcap, num_splits=num_splits, s_aux=s_aux)
+    _check_served(qv, (q_descale, k_descale, v_descale), chunk=attention_chunk, num_splits=num_splits)
+    _refuse(softcap=softcap or None, s_aux=s_aux)
     window = None
     if window_size != NO_WINDOW:
         causal, window = _mask(causal, window_size, max_seqlen_q, max_seqlen_k)
@@ -207,15 +221,15 @@ def flash_attn_with_kvcache(
             (batch, heads_q, seq_q), or (heads_q, total_q).
         out: Tensor of O's shape and q's dtype to write O to, contiguous where it is (batch, seq_q, ..).
         k, v, qv, rotary_cos, rotary_sin, rotary_seqlens, cache_batch_idx, page_table, q_descale, k_descale, v_descale,
-            attention_chunk, softcap, num_splits, s_aux: Not served but by default.
+            attention_chunk, num_splits: Not served but by default.
+        softcap, s_aux: As for `flash_attn_func`, without cache_seqlens, cache_leftpad and cu_seqlens_q.
         cu_seqlens_k_new, rotary_interleaved, scheduler_metadata, pack_gqa, sm_margin: Ignored.
         softmax_scale, causal, window_size: As for `flash_attn_func`.
 
     Returns:
         O, (batch, seq_q, heads_q, d_v) or (total_q, heads_q, d_v); with return_softmax_lse, four tensors.
     """
-    scales = q_descale, k_descale, v_descale
-    _check_served(qv, scales, chunk=attention_chunk, softcap=softcap, num_splits=num_splits, s_aux=s_aux)
+    _check_served(qv, (q_descale, k_descale, v_descale), chunk=attention_chunk, num_splits=num_splits)
     _refuse(k=k, v=v, rotary_cos=rotary_cos, rotary_sin=rotary_sin, rotary_seqlens=rotary_seqlens)
     _refuse(cache_batch_idx=cache_batch_idx, page_table=page_table)
     if k_cache.stride(-1) != 1 or v_cache.stride(-1) != 1:
@@ -226,8 +240,9 @@ def flash_attn_with_kvcache(
     options: dict[str, Any] = {"causal": causal, "window": window, "scale": softmax_scale}
     options["return_lse"] = return_softmax_lse
     if cu_seqlens_q is None and cache_seqlens is None and cache_leftpad is None:
-        returned = attention(q, k_cache, v_cache, out=out, **options)
+        returned = attention(q, k_cache, v_cache, sinks=s_aux, softcap=softcap or None, out=out, **options)
     else:
+        _refuse(softcap=softcap or None, s_aux=s_aux)
         cache, begins, used = _cache_as_packed(k_cache, v_cache, cache_seqlens, cache_leftpad)
         options |= {"seqused_k": used, "max_seqlen_q": seq_q}
         if cu_seqlens_q is None:
@@ -312,9 +327,9 @@ _INSTEAD = {
     "k_descale": _FP8,
     "v_descale": _FP8,
     "attention_chunk": "cut the sequences at multiples of the chunk, by cu_seqlens_q and cu_seqlens_k",
-    "softcap": "pass 0.0: scores are not capped",
+    "softcap": "pass 0.0, or dense tensors of one length: scores of packed sequences are not capped",
     "num_splits": "pass 1, or 0, which compute the same: keys are not split",
-    "s_aux": "pass None: attention sinks are not served",
+    "s_aux": "pass None, or dense tensors of one length: packed sequences have no attention sinks",
     "k": _APPEND,
     "v": _APPEND,
     "rotary_cos": _ROTATE,
@@ -325,14 +340,12 @@ _INSTEAD = {
 }
 
 
-def _check_served(
-    qv: Any, scales: tuple[Any, Any, Any], *, chunk: int, softcap: float, num_splits: int, s_aux: Any
-) -> None:
+def _check_served(qv: Any, scales: tuple[Any, Any, Any], *, chunk: int, num_splits: int) -> None:
     """Raise NotImplementedError for the first of what no function serves; `scales` of q, k and v."""
-    if scales == _NO_SCALES and qv is s_aux is None and not chunk and not softcap and num_splits <= 1:
+    if scales == _NO_SCALES and qv is None and not chunk and num_splits <= 1:
         return
-    _refuse(qv=qv, **dict(zip(("q_descale", "k_descale", "v_descale"), scales, strict=True)), s_aux=s_aux)
-    _refuse(attention_chunk=chunk or None, softcap=softcap or None, num_splits=num_splits if num_splits > 1 else None)
+    _refuse(qv=qv, **dict(zip(("q_descale", "k_descale", "v_descale"), scales, strict=True)))
+    _refuse(attention_chunk=chunk or None, num_splits=num_splits if num_splits > 1 else None)
 
 
 def _refuse(**given: Any) -> None:

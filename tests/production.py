@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fa3gen.design.family import Family
 from fa3gen.design.masks import of_call, options_of_call, reach
 from fa3gen.hardware.dtypes import DTYPES
 from fa3gen.spec.model import Spec
@@ -63,6 +64,7 @@ class Problem:
 
         self.q, self.k, self.v = draw(seq_q, heads_q, dim), draw(seq_k, heads_kv, dim), draw(seq_k, heads_kv, v_dim)
         self.out_shape = (batch, seq_q, heads_q, v_dim)
+        self.keywords = keywords_of(spec, self.q)
 
     def attend(self, out: torch.Tensor | None = None) -> Attention:
         """Call the module on poisoned outputs; without an LSE output the result's LSE is empty."""
@@ -70,6 +72,7 @@ class Problem:
         if out is None:
             out = torch.full(self.out_shape, math.nan, dtype=DTYPES[self.spec.o_dtype].in_torch(), device=self.q.device)
         options: dict[str, Any] = {"return_lse": True} if self.spec.outputs.lse else {}
+        options |= self.keywords
         # What the allocator hands out next for an LSE is this, freed again at once.
         torch.full((batch, heads, seq_q), math.nan, dtype=torch.float32, device=self.q.device)
         try:
@@ -77,7 +80,12 @@ class Problem:
         except RuntimeError as error:
             raise_if_lost(self.q.device, error)
             raise
-        return Attention(*found) if options else Attention(out, torch.empty(0, device=out.device))
+        return Attention(*found) if self.spec.outputs.lse else Attention(out, torch.empty(0, device=out.device))
+
+
+def keywords_of(spec: Spec, q: torch.Tensor) -> dict[str, Any]:
+    """What a call of the module takes by name."""
+    return inputs.usual_keywords(Family.of(spec).keywords, q.shape[2], q.device)
 
 
 def differs(found: Attention, wanted: Attention) -> bool:
@@ -87,7 +95,7 @@ def differs(found: Attention, wanted: Attention) -> bool:
 
 def wrong_numbers(found: Attention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: Spec, lse: bool) -> str:
     """What is wrong with O and LSE of these tensors, against float64."""
-    expected = reference.attention(q, k, v, reach=reach(of_call(spec.mask)))
+    expected = reference.attention(q, k, v, reach=reach(of_call(spec.mask)), **keywords_of(spec, q))
     error = ((found.out.double() - expected.out).norm() / expected.out.norm()).item()
     if not error <= TOLERANCE:
         return f"O is off by {error:.3g}"

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from fa3gen.measure.bench import Bench, Cell, CellResult, Competitor, Result, Ru
 from fa3gen.measure.peers import Unavailable
 from fa3gen.run import gpu
 from fa3gen.spec.model import CausalMask, Forward, NoMask, Spec, WindowMask
-from fa3gen.verify import reference
+from fa3gen.verify import inputs, reference
 
 CPU = torch.device("cpu")
 MADE_UP = gpu.Environment("A made-up GPU", None, None, None, None, None, "3.12")
@@ -109,6 +110,37 @@ def test_a_module_that_packs_heads_says_why_it_is_not_timed() -> None:
     packed = spec.model_copy(update={"tile": spec.tile.model_copy(update={"pack_heads": 4})})
     with pytest.raises(Unavailable, match="packs 4 query heads of one kv head"):
         bench.module_competitor("x", packed, lambda: None).prepare(Cell(128, NoMask(), 512))
+
+
+def test_modules_with_sinks_or_a_cap_have_cells_of_their_own() -> None:
+    """With the arguments that their calls take, and without peers, which have none of these."""
+    stems = ("fwd_d64_causal", "fwd_d64_sink_causal", "fwd_d128_softcap_causal")
+    specs = [variants()[stem].spec for stem in stems]
+    plain, sunk, capped = cells = plan_cells(specs, seq_lens=[512])
+    assert [cell.family.keywords for cell in cells] == [(), ("sinks",), ("softcap",)]
+    asked: list[dict[str, Any]] = []
+    module = SimpleNamespace(attention=lambda q, k, v, **options: asked.append(options))
+    for spec, own in zip(specs, cells, strict=True):
+        found = module_competitor("x", spec, lambda: module)
+        assert [found.serves(cell) for cell in cells] == [cell == own for cell in cells]
+        q = torch.zeros(1, 2, 3, spec.problem.head_dim)
+        found.prepare(own)(q, q, q)
+        assert set(asked[-1]) == set(own.family.keywords)
+    assert asked[1]["sinks"].shape == (3,) and asked[2]["softcap"] > 0
+    for peer in bench.peer_competitors():
+        assert [peer.serves(cell) for cell in cells] == [True, False, False]
+    titles = [
+        title for title, _ in bench_report.panels(Bench(MADE_UP, tuple(CellResult(c, (), NOTHING) for c in cells)))
+    ]
+    assert titles == [
+        "bf16, head dim 64, causal",
+        "bf16, head dim 64, causal, sinks",
+        "bf16, head dim 128, causal, softcap",
+    ]
+    q, k, v = (torch.randn(1, 70, 3, 64, generator=torch.Generator().manual_seed(1)) for _ in range(3))
+    named = inputs.usual_keywords(("sinks", "softcap"), 3, CPU)
+    wanted = reference.attention(q, k, v, reach=reach(CausalMask()), **named).out[:, -64:].float()
+    torch.testing.assert_close(bench.last_rows(CausalMask(), (q, k, v), tuple(named)), wanted, rtol=1e-4, atol=1e-5)
 
 
 def test_the_grid_can_be_narrowed() -> None:

@@ -226,12 +226,17 @@ def test_ptx_ignores_comments_and_debug_lines_and_keeps_kernels_apart() -> None:
 .visible .entry second()
 {
     bar.sync 0;
+    tanh.approx.f32 %f1, %f2;
     ret;
 }
 """
     first, second = parse_ptx(text)
     assert (first.name, first.threads, first.facts) == ("first", 256, PtxFacts(instructions=2, ex2=1))
-    assert (second.name, second.threads, second.facts) == ("second", None, PtxFacts(instructions=2, bar_syncs=1))
+    assert (second.name, second.threads, second.facts) == (
+        "second",
+        None,
+        PtxFacts(instructions=3, bar_syncs=1, tanh=1),
+    )
 
 
 # SASS

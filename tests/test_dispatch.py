@@ -50,10 +50,16 @@ class Problem:
     head_dim: int = 128
     head_dim_v: int = 128
     out_dtype: Any = None
+    sink: bool = False
+    softcap: bool = False
 
     @property
     def family(self) -> Family:
-        return Family(self.dtype, self.head_dim, self.head_dim_v, self.mask.spec_mask(), self.out_dtype)
+        return Family(
+            *(self.dtype, self.head_dim, self.head_dim_v, self.mask.spec_mask(), self.out_dtype),
+            sink=self.sink,
+            softcap=self.softcap,
+        )
 
     @property
     def label(self) -> str:
@@ -159,6 +165,22 @@ def test_modules_of_float32_o_have_rows_of_their_own() -> None:
     narrow, wide = dispatch_table.rows_from_records(records)
     assert (narrow.module, narrow.out_dtype, wide.module, wide.out_dtype) == ("narrow", None, "wide", "fp32")
     assert not narrow.serves(wide.family, Size(512, 1)) and not wide.serves(narrow.family, Size(512, 1))
+
+
+def test_modules_with_sinks_or_a_cap_have_rows_of_their_own(tmp_path: Path) -> None:
+    kinds: list[dict[str, Any]] = [{}, {"sink": True}, {"softcap": True}]
+    records = [record(512, {f"m{number}": 1.0}, **kind) for number, kind in enumerate(kinds)]
+    rows = dispatch_table.rows_from_records(records)
+    assert [(row.module, row.sink, row.softcap) for row in rows] == [
+        *[("m0", None, None), ("m1", True, None), ("m2", None, True)]
+    ]
+    for row in rows:
+        assert [other.module for other in rows if other.serves(row.family, Size(512, 1))] == [row.module]
+    text = dispatch_table.table_text(dispatch.Table(rows=rows))
+    assert text.count("  sink: true\n") == text.count("  softcap: true\n") == 1
+    path = tmp_path / "dispatch.yaml"
+    path.write_text(text)
+    assert dispatch.read_table(path).rows == rows
 
 
 def test_heads_that_are_packed_serve_some_groups_only() -> None:

@@ -64,6 +64,7 @@ UPSTREAM: dict[str, dict[str, Any]] = {
     "flash_attn_combine": {"out_partial": REQUIRED, "lse_partial": REQUIRED, "out": None, "out_dtype": None},
 }
 OURS = {"out": None, "s_aux": None}
+SINKS = torch.tensor([0.5, -1.0, 2.0, -torch.inf])  # of the heads of `dense_tensors`
 
 
 @pytest.fixture
@@ -137,6 +138,26 @@ def test_dense(modules: PackedModules) -> None:
     returned = fa3.flash_attn_func(q, k, v, pack_gqa=True, deterministic=True, sm_margin=8, num_splits=0, out=into)
     assert returned is into and into.equal(dense(q, k, v, None, None)[0])
     assert [family.layout for family, _, _ in modules.asked] == ["dense"] * 2
+
+
+@pytest.mark.parametrize("given", [{"softcap": 1.5}, {"s_aux": SINKS}, {"softcap": 1.5, "s_aux": SINKS}])
+def test_dense_sinks_and_caps(given: dict[str, Any], modules: PackedModules) -> None:
+    """Of `flash_attn_func`, and of a cache that is used whole."""
+    q, k, v = dense_tensors()
+    named = {"sinks" if name == "s_aux" else name: value for name, value in given.items()}
+    wanted, wanted_lse = dense(q, k, v, None, 0, **named)
+    assert not wanted_lse.equal(dense(q, k, v, None, 0)[1])
+    out, lse = fa3.flash_attn_func(q, k, v, causal=True, return_attn_probs=True, **given)
+    assert out.equal(wanted) and lse.equal(wanted_lse)
+    out, lse, *_ = fa3.flash_attn_with_kvcache(q, k, v, causal=True, return_softmax_lse=True, **given)
+    assert out.equal(wanted) and lse.equal(wanted_lse)
+    assert {family.keywords for family, _, _ in modules.asked} == {tuple(named)[::-1]}
+
+
+@pytest.mark.parametrize(("given", "named"), [({"softcap": 1.5}, "softcap"), ({"s_aux": SINKS}, "sinks")])
+def test_where_no_module_has_sinks_or_a_cap(given: dict[str, Any], named: str) -> None:
+    with pytest.raises(dispatch.NoKernel, match=f"computes bf16, head dim 64, no mask, {named};.* --from"):
+        fa3.flash_attn_func(*dense_tensors(), **given)
 
 
 def test_rows_that_are_not_contiguous_are_copied_as_upstream_does(modules: PackedModules) -> None:
@@ -345,19 +366,23 @@ def test_combine_merges_parts_of_the_keys() -> None:
 # What is not served
 
 TENSOR = torch.zeros(2)
-EVERYWHERE = {"qv": TENSOR, "q_descale": TENSOR, "k_descale": TENSOR, "v_descale": TENSOR, "s_aux": TENSOR}
-EVERYWHERE |= {"attention_chunk": 64, "softcap": 30.0, "num_splits": 2}
+EVERYWHERE = {"qv": TENSOR, "q_descale": TENSOR, "k_descale": TENSOR, "v_descale": TENSOR}
+EVERYWHERE |= {"attention_chunk": 64, "num_splits": 2}
+OF_PACKED = {"softcap": 30.0, "s_aux": TENSOR}
 OF_A_CACHE = dict.fromkeys(("k", "v", "rotary_cos", "rotary_sin", "rotary_seqlens"), TENSOR)
 OF_A_CACHE |= {"cache_batch_idx": TENSOR, "page_table": TENSOR}
 
 
-@pytest.mark.parametrize(("name", "value"), [*EVERYWHERE.items(), *OF_A_CACHE.items()])
+@pytest.mark.parametrize(("name", "value"), [*EVERYWHERE.items(), *OF_PACKED.items(), *OF_A_CACHE.items()])
 def test_what_is_not_served_names_the_argument_and_the_way_out(name: str, value: Any, modules: PackedModules) -> None:
     q, k, v = dense_tensors()
     used = torch.tensor([9, 9], dtype=torch.int32)
-    functions: list[Callable[..., Any]] = [lambda **given: fa3.flash_attn_with_kvcache(q, k, v, **given)]
+    functions: list[Callable[..., Any]] = [
+        lambda **given: fa3.flash_attn_with_kvcache(q, k, v, cache_seqlens=used, **given)
+    ]
     if name in EVERYWHERE:
         functions.append(lambda **given: fa3.flash_attn_func(q, k, v, **given))
+    if name in EVERYWHERE or name in OF_PACKED:
         functions.append(lambda **given: fa3.flash_attn_varlen_func(q[0], k[0], v[0], used, used, 9, 9, **given))
     said = r"a tensor of shape \(2,\)" if value is TENSOR else value
     for function in functions:
@@ -367,7 +392,7 @@ def test_what_is_not_served_names_the_argument_and_the_way_out(name: str, value:
 
 
 def test_every_refusal_is_tested() -> None:
-    assert {*EVERYWHERE, *OF_A_CACHE} == set(fa3._INSTEAD)
+    assert {*EVERYWHERE, *OF_PACKED, *OF_A_CACHE} == set(fa3._INSTEAD)
 
 
 def test_gradients_are_refused_with_the_way_out() -> None:

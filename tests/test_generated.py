@@ -406,6 +406,12 @@ def checks(stem: str) -> str:
     return text[text.index("# What the compiled function lets pass") : text.index("    gpu = q.get_device()")]
 
 
+def text_of_cap_check(stem: str) -> str:
+    """How a module checks the cap of the scores."""
+    text = checks(stem)
+    return text[text.index("    if not (isinstance(softcap") : text.index("    if torch.is_grad_enabled()")]
+
+
 def allocating(stem: str) -> str:
     """How the module makes a new tensor."""
     text = source(stem)
@@ -427,9 +433,17 @@ def after_asking(stem: str) -> str:
 def test_all_modules_check_alike() -> None:
     """What is tested here on few modules holds for all attention: checks are the same text."""
     packed = {stem for stem, plan in attention_plans().items() if plan.tile.packed}
-    assert packed == {PACKED, "fwd_d64_pack8_window"}
-    assert {checks(stem) for stem in set(attention_stems()) - packed} == {checks("k4_2_d64")}
-    assert {checks(stem) for stem in packed} == {checks(PACKED)} != {checks("k4_2_d64")}
+    assert packed == {PACKED, "fwd_d64_pack8_window", "fwd_d64_pack8_sink_window"}
+    scored = {stem for stem, plan in attention_plans().items() if plan.softmax.sink or plan.softmax.softcap}
+    assert {checks(stem) for stem in set(attention_stems()) - packed - scored} == {checks("k4_2_d64")}
+    assert {checks(stem) for stem in packed - scored} == {checks(PACKED)} != {checks("k4_2_d64")}
+    # Those with sinks or a cap check these as well, all alike.
+    sinks, cap = "    check_sinks(sinks, heads_q, q.device)\n", text_of_cap_check("fwd_d256_softcap_causal")
+    for stem in scored:
+        usual = checks(PACKED) if stem in packed else checks("k4_2_d64")
+        own = sinks * attention_plans()[stem].softmax.sink + cap * attention_plans()[stem].softmax.softcap
+        before, grad, after = usual.partition("    if torch.is_grad_enabled()")
+        assert checks(stem) == before + own + grad + after, stem
     for of in (allocating, asking):
         assert {of(stem) for stem in attention_stems()} == {of("k4_2_d64")}
     for kind in ("dynamic", "stream_k"):
@@ -454,6 +468,68 @@ def test_a_head_dim_of_its_own_for_v(stem: str, monkeypatch: pytest.MonkeyPatch)
     assert module.attention(q, **no_keys).shape == out.shape
     with pytest.raises(ValueError, match=r"v is \(2, 0, 2, 192\), .*; it needs to be \(\(2, 0, 2, 128\)"):
         module.attention(q, no_keys["k"], no_keys["k"])
+
+
+SUNK, BOTH = "fwd_d64_sink_causal", "k4_sink_softcap_window_d64_window200_70"
+
+
+def test_sinks_go_to_the_kernel_as_16_bit_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    module = fa3gen.load(BOTH)
+    pretend_hopper(module, monkeypatch)
+    for dtype in (torch.float32, torch.bfloat16):
+        launch = Launch()
+        monkeypatch.setattr(module, "compile_for_sm90a", lambda launch=launch: launch)
+        sinks = torch.tensor([1.5, -2.0, 0.0, 3.0], dtype=dtype)
+        module.attention(**arguments(), sinks=sinks, softcap=30)
+        words, softcap, scale = launch.arguments[-3:]
+        assert (words.dtype, words.numel()) == (torch.int16, 2 * sinks.itemsize)
+        assert words.data_ptr() == sinks.data_ptr() and (softcap, scale) == (30, 0.125)
+
+
+@pytest.mark.parametrize(
+    ("sinks", "error", "message"),
+    [
+        ([1.0] * 4, TypeError, "sinks is a list; it needs to be a torch.Tensor"),
+        (
+            torch.zeros(3),
+            ValueError,
+            r"sinks is \(3,\), .*; it needs to be \(4,\), bfloat16 or float32, contiguous, on cpu",
+        ),
+        (torch.zeros(4, 1), ValueError, r"sinks is \(4, 1\)"),
+        (torch.zeros(8)[::2], ValueError, r"strides \(2,\)"),
+        (torch.zeros(4).half(), ValueError, "torch.float16"),
+        (torch.zeros(4, device="meta"), ValueError, "on meta"),
+        (torch.zeros(4, requires_grad=True), ValueError, "sinks requires grad"),
+    ],
+)
+def test_sinks_that_are_none(sinks: Any, error: type[Exception], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    module = fa3gen.load(SUNK)
+    pretend_hopper(module, monkeypatch)
+    with pytest.raises(error, match=message):
+        module.attention(**arguments(), sinks=sinks)
+
+
+def test_sinks_where_nothing_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without keys LSE is the sink of each row's head, also where nobody asked for it."""
+    monkeypatch.chdir(ROOT)
+    module = fa3gen.load(SUNK)
+    pretend_hopper(module, monkeypatch)
+    empty, sinks = tensor(seq=0, heads=2), torch.tensor([1.5, -2.0, -math.inf, 3.0])
+    out, lse = module.attention(tensor(), empty, empty, sinks=sinks, return_lse=True)
+    assert (out == 0).all() and lse.equal(sinks[None, :, None].expand(2, 4, 5))
+    assert (module.attention(tensor(), empty, empty, sinks=sinks) == 0).all()
+
+
+@pytest.mark.parametrize("softcap", [0.0, -1.0, math.inf, math.nan, None, "50"])
+def test_caps_that_are_none(softcap: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    module = fa3gen.load("fwd_d128_softcap_causal")
+    pretend_hopper(module, monkeypatch)
+    q, k = tensor(dim=128), tensor(seq=7, heads=2, dim=128)
+    with pytest.raises(ValueError, match="softcap is .*; it needs to be a finite and positive number"):
+        module.attention(q, k, k, softcap=softcap)
 
 
 def test_checks_of_packed_heads(monkeypatch: pytest.MonkeyPatch) -> None:

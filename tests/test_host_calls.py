@@ -91,6 +91,22 @@ def test_a_module_is_called_in_every_way_that_it_has(clock: Clock) -> None:
     assert full.generated and full.reason is None
 
 
+def test_calls_with_sinks_or_a_cap_have_them(clock: Clock) -> None:
+    for stem, names in (("fwd_d64_sink_causal", {"sinks"}), ("fwd_d128_softcap_causal", {"softcap"})):
+        asked: list[set[str]] = []
+
+        def attention(q: Any, k: Any, v: Any, **options: Any) -> None:
+            asked.append(set(options) - {"out", "return_lse"})  # noqa: B023
+            clock.takes("own", 5.0)
+
+        spec = spec_of(stem)
+        own = host_calls.module_callee(stem, spec, lambda: SimpleNamespace(attention=attention))
+        found = host_calls.callees(Problem.of(spec), [own])
+        assert [callee.name for callee in found] == [stem, "fa3gen.attention"]  # peers have no such arguments
+        (row,) = host_calls.measure([own], Problem.of(spec).tensors(CPU), unnoticed)
+        assert row.microseconds and all(each == names for each in asked)
+
+
 def test_heads_that_are_packed_come_in_groups() -> None:
     problem = Problem.of(spec_of("fwd_d128_pack4_causal"))
     q, k, v = problem.tensors(CPU)

@@ -68,6 +68,26 @@ def test_the_arguments_of_a_launch_in_order() -> None:
     assert names("fwd_d128") == ["q", "k", "v", "out", "lse", "num_sms", "flags", "parts", "scale"]
 
 
+def test_sinks_and_the_cap_stand_before_what_is_scheduled() -> None:
+    assert names("fwd_d64_sink_causal") == ["q", "k", "v", "out", "lse", "sinks", "num_sms", "counter", "scale"]
+    both = "k4_sink_softcap_window_d64_window200_70"
+    assert names(both) == ["q", "k", "v", "out", "lse", "sinks", "softcap", "scale"]
+    operation = operation_of(variants()[both].spec)
+    assert [str(tensor) for tensor in operation.inputs] == ["q", "k", "v"]
+    assert [str(tensor) for tensor in operation.given] == ["q", "k", "v", "out"]
+    assert operation.tensor("sinks").sizes(SHAPE) == (8,)
+
+
+def test_a_family_tells_modules_with_sinks_or_a_cap_apart() -> None:
+    plain, sunk, capped = (
+        Family.of(variants()[stem].spec)
+        for stem in ("fwd_d64_causal", "fwd_d64_sink_causal", "fwd_d256_softcap_causal")
+    )
+    assert sunk == plain._replace(sink=True) and sunk.keywords == ("sinks",) and plain.keywords == ()
+    assert (sunk.label, capped.label) == ("bf16_d64_causal_sink", "bf16_d256_causal_softcap")
+    assert str(sunk) == "bf16, head dim 64, causal, sinks" and str(capped) == "bf16, head dim 256, causal, softcap"
+
+
 def test_shapes_and_dtypes_of_tensors() -> None:
     operation = operation_of(variants()["fwd_d192_128"].spec)
     assert {tensor.name: (tensor.sizes(SHAPE), tensor.dtype.name) for tensor in operation.tensors} == {

@@ -5,6 +5,7 @@ The modules are stood in for by functions that compute the reference; that gener
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -50,16 +51,16 @@ class Modules:
         return Choice(stem, Path(f"{stem}.py"), variant.spec, variant.source, None, "made up", size=size, around=around)
 
     def module_at(self, path: Path) -> Any:
-        def attention(q: Any, k: Any, v: Any, *, scale: Any = None, out: Any = None, return_lse: bool = False) -> Any:
+        def attention(q: Any, k: Any, v: Any, **options: Any) -> Any:
             self.calls.append(path.stem)
-            return expected(q, k, v, scale=scale, out=out, return_lse=return_lse)
+            return expected(q, k, v, **options)
 
         return SimpleNamespace(attention=attention)
 
 
-def expected(q: Any, k: Any, v: Any, *, scale: Any = None, out: Any = None, return_lse: bool = False) -> Any:
+def expected(q: Any, k: Any, v: Any, *, out: Any = None, return_lse: bool = False, **options: Any) -> Any:
     found = reference.attention(
-        q, k, v, reach=reach(dispatch.mask_of(True, None)), scale=scale, compute_dtype=torch.float32
+        q, k, v, reach=reach(dispatch.mask_of(True, None)), **options, compute_dtype=torch.float32
     )
     rounded = found.out.to(q.dtype)
     out = rounded if out is None else out.copy_(rounded)
@@ -196,6 +197,70 @@ def test_dependent_launch_is_asked_of_modules_that_know_it(eager: Modules, monke
     for options in ({}, {"enable_pdl": False}, {"enable_pdl": True}):
         assert fa3gen.attention(q, k, v, **options).equal(expected(q, k, v))
     assert asked == [False, False, True]
+
+
+SCORES: list[dict[str, Any]] = [
+    {"sinks": torch.tensor([0.5, -1.0, 2.0, -math.inf])},
+    {"softcap": 2.0},
+    {"sinks": torch.tensor([0.5, -1.0, 2.0, 0.0]).bfloat16(), "softcap": 2.0},
+]
+
+
+@pytest.mark.parametrize("options", SCORES, ids=["sinks", "softcap", "both"])
+@pytest.mark.parametrize("way", ["eager", "modules"])
+def test_sinks_and_softcap_have_modules_of_their_own(
+    way: str, options: dict[str, Any], request: pytest.FixtureRequest
+) -> None:
+    modules: Modules = request.getfixturevalue(way)
+    q, k, v = tensors()
+    wanted, wanted_lse = expected(q, k, v, **options, return_lse=True)
+    assert not wanted.equal(expected(q, k, v))
+    for _ in range(2):
+        out, lse = call(q, k, v, **options, return_lse=True)
+        assert out.equal(wanted) and lse.equal(wanted_lse)
+        assert call(q, k, v, **options, out=torch.empty_like(q)).equal(wanted)
+        assert call(q, k, v).equal(expected(q, k, v))
+    families = [family for family, _, _ in modules.asked]
+    assert [family.keywords for family in families] == [tuple(options), tuple(options), ()]
+
+
+@pytest.mark.parametrize("options", SCORES, ids=["sinks", "softcap", "both"])
+def test_sinks_and_softcap_compiled_in_one_graph(modules: Modules, options: dict[str, Any]) -> None:
+    q, k, v = tensors()
+    compiled = torch.compile(lambda: call(q, k, v, **options, return_lse=True), fullgraph=True, backend="aot_eager")
+    out, lse = compiled()
+    wanted, wanted_lse = expected(q, k, v, **options, return_lse=True)
+    assert out.equal(wanted) and lse.equal(wanted_lse)
+    torch.library.opcheck(torch.ops.fa3gen.attention_forward.default, (q, k, v), {"causal": True, **options})
+
+
+@pytest.mark.parametrize("way", ["eager", "modules"])
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"sinks": [0.5] * 4}, TypeError, "sinks is a list; it needs to be a torch.Tensor"),
+        (
+            {"softcap": 0.0},
+            ValueError,
+            "softcap is 0.0; it needs to be a finite and positive number, or None for no cap",
+        ),
+        ({"softcap": math.inf}, ValueError, "softcap is inf; it needs to be"),
+    ],
+)
+def test_sinks_and_caps_without_sense(
+    way: str, options: dict[str, Any], error: type[Exception], message: str, request: pytest.FixtureRequest
+) -> None:
+    request.getfixturevalue(way)
+    with pytest.raises(error, match=message):
+        call(*tensors(), **options)
+
+
+def test_sinks_that_do_not_fit_show_when_a_model_is_traced(modules: Modules) -> None:
+    for sinks in (torch.zeros(3, device="meta"), torch.zeros(4, dtype=torch.float16, device="meta")):
+        with pytest.raises(RuntimeError, match=r"sinks is .*; it needs to be \(4,\), bfloat16 or float32"):
+            call(*tensors(device="meta"), sinks=sinks)
+    with pytest.raises(ValueError, match="sinks requires grad; this kernel is forward only"):
+        call(*tensors(), sinks=torch.zeros(4, requires_grad=True))
 
 
 @pytest.mark.parametrize("way", ["eager", "modules"])
@@ -388,6 +453,14 @@ def test_explain_needs_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "  for   7 keys, 8 tiles of 128 queries on 132 SMs, as on an H200" in str(why)
     with pytest.raises(NoKernel, match="no generated module computes fp16, head dim 64, window"):
         fa3gen.attention.explain(q, k, v, window=(300, 0))
+    with pytest.raises(
+        NoKernel,
+        match=r"computes fp16, head dim 64, no mask, sinks, softcap; .*--from \w+, write "
+        r"`softmax: \{sink: true, softcap: true\}`, `problem:",
+    ):
+        fa3gen.attention.explain(q, k, v, sinks=torch.zeros(4), softcap=50.0)
+    brain = [tensor.bfloat16() for tensor in (q, k, v)]
+    assert fa3gen.attention.explain(*brain, causal=True, sinks=torch.zeros(4)).stem == "fwd_d64_sink_causal"
 
 
 def test_the_package_has_no_other_late_names() -> None:

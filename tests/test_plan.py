@@ -392,8 +392,9 @@ def test_arguments_of_specialised_kernels() -> None:
     )
     assert (one.schedule, plain.schedule) == (("mQ", "mK"), ("mQ", "mK", "num_tiles"))
     assert ", ".join(full.schedule) == "mQ, mK, num_tiles, counter, tile_ring, tiles"
-    assert ", ".join(full.outputs) == ", ".join(one.outputs) == "mO, mLSE, tma_O, sO"
-    assert ", ".join(plain.outputs) == "mO, mLSE"
+    rest = "scale_log2, work, schedule"
+    assert ", ".join(full.consume) == ", ".join(one.consume) == f"mO, mLSE, tma_O, sO, {rest}"
+    assert ", ".join(plain.consume) == f"mO, mLSE, {rest}"
     # A module that splits tiles has flags and parts, and says how much there is in one tuple.
     assert (
         ", ".join(map(str, split.launch))
@@ -402,7 +403,7 @@ def test_arguments_of_specialised_kernels() -> None:
     assert (
         ", ".join(map(str, split.kernel)) == f"mQ, mK, mVt, mO, mLSE, flags, parts, tma_Q, tma_K, tma_V, {scale}, tail"
     )
-    assert (", ".join(split.outputs), split.schedule) == ("mO, mLSE, scratch", ("mQ", "mK", "tail"))
+    assert (", ".join(split.consume), split.schedule) == (f"mO, mLSE, scratch, {rest}", ("mQ", "mK", "tail"))
     assert ", ".join(split.store_tile) == "mO, mLSE, work, acc_O, row_max, row_sum, scale_log2"
     no_lse = plan("fwd_d64_window_o_only").arguments
     assert ", ".join(map(str, no_lse.launch)) == "q, k, v, out, num_sms: cutlass.Int32, counter, scale: cutlass.Float32"
@@ -410,11 +411,20 @@ def test_arguments_of_specialised_kernels() -> None:
     alone = make_plan(changed("fwd_d256", schedule={"kind": "warp_specialized", "overlap": True})).arguments
     for name in ("multiply", "multiply_first"):
         assert getattr(split, name) == (*getattr(alone, name), "consumer")
+    # Sinks and caps go where the scale goes.
+    sunk, capped = (plan(stem).arguments for stem in ("fwd_d64_sink_causal", "fwd_d256_softcap_causal"))
+    number = "num_sms: cutlass.Int32, counter, scale: cutlass.Float32"
+    assert ", ".join(map(str, sunk.launch)) == f"q, k, v, out, lse, sinks, {number}"
+    assert ", ".join(map(str, capped.launch)) == f"q, k, v, out, lse, softcap: cutlass.Float32, {number}"
+    assert ", ".join(sunk.consume) == f"mO, mLSE, tma_O, sO, mSinks, {rest}"
+    assert ", ".join(capped.consume) == "mO, mLSE, scale_log2, cap_scale, work, schedule"
+    assert ", ".join(sunk.store_tile) == ("mO, mLSE, tma_O, sO, work, acc_O, row_max, row_sum, row_sink, scale_log2")
+    assert (sunk.factors, capped.factors) == (("scale * LOG2_E",), ("softcap * LOG2_E", "scale / softcap"))
     # What launch passes are the kernel's parameters, in their order.
     for stem in SPECIALIZED:
         found = plan(stem).arguments
-        passed = (*found.tensors, "scale_log2", *found.extent)
-        assert tuple(each.name for each in found.kernel) == passed
+        factors = dict(zip(found.factors, ("scale_log2", "cap_scale"), strict=False))
+        assert tuple(each.name for each in found.kernel) == tuple(factors.get(text, text) for text in found.kernel_call)
         assert [each.name for each in found.launch] == [
             argument.name for argument in operation_of(plan(stem).spec).arguments
         ]

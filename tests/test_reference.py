@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ import torch
 from fa3gen.design.masks import reach, visible_pairs
 from fa3gen.spec.model import CausalMask, Mask, NoMask, WindowMask
 from fa3gen.verify import reference
-from fa3gen.verify.reference import attention, same_precision
+from fa3gen.verify.reference import TANH_ERROR, attention, same_precision, tanh_slack
 
 MASKS = [NoMask(), CausalMask(), WindowMask(left=3, right=0), WindowMask(left=0, right=2), WindowMask(left=4, right=5)]
 LENGTHS = [(1, 1), (1, 9), (7, 7), (5, 12), (12, 5), (9, 1)]
@@ -96,3 +98,70 @@ def test_same_precision_of_a_row_without_keys_is_zero() -> None:
 def test_visible_pairs_counts_what_the_mask_shows(mask: Mask, seq_q: int, seq_k: int) -> None:
     expected = sum(sees(mask, i, j, seq_q, seq_k) for i in range(seq_q) for j in range(seq_k))
     assert visible_pairs(mask, seq_q=seq_q, seq_k=seq_k) == expected
+
+
+# Sinks and capped scores
+
+
+@pytest.mark.parametrize("mask", [NoMask(), CausalMask()], ids=str)
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_a_sink_is_one_more_score_without_a_value(mask: Mask, softcap: float | None) -> None:
+    """As a key whose score is the sink and whose value is zero. More queries than keys: some rows see none."""
+    q, k, v = draw(9, 7)
+    sinks = torch.tensor([0.5, -2.0, 4.0, -math.inf], dtype=torch.float64)
+    out, lse = attention(q, k, v, scale=1.3, reach=reach(mask), sinks=sinks, softcap=softcap)
+    for b, h, i in itertools.product(range(2), range(4), range(9)):
+        keys = [j for j in range(7) if sees(mask, i, j, 9, 7)]
+        scores = [1.3 * float(q[b, i, h] @ k[b, j, h // 2]) for j in keys]
+        if softcap is not None:
+            scores = [softcap * math.tanh(score / softcap) for score in scores]
+        total = sum(math.exp(score) for score in scores) + math.exp(sinks[h])
+        assert float(lse[b, h, i]) == pytest.approx(math.log(total) if total else -math.inf, rel=1e-12)
+        weights = zip(scores, keys, strict=True)
+        row = sum(
+            (math.exp(s) / total * v[b, j, h // 2] for s, j in weights), start=torch.zeros(8, dtype=torch.float64)
+        )
+        torch.testing.assert_close(out[b, i, h], row, rtol=1e-10, atol=1e-13)
+
+
+def test_sinks_at_the_ends_of_float32() -> None:
+    q, k, v = draw(9, 7)
+    sinks = torch.tensor([3e38, -3e38, -math.inf, 0.0])
+    out, lse = attention(q, k, v, reach=reach(CausalMask()), sinks=sinks)
+    plain = attention(q, k, v, reach=reach(CausalMask()))
+    assert torch.isfinite(out).all() and not lse.isnan().any()
+    assert (out[:, :, 0] == 0).all() and (lse[:, 0] == sinks[0].double()).all()
+    for head in (1, 2):
+        torch.testing.assert_close(out[:, :, head], plain.out[:, :, head], rtol=1e-12, atol=0)
+    # Rows 0 and 1 see no key.
+    assert (
+        (lse[:, 1, :2] == sinks[1].double()).all() and (lse[:, 2, :2] == -math.inf).all() and (lse[:, 3, :2] == 0).all()
+    )
+    torch.testing.assert_close(lse[:, 1:3, 2:], plain.lse[:, 1:3, 2:], rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("softcap", [15.0, 50.0])
+@pytest.mark.parametrize("sinks", [None, torch.tensor([1.0, 20.0, -math.inf, 0.0])], ids=["no sinks", "sinks"])
+def test_slack_holds_for_every_error_of_tanh_and_is_no_wider_than_it_must_be(
+    softcap: float, sinks: torch.Tensor | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    q, k, v = draw(12, 40, dim=16)
+    facts: dict[str, Any] = {"scale": 3.0, "reach": reach(CausalMask()), "sinks": sinks, "softcap": softcap}
+    exact, slack, right = attention(q, k, v, **facts), tanh_slack(q, k, v, **facts), torch.tanh
+    used = []
+    for seed in range(20):
+        generator = torch.Generator().manual_seed(seed)
+
+        def off(x: torch.Tensor, generator: torch.Generator = generator) -> torch.Tensor:
+            signs = torch.randint(2, x.shape, generator=generator) * 2.0 - 1
+            return right(x) * (1 + TANH_ERROR * signs)
+
+        monkeypatch.setattr(torch, "tanh", off)
+        found = attention(q, k, v, **facts)
+        monkeypatch.setattr(torch, "tanh", right)
+        seen = exact.lse.isfinite()
+        assert ((found.out - exact.out).abs() <= slack.out + 1e-12).all()
+        assert ((found.lse - exact.lse)[seen].abs() <= slack.lse[seen] + 1e-12).all()
+        rows = slack.out > 1e-9
+        used.append(((found.out - exact.out).abs()[rows] / slack.out[rows]).max().item())
+    assert 0.5 < max(used) <= 1

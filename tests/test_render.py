@@ -164,6 +164,8 @@ KNOBS: dict[str, tuple[str, dict[str, Any]]] = {
     "o_own_buffer_to_direct": ("fwd_d128", {"outputs": {"o": "direct"}}),
     "o_dtype_bf16_to_fp32": ("fwd_d256", {"o": {"dtype": "fp32"}}),
     "rescale_above_null_to_8": ("fwd_d128", {"softmax": {"rescale_above": 8}}),
+    "sink_false_to_true": ("fwd_d64_causal", {"softmax": {"sink": True}}),
+    "softcap_false_to_true": ("fwd_d256_causal", {"softmax": {"softcap": True}}),
     "head_dim_v_192_to_128_persistent": ("fwd_d192", {"problem": {"head_dim_v": 128}}),
     "schedule_ping_pong_to_warp_specialized_persistent": (
         "fwd_d64",
@@ -229,6 +231,8 @@ def test_golden_files_have_knobs() -> None:
             },
             "fwd_d96_causal",
         ),
+        ("fwd_d64_causal", {"softmax": {"sink": True}}, "fwd_d64_sink_causal"),
+        ("fwd_d128_causal", {"softmax": {"softcap": True}}, "fwd_d128_softcap_causal"),
     ],
 )
 def test_a_knob_gives_the_neighbour(stem: str, parts: dict[str, Any], other: str) -> None:

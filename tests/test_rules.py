@@ -869,6 +869,41 @@ def test_exp_before_wait() -> None:
     )
 
 
+def test_score_fields() -> None:
+    for kind, overlap in (("cooperative", False), ("ping_pong", True), ("warp_specialized", True)):
+        assert schedules.score_fields("softmax.sink", "wgmma", kind, overlap) is None
+    assert schedules.score_fields("softmax.sink", "scalar", "cooperative", False) == Violation(
+        "softmax.sink",
+        "softmax.sink needs wgmma for qk and pv, got pv scalar; leave it out, or extend k4_2",
+    )
+    assert schedules.score_fields("softmax.softcap", "wgmma", "ping_pong", False) == Violation(
+        "softmax.softcap",
+        "softmax.softcap is rendered with overlap: true only for ping_pong; use that, or leave it out",
+    )
+    sequential = {"kind": "warp_specialized", "overlap": False}
+    for field in ("sink", "softcap"):
+        assert list(violations(SCALAR, softmax={field: True})) == [f"softmax.{field}"]
+        assert list(violations(SPECIALIZED, schedule=sequential, softmax={field: True})) == [f"softmax.{field}"]
+        for base in (WGMMA, SPECIALIZED, PERSISTENT):
+            assert violations(base, softmax={field: True}) == {}
+
+
+def test_score_layout() -> None:
+    assert schedules.score_layout("softmax.sink", "dense") is None
+    assert schedules.score_layout("softmax.sink", "packed") == Violation(
+        "softmax.sink",
+        "softmax.sink is rendered for dense sequences only, not packed; leave it out, or use dense",
+    )
+
+
+def test_sink_lse() -> None:
+    assert output.sink_lse(True) is None
+    assert output.sink_lse(False) == Violation(
+        "outputs.lse", "a sink is rendered with LSE; use lse: true, or leave softmax.sink out"
+    )
+    assert list(violations(WGMMA, outputs={"lse": False}, softmax={"sink": True})) == ["outputs.lse"]
+
+
 def test_mask_end() -> None:
     assert schedules.mask_end("always", "causal", False) is None
     assert schedules.mask_end("when_cut", "none", True) is None

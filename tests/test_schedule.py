@@ -32,6 +32,8 @@ OF_RINGS = {
 CALLS = {
     "qk_product": ("product", "S"),
     "pv_product": ("product", "O"),
+    "cap_scores": ("cap", ""),
+    "read_sinks": ("read_sink", ""),
     "mask_scores": ("mask", ""),
     "mask_left_edge": ("mask", ""),
     "softmax_step": ("softmax", ""),

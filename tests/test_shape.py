@@ -73,12 +73,14 @@ def loads(node: ast.AST) -> Counter[str]:
 def test_size() -> None:
     """300 to 700 lines, to read in one sitting; 330 more for roles, work, timeline, slots of a specialised kernel.
 
-    A window that calls give takes 60 more: both edges, its arguments and their checks. Packed sequences take 230 more:
-    tensor maps that clip at each, a warp that finds tiles, offsets and lengths.
+    Sinks take 50 of their own, since they are read, checked and added, and a window that calls give takes 60: both
+    edges, its arguments and their checks. Packed sequences take 230 more: tensor maps that clip at each, a warp that
+    finds tiles, offsets and lengths.
     A GEMM has fewer than 500, a copy 200 to 320.
     """
     lines = {stem: len(source(stem).splitlines()) for stem in STEMS}
     most = {stem: 1030 if plans()[stem].schedule.specialized else 700 for stem in ATTENTION}
+    most = {stem: lines + 50 * plans()[stem].softmax.sink for stem, lines in most.items()}
     most |= {stem: lines + 60 for stem, lines in most.items() if plans()[stem].mask.given}
     most |= {stem: lines + 230 for stem, lines in most.items() if plans()[stem].problem.packed_sequences}
     assert {stem: lines[stem] for stem in ATTENTION if not 300 <= lines[stem] <= most[stem]} == {}
@@ -164,6 +166,9 @@ BY_SPEC: dict[str, Callable[[Plan], bool]] = {
     "wait_turn": lambda plan: plan.schedule.ping_pong,
     "pass_turn": lambda plan: plan.schedule.ping_pong,
     "mask_left_edge": lambda plan: plan.mask.full_tiles == "between" and plan.schedule.overlap,
+    "cap_scores": lambda plan: plan.softmax.softcap,
+    "read_sinks": lambda plan: plan.softmax.sink,
+    "add_sink": lambda plan: plan.softmax.sink,
     "store_lse": lambda plan: plan.lse,
     "transpose_in_quad": lambda plan: plan.output.place == "direct" and not plan.output.own_dtype,
     "trade": lambda plan: plan.output.place == "direct" and not plan.output.own_dtype,
@@ -443,6 +448,7 @@ NUMBERS: dict[str, dict[int, str]] = {
     "pv_product": {4: "stride of the A fragment", 8: "stride of the A fragment"},
     "store_p": {4: "stmatrix x4"},
     "store_lse": {4: "lanes of a quad, warps of a warpgroup", 8: "rows of half a warp's", 32: "threads of a warp"},
+    "read_sinks": {4: "lanes of a quad, warps of a warpgroup", 8: "rows of half a warp's", 32: "threads of a warp"},
     "store_output": {
         4: "stmatrix x4; lanes of a quad",
         8: "elements in 16 bytes, rows of half a warp's",
@@ -522,6 +528,8 @@ OWN_BUFFER = r"sO_tile\b|storage\.sO\b|stores' reads"
 BUFFERED = r"\bsO\b|sO_layout|tma_O|tma_store|stmatrix|StMatrix|bulk_wait_group"
 DIRECT = r"transpose_in_quad|\btrade\b|quad_lane"
 LAZY = r"RESCALE_ABOVE|vote_any_sync\(outgrown|\bmoved\b(?! right)|outgrown"
+SINK = r"\b[sS]inks?\b|add_sink|mSinks|row_sink|row_inverse|row_lse"
+SOFTCAP = r"[sS]oftcap|\bcap\b|cap_scale|cap_scores|tanh"
 HELD_BACK = r"EXP_BEFORE_WAIT|vote_any_sync\(total"
 REGISTERS = r"\bsP\b|sP_layout|P_LAYOUT|store_p\b|\bsS\b|S_PITCH|scatter"
 P_IN_SMEM = r"RMEM|\bsS\b|S_PITCH|scatter|stays in registers|tOrP = cute.make_tensor"
@@ -602,6 +610,7 @@ def mask_and_outputs(stem: str) -> str:
         r"WINDOW_(LEFT|RIGHT)" if plan.mask.given else r"window_(left|right)|WINDOW_MAX",
         {"bf16": r"(?<![bB])[fF]loat16|fp16", "fp16": r"[bB][fF]loat16"}[plan.problem.dtype],
     ]
+    words += [SINK] * (not plan.softmax.sink) + [SOFTCAP] * (not plan.softmax.softcap)
     words += [r"LN_2|cute.math.log2|store_lse|\blse\b(?!:)|LSE\b(?! output)"] * (not plan.lse)
     return "|".join(words)
 
@@ -666,6 +675,8 @@ def test_words_of_a_variant_are_found_in_it() -> None:
         "fwd_d96": [*STREAM_K.split("|"), *HELD_BACK.split("|")],
         "fwd_d128_static": [*STATIC.split("|"), *WHOLE.split("|")],
         "fwd_d128_causal": [*DYNAMIC.split("|"), *BUFFERED.split("|")],
+        "fwd_d64_sink_causal": SINK.split("|"),
+        "fwd_d256_softcap_causal": SOFTCAP.split("|"),
         "fwd_d256": [*DIRECT.split("|"), *LAZY.split("|")],
         "g1": GEMM_SCALAR.split("|"),
         "g3": [*GEMM_WGMMA.split("|"), *GEMM_SPECIALIZED.split("|")],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -122,6 +123,26 @@ def test_modules_and_peers_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(sorted(turn) == ["a", "b", "cuDNN"] for turn in rounds)
     assert len({tuple(turn) for turn in rounds}) > 1  # nobody always follows the same one
     assert setting.timer.counts == [4, 4, 4]  # 7 ms are filled by four launches of 2
+
+
+def test_calls_with_sinks_and_a_cap_are_timed_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And checked against attention with them; peers, which have no such arguments, stay out."""
+    family = Family.of(SPEC)._replace(sink=True, softcap=True)
+    problem = TunedProblem.of(family, Shape(1, 80, 80, 2, 1))
+    assert problem.family == family and TunedProblem.model_validate(problem.model_dump()) == problem
+    assert {"sink", "softcap"} & TunedProblem.of(Family.of(SPEC), Shape(1, 80, 80, 2, 1)).model_dump().keys() == set()
+
+    def attention(q: Any, k: Any, v: Any, **named: Any) -> torch.Tensor:
+        found = reference.attention(q, k, v, reach=reach(SPEC.mask), compute_dtype=torch.float32, **named)
+        return found.out.to(q.dtype)
+
+    def forgets(q: Any, k: Any, v: Any, *, sinks: Any, softcap: float) -> torch.Tensor:
+        return attention(q, k, v, softcap=softcap)
+
+    setting = Setting({"a": SimpleNamespace(attention=attention), "b": SimpleNamespace(attention=forgets)}, [peer("p")])
+    monkeypatch.setattr(Bench, "_right", lambda bench, module: bench.load(Path(module["path"])))
+    answer = setting.ask(problem=problem.model_dump())
+    assert set(answer["times"]) == {"a"} and answer["failed"]["b"].startswith("wrong result: relative error")
 
 
 def test_a_module_is_loaded_and_checked_once() -> None:

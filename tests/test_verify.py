@@ -122,6 +122,58 @@ def test_same_precision_itself_passes() -> None:
     assert run(Module(CausalMask(), compute)).failures == ()
 
 
+# -- sinks and capped scores
+
+
+class Scored:
+    """A module with sinks and a cap in plain PyTorch, whose tanh is off by `share` of itself, up and down by turns."""
+
+    def __init__(self, share: float, forget: str = "") -> None:
+        self.share, self.forget = share, forget
+
+    def attention(self, q: Any, k: Any, v: Any, *, out: Any = None, return_lse: bool = False, **options: Any) -> Any:
+        check_arguments(q, k, v, out, dtype=torch.bfloat16, head_dim=64)
+        softcap, sinks = options["softcap"], options["sinks"]
+        if not (isinstance(softcap, float) and 0 < softcap < math.inf):
+            raise ValueError("softcap needs to be positive")
+        right = isinstance(sinks, torch.Tensor) and sinks.dtype != torch.float16 and sinks.device == q.device
+        if not right or sinks.shape != q.shape[2:3] or not sinks.is_contiguous():
+            raise ValueError("sinks need to be as many as heads")
+        exact_tanh = torch.tanh
+
+        def off(x: torch.Tensor) -> torch.Tensor:
+            signs = torch.arange(x.numel()).reshape(x.shape) % 2 * 2.0 - 1
+            return exact_tanh(x) * (1 + self.share * signs)
+
+        options.pop(self.forget, None)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch, "tanh", off)
+            facts = {**options, "reach": reach(CausalMask()), "compute_dtype": torch.float32}
+            result, lse = reference.attention(q, k, v, **facts)
+        out = torch.empty_like(q) if out is None else out
+        out.copy_(result)
+        return (out, lse) if return_lse else out
+
+
+def run_scored(module: Scored) -> Report:
+    spec = variants()["k4_sink_softcap_window_d64_window200_70"].spec.model_copy(update={"mask": CausalMask()})
+    cases = [case for case in inputs.gpu_cases(spec) if case not in (CASES[0], CASES[1])]
+    assert {"capped", "capped_50", "capped_low", "sinks_16_bits"} <= {case.name for case in cases}
+    return verify_module(module, spec, CPU, cases=cases, seed=7)
+
+
+def test_the_error_of_the_hardware_s_tanh_is_allowed_for() -> None:
+    assert run_scored(Scored(reference.TANH_ERROR)).failures == ()
+
+
+@pytest.mark.parametrize(
+    "module", [Scored(2.0**-8), Scored(0.0, "softcap"), Scored(0.0, "sinks")], ids=["tanh", "softcap", "sinks"]
+)
+def test_more_than_that_is_not(module: Scored) -> None:
+    failed = {failure.partition(":")[0] for failure in run_scored(module).failures}
+    assert len(failed) >= (3 if module.share else 2 if module.forget == "softcap" else 10)
+
+
 # -- modules that are wrong in one way
 
 

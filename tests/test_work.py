@@ -37,6 +37,14 @@ def test_a_step_of_128_x_128_at_head_dim_128() -> None:
     assert step.smem_bytes == 65536 + 98304 + 65536
 
 
+def test_a_capped_score_takes_a_tanh_as_well() -> None:
+    plain, capped = (work.step(spec(stem)) for stem in ("fwd_d128_causal", "fwd_d128_softcap_causal"))
+    # Two products and tanhs, 64 a thread, on 8 warps.
+    assert capped.exponentials - plain.exponentials == work.tanhs(spec("fwd_d128_softcap_causal")) == 128 * 128
+    assert capped.instructions - plain.instructions == 8 * 2 * 64
+    assert work.tanhs(spec("fwd_d128_causal")) == 0
+
+
 def test_a_step_with_p_through_shared_memory() -> None:
     step = work.step(spec("k4_smem_d64"))
     # Tile 128 x 64. Written by TMA: 2 x 64 x 64 x 2 = 16384; each product 8 x (64 x 16 + 64 x 16) x 2 = 32768; P is

@@ -198,13 +198,11 @@ def _launches(
     """Measure what launches cost the host: of every module, and of the peers on the first module's problem."""
     from fa3gen.base.errors import UserError
     from fa3gen.design.family import Family
-    from fa3gen.design.masks import of_call
     from fa3gen.measure.bench import Cell
     from fa3gen.measure.launch_times import SEQ_LEN, LaunchTimes, first_calls
 
     def cell(variant: Variant[Forward]) -> Cell:
-        problem = variant.spec.problem
-        return Cell(problem.head_dim, of_call(variant.spec.mask), SEQ_LEN, problem.dtype, problem.v_dim)
+        return Cell.of(variant.spec, SEQ_LEN)
 
     for variant in variants:
         name, family = own[variant.stem].name, Family.of(variant.spec)

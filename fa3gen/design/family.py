@@ -91,7 +91,8 @@ class Family(NamedTuple):
     """What a module is compiled for. Modules of one family can take each other's place at any shape.
 
     `out_dtype` is None where O has the dtype of q, k and v. `by_sequence` are the inputs whose sequence is contiguous,
-    and not their rows. `layout` is `packed` where sequences stand one behind the other.
+    and not their rows. `layout` is `packed` where sequences stand one behind the other. `sink` and `softcap`: whether a
+    call gives sinks, and a cap of the scores.
     """
 
     dtype: DType
@@ -101,14 +102,21 @@ class Family(NamedTuple):
     out_dtype: OutputDType | None = None
     by_sequence: tuple[str, ...] = ()
     layout: Literal["dense", "packed"] = "dense"
+    sink: bool = False
+    softcap: bool = False
 
     @classmethod
     def of(cls, spec: Forward) -> Family:
         """The family of a spec's module."""
         problem = spec.problem
         out_dtype = None if spec.o_dtype == problem.dtype else spec.o_dtype
-        by_sequence = sequence_contiguous(spec)
-        return cls(problem.dtype, problem.head_dim, problem.v_dim, spec.mask, out_dtype, by_sequence, problem.layout)
+        return cls(
+            *(problem.dtype, problem.head_dim, problem.v_dim, spec.mask, out_dtype),
+            by_sequence=sequence_contiguous(spec),
+            layout=problem.layout,
+            sink=spec.softmax.sink,
+            softcap=spec.softmax.softcap,
+        )
 
     def of_call(self, window: Window | None = None) -> Family:
         """What one call of a module computes, where calls give the window: `masks.of_call`."""
@@ -119,10 +127,11 @@ class Family(NamedTuple):
         return self._replace(mask=wanted.mask) == wanted and computes(self.mask, wanted.mask)
 
     def __str__(self) -> str:
-        """`bf16, head dim 192/128, window (512, 0)`; `bf16, O in fp32, head dim 128, causal`."""
+        """`bf16, head dim 192/128, window (512, 0)`; `bf16, O in fp32, head dim 128, causal, sinks`."""
+        score = "".join(f", {name}" for name in self.keywords)
         where = f", contiguous sequence in {listed(self.by_sequence)}" if self.by_sequence else ""
         packed = ", packed sequences" if self.layout == "packed" else ""
-        return f"{self.dtypes}, head dim {self.dims}, {mask_text(self.mask)}{where}{packed}"
+        return f"{self.dtypes}, head dim {self.dims}, {mask_text(self.mask)}{score}{where}{packed}"
 
     @property
     def dtypes(self) -> str:
@@ -139,8 +148,14 @@ class Family(NamedTuple):
         """`bf16_d128_causal`, `bf16_d192_128_full`, `bf16_d128_causal_o_fp32`: names the file of tuning records."""
         out = "" if self.out_dtype is None else f"_o_{self.out_dtype}"
         where = f"_sequence_{''.join(self.by_sequence)}" if self.by_sequence else ""
+        score = "_sink" * self.sink + "_softcap" * self.softcap
         packed = "_packed" if self.layout == "packed" else ""
-        return f"{self.dtype}_d{self.dims.replace('/', '_')}_{mask_label(self.mask)}{out}{where}{packed}"
+        return f"{self.dtype}_d{self.dims.replace('/', '_')}_{mask_label(self.mask)}{score}{out}{where}{packed}"
+
+    @property
+    def keywords(self) -> tuple[str, ...]:
+        """What a call has to be given by name, beside a window."""
+        return ("sinks",) * self.sink + ("softcap",) * self.softcap
 
     def flops(self, shape: Shape | PackedShape) -> float:
         """FLOPs of both products, as the literature counts them: see `counted_pairs`."""

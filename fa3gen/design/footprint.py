@@ -297,6 +297,12 @@ def thread_rows(spec: Forward) -> tuple[int, int]:
     return spec.tile.q * SCALAR_LANES // computing_threads(spec), SCALAR_LANES
 
 
+def thread_scores(spec: Forward) -> int:
+    """Elements of S of a thread."""
+    rows, lanes = thread_rows(spec)
+    return rows * spec.tile.kv // lanes
+
+
 def tma_boxes(extent_bytes: int, swizzle: Swizzle) -> int:
     """Copies that one tile takes: a TMA box is at most one swizzle span wide (cuTensorMapEncodeTiled)."""
     return -(-extent_bytes // hopper.SWIZZLE_SPAN[swizzle])

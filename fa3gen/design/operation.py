@@ -21,10 +21,10 @@ from fa3gen.design.gemm import GemmShape
 from fa3gen.design.masks import given_with_calls
 from fa3gen.design.tiles import sequence_contiguous
 from fa3gen.hardware import hopper
-from fa3gen.hardware.dtypes import FP32, INT32, VECTOR_BYTES, Dtype
+from fa3gen.hardware.dtypes import BF16, FP32, INT32, VECTOR_BYTES, Dtype
 from fa3gen.spec.model import Copy, Forward, Gemm, GlobalHandoff, Spec, WgmmaProduct
 
-Role = Literal["input", "optional input", "output", "optional output"]
+Role = Literal["input", "optional input", "named input", "output", "optional output"]
 Initial = Literal["zero", "anything"]
 Mover = Literal["tma", "cp_async", "threads"]
 AnyShape = Shape | PackedShape | GemmShape
@@ -63,6 +63,8 @@ Layout = Dense
 @dataclass(frozen=True)
 class Tensor:
     """A tensor that a call is given or returns; an optional one has no elements where nobody gives it or asks for it.
+
+    Inputs are positional arguments of an entry point, a named input is a keyword.
 
     `moved` says how the kernel loads or stores it.
     """
@@ -180,7 +182,7 @@ class Operation:
 
     @property
     def inputs(self) -> tuple[Tensor, ...]:
-        """What a call has to be given."""
+        """What a call has to be given, in order."""
         return tuple(tensor for tensor in self.tensors if tensor.role == "input")
 
     @property
@@ -190,7 +192,7 @@ class Operation:
 
     @property
     def given(self) -> tuple[Tensor, ...]:
-        """What a caller may give: the inputs, and outputs that are not optional."""
+        """What a caller may give of one layout: the inputs, and outputs that are not optional."""
         return tuple(tensor for tensor in self.tensors if tensor.role in ("input", "output"))
 
     @property
@@ -276,6 +278,11 @@ def forward(spec: Forward) -> Operation:
         # S is written, read twice (maximum, sum) and written as P, and P is read.
         dims = BATCH, HEADS_Q, SEQ_Q, SEQ_K
         arguments.append(Scratch("scores", FP32, dims, "anything", passes=5))
+    if spec.softmax.sink:
+        # Or in bfloat16: the launch takes 16-bit words, one or two of each head.
+        arguments.append(Tensor("sinks", "named input", FP32, (HEADS_Q,), "threads", Dense(align=BF16.bytes)))
+    if spec.softmax.softcap:
+        arguments.append(Scalar("softcap", FP32))
     if footprint.persistent(spec):
         arguments.append(Scalar("num_sms", INT32))
     if spec.scheduler == "dynamic":

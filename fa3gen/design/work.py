@@ -156,11 +156,19 @@ def _tma_loads(spec: Forward) -> tuple[int, int]:
 
 
 def _exponentials(spec: Forward) -> int:
-    """Of every score, and of the factor of each row in each thread that shares the row."""
+    """Of every score, and of the factor of each row in each thread that shares the row.
+
+    A capped score takes a tanh as well, which is as long on the same unit.
+    """
     if isinstance(spec.handoff, GlobalHandoff):
         return spec.tile.q * spec.tile.kv
-    rows, lanes = footprint.thread_rows(spec)
-    return footprint.computing_threads(spec) * rows * (spec.tile.kv // lanes + 1)
+    rows, _ = footprint.thread_rows(spec)
+    return footprint.computing_threads(spec) * (rows + footprint.thread_scores(spec)) + tanhs(spec)
+
+
+def tanhs(spec: Forward) -> int:
+    """Of every score that is capped, in one step."""
+    return footprint.computing_threads(spec) * footprint.thread_scores(spec) * spec.softmax.softcap
 
 
 # -- instructions
@@ -169,14 +177,15 @@ def _exponentials(spec: Forward) -> int:
 def score_phases(spec: Forward) -> tuple[float, float, float]:
     """Instructions of a warp in the softmax of one step where it works on the fragment.
 
-    They are those of the maxima, of exponentials and sums, and of rescaling O and rounding P. The rescaling is left out
-    where O is rescaled now and then: after the first tiles of keys it is rare.
+    They are those of the maxima, and of the cap before them, of exponentials and sums, and of rescaling O and rounding
+    P. The rescaling is left out where O is rescaled now and then: after the first tiles of keys it is rare.
     """
     rows, lanes = footprint.thread_rows(spec)
-    scores = rows * spec.tile.kv // lanes
+    scores = footprint.thread_scores(spec)
+    capped = 2 * scores * spec.softmax.softcap  # a product and a tanh
     lazy = spec.softmax.rescale_above is not None
     moved = VOTE_INSTRUCTIONS if lazy else rows * spec.problem.v_dim // lanes
-    return scores, 3 * scores, moved + (SCORE_INSTRUCTIONS - 4) * scores
+    return scores + capped, 3 * scores, moved + (SCORE_INSTRUCTIONS - 4) * scores
 
 
 def scalar_qk_instructions(spec: Forward) -> float:

@@ -49,6 +49,7 @@ class Expectation:
     mbarrier_expect_tx: int | None = None
     ldmatrix: int | None = None
     stmatrix: int | None = None
+    tanh: int | None = 0
     setmaxnreg: Mapping[str, int] | None = None
     smem_bytes: int | None = None
     max_registers: int | None = None

@@ -169,8 +169,11 @@ def _columns(rows: Sequence[Sequence[str]], right_aligned: int = 0) -> tuple[str
 
 
 def _formula(spec: Forward) -> str:
+    scores = "softcap tanh(scale Q K^T / softcap)" if spec.softmax.softcap else "scale Q K^T"
+    if spec.softmax.sink:
+        return f"S = {scores}    LSE = log(exp(sink) + sum(exp(S)))    P = exp(S - LSE)    O = P V"
     lse = "    LSE = log(sum(exp(S)))" if spec.outputs.lse else ""
-    return f"S = scale Q K^T    P = softmax(S)    O = P V{lse}"
+    return f"S = {scores}    P = softmax(S)    O = P V{lse}"
 
 
 def _mask_sentence(spec: Forward) -> str:
@@ -202,7 +205,16 @@ def _decisions(spec: Forward) -> list[tuple[str, str]]:
     assert spec.smem is not None
     rows.append(("layouts", _layout_sentence(spec, spec.smem)))
     rows.append(("S = Q K^T", _product_sentence(spec.qk, spec.element, spec.tile.kv, spec.problem.head_dim, "Q", "K")))
+    if spec.softmax.softcap:
+        rows.append(
+            (
+                "cap",
+                "S becomes tanh(scale S / softcap) by tanh.approx, before any mask; the softmax's factor is softcap",
+            )
+        )
     rows.append(("softmax", _softmax_sentence(spec)))
+    if spec.softmax.sink:
+        rows.append(("sink", "a logit of each query head, added to a row's sum once, after its last key; -inf: none"))
     rows.append(("P", _handoff_sentence(spec)))
     rows.append(("O = P V", _product_sentence(spec.pv, spec.element, spec.problem.v_dim, spec.tile.kv, "P", "V")))
     rows.append(("kv order", _order_sentence(spec)))
@@ -475,11 +487,13 @@ def _name(step: Step) -> str:
         "pass_turn": "pass turn",
         "product": {"S": "S = Q K^T", "O": "O += P V", "D": "D += A B"}.get(step.what, ""),
         "wait_products": f"wait_group {step.in_flight}",
+        "cap": "cap S",
         "mask": "mask",
         "softmax": "softmax",
         "rescale": "rescale",
         "round": "round P",
         "read": f"read {step.what}",
+        "read_sink": "read sinks",
         "add_c": "add C",
         "add_step": "add the step",
         "gather": f"gather {step.what}",

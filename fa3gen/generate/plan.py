@@ -152,24 +152,24 @@ class Fake:
 class ArgumentsPlan:
     """Names of what functions take, where that differs from module to module; `load_kv` is of cooperative kernels.
 
-    `launch` and `kernel` are whole signatures. `tensors` are those of the kernel, with their TMA atoms; `extent` is
-    what else it takes of the launch beside the scale: how much there is to schedule, and a window that calls give.
-    `outputs` is what a consumer writes to; `schedule` is what the scheduler reads, beginning with what a work item is
-    made of (`made_of`), `work` what a role is given to know its tiles by. `ranged` is what decides which tiles of keys
-    are visited, `seen` the same of a work item.
+    `launch` and `kernel` are whole signatures, `kernel_call` is what the kernel is given: tensors with their TMA atoms,
+    `factors` of the scores, a window that calls give, and how much there is to schedule. `consume` is what a consumer
+    gets beside shared memory and rings; `schedule` is what the scheduler reads, beginning with what a work item is made
+    of (`made_of`), `work` what a role is given to know its tiles by. `ranged` is what decides which tiles of keys are
+    visited, `seen` the same of a work item.
     """
 
+    factors: tuple[str, ...] = ()
     launch: tuple[Parameter, ...] = ()
     kernel: tuple[Parameter, ...] = ()
-    tensors: tuple[str, ...] = ()
-    extent: tuple[str, ...] = ()
+    kernel_call: tuple[str, ...] = ()
     schedule: tuple[str, ...] = ()
     made_of: tuple[str, ...] = ()
     ranged: tuple[str, ...] = ()
     seen: tuple[str, ...] = ()
     work: tuple[str, ...] = ()
     work_on: tuple[str, ...] = ()
-    outputs: tuple[str, ...] = ()
+    consume: tuple[str, ...] = ()
     store_tile: tuple[str, ...] = ()
     multiply: tuple[str, ...] = ()
     multiply_first: tuple[str, ...] = ()
@@ -288,12 +288,15 @@ class SoftmaxPlan:
 
     `exp_before_wait`: exponentials of a thread that stay before the wait for P V, 0 for as many as ptxas likes.
     `mask_end`: whether the last tile of keys is masked always, or only when the end of the keys cuts it.
+    `sink`: whether a logit of each head takes part; `softcap`: whether scores are capped.
     """
 
     lazy: bool
     rescale_above: int
     exp_before_wait: int = 0
     mask_end: Literal["always", "when_cut"] = "always"
+    sink: bool = False
+    softcap: bool = False
 
 
 @dataclass(frozen=True)
@@ -352,6 +355,7 @@ class EntryPlan:
     keeps_scratch: bool
     mask_phrase: str
     output_phrase: str
+    empty_phrase: str
     heads_phrase: str
     by_sequence: tuple[Named, ...]
     by_sequence_phrase: str
@@ -550,13 +554,15 @@ def _scheduler(spec: Forward) -> SchedulerPlan:
 
 
 def _arguments(spec: Forward) -> ArgumentsPlan:
+    # A capped score is softcap times what the kernel has of it.
+    factors = ("softcap * LOG2_E", "scale / softcap") if spec.softmax.softcap else ("scale * LOG2_E",)
     window = ["window"] * given_with_calls(spec.mask)
     ranged = ("seq_q", "seq_k", *window)
     if not footprint.specialized(spec):
         shared = isinstance(spec.load, TmaLoad) and spec.load.barrier == "shared"
         rings = ["kv_ring"] if shared else ["k_ring", "v_ring"]
         load_kv = ("tma_K", "tma_V", "tKgK", "tVgV", "tKsK", "tVsV", *rings, "fill")
-        return ArgumentsPlan(load_kv=load_kv, ranged=ranged)
+        return ArgumentsPlan(factors, load_kv=load_kv, ranged=ranged)
     stored = spec.outputs.o != "direct"
     operation = operation_of(spec)
     handed_on = ["scratch"] * (spec.scheduler == "stream_k")
@@ -567,27 +573,44 @@ def _arguments(spec: Forward) -> ArgumentsPlan:
     packed = footprint.packed_sequences(spec)
     extent = [Parameter("sequences")] if packed else extents.get(spec.scheduler, [])
     made_of = window if packed else ["mQ", "mK", *window]
-    tensors = ("mQ", "mK", "mVt", "mO", *["mLSE"] * spec.outputs.lse, *map(str, operation.scratch))
+    sinks = ["mSinks"] * spec.softmax.sink
+    tensors = ("mQ", "mK", "mVt", "mO", *["mLSE"] * spec.outputs.lse, *sinks, *map(str, operation.scratch))
     atoms = ("tma_Q", "tma_K", "tma_V", *["tma_O"] * stored)
     outputs = ("mO", *["mLSE"] * spec.outputs.lse, *["tma_O", "sO"] * stored)
     turn = ["consumer"] * isinstance(spec.schedule, PingPongSchedule)
+    cap = ["cap_scale"] * spec.softmax.softcap
+    work = ("schedule",) if packed else ("work", "schedule")
     draws = ["counter", "tile_ring", "tiles"] * (spec.scheduler == "dynamic")
     statistics = (["row_max"] * spec.outputs.lse, ["scale_log2"] * spec.outputs.lse)
     return ArgumentsPlan(
+        factors=factors,
         launch=tuple(_parameter(argument) for argument in operation.arguments),
-        kernel=(*map(Parameter, (*tensors, *atoms)), Parameter("scale_log2", FP32), *sides, *extent),
-        tensors=(*tensors, *atoms),
-        extent=tuple(each.name for each in (*sides, *extent)),
+        kernel=(
+            *map(Parameter, (*tensors, *atoms)),
+            *(Parameter(name, FP32) for name in ("scale_log2", *cap)),
+            *sides,
+            *extent,
+        ),
+        kernel_call=(*tensors, *atoms, *factors, *(each.name for each in (*sides, *extent))),
         schedule=(*made_of, *(each.name for each in extent), *draws),
         made_of=tuple(made_of),
         ranged=ranged,
         seen=tuple(f"work.{name}" for name in ranged),
-        work=("schedule",) if packed else ("work", "schedule"),
+        work=work,
         work_on=_work_on(spec, window),
-        outputs=(*outputs, *handed_on),
-        store_tile=(*outputs, "work", "acc_O", *statistics[0], "row_sum", *statistics[1]),
+        consume=(*outputs, *handed_on, *sinks, "scale_log2", *cap, *work),
+        store_tile=(
+            *outputs,
+            "work",
+            "acc_O",
+            *statistics[0],
+            "row_sum",
+            *["row_sink"] * spec.softmax.sink,
+            *statistics[1],
+        ),
         multiply=(
             *("products", "tSrQ_tile", "operands", "accumulators", "k_ring", "v_ring", "k_drain", "v_drain"),
+            *cap,
             *turn,
         ),
         multiply_first=("products", "operands", "accumulators", "k_ring", "q_drain", "k_drain", *turn),
@@ -608,7 +631,14 @@ def _parameter(argument: Argument) -> Parameter:
 
 def _softmax(spec: Forward) -> SoftmaxPlan:
     above = spec.softmax.rescale_above
-    return SoftmaxPlan(above is not None, above or 0, spec.softmax.exp_before_wait or 0, spec.softmax.mask_end)
+    return SoftmaxPlan(
+        above is not None,
+        above or 0,
+        spec.softmax.exp_before_wait or 0,
+        spec.softmax.mask_end,
+        sink=spec.softmax.sink,
+        softcap=spec.softmax.softcap,
+    )
 
 
 def _output(spec: Forward) -> OutputPlan:
@@ -707,6 +737,8 @@ def _entry(spec: Forward) -> EntryPlan:
     operation = operation_of(spec)
     arguments = operation.arguments
     kept = [argument.name for argument in arguments if isinstance(argument, Scratch) and argument.kept]
+    # What has no default in the module has no usual value either.
+    own = [name for name in ("sinks", "softcap") if name in (argument.name for argument in arguments)]
     # Tensors of q's dims, and not offsets.
     given = [tensor for tensor in operation.given if tensor.dims[-1].size is not None]
     fakes = {tensor.name: Fake(tensor, own_dtype=tensor.dtype is not spec.element) for tensor in given}
@@ -716,8 +748,9 @@ def _entry(spec: Forward) -> EntryPlan:
         fakes=tuple(fakes[tensor.name] for tensor in given if tensor.role == "input"),
         fake_out=fakes["out"],
         stand_ins=tuple(argument for argument in arguments if argument not in operation.given),
-        given=tuple(argument.name for argument in arguments if argument.name not in (*kept, "scale")),
+        given=tuple(_given(argument) for argument in arguments if argument.name not in (*kept, "scale")),
         options=(
+            *own,
             *["window=(-1, -1)"] * given_with_calls(spec.mask),
             *("scale=None", "out=None", "return_lse=False"),
             *["enable_pdl=False"] * (spec.scheduler == "grid"),
@@ -726,10 +759,16 @@ def _entry(spec: Forward) -> EntryPlan:
         keeps_scratch=bool(kept),
         mask_phrase=header.mask_phrase(spec),
         output_phrase=like,
+        empty_phrase="its sink" if spec.softmax.sink else "-inf",
         heads_phrase=heads,
         by_sequence=tuple(Named(operation.tensor(name)) for name in sequence_contiguous(spec)),
         by_sequence_phrase=listed(sequence_contiguous(spec)),
     )
+
+
+def _given(argument: Argument) -> str:
+    """What the entry point passes on for an argument of a launch."""
+    return "sinks.view(torch.int16)" if argument.name == "sinks" else argument.name
 
 
 def _sections(spec: Forward) -> SectionsPlan:
@@ -832,6 +871,7 @@ def expectation(spec: Forward) -> Expectation:
         mbarrier_expect_tx=expect_tx,
         ldmatrix=d // MATRIX_COLUMNS * schedule.count("read", "Q"),
         stmatrix=stmatrix,
+        tanh=schedule.count("cap") * footprint.thread_scores(spec),
         setmaxnreg=setmaxnreg,
         smem_bytes=footprint.total_bytes(regions, barriers),
         max_registers=max_registers,

@@ -12,6 +12,7 @@ from fa3gen.hardware import hopper
 from fa3gen.spec.model import Forward, GlobalHandoff, WgmmaProduct
 
 VECTOR_BITS = 128  # of the widest access to memory that a thread makes
+SINK_COMPARISONS = 2  # of a row with a sink, beside the two at the end of every row: for its two exponentials of 2
 
 
 def expectation(spec: Forward, *, waits: int, softmaxes: int, o_boxes: int, matrices: int) -> SassExpectation:
@@ -34,7 +35,9 @@ def expectation(spec: Forward, *, waits: int, softmaxes: int, o_boxes: int, matr
     return SassExpectation(
         waits=waits,
         min_maxima=softmaxes * rows * (spec.tile.kv // lanes + _exchanges(lanes)) + rows * footprint.splits_tail(spec),
-        max_comparisons=_most_comparisons(rows, softmaxes if spec.softmax.rescale_above is not None else 0) + held_back,
+        max_comparisons=_most_comparisons(rows, softmaxes if spec.softmax.rescale_above is not None else 0)
+        + held_back
+        + SINK_COMPARISONS * rows * spec.softmax.sink,
         global_stores=_global_stores(spec, rows, lanes, o_boxes),
         shared_stores=_shared_stores(spec, matrices),
     )

@@ -134,6 +134,7 @@ def _of_forward(spec: Forward) -> dict[str, str]:
         "tiles of queries": (f"persistent, {spec.scheduler}" if footprint.persistent(spec) else "one per CTA"),
         "GQA packing": "" if spec.tile.pack_heads == 1 else f"{spec.tile.pack_heads} heads",
         "LSE": "yes" if spec.outputs.lse else "no",
+        "scores": ", ".join(["sinks"] * spec.softmax.sink + ["softcap"] * spec.softmax.softcap),
     }
 
 

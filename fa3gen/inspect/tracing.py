@@ -18,14 +18,14 @@ from fa3gen.cpu.launch import Index
 from fa3gen.cpu.schedule import Schedule
 from fa3gen.cpu.trace import Trace
 from fa3gen.design import footprint
-from fa3gen.design.family import Shape
+from fa3gen.design.family import Family, Shape
 from fa3gen.design.masks import USUAL_WINDOW
 from fa3gen.design.operation import Scratch, Tensor, operation_of
 from fa3gen.design.tile_order import taken
 from fa3gen.design.work import key_tiles
 from fa3gen.spec.model import Forward, GlobalHandoff
 from fa3gen.spec.specfile import Variant
-from fa3gen.verify.inputs import laid_out
+from fa3gen.verify.inputs import laid_out, usual_keywords
 from fa3gen.verify.reference import Attention
 
 LAPS = 2  # times that the default number of keys goes round the ring, and one tile more
@@ -119,14 +119,17 @@ def attention(
     operation = operation_of(variant.spec)
     given = {"q": q, "k": k, "v": v}
     shape = Shape(q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2])
+    named = usual_keywords(Family.of(variant.spec).keywords, q.shape[2], q.device)
+    if "sinks" in named:
+        named["sinks"] = named["sinks"].view(torch.int16)  # the launch takes their words
     left, right = USUAL_WINDOW
-    numbers = {"num_sms": kernel.settings.sms, "scale": q.shape[3] ** -0.5}
+    numbers = {"num_sms": kernel.settings.sms, "scale": q.shape[3] ** -0.5, **named}
     numbers |= {"window_left": left, "window_right": right}
     made: dict[str, torch.Tensor] = {}
     for argument in operation.arguments:
         if isinstance(argument, Scratch):
             sizes, zero = argument.sizes(shape, kernel.settings.sms), argument.initial == "zero"
-        elif isinstance(argument, Tensor) and argument.role != "input":
+        elif isinstance(argument, Tensor) and argument.role.endswith("output"):
             sizes, zero = argument.sizes(shape), False
         else:
             continue

@@ -29,9 +29,9 @@ from fa3gen.measure.launch_times import LaunchTimes, host_microseconds, small_pr
 from fa3gen.measure.peers import PEERS, Attend, Peer, Tensors, Unavailable
 from fa3gen.records.evidence import TIMED, TOKENS
 from fa3gen.run import gpu
-from fa3gen.spec.model import DType, Forward, Mask, Problem
+from fa3gen.spec.model import DType, Forward, Mask
 from fa3gen.verify import reference
-from fa3gen.verify.inputs import laid_out
+from fa3gen.verify.inputs import laid_out, usual_keywords
 
 WIDTH = 2048  # heads x head dim
 SEQ_LENS = (512, 1024, 2048, 4096, 8192, 16384)
@@ -52,6 +52,14 @@ class Cell:
     seq_len: int
     dtype: DType = "bf16"
     head_dim_v: int | None = None  # of v and O, where it is not head_dim
+    sink: bool = False
+    softcap: bool = False
+
+    @classmethod
+    def of(cls, spec: Forward, seq_len: int) -> Cell:
+        """The cell that a spec's module serves at this length."""
+        p, v_dim = spec.problem, None if spec.problem.v_dim == spec.problem.head_dim else spec.problem.v_dim
+        return cls(p.head_dim, of_call(spec.mask), seq_len, p.dtype, v_dim, spec.softmax.sink, spec.softmax.softcap)
 
     @property
     def batch(self) -> int:
@@ -67,7 +75,7 @@ class Cell:
     def family(self) -> Family:
         """What a module has to be compiled for to serve it."""
         v_dim = self.head_dim if self.head_dim_v is None else self.head_dim_v
-        return Family(self.dtype, self.head_dim, v_dim, self.mask)
+        return Family(self.dtype, self.head_dim, v_dim, self.mask, sink=self.sink, softcap=self.softcap)
 
     @property
     def shape(self) -> Shape:
@@ -107,7 +115,12 @@ def module_competitor(name: str, spec: Forward, load: Callable[[], Any]) -> Comp
     def prepare(cell: Cell) -> Attend:
         if spec.tile.pack_heads > 1:
             raise Unavailable(f"packs {spec.tile.pack_heads} query heads of one kv head; the grid has no such groups")
-        return functools.partial(operation.entry_of(load()), **options_for(spec.mask, cell.mask))
+        attend: Attend = functools.partial(operation.entry_of(load()), **options_for(spec.mask, cell.mask))
+
+        def with_keywords(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+            return attend(q, k, v, **usual_keywords(cell.family.keywords, q.shape[2], q.device))
+
+        return with_keywords if cell.family.keywords else attend
 
     def scratch(cell: Cell) -> int:
         return operation.bytes_made(cell.shape)
@@ -122,9 +135,14 @@ def module_competitor(name: str, spec: Forward, load: Callable[[], Any]) -> Comp
 def peer_competitors(peers: Sequence[Peer] = PEERS) -> list[Competitor]:
     """Wrap the peers; which of them can run shows when they are prepared."""
     return [
-        Competitor(peer.name, False, lambda cell: True, lambda cell, peer=peer: peer.prepare(cell.mask))  # type: ignore[misc]
+        Competitor(peer.name, False, _plain, lambda cell, peer=peer: peer.prepare(cell.mask))  # type: ignore[misc]
         for peer in peers
     ]
+
+
+def _plain(cell: Cell) -> bool:
+    """Whether a peer has all arguments that a call of this cell takes."""
+    return not cell.family.keywords
 
 
 @dataclass(frozen=True)
@@ -181,7 +199,7 @@ class Bench:
         for entry in self.cells:
             cell = entry.cell
             facts = {"head_dim": cell.head_dim, "head_dim_v": cell.family.head_dim_v, "mask": mask_label(cell.mask)}
-            facts["dtype"] = cell.dtype
+            facts |= {"dtype": cell.dtype, "keywords": list(cell.family.keywords)}
             shape = {"seq_len": cell.seq_len, "batch": cell.batch, "heads": cell.heads, "flops": cell.flops}
             results = [asdict(result) for result in entry.results]
             cells.append({**facts, **shape, "results": results, "gpu": asdict(entry.sample)})
@@ -257,26 +275,23 @@ def plan_cells(
         if seq_len < 1 or TOKENS % seq_len:
             raise UserError(f"--seq-len {seq_len} does not divide {TOKENS}; use one of {', '.join(map(str, SEQ_LENS))}")
     lengths = sorted(set(seq_lens)) or (QUICK_SEQ_LENS if quick else SEQ_LENS)
-    problems = dict.fromkeys((spec.problem, of_call(spec.mask)) for spec in specs)
     chosen = [
-        (problem, mask)
-        for problem, mask in sorted(problems, key=_grid_order)
-        if (not head_dims or problem.head_dim in head_dims) and (not masks or mask_label(mask) in masks)
+        spec
+        for spec in sorted(specs, key=_grid_order)
+        if (not head_dims or spec.problem.head_dim in head_dims)
+        and (not masks or mask_label(of_call(spec.mask)) in masks)
     ]
     if not chosen:
-        offered = ", ".join(sorted({f"head dim {problem.head_dim} {mask_label(mask)}" for problem, mask in problems}))
+        offered = ", ".join(
+            sorted({f"head dim {spec.problem.head_dim} {mask_label(of_call(spec.mask))}" for spec in specs})
+        )
         raise UserError(f"no spec given serves that head dim and mask; they serve {offered}")
-    cells = [
-        Cell(p.head_dim, mask, seq_len, p.dtype, None if p.v_dim == p.head_dim else p.v_dim)
-        for p, mask in chosen
-        for seq_len in lengths
-    ]
-    return list(dict.fromkeys(cells))  # a head_dim_v that says what head_dim says makes no cell of its own
+    return list(dict.fromkeys(Cell.of(spec, seq_len) for spec in chosen for seq_len in lengths))
 
 
-def _grid_order(facts: tuple[Problem, Mask]) -> tuple[int, int, str, bool]:
-    problem, mask = facts
-    return problem.head_dim, problem.v_dim, problem.dtype, mask_label(mask) != "full"
+def _grid_order(spec: Forward) -> tuple[Any, ...]:
+    problem, mask = spec.problem, mask_label(of_call(spec.mask))
+    return problem.head_dim, problem.v_dim, problem.dtype, mask != "full", Family.of(spec).keywords, mask
 
 
 @dataclass
@@ -377,7 +392,7 @@ class Runner:
         return None, lambda: attend(*tensors), estimate
 
     def _wrong(self, out: torch.Tensor, cell: Cell, tensors: Tensors) -> str | None:
-        error = error_in_last_rows(out, last_rows(cell.mask, tensors))
+        error = error_in_last_rows(out, last_rows(cell.mask, tensors, cell.family.keywords))
         return None if error <= CHECK_TOLERANCE else f"wrong result: relative error {error:.2g} in the last rows"
 
     def _rounds(
@@ -427,14 +442,15 @@ def tflops(cell: Cell, milliseconds: float) -> float:
     return cell.flops / milliseconds / 1e9
 
 
-def last_rows(mask: Mask, tensors: Tensors) -> torch.Tensor:
-    """What O has to be in the last CHECK_ROWS rows of the last batch entry, in float32.
+def last_rows(mask: Mask, tensors: Tensors, names: Sequence[str] = ()) -> torch.Tensor:
+    """What O has to be in the last CHECK_ROWS rows of the last batch entry, in float32; `names`: `Family.keywords`.
 
     Bottom-right alignment makes them a problem of their own, small enough for the reference at any length.
     """
     rows = min(CHECK_ROWS, tensors[0].shape[1])
     q, k, v = (tensor[-1:] for tensor in tensors)
-    return reference.attention(q[:, -rows:], k, v, reach=reach(mask), compute_dtype=torch.float32).out
+    named = usual_keywords(names, q.shape[2], q.device)
+    return reference.attention(q[:, -rows:], k, v, reach=reach(mask), **named, compute_dtype=torch.float32).out
 
 
 def error_in_last_rows(out: torch.Tensor, expected: torch.Tensor) -> float:

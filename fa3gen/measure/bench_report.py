@@ -24,7 +24,9 @@ def panels(bench: Bench) -> Iterator[tuple[str, list[CellResult]]]:
     groups: dict[str, list[CellResult]] = {}
     for entry in bench.cells:
         cell = entry.cell
-        groups.setdefault(f"{cell.dtype}, head dim {cell.family.dims}, {mask_label(cell.mask)}", []).append(entry)
+        named = "".join(f", {name}" for name in cell.family.keywords)
+        title = f"{cell.dtype}, head dim {cell.family.dims}, {mask_label(cell.mask)}{named}"
+        groups.setdefault(title, []).append(entry)
     yield from groups.items()
 
 

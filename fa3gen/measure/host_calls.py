@@ -25,6 +25,7 @@ from fa3gen.measure.launch_times import BATCH, CALLS, HEADS, ROUNDS, SEQ_LEN, ho
 from fa3gen.measure.peers import PEERS, Peer, Tensors, Unavailable
 from fa3gen.run import gpu
 from fa3gen.spec.model import CausalMask, Forward, Mask, WindowMask
+from fa3gen.verify.inputs import usual_keywords
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -131,18 +132,24 @@ def _failures(problem: Problem, row: HostTimes, limit: float | None) -> Iterator
 
 def module_callee(name: str, spec: Forward, load: Callable[[], Any]) -> Callee:
     """A generated module's entry point, in every way that its spec has."""
-    entry_of, options = operation_of(spec).entry_of, options_of_call(spec.mask)
-    return Callee(name, True, lambda tensors: _own_ways(entry_of(load()), tensors, options, lse=spec.outputs.lse))
+    entry_of, names = operation_of(spec).entry_of, Family.of(spec).keywords
+
+    def ways(tensors: Tensors) -> Mapping[str, Launch]:
+        named = options_of_call(spec.mask) | usual_keywords(names, tensors[0].shape[2], tensors[0].device)
+        return _own_ways(entry_of(load()), tensors, named, lse=spec.outputs.lse)
+
+    return Callee(name, True, ways)
 
 
-def dispatched_callee(mask: Mask) -> Callee:
-    """`fa3gen.attention`, which finds the module by its table."""
+def dispatched_callee(mask: Mask, names: Sequence[str] = ()) -> Callee:
+    """`fa3gen.attention`, which finds the module by its table; `names` as in `Family.keywords`."""
 
     def ways(tensors: Tensors) -> Mapping[str, Launch]:
         from fa3gen.run import ops
         from fa3gen.run.dispatch import NoKernel
 
         options: dict[str, Any] = {"causal": True} if isinstance(mask, CausalMask) else {}
+        options |= usual_keywords(names, tensors[0].shape[2], tensors[0].device)
         if isinstance(mask, WindowMask):
             options["window"] = (mask.left, mask.right)
         try:
@@ -182,8 +189,9 @@ def _own_ways(
 
 def callees(problem: Problem, modules: Sequence[Callee], peers: Sequence[Peer] = PEERS) -> list[Callee]:
     """The rows of one problem: its modules, `fa3gen.attention`, the peers."""
-    mask = of_call(problem.family.mask)
-    return [*modules, dispatched_callee(mask), *(peer_callee(peer, mask) for peer in peers)]
+    mask, names = of_call(problem.family.mask), problem.family.keywords
+    fair = [] if names else peers  # they have no such arguments
+    return [*modules, dispatched_callee(mask, names), *(peer_callee(peer, mask) for peer in fair)]
 
 
 def measure(callees: Sequence[Callee], tensors: Tensors, synchronize: Callable[[], Any]) -> tuple[HostTimes, ...]:

@@ -89,6 +89,7 @@ def first_calls(path: Path, family: Family) -> tuple[float, float]:
         str(family.head_dim),
         str(family.head_dim_v),
         *family.by_sequence,
+        *family.keywords,
     ]
     with tempfile.TemporaryDirectory(prefix="fa3gen-first-call-") as cache:
         environment = {**os.environ, CACHE_DIR_VARIABLE: cache}

@@ -61,6 +61,8 @@ def _flow(value: Any) -> str:
     """A value on one line; strings that YAML would read as something else are quoted."""
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{name}: {_flow(item)}" for name, item in value.items()) + "}"
+    if isinstance(value, bool):
+        return "true" if value else "false"
     if isinstance(value, str):
         return value if re.fullmatch(r"[A-Za-z][\w .()/-]*(?<! )", value) and value != "null" else json.dumps(value)
     return f"{value:g}" if isinstance(value, float) else str(value)
@@ -155,8 +157,8 @@ def _order(family: Family) -> tuple[Any, ...]:
     mask = family.mask
     reach = (mask.left, mask.right) if isinstance(mask, WindowMask) else (0, 0)
     kinds = ("none", "causal", "window")
-    out = family.out_dtype or ""
-    return family.layout, family.dtype, family.head_dim, family.head_dim_v, kinds.index(mask.kind), reach, out
+    own = family.out_dtype or "", family.keywords
+    return family.layout, family.dtype, family.head_dim, family.head_dim_v, kinds.index(mask.kind), reach, *own
 
 
 def _of_family(family: Family, records: Sequence[Record]) -> Iterator[Row]:
@@ -265,6 +267,8 @@ def _row(family: Family, edge: float | None, part: _Part) -> Row:
         head_dim_v=family.head_dim_v,
         mask=family.mask,
         out_dtype=family.out_dtype,
+        sink=family.sink or None,
+        softcap=family.softcap or None,
         layout="packed" if family.layout == "packed" else None,
         tiles_per_sm=None if edge is None else Load(up_to=edge),
         seq_k=None if part.up_to is None else Region(up_to=part.up_to),

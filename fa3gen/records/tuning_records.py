@@ -84,6 +84,8 @@ class TunedProblem(Part):
     seq_q: int = Field(gt=0)
     seq_k: int = Field(gt=0)
     out_dtype: OutputDType | None = Field(default=None, description="Of O, where it is not `dtype`.")
+    sink: bool = False
+    softcap: bool = False
 
     @classmethod
     def of(cls, family: Family, shape: Shape) -> Self:
@@ -109,9 +111,10 @@ class TunedProblem(Part):
 
     @model_serializer(mode="wrap")
     def _without_defaults(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """`out_dtype` is written where it says something: older records have none."""
+        """Some fields are written where they say something: older records have none of them."""
         fields: dict[str, Any] = write(self)
-        return fields if self.out_dtype else {name: fields[name] for name in fields if name != "out_dtype"}
+        unsaid = {name for name in ("out_dtype", "sink", "softcap") if not fields.get(name)}
+        return {name: fields[name] for name in fields if name not in unsaid}
 
     @model_validator(mode="after")
     def _whole_groups_of_heads(self) -> Self:
@@ -122,7 +125,11 @@ class TunedProblem(Part):
     @property
     def family(self) -> Family:
         """What a module has to be compiled for to serve this."""
-        return Family(self.dtype, self.head_dim, self.head_dim_v, self.mask.spec_mask(), self.out_dtype)
+        return Family(
+            *(self.dtype, self.head_dim, self.head_dim_v, self.mask.spec_mask(), self.out_dtype),
+            sink=self.sink,
+            softcap=self.softcap,
+        )
 
     @property
     def group(self) -> int:

@@ -99,10 +99,14 @@ def window_tuple(window: Window) -> tuple[int, ...] | None:
     return None if window is None else tuple(window)
 
 
-def refuse_grad(q: Any, k: Any, v: Any) -> None:
+def refuse_grad(q: Any, k: Any, v: Any, sinks: Any = None) -> None:
     """Raise ValueError where a gradient would be lost without a word."""
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+    if not torch.is_grad_enabled():
+        return
+    if q.requires_grad or k.requires_grad or v.requires_grad:
         raise ValueError("q, k or v requires grad; this kernel is forward only: call it under torch.no_grad()")
+    if sinks is not None and sinks.requires_grad:
+        raise ValueError("sinks requires grad; this kernel is forward only: call it under torch.no_grad()")
 
 
 def need(condition: Any, message: Callable[[], str]) -> None:

@@ -163,6 +163,8 @@ class Row(SpecModel):
     head_dim_v: int = Field(gt=0)
     mask: Mask
     out_dtype: OutputDType | None = Field(default=None, description="Of O, where it is not `dtype`.")
+    sink: bool | None = Field(default=None, description="True: for calls with sinks.")
+    softcap: bool | None = Field(default=None, description="True: for calls with a cap of the scores.")
     layout: Literal["packed"] | None = Field(default=None, description="Packed sequences; without it, dense tensors.")
     group: Multiples | None = None
     tiles_per_sm: Load | None = None
@@ -209,8 +211,12 @@ class Row(SpecModel):
     @property
     def family(self) -> Family:
         """What its module is compiled for."""
-        layout = self.layout or "dense"
-        return Family(self.dtype, self.head_dim, self.head_dim_v, self.mask, self.out_dtype, layout=layout)
+        return Family(
+            *(self.dtype, self.head_dim, self.head_dim_v, self.mask, self.out_dtype),
+            layout=self.layout or "dense",
+            sink=bool(self.sink),
+            softcap=bool(self.softcap),
+        )
 
     @property
     def region(self) -> str:
@@ -398,8 +404,9 @@ def _nothing(family: Family, group: int, lse: bool, variants: Sequence[Variant[F
     for variant in variants:
         served = Family.of(variant.spec)
         if served.layout == family.layout and (variant.spec.outputs.lse or not lse):
+            score = "".join(f", {name}" for name in served.keywords)
             heads = f", {packs} heads in a tile" if (packs := variant.spec.tile.pack_heads) > 1 else ""
-            served_dims.setdefault(f"{served.dtypes}, {mask_text(served.mask)}{heads}", set()).add(served.dims)
+            served_dims.setdefault(f"{served.dtypes}, {mask_text(served.mask)}{score}{heads}", set()).add(served.dims)
     there = "; ".join(
         f"{what}: {', '.join(sorted(found, key=_natural))}" for what, found in sorted(served_dims.items())
     )
@@ -407,8 +414,9 @@ def _nothing(family: Family, group: int, lse: bool, variants: Sequence[Variant[F
     def likeness(variant: Variant[Forward]) -> tuple[bool, ...]:
         other = Family.of(variant.spec)
         same_o, same_mask = other.out_dtype == family.out_dtype, other.mask.kind == family.mask.kind
+        same_score, same_dim = other.keywords == family.keywords, other.head_dim == family.head_dim
         serves = other.layout == family.layout, group % variant.spec.tile.pack_heads == 0
-        return *serves, same_o, same_mask, other.head_dim == family.head_dim, _is_production(variant.stem)
+        return *serves, same_o, same_mask, same_score, same_dim, _is_production(variant.stem)
 
     base = max(variants, key=likeness, default=None)
     fields = _fields(family)
@@ -429,6 +437,9 @@ def _fields(family: Family) -> str:
     layout = ", layout: packed" if family.layout == "packed" else ""
     mask = f"{{kind: {family.mask.kind}}}"  # of a window any, since calls give it then
     fields = f"`problem: {{{dims}, dtype: {family.dtype}{layout}}}` and `mask: {mask}`"
+    if family.keywords:
+        used = [f"{name}: true" for name in ("sink", "softcap") if getattr(family, name)]
+        fields = f"`softmax: {{{', '.join(used)}}}`, {fields}"
     return fields if family.out_dtype is None else f"`o: {{dtype: {family.out_dtype}}}`, {fields}"
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +20,7 @@ from fa3gen.design.family import TILE_ROWS, Family, Shape
 from fa3gen.design.workspace import Workspace
 from fa3gen.run import calls, dispatch, gpu
 from fa3gen.run.calls import Attention, Returned, Window, dispatch_modes, functorch_transforms, need, stretches
-from fa3gen.run.dispatch import Choice, Size
+from fa3gen.run.dispatch import ArgumentError, Choice, Size
 
 
 def _explain(
@@ -29,6 +30,8 @@ def _explain(
     *,
     causal: bool = False,
     window: Window = None,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
     scale: float | None = None,
     out: Tensor | None = None,
     return_lse: bool = False,
@@ -40,7 +43,7 @@ def _explain(
     SM gets is then counted with the SMs of an H200, and the answer says so. Raises as `fa3gen.attention` where no
     module is found.
     """
-    family, size = _asked(q, k, v, out, causal, window)
+    family, size = _asked(q, k, v, out, causal, window, sinks, softcap)
     return dispatch.choose(family, size, lse=return_lse, workspace=Workspace.find())
 
 
@@ -52,6 +55,8 @@ def attention(
     *,
     causal: bool = False,
     window: Window = None,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
     scale: float | None = None,
     out: Tensor | None = None,
     return_lse: bool = False,
@@ -71,6 +76,10 @@ def attention(
         causal: Query i sees keys j <= i + seq_k - seq_q.
         window: (left, right), how many keys a query sees left and right of its diagonal, -1 for all; with `causal`,
             none on the right. A module with the window compiled in is taken where there is one, else one for any.
+        sinks: (heads_q,), bfloat16 or float32: a logit that takes part in the softmax of each row of its head, without
+            a value; -inf for none. It takes a module of its own, as does a softcap.
+        softcap: Scores become softcap tanh(scale S / softcap) before the mask; finite and positive. The tanh is that of
+            the hardware, off by 2^-11 of itself at most.
         scale: Factor of the scores, finite and positive; 1 / sqrt(d) by default.
         out: (batch, seq_q, heads_q, d_v) to write O to, of q's dtype, or float32, which takes a module of its own; a
             new contiguous tensor of q's dtype by default.
@@ -81,7 +90,8 @@ def attention(
             and calls that torch.compile or a dispatch mode sees, are launched as ever.
 
     Returns:
-        O, (batch, seq_q, heads_q, d_v); with return_lse, (O, LSE). A row with no visible key has O = 0, LSE = -inf.
+        O, (batch, seq_q, heads_q, d_v); with return_lse, (O, LSE). A row with no visible key has O = 0, LSE = -inf
+        or its sink.
 
     Raises:
         NoKernel: No module computes this, or none was measured; the message says what to do. A UserError.
@@ -89,17 +99,27 @@ def attention(
             requires grad in grad mode, since this is forward only.
     """
     if is_dynamo_compiling():
-        return _by_operator(q, k, v, causal, window, scale, out, return_lse)
+        return _by_operator(q, k, v, causal, window, sinks, softcap, scale, out, return_lse)
     if window is not None and type(window) is not tuple:
         window = calls.window_tuple(window)
     # Tensors on a GPU that nobody watches? Then nothing is lost by leaving the dispatcher out.
     if not (type(q) is type(k) is type(v) is Tensor and q.is_cuda) or dispatch_modes() or functorch_transforms():
-        _asked(q, k, v, out, causal, window)  # its messages are better than those of an operator's schema
-        return _by_operator(q, k, v, causal, window, scale, out, return_lse)
-    serving = _serving(q, k, v, out, causal, window, return_lse)
+        # Its messages are better than those of an operator's schema.
+        _asked(q, k, v, out, causal, window, sinks, softcap)
+        return _by_operator(q, k, v, causal, window, sinks, softcap, scale, out, return_lse)
+    serving = _serving(q, k, v, out, causal, window, return_lse, sinks, softcap)
+    if sinks is not None or softcap is not None:
+        named = _named(sinks, softcap) | ({"enable_pdl": True} if enable_pdl and _has_pdl(serving) else {})
+        return serving(q, k, v, **named, scale=scale, out=out, return_lse=return_lse)
     if enable_pdl and _has_pdl(serving):
         return serving(q, k, v, scale=scale, out=out, return_lse=return_lse, enable_pdl=True)
     return serving(q, k, v, scale=scale, out=out, return_lse=return_lse)
+
+
+def _named(sinks: Tensor | None, softcap: float | None) -> dict[str, Any]:
+    """What a module's entry point takes of these: those that it is made for."""
+    named = {"sinks": sinks, "softcap": softcap}
+    return {name: value for name, value in named.items() if value is not None}
 
 
 @functools.cache
@@ -108,18 +128,38 @@ def _has_pdl(attention: Callable[..., Any]) -> bool:
     return "enable_pdl" in inspect.signature(attention).parameters
 
 
-def _asked(q: Any, k: Any, v: Any, out: Any, causal: bool, window: Window) -> tuple[Family, Size]:
+def _asked(
+    q: Any, k: Any, v: Any, out: Any, causal: bool, window: Window, sinks: Any, softcap: Any
+) -> tuple[Family, Size]:
     """What the module has to be compiled for, and the size of the call. Raises ArgumentError, TypeError."""
     calls.check_tensors({"q": q, "k": k, "v": v}, "(batch, seq, heads, head dim)")
     dtype, written = calls.dtypes_of(q, out, "fa3gen.attention")
+    if sinks is not None and not isinstance(sinks, Tensor):
+        raise TypeError(f"sinks is a {type(sinks).__name__}; it needs to be a torch.Tensor")
+    if softcap is not None and not (isinstance(softcap, (int, float)) and 0.0 < softcap < math.inf):
+        raise ArgumentError(f"softcap is {softcap!r}; it needs to be a finite and positive number, or None for no cap")
     batch, seq_q, heads_q, head_dim = q.shape
-    family = Family(dtype, int(head_dim), int(v.shape[3]), dispatch.mask_of(causal, window), written)
+    family = Family(
+        *(dtype, int(head_dim), int(v.shape[3]), dispatch.mask_of(causal, window), written),
+        sink=sinks is not None,
+        softcap=softcap is not None,
+    )
     seq_k, heads_kv = k.shape[1], k.shape[2]
     tiles = Shape(batch, seq_q, seq_k, heads_q, heads_kv).tiles
     return family, Size(seq_k, tiles, gpu.sm_count(q.get_device()), heads_q // (heads_kv or 1))
 
 
-def _serving(q: Any, k: Any, v: Any, out: Any, causal: bool, window: Any, return_lse: bool) -> Attention:
+def _serving(
+    q: Any,
+    k: Any,
+    v: Any,
+    out: Any,
+    causal: bool,
+    window: Any,
+    return_lse: bool,
+    sinks: Any,
+    softcap: Any,
+) -> Attention:
     """The `attention` of the module for a call; `window` is None or a tuple."""
     key: tuple[Any, ...] = ()
     try:
@@ -127,27 +167,42 @@ def _serving(q: Any, k: Any, v: Any, out: Any, causal: bool, window: Any, return
         _, keys, heads_kv, v_dim = v.shape
         out_dtype, group = None if out is None else out.dtype, heads_q // (heads_kv or 1)
         key = q.get_device(), q.dtype, out_dtype, dim, v_dim, group, causal, window, return_lse
+        if sinks is not None or softcap is not None:
+            key += (sinks is not None, softcap is not None)
         tiles = batch * heads_q * -(-seq_q // TILE_ROWS)  # `Shape.tiles`, without the call
         for least_keys, most_keys, least_tiles, most_tiles, attention in stretches.get(key, ()):
             if least_keys <= keys <= most_keys and least_tiles <= tiles <= most_tiles:
                 return attention
     except (AttributeError, IndexError, ValueError):
         pass  # not four dimensions, or no tensor: what follows says so
-    family, size = _asked(q, k, v, out, causal, window)
+    family, size = _asked(q, k, v, out, causal, window, sinks, softcap)
     return calls.found(key, family, size, lse=return_lse)
 
 
 # Operators, for whatever looks at calls instead of making them
 
-_OPTIONS = "*, bool causal=False, int[]? window=None, float? scale=None, bool return_lse=False"
+_OPTIONS = (
+    "*, bool causal=False, int[]? window=None, Tensor? sinks=None, float? softcap=None, float? scale=None, "
+    "bool return_lse=False"
+)
 
 
 def _by_operator(
-    q: Any, k: Any, v: Any, causal: bool, window: Window, scale: float | None, out: Any, return_lse: bool
+    q: Any,
+    k: Any,
+    v: Any,
+    causal: bool,
+    window: Window,
+    sinks: Any,
+    softcap: float | None,
+    scale: float | None,
+    out: Any,
+    return_lse: bool,
 ) -> Returned:
     """Call the operators. Without an out, LSE is empty where nobody asked for it."""
-    calls.refuse_grad(q, k, v)
-    options = {"causal": causal, "window": window, "scale": scale, "return_lse": return_lse}
+    calls.refuse_grad(q, k, v, sinks)
+    options: dict[str, Any] = {"causal": causal, "window": window, "scale": scale, "return_lse": return_lse}
+    options |= _named(sinks, softcap)
     if out is None:
         out, lse = torch.ops.fa3gen.attention_forward(q, k, v, **options)
     else:
@@ -162,12 +217,15 @@ def _forward(
     *,
     causal: bool = False,
     window: list[int] | None = None,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
     scale: float | None = None,
     return_lse: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """`fa3gen::attention_forward`: O and LSE, which has no rows unless `return_lse`."""
-    serving = _serving(q, k, v, None, causal, None if window is None else tuple(window), return_lse)
-    returned = serving(q, k, v, scale=scale, return_lse=return_lse)
+    reach = None if window is None else tuple(window)
+    serving = _serving(q, k, v, None, causal, reach, return_lse, sinks, softcap)
+    returned = serving(q, k, v, **_named(sinks, softcap), scale=scale, return_lse=return_lse)
     return returned if return_lse else (returned, _lse_like(q, False))
 
 
@@ -179,12 +237,15 @@ def _forward_out(
     *,
     causal: bool = False,
     window: list[int] | None = None,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
     scale: float | None = None,
     return_lse: bool = False,
 ) -> Tensor:
     """`fa3gen::attention_forward_out`: writes O to `out` and returns LSE, which has no rows unless `return_lse`."""
-    serving = _serving(q, k, v, out, causal, None if window is None else tuple(window), return_lse)
-    returned = serving(q, k, v, scale=scale, out=out, return_lse=return_lse)
+    reach = None if window is None else tuple(window)
+    serving = _serving(q, k, v, out, causal, reach, return_lse, sinks, softcap)
+    returned = serving(q, k, v, **_named(sinks, softcap), scale=scale, out=out, return_lse=return_lse)
     lse: Tensor = returned[1] if return_lse else _lse_like(q, False)
     return lse
 
@@ -196,10 +257,12 @@ def _forward_fake(
     *,
     causal: bool = False,
     window: list[int] | None = None,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
     scale: float | None = None,
     return_lse: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    _check_shapes(q, k, v, None, causal, window)
+    _check_shapes(q, k, v, None, causal, window, sinks, softcap)
     return q.new_empty((*q.shape[:3], v.shape[3])), _lse_like(q, return_lse)
 
 
@@ -211,10 +274,12 @@ def _forward_out_fake(
     *,
     causal: bool = False,
     window: list[int] | None = None,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
     scale: float | None = None,
     return_lse: bool = False,
 ) -> Tensor:
-    _check_shapes(q, k, v, out, causal, window)
+    _check_shapes(q, k, v, out, causal, window, sinks, softcap)
     wanted = (*q.shape[:3], v.shape[3])
     need(
         tuple(out.shape) == wanted,
@@ -229,9 +294,24 @@ def _lse_like(q: Tensor, wanted: bool) -> Tensor:
     return q.new_empty((batch, heads_q, seq_q if wanted else 0), dtype=torch.float32)
 
 
-def _check_shapes(q: Tensor, k: Tensor, v: Tensor, out: Any, causal: bool, window: Any) -> None:
+def _check_shapes(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Any,
+    causal: bool,
+    window: Any,
+    sinks: Tensor | None,
+    softcap: float | None,
+) -> None:
     """What can be wrong with tensors that have no memory, so that it shows when a model is traced."""
-    _asked(q, k, v, out, causal, window)
+    _asked(q, k, v, out, causal, window, sinks, softcap)
+    if sinks is not None:
+        found, heads_q = sinks.shape, q.shape[2]
+        need(
+            len(found) == 1 and found[0] == heads_q and sinks.dtype in (torch.bfloat16, torch.float32),
+            lambda: f"sinks is {tuple(found)}, {sinks.dtype}; it needs to be ({heads_q},), bfloat16 or float32",
+        )
     need(
         k.shape[0] == q.shape[0] and k.shape[3] == q.shape[3],
         lambda: f"k has shape {tuple(k.shape)}, q {tuple(q.shape)}; they need the same batch and head dim",

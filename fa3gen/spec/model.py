@@ -229,6 +229,15 @@ class Softmax(SpecModel):
         description="Whether the last tile of keys is always masked past the end of the keys, which leaves straight "
         "code, or behind a branch and only when the end cuts it.",
     )
+    sink: bool = Field(
+        default=False,
+        description="Whether a logit of each query head, an argument of each call, takes part in a row's softmax once.",
+    )
+    softcap: bool = Field(
+        default=False,
+        description="Whether scores are capped before the mask, softcap tanh(scale S / softcap); how far they may go "
+        "is an argument of each call.",
+    )
 
 
 class Outputs(SpecModel):

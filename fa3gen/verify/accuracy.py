@@ -3,8 +3,8 @@
 The model of sm_90a computes exactly what each instruction says, so three things are left that move O: P is rounded to
 16 bits where O = P V runs on WGMMA, sums and exponentials are in float32, and O itself is rounded to its dtype.
 
-With p the exact probabilities of a row, l the row's sum of exp(s - max), u the unit roundoff of P's dtype (0 where P
-stays float32), t half its smallest subnormal, and f the float32 term below, for every element of O
+With p the exact probabilities of a row, l the row's sum of exp(s - max) with that of its sink, u the unit roundoff of
+P's dtype (0 where P stays float32), t half its smallest subnormal, and f the float32 term below, for every element of O
 
     e     = u sum_j p_j |v_j| + t sum_j |v_j| / l + f sum_j p_j |v_j|
     limit = e + half an ulp of the output dtype at |ref| + e
@@ -58,12 +58,15 @@ def expected(
     mask: Mask,
     p_dtype: torch.dtype | None,
     out_dtype: torch.dtype | None = None,
+    sinks: torch.Tensor | None = None,
+    softcap: float | None = None,
 ) -> Expected:
     """Compute attention in float64, and how far a kernel may be from it.
 
     q is (batch, seq_q, heads_q, d), k (batch, seq_k, heads_kv, d), v (batch, seq_k, heads_kv, d_v); O is written in
-    `out_dtype`, by default q's. `p_dtype` is what P is rounded to, None for float32. All scores are held at once: for
-    small inputs.
+    `out_dtype`, by default q's. `p_dtype` is what P is rounded to, None for float32. Scores are capped with `softcap`,
+    which makes their errors smaller: the slope of the cap is at most 1. All scores are held at once: for small
+    inputs.
     """
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     out_dtype = q.dtype if out_dtype is None else out_dtype
@@ -71,31 +74,37 @@ def expected(
     queries = q.double().transpose(1, 2)  # (batch, heads_q, seq_q, d)
     keys, values = (tensor.double().repeat_interleave(group, dim=2).transpose(1, 2) for tensor in (k, v))
     scores = queries @ keys.transpose(2, 3) * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
     sizes = queries.abs() @ keys.abs().transpose(2, 3) * scale
     seen = visible_keys(reach(mask), seq_q=q.shape[1], seq_k=k.shape[1], rows=torch.arange(q.shape[1]))
     if seen is None:
         seen = torch.ones(scores.shape[2:], dtype=torch.bool)
     scores = scores.masked_fill(~seen, -math.inf)
     top = _largest(scores, -math.inf)
-    top = top.masked_fill(top == -math.inf, 0)  # rows without a key
+    sees = top > -math.inf
+    top = top.masked_fill(~sees, 0)
     weights = torch.exp(scores - top)
-    total = weights.sum(-1, keepdim=True)
-    p = weights / total.clamp(min=1)  # a row that sees a key sums to 1 at least
+    lse = torch.logsumexp(scores, dim=-1)
+    if sinks is not None:
+        lse = torch.logaddexp(lse, sinks.double()[:, None])
+    # Of a key with the largest score: 1 / l.
+    share = torch.exp(top - lse.masked_fill(lse == -math.inf, 0)[..., None]).where(sees, 0)
+    p = weights * share
 
     magnitude = p @ values.abs()
     rest = FLOAT32_ROUNDOFF * (32 + 4 * _largest(sizes.masked_fill(~seen, 0), 0)) * magnitude
     roundoff, subnormal = (0.0, 0.0) if p_dtype is None else _roundoff(p_dtype)
-    seen_sum, seen_squares = (seen.double() @ power / total.clamp(min=1) for power in (values.abs(), values.square()))
+    seen_sum, seen_squares = (seen.double() @ power for power in (values.abs(), values.square()))
     out = p @ values
-    error = roundoff * magnitude + subnormal * seen_sum + rest
-    limit = torch.where(total > 0, half_ulp(out.abs() + error, out_dtype) + error, 0.0)
+    error = roundoff * magnitude + subnormal * seen_sum * share + rest
+    limit = torch.where(sees, half_ulp(out.abs() + error, out_dtype) + error, 0.0)
     variance = (
         half_ulp(out, out_dtype).square() / 3
         + MANTISSA_FACTOR * roundoff**2 * (p.square() @ values.square())
-        + subnormal**2 / 3 * seen_squares / total.clamp(min=1)
+        + subnormal**2 / 3 * seen_squares * share.square()
         + rest.square() / 9
     )
-    lse = torch.logsumexp(scores, dim=-1)
     return Expected(out.transpose(1, 2), lse, limit.transpose(1, 2), variance.transpose(1, 2))
 
 

@@ -14,7 +14,7 @@ import json
 import math
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -27,12 +27,13 @@ from fa3gen.base.errors import UserError
 from fa3gen.base.files import write_text
 from fa3gen.base.parts import Part, read_file, rounded
 from fa3gen.design import ladder
+from fa3gen.design.family import Family
 from fa3gen.design.masks import of_call, reach
 from fa3gen.design.operation import operation_of
 from fa3gen.hardware.dtypes import DTYPES
 from fa3gen.spec.model import Forward, Mask
 from fa3gen.verify import reference
-from fa3gen.verify.inputs import Case, laid_out, served
+from fa3gen.verify.inputs import Case, laid_out, served, usual_keywords
 
 if TYPE_CHECKING:
     from fa3gen.design.workspace import Workspace
@@ -44,6 +45,7 @@ BEGIN, END = "<!-- comparison:begin -->", "<!-- comparison:end -->"
 TOOL = "tests/gpu/compare_cpu_model.py"
 CODE = 64.0  # size of a query's elements in the selection cases; the keys have 1 and -1
 UNDERFLOW = 200.0  # 2^-200 is zero in float32, with a margin
+NO_CAP = 1e6  # of scores whose differences count: their largest are thousands
 
 
 # -- inputs
@@ -64,13 +66,15 @@ CASES: tuple[Case, ...] = (
 class Inputs:
     """q, k and v, (batch, seq, heads, d) with a d of its own for v; `selected` (batch, heads_q, seq_q) or None.
 
-    `selected` is the number of the key that a row selects, -1 for a row that sees none.
+    `selected` is the number of the key that a row selects, -1 for a row that sees none. `keywords` are what the module
+    has to be given by name: sinks that do nothing, and a cap beyond the scores, where a row selects a key.
     """
 
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
     selected: torch.Tensor | None = None
+    keywords: Mapping[str, Any] = field(default_factory=dict)
 
 
 def make_inputs(case: Case, *, mask: Mask, head_dim: int, dtype: torch.dtype, v_dim: int | None = None) -> Inputs:
@@ -110,7 +114,11 @@ def make_for(spec: Forward, case: Case) -> Inputs:
     operation = operation_of(spec)
     q, k, v = (operation.tensor(name) for name in ("q", "k", "v"))
     made = make_inputs(case, mask=of_call(spec.mask), head_dim=q.row, v_dim=v.row, dtype=q.dtype.in_torch())
-    return replace(made, q=laid_out(q, made.q), k=laid_out(k, made.k), v=laid_out(v, made.v))
+    keywords = usual_keywords(Family.of(spec).keywords, case.heads_q, made.q.device)
+    if made.selected is not None:
+        none = {"sinks": torch.full((case.heads_q,), -math.inf), "softcap": NO_CAP}
+        keywords = {name: none[name] for name in keywords}
+    return replace(made, q=laid_out(q, made.q), k=laid_out(k, made.k), v=laid_out(v, made.v), keywords=keywords)
 
 
 def _selection(case: Case, random: np.random.Generator, v: torch.Tensor, head_dim: int, mask: Mask) -> Inputs:
@@ -327,7 +335,8 @@ def compare_case(
     """Compare what the two sides gave for one case: `out` and, where the module has it, `lse`."""
     case, format = served(case, spec), spec.o_dtype
     inputs = make_for(spec, case)
-    exact = reference.attention(inputs.q, inputs.k, inputs.v, reach=reach(of_call(spec.mask))).out.numpy()
+    seen = reach(of_call(spec.mask))
+    exact = reference.attention(inputs.q, inputs.k, inputs.v, reach=seen, **inputs.keywords).out.numpy()
     wrong: dict[str, int | None] = {"gpu": None, "cpu": None}
     if inputs.selected is not None:
         expected = selected_output(inputs).double().numpy()

@@ -29,6 +29,9 @@ GUARD = 8  # rows of NaN before and after each padded tensor, along the sequence
 # By bytes of an element: a NaN, of any of the dtypes, that no instruction gives and torch.nan is not.
 POISON = {2: (torch.int16, 0x7FA5), 4: (torch.int32, 0x7FA5A5A5)}
 
+# Beside ordinary ones, by head. The first leaves something of a row, the second nothing.
+SINKS = (6.0, 3e38, -3e38, -math.inf)
+
 Distribution = Literal["normal", "outlier", "ramp", "selection"]  # the last one in `fa3gen.cpu.comparison` only
 Layout = Literal["padded", "contiguous", "transposed", "packed", "expanded", "odd_strides"]
 
@@ -51,6 +54,8 @@ class Case:
     layout: Layout = "padded"
     scale: float | None = None
     window: Window | None = None
+    softcap: float = 50.0  # of modules that cap scores
+    sinks: Literal["bfloat16", "float32"] = "float32"  # their dtype, of modules that have them
 
     @property
     def shape(self) -> str:
@@ -77,6 +82,19 @@ class Inputs:
     out_storage: torch.Tensor
     mask: Mask = NoMask()
     options: Mapping[str, Any] = field(default_factory=dict)
+    sinks: torch.Tensor | None = None
+    softcap: float | None = None
+
+    @property
+    def keywords(self) -> dict[str, Any]:
+        """What the entry point of this module has to be given by name, and the reference alike."""
+        named = {"sinks": self.sinks, "softcap": self.softcap}
+        return {name: value for name, value in named.items() if value is not None}
+
+    @property
+    def named(self) -> dict[str, Any]:
+        """All that the entry point is given by name: these, and a window."""
+        return {**self.options, **self.keywords}
 
     @property
     def given(self) -> dict[str, torch.Tensor]:
@@ -161,6 +179,15 @@ def gpu_cases(spec: Forward) -> tuple[Case, ...]:
     Where calls give a window, each comes with two.
     """
     cases = (*CASES, *PERSISTENT_CASES) if footprint.persistent(spec) else CASES
+    if spec.softmax.sink:
+        cases += (Case("sinks_16_bits", "sinks in bfloat16 on all rows", 2, 200, 300, 8, 2, sinks="bfloat16"),)
+    if spec.softmax.softcap:
+        # Standard deviations of scores of 18 to 36, and of 32 to 64: many are near the cap.
+        cases += (
+            Case("capped", "scores beyond a cap of 15", 1, 150, 400, 4, 2, scale=2.25, softcap=15.0),
+            Case("capped_50", "scores beyond a cap of 50", 1, 300, 300, 2, 2, scale=4.0),
+            Case("capped_low", "a cap so low that a hidden key would count", 1, 150, 400, 4, 2, softcap=1.5),
+        )
     if not given_with_calls(spec.mask):
         return cases
     return windowed(twice(cases))
@@ -194,6 +221,12 @@ def cpu_cases(spec: Forward) -> tuple[Case, ...]:
         Case("scale", "a scale other than 1/sqrt(d)", 1, 7, n // 2 + 5, 1, 1, scale=0.3),
         Case("wrap", "goes round the ring of stages twice and a bit", 1, 3, 2 * stages * n + n // 2 + 1, 1, 1),
     ]  # fmt: skip
+    if spec.softmax.sink:
+        cases.append(Case("sinks_16_bits", "sinks in bfloat16 of every size", 1, 5, 7, 5, 1, sinks="bfloat16"))
+        cases.append(Case("sinks", "sinks of every size, rows without a key", 1, 9, 7, 5, 1))
+    if spec.softmax.softcap:
+        cases.append(Case("capped", "scores beyond a cap of 15", 1, 9, n + 5, 1, 1, scale=2.25, softcap=15.0))
+        cases.append(Case("capped_low", "so low that a hidden key would count", 1, 9, n + 5, 1, 1, softcap=1.5))
     if given_with_calls(spec.mask):
         # Tiles of keys without an edge between those with one; then none such, and tiles with both edges.
         wide, narrow = (m + n, 5), (n // 3, n // 4)
@@ -241,7 +274,29 @@ def make_for(spec: Forward, case: Case, *, device: torch.device, seed: int) -> I
         seed=seed,
         by_sequence=sequence_contiguous(spec),
     )
-    return replace(made, mask=of_call(spec.mask, case.window), options=options_of_call(spec.mask, case.window))
+    return replace(
+        made,
+        mask=of_call(spec.mask, case.window),
+        options=options_of_call(spec.mask, case.window),
+        sinks=_sinks(case, seed).to(device) if spec.softmax.sink else None,
+        softcap=case.softcap if spec.softmax.softcap else None,
+    )
+
+
+def usual_keywords(names: Sequence[str], heads_q: int, device: torch.device) -> dict[str, Any]:
+    """What a call has to be given by these names (`Family.keywords`), of no particular case: to time it."""
+    made = {"sinks": torch.linspace(-2, 2, heads_q, device=device), "softcap": 50.0}
+    return {name: made[name] for name in names if name in made}
+
+
+def _sinks(case: Case, seed: int) -> torch.Tensor:
+    """Sinks of all sizes by turns: like scores, some above them, none, and both ends of what float32 can hold."""
+    generator = torch.Generator().manual_seed(case_seed(f"{case.name}, sinks", seed))
+    kinds = torch.stack(
+        [2 * torch.randn(case.heads_q, generator=generator), *(torch.full((case.heads_q,), x) for x in SINKS)]
+    )
+    heads = torch.arange(case.heads_q)
+    return kinds[heads % len(kinds), heads].to(getattr(torch, case.sinks))
 
 
 def poison(storage: torch.Tensor) -> torch.Tensor:

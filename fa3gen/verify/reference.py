@@ -3,16 +3,21 @@
 Shapes throughout: q (batch, seq_q, heads_q, d), k (batch, seq_k, heads_kv, d), v (batch, seq_k, heads_kv, d_v), O
 (batch, seq_q, heads_q, d_v), LSE (batch, heads_q, seq_q); d_v is d unless v has a head dim of its own. A mask comes
 as the reach (left, right): a query i sees the keys j with -left <= j - i - (seq_k - seq_q) <= right, without a bound
-where a side is None. Nothing of specs or of the generator is imported: a mistake there has to show here.
+where a side is None. With `softcap`, scores are softcap tanh(scale Q K^T / softcap) before the mask; `sinks`
+(heads_q,) are logits without a value, of which each row of a head has one.
+
+Nothing of specs or of the generator is imported: a mistake there has to show here.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 
+TANH_ERROR = 2.0**-11  # most that tanh.approx.f32 is off, of its result (PTX ISA, "tanh")
 SCORE_BYTES = 1 << 28  # scores held at one time: 256 MiB, so that 16k x 16k with 32 heads fits anywhere
 
 Reach = tuple[int | None, int | None]  # keys left and right of the diagonal, as the mask shows them
@@ -54,14 +59,46 @@ def attention(
     *,
     scale: float | None = None,
     reach: Reach,
+    sinks: torch.Tensor | None = None,
+    softcap: float | None = None,
     compute_dtype: torch.dtype = torch.float64,
 ) -> Attention:
     """Compute softmax(scale * Q K^T) V wholly in `compute_dtype` (float64; float32 for large inputs).
 
-    `scale` defaults to 1 / sqrt(d). A row that sees no key gives O = 0 and LSE = -inf.
+    `scale` defaults to 1 / sqrt(d). A row that sees no key gives O = 0 and LSE = -inf, or its sink.
     """
     dtypes = _Dtypes(scores=compute_dtype, softmax=compute_dtype, p=compute_dtype, out=compute_dtype)
-    return _attention(q, k, v, scale=scale, reach=reach, dtypes=dtypes)
+    return _attention(q, k, v, scale=scale, reach=reach, sinks=sinks, softcap=softcap, dtypes=dtypes)
+
+
+def tanh_slack(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    scale: float | None = None,
+    reach: Reach,
+    sinks: torch.Tensor | None = None,
+    softcap: float,
+) -> Attention:
+    """How far O and LSE in float64 may move when each tanh of the cap is off by TANH_ERROR of itself.
+
+    A score S then moves by e, |e| <= TANH_ERROR |S|, which is at most E = TANH_ERROR softcap. With p the exact
+    probabilities, O moves by sum p (exp(e) - 1) (v - O) / sum p exp(e), hence by no more than
+    exp(2 E) (sum p |e| |v| + |O| sum p |e|), and LSE by log(sum p exp(e)), no more than exp(E) sum p |e|.
+    """
+    exact = attention(q, k, v, scale=scale, reach=reach, sinks=sinks, softcap=softcap)
+    slack, worst = Attention(torch.empty_like(exact.out), torch.empty_like(exact.lse)), math.exp(TANH_ERROR * softcap)
+    sizes = v.double().abs().permute(0, 2, 1, 3)  # (batch, heads_kv, seq_k, d)
+    for rows, scores in _scores(q, k, scale=scale, reach=reach, softcap=softcap, dtypes=_FLOAT64):
+        lse = exact.lse[:, :, rows]
+        p = torch.exp(scores.flatten(1, 2) - lse.masked_fill(lse == -math.inf, 0)[..., None])
+        moves = p * scores.flatten(1, 2).masked_fill(p == 0, 0).abs() * TANH_ERROR  # (batch, heads_q, rows, seq_k)
+        of_row = moves.sum(-1)
+        of_out = exact.out[:, rows].abs() * of_row.transpose(1, 2)[..., None]
+        slack.out[:, rows] = worst**2 * (_times_values(moves.view_as(scores), sizes) + of_out)
+        slack.lse[:, :, rows] = worst * of_row
+    return slack
 
 
 def same_precision(
@@ -71,6 +108,8 @@ def same_precision(
     *,
     scale: float | None = None,
     reach: Reach,
+    sinks: torch.Tensor | None = None,
+    softcap: float | None = None,
     out_dtype: torch.dtype | None = None,
     p_scale: float = 1.0,
 ) -> Attention:
@@ -85,7 +124,7 @@ def same_precision(
         dtypes = _Dtypes(scores=q.dtype, softmax=torch.float32, p=q.dtype, out=q.dtype)
     else:
         dtypes = _Dtypes(scores=torch.float32, softmax=torch.float32, p=q.dtype, out=torch.float32)
-    return _attention(q, k, v, scale=scale, reach=reach, dtypes=dtypes, p_scale=p_scale)
+    return _attention(q, k, v, scale=scale, reach=reach, sinks=sinks, softcap=softcap, dtypes=dtypes, p_scale=p_scale)
 
 
 class _Dtypes(NamedTuple):
@@ -97,6 +136,9 @@ class _Dtypes(NamedTuple):
     out: torch.dtype
 
 
+_FLOAT64 = _Dtypes(*[torch.float64] * 4)
+
+
 def _attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -104,10 +146,31 @@ def _attention(
     *,
     scale: float | None,
     reach: Reach,
+    sinks: torch.Tensor | None,
+    softcap: float | None,
     dtypes: _Dtypes,
     p_scale: float = 1.0,
 ) -> Attention:
     """Chunk over query rows."""
+    batch, seq_q, heads_q, _ = q.shape
+    values = v.to(dtypes.out).permute(0, 2, 1, 3)  # (batch, heads_kv, seq_k, d)
+    out = torch.empty((batch, seq_q, heads_q, v.shape[3]), dtype=dtypes.out, device=q.device)
+    lse = torch.empty((batch, heads_q, seq_q), dtype=dtypes.softmax, device=q.device)
+    for rows, scores in _scores(q, k, scale=scale, reach=reach, softcap=softcap, dtypes=dtypes):
+        row_lse = torch.logsumexp(scores, dim=-1)  # (batch, heads_kv, group, rows); -inf where no key is seen
+        if sinks is not None:
+            row_lse = torch.logaddexp(row_lse, sinks.to(row_lse.dtype).reshape(*scores.shape[1:3], 1))
+        shift = row_lse.masked_fill(row_lse == -math.inf, 0)  # exp(-inf - 0) = 0 rather than exp(nan)
+        weights = (p_scale * torch.exp(scores - shift[..., None])).to(dtypes.p).to(dtypes.out)
+        out[:, rows] = _times_values(weights, values) / p_scale
+        lse[:, :, rows] = row_lse.flatten(1, 2)
+    return Attention(out, lse)
+
+
+def _scores(
+    q: torch.Tensor, k: torch.Tensor, *, scale: float | None, reach: Reach, softcap: float | None, dtypes: _Dtypes
+) -> Iterator[tuple[slice, torch.Tensor]]:
+    """Yield query rows, as many as fit, and their scores (batch, heads_kv, group, rows, seq_k), capped and masked."""
     batch, seq_q, heads_q, dim = q.shape
     seq_k, heads_kv = k.shape[1], k.shape[2]
     scale = 1 / math.sqrt(dim) if scale is None else scale
@@ -115,26 +178,23 @@ def _attention(
     group = heads_q // heads_kv
     queries = q.to(dtypes.scores).reshape(batch, seq_q, heads_kv, group, dim).permute(0, 2, 3, 1, 4)
     keys = k.to(dtypes.scores).permute(0, 2, 3, 1)  # (batch, heads_kv, d, seq_k)
-    values = v.to(dtypes.out).permute(0, 2, 1, 3)  # (batch, heads_kv, seq_k, d)
-    out = torch.empty((batch, seq_q, heads_q, v.shape[3]), dtype=dtypes.out, device=q.device)
-    lse = torch.empty((batch, heads_q, seq_q), dtype=dtypes.softmax, device=q.device)
     bytes_per_row = batch * heads_q * seq_k * torch.finfo(dtypes.softmax).bits // 8
     step = max(1, SCORE_BYTES // max(1, bytes_per_row))
     for start in range(0, seq_q, step):
         stop = min(start + step, seq_q)
-        rows = torch.arange(start, stop, device=q.device)
         block = queries[:, :, :, start:stop].flatten(2, 3)  # (batch, heads_kv, group * rows, d)
         scores = (block @ keys).to(dtypes.softmax).reshape(batch, heads_kv, group, stop - start, seq_k) * scale
-        seen = visible_keys(reach, seq_q=seq_q, seq_k=seq_k, rows=rows)
-        if seen is not None:
-            scores = scores.masked_fill(~seen, -math.inf)
-        row_lse = torch.logsumexp(scores, dim=-1)  # (batch, heads_kv, group, rows); -inf where no key is seen
-        shift = row_lse.masked_fill(row_lse == -math.inf, 0)  # exp(-inf - 0) = 0 rather than exp(nan)
-        weights = (p_scale * torch.exp(scores - shift[..., None])).to(dtypes.p).to(dtypes.out)
-        rows_out = weights.flatten(2, 3) @ values / p_scale
-        out[:, start:stop] = rows_out.reshape(batch, heads_q, stop - start, v.shape[3]).transpose(1, 2)
-        lse[:, :, start:stop] = row_lse.flatten(1, 2)
-    return Attention(out, lse)
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        seen = visible_keys(reach, seq_q=seq_q, seq_k=seq_k, rows=torch.arange(start, stop, device=q.device))
+        yield slice(start, stop), scores if seen is None else scores.masked_fill(~seen, -math.inf)
+
+
+def _times_values(weights: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """(batch, heads_kv, group, rows, seq_k) times (batch, heads_kv, seq_k, d), as O has it: (batch, rows, heads, d)."""
+    batch, heads_kv, group, rows, _ = weights.shape
+    product = weights.flatten(2, 3) @ values
+    return product.reshape(batch, heads_kv * group, rows, values.shape[3]).transpose(1, 2)
 
 
 def matmul(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor | None = None) -> torch.Tensor:

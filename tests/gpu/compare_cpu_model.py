@@ -112,7 +112,11 @@ def run_module(task: Task, on: On) -> Result:
         options = {"return_lse": True} if spec.outputs.lse else {}
         dtype = DTYPES[spec.o_dtype].in_torch()
         out = torch.full((*q.shape[:-1], v.shape[-1]), float("nan"), dtype=dtype, device=q.device)
-        given = module.attention(q, k, v, out=out, **options_of_call(spec.mask), **options)
+        named = {
+            name: value.to(device(on)) if isinstance(value, torch.Tensor) else value
+            for name, value in inputs.keywords.items()
+        }
+        given = module.attention(q, k, v, out=out, **options_of_call(spec.mask), **named, **options)
         out, lse = given if spec.outputs.lse else (given, None)
         result.arrays[f"{case.name}/out"] = comparison.bits_of(out)
         if lse is not None:

@@ -31,7 +31,7 @@ def run(variant: Variant, short_output: bool) -> None:
         out = torch.empty_like(made.out, memory_format=torch.contiguous_format)
         if short_output:
             out.untyped_storage().resize_(out.untyped_storage().nbytes() // 2)
-        module.attention(q, k, v, out=out, **made.options, **options)
+        module.attention(q, k, v, out=out, **made.named, **options)
         torch.cuda.synchronize()
     print(f"ran {variant.stem}", flush=True)
 

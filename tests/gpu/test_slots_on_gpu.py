@@ -117,7 +117,8 @@ def test_a_captured_call_is_one_kernel(stem: str, hopper: Any) -> None:
         for given in ({}, {"out": torch.full_like(wanted.out, torch.nan)}):
             graph = torch.cuda.CUDAGraph(keep_graph=True)
             with torch.cuda.graph(graph):
-                found = [problem.module.attention(*tensors, **problem.window, **options, **given) for _ in range(calls)]
+                named = {**problem.window, **problem.keywords, **options, **given}
+                found = [problem.module.attention(*tensors, **named) for _ in range(calls)]
             assert nodes(graph) == {KERNEL: calls}
             for _ in range(3):
                 graph.replay()
@@ -137,7 +138,7 @@ def test_the_first_slots_are_made_during_a_capture(
     slots = recorded_slots(module, monkeypatch)
     graph = torch.cuda.CUDAGraph(keep_graph=True)
     with torch.cuda.graph(graph, capture_error_mode=mode):
-        out, lse = module.attention(problem.q, problem.k, problem.v, return_lse=True)
+        out, lse = module.attention(problem.q, problem.k, problem.v, **problem.keywords, return_lse=True)
     assert len(slots) == 1 and past_torch(slots) and slots[0].is_cuda
     assert nodes(graph) == {KERNEL: 1}
     wanted = problem.attend()
@@ -156,7 +157,7 @@ def test_the_first_slots_are_made_while_another_thread_captures(hopper: Any) -> 
 
     def launch() -> None:
         with torch.cuda.stream(stream):
-            module.attention(problem.q, problem.k, problem.v, out=out.fill_(torch.nan))
+            module.attention(problem.q, problem.k, problem.v, **problem.keywords, out=out.fill_(torch.nan))
 
     launch()
     torch.cuda.synchronize()
@@ -222,7 +223,7 @@ def test_streams_that_end_while_they_work(stem: str, hopper: Any) -> None:
         handles.add(int(stream))
         with torch.cuda.stream(torch.cuda.ExternalStream(int(stream))):
             torch.cuda._sleep(1_000_000)
-            module.attention(problem.q, problem.k, problem.v, out=out)
+            module.attention(problem.q, problem.k, problem.v, **problem.keywords, out=out)
         assert not cuda.cuStreamDestroy(stream)[0]
     torch.cuda.synchronize()
     assert slots_made(module) == 1 + len(handles)

@@ -210,6 +210,7 @@ _COUNTS = {
     "mbarrier_expect_tx": "mbarrier expect_tx",
     "ldmatrix": "ldmatrix",
     "stmatrix": "stmatrix",
+    "tanh": "tanh.approx",
 }
 
 

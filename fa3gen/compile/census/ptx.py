@@ -74,6 +74,7 @@ class PtxFacts:
     setmaxnreg: Mapping[str, int] = field(default_factory=dict)
     proxy_fences: int = 0
     ex2: int = 0
+    tanh: int = 0
 
 
 # Opcode prefixes, each counted in the field it stands for; the first match counts.
@@ -104,6 +105,7 @@ _PREFIX_FIELDS = (
     ("stmatrix", "stmatrix"),
     ("fence.proxy.async", "proxy_fences"),
     ("ex2.approx", "ex2"),
+    ("tanh.approx", "tanh"),
 )
 
 

@@ -126,3 +126,11 @@ def packed_slices(o: str, pack_heads: int) -> Violation | None:
         f"own_buffer stores the {rows} rows of each warp as whole positions of {pack_heads} heads, and {rows} is "
         f"{remainder(rows, pack_heads)}; use over_q with scheduler single_tile or grid, or direct",
     )
+
+
+@rule(kind=GENERATOR, topic="output")
+def sink_lse(lse: bool) -> Violation | None:
+    """With a sink, LSE and the factor of O come from one computation; kernels without LSE have no sink."""
+    if lse:
+        return None
+    return Violation("outputs.lse", "a sink is rendered with LSE; use lse: true, or leave softmax.sink out")

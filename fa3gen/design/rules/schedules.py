@@ -199,6 +199,24 @@ def exp_before_wait(exponentials: int | None, kv: int, overlap: bool) -> Violati
 
 
 @rule(kind=GENERATOR, topic="softmax")
+def score_fields(field: str, pv_engine: str, kind: str, overlap: bool) -> Violation | None:
+    """What changes the scores, or adds one to a row, is rendered for the kernels that models run, and for K4."""
+    if pv_engine != "wgmma":
+        return Violation(field, f"{field} needs wgmma for qk and pv, got pv {pv_engine}; leave it out, or extend k4_2")
+    if kind == "cooperative" or overlap:
+        return None
+    return Violation(field, f"{field} is rendered with overlap: true only for {kind}; use that, or leave it out")
+
+
+@rule(kind=GENERATOR, topic="softmax")
+def score_layout(field: str, layout: str) -> Violation | None:
+    """The entry point of packed sequences has no such arguments yet."""
+    if layout == "dense":
+        return None
+    return Violation(field, f"{field} is rendered for dense sequences only, not {layout}; leave it out, or use dense")
+
+
+@rule(kind=GENERATOR, topic="softmax")
 def mask_end(when: str, mask: str, overlap: bool) -> Violation | None:
     """A branch around the mask of the last tile of keys is rendered where nothing but the end of the keys needs one."""
     if when == "always":

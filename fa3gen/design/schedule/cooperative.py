@@ -72,6 +72,8 @@ def _tma(spec: Forward) -> Iterator[Step]:
     yield from _scores(spec)
     if not shared:
         yield _step("step", "release", on=k, note="K has been read")
+    if spec.softmax.softcap:
+        yield _step("step", "cap", note="tanh(scale S / softcap)")
     yield from _softmax(spec)
     if not shared:
         yield _step("step", "wait_full", on=v)
@@ -118,6 +120,8 @@ def _output(spec: Forward) -> Iterator[Step]:
 
 
 def _end(spec: Forward) -> Iterator[Step]:
+    if spec.softmax.sink:
+        yield _step("end", "read_sink", note="from global memory")
     if spec.outputs.lse:
         yield _step("end", "store", "LSE", note="from registers, if asked for")
     if not isinstance(spec.pv, WgmmaProduct):

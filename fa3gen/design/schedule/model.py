@@ -29,11 +29,13 @@ Kind = Literal[
     "pass_turn",
     "product",  # issue S = Q K^T, O += P V or D += A B, one group; on scalars, compute it
     "wait_products",  # wait until no more than so many groups are in flight
+    "cap",  # S becomes tanh(scale S / softcap)
     "mask",
     "softmax",
     "rescale",  # bring O to the new maxima
     "round",  # P to 16 bits
     "read",  # a tile, or A, from shared memory to the registers
+    "read_sink",  # of this tile's rows, from global memory
     "add_c",
     "add_step",  # sums of one step to those of all
     "gather",  # write O, or D, to shared memory

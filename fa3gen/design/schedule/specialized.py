@@ -167,12 +167,15 @@ def _overlapped(spec: Forward, drawing: str) -> Iterator[Step]:
     yield from turns.first()
     yield from _first_scores(turns, "cta" if flattened else "tile")
     when = "with" if spec.softmax.mask_end == "always" else "if it holds"
+    yield from _cap(spec, "tile")
     yield _consumers("tile", "mask", note=f"of the first step, {when} the end of the keys")
     yield _consumers("tile", "softmax")
     yield _consumers("tile", "round", note="P = 2^(S - max), in 16 bits")
     yield from _overlapped_step(spec, turns)
     if not footprint.keys_free_q(spec):
         yield _consumers("end", "release", on="q", note="Q has been read")
+    if spec.softmax.sink:
+        yield _consumers("end", "read_sink", note="from global memory, beside the last P V")
     yield from _next(spec, CONSUMERS, drawing)
     yield from _last_product(turns, flattened)
     yield from _store(spec)
@@ -205,6 +208,7 @@ def _overlapped_step(spec: Forward, turns: _Turns) -> Iterator[Step]:
     yield step("wait_products", in_flight=1)
     yield from turns.give("step")
     yield step("release", on="k", note="S is complete, P V runs on")
+    yield from _cap(spec, "step")
     if not isinstance(spec.mask, NoMask):
         yield step("mask", note="boundary tiles only")
     yield step("softmax", note="P = 2^(S - max) and sums")
@@ -213,6 +217,11 @@ def _overlapped_step(spec: Forward, turns: _Turns) -> Iterator[Step]:
     yield step("release", on="v", ahead=-1, note=f"O is complete{first}")
     yield step("rescale", note="" if above is None else f"O, where a maximum has grown by more than 2^{above}")
     yield step("round", note=f"{'O to the new maxima; ' * (above is None)}P in 16 bits")
+
+
+def _cap(spec: Forward, place: Place) -> Iterator[Step]:
+    if spec.softmax.softcap:
+        yield _consumers(place, "cap", note="tanh(scale S / softcap)")
 
 
 def _last_product(turns: _Turns, flattened: bool) -> Iterator[Step]:

@@ -254,6 +254,7 @@ def _softmax(spec: Forward, chip: Chip, through_smem: SmemBytes) -> tuple[tuple[
     """The softmax of one group, and what of it has to wait for O."""
     rows, lanes = thread_rows(spec)
     exponentials = _threads(spec) * rows * (spec.tile.kv // lanes + 1) / chip.exp2.value
+    tanhs = work.tanhs(spec) / groups(spec) / chip.exp2.value
     if not isinstance(spec.pv, WgmmaProduct):
         instructions = work.scalar_softmax_instructions(spec)
         softmax = _issue(spec, "softmax", instructions, chip, through_smem.softmax, pace=SOFTMAX_PACE)
@@ -267,7 +268,7 @@ def _softmax(spec: Forward, chip: Chip, through_smem: SmemBytes) -> tuple[tuple[
     if isinstance(spec.handoff, SmemHandoff):
         rescale += STORE_P_INSTRUCTIONS
     parts = (
-        _issue(spec, "maxima", maxima + work.issue_instructions(spec), chip, pace=SOFTMAX_PACE),
+        replace(_issue(spec, "maxima", maxima + work.issue_instructions(spec), chip, pace=SOFTMAX_PACE), exp=tanhs),
         replace(_issue(spec, "exponentials", between, chip, pace=SOFTMAX_PACE), exp=exponentials),
     )
     return parts, _issue(spec, "rescale, round", rescale, chip, through_smem.softmax, pace=SOFTMAX_PACE)

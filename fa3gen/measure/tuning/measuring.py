@@ -252,16 +252,18 @@ class Bench:
         """Check, warm up and time all competitors of one problem; times by name, or why there are none."""
         problem = TunedProblem.model_validate(request["problem"])
         attends: dict[str, Callable[[], Attend]] = {}
+        names = problem.family.keywords
+        named = inputs.usual_keywords(names, problem.heads_q, self.device)
         for module in request["modules"]:
             if (loaded := self._right(module)) is not None:
                 spec = Forward.model_validate(module["spec"])
-                options = options_for(spec.mask, problem.mask.spec_mask())
+                options = {**options_for(spec.mask, problem.mask.spec_mask()), **named}
                 entry = functools.partial(operation_of(spec).entry_of(loaded), **options)
                 attends[module["stem"]] = lambda entry=entry: entry  # type: ignore[misc]
-        for peer in self._peers(request):
+        for peer in () if named else self._peers(request):  # they have no such arguments
             attends[peer.name] = lambda peer=peer: peer.prepare(problem.mask.spec_mask())  # type: ignore[misc]
         tensors = self._inputs(problem)
-        task = _Task(problem, tensors, last_rows(problem.mask.spec_mask(), tensors), float(request["burst"]))
+        task = _Task(problem, tensors, last_rows(problem.mask.spec_mask(), tensors, names), float(request["burst"]))
         ready: dict[str, _Ready] = {}
         failed: dict[str, str] = {}
         for name, prepare in attends.items():
