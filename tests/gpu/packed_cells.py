@@ -38,8 +38,8 @@ from fa3gen.spec.model import CausalMask, Forward, NoMask  # noqa: E402
 from fa3gen.spec.specfile import Variant  # noqa: E402
 from fa3gen.verify import reference  # noqa: E402
 
-BURST_MS, ROUNDS, SEED = 12.0, 9, 0
-CHECKED_ROWS = 2000  # of queries, in sequences no longer than this
+BURST_MS, ROUNDS, SEED = 8.0, 7, 0
+CHECKED_ROWS = 4000  # of queries: every list of lengths has a shorter sequence
 
 
 def tensors(problem: PackedProblem, device: torch.device) -> tuple[torch.Tensor, ...]:
@@ -53,14 +53,14 @@ def tensors(problem: PackedProblem, device: torch.device) -> tuple[torch.Tensor,
 
 
 def error(problem: PackedProblem, inputs: Sequence[torch.Tensor], out: torch.Tensor) -> float:
-    """The largest relative error of a sequence, of those at the end that have CHECKED_ROWS in all."""
+    """The largest relative error of a sequence, of those that have CHECKED_ROWS in all, the last first."""
     (q, k, v, *begins), mask = inputs, problem.family.mask
     assert isinstance(mask, NoMask | CausalMask), "the cells have no windows"
     reach, worst, checked = (None, 0 if isinstance(mask, CausalMask) else None), 0.0, 0
     bounds = [list(zip(x[:-1], x[1:], strict=True)) for x in (begins[0].tolist(), begins[1].tolist())]
     for rows, keys in reversed(list(zip(*bounds, strict=True))):
         if checked + rows[1] - rows[0] > CHECKED_ROWS:
-            break
+            continue
         one = (x[None, slice(*of)] for x, of in ((q, rows), (k, keys), (v, keys)))
         wanted = reference.attention(*one, reach=reach, compute_dtype=torch.float32).out[0]
         worst = max(worst, ((out[slice(*rows)] - wanted).norm() / wanted.norm()).item())
