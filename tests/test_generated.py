@@ -432,10 +432,12 @@ def after_asking(stem: str) -> str:
 
 def test_all_modules_check_alike() -> None:
     """What is tested here on few modules holds for all attention: checks are the same text."""
-    packed = {stem for stem, plan in attention_plans().items() if plan.tile.packed}
+    sequences = {stem for stem, plan in attention_plans().items() if plan.problem.packed_sequences}
+    dense = set(attention_stems()) - sequences
+    packed = {stem for stem in dense if attention_plans()[stem].tile.packed}
     assert packed == {PACKED, "fwd_d64_pack8_window", "fwd_d64_pack8_sink_window"}
     scored = {stem for stem, plan in attention_plans().items() if plan.softmax.sink or plan.softmax.softcap}
-    assert {checks(stem) for stem in set(attention_stems()) - packed - scored} == {checks("k4_2_d64")}
+    assert {checks(stem) for stem in dense - packed - scored} == {checks("k4_2_d64")}
     assert {checks(stem) for stem in packed - scored} == {checks(PACKED)} != {checks("k4_2_d64")}
     # Those with sinks or a cap check these as well, all alike.
     sinks, cap = "    check_sinks(sinks, heads_q, q.device)\n", text_of_cap_check("fwd_d256_softcap_causal")
@@ -445,7 +447,11 @@ def test_all_modules_check_alike() -> None:
         before, grad, after = usual.partition("    if torch.is_grad_enabled()")
         assert checks(stem) == before + own + grad + after, stem
     for of in (allocating, asking):
-        assert {of(stem) for stem in attention_stems()} == {of("k4_2_d64")}
+        assert {of(stem) for stem in dense} == {of("k4_2_d64")}
+    # Those for packed sequences have checks of their own, alike but for heads in a tile.
+    for heads in (False, True):
+        alike = [checks(stem) for stem in sequences if attention_plans()[stem].tile.packed == heads]
+        assert len(alike) > 5 and len(set(alike)) == 1
     for kind in ("dynamic", "stream_k"):
         scratch = {after_asking(stem) for stem, plan in attention_plans().items() if plan.scheduler.kind == kind}
         assert len(scratch) == 1 and scratch != {""}
@@ -470,7 +476,7 @@ def test_a_head_dim_of_its_own_for_v(stem: str, monkeypatch: pytest.MonkeyPatch)
         module.attention(q, no_keys["k"], no_keys["k"])
 
 
-SUNK, BOTH = "fwd_d64_sink_causal", "k4_sink_softcap_window_d64_window200_70"
+SUNK, BOTH = "fwd_d64_sink_causal", "k4_scores_d64_window200_70"
 
 
 def test_sinks_go_to_the_kernel_as_16_bit_words(monkeypatch: pytest.MonkeyPatch) -> None:

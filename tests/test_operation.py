@@ -70,7 +70,7 @@ def test_the_arguments_of_a_launch_in_order() -> None:
 
 def test_sinks_and_the_cap_stand_before_what_is_scheduled() -> None:
     assert names("fwd_d64_sink_causal") == ["q", "k", "v", "out", "lse", "sinks", "num_sms", "counter", "scale"]
-    both = "k4_sink_softcap_window_d64_window200_70"
+    both = "k4_scores_d64_window200_70"
     assert names(both) == ["q", "k", "v", "out", "lse", "sinks", "softcap", "scale"]
     operation = operation_of(variants()[both].spec)
     assert [str(tensor) for tensor in operation.inputs] == ["q", "k", "v"]

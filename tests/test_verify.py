@@ -156,7 +156,7 @@ class Scored:
 
 
 def run_scored(module: Scored) -> Report:
-    spec = variants()["k4_sink_softcap_window_d64_window200_70"].spec.model_copy(update={"mask": CausalMask()})
+    spec = variants()["k4_scores_d64_window200_70"].spec.model_copy(update={"mask": CausalMask()})
     cases = [case for case in inputs.gpu_cases(spec) if case not in (CASES[0], CASES[1])]
     assert {"capped", "capped_50", "capped_low", "sinks_16_bits"} <= {case.name for case in cases}
     return verify_module(module, spec, CPU, cases=cases, seed=7)

@@ -18,7 +18,7 @@ from fa3gen.verify.inputs import SINKS, Case, make_for
 from fa3gen.verify.on_cpu import verify_on_cpu
 
 torch.set_num_threads(1)  # the workers of xdist share the cores
-BOTH, PACKED = "k4_sink_softcap_window_d64_window200_70", "fwd_d64_pack8_sink_window"
+BOTH, PACKED = "k4_scores_d64_window200_70", "fwd_d64_pack8_sink_window"
 CASES = [
     Case("sinks", "all kinds of sinks, rows without a key", 1, 9, 7, 5, 1),
     Case(
