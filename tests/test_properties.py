@@ -422,12 +422,14 @@ def check_code_of_rings(calls: list[str], plan: Plan) -> None:
     ):
         assert calls.count(f"{ring}_ring.consumer_wait") == waits
         assert calls.count(f"{ring}_ring.consumer_release") == releases
-    dynamic = plan.scheduler.kind == "dynamic"
-    for call in ("producer_acquire", "producer_commit", "consumer_wait", "consumer_release"):
+    dynamic, packed = plan.scheduler.kind == "dynamic", plan.problem.packed_sequences
+    for call in ("producer_commit", "consumer_wait", "consumer_release"):
         assert calls.count(f"tile_ring.{call}") == dynamic
-    # Three roles walk through the work: two producer warps and the consumers; one of them may draw it.
-    assert (calls.count("draw_work"), calls.count("next_work")) == (dynamic, 3 - dynamic - placed)
-    assert calls.count("first_work") == 1
+    assert calls.count("tile_ring.producer_acquire") == dynamic + packed  # before the first tile, and the later ones
+    # Three roles walk through the work: two producer warps and the consumers; one of them may draw it. Of packed
+    # sequences a warp more finds it for all, and the one that loads K says when.
+    assert (calls.count("draw_work"), calls.count("next_work")) == (dynamic and not packed, 3 - dynamic - placed)
+    assert (calls.count("first_work"), calls.count("read_tile")) == (1 + packed, 4 * packed)
     # Around each place with products, and at both ends of all.
     turns = [calls.count(name) for name in ("wait_turn", "pass_turn")]
     assert turns == ([4, 4] if overlap else [2, 2]) if plan.schedule.ping_pong else [0, 0]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from inspect import signature
 from types import ModuleType
 from typing import Any
 
@@ -140,22 +142,30 @@ def test_a_call_allocates_and_fills_nothing(
     """But for the memory of its results, and parts on other streams: what torch does there, a graph repeats."""
     launches: list[tuple[Any, ...]] = []
     monkeypatch.setattr(module, "compile_for_sm90a", lambda: lambda *arguments: launches.append(arguments))
-    for name, shared in {"launch_constants": (gpu.sms, torch.empty(1, 1, 0)), "sm_count": gpu.sms}.items():
+    constants: dict[str, Any] = {"launch_constants": (gpu.sms, torch.empty(1, 1, 0)), "sm_count": gpu.sms}
+    constants["packed_constants"] = gpu.sms, torch.empty(0, dtype=torch.int32), torch.empty(1, 0)
+    for name, shared in constants.items():
         if hasattr(module, name):
             monkeypatch.setattr(module, name, lambda gpu, shared=shared: shared)
     v_dim, cpu = getattr(module, "HEAD_DIM_V", module.HEAD_DIM), -1  # what CPU tensors say for their GPU
     q, k = (torch.empty((1, 8, heads, module.HEAD_DIM), dtype=module.TORCH_DTYPE) for heads in (8, 1))
     v = torch.empty((1, 8, 1, v_dim), dtype=module.TORCH_DTYPE)
+    arguments, options = [q, k, v], {"sinks": torch.zeros(8), "softcap": 30.0}
+    if packed := hasattr(module, "packed_constants"):
+        arguments = [q[0], k[0], v[0], *[torch.tensor([0, 8], dtype=torch.int32)] * 2]
+    options = {name: option for name, option in options.items() if name in signature(module.attention).parameters}
     gpu.current_gpu = cpu
     if handle:
         gpu.captures[handle] = 1
     with gpu.stream(handle, cpu), torch.no_grad():
         for parts in (hasattr(module, "flags_and_parts"), hasattr(module, "flags_and_parts") and handle != 0):
             with Operations() as seen:
-                module.attention(q, k, v)
-            assert seen.names == ["aten.empty_strided.default"] * (1 + parts)
+                module.attention(*arguments, **options)
+            asked = [name for name in seen.names if not re.match(r"aten\.(view|detach)\.", name)]  # which are no memory
+            assert asked == ["aten.empty_strided.default"] * (1 + parts)
     first, second = ([x for x in launch if getattr(x, "dtype", None) == torch.int32] for launch in launches)
-    assert len(first) == 1 and first[0] is second[0]
+    # Behind the offsets, and the lengths that were not given.
+    assert len(first) == 1 + 4 * packed and first[-1] is second[-1]
 
 
 @pytest.mark.parametrize("stem", [SPLIT])

@@ -25,7 +25,7 @@ from fa3gen.compile.loading import clean_argv, load_file
 NO_JIT_VARIABLE = "FA3GEN_NO_JIT"
 
 # What generated modules call what looks at the GPU, once for each.
-GPU_CHECKS = {"unasked_lse", "launch_constants", "sm_count", "check_gpu"}
+GPU_CHECKS = {"unasked_lse", "launch_constants", "packed_constants", "sm_count", "check_gpu"}
 
 DEFAULT_OPTIONS = "--enable-tvm-ffi"  # of every generated module's compile_for_sm90a
 

@@ -62,8 +62,8 @@ PACKED = [
     PackedMutation(
         "every other group of 32 sequences skipped",
         "tiles of the second group are nobody's",
-        "first + 32, before + tiles_of_all, sequences",
-        "first + 64, before + tiles_of_all, sequences",
+        "first + WARP, before + tiles_of_all, sequences",
+        "first + 2 * WARP, before + tiles_of_all, sequences",
         "many",
         ("O has NaN",),
     ),
@@ -78,8 +78,8 @@ PACKED = [
     PackedMutation(
         "keys begin where queries do",
         "a sequence sees keys of another",
-        "for x in (q_begin, seq_q, k_begin, seq_k)]",
-        "for x in (q_begin, seq_q, q_begin, seq_k)]",
+        "for x in (q_begin, seq_q, k_begin, seq_k))",
+        "for x in (q_begin, seq_q, q_begin, seq_k))",
         "ragged",
         ("O ",),
     ),

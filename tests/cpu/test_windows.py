@@ -25,7 +25,9 @@ torch.set_num_threads(1)  # the workers of xdist share the cores
 STEMS = [
     stem
     for stem, variant in variants().items()
-    if stem.startswith("fwd_") and (variant.spec.mask.kind == "window" or variant.spec.tile.pack_heads > 1)
+    if stem.startswith("fwd_")
+    and variant.spec.problem.layout == "dense"
+    and (variant.spec.mask.kind == "window" or variant.spec.tile.pack_heads > 1)
 ]
 SMS = Settings().sms  # as many as `verify_on_cpu` tells a kernel of
 
