@@ -43,7 +43,7 @@ class Shape:
 
     def __str__(self) -> str:
         """`batch 4, 4096 x 4096, 16 heads`."""
-        heads = f"{self.heads_q}" if self.heads_q == self.heads_kv else f"{self.heads_q}/{self.heads_kv}"
+        heads = heads_text(self.heads_q, self.heads_kv)
         return f"batch {self.batch}, {self.seq_q} x {self.seq_k}, {heads} heads"
 
 
@@ -82,7 +82,7 @@ class PackedShape:
 
     def __str__(self) -> str:
         """`58 sequences, 16384 x 16384, 32/8 heads`."""
-        heads = f"{self.heads_q}" if self.heads_q == self.heads_kv else f"{self.heads_q}/{self.heads_kv}"
+        heads = heads_text(self.heads_q, self.heads_kv)
         rows = f"{sum(self.lengths_q)} x {sum(self.lengths_k)}"
         return f"{counted(self.batch, 'sequence')}, {rows}, {heads} heads"
 
@@ -166,6 +166,11 @@ class Family(NamedTuple):
         else:
             pairs = counted_pairs(mask, seq_q=shape.seq_q, seq_k=shape.seq_k) * shape.batch
         return products_flops(self.head_dim, self.head_dim_v, pairs * shape.heads_q)
+
+
+def heads_text(heads_q: int, heads_kv: int) -> str:
+    """`16`, or `32/8`: query heads, and heads of k and v where they are fewer."""
+    return f"{heads_q}" if heads_q == heads_kv else f"{heads_q}/{heads_kv}"
 
 
 def mask_text(mask: Mask) -> str:

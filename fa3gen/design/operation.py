@@ -254,7 +254,7 @@ def forward(spec: Forward) -> Operation:
     engine: Mover = "threads" if spec.load.engine == "sync" else spec.load.engine
     stored: Mover = "tma" if isinstance(spec.pv, WgmmaProduct) and spec.outputs.o != "direct" else "threads"
     by_sequence = sequence_contiguous(spec)
-    packed = spec.problem.layout == "packed"
+    packed = footprint.packed_sequences(spec)
     of_q, of_k = ((TOTAL_Q,), (TOTAL_K,)) if packed else ((BATCH, SEQ_Q), (BATCH, SEQ_K))
 
     def given(name: str, *dims: Extent) -> Tensor:

@@ -18,7 +18,7 @@ from pydantic import Field, model_validator
 from fa3gen.base.errors import UserError
 from fa3gen.base.files import sha256, write_text
 from fa3gen.base.parts import Part, read_file, rounded
-from fa3gen.design.family import Family, PackedShape
+from fa3gen.design.family import Family, PackedShape, heads_text
 from fa3gen.design.workspace import Workspace
 from fa3gen.hardware.chips import H200
 from fa3gen.records.tuning_records import MaskShape
@@ -88,7 +88,7 @@ class PackedProblem(Part):
     @property
     def label(self) -> str:
         """Everything in one line: `bf16 d128 causal packed chat16, heads 32/8`; names the file of the record, too."""
-        heads = f"{self.heads_q}" if self.heads_q == self.heads_kv else f"{self.heads_q}/{self.heads_kv}"
+        heads = heads_text(self.heads_q, self.heads_kv)
         return f"{self.family.label.replace('_', ' ')} {self.lengths}, heads {heads}"
 
     @property

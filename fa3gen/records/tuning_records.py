@@ -30,7 +30,7 @@ from pydantic import (
 from fa3gen.base.errors import UserError
 from fa3gen.base.files import write_text
 from fa3gen.base.parts import Part, first_problem, rounded
-from fa3gen.design.family import Family, Shape
+from fa3gen.design.family import Family, Shape, heads_text
 from fa3gen.hardware.chips import H200
 from fa3gen.run.dispatch import PACKED_TOOL
 from fa3gen.spec.model import CausalMask, DType, Forward, Mask, NoMask, OutputDType, WindowMask
@@ -150,7 +150,7 @@ class TunedProblem(Part):
     @property
     def label(self) -> str:
         """Everything in one line: `bf16 d128 causal 4k, batch 4, heads 16`."""
-        heads = f"{self.heads_q}" if self.heads_q == self.heads_kv else f"{self.heads_q}/{self.heads_kv}"
+        heads = heads_text(self.heads_q, self.heads_kv)
         return f"{self.family.label.replace('_', ' ')} {self.lengths}, batch {self.batch}, heads {heads}"
 
     @property

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import cycle
 from typing import Any, Literal, TypeVar
@@ -227,15 +227,25 @@ def cpu_cases(spec: Forward) -> tuple[Case, ...]:
     if spec.softmax.softcap:
         cases.append(Case("capped", "scores beyond a cap of 15", 1, 9, n + 5, 1, 1, scale=2.25, softcap=15.0))
         cases.append(Case("capped_low", "so low that a hidden key would count", 1, 9, n + 5, 1, 1, softcap=1.5))
+    return with_windows(spec, cases, _window_case)
+
+
+def with_windows(
+    spec: Forward, cases: Sequence[AnyCase], window_case: Callable[[int, int, int, int], AnyCase]
+) -> tuple[AnyCase, ...]:
+    """The cases for a module's mask: windows for those that calls give one, and what shows both edges.
+
+    `window_case` makes a case of tiles of so many queries and keys for a reach left and right.
+    """
+    m, n = spec.tile.q // spec.tile.pack_heads, spec.tile.kv
     if given_with_calls(spec.mask):
         # Tiles of keys without an edge between those with one; then none such, and tiles with both edges.
-        wide, narrow = (m + n, 5), (n // 3, n // 4)
-        windows = (("wide_window", wide), ("narrow_window", narrow))
-        return windowed(cases) + tuple(replace(_window_case(m, n, *w), name=name, window=w) for name, w in windows)
+        windows = (("wide_window", (m + n, 5)), ("narrow_window", (n // 3, n // 4)))
+        return (*windowed(cases), *(replace(window_case(m, n, *w), name=name, window=w) for name, w in windows))
     if isinstance(spec.mask, WindowMask):
         left, right = reach(spec.mask)
         # The edges of a wider window are not met.
-        cases.append(_window_case(m, n, min(left or 0, 1024), min(right or 0, 256)))
+        return (*cases, window_case(m, n, min(left or 0, 1024), min(right or 0, 256)))
     return tuple(cases)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any, Literal
 
@@ -19,8 +19,8 @@ import torch
 from fa3gen.base.wording import counted
 from fa3gen.design import footprint
 from fa3gen.design.family import PackedShape
-from fa3gen.design.masks import given_with_calls, reach
-from fa3gen.spec.model import Forward, WindowMask
+from fa3gen.design.masks import given_with_calls
+from fa3gen.spec.model import Forward
 from fa3gen.verify import inputs
 from fa3gen.verify.inputs import Case, Inputs, Part
 
@@ -184,17 +184,7 @@ def cpu_cases(spec: Forward) -> tuple[PackedCase, ...]:
         sequences("one", "one query, one key, strides that mean nothing", (1,), (1,), layout="odd_strides"),
         lying(60, 50 + n),
     ]  # fmt: skip
-    if given_with_calls(spec.mask):
-        # Tiles of keys without an edge between those with one; then none such, and tiles with both edges.
-        wide, narrow = (m + n, 5), (n // 3, n // 4)
-        windows = (("wide_window", wide), ("narrow_window", narrow))
-        of_windows = (replace(_window_case(m, n, *w), name=name, window=w) for name, w in windows)
-        return (*inputs.windowed(cases), *of_windows)
-    if isinstance(spec.mask, WindowMask):
-        left, right = reach(spec.mask)
-        # The edges of a wider window are not met.
-        cases.append(_window_case(m, n, min(left or 0, 1024), min(right or 0, 256)))
-    return tuple(cases)
+    return inputs.with_windows(spec, cases, _window_case)
 
 
 def _window_case(m: int, n: int, left: int, right: int) -> PackedCase:

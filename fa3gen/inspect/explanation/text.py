@@ -13,6 +13,7 @@ from rich.text import Text
 
 from fa3gen.design import footprint
 from fa3gen.design.ceiling import ProblemCeiling
+from fa3gen.design.family import heads_text
 from fa3gen.design.rules import Answer, Kind
 from fa3gen.generate.header import PLACE_TITLES
 from fa3gen.hardware import hopper
@@ -303,7 +304,7 @@ def _problems(work: AttentionWork, console: Console) -> list[RenderableType]:
 def _problem(row: tuple[ProblemCeiling, ...]) -> tuple[str, ...]:
     problem = row[0].problem
     shape = problem.shape
-    heads = f"{shape.heads_q}" if shape.heads_q == shape.heads_kv else f"{shape.heads_q}/{shape.heads_kv}"
+    heads = heads_text(shape.heads_q, shape.heads_kv)
     return (
         f"{shape.seq_q} x {shape.seq_k}",
         str(shape.batch),
