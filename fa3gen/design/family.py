@@ -6,12 +6,22 @@ Imports neither torch nor cutlass.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from fa3gen.base.wording import counted, listed
+from fa3gen.design.footprint import page_rows
 from fa3gen.design.masks import Window, computes, counted_pairs, given_with_calls, of_call
 from fa3gen.design.tiles import sequence_contiguous
-from fa3gen.spec.model import WINDOW_MAX, CausalMask, DType, Forward, Mask, OutputDType, WindowMask
+from fa3gen.spec.model import (
+    WINDOW_MAX,
+    CausalMask,
+    DType,
+    Forward,
+    Mask,
+    OutputDType,
+    SequenceLayout,
+    WindowMask,
+)
 
 TILE_ROWS = 128  # in which calls are counted; the tiles of a module may have fewer
 
@@ -87,12 +97,30 @@ class PackedShape:
         return f"{counted(self.batch, 'sequence')}, {rows}, {heads} heads"
 
 
+@dataclass(frozen=True)
+class PagedShape(PackedShape):
+    """The same with k and v (pages, page, heads_kv, d), of which each sequence has as many pages as its keys take."""
+
+    page: int = 1
+
+    @property
+    def extents(self) -> dict[str, int]:
+        """Sizes by the names that tensors have for them."""
+        counts = [-(-length // self.page) for length in self.lengths_k]
+        return {**super().extents, "pages": sum(counts), "page": self.page, "most_pages": max(counts, default=0)}
+
+    def __str__(self) -> str:
+        """`58 sequences, 16384 x 16384, 32/8 heads, pages of 16`."""
+        return f"{super().__str__()}, pages of {self.page}"
+
+
 class Family(NamedTuple):
     """What a module is compiled for. Modules of one family can take each other's place at any shape.
 
     `out_dtype` is None where O has the dtype of q, k and v. `by_sequence` are the inputs whose sequence is contiguous,
-    and not their rows. `layout` is `packed` where sequences stand one behind the other. `sink` and `softcap`: whether a
-    call gives sinks, and a cap of the scores.
+    and not their rows. `layout` is `packed` where sequences stand one behind the other, `paged` where only queries do.
+    `sink` and `softcap`: whether a call gives sinks, and a cap of the scores. `page_rows`: the page size of a call;
+    of a module the number that its calls' page sizes are multiples of.
     """
 
     dtype: DType
@@ -101,9 +129,10 @@ class Family(NamedTuple):
     mask: Mask
     out_dtype: OutputDType | None = None
     by_sequence: tuple[str, ...] = ()
-    layout: Literal["dense", "packed"] = "dense"
+    layout: SequenceLayout = "dense"
     sink: bool = False
     softcap: bool = False
+    page_rows: int | None = None
 
     @classmethod
     def of(cls, spec: Forward) -> Family:
@@ -116,6 +145,7 @@ class Family(NamedTuple):
             layout=problem.layout,
             sink=spec.softmax.sink,
             softcap=spec.softmax.softcap,
+            page_rows=page_rows(spec),
         )
 
     def of_call(self, window: Window | None = None) -> Family:
@@ -124,13 +154,16 @@ class Family(NamedTuple):
 
     def serves(self, wanted: Family) -> bool:
         """Whether a module of this family has calls that compute another."""
-        return self._replace(mask=wanted.mask) == wanted and computes(self.mask, wanted.mask)
+        if (wanted.page_rows or 0) % (self.page_rows or 1):
+            return False
+        alike = self._replace(mask=wanted.mask, page_rows=wanted.page_rows) == wanted
+        return alike and computes(self.mask, wanted.mask)
 
     def __str__(self) -> str:
         """`bf16, head dim 192/128, window (512, 0)`; `bf16, O in fp32, head dim 128, causal, sinks`."""
         score = "".join(f", {name}" for name in self.keywords)
         where = f", contiguous sequence in {listed(self.by_sequence)}" if self.by_sequence else ""
-        packed = ", packed sequences" if self.layout == "packed" else ""
+        packed = {"dense": "", "packed": ", packed sequences", "paged": f", pages of {self.page_rows}"}[self.layout]
         return f"{self.dtypes}, head dim {self.dims}, {mask_text(self.mask)}{score}{where}{packed}"
 
     @property
@@ -149,7 +182,7 @@ class Family(NamedTuple):
         out = "" if self.out_dtype is None else f"_o_{self.out_dtype}"
         where = f"_sequence_{''.join(self.by_sequence)}" if self.by_sequence else ""
         score = "_sink" * self.sink + "_softcap" * self.softcap
-        packed = "_packed" if self.layout == "packed" else ""
+        packed = {"dense": "", "packed": "_packed", "paged": f"_pages_{self.page_rows}"}[self.layout]
         return f"{self.dtype}_d{self.dims.replace('/', '_')}_{mask_label(self.mask)}{score}{out}{where}{packed}"
 
     @property

@@ -96,8 +96,23 @@ def q_in_registers(spec: Forward) -> bool:
 
 
 def packed_sequences(spec: Forward) -> bool:
-    """Whether sequences of any lengths stand one behind the other, and only the device knows where they begin."""
-    return spec.problem.layout == "packed"
+    """Whether queries of sequences of any lengths stand one behind the other, where only the device knows."""
+    return spec.problem.layout != "dense"
+
+
+def paged(spec: Forward) -> bool:
+    """Whether K and V lie in pages, of which a table says whose they are."""
+    return spec.problem.layout == "paged"
+
+
+def gathered(spec: Forward) -> bool:
+    """Whether K and V come from pages row by row, by cp.async."""
+    return page_rows(spec) == 1
+
+
+def page_rows(spec: Forward) -> int | None:
+    """Keys that the module takes from a page at once: page sizes are multiples of it. None without pages."""
+    return spec.load.page_rows if isinstance(spec.load, TmaLoad) else None
 
 
 def splits_tail(spec: Forward) -> bool:
@@ -131,7 +146,8 @@ def tile_slots(spec: Forward) -> int:
 def tile_words(spec: Forward) -> int:
     """What the warp that draws a tile tells the others of it, in words of 4 bytes: its number, or where it lies.
 
-    Of packed sequences that is (m_block, head, head_kv, sequence) and the first row and the rows of queries and keys.
+    Of packed sequences that is (m_block, head, head_kv, sequence) and the first row and the rows of queries and keys;
+    keys in pages have no first row, but words come in fours.
     """
     if packed_sequences(spec):
         return 8

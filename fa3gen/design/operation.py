@@ -4,8 +4,7 @@ From this one description follow the Python entry point of a module (what is che
 for, the call), the call on the CPU model, the tensors that `fa3gen verify` makes and measures, and the bytes that count
 as work. The reference that results are held against does not: it is written by hand for each operation.
 
-A later layout (packed sequences with their offsets, pages with their table) is one more class beside `Dense`, and one
-more arm of `Layout`.
+Packed sequences and pages are dense tensors, too: what says where a sequence lies are tensors of their own.
 """
 
 from __future__ import annotations
@@ -244,6 +243,7 @@ def _sizes(dims: tuple[Extent, ...], given: Mapping[str, int]) -> tuple[int, ...
 BATCH, SEQ_Q, SEQ_K = Extent("batch"), Extent("seq_q"), Extent("seq_k")
 HEADS_Q, HEADS_KV = Extent("heads_q"), Extent("heads_kv")
 TOTAL_Q, TOTAL_K, OFFSETS = Extent("total_q"), Extent("total_k"), Extent("offsets")
+PAGES, PAGE, MOST_PAGES = Extent("pages"), Extent("page"), Extent("most_pages")
 NUM_SMS = Extent("num_sms")
 
 
@@ -256,17 +256,22 @@ def forward(spec: Forward) -> Operation:
     by_sequence = sequence_contiguous(spec)
     packed = footprint.packed_sequences(spec)
     of_q, of_k = ((TOTAL_Q,), (TOTAL_K,)) if packed else ((BATCH, SEQ_Q), (BATCH, SEQ_K))
+    if footprint.paged(spec):
+        of_k = PAGES, PAGE
 
     def given(name: str, *dims: Extent) -> Tensor:
         layout = Dense(contiguous=1 if name in by_sequence else -1)
-        return Tensor(name, "input", spec.element, dims, engine, layout)
+        moved: Mover = "cp_async" if footprint.gathered(spec) and name != "q" else engine
+        return Tensor(name, "input", spec.element, dims, moved, layout)
 
     arguments: list[Argument] = [
         given("q", *of_q, HEADS_Q, head_dim),
         given("k", *of_k, HEADS_KV, head_dim),
         given("v", *of_k, HEADS_KV, v_dim),
     ]
-    if packed:
+    if footprint.paged(spec):
+        arguments += _offsets_and_pages()
+    elif packed:
         arguments += _offsets_and_lengths()
     arguments.append(Tensor("out", "output", spec.o_element, (*of_q, HEADS_Q, v_dim), stored))
     if spec.outputs.lse:
@@ -308,6 +313,17 @@ def _offsets_and_lengths() -> list[Argument]:
         Tensor("cu_seqlens_k", "input", INT32, (OFFSETS,), "threads", words),
         Tensor("seqused_q", "optional input", INT32, (BATCH,), "threads", words),
         Tensor("seqused_k", "optional input", INT32, (BATCH,), "threads", words),
+    ]
+
+
+def _offsets_and_pages() -> list[Argument]:
+    """Where packed queries begin, in which pages the keys of each sequence lie, and how many of them there are."""
+    words = Dense(align=INT32.bytes)
+    return [
+        Tensor("cu_seqlens_q", "input", INT32, (OFFSETS,), "threads", words),
+        Tensor("page_table", "input", INT32, (BATCH, MOST_PAGES), "threads", words),
+        Tensor("seqused_k", "input", INT32, (BATCH,), "threads", words),
+        Tensor("seqused_q", "optional input", INT32, (BATCH,), "threads", words),
     ]
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from fa3gen.design.footprint import tma_boxes
+from fa3gen.design.footprint import page_rows, tma_boxes
 from fa3gen.hardware.dtypes import Dtype
 from fa3gen.spec.model import Forward, Major, SmemHandoff, Swizzle, WgmmaProduct
 
@@ -22,7 +22,7 @@ class OperandTile:
 
     `by_sequence`: elements of one column lie side by side, those of queries or keys that follow one another. `plain`:
     rows lie one below the other as in an ordinary array, which is what no swizzle means to scalar products; a WGMMA
-    wants core matrices.
+    wants core matrices. `pieces`: in how many groups of rows it arrives, which may come from different pages.
     """
 
     letter: Letter
@@ -33,6 +33,7 @@ class OperandTile:
     major: Major
     by_sequence: bool = False
     plain: bool = False
+    pieces: int = 1
 
     @property
     def along(self) -> str:
@@ -62,7 +63,7 @@ class OperandTile:
     @property
     def boxes(self) -> int:
         """TMA copies that it takes."""
-        return 1 if self.plain else tma_boxes(self.inner * self.element.bytes, self.swizzle)
+        return 1 if self.plain else self.pieces * tma_boxes(self.inner * self.element.bytes, self.swizzle)
 
     @property
     def atom(self) -> str:
@@ -95,12 +96,14 @@ def operand_tiles(spec: Forward) -> dict[Letter, OperandTile]:
         parts["P"] = (q, kv, spec.handoff.swizzle, pv.a.major, "mn")
     if pv and spec.outputs.o != "direct":
         parts["O"] = (q, v_dim, spec.smem.q, "k", "mn")
+    piece = page_rows(spec)
     scalars: set[Letter] = {*(() if qk else ("Q", "K")), *(() if pv else ("V",))}
     return {
         letter: OperandTile(
             *(letter, rows, columns, spec.element, swizzle, major),
             by_sequence=major == across,
             plain=letter in scalars and swizzle == "none",
+            pieces=kv // piece if piece and letter in ("K", "V") else 1,
         )
         for letter, (rows, columns, swizzle, major, across) in parts.items()
     }

@@ -200,6 +200,8 @@ def _decisions(spec: Forward) -> list[tuple[str, str]]:
     rows = [("tile", _tile_sentence(spec)), ("loads", _load_sentence(spec))]
     if footprint.packed_sequences(spec):
         rows.append(("sequences", "packed, lengths on the device; tensor maps of rank 5 clip at the end of each"))
+    if footprint.paged(spec):
+        rows.append(("pages", _pages_sentence(spec)))
     if footprint.specialized(spec):
         rows.append(("schedule", _schedule_sentence(spec)))
     assert spec.smem is not None
@@ -236,8 +238,19 @@ def _load_sentence(spec: Forward) -> str:
     if isinstance(spec.load, TmaLoad):
         barrier = "one full barrier counts both" if spec.load.barrier == "shared" else "a full barrier each"
         q = "Q once" if spec.load.q_stages == 1 else f"Q in {spec.load.q_stages} buffers"
+        if footprint.gathered(spec):
+            return f"TMA for {q}; cp.async for K and V in rings of {stages(spec.load.kv_stages)}, {barrier}"
         return f"TMA; {q}, K and V in rings of {stages(spec.load.kv_stages)}, {barrier}"
     return "16-byte loads through registers; K and V take turns in one buffer"
+
+
+def _pages_sentence(spec: Forward) -> str:
+    if footprint.gathered(spec):
+        return (
+            "of any size, found in a table; each lane of a warp finds rows of a tile of keys, and copies parts of all"
+        )
+    rows = footprint.page_rows(spec)
+    return f"of a multiple of {rows} keys, found in a table; boxes of {rows} keys, each lane of a warp finds one"
 
 
 def _schedule_sentence(spec: Forward) -> str:

@@ -56,6 +56,7 @@ class ProblemPlan:
     torch_dtype: str
     vector: int
     packed_sequences: bool
+    paged: bool
 
 
 @dataclass(frozen=True)
@@ -155,8 +156,10 @@ class ArgumentsPlan:
     `launch` and `kernel` are whole signatures, `kernel_call` is what the kernel is given: tensors with their TMA atoms,
     `factors` of the scores, a window that calls give, and how much there is to schedule. `consume` is what a consumer
     gets beside shared memory and rings; `schedule` is what the scheduler reads, beginning with what a work item is made
-    of (`made_of`), `work` what a role is given to know its tiles by. `ranged` is what decides which tiles of keys are
-    visited, `seen` the same of a work item.
+    of (`made_of`), `work` what a role is given to know its tiles by. `k_loads` and `v_loads` are what one that loads
+    begins with, `k_loaded_by` and `v_loaded_by` what it ends with. `ranged` is what decides which tiles of keys are
+    visited, `seen` the same of a work item. Of packed sequences `sequences` is what says where they lie, and `bounds`
+    where one does.
     """
 
     factors: tuple[str, ...] = ()
@@ -168,6 +171,12 @@ class ArgumentsPlan:
     ranged: tuple[str, ...] = ()
     seen: tuple[str, ...] = ()
     work: tuple[str, ...] = ()
+    k_loads: str = "tma_Q, tma_K, mQ, mK"
+    v_loads: str = "tma_V, mVt"
+    k_loaded_by: tuple[str, ...] = ()
+    v_loaded_by: tuple[str, ...] = ()
+    sequences: tuple[str, ...] = ()
+    bounds: tuple[str, ...] = ()
     work_on: tuple[str, ...] = ()
     consume: tuple[str, ...] = ()
     store_tile: tuple[str, ...] = ()
@@ -181,6 +190,7 @@ class LoadPlan:
     """How tiles come from global to shared memory.
 
     `q_ring`: whether consumers of a specialised kernel give Q's place back; `q_barrier` is what they wait for Q at.
+    `page_rows`: keys of one page that are copied at once, 0 without pages; `pages`: what copies them, or nothing.
     """
 
     engine: str
@@ -189,6 +199,8 @@ class LoadPlan:
     barrier: str
     q_ring: bool
     q_barrier: str
+    page_rows: int
+    pages: str
 
 
 @dataclass(frozen=True)
@@ -341,7 +353,7 @@ class EntryPlan:
     `by_sequence` are the inputs whose sequence is contiguous.
     `launched` are all arguments of a launch, in order, as the module is compiled for them.
     `given` are the names of what the entry point has at hand when it launches: all but the scratch that outlives a
-    call, and the scale. `options` are the keywords of the entry point, with their defaults.
+    call, and the scale. `optional` are the tensors among its keywords, `options` the others, with their defaults.
     """
 
     named: tuple[Named, ...]
@@ -350,6 +362,7 @@ class EntryPlan:
     fake_out: Fake
     stand_ins: tuple[Argument, ...]
     given: tuple[str, ...]
+    optional: tuple[str, ...]
     options: tuple[str, ...]
     launched: tuple[str, ...]
     keeps_scratch: bool
@@ -359,6 +372,7 @@ class EntryPlan:
     heads_phrase: str
     by_sequence: tuple[Named, ...]
     by_sequence_phrase: str
+    page_phrase: str = ""
     ctas_phrase: str = ", each of which gets one CTA"
 
 
@@ -380,6 +394,7 @@ class SectionsPlan:
     epilogue: str
     host: str
     scheduler: str = ""
+    pages: str = ""
 
 
 @dataclass(frozen=True)
@@ -484,6 +499,7 @@ def _problem(spec: Forward) -> ProblemPlan:
         torch_dtype=dtype.torch_name,
         vector=operation_of(spec).tensor("q").vector,
         packed_sequences=footprint.packed_sequences(spec),
+        paged=footprint.paged(spec),
     )
 
 
@@ -571,11 +587,21 @@ def _arguments(spec: Forward) -> ArgumentsPlan:
     extents["grid"] = [Parameter("group")]
     sides = [Parameter(f"window_{side}", INT32) for side in ("left", "right")] * bool(window)
     packed = footprint.packed_sequences(spec)
+    gathered = footprint.gathered(spec)
+    pages = ["pages", *["steps_K", "steps_V"] * (not gathered)] if footprint.paged(spec) else []
     extent = [Parameter("sequences")] if packed else extents.get(spec.scheduler, [])
     made_of = window if packed else ["mQ", "mK", *window]
     sinks = ["mSinks"] * spec.softmax.sink
-    tensors = ("mQ", "mK", "mVt", "mO", *["mLSE"] * spec.outputs.lse, *sinks, *map(str, operation.scratch))
-    atoms = ("tma_Q", "tma_K", "tma_V", *["tma_O"] * stored)
+    tensors = (
+        "mQ",
+        "mK",
+        "mV" if gathered else "mVt",
+        "mO",
+        *["mLSE"] * spec.outputs.lse,
+        *sinks,
+        *map(str, operation.scratch),
+    )
+    atoms = ("tma_Q", *["tma_K", "tma_V"] * (not gathered), *["tma_O"] * stored)
     outputs = ("mO", *["mLSE"] * spec.outputs.lse, *["tma_O", "sO"] * stored)
     turn = ["consumer"] * isinstance(spec.schedule, PingPongSchedule)
     cap = ["cap_scale"] * spec.softmax.softcap
@@ -590,13 +616,20 @@ def _arguments(spec: Forward) -> ArgumentsPlan:
             *(Parameter(name, FP32) for name in ("scale_log2", *cap)),
             *sides,
             *extent,
+            *map(Parameter, pages),
         ),
-        kernel_call=(*tensors, *atoms, *factors, *(each.name for each in (*sides, *extent))),
+        kernel_call=(*tensors, *atoms, *factors, *(each.name for each in (*sides, *extent)), *pages),
         schedule=(*made_of, *(each.name for each in extent), *draws),
         made_of=tuple(made_of),
         ranged=ranged,
         seen=tuple(f"work.{name}" for name in ranged),
         work=work,
+        k_loads="tma_Q, mQ, mK" if gathered else "tma_Q, tma_K, mQ, mK",
+        v_loads="mV" if gathered else "tma_V, mVt",
+        k_loaded_by=(*pages[:1], *pages[1:2], *work),
+        v_loaded_by=(*pages[:1], *pages[2:], *work),
+        sequences=_sequences(spec),
+        bounds=("q_begin", "seq_q", *["k_begin"] * (not pages), "seq_k"),
         work_on=_work_on(spec, window),
         consume=(*outputs, *handed_on, *sinks, "scale_log2", *cap, *work),
         store_tile=(
@@ -615,6 +648,13 @@ def _arguments(spec: Forward) -> ArgumentsPlan:
         ),
         multiply_first=("products", "operands", "accumulators", "k_ring", "q_drain", "k_drain", *turn),
     )
+
+
+def _sequences(spec: Forward) -> tuple[str, ...]:
+    """What says where packed sequences lie."""
+    if footprint.paged(spec):
+        return "cu_seqlens_q", "seqused_q", "seqused_k", "total_q", "most_keys"
+    return "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "total_q", "total_k"
 
 
 def _work_on(spec: Forward, window: Sequence[str]) -> tuple[str, ...]:
@@ -656,8 +696,16 @@ def _output(spec: Forward) -> OutputPlan:
 def _load(spec: Forward) -> LoadPlan:
     barrier = spec.load.barrier if isinstance(spec.load, TmaLoad) else "none"
     q_ring = not footprint.keys_free_q(spec)
-    names = q_ring, "q_ring" if q_ring else "q_full"
-    return LoadPlan(spec.load.engine, footprint.q_stages(spec), footprint.kv_stages(spec), barrier, *names)
+    return LoadPlan(
+        spec.load.engine,
+        footprint.q_stages(spec),
+        footprint.kv_stages(spec),
+        barrier,
+        q_ring,
+        "q_ring" if q_ring else "q_full",
+        footprint.page_rows(spec) or 0,
+        ("cp_async" if footprint.gathered(spec) else "tma") if footprint.paged(spec) else "",
+    )
 
 
 def _smem(spec: Forward) -> SmemPlan:
@@ -749,6 +797,7 @@ def _entry(spec: Forward) -> EntryPlan:
         fake_out=fakes["out"],
         stand_ins=tuple(argument for argument in arguments if argument not in operation.given),
         given=tuple(_given(argument) for argument in arguments if argument.name not in (*kept, "scale")),
+        optional=tuple(f"{tensor}=None" for tensor in operation.optional_inputs),
         options=(
             *own,
             *["window=(-1, -1)"] * given_with_calls(spec.mask),
@@ -763,6 +812,7 @@ def _entry(spec: Forward) -> EntryPlan:
         heads_phrase=heads,
         by_sequence=tuple(Named(operation.tensor(name)) for name in sequence_contiguous(spec)),
         by_sequence_phrase=listed(sequence_contiguous(spec)),
+        page_phrase=f"page a multiple of {rows}, " if (rows := footprint.page_rows(spec) or 1) > 1 else "",
     )
 
 
@@ -799,6 +849,7 @@ def _sections(spec: Forward) -> SectionsPlan:
     return replace(
         sections,
         spine="specialized.py.jinja",
+        pages=_pages_section(spec),
         scheduler=_section("scheduler_packed" if footprint.packed_sequences(spec) else f"scheduler_{spec.scheduler}"),
         producers=_section("producers_grid" if spec.scheduler == "grid" else "producers"),
         consumer=_section("consumer_overlapped" if overlap else "consumer_sequential"),
@@ -806,6 +857,12 @@ def _sections(spec: Forward) -> SectionsPlan:
         pv=_section("pv_wgmma_fragment"),
         epilogue=_section(_specialized_epilogue(spec)),
     )
+
+
+def _pages_section(spec: Forward) -> str:
+    if not footprint.paged(spec):
+        return ""
+    return _section("page_rows" if footprint.gathered(spec) else "page_boxes")
 
 
 def _specialized_epilogue(spec: Forward) -> str:
@@ -840,13 +897,17 @@ def expectation(spec: Forward) -> Expectation:
     tma_loads = tma_stores = expect_tx = cp_async = stmatrix = 0
     tiles = operand_tiles(spec)
     if isinstance(spec.load, TmaLoad):
-        tma_loads = sum(schedule.count("load", what) * tiles[what].boxes for what in ("Q", "K", "V"))
+        by_tma = [tiles["Q"]] if footprint.gathered(spec) else [tiles["Q"], tiles["K"], tiles["V"]]
+        tma_loads = sum(schedule.count("load", tile.letter) * tile.boxes for tile in by_tma)
         filled = [ring.name for ring in schedule.rings if ring.filled_by == "TMA"]
         expect_tx = schedule.count("announce") + sum(schedule.count("wait_empty", on=name) for name in filled)
     if isinstance(spec.load, CpAsyncLoad):
         elements = {"Q": q * d, "K": kv * d, "V": kv * v_dim}
         copied = sum(schedule.count("load", what) * size for what, size in elements.items())
         cp_async = copied // footprint.SCALAR_VECTOR // threads
+    if footprint.gathered(spec):  # by one warp each
+        copied = kv * d * schedule.count("load", "K") + kv * v_dim * schedule.count("load", "V")
+        cp_async = copied // footprint.SCALAR_VECTOR // hopper.WARP
     if spec.smem is not None:
         columns = v_dim * schedule.count("gather", "O") + kv * schedule.count("store", "P")
         stmatrix = columns // MATRIX_COLUMNS

@@ -38,6 +38,7 @@ WGMMA_K_16BIT = 16
 # Bytes of contiguous data after which a swizzle pattern of the matrix descriptor repeats. Without a swizzle the unit is
 # a row of the 8 x 16 byte core matrix (PTX ISA, "Strides" and "Matrix Descriptor Format" of wgmma).
 SWIZZLE_SPAN = {"none": 16, "32B": 32, "64B": 64, "128B": 128}
+SWIZZLE_ROWS = 8  # after which each of them repeats: those of a core matrix
 SWIZZLE_BITS = {"none": 0, "32B": 1, "64B": 2, "128B": 3}  # of the number of a 16-byte unit, that the row changes
 
 # PTX ISA, "Size and alignment of mbarrier object".

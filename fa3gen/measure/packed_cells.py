@@ -1,11 +1,11 @@
-"""The cells that modules for packed sequences are measured at: lists of lengths, heads, masks.
+"""The cells that modules for packed sequences, and for pages, are measured at: lists of lengths, heads, masks, pages.
 
 tests/gpu/packed_cells.py measures them on a GPU; `fa3gen.records.packed_records` keeps what it found.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from fa3gen.design.family import Family, PackedShape
 from fa3gen.design.workspace import Workspace
@@ -29,16 +29,23 @@ LENGTHS = {
     "documents64k": (15087, 30308, 11024, 2105, 2515, 916, 3581),
 }
 
+# Queries and keys of calls on pages: prompts that are not in the cache yet, and chunks of prompts that partly are.
+PAGED_LENGTHS = {
+    "chat16k": (LENGTHS["chat16k"], LENGTHS["chat16k"]),
+    "prefill1k_on_8k": ((1024,) * 8, (8192,) * 8),
+}
+PAGE_SIZES = (1, 16, 64)  # other sizes are served as the largest of these that divides them
+
 # Query heads and heads of k and v, by head dim: of their own, and in the groups that models of this head dim have.
 HEADS = {64: ((16, 16), (64, 8)), 128: ((16, 16), (32, 8)), 256: ((8, 8), (16, 4))}
 
 
 def packed_modules(workspace: Workspace) -> Iterator[Variant[Forward]]:
-    """The rendered modules for packed sequences, without a window, with v as wide as k."""
+    """The rendered modules for packed sequences and for pages, without a window, with v as wide as k."""
     for file in workspace.load_all():
         for variant in attention_among(file.variants):
             problem = variant.spec.problem
-            served = problem.layout == "packed" and problem.head_dim in HEADS and problem.v_dim == problem.head_dim
+            served = problem.layout != "dense" and problem.head_dim in HEADS and problem.v_dim == problem.head_dim
             if served and variant.spec.mask.kind != "window" and workspace.module_path(variant.stem).is_file():
                 yield variant
 
@@ -48,8 +55,26 @@ def cells(workspace: Workspace) -> Iterator[tuple[PackedProblem, list[Variant[Fo
     families: dict[Family, list[Variant[Forward]]] = {}
     for variant in packed_modules(workspace):
         families.setdefault(Family.of(variant.spec), []).append(variant)
-    for family, variants in families.items():
+    for family in _families_of_calls(families):
+        variants = [variant for own, served in families.items() if own.serves(family) for variant in served]
         for heads in HEADS[family.head_dim]:
             able = [variant for variant in variants if heads[0] // heads[1] % variant.spec.tile.pack_heads == 0]
-            for name, lengths in LENGTHS.items():
-                yield PackedProblem.of(family, name, PackedShape(lengths, lengths, *heads)), able
+            for name, lengths in _lengths(family):
+                if able:
+                    yield PackedProblem.of(family, name, PackedShape(*lengths, *heads)), able
+
+
+def _families_of_calls(families: Iterable[Family]) -> list[Family]:
+    """The same, and of pages one for each page size."""
+    found: dict[Family, None] = {}
+    for family in families:
+        sizes = (None,) if family.page_rows is None else PAGE_SIZES
+        found |= dict.fromkeys(family._replace(page_rows=size) for size in sizes)
+    return list(found)
+
+
+def _lengths(family: Family) -> Iterable[tuple[str, tuple[tuple[int, ...], tuple[int, ...]]]]:
+    """Lists of lengths of queries and keys, with their names."""
+    if family.page_rows is not None:
+        return PAGED_LENGTHS.items()
+    return ((name, (lengths, lengths)) for name, lengths in LENGTHS.items())

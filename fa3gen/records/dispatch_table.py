@@ -157,7 +157,7 @@ def _order(family: Family) -> tuple[Any, ...]:
     mask = family.mask
     reach = (mask.left, mask.right) if isinstance(mask, WindowMask) else (0, 0)
     kinds = ("none", "causal", "window")
-    own = family.out_dtype or "", family.keywords
+    own = family.out_dtype or "", family.keywords, -(family.page_rows or 0)  # of pages the largest first
     return family.layout, family.dtype, family.head_dim, family.head_dim_v, kinds.index(mask.kind), reach, *own
 
 
@@ -269,7 +269,8 @@ def _row(family: Family, edge: float | None, part: _Part) -> Row:
         out_dtype=family.out_dtype,
         sink=family.sink or None,
         softcap=family.softcap or None,
-        layout="packed" if family.layout == "packed" else None,
+        layout=None if family.layout == "dense" else family.layout,
+        page_rows=family.page_rows,
         tiles_per_sm=None if edge is None else Load(up_to=edge),
         seq_k=None if part.up_to is None else Region(up_to=part.up_to),
         module=stem,

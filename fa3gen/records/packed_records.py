@@ -13,17 +13,17 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from fa3gen.base.errors import UserError
 from fa3gen.base.files import sha256, write_text
 from fa3gen.base.parts import Part, read_file, rounded
-from fa3gen.design.family import Family, PackedShape, heads_text
+from fa3gen.design.family import Family, PackedShape, PagedShape, heads_text
 from fa3gen.design.workspace import Workspace
 from fa3gen.hardware.chips import H200
 from fa3gen.records.tuning_records import MaskShape
 from fa3gen.run.dispatch import PACKED_TOOL
-from fa3gen.spec.model import DType, Forward
+from fa3gen.spec.model import DType, Forward, SequenceLayout
 from fa3gen.spec.specfile import Variant
 
 FOLDER = "packed"  # below generated/evidence
@@ -41,6 +41,7 @@ class PackedProblem(Part):
     lengths: str = Field(pattern=r"^\w+$", description="What the list of lengths is called.")
     lengths_q: list[int] = Field(min_length=1)
     lengths_k: list[int] = Field(min_length=1)
+    page: int | None = Field(default=None, gt=0, description="Keys of a page; none where keys are packed, too.")
 
     @classmethod
     def of(cls, family: Family, lengths: str, shape: PackedShape) -> Self:
@@ -55,7 +56,14 @@ class PackedProblem(Part):
             lengths=lengths,
             lengths_q=list(shape.lengths_q),
             lengths_k=list(shape.lengths_k),
+            page=family.page_rows,
         )
+
+    @model_serializer(mode="wrap")
+    def _without_defaults(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """A page size is written where there is one: older records say nothing about it."""
+        fields: dict[str, Any] = write(self)
+        return {name: value for name, value in fields.items() if name != "page" or value is not None}
 
     @model_validator(mode="after")
     def _holds_together(self) -> Self:
@@ -68,12 +76,15 @@ class PackedProblem(Part):
     @property
     def family(self) -> Family:
         """What a module has to be compiled for to serve this."""
-        return Family(self.dtype, self.head_dim, self.head_dim_v, self.mask.spec_mask(), layout="packed")
+        where: SequenceLayout = "packed" if self.page is None else "paged"
+        mask = self.mask.spec_mask()
+        return Family(self.dtype, self.head_dim, self.head_dim_v, mask, layout=where, page_rows=self.page)
 
     @property
     def shape(self) -> PackedShape:
         """The sizes of its call."""
-        return PackedShape(tuple(self.lengths_q), tuple(self.lengths_k), self.heads_q, self.heads_kv)
+        sizes = tuple(self.lengths_q), tuple(self.lengths_k), self.heads_q, self.heads_kv
+        return PackedShape(*sizes) if self.page is None else PagedShape(*sizes, page=self.page)
 
     @property
     def seq_k(self) -> int:
@@ -124,7 +135,7 @@ class PackedRecord(Part):
         if len(set(stems)) < len(stems):
             raise ValueError("two results have the same stem")
         for result in self.results:
-            if Family.of(spec := Forward.model_validate(result.spec)) != self.problem.family:
+            if not Family.of(spec := Forward.model_validate(result.spec)).serves(self.problem.family):
                 raise ValueError(f"{result.stem} is compiled for another problem")
             if self.problem.group % (heads := spec.tile.pack_heads):
                 raise ValueError(f"{result.stem} holds {heads} heads in a tile, and the group has {self.problem.group}")

@@ -165,7 +165,10 @@ class Row(SpecModel):
     out_dtype: OutputDType | None = Field(default=None, description="Of O, where it is not `dtype`.")
     sink: bool | None = Field(default=None, description="True: for calls with sinks.")
     softcap: bool | None = Field(default=None, description="True: for calls with a cap of the scores.")
-    layout: Literal["packed"] | None = Field(default=None, description="Packed sequences; without it, dense tensors.")
+    layout: Literal["packed", "paged"] | None = Field(
+        default=None, description="Packed sequences, or packed queries and pages; without it, dense tensors."
+    )
+    page_rows: int | None = Field(default=None, gt=0, description="Of pages: for sizes that are multiples of it.")
     group: Multiples | None = None
     tiles_per_sm: Load | None = None
     seq_k: Region | None = Field(default=None, description="Keys; of packed sequences, in the mean.")
@@ -184,9 +187,15 @@ class Row(SpecModel):
 
     def serves(self, family: Family, size: Size) -> bool:
         """Whether this row stands for a call."""
-        if self.family != family or not self.serves_group(size.group):
+        if not self.is_for(family) or not self.serves_group(size.group):
             return False
         return size.keys <= self.most_keys and size.tiles <= self.most_tiles(size.sms)
+
+    def is_for(self, family: Family) -> bool:
+        """Whether it stands for calls of this family, of any size."""
+        if family.page_rows is None or self.page_rows is None:
+            return self.family == family
+        return self.family == family._replace(page_rows=self.page_rows) and family.page_rows % self.page_rows == 0
 
     def serves_group(self, group: int) -> bool:
         """Whether it stands for calls with so many query heads for each head of k and v."""
@@ -216,6 +225,7 @@ class Row(SpecModel):
             layout=self.layout or "dense",
             sink=bool(self.sink),
             softcap=bool(self.softcap),
+            page_rows=self.page_rows,
         )
 
     @property
@@ -294,7 +304,7 @@ def choose(family: Family, size: Size, *, lse: bool, workspace: Workspace) -> Ch
     around = Stretch()
     for home, path in tables(workspace):
         for number, row in enumerate(read_table(path).rows, 1):
-            if row.family != family:
+            if not row.is_for(family):
                 continue
             around = row.narrowed(around, size)
             if not row.serves(family, size):
@@ -364,8 +374,8 @@ def _unmeasured(family: Family, group: int, lse: bool, workspace: Workspace) -> 
         writes, packs = variant.spec.outputs.lse or not lse, variant.spec.tile.pack_heads
         if Family.of(variant.spec).serves(family) and writes and group % packs == 0:
             fitting.setdefault(variant.stem, (variant, file))  # the workspace's own come first
-    exact = [stem for stem in fitting if Family.of(fitting[stem][0].spec) == family]
-    production = _production(exact) or _production(fitting)
+    exact = _nearest_pages([stem for stem in fitting if _alike(fitting[stem][0].spec, family)], fitting)
+    production = _production(exact) or _production(_nearest_pages(list(fitting), fitting))
     only = production if len(production) == 1 else exact or list(fitting)
     if len(only) == 1:
         variant, file = fitting[only[0]]
@@ -380,6 +390,17 @@ def _unmeasured(family: Family, group: int, lse: bool, workspace: Workspace) -> 
             f'call one of them, fa3gen.load("{stems[-1]}").attention(...), or measure them on your GPU: {measure}'
         )
     raise NoKernel(_nothing(family, group, lse, [variant for variant, _ in modules]))
+
+
+def _alike(spec: Forward, family: Family) -> bool:
+    """Whether a module is compiled for this family, but for how much of a page it copies at once."""
+    return Family.of(spec)._replace(page_rows=family.page_rows) == family
+
+
+def _nearest_pages(stems: Sequence[str], fitting: Mapping[str, tuple[Variant[Forward], Path]]) -> list[str]:
+    """Of modules that fit those that copy most of a page at once; all, where there are no pages."""
+    rows = {stem: Family.of(fitting[stem][0].spec).page_rows or 0 for stem in stems}
+    return [stem for stem in stems if rows[stem] == max(rows.values())]
 
 
 def _production(stems: Iterable[str]) -> list[str]:
@@ -434,12 +455,16 @@ def _fields(family: Family) -> str:
     dims = f"head_dim: {family.head_dim}"
     if family.head_dim_v != family.head_dim:
         dims += f", head_dim_v: {family.head_dim_v}"
-    layout = ", layout: packed" if family.layout == "packed" else ""
+    layout = "" if family.layout == "dense" else f", layout: {family.layout}"
     mask = f"{{kind: {family.mask.kind}}}"  # of a window any, since calls give it then
     fields = f"`problem: {{{dims}, dtype: {family.dtype}{layout}}}` and `mask: {mask}`"
     if family.keywords:
         used = [f"{name}: true" for name in ("sink", "softcap") if getattr(family, name)]
         fields = f"`softmax: {{{', '.join(used)}}}`, {fields}"
+    if family.layout == "paged":
+        # Boxes of as many keys as page sizes and tiles have in common; any page will do row by row.
+        rows = next((rows for rows in (16, 8) if (family.page_rows or 1) % rows == 0), 1)
+        fields += f" and `load: {{page_rows: {rows}}}`"
     return fields if family.out_dtype is None else f"`o: {{dtype: {family.out_dtype}}}`, {fields}"
 
 

@@ -1,4 +1,4 @@
-"""`fa3gen.attention_packed`: one call for all generated modules of packed sequences, eager or compiled.
+"""`fa3gen.attention_packed`: one call for all generated modules of packed sequences and of pages, eager or compiled.
 
 How such a call finds its module, and who sees it: `fa3gen.run.calls`. Its operators are `fa3gen::attention_packed` and
 `fa3gen::attention_packed_out`.
@@ -16,7 +16,7 @@ from fa3gen.design.family import TILE_ROWS, Family
 from fa3gen.design.workspace import Workspace
 from fa3gen.run import calls, dispatch, gpu
 from fa3gen.run.calls import Attention, Returned, Window, dispatch_modes, functorch_transforms, need, stretches
-from fa3gen.run.dispatch import Choice, Size
+from fa3gen.run.dispatch import ArgumentError, Choice, Size
 
 
 def _explain(
@@ -24,8 +24,9 @@ def _explain(
     k: Tensor,
     v: Tensor,
     cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
+    cu_seqlens_k: Tensor | None = None,
     *,
+    page_table: Tensor | None = None,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
     seqused_q: Tensor | None = None,
@@ -42,8 +43,8 @@ def _explain(
     SM gets is then counted with the SMs of an H200, and the answer says so. Raises as `fa3gen.attention_packed` where
     no module is found.
     """
-    family = _family(q, k, v, cu_seqlens_q, out, causal, window)
-    size = _size(q, v, cu_seqlens_q, max_seqlen_q, max_seqlen_k)
+    family = _family(q, k, v, cu_seqlens_q, cu_seqlens_k, page_table, seqused_k, out, causal, window)
+    size = _size(q, v, cu_seqlens_q, page_table, max_seqlen_q, max_seqlen_k)
     return dispatch.choose(family, size, lse=return_lse, workspace=Workspace.find())
 
 
@@ -53,8 +54,9 @@ def attention_packed(
     k: Tensor,
     v: Tensor,
     cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
+    cu_seqlens_k: Tensor | None = None,
     *,
+    page_table: Tensor | None = None,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
     seqused_q: Tensor | None = None,
@@ -72,17 +74,23 @@ def attention_packed(
     can be replayed with other lengths in the same tensors. The host chooses the module by what it knows, which is the
     mean length. As for `fa3gen.attention`, call it once with tensors of the same sizes before capturing a graph.
 
+    With a page table k and v lie in pages, as in the cache of a serving engine: key j of sequence i is row j % page of
+    page page_table[i, j // page].
+
     Args:
         q: (total_q, heads_q, d), bfloat16 or float16. Any strides with a contiguous last dimension and 16-byte aligned
             rows, here and below.
-        k: (total_k, heads_kv, d), heads_q a multiple of heads_kv (GQA, MQA).
-        v: (total_k, heads_kv, d_v).
+        k: (total_k, heads_kv, d), heads_q a multiple of heads_kv (GQA, MQA); or (pages, page, heads_kv, d).
+        v: (total_k, heads_kv, d_v), or (pages, page, heads_kv, d_v).
         cu_seqlens_q, cu_seqlens_k: (sequences + 1,), int32, on the GPU, where the rows of each sequence begin, and at
-            last where those of the last one end. They do not decrease; what lies is clamped to the tensors.
+            last where those of the last one end. They do not decrease; what lies is clamped to the tensors. Pages have
+            no cu_seqlens_k.
+        page_table: (sequences, most pages of one), int32, on the GPU: the pages of each sequence. What stands in it
+            behind a sequence's last key may be anything; a page that is not there has zeros for keys and values.
         max_seqlen_q, max_seqlen_k: The longest sequences, if known. They bound the mean lengths, where tensors have
-            more rows than are used; results do not depend on them.
+            more rows than are used, or a table more entries; results do not depend on them.
         seqused_q, seqused_k: (sequences,), int32, on the GPU: how many rows of each sequence there are, from its first
-            one; by default all.
+            one; by default all. With pages seqused_k has to be given.
         causal: Query i sees keys j <= i + seq_k - seq_q, by the lengths of its sequence.
         window: (left, right), as for `fa3gen.attention`.
         scale: Factor of the scores, finite and positive; 1 / sqrt(d) by default.
@@ -107,8 +115,10 @@ def attention_packed(
         or functorch_transforms()
     ):
         if not is_dynamo_compiling():
-            _family(q, k, v, cu_seqlens_q, out, causal, window)  # its messages are better than those of a schema
+            # Its messages are better than those of a schema.
+            _family(q, k, v, cu_seqlens_q, cu_seqlens_k, page_table, seqused_k, out, causal, window)
         options: dict[str, Any] = {
+            "page_table": page_table,
             "max_seqlen_q": max_seqlen_q,
             "max_seqlen_k": max_seqlen_k,
             "causal": causal,
@@ -118,7 +128,34 @@ def attention_packed(
         return _by_operator(q, k, v, cu_seqlens_q, cu_seqlens_k, out, options)
     if window is not None and type(window) is not tuple:
         window = calls.window_tuple(window)
-    serving = _serving(q, k, v, cu_seqlens_q, max_seqlen_q, max_seqlen_k, out, causal, window, return_lse)
+    serving = _serving(
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        page_table,
+        seqused_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        out,
+        causal,
+        window,
+        return_lse,
+    )
+    if page_table is not None:
+        return serving(
+            q,
+            k,
+            v,
+            cu_seqlens_q,
+            page_table,
+            seqused_k,
+            seqused_q=seqused_q,
+            scale=scale,
+            out=out,
+            return_lse=return_lse,
+        )
     return serving(
         q,
         k,
@@ -133,20 +170,54 @@ def attention_packed(
     )
 
 
-def _family(q: Any, k: Any, v: Any, cu_seqlens_q: Any, out: Any, causal: bool, window: Window) -> Family:
+def _family(
+    q: Any,
+    k: Any,
+    v: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    page_table: Any,
+    seqused_k: Any,
+    out: Any,
+    causal: bool,
+    window: Window,
+) -> Family:
     """What the module has to be compiled for. Raises ArgumentError, TypeError."""
-    calls.check_tensors({"q": q, "k": k, "v": v}, "(total, heads, head dim)")
+    calls.check_tensors({"q": q}, "(total, heads, head dim)")
     calls.check_tensors({"cu_seqlens_q": cu_seqlens_q}, "(sequences + 1)")
+    page = None
+    if page_table is None:
+        calls.check_tensors({"k": k, "v": v}, "(total, heads, head dim)")
+        calls.check_tensors({"cu_seqlens_k": cu_seqlens_k}, "(sequences + 1)")
+    else:
+        if cu_seqlens_k is not None:
+            raise ArgumentError("cu_seqlens_k is given beside page_table; pages have no offsets: leave one of them out")
+        calls.check_tensors({"k": k, "v": v}, "(pages, page, heads, head dim)")
+        calls.check_tensors({"page_table": page_table}, "(sequences, most pages)")
+        calls.check_tensors({"seqused_k": seqused_k}, "(sequences)")
+        page = int(k.shape[1])
     dtype, written = calls.dtypes_of(q, out, "fa3gen.attention_packed")
     mask = dispatch.mask_of(causal, window)
-    return Family(dtype, int(q.shape[2]), int(v.shape[2]), mask, written, layout="packed")
+    dims = int(q.shape[2]), int(v.shape[-1])
+    return Family(dtype, *dims, mask, written, layout="packed" if page is None else "paged", page_rows=page)
 
 
-def _size(q: Any, v: Any, cu_seqlens_q: Any, max_seqlen_q: int | None, max_seqlen_k: int | None) -> Size:
+def _size(
+    q: Any, v: Any, cu_seqlens_q: Any, page_table: Any, max_seqlen_q: int | None, max_seqlen_k: int | None
+) -> Size:
     """The size of a call as the host knows it."""
-    (total_q, heads_q, _), (total_k, heads_kv, _) = q.shape, v.shape
-    keys, tiles = _extents(total_q, total_k, cu_seqlens_q.shape[0], heads_q, max_seqlen_q, max_seqlen_k)
+    (total_q, heads_q, _), (heads_kv, _) = q.shape, v.shape[-2:]
+    offsets, total_k = cu_seqlens_q.shape[0], _rows(v, page_table)
+    keys, tiles = _extents(total_q, total_k, offsets, heads_q, max_seqlen_q, max_seqlen_k)
     return Size(keys, tiles, gpu.sm_count(q.get_device()), heads_q // (heads_kv or 1))
+
+
+def _rows(v: Any, page_table: Any) -> int:
+    """Keys of all sequences; with pages as many as the table has room for."""
+    if page_table is None:
+        return int(v.shape[0])
+    sequences, pages = page_table.shape
+    return int(sequences * pages * v.shape[1])
 
 
 def _extents(total_q: int, total_k: int, offsets: int, heads: int, max_q: Any, max_k: Any) -> tuple[int, int]:
@@ -165,6 +236,9 @@ def _serving(
     k: Any,
     v: Any,
     cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    page_table: Any,
+    seqused_k: Any,
     max_seqlen_q: int | None,
     max_seqlen_k: int | None,
     out: Any,
@@ -176,17 +250,22 @@ def _serving(
     key: tuple[Any, ...] = ()
     try:
         total_q, heads_q, dim = q.shape  # asked for once: each `.shape` is a new object
-        total_k, heads_kv, v_dim = v.shape
+        if page_table is None:
+            (total_k, heads_kv, v_dim), page = v.shape, None
+        else:
+            _, page, heads_kv, v_dim = v.shape
+            total_k = _rows(v, page_table)
         out_dtype, group = None if out is None else out.dtype, heads_q // (heads_kv or 1)
-        key = "packed", q.get_device(), q.dtype, out_dtype, dim, v_dim, group, causal, window, return_lse
+        key = "packed", q.get_device(), q.dtype, out_dtype, dim, v_dim, page, group, causal, window, return_lse
         keys, tiles = _extents(total_q, total_k, cu_seqlens_q.shape[0], heads_q, max_seqlen_q, max_seqlen_k)
         for least_keys, most_keys, least_tiles, most_tiles, attention in stretches.get(key, ()):
             if least_keys <= keys <= most_keys and least_tiles <= tiles <= most_tiles:
                 return attention
     except (AttributeError, IndexError, ValueError):
         pass  # not three dimensions, or no tensor: what follows says so
-    family = _family(q, k, v, cu_seqlens_q, out, causal, window)
-    return calls.found(key, family, _size(q, v, cu_seqlens_q, max_seqlen_q, max_seqlen_k), lse=return_lse)
+    family = _family(q, k, v, cu_seqlens_q, cu_seqlens_k, page_table, seqused_k, out, causal, window)
+    size = _size(q, v, cu_seqlens_q, page_table, max_seqlen_q, max_seqlen_k)
+    return calls.found(key, family, size, lse=return_lse)
 
 
 # Operators, for whatever looks at calls instead of making them
@@ -207,11 +286,13 @@ def _packed(
     k: Tensor,
     v: Tensor,
     cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
+    cu_seqlens_k: Tensor | None,
     out: Tensor | None = None,
     *,
+    page_table: Tensor | None = None,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
+    seqused_k: Tensor | None = None,
     causal: bool = False,
     window: list[int] | None = None,
     return_lse: bool = False,
@@ -219,8 +300,11 @@ def _packed(
 ) -> tuple[Tensor, Tensor]:
     """`fa3gen::attention_packed`: O and LSE, which has no rows unless `return_lse`."""
     reach = None if window is None else tuple(window)
-    serving = _serving(q, k, v, cu_seqlens_q, max_seqlen_q, max_seqlen_k, out, causal, reach, return_lse)
-    returned = serving(q, k, v, cu_seqlens_q, cu_seqlens_k, out=out, return_lse=return_lse, **options)
+    where = cu_seqlens_k, page_table, seqused_k
+    serving = _serving(q, k, v, cu_seqlens_q, *where, max_seqlen_q, max_seqlen_k, out, causal, reach, return_lse)
+    keys = (cu_seqlens_k,) if page_table is None else (page_table, seqused_k)
+    options |= {"out": out, "return_lse": return_lse} | ({"seqused_k": seqused_k} if page_table is None else {})
+    returned = serving(q, k, v, cu_seqlens_q, *keys, **options)
     return returned if return_lse else (returned, _lse_like(q, False))
 
 
@@ -234,34 +318,41 @@ def _packed_fake(
     k: Tensor,
     v: Tensor,
     cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
+    cu_seqlens_k: Tensor | None,
     out: Tensor | None = None,
     *,
+    page_table: Tensor | None = None,
+    seqused_k: Tensor | None = None,
     causal: bool = False,
     window: list[int] | None = None,
     return_lse: bool = False,
     **_: Any,
 ) -> tuple[Tensor, Tensor]:
     """What can be wrong with tensors that have no memory shows when a model is traced."""
-    _family(q, k, v, cu_seqlens_q, out, causal, window)
+    _family(q, k, v, cu_seqlens_q, cu_seqlens_k, page_table, seqused_k, out, causal, window)
     need(
-        k.shape[2] == q.shape[2],
+        k.shape[-1] == q.shape[2],
         lambda: f"k has shape {tuple(k.shape)}, q {tuple(q.shape)}; they need the same head dim",
     )
     need(
-        v.shape[:2] == k.shape[:2],
+        v.shape[:-1] == k.shape[:-1],
         lambda: f"v has shape {tuple(v.shape)}, k {tuple(k.shape)}; they may only differ in the head dim",
     )
-    need(
-        cu_seqlens_q.shape == cu_seqlens_k.shape,
-        lambda: f"cu_seqlens_k has shape {tuple(cu_seqlens_k.shape)}; it needs to be {tuple(cu_seqlens_q.shape)}",
-    )
-    wanted = (*q.shape[:2], v.shape[2])
+    sequences = cu_seqlens_q.shape[0] - 1
+    _need_rows("cu_seqlens_k", cu_seqlens_k, sequences + 1)
+    _need_rows("page_table", page_table, sequences)
+    _need_rows("seqused_k", seqused_k, sequences)
+    wanted = (*q.shape[:2], v.shape[-1])
     need(
         out is None or tuple(out.shape) == wanted,
         lambda: f"out has shape {tuple(out.shape) if out is not None else None}; it needs to be {wanted}",
     )
     return q.new_empty(wanted), _lse_like(q, return_lse)
+
+
+def _need_rows(name: str, given: Tensor | None, count: int) -> None:
+    if given is not None:
+        need(given.shape[0] == count, lambda: f"{name} has shape {tuple(given.shape)}; it needs {count} rows")
 
 
 def _packed_out_fake(q: Tensor, k: Tensor, v: Tensor, *offsets_and_out: Tensor, **options: Any) -> Tensor:
@@ -274,9 +365,10 @@ def _lse_like(q: Tensor, wanted: bool) -> Tensor:
     return q.new_empty((heads_q, total_q if wanted else 0), dtype=torch.float32)
 
 
-_INPUTS = "Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k"
+_INPUTS = "Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor? cu_seqlens_k"
 _OPTIONS = (
-    "*, SymInt? max_seqlen_q=None, SymInt? max_seqlen_k=None, Tensor? seqused_q=None, Tensor? seqused_k=None, "
+    "*, Tensor? page_table=None, SymInt? max_seqlen_q=None, SymInt? max_seqlen_k=None, "
+    "Tensor? seqused_q=None, Tensor? seqused_k=None, "
     "bool causal=False, int[]? window=None, float? scale=None, bool return_lse=False"
 )
 calls.register(f"attention_packed({_INPUTS}, {_OPTIONS}) -> (Tensor, Tensor)", _packed, _packed_fake)

@@ -48,6 +48,7 @@ __all__ = [
     "WgmmaProduct",
 ]
 
+SequenceLayout = Literal["dense", "packed", "paged"]
 Scheduler = Literal["single_tile", "grid", "static", "stream_k", "dynamic"]
 
 # The kernels count keys in 32 bits: row + reach stays below 2^31 for up to 2^30 keys.
@@ -62,10 +63,11 @@ class Problem(SpecModel):
     head_dim: int = Field(gt=0, description="Elements per head of q, k, v and O.")
     head_dim_v: int | None = Field(default=None, gt=0, description="Elements per head of v and O, where not head_dim.")
     dtype: DType = Field(default="bf16", description="Element type of q, k, v and, unless `o` gives another, O.")
-    layout: Literal["dense", "packed"] = Field(
+    layout: SequenceLayout = Field(
         default="dense",
         description="`dense`: q, k, v are (batch, seq, heads, head_dim), sequences of one length; `packed` (varlen): "
-        "(total, heads, head_dim), sequences of any lengths one behind the other, with their offsets on the device.",
+        "(total, heads, head_dim), sequences of any lengths one behind the other, with their offsets on the device; "
+        "`paged`: q as in `packed`, k and v (pages, page, heads, head_dim), with a table of each sequence's pages.",
     )
 
     @property
@@ -152,6 +154,12 @@ class TmaLoad(SpecModel):
     kv_stages: int = Field(gt=0, description="Depth of the ring; one stage holds a tile of K and a tile of V.")
     barrier: Literal["shared", "separate"] = Field(
         description="`shared`: one full barrier per stage counts the bytes of K and V; `separate`: one each."
+    )
+    page_rows: int | None = Field(
+        default=None,
+        gt=0,
+        description="Keys of one page that are copied at once, with layout paged: page sizes are multiples of it. 8 "
+        "and more come in a TMA box; 1: row by row, by cp.async.",
     )
 
 

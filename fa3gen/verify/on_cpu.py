@@ -13,12 +13,12 @@ from typing import Any
 
 from fa3gen.spec.model import Copy, Forward, Gemm, Spec
 from fa3gen.verify import copies as copy_inputs
-from fa3gen.verify import gemm_inputs, inputs, packed_inputs
+from fa3gen.verify import gemm_inputs, inputs, packed_inputs, paged_inputs
 from fa3gen.verify.attention_on_cpu import CpuRunner
 from fa3gen.verify.copies_on_cpu import CpuCopyRunner
 from fa3gen.verify.gemm_on_cpu import CpuGemmRunner
 from fa3gen.verify.on_model import ScheduledRunner
-from fa3gen.verify.packed_on_cpu import CpuPackedRunner
+from fa3gen.verify.packed_on_cpu import CpuPackedRunner, CpuPagedRunner
 from fa3gen.verify.results import Check, CpuCaseResult, Outcome
 
 EXECUTED_ON = "CPU model of sm_90a"
@@ -85,6 +85,8 @@ def _runner(module: Any, spec: Spec, seed: int, count: int) -> tuple[ScheduledRu
     match spec:
         case Forward() if spec.problem.layout == "packed":
             return CpuPackedRunner(module, spec, seed, count), packed_inputs.cpu_cases(spec)
+        case Forward() if spec.problem.layout == "paged":
+            return CpuPagedRunner(module, spec, seed, count), paged_inputs.cpu_cases(spec)
         case Forward():
             return CpuRunner(module, spec, seed, count), inputs.cpu_cases(spec)
         case Gemm():

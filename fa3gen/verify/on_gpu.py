@@ -15,11 +15,12 @@ import torch
 
 from fa3gen.spec.model import Copy, Forward, Gemm, Spec
 from fa3gen.verify import copies as copy_inputs
-from fa3gen.verify import gemm_inputs, inputs, packed_inputs
+from fa3gen.verify import gemm_inputs, inputs, packed_inputs, paged_inputs
 from fa3gen.verify.attention_on_gpu import Runner
 from fa3gen.verify.copies_on_gpu import CopyRunner
 from fa3gen.verify.gemm_on_gpu import GemmRunner
 from fa3gen.verify.packed_on_gpu import PackedRunner
+from fa3gen.verify.paged_on_gpu import PagedRunner
 from fa3gen.verify.results import CaseResult, Check, Outcome
 from fa3gen.verify.runner import ModuleRunner
 
@@ -75,6 +76,8 @@ def _runner(module: Any, spec: Spec, device: torch.device, seed: int) -> tuple[M
     match spec:
         case Forward() if spec.problem.layout == "packed":
             return PackedRunner(module, spec, device, seed), packed_inputs.gpu_cases(spec)
+        case Forward() if spec.problem.layout == "paged":
+            return PagedRunner(module, spec, device, seed), paged_inputs.gpu_cases(spec)
         case Forward():
             return Runner(module, spec, device, seed), inputs.gpu_cases(spec)
         case Gemm():

@@ -66,7 +66,7 @@ class PackedInputs(Inputs):
     """
 
     cu_seqlens_q: torch.Tensor
-    cu_seqlens_k: torch.Tensor
+    cu_seqlens_k: torch.Tensor | None
     seqused_q: torch.Tensor | None
     seqused_k: torch.Tensor | None
     spans: tuple[tuple[Span, Span], ...]
@@ -74,9 +74,9 @@ class PackedInputs(Inputs):
     @property
     def given(self) -> dict[str, torch.Tensor]:
         """What the entry point is called with, by name."""
-        used = {"seqused_q": self.seqused_q, "seqused_k": self.seqused_k}
-        offsets = {"cu_seqlens_q": self.cu_seqlens_q, "cu_seqlens_k": self.cu_seqlens_k}
-        return {**super().given, **offsets, **{name: lengths for name, lengths in used.items() if lengths is not None}}
+        numbers = {"cu_seqlens_q": self.cu_seqlens_q, "cu_seqlens_k": self.cu_seqlens_k}
+        numbers |= {"seqused_q": self.seqused_q, "seqused_k": self.seqused_k}
+        return {**super().given, **{name: given for name, given in numbers.items() if given is not None}}
 
     @property
     def shape(self) -> PackedShape:

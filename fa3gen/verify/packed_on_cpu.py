@@ -8,6 +8,7 @@ from __future__ import annotations
 from fa3gen.verify.attention_on_cpu import CpuRunner
 from fa3gen.verify.packed_inputs import PackedInputs
 from fa3gen.verify.packed_on_gpu import PackedRunner
+from fa3gen.verify.paged_on_gpu import PagedRunner
 
 
 class CpuPackedRunner(CpuRunner, PackedRunner):
@@ -15,3 +16,10 @@ class CpuPackedRunner(CpuRunner, PackedRunner):
 
     def _smallest(self) -> PackedInputs:
         return PackedRunner._smallest(self)
+
+
+class CpuPagedRunner(CpuRunner, PagedRunner):
+    """The same of a module with K and V in pages."""
+
+    def _smallest(self) -> PackedInputs:
+        return PagedRunner._smallest(self)

@@ -50,18 +50,22 @@ class PackedRunner(Runner):
     def _empty_batch(self) -> str:
         """Without sequences, without queries, and queries without keys, whose O is 0."""
         made = self._small()
-        nothing = made.cu_seqlens_q.new_zeros(4)
-        without_keys = {"k": made.k[:0], "v": made.v[:0], "cu_seqlens_k": nothing}
         return "; ".join(
             f"{what}: {wrong}"
-            for what, changes, rows, zero in (
-                ("no sequences", {"cu_seqlens_q": nothing[:1], "cu_seqlens_k": nothing[:1]}, made.q.shape[0], False),
-                ("no queries", {"q": made.q[:0], "cu_seqlens_q": nothing}, 0, False),
-                ("no keys", without_keys, made.q.shape[0], True),
-                ("no rows", {"q": made.q[:0], "cu_seqlens_q": nothing, **without_keys}, 0, False),
-            )
+            for what, changes, rows, zero in self._without(made)
             if (wrong := self._wrong_without(made, changes, rows, zero))
         )
+
+    def _without(self, made: PackedInputs) -> list[tuple[str, dict[str, Any], int, bool]]:
+        """What is missing, how a call says so, rows of its O, and whether these are to be zero."""
+        nothing = made.cu_seqlens_q.new_zeros(4)
+        without_keys = {"k": made.k[:0], "v": made.v[:0], "cu_seqlens_k": nothing}
+        return [
+            ("no sequences", {"cu_seqlens_q": nothing[:1], "cu_seqlens_k": nothing[:1]}, made.q.shape[0], False),
+            ("no queries", {"q": made.q[:0], "cu_seqlens_q": nothing}, 0, False),
+            ("no keys", without_keys, made.q.shape[0], True),
+            ("no rows", {"q": made.q[:0], "cu_seqlens_q": nothing, **without_keys}, 0, False),
+        ]
 
     def _wrong_without(self, made: PackedInputs, changes: Mapping[str, Any], rows: int, zero: bool) -> str:
         """What is wrong with a call of `rows` queries that see no key; `zero`: all of them are to be written."""

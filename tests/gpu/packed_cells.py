@@ -43,13 +43,31 @@ CHECKED_ROWS = 4000  # of queries: every list of lengths has a shorter sequence
 
 
 def tensors(problem: PackedProblem, device: torch.device) -> tuple[torch.Tensor, ...]:
-    """Random q, k, v, and the offsets of queries and of keys."""
+    """Random q, k, v, one row behind the other, and the offsets of queries and of keys."""
     torch.manual_seed(SEED)
     facts = {"dtype": DTYPES[problem.dtype].in_torch(), "device": device}
     sizes = ((problem.lengths_q, problem.heads_q), *[(problem.lengths_k, problem.heads_kv)] * 2)
     q, k, v = (torch.randn((sum(lengths), heads, problem.head_dim), **facts) for lengths, heads in sizes)
     begins = [torch.tensor([0, *x], device=device).cumsum(0).int() for x in (problem.lengths_q, problem.lengths_k)]
     return q, k, v, *begins
+
+
+def in_pages(problem: PackedProblem, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """The same call with keys in pages, which lie in any order: q, k, v, offsets of queries, table, lengths of keys."""
+    (q, k, v, begins, _), page, device = inputs, problem.page, inputs[0].device
+    assert page is not None
+    counts = [math.ceil(length / page) for length in problem.lengths_k]
+    order = torch.randperm(sum(counts), device=device).int()
+    table = torch.zeros((len(counts), max(counts)), dtype=torch.int32, device=device)
+    pages = [x.new_zeros((sum(counts), page, *x.shape[1:])) for x in (k, v)]
+    first = row = 0
+    for number, (count, length) in enumerate(zip(counts, problem.lengths_k, strict=True)):
+        table[number, :count] = at = order[first : first + count]
+        for x, into in zip((k, v), pages, strict=True):
+            padded = torch.nn.functional.pad(x[row : row + length], (0, 0, 0, 0, 0, count * page - length))
+            into[at.long()] = padded.view(count, page, *x.shape[1:])
+        first, row = first + count, row + length
+    return q, *pages, begins, table, torch.tensor(problem.lengths_k, dtype=torch.int32, device=device)
 
 
 def error(problem: PackedProblem, inputs: Sequence[torch.Tensor], out: torch.Tensor) -> float:
@@ -75,13 +93,14 @@ def measure(
 ) -> list[float]:
     """Check the modules in a cell and time them in turns; TFLOP/s."""
     inputs, timer, runs, kept = tensors(problem, device), CudaTimer(device), [], []
+    given = inputs if problem.page is None else in_pages(problem, inputs)
     for variant in variants:
         module = load_for_launch(workspace.module_path(variant.stem))
         out = torch.full_like(inputs[0], math.nan)
         kept.append(out)  # a graph writes to it, and the next capture would give its memory back
 
         def launch(attention: Callable[..., torch.Tensor] = module.attention, out: torch.Tensor = out) -> torch.Tensor:
-            return attention(*inputs, out=out)
+            return attention(*given, out=out)
 
         if not (found := error(problem, inputs, launch())) < CHECK_TOLERANCE:
             raise UserError(f"{variant.stem} computes something wrong: relative error {found:.2g}, {problem.label}")

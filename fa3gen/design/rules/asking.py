@@ -11,6 +11,7 @@ from fa3gen.design.rules import (
     asking_gemm,
     memory,
     output,
+    pages,
     parts,
     products,
     scalar,
@@ -92,6 +93,12 @@ def _structure(spec: Forward) -> Iterable[Answer]:
     yield parts.optional_lse.ask(spec.outputs.lse, spec.pv.engine)
     if isinstance(spec.load, TmaLoad):
         yield memory.q_stages.ask(spec.load.q_stages, spec.schedule.kind)
+        yield pages.page_layout.ask(spec.problem.layout, spec.load.page_rows)
+        if spec.load.page_rows == 1:
+            yield pages.gathered_rows.ask("problem.head_dim", spec.problem.head_dim)
+            yield pages.gathered_rows.ask(_v_dim_field(spec), spec.problem.v_dim)
+        elif spec.load.page_rows is not None:
+            yield pages.page_boxes.ask(spec.load.page_rows, spec.tile.kv)
     yield from _schedule(spec)
 
 

@@ -91,7 +91,7 @@ def grid_loads(scheduler: str, overlap: bool, q_stages: int) -> Violation | None
 @rule(kind=GENERATOR, topic="q order")
 def persistent_ctas(scheduler: str, layout: str, ctas: int) -> Violation | None:
     """Of kernels whose CTAs take tile after tile, those for packed sequences may have several on an SM."""
-    if scheduler in ("single_tile", "grid") or layout == "packed" or ctas == 1:
+    if scheduler in ("single_tile", "grid") or layout != "dense" or ctas == 1:
         return None
     return Violation(
         "tile.ctas_per_sm",

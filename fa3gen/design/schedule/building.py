@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 from fa3gen.design import footprint, tile_order
 from fa3gen.design.schedule import cooperative, copying, gemm, specialized
@@ -176,6 +176,9 @@ def _specialized_rings(spec: Forward) -> tuple[Ring, ...]:
         Ring("k", ("K",), stages, "TMA", specialized.Q_K, readers, (k,), empty_arrivals=warps),
         Ring("v", ("V",), stages, "TMA", specialized.V, readers, (v,), empty_arrivals=warps),
     ]
+    if footprint.gathered(spec):  # of such a ring every thread gives a stage back
+        facts: dict[str, Any] = {"filled_by": "cp.async", "sizes": (), "full_arrivals": 1}
+        rings[1:] = [replace(ring, **facts, empty_arrivals=warps * hopper.WARP) for ring in rings[1:]]
     if spec.scheduler == "dynamic":
         packed = footprint.packed_sequences(spec)
         drawing = specialized.TILES if packed else specialized.Q_K

@@ -46,16 +46,14 @@ def _produce_q_and_k(spec: Forward, drawing: str) -> Iterator[Step]:
     if footprint.packed_sequences(spec):
         yield step("cta", "wait_full", on="tile", note=f"the one that {drawing} has found")
     if footprint.keys_free_q(spec):
-        yield step("tile", "wait_empty", on="k")
-        yield step("tile", "load", "K", "k", note="by TMA, of the first step")
+        yield from _load_keys(spec, Q_K, "tile", "k", "of the first step")
         yield step("tile", "wait_read", on="k", ahead=-1)
         yield step("tile", "announce", "Q")
         yield step("tile", "load", "Q", "q", note="by TMA, in the place of the one before")
     else:
         yield step("tile", "wait_empty", on="q")
         yield step("tile", "load", "Q", "q", note="by TMA, when its place is free")
-    yield step("step", "wait_empty", on="k")
-    yield step("step", "load", "K", "k", note="by TMA, when a stage is free")
+    yield from _load_keys(spec, Q_K, "step", "k", "when a stage is free")
     if footprint.packed_sequences(spec):
         yield step("end", "release", on="tile", note="K is on its way: it is time to draw")
         yield step("end", "wait_full", on="tile", note=f"the one that {drawing} has found")
@@ -66,6 +64,20 @@ def _produce_q_and_k(spec: Forward, drawing: str) -> Iterator[Step]:
     yield step("end", "draw", note="the next tile; the first is the CTA's number")
     yield step("end", "wait_empty", on="tile")
     yield step("end", "fill", on="tile", note="tells all other warps which one it is")
+
+
+def _load_keys(spec: Forward, who: str, place: Place, ring: str, note: str) -> Iterator[Step]:
+    """Copy a tile of K, or of V, into its ring."""
+    step, what = partial(Step, who, place), ring.upper()
+    boxes = f", {footprint.page_rows(spec)} keys of a page at a time" if footprint.paged(spec) else ""
+    yield step("wait_empty", on=ring)
+    if not footprint.gathered(spec):
+        yield step("load", what, ring, note=f"by TMA{boxes}, {note}")
+        return
+    yield step("load", what, ring, note=f"by cp.async, row by row, {note}")
+    yield step("commit")
+    yield step("wait_copies")
+    yield step("fill", on=ring, note="it has landed, and a fence shows it to wgmma")
 
 
 _FIND = (
@@ -79,9 +91,8 @@ _FIND = (
 
 def _produce_v(spec: Forward, drawing: str) -> Iterator[Step]:
     yield from _first(spec, V, drawing)
-    yield Step(V, "step", "wait_empty", on="v")
     zeros = "; behind the keys zeros" if footprint.packed_sequences(spec) else ""
-    yield Step(V, "step", "load", "V", "v", note=f"by TMA, when a stage is free{zeros}")
+    yield from _load_keys(spec, V, "step", "v", f"when a stage is free{zeros}")
     yield from _next(spec, V, drawing)
 
 
