@@ -60,13 +60,17 @@ class ProblemPlan:
 
 @dataclass(frozen=True)
 class RowsPlan:
-    """How the module writes the part of each tensor that a tile of queries works with: a head of one sequence."""
+    """How the module writes the part of each tensor that a tile of queries works with: a head of one sequence.
+
+    `heads`: how its host side writes the number of heads of q.
+    """
 
     q: str
     k: str
     v: str
     o: str
     lse: str
+    heads: str
 
 
 @dataclass(frozen=True)
@@ -490,7 +494,8 @@ def _problem(spec: Forward) -> ProblemPlan:
 def _rows(spec: Forward) -> RowsPlan:
     if not footprint.packed_sequences(spec):
         of_q, of_k = "[None, None, work.head, work.batch]", "[None, None, work.head_kv, work.batch]"
-        return RowsPlan(f"mQ{of_q}", f"mK{of_k}", f"mVt{of_k}", f"mO{of_q}", "mLSE[None, work.head, work.batch]")
+        lse, heads = "mLSE[None, work.head, work.batch]", "cute.size(q, mode=[2])"
+        return RowsPlan(f"mQ{of_q}", f"mK{of_k}", f"mVt{of_k}", f"mO{of_q}", lse, heads)
     queries, keys = "work.head, work.q_begin, work.seq_q", "work.head_kv, work.k_begin, work.seq_k"
     rows_of = "packed_rows_of" if spec.tile.pack_heads > 1 else "rows_of"
     o_rows_of = "slice_rows" if spec.outputs.o == "direct" else rows_of
@@ -500,6 +505,7 @@ def _rows(spec: Forward) -> RowsPlan:
         v=f"columns_of(mVt, {keys})",
         o=f"{o_rows_of}(mO, {queries})",
         lse=f"slice_rows(mLSE, {queries})",
+        heads="heads_q",
     )
 
 
@@ -751,6 +757,7 @@ def _entry(spec: Forward) -> EntryPlan:
         given=tuple(_given(argument) for argument in arguments if argument.name not in (*kept, "scale")),
         options=(
             *own,
+            *(f"{tensor}=None" for tensor in operation.optional_inputs),
             *["window=(-1, -1)"] * given_with_calls(spec.mask),
             *("scale=None", "out=None", "return_lse=False"),
             *["enable_pdl=False"] * (spec.scheduler == "grid"),

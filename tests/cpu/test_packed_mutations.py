@@ -19,16 +19,16 @@ from fa3gen.verify.packed_on_cpu import CpuPackedRunner
 
 @pytest.mark.parametrize("mutation", PACKED, ids=lambda mutation: mutation.name)
 def test_mutation_is_reported(mutation: PackedMutation, tmp_path: Path) -> None:
-    spec = variants()[STEM].spec
+    spec = variants()[mutation.stem].spec
     assert isinstance(spec, Forward)
     (case,) = (case for case in packed_inputs.cpu_cases(spec) if case.name == mutation.case)
-    module = load_on_cpu(hosting.path_of(tmp_path, STEM, mutation.apply()))
+    module = load_on_cpu(hosting.path_of(tmp_path, mutation.stem, mutation.apply()))
     failures = CpuPackedRunner(module, spec, seed=1, count=1).run_case(case).failures
     assert any(report in failure for failure in failures for report in mutation.reports), failures
 
 
 def test_there_are_mutations_of_every_kind() -> None:
-    """Ends of O, V and LSE; groups, lengths and begins of sequences; the mask; the counter."""
+    """Ends of O, V and LSE; groups, lengths and begins of sequences; the mask; the counter; sinks and the cap."""
     assert len(PACKED) >= 8 and len({mutation.name for mutation in PACKED}) == len(PACKED)
     assert {mutation.case for mutation in PACKED} >= {"ragged", "few_keys", "many", "used"}
 
