@@ -52,9 +52,12 @@ def packed_attention(
     mask: Mask,
     seqused_q: torch.Tensor | None = None,
     seqused_k: torch.Tensor | None = None,
-    scale: float | None = None,
+    **scores: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """O and LSE (heads_q, total_q) in float32, sequence by sequence; rows in no sequence are UNTOUCHED."""
+    """O and LSE (heads_q, total_q) in float32, sequence by sequence; rows in no sequence are UNTOUCHED.
+
+    `scores`: scale, sinks and softcap of the reference.
+    """
     out = torch.full((*q.shape[:2], v.shape[2]), UNTOUCHED, device=q.device)
     lse = torch.full((q.shape[1], q.shape[0]), UNTOUCHED, device=q.device)
     for index in range(len(cu_seqlens_q) - 1):
@@ -66,7 +69,7 @@ def packed_attention(
             )
         ]
         one = (q[None, rows[0]], k[None, rows[1]], v[None, rows[1]])
-        expected = reference.attention(*one, reach=reach(mask), scale=scale, compute_dtype=torch.float32)
+        expected = reference.attention(*one, reach=reach(mask), compute_dtype=torch.float32, **scores)
         out[rows[0]], lse[:, rows[0]] = expected.out[0], expected.lse[0]
     return out, lse
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -19,8 +18,17 @@ from torch.compiler import is_dynamo_compiling
 from fa3gen.design.family import TILE_ROWS, Family, Shape
 from fa3gen.design.workspace import Workspace
 from fa3gen.run import calls, dispatch, gpu
-from fa3gen.run.calls import Attention, Returned, Window, dispatch_modes, functorch_transforms, need, stretches
-from fa3gen.run.dispatch import ArgumentError, Choice, Size
+from fa3gen.run.calls import (
+    Attention,
+    Returned,
+    Window,
+    dispatch_modes,
+    functorch_transforms,
+    named_scores,
+    need,
+    stretches,
+)
+from fa3gen.run.dispatch import Choice, Size
 
 
 def _explain(
@@ -109,17 +117,11 @@ def attention(
         return _by_operator(q, k, v, causal, window, sinks, softcap, scale, out, return_lse)
     serving = _serving(q, k, v, out, causal, window, return_lse, sinks, softcap)
     if sinks is not None or softcap is not None:
-        named = _named(sinks, softcap) | ({"enable_pdl": True} if enable_pdl and _has_pdl(serving) else {})
+        named = named_scores(sinks, softcap) | ({"enable_pdl": True} if enable_pdl and _has_pdl(serving) else {})
         return serving(q, k, v, **named, scale=scale, out=out, return_lse=return_lse)
     if enable_pdl and _has_pdl(serving):
         return serving(q, k, v, scale=scale, out=out, return_lse=return_lse, enable_pdl=True)
     return serving(q, k, v, scale=scale, out=out, return_lse=return_lse)
-
-
-def _named(sinks: Tensor | None, softcap: float | None) -> dict[str, Any]:
-    """What a module's entry point takes of these: those that it is made for."""
-    named = {"sinks": sinks, "softcap": softcap}
-    return {name: value for name, value in named.items() if value is not None}
 
 
 @functools.cache
@@ -134,10 +136,7 @@ def _asked(
     """What the module has to be compiled for, and the size of the call. Raises ArgumentError, TypeError."""
     calls.check_tensors({"q": q, "k": k, "v": v}, "(batch, seq, heads, head dim)")
     dtype, written = calls.dtypes_of(q, out, "fa3gen.attention")
-    if sinks is not None and not isinstance(sinks, Tensor):
-        raise TypeError(f"sinks is a {type(sinks).__name__}; it needs to be a torch.Tensor")
-    if softcap is not None and not (isinstance(softcap, (int, float)) and 0.0 < softcap < math.inf):
-        raise ArgumentError(f"softcap is {softcap!r}; it needs to be a finite and positive number, or None for no cap")
+    calls.check_scores(sinks, softcap)
     batch, seq_q, heads_q, head_dim = q.shape
     family = Family(
         *(dtype, int(head_dim), int(v.shape[3]), dispatch.mask_of(causal, window), written),
@@ -202,7 +201,7 @@ def _by_operator(
     """Call the operators. Without an out, LSE is empty where nobody asked for it."""
     calls.refuse_grad(q, k, v, sinks)
     options: dict[str, Any] = {"causal": causal, "window": window, "scale": scale, "return_lse": return_lse}
-    options |= _named(sinks, softcap)
+    options |= named_scores(sinks, softcap)
     if out is None:
         out, lse = torch.ops.fa3gen.attention_forward(q, k, v, **options)
     else:
@@ -225,7 +224,7 @@ def _forward(
     """`fa3gen::attention_forward`: O and LSE, which has no rows unless `return_lse`."""
     reach = None if window is None else tuple(window)
     serving = _serving(q, k, v, None, causal, reach, return_lse, sinks, softcap)
-    returned = serving(q, k, v, **_named(sinks, softcap), scale=scale, return_lse=return_lse)
+    returned = serving(q, k, v, **named_scores(sinks, softcap), scale=scale, return_lse=return_lse)
     return returned if return_lse else (returned, _lse_like(q, False))
 
 
@@ -245,7 +244,7 @@ def _forward_out(
     """`fa3gen::attention_forward_out`: writes O to `out` and returns LSE, which has no rows unless `return_lse`."""
     reach = None if window is None else tuple(window)
     serving = _serving(q, k, v, out, causal, reach, return_lse, sinks, softcap)
-    returned = serving(q, k, v, **_named(sinks, softcap), scale=scale, out=out, return_lse=return_lse)
+    returned = serving(q, k, v, **named_scores(sinks, softcap), scale=scale, out=out, return_lse=return_lse)
     lse: Tensor = returned[1] if return_lse else _lse_like(q, False)
     return lse
 
@@ -306,12 +305,7 @@ def _check_shapes(
 ) -> None:
     """What can be wrong with tensors that have no memory, so that it shows when a model is traced."""
     _asked(q, k, v, out, causal, window, sinks, softcap)
-    if sinks is not None:
-        found, heads_q = sinks.shape, q.shape[2]
-        need(
-            len(found) == 1 and found[0] == heads_q and sinks.dtype in (torch.bfloat16, torch.float32),
-            lambda: f"sinks is {tuple(found)}, {sinks.dtype}; it needs to be ({heads_q},), bfloat16 or float32",
-        )
+    calls.need_sinks(sinks, q.shape[2])
     need(
         k.shape[0] == q.shape[0] and k.shape[3] == q.shape[3],
         lambda: f"k has shape {tuple(k.shape)}, q {tuple(q.shape)}; they need the same batch and head dim",

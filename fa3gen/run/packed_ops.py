@@ -6,6 +6,7 @@ How such a call finds its module, and who sees it: `fa3gen.run.calls`. Its opera
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -15,7 +16,16 @@ from torch.compiler import is_dynamo_compiling
 from fa3gen.design.family import TILE_ROWS, Family
 from fa3gen.design.workspace import Workspace
 from fa3gen.run import calls, dispatch, gpu
-from fa3gen.run.calls import Attention, Returned, Window, dispatch_modes, functorch_transforms, need, stretches
+from fa3gen.run.calls import (
+    Attention,
+    Returned,
+    Window,
+    dispatch_modes,
+    functorch_transforms,
+    named_scores,
+    need,
+    stretches,
+)
 from fa3gen.run.dispatch import Choice, Size
 
 
@@ -32,6 +42,8 @@ def _explain(
     seqused_k: Tensor | None = None,
     causal: bool = False,
     window: Window = None,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
     scale: float | None = None,
     out: Tensor | None = None,
     return_lse: bool = False,
@@ -42,7 +54,7 @@ def _explain(
     SM gets is then counted with the SMs of an H200, and the answer says so. Raises as `fa3gen.attention_packed` where
     no module is found.
     """
-    family = _family(q, k, v, cu_seqlens_q, out, causal, window)
+    family = _family(q, k, v, cu_seqlens_q, out, causal, window, sinks, softcap)
     size = _size(q, v, cu_seqlens_q, max_seqlen_q, max_seqlen_k)
     return dispatch.choose(family, size, lse=return_lse, workspace=Workspace.find())
 
@@ -61,6 +73,8 @@ def attention_packed(
     seqused_k: Tensor | None = None,
     causal: bool = False,
     window: Window = None,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
     scale: float | None = None,
     out: Tensor | None = None,
     return_lse: bool = False,
@@ -84,15 +98,15 @@ def attention_packed(
         seqused_q, seqused_k: (sequences,), int32, on the GPU: how many rows of each sequence there are, from its first
             one; by default all.
         causal: Query i sees keys j <= i + seq_k - seq_q, by the lengths of its sequence.
-        window: (left, right), as for `fa3gen.attention`.
+        window, sinks, softcap: As for `fa3gen.attention`.
         scale: Factor of the scores, finite and positive; 1 / sqrt(d) by default.
         out: (total_q, heads_q, d_v) of q's dtype to write O to; a new contiguous tensor by default.
         return_lse: Return (O, LSE), LSE the natural logarithm of each row's sum of exponentials,
             (heads_q, total_q) float32.
 
     Returns:
-        O, (total_q, heads_q, d_v); with return_lse, (O, LSE). A row with no visible key has O = 0, LSE = -inf; rows
-        that are in no sequence are not written.
+        O, (total_q, heads_q, d_v); with return_lse, (O, LSE). A row with no visible key has O = 0, LSE = -inf
+        or its sink; rows that are in no sequence are not written.
 
     Raises:
         NoKernel: No module computes this, or none was measured; the message says what to do. A UserError.
@@ -107,18 +121,24 @@ def attention_packed(
         or functorch_transforms()
     ):
         if not is_dynamo_compiling():
-            _family(q, k, v, cu_seqlens_q, out, causal, window)  # its messages are better than those of a schema
+            # Its messages are better than those of a schema.
+            _family(q, k, v, cu_seqlens_q, out, causal, window, sinks, softcap)
         options: dict[str, Any] = {
             "max_seqlen_q": max_seqlen_q,
             "max_seqlen_k": max_seqlen_k,
             "causal": causal,
             "window": window,
+            **named_scores(sinks, softcap),
         }
         options |= {"seqused_q": seqused_q, "seqused_k": seqused_k, "scale": scale, "return_lse": return_lse}
         return _by_operator(q, k, v, cu_seqlens_q, cu_seqlens_k, out, options)
     if window is not None and type(window) is not tuple:
         window = calls.window_tuple(window)
-    serving = _serving(q, k, v, cu_seqlens_q, max_seqlen_q, max_seqlen_k, out, causal, window, return_lse)
+    serving = _serving(
+        q, k, v, cu_seqlens_q, max_seqlen_q, max_seqlen_k, out, causal, window, return_lse, sinks, softcap
+    )
+    if sinks is not None or softcap is not None:
+        serving = functools.partial(serving, **named_scores(sinks, softcap))
     return serving(
         q,
         k,
@@ -133,13 +153,21 @@ def attention_packed(
     )
 
 
-def _family(q: Any, k: Any, v: Any, cu_seqlens_q: Any, out: Any, causal: bool, window: Window) -> Family:
+def _family(
+    q: Any, k: Any, v: Any, cu_seqlens_q: Any, out: Any, causal: bool, window: Window, sinks: Any, softcap: Any
+) -> Family:
     """What the module has to be compiled for. Raises ArgumentError, TypeError."""
     calls.check_tensors({"q": q, "k": k, "v": v}, "(total, heads, head dim)")
     calls.check_tensors({"cu_seqlens_q": cu_seqlens_q}, "(sequences + 1)")
     dtype, written = calls.dtypes_of(q, out, "fa3gen.attention_packed")
     mask = dispatch.mask_of(causal, window)
-    return Family(dtype, int(q.shape[2]), int(v.shape[2]), mask, written, layout="packed")
+    calls.check_scores(sinks, softcap)
+    return Family(
+        *(dtype, int(q.shape[2]), int(v.shape[2]), mask, written),
+        layout="packed",
+        sink=sinks is not None,
+        softcap=softcap is not None,
+    )
 
 
 def _size(q: Any, v: Any, cu_seqlens_q: Any, max_seqlen_q: int | None, max_seqlen_k: int | None) -> Size:
@@ -171,6 +199,8 @@ def _serving(
     causal: bool,
     window: Any,
     return_lse: bool,
+    sinks: Any,
+    softcap: Any,
 ) -> Attention:
     """The `attention` of the module for a call; `window` is None or a tuple."""
     key: tuple[Any, ...] = ()
@@ -179,13 +209,15 @@ def _serving(
         total_k, heads_kv, v_dim = v.shape
         out_dtype, group = None if out is None else out.dtype, heads_q // (heads_kv or 1)
         key = "packed", q.get_device(), q.dtype, out_dtype, dim, v_dim, group, causal, window, return_lse
+        if sinks is not None or softcap is not None:
+            key += (sinks is not None, softcap is not None)
         keys, tiles = _extents(total_q, total_k, cu_seqlens_q.shape[0], heads_q, max_seqlen_q, max_seqlen_k)
         for least_keys, most_keys, least_tiles, most_tiles, attention in stretches.get(key, ()):
             if least_keys <= keys <= most_keys and least_tiles <= tiles <= most_tiles:
                 return attention
     except (AttributeError, IndexError, ValueError):
         pass  # not three dimensions, or no tensor: what follows says so
-    family = _family(q, k, v, cu_seqlens_q, out, causal, window)
+    family = _family(q, k, v, cu_seqlens_q, out, causal, window, sinks, softcap)
     return calls.found(key, family, _size(q, v, cu_seqlens_q, max_seqlen_q, max_seqlen_k), lse=return_lse)
 
 
@@ -194,7 +226,7 @@ def _serving(
 
 def _by_operator(q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, out: Any, options: Any) -> Returned:
     """Call the operators. Without an out, LSE is empty where nobody asked for it."""
-    calls.refuse_grad(q, k, v)
+    calls.refuse_grad(q, k, v, options.get("sinks"))
     if out is None:
         out, lse = torch.ops.fa3gen.attention_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, **options)
     else:
@@ -214,12 +246,17 @@ def _packed(
     max_seqlen_k: int | None = None,
     causal: bool = False,
     window: list[int] | None = None,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
     return_lse: bool = False,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
     """`fa3gen::attention_packed`: O and LSE, which has no rows unless `return_lse`."""
     reach = None if window is None else tuple(window)
-    serving = _serving(q, k, v, cu_seqlens_q, max_seqlen_q, max_seqlen_k, out, causal, reach, return_lse)
+    serving = _serving(
+        q, k, v, cu_seqlens_q, max_seqlen_q, max_seqlen_k, out, causal, reach, return_lse, sinks, softcap
+    )
+    options |= named_scores(sinks, softcap)
     returned = serving(q, k, v, cu_seqlens_q, cu_seqlens_k, out=out, return_lse=return_lse, **options)
     return returned if return_lse else (returned, _lse_like(q, False))
 
@@ -239,11 +276,14 @@ def _packed_fake(
     *,
     causal: bool = False,
     window: list[int] | None = None,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
     return_lse: bool = False,
     **_: Any,
 ) -> tuple[Tensor, Tensor]:
     """What can be wrong with tensors that have no memory shows when a model is traced."""
-    _family(q, k, v, cu_seqlens_q, out, causal, window)
+    _family(q, k, v, cu_seqlens_q, out, causal, window, sinks, softcap)
+    calls.need_sinks(sinks, q.shape[1])
     need(
         k.shape[2] == q.shape[2],
         lambda: f"k has shape {tuple(k.shape)}, q {tuple(q.shape)}; they need the same head dim",
@@ -277,7 +317,8 @@ def _lse_like(q: Tensor, wanted: bool) -> Tensor:
 _INPUTS = "Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k"
 _OPTIONS = (
     "*, SymInt? max_seqlen_q=None, SymInt? max_seqlen_k=None, Tensor? seqused_q=None, Tensor? seqused_k=None, "
-    "bool causal=False, int[]? window=None, float? scale=None, bool return_lse=False"
+    "bool causal=False, int[]? window=None, Tensor? sinks=None, float? softcap=None, float? scale=None, "
+    "bool return_lse=False"
 )
 calls.register(f"attention_packed({_INPUTS}, {_OPTIONS}) -> (Tensor, Tensor)", _packed, _packed_fake)
 calls.register(f"attention_packed_out({_INPUTS}, Tensor(a!) out, {_OPTIONS}) -> Tensor", _packed_out, _packed_out_fake)
