@@ -6,10 +6,9 @@ Names, order, defaults and what is returned are those of hopper/flash_attn_inter
 comes behind them, by keyword only: `out`, a tensor to write O to, and `s_aux`, attention sinks.
 
 Served are the forward of bfloat16 and float16 tensors that need no gradient: dense, packed with offsets (varlen), and a
-contiguous cache, each with lengths on the device, causal, and with the windows that there are modules for; with sinks
-and a cap of the scores where all sequences are dense. Whatever else is asked for raises NotImplementedError, which
-names the argument and what to do instead. Where there is no module for the head dim, window, sinks or cap, NoKernel
-says how to make one.
+contiguous cache, each with lengths on the device, causal, and with the windows, sinks and caps of the scores that there
+are modules for. Whatever else is asked for raises NotImplementedError, which names the argument and what to do instead.
+Where there is no module for the head dim, window, sinks or cap, NoKernel says how to make one.
 
 Accepted and ignored, since they change no result: `pack_gqa` (fa3gen chooses), `sm_margin` (all SMs are used),
 `deterministic` (it concerns the backward; the forward always is), `scheduler_metadata` (the modules keep their own
@@ -141,14 +140,12 @@ def flash_attn_varlen_func(
         window_size: As for `flash_attn_func`, by the lengths of each sequence.
         return_attn_probs: Return (O, LSE), LSE (heads_q, total_q) float32.
         out: (total_q, heads_q, d_v) of q's dtype to write O to.
-        softcap, s_aux: Not served but by default.
-        softmax_scale, causal, and all others: As for `flash_attn_func`.
+        softmax_scale, causal, softcap, s_aux, and all others: As for `flash_attn_func`.
 
     Returns:
         O, (total_q, heads_q, d_v), or (O, LSE). Rows that are in no sequence are not written.
     """
     _check_served(qv, (q_descale, k_descale, v_descale), chunk=attention_chunk, num_splits=num_splits)
-    _refuse(softcap=softcap or None, s_aux=s_aux)
     window = None
     if window_size != NO_WINDOW:
         causal, window = _mask(causal, window_size, max_seqlen_q, max_seqlen_k)
@@ -164,6 +161,8 @@ def flash_attn_varlen_func(
         seqused_k=seqused_k,
         causal=causal,
         window=window,
+        sinks=s_aux,
+        softcap=softcap or None,
         scale=softmax_scale,
         out=out,
         return_lse=return_attn_probs,
@@ -222,9 +221,8 @@ def flash_attn_with_kvcache(
         out: Tensor of O's shape and q's dtype to write O to, contiguous where it is (batch, seq_q, ..).
         k, v, qv, rotary_cos, rotary_sin, rotary_seqlens, cache_batch_idx, page_table, q_descale, k_descale, v_descale,
             attention_chunk, num_splits: Not served but by default.
-        softcap, s_aux: As for `flash_attn_func`, without cache_seqlens, cache_leftpad and cu_seqlens_q.
         cu_seqlens_k_new, rotary_interleaved, scheduler_metadata, pack_gqa, sm_margin: Ignored.
-        softmax_scale, causal, window_size: As for `flash_attn_func`.
+        softmax_scale, causal, window_size, softcap, s_aux: As for `flash_attn_func`.
 
     Returns:
         O, (batch, seq_q, heads_q, d_v) or (total_q, heads_q, d_v); with return_softmax_lse, four tensors.
@@ -238,11 +236,10 @@ def flash_attn_with_kvcache(
     seq_q = q.shape[1] if cu_seqlens_q is None else max_seqlen_q
     causal, window = _mask(causal, window_size, seq_q, k_cache.shape[1])
     options: dict[str, Any] = {"causal": causal, "window": window, "scale": softmax_scale}
-    options["return_lse"] = return_softmax_lse
+    options |= {"sinks": s_aux, "softcap": softcap or None, "return_lse": return_softmax_lse}
     if cu_seqlens_q is None and cache_seqlens is None and cache_leftpad is None:
-        returned = attention(q, k_cache, v_cache, sinks=s_aux, softcap=softcap or None, out=out, **options)
+        returned = attention(q, k_cache, v_cache, out=out, **options)
     else:
-        _refuse(softcap=softcap or None, s_aux=s_aux)
         cache, begins, used = _cache_as_packed(k_cache, v_cache, cache_seqlens, cache_leftpad)
         options |= {"seqused_k": used, "max_seqlen_q": seq_q}
         if cu_seqlens_q is None:
@@ -327,9 +324,7 @@ _INSTEAD = {
     "k_descale": _FP8,
     "v_descale": _FP8,
     "attention_chunk": "cut the sequences at multiples of the chunk, by cu_seqlens_q and cu_seqlens_k",
-    "softcap": "pass 0.0, or dense tensors of one length: scores of packed sequences are not capped",
     "num_splits": "pass 1, or 0, which compute the same: keys are not split",
-    "s_aux": "pass None, or dense tensors of one length: packed sequences have no attention sinks",
     "k": _APPEND,
     "v": _APPEND,
     "rotary_cos": _ROTATE,

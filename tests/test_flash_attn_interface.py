@@ -140,11 +140,19 @@ def test_dense(modules: PackedModules) -> None:
     assert [family.layout for family, _, _ in modules.asked] == ["dense"] * 2
 
 
-@pytest.mark.parametrize("given", [{"softcap": 1.5}, {"s_aux": SINKS}, {"softcap": 1.5, "s_aux": SINKS}])
+SCORES: list[dict[str, Any]] = [{"softcap": 1.5}, {"s_aux": SINKS}, {"softcap": 1.5, "s_aux": SINKS}]
+
+
+def named_scores(given: dict[str, Any]) -> dict[str, Any]:
+    """As fa3gen calls them."""
+    return {"sinks" if name == "s_aux" else name: value for name, value in given.items()}
+
+
+@pytest.mark.parametrize("given", SCORES)
 def test_dense_sinks_and_caps(given: dict[str, Any], modules: PackedModules) -> None:
     """Of `flash_attn_func`, and of a cache that is used whole."""
     q, k, v = dense_tensors()
-    named = {"sinks" if name == "s_aux" else name: value for name, value in given.items()}
+    named = named_scores(given)
     wanted, wanted_lse = dense(q, k, v, None, 0, **named)
     assert not wanted_lse.equal(dense(q, k, v, None, 0)[1])
     out, lse = fa3.flash_attn_func(q, k, v, causal=True, return_attn_probs=True, **given)
@@ -234,6 +242,29 @@ def test_varlen_is_compiled_in_one_graph(modules: PackedModules, monkeypatch: py
     out, lse = torch.compile(model, fullgraph=True, backend="aot_eager")(q, *rest)
     wanted, wanted_lse = packed_attention(q + 1, *rest, mask=CausalMask())
     assert out.equal(wanted.to(torch.bfloat16) * 2) and lse.equal(wanted_lse)
+
+
+@pytest.mark.parametrize("given", SCORES)
+def test_sinks_and_caps_of_sequences(given: dict[str, Any], modules: PackedModules) -> None:
+    """Packed ones, and those of a cache with lengths, whose queries are packed or not."""
+    named = named_scores(given)
+    tensors = packed_tensors([3, 0, 5, 1], [4, 2, 9, 0])
+    out, lse = fa3.flash_attn_varlen_func(*tensors, 5, 9, causal=True, return_attn_probs=True, **given)
+    wanted, wanted_lse = packed_attention(*tensors, mask=CausalMask(), **named)
+    assert out.equal(wanted.to(torch.bfloat16)) and lse.equal(wanted_lse)
+    assert not lse.equal(packed_attention(*tensors, mask=CausalMask())[1])
+    q, (k, v), lengths, _ = cache_with_its_reference(True)
+    used = torch.tensor(lengths, dtype=torch.int32)
+    of_cache: dict[str, Any] = {"cache_seqlens": used, "causal": True, "return_softmax_lse": True, **given}
+    out, lse, *_ = fa3.flash_attn_with_kvcache(q, k, v, **of_cache)
+    packed, packed_lse, *_ = fa3.flash_attn_with_kvcache(
+        q.flatten(0, 1), k, v, cu_seqlens_q=offsets([3, 3]), max_seqlen_q=3, **of_cache
+    )
+    for i, length in enumerate(lengths):
+        wanted, wanted_lse = dense(q[i : i + 1], k[i : i + 1, :length], v[i : i + 1, :length], None, 0, **named)
+        assert out[i].equal(wanted[0]) and lse[i].equal(wanted_lse[0])
+    assert packed.view_as(q).equal(out) and packed_lse.equal(lse.transpose(0, 1).flatten(1))
+    assert {(family.layout, family.keywords) for family, _, _ in modules.asked} == {("packed", tuple(named)[::-1])}
 
 
 # With a cache
@@ -368,12 +399,11 @@ def test_combine_merges_parts_of_the_keys() -> None:
 TENSOR = torch.zeros(2)
 EVERYWHERE = {"qv": TENSOR, "q_descale": TENSOR, "k_descale": TENSOR, "v_descale": TENSOR}
 EVERYWHERE |= {"attention_chunk": 64, "num_splits": 2}
-OF_PACKED = {"softcap": 30.0, "s_aux": TENSOR}
 OF_A_CACHE = dict.fromkeys(("k", "v", "rotary_cos", "rotary_sin", "rotary_seqlens"), TENSOR)
 OF_A_CACHE |= {"cache_batch_idx": TENSOR, "page_table": TENSOR}
 
 
-@pytest.mark.parametrize(("name", "value"), [*EVERYWHERE.items(), *OF_PACKED.items(), *OF_A_CACHE.items()])
+@pytest.mark.parametrize(("name", "value"), [*EVERYWHERE.items(), *OF_A_CACHE.items()])
 def test_what_is_not_served_names_the_argument_and_the_way_out(name: str, value: Any, modules: PackedModules) -> None:
     q, k, v = dense_tensors()
     used = torch.tensor([9, 9], dtype=torch.int32)
@@ -382,7 +412,6 @@ def test_what_is_not_served_names_the_argument_and_the_way_out(name: str, value:
     ]
     if name in EVERYWHERE:
         functions.append(lambda **given: fa3.flash_attn_func(q, k, v, **given))
-    if name in EVERYWHERE or name in OF_PACKED:
         functions.append(lambda **given: fa3.flash_attn_varlen_func(q[0], k[0], v[0], used, used, 9, 9, **given))
     said = r"a tensor of shape \(2,\)" if value is TENSOR else value
     for function in functions:
@@ -392,7 +421,7 @@ def test_what_is_not_served_names_the_argument_and_the_way_out(name: str, value:
 
 
 def test_every_refusal_is_tested() -> None:
-    assert {*EVERYWHERE, *OF_PACKED, *OF_A_CACHE} == set(fa3._INSTEAD)
+    assert {*EVERYWHERE, *OF_A_CACHE} == set(fa3._INSTEAD)
 
 
 def test_gradients_are_refused_with_the_way_out() -> None:
