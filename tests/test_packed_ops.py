@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 import pytest
@@ -301,6 +302,18 @@ def test_calls_of_models_have_modules(heads: tuple[int, int], dim: int, options:
             fa3gen.attention_packed.explain(
                 q[:, :12], k[:, :3], v[:, :3], *begins, **{**options, "sinks": q[0, :12, 0]}
             )
+
+
+@pytest.mark.parametrize(
+    ("dims", "causal"), [*product([(64, 64), (128, 128), (256, 256)], [False, True]), ((192, 128), True)]
+)
+def test_float16_is_served_as_bfloat16_is(dims: tuple[int, int], causal: bool) -> None:
+    dim, v_dim = dims
+    q, k, v, *begins = (x.to("meta") for x in packed_tensors([300, 5], [400, 5], heads=(8, 8), head_dim=dim))
+    q, k, v = q.half(), k.half(), v.half()[..., :v_dim]
+    choice = fa3gen.attention_packed.explain(q, k, v, *begins, causal=causal)
+    name = "_".join(f"d{size}" if size == dim else str(size) for size in dict.fromkeys(dims))
+    assert choice.stem == f"fwd_fp16_packed_{name}" + "_causal" * causal
 
 
 def test_operators_take_what_the_function_takes() -> None:
