@@ -25,7 +25,7 @@ from fa3gen.flash_attn_interface import (
 )
 from fa3gen.measure.launch_times import host_microseconds
 from fa3gen.run import dispatch
-from fa3gen.spec.model import CausalMask, Mask, NoMask
+from fa3gen.spec.model import CausalMask, Mask, NoMask, WindowMask
 from fa3gen.verify import reference
 
 WORKSPACE = Workspace.find(Path(__file__).parent)
@@ -47,6 +47,8 @@ class Packed(NamedTuple):
 
     @property
     def options(self) -> dict[str, Any]:
+        if isinstance(self.mask, WindowMask):
+            return {"window_size": (self.mask.left, self.mask.right)}
         return {"causal": isinstance(self.mask, CausalMask)}
 
     def tensors(self, device: Any, queries: Any = QUERIES, keys: Any = KEYS) -> tuple[torch.Tensor, ...]:
@@ -123,6 +125,33 @@ def test_lengths_in_use(case: Packed, hopper: Any) -> None:
     written = ~untouched
     assert out[untouched].eq(3.0).all() and written.any() and untouched.any()
     close(out[written], lse[:, written], wanted[written], wanted_lse[:, written])
+
+
+SCORED: list[tuple[Packed, dict[str, Any]]] = [
+    (Packed(64, (16, 2), CausalMask()), {"s_aux": torch.float32}),
+    (Packed(64, (16, 2), WindowMask(left=127, right=0)), {"s_aux": torch.bfloat16}),
+    (Packed(128, (4, 2), CausalMask()), {"softcap": 50.0}),
+    (Packed(256, (4, 2), CausalMask()), {"softcap": 50.0}),
+    (Packed(256, (4, 2), WindowMask(left=300, right=20)), {"softcap": 50.0}),
+]
+
+
+@pytest.mark.parametrize(("case", "scores"), SCORED, ids=str)
+def test_sinks_and_caps(case: Packed, scores: dict[str, Any], hopper: Any) -> None:
+    """Eager, and in a graph that takes the sinks of its replay; rows without a key have their sink."""
+    tensors = case.tensors(hopper)
+    options, named = dict(scores), dict(scores)
+    if "s_aux" in scores:
+        named = {"sinks": torch.linspace(-3, 3, case.heads[0], device=hopper).to(scores["s_aux"])}
+        options = {"s_aux": named["sinks"]}
+    case.check(case.call(tensors, **options, return_attn_probs=True), tensors, **named)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = case.call(tensors, **options, return_attn_probs=True)
+    if "s_aux" in scores:
+        options["s_aux"].neg_()
+    graph.replay()
+    case.check(found, tensors, **named)
 
 
 @SOME
