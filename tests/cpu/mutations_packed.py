@@ -11,7 +11,7 @@ from mutations import Moved
 from rendering import source
 
 STEM = "fwd_packed_short_d64_causal"
-SUNK, CAPPED = "fwd_packed_pack8_sink_d64_any_window", "fwd_packed_softcap_d128_causal"
+SUNK, CAPPED = "fwd_packed_pack8_sink_any_window", "fwd_packed_softcap_d128_causal"
 
 
 @dataclass(frozen=True)
