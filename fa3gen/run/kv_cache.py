@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from fa3gen.run import calls
+from fa3gen.run import calls, checks
 from fa3gen.run.dispatch import ArgumentError
 
 Pair = tuple[Tensor, Tensor]  # of k and v
@@ -51,6 +51,9 @@ class KvCache:
         if batch_idx is None:
             whole = page_table is not None or _rows_apart(k, v) is not None
             return cls(k, v, page_table if whole else _new_offsets(k.shape[0] - 1, 1, k.device)[:, None])
+        if checks.CHECKING:
+            sequences, what = (k, "sequences in k_cache") if page_table is None else (page_table, "rows of page_table")
+            checks.check_numbers("cache_batch_idx", batch_idx, sequences.shape[0], what)
         if page_table is None:
             return cls(k, v, batch_idx[:, None])
         inside = batch_idx.clamp(0, page_table.shape[0] - 1)  # a number that lies would stop the GPU
@@ -78,6 +81,8 @@ class KvCache:
         if offsets is None:
             offsets = even_offsets(k.shape[0], k.shape[1], k)
             k, v = k.flatten(0, 1), v.flatten(0, 1)
+        if checks.CHECKING:
+            checks.check_new(k, offsets, lengths, self.room)
         if k.shape[0] and lengths.shape[0] and self.k.shape[0] and self.room:
             page, row, source, any_valid = self._places(k.shape[0], lengths, offsets)
             for cache, new in ((self.k, k), (self.v, v)):
@@ -151,6 +156,8 @@ class KvCache:
         """
         if leftpad is None:
             return (self.k, self.v), table, lengths
+        if checks.CHECKING:  # a module sees rows, and none that is outside
+            checks.check_pages(self.k, table, lengths)
         (k, v), apart = self._as_rows()
         sequence = torch.arange(table.shape[0], device=leftpad.device)[:, None]
         place = leftpad.long()[:, None] + torch.arange(self.room, device=leftpad.device)

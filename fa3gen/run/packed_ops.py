@@ -14,7 +14,7 @@ from torch.compiler import is_dynamo_compiling
 
 from fa3gen.design.family import TILE_ROWS, Family
 from fa3gen.design.workspace import Workspace
-from fa3gen.run import calls, dispatch, gpu
+from fa3gen.run import calls, checks, dispatch, gpu
 from fa3gen.run.calls import Attention, Returned, Window, dispatch_modes, functorch_transforms, need, stretches
 from fa3gen.run.dispatch import Choice, Size
 
@@ -78,7 +78,8 @@ def attention_packed(
         k: (total_k, heads_kv, d), heads_q a multiple of heads_kv (GQA, MQA).
         v: (total_k, heads_kv, d_v).
         cu_seqlens_q, cu_seqlens_k: (sequences + 1,), int32, on the GPU, where the rows of each sequence begin, and at
-            last where those of the last one end. They do not decrease; what lies is clamped to the tensors.
+            last where those of the last one end. They do not decrease; what lies is clamped to the tensors, and with
+            $FA3GEN_CHECK set, see `fa3gen.run.checks`, it is an ArgumentError.
         max_seqlen_q, max_seqlen_k: The longest sequences, if known. They bound the mean lengths, where tensors have
             more rows than are used; results do not depend on them.
         seqused_q, seqused_k: (sequences,), int32, on the GPU: how many rows of each sequence there are, from its first
@@ -119,6 +120,9 @@ def attention_packed(
     if window is not None and type(window) is not tuple:
         window = calls.window_tuple(window)
     serving = _serving(q, k, v, cu_seqlens_q, max_seqlen_q, max_seqlen_k, out, causal, window, return_lse)
+    if checks.CHECKING:
+        used, longest = (seqused_q, seqused_k), (max_seqlen_q, max_seqlen_k)
+        checks.check_packed(q, k, cu_seqlens_q, cu_seqlens_k, used=used, longest=longest)
     return serving(
         q,
         k,
@@ -220,6 +224,9 @@ def _packed(
     """`fa3gen::attention_packed`: O and LSE, which has no rows unless `return_lse`."""
     reach = None if window is None else tuple(window)
     serving = _serving(q, k, v, cu_seqlens_q, max_seqlen_q, max_seqlen_k, out, causal, reach, return_lse)
+    if checks.CHECKING:
+        used, longest = (options.get("seqused_q"), options.get("seqused_k")), (max_seqlen_q, max_seqlen_k)
+        checks.check_packed(q, k, cu_seqlens_q, cu_seqlens_k, used=used, longest=longest)
     returned = serving(q, k, v, cu_seqlens_q, cu_seqlens_k, out=out, return_lse=return_lse, **options)
     return returned if return_lse else (returned, _lse_like(q, False))
 
