@@ -13,8 +13,8 @@ head dim, window, sinks or cap, NoKernel says how to make one.
 
 Accepted and ignored, since they change no result: `num_splits` (keys are not split; a result does not depend on it but
 for rounding), `pack_gqa` (fa3gen chooses), `sm_margin` (all SMs are used), `deterministic` (it concerns the backward;
-the forward always is), `scheduler_metadata` (the modules keep their own counters), and `cu_seqlens_k_new` where no new
-keys are given.
+the forward always is), `scheduler_metadata` (the modules keep their own counters), `cu_seqlens_k_new` where no new
+keys are given, and `rotary_*` but for cos and sin.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def flash_attn_func(
     Returns:
         O, (batch, seq_q, heads_q, d_v), or (O, LSE). A row with no visible key has O = 0 and LSE = -inf, or its sink.
     """
-    _check_served(qv, (q_descale, k_descale, v_descale), chunk=attention_chunk)
+    _check_served(q, qv, (q_descale, k_descale, v_descale), chunk=attention_chunk)
     q, k, v = _contiguous_rows(q), _contiguous_rows(k), _contiguous_rows(v)
     window = None
     if window_size != NO_WINDOW:
@@ -149,7 +149,7 @@ def flash_attn_varlen_func(
     Returns:
         O, (total_q, heads_q, d_v), or (O, LSE). Rows that are in no sequence are not written.
     """
-    _check_served(qv, (q_descale, k_descale, v_descale), chunk=attention_chunk)
+    _check_served(q, qv, (q_descale, k_descale, v_descale), chunk=attention_chunk)
     _refuse(softcap=softcap or None, s_aux=s_aux)
     window = None
     if window_size != NO_WINDOW:
@@ -232,17 +232,16 @@ def flash_attn_with_kvcache(
         return_softmax_lse: Return (O, LSE, and two tensors without elements, as upstream without splits). LSE is
             (batch, heads_q, seq_q), or (heads_q, total_q).
         out: Tensor of O's shape and q's dtype to write O to, contiguous where it is (batch, seq_q, ..).
-        qv, rotary_cos, rotary_sin, rotary_seqlens, q_descale, k_descale, v_descale, attention_chunk: Not served but by
-            default.
+        qv, rotary_cos, rotary_sin, q_descale, k_descale, v_descale, attention_chunk: Not served but by default.
         softcap, s_aux: As for `flash_attn_func`, where the whole of a contiguous cache is used.
-        rotary_interleaved, scheduler_metadata, num_splits, pack_gqa, sm_margin: Ignored.
+        rotary_seqlens, rotary_interleaved, scheduler_metadata, num_splits, pack_gqa, sm_margin: Ignored.
         softmax_scale, causal, window_size: As for `flash_attn_func`.
 
     Returns:
         O, (batch, seq_q, heads_q, d_v) or (total_q, heads_q, d_v); with return_softmax_lse, four tensors.
     """
-    _check_served(qv, (q_descale, k_descale, v_descale), chunk=attention_chunk)
-    _refuse(rotary_cos=rotary_cos, rotary_sin=rotary_sin, rotary_seqlens=rotary_seqlens)
+    _check_served(q, qv, (q_descale, k_descale, v_descale), chunk=attention_chunk)
+    _refuse(rotary_cos=rotary_cos, rotary_sin=rotary_sin)
     cache = KvCache.of(k_cache, v_cache, page_table, cache_batch_idx)
     q = _contiguous_rows(q)
     seq_q = q.shape[1] if cu_seqlens_q is None else max_seqlen_q
@@ -343,16 +342,18 @@ _INSTEAD = {
     "s_aux": "pass None, or dense tensors of one length: packed sequences have no attention sinks",
     "rotary_cos": _ROTATE,
     "rotary_sin": _ROTATE,
-    "rotary_seqlens": _ROTATE,
 }
 
 
-def _check_served(qv: Any, scales: tuple[Any, Any, Any], *, chunk: int) -> None:
+def _check_served(q: Tensor, qv: Any, scales: tuple[Any, Any, Any], *, chunk: int) -> None:
     """Raise NotImplementedError for the first of what no function serves; `scales` of q, k and v."""
-    if scales == _NO_SCALES and qv is None and not chunk:
+    eight_bits = q.dtype.itemsize == 1
+    if scales == _NO_SCALES and qv is None and not chunk and not eight_bits:
         return
     _refuse(qv=qv, **dict(zip(("q_descale", "k_descale", "v_descale"), scales, strict=True)))
     _refuse(attention_chunk=chunk or None)
+    if eight_bits:
+        raise NotImplementedError(f"q has dtype {q.dtype}; {_FP8}")
 
 
 def _refuse(**given: Any) -> None:

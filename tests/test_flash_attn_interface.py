@@ -268,6 +268,7 @@ def test_cache(causal: bool, modules: PackedModules) -> None:
     assert [x.shape for x in rest] == [(0,), (0,)]  # as upstream without splits
     into = torch.empty_like(q)
     options: dict[str, Any] = {"scheduler_metadata": torch.zeros(1), "num_splits": 1, "cu_seqlens_k_new": used}
+    options |= {"rotary_seqlens": used, "rotary_interleaved": False}  # of no meaning without cos and sin
     assert fa3.flash_attn_with_kvcache(q, k, v, cache_seqlens=used, causal=causal, out=into, **options) is into
     assert into.equal(wanted)
     packed = fa3.flash_attn_with_kvcache(
@@ -519,7 +520,7 @@ TENSOR = torch.zeros(2)
 EVERYWHERE = {"qv": TENSOR, "q_descale": TENSOR, "k_descale": TENSOR, "v_descale": TENSOR}
 EVERYWHERE |= {"attention_chunk": 64}
 OF_PACKED = {"softcap": 30.0, "s_aux": TENSOR}
-OF_A_CACHE = dict.fromkeys(("rotary_cos", "rotary_sin", "rotary_seqlens"), TENSOR)
+OF_A_CACHE = dict.fromkeys(("rotary_cos", "rotary_sin"), TENSOR)
 
 
 @pytest.mark.parametrize(("name", "value"), [*EVERYWHERE.items(), *OF_PACKED.items(), *OF_A_CACHE.items()])
@@ -537,6 +538,19 @@ def test_what_is_not_served_names_the_argument_and_the_way_out(name: str, value:
     for function in functions:
         with pytest.raises(NotImplementedError, match=rf"^{name} is {said}, which fa3gen does not serve; \w+ \w+"):
             function(**{name: value})
+    assert modules.calls == []
+
+
+def test_eight_bits_are_not_served_whatever_comes_with_them(modules: PackedModules) -> None:
+    q, k, v = (x.to(torch.float8_e4m3fn) for x in dense_tensors())
+    used = offsets([9])
+    for call in (
+        lambda: fa3.flash_attn_func(q, k, v),
+        lambda: fa3.flash_attn_varlen_func(q[0], k[0], v[0], used, used, 9, 9),
+        lambda: fa3.flash_attn_with_kvcache(q, k, v, cache_seqlens=4),
+    ):
+        with pytest.raises(NotImplementedError, match="^q has dtype torch.float8_e4m3fn; pass bfloat16 or float16"):
+            call()
     assert modules.calls == []
 
 
@@ -575,7 +589,7 @@ def test_the_calls_shown_in_the_readme(modules: PackedModules, capsys: pytest.Ca
 @pytest.mark.parametrize("name", [*UPSTREAM, *fa3._INSTEAD])
 def test_the_readme_names_every_function_and_what_is_not_served(name: str) -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8").partition("### A drop-in for FA3's functions")[2]
-    assert f"`{'rotary_*' if name.startswith('rotary') else name}`" in text.partition("### Limits")[0]
+    assert f"`{name}`" in text.partition("### Limits")[0]
 
 
 # On the CPU model
