@@ -272,6 +272,41 @@ def test_cache(heads: tuple[int, int], causal: bool, seq_q: int, hopper: Any) ->
     torch.testing.assert_close(out[1:], wanted, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_new_keys_are_appended_without_a_wait_and_in_a_graph(packed: bool, hopper: Any) -> None:
+    """Replayed with other lengths in the same tensors; what has no room in the cache is not written."""
+    q, *cache = dense(hopper, 5, 500, 256, (4, 2))
+    new = [x[:, :3].clone() for x in dense(hopper, 7, 9, 256, (4, 2))[1:]]
+    rows = [x.flatten(0, 1)[:4].clone() if packed else x for x in new]  # packed: three, and one
+    counts, saved = (3, 1) if packed else (3, 3), [x.clone() for x in cache]
+    used = torch.tensor([400, 7], dtype=torch.int32, device=hopper)
+    options: dict[str, Any] = {"cache_seqlens": used, "causal": True, "return_softmax_lse": True}
+    options |= {"cu_seqlens_k_new": offsets(counts, hopper)} if packed else {}
+    flash_attn_with_kvcache(q, *cache, *rows, **options)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        flash_attn_with_kvcache(q, *cache, *rows, **options)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse, *_ = flash_attn_with_kvcache(q, *cache, *rows, **options)
+    for lengths in ((77, 499), (0, 497), (500, 500)):
+        for x, old in zip(cache, saved, strict=True):
+            x.copy_(old)
+        used.copy_(torch.tensor(lengths))
+        graph.replay()
+        for i, (length, count) in enumerate(zip(lengths, counts, strict=True)):
+            end = min(500, length + count)
+            wanted = [x[i : i + 1].clone() for x in saved]
+            for x, appended in zip(wanted, new, strict=True):
+                x[0, length:end] = appended[i, : end - length]
+            assert all(x[i].equal(y[0]) for x, y in zip(cache, wanted, strict=True))
+            one = q[i : i + 1], *(x[:, :end] for x in wanted)
+            expected = reference.attention(*one, reach=(None, 0), compute_dtype=torch.float32)
+            close(out[i], lse[i], expected.out[0], expected.lse[0])
+
+
 def test_parts_of_the_keys_are_merged(hopper: Any) -> None:
     q, k, v = dense(hopper, 200, 333, 128, (4, 4))
     parts = [flash_attn_func(q, k[:, s], v[:, s], return_attn_probs=True) for s in (slice(0, 100), slice(100, 333))]
