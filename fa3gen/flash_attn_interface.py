@@ -158,12 +158,12 @@ def flash_attn_varlen_func(
         _contiguous_rows(q),
         _contiguous_rows(k),
         _contiguous_rows(v),
-        _contiguous_rows(cu_seqlens_q),
-        _contiguous_rows(cu_seqlens_k),
+        cu_seqlens_q.contiguous(),
+        cu_seqlens_k.contiguous(),
         max_seqlen_q=max_seqlen_q,
         max_seqlen_k=max_seqlen_k,
-        seqused_q=None if seqused_q is None else _contiguous_rows(seqused_q),
-        seqused_k=None if seqused_k is None else _contiguous_rows(seqused_k),
+        seqused_q=None if seqused_q is None else seqused_q.contiguous(),
+        seqused_k=None if seqused_k is None else seqused_k.contiguous(),
         causal=causal,
         window=window,
         scale=softmax_scale,
@@ -260,7 +260,7 @@ def flash_attn_with_kvcache(
         if cu_seqlens_q is None:
             returned = _of_equal_lengths(q, serve, out, return_softmax_lse)
         else:
-            returned = serve(q, _contiguous_rows(cu_seqlens_q), out)
+            returned = serve(q, cu_seqlens_q.contiguous(), out)
     if not return_softmax_lse:
         return returned
     return *returned, *(q.new_empty(0, dtype=torch.float32) for _ in range(2))
@@ -398,7 +398,7 @@ Serve = Callable[[Tensor, Tensor, Tensor | None], Any]  # of packed q, offsets o
 def _lengths(q: Tensor, cache: KvCache, seqlens: int | Tensor | None, cu_seqlens_q: Tensor | None) -> Tensor:
     """Where the keys of each sequence end, (batch,) int32."""
     if isinstance(seqlens, Tensor):
-        return _contiguous_rows(seqlens)
+        return seqlens.contiguous()
     batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
     return torch.full((batch,), cache.room if seqlens is None else seqlens, dtype=torch.int32, device=q.device)
 
@@ -413,7 +413,7 @@ def _appended(
         raise ArgumentError(f"{missing} is None; to append to the cache, pass k, v, and cache_seqlens: where they go")
     calls.refuse_grad(q, cache.k, cache.v)  # as attention does, but before the cache is written to
     calls.refuse_grad(q, k, v)
-    return cache.append(k, v, lengths, None if offsets is None else _contiguous_rows(offsets))
+    return cache.append(k, v, lengths, None if offsets is None else offsets.contiguous())
 
 
 def _serving(cache: KvCache, lengths: Tensor, leftpad: Tensor | None, options: dict[str, Any]) -> Serve:

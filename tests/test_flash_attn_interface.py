@@ -222,6 +222,17 @@ def test_varlen(causal: bool, modules: PackedModules) -> None:
     assert [(family.layout, size.keys) for family, size, _ in modules.asked] == [("packed", 4)]
 
 
+def test_offsets_and_lengths_need_not_be_contiguous(modules: PackedModules) -> None:
+    """As with upstream, they are copied; what modules take is one word behind the other."""
+    tensors = packed_tensors([3, 5], [4, 9])
+    used = torch.tensor([3, 8], dtype=torch.int32)
+    apart = [x.repeat_interleave(2)[::2] for x in (*tensors[3:], used)]
+    assert all(x.stride() == (2,) for x in apart)
+    out = fa3.flash_attn_varlen_func(*tensors[:3], *apart[:2], 5, 9, seqused_k=apart[2])
+    wanted, _ = packed_attention(*tensors, mask=NoMask(), seqused_k=used)
+    assert out.equal(wanted.to(torch.bfloat16)) and modules.options[0]["seqused_k"].is_contiguous()
+
+
 def test_varlen_is_compiled_in_one_graph(modules: PackedModules, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     monkeypatch.setattr(dispatch, "choose", modules.choose)
