@@ -546,7 +546,8 @@ def test_another_window_says_how_to_make_it(place: Workspace) -> None:
         "no generated module computes bf16, head dim 64, window (300, 0), with LSE; head dims served: bf16, causal: "
         "128; bf16, no mask: 128; bf16, window (512, 0): 64. This spec of one extends fwd_d64_any_window, and was "
         f"never measured. Save it as {place.specs_dir / 'made_bf16_d64_any_window.yaml'}, run `fa3gen render "
-        "made_bf16_d64_any_window` and `fa3gen verify made_bf16_d64_any_window`:\n\nsummary: Proposed by "
+        "made_bf16_d64_any_window` and `fa3gen verify made_bf16_d64_any_window`; or have fa3gen.attention(..., "
+        "render=True) render and compile it, once in each process:\n\nsummary: Proposed by "
         "fa3gen, never measured\nextends: fwd_d64_any_window\nmatrix: {}\n"
     )
     with pytest.raises(NoKernel, match=re.escape(message)):
@@ -601,7 +602,8 @@ def test_packed_and_dense_calls_have_modules_of_their_own(place: Workspace) -> N
             dispatch.choose(family, Size(7, 1), lse=False, workspace=place)
         assert f"no generated module computes {family}" in str(refused.value)
         assert f"head dims served: {served}" in str(refused.value)
-        base = "fwd_d128_causal" if family == CAUSAL else "fwd_packed"
+        base, function = ("fwd_d128_causal", "") if family == CAUSAL else ("fwd_packed", "_packed")
+        assert f"have fa3gen.attention{function}(..., render=True)" in str(refused.value)
         assert f"extends: {base}\n" in str(refused.value)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, ParamSpec, Protocol, cast, get_args
+from typing import Any, ParamSpec, Protocol, TypeVar, cast, get_args
 
 import torch
 from torch._C import _are_functorch_transforms_active, _len_torch_dispatch_stack
@@ -18,7 +18,7 @@ from fa3gen.design.family import Family
 from fa3gen.design.workspace import Workspace
 from fa3gen.hardware.dtypes import DTYPES
 from fa3gen.run import dispatch
-from fa3gen.run.dispatch import ArgumentError, Choice, Size
+from fa3gen.run.dispatch import ArgumentError, Choice, NotRendered, Size
 from fa3gen.run.launch import module_at
 from fa3gen.spec.model import DType, OutputDType
 
@@ -72,6 +72,29 @@ def found(key: tuple[Any, ...], family: Family, size: Size, *, lse: bool) -> Att
     if key:
         stretches.setdefault(key, []).append((*choice.around, attention))
     return attention
+
+
+# Where no module serves a call that says render=True
+
+FoundT = TypeVar("FoundT")
+
+
+def render(missing: NotRendered, *, allowed: bool, compiled: bool) -> None:
+    """Have the module rendered that was not found: `rendering.render`. Raises `missing` where that is not allowed."""
+    if not allowed:
+        raise missing
+    from fa3gen.run import rendering  # templates and what formats them, which no other call needs
+
+    rendering.render(missing, compiled=compiled)
+
+
+def or_rendered(find: Callable[..., FoundT], *asked: Any, compiled: bool) -> FoundT:
+    """What `find` finds; where no module serves the call, after rendering one."""
+    try:
+        return find(*asked)
+    except NotRendered as missing:
+        render(missing, allowed=True, compiled=compiled)
+    return find(*asked)
 
 
 # What can be wrong

@@ -265,6 +265,9 @@ def mask_of(causal: bool, window: Sequence[int] | None) -> Mask:
 
 # The choice
 
+# Modules that this process has rendered for calls with render=True, which no workspace has: `fa3gen.run.rendering`.
+rendered_here: list[tuple[Variant[Forward], Path]] = []
+
 
 @dataclass(frozen=True)
 class Choice:
@@ -400,7 +403,10 @@ def _production(stems: Iterable[str]) -> list[str]:
 
 
 def _modules(workspace: Workspace) -> Iterator[tuple[Variant[Forward], Path]]:
-    """Every rendered module, those of the workspace first. Specs of the workspace that are broken have none."""
+    """Every rendered module, those of the workspace first, those that this process has rendered for calls last.
+
+    Specs of the workspace that are broken have none.
+    """
     package = workspace.package
     for home in (workspace, package) if workspace.root != workspace.bundled else (package,):
         for path in home.spec_files():
@@ -409,6 +415,7 @@ def _modules(workspace: Workspace) -> Iterator[tuple[Variant[Forward], Path]]:
             except SpecError:
                 continue
             yield from ((v, file) for v in variants if (file := home.module_path(v.stem)).is_file())
+    yield from rendered_here
 
 
 def _served(variants: Sequence[Variant[Forward]], family: Family, lse: bool) -> str:
@@ -431,7 +438,8 @@ def _not_rendered(problem: str, found: Proposal | tuple[Violation, ...], workspa
     path, stem = workspace.specs_dir / f"{found.stem}.yaml", found.stem
     way_out = (
         f"This spec of one extends {found.base}, and was never measured. Save it as {path}, run `fa3gen render {stem}` "
-        f"and `fa3gen verify {stem}`"
+        f"and `fa3gen verify {stem}`; or have fa3gen.attention{'_packed' * (found.spec.problem.layout == 'packed')}"
+        "(..., render=True) render and compile it, once in each process"
     )
     return NotRendered(f"{problem}. {way_out}:", found)
 

@@ -6,6 +6,7 @@ How such a call finds its module, and who sees it: `fa3gen.run.calls`. Its opera
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from fa3gen.design.family import TILE_ROWS, Family
 from fa3gen.design.workspace import Workspace
 from fa3gen.run import calls, dispatch, gpu
 from fa3gen.run.calls import Attention, Returned, Window, dispatch_modes, functorch_transforms, need, stretches
-from fa3gen.run.dispatch import Choice, Size
+from fa3gen.run.dispatch import Choice, NotRendered, Size
 
 
 def _explain(
@@ -35,16 +36,18 @@ def _explain(
     scale: float | None = None,
     out: Tensor | None = None,
     return_lse: bool = False,
+    render: bool = False,
 ) -> Choice:
     """Which module `fa3gen.attention_packed` takes for these arguments, and why; `print` it.
 
     Looks at dtypes and shapes only: tensors on any device will do, "meta" too, and no GPU is needed. How many tiles an
     SM gets is then counted with the SMs of an H200, and the answer says so. Raises as `fa3gen.attention_packed` where
-    no module is found.
+    no module is found; with `render`, one is rendered, and not yet compiled.
     """
     family = _family(q, k, v, cu_seqlens_q, out, causal, window)
     size = _size(q, v, cu_seqlens_q, max_seqlen_q, max_seqlen_k)
-    return dispatch.choose(family, size, lse=return_lse, workspace=Workspace.find())
+    choose = functools.partial(dispatch.choose, family, size, lse=return_lse, workspace=Workspace.find())
+    return calls.or_rendered(choose, compiled=False) if render else choose()
 
 
 @calls.explained_by(_explain)
@@ -64,6 +67,7 @@ def attention_packed(
     scale: float | None = None,
     out: Tensor | None = None,
     return_lse: bool = False,
+    render: bool = False,
 ) -> Any:
     """O = softmax(scale Q K^T) V of packed sequences (varlen) on a Hopper GPU, by the fastest generated module.
 
@@ -89,6 +93,7 @@ def attention_packed(
         out: (total_q, heads_q, d_v) of q's dtype to write O to; a new contiguous tensor by default.
         return_lse: Return (O, LSE), LSE the natural logarithm of each row's sum of exponentials,
             (heads_q, total_q) float32.
+        render: Where no module serves the call, render and compile one, as for `fa3gen.attention`.
 
     Returns:
         O, (total_q, heads_q, d_v); with return_lse, (O, LSE). A row with no visible key has O = 0, LSE = -inf; rows
@@ -96,6 +101,7 @@ def attention_packed(
 
     Raises:
         NoKernel: No module computes this, or none was measured; the message says what to do. A UserError.
+        NotCompiled: A kernel would have to be rendered or compiled, and $FA3GEN_NO_JIT forbids that. A UserError.
         TypeError, ValueError: An argument is of another type, dtype, device, shape, stride or alignment; or one
             requires grad in grad mode, since this is forward only.
     """
@@ -115,10 +121,15 @@ def attention_packed(
             "window": window,
         }
         options |= {"seqused_q": seqused_q, "seqused_k": seqused_k, "scale": scale, "return_lse": return_lse}
+        options |= {"render": True} if render else {}
         return _by_operator(q, k, v, cu_seqlens_q, cu_seqlens_k, out, options)
     if window is not None and type(window) is not tuple:
         window = calls.window_tuple(window)
-    serving = _serving(q, k, v, cu_seqlens_q, max_seqlen_q, max_seqlen_k, out, causal, window, return_lse)
+    try:
+        serving = _serving(q, k, v, cu_seqlens_q, max_seqlen_q, max_seqlen_k, out, causal, window, return_lse)
+    except NotRendered as missing:
+        calls.render(missing, allowed=render, compiled=True)
+        serving = _serving(q, k, v, cu_seqlens_q, max_seqlen_q, max_seqlen_k, out, causal, window, return_lse)
     return serving(
         q,
         k,
@@ -189,6 +200,11 @@ def _serving(
     return calls.found(key, family, _size(q, v, cu_seqlens_q, max_seqlen_q, max_seqlen_k), lse=return_lse)
 
 
+def _rendered(q: Any, *asked: Any) -> Attention:
+    """As `_serving`; where no module serves the call, one is rendered."""
+    return calls.or_rendered(_serving, q, *asked, compiled=q.is_cuda)
+
+
 # Operators, for whatever looks at calls instead of making them
 
 
@@ -215,11 +231,14 @@ def _packed(
     causal: bool = False,
     window: list[int] | None = None,
     return_lse: bool = False,
+    render: bool = False,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
     """`fa3gen::attention_packed`: O and LSE, which has no rows unless `return_lse`."""
     reach = None if window is None else tuple(window)
-    serving = _serving(q, k, v, cu_seqlens_q, max_seqlen_q, max_seqlen_k, out, causal, reach, return_lse)
+    serving = (_rendered if render else _serving)(
+        q, k, v, cu_seqlens_q, max_seqlen_q, max_seqlen_k, out, causal, reach, return_lse
+    )
     returned = serving(q, k, v, cu_seqlens_q, cu_seqlens_k, out=out, return_lse=return_lse, **options)
     return returned if return_lse else (returned, _lse_like(q, False))
 
@@ -277,7 +296,7 @@ def _lse_like(q: Tensor, wanted: bool) -> Tensor:
 _INPUTS = "Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k"
 _OPTIONS = (
     "*, SymInt? max_seqlen_q=None, SymInt? max_seqlen_k=None, Tensor? seqused_q=None, Tensor? seqused_k=None, "
-    "bool causal=False, int[]? window=None, float? scale=None, bool return_lse=False"
+    "bool causal=False, int[]? window=None, float? scale=None, bool return_lse=False, bool render=False"
 )
 calls.register(f"attention_packed({_INPUTS}, {_OPTIONS}) -> (Tensor, Tensor)", _packed, _packed_fake)
 calls.register(f"attention_packed_out({_INPUTS}, Tensor(a!) out, {_OPTIONS}) -> Tensor", _packed_out, _packed_out_fake)
