@@ -40,6 +40,8 @@ def __getattr__(name: str) -> Any:
 def load(stem: str, *, on: Literal["gpu", "cpu"] = "gpu") -> ModuleType:
     """Import a generated module by its stem, such as `k4_2_d128_causal`, from the workspace or else from the package.
 
+    Modules that this process rendered for calls with render=True have a stem, too.
+
     Importing needs torch and nvidia-cutlass-dsl, but no GPU. The first call of `attention` takes the compiled kernel
     from the compile cache, or else compiles it in a process of its own (with $FA3GEN_NO_JIT=1 it raises instead).
     With `on="cpu"`, `attention` takes CPU tensors and executes the kernel's PTX on a model of sm_90a; it raises
@@ -52,11 +54,13 @@ def load(stem: str, *, on: Literal["gpu", "cpu"] = "gpu") -> ModuleType:
     """
     from fa3gen.base.errors import UserError
     from fa3gen.design.workspace import Workspace
+    from fa3gen.run import dispatch
 
     if on not in ("gpu", "cpu"):
         raise UserError(f"on={on!r}; it needs to be 'gpu' (the default) or 'cpu'")
     workspace = Workspace.find()
-    path = workspace.rendered_path(stem)
+    rendered = {variant.stem: file for variant, file in dispatch.rendered_here}
+    path = rendered.get(stem) or workspace.rendered_path(stem)
     if not path.is_file():
         variant = next((variant for variant in workspace.resolve(stem) if variant.stem == stem), None)
         if variant is None:

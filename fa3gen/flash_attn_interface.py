@@ -5,28 +5,29 @@ from fa3gen.flash_attn_interface import flash_attn_func, flash_attn_varlen_func,
 Names, order, defaults and what is returned are those of hopper/flash_attn_interface.py of FlashAttention. What is ours
 comes behind them, by keyword only: `out`, a tensor to write O to, and `s_aux`, attention sinks.
 
-Served are the forward of bfloat16 and float16 tensors that need no gradient: dense, packed with offsets (varlen), and a
-contiguous cache, each with lengths on the device, causal, and with the windows that there are modules for; with sinks
-and a cap of the scores where all sequences are dense. Whatever else is asked for raises NotImplementedError, which
-names the argument and what to do instead. Where there is no module for the head dim, window, sinks or cap, NoKernel
-says how to make one.
+Served are the forward of bfloat16 and float16 tensors that need no gradient: dense, packed with offsets (varlen), and
+caches, contiguous and paged, to which new keys may be appended; each with lengths on the device, causal, and with the
+windows, sinks and caps of the scores that there are modules for. Whatever else is asked for raises NotImplementedError,
+which names the argument and what to do instead. Where there is no module for the head dim, window, sinks or cap,
+NoKernel says how to make one.
 
-Accepted and ignored, since they change no result: `pack_gqa` (fa3gen chooses), `sm_margin` (all SMs are used),
-`deterministic` (it concerns the backward; the forward always is), `scheduler_metadata` (the modules keep their own
-counters), and `cu_seqlens_k_new` where no new keys are given.
+Accepted and ignored, since they change no result: `num_splits` (keys are not split; a result does not depend on it but
+for rounding), `pack_gqa` (fa3gen chooses), `sm_margin` (all SMs are used), `deterministic` (it concerns the backward;
+the forward always is), `scheduler_metadata` (the modules keep their own counters), `cu_seqlens_k_new` where no new
+keys are given, and `rotary_*` but for cos and sin.
 """
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.compiler import is_dynamo_compiling
 
-from fa3gen.run.calls import dispatch_modes
+from fa3gen.run import calls
 from fa3gen.run.dispatch import ArgumentError
+from fa3gen.run.kv_cache import KvCache, even_offsets
 from fa3gen.run.ops import attention
 from fa3gen.run.packed_ops import attention_packed
 from fa3gen.spec.model import WINDOW_MAX
@@ -76,13 +77,13 @@ def flash_attn_func(
         softcap: Scores become softcap tanh(softmax_scale S / softcap) before the mask; 0.0 for no cap.
         out: (batch, seq_q, heads_q, d_v) of q's dtype to write O to.
         s_aux: (heads_q,), bfloat16 or float32, `sinks` of `fa3gen.attention`, as messages call it.
-        qv, q_descale, k_descale, v_descale, attention_chunk, num_splits: Not served but by default.
-        pack_gqa, deterministic, sm_margin: Ignored.
+        qv, q_descale, k_descale, v_descale, attention_chunk: Not served but by default.
+        num_splits, pack_gqa, deterministic, sm_margin: Ignored.
 
     Returns:
         O, (batch, seq_q, heads_q, d_v), or (O, LSE). A row with no visible key has O = 0 and LSE = -inf, or its sink.
     """
-    _check_served(qv, (q_descale, k_descale, v_descale), chunk=attention_chunk, num_splits=num_splits)
+    _check_served(q, qv, (q_descale, k_descale, v_descale), chunk=attention_chunk)
     q, k, v = _contiguous_rows(q), _contiguous_rows(k), _contiguous_rows(v)
     window = None
     if window_size != NO_WINDOW:
@@ -141,14 +142,12 @@ def flash_attn_varlen_func(
         window_size: As for `flash_attn_func`, by the lengths of each sequence.
         return_attn_probs: Return (O, LSE), LSE (heads_q, total_q) float32.
         out: (total_q, heads_q, d_v) of q's dtype to write O to.
-        softcap, s_aux: Not served but by default.
-        softmax_scale, causal, and all others: As for `flash_attn_func`.
+        softmax_scale, causal, softcap, s_aux, and all others: As for `flash_attn_func`.
 
     Returns:
         O, (total_q, heads_q, d_v), or (O, LSE). Rows that are in no sequence are not written.
     """
-    _check_served(qv, (q_descale, k_descale, v_descale), chunk=attention_chunk, num_splits=num_splits)
-    _refuse(softcap=softcap or None, s_aux=s_aux)
+    _check_served(q, qv, (q_descale, k_descale, v_descale), chunk=attention_chunk)
     window = None
     if window_size != NO_WINDOW:
         causal, window = _mask(causal, window_size, max_seqlen_q, max_seqlen_k)
@@ -156,14 +155,16 @@ def flash_attn_varlen_func(
         _contiguous_rows(q),
         _contiguous_rows(k),
         _contiguous_rows(v),
-        cu_seqlens_q,
-        cu_seqlens_k,
+        cu_seqlens_q.contiguous(),
+        cu_seqlens_k.contiguous(),
         max_seqlen_q=max_seqlen_q,
         max_seqlen_k=max_seqlen_k,
-        seqused_q=seqused_q,
-        seqused_k=seqused_k,
+        seqused_q=None if seqused_q is None else seqused_q.contiguous(),
+        seqused_k=None if seqused_k is None else seqused_k.contiguous(),
         causal=causal,
         window=window,
+        sinks=s_aux,
+        softcap=softcap or None,
         scale=softmax_scale,
         out=out,
         return_lse=return_attn_probs,
@@ -205,50 +206,58 @@ def flash_attn_with_kvcache(
     out: Tensor | None = None,
     s_aux: Tensor | None = None,
 ) -> Any:
-    """Attention to a contiguous cache, of which each sequence uses as much as `cache_seqlens` says.
+    """Attention to a cache, of which each sequence uses as much as `cache_seqlens` says, new keys and values included.
 
-    The cache is seen as packed sequences, equally far apart, and is not copied; few queries leave most of a module's
-    tile of queries empty.
+    No cache is copied. A contiguous one is seen as packed sequences, equally far apart; one with cache_batch_idx, or
+    whose sequences are no rows of one tensor, as pages of a whole sequence each. Few queries leave most of a module's
+    tile of queries empty. The host waits for nothing.
 
     Args:
         q: (batch, seq_q, heads_q, d), or (total_q, heads_q, d) with cu_seqlens_q and max_seqlen_q.
-        k_cache, v_cache: (batch, seq_cache, heads_kv, d) and (.., d_v), with any strides that are multiples of a row's.
-        cache_seqlens: (batch,) int32 on the GPU, or a number for all: where the keys of each sequence end; by default
-            at the end of the cache.
-        cache_leftpad: (batch,) int32 on the GPU: where the keys of each sequence begin; by default at the first.
+        k_cache, v_cache: (sequences, seq_cache, heads_kv, d) and (.., d_v), or (pages, page, heads_kv, d) and (.., d_v)
+            with page_table; any strides with a contiguous last dimension.
+        k, v: (batch, seq_new, heads_kv, d) and (.., d_v), or (total_new, heads_kv, d) with cu_seqlens_k_new: written to
+            the cache behind cache_seqlens, in plain torch, before anything else. What falls outside of the cache is not
+            written. Where sequences share the place of a new row, any of their rows may be found there.
+        cache_seqlens: (batch,) int32 on the GPU, or a number for all: where the keys of each sequence end, before new
+            ones are appended; by default at the end of the cache.
+        cache_batch_idx: (batch,) int32 on the GPU: which sequence of the cache, or row of page_table, each one has.
+        cache_leftpad: (batch,) int32 on the GPU: where the keys of each sequence begin; by default at the first. With
+            page_table or cache_batch_idx it makes each row a page of its own, and a table of all keys with each call.
+        page_table: (batch, max_pages) int32 on the GPU: the pages of each sequence, in order. Entries that no length
+            reaches may hold anything.
         cu_seqlens_q: (batch + 1,) int32, where sequences begin in q, and where the last one ends.
+        cu_seqlens_k_new: (batch + 1,) int32, the same of k and v.
         return_softmax_lse: Return (O, LSE, and two tensors without elements, as upstream without splits). LSE is
             (batch, heads_q, seq_q), or (heads_q, total_q).
         out: Tensor of O's shape and q's dtype to write O to, contiguous where it is (batch, seq_q, ..).
-        k, v, qv, rotary_cos, rotary_sin, rotary_seqlens, cache_batch_idx, page_table, q_descale, k_descale, v_descale,
-            attention_chunk, num_splits: Not served but by default.
-        softcap, s_aux: As for `flash_attn_func`, without cache_seqlens, cache_leftpad and cu_seqlens_q.
-        cu_seqlens_k_new, rotary_interleaved, scheduler_metadata, pack_gqa, sm_margin: Ignored.
-        softmax_scale, causal, window_size: As for `flash_attn_func`.
+        qv, rotary_cos, rotary_sin, q_descale, k_descale, v_descale, attention_chunk: Not served but by default.
+        rotary_seqlens, rotary_interleaved, scheduler_metadata, num_splits, pack_gqa, sm_margin: Ignored.
+        softmax_scale, causal, window_size, softcap, s_aux: As for `flash_attn_func`.
 
     Returns:
         O, (batch, seq_q, heads_q, d_v) or (total_q, heads_q, d_v); with return_softmax_lse, four tensors.
     """
-    _check_served(qv, (q_descale, k_descale, v_descale), chunk=attention_chunk, num_splits=num_splits)
-    _refuse(k=k, v=v, rotary_cos=rotary_cos, rotary_sin=rotary_sin, rotary_seqlens=rotary_seqlens)
-    _refuse(cache_batch_idx=cache_batch_idx, page_table=page_table)
-    if k_cache.stride(-1) != 1 or v_cache.stride(-1) != 1:
-        raise ArgumentError("k_cache and v_cache need a contiguous last dimension: a copy would not be the cache")
+    _check_served(q, qv, (q_descale, k_descale, v_descale), chunk=attention_chunk)
+    _refuse(rotary_cos=rotary_cos, rotary_sin=rotary_sin)
+    cache = KvCache.of(k_cache, v_cache, page_table, cache_batch_idx)
     q = _contiguous_rows(q)
     seq_q = q.shape[1] if cu_seqlens_q is None else max_seqlen_q
-    causal, window = _mask(causal, window_size, seq_q, k_cache.shape[1])
+    causal, window = _mask(causal, window_size, seq_q, cache.room)
     options: dict[str, Any] = {"causal": causal, "window": window, "scale": softmax_scale}
-    options["return_lse"] = return_softmax_lse
-    if cu_seqlens_q is None and cache_seqlens is None and cache_leftpad is None:
-        returned = attention(q, k_cache, v_cache, sinks=s_aux, softcap=softcap or None, out=out, **options)
+    options |= {"sinks": s_aux, "softcap": softcap or None, "return_lse": return_softmax_lse}
+    named = k, v, cu_seqlens_q, cache_seqlens, cache_leftpad, cache_batch_idx, page_table
+    if all(x is None for x in named):
+        returned = attention(q, k_cache, v_cache, out=out, **options)
     else:
-        _refuse(softcap=softcap or None, s_aux=s_aux)
-        cache, begins, used = _cache_as_packed(k_cache, v_cache, cache_seqlens, cache_leftpad)
-        options |= {"seqused_k": used, "max_seqlen_q": seq_q}
+        lengths = _lengths(q, cache, cache_seqlens, cu_seqlens_q)
+        if k is not None or v is not None:
+            lengths = _appended(q, cache, (k, v), cu_seqlens_k_new, None if cache_seqlens is None else lengths)
+        serve = _serving(cache, lengths, cache_leftpad, options | {"max_seqlen_q": seq_q})
         if cu_seqlens_q is None:
-            returned = _of_equal_lengths(q, cache, begins, out, options)
+            returned = _of_equal_lengths(q, serve, out, return_softmax_lse)
         else:
-            returned = attention_packed(q, *cache, cu_seqlens_q, begins, out=out, **options)
+            returned = serve(q, cu_seqlens_q.contiguous(), out)
     if not return_softmax_lse:
         return returned
     return *returned, *(q.new_empty(0, dtype=torch.float32) for _ in range(2))
@@ -318,7 +327,6 @@ def flash_attn_combine(
 _NO_SCALES = None, None, None
 _FP8 = "pass bfloat16 or float16 tensors: FP8 is not served"
 _ROTATE = "rotate q and the new keys before the call"
-_APPEND = "write the new keys and values into the cache, and pass cache_seqlens with them counted"
 
 # By argument: what to do instead.
 _INSTEAD = {
@@ -327,25 +335,20 @@ _INSTEAD = {
     "k_descale": _FP8,
     "v_descale": _FP8,
     "attention_chunk": "cut the sequences at multiples of the chunk, by cu_seqlens_q and cu_seqlens_k",
-    "softcap": "pass 0.0, or dense tensors of one length: scores of packed sequences are not capped",
-    "num_splits": "pass 1, or 0, which compute the same: keys are not split",
-    "s_aux": "pass None, or dense tensors of one length: packed sequences have no attention sinks",
-    "k": _APPEND,
-    "v": _APPEND,
     "rotary_cos": _ROTATE,
     "rotary_sin": _ROTATE,
-    "rotary_seqlens": _ROTATE,
-    "cache_batch_idx": "pass k_cache[cache_batch_idx] and v_cache[cache_batch_idx]",
-    "page_table": "gather the pages, k_cache[page_table].flatten(1, 2) and the same of v_cache, and pass cache_seqlens",
 }
 
 
-def _check_served(qv: Any, scales: tuple[Any, Any, Any], *, chunk: int, num_splits: int) -> None:
+def _check_served(q: Tensor, qv: Any, scales: tuple[Any, Any, Any], *, chunk: int) -> None:
     """Raise NotImplementedError for the first of what no function serves; `scales` of q, k and v."""
-    if scales == _NO_SCALES and qv is None and not chunk and num_splits <= 1:
+    eight_bits = q.dtype.itemsize == 1
+    if scales == _NO_SCALES and qv is None and not chunk and not eight_bits:
         return
     _refuse(qv=qv, **dict(zip(("q_descale", "k_descale", "v_descale"), scales, strict=True)))
-    _refuse(attention_chunk=chunk or None, num_splits=num_splits if num_splits > 1 else None)
+    _refuse(attention_chunk=chunk or None)
+    if eight_bits:
+        raise NotImplementedError(f"q has dtype {q.dtype}; {_FP8}")
 
 
 def _refuse(**given: Any) -> None:
@@ -363,6 +366,8 @@ def _mask(
     causal: bool, window_size: tuple[int, int], max_q: int | None, max_k: int | None
 ) -> tuple[bool, tuple[int, int] | None]:
     """`causal` and `window` of `fa3gen.attention`. A side that hides nothing of the longest sequences has no bound."""
+    if isinstance(window_size, Tensor):  # on the CPU, as tests of upstream draw it
+        window_size = window_size.tolist()
     left, right = window_size
     if type(max_k) is int and left >= max_k - 1:
         left = -1
@@ -380,70 +385,50 @@ def _contiguous_rows(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _cache_as_packed(
-    k_cache: Tensor, v_cache: Tensor, seqlens: int | Tensor | None, leftpad: Tensor | None
-) -> tuple[tuple[Tensor, Tensor], Tensor, Tensor]:
-    """A cache as packed k and v, the offsets of its sequences, and how many rows of each there are.
+# Caches
 
-    Raises NotImplementedError where the cache would have to be copied.
-    """
-    batch, rows = k_cache.shape[:2]
-    apart = _rows_apart(k_cache, "k_cache")
-    if apart != _rows_apart(v_cache, "v_cache") or v_cache.shape[:2] != k_cache.shape[:2]:
-        raise NotImplementedError(
-            f"k_cache has shape {tuple(k_cache.shape)} and strides {k_cache.stride()}, v_cache {tuple(v_cache.shape)} "
-            f"and {v_cache.stride()}; they need the same sequences, equally many rows apart"
-        )
-    begins = _even_offsets(batch, apart, k_cache)
-    if not isinstance(seqlens, Tensor):
-        seqlens = begins.new_full((batch,), rows if seqlens is None else seqlens)
-    if leftpad is not None:
-        begins, seqlens = begins + torch.nn.functional.pad(leftpad, (0, 1)), seqlens - leftpad
-    total = max(0, (batch - 1) * apart + rows)
-    k, v = (x.as_strided((total, *x.shape[2:]), x.stride()[1:]) for x in (k_cache, v_cache))
-    return (k, v), begins, seqlens
+Serve = Callable[[Tensor, Tensor, Tensor | None], Any]  # of packed q, offsets of its sequences, and what to write O to
 
 
-def _rows_apart(cache: Tensor, name: str) -> int:
-    """How many rows behind a sequence's first one the next one's is. NotImplementedError where that is no number."""
-    batch, rows, *_ = cache.shape
-    if batch < 2:
-        return rows
-    apart, rest = divmod(cache.stride(0), cache.stride(1) or 1)
-    if rest or apart < rows or not cache.stride(1):
-        raise NotImplementedError(
-            f"{name} has strides {cache.stride()}, by which its sequences are no rows of one tensor; pass "
-            f"{name}.contiguous(), or keep the cache in one tensor (batch, seq, heads, head dim)"
-        )
-    return apart
+def _lengths(q: Tensor, cache: KvCache, seqlens: int | Tensor | None, cu_seqlens_q: Tensor | None) -> Tensor:
+    """Where the keys of each sequence end, (batch,) int32."""
+    if isinstance(seqlens, Tensor):
+        return seqlens.contiguous()
+    batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
+    return torch.full((batch,), cache.room if seqlens is None else seqlens, dtype=torch.int32, device=q.device)
 
 
-def _of_equal_lengths(
-    q: Tensor, cache: tuple[Tensor, Tensor], begins: Tensor, out: Tensor | None, options: dict[str, Any]
-) -> Any:
-    """O, or O and LSE, of q (batch, seq_q, heads_q, d) by packed k and v."""
+def _appended(
+    q: Tensor, cache: KvCache, new: tuple[Tensor | None, Tensor | None], offsets: Tensor | None, lengths: Tensor | None
+) -> Tensor:
+    """Where the keys of each sequence end when new ones are written behind `lengths`."""
+    k, v = new
+    if k is None or v is None or lengths is None:
+        missing = "k" if k is None else "v" if v is None else "cache_seqlens"
+        raise ArgumentError(f"{missing} is None; to append to the cache, pass k, v, and cache_seqlens: where they go")
+    calls.refuse_grad(q, cache.k, cache.v)  # as attention does, but before the cache is written to
+    calls.refuse_grad(q, k, v)
+    return cache.append(k, v, lengths, None if offsets is None else offsets.contiguous())
+
+
+def _serving(cache: KvCache, lengths: Tensor, leftpad: Tensor | None, options: dict[str, Any]) -> Serve:
+    """What computes attention of packed queries to the keys of a cache that are in use."""
+    room = cache.room
+    if cache.table is None:
+        rows, begins, used = cache.as_packed(lengths, leftpad)
+        packed = options | {"seqused_k": used, "max_seqlen_k": room}
+        return lambda q, cu_seqlens_q, out: attention_packed(q, *rows, cu_seqlens_q, begins, out=out, **packed)
+    pages, table, used = cache.as_pages(cache.table, lengths, leftpad)
+    table = _contiguous_rows(table)
+    paged = options | {"page_table": table, "seqused_k": used, "max_seqlen_k": room}
+    return lambda q, cu_seqlens_q, out: attention_packed(q, *pages, cu_seqlens_q, out=out, **paged)
+
+
+def _of_equal_lengths(q: Tensor, serve: Serve, out: Tensor | None, return_lse: bool) -> Any:
+    """O, or O and LSE, of q (batch, seq_q, heads_q, d)."""
     batch, seq_q, heads_q, _ = q.shape
     into = None if out is None else out.view(batch * seq_q, *out.shape[2:])
-    cu_seqlens_q = _even_offsets(batch, seq_q, q)
-    returned = attention_packed(q.flatten(0, 1), *cache, cu_seqlens_q, begins, out=into, **options)
-    packed, lse = returned if options["return_lse"] else (returned, None)
+    returned = serve(q.flatten(0, 1), even_offsets(batch, seq_q, q), into)
+    packed, lse = returned if return_lse else (returned, None)
     found = packed.view(batch, seq_q, *packed.shape[1:]) if out is None else out
     return found if lse is None else (found, lse.view(heads_q, batch, seq_q).transpose(0, 1))
-
-
-def _even_offsets(batch: int, rows: int, beside: Tensor) -> Tensor:
-    """Where sequences begin that are so many rows apart, and where the last one ends."""
-    kept = type(beside) is Tensor and beside.is_cuda and not is_dynamo_compiling() and not dispatch_modes()
-    if not kept or torch.cuda.is_current_stream_capturing():  # a graph would fill its tensor when it is replayed
-        return _new_offsets(batch, rows, beside.device)
-    return _kept_offsets(batch, rows, beside.device, torch.cuda.current_stream(beside.device).cuda_stream)
-
-
-@functools.lru_cache(maxsize=256)
-def _kept_offsets(batch: int, rows: int, device: torch.device, stream: int) -> Tensor:
-    """The same, once for each stream: on another one it might be read before it is written."""
-    return _new_offsets(batch, rows, device)
-
-
-def _new_offsets(batch: int, rows: int, device: torch.device) -> Tensor:
-    return torch.arange(batch + 1, dtype=torch.int32, device=device) * rows

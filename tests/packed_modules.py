@@ -52,9 +52,12 @@ def packed_attention(
     mask: Mask,
     seqused_q: torch.Tensor | None = None,
     seqused_k: torch.Tensor | None = None,
-    scale: float | None = None,
+    **scores: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """O and LSE (heads_q, total_q) in float32, sequence by sequence; rows in no sequence are UNTOUCHED."""
+    """O and LSE (heads_q, total_q) in float32, sequence by sequence; rows in no sequence are UNTOUCHED.
+
+    `scores`: scale, sinks and softcap of the reference.
+    """
     out = torch.full((*q.shape[:2], v.shape[2]), UNTOUCHED, device=q.device)
     lse = torch.full((q.shape[1], q.shape[0]), UNTOUCHED, device=q.device)
     for index in range(len(cu_seqlens_q) - 1):
@@ -66,9 +69,15 @@ def packed_attention(
             )
         ]
         one = (q[None, rows[0]], k[None, rows[1]], v[None, rows[1]])
-        expected = reference.attention(*one, reach=reach(mask), scale=scale, compute_dtype=torch.float32)
+        expected = reference.attention(*one, reach=reach(mask), compute_dtype=torch.float32, **scores)
         out[rows[0]], lse[:, rows[0]] = expected.out[0], expected.lse[0]
     return out, lse
+
+
+def out_of_pages(pages: torch.Tensor, table: torch.Tensor, used: Sequence[int]) -> torch.Tensor:
+    """The rows of all sequences one behind the other."""
+    rows = pages[table.long().clamp(0, len(pages) - 1)].flatten(1, 2)
+    return torch.cat([x[:length] for x, length in zip(rows, used, strict=True)])
 
 
 @dataclass
@@ -95,7 +104,11 @@ class PackedModules:
             self.calls.append(path.stem)
             self.options.append(dict(options))
             return_lse, into = options.pop("return_lse", False), options.pop("out", None)
-            if family.layout == "packed":
+            if family.layout == "paged":
+                cu_seqlens_q, table, used = rest
+                k, v = (out_of_pages(x, table, used.tolist()) for x in (k, v))
+                rest = cu_seqlens_q, offsets(used.tolist())
+            if family.layout != "dense":
                 out, lse = packed_attention(q, k, v, *rest, mask=family.mask, **options)
             else:
                 found = reference.attention(q, k, v, reach=reach(family.mask), compute_dtype=torch.float32, **options)

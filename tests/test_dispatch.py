@@ -544,8 +544,11 @@ def test_another_window_says_how_to_make_it(place: Workspace) -> None:
     family = Family("bf16", 64, 64, WindowMask(left=300, right=0))
     message = (
         "no generated module computes bf16, head dim 64, window (300, 0), with LSE; head dims served: bf16, causal: "
-        "128; bf16, no mask: 128; bf16, window (512, 0): 64. Make one: fa3gen new mine --from k4_2_window, write "
-        "`problem: {head_dim: 64, dtype: bf16}` and `mask: {kind: window}` into it, fa3gen render mine"
+        "128; bf16, no mask: 128; bf16, window (512, 0): 64. This spec of one extends fwd_d64_any_window, and was "
+        f"never measured. Save it as {place.specs_dir / 'made_bf16_d64_any_window.yaml'}, run `fa3gen render "
+        "made_bf16_d64_any_window` and `fa3gen verify made_bf16_d64_any_window`; or have fa3gen.attention(..., "
+        "render=True) render and compile it, once in each process:\n\nsummary: Proposed by "
+        "fa3gen, never measured\nextends: fwd_d64_any_window\nmatrix: {}\n"
     )
     with pytest.raises(NoKernel, match=re.escape(message)):
         dispatch.choose(family, Size(7, 1), lse=True, workspace=place)
@@ -599,9 +602,9 @@ def test_packed_and_dense_calls_have_modules_of_their_own(place: Workspace) -> N
             dispatch.choose(family, Size(7, 1), lse=False, workspace=place)
         assert f"no generated module computes {family}" in str(refused.value)
         assert f"head dims served: {served}" in str(refused.value)
-        base, layout = ("k6", "") if family == CAUSAL else ("fwd_packed", ", layout: packed")
-        fields = f"--from {base}, write `problem: {{head_dim: 128, dtype: bf16{layout}}}` and `mask: "
-        assert fields in str(refused.value)
+        base, function = ("fwd_d128_causal", "") if family == CAUSAL else ("fwd_packed", "_packed")
+        assert f"have fa3gen.attention{function}(..., render=True)" in str(refused.value)
+        assert f"extends: {base}\n" in str(refused.value)
 
 
 def test_a_row_for_packed_sequences_serves_no_dense_call_and_no_other_group(place: Workspace) -> None:
@@ -645,9 +648,7 @@ def test_tiles_of_several_heads_are_for_groups_of_as_many(place: Workspace) -> N
     with pytest.raises(NoKernel, match=r"several modules.*measure them on your GPU: python tests/gpu/packed_cells.py"):
         dispatch.choose(PACKED, Size(7, 1, group=8), lse=True, workspace=place)
     place.module_path("fwd_packed_d128_causal").unlink()
-    message = (
-        "served: bf16, causal, 4 heads in a tile: 128. Make one:.*--from fwd_packed_pack4, .* and `tile: {pack_heads"
-    )
+    message = "served: bf16, causal, 4 heads in a tile: 128. This spec of one extends fwd_packed, and"
     with pytest.raises(NoKernel, match=message):
         dispatch.choose(PACKED, Size(7, 1, group=6), lse=True, workspace=place)
 
@@ -658,7 +659,7 @@ def test_o_in_float32_has_modules_of_its_own() -> None:
         choice = dispatch.choose(Family("bf16", 128, 128, mask, "fp32"), Size(777, 1), lse=True, workspace=CHECKOUT)
         assert (choice.stem, choice.row) == (stem, None)
         assert dispatch.choose(Family("bf16", 128, 128, mask), Size(777, 1), lse=True, workspace=CHECKOUT).stem != stem
-    with pytest.raises(NoKernel, match=r"computes fp16, O in fp32, head dim 64.*write `o: \{dtype: fp32\}`, `problem:"):
+    with pytest.raises(NoKernel, match=r"(?s)computes fp16, O in fp32, head dim 64.*\no: \{dtype: fp32\}"):
         dispatch.choose(Family("fp16", 64, 64, NoMask(), "fp32"), Size(777, 1), lse=True, workspace=CHECKOUT)
 
 

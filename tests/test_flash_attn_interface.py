@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
-from packed_modules import PackedModules, offsets, packed_attention, packed_tensors
+from packed_modules import PackedModules, offsets, out_of_pages, packed_attention, packed_tensors
 from rendering import ROOT
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fa3gen
 from fa3gen import flash_attn_interface as fa3
-from fa3gen.run import calls, dispatch
+from fa3gen.run import calls, dispatch, kv_cache
 from fa3gen.spec.model import WINDOW_MAX, CausalMask, Mask, NoMask, WindowMask
 from fa3gen.verify import reference
 
@@ -76,7 +76,7 @@ def modules(monkeypatch: pytest.MonkeyPatch) -> Iterator[PackedModules]:
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: type("Stream", (), {"cuda_stream": 0}))
-    fa3._kept_offsets.cache_clear()
+    kv_cache._kept_offsets.cache_clear()
     calls.stretches.clear()
     yield stand_in
     calls.stretches.clear()
@@ -135,16 +135,24 @@ def test_dense(modules: PackedModules) -> None:
     wanted, wanted_lse = dense(q, k, v, None, 0, scale=0.5)
     assert out.equal(wanted) and lse.equal(wanted_lse) and lse.shape == (2, 4, 5)
     into = torch.empty_like(q)
-    returned = fa3.flash_attn_func(q, k, v, pack_gqa=True, deterministic=True, sm_margin=8, num_splits=0, out=into)
+    returned = fa3.flash_attn_func(q, k, v, pack_gqa=True, deterministic=True, sm_margin=8, num_splits=3, out=into)
     assert returned is into and into.equal(dense(q, k, v, None, None)[0])
     assert [family.layout for family, _, _ in modules.asked] == ["dense"] * 2
 
 
-@pytest.mark.parametrize("given", [{"softcap": 1.5}, {"s_aux": SINKS}, {"softcap": 1.5, "s_aux": SINKS}])
+SCORES: list[dict[str, Any]] = [{"softcap": 1.5}, {"s_aux": SINKS}, {"softcap": 1.5, "s_aux": SINKS}]
+
+
+def named_scores(given: dict[str, Any]) -> dict[str, Any]:
+    """As fa3gen calls them."""
+    return {"sinks" if name == "s_aux" else name: value for name, value in given.items()}
+
+
+@pytest.mark.parametrize("given", SCORES)
 def test_dense_sinks_and_caps(given: dict[str, Any], modules: PackedModules) -> None:
     """Of `flash_attn_func`, and of a cache that is used whole."""
     q, k, v = dense_tensors()
-    named = {"sinks" if name == "s_aux" else name: value for name, value in given.items()}
+    named = named_scores(given)
     wanted, wanted_lse = dense(q, k, v, None, 0, **named)
     assert not wanted_lse.equal(dense(q, k, v, None, 0)[1])
     out, lse = fa3.flash_attn_func(q, k, v, causal=True, return_attn_probs=True, **given)
@@ -156,7 +164,7 @@ def test_dense_sinks_and_caps(given: dict[str, Any], modules: PackedModules) -> 
 
 @pytest.mark.parametrize(("given", "named"), [({"softcap": 1.5}, "softcap"), ({"s_aux": SINKS}, "sinks")])
 def test_where_no_module_has_sinks_or_a_cap(given: dict[str, Any], named: str) -> None:
-    with pytest.raises(dispatch.NoKernel, match=f"computes bf16, head dim 64, no mask, {named};.* --from"):
+    with pytest.raises(dispatch.NoKernel, match=f"computes bf16, head dim 64, no mask, {named};.* extends"):
         fa3.flash_attn_func(*dense_tensors(), **given)
 
 
@@ -173,6 +181,7 @@ WINDOWS: list[tuple[bool, Any, Mask]] = [
     (False, (3, 0), WindowMask(left=3, right=0)),
     (True, (3, 3), WindowMask(left=3, right=0)),
     (True, [3, -1], WindowMask(left=3, right=0)),
+    (False, torch.tensor([3, 2]), WindowMask(left=3, right=2)),
     (False, (3, 2), WindowMask(left=3, right=2)),
     (False, (3, -1), WindowMask(left=3, right=WINDOW_MAX)),
     (False, (-1, 2), WindowMask(left=WINDOW_MAX, right=2)),
@@ -221,6 +230,17 @@ def test_varlen(causal: bool, modules: PackedModules) -> None:
     assert [(family.layout, size.keys) for family, size, _ in modules.asked] == [("packed", 4)]
 
 
+def test_offsets_and_lengths_need_not_be_contiguous(modules: PackedModules) -> None:
+    """As with upstream, they are copied; what modules take is one word behind the other."""
+    tensors = packed_tensors([3, 5], [4, 9])
+    used = torch.tensor([3, 8], dtype=torch.int32)
+    apart = [x.repeat_interleave(2)[::2] for x in (*tensors[3:], used)]
+    assert all(x.stride() == (2,) for x in apart)
+    out = fa3.flash_attn_varlen_func(*tensors[:3], *apart[:2], 5, 9, seqused_k=apart[2])
+    wanted, _ = packed_attention(*tensors, mask=NoMask(), seqused_k=used)
+    assert out.equal(wanted.to(torch.bfloat16)) and modules.options[0]["seqused_k"].is_contiguous()
+
+
 def test_varlen_is_compiled_in_one_graph(modules: PackedModules, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     monkeypatch.setattr(dispatch, "choose", modules.choose)
@@ -236,6 +256,47 @@ def test_varlen_is_compiled_in_one_graph(modules: PackedModules, monkeypatch: py
     assert out.equal(wanted.to(torch.bfloat16) * 2) and lse.equal(wanted_lse)
 
 
+@pytest.mark.parametrize("given", SCORES)
+def test_sinks_and_caps_of_sequences(given: dict[str, Any], modules: PackedModules) -> None:
+    """Packed ones, and those of a cache with lengths, whose queries are packed or not."""
+    named = named_scores(given)
+    tensors = packed_tensors([3, 0, 5, 1], [4, 2, 9, 0])
+    out, lse = fa3.flash_attn_varlen_func(*tensors, 5, 9, causal=True, return_attn_probs=True, **given)
+    wanted, wanted_lse = packed_attention(*tensors, mask=CausalMask(), **named)
+    assert out.equal(wanted.to(torch.bfloat16)) and lse.equal(wanted_lse)
+    assert not lse.equal(packed_attention(*tensors, mask=CausalMask())[1])
+    q, (k, v), lengths, _ = cache_with_its_reference(True)
+    used = torch.tensor(lengths, dtype=torch.int32)
+    of_cache: dict[str, Any] = {"cache_seqlens": used, "causal": True, "return_softmax_lse": True, **given}
+    out, lse, *_ = fa3.flash_attn_with_kvcache(q, k, v, **of_cache)
+    packed, packed_lse, *_ = fa3.flash_attn_with_kvcache(
+        q.flatten(0, 1), k, v, cu_seqlens_q=offsets([3, 3]), max_seqlen_q=3, **of_cache
+    )
+    for i, length in enumerate(lengths):
+        wanted, wanted_lse = dense(q[i : i + 1], k[i : i + 1, :length], v[i : i + 1, :length], None, 0, **named)
+        assert out[i].equal(wanted[0]) and lse[i].equal(wanted_lse[0])
+    assert packed.view_as(q).equal(out) and packed_lse.equal(lse.transpose(0, 1).flatten(1))
+    assert {(family.layout, family.keywords) for family, _, _ in modules.asked} == {("packed", tuple(named)[::-1])}
+
+
+def test_a_cache_is_compiled_in_one_graph(modules: PackedModules, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With new keys, which are written to it."""
+    monkeypatch.undo()
+    monkeypatch.setattr(dispatch, "choose", modules.choose)
+    monkeypatch.setattr(calls, "module_at", modules.module_at)
+
+    def model(q: Any, *rest: Any, **options: Any) -> Any:
+        return fa3.flash_attn_with_kvcache(q + 1, *rest, causal=True, return_softmax_lse=True, **options)[:2]
+
+    q, (k, v), lengths, _ = cache_with_its_reference(True)
+    options = {"cache_seqlens": torch.tensor(lengths, dtype=torch.int32) - 2}
+    found, caches = [], []
+    for call in (torch.compile(model, fullgraph=True, backend="aot_eager"), model):
+        caches.append((k.clone(), v.clone()))
+        found.append((*call(q, *caches[-1], k[:, :2], v[:, :2], **options), *caches[-1]))
+    assert all(x.equal(y) for x, y in zip(*found, strict=True)) and not caches[0][0].equal(k)
+
+
 # With a cache
 
 
@@ -249,6 +310,7 @@ def test_cache(causal: bool, modules: PackedModules) -> None:
     assert [x.shape for x in rest] == [(0,), (0,)]  # as upstream without splits
     into = torch.empty_like(q)
     options: dict[str, Any] = {"scheduler_metadata": torch.zeros(1), "num_splits": 1, "cu_seqlens_k_new": used}
+    options |= {"rotary_seqlens": used, "rotary_interleaved": False}  # of no meaning without cos and sin
     assert fa3.flash_attn_with_kvcache(q, k, v, cache_seqlens=used, causal=causal, out=into, **options) is into
     assert into.equal(wanted)
     packed = fa3.flash_attn_with_kvcache(
@@ -275,7 +337,6 @@ def test_cache_of_one_length_or_all_of_it(modules: PackedModules) -> None:
 
 def layouts(cache: torch.Tensor) -> Iterator[torch.Tensor]:
     """K and V of a cache (2, batch, rows, heads, head dim) with other strides."""
-    yield cache.transpose(1, 2).contiguous().transpose(1, 2)[:, :, :9]  # by row, then sequence: not one row apart
     yield torch.cat([cache, cache], dim=2)[:, :, :9]  # the first rows of sequences of 18
     yield torch.cat([*cache], dim=-1).unflatten(-1, (2, -1)).movedim(-2, 0)  # K and V of a row side by side
     yield cache.transpose(2, 3).contiguous().transpose(2, 3)  # by head, then row
@@ -284,7 +345,6 @@ def layouts(cache: torch.Tensor) -> Iterator[torch.Tensor]:
 def test_caches_with_other_strides_are_not_copied(modules: PackedModules, monkeypatch: pytest.MonkeyPatch) -> None:
     q, cache, lengths, expected = cache_with_its_reference(True)
     used = torch.tensor(lengths, dtype=torch.int32)
-    first, *others = layouts(cache)
     addresses = []
     serve = fa3.attention_packed
 
@@ -293,34 +353,165 @@ def test_caches_with_other_strides_are_not_copied(modules: PackedModules, monkey
         return serve(q, k, v, *rest, **options)
 
     monkeypatch.setattr(fa3, "attention_packed", watched)
-    for k, v in others:
+    for k, v in layouts(cache):
         assert fa3.flash_attn_with_kvcache(q, k, v, cache_seqlens=used, causal=True).equal(expected()[0])
         assert addresses[-1] == (k.data_ptr(), v.data_ptr())
-    k, v = first
-    with pytest.raises(NotImplementedError, match=r"k_cache has strides .* pass k_cache.contiguous\(\)"):
-        fa3.flash_attn_with_kvcache(q, k, v, cache_seqlens=used)
-    with pytest.raises(NotImplementedError, match="they need the same sequences, equally many rows apart"):
-        fa3.flash_attn_with_kvcache(q, cache[0], others[0][1], cache_seqlens=used)
     with pytest.raises(ValueError, match="need a contiguous last dimension"):
         fa3.flash_attn_with_kvcache(q, *(x.transpose(1, 3) for x in cache), cache_seqlens=used)
 
 
-def test_offsets_are_made_once_for_a_stream_and_not_kept_of_a_capture(
-    modules: PackedModules, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    q = dense_tensors()[0]
-    first = fa3._even_offsets(2, 5, q)
-    assert fa3._even_offsets(2, 5, q) is first
-    assert fa3._even_offsets(3, 0, q).tolist() == [0] * 4
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: type("Stream", (), {"cuda_stream": 7}))
-    other = fa3._even_offsets(2, 5, q)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    captured = fa3._even_offsets(2, 5, q)
-    assert len({id(x) for x in (first, other, captured)}) == 3 and other.tolist() == captured.tolist() == [0, 5, 10]
-    kept = fa3._kept_offsets.cache_info().currsize
-    with FakeTensorMode():
-        fa3._even_offsets(2, 6, torch.empty(1))
-    assert fa3._kept_offsets.cache_info().currsize == kept
+# Pages, of which modules are stood in for by what `fa3gen.attention_packed` takes
+
+
+@dataclass
+class PagedModules:
+    """Computes attention to pages with the packed stand-in, and keeps what it was called with."""
+
+    asked: list[dict[str, Any]] = field(default_factory=list)
+
+    def attention(
+        self,
+        q: torch.Tensor,
+        k_pages: torch.Tensor,
+        v_pages: torch.Tensor,
+        cu_seqlens_q: torch.Tensor,
+        *,
+        page_table: torch.Tensor,
+        seqused_k: torch.Tensor,
+        max_seqlen_k: int,
+        out: torch.Tensor | None,
+        return_lse: bool,
+        **options: Any,
+    ) -> Any:
+        self.asked.append({"page": k_pages.shape[1], "k": k_pages, "max_seqlen_k": max_seqlen_k, **options})
+        assert page_table.dtype == seqused_k.dtype == torch.int32 and page_table.stride(1) == 1
+        used = seqused_k.tolist()
+        k, v = (out_of_pages(pages, page_table, used) for pages in (k_pages, v_pages))
+        mask, scale = dispatch.mask_of(options["causal"], options["window"]), options["scale"]
+        found, lse = packed_attention(q, k, v, cu_seqlens_q, offsets(used), mask=mask, scale=scale)
+        written = found.to(q.dtype) if out is None else out.copy_(found)
+        return (written, lse) if return_lse else written
+
+
+@pytest.fixture
+def paged(modules: PackedModules, monkeypatch: pytest.MonkeyPatch) -> PagedModules:
+    stand_in = PagedModules()
+
+    def attention(*tensors: Any, **options: Any) -> Any:
+        return (stand_in.attention if "page_table" in options else fa3gen.attention_packed)(*tensors, **options)
+
+    monkeypatch.setattr(fa3, "attention_packed", attention)
+    return stand_in
+
+
+def as_pages(x: torch.Tensor, page: int, table: torch.Tensor) -> torch.Tensor:
+    """A cache (batch, rows, ..) in pages by a table, NaN in all that is not."""
+    pages = torch.full((int(table.max()) + 2, page, *x.shape[2:]), torch.nan, dtype=x.dtype)
+    padded = torch.nn.functional.pad(x, (0, 0, 0, 0, 0, table.shape[1] * page - x.shape[1]), value=torch.nan)
+    pages[table.long().flatten()] = padded.unflatten(1, (-1, page)).flatten(0, 1)
+    return pages
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_pages(causal: bool, paged: PagedModules, modules: PackedModules) -> None:
+    q, (k, v), lengths, expected = cache_with_its_reference(causal)
+    wanted, wanted_lse = expected()
+    table = torch.tensor([[3, 0, 5], [4, 1, 2]], dtype=torch.int32)
+    k_pages, v_pages = (as_pages(x, 4, table) for x in (k, v))
+    table[1, 1:] = -1  # which no length reaches
+    options: dict[str, Any] = {"cache_seqlens": torch.tensor(lengths, dtype=torch.int32), "causal": causal}
+    out, lse, *_ = fa3.flash_attn_with_kvcache(
+        q, k_pages, v_pages, page_table=table, return_softmax_lse=True, num_splits=3, **options
+    )
+    assert out.equal(wanted) and lse.equal(wanted_lse)
+    wide = torch.cat([table, table], dim=1)[:, ::2]  # whose entries are not one behind the other
+    assert wide[0].tolist() == [3, 5, 0]
+    table = torch.tensor([[3, 9, 5, 9, 0, 9], [4, 9, 2, 9, 1, 9]], dtype=torch.int32)[:, ::2]
+    into = torch.empty_like(q)
+    pages = [as_pages(x, 4, table) for x in (k, v)]
+    packed = {"cu_seqlens_q": offsets([3, 3]), "max_seqlen_q": 3, "out": into.flatten(0, 1)}
+    fa3.flash_attn_with_kvcache(q.flatten(0, 1), *pages, page_table=table, **packed, **options)
+    assert into.equal(wanted)
+    assert [(asked["page"], asked["max_seqlen_k"], asked["max_seqlen_q"]) for asked in paged.asked] == [(4, 12, 3)] * 2
+    assert paged.asked[0]["k"] is k_pages and modules.calls == []
+
+
+@pytest.mark.parametrize("page", [None, 4])
+def test_sequences_of_a_cache_may_be_chosen(page: int | None, paged: PagedModules) -> None:
+    """Of a contiguous one, and rows of a table; with keys that begin behind the first row, each row is a page."""
+    q, (k, v), lengths, expected = cache_with_its_reference(True)
+    chosen, used = torch.tensor([2, 0], dtype=torch.int32), torch.tensor(lengths, dtype=torch.int32)
+    cache = [torch.stack([x[1], torch.full_like(x[0], torch.nan), x[0]]) for x in (k, v)]
+    given: dict[str, Any] = {"cache_batch_idx": chosen, "cache_seqlens": used, "causal": True}
+    if page is not None:
+        given["page_table"] = torch.tensor([[3, 0, 5], [6, 7, 8], [4, 1, 2]], dtype=torch.int32)
+        cache = [as_pages(x, page, given["page_table"]) for x in cache]
+    assert fa3.flash_attn_with_kvcache(q, *cache, **given).equal(expected()[0])
+    padded = torch.tensor([2, 1], dtype=torch.int32)
+    assert fa3.flash_attn_with_kvcache(q, *cache, cache_leftpad=padded, **given).equal(expected((2, 1))[0])
+    assert [asked["page"] for asked in paged.asked] == [page or 9, 1]
+    assert {asked["max_seqlen_k"] for asked in paged.asked} == {12 if page else 9}
+
+
+def test_a_window_of_pages_reaches_as_far_as_the_table(paged: PagedModules) -> None:
+    q, (k, v), lengths, _ = cache_with_its_reference(True)
+    table = torch.tensor([[3, 0, 5], [4, 1, 2]], dtype=torch.int32)
+    pages, used = [as_pages(x, 4, table) for x in (k, v)], torch.tensor(lengths, dtype=torch.int32)
+    for left, window in ((10, (10, 0)), (11, None)):
+        fa3.flash_attn_with_kvcache(
+            q, *pages, page_table=table, cache_seqlens=used, causal=True, window_size=torch.tensor([left, 5])
+        )
+        assert paged.asked[-1]["window"] == window and paged.asked[-1]["causal"] == (window is None)
+
+
+def test_a_cache_whose_sequences_are_no_rows_of_one_tensor_is_pages(paged: PagedModules) -> None:
+    q, cache, lengths, expected = cache_with_its_reference(True)
+    used = torch.tensor(lengths, dtype=torch.int32)
+    k, v = cache.transpose(1, 2).contiguous().transpose(1, 2)
+    assert fa3.flash_attn_with_kvcache(q, k, v, cache_seqlens=used, causal=True).equal(expected()[0])
+    assert [(asked["page"], asked["k"].data_ptr()) for asked in paged.asked] == [(9, k.data_ptr())]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("kind", ["contiguous", "chosen", "pages"])
+def test_new_keys_are_appended_and_attended_to(kind: str, packed: bool, paged: PagedModules) -> None:
+    """As if they had been there, at the end of those of 7 and 3 keys that are not new."""
+    q, (k, v), lengths, expected = cache_with_its_reference(True)
+    new, table = [2, 1] if packed else [2, 2], torch.tensor([[3, 0, 5], [4, 1, 2]], dtype=torch.int32)
+    old = torch.tensor(lengths, dtype=torch.int32) - torch.tensor(new, dtype=torch.int32)
+    rows = [[x[i, length - n : length] for i, (length, n) in enumerate(zip(lengths, new, strict=True))] for x in (k, v)]
+    given: dict[str, Any] = dict(zip("kv", (torch.cat(x) if packed else torch.stack(x) for x in rows), strict=True))
+    given |= {"cu_seqlens_k_new": offsets(new)} if packed else {}
+    cache = [x.clone() for x in (k, v)]
+    for x in cache:
+        for i, length in enumerate(old.tolist()):
+            x[i, length:] = torch.nan
+    if kind == "pages":
+        cache, given["page_table"] = [as_pages(x, 4, table) for x in cache], table
+    elif kind == "chosen":
+        cache, given["cache_batch_idx"] = [x.flip(0) for x in cache], torch.tensor([1, 0], dtype=torch.int32)
+    out = fa3.flash_attn_with_kvcache(q, *cache, **given, cache_seqlens=old, causal=True)
+    assert out.equal(expected()[0]) and len(paged.asked) == (kind != "contiguous")
+
+
+def test_what_appending_needs(modules: PackedModules) -> None:
+    """And that nothing is written where gradients would be lost."""
+    q, (k, v), _, _ = cache_with_its_reference(True)
+    used, new = torch.tensor([1, 2], dtype=torch.int32), k[:, :2].clone()
+    for given, missing in (
+        ({"k": new, "cache_seqlens": used}, "v"),
+        ({"v": new, "cache_seqlens": used}, "k"),
+        ({"k": new, "v": new}, "cache_seqlens"),
+    ):
+        with pytest.raises(ValueError, match=f"^{missing} is None; to append to the cache, pass k, v, and"):
+            fa3.flash_attn_with_kvcache(q, k, v, **given)
+    before = k.clone()
+    for tensors in ((q, new.clone().requires_grad_()), (q.clone().requires_grad_(), new)):
+        with pytest.raises(ValueError, match="requires grad; this kernel is forward only"):
+            fa3.flash_attn_with_kvcache(tensors[0], k, v, tensors[1], new, cache_seqlens=used)
+    assert k.equal(before)
+    out = fa3.flash_attn_with_kvcache(q, k, v, new, new, cache_seqlens=7)
+    assert k[:, 7:9].equal(new) and out.equal(dense(q, k, v, None, None)[0])
 
 
 # Metadata and merging
@@ -367,13 +558,11 @@ def test_combine_merges_parts_of_the_keys() -> None:
 
 TENSOR = torch.zeros(2)
 EVERYWHERE = {"qv": TENSOR, "q_descale": TENSOR, "k_descale": TENSOR, "v_descale": TENSOR}
-EVERYWHERE |= {"attention_chunk": 64, "num_splits": 2}
-OF_PACKED = {"softcap": 30.0, "s_aux": TENSOR}
-OF_A_CACHE = dict.fromkeys(("k", "v", "rotary_cos", "rotary_sin", "rotary_seqlens"), TENSOR)
-OF_A_CACHE |= {"cache_batch_idx": TENSOR, "page_table": TENSOR}
+EVERYWHERE |= {"attention_chunk": 64}
+OF_A_CACHE = dict.fromkeys(("rotary_cos", "rotary_sin"), TENSOR)
 
 
-@pytest.mark.parametrize(("name", "value"), [*EVERYWHERE.items(), *OF_PACKED.items(), *OF_A_CACHE.items()])
+@pytest.mark.parametrize(("name", "value"), [*EVERYWHERE.items(), *OF_A_CACHE.items()])
 def test_what_is_not_served_names_the_argument_and_the_way_out(name: str, value: Any, modules: PackedModules) -> None:
     q, k, v = dense_tensors()
     used = torch.tensor([9, 9], dtype=torch.int32)
@@ -382,7 +571,6 @@ def test_what_is_not_served_names_the_argument_and_the_way_out(name: str, value:
     ]
     if name in EVERYWHERE:
         functions.append(lambda **given: fa3.flash_attn_func(q, k, v, **given))
-    if name in EVERYWHERE or name in OF_PACKED:
         functions.append(lambda **given: fa3.flash_attn_varlen_func(q[0], k[0], v[0], used, used, 9, 9, **given))
     said = r"a tensor of shape \(2,\)" if value is TENSOR else value
     for function in functions:
@@ -391,8 +579,21 @@ def test_what_is_not_served_names_the_argument_and_the_way_out(name: str, value:
     assert modules.calls == []
 
 
+def test_eight_bits_are_not_served_whatever_comes_with_them(modules: PackedModules) -> None:
+    q, k, v = (x.to(torch.float8_e4m3fn) for x in dense_tensors())
+    used = offsets([9])
+    for call in (
+        lambda: fa3.flash_attn_func(q, k, v),
+        lambda: fa3.flash_attn_varlen_func(q[0], k[0], v[0], used, used, 9, 9),
+        lambda: fa3.flash_attn_with_kvcache(q, k, v, cache_seqlens=4),
+    ):
+        with pytest.raises(NotImplementedError, match="^q has dtype torch.float8_e4m3fn; pass bfloat16 or float16"):
+            call()
+    assert modules.calls == []
+
+
 def test_every_refusal_is_tested() -> None:
-    assert {*EVERYWHERE, *OF_PACKED, *OF_A_CACHE} == set(fa3._INSTEAD)
+    assert {*EVERYWHERE, *OF_A_CACHE} == set(fa3._INSTEAD)
 
 
 def test_gradients_are_refused_with_the_way_out() -> None:
@@ -426,7 +627,7 @@ def test_the_calls_shown_in_the_readme(modules: PackedModules, capsys: pytest.Ca
 @pytest.mark.parametrize("name", [*UPSTREAM, *fa3._INSTEAD])
 def test_the_readme_names_every_function_and_what_is_not_served(name: str) -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8").partition("### A drop-in for FA3's functions")[2]
-    assert f"`{'rotary_*' if name.startswith('rotary') else name}`" in text.partition("### Limits")[0]
+    assert f"`{name}`" in text.partition("### Limits")[0]
 
 
 # On the CPU model

@@ -439,19 +439,21 @@ def test_all_modules_check_alike() -> None:
     scored = {stem for stem, plan in attention_plans().items() if plan.softmax.sink or plan.softmax.softcap}
     assert {checks(stem) for stem in dense - packed - scored} == {checks("k4_2_d64")}
     assert {checks(stem) for stem in packed - scored} == {checks(PACKED)} != {checks("k4_2_d64")}
+    # Those for packed sequences have checks of their own, alike but for heads in a tile.
+    usual_of = {(False, False): checks("k4_2_d64"), (False, True): checks(PACKED)}
+    for heads in (False, True):
+        alike = [checks(stem) for stem in sequences - scored if attention_plans()[stem].tile.packed == heads]
+        assert len(alike) > 5 and len(set(alike)) == 1
+        usual_of[True, heads] = alike[0]
     # Those with sinks or a cap check these as well, all alike.
     sinks, cap = "    check_sinks(sinks, heads_q, q.device)\n", text_of_cap_check("fwd_d256_softcap_causal")
     for stem in scored:
-        usual = checks(PACKED) if stem in packed else checks("k4_2_d64")
+        usual = usual_of[stem in sequences, attention_plans()[stem].tile.packed]
         own = sinks * attention_plans()[stem].softmax.sink + cap * attention_plans()[stem].softmax.softcap
         before, grad, after = usual.partition("    if torch.is_grad_enabled()")
         assert checks(stem) == before + own + grad + after, stem
     for of in (allocating, asking):
         assert {of(stem) for stem in dense} == {of("k4_2_d64")}
-    # Those for packed sequences have checks of their own, alike but for heads in a tile.
-    for heads in (False, True):
-        alike = [checks(stem) for stem in sequences if attention_plans()[stem].tile.packed == heads]
-        assert len(alike) > 5 and len(set(alike)) == 1
     for kind in ("dynamic", "stream_k"):
         scratch = {after_asking(stem) for stem, plan in attention_plans().items() if plan.scheduler.kind == kind}
         assert len(scratch) == 1 and scratch != {""}

@@ -26,6 +26,7 @@ LIGHT = [
     "fa3gen.design.load",
     "fa3gen.design.masks",
     "fa3gen.design.operation",
+    "fa3gen.design.proposed",
     "fa3gen.design.rules",
     "fa3gen.design.work",
     "fa3gen.design.workspace",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 import pytest
@@ -98,6 +99,34 @@ def test_what_decides_is_asked_for(eager: PackedModules) -> None:
     assert [lse for _, _, lse in eager.asked] == [False, False, False, True, False, False]
 
 
+SINKS = torch.tensor([0.5, -2.0, 3e38, -torch.inf])
+SCORES = pytest.mark.parametrize("scores", [{"sinks": SINKS}, {"softcap": 1.5}, {"sinks": SINKS, "softcap": 1.5}])
+
+
+@BOTH_WAYS
+@SCORES
+def test_sinks_and_a_cap(scores: dict[str, Any], way: str, request: pytest.FixtureRequest) -> None:
+    """Calls with them have modules of their own, which are found again; other modules do not get the arguments."""
+    modules: PackedModules = request.getfixturevalue(way)
+    tensors = packed_tensors(*LENGTHS)
+    for _ in range(2):
+        out, lse = fa3gen.attention_packed(*tensors, **scores, causal=True, return_lse=True)
+        wanted, wanted_lse = expected(*tensors, **scores)
+        assert out.equal(wanted) and lse.equal(wanted_lse)
+        into = torch.empty_like(out)
+        assert fa3gen.attention_packed(*tensors, **scores, causal=True, out=into) is into and into.equal(wanted)
+    plain, plain_lse = fa3gen.attention_packed(*tensors, causal=True, return_lse=True)
+    assert plain.equal(expected(*tensors)[0]) and not plain_lse.equal(wanted_lse)
+    assert {frozenset(options) & {"sinks", "softcap"} for options in modules.options[:4]} == {frozenset(scores)}
+    assert not {"sinks", "softcap"} & set(modules.options[4])
+    kinds = [(family.sink, family.softcap) for family, _, _ in modules.asked]
+    assert set(kinds) == {("sinks" in scores, "softcap" in scores), (False, False)}
+    assert modules.asked[-1][0].layout == "packed"
+    before = len(modules.asked)
+    fa3gen.attention_packed(*tensors, **scores, causal=True, return_lse=True)
+    assert len(modules.asked) == before
+
+
 @BOTH_WAYS
 def test_out_scale_lse_and_lengths_in_use(way: str, request: pytest.FixtureRequest) -> None:
     request.getfixturevalue(way)
@@ -126,14 +155,18 @@ def test_compiled_in_one_graph(modules: PackedModules, dynamic: bool) -> None:
     def model(q: Any, *rest: Any, longest: int) -> Any:
         options: dict[str, Any] = {"causal": True, "max_seqlen_q": longest, "max_seqlen_k": longest}
         out, lse = fa3gen.attention_packed(q * 2, *rest, **options, return_lse=True)
-        return out + 1, lse, fa3gen.attention_packed(q, *rest, **options)
+        return out + 1, lse, fa3gen.attention_packed(q, *rest, **options, sinks=SINKS, softcap=3.0)
 
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager", dynamic=dynamic)
     for lengths in (LENGTHS, ([7, 2, 3, 1], [7, 2, 3, 1])):
         q, *rest = packed_tensors(*lengths)
         out, lse, other = compiled(q, *rest, longest=max(lengths[1]))
         wanted, wanted_lse = expected(q * 2, *rest)
-        assert out.equal(wanted + 1) and lse.equal(wanted_lse) and other.equal(expected(q, *rest)[0])
+        assert (
+            out.equal(wanted + 1)
+            and lse.equal(wanted_lse)
+            and other.equal(expected(q, *rest, sinks=SINKS, softcap=3.0)[0])
+        )
 
 
 def test_compiled_with_out(modules: PackedModules) -> None:
@@ -155,6 +188,7 @@ def test_operators_are_sound(modules: PackedModules, name: str, return_lse: bool
     tensors = packed_tensors(*LENGTHS)
     arguments = tensors if name == "attention_packed" else (*tensors, torch.empty_like(tensors[0]))
     options = {"causal": True, "return_lse": return_lse, "max_seqlen_q": 9, "seqused_k": tensors[4].diff()}
+    options |= {"sinks": torch.tensor([0.5, -2.0, 1.0, 0.0]), "softcap": 2.5} if return_lse else {}
     torch.library.opcheck(getattr(torch.ops.fa3gen, name).default, arguments, options)
 
 
@@ -174,6 +208,8 @@ def test_fake_tensors_have_the_real_shapes_and_what_is_wrong_shows(modules: Pack
             ({"k": fake(7, 2, 32)}, "they need the same head dim"),
             ({"v": fake(6, 2, 32)}, "they may only differ in the head dim"),
             ({"cu_seqlens_k": fewer}, r"cu_seqlens_k has shape \(2,\); it needs to be \(3,\)"),
+            ({"sinks": fake(4)}, r"sinks is \(4,\), torch.float16; it needs to be \(4,\), bfloat16 or float32"),
+            ({"sinks": fake(2).float()}, r"sinks is \(2,\), torch.float32; it needs to be \(4,\)"),
         ]
         for changes, message in wrong:
             arguments: dict[str, Any] = {"q": q, "k": k, "v": v, "cu_seqlens_q": cu, "cu_seqlens_k": cu, **changes}
@@ -190,6 +226,12 @@ def test_fake_tensors_have_the_real_shapes_and_what_is_wrong_shows(modules: Pack
         ({"cu_seqlens_q": None}, TypeError, "cu_seqlens_q is a NoneType; it needs to be a torch.Tensor"),
         ({"cu_seqlens_q": torch.zeros(1, 2)}, ValueError, r"cu_seqlens_q has shape \(1, 2\); it needs to be"),
         ({"q": torch.zeros(9, 4, 64)}, TypeError, "torch.float32; fa3gen.attention_packed takes torch.bfloat16 or"),
+        ({"sinks": [1.0] * 4}, TypeError, "sinks is a list; it needs to be a torch.Tensor"),
+        (
+            {"softcap": 0.0},
+            ValueError,
+            "softcap is 0.0; it needs to be a finite and positive number, or None for no cap",
+        ),
         ({"window": 512}, ValueError, r"window is 512; it needs to be None or \(left, right\)"),
     ],
 )
@@ -207,6 +249,8 @@ def test_arguments_without_sense(
 
 def test_tensors_that_require_grad(modules: PackedModules) -> None:
     q, *rest = packed_tensors(*LENGTHS)
+    with pytest.raises(ValueError, match="sinks requires grad; this kernel is forward only"):
+        fa3gen.attention_packed(q, *rest, sinks=SINKS.clone().requires_grad_())
     with pytest.raises(ValueError, match="this kernel is forward only: call it under torch.no_grad"):
         fa3gen.attention_packed(q.requires_grad_(), *rest)
 
@@ -235,6 +279,43 @@ def test_the_cpu_model_agrees(modules: PackedModules, monkeypatch: pytest.Monkey
     torch.testing.assert_close(lse, wanted_lse, rtol=1e-4, atol=1e-4)
 
 
+# Calls as models make them: query heads and heads of k, head dim, what else, and the committed module that serves them.
+CAPPED: dict[str, Any] = {"softcap": 50.0}
+MODELS: list[tuple[tuple[int, int], int, dict[str, Any], str]] = [
+    ((64, 8), 64, {"sinks": 64, "causal": True}, "fwd_packed_sink_d64_causal"),  # GPT-OSS
+    ((64, 8), 64, {"sinks": 64, "window": (127, 0)}, "fwd_packed_pack8_sink_any_window"),
+    ((32, 16), 128, {**CAPPED, "causal": True}, "fwd_packed_softcap_d128_causal"),  # Gemma 2
+    ((16, 8), 256, {**CAPPED, "causal": True}, "fwd_packed_softcap_d256_causal"),
+    ((16, 8), 256, {**CAPPED, "window": (4095, 0)}, "fwd_packed_softcap_d256_any_window"),
+]
+
+
+@pytest.mark.parametrize(("heads", "dim", "options", "stem"), MODELS)
+def test_calls_of_models_have_modules(heads: tuple[int, int], dim: int, options: dict[str, Any], stem: str) -> None:
+    q, k, v, *begins = (x.to("meta") for x in packed_tensors([300, 5], [400, 5], heads=heads, head_dim=dim))
+    if "sinks" in options:
+        options = {**options, "sinks": torch.empty(options["sinks"], device="meta")}
+    choice = fa3gen.attention_packed.explain(q, k, v, *begins, **options)
+    assert choice.stem == stem and choice.options == {name: options[name] for name in ("window",) if name in options}
+    if stem.startswith("fwd_packed_pack8"):
+        with pytest.raises(NoKernel, match="computes bf16, head dim 64, window .*, sinks, packed sequences; .* extends"):
+            fa3gen.attention_packed.explain(
+                q[:, :12], k[:, :3], v[:, :3], *begins, **{**options, "sinks": q[0, :12, 0]}
+            )
+
+
+@pytest.mark.parametrize(
+    ("dims", "causal"), [*product([(64, 64), (128, 128), (256, 256)], [False, True]), ((192, 128), True)]
+)
+def test_float16_is_served_as_bfloat16_is(dims: tuple[int, int], causal: bool) -> None:
+    dim, v_dim = dims
+    q, k, v, *begins = (x.to("meta") for x in packed_tensors([300, 5], [400, 5], heads=(8, 8), head_dim=dim))
+    q, k, v = q.half(), k.half(), v.half()[..., :v_dim]
+    choice = fa3gen.attention_packed.explain(q, k, v, *begins, causal=causal)
+    name = "_".join(f"d{size}" if size == dim else str(size) for size in dict.fromkeys(dims))
+    assert choice.stem == f"fwd_fp16_packed_{name}" + "_causal" * causal
+
+
 def test_operators_take_what_the_function_takes() -> None:
     """A new option of one is one of the other."""
     schema = torch.ops.fa3gen.attention_packed_out.default._schema
@@ -244,3 +325,91 @@ def test_operators_take_what_the_function_takes() -> None:
 
 def test_offsets_of_the_tests() -> None:
     assert offsets([3, 0, 5]).tolist() == [0, 3, 3, 8]
+
+
+# Pages
+
+TABLE = [[3, 0, 5], [4, 1, 2]]  # of pages of 4 keys
+
+
+def in_pages(lengths_q: list[int], lengths_k: list[int]) -> tuple[tuple[Any, ...], dict[str, Any], tuple[Any, ...]]:
+    """q, k, v, offsets of queries; what says where keys lie; and the same call on packed keys."""
+    q, k, v, begins, of_k = packed_tensors(lengths_q, lengths_k)
+    pages = []
+    for x in (k, v):
+        cache = x.new_full((6, 4, *x.shape[1:]), torch.nan)
+        for table, first, end in zip(TABLE, of_k.tolist(), of_k.tolist()[1:], strict=False):
+            for number, row in enumerate(range(first, end)):
+                cache[table[number // 4], number % 4] = x[row]
+        pages.append(cache)
+    keys = {"page_table": torch.tensor(TABLE, dtype=torch.int32), "seqused_k": of_k.diff().to(torch.int32)}
+    return (q, *pages, begins), keys, (q, k, v, begins, of_k)
+
+
+@BOTH_WAYS
+def test_keys_in_pages(way: str, request: pytest.FixtureRequest) -> None:
+    """They are as many as the table has room for, or as the longest sequence has, as far as the host knows."""
+    modules: PackedModules = request.getfixturevalue(way)
+    tensors, keys, packed = in_pages([3, 2], [9, 6])
+    for longest in ({}, {"max_seqlen_k": 9}, {"max_seqlen_k": 5}):
+        out, lse = fa3gen.attention_packed(*tensors, **keys, **longest, causal=True, return_lse=True)
+        assert out.equal(expected(*packed)[0]) and lse.equal(expected(*packed)[1])
+    into = torch.empty_like(tensors[0])
+    keys["seqused_q"] = torch.tensor([1, 2], dtype=torch.int32)
+    assert fa3gen.attention_packed(*tensors, **keys, causal=True, scale=0.5, out=into) is into
+    wanted, _ = expected(*packed, seqused_q=keys["seqused_q"], scale=0.5)
+    assert into.equal(wanted)
+    family = Family("bf16", 64, 64, CausalMask(), layout="paged", page_rows=4)
+    assert {asked for asked, _, _ in modules.asked} == {family}
+    assert [size.keys for _, size, _ in modules.asked[:2]] == [12, 5]  # 9 is served as 12 is
+
+
+def test_pages_are_compiled_in_one_graph(modules: PackedModules) -> None:
+    def model(q: Any, *rest: Any, **options: Any) -> Any:
+        return fa3gen.attention_packed(q + 1, *rest, causal=True, **options) * 2
+
+    tensors, keys, (q, *packed) = in_pages([3, 2], [9, 6])
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    assert compiled(*tensors, **keys).equal(expected(q + 1, *packed)[0] * 2)
+
+
+def test_what_is_wrong_with_pages_is_said(eager: PackedModules) -> None:
+    (q, k, v, begins), keys, (_, packed_k, packed_v, _, of_k) = in_pages([3, 2], [9, 6])
+    table, used = keys["page_table"], keys["seqused_k"]
+    wrong: list[tuple[tuple[Any, ...], dict[str, Any], str]] = [
+        ((q, k, v, begins, of_k), keys, "cu_seqlens_k is given beside page_table"),
+        ((q, packed_k, packed_v, begins), keys, r"k has shape \(15, 2, 64\); it needs to be \(pages, page, heads"),
+        ((q, k, v, begins), {"page_table": table[0], "seqused_k": used}, r"page_table has shape \(3,\)"),
+        ((q, k, v, begins), {"page_table": table}, "seqused_k is a NoneType"),
+        ((q, packed_k, packed_v, begins), {}, "cu_seqlens_k is a NoneType"),
+    ]
+    for tensors, options, message in wrong:
+        with pytest.raises((TypeError, ValueError), match=message):
+            fa3gen.attention_packed(*tensors, **options)
+    assert eager.calls == []
+
+
+def test_fake_pages_have_the_real_shapes_and_what_is_wrong_shows(modules: PackedModules) -> None:
+    with FakeTensorMode():
+        shapes = (5, 4, 64), (6, 4, 2, 64), (6, 4, 2, 32)
+        q, k, v = (torch.empty(shape, dtype=torch.bfloat16) for shape in shapes)
+        begins, table, used = (torch.empty(shape, dtype=torch.int32) for shape in (3, (2, 3), 2))
+        keys = {"page_table": table, "seqused_k": used}
+        assert fa3gen.attention_packed(q, k, v, begins, **keys).shape == (5, 4, 32)
+        for name in keys:
+            with pytest.raises(RuntimeError, match=f"{name} has shape .*it needs to be"):
+                fa3gen.attention_packed(q, k, v, begins, **{**keys, name: keys[name][:1]})
+        with pytest.raises(RuntimeError, match="they may only differ in the head dim"):
+            fa3gen.attention_packed(q, k, v[:, :3], begins, **keys)
+
+
+def test_explain_takes_the_module_that_copies_most_of_a_page_at_once() -> None:
+    """Without a measurement; any page size is served."""
+    q, begins = torch.empty((32, 4, 64), dtype=torch.bfloat16, device="meta"), torch.empty(3, dtype=torch.int32)
+    keys = {"page_table": torch.empty((2, 3), dtype=torch.int32), "seqused_k": torch.empty(2, dtype=torch.int32)}
+    served = {}
+    for page in (1, 24, 48):
+        k = torch.empty((6, page, 2, 64), dtype=torch.bfloat16, device="meta")
+        served[page] = fa3gen.attention_packed.explain(q, k, k, begins, **keys, window=(9, 0)).stem
+    of_rows = "fwd_paged_rows_any_window_d64"
+    assert served == {1: of_rows, 24: of_rows, 48: "fwd_paged_any_window_d64"}

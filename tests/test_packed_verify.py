@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 import torch
 from rendering import changed
-from torch_modules import PackedModule, check_arguments
+from torch_modules import PackedModule, check_arguments, check_scores
 
+from fa3gen.design.masks import reach
 from fa3gen.spec.model import CausalMask, Forward, Mask, NoMask, WindowMask
 from fa3gen.verify import packed_inputs, reference
 from fa3gen.verify.attention_on_gpu import block_norms, wrote_outside
@@ -221,6 +222,71 @@ def test_every_wrong_module_fails_as_a_whole() -> None:
     """Whatever the case that it was written for."""
     for kind, _, _ in WRONG.values():
         assert not on_cpu(kind(CAUSAL)).passed
+
+
+# -- sinks and capped scores
+
+
+class Scored(PackedModule):
+    """With sinks and a cap, one of which it may forget."""
+
+    forget = ""
+
+    def attention(self, *tensors: Any, sinks: Any = None, softcap: Any = None, **keywords: Any) -> Any:
+        self.scores = {"sinks": sinks, "softcap": softcap}
+        return super().attention(*tensors, **keywords)
+
+    def check(self, tensors: dict[str, Any]) -> None:
+        super().check(tensors)
+        check_scores(tensors["q"], **self.scores)
+
+    def attend(self, given: Any, rows: Span, keys: Span, scale: Any) -> Attention:
+        q, k, v = given
+        part = q[None, slice(*rows)], k[None, slice(*keys)], v[None, slice(*keys)]
+        facts = {"scale": scale, "reach": reach(self.mask), "compute_dtype": torch.float32}
+        return reference.attention(*part, **facts, **{**self.scores, **({self.forget: None} if self.forget else {})})
+
+
+class NoSinkWithoutKeys(Scored):
+    """The sink is added after the last key, and a sequence without keys has no last key."""
+
+    def sequence(self, number: int, given: Any, rows: Span, keys: Span, scale: Any, out: Any, lse: Any) -> None:
+        super().sequence(number, given, rows, keys, scale, out, lse)
+        if keys[0] == keys[1]:
+            lse[:, slice(*rows)] = -math.inf
+
+
+def scored(module: Scored, cases: Any = None) -> Report:
+    """By the criteria of a GPU."""
+    spec = spec_of(module.mask, softmax={"sink": True, "softcap": True})
+    return verify_module(module, spec, CPU, cases=cpu_cases(spec) if cases is None else cases, seed=7)
+
+
+def test_a_module_with_sinks_and_a_cap() -> None:
+    spec = spec_of(softmax={"sink": True, "softcap": True})
+    names = {case.name for case in cpu_cases(spec)} - {case.name for case in cpu_cases(spec_of())}
+    assert names == {"sinks", "sinks_16_bits", "capped", "capped_low"}
+    large = {case.name for case in gpu_cases(spec)} - names - {case.name for case in gpu_cases(spec_of())}
+    assert large == {"sinks_16_bits_large", "capped_large", "capped_50_large", "capped_low_large"}
+    assert scored(Scored(CAUSAL)).failures == ()
+    assert scored(Scored(CAUSAL), [case for case in gpu_cases(spec) if case.name in large]).failures == ()
+    assert verify_on_cpu(Scored(CAUSAL), spec, seed=7, count=1, cases=[]).failures == ()
+
+
+@pytest.mark.parametrize(
+    ("forget", "cases"), [("sinks", {"sinks", "sinks_16_bits", "decode"}), ("softcap", {"capped", "capped_low"})]
+)
+def test_forgotten_sinks_and_caps_fail(forget: str, cases: set[str]) -> None:
+    module = Scored(CAUSAL)
+    module.forget = forget
+    failed = {case.name for case in scored(module).cases if case.failures}
+    assert failed >= cases
+
+
+def test_a_sink_of_a_sequence_without_keys() -> None:
+    report = scored(NoSinkWithoutKeys(CAUSAL))
+    assert {"ragged", "sinks"} <= {case.name for case in report.cases if case.failures}
+    assert any("empty batch: no keys: O is not 0, or LSE not -inf" in failure for failure in report.failures)
 
 
 def failing_checks(module: PackedModule) -> dict[str, str]:

@@ -420,6 +420,12 @@ def test_arguments_of_specialised_kernels() -> None:
     assert ", ".join(capped.consume) == "mO, mLSE, scale_log2, cap_scale, work, schedule"
     assert ", ".join(sunk.store_tile) == ("mO, mLSE, tma_O, sO, work, acc_O, row_max, row_sum, row_sink, scale_log2")
     assert (sunk.factors, capped.factors) == (("scale * LOG2_E",), ("softcap * LOG2_E", "scale / softcap"))
+    lengths = "cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k"
+    packed, both = (plan(f"fwd_packed_{stem}") for stem in ("sink_d64_causal", "softcap_d256_any_window"))
+    assert ", ".join(map(str, packed.arguments.launch)) == f"q, k, v, {lengths}, out, lse, sinks, {number}"
+    assert packed.entry.options[:3] == ("sinks", "seqused_q=None", "seqused_k=None")
+    assert ", ".join(both.entry.options[:4]) == "softcap, seqused_q=None, seqused_k=None, window=(-1, -1)"
+    assert both.arguments.factors == capped.factors and packed.entry.empty_phrase == "its sink"
     # What launch passes are the kernel's parameters, in their order.
     for stem in SPECIALIZED:
         found = plan(stem).arguments

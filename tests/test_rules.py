@@ -886,14 +886,8 @@ def test_score_fields() -> None:
         assert list(violations(SPECIALIZED, schedule=sequential, softmax={field: True})) == [f"softmax.{field}"]
         for base in (WGMMA, SPECIALIZED, PERSISTENT):
             assert violations(base, softmax={field: True}) == {}
-
-
-def test_score_layout() -> None:
-    assert schedules.score_layout("softmax.sink", "dense") is None
-    assert schedules.score_layout("softmax.sink", "packed") == Violation(
-        "softmax.sink",
-        "softmax.sink is rendered for dense sequences only, not packed; leave it out, or use dense",
-    )
+        packed = {"scheduler": "dynamic", "problem": {"head_dim": 128, "layout": "packed"}}
+        assert violations(PERSISTENT, **packed, softmax={field: True}) == {}
 
 
 def test_sink_lse() -> None:

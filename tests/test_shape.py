@@ -73,16 +73,19 @@ def loads(node: ast.AST) -> Counter[str]:
 def test_size() -> None:
     """300 to 700 lines, to read in one sitting; 330 more for roles, work, timeline, slots of a specialised kernel.
 
-    Sinks take 50 of their own, since they are read, checked and added, and a window that calls give takes 60: both
+    Sinks take 50 of their own, since they are read, checked and added, a cap 30, and a window that calls give 60: both
     edges, its arguments and their checks. Packed sequences take 230 more: tensor maps that clip at each, a warp that
-    finds tiles, offsets and lengths.
+    finds tiles, offsets and lengths; with several heads in a tile 40 on top.
     A GEMM has fewer than 500, a copy 200 to 320.
     """
     lines = {stem: len(source(stem).splitlines()) for stem in STEMS}
     most = {stem: 1030 if plans()[stem].schedule.specialized else 700 for stem in ATTENTION}
     most = {stem: lines + 50 * plans()[stem].softmax.sink for stem, lines in most.items()}
+    most |= {stem: lines + 30 for stem, lines in most.items() if plans()[stem].softmax.softcap}
     most |= {stem: lines + 60 for stem, lines in most.items() if plans()[stem].mask.given}
     most |= {stem: lines + 230 for stem, lines in most.items() if plans()[stem].problem.packed_sequences}
+    several = {stem for stem, plan in plans().items() if stem in most and plan.problem.packed_sequences}
+    most |= {stem: most[stem] + 40 for stem in several if plans()[stem].tile.packed}
     assert {stem: lines[stem] for stem in ATTENTION if not 300 <= lines[stem] <= most[stem]} == {}
     assert {stem: lines[stem] for stem in GEMM if not 300 <= lines[stem] < 500} == {}
     assert {stem: lines[stem] for stem in COPIES if not 200 <= lines[stem] <= 320} == {}
@@ -363,7 +366,8 @@ def test_functions_have_docstrings_and_are_short() -> None:
 
 
 # The kernel's prologue and loop are one function, because views and pipeline states cannot leave it.
-LONGEST = {"attention_kernel": 150}
+# Signature and docstring of the entry point for packed sequences take half of its lines.
+LONGEST = {"attention_kernel": 150, "attention": 105}
 
 
 def test_many_arguments_have_names() -> None:

@@ -9,7 +9,17 @@ from typing import Any
 import pytest
 import torch
 from rendering import attention_stems, plans, variants
-from torch_modules import Module, check_arguments, exact, nan_rows, online, past_the_end, to_bits, whole_tiles_only
+from torch_modules import (
+    Module,
+    check_arguments,
+    check_scores,
+    exact,
+    nan_rows,
+    online,
+    past_the_end,
+    to_bits,
+    whole_tiles_only,
+)
 
 from fa3gen.design.masks import of_call, reach
 from fa3gen.design.operation import operation_of
@@ -133,12 +143,7 @@ class Scored:
 
     def attention(self, q: Any, k: Any, v: Any, *, out: Any = None, return_lse: bool = False, **options: Any) -> Any:
         check_arguments(q, k, v, out, dtype=torch.bfloat16, head_dim=64)
-        softcap, sinks = options["softcap"], options["sinks"]
-        if not (isinstance(softcap, float) and 0 < softcap < math.inf):
-            raise ValueError("softcap needs to be positive")
-        right = isinstance(sinks, torch.Tensor) and sinks.dtype != torch.float16 and sinks.device == q.device
-        if not right or sinks.shape != q.shape[2:3] or not sinks.is_contiguous():
-            raise ValueError("sinks need to be as many as heads")
+        check_scores(q, options["sinks"], options["softcap"])
         exact_tanh = torch.tanh
 
         def off(x: torch.Tensor) -> torch.Tensor:

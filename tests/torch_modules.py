@@ -50,6 +50,15 @@ def check_arguments(
         raise ValueError(f"out is {tuple(out.shape)}; it needs to be {tuple(q.shape)}")
 
 
+def check_scores(q: torch.Tensor, sinks: Any, softcap: Any) -> None:
+    """What a module with sinks and a cap refuses of these; q (.., heads, head dim)."""
+    if not (isinstance(softcap, float) and 0 < softcap < math.inf):
+        raise ValueError("softcap needs to be positive")
+    right = isinstance(sinks, torch.Tensor) and sinks.dtype != torch.float16 and sinks.device == q.device
+    if not right or sinks.shape != q.shape[-2:-1] or not sinks.is_contiguous():
+        raise ValueError("sinks need to be as many as heads")
+
+
 Compute = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 

@@ -3,7 +3,8 @@
 An entry is a directory named by the hash of everything that decides the code: the module's source, the versions of
 the DSL (which brings its ptxas) and its libraries, Python's version and the options. There are two kinds: what a
 compilation is examined by (PTX, cubin, the text of the host code), and the object file that a process loads to launch
-the kernel, which also depends on the CPU. The cache lies in the user's cache directory or in $FA3GEN_CACHE_DIR;
+the kernel, which also depends on the CPU. Beside them lie modules that were rendered while a program ran, each with its
+spec, in an entry named by the module's bytes. The cache lies in the user's cache directory or in $FA3GEN_CACHE_DIR;
 deleting it is always safe. `fa3gen.compile.cache_contents` lists and prunes it. Nothing here imports cutlass or torch.
 """
 
@@ -118,6 +119,20 @@ def compile_and_keep(path: Path) -> Compiled:
         if compiled.object_file:
             _write_files(launched, {_OBJECT: compiled.object_file}, {"module": path.name, "dsl": compiled.dsl})
     return compiled
+
+
+def kept_rendering(stem: str, *, spec: str, module: str) -> Path | None:
+    """The file of a module that was rendered while a program runs, `stem`.py, beside its spec, in an entry of its own.
+
+    It is named by the module's bytes. None where the cache cannot be written, after a Caution that says so.
+    """
+    files = {f"{stem}.yaml": spec.encode(), f"{stem}.py": module.encode()}
+    key = hashlib.sha256(files[f"{stem}.py"]).hexdigest()
+    entry = cache_directory() / key[:2] / key
+    with _lock(entry.with_suffix(".lock")):
+        if _read_files(entry, list(files)) is None:
+            _write_files(entry, files, {"module": f"{stem}.py", "dsl": "any"})
+    return entry / f"{stem}.py" if _read_files(entry, list(files)) is not None else None
 
 
 def cached_compile_many(

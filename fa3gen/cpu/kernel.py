@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import threadpoolctl
 import torch
@@ -19,6 +20,7 @@ from fa3gen.cpu.schedule import FAST, Schedule
 from fa3gen.cpu.trace import Trace
 from fa3gen.cpu.translate import Program
 from fa3gen.hardware.dtypes import VECTOR_BYTES
+from fa3gen.run import checks
 
 Source = tuple[str, int]
 
@@ -29,7 +31,8 @@ class Settings:
 
     `sms` is the number of SMs that a persistent kernel is told of: few, so that a CTA takes several tiles. `sums`: how
     products on the tensor cores add up, in float32, or bit for bit as on an H200, which is many times slower
-    (`fa3gen.cpu.tensor_core`).
+    (`fa3gen.cpu.tensor_core`). Offsets and lengths of packed sequences that lie are an ArgumentError, unless
+    `lengths_may_lie`, to see what a kernel makes of them.
     """
 
     schedule: Schedule = FAST
@@ -37,6 +40,7 @@ class Settings:
     ctas: list[Index] | None = None
     sms: int = 3
     sums: Sums = "float32"
+    lengths_may_lie: bool = False
 
 
 @dataclass
@@ -70,7 +74,10 @@ class CpuKernel:
         self._programs: dict[tuple[str, bool], Program] = {}
 
     def __call__(self, *arguments: torch.Tensor | float) -> None:
-        """Run on CPU tensors. Raises Hazard for the first fault, OutsideModel for what the model lacks."""
+        """Run on CPU tensors. Raises Hazard for the first fault, OutsideModel for what the model lacks, ArgumentError
+        for offsets and lengths that lie."""
+        if not self.settings.lengths_may_lie:
+            _check_lengths(dict(zip(self.names, arguments, strict=False)))
         self._tensors = tuple(argument for argument in arguments if isinstance(argument, torch.Tensor))
         self.instructions = 0
         try:
@@ -113,6 +120,19 @@ class CpuKernel:
             execution.run(self.settings.ctas)
         finally:
             self.instructions += execution.instructions
+
+
+def _check_lengths(named: Mapping[str, Any]) -> None:
+    """Raise ArgumentError where a module for packed sequences, or pages, is called with numbers that lie."""
+    if "page_table" in named:
+        tensors = [named[name] for name in ("q", "k", "cu_seqlens_q", "page_table", "seqused_k")]
+        used_q = named["seqused_q"]
+        checks.check_paged(*tensors, seqused_q=used_q if used_q.numel() else None)
+    elif "cu_seqlens_k" in named:
+        tensors = [named[name] for name in ("q", "k", "cu_seqlens_q", "cu_seqlens_k")]
+        # Lengths that nobody gave have no elements.
+        used_q, used_k = (x if x.numel() else None for x in (named["seqused_q"], named["seqused_k"]))
+        checks.check_packed(*tensors, used=(used_q, used_k))
 
 
 @functools.cache

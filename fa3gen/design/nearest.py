@@ -13,8 +13,8 @@ import heapq
 import itertools
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, get_args
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar, cast, get_args
 
 from pydantic import ValidationError
 
@@ -23,6 +23,7 @@ from fa3gen.hardware import hopper
 from fa3gen.spec.model import Scheduler, Spec, Swizzle
 
 Changes = tuple[tuple[str, Any], ...]  # dotted path and value, None: leave the field out
+SpecT = TypeVar("SpecT", bound=Spec)
 
 MOST_SPECS = 5000  # looked at before the search gives up: about a second
 COST_OF_PROBLEM = 4  # of a field that says what is computed; others cost 1
@@ -37,7 +38,7 @@ _ALSO: Mapping[str, tuple[str, ...]] = {
     "tile.warpgroups": ("tile.q", "schedule", "tile.kv", "tile.threads", "qk", "pv"),
     "tile.threads": ("tile.q", "tile.kv", "tile.warpgroups", "problem.head_dim", "qk", "pv"),
     "tile.pack_heads": ("schedule", "scheduler"),
-    "problem.head_dim": ("pv", "smem.q", "smem.k", "smem.v"),
+    "problem.head_dim": ("pv", "smem.q", "smem.k", "smem.v", "outputs.o"),
     "problem.head_dim_v": ("schedule", "outputs.o"),
     "softmax.sink": ("schedule",),
     "softmax.softcap": ("schedule",),
@@ -101,15 +102,20 @@ _VALUES: Mapping[str, Sequence[Any]] = {
 }
 
 
-def nearest_legal(spec: Spec) -> Changes | None:
-    """Changes that make a refused spec legal, cheap if not the cheapest; None when the search gave up."""
-    fields, model = spec.model_dump(exclude_none=True), type(spec)
+def nearest_legal(
+    spec: SpecT, *, keeps: Callable[[SpecT], bool] = lambda changed: True, most: int | None = None
+) -> Changes | None:
+    """Changes that make a refused spec legal, cheap if not the cheapest; None when the search gave up.
+
+    `keeps`: whether a spec is still what was asked for. `most`: specs to look at, instead of MOST_SPECS.
+    """
+    fields = spec.model_dump(exclude_none=True)
     order = itertools.count()  # of equals, the one found first
     waiting: list[tuple[float, int, int, Changes]] = [(0.0, next(order), 0, ())]
     seen: set[str] = set()
-    while waiting and len(seen) < MOST_SPECS:
+    while waiting and len(seen) < (most or MOST_SPECS):
         _, _, cost, changes = heapq.heappop(waiting)
-        violations = check(_changed(model, fields, changes))
+        violations = check(with_changes(spec, changes))
         if not violations:
             return changes
         taken = {path for path, _ in changes}
@@ -119,12 +125,29 @@ def nearest_legal(spec: Spec) -> Changes | None:
                 continue
             seen.add(repr(more))
             try:
-                left = len(check(_changed(model, fields, more)))
+                tried = with_changes(spec, more)
             except ValidationError:
                 continue
+            if not keeps(tried):
+                continue
             costs = cost + (COST_OF_PROBLEM if path.partition(".")[0] in ("problem", "mask") else 1)
-            heapq.heappush(waiting, (costs + HASTE * left, next(order), costs, more))
+            heapq.heappush(waiting, (costs + HASTE * len(check(tried)), next(order), costs, more))
     return None
+
+
+def with_changes(spec: SpecT, changes: Changes) -> SpecT:
+    """The spec with the changes. Raises ValidationError where a field has no such value or no such place."""
+    fields = spec.model_dump(exclude_none=True)
+    for path, value in changes:
+        *parents, name = path.split(".")
+        place: Any = fields
+        for parent in parents:
+            place = place.setdefault(parent, {})
+        if value is None:
+            place.pop(name, None)
+        else:
+            place[name] = copy.deepcopy(value)
+    return cast(SpecT, type(spec).model_validate(fields))
 
 
 def described(changes: Changes) -> str:
@@ -164,18 +187,3 @@ def _value(fields: Mapping[str, Any], path: str) -> Any:
     for name in path.split("."):
         value = value.get(name) if isinstance(value, Mapping) else None
     return value
-
-
-def _changed(model: type[Spec], fields: Mapping[str, Any], changes: Changes) -> Spec:
-    """The spec with the changes. Raises ValidationError where a field has no such value or no such place."""
-    result = copy.deepcopy(dict(fields))
-    for path, value in changes:
-        *parents, name = path.split(".")
-        place: Any = result
-        for parent in parents:
-            place = place.setdefault(parent, {})
-        if value is None:
-            place.pop(name, None)
-        else:
-            place[name] = copy.deepcopy(value)
-    return model.model_validate(result)

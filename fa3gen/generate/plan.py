@@ -61,13 +61,17 @@ class ProblemPlan:
 
 @dataclass(frozen=True)
 class RowsPlan:
-    """How the module writes the part of each tensor that a tile of queries works with: a head of one sequence."""
+    """How the module writes the part of each tensor that a tile of queries works with: a head of one sequence.
+
+    `heads`: how its host side writes the number of heads of q.
+    """
 
     q: str
     k: str
     v: str
     o: str
     lse: str
+    heads: str
 
 
 @dataclass(frozen=True)
@@ -353,7 +357,7 @@ class EntryPlan:
     `by_sequence` are the inputs whose sequence is contiguous.
     `launched` are all arguments of a launch, in order, as the module is compiled for them.
     `given` are the names of what the entry point has at hand when it launches: all but the scratch that outlives a
-    call, and the scale. `optional` are the tensors among its keywords, `options` the others, with their defaults.
+    call, and the scale. `options` are the keywords of the entry point, with their defaults.
     """
 
     named: tuple[Named, ...]
@@ -362,7 +366,6 @@ class EntryPlan:
     fake_out: Fake
     stand_ins: tuple[Argument, ...]
     given: tuple[str, ...]
-    optional: tuple[str, ...]
     options: tuple[str, ...]
     launched: tuple[str, ...]
     keeps_scratch: bool
@@ -506,7 +509,8 @@ def _problem(spec: Forward) -> ProblemPlan:
 def _rows(spec: Forward) -> RowsPlan:
     if not footprint.packed_sequences(spec):
         of_q, of_k = "[None, None, work.head, work.batch]", "[None, None, work.head_kv, work.batch]"
-        return RowsPlan(f"mQ{of_q}", f"mK{of_k}", f"mVt{of_k}", f"mO{of_q}", "mLSE[None, work.head, work.batch]")
+        lse, heads = "mLSE[None, work.head, work.batch]", "cute.size(q, mode=[2])"
+        return RowsPlan(f"mQ{of_q}", f"mK{of_k}", f"mVt{of_k}", f"mO{of_q}", lse, heads)
     queries, keys = "work.head, work.q_begin, work.seq_q", "work.head_kv, work.k_begin, work.seq_k"
     rows_of = "packed_rows_of" if spec.tile.pack_heads > 1 else "rows_of"
     o_rows_of = "slice_rows" if spec.outputs.o == "direct" else rows_of
@@ -516,6 +520,7 @@ def _rows(spec: Forward) -> RowsPlan:
         v=f"columns_of(mVt, {keys})",
         o=f"{o_rows_of}(mO, {queries})",
         lse=f"slice_rows(mLSE, {queries})",
+        heads="heads_q",
     )
 
 
@@ -797,9 +802,9 @@ def _entry(spec: Forward) -> EntryPlan:
         fake_out=fakes["out"],
         stand_ins=tuple(argument for argument in arguments if argument not in operation.given),
         given=tuple(_given(argument) for argument in arguments if argument.name not in (*kept, "scale")),
-        optional=tuple(f"{tensor}=None" for tensor in operation.optional_inputs),
         options=(
             *own,
+            *(f"{tensor}=None" for tensor in operation.optional_inputs),
             *["window=(-1, -1)"] * given_with_calls(spec.mask),
             *("scale=None", "out=None", "return_lse=False"),
             *["enable_pdl=False"] * (spec.scheduler == "grid"),

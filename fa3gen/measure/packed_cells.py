@@ -41,12 +41,16 @@ HEADS = {64: ((16, 16), (64, 8)), 128: ((16, 16), (32, 8)), 256: ((8, 8), (16, 4
 
 
 def packed_modules(workspace: Workspace) -> Iterator[Variant[Forward]]:
-    """The rendered modules for packed sequences and for pages, without a window, with v as wide as k."""
+    """The rendered modules for packed sequences and for pages, without a window, sinks or a cap, with v as wide as k.
+
+    Of the others there is one for each call, and nothing to choose.
+    """
     for file in workspace.load_all():
         for variant in attention_among(file.variants):
             problem = variant.spec.problem
             served = problem.layout != "dense" and problem.head_dim in HEADS and problem.v_dim == problem.head_dim
-            if served and variant.spec.mask.kind != "window" and workspace.module_path(variant.stem).is_file():
+            plain = variant.spec.mask.kind != "window" and not Family.of(variant.spec).keywords
+            if served and plain and workspace.module_path(variant.stem).is_file():
                 yield variant
 
 

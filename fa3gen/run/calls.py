@@ -8,8 +8,9 @@ dispatch modes it goes through operators, which do the same and have fake implem
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
-from typing import Any, ParamSpec, Protocol, cast, get_args
+from typing import Any, ParamSpec, Protocol, TypeVar, cast, get_args
 
 import torch
 from torch._C import _are_functorch_transforms_active, _len_torch_dispatch_stack
@@ -18,7 +19,7 @@ from fa3gen.design.family import Family
 from fa3gen.design.workspace import Workspace
 from fa3gen.hardware.dtypes import DTYPES
 from fa3gen.run import dispatch
-from fa3gen.run.dispatch import ArgumentError, Choice, Size
+from fa3gen.run.dispatch import ArgumentError, Choice, NotRendered, Size
 from fa3gen.run.launch import module_at
 from fa3gen.spec.model import DType, OutputDType
 
@@ -74,6 +75,29 @@ def found(key: tuple[Any, ...], family: Family, size: Size, *, lse: bool) -> Att
     return attention
 
 
+# Where no module serves a call that says render=True
+
+FoundT = TypeVar("FoundT")
+
+
+def render(missing: NotRendered, *, allowed: bool, compiled: bool) -> None:
+    """Have the module rendered that was not found: `rendering.render`. Raises `missing` where that is not allowed."""
+    if not allowed:
+        raise missing
+    from fa3gen.run import rendering  # templates and what formats them, which no other call needs
+
+    rendering.render(missing, compiled=compiled)
+
+
+def or_rendered(find: Callable[..., FoundT], *asked: Any, compiled: bool) -> FoundT:
+    """What `find` finds; where no module serves the call, after rendering one."""
+    try:
+        return find(*asked)
+    except NotRendered as missing:
+        render(missing, allowed=True, compiled=compiled)
+    return find(*asked)
+
+
 # What can be wrong
 
 
@@ -93,6 +117,20 @@ def dtypes_of(q: torch.Tensor, out: Any, function: str) -> tuple[DType, OutputDT
     return INPUTS[q.dtype], "fp32" if getattr(out, "dtype", None) == torch.float32 else None
 
 
+def check_scores(sinks: Any, softcap: Any) -> None:
+    """Raise TypeError for sinks that are no tensor, ArgumentError for a cap that is none. None is neither."""
+    if sinks is not None and not isinstance(sinks, torch.Tensor):
+        raise TypeError(f"sinks is a {type(sinks).__name__}; it needs to be a torch.Tensor")
+    if softcap is not None and not (isinstance(softcap, (int, float)) and 0.0 < softcap < math.inf):
+        raise ArgumentError(f"softcap is {softcap!r}; it needs to be a finite and positive number, or None for no cap")
+
+
+def named_scores(sinks: torch.Tensor | None, softcap: float | None) -> dict[str, Any]:
+    """What a module's entry point takes of these: those that it is made for."""
+    named = {"sinks": sinks, "softcap": softcap}
+    return {name: value for name, value in named.items() if value is not None}
+
+
 def window_tuple(window: Window) -> tuple[int, ...] | None:
     """A window as a tuple, which can be looked up. Raises ArgumentError for what is none."""
     dispatch.mask_of(False, window)  # which says what a window has to be
@@ -107,6 +145,17 @@ def refuse_grad(q: Any, k: Any, v: Any, sinks: Any = None) -> None:
         raise ValueError("q, k or v requires grad; this kernel is forward only: call it under torch.no_grad()")
     if sinks is not None and sinks.requires_grad:
         raise ValueError("sinks requires grad; this kernel is forward only: call it under torch.no_grad()")
+
+
+def need_sinks(sinks: torch.Tensor | None, heads_q: Any) -> None:
+    """Raise RuntimeError for sinks of another shape or dtype, while a model is traced."""
+    if sinks is None:
+        return
+    found = sinks.shape
+    need(
+        len(found) == 1 and found[0] == heads_q and sinks.dtype in (torch.bfloat16, torch.float32),
+        lambda: f"sinks is {tuple(found)}, {sinks.dtype}; it needs to be ({heads_q},), bfloat16 or float32",
+    )
 
 
 def need(condition: Any, message: Callable[[], str]) -> None:

@@ -25,6 +25,8 @@ from fa3gen.base.files import sha256
 from fa3gen.base.wording import counted
 from fa3gen.design.family import TILE_ROWS, Family, mask_text
 from fa3gen.design.masks import options_for
+from fa3gen.design.proposed import Proposal, propose
+from fa3gen.design.rules import Violation
 from fa3gen.design.workspace import Workspace
 from fa3gen.hardware.chips import H200
 from fa3gen.spec.model import WINDOW_MAX, CausalMask, DType, Forward, Mask, NoMask, OutputDType, SpecModel, WindowMask
@@ -52,6 +54,15 @@ def _measuring_for(family: Family, stems: Sequence[str]) -> str:
 
 class NoKernel(UserError, ValueError):
     """No generated module computes what was asked for, or nothing says which of several is to be taken."""
+
+
+class NotRendered(NoKernel):
+    """No generated module computes what was asked for. `proposal`: a spec of one that would, where there can be one."""
+
+    def __init__(self, message: str, proposal: Proposal | None) -> None:
+        """The message is followed by the spec, as text that can be saved."""
+        self.proposal = proposal
+        super().__init__(f"{message}\n\n{proposal.text}" if proposal else message)
 
 
 class ArgumentError(UserError, ValueError):
@@ -264,6 +275,9 @@ def mask_of(causal: bool, window: Sequence[int] | None) -> Mask:
 
 # The choice
 
+# Modules that this process has rendered for calls with render=True, which no workspace has: `fa3gen.run.rendering`.
+rendered_here: list[tuple[Variant[Forward], Path]] = []
+
 
 @dataclass(frozen=True)
 class Choice:
@@ -389,7 +403,9 @@ def _unmeasured(family: Family, group: int, lse: bool, workspace: Workspace) -> 
             f"several modules compute {family}, and no row of the table says which is best: {', '.join(stems)}; "
             f'call one of them, fa3gen.load("{stems[-1]}").attention(...), or measure them on your GPU: {measure}'
         )
-    raise NoKernel(_nothing(family, group, lse, [variant for variant, _ in modules]))
+    there = _served([variant for variant, _ in modules], family, lse)
+    problem = f"no generated module computes {family}{', with LSE' if lse else ''}; head dims served: {there or 'none'}"
+    raise _not_rendered(problem, propose(family, workspace), workspace)
 
 
 def _alike(spec: Forward, family: Family) -> bool:
@@ -408,7 +424,10 @@ def _production(stems: Iterable[str]) -> list[str]:
 
 
 def _modules(workspace: Workspace) -> Iterator[tuple[Variant[Forward], Path]]:
-    """Every rendered module, those of the workspace first. Specs of the workspace that are broken have none."""
+    """Every rendered module, those of the workspace first, those that this process has rendered for calls last.
+
+    Specs of the workspace that are broken have none.
+    """
     package = workspace.package
     for home in (workspace, package) if workspace.root != workspace.bundled else (package,):
         for path in home.spec_files():
@@ -417,10 +436,11 @@ def _modules(workspace: Workspace) -> Iterator[tuple[Variant[Forward], Path]]:
             except SpecError:
                 continue
             yield from ((v, file) for v in variants if (file := home.module_path(v.stem)).is_file())
+    yield from rendered_here
 
 
-def _nothing(family: Family, group: int, lse: bool, variants: Sequence[Variant[Forward]]) -> str:
-    """What to say when no module fits: what there is, and how to make one."""
+def _served(variants: Sequence[Variant[Forward]], family: Family, lse: bool) -> str:
+    """The head dims for which there are modules of the family's layout, by dtypes, mask and the like."""
     served_dims: dict[str, set[str]] = {}
     for variant in variants:
         served = Family.of(variant.spec)
@@ -428,44 +448,21 @@ def _nothing(family: Family, group: int, lse: bool, variants: Sequence[Variant[F
             score = "".join(f", {name}" for name in served.keywords)
             heads = f", {packs} heads in a tile" if (packs := variant.spec.tile.pack_heads) > 1 else ""
             served_dims.setdefault(f"{served.dtypes}, {mask_text(served.mask)}{score}{heads}", set()).add(served.dims)
-    there = "; ".join(
-        f"{what}: {', '.join(sorted(found, key=_natural))}" for what, found in sorted(served_dims.items())
+    return "; ".join(f"{what}: {', '.join(sorted(found, key=_natural))}" for what, found in sorted(served_dims.items()))
+
+
+def _not_rendered(problem: str, found: Proposal | tuple[Violation, ...], workspace: Workspace) -> NotRendered:
+    """The error where no module fits: with a spec of one that would, or with what is against that."""
+    if not isinstance(found, Proposal):
+        reasons = "".join(f"\n{one.field}: {one.message}" for one in found) or "\nthere is no spec to begin with"
+        return NotRendered(f"{problem}. Nor can one be rendered:{reasons}", None)
+    path, stem = workspace.specs_dir / f"{found.stem}.yaml", found.stem
+    way_out = (
+        f"This spec of one extends {found.base}, and was never measured. Save it as {path}, run `fa3gen render {stem}` "
+        f"and `fa3gen verify {stem}`; or have fa3gen.attention{'_packed' * (found.spec.problem.layout != 'dense')}"
+        "(..., render=True) render and compile it, once in each process"
     )
-
-    def likeness(variant: Variant[Forward]) -> tuple[bool, ...]:
-        other = Family.of(variant.spec)
-        same_o, same_mask = other.out_dtype == family.out_dtype, other.mask.kind == family.mask.kind
-        same_score, same_dim = other.keywords == family.keywords, other.head_dim == family.head_dim
-        serves = other.layout == family.layout, group % variant.spec.tile.pack_heads == 0
-        return *serves, same_o, same_mask, same_score, same_dim, _is_production(variant.stem)
-
-    base = max(variants, key=likeness, default=None)
-    fields = _fields(family)
-    if base is not None and group % base.spec.tile.pack_heads:
-        fields += " and `tile: {pack_heads: 1}`"
-    return (
-        f"no generated module computes {family}{', with LSE' if lse else ''}; head dims served: "
-        f"{there or 'none'}. Make one: fa3gen new mine --from {base.source.stem if base else 'k4_2'}, write {fields} "
-        "into it, fa3gen render mine"
-    )
-
-
-def _fields(family: Family) -> str:
-    """The fields of a spec whose module computes this."""
-    dims = f"head_dim: {family.head_dim}"
-    if family.head_dim_v != family.head_dim:
-        dims += f", head_dim_v: {family.head_dim_v}"
-    layout = "" if family.layout == "dense" else f", layout: {family.layout}"
-    mask = f"{{kind: {family.mask.kind}}}"  # of a window any, since calls give it then
-    fields = f"`problem: {{{dims}, dtype: {family.dtype}{layout}}}` and `mask: {mask}`"
-    if family.keywords:
-        used = [f"{name}: true" for name in ("sink", "softcap") if getattr(family, name)]
-        fields = f"`softmax: {{{', '.join(used)}}}`, {fields}"
-    if family.layout == "paged":
-        # Boxes of as many keys as page sizes and tiles have in common; any page will do row by row.
-        rows = next((rows for rows in (16, 8) if (family.page_rows or 1) % rows == 0), 1)
-        fields += f" and `load: {{page_rows: {rows}}}`"
-    return fields if family.out_dtype is None else f"`o: {{dtype: {family.out_dtype}}}`, {fields}"
+    return NotRendered(f"{problem}. {way_out}:", found)
 
 
 def _is_production(stem: str) -> bool:

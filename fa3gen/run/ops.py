@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -19,8 +18,17 @@ from torch.compiler import is_dynamo_compiling
 from fa3gen.design.family import TILE_ROWS, Family, Shape
 from fa3gen.design.workspace import Workspace
 from fa3gen.run import calls, dispatch, gpu
-from fa3gen.run.calls import Attention, Returned, Window, dispatch_modes, functorch_transforms, need, stretches
-from fa3gen.run.dispatch import ArgumentError, Choice, Size
+from fa3gen.run.calls import (
+    Attention,
+    Returned,
+    Window,
+    dispatch_modes,
+    functorch_transforms,
+    named_scores,
+    need,
+    stretches,
+)
+from fa3gen.run.dispatch import Choice, NotRendered, Size
 
 
 def _explain(
@@ -36,15 +44,17 @@ def _explain(
     out: Tensor | None = None,
     return_lse: bool = False,
     enable_pdl: bool = False,
+    render: bool = False,
 ) -> Choice:
     """Which module `fa3gen.attention` takes for these arguments, and why; `print` it.
 
     Looks at dtypes and shapes only: tensors on any device will do, "meta" too, and no GPU is needed. How many tiles an
     SM gets is then counted with the SMs of an H200, and the answer says so. Raises as `fa3gen.attention` where no
-    module is found.
+    module is found; with `render`, one is rendered, and not yet compiled.
     """
     family, size = _asked(q, k, v, out, causal, window, sinks, softcap)
-    return dispatch.choose(family, size, lse=return_lse, workspace=Workspace.find())
+    choose = functools.partial(dispatch.choose, family, size, lse=return_lse, workspace=Workspace.find())
+    return calls.or_rendered(choose, compiled=False) if render else choose()
 
 
 @calls.explained_by(_explain)
@@ -61,6 +71,7 @@ def attention(
     out: Tensor | None = None,
     return_lse: bool = False,
     enable_pdl: bool = False,
+    render: bool = False,
 ) -> Any:
     """O = softmax(scale Q K^T) V on a Hopper GPU, by the fastest generated module, on torch's current stream.
 
@@ -88,6 +99,9 @@ def attention(
         enable_pdl: Programmatic dependent launch: where the module serves small problems (scheduler grid), begin beside
             the end of the kernel before on this stream, once that one allows it. Results are the same. Other modules,
             and calls that torch.compile or a dispatch mode sees, are launched as ever.
+        render: Where no module serves the call, render and compile one, from the spec that the error would propose. It
+            takes seconds, once; a line in the log says so. From then on it serves such calls of this process, with
+            `render` or without, and later processes find it in the compile cache. Nobody has verified or measured it.
 
     Returns:
         O, (batch, seq_q, heads_q, d_v); with return_lse, (O, LSE). A row with no visible key has O = 0, LSE = -inf
@@ -95,31 +109,30 @@ def attention(
 
     Raises:
         NoKernel: No module computes this, or none was measured; the message says what to do. A UserError.
+        NotCompiled: A kernel would have to be rendered or compiled, and $FA3GEN_NO_JIT forbids that. A UserError.
         TypeError, ValueError: An argument is of another type, dtype, device, shape, stride or alignment; or one
             requires grad in grad mode, since this is forward only.
     """
     if is_dynamo_compiling():
-        return _by_operator(q, k, v, causal, window, sinks, softcap, scale, out, return_lse)
+        return _by_operator(q, k, v, causal, window, sinks, softcap, scale, out, return_lse, render)
     if window is not None and type(window) is not tuple:
         window = calls.window_tuple(window)
     # Tensors on a GPU that nobody watches? Then nothing is lost by leaving the dispatcher out.
     if not (type(q) is type(k) is type(v) is Tensor and q.is_cuda) or dispatch_modes() or functorch_transforms():
         # Its messages are better than those of an operator's schema.
         _asked(q, k, v, out, causal, window, sinks, softcap)
-        return _by_operator(q, k, v, causal, window, sinks, softcap, scale, out, return_lse)
-    serving = _serving(q, k, v, out, causal, window, return_lse, sinks, softcap)
+        return _by_operator(q, k, v, causal, window, sinks, softcap, scale, out, return_lse, render)
+    try:
+        serving = _serving(q, k, v, out, causal, window, return_lse, sinks, softcap)
+    except NotRendered as missing:
+        calls.render(missing, allowed=render, compiled=True)
+        serving = _serving(q, k, v, out, causal, window, return_lse, sinks, softcap)
     if sinks is not None or softcap is not None:
-        named = _named(sinks, softcap) | ({"enable_pdl": True} if enable_pdl and _has_pdl(serving) else {})
+        named = named_scores(sinks, softcap) | ({"enable_pdl": True} if enable_pdl and _has_pdl(serving) else {})
         return serving(q, k, v, **named, scale=scale, out=out, return_lse=return_lse)
     if enable_pdl and _has_pdl(serving):
         return serving(q, k, v, scale=scale, out=out, return_lse=return_lse, enable_pdl=True)
     return serving(q, k, v, scale=scale, out=out, return_lse=return_lse)
-
-
-def _named(sinks: Tensor | None, softcap: float | None) -> dict[str, Any]:
-    """What a module's entry point takes of these: those that it is made for."""
-    named = {"sinks": sinks, "softcap": softcap}
-    return {name: value for name, value in named.items() if value is not None}
 
 
 @functools.cache
@@ -134,10 +147,7 @@ def _asked(
     """What the module has to be compiled for, and the size of the call. Raises ArgumentError, TypeError."""
     calls.check_tensors({"q": q, "k": k, "v": v}, "(batch, seq, heads, head dim)")
     dtype, written = calls.dtypes_of(q, out, "fa3gen.attention")
-    if sinks is not None and not isinstance(sinks, Tensor):
-        raise TypeError(f"sinks is a {type(sinks).__name__}; it needs to be a torch.Tensor")
-    if softcap is not None and not (isinstance(softcap, (int, float)) and 0.0 < softcap < math.inf):
-        raise ArgumentError(f"softcap is {softcap!r}; it needs to be a finite and positive number, or None for no cap")
+    calls.check_scores(sinks, softcap)
     batch, seq_q, heads_q, head_dim = q.shape
     family = Family(
         *(dtype, int(head_dim), int(v.shape[3]), dispatch.mask_of(causal, window), written),
@@ -179,11 +189,16 @@ def _serving(
     return calls.found(key, family, size, lse=return_lse)
 
 
+def _rendered(q: Any, *asked: Any) -> Attention:
+    """As `_serving`; where no module serves the call, one is rendered."""
+    return calls.or_rendered(_serving, q, *asked, compiled=q.is_cuda)
+
+
 # Operators, for whatever looks at calls instead of making them
 
 _OPTIONS = (
     "*, bool causal=False, int[]? window=None, Tensor? sinks=None, float? softcap=None, float? scale=None, "
-    "bool return_lse=False"
+    "bool return_lse=False, bool render=False"
 )
 
 
@@ -198,11 +213,12 @@ def _by_operator(
     scale: float | None,
     out: Any,
     return_lse: bool,
+    render: bool,
 ) -> Returned:
     """Call the operators. Without an out, LSE is empty where nobody asked for it."""
     calls.refuse_grad(q, k, v, sinks)
     options: dict[str, Any] = {"causal": causal, "window": window, "scale": scale, "return_lse": return_lse}
-    options |= _named(sinks, softcap)
+    options |= named_scores(sinks, softcap) | ({"render": True} if render else {})
     if out is None:
         out, lse = torch.ops.fa3gen.attention_forward(q, k, v, **options)
     else:
@@ -221,11 +237,12 @@ def _forward(
     softcap: float | None = None,
     scale: float | None = None,
     return_lse: bool = False,
+    render: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """`fa3gen::attention_forward`: O and LSE, which has no rows unless `return_lse`."""
     reach = None if window is None else tuple(window)
-    serving = _serving(q, k, v, None, causal, reach, return_lse, sinks, softcap)
-    returned = serving(q, k, v, **_named(sinks, softcap), scale=scale, return_lse=return_lse)
+    serving = (_rendered if render else _serving)(q, k, v, None, causal, reach, return_lse, sinks, softcap)
+    returned = serving(q, k, v, **named_scores(sinks, softcap), scale=scale, return_lse=return_lse)
     return returned if return_lse else (returned, _lse_like(q, False))
 
 
@@ -241,11 +258,12 @@ def _forward_out(
     softcap: float | None = None,
     scale: float | None = None,
     return_lse: bool = False,
+    render: bool = False,
 ) -> Tensor:
     """`fa3gen::attention_forward_out`: writes O to `out` and returns LSE, which has no rows unless `return_lse`."""
     reach = None if window is None else tuple(window)
-    serving = _serving(q, k, v, out, causal, reach, return_lse, sinks, softcap)
-    returned = serving(q, k, v, **_named(sinks, softcap), scale=scale, out=out, return_lse=return_lse)
+    serving = (_rendered if render else _serving)(q, k, v, out, causal, reach, return_lse, sinks, softcap)
+    returned = serving(q, k, v, **named_scores(sinks, softcap), scale=scale, out=out, return_lse=return_lse)
     lse: Tensor = returned[1] if return_lse else _lse_like(q, False)
     return lse
 
@@ -261,6 +279,7 @@ def _forward_fake(
     softcap: float | None = None,
     scale: float | None = None,
     return_lse: bool = False,
+    render: bool = False,
 ) -> tuple[Tensor, Tensor]:
     _check_shapes(q, k, v, None, causal, window, sinks, softcap)
     return q.new_empty((*q.shape[:3], v.shape[3])), _lse_like(q, return_lse)
@@ -278,6 +297,7 @@ def _forward_out_fake(
     softcap: float | None = None,
     scale: float | None = None,
     return_lse: bool = False,
+    render: bool = False,
 ) -> Tensor:
     _check_shapes(q, k, v, out, causal, window, sinks, softcap)
     wanted = (*q.shape[:3], v.shape[3])
@@ -306,12 +326,7 @@ def _check_shapes(
 ) -> None:
     """What can be wrong with tensors that have no memory, so that it shows when a model is traced."""
     _asked(q, k, v, out, causal, window, sinks, softcap)
-    if sinks is not None:
-        found, heads_q = sinks.shape, q.shape[2]
-        need(
-            len(found) == 1 and found[0] == heads_q and sinks.dtype in (torch.bfloat16, torch.float32),
-            lambda: f"sinks is {tuple(found)}, {sinks.dtype}; it needs to be ({heads_q},), bfloat16 or float32",
-        )
+    calls.need_sinks(sinks, q.shape[2])
     need(
         k.shape[0] == q.shape[0] and k.shape[3] == q.shape[3],
         lambda: f"k has shape {tuple(k.shape)}, q {tuple(q.shape)}; they need the same batch and head dim",

@@ -6,6 +6,7 @@ How such a call finds its module, and who sees it: `fa3gen.run.calls`. Its opera
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -14,9 +15,22 @@ from torch.compiler import is_dynamo_compiling
 
 from fa3gen.design.family import TILE_ROWS, Family
 from fa3gen.design.workspace import Workspace
-from fa3gen.run import calls, dispatch, gpu
-from fa3gen.run.calls import Attention, Returned, Window, dispatch_modes, functorch_transforms, need, stretches
-from fa3gen.run.dispatch import ArgumentError, Choice, Size
+from fa3gen.run import calls, checks, dispatch, gpu
+from fa3gen.run.calls import (
+    Attention,
+    Returned,
+    Window,
+    dispatch_modes,
+    functorch_transforms,
+    named_scores,
+    need,
+    stretches,
+)
+from fa3gen.run.dispatch import ArgumentError, Choice, NotRendered, Size
+
+# Where keys lie: (cu_seqlens_k, page_table, seqused_k). What changes scores: (sinks, softcap).
+Keys = tuple[Any, Any, Any]
+Scores = tuple[Any, Any]
 
 
 def _explain(
@@ -33,19 +47,24 @@ def _explain(
     seqused_k: Tensor | None = None,
     causal: bool = False,
     window: Window = None,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
     scale: float | None = None,
     out: Tensor | None = None,
     return_lse: bool = False,
+    render: bool = False,
 ) -> Choice:
     """Which module `fa3gen.attention_packed` takes for these arguments, and why; `print` it.
 
     Looks at dtypes and shapes only: tensors on any device will do, "meta" too, and no GPU is needed. How many tiles an
     SM gets is then counted with the SMs of an H200, and the answer says so. Raises as `fa3gen.attention_packed` where
-    no module is found.
+    no module is found; with `render`, one is rendered, and not yet compiled.
     """
-    family = _family(q, k, v, cu_seqlens_q, cu_seqlens_k, page_table, seqused_k, out, causal, window)
+    keys, scores = (cu_seqlens_k, page_table, seqused_k), (sinks, softcap)
+    family = _family(q, k, v, cu_seqlens_q, keys, out, causal, window, scores)
     size = _size(q, v, cu_seqlens_q, page_table, max_seqlen_q, max_seqlen_k)
-    return dispatch.choose(family, size, lse=return_lse, workspace=Workspace.find())
+    choose = functools.partial(dispatch.choose, family, size, lse=return_lse, workspace=Workspace.find())
+    return calls.or_rendered(choose, compiled=False) if render else choose()
 
 
 @calls.explained_by(_explain)
@@ -63,9 +82,12 @@ def attention_packed(
     seqused_k: Tensor | None = None,
     causal: bool = False,
     window: Window = None,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
     scale: float | None = None,
     out: Tensor | None = None,
     return_lse: bool = False,
+    render: bool = False,
 ) -> Any:
     """O = softmax(scale Q K^T) V of packed sequences (varlen) on a Hopper GPU, by the fastest generated module.
 
@@ -83,8 +105,8 @@ def attention_packed(
         k: (total_k, heads_kv, d), heads_q a multiple of heads_kv (GQA, MQA); or (pages, page, heads_kv, d).
         v: (total_k, heads_kv, d_v), or (pages, page, heads_kv, d_v).
         cu_seqlens_q, cu_seqlens_k: (sequences + 1,), int32, on the GPU, where the rows of each sequence begin, and at
-            last where those of the last one end. They do not decrease; what lies is clamped to the tensors. Pages have
-            no cu_seqlens_k.
+            last where those of the last one end. They do not decrease; what lies is clamped to the tensors, and with
+            $FA3GEN_CHECK set, see `fa3gen.run.checks`, it is an ArgumentError. Pages have no cu_seqlens_k.
         page_table: (sequences, most pages of one), int32, on the GPU: the pages of each sequence. What stands in it
             behind a sequence's last key may be anything; a page that is not there has zeros for keys and values.
         max_seqlen_q, max_seqlen_k: The longest sequences, if known. They bound the mean lengths, where tensors have
@@ -92,18 +114,20 @@ def attention_packed(
         seqused_q, seqused_k: (sequences,), int32, on the GPU: how many rows of each sequence there are, from its first
             one; by default all. With pages seqused_k has to be given.
         causal: Query i sees keys j <= i + seq_k - seq_q, by the lengths of its sequence.
-        window: (left, right), as for `fa3gen.attention`.
+        window, sinks, softcap: As for `fa3gen.attention`.
         scale: Factor of the scores, finite and positive; 1 / sqrt(d) by default.
         out: (total_q, heads_q, d_v) of q's dtype to write O to; a new contiguous tensor by default.
         return_lse: Return (O, LSE), LSE the natural logarithm of each row's sum of exponentials,
             (heads_q, total_q) float32.
+        render: Where no module serves the call, render and compile one, as for `fa3gen.attention`.
 
     Returns:
-        O, (total_q, heads_q, d_v); with return_lse, (O, LSE). A row with no visible key has O = 0, LSE = -inf; rows
-        that are in no sequence are not written.
+        O, (total_q, heads_q, d_v); with return_lse, (O, LSE). A row with no visible key has O = 0, LSE = -inf
+        or its sink; rows that are in no sequence are not written.
 
     Raises:
         NoKernel: No module computes this, or none was measured; the message says what to do. A UserError.
+        NotCompiled: A kernel would have to be rendered or compiled, and $FA3GEN_NO_JIT forbids that. A UserError.
         TypeError, ValueError: An argument is of another type, dtype, device, shape, stride or alignment; or one
             requires grad in grad mode, since this is forward only.
     """
@@ -116,33 +140,33 @@ def attention_packed(
     ):
         if not is_dynamo_compiling():
             # Its messages are better than those of a schema.
-            _family(q, k, v, cu_seqlens_q, cu_seqlens_k, page_table, seqused_k, out, causal, window)
+            keys, scores = (cu_seqlens_k, page_table, seqused_k), (sinks, softcap)
+            _family(q, k, v, cu_seqlens_q, keys, out, causal, window, scores)
         options: dict[str, Any] = {
             "page_table": page_table,
             "max_seqlen_q": max_seqlen_q,
             "max_seqlen_k": max_seqlen_k,
             "causal": causal,
             "window": window,
+            **named_scores(sinks, softcap),
         }
         options |= {"seqused_q": seqused_q, "seqused_k": seqused_k, "scale": scale, "return_lse": return_lse}
+        options |= {"render": True} if render else {}
         return _by_operator(q, k, v, cu_seqlens_q, cu_seqlens_k, out, options)
     if window is not None and type(window) is not tuple:
         window = calls.window_tuple(window)
-    serving = _serving(
-        q,
-        k,
-        v,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        page_table,
-        seqused_k,
-        max_seqlen_q,
-        max_seqlen_k,
-        out,
-        causal,
-        window,
-        return_lse,
-    )
+    keys, scores = (cu_seqlens_k, page_table, seqused_k), (sinks, softcap)
+    asked = q, k, v, cu_seqlens_q, keys, max_seqlen_q, max_seqlen_k, out, causal, window, scores, return_lse
+    try:
+        serving = _serving(*asked)
+    except NotRendered as missing:
+        calls.render(missing, allowed=render, compiled=True)
+        serving = _serving(*asked)
+    if checks.CHECKING:
+        used, longest = (seqused_q, seqused_k), (max_seqlen_q, max_seqlen_k)
+        _check(q, k, cu_seqlens_q, (cu_seqlens_k, page_table), used, longest)
+    if sinks is not None or softcap is not None:
+        serving = functools.partial(serving, **named_scores(sinks, softcap))
     if page_table is not None:
         return serving(
             q,
@@ -171,18 +195,10 @@ def attention_packed(
 
 
 def _family(
-    q: Any,
-    k: Any,
-    v: Any,
-    cu_seqlens_q: Any,
-    cu_seqlens_k: Any,
-    page_table: Any,
-    seqused_k: Any,
-    out: Any,
-    causal: bool,
-    window: Window,
+    q: Any, k: Any, v: Any, cu_seqlens_q: Any, keys: Keys, out: Any, causal: bool, window: Window, scores: Scores
 ) -> Family:
     """What the module has to be compiled for. Raises ArgumentError, TypeError."""
+    cu_seqlens_k, page_table, seqused_k = keys
     calls.check_tensors({"q": q}, "(total, heads, head dim)")
     calls.check_tensors({"cu_seqlens_q": cu_seqlens_q}, "(sequences + 1)")
     page = None
@@ -198,8 +214,15 @@ def _family(
         page = int(k.shape[1])
     dtype, written = calls.dtypes_of(q, out, "fa3gen.attention_packed")
     mask = dispatch.mask_of(causal, window)
-    dims = int(q.shape[2]), int(v.shape[-1])
-    return Family(dtype, *dims, mask, written, layout="packed" if page is None else "paged", page_rows=page)
+    calls.check_scores(*scores)
+    sinks, softcap = scores
+    return Family(
+        *(dtype, int(q.shape[2]), int(v.shape[-1]), mask, written),
+        layout="packed" if page is None else "paged",
+        sink=sinks is not None,
+        softcap=softcap is not None,
+        page_rows=page,
+    )
 
 
 def _size(
@@ -236,18 +259,18 @@ def _serving(
     k: Any,
     v: Any,
     cu_seqlens_q: Any,
-    cu_seqlens_k: Any,
-    page_table: Any,
-    seqused_k: Any,
+    keys: Keys,
     max_seqlen_q: int | None,
     max_seqlen_k: int | None,
     out: Any,
     causal: bool,
     window: Any,
+    scores: Scores,
     return_lse: bool,
 ) -> Attention:
     """The `attention` of the module for a call; `window` is None or a tuple."""
     key: tuple[Any, ...] = ()
+    (_, page_table, _), (sinks, softcap) = keys, scores
     try:
         total_q, heads_q, dim = q.shape  # asked for once: each `.shape` is a new object
         if page_table is None:
@@ -257,15 +280,32 @@ def _serving(
             total_k = _rows(v, page_table)
         out_dtype, group = None if out is None else out.dtype, heads_q // (heads_kv or 1)
         key = "packed", q.get_device(), q.dtype, out_dtype, dim, v_dim, page, group, causal, window, return_lse
-        keys, tiles = _extents(total_q, total_k, cu_seqlens_q.shape[0], heads_q, max_seqlen_q, max_seqlen_k)
+        if sinks is not None or softcap is not None:
+            key += (sinks is not None, softcap is not None)
+        length, tiles = _extents(total_q, total_k, cu_seqlens_q.shape[0], heads_q, max_seqlen_q, max_seqlen_k)
         for least_keys, most_keys, least_tiles, most_tiles, attention in stretches.get(key, ()):
-            if least_keys <= keys <= most_keys and least_tiles <= tiles <= most_tiles:
+            if least_keys <= length <= most_keys and least_tiles <= tiles <= most_tiles:
                 return attention
     except (AttributeError, IndexError, ValueError):
         pass  # not three dimensions, or no tensor: what follows says so
-    family = _family(q, k, v, cu_seqlens_q, cu_seqlens_k, page_table, seqused_k, out, causal, window)
+    family = _family(q, k, v, cu_seqlens_q, keys, out, causal, window, scores)
     size = _size(q, v, cu_seqlens_q, page_table, max_seqlen_q, max_seqlen_k)
     return calls.found(key, family, size, lse=return_lse)
+
+
+def _check(q: Any, k: Any, cu_seqlens_q: Any, where: tuple[Any, Any], used: Any, longest: Any) -> None:
+    """Have offsets, lengths and table looked at; `where` keys lie is cu_seqlens_k, or page_table."""
+    cu_seqlens_k, page_table = where
+    if page_table is None:
+        checks.check_packed(q, k, cu_seqlens_q, cu_seqlens_k, used=used, longest=longest)
+    else:
+        seqused_q, seqused_k = used
+        checks.check_paged(q, k, cu_seqlens_q, page_table, seqused_k, seqused_q=seqused_q, longest=longest)
+
+
+def _rendered(q: Any, *asked: Any) -> Attention:
+    """As `_serving`; where no module serves the call, one is rendered."""
+    return calls.or_rendered(_serving, q, *asked, compiled=q.is_cuda)
 
 
 # Operators, for whatever looks at calls instead of making them
@@ -273,7 +313,7 @@ def _serving(
 
 def _by_operator(q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, out: Any, options: Any) -> Returned:
     """Call the operators. Without an out, LSE is empty where nobody asked for it."""
-    calls.refuse_grad(q, k, v)
+    calls.refuse_grad(q, k, v, options.get("sinks"))
     if out is None:
         out, lse = torch.ops.fa3gen.attention_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, **options)
     else:
@@ -295,16 +335,27 @@ def _packed(
     seqused_k: Tensor | None = None,
     causal: bool = False,
     window: list[int] | None = None,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
     return_lse: bool = False,
+    render: bool = False,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
     """`fa3gen::attention_packed`: O and LSE, which has no rows unless `return_lse`."""
     reach = None if window is None else tuple(window)
-    where = cu_seqlens_k, page_table, seqused_k
-    serving = _serving(q, k, v, cu_seqlens_q, *where, max_seqlen_q, max_seqlen_k, out, causal, reach, return_lse)
-    keys = (cu_seqlens_k,) if page_table is None else (page_table, seqused_k)
-    options |= {"out": out, "return_lse": return_lse} | ({"seqused_k": seqused_k} if page_table is None else {})
-    returned = serving(q, k, v, cu_seqlens_q, *keys, **options)
+    keys = cu_seqlens_k, page_table, seqused_k
+    serving = (_rendered if render else _serving)(
+        *(q, k, v, cu_seqlens_q, keys, max_seqlen_q, max_seqlen_k, out),
+        *(causal, reach, (sinks, softcap), return_lse),
+    )
+    if checks.CHECKING:
+        used, longest = (options.get("seqused_q"), seqused_k), (max_seqlen_q, max_seqlen_k)
+        _check(q, k, cu_seqlens_q, (cu_seqlens_k, page_table), used, longest)
+    options |= {"out": out, "return_lse": return_lse} | named_scores(sinks, softcap)
+    if page_table is None:
+        returned = serving(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k=seqused_k, **options)
+    else:
+        returned = serving(q, k, v, cu_seqlens_q, page_table, seqused_k, **options)
     return returned if return_lse else (returned, _lse_like(q, False))
 
 
@@ -325,11 +376,15 @@ def _packed_fake(
     seqused_k: Tensor | None = None,
     causal: bool = False,
     window: list[int] | None = None,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
     return_lse: bool = False,
     **_: Any,
 ) -> tuple[Tensor, Tensor]:
     """What can be wrong with tensors that have no memory shows when a model is traced."""
-    _family(q, k, v, cu_seqlens_q, cu_seqlens_k, page_table, seqused_k, out, causal, window)
+    keys, scores = (cu_seqlens_k, page_table, seqused_k), (sinks, softcap)
+    _family(q, k, v, cu_seqlens_q, keys, out, causal, window, scores)
+    calls.need_sinks(sinks, q.shape[1])
     need(
         k.shape[-1] == q.shape[2],
         lambda: f"k has shape {tuple(k.shape)}, q {tuple(q.shape)}; they need the same head dim",
@@ -352,7 +407,8 @@ def _packed_fake(
 
 def _need_rows(name: str, given: Tensor | None, count: int) -> None:
     if given is not None:
-        need(given.shape[0] == count, lambda: f"{name} has shape {tuple(given.shape)}; it needs {count} rows")
+        needed = (count, *given.shape[1:])
+        need(given.shape[0] == count, lambda: f"{name} has shape {tuple(given.shape)}; it needs to be {needed}")
 
 
 def _packed_out_fake(q: Tensor, k: Tensor, v: Tensor, *offsets_and_out: Tensor, **options: Any) -> Tensor:
@@ -369,7 +425,8 @@ _INPUTS = "Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor? cu_seqlens
 _OPTIONS = (
     "*, Tensor? page_table=None, SymInt? max_seqlen_q=None, SymInt? max_seqlen_k=None, "
     "Tensor? seqused_q=None, Tensor? seqused_k=None, "
-    "bool causal=False, int[]? window=None, float? scale=None, bool return_lse=False"
+    "bool causal=False, int[]? window=None, Tensor? sinks=None, float? softcap=None, float? scale=None, "
+    "bool return_lse=False, bool render=False"
 )
 calls.register(f"attention_packed({_INPUTS}, {_OPTIONS}) -> (Tensor, Tensor)", _packed, _packed_fake)
 calls.register(f"attention_packed_out({_INPUTS}, Tensor(a!) out, {_OPTIONS}) -> Tensor", _packed_out, _packed_out_fake)

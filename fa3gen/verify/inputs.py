@@ -179,6 +179,15 @@ def gpu_cases(spec: Forward) -> tuple[Case, ...]:
     Where calls give a window, each comes with two.
     """
     cases = (*CASES, *PERSISTENT_CASES) if footprint.persistent(spec) else CASES
+    cases += gpu_score_cases(spec)
+    if not given_with_calls(spec.mask):
+        return cases
+    return windowed(twice(cases))
+
+
+def gpu_score_cases(spec: Forward) -> tuple[Case, ...]:
+    """Cases for a GPU of what changes scores or sums, where the spec has it."""
+    cases: tuple[Case, ...] = ()
     if spec.softmax.sink:
         cases += (Case("sinks_16_bits", "sinks in bfloat16 on all rows", 2, 200, 300, 8, 2, sinks="bfloat16"),)
     if spec.softmax.softcap:
@@ -188,9 +197,7 @@ def gpu_cases(spec: Forward) -> tuple[Case, ...]:
             Case("capped_50", "scores beyond a cap of 50", 1, 300, 300, 2, 2, scale=4.0),
             Case("capped_low", "a cap so low that a hidden key would count", 1, 150, 400, 4, 2, softcap=1.5),
         )
-    if not given_with_calls(spec.mask):
-        return cases
-    return windowed(twice(cases))
+    return cases
 
 
 def twice(cases: Sequence[AnyCase]) -> tuple[AnyCase, ...]:
@@ -221,13 +228,19 @@ def cpu_cases(spec: Forward) -> tuple[Case, ...]:
         Case("scale", "a scale other than 1/sqrt(d)", 1, 7, n // 2 + 5, 1, 1, scale=0.3),
         Case("wrap", "goes round the ring of stages twice and a bit", 1, 3, 2 * stages * n + n // 2 + 1, 1, 1),
     ]  # fmt: skip
+    return with_windows(spec, [*cases, *cpu_score_cases(spec)], _window_case)
+
+
+def cpu_score_cases(spec: Forward) -> list[Case]:
+    """Cases for the CPU model of what changes scores or sums, where the spec has it."""
+    cases, n = [], spec.tile.kv
     if spec.softmax.sink:
         cases.append(Case("sinks_16_bits", "sinks in bfloat16 of every size", 1, 5, 7, 5, 1, sinks="bfloat16"))
         cases.append(Case("sinks", "sinks of every size, rows without a key", 1, 9, 7, 5, 1))
     if spec.softmax.softcap:
         cases.append(Case("capped", "scores beyond a cap of 15", 1, 9, n + 5, 1, 1, scale=2.25, softcap=15.0))
         cases.append(Case("capped_low", "so low that a hidden key would count", 1, 9, n + 5, 1, 1, softcap=1.5))
-    return with_windows(spec, cases, _window_case)
+    return cases
 
 
 def with_windows(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any, Literal
 
@@ -184,7 +184,15 @@ def cpu_cases(spec: Forward) -> tuple[PackedCase, ...]:
         sequences("one", "one query, one key, strides that mean nothing", (1,), (1,), layout="odd_strides"),
         lying(60, 50 + n),
     ]  # fmt: skip
+    cases += map(_with_neighbours, inputs.cpu_score_cases(spec))
     return inputs.with_windows(spec, cases, _window_case)
+
+
+def _with_neighbours(case: Case) -> PackedCase:
+    """Batch entries of a case as sequences, between one without keys and one with fewer keys than queries."""
+    lengths_q, lengths_k = (3, *[case.seq_q] * case.batch, 4), (0, *[case.seq_k] * case.batch, 2)
+    scores: dict[str, Any] = {"scale": case.scale, "sinks": case.sinks, "softcap": case.softcap}
+    return sequences(case.name, case.why, lengths_q, lengths_k, heads=(case.heads_q, case.heads_kv), **scores)
 
 
 def _window_case(m: int, n: int, left: int, right: int) -> PackedCase:
@@ -254,6 +262,10 @@ def gpu_cases(spec: Forward) -> tuple[PackedCase, ...]:
         sequences("more_queries", "most queries see no key", (900, 1300), (70, 200), behind=200, unused="large",
                   **grouped),
     )  # fmt: skip
+    # Those of the CPU model come under their own names.
+    cases += tuple(
+        replace(case, name=f"{case.name}_large") for case in map(_with_neighbours, inputs.gpu_score_cases(spec))
+    )
     if given_with_calls(spec.mask):
         cases = inputs.windowed(inputs.twice(cases))
     return (*cpu_cases(spec), *cases)
@@ -278,6 +290,8 @@ def make(spec: Forward, case: PackedCase, *, device: torch.device, seed: int) ->
         out_storage=dense.out_storage,
         mask=dense.mask,
         options=dense.options,
+        sinks=dense.sinks,
+        softcap=dense.softcap,
         cu_seqlens_q=torch.tensor(case.offsets_q, dtype=torch.int32, device=device),
         cu_seqlens_k=torch.tensor(case.offsets_k, dtype=torch.int32, device=device),
         seqused_q=numbers(case.used_q),

@@ -6,6 +6,7 @@ whatever offsets and lengths say, and a CUDA graph takes the lengths that its te
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -70,15 +71,16 @@ class PackedRunner(Runner):
     def _wrong_without(self, made: PackedInputs, changes: Mapping[str, Any], rows: int, zero: bool) -> str:
         """What is wrong with a call of `rows` queries that see no key; `zero`: all of them are to be written."""
         asked = {"return_lse": True} if self.spec.outputs.lse else {}
-        returned = self.entry(**{**made.given, **changes}, **made.options, **asked)
+        returned = self.entry(**{**made.given, **changes}, **made.named, **asked)
         out, lse = returned if self.spec.outputs.lse else (returned, None)
         wanted = (rows, *made.out.shape[1:])
         if out.shape != wanted or out.dtype != self.out_dtype:
             return f"O is {tuple(out.shape)} {out.dtype} instead of {wanted} {self.out_dtype}"
         if lse is not None and (lse.shape != (wanted[1], rows) or lse.dtype != torch.float32):
             return f"LSE is {tuple(lse.shape)} {lse.dtype} instead of {(wanted[1], rows)} torch.float32"
-        if zero and (out.any() or (lse is not None and not torch.isneginf(lse).all())):
-            return "O is not 0, or LSE not -inf"
+        empty = -math.inf if made.sinks is None else made.sinks[:, None]
+        if zero and (out.any() or (lse is not None and not (lse == empty).all())):
+            return "O is not 0, or LSE not -inf (of a head with a sink, that)"
         return ""
 
     def _bad_batches(self, good: Mapping[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
@@ -144,9 +146,9 @@ class PackedRunner(Runner):
 
     def _captured(self, made: PackedInputs) -> Any:
         """A graph of one call with `out` given."""
-        self.entry(**made.given, **made.options, out=made.out)
+        self.entry(**made.given, **made.named, out=made.out)
         torch.cuda.synchronize(self.device)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            self.entry(**made.given, **made.options, out=made.out)
+            self.entry(**made.given, **made.named, out=made.out)
         return graph

@@ -99,12 +99,12 @@ class PagedInputs(PackedInputs):
     @staticmethod
     def _rows(pages: torch.Tensor, table: torch.Tensor, keys: int) -> torch.Tensor:
         """The rows of a sequence one behind the other, (1, keys, heads, d); zeros where there is no such page."""
-        count, page, *row = pages.shape
-        found = pages.new_zeros((-(-keys // page), page, *row))
-        for number, at in enumerate(table[: len(found)].tolist()):
-            if 0 <= at < count:
-                found[number] = pages[at]
-        return found.flatten(0, 1)[None, :keys]
+        count, page, *_ = pages.shape
+        number = torch.arange(keys, device=pages.device)
+        at = table.long()[number // page]
+        found = pages[at.clamp(0, count - 1), number % page]
+        found[(at < 0) | (at >= count)] = 0
+        return found[None]
 
 
 def in_pages(cases: Iterable[PackedCase], spec: Forward) -> Iterator[PagedCase]:
@@ -133,7 +133,7 @@ def lying(spec: Forward) -> PagedCase:
     keys = 2 * spec.tile.kv
     (case,) = in_pages([packed_inputs.lying(60, keys)], spec)
     return replace(
-        case, offsets_k=(0,) * len(case.offsets_k), used_k=(INT_MAX, -3, 5, keys - 1), filled=True, lies=True
+        case, offsets_k=(0,) * len(case.offsets_k), used_k=(keys - 1, 5, INT_MAX, -3), filled=True, lies=True
     )
 
 
@@ -141,17 +141,16 @@ def make(spec: Forward, case: PagedCase, *, device: torch.device, seed: int) -> 
     """Draw the tensors of `case` as the module of `spec` takes them."""
     made = packed_inputs.make(spec, case, device=device, seed=seed)
     draw = torch.Generator().manual_seed(inputs.case_seed(f"{case.name}, pages", seed))
-    taken = iter(torch.randperm(case.pages, generator=draw).tolist())
-    table = torch.tensor(NO_PAGES).repeat(len(case.offsets_k) * case.columns)[
-        : (len(case.offsets_k) - 1) * case.columns
-    ]
-    table = table.view(-1, case.columns).clone()
+    free, taken = torch.randperm(case.pages, generator=draw), 0
+    entries = len(case.spans) * case.columns
+    table = torch.tensor(NO_PAGES).repeat(entries)[:entries].view(-1, case.columns)
     k, v = _pages_of(case, made, draw)
     for row, (_, (begin, end)) in enumerate(case.spans):
-        for number, first in enumerate(range(begin, end, case.page)):
-            at, rows = next(taken), min(case.page, end - first)
-            table[row, number] = at
-            k[at, :rows], v[at, :rows] = made.k[first : first + rows], made.v[first : first + rows]
+        key, count = torch.arange(end - begin), -(-(end - begin) // case.page)
+        table[row, :count] = free[taken : taken + count]
+        place = table[row][key // case.page].to(device), (key % case.page).to(device)
+        k[place], v[place] = made.k[begin:end], made.v[begin:end]
+        taken += count
     if case.lies:
         assert case.used_k is not None
         lengths = list(case.used_k)
@@ -177,10 +176,9 @@ def _pages_of(case: PagedCase, made: PackedInputs, draw: torch.Generator) -> tup
     else:
         k, v = (made.k.new_empty((*rows, dim)) for dim in (d, d_v))
     for pages in (k, v):
-        pages.copy_(torch.randn(pages.shape, generator=draw))
-        if not case.filled and case.unused == "large":
-            pages.mul_(packed_inputs.LARGE)
-        elif not case.filled:
+        if case.filled or case.unused == "large":
+            pages.copy_(torch.randn(pages.shape, generator=draw) * (1 if case.filled else packed_inputs.LARGE))
+        else:
             pages[:, 0::2], pages[:, 1::2] = math.nan, math.inf
             pages[1::2, 0::2] = math.inf  # the first rows of every second page, which may have one row
     return k, v

@@ -11,11 +11,15 @@ from mutations import Moved
 from rendering import source
 
 STEM = "fwd_packed_short_d64_causal"
+SUNK, CAPPED = "fwd_packed_pack8_sink_any_window", "fwd_packed_softcap_d128_causal"
 
 
 @dataclass(frozen=True)
 class PackedMutation:
-    """`old`, which the source says once, becomes `new`: a case of `cpu_cases` has to fail with one of `reports`."""
+    """`old`, which the source of `stem` says once, becomes `new`: a case of `cpu_cases` has to fail with a report.
+
+    `reports`: one of these is said.
+    """
 
     name: str
     why: str
@@ -23,12 +27,13 @@ class PackedMutation:
     new: str
     case: str
     reports: tuple[str, ...]
+    stem: str = STEM
 
     def apply(self) -> str:
         """The changed source. Raises Moved unless `old` occurs exactly once."""
-        text = source(STEM)
+        text = source(self.stem)
         if text.count(self.old) != 1:
-            raise Moved(f"`{self.old}` occurs {text.count(self.old)} times in {STEM}.py: the module has changed")
+            raise Moved(f"`{self.old}` occurs {text.count(self.old)} times in {self.stem}.py: the module has changed")
         return text.replace(self.old, self.new)
 
 
@@ -98,5 +103,32 @@ PACKED = [
         "counter[0] = draw",
         "ragged",
         ("the launch left 1 words of the counter that are not 0",),
+    ),
+    PackedMutation(
+        "sinks of the first heads",
+        "the heads of a tile have those of the tile before",
+        "mSinks[head * PACK_HEADS + row % PACK_HEADS, None]",
+        "mSinks[head + row % PACK_HEADS, None]",
+        "decode",
+        ("LSE ",),
+        SUNK,
+    ),
+    PackedMutation(
+        "sinks a word apart",
+        "the words of a float32 are those of two heads in bfloat16",
+        "cute.make_layout((heads_q, words), stride=(words, 1))",
+        "cute.make_layout((heads_q, words), stride=(1, 1))",
+        "sinks",
+        ("LSE ",),
+        SUNK,
+    ),
+    PackedMutation(
+        "exponents of scores, not of what is left of them",
+        "the kernel has scores divided by the cap, and the softmax takes them for scores",
+        "softcap * LOG2_E",
+        "scale * LOG2_E",
+        "capped",
+        ("O is off by",),
+        CAPPED,
     ),
 ]

@@ -1,4 +1,4 @@
-"""Mutated kernels for packed sequences fail `fa3gen verify --on cpu`, in the case that is there for it."""
+"""Mutated kernels for packed sequences and pages fail `fa3gen verify --on cpu`, in the case that is there for it."""
 
 from __future__ import annotations
 
@@ -9,28 +9,33 @@ import hosting
 import pytest
 from mutations import Moved
 from mutations_packed import PACKED, STEM, PackedMutation
+from mutations_paged import BOXES, PAGED, ROWS
 from rendering import variants
 
 from fa3gen.cpu.module import load_on_cpu
 from fa3gen.spec.model import Forward
-from fa3gen.verify import packed_inputs
-from fa3gen.verify.packed_on_cpu import CpuPackedRunner
+from fa3gen.verify import packed_inputs, paged_inputs
+from fa3gen.verify.packed_on_cpu import CpuPackedRunner, CpuPagedRunner
 
 
-@pytest.mark.parametrize("mutation", PACKED, ids=lambda mutation: mutation.name)
+@pytest.mark.parametrize("mutation", [*PACKED, *PAGED], ids=lambda mutation: mutation.name)
 def test_mutation_is_reported(mutation: PackedMutation, tmp_path: Path) -> None:
-    spec = variants()[STEM].spec
+    spec = variants()[mutation.stem].spec
     assert isinstance(spec, Forward)
-    (case,) = (case for case in packed_inputs.cpu_cases(spec) if case.name == mutation.case)
-    module = load_on_cpu(hosting.path_of(tmp_path, STEM, mutation.apply()))
-    failures = CpuPackedRunner(module, spec, seed=1, count=1).run_case(case).failures
+    paged = spec.problem.layout == "paged"
+    cases = paged_inputs.cpu_cases(spec) if paged else packed_inputs.cpu_cases(spec)
+    (case,) = (case for case in cases if case.name == mutation.case)
+    module = load_on_cpu(hosting.path_of(tmp_path, mutation.stem, mutation.apply()))
+    runner = CpuPagedRunner if paged else CpuPackedRunner
+    failures = runner(module, spec, seed=1, count=1).run_case(case).failures
     assert any(report in failure for failure in failures for report in mutation.reports), failures
 
 
 def test_there_are_mutations_of_every_kind() -> None:
-    """Ends of O, V and LSE; groups, lengths and begins of sequences; the mask; the counter."""
+    """Ends of O, V and LSE; groups, lengths and begins of sequences; the mask; the counter; sinks and the cap."""
     assert len(PACKED) >= 8 and len({mutation.name for mutation in PACKED}) == len(PACKED)
     assert {mutation.case for mutation in PACKED} >= {"ragged", "few_keys", "many", "used"}
+    assert {mutation.stem for mutation in PAGED} == {BOXES, ROWS} and len({each.name for each in PAGED}) == len(PAGED)
 
 
 def test_a_mutation_of_a_module_that_has_changed_says_so() -> None:

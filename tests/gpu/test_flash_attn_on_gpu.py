@@ -25,7 +25,7 @@ from fa3gen.flash_attn_interface import (
 )
 from fa3gen.measure.launch_times import host_microseconds
 from fa3gen.run import dispatch
-from fa3gen.spec.model import CausalMask, Mask, NoMask
+from fa3gen.spec.model import CausalMask, Mask, NoMask, WindowMask
 from fa3gen.verify import reference
 
 WORKSPACE = Workspace.find(Path(__file__).parent)
@@ -47,6 +47,8 @@ class Packed(NamedTuple):
 
     @property
     def options(self) -> dict[str, Any]:
+        if isinstance(self.mask, WindowMask):
+            return {"window_size": (self.mask.left, self.mask.right)}
         return {"causal": isinstance(self.mask, CausalMask)}
 
     def tensors(self, device: Any, queries: Any = QUERIES, keys: Any = KEYS) -> tuple[torch.Tensor, ...]:
@@ -123,6 +125,33 @@ def test_lengths_in_use(case: Packed, hopper: Any) -> None:
     written = ~untouched
     assert out[untouched].eq(3.0).all() and written.any() and untouched.any()
     close(out[written], lse[:, written], wanted[written], wanted_lse[:, written])
+
+
+SCORED: list[tuple[Packed, dict[str, Any]]] = [
+    (Packed(64, (16, 2), CausalMask()), {"s_aux": torch.float32}),
+    (Packed(64, (16, 2), WindowMask(left=127, right=0)), {"s_aux": torch.bfloat16}),
+    (Packed(128, (4, 2), CausalMask()), {"softcap": 50.0}),
+    (Packed(256, (4, 2), CausalMask()), {"softcap": 50.0}),
+    (Packed(256, (4, 2), WindowMask(left=300, right=20)), {"softcap": 50.0}),
+]
+
+
+@pytest.mark.parametrize(("case", "scores"), SCORED, ids=str)
+def test_sinks_and_caps(case: Packed, scores: dict[str, Any], hopper: Any) -> None:
+    """Eager, and in a graph that takes the sinks of its replay; rows without a key have their sink."""
+    tensors = case.tensors(hopper)
+    options, named = dict(scores), dict(scores)
+    if "s_aux" in scores:
+        named = {"sinks": torch.linspace(-3, 3, case.heads[0], device=hopper).to(scores["s_aux"])}
+        options = {"s_aux": named["sinks"]}
+    case.check(case.call(tensors, **options, return_attn_probs=True), tensors, **named)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = case.call(tensors, **options, return_attn_probs=True)
+    if "s_aux" in scores:
+        options["s_aux"].neg_()
+    graph.replay()
+    case.check(found, tensors, **named)
 
 
 @SOME
@@ -270,6 +299,41 @@ def test_cache(heads: tuple[int, int], causal: bool, seq_q: int, hopper: Any) ->
     out = flash_attn_with_kvcache(q, *cache, cache_seqlens=500, cache_leftpad=pad, causal=causal)
     wanted = flash_attn_with_kvcache(q[1:], *(x[1:, 64:] for x in cache), cache_seqlens=436, causal=causal)
     torch.testing.assert_close(out[1:], wanted, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_new_keys_are_appended_without_a_wait_and_in_a_graph(packed: bool, hopper: Any) -> None:
+    """Replayed with other lengths in the same tensors; what has no room in the cache is not written."""
+    q, *cache = dense(hopper, 5, 500, 256, (4, 2))
+    new = [x[:, :3].clone() for x in dense(hopper, 7, 9, 256, (4, 2))[1:]]
+    rows = [x.flatten(0, 1)[:4].clone() if packed else x for x in new]  # packed: three, and one
+    counts, saved = (3, 1) if packed else (3, 3), [x.clone() for x in cache]
+    used = torch.tensor([400, 7], dtype=torch.int32, device=hopper)
+    options: dict[str, Any] = {"cache_seqlens": used, "causal": True, "return_softmax_lse": True}
+    options |= {"cu_seqlens_k_new": offsets(counts, hopper)} if packed else {}
+    flash_attn_with_kvcache(q, *cache, *rows, **options)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        flash_attn_with_kvcache(q, *cache, *rows, **options)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse, *_ = flash_attn_with_kvcache(q, *cache, *rows, **options)
+    for lengths in ((77, 499), (0, 497), (500, 500)):
+        for x, old in zip(cache, saved, strict=True):
+            x.copy_(old)
+        used.copy_(torch.tensor(lengths))
+        graph.replay()
+        for i, (length, count) in enumerate(zip(lengths, counts, strict=True)):
+            end = min(500, length + count)
+            wanted = [x[i : i + 1].clone() for x in saved]
+            for x, appended in zip(wanted, new, strict=True):
+                x[0, length:end] = appended[i, : end - length]
+            assert all(x[i].equal(y[0]) for x, y in zip(cache, wanted, strict=True))
+            one = q[i : i + 1], *(x[:, :end] for x in wanted)
+            expected = reference.attention(*one, reach=(None, 0), compute_dtype=torch.float32)
+            close(out[i], lse[i], expected.out[0], expected.lse[0])
 
 
 def test_parts_of_the_keys_are_merged(hopper: Any) -> None:

@@ -69,10 +69,10 @@ class Call:
         out = torch.full_like(self.made.out, torch.nan)
         if not self.spec.outputs.lse:
             return Attention(
-                self.module.attention(**self.made.given, **self.made.options, out=out),
+                self.module.attention(**self.made.given, **self.made.named, out=out),
                 torch.empty(0, device=out.device),
             )
-        return Attention(*self.module.attention(**self.made.given, **self.made.options, out=out, return_lse=True))
+        return Attention(*self.module.attention(**self.made.given, **self.made.named, out=out, return_lse=True))
 
 
 def made(spec: Forward, device: Any, lengths_q: Any, lengths_k: Any) -> PackedInputs:

@@ -35,7 +35,9 @@ from fa3gen.verify.runner import same_bits
 WORKSPACE = Workspace.find(Path(__file__).parent)
 VARIANTS = {variant.stem: variant for spec_file in WORKSPACE.load_all() for variant in spec_file.variants}
 # Those for packed sequences: test_packed.py.
-PRODUCTION = [stem for stem in VARIANTS if stem.startswith("fwd_") and not stem.startswith("fwd_packed")]
+PRODUCTION = [
+    stem for stem, each in VARIANTS.items() if stem.startswith("fwd_") and each.spec.problem.layout == "dense"
+]
 PERSISTENT = [stem for stem in PRODUCTION if any(each.kept for each in operation_of(VARIANTS[stem].spec).scratch)]
 # Tiles from a counter, and the last of them in shares.
 SOME = pytest.mark.parametrize("stem", ["fwd_d64_causal", "fwd_d128"])

@@ -136,7 +136,6 @@ def _scheduler(spec: Forward) -> Iterable[Answer]:
     for field, used in (("softmax.sink", spec.softmax.sink), ("softmax.softcap", spec.softmax.softcap)):
         if used:
             yield schedules.score_fields.ask(field, spec.pv.engine, spec.schedule.kind, footprint.overlapped(spec))
-            yield schedules.score_layout.ask(field, spec.problem.layout)
     if spec.softmax.sink:
         yield output.sink_lse.ask(spec.outputs.lse)
     yield schedules.mask_end.ask(spec.softmax.mask_end, spec.mask.kind, footprint.overlapped(spec))

@@ -209,14 +209,6 @@ def score_fields(field: str, pv_engine: str, kind: str, overlap: bool) -> Violat
 
 
 @rule(kind=GENERATOR, topic="softmax")
-def score_layout(field: str, layout: str) -> Violation | None:
-    """The entry point of packed sequences has no such arguments yet."""
-    if layout == "dense":
-        return None
-    return Violation(field, f"{field} is rendered for dense sequences only, not {layout}; leave it out, or use dense")
-
-
-@rule(kind=GENERATOR, topic="softmax")
 def mask_end(when: str, mask: str, overlap: bool) -> Violation | None:
     """A branch around the mask of the last tile of keys is rendered where nothing but the end of the keys needs one."""
     if when == "always":

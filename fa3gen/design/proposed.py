@@ -1,0 +1,186 @@
+"""A spec for what no spec computes: a near one extended, with the fields that are to be others and no more.
+
+It is what somebody would write who wants a kernel for another head dim, dtype, mask or layout: `extends` a spec that
+was tuned for something like it, say what is to be computed, and change how where the rules ask for that. Nothing of
+it was measured.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from fa3gen.design.family import Family
+from fa3gen.design.masks import computes, given_with_calls
+from fa3gen.design.nearest import Changes, nearest_legal, with_changes
+from fa3gen.design.rules import Violation, check
+from fa3gen.design.workspace import Workspace
+from fa3gen.spec.complaints import UNIONS
+from fa3gen.spec.model import Forward, SyncLoad, TmaLoad, WgmmaProduct, WindowMask
+from fa3gen.spec.specfile import SpecFile, Variant, attention_among
+from fa3gen.spec.yamltree import Node, dumps, merge
+
+MOST_BASES = 8  # that are tried, the nearest first
+MOST_SPECS = 300  # looked at for each of them
+
+# How products see q, k and v: product, operand, its major where the head dim is contiguous, and where the sequence is.
+_OPERANDS = {"q": ("qk", "a", "k", "mn"), "k": ("qk", "b", "k", "mn"), "v": ("pv", "b", "mn", "k")}
+# What follows from a head dim or a dtype, and costs next to nothing; all else is how the base was tuned.
+_CHEAP = ("smem.q", "smem.k", "smem.v", "outputs.o")
+PAGE_BOXES = (16, 8)  # keys in boxes that tiles of keys are whole numbers of, as a rule
+# What says what is computed, and not how.
+_ASKED = ("problem", "mask", "o.dtype", "softmax.sink", "softmax.softcap")
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """A spec file that nobody has written yet: its stem, which its one module has as well, its text and its spec."""
+
+    stem: str
+    text: str
+    base: str
+    spec: Forward
+
+
+@functools.lru_cache(maxsize=64)
+def propose(family: Family, workspace: Workspace) -> Proposal | tuple[Violation, ...]:
+    """The spec of a module that serves a family, with LSE and any number of heads; or what is against there being one.
+
+    A window is an argument of each call, or compiled in, as the spec that is extended has it. Of the nearest specs, it
+    is the one of which most can stay as it was tuned. Specs are read once for each family and workspace.
+    """
+    files, _ = workspace.survey()
+    bases = [(variant, file) for file in files for variant in attention_among(file.variants)]
+    bases.sort(key=lambda base: _distance(base[0], family))
+    best: tuple[int, Forward, SpecFile] | None = None
+    objections: tuple[Violation, ...] = ()
+    for variant, file in bases[:MOST_BASES]:
+        spec = _asked_of(variant.spec, family)
+        if spec is None:
+            continue
+        objections = objections or _objections(spec)
+        changes = nearest_legal(spec, keeps=functools.partial(_is_as_good, spec), most=MOST_SPECS)
+        if changes is None:
+            continue
+        cost = sum(path not in _CHEAP for path, _ in changes)
+        if best is None or cost < best[0]:
+            best = cost, with_changes(spec, changes), file
+        if cost == 0:
+            break
+    if best is None:
+        return objections
+    _, spec, file = best
+    return Proposal(f"made_{Family.of(spec).label}", _text(spec, file), file.stem, spec)
+
+
+def _distance(variant: Variant[Forward], family: Family) -> tuple[Any, ...]:
+    """How far a spec is from one for the family: what is hardest to change comes first."""
+    spec, other = variant.spec, Family.of(variant.spec)
+    alone = spec.scheduler in ("single_tile", "grid")  # a CTA for each tile: for few tiles, or to be read
+    narrower, gap = zip(*(_apart(*dims) for dims in zip(other[1:3], family[1:3], strict=True)), strict=True)
+    return (
+        *(other.by_sequence != family.by_sequence, other.layout != family.layout),
+        *(spec.schedule.kind == "cooperative", alone),
+        other.mask.kind != family.mask.kind,
+        (family.page_rows or 0) % (other.page_rows or 1) != 0,
+        *(narrower, gap),
+        not computes(other.mask, family.mask),
+        *(other.keywords != family.keywords, other.out_dtype != family.out_dtype, other.dtype != family.dtype),
+        *(spec.tile.pack_heads, spec.tile.ctas_per_sm, -spec.tile.q * spec.tile.kv, variant.stem),
+    )
+
+
+def _apart(other: int, wanted: int) -> tuple[bool, int]:
+    """A tile for a larger head dim has room for this one; one for a smaller head dim may not."""
+    return other < wanted, abs(other - wanted)
+
+
+def _asked_of(base: Forward, family: Family) -> Forward | None:
+    """The base with what the family computes, legal or not; None where its fields cannot say so."""
+    given = given_with_calls(base.mask) and isinstance(family.mask, WindowMask)
+    mask = base.mask if given else family.mask
+    changes: Changes = (
+        ("problem.head_dim", family.head_dim),
+        ("problem.head_dim_v", None if family.head_dim_v == family.head_dim else family.head_dim_v),
+        *(("problem.dtype", family.dtype), ("problem.layout", family.layout)),
+        ("mask", mask.model_dump(exclude_none=True)),
+        ("o.dtype", family.out_dtype),
+        *(("softmax.sink", family.sink), ("softmax.softcap", family.softcap)),
+        *(("outputs.lse", True), ("tile.pack_heads", 1)),
+    )
+    if isinstance(base.load, TmaLoad):
+        changes += (("load.page_rows", _page_rows(base, family)),)
+    for name, (product, operand, by_head_dim, by_sequence) in _OPERANDS.items():
+        if isinstance(getattr(base, product), WgmmaProduct):
+            major = by_sequence if name in family.by_sequence else by_head_dim
+            changes += ((f"{product}.{operand}.major", major),)
+    try:
+        spec = with_changes(base, changes)
+    except ValidationError:
+        return None
+    wanted = family._replace(mask=mask, page_rows=Family.of(spec).page_rows)
+    return spec if Family.of(spec) == wanted and wanted.serves(family._replace(mask=mask)) else None
+
+
+def _page_rows(base: Forward, family: Family) -> int | None:
+    """Keys to copy at once of pages of the family's size: as many as for the base, or for all tiles, or single rows."""
+    if family.page_rows is None:
+        return None
+    usual = Family.of(base).page_rows or 1
+    return next(rows for rows in (usual, *PAGE_BOXES, 1) if family.page_rows % rows == 0)
+
+
+def _is_as_good(wanted: Forward, spec: Forward) -> bool:
+    """Whether a spec computes the same, serves the same calls, and loads ahead where the wanted one does."""
+    same = Family.of(spec) == Family.of(wanted) and spec.outputs.lse and spec.tile.pack_heads == 1
+    return same and _stages(spec) >= min(_stages(wanted), 2)
+
+
+def _stages(spec: Forward) -> int:
+    return 0 if isinstance(spec.load, SyncLoad) else spec.load.kv_stages
+
+
+def _objections(spec: Forward) -> tuple[Violation, ...]:
+    """What rules have against what is computed, or else against the whole."""
+    found = check(spec)
+    return tuple(one for one in found if one.field.startswith(_ASKED)) or tuple(found)
+
+
+# The text
+
+
+def _text(spec: Forward, base: SpecFile) -> str:
+    """A spec file that extends the base and gives this one spec; no field of it could be left out."""
+    fields = spec.model_dump()
+    for keys, _ in _node(fields).leaves():
+        fewer = _without(fields, keys)
+        if _merged(base, fewer) == spec:
+            fields = fewer
+    head = {"summary": "Proposed by fa3gen, never measured", "extends": base.stem}
+    return dumps({**head, **fields, "matrix": {}}, flow=None)
+
+
+def _without(fields: Mapping[str, Any], keys: Sequence[str]) -> dict[str, Any]:
+    """The fields but for one, and for mappings that are empty then."""
+    first, *others = keys
+    inner = _without(fields[first], others) if others else None
+    return {name: inner if name == first else value for name, value in fields.items() if name != first or inner}
+
+
+def _merged(base: SpecFile, fields: Mapping[str, Any]) -> Forward | None:
+    """The spec that these fields give with the base's, without its matrix; None where they give none."""
+    try:
+        return Forward.model_validate(merge(_node(base.fields), _node(fields), UNIONS).plain())
+    except ValidationError:
+        return None
+
+
+def _node(value: Any) -> Node:
+    """Plain values as a tree, which no file holds."""
+    held = {key: _node(inner) for key, inner in value.items()} if isinstance(value, Mapping) else value
+    return Node(held, Path(), 0)
