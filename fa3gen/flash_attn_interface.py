@@ -9,7 +9,8 @@ Served are the forward of bfloat16 and float16 tensors that need no gradient: de
 caches, contiguous and paged, to which new keys may be appended; each with lengths on the device, causal, and with the
 windows, sinks and caps of the scores that there are modules for. Whatever else is asked for raises NotImplementedError,
 which names the argument and what to do instead. Where there is no module for the head dim, window, sinks or cap,
-NoKernel says how to make one.
+NoKernel says how to make one; with FA3GEN_RENDER=1, set before fa3gen is imported, the call makes it, as with
+`render=True` of `fa3gen.attention`.
 
 Accepted and ignored, since they change no result: `num_splits` (keys are not split; a result does not depend on it but
 for rounding), `pack_gqa` (fa3gen chooses), `sm_margin` (all SMs are used), `deterministic` (it concerns the backward;
@@ -19,6 +20,7 @@ keys are given, and `rotary_*` but for cos and sin.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -41,6 +43,8 @@ __all__ = [
 ]
 
 NO_WINDOW = (-1, -1)
+# Upstream's functions have no argument for it: whether a module that is missing is rendered and compiled.
+RENDER = os.environ.get("FA3GEN_RENDER", "") not in ("", "0")
 
 
 def flash_attn_func(
@@ -99,6 +103,7 @@ def flash_attn_func(
         scale=softmax_scale,
         out=out,
         return_lse=return_attn_probs,
+        render=RENDER,
     )
 
 
@@ -168,6 +173,7 @@ def flash_attn_varlen_func(
         scale=softmax_scale,
         out=out,
         return_lse=return_attn_probs,
+        render=RENDER,
     )
 
 
@@ -245,7 +251,7 @@ def flash_attn_with_kvcache(
     seq_q = q.shape[1] if cu_seqlens_q is None else max_seqlen_q
     causal, window = _mask(causal, window_size, seq_q, cache.room)
     options: dict[str, Any] = {"causal": causal, "window": window, "scale": softmax_scale}
-    options |= {"sinks": s_aux, "softcap": softcap or None, "return_lse": return_softmax_lse}
+    options |= {"sinks": s_aux, "softcap": softcap or None, "return_lse": return_softmax_lse, "render": RENDER}
     named = k, v, cu_seqlens_q, cache_seqlens, cache_leftpad, cache_batch_idx, page_table
     if all(x is None for x in named):
         returned = attention(q, k_cache, v_cache, out=out, **options)

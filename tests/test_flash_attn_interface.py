@@ -6,6 +6,9 @@ Modules are stood in for by functions that compute the reference; small calls ru
 from __future__ import annotations
 
 import inspect
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -645,3 +648,36 @@ def test_generated_modules_serve_these_calls(monkeypatch: pytest.MonkeyPatch) ->
         wanted, wanted_lse = dense(q[i : i + 1], k[i : i + 1, :length], v[i : i + 1, :length], None, 0)
         torch.testing.assert_close(out[i], wanted[0], rtol=2e-2, atol=2e-2)
         torch.testing.assert_close(lse[i], wanted_lse[0], rtol=1e-4, atol=1e-4)
+
+
+# Modules that are missing
+
+
+def test_what_is_missing_is_rendered_where_the_environment_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Upstream's functions have no argument for it."""
+    asked: list[Any] = []
+
+    def attention(q: torch.Tensor, *rest: Any, render: bool, **options: Any) -> Any:
+        asked.append(render)
+        return q
+
+    for name in ("attention", "attention_packed"):
+        monkeypatch.setattr(fa3, name, attention)
+    q, k, v = dense_tensors()
+    begins, used = offsets([9]), torch.tensor([9, 9], dtype=torch.int32)
+    for render in (False, True):
+        monkeypatch.setattr(fa3, "RENDER", render)
+        fa3.flash_attn_func(q, k, v)
+        fa3.flash_attn_varlen_func(q[0], k[0], v[0], begins, begins, 9, 9)
+        fa3.flash_attn_with_kvcache(q, k, v)
+        fa3.flash_attn_with_kvcache(q, k, v, cache_seqlens=used)
+    assert asked == [False] * 4 + [True] * 4
+
+
+@pytest.mark.parametrize(("value", "render"), [(None, False), ("", False), ("0", False), ("1", True)])
+def test_the_environment_is_read_once(value: str | None, render: bool) -> None:
+    environment = {name: set_to for name, set_to in os.environ.items() if name != "FA3GEN_RENDER"}
+    environment |= {} if value is None else {"FA3GEN_RENDER": value}
+    code = "from fa3gen import flash_attn_interface; print(flash_attn_interface.RENDER)"
+    found = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == str(render)

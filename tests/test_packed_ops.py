@@ -298,7 +298,9 @@ def test_calls_of_models_have_modules(heads: tuple[int, int], dim: int, options:
     choice = fa3gen.attention_packed.explain(q, k, v, *begins, **options)
     assert choice.stem == stem and choice.options == {name: options[name] for name in ("window",) if name in options}
     if stem.startswith("fwd_packed_pack8"):
-        with pytest.raises(NoKernel, match="computes bf16, head dim 64, window .*, sinks, packed sequences; .* extends"):
+        with pytest.raises(
+            NoKernel, match="computes bf16, head dim 64, window .*, sinks, packed sequences; .* extends"
+        ):
             fa3gen.attention_packed.explain(
                 q[:, :12], k[:, :3], v[:, :3], *begins, **{**options, "sinks": q[0, :12, 0]}
             )

@@ -1,4 +1,4 @@
-"""Packed cells: how fast modules for packed sequences are, at lists of lengths as chats and documents have them.
+"""Packed cells: how fast modules for packed sequences, and pages, are, at lists of lengths as chats and documents have.
 
     python tests/gpu/packed_cells.py [STEM...]     on a machine with a Hopper GPU, from the root of a checkout
 

@@ -1,4 +1,4 @@
-"""On a machine with a Hopper GPU: what modules for packed sequences have to stand beside `fa3gen verify`.
+"""On a machine with a Hopper GPU: what modules for packed sequences, and pages, have to stand beside `fa3gen verify`.
 
 Graphs that take the lengths of their replay, launches that run at the same time on streams and in graphs, and a soak of
 random lengths.
@@ -21,10 +21,11 @@ from fa3gen.compile.cache import cached_object
 from fa3gen.design.workspace import Workspace
 from fa3gen.spec.model import Forward
 from fa3gen.spec.specfile import attention_among
-from fa3gen.verify import packed_inputs
+from fa3gen.verify import packed_inputs, paged_inputs
 from fa3gen.verify.inputs import served
-from fa3gen.verify.packed_inputs import PackedInputs, drawn, sequences
+from fa3gen.verify.packed_inputs import PackedCase, PackedInputs, drawn, sequences
 from fa3gen.verify.packed_on_gpu import PackedRunner
+from fa3gen.verify.paged_on_gpu import PagedRunner
 from fa3gen.verify.reference import Attention
 from fa3gen.verify.runner import DeviceLost
 
@@ -33,7 +34,7 @@ SPECS = {
     variant.stem: variant.spec
     for spec_file in WORKSPACE.load_all()
     for variant in attention_among(spec_file.variants)
-    if variant.spec.problem.layout == "packed"
+    if variant.spec.problem.layout != "dense"
 }
 EVERY = pytest.mark.parametrize("stem", SPECS)
 # The same rows, cut in as many ways as there are replays. More sequences than a warp looks at in one go.
@@ -55,7 +56,8 @@ def in_the_checkout(monkeypatch: pytest.MonkeyPatch, hopper: Any) -> None:
 
 def runner(stem: str, device: Any) -> PackedRunner:
     """What runs the committed module."""
-    return PackedRunner(fa3gen.load(stem), SPECS[stem], device, seed=1)
+    kind = PagedRunner if SPECS[stem].problem.layout == "paged" else PackedRunner
+    return kind(fa3gen.load(stem), SPECS[stem], device, seed=1)
 
 
 class Call:
@@ -75,10 +77,18 @@ class Call:
         return Attention(*self.module.attention(**self.made.given, **self.made.named, out=out, return_lse=True))
 
 
+def make(spec: Forward, case: PackedCase, device: Any, **fields: Any) -> PackedInputs:
+    """Inputs of a case as the module of a spec takes them; `fields` are those of pages."""
+    case = served(case, spec)
+    if spec.problem.layout == "packed":
+        return packed_inputs.make(spec, case, device=device, seed=1)
+    (paged,) = paged_inputs.in_pages([case], spec)
+    return paged_inputs.make(spec, replace(paged, **fields), device=device, seed=1)
+
+
 def made(spec: Forward, device: Any, lengths_q: Any, lengths_k: Any) -> PackedInputs:
     """Inputs of these lengths."""
-    case = sequences("call", "", lengths_q, lengths_k, heads=(8, 2), layout="contiguous")
-    return packed_inputs.make(spec, served(case, spec), device=device, seed=1)
+    return make(spec, sequences("call", "", lengths_q, lengths_k, heads=(8, 2), layout="contiguous"), device)
 
 
 @EVERY
@@ -88,7 +98,7 @@ def test_a_graph_takes_the_lengths_of_its_replay(stem: str, hopper: Any) -> None
 
     def cut(**used: Any) -> PackedInputs:
         case = replace(drawn(draw, rows=0, total=ROWS, count=SEQUENCES), **used)
-        return packed_inputs.make(spec, served(case, spec), device=hopper, seed=1)
+        return make(spec, case, hopper, filled=True)  # the pages of one are not those of another
 
     captured = cut(used_q=(ROWS[0],) * SEQUENCES, used_k=(ROWS[1],) * SEQUENCES)  # more than there are: all
     wrong = runner(stem, hopper).wrong_replays(captured, [cut() for _ in range(REPLAYS)])
@@ -115,6 +125,8 @@ def test_soak(hopper: Any) -> None:
     while time.monotonic() < end:
         for stem in SPECS:
             case = drawn(draw, rows=draw.choice((200, 900)))
+            if SPECS[stem].problem.layout == "paged":
+                (case,) = paged_inputs.in_pages([case], SPECS[stem])
             try:
                 result = runner(stem, hopper).run_case(case)
             except DeviceLost as lost:
