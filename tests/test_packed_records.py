@@ -23,11 +23,15 @@ from fa3gen.spec.specfile import attention_only
 
 D128, PACK4 = "fwd_packed_d128_causal", "fwd_packed_pack4_d128_causal"
 D64, SHORT = "fwd_packed_d64_causal", "fwd_packed_short_d64_causal"
+PAGES, PAGES_OF_64 = "fwd_paged_d128_causal", "fwd_paged_64rows_d128_causal"
+SINGLE_ROWS = "fwd_paged_rows_d128_causal"
 GPU = "NVIDIA H200"
 
 
-def record(lengths: list[int], speeds: dict[str, float], *, heads: tuple[int, int] = (32, 8)) -> PackedRecord:
-    """Of committed modules, whose family is that of the first."""
+def record(
+    lengths: list[int], speeds: dict[str, float], *, heads: tuple[int, int] = (32, 8), page: int | None = None
+) -> PackedRecord:
+    """Of committed modules, whose family is that of the first, for pages of any size that it serves."""
     variants = attention_only([CHECKOUT.resolve(stem)[0] for stem in speeds], "the test")
     shape = PackedShape(tuple(lengths), tuple(lengths), *heads)
     return PackedRecord(
@@ -35,7 +39,7 @@ def record(lengths: list[int], speeds: dict[str, float], *, heads: tuple[int, in
         date="2026-11-23",
         torch="2.13.0",
         dsl="4.8.1",
-        problem=PackedProblem.of(Family.of(variants[0].spec), f"list{len(lengths)}", shape),
+        problem=PackedProblem.of(Family.of(variants[0].spec)._replace(page_rows=page), f"list{len(lengths)}", shape),
         results=packed_records.results_of(CHECKOUT, zip(variants, speeds.values(), strict=True)),
     )
 
@@ -83,9 +87,18 @@ def test_the_cells_that_are_measured() -> None:
     assert cells["bf16 d128 causal packed chat16k, heads 32/8"] >= {D128, PACK4}
     assert PACK4 not in cells["bf16 d128 causal packed chat16k, heads 16"]
     assert cells["bf16 d64 causal packed documents64k, heads 16"] >= {D64, SHORT}
+    assert cells["bf16 d128 causal pages 64 chat16k, heads 32/8"] >= {PAGES_OF_64, PAGES, SINGLE_ROWS}
+    assert not cells["bf16 d128 causal pages 16 chat16k, heads 32/8"] & {
+        PAGES_OF_64,
+        "fwd_paged_64rows_pack4_d128_causal",
+    }
+    assert cells["bf16 d128 causal pages 1 prefill1k_on_8k, heads 16"] == {SINGLE_ROWS}
     left_out = {"window", "d192", "sink", "softcap"}
     committed = {
-        stem for stem in CHECKOUT.generated_dir.glob("fwd_*packed*.py") if not left_out & set(stem.stem.split("_"))
+        stem
+        for kind in ("packed", "paged")
+        for stem in CHECKOUT.generated_dir.glob(f"fwd_*{kind}*.py")
+        if not left_out & set(stem.stem.split("_"))
     }
     assert {path.stem for path in committed} == set().union(*cells.values())
     sizes = {name: (len(lengths), sum(lengths), max(lengths)) for name, lengths in packed_cells.LENGTHS.items()}
@@ -109,6 +122,33 @@ def test_groups_have_rows_of_their_own_where_packed_heads_win() -> None:
     assert rows(loses) == [(None, None, D128)]
     of_six = record(large, {D128: 500.0}, heads=(48, 8))
     assert rows(wins, of_six) == [(4, None, PACK4), (None, None, D128)]
+
+
+def test_pages_have_rows_by_what_their_size_is_a_multiple_of(tmp_path: Path) -> None:
+    """A record of pages says so in its file; the rows for the largest pages come first."""
+    measured = [
+        record([300] * 400, {SINGLE_ROWS: 200.0}, page=1),
+        record([300] * 400, {PAGES: 500.0, SINGLE_ROWS: 300.0}, page=16),
+        record([300] * 400, {PAGES_OF_64: 600.0, PAGES: 500.0, SINGLE_ROWS: 300.0}, page=64),
+    ]
+    workspace = Workspace(tmp_path, tmp_path)
+    saved = packed_records.save(workspace, measured)
+    assert saved[1].name == "bf16_d128_causal_pages_16_list400_h32_8.json" and '"page": 16' in saved[1].read_text()
+    assert sorted(packed_records.load_all(workspace), key=lambda one: one.problem.page or 0) == measured
+    with pytest.raises(ValueError, match=f"{PAGES_OF_64} is compiled for another problem"):
+        record([300], {PAGES: 500.0, PAGES_OF_64: 600.0}, page=16)
+    rows = dispatch_table.rows_from_records(measured)
+    assert [(row.page_rows, row.module) for row in rows] == [(64, PAGES_OF_64), (16, PAGES), (1, SINGLE_ROWS)]
+    family = Family("bf16", 128, 128, CausalMask(), layout="paged")
+    size = Size(300, 9000, group=4)
+    served = {
+        page: next(row.module for row in rows if row.serves(family._replace(page_rows=page), size))
+        for page in (1, 16, 24, 48, 64, 256, 1000)
+    }
+    assert served == {1: SINGLE_ROWS, 16: PAGES, 24: SINGLE_ROWS, 48: PAGES, 64: PAGES_OF_64} | {
+        256: PAGES_OF_64,
+        1000: SINGLE_ROWS,
+    }
 
 
 def test_the_table_that_the_command_writes_is_the_one_that_calls_go_by(
