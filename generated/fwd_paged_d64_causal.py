@@ -73,8 +73,8 @@ Timeline: a tile is one of queries, a step takes one tile of keys
       12  consumers   mask                                          of the first step, with the end of the keys
       13  consumers   softmax, round P                              P = 2^(S - max), in 16 bits
     per step:
-      14  warp 12     wait k_empty, load K                          by TMA, 16 keys of a page at a time, when a stage is free
-      15  warp 13     wait v_empty, load V                          by TMA, 16 keys of a page at a time, when a stage is free; behind the keys zeros
+      14  warp 12     wait k_empty, load K                          by TMA, boxes of 16 keys, when free
+      15  warp 13     wait v_empty, load V                          by TMA, boxes of 16 keys, zeros behind all
       16  consumers   wait k_full, wait turn, S = Q K^T             by wgmma, of a step other than the first
       17  consumers   wait v_full, O += P V                         by wgmma, of the step before
       18  consumers   wait_group 1, pass turn, arrive k_empty       S is complete, P V runs on
@@ -136,14 +136,14 @@ TURN_THREADS = 2 * WARPGROUP_THREADS  # of a turn: one warpgroup passes it on, o
 Q_STAGES = 2  # tiles of Q in flight or in use
 KV_STAGES = 3  # tiles of K and of V in flight or in use
 TILE_SLOTS = 1  # found tiles that there is room for: one drawn early is one that others wait for
-# Of a drawn tile: m_block, head, head_kv, sequence, first row and rows of its queries, rows of its keys; and a zero, for
-# words are read four at a time.
+# Of a drawn tile: m_block, head, head_kv, sequence, first row and rows of its queries, rows of its keys; and a zero,
+# for words are read four at a time.
 TILE_WORDS = 8
 MOST_ROWS = 2**30  # of one sequence, at most, as TMA sees it
 AROUND = 2**64 // (2 * MOST_ROWS)  # elements of 2 bytes: MOST_ROWS times as many lead back to where one is
 FAR = 2**31 - 1  # an extent whose end nothing reaches
 WARP = 32  # lanes, which look at a sequence each
-VECTOR = 8  # elements of 16 bytes
+UNIT = 8  # elements of 16 bytes
 KEYS_IN_L2 = 32 * 2**20 // ((HEAD_DIM + HEAD_DIM) * 2)  # whose K and V take that much of the 50 MB of L2
 SMEM_ALIGN = 1024  # bytes; a 128-byte swizzle repeats every 8 rows of 128
 Q_LAYOUT = warpgroup.SmemLayoutAtomKind.K_SW128  # in shared memory: major order and swizzle
@@ -212,27 +212,26 @@ def launch(
     mQ = clipped(q)  # (MOST_ROWS, HEAD_DIM, heads_q, FAR, FAR)
     (mK, steps_K), (mV, steps_V) = in_pages(k), in_pages(v)  # (MOST_ROWS, HEAD_DIM, pages, FAR, FAR)
     mO = clipped(out)
-    # The B operand of O = P V is V transposed, (N, K) = (HEAD_DIM, keys): a matter of mode order, no data moves.
-    mVt = cute.make_tensor(mV.iterator, cute.select(mV.layout, mode=[1, 0, 2, 3, 4]))
     mLSE = cute.make_tensor(lse.iterator, cute.select(lse.layout, mode=[1, 0]))  # (total_q or 0, heads_q)
     layouts = [cute.select(layout, mode=[0, 1]) for layout in smem_layouts()]  # of one stage
     tma_load = cpasync.CopyBulkTensorTileG2SOp()
     tma_Q, mQ = cpasync.make_tiled_tma_atom(tma_load, mQ, layouts[0], (TILE_M, HEAD_DIM))
-    box_K, box_V = (BOX_ROWS, HEAD_DIM), (HEAD_DIM, BOX_ROWS)
-    layout_K, layout_V = (
-        cute.get(cute.zipped_divide(*each), mode=[0]) for each in ((layouts[1], box_K), (layouts[2], box_V))
+    # Of a tile of keys a box; V, too, is copied as rows of keys, whatever its product makes of them.
+    box_K, box_V = (BOX_ROWS, HEAD_DIM), (BOX_ROWS, HEAD_DIM)
+    layout_K, layout_V = cute.zipped_divide(layouts[1], box_K), cute.zipped_divide(
+        cute.select(layouts[2], mode=[1, 0]), box_V
     )
-    tma_K, mK = cpasync.make_tiled_tma_atom(tma_load, mK, layout_K, box_K)
-    tma_V, mVt = cpasync.make_tiled_tma_atom(tma_load, mVt, layout_V, box_V)
+    tma_K, mK = cpasync.make_tiled_tma_atom(tma_load, mK, cute.get(layout_K, mode=[0]), box_K)
+    tma_V, mV = cpasync.make_tiled_tma_atom(tma_load, mV, cute.get(layout_V, mode=[0]), box_V)
     tma_store = cpasync.CopyBulkTensorTileS2GOp()
     tma_O, mO = cpasync.make_tiled_tma_atom(tma_store, mO, layouts[3], (WARP_ROWS, HEAD_DIM))
-    pages, most_keys = (page_table, page_size), cute.size(page_table, mode=[1]) * page_size
+    pages, most_keys = (page_table, page_size, steps_K, steps_V), cute.size(page_table, mode=[1]) * page_size
     sequences = cu_seqlens_q, seqused_q, seqused_k, total_q, most_keys, heads_q, heads_kv
     # Only the device knows how many tiles there are: for each sequence one more than whole ones, at most.
     most_tiles = (total_q // TILE_M + cute.size(cu_seqlens_q) - 1) * (heads_q)
     num_ctas = cutlass.min(most_tiles, num_sms)
     attention_kernel(
-        mQ, mK, mVt, mO, mLSE, counter, tma_Q, tma_K, tma_V, tma_O, scale * LOG2_E, sequences, pages, steps_K, steps_V
+        mQ, mK, mV, mO, mLSE, counter, tma_Q, tma_K, tma_V, tma_O, scale * LOG2_E, sequences, pages
     ).launch(
         grid=(num_ctas, 1, 1),
         block=(THREADS, 1, 1),
@@ -285,21 +284,7 @@ def slice_rows(x: cute.Tensor, head, begin, rows) -> cute.Tensor:
 
 @cute.kernel
 def attention_kernel(
-    mQ,
-    mK,
-    mVt,
-    mO,
-    mLSE,
-    counter,
-    tma_Q,
-    tma_K,
-    tma_V,
-    tma_O,
-    scale_log2: cutlass.Float32,
-    sequences,
-    pages,
-    steps_K,
-    steps_V,
+    mQ, mK, mV, mO, mLSE, counter, tma_Q, tma_K, tma_V, tma_O, scale_log2: cutlass.Float32, sequences, pages
 ):
     """One CTA: tiles of TILE_M rows of O, one after the other. Its warps walk through them on their own."""
     tidx, _, _ = cute.arch.thread_idx()
@@ -330,9 +315,9 @@ def attention_kernel(
         cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)  # copies need few; the consumers take the rest
         # Two warps, so that no copy of K waits for a stage of V.
         if warp_idx == Q_K_PRODUCER_WARP:
-            load_q_and_k(tma_Q, tma_K, mQ, mK, sQ, sK, q_ring, k_ring, pages, steps_K, schedule)
+            load_q_and_k(tma_Q, tma_K, mQ, mK, sQ, sK, q_ring, k_ring, pages, schedule)
         if warp_idx == V_PRODUCER_WARP:
-            load_v(tma_V, mVt, sVt, v_ring, pages, steps_V, schedule)
+            load_v(tma_V, mV, sVt, v_ring, pages, schedule)
         if warp_idx == TILE_WARP:
             find_tiles(schedule)
     else:
@@ -590,10 +575,12 @@ def partition_tma(tma: cute.CopyAtom, sX: cute.Tensor, gX: cute.Tensor):
 
 
 @cute.jit
-def load_q_and_k(tma_Q, tma_K, mQ, mK, sQ, sK, q_ring, k_ring, pages, steps_K, schedule):
+def load_q_and_k(tma_Q, tma_K, mQ, mK, sQ, sK, q_ring, k_ring, pages, schedule):
     """The first producer warp: Q of each tile of queries, then K of its tiles of keys, the last one first."""
     q_fill = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, Q_STAGES)
     k_fill = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, KV_STAGES)
+    page_table, page_size, steps_K, _ = pages
+    table = page_table, page_size, steps_K
     sK_boxes = cute.local_tile(sK, (BOX_ROWS, HEAD_DIM), (None, 0, None))  # (BOX_ROWS, HEAD_DIM, BOXES, KV_STAGES)
     work = read_tile(cutlass.Int32(0), schedule)
     while work.valid:
@@ -604,21 +591,30 @@ def load_q_and_k(tma_Q, tma_K, mQ, mK, sQ, sK, q_ring, k_ring, pages, steps_K, s
         cute.copy(tma_Q, tQgQ, tQsQ[None, q_fill.index], tma_bar_ptr=q_ring.producer_get_barrier(q_fill))
         q_fill.advance()
         for n_block in cutlass.range(work.n_end - 1, work.n_begin - 1, -1, unroll=1):
-            load_boxes(tma_K, mK, sK_boxes, steps_K, rows_of_box, k_ring, k_fill, work, n_block, pages)
+            boxes = find_boxes(work, n_block, table)  # while the stage is in use nobody waits for the table
+            k_ring.producer_acquire(k_fill)
+            sK_stage = sK_boxes[None, None, None, k_fill.index], k_ring.producer_get_barrier(k_fill)
+            load_boxes(tma_K, mK, sK_stage, boxes)
             k_fill.advance()
         release_tile(work.number - 1, schedule)  # all of the tile is on its way: it is time to draw the next
         work = read_tile(work.number, schedule)
 
 
 @cute.jit
-def load_v(tma_V, mVt, sVt, v_ring, pages, steps_V, schedule):
+def load_v(tma_V, mV, sVt, v_ring, pages, schedule):
     """The second producer warp: V of the same tiles of keys in the same order."""
     v_fill = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, KV_STAGES)
-    sVt_boxes = cute.local_tile(sVt, (HEAD_DIM, BOX_ROWS), (0, None, None))  # (HEAD_DIM, BOX_ROWS, BOXES, KV_STAGES)
+    sV = cute.make_tensor(sVt.iterator, cute.select(sVt.layout, mode=[1, 0, 2]))  # (TILE_N, HEAD_DIM, KV_STAGES)
+    page_table, page_size, _, steps_V = pages
+    table = page_table, page_size, steps_V
+    sV_boxes = cute.local_tile(sV, (BOX_ROWS, HEAD_DIM), (None, 0, None))  # (BOX_ROWS, HEAD_DIM, BOXES, KV_STAGES)
     work = first_work(schedule)
     while work.valid:
         for n_block in cutlass.range(work.n_end - 1, work.n_begin - 1, -1, unroll=1):
-            load_boxes(tma_V, mVt, sVt_boxes, steps_V, columns_of_box, v_ring, v_fill, work, n_block, pages)
+            boxes = find_boxes(work, n_block, table)  # while the stage is in use nobody waits for the table
+            v_ring.producer_acquire(v_fill)
+            sV_stage = sV_boxes[None, None, None, v_fill.index], v_ring.producer_get_barrier(v_fill)
+            load_boxes(tma_V, mV, sV_stage, boxes)
             v_fill.advance()
         work = next_work(work, schedule)
 
@@ -632,24 +628,23 @@ def load_v(tma_V, mVt, sVt, v_ring, pages, steps_V, schedule):
 def in_pages(x: cute.Tensor):
     """See (pages, page, heads, head_dim) as TMA has to, that it clips where a sequence ends inside of a page.
 
-    Returns (MOST_ROWS, head_dim, pages, FAR, FAR). Of n rows from one of a page on row i is number MOST_ROWS - n + i, so
-    that row n is outside. The fourth dimension counts 16 bytes from the beginning of a page to the row behind these n
-    of a head, which may be 32 GiB away; the fifth, at MOST_ROWS, takes as many rows off as in `clipped`. Also how many
-    times 16 bytes it is from a head, and from a row, to the next.
+    Returns (MOST_ROWS, head_dim, pages, FAR, FAR). Of n rows of a page, from one on, row i is number MOST_ROWS - n + i,
+    so that row n is outside. The fourth dimension counts 16 bytes from the beginning of a page to the row behind these
+    n of a head, which may be 32 GiB away; the fifth, at MOST_ROWS, takes as many rows off as in `clipped`. Also how
+    many times 16 bytes it is from a head, and from a row, to the next.
     """
     pages, _, _, head_dim = x.shape
     page, row, head, _ = x.stride
     row = cutlass.Int64(row)
-    shape, strides = (MOST_ROWS, head_dim, pages, FAR, FAR), (row, 1, page, VECTOR, AROUND - row)
-    steps = cutlass.Int32(head // VECTOR), cutlass.Int32(row // VECTOR)
+    shape, strides = (MOST_ROWS, head_dim, pages, FAR, FAR), (row, 1, page, UNIT, AROUND - row)
+    steps = cutlass.Int32(head // UNIT), cutlass.Int32(row // UNIT)
     return cute.make_tensor(x.iterator, cute.make_layout(shape, stride=strides)), steps
 
 
 @cute.jit
-def find_boxes(work: Work, n_block, steps, pages):
-    """Where a box of a tile of keys lies, for lane i box i: (first row, page, place in it) as `in_pages` counts them."""
-    page_table, page_size = pages
-    head_step, row_step = steps
+def find_boxes(work: Work, n_block, table):
+    """Where a box of a tile of keys lies, of lane i box i: (first row, page, place in it) as `in_pages` counts them."""
+    page_table, page_size, (head_step, row_step) = table
     key = n_block * TILE_N + cute.arch.lane_idx() * BOX_ROWS
     rows = cutlass.min(cutlass.max(work.seq_k - key, 0), BOX_ROWS)
     page = cutlass.Int32(0)
@@ -659,27 +654,15 @@ def find_boxes(work: Work, n_block, steps, pages):
 
 
 @cute.jit
-def load_boxes(tma, mX, sX, steps, box_of: cutlass.Constexpr, ring, fill, work: Work, n_block, pages):
-    """Copy a tile of keys into the stage `fill`, box after box; sX: (rows and columns of a box, BOXES, KV_STAGES)."""
-    boxes = find_boxes(work, n_block, steps, pages)  # first: while the stage is in use, nobody waits for the table
-    ring.producer_acquire(fill)  # the stage is empty; its barrier now expects the bytes
+def load_boxes(tma, mX, sX, boxes):
+    """Copy a tile of keys, box after box; sX: (BOX_ROWS, head_dim, BOXES) and the barrier that waits for the bytes."""
+    sX_boxes, full = sX
     for i in cutlass.range_constexpr(BOXES):
         row, *place = (cute.arch.shuffle_sync(x, i) for x in boxes)
-        gX = box_of(mX[None, None, *place, MOST_ROWS], row)
-        tXsX, tXgX = partition_tma(tma, sX[None, None, i, fill.index], gX)  # (TMA), (TMA)
-        cute.copy(tma, tXgX, tXsX, tma_bar_ptr=ring.producer_get_barrier(fill))
-
-
-@cute.jit
-def rows_of_box(x: cute.Tensor, row) -> cute.Tensor:
-    """The rows from this one on: (BOX_ROWS, head_dim)."""
-    return cute.local_tile(cute.domain_offset((row, 0), x), (BOX_ROWS, HEAD_DIM), (0, 0))
-
-
-@cute.jit
-def columns_of_box(xt: cute.Tensor, row) -> cute.Tensor:
-    """The same of a transposed tensor: (HEAD_DIM, BOX_ROWS)."""
-    return cute.local_tile(cute.domain_offset((0, row), xt), (HEAD_DIM, BOX_ROWS), (0, 0))
+        rows = cute.domain_offset((row, 0), mX[None, None, *place, MOST_ROWS])  # (MOST_ROWS, head_dim)
+        gX = cute.local_tile(rows, (BOX_ROWS, rows.shape[1]), (0, 0))
+        tXsX, tXgX = partition_tma(tma, sX_boxes[None, None, i], gX)  # (TMA), (TMA)
+        cute.copy(tma, tXgX, tXsX, tma_bar_ptr=full)
 
 
 # ======================================================================================================================
@@ -1080,7 +1063,8 @@ def compile_for_sm90a(options: str = "--enable-tvm-ffi"):
 
     The result takes what `launch` does, but no stream: it runs on torch's current one. `options` are cute.compile's.
     """
-    total_q, pages, page, heads_q, heads_kv, offsets, sequences = (cute.sym_int() for _ in range(7))
+    total_q, heads_q, heads_kv = (cute.sym_int() for _ in range(3))
+    pages, page, offsets, sequences = (cute.sym_int() for _ in range(4))
 
     def fake(*shape):
         # Any strides that keep rows 16-byte aligned, in 64 bits: tensors may hold more than 2^31 elements.
@@ -1120,18 +1104,15 @@ def attention(q, k, v, cu_seqlens_q, page_table, seqused_k, *, seqused_q=None, s
     """O = softmax(scale Q K^T) V with K and V in pages on a Hopper GPU, causal, on torch's current stream.
 
     Sequence i begins at row cu_seqlens_q[i] of q and out, and ends where the next one begins. Its key j is row
-    j % page of page page_table[i, j // page]. Lengths and table are read on the device, where nobody waits for them: a
-    CUDA graph can be replayed with others. Rows of out and of the LSE that are in no sequence stay as they are. Offsets
-    and lengths that lie are clamped to the tensors, and a page that is not there has keys and values of zeros.
+    j % page of page page_table[i, j // page]. All this is read on the device, where nobody waits for it. Rows of out
+    and LSE that are in no sequence stay as they are. Offsets and lengths that lie are clamped to the tensors; a page
+    that is not there has zeros for keys and values.
 
     Args:
         q: (total_q, heads_q, 64), torch.bfloat16; rows contiguous and 16-byte aligned, here and below.
         k, v: (pages, page, heads_kv, 64), page a multiple of 16, heads_q a multiple of heads_kv (GQA, MQA).
-        cu_seqlens_q: (sequences + 1,), torch.int32.
-        page_table: (sequences, most pages of a sequence), torch.int32; pages behind a sequence's last key are not read.
-        seqused_k: (sequences,), torch.int32: how many keys each sequence has.
-        seqused_q: (sequences,), torch.int32: how many queries of each sequence there are, from its first one; by
-            default all.
+        cu_seqlens_q: (sequences + 1,), page_table: (sequences, most pages of one), torch.int32.
+        seqused_k, seqused_q: (sequences,), torch.int32: keys of each sequence; queries, by default all.
         scale: Factor of the scores, finite and positive; 1 / sqrt(64) by default.
         out: Tensor like q to write O to; a new contiguous one by default.
         return_lse: Return (O, LSE): the natural logarithm of the rows' sums of exponentials, (heads_q, total_q).
@@ -1163,12 +1144,7 @@ def attention(q, k, v, cu_seqlens_q, page_table, seqused_k, *, seqused_q=None, s
     if heads_q and (not heads_kv or heads_q % heads_kv):
         raise ValueError(f"q has {heads_q} heads and k has {heads_kv}; heads of q must be a multiple of those of k")
     check_lengths(offsets, seqused_q, seqused_k)
-    if tables != offsets - 1:
-        raise ValueError(
-            f"page_table has {tables} rows; it needs {offsets - 1}, one less than cu_seqlens_q has elements"
-        )
-    if page % BOX_ROWS:
-        raise ValueError(f"k has pages of {page} keys; this module needs pages of a multiple of {BOX_ROWS}")
+    check_pages(offsets, tables, page)
     if 0 in out_strides and any(stride == 0 and size > 1 for size, stride in zip(out.shape, out_strides)):
         raise ValueError(f"out has strides {out_strides}: several elements share one address; pass out.contiguous()")
     if scale is not None and not (isinstance(scale, (int, float)) and 0.0 < scale < math.inf):
@@ -1215,6 +1191,16 @@ def check_lengths(offsets, seqused_q, seqused_k):
         if used is not None and tuple(used.shape) != (offsets - 1,):
             needed = f"it needs to be {(offsets - 1,)}, one less than cu_seqlens_q has"
             raise ValueError(f"{name} has shape {tuple(used.shape)}; {needed}")
+
+
+def check_pages(offsets, tables, page):
+    """Raise ValueError where there are not as many tables as sequences, or pages are of a size that is not served."""
+    if tables != offsets - 1:
+        raise ValueError(
+            f"page_table has {tables} rows; it needs {offsets - 1}, one less than cu_seqlens_q has elements"
+        )
+    if page % BOX_ROWS:
+        raise ValueError(f"k has pages of {page} keys; this module needs pages of a multiple of {BOX_ROWS}")
 
 
 def check_kinds(named):

@@ -18,7 +18,7 @@ Decisions
     tile       128 query rows x 128 keys per step
     loads      TMA for Q in 2 buffers; cp.async for K and V in rings of 2 stages, a full barrier each
     sequences  packed, lengths on the device; tensor maps of rank 5 clip at the end of each
-    pages      of any size, found in a table; each lane of a warp finds rows of a tile of keys, and copies parts of all
+    pages      of any size, found in a table; lanes of a warp find a row of keys each, and four copy it
     schedule   two warps load, 2 warpgroups multiply; S of the next tile and P V run beside the softmax
     layouts    swizzle Q 128B, K 128B, V 128B
     S = Q K^T  8 wgmma m64n128k16 per warpgroup; A = Q from shared memory, K-major; B = K, K-major
@@ -68,9 +68,9 @@ Timeline: a tile is one of queries, a step takes one tile of keys
       11  consumers  mask                                          of the first step, with the end of the keys
       12  consumers  softmax, round P                              P = 2^(S - max), in 16 bits
     per step:
-      13  warp 8     wait k_empty, load K                          by cp.async, row by row, when a stage is free
+      13  warp 8     wait k_empty, load K                          by cp.async, row by row, when free
       14  warp 8     commit, wait copies, arrive k_full            it has landed, and a fence shows it to wgmma
-      15  warp 9     wait v_empty, load V                          by cp.async, row by row, when a stage is free; behind the keys zeros
+      15  warp 9     wait v_empty, load V                          by cp.async, row by row, zeros behind all
       16  warp 9     commit, wait copies, arrive v_full            it has landed, and a fence shows it to wgmma
       17  consumers  wait k_full, S = Q K^T                        by wgmma, of a step other than the first
       18  consumers  wait v_full, O += P V                         by wgmma, of the step before
@@ -127,15 +127,16 @@ PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 232
 Q_STAGES = 2  # tiles of Q in flight or in use
 KV_STAGES = 2  # tiles of K and of V in flight or in use
 TILE_SLOTS = 1  # found tiles that there is room for: one drawn early is one that others wait for
-# Of a drawn tile: m_block, head, head_kv, sequence, first row and rows of its queries, rows of its keys; and a zero, for
-# words are read four at a time.
+# Of a drawn tile: m_block, head, head_kv, sequence, first row and rows of its queries, rows of its keys; and a zero,
+# for words are read four at a time.
 TILE_WORDS = 8
 MOST_ROWS = 2**30  # of one sequence, at most, as TMA sees it
 AROUND = 2**64 // (2 * MOST_ROWS)  # elements of 2 bytes: MOST_ROWS times as many lead back to where one is
 FAR = 2**31 - 1  # an extent whose end nothing reaches
 WARP = 32  # lanes, which look at a sequence each
-VECTOR = 8  # elements of 16 bytes
+UNIT = 8  # elements of 16 bytes
 SPAN_UNITS = 8  # of 16 bytes in the 128 of a swizzled row
+NO_SWIZZLE = 0, 4, 3  # no bit is swizzled
 LANES_OF_ROW = 4  # which copy 64 bytes of it at once, side by side
 ROWS_AT_ONCE = WARP // LANES_OF_ROW  # as many as a swizzle has
 KEYS_IN_L2 = 32 * 2**20 // ((HEAD_DIM + HEAD_DIM) * 2)  # whose K and V take that much of the 50 MB of L2
@@ -535,54 +536,6 @@ def make_ring(barriers, stages: cutlass.Constexpr, stage_bytes: cutlass.Constexp
 
 
 @cute.jit
-def partition_tma(tma: cute.CopyAtom, sX: cute.Tensor, gX: cute.Tensor):
-    """Group the two tile modes into the one that a TMA copy moves: (TMA, stages or none), (TMA, blocks or none)."""
-    return cpasync.tma_partition(tma, 0, cute.make_layout(1), cute.group_modes(sX, 0, 2), cute.group_modes(gX, 0, 2))
-
-
-@cute.jit
-def load_q_and_k(tma_Q, mQ, mK, sQ, sK, q_ring, k_ring, pages, schedule):
-    """The first producer warp: Q of each tile of queries, then K of its tiles of keys, the last one first."""
-    q_fill = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, Q_STAGES)
-    k_fill = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, KV_STAGES)
-    places = cute.make_rmem_tensor((TILE_N + WARP - 1) // WARP, cutlass.Int64)  # of this lane's rows of a tile of K
-    work = read_tile(cutlass.Int32(0), schedule)
-    while work.valid:
-        gQ = cute.local_tile(rows_of(mQ, work.head, work.q_begin, work.seq_q), (TILE_M, HEAD_DIM), (work.m_block, 0))
-        tQsQ, tQgQ = partition_tma(tma_Q, sQ, gQ)  # (TMA, Q_STAGES), (TMA)
-        find_rows(places, mK, work, work.n_end - 1, pages)
-        # The whole warp runs this; within the calls one elected thread announces the bytes and issues the copy.
-        q_ring.producer_acquire(q_fill)  # the stage is empty; its barrier now expects the bytes
-        cute.copy(tma_Q, tQgQ, tQsQ[None, q_fill.index], tma_bar_ptr=q_ring.producer_get_barrier(q_fill))
-        q_fill.advance()
-        for n_block in cutlass.range(work.n_end - 1, work.n_begin - 1, -1, unroll=1):
-            load_rows(mK, sK, k_ring, k_fill, places, work, n_block, pages)
-            k_fill.advance()
-        release_tile(work.number - 1, schedule)  # all of the tile is on its way: it is time to draw the next
-        work = read_tile(work.number, schedule)
-
-
-@cute.jit
-def load_v(mV, sVt, v_ring, pages, schedule):
-    """The second producer warp: V of the same tiles of keys in the same order."""
-    v_fill = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, KV_STAGES)
-    places = cute.make_rmem_tensor((TILE_N + WARP - 1) // WARP, cutlass.Int64)  # of this lane's rows of a tile of V
-    sV = cute.make_tensor(sVt.iterator, cute.select(sVt.layout, mode=[1, 0, 2]))  # (TILE_N, HEAD_DIM, KV_STAGES)
-    work = first_work(schedule)
-    while work.valid:
-        find_rows(places, mV, work, work.n_end - 1, pages)
-        for n_block in cutlass.range(work.n_end - 1, work.n_begin - 1, -1, unroll=1):
-            load_rows(mV, sV, v_ring, v_fill, places, work, n_block, pages)
-            v_fill.advance()
-        work = next_work(work, schedule)
-
-
-# ======================================================================================================================
-# Pages
-# ======================================================================================================================
-
-
-@cute.jit
 def make_gathered_ring(barriers):
     """A ring that one warp fills by cp.async and all consumer threads empty, with an arrival each."""
     return pipeline.PipelineAsync.create(
@@ -595,10 +548,66 @@ def make_gathered_ring(barriers):
 
 
 @cute.jit
-def find_rows(places: cute.Tensor, mX: cute.Tensor, work: Work, n_block, pages):
-    """Where the keys of a tile lie: of lane i rows i, i + 32 and so on, in 16 bytes from the first element; -1: nowhere."""
-    page_table, page_size, num_pages = pages
-    page_step, row_step, head_step, _ = (step // VECTOR for step in mX.stride)
+def partition_tma(tma: cute.CopyAtom, sX: cute.Tensor, gX: cute.Tensor):
+    """Group the two tile modes into the one that a TMA copy moves: (TMA, stages or none), (TMA, blocks or none)."""
+    return cpasync.tma_partition(tma, 0, cute.make_layout(1), cute.group_modes(sX, 0, 2), cute.group_modes(gX, 0, 2))
+
+
+@cute.jit
+def load_q_and_k(tma_Q, mQ, mK, sQ, sK, q_ring, k_ring, pages, schedule):
+    """The first producer warp: Q of each tile of queries, then K of its tiles of keys, the last one first."""
+    q_fill = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, Q_STAGES)
+    k_fill = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, KV_STAGES)
+    places = cute.make_rmem_tensor(cute.ceil_div(TILE_N, WARP), cutlass.Int64)  # of this lane's rows of a tile
+    rows_K = mK, sK, places
+    work = read_tile(cutlass.Int32(0), schedule)
+    while work.valid:
+        gQ = cute.local_tile(rows_of(mQ, work.head, work.q_begin, work.seq_q), (TILE_M, HEAD_DIM), (work.m_block, 0))
+        tQsQ, tQgQ = partition_tma(tma_Q, sQ, gQ)  # (TMA, Q_STAGES), (TMA)
+        find_rows(rows_K, work, work.n_end - 1, pages)
+        # The whole warp runs this; within the calls one elected thread announces the bytes and issues the copy.
+        q_ring.producer_acquire(q_fill)  # the stage is empty; its barrier now expects the bytes
+        cute.copy(tma_Q, tQgQ, tQsQ[None, q_fill.index], tma_bar_ptr=q_ring.producer_get_barrier(q_fill))
+        q_fill.advance()
+        for n_block in cutlass.range(work.n_end - 1, work.n_begin - 1, -1, unroll=1):
+            k_ring.producer_acquire(k_fill)
+            load_rows(rows_K, k_fill)
+            find_rows(rows_K, work, n_block - 1, pages)  # while the copies are under way
+            tell_landed(k_ring, k_fill)
+            k_fill.advance()
+        release_tile(work.number - 1, schedule)  # all of the tile is on its way: it is time to draw the next
+        work = read_tile(work.number, schedule)
+
+
+@cute.jit
+def load_v(mV, sVt, v_ring, pages, schedule):
+    """The second producer warp: V of the same tiles of keys in the same order."""
+    v_fill = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, KV_STAGES)
+    sV = cute.make_tensor(sVt.iterator, cute.select(sVt.layout, mode=[1, 0, 2]))  # (TILE_N, HEAD_DIM, KV_STAGES)
+    places = cute.make_rmem_tensor(cute.ceil_div(TILE_N, WARP), cutlass.Int64)  # of this lane's rows of a tile
+    rows_V = mV, sV, places
+    work = first_work(schedule)
+    while work.valid:
+        find_rows(rows_V, work, work.n_end - 1, pages)
+        for n_block in cutlass.range(work.n_end - 1, work.n_begin - 1, -1, unroll=1):
+            v_ring.producer_acquire(v_fill)
+            load_rows(rows_V, v_fill)
+            find_rows(rows_V, work, n_block - 1, pages)  # while the copies are under way
+            tell_landed(v_ring, v_fill)
+            v_fill.advance()
+        work = next_work(work, schedule)
+
+
+# ======================================================================================================================
+# Pages
+# ======================================================================================================================
+
+
+@cute.jit
+def find_rows(rows_X, work: Work, n_block, pages):
+    """Where the keys of a tile lie: of lane i rows i, i + 32 and so on, counted in 16 bytes; -1: nowhere."""
+    (mX, _, places), (page_table, page_size, num_pages) = rows_X, pages
+    page_step, row_step, head_step, _ = (step // UNIT for step in mX.stride)
     for i in cutlass.range_constexpr(cute.size(places)):
         key = n_block * TILE_N + i * WARP + cute.arch.lane_idx()
         page = cutlass.Int32(-1)
@@ -609,30 +618,34 @@ def find_rows(places: cute.Tensor, mX: cute.Tensor, work: Work, n_block, pages):
 
 
 @cute.jit
-def load_rows(mX: cute.Tensor, sX: cute.Tensor, ring, fill, places: cute.Tensor, work: Work, n_block, pages):
-    """Copy the tile of keys at `places` into the stage `fill`, and find the places of the tile before it.
+def load_rows(rows_X, fill):
+    """Start copying the tile of keys that was found into the stage `fill`, eight rows at a time, four lanes each.
 
-    mX: (pages, page, heads, head_dim), sX: (TILE_N, head_dim, KV_STAGES). Rows that are not there are zeros: P is 0 for
-    them, and 0 times an old NaN would be NaN.
+    Rows that are not there are zeros: P is 0 for them, and 0 times an old NaN would be NaN.
     """
+    mX, sX, places = rows_X
     *_, head_dim = mX.shape
-    copy = cute.make_copy_atom(cpasync.CopyG2SOp(cpasync.LoadCacheMode.GLOBAL), DTYPE, num_bits_per_copy=128)
-    vectors = cute.make_tensor(mX.iterator, cute.make_layout((FAR, VECTOR), stride=(VECTOR, 1)))
-    units = in_units(sX)  # (VECTOR, SPAN_UNITS, TILE_N, head_dim / 64, KV_STAGES)
+    copy = cute.make_copy_atom(
+        cpasync.CopyG2SOp(cpasync.LoadCacheMode.GLOBAL), DTYPE, num_bits_per_copy=UNIT * DTYPE.width
+    )
+    units, sX_units = cute.make_tensor(mX.iterator, cute.make_layout((FAR, UNIT), stride=(UNIT, 1))), in_units(sX)
     exists = cute.make_rmem_tensor((1, 1), cutlass.Boolean)
     row_of_lane, unit_of_lane = cute.arch.lane_idx() // LANES_OF_ROW, cute.arch.lane_idx() % LANES_OF_ROW
-    ring.producer_acquire(fill)  # the stage is empty
     for first in cutlass.range_constexpr(0, TILE_N, ROWS_AT_ONCE):
         place = shuffle_64(places[first // WARP], first % WARP + row_of_lane)
         exists[0, 0] = place >= 0
-        for number in cutlass.range_constexpr(0, head_dim // VECTOR, LANES_OF_ROW):
+        for number in cutlass.range_constexpr(0, head_dim // UNIT, LANES_OF_ROW):
             span, unit = number // SPAN_UNITS, number % SPAN_UNITS + unit_of_lane
             # The swizzle: of row r of eight, unit u is in place u ^ r.
-            into = units[None, unit ^ row_of_lane, first + row_of_lane, span, fill.index]
-            cute.copy(copy, as_copied(vectors[place + number + unit_of_lane, None]), as_copied(into), pred=exists)
+            into = sX_units[None, unit ^ row_of_lane, first + row_of_lane, span, fill.index]
+            cute.copy(copy, as_copied(units[place + number + unit_of_lane, None]), as_copied(into), pred=exists)
     cute.arch.cp_async_commit_group()
-    find_rows(places, mX, work, n_block - 1, pages)  # while the copies are under way
-    cute.arch.cp_async_wait_group(0)  # the tile has landed
+
+
+@cute.jit
+def tell_landed(ring, fill):
+    """Wait until the tile has landed, and have the consumers know."""
+    cute.arch.cp_async_wait_group(0)
     cute.arch.fence_proxy("async.shared", space="cta")  # cp.async wrote; wgmma reads through the async proxy
     cute.arch.sync_warp()  # so have the rows of all lanes
     with cute.arch.elect_one():
@@ -641,15 +654,14 @@ def load_rows(mX: cute.Tensor, sX: cute.Tensor, ring, fill, places: cute.Tensor,
 
 @cute.jit
 def in_units(sX: cute.Tensor) -> cute.Tensor:
-    """See (TILE_N, head_dim, KV_STAGES) as it lies in memory, without the swizzle: spans of 128 bytes of all rows, one
-    behind the other, in units of 16 bytes."""
-    _, head_dim, _ = (cute.size(sX, mode=[i]) for i in range(3))
-    span = SPAN_UNITS * VECTOR
-    shape = (VECTOR, SPAN_UNITS, TILE_N, head_dim // span, KV_STAGES)
-    unswizzled = cute.recast_ptr(sX.iterator, cute.make_swizzle(0, 4, 3), dtype=DTYPE)
-    return cute.make_tensor(
-        unswizzled, cute.make_layout(shape, stride=(1, VECTOR, span, TILE_N * span, TILE_N * head_dim))
-    )
+    """See (TILE_N, head_dim, KV_STAGES) as it lies in memory, without the swizzle.
+
+    Returns (UNIT, SPAN_UNITS, TILE_N, spans, KV_STAGES): spans of 128 bytes of all rows, one behind the other.
+    """
+    head_dim, span = cute.size(sX, mode=[1]), SPAN_UNITS * UNIT
+    shape, strides = (UNIT, SPAN_UNITS, TILE_N, head_dim // span, KV_STAGES), (1, UNIT, span, TILE_N * span)
+    unswizzled = cute.recast_ptr(sX.iterator, cute.make_swizzle(*NO_SWIZZLE), dtype=DTYPE)
+    return cute.make_tensor(unswizzled, cute.make_layout(shape, stride=(*strides, TILE_N * head_dim)))
 
 
 @cute.jit
@@ -661,8 +673,8 @@ def shuffle_64(x: cutlass.Int64, lane) -> cutlass.Int64:
 
 @cute.jit
 def as_copied(x: cute.Tensor) -> cute.Tensor:
-    """16 bytes, as one copy takes them: ((VECTOR, 1), 1)."""
-    return cute.make_tensor(x.iterator, cute.make_layout(((VECTOR, 1), 1)))
+    """16 bytes, as one copy takes them: ((UNIT, 1), 1)."""
+    return cute.make_tensor(x.iterator, cute.make_layout(((UNIT, 1), 1)))
 
 
 # ======================================================================================================================
@@ -1020,7 +1032,8 @@ def compile_for_sm90a(options: str = "--enable-tvm-ffi"):
 
     The result takes what `launch` does, but no stream: it runs on torch's current one. `options` are cute.compile's.
     """
-    total_q, pages, page, heads_q, heads_kv, offsets, sequences = (cute.sym_int() for _ in range(7))
+    total_q, heads_q, heads_kv = (cute.sym_int() for _ in range(3))
+    pages, page, offsets, sequences = (cute.sym_int() for _ in range(4))
 
     def fake(*shape):
         # Any strides that keep rows 16-byte aligned, in 64 bits: tensors may hold more than 2^31 elements.
@@ -1060,18 +1073,15 @@ def attention(q, k, v, cu_seqlens_q, page_table, seqused_k, *, seqused_q=None, s
     """O = softmax(scale Q K^T) V with K and V in pages on a Hopper GPU, no mask, on torch's current stream.
 
     Sequence i begins at row cu_seqlens_q[i] of q and out, and ends where the next one begins. Its key j is row
-    j % page of page page_table[i, j // page]. Lengths and table are read on the device, where nobody waits for them: a
-    CUDA graph can be replayed with others. Rows of out and of the LSE that are in no sequence stay as they are. Offsets
-    and lengths that lie are clamped to the tensors, and a page that is not there has keys and values of zeros.
+    j % page of page page_table[i, j // page]. All this is read on the device, where nobody waits for it. Rows of out
+    and LSE that are in no sequence stay as they are. Offsets and lengths that lie are clamped to the tensors; a page
+    that is not there has zeros for keys and values.
 
     Args:
         q: (total_q, heads_q, 128), torch.bfloat16; rows contiguous and 16-byte aligned, here and below.
         k, v: (pages, page, heads_kv, 128), heads_q a multiple of heads_kv (GQA, MQA).
-        cu_seqlens_q: (sequences + 1,), torch.int32.
-        page_table: (sequences, most pages of a sequence), torch.int32; pages behind a sequence's last key are not read.
-        seqused_k: (sequences,), torch.int32: how many keys each sequence has.
-        seqused_q: (sequences,), torch.int32: how many queries of each sequence there are, from its first one; by
-            default all.
+        cu_seqlens_q: (sequences + 1,), page_table: (sequences, most pages of one), torch.int32.
+        seqused_k, seqused_q: (sequences,), torch.int32: keys of each sequence; queries, by default all.
         scale: Factor of the scores, finite and positive; 1 / sqrt(128) by default.
         out: Tensor like q to write O to; a new contiguous one by default.
         return_lse: Return (O, LSE): the natural logarithm of the rows' sums of exponentials, (heads_q, total_q).
@@ -1103,10 +1113,7 @@ def attention(q, k, v, cu_seqlens_q, page_table, seqused_k, *, seqused_q=None, s
     if heads_q and (not heads_kv or heads_q % heads_kv):
         raise ValueError(f"q has {heads_q} heads and k has {heads_kv}; heads of q must be a multiple of those of k")
     check_lengths(offsets, seqused_q, seqused_k)
-    if tables != offsets - 1:
-        raise ValueError(
-            f"page_table has {tables} rows; it needs {offsets - 1}, one less than cu_seqlens_q has elements"
-        )
+    check_pages(offsets, tables)
     if 0 in out_strides and any(stride == 0 and size > 1 for size, stride in zip(out.shape, out_strides)):
         raise ValueError(f"out has strides {out_strides}: several elements share one address; pass out.contiguous()")
     if scale is not None and not (isinstance(scale, (int, float)) and 0.0 < scale < math.inf):
@@ -1153,6 +1160,14 @@ def check_lengths(offsets, seqused_q, seqused_k):
         if used is not None and tuple(used.shape) != (offsets - 1,):
             needed = f"it needs to be {(offsets - 1,)}, one less than cu_seqlens_q has"
             raise ValueError(f"{name} has shape {tuple(used.shape)}; {needed}")
+
+
+def check_pages(offsets, tables):
+    """Raise ValueError where there are not as many tables as sequences."""
+    if tables != offsets - 1:
+        raise ValueError(
+            f"page_table has {tables} rows; it needs {offsets - 1}, one less than cu_seqlens_q has elements"
+        )
 
 
 def check_kinds(named):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import re
@@ -430,6 +431,12 @@ def after_asking(stem: str) -> str:
     return text[text.index("    if gpu < 0") :].partition("\n\n")[2]
 
 
+def kind_of(stem: str) -> str:
+    """Where keys lie: `dense`, `packed`, or in pages, which `tma` or `cp_async` copies."""
+    plan = attention_plans()[stem]
+    return plan.load.pages or ("packed" if plan.problem.packed_sequences else "dense")
+
+
 def test_all_modules_check_alike() -> None:
     """What is tested here on few modules holds for all attention: checks are the same text."""
     sequences = {stem for stem, plan in attention_plans().items() if plan.problem.packed_sequences}
@@ -440,15 +447,18 @@ def test_all_modules_check_alike() -> None:
     assert {checks(stem) for stem in dense - packed - scored} == {checks("k4_2_d64")}
     assert {checks(stem) for stem in packed - scored} == {checks(PACKED)} != {checks("k4_2_d64")}
     # Those for packed sequences have checks of their own, alike but for heads in a tile.
-    usual_of = {(False, False): checks("k4_2_d64"), (False, True): checks(PACKED)}
-    for heads in (False, True):
-        alike = [checks(stem) for stem in sequences - scored if attention_plans()[stem].tile.packed == heads]
-        assert len(alike) > 5 and len(set(alike)) == 1
-        usual_of[True, heads] = alike[0]
+    usual_of = {("dense", False): checks("k4_2_d64"), ("dense", True): checks(PACKED)}
+    plans = attention_plans()
+    for kind, heads in itertools.product(("packed", "tma", "cp_async"), (False, True)):
+        alike = [
+            checks(stem) for stem in sequences - scored if kind_of(stem) == kind and plans[stem].tile.packed == heads
+        ]
+        assert len(set(alike)) == (len(alike) > 0) and len(alike) > 5 * ((kind, heads) != ("cp_async", True))
+        usual_of |= {(kind, heads): alike[0]} if alike else {}
     # Those with sinks or a cap check these as well, all alike.
     sinks, cap = "    check_sinks(sinks, heads_q, q.device)\n", text_of_cap_check("fwd_d256_softcap_causal")
     for stem in scored:
-        usual = usual_of[stem in sequences, attention_plans()[stem].tile.packed]
+        usual = usual_of[kind_of(stem), plans[stem].tile.packed]
         own = sinks * attention_plans()[stem].softmax.sink + cap * attention_plans()[stem].softmax.softcap
         before, grad, after = usual.partition("    if torch.is_grad_enabled()")
         assert checks(stem) == before + own + grad + after, stem

@@ -835,6 +835,37 @@ def test_packed_overlap() -> None:
     )
 
 
+def test_page_layout() -> None:
+    assert pages.page_layout("paged", 16) is pages.page_layout("packed", None) is None
+    assert pages.page_layout("packed", 16) == Violation(
+        "load.page_rows", "with layout packed there are no pages; leave it out, or use layout paged"
+    )
+    assert pages.page_layout("paged", None) == Violation(
+        "load.page_rows",
+        "layout paged needs to know how many keys of a page are copied at once; use 16 for page sizes that are "
+        "multiples of 16, or 1 for any",
+    )
+
+
+def test_page_boxes() -> None:
+    """Whole swizzles of 8 rows, and a whole number of them in a tile of keys."""
+    assert [rows for rows in range(1, 90) if pages.page_boxes(rows, 80) is None] == [8, 16, 40, 80]
+    assert pages.page_boxes(64, 80) == Violation(
+        "load.page_rows",
+        "a tile of 80 keys is to be whole boxes, of whole swizzles of 8 rows, and 64 is no such number; "
+        "use 8, 16, 40, 80, or 1 for single rows",
+    )
+
+
+def test_gathered_rows() -> None:
+    assert pages.gathered_rows("problem.head_dim", 192) is None
+    assert pages.gathered_rows("problem.head_dim", 96) == Violation(
+        "problem.head_dim",
+        "rows of 96 elements are not whole 128 bytes, by which single rows are copied; use a multiple of 64, or "
+        "load.page_rows 8 or more",
+    )
+
+
 def test_packed_output() -> None:
     assert schedules.packed_output("packed", True, "bf16", "bf16") is None
     assert schedules.packed_output("dense", False, "fp32", "bf16") is None
@@ -1116,7 +1147,7 @@ def test_who_objects() -> None:
     """Each rule by hand: a limit of the chip, or something that no template does."""
     hardware = """
         wgmma_rows wgmma_columns wgmma_depth a_from_registers b_from_smem swizzle_span tma_box tma_stride shared_memory
-        scalar_threads wgmma_threads registers_per_thread registers_per_sm consumer_registers shared_sm
+        page_boxes scalar_threads wgmma_threads registers_per_thread registers_per_sm consumer_registers shared_sm
         accumulator_at_launch gemm_rows gemm_eight_bit_major
         box_extents box_row box_span box_start map_rank row_strides folded_row
     """

@@ -38,6 +38,7 @@ BANNERS = [
     "Kernel",
     "Work",
     "Loads",
+    "Pages",
     "Consumers",
     "Division of work",
     "S = Q K^T",
@@ -75,7 +76,7 @@ def test_size() -> None:
 
     Sinks take 50 of their own, since they are read, checked and added, a cap 30, and a window that calls give 60: both
     edges, its arguments and their checks. Packed sequences take 230 more: tensor maps that clip at each, a warp that
-    finds tiles, offsets and lengths; with several heads in a tile 40 on top.
+    finds tiles, offsets and lengths; with several heads in a tile 40 on top. Keys in pages take 120 more.
     A GEMM has fewer than 500, a copy 200 to 320.
     """
     lines = {stem: len(source(stem).splitlines()) for stem in STEMS}
@@ -84,6 +85,7 @@ def test_size() -> None:
     most |= {stem: lines + 30 for stem, lines in most.items() if plans()[stem].softmax.softcap}
     most |= {stem: lines + 60 for stem, lines in most.items() if plans()[stem].mask.given}
     most |= {stem: lines + 230 for stem, lines in most.items() if plans()[stem].problem.packed_sequences}
+    most |= {stem: lines + 120 for stem, lines in most.items() if plans()[stem].problem.paged}
     several = {stem for stem, plan in plans().items() if stem in most and plan.problem.packed_sequences}
     most |= {stem: most[stem] + 40 for stem in several if plans()[stem].tile.packed}
     assert {stem: lines[stem] for stem in ATTENTION if not 300 <= lines[stem] <= most[stem]} == {}
@@ -138,6 +140,7 @@ def test_banners_stand_in_one_order() -> None:
         stem: names if plans()[stem].problem.packed_sequences else {*names, "Packed sequences"}
         for stem, names in missing.items()
     }
+    missing = {stem: names if plans()[stem].problem.paged else {*names, "Pages"} for stem, names in missing.items()}
     assert [stem for stem in fused if set(BANNERS) - set(banners(source(stem))) != missing[stem]] == []
 
 
@@ -145,9 +148,17 @@ def test_banners_stand_in_one_order() -> None:
 BY_SPEC: dict[str, Callable[[Plan], bool]] = {
     "pack_heads": lambda plan: plan.tile.packed and not plan.problem.packed_sequences,
     **dict.fromkeys(
-        ["clipped", "rows_of", "columns_of", "slice_rows", "find_tiles", "tell", "read_tile", "release_tile", "slot_of"]
+        ["clipped", "slice_rows", "find_tiles", "tell", "read_tile", "release_tile", "slot_of"]
         + ["find_tile", "look_at", "bounds_of", "sum_up_to_lane", "place_in_sequence"],
         lambda plan: plan.problem.packed_sequences,
+    ),
+    "rows_of": lambda plan: plan.problem.packed_sequences and not (plan.problem.paged and plan.tile.packed),
+    "columns_of": lambda plan: plan.problem.packed_sequences and not plan.problem.paged,
+    "make_ring": lambda plan: plan.load.q_ring or plan.load.pages != "cp_async",
+    **dict.fromkeys(["in_pages", "find_boxes", "load_boxes"], lambda plan: plan.load.pages == "tma"),
+    **dict.fromkeys(
+        ["make_gathered_ring", "find_rows", "load_rows", "tell_landed", "in_units", "shuffle_64", "as_copied"],
+        lambda plan: plan.load.pages == "cp_async",
     ),
     "heads_first": lambda plan: plan.tile.packed and plan.problem.packed_sequences,
     "packed_rows_of": lambda plan: plan.tile.packed and plan.problem.packed_sequences,
@@ -367,7 +378,7 @@ def test_functions_have_docstrings_and_are_short() -> None:
 
 # The kernel's prologue and loop are one function, because views and pipeline states cannot leave it.
 # Signature and docstring of the entry point for packed sequences take half of its lines.
-LONGEST = {"attention_kernel": 150, "attention": 105}
+LONGEST = {"attention_kernel": 150, "attention": 111}
 
 
 def test_many_arguments_have_names() -> None:
@@ -476,6 +487,7 @@ NUMBERS: dict[str, dict[int, str]] = {
     "sm_count": {9: "compute capability"},
     "packed_constants": {9: "compute capability"},
     "heads_first": {3: "mode", 4: "mode"},
+    "shuffle_64": {32: "bits"},
 }
 
 
@@ -525,6 +537,7 @@ DYNAMIC = r"\bcounter\b|TILE_SLOTS|tile_ring|draw|slot_after|KEYS_IN_L2|atomic"
 STATIC = r"dealt_work"
 STREAM_K = r"\b[pP]arts?\b|PART|STEPS_SAVED|num_whole|piece_of_work|[sS]tream-K|\bflags"
 WHOLE = r"\bwork_on\b"
+PAGES = r"[pP]ages?\b|page_table|BOX_ROWS|\bUNIT\b"
 SEQUENCES = r"\btotal_[qk]\b|cu_seqlens|seqused|MOST_ROWS|AROUND|TILE_WARP|TILE_WORDS|q_begin|k_begin"
 FLATTENED = r"upcoming\.valid|q_stage\b|k_stage\b|during the epilogue"
 OVER_Q = r"OUTPUT_BARRIER|where Q was|over Q\b"
@@ -581,7 +594,9 @@ def foreign_words(stem: str) -> str:
     words += places[plan.output.place]
     words += [FLATTENED] * (not plan.schedule.flattened) + [LAZY] * (not plan.softmax.lazy)
     words += [HELD_BACK] * (not plan.softmax.exp_before_wait)
-    words.append({"tma": NO_CP_ASYNC, "cp_async": NO_TMA, "sync": f"{NO_TMA}|{NO_STAGES}"}[plan.load.engine])
+    of_engine = {"tma": NO_CP_ASYNC, "cp_async": NO_TMA, "sync": f"{NO_TMA}|{NO_STAGES}"}
+    words += [of_engine[plan.load.engine]] * (plan.load.pages != "cp_async")
+    words += [PAGES] * (not plan.problem.paged)
     words.append(
         {"shared": r"\b[kv]_(ring|full|empty|barriers)", "separate": r"\bkv_(ring|full|empty|barriers)"}.get(
             plan.load.barrier, NO_TMA

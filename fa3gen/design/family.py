@@ -47,9 +47,13 @@ class Shape:
 
     @property
     def extents(self) -> dict[str, int]:
-        """Sizes by the names that tensors have for them, also those of as many packed sequences of these lengths."""
+        """Sizes by the names that tensors have for them, also those of as many packed sequences of these lengths.
+
+        In pages each has one, which its keys fill.
+        """
         totals = {"total_q": self.batch * self.seq_q, "total_k": self.batch * self.seq_k}
-        return {**asdict(self), **totals, "offsets": self.batch + 1}
+        pages = {"pages": self.batch, "page": self.seq_k, "most_pages": 1}
+        return {**asdict(self), **totals, **pages, "offsets": self.batch + 1}
 
     def __str__(self) -> str:
         """`batch 4, 4096 x 4096, 16 heads`."""

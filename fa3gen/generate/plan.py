@@ -161,7 +161,7 @@ class ArgumentsPlan:
     `factors` of the scores, a window that calls give, and how much there is to schedule. `consume` is what a consumer
     gets beside shared memory and rings; `schedule` is what the scheduler reads, beginning with what a work item is made
     of (`made_of`), `work` what a role is given to know its tiles by. `k_loads` and `v_loads` are what one that loads
-    begins with, `k_loaded_by` and `v_loaded_by` what it ends with. `ranged` is what decides which tiles of keys are
+    begins with, `loaded_by` what it ends with. `ranged` is what decides which tiles of keys are
     visited, `seen` the same of a work item. Of packed sequences `sequences` is what says where they lie, and `bounds`
     where one does.
     """
@@ -177,8 +177,7 @@ class ArgumentsPlan:
     work: tuple[str, ...] = ()
     k_loads: str = "tma_Q, tma_K, mQ, mK"
     v_loads: str = "tma_V, mVt"
-    k_loaded_by: tuple[str, ...] = ()
-    v_loaded_by: tuple[str, ...] = ()
+    loaded_by: tuple[str, ...] = ()
     sequences: tuple[str, ...] = ()
     bounds: tuple[str, ...] = ()
     work_on: tuple[str, ...] = ()
@@ -376,6 +375,7 @@ class EntryPlan:
     by_sequence: tuple[Named, ...]
     by_sequence_phrase: str
     page_phrase: str = ""
+    page_checks: str = ""
     ctas_phrase: str = ", each of which gets one CTA"
 
 
@@ -593,14 +593,14 @@ def _arguments(spec: Forward) -> ArgumentsPlan:
     sides = [Parameter(f"window_{side}", INT32) for side in ("left", "right")] * bool(window)
     packed = footprint.packed_sequences(spec)
     gathered = footprint.gathered(spec)
-    pages = ["pages", *["steps_K", "steps_V"] * (not gathered)] if footprint.paged(spec) else []
+    pages = ["pages"] * footprint.paged(spec)
     extent = [Parameter("sequences")] if packed else extents.get(spec.scheduler, [])
     made_of = window if packed else ["mQ", "mK", *window]
     sinks = ["mSinks"] * spec.softmax.sink
     tensors = (
         "mQ",
         "mK",
-        "mV" if gathered else "mVt",
+        "mV" if pages else "mVt",
         "mO",
         *["mLSE"] * spec.outputs.lse,
         *sinks,
@@ -630,9 +630,8 @@ def _arguments(spec: Forward) -> ArgumentsPlan:
         seen=tuple(f"work.{name}" for name in ranged),
         work=work,
         k_loads="tma_Q, mQ, mK" if gathered else "tma_Q, tma_K, mQ, mK",
-        v_loads="mV" if gathered else "tma_V, mVt",
-        k_loaded_by=(*pages[:1], *pages[1:2], *work),
-        v_loaded_by=(*pages[:1], *pages[2:], *work),
+        v_loads="mV" if gathered else "tma_V, mV" if pages else "tma_V, mVt",
+        loaded_by=(*pages, *work),
         sequences=_sequences(spec),
         bounds=("q_begin", "seq_q", *["k_begin"] * (not pages), "seq_k"),
         work_on=_work_on(spec, window),
@@ -817,6 +816,7 @@ def _entry(spec: Forward) -> EntryPlan:
         heads_phrase=heads,
         by_sequence=tuple(Named(operation.tensor(name)) for name in sequence_contiguous(spec)),
         by_sequence_phrase=listed(sequence_contiguous(spec)),
+        page_checks="offsets, tables" + ", page" * (not footprint.gathered(spec)),
         page_phrase=f"page a multiple of {rows}, " if (rows := footprint.page_rows(spec) or 1) > 1 else "",
     )
 
@@ -855,6 +855,7 @@ def _sections(spec: Forward) -> SectionsPlan:
         sections,
         spine="specialized.py.jinja",
         pages=_pages_section(spec),
+        loads=_section("loads_gathered" if footprint.gathered(spec) else "loads_specialized"),
         scheduler=_section("scheduler_packed" if footprint.packed_sequences(spec) else f"scheduler_{spec.scheduler}"),
         producers=_section("producers_grid" if spec.scheduler == "grid" else "producers"),
         consumer=_section("consumer_overlapped" if overlap else "consumer_sequential"),

@@ -71,6 +71,9 @@ class MaskShape(Part):
         return CausalMask() if self.kind == "causal" else NoMask()
 
 
+UNTUNED = "by_sequence", "layout", "page_rows"  # fields of a family: no module is tuned that has them
+
+
 class TunedProblem(Part):
     """A family and one shape: q (batch, seq_q, heads_q, head_dim), k (batch, seq_k, heads_kv, head_dim)."""
 
@@ -95,7 +98,7 @@ class TunedProblem(Part):
         sequences.
         """
         family = family.of_call(shape.window)
-        if family.layout == "packed":
+        if family.layout != "dense":
             raise UserError(
                 f"modules are tuned for dense tensors, and these are for {family}; measure them with "
                 f"python {PACKED_TOOL}"
@@ -105,7 +108,7 @@ class TunedProblem(Part):
                 f"modules are tuned for tensors with contiguous rows, and these are for {family}; time them with "
                 "fa3gen bench"
             )
-        fields = {name: value for name, value in family._asdict().items() if name not in ("by_sequence", "layout")}
+        fields = {name: value for name, value in family._asdict().items() if name not in UNTUNED}
         sizes = {name: size for name, size in asdict(shape).items() if name != "window"}
         return cls(**{**fields, "mask": MaskShape.of(family.mask)}, **sizes)
 

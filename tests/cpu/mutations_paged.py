@@ -44,11 +44,11 @@ PAGED = [
     ),
     _of_boxes(
         "lengths not held against the table",
-        "a length that lies makes the kernel read behind the end of the table",
+        "a length that lies makes the kernel read the table of the next sequence, or behind all",
         "seq_k = cutlass.min(cutlass.max(seqused_k[sequence], 0), most_keys)",
         "seq_k = cutlass.min(cutlass.max(seqused_k[sequence], 0), 2 * most_keys)",
         "lying",
-        ("out of bounds",),
+        ("O is off by",),
     ),
     _of_rows(
         "rows copied that are not there",

@@ -13,7 +13,7 @@ from rendering import CHECKOUT, STEMS, source, variants
 
 from fa3gen.cpu.module import load_on_cpu
 from fa3gen.spec.model import Copy, Forward, Gemm, Spec, SyncLoad, WgmmaProduct
-from fa3gen.verify import copies, packed_inputs
+from fa3gen.verify import copies, packed_inputs, paged_inputs
 from fa3gen.verify.copies import CopyCase
 from fa3gen.verify.gemm_inputs import GemmCase
 from fa3gen.verify.inputs import Case
@@ -46,7 +46,7 @@ def test_module_on_the_cpu_model(stem: str, module: Any) -> None:
     report = verify_on_cpu(module, variants()[stem].spec, stem=stem, count=1)
     assert report.failures == (), f"seed {report.seed}"
     spec = variants()[stem].spec
-    kind = "packed" if isinstance(spec, Forward) and spec.problem.layout == "packed" else spec.operation
+    kind = "packed" if isinstance(spec, Forward) and spec.problem.layout != "dense" else spec.operation
     assert len(report.cases) >= {"forward": 11, "packed": 10, "gemm": 7, "copy": 4}[kind] and report.passed
 
 
@@ -57,8 +57,9 @@ def one_cta(spec: Spec) -> Case | GemmCase | CopyCase:
     if isinstance(spec, Gemm):
         return GemmCase("one_cta", "", 3, 5, spec.load.stages * spec.tile.k + 5)
     stages = 1 if isinstance(spec.load, SyncLoad) else spec.load.kv_stages
-    if spec.problem.layout == "packed":  # and a second sequence, whose tile is drawn or another CTA's
-        return packed_inputs.sequences("one_cta", "", (3, 1), (stages * spec.tile.kv + 5, 7))
+    if spec.problem.layout != "dense":  # and a second sequence, whose tile is drawn or another CTA's
+        case = packed_inputs.sequences("one_cta", "", (3, 1), (stages * spec.tile.kv + 5, 7))
+        return case if spec.problem.layout == "packed" else next(paged_inputs.in_pages([case], spec))
     return Case("one_cta", "", 1, 3, stages * spec.tile.kv + 5, 1, 1)
 
 

@@ -69,15 +69,18 @@ def _produce_q_and_k(spec: Forward, drawing: str) -> Iterator[Step]:
 def _load_keys(spec: Forward, who: str, place: Place, ring: str, note: str) -> Iterator[Step]:
     """Copy a tile of K, or of V, into its ring."""
     step, what = partial(Step, who, place), ring.upper()
-    boxes = f", {footprint.page_rows(spec)} keys of a page at a time" if footprint.paged(spec) else ""
+    if footprint.paged(spec):
+        note = "when free" if who == Q_K else "zeros behind all"
     yield step("wait_empty", on=ring)
-    if not footprint.gathered(spec):
-        yield step("load", what, ring, note=f"by TMA{boxes}, {note}")
-        return
-    yield step("load", what, ring, note=f"by cp.async, row by row, {note}")
-    yield step("commit")
-    yield step("wait_copies")
-    yield step("fill", on=ring, note="it has landed, and a fence shows it to wgmma")
+    if footprint.gathered(spec):
+        yield step("load", what, ring, note=f"by cp.async, row by row, {note}")
+        yield step("commit")
+        yield step("wait_copies", what)
+        yield step("fill", on=ring, note="it has landed, and a fence shows it to wgmma")
+    elif footprint.paged(spec):
+        yield step("load", what, ring, note=f"by TMA, boxes of {footprint.page_rows(spec)} keys, {note}")
+    else:
+        yield step("load", what, ring, note=f"by TMA, {note}")
 
 
 _FIND = (

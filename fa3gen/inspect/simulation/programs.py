@@ -199,6 +199,8 @@ class _Program:
                         yield free
             case "load":
                 yield from self._load(step.what, number)
+            case "wait_copies" if step.what:  # of a warp that loads for others
+                yield cta.wait_full(step.what, number)
             case "wait_copies":
                 yield cta.wait_full("Q", query)
                 yield cta.wait_full("K", number)
@@ -234,7 +236,7 @@ class _Program:
                 query, left = divmod(number + 1, self.cta.tiles)
                 if tensor == "K" and not left and footprint.keys_free_q(self.cta.spec):
                     self.cta.release("Q", query - 1)
-            elif step.kind == "fill":
+            elif step.kind == "fill" and ring.filled_by == "threads":  # what is copied has landed before
                 self.cta.engine.fire(self.cta.key(tensor, "full", number))
             elif free := self.cta.wait_free(tensor, number):
                 yield free
