@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import os
 import re
@@ -449,12 +448,12 @@ def test_all_modules_check_alike() -> None:
     # Those for packed sequences have checks of their own, alike but for heads in a tile.
     usual_of = {("dense", False): checks("k4_2_d64"), ("dense", True): checks(PACKED)}
     plans = attention_plans()
-    for kind, heads in itertools.product(("packed", "tma", "cp_async"), (False, True)):
+    for kind, heads in {(kind_of(stem), plans[stem].tile.packed) for stem in sequences}:
         alike = [
-            checks(stem) for stem in sequences - scored if kind_of(stem) == kind and plans[stem].tile.packed == heads
+            checks(stem) for stem in sequences - scored if (kind_of(stem), plans[stem].tile.packed) == (kind, heads)
         ]
-        assert len(set(alike)) == (len(alike) > 0) and len(alike) > 5 * ((kind, heads) != ("cp_async", True))
-        usual_of |= {(kind, heads): alike[0]} if alike else {}
+        assert len(alike) > 5 and len(set(alike)) == 1
+        usual_of[kind, heads] = alike[0]
     # Those with sinks or a cap check these as well, all alike.
     sinks, cap = "    check_sinks(sinks, heads_q, q.device)\n", text_of_cap_check("fwd_d256_softcap_causal")
     for stem in scored:

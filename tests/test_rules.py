@@ -11,7 +11,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fa3gen.design import rules
-from fa3gen.design.rules import Kind, Violation, memory, output, parts, products, scalar, schedules, taste, threads
+from fa3gen.design.rules import (
+    Kind,
+    Violation,
+    memory,
+    output,
+    pages,
+    parts,
+    products,
+    scalar,
+    schedules,
+    taste,
+    threads,
+)
 from fa3gen.spec.model import Forward
 
 WGMMA = {
