@@ -174,3 +174,14 @@ def test_the_table_that_the_command_writes_is_the_one_that_calls_go_by(
         for group in (1, 4, 6, 8)
     }
     assert chosen == {1: D128, 4: PACK4, 6: D128, 8: PACK4}
+
+
+def test_a_result_follows_its_file_to_a_later_one_with_the_same_instructions() -> None:
+    (measured,) = record([2048], {D128: 400.0}).results
+    first, second, third = (measured.sha256, "1" * 64, "2" * 64)
+    assert measured.carried({"0" * 64: second}) == measured
+    later = measured.carried({first: second})
+    assert (later.sha256, later.ran, later.tflops) == (second, first, 400.0)
+    latest = later.carried({second: third})
+    assert (latest.sha256, latest.ran) == (third, first)  # that file, and no other, was run
+    assert "ran" in latest.model_dump() and "ran" not in measured.model_dump()

@@ -246,9 +246,7 @@ def _load_sentence(spec: Forward) -> str:
 
 def _pages_sentence(spec: Forward) -> str:
     if footprint.gathered(spec):
-        return (
-            "of any size, found in a table; lanes of a warp find a row of keys each, and four copy it"
-        )
+        return "of any size, found in a table; lanes of a warp find a row of keys each, and four copy it"
     rows = footprint.page_rows(spec)
     return f"of a multiple of {rows} keys, found in a table; boxes of {rows} keys, each lane of a warp finds one"
 

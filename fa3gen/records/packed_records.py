@@ -9,7 +9,7 @@ Imports neither torch nor cutlass.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -109,12 +109,28 @@ class PackedProblem(Part):
 
 
 class PackedResult(Part):
-    """One module: its stem, the SHA-256 of the file that ran, its whole spec, and its speed."""
+    """One module: its stem, the SHA-256 of its file, its whole spec, and its speed.
+
+    That file is the one that ran, or a later one with the same instructions: then `ran` is that of the former.
+    """
 
     stem: str
     sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
+    ran: str | None = Field(default=None, pattern=r"^[0-9a-f]{64}$")
     tflops: float = Field(gt=0)
     spec: dict[str, Any]
+
+    @model_serializer(mode="wrap")
+    def _without_defaults(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """What ran is written where it is another file."""
+        fields: dict[str, Any] = write(self)
+        return {name: value for name, value in fields.items() if name != "ran" or value is not None}
+
+    def carried(self, later: Mapping[str, str]) -> PackedResult:
+        """The result of the later file with the same instructions, where there is one; `later`: SHA-256 to SHA-256."""
+        if self.sha256 not in later:
+            return self
+        return self.model_copy(update={"sha256": later[self.sha256], "ran": self.ran or self.sha256})
 
 
 class PackedRecord(Part):
