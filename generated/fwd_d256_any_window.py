@@ -15,14 +15,14 @@ time, where there may be no GPU, and to load that where it runs:
     Window (left, right) of each call: query i sees keys j with -left <= j - (i + seq_k - seq_q) <= right.
 
 Decisions
-    tile       128 query rows x 80 keys per step
+    tile       128 query rows x 64 keys per step
     loads      TMA; Q once, K and V in rings of 2 stages, a full barrier each
     schedule   two warps load, 2 warpgroups multiply in turn; S of the next tile and P V run beside the softmax
     layouts    swizzle Q 128B, K 128B, V 128B
-    S = Q K^T  16 wgmma m64n80k16 per warpgroup; A = Q from shared memory, K-major; B = K, K-major
+    S = Q K^T  16 wgmma m64n64k16 per warpgroup; A = Q from shared memory, K-major; B = K, K-major
     softmax    online, base 2, on the accumulator fragment; O is rescaled at 2^8 x the maximum: up to 12 % more error
     P          stays in registers: the accumulator fragment is read as the A fragment
-    O = P V    5 wgmma m64n256k16 per warpgroup; A = P from registers, K-major; B = V, MN-major
+    O = P V    4 wgmma m64n256k16 per warpgroup; A = P from registers, K-major; B = V, MN-major
     kv order   from the last visible tile to the first; hidden tiles are skipped, only boundary tiles are masked
     output     O goes from registers to global memory, 16 bytes at a time; LSE when asked for
     q order    a CTA per SM; each draws its next tile from a counter: longest first, a few heads at a time
@@ -31,13 +31,13 @@ Threads
     384 threads, 12 warps, launched with 168 registers each; setmaxnreg moves them: 24 + 2 x 240 = 504 of 3 x 168 = 504
     producer: 1 warpgroup, 24 registers; warp 8 draws the tiles and copies Q and K, warp 9 copies V (TMA)
     consumers: 2 warpgroups, 240 registers; 64 query rows each
-        about 212 registers each: O 128, S 40, P 20, other 24
+        about 200 registers each: O 128, S 32, P 16, other 24
 
 Barriers
     ring  stages  producer -> consumers        full with    empty with
     q     1       TMA, from warp 8 -> 8 warps  65536 bytes  the last K
-    k     2       TMA, from warp 8 -> 8 warps  40960 bytes  8 arrivals
-    v     2       TMA, from warp 9 -> 8 warps  40960 bytes  8 arrivals
+    k     2       TMA, from warp 8 -> 8 warps  32768 bytes  8 arrivals
+    v     2       TMA, from warp 9 -> 8 warps  32768 bytes  8 arrivals
     tile  2       warp 8 -> 9 warps            1 arrival    9 arrivals
 
 Named barriers
@@ -47,11 +47,11 @@ Named barriers
 Shared memory
     offset   bytes  what
          0   65536  sQ        128 x 256 x 2: Q
-     65536   81920  sK        2 stages x 80 x 256 x 2: K
-    147456   81920  sV        2 stages x 80 x 256 x 2: V
-    229376       8  tiles     2 x 1 x 4: numbers of drawn tiles
-    229384     104  barriers  13 mbarriers
-            230400  total     of 232448 per CTA
+     65536   65536  sK        2 stages x 64 x 256 x 2: K
+    131072   65536  sV        2 stages x 64 x 256 x 2: V
+    196608       8  tiles     2 x 1 x 4: numbers of drawn tiles
+    196616     104  barriers  13 mbarriers
+            197632  total     of 232448 per CTA
 
 Timeline: a tile is one of queries, a step takes one tile of keys
     per CTA:
@@ -107,7 +107,7 @@ HEAD_DIM = 256
 DTYPE, TORCH_DTYPE = cutlass.BFloat16, torch.bfloat16
 WINDOW_MAX = 2**30  # keys to one side: row + reach stays below 2^31 for as many keys
 TILE_M = 128  # query rows of a CTA at a time
-TILE_N = 80  # keys per step
+TILE_N = 64  # keys per step
 WGMMA_M, WGMMA_K = 64, 16  # rows and depth of one warpgroup product of 16-bit operands
 WARPGROUP_THREADS = 128
 WARP_ROWS = WGMMA_M // 4  # query rows of one warp
@@ -286,12 +286,13 @@ class Work:
     head: cutlass.Int32
     head_kv: cutlass.Int32
     batch: cutlass.Int32
+    k_begin: cutlass.Int32  # the first key that a row sees
     n_begin: cutlass.Int32
     n_end: cutlass.Int32
     n_full_begin: cutlass.Int32  # from this tile of keys to the one before n_full_end none holds an edge of the window
     n_full_end: cutlass.Int32
     seq_q: cutlass.Int32
-    seq_k: cutlass.Int32
+    seq_k: cutlass.Int32  # from that key on
     window: tuple[cutlass.Int32, cutlass.Int32]  # keys that a row sees left and right of its diagonal
 
 
@@ -350,6 +351,10 @@ def work_on(coordinates, mQ, mK, window, number, valid) -> Work:
     """A tile of queries, and the tiles of keys of which its rows see any."""
     m_block, head, head_kv, batch = coordinates
     seq_q, seq_k = mQ.shape[0], mK.shape[0]
+    # Tiles of keys begin with the first one that any row sees, so that as few as possible hold all that they see.
+    window_left, _ = window
+    hidden = cutlass.max(cutlass.min(m_block * TILE_M + seq_k - seq_q - window_left, seq_k - 1), 0)
+    seq_k = seq_k - hidden
     n_begin, n_end, n_full_begin, n_full_end = kv_range(m_block * TILE_M, seq_q, seq_k, window)
     return Work(
         valid=valid,
@@ -358,6 +363,7 @@ def work_on(coordinates, mQ, mK, window, number, valid) -> Work:
         head=head,
         head_kv=head_kv,
         batch=batch,
+        k_begin=hidden,
         n_begin=n_begin,
         n_end=n_end,
         n_full_begin=n_full_begin,
@@ -436,7 +442,11 @@ def load_q_and_k(tma_Q, tma_K, mQ, mK, sQ, sK, q_full, k_ring, work, schedule):
     k_fill = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, KV_STAGES)
     while work.valid:
         gQ = cute.local_tile(mQ[None, None, work.head, work.batch], (TILE_M, HEAD_DIM), (work.m_block, 0))
-        gK = cute.local_tile(mK[None, None, work.head_kv, work.batch], (TILE_N, HEAD_DIM), (None, 0))
+        gK = cute.local_tile(
+            cute.domain_offset((work.k_begin, 0), mK[None, None, work.head_kv, work.batch]),
+            (TILE_N, HEAD_DIM),
+            (None, 0),
+        )
         tQsQ, tQgQ = partition_tma(tma_Q, sQ, gQ)  # (TMA, Q_STAGES), (TMA)
         tKsK, tKgK = partition_tma(tma_K, sK, gK)  # (TMA, KV_STAGES), (TMA, n_blocks)
         # The whole warp runs this; within the calls one elected thread announces the bytes and issues the copy.
@@ -465,7 +475,11 @@ def load_v(tma_V, mVt, sVt, v_ring, work, schedule):
     """The second producer warp: V of the same tiles of keys in the same order."""
     v_fill = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, KV_STAGES)
     while work.valid:
-        gVt = cute.local_tile(mVt[None, None, work.head_kv, work.batch], (HEAD_DIM, TILE_N), (0, None))
+        gVt = cute.local_tile(
+            cute.domain_offset((0, work.k_begin), mVt[None, None, work.head_kv, work.batch]),
+            (HEAD_DIM, TILE_N),
+            (0, None),
+        )
         tVsV, tVgV = partition_tma(tma_V, sVt, gVt)  # (TMA, KV_STAGES), (TMA, n_blocks)
         for n_block in cutlass.range(work.n_end - 1, work.n_begin - 1, -1, unroll=1):
             v_ring.producer_acquire(v_fill)

@@ -80,11 +80,11 @@ Timeline: a tile is one of queries, a step takes one tile of keys
       18  warp 12     wait tile_empty, arrive tile_full             tells all other warps which one it is
       19  warp 13     next tile, wait tile_full, arrive tile_empty  the one that warp 12 has drawn
       20  consumers   arrive q_empty                                Q has been read
-      21  consumers   read sinks                                    from global memory, beside the last P V
-      22  consumers   next tile, wait tile_full, arrive tile_empty  the one that warp 12 has drawn
-      23  consumers   wait v_full                                   the last V has landed
-      24  consumers   wait q_full, wait k_full                      so have the next tile's Q and first K
-      25  consumers   wait turn, O += P V                           by wgmma, of the last step
+      21  consumers   next tile, wait tile_full, arrive tile_empty  the one that warp 12 has drawn
+      22  consumers   wait v_full                                   the last V has landed
+      23  consumers   wait q_full, wait k_full                      so have the next tile's Q and first K
+      24  consumers   wait turn, read sinks                         from global memory, added to the sums while P V runs
+      25  consumers   O += P V                                      by wgmma, of the last step
       26  consumers   S = Q K^T                                     by wgmma, of the next tile's first step
       27  consumers   pass turn, wait_group 1, arrive v_empty       O is complete; the next S runs on
       28  consumers   store LSE                                     from registers, if asked for
@@ -509,13 +509,13 @@ def consume(smem, rings, mO, mLSE, tma_O, sO, mSinks, scale_log2, work, schedule
             v_drain.advance()
         q_ring.consumer_release(q_drain)  # this warp has read Q
         q_drain.advance()
-        row_sink = read_sinks(mSinks, work.head)  # on their way while the last P V runs
         upcoming = next_work(work, schedule)
         v_ring.consumer_wait(v_drain)  # the last V of this tile of queries has landed
         if upcoming.valid:
             q_ring.consumer_wait(q_drain)  # the next Q has landed
             k_ring.consumer_wait(k_drain)  # and its first K
         wait_turn(consumer)
+        row_sink = read_sinks(mSinks, work.head)  # not before a wait for a barrier: ptxas would have both wait
         pv_product(pv_mma, tOrP, tOrV[None, None, None, v_drain.index], acc_O)
         # After the last tile of queries on stale data, to be discarded: at a branch ptxas would wait for each product.
         _, tSrK, _, _ = operands
@@ -523,10 +523,11 @@ def consume(smem, rings, mO, mLSE, tma_O, sO, mSinks, scale_log2, work, schedule
         k_stage = k_drain.index if upcoming.valid else 0
         qk_product(qk_mma, tSrQ[None, None, None, q_stage], tSrK[None, None, None, k_stage], acc_S)
         pass_turn(consumer)
+        row_lse, row_inverse = add_sink(row_max, row_sum, row_sink, scale_log2)  # while P V runs
         warpgroup.wait_group(1)  # O is complete; the next S, the younger group, stays in flight
         v_ring.consumer_release(v_drain)  # this warp has read V
         v_drain.advance()
-        store_tile(mO, mLSE, tma_O, sO, work, acc_O, row_max, row_sum, row_sink, scale_log2)
+        store_tile(mO, mLSE, tma_O, sO, work, acc_O, row_lse, row_inverse)
         warpgroup.wait_group(0)  # the next softmax reads S: no group stays in flight
         k_ring.consumer_release(k_drain)  # K has been read; after the last work it is a stage that nobody fills
         k_drain.advance()
@@ -786,9 +787,8 @@ def pv_product(pv_mma: cute.TiledMma, tOrP: cute.Tensor, tOrV: cute.Tensor, acc_
 
 
 @cute.jit
-def store_tile(mO, mLSE, tma_O, sO, work, acc_O, row_max, row_sum, row_sink, scale_log2):
+def store_tile(mO, mLSE, tma_O, sO, work, acc_O, row_lse, row_inverse):
     """Divide O by the sums of exponentials and write O and LSE: this tile of queries is done."""
-    row_lse, row_inverse = add_sink(row_max, row_sum, row_sink, scale_log2)
     normalize_rows(acc_O, row_inverse)
     store_lse(mLSE[None, work.head, work.batch], row_lse, work.m_block * TILE_M)
     gO = mO[None, None, work.head, work.batch]  # (seq_q, HEAD_DIM)
@@ -797,14 +797,22 @@ def store_tile(mO, mLSE, tma_O, sO, work, acc_O, row_max, row_sum, row_sink, sca
 
 @cute.jit
 def read_sinks(mSinks: cute.Tensor, head: cutlass.Int32):
-    """The sinks of a thread's two rows in float32; mSinks: (heads_q, 1 or 2 words)."""
-    row_sink, words = cute.make_rmem_tensor(2, cutlass.Float32), cute.size(mSinks, mode=[1])
+    """Start reading the sinks of a thread's two rows; mSinks: (heads_q, 1 or 2 words). See `sink_of`."""
+    words, low_and_high = cute.size(mSinks, mode=[1]), cute.make_rmem_tensor((2, 2), cutlass.Int16)
     for r in cutlass.range_constexpr(2):
         sink = mSinks[head, None]
-        halves = cute.make_rmem_tensor(2, cutlass.Int16)  # of a float32; its upper half is a bfloat16
-        halves[0], halves[1] = sink[0] if words == 2 else cutlass.Int16(0), sink[words - 1]
-        row_sink[r] = cute.recast_tensor(halves, cutlass.Float32)[0]
-    return row_sink
+        low_and_high[0, r], low_and_high[1, r] = sink[0], sink[words - 1]
+    return low_and_high, words
+
+
+@cute.jit
+def sink_of(row_sink, r: cutlass.Constexpr):
+    """The sink of one row in float32, of which a bfloat16 is the upper half. Apart, so that nobody waits before."""
+    low_and_high, words = row_sink
+    low = cutlass.Int32(low_and_high[0, r]) & 0xFFFF if words == 2 else cutlass.Int32(0)
+    bits = cute.make_rmem_tensor(1, cutlass.Int32)
+    bits[0] = cutlass.Int32(low_and_high[1, r]) << 16 | low
+    return cute.recast_tensor(bits, cutlass.Float32)[0]
 
 
 @cute.jit
@@ -816,12 +824,12 @@ def add_sink(row_max, row_sum, row_sink, scale_log2):
     row_lse, row_inverse = cute.make_rmem_tensor(2, cutlass.Float32), cute.make_rmem_tensor(2, cutlass.Float32)
     for r in cutlass.range_constexpr(2):
         total = quad_sum(row_sum[r])  # the quad adds up first: the sink comes in once
-        largest = row_max[r] * scale_log2 * LN_2
-        x = cute.arch.fmax(largest, row_sink[r])
+        sink, largest = sink_of(row_sink, r), row_max[r] * scale_log2 * LN_2
+        x = cute.arch.fmax(largest, sink)
         shrink = cute.math.exp2((largest - x) * LOG2_E, fastmath=True)
-        with_sink = total * shrink + cute.math.exp2((row_sink[r] - x) * LOG2_E, fastmath=True)
-        row_inverse[r] = 0.0 if total == 0.0 else shrink / with_sink
-        row_lse[r] = row_sink[r] if total == 0.0 else x + cute.math.log2(with_sink, fastmath=True) * LN_2
+        with_sink = total * shrink + cute.math.exp2((sink - x) * LOG2_E, fastmath=True)
+        row_inverse[r] = 0.0 if total == 0.0 else shrink * cute.arch.rcp_approx(with_sink)  # to one part in 2^23
+        row_lse[r] = sink if total == 0.0 else x + cute.math.log2(with_sink, fastmath=True) * LN_2
     return row_lse, row_inverse
 
 

@@ -195,7 +195,6 @@ def launch(
     stream,
 ):
     """Describe the tensors to the TMA unit and start one CTA per SM, or one per tile where those are fewer."""
-    # torch's (batch, seq, heads, HEAD_DIM) seen with the tiled modes first.
     (total_q, heads_q, _), (total_k, heads_kv, _) = q.shape, k.shape
     mQ, mK, mV = clipped(q), clipped(k), clipped(v)  # (MOST_ROWS, HEAD_DIM, heads, FAR, FAR)
     mO = clipped(out)

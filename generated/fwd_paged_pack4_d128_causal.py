@@ -213,7 +213,6 @@ def launch(
     stream,
 ):
     """Describe the tensors to the TMA unit and start one CTA per SM, or one per tile where those are fewer."""
-    # torch's (batch, seq, heads, HEAD_DIM) seen with the tiled modes first.
     (total_q, heads_q, _), (_, page_size, heads_kv, _) = q.shape, k.shape
     mQ = clipped(q)  # (MOST_ROWS, HEAD_DIM, heads_q, FAR, FAR)
     (mK, steps_K), (mV, steps_V) = in_pages(k), in_pages(v)  # (MOST_ROWS, HEAD_DIM, pages, FAR, FAR)

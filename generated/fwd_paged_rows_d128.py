@@ -202,7 +202,6 @@ def launch(
     stream,
 ):
     """Describe the tensors to the TMA unit and start one CTA per SM, or one per tile where those are fewer."""
-    # torch's (batch, seq, heads, HEAD_DIM) seen with the tiled modes first.
     (total_q, heads_q, _), (num_pages, page_size, heads_kv, _) = q.shape, k.shape
     mQ = clipped(q)  # (MOST_ROWS, HEAD_DIM, heads_q, FAR, FAR)
     mK, mV = k, v  # (num_pages, page_size, heads_kv, HEAD_DIM)

@@ -545,14 +545,22 @@ def pv_product(pv_mma: cute.TiledMma, acc_S: cute.Tensor, tOrV: cute.Tensor, acc
 
 @cute.jit
 def read_sinks(mSinks: cute.Tensor, head: cutlass.Int32):
-    """The sinks of a thread's two rows in float32; mSinks: (heads_q, 1 or 2 words)."""
-    row_sink, words = cute.make_rmem_tensor(2, cutlass.Float32), cute.size(mSinks, mode=[1])
+    """Start reading the sinks of a thread's two rows; mSinks: (heads_q, 1 or 2 words). See `sink_of`."""
+    words, low_and_high = cute.size(mSinks, mode=[1]), cute.make_rmem_tensor((2, 2), cutlass.Int16)
     for r in cutlass.range_constexpr(2):
         sink = mSinks[head, None]
-        halves = cute.make_rmem_tensor(2, cutlass.Int16)  # of a float32; its upper half is a bfloat16
-        halves[0], halves[1] = sink[0] if words == 2 else cutlass.Int16(0), sink[words - 1]
-        row_sink[r] = cute.recast_tensor(halves, cutlass.Float32)[0]
-    return row_sink
+        low_and_high[0, r], low_and_high[1, r] = sink[0], sink[words - 1]
+    return low_and_high, words
+
+
+@cute.jit
+def sink_of(row_sink, r: cutlass.Constexpr):
+    """The sink of one row in float32, of which a bfloat16 is the upper half. Apart, so that nobody waits before."""
+    low_and_high, words = row_sink
+    low = cutlass.Int32(low_and_high[0, r]) & 0xFFFF if words == 2 else cutlass.Int32(0)
+    bits = cute.make_rmem_tensor(1, cutlass.Int32)
+    bits[0] = cutlass.Int32(low_and_high[1, r]) << 16 | low
+    return cute.recast_tensor(bits, cutlass.Float32)[0]
 
 
 @cute.jit
@@ -564,12 +572,12 @@ def add_sink(row_max, row_sum, row_sink, scale_log2):
     row_lse, row_inverse = cute.make_rmem_tensor(2, cutlass.Float32), cute.make_rmem_tensor(2, cutlass.Float32)
     for r in cutlass.range_constexpr(2):
         total = quad_sum(row_sum[r])  # the quad adds up first: the sink comes in once
-        largest = row_max[r] * scale_log2 * LN_2
-        x = cute.arch.fmax(largest, row_sink[r])
+        sink, largest = sink_of(row_sink, r), row_max[r] * scale_log2 * LN_2
+        x = cute.arch.fmax(largest, sink)
         shrink = cute.math.exp2((largest - x) * LOG2_E, fastmath=True)
-        with_sink = total * shrink + cute.math.exp2((row_sink[r] - x) * LOG2_E, fastmath=True)
-        row_inverse[r] = 0.0 if total == 0.0 else shrink / with_sink
-        row_lse[r] = row_sink[r] if total == 0.0 else x + cute.math.log2(with_sink, fastmath=True) * LN_2
+        with_sink = total * shrink + cute.math.exp2((sink - x) * LOG2_E, fastmath=True)
+        row_inverse[r] = 0.0 if total == 0.0 else shrink * cute.arch.rcp_approx(with_sink)  # to one part in 2^23
+        row_lse[r] = sink if total == 0.0 else x + cute.math.log2(with_sink, fastmath=True) * LN_2
     return row_lse, row_inverse
 
 

@@ -97,12 +97,16 @@ class QueryTile:
 
 @dataclass(frozen=True)
 class KeyTiles:
-    """The tiles of keys [start, end) that a tile of queries visits; those in [full_start, full_end) need no mask."""
+    """The tiles of keys [start, end) that a tile of queries visits; those in [full_start, full_end) need no mask.
+
+    They are counted from `first_key` on.
+    """
 
     start: int
     end: int
     full_start: int
     full_end: int
+    first_key: int = 0
 
     @property
     def visited(self) -> int:
@@ -162,8 +166,12 @@ def _exponentials(spec: Forward) -> int:
     """
     if isinstance(spec.handoff, GlobalHandoff):
         return spec.tile.q * spec.tile.kv
-    rows, _ = footprint.thread_rows(spec)
-    return footprint.computing_threads(spec) * (rows + footprint.thread_scores(spec)) + tanhs(spec)
+    return footprint.computing_threads(spec) * (rescaled_rows(spec) + footprint.thread_scores(spec)) + tanhs(spec)
+
+
+def rescaled_rows(spec: Forward) -> int:
+    """Rows of a thread whose maximum may have moved in a step: each takes an exponential of its own."""
+    return footprint.thread_rows(spec)[0] if spec.softmax.row_max == "online" else 0
 
 
 def tanhs(spec: Forward) -> int:
@@ -178,14 +186,18 @@ def score_phases(spec: Forward) -> tuple[float, float, float]:
     """Instructions of a warp in the softmax of one step where it works on the fragment.
 
     They are those of the maxima, and of the cap before them, of exponentials and sums, and of rescaling O and rounding
-    P. The rescaling is left out where O is rescaled now and then: after the first tiles of keys it is rare.
+    P. The rescaling is left out where O is rescaled now and then: after the first tiles of keys it is rare. Without
+    maxima there is neither.
     """
     rows, lanes = footprint.thread_rows(spec)
     scores = footprint.thread_scores(spec)
     capped = 2 * scores * spec.softmax.softcap  # a product and a tanh
     lazy = spec.softmax.rescale_above is not None
+    rounded = (SCORE_INSTRUCTIONS - 4) * scores
+    if spec.softmax.row_max == "none":
+        return capped, 3 * scores, rounded
     moved = VOTE_INSTRUCTIONS if lazy else rows * spec.problem.v_dim // lanes
-    return scores + capped, 3 * scores, moved + (SCORE_INSTRUCTIONS - 4) * scores
+    return scores + capped, 3 * scores, moved + rounded
 
 
 def scalar_qk_instructions(spec: Forward) -> float:
@@ -317,6 +329,9 @@ def key_tiles(spec: Forward, shape: Shape, m_block: int) -> KeyTiles:
     left, right = reach(of_call(spec.mask, shape.window))
     left = diagonal + positions if left is None else left  # all keys
     assert right is not None  # either mask ends there
+    first_key = max(min(diagonal - left, seq_k - 1), 0) if spec.tile.kv_from == "window" else 0
+    first_key -= first_key % (footprint.page_rows(spec) or 1)  # boxes of keys lie in a page whole
+    diagonal, seq_k = diagonal - first_key, seq_k - first_key
     least = 1 if footprint.overlapped(spec) else 0  # the consumers' first tile stands before their loop
     end = min(seq_k, max(diagonal + positions + right, least))
     start = min(end, max(diagonal - left, 0))
@@ -324,7 +339,7 @@ def key_tiles(spec: Forward, shape: Shape, m_block: int) -> KeyTiles:
     full_end = min(seq_k, max(diagonal + right + 1, 0)) // kv
     if given_with_calls(spec.mask):
         full_start = min(full_start, full_end)
-    return KeyTiles(start // kv, -(-end // kv), full_start, full_end)
+    return KeyTiles(start // kv, -(-end // kv), full_start, full_end, first_key)
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from fa3gen.generate.module_plan import ImportsPlan, ModulePlan, Named, Paramete
 from fa3gen.hardware import hopper
 from fa3gen.hardware.dtypes import FP32, INT32, Dtype
 from fa3gen.spec.model import (
+    MOST_CAP_WITHOUT_MAX,
     CausalMask,
     Copy,
     CpAsyncLoad,
@@ -79,7 +80,8 @@ class TilePlan:
     """Rows of Q (m) and of K and V (n) per step; threads per CTA; warpgroups that compute; query heads per tile.
 
     `rows` and `positions` are the module's names for the rows of Q as TMA moves them and for the positions they hold;
-    `head_tiles` is how many tiles beside each other hold all heads.
+    `head_tiles` is how many tiles beside each other hold all heads. `from_window`: whether tiles of keys begin with the
+    first one that rows see.
     """
 
     m: int
@@ -93,6 +95,7 @@ class TilePlan:
     rows: str
     positions: str
     head_tiles: str
+    from_window: bool
 
 
 @dataclass(frozen=True)
@@ -163,7 +166,7 @@ class ArgumentsPlan:
     of (`made_of`), `work` what a role is given to know its tiles by. `k_loads` and `v_loads` are what one that loads
     begins with, `loaded_by` what it ends with. `ranged` is what decides which tiles of keys are
     visited, `seen` the same of a work item. Of packed sequences `sequences` is what says where they lie, and `bounds`
-    where one does.
+    where one does. `statistics` is what a step keeps of a thread's rows.
     """
 
     factors: tuple[str, ...] = ()
@@ -185,6 +188,7 @@ class ArgumentsPlan:
     store_tile: tuple[str, ...] = ()
     multiply: tuple[str, ...] = ()
     multiply_first: tuple[str, ...] = ()
+    statistics: str = "rows"
     load_kv: tuple[str, ...] = ()
 
 
@@ -303,7 +307,8 @@ class SoftmaxPlan:
 
     `exp_before_wait`: exponentials of a thread that stay before the wait for P V, 0 for as many as ptxas likes.
     `mask_end`: whether the last tile of keys is masked always, or only when the end of the keys cuts it.
-    `sink`: whether a logit of each head takes part; `softcap`: whether scores are capped.
+    `sink`: whether a logit of each head takes part; `softcap`: whether scores are capped. `most_cap`: how far they may
+    be, where exponentials are taken without a maximum; 0 where there is one.
     """
 
     lazy: bool
@@ -312,6 +317,7 @@ class SoftmaxPlan:
     mask_end: Literal["always", "when_cut"] = "always"
     sink: bool = False
     softcap: bool = False
+    most_cap: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -510,7 +516,10 @@ def _rows(spec: Forward) -> RowsPlan:
     if not footprint.packed_sequences(spec):
         of_q, of_k = "[None, None, work.head, work.batch]", "[None, None, work.head_kv, work.batch]"
         lse, heads = "mLSE[None, work.head, work.batch]", "cute.size(q, mode=[2])"
-        return RowsPlan(f"mQ{of_q}", f"mK{of_k}", f"mVt{of_k}", f"mO{of_q}", lse, heads)
+        k, v = f"mK{of_k}", f"mVt{of_k}"
+        if spec.tile.kv_from == "window":
+            k, v = f"cute.domain_offset((work.k_begin, 0), {k})", f"cute.domain_offset((0, work.k_begin), {v})"
+        return RowsPlan(f"mQ{of_q}", k, v, f"mO{of_q}", lse, heads)
     queries, keys = "work.head, work.q_begin, work.seq_q", "work.head_kv, work.k_begin, work.seq_k"
     rows_of = "packed_rows_of" if spec.tile.pack_heads > 1 else "rows_of"
     o_rows_of = "slice_rows" if spec.outputs.o == "direct" else rows_of
@@ -538,6 +547,7 @@ def _tile(spec: Forward) -> TilePlan:
         rows="PACKED_M" if packed else "TILE_M",
         positions="POSITIONS" if packed else "TILE_M",
         head_tiles="heads_q // PACK_HEADS" if packed else "heads_q",
+        from_window=spec.tile.kv_from == "window",
     )
 
 
@@ -612,7 +622,11 @@ def _arguments(spec: Forward) -> ArgumentsPlan:
     cap = ["cap_scale"] * spec.softmax.softcap
     work = ("schedule",) if packed else ("work", "schedule")
     draws = ["counter", "tile_ring", "tiles"] * (spec.scheduler == "dynamic")
-    statistics = (["row_max"] * spec.outputs.lse, ["scale_log2"] * spec.outputs.lse)
+    has_max = spec.softmax.row_max == "online"
+    sums: tuple[str, ...] = ("row_lse", "row_inverse")
+    if not spec.softmax.sink:
+        with_lse = spec.outputs.lse and has_max
+        sums = (*["row_max"] * with_lse, "row_sum", *["scale_log2"] * with_lse)
     return ArgumentsPlan(
         factors=factors,
         launch=tuple(_parameter(argument) for argument in operation.arguments),
@@ -636,21 +650,14 @@ def _arguments(spec: Forward) -> ArgumentsPlan:
         bounds=("q_begin", "seq_q", *["k_begin"] * (not pages), "seq_k"),
         work_on=_work_on(spec, window),
         consume=(*outputs, *handed_on, *sinks, "scale_log2", *cap, *work),
-        store_tile=(
-            *outputs,
-            "work",
-            "acc_O",
-            *statistics[0],
-            "row_sum",
-            *["row_sink"] * spec.softmax.sink,
-            *statistics[1],
-        ),
+        store_tile=(*outputs, "work", "acc_O", *sums),
         multiply=(
             *("products", "tSrQ_tile", "operands", "accumulators", "k_ring", "v_ring", "k_drain", "v_drain"),
             *cap,
             *turn,
         ),
         multiply_first=("products", "operands", "accumulators", "k_ring", "q_drain", "k_drain", *turn),
+        statistics="rows" if has_max else "row_sum",
     )
 
 
@@ -682,6 +689,7 @@ def _softmax(spec: Forward) -> SoftmaxPlan:
         spec.softmax.mask_end,
         sink=spec.softmax.sink,
         softcap=spec.softmax.softcap,
+        most_cap=MOST_CAP_WITHOUT_MAX if spec.softmax.row_max == "none" else 0.0,
     )
 
 

@@ -31,10 +31,11 @@ def expectation(spec: Forward, *, waits: int, softmaxes: int, o_boxes: int, matr
             shared_stores={},
         )
     rows, lanes = footprint.thread_rows(spec)
+    maxima = softmaxes if spec.softmax.row_max == "online" else 0
     held_back = softmaxes if spec.softmax.exp_before_wait is not None else 0  # a sum is compared, for a branch
     return SassExpectation(
         waits=waits,
-        min_maxima=softmaxes * rows * (spec.tile.kv // lanes + _exchanges(lanes)) + rows * footprint.splits_tail(spec),
+        min_maxima=maxima * rows * (spec.tile.kv // lanes + _exchanges(lanes)) + rows * footprint.splits_tail(spec),
         max_comparisons=_most_comparisons(rows, softmaxes if spec.softmax.rescale_above is not None else 0)
         + held_back
         + SINK_COMPARISONS * rows * spec.softmax.sink,

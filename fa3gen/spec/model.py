@@ -55,6 +55,9 @@ Scheduler = Literal["single_tile", "grid", "static", "stream_k", "dynamic"]
 WINDOW_MAX = 2**30
 # P and its sums grow by so many powers of two before O is rescaled; errors were measured up to here.
 RESCALE_ABOVE_MAX = 8
+# Largest cap of scores without which maxima can be left out: of 2^20 keys and values up to 2^15 sums of e^64 v stay below
+# 2^128, the end of float32 and bfloat16, and e^-64 is far above its other end.
+MOST_CAP_WITHOUT_MAX = 64.0
 
 
 class Problem(SpecModel):
@@ -131,6 +134,11 @@ class Tile(SpecModel):
         description="Query heads of one kv head in a tile (GQA): its rows are q / pack_heads positions of each.",
     )
     ctas_per_sm: int = Field(default=1, gt=0, description="CTAs of a specialised kernel that are to share an SM.")
+    kv_from: Literal["first_key", "window"] = Field(
+        default="first_key",
+        description="Where tiles of keys begin: at the first key, so that all tiles of queries have the same, or at the "
+        "first one that the window of a tile of queries shows it, so that as few as possible hold what it sees.",
+    )
 
 
 class SyncLoad(SpecModel):
@@ -231,6 +239,11 @@ class Softmax(SpecModel):
         gt=0,
         description="How many exponentials a thread computes in a step before it waits for P V of the step before; "
         "null: as many as ptxas leaves there.",
+    )
+    row_max: Literal["online", "none"] = Field(
+        default="online",
+        description="What exponents are relative to: the running maximum of each row, or nothing, where a cap of at "
+        f"most {MOST_CAP_WITHOUT_MAX:g} bounds the scores. Then nobody looks for maxima, and O is never rescaled.",
     )
     mask_end: Literal["always", "when_cut"] = Field(
         default="always",

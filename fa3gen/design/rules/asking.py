@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 
 from fa3gen.design import footprint
 from fa3gen.design.cta import cta_of
+from fa3gen.design.masks import given_with_calls
 from fa3gen.design.rules import (
     asking_copies,
     asking_gemm,
@@ -121,6 +122,8 @@ def _scheduler(spec: Forward) -> Iterable[Answer]:
     yield schedules.scheduler_schedule.ask(spec.scheduler, spec.schedule.kind)
     yield schedules.grid_loads.ask(spec.scheduler, footprint.overlapped(spec), footprint.q_stages(spec))
     yield schedules.persistent_ctas.ask(spec.scheduler, spec.problem.layout, spec.tile.ctas_per_sm)
+    where = given_with_calls(spec.mask), footprint.overlapped(spec), spec.scheduler
+    yield schedules.kv_from_window.ask(spec.tile.kv_from, *where)
     yield schedules.packed_overlap.ask(spec.problem.layout, footprint.overlapped(spec))
     yield schedules.packed_output.ask(spec.problem.layout, spec.outputs.lse, spec.o_dtype, spec.problem.dtype)
     yield schedules.packed_scheduler.ask(spec.problem.layout, spec.scheduler)
@@ -132,6 +135,7 @@ def _scheduler(spec: Forward) -> Iterable[Answer]:
         yield output.scheduler_output.ask(spec.scheduler, spec.outputs.o, spec.schedule.kind, spec.pv.engine)
     yield output.packed_slices.ask(spec.outputs.o, spec.tile.pack_heads)
     yield schedules.rescale_overlap.ask(spec.softmax.rescale_above, footprint.overlapped(spec))
+    yield from _row_max(spec)
     yield schedules.exp_before_wait.ask(spec.softmax.exp_before_wait, spec.tile.kv, footprint.overlapped(spec))
     for field, used in (("softmax.sink", spec.softmax.sink), ("softmax.softcap", spec.softmax.softcap)):
         if used:
@@ -139,6 +143,13 @@ def _scheduler(spec: Forward) -> Iterable[Answer]:
     if spec.softmax.sink:
         yield output.sink_lse.ask(spec.outputs.lse)
     yield schedules.mask_end.ask(spec.softmax.mask_end, spec.mask.kind, footprint.overlapped(spec))
+
+
+def _row_max(spec: Forward) -> Iterable[Answer]:
+    softmax = spec.softmax
+    yield schedules.unbounded_scores.ask(softmax.row_max, softmax.softcap, spec.problem.dtype)
+    rest = footprint.overlapped(spec), softmax.rescale_above, softmax.sink, spec.scheduler
+    yield schedules.row_max_none.ask(softmax.row_max, *rest)
 
 
 def _shapes(spec: Forward) -> Iterable[Answer]:

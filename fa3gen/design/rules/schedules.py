@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from fa3gen.design.rules.registry import GENERATOR, Violation, rule
+from fa3gen.design.rules.registry import GENERATOR, HARDWARE, Violation, rule
+from fa3gen.spec.model import MOST_CAP_WITHOUT_MAX
 
 
 @rule(kind=GENERATOR, topic="schedule")
@@ -71,6 +72,18 @@ def schedule_ctas(kind: str, ctas: int) -> Violation | None:
     return Violation(
         "tile.ctas_per_sm",
         "CTAs of a cooperative kernel share an SM as far as they fit; use ctas_per_sm 1, or schedule warp_specialized",
+    )
+
+
+@rule(kind=GENERATOR, topic="kv order")
+def kv_from_window(kv_from: str, given: bool, overlap: bool, scheduler: str) -> Violation | None:
+    """Tiles of keys begin with a window where calls give it, and a persistent CTA knows the first key of a tile."""
+    if kv_from == "first_key" or (given and overlap and scheduler in ("static", "dynamic")):
+        return None
+    return Violation(
+        "tile.kv_from",
+        "kv_from: window is rendered with windows that calls give (mask {kind: window}), overlap: true, and scheduler "
+        "static or dynamic; use first_key",
     )
 
 
@@ -175,6 +188,33 @@ def rescale_overlap(rescale_above: int | None, overlap: bool) -> Violation | Non
         "softmax.rescale_above",
         "rescaling now and then is rendered with overlap: true only; use null, or a schedule with overlap: true",
     )
+
+
+@rule(kind=HARDWARE, topic="softmax")
+def unbounded_scores(row_max: str, softcap: bool, dtype: str) -> Violation | None:
+    """Exponentials without a maximum need scores that are bounded, and a P that holds e^64, as float16 does not."""
+    if row_max == "online" or (softcap and dtype == "bf16"):
+        return None
+    if not softcap:
+        problem = "scores without a cap may be of any size; use softcap: true, or row_max: online"
+    else:
+        problem = f"P without a maximum may be e^{MOST_CAP_WITHOUT_MAX:g}, and {dtype} ends before; use row_max: online"
+    return Violation("softmax.row_max", problem)
+
+
+@rule(kind=GENERATOR, topic="softmax")
+def row_max_none(
+    row_max: str, overlap: bool, rescale_above: int | None, sink: bool, scheduler: str
+) -> Violation | None:
+    """A softmax without maxima is rendered with products beside it, without sinks and parts, which need maxima."""
+    if row_max == "online":
+        return None
+    if rescale_above is not None:
+        return Violation("softmax.rescale_above", "row_max: none never rescales O; use null, or row_max: online")
+    if overlap and not sink and scheduler != "stream_k":
+        return None
+    needed = "with overlap: true" if not overlap else "without sinks" if sink else f"with schedulers but {scheduler}"
+    return Violation("softmax.row_max", f"row_max: none is rendered {needed} only; use row_max: online")
 
 
 @rule(kind=GENERATOR, topic="softmax")

@@ -184,14 +184,12 @@ def _overlapped(spec: Forward, drawing: str) -> Iterator[Step]:
     yield from _cap(spec, "tile")
     yield _consumers("tile", "mask", note=f"of the first step, {when} the end of the keys")
     yield _consumers("tile", "softmax")
-    yield _consumers("tile", "round", note="P = 2^(S - max), in 16 bits")
+    yield _consumers("tile", "round", note=f"{_exponentials(spec)}, in 16 bits")
     yield from _overlapped_step(spec, turns)
     if not footprint.keys_free_q(spec):
         yield _consumers("end", "release", on="q", note="Q has been read")
-    if spec.softmax.sink:
-        yield _consumers("end", "read_sink", note="from global memory, beside the last P V")
     yield from _next(spec, CONSUMERS, drawing)
-    yield from _last_product(turns, flattened)
+    yield from _last_product(spec, turns, flattened)
     yield from _store(spec)
     if flattened:
         yield _consumers("end", "wait_products")
@@ -225,12 +223,18 @@ def _overlapped_step(spec: Forward, turns: _Turns) -> Iterator[Step]:
     yield from _cap(spec, "step")
     if not isinstance(spec.mask, NoMask):
         yield step("mask", note="boundary tiles only")
-    yield step("softmax", note="P = 2^(S - max) and sums")
+    yield step("softmax", note=f"{_exponentials(spec)} and sums")
     yield step("wait_products")
     first = "" if held_back is None else f"; after {held_back} exponentials a thread"
     yield step("release", on="v", ahead=-1, note=f"O is complete{first}")
-    yield step("rescale", note="" if above is None else f"O, where a maximum has grown by more than 2^{above}")
-    yield step("round", note=f"{'O to the new maxima; ' * (above is None)}P in 16 bits")
+    moves = spec.softmax.row_max == "online"
+    if moves:
+        yield step("rescale", note="" if above is None else f"O, where a maximum has grown by more than 2^{above}")
+    yield step("round", note=f"{'O to the new maxima; ' * (moves and above is None)}P in 16 bits")
+
+
+def _exponentials(spec: Forward) -> str:
+    return "P = 2^(S - max)" if spec.softmax.row_max == "online" else "P = e^S"
 
 
 def _cap(spec: Forward, place: Place) -> Iterator[Step]:
@@ -238,7 +242,7 @@ def _cap(spec: Forward, place: Place) -> Iterator[Step]:
         yield _consumers(place, "cap", note="tanh(scale S / softcap)")
 
 
-def _last_product(turns: _Turns, flattened: bool) -> Iterator[Step]:
+def _last_product(spec: Forward, turns: _Turns, flattened: bool) -> Iterator[Step]:
     """P V of the last tile of keys; where the next tile of queries is known and loaded, its first S runs beside."""
     end = partial(_consumers, "end")
     yield end("wait_full", on="v", note="the last V has landed")
@@ -246,6 +250,8 @@ def _last_product(turns: _Turns, flattened: bool) -> Iterator[Step]:
         yield end("wait_full", on="q", ahead=1)
         yield end("wait_full", on="k", ahead=1, note="so have the next tile's Q and first K")
     yield from turns.take("end")
+    if spec.softmax.sink:
+        yield end("read_sink", note="from global memory, added to the sums while P V runs")
     yield end("product", "O", note="by wgmma, of the last step")
     if flattened:
         yield end("product", "S", ahead=1, note="by wgmma, of the next tile's first step")

@@ -225,13 +225,17 @@ def tile_schedule(spec: Forward, seq_q: int, seq_k: int) -> Markup:
         y = top + index * height
         picture.text(left - 8, y + height / 2 + 4, f"{index * m:,}–{min((index + 1) * m, seq_q) - 1:,}", "small", "end")
         visited = {block: order for order, block in enumerate(tiles.order(row), 1)}
-        for block in range(plan.key_tiles):
+        first, height_within = row.first_key, height - 1
+        if first:
+            hidden = f"keys 0 to {first - 1:,}: skipped, never loaded"
+            picture.rect(left + 0.5, y + 0.5, first / n * cell - 1, height_within, "tile skipped", hidden)
+        for block in range(-(-(seq_k - first) // n)):
             state = tiles.state(row, block)
-            keys = f"keys {block * n:,} to {min((block + 1) * n, seq_k) - 1:,}"
+            keys = f"keys {first + block * n:,} to {min(first + (block + 1) * n, seq_k) - 1:,}"
             when = f"visited {_ordinal(visited[block])} of {len(visited)}" if block in visited else "never loaded"
             where = f"queries {index * m:,} to {min((index + 1) * m, seq_q) - 1:,}, {keys}"
-            x = left + block * cell
-            picture.rect(x + 0.5, y + 0.5, cell - 1, height - 1, f"tile {state}", f"{where}: {state}, {when}")
+            x = left + (first / n + block) * cell
+            picture.rect(x + 0.5, y + 0.5, cell - 1, height_within, f"tile {state}", f"{where}: {state}, {when}")
             if block in visited and cell >= 15:
                 picture.text(x + cell / 2, y + height / 2 + 4, str(visited[block]), f"order {state}", "middle")
     step = max(1, -(-64 // int(cell)))

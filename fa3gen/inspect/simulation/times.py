@@ -253,7 +253,7 @@ def _wgmma(spec: Forward, name: str, depth: int, chip: Chip, smem_bytes: int) ->
 def _softmax(spec: Forward, chip: Chip, through_smem: SmemBytes) -> tuple[tuple[Piece, ...], Piece]:
     """The softmax of one group, and what of it has to wait for O."""
     rows, lanes = thread_rows(spec)
-    exponentials = _threads(spec) * rows * (spec.tile.kv // lanes + 1) / chip.exp2.value
+    exponentials = _threads(spec) * (rows * spec.tile.kv // lanes + work.rescaled_rows(spec)) / chip.exp2.value
     tanhs = work.tanhs(spec) / groups(spec) / chip.exp2.value
     if not isinstance(spec.pv, WgmmaProduct):
         instructions = work.scalar_softmax_instructions(spec)
