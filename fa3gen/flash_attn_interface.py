@@ -20,13 +20,13 @@ keys are given, and `rotary_*` but for cos and sin.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fa3gen.base.switches import turned_on
 from fa3gen.run import calls
 from fa3gen.run.dispatch import ArgumentError
 from fa3gen.run.kv_cache import KvCache, even_offsets
@@ -44,7 +44,8 @@ __all__ = [
 
 NO_WINDOW = (-1, -1)
 # Upstream's functions have no argument for it: whether a module that is missing is rendered and compiled.
-RENDER = os.environ.get("FA3GEN_RENDER", "") not in ("", "0")
+RENDER_VARIABLE = "FA3GEN_RENDER"
+RENDER = turned_on(RENDER_VARIABLE)
 
 
 def flash_attn_func(

@@ -13,7 +13,9 @@ import torch
 from packed_modules import PackedModules, offsets, packed_tensors
 
 import fa3gen
+from fa3gen import flash_attn_interface as fa3
 from fa3gen.base.errors import Caution
+from fa3gen.base.switches import turned_on
 from fa3gen.run import calls, checks, dispatch
 from fa3gen.run.dispatch import ArgumentError
 from fa3gen.run.kv_cache import KvCache
@@ -102,13 +104,28 @@ def test_pages() -> None:
 # Who asks for it
 
 
-@pytest.mark.parametrize(("value", "asked"), [(None, False), ("", False), ("0", False), ("1", True)])
-def test_the_variable_is_read_at_import(value: str | None, asked: bool) -> None:
-    environment = {name: text for name, text in os.environ.items() if name != checks.CHECK_VARIABLE}
-    environment |= {} if value is None else {checks.CHECK_VARIABLE: value}
-    code = "from fa3gen.run import checks; print(checks.CHECKING)"
+@pytest.mark.parametrize("chosen", [checks.CHECK_VARIABLE, fa3.RENDER_VARIABLE])
+def test_what_is_asked_for_in_the_environment_is_read_at_import(chosen: str) -> None:
+    """And that of FA3's functions, each by a name of its own."""
+    others = {name: "0" for name in (checks.CHECK_VARIABLE, fa3.RENDER_VARIABLE)}
+    code = """
+from fa3gen import flash_attn_interface
+from fa3gen.run import checks
+
+print(checks.CHECKING, flash_attn_interface.RENDER)
+"""
+    environment = {**os.environ, **others, chosen: "1"}
     run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-    assert run.stdout.strip() == str(asked)
+    assert run.stdout.split() == [str(variable == chosen) for variable in others]
+
+
+@pytest.mark.parametrize(("value", "asked"), [(None, False), ("", False), ("0", False), ("1", True), ("yes", True)])
+def test_empty_and_0_ask_for_nothing(value: str | None, asked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if value is None:
+        monkeypatch.delenv(checks.CHECK_VARIABLE, raising=False)
+    else:
+        monkeypatch.setenv(checks.CHECK_VARIABLE, value)
+    assert turned_on(checks.CHECK_VARIABLE) == asked
 
 
 @pytest.fixture

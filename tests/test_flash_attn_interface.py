@@ -6,9 +6,6 @@ Modules are stood in for by functions that compute the reference; small calls ru
 from __future__ import annotations
 
 import inspect
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -672,12 +669,3 @@ def test_what_is_missing_is_rendered_where_the_environment_says_so(monkeypatch: 
         fa3.flash_attn_with_kvcache(q, k, v)
         fa3.flash_attn_with_kvcache(q, k, v, cache_seqlens=used)
     assert asked == [False] * 4 + [True] * 4
-
-
-@pytest.mark.parametrize(("value", "render"), [(None, False), ("", False), ("0", False), ("1", True)])
-def test_the_environment_is_read_once(value: str | None, render: bool) -> None:
-    environment = {name: set_to for name, set_to in os.environ.items() if name != "FA3GEN_RENDER"}
-    environment |= {} if value is None else {"FA3GEN_RENDER": value}
-    code = "from fa3gen import flash_attn_interface; print(flash_attn_interface.RENDER)"
-    found = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-    assert found.stdout.strip() == str(render)

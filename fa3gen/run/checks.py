@@ -9,7 +9,6 @@ not checked, and a Caution says so. Of calls that torch.compile made, the operat
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Iterable, Iterator
 from itertools import chain, islice, pairwise
@@ -19,11 +18,12 @@ import torch
 from torch import Tensor
 
 from fa3gen.base.errors import Caution
+from fa3gen.base.switches import turned_on
 from fa3gen.run.dispatch import ArgumentError
 
 CHECK_VARIABLE = "FA3GEN_CHECK"
-# A module constant, so that calls that are not checked lose no time: empty and 0 do not ask.
-CHECKING = os.environ.get(CHECK_VARIABLE, "") not in ("", "0")
+# A module constant, so that calls that are not checked lose no time.
+CHECKING = turned_on(CHECK_VARIABLE)
 
 SHOWN = 8  # faults of one call that a message names
 
