@@ -14,18 +14,8 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from fa3gen.design.family import TILE_ROWS, Family
-from fa3gen.design.workspace import Workspace
 from fa3gen.run import calls, checks, dispatch, gpu
-from fa3gen.run.calls import (
-    Attention,
-    Returned,
-    Window,
-    dispatch_modes,
-    functorch_transforms,
-    named_scores,
-    need,
-    stretches,
-)
+from fa3gen.run.calls import Attention, Returned, Window, dispatch_modes, functorch_transforms, stretches
 from fa3gen.run.dispatch import ArgumentError, Choice, NotRendered, Size
 
 # Where keys lie: (cu_seqlens_k, page_table, seqused_k). What changes scores: (sinks, softcap).
@@ -63,8 +53,7 @@ def _explain(
     keys, scores = (cu_seqlens_k, page_table, seqused_k), (sinks, softcap)
     family = _family(q, k, v, cu_seqlens_q, keys, out, causal, window, scores)
     size = _size(q, v, cu_seqlens_q, page_table, max_seqlen_q, max_seqlen_k)
-    choose = functools.partial(dispatch.choose, family, size, lse=return_lse, workspace=Workspace.find())
-    return calls.or_rendered(choose, compiled=False) if render else choose()
+    return calls.explained(family, size, lse=return_lse, render=render)
 
 
 @calls.explained_by(_explain)
@@ -148,7 +137,7 @@ def attention_packed(
             "max_seqlen_k": max_seqlen_k,
             "causal": causal,
             "window": window,
-            **named_scores(sinks, softcap),
+            **calls.named_scores(sinks, softcap),
         }
         options |= {"seqused_q": seqused_q, "seqused_k": seqused_k, "scale": scale, "return_lse": return_lse}
         options |= {"render": True} if render else {}
@@ -166,7 +155,7 @@ def attention_packed(
         used, longest = (seqused_q, seqused_k), (max_seqlen_q, max_seqlen_k)
         _check(q, k, cu_seqlens_q, (cu_seqlens_k, page_table), used, longest)
     if sinks is not None or softcap is not None:
-        serving = functools.partial(serving, **named_scores(sinks, softcap))
+        serving = functools.partial(serving, **calls.named_scores(sinks, softcap))
     if page_table is not None:
         return serving(
             q,
@@ -303,11 +292,6 @@ def _check(q: Any, k: Any, cu_seqlens_q: Any, where: tuple[Any, Any], used: Any,
         checks.check_paged(q, k, cu_seqlens_q, page_table, seqused_k, seqused_q=seqused_q, longest=longest)
 
 
-def _rendered(q: Any, *asked: Any) -> Attention:
-    """As `_serving`; where no module serves the call, one is rendered."""
-    return calls.or_rendered(_serving, q, *asked, compiled=q.is_cuda)
-
-
 # Operators, for whatever looks at calls instead of making them
 
 
@@ -344,14 +328,13 @@ def _packed(
     """`fa3gen::attention_packed`: O and LSE, which has no rows unless `return_lse`."""
     reach = None if window is None else tuple(window)
     keys = cu_seqlens_k, page_table, seqused_k
-    serving = (_rendered if render else _serving)(
-        *(q, k, v, cu_seqlens_q, keys, max_seqlen_q, max_seqlen_k, out),
-        *(causal, reach, (sinks, softcap), return_lse),
-    )
+    scores = sinks, softcap
+    asked = q, k, v, cu_seqlens_q, keys, max_seqlen_q, max_seqlen_k, out, causal, reach, scores, return_lse
+    serving = calls.or_rendered(_serving, *asked, allowed=render, compiled=q.is_cuda)
     if checks.CHECKING:
         used, longest = (options.get("seqused_q"), seqused_k), (max_seqlen_q, max_seqlen_k)
         _check(q, k, cu_seqlens_q, (cu_seqlens_k, page_table), used, longest)
-    options |= {"out": out, "return_lse": return_lse} | named_scores(sinks, softcap)
+    options |= {"out": out, "return_lse": return_lse} | calls.named_scores(sinks, softcap)
     if page_table is None:
         returned = serving(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k=seqused_k, **options)
     else:
@@ -385,11 +368,11 @@ def _packed_fake(
     keys, scores = (cu_seqlens_k, page_table, seqused_k), (sinks, softcap)
     _family(q, k, v, cu_seqlens_q, keys, out, causal, window, scores)
     calls.need_sinks(sinks, q.shape[1])
-    need(
+    calls.need(
         k.shape[-1] == q.shape[2],
         lambda: f"k has shape {tuple(k.shape)}, q {tuple(q.shape)}; they need the same head dim",
     )
-    need(
+    calls.need(
         v.shape[:-1] == k.shape[:-1],
         lambda: f"v has shape {tuple(v.shape)}, k {tuple(k.shape)}; they may only differ in the head dim",
     )
@@ -398,7 +381,7 @@ def _packed_fake(
     _need_rows("page_table", page_table, sequences)
     _need_rows("seqused_k", seqused_k, sequences)
     wanted = (*q.shape[:2], v.shape[-1])
-    need(
+    calls.need(
         out is None or tuple(out.shape) == wanted,
         lambda: f"out has shape {tuple(out.shape) if out is not None else None}; it needs to be {wanted}",
     )
@@ -408,7 +391,7 @@ def _packed_fake(
 def _need_rows(name: str, given: Tensor | None, count: int) -> None:
     if given is not None:
         needed = (count, *given.shape[1:])
-        need(given.shape[0] == count, lambda: f"{name} has shape {tuple(given.shape)}; it needs to be {needed}")
+        calls.need(given.shape[0] == count, lambda: f"{name} has shape {tuple(given.shape)}; it needs to be {needed}")
 
 
 def _packed_out_fake(q: Tensor, k: Tensor, v: Tensor, *offsets_and_out: Tensor, **options: Any) -> Tensor:
