@@ -32,14 +32,14 @@ PACKED: dict[str, tuple[dict[str, Any], str]] = {
     "decreasing": ({"cu_seqlens_q": words(0, 7, 4, 10)}, r"cu_seqlens_q[2] = 4 is less than cu_seqlens_q[1] = 7"),
     "negative": ({"cu_seqlens_k": words(-2, 5, 14, 20)}, "sequence 0 has rows -2 to 4 of k, which has 20"),
     "behind the end": ({"cu_seqlens_k": words(0, 5, 14, 25)}, "sequence 2 has rows 14 to 24 of k, which has 20"),
-    "more in use": ({"used": (None, words(5, 10, 6))}, "seqused_k[1] = 10, and sequence 1 has 9 rows of k"),
-    "fewer than none": ({"used": (words(-1, 0, 7), None)}, "seqused_q[0] = -1, and sequence 0 has 3 rows of q"),
+    "more in use": ({"seqused_k": words(5, 10, 6)}, "seqused_k[1] = 10, and sequence 1 has 9 rows of k"),
+    "fewer than none": ({"seqused_q": words(-1, 0, 7)}, "seqused_q[0] = -1, and sequence 0 has 3 rows of q"),
     "in use behind the end": (
-        {"cu_seqlens_q": words(0, 3, 8, 20), "used": (words(3, 5, 9), None)},
+        {"cu_seqlens_q": words(0, 3, 8, 20), "seqused_q": words(3, 5, 9)},
         "sequence 2 has rows 8 to 16 of q, which has 10",
     ),
     "longer": ({"longest": (6, 20)}, "sequence 2 has 7 rows of q, and max_seqlen_q is 6"),
-    "longer in use": ({"used": (None, words(5, 9, 2)), "longest": (7, 8)}, "has 9 rows of k, and max_seqlen_k is 8"),
+    "longer in use": ({"seqused_k": words(5, 9, 2), "longest": (7, 8)}, "has 9 rows of k, and max_seqlen_k is 8"),
 }
 
 
@@ -47,7 +47,7 @@ PACKED: dict[str, tuple[dict[str, Any], str]] = {
 def test_packed_sequences(fault: str) -> None:
     changes, message = PACKED[fault]
     with pytest.raises(ArgumentError, match="^offsets, lengths or tables lie") as error:
-        checks.check_packed(Q, K, **{**GOOD, **changes})
+        checks.check_sequences(Q, K, **{**GOOD, **changes})
     assert message in str(error.value) and len(str(error.value).splitlines()) == 2
 
 
@@ -55,22 +55,22 @@ def test_packed_sequences(fault: str) -> None:
     "given",
     [
         {},
-        {"used": (words(3, 0, 7), words(0, 9, 5)), "longest": (7, 9)},
-        {"used": (None, words(5, 9, 2)), "cu_seqlens_k": words(0, 5, 14, 40)},  # ends where none are in use
+        {"seqused_q": words(3, 0, 7), "seqused_k": words(0, 9, 5), "longest": (7, 9)},
+        {"seqused_k": words(5, 9, 2), "cu_seqlens_k": words(0, 5, 14, 40)},  # ends where none are in use
         {"longest": (torch.tensor(1), None)},  # on a GPU, where nobody looks
         {"cu_seqlens_q": words(), "cu_seqlens_k": words(0)},
-        {"cu_seqlens_q": None, "used": (words(3), torch.empty(2, 2, 2))},  # what a module refuses
+        {"cu_seqlens_q": None, "seqused_q": words(3), "seqused_k": torch.empty(2, 2, 2)},  # what a module refuses
         {"cu_seqlens_q": words(4, 4, 4, 4), "cu_seqlens_k": words(30, 30, 30, 30)},  # of no rows
     ],
 )
 def test_what_does_not_lie(given: Any) -> None:
-    checks.check_packed(Q, K, **{**GOOD, **given})
+    checks.check_sequences(Q, K, **{**GOOD, **given})
 
 
 def test_no_more_than_the_first_faults_are_named() -> None:
     begins = torch.arange(30, dtype=torch.int32).flip(0) % 10
     with pytest.raises(ArgumentError) as error:
-        checks.check_packed(Q, K, begins, words(0))
+        checks.check_sequences(Q, K, begins, cu_seqlens_k=words(0))
     _, *lines, last = str(error.value).splitlines()
     assert len(lines) == checks.SHOWN and last == f"  and {27 - checks.SHOWN} more"
 
@@ -82,7 +82,7 @@ TABLE = torch.tensor([[0, 5, -1], [3, 9, 9]], dtype=torch.int32)
 def test_pages() -> None:
     """Entries that no length reaches may hold anything."""
     begins, good = words(0, 3, 10), words(8, 4)
-    checks.check_paged(Q, PAGES, begins, TABLE, good, longest=(7, 8))
+    checks.check_sequences(Q, PAGES, begins, page_table=TABLE, seqused_k=good, longest=(7, 8))
     for changes, message in (
         ({"seqused_k": words(9, 4)}, "page_table[0, 2] = -1, and there are 6 pages; sequence 0 with its 9 keys uses 3"),
         ({"seqused_k": words(8, 5)}, "page_table[1, 1] = 9, and there are 6 pages; sequence 1 with its 5 keys uses 2"),
@@ -97,7 +97,7 @@ def test_pages() -> None:
     ):
         given: dict[str, Any] = {"page_table": TABLE, "seqused_k": good, **changes}
         with pytest.raises(ArgumentError) as error:
-            checks.check_paged(Q, PAGES, begins, **given)
+            checks.check_sequences(Q, PAGES, begins, **given)
         assert str(error.value).splitlines()[1:] == [f"  {message}"]
 
 

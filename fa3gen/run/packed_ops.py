@@ -152,8 +152,7 @@ def attention_packed(
         calls.render(missing, allowed=render, compiled=True)
         serving = _serving(*asked)
     if checks.CHECKING:
-        used, longest = (seqused_q, seqused_k), (max_seqlen_q, max_seqlen_k)
-        _check(q, k, cu_seqlens_q, (cu_seqlens_k, page_table), used, longest)
+        _check(q, k, cu_seqlens_q, keys, seqused_q, (max_seqlen_q, max_seqlen_k))
     if sinks is not None or softcap is not None:
         serving = functools.partial(serving, **calls.named_scores(sinks, softcap))
     if page_table is not None:
@@ -282,14 +281,10 @@ def _serving(
     return calls.found(key, family, size, lse=return_lse)
 
 
-def _check(q: Any, k: Any, cu_seqlens_q: Any, where: tuple[Any, Any], used: Any, longest: Any) -> None:
-    """Have offsets, lengths and table looked at; `where` keys lie is cu_seqlens_k, or page_table."""
-    cu_seqlens_k, page_table = where
-    if page_table is None:
-        checks.check_packed(q, k, cu_seqlens_q, cu_seqlens_k, used=used, longest=longest)
-    else:
-        seqused_q, seqused_k = used
-        checks.check_paged(q, k, cu_seqlens_q, page_table, seqused_k, seqused_q=seqused_q, longest=longest)
+def _check(q: Any, k: Any, cu_seqlens_q: Any, keys: Keys, seqused_q: Any, longest: tuple[Any, Any]) -> None:
+    """Have offsets, lengths and table looked at, for which the host waits."""
+    where = dict(zip(("cu_seqlens_k", "page_table", "seqused_k"), keys, strict=True))
+    checks.check_sequences(q, k, cu_seqlens_q, **where, seqused_q=seqused_q, longest=longest)
 
 
 # Operators, for whatever looks at calls instead of making them
@@ -332,8 +327,7 @@ def _packed(
     asked = q, k, v, cu_seqlens_q, keys, max_seqlen_q, max_seqlen_k, out, causal, reach, scores, return_lse
     serving = calls.or_rendered(_serving, *asked, allowed=render, compiled=q.is_cuda)
     if checks.CHECKING:
-        used, longest = (options.get("seqused_q"), seqused_k), (max_seqlen_q, max_seqlen_k)
-        _check(q, k, cu_seqlens_q, (cu_seqlens_k, page_table), used, longest)
+        _check(q, k, cu_seqlens_q, keys, options.get("seqused_q"), (max_seqlen_q, max_seqlen_k))
     options |= {"out": out, "return_lse": return_lse} | calls.named_scores(sinks, softcap)
     if page_table is None:
         returned = serving(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k=seqused_k, **options)
