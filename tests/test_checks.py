@@ -205,7 +205,7 @@ def test_caches_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(ArgumentError, match=message):
             cache.append(rows, rows, lengths, begins)
     with pytest.raises(ArgumentError, match=r"page_table\[0, 2\] = -1"):
-        KvCache.of(k, k, TABLE, None).as_pages(TABLE, words(9, 4), words(1, 0))
+        KvCache.of(k, k, TABLE, None).as_pages(words(9, 4), words(1, 0))
 
 
 def test_the_cpu_model_checks_without_being_asked() -> None:

@@ -154,8 +154,8 @@ def test_the_host_waits_for_nothing() -> None:
             new = made(3, 2) if offset is None else made(7)
             cache = KvCache.of(*made(9, 4), table, idx)
             lengths = cache.append(*new, idx, offset)
-            assert lengths.shape == (3,) and lengths.dtype == torch.int32 and cache.table is not None
-            pages, rows, used = cache.as_pages(cache.table, lengths, idx)
+            assert lengths.shape == (3,) and lengths.dtype == torch.int32
+            pages, rows, used = cache.as_pages(lengths, idx)
             assert rows.shape == (3, 12) and pages[1].shape == (36, 1, HEADS, DIM_V) and used.dtype == torch.int32
 
 
@@ -213,8 +213,8 @@ def test_keys_that_begin_within_a_page_have_a_page_for_each_row(wide: bool) -> N
     wild[0, 2], wild[1, 2] = -5, 2**31 - 1  # which no length reaches
     used, pad = lengths_of(7, 8, 12), lengths_of(3, 0, 6)
     cache = KvCache.of(k, v, wild, None)
-    assert cache.as_pages(wild, used, None) == ((k, v), wild, used)
-    (k_rows, v_rows), table, left = cache.as_pages(wild, used, pad)
+    assert cache.as_pages(used, None) == ((k, v), wild, used)
+    (k_rows, v_rows), table, left = cache.as_pages(used, pad)
     assert left.tolist() == [4, 8, 6] and table.dtype == torch.int32 and k_rows.shape[1] == 1
     assert k_rows.data_ptr() == k.data_ptr() and v_rows.data_ptr() == v.data_ptr()
     for i in range(3):
@@ -232,7 +232,7 @@ def test_caches_whose_sequences_are_no_rows_of_one_tensor_are_pages() -> None:
         cache = KvCache.of(k, v, None, None)
         assert cache.table is not None and cache.table.tolist() == [[0], [1], [2]] and cache.room == 9
         with pytest.raises(NotImplementedError, match=r"are no rows of one tensor.*pass no cache_leftpad"):
-            cache.as_pages(cache.table, lengths_of(1, 2, 3), lengths_of(0, 1, 2))
+            cache.as_pages(lengths_of(1, 2, 3), lengths_of(0, 1, 2))
     assert KvCache.of(*made(3, 9), None, None).table is None
 
 

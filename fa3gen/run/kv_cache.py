@@ -49,8 +49,9 @@ class KvCache:
                 f"k_cache has shape {tuple(k.shape)}, v_cache {tuple(v.shape)}; they may only differ in the head dim"
             )
         if batch_idx is None:
-            whole = page_table is not None or _rows_apart(k, v) is not None
-            return cls(k, v, page_table if whole else _new_offsets(k.shape[0] - 1, 1, k.device)[:, None])
+            if page_table is None and _rows_apart(k, v) is None:
+                page_table = torch.arange(k.shape[0], dtype=torch.int32, device=k.device)[:, None]
+            return cls(k, v, page_table)
         if checks.CHECKING:
             sequences, what = (k, "sequences in k_cache") if page_table is None else (page_table, "rows of page_table")
             checks.check_numbers("cache_batch_idx", batch_idx, sequences.shape[0], what)
@@ -98,8 +99,8 @@ class KvCache:
         for name, new, cache in (("k", k, self.k), ("v", v, self.v)):
             if new.dtype != cache.dtype:
                 raise TypeError(f"{name} has dtype {new.dtype}, and {name}_cache {cache.dtype}; they need the same")
-            if new.shape != (*rows, *cache.shape[2:]):
-                needed = (*rows, *cache.shape[2:])
+            needed = (*rows, *cache.shape[2:])
+            if new.shape != needed:
                 raise ArgumentError(f"{name} has shape {tuple(new.shape)}; it needs to be {needed}, {dimensions}")
         if offsets is not None and offsets.shape != (batch + 1,):
             raise ArgumentError(f"cu_seqlens_k_new has shape {tuple(offsets.shape)}; it needs to be {(batch + 1,)}")
@@ -149,17 +150,18 @@ class KvCache:
             return rows, begins, lengths
         return rows, begins + torch.nn.functional.pad(leftpad, (0, 1)), lengths - leftpad
 
-    def as_pages(self, table: Tensor, lengths: Tensor, leftpad: Tensor | None) -> tuple[Pair, Tensor, Tensor]:
-        """Pages of k and v, their table, and how many keys of each sequence there are.
+    def as_pages(self, lengths: Tensor, leftpad: Tensor | None) -> tuple[Pair, Tensor, Tensor]:
+        """Of a cache with a table: pages of k and v, a table of these, and how many keys of each sequence there are.
 
         Where keys begin within a page, by `leftpad`, each row is a page of its own.
         """
+        assert self.table is not None
         if leftpad is None:
-            return (self.k, self.v), table, lengths
+            return (self.k, self.v), self.table, lengths
         if checks.CHECKING:  # a module sees rows, and none that is outside
-            checks.check_pages(self.k, table, lengths)
+            checks.check_pages(self.k, self.table, lengths)
         (k, v), apart = self._as_rows()
-        sequence = torch.arange(table.shape[0], device=leftpad.device)[:, None]
+        sequence = torch.arange(self.table.shape[0], device=leftpad.device)[:, None]
         place = leftpad.long()[:, None] + torch.arange(self.room, device=leftpad.device)
         page, row = self._find(sequence, place)
         rows = page.clamp(0, max(0, self.k.shape[0] - 1)) * apart + row
