@@ -389,6 +389,10 @@ def test_what_is_wrong_with_pages_is_said(eager: PackedModules) -> None:
         with pytest.raises((TypeError, ValueError), match=message):
             fa3gen.attention_packed(*tensors, **options)
     assert eager.calls == []
+    fa3gen.attention_packed(q, k, v, begins, **keys)
+    with pytest.raises(ValueError, match="cu_seqlens_k is given beside page_table"):  # such calls have a module now
+        fa3gen.attention_packed(q, k, v, begins, of_k, **keys)
+    assert len(eager.calls) == 1
 
 
 def test_fake_pages_have_the_real_shapes_and_what_is_wrong_shows(modules: PackedModules) -> None:

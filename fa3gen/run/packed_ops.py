@@ -120,6 +120,7 @@ def attention_packed(
         TypeError, ValueError: An argument is of another type, dtype, device, shape, stride or alignment; or one
             requires grad in grad mode, since this is forward only.
     """
+    keys, scores = (cu_seqlens_k, page_table, seqused_k), (sinks, softcap)
     # Tensors on a GPU that nobody watches? Then nothing is lost by leaving the dispatcher out.
     if (
         is_dynamo_compiling()
@@ -129,22 +130,14 @@ def attention_packed(
     ):
         if not is_dynamo_compiling():
             # Its messages are better than those of a schema.
-            keys, scores = (cu_seqlens_k, page_table, seqused_k), (sinks, softcap)
             _family(q, k, v, cu_seqlens_q, keys, out, causal, window, scores)
-        options: dict[str, Any] = {
-            "page_table": page_table,
-            "max_seqlen_q": max_seqlen_q,
-            "max_seqlen_k": max_seqlen_k,
-            "causal": causal,
-            "window": window,
-            **calls.named_scores(sinks, softcap),
-        }
-        options |= {"seqused_q": seqused_q, "seqused_k": seqused_k, "scale": scale, "return_lse": return_lse}
+        options: dict[str, Any] = {"page_table": page_table, "seqused_q": seqused_q, "seqused_k": seqused_k}
+        options |= {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k, "causal": causal, "window": window}
+        options |= {"scale": scale, "return_lse": return_lse, **calls.named_scores(sinks, softcap)}
         options |= {"render": True} if render else {}
         return _by_operator(q, k, v, cu_seqlens_q, cu_seqlens_k, out, options)
     if window is not None and type(window) is not tuple:
         window = calls.window_tuple(window)
-    keys, scores = (cu_seqlens_k, page_table, seqused_k), (sinks, softcap)
     asked = q, k, v, cu_seqlens_q, keys, max_seqlen_q, max_seqlen_k, out, causal, window, scores, return_lse
     try:
         serving = _serving(*asked)
@@ -156,30 +149,12 @@ def attention_packed(
     if sinks is not None or softcap is not None:
         serving = functools.partial(serving, **calls.named_scores(sinks, softcap))
     if page_table is not None:
-        return serving(
-            q,
-            k,
-            v,
-            cu_seqlens_q,
-            page_table,
-            seqused_k,
-            seqused_q=seqused_q,
-            scale=scale,
-            out=out,
-            return_lse=return_lse,
-        )
-    return serving(
-        q,
-        k,
-        v,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        seqused_q=seqused_q,
-        seqused_k=seqused_k,
-        scale=scale,
-        out=out,
-        return_lse=return_lse,
-    )
+        if cu_seqlens_k is not None:
+            _family(q, k, v, cu_seqlens_q, keys, out, causal, window, scores)  # which refuses it
+        return serving(q, k, v, cu_seqlens_q, page_table, seqused_k, seqused_q=seqused_q, scale=scale, out=out,
+                       return_lse=return_lse)  # fmt: skip
+    return serving(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q=seqused_q, seqused_k=seqused_k, scale=scale, out=out,
+                   return_lse=return_lse)  # fmt: skip
 
 
 def _family(
