@@ -210,7 +210,7 @@ def test_caches_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_cpu_model_checks_without_being_asked() -> None:
     module = fa3gen.load("fwd_packed_d64", on="cpu")
-    q, k, v, begins_q, begins_k = packed_tensors([3, 5], [4, 9])
+    q, k, v, begins_q, begins_k = packed_tensors([3, 5], [4, 9], heads=(1, 1))
     for given, message in (
         ({"cu_seqlens_k": words(0, 4, 14)}, "sequence 1 has rows 4 to 13 of k, which has 13"),
         ({"seqused_q": words(3, 6)}, r"seqused_q\[1\] = 6, and sequence 1 has 5 rows of q"),
