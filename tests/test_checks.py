@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 import torch
 from packed_modules import PackedModules, offsets, packed_tensors
+from stand_ins import pass_for_cuda, standing_in
 
 import fa3gen
 from fa3gen import flash_attn_interface as fa3
 from fa3gen.base.errors import Caution
 from fa3gen.base.switches import turned_on
-from fa3gen.run import calls, checks, dispatch
+from fa3gen.run import checks
 from fa3gen.run.dispatch import ArgumentError
 from fa3gen.run.kv_cache import KvCache
 
@@ -130,13 +131,8 @@ def test_empty_and_0_ask_for_nothing(value: str | None, asked: bool, monkeypatch
 
 @pytest.fixture
 def modules(monkeypatch: pytest.MonkeyPatch) -> Iterator[PackedModules]:
-    stand_in = PackedModules()
-    monkeypatch.setattr(dispatch, "choose", stand_in.choose)
-    monkeypatch.setattr(calls, "module_at", stand_in.module_at)
-    calls.stretches.clear()
-    yield stand_in
-    calls.stretches.clear()
-    torch._dynamo.reset()
+    with standing_in(PackedModules(), monkeypatch) as stand_in:
+        yield stand_in
 
 
 def lying() -> tuple[torch.Tensor, ...]:
@@ -148,8 +144,8 @@ def lying() -> tuple[torch.Tensor, ...]:
 def test_calls_are_checked_where_it_is_set(
     eager: bool, modules: PackedModules, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: eager))
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    if eager:
+        pass_for_cuda(monkeypatch)
     fa3gen.attention_packed(*lying())
     monkeypatch.setattr(checks, "CHECKING", True)
     for tensors, given, message in (
@@ -176,8 +172,7 @@ def test_captured_calls_are_not_checked_and_a_caution_says_so(
     modules: PackedModules, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(checks, "CHECKING", True)
-    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True))
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    pass_for_cuda(monkeypatch, capturing=True)
     with pytest.warns(Caution, match=r"\$FA3GEN_CHECK is set, but nothing can be read while a CUDA graph is captured"):
         fa3gen.attention_packed(*lying())
     assert len(modules.calls) == 1

@@ -14,6 +14,7 @@ import pytest
 import torch
 from packed_modules import PackedModules, offsets, out_of_pages, packed_attention, packed_tensors
 from rendering import ROOT
+from stand_ins import pass_for_cuda, standing_in
 
 import fa3gen
 from fa3gen import flash_attn_interface as fa3
@@ -70,17 +71,10 @@ SINKS = torch.tensor([0.5, -1.0, 2.0, -torch.inf])  # of the heads of `dense_ten
 @pytest.fixture
 def modules(monkeypatch: pytest.MonkeyPatch) -> Iterator[PackedModules]:
     """On tensors that pass for CUDA tensors, as in eager mode on a GPU."""
-    stand_in = PackedModules(bound=2**40)
-    monkeypatch.setattr(dispatch, "choose", stand_in.choose)
-    monkeypatch.setattr(calls, "module_at", stand_in.module_at)
-    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True))
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: type("Stream", (), {"cuda_stream": 0}))
+    pass_for_cuda(monkeypatch)
     kv_cache._kept_offsets.cache_clear()
-    calls.stretches.clear()
-    yield stand_in
-    calls.stretches.clear()
-    torch._dynamo.reset()
+    with standing_in(PackedModules(bound=2**40), monkeypatch) as stand_in:
+        yield stand_in
 
 
 def dense_tensors(seq_q: int = 5, seq_k: int = 9, *, head_dim: int = 64) -> tuple[torch.Tensor, ...]:

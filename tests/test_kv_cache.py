@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from packed_modules import offsets
+from stand_ins import pass_for_cuda
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fa3gen.run import kv_cache
@@ -240,17 +241,15 @@ def test_caches_whose_sequences_are_no_rows_of_one_tensor_are_pages() -> None:
 
 
 def test_offsets_are_made_once_for_a_stream_and_not_kept_of_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True))
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: type("Stream", (), {"cuda_stream": 0}))
+    pass_for_cuda(monkeypatch)
     kv_cache._kept_offsets.cache_clear()
     q = torch.empty(1)
     first = kv_cache.even_offsets(2, 5, q)
     assert kv_cache.even_offsets(2, 5, q) is first
     assert kv_cache.even_offsets(3, 0, q).tolist() == [0] * 4
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: type("Stream", (), {"cuda_stream": 7}))
+    pass_for_cuda(monkeypatch, stream=7)
     other = kv_cache.even_offsets(2, 5, q)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    pass_for_cuda(monkeypatch, stream=7, capturing=True)
     captured = kv_cache.even_offsets(2, 5, q)
     assert len({id(x) for x in (first, other, captured)}) == 3 and other.tolist() == captured.tolist() == [0, 5, 10]
     kept = kv_cache._kept_offsets.cache_info().currsize

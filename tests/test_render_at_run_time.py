@@ -20,6 +20,7 @@ import pytest
 import torch
 from packed_modules import offsets
 from rendering import CHECKOUT, ROOT
+from stand_ins import pass_for_cuda
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fa3gen
@@ -84,8 +85,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine
 
 @pytest.fixture
 def eager(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Machine:
-    """As on a GPU: CPU tensors go the short way that leaves torch's dispatcher out."""
-    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True))
+    pass_for_cuda(monkeypatch)
     return machine
 
 
