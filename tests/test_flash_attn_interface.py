@@ -5,6 +5,7 @@ Modules are stood in for by functions that compute the reference; small calls ru
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -69,12 +70,18 @@ SINKS = torch.tensor([0.5, -1.0, 2.0, -torch.inf])  # of the heads of `dense_ten
 
 
 @pytest.fixture
-def modules(monkeypatch: pytest.MonkeyPatch) -> Iterator[PackedModules]:
+def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[PackedModules]:
+    """For calls that torch.compile sees."""
+    with standing_in(PackedModules(bound=2**40), monkeypatch) as stand_in:
+        yield stand_in
+
+
+@pytest.fixture
+def modules(compiled: PackedModules, monkeypatch: pytest.MonkeyPatch) -> PackedModules:
     """On tensors that pass for CUDA tensors, as in eager mode on a GPU."""
     pass_for_cuda(monkeypatch)
     kv_cache._kept_offsets.cache_clear()
-    with standing_in(PackedModules(bound=2**40), monkeypatch) as stand_in:
-        yield stand_in
+    return compiled
 
 
 def dense_tensors(seq_q: int = 5, seq_k: int = 9, *, head_dim: int = 64) -> tuple[torch.Tensor, ...]:
@@ -235,11 +242,7 @@ def test_offsets_and_lengths_need_not_be_contiguous(modules: PackedModules) -> N
     assert out.equal(wanted.to(torch.bfloat16)) and modules.options[0]["seqused_k"].is_contiguous()
 
 
-def test_varlen_is_compiled_in_one_graph(modules: PackedModules, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.undo()
-    monkeypatch.setattr(dispatch, "choose", modules.choose)
-    monkeypatch.setattr(calls, "module_at", modules.module_at)
-
+def test_varlen_is_compiled_in_one_graph(compiled: PackedModules) -> None:
     def model(q: Any, *rest: Any) -> Any:
         out, lse = fa3.flash_attn_varlen_func(q + 1, *rest, 5, 9, causal=True, return_attn_probs=True)
         return out * 2, lse
@@ -273,11 +276,8 @@ def test_sinks_and_caps_of_sequences(given: dict[str, Any], modules: PackedModul
     assert {(family.layout, family.keywords) for family, _, _ in modules.asked} == {("packed", tuple(named)[::-1])}
 
 
-def test_a_cache_is_compiled_in_one_graph(modules: PackedModules, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_is_compiled_in_one_graph(compiled: PackedModules) -> None:
     """With new keys, which are written to it."""
-    monkeypatch.undo()
-    monkeypatch.setattr(dispatch, "choose", modules.choose)
-    monkeypatch.setattr(calls, "module_at", modules.module_at)
 
     def model(q: Any, *rest: Any, **options: Any) -> Any:
         return fa3.flash_attn_with_kvcache(q + 1, *rest, causal=True, return_softmax_lse=True, **options)[:2]
@@ -556,18 +556,22 @@ EVERYWHERE |= {"attention_chunk": 64}
 OF_A_CACHE = dict.fromkeys(("rotary_cos", "rotary_sin"), TENSOR)
 
 
+def each_function(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> list[Callable[..., Any]]:
+    """FA3's functions on (batch, seq, heads, head dim), of which the packed one takes one sequence; a cache's last."""
+    begins = offsets([q.shape[1]]), offsets([k.shape[1]])
+    packed = q[0], k[0], v[0], *begins, q.shape[1], k.shape[1]
+    return [
+        functools.partial(fa3.flash_attn_func, q, k, v),
+        functools.partial(fa3.flash_attn_varlen_func, *packed),
+        functools.partial(fa3.flash_attn_with_kvcache, q, k, v, cache_seqlens=3),
+    ]
+
+
 @pytest.mark.parametrize(("name", "value"), [*EVERYWHERE.items(), *OF_A_CACHE.items()])
 def test_what_is_not_served_names_the_argument_and_the_way_out(name: str, value: Any, modules: PackedModules) -> None:
     q, k, v = dense_tensors()
-    used = torch.tensor([9, 9], dtype=torch.int32)
-    functions: list[Callable[..., Any]] = [
-        lambda **given: fa3.flash_attn_with_kvcache(q, k, v, cache_seqlens=used, **given)
-    ]
-    if name in EVERYWHERE:
-        functions.append(lambda **given: fa3.flash_attn_func(q, k, v, **given))
-        functions.append(lambda **given: fa3.flash_attn_varlen_func(q[0], k[0], v[0], used, used, 9, 9, **given))
     said = r"a tensor of shape \(2,\)" if value is TENSOR else value
-    for function in functions:
+    for function in each_function(q, k, v)[0 if name in EVERYWHERE else 2 :]:
         with pytest.raises(NotImplementedError, match=rf"^{name} is {said}, which fa3gen does not serve; \w+ \w+"):
             function(**{name: value})
     assert modules.calls == []
@@ -575,14 +579,9 @@ def test_what_is_not_served_names_the_argument_and_the_way_out(name: str, value:
 
 def test_eight_bits_are_not_served_whatever_comes_with_them(modules: PackedModules) -> None:
     q, k, v = (x.to(torch.float8_e4m3fn) for x in dense_tensors())
-    used = offsets([9])
-    for call in (
-        lambda: fa3.flash_attn_func(q, k, v),
-        lambda: fa3.flash_attn_varlen_func(q[0], k[0], v[0], used, used, 9, 9),
-        lambda: fa3.flash_attn_with_kvcache(q, k, v, cache_seqlens=4),
-    ):
+    for function in each_function(q, k, v):
         with pytest.raises(NotImplementedError, match="^q has dtype torch.float8_e4m3fn; pass bfloat16 or float16"):
-            call()
+            function()
     assert modules.calls == []
 
 
@@ -592,12 +591,7 @@ def test_every_refusal_is_tested() -> None:
 
 def test_gradients_are_refused_with_the_way_out() -> None:
     q, k, v = (x.requires_grad_() for x in dense_tensors())
-    used = offsets([5, 5])
-    for function in (
-        lambda: fa3.flash_attn_func(q, k, v),
-        lambda: fa3.flash_attn_varlen_func(q[0], k[0], v[0], used, used, 5, 5),
-        lambda: fa3.flash_attn_with_kvcache(q, k, v, cache_seqlens=3),
-    ):
+    for function in each_function(q, k, v):
         with pytest.raises(ValueError, match="requires grad; this kernel is forward only: call it under torch.no_grad"):
             function()
 
