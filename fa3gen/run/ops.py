@@ -17,7 +17,7 @@ from torch.compiler import is_dynamo_compiling
 
 from fa3gen.design.family import TILE_ROWS, Family, Shape
 from fa3gen.run import calls, dispatch, gpu
-from fa3gen.run.calls import Attention, Returned, Window, dispatch_modes, functorch_transforms, stretches
+from fa3gen.run.calls import Attention, Returned, Window, dispatch_modes, functorch_transforms, named_scores, stretches
 from fa3gen.run.dispatch import Choice, NotRendered, Size
 
 
@@ -117,7 +117,7 @@ def attention(
         calls.render(missing, allowed=render, compiled=True)
         serving = _serving(q, k, v, out, causal, window, return_lse, sinks, softcap)
     if sinks is not None or softcap is not None:
-        named = calls.named_scores(sinks, softcap) | ({"enable_pdl": True} if enable_pdl and _has_pdl(serving) else {})
+        named = named_scores(sinks, softcap) | ({"enable_pdl": True} if enable_pdl and _has_pdl(serving) else {})
         return serving(q, k, v, **named, scale=scale, out=out, return_lse=return_lse)
     if enable_pdl and _has_pdl(serving):
         return serving(q, k, v, scale=scale, out=out, return_lse=return_lse, enable_pdl=True)
@@ -202,7 +202,7 @@ def _by_operator(
     """Call the operators. Without an out, LSE is empty where nobody asked for it."""
     calls.refuse_grad(q, k, v, sinks)
     options: dict[str, Any] = {"causal": causal, "window": window, "scale": scale, "return_lse": return_lse}
-    options |= calls.named_scores(sinks, softcap) | ({"render": True} if render else {})
+    options |= named_scores(sinks, softcap) | ({"render": True} if render else {})
     if out is None:
         out, lse = torch.ops.fa3gen.attention_forward(q, k, v, **options)
     else:
@@ -227,7 +227,7 @@ def _forward(
     reach = None if window is None else tuple(window)
     asked = q, k, v, None, causal, reach, return_lse, sinks, softcap
     serving = calls.or_rendered(_serving, *asked, allowed=render, compiled=q.is_cuda)
-    returned = serving(q, k, v, **calls.named_scores(sinks, softcap), scale=scale, return_lse=return_lse)
+    returned = serving(q, k, v, **named_scores(sinks, softcap), scale=scale, return_lse=return_lse)
     return returned if return_lse else (returned, _lse_like(q, False))
 
 
@@ -249,7 +249,7 @@ def _forward_out(
     reach = None if window is None else tuple(window)
     asked = q, k, v, out, causal, reach, return_lse, sinks, softcap
     serving = calls.or_rendered(_serving, *asked, allowed=render, compiled=q.is_cuda)
-    returned = serving(q, k, v, **calls.named_scores(sinks, softcap), scale=scale, out=out, return_lse=return_lse)
+    returned = serving(q, k, v, **named_scores(sinks, softcap), scale=scale, out=out, return_lse=return_lse)
     lse: Tensor = returned[1] if return_lse else _lse_like(q, False)
     return lse
 

@@ -15,7 +15,7 @@ from torch.compiler import is_dynamo_compiling
 
 from fa3gen.design.family import TILE_ROWS, Family
 from fa3gen.run import calls, checks, dispatch, gpu
-from fa3gen.run.calls import Attention, Returned, Window, dispatch_modes, functorch_transforms, stretches
+from fa3gen.run.calls import Attention, Returned, Window, dispatch_modes, functorch_transforms, named_scores, stretches
 from fa3gen.run.dispatch import ArgumentError, Choice, NotRendered, Size
 
 # Where keys lie: (cu_seqlens_k, page_table, seqused_k). What changes scores: (sinks, softcap).
@@ -133,7 +133,7 @@ def attention_packed(
             _family(q, k, v, cu_seqlens_q, keys, out, causal, window, scores)
         options: dict[str, Any] = {"page_table": page_table, "seqused_q": seqused_q, "seqused_k": seqused_k}
         options |= {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k, "causal": causal, "window": window}
-        options |= {"scale": scale, "return_lse": return_lse, **calls.named_scores(sinks, softcap)}
+        options |= {"scale": scale, "return_lse": return_lse, **named_scores(sinks, softcap)}
         options |= {"render": True} if render else {}
         return _by_operator(q, k, v, cu_seqlens_q, cu_seqlens_k, out, options)
     if window is not None and type(window) is not tuple:
@@ -147,7 +147,7 @@ def attention_packed(
     if checks.CHECKING:
         _check(q, k, cu_seqlens_q, keys, seqused_q, (max_seqlen_q, max_seqlen_k))
     if sinks is not None or softcap is not None:
-        serving = functools.partial(serving, **calls.named_scores(sinks, softcap))
+        serving = functools.partial(serving, **named_scores(sinks, softcap))
     if page_table is not None:
         if cu_seqlens_k is not None:
             _family(q, k, v, cu_seqlens_q, keys, out, causal, window, scores)  # which refuses it
@@ -303,7 +303,7 @@ def _packed(
     serving = calls.or_rendered(_serving, *asked, allowed=render, compiled=q.is_cuda)
     if checks.CHECKING:
         _check(q, k, cu_seqlens_q, keys, options.get("seqused_q"), (max_seqlen_q, max_seqlen_k))
-    options |= {"out": out, "return_lse": return_lse} | calls.named_scores(sinks, softcap)
+    options |= {"out": out, "return_lse": return_lse} | named_scores(sinks, softcap)
     if page_table is None:
         returned = serving(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k=seqused_k, **options)
     else:
