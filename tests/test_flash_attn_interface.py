@@ -8,12 +8,11 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
-from packed_modules import PackedModules, offsets, out_of_pages, packed_attention, packed_tensors
+from packed_modules import PackedModules, offsets, packed_attention, packed_tensors
 from rendering import ROOT
 from stand_ins import pass_for_cuda, standing_in
 
@@ -354,48 +353,24 @@ def test_caches_with_other_strides_are_not_copied(modules: PackedModules, monkey
         fa3.flash_attn_with_kvcache(q, *(x.transpose(1, 3) for x in cache), cache_seqlens=used)
 
 
-# Pages, of which modules are stood in for by what `fa3gen.attention_packed` takes
-
-
-@dataclass
-class PagedModules:
-    """Computes attention to pages with the packed stand-in, and keeps what it was called with."""
-
-    asked: list[dict[str, Any]] = field(default_factory=list)
-
-    def attention(
-        self,
-        q: torch.Tensor,
-        k_pages: torch.Tensor,
-        v_pages: torch.Tensor,
-        cu_seqlens_q: torch.Tensor,
-        *,
-        page_table: torch.Tensor,
-        seqused_k: torch.Tensor,
-        max_seqlen_k: int,
-        out: torch.Tensor | None,
-        return_lse: bool,
-        **options: Any,
-    ) -> Any:
-        self.asked.append({"page": k_pages.shape[1], "k": k_pages, "max_seqlen_k": max_seqlen_k, **options})
-        assert page_table.dtype == seqused_k.dtype == torch.int32 and page_table.stride(1) == 1
-        used = seqused_k.tolist()
-        k, v = (out_of_pages(pages, page_table, used) for pages in (k_pages, v_pages))
-        mask, scale = dispatch.mask_of(options["causal"], options["window"]), options["scale"]
-        found, lse = packed_attention(q, k, v, cu_seqlens_q, offsets(used), mask=mask, scale=scale)
-        written = found.to(q.dtype) if out is None else out.copy_(found)
-        return (written, lse) if return_lse else written
+# Pages
 
 
 @pytest.fixture
-def paged(modules: PackedModules, monkeypatch: pytest.MonkeyPatch) -> PagedModules:
-    stand_in = PagedModules()
+def paged(modules: PackedModules, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """What `fa3gen.attention_packed` is asked with a table; modules are stood in for as ever."""
+    asked: list[dict[str, Any]] = []
+    serve = fa3.attention_packed
 
-    def attention(*tensors: Any, **options: Any) -> Any:
-        return (stand_in.attention if "page_table" in options else fa3gen.attention_packed)(*tensors, **options)
+    def watched(q: Any, k: Any, v: Any, *rest: Any, **options: Any) -> Any:
+        if "page_table" in options:
+            table, used = options["page_table"], options["seqused_k"]
+            assert table.dtype == used.dtype == torch.int32 and table.stride(1) == 1
+            asked.append({"page": k.shape[1], "k": k, **options})
+        return serve(q, k, v, *rest, **options)
 
-    monkeypatch.setattr(fa3, "attention_packed", attention)
-    return stand_in
+    monkeypatch.setattr(fa3, "attention_packed", watched)
+    return asked
 
 
 def as_pages(x: torch.Tensor, page: int, table: torch.Tensor) -> torch.Tensor:
@@ -407,7 +382,7 @@ def as_pages(x: torch.Tensor, page: int, table: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_pages(causal: bool, paged: PagedModules, modules: PackedModules) -> None:
+def test_pages(causal: bool, paged: list[dict[str, Any]], modules: PackedModules) -> None:
     q, (k, v), lengths, expected = cache_with_its_reference(causal)
     wanted, wanted_lse = expected()
     table = torch.tensor([[3, 0, 5], [4, 1, 2]], dtype=torch.int32)
@@ -426,12 +401,13 @@ def test_pages(causal: bool, paged: PagedModules, modules: PackedModules) -> Non
     packed = {"cu_seqlens_q": offsets([3, 3]), "max_seqlen_q": 3, "out": into.flatten(0, 1)}
     fa3.flash_attn_with_kvcache(q.flatten(0, 1), *pages, page_table=table, **packed, **options)
     assert into.equal(wanted)
-    assert [(asked["page"], asked["max_seqlen_k"], asked["max_seqlen_q"]) for asked in paged.asked] == [(4, 12, 3)] * 2
-    assert paged.asked[0]["k"] is k_pages and modules.calls == []
+    assert [(asked["page"], asked["max_seqlen_k"], asked["max_seqlen_q"]) for asked in paged] == [(4, 12, 3)] * 2
+    assert paged[0]["k"] is k_pages and len(modules.calls) == 2
+    assert {(family.layout, family.page_rows) for family, _, _ in modules.asked} == {("paged", 4)}
 
 
 @pytest.mark.parametrize("page", [None, 4])
-def test_sequences_of_a_cache_may_be_chosen(page: int | None, paged: PagedModules) -> None:
+def test_sequences_of_a_cache_may_be_chosen(page: int | None, paged: list[dict[str, Any]]) -> None:
     """Of a contiguous one, and rows of a table; with keys that begin behind the first row, each row is a page."""
     q, (k, v), lengths, expected = cache_with_its_reference(True)
     chosen, used = torch.tensor([2, 0], dtype=torch.int32), torch.tensor(lengths, dtype=torch.int32)
@@ -443,11 +419,11 @@ def test_sequences_of_a_cache_may_be_chosen(page: int | None, paged: PagedModule
     assert fa3.flash_attn_with_kvcache(q, *cache, **given).equal(expected()[0])
     padded = torch.tensor([2, 1], dtype=torch.int32)
     assert fa3.flash_attn_with_kvcache(q, *cache, cache_leftpad=padded, **given).equal(expected((2, 1))[0])
-    assert [asked["page"] for asked in paged.asked] == [page or 9, 1]
-    assert {asked["max_seqlen_k"] for asked in paged.asked} == {12 if page else 9}
+    assert [asked["page"] for asked in paged] == [page or 9, 1]
+    assert {asked["max_seqlen_k"] for asked in paged} == {12 if page else 9}
 
 
-def test_a_window_of_pages_reaches_as_far_as_the_table(paged: PagedModules) -> None:
+def test_a_window_of_pages_reaches_as_far_as_the_table(paged: list[dict[str, Any]]) -> None:
     q, (k, v), lengths, _ = cache_with_its_reference(True)
     table = torch.tensor([[3, 0, 5], [4, 1, 2]], dtype=torch.int32)
     pages, used = [as_pages(x, 4, table) for x in (k, v)], torch.tensor(lengths, dtype=torch.int32)
@@ -455,20 +431,20 @@ def test_a_window_of_pages_reaches_as_far_as_the_table(paged: PagedModules) -> N
         fa3.flash_attn_with_kvcache(
             q, *pages, page_table=table, cache_seqlens=used, causal=True, window_size=torch.tensor([left, 5])
         )
-        assert paged.asked[-1]["window"] == window and paged.asked[-1]["causal"] == (window is None)
+        assert paged[-1]["window"] == window and paged[-1]["causal"] == (window is None)
 
 
-def test_a_cache_whose_sequences_are_no_rows_of_one_tensor_is_pages(paged: PagedModules) -> None:
+def test_a_cache_whose_sequences_are_no_rows_of_one_tensor_is_pages(paged: list[dict[str, Any]]) -> None:
     q, cache, lengths, expected = cache_with_its_reference(True)
     used = torch.tensor(lengths, dtype=torch.int32)
     k, v = cache.transpose(1, 2).contiguous().transpose(1, 2)
     assert fa3.flash_attn_with_kvcache(q, k, v, cache_seqlens=used, causal=True).equal(expected()[0])
-    assert [(asked["page"], asked["k"].data_ptr()) for asked in paged.asked] == [(9, k.data_ptr())]
+    assert [(asked["page"], asked["k"].data_ptr()) for asked in paged] == [(9, k.data_ptr())]
 
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("kind", ["contiguous", "chosen", "pages"])
-def test_new_keys_are_appended_and_attended_to(kind: str, packed: bool, paged: PagedModules) -> None:
+def test_new_keys_are_appended_and_attended_to(kind: str, packed: bool, paged: list[dict[str, Any]]) -> None:
     """As if they had been there, at the end of those of 7 and 3 keys that are not new."""
     q, (k, v), lengths, expected = cache_with_its_reference(True)
     new, table = [2, 1] if packed else [2, 2], torch.tensor([[3, 0, 5], [4, 1, 2]], dtype=torch.int32)
@@ -485,7 +461,7 @@ def test_new_keys_are_appended_and_attended_to(kind: str, packed: bool, paged: P
     elif kind == "chosen":
         cache, given["cache_batch_idx"] = [x.flip(0) for x in cache], torch.tensor([1, 0], dtype=torch.int32)
     out = fa3.flash_attn_with_kvcache(q, *cache, **given, cache_seqlens=old, causal=True)
-    assert out.equal(expected()[0]) and len(paged.asked) == (kind != "contiguous")
+    assert out.equal(expected()[0]) and len(paged) == (kind != "contiguous")
 
 
 def test_what_appending_needs(modules: PackedModules) -> None:
