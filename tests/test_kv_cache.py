@@ -194,7 +194,10 @@ def test_what_does_not_fit_is_refused() -> None:
         ((k[0], v[0], None, None), r"k_cache has shape \(9, 2, 8\); it needs to be \(sequences or pages, rows, heads"),
         ((k, v, used, None), r"page_table has shape \(3,\); it needs to be \(batch, max_pages\)"),
         ((k, v, None, used[:, None]), r"cache_batch_idx has shape \(3, 1\); it needs to be \(batch\)"),
-        ((k.transpose(1, 3), v.transpose(1, 3), None, None), "need a contiguous last dimension"),
+        (
+            (k.transpose(1, 3), v.transpose(1, 3), None, None),
+            "need a contiguous last dimension, .*: allocate them with the head dim last",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             KvCache.of(*arguments_of)  # type: ignore[arg-type]

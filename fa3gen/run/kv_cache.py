@@ -43,7 +43,10 @@ class KvCache:
         if batch_idx is not None:
             calls.check_tensors({"cache_batch_idx": batch_idx}, "(batch)")
         if k.stride(-1) != 1 or v.stride(-1) != 1:
-            raise ArgumentError("k_cache and v_cache need a contiguous last dimension: a copy would not be the cache")
+            raise ArgumentError(
+                f"k_cache has strides {k.stride()}, v_cache {v.stride()}; both need a contiguous last dimension, "
+                "since a copy would not be the cache: allocate them with the head dim last"
+            )
         if k.shape[:3] != v.shape[:3]:
             raise ArgumentError(
                 f"k_cache has shape {tuple(k.shape)}, v_cache {tuple(v.shape)}; they may only differ in the head dim"
