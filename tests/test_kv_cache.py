@@ -11,7 +11,7 @@ from packed_modules import offsets
 from stand_ins import pass_for_cuda
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fa3gen.run import kv_cache
+from fa3gen.run import checks, kv_cache
 from fa3gen.run.kv_cache import KvCache
 
 HEADS, DIM, DIM_V = 2, 8, 4
@@ -147,8 +147,10 @@ def test_rows_that_share_a_place_leave_one_of_them() -> None:
     assert cache[0][1].equal(made(4, 9)[0][1])
 
 
-def test_the_host_waits_for_nothing() -> None:
-    """Fake tensors have no values: whatever asks for one raises."""
+@pytest.mark.parametrize("checking", [False, True])
+def test_the_host_waits_for_nothing(checking: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fake tensors have no values: whatever asks for one raises, and checks do not ask for those."""
+    monkeypatch.setattr(checks, "CHECKING", checking)
     with FakeTensorMode():
         table, idx = torch.empty(6, 3, dtype=torch.int32), torch.empty(3, dtype=torch.int32)
         for offset in (None, torch.empty(4, dtype=torch.int32)):
@@ -160,7 +162,11 @@ def test_the_host_waits_for_nothing() -> None:
             assert rows.shape == (3, 12) and pages[1].shape == (36, 1, HEADS, DIM_V) and used.dtype == torch.int32
 
 
-def test_it_is_compiled_in_one_graph() -> None:
+@pytest.mark.parametrize("checking", [False, True])
+def test_it_is_compiled_in_one_graph(checking: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where $FA3GEN_CHECK asks for checks: numbers cannot be looked at before there are any."""
+    monkeypatch.setattr(checks, "CHECKING", checking)
+
     def model(k_cache: torch.Tensor, v_cache: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
         *table, k, v, lengths, begins = rest
         return KvCache.of(k_cache, v_cache, *(table or (None,)), None).append(k, v, lengths, begins)

@@ -3,8 +3,8 @@
 They lie on the GPU, where the modules clamp them to the tensors and tell nobody. With FA3GEN_CHECK=1, set before fa3gen
 is imported, each call of packed sequences, pages or caches reads them first, which makes the host wait, and raises an
 ArgumentError that names sequence, value and limit. In the capture of a CUDA graph nothing can be read: such calls are
-not checked, and a Caution says so. Of calls that torch.compile made, the operators check when they run. The CPU model
-(`fa3gen.load(stem, on="cpu")`) checks without being asked.
+not checked, and a Caution says so. Of calls that torch.compile made, the operators check when they run; where new keys
+of a cache go is not checked then. The CPU model (`fa3gen.load(stem, on="cpu")`) checks without being asked.
 """
 
 from __future__ import annotations

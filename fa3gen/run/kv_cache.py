@@ -55,7 +55,7 @@ class KvCache:
             if page_table is None and _rows_apart(k, v) is None:
                 page_table = torch.arange(k.shape[0], dtype=torch.int32, device=k.device)[:, None]
             return cls(k, v, page_table)
-        if checks.CHECKING:
+        if _are_checked():
             sequences, what = (k, "sequences in k_cache") if page_table is None else (page_table, "rows of page_table")
             checks.check_numbers("cache_batch_idx", batch_idx, sequences.shape[0], what)
         if page_table is None:
@@ -85,7 +85,7 @@ class KvCache:
         if offsets is None:
             offsets = even_offsets(k.shape[0], k.shape[1], k)
             k, v = k.flatten(0, 1), v.flatten(0, 1)
-        if checks.CHECKING:
+        if _are_checked():
             checks.check_new(k, offsets, lengths, self.room)
         if k.shape[0] and lengths.shape[0] and self.k.shape[0] and self.room:
             page, row, source, any_valid = self._places(k.shape[0], lengths, offsets)
@@ -161,7 +161,7 @@ class KvCache:
         assert self.table is not None
         if leftpad is None:
             return (self.k, self.v), self.table, lengths
-        if checks.CHECKING:  # a module sees rows, and none that is outside
+        if _are_checked():  # a module sees rows, and none that is outside
             checks.check_pages(self.k, self.table, lengths)
         (k, v), apart = self._as_rows()
         sequence = torch.arange(self.table.shape[0], device=leftpad.device)[:, None]
@@ -182,6 +182,11 @@ class KvCache:
         total = max(0, (self.k.shape[0] - 1) * apart + self.k.shape[1])
         k, v = (x.as_strided((total, *x.shape[2:]), x.stride()[1:]) for x in (self.k, self.v))
         return (k, v), apart
+
+
+def _are_checked() -> bool:
+    """Whether lengths and tables are looked at; those of a model that is being traced have no values yet."""
+    return checks.CHECKING and not is_dynamo_compiling() and not calls.dispatch_modes()
 
 
 def _rows_apart(k: Tensor, v: Tensor) -> int | None:
