@@ -20,16 +20,15 @@ keys are given, and `rotary_*` but for cos and sin.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fa3gen.base.switches import turned_on
 from fa3gen.run import calls
 from fa3gen.run.dispatch import ArgumentError
-from fa3gen.run.kv_cache import KvCache, even_offsets
+from fa3gen.run.kv_cache import KvCache, Pair, even_offsets
 from fa3gen.run.ops import attention
 from fa3gen.run.packed_ops import attention_packed
 from fa3gen.spec.model import WINDOW_MAX
@@ -44,7 +43,8 @@ __all__ = [
 
 NO_WINDOW = (-1, -1)
 # Upstream's functions have no argument for it: whether a module that is missing is rendered and compiled.
-RENDER = os.environ.get("FA3GEN_RENDER", "") not in ("", "0")
+RENDER_VARIABLE = "FA3GEN_RENDER"
+RENDER = turned_on(RENDER_VARIABLE)
 
 
 def flash_attn_func(
@@ -259,11 +259,12 @@ def flash_attn_with_kvcache(
         lengths = _lengths(q, cache, cache_seqlens, cu_seqlens_q)
         if k is not None or v is not None:
             lengths = _appended(q, cache, (k, v), cu_seqlens_k_new, None if cache_seqlens is None else lengths)
-        serve = _serving(cache, lengths, cache_leftpad, options | {"max_seqlen_q": seq_q})
+        keys, where = _in_use(cache, lengths, cache_leftpad)
+        options |= {**where, "max_seqlen_q": seq_q, "max_seqlen_k": cache.room}
         if cu_seqlens_q is None:
-            returned = _of_equal_lengths(q, serve, out, return_softmax_lse)
+            returned = _of_equal_lengths(q, keys, out, options)
         else:
-            returned = serve(q, cu_seqlens_q.contiguous(), out)
+            returned = attention_packed(q, *keys, cu_seqlens_q.contiguous(), out=out, **options)
     if not return_softmax_lse:
         return returned
     return *returned, *(q.new_empty(0, dtype=torch.float32) for _ in range(2))
@@ -393,8 +394,6 @@ def _contiguous_rows(x: Tensor) -> Tensor:
 
 # Caches
 
-Serve = Callable[[Tensor, Tensor, Tensor | None], Any]  # of packed q, offsets of its sequences, and what to write O to
-
 
 def _lengths(q: Tensor, cache: KvCache, seqlens: int | Tensor | None, cu_seqlens_q: Tensor | None) -> Tensor:
     """Where the keys of each sequence end, (batch,) int32."""
@@ -417,24 +416,20 @@ def _appended(
     return cache.append(k, v, lengths, None if offsets is None else offsets.contiguous())
 
 
-def _serving(cache: KvCache, lengths: Tensor, leftpad: Tensor | None, options: dict[str, Any]) -> Serve:
-    """What computes attention of packed queries to the keys of a cache that are in use."""
-    room = cache.room
+def _in_use(cache: KvCache, lengths: Tensor, leftpad: Tensor | None) -> tuple[Pair, dict[str, Tensor]]:
+    """K and V as `attention_packed` takes them, and by its names what says where those that are in use lie."""
     if cache.table is None:
         rows, begins, used = cache.as_packed(lengths, leftpad)
-        packed = options | {"seqused_k": used, "max_seqlen_k": room}
-        return lambda q, cu_seqlens_q, out: attention_packed(q, *rows, cu_seqlens_q, begins, out=out, **packed)
-    pages, table, used = cache.as_pages(cache.table, lengths, leftpad)
-    table = _contiguous_rows(table)
-    paged = options | {"page_table": table, "seqused_k": used, "max_seqlen_k": room}
-    return lambda q, cu_seqlens_q, out: attention_packed(q, *pages, cu_seqlens_q, out=out, **paged)
+        return rows, {"cu_seqlens_k": begins, "seqused_k": used}
+    pages, table, used = cache.as_pages(lengths, leftpad)
+    return pages, {"page_table": _contiguous_rows(table), "seqused_k": used}
 
 
-def _of_equal_lengths(q: Tensor, serve: Serve, out: Tensor | None, return_lse: bool) -> Any:
+def _of_equal_lengths(q: Tensor, keys: Pair, out: Tensor | None, options: dict[str, Any]) -> Any:
     """O, or O and LSE, of q (batch, seq_q, heads_q, d)."""
     batch, seq_q, heads_q, _ = q.shape
     into = None if out is None else out.view(batch * seq_q, *out.shape[2:])
-    returned = serve(q.flatten(0, 1), even_offsets(batch, seq_q, q), into)
-    packed, lse = returned if return_lse else (returned, None)
+    returned = attention_packed(q.flatten(0, 1), *keys, even_offsets(batch, seq_q, q), out=into, **options)
+    packed, lse = returned if options["return_lse"] else (returned, None)
     found = packed.view(batch, seq_q, *packed.shape[1:]) if out is None else out
     return found if lse is None else (found, lse.view(heads_q, batch, seq_q).transpose(0, 1))

@@ -11,10 +11,13 @@ from typing import Any
 import pytest
 import torch
 from packed_modules import PackedModules, offsets, packed_tensors
+from stand_ins import pass_for_cuda, standing_in
 
 import fa3gen
+from fa3gen import flash_attn_interface as fa3
 from fa3gen.base.errors import Caution
-from fa3gen.run import calls, checks, dispatch
+from fa3gen.base.switches import turned_on
+from fa3gen.run import checks
 from fa3gen.run.dispatch import ArgumentError
 from fa3gen.run.kv_cache import KvCache
 
@@ -30,14 +33,14 @@ PACKED: dict[str, tuple[dict[str, Any], str]] = {
     "decreasing": ({"cu_seqlens_q": words(0, 7, 4, 10)}, r"cu_seqlens_q[2] = 4 is less than cu_seqlens_q[1] = 7"),
     "negative": ({"cu_seqlens_k": words(-2, 5, 14, 20)}, "sequence 0 has rows -2 to 4 of k, which has 20"),
     "behind the end": ({"cu_seqlens_k": words(0, 5, 14, 25)}, "sequence 2 has rows 14 to 24 of k, which has 20"),
-    "more in use": ({"used": (None, words(5, 10, 6))}, "seqused_k[1] = 10, and sequence 1 has 9 rows of k"),
-    "fewer than none": ({"used": (words(-1, 0, 7), None)}, "seqused_q[0] = -1, and sequence 0 has 3 rows of q"),
+    "more in use": ({"seqused_k": words(5, 10, 6)}, "seqused_k[1] = 10, and sequence 1 has 9 rows of k"),
+    "fewer than none": ({"seqused_q": words(-1, 0, 7)}, "seqused_q[0] = -1, and sequence 0 has 3 rows of q"),
     "in use behind the end": (
-        {"cu_seqlens_q": words(0, 3, 8, 20), "used": (words(3, 5, 9), None)},
+        {"cu_seqlens_q": words(0, 3, 8, 20), "seqused_q": words(3, 5, 9)},
         "sequence 2 has rows 8 to 16 of q, which has 10",
     ),
     "longer": ({"longest": (6, 20)}, "sequence 2 has 7 rows of q, and max_seqlen_q is 6"),
-    "longer in use": ({"used": (None, words(5, 9, 2)), "longest": (7, 8)}, "has 9 rows of k, and max_seqlen_k is 8"),
+    "longer in use": ({"seqused_k": words(5, 9, 2), "longest": (7, 8)}, "has 9 rows of k, and max_seqlen_k is 8"),
 }
 
 
@@ -45,7 +48,7 @@ PACKED: dict[str, tuple[dict[str, Any], str]] = {
 def test_packed_sequences(fault: str) -> None:
     changes, message = PACKED[fault]
     with pytest.raises(ArgumentError, match="^offsets, lengths or tables lie") as error:
-        checks.check_packed(Q, K, **{**GOOD, **changes})
+        checks.check_sequences(Q, K, **{**GOOD, **changes})
     assert message in str(error.value) and len(str(error.value).splitlines()) == 2
 
 
@@ -53,22 +56,22 @@ def test_packed_sequences(fault: str) -> None:
     "given",
     [
         {},
-        {"used": (words(3, 0, 7), words(0, 9, 5)), "longest": (7, 9)},
-        {"used": (None, words(5, 9, 2)), "cu_seqlens_k": words(0, 5, 14, 40)},  # ends where none are in use
+        {"seqused_q": words(3, 0, 7), "seqused_k": words(0, 9, 5), "longest": (7, 9)},
+        {"seqused_k": words(5, 9, 2), "cu_seqlens_k": words(0, 5, 14, 40)},  # ends where none are in use
         {"longest": (torch.tensor(1), None)},  # on a GPU, where nobody looks
         {"cu_seqlens_q": words(), "cu_seqlens_k": words(0)},
-        {"cu_seqlens_q": None, "used": (words(3), torch.empty(2, 2, 2))},  # what a module refuses
+        {"cu_seqlens_q": None, "seqused_q": words(3), "seqused_k": torch.empty(2, 2, 2)},  # what a module refuses
         {"cu_seqlens_q": words(4, 4, 4, 4), "cu_seqlens_k": words(30, 30, 30, 30)},  # of no rows
     ],
 )
 def test_what_does_not_lie(given: Any) -> None:
-    checks.check_packed(Q, K, **{**GOOD, **given})
+    checks.check_sequences(Q, K, **{**GOOD, **given})
 
 
 def test_no_more_than_the_first_faults_are_named() -> None:
     begins = torch.arange(30, dtype=torch.int32).flip(0) % 10
     with pytest.raises(ArgumentError) as error:
-        checks.check_packed(Q, K, begins, words(0))
+        checks.check_sequences(Q, K, begins, cu_seqlens_k=words(0))
     _, *lines, last = str(error.value).splitlines()
     assert len(lines) == checks.SHOWN and last == f"  and {27 - checks.SHOWN} more"
 
@@ -80,7 +83,7 @@ TABLE = torch.tensor([[0, 5, -1], [3, 9, 9]], dtype=torch.int32)
 def test_pages() -> None:
     """Entries that no length reaches may hold anything."""
     begins, good = words(0, 3, 10), words(8, 4)
-    checks.check_paged(Q, PAGES, begins, TABLE, good, longest=(7, 8))
+    checks.check_sequences(Q, PAGES, begins, page_table=TABLE, seqused_k=good, longest=(7, 8))
     for changes, message in (
         ({"seqused_k": words(9, 4)}, "page_table[0, 2] = -1, and there are 6 pages; sequence 0 with its 9 keys uses 3"),
         ({"seqused_k": words(8, 5)}, "page_table[1, 1] = 9, and there are 6 pages; sequence 1 with its 5 keys uses 2"),
@@ -95,31 +98,41 @@ def test_pages() -> None:
     ):
         given: dict[str, Any] = {"page_table": TABLE, "seqused_k": good, **changes}
         with pytest.raises(ArgumentError) as error:
-            checks.check_paged(Q, PAGES, begins, **given)
+            checks.check_sequences(Q, PAGES, begins, **given)
         assert str(error.value).splitlines()[1:] == [f"  {message}"]
 
 
 # Who asks for it
 
 
-@pytest.mark.parametrize(("value", "asked"), [(None, False), ("", False), ("0", False), ("1", True)])
-def test_the_variable_is_read_at_import(value: str | None, asked: bool) -> None:
-    environment = {name: text for name, text in os.environ.items() if name != checks.CHECK_VARIABLE}
-    environment |= {} if value is None else {checks.CHECK_VARIABLE: value}
-    code = "from fa3gen.run import checks; print(checks.CHECKING)"
+@pytest.mark.parametrize("chosen", [checks.CHECK_VARIABLE, fa3.RENDER_VARIABLE])
+def test_what_is_asked_for_in_the_environment_is_read_at_import(chosen: str) -> None:
+    """And that of FA3's functions, each by a name of its own."""
+    others = {name: "0" for name in (checks.CHECK_VARIABLE, fa3.RENDER_VARIABLE)}
+    code = """
+from fa3gen import flash_attn_interface
+from fa3gen.run import checks
+
+print(checks.CHECKING, flash_attn_interface.RENDER)
+"""
+    environment = {**os.environ, **others, chosen: "1"}
     run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-    assert run.stdout.strip() == str(asked)
+    assert run.stdout.split() == [str(variable == chosen) for variable in others]
+
+
+@pytest.mark.parametrize(("value", "asked"), [(None, False), ("", False), ("0", False), ("1", True), ("yes", True)])
+def test_empty_and_0_ask_for_nothing(value: str | None, asked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if value is None:
+        monkeypatch.delenv(checks.CHECK_VARIABLE, raising=False)
+    else:
+        monkeypatch.setenv(checks.CHECK_VARIABLE, value)
+    assert turned_on(checks.CHECK_VARIABLE) == asked
 
 
 @pytest.fixture
 def modules(monkeypatch: pytest.MonkeyPatch) -> Iterator[PackedModules]:
-    stand_in = PackedModules()
-    monkeypatch.setattr(dispatch, "choose", stand_in.choose)
-    monkeypatch.setattr(calls, "module_at", stand_in.module_at)
-    calls.stretches.clear()
-    yield stand_in
-    calls.stretches.clear()
-    torch._dynamo.reset()
+    with standing_in(PackedModules(), monkeypatch) as stand_in:
+        yield stand_in
 
 
 def lying() -> tuple[torch.Tensor, ...]:
@@ -131,8 +144,8 @@ def lying() -> tuple[torch.Tensor, ...]:
 def test_calls_are_checked_where_it_is_set(
     eager: bool, modules: PackedModules, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: eager))
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    if eager:
+        pass_for_cuda(monkeypatch)
     fa3gen.attention_packed(*lying())
     monkeypatch.setattr(checks, "CHECKING", True)
     for tensors, given, message in (
@@ -159,8 +172,7 @@ def test_captured_calls_are_not_checked_and_a_caution_says_so(
     modules: PackedModules, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(checks, "CHECKING", True)
-    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True))
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    pass_for_cuda(monkeypatch, capturing=True)
     with pytest.warns(Caution, match=r"\$FA3GEN_CHECK is set, but nothing can be read while a CUDA graph is captured"):
         fa3gen.attention_packed(*lying())
     assert len(modules.calls) == 1
@@ -188,12 +200,12 @@ def test_caches_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(ArgumentError, match=message):
             cache.append(rows, rows, lengths, begins)
     with pytest.raises(ArgumentError, match=r"page_table\[0, 2\] = -1"):
-        KvCache.of(k, k, TABLE, None).as_pages(TABLE, words(9, 4), words(1, 0))
+        KvCache.of(k, k, TABLE, None).as_pages(words(9, 4), words(1, 0))
 
 
 def test_the_cpu_model_checks_without_being_asked() -> None:
     module = fa3gen.load("fwd_packed_d64", on="cpu")
-    q, k, v, begins_q, begins_k = packed_tensors([3, 5], [4, 9])
+    q, k, v, begins_q, begins_k = packed_tensors([3, 5], [4, 9], heads=(1, 1))
     for given, message in (
         ({"cu_seqlens_k": words(0, 4, 14)}, "sequence 1 has rows 4 to 13 of k, which has 13"),
         ({"seqused_q": words(3, 6)}, r"seqused_q\[1\] = 6, and sequence 1 has 5 rows of q"),

@@ -5,18 +5,16 @@ Modules are stood in for by functions that compute the reference; small calls ru
 
 from __future__ import annotations
 
+import functools
 import inspect
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
-from packed_modules import PackedModules, offsets, out_of_pages, packed_attention, packed_tensors
+from packed_modules import PackedModules, offsets, packed_attention, packed_tensors
 from rendering import ROOT
+from stand_ins import pass_for_cuda, standing_in
 
 import fa3gen
 from fa3gen import flash_attn_interface as fa3
@@ -71,19 +69,18 @@ SINKS = torch.tensor([0.5, -1.0, 2.0, -torch.inf])  # of the heads of `dense_ten
 
 
 @pytest.fixture
-def modules(monkeypatch: pytest.MonkeyPatch) -> Iterator[PackedModules]:
+def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[PackedModules]:
+    """For calls that torch.compile sees."""
+    with standing_in(PackedModules(bound=2**40), monkeypatch) as stand_in:
+        yield stand_in
+
+
+@pytest.fixture
+def modules(compiled: PackedModules, monkeypatch: pytest.MonkeyPatch) -> PackedModules:
     """On tensors that pass for CUDA tensors, as in eager mode on a GPU."""
-    stand_in = PackedModules(bound=2**40)
-    monkeypatch.setattr(dispatch, "choose", stand_in.choose)
-    monkeypatch.setattr(calls, "module_at", stand_in.module_at)
-    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True))
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: type("Stream", (), {"cuda_stream": 0}))
+    pass_for_cuda(monkeypatch)
     kv_cache._kept_offsets.cache_clear()
-    calls.stretches.clear()
-    yield stand_in
-    calls.stretches.clear()
-    torch._dynamo.reset()
+    return compiled
 
 
 def dense_tensors(seq_q: int = 5, seq_k: int = 9, *, head_dim: int = 64) -> tuple[torch.Tensor, ...]:
@@ -244,11 +241,7 @@ def test_offsets_and_lengths_need_not_be_contiguous(modules: PackedModules) -> N
     assert out.equal(wanted.to(torch.bfloat16)) and modules.options[0]["seqused_k"].is_contiguous()
 
 
-def test_varlen_is_compiled_in_one_graph(modules: PackedModules, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.undo()
-    monkeypatch.setattr(dispatch, "choose", modules.choose)
-    monkeypatch.setattr(calls, "module_at", modules.module_at)
-
+def test_varlen_is_compiled_in_one_graph(compiled: PackedModules) -> None:
     def model(q: Any, *rest: Any) -> Any:
         out, lse = fa3.flash_attn_varlen_func(q + 1, *rest, 5, 9, causal=True, return_attn_probs=True)
         return out * 2, lse
@@ -282,11 +275,8 @@ def test_sinks_and_caps_of_sequences(given: dict[str, Any], modules: PackedModul
     assert {(family.layout, family.keywords) for family, _, _ in modules.asked} == {("packed", tuple(named)[::-1])}
 
 
-def test_a_cache_is_compiled_in_one_graph(modules: PackedModules, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_is_compiled_in_one_graph(compiled: PackedModules) -> None:
     """With new keys, which are written to it."""
-    monkeypatch.undo()
-    monkeypatch.setattr(dispatch, "choose", modules.choose)
-    monkeypatch.setattr(calls, "module_at", modules.module_at)
 
     def model(q: Any, *rest: Any, **options: Any) -> Any:
         return fa3.flash_attn_with_kvcache(q + 1, *rest, causal=True, return_softmax_lse=True, **options)[:2]
@@ -363,48 +353,24 @@ def test_caches_with_other_strides_are_not_copied(modules: PackedModules, monkey
         fa3.flash_attn_with_kvcache(q, *(x.transpose(1, 3) for x in cache), cache_seqlens=used)
 
 
-# Pages, of which modules are stood in for by what `fa3gen.attention_packed` takes
-
-
-@dataclass
-class PagedModules:
-    """Computes attention to pages with the packed stand-in, and keeps what it was called with."""
-
-    asked: list[dict[str, Any]] = field(default_factory=list)
-
-    def attention(
-        self,
-        q: torch.Tensor,
-        k_pages: torch.Tensor,
-        v_pages: torch.Tensor,
-        cu_seqlens_q: torch.Tensor,
-        *,
-        page_table: torch.Tensor,
-        seqused_k: torch.Tensor,
-        max_seqlen_k: int,
-        out: torch.Tensor | None,
-        return_lse: bool,
-        **options: Any,
-    ) -> Any:
-        self.asked.append({"page": k_pages.shape[1], "k": k_pages, "max_seqlen_k": max_seqlen_k, **options})
-        assert page_table.dtype == seqused_k.dtype == torch.int32 and page_table.stride(1) == 1
-        used = seqused_k.tolist()
-        k, v = (out_of_pages(pages, page_table, used) for pages in (k_pages, v_pages))
-        mask, scale = dispatch.mask_of(options["causal"], options["window"]), options["scale"]
-        found, lse = packed_attention(q, k, v, cu_seqlens_q, offsets(used), mask=mask, scale=scale)
-        written = found.to(q.dtype) if out is None else out.copy_(found)
-        return (written, lse) if return_lse else written
+# Pages
 
 
 @pytest.fixture
-def paged(modules: PackedModules, monkeypatch: pytest.MonkeyPatch) -> PagedModules:
-    stand_in = PagedModules()
+def paged(modules: PackedModules, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """What `fa3gen.attention_packed` is asked with a table; modules are stood in for as ever."""
+    asked: list[dict[str, Any]] = []
+    serve = fa3.attention_packed
 
-    def attention(*tensors: Any, **options: Any) -> Any:
-        return (stand_in.attention if "page_table" in options else fa3gen.attention_packed)(*tensors, **options)
+    def watched(q: Any, k: Any, v: Any, *rest: Any, **options: Any) -> Any:
+        if "page_table" in options:
+            table, used = options["page_table"], options["seqused_k"]
+            assert table.dtype == used.dtype == torch.int32 and table.stride(1) == 1
+            asked.append({"page": k.shape[1], "k": k, **options})
+        return serve(q, k, v, *rest, **options)
 
-    monkeypatch.setattr(fa3, "attention_packed", attention)
-    return stand_in
+    monkeypatch.setattr(fa3, "attention_packed", watched)
+    return asked
 
 
 def as_pages(x: torch.Tensor, page: int, table: torch.Tensor) -> torch.Tensor:
@@ -416,7 +382,7 @@ def as_pages(x: torch.Tensor, page: int, table: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_pages(causal: bool, paged: PagedModules, modules: PackedModules) -> None:
+def test_pages(causal: bool, paged: list[dict[str, Any]], modules: PackedModules) -> None:
     q, (k, v), lengths, expected = cache_with_its_reference(causal)
     wanted, wanted_lse = expected()
     table = torch.tensor([[3, 0, 5], [4, 1, 2]], dtype=torch.int32)
@@ -435,12 +401,13 @@ def test_pages(causal: bool, paged: PagedModules, modules: PackedModules) -> Non
     packed = {"cu_seqlens_q": offsets([3, 3]), "max_seqlen_q": 3, "out": into.flatten(0, 1)}
     fa3.flash_attn_with_kvcache(q.flatten(0, 1), *pages, page_table=table, **packed, **options)
     assert into.equal(wanted)
-    assert [(asked["page"], asked["max_seqlen_k"], asked["max_seqlen_q"]) for asked in paged.asked] == [(4, 12, 3)] * 2
-    assert paged.asked[0]["k"] is k_pages and modules.calls == []
+    assert [(asked["page"], asked["max_seqlen_k"], asked["max_seqlen_q"]) for asked in paged] == [(4, 12, 3)] * 2
+    assert paged[0]["k"] is k_pages and len(modules.calls) == 2
+    assert {(family.layout, family.page_rows) for family, _, _ in modules.asked} == {("paged", 4)}
 
 
 @pytest.mark.parametrize("page", [None, 4])
-def test_sequences_of_a_cache_may_be_chosen(page: int | None, paged: PagedModules) -> None:
+def test_sequences_of_a_cache_may_be_chosen(page: int | None, paged: list[dict[str, Any]]) -> None:
     """Of a contiguous one, and rows of a table; with keys that begin behind the first row, each row is a page."""
     q, (k, v), lengths, expected = cache_with_its_reference(True)
     chosen, used = torch.tensor([2, 0], dtype=torch.int32), torch.tensor(lengths, dtype=torch.int32)
@@ -452,11 +419,11 @@ def test_sequences_of_a_cache_may_be_chosen(page: int | None, paged: PagedModule
     assert fa3.flash_attn_with_kvcache(q, *cache, **given).equal(expected()[0])
     padded = torch.tensor([2, 1], dtype=torch.int32)
     assert fa3.flash_attn_with_kvcache(q, *cache, cache_leftpad=padded, **given).equal(expected((2, 1))[0])
-    assert [asked["page"] for asked in paged.asked] == [page or 9, 1]
-    assert {asked["max_seqlen_k"] for asked in paged.asked} == {12 if page else 9}
+    assert [asked["page"] for asked in paged] == [page or 9, 1]
+    assert {asked["max_seqlen_k"] for asked in paged} == {12 if page else 9}
 
 
-def test_a_window_of_pages_reaches_as_far_as_the_table(paged: PagedModules) -> None:
+def test_a_window_of_pages_reaches_as_far_as_the_table(paged: list[dict[str, Any]]) -> None:
     q, (k, v), lengths, _ = cache_with_its_reference(True)
     table = torch.tensor([[3, 0, 5], [4, 1, 2]], dtype=torch.int32)
     pages, used = [as_pages(x, 4, table) for x in (k, v)], torch.tensor(lengths, dtype=torch.int32)
@@ -464,20 +431,20 @@ def test_a_window_of_pages_reaches_as_far_as_the_table(paged: PagedModules) -> N
         fa3.flash_attn_with_kvcache(
             q, *pages, page_table=table, cache_seqlens=used, causal=True, window_size=torch.tensor([left, 5])
         )
-        assert paged.asked[-1]["window"] == window and paged.asked[-1]["causal"] == (window is None)
+        assert paged[-1]["window"] == window and paged[-1]["causal"] == (window is None)
 
 
-def test_a_cache_whose_sequences_are_no_rows_of_one_tensor_is_pages(paged: PagedModules) -> None:
+def test_a_cache_whose_sequences_are_no_rows_of_one_tensor_is_pages(paged: list[dict[str, Any]]) -> None:
     q, cache, lengths, expected = cache_with_its_reference(True)
     used = torch.tensor(lengths, dtype=torch.int32)
     k, v = cache.transpose(1, 2).contiguous().transpose(1, 2)
     assert fa3.flash_attn_with_kvcache(q, k, v, cache_seqlens=used, causal=True).equal(expected()[0])
-    assert [(asked["page"], asked["k"].data_ptr()) for asked in paged.asked] == [(9, k.data_ptr())]
+    assert [(asked["page"], asked["k"].data_ptr()) for asked in paged] == [(9, k.data_ptr())]
 
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("kind", ["contiguous", "chosen", "pages"])
-def test_new_keys_are_appended_and_attended_to(kind: str, packed: bool, paged: PagedModules) -> None:
+def test_new_keys_are_appended_and_attended_to(kind: str, packed: bool, paged: list[dict[str, Any]]) -> None:
     """As if they had been there, at the end of those of 7 and 3 keys that are not new."""
     q, (k, v), lengths, expected = cache_with_its_reference(True)
     new, table = [2, 1] if packed else [2, 2], torch.tensor([[3, 0, 5], [4, 1, 2]], dtype=torch.int32)
@@ -494,7 +461,7 @@ def test_new_keys_are_appended_and_attended_to(kind: str, packed: bool, paged: P
     elif kind == "chosen":
         cache, given["cache_batch_idx"] = [x.flip(0) for x in cache], torch.tensor([1, 0], dtype=torch.int32)
     out = fa3.flash_attn_with_kvcache(q, *cache, **given, cache_seqlens=old, causal=True)
-    assert out.equal(expected()[0]) and len(paged.asked) == (kind != "contiguous")
+    assert out.equal(expected()[0]) and len(paged) == (kind != "contiguous")
 
 
 def test_what_appending_needs(modules: PackedModules) -> None:
@@ -565,18 +532,22 @@ EVERYWHERE |= {"attention_chunk": 64}
 OF_A_CACHE = dict.fromkeys(("rotary_cos", "rotary_sin"), TENSOR)
 
 
+def each_function(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> list[Callable[..., Any]]:
+    """FA3's functions on (batch, seq, heads, head dim), of which the packed one takes one sequence; a cache's last."""
+    begins = offsets([q.shape[1]]), offsets([k.shape[1]])
+    packed = q[0], k[0], v[0], *begins, q.shape[1], k.shape[1]
+    return [
+        functools.partial(fa3.flash_attn_func, q, k, v),
+        functools.partial(fa3.flash_attn_varlen_func, *packed),
+        functools.partial(fa3.flash_attn_with_kvcache, q, k, v, cache_seqlens=3),
+    ]
+
+
 @pytest.mark.parametrize(("name", "value"), [*EVERYWHERE.items(), *OF_A_CACHE.items()])
 def test_what_is_not_served_names_the_argument_and_the_way_out(name: str, value: Any, modules: PackedModules) -> None:
     q, k, v = dense_tensors()
-    used = torch.tensor([9, 9], dtype=torch.int32)
-    functions: list[Callable[..., Any]] = [
-        lambda **given: fa3.flash_attn_with_kvcache(q, k, v, cache_seqlens=used, **given)
-    ]
-    if name in EVERYWHERE:
-        functions.append(lambda **given: fa3.flash_attn_func(q, k, v, **given))
-        functions.append(lambda **given: fa3.flash_attn_varlen_func(q[0], k[0], v[0], used, used, 9, 9, **given))
     said = r"a tensor of shape \(2,\)" if value is TENSOR else value
-    for function in functions:
+    for function in each_function(q, k, v)[0 if name in EVERYWHERE else 2 :]:
         with pytest.raises(NotImplementedError, match=rf"^{name} is {said}, which fa3gen does not serve; \w+ \w+"):
             function(**{name: value})
     assert modules.calls == []
@@ -584,14 +555,9 @@ def test_what_is_not_served_names_the_argument_and_the_way_out(name: str, value:
 
 def test_eight_bits_are_not_served_whatever_comes_with_them(modules: PackedModules) -> None:
     q, k, v = (x.to(torch.float8_e4m3fn) for x in dense_tensors())
-    used = offsets([9])
-    for call in (
-        lambda: fa3.flash_attn_func(q, k, v),
-        lambda: fa3.flash_attn_varlen_func(q[0], k[0], v[0], used, used, 9, 9),
-        lambda: fa3.flash_attn_with_kvcache(q, k, v, cache_seqlens=4),
-    ):
+    for function in each_function(q, k, v):
         with pytest.raises(NotImplementedError, match="^q has dtype torch.float8_e4m3fn; pass bfloat16 or float16"):
-            call()
+            function()
     assert modules.calls == []
 
 
@@ -601,12 +567,7 @@ def test_every_refusal_is_tested() -> None:
 
 def test_gradients_are_refused_with_the_way_out() -> None:
     q, k, v = (x.requires_grad_() for x in dense_tensors())
-    used = offsets([5, 5])
-    for function in (
-        lambda: fa3.flash_attn_func(q, k, v),
-        lambda: fa3.flash_attn_varlen_func(q[0], k[0], v[0], used, used, 5, 5),
-        lambda: fa3.flash_attn_with_kvcache(q, k, v, cache_seqlens=3),
-    ):
+    for function in each_function(q, k, v):
         with pytest.raises(ValueError, match="requires grad; this kernel is forward only: call it under torch.no_grad"):
             function()
 
@@ -672,12 +633,3 @@ def test_what_is_missing_is_rendered_where_the_environment_says_so(monkeypatch: 
         fa3.flash_attn_with_kvcache(q, k, v)
         fa3.flash_attn_with_kvcache(q, k, v, cache_seqlens=used)
     assert asked == [False] * 4 + [True] * 4
-
-
-@pytest.mark.parametrize(("value", "render"), [(None, False), ("", False), ("0", False), ("1", True)])
-def test_the_environment_is_read_once(value: str | None, render: bool) -> None:
-    environment = {name: set_to for name, set_to in os.environ.items() if name != "FA3GEN_RENDER"}
-    environment |= {} if value is None else {"FA3GEN_RENDER": value}
-    code = "from fa3gen import flash_attn_interface; print(flash_attn_interface.RENDER)"
-    found = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-    assert found.stdout.strip() == str(render)

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 import pytest
 import torch
 from packed_modules import offsets
+from stand_ins import pass_for_cuda
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fa3gen.run import kv_cache
+from fa3gen.run import checks, kv_cache
 from fa3gen.run.kv_cache import KvCache
 
 HEADS, DIM, DIM_V = 2, 8, 4
@@ -146,20 +147,26 @@ def test_rows_that_share_a_place_leave_one_of_them() -> None:
     assert cache[0][1].equal(made(4, 9)[0][1])
 
 
-def test_the_host_waits_for_nothing() -> None:
-    """Fake tensors have no values: whatever asks for one raises."""
+@pytest.mark.parametrize("checking", [False, True])
+def test_the_host_waits_for_nothing(checking: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fake tensors have no values: whatever asks for one raises, and checks do not ask for those."""
+    monkeypatch.setattr(checks, "CHECKING", checking)
     with FakeTensorMode():
         table, idx = torch.empty(6, 3, dtype=torch.int32), torch.empty(3, dtype=torch.int32)
         for offset in (None, torch.empty(4, dtype=torch.int32)):
             new = made(3, 2) if offset is None else made(7)
             cache = KvCache.of(*made(9, 4), table, idx)
             lengths = cache.append(*new, idx, offset)
-            assert lengths.shape == (3,) and lengths.dtype == torch.int32 and cache.table is not None
-            pages, rows, used = cache.as_pages(cache.table, lengths, idx)
+            assert lengths.shape == (3,) and lengths.dtype == torch.int32
+            pages, rows, used = cache.as_pages(lengths, idx)
             assert rows.shape == (3, 12) and pages[1].shape == (36, 1, HEADS, DIM_V) and used.dtype == torch.int32
 
 
-def test_it_is_compiled_in_one_graph() -> None:
+@pytest.mark.parametrize("checking", [False, True])
+def test_it_is_compiled_in_one_graph(checking: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where $FA3GEN_CHECK asks for checks: numbers cannot be looked at before there are any."""
+    monkeypatch.setattr(checks, "CHECKING", checking)
+
     def model(k_cache: torch.Tensor, v_cache: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
         *table, k, v, lengths, begins = rest
         return KvCache.of(k_cache, v_cache, *(table or (None,)), None).append(k, v, lengths, begins)
@@ -193,7 +200,10 @@ def test_what_does_not_fit_is_refused() -> None:
         ((k[0], v[0], None, None), r"k_cache has shape \(9, 2, 8\); it needs to be \(sequences or pages, rows, heads"),
         ((k, v, used, None), r"page_table has shape \(3,\); it needs to be \(batch, max_pages\)"),
         ((k, v, None, used[:, None]), r"cache_batch_idx has shape \(3, 1\); it needs to be \(batch\)"),
-        ((k.transpose(1, 3), v.transpose(1, 3), None, None), "need a contiguous last dimension"),
+        (
+            (k.transpose(1, 3), v.transpose(1, 3), None, None),
+            "need a contiguous last dimension, .*: allocate them with the head dim last",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             KvCache.of(*arguments_of)  # type: ignore[arg-type]
@@ -213,8 +223,8 @@ def test_keys_that_begin_within_a_page_have_a_page_for_each_row(wide: bool) -> N
     wild[0, 2], wild[1, 2] = -5, 2**31 - 1  # which no length reaches
     used, pad = lengths_of(7, 8, 12), lengths_of(3, 0, 6)
     cache = KvCache.of(k, v, wild, None)
-    assert cache.as_pages(wild, used, None) == ((k, v), wild, used)
-    (k_rows, v_rows), table, left = cache.as_pages(wild, used, pad)
+    assert cache.as_pages(used, None) == ((k, v), wild, used)
+    (k_rows, v_rows), table, left = cache.as_pages(used, pad)
     assert left.tolist() == [4, 8, 6] and table.dtype == torch.int32 and k_rows.shape[1] == 1
     assert k_rows.data_ptr() == k.data_ptr() and v_rows.data_ptr() == v.data_ptr()
     for i in range(3):
@@ -232,7 +242,7 @@ def test_caches_whose_sequences_are_no_rows_of_one_tensor_are_pages() -> None:
         cache = KvCache.of(k, v, None, None)
         assert cache.table is not None and cache.table.tolist() == [[0], [1], [2]] and cache.room == 9
         with pytest.raises(NotImplementedError, match=r"are no rows of one tensor.*pass no cache_leftpad"):
-            cache.as_pages(cache.table, lengths_of(1, 2, 3), lengths_of(0, 1, 2))
+            cache.as_pages(lengths_of(1, 2, 3), lengths_of(0, 1, 2))
     assert KvCache.of(*made(3, 9), None, None).table is None
 
 
@@ -240,17 +250,15 @@ def test_caches_whose_sequences_are_no_rows_of_one_tensor_are_pages() -> None:
 
 
 def test_offsets_are_made_once_for_a_stream_and_not_kept_of_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True))
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: type("Stream", (), {"cuda_stream": 0}))
+    pass_for_cuda(monkeypatch)
     kv_cache._kept_offsets.cache_clear()
     q = torch.empty(1)
     first = kv_cache.even_offsets(2, 5, q)
     assert kv_cache.even_offsets(2, 5, q) is first
     assert kv_cache.even_offsets(3, 0, q).tolist() == [0] * 4
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: type("Stream", (), {"cuda_stream": 7}))
+    pass_for_cuda(monkeypatch, stream=7)
     other = kv_cache.even_offsets(2, 5, q)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    pass_for_cuda(monkeypatch, stream=7, capturing=True)
     captured = kv_cache.even_offsets(2, 5, q)
     assert len({id(x) for x in (first, other, captured)}) == 3 and other.tolist() == captured.tolist() == [0, 5, 10]
     kept = kv_cache._kept_offsets.cache_info().currsize

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from rendering import CHECKOUT, ROOT
+from stand_ins import pass_for_cuda, standing_in
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fa3gen
@@ -69,24 +70,14 @@ def expected(q: Any, k: Any, v: Any, *, out: Any = None, return_lse: bool = Fals
 
 @pytest.fixture
 def modules(monkeypatch: pytest.MonkeyPatch) -> Iterator[Modules]:
-    stand_in = Modules()
-    monkeypatch.setattr(dispatch, "choose", stand_in.choose)
-    monkeypatch.setattr(calls, "module_at", stand_in.module_at)
-    calls.stretches.clear()
-    yield stand_in
-    calls.stretches.clear()
-    torch._dynamo.reset()
+    with standing_in(Modules(), monkeypatch) as stand_in:
+        yield stand_in
 
 
 @pytest.fixture
 def eager(modules: Modules, monkeypatch: pytest.MonkeyPatch) -> Modules:
-    """As on a GPU: CPU tensors go the short way that leaves torch's dispatcher out."""
     pass_for_cuda(monkeypatch)
     return modules
-
-
-def pass_for_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True))
 
 
 def tensors(seq_q: int = 5, seq_k: int = 7, device: Any = None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

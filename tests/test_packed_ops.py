@@ -14,11 +14,12 @@ import pytest
 import torch
 from packed_modules import PackedModules, offsets, packed_attention, packed_tensors
 from rendering import CHECKOUT, ROOT
+from stand_ins import pass_for_cuda, standing_in
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fa3gen
 from fa3gen.design.family import Family
-from fa3gen.run import calls, dispatch, packed_ops
+from fa3gen.run import calls, packed_ops
 from fa3gen.run.dispatch import NoKernel
 from fa3gen.spec.model import CausalMask, NoMask, WindowMask
 
@@ -27,19 +28,13 @@ LENGTHS = ([3, 0, 5, 1], [4, 2, 9, 1])
 
 @pytest.fixture
 def modules(monkeypatch: pytest.MonkeyPatch) -> Iterator[PackedModules]:
-    stand_in = PackedModules()
-    monkeypatch.setattr(dispatch, "choose", stand_in.choose)
-    monkeypatch.setattr(calls, "module_at", stand_in.module_at)
-    calls.stretches.clear()
-    yield stand_in
-    calls.stretches.clear()
-    torch._dynamo.reset()
+    with standing_in(PackedModules(), monkeypatch) as stand_in:
+        yield stand_in
 
 
 @pytest.fixture
 def eager(modules: PackedModules, monkeypatch: pytest.MonkeyPatch) -> PackedModules:
-    """As on a GPU: CPU tensors go the short way that leaves torch's dispatcher out."""
-    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True))
+    pass_for_cuda(monkeypatch)
     return modules
 
 
@@ -389,6 +384,10 @@ def test_what_is_wrong_with_pages_is_said(eager: PackedModules) -> None:
         with pytest.raises((TypeError, ValueError), match=message):
             fa3gen.attention_packed(*tensors, **options)
     assert eager.calls == []
+    fa3gen.attention_packed(q, k, v, begins, **keys)
+    with pytest.raises(ValueError, match="cu_seqlens_k is given beside page_table"):  # such calls have a module now
+        fa3gen.attention_packed(q, k, v, begins, of_k, **keys)
+    assert len(eager.calls) == 1
 
 
 def test_fake_pages_have_the_real_shapes_and_what_is_wrong_shows(modules: PackedModules) -> None:

@@ -155,8 +155,8 @@ def test_the_table_that_the_command_writes_is_the_one_that_calls_go_by(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With tuning records beside; a packed row has its layout and group, and dense rows say nothing of either."""
-    for folder in ("specs", "generated"):
-        (tmp_path / folder).symlink_to(CHECKOUT.root / folder) if folder == "specs" else (tmp_path / folder).mkdir()
+    (tmp_path / "specs").symlink_to(CHECKOUT.specs_dir)
+    (tmp_path / "generated").mkdir()
     workspace = Workspace(tmp_path, tmp_path / "package")
     for stem in (D128, PACK4):
         workspace.module_path(stem).write_bytes(CHECKOUT.module_path(stem).read_bytes())

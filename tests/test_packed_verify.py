@@ -431,7 +431,8 @@ def test_random_cases_are_of_every_kind_and_pass() -> None:
     assert {case.unused for case in cases} == {"nan", "large"} and {len(case.offsets_q) for case in cases} >= {2, 101}
     lengths = [(q[1] - q[0], k[1] - k[0]) for case in cases for q, k in case.spans]
     assert {(q > 0, k > 0, q > k) for q, k in lengths} >= {(True, True, True), (True, True, False), (True, False, True)}
-    wrong = verify_on_cpu(IgnoresUsed(CAUSAL), spec_of(), cases=cases, seed=1, count=1)
+    some = [case for case in cases if case.used_k is not None][:4]
+    wrong = verify_on_cpu(IgnoresUsed(CAUSAL), spec_of(), cases=some, seed=1, count=1)
     assert any(case.failures for case in wrong.cases)
 
 

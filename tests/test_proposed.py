@@ -70,10 +70,9 @@ def test_the_text_of_the_error_is_a_spec_of_the_family(family: Family, place: Wo
     tree = ast.parse(place.module_path(path.stem).read_text())
     dims = constants(tree)
     assert (dims["HEAD_DIM"], dims.get("HEAD_DIM_V", dims["HEAD_DIM"])) == (family.head_dim, family.head_dim_v)
-    for group in (1, 6):
-        for lse in (False, True):
-            choice = dispatch.choose(family, Size(4096, 512, group=group), lse=lse, workspace=place)
-            assert choice.file == place.module_path(path.stem)
+    for group, lse in ((1, False), (6, True)):
+        choice = dispatch.choose(family, Size(4096, 512, group=group), lse=lse, workspace=place)
+        assert choice.file == place.module_path(path.stem)
 
 
 MASKS: list[Mask] = [NoMask(), CausalMask(), WINDOW]

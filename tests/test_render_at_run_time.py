@@ -20,6 +20,7 @@ import pytest
 import torch
 from packed_modules import offsets
 from rendering import CHECKOUT, ROOT
+from stand_ins import pass_for_cuda
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fa3gen
@@ -84,8 +85,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine
 
 @pytest.fixture
 def eager(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Machine:
-    """As on a GPU: CPU tensors go the short way that leaves torch's dispatcher out."""
-    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True))
+    pass_for_cuda(monkeypatch)
     return machine
 
 
@@ -189,10 +189,13 @@ def test_threads_that_ask_at_once_render_it_once(eager: Machine, caplog: pytest.
 
 
 IN_A_PROCESS = """
-import sys, torch, fa3gen
+import sys
 from fa3gen.compile import cache, compiler
 from fa3gen.compile.compiler import Compiled
+from fa3gen.design.family import Family
+from fa3gen.design.workspace import Workspace
 from fa3gen.run import dispatch, rendering
+from fa3gen.spec.model import CausalMask
 
 def compile_module(path, **options):
     print("compiles", flush=True)
@@ -208,11 +211,11 @@ def compile_for_launch(path, compile_it=rendering.cached_compile_for_launch, loc
     return compile_it(path)
 
 compiler.compile_module, rendering.cached_compile_for_launch = compile_module, compile_for_launch
-torch.Tensor.is_cuda = property(lambda tensor: True)
-q = torch.zeros(1, 3, 2, 80, dtype=torch.bfloat16)
 try:
-    fa3gen.attention(q, q, q, causal=True, render=True)
-except ValueError:  # the module sees that it is no GPU
+    family = Family("bf16", 80, 80, CausalMask())
+    dispatch.choose(family, dispatch.Size(3, 2), lse=False, workspace=Workspace.find())
+except dispatch.NotRendered as missing:
+    rendering.render(missing, compiled=True)
     print(dispatch.rendered_here[0][1])
 """
 

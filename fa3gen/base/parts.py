@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, SerializerFunctionWrapHandler, ValidationError, model_serializer
 
 from fa3gen.base.errors import UserError
 
@@ -17,6 +17,17 @@ class Part(BaseModel):
     """Base of all parts of a record: closed against unknown keys, so that a record says what it seems to say."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class GrownPart(Part):
+    """A part with fields that came later: those are written only where they say something, as older records do not."""
+
+    LATER: ClassVar[frozenset[str]] = frozenset()
+
+    @model_serializer(mode="wrap")
+    def _without_what_says_nothing(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        fields: dict[str, Any] = write(self)
+        return {name: value for name, value in fields.items() if value or name not in self.LATER}
 
 
 def rounded(value: Any) -> Any:

@@ -130,9 +130,9 @@ def kept_rendering(stem: str, *, spec: str, module: str) -> Path | None:
     key = hashlib.sha256(files[f"{stem}.py"]).hexdigest()
     entry = cache_directory() / key[:2] / key
     with _lock(entry.with_suffix(".lock")):
-        if _read_files(entry, list(files)) is None:
-            _write_files(entry, files, {"module": f"{stem}.py", "dsl": "any"})
-    return entry / f"{stem}.py" if _read_files(entry, list(files)) is not None else None
+        there = _read_files(entry, list(files)) is not None
+        kept = there or _write_files(entry, files, {"module": f"{stem}.py", "dsl": "any"})
+    return entry / f"{stem}.py" if kept else None
 
 
 def cached_compile_many(
@@ -242,10 +242,10 @@ def _write(entry: Path, compiled: Compiled) -> None:
     _write_files(entry, files, facts)
 
 
-def _write_files(entry: Path, files: Mapping[str, bytes], facts: Mapping[str, Any]) -> None:
-    """Put an entry in place as a whole; or leave the cache as it was, and warn, where it cannot be written."""
+def _write_files(entry: Path, files: Mapping[str, bytes], facts: Mapping[str, Any]) -> bool:
+    """Put an entry in place as a whole; or leave the cache as it was, and warn, where it cannot be written: False."""
     manifest = {**facts, "digests": {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}}
-    scratch = None
+    scratch, kept = None, False
     try:
         entry.parent.mkdir(parents=True, exist_ok=True)
         scratch = Path(tempfile.mkdtemp(dir=entry.parent, prefix=".writing-"))
@@ -257,6 +257,7 @@ def _write_files(entry: Path, files: Mapping[str, bytes], facts: Mapping[str, An
         with contextlib.suppress(FileNotFoundError):
             entry.rename(scratch / "spoilt")  # a directory cannot be renamed onto one that has files
         fresh.rename(entry)
+        kept = True
     except OSError as error:
         text = (
             f"the compile cache {entry.parents[1]} cannot be written ({error.strerror or error}): nothing is kept, and "
@@ -265,6 +266,7 @@ def _write_files(entry: Path, files: Mapping[str, bytes], facts: Mapping[str, An
         warnings.warn(text, Caution, stacklevel=1)  # of this line, so that it is said once
     if scratch is not None:
         shutil.rmtree(scratch, ignore_errors=True)
+    return kept
 
 
 @contextlib.contextmanager

@@ -124,15 +124,12 @@ class CpuKernel:
 
 def _check_lengths(named: Mapping[str, Any]) -> None:
     """Raise ArgumentError where a module for packed sequences, or pages, is called with numbers that lie."""
-    if "page_table" in named:
-        tensors = [named[name] for name in ("q", "k", "cu_seqlens_q", "page_table", "seqused_k")]
-        used_q = named["seqused_q"]
-        checks.check_paged(*tensors, seqused_q=used_q if used_q.numel() else None)
-    elif "cu_seqlens_k" in named:
-        tensors = [named[name] for name in ("q", "k", "cu_seqlens_q", "cu_seqlens_k")]
-        # Lengths that nobody gave have no elements.
-        used_q, used_k = (x if x.numel() else None for x in (named["seqused_q"], named["seqused_k"]))
-        checks.check_packed(*tensors, used=(used_q, used_k))
+    if "cu_seqlens_q" not in named:
+        return
+    where: dict[str, Any] = {name: named.get(name) for name in ("cu_seqlens_k", "page_table")}
+    # Lengths that nobody gave have no elements.
+    used: dict[str, Any] = {name: named[name] if named[name].numel() else None for name in ("seqused_q", "seqused_k")}
+    checks.check_sequences(named["q"], named["k"], named["cu_seqlens_q"], **where, **used)
 
 
 @functools.cache

@@ -26,7 +26,7 @@ from fa3gen.spec.specfile import SpecFile, Variant, attention_among
 from fa3gen.spec.yamltree import Node, dumps, merge
 
 MOST_BASES = 8  # that are tried, the nearest first
-MOST_SPECS = 300  # looked at for each of them
+MOST_SPECS_OF_BASE = 300  # looked at for each of them
 
 # How products see q, k and v: product, operand, its major where the head dim is contiguous, and where the sequence is.
 _OPERANDS = {"q": ("qk", "a", "k", "mn"), "k": ("qk", "b", "k", "mn"), "v": ("pv", "b", "mn", "k")}
@@ -64,7 +64,7 @@ def propose(family: Family, workspace: Workspace) -> Proposal | tuple[Violation,
         if spec is None:
             continue
         objections = objections or _objections(spec)
-        changes = nearest_legal(spec, keeps=functools.partial(_is_as_good, spec), most=MOST_SPECS)
+        changes = nearest_legal(spec, keeps=functools.partial(_is_as_good, spec), most=MOST_SPECS_OF_BASE)
         if changes is None:
             continue
         cost = sum(path not in _CHEAP for path, _ in changes)
@@ -82,22 +82,19 @@ def _distance(variant: Variant[Forward], family: Family) -> tuple[Any, ...]:
     """How far a spec is from one for the family: what is hardest to change comes first."""
     spec, other = variant.spec, Family.of(variant.spec)
     alone = spec.scheduler in ("single_tile", "grid")  # a CTA for each tile: for few tiles, or to be read
-    narrower, gap = zip(*(_apart(*dims) for dims in zip(other[1:3], family[1:3], strict=True)), strict=True)
+    dims = (other.head_dim, family.head_dim), (other.head_dim_v, family.head_dim_v)
     return (
         *(other.by_sequence != family.by_sequence, other.layout != family.layout),
         *(spec.schedule.kind == "cooperative", alone),
         other.mask.kind != family.mask.kind,
         (family.page_rows or 0) % (other.page_rows or 1) != 0,
-        *(narrower, gap),
+        # A tile for a larger head dim has room for this one; one for a smaller head dim may not.
+        *(own < wanted for own, wanted in dims),
+        *(abs(own - wanted) for own, wanted in dims),
         not computes(other.mask, family.mask),
         *(other.keywords != family.keywords, other.out_dtype != family.out_dtype, other.dtype != family.dtype),
         *(spec.tile.pack_heads, spec.tile.ctas_per_sm, -spec.tile.q * spec.tile.kv, variant.stem),
     )
-
-
-def _apart(other: int, wanted: int) -> tuple[bool, int]:
-    """A tile for a larger head dim has room for this one; one for a smaller head dim may not."""
-    return other < wanted, abs(other - wanted)
 
 
 def _asked_of(base: Forward, family: Family) -> Forward | None:
@@ -123,8 +120,7 @@ def _asked_of(base: Forward, family: Family) -> Forward | None:
         spec = with_changes(base, changes)
     except ValidationError:
         return None
-    wanted = family._replace(mask=mask, page_rows=Family.of(spec).page_rows)
-    return spec if Family.of(spec) == wanted and wanted.serves(family._replace(mask=mask)) else None
+    return spec if Family.of(spec).serves(family) else None
 
 
 def _page_rows(base: Forward, family: Family) -> int | None:

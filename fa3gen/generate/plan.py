@@ -708,15 +708,16 @@ def _output(spec: Forward) -> OutputPlan:
 def _load(spec: Forward) -> LoadPlan:
     barrier = spec.load.barrier if isinstance(spec.load, TmaLoad) else "none"
     q_ring = not footprint.keys_free_q(spec)
+    pages = "cp_async" if footprint.gathered(spec) else "tma"
     return LoadPlan(
-        spec.load.engine,
-        footprint.q_stages(spec),
-        footprint.kv_stages(spec),
-        barrier,
-        q_ring,
-        "q_ring" if q_ring else "q_full",
-        footprint.page_rows(spec) or 0,
-        ("cp_async" if footprint.gathered(spec) else "tma") if footprint.paged(spec) else "",
+        engine=spec.load.engine,
+        q_stages=footprint.q_stages(spec),
+        kv_stages=footprint.kv_stages(spec),
+        barrier=barrier,
+        q_ring=q_ring,
+        q_barrier="q_ring" if q_ring else "q_full",
+        page_rows=footprint.page_rows(spec) or 0,
+        pages=pages if footprint.paged(spec) else "",
     )
 
 

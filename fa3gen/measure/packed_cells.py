@@ -69,7 +69,7 @@ def cells(workspace: Workspace) -> Iterator[tuple[PackedProblem, list[Variant[Fo
 
 
 def _families_of_calls(families: Iterable[Family]) -> list[Family]:
-    """The same, and of pages one for each page size."""
+    """The families of the calls that modules of these serve: those of pages once for each page size."""
     found: dict[Family, None] = {}
     for family in families:
         sizes = (None,) if family.page_rows is None else PAGE_SIZES

@@ -13,11 +13,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
+from pydantic import Field, model_validator
 
 from fa3gen.base.errors import UserError
 from fa3gen.base.files import sha256, write_text
-from fa3gen.base.parts import Part, read_file, rounded
+from fa3gen.base.parts import GrownPart, Part, read_file, rounded
 from fa3gen.design.family import Family, PackedShape, PagedShape, heads_text
 from fa3gen.design.workspace import Workspace
 from fa3gen.hardware.chips import H200
@@ -29,8 +29,10 @@ from fa3gen.spec.specfile import Variant
 FOLDER = "packed"  # below generated/evidence
 
 
-class PackedProblem(Part):
+class PackedProblem(GrownPart):
     """A family, heads, and the lengths of all sequences: q (sum of lengths_q, heads_q, head_dim)."""
+
+    LATER = frozenset({"page"})
 
     dtype: DType
     head_dim: int = Field(gt=0)
@@ -58,12 +60,6 @@ class PackedProblem(Part):
             lengths_k=list(shape.lengths_k),
             page=family.page_rows,
         )
-
-    @model_serializer(mode="wrap")
-    def _without_defaults(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """A page size is written where there is one: older records say nothing about it."""
-        fields: dict[str, Any] = write(self)
-        return {name: value for name, value in fields.items() if name != "page" or value is not None}
 
     @model_validator(mode="after")
     def _holds_together(self) -> Self:
@@ -108,23 +104,19 @@ class PackedProblem(Part):
         return f"{self.family.label}_{self.lengths}_h{self.heads_q}_{self.heads_kv}.json"
 
 
-class PackedResult(Part):
+class PackedResult(GrownPart):
     """One module: its stem, the SHA-256 of its file, its whole spec, and its speed.
 
     That file is the one that ran, or a later one with the same instructions: then `ran` is that of the former.
     """
+
+    LATER = frozenset({"ran"})
 
     stem: str
     sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
     ran: str | None = Field(default=None, pattern=r"^[0-9a-f]{64}$")
     tflops: float = Field(gt=0)
     spec: dict[str, Any]
-
-    @model_serializer(mode="wrap")
-    def _without_defaults(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """What ran is written where it is another file."""
-        fields: dict[str, Any] = write(self)
-        return {name: value for name, value in fields.items() if name != "ran" or value is not None}
 
     def carried(self, later: Mapping[str, str]) -> PackedResult:
         """The result of the later file with the same instructions, where there is one; `later`: SHA-256 to SHA-256."""

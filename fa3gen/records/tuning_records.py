@@ -18,18 +18,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from pydantic import (
-    Field,
-    SerializerFunctionWrapHandler,
-    TypeAdapter,
-    ValidationError,
-    model_serializer,
-    model_validator,
-)
+from pydantic import Field, TypeAdapter, ValidationError, model_validator
 
 from fa3gen.base.errors import UserError
 from fa3gen.base.files import write_text
-from fa3gen.base.parts import Part, first_problem, rounded
+from fa3gen.base.parts import GrownPart, Part, first_problem, rounded
 from fa3gen.design.family import Family, Shape, heads_text
 from fa3gen.hardware.chips import H200
 from fa3gen.run.dispatch import PACKED_TOOL
@@ -74,8 +67,10 @@ class MaskShape(Part):
 UNTUNED = "by_sequence", "layout", "page_rows"  # fields of a family: no module is tuned that has them
 
 
-class TunedProblem(Part):
+class TunedProblem(GrownPart):
     """A family and one shape: q (batch, seq_q, heads_q, head_dim), k (batch, seq_k, heads_kv, head_dim)."""
+
+    LATER = frozenset({"out_dtype", "sink", "softcap"})
 
     dtype: DType
     head_dim: int = Field(gt=0)
@@ -111,13 +106,6 @@ class TunedProblem(Part):
         fields = {name: value for name, value in family._asdict().items() if name not in UNTUNED}
         sizes = {name: size for name, size in asdict(shape).items() if name != "window"}
         return cls(**{**fields, "mask": MaskShape.of(family.mask)}, **sizes)
-
-    @model_serializer(mode="wrap")
-    def _without_defaults(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Some fields are written where they say something: older records have none of them."""
-        fields: dict[str, Any] = write(self)
-        unsaid = {name for name in ("out_dtype", "sink", "softcap") if not fields.get(name)}
-        return {name: fields[name] for name in fields if name not in unsaid}
 
     @model_validator(mode="after")
     def _whole_groups_of_heads(self) -> Self:

@@ -89,13 +89,22 @@ def render(missing: NotRendered, *, allowed: bool, compiled: bool) -> None:
     rendering.render(missing, compiled=compiled)
 
 
-def or_rendered(find: Callable[..., FoundT], *asked: Any, compiled: bool) -> FoundT:
-    """What `find` finds; where no module serves the call, after rendering one."""
+def or_rendered(find: Callable[..., FoundT], *asked: Any, allowed: bool, compiled: bool) -> FoundT:
+    """What `find` finds; where no module serves the call, and it is allowed, after rendering one.
+
+    Eager calls of the functions have the same in line, since this is a call more.
+    """
     try:
         return find(*asked)
     except NotRendered as missing:
-        render(missing, allowed=True, compiled=compiled)
+        render(missing, allowed=allowed, compiled=compiled)
     return find(*asked)
+
+
+def explained(family: Family, size: Size, *, lse: bool, render: bool) -> Choice:
+    """The choice for a call that is not made: with `render` a module may be rendered, and is not compiled yet."""
+    choose = functools.partial(dispatch.choose, family, size, lse=lse, workspace=Workspace.find())
+    return or_rendered(choose, allowed=render, compiled=False)
 
 
 # What can be wrong

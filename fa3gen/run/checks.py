@@ -3,13 +3,12 @@
 They lie on the GPU, where the modules clamp them to the tensors and tell nobody. With FA3GEN_CHECK=1, set before fa3gen
 is imported, each call of packed sequences, pages or caches reads them first, which makes the host wait, and raises an
 ArgumentError that names sequence, value and limit. In the capture of a CUDA graph nothing can be read: such calls are
-not checked, and a Caution says so. Of calls that torch.compile made, the operators check when they run. The CPU model
-(`fa3gen.load(stem, on="cpu")`) checks without being asked.
+not checked, and a Caution says so. Of calls that torch.compile made, the operators check when they run; where new keys
+of a cache go is not checked then. The CPU model (`fa3gen.load(stem, on="cpu")`) checks without being asked.
 """
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Iterable, Iterator
 from itertools import chain, islice, pairwise
@@ -19,50 +18,43 @@ import torch
 from torch import Tensor
 
 from fa3gen.base.errors import Caution
+from fa3gen.base.switches import turned_on
 from fa3gen.run.dispatch import ArgumentError
 
 CHECK_VARIABLE = "FA3GEN_CHECK"
-# A module constant, so that calls that are not checked lose no time: empty and 0 do not ask.
-CHECKING = os.environ.get(CHECK_VARIABLE, "") not in ("", "0")
+# A module constant, so that calls that are not checked lose no time.
+CHECKING = turned_on(CHECK_VARIABLE)
 
 SHOWN = 8  # faults of one call that a message names
 
 
-def check_packed(
+def check_sequences(
     q: Tensor,
     k: Tensor,
     cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
     *,
-    used: tuple[Tensor | None, Tensor | None] = (None, None),
+    cu_seqlens_k: Tensor | None = None,
+    page_table: Tensor | None = None,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
     longest: tuple[Any, Any] = (None, None),
 ) -> None:
     """Raise ArgumentError where sequences of `fa3gen.attention_packed` do not lie in the tensors, one behind the other.
 
-    `used` are seqused_q and seqused_k, `longest` max_seqlen_q and max_seqlen_k, which are looked at where they are
-    numbers. What has a wrong shape or is no tensor is left to the module to refuse.
+    With a page table k is (pages, page, heads, d). `longest` are max_seqlen_q and max_seqlen_k, which are looked at
+    where they are numbers. What has a wrong shape or is no tensor is left to the module to refuse.
     """
-    sides = zip("qk", (q, k), (cu_seqlens_q, cu_seqlens_k), used, longest, strict=True)
-    _raise_first(chain.from_iterable(_faults_of_sequences(*side) for side in sides))
-
-
-def check_paged(
-    q: Tensor,
-    k_pages: Tensor,
-    cu_seqlens_q: Tensor,
-    page_table: Tensor,
-    seqused_k: Tensor,
-    *,
-    seqused_q: Tensor | None = None,
-    longest: tuple[Any, Any] = (None, None),
-) -> None:
-    """The same of queries, and of keys in pages: k_pages (pages, page, heads, d), page_table (batch, max_pages)."""
-    of_q = _faults_of_sequences("q", q, cu_seqlens_q, seqused_q, longest[0])
-    _raise_first(chain(of_q, _faults_of_pages(k_pages, page_table, seqused_k, longest[1])))
+    longest_q, longest_k = longest
+    of_q = _faults_of_sequences("q", q, cu_seqlens_q, seqused_q, longest_q)
+    if page_table is None:
+        of_k = _faults_of_sequences("k", k, cu_seqlens_k, seqused_k, longest_k)
+    else:
+        of_k = _faults_of_pages(k, page_table, seqused_k, longest_k)
+    _raise_first(chain(of_q, of_k))
 
 
 def check_pages(k_pages: Tensor, page_table: Tensor, seqused_k: Tensor) -> None:
-    """The same of keys in pages alone."""
+    """The same of keys in pages alone: k_pages (pages, page, heads, d), page_table (batch, max_pages)."""
     _raise_first(_faults_of_pages(k_pages, page_table, seqused_k, None))
 
 
@@ -88,7 +80,7 @@ def check_numbers(name: str, numbers: Tensor, limit: int, what: str) -> None:
     )
 
 
-def _faults_of_sequences(side: str, x: Tensor, offsets: Tensor, used: Tensor | None, longest: Any) -> Iterator[str]:
+def _faults_of_sequences(side: str, x: Tensor, offsets: Any, used: Any, longest: Any) -> Iterator[str]:
     """What is wrong with the sequences of packed rows; `side` is q or k, as arguments are called."""
     lengths = None if used is None else _read(used)
     for number, (begin, end) in enumerate(pairwise(_read(offsets))):
@@ -105,7 +97,7 @@ def _faults_of_sequences(side: str, x: Tensor, offsets: Tensor, used: Tensor | N
             yield f"sequence {number} has {rows} rows of {side}, and max_seqlen_{side} is {longest}"
 
 
-def _faults_of_pages(k_pages: Tensor, table: Tensor, used: Tensor, longest: Any) -> Iterator[str]:
+def _faults_of_pages(k_pages: Tensor, table: Tensor, used: Any, longest: Any) -> Iterator[str]:
     """What is wrong with lengths of keys in pages, and with the entries of the table that they reach."""
     pages, page = k_pages.shape[:2]
     for number, (length, entries) in enumerate(zip(_read(used), _read(table), strict=False)):

@@ -24,6 +24,7 @@ from fa3gen.base.errors import Problem, SpecError, UserError
 from fa3gen.base.files import sha256
 from fa3gen.base.wording import counted
 from fa3gen.design.family import TILE_ROWS, Family, mask_text
+from fa3gen.design.footprint import page_rows
 from fa3gen.design.masks import options_for
 from fa3gen.design.proposed import Proposal, propose
 from fa3gen.design.rules import Violation
@@ -204,9 +205,7 @@ class Row(SpecModel):
 
     def is_for(self, family: Family) -> bool:
         """Whether it stands for calls of this family, of any size."""
-        if family.page_rows is None or self.page_rows is None:
-            return self.family == family
-        return self.family == family._replace(page_rows=self.page_rows) and family.page_rows % self.page_rows == 0
+        return self.mask == family.mask and self.family.serves(family)
 
     def serves_group(self, group: int) -> bool:
         """Whether it stands for calls with so many query heads for each head of k and v."""
@@ -388,7 +387,7 @@ def _unmeasured(family: Family, group: int, lse: bool, workspace: Workspace) -> 
         writes, packs = variant.spec.outputs.lse or not lse, variant.spec.tile.pack_heads
         if Family.of(variant.spec).serves(family) and writes and group % packs == 0:
             fitting.setdefault(variant.stem, (variant, file))  # the workspace's own come first
-    exact = _nearest_pages([stem for stem in fitting if _alike(fitting[stem][0].spec, family)], fitting)
+    exact = _nearest_pages([stem for stem in fitting if fitting[stem][0].spec.mask == family.mask], fitting)
     production = _production(exact) or _production(_nearest_pages(list(fitting), fitting))
     only = production if len(production) == 1 else exact or list(fitting)
     if len(only) == 1:
@@ -408,14 +407,9 @@ def _unmeasured(family: Family, group: int, lse: bool, workspace: Workspace) -> 
     raise _not_rendered(problem, propose(family, workspace), workspace)
 
 
-def _alike(spec: Forward, family: Family) -> bool:
-    """Whether a module is compiled for this family, but for how much of a page it copies at once."""
-    return Family.of(spec)._replace(page_rows=family.page_rows) == family
-
-
 def _nearest_pages(stems: Sequence[str], fitting: Mapping[str, tuple[Variant[Forward], Path]]) -> list[str]:
     """Of modules that fit those that copy most of a page at once; all, where there are no pages."""
-    rows = {stem: Family.of(fitting[stem][0].spec).page_rows or 0 for stem in stems}
+    rows = {stem: page_rows(fitting[stem][0].spec) or 0 for stem in stems}
     return [stem for stem in stems if rows[stem] == max(rows.values())]
 
 

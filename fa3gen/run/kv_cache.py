@@ -43,15 +43,19 @@ class KvCache:
         if batch_idx is not None:
             calls.check_tensors({"cache_batch_idx": batch_idx}, "(batch)")
         if k.stride(-1) != 1 or v.stride(-1) != 1:
-            raise ArgumentError("k_cache and v_cache need a contiguous last dimension: a copy would not be the cache")
+            raise ArgumentError(
+                f"k_cache has strides {k.stride()}, v_cache {v.stride()}; both need a contiguous last dimension, "
+                "since a copy would not be the cache: allocate them with the head dim last"
+            )
         if k.shape[:3] != v.shape[:3]:
             raise ArgumentError(
                 f"k_cache has shape {tuple(k.shape)}, v_cache {tuple(v.shape)}; they may only differ in the head dim"
             )
         if batch_idx is None:
-            whole = page_table is not None or _rows_apart(k, v) is not None
-            return cls(k, v, page_table if whole else _new_offsets(k.shape[0] - 1, 1, k.device)[:, None])
-        if checks.CHECKING:
+            if page_table is None and _rows_apart(k, v) is None:
+                page_table = torch.arange(k.shape[0], dtype=torch.int32, device=k.device)[:, None]
+            return cls(k, v, page_table)
+        if _are_checked():
             sequences, what = (k, "sequences in k_cache") if page_table is None else (page_table, "rows of page_table")
             checks.check_numbers("cache_batch_idx", batch_idx, sequences.shape[0], what)
         if page_table is None:
@@ -81,7 +85,7 @@ class KvCache:
         if offsets is None:
             offsets = even_offsets(k.shape[0], k.shape[1], k)
             k, v = k.flatten(0, 1), v.flatten(0, 1)
-        if checks.CHECKING:
+        if _are_checked():
             checks.check_new(k, offsets, lengths, self.room)
         if k.shape[0] and lengths.shape[0] and self.k.shape[0] and self.room:
             page, row, source, any_valid = self._places(k.shape[0], lengths, offsets)
@@ -98,8 +102,8 @@ class KvCache:
         for name, new, cache in (("k", k, self.k), ("v", v, self.v)):
             if new.dtype != cache.dtype:
                 raise TypeError(f"{name} has dtype {new.dtype}, and {name}_cache {cache.dtype}; they need the same")
-            if new.shape != (*rows, *cache.shape[2:]):
-                needed = (*rows, *cache.shape[2:])
+            needed = (*rows, *cache.shape[2:])
+            if new.shape != needed:
                 raise ArgumentError(f"{name} has shape {tuple(new.shape)}; it needs to be {needed}, {dimensions}")
         if offsets is not None and offsets.shape != (batch + 1,):
             raise ArgumentError(f"cu_seqlens_k_new has shape {tuple(offsets.shape)}; it needs to be {(batch + 1,)}")
@@ -149,17 +153,18 @@ class KvCache:
             return rows, begins, lengths
         return rows, begins + torch.nn.functional.pad(leftpad, (0, 1)), lengths - leftpad
 
-    def as_pages(self, table: Tensor, lengths: Tensor, leftpad: Tensor | None) -> tuple[Pair, Tensor, Tensor]:
-        """Pages of k and v, their table, and how many keys of each sequence there are.
+    def as_pages(self, lengths: Tensor, leftpad: Tensor | None) -> tuple[Pair, Tensor, Tensor]:
+        """Of a cache with a table: pages of k and v, a table of these, and how many keys of each sequence there are.
 
         Where keys begin within a page, by `leftpad`, each row is a page of its own.
         """
+        assert self.table is not None
         if leftpad is None:
-            return (self.k, self.v), table, lengths
-        if checks.CHECKING:  # a module sees rows, and none that is outside
-            checks.check_pages(self.k, table, lengths)
+            return (self.k, self.v), self.table, lengths
+        if _are_checked():  # a module sees rows, and none that is outside
+            checks.check_pages(self.k, self.table, lengths)
         (k, v), apart = self._as_rows()
-        sequence = torch.arange(table.shape[0], device=leftpad.device)[:, None]
+        sequence = torch.arange(self.table.shape[0], device=leftpad.device)[:, None]
         place = leftpad.long()[:, None] + torch.arange(self.room, device=leftpad.device)
         page, row = self._find(sequence, place)
         rows = page.clamp(0, max(0, self.k.shape[0] - 1)) * apart + row
@@ -177,6 +182,11 @@ class KvCache:
         total = max(0, (self.k.shape[0] - 1) * apart + self.k.shape[1])
         k, v = (x.as_strided((total, *x.shape[2:]), x.stride()[1:]) for x in (self.k, self.v))
         return (k, v), apart
+
+
+def _are_checked() -> bool:
+    """Whether lengths and tables are looked at; those of a model that is being traced have no values yet."""
+    return checks.CHECKING and not is_dynamo_compiling() and not calls.dispatch_modes()
 
 
 def _rows_apart(k: Tensor, v: Tensor) -> int | None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +17,7 @@ from types import ModuleType
 from typing import Any
 
 from fa3gen.base.errors import UserError
+from fa3gen.base.switches import turned_on
 from fa3gen.compile import compiler
 from fa3gen.compile.cache import CACHE_DIR_VARIABLE, cache_directory, cached_object
 from fa3gen.compile.loading import clean_argv, load_file
@@ -35,8 +35,8 @@ class NotCompiled(UserError, RuntimeError):
 
 
 def compiling_forbidden() -> bool:
-    """Whether $FA3GEN_NO_JIT asks for an error instead of a compilation; empty and 0 do not."""
-    return os.environ.get(NO_JIT_VARIABLE, "") not in ("", "0")
+    """Whether $FA3GEN_NO_JIT asks for an error instead of a compilation."""
+    return turned_on(NO_JIT_VARIABLE)
 
 
 @functools.cache

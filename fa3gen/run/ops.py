@@ -16,18 +16,8 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from fa3gen.design.family import TILE_ROWS, Family, Shape
-from fa3gen.design.workspace import Workspace
 from fa3gen.run import calls, dispatch, gpu
-from fa3gen.run.calls import (
-    Attention,
-    Returned,
-    Window,
-    dispatch_modes,
-    functorch_transforms,
-    named_scores,
-    need,
-    stretches,
-)
+from fa3gen.run.calls import Attention, Returned, Window, dispatch_modes, functorch_transforms, named_scores, stretches
 from fa3gen.run.dispatch import Choice, NotRendered, Size
 
 
@@ -53,8 +43,7 @@ def _explain(
     module is found; with `render`, one is rendered, and not yet compiled.
     """
     family, size = _asked(q, k, v, out, causal, window, sinks, softcap)
-    choose = functools.partial(dispatch.choose, family, size, lse=return_lse, workspace=Workspace.find())
-    return calls.or_rendered(choose, compiled=False) if render else choose()
+    return calls.explained(family, size, lse=return_lse, render=render)
 
 
 @calls.explained_by(_explain)
@@ -189,11 +178,6 @@ def _serving(
     return calls.found(key, family, size, lse=return_lse)
 
 
-def _rendered(q: Any, *asked: Any) -> Attention:
-    """As `_serving`; where no module serves the call, one is rendered."""
-    return calls.or_rendered(_serving, q, *asked, compiled=q.is_cuda)
-
-
 # Operators, for whatever looks at calls instead of making them
 
 _OPTIONS = (
@@ -241,7 +225,8 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     """`fa3gen::attention_forward`: O and LSE, which has no rows unless `return_lse`."""
     reach = None if window is None else tuple(window)
-    serving = (_rendered if render else _serving)(q, k, v, None, causal, reach, return_lse, sinks, softcap)
+    asked = q, k, v, None, causal, reach, return_lse, sinks, softcap
+    serving = calls.or_rendered(_serving, *asked, allowed=render, compiled=q.is_cuda)
     returned = serving(q, k, v, **named_scores(sinks, softcap), scale=scale, return_lse=return_lse)
     return returned if return_lse else (returned, _lse_like(q, False))
 
@@ -262,7 +247,8 @@ def _forward_out(
 ) -> Tensor:
     """`fa3gen::attention_forward_out`: writes O to `out` and returns LSE, which has no rows unless `return_lse`."""
     reach = None if window is None else tuple(window)
-    serving = (_rendered if render else _serving)(q, k, v, out, causal, reach, return_lse, sinks, softcap)
+    asked = q, k, v, out, causal, reach, return_lse, sinks, softcap
+    serving = calls.or_rendered(_serving, *asked, allowed=render, compiled=q.is_cuda)
     returned = serving(q, k, v, **named_scores(sinks, softcap), scale=scale, out=out, return_lse=return_lse)
     lse: Tensor = returned[1] if return_lse else _lse_like(q, False)
     return lse
@@ -301,7 +287,7 @@ def _forward_out_fake(
 ) -> Tensor:
     _check_shapes(q, k, v, out, causal, window, sinks, softcap)
     wanted = (*q.shape[:3], v.shape[3])
-    need(
+    calls.need(
         tuple(out.shape) == wanted,
         lambda: f"out has shape {tuple(out.shape)}; it needs to be {wanted}",
     )
@@ -327,11 +313,11 @@ def _check_shapes(
     """What can be wrong with tensors that have no memory, so that it shows when a model is traced."""
     _asked(q, k, v, out, causal, window, sinks, softcap)
     calls.need_sinks(sinks, q.shape[2])
-    need(
+    calls.need(
         k.shape[0] == q.shape[0] and k.shape[3] == q.shape[3],
         lambda: f"k has shape {tuple(k.shape)}, q {tuple(q.shape)}; they need the same batch and head dim",
     )
-    need(
+    calls.need(
         v.shape[:3] == k.shape[:3],
         lambda: f"v has shape {tuple(v.shape)}, k {tuple(k.shape)}; they may only differ in the head dim",
     )

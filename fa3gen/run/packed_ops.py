@@ -14,18 +14,8 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from fa3gen.design.family import TILE_ROWS, Family
-from fa3gen.design.workspace import Workspace
 from fa3gen.run import calls, checks, dispatch, gpu
-from fa3gen.run.calls import (
-    Attention,
-    Returned,
-    Window,
-    dispatch_modes,
-    functorch_transforms,
-    named_scores,
-    need,
-    stretches,
-)
+from fa3gen.run.calls import Attention, Returned, Window, dispatch_modes, functorch_transforms, named_scores, stretches
 from fa3gen.run.dispatch import ArgumentError, Choice, NotRendered, Size
 
 # Where keys lie: (cu_seqlens_k, page_table, seqused_k). What changes scores: (sinks, softcap).
@@ -63,8 +53,7 @@ def _explain(
     keys, scores = (cu_seqlens_k, page_table, seqused_k), (sinks, softcap)
     family = _family(q, k, v, cu_seqlens_q, keys, out, causal, window, scores)
     size = _size(q, v, cu_seqlens_q, page_table, max_seqlen_q, max_seqlen_k)
-    choose = functools.partial(dispatch.choose, family, size, lse=return_lse, workspace=Workspace.find())
-    return calls.or_rendered(choose, compiled=False) if render else choose()
+    return calls.explained(family, size, lse=return_lse, render=render)
 
 
 @calls.explained_by(_explain)
@@ -131,6 +120,7 @@ def attention_packed(
         TypeError, ValueError: An argument is of another type, dtype, device, shape, stride or alignment; or one
             requires grad in grad mode, since this is forward only.
     """
+    keys, scores = (cu_seqlens_k, page_table, seqused_k), (sinks, softcap)
     # Tensors on a GPU that nobody watches? Then nothing is lost by leaving the dispatcher out.
     if (
         is_dynamo_compiling()
@@ -140,22 +130,14 @@ def attention_packed(
     ):
         if not is_dynamo_compiling():
             # Its messages are better than those of a schema.
-            keys, scores = (cu_seqlens_k, page_table, seqused_k), (sinks, softcap)
             _family(q, k, v, cu_seqlens_q, keys, out, causal, window, scores)
-        options: dict[str, Any] = {
-            "page_table": page_table,
-            "max_seqlen_q": max_seqlen_q,
-            "max_seqlen_k": max_seqlen_k,
-            "causal": causal,
-            "window": window,
-            **named_scores(sinks, softcap),
-        }
-        options |= {"seqused_q": seqused_q, "seqused_k": seqused_k, "scale": scale, "return_lse": return_lse}
+        options: dict[str, Any] = {"page_table": page_table, "seqused_q": seqused_q, "seqused_k": seqused_k}
+        options |= {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k, "causal": causal, "window": window}
+        options |= {"scale": scale, "return_lse": return_lse, **named_scores(sinks, softcap)}
         options |= {"render": True} if render else {}
         return _by_operator(q, k, v, cu_seqlens_q, cu_seqlens_k, out, options)
     if window is not None and type(window) is not tuple:
         window = calls.window_tuple(window)
-    keys, scores = (cu_seqlens_k, page_table, seqused_k), (sinks, softcap)
     asked = q, k, v, cu_seqlens_q, keys, max_seqlen_q, max_seqlen_k, out, causal, window, scores, return_lse
     try:
         serving = _serving(*asked)
@@ -163,35 +145,16 @@ def attention_packed(
         calls.render(missing, allowed=render, compiled=True)
         serving = _serving(*asked)
     if checks.CHECKING:
-        used, longest = (seqused_q, seqused_k), (max_seqlen_q, max_seqlen_k)
-        _check(q, k, cu_seqlens_q, (cu_seqlens_k, page_table), used, longest)
+        _check(q, k, cu_seqlens_q, keys, seqused_q, (max_seqlen_q, max_seqlen_k))
     if sinks is not None or softcap is not None:
         serving = functools.partial(serving, **named_scores(sinks, softcap))
     if page_table is not None:
-        return serving(
-            q,
-            k,
-            v,
-            cu_seqlens_q,
-            page_table,
-            seqused_k,
-            seqused_q=seqused_q,
-            scale=scale,
-            out=out,
-            return_lse=return_lse,
-        )
-    return serving(
-        q,
-        k,
-        v,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        seqused_q=seqused_q,
-        seqused_k=seqused_k,
-        scale=scale,
-        out=out,
-        return_lse=return_lse,
-    )
+        if cu_seqlens_k is not None:
+            _family(q, k, v, cu_seqlens_q, keys, out, causal, window, scores)  # which refuses it
+        return serving(q, k, v, cu_seqlens_q, page_table, seqused_k, seqused_q=seqused_q, scale=scale, out=out,
+                       return_lse=return_lse)  # fmt: skip
+    return serving(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q=seqused_q, seqused_k=seqused_k, scale=scale, out=out,
+                   return_lse=return_lse)  # fmt: skip
 
 
 def _family(
@@ -293,19 +256,10 @@ def _serving(
     return calls.found(key, family, size, lse=return_lse)
 
 
-def _check(q: Any, k: Any, cu_seqlens_q: Any, where: tuple[Any, Any], used: Any, longest: Any) -> None:
-    """Have offsets, lengths and table looked at; `where` keys lie is cu_seqlens_k, or page_table."""
-    cu_seqlens_k, page_table = where
-    if page_table is None:
-        checks.check_packed(q, k, cu_seqlens_q, cu_seqlens_k, used=used, longest=longest)
-    else:
-        seqused_q, seqused_k = used
-        checks.check_paged(q, k, cu_seqlens_q, page_table, seqused_k, seqused_q=seqused_q, longest=longest)
-
-
-def _rendered(q: Any, *asked: Any) -> Attention:
-    """As `_serving`; where no module serves the call, one is rendered."""
-    return calls.or_rendered(_serving, q, *asked, compiled=q.is_cuda)
+def _check(q: Any, k: Any, cu_seqlens_q: Any, keys: Keys, seqused_q: Any, longest: tuple[Any, Any]) -> None:
+    """Have offsets, lengths and table looked at, for which the host waits."""
+    where = dict(zip(("cu_seqlens_k", "page_table", "seqused_k"), keys, strict=True))
+    checks.check_sequences(q, k, cu_seqlens_q, **where, seqused_q=seqused_q, longest=longest)
 
 
 # Operators, for whatever looks at calls instead of making them
@@ -344,13 +298,11 @@ def _packed(
     """`fa3gen::attention_packed`: O and LSE, which has no rows unless `return_lse`."""
     reach = None if window is None else tuple(window)
     keys = cu_seqlens_k, page_table, seqused_k
-    serving = (_rendered if render else _serving)(
-        *(q, k, v, cu_seqlens_q, keys, max_seqlen_q, max_seqlen_k, out),
-        *(causal, reach, (sinks, softcap), return_lse),
-    )
+    scores = sinks, softcap
+    asked = q, k, v, cu_seqlens_q, keys, max_seqlen_q, max_seqlen_k, out, causal, reach, scores, return_lse
+    serving = calls.or_rendered(_serving, *asked, allowed=render, compiled=q.is_cuda)
     if checks.CHECKING:
-        used, longest = (options.get("seqused_q"), seqused_k), (max_seqlen_q, max_seqlen_k)
-        _check(q, k, cu_seqlens_q, (cu_seqlens_k, page_table), used, longest)
+        _check(q, k, cu_seqlens_q, keys, options.get("seqused_q"), (max_seqlen_q, max_seqlen_k))
     options |= {"out": out, "return_lse": return_lse} | named_scores(sinks, softcap)
     if page_table is None:
         returned = serving(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k=seqused_k, **options)
@@ -385,11 +337,11 @@ def _packed_fake(
     keys, scores = (cu_seqlens_k, page_table, seqused_k), (sinks, softcap)
     _family(q, k, v, cu_seqlens_q, keys, out, causal, window, scores)
     calls.need_sinks(sinks, q.shape[1])
-    need(
+    calls.need(
         k.shape[-1] == q.shape[2],
         lambda: f"k has shape {tuple(k.shape)}, q {tuple(q.shape)}; they need the same head dim",
     )
-    need(
+    calls.need(
         v.shape[:-1] == k.shape[:-1],
         lambda: f"v has shape {tuple(v.shape)}, k {tuple(k.shape)}; they may only differ in the head dim",
     )
@@ -398,7 +350,7 @@ def _packed_fake(
     _need_rows("page_table", page_table, sequences)
     _need_rows("seqused_k", seqused_k, sequences)
     wanted = (*q.shape[:2], v.shape[-1])
-    need(
+    calls.need(
         out is None or tuple(out.shape) == wanted,
         lambda: f"out has shape {tuple(out.shape) if out is not None else None}; it needs to be {wanted}",
     )
@@ -408,7 +360,7 @@ def _packed_fake(
 def _need_rows(name: str, given: Tensor | None, count: int) -> None:
     if given is not None:
         needed = (count, *given.shape[1:])
-        need(given.shape[0] == count, lambda: f"{name} has shape {tuple(given.shape)}; it needs to be {needed}")
+        calls.need(given.shape[0] == count, lambda: f"{name} has shape {tuple(given.shape)}; it needs to be {needed}")
 
 
 def _packed_out_fake(q: Tensor, k: Tensor, v: Tensor, *offsets_and_out: Tensor, **options: Any) -> Tensor:

@@ -42,8 +42,11 @@ class PackedRunner(Runner):
 
     def _small(self, **changes: Any) -> PackedInputs:
         """Inputs for the checks: three sequences, one without queries; four query heads on two kv heads."""
+        return self._make(self._small_case(**changes))
+
+    def _small_case(self, **changes: Any) -> PackedCase:
         facts = {"lengths_q": LENGTHS_Q, "lengths_k": LENGTHS_K, "heads": (4, 2), "layout": "contiguous"}
-        return self._make(served(sequences("checks", "inputs of the checks", **{**facts, **changes}), self.spec))
+        return served(sequences("checks", "inputs of the checks", **{**facts, **changes}), self.spec)
 
     def _smallest(self) -> PackedInputs:
         return self._small(lengths_q=(5, 1), lengths_k=(9, 3), heads=(1, 1))

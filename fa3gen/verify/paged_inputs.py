@@ -19,7 +19,7 @@ from fa3gen.design.family import PagedShape
 from fa3gen.spec.model import Forward
 from fa3gen.verify import inputs, packed_inputs
 from fa3gen.verify.inputs import Part
-from fa3gen.verify.packed_inputs import INT_MAX, PackedCase, PackedInputs, sequences
+from fa3gen.verify.packed_inputs import INT_MAX, PackedCase, PackedInputs
 
 # How k and v lie: in tensors of their own; side by side, a page of each in turn; or heads before the rows of a page.
 Storage = Literal["apart", "interleaved", "heads_first"]
@@ -118,14 +118,17 @@ def in_pages(cases: Iterable[PackedCase], spec: Forward) -> Iterator[PagedCase]:
 
 def cpu_cases(spec: Forward) -> tuple[PagedCase, ...]:
     """The cases for the CPU model of sm_90a: those of packed sequences in pages, and a table that lies."""
-    told_true = [case for case in packed_inputs.cpu_cases(spec) if case.name != "lying"]
-    return (*in_pages(told_true, spec), lying(spec))
+    return _with_lies_of_pages(packed_inputs.cpu_cases(spec), spec)
 
 
 def gpu_cases(spec: Forward) -> tuple[PagedCase, ...]:
     """The cases for a GPU."""
-    told_true = [case for case in packed_inputs.gpu_cases(spec) if not case.name.startswith("lying")]
-    return (*in_pages(told_true, spec), lying(spec))
+    return _with_lies_of_pages(packed_inputs.gpu_cases(spec), spec)
+
+
+def _with_lies_of_pages(cases: Iterable[PackedCase], spec: Forward) -> tuple[PagedCase, ...]:
+    """The cases in pages; in place of the one whose offsets lie, one whose table does as well."""
+    return (*in_pages((case for case in cases if case.name != "lying"), spec), lying(spec))
 
 
 def lying(spec: Forward) -> PagedCase:
@@ -157,10 +160,9 @@ def make(spec: Forward, case: PagedCase, *, device: torch.device, seed: int) -> 
         table[:, ::2] = torch.randint(case.pages, table[:, ::2].shape, generator=draw)  # the others name no page
     else:
         lengths = case.lengths_k
-    numbers = {"dtype": torch.int32, "device": device}
     fields: dict[str, Any] = {**vars(made), "k": k, "v": v, "cu_seqlens_k": None}
-    fields["seqused_k"] = torch.tensor(lengths, **numbers)  # type: ignore[arg-type]
-    return PagedInputs(**fields, page_table=table.to(**numbers))  # type: ignore[call-overload]
+    fields["seqused_k"] = torch.tensor(lengths, dtype=torch.int32, device=device)
+    return PagedInputs(**fields, page_table=table.to(dtype=torch.int32, device=device))
 
 
 def _pages_of(case: PagedCase, made: PackedInputs, draw: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
@@ -182,6 +184,3 @@ def _pages_of(case: PagedCase, made: PackedInputs, draw: torch.Generator) -> tup
             pages[:, 0::2], pages[:, 1::2] = math.nan, math.inf
             pages[1::2, 0::2] = math.inf  # the first rows of every second page, which may have one row
     return k, v
-
-
-__all__ = ["PagedCase", "PagedInputs", "cpu_cases", "gpu_cases", "in_pages", "lying", "make", "sequences"]

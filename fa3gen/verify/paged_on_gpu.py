@@ -10,9 +10,9 @@ import torch
 
 from fa3gen.design import footprint
 from fa3gen.verify import paged_inputs
-from fa3gen.verify.inputs import Case, served
-from fa3gen.verify.packed_inputs import PackedInputs, sequences
-from fa3gen.verify.packed_on_gpu import LENGTHS_K, LENGTHS_Q, PackedRunner
+from fa3gen.verify.inputs import Case
+from fa3gen.verify.packed_inputs import PackedInputs
+from fa3gen.verify.packed_on_gpu import PackedRunner
 from fa3gen.verify.paged_inputs import PagedCase, PagedInputs
 
 
@@ -25,12 +25,10 @@ class PagedRunner(PackedRunner):
 
     # -- checks
 
-    def _small(self, **changes: Any) -> PagedInputs:
-        """Inputs for the checks, as of packed sequences; all pages hold ordinary numbers."""
-        facts = {"lengths_q": LENGTHS_Q, "lengths_k": LENGTHS_K, "heads": (4, 2), "layout": "contiguous"}
-        case = served(sequences("checks", "inputs of the checks", **{**facts, **changes}), self.spec)
-        (paged,) = paged_inputs.in_pages([case], self.spec)
-        return self._make(replace(paged, filled=True))
+    def _small_case(self, **changes: Any) -> PagedCase:
+        """As of packed sequences; all pages hold ordinary numbers."""
+        (paged,) = paged_inputs.in_pages([super()._small_case(**changes)], self.spec)
+        return replace(paged, filled=True)
 
     def _without(self, made: PackedInputs) -> list[tuple[str, dict[str, Any], int, bool]]:
         assert isinstance(made, PagedInputs) and made.seqused_k is not None

@@ -1,6 +1,6 @@
 """On a machine with a Hopper GPU: FlashAttention-3's functions by fa3gen's modules, called, compiled and captured.
 
-Packed calls take every row of the dispatch table for packed sequences, and what needs no row.
+Packed calls in bfloat16 take every row of the dispatch table for packed sequences, and what needs no row.
 """
 
 from __future__ import annotations

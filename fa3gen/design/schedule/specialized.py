@@ -46,14 +46,14 @@ def _produce_q_and_k(spec: Forward, drawing: str) -> Iterator[Step]:
     if footprint.packed_sequences(spec):
         yield step("cta", "wait_full", on="tile", note=f"the one that {drawing} has found")
     if footprint.keys_free_q(spec):
-        yield from _load_keys(spec, Q_K, "tile", "k", "of the first step")
+        yield from _load_keys(spec, Q_K, "tile")
         yield step("tile", "wait_read", on="k", ahead=-1)
         yield step("tile", "announce", "Q")
         yield step("tile", "load", "Q", "q", note="by TMA, in the place of the one before")
     else:
         yield step("tile", "wait_empty", on="q")
         yield step("tile", "load", "Q", "q", note="by TMA, when its place is free")
-    yield from _load_keys(spec, Q_K, "step", "k", "when a stage is free")
+    yield from _load_keys(spec, Q_K, "step")
     if footprint.packed_sequences(spec):
         yield step("end", "release", on="tile", note="K is on its way: it is time to draw")
         yield step("end", "wait_full", on="tile", note=f"the one that {drawing} has found")
@@ -66,11 +66,10 @@ def _produce_q_and_k(spec: Forward, drawing: str) -> Iterator[Step]:
     yield step("end", "fill", on="tile", note="tells all other warps which one it is")
 
 
-def _load_keys(spec: Forward, who: str, place: Place, ring: str, note: str) -> Iterator[Step]:
+def _load_keys(spec: Forward, who: str, place: Place) -> Iterator[Step]:
     """Copy a tile of K, or of V, into its ring."""
-    step, what = partial(Step, who, place), ring.upper()
-    if footprint.paged(spec):
-        note = "when free" if who == Q_K else "zeros behind all"
+    what = "V" if who == V else "K"
+    step, ring, note = partial(Step, who, place), what.lower(), _note_on_keys(spec, what, place)
     yield step("wait_empty", on=ring)
     if footprint.gathered(spec):
         yield step("load", what, ring, note=f"by cp.async, row by row, {note}")
@@ -81,6 +80,16 @@ def _load_keys(spec: Forward, who: str, place: Place, ring: str, note: str) -> I
         yield step("load", what, ring, note=f"by TMA, boxes of {footprint.page_rows(spec)} keys, {note}")
     else:
         yield step("load", what, ring, note=f"by TMA, {note}")
+
+
+def _note_on_keys(spec: Forward, what: str, place: Place) -> str:
+    """When a tile of K is loaded, or what V has behind the keys; in fewer words where pages are spoken of before."""
+    if footprint.paged(spec):
+        return "when free" if what == "K" else "zeros behind all"
+    if place == "tile":
+        return "of the first step"
+    zeros = "; behind the keys zeros" if what == "V" and footprint.packed_sequences(spec) else ""
+    return f"when a stage is free{zeros}"
 
 
 _FIND = (
@@ -94,8 +103,7 @@ _FIND = (
 
 def _produce_v(spec: Forward, drawing: str) -> Iterator[Step]:
     yield from _first(spec, V, drawing)
-    zeros = "; behind the keys zeros" if footprint.packed_sequences(spec) else ""
-    yield from _load_keys(spec, V, "step", "v", f"when a stage is free{zeros}")
+    yield from _load_keys(spec, V, "step")
     yield from _next(spec, V, drawing)
 
 
