@@ -8,9 +8,9 @@ schedule overlaps them; `fa3gen simulate` does.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar
 
 from fa3gen.design import footprint, tile_order, work
 from fa3gen.design.cta import cta_of
@@ -19,6 +19,7 @@ from fa3gen.hardware import hopper
 from fa3gen.hardware.chips import Chip
 from fa3gen.spec.model import Forward, GlobalHandoff, Spec
 
+Number = TypeVar("Number", int, float)
 Unit = Literal[
     "tensor cores",
     "exponentials",
@@ -148,24 +149,28 @@ def busiest_sm(spec: Forward, problem: Problem, sms: int) -> int:
 
     CTAs that share an SM are taken for one that does their tiles in turn: that is as long.
     """
-    of_head = [tiles.visited for tiles in problem.of_one_head]
     if isinstance(spec.handoff, GlobalHandoff):
         return -(-problem.visited // sms)  # a CTA for each step
-    if len(set(of_head)) <= 1:
-        steps, (waves, rest) = max(of_head, default=0), divmod(problem.tiles, sms)
+    different = {tiles.visited for of_head in problem.of_lengths.values() for tiles in of_head}
+    if len(different) <= 1:
+        steps, (waves, rest) = max(different, default=0), divmod(problem.tiles, sms)
         share = tile_order.tail_share(rest, steps, sms) if footprint.splits_tail(spec) else steps
         return waves * steps + share * (rest > 0)
-    ends = [0] * min(sms, problem.tiles)
-    for steps in _tile_order(spec, problem, of_head):
-        heapq.heapreplace(ends, ends[0] + steps)  # to the SM that is through first
-    return max(ends)
+    return max(dealt(problem.steps_in_order, sms))
 
 
-def _tile_order(spec: Forward, problem: Problem, of_head: Sequence[int]) -> list[int]:
-    """Steps of each tile of queries in the order in which they are taken."""
-    shape = problem.shape
-    order = tile_order.taken(spec, shape.seq_q, shape.seq_k, problem.heads // shape.batch, shape.batch)
-    return [of_head[entry.m_block] for entry in order]
+def dealt(lengths: Iterable[Number], places: int) -> list[Number]:
+    """When each place is through, where each takes the next tile, which is so long, as soon as it is through with one.
+
+    As counters deal them out, and free SMs take CTAs.
+    """
+    ends: list[Number] = []
+    for length in lengths:
+        if len(ends) < places:
+            heapq.heappush(ends, length)
+        else:
+            heapq.heapreplace(ends, ends[0] + length)
+    return ends
 
 
 def occupancy(spec: Spec, registers: int | None = None) -> Occupancy:

@@ -5,6 +5,7 @@ Imports neither torch nor cutlass.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
@@ -23,6 +24,7 @@ from fa3gen.spec.model import (
     WindowMask,
 )
 
+Lengths = tuple[int, int]  # queries and keys of one sequence
 TILE_ROWS = 128  # in which calls are counted; the tiles of a module may have fewer
 
 
@@ -41,6 +43,11 @@ class Shape:
     window: Window | None = None
 
     @property
+    def sequences(self) -> tuple[Lengths, ...]:
+        """Queries and keys of each batch entry, which has those of the others."""
+        return ((self.seq_q, self.seq_k),) * self.batch
+
+    @property
     def tiles(self) -> int:
         """Tiles of TILE_ROWS query rows of one head: how many SMs the call could fill."""
         return self.batch * self.heads_q * -(-self.seq_q // TILE_ROWS)
@@ -55,10 +62,15 @@ class Shape:
         pages = {"pages": self.batch, "page": self.seq_k, "most_pages": 1}
         return {**asdict(self), **totals, **pages, "offsets": self.batch + 1}
 
+    @property
+    def lengths_text(self) -> str:
+        """`4096 x 4096`: queries and keys of each."""
+        return f"{self.seq_q} x {self.seq_k}"
+
     def __str__(self) -> str:
         """`batch 4, 4096 x 4096, 16 heads`."""
         heads = heads_text(self.heads_q, self.heads_kv)
-        return f"batch {self.batch}, {self.seq_q} x {self.seq_k}, {heads} heads"
+        return f"batch {self.batch}, {self.lengths_text}, {heads} heads"
 
 
 @dataclass(frozen=True)
@@ -70,6 +82,11 @@ class PackedShape:
     heads_q: int
     heads_kv: int
     window: Window | None = None
+
+    @property
+    def sequences(self) -> tuple[Lengths, ...]:
+        """Queries and keys of each."""
+        return tuple(zip(self.lengths_q, self.lengths_k, strict=True))
 
     @property
     def batch(self) -> int:
@@ -94,11 +111,15 @@ class PackedShape:
             "heads_kv": self.heads_kv,
         }
 
+    @property
+    def lengths_text(self) -> str:
+        """`16384 x 16384`: queries and keys of all."""
+        return f"{sum(self.lengths_q)} x {sum(self.lengths_k)}"
+
     def __str__(self) -> str:
         """`58 sequences, 16384 x 16384, 32/8 heads`."""
         heads = heads_text(self.heads_q, self.heads_kv)
-        rows = f"{sum(self.lengths_q)} x {sum(self.lengths_k)}"
-        return f"{counted(self.batch, 'sequence')}, {rows}, {heads} heads"
+        return f"{counted(self.batch, 'sequence')}, {self.lengths_text}, {heads} heads"
 
 
 @dataclass(frozen=True)
@@ -196,12 +217,10 @@ class Family(NamedTuple):
 
     def flops(self, shape: Shape | PackedShape) -> float:
         """FLOPs of both products, as the literature counts them: see `counted_pairs`."""
-        mask = of_call(self.mask, shape.window)
-        if isinstance(shape, PackedShape):
-            lengths = zip(shape.lengths_q, shape.lengths_k, strict=True)
-            pairs = sum(counted_pairs(mask, seq_q=seq_q, seq_k=seq_k) for seq_q, seq_k in lengths)
-        else:
-            pairs = counted_pairs(mask, seq_q=shape.seq_q, seq_k=shape.seq_k) * shape.batch
+        mask, sequences = of_call(self.mask, shape.window), Counter(shape.sequences)
+        pairs = sum(
+            count * counted_pairs(mask, seq_q=seq_q, seq_k=seq_k) for (seq_q, seq_k), count in sequences.items()
+        )
         return products_flops(self.head_dim, self.head_dim_v, pairs * shape.heads_q)
 
 

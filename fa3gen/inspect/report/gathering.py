@@ -39,9 +39,13 @@ STAGES = range(1, 7)
 
 @dataclass(frozen=True)
 class Run:
-    """One CTA on the CPU model: the trace document, see `fa3gen.cpu.trace_files`, or why there is none."""
+    """One CTA on the CPU model: the trace document, see `fa3gen.cpu.trace_files`, and of which call in words.
+
+    Or why there is none.
+    """
 
     trace: dict[str, Any] | None
+    of: str = ""
     problem: str = ""
 
 
@@ -157,7 +161,7 @@ def _on_cpu_model(workspace: Workspace, variant: Variant[Forward], compiled: Com
         kernel = CpuKernel(compiled)
         return _traced(workspace, variant, kernel), numerics.on_cpu_model(variant, kernel)
     except (OutsideModel, PtxError) as error:
-        return Run(None, str(error)), Card("CPU model of sm_90a", False, (), str(error))
+        return Run(None, problem=str(error)), Card("CPU model of sm_90a", False, (), str(error))
 
 
 def _traced(workspace: Workspace, variant: Variant[Forward], kernel: CpuKernel) -> Run:
@@ -165,15 +169,16 @@ def _traced(workspace: Workspace, variant: Variant[Forward], kernel: CpuKernel) 
     from fa3gen.cpu.schedule import Schedule
     from fa3gen.cpu.trace import Trace
     from fa3gen.cpu.trace_files import Source, document
-    from fa3gen.inspect.tracing import busiest, default_problem, run_kernel
+    from fa3gen.inspect.tracing import Problem, busiest, default_shape, run_kernel
 
     path, trace, schedule = workspace.module_path(variant.stem), Trace(), Schedule("warp")
-    problem = default_problem(variant.spec)
-    ctas = [(busiest(variant.spec, problem), 0, 0)]
+    problem = Problem(default_shape(variant.spec))
+    ctas = [(busiest(variant.spec, problem.shape), 0, 0)]
     hazard = run_kernel(kernel, variant, problem, ctas, schedule, trace)
     source = Source(
         variant.stem, workspace.shown(path).as_posix(), str(path.resolve()), path.read_text(encoding="utf-8")
     )
     places = SharedPlaces.of(variant.spec)
     report = None if hazard is None else str(hazard)
-    return Run(document(trace, source, places, problem=vars(problem), schedule=str(schedule), report=report))
+    facts = problem.facts(variant.spec)
+    return Run(document(trace, source, places, problem=facts, schedule=str(schedule), report=report), str(problem))

@@ -163,8 +163,7 @@ def _taking(report: Report) -> Markup | None:
     spec = report.variant.spec
     if not tiles.tiled(spec):
         return None
-    seq_q, seq_k = tiles.examples(spec)[0]
-    return pictures.taking_order(spec, seq_q, seq_k, ORDER_HEADS)
+    return pictures.taking_order(spec, tiles.example_call(spec, ORDER_HEADS))
 
 
 def _lines(report: Report, by_line: dict[int, LineFacts]) -> list[Line]:

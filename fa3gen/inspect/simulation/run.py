@@ -187,7 +187,7 @@ def predict(
     lengths.
     """
     spec = problem.spec
-    lengths = {tiles.visited for tiles in problem.of_one_head}
+    lengths = {tiles.visited for of_head in problem.of_lengths.values() for tiles in of_head}
     if len(lengths) != 1:
         raise UserError("tiles of queries of different lengths are not predicted; ask for a spec without a mask")
     [length] = lengths
