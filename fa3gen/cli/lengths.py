@@ -46,7 +46,7 @@ def call_of(
     """
     from fa3gen.base.errors import UserError
     from fa3gen.design import footprint
-    from fa3gen.inspect.tracing import call_of_lengths
+    from fa3gen.design.family import call_of_lengths
 
     least = footprint.page_rows(spec)
     if page is not None and (least is None or page % least):

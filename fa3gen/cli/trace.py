@@ -149,7 +149,7 @@ def _trace_one(workspace: Workspace, variant: Variant[Forward], request: Request
             write_text(file, json.dumps(content, separators=(",", ":")) + "\n")
     except OSError as error:
         raise UserError(f"cannot write to {request.directory}: {error.strerror}; choose another --output") from None
-    _show(console, written, str(problem), list(files))
+    _show(console, written, problem.shape.in_full, list(files))
     return hazard
 
 

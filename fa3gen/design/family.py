@@ -25,6 +25,8 @@ from fa3gen.spec.model import (
 )
 
 Lengths = tuple[int, int]  # queries and keys of one sequence
+ODD_PAGE = 24  # rows of a page where nobody says how many, and any number will do
+NAMED = 8  # sequences whose lengths are said one by one
 TILE_ROWS = 128  # in which calls are counted; the tiles of a module may have fewer
 
 
@@ -66,6 +68,11 @@ class Shape:
     def lengths_text(self) -> str:
         """`4096 x 4096`: queries and keys of each."""
         return f"{self.seq_q} x {self.seq_k}"
+
+    @property
+    def in_full(self) -> str:
+        """All that there is to say, as in `__str__`."""
+        return str(self)
 
     def __str__(self) -> str:
         """`batch 4, 4096 x 4096, 16 heads`."""
@@ -116,6 +123,13 @@ class PackedShape:
         """`16384 x 16384`: queries and keys of all."""
         return f"{sum(self.lengths_q)} x {sum(self.lengths_k)}"
 
+    @property
+    def in_full(self) -> str:
+        """`3 sequences, 304 x 618, 1 heads: 240 x 554, 0 x 0, 64 x 64`; of many the first ones."""
+        first = [f"{seq_q} x {seq_k}" for seq_q, seq_k in self.sequences[:NAMED]]
+        more = ["and so on"] * (self.batch > NAMED)
+        return f"{self}: {', '.join([*first, *more])}"
+
     def __str__(self) -> str:
         """`58 sequences, 16384 x 16384, 32/8 heads`."""
         heads = heads_text(self.heads_q, self.heads_kv)
@@ -137,6 +151,21 @@ class PagedShape(PackedShape):
     def __str__(self) -> str:
         """`58 sequences, 16384 x 16384, 32/8 heads, pages of 16`."""
         return f"{super().__str__()}, pages of {self.page}"
+
+
+def call_of_lengths(
+    spec: Forward,
+    lengths_q: tuple[int, ...],
+    lengths_k: tuple[int, ...],
+    *,
+    heads: tuple[int, int],
+    page: int | None = None,
+) -> PackedShape:
+    """A call of a module on sequences of these lengths. With pages these have `page` rows, or as few as it takes."""
+    least = page_rows(spec)
+    if least is None:
+        return PackedShape(lengths_q, lengths_k, *heads)
+    return PagedShape(lengths_q, lengths_k, *heads, page=page or (least if least > 1 else ODD_PAGE))
 
 
 class Family(NamedTuple):

@@ -19,7 +19,7 @@ from fa3gen.cpu.launch import Index
 from fa3gen.cpu.schedule import Schedule
 from fa3gen.cpu.trace import Trace
 from fa3gen.design import footprint, work
-from fa3gen.design.family import PackedShape, PagedShape, Shape
+from fa3gen.design.family import PackedShape, PagedShape, Shape, call_of_lengths
 from fa3gen.design.masks import given_with_calls, reach
 from fa3gen.design.operation import Scratch, Tensor, operation_of
 from fa3gen.design.tile_order import positions
@@ -32,8 +32,6 @@ from fa3gen.verify.paged_inputs import PagedCase
 from fa3gen.verify.reference import Attention
 
 LAPS = 2  # times that the default number of keys goes round the ring, and one tile more
-NAMED = 8  # sequences whose lengths are said
-ODD_PAGE = 24  # rows of a page where any number will do
 
 
 @dataclass(frozen=True)
@@ -49,14 +47,6 @@ class Problem:
         facts = {name: list(value) if isinstance(value, tuple) else value for name, value in extents.items()}
         return {**facts, "head_dim": spec.problem.head_dim, "seed": self.seed}
 
-    def __str__(self) -> str:
-        """`batch 1, 128 x 320, 1 heads`, or `3 sequences, 304 x 618, 1 heads: 240 x 554, 0 x 0, 64 x 64`."""
-        if isinstance(self.shape, Shape):
-            return str(self.shape)
-        first = [f"{seq_q} x {seq_k}" for seq_q, seq_k in self.shape.sequences[:NAMED]]
-        more = ["and so on"] * (self.shape.batch > NAMED)
-        return f"{self.shape}: {', '.join([*first, *more])}"
-
 
 def default_shape(spec: Forward) -> Shape | PackedShape:
     """One tile of queries, of a persistent kernel two, and enough keys to go round every ring.
@@ -70,21 +60,6 @@ def default_shape(spec: Forward) -> Shape | PackedShape:
         return Shape(1, tiles * m, (LAPS * stages + 1) * n, heads_q=pack, heads_kv=1)
     lengths = (m + m // 4, 0, m // 3), ((stages + 1) * n + n // 3, 0, n // 2)
     return call_of_lengths(spec, *lengths, heads=(pack, 1))
-
-
-def call_of_lengths(
-    spec: Forward,
-    lengths_q: tuple[int, ...],
-    lengths_k: tuple[int, ...],
-    *,
-    heads: tuple[int, int],
-    page: int | None = None,
-) -> PackedShape:
-    """A call on sequences of these lengths, with pages of `page` rows where the module has pages."""
-    least = footprint.page_rows(spec)
-    if least is None:
-        return PackedShape(lengths_q, lengths_k, *heads)
-    return PagedShape(lengths_q, lengths_k, *heads, page=page or (least if least > 1 else ODD_PAGE))
 
 
 def busiest(spec: Forward, shape: Shape | PackedShape) -> int:

@@ -22,7 +22,7 @@ from fa3gen.cpu.schedule import FAST, Schedule, schedules
 from fa3gen.cpu.trace import CtaTrace, Event, Trace
 from fa3gen.cpu.trace_files import SCHEMA, Source, document, perfetto
 from fa3gen.design import footprint
-from fa3gen.design.family import Shape
+from fa3gen.design.family import Shape, call_of_lengths
 from fa3gen.design.workspace import Workspace
 from fa3gen.generate.plan import Plan, make_plan
 from fa3gen.hardware import hopper
@@ -489,7 +489,7 @@ def run_of(stem: str) -> list[Event]:
     """What happened in the only CTA of a module of head dim 64, as compiled for other tests: without line numbers."""
     trace, kernel, (found,) = Trace(), CpuKernel(cached_compile(WORKSPACE.module_path(stem))), WORKSPACE.resolve(stem)
     assert isinstance(found.spec, Forward)
-    problem = tracing.Problem(tracing.call_of_lengths(found.spec, *LENGTHS, heads=(1, 1)))
+    problem = tracing.Problem(call_of_lengths(found.spec, *LENGTHS, heads=(1, 1)))
     assert tracing.run_kernel(kernel, found, problem, [(0, 0, 0)], BY_WARP, trace) is None
     assert problem.facts(found.spec)["lengths_k"] == [150, 0, 129]
     return trace.ctas[0].events

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fa3gen.base import files
-from fa3gen.design.family import Shape
+from fa3gen.design import footprint
+from fa3gen.design.family import PackedShape, Shape, call_of_lengths
 from fa3gen.design.work import default_heads
 from fa3gen.design.workspace import Workspace
 from fa3gen.hardware import chips
@@ -18,6 +19,7 @@ from fa3gen.inspect.report import numerics, speeds, tiles
 from fa3gen.inspect.report.listing import Listing, make_listing
 from fa3gen.inspect.report.numerics import Card
 from fa3gen.inspect.report.speeds import Ladder, Panel
+from fa3gen.measure.packed_cells import LENGTHS, PAGED_LENGTHS
 from fa3gen.records import evidence
 from fa3gen.spec.model import Forward
 
@@ -64,6 +66,7 @@ class Simulated:
 class Report:
     """One module, all that is known of it. `file` and `source_file` are paths as people write them.
 
+    `shape_names` are those of the explanation's problems, '' where lengths have none.
     `as_rendered`: the file is what its spec renders to; otherwise it was edited by hand, or spec or templates have
     changed since.
     """
@@ -75,6 +78,7 @@ class Report:
     as_rendered: bool
     sha256: str
     explanation: Explanation
+    shape_names: tuple[str, ...]
     compiled: Compiled
     census: Census
     facts: tuple[Row, ...]
@@ -111,6 +115,7 @@ def gather(workspace: Workspace, variant: Variant[Forward]) -> Report:
     state, record = evidence.status(workspace, variant.stem)
     source = path.read_text(encoding="utf-8")
     run, on_cpu = _on_cpu_model(workspace, variant, compiled)
+    shapes = _shapes(variant.spec)
     return Report(
         variant=variant,
         file=workspace.shown(path).as_posix(),
@@ -118,7 +123,8 @@ def gather(workspace: Workspace, variant: Variant[Forward]) -> Report:
         source=source,
         as_rendered=render_variant(variant, workspace, formatted=[source]) == source,
         sha256=files.sha256(path),
-        explanation=explanation.explain(variant, _shapes(variant), chips.select(None), census.registers),
+        explanation=explanation.explain(variant, [shape for _, shape in shapes], chips.select(None), census.registers),
+        shape_names=tuple(name for name, _ in shapes),
         compiled=compiled,
         census=census,
         facts=tuple(counting.rows(census, make_plan(variant).expectation)),
@@ -134,9 +140,13 @@ def gather(workspace: Workspace, variant: Variant[Forward]) -> Report:
     )
 
 
-def _shapes(variant: Variant[Forward]) -> list[Shape]:
-    heads, heads_kv = default_heads(variant.spec)
-    return [Shape(max(1, TOKENS // length), length, length, heads, heads_kv) for length in SEQ_LENS]
+def _shapes(spec: Forward) -> list[tuple[str, Shape | PackedShape]]:
+    """Calls that ceilings are computed for, with the name of their lengths where these have one."""
+    heads = default_heads(spec)
+    if not footprint.packed_sequences(spec):
+        return [("", Shape(max(1, TOKENS // length), length, length, *heads)) for length in SEQ_LENS]
+    lists = PAGED_LENGTHS if footprint.paged(spec) else {name: (rows, rows) for name, rows in LENGTHS.items()}
+    return [(name, call_of_lengths(spec, *lengths, heads=heads)) for name, lengths in lists.items()]
 
 
 def _simulated(variant: Variant[Forward], registers: int) -> Simulated | None:
@@ -181,4 +191,6 @@ def _traced(workspace: Workspace, variant: Variant[Forward], kernel: CpuKernel) 
     places = SharedPlaces.of(variant.spec)
     report = None if hazard is None else str(hazard)
     facts = problem.facts(variant.spec)
-    return Run(document(trace, source, places, problem=facts, schedule=str(schedule), report=report), str(problem))
+    return Run(
+        document(trace, source, places, problem=facts, schedule=str(schedule), report=report), problem.shape.in_full
+    )
