@@ -8,7 +8,7 @@ schedule overlaps them; `fa3gen simulate` does.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
@@ -19,7 +19,7 @@ from fa3gen.hardware import hopper
 from fa3gen.hardware.chips import Chip
 from fa3gen.spec.model import Forward, GlobalHandoff, Spec
 
-Number = TypeVar("Number", int, float)
+T = TypeVar("T", bound=float)
 Unit = Literal[
     "tensor cores",
     "exponentials",
@@ -127,7 +127,7 @@ def of_problem(problem: Problem, chip: Chip, occupancy: Occupancy) -> ProblemCei
     busiest = busiest_sm(spec, problem, chip.sms)
     cycles = busiest * ceiling.binding.cycles
     seconds, by_hbm = cycles / chip.clock_hz.value, problem.hbm_bytes / chip.hbm.value
-    places = chip.sms * (1 if footprint.persistent(spec) else occupancy.ctas)
+    places = chip.sms * occupancy.ctas
     longest = max(seconds, by_hbm)
     return ProblemCeiling(
         chip=chip,
@@ -156,21 +156,25 @@ def busiest_sm(spec: Forward, problem: Problem, sms: int) -> int:
         steps, (waves, rest) = max(different, default=0), divmod(problem.tiles, sms)
         share = tile_order.tail_share(rest, steps, sms) if footprint.splits_tail(spec) else steps
         return waves * steps + share * (rest > 0)
-    return max(dealt(problem.steps_in_order, sms))
+    return max(sum(tiles) for tiles in dealt(problem.steps_in_order, sms))
 
 
-def dealt(lengths: Iterable[Number], places: int) -> list[Number]:
-    """When each place is through, where each takes the next tile, which is so long, as soon as it is through with one.
+def dealt(tiles: Iterable[T], places: int, length: Callable[[T], float] = float) -> list[list[T]]:
+    """The tiles that each place takes, where it takes the next one as soon as it is through with one: places in use.
 
-    As counters deal them out, and free SMs take CTAs.
+    As counters deal them out, and free SMs take CTAs. `length` says how long a tile takes behind another.
     """
-    ends: list[Number] = []
-    for length in lengths:
-        if len(ends) < places:
-            heapq.heappush(ends, length)
+    taken: list[list[T]] = []
+    ends: list[tuple[float, int]] = []
+    for tile in tiles:
+        if len(taken) < places:
+            heapq.heappush(ends, (length(tile), len(taken)))
+            taken.append([tile])
         else:
-            heapq.heapreplace(ends, ends[0] + length)
-    return ends
+            end, place = ends[0]
+            taken[place].append(tile)
+            heapq.heapreplace(ends, (end + length(tile), place))
+    return taken
 
 
 def occupancy(spec: Spec, registers: int | None = None) -> Occupancy:
@@ -183,8 +187,8 @@ def occupancy(spec: Spec, registers: int | None = None) -> Occupancy:
         "threads": THREADS_PER_SM // cta.threads,
         "CTAs": CTAS_PER_SM,
     }
-    if cta.persistent:
-        allowed["launch: one per SM"] = 1
+    if cta.launched_per_sm is not None:
+        allowed[f"launch: {cta.launched_per_sm} per SM"] = cta.launched_per_sm
     return Occupancy(per_thread, registers is not None, tuple(allowed.items()))
 
 

@@ -5,13 +5,14 @@ Compiling and the CPU model take the time: some 10 seconds where the compile cac
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from fa3gen.base import files
 from fa3gen.design import footprint
 from fa3gen.design.family import PackedShape, Shape, call_of_lengths
-from fa3gen.design.work import default_heads
+from fa3gen.design.work import Problem, default_heads
 from fa3gen.design.workspace import Workspace
 from fa3gen.hardware import chips
 from fa3gen.inspect import explanation, simulation
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from fa3gen.cpu.kernel import CpuKernel
     from fa3gen.hardware.chips import Chip
     from fa3gen.inspect.explanation import Explanation
-    from fa3gen.inspect.simulation import Simulation, StageRow, Times
+    from fa3gen.inspect.simulation import Dealt, Simulation, StageRow, Times
     from fa3gen.records.evidence import Record, Status
     from fa3gen.spec.specfile import Variant
 
@@ -37,6 +38,7 @@ SEQ_LENS = (1024, 4096, 16384)  # of the ceilings; 16,384 tokens in all
 TOKENS = 16384
 CHIP = "h200"  # that is simulated
 STAGES = range(1, 7)
+SHOWN_TILES = 24  # of keys, in the picture of a CTA whose tiles of queries differ
 
 
 @dataclass(frozen=True)
@@ -53,13 +55,17 @@ class Run:
 
 @dataclass(frozen=True)
 class Simulated:
-    """The pipeline simulation of one SM, drawn, and its prediction for other numbers of stages."""
+    """The pipeline simulation of one SM, drawn, and its prediction for other numbers of stages.
+
+    `dealt` are calls on packed sequences by the name of their lengths; the picture is of the first CTA of the first.
+    """
 
     picture: str
     chip: Chip
     times: Times
     simulation: Simulation
     stages: tuple[StageRow, ...]
+    dealt: tuple[tuple[str, Dealt], ...]
 
 
 @dataclass(frozen=True)
@@ -129,7 +135,7 @@ def gather(workspace: Workspace, variant: Variant[Forward]) -> Report:
         census=census,
         facts=tuple(counting.rows(census, make_plan(variant).expectation)),
         listing=make_listing(path, compiled),
-        simulated=_simulated(variant, census.registers),
+        simulated=_simulated(variant, census.registers, shapes),
         run=run,
         on_gpu=numerics.from_evidence(workspace, variant),
         on_cpu=on_cpu,
@@ -149,16 +155,26 @@ def _shapes(spec: Forward) -> list[tuple[str, Shape | PackedShape]]:
     return [(name, call_of_lengths(spec, *lengths, heads=heads)) for name, lengths in lists.items()]
 
 
-def _simulated(variant: Variant[Forward], registers: int) -> Simulated | None:
+def _simulated(
+    variant: Variant[Forward], registers: int, shapes: Sequence[tuple[str, Shape | PackedShape]]
+) -> Simulated | None:
     """None for a module without a pipeline."""
     spec, [chip] = variant.spec, chips.select([CHIP])
     if not tiles.tiled(spec):
         return None
     times = simulation.times_of(spec, chip)
-    result = simulation.simulate(spec, times, simulation.settings_of(spec, registers=registers))
+    settings = simulation.settings_of(spec, registers=registers)
+    dealt = tuple(
+        (name, simulation.deal(Problem(spec, shape), times, chip, registers))
+        for name, shape in shapes
+        if isinstance(shape, PackedShape)
+    )
+    if dealt:
+        settings = replace(settings, tiles=dealt[0][1].first_tiles(SHOWN_TILES))
+    result = simulation.simulate(spec, times, settings)
     stages = simulation.sweep(spec, times, STAGES, registers=registers)
     title = f"{variant.stem}: one SM of {chip.name}, simulated"
-    return Simulated(simulation.svg(result, title), chip, times, result, stages)
+    return Simulated(simulation.svg(result, title), chip, times, result, stages, dealt)
 
 
 def _on_cpu_model(workspace: Workspace, variant: Variant[Forward], compiled: Compiled) -> tuple[Run, Card]:
@@ -179,12 +195,12 @@ def _traced(workspace: Workspace, variant: Variant[Forward], kernel: CpuKernel) 
     from fa3gen.cpu.schedule import Schedule
     from fa3gen.cpu.trace import Trace
     from fa3gen.cpu.trace_files import Source, document
-    from fa3gen.inspect.tracing import Problem, busiest, default_shape, run_kernel
+    from fa3gen.inspect import tracing
 
     path, trace, schedule = workspace.module_path(variant.stem), Trace(), Schedule("warp")
-    problem = Problem(default_shape(variant.spec))
-    ctas = [(busiest(variant.spec, problem.shape), 0, 0)]
-    hazard = run_kernel(kernel, variant, problem, ctas, schedule, trace)
+    problem = tracing.Problem(tracing.default_shape(variant.spec))
+    ctas = [(tracing.busiest(variant.spec, problem.shape), 0, 0)]
+    hazard = tracing.run_kernel(kernel, variant, problem, ctas, schedule, trace)
     source = Source(
         variant.stem, workspace.shown(path).as_posix(), str(path.resolve()), path.read_text(encoding="utf-8")
     )
