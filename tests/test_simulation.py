@@ -460,7 +460,7 @@ def test_rows_of_pages_take_a_warps_instructions() -> None:
 def test_measured_cells_are_those_of_the_records() -> None:
     """And `spread` says how far apart they are, list by list."""
     [variant] = attention_only(CHECKOUT.resolve("fwd_packed_d128_causal"), "the test")
-    found = list(comparison.cells(CHECKOUT, [variant], even=False))
+    found = list(comparison.cells(CHECKOUT, [variant]))
     records = [
         record
         for record in packed_records.load_all(CHECKOUT)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from fa3gen.design import footprint
 from fa3gen.design.family import PackedShape, Shape
@@ -44,7 +44,7 @@ def taken(spec: Forward, shape: Shape | PackedShape) -> Iterator[Taken]:
     before = 0
     for sequence, (seq_q, seq_k) in enumerate(shape.sequences):
         for entry in _of_batch(spec, seq_q, seq_k, heads, 1):
-            yield replace(entry, number=before + entry.number, batch=sequence)
+            yield Taken(before + entry.number, entry.m_block, entry.head, sequence)
         before += -(-seq_q // positions(spec)) * heads
 
 

@@ -64,6 +64,11 @@ class _Call:
     shape: Shape | PackedShape
     measured: float | None
 
+    @property
+    def page(self) -> int | None:
+        """Rows of a page; None where there are none."""
+        return self.shape.page if isinstance(self.shape, PagedShape) else None
+
 
 def _calls(workspace: Workspace, variant: Variant[Forward]) -> Iterator[_Call]:
     """Dense modules at each length of the records, others in the packed cells that they were measured in."""
@@ -80,22 +85,27 @@ def _calls(workspace: Workspace, variant: Variant[Forward]) -> Iterator[_Call]:
                 yield _Call(packed.problem.lengths, packed.problem.shape, result.tflops if present else None)
 
 
-def cells(workspace: Workspace, variants: Iterable[Variant[Forward]], *, even: bool = True) -> Iterator[Cell]:
-    """What was measured of these modules, with its predictions; without `even` both are those of oldest first."""
-    chip = chips.H200
+def cells(workspace: Workspace, variants: Iterable[Variant[Forward]]) -> Iterator[Cell]:
+    """What was measured of these modules, with its predictions."""
     for variant in variants:
-        spec = variant.spec
-        registers, times = evidence.compiled_registers(workspace, variant.stem), simulation.times_of(spec, chip)
-        ctas = simulation.settings_of(spec, registers=registers).ctas
-        for call in _calls(workspace, variant):
-            problem, shape = Problem(spec, call.shape), call.shape
-            oldest = simulation.predict(problem, times, chip, registers)
-            # Without products on the tensor cores there is nothing to arbitrate.
-            arbitrated = even and times.qk.tensor
-            evenly = simulation.predict(problem, times, chip, registers, "even") if arbitrated else oldest
-            page = shape.page if isinstance(shape, PagedShape) else None
-            heads = heads_text(shape.heads_q, shape.heads_kv)
-            yield Cell(variant.stem, call.name, heads, page, ctas, evenly, oldest, call.measured)
+        yield from _predicted(workspace, variant, _calls(workspace, variant), even=True)
+
+
+def _predicted(
+    workspace: Workspace, variant: Variant[Forward], calls: Iterable[_Call], *, even: bool
+) -> Iterator[Cell]:
+    """Without `even` both predictions are those of the oldest product first."""
+    spec, chip = variant.spec, chips.H200
+    registers, times = evidence.compiled_registers(workspace, variant.stem), simulation.times_of(spec, chip)
+    ctas = simulation.settings_of(spec, registers=registers).ctas
+    for call in calls:
+        problem = Problem(spec, call.shape)
+        oldest = simulation.predict(problem, times, chip, registers)
+        # Without products on the tensor cores there is nothing to arbitrate.
+        arbitrated = even and times.qk.tensor
+        evenly = simulation.predict(problem, times, chip, registers, "even") if arbitrated else oldest
+        heads = heads_text(call.shape.heads_q, call.shape.heads_kv)
+        yield Cell(variant.stem, call.name, heads, call.page, ctas, evenly, oldest, call.measured)
 
 
 def ladder_cells(workspace: Workspace) -> list[Cell]:
@@ -104,10 +114,14 @@ def ladder_cells(workspace: Workspace) -> list[Cell]:
     return list(cells(workspace, [each for each in variants if isinstance(each.spec.mask, NoMask)]))
 
 
-def packed_cells(workspace: Workspace) -> list[Cell]:
-    """The modules of PACKED at each list of lengths, in pages of SHOWN_PAGE, with products served oldest first."""
-    variants = attention_only((found for name in PACKED for found in workspace.resolve(name)), "the simulator")
-    return [cell for cell in cells(workspace, variants, even=False) if cell.page in (None, SHOWN_PAGE)]
+def packed_cells(workspace: Workspace) -> Iterator[Cell]:
+    """The modules of PACKED with products served oldest first, at each list of lengths, with the fewest heads that were
+    measured, and in pages of SHOWN_PAGE."""
+    for variant in attention_only((found for name in PACKED for found in workspace.resolve(name)), "the simulator"):
+        calls = [call for call in _calls(workspace, variant) if call.page in (None, SHOWN_PAGE)]
+        fewest = min((call.shape.heads_q for call in calls), default=0)
+        shown = [call for call in calls if call.shape.heads_q == fewest]
+        yield from _predicted(workspace, variant, shown, even=False)
 
 
 def comparison_table(found: Sequence[Cell]) -> str:
@@ -217,7 +231,7 @@ def _markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def blocks(workspace: Workspace) -> dict[str, str]:
     """Name -> text of each part of the document that this module makes."""
     found = ladder_cells(workspace)
-    packed = packed_cells(workspace)
+    packed = list(packed_cells(workspace))
     table = comparison_table(found) + (f"\n{missing}" if (missing := unmeasured(workspace, found)) else "")
     return {
         **{"comparison": table, "summary": summary(found), "stages": stages_table(workspace)},

@@ -17,7 +17,7 @@ from fa3gen.inspect.simulation.results import Simulation
 from fa3gen.inspect.simulation.times import UNITS, Times, Unit, groups
 from fa3gen.spec.model import CpAsyncLoad, Forward, TmaLoad
 
-SAMPLE = 16  # tiles of keys that a prediction simulates
+SAMPLES = (1, 2, 3, 4, 6, 8, 12, 16)  # tiles of keys that a prediction simulates
 
 
 @dataclass(frozen=True)
@@ -209,8 +209,8 @@ def deal(
 
     As many CTAs share an SM as fit by `registers`, unless `ctas` says how many. What a tile takes follows from two
     simulations, one of a tile of as many tiles of keys and one of two of them: the first tile of a place takes what the
-    former takes, a later one what the second tile adds. No more than SAMPLE tiles of keys are simulated; further ones
-    take `step_cycles` each.
+    former takes, a later one what the second tile adds. They are simulated for SAMPLES tiles of keys; others lie
+    between these, and further ones take `step_cycles` each.
     """
     spec = problem.spec
     places = ctas or max(1, ceiling.occupancy(spec, registers).ctas)
@@ -219,10 +219,15 @@ def deal(
     @cache
     def lasts(steps: int) -> tuple[float, float]:
         """Cycles of a tile of queries, first in a place and behind another."""
-        sample = min(max(steps, 1), SAMPLE)
+        sample = next((count for count in SAMPLES if count >= steps), SAMPLES[-1])
+        if sample > steps > 0:  # in a line with the samples beside it
+            less = max(count for count in SAMPLES if count < steps)
+            share = (steps - less) / (sample - less)
+            first, behind = ((1 - share) * a + share * b for a, b in zip(lasts(less), lasts(sample), strict=True))
+            return first, behind
         once, step = _sample(spec, times, replace(settings, tiles=(sample,)))
         twice, _ = _sample(spec, times, replace(settings, tiles=(sample, sample)))
-        longer = (max(steps, 1) - sample) * step * places
+        longer = max(steps - sample, 0) * step * places
         return once + longer, twice - once + longer
 
     def adds(steps: int) -> float:

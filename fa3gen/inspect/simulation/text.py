@@ -29,11 +29,7 @@ def show(
     if rows:
         tables.append(("Stages of K and V, in the steady state", _stages(rows, settings.stages)))
     for heading, table in tables:
-        console.print(_heading(heading))
-        with console.capture() as captured:
-            console.print(table)
-        for line in captured.get().splitlines():
-            console.out(line.rstrip(), highlight=False)
+        _print_table(console, heading, table)
 
 
 def show_problem(console: Console, dealt: Dealt) -> None:
@@ -52,13 +48,24 @@ def show_problem(console: Console, dealt: Dealt) -> None:
 
 def show_cells(console: Console, cells: Sequence[Cell]) -> None:
     """Print predictions beside what was measured, and how far these are apart."""
-    table = _table(("module", "lengths", "even", "oldest first", "measured", "measured / predicted"), left=(0, 1))
-    for cell in cells:
-        table.add_row(f"  {cell.stem}", cell.problem, *speeds(cell))
-    console.print(_heading("TFLOP/s, predicted and measured"))
-    console.print(table)
+    for stem in dict.fromkeys(cell.stem for cell in cells):
+        table = _table(("problem", "even", "oldest first", "measured", "measured / predicted"), left=(0,))
+        for cell in cells:
+            if cell.stem == stem:
+                table.add_row(f"  {cell.problem}", *speeds(cell))
+        _print_table(console, f"{stem}: TFLOP/s, predicted and measured", table)
+    console.print(_heading("By lengths"))
     for line in spread(cells).splitlines():
         console.print(Text(f"  {line.removeprefix('- ')}"), soft_wrap=True)
+
+
+def _print_table(console: Console, heading: str, table: Table) -> None:
+    """Without spaces at the ends of lines."""
+    console.print(_heading(heading))
+    with console.capture() as captured:
+        console.print(table)
+    for line in captured.get().splitlines():
+        console.out(line.rstrip(), highlight=False)
 
 
 def _heading(text: str) -> Text:
