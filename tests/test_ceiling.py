@@ -163,7 +163,18 @@ def test_occupancy(stem: str, registers: int, ctas: int, limits: tuple[str, ...]
     assert (found.ctas, found.limited_by, found.registers_known) == (ctas, limits, True)
 
 
+def test_each_place_takes_the_next_tile_when_it_is_through() -> None:
+    assert ceiling.dealt([3, 1, 1, 2, 4], 2) == [[3, 4], [1, 1, 2]]
+    assert ceiling.dealt([3, 1], 5) == [[3], [1]]
+    assert ceiling.dealt([1, 2, 3], 2, lambda tile: 10 - tile) == [[1], [2, 3]]
+
+
+def test_a_kernel_of_packed_sequences_may_have_two_ctas_for_each_sm() -> None:
+    found = ceiling.occupancy(spec("fwd_packed_short_d64"))
+    assert found.ctas == 2 and "launch: 2 per SM" in found.limited_by
+
+
 def test_a_persistent_kernel_has_one_cta_for_each_sm() -> None:
     found = ceiling.occupancy(spec("fwd_d64_short"), 128)
     assert found.ctas == 1
-    assert found.limited_by == ("launch: one per SM",)
+    assert found.limited_by == ("launch: 1 per SM",)

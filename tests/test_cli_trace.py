@@ -14,11 +14,13 @@ import pytest
 
 from fa3gen import cli
 from fa3gen.cpu.trace_files import SCHEMA
+from fa3gen.design.family import PagedShape, Shape
 from fa3gen.design.workspace import Workspace
-from fa3gen.inspect.tracing import Problem, busiest
+from fa3gen.inspect import tracing
+from fa3gen.inspect.tracing import busiest
 
 ROOT = Path(__file__).resolve().parents[1]
-STEM = "k4_2_d64"
+STEM, PACKED, PAGED = "k4_2_d64", "fwd_packed_d64_causal", "fwd_paged_d64_causal"
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +52,9 @@ def test_one_cta_of_a_module(workspace: Path, capsys: pytest.CaptureFixture[str]
     trace = json.loads(files[f"{STEM}.trace.json"].read_text(encoding="utf-8"))
     jsonschema.validate(trace, SCHEMA)
     assert (trace["executed_on"], trace["file"]) == ("CPU model of sm_90a (not a GPU)", f"generated/{STEM}.py")
-    assert trace["problem"] == vars(Problem(1, 128, 320, 1, 1, 64, 0))  # 2 stages twice round and one more, of 64
+    assert trace["problem"] == {
+        **{"batch": 1, "seq_q": 128, "seq_k": 320, "heads_q": 1, "heads_kv": 1, "head_dim": 64, "seed": 0}
+    }  # 2 stages twice round and one more, of 64
     (cta,) = trace["ctas"]
     lines = (workspace / "generated" / f"{STEM}.py").read_text(encoding="utf-8").splitlines()
     for wait in (event for event in cta["events"] if event["label"].startswith(("k_full", "v_full"))):
@@ -116,6 +120,24 @@ def test_a_kernel_that_deadlocks_leaves_its_trace(workspace: Path, capsys: pytes
     assert not any(warp["ended"] for warp in cta["warps"])
 
 
+def test_lengths_of_packed_sequences(
+    workspace: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is executed: what is asked for is in the files and in the summary."""
+    asked: list[tracing.Problem] = []
+    monkeypatch.setattr(tracing, "run", lambda path, variant, problem, *rest: asked.append(problem))
+    assert cli.main(["trace", PAGED, "--lengths", "100,0,1x300", "--page", "32", "--heads", "4"]) == 0
+    assert asked == [tracing.Problem(PagedShape((100, 0, 1), (100, 0, 300), 4, 4, page=32))]
+    trace = json.loads((workspace / f"{PAGED}.trace.json").read_text(encoding="utf-8"))
+    jsonschema.validate(trace, SCHEMA)
+    sizes = {"heads_q": 4, "heads_kv": 4, "page": 32, "head_dim": 64, "seed": 0}
+    assert trace["problem"] == {"lengths_q": [100, 0, 1], "lengths_k": [100, 0, 300], **sizes}
+    assert "3 sequences, 101 x 400, 4 heads, pages of 32: 100 x 100, 0 x 0, 1 x 300;" in capsys.readouterr().out
+    assert cli.main(["trace", PAGED]) == 0
+    # 192 rows in a tile of queries, 128 in one of keys, 3 stages.
+    assert asked[1] == tracing.Problem(PagedShape((240, 0, 64), (554, 0, 64), 1, 1, page=16))
+
+
 def written_by_hand(workspace: Path) -> list[Path]:
     """All files but those of the compile cache."""
     return sorted(path for path in workspace.rglob("*") if "cache" not in path.parts)
@@ -129,6 +151,12 @@ def written_by_hand(workspace: Path) -> list[Path]:
         ([STEM, "--cta", "-1"], "--cta -1: an index X, three of them X,Y,Z, or all"),
         ([STEM, "--cta", "7"], "there is no CTA (7, 0, 0) in a grid of (1, 1, 1); choose one inside"),
         ([STEM, "--heads", "3", "--heads-kv", "2"], "--heads 3 is no multiple of --heads-kv 2; choose one that is"),
+        ([STEM, "--lengths", "3,4"], "takes dense tensors, of which --lengths says nothing; give --batch, --seq-q and"),
+        ([PACKED, "--seq-k", "9"], f"{PACKED} takes packed sequences, of which --seq-k says nothing; give --lengths"),
+        ([PACKED, "--page", "16"], "--page 16 does not fit this module (packed): it has no pages, leave --page out"),
+        ([PAGED, "--page", "24"], "--page 24 does not fit this module (paged): give a multiple of 16 rows"),
+        ([PACKED, "--lengths", "3,x4"], "--lengths 3,x4: 'x4' is no length; write 300,0,1x900"),
+        ([PACKED, "--lengths", "0x4,0"], "--lengths 0x4,0: there are no rows of queries, or of keys"),
         ([STEM, "--seq-k", "1", "-o", f"generated/{STEM}.py"], "choose another --output"),
     ],
 )
@@ -154,4 +182,4 @@ def test_requests_that_cannot_be_served(
 )
 def test_the_default_cta_has_the_most_tiles(stem: str, seq_q: int, seq_k: int, cta: int) -> None:
     (variant,) = Workspace.find(ROOT).resolve(stem)
-    assert busiest(variant.spec, Problem(1, seq_q, seq_k, 1, 1, 64, 0)) == cta
+    assert busiest(variant.spec, Shape(1, seq_q, seq_k, variant.spec.tile.pack_heads, 1)) == cta

@@ -21,7 +21,7 @@ from fa3gen.compile.cache import cached_compile
 from fa3gen.compile.census.sass import parse_sass
 from fa3gen.cpu import wgmma
 from fa3gen.design import tile_order
-from fa3gen.design.family import Shape
+from fa3gen.design.family import PackedShape, Shape
 from fa3gen.design.footprint import persistent
 from fa3gen.design.masks import USUAL_WINDOW, given_with_calls, of_call, reach
 from fa3gen.design.schedule import full_tiles
@@ -198,7 +198,7 @@ class Fake:
         )
 
 
-DIVISION = ("Work", "first_work", "work_on", "piece_of_work", "kv_range", "tile_coordinates")
+DIVISION = ("Work", "first_work", "work_on", "piece_of_work", "kv_range", "tile_coordinates", "place_in_sequence")
 """Who does what, in the order of the modules; each has some of these."""
 
 
@@ -225,14 +225,18 @@ def asked_for(division: dict[str, Any], spec: Spec, block: int, seq_q: int, seq_
         return KeyTiles(*found) if len(found) == 4 else KeyTiles(0, found[0], 0, found[1])
     rows = (spec.tile.pack_heads, seq_q) if spec.tile.pack_heads > 1 else seq_q
     mQ, mK = (types.SimpleNamespace(shape=(seq, 64, 1, 1)) for seq in (rows, seq_k))
-    if spec.scheduler == "stream_k":  # one whole tile, no step more
+    if spec.problem.layout != "dense":
+        found = (block, 0, 0, 0, 0, seq_q, 0, seq_k) if spec.problem.layout == "packed" else ()
+        found = found or (block, 0, 0, 0, 0, seq_q, seq_k, 0)
+        work = division["work_on"](found, *window, 0)
+    elif spec.scheduler == "stream_k":  # one whole tile, no step more
         work = division["piece_of_work"](0, (mQ, mK, (1, 0, 1)))
     else:
         number_and_valid = {"number": 0, "valid": True} if persistent(spec) else {}
         work = division["work_on"]((block, 0, 0, 0), mQ, mK, *window, **number_and_valid)
     assert work.valid
     if full_tiles(spec) == "none":  # a module with a narrow window says nothing of full tiles: it has none
-        counted = key_tiles(spec, Shape(1, seq_q, seq_k, 1, 1), block)
+        counted = key_tiles(spec, (seq_q, seq_k), block)
         assert max(counted.start, counted.full_start) >= min(counted.end, counted.full_end)
         return KeyTiles(work.n_begin, work.n_end, counted.full_start, counted.full_end)
     full_end = seq_k // spec.tile.kv if unmasked else work.n_full_end
@@ -241,9 +245,8 @@ def asked_for(division: dict[str, Any], spec: Spec, block: int, seq_q: int, seq_
 
 
 def tiled_stems() -> list[str]:
-    """Modules that divide sequences of one length; fa3gen report has no page about packed ones."""
-    stems = rendering.attention_stems()
-    return [stem for stem in stems if tiles.tiled(spec_of(stem)) and spec_of(stem).problem.layout == "dense"]
+    """Modules whose pages show tiles: all but the naive ones."""
+    return [stem for stem in rendering.attention_stems() if tiles.tiled(spec_of(stem))]
 
 
 def test_key_tiles_are_those_of_the_modules() -> None:
@@ -252,10 +255,11 @@ def test_key_tiles_are_those_of_the_modules() -> None:
         if stem not in tiled_stems():
             return []
         division = division_of(stem, Fake())
-        for seq_q, seq_k in SHAPES:
+        shapes = SHAPES if spec.problem.layout == "dense" else [*SHAPES, (300, 0)]
+        for seq_q, seq_k in shapes:
             for block in range(-(-seq_q // tile_order.positions(spec))):
                 wanted = asked_for(division, spec, block, seq_q, seq_k)
-                found = key_tiles(spec, Shape(1, seq_q, seq_k, 1, 1), block)
+                found = key_tiles(spec, (seq_q, seq_k), block)
                 if wanted != found:
                     problems.append(f"{seq_q} x {seq_k}, tile {block}: {found}, the module has {wanted}")
         return problems[:1]
@@ -299,11 +303,29 @@ def check_places(first_work: Any, fake: Fake, order: list[Any], sizes: tuple[int
         assert (work.m_block, work.head, work.batch) == (entry.m_block, entry.head, entry.batch), entry
 
 
+def check_sequences(place_in_sequence: Any, spec: Spec, heads: int) -> None:
+    """Tiles are numbered on from one sequence to the next; there the module says which one it is."""
+    sequences = ((700, 40_000), (0, 9), (1, 0), (400, 400_000), (300, 300))
+    shape = PackedShape(*map(tuple, zip(*sequences, strict=True)), heads * spec.tile.pack_heads, heads)
+    wanted = [
+        (number, *place_in_sequence(tile, seq_q, seq_k, heads))
+        for number, (seq_q, seq_k) in enumerate(sequences)
+        for tile in range(-(-seq_q // tile_order.positions(spec)) * heads)
+    ]
+    order = list(tile_order.taken(spec, shape))
+    assert [entry.number for entry in order] == list(range(len(wanted)))
+    assert [(entry.batch, entry.m_block, entry.head) for entry in order] == wanted
+
+
 def test_tiles_of_queries_are_taken_in_the_modules_order() -> None:
     heads, batch, seq_q, seq_k = 6, 2, 700, 40_000
     for stem in tiled_stems():
         spec = spec_of(stem)
-        order = list(tile_order.taken(spec, seq_q, seq_k, heads, batch))
+        if spec.problem.layout != "dense":
+            check_sequences(division_of(stem, Fake())["place_in_sequence"], spec, heads)
+            continue
+        pack = spec.tile.pack_heads
+        order = list(tile_order.taken(spec, Shape(batch, seq_q, seq_k, heads * pack, heads)))
         blocks = -(-seq_q // tile_order.positions(spec))
         assert len({(entry.m_block, entry.head, entry.batch) for entry in order}) == blocks * heads * batch
         fake = Fake()
@@ -462,7 +484,7 @@ def test_pictures_of_every_module_are_well_formed() -> None:
         if isinstance(spec.handoff, GlobalHandoff):
             assert pictures.swizzle_views(spec) == () and fragments.fragments(spec) == ()
             continue
-        drawn = [pictures.shared_memory(spec), pictures.taking_order(spec, *tiles.examples(spec)[0], 3)]
+        drawn = [pictures.shared_memory(spec), pictures.taking_order(spec, tiles.example_call(spec, 3))]
         for view in pictures.swizzle_views(spec):
             drawn += [picture for picture in (view.laid_out, view.plain) if picture]
         drawn += [pictures.fragment(fragment) for fragment in fragments.fragments(spec)]

@@ -11,12 +11,12 @@ from typing import Literal
 
 import jsonschema
 import pytest
-from rendering import ROOT, attention_stems, changed, named
+from rendering import CHECKOUT, ROOT, attention_stems, changed, named
 
 from fa3gen import cli
 from fa3gen.base.errors import UserError
 from fa3gen.design import ceiling, work
-from fa3gen.design.family import Shape
+from fa3gen.design.family import PackedShape, Shape
 from fa3gen.design.work import Problem
 from fa3gen.hardware import chips
 from fa3gen.inspect import simulation
@@ -27,7 +27,9 @@ from fa3gen.inspect.simulation.lanes import lanes
 from fa3gen.inspect.simulation.picture import TICKS, tick_step
 from fa3gen.inspect.simulation.run import with_stages
 from fa3gen.inspect.simulation.times import UNITS, Piece
+from fa3gen.records import packed_records
 from fa3gen.spec.model import Spec
+from fa3gen.spec.specfile import attention_only
 
 STEMS = [stem for stem in attention_stems() if not stem.startswith("k1_")]
 # Loads transfer a byte a cycle: K and V take 100 each, Q nothing; each lands 300 after it began.
@@ -59,7 +61,7 @@ def one_warpgroup(stem: str, **parts: object) -> Spec:
 
 
 def run(module: Spec, times: Times, *, stages: int = 1, ctas: int = 1, tiles: int = 4, queries: int = 1) -> Simulation:
-    return simulation.simulate(with_stages(module, stages), times, Settings(stages, ctas, tiles, queries))
+    return simulation.simulate(with_stages(module, stages), times, Settings(stages, ctas, (tiles,) * queries))
 
 
 def spans(found: Simulation, kind: str, what: str) -> list[tuple[float, float]]:
@@ -126,11 +128,11 @@ def test_two_consumers_share_the_tensor_cores() -> None:
     """Evenly: both S take 200 together, both softmaxes 100. Oldest first: the second S waits for the first."""
     quick = replace(TINY, load_latency=0.0, k_bytes=0, v_bytes=0)
     module = changed("k5_d128", schedule={"kind": "warp_specialized", "overlap": False}).spec
-    even = simulation.simulate(module, quick, Settings(2, 1, 1, 1, "even"))
+    even = simulation.simulate(module, quick, Settings(2, 1, (1,), "even"))
     assert spans(even, "product", "S = Q K^T") == [(0, 200), (0, 200)]
     # Softmaxes of 50 issue cycles each, together 100; then P V.
     assert spans(even, "product", "O += P V") == [(300, 500), (300, 500)]
-    oldest = simulation.simulate(module, quick, Settings(2, 1, 1, 1, "oldest"))
+    oldest = simulation.simulate(module, quick, Settings(2, 1, (1,), "oldest"))
     assert spans(oldest, "product", "S = Q K^T") == [(0, 100), (100, 200)]
     assert spans(oldest, "product", "O += P V") == [(200, 300), (300, 400)]
 
@@ -138,7 +140,7 @@ def test_two_consumers_share_the_tensor_cores() -> None:
 def test_turns_keep_consumers_apart_where_products_are_served_evenly() -> None:
     times = simulation.times_of(spec("k6_d128"), chips.H200)
     together, apart = (
-        simulation.simulate(spec(stem), times, Settings(3, 1, 16, 1, "even")) for stem in ("k5_d128", "k6_d128")
+        simulation.simulate(spec(stem), times, Settings(3, 1, (16,), "even")) for stem in ("k5_d128", "k6_d128")
     )
     assert apart.steady("tensor cores") > 1.1 * together.steady("tensor cores")
     assert "its turn" in {stall.what for stall in apart.stalls()}
@@ -153,6 +155,8 @@ def test_flattened_tiles_of_queries_run_on() -> None:
     single = changed("fwd_d128_short", load={"q_stages": 1}).spec
     assert run(single, quick, stages=2, tiles=3, queries=4).end == 4 * 730
     assert run(spec("fwd_d128_short"), quick, stages=2, tiles=3, queries=4).end == 100 + 3 * 650 + 630
+    # A tile of keys less or more is a step of 200 less or more.
+    assert simulation.simulate(single, quick, Settings(2, 1, (3, 1, 2))).end == 730 + 330 + 530
 
 
 # -- the engine
@@ -231,7 +235,7 @@ def test_a_wait_for_nothing_is_found() -> None:
 def test_every_module_keeps_to_its_rings_and_its_work(stem: str) -> None:
     module = spec(stem)
     times = simulation.times_of(module, chips.H200)
-    settings = replace(simulation.settings_of(module, tiles=5), queries=2)
+    settings = replace(simulation.settings_of(module, tiles=5), tiles=(5, 5))
     found = simulation.simulate(module, times, settings)
     steps = settings.ctas * found.groups * 5 * 2
     # Work is done once: products of every step, and nothing else, occupy the tensor cores.
@@ -262,7 +266,7 @@ def test_no_step_is_quicker_than_its_ceiling(stem: str, arbitration: Literal["ol
     module = spec(stem)
     settings = simulation.settings_of(module, registers=64, arbitration=arbitration)
     found = simulation.simulate(module, simulation.times_of(module, chips.H200), settings)
-    steps = settings.ctas * settings.tiles * settings.queries
+    steps = settings.ctas * sum(settings.tiles)
     for bound in ceiling.steady(module, chips.H200).bounds:
         assert found.step_cycles >= bound.cycles * (1 - 1e-9), bound
         assert found.end >= steps * bound.cycles, bound
@@ -412,10 +416,65 @@ def test_a_prediction_is_told_how_many_ctas_share_an_sm() -> None:
     assert simulation.predict(problem, times, chips.H200) == one < 0.8 * two
 
 
-def test_a_prediction_of_unequal_tiles_is_refused() -> None:
-    times = simulation.times_of(spec("k6_d128_causal"), chips.H200)
-    with pytest.raises(UserError, match="different lengths"):
-        simulation.predict(Problem(spec("k6_d128_causal"), Shape(1, 512, 512, 1, 1)), times, chips.H200)
+def test_tiles_of_packed_sequences_are_dealt_out_in_their_order() -> None:
+    """Each place takes the next tile when it is through; its first tile takes longer than one behind another."""
+    module = spec("fwd_packed_d128")
+    times, chip = simulation.times_of(module, chips.H200), replace(chips.H200, sms=2)
+    # Tiles of 128 queries and 128 keys: two of 6 tiles of keys, none, one of 1 and two of 2.
+    problem = Problem(module, PackedShape((256, 0, 9, 130), (768, 50, 128, 200), 1, 1))
+    found = simulation.deal(problem, times, chip)
+    assert problem.steps_in_order == [6, 6, 1, 2, 2]
+    # Both are through with their first tile at once; the one that takes a tile of 1 is first to be free again.
+    assert sorted(found.places) == [(6, 1, 2), (6, 2)]
+
+    def end(*tiles: int) -> float:
+        return simulation.simulate(module, times, Settings(2, 1, tiles)).end
+
+    lasts = {n: end(n, n) - end(n) for n in (1, 2)}
+    assert found.cycles == pytest.approx(end(6) + lasts[1] + lasts[2])
+    assert found.balance == pytest.approx((end(6) + (lasts[1] + lasts[2]) / 2 + lasts[2] / 2) / found.cycles)
+    assert found.tflops == pytest.approx(problem.flops * chip.clock_hz.value / found.cycles / 1e12)
+    assert (
+        found.first_tiles(100) == found.places[0]
+        and found.first_tiles(7) == found.places[0][: len(found.places[0]) - 1]
+    )
+    assert found.first_tiles(1) == (6,)
+
+
+def test_ctas_that_share_an_sm_deal_out_to_more_places() -> None:
+    module = spec("fwd_packed_short_d64")
+    problem = Problem(module, PackedShape((64,) * 300, (128,) * 300, 1, 1))
+    found = simulation.deal(problem, simulation.times_of(module, chips.H200), chips.H200)
+    assert simulation.settings_of(module).ctas == 2
+    assert sorted(map(len, found.places)) == [1] * (2 * 2 * 132 - 300) + [2] * (300 - 2 * 132)
+
+
+def test_rows_of_pages_take_a_warps_instructions() -> None:
+    boxes, rows = (simulation.times_of(spec(f"fwd_paged{kind}_d64"), chips.H200) for kind in ("", "_rows"))
+    assert boxes.copies == () and rows.copy_q is None
+    # 128 rows of 8 times 16 bytes, 32 at a time, 6 instructions each; four warps could issue at once.
+    assert rows.copy_k is not None and (rows.copy_k.chain, rows.copy_k.issue) == (32 * 6, 32 * 6 / 4)
+    assert work.step(spec("fwd_paged_rows_d64")).tma_loads == 0 < work.step(spec("fwd_paged_d64")).tma_loads
+
+
+def test_measured_cells_are_those_of_the_records() -> None:
+    """And `spread` says how far apart they are, list by list."""
+    [variant] = attention_only(CHECKOUT.resolve("fwd_packed_d128_causal"), "the test")
+    found = list(comparison.cells(CHECKOUT, [variant]))
+    records = [
+        record
+        for record in packed_records.load_all(CHECKOUT)
+        if record.problem.label.startswith("bf16 d128 causal packed")
+    ]
+    measured = {f"{record.problem.lengths}, {record.problem.shape}": record.results[0].tflops for record in records}
+    assert sorted(cell.measured or 0.0 for cell in found) == sorted(measured.values()) and len(found) == 6
+    assert {cell.problem for cell in found} >= {"chat16k, 16 heads", "documents64k, 32/8 heads"}
+    cell = comparison.Cell("a", "short", "16", None, 1, 200.0, 200.0, 100.0)
+    cells = [cell, replace(cell, measured=150.0), replace(cell, measured=None), replace(cell, name="long")]
+    assert comparison.spread(cells) == (
+        "- short: 2 cells, measured over predicted from 0.50 to 0.75, 0.62 in the median.\n"
+        "- long: 1 cell, measured over predicted from 0.50 to 0.50, 0.50 in the median.\n"
+    )
 
 
 def test_a_document_without_its_marks_is_refused() -> None:
@@ -497,7 +556,33 @@ def test_overrides_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     module = json.loads(out)["modules"][0]
     assert module["times"]["load_latency"] == 5 and module["times"]["load_rate"] == 100
     assert max(module["times"]["qk"]["tensor"], module["times"]["qk"]["smem"]) == 7
-    assert module["settings"] == {"stages": 2, "ctas": 1, "tiles": 12, "queries": 1, "arbitration": "even"}
+    assert module["settings"] == {"stages": 2, "ctas": 1, "tiles": [12], "arbitration": "even"}
+
+
+@pytest.mark.usefixtures("in_the_checkout")
+def test_lengths_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--stages", "2", "--lengths", "300,0,1x700", "--heads", "2", "--tiles", "5"]
+    _, out, _ = called(capsys, "fwd_packed_d128_causal", *options)
+    assert "3 sequences, 301 x 1000, 2 heads: 8 tiles of queries, 24 of keys" in out  # 3, 2 and 1, then 6
+    assert "dealt out to 8 CTAs on 132 SMs" in out and "1 CTA on an SM, 3 tiles of keys" in out
+    _, out, _ = called(capsys, "fwd_packed_d128_causal", *options, "--json")
+    written = json.loads(out)
+    jsonschema.validate(written, SCHEMA)
+    problem = written["modules"][0]["problem"]
+    assert (problem["lengths_q"], problem["lengths_k"], problem["tiles"]) == ([300, 0, 1], [300, 0, 700], 8)
+    assert problem["tflops"] > 0
+
+
+@pytest.mark.usefixtures("in_the_checkout")
+def test_the_comparison_of_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    cells = [comparison.Cell("fwd_a", "chat16k", "16", 64, 1, 400.0, 500.0, 300.0)]
+    monkeypatch.setattr(comparison, "cells", lambda workspace, variants: iter(cells))
+    _, out, _ = called(capsys, "k5_d64", "--compare")
+    assert "fwd_a" in out and "chat16k, 16 heads, pages of 64" in out and "0.60 to 0.75" in out
+    assert "chat16k: 1 cell, measured over predicted from 0.60 to 0.60" in out
+    cells.clear()
+    code, _, err = called(capsys, "k5_d64", "--compare")
+    assert code == 2 and "no record holds speeds of k5_d64" in err
 
 
 @pytest.mark.usefixtures("in_the_checkout")
@@ -519,6 +604,12 @@ def test_the_picture_is_written(tmp_path: object, capsys: pytest.CaptureFixture[
         (["k6_d64", "--stages", "two"], "from 1 to 16"),
         (["k6_d64", "--chip", "b200"], "h100 and h200"),
         (["k6", "--svg", "x.svg"], "name one of them"),
+        (["k6_d64", "--lengths", "5,6"], "k6_d64 takes dense tensors, of which --lengths says nothing"),
+        (
+            ["fwd_packed_d64", "--lengths", "chat17k"],
+            "one of the lists chat16k, chat64k, documents64k, prefill1k_on_8k",
+        ),
+        (["fwd_packed_d64", "--heads", "5"], "give its --lengths, too"),
         (["k6_d64", "--stages", "1", "--svg", "/dev/null/x.svg"], "choose another --svg"),
     ],
 )

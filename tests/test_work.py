@@ -173,8 +173,8 @@ def test_tiles_visited_and_masked_are_those_that_the_mask_needs(stem: str, seq_q
     not masked. Rows past the end of the queries count as rows."""
     module = spec(stem)
     q, kv = module.tile.q, module.tile.kv
-    shape = Shape(1, seq_q, seq_k, 1, 1)
-    for block, tiles in enumerate(Problem(module, shape).of_one_head):
+    problem = Problem(module, Shape(1, seq_q, seq_k, 1, 1))
+    for block, tiles in enumerate(problem.of_lengths[seq_q, seq_k]):
         rows = range(block * q, (block + 1) * q)
         for number in range(-(-seq_k // kv)):
             keys = range(number * kv, (number + 1) * kv)

@@ -113,13 +113,19 @@ def _shapes(
     spec: Forward, lengths: Sequence[tuple[int, int]], batch: int | None, heads: int | None, heads_kv: int | None
 ) -> list[Shape]:
     """One shape per pair of lengths; what is not given is as in the benchmarks."""
-    from fa3gen.design import work
     from fa3gen.design.family import Shape
+
+    each = heads_of(spec, heads, heads_kv)
+    return [Shape(batch or max(1, TOKENS // max(seq_q, seq_k)), seq_q, seq_k, *each) for seq_q, seq_k in lengths]
+
+
+def heads_of(spec: Forward, heads: int | None, heads_kv: int | None) -> tuple[int, int]:
+    """Query and kv heads as asked for; what is not given is as in the benchmarks, or what the tile packs."""
+    from fa3gen.design import work
 
     default_q, default_kv = work.default_heads(spec)
     heads_q = heads or (default_q if heads_kv is None else heads_kv * spec.tile.pack_heads)
-    kv = heads_kv or (default_kv if heads is None else max(1, heads_q // spec.tile.pack_heads))
-    return [Shape(batch or max(1, TOKENS // max(seq_q, seq_k)), seq_q, seq_k, heads_q, kv) for seq_q, seq_k in lengths]
+    return heads_q, heads_kv or (default_kv if heads is None else max(1, heads_q // spec.tile.pack_heads))
 
 
 def compiled_registers(workspace: Workspace, variant: Variant) -> int | None:

@@ -35,11 +35,11 @@ def report(
     from fa3gen.inspect.report.gathering import gather
     from fa3gen.inspect.report.page import render
     from fa3gen.spec.model import Copy
-    from fa3gen.spec.specfile import dense_only
+    from fa3gen.spec.specfile import attention_only
 
     workspace = Workspace.find()
     variants = workspace.select(specs)
-    attention = dense_only([each for each in variants if not isinstance(each.spec, Copy)], "fa3gen report")
+    attention = attention_only([each for each in variants if not isinstance(each.spec, Copy)], "fa3gen report")
     missing = [variant for variant in variants if not workspace.path_of(variant).is_file()]
     if missing:
         raise workspace.not_rendered(missing)

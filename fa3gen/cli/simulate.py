@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from fa3gen.cli import completion
+from fa3gen.cli import lengths as lengths_option
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from fa3gen.design.family import PackedShape
     from fa3gen.design.workspace import Workspace
     from fa3gen.hardware.chips import Chip
     from fa3gen.inspect.simulation.document import Entry
@@ -38,6 +40,21 @@ def simulate(
         str, typer.Option(metavar="N|N..M", help="Stages of K and V to compare; the picture is of the spec's own.")
     ] = "1..6",
     tiles: Annotated[int, typer.Option(min=1, max=512, help="Tiles of keys in the timeline.")] = 12,
+    lengths: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N,QxK,..|NAME", help=f"{lengths_option.HELP}; or chat16k and the like. Predicts the speed, too."
+        ),
+    ] = None,
+    heads: Annotated[
+        int | None, typer.Option(min=1, help="Query heads, of --lengths (default: 2048 / head dim).")
+    ] = None,
+    heads_kv: Annotated[
+        int | None, typer.Option(min=1, help="Heads of k and v (default: as many as of q, or as the tile packs).")
+    ] = None,
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Print predicted speeds beside those that were measured, and no more.")
+    ] = False,
     load_latency: Annotated[
         float | None,
         typer.Option(min=0, help="Cycles from the start of a tile's transfer to its landing, but for its bytes."),
@@ -63,8 +80,9 @@ def simulate(
     """Simulate the pipeline of loads, products and softmax on one SM: timeline, utilisation, stalls, stages.
 
     Warps do what the generated kernel does, in its order, and wait for what it waits for. Times are derived from the
-    spec and the chip's peak rates; the load latency was measured. No tile is masked. docs/simulator.md says how well
-    that predicts what was measured. Nothing is compiled or run.
+    spec and the chip's peak rates; the load latency was measured. No tile is masked. Of packed sequences of given
+    lengths the tiles are dealt out to all SMs in the kernel's order. docs/simulator.md says how well that predicts what
+    was measured. Nothing is compiled or run.
     """
     from fa3gen.base.errors import UserError
     from fa3gen.design.workspace import Workspace
@@ -78,15 +96,19 @@ def simulate(
     if svg_file is not None and len(variants) > 1:
         names = ", ".join(variant.stem for variant in variants)
         raise UserError(f"--svg draws one module, and these are {len(variants)}: {names}; name one of them")
+    if compare:
+        _compare(workspace, variants)
+        return
     overrides = {
         "load_latency": load_latency,
         "load_rate": load_rate,
         "product_time": product_time,
         "softmax_time": softmax_time,
     }
-    entries = [
-        _entry(workspace, variant, selected, counts, tiles, ctas, arbitration, overrides) for variant in variants
-    ]
+    entries = []
+    for variant in variants:
+        shape = _shape(variant, lengths, heads, heads_kv)
+        entries.append(_entry(workspace, variant, selected, counts, tiles, ctas, arbitration, overrides, shape))
     if svg_file is not None:
         _draw(entries[0], svg_file)
     if as_json:
@@ -122,8 +144,12 @@ def _entry(
     ctas: int | None,
     arbitration: Arbitration,
     overrides: dict[str, float | None],
+    shape: PackedShape | None,
 ) -> Entry:
+    from dataclasses import replace
+
     from fa3gen.cli.explain import compiled_registers
+    from fa3gen.design.work import Problem
     from fa3gen.inspect import simulation
     from fa3gen.inspect.simulation.document import Entry
 
@@ -131,6 +157,10 @@ def _entry(
     spec, registers = variant.spec, compiled_registers(workspace, variant)
     times = simulation.times_of(spec, chip).overridden(**overrides)
     settings = simulation.settings_of(spec, tiles=tiles, registers=registers, ctas=ctas, arbitration=order)
+    dealt = None
+    if shape is not None:
+        dealt = simulation.deal(Problem(spec, shape), times, chip, registers, order, ctas=ctas)
+        settings = replace(settings, tiles=dealt.first_tiles(tiles))
     return Entry(
         stem=variant.stem,
         chip=chip.name,
@@ -138,7 +168,43 @@ def _entry(
         settings=settings,
         simulation=simulation.simulate(spec, times, settings),
         stages=simulation.sweep(spec, times, counts, registers=registers, ctas=ctas),
+        dealt=dealt,
     )
+
+
+def _shape(
+    variant: Variant[Forward], lengths: str | None, heads: int | None, heads_kv: int | None
+) -> PackedShape | None:
+    """The problem that is asked for, if any; UserError where the module does not take it."""
+    from fa3gen.base.errors import UserError
+    from fa3gen.cli.explain import heads_of
+    from fa3gen.design.family import call_of_lengths
+
+    spec = variant.spec
+    if lengths is None:
+        if heads or heads_kv:
+            raise UserError("--heads and --heads-kv are those of a problem: give its --lengths, too")
+        return None
+    if spec.problem.layout == "dense":
+        raise UserError(f"{variant.stem} takes dense tensors, of which --lengths says nothing; leave it out")
+    sides = lengths_option.parse_sequences(lengths)
+    return call_of_lengths(spec, *sides, heads=heads_of(spec, heads, heads_kv))
+
+
+def _compare(workspace: Workspace, variants: Sequence[Variant[Forward]]) -> None:
+    """Print the cells of the records; UserError where there are none."""
+    from rich.console import Console
+
+    from fa3gen.base.errors import UserError
+    from fa3gen.inspect.simulation import comparison, text
+
+    found = list(comparison.cells(workspace, variants))
+    if not found:
+        names = ", ".join(variant.stem for variant in variants)
+        raise UserError(
+            f"no record holds speeds of {names}; python tests/gpu/packed_cells.py measures packed sequences"
+        )
+    text.show_cells(Console(highlight=False), found)
 
 
 def _draw(entry: Entry, path: Path) -> None:
@@ -163,5 +229,7 @@ def _print(entries: Sequence[Entry], drawn: Path | None) -> None:
             console.rule(style="dim")
         title = f"{entry.stem}: the pipeline on one SM of {entry.chip}, simulated"
         text.show(console, title, entry.times, entry.settings, entry.simulation, entry.stages)
+        if entry.dealt is not None:
+            text.show_problem(console, entry.dealt)
     if drawn is not None:
         console.print(f"wrote {drawn}", soft_wrap=True, markup=False)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from fa3gen.cli import completion
+from fa3gen.cli import lengths as lengths_option
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -18,8 +19,8 @@ if TYPE_CHECKING:
     from fa3gen.cpu.findings import Hazard
     from fa3gen.cpu.launch import Index
     from fa3gen.cpu.schedule import Schedule
+    from fa3gen.design.family import PackedShape, Shape
     from fa3gen.design.workspace import Workspace
-    from fa3gen.inspect.tracing import Problem
     from fa3gen.spec.model import Forward
     from fa3gen.spec.specfile import Variant
 
@@ -30,10 +31,12 @@ LONGEST = 3  # waits that the summary names for each warp
 class Request:
     """What the command line asks for; None stands for a default that depends on the module."""
 
-    batch: int
+    batch: int | None
     seq_q: int | None
     seq_k: int | None
-    heads: int
+    lengths: str | None
+    page: int | None
+    heads: int | None
     heads_kv: int | None
     cta: str | None
     schedule: int | None
@@ -54,9 +57,20 @@ def trace(
     seq_k: Annotated[
         int | None, typer.Option(min=1, help="Keys (default: as many tiles as go round the ring twice, and one more).")
     ] = None,
-    heads: Annotated[int, typer.Option(min=1, help="Query heads.")] = 1,
-    heads_kv: Annotated[int | None, typer.Option(min=1, help="Key and value heads (default: as query heads).")] = None,
-    batch: Annotated[int, typer.Option(min=1, help="Batch entries.")] = 1,
+    lengths: Annotated[
+        str | None,
+        typer.Option(metavar="N,QxK,..", help=f"{lengths_option.HELP} (default: three, one of which is empty)."),
+    ] = None,
+    page: Annotated[
+        int | None, typer.Option(min=1, help="Rows of a page, where keys are in pages (default: as few as it takes).")
+    ] = None,
+    heads: Annotated[
+        int | None, typer.Option(min=1, help="Query heads (default: as many as a tile holds, mostly 1).")
+    ] = None,
+    heads_kv: Annotated[
+        int | None, typer.Option(min=1, help="Key and value heads (default: as query heads, or as the tile packs).")
+    ] = None,
+    batch: Annotated[int | None, typer.Option(min=1, help="Batch entries (default: 1).")] = None,
     cta: Annotated[
         str | None,
         typer.Option(
@@ -86,14 +100,14 @@ def trace(
     from rich.console import Console
 
     from fa3gen.design.workspace import Workspace
-    from fa3gen.spec.specfile import dense_only
+    from fa3gen.spec.specfile import attention_only
 
     workspace = Workspace.find()
-    variants = dense_only(workspace.select(specs), "fa3gen trace")
+    variants = attention_only(workspace.select(specs), "fa3gen trace")
     missing = [variant for variant in variants if not workspace.path_of(variant).is_file()]
     if missing:
         raise workspace.not_rendered(missing)
-    request = Request(batch, seq_q, seq_k, heads, heads_kv, cta, schedule, seed, directory)
+    request = Request(batch, seq_q, seq_k, lengths, page, heads, heads_kv, cta, schedule, seed, directory)
     console = Console(highlight=False)
     reports = [_trace_one(workspace, variant, request, console) for variant in variants]
     if any(reports):
@@ -107,10 +121,10 @@ def _trace_one(workspace: Workspace, variant: Variant[Forward], request: Request
     from fa3gen.cpu.places import SharedPlaces
     from fa3gen.cpu.trace import Trace
     from fa3gen.cpu.trace_files import Source, document, perfetto
-    from fa3gen.inspect.tracing import run
+    from fa3gen.inspect.tracing import Problem, run
 
-    problem = _problem(variant.spec, request)
-    ctas = _ctas(variant.spec, problem, request.cta)
+    problem = Problem(_shape(variant, request), request.seed)
+    ctas = _ctas(variant.spec, problem.shape, request.cta)
     schedule = _schedule(variant.spec, request)
     recorded = Trace()
     path = workspace.path_of(variant)
@@ -122,7 +136,7 @@ def _trace_one(workspace: Workspace, variant: Variant[Forward], request: Request
         recorded,
         source,
         SharedPlaces.of(variant.spec),
-        problem=vars(problem),
+        problem=problem.facts(variant.spec),
         schedule=str(schedule),
         report=report,
     )
@@ -135,34 +149,47 @@ def _trace_one(workspace: Workspace, variant: Variant[Forward], request: Request
             write_text(file, json.dumps(content, separators=(",", ":")) + "\n")
     except OSError as error:
         raise UserError(f"cannot write to {request.directory}: {error.strerror}; choose another --output") from None
-    _show(console, written, list(files))
+    _show(console, written, problem.shape.in_full, list(files))
     return hazard
 
 
-def _problem(spec: Forward, request: Request) -> Problem:
-    """Fill in the defaults: one tile of queries, and enough keys to go round every ring."""
+def _shape(variant: Variant[Forward], request: Request) -> Shape | PackedShape:
+    """Fill in what is not asked for; UserError for options that mean nothing to the module."""
     from fa3gen.base.errors import UserError
-    from fa3gen.inspect.tracing import default_problem
+    from fa3gen.design.family import Shape
+    from fa3gen.inspect.tracing import default_shape
 
-    heads_kv = request.heads_kv or request.heads
-    if request.heads % heads_kv:
-        raise UserError(f"--heads {request.heads} is no multiple of --heads-kv {heads_kv}; choose one that is")
+    spec, default = variant.spec, default_shape(variant.spec)
+    dense = isinstance(default, Shape)
+    of_others = ("lengths", "page") if dense else ("batch", "seq_q", "seq_k")
+    if meaningless := [name for name in of_others if getattr(request, name) is not None]:
+        instead = "--batch, --seq-q and --seq-k" if dense else "--lengths"
+        raise UserError(
+            f"{variant.stem} takes {'dense tensors' if dense else 'packed sequences'}, of which "
+            f"--{meaningless[0].replace('_', '-')} says nothing; give {instead}"
+        )
+    heads = _heads(spec, request)
+    if not isinstance(default, Shape):
+        return lengths_option.call_of(spec, request.lengths, request.page, heads=heads, usual=default)
+    sizes = request.batch or 1, request.seq_q or default.seq_q, request.seq_k or default.seq_k
+    return Shape(*sizes, *heads)
+
+
+def _heads(spec: Forward, request: Request) -> tuple[int, int]:
+    """Of queries, and of keys and values."""
+    from fa3gen.base.errors import UserError
+
     pack = spec.tile.pack_heads
-    if request.heads % (pack * heads_kv):
+    heads = request.heads or pack * (request.heads_kv or 1)
+    heads_kv = request.heads_kv or heads // pack or 1
+    if heads % heads_kv:
+        raise UserError(f"--heads {heads} is no multiple of --heads-kv {heads_kv}; choose one that is")
+    if heads % (pack * heads_kv):
         raise UserError(f"a tile of this module holds {pack} query heads of one kv head; use --heads {pack * heads_kv}")
-    default = default_problem(spec)
-    return replace(
-        default,
-        batch=request.batch,
-        seq_q=request.seq_q or default.seq_q,
-        seq_k=request.seq_k or default.seq_k,
-        heads_q=request.heads,
-        heads_kv=heads_kv,
-        seed=request.seed,
-    )
+    return heads, heads_kv
 
 
-def _ctas(spec: Forward, problem: Problem, wanted: str | None) -> list[Index] | None:
+def _ctas(spec: Forward, shape: Shape | PackedShape, wanted: str | None) -> list[Index] | None:
     """The CTAs to run; None for all."""
     from fa3gen.base.errors import UserError
     from fa3gen.inspect.tracing import busiest
@@ -170,7 +197,7 @@ def _ctas(spec: Forward, problem: Problem, wanted: str | None) -> list[Index] | 
     if wanted == "all":
         return None
     if wanted is None:
-        return [(busiest(spec, problem), 0, 0)]
+        return [(busiest(spec, shape), 0, 0)]
     try:
         numbers = [int(number) for number in wanted.split(",")]
     except ValueError:
@@ -196,14 +223,12 @@ def _schedule(spec: Forward, request: Request) -> Schedule:
 # -- summary
 
 
-def _show(console: Console, document: dict[str, Any], files: list[Path]) -> None:
+def _show(console: Console, document: dict[str, Any], shape: str, files: list[Path]) -> None:
     """Print what ran, a line for each warp, and where the files are."""
 
     def say(text: str, style: str | None = None) -> None:
         console.print(text, style=style, markup=False, soft_wrap=True)
 
-    p = document["problem"]
-    shape = f"batch {p['batch']}, {p['seq_q']} x {p['seq_k']}, heads {p['heads_q']}/{p['heads_kv']}"
     say(f"{document['module']}: executed on the {document['executed_on']}; {shape}; {document['schedule']}", "bold")
     for cta in document["ctas"]:
         kinds = [event["kind"] for event in cta["events"]]

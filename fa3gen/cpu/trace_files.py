@@ -20,7 +20,7 @@ from fa3gen.cpu.places import SharedPlaces
 from fa3gen.cpu.trace import ABOUT_TIME, CtaTrace, Event, Trace
 
 FORMAT = "fa3gen trace"
-VERSION = 1
+VERSION = 2  # 2: the problem may be packed sequences, with lists of lengths
 EXECUTED_ON = "CPU model of sm_90a (not a GPU)"
 NO_PHASE = "before its first phase"  # a producer's first wait for an empty stage
 
@@ -117,7 +117,11 @@ SCHEMA: dict[str, Any] = {
             "time": {"type": "string"},
             "module": {"type": "string"},
             "file": {"type": "string"},
-            "problem": {"type": "object", "additionalProperties": {"type": "integer"}},
+            "problem": {
+                "type": "object",
+                "additionalProperties": {"type": ["integer", "array"], "items": COUNT},
+                "description": "Extents of the call; lengths of packed sequences are arrays.",
+            },
             "schedule": {"type": "string"},
             "report": {"type": ["string", "null"], "description": "The fault that ended the run, if one did."},
             "ctas": {"type": "array", "items": _CTA},
@@ -163,7 +167,7 @@ def document(
     source: Source,
     places: SharedPlaces,
     *,
-    problem: dict[str, int],
+    problem: dict[str, int | list[int]],
     schedule: str,
     report: str | None = None,
 ) -> dict[str, Any]:

@@ -8,9 +8,9 @@ schedule overlaps them; `fa3gen simulate` does.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar
 
 from fa3gen.design import footprint, tile_order, work
 from fa3gen.design.cta import cta_of
@@ -19,6 +19,7 @@ from fa3gen.hardware import hopper
 from fa3gen.hardware.chips import Chip
 from fa3gen.spec.model import Forward, GlobalHandoff, Spec
 
+T = TypeVar("T", bound=float)
 Unit = Literal[
     "tensor cores",
     "exponentials",
@@ -126,7 +127,7 @@ def of_problem(problem: Problem, chip: Chip, occupancy: Occupancy) -> ProblemCei
     busiest = busiest_sm(spec, problem, chip.sms)
     cycles = busiest * ceiling.binding.cycles
     seconds, by_hbm = cycles / chip.clock_hz.value, problem.hbm_bytes / chip.hbm.value
-    places = chip.sms * (1 if footprint.persistent(spec) else occupancy.ctas)
+    places = chip.sms * occupancy.ctas
     longest = max(seconds, by_hbm)
     return ProblemCeiling(
         chip=chip,
@@ -148,24 +149,32 @@ def busiest_sm(spec: Forward, problem: Problem, sms: int) -> int:
 
     CTAs that share an SM are taken for one that does their tiles in turn: that is as long.
     """
-    of_head = [tiles.visited for tiles in problem.of_one_head]
     if isinstance(spec.handoff, GlobalHandoff):
         return -(-problem.visited // sms)  # a CTA for each step
-    if len(set(of_head)) <= 1:
-        steps, (waves, rest) = max(of_head, default=0), divmod(problem.tiles, sms)
+    different = {tiles.visited for of_head in problem.of_lengths.values() for tiles in of_head}
+    if len(different) <= 1:
+        steps, (waves, rest) = max(different, default=0), divmod(problem.tiles, sms)
         share = tile_order.tail_share(rest, steps, sms) if footprint.splits_tail(spec) else steps
         return waves * steps + share * (rest > 0)
-    ends = [0] * min(sms, problem.tiles)
-    for steps in _tile_order(spec, problem, of_head):
-        heapq.heapreplace(ends, ends[0] + steps)  # to the SM that is through first
-    return max(ends)
+    return max(sum(tiles) for tiles in dealt(problem.steps_in_order, sms))
 
 
-def _tile_order(spec: Forward, problem: Problem, of_head: Sequence[int]) -> list[int]:
-    """Steps of each tile of queries in the order in which they are taken."""
-    shape = problem.shape
-    order = tile_order.taken(spec, shape.seq_q, shape.seq_k, problem.heads // shape.batch, shape.batch)
-    return [of_head[entry.m_block] for entry in order]
+def dealt(tiles: Iterable[T], places: int, length: Callable[[T], float] = float) -> list[list[T]]:
+    """The tiles that each place takes, where it takes the next one as soon as it is through with one: places in use.
+
+    As counters deal them out, and free SMs take CTAs. `length` says how long a tile takes behind another.
+    """
+    taken: list[list[T]] = []
+    ends: list[tuple[float, int]] = []
+    for tile in tiles:
+        if len(taken) < places:
+            heapq.heappush(ends, (length(tile), len(taken)))
+            taken.append([tile])
+        else:
+            end, place = ends[0]
+            taken[place].append(tile)
+            heapq.heapreplace(ends, (end + length(tile), place))
+    return taken
 
 
 def occupancy(spec: Spec, registers: int | None = None) -> Occupancy:
@@ -178,8 +187,8 @@ def occupancy(spec: Spec, registers: int | None = None) -> Occupancy:
         "threads": THREADS_PER_SM // cta.threads,
         "CTAs": CTAS_PER_SM,
     }
-    if cta.persistent:
-        allowed["launch: one per SM"] = 1
+    if cta.launched_per_sm is not None:
+        allowed[f"launch: {cta.launched_per_sm} per SM"] = cta.launched_per_sm
     return Occupancy(per_thread, registers is not None, tuple(allowed.items()))
 
 

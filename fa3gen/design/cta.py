@@ -15,8 +15,8 @@ class Cta:
     """Arrays in shared memory in their order, and mbarriers behind them, in bytes; registers per thread.
 
     `held` is an estimate of what a computing thread holds at the widest point, by what. `launch_registers`: what each
-    thread is launched with where setmaxnreg moves registers later, else None. `persistent`: one CTA for each SM takes
-    tile after tile.
+    thread is launched with where setmaxnreg moves registers later, else None. `launched_per_sm`: of a persistent
+    kernel, whose CTAs take tile after tile, how many are started for each SM; None of others.
     """
 
     threads: int
@@ -24,7 +24,7 @@ class Cta:
     barrier_bytes: int
     held: tuple[tuple[str, int], ...]
     launch_registers: int | None = None
-    persistent: bool = False
+    launched_per_sm: int | None = None
 
     @property
     def smem_bytes(self) -> int:
@@ -62,7 +62,7 @@ def cta_of(spec: Spec) -> Cta:
                 barrier_bytes=footprint.barrier_bytes(spec),
                 held=tuple(footprint.registers_per_thread(spec)),
                 launch_registers=footprint.launch_registers(spec) if footprint.specialized(spec) else None,
-                persistent=footprint.persistent(spec),
+                launched_per_sm=spec.tile.ctas_per_sm if footprint.persistent(spec) else None,
             )
         case Gemm():
             return Cta(
@@ -71,7 +71,7 @@ def cta_of(spec: Spec) -> Cta:
                 barrier_bytes=gemm.barrier_bytes(spec),
                 held=tuple(gemm.registers_per_thread(spec)),
                 launch_registers=hopper.registers_at_launch(gemm.threads(spec)) if gemm.specialized(spec) else None,
-                persistent=gemm.specialized(spec),
+                launched_per_sm=1 if gemm.specialized(spec) else None,
             )
         case Copy():
             return Cta(

@@ -5,6 +5,7 @@ Imports neither torch nor cutlass.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
@@ -23,6 +24,9 @@ from fa3gen.spec.model import (
     WindowMask,
 )
 
+Lengths = tuple[int, int]  # queries and keys of one sequence
+ODD_PAGE = 24  # rows of a page where nobody says how many, and any number will do
+NAMED = 8  # sequences whose lengths are said one by one
 TILE_ROWS = 128  # in which calls are counted; the tiles of a module may have fewer
 
 
@@ -41,6 +45,11 @@ class Shape:
     window: Window | None = None
 
     @property
+    def sequences(self) -> tuple[Lengths, ...]:
+        """Queries and keys of each batch entry, which has those of the others."""
+        return ((self.seq_q, self.seq_k),) * self.batch
+
+    @property
     def tiles(self) -> int:
         """Tiles of TILE_ROWS query rows of one head: how many SMs the call could fill."""
         return self.batch * self.heads_q * -(-self.seq_q // TILE_ROWS)
@@ -55,10 +64,20 @@ class Shape:
         pages = {"pages": self.batch, "page": self.seq_k, "most_pages": 1}
         return {**asdict(self), **totals, **pages, "offsets": self.batch + 1}
 
+    @property
+    def lengths_text(self) -> str:
+        """`4096 x 4096`: queries and keys of each."""
+        return f"{self.seq_q} x {self.seq_k}"
+
+    @property
+    def in_full(self) -> str:
+        """All that there is to say, as in `__str__`."""
+        return str(self)
+
     def __str__(self) -> str:
         """`batch 4, 4096 x 4096, 16 heads`."""
         heads = heads_text(self.heads_q, self.heads_kv)
-        return f"batch {self.batch}, {self.seq_q} x {self.seq_k}, {heads} heads"
+        return f"batch {self.batch}, {self.lengths_text}, {heads} heads"
 
 
 @dataclass(frozen=True)
@@ -70,6 +89,11 @@ class PackedShape:
     heads_q: int
     heads_kv: int
     window: Window | None = None
+
+    @property
+    def sequences(self) -> tuple[Lengths, ...]:
+        """Queries and keys of each."""
+        return tuple(zip(self.lengths_q, self.lengths_k, strict=True))
 
     @property
     def batch(self) -> int:
@@ -94,11 +118,22 @@ class PackedShape:
             "heads_kv": self.heads_kv,
         }
 
+    @property
+    def lengths_text(self) -> str:
+        """`16384 x 16384`: queries and keys of all."""
+        return f"{sum(self.lengths_q)} x {sum(self.lengths_k)}"
+
+    @property
+    def in_full(self) -> str:
+        """`3 sequences, 304 x 618, 1 heads: 240 x 554, 0 x 0, 64 x 64`; of many the first ones."""
+        first = [f"{seq_q} x {seq_k}" for seq_q, seq_k in self.sequences[:NAMED]]
+        more = ["and so on"] * (self.batch > NAMED)
+        return f"{self}: {', '.join([*first, *more])}"
+
     def __str__(self) -> str:
         """`58 sequences, 16384 x 16384, 32/8 heads`."""
         heads = heads_text(self.heads_q, self.heads_kv)
-        rows = f"{sum(self.lengths_q)} x {sum(self.lengths_k)}"
-        return f"{counted(self.batch, 'sequence')}, {rows}, {heads} heads"
+        return f"{counted(self.batch, 'sequence')}, {self.lengths_text}, {heads} heads"
 
 
 @dataclass(frozen=True)
@@ -118,12 +153,28 @@ class PagedShape(PackedShape):
         return f"{super().__str__()}, pages of {self.page}"
 
 
+def call_of_lengths(
+    spec: Forward,
+    lengths_q: tuple[int, ...],
+    lengths_k: tuple[int, ...],
+    *,
+    heads: tuple[int, int],
+    page: int | None = None,
+) -> PackedShape:
+    """A call of a module on sequences of these lengths. With pages these have `page` rows, or as few as it takes."""
+    least = page_rows(spec)
+    if least is None:
+        return PackedShape(lengths_q, lengths_k, *heads)
+    return PagedShape(lengths_q, lengths_k, *heads, page=page or (least if least > 1 else ODD_PAGE))
+
+
 class Family(NamedTuple):
     """What a module is compiled for. Modules of one family can take each other's place at any shape.
 
     `out_dtype` is None where O has the dtype of q, k and v. `by_sequence` are the inputs whose sequence is contiguous,
     and not their rows. `layout` is `packed` where sequences stand one behind the other, `paged` where only queries do.
-    `sink` and `softcap`: whether a call gives sinks, and a cap of the scores. `page_rows`: the page size of a call;
+    `sink` and `softcap`: whether a call gives sinks, and a cap of the scores; `any_cap`: whether a call's cap is more
+    than MOST_CAP_WITHOUT_MAX, or may be one of a module's calls. `page_rows`: the page size of a call;
     of a module the number that its calls' page sizes are multiples of.
     """
 
@@ -137,6 +188,7 @@ class Family(NamedTuple):
     sink: bool = False
     softcap: bool = False
     page_rows: int | None = None
+    any_cap: bool = False
 
     @classmethod
     def of(cls, spec: Forward) -> Family:
@@ -150,6 +202,7 @@ class Family(NamedTuple):
             sink=spec.softmax.sink,
             softcap=spec.softmax.softcap,
             page_rows=page_rows(spec),
+            any_cap=spec.softmax.softcap and spec.softmax.row_max == "online",
         )
 
     def of_call(self, window: Window | None = None) -> Family:
@@ -158,14 +211,14 @@ class Family(NamedTuple):
 
     def serves(self, wanted: Family) -> bool:
         """Whether a module of this family has calls that compute another."""
-        if (wanted.page_rows or 0) % (self.page_rows or 1):
+        if (wanted.page_rows or 0) % (self.page_rows or 1) or wanted.any_cap > self.any_cap:
             return False
-        alike = self._replace(mask=wanted.mask, page_rows=wanted.page_rows) == wanted
+        alike = self._replace(mask=wanted.mask, page_rows=wanted.page_rows, any_cap=wanted.any_cap) == wanted
         return alike and computes(self.mask, wanted.mask)
 
     def __str__(self) -> str:
         """`bf16, head dim 192/128, window (512, 0)`; `bf16, O in fp32, head dim 128, causal, sinks`."""
-        score = "".join(f", {name}" for name in self.keywords)
+        score = "".join(f", {name}" for name in self.keywords) + " of any size" * self.any_cap
         where = f", contiguous sequence in {listed(self.by_sequence)}" if self.by_sequence else ""
         packed = {"dense": "", "packed": ", packed sequences", "paged": f", pages of {self.page_rows}"}[self.layout]
         return f"{self.dtypes}, head dim {self.dims}, {mask_text(self.mask)}{score}{where}{packed}"
@@ -185,7 +238,7 @@ class Family(NamedTuple):
         """`bf16_d128_causal`, `bf16_d192_128_full`, `bf16_d128_causal_o_fp32`: names the file of tuning records."""
         out = "" if self.out_dtype is None else f"_o_{self.out_dtype}"
         where = f"_sequence_{''.join(self.by_sequence)}" if self.by_sequence else ""
-        score = "_sink" * self.sink + "_softcap" * self.softcap
+        score = "_sink" * self.sink + "_softcap" * self.softcap + "_any" * self.any_cap
         packed = {"dense": "", "packed": "_packed", "paged": f"_pages_{self.page_rows}"}[self.layout]
         return f"{self.dtype}_d{self.dims.replace('/', '_')}_{mask_label(self.mask)}{score}{out}{where}{packed}"
 
@@ -196,12 +249,10 @@ class Family(NamedTuple):
 
     def flops(self, shape: Shape | PackedShape) -> float:
         """FLOPs of both products, as the literature counts them: see `counted_pairs`."""
-        mask = of_call(self.mask, shape.window)
-        if isinstance(shape, PackedShape):
-            lengths = zip(shape.lengths_q, shape.lengths_k, strict=True)
-            pairs = sum(counted_pairs(mask, seq_q=seq_q, seq_k=seq_k) for seq_q, seq_k in lengths)
-        else:
-            pairs = counted_pairs(mask, seq_q=shape.seq_q, seq_k=shape.seq_k) * shape.batch
+        mask, sequences = of_call(self.mask, shape.window), Counter(shape.sequences)
+        pairs = sum(
+            count * counted_pairs(mask, seq_q=seq_q, seq_k=seq_k) for (seq_q, seq_k), count in sequences.items()
+        )
         return products_flops(self.head_dim, self.head_dim_v, pairs * shape.heads_q)
 
 

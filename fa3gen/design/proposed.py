@@ -108,6 +108,7 @@ def _asked_of(base: Forward, family: Family) -> Forward | None:
         ("mask", mask.model_dump(exclude_none=True)),
         ("o.dtype", family.out_dtype),
         *(("softmax.sink", family.sink), ("softmax.softcap", family.softcap)),
+        ("softmax.row_max", base.softmax.row_max if _bounds_scores(family) else "online"),
         *(("outputs.lse", True), ("tile.pack_heads", 1)),
     )
     if isinstance(base.load, TmaLoad):
@@ -121,6 +122,11 @@ def _asked_of(base: Forward, family: Family) -> Forward | None:
     except ValidationError:
         return None
     return spec if Family.of(spec).serves(family) else None
+
+
+def _bounds_scores(family: Family) -> bool:
+    """Whether exponentials need no maximum: `row_max: none`."""
+    return family.softcap and not family.any_cap and not family.sink and family.dtype == "bf16"
 
 
 def _page_rows(base: Forward, family: Family) -> int | None:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from fa3gen.design import footprint
+from fa3gen.design.family import PackedShape, Shape
 from fa3gen.spec.model import CausalMask, Forward
 
 # Bytes of K and V that a dynamic scheduler works on at a time, so that they stay in L2; `KEYS_IN_L2` in the modules.
@@ -30,11 +31,25 @@ def positions(spec: Forward) -> int:
     return spec.tile.q // spec.tile.pack_heads
 
 
-def taken(spec: Forward, seq_q: int, seq_k: int, heads: int, batch: int) -> Iterator[Taken]:
+def taken(spec: Forward, shape: Shape | PackedShape) -> Iterator[Taken]:
     """Tiles of queries in the order of their numbers: CTAs are started, dealt out or draw in this order.
 
-    `heads` counts the heads that have tiles of their own: packs of query heads where tiles hold several.
+    `head` counts the heads that have tiles of their own: packs of query heads where tiles hold several. `batch` is the
+    number of a sequence where these are packed, which is one behind the other in this order, too.
     """
+    heads = shape.heads_q // spec.tile.pack_heads
+    if isinstance(shape, Shape) and not footprint.packed_sequences(spec):
+        yield from _of_batch(spec, shape.seq_q, shape.seq_k, heads, shape.batch)
+        return
+    before = 0
+    for sequence, (seq_q, seq_k) in enumerate(shape.sequences):
+        for entry in _of_batch(spec, seq_q, seq_k, heads, 1):
+            yield Taken(before + entry.number, entry.m_block, entry.head, sequence)
+        before += -(-seq_q // positions(spec)) * heads
+
+
+def _of_batch(spec: Forward, seq_q: int, seq_k: int, heads: int, batch: int) -> Iterator[Taken]:
+    """Those of sequences of one length."""
     blocks, everything = -(-seq_q // positions(spec)), heads * batch
     if spec.scheduler == "dynamic":
         yield from _drawn(spec, blocks, seq_k, heads, everything)
@@ -62,7 +77,7 @@ def _drawn(spec: Forward, blocks: int, seq_k: int, heads: int, everything: int) 
 
     The last section also has the heads that are left over.
     """
-    share = min(max(keys_in_l2(spec) // seq_k, 1), everything)
+    share = min(max(keys_in_l2(spec) // max(seq_k, 1), 1), everything)
     for number in range(blocks * everything):
         first = min(number // (share * blocks), everything // share - 1) * share
         together = share if first + 2 * share <= everything else everything - first

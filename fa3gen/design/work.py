@@ -6,13 +6,15 @@ instructions is partly taken from compiled code (DSL 4.8.1), which is said where
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
 from fa3gen.base.errors import UserError
-from fa3gen.design import footprint
-from fa3gen.design.family import Family, Shape
-from fa3gen.design.masks import given_with_calls, of_call, reach
+from fa3gen.design import footprint, tile_order
+from fa3gen.design.family import Family, Lengths, PackedShape, Shape
+from fa3gen.design.masks import Window, given_with_calls, of_call, reach
 from fa3gen.design.operation import operation_of
 from fa3gen.design.tiles import operand_tiles
 from fa3gen.hardware import hopper
@@ -153,7 +155,7 @@ def query_tile(spec: Forward) -> QueryTile:
 
 
 def _tma_loads(spec: Forward) -> tuple[int, int]:
-    if not isinstance(spec.load, TmaLoad):
+    if not isinstance(spec.load, TmaLoad) or footprint.gathered(spec):
         return 0, 0
     tiles = operand_tiles(spec)
     return tiles["K"].boxes, tiles["V"].boxes
@@ -319,21 +321,24 @@ def _l2_bytes(spec: Forward) -> int:
 # -- the whole problem
 
 
-def key_tiles(spec: Forward, shape: Shape, m_block: int) -> KeyTiles:
-    """The tiles of keys that tile `m_block` of the queries visits, as `kv_range` of the generated modules says."""
+def key_tiles(spec: Forward, lengths: Lengths, m_block: int, window: Window | None = None) -> KeyTiles:
+    """The tiles of keys that tile `m_block` of the queries visits, as `kv_range` of the generated modules says.
+
+    `lengths` are the queries and keys of its sequence, `window` is that of a call which gives one.
+    """
     kv, positions = spec.tile.kv, spec.tile.q // spec.tile.pack_heads
-    seq_k = shape.seq_k
+    seq_q, seq_k = lengths
+    least = 1 if footprint.overlapped(spec) else 0  # the consumers' first tile stands before their loop
     if isinstance(spec.mask, NoMask) or isinstance(spec.handoff, GlobalHandoff):
-        return KeyTiles(0, -(-seq_k // kv), 0, seq_k // kv)
-    diagonal = m_block * positions + seq_k - shape.seq_q
-    left, right = reach(of_call(spec.mask, shape.window))
+        return KeyTiles(0, -(-max(seq_k, least) // kv), 0, seq_k // kv)
+    diagonal = m_block * positions + seq_k - seq_q
+    left, right = reach(of_call(spec.mask, window))
     left = diagonal + positions if left is None else left  # all keys
     assert right is not None  # either mask ends there
     first_key = max(min(diagonal - left, seq_k - 1), 0) if spec.tile.kv_from == "window" else 0
     first_key -= first_key % (footprint.page_rows(spec) or 1)  # boxes of keys lie in a page whole
     diagonal, seq_k = diagonal - first_key, seq_k - first_key
-    least = 1 if footprint.overlapped(spec) else 0  # the consumers' first tile stands before their loop
-    end = min(seq_k, max(diagonal + positions + right, least))
+    end = max(min(seq_k, diagonal + positions + right), least, 0)
     start = min(end, max(diagonal - left, 0))
     full_start = -(-max(diagonal + positions - 1 - left, 0) // kv)
     full_end = min(seq_k, max(diagonal + right + 1, 0)) // kv
@@ -347,7 +352,7 @@ class Problem:
     """One call of a spec's module. Raises UserError for heads that the module does not take."""
 
     spec: Forward
-    shape: Shape
+    shape: Shape | PackedShape
 
     def __post_init__(self) -> None:
         """Refuse what the module refuses."""
@@ -361,35 +366,56 @@ class Problem:
             )
 
     @cached_property
-    def of_one_head(self) -> tuple[KeyTiles, ...]:
-        """The tiles of keys of each tile of queries of one head (or of the heads that share a tile)."""
+    def of_lengths(self) -> Mapping[Lengths, tuple[KeyTiles, ...]]:
+        """The tiles of keys of each tile of queries of one head (or of the heads that share a tile), by lengths."""
         positions = self.spec.tile.q // self.spec.tile.pack_heads
-        return tuple(key_tiles(self.spec, self.shape, block) for block in range(-(-self.shape.seq_q // positions)))
-
-    @property
-    def heads(self) -> int:
-        """How many times the tiles of one head come: heads that do not share a tile, in all batch entries."""
-        return self.shape.batch * self.shape.heads_q // self.spec.tile.pack_heads
+        return {
+            lengths: tuple(
+                key_tiles(self.spec, lengths, block, self.shape.window) for block in range(-(-lengths[0] // positions))
+            )
+            for lengths in set(self.shape.sequences)
+        }
 
     @property
     def tiles(self) -> int:
         """Tiles of queries."""
-        return self.heads * len(self.of_one_head)
+        return self._sum(lambda _: 1)
 
     @property
     def visited(self) -> int:
         """Steps: pairs of a tile of queries and a tile of keys that are computed."""
-        return self.heads * sum(tiles.visited for tiles in self.of_one_head)
+        return self._sum(lambda tiles: tiles.visited)
 
     @property
     def masked(self) -> int:
         """Steps in which scores are masked."""
-        return self.heads * sum(tiles.masked for tiles in self.of_one_head)
+        return self._sum(lambda tiles: tiles.masked)
 
     @property
     def skipped(self) -> int:
         """Steps that the mask saves."""
-        return self.tiles * -(-self.shape.seq_k // self.spec.tile.kv) - self.visited
+        counts = Counter(self.shape.sequences).items()
+        every = sum(
+            count * len(self.of_lengths[lengths]) * -(-lengths[1] // self.spec.tile.kv) for lengths, count in counts
+        )
+        return every * self._heads - self.visited
+
+    @property
+    def steps_in_order(self) -> list[int]:
+        """Steps of each tile of queries, in the order in which tiles are taken."""
+        sequences = self.shape.sequences
+        order = tile_order.taken(self.spec, self.shape)
+        return [self.of_lengths[sequences[entry.batch]][entry.m_block].visited for entry in order]
+
+    @property
+    def _heads(self) -> int:
+        """How many times the tiles of one head come in a sequence: heads that do not share a tile."""
+        return self.shape.heads_q // self.spec.tile.pack_heads
+
+    def _sum(self, count: Callable[[KeyTiles], int]) -> int:
+        """Over all tiles of queries."""
+        counts = Counter(self.shape.sequences).items()
+        return self._heads * sum(times * sum(map(count, self.of_lengths[lengths])) for lengths, times in counts)
 
     @cached_property
     def flops(self) -> float:

@@ -1,13 +1,14 @@
 """Runs a generated module's kernel on the CPU model without importing the module: for traces and for reports.
 
-Shapes as everywhere: q (batch, seq_q, heads_q, d), k (batch, seq_k, heads_kv, d), v (batch, seq_k, heads_kv, d_v).
+Tensors are those that `fa3gen verify` makes: dense, packed, or with K and V in pages.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -17,15 +18,17 @@ from fa3gen.cpu.kernel import CpuKernel, Settings
 from fa3gen.cpu.launch import Index
 from fa3gen.cpu.schedule import Schedule
 from fa3gen.cpu.trace import Trace
-from fa3gen.design import footprint
-from fa3gen.design.family import Family, Shape
-from fa3gen.design.masks import USUAL_WINDOW
+from fa3gen.design import footprint, work
+from fa3gen.design.family import PackedShape, PagedShape, Shape, call_of_lengths
+from fa3gen.design.masks import given_with_calls, reach
 from fa3gen.design.operation import Scratch, Tensor, operation_of
-from fa3gen.design.tile_order import taken
-from fa3gen.design.work import key_tiles
+from fa3gen.design.tile_order import positions
 from fa3gen.spec.model import Forward, GlobalHandoff
 from fa3gen.spec.specfile import Variant
-from fa3gen.verify.inputs import laid_out, usual_keywords
+from fa3gen.verify import inputs, packed_inputs, paged_inputs
+from fa3gen.verify.inputs import Case, Inputs
+from fa3gen.verify.packed_inputs import PackedCase
+from fa3gen.verify.paged_inputs import PagedCase
 from fa3gen.verify.reference import Attention
 
 LAPS = 2  # times that the default number of keys goes round the ring, and one tile more
@@ -33,38 +36,62 @@ LAPS = 2  # times that the default number of keys goes round the ring, and one t
 
 @dataclass(frozen=True)
 class Problem:
-    """Extents of one call of `attention`; `seed` is that of the inputs."""
+    """One call of `attention`; `seed` is that of the inputs."""
 
-    batch: int
-    seq_q: int
-    seq_k: int
-    heads_q: int
-    heads_kv: int
-    head_dim: int
-    seed: int
+    shape: Shape | PackedShape
+    seed: int = 0
 
-
-def default_problem(spec: Forward) -> Problem:
-    """One tile of queries, of a persistent kernel two, and enough keys to go round every ring."""
-    pack, tiles = spec.tile.pack_heads, 2 if footprint.persistent(spec) else 1
-    return Problem(
-        batch=1,
-        seq_q=tiles * spec.tile.q // pack,
-        seq_k=(LAPS * footprint.kv_stages(spec) + 1) * spec.tile.kv,
-        heads_q=pack,
-        heads_kv=1,
-        head_dim=spec.problem.head_dim,
-        seed=0,
-    )
+    def facts(self, spec: Forward) -> dict[str, int | list[int]]:
+        """Its extents as a trace document has them."""
+        extents = {name: value for name, value in asdict(self.shape).items() if value is not None}
+        facts = {name: list(value) if isinstance(value, tuple) else value for name, value in extents.items()}
+        return {**facts, "head_dim": spec.problem.head_dim, "seed": self.seed}
 
 
-def busiest(spec: Forward, problem: Problem) -> int:
+def default_shape(spec: Forward) -> Shape | PackedShape:
+    """One tile of queries, of a persistent kernel two, and enough keys to go round every ring.
+
+    Of packed sequences one that ends inside of its second tile of queries and of a tile of keys, one without rows, and
+    one of less than a tile. Pages are as small as the module takes them.
+    """
+    m, n, pack, stages = positions(spec), spec.tile.kv, spec.tile.pack_heads, footprint.kv_stages(spec)
+    if not footprint.packed_sequences(spec):
+        tiles = 2 if footprint.persistent(spec) else 1
+        return Shape(1, tiles * m, (LAPS * stages + 1) * n, heads_q=pack, heads_kv=1)
+    lengths = (m + m // 4, 0, m // 3), ((stages + 1) * n + n // 3, 0, n // 2)
+    return call_of_lengths(spec, *lengths, heads=(pack, 1))
+
+
+def busiest(spec: Forward, shape: Shape | PackedShape) -> int:
     """The first CTA whose tile of queries visits the most tiles of keys."""
     if isinstance(spec.handoff, GlobalHandoff) or footprint.persistent(spec):
         return 0
-    shape = Shape(1, problem.seq_q, problem.seq_k, 1, 1)
-    order = taken(spec, problem.seq_q, problem.seq_k, heads=1, batch=1)
-    return max(order, key=lambda entry: key_tiles(spec, shape, entry.m_block).visited).number
+    steps = work.Problem(spec, shape).steps_in_order
+    return steps.index(max(steps))
+
+
+def drawn(spec: Forward, problem: Problem) -> Inputs:
+    """Random inputs for a call."""
+    shape = problem.shape
+    heads = shape.heads_q, shape.heads_kv
+    facts: dict[str, Any] = {"layout": "contiguous", "window": shape.window}
+    if isinstance(shape, Shape):
+        return made(spec, Case("traced", "", shape.batch, shape.seq_q, shape.seq_k, *heads, **facts), problem.seed)
+    case = packed_inputs.sequences("traced", "", shape.lengths_q, shape.lengths_k, heads=heads, **facts)
+    if isinstance(shape, PagedShape):
+        case = PagedCase(**vars(case), page=shape.page)
+    return made(spec, case, problem.seed)
+
+
+def made(spec: Forward, case: Case, seed: int) -> Inputs:
+    """The inputs of a case, on the CPU: dense, packed, or in pages as the case is."""
+    match case:
+        case PagedCase():
+            return paged_inputs.make(spec, case, device=torch.device("cpu"), seed=seed)
+        case PackedCase():
+            return packed_inputs.make(spec, case, device=torch.device("cpu"), seed=seed)
+        case _:
+            return inputs.make_for(spec, case, device=torch.device("cpu"), seed=seed)
 
 
 def run(
@@ -93,15 +120,9 @@ def run_kernel(
     recorded: Trace,
 ) -> Hazard | None:
     """The same with a kernel at hand, whose settings are as before afterwards. A persistent kernel has one SM."""
-    random = torch.Generator().manual_seed(problem.seed)
-    shape = Shape(problem.batch, problem.seq_q, problem.seq_k, problem.heads_q, problem.heads_kv)
-    q, k, v = (
-        laid_out(tensor, torch.randn(tensor.sizes(shape), generator=random).to(tensor.dtype.in_torch()))
-        for tensor in operation_of(variant.spec).inputs
-    )
     before, kernel.settings = kernel.settings, Settings(schedule, recorded, ctas, sms=1)
     try:
-        attention(kernel, variant, q, k, v)
+        attention(kernel, variant.spec, drawn(variant.spec, problem))
     except Hazard as hazard:
         return hazard
     finally:
@@ -109,31 +130,31 @@ def run_kernel(
     return None
 
 
-def attention(
-    kernel: CpuKernel, variant: Variant[Forward], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-) -> Attention:
+def attention(kernel: CpuKernel, spec: Forward, made: Inputs) -> Attention:
     """O and LSE of a module's kernel; the LSE of a module without one is all NaN, and so is what nobody wrote.
 
-    Raises Hazard for the first fault, OutsideModel for what the model lacks.
+    They are as the call of the module returns them. Raises Hazard for the first fault, OutsideModel for what the model
+    lacks.
     """
-    operation = operation_of(variant.spec)
-    given = {"q": q, "k": k, "v": v}
-    shape = Shape(q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2])
-    named = usual_keywords(Family.of(variant.spec).keywords, q.shape[2], q.device)
-    if "sinks" in named:
-        named["sinks"] = named["sinks"].view(torch.int16)  # the launch takes their words
-    left, right = USUAL_WINDOW
-    numbers = {"num_sms": kernel.settings.sms, "scale": q.shape[3] ** -0.5, **named}
-    numbers |= {"window_left": left, "window_right": right}
-    made: dict[str, torch.Tensor] = {}
+    given: dict[str, Any] = {**made.given, **made.keywords, "out": made.out, "num_sms": kernel.settings.sms}
+    given |= {"enable_pdl": 0, "scale": made.q.shape[-1] ** -0.5}
+    if made.sinks is not None:
+        given["sinks"] = made.sinks.view(torch.int16)  # the launch takes their words
+    if given_with_calls(spec.mask):
+        given["window_left"], given["window_right"] = reach(made.mask)
+    extents = {"num_sms": kernel.settings.sms}
+    operation = operation_of(spec)
+    for tensor in operation.inputs:
+        extents |= {extent.name: size for extent, size in zip(tensor.dims, given[tensor.name].shape, strict=True)}
     for argument in operation.arguments:
-        if isinstance(argument, Scratch):
-            sizes, zero = argument.sizes(shape, kernel.settings.sms), argument.initial == "zero"
-        elif isinstance(argument, Tensor) and argument.role.endswith("output"):
-            sizes, zero = argument.sizes(shape), False
-        else:
+        if argument.name in given or not isinstance(argument, Scratch | Tensor):
             continue
-        made[argument.name] = torch.full(sizes, 0 if zero else math.nan, dtype=argument.dtype.in_torch())
-    kernel(*({**given, **made, **numbers}[argument.name] for argument in operation.arguments))
-    lse = made["lse"] if "lse" in made else torch.full((q.shape[0], q.shape[2], q.shape[1]), math.nan)
-    return Attention(made["out"], lse)
+        # Lengths that are not given have no elements.
+        optional = isinstance(argument, Tensor) and argument.role == "optional input"
+        sizes = (0,) if optional else [extent.size or extents[extent.name] for extent in argument.dims]
+        zero = isinstance(argument, Scratch) and argument.initial == "zero"
+        given[argument.name] = torch.full(sizes, 0 if zero or optional else math.nan, dtype=argument.dtype.in_torch())
+    kernel(*(given[argument.name] for argument in operation.arguments))
+    rows = made.out.shape[:-1]
+    lse = given["lse"] if "lse" in given else torch.full((*rows[:-2], rows[-1], rows[-2]), math.nan)
+    return Attention(made.out, lse)

@@ -83,6 +83,11 @@ class PackedProblem(GrownPart):
         return PackedShape(*sizes) if self.page is None else PagedShape(*sizes, page=self.page)
 
     @property
+    def seq_q(self) -> int:
+        """Queries of a sequence in the mean."""
+        return self.shape.mean.seq_q
+
+    @property
     def seq_k(self) -> int:
         """Keys of a sequence in the mean."""
         return self.shape.mean.seq_k

@@ -21,7 +21,7 @@ from fa3gen.hardware.dtypes import DTYPES
 from fa3gen.run import dispatch
 from fa3gen.run.dispatch import ArgumentError, Choice, NotRendered, Size
 from fa3gen.run.launch import module_at
-from fa3gen.spec.model import DType, OutputDType
+from fa3gen.spec.model import MOST_CAP_WITHOUT_MAX, DType, OutputDType
 
 Attention = Callable[..., Any]
 Returned = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
@@ -132,6 +132,11 @@ def check_scores(sinks: Any, softcap: Any) -> None:
         raise TypeError(f"sinks is a {type(sinks).__name__}; it needs to be a torch.Tensor")
     if softcap is not None and not (isinstance(softcap, (int, float)) and 0.0 < softcap < math.inf):
         raise ArgumentError(f"softcap is {softcap!r}; it needs to be a finite and positive number, or None for no cap")
+
+
+def any_cap(softcap: float | None) -> bool:
+    """Whether a cap is more than what modules without maxima take: `Family.any_cap`."""
+    return softcap is not None and softcap > MOST_CAP_WITHOUT_MAX
 
 
 def named_scores(sinks: torch.Tensor | None, softcap: float | None) -> dict[str, Any]:

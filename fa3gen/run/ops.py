@@ -142,6 +142,7 @@ def _asked(
         *(dtype, int(head_dim), int(v.shape[3]), dispatch.mask_of(causal, window), written),
         sink=sinks is not None,
         softcap=softcap is not None,
+        any_cap=calls.any_cap(softcap),
     )
     seq_k, heads_kv = k.shape[1], k.shape[2]
     tiles = Shape(batch, seq_q, seq_k, heads_q, heads_kv).tiles
@@ -167,7 +168,7 @@ def _serving(
         out_dtype, group = None if out is None else out.dtype, heads_q // (heads_kv or 1)
         key = q.get_device(), q.dtype, out_dtype, dim, v_dim, group, causal, window, return_lse
         if sinks is not None or softcap is not None:
-            key += (sinks is not None, softcap is not None)
+            key += (sinks is not None, softcap is not None, calls.any_cap(softcap))
         tiles = batch * heads_q * -(-seq_q // TILE_ROWS)  # `Shape.tiles`, without the call
         for least_keys, most_keys, least_tiles, most_tiles, attention in stretches.get(key, ()):
             if least_keys <= keys <= most_keys and least_tiles <= tiles <= most_tiles:

@@ -184,6 +184,7 @@ def _family(
         layout="packed" if page is None else "paged",
         sink=sinks is not None,
         softcap=softcap is not None,
+        any_cap=calls.any_cap(softcap),
         page_rows=page,
     )
 
@@ -244,7 +245,7 @@ def _serving(
         out_dtype, group = None if out is None else out.dtype, heads_q // (heads_kv or 1)
         key = "packed", q.get_device(), q.dtype, out_dtype, dim, v_dim, page, group, causal, window, return_lse
         if sinks is not None or softcap is not None:
-            key += (sinks is not None, softcap is not None)
+            key += (sinks is not None, softcap is not None, calls.any_cap(softcap))
         length, tiles = _extents(total_q, total_k, cu_seqlens_q.shape[0], heads_q, max_seqlen_q, max_seqlen_k)
         for least_keys, most_keys, least_tiles, most_tiles, attention in stretches.get(key, ()):
             if least_keys <= length <= most_keys and least_tiles <= tiles <= most_tiles:

@@ -55,8 +55,8 @@ Scheduler = Literal["single_tile", "grid", "static", "stream_k", "dynamic"]
 WINDOW_MAX = 2**30
 # P and its sums grow by so many powers of two before O is rescaled; errors were measured up to here.
 RESCALE_ABOVE_MAX = 8
-# Largest cap of scores without which maxima can be left out: of 2^20 keys and values up to 2^15 sums of e^64 v stay below
-# 2^128, the end of float32 and bfloat16, and e^-64 is far above its other end.
+# Largest cap with which maxima can be left out: of 2^20 keys and values up to 2^15 sums of e^64 v stay below 2^128, the
+# end of float32 and bfloat16, and e^-64 is far above its other end.
 MOST_CAP_WITHOUT_MAX = 64.0
 
 
@@ -136,8 +136,8 @@ class Tile(SpecModel):
     ctas_per_sm: int = Field(default=1, gt=0, description="CTAs of a specialised kernel that are to share an SM.")
     kv_from: Literal["first_key", "window"] = Field(
         default="first_key",
-        description="Where tiles of keys begin: at the first key, so that all tiles of queries have the same, or at the "
-        "first one that the window of a tile of queries shows it, so that as few as possible hold what it sees.",
+        description="Where tiles of keys begin: at the first key, so that all tiles of queries have the same, or at "
+        "the first one that the window of a tile of queries shows it, so that as few as possible hold what it sees.",
     )
 
 

@@ -104,7 +104,7 @@ def dense_only(variants: Iterable[Variant], what: str) -> list[Variant[Forward]]
     if packed := [variant.stem for variant in variants if variant.spec.problem.layout != "dense"]:
         raise UserError(
             f"{what} knows dense tensors only, and not packed sequences ({', '.join(packed)}); leave them out, or name "
-            "the module of layout dense that has the same tile; fa3gen verify and explain know both"
+            "the module of layout dense that has the same tile; other commands know both"
         )
     return variants
 

@@ -14,12 +14,15 @@ import numpy as np
 import pytest
 from machine import Machine, aligned, tensor_map
 
+from fa3gen.compile.cache import cached_compile
 from fa3gen.cpu.findings import Hazard, Kind
+from fa3gen.cpu.kernel import CpuKernel
 from fa3gen.cpu.places import SharedPlaces
 from fa3gen.cpu.schedule import FAST, Schedule, schedules
 from fa3gen.cpu.trace import CtaTrace, Event, Trace
 from fa3gen.cpu.trace_files import SCHEMA, Source, document, perfetto
 from fa3gen.design import footprint
+from fa3gen.design.family import Shape, call_of_lengths
 from fa3gen.design.workspace import Workspace
 from fa3gen.generate.plan import Plan, make_plan
 from fa3gen.hardware import hopper
@@ -247,7 +250,7 @@ def test_a_deadlock_leaves_waits_that_never_end() -> None:
 # ---------------------------------------------------------------------- a generated module
 
 STEM = "k4_2_d64"
-PROBLEM = tracing.Problem(batch=1, seq_q=128, seq_k=310, heads_q=1, heads_kv=1, head_dim=64, seed=0)
+PROBLEM = tracing.Problem(Shape(1, 128, 310, 1, 1))
 TILES = 5
 
 
@@ -262,7 +265,7 @@ def traced(schedule: Schedule, problem: tracing.Problem = PROBLEM) -> dict[str, 
     assert tracing.run(path, variant(), problem, [(0, 0, 0)], schedule, trace) is None
     source = Source(STEM, f"generated/{STEM}.py", str(path), path.read_text(encoding="utf-8"))
     places = SharedPlaces.of(variant().spec)
-    return document(trace, source, places, problem=vars(problem), schedule=str(schedule))
+    return document(trace, source, places, problem=problem.facts(variant().spec), schedule=str(schedule))
 
 
 @cache
@@ -450,11 +453,11 @@ PERSISTENT = "fwd_d64_causal_short"
 def test_events_of_a_persistent_kernel_are_those_of_its_plan() -> None:
     """One CTA takes 3 tiles of queries, with 3, 2 and 1 of keys: every ring goes round, its stages named alike."""
     spec, trace, path = variant(PERSISTENT).spec, Trace(), WORKSPACE.module_path(PERSISTENT)
-    problem = tracing.Problem(batch=1, seq_q=3 * 128, seq_k=3 * 128, heads_q=1, heads_kv=1, head_dim=64, seed=0)
+    problem = tracing.Problem(Shape(1, 3 * 128, 3 * 128, 1, 1))
     assert tracing.run(path, variant(PERSISTENT), problem, [(0, 0, 0)], BY_WARP, trace) is None
     places = SharedPlaces.of(spec)
     text = Source(PERSISTENT, f"generated/{PERSISTENT}.py", str(path), path.read_text(encoding="utf-8"))
-    written = document(trace, text, places, problem=vars(problem), schedule="")
+    written = document(trace, text, places, problem=problem.facts(spec), schedule="")
     loads = Counter((load["label"], *load["warps"]) for load in events_of("load", written))
     # Warp 8 loads Q and K, warp 9 loads V; a box each. 3 tiles of Q in 2 stages, 6 of K and V in 3.
     assert loads == {("Q stage 0", 8): 2, ("Q stage 1", 8): 1} | {
@@ -474,6 +477,49 @@ def test_events_of_a_persistent_kernel_are_those_of_its_plan() -> None:
     stores = events_of("store", written)
     assert Counter(store["label"] for store in stores) == {"O": 24}
     assert {tuple(store["warps"]) for store in stores} == {(warp,) for warp in range(8)}
+
+
+# ---------------------------------------------------------------------- packed sequences, pages
+
+MOST_ROWS = 2**30  # of one sequence, as TMA sees it
+LENGTHS = (200, 0, 5), (150, 0, 129)
+
+
+def run_of(stem: str) -> list[Event]:
+    """What happened in the only CTA of a module of head dim 64, as compiled for other tests: without line numbers."""
+    trace, kernel, (found,) = Trace(), CpuKernel(cached_compile(WORKSPACE.module_path(stem))), WORKSPACE.resolve(stem)
+    assert isinstance(found.spec, Forward)
+    problem = tracing.Problem(call_of_lengths(found.spec, *LENGTHS, heads=(1, 1)))
+    assert tracing.run_kernel(kernel, found, problem, [(0, 0, 0)], BY_WARP, trace) is None
+    assert problem.facts(found.spec)["lengths_k"] == [150, 0, 129]
+    return trace.ctas[0].events
+
+
+def boxes_of(events: list[Event]) -> dict[tuple[int, int], int]:
+    """(first row, row behind the sequence) of what TMA loads, and how often: row n of n has the number MOST_ROWS."""
+    boxes = Counter[tuple[int, int]]()
+    for event in events:
+        if event.kind == "load":
+            column, row, head, behind, most = event.details["coordinates"]
+            assert (column, head, most) == (0, 0, MOST_ROWS)
+            boxes[row - MOST_ROWS, behind] += 1
+    return boxes
+
+
+QUERIES = {(-200, 200): 1, (192 - 200, 200): 1, (-5, 205): 1}  # two tiles of the first sequence, one of the third
+
+
+def test_loads_of_packed_sequences_are_clipped_at_their_ends() -> None:
+    """Two tiles of keys of the first sequence for both of its tiles of queries, two of the third: K and V each."""
+    keys = {(-150, 150): 4, (128 - 150, 150): 4, (-129, 279): 2, (128 - 129, 279): 2}
+    assert boxes_of(run_of("fwd_packed_d64_causal")) == {**QUERIES, **keys}
+
+
+def test_rows_of_pages_come_by_cp_async() -> None:
+    events = run_of("fwd_paged_rows_d64_causal")
+    assert boxes_of(events) == QUERIES
+    groups = Counter(event.warps for event in events if event.kind == "copies")
+    assert groups == {(12,): 6, (13,): 6}  # K by one warp, V by the other
 
 
 # ---------------------------------------------------------------------- Chrome trace event format

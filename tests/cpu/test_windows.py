@@ -14,7 +14,7 @@ from fa3gen.cpu.kernel import Settings
 from fa3gen.cpu.module import load_on_cpu
 from fa3gen.design import tile_order
 from fa3gen.design.masks import of_call, reach
-from fa3gen.design.work import KeyTiles, Shape, key_tiles
+from fa3gen.design.work import KeyTiles, key_tiles
 from fa3gen.generate.plan import make_plan
 from fa3gen.generate.render import render_variant
 from fa3gen.spec.model import Spec, WindowMask
@@ -55,7 +55,7 @@ def cases(spec: Spec) -> list[Case]:
 def visited(spec: Spec, case: Case) -> list[KeyTiles]:
     """The tiles of keys that each tile of queries of one head visits."""
     blocks = range(-(-case.seq_q // tile_order.positions(spec)))
-    return [key_tiles(spec, Shape(1, case.seq_q, case.seq_k, 1, 1), block) for block in blocks]
+    return [key_tiles(spec, (case.seq_q, case.seq_k), block) for block in blocks]
 
 
 def check(found: Any, spec: Spec, stem: str) -> None:

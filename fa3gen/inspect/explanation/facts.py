@@ -9,7 +9,7 @@ from pathlib import Path, PurePath
 from fa3gen.design import ceiling, work
 from fa3gen.design.ceiling import Ceiling, Occupancy, ProblemCeiling
 from fa3gen.design.cta import Cta, cta_of
-from fa3gen.design.family import Shape
+from fa3gen.design.family import PackedShape, Shape
 from fa3gen.design.footprint import Region
 from fa3gen.design.rules import Answer
 from fa3gen.design.work import Problem, QueryTile, Step
@@ -65,7 +65,7 @@ class Explanation:
 
 
 def explain(
-    variant: Variant, shapes: Sequence[Shape], chips: Sequence[Chip], registers: int | None = None
+    variant: Variant, shapes: Sequence[Shape | PackedShape], chips: Sequence[Chip], registers: int | None = None
 ) -> Explanation:
     """Explain one module for some shapes and chips.
 
@@ -91,7 +91,9 @@ def explain(
     )
 
 
-def _work(spec: Forward, shapes: Sequence[Shape], chips: Sequence[Chip], occupancy: Occupancy) -> AttentionWork:
+def _work(
+    spec: Forward, shapes: Sequence[Shape | PackedShape], chips: Sequence[Chip], occupancy: Occupancy
+) -> AttentionWork:
     problems = [Problem(spec, shape) for shape in shapes]
     return AttentionWork(
         spec=spec,

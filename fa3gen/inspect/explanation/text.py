@@ -284,7 +284,7 @@ def _problems(work: AttentionWork, console: Console) -> list[RenderableType]:
     first = ("q x k", "batch", "heads", "tiles", "waves", "SMs busy", "computed")
     second = ("steps", "masked", "skipped", "FLOP/B", *chips)
     rows = [_problem(row) for row in work.problems]
-    of_one_length = ", all sequences equally long" if work.spec.problem.layout == "packed" else ""
+    of_one_length = ", all sequences equally long" if work.spec.problem.layout != "dense" else ""
     split = len(first)
     whole = _table(rows, right=range(1, split + len(second)), header=(*first, *second))
     note = (
@@ -306,7 +306,7 @@ def _problem(row: tuple[ProblemCeiling, ...]) -> tuple[str, ...]:
     shape = problem.shape
     heads = heads_text(shape.heads_q, shape.heads_kv)
     return (
-        f"{shape.seq_q} x {shape.seq_k}",
+        shape.lengths_text,
         str(shape.batch),
         heads,
         f"{problem.tiles:,}",

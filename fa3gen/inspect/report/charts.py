@@ -16,6 +16,7 @@ ERRORS_WIDTH = 720
 LEFT, RIGHT, TOP, BOTTOM = 64, 16, 20, 44
 KINDS = ("normal", "outlier", "ramp")  # of inputs, in the order of their colours
 DODGE = 11
+NAME_WIDTH = 7.5  # of a letter of a curve's name
 
 
 def live_registers(kernel: KernelListing) -> Markup:
@@ -107,16 +108,17 @@ def speeds(panel: Panel) -> Markup:
     picture = Svg(WIDTH, HEIGHT, f"TFLOP/s by length: {panel.title}")
     lengths = [shape.problem.seq_k for shape in panel.shapes]
     fastest = max(speed.fastest for shape in panel.shapes for speed in shape.speeds)
-    across = Axis(min(lengths) / 1.15, max(lengths) * 1.15, LEFT, WIDTH - 190, log=True)
+    end = WIDTH - max(190, 40 + NAME_WIDTH * max(len(name) for name, _ in panel.names))
+    across = Axis(min(lengths) / 1.15, max(lengths) * 1.15, LEFT, end, log=True)
     up = Axis(0, fastest * 1.06, HEIGHT - BOTTOM, TOP)
     for value in up.ticks():
-        picture.line(LEFT, up.at(value), WIDTH - 190, up.at(value), "axis")
+        picture.line(LEFT, up.at(value), end, up.at(value), "axis")
         picture.text(LEFT - 8, up.at(value) + 4, f"{value:g}", "small", "end")
     for shape in panel.shapes:
         x = across.at(shape.problem.seq_k)
         picture.text(x, HEIGHT - BOTTOM + 18, shape.problem.lengths, "small", "middle")
     picture.text(LEFT - 56, 12, "TFLOP/s", "small")
-    picture.text(WIDTH - 190, HEIGHT - 4, "keys", "small", "end")
+    picture.text(end, HEIGHT - 4, "keys", "small", "end")
     ends = []
     for index, (name, kind) in enumerate(panel.names):
         css = "own" if kind == "this" else f"line{index % COLOURS} {kind}"
@@ -130,16 +132,16 @@ def speeds(panel: Panel) -> Markup:
             title = f"{name}, {problem.lengths}: {speed.tflops:.0f} TFLOP/s, {rounds}"
             picture.circle(x, y, 4 if kind == "this" else 3, f"dot {css}", title)
         ends.append((points[-1][1], name, css))
-    _names(picture, ends)
+    _names(picture, ends, end + 18)
     return picture.markup("wide")
 
 
-def _names(picture: Svg, ends: list[tuple[float, str, str]]) -> None:
+def _names(picture: Svg, ends: list[tuple[float, str, str]], x: float) -> None:
     """Each curve's name beside its last point, moved apart where they would touch."""
     previous = -100.0
     for y, name, css in sorted(ends):
         previous = max(y + 4, previous + 16)
-        picture.text(WIDTH - 172, previous, name, f"name {css}")
+        picture.text(x, previous, name, f"name {css}")
 
 
 def ladder(rows: Ladder) -> Markup:

@@ -5,12 +5,14 @@ Compiling and the CPU model take the time: some 10 seconds where the compile cac
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from fa3gen.base import files
-from fa3gen.design.family import Shape
-from fa3gen.design.work import default_heads
+from fa3gen.design import footprint
+from fa3gen.design.family import PackedShape, Shape, call_of_lengths
+from fa3gen.design.work import Problem, default_heads
 from fa3gen.design.workspace import Workspace
 from fa3gen.hardware import chips
 from fa3gen.inspect import explanation, simulation
@@ -18,6 +20,7 @@ from fa3gen.inspect.report import numerics, speeds, tiles
 from fa3gen.inspect.report.listing import Listing, make_listing
 from fa3gen.inspect.report.numerics import Card
 from fa3gen.inspect.report.speeds import Ladder, Panel
+from fa3gen.measure.packed_cells import LENGTHS, PAGED_LENGTHS
 from fa3gen.records import evidence
 from fa3gen.spec.model import Forward
 
@@ -27,7 +30,7 @@ if TYPE_CHECKING:
     from fa3gen.cpu.kernel import CpuKernel
     from fa3gen.hardware.chips import Chip
     from fa3gen.inspect.explanation import Explanation
-    from fa3gen.inspect.simulation import Simulation, StageRow, Times
+    from fa3gen.inspect.simulation import Dealt, Simulation, StageRow, Times
     from fa3gen.records.evidence import Record, Status
     from fa3gen.spec.specfile import Variant
 
@@ -35,31 +38,41 @@ SEQ_LENS = (1024, 4096, 16384)  # of the ceilings; 16,384 tokens in all
 TOKENS = 16384
 CHIP = "h200"  # that is simulated
 STAGES = range(1, 7)
+SHOWN_TILES = 24  # of keys, in the picture of a CTA whose tiles of queries differ
 
 
 @dataclass(frozen=True)
 class Run:
-    """One CTA on the CPU model: the trace document, see `fa3gen.cpu.trace_files`, or why there is none."""
+    """One CTA on the CPU model: the trace document, see `fa3gen.cpu.trace_files`, and of which call in words.
+
+    Or why there is none.
+    """
 
     trace: dict[str, Any] | None
+    of: str = ""
     problem: str = ""
 
 
 @dataclass(frozen=True)
 class Simulated:
-    """The pipeline simulation of one SM, drawn, and its prediction for other numbers of stages."""
+    """The pipeline simulation of one SM, drawn, and its prediction for other numbers of stages.
+
+    `dealt` are calls on packed sequences by the name of their lengths; the picture is of the first CTA of the first.
+    """
 
     picture: str
     chip: Chip
     times: Times
     simulation: Simulation
     stages: tuple[StageRow, ...]
+    dealt: tuple[tuple[str, Dealt], ...]
 
 
 @dataclass(frozen=True)
 class Report:
     """One module, all that is known of it. `file` and `source_file` are paths as people write them.
 
+    `shape_names` are those of the explanation's problems, '' where lengths have none.
     `as_rendered`: the file is what its spec renders to; otherwise it was edited by hand, or spec or templates have
     changed since.
     """
@@ -71,6 +84,7 @@ class Report:
     as_rendered: bool
     sha256: str
     explanation: Explanation
+    shape_names: tuple[str, ...]
     compiled: Compiled
     census: Census
     facts: tuple[Row, ...]
@@ -107,6 +121,7 @@ def gather(workspace: Workspace, variant: Variant[Forward]) -> Report:
     state, record = evidence.status(workspace, variant.stem)
     source = path.read_text(encoding="utf-8")
     run, on_cpu = _on_cpu_model(workspace, variant, compiled)
+    shapes = _shapes(variant.spec)
     return Report(
         variant=variant,
         file=workspace.shown(path).as_posix(),
@@ -114,12 +129,13 @@ def gather(workspace: Workspace, variant: Variant[Forward]) -> Report:
         source=source,
         as_rendered=render_variant(variant, workspace, formatted=[source]) == source,
         sha256=files.sha256(path),
-        explanation=explanation.explain(variant, _shapes(variant), chips.select(None), census.registers),
+        explanation=explanation.explain(variant, [shape for _, shape in shapes], chips.select(None), census.registers),
+        shape_names=tuple(name for name, _ in shapes),
         compiled=compiled,
         census=census,
         facts=tuple(counting.rows(census, make_plan(variant).expectation)),
         listing=make_listing(path, compiled),
-        simulated=_simulated(variant, census.registers),
+        simulated=_simulated(variant, census.registers, shapes),
         run=run,
         on_gpu=numerics.from_evidence(workspace, variant),
         on_cpu=on_cpu,
@@ -130,21 +146,35 @@ def gather(workspace: Workspace, variant: Variant[Forward]) -> Report:
     )
 
 
-def _shapes(variant: Variant[Forward]) -> list[Shape]:
-    heads, heads_kv = default_heads(variant.spec)
-    return [Shape(max(1, TOKENS // length), length, length, heads, heads_kv) for length in SEQ_LENS]
+def _shapes(spec: Forward) -> list[tuple[str, Shape | PackedShape]]:
+    """Calls that ceilings are computed for, with the name of their lengths where these have one."""
+    heads = default_heads(spec)
+    if not footprint.packed_sequences(spec):
+        return [("", Shape(max(1, TOKENS // length), length, length, *heads)) for length in SEQ_LENS]
+    lists = PAGED_LENGTHS if footprint.paged(spec) else {name: (rows, rows) for name, rows in LENGTHS.items()}
+    return [(name, call_of_lengths(spec, *lengths, heads=heads)) for name, lengths in lists.items()]
 
 
-def _simulated(variant: Variant[Forward], registers: int) -> Simulated | None:
+def _simulated(
+    variant: Variant[Forward], registers: int, shapes: Sequence[tuple[str, Shape | PackedShape]]
+) -> Simulated | None:
     """None for a module without a pipeline."""
     spec, [chip] = variant.spec, chips.select([CHIP])
     if not tiles.tiled(spec):
         return None
     times = simulation.times_of(spec, chip)
-    result = simulation.simulate(spec, times, simulation.settings_of(spec, registers=registers))
+    settings = simulation.settings_of(spec, registers=registers)
+    dealt = tuple(
+        (name, simulation.deal(Problem(spec, shape), times, chip, registers))
+        for name, shape in shapes
+        if isinstance(shape, PackedShape)
+    )
+    if dealt:
+        settings = replace(settings, tiles=dealt[0][1].first_tiles(SHOWN_TILES))
+    result = simulation.simulate(spec, times, settings)
     stages = simulation.sweep(spec, times, STAGES, registers=registers)
     title = f"{variant.stem}: one SM of {chip.name}, simulated"
-    return Simulated(simulation.svg(result, title), chip, times, result, stages)
+    return Simulated(simulation.svg(result, title), chip, times, result, stages, dealt)
 
 
 def _on_cpu_model(workspace: Workspace, variant: Variant[Forward], compiled: Compiled) -> tuple[Run, Card]:
@@ -157,7 +187,7 @@ def _on_cpu_model(workspace: Workspace, variant: Variant[Forward], compiled: Com
         kernel = CpuKernel(compiled)
         return _traced(workspace, variant, kernel), numerics.on_cpu_model(variant, kernel)
     except (OutsideModel, PtxError) as error:
-        return Run(None, str(error)), Card("CPU model of sm_90a", False, (), str(error))
+        return Run(None, problem=str(error)), Card("CPU model of sm_90a", False, (), str(error))
 
 
 def _traced(workspace: Workspace, variant: Variant[Forward], kernel: CpuKernel) -> Run:
@@ -165,15 +195,18 @@ def _traced(workspace: Workspace, variant: Variant[Forward], kernel: CpuKernel) 
     from fa3gen.cpu.schedule import Schedule
     from fa3gen.cpu.trace import Trace
     from fa3gen.cpu.trace_files import Source, document
-    from fa3gen.inspect.tracing import busiest, default_problem, run_kernel
+    from fa3gen.inspect import tracing
 
     path, trace, schedule = workspace.module_path(variant.stem), Trace(), Schedule("warp")
-    problem = default_problem(variant.spec)
-    ctas = [(busiest(variant.spec, problem), 0, 0)]
-    hazard = run_kernel(kernel, variant, problem, ctas, schedule, trace)
+    problem = tracing.Problem(tracing.default_shape(variant.spec))
+    ctas = [(tracing.busiest(variant.spec, problem.shape), 0, 0)]
+    hazard = tracing.run_kernel(kernel, variant, problem, ctas, schedule, trace)
     source = Source(
         variant.stem, workspace.shown(path).as_posix(), str(path.resolve()), path.read_text(encoding="utf-8")
     )
     places = SharedPlaces.of(variant.spec)
     report = None if hazard is None else str(hazard)
-    return Run(document(trace, source, places, problem=vars(problem), schedule=str(schedule), report=report))
+    facts = problem.facts(variant.spec)
+    return Run(
+        document(trace, source, places, problem=facts, schedule=str(schedule), report=report), problem.shape.in_full
+    )

@@ -25,12 +25,13 @@ if TYPE_CHECKING:
 
 SEED = 1  # of the sweep's inputs
 LONGEST, LONGEST_SCALAR = 1024, 512  # keys of the sweep: seconds on the CPU model
-_SHAPE = re.compile(r"b(\d+) (\d+)x(\d+) h(\d+)/(\d+)(?: window \S+)?")
+# `b2 77x333 h2/2` or `6 sequences 211x340 h1/1`, whose rows are those of all sequences; windows and page sizes follow.
+_SHAPE = re.compile(r"(?:b\d+|(?P<sequences>\d+) sequences?) \d+x(?P<keys>\d+) h\d+/\d+(?: .*)?")
 
 
 @dataclass(frozen=True)
 class Point:
-    """Relative Frobenius errors of O on one case, of the kernel and of PyTorch; `seq_k` keys."""
+    """Relative Frobenius errors of O on one case, of the kernel and of PyTorch; `seq_k`: mean keys of a sequence."""
 
     name: str
     kind: str
@@ -61,11 +62,14 @@ def from_evidence(workspace: Workspace, variant: Variant[Forward]) -> Card:
     made = origin(record)
     if state is evidence.Status.STALE:
         return Card(made, True, (), f"the record ({made}) is of an older file and is not shown")
-    return Card(made, True, tuple(_recorded(record.cases)))
+    return Card(made, True, tuple(_recorded(variant.spec, record.cases)))
 
 
-def _recorded(cases: Sequence[CaseResult]) -> Iterator[Point]:
-    kinds = _kinds()
+def _recorded(spec: Forward, cases: Sequence[CaseResult]) -> Iterator[Point]:
+    from fa3gen.verify import inputs, packed_inputs, paged_inputs
+
+    usual = {"dense": inputs, "packed": packed_inputs, "paged": paged_inputs}[spec.problem.layout].gpu_cases(spec)
+    kinds = {case.name: case.distribution for case in usual}
     for case in cases:
         shape = _SHAPE.fullmatch(case.shape)
         o, yardstick, lse = case.o_error, case.o_yardstick, case.lse_error
@@ -75,7 +79,7 @@ def _recorded(cases: Sequence[CaseResult]) -> Iterator[Point]:
             name=case.name,
             kind=kinds.get(case.name, "normal"),
             shape=case.shape,
-            seq_k=int(shape.group(3)),
+            seq_k=-(-int(shape["keys"]) // int(shape["sequences"] or 1)),
             kernel=o.relative,
             yardstick=yardstick.relative,
             kernel_max=o.max_abs or 0.0,
@@ -84,15 +88,12 @@ def _recorded(cases: Sequence[CaseResult]) -> Iterator[Point]:
         )
 
 
-def _kinds() -> dict[str, str]:
-    from fa3gen.verify import inputs
-
-    return {case.name: case.distribution for case in (*inputs.CASES, *inputs.PERSISTENT_CASES)}
-
-
 def sweep(spec: Forward) -> tuple[Case, ...]:
-    """Cases for the CPU model: every kind of input at lengths of keys that double, a few queries each."""
-    from fa3gen.verify import inputs
+    """Cases for the CPU model: every kind of input at lengths of keys that double, a few queries each.
+
+    Of packed sequences one, between rows of NaN and infinity, and its keys in pages of several sizes.
+    """
+    from fa3gen.verify import inputs, packed_inputs, paged_inputs
 
     m, n = spec.tile.q // spec.tile.pack_heads, spec.tile.kv
     if isinstance(spec.handoff, GlobalHandoff):
@@ -102,11 +103,17 @@ def sweep(spec: Forward) -> tuple[Case, ...]:
     longest = LONGEST if isinstance(spec.pv, WgmmaProduct) else LONGEST_SCALAR
     lengths = [n // 2 << doubling for doubling in range(12) if n // 2 << doubling <= longest]
     kinds: tuple[inputs.Distribution, ...] = ("normal", "outlier", "ramp")
-    return tuple(
-        inputs.served(inputs.Case(f"{kind} {length}", "", 1, min(queries, length), length, 1, 1, kind), spec)
-        for kind in kinds
-        for length in lengths
-    )
+    sizes = [(f"{kind} {length}", min(queries, length), length, kind) for kind in kinds for length in lengths]
+    if spec.problem.layout == "dense":
+        return tuple(
+            inputs.served(inputs.Case(name, "", 1, seq_q, seq_k, 1, 1, kind), spec)
+            for name, seq_q, seq_k, kind in sizes
+        )
+    cases = [
+        inputs.served(packed_inputs.sequences(name, "", (seq_q,), (seq_k,), first=1, behind=1, distribution=kind), spec)
+        for name, seq_q, seq_k, kind in sizes
+    ]
+    return tuple(cases if spec.problem.layout == "packed" else paged_inputs.in_pages(cases, spec))
 
 
 def on_cpu_model(variant: Variant[Forward], kernel: CpuKernel) -> Card:
@@ -117,9 +124,9 @@ def on_cpu_model(variant: Variant[Forward], kernel: CpuKernel) -> Card:
     import torch
 
     from fa3gen.cpu.findings import Hazard
-    from fa3gen.inspect.tracing import attention
+    from fa3gen.inspect import tracing
     from fa3gen.verify import attention_on_gpu as verify
-    from fa3gen.verify import inputs, reference
+    from fa3gen.verify import reference
     from fa3gen.verify.on_cpu import EXECUTED_ON
     from fa3gen.verify.runner import errors
 
@@ -127,23 +134,25 @@ def on_cpu_model(variant: Variant[Forward], kernel: CpuKernel) -> Card:
     origin = f"{EXECUTED_ON}, not a GPU; PyTorch {torch.__version__.partition('+')[0]} on the CPU"
     points = []
     for case in sweep(spec):
-        made = inputs.make_for(spec, case, device=torch.device("cpu"), seed=SEED)
-        expected = reference.attention(made.q, made.k, made.v, reach=reach(made.mask))
-        yardstick = reference.same_precision(made.q, made.k, made.v, reach=reach(made.mask), out_dtype=made.out.dtype)
+        made = tracing.made(spec, case, SEED)
+        facts = {"reach": reach(made.mask), **made.keywords}
+        expected = reference.joined([reference.attention(*part, **facts) for part in made.parts])
+        facts["out_dtype"] = made.out.dtype
+        yardstick = reference.joined([reference.same_precision(*part, **facts) for part in made.parts])
         try:
-            found = attention(kernel, variant, made.q, made.k, made.v)
+            found = tracing.attention(kernel, spec, made)
         except Hazard as hazard:
             return Card(origin, False, (), f"{case.name}: {hazard}")
-        o, plain = errors(found.out, expected.out), errors(yardstick.out, expected.out)
+        o, plain = errors(made.rows_of(found.out), expected.out), errors(yardstick.out, expected.out)
         if o.relative is None or plain.relative is None:
             return Card(origin, False, (), f"{case.name}: O is not finite")
-        lse = verify.lse_errors(found.lse, expected.lse).relative if spec.outputs.lse else None
+        lse = verify.lse_errors(made.rows_of_lse(found.lse), expected.lse).relative if spec.outputs.lse else None
         points.append(
             Point(
                 name=case.name,
                 kind=case.distribution,
                 shape=case.shape,
-                seq_k=case.seq_k,
+                seq_k=max(keys.shape[1] for _, keys, _ in made.parts),
                 kernel=o.relative,
                 yardstick=plain.relative,
                 kernel_max=o.max_abs or 0.0,

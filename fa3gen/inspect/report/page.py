@@ -14,6 +14,7 @@ from markupsafe import Markup
 
 from fa3gen.design import footprint
 from fa3gen.design.rules import Kind
+from fa3gen.design.schedule import schedule_of
 from fa3gen.hardware import hopper
 from fa3gen.inspect.report import charts, fragments, highlighting, pictures, tiles, timeline
 from fa3gen.inspect.report.drawing import length_label, packaged
@@ -22,6 +23,7 @@ from fa3gen.inspect.report.listing import LineFacts
 from fa3gen.inspect.report.speeds import Panel
 from fa3gen.records import evidence
 from fa3gen.records.evidence import Status
+from fa3gen.records.packed_records import PackedProblem
 
 ORDER_HEADS = 6  # of the example that shows in which order tiles are taken
 HEAVIEST = 8  # lines of the module that are named for their many instructions
@@ -78,9 +80,11 @@ def render(report: Report) -> str:
         fragments=[(fragment, pictures.fragment(fragment)) for fragment in fragments.fragments(spec)],
         schedules=_schedules(report),
         taking=_taking(report),
+        taken=tiles.example_call(spec, ORDER_HEADS).in_full,
+        packed=footprint.packed_sequences(spec),
         simulated=None if report.simulated is None else Markup(report.simulated.picture),
         trace=run,
-        timelines=[] if run is None else [timeline.draw(cta) for cta in run["ctas"]],
+        timelines=[] if run is None else [timeline.draw(cta, schedule_of(spec).roles) for cta in run["ctas"]],
         lines=_lines(report, by_line),
         code=_code(report, by_line),
         heaviest=sorted(by_line.items(), key=lambda item: (-len(item[1].sass), item[0]))[:HEAVIEST],
@@ -123,7 +127,8 @@ def _figures(report: Report) -> list[Figure]:
     shapes = [shape for panel in report.panels for shape in panel.shapes]
     if shapes:
         best = max(shapes, key=lambda shape: shape.own.tflops)
-        what = f"fastest, at {best.problem.lengths} keys; {best.origin.partition(',')[0]}"
+        of = best.problem.lengths if isinstance(best.problem, PackedProblem) else f"{best.problem.lengths} keys"
+        what = f"fastest, at {of}; {best.origin.partition(',')[0]}"
         found.append(Figure(f"{best.own.tflops:.0f}", "TFLOP/s", what, "measured"))
     elif report.record is not None and report.status is Status.VERIFIED and report.record.tflops:
         length, speed = max(report.record.tflops.items(), key=lambda item: item[1])
@@ -163,8 +168,7 @@ def _taking(report: Report) -> Markup | None:
     spec = report.variant.spec
     if not tiles.tiled(spec):
         return None
-    seq_q, seq_k = tiles.examples(spec)[0]
-    return pictures.taking_order(spec, seq_q, seq_k, ORDER_HEADS)
+    return pictures.taking_order(spec, tiles.example_call(spec, ORDER_HEADS))
 
 
 def _lines(report: Report, by_line: dict[int, LineFacts]) -> list[Line]:
@@ -211,7 +215,7 @@ def _speed_rows(panel: Panel) -> Sequence[tuple[str, str, str, str, str, str]]:
                 shape.problem.lengths,
                 f"{shape.own.tflops:.0f}",
                 f"{peer.tflops:.0f}" if peer else "–",
-                peer.name if peer else "no peer ran",
+                peer.name if peer else "none ran",
                 f"{shape.ratio:.2f}" if shape.ratio else "–",
                 f"{shape.eager_ratio:.2f}" if shape.eager_ratio else "–",
             )

@@ -10,6 +10,7 @@ from markupsafe import Markup, escape
 
 from fa3gen.cpu.places import SharedPlace, SharedPlaces
 from fa3gen.design import footprint, gemm, tile_order
+from fa3gen.design.family import PackedShape, Shape
 from fa3gen.hardware import hopper
 from fa3gen.inspect.report import fragments, swizzles, tiles
 from fa3gen.inspect.report.drawing import COLOURS, Svg
@@ -249,23 +250,30 @@ def _ordinal(number: int) -> str:
     return f"{number}{suffix}"
 
 
-def taking_order(spec: Forward, seq_q: int, seq_k: int, heads: int) -> Markup:
+def taking_order(spec: Forward, shape: Shape | PackedShape) -> Markup:
     """The number that each tile of queries has, by head: the order in which CTAs are started with them or take them."""
-    order = list(tile_order.taken(spec, seq_q, seq_k, heads, 1))
-    blocks = max(entry.m_block for entry in order) + 1
-    left, top, cell, height = 92, 24, 40, 22
-    picture = Svg(left + heads * cell + 2, top + blocks * height + 4, "Order in which tiles of queries are taken")
-    m = tile_order.positions(spec)
+    order, m = list(tile_order.taken(spec, shape)), tile_order.positions(spec)
+    rows = [  # sequence, tile of queries, and its rows
+        (number, block, f"{block * m:,}–{min((block + 1) * m, seq_q) - 1:,}")
+        for number, (seq_q, _) in enumerate(shape.sequences)
+        for block in range(-(-seq_q // m))
+    ]
+    heads, several = shape.heads_q // spec.tile.pack_heads, len(shape.sequences) > 1
+    left, top, cell, height = 168 if several else 92, 24, 40, 22
+    picture = Svg(left + heads * cell + 2, top + len(rows) * height + 4, "Order in which tiles of queries are taken")
     for head in range(heads):
         picture.text(left + (head + 0.5) * cell, 14, f"{head}", "small", "middle")
     picture.text(0, 14, "head →", "small")
-    for block in range(blocks):
-        y = top + block * height + height / 2 + 4
-        picture.text(left - 8, y, f"{block * m:,}–{min((block + 1) * m, seq_q) - 1:,}", "small", "end")
+    places = {}
+    for index, (number, block, queries) in enumerate(rows):
+        places[number, block] = top + index * height
+        label = f"sequence {number}: {queries}" if several else queries
+        picture.text(left - 8, top + index * height + height / 2 + 4, label, "small", "end")
     for entry in order:
-        x, y = left + entry.head * cell, top + entry.m_block * height
+        x, y = left + entry.head * cell, places[entry.batch, entry.m_block]
         shade = entry.number * COLOURS // len(order)
-        title = f"number {entry.number}: head {entry.head}, tile of queries {entry.m_block}"
+        where = f"sequence {entry.batch}, " * several
+        title = f"number {entry.number}: {where}head {entry.head}, tile of queries {entry.m_block}"
         picture.rect(x + 1, y + 1, cell - 2, height - 2, f"cell s{shade}", title, 3)
         picture.text(x + cell / 2, y + height / 2 + 4.5, str(entry.number), "onseq", "middle")
     return picture.markup()

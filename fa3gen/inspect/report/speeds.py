@@ -12,11 +12,14 @@ from typing import TYPE_CHECKING
 from fa3gen.base import files
 from fa3gen.design.family import Family
 from fa3gen.design.ladder import ladder_order
-from fa3gen.records import evidence, tuning_records
+from fa3gen.records import evidence, packed_records, tuning_records
+from fa3gen.records.packed_records import PackedProblem, PackedRecord, PackedResult
 from fa3gen.spec.model import Forward
 from fa3gen.spec.specfile import attention_among
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from fa3gen.design.workspace import Workspace
     from fa3gen.records.tuning_records import TunedProblem, TuningRecord
     from fa3gen.spec.specfile import Variant
@@ -38,7 +41,7 @@ class Speed:
 class Measured:
     """One shape: who ran, on which GPU and when, and who was to run and did not."""
 
-    problem: TunedProblem
+    problem: TunedProblem | PackedProblem
     origin: str
     speeds: tuple[Speed, ...]
     absent: tuple[tuple[str, str], ...]
@@ -50,9 +53,10 @@ class Measured:
 
     @property
     def best_peer(self) -> Speed | None:
-        """The fastest peer; None where none ran."""
-        peers = [speed for speed in self.speeds if speed.kind == "peer"]
-        return max(peers, key=lambda speed: speed.tflops, default=None)
+        """The fastest peer, of packed sequences the fastest other module; None where none ran."""
+        kind = "module" if isinstance(self.problem, PackedProblem) else "peer"
+        others = [speed for speed in self.speeds if speed.kind == kind]
+        return max(others, key=lambda speed: speed.tflops, default=None)
 
     @property
     def ratio(self) -> float | None:
@@ -74,6 +78,11 @@ class Panel:
     shapes: tuple[Measured, ...]
 
     @property
+    def has_peers(self) -> bool:
+        """Whether peers were to run: records of packed sequences have modules only."""
+        return not any(isinstance(shape.problem, PackedProblem) for shape in self.shapes)
+
+    @property
     def names(self) -> tuple[tuple[str, str], ...]:
         """(name, kind) of all who ran, this module first, then peers, then other modules."""
         order = {"this": 0, "peer": 1, "module": 2}
@@ -90,21 +99,23 @@ class Ladder:
     seq_lens: tuple[int, ...] = evidence.SEQ_LENS
 
 
-def origin(record: evidence.Record | TuningRecord) -> str:
+def origin(record: evidence.Record | TuningRecord | PackedRecord) -> str:
     """Where, when and with what a record was made, in words."""
     return f"{record.gpu}, {record.date}, DSL {record.dsl}, torch {record.torch}"
 
 
 def panels(workspace: Workspace, variant: Variant[Forward]) -> tuple[Panel, ...]:
-    """What the tuning records of the module's family say of it: empty where it was not among the competitors.
+    """What the tuning records of the module's family, or those of packed sequences, say of it: maybe nothing.
 
     Raises UserError for a file of records that cannot be read.
     """
-    label = Family.of(variant.spec).label
-    path = tuning_records.directory(workspace) / f"{label}.json"
-    if not path.is_file():
-        return ()
-    measured = [_measured(workspace, variant.stem, record) for record in tuning_records.load(path)]
+    records: Sequence[TuningRecord | PackedRecord]
+    path = tuning_records.directory(workspace) / f"{Family.of(variant.spec).label}.json"
+    if variant.spec.problem.layout == "dense":
+        records = tuning_records.load(path) if path.is_file() else []
+    else:
+        records = packed_records.load_all(workspace)
+    measured = [_measured(workspace, variant.stem, record) for record in records]
     groups: dict[str, list[Measured]] = {}
     for entry in measured:
         if entry is not None:
@@ -115,30 +126,35 @@ def panels(workspace: Workspace, variant: Variant[Forward]) -> tuple[Panel, ...]
     )
 
 
-def _group(problem: TunedProblem) -> str:
+def _group(problem: TunedProblem | PackedProblem) -> str:
     heads = f"{problem.heads_q} heads" if problem.heads_q == problem.heads_kv else "grouped heads"
     if problem.heads_q != problem.heads_kv:
         heads = f"{problem.heads_q} query heads on {problem.heads_kv} KV heads"
+    if isinstance(problem, PackedProblem):
+        return heads if problem.page is None else f"{heads}, pages of {problem.page}"
     tokens = problem.batch * problem.seq_k
     if problem.seq_q != problem.seq_k:
         return f"{heads}, {problem.seq_q:,} queries each, batch {problem.batch}"
     return f"{heads}, {tokens:,} tokens in all" if tokens == evidence.TOKENS else f"{heads}, batch {problem.batch}"
 
 
-def _measured(workspace: Workspace, stem: str, record: TuningRecord) -> Measured | None:
+def _measured(workspace: Workspace, stem: str, record: TuningRecord | PackedRecord) -> Measured | None:
     """None where the module did not run, or another file of that name did."""
-    if not any(result.stem == stem and _present(workspace, result) for result in record.results):
+    present = {result.stem for result in record.results if _present(workspace, result)}
+    if stem not in present:
         return None
-    speeds = [
-        _speed(record, result.stem, "this" if result.stem == stem else "module", result)
-        for result in record.results
-        if _present(workspace, result)
-    ]
+    kinds = {name: "this" if name == stem else "module" for name in present}
+    if isinstance(record, PackedRecord):  # which has no rounds, and no peers
+        alone = [
+            Speed(each.stem, kinds[each.stem], *[each.tflops] * 3) for each in record.results if each.stem in present
+        ]
+        return Measured(record.problem, origin(record), tuple(alone), ())
+    speeds = [_speed(record, each.stem, kinds[each.stem], each) for each in record.results if each.stem in present]
     speeds += [_speed(record, peer.name, "peer", peer) for peer in record.peers]
     return Measured(record.problem, origin(record), tuple(speeds), tuple(record.absent.items()))
 
 
-def _present(workspace: Workspace, result: tuning_records.Result) -> bool:
+def _present(workspace: Workspace, result: tuning_records.Result | PackedResult) -> bool:
     path = workspace.rendered_path(result.stem)
     return path.is_file() and files.sha256(path) == result.sha256
 

@@ -151,7 +151,7 @@ def operands(spec: Forward) -> tuple[Operand, ...]:
     beside = "half a warp reads a row side by side"
     qk, pv = isinstance(spec.qk, WgmmaProduct), isinstance(spec.pv, WgmmaProduct)
     q_reader = "ldmatrix reads it to registers, once" if footprint.q_in_registers(spec) else core if qk else one_row
-    q_users = [q_reader]
+    q_users = [*_clipped(spec), q_reader]
     if pv and spec.outputs.o == "over_q":
         layout = f", as {tiles['O'].atom}" if tiles["O"].atom != tiles["Q"].atom else ""
         q_users.append(f"stmatrix writes O over it{layout}")
@@ -159,8 +159,9 @@ def operands(spec: Forward) -> tuple[Operand, ...]:
     if isinstance(spec.load, SyncLoad):
         found.append(_operand("sKV", "K, then V", tiles["K"], [many_rows, beside], along=True))
     else:
-        found.append(_operand("sK", "K", tiles["K"], [core if qk else many_rows]))
-        found.append(_operand("sV", "V", tiles["V"], [core if pv else beside], along=not pv))
+        filled = _out_of_pages(spec) if footprint.paged(spec) else _clipped(spec)
+        found.append(_operand("sK", "K", tiles["K"], [*filled, core if qk else many_rows]))
+        found.append(_operand("sV", "V", tiles["V"], [*filled, core if pv else beside], along=not pv))
     if "P" in tiles:
         found.append(_operand("sP", "P", tiles["P"], ["stmatrix writes P", core]))
     if spec.outputs.o == "own_buffer":
@@ -168,6 +169,18 @@ def operands(spec: Forward) -> tuple[Operand, ...]:
         users = ["stmatrix writes O, a slice for each warp"]
         found.append(_operand("sO", "O of one warp", replace(tiles["O"], rows=rows), users))
     return tuple(found)
+
+
+def _clipped(spec: Forward) -> list[str]:
+    """What fills a tile whose rows are those of a packed sequence."""
+    return ["TMA writes it, with zeros behind the end of the sequence"] if footprint.packed_sequences(spec) else []
+
+
+def _out_of_pages(spec: Forward) -> list[str]:
+    """What fills a tile whose rows lie in pages."""
+    if footprint.gathered(spec):
+        return [f"lanes write it by cp.async, {CHUNK} bytes of a row each, wherever its page lies"]
+    return [f"TMA writes it in boxes of {footprint.page_rows(spec)} rows, each of one page, with zeros behind the last"]
 
 
 def of_copy(spec: Copy) -> Operand:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from fa3gen.design.family import Shape
+from fa3gen.design import footprint
+from fa3gen.design.family import PackedShape, Shape
 from fa3gen.design.masks import of_call, reach
 from fa3gen.design.tile_order import positions
 from fa3gen.design.work import KeyTiles, key_tiles
@@ -43,13 +44,26 @@ class Schedule:
 def schedule(spec: Forward, seq_q: int, seq_k: int) -> Schedule:
     """All tiles of one head."""
     blocks = range(-(-seq_q // positions(spec)))
-    rows = tuple(key_tiles(spec, Shape(1, seq_q, seq_k, 1, 1), block) for block in blocks)
+    rows = tuple(key_tiles(spec, (seq_q, seq_k), block) for block in blocks)
     return Schedule(seq_q, seq_k, -(-seq_k // spec.tile.kv), rows)
 
 
 def tiled(spec: Forward) -> bool:
     """Whether there are tiles at all: the naive module's threads each compute one score."""
     return not isinstance(spec.handoff, GlobalHandoff)
+
+
+def example_call(spec: Forward, heads: int) -> Shape | PackedShape:
+    """A call that shows the order of tiles, of so many heads that have their own: the first example, or packed both.
+
+    Between these is a sequence without queries, and behind them one of a few.
+    """
+    pack, shown = spec.tile.pack_heads, examples(spec)
+    if not footprint.packed_sequences(spec):
+        return Shape(1, *shown[0], heads * pack, heads)
+    few = (positions(spec) // 3, spec.tile.kv // 2)
+    lengths_q, lengths_k = zip(shown[1], (0, spec.tile.kv), shown[0], few, strict=True)
+    return PackedShape(lengths_q, lengths_k, heads * pack, heads)
 
 
 def examples(spec: Forward) -> tuple[tuple[int, int], ...]:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
 from markupsafe import Markup
 
+from fa3gen.design.schedule import Role
 from fa3gen.inspect.report.drawing import COLOURS, Axis, Svg
 
-WIDTH, LEFT, ROW = 1100, 150, 26
+WIDTH, LEFT, ROW = 1100, 170, 26
 FLIGHTS = {
     "in": "copies to shared memory",
     "out": "copies from it",
@@ -42,10 +43,10 @@ class Timeline:
     flights: tuple[tuple[str, str], ...]
 
 
-def draw(cta: dict[str, Any]) -> Timeline:
-    """The picture of one CTA of a trace document, see `fa3gen.cpu.trace_files`."""
+def draw(cta: dict[str, Any], roles: Sequence[Role]) -> Timeline:
+    """The picture of one CTA of a trace document, see `fa3gen.cpu.trace_files`; `roles` are those of the kernel."""
     last = max([warp["ticks"] for warp in cta["warps"]] + [event["begin"] + 1 for event in cta["events"]])
-    lanes = _lanes(cta)
+    lanes = _lanes(cta, {role.label: role.duty for role in roles})
     flights = _flights(cta, last)
     functions = _functions(cta)
     colours = {name: index % COLOURS for index, (name, _) in enumerate(functions[:COLOURS])}
@@ -76,8 +77,8 @@ def draw(cta: dict[str, Any]) -> Timeline:
     )
 
 
-def _lanes(cta: dict[str, Any]) -> list[Lane]:
-    """Runs of neighbouring warps with the same code, waits and ticks are one lane."""
+def _lanes(cta: dict[str, Any], duties: Mapping[str, str]) -> list[Lane]:
+    """Runs of neighbouring warps with the same code, waits and ticks are one lane; a role of one warp has its duty."""
 
     def same(warp: dict[str, Any]) -> tuple[Any, ...]:
         return warp["instructions"], warp["ticks"], warp["waited"], len(warp["code"])
@@ -86,7 +87,7 @@ def _lanes(cta: dict[str, Any]) -> list[Lane]:
     for _, members in groupby(cta["warps"], key=same):
         numbers = [warp["warp"] for warp in members]
         name = f"warp {numbers[0]}" if len(numbers) == 1 else f"warps {numbers[0]} to {numbers[-1]}"
-        lanes.append(Lane(name, tuple(numbers)))
+        lanes.append(Lane(f"{name} {duties.get(name, '')}".strip(), tuple(numbers)))
     return lanes
 
 

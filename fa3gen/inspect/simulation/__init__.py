@@ -6,16 +6,18 @@ each thing needs from the rates of the chip. `docs/simulator.md` holds it agains
 
 from fa3gen.inspect.simulation.picture import svg
 from fa3gen.inspect.simulation.results import Simulation, Span, Stall
-from fa3gen.inspect.simulation.run import Settings, StageRow, predict, settings_of, simulate, sweep
+from fa3gen.inspect.simulation.run import Dealt, Settings, StageRow, deal, predict, settings_of, simulate, sweep
 from fa3gen.inspect.simulation.times import Times, times_of
 
 __all__ = [
+    "Dealt",
     "Settings",
     "Simulation",
     "Span",
     "StageRow",
     "Stall",
     "Times",
+    "deal",
     "predict",
     "settings_of",
     "simulate",

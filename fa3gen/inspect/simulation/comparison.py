@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from fa3gen.base import markdown
+from fa3gen.base import files, markdown
+from fa3gen.base.wording import counted
+from fa3gen.design.family import PackedShape, PagedShape, Shape, heads_text
 from fa3gen.design.work import Problem
 from fa3gen.design.workspace import Workspace
 from fa3gen.hardware import chips
 from fa3gen.inspect import simulation
 from fa3gen.inspect.simulation.run import measured_shape
-from fa3gen.records import evidence
+from fa3gen.records import evidence, packed_records
 from fa3gen.spec.model import Forward, NoMask
 from fa3gen.spec.specfile import Variant, attention_only
 
@@ -22,57 +24,135 @@ LADDER = (
     *("k2", "k2_cp_async", "k3_1", "k3_2", "k3_3", "k4_1", "k4_smem", "k4_2", "k5", "k6_sequential", "k6"),
     *("fwd_d64", "fwd_d96", "fwd_d128", "fwd_d192", "fwd_d256"),
 )
+PACKED = (
+    *("fwd_packed_d64_causal", "fwd_packed_short_d64_causal", "fwd_packed_d128_causal", "fwd_packed_pack4_d128_causal"),
+    *("fwd_paged_d128_causal", "fwd_paged_rows_d128_causal"),
+)
 STAGED = ("k3_1_d128", "k4_2_d128", "k5_d64", "k5_d128", "k6_d64", "k6_d128")
 STAGES = range(1, 7)
+SHOWN_PAGE = 16  # others are measured about as fast
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One module at one length: TFLOP/s with products served evenly and oldest first, and as measured.
+    """One module at one problem: TFLOP/s with products served evenly and oldest first, and as measured.
 
+    `name` is that of the lengths: `4k`, or `chat16k`; `heads` as in `heads_text`. `page` is None where there are none.
     `measured` is None where no record is about the present file, or it holds no speed.
     """
 
     stem: str
-    length: int
+    name: str
+    heads: str
+    page: int | None
     ctas: int
     even: float
     oldest: float
     measured: float | None
 
+    @property
+    def problem(self) -> str:
+        """`4k`; `chat16k, 32/8 heads`; `chat16k, 16 heads, pages of 16`."""
+        return ", ".join([self.name, f"{self.heads} heads", *([f"pages of {self.page}"] if self.page else [])])
 
-def cells(workspace: Workspace) -> Iterator[Cell]:
-    """Every unmasked module of LADDER, at each length of the records."""
-    chip = chips.H200
-    for variant in attention_only((found for name in LADDER for found in workspace.resolve(name)), "the simulator"):
-        spec = variant.spec
-        if not isinstance(spec.mask, NoMask):
-            continue
+
+@dataclass(frozen=True)
+class _Call:
+    """What a cell is of: the name of its lengths, its sizes, and its speed."""
+
+    name: str
+    shape: Shape | PackedShape
+    measured: float | None
+
+    @property
+    def page(self) -> int | None:
+        """Rows of a page; None where there are none."""
+        return self.shape.page if isinstance(self.shape, PagedShape) else None
+
+
+def _calls(workspace: Workspace, variant: Variant[Forward]) -> Iterator[_Call]:
+    """Dense modules at each length of the records, others in the packed cells that they were measured in."""
+    if variant.spec.problem.layout == "dense":
         record = evidence.verified(workspace, variant.stem)
-        registers = evidence.compiled_registers(workspace, variant.stem)
-        times = simulation.times_of(spec, chip)
         for length in evidence.SEQ_LENS:
             measured = record.tflops.get(str(length)) if record else None
-            problem = Problem(spec, measured_shape(spec, length))
-            oldest = simulation.predict(problem, times, chip, registers)
-            # Without products on the tensor cores there is nothing to arbitrate.
-            even = simulation.predict(problem, times, chip, registers, "even") if times.qk.tensor else oldest
-            ctas = simulation.settings_of(spec, registers=registers).ctas
-            yield Cell(variant.stem, length, ctas, even, oldest, measured)
+            yield _Call(f"{length // 1024}k", measured_shape(variant.spec, length), measured)
+        return
+    for packed in packed_records.load_all(workspace):
+        for result in packed.results:
+            if result.stem == variant.stem:
+                present = result.sha256 == files.sha256(workspace.module_path(variant.stem))
+                yield _Call(packed.problem.lengths, packed.problem.shape, result.tflops if present else None)
+
+
+def cells(workspace: Workspace, variants: Iterable[Variant[Forward]]) -> Iterator[Cell]:
+    """What was measured of these modules, with its predictions."""
+    for variant in variants:
+        yield from _predicted(workspace, variant, _calls(workspace, variant), even=True)
+
+
+def _predicted(
+    workspace: Workspace, variant: Variant[Forward], calls: Iterable[_Call], *, even: bool
+) -> Iterator[Cell]:
+    """Without `even` both predictions are those of the oldest product first."""
+    spec, chip = variant.spec, chips.H200
+    registers, times = evidence.compiled_registers(workspace, variant.stem), simulation.times_of(spec, chip)
+    ctas = simulation.settings_of(spec, registers=registers).ctas
+    for call in calls:
+        problem = Problem(spec, call.shape)
+        oldest = simulation.predict(problem, times, chip, registers)
+        # Without products on the tensor cores there is nothing to arbitrate.
+        arbitrated = even and times.qk.tensor
+        evenly = simulation.predict(problem, times, chip, registers, "even") if arbitrated else oldest
+        heads = heads_text(call.shape.heads_q, call.shape.heads_kv)
+        yield Cell(variant.stem, call.name, heads, call.page, ctas, evenly, oldest, call.measured)
+
+
+def ladder_cells(workspace: Workspace) -> list[Cell]:
+    """Every unmasked module of LADDER, at each length of the records."""
+    variants = attention_only((found for name in LADDER for found in workspace.resolve(name)), "the simulator")
+    return list(cells(workspace, [each for each in variants if isinstance(each.spec.mask, NoMask)]))
+
+
+def packed_cells(workspace: Workspace) -> Iterator[Cell]:
+    """The modules of PACKED with products served oldest first, at each list of lengths, with the fewest heads that were
+    measured, and in pages of SHOWN_PAGE."""
+    for variant in attention_only((found for name in PACKED for found in workspace.resolve(name)), "the simulator"):
+        calls = [call for call in _calls(workspace, variant) if call.page in (None, SHOWN_PAGE)]
+        fewest = min((call.shape.heads_q for call in calls), default=0)
+        shown = [call for call in calls if call.shape.heads_q == fewest]
+        yield from _predicted(workspace, variant, shown, even=False)
 
 
 def comparison_table(found: Sequence[Cell]) -> str:
     """Markdown: a row for each module, with both lengths."""
-    lengths = sorted({cell.length for cell in found})
     head = ["module", "CTAs"]
-    for length in lengths:
-        name = f"{length // 1024}k"
+    for name in dict.fromkeys(cell.name for cell in found):
         head += [f"{name} even", f"{name} oldest", f"{name} measured", "measured / predicted"]
     rows = []
     for stem in dict.fromkeys(cell.stem for cell in found):
         own = [cell for cell in found if cell.stem == stem]
-        rows.append([f"`{stem}`", str(own[0].ctas), *(text for cell in own for text in _speeds(cell))])
+        rows.append([f"`{stem}`", str(own[0].ctas), *(text for cell in own for text in speeds(cell))])
     return _markdown(head, rows)
+
+
+def packed_table(found: Sequence[Cell]) -> str:
+    """Markdown: a row for each cell of packed sequences."""
+    head = ["module", "lengths", "predicted", "measured", "measured / predicted"]
+    return _markdown(head, [[f"`{cell.stem}`", cell.problem, *speeds(cell)[1:]] for cell in found])
+
+
+def spread(found: Sequence[Cell]) -> str:
+    """How far measured speeds are from predicted ones, by list of lengths, in one sentence each."""
+    lines = []
+    for name in dict.fromkeys(cell.name for cell in found):
+        ratios = [cell.measured / cell.oldest for cell in found if cell.name == name and cell.measured is not None]
+        if ratios:
+            lines.append(
+                f"- {name}: {counted(len(ratios), 'cell')}, measured over predicted from {min(ratios):.2f} to "
+                f"{max(ratios):.2f}, {statistics.median(ratios):.2f} in the median.\n"
+            )
+    return "".join(lines)
 
 
 def unmeasured(workspace: Workspace, found: Sequence[Cell]) -> str:
@@ -89,7 +169,8 @@ def unmeasured(workspace: Workspace, found: Sequence[Cell]) -> str:
     return "".join(lines)
 
 
-def _speeds(cell: Cell) -> list[str]:
+def speeds(cell: Cell) -> list[str]:
+    """Predicted evenly and oldest first, measured, and measured over predicted, in words."""
     if cell.measured is None:
         return [f"{cell.even:.0f}", f"{cell.oldest:.0f}", "–", "–"]
     ratios = sorted((cell.measured / cell.oldest, cell.measured / cell.even))
@@ -149,9 +230,13 @@ def _markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def blocks(workspace: Workspace) -> dict[str, str]:
     """Name -> text of each part of the document that this module makes."""
-    found = list(cells(workspace))
+    found = ladder_cells(workspace)
+    packed = list(packed_cells(workspace))
     table = comparison_table(found) + (f"\n{missing}" if (missing := unmeasured(workspace, found)) else "")
-    return {"comparison": table, "summary": summary(found), "stages": stages_table(workspace)}
+    return {
+        **{"comparison": table, "summary": summary(found), "stages": stages_table(workspace)},
+        **{"packed": packed_table(packed), "spread": spread(packed)},
+    }
 
 
 def with_blocks(text: str, made: dict[str, str]) -> str:

@@ -9,11 +9,13 @@ from typing import Any
 from fa3gen.base import json_shapes
 from fa3gen.base.json_shapes import COUNT, NUMBER, TEXT, Shape, listed, nullable, record
 from fa3gen.inspect.simulation.results import Simulation
-from fa3gen.inspect.simulation.run import Settings, StageRow
+from fa3gen.inspect.simulation.run import Dealt, Settings, StageRow
 from fa3gen.inspect.simulation.times import UNITS, Times
 
 FORMAT = "fa3gen simulate"
-VERSION = 3  # 2: shared memory is a unit, products are pieces; 3: a piece has a chain, loads a landing rate
+# 2: shared memory is a unit, products are pieces; 3: a piece has a chain, loads a landing rate; 4: tiles of keys are a
+# list, whose tiles of queries may differ, and a problem may be dealt out.
+VERSION = 4
 
 _CYCLES = NUMBER
 _SHARE: Shape = {"type": "number", "minimum": 0, "maximum": 1.000001, "description": "With rounding."}
@@ -82,14 +84,27 @@ _MODULE = record(
             {
                 "stages": COUNT,
                 "ctas": COUNT,
-                "tiles": COUNT,
-                "queries": COUNT,
+                "tiles": listed(COUNT, "Of keys, for each tile of queries."),
                 "arbitration": {"enum": ["even", "oldest"]},
             }
         ),
         "times": {**_TIMES, "description": "Cycles of one group of four warps."},
         "end": _CYCLES,
         "step_cycles": {**_CYCLES, "description": "Of the SM, for one tile of keys of one CTA, in the steady state."},
+        "problem": nullable(
+            record(
+                {
+                    "lengths_q": listed(COUNT),
+                    "lengths_k": listed(COUNT),
+                    "heads_q": COUNT,
+                    "heads_kv": COUNT,
+                    "tiles": {**COUNT, "description": "Of queries."},
+                    "cycles": _CYCLES,
+                    "balance": {**_SHARE, "description": "How busy the SMs are on average."},
+                    "tflops": NUMBER,
+                }
+            )
+        ),
         "utilisation": record(dict.fromkeys(UNITS, _SHARE)),
         "steady": record(dict.fromkeys(UNITS, _SHARE)),
         "stalls": listed(record({"actor": TEXT, "what": TEXT, "cycles": _CYCLES, "share": _SHARE})),
@@ -102,7 +117,7 @@ SCHEMA = json_shapes.document("Simulations of fa3gen modules", FORMAT, VERSION, 
 
 @dataclass(frozen=True)
 class Entry:
-    """One module's simulation and what it was made with."""
+    """One module's simulation and what it was made with; `dealt` is a whole problem, where one was asked for."""
 
     stem: str
     chip: str
@@ -110,6 +125,7 @@ class Entry:
     settings: Settings
     simulation: Simulation
     stages: tuple[StageRow, ...]
+    dealt: Dealt | None = None
 
 
 def document(entries: Sequence[Entry]) -> dict[str, Any]:
@@ -122,13 +138,29 @@ def _module(entry: Entry) -> dict[str, Any]:
     return {
         "stem": entry.stem,
         "chip": entry.chip,
-        "settings": asdict(entry.settings),
+        "settings": {**asdict(entry.settings), "tiles": list(entry.settings.tiles)},
         "times": asdict(entry.times),
         "end": simulation.end,
         "step_cycles": simulation.step_cycles,
+        "problem": None if entry.dealt is None else _problem(entry.dealt),
         "utilisation": {unit: simulation.utilisation(unit) for unit in UNITS},
         "steady": {unit: simulation.steady(unit) for unit in UNITS},
         "stalls": [asdict(stall) for stall in simulation.stalls()],
         "stages": [asdict(row) for row in entry.stages],
         "spans": [asdict(span) for span in simulation.spans],
+    }
+
+
+def _problem(dealt: Dealt) -> dict[str, Any]:
+    shape = dealt.problem.shape
+    lengths_q, lengths_k = (list(side) for side in zip(*shape.sequences, strict=True))
+    return {
+        "lengths_q": lengths_q,
+        "lengths_k": lengths_k,
+        "heads_q": shape.heads_q,
+        "heads_kv": shape.heads_kv,
+        "tiles": dealt.problem.tiles,
+        "cycles": dealt.cycles,
+        "balance": dealt.balance,
+        "tflops": dealt.tflops,
     }

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 
 from fa3gen.design import footprint
 from fa3gen.design.schedule import PLACES, Place, Ring, Role, Schedule, Step, schedule_of
@@ -23,7 +24,7 @@ LAST_STEP = "step"  # signal of a group's step, by its number
 
 @dataclass(frozen=True)
 class Cta:
-    """One place of the SM and what its CTAs do there: `queries` tiles of queries of `tiles` tiles of keys each.
+    """One place of the SM and what its CTAs do there: tiles of queries with so many tiles of keys each, one by one.
 
     The first one starts at cycle `begin`.
 
@@ -35,8 +36,7 @@ class Cta:
     spec: Forward
     times: Times
     number: int
-    tiles: int
-    queries: int
+    tiles: tuple[int, ...]
     begin: float = 0.0
 
     @property
@@ -47,7 +47,12 @@ class Cta:
     @property
     def total(self) -> int:
         """Tiles of keys over all tiles of queries."""
-        return self.tiles * self.queries
+        return sum(self.tiles)
+
+    @cached_property
+    def first(self) -> tuple[int, ...]:
+        """Number of the first tile of keys of each tile of queries, and at last how many there are."""
+        return tuple(accumulate(self.tiles, initial=0))
 
     @cached_property
     def schedule(self) -> Schedule:
@@ -148,7 +153,7 @@ class _Program:
 
     def run(self) -> Process:
         """All CTAs of this place, one after the other; a persistent kernel has one with all tiles of queries."""
-        cta, persistent, every = self.cta, footprint.persistent(self.cta.spec), range(self.cta.queries)
+        cta, persistent, every = self.cta, footprint.persistent(self.cta.spec), range(len(self.cta.tiles))
         for queries in [every] if persistent else [range(query, query + 1) for query in every]:
             if queries[0] and self.group is None:
                 yield Wait(cta.key("together", "end", queries[0] - 1), "the CTA before to end")
@@ -157,10 +162,10 @@ class _Program:
                 yield cta.together("end", queries[0])
 
     def _one_cta(self, queries: range) -> Process:
-        tiles, stages = self.cta.tiles, footprint.kv_stages(self.cta.spec)
-        yield from self._place("cta", queries, queries[0], queries[0] * tiles)
+        stages = footprint.kv_stages(self.cta.spec)
+        yield from self._place("cta", queries, queries[0], self.cta.first[queries[0]])
         for query in queries:
-            first, end = query * tiles, (query + 1) * tiles
+            first, end = self.cta.first[query : query + 2]
             for number in range(first, min(first + stages, end)):
                 yield from self._place("ahead", queries, query, number)
             yield from self._place("tile", queries, query, first)
@@ -170,7 +175,7 @@ class _Program:
             # Nobody gives its place back where CTAs have one tile.
             if not self.cta.ring("Q").empty_arrivals and not footprint.keys_free_q(self.cta.spec):
                 self.cta.release("Q", query)
-        yield from self._place("exit", queries, queries[-1], queries[-1] * tiles + tiles - 1)
+        yield from self._place("exit", queries, queries[-1], self.cta.first[queries.stop] - 1)
 
     def _place(self, place: Place, queries: range, query: int, number: int) -> Process:
         """The steps of one place that are this group's; those for tiles that the CTA does not have are left out."""
@@ -180,7 +185,7 @@ class _Program:
             if not groups[step.only]:
                 continue
             of_queries = step.on in ("q", "tile")
-            tile, end = (query, queries.stop) if of_queries else (number, queries.stop * self.cta.tiles)
+            tile, end = (query, queries.stop) if of_queries else (number, self.cta.first[queries.stop])
             if tile + step.ahead < end:
                 yield from self._step(step, tile + step.ahead, query)
             elif step.kind == "product":
@@ -233,9 +238,9 @@ class _Program:
                 yield self.cta.wait_full(tensor, number)
             elif step.kind == "release":
                 self.cta.release(tensor, number)
-                query, left = divmod(number + 1, self.cta.tiles)
-                if tensor == "K" and not left and footprint.keys_free_q(self.cta.spec):
-                    self.cta.release("Q", query - 1)
+                last = number + 1 in self.cta.first
+                if tensor == "K" and last and footprint.keys_free_q(self.cta.spec):
+                    self.cta.release("Q", self.cta.first.index(number + 1) - 1)
             elif step.kind == "fill" and ring.filled_by == "threads":  # what is copied has landed before
                 self.cta.engine.fire(self.cta.key(tensor, "full", number))
             elif free := self.cta.wait_free(tensor, number):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import accumulate
 
-from fa3gen.base.errors import UserError
 from fa3gen.design import ceiling, footprint, rules, work
 from fa3gen.design.family import Shape
 from fa3gen.design.work import Problem
@@ -17,12 +17,12 @@ from fa3gen.inspect.simulation.results import Simulation
 from fa3gen.inspect.simulation.times import UNITS, Times, Unit, groups
 from fa3gen.spec.model import CpAsyncLoad, Forward, TmaLoad
 
-SAMPLE = 16  # tiles of keys that a prediction simulates
+SAMPLES = (1, 2, 3, 4, 6, 8, 12, 16)  # tiles of keys that a prediction simulates
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What one SM is given: `ctas` places, each with `queries` tiles of queries of `tiles` tiles of keys.
+    """What one SM is given: `ctas` places, each with some tiles of queries, and `tiles` of keys for each of these.
 
     CTAs that share an SM have nothing to do with each other and start apart: each when the loads that the one before
     begins with are through, and half a step later.
@@ -30,8 +30,7 @@ class Settings:
 
     stages: int
     ctas: int
-    tiles: int
-    queries: int
+    tiles: tuple[int, ...]
     arbitration: Arbitration = "oldest"
 
 
@@ -62,9 +61,13 @@ def settings_of(
     ctas: int | None = None,
     arbitration: Arbitration = "oldest",
 ) -> Settings:
-    """The stages of the spec, as many CTAs as fit on an SM, one tile of queries (of a persistent kernel two)."""
+    """The stages of the spec, as many CTAs as fit on an SM, one tile of queries (of a persistent kernel two).
+
+    `tiles` of keys for each.
+    """
     places = ctas or max(1, ceiling.occupancy(spec, registers).ctas)
-    return Settings(footprint.kv_stages(spec), places, tiles, 2 if footprint.persistent(spec) else 1, arbitration)
+    queries = 2 if footprint.persistent(spec) else 1
+    return Settings(footprint.kv_stages(spec), places, (tiles,) * queries, arbitration)
 
 
 def simulate(spec: Forward, times: Times, settings: Settings) -> Simulation:
@@ -72,15 +75,12 @@ def simulate(spec: Forward, times: Times, settings: Settings) -> Simulation:
     spec = with_stages(spec, settings.stages)
     engine = Engine(settings.arbitration)
     apart = _apart(times, settings)
-    places = [
-        Cta(engine, spec, times, number, settings.tiles, settings.queries, number * apart)
-        for number in range(settings.ctas)
-    ]
+    places = [Cta(engine, spec, times, number, settings.tiles, number * apart) for number in range(settings.ctas)]
     for place in places:
         place.start()
     end = engine.run()
     count = groups(spec)
-    steps, demand = places[0].total, _step_demand(times, count)
+    steps, demand = places[0].total, _step_demand(spec, times)
     return Simulation(
         spans=tuple(sorted(engine.spans, key=lambda span: (span.start, span.end))),
         end=end,
@@ -96,7 +96,7 @@ def simulate(spec: Forward, times: Times, settings: Settings) -> Simulation:
 
 def _apart(times: Times, settings: Settings) -> float:
     """Cycles between the starts of two CTAs."""
-    size = times.q_bytes + min(settings.stages, settings.tiles) * (times.k_bytes + times.v_bytes)
+    size = times.q_bytes + min(settings.stages, settings.tiles[0]) * (times.k_bytes + times.v_bytes)
     return size / times.load_rate + (sum(times.products_alone) + times.softmax_alone) / 2
 
 
@@ -113,9 +113,11 @@ def _step_cycles(places: list[Cta], count: int, steps: int) -> float:
     return count / sum(rates)
 
 
-def _step_demand(times: Times, count: int) -> dict[Unit, float]:
+def _step_demand(spec: Forward, times: Times) -> dict[Unit, float]:
     """Cycles that one step of one CTA needs of each unit."""
-    needed = [*[piece.needs for piece in times.in_a_step] * count, times.transfer(times.k_bytes + times.v_bytes)]
+    count = groups(spec)
+    pieces = [*times.in_a_step * count, *times.copies * (1 if footprint.gathered(spec) else count)]
+    needed = [*(piece.needs for piece in pieces), times.transfer(times.k_bytes + times.v_bytes)]
     return {unit: sum(needs.get(unit, 0.0) for needs in needed) for unit in UNITS}
 
 
@@ -169,6 +171,75 @@ def with_stages(spec: Forward, stages: int) -> Forward:
     return spec.model_copy(update={"load": spec.load.model_copy(update={"kv_stages": stages})})
 
 
+@dataclass(frozen=True)
+class Dealt:
+    """A whole problem on a chip: the tiles of queries of each place of its SMs, each with its tiles of keys, in order.
+
+    `cycles` is when the last place is through, `balance` how busy the places are until then on average.
+    """
+
+    problem: Problem
+    chip: Chip
+    places: tuple[tuple[int, ...], ...]
+    cycles: float
+    balance: float
+
+    @property
+    def tflops(self) -> float:
+        """Its speed at the chip's boost clock."""
+        return self.problem.flops * self.chip.clock_hz.value / self.cycles / 1e12
+
+    def first_tiles(self, most: int) -> tuple[int, ...]:
+        """Those of the first place, until there are more than `most` tiles of keys; one tile of queries at least."""
+        first = self.places[0]
+        ends = accumulate(first)
+        return first[: max(1, sum(end <= most for end in ends))]
+
+
+def deal(
+    problem: Problem,
+    times: Times,
+    chip: Chip,
+    registers: int | None = None,
+    arbitration: Arbitration = "oldest",
+    *,
+    ctas: int | None = None,
+) -> Dealt:
+    """Give tiles of queries to the places of all SMs, in the kernel's order, each the next one when it is through.
+
+    As many CTAs share an SM as fit by `registers`, unless `ctas` says how many. What a tile takes follows from two
+    simulations, one of a tile of as many tiles of keys and one of two of them: the first tile of a place takes what the
+    former takes, a later one what the second tile adds. They are simulated for SAMPLES tiles of keys; others lie
+    between these, and further ones take `step_cycles` each.
+    """
+    spec = problem.spec
+    places = ctas or max(1, ceiling.occupancy(spec, registers).ctas)
+    settings = Settings(footprint.kv_stages(spec), places, (), arbitration)
+
+    @cache
+    def lasts(steps: int) -> tuple[float, float]:
+        """Cycles of a tile of queries, first in a place and behind another."""
+        sample = next((count for count in SAMPLES if count >= steps), SAMPLES[-1])
+        if sample > steps > 0:  # in a line with the samples beside it
+            less = max(count for count in SAMPLES if count < steps)
+            share = (steps - less) / (sample - less)
+            first, behind = ((1 - share) * a + share * b for a, b in zip(lasts(less), lasts(sample), strict=True))
+            return first, behind
+        once, step = _sample(spec, times, replace(settings, tiles=(sample,)))
+        twice, _ = _sample(spec, times, replace(settings, tiles=(sample, sample)))
+        longer = max(steps - sample, 0) * step * places
+        return once + longer, twice - once + longer
+
+    def adds(steps: int) -> float:
+        return lasts(steps)[1]
+
+    dealt = ceiling.dealt(problem.steps_in_order, chip.sms * places, adds)
+    ends = [lasts(first)[0] + sum(map(adds, others)) for first, *others in dealt]
+    last = max(ends, default=0.0)
+    balance = sum(ends) / (last * chip.sms * places) if last else 1.0
+    return Dealt(problem, chip, tuple(map(tuple, dealt)), last, balance)
+
+
 def predict(
     problem: Problem,
     times: Times,
@@ -178,27 +249,8 @@ def predict(
     *,
     ctas: int | None = None,
 ) -> float:
-    """TFLOP/s of a problem whose tiles of queries are all equally long, at the chip's boost clock.
-
-    As many CTAs share an SM as fit by `registers`, unless `ctas` says how many.
-
-    Two tiles of queries of at most SAMPLE tiles of keys are simulated. Further tiles of keys take `step_cycles` each,
-    and further tiles of queries what the second one adds. Raises UserError under a mask that makes tiles of different
-    lengths.
-    """
-    spec = problem.spec
-    lengths = {tiles.visited for tiles in problem.of_one_head}
-    if len(lengths) != 1:
-        raise UserError("tiles of queries of different lengths are not predicted; ask for a spec without a mask")
-    [length] = lengths
-    places = ctas or max(1, ceiling.occupancy(spec, registers).ctas)
-    rounds = -(-problem.tiles // (chip.sms * places))
-    settings = Settings(footprint.kv_stages(spec), places, min(length, SAMPLE), 1, arbitration)
-    once, step = _sample(spec, times, settings)
-    twice, _ = _sample(spec, times, replace(settings, queries=2)) if rounds > 1 else (once, step)
-    longer = (length - settings.tiles) * step * places
-    cycles = once + (rounds - 1) * (twice - once) + rounds * longer
-    return problem.flops * chip.clock_hz.value / cycles / 1e12
+    """TFLOP/s of a problem at the chip's boost clock, as `deal` has it."""
+    return deal(problem, times, chip, registers, arbitration, ctas=ctas).tflops
 
 
 @cache

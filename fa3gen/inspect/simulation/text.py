@@ -8,9 +8,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from fa3gen.base.wording import listed
+from fa3gen.inspect.simulation.comparison import Cell, speeds, spread
 from fa3gen.inspect.simulation.lanes import Lane, lanes
 from fa3gen.inspect.simulation.results import Simulation, Span
-from fa3gen.inspect.simulation.run import Settings, StageRow
+from fa3gen.inspect.simulation.run import Dealt, Settings, StageRow
 from fa3gen.inspect.simulation.times import Times
 
 SHOWN_STALLS = 8
@@ -27,11 +29,43 @@ def show(
     if rows:
         tables.append(("Stages of K and V, in the steady state", _stages(rows, settings.stages)))
     for heading, table in tables:
-        console.print(_heading(heading))
-        with console.capture() as captured:
-            console.print(table)
-        for line in captured.get().splitlines():
-            console.out(line.rstrip(), highlight=False)
+        _print_table(console, heading, table)
+
+
+def show_problem(console: Console, dealt: Dealt) -> None:
+    """Print how a whole problem is dealt out, and the speed that follows."""
+    chip, busy = dealt.chip, f"{dealt.balance:.0%}"
+    lines = [
+        _heading("Whole problem"),
+        f"  {dealt.problem.shape}: {dealt.problem.tiles:,} tiles of queries, {dealt.problem.visited:,} of keys",
+        f"  dealt out to {len(dealt.places):,} CTAs on {chip.sms} SMs, which are busy {busy} of the time on average",
+        f"  {dealt.cycles:,.0f} cycles, {dealt.tflops:,.0f} TFLOP/s at {chip.clock_hz.value / 1e6:,.0f} MHz",
+        "  the timeline is that of the first tiles of the first CTA",
+    ]
+    for line in lines:
+        console.print(Text(line) if isinstance(line, str) else line, soft_wrap=True)
+
+
+def show_cells(console: Console, cells: Sequence[Cell]) -> None:
+    """Print predictions beside what was measured, and how far these are apart."""
+    for stem in dict.fromkeys(cell.stem for cell in cells):
+        table = _table(("problem", "even", "oldest first", "measured", "measured / predicted"), left=(0,))
+        for cell in cells:
+            if cell.stem == stem:
+                table.add_row(f"  {cell.problem}", *speeds(cell))
+        _print_table(console, f"{stem}: TFLOP/s, predicted and measured", table)
+    console.print(_heading("By lengths"))
+    for line in spread(cells).splitlines():
+        console.print(Text(f"  {line.removeprefix('- ')}"), soft_wrap=True)
+
+
+def _print_table(console: Console, heading: str, table: Table) -> None:
+    """Without spaces at the ends of lines."""
+    console.print(_heading(heading))
+    with console.capture() as captured:
+        console.print(table)
+    for line in captured.get().splitlines():
+        console.out(line.rstrip(), highlight=False)
 
 
 def _heading(text: str) -> Text:
@@ -39,7 +73,6 @@ def _heading(text: str) -> Text:
 
 
 def _title(title: str, times: Times, settings: Settings, simulation: Simulation) -> list[Text | str]:
-    queries = f"{settings.queries} x " if settings.queries > 1 else ""
     ctas = f"{settings.ctas} CTA{'s' if settings.ctas > 1 else ''} on an SM"
     busy = ", ".join(f"{unit} {simulation.steady(unit):.0%}" for unit, _ in simulation.busy)
     qk, pv = times.products_alone
@@ -47,13 +80,20 @@ def _title(title: str, times: Times, settings: Settings, simulation: Simulation)
     overall = f"{simulation.utilisation('tensor cores'):.0%}"
     return [
         Text(title, style="bold"),
-        f"  {ctas}, {queries}{settings.tiles} tiles of keys, {stages}; products served {_served(settings)}",
+        f"  {ctas}, {_tiles(settings.tiles)} tiles of keys, {stages}; products served {_served(settings)}",
         f"  a warpgroup alone: S = Q K^T {qk:,.0f}, softmax {times.softmax_alone:,.0f}, O += P V "
         f"{pv:,.0f} cycles; loads: latency {times.load_latency:,.0f}, {times.load_rate:.1f} bytes a cycle",
         _heading("Steady state"),
         f"  {simulation.step_cycles:,.0f} cycles a tile of keys; busy: {busy}",
         f"  from start to end {simulation.end:,.0f} cycles, tensor cores busy {overall}",
     ]
+
+
+def _tiles(tiles: Sequence[int]) -> str:
+    """`12`, `2 x 12`, or `8, 3 and 1`."""
+    if len(set(tiles)) > 1:
+        return listed([str(count) for count in tiles])
+    return f"{tiles[0]}" if len(tiles) == 1 else f"{len(tiles)} x {tiles[0]}"
 
 
 def _served(settings: Settings) -> str:

@@ -101,7 +101,7 @@ class Times:
     `qk` and `pv` are the products. `softmax` comes between them; `rescale` waits for the last P V where products run
     beside the softmax. Loads of `q_bytes`, `k_bytes` and `v_bytes` share `load_rate` bytes a cycle, are written to
     shared memory at `smem_rate` bytes a cycle when nobody else needs it, and have landed `flight` cycles after they
-    began, if they are through by then; `copy_k` and `copy_v` are what the warps themselves do for them.
+    began, if they are through by then; `copy_k` and `copy_v` are what a group itself does for them, or a producer warp.
     """
 
     qk: Piece
@@ -140,9 +140,13 @@ class Times:
 
     @property
     def in_a_step(self) -> tuple[Piece, ...]:
-        """All that a group does for one tile of keys."""
-        copies = (piece for piece in (self.copy_k, self.copy_v) if piece is not None)
-        return (self.qk, self.pv, *self.softmax, self.rescale, *copies)
+        """All that a group computes for one tile of keys."""
+        return (self.qk, self.pv, *self.softmax, self.rescale)
+
+    @property
+    def copies(self) -> tuple[Piece, ...]:
+        """What it takes to copy one tile of K and V, where warps do."""
+        return tuple(piece for piece in (self.copy_k, self.copy_v) if piece is not None)
 
     def overridden(
         self,
@@ -196,7 +200,7 @@ def times_of(spec: Forward, chip: Chip) -> Times:
         q_bytes=spec.tile.q * d * spec.element.bytes,
         k_bytes=kv * d * spec.element.bytes,
         v_bytes=kv * v_dim * spec.element.bytes,
-        copy_q=_copy(spec, spec.tile.q, d, chip),
+        copy_q=None if footprint.gathered(spec) else _copy(spec, spec.tile.q, d, chip),
         copy_k=_copy(spec, kv, d, chip),
         copy_v=_copy(spec, kv, v_dim, chip),
     )
@@ -275,7 +279,13 @@ def _softmax(spec: Forward, chip: Chip, through_smem: SmemBytes) -> tuple[tuple[
 
 
 def _copy(spec: Forward, rows: int, columns: int, chip: Chip) -> Piece | None:
-    """What one group does for a tile that the warps copy themselves; None with TMA."""
+    """What one group does for a tile that the warps copy themselves; None with TMA.
+
+    Keys that come out of pages row by row are copied by a warp that does nothing else.
+    """
+    if footprint.gathered(spec):
+        instructions = COPY_INSTRUCTIONS * rows * columns / footprint.SCALAR_VECTOR / hopper.WARP
+        return Piece("copy", issue=instructions / chip.issue.value, chain=instructions)
     if not isinstance(spec.load, SyncLoad | CpAsyncLoad):
         return None
     vectors = rows * columns / footprint.SCALAR_VECTOR / footprint.computing_threads(spec)
