@@ -609,7 +609,9 @@ def test_the_picture_is_written(tmp_path: object, capsys: pytest.CaptureFixture[
             ["fwd_packed_d64", "--lengths", "chat17k"],
             "one of the lists chat16k, chat64k, documents64k, prefill1k_on_8k",
         ),
+        (["fwd_packed_d64", "--lengths", "0,0x7"], "there are no rows of queries, or of keys"),
         (["fwd_packed_d64", "--heads", "5"], "give its --lengths, too"),
+        (["k6_d64", "--compare", "--json"], "leave --json out"),
         (["k6_d64", "--stages", "1", "--svg", "/dev/null/x.svg"], "choose another --svg"),
     ],
 )

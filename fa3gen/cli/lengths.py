@@ -14,7 +14,7 @@ HELP = "Of packed sequences: 300,0,1x900, where 1x900 is one query with 900 keys
 def parse_sequences(text: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """`300,0,1x900` as queries (300, 0, 1) and keys (300, 0, 900), `chat16k` as the list of that name.
 
-    Raises UserError for anything else.
+    Raises UserError for anything else, and where there are no rows of queries, or of keys.
     """
     from fa3gen.base.errors import UserError
     from fa3gen.measure.packed_cells import LENGTHS, PAGED_LENGTHS
@@ -34,6 +34,8 @@ def parse_sequences(text: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
             )
         lengths.append((int(queries), int(keys if times else queries)))
     lengths_q, lengths_k = (tuple(side) for side in zip(*lengths, strict=True))
+    if not (any(lengths_q) and any(lengths_k)):
+        raise UserError(f"--lengths {text}: there are no rows of queries, or of keys; give one of the sequences some")
     return lengths_q, lengths_k
 
 
@@ -42,7 +44,7 @@ def call_of(
 ) -> PackedShape:
     """The call that the options `--lengths` and `--page` ask for; `usual` is what an option says that is not given.
 
-    Raises UserError where there are no rows, or pages that the module does not take.
+    Raises UserError for lengths as `parse_sequences` does, and for pages that the module does not take.
     """
     from fa3gen.base.errors import UserError
     from fa3gen.design import footprint
@@ -53,8 +55,4 @@ def call_of(
         fits = "it has no pages, leave --page out" if least is None else f"give a multiple of {least} rows"
         raise UserError(f"--page {page} does not fit this module ({spec.problem.layout}): {fits}")
     sides = (usual.lengths_q, usual.lengths_k) if lengths is None else parse_sequences(lengths)
-    if not all(map(sum, sides)):
-        raise UserError(
-            f"--lengths {lengths}: there are no rows of queries, or of keys; give one of the sequences some"
-        )
     return call_of_lengths(spec, *sides, heads=heads, page=page)

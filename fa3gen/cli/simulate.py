@@ -97,6 +97,8 @@ def simulate(
         names = ", ".join(variant.stem for variant in variants)
         raise UserError(f"--svg draws one module, and these are {len(variants)}: {names}; name one of them")
     if compare:
+        if as_json:
+            raise UserError("--compare prints tables; leave --json out")
         _compare(workspace, variants)
         return
     overrides = {
@@ -105,10 +107,20 @@ def simulate(
         "product_time": product_time,
         "softmax_time": softmax_time,
     }
-    entries = []
-    for variant in variants:
-        shape = _shape(variant, lengths, heads, heads_kv)
-        entries.append(_entry(workspace, variant, selected, counts, tiles, ctas, arbitration, overrides, shape))
+    entries = [
+        _entry(
+            workspace,
+            variant,
+            chip=selected,
+            counts=counts,
+            tiles=tiles,
+            ctas=ctas,
+            order="even" if arbitration is Arbitration.even else "oldest",
+            overrides=overrides,
+            shape=_shape(variant, lengths, heads, heads_kv),
+        )
+        for variant in variants
+    ]
     if svg_file is not None:
         _draw(entries[0], svg_file)
     if as_json:
@@ -138,11 +150,12 @@ def parse_stages(text: str) -> list[int]:
 def _entry(
     workspace: Workspace,
     variant: Variant[Forward],
+    *,
     chip: Chip,
     counts: Sequence[int],
     tiles: int,
     ctas: int | None,
-    arbitration: Arbitration,
+    order: Literal["even", "oldest"],
     overrides: dict[str, float | None],
     shape: PackedShape | None,
 ) -> Entry:
@@ -153,7 +166,6 @@ def _entry(
     from fa3gen.inspect import simulation
     from fa3gen.inspect.simulation.document import Entry
 
-    order: Literal["even", "oldest"] = "even" if arbitration is Arbitration.even else "oldest"
     spec, registers = variant.spec, compiled_registers(workspace, variant)
     times = simulation.times_of(spec, chip).overridden(**overrides)
     settings = simulation.settings_of(spec, tiles=tiles, registers=registers, ctas=ctas, arbitration=order)

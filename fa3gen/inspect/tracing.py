@@ -52,7 +52,7 @@ def default_shape(spec: Forward) -> Shape | PackedShape:
     """One tile of queries, of a persistent kernel two, and enough keys to go round every ring.
 
     Of packed sequences one that ends inside of its second tile of queries and of a tile of keys, one without rows, and
-    one of less than a tile. Pages are as small as the module takes them.
+    one of less than a tile. Pages are as small as the module takes them, or of ODD_PAGE rows where any number will do.
     """
     m, n, pack, stages = positions(spec), spec.tile.kv, spec.tile.pack_heads, footprint.kv_stages(spec)
     if not footprint.packed_sequences(spec):

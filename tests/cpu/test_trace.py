@@ -5,24 +5,27 @@ from __future__ import annotations
 import copy
 import json
 from collections import Counter
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jsonschema
 import numpy as np
 import pytest
 from machine import Machine, aligned, tensor_map
+from rendering import attention_stems, variants
 
 from fa3gen.compile.cache import cached_compile
 from fa3gen.cpu.findings import Hazard, Kind
-from fa3gen.cpu.kernel import CpuKernel
+from fa3gen.cpu.kernel import CpuKernel, Settings
 from fa3gen.cpu.places import SharedPlaces
 from fa3gen.cpu.schedule import FAST, Schedule, schedules
 from fa3gen.cpu.trace import CtaTrace, Event, Trace
 from fa3gen.cpu.trace_files import SCHEMA, Source, document, perfetto
 from fa3gen.design import footprint
 from fa3gen.design.family import Shape, call_of_lengths
+from fa3gen.design.operation import Scalar, operation_of
 from fa3gen.design.workspace import Workspace
 from fa3gen.generate.plan import Plan, make_plan
 from fa3gen.hardware import hopper
@@ -479,7 +482,37 @@ def test_events_of_a_persistent_kernel_are_those_of_its_plan() -> None:
     assert {tuple(store["warps"]) for store in stores} == {(warp,) for warp in range(8)}
 
 
-# ---------------------------------------------------------------------- packed sequences, pages
+# ---------------------------------------------------------------------- every module, packed sequences, pages
+
+
+@dataclass
+class Noted:
+    """Stands in for a kernel: keeps what it is called with."""
+
+    settings: Settings = field(default_factory=lambda: Settings(sms=1))
+    given: tuple[Any, ...] = ()
+
+    def __call__(self, *arguments: Any) -> None:
+        self.given = arguments
+
+
+def test_every_launch_gets_the_arguments_of_its_operation() -> None:
+    different = {}
+    for stem in attention_stems():
+        operation = operation_of(variants()[stem].spec)
+        different[tuple((argument.name, len(getattr(argument, "dims", ()))) for argument in operation.arguments)] = stem
+    assert len(different) > 12
+    for stem in different.values():
+        spec, kernel = variants()[stem].spec, Noted()
+        problem = tracing.Problem(tracing.default_shape(spec))
+        made = tracing.drawn(spec, problem)
+        found = tracing.attention(cast(CpuKernel, kernel), spec, made)
+        assert made.rows_of(found.out).shape[1] == sum(made.lengths) and made.rows_of_lse(found.lse).ndim == 3, stem
+        for argument, given in zip(operation_of(spec).arguments, kernel.given, strict=True):
+            if not isinstance(argument, Scalar):
+                dims = 1 if argument.name == "sinks" else len(argument.dims)
+                assert given.ndim == dims or given.numel() == 0, (stem, argument.name)
+
 
 MOST_ROWS = 2**30  # of one sequence, as TMA sees it
 LENGTHS = (200, 0, 5), (150, 0, 129)
