@@ -354,7 +354,7 @@ def work_on(coordinates, mQ, mK, window, number, valid) -> Work:
     # Tiles of keys begin with the first one that any row sees, so that as few as possible hold all that they see.
     window_left, _ = window
     hidden = cutlass.max(cutlass.min(m_block * TILE_M + seq_k - seq_q - window_left, seq_k - 1), 0)
-    seq_k = seq_k - hidden
+    k_begin, seq_k = hidden, seq_k - hidden
     n_begin, n_end, n_full_begin, n_full_end = kv_range(m_block * TILE_M, seq_q, seq_k, window)
     return Work(
         valid=valid,
@@ -363,7 +363,7 @@ def work_on(coordinates, mQ, mK, window, number, valid) -> Work:
         head=head,
         head_kv=head_kv,
         batch=batch,
-        k_begin=hidden,
+        k_begin=k_begin,
         n_begin=n_begin,
         n_end=n_end,
         n_full_begin=n_full_begin,

@@ -24,7 +24,7 @@ Decisions
     layouts    swizzle Q 128B, K 128B, V 128B
     S = Q K^T  4 wgmma m64n128k16 per warpgroup; A = Q from shared memory, K-major; B = K, K-major
     cap        S becomes tanh(scale S / softcap) by tanh.approx, before any mask; the softmax's factor is softcap
-    softmax    base 2, on the accumulator fragment, without maxima, which the cap allows: O is never rescaled
+    softmax    base 2, on the accumulator fragment, relative to the maximum of the first tile of keys; O is never rescaled
     P          stays in registers: the accumulator fragment is read as the A fragment
     O = P V    8 wgmma m64n64k16 per warpgroup; A = P from registers, K-major; B = V, MN-major
     kv order   from the last visible tile to the first; hidden tiles are skipped, only boundary tiles are masked
@@ -74,7 +74,7 @@ Timeline: a tile is one of queries, a step takes one tile of keys
       11  warp 14     arrive tile_full                              where it lies
       12  consumers   cap S                                         tanh(scale S / softcap)
       13  consumers   mask                                          of the first step, with the end of the keys
-      14  consumers   softmax, round P                              P = e^S, in 16 bits
+      14  consumers   softmax, round P                              P = 2^(S - first max), in 16 bits
     per step:
       15  warp 12     wait k_empty, load K                          by TMA, when a stage is free
       16  warp 13     wait v_empty, load V                          by TMA, when a stage is free; behind the keys zeros
@@ -83,7 +83,7 @@ Timeline: a tile is one of queries, a step takes one tile of keys
       19  consumers   wait_group 1, pass turn, arrive k_empty       S is complete, P V runs on
       20  consumers   cap S                                         tanh(scale S / softcap)
       21  consumers   mask                                          boundary tiles only
-      22  consumers   softmax                                       P = e^S and sums
+      22  consumers   softmax                                       P = 2^(S - first max) and sums
       23  consumers   wait_group 0, arrive v_empty                  O is complete; after 6 exponentials a thread
       24  consumers   round P                                       P in 16 bits
     at a tile's end:
@@ -148,7 +148,8 @@ SMEM_ALIGN = 1024  # bytes; a 128-byte swizzle repeats every 8 rows of 128
 Q_LAYOUT = warpgroup.SmemLayoutAtomKind.K_SW128  # in shared memory: major order and swizzle
 K_LAYOUT = warpgroup.SmemLayoutAtomKind.K_SW128
 V_LAYOUT = warpgroup.SmemLayoutAtomKind.MN_SW128
-MOST_SOFTCAP = 64.0  # of 2^20 keys, and values up to 2^15, sums of e^64 v are below 2^128
+MOST_SOFTCAP = 64.0
+MOST_EXPONENT = 86  # of P, base 2: over 2^20 keys, with values up to 2^15, sums stay below 2^128
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2.0)
 EXP_BEFORE_WAIT = 6  # exponentials of a thread in a step before it waits for P V of the step before
@@ -646,7 +647,7 @@ def consume(smem, rings, mO, mLSE, tma_O, sO, scale_log2, cap_scale, schedule):
     qk_mma, pv_mma = products = make_products()
     operands, accumulators, rP = partition_operands(smem, products, consumer)
     (tSrQ, _, tOrP, tOrV), (acc_S, acc_O) = operands, accumulators
-    row_sum = cute.make_rmem_tensor(2, cutlass.Float32)  # of a thread's two rows
+    row_shift, row_sum = rows = [cute.make_rmem_tensor(2, cutlass.Float32) for _ in range(2)]  # of two rows each
     q_drain = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, Q_STAGES)
     k_drain = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, KV_STAGES)  # one tile ahead of V
     v_drain = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, KV_STAGES)
@@ -665,18 +666,19 @@ def consume(smem, rings, mO, mLSE, tma_O, sO, scale_log2, cap_scale, schedule):
         cap_scores(acc_S, cap_scale)
         m_start = work.m_block * TILE_M
         mask_scores(acc_S, qk_mma, m_start, (work.n_end - 1) * TILE_N, work.seq_q, work.seq_k)
-        softmax_step(acc_S, row_sum, scale_log2)
+        find_shift(acc_S, row_shift, scale_log2)
+        softmax_step(acc_S, row_shift, row_sum, scale_log2)
         round_p(acc_S, rP)
         # Tiles of keys with an edge of the mask have a loop of their own, so that the main loop has no branch.
         for n_block in cutlass.range(work.n_end - 2, work.n_full_end - 1, -1, unroll=1):
             multiply(products, tSrQ_tile, operands, accumulators, k_ring, v_ring, k_drain, v_drain, cap_scale, consumer)
             mask_scores(acc_S, qk_mma, m_start, n_block * TILE_N, work.seq_q, work.seq_k)
-            finish_step(accumulators, rP, row_sum, scale_log2, v_ring, v_drain)
+            finish_step(accumulators, rP, rows, scale_log2, v_ring, v_drain)
             k_drain.advance()
             v_drain.advance()
         for _ in cutlass.range(cutlass.min(work.n_end - 1, work.n_full_end), unroll=1):
             multiply(products, tSrQ_tile, operands, accumulators, k_ring, v_ring, k_drain, v_drain, cap_scale, consumer)
-            finish_step(accumulators, rP, row_sum, scale_log2, v_ring, v_drain)
+            finish_step(accumulators, rP, rows, scale_log2, v_ring, v_drain)
             k_drain.advance()
             v_drain.advance()
         q_ring.consumer_release(q_drain)  # this warp has read Q
@@ -697,7 +699,7 @@ def consume(smem, rings, mO, mLSE, tma_O, sO, scale_log2, cap_scale, schedule):
         warpgroup.wait_group(1)  # O is complete; the next S, the younger group, stays in flight
         v_ring.consumer_release(v_drain)  # this warp has read V
         v_drain.advance()
-        store_tile(mO, mLSE, tma_O, sO, work, acc_O, row_sum)
+        store_tile(mO, mLSE, tma_O, sO, work, acc_O, row_shift, row_sum)
         warpgroup.wait_group(0)  # the next softmax reads S: no group stays in flight
         k_ring.consumer_release(k_drain)  # K has been read; after the last work it is a stage that nobody fills
         k_drain.advance()
@@ -761,10 +763,10 @@ def multiply(products, tSrQ_tile, operands, accumulators, k_ring, v_ring, k_drai
 
 
 @cute.jit
-def finish_step(accumulators, rP, row_sum, scale_log2, v_ring, v_drain):
+def finish_step(accumulators, rP, rows, scale_log2, v_ring, v_drain):
     """P of this tile of keys, while the tensor core adds P V of the one before; then round P."""
-    acc_S, _ = accumulators
-    softmax_step(acc_S, row_sum, scale_log2)
+    (acc_S, _), (row_shift, row_sum) = accumulators, rows
+    softmax_step(acc_S, row_shift, row_sum, scale_log2)
     warpgroup.wait_group(0)  # P is overwritten next: no group stays in flight
     v_ring.consumer_release(v_drain)  # this warp has read V
     round_p(acc_S, rP)
@@ -863,17 +865,29 @@ def mask_scores(
 
 
 @cute.jit
-def softmax_step(acc_S, row_sum, scale_log2):
-    """Turn S = tanh(.) into P = exp(softcap S) = 2^(scale_log2 S) in place and add it to the rows' sums.
+def find_shift(acc_S, row_shift, scale_log2):
+    """What is subtracted from all exponents of a row: the largest of its first tile of keys.
 
-    A softmax is the same whatever is subtracted from all scores of a row. Usually that is their maximum, which keeps
-    exponentials in range. Here the cap does: they lie between e^-MOST_SOFTCAP and e^MOST_SOFTCAP, as float32 and P do.
+    A softmax is the same whatever is subtracted. The maximum of all keys makes 1 of the largest exponential; with that
+    of some keys others exceed 1, by no more than the cap lets them: P is 2^MOST_EXPONENT at most. So no later maximum
+    is looked for, and O is never rescaled.
     """
+    acc_S_rows = by_rows(acc_S)  # (2, TILE_N / 4)
+    for r in cutlass.range_constexpr(2):
+        largest = cutlass.Float32(-1.0)  # no tanh is less
+        for c in cutlass.range_constexpr(cute.size(acc_S_rows, mode=[1])):
+            largest = cute.arch.fmax(largest, acc_S_rows[r, c])
+        row_shift[r] = cute.arch.fmax(quad_max(largest) * scale_log2, scale_log2 - MOST_EXPONENT)
+
+
+@cute.jit
+def softmax_step(acc_S, row_shift, row_sum, scale_log2):
+    """Turn S = tanh(.) into P = 2^(scale_log2 S - shift) in place and add it to the rows' sums."""
     acc_S_rows = by_rows(acc_S)  # (2, TILE_N / 4)
     for r in cutlass.range_constexpr(2):
         total = row_sum[r]
         for c in cutlass.range_constexpr(cute.size(acc_S_rows, mode=[1])):
-            p = cute.math.exp2(acc_S_rows[r, c] * scale_log2, fastmath=True)
+            p = cute.math.exp2(acc_S_rows[r, c] * scale_log2 - row_shift[r], fastmath=True)
             acc_S_rows[r, c] = p
             total += p
             if cutlass.const_expr((r, c) == (0, EXP_BEFORE_WAIT - 1)):
@@ -886,6 +900,13 @@ def hold_back_wait(total: cutlass.Float32):
     """Keep the wait for P V behind this point: ptxas hoists none across a branch, which is never taken here."""
     if cute.arch.vote_any_sync(total < 0.0):  # sums of exponentials are not negative
         cute.arch.sync_warp()
+
+
+@cute.jit
+def quad_max(x: cutlass.Float32) -> cutlass.Float32:
+    """Maximum over the four threads that share the rows of an accumulator."""
+    x = cute.arch.fmax(x, cute.arch.shuffle_sync_bfly(x, offset=1))
+    return cute.arch.fmax(x, cute.arch.shuffle_sync_bfly(x, offset=2))
 
 
 @cute.jit
@@ -937,10 +958,10 @@ def pv_product(pv_mma: cute.TiledMma, tOrP: cute.Tensor, tOrV: cute.Tensor, acc_
 
 
 @cute.jit
-def store_tile(mO, mLSE, tma_O, sO, work, acc_O, row_sum):
+def store_tile(mO, mLSE, tma_O, sO, work, acc_O, row_shift, row_sum):
     """Divide O by the sums of exponentials and write O and LSE: this tile of queries is done."""
     normalize_rows(acc_O, row_sum)
-    store_lse(slice_rows(mLSE, work.head, work.q_begin, work.seq_q), row_sum, work.m_block * TILE_M)
+    store_lse(slice_rows(mLSE, work.head, work.q_begin, work.seq_q), row_shift, row_sum, work.m_block * TILE_M)
     gO = rows_of(mO, work.head, work.q_begin, work.seq_q)  # (seq_q, HEAD_DIM)
     store_output(tma_O, sO, gO, acc_O, work.m_block)
 
@@ -957,14 +978,14 @@ def normalize_rows(acc_O: cute.Tensor, row_sum: cute.Tensor):
 
 
 @cute.jit
-def store_lse(gLSE, row_sum, m_start):
-    """LSE = ln(sum), -inf for a row that saw no key; gLSE has no rows when nobody asked for it."""
+def store_lse(gLSE, row_shift, row_sum, m_start):
+    """LSE = ln(2^shift sum), -inf for a row that saw no key; gLSE has no rows when nobody asked for it."""
     tidx, _, _ = cute.arch.thread_idx()
     first_row = m_start + tidx // 32 * (WGMMA_M // 4) + tidx % 32 // 4  # a thread's other row is 8 below
     for r in cutlass.range_constexpr(2):
         row = first_row + 8 * r
         if tidx % 4 == 0 and row < cute.size(gLSE):  # one thread of the four that share a row
-            gLSE[row] = cute.math.log2(row_sum[r], fastmath=True) * LN_2
+            gLSE[row] = (row_shift[r] + cute.math.log2(row_sum[r], fastmath=True)) * LN_2
 
 
 @cute.jit

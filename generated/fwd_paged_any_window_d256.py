@@ -458,7 +458,7 @@ def work_on(found, window, number) -> Work:
     window_left, _ = window
     hidden = cutlass.max(cutlass.min(m_block * TILE_M + seq_k - seq_q - window_left, seq_k - 1), 0)
     hidden = hidden // BOX_ROWS * BOX_ROWS  # a box lies in a page whole
-    seq_k = seq_k - hidden
+    k_begin, seq_k = hidden, seq_k - hidden
     n_begin, n_end, n_full_begin, n_full_end = kv_range(m_block * TILE_M, seq_q, seq_k, window)
     return Work(
         valid=m_block >= 0,
@@ -468,7 +468,7 @@ def work_on(found, window, number) -> Work:
         head_kv=head_kv,
         sequence=sequence,
         q_begin=q_begin,
-        k_begin=hidden,
+        k_begin=k_begin,
         n_begin=n_begin,
         n_end=n_end,
         n_full_begin=n_full_begin,

@@ -352,7 +352,7 @@ class Work:
     head_kv: cutlass.Int32
     sequence: cutlass.Int32
     q_begin: cutlass.Int32  # its first row in q and out
-    k_begin: cutlass.Int32  # the first key that a row sees, or the first one of its box
+    k_begin: cutlass.Int32  # the first key that a row sees
     n_begin: cutlass.Int32
     n_end: cutlass.Int32
     n_full_begin: cutlass.Int32  # from this tile of keys to the one before n_full_end none holds an edge of the window
@@ -452,7 +452,7 @@ def work_on(found, window, number) -> Work:
     # Tiles of keys begin with the first one that any row sees, so that as few as possible hold all that they see.
     window_left, _ = window
     hidden = cutlass.max(cutlass.min(m_block * TILE_M + seq_k - seq_q - window_left, seq_k - 1), 0)
-    seq_k = seq_k - hidden
+    k_begin, seq_k = hidden, seq_k - hidden
     n_begin, n_end, n_full_begin, n_full_end = kv_range(m_block * TILE_M, seq_q, seq_k, window)
     return Work(
         valid=m_block >= 0,
@@ -462,7 +462,7 @@ def work_on(found, window, number) -> Work:
         head_kv=head_kv,
         sequence=sequence,
         q_begin=q_begin,
-        k_begin=hidden,
+        k_begin=k_begin,
         n_begin=n_begin,
         n_end=n_end,
         n_full_begin=n_full_begin,

@@ -123,6 +123,18 @@ def test_sinks_and_a_cap(scores: dict[str, Any], way: str, request: pytest.Fixtu
 
 
 @BOTH_WAYS
+def test_caps_above_64_ask_for_other_modules(way: str, request: pytest.FixtureRequest) -> None:
+    """Modules whose exponents are relative to a first maximum take caps up to 64, and are not found for others."""
+    modules: PackedModules = request.getfixturevalue(way)
+    tensors = packed_tensors(*LENGTHS)
+    for softcap in (50.0, 64.0, 64.5, 1e4, 50.0):
+        assert fa3gen.attention_packed(*tensors, softcap=softcap, causal=True).equal(
+            expected(*tensors, softcap=softcap)[0]
+        )
+    assert {(family.softcap, family.any_cap) for family, _, _ in modules.asked} == {(True, False), (True, True)}
+
+
+@BOTH_WAYS
 def test_out_scale_lse_and_lengths_in_use(way: str, request: pytest.FixtureRequest) -> None:
     request.getfixturevalue(way)
     tensors = packed_tensors(*LENGTHS)
@@ -279,6 +291,7 @@ CAPPED: dict[str, Any] = {"softcap": 50.0}
 MODELS: list[tuple[tuple[int, int], int, dict[str, Any], str]] = [
     ((64, 8), 64, {"sinks": 64, "causal": True}, "fwd_packed_sink_d64_causal"),  # GPT-OSS
     ((64, 8), 64, {"sinks": 64, "window": (127, 0)}, "fwd_packed_pack8_sink_any_window"),
+    ((16, 16), 64, {**CAPPED, "causal": True}, "fwd_packed_softcap_d64_causal"),
     ((32, 16), 128, {**CAPPED, "causal": True}, "fwd_packed_softcap_d128_causal"),  # Gemma 2
     ((16, 8), 256, {**CAPPED, "causal": True}, "fwd_packed_softcap_d256_causal"),
     ((16, 8), 256, {**CAPPED, "window": (4095, 0)}, "fwd_packed_softcap_d256_any_window"),

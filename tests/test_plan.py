@@ -418,7 +418,7 @@ def test_arguments_of_specialised_kernels() -> None:
     assert ", ".join(map(str, capped.launch)) == f"q, k, v, out, lse, softcap: cutlass.Float32, {number}"
     assert ", ".join(sunk.consume) == f"mO, mLSE, tma_O, sO, mSinks, {rest}"
     assert ", ".join(capped.consume) == "mO, mLSE, scale_log2, cap_scale, work, schedule"
-    assert ", ".join(sunk.store_tile) == ("mO, mLSE, tma_O, sO, work, acc_O, row_max, row_sum, row_sink, scale_log2")
+    assert ", ".join(sunk.store_tile) == ("mO, mLSE, tma_O, sO, work, acc_O, row_lse, row_inverse")
     assert (sunk.factors, capped.factors) == (("scale * LOG2_E",), ("softcap * LOG2_E", "scale / softcap"))
     lengths = "cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k"
     packed, both = (plan(f"fwd_packed_{stem}") for stem in ("sink_d64_causal", "softcap_d256_any_window"))

@@ -847,6 +847,46 @@ def test_packed_overlap() -> None:
     )
 
 
+def test_unbounded_scores() -> None:
+    legal = [("online", False, "fp16"), ("online", True, "bf16"), ("first", True, "bf16")]
+    assert [schedules.unbounded_scores(*asked) for asked in legal] == [None] * 3
+    assert schedules.unbounded_scores("first", False, "bf16") == Violation(
+        "softmax.row_max",
+        "scores without a cap may exceed a first maximum by any size; use softcap: true, or row_max: online",
+    )
+    assert schedules.unbounded_scores("first", True, "fp16") == Violation(
+        "softmax.row_max",
+        "relative to a first maximum P may be 2^86, and fp16 ends before; use row_max: online",
+    )
+
+
+def test_first_maximum() -> None:
+    assert schedules.first_maximum("online", False, 8, True, "stream_k") is None
+    assert schedules.first_maximum("first", True, None, False, "dynamic") is None
+    assert schedules.first_maximum("first", True, 8, False, "dynamic") == Violation(
+        "softmax.rescale_above", "row_max: first never rescales O; use null, or row_max: online"
+    )
+    for asked, needed in {
+        (False, None, False, "dynamic"): "with overlap: true",
+        (True, None, True, "dynamic"): "without sinks",
+        (True, None, False, "stream_k"): "with schedulers but stream_k",
+    }.items():
+        assert schedules.first_maximum("first", *asked) == Violation(
+            "softmax.row_max", f"row_max: first is rendered {needed} only; use row_max: online"
+        )
+
+
+def test_kv_from_window() -> None:
+    legal = [("first_key", False, False, "single_tile"), ("window", True, True, "static"), ("window", True, True, "dynamic")]
+    assert [schedules.kv_from_window(*asked) for asked in legal] == [None] * 3
+    for asked in ((False, True, "dynamic"), (True, False, "dynamic"), (True, True, "grid")):
+        assert schedules.kv_from_window("window", *asked) == Violation(
+            "tile.kv_from",
+            "kv_from: window is rendered with windows that calls give (mask {kind: window}), overlap: true, and "
+            "scheduler static or dynamic; use first_key",
+        )
+
+
 def test_page_layout() -> None:
     assert pages.page_layout("paged", 16) is pages.page_layout("packed", None) is None
     assert pages.page_layout("packed", 16) == Violation(
@@ -1161,7 +1201,7 @@ def test_who_objects() -> None:
         wgmma_rows wgmma_columns wgmma_depth a_from_registers b_from_smem swizzle_span tma_box tma_stride shared_memory
         page_boxes scalar_threads wgmma_threads registers_per_thread registers_per_sm consumer_registers shared_sm
         accumulator_at_launch gemm_rows gemm_eight_bit_major
-        box_extents box_row box_span box_start map_rank row_strides folded_row
+        box_extents box_row box_span box_start map_rank row_strides folded_row unbounded_scores
     """
     matters_of_taste = "drawn_without_mask dealt_under_causal rescale_few_columns buffer_for_one_output idle_q_stages"
     kinds = {Kind.HARDWARE: set(hardware.split()), Kind.TASTE: set(matters_of_taste.split())}

@@ -174,7 +174,7 @@ class Family(NamedTuple):
     `out_dtype` is None where O has the dtype of q, k and v. `by_sequence` are the inputs whose sequence is contiguous,
     and not their rows. `layout` is `packed` where sequences stand one behind the other, `paged` where only queries do.
     `sink` and `softcap`: whether a call gives sinks, and a cap of the scores; `any_cap`: whether a call's cap is more
-    than MOST_CAP_WITHOUT_MAX, or may be one of a module's calls. `page_rows`: the page size of a call;
+    than MOST_CAP_OF_FIRST_MAX, or may be one of a module's calls. `page_rows`: the page size of a call;
     of a module the number that its calls' page sizes are multiples of.
     """
 

@@ -125,7 +125,7 @@ def _asked_of(base: Forward, family: Family) -> Forward | None:
 
 
 def _bounds_scores(family: Family) -> bool:
-    """Whether exponentials need no maximum: `row_max: none`."""
+    """Whether exponentials may be relative to a first maximum: `row_max: first`."""
     return family.softcap and not family.any_cap and not family.sink and family.dtype == "bf16"
 
 

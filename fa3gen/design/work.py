@@ -188,15 +188,15 @@ def score_phases(spec: Forward) -> tuple[float, float, float]:
     """Instructions of a warp in the softmax of one step where it works on the fragment.
 
     They are those of the maxima, and of the cap before them, of exponentials and sums, and of rescaling O and rounding
-    P. The rescaling is left out where O is rescaled now and then: after the first tiles of keys it is rare. Without
-    maxima there is neither.
+    P. The rescaling is left out where O is rescaled now and then: after the first tiles of keys it is rare. Where
+    the first maximum stays there is neither.
     """
     rows, lanes = footprint.thread_rows(spec)
     scores = footprint.thread_scores(spec)
     capped = 2 * scores * spec.softmax.softcap  # a product and a tanh
     lazy = spec.softmax.rescale_above is not None
     rounded = (SCORE_INSTRUCTIONS - 4) * scores
-    if spec.softmax.row_max == "none":
+    if spec.softmax.row_max == "first":
         return capped, 3 * scores, rounded
     moved = VOTE_INSTRUCTIONS if lazy else rows * spec.problem.v_dim // lanes
     return scores + capped, 3 * scores, moved + rounded

@@ -24,7 +24,8 @@ from fa3gen.generate.module_plan import ImportsPlan, ModulePlan, Named, Paramete
 from fa3gen.hardware import hopper
 from fa3gen.hardware.dtypes import FP32, INT32, Dtype
 from fa3gen.spec.model import (
-    MOST_CAP_WITHOUT_MAX,
+    MOST_CAP_OF_FIRST_MAX,
+    MOST_EXPONENT,
     CausalMask,
     Copy,
     CpAsyncLoad,
@@ -81,7 +82,8 @@ class TilePlan:
 
     `rows` and `positions` are the module's names for the rows of Q as TMA moves them and for the positions they hold;
     `head_tiles` is how many tiles beside each other hold all heads. `from_window`: whether tiles of keys begin with the
-    first one that rows see.
+    first one that rows see. `k_begin` is what a work item says of where its keys begin, if it does; `ctas` how many
+    CTAs are started for each SM.
     """
 
     m: int
@@ -96,6 +98,8 @@ class TilePlan:
     positions: str
     head_tiles: str
     from_window: bool
+    k_begin: str
+    ctas: str
 
 
 @dataclass(frozen=True)
@@ -166,7 +170,7 @@ class ArgumentsPlan:
     of (`made_of`), `work` what a role is given to know its tiles by. `k_loads` and `v_loads` are what one that loads
     begins with, `loaded_by` what it ends with. `ranged` is what decides which tiles of keys are
     visited, `seen` the same of a work item. Of packed sequences `sequences` is what says where they lie, and `bounds`
-    where one does. `statistics` is what a step keeps of a thread's rows.
+    where one does. `softmax_step` is what the softmax of a step takes.
     """
 
     factors: tuple[str, ...] = ()
@@ -188,7 +192,7 @@ class ArgumentsPlan:
     store_tile: tuple[str, ...] = ()
     multiply: tuple[str, ...] = ()
     multiply_first: tuple[str, ...] = ()
-    statistics: str = "rows"
+    softmax_step: tuple[str, ...] = ()
     load_kv: tuple[str, ...] = ()
 
 
@@ -308,7 +312,7 @@ class SoftmaxPlan:
     `exp_before_wait`: exponentials of a thread that stay before the wait for P V, 0 for as many as ptxas likes.
     `mask_end`: whether the last tile of keys is masked always, or only when the end of the keys cuts it.
     `sink`: whether a logit of each head takes part; `softcap`: whether scores are capped. `most_cap`: how far they may
-    be, where exponentials are taken without a maximum; 0 where there is one.
+    be, where exponentials are relative to a first maximum; 0 where that moves. `caps` says the same in words.
     """
 
     lazy: bool
@@ -318,6 +322,8 @@ class SoftmaxPlan:
     sink: bool = False
     softcap: bool = False
     most_cap: float = 0.0
+    most_exponent: int = MOST_EXPONENT
+    caps: str = "finite and positive"
 
 
 @dataclass(frozen=True)
@@ -548,7 +554,16 @@ def _tile(spec: Forward) -> TilePlan:
         positions="POSITIONS" if packed else "TILE_M",
         head_tiles="heads_q // PACK_HEADS" if packed else "heads_q",
         from_window=spec.tile.kv_from == "window",
+        k_begin=_k_begin(spec),
+        ctas="CTAS_PER_SM CTAs" if spec.tile.ctas_per_sm > 1 else "one CTA",
     )
+
+
+def _k_begin(spec: Forward) -> str:
+    in_memory = "in k and v" * (footprint.packed_sequences(spec) and not footprint.paged(spec))
+    seen = "the first key that a row sees" if spec.tile.kv_from == "window" else ""
+    of_box = ", or the first one of its box" if seen and (footprint.page_rows(spec) or 1) > 1 else ""
+    return f"{in_memory}, of {seen}" if in_memory and seen else in_memory + seen + of_box
 
 
 def _mask(spec: Forward) -> MaskPlan:
@@ -627,6 +642,8 @@ def _arguments(spec: Forward) -> ArgumentsPlan:
     if not spec.softmax.sink:
         with_lse = spec.outputs.lse and has_max
         sums = (*["row_max"] * with_lse, "row_sum", *["scale_log2"] * with_lse)
+    if not has_max:
+        sums = (*["row_shift"] * spec.outputs.lse, "row_sum")
     return ArgumentsPlan(
         factors=factors,
         launch=tuple(_parameter(argument) for argument in operation.arguments),
@@ -657,7 +674,11 @@ def _arguments(spec: Forward) -> ArgumentsPlan:
             *turn,
         ),
         multiply_first=("products", "operands", "accumulators", "k_ring", "q_drain", "k_drain", *turn),
-        statistics="rows" if has_max else "row_sum",
+        softmax_step=(
+            "acc_S",
+            *(("row_max", "row_sum", "rescale") if has_max else ("row_shift", "row_sum")),
+            "scale_log2",
+        ),
     )
 
 
@@ -681,7 +702,7 @@ def _parameter(argument: Argument) -> Parameter:
 
 
 def _softmax(spec: Forward) -> SoftmaxPlan:
-    above = spec.softmax.rescale_above
+    above, bounded = spec.softmax.rescale_above, spec.softmax.row_max == "first"
     return SoftmaxPlan(
         above is not None,
         above or 0,
@@ -689,7 +710,8 @@ def _softmax(spec: Forward) -> SoftmaxPlan:
         spec.softmax.mask_end,
         sink=spec.softmax.sink,
         softcap=spec.softmax.softcap,
-        most_cap=MOST_CAP_WITHOUT_MAX if spec.softmax.row_max == "none" else 0.0,
+        most_cap=MOST_CAP_OF_FIRST_MAX if bounded else 0.0,
+        caps=f"positive, at most {MOST_CAP_OF_FIRST_MAX:g}" if bounded else "finite and positive",
     )
 
 

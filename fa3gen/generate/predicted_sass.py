@@ -31,7 +31,7 @@ def expectation(spec: Forward, *, waits: int, softmaxes: int, o_boxes: int, matr
             shared_stores={},
         )
     rows, lanes = footprint.thread_rows(spec)
-    maxima = softmaxes if spec.softmax.row_max == "online" else 0
+    maxima = softmaxes if spec.softmax.row_max == "online" else 1
     held_back = softmaxes if spec.softmax.exp_before_wait is not None else 0  # a sum is compared, for a branch
     return SassExpectation(
         waits=waits,

@@ -21,7 +21,7 @@ from fa3gen.hardware.dtypes import DTYPES
 from fa3gen.run import dispatch
 from fa3gen.run.dispatch import ArgumentError, Choice, NotRendered, Size
 from fa3gen.run.launch import module_at
-from fa3gen.spec.model import MOST_CAP_WITHOUT_MAX, DType, OutputDType
+from fa3gen.spec.model import MOST_CAP_OF_FIRST_MAX, DType, OutputDType
 
 Attention = Callable[..., Any]
 Returned = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
@@ -135,8 +135,8 @@ def check_scores(sinks: Any, softcap: Any) -> None:
 
 
 def any_cap(softcap: float | None) -> bool:
-    """Whether a cap is more than what modules without maxima take: `Family.any_cap`."""
-    return softcap is not None and softcap > MOST_CAP_WITHOUT_MAX
+    """Whether a cap is more than what modules with a first maximum take: `Family.any_cap`."""
+    return softcap is not None and softcap > MOST_CAP_OF_FIRST_MAX
 
 
 def named_scores(sinks: torch.Tensor | None, softcap: float | None) -> dict[str, Any]:

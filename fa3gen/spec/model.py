@@ -55,9 +55,10 @@ Scheduler = Literal["single_tile", "grid", "static", "stream_k", "dynamic"]
 WINDOW_MAX = 2**30
 # P and its sums grow by so many powers of two before O is rescaled; errors were measured up to here.
 RESCALE_ABOVE_MAX = 8
-# Largest cap with which maxima can be left out: of 2^20 keys and values up to 2^15 sums of e^64 v stay below 2^128, the
-# end of float32 and bfloat16, and e^-64 is far above its other end.
-MOST_CAP_WITHOUT_MAX = 64.0
+# Of the exponentials of capped scores that are relative to a maximum which may be exceeded: 2^86 at most, so that sums
+# over 2^20 keys with values up to 2^15 stay below 2^128, the end of float32 and bfloat16. With caps of at most 64 the
+# largest of a row is then 2^-99 at least: 86 - 2 log2(e) 64.
+MOST_EXPONENT, MOST_CAP_OF_FIRST_MAX = 86, 64.0
 
 
 class Problem(SpecModel):
@@ -240,10 +241,10 @@ class Softmax(SpecModel):
         description="How many exponentials a thread computes in a step before it waits for P V of the step before; "
         "null: as many as ptxas leaves there.",
     )
-    row_max: Literal["online", "none"] = Field(
+    row_max: Literal["online", "first"] = Field(
         default="online",
-        description="What exponents are relative to: the running maximum of each row, or nothing, where a cap of at "
-        f"most {MOST_CAP_WITHOUT_MAX:g} bounds the scores. Then nobody looks for maxima, and O is never rescaled.",
+        description="What exponents are relative to: the running maximum of each row, or that of the first tile of keys "
+        f"that it meets, where a cap of at most {MOST_CAP_OF_FIRST_MAX:g} bounds the others. Then O is never rescaled.",
     )
     mask_end: Literal["always", "when_cut"] = Field(
         default="always",

@@ -195,6 +195,7 @@ def gpu_score_cases(spec: Forward) -> tuple[Case, ...]:
         cases += (
             Case("capped", "scores beyond a cap of 15", 1, 150, 400, 4, 2, scale=2.25, softcap=15.0),
             Case("capped_50", "scores beyond a cap of 50", 1, 300, 300, 2, 2, scale=4.0),
+            Case("capped_64", "scores from end to end of a cap of 64", 1, 200, 300, 2, 2, scale=16.0, softcap=64.0),
             Case("capped_low", "a cap so low that a hidden key would count", 1, 150, 400, 4, 2, softcap=1.5),
         )
     return cases
@@ -239,6 +240,7 @@ def cpu_score_cases(spec: Forward) -> list[Case]:
         cases.append(Case("sinks", "sinks of every size, rows without a key", 1, 9, 7, 5, 1))
     if spec.softmax.softcap:
         cases.append(Case("capped", "scores beyond a cap of 15", 1, 9, n + 5, 1, 1, scale=2.25, softcap=15.0))
+        cases.append(Case("capped_64", "from end to end of a cap of 64", 1, 9, n + 5, 1, 1, scale=16.0, softcap=64.0))
         cases.append(Case("capped_low", "so low that a hidden key would count", 1, 9, n + 5, 1, 1, softcap=1.5))
     return cases
 

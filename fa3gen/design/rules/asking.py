@@ -149,7 +149,7 @@ def _row_max(spec: Forward) -> Iterable[Answer]:
     softmax = spec.softmax
     yield schedules.unbounded_scores.ask(softmax.row_max, softmax.softcap, spec.problem.dtype)
     rest = footprint.overlapped(spec), softmax.rescale_above, softmax.sink, spec.scheduler
-    yield schedules.row_max_none.ask(softmax.row_max, *rest)
+    yield schedules.first_maximum.ask(softmax.row_max, *rest)
 
 
 def _shapes(spec: Forward) -> Iterable[Answer]:

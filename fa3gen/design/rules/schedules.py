@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fa3gen.design.rules.registry import GENERATOR, HARDWARE, Violation, rule
-from fa3gen.spec.model import MOST_CAP_WITHOUT_MAX
+from fa3gen.spec.model import MOST_EXPONENT
 
 
 @rule(kind=GENERATOR, topic="schedule")
@@ -192,29 +192,29 @@ def rescale_overlap(rescale_above: int | None, overlap: bool) -> Violation | Non
 
 @rule(kind=HARDWARE, topic="softmax")
 def unbounded_scores(row_max: str, softcap: bool, dtype: str) -> Violation | None:
-    """Exponentials without a maximum need scores that are bounded, and a P that holds e^64, as float16 does not."""
+    """Where a maximum may be exceeded scores have to be bounded, and P must hold 2^86, as float16 does not."""
     if row_max == "online" or (softcap and dtype == "bf16"):
         return None
     if not softcap:
-        problem = "scores without a cap may be of any size; use softcap: true, or row_max: online"
+        problem = "scores without a cap may exceed a first maximum by any size; use softcap: true, or row_max: online"
     else:
-        problem = f"P without a maximum may be e^{MOST_CAP_WITHOUT_MAX:g}, and {dtype} ends before; use row_max: online"
+        problem = f"relative to a first maximum P may be 2^{MOST_EXPONENT}, and {dtype} ends before; use row_max: online"
     return Violation("softmax.row_max", problem)
 
 
 @rule(kind=GENERATOR, topic="softmax")
-def row_max_none(
+def first_maximum(
     row_max: str, overlap: bool, rescale_above: int | None, sink: bool, scheduler: str
 ) -> Violation | None:
-    """A softmax without maxima is rendered with products beside it, without sinks and parts, which need maxima."""
+    """A softmax with one maximum is rendered with products beside it, without sinks and parts, which need the last."""
     if row_max == "online":
         return None
     if rescale_above is not None:
-        return Violation("softmax.rescale_above", "row_max: none never rescales O; use null, or row_max: online")
+        return Violation("softmax.rescale_above", "row_max: first never rescales O; use null, or row_max: online")
     if overlap and not sink and scheduler != "stream_k":
         return None
     needed = "with overlap: true" if not overlap else "without sinks" if sink else f"with schedulers but {scheduler}"
-    return Violation("softmax.row_max", f"row_max: none is rendered {needed} only; use row_max: online")
+    return Violation("softmax.row_max", f"row_max: first is rendered {needed} only; use row_max: online")
 
 
 @rule(kind=GENERATOR, topic="softmax")

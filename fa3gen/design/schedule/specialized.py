@@ -242,7 +242,7 @@ def _overlapped_step(spec: Forward, turns: _Turns) -> Iterator[Step]:
 
 
 def _exponentials(spec: Forward) -> str:
-    return "P = 2^(S - max)" if spec.softmax.row_max == "online" else "P = e^S"
+    return "P = 2^(S - max)" if spec.softmax.row_max == "online" else "P = 2^(S - first max)"
 
 
 def _cap(spec: Forward, place: Place) -> Iterator[Step]:
