@@ -17,11 +17,11 @@ time, where there may be no GPU, and to load that where it runs:
 Decisions
     tile       128 query rows x 128 keys per step
     loads      TMA; Q in 2 buffers, K and V in rings of 2 stages, a full barrier each
-    schedule   two warps load, 2 warpgroups multiply in turn; S of the next tile and P V run beside the softmax
+    schedule   two warps load, 2 warpgroups multiply; S of the next tile and P V run beside the softmax
     layouts    swizzle Q 128B, K 128B, V 128B
     S = Q K^T  8 wgmma m64n128k16 per warpgroup; A = Q from shared memory, K-major; B = K, K-major
     cap        S becomes tanh(scale S / softcap) by tanh.approx, before any mask; the softmax's factor is softcap
-    softmax    base 2, on the accumulator fragment, relative to the maximum of the first tile of keys; O is never rescaled
+    softmax    online, base 2, on the accumulator fragment; O is rescaled in every step
     P          stays in registers: the accumulator fragment is read as the A fragment
     O = P V    8 wgmma m64n128k16 per warpgroup; A = P from registers, K-major; B = V, MN-major
     kv order   from the last visible tile to the first; hidden tiles are skipped, only boundary tiles are masked
@@ -41,10 +41,6 @@ Barriers
     v     2       TMA, from warp 9 -> 8 warps  32768 bytes  8 arrivals
     tile  2       warp 8 -> 9 warps            1 arrival    9 arrivals
 
-Named barriers
-    number  name          threads  who -> whom, and what for
-    2 to 3  TURN_BARRIER  256      each consumer -> the next one: it may issue its products
-
 Shared memory
     offset   bytes  what
          0   65536  sQ        2 stages x 128 x 128 x 2: Q
@@ -57,43 +53,41 @@ Shared memory
 
 Timeline: a tile is one of queries, a step takes one tile of keys
     per CTA:
-       1  consumer 1  pass turn                                     the first turn is consumer 0's
-       2  consumers   wait q_full                                   Q has landed
-       3  consumers   wait k_full, wait turn, S = Q K^T             by wgmma, for the first step, alone
-       4  consumers   pass turn, wait_group 0, arrive k_empty       S is complete, K has been read
+       1  consumers  wait q_full                                   Q has landed
+       2  consumers  wait k_full, S = Q K^T                        by wgmma, for the first step, alone
+       3  consumers  wait_group 0, arrive k_empty                  S is complete, K has been read
     per tile:
-       5  warp 8      wait q_empty, load Q                          by TMA, when its place is free
-       6  consumers   cap S                                         tanh(scale S / softcap)
-       7  consumers   mask                                          of the first step, with the end of the keys
-       8  consumers   softmax, round P                              P = 2^(S - first max), in 16 bits
+       4  warp 8     wait q_empty, load Q                          by TMA, when its place is free
+       5  consumers  cap S                                         tanh(scale S / softcap)
+       6  consumers  mask                                          of the first step, with the end of the keys
+       7  consumers  softmax, round P                              P = 2^(S - max), in 16 bits
     per step:
-       9  warp 8      wait k_empty, load K                          by TMA, when a stage is free
-      10  warp 9      wait v_empty, load V                          by TMA, when a stage is free
-      11  consumers   wait k_full, wait turn, S = Q K^T             by wgmma, of a step other than the first
-      12  consumers   wait v_full, O += P V                         by wgmma, of the step before
-      13  consumers   wait_group 1, pass turn, arrive k_empty       S is complete, P V runs on
-      14  consumers   cap S                                         tanh(scale S / softcap)
-      15  consumers   mask                                          boundary tiles only
-      16  consumers   softmax                                       P = 2^(S - first max) and sums
-      17  consumers   wait_group 0, arrive v_empty                  O is complete; after 12 exponentials a thread
-      18  consumers   round P                                       P in 16 bits
+       8  warp 8     wait k_empty, load K                          by TMA, when a stage is free
+       9  warp 9     wait v_empty, load V                          by TMA, when a stage is free
+      10  consumers  wait k_full, S = Q K^T                        by wgmma, of a step other than the first
+      11  consumers  wait v_full, O += P V                         by wgmma, of the step before
+      12  consumers  wait_group 1, arrive k_empty                  S is complete, P V runs on
+      13  consumers  cap S                                         tanh(scale S / softcap)
+      14  consumers  mask                                          boundary tiles only
+      15  consumers  softmax                                       P = 2^(S - max) and sums
+      16  consumers  wait_group 0, arrive v_empty                  O is complete; after 12 exponentials a thread
+      17  consumers  rescale, round P                              O to the new maxima; P in 16 bits
     at a tile's end:
-      19  warp 8      draw                                          the next tile; the first is the CTA's number
-      20  warp 8      wait tile_empty, arrive tile_full             tells all other warps which one it is
-      21  warp 9      next tile, wait tile_full, arrive tile_empty  the one that warp 8 has drawn
-      22  consumers   arrive q_empty                                Q has been read
-      23  consumers   next tile, wait tile_full, arrive tile_empty  the one that warp 8 has drawn
-      24  consumers   wait v_full                                   the last V has landed
-      25  consumers   wait q_full, wait k_full                      so have the next tile's Q and first K
-      26  consumers   wait turn, O += P V                           by wgmma, of the last step
-      27  consumers   S = Q K^T                                     by wgmma, of the next tile's first step
-      28  consumers   pass turn, wait_group 1, arrive v_empty       O is complete; the next S runs on
-      29  consumers   store LSE                                     from registers, if asked for
-      30  consumers   wait stores, gather O, store O                by stmatrix and TMA, each warp its own rows
-      31  consumers   wait_group 0, arrive k_empty                  the next tile's first S is complete
+      18  warp 8     draw                                          the next tile; the first is the CTA's number
+      19  warp 8     wait tile_empty, arrive tile_full             tells all other warps which one it is
+      20  warp 9     next tile, wait tile_full, arrive tile_empty  the one that warp 8 has drawn
+      21  consumers  arrive q_empty                                Q has been read
+      22  consumers  next tile, wait tile_full, arrive tile_empty  the one that warp 8 has drawn
+      23  consumers  wait v_full                                   the last V has landed
+      24  consumers  wait q_full, wait k_full                      so have the next tile's Q and first K
+      25  consumers  O += P V                                      by wgmma, of the last step
+      26  consumers  S = Q K^T                                     by wgmma, of the next tile's first step
+      27  consumers  wait_group 1, arrive v_empty                  O is complete; the next S runs on
+      28  consumers  store LSE                                     from registers, if asked for
+      29  consumers  wait stores, gather O, store O                by stmatrix and TMA, each warp its own rows
+      30  consumers  wait_group 0, arrive k_empty                  the next tile's first S is complete
     at last:
-      32  consumer 0  wait turn                                     no arrival is left in the barrier
-      33  consumers   wait stores                                   shared memory must outlive the stores' reads
+      31  consumers  wait stores                                   shared memory must outlive the stores' reads
 """
 
 import functools
@@ -123,8 +117,6 @@ THREADS = (CONSUMERS + 1) * WARPGROUP_THREADS  # the last warpgroup loads
 Q_K_PRODUCER_WARP, V_PRODUCER_WARP = CONSUMER_WARPS, CONSUMER_WARPS + 1
 # Registers per thread after setmaxnreg, which moves them from the producer's warps to the consumers'.
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 24, 240
-TURN_BARRIER = 2  # named barrier of consumer 0's turn, followed by those of the others
-TURN_THREADS = 2 * WARPGROUP_THREADS  # of a turn: one warpgroup passes it on, one takes it
 Q_STAGES = 2  # tiles of Q in flight or in use
 KV_STAGES = 2  # tiles of K and of V in flight or in use
 TILE_SLOTS = 2  # tiles that the warp which draws them may be ahead
@@ -133,8 +125,7 @@ SMEM_ALIGN = 1024  # bytes; a 128-byte swizzle repeats every 8 rows of 128
 Q_LAYOUT = warpgroup.SmemLayoutAtomKind.K_SW128  # in shared memory: major order and swizzle
 K_LAYOUT = warpgroup.SmemLayoutAtomKind.K_SW128
 V_LAYOUT = warpgroup.SmemLayoutAtomKind.MN_SW128
-MOST_SOFTCAP = 64.0
-MOST_EXPONENT = 86  # of P, base 2: over 2^20 keys, with values up to 2^15, sums stay below 2^128
+LOWEST = -1e20  # a row's maximum before its first key; finite: -inf - -inf would be NaN
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2.0)
 EXP_BEFORE_WAIT = 12  # exponentials of a thread in a step before it waits for P V of the step before
@@ -477,35 +468,33 @@ def consume(smem, rings, mO, mLSE, tma_O, sO, scale_log2, cap_scale, work, sched
     qk_mma, pv_mma = products = make_products()
     operands, accumulators, rP = partition_operands(smem, products, consumer)
     (tSrQ, _, tOrP, tOrV), (acc_S, acc_O) = operands, accumulators
-    row_shift, row_sum = rows = [cute.make_rmem_tensor(2, cutlass.Float32) for _ in range(2)]  # of two rows each
+    row_max, row_sum, rescale = rows = [cute.make_rmem_tensor(2, cutlass.Float32) for _ in range(3)]  # of two rows each
     q_drain = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, Q_STAGES)
     k_drain = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, KV_STAGES)  # one tile ahead of V
     v_drain = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, KV_STAGES)
-    if consumer == CONSUMERS - 1:
-        pass_turn(consumer)  # the first turn is consumer 0's
     # The very first S; each later tile of queries finds its own waiting.
     q_ring.consumer_wait(q_drain)  # Q has landed
-    multiply_first(products, operands, accumulators, k_ring, q_drain, k_drain, consumer)
+    multiply_first(products, operands, accumulators, k_ring, q_drain, k_drain)
     k_drain.advance()
     while work.valid:
         acc_O.fill(0.0)
+        row_max.fill(LOWEST)
         row_sum.fill(0.0)
         tSrQ_tile = tSrQ[None, None, None, q_drain.index]  # (MMA, MMA_M, MMA_K)
         cap_scores(acc_S, cap_scale)
         m_start = work.m_block * TILE_M
         mask_scores(acc_S, qk_mma, m_start, (work.n_end - 1) * TILE_N, work.seq_q, work.seq_k)
-        find_shift(acc_S, row_shift, scale_log2)
-        softmax_step(acc_S, row_shift, row_sum, scale_log2)
+        softmax_step(acc_S, row_max, row_sum, rescale, scale_log2)
         round_p(acc_S, rP)
         # Tiles of keys with an edge of the mask have a loop of their own, so that the main loop has no branch.
         for n_block in cutlass.range(work.n_end - 2, work.n_full_end - 1, -1, unroll=1):
-            multiply(products, tSrQ_tile, operands, accumulators, k_ring, v_ring, k_drain, v_drain, cap_scale, consumer)
+            multiply(products, tSrQ_tile, operands, accumulators, k_ring, v_ring, k_drain, v_drain, cap_scale)
             mask_scores(acc_S, qk_mma, m_start, n_block * TILE_N, work.seq_q, work.seq_k)
             finish_step(accumulators, rP, rows, scale_log2, v_ring, v_drain)
             k_drain.advance()
             v_drain.advance()
         for _ in cutlass.range(cutlass.min(work.n_end - 1, work.n_full_end), unroll=1):
-            multiply(products, tSrQ_tile, operands, accumulators, k_ring, v_ring, k_drain, v_drain, cap_scale, consumer)
+            multiply(products, tSrQ_tile, operands, accumulators, k_ring, v_ring, k_drain, v_drain, cap_scale)
             finish_step(accumulators, rP, rows, scale_log2, v_ring, v_drain)
             k_drain.advance()
             v_drain.advance()
@@ -516,24 +505,20 @@ def consume(smem, rings, mO, mLSE, tma_O, sO, scale_log2, cap_scale, work, sched
         if upcoming.valid:
             q_ring.consumer_wait(q_drain)  # the next Q has landed
             k_ring.consumer_wait(k_drain)  # and its first K
-        wait_turn(consumer)
         pv_product(pv_mma, tOrP, tOrV[None, None, None, v_drain.index], acc_O)
         # After the last tile of queries on stale data, to be discarded: at a branch ptxas would wait for each product.
         _, tSrK, _, _ = operands
         q_stage = q_drain.index if upcoming.valid else 0
         k_stage = k_drain.index if upcoming.valid else 0
         qk_product(qk_mma, tSrQ[None, None, None, q_stage], tSrK[None, None, None, k_stage], acc_S)
-        pass_turn(consumer)
         warpgroup.wait_group(1)  # O is complete; the next S, the younger group, stays in flight
         v_ring.consumer_release(v_drain)  # this warp has read V
         v_drain.advance()
-        store_tile(mO, mLSE, tma_O, sO, work, acc_O, row_shift, row_sum)
+        store_tile(mO, mLSE, tma_O, sO, work, acc_O, row_max, row_sum, scale_log2)
         warpgroup.wait_group(0)  # the next softmax reads S: no group stays in flight
         k_ring.consumer_release(k_drain)  # K has been read; after the last work it is a stage that nobody fills
         k_drain.advance()
         work = upcoming
-    if consumer == 0:
-        wait_turn(consumer)  # no arrival is left in the barrier
     cute.arch.cp_async_bulk_wait_group(0, read=True)  # shared memory must outlive the stores' reads
 
 
@@ -564,56 +549,37 @@ def partition_operands(smem, products, consumer):
 
 
 @cute.jit
-def multiply_first(products, operands, accumulators, k_ring, q_drain, k_drain, consumer):
+def multiply_first(products, operands, accumulators, k_ring, q_drain, k_drain):
     """S = Q K^T of the tile of keys visited first, alone: there is no P V yet to run beside it."""
     (qk_mma, _), (tSrQ, tSrK, _, _), (acc_S, _) = products, operands, accumulators
     k_ring.consumer_wait(k_drain)  # K has landed
-    wait_turn(consumer)  # the warpgroup before this one has issued its product
     qk_product(qk_mma, tSrQ[None, None, None, q_drain.index], tSrK[None, None, None, k_drain.index], acc_S)
-    pass_turn(consumer)  # the next warpgroup's product queues up behind this one
     warpgroup.wait_group(0)  # the softmax reads S now: no group stays in flight
     k_ring.consumer_release(k_drain)  # this warp has read K
 
 
 @cute.jit
-def multiply(products, tSrQ_tile, operands, accumulators, k_ring, v_ring, k_drain, v_drain, cap_scale, consumer):
+def multiply(products, tSrQ_tile, operands, accumulators, k_ring, v_ring, k_drain, v_drain, cap_scale):
     """Issue S = Q K^T of this tile of keys and O += P V of the one before; return with S, while O += P V runs on."""
     (qk_mma, pv_mma), (_, tSrK, tOrP, tOrV), (acc_S, acc_O) = products, operands, accumulators
     k_ring.consumer_wait(k_drain)  # K of this tile has landed
-    wait_turn(consumer)  # the warpgroup before this one has its S
     qk_product(qk_mma, tSrQ_tile, tSrK[None, None, None, k_drain.index], acc_S)
     v_ring.consumer_wait(v_drain)  # V of the tile before has landed
     pv_product(pv_mma, tOrP, tOrV[None, None, None, v_drain.index], acc_O)
     warpgroup.wait_group(1)  # the softmax reads S now; O += P V, the younger group, stays in flight
-    pass_turn(consumer)  # the softmax comes next: the tensor core is the next warpgroup's
     k_ring.consumer_release(k_drain)  # this warp has read K
     cap_scores(acc_S, cap_scale)
 
 
 @cute.jit
 def finish_step(accumulators, rP, rows, scale_log2, v_ring, v_drain):
-    """P of this tile of keys, while the tensor core adds P V of the one before; then round P."""
-    (acc_S, _), (row_shift, row_sum) = accumulators, rows
-    softmax_step(acc_S, row_shift, row_sum, scale_log2)
-    warpgroup.wait_group(0)  # P is overwritten next: no group stays in flight
+    """P of this tile of keys, while the tensor core adds P V of the one before; then rescale O and round P."""
+    (acc_S, acc_O), (row_max, row_sum, rescale) = accumulators, rows
+    softmax_step(acc_S, row_max, row_sum, rescale, scale_log2)
+    warpgroup.wait_group(0)  # O is rescaled and P overwritten next: no group stays in flight
     v_ring.consumer_release(v_drain)  # this warp has read V
+    rescale_output(acc_O, rescale)
     round_p(acc_S, rP)
-
-
-@cute.jit
-def wait_turn(consumer: cutlass.Int32):
-    """Sleep until it is this consumer warpgroup's turn to issue products."""
-    for c in cutlass.range_constexpr(CONSUMERS):  # with a number in a register ptxas reserves all 16 barriers
-        if consumer == c:
-            cute.arch.barrier(barrier_id=TURN_BARRIER + c, number_of_threads=TURN_THREADS)
-
-
-@cute.jit
-def pass_turn(consumer: cutlass.Int32):
-    """Give the turn to the next consumer warpgroup without waiting for it."""
-    for c in cutlass.range_constexpr(CONSUMERS):
-        if consumer == c:
-            cute.arch.barrier_arrive(barrier_id=TURN_BARRIER + (c + 1) % CONSUMERS, number_of_threads=TURN_THREADS)
 
 
 # ======================================================================================================================
@@ -693,29 +659,28 @@ def mask_scores(
 
 
 @cute.jit
-def find_shift(acc_S, row_shift, scale_log2):
-    """What is subtracted from all exponents of a row: the largest of its first tile of keys.
+def softmax_step(acc_S, row_max, row_sum, rescale, scale_log2):
+    """Turn S into P = exp(scale S - scale max) in place and move the running maxima and sums along.
 
-    A softmax is the same whatever is subtracted. The maximum of all keys makes 1 of the largest exponential; with that
-    of some keys others exceed 1, by no more than the cap lets them: P is 2^MOST_EXPONENT at most. So no later maximum
-    is looked for, and O is never rescaled.
+    Online softmax (Milakov and Gimelshein, arXiv 1805.02867) in base 2: exp(scale x) = 2^(scale_log2 x). The factors
+    that bring O to the new maxima are left in `rescale`, since O is in use by the tensor core.
     """
     acc_S_rows = by_rows(acc_S)  # (2, TILE_N / 4)
+    new_max = cute.make_rmem_tensor(2, cutlass.Float32)
     for r in cutlass.range_constexpr(2):
-        largest = cutlass.Float32(-1.0)  # no tanh is less
+        # fmax, not max: the latter propagates NaN and costs four instructions an element.
+        largest = row_max[r]
         for c in cutlass.range_constexpr(cute.size(acc_S_rows, mode=[1])):
             largest = cute.arch.fmax(largest, acc_S_rows[r, c])
-        row_shift[r] = cute.arch.fmax(quad_max(largest) * scale_log2, scale_log2 - MOST_EXPONENT)
-
-
-@cute.jit
-def softmax_step(acc_S, row_shift, row_sum, scale_log2):
-    """Turn S = tanh(.) into P = 2^(scale_log2 S - shift) in place and add it to the rows' sums."""
-    acc_S_rows = by_rows(acc_S)  # (2, TILE_N / 4)
+        new_max[r] = quad_max(largest)
     for r in cutlass.range_constexpr(2):
-        total = row_sum[r]
+        shift = new_max[r] * scale_log2
+        # From the difference: exactly 1 for a maximum that stays, or an error would build up over thousands of steps.
+        rescale[r] = cute.math.exp2((row_max[r] - new_max[r]) * scale_log2, fastmath=True)
+        row_max[r] = new_max[r]
+        total = row_sum[r] * rescale[r]
         for c in cutlass.range_constexpr(cute.size(acc_S_rows, mode=[1])):
-            p = cute.math.exp2(acc_S_rows[r, c] * scale_log2 - row_shift[r], fastmath=True)
+            p = cute.math.exp2(acc_S_rows[r, c] * scale_log2 - shift, fastmath=True)
             acc_S_rows[r, c] = p
             total += p
             if cutlass.const_expr((r, c) == (0, EXP_BEFORE_WAIT - 1)):
@@ -728,6 +693,15 @@ def hold_back_wait(total: cutlass.Float32):
     """Keep the wait for P V behind this point: ptxas hoists none across a branch, which is never taken here."""
     if cute.arch.vote_any_sync(total < 0.0):  # sums of exponentials are not negative
         cute.arch.sync_warp()
+
+
+@cute.jit
+def rescale_output(acc_O: cute.Tensor, rescale: cute.Tensor):
+    """Bring O to the new maximum of its rows."""
+    acc_O_rows = by_rows(acc_O)  # (2, HEAD_DIM / 4)
+    for r in cutlass.range_constexpr(2):
+        for c in cutlass.range_constexpr(cute.size(acc_O_rows, mode=[1])):
+            acc_O_rows[r, c] = acc_O_rows[r, c] * rescale[r]
 
 
 @cute.jit
@@ -786,10 +760,10 @@ def pv_product(pv_mma: cute.TiledMma, tOrP: cute.Tensor, tOrV: cute.Tensor, acc_
 
 
 @cute.jit
-def store_tile(mO, mLSE, tma_O, sO, work, acc_O, row_shift, row_sum):
+def store_tile(mO, mLSE, tma_O, sO, work, acc_O, row_max, row_sum, scale_log2):
     """Divide O by the sums of exponentials and write O and LSE: this tile of queries is done."""
     normalize_rows(acc_O, row_sum)
-    store_lse(mLSE[None, work.head, work.batch], row_shift, row_sum, work.m_block * TILE_M)
+    store_lse(mLSE[None, work.head, work.batch], row_max, row_sum, scale_log2, work.m_block * TILE_M)
     gO = mO[None, None, work.head, work.batch]  # (seq_q, HEAD_DIM)
     store_output(tma_O, sO, gO, acc_O, work.m_block)
 
@@ -806,14 +780,14 @@ def normalize_rows(acc_O: cute.Tensor, row_sum: cute.Tensor):
 
 
 @cute.jit
-def store_lse(gLSE, row_shift, row_sum, m_start):
-    """LSE = ln(2^shift sum), -inf for a row that saw no key; gLSE has no rows when nobody asked for it."""
+def store_lse(gLSE, row_max, row_sum, scale_log2, m_start):
+    """LSE = scale max + ln(sum), -inf for a row that saw no key; gLSE: (seq_q,), or (0,) when nobody asked for it."""
     tidx, _, _ = cute.arch.thread_idx()
     first_row = m_start + tidx // 32 * (WGMMA_M // 4) + tidx % 32 // 4  # a thread's other row is 8 below
     for r in cutlass.range_constexpr(2):
         row = first_row + 8 * r
         if tidx % 4 == 0 and row < cute.size(gLSE):  # one thread of the four that share a row
-            gLSE[row] = (row_shift[r] + cute.math.log2(row_sum[r], fastmath=True)) * LN_2
+            gLSE[row] = (row_max[r] * scale_log2 + cute.math.log2(row_sum[r], fastmath=True)) * LN_2
 
 
 @cute.jit
@@ -875,7 +849,7 @@ def attention(q, k, v, *, softcap, scale=None, out=None, return_lse=False):
     Args:
         q: (batch, seq_q, heads_q, 128), torch.bfloat16; rows contiguous and 16-byte aligned, here and below.
         k, v: (batch, seq_k, heads_kv, 128), heads_q a multiple of heads_kv (GQA, MQA). Any seq_k.
-        softcap: What the magnitude of a score approaches, softcap tanh(scale S / softcap); positive, at most 64.
+        softcap: What the magnitude of a score approaches, softcap tanh(scale S / softcap); finite and positive.
         scale: Factor of the scores, finite and positive; 1 / sqrt(128) by default.
         out: Tensor like q to write O to; a new contiguous one by default.
         return_lse: Return (O, LSE): the natural logarithm of the rows' sums of exponentials, (batch, heads_q, seq_q).
@@ -903,11 +877,8 @@ def attention(q, k, v, *, softcap, scale=None, out=None, return_lse=False):
         raise ValueError(f"out has strides {out_strides}: several elements share one address; pass out.contiguous()")
     if scale is not None and not (isinstance(scale, (int, float)) and 0.0 < scale < math.inf):
         raise ValueError(f"scale is {scale!r}; it needs to be a finite and positive number")
-    if not (isinstance(softcap, (int, float)) and 0.0 < softcap <= MOST_SOFTCAP):
-        raise ValueError(
-            f"softcap is {softcap!r}; it needs to be a positive number of at most {MOST_SOFTCAP:g}, since nothing else "
-            "bounds the exponentials of this kernel; for more render its spec with softmax.row_max: online"
-        )
+    if not (isinstance(softcap, (int, float)) and 0.0 < softcap < math.inf):
+        raise ValueError(f"softcap is {softcap!r}; it needs to be a finite and positive number")
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         raise ValueError("q, k or v requires grad; this kernel is forward only: call it under torch.no_grad()")
     gpu = q.get_device()

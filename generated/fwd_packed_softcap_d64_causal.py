@@ -24,7 +24,7 @@ Decisions
     layouts    swizzle Q 128B, K 128B, V 128B
     S = Q K^T  4 wgmma m64n128k16 per warpgroup; A = Q from shared memory, K-major; B = K, K-major
     cap        S becomes tanh(scale S / softcap) by tanh.approx, before any mask; the softmax's factor is softcap
-    softmax    base 2, on the accumulator fragment, relative to the maximum of the first tile of keys; O is never rescaled
+    softmax    base 2, on the accumulator fragment, relative to the maximum of a row's first tile of keys; O is never rescaled
     P          stays in registers: the accumulator fragment is read as the A fragment
     O = P V    8 wgmma m64n64k16 per warpgroup; A = P from registers, K-major; B = V, MN-major
     kv order   from the last visible tile to the first; hidden tiles are skipped, only boundary tiles are masked
@@ -149,6 +149,7 @@ Q_LAYOUT = warpgroup.SmemLayoutAtomKind.K_SW128  # in shared memory: major order
 K_LAYOUT = warpgroup.SmemLayoutAtomKind.K_SW128
 V_LAYOUT = warpgroup.SmemLayoutAtomKind.MN_SW128
 MOST_SOFTCAP = 64.0
+NO_SHIFT = 1e20  # of a row that has seen no key: 2^-NO_SHIFT is 0
 MOST_EXPONENT = 86  # of P, base 2: over 2^20 keys, with values up to 2^15, sums stay below 2^128
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2.0)
@@ -661,6 +662,7 @@ def consume(smem, rings, mO, mLSE, tma_O, sO, scale_log2, cap_scale, schedule):
     k_drain.advance()
     while work.valid:
         acc_O.fill(0.0)
+        row_shift.fill(NO_SHIFT)
         row_sum.fill(0.0)
         tSrQ_tile = tSrQ[None, None, None, q_drain.index]  # (MMA, MMA_M, MMA_K)
         cap_scores(acc_S, cap_scale)
@@ -673,9 +675,11 @@ def consume(smem, rings, mO, mLSE, tma_O, sO, scale_log2, cap_scale, schedule):
         for n_block in cutlass.range(work.n_end - 2, work.n_full_end - 1, -1, unroll=1):
             multiply(products, tSrQ_tile, operands, accumulators, k_ring, v_ring, k_drain, v_drain, cap_scale, consumer)
             mask_scores(acc_S, qk_mma, m_start, n_block * TILE_N, work.seq_q, work.seq_k)
+            find_shift(acc_S, row_shift, scale_log2)
             finish_step(accumulators, rP, rows, scale_log2, v_ring, v_drain)
             k_drain.advance()
             v_drain.advance()
+        settle_shift(row_shift, scale_log2)
         for _ in cutlass.range(cutlass.min(work.n_end - 1, work.n_full_end), unroll=1):
             multiply(products, tSrQ_tile, operands, accumulators, k_ring, v_ring, k_drain, v_drain, cap_scale, consumer)
             finish_step(accumulators, rP, rows, scale_log2, v_ring, v_drain)
@@ -866,18 +870,28 @@ def mask_scores(
 
 @cute.jit
 def find_shift(acc_S, row_shift, scale_log2):
-    """What is subtracted from all exponents of a row: the largest of its first tile of keys.
+    """Of rows that have seen no key before, what is subtracted from all their exponents: the largest of this tile.
 
     A softmax is the same whatever is subtracted. The maximum of all keys makes 1 of the largest exponential; with that
     of some keys others exceed 1, by no more than the cap lets them: P is 2^MOST_EXPONENT at most. So no later maximum
-    is looked for, and O is never rescaled.
+    is looked for, and O is never rescaled. A row that sees a single key has P = 1, and O is exactly its value.
     """
     acc_S_rows = by_rows(acc_S)  # (2, TILE_N / 4)
     for r in cutlass.range_constexpr(2):
-        largest = cutlass.Float32(-1.0)  # no tanh is less
+        largest = -cutlass.Float32.inf
         for c in cutlass.range_constexpr(cute.size(acc_S_rows, mode=[1])):
             largest = cute.arch.fmax(largest, acc_S_rows[r, c])
-        row_shift[r] = cute.arch.fmax(quad_max(largest) * scale_log2, scale_log2 - MOST_EXPONENT)
+        largest = quad_max(largest)
+        first = (row_shift[r] == NO_SHIFT) & (largest >= -1.0)  # a tanh, and not -inf
+        shift = cute.arch.fmax(largest * scale_log2, scale_log2 - MOST_EXPONENT)
+        row_shift[r] = shift if first else row_shift[r]
+
+
+@cute.jit
+def settle_shift(row_shift, scale_log2):
+    """What rows begin with whose first key is in a tile without an edge of the mask, where nobody looks."""
+    for r in cutlass.range_constexpr(2):
+        row_shift[r] = scale_log2 - MOST_EXPONENT if row_shift[r] == NO_SHIFT else row_shift[r]
 
 
 @cute.jit

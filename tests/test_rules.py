@@ -877,7 +877,11 @@ def test_first_maximum() -> None:
 
 
 def test_kv_from_window() -> None:
-    legal = [("first_key", False, False, "single_tile"), ("window", True, True, "static"), ("window", True, True, "dynamic")]
+    legal = [
+        ("first_key", False, False, "single_tile"),
+        ("window", True, True, "static"),
+        ("window", True, True, "dynamic"),
+    ]
     assert [schedules.kv_from_window(*asked) for asked in legal] == [None] * 3
     for asked in ((False, True, "dynamic"), (True, False, "dynamic"), (True, True, "grid")):
         assert schedules.kv_from_window("window", *asked) == Violation(

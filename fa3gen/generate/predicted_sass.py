@@ -12,6 +12,7 @@ from fa3gen.hardware import hopper
 from fa3gen.spec.model import Forward, GlobalHandoff, WgmmaProduct
 
 VECTOR_BITS = 128  # of the widest access to memory that a thread makes
+SHIFT_COMPARISONS = 2  # of a row, where its first maximum is looked for: whether it has one, and whether there is one
 SINK_COMPARISONS = 2  # of a row with a sink, beside the two at the end of every row: for its two exponentials of 2
 
 
@@ -31,13 +32,14 @@ def expectation(spec: Forward, *, waits: int, softmaxes: int, o_boxes: int, matr
             shared_stores={},
         )
     rows, lanes = footprint.thread_rows(spec)
-    maxima = softmaxes if spec.softmax.row_max == "online" else 1
+    maxima = softmaxes if spec.softmax.row_max == "online" else 1 + (spec.mask.kind != "none")
     held_back = softmaxes if spec.softmax.exp_before_wait is not None else 0  # a sum is compared, for a branch
     return SassExpectation(
         waits=waits,
         min_maxima=maxima * rows * (spec.tile.kv // lanes + _exchanges(lanes)) + rows * footprint.splits_tail(spec),
         max_comparisons=_most_comparisons(rows, softmaxes if spec.softmax.rescale_above is not None else 0)
         + held_back
+        + rows * (SHIFT_COMPARISONS * maxima + 1) * (spec.softmax.row_max == "first")
         + SINK_COMPARISONS * rows * spec.softmax.sink,
         global_stores=_global_stores(spec, rows, lanes, o_boxes),
         shared_stores=_shared_stores(spec, matrices),

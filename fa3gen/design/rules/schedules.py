@@ -198,7 +198,9 @@ def unbounded_scores(row_max: str, softcap: bool, dtype: str) -> Violation | Non
     if not softcap:
         problem = "scores without a cap may exceed a first maximum by any size; use softcap: true, or row_max: online"
     else:
-        problem = f"relative to a first maximum P may be 2^{MOST_EXPONENT}, and {dtype} ends before; use row_max: online"
+        problem = (
+            f"relative to a first maximum P may be 2^{MOST_EXPONENT}, and {dtype} ends before; use row_max: online"
+        )
     return Violation("softmax.row_max", problem)
 
 
