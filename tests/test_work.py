@@ -211,3 +211,19 @@ def test_packed_sequences_move_their_lengths_too() -> None:
     dense, packed = (Problem(named(stem).spec, shape) for stem in ("fwd_d128_causal", "fwd_packed_d128_causal"))
     assert packed.flops == dense.flops
     assert packed.hbm_bytes == dense.hbm_bytes + 2 * (4 + 3) * 4
+
+
+def test_tiles_of_keys_that_begin_with_a_window() -> None:
+    """Queries 1280 to 1407 see keys 768 to 1407: eight tiles of 80 from the first one on, nine counted from key 0."""
+
+    def found(stem: str, kv_from: str, left: int) -> work.KeyTiles:
+        spec = changed(stem, tile={"kv": 80, "kv_from": kv_from}).spec
+        return work.key_tiles(spec, (4096, 4096), 10, (left, 0))
+
+    assert found("fwd_d256_any_window", "window", 512) == work.KeyTiles(0, 8, 2, 6, first_key=768)
+    assert found("fwd_d256_any_window", "first_key", 512) == work.KeyTiles(9, 18, 12, 16)
+    # All keys, where the window reaches that far; and whole boxes, where keys lie in pages.
+    assert found("fwd_d256_any_window", "window", 4000).first_key == 0
+    assert found("fwd_packed_any_window_d256", "window", 507).first_key == 773
+    assert found("fwd_paged_any_window_d256", "window", 507).first_key == 768
+    assert found("fwd_paged_rows_any_window_d256", "window", 507).first_key == 773

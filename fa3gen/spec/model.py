@@ -243,8 +243,8 @@ class Softmax(SpecModel):
     )
     row_max: Literal["online", "first"] = Field(
         default="online",
-        description="What exponents are relative to: the running maximum of each row, or that of the first tile of keys "
-        f"that it meets, where a cap of at most {MOST_CAP_OF_FIRST_MAX:g} bounds the others. Then O is never rescaled.",
+        description="What exponents are relative to: the running maximum of each row, or that of the first tile in "
+        f"which it sees keys, where a cap of at most {MOST_CAP_OF_FIRST_MAX:g} bounds others. O is never rescaled then.",
     )
     mask_end: Literal["always", "when_cut"] = Field(
         default="always",
