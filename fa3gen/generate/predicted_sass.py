@@ -7,6 +7,7 @@ stands there element by element.
 from __future__ import annotations
 
 from fa3gen.design import footprint
+from fa3gen.design.schedule import full_tiles
 from fa3gen.generate.expected import SassExpectation
 from fa3gen.hardware import hopper
 from fa3gen.spec.model import Forward, GlobalHandoff, WgmmaProduct
@@ -32,7 +33,8 @@ def expectation(spec: Forward, *, waits: int, softmaxes: int, o_boxes: int, matr
             shared_stores={},
         )
     rows, lanes = footprint.thread_rows(spec)
-    maxima = softmaxes if spec.softmax.row_max == "online" else 1 + (spec.mask.kind != "none")
+    # A first maximum is looked for in every tile but those without an edge of the mask, which have a loop of their own.
+    maxima = softmaxes - (spec.softmax.row_max == "first" and full_tiles(spec) != "none")
     held_back = softmaxes if spec.softmax.exp_before_wait is not None else 0  # a sum is compared, for a branch
     return SassExpectation(
         waits=waits,

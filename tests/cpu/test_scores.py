@@ -14,7 +14,7 @@ from rendering import CHECKOUT, changed, source, variants
 
 from fa3gen.cpu.module import load_on_cpu
 from fa3gen.generate.render import render_variant
-from fa3gen.verify.inputs import SINKS, Case, make_for
+from fa3gen.verify.inputs import SINKS, Case, make_for, windowed
 from fa3gen.verify.on_cpu import verify_on_cpu
 
 torch.set_num_threads(1)  # the workers of xdist share the cores
@@ -77,19 +77,38 @@ def test_a_tile_that_several_ctas_share_has_its_sink_once(tmp_path: Path) -> Non
     assert report.failures == (), f"seed {report.seed}"
 
 
+def test_a_row_with_one_key_has_its_value(tmp_path: Path) -> None:
+    """With a first maximum, too, P of a row's only key is 1, wherever the tiles with the edges of its window lie."""
+    variant = changed("fwd_d64_any_window", softmax={"softcap": True, "row_max": "first"})
+    found = load_on_cpu(path_of(tmp_path, "first", render_variant(variant, CHECKOUT)))
+    generator = torch.Generator().manual_seed(4)
+    for seq_q, seq_k in ((300, 300), (200, 263)):  # with these the last key of a whole tile is some row's only one
+        q, k, v = (torch.randn(1, rows, 1, 64, generator=generator).bfloat16() for rows in (seq_q, seq_k, seq_k))
+        out, lse = found.attention(q, k, v, window=(0, 0), softcap=50.0, return_lse=True)
+        assert out.equal(v[:, seq_k - seq_q :])
+        scores = 50 * torch.tanh((q.float() * k[:, seq_k - seq_q :].float()).sum(-1) / 8 / 50)
+        torch.testing.assert_close(lse, scores.transpose(1, 2), rtol=1e-3, atol=1e-3)
+    cases = [*windowed(CASES[1:]), Case("capped_64", "", 1, 9, 269, 1, 1, scale=16.0, softcap=64.0, window=(140, 3))]
+    report = verify_on_cpu(found, variant.spec, stem="first", cases=cases)
+    assert report.failures == (), f"seed {report.seed}"
+
+
 # Mistakes
 
 MISTAKES = {
     "sink forgotten in LSE": ("x + cute.math.log2(with_sink,", "x + cute.math.log2(total * shrink,"),
     "sink added by each thread of a quad": (
-        "with_sink = total * shrink + cute.math.exp2((row_sink[r] - x) * LOG2_E, fastmath=True)",
-        "with_sink = total * shrink + quad_sum(cute.math.exp2((row_sink[r] - x) * LOG2_E, fastmath=True))",
+        "with_sink = total * shrink + cute.math.exp2((sink - x) * LOG2_E, fastmath=True)",
+        "with_sink = total * shrink + quad_sum(cute.math.exp2((sink - x) * LOG2_E, fastmath=True))",
     ),
     "sums not brought to a larger sink": (
-        "row_inverse[r] = 0.0 if total == 0.0 else shrink /",
-        "row_inverse[r] = 1.0 /",
+        "row_inverse[r] = 0.0 if total == 0.0 else shrink *",
+        "row_inverse[r] =",
     ),
-    "a sink's halves the other way round": ("halves[0], halves[1] = sink[0]", "halves[1], halves[0] = sink[0]"),
+    "a sink's halves the other way round": (
+        "low_and_high[0, r], low_and_high[1, r] = sink[0]",
+        "low_and_high[1, r], low_and_high[0, r] = sink[0]",
+    ),
     "cap after the mask": (
         "        cap_scores(acc_S, cap_scale)\n"
         "        if n_block < n_full_start or n_block >= n_full_end:\n"
