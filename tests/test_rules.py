@@ -876,6 +876,13 @@ def test_first_maximum() -> None:
         )
 
 
+def test_sink_scheduler() -> None:
+    assert output.sink_scheduler("static") is output.sink_scheduler("single_tile") is None
+    assert output.sink_scheduler("stream_k") == Violation(
+        "scheduler", "sinks are rendered with schedulers but stream_k; use static or dynamic"
+    )
+
+
 def test_kv_from_window() -> None:
     legal = [
         ("first_key", False, False, "single_tile"),

@@ -170,7 +170,8 @@ class ArgumentsPlan:
     of (`made_of`), `work` what a role is given to know its tiles by. `k_loads` and `v_loads` are what one that loads
     begins with, `loaded_by` what it ends with. `ranged` is what decides which tiles of keys are
     visited, `seen` the same of a work item. Of packed sequences `sequences` is what says where they lie, and `bounds`
-    where one does. `softmax_step` is what the softmax of a step takes.
+    where one does. `softmax_step` is what the softmax of a step takes, and
+    `rows` what a thread keeps of its rows.
     """
 
     factors: tuple[str, ...] = ()
@@ -193,6 +194,8 @@ class ArgumentsPlan:
     multiply: tuple[str, ...] = ()
     multiply_first: tuple[str, ...] = ()
     softmax_step: tuple[str, ...] = ()
+    rows: tuple[str, ...] = ()
+    num_rows: int = 0
     load_kv: tuple[str, ...] = ()
 
 
@@ -306,13 +309,22 @@ class SchedulerPlan:
 
 
 @dataclass(frozen=True)
+class CapsPlan:
+    """Which caps a call may give: in words, as a test of one, and what is needed to whoever gives another."""
+
+    words: str = "finite and positive"
+    test: str = "0.0 < softcap < math.inf"
+    needed: str = "a finite and positive number"
+
+
+@dataclass(frozen=True)
 class SoftmaxPlan:
     """Whether O is rescaled only now and then: when a maximum has grown by more than 2^rescale_above.
 
     `exp_before_wait`: exponentials of a thread that stay before the wait for P V, 0 for as many as ptxas likes.
     `mask_end`: whether the last tile of keys is masked always, or only when the end of the keys cuts it.
     `sink`: whether a logit of each head takes part; `softcap`: whether scores are capped. `most_cap`: how far they may
-    be, where exponentials are relative to a first maximum; 0 where that moves. `caps` says the same in words.
+    be, where exponentials are relative to a first maximum; 0 where that moves. `caps` says the same.
     """
 
     lazy: bool
@@ -323,7 +335,7 @@ class SoftmaxPlan:
     softcap: bool = False
     most_cap: float = 0.0
     most_exponent: int = MOST_EXPONENT
-    caps: str = "finite and positive"
+    caps: CapsPlan = CapsPlan()
 
 
 @dataclass(frozen=True)
@@ -638,6 +650,7 @@ def _arguments(spec: Forward) -> ArgumentsPlan:
     work = ("schedule",) if packed else ("work", "schedule")
     draws = ["counter", "tile_ring", "tiles"] * (spec.scheduler == "dynamic")
     has_max = spec.softmax.row_max == "online"
+    rows = ("row_max", "row_sum", "rescale") if has_max else ("row_shift", "row_sum")
     sums: tuple[str, ...] = ("row_lse", "row_inverse")
     if not spec.softmax.sink:
         with_lse = spec.outputs.lse and has_max
@@ -674,11 +687,9 @@ def _arguments(spec: Forward) -> ArgumentsPlan:
             *turn,
         ),
         multiply_first=("products", "operands", "accumulators", "k_ring", "q_drain", "k_drain", *turn),
-        softmax_step=(
-            "acc_S",
-            *(("row_max", "row_sum", "rescale") if has_max else ("row_shift", "row_sum")),
-            "scale_log2",
-        ),
+        softmax_step=("acc_S", *rows, "scale_log2"),
+        rows=rows,
+        num_rows=len(rows),
     )
 
 
@@ -701,6 +712,14 @@ def _parameter(argument: Argument) -> Parameter:
     return Parameter(argument.name, argument.dtype if isinstance(argument, Scalar) else None)
 
 
+def _caps(spec: Forward) -> CapsPlan:
+    if spec.softmax.row_max == "online":
+        return CapsPlan()
+    most = f"at most {MOST_CAP_OF_FIRST_MAX:g}"
+    needed = f"a positive number of {most}; softmax.row_max: online takes any"
+    return CapsPlan(f"positive, {most}", "0.0 < softcap <= MOST_SOFTCAP", needed)
+
+
 def _softmax(spec: Forward) -> SoftmaxPlan:
     above, bounded = spec.softmax.rescale_above, spec.softmax.row_max == "first"
     return SoftmaxPlan(
@@ -711,7 +730,7 @@ def _softmax(spec: Forward) -> SoftmaxPlan:
         sink=spec.softmax.sink,
         softcap=spec.softmax.softcap,
         most_cap=MOST_CAP_OF_FIRST_MAX if bounded else 0.0,
-        caps=f"positive, at most {MOST_CAP_OF_FIRST_MAX:g}" if bounded else "finite and positive",
+        caps=_caps(spec),
     )
 
 

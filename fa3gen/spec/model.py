@@ -244,7 +244,7 @@ class Softmax(SpecModel):
     row_max: Literal["online", "first"] = Field(
         default="online",
         description="What exponents are relative to: the running maximum of each row, or that of the first tile in "
-        f"which it sees keys, where a cap of at most {MOST_CAP_OF_FIRST_MAX:g} bounds others. O is never rescaled then.",
+        f"which it sees keys, where a cap of at most {MOST_CAP_OF_FIRST_MAX:g} bounds others; O is never rescaled.",
     )
     mask_end: Literal["always", "when_cut"] = Field(
         default="always",

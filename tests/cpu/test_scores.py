@@ -13,6 +13,7 @@ from mutations import SourceMutation
 from rendering import CHECKOUT, changed, source, variants
 
 from fa3gen.cpu.module import load_on_cpu
+from fa3gen.design.rules import check
 from fa3gen.generate.render import render_variant
 from fa3gen.verify.inputs import SINKS, Case, make_for, windowed
 from fa3gen.verify.on_cpu import verify_on_cpu
@@ -68,9 +69,10 @@ def test_no_sink_is_as_without_one() -> None:
     torch.testing.assert_close(sunk_lse, lse, rtol=1e-6, atol=1e-6)
 
 
-def test_a_tile_that_several_ctas_share_has_its_sink_once(tmp_path: Path) -> None:
-    """Stream-K deals out the last wave by tiles of keys; parts of a row's sum meet in one CTA, which adds the sink."""
-    variant = changed("fwd_d128", softmax={"sink": True, "softcap": True})
+def test_a_tile_that_several_ctas_share_is_capped_once(tmp_path: Path) -> None:
+    """Stream-K deals out the last wave by tiles of keys; parts of a row's sum meet in one CTA. Sinks are refused."""
+    assert [found.field for found in check(changed("fwd_d128", softmax={"sink": True}).spec)] == ["scheduler"]
+    variant = changed("fwd_d128", softmax={"softcap": True})
     found = load_on_cpu(path_of(tmp_path, "shared", render_variant(variant, CHECKOUT)))
     case = Case("shared", "one tile of queries, keys for many CTAs", 1, 20, 20 * 128 + 9, 1, 1)
     report = verify_on_cpu(found, variant.spec, stem="shared", cases=[case, *CASES])

@@ -142,6 +142,7 @@ def _scheduler(spec: Forward) -> Iterable[Answer]:
             yield schedules.score_fields.ask(field, spec.pv.engine, spec.schedule.kind, footprint.overlapped(spec))
     if spec.softmax.sink:
         yield output.sink_lse.ask(spec.outputs.lse)
+        yield output.sink_scheduler.ask(spec.scheduler)
     yield schedules.mask_end.ask(spec.softmax.mask_end, spec.mask.kind, footprint.overlapped(spec))
 
 

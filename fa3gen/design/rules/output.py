@@ -128,6 +128,14 @@ def packed_slices(o: str, pack_heads: int) -> Violation | None:
     )
 
 
+@rule(kind=GENERATOR, topic="softmax")
+def sink_scheduler(scheduler: str) -> Violation | None:
+    """A sink enters the sums while the last P V runs; parts of a tile that CTAs share meet only after that."""
+    if scheduler != "stream_k":
+        return None
+    return Violation("scheduler", "sinks are rendered with schedulers but stream_k; use static or dynamic")
+
+
 @rule(kind=GENERATOR, topic="output")
 def sink_lse(lse: bool) -> Violation | None:
     """With a sink, LSE and the factor of O come from one computation; kernels without LSE have no sink."""
