@@ -24,7 +24,7 @@ Decisions
     layouts    swizzle Q 128B, K 128B, V 128B
     S = Q K^T  4 wgmma m64n128k16 per warpgroup; A = Q from shared memory, K-major; B = K, K-major
     cap        S becomes tanh(scale S / softcap) by tanh.approx, before any mask; the softmax's factor is softcap
-    softmax    base 2, on the accumulator fragment, relative to the maximum of a row's first tile of keys; O is never rescaled
+    softmax    base 2, on the accumulator fragment, relative to a first maximum; O is never rescaled
     P          stays in registers: the accumulator fragment is read as the A fragment
     O = P V    8 wgmma m64n64k16 per warpgroup; A = P from registers, K-major; B = V, MN-major
     kv order   from the last visible tile to the first; hidden tiles are skipped, only boundary tiles are masked

@@ -291,7 +291,7 @@ def _product_sentence(product: object, element: Dtype, n: int, k: int, a: str, b
 def _softmax_sentence(spec: Forward) -> str:
     where = "on the accumulator fragment" if isinstance(spec.pv, WgmmaProduct) else "on S in shared memory"
     if spec.softmax.row_max == "first":
-        return f"base 2, {where}, relative to the maximum of a row's first tile of keys; O is never rescaled"
+        return f"base 2, {where}, relative to a first maximum; O is never rescaled"
     above = spec.softmax.rescale_above
     when = "in every step"
     if above is not None:
