@@ -75,8 +75,9 @@ def test_size() -> None:
     """300 to 700 lines, to read in one sitting; 330 more for roles, work, timeline, slots of a specialised kernel.
 
     Sinks take 60 of their own, since they are read, checked and added, a cap 30, a first maximum 40, and a window that
-    calls give 60: both edges, its arguments and their checks. Packed sequences take 230 more: tensor maps that clip at each, a warp that
-    finds tiles, offsets and lengths; with several heads in a tile 40 on top. Keys in pages take 120 more.
+    calls give 60: both edges, its arguments and their checks. Packed sequences take 230 more: tensor maps that clip at
+    each, a warp that finds tiles, offsets and lengths; with several heads in a tile 40 on top. Keys in pages take 120
+    more.
     A GEMM has fewer than 500, a copy 200 to 320.
     """
     lines = {stem: len(source(stem).splitlines()) for stem in STEMS}
