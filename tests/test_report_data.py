@@ -241,7 +241,8 @@ def asked_for(division: dict[str, Any], spec: Spec, block: int, seq_q: int, seq_
         return KeyTiles(work.n_begin, work.n_end, counted.full_start, counted.full_end)
     full_end = seq_k // spec.tile.kv if unmasked else work.n_full_end
     full_begin = work.n_full_begin if isinstance(spec.mask, WindowMask) else 0
-    return KeyTiles(work.n_begin, work.n_end, full_begin, full_end)
+    first_key = work.k_begin if spec.tile.kv_from == "window" else 0
+    return KeyTiles(work.n_begin, work.n_end, full_begin, full_end, first_key)
 
 
 def tiled_stems() -> list[str]:

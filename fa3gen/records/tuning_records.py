@@ -64,7 +64,7 @@ class MaskShape(Part):
         return CausalMask() if self.kind == "causal" else NoMask()
 
 
-UNTUNED = "by_sequence", "layout", "page_rows"  # fields of a family: no module is tuned that has them
+UNTUNED = "by_sequence", "layout", "page_rows", "any_cap"  # fields of a family by which no module is tuned
 
 
 class TunedProblem(GrownPart):
