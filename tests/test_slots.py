@@ -153,8 +153,8 @@ def test_a_call_allocates_and_fills_nothing(
     arguments, options = [q, k, v], {"sinks": torch.zeros(8), "softcap": 30.0}
     if packed := hasattr(module, "packed_constants"):
         arguments = [q[0], k[0], v[0], *[torch.tensor([0, 8], dtype=torch.int32)] * 2]
-    if "page_table" in signature(module.attention).parameters:  # a page of 64 keys
-        k, v = (x[:, :1].expand(1, 64, 1, -1).contiguous() for x in (k, v))
+    if "page_table" in signature(module.attention).parameters:  # a page of 128 keys
+        k, v = (x[:, :1].expand(1, 128, 1, -1).contiguous() for x in (k, v))
         arguments = [q[0], k, v, torch.tensor([0, 8], dtype=torch.int32)]
         arguments += [torch.zeros((1, 1), dtype=torch.int32), torch.tensor([8], dtype=torch.int32)]
     options = {name: option for name, option in options.items() if name in signature(module.attention).parameters}

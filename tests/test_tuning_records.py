@@ -162,7 +162,7 @@ def test_a_family_is_that_of_its_problems() -> None:
                 TunedProblem.of(family, shape)
             continue
         found = TunedProblem.of(family, shape)
-        assert found.family == family.of_call() and family.serves(found.family)
+        assert found.family == family.of_call()._replace(any_cap=False) and family.serves(found.family)
         assert TunedProblem.model_validate_json(found.model_dump_json()) == found
         assert found.flops == family.flops(shape)
 
