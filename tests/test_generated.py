@@ -456,9 +456,11 @@ def test_all_modules_check_alike() -> None:
         usual_of[kind, heads] = alike[0]
     # Those with sinks or a cap check these as well, all alike.
     sinks, cap = "    check_sinks(sinks, heads_q, q.device)\n", text_of_cap_check("fwd_d256_softcap_causal")
+    bounded = text_of_cap_check("fwd_packed_softcap_d64_causal")  # where exponents are relative to a first maximum
+    assert "softcap < math.inf" in cap and "softcap <= MOST_SOFTCAP" in bounded
     for stem in scored:
-        usual = usual_of[kind_of(stem), plans[stem].tile.packed]
-        own = sinks * attention_plans()[stem].softmax.sink + cap * attention_plans()[stem].softmax.softcap
+        usual, softmax = usual_of[kind_of(stem), plans[stem].tile.packed], attention_plans()[stem].softmax
+        own = sinks * softmax.sink + (bounded if softmax.most_cap else cap) * softmax.softcap
         before, grad, after = usual.partition("    if torch.is_grad_enabled()")
         assert checks(stem) == before + own + grad + after, stem
     for of in (allocating, asking):

@@ -148,6 +148,8 @@ def _scheduler(spec: Forward) -> Iterable[Answer]:
 
 def _row_max(spec: Forward) -> Iterable[Answer]:
     softmax = spec.softmax
+    if softmax.row_max == "online":
+        return
     yield schedules.unbounded_scores.ask(softmax.row_max, softmax.softcap, spec.problem.dtype)
     rest = footprint.overlapped(spec), softmax.rescale_above, softmax.sink, spec.scheduler
     yield schedules.first_maximum.ask(softmax.row_max, *rest)
