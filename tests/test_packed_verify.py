@@ -265,9 +265,9 @@ def scored(module: Scored, cases: Any = None) -> Report:
 def test_a_module_with_sinks_and_a_cap() -> None:
     spec = spec_of(softmax={"sink": True, "softcap": True})
     names = {case.name for case in cpu_cases(spec)} - {case.name for case in cpu_cases(spec_of())}
-    assert names == {"sinks", "sinks_16_bits", "capped", "capped_low"}
+    assert names == {"sinks", "sinks_16_bits", "capped", "capped_64", "capped_low"}
     large = {case.name for case in gpu_cases(spec)} - names - {case.name for case in gpu_cases(spec_of())}
-    assert large == {"sinks_16_bits_large", "capped_large", "capped_50_large", "capped_low_large"}
+    assert large == {"sinks_16_bits_large", *(f"capped{cap}_large" for cap in ("", "_50", "_64", "_low"))}
     assert scored(Scored(CAUSAL)).failures == ()
     assert scored(Scored(CAUSAL), [case for case in gpu_cases(spec) if case.name in large]).failures == ()
     assert verify_on_cpu(Scored(CAUSAL), spec, seed=7, count=1, cases=[]).failures == ()
