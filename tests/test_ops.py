@@ -235,6 +235,7 @@ def test_sinks_and_softcap_compiled_in_one_graph(modules: Modules, options: dict
             ValueError,
             "softcap is 0.0; it needs to be a finite and positive number, or None for no cap",
         ),
+        ({"softcap": "50"}, ValueError, "softcap is '50'; it needs to be"),
         ({"softcap": math.inf}, ValueError, "softcap is inf; it needs to be"),
     ],
 )

@@ -239,6 +239,7 @@ def test_fake_tensors_have_the_real_shapes_and_what_is_wrong_shows(modules: Pack
             ValueError,
             "softcap is 0.0; it needs to be a finite and positive number, or None for no cap",
         ),
+        ({"softcap": "50"}, ValueError, "softcap is '50'; it needs to be"),
         ({"window": 512}, ValueError, r"window is 512; it needs to be None or \(left, right\)"),
     ],
 )

@@ -651,12 +651,11 @@ def _arguments(spec: Forward) -> ArgumentsPlan:
     draws = ["counter", "tile_ring", "tiles"] * (spec.scheduler == "dynamic")
     has_max = spec.softmax.row_max == "online"
     rows = ("row_max", "row_sum", "rescale") if has_max else ("row_shift", "row_sum")
-    sums: tuple[str, ...] = ("row_lse", "row_inverse")
-    if not spec.softmax.sink:
-        with_lse = spec.outputs.lse and has_max
-        sums = (*["row_max"] * with_lse, "row_sum", *["scale_log2"] * with_lse)
-    if not has_max:
-        sums = (*["row_shift"] * spec.outputs.lse, "row_sum")
+    sums: tuple[str, ...] = ("row_sum",)
+    if spec.softmax.sink:
+        sums = ("row_lse", "row_inverse")
+    elif spec.outputs.lse:
+        sums = ("row_max", *sums, "scale_log2") if has_max else ("row_shift", *sums)
     return ArgumentsPlan(
         factors=factors,
         launch=tuple(_parameter(argument) for argument in operation.arguments),

@@ -173,7 +173,7 @@ def _serving(
         for least_keys, most_keys, least_tiles, most_tiles, attention in stretches.get(key, ()):
             if least_keys <= keys <= most_keys and least_tiles <= tiles <= most_tiles:
                 return attention
-    except (AttributeError, IndexError, ValueError):
+    except (AttributeError, IndexError, TypeError, ValueError):
         pass  # not four dimensions, or no tensor: what follows says so
     family, size = _asked(q, k, v, out, causal, window, sinks, softcap)
     return calls.found(key, family, size, lse=return_lse)

@@ -250,7 +250,7 @@ def _serving(
         for least_keys, most_keys, least_tiles, most_tiles, attention in stretches.get(key, ()):
             if least_keys <= length <= most_keys and least_tiles <= tiles <= most_tiles:
                 return attention
-    except (AttributeError, IndexError, ValueError):
+    except (AttributeError, IndexError, TypeError, ValueError):
         pass  # not three dimensions, or no tensor: what follows says so
     family = _family(q, k, v, cu_seqlens_q, keys, out, causal, window, scores)
     size = _size(q, v, cu_seqlens_q, page_table, max_seqlen_q, max_seqlen_k)
