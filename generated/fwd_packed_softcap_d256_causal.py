@@ -24,7 +24,7 @@ Decisions
     layouts    swizzle Q 128B, K 128B, V 128B
     S = Q K^T  16 wgmma m64n80k16 per warpgroup; A = Q from shared memory, K-major; B = K, K-major
     cap        S becomes tanh(scale S / softcap) by tanh.approx, before any mask; the softmax's factor is softcap
-    softmax    online, base 2, on the accumulator fragment; O is rescaled at 2^8 x the maximum: up to 12 % more error
+    softmax    base 2, on the accumulator fragment, relative to a first maximum; O is never rescaled
     P          stays in registers: the accumulator fragment is read as the A fragment
     O = P V    5 wgmma m64n256k16 per warpgroup; A = P from registers, K-major; B = V, MN-major
     kv order   from the last visible tile to the first; hidden tiles are skipped, only boundary tiles are masked
@@ -74,7 +74,7 @@ Timeline: a tile is one of queries, a step takes one tile of keys
       12  consumers   pass turn, wait_group 0, arrive k_empty       S is complete, K has been read
       13  consumers   cap S                                         tanh(scale S / softcap)
       14  consumers   mask                                          of the first step, with the end of the keys
-      15  consumers   softmax, round P                              P = 2^(S - max), in 16 bits
+      15  consumers   softmax, round P                              P = 2^(S - first max), in 16 bits
     per step:
       16  warp 8      wait k_empty, load K                          by TMA, when a stage is free
       17  warp 9      wait v_empty, load V                          by TMA, when a stage is free; behind the keys zeros
@@ -83,22 +83,21 @@ Timeline: a tile is one of queries, a step takes one tile of keys
       20  consumers   wait_group 1, pass turn, arrive k_empty       S is complete, P V runs on
       21  consumers   cap S                                         tanh(scale S / softcap)
       22  consumers   mask                                          boundary tiles only
-      23  consumers   softmax                                       P = 2^(S - max) and sums
-      24  consumers   wait_group 0, arrive v_empty                  O is complete
-      25  consumers   rescale                                       O, where a maximum has grown by more than 2^8
-      26  consumers   round P                                       P in 16 bits
+      23  consumers   softmax                                       P = 2^(S - first max) and sums
+      24  consumers   wait_group 0, arrive v_empty                  O is complete; after 8 exponentials a thread
+      25  consumers   round P                                       P in 16 bits
     at a tile's end:
-      27  warp 8      arrive tile_empty                             K is on its way: it is time to draw
-      28  warp 8      wait tile_full                                the one that warp 10 has found
-      29  warp 9      next tile, wait tile_full, arrive tile_empty  the one that warp 10 has drawn
-      30  consumers   next tile, wait tile_full, arrive tile_empty  the one that warp 10 has drawn
-      31  consumers   wait v_full                                   the last V has landed
-      32  consumers   wait turn, O += P V                           by wgmma, of the last step
-      33  consumers   pass turn, wait_group 0, arrive v_empty       O is complete
-      34  consumers   store LSE                                     from registers, if asked for
-      35  consumers   store O                                       from registers, 16 bytes at a time
+      26  warp 8      arrive tile_empty                             K is on its way: it is time to draw
+      27  warp 8      wait tile_full                                the one that warp 10 has found
+      28  warp 9      next tile, wait tile_full, arrive tile_empty  the one that warp 10 has drawn
+      29  consumers   next tile, wait tile_full, arrive tile_empty  the one that warp 10 has drawn
+      30  consumers   wait v_full                                   the last V has landed
+      31  consumers   wait turn, O += P V                           by wgmma, of the last step
+      32  consumers   pass turn, wait_group 0, arrive v_empty       O is complete
+      33  consumers   store LSE                                     from registers, if asked for
+      34  consumers   store O                                       from registers, 16 bytes at a time
     at last:
-      36  consumer 0  wait turn                                     no arrival is left in the barrier
+      35  consumer 0  wait turn                                     no arrival is left in the barrier
 """
 
 import functools
@@ -144,10 +143,12 @@ SMEM_ALIGN = 1024  # bytes; a 128-byte swizzle repeats every 8 rows of 128
 Q_LAYOUT = warpgroup.SmemLayoutAtomKind.K_SW128  # in shared memory: major order and swizzle
 K_LAYOUT = warpgroup.SmemLayoutAtomKind.K_SW128
 V_LAYOUT = warpgroup.SmemLayoutAtomKind.MN_SW128
-LOWEST = -1e20  # a row's maximum before its first key; finite: -inf - -inf would be NaN
+MOST_SOFTCAP = 64.0
+NO_SHIFT = 1e20  # of a row that has seen no key: 2^-NO_SHIFT is 0
+MOST_EXPONENT = 86  # of P, base 2: over 2^20 keys, with values up to 2^15, sums stay below 2^128
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2.0)
-RESCALE_ABOVE = 8  # of a maximum's growth, in powers of two: P stays below 2^8
+EXP_BEFORE_WAIT = 8  # exponentials of a thread in a step before it waits for P V of the step before
 
 
 # ======================================================================================================================
@@ -645,7 +646,7 @@ def consume(smem, rings, mO, mLSE, scale_log2, cap_scale, schedule):
     qk_mma, pv_mma = products = make_products()
     operands, accumulators, rP = partition_operands(smem, products, consumer)
     (tSrQ, _, tOrP, tOrV), (acc_S, acc_O) = operands, accumulators
-    row_max, row_sum, rescale = rows = [cute.make_rmem_tensor(2, cutlass.Float32) for _ in range(3)]  # of two rows each
+    row_shift, row_sum = rows = [cute.make_rmem_tensor(2, cutlass.Float32) for _ in range(2)]  # of two rows each
     q_drain = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, Q_STAGES)
     k_drain = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, KV_STAGES)  # one tile ahead of V
     v_drain = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, KV_STAGES)
@@ -654,7 +655,7 @@ def consume(smem, rings, mO, mLSE, scale_log2, cap_scale, schedule):
         pass_turn(consumer)  # the first turn is consumer 0's
     while work.valid:
         acc_O.fill(0.0)
-        row_max.fill(LOWEST)
+        row_shift.fill(NO_SHIFT)
         row_sum.fill(0.0)
         cute.arch.mbarrier_wait(q_full, q_drain.phase)  # Q has landed
         multiply_first(products, operands, accumulators, k_ring, q_drain, k_drain, consumer)
@@ -663,15 +664,18 @@ def consume(smem, rings, mO, mLSE, scale_log2, cap_scale, schedule):
         cap_scores(acc_S, cap_scale)
         m_start = work.m_block * TILE_M
         mask_scores(acc_S, qk_mma, m_start, (work.n_end - 1) * TILE_N, work.seq_q, work.seq_k)
-        softmax_step(acc_S, row_max, row_sum, rescale, scale_log2)
+        find_shift(acc_S, row_shift, scale_log2)
+        softmax_step(acc_S, row_shift, row_sum, scale_log2)
         round_p(acc_S, rP)
         # Tiles of keys with an edge of the mask have a loop of their own, so that the main loop has no branch.
         for n_block in cutlass.range(work.n_end - 2, work.n_full_end - 1, -1, unroll=1):
             multiply(products, tSrQ_tile, operands, accumulators, k_ring, v_ring, k_drain, v_drain, cap_scale, consumer)
             mask_scores(acc_S, qk_mma, m_start, n_block * TILE_N, work.seq_q, work.seq_k)
+            find_shift(acc_S, row_shift, scale_log2)
             finish_step(accumulators, rP, rows, scale_log2, v_ring, v_drain)
             k_drain.advance()
             v_drain.advance()
+        settle_shift(row_shift, scale_log2)
         for _ in cutlass.range(cutlass.min(work.n_end - 1, work.n_full_end), unroll=1):
             multiply(products, tSrQ_tile, operands, accumulators, k_ring, v_ring, k_drain, v_drain, cap_scale, consumer)
             finish_step(accumulators, rP, rows, scale_log2, v_ring, v_drain)
@@ -686,7 +690,7 @@ def consume(smem, rings, mO, mLSE, scale_log2, cap_scale, schedule):
         warpgroup.wait_group(0)  # O is complete: no group stays in flight
         v_ring.consumer_release(v_drain)  # this warp has read V
         v_drain.advance()
-        store_tile(mO, mLSE, work, acc_O, row_max, row_sum, scale_log2)
+        store_tile(mO, mLSE, work, acc_O, row_shift, row_sum)
         work = upcoming
     if consumer == 0:
         wait_turn(consumer)  # no arrival is left in the barrier
@@ -747,13 +751,11 @@ def multiply(products, tSrQ_tile, operands, accumulators, k_ring, v_ring, k_drai
 
 @cute.jit
 def finish_step(accumulators, rP, rows, scale_log2, v_ring, v_drain):
-    """P of this tile of keys, while the tensor core adds P V of the one before; then rescale O and round P."""
-    (acc_S, acc_O), (row_max, row_sum, rescale) = accumulators, rows
-    moved = softmax_step(acc_S, row_max, row_sum, rescale, scale_log2)
-    warpgroup.wait_group(0)  # O is rescaled and P overwritten next: no group stays in flight
+    """P of this tile of keys, while the tensor core adds P V of the one before; then round P."""
+    (acc_S, _), (row_shift, row_sum) = accumulators, rows
+    softmax_step(acc_S, row_shift, row_sum, scale_log2)
+    warpgroup.wait_group(0)  # P is overwritten next: no group stays in flight
     v_ring.consumer_release(v_drain)  # this warp has read V
-    if moved:
-        rescale_output(acc_O, rescale)
     round_p(acc_S, rP)
 
 
@@ -850,48 +852,51 @@ def mask_scores(
 
 
 @cute.jit
-def softmax_step(acc_S, row_max, row_sum, rescale, scale_log2):
-    """Turn S into P = exp(scale S - scale max) in place and move the running maxima and sums along.
+def find_shift(acc_S, row_shift, scale_log2):
+    """Of rows that have seen no key before, what is subtracted from all their exponents: the largest of this tile.
 
-    Online softmax (Milakov and Gimelshein, arXiv 1805.02867) in base 2: exp(scale x) = 2^(scale_log2 x). The factors
-    that bring O to the new maxima are left in `rescale`, since O is in use by the tensor core.
-
-    The maxima stay while no row of this warp has outgrown its own by a factor of 2^RESCALE_ABOVE: P may then exceed 1,
-    which costs nothing in floating point, and O needs no rescaling. Returns whether they moved.
+    A softmax is the same whatever is subtracted. The maximum of all keys makes 1 of the largest exponential; with that
+    of some keys others exceed 1, by no more than the cap lets them: P is 2^MOST_EXPONENT at most. So no later maximum
+    is looked for, and O is never rescaled. A row that sees a single key has P = 1, and O is exactly its value.
     """
     acc_S_rows = by_rows(acc_S)  # (2, TILE_N / 4)
-    new_max = cute.make_rmem_tensor(2, cutlass.Float32)
     for r in cutlass.range_constexpr(2):
-        # fmax, not max: the latter propagates NaN and costs four instructions an element.
-        largest = row_max[r]
+        largest = -cutlass.Float32.inf
         for c in cutlass.range_constexpr(cute.size(acc_S_rows, mode=[1])):
             largest = cute.arch.fmax(largest, acc_S_rows[r, c])
-        new_max[r] = quad_max(largest)
-    outgrown = (new_max[0] - row_max[0]) * scale_log2 > RESCALE_ABOVE
-    outgrown = outgrown | ((new_max[1] - row_max[1]) * scale_log2 > RESCALE_ABOVE)
-    moved = cute.arch.vote_any_sync(outgrown)
-    for r in cutlass.range_constexpr(2):
-        new_max[r] = new_max[r] if moved else row_max[r]
-        shift = new_max[r] * scale_log2
-        # From the difference: exactly 1 for a maximum that stays, or an error would build up over thousands of steps.
-        rescale[r] = cute.math.exp2((row_max[r] - new_max[r]) * scale_log2, fastmath=True)
-        row_max[r] = new_max[r]
-        total = row_sum[r] * rescale[r]
-        for c in cutlass.range_constexpr(cute.size(acc_S_rows, mode=[1])):
-            p = cute.math.exp2(acc_S_rows[r, c] * scale_log2 - shift, fastmath=True)
-            acc_S_rows[r, c] = p
-            total += p
-        row_sum[r] = total  # of this thread's columns; the quad adds up once, after the loop
-    return moved
+        largest = quad_max(largest)
+        first = (row_shift[r] == NO_SHIFT) & (largest >= -1.0)  # a tanh, and not -inf
+        shift = cute.arch.fmax(largest * scale_log2, scale_log2 - MOST_EXPONENT)
+        row_shift[r] = shift if first else row_shift[r]
 
 
 @cute.jit
-def rescale_output(acc_O: cute.Tensor, rescale: cute.Tensor):
-    """Bring O to the new maximum of its rows."""
-    acc_O_rows = by_rows(acc_O)  # (2, HEAD_DIM / 4)
+def settle_shift(row_shift, scale_log2):
+    """What rows begin with whose first key is in a tile without an edge of the mask, where nobody looks."""
     for r in cutlass.range_constexpr(2):
-        for c in cutlass.range_constexpr(cute.size(acc_O_rows, mode=[1])):
-            acc_O_rows[r, c] = acc_O_rows[r, c] * rescale[r]
+        row_shift[r] = scale_log2 - MOST_EXPONENT if row_shift[r] == NO_SHIFT else row_shift[r]
+
+
+@cute.jit
+def softmax_step(acc_S, row_shift, row_sum, scale_log2):
+    """Turn S = tanh(.) into P = 2^(scale_log2 S - shift) in place and add it to the rows' sums."""
+    acc_S_rows = by_rows(acc_S)  # (2, TILE_N / 4)
+    for r in cutlass.range_constexpr(2):
+        total = row_sum[r]
+        for c in cutlass.range_constexpr(cute.size(acc_S_rows, mode=[1])):
+            p = cute.math.exp2(acc_S_rows[r, c] * scale_log2 - row_shift[r], fastmath=True)
+            acc_S_rows[r, c] = p
+            total += p
+            if cutlass.const_expr((r, c) == (0, EXP_BEFORE_WAIT - 1)):
+                hold_back_wait(total)
+        row_sum[r] = total  # of this thread's columns; the quad adds up once, after the loop
+
+
+@cute.jit
+def hold_back_wait(total: cutlass.Float32):
+    """Keep the wait for P V behind this point: ptxas hoists none across a branch, which is never taken here."""
+    if cute.arch.vote_any_sync(total < 0.0):  # sums of exponentials are not negative
+        cute.arch.sync_warp()
 
 
 @cute.jit
@@ -950,12 +955,12 @@ def pv_product(pv_mma: cute.TiledMma, tOrP: cute.Tensor, tOrV: cute.Tensor, acc_
 
 
 @cute.jit
-def store_tile(mO, mLSE, work, acc_O, row_max, row_sum, scale_log2):
+def store_tile(mO, mLSE, work, acc_O, row_shift, row_sum):
     """Divide O by the sums of exponentials and write O and LSE: this tile of queries is done."""
     normalize_rows(acc_O, row_sum)
     store_lse(
-        slice_rows(mLSE, work.head, work.q_begin, work.seq_q), row_max, row_sum, scale_log2, work.m_block * TILE_M
-    )
+        slice_rows(mLSE, work.head, work.q_begin, work.seq_q), row_shift, row_sum, 1.0, work.m_block * TILE_M
+    )  # a shift is scaled
     gO = slice_rows(mO, work.head, work.q_begin, work.seq_q)  # (seq_q, HEAD_DIM)
     store_output(gO, acc_O, work.m_block * TILE_M)
 
@@ -1091,7 +1096,7 @@ def attention(
         cu_seqlens_q, cu_seqlens_k: (sequences + 1,), torch.int32.
         seqused_q, seqused_k: (sequences,), torch.int32: how many rows of each sequence there are, from its first one;
             by default all.
-        softcap: What the magnitude of a score approaches, softcap tanh(scale S / softcap); finite and positive.
+        softcap: What the magnitude of a score approaches, softcap tanh(scale S / softcap); positive, at most 64.
         scale: Factor of the scores, finite and positive; 1 / sqrt(256) by default.
         out: Tensor like q to write O to; a new contiguous one by default.
         return_lse: Return (O, LSE): the natural logarithm of the rows' sums of exponentials, (heads_q, total_q).
@@ -1119,8 +1124,10 @@ def attention(
         raise ValueError(f"out has strides {out_strides}: several elements share one address; pass out.contiguous()")
     if scale is not None and not (isinstance(scale, (int, float)) and 0.0 < scale < math.inf):
         raise ValueError(f"scale is {scale!r}; it needs to be a finite and positive number")
-    if not (isinstance(softcap, (int, float)) and 0.0 < softcap < math.inf):
-        raise ValueError(f"softcap is {softcap!r}; it needs to be a finite and positive number")
+    if not (isinstance(softcap, (int, float)) and 0.0 < softcap <= MOST_SOFTCAP):
+        raise ValueError(
+            f"softcap is {softcap!r}; it needs to be a positive number of at most 64; softmax.row_max: online takes any"
+        )
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         raise ValueError("q, k or v requires grad; this kernel is forward only: call it under torch.no_grad()")
     gpu = q.get_device()

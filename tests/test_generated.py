@@ -455,7 +455,7 @@ def test_all_modules_check_alike() -> None:
         assert len(alike) > 5 and len(set(alike)) == 1
         usual_of[kind, heads] = alike[0]
     # Those with sinks or a cap check these as well, all alike.
-    sinks, cap = "    check_sinks(sinks, heads_q, q.device)\n", text_of_cap_check("fwd_d256_softcap_causal")
+    sinks, cap = "    check_sinks(sinks, heads_q, q.device)\n", text_of_cap_check("k4_scores_d64_window200_70")
     bounded = text_of_cap_check("fwd_packed_softcap_d64_causal")  # where exponents are relative to a first maximum
     assert "softcap < math.inf" in cap and "softcap <= MOST_SOFTCAP" in bounded
     for stem in scored:
@@ -541,14 +541,22 @@ def test_sinks_where_nothing_is_launched(monkeypatch: pytest.MonkeyPatch) -> Non
     assert (module.attention(tensor(), empty, empty, sinks=sinks) == 0).all()
 
 
-@pytest.mark.parametrize("softcap", [0.0, -1.0, math.inf, math.nan, None, "50"])
-def test_caps_that_are_none(softcap: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+CAPS = {  # how large a cap may be depends on what the exponentials are relative to
+    "k4_scores_d64_window200_70": ("a finite and positive number", math.inf),
+    "fwd_d128_softcap_causal": ("a positive number of at most 64", 64.5),
+}
+
+
+@pytest.mark.parametrize("stem", CAPS)
+@pytest.mark.parametrize("softcap", [0.0, -1.0, "too large", math.nan, None, "50"])
+def test_caps_that_are_none(stem: str, softcap: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    module = fa3gen.load("fwd_d128_softcap_causal")
+    module, (needed, too_large) = fa3gen.load(stem), CAPS[stem]
     pretend_hopper(module, monkeypatch)
-    q, k = tensor(dim=128), tensor(seq=7, heads=2, dim=128)
-    with pytest.raises(ValueError, match="softcap is .*; it needs to be a finite and positive number"):
-        module.attention(q, k, k, softcap=softcap)
+    q, k = tensor(dim=module.HEAD_DIM), tensor(seq=7, heads=2, dim=module.HEAD_DIM)
+    sinks = {"sinks": torch.zeros(4)} if attention_plans()[stem].softmax.sink else {}
+    with pytest.raises(ValueError, match=f"softcap is .*; it needs to be {needed}"):
+        module.attention(q, k, k, softcap=too_large if softcap == "too large" else softcap, **sinks)
 
 
 def test_checks_of_packed_heads(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -84,8 +84,10 @@ def test_a_family_tells_modules_with_sinks_or_a_cap_apart() -> None:
         for stem in ("fwd_d64_causal", "fwd_d64_sink_causal", "fwd_d256_softcap_causal")
     )
     assert sunk == plain._replace(sink=True) and sunk.keywords == ("sinks",) and plain.keywords == ()
-    assert (sunk.label, capped.label) == ("bf16_d64_causal_sink", "bf16_d256_causal_softcap_any")
-    assert str(sunk) == "bf16, head dim 64, causal, sinks" and str(capped).endswith("causal, softcap of any size")
+    assert (sunk.label, capped.label) == ("bf16_d64_causal_sink", "bf16_d256_causal_softcap")
+    assert str(sunk) == "bf16, head dim 64, causal, sinks" and str(capped).endswith("causal, softcap")
+    any_cap = Family.of(changed("fwd_d256_softcap_causal", softmax={"row_max": "online"}).spec)
+    assert any_cap.label == "bf16_d256_causal_softcap_any" and str(any_cap).endswith("causal, softcap of any size")
 
 
 def test_shapes_and_dtypes_of_tensors() -> None:

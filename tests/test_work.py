@@ -38,9 +38,13 @@ def test_a_step_of_128_x_128_at_head_dim_128() -> None:
 
 
 def test_a_capped_score_takes_a_tanh_as_well() -> None:
-    plain, capped = (work.step(spec(stem)) for stem in ("fwd_d128_causal", "fwd_d128_softcap_causal"))
+    first = spec("fwd_d128_softcap_causal")
+    online = changed("fwd_d128_softcap_causal", softmax={"row_max": "online"}).spec
+    plain, capped = work.step(spec("fwd_d128_causal")), work.step(online)
     # Two products and tanhs, 64 a thread, on 8 warps.
-    assert capped.exponentials - plain.exponentials == work.tanhs(spec("fwd_d128_softcap_causal")) == 128 * 128
+    assert capped.exponentials - plain.exponentials == work.tanhs(online) == 128 * 128
+    # Relative to a first maximum no row has a factor: 256 threads with 2 rows.
+    assert capped.exponentials - work.step(first).exponentials == 2 * 256 and work.tanhs(first) == work.tanhs(online)
     assert capped.instructions - plain.instructions == 8 * 2 * 64
     assert work.tanhs(spec("fwd_d128_causal")) == 0
 
