@@ -33,7 +33,8 @@ _KERNEL_STATIC_SHARED_BYTES = 1
 _KERNEL_MAX_DYNAMIC_SHARED_BYTES = 8
 _KERNEL_NON_PORTABLE_CLUSTER = 14
 _LAUNCH_CLUSTER = 4
-_LAUNCH_ALLOWED_WHEN_ZERO = {2: "cooperative", 6: "programmatic stream serialization"}
+_LAUNCH_ALLOWED_WHEN_ZERO = {2: "cooperative"}
+_LAUNCH_BESIDE_PREVIOUS = 6  # programmatic stream serialization
 
 _pointer, _int32, _int64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
 
@@ -48,7 +49,7 @@ class Launch:
 
     `kernel` is the name of the PTX entry; `grid` counts CTAs, `block` threads and `cluster` CTAs, each (x, y, z).
     `arguments` is the address of a `void *[]`, one pointer for each `.param` of the entry; it is valid only while the
-    host function runs, that is inside `on_launch`.
+    host function runs, that is inside `on_launch`. `beside_previous`: it may begin before the one before has ended.
     """
 
     kernel: str
@@ -58,6 +59,7 @@ class Launch:
     dynamic_shared_bytes: int
     stream: int
     arguments: int
+    beside_previous: bool = False
 
 
 class _LaunchConfig(ctypes.Structure):
@@ -209,10 +211,12 @@ class CudaRuntime:
         attributes: Any = ()
         if asked.attribute_count:
             attributes = (_LaunchAttribute * asked.attribute_count).from_address(asked.attributes)
-        cluster = (1, 1, 1)
+        cluster, beside_previous = (1, 1, 1), False
         for attribute in attributes:
             if attribute.id == _LAUNCH_CLUSTER:
                 cluster = (attribute.value[0], attribute.value[1], attribute.value[2])
+            elif attribute.id == _LAUNCH_BESIDE_PREVIOUS:
+                beside_previous = attribute.value[0] != 0
             else:
                 _check_launch_attribute(name, attribute.id, attribute.value[0])
         launch = Launch(
@@ -223,6 +227,7 @@ class CudaRuntime:
             dynamic_shared_bytes=asked.dynamic_shared_bytes,
             stream=asked.stream or 0,
             arguments=arguments,
+            beside_previous=beside_previous,
         )
         check_launch(launch, self._max_dynamic_shared.get(kernel))
         self._on_launch(launch)

@@ -14,6 +14,7 @@ import torch
 from fa3gen.compile.compiler import Compiled
 from fa3gen.cpu import ptx
 from fa3gen.cpu.global_memory import GlobalMemory
+from fa3gen.cpu.driver import LaunchRefused
 from fa3gen.cpu.host import HostProgram, Launch
 from fa3gen.cpu.launch import Execution, Index, Sums
 from fa3gen.cpu.schedule import FAST, Schedule
@@ -96,6 +97,8 @@ class CpuKernel:
 
     def _launch(self, launch: Launch) -> None:
         program = self.program(launch.kernel, preemptive=self.settings.schedule.granularity == "warp")
+        if launch.beside_previous:
+            _check_waits(program.kernel)
         parameters = program.kernel.parameters
         pointers = (ctypes.c_void_p * len(parameters)).from_address(launch.arguments)
         memory = GlobalMemory()
@@ -120,6 +123,22 @@ class CpuKernel:
             execution.run(self.settings.ctas)
         finally:
             self.instructions += execution.instructions
+
+
+def _check_waits(kernel: ptx.Kernel) -> None:
+    """Raise LaunchRefused where a kernel that may begin beside the one before touches memory before it waits for that.
+
+    By the order of the PTX: launches follow one another here, so that no run would show it.
+    """
+    for instruction in kernel.instructions:
+        if instruction.mnemonic == "griddepcontrol.wait":
+            return
+        if ".global" in instruction.mnemonic and not instruction.mnemonic.startswith(("cvta", "prefetch")):
+            break
+    raise LaunchRefused(
+        f"launch of {kernel.name} refused: it may begin beside the kernel before (programmatic stream serialization), "
+        "and uses global memory before griddepcontrol.wait; have it wait first"
+    )
 
 
 def _check_lengths(named: Mapping[str, Any]) -> None:

@@ -12,14 +12,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, Literal
 
 from fa3gen.design import boxes, footprint, gemm
 from fa3gen.design.family import PackedShape, Shape
 from fa3gen.design.gemm import GemmShape
 from fa3gen.design.masks import given_with_calls
+from fa3gen.design.splits import num_parts
 from fa3gen.design.tiles import sequence_contiguous
 from fa3gen.hardware import hopper
+from fa3gen.hardware.chips import H200
 from fa3gen.hardware.dtypes import BF16, FP32, INT32, VECTOR_BYTES, Dtype
 from fa3gen.spec.model import Copy, Forward, Gemm, GlobalHandoff, Spec, WgmmaProduct
 
@@ -129,6 +132,7 @@ class Scratch:
     graph. Of what may hold anything only the default stream's is kept; elsewhere torch's allocator gives it and takes
     it back. What is not `kept` is made for each launch.
     `passes`: how often each element goes to or comes from memory, where that is work to be counted.
+    `parts`: how many parts of the keys a call on so many SMs has, for scratch that has a place for each.
     """
 
     name: str
@@ -137,6 +141,7 @@ class Scratch:
     initial: Initial
     kept: bool = False
     passes: int = 0
+    parts: Callable[[Any, int], int] | None = None
 
     def __str__(self) -> str:
         """The name, as the generated module writes it."""
@@ -144,7 +149,11 @@ class Scratch:
 
     def sizes(self, shape: AnyShape, num_sms: int) -> tuple[int, ...]:
         """Its shape in a call of this shape on so many SMs."""
-        return _sizes(self.dims, {**_extents(shape), "num_sms": num_sms})
+        extents = {**_extents(shape), "num_sms": num_sms}
+        if self.parts is not None:
+            several = self.parts(shape, num_sms)
+            extents["num_parts"] = several if several > 1 else 0  # of one part nothing is kept
+        return _sizes(self.dims, extents)
 
 
 @dataclass(frozen=True)
@@ -224,12 +233,13 @@ class Operation:
     def bytes(self, shape: AnyShape) -> int:
         """Bytes of all tensors, each once, and of scratch as often as it goes to or comes from memory."""
         moved = sum(tensor.bytes(shape) for tensor in self.tensors)
-        return moved + sum(each.passes * math.prod(each.sizes(shape, 0)) * each.dtype.bytes for each in self.scratch)
+        work = [each for each in self.scratch if each.passes]
+        return moved + sum(each.passes * math.prod(each.sizes(shape, 0)) * each.dtype.bytes for each in work)
 
-    def bytes_made(self, shape: AnyShape) -> int:
-        """Bytes of the scratch that every launch takes anew."""
+    def bytes_made(self, shape: AnyShape, num_sms: int = H200.sms) -> int:
+        """Bytes of the scratch that every launch takes anew on a GPU of so many SMs."""
         made = [each for each in self.scratch if not each.kept]
-        return sum(math.prod(each.sizes(shape, 0)) * each.dtype.bytes for each in made)
+        return sum(math.prod(each.sizes(shape, num_sms)) * each.dtype.bytes for each in made)
 
 
 def _extents(shape: AnyShape) -> dict[str, int]:
@@ -244,7 +254,7 @@ BATCH, SEQ_Q, SEQ_K = Extent("batch"), Extent("seq_q"), Extent("seq_k")
 HEADS_Q, HEADS_KV = Extent("heads_q"), Extent("heads_kv")
 TOTAL_Q, TOTAL_K, OFFSETS = Extent("total_q"), Extent("total_k"), Extent("offsets")
 PAGES, PAGE, MOST_PAGES = Extent("pages"), Extent("page"), Extent("most_pages")
-NUM_SMS = Extent("num_sms")
+NUM_SMS, NUM_PARTS = Extent("num_sms"), Extent("num_parts")
 
 
 def forward(spec: Forward) -> Operation:
@@ -297,12 +307,16 @@ def forward(spec: Forward) -> Operation:
         warps = Extent("consumer_warps", footprint.computing_threads(spec) // hopper.WARP)
         arguments.append(Scratch("flags", INT32, (NUM_SMS, warps), "zero", kept=True))
         arguments.append(Scratch("parts", FP32, (NUM_SMS, *(Extent(*named) for named in part)), "anything", kept=True))
+    if spec.split is not None:
+        # Of a part O, divided by the part's sums of exponentials, and LSE.
+        each = partial(Scratch, dtype=FP32, initial="anything", parts=partial(num_parts, spec))
+        arguments.append(each("parts", dims=(NUM_PARTS, BATCH, SEQ_Q, HEADS_Q, v_dim)))
+        arguments.append(each("parts_lse", dims=(NUM_PARTS, BATCH, HEADS_Q, SEQ_Q)))
     if spec.scheduler == "grid":
         arguments.append(Scalar("enable_pdl", INT32))
     arguments.append(Scalar("scale", FP32))
-    return Operation(
-        "forward", "attention", tuple(arguments), kernels=3 if isinstance(spec.handoff, GlobalHandoff) else 1
-    )
+    kernels = 3 if isinstance(spec.handoff, GlobalHandoff) else 1 + (spec.split is not None)
+    return Operation("forward", "attention", tuple(arguments), kernels=kernels)
 
 
 def _offsets_and_lengths() -> list[Argument]:

@@ -31,13 +31,18 @@ def positions(spec: Forward) -> int:
     return spec.tile.q // spec.tile.pack_heads
 
 
+def head_tiles(spec: Forward, shape: Shape | PackedShape) -> int:
+    """Tiles of the same positions: one for each kv head where a tile holds all query heads that share it."""
+    return shape.heads_kv if spec.tile.group == "at_most" else shape.heads_q // spec.tile.pack_heads
+
+
 def taken(spec: Forward, shape: Shape | PackedShape) -> Iterator[Taken]:
     """Tiles of queries in the order of their numbers: CTAs are started, dealt out or draw in this order.
 
     `head` counts the heads that have tiles of their own: packs of query heads where tiles hold several. `batch` is the
     number of a sequence where these are packed, which is one behind the other in this order, too.
     """
-    heads = shape.heads_q // spec.tile.pack_heads
+    heads = head_tiles(spec, shape)
     if isinstance(shape, Shape) and not footprint.packed_sequences(spec):
         yield from _of_batch(spec, shape.seq_q, shape.seq_k, heads, shape.batch)
         return

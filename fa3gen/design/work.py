@@ -359,7 +359,13 @@ class Problem:
         pack, shape = self.spec.tile.pack_heads, self.shape
         if shape.heads_q % shape.heads_kv:
             raise UserError(f"{shape.heads_q} query heads are no multiple of {shape.heads_kv} kv heads; choose others")
-        if shape.heads_q % (pack * shape.heads_kv):
+        if self.spec.tile.group == "at_most":
+            if shape.heads_q > pack * shape.heads_kv:
+                raise UserError(
+                    f"a tile of this module holds at most {pack} query heads of one kv head, and here are "
+                    f"{shape.heads_q // shape.heads_kv}; give fewer query heads, or more kv heads"
+                )
+        elif shape.heads_q % (pack * shape.heads_kv):
             raise UserError(
                 f"a tile of this module holds {pack} query heads of one kv head; give a multiple of "
                 f"{pack * shape.heads_kv} query heads, or fewer kv heads"
@@ -410,7 +416,7 @@ class Problem:
     @property
     def _heads(self) -> int:
         """How many times the tiles of one head come in a sequence: heads that do not share a tile."""
-        return self.shape.heads_q // self.spec.tile.pack_heads
+        return tile_order.head_tiles(self.spec, self.shape)
 
     def _sum(self, count: Callable[[KeyTiles], int]) -> int:
         """Over all tiles of queries."""

@@ -120,6 +120,11 @@ class SchedulerPlan:
 
     persistent: bool
 
+    @property
+    def asks_sms(self) -> bool:
+        """Whether the entry point has to know how many SMs the GPU has."""
+        return self.persistent
+
 
 @dataclass(frozen=True)
 class SectionsPlan:

@@ -228,7 +228,8 @@ def _decisions(spec: Forward) -> list[tuple[str, str]]:
 
 def _tile_sentence(spec: Forward) -> str:
     q, pack = spec.tile.q, spec.tile.pack_heads
-    rows = f", {q // pack} positions of {pack} heads that share K and V," if pack > 1 else ""
+    most = "up to " * (spec.tile.group == "at_most")
+    rows = f", {q // pack} positions of {most}{pack} heads that share K and V," if pack > 1 else ""
     return f"{q} query rows{rows} x {spec.tile.kv} keys per step"
 
 
@@ -312,12 +313,22 @@ def _handoff_sentence(spec: Forward) -> str:
 
 
 def _order_sentence(spec: Forward) -> str:
+    if spec.split is not None:
+        return f"{_parts_phrase(spec)}, from the last tile of each to the first"
     if isinstance(spec.mask, NoMask):
         return "from the last tile, which the end of the keys may cut, to the first"
     return "from the last visible tile to the first; hidden tiles are skipped, only boundary tiles are masked"
 
 
+def _parts_phrase(spec: Forward) -> str:
+    if spec.split is not None and spec.split.keys is not None:
+        return f"in parts of {spec.split.keys} keys"
+    return "in parts, as many as the GPU has room for at once"
+
+
 def _output_sentence(spec: Forward) -> str:
+    if spec.split is not None:
+        return "of one part O and LSE from registers; of several in float32, and a second kernel adds them up"
     lse = "; LSE when asked for" if spec.outputs.lse else ""
     if spec.outputs.o == "own_buffer":
         return f"each warp gathers its rows of O in shared memory and has TMA write them{lse}"
@@ -340,6 +351,8 @@ def _tiles_sentence(spec: Forward) -> str:
     if spec.scheduler == "grid":
         order = ", all heads' last rows first" if isinstance(spec.mask, CausalMask) else ""
         shared = f"; {spec.tile.ctas_per_sm} share an SM" if spec.tile.ctas_per_sm > 1 else ""
+        if spec.split is not None:
+            return f"a CTA per tile and part of the keys, placed by the grid{shared}"
         return f"a CTA per tile, placed by the grid{order}{shared}"
     if spec.scheduler == "dynamic":
         if footprint.packed_sequences(spec):

@@ -11,7 +11,7 @@ from pathlib import PurePath
 from typing import Literal
 
 from fa3gen.base.wording import listed
-from fa3gen.design import footprint, tile_order
+from fa3gen.design import footprint, splits, tile_order
 from fa3gen.design.cta import cta_of
 from fa3gen.design.footprint import Region
 from fa3gen.design.masks import given_with_calls
@@ -91,6 +91,7 @@ class TilePlan:
     threads: int
     warpgroups: int
     pack_heads: int
+    padded: bool
     ctas_per_sm: int
     shares_sm: bool
     packed: bool
@@ -293,7 +294,8 @@ class SchedulerPlan:
     of keys, in at most `parts` parts of a tile of queries, where that saves at least `steps_saved` of them. dynamic
     draws tiles `slots` ahead, those of as many heads at a time as have K and V in `l2_mib` MiB; other warps are told
     where a tile lies (`passes_coordinates`) or its number, `loaders_told` warps that load among them.
-    `shuffles_coordinates`: see `footprint`.
+    `shuffles_coordinates`: see `footprint`. `split`: keys come in parts, of `part_steps` tiles where the spec says so,
+    else in as many as fill the GPU, of `min_steps` tiles at least.
     """
 
     kind: Scheduler
@@ -306,6 +308,14 @@ class SchedulerPlan:
     parts: int = tile_order.PARTS
     steps_saved: int = tile_order.STEPS_SAVED
     l2_mib: int = tile_order.BYTES_IN_L2 // 2**20
+    split: bool = False
+    part_steps: int = 0
+    min_steps: int = splits.STEPS_OF_PART
+
+    @property
+    def asks_sms(self) -> bool:
+        """Whether the entry point has to know how many SMs the GPU has."""
+        return self.persistent or (self.split and not self.part_steps)
 
 
 @dataclass(frozen=True)
@@ -562,6 +572,7 @@ def _tile(spec: Forward) -> TilePlan:
         ctas_per_sm=spec.tile.ctas_per_sm,
         shares_sm=spec.tile.ctas_per_sm > 1,
         packed=packed,
+        padded=spec.tile.group == "at_most",
         rows="PACKED_M" if packed else "TILE_M",
         positions="POSITIONS" if packed else "TILE_M",
         head_tiles="heads_q // PACK_HEADS" if packed else "heads_q",
@@ -598,6 +609,9 @@ def _mask(spec: Forward) -> MaskPlan:
 def _scheduler(spec: Forward) -> SchedulerPlan:
     # Where a CTA takes many tiles, the dynamic scheduler has an order of its own.
     longest_first = isinstance(spec.mask, CausalMask) and not footprint.persistent(spec)
+    part_steps = 0
+    if spec.split is not None and spec.split.keys is not None:
+        part_steps = spec.split.keys // spec.tile.kv
     shuffles = footprint.shuffles_coordinates(spec)
     passes, slots = footprint.passes_coordinates(spec), footprint.tile_slots(spec)
     return SchedulerPlan(
@@ -608,6 +622,8 @@ def _scheduler(spec: Forward) -> SchedulerPlan:
         shuffles,
         slots,
         1 + footprint.packed_sequences(spec),
+        split=spec.split is not None,
+        part_steps=part_steps,
     )
 
 
@@ -623,10 +639,12 @@ def _arguments(spec: Forward) -> ArgumentsPlan:
         return ArgumentsPlan(factors, load_kv=load_kv, ranged=ranged)
     stored = spec.outputs.o != "direct"
     operation = operation_of(spec)
-    handed_on = ["scratch"] * (spec.scheduler == "stream_k")
+    handed_on = ["scratch"] * (spec.scheduler == "stream_k") + ["parts"] * (spec.split is not None)
     num_tiles = Parameter("num_tiles", INT32)
     extents = {"stream_k": [Parameter("tail")], "static": [num_tiles], "dynamic": [num_tiles]}
-    extents["grid"] = [Parameter("group")]
+    extents["grid"] = [Parameter("group")] * (spec.tile.group == "multiple")
+    if spec.split is not None:
+        extents["grid"] = [Parameter("num_parts", INT32), Parameter("steps_of_part", INT32)]
     sides = [Parameter(f"window_{side}", INT32) for side in ("left", "right")] * bool(window)
     packed = footprint.packed_sequences(spec)
     gathered = footprint.gathered(spec)
@@ -641,7 +659,7 @@ def _arguments(spec: Forward) -> ArgumentsPlan:
         "mO",
         *["mLSE"] * spec.outputs.lse,
         *sinks,
-        *map(str, operation.scratch),
+        *(("mParts", "mPartsLSE") if spec.split is not None else map(str, operation.scratch)),
     )
     atoms = ("tma_Q", *["tma_K", "tma_V"] * (not gathered), *["tma_O"] * stored)
     outputs = ("mO", *["mLSE"] * spec.outputs.lse, *["tma_O", "sO"] * stored)
@@ -679,7 +697,7 @@ def _arguments(spec: Forward) -> ArgumentsPlan:
         bounds=("q_begin", "seq_q", *["k_begin"] * (not pages), "seq_k"),
         work_on=_work_on(spec, window),
         consume=(*outputs, *handed_on, *sinks, "scale_log2", *cap, *work),
-        store_tile=(*outputs, "work", "acc_O", *sums),
+        store_tile=(*outputs, *["parts"] * (spec.split is not None), "work", "acc_O", *sums),
         multiply=(
             *("products", "tSrQ_tile", "operands", "accumulators", "k_ring", "v_ring", "k_drain", "v_drain"),
             *cap,
@@ -703,8 +721,9 @@ def _work_on(spec: Forward, window: Sequence[str]) -> tuple[str, ...]:
     if footprint.packed_sequences(spec):
         return "found", *window, "number"
     numbered = ["number", "valid"] * footprint.persistent(spec)
+    part = ["part_of_keys"] * (spec.split is not None)
     # A mask depends on how many queries there are.
-    return "coordinates", "_" if spec.mask.kind == "none" else "mQ", "mK", *window, *numbered
+    return "coordinates", *part, "_" if spec.mask.kind == "none" else "mQ", "mK", *window, *numbered
 
 
 def _parameter(argument: Argument) -> Parameter:
@@ -835,6 +854,8 @@ def _entry(spec: Forward) -> EntryPlan:
         like += f" but in {spec.o_element.torch_name}"
     pack = spec.tile.pack_heads
     heads = f"a multiple of {pack} x heads_kv" if pack > 1 else "a multiple of heads_kv (GQA, MQA)"
+    if spec.tile.group == "at_most":
+        heads = f"1 to {pack} x heads_kv (GQA, MQA)"
     operation = operation_of(spec)
     arguments = operation.arguments
     kept = [argument.name for argument in arguments if isinstance(argument, Scratch) and argument.kept]
@@ -905,13 +926,19 @@ def _sections(spec: Forward) -> SectionsPlan:
         spine="specialized.py.jinja",
         pages=_pages_section(spec),
         loads=_section("loads_gathered" if footprint.gathered(spec) else "loads_specialized"),
-        scheduler=_section("scheduler_packed" if footprint.packed_sequences(spec) else f"scheduler_{spec.scheduler}"),
+        scheduler=_section(_scheduler_section(spec)),
         producers=_section("producers_grid" if spec.scheduler == "grid" else "producers"),
         consumer=_section("consumer_overlapped" if overlap else "consumer_sequential"),
         softmax=_section("softmax_overlapped" if overlap else "softmax_fragment"),
         pv=_section("pv_wgmma_fragment"),
         epilogue=_section(_specialized_epilogue(spec)),
     )
+
+
+def _scheduler_section(spec: Forward) -> str:
+    if footprint.packed_sequences(spec):
+        return "scheduler_packed"
+    return "scheduler_split" if spec.split is not None else f"scheduler_{spec.scheduler}"
 
 
 def _pages_section(spec: Forward) -> str:

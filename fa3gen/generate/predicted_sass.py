@@ -15,6 +15,7 @@ from fa3gen.spec.model import Forward, GlobalHandoff, WgmmaProduct
 VECTOR_BITS = 128  # of the widest access to memory that a thread makes
 SHIFT_COMPARISONS = 2  # of a row, where its first maximum is looked for: whether it has one, and whether there is one
 SINK_COMPARISONS = 2  # of a row with a sink, beside the two at the end of every row: for its two exponentials of 2
+COMBINE_COMPARISONS = 2  # of the kernel that adds parts up: a row without a key, by its largest LSE and by its sum
 
 
 def expectation(spec: Forward, *, waits: int, softmaxes: int, o_boxes: int, matrices: int) -> SassExpectation:
@@ -42,7 +43,8 @@ def expectation(spec: Forward, *, waits: int, softmaxes: int, o_boxes: int, matr
         max_comparisons=_most_comparisons(rows, softmaxes if spec.softmax.rescale_above is not None else 0)
         + held_back
         + rows * (SHIFT_COMPARISONS * maxima + 1) * (spec.softmax.row_max == "first")
-        + SINK_COMPARISONS * rows * spec.softmax.sink,
+        + SINK_COMPARISONS * rows * spec.softmax.sink
+        + COMBINE_COMPARISONS * (spec.split is not None),
         global_stores=_global_stores(spec, rows, lanes, o_boxes),
         shared_stores=_shared_stores(spec, matrices),
     )
@@ -77,6 +79,11 @@ def _global_stores(spec: Forward, rows: int, lanes: int, o_boxes: int) -> dict[s
             # 16-bit columns are traded in a quad until each thread has whole vectors; two of 32 bits are adjacent.
             vector = VECTOR_BITS if element == 16 else footprint.FRAGMENT_COLUMNS * element
         stores[f"STG.{vector}"] = stores.get(f"STG.{vector}", 0) + rows * bits // vector
+    if spec.split is not None:
+        # LSE of a part, and O in float32, two columns at a time; then a column of O and LSE of what is added up.
+        stores["STG.32"] += rows + 1
+        stores["STG.64"] = rows * spec.problem.v_dim // lanes // footprint.FRAGMENT_COLUMNS
+        stores["STG.16"] = 1
     if footprint.splits_tail(spec):
         vectors, _, _ = footprint.part_shape(spec)
         stores[f"STG.{VECTOR_BITS}"] = stores.get(f"STG.{VECTOR_BITS}", 0) + vectors

@@ -134,6 +134,11 @@ class Tile(SpecModel):
         gt=0,
         description="Query heads of one kv head in a tile (GQA): its rows are q / pack_heads positions of each.",
     )
+    group: Literal["multiple", "at_most"] = Field(
+        default="multiple",
+        description="How many query heads share a kv head: a multiple of `pack_heads`, in tiles of as many, or at most "
+        "as many, all of them in a tile, of which the other rows are padding.",
+    )
     ctas_per_sm: int = Field(default=1, gt=0, description="CTAs of a specialised kernel that are to share an SM.")
     kv_from: Literal["first_key", "window"] = Field(
         default="first_key",
@@ -262,6 +267,20 @@ class Softmax(SpecModel):
     )
 
 
+class Split(SpecModel):
+    """Keys in parts, a CTA for each part of a tile of queries, and a second kernel that adds the parts up."""
+
+    count: Literal["auto"] | None = Field(
+        default=None,
+        description="`auto`: as many parts as let all CTAs be on the GPU at once, one where tiles of queries do.",
+    )
+    keys: int | None = Field(
+        default=None,
+        gt=0,
+        description="Or parts of so many keys, counted from the first one, whatever the GPU and the other requests.",
+    )
+
+
 class Outputs(SpecModel):
     """What the kernel writes, and how."""
 
@@ -301,6 +320,7 @@ class Forward(SpecModel):
         "which takes tile after tile, those known from the start (`static`), these and an equal share of the last "
         "wave's steps (`stream_k`, after arXiv 2301.03598), or the next one of all (`dynamic`).",
     )
+    split: Split | None = Field(default=None, description="Left out: a CTA visits all keys of its tile of queries.")
     softmax: Softmax = Softmax()
     outputs: Outputs = Outputs()
     o: OutputTensor = OutputTensor()

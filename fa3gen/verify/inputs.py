@@ -168,6 +168,16 @@ PERSISTENT_CASES: tuple[Case, ...] = (
 )  # fmt: skip
 
 
+# For kernels that split keys: parts whose last is cut short, more parts than a warp has lanes, rows that see no key.
+SPLIT_CASES: tuple[Case, ...] = (
+    Case("parts", "one query, a long cache, a part of it for each SM", 2, 1, 4113, 32, 8),
+    Case("many_parts", "one kv head: more parts than a warp has lanes", 1, 1, 9000, 8, 1),
+    Case("several_queries", "queries that see different keys, five heads in a group", 3, 7, 3001, 10, 2),
+    Case("one_part", "more tiles of queries than SMs: one part of each", 40, 2, 700, 8, 4),
+    Case("parts_hidden", "more queries than keys: causal rows without a key in any part", 1, 300, 280, 12, 1),
+    Case("parts_ramp", "scores that climb: the last part outweighs all others", 2, 3, 2500, 4, 2, "ramp"),
+)  # fmt: skip
+
 # Of calls that give one: without bounds, wider than tiles, wider than most sequences, causal, the diagonal alone, open
 # on the right, and on the left by a number. Seven divides no number of cases: going round twice, each has two of them.
 WINDOWS: tuple[Window, ...] = ((-1, -1), (200, 70), (511, 0), (-1, 0), (0, 0), (0, -1), (WINDOW_MAX, 3))
@@ -180,6 +190,8 @@ def gpu_cases(spec: Forward) -> tuple[Case, ...]:
     """
     cases = (*CASES, *PERSISTENT_CASES) if footprint.persistent(spec) else CASES
     cases += gpu_score_cases(spec)
+    if spec.split is not None:
+        cases += SPLIT_CASES
     if not given_with_calls(spec.mask):
         return cases
     return windowed(twice(cases))
@@ -229,6 +241,12 @@ def cpu_cases(spec: Forward) -> tuple[Case, ...]:
         Case("scale", "a scale other than 1/sqrt(d)", 1, 7, n // 2 + 5, 1, 1, scale=0.3),
         Case("wrap", "goes round the ring of stages twice and a bit", 1, 3, 2 * stages * n + n // 2 + 1, 1, 1),
     ]  # fmt: skip
+    if spec.split is not None:  # the model has three SMs
+        heads = min(5, spec.tile.pack_heads)
+        cases += [
+            Case("parts", "two parts, the second cut short, a group with padding", 1, 3, 4 * n + 3, heads, 1),
+            Case("parts_ramp", "scores that climb: the last part outweighs the others", 1, 1, 6 * n, 2, 1, "ramp"),
+        ]
     return with_windows(spec, [*cases, *cpu_score_cases(spec)], _window_case)
 
 
@@ -277,6 +295,8 @@ def served_heads(heads_q: int, heads_kv: int, pack_heads: int) -> int:
 
 def served(case: AnyCase, spec: Forward) -> AnyCase:
     """The case, with as many query heads as the tiles of `spec` need."""
+    if spec.tile.group == "at_most":
+        return replace(case, heads_q=min(case.heads_q, case.heads_kv * spec.tile.pack_heads))
     return replace(case, heads_q=served_heads(case.heads_q, case.heads_kv, spec.tile.pack_heads))
 
 

@@ -279,10 +279,10 @@ def run_launch(*attributes: tuple[int, list[int]]) -> list[Launch]:
 def test_launch_attributes() -> None:
     (launch,) = run_launch((4, [1, 1, 1]), (2, [0]), (6, [0]))
     assert (launch.kernel, launch.grid, launch.cluster) == ("kernel", (1, 2, 3), (1, 1, 1))
+    assert not launch.beside_previous and run_launch((6, [1]))[0].beside_previous
     for attribute, message in [
         ((4, [2, 1, 1]), r"clusters \(2 x 1 x 1 CTAs\)"),
         ((2, [1]), r"cooperative \(launch attribute 2\)"),
-        ((6, [1]), r"programmatic stream serialization \(launch attribute 6\)"),
         ((8, [0]), "launch attribute 8"),
     ]:
         with pytest.raises(LaunchRefused, match=f"outside the model: {message}"):

@@ -17,6 +17,7 @@ from fa3gen.design.rules import (
     products,
     scalar,
     schedules,
+    splits,
     taste,
     threads,
 )
@@ -136,6 +137,7 @@ def _scheduler(spec: Forward) -> Iterable[Answer]:
     yield output.packed_slices.ask(spec.outputs.o, spec.tile.pack_heads)
     yield schedules.rescale_overlap.ask(spec.softmax.rescale_above, footprint.overlapped(spec))
     yield from _row_max(spec)
+    yield from _split(spec)
     yield schedules.exp_before_wait.ask(spec.softmax.exp_before_wait, spec.tile.kv, footprint.overlapped(spec))
     for field, used in (("softmax.sink", spec.softmax.sink), ("softmax.softcap", spec.softmax.softcap)):
         if used:
@@ -144,6 +146,19 @@ def _scheduler(spec: Forward) -> Iterable[Answer]:
         yield output.sink_lse.ask(spec.outputs.lse)
         yield output.sink_scheduler.ask(spec.scheduler)
     yield schedules.mask_end.ask(spec.softmax.mask_end, spec.mask.kind, footprint.overlapped(spec))
+
+
+def _split(spec: Forward) -> Iterable[Answer]:
+    layout, place = spec.problem.layout, spec.outputs.o
+    if spec.tile.group == "at_most":
+        yield splits.padded_heads.ask(spec.scheduler, place, layout, spec.tile.pack_heads)
+    if spec.split is None:
+        return
+    yield splits.split_size.ask(spec.split.count, spec.split.keys, spec.tile.kv)
+    yield splits.split_scheduler.ask(spec.scheduler, layout, spec.tile.group)
+    yield splits.split_output.ask(place, spec.outputs.lse, spec.o_dtype, spec.problem.dtype)
+    yield splits.split_scores.ask(spec.mask.kind, spec.softmax.sink, spec.softmax.row_max)
+    yield splits.combine_threads.ask(spec.problem.v_dim)
 
 
 def _row_max(spec: Forward) -> Iterable[Answer]:

@@ -273,6 +273,10 @@ def _store(spec: Forward) -> Iterator[Step]:
     if footprint.splits_tail(spec):
         yield end("add_part", note="if the CTA before has begun this tile")
         yield end("give_part", note="to the next CTA if it goes on; else:")
+    if spec.split is not None:
+        yield end("store", "LSE", note="from registers; of a part always")
+        yield end("store", "O", note="from registers, 16 bytes at a time; of a part 8, in float32")
+        return
     if spec.outputs.lse:
         yield end("store", "LSE", note="from registers, if asked for")
     if spec.outputs.o == "direct":

@@ -1,0 +1,85 @@
+"""Rules about keys in parts (flash decoding), and about tiles that hold all query heads of a kv head."""
+
+from __future__ import annotations
+
+from fa3gen.design.rules.registry import GENERATOR, HARDWARE, Violation, rule
+from fa3gen.hardware import hopper
+
+
+@rule(kind=GENERATOR, topic="kv order")
+def split_size(count: str | None, keys: int | None, kv: int) -> Violation | None:
+    """Either the number of parts follows from a call, or their size is given, in whole tiles of keys."""
+    if (count is None) == (keys is None):
+        given = "both count and keys" if count else "neither count nor keys"
+        return Violation("split", f"split has {given}; give one of them: {{count: auto}}, or {{keys: {8 * kv}}}")
+    if keys is None or keys % kv == 0:
+        return None
+    return Violation(
+        "split.keys",
+        f"a part of {keys} keys is no whole number of tiles of {kv} ({keys} = {keys // kv} x {kv} + {keys % kv}); "
+        f"use {max(1, keys // kv) * kv}",
+    )
+
+
+@rule(kind=GENERATOR, topic="kv order")
+def split_scheduler(scheduler: str, layout: str, group: str) -> Violation | None:
+    """The grid places parts beside each other, of dense tensors, whose lengths the host knows, once for all heads."""
+    if scheduler == "grid" and layout == "dense" and group == "at_most":
+        return None
+    if group != "at_most":
+        return Violation("tile.group", "split is rendered with all heads of a kv head in a tile; use group: at_most")
+    if layout != "dense":
+        return Violation("split", f"split is rendered with layout dense only, not {layout}; leave split out")
+    return Violation("split", f"split is rendered with scheduler grid, not {scheduler}; use that, or leave split out")
+
+
+@rule(kind=GENERATOR, topic="kv order")
+def split_output(o: str, lse: bool, o_dtype: str, dtype: str) -> Violation | None:
+    """Parts are added up with their LSE; they leave the registers straight, as O does where there is one part."""
+    if o != "direct":
+        return Violation("outputs.o", f"split is rendered with outputs.o: direct only, not {o}; use that")
+    if not lse:
+        return Violation("outputs.lse", "parts are weighed by their LSE, so that a split kernel has it; use lse: true")
+    if o_dtype != dtype:
+        return Violation("o.dtype", f"split is rendered with O in the dtype of q, not {o_dtype}; leave o.dtype out")
+    return None
+
+
+@rule(kind=GENERATOR, topic="kv order")
+def split_scores(mask: str, sink: bool, row_max: str) -> Violation | None:
+    """A part of a window may be empty, a sink would enter each part, and a first maximum differs between parts."""
+    if mask == "window":
+        return Violation("mask", "split is rendered without a mask or with a causal one; leave split out for windows")
+    if sink:
+        return Violation("softmax.sink", "a sink would enter every part; leave sink or split out")
+    if row_max != "online":
+        return Violation("softmax.row_max", "split is rendered with row_max: online only; use that")
+    return None
+
+
+@rule(kind=GENERATOR, topic="structure")
+def padded_heads(scheduler: str, o: str, layout: str, pack_heads: int) -> Violation | None:
+    """Rows of heads that do not exist are clipped by TMA where Q comes in, and by a comparison where O goes out."""
+    if pack_heads == 1:
+        return Violation("tile.group", "group: at_most needs room for several heads; use tile.pack_heads of 2 or more")
+    if layout != "dense" or scheduler != "grid":
+        return Violation(
+            "tile.group",
+            f"group: at_most is rendered for dense tensors with scheduler grid, not {layout} with {scheduler}; "
+            "use multiple",
+        )
+    if o == "direct":
+        return None
+    return Violation("outputs.o", f"group: at_most is rendered with outputs.o: direct only, not {o}; use that")
+
+
+@rule(kind=HARDWARE, topic="kv order")
+def combine_threads(v_dim: int) -> Violation | None:
+    """A CTA of the kernel that adds parts up has a thread for each column (PTX ISA, limits of a CTA: 1024)."""
+    if v_dim % hopper.WARP == 0:
+        return None
+    return Violation(
+        "problem.head_dim",
+        f"parts are added up by whole warps, a thread for each column, and {v_dim} columns are no multiple of "
+        f"{hopper.WARP}; leave split out",
+    )

@@ -1,0 +1,29 @@
+"""Keys in parts (flash decoding): how many parts a call has, as the entry points of generated modules find it.
+
+Few queries have few tiles, and with a CTA for each most of a GPU would wait while a few SMs read a long cache. So a CTA
+takes a part of the keys of a tile, and a second kernel adds the parts up, each weighed by its sum of exponentials.
+"""
+
+from __future__ import annotations
+
+from fa3gen.design.family import PackedShape, Shape
+from fa3gen.design.tile_order import head_tiles, positions
+from fa3gen.hardware.chips import H200
+from fa3gen.spec.model import Forward
+
+# Tiles of keys of a part, at least: with one of them loads, products and the merge would all wait for each other.
+STEPS_OF_PART = 2
+
+
+def num_parts(spec: Forward, shape: Shape | PackedShape, num_sms: int = H200.sms) -> int:
+    """Parts of the keys of a tile of queries: one formula of lengths, heads and SMs, or the keys over those of a part.
+
+    As many as let all CTAs be on the GPU at once, none of fewer than STEPS_OF_PART tiles of keys where there are several.
+    """
+    assert spec.split is not None and isinstance(shape, Shape)
+    steps = -(-shape.seq_k // spec.tile.kv)
+    if spec.split.keys is not None:
+        return max(-(-shape.seq_k // spec.split.keys), 1)
+    tiles = -(-shape.seq_q // positions(spec)) * head_tiles(spec, shape) * shape.batch
+    most = max(min(num_sms * spec.tile.ctas_per_sm // max(tiles, 1), steps // STEPS_OF_PART), 1)
+    return -(-steps // -(-steps // most)) if steps else 1
