@@ -108,7 +108,8 @@ GRID_MAX = 65_535  # CTAs along the second and the third dimension of a grid
 Q_STAGES = 1  # tiles of Q in flight or in use
 KV_STAGES = 6  # tiles of K and of V in flight or in use
 STEPS_OF_PART = 2  # tiles of keys of a part, at least
-COMBINE_UNROLL = 16  # parts that a thread asks for at once
+AT_ONCE = 16  # parts that a thread asks for at once when they are added up
+LANE_PARTS = 4  # whose LSE a lane asks for at once
 SMEM_ALIGN = 1024  # bytes; a 128-byte swizzle repeats every 8 rows of 128
 Q_LAYOUT = warpgroup.SmemLayoutAtomKind.K_SW128  # in shared memory: major order and swizzle
 K_LAYOUT = warpgroup.SmemLayoutAtomKind.K_SW128
@@ -820,17 +821,22 @@ def combine_kernel(parts: cute.Tensor, parts_lse: cute.Tensor, out: cute.Tensor,
     cute.arch.griddepcontrol_wait()
     gO, gLSE = parts[None, batch, row, head, column], parts_lse[None, batch, head, row]  # (num_parts,)
     num_parts = cute.size(gLSE)
+    # Memory is asked for AT_ONCE parts before one of them is used; past the last part that is the last one again.
     largest = -cutlass.Float32.inf
-    for part in cutlass.range(column % 32, num_parts, 32, unroll=1):  # a lane for each, in each warp
-        largest = cute.arch.fmax(largest, gLSE[part])
+    for first in cutlass.range(column % 32, num_parts, 32 * LANE_PARTS, unroll=1):  # a lane for each, in each warp
+        for i in cutlass.range_constexpr(LANE_PARTS):
+            largest = cute.arch.fmax(largest, gLSE[cutlass.min(first + 32 * i, num_parts - 1)])
     largest = warp_max(largest)
     # A row that sees no key has -inf in all parts; -inf - -inf would be NaN.
     shift = 0.0 if largest == -cutlass.Float32.inf else largest
     total, sum_O = cutlass.Float32(0.0), cutlass.Float32(0.0)
-    for part in cutlass.range(num_parts, unroll=COMBINE_UNROLL):
-        weight = cute.math.exp2((gLSE[part] - shift) * LOG2_E, fastmath=True)
-        total += weight
-        sum_O += weight * gO[part]
+    for first in cutlass.range(0, num_parts, AT_ONCE, unroll=1):
+        for i in cutlass.range_constexpr(AT_ONCE):
+            part = cutlass.min(first + i, num_parts - 1)
+            weight = cute.math.exp2((gLSE[part] - shift) * LOG2_E, fastmath=True)
+            weight = weight if first + i < num_parts else 0.0
+            total += weight
+            sum_O += weight * gO[part]
     inverse = 0.0 if total == 0.0 else 1.0 / total
     out[batch, row, head, column] = (sum_O * inverse).to(DTYPE)
     if column == 0 and row < cute.size(lse, mode=[2]):  # lse has no rows when nobody asked for it

@@ -20,7 +20,9 @@ from fa3gen.records.packed_records import PackedRecord
 from fa3gen.records.tuning_records import TuningRecord
 from fa3gen.run.dispatch import (
     DIGEST_LENGTH,
+    FEW_QUERIES,
     WRITE_TABLE,
+    AtMost,
     Load,
     Measurement,
     Multiples,
@@ -84,19 +86,24 @@ _File = tuple[str, str]  # stem and first digits of the SHA-256
 @dataclass(frozen=True)
 class _Cell:
     """A record, and the speeds of its modules that can serve every call of the rows that are made: of groups of heads
-    that are multiples of `group`, with LSE."""
+    that are multiples of `group`, or of up to `at_most` where that is said, with LSE."""
 
     record: Record
     group: int = 1
+    at_most: int = 0
     speeds: dict[_File, float] = field(init=False)
 
     def __post_init__(self) -> None:
         able = {
             (result.stem, result.sha256[:DIGEST_LENGTH]): result.tflops
             for result in self.record.results
-            if result.spec.get("outputs", {}).get("lse", True) and self.group % _heads_in_a_tile(result.spec) == 0
+            if result.spec.get("outputs", {}).get("lse", True) and self._serves_groups(result.spec)
         }
         object.__setattr__(self, "speeds", able)
+
+    def _serves_groups(self, spec: Mapping[str, Any]) -> bool:
+        most, heads = _most_heads(spec), _heads_in_a_tile(spec)
+        return most >= self.at_most > 0 if most else self.group % heads == 0
 
     @property
     def keys(self) -> int:
@@ -111,6 +118,11 @@ class _Cell:
 
 def _heads_in_a_tile(spec: Mapping[str, Any]) -> int:
     return int(spec.get("tile", {}).get("pack_heads", 1))
+
+
+def _most_heads(spec: Mapping[str, Any]) -> int:
+    """Query heads of a kv head that a tile has room for; 0 where a tile holds a number of its own."""
+    return _heads_in_a_tile(spec) if spec.get("tile", {}).get("group") == "at_most" else 0
 
 
 @dataclass(frozen=True)
@@ -144,6 +156,9 @@ def rows_from_records(records: Iterable[Record]) -> list[Row]:
     within WORTH_A_ROW of the best at each of its lengths, which is so where nothing was measured. Raises UserError
     where no module was measured in all records of one length in one band.
 
+    Calls with few queries (FEW_QUERIES) have rows of their own, before all others, where modules that split keys, and
+    whose tiles have room for all heads of a kv head, serve best.
+
     Calls of packed sequences have rows for groups of heads, too: where modules whose tiles hold several heads serve
     best the groups that are multiples of as many, as measured with such groups, these rows come first.
     """
@@ -163,6 +178,8 @@ def _order(family: Family) -> tuple[Any, ...]:
 
 def _of_family(family: Family, records: Sequence[Record]) -> Iterator[Row]:
     """Rows of one family: first those for groups of heads, the largest ones first."""
+    yield from _of_few_queries(family, [record for record in records if _is_decoding(record)])
+    records = [record for record in records if not _is_decoding(record)]
     packed = [record for record in records if isinstance(record, PackedRecord)]
     sizes = {_heads_in_a_tile(result.spec) for record in packed for result in record.results}
     for group in sorted(sizes - {1}, reverse=True):
@@ -171,6 +188,19 @@ def _of_family(family: Family, records: Sequence[Record]) -> Iterator[Row]:
         if any(row.module not in of_one_head for row in rows):
             yield from (row.model_copy(update={"group": Multiples(multiple_of=group)}) for row in rows)
     yield from _rows(family, [_Cell(record) for record in records])
+
+
+def _is_decoding(record: Record) -> bool:
+    return isinstance(record, TuningRecord) and record.problem.seq_q <= FEW_QUERIES
+
+
+def _of_few_queries(family: Family, records: Sequence[Record]) -> Iterator[Row]:
+    """Rows of one family for a decoding step, where modules serve it best that have room for all heads of a kv head."""
+    at_most = max((_most_heads(result.spec) for record in records for result in record.results), default=0)
+    able = [record for record in records if record.problem.group <= at_most]
+    own = {"seq_q": Region(up_to=FEW_QUERIES), "group": AtMost(at_most=at_most)} if at_most else {}
+    for row in _rows(family, [_Cell(record, at_most=at_most) for record in able]):
+        yield row.model_copy(update=own)
 
 
 def band_of(record: Record) -> int:

@@ -40,6 +40,7 @@ PACKED_TOOL = "tests/gpu/packed_cells.py"  # of a checkout; writes the records o
 MEASURE_PACKED = f"python {PACKED_TOOL} && {WRITE_TABLE}"
 PRODUCTION_PREFIX = "fwd_"
 NO_LIMIT = 2**63  # more keys, and more tiles, than any call has
+FEW_QUERIES = 16  # of a sequence: what rows for decoding serve at most
 DIGEST_LENGTH = 16  # hex digits of a SHA-256 in a row: enough to tell one file from another, and short enough to read
 
 
@@ -76,13 +77,15 @@ class Size:
 
     Keys are those of a sequence, in the mean where sequences are packed. Tiles are those of `Shape.tiles`, 128 query
     rows of one head whatever module serves the call. `sms_here` are the SMs of the GPU that it runs on; None where
-    there is none, and an H200's are taken. `group` is the number of query heads that share a head of k and v.
+    there is none, and an H200's are taken. `group` is the number of query heads that share a head of k and v. Queries
+    are those of a sequence; where sequences are packed only the device knows them, and any number is taken.
     """
 
     keys: int
     tiles: int
     sms_here: int | None = None
     group: int = 1
+    queries: int = NO_LIMIT
 
     @property
     def sms(self) -> int:
@@ -94,7 +97,8 @@ class Size:
         whose = ", as on an H200, since the tensors are on no GPU" if self.sms_here is None else ""
         tiles = f"{counted(self.tiles, 'tile')} of {TILE_ROWS} queries"
         heads = f", {self.group} query heads for each of k" if self.group > 1 else ""
-        return f"{counted(self.keys, 'key')}, {tiles} on {self.sms} SMs{whose}{heads}"
+        few = f"{counted(self.queries, 'query')}, " if self.queries <= FEW_QUERIES else ""
+        return f"{few}{counted(self.keys, 'key')}, {tiles} on {self.sms} SMs{whose}{heads}"
 
 
 class Measurement(SpecModel):
@@ -141,7 +145,7 @@ def _runner_up(home: Workspace, stem: str | None, digest: str | None, figure: st
 
 
 class Region(SpecModel):
-    """Numbers of keys up to and including `up_to`."""
+    """Numbers of keys, or of queries, up to and including `up_to`."""
 
     up_to: int = Field(gt=0)
 
@@ -156,6 +160,12 @@ class Multiples(SpecModel):
     """Numbers of query heads for each head of k and v that are multiples of `multiple_of`."""
 
     multiple_of: int = Field(gt=1)
+
+
+class AtMost(SpecModel):
+    """Numbers of query heads for each head of k and v up to `at_most`."""
+
+    at_most: int = Field(gt=1)
 
 
 class Stretch(NamedTuple):
@@ -181,7 +191,8 @@ class Row(SpecModel):
         default=None, description="Packed sequences, or packed queries and pages; without it, dense tensors."
     )
     page_rows: int | None = Field(default=None, gt=0, description="Of pages: for sizes that are multiples of it.")
-    group: Multiples | None = None
+    group: Multiples | AtMost | None = None
+    seq_q: Region | None = Field(default=None, description="Queries of a sequence, few for a decoding step.")
     tiles_per_sm: Load | None = None
     seq_k: Region | None = Field(default=None, description="Keys; of packed sequences, in the mean.")
     module: str
@@ -199,7 +210,7 @@ class Row(SpecModel):
 
     def serves(self, family: Family, size: Size) -> bool:
         """Whether this row stands for a call."""
-        if not self.is_for(family) or not self.serves_group(size.group):
+        if not self.is_for(family) or not self.serves_rows(size):
             return False
         return size.keys <= self.most_keys and size.tiles <= self.most_tiles(size.sms)
 
@@ -207,16 +218,20 @@ class Row(SpecModel):
         """Whether it stands for calls of this family, of any size."""
         return self.mask == family.mask and self.family.serves(family)
 
-    def serves_group(self, group: int) -> bool:
-        """Whether it stands for calls with so many query heads for each head of k and v."""
-        return self.group is None or group % self.group.multiple_of == 0
+    def serves_rows(self, size: Size) -> bool:
+        """Whether it stands for calls with so many query heads for each head of k and v, and so many queries."""
+        if self.seq_q is not None and size.queries > self.seq_q.up_to:
+            return False
+        if isinstance(self.group, AtMost):
+            return size.group <= self.group.at_most
+        return self.group is None or size.group % self.group.multiple_of == 0
 
     def narrowed(self, around: Stretch, size: Size) -> Stretch:
         """The part of a stretch around `size` in which this row serves every call, or none, as it does at `size`.
 
-        All calls of a stretch have the same group.
+        All calls of a stretch have the same group, and as many queries where these are few.
         """
-        if not self.serves_group(size.group):
+        if not self.serves_rows(size):
             return around
         most_tiles = self.most_tiles(size.sms)
         if size.tiles > most_tiles:
@@ -242,8 +257,12 @@ class Row(SpecModel):
     def region(self) -> str:
         """`up to 0.5 tiles per SM, up to 1024 keys` or `any number of keys`."""
         tiles = f"up to {self.tiles_per_sm.up_to:g} tiles per SM, " if self.tiles_per_sm else ""
-        if self.group:
+        if isinstance(self.group, AtMost):
+            tiles = f"groups of up to {self.group.at_most} heads, {tiles}"
+        elif self.group:
             tiles = f"groups of a multiple of {self.group.multiple_of} heads, {tiles}"
+        if self.seq_q:
+            tiles = f"up to {self.seq_q.up_to} queries, {tiles}"
         return tiles + (f"up to {self.seq_k.up_to} keys" if self.seq_k else "any number of keys")
 
 
@@ -367,12 +386,27 @@ def of_row(home: Workspace, row: Row, place: str) -> Choice:
         raise NoKernel(f"{place} names {row.module}, which is a spec with several modules; run: {WRITE_TABLE}")
     if not (computed := Family.of(variant.spec)).serves(row.family):
         raise NoKernel(f"{place} is served by {row.module}, and that computes {computed}; run: {WRITE_TABLE}")
-    if (row.group.multiple_of if row.group else 1) % (heads := variant.spec.tile.pack_heads):
+    heads = variant.spec.tile.pack_heads
+    if not all(takes_group(variant.spec, group) for group in _groups_of(row)):
         raise NoKernel(
             f"{place} is served by {row.module}, whose tiles hold {heads} heads of a group; run: {WRITE_TABLE}"
         )
     measured = tuple(measurement.told(home) for measurement in row.measured)
     return Choice(row.module, file, variant.spec, variant.source, row, place, measured)
+
+
+def takes_group(spec: Forward, group: int) -> bool:
+    """Whether a module's tiles hold the query heads of kv heads that so many share."""
+    if spec.tile.group == "at_most":
+        return group <= spec.tile.pack_heads
+    return group % spec.tile.pack_heads == 0
+
+
+def _groups_of(row: Row) -> tuple[int, ...]:
+    """Groups of heads that a module has to take for a row: with these it takes all that the row stands for."""
+    if isinstance(row.group, AtMost):
+        return 1, row.group.at_most
+    return (row.group.multiple_of if row.group else 1,)
 
 
 def _unmeasured(family: Family, group: int, lse: bool, workspace: Workspace) -> Choice:
@@ -384,8 +418,8 @@ def _unmeasured(family: Family, group: int, lse: bool, workspace: Workspace) -> 
     modules = list(_modules(workspace))
     fitting: dict[str, tuple[Variant[Forward], Path]] = {}
     for variant, file in modules:
-        writes, packs = variant.spec.outputs.lse or not lse, variant.spec.tile.pack_heads
-        if Family.of(variant.spec).serves(family) and writes and group % packs == 0:
+        writes = variant.spec.outputs.lse or not lse
+        if Family.of(variant.spec).serves(family) and writes and takes_group(variant.spec, group):
             fitting.setdefault(variant.stem, (variant, file))  # the workspace's own come first
     exact = _nearest_pages([stem for stem in fitting if fitting[stem][0].spec.mask == family.mask], fitting)
     production = _production(exact) or _production(_nearest_pages(list(fitting), fitting))
@@ -440,7 +474,8 @@ def _served(variants: Sequence[Variant[Forward]], family: Family, lse: bool) -> 
         served = Family.of(variant.spec)
         if served.layout == family.layout and (variant.spec.outputs.lse or not lse):
             score = "".join(f", {name}" for name in served.keywords)
-            heads = f", {packs} heads in a tile" if (packs := variant.spec.tile.pack_heads) > 1 else ""
+            packs, most = variant.spec.tile.pack_heads, "up to " * (variant.spec.tile.group == "at_most")
+            heads = f", {most}{packs} heads in a tile" if packs > 1 else ""
             served_dims.setdefault(f"{served.dtypes}, {mask_text(served.mask)}{score}{heads}", set()).add(served.dims)
     return "; ".join(f"{what}: {', '.join(sorted(found, key=_natural))}" for what, found in sorted(served_dims.items()))
 

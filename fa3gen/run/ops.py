@@ -18,7 +18,7 @@ from torch.compiler import is_dynamo_compiling
 from fa3gen.design.family import TILE_ROWS, Family, Shape
 from fa3gen.run import calls, dispatch, gpu
 from fa3gen.run.calls import Attention, Returned, Window, dispatch_modes, functorch_transforms, named_scores, stretches
-from fa3gen.run.dispatch import Choice, NotRendered, Size
+from fa3gen.run.dispatch import FEW_QUERIES, Choice, NotRendered, Size
 
 
 def _explain(
@@ -146,7 +146,7 @@ def _asked(
     )
     seq_k, heads_kv = k.shape[1], k.shape[2]
     tiles = Shape(batch, seq_q, seq_k, heads_q, heads_kv).tiles
-    return family, Size(seq_k, tiles, gpu.sm_count(q.get_device()), heads_q // (heads_kv or 1))
+    return family, Size(seq_k, tiles, gpu.sm_count(q.get_device()), heads_q // (heads_kv or 1), seq_q)
 
 
 def _serving(
@@ -166,7 +166,8 @@ def _serving(
         batch, seq_q, heads_q, dim = q.shape  # asked for once: each `.shape` is a new object
         _, keys, heads_kv, v_dim = v.shape
         out_dtype, group = None if out is None else out.dtype, heads_q // (heads_kv or 1)
-        key = q.get_device(), q.dtype, out_dtype, dim, v_dim, group, causal, window, return_lse
+        few = seq_q if seq_q <= FEW_QUERIES else 0
+        key = q.get_device(), q.dtype, out_dtype, dim, v_dim, group, few, causal, window, return_lse
         if sinks is not None or softcap is not None:
             key += (sinks is not None, softcap is not None, calls.any_cap(softcap))
         tiles = batch * heads_q * -(-seq_q // TILE_ROWS)  # `Shape.tiles`, without the call

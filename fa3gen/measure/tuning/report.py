@@ -176,7 +176,8 @@ def _is_large(problem: TunedProblem) -> bool:
 
 def _as_called(record: TuningRecord, rows: Sequence[Row]) -> TuningRecord:
     """The record with the module that a call of its shape takes, by these rows, in the place of the winner."""
-    size = Size(record.problem.seq_k, record.problem.shape.tiles, record.sms)
+    problem = record.problem
+    size = Size(problem.seq_k, problem.shape.tiles, record.sms, problem.group, problem.seq_q)
     row = next((row for row in rows if row.serves(record.problem.family, size)), None)
     measured = {result.stem for result in record.results}
     return record.model_copy(update={"winner": row.module}) if row and row.module in measured else record
