@@ -106,8 +106,8 @@ GRID_MAX = 65_535  # CTAs along the second and the third dimension of a grid
 Q_STAGES = 1  # tiles of Q in flight or in use
 KV_STAGES = 3  # tiles of K and of V in flight or in use
 STEPS_OF_PART = 2  # tiles of keys of a part, at least
-AT_ONCE = 16  # parts that a thread asks for at once when they are added up
-LANE_PARTS = 4  # whose LSE a lane asks for at once
+COMBINE_WARPS = 4  # of a CTA that adds up the parts of a row
+COLUMNS = HEAD_DIM // 32  # of a row that a lane adds up
 SMEM_ALIGN = 1024  # bytes; a 128-byte swizzle repeats every 8 rows of 128
 Q_LAYOUT = warpgroup.SmemLayoutAtomKind.K_SW128  # in shared memory: major order and swizzle
 K_LAYOUT = warpgroup.SmemLayoutAtomKind.K_SW128
@@ -184,7 +184,7 @@ def launch(q, k, v, out, lse, parts, parts_lse, enable_pdl: cutlass.Int32, scale
     if num_parts > 1:
         combine_kernel(parts, parts_lse, out, lse).launch(
             grid=(cute.size(q, mode=[1]), cute.size(q, mode=[2]), cute.size(q, mode=[0])),
-            block=(HEAD_DIM, 1, 1),
+            block=(32 * COMBINE_WARPS, 1, 1),
             use_pdl=True,  # it waits for the parts where it needs them
             stream=stream,
         )
@@ -759,37 +759,56 @@ def store_f32(gPart: cute.Tensor, acc_O: cute.Tensor, m_start: cutlass.Int32):
 # ======================================================================================================================
 
 
+@cute.struct
+class CombineStorage:
+    sums: cute.struct.Align[cute.struct.MemRange[cutlass.Float32, COMBINE_WARPS * HEAD_DIM], SMEM_ALIGN]
+
+
 @cute.kernel
 def combine_kernel(parts: cute.Tensor, parts_lse: cute.Tensor, out: cute.Tensor, lse: cute.Tensor):
-    """One CTA: one row of O, a thread for each column: the sum of exp(LSE_i - LSE) O_i over the parts, in their order.
+    """One CTA: one row of O, the sum of exp(LSE_i - LSE) O_i over its parts, of which each warp adds up its share.
 
     parts: (num_parts, batch, seq_q, heads_q, HEAD_DIM), parts_lse: (num_parts, batch, heads_q, seq_q).
     """
-    column, _, _ = cute.arch.thread_idx()
+    tidx, _, _ = cute.arch.thread_idx()
+    warp_idx, lane = cute.arch.make_warp_uniform(cute.arch.warp_idx()), tidx % 32
     row, head, batch = cute.arch.block_idx()
+    storage = SmemAllocator().allocate(CombineStorage)
+    sums = storage.sums.get_tensor(cute.make_layout((COMBINE_WARPS, HEAD_DIM), stride=(HEAD_DIM, 1)))
     # This kernel may begin beside the one before; what that writes is there when it has ended.
     cute.arch.griddepcontrol_wait()
-    gO, gLSE = parts[None, batch, row, head, column], parts_lse[None, batch, head, row]  # (num_parts,)
+    gO, gLSE = (
+        parts[None, batch, row, head, None],
+        parts_lse[None, batch, head, row],
+    )  # (num_parts, HEAD_DIM), (num_parts,)
     num_parts = cute.size(gLSE)
-    # Memory is asked for AT_ONCE parts before one of them is used; past the last part that is the last one again.
-    largest = -cutlass.Float32.inf
-    for first in cutlass.range(column % 32, num_parts, 32 * LANE_PARTS, unroll=1):  # a lane for each, in each warp
-        for i in cutlass.range_constexpr(LANE_PARTS):
-            largest = cute.arch.fmax(largest, gLSE[cutlass.min(first + 32 * i, num_parts - 1)])
+    # Each warp for itself: LSE of the row, a lane for every 32nd part.
+    largest, total = -cutlass.Float32.inf, cutlass.Float32(0.0)
+    for part in cutlass.range(lane, num_parts, 32, unroll=4):
+        largest = cute.arch.fmax(largest, gLSE[part])
     largest = warp_max(largest)
     # A row that sees no key has -inf in all parts; -inf - -inf would be NaN.
     shift = 0.0 if largest == -cutlass.Float32.inf else largest
-    total, sum_O = cutlass.Float32(0.0), cutlass.Float32(0.0)
-    for first in cutlass.range(0, num_parts, AT_ONCE, unroll=1):
-        for i in cutlass.range_constexpr(AT_ONCE):
-            part = cutlass.min(first + i, num_parts - 1)
-            weight = cute.math.exp2((gLSE[part] - shift) * LOG2_E, fastmath=True)
-            weight = weight if first + i < num_parts else 0.0
-            total += weight
-            sum_O += weight * gO[part]
+    for part in cutlass.range(lane, num_parts, 32, unroll=4):
+        total += cute.math.exp2((gLSE[part] - shift) * LOG2_E, fastmath=True)
+    total = warp_sum(total)
     inverse = 0.0 if total == 0.0 else 1.0 / total
-    out[batch, row, head, column] = (sum_O * inverse).to(DTYPE)
-    if column == 0 and row < cute.size(lse, mode=[2]):  # lse has no rows when nobody asked for it
+    # Of every COMBINE_WARPS-th part COLUMNS adjacent columns, of eight parts at once.
+    sum_O, rO = (cute.make_rmem_tensor(COLUMNS, cutlass.Float32) for _ in range(2))
+    sum_O.fill(0.0)
+    for part in cutlass.range(warp_idx, num_parts, COMBINE_WARPS, unroll=8):
+        weight = cute.math.exp2((gLSE[part] - shift) * LOG2_E, fastmath=True) * inverse
+        cute.autovec_copy(cute.local_tile(gO, (1, COLUMNS), (part, lane))[0, None], rO)
+        for i in cutlass.range_constexpr(COLUMNS):
+            sum_O[i] = sum_O[i] + weight * rO[i]
+    cute.autovec_copy(sum_O, cute.local_tile(sums, (1, COLUMNS), (warp_idx, lane))[0, None])
+    cute.arch.sync_threads()
+    for column in cutlass.range(tidx, HEAD_DIM, 32 * COMBINE_WARPS, unroll=1):
+        rounded = cutlass.Float32(0.0)
+        for warp in cutlass.range_constexpr(COMBINE_WARPS):
+            rounded += sums[warp, column]
+        out[batch, row, head, column] = rounded.to(DTYPE)
+    if tidx == 0 and row < cute.size(lse, mode=[2]):  # lse has no rows when nobody asked for it
         lse[batch, head, row] = shift + cute.math.log2(total, fastmath=True) * LN_2
 
 
@@ -798,6 +817,14 @@ def warp_max(x: cutlass.Float32) -> cutlass.Float32:
     """Maximum over the warp."""
     for i in cutlass.range_constexpr(5):
         x = cute.arch.fmax(x, cute.arch.shuffle_sync_bfly(x, offset=1 << i))
+    return x
+
+
+@cute.jit
+def warp_sum(x: cutlass.Float32) -> cutlass.Float32:
+    """Sum over the warp."""
+    for i in cutlass.range_constexpr(5):
+        x = x + cute.arch.shuffle_sync_bfly(x, offset=1 << i)
     return x
 
 

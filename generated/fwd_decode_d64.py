@@ -14,37 +14,37 @@ time, where there may be no GPU, and to load that where it runs:
     Every query sees every key.
 
 Decisions
-    tile       64 query rows, 4 positions of up to 16 heads that share K and V, x 128 keys per step
-    loads      TMA; Q once, K and V in rings of 6 stages, a full barrier each
+    tile       64 query rows, 4 positions of up to 16 heads that share K and V, x 64 keys per step
+    loads      TMA; Q once, K and V in rings of 3 stages, a full barrier each
     schedule   two warps load, 1 warpgroup multiplies; S of the next tile and P V run beside the softmax
     layouts    swizzle Q 128B, K 128B, V 128B
-    S = Q K^T  4 wgmma m64n128k16 per warpgroup; A = Q from shared memory, K-major; B = K, K-major
+    S = Q K^T  4 wgmma m64n64k16 per warpgroup; A = Q from shared memory, K-major; B = K, K-major
     softmax    online, base 2, on the accumulator fragment; O is rescaled in every step
     P          stays in registers: the accumulator fragment is read as the A fragment
-    O = P V    8 wgmma m64n64k16 per warpgroup; A = P from registers, K-major; B = V, MN-major
+    O = P V    4 wgmma m64n64k16 per warpgroup; A = P from registers, K-major; B = V, MN-major
     kv order   in parts, as many as the GPU has room for at once, from the last tile of each to the first
     output     of one part O and LSE from registers; of several in float32, and a second kernel adds them up
-    q order    a CTA per tile and part of the keys, placed by the grid
+    q order    a CTA per tile and part of the keys, placed by the grid; 2 share an SM
 
 Threads
-    256 threads, 8 warps, launched with 255 registers each; setmaxnreg moves them: 56 + 1 x 256 = 312 of 2 x 255 = 510
-    producer: 1 warpgroup, 56 registers; warp 4 copies K, warp 5 copies V (TMA)
-    consumers: 1 warpgroup, 256 registers; 64 query rows each; warp 0 copies Q and the first K
-        about 152 registers each: O 32, S 64, P 32, other 24
+    256 threads, 8 warps, launched with 128 registers each; setmaxnreg moves them: 24 + 1 x 232 = 256 of 2 x 128 = 256
+    producer: 1 warpgroup, 24 registers; warp 4 copies K, warp 5 copies V (TMA)
+    consumers: 1 warpgroup, 232 registers; 64 query rows each; warp 0 copies Q and the first K
+        about 104 registers each: O 32, S 32, P 16, other 24
 
 Barriers
-    ring  stages  producer -> consumers        full with    empty with
-    q     1       TMA, from warp 0 -> 4 warps  8192 bytes   no reuse
-    k     6       TMA, from warp 4 -> 4 warps  16384 bytes  4 arrivals
-    v     6       TMA, from warp 5 -> 4 warps  16384 bytes  4 arrivals
+    ring  stages  producer -> consumers        full with   empty with
+    q     1       TMA, from warp 0 -> 4 warps  8192 bytes  no reuse
+    k     3       TMA, from warp 4 -> 4 warps  8192 bytes  4 arrivals
+    v     3       TMA, from warp 5 -> 4 warps  8192 bytes  4 arrivals
 
 Shared memory
-    offset   bytes  what
-         0    8192  sQ        64 x 64 x 2: Q
-      8192   98304  sK        6 stages x 128 x 64 x 2: K
-    106496   98304  sV        6 stages x 128 x 64 x 2: V
-    204800     200  barriers  25 mbarriers
-            205824  total     of 232448 per CTA
+    offset  bytes  what
+         0   8192  sQ        64 x 64 x 2: Q
+      8192  24576  sK        3 stages x 64 x 64 x 2: K
+     32768  24576  sV        3 stages x 64 x 64 x 2: V
+     57344    104  barriers  13 mbarriers
+            58368  total     of 232448 per CTA
 
 Timeline: a tile is one of queries, a step takes one tile of keys
     per CTA:
@@ -92,7 +92,7 @@ TILE_M = 64  # query rows of a CTA at a time
 PACK_HEADS = 16  # at most, that share a kv head; row r of a tile is position r // PACK_HEADS of head r % PACK_HEADS
 POSITIONS = TILE_M // PACK_HEADS  # query positions of a CTA at a time
 PACKED_M = (PACK_HEADS, POSITIONS)  # the rows of a tile as TMA moves them
-TILE_N = 128  # keys per step
+TILE_N = 64  # keys per step
 WGMMA_M, WGMMA_K = 64, 16  # rows and depth of one warpgroup product of 16-bit operands
 WARPGROUP_THREADS = 128
 WARP_ROWS = WGMMA_M // 4  # query rows of one warp
@@ -101,13 +101,15 @@ CONSUMER_WARPS = 4 * CONSUMERS
 THREADS = (CONSUMERS + 1) * WARPGROUP_THREADS  # the last warpgroup loads
 K_PRODUCER_WARP, V_PRODUCER_WARP = CONSUMER_WARPS, CONSUMER_WARPS + 1
 # Registers per thread after setmaxnreg, which moves them from the producer's warps to the consumers'.
-PRODUCER_REGISTERS, CONSUMER_REGISTERS = 56, 256
+PRODUCER_REGISTERS, CONSUMER_REGISTERS = 24, 232
+CTAS_PER_SM = 2  # that share its registers and shared memory
+SMEM_CARVEOUT = 100  # per cent of an SM's L1 cache and shared memory that are to be shared memory
 GRID_MAX = 65_535  # CTAs along the second and the third dimension of a grid
 Q_STAGES = 1  # tiles of Q in flight or in use
-KV_STAGES = 6  # tiles of K and of V in flight or in use
+KV_STAGES = 3  # tiles of K and of V in flight or in use
 STEPS_OF_PART = 2  # tiles of keys of a part, at least
-AT_ONCE = 16  # parts that a thread asks for at once when they are added up
-LANE_PARTS = 4  # whose LSE a lane asks for at once
+COMBINE_WARPS = 4  # of a CTA that adds up the parts of a row
+COLUMNS = HEAD_DIM // 32  # of a row that a lane adds up
 SMEM_ALIGN = 1024  # bytes; a 128-byte swizzle repeats every 8 rows of 128
 Q_LAYOUT = warpgroup.SmemLayoutAtomKind.K_SW128  # in shared memory: major order and swizzle
 K_LAYOUT = warpgroup.SmemLayoutAtomKind.K_SW128
@@ -178,14 +180,15 @@ def launch(q, k, v, out, lse, parts, parts_lse, enable_pdl: cutlass.Int32, scale
     ).launch(
         grid=(heads, num_m_blocks * num_parts, cute.size(q, mode=[0])),
         block=(THREADS, 1, 1),
-        min_blocks_per_mp=1,  # bounds the registers at launch; without a bound ptxas ignores setmaxnreg
+        min_blocks_per_mp=CTAS_PER_SM,  # bounds the registers at launch
+        preferred_smem_carveout=SMEM_CARVEOUT,
         use_pdl=enable_pdl,
         stream=stream,
     )
     if num_parts > 1:
         combine_kernel(parts, parts_lse, out, lse).launch(
             grid=(cute.size(q, mode=[1]), cute.size(q, mode=[2]), cute.size(q, mode=[0])),
-            block=(HEAD_DIM, 1, 1),
+            block=(32 * COMBINE_WARPS, 1, 1),
             use_pdl=True,  # it waits for the parts where it needs them
             stream=stream,
         )
@@ -769,37 +772,56 @@ def store_f32(gPart: cute.Tensor, acc_O: cute.Tensor, m_start: cutlass.Int32):
 # ======================================================================================================================
 
 
+@cute.struct
+class CombineStorage:
+    sums: cute.struct.Align[cute.struct.MemRange[cutlass.Float32, COMBINE_WARPS * HEAD_DIM], SMEM_ALIGN]
+
+
 @cute.kernel
 def combine_kernel(parts: cute.Tensor, parts_lse: cute.Tensor, out: cute.Tensor, lse: cute.Tensor):
-    """One CTA: one row of O, a thread for each column: the sum of exp(LSE_i - LSE) O_i over the parts, in their order.
+    """One CTA: one row of O, the sum of exp(LSE_i - LSE) O_i over its parts, of which each warp adds up its share.
 
     parts: (num_parts, batch, seq_q, heads_q, HEAD_DIM), parts_lse: (num_parts, batch, heads_q, seq_q).
     """
-    column, _, _ = cute.arch.thread_idx()
+    tidx, _, _ = cute.arch.thread_idx()
+    warp_idx, lane = cute.arch.make_warp_uniform(cute.arch.warp_idx()), tidx % 32
     row, head, batch = cute.arch.block_idx()
+    storage = SmemAllocator().allocate(CombineStorage)
+    sums = storage.sums.get_tensor(cute.make_layout((COMBINE_WARPS, HEAD_DIM), stride=(HEAD_DIM, 1)))
     # This kernel may begin beside the one before; what that writes is there when it has ended.
     cute.arch.griddepcontrol_wait()
-    gO, gLSE = parts[None, batch, row, head, column], parts_lse[None, batch, head, row]  # (num_parts,)
+    gO, gLSE = (
+        parts[None, batch, row, head, None],
+        parts_lse[None, batch, head, row],
+    )  # (num_parts, HEAD_DIM), (num_parts,)
     num_parts = cute.size(gLSE)
-    # Memory is asked for AT_ONCE parts before one of them is used; past the last part that is the last one again.
-    largest = -cutlass.Float32.inf
-    for first in cutlass.range(column % 32, num_parts, 32 * LANE_PARTS, unroll=1):  # a lane for each, in each warp
-        for i in cutlass.range_constexpr(LANE_PARTS):
-            largest = cute.arch.fmax(largest, gLSE[cutlass.min(first + 32 * i, num_parts - 1)])
+    # Each warp for itself: LSE of the row, a lane for every 32nd part.
+    largest, total = -cutlass.Float32.inf, cutlass.Float32(0.0)
+    for part in cutlass.range(lane, num_parts, 32, unroll=4):
+        largest = cute.arch.fmax(largest, gLSE[part])
     largest = warp_max(largest)
     # A row that sees no key has -inf in all parts; -inf - -inf would be NaN.
     shift = 0.0 if largest == -cutlass.Float32.inf else largest
-    total, sum_O = cutlass.Float32(0.0), cutlass.Float32(0.0)
-    for first in cutlass.range(0, num_parts, AT_ONCE, unroll=1):
-        for i in cutlass.range_constexpr(AT_ONCE):
-            part = cutlass.min(first + i, num_parts - 1)
-            weight = cute.math.exp2((gLSE[part] - shift) * LOG2_E, fastmath=True)
-            weight = weight if first + i < num_parts else 0.0
-            total += weight
-            sum_O += weight * gO[part]
+    for part in cutlass.range(lane, num_parts, 32, unroll=4):
+        total += cute.math.exp2((gLSE[part] - shift) * LOG2_E, fastmath=True)
+    total = warp_sum(total)
     inverse = 0.0 if total == 0.0 else 1.0 / total
-    out[batch, row, head, column] = (sum_O * inverse).to(DTYPE)
-    if column == 0 and row < cute.size(lse, mode=[2]):  # lse has no rows when nobody asked for it
+    # Of every COMBINE_WARPS-th part COLUMNS adjacent columns, of eight parts at once.
+    sum_O, rO = (cute.make_rmem_tensor(COLUMNS, cutlass.Float32) for _ in range(2))
+    sum_O.fill(0.0)
+    for part in cutlass.range(warp_idx, num_parts, COMBINE_WARPS, unroll=8):
+        weight = cute.math.exp2((gLSE[part] - shift) * LOG2_E, fastmath=True) * inverse
+        cute.autovec_copy(cute.local_tile(gO, (1, COLUMNS), (part, lane))[0, None], rO)
+        for i in cutlass.range_constexpr(COLUMNS):
+            sum_O[i] = sum_O[i] + weight * rO[i]
+    cute.autovec_copy(sum_O, cute.local_tile(sums, (1, COLUMNS), (warp_idx, lane))[0, None])
+    cute.arch.sync_threads()
+    for column in cutlass.range(tidx, HEAD_DIM, 32 * COMBINE_WARPS, unroll=1):
+        rounded = cutlass.Float32(0.0)
+        for warp in cutlass.range_constexpr(COMBINE_WARPS):
+            rounded += sums[warp, column]
+        out[batch, row, head, column] = rounded.to(DTYPE)
+    if tidx == 0 and row < cute.size(lse, mode=[2]):  # lse has no rows when nobody asked for it
         lse[batch, head, row] = shift + cute.math.log2(total, fastmath=True) * LN_2
 
 
@@ -808,6 +830,14 @@ def warp_max(x: cutlass.Float32) -> cutlass.Float32:
     """Maximum over the warp."""
     for i in cutlass.range_constexpr(5):
         x = cute.arch.fmax(x, cute.arch.shuffle_sync_bfly(x, offset=1 << i))
+    return x
+
+
+@cute.jit
+def warp_sum(x: cutlass.Float32) -> cutlass.Float32:
+    """Sum over the warp."""
+    for i in cutlass.range_constexpr(5):
+        x = x + cute.arch.shuffle_sync_bfly(x, offset=1 << i)
     return x
 
 
@@ -910,7 +940,7 @@ def attention(q, k, v, *, scale=None, out=None, return_lse=False, enable_pdl=Fal
 def parts_of(seq_k, tiles, num_sms):
     """Parts of the keys of so many tiles of queries: as many as the GPU has room for at once, and not too short."""
     steps = -(-seq_k // TILE_N)
-    most = max(min(num_sms // tiles, steps // STEPS_OF_PART), 1)
+    most = max(min(num_sms * CTAS_PER_SM // tiles, steps // STEPS_OF_PART), 1)
     return -(-steps // -(-steps // most))
 
 

@@ -10,6 +10,7 @@ from fa3gen.design import footprint
 from fa3gen.design.schedule import full_tiles
 from fa3gen.generate.expected import SassExpectation
 from fa3gen.hardware import hopper
+from fa3gen.hardware.dtypes import FP32
 from fa3gen.spec.model import Forward, GlobalHandoff, WgmmaProduct
 
 VECTOR_BITS = 128  # of the widest access to memory that a thread makes
@@ -97,4 +98,9 @@ def _shared_stores(spec: Forward, matrices: int) -> dict[str, int] | None:
     words = footprint.tile_words(spec) * (spec.scheduler == "dynamic")
     vectors, word = divmod(words, VECTOR_BITS // 32)
     times = 1 + footprint.packed_sequences(spec)  # of the first tile as well
-    return {"STSM.4": matrices, "STS.128": times * vectors, "STS.32": word}  # O or P; drawn tiles
+    stores = {"STSM.4": matrices, "STS.128": times * vectors, "STS.32": word}  # O or P; drawn tiles
+    if spec.split is not None:  # a lane's columns of a row that is added up, in float32
+        bits = spec.problem.v_dim // hopper.WARP * FP32.bits
+        vector = min(bits & -bits, VECTOR_BITS)
+        stores[f"STS.{vector}"] = stores.get(f"STS.{vector}", 0) + bits // vector
+    return stores

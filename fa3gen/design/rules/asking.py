@@ -158,7 +158,7 @@ def _split(spec: Forward) -> Iterable[Answer]:
     yield splits.split_scheduler.ask(spec.scheduler, layout, spec.tile.group)
     yield splits.split_output.ask(place, spec.outputs.lse, spec.o_dtype, spec.problem.dtype)
     yield splits.split_scores.ask(spec.mask.kind, spec.softmax.sink, spec.softmax.row_max)
-    yield splits.combine_threads.ask(spec.problem.v_dim)
+    yield splits.combine_columns.ask(spec.problem.v_dim)
 
 
 def _row_max(spec: Forward) -> Iterable[Answer]:

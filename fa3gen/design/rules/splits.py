@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fa3gen.design.rules.registry import GENERATOR, HARDWARE, Violation, rule
+from fa3gen.design.rules.registry import GENERATOR, Violation, rule
 from fa3gen.hardware import hopper
 
 
@@ -73,13 +73,13 @@ def padded_heads(scheduler: str, o: str, layout: str, pack_heads: int) -> Violat
     return Violation("outputs.o", f"group: at_most is rendered with outputs.o: direct only, not {o}; use that")
 
 
-@rule(kind=HARDWARE, topic="kv order")
-def combine_threads(v_dim: int) -> Violation | None:
-    """A CTA of the kernel that adds parts up has a thread for each column (PTX ISA, limits of a CTA: 1024)."""
+@rule(kind=GENERATOR, topic="kv order")
+def combine_columns(v_dim: int) -> Violation | None:
+    """A lane of the kernel that adds parts up has as many columns as all others of its warp."""
     if v_dim % hopper.WARP == 0:
         return None
     return Violation(
         "problem.head_dim",
-        f"parts are added up by whole warps, a thread for each column, and {v_dim} columns are no multiple of "
+        f"parts are added up by warps whose lanes have as many columns each, and {v_dim} columns are no multiple of "
         f"{hopper.WARP}; leave split out",
     )
