@@ -112,7 +112,8 @@ GRID_MAX = 65_535  # CTAs along the second and the third dimension of a grid
 Q_STAGES = 1  # tiles of Q in flight or in use
 KV_STAGES = 1  # tiles of K and of V in flight or in use
 STEPS_OF_PART = 2  # tiles of keys of a part, at least
-COMBINE_WARPS = 4  # of a CTA that adds up the parts of a row
+COMBINE_WARPS = 8  # of a CTA that adds up the parts of a row
+PARTS_AT_ONCE = 8  # whose O a warp asks for before it uses one
 COLUMNS = HEAD_DIM // 32  # of a row that a lane adds up
 SMEM_ALIGN = 1024  # bytes; a 128-byte swizzle repeats every 8 rows of 128
 Q_LAYOUT = warpgroup.SmemLayoutAtomKind.K_SW128  # in shared memory: major order and swizzle
@@ -171,7 +172,7 @@ def launch(q, k, v, out, lse, parts, parts_lse, enable_pdl: cutlass.Int32, scale
     tma_Q, mQ = cpasync.make_tiled_tma_atom(tma_load, mQ, layouts[0], (PACKED_M, HEAD_DIM))
     tma_K, mK = cpasync.make_tiled_tma_atom(tma_load, mK, layouts[1], (TILE_N, HEAD_DIM))
     tma_V, mVt = cpasync.make_tiled_tma_atom(tma_load, mVt, layouts[2], (HEAD_DIM, TILE_N))
-    num_m_blocks, heads = cute.ceil_div(cute.size(q, mode=[1]), POSITIONS), heads_kv
+    num_m_blocks = cute.ceil_div(cute.size(q, mode=[1]), POSITIONS)
     num_parts = cutlass.max(cute.size(parts, mode=[0]), 1)  # of one part nothing is kept
     steps_of_part = cute.ceil_div(cute.ceil_div(cute.size(k, mode=[1]), TILE_N), num_parts)
     mParts = cute.make_tensor(parts.iterator, cute.select(parts.layout, mode=[2, 4, 3, 1, 0]))
@@ -181,7 +182,7 @@ def launch(q, k, v, out, lse, parts, parts_lse, enable_pdl: cutlass.Int32, scale
     attention_kernel(
         mQ, mK, mVt, mO, mLSE, mParts, mPartsLSE, tma_Q, tma_K, tma_V, scale * LOG2_E, num_parts, steps_of_part
     ).launch(
-        grid=(heads, num_m_blocks * num_parts, cute.size(q, mode=[0])),
+        grid=(heads_kv, num_m_blocks * num_parts, cute.size(q, mode=[0])),
         block=(THREADS, 1, 1),
         min_blocks_per_mp=CTAS_PER_SM,  # bounds the registers at launch
         preferred_smem_carveout=SMEM_CARVEOUT,
@@ -316,11 +317,10 @@ def next_work(work: Work, _) -> Work:
 
 @cute.jit
 def work_on(coordinates, part_of_keys, mQ, mK) -> Work:
-    """A tile of queries, and the tiles of keys of which its rows see any."""
+    """A tile of queries, and the tiles of keys of a part."""
     m_block, head, head_kv, batch = coordinates
     part, num_parts, steps_of_part = part_of_keys
     seq_q, seq_k = mQ.shape[0][1], mK.shape[0]
-    n_begin = cutlass.Int32(0)
     n_end, n_full_end = kv_range(m_block * POSITIONS, seq_q, seq_k)
     # Of these the part's, one at least: if no row sees a key of it, its sum of exponentials is 0.
     n_begin = part * steps_of_part
@@ -739,7 +739,7 @@ def store_lse(gLSE, row_max, row_sum, scale_log2, m_start):
 
 @cute.jit
 def place_of(gX: cute.Tensor, row: cutlass.Int32):
-    """Where a row of a tile lies in gX, ((group, seq_q), ...), and whether it exists: a tile has room for more heads."""
+    """Where a row of a tile lies in gX, ((group, seq_q), ...), and whether it exists: a tile may have room for more."""
     group, seq_q = gX.shape[0]
     head, query = row % PACK_HEADS, row // PACK_HEADS
     return (head, query), head < group and query < seq_q
@@ -822,10 +822,8 @@ def combine_kernel(parts: cute.Tensor, parts_lse: cute.Tensor, out: cute.Tensor,
     sums = storage.sums.get_tensor(cute.make_layout((COMBINE_WARPS, HEAD_DIM), stride=(HEAD_DIM, 1)))
     # This kernel may begin beside the one before; what that writes is there when it has ended.
     cute.arch.griddepcontrol_wait()
-    gO, gLSE = (
-        parts[None, batch, row, head, None],
-        parts_lse[None, batch, head, row],
-    )  # (num_parts, HEAD_DIM), (num_parts,)
+    gO = parts[None, batch, row, head, None]  # (num_parts, HEAD_DIM)
+    gLSE = parts_lse[None, batch, head, row]  # (num_parts,)
     num_parts = cute.size(gLSE)
     # Each warp for itself: LSE of the row, a lane for every 32nd part.
     largest, total = -cutlass.Float32.inf, cutlass.Float32(0.0)
@@ -838,21 +836,27 @@ def combine_kernel(parts: cute.Tensor, parts_lse: cute.Tensor, out: cute.Tensor,
         total += cute.math.exp2((gLSE[part] - shift) * LOG2_E, fastmath=True)
     total = warp_sum(total)
     inverse = 0.0 if total == 0.0 else 1.0 / total
-    # Of every COMBINE_WARPS-th part COLUMNS adjacent columns, of eight parts at once.
-    sum_O, rO = (cute.make_rmem_tensor(COLUMNS, cutlass.Float32) for _ in range(2))
+    # Of every COMBINE_WARPS-th part COLUMNS adjacent columns. A warp asks for PARTS_AT_ONCE before it uses one of them.
+    sum_O = cute.make_rmem_tensor(COLUMNS, cutlass.Float32)
     sum_O.fill(0.0)
-    for part in cutlass.range(warp_idx, num_parts, COMBINE_WARPS, unroll=8):
-        weight = cute.math.exp2((gLSE[part] - shift) * LOG2_E, fastmath=True) * inverse
-        cute.autovec_copy(cute.local_tile(gO, (1, COLUMNS), (part, lane))[0, None], rO)
-        for i in cutlass.range_constexpr(COLUMNS):
-            sum_O[i] = sum_O[i] + weight * rO[i]
+    for first in cutlass.range(warp_idx, num_parts, COMBINE_WARPS * PARTS_AT_ONCE, unroll=1):
+        rO = cute.make_rmem_tensor(cute.make_layout((PARTS_AT_ONCE, COLUMNS), stride=(COLUMNS, 1)), cutlass.Float32)
+        for i in cutlass.range_constexpr(PARTS_AT_ONCE):
+            part = cutlass.min(first + i * COMBINE_WARPS, num_parts - 1)  # past the end the last one, which counts 0
+            cute.autovec_copy(cute.local_tile(gO, (1, COLUMNS), (part, lane))[0, None], rO[i, None])
+        for i in cutlass.range_constexpr(PARTS_AT_ONCE):
+            part = first + i * COMBINE_WARPS
+            part_lse = gLSE[part] if part < num_parts else -cutlass.Float32.inf
+            weight = cute.math.exp2((part_lse - shift) * LOG2_E, fastmath=True) * inverse
+            for column in cutlass.range_constexpr(COLUMNS):
+                sum_O[column] = sum_O[column] + weight * rO[i, column]
     cute.autovec_copy(sum_O, cute.local_tile(sums, (1, COLUMNS), (warp_idx, lane))[0, None])
     cute.arch.sync_threads()
     for column in cutlass.range(tidx, HEAD_DIM, 32 * COMBINE_WARPS, unroll=1):
-        rounded = cutlass.Float32(0.0)
+        o = cutlass.Float32(0.0)
         for warp in cutlass.range_constexpr(COMBINE_WARPS):
-            rounded += sums[warp, column]
-        out[batch, row, head, column] = rounded.to(DTYPE)
+            o += sums[warp, column]
+        out[batch, row, head, column] = o.to(DTYPE)
     if tidx == 0 and row < cute.size(lse, mode=[2]):  # lse has no rows when nobody asked for it
         lse[batch, head, row] = shift + cute.math.log2(total, fastmath=True) * LN_2
 
