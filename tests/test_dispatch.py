@@ -745,3 +745,41 @@ def test_the_committed_table_is_what_the_committed_records_give() -> None:
     """And each of its rows has the module that was measured, byte for byte."""
     records = dispatch_table.records_of(CHECKOUT)
     assert records and dispatch_table.check_table(CHECKOUT, records) == []
+
+
+def test_few_queries_have_rows_of_their_own() -> None:
+    """A decoding step reads K and V once for all heads of a group, in parts; a prefill of the same family does not."""
+
+    def chosen(queries: int, keys: int, batch: int, heads: tuple[int, int], causal: bool = True) -> str:
+        family = Family("bf16", 128, 128, dispatch.mask_of(causal, None))
+        tiles = batch * heads[0] * -(-queries // 128)
+        size = Size(keys, tiles, 132, heads[0] // heads[1], queries)
+        return dispatch.choose(family, size, lse=True, workspace=CHECKOUT).stem
+
+    assert chosen(1, 4096, 1, (32, 8), causal=False).startswith("fwd_decode")
+    for queries in (1, 16):
+        for heads in ((32, 8), (8, 1), (16, 1), (12, 4)):  # a group of three has no record: the next larger one serves
+            assert chosen(queries, 8192, 4, heads).startswith("fwd_decode"), (queries, heads)
+    for queries, heads in ((17, (32, 8)), (1, (32, 1)), (4096, (32, 8))):  # 32 heads are more than a tile has room for
+        assert not chosen(queries, 8192, 4, heads).startswith("fwd_decode"), (queries, heads)
+    assert not chosen(1, 128, 1, (16, 16)).startswith("fwd_decode")  # as measured: a CTA each is faster
+
+
+def test_a_stretch_ends_where_few_queries_do() -> None:
+    family = Family("bf16", 128, 128, dispatch.mask_of(True, None))
+    few, many = (
+        dispatch.choose(family, Size(8192, 32, 132, 8, queries), lse=True, workspace=CHECKOUT) for queries in (4, 64)
+    )
+    assert few.stem != many.stem and few.row is not None and few.row.seq_q is not None
+    assert "up to 16 queries, up to 8 heads of q for each of k" in few.reason
+    assert few.around.most_keys >= 8192 and "4 queries, 8192 keys" in str(few)
+
+
+@pytest.mark.parametrize("missing", ["fwd_decode_d128_causal", "fwd_decode_pairs_d128_causal"])
+def test_a_row_for_more_heads_than_a_tile_has_room_for_is_wrong(missing: str) -> None:
+    path = dispatch.table_path(CHECKOUT)
+    row = next(row for row in dispatch.read_table(path).rows if row.module == missing)
+    assert isinstance(row.group, dispatch.AtMost)
+    wide = row.model_copy(update={"group": dispatch.AtMost(at_most=17)})
+    with pytest.raises(NoKernel, match="whose tiles hold 16 heads of a group"):
+        dispatch.of_row(CHECKOUT, wide, "row 1")

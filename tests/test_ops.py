@@ -108,10 +108,19 @@ def test_the_choice_is_made_once_for_a_stretch_of_lengths(way: str, request: pyt
 def test_the_number_of_tiles_decides_too(way: str, request: pytest.FixtureRequest) -> None:
     """2 sequences of 4 heads: 8 tiles up to 128 queries, 16 from 129 on; with whatever number of keys."""
     modules: Modules = request.getfixturevalue(way)
-    for seq_q, seq_k in ((129, 130), (5, 7), (128, 130), (200, 3), (5, 3)):
+    for seq_q, seq_k in ((129, 130), (50, 7), (128, 130), (200, 3), (50, 3)):
         call(*tensors(seq_q=seq_q, seq_k=seq_k))
     assert modules.calls == ["large", "long", "long", "large", "short"]
     assert [(size.tiles, size.keys) for size in modules.sizes] == [(16, 130), (8, 7), (8, 3)]
+
+
+@pytest.mark.parametrize("way", ["eager", "modules"])
+def test_few_queries_are_looked_up_by_their_number(way: str, request: pytest.FixtureRequest) -> None:
+    """Rows for decoding end at a number of queries: up to 16 each number is asked for once, all others together."""
+    modules: Modules = request.getfixturevalue(way)
+    for seq_q in (1, 2, 1, 16, 17, 60, 2):
+        call(*tensors(seq_q=seq_q, seq_k=130))
+    assert [size.queries for size in modules.sizes] == [1, 2, 16, 17]
 
 
 def test_sms_are_asked_of_each_gpu_once(eager: Modules, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -442,7 +451,7 @@ def test_explain_needs_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         fake = torch.empty(2, 7, 4, 64, dtype=torch.float16, device="cuda")
         other = fa3gen.attention.explain(fake, fake, fake, causal=True)
         assert (other.stem, other.row) == (why.stem, why.row)
-    assert "  for   7 keys, 8 tiles of 128 queries on 132 SMs, as on an H200" in str(why)
+    assert "  for   5 queries, 7 keys, 8 tiles of 128 queries on 132 SMs, as on an H200" in str(why)
     with pytest.raises(NoKernel, match="no generated module computes fp16, head dim 64, window"):
         fa3gen.attention.explain(q, k, v, window=(300, 0))
     with pytest.raises(

@@ -21,6 +21,7 @@ from fa3gen.design.rules import (
     products,
     scalar,
     schedules,
+    splits,
     taste,
     threads,
 )
@@ -896,6 +897,72 @@ def test_kv_from_window() -> None:
             "kv_from: window is rendered with windows that calls give (mask {kind: window}), overlap: true, and "
             "scheduler static or dynamic; use first_key",
         )
+
+
+def test_split_size() -> None:
+    assert splits.split_size("auto", None, 64) is splits.split_size(None, 256, 64) is None
+    assert splits.split_size(None, None, 64) == Violation(
+        "split", "split has neither count nor keys; give one of them: {count: auto}, or {keys: 512}"
+    )
+    assert splits.split_size("auto", 256, 64) == Violation(
+        "split", "split has both count and keys; give one of them: {count: auto}, or {keys: 512}"
+    )
+    assert splits.split_size(None, 200, 64) == Violation(
+        "split.keys", "a part of 200 keys is no whole number of tiles of 64 (200 = 3 x 64 + 8); use 192"
+    )
+    assert "use 64" in str(splits.split_size(None, 5, 64))
+
+
+def test_split_scheduler() -> None:
+    assert splits.split_scheduler("grid", "dense", "at_most") is None
+    for asked, field in (
+        (("grid", "dense", "multiple"), "tile.group"),
+        (("grid", "paged", "at_most"), "split"),
+        (("static", "dense", "at_most"), "split"),
+    ):
+        found = splits.split_scheduler(*asked)
+        assert found is not None and found.field == field
+
+
+def test_split_output() -> None:
+    assert splits.split_output("direct", True, "bf16", "bf16") is None
+    for asked, field in (
+        (("own_buffer", True, "bf16", "bf16"), "outputs.o"),
+        (("direct", False, "bf16", "bf16"), "outputs.lse"),
+        (("direct", True, "fp32", "bf16"), "o.dtype"),
+    ):
+        found = splits.split_output(*asked)
+        assert found is not None and found.field == field
+
+
+def test_split_scores() -> None:
+    assert splits.split_scores("none", False, "online") is splits.split_scores("causal", False, "online") is None
+    for asked, field in (
+        (("window", False, "online"), "mask"),
+        (("none", True, "online"), "softmax.sink"),
+        (("none", False, "first"), "softmax.row_max"),
+    ):
+        found = splits.split_scores(*asked)
+        assert found is not None and found.field == field
+
+
+def test_padded_heads() -> None:
+    assert splits.padded_heads("grid", "direct", "dense", 16) is None
+    for asked, field in (
+        (("grid", "direct", "dense", 1), "tile.group"),
+        (("dynamic", "direct", "dense", 16), "tile.group"),
+        (("grid", "direct", "packed", 16), "tile.group"),
+        (("grid", "own_buffer", "dense", 16), "outputs.o"),
+    ):
+        found = splits.padded_heads(*asked)
+        assert found is not None and found.field == field
+
+
+def test_combine_columns() -> None:
+    assert [columns for columns in range(8, 260, 8) if splits.combine_columns(columns) is None] == list(
+        range(32, 260, 32)
+    )
+    assert "80 columns are no multiple of 32; leave split out" in str(splits.combine_columns(80))
 
 
 def test_page_layout() -> None:

@@ -13,8 +13,8 @@ import torch
 
 from fa3gen.compile.compiler import Compiled
 from fa3gen.cpu import ptx
-from fa3gen.cpu.global_memory import GlobalMemory
 from fa3gen.cpu.driver import LaunchRefused
+from fa3gen.cpu.global_memory import GlobalMemory
 from fa3gen.cpu.host import HostProgram, Launch
 from fa3gen.cpu.launch import Execution, Index, Sums
 from fa3gen.cpu.schedule import FAST, Schedule

@@ -18,7 +18,7 @@ STEPS_OF_PART = 2
 def num_parts(spec: Forward, shape: Shape | PackedShape, num_sms: int = H200.sms) -> int:
     """Parts of the keys of a tile of queries: one formula of lengths, heads and SMs, or the keys over those of a part.
 
-    As many as let all CTAs be on the GPU at once, none of fewer than STEPS_OF_PART tiles of keys where there are several.
+    As many as let all CTAs be on the GPU at once; where there are several, none of fewer than STEPS_OF_PART tiles.
     """
     assert spec.split is not None and isinstance(shape, Shape)
     steps = -(-shape.seq_k // spec.tile.kv)

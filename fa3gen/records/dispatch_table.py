@@ -86,11 +86,13 @@ _File = tuple[str, str]  # stem and first digits of the SHA-256
 @dataclass(frozen=True)
 class _Cell:
     """A record, and the speeds of its modules that can serve every call of the rows that are made: of groups of heads
-    that are multiples of `group`, or of up to `at_most` where that is said, with LSE."""
+    that are multiples of `group`, or of up to `at_most` where that is said, with LSE. `padded`: whose tiles hold all
+    heads of a group."""
 
     record: Record
     group: int = 1
     at_most: int = 0
+    padded: bool = False
     speeds: dict[_File, float] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -103,7 +105,7 @@ class _Cell:
 
     def _serves_groups(self, spec: Mapping[str, Any]) -> bool:
         most, heads = _most_heads(spec), _heads_in_a_tile(spec)
-        return most >= self.at_most > 0 if most else self.group % heads == 0
+        return most >= self.at_most > 0 if most else not self.padded and self.group % heads == 0
 
     @property
     def keys(self) -> int:
@@ -195,12 +197,19 @@ def _is_decoding(record: Record) -> bool:
 
 
 def _of_few_queries(family: Family, records: Sequence[Record]) -> Iterator[Row]:
-    """Rows of one family for a decoding step, where modules serve it best that have room for all heads of a kv head."""
-    at_most = max((_most_heads(result.spec) for record in records for result in record.results), default=0)
-    able = [record for record in records if record.problem.group <= at_most]
-    own = {"seq_q": Region(up_to=FEW_QUERIES), "group": AtMost(at_most=at_most)} if at_most else {}
-    for row in _rows(family, [_Cell(record, at_most=at_most) for record in able]):
-        yield row.model_copy(update=own)
+    """Rows of one family for a decoding step: for groups of heads up to each one that was measured.
+
+    Beyond these, up to as many heads as tiles have room for, modules serve that hold all heads of a group in a tile:
+    others read K and V once for each head.
+    """
+    room = max((_most_heads(result.spec) for record in records for result in record.results), default=0)
+    groups = sorted({record.problem.group for record in records if record.problem.group <= room})
+    for at_most in (*groups, *[room] * bool(groups)):
+        last = min(at_most, groups[-1])
+        cells = [_Cell(each, at_most=at_most, padded=at_most > last) for each in records if each.problem.group == last]
+        own = {"seq_q": Region(up_to=FEW_QUERIES), "group": AtMost(at_most=at_most)}
+        for row in _rows(family, cells, fill_up=True):
+            yield row.model_copy(update=own)
 
 
 def band_of(record: Record) -> int:
@@ -208,10 +217,15 @@ def band_of(record: Record) -> int:
     return bisect.bisect_left(BANDS, record.tiles_per_sm)
 
 
-def _rows(family: Family, cells: Iterable[_Cell]) -> Iterator[Row]:
-    """Rows of one family and group: its bands from the largest to the smallest, and turned round."""
+def _rows(family: Family, cells: Iterable[_Cell], *, fill_up: bool = False) -> Iterator[Row]:
+    """Rows of one family and group: its bands from the largest to the smallest, and turned round.
+
+    `fill_up`: bands in which nothing was measured go with the next smaller one that has rows, and not with the next
+    larger one: where keys are split, few tiles are what matters.
+    """
     able = [cell for cell in cells if cell.speeds]
     bands: list[tuple[float | None, list[_Part]]] = []
+    above = len(BANDS)  # the smallest band so far
     for number in reversed(range(len(BANDS) + 1)):
         lengths = _by_length([cell for cell in able if band_of(cell.record) == number])
         if not lengths:
@@ -219,7 +233,9 @@ def _rows(family: Family, cells: Iterable[_Cell]) -> Iterator[Row]:
         if bands and (served := _served_by(bands[-1][1], lengths)):
             bands[-1] = bands[-1][0], served
         else:
-            bands.append((BANDS[number] if bands else None, _parts(lengths, last=number == len(BANDS))))
+            edge = BANDS[above - 1 if fill_up else number] if bands else None
+            bands.append((edge, _parts(lengths, last=number == len(BANDS))))
+        above = number
     for edge, parts in reversed(bands):
         for part in parts:
             yield _row(family, edge, part)

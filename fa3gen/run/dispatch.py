@@ -97,7 +97,7 @@ class Size:
         whose = ", as on an H200, since the tensors are on no GPU" if self.sms_here is None else ""
         tiles = f"{counted(self.tiles, 'tile')} of {TILE_ROWS} queries"
         heads = f", {self.group} query heads for each of k" if self.group > 1 else ""
-        few = f"{counted(self.queries, 'query')}, " if self.queries <= FEW_QUERIES else ""
+        few = f"{self.queries} {'query' if self.queries == 1 else 'queries'}, " if self.queries <= FEW_QUERIES else ""
         return f"{few}{counted(self.keys, 'key')}, {tiles} on {self.sms} SMs{whose}{heads}"
 
 
@@ -165,7 +165,7 @@ class Multiples(SpecModel):
 class AtMost(SpecModel):
     """Numbers of query heads for each head of k and v up to `at_most`."""
 
-    at_most: int = Field(gt=1)
+    at_most: int = Field(gt=0)
 
 
 class Stretch(NamedTuple):
@@ -258,7 +258,8 @@ class Row(SpecModel):
         """`up to 0.5 tiles per SM, up to 1024 keys` or `any number of keys`."""
         tiles = f"up to {self.tiles_per_sm.up_to:g} tiles per SM, " if self.tiles_per_sm else ""
         if isinstance(self.group, AtMost):
-            tiles = f"groups of up to {self.group.at_most} heads, {tiles}"
+            heads = counted(self.group.at_most, "head")
+            tiles = f"up to {heads} of q for each of k, {tiles}"
         elif self.group:
             tiles = f"groups of a multiple of {self.group.multiple_of} heads, {tiles}"
         if self.seq_q:
