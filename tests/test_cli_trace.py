@@ -70,6 +70,14 @@ def test_one_cta_of_a_module(workspace: Path, capsys: pytest.CaptureFixture[str]
     assert [line.split()[0] for line in out.splitlines() if "; " in line and "line" in line] == ["1", "4"]
 
 
+def test_a_kernel_whose_keys_come_in_parts(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One CTA is traced: it has all keys, as where there is one part."""
+    assert cli.main(["trace", "fwd_decode_d64"]) == 0
+    said = capsys.readouterr().out
+    assert "batch 1, 4 x 448, 16/1 heads" in said and "CTA (0, 0, 0) of (1, 1, 1)" in said
+    assert (workspace / "fwd_decode_d64.perfetto.json").is_file()
+
+
 def test_the_same_command_writes_the_same_bytes(workspace: Path) -> None:
     """In another process, too, and with the compiled module at hand in less than ten seconds of processor time."""
     command = ["trace", STEM, "--seq-k", "100", "--seed", "3", "--schedule", "4"]
