@@ -178,3 +178,13 @@ def test_a_persistent_kernel_has_one_cta_for_each_sm() -> None:
     found = ceiling.occupancy(spec("fwd_d64_short"), 128)
     assert found.ctas == 1
     assert found.limited_by == ("launch: 1 per SM",)
+
+
+def test_parts_of_the_keys_fill_the_gpu() -> None:
+    """One query on 4096 keys: 64 tiles of 64. 8 tiles of queries have 16 parts of 4 steps each, on 128 of 132 SMs."""
+    decode = spec("fwd_decode_d128")
+    for batch, heads, parts, steps in ((1, (32, 8), 16, 4), (32, (32, 8), 1, 2 * 64), (1, (8, 1), 32, 2)):
+        problem = Problem(decode, Shape(batch, 1, 4096, *heads))
+        assert problem.tiles == batch * heads[1]
+        assert ceiling.ctas_of(problem, 132) == problem.tiles * parts
+        assert ceiling.busiest_sm(decode, problem, 132) == steps

@@ -14,6 +14,7 @@ from typing import Literal, TypeVar
 
 from fa3gen.design import footprint, tile_order, work
 from fa3gen.design.cta import cta_of
+from fa3gen.design.splits import num_parts
 from fa3gen.design.work import Problem
 from fa3gen.hardware import hopper
 from fa3gen.hardware.chips import Chip
@@ -132,16 +133,18 @@ def of_problem(problem: Problem, chip: Chip, occupancy: Occupancy) -> ProblemCei
     return ProblemCeiling(
         chip=chip,
         problem=problem,
-        waves=ctas_of(problem) / places,
+        waves=ctas_of(problem, chip.sms) / places,
         balance=problem.visited / (chip.sms * busiest) if busiest else 1.0,
         tflops=problem.flops / longest / 1e12 if longest else 0.0,
         bounded_by="HBM" if by_hbm > seconds else ceiling.binding.unit,
     )
 
 
-def ctas_of(problem: Problem) -> int:
-    """Tiles that are handed out to CTAs; of k1, tiles of scores."""
-    return problem.visited if isinstance(problem.spec.handoff, GlobalHandoff) else problem.tiles
+def ctas_of(problem: Problem, sms: int) -> int:
+    """Tiles that are handed out to CTAs, or parts of their keys on a GPU of so many SMs; of k1, tiles of scores."""
+    if isinstance(problem.spec.handoff, GlobalHandoff):
+        return problem.visited
+    return problem.tiles * (1 if problem.spec.split is None else num_parts(problem.spec, problem.shape, sms))
 
 
 def busiest_sm(spec: Forward, problem: Problem, sms: int) -> int:
@@ -152,6 +155,9 @@ def busiest_sm(spec: Forward, problem: Problem, sms: int) -> int:
     if isinstance(spec.handoff, GlobalHandoff):
         return -(-problem.visited // sms)  # a CTA for each step
     different = {tiles.visited for of_head in problem.of_lengths.values() for tiles in of_head}
+    if spec.split is not None:
+        parts = num_parts(spec, problem.shape, sms)
+        return -(-problem.tiles * parts // sms) * -(-max(different, default=0) // parts)
     if len(different) <= 1:
         steps, (waves, rest) = max(different, default=0), divmod(problem.tiles, sms)
         share = tile_order.tail_share(rest, steps, sms) if footprint.splits_tail(spec) else steps
