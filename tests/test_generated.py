@@ -441,9 +441,12 @@ def test_all_modules_check_alike() -> None:
     sequences = {stem for stem, plan in attention_plans().items() if plan.problem.packed_sequences}
     dense = set(attention_stems()) - sequences
     packed = {stem for stem in dense if attention_plans()[stem].tile.packed}
+    padded = {stem for stem in packed if attention_plans()[stem].tile.padded}
+    packed -= padded
     assert packed == {PACKED, "fwd_d64_pack8_window", "fwd_d64_pack8_sink_window"}
     scored = {stem for stem, plan in attention_plans().items() if plan.softmax.sink or plan.softmax.softcap}
-    assert {checks(stem) for stem in dense - packed - scored} == {checks("k4_2_d64")}
+    assert {checks(stem) for stem in dense - packed - padded - scored} == {checks("k4_2_d64")}
+    assert len({checks(stem) for stem in padded}) == 1 and checks("fwd_decode_d64") != checks(PACKED)
     assert {checks(stem) for stem in packed - scored} == {checks(PACKED)} != {checks("k4_2_d64")}
     # Those for packed sequences have checks of their own, alike but for heads in a tile.
     usual_of = {("dense", False): checks("k4_2_d64"), ("dense", True): checks(PACKED)}

@@ -233,7 +233,8 @@ def asked_for(division: dict[str, Any], spec: Spec, block: int, seq_q: int, seq_
         work = division["piece_of_work"](0, (mQ, mK, (1, 0, 1)))
     else:
         number_and_valid = {"number": 0, "valid": True} if persistent(spec) else {}
-        work = division["work_on"]((block, 0, 0, 0), mQ, mK, *window, **number_and_valid)
+        part = [] if spec.split is None else [(0, 1, -(-seq_k // spec.tile.kv))]  # the first of one part
+        work = division["work_on"]((block, 0, 0, 0), *part, mQ, mK, *window, **number_and_valid)
     assert work.valid
     if full_tiles(spec) == "none":  # a module with a narrow window says nothing of full tiles: it has none
         counted = key_tiles(spec, (seq_q, seq_k), block)
@@ -292,16 +293,24 @@ def test_states_are_those_of_every_element(stem: str) -> None:
                 assert tiles.state(row, block) == wanted or least, (seq_q, seq_k, index, block)
 
 
-def check_places(first_work: Any, fake: Fake, order: list[Any], sizes: tuple[int, ...]) -> None:
-    """CTAs start along the first dimension of the grid first, then along the second, then the third."""
+def check_places(first_work: Any, fake: Fake, order: list[Any], sizes: tuple[int, ...], spec: Spec) -> None:
+    """CTAs start along the first dimension of the grid first, then along the second, then the third.
+
+    With keys in parts, which stand below each other there, a tile comes once for each part.
+    """
     seq_q, seq_k, heads, batch, blocks = sizes
-    tensors = [types.SimpleNamespace(shape=(seq, 64, heads, batch)) for seq in (seq_q, seq_k)]
-    fake.arch.grid_dim = lambda: (heads, blocks, batch)
-    for entry in order:
+    rows = (spec.tile.pack_heads, seq_q) if spec.tile.pack_heads > 1 else seq_q
+    tensors = [types.SimpleNamespace(shape=(seq, 64, heads, batch)) for seq in (rows, seq_k)]
+    parts, steps = (1, 0) if spec.split is None else (3, -(-seq_k // spec.tile.kv // 3))
+    schedule = (*tensors, 1) if spec.split is None else (*tensors, parts, steps)
+    fake.arch.grid_dim = lambda: (heads, blocks * parts, batch)
+    for entry, part in itertools.product(order, range(parts)):
         x, rest = entry.number % heads, entry.number // heads
-        fake.arch.block_idx = lambda place=(x, rest % blocks, rest // blocks): place
-        work = first_work((*tensors, 1))
+        y = rest % blocks * parts + part
+        fake.arch.block_idx = lambda place=(x, y, rest // blocks): place
+        work = first_work(schedule)
         assert (work.m_block, work.head, work.batch) == (entry.m_block, entry.head, entry.batch), entry
+        assert spec.split is None or (work.part, work.num_parts, work.n_begin) == (part, parts, part * steps)
 
 
 def check_sequences(place_in_sequence: Any, spec: Spec, heads: int) -> None:
@@ -332,7 +341,7 @@ def test_tiles_of_queries_are_taken_in_the_modules_order() -> None:
         fake = Fake()
         division = division_of(stem, fake)
         if spec.scheduler == "grid":
-            check_places(division["first_work"], fake, order, (seq_q, seq_k, heads, batch, blocks))
+            check_places(division["first_work"], fake, order, (seq_q, seq_k, heads, batch, blocks), spec)
             continue
         coordinates = division["tile_coordinates"]
         specialized = isinstance(spec.schedule, WarpSpecializedSchedule | PingPongSchedule)

@@ -899,20 +899,6 @@ def test_kv_from_window() -> None:
         )
 
 
-def test_split_size() -> None:
-    assert splits.split_size("auto", None, 64) is splits.split_size(None, 256, 64) is None
-    assert splits.split_size(None, None, 64) == Violation(
-        "split", "split has neither count nor keys; give one of them: {count: auto}, or {keys: 512}"
-    )
-    assert splits.split_size("auto", 256, 64) == Violation(
-        "split", "split has both count and keys; give one of them: {count: auto}, or {keys: 512}"
-    )
-    assert splits.split_size(None, 200, 64) == Violation(
-        "split.keys", "a part of 200 keys is no whole number of tiles of 64 (200 = 3 x 64 + 8); use 192"
-    )
-    assert "use 64" in str(splits.split_size(None, 5, 64))
-
-
 def test_split_scheduler() -> None:
     assert splits.split_scheduler("grid", "dense", "at_most") is None
     for asked, field in (
@@ -947,15 +933,13 @@ def test_split_scores() -> None:
 
 
 def test_padded_heads() -> None:
-    assert splits.padded_heads("grid", "direct", "dense", 16) is None
-    for asked, field in (
-        (("grid", "direct", "dense", 1), "tile.group"),
-        (("dynamic", "direct", "dense", 16), "tile.group"),
-        (("grid", "direct", "packed", 16), "tile.group"),
-        (("grid", "own_buffer", "dense", 16), "outputs.o"),
-    ):
-        found = splits.padded_heads(*asked)
-        assert found is not None and found.field == field
+    assert splits.padded_heads(True, 16) is None
+    assert splits.padded_heads(True, 1) == Violation(
+        "tile.group", "group: at_most needs room for several heads; use tile.pack_heads of 2 or more"
+    )
+    assert splits.padded_heads(False, 16) == Violation(
+        "tile.group", "group: at_most is rendered with keys in parts only; add split: {count: auto}, or use multiple"
+    )
 
 
 def test_combine_columns() -> None:

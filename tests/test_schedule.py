@@ -59,6 +59,9 @@ ONLY = {
 }
 
 
+ONE_PART = "work.num_parts == 1"  # else O and LSE are those of a part of the keys
+
+
 @dataclass(frozen=True)
 class Event:
     """A step as the code has it, and its line."""
@@ -145,7 +148,11 @@ class Reader:
     ) -> Iterator[Event]:
         """The events of some statements; `names` are those that a function's parameters have in its caller."""
         for node in body:
-            if isinstance(node, ast.If):
+            if isinstance(node, ast.If) and ast.unparse(node.test) == ONE_PART:
+                one, several = (list(self._block(branch, names, only, inside)) for branch in (node.body, node.orelse))
+                assert one == several  # the same steps: what they write differs
+                yield from one
+            elif isinstance(node, ast.If):
                 yield from self._calls(node.test, names or {}, only, inside)
                 yield from self._block(node.body, names, self._only(node, only), inside)
                 yield from self._block(node.orelse, names, only, inside)
@@ -193,7 +200,7 @@ class Reader:
             yield "load", TENSORS[first]
         elif function == "cute.copy" and first in COPIES:
             yield COPIES[first]
-        elif function == "cute.autovec_copy" and inside == "store_output":
+        elif function == "cute.autovec_copy" and inside in ("store_output", "store_f32"):
             yield "store", "O"
         elif function == "cute.arch.cp_async_commit_group":
             yield "commit", ""

@@ -46,6 +46,7 @@ BANNERS = [
     "Softmax",
     "O = P V",
     "Epilogue",
+    "Parts of the keys, added up",
     "Python entry points",
 ]
 GEMM_BANNERS = [
@@ -143,6 +144,10 @@ def test_banners_stand_in_one_order() -> None:
         for stem, names in missing.items()
     }
     missing = {stem: names if plans()[stem].problem.paged else {*names, "Pages"} for stem, names in missing.items()}
+    split = {stem for stem in fused if plans()[stem].schedule.specialized and plans()[stem].scheduler.split}
+    missing = {
+        stem: names if stem in split else {*names, "Parts of the keys, added up"} for stem, names in missing.items()
+    }
     assert [stem for stem in fused if set(BANNERS) - set(banners(source(stem))) != missing[stem]] == []
 
 
@@ -191,6 +196,10 @@ BY_SPEC: dict[str, Callable[[Plan], bool]] = {
     "store_lse": lambda plan: plan.lse,
     "transpose_in_quad": lambda plan: plan.output.place == "direct" and not plan.output.own_dtype,
     "trade": lambda plan: plan.output.place == "direct" and not plan.output.own_dtype,
+    **dict.fromkeys(
+        ["place_of", "store_f32", "CombineStorage", "combine_kernel", "warp_max", "warp_sum"],
+        lambda plan: plan.scheduler.split,
+    ),
     "part_of_thread": lambda plan: plan.scheduler.kind == "stream_k",
     "give_part": lambda plan: plan.scheduler.kind == "stream_k",
     "add_part": lambda plan: plan.scheduler.kind == "stream_k",
@@ -265,7 +274,7 @@ def test_few_positional_arguments() -> None:
 
 
 KERNELS = {"launch", "attention_kernel", "scores_kernel", "softmax_kernel", "output_kernel", "matmul_kernel"}
-KERNELS |= {"copy_kernel"}
+KERNELS |= {"copy_kernel", "combine_kernel"}
 
 
 # Code
@@ -451,7 +460,7 @@ def test_no_branch_on_a_constant() -> None:
 # Integers that stand in functions without a name, and why they may.
 ANYWHERE = {0, 1, 2}  # first, next, a pair; "number of bytes of 16 bits"
 NUMBERS: dict[str, dict[int, str]] = {
-    "launch": {3: "mode", 4: "dimension of a box", 128: "num_bits_per_copy"},
+    "launch": {3: "mode", 4: "dimension of a box", 32: "threads of a warp", 128: "num_bits_per_copy"},
     "as_boxed": {3: "mode", 4: "mode"},
     "partition_tile": {3: "modes", 4: "modes", 5: "modes", 6: "modes"},
     "copy": {4: "dimensions", 5: "dimensions"},
@@ -492,6 +501,8 @@ NUMBERS: dict[str, dict[int, str]] = {
     "sm_count": {9: "compute capability"},
     "packed_constants": {9: "compute capability"},
     "heads_first": {3: "mode", 4: "mode"},
+    "combine_kernel": {4: "loads at once", 32: "threads of a warp"},
+    "store_f32": {4: "threads of a quad", 8: "columns of a quad; rows", 32: "threads of a warp"},
     "shuffle_64": {32: "bits"},
     "sink_of": {16: "bits of a bfloat16", 0xFFFF: "the lower half of a float32"},
 }
@@ -538,10 +549,13 @@ PING_PONG = r"TURN_|_turn\b|multiply in turn"
 OVERLAP = r"wait_group\(1\)|rescale_output|\bk_drain|\bv_drain|multiply\(|upcoming"
 SEQUENTIAL = r"kv_drain"
 SINGLE_TILE = r"unasked_lse|replace\("
-PERSISTENT = r"num_sms|num_ctas|launch_constants|work\.number"
+OF_SMS = r"num_sms|launch_constants"
+PERSISTENT = rf"{OF_SMS}|num_ctas|work\.number"
 DYNAMIC = r"\bcounter\b|TILE_SLOTS|tile_ring|draw|slot_after|KEYS_IN_L2|atomic"
 STATIC = r"dealt_work"
-STREAM_K = r"(?<!one )\b[pP]arts?\b|PART|STEPS_SAVED|num_whole|piece_of_work|[sS]tream-K|\bflags"
+STREAM_K_ALONE = r"STEPS_SAVED|num_whole|piece_of_work|[sS]tream-K|\bflags"
+STREAM_K = r"(?<!one )\b[pP]arts?\b|PART|" + STREAM_K_ALONE
+SPLIT = r"combine|COMBINE|num_parts|STEPS_OF_PART|place_of|store_f32"
 WHOLE = r"\bwork_on\b"
 PAGES = r"[pP]ages?\b|page_table|BOX_ROWS|\bUNIT\b"
 SEQUENCES = r"\btotal_[qk]\b|cu_seqlens|seqused|MOST_ROWS|AROUND|TILE_WARP|TILE_WORDS|q_begin|k_begin"
@@ -592,8 +606,13 @@ def foreign_words(stem: str) -> str:
     words += [PING_PONG] * (not plan.schedule.ping_pong)
     words.append(SEQUENTIAL if plan.schedule.overlap else OVERLAP)
     words.append(SINGLE_TILE if plan.scheduler.persistent else PERSISTENT)
+    if plan.scheduler.split:  # how many parts there are depends on the SMs
+        words[-1] = PERSISTENT.removeprefix(f"{OF_SMS}|")
     schedulers = {"static": STATIC, "stream_k": STREAM_K, "dynamic": DYNAMIC}
+    if plan.scheduler.split:
+        schedulers["stream_k"] = STREAM_K_ALONE  # parts of the keys are another thing
     words += [pattern for kind, pattern in schedulers.items() if kind != plan.scheduler.kind]
+    words += [SPLIT] * (not plan.scheduler.split)
     words += [WHOLE] * (plan.scheduler.kind == "stream_k")
     if not plan.problem.packed_sequences:
         words.append(SEQUENCES.removesuffix("|k_begin") if plan.tile.from_window else SEQUENCES)
@@ -699,6 +718,7 @@ def test_words_of_a_variant_are_found_in_it() -> None:
         "k6_sequential_d128": [*SEQUENTIAL.split("|"), *OVER_Q.split("|"), *SINGLE_TILE.split("|")],
         "fwd_d128": [*PERSISTENT.split("|"), *FLATTENED.split("|"), *OWN_BUFFER.split("|")],
         "fwd_d96": [*STREAM_K.split("|"), *HELD_BACK.split("|")],
+        "fwd_decode_d64": SPLIT.split("|"),
         "fwd_d128_static": [*STATIC.split("|"), *WHOLE.split("|")],
         "fwd_d128_causal": [*DYNAMIC.split("|"), *BUFFERED.split("|")],
         "fwd_d64_sink_causal": SINK.split("|"),

@@ -16,14 +16,12 @@ STEPS_OF_PART = 2
 
 
 def num_parts(spec: Forward, shape: Shape | PackedShape, num_sms: int = H200.sms) -> int:
-    """Parts of the keys of a tile of queries: one formula of lengths, heads and SMs, or the keys over those of a part.
+    """Parts of the keys of a tile of queries, by a formula of lengths, heads and SMs alone.
 
     As many as let all CTAs be on the GPU at once; where there are several, none of fewer than STEPS_OF_PART tiles.
     """
     assert spec.split is not None and isinstance(shape, Shape)
     steps = -(-shape.seq_k // spec.tile.kv)
-    if spec.split.keys is not None:
-        return max(-(-shape.seq_k // spec.split.keys), 1)
     tiles = -(-shape.seq_q // positions(spec)) * head_tiles(spec, shape) * shape.batch
     most = max(min(num_sms * spec.tile.ctas_per_sm // max(tiles, 1), steps // STEPS_OF_PART), 1)
     return -(-steps // -(-steps // most)) if steps else 1

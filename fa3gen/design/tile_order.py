@@ -70,8 +70,11 @@ def _of_batch(spec: Forward, seq_q: int, seq_k: int, heads: int, batch: int) -> 
 
 
 def _placed(spec: Forward, blocks: int, heads: int, batch: int) -> Iterator[Taken]:
-    """By the grid: all heads' tiles of the same rows next to each other, under a causal mask the last rows first."""
-    longest_first = isinstance(spec.mask, CausalMask)
+    """By the grid: all heads' tiles of the same rows next to each other, under a causal mask the last rows first.
+
+    Not where keys come in parts: few queries see nearly the same keys.
+    """
+    longest_first = isinstance(spec.mask, CausalMask) and spec.split is None
     for number in range(blocks * heads * batch):
         row, head = number // heads % blocks, number % heads
         yield Taken(number, blocks - 1 - row if longest_first else row, head, number // heads // blocks)

@@ -314,16 +314,10 @@ def _handoff_sentence(spec: Forward) -> str:
 
 def _order_sentence(spec: Forward) -> str:
     if spec.split is not None:
-        return f"{_parts_phrase(spec)}, from the last tile of each to the first"
+        return "in parts, as many as the GPU has room for at once, from the last tile of each to the first"
     if isinstance(spec.mask, NoMask):
         return "from the last tile, which the end of the keys may cut, to the first"
     return "from the last visible tile to the first; hidden tiles are skipped, only boundary tiles are masked"
-
-
-def _parts_phrase(spec: Forward) -> str:
-    if spec.split is not None and spec.split.keys is not None:
-        return f"in parts of {spec.split.keys} keys"
-    return "in parts, as many as the GPU has room for at once"
 
 
 def _output_sentence(spec: Forward) -> str:

@@ -294,8 +294,7 @@ class SchedulerPlan:
     of keys, in at most `parts` parts of a tile of queries, where that saves at least `steps_saved` of them. dynamic
     draws tiles `slots` ahead, those of as many heads at a time as have K and V in `l2_mib` MiB; other warps are told
     where a tile lies (`passes_coordinates`) or its number, `loaders_told` warps that load among them.
-    `shuffles_coordinates`: see `footprint`. `split`: keys come in parts, of `part_steps` tiles where the spec says so,
-    else in as many as fill the GPU, of `min_steps` tiles at least.
+    `shuffles_coordinates`: see `footprint`. `split`: keys come in parts, of `min_steps` tiles at least.
     """
 
     kind: Scheduler
@@ -309,13 +308,12 @@ class SchedulerPlan:
     steps_saved: int = tile_order.STEPS_SAVED
     l2_mib: int = tile_order.BYTES_IN_L2 // 2**20
     split: bool = False
-    part_steps: int = 0
     min_steps: int = splits.STEPS_OF_PART
 
     @property
     def asks_sms(self) -> bool:
         """Whether the entry point has to know how many SMs the GPU has."""
-        return self.persistent or (self.split and not self.part_steps)
+        return self.persistent or self.split
 
 
 @dataclass(frozen=True)
@@ -609,9 +607,6 @@ def _mask(spec: Forward) -> MaskPlan:
 def _scheduler(spec: Forward) -> SchedulerPlan:
     # Where a CTA takes many tiles, the dynamic scheduler has an order of its own.
     longest_first = isinstance(spec.mask, CausalMask) and not footprint.persistent(spec)
-    part_steps = 0
-    if spec.split is not None and spec.split.keys is not None:
-        part_steps = spec.split.keys // spec.tile.kv
     shuffles = footprint.shuffles_coordinates(spec)
     passes, slots = footprint.passes_coordinates(spec), footprint.tile_slots(spec)
     return SchedulerPlan(
@@ -623,7 +618,6 @@ def _scheduler(spec: Forward) -> SchedulerPlan:
         slots,
         1 + footprint.packed_sequences(spec),
         split=spec.split is not None,
-        part_steps=part_steps,
     )
 
 
@@ -642,7 +636,7 @@ def _arguments(spec: Forward) -> ArgumentsPlan:
     handed_on = ["scratch"] * (spec.scheduler == "stream_k") + ["parts"] * (spec.split is not None)
     num_tiles = Parameter("num_tiles", INT32)
     extents = {"stream_k": [Parameter("tail")], "static": [num_tiles], "dynamic": [num_tiles]}
-    extents["grid"] = [Parameter("group")] * (spec.tile.group == "multiple")
+    extents["grid"] = [Parameter("group")]
     if spec.split is not None:
         extents["grid"] = [Parameter("num_parts", INT32), Parameter("steps_of_part", INT32)]
     sides = [Parameter(f"window_{side}", INT32) for side in ("left", "right")] * bool(window)

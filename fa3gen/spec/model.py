@@ -270,14 +270,8 @@ class Softmax(SpecModel):
 class Split(SpecModel):
     """Keys in parts, a CTA for each part of a tile of queries, and a second kernel that adds the parts up."""
 
-    count: Literal["auto"] | None = Field(
-        default=None,
-        description="`auto`: as many parts as let all CTAs be on the GPU at once, one where tiles of queries do.",
-    )
-    keys: int | None = Field(
-        default=None,
-        gt=0,
-        description="Or parts of so many keys, counted from the first one, whatever the GPU and the other requests.",
+    count: Literal["auto"] = Field(
+        description="`auto`: as many parts as let all CTAs be on the GPU at once, one where tiles of queries do."
     )
 
 

@@ -8,14 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 from hosting import module, outputs, path_of
-from rendering import CHECKOUT, changed, source, variants
+from rendering import source, variants
 
 from fa3gen.cpu.driver import LaunchRefused
 from fa3gen.cpu.kernel import Settings
 from fa3gen.cpu.module import load_on_cpu
 from fa3gen.design.family import Shape
 from fa3gen.design.splits import num_parts
-from fa3gen.generate.render import render_variant
 from fa3gen.verify.inputs import Case, make_for
 from fa3gen.verify.on_cpu import verify_on_cpu
 
@@ -50,16 +49,6 @@ def test_parts_give_what_one_part_gives() -> None:
     for out, lse in results[1:]:
         torch.testing.assert_close(out.float(), results[0][0].float(), rtol=0, atol=4e-3)
         torch.testing.assert_close(lse, results[0][1], rtol=1e-5, atol=1e-5)
-
-
-def test_parts_of_a_given_size(tmp_path: Path) -> None:
-    """Counted from the first key: two more keys behind them do not move the parts before."""
-    variant = changed(CAUSAL, split={"count": None, "keys": 128})
-    assert num_parts(variant.spec, Shape(1, 1, 257, 1, 1), 1) == 3
-    found = load_on_cpu(path_of(tmp_path, "fixed", render_variant(variant, CHECKOUT)))
-    hidden = Case("hidden", "the last part has no key that the first queries see", 1, 4, 2 * 128 + 1, 3, 1)
-    report = verify_on_cpu(found, variant.spec, stem="fixed", cases=[PARTS, hidden])
-    assert report.failures == (), f"seed {report.seed}"
 
 
 def test_rows_without_a_key_in_any_part() -> None:

@@ -151,10 +151,9 @@ def _scheduler(spec: Forward) -> Iterable[Answer]:
 def _split(spec: Forward) -> Iterable[Answer]:
     layout, place = spec.problem.layout, spec.outputs.o
     if spec.tile.group == "at_most":
-        yield splits.padded_heads.ask(spec.scheduler, place, layout, spec.tile.pack_heads)
+        yield splits.padded_heads.ask(spec.split is not None, spec.tile.pack_heads)
     if spec.split is None:
         return
-    yield splits.split_size.ask(spec.split.count, spec.split.keys, spec.tile.kv)
     yield splits.split_scheduler.ask(spec.scheduler, layout, spec.tile.group)
     yield splits.split_output.ask(place, spec.outputs.lse, spec.o_dtype, spec.problem.dtype)
     yield splits.split_scores.ask(spec.mask.kind, spec.softmax.sink, spec.softmax.row_max)

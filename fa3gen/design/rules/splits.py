@@ -7,21 +7,6 @@ from fa3gen.hardware import hopper
 
 
 @rule(kind=GENERATOR, topic="kv order")
-def split_size(count: str | None, keys: int | None, kv: int) -> Violation | None:
-    """Either the number of parts follows from a call, or their size is given, in whole tiles of keys."""
-    if (count is None) == (keys is None):
-        given = "both count and keys" if count else "neither count nor keys"
-        return Violation("split", f"split has {given}; give one of them: {{count: auto}}, or {{keys: {8 * kv}}}")
-    if keys is None or keys % kv == 0:
-        return None
-    return Violation(
-        "split.keys",
-        f"a part of {keys} keys is no whole number of tiles of {kv} ({keys} = {keys // kv} x {kv} + {keys % kv}); "
-        f"use {max(1, keys // kv) * kv}",
-    )
-
-
-@rule(kind=GENERATOR, topic="kv order")
 def split_scheduler(scheduler: str, layout: str, group: str) -> Violation | None:
     """The grid places parts beside each other, of dense tensors, whose lengths the host knows, once for all heads."""
     if scheduler == "grid" and layout == "dense" and group == "at_most":
@@ -58,19 +43,15 @@ def split_scores(mask: str, sink: bool, row_max: str) -> Violation | None:
 
 
 @rule(kind=GENERATOR, topic="structure")
-def padded_heads(scheduler: str, o: str, layout: str, pack_heads: int) -> Violation | None:
-    """Rows of heads that do not exist are clipped by TMA where Q comes in, and by a comparison where O goes out."""
+def padded_heads(split: bool, pack_heads: int) -> Violation | None:
+    """Rows of heads that do not exist are clipped by TMA where Q comes in, and by a comparison where parts go out."""
     if pack_heads == 1:
         return Violation("tile.group", "group: at_most needs room for several heads; use tile.pack_heads of 2 or more")
-    if layout != "dense" or scheduler != "grid":
-        return Violation(
-            "tile.group",
-            f"group: at_most is rendered for dense tensors with scheduler grid, not {layout} with {scheduler}; "
-            "use multiple",
-        )
-    if o == "direct":
+    if split:
         return None
-    return Violation("outputs.o", f"group: at_most is rendered with outputs.o: direct only, not {o}; use that")
+    return Violation(
+        "tile.group", "group: at_most is rendered with keys in parts only; add split: {count: auto}, or use multiple"
+    )
 
 
 @rule(kind=GENERATOR, topic="kv order")
