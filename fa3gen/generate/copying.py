@@ -120,11 +120,6 @@ class SchedulerPlan:
 
     persistent: bool
 
-    @property
-    def asks_sms(self) -> bool:
-        """Whether the entry point has to know how many SMs the GPU has."""
-        return self.persistent
-
 
 @dataclass(frozen=True)
 class SectionsPlan:

@@ -113,11 +113,6 @@ class SchedulerPlan:
     kind: str
     persistent: bool
 
-    @property
-    def asks_sms(self) -> bool:
-        """Whether the entry point has to know how many SMs the GPU has."""
-        return self.persistent
-
 
 @dataclass(frozen=True)
 class ArgumentsPlan:

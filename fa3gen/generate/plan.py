@@ -310,11 +310,6 @@ class SchedulerPlan:
     split: bool = False
     min_steps: int = splits.STEPS_OF_PART
 
-    @property
-    def asks_sms(self) -> bool:
-        """Whether the entry point has to know how many SMs the GPU has."""
-        return self.persistent or self.split
-
 
 @dataclass(frozen=True)
 class CapsPlan:
