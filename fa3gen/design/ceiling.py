@@ -144,7 +144,7 @@ def ctas_of(problem: Problem, sms: int) -> int:
     """Tiles that are handed out to CTAs, or parts of their keys on a GPU of so many SMs; of k1, tiles of scores."""
     if isinstance(problem.spec.handoff, GlobalHandoff):
         return problem.visited
-    return problem.tiles * (1 if problem.spec.split is None else num_parts(problem.spec, problem.shape, sms))
+    return problem.tiles * num_parts(problem.spec, problem.shape, sms)
 
 
 def busiest_sm(spec: Forward, problem: Problem, sms: int) -> int:
@@ -155,11 +155,9 @@ def busiest_sm(spec: Forward, problem: Problem, sms: int) -> int:
     if isinstance(spec.handoff, GlobalHandoff):
         return -(-problem.visited // sms)  # a CTA for each step
     different = {tiles.visited for of_head in problem.of_lengths.values() for tiles in of_head}
-    if spec.split is not None:
-        parts = num_parts(spec, problem.shape, sms)
-        return -(-problem.tiles * parts // sms) * -(-max(different, default=0) // parts)
-    if len(different) <= 1:
-        steps, (waves, rest) = max(different, default=0), divmod(problem.tiles, sms)
+    if len(different) <= 1 or spec.split is not None:  # parts of tiles are about equally long
+        steps = -(-max(different, default=0) // num_parts(spec, problem.shape, sms))
+        waves, rest = divmod(ctas_of(problem, sms), sms)
         share = tile_order.tail_share(rest, steps, sms) if footprint.splits_tail(spec) else steps
         return waves * steps + share * (rest > 0)
     return max(sum(tiles) for tiles in dealt(problem.steps_in_order, sms))

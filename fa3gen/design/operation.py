@@ -233,13 +233,12 @@ class Operation:
     def bytes(self, shape: AnyShape) -> int:
         """Bytes of all tensors, each once, and of scratch as often as it goes to or comes from memory."""
         moved = sum(tensor.bytes(shape) for tensor in self.tensors)
-        work = [each for each in self.scratch if each.passes]
-        return moved + sum(each.passes * math.prod(each.sizes(shape, 0)) * each.dtype.bytes for each in work)
+        return moved + sum(each.passes * math.prod(each.sizes(shape, 0)) * each.dtype.bytes for each in self.scratch)
 
-    def bytes_made(self, shape: AnyShape, num_sms: int = H200.sms) -> int:
-        """Bytes of the scratch that every launch takes anew on a GPU of so many SMs."""
+    def bytes_made(self, shape: AnyShape) -> int:
+        """Bytes of the scratch that every launch takes anew, on a GPU with as many SMs as an H200."""
         made = [each for each in self.scratch if not each.kept]
-        return sum(math.prod(each.sizes(shape, num_sms)) * each.dtype.bytes for each in made)
+        return sum(math.prod(each.sizes(shape, H200.sms)) * each.dtype.bytes for each in made)
 
 
 def _extents(shape: AnyShape) -> dict[str, int]:

@@ -8,19 +8,20 @@ from __future__ import annotations
 
 from fa3gen.design.family import PackedShape, Shape
 from fa3gen.design.tile_order import head_tiles, positions
-from fa3gen.hardware.chips import H200
 from fa3gen.spec.model import Forward
 
 # Tiles of keys of a part, at least: with one of them loads, products and the merge would all wait for each other.
 STEPS_OF_PART = 2
 
 
-def num_parts(spec: Forward, shape: Shape | PackedShape, num_sms: int = H200.sms) -> int:
-    """Parts of the keys of a tile of queries, by a formula of lengths, heads and SMs alone.
+def num_parts(spec: Forward, shape: Shape | PackedShape, num_sms: int) -> int:
+    """Parts of the keys of a tile of queries, by a formula of lengths, heads and SMs alone; 1 without `split`.
 
     As many as let all CTAs be on the GPU at once; where there are several, none of fewer than STEPS_OF_PART tiles.
     """
-    assert spec.split is not None and isinstance(shape, Shape)
+    if spec.split is None:
+        return 1
+    assert isinstance(shape, Shape)  # a rule: dense tensors
     steps = -(-shape.seq_k // spec.tile.kv)
     tiles = -(-shape.seq_q // positions(spec)) * head_tiles(spec, shape) * shape.batch
     most = max(min(num_sms * spec.tile.ctas_per_sm // max(tiles, 1), steps // STEPS_OF_PART), 1)
