@@ -31,6 +31,13 @@ def positions(spec: Forward) -> int:
     return spec.tile.q // spec.tile.pack_heads
 
 
+def takes_group(spec: Forward, group: int) -> bool:
+    """Whether tiles can hold the query heads of kv heads that so many share."""
+    if spec.tile.group == "at_most":
+        return group <= spec.tile.pack_heads
+    return group % spec.tile.pack_heads == 0
+
+
 def head_tiles(spec: Forward, shape: Shape | PackedShape) -> int:
     """Tiles of the same positions: one for each kv head where a tile holds all query heads that share it."""
     return shape.heads_kv if spec.tile.group == "at_most" else shape.heads_q // spec.tile.pack_heads

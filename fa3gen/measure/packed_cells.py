@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from fa3gen.design.family import Family, PackedShape
+from fa3gen.design.tile_order import takes_group
 from fa3gen.design.workspace import Workspace
 from fa3gen.records.packed_records import PackedProblem
 from fa3gen.spec.model import Forward
@@ -62,7 +63,7 @@ def cells(workspace: Workspace) -> Iterator[tuple[PackedProblem, list[Variant[Fo
     for family in _families_of_calls(families):
         variants = [variant for own, served in families.items() if own.serves(family) for variant in served]
         for heads in HEADS[family.head_dim]:
-            able = [variant for variant in variants if heads[0] // heads[1] % variant.spec.tile.pack_heads == 0]
+            able = [variant for variant in variants if takes_group(variant.spec, heads[0] // heads[1])]
             for name, lengths in _lengths(family):
                 if able:
                     yield PackedProblem.of(family, name, PackedShape(*lengths, *heads)), able

@@ -19,6 +19,7 @@ from fa3gen.base.errors import UserError
 from fa3gen.base.files import sha256, write_text
 from fa3gen.base.parts import GrownPart, Part, read_file, rounded
 from fa3gen.design.family import Family, PackedShape, PagedShape, heads_text
+from fa3gen.design.tile_order import takes_group
 from fa3gen.design.workspace import Workspace
 from fa3gen.hardware.chips import H200
 from fa3gen.records.tuning_records import MaskShape
@@ -150,8 +151,9 @@ class PackedRecord(Part):
         for result in self.results:
             if not Family.of(spec := Forward.model_validate(result.spec)).serves(self.problem.family):
                 raise ValueError(f"{result.stem} is compiled for another problem")
-            if self.problem.group % (heads := spec.tile.pack_heads):
-                raise ValueError(f"{result.stem} holds {heads} heads in a tile, and the group has {self.problem.group}")
+            if not takes_group(spec, self.problem.group):
+                heads, group = spec.tile.pack_heads, self.problem.group
+                raise ValueError(f"{result.stem} holds {heads} heads in a tile, and the group has {group}")
         return self
 
     @property

@@ -28,6 +28,7 @@ from fa3gen.design.footprint import page_rows
 from fa3gen.design.masks import options_for
 from fa3gen.design.proposed import Proposal, propose
 from fa3gen.design.rules import Violation
+from fa3gen.design.tile_order import takes_group
 from fa3gen.design.workspace import Workspace
 from fa3gen.hardware.chips import H200
 from fa3gen.spec.model import WINDOW_MAX, CausalMask, DType, Forward, Mask, NoMask, OutputDType, SpecModel, WindowMask
@@ -161,11 +162,37 @@ class Multiples(SpecModel):
 
     multiple_of: int = Field(gt=1)
 
+    def holds(self, group: int) -> bool:
+        """Whether so many are among them."""
+        return group % self.multiple_of == 0
+
+    @property
+    def tests(self) -> tuple[int, ...]:
+        """Some of them: a module that takes these takes all."""
+        return (self.multiple_of,)
+
+    def __str__(self) -> str:
+        """`groups of a multiple of 4 heads`."""
+        return f"groups of a multiple of {self.multiple_of} heads"
+
 
 class AtMost(SpecModel):
     """Numbers of query heads for each head of k and v up to `at_most`."""
 
     at_most: int = Field(gt=0)
+
+    def holds(self, group: int) -> bool:
+        """Whether so many are among them."""
+        return group <= self.at_most
+
+    @property
+    def tests(self) -> tuple[int, ...]:
+        """Some of them: a module that takes these takes all."""
+        return 1, self.at_most
+
+    def __str__(self) -> str:
+        """`up to 8 heads of q for each of k`."""
+        return f"up to {counted(self.at_most, 'head')} of q for each of k"
 
 
 class Stretch(NamedTuple):
@@ -222,9 +249,7 @@ class Row(SpecModel):
         """Whether it stands for calls with so many query heads for each head of k and v, and so many queries."""
         if self.seq_q is not None and size.queries > self.seq_q.up_to:
             return False
-        if isinstance(self.group, AtMost):
-            return size.group <= self.group.at_most
-        return self.group is None or size.group % self.group.multiple_of == 0
+        return self.group is None or self.group.holds(size.group)
 
     def narrowed(self, around: Stretch, size: Size) -> Stretch:
         """The part of a stretch around `size` in which this row serves every call, or none, as it does at `size`.
@@ -257,11 +282,8 @@ class Row(SpecModel):
     def region(self) -> str:
         """`up to 0.5 tiles per SM, up to 1024 keys` or `any number of keys`."""
         tiles = f"up to {self.tiles_per_sm.up_to:g} tiles per SM, " if self.tiles_per_sm else ""
-        if isinstance(self.group, AtMost):
-            heads = counted(self.group.at_most, "head")
-            tiles = f"up to {heads} of q for each of k, {tiles}"
-        elif self.group:
-            tiles = f"groups of a multiple of {self.group.multiple_of} heads, {tiles}"
+        if self.group:
+            tiles = f"{self.group}, {tiles}"
         if self.seq_q:
             tiles = f"up to {self.seq_q.up_to} queries, {tiles}"
         return tiles + (f"up to {self.seq_k.up_to} keys" if self.seq_k else "any number of keys")
@@ -387,27 +409,13 @@ def of_row(home: Workspace, row: Row, place: str) -> Choice:
         raise NoKernel(f"{place} names {row.module}, which is a spec with several modules; run: {WRITE_TABLE}")
     if not (computed := Family.of(variant.spec)).serves(row.family):
         raise NoKernel(f"{place} is served by {row.module}, and that computes {computed}; run: {WRITE_TABLE}")
-    heads = variant.spec.tile.pack_heads
-    if not all(takes_group(variant.spec, group) for group in _groups_of(row)):
+    if not all(takes_group(variant.spec, group) for group in (row.group.tests if row.group else (1,))):
+        heads = variant.spec.tile.pack_heads
         raise NoKernel(
             f"{place} is served by {row.module}, whose tiles hold {heads} heads of a group; run: {WRITE_TABLE}"
         )
     measured = tuple(measurement.told(home) for measurement in row.measured)
     return Choice(row.module, file, variant.spec, variant.source, row, place, measured)
-
-
-def takes_group(spec: Forward, group: int) -> bool:
-    """Whether a module's tiles hold the query heads of kv heads that so many share."""
-    if spec.tile.group == "at_most":
-        return group <= spec.tile.pack_heads
-    return group % spec.tile.pack_heads == 0
-
-
-def _groups_of(row: Row) -> tuple[int, ...]:
-    """Groups of heads that a module has to take for a row: with these it takes all that the row stands for."""
-    if isinstance(row.group, AtMost):
-        return 1, row.group.at_most
-    return (row.group.multiple_of if row.group else 1,)
 
 
 def _unmeasured(family: Family, group: int, lse: bool, workspace: Workspace) -> Choice:
