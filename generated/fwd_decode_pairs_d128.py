@@ -110,7 +110,7 @@ Q_STAGES = 1  # tiles of Q in flight or in use
 KV_STAGES = 1  # tiles of K and of V in flight or in use
 STEPS_OF_PART = 2  # tiles of keys of a part, at least
 COMBINE_WARPS = 8  # of a CTA that adds up the parts of a row
-PARTS_AT_ONCE = 8  # whose O a warp asks for before it uses one
+PARTS_AT_ONCE = 4  # whose O a warp asks for before it uses one
 COLUMNS = HEAD_DIM // 32  # of a row that a lane adds up
 SMEM_ALIGN = 1024  # bytes; a 128-byte swizzle repeats every 8 rows of 128
 Q_LAYOUT = warpgroup.SmemLayoutAtomKind.K_SW128  # in shared memory: major order and swizzle
@@ -766,11 +766,13 @@ def store_f32(gPart: cute.Tensor, acc_O: cute.Tensor, m_start: cutlass.Int32):
 @cute.struct
 class CombineStorage:
     sums: cute.struct.Align[cute.struct.MemRange[cutlass.Float32, COMBINE_WARPS * HEAD_DIM], SMEM_ALIGN]
+    largest: cute.struct.MemRange[cutlass.Float32, COMBINE_WARPS]
+    totals: cute.struct.MemRange[cutlass.Float32, COMBINE_WARPS]
 
 
 @cute.kernel
 def combine_kernel(parts: cute.Tensor, parts_lse: cute.Tensor, out: cute.Tensor, lse: cute.Tensor):
-    """One CTA: one row of O, the sum of exp(LSE_i - LSE) O_i over its parts, of which each warp adds up its share.
+    """One CTA: one row of O, the sum of exp(LSE_i - LSE) O_i over its parts. Each warp adds up a share of them.
 
     parts: (num_parts, batch, seq_q, heads_q, HEAD_DIM), parts_lse: (num_parts, batch, heads_q, seq_q).
     """
@@ -779,61 +781,73 @@ def combine_kernel(parts: cute.Tensor, parts_lse: cute.Tensor, out: cute.Tensor,
     row, head, batch = cute.arch.block_idx()
     storage = SmemAllocator().allocate(CombineStorage)
     sums = storage.sums.get_tensor(cute.make_layout((COMBINE_WARPS, HEAD_DIM), stride=(HEAD_DIM, 1)))
+    sLargest, sTotals = (x.get_tensor(cute.make_layout(COMBINE_WARPS)) for x in (storage.largest, storage.totals))
     # This kernel may begin beside the one before; what that writes is there when it has ended.
     cute.arch.griddepcontrol_wait()
     gO = parts[None, batch, row, head, None]  # (num_parts, HEAD_DIM)
     gLSE = parts_lse[None, batch, head, row]  # (num_parts,)
-    num_parts = cute.size(gLSE)
-    # Each warp for itself: LSE of the row, a lane for every 32nd part.
-    largest, total = -cutlass.Float32.inf, cutlass.Float32(0.0)
-    for part in cutlass.range(lane, num_parts, 32, unroll=4):
-        largest = cute.arch.fmax(largest, gLSE[part])
-    largest = warp_max(largest)
-    # A row that sees no key has -inf in all parts; -inf - -inf would be NaN.
-    shift = 0.0 if largest == -cutlass.Float32.inf else largest
-    for part in cutlass.range(lane, num_parts, 32, unroll=4):
-        total += cute.math.exp2((gLSE[part] - shift) * LOG2_E, fastmath=True)
-    total = warp_sum(total)
-    inverse = 0.0 if total == 0.0 else 1.0 / total
-    # Of every COMBINE_WARPS-th part COLUMNS adjacent columns. A warp asks for PARTS_AT_ONCE before it uses one of them.
-    sum_O = cute.make_rmem_tensor(COLUMNS, cutlass.Float32)
-    sum_O.fill(0.0)
-    for first in cutlass.range(warp_idx, num_parts, COMBINE_WARPS * PARTS_AT_ONCE, unroll=1):
-        rO = cute.make_rmem_tensor(cute.make_layout((PARTS_AT_ONCE, COLUMNS), stride=(COLUMNS, 1)), cutlass.Float32)
-        for i in cutlass.range_constexpr(PARTS_AT_ONCE):
-            part = cutlass.min(first + i * COMBINE_WARPS, num_parts - 1)  # past the end the last one, which counts 0
-            cute.autovec_copy(cute.local_tile(gO, (1, COLUMNS), (part, lane))[0, None], rO[i, None])
-        for i in cutlass.range_constexpr(PARTS_AT_ONCE):
-            part = first + i * COMBINE_WARPS
-            part_lse = gLSE[part] if part < num_parts else -cutlass.Float32.inf
-            weight = cute.math.exp2((part_lse - shift) * LOG2_E, fastmath=True) * inverse
-            for column in cutlass.range_constexpr(COLUMNS):
-                sum_O[column] = sum_O[column] + weight * rO[i, column]
+    sum_O, largest, total = add_up_share(gO, gLSE, warp_idx, lane)
     cute.autovec_copy(sum_O, cute.local_tile(sums, (1, COLUMNS), (warp_idx, lane))[0, None])
+    if lane == 0:
+        sLargest[warp_idx], sTotals[warp_idx] = largest, total
     cute.arch.sync_threads()
+    for warp in cutlass.range_constexpr(COMBINE_WARPS):
+        largest = cute.arch.fmax(largest, sLargest[warp])
+    weights, total = cute.make_rmem_tensor(COMBINE_WARPS, cutlass.Float32), cutlass.Float32(0.0)
+    for warp in cutlass.range_constexpr(COMBINE_WARPS):
+        weights[warp] = weight_of(sLargest[warp], largest)
+        total += weights[warp] * sTotals[warp]
+    inverse = 0.0 if total == 0.0 else 1.0 / total
     for column in cutlass.range(tidx, HEAD_DIM, 32 * COMBINE_WARPS, unroll=1):
         o = cutlass.Float32(0.0)
         for warp in cutlass.range_constexpr(COMBINE_WARPS):
-            o += sums[warp, column]
-        out[batch, row, head, column] = o.to(DTYPE)
+            o += weights[warp] * sums[warp, column]
+        out[batch, row, head, column] = (o * inverse).to(DTYPE)
     if tidx == 0 and row < cute.size(lse, mode=[2]):  # lse has no rows when nobody asked for it
-        lse[batch, head, row] = shift + cute.math.log2(total, fastmath=True) * LN_2
+        lse[batch, head, row] = largest + cute.math.log2(total, fastmath=True) * LN_2
 
 
 @cute.jit
-def warp_max(x: cutlass.Float32) -> cutlass.Float32:
-    """Maximum over the warp."""
-    for i in cutlass.range_constexpr(5):
-        x = cute.arch.fmax(x, cute.arch.shuffle_sync_bfly(x, offset=1 << i))
-    return x
+def add_up_share(gO: cute.Tensor, gLSE: cute.Tensor, warp_idx: cutlass.Int32, lane: cutlass.Int32):
+    """This lane's columns of the sum of exp(LSE_i - largest) O_i over a warp's parts; largest LSE; sum of the weights.
+
+    As an online softmax, so that LSE and O come in one trip to memory; gO: (num_parts, HEAD_DIM), gLSE: (num_parts,).
+    """
+    num_parts = cute.size(gLSE)
+    largest, total = -cutlass.Float32.inf, cutlass.Float32(0.0)
+    sum_O = cute.make_rmem_tensor(COLUMNS, cutlass.Float32)
+    sum_O.fill(0.0)
+    for first in cutlass.range(warp_idx, num_parts, COMBINE_WARPS * PARTS_AT_ONCE, unroll=1):
+        # Ask for all before one is used; parts past the end count nothing.
+        rO = cute.make_rmem_tensor(cute.make_layout((PARTS_AT_ONCE, COLUMNS), stride=(COLUMNS, 1)), cutlass.Float32)
+        rLSE = cute.make_rmem_tensor(PARTS_AT_ONCE, cutlass.Float32)
+        rO.fill(0.0)
+        rLSE.fill(-cutlass.Float32.inf)
+        for i in cutlass.range_constexpr(PARTS_AT_ONCE):
+            part = first + i * COMBINE_WARPS
+            if part < num_parts:
+                rLSE[i] = gLSE[part]
+                cute.autovec_copy(cute.local_tile(gO, (1, COLUMNS), (part, lane))[0, None], rO[i, None])
+        before = largest
+        for i in cutlass.range_constexpr(PARTS_AT_ONCE):
+            largest = cute.arch.fmax(largest, rLSE[i])
+        rescale = weight_of(before, largest)
+        total *= rescale
+        for column in cutlass.range_constexpr(COLUMNS):
+            sum_O[column] = sum_O[column] * rescale
+        for i in cutlass.range_constexpr(PARTS_AT_ONCE):
+            weight = weight_of(rLSE[i], largest)
+            total += weight
+            for column in cutlass.range_constexpr(COLUMNS):
+                sum_O[column] = sum_O[column] + weight * rO[i, column]
+    return sum_O, largest, total
 
 
 @cute.jit
-def warp_sum(x: cutlass.Float32) -> cutlass.Float32:
-    """Sum over the warp."""
-    for i in cutlass.range_constexpr(5):
-        x = x + cute.arch.shuffle_sync_bfly(x, offset=1 << i)
-    return x
+def weight_of(lse: cutlass.Float32, largest: cutlass.Float32) -> cutlass.Float32:
+    """exp(lse - largest); 0 for a part without a visible key, also where no part has one: -inf - -inf would be NaN."""
+    shift = 0.0 if largest == -cutlass.Float32.inf else largest
+    return cute.math.exp2((lse - shift) * LOG2_E, fastmath=True)
 
 
 # ======================================================================================================================

@@ -197,7 +197,7 @@ BY_SPEC: dict[str, Callable[[Plan], bool]] = {
     "transpose_in_quad": lambda plan: plan.output.place == "direct" and not plan.output.own_dtype,
     "trade": lambda plan: plan.output.place == "direct" and not plan.output.own_dtype,
     **dict.fromkeys(
-        ["place_of", "store_f32", "CombineStorage", "combine_kernel", "warp_max", "warp_sum"],
+        ["place_of", "store_f32", "CombineStorage", "combine_kernel", "add_up_share", "weight_of"],
         lambda plan: plan.scheduler.split,
     ),
     "part_of_thread": lambda plan: plan.scheduler.kind == "stream_k",
@@ -501,7 +501,7 @@ NUMBERS: dict[str, dict[int, str]] = {
     "sm_count": {9: "compute capability"},
     "packed_constants": {9: "compute capability"},
     "heads_first": {3: "mode", 4: "mode"},
-    "combine_kernel": {4: "loads at once", 32: "threads of a warp"},
+    "combine_kernel": {32: "threads of a warp"},
     "store_f32": {4: "threads of a quad", 8: "columns of a quad; rows", 32: "threads of a warp"},
     "shuffle_64": {32: "bits"},
     "sink_of": {16: "bits of a bfloat16", 0xFFFF: "the lower half of a float32"},

@@ -49,7 +49,7 @@ OVERLAP_SPARE = 4
 REGISTER_BUDGETS = {1: (56, 256), 2: (24, 240), 3: (32, 160)}
 # A warp that looks for its tile among packed sequences does not make do with 24.
 PACKED_BUDGETS = {**REGISTER_BUDGETS, 2: (40, 232)}
-SHARED_PRODUCER_REGISTERS = 24  # of a thread of the producer where several CTAs share an SM: as few as setmaxnreg gives
+SHARED_PRODUCER_REGISTERS = 24  # of a producer's thread where CTAs share an SM's registers: as few as setmaxnreg gives
 QUAD = 4  # threads that share the rows of a warpgroup's accumulator (PTX ISA, wgmma register fragments)
 FRAGMENT_ROWS = 2  # of a thread in 64 rows of an accumulator
 FRAGMENT_COLUMNS = 2  # of a thread in every 8 columns of an accumulator, side by side
@@ -187,15 +187,36 @@ def computing_threads(spec: Forward) -> int:
     return spec.tile.threads or (spec.tile.warpgroups or 0) * hopper.WARPGROUP
 
 
+def register_shares(spec: Forward) -> int:
+    """CTAs that the registers of an SM are to suffice for: those that share it, and with keys in parts one more.
+
+    The kernel that adds parts up is launched beside the end of the first one. If that had all registers of its SMs, the
+    second would have to wait until its CTAs end. Where a product needs them all, it has them (`accumulator_at_launch`).
+    """
+    ctas = spec.tile.ctas_per_sm
+    beside = hopper.registers_at_launch(threads(spec) * (ctas + 1))
+    return ctas + (spec.split is not None and registers_of_product(accumulator_columns(spec)) <= beside)
+
+
+def accumulator_columns(spec: Forward) -> int:
+    """Columns of the larger one of S and O."""
+    return max(spec.tile.kv, spec.problem.v_dim)
+
+
+def registers_of_product(columns: int) -> int:
+    """Registers that a thread needs at launch for a warpgroup's product: one for two columns, and others (estimate)."""
+    return columns // 2 + OTHER_REGISTERS
+
+
 def launch_registers(spec: Forward) -> int:
-    """Registers that each thread can be launched with where `tile.ctas_per_sm` CTAs share an SM."""
-    return hopper.registers_at_launch(threads(spec) * spec.tile.ctas_per_sm)
+    """Registers that each thread can be launched with."""
+    return hopper.registers_at_launch(threads(spec) * register_shares(spec))
 
 
 def register_budget(spec: Forward) -> tuple[int, int]:
     """What setmaxnreg leaves to a thread of the producer and gives to one of the consumers."""
     consumers = spec.tile.warpgroups or 0
-    if spec.tile.ctas_per_sm == 1:
+    if register_shares(spec) == 1:
         return (PACKED_BUDGETS if packed_sequences(spec) else REGISTER_BUDGETS)[consumers]
     pool, unit = (consumers + 1) * launch_registers(spec), hopper.REGISTER_UNIT_PER_THREAD
     share = (pool - SHARED_PRODUCER_REGISTERS) // consumers // unit * unit

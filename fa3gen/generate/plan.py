@@ -93,6 +93,8 @@ class TilePlan:
     pack_heads: int
     padded: bool
     ctas_per_sm: int
+    register_shares: int
+    launch_bound: str
     shares_sm: bool
     packed: bool
     rows: str
@@ -564,6 +566,8 @@ def _tile(spec: Forward) -> TilePlan:
         pack_heads=spec.tile.pack_heads,
         ctas_per_sm=spec.tile.ctas_per_sm,
         shares_sm=spec.tile.ctas_per_sm > 1,
+        register_shares=footprint.register_shares(spec),
+        launch_bound=_launch_bound(spec),
         packed=packed,
         padded=spec.tile.group == "at_most",
         rows="PACKED_M" if packed else "TILE_M",
@@ -573,6 +577,13 @@ def _tile(spec: Forward) -> TilePlan:
         k_begin=_k_begin(spec),
         ctas="CTAS_PER_SM CTAs" if spec.tile.ctas_per_sm > 1 else "one CTA",
     )
+
+
+def _launch_bound(spec: Forward) -> str:
+    """Which constant of the module says how many CTAs are to have room on an SM, if there is one."""
+    if footprint.register_shares(spec) > spec.tile.ctas_per_sm:
+        return "REGISTER_SHARES"
+    return "CTAS_PER_SM" if spec.tile.ctas_per_sm > 1 else ""
 
 
 def _k_begin(spec: Forward) -> str:

@@ -16,7 +16,7 @@ from fa3gen.spec.model import Forward, GlobalHandoff, WgmmaProduct
 VECTOR_BITS = 128  # of the widest access to memory that a thread makes
 SHIFT_COMPARISONS = 2  # of a row, where its first maximum is looked for: whether it has one, and whether there is one
 SINK_COMPARISONS = 2  # of a row with a sink, beside the two at the end of every row: for its two exponentials of 2
-COMBINE_COMPARISONS = 2  # of the kernel that adds parts up: a row without a key, by its largest LSE and by its sum
+COMBINE_COMPARISONS = 3  # of the kernel that adds parts up: whether a warp, and all, have a key, and the sum for it
 
 
 def expectation(spec: Forward, *, waits: int, softmaxes: int, o_boxes: int, matrices: int) -> SassExpectation:
@@ -99,8 +99,9 @@ def _shared_stores(spec: Forward, matrices: int) -> dict[str, int] | None:
     vectors, word = divmod(words, VECTOR_BITS // 32)
     times = 1 + footprint.packed_sequences(spec)  # of the first tile as well
     stores = {"STSM.4": matrices, "STS.128": times * vectors, "STS.32": word}  # O or P; drawn tiles
-    if spec.split is not None:  # a lane's columns of a row that is added up, in float32
+    if spec.split is not None:  # what a warp has added up: a lane's columns in float32, the largest LSE and a sum
         bits = spec.problem.v_dim // hopper.WARP * FP32.bits
         vector = min(bits & -bits, VECTOR_BITS)
         stores[f"STS.{vector}"] = stores.get(f"STS.{vector}", 0) + bits // vector
+        stores["STS.32"] += 2
     return stores

@@ -20,7 +20,8 @@ from fa3gen.verify.on_cpu import verify_on_cpu
 
 torch.set_num_threads(1)  # the workers of xdist share the cores
 STEM, CAUSAL = "fwd_decode_d64", "fwd_decode_d64_causal"
-PARTS = Case("parts", "several parts, the last cut short, a group with padding", 1, 3, 4 * 64 + 3, 5, 1)
+# Only the last one of the three queries sees the last part, which has one key.
+PARTS = Case("parts", "several parts, the last cut short, a group with padding", 1, 3, 6 * 64 + 1, 5, 1)
 
 
 @pytest.mark.parametrize("sms", [1, 3, 132])
@@ -43,12 +44,27 @@ def test_parts_give_what_one_part_gives() -> None:
     """The same O to the rounding of P and O, and the same LSE to that of float32, with any number of parts."""
     spec = variants()[CAUSAL].spec
     given = tuple(make_for(spec, PARTS, device=torch.device("cpu"), seed=2).given.values())
-    assert [num_parts(spec, Shape(1, 3, 4 * 64 + 3, 5, 1), sms) for sms in (0, 1, 3)] == [1, 2, 2]
-    results = [outputs(CAUSAL, Settings(sms=sms), given) for sms in (0, 1, 3)]
-    assert not results[0][1].equal(results[1][1]) and results[1][0].equal(results[2][0])
+    assert [num_parts(spec, Shape(1, 3, 6 * 64 + 1, 5, 1), sms) for sms in (0, 1, 2, 3)] == [1, 2, 3, 3]
+    results = [outputs(CAUSAL, Settings(sms=sms), given) for sms in (0, 1, 2, 3)]
+    assert not results[0][1].equal(results[1][1]) and results[2][0].equal(results[3][0])
     for out, lse in results[1:]:
         torch.testing.assert_close(out.float(), results[0][0].float(), rtol=0, atol=4e-3)
         torch.testing.assert_close(lse, results[0][1], rtol=1e-5, atol=1e-5)
+
+
+def test_more_parts_than_warps_ask_for_at_once() -> None:
+    """A warp that comes to further parts brings what it has to a larger maximum, and back to none that is smaller."""
+    spec, entry = variants()[STEM].spec, module(STEM)
+    at_once = entry.COMBINE_WARPS * entry.PARTS_AT_ONCE
+    shape = Shape(1, 1, 2 * (at_once + 5) * spec.tile.kv, 1, 1)
+    assert num_parts(spec, shape, at_once) == at_once + 5
+    case = Case("many", "many parts", shape.batch, shape.seq_q, shape.seq_k, shape.heads_q, shape.heads_kv)
+    q, k, v = make_for(spec, case, device=torch.device("cpu"), seed=4).given.values()
+    k *= torch.linspace(0.1, 3.0, shape.seq_k).view(1, -1, 1, 1)  # later parts have larger scores
+    for keys in (k, k.flip(1)):
+        parts, one = (outputs(STEM, Settings(sms=sms), (q, keys, v)) for sms in (at_once, 0))
+        torch.testing.assert_close(parts[0].float(), one[0].float(), rtol=0, atol=4e-3)
+        torch.testing.assert_close(parts[1], one[1], rtol=1e-5, atol=1e-5)
 
 
 def test_rows_without_a_key_in_any_part() -> None:
@@ -63,13 +79,14 @@ def test_rows_without_a_key_in_any_part() -> None:
 # Mistakes
 
 MISTAKES = {
-    "a part divided by what all have": (
-        "weight = cute.math.exp2((part_lse - shift) * LOG2_E, fastmath=True) * inverse",
-        "weight = inverse",
-    ),
+    "parts that all count the same": ("weight = weight_of(rLSE[i], largest)", "weight = cutlass.Float32(1.0)"),
     "parts past the last one counted": (
-        "part_lse = gLSE[part] if part < num_parts else -cutlass.Float32.inf",
-        "part_lse = gLSE[cutlass.min(part, num_parts - 1)]",
+        "part = first + i * COMBINE_WARPS\n",
+        "part = cutlass.min(first + i * COMBINE_WARPS, num_parts - 1)\n",
+    ),
+    "what the warps have not brought to one maximum": (
+        "weights[warp] = weight_of(sLargest[warp], largest)",
+        "weights[warp] = cutlass.Float32(1.0)",
     ),
     "the first tile of a part left to nobody": (
         "n_begin = part * steps_of_part\n",
@@ -84,7 +101,7 @@ MISTAKES = {
         "gO = parts[None, batch, 0, head, None]",
     ),
     "rows of heads that do not exist": ("head < group and query < seq_q", "query < seq_q"),
-    "no LSE of a row that has no key": ("shift + cute.math.log2(total, fastmath=True) * LN_2", "shift"),
+    "-inf less -inf": ("shift = 0.0 if largest == -cutlass.Float32.inf else largest", "shift = largest"),
 }
 
 

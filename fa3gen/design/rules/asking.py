@@ -288,8 +288,8 @@ def _shared_sm(spec: Forward) -> Iterable[Answer]:
     """Whether several CTAs fit an SM."""
     total = footprint.total_bytes(footprint.shared_memory_map(spec), footprint.barrier_bytes(spec))
     yield memory.shared_sm.ask(spec.tile.ctas_per_sm, total)
-    columns = max(spec.tile.kv, spec.problem.v_dim)
-    yield threads.accumulator_at_launch.ask(spec.tile.ctas_per_sm, columns, footprint.launch_registers(spec))
+    columns, launched = footprint.accumulator_columns(spec), footprint.launch_registers(spec)
+    yield threads.accumulator_at_launch.ask(spec.tile.ctas_per_sm, columns, launched)
 
 
 def _taste(spec: Forward) -> Iterable[Answer]:

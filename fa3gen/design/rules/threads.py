@@ -131,7 +131,7 @@ def accumulator_at_launch(ctas: int, columns: int, launched: int) -> Violation |
 
     ptxas allots registers of instructions by the launch, whatever setmaxnreg gives later (its error C7602).
     """
-    held = columns // 2 + footprint.OTHER_REGISTERS
+    held = footprint.registers_of_product(columns)
     if held <= launched:
         return None
     return Violation(
