@@ -17,6 +17,10 @@ take part: rounding errors are not all of one sign. `variance` is what they come
 
 0.18 = 0.541 / 3: a third, as for any uniform error, times the mean of 1 / m^2 over mantissas m in [1, 2) whose
 logarithm is uniform. The mean of (O - ref)^2 / variance is near 1 for a kernel that rounds as planned.
+
+LSE moves with the scores, by their mean under p: its slack is 2^-24 sum_j p_j 4 c_j sum_d scale |q_d k_jd|, with c_j
+the slope of the cap, 1 without one. It counts where large products cancel: in a score near 0 of products that sum to
+thousands.
 """
 
 from __future__ import annotations
@@ -34,11 +38,14 @@ from fa3gen.verify.runner import half_ulp
 
 FLOAT32_ROUNDOFF = 2.0**-24
 MANTISSA_FACTOR = 0.18
+SCORE_ROUNDINGS = 4  # of a score, each of up to a unit roundoff of what it sums
 
 
 @dataclass(frozen=True)
 class Expected:
     """O (batch, seq_q, heads_q, d_v) and LSE (batch, heads_q, seq_q) in float64; limit and variance, shaped like O.
+
+    `lse_slack`, shaped like LSE, is how far that may be off beside what its own criterion allows.
 
     A row that sees no key has O = 0 and LSE = -inf; its limit is 0: the zeros have to be zeros.
     """
@@ -47,6 +54,7 @@ class Expected:
     lse: torch.Tensor
     limit: torch.Tensor
     variance: torch.Tensor
+    lse_slack: torch.Tensor
 
 
 def expected(
@@ -74,9 +82,11 @@ def expected(
     queries = q.double().transpose(1, 2)  # (batch, heads_q, seq_q, d)
     keys, values = (tensor.double().repeat_interleave(group, dim=2).transpose(1, 2) for tensor in (k, v))
     scores = queries @ keys.transpose(2, 3) * scale
+    sizes = queries.abs() @ keys.abs().transpose(2, 3) * scale
+    moves = FLOAT32_ROUNDOFF * SCORE_ROUNDINGS * sizes
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    sizes = queries.abs() @ keys.abs().transpose(2, 3) * scale
+        moves *= 1 - (scores / softcap).square()
     seen = visible_keys(reach(mask), seq_q=q.shape[1], seq_k=k.shape[1], rows=torch.arange(q.shape[1]))
     if seen is None:
         seen = torch.ones(scores.shape[2:], dtype=torch.bool)
@@ -93,7 +103,7 @@ def expected(
     p = weights * share
 
     magnitude = p @ values.abs()
-    rest = FLOAT32_ROUNDOFF * (32 + 4 * _largest(sizes.masked_fill(~seen, 0), 0)) * magnitude
+    rest = FLOAT32_ROUNDOFF * (32 + SCORE_ROUNDINGS * _largest(sizes.masked_fill(~seen, 0), 0)) * magnitude
     roundoff, subnormal = (0.0, 0.0) if p_dtype is None else _roundoff(p_dtype)
     seen_sum, seen_squares = (seen.double() @ power for power in (values.abs(), values.square()))
     out = p @ values
@@ -105,7 +115,8 @@ def expected(
         + subnormal**2 / 3 * seen_squares * share.square()
         + rest.square() / 9
     )
-    return Expected(out.transpose(1, 2), lse, limit.transpose(1, 2), variance.transpose(1, 2))
+    lse_slack = (p * moves).sum(-1)
+    return Expected(out.transpose(1, 2), lse, limit.transpose(1, 2), variance.transpose(1, 2), lse_slack)
 
 
 def joined(parts: Sequence[Expected]) -> Expected:
@@ -117,6 +128,7 @@ def joined(parts: Sequence[Expected]) -> Expected:
         lse=torch.cat([part.lse for part in parts], dim=2),
         limit=torch.cat([part.limit for part in parts], dim=1),
         variance=torch.cat([part.variance for part in parts], dim=1),
+        lse_slack=torch.cat([part.lse_slack for part in parts], dim=2),
     )
 
 

@@ -299,6 +299,26 @@ def test_the_bounds_by_hand() -> None:
     assert plain.limit[0, 0, 0, 0].item() == pytest.approx(2**-8 + float32, rel=1e-6)
 
 
+def test_lse_may_be_off_by_what_its_scores_cancel() -> None:
+    """Two products of +-512 in a score of 0; a cap leaves of their rounding what its slope does."""
+    q, v = torch.full((1, 1, 1, 64), 2.0**-5), torch.zeros(1, 1, 1, 64)
+    q[..., 2:] = 0
+    k = q.clone()
+    k[..., :2] = torch.tensor([2.0**14, -(2.0**14)])
+
+    def slack(**cap: float) -> float:
+        return accuracy.expected(q, k, v, scale=1.0, mask=NoMask(), p_dtype=None, **cap).lse_slack.item()
+
+    assert slack() == slack(softcap=30.0) == 2.0**-24 * 4 * 1024
+    k[..., :2] = torch.tensor([2.0**15, -(2.0**14)])
+    assert slack(softcap=30.0) < 2.0**-24 < slack()
+
+
+def test_scores_of_ordinary_size_leave_the_criterion_of_lse_as_it_is() -> None:
+    q, k, v = torch.randn(3, 1, 200, 1, 128, generator=torch.Generator().manual_seed(1))
+    assert accuracy.expected(q, k, v, scale=None, mask=CAUSAL, p_dtype=None).lse_slack.max() < 3e-6
+
+
 def test_a_row_without_keys_has_to_be_zero() -> None:
     case = Case("none", "", 1, 3, 1, 1, 1)
     made = inputs.make(case, head_dim=64, dtype=torch.bfloat16, device=torch.device("cpu"), seed=1)
