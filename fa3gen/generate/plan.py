@@ -83,7 +83,8 @@ class TilePlan:
     `rows` and `positions` are the module's names for the rows of Q as TMA moves them and for the positions they hold;
     `head_tiles` is how many tiles beside each other hold all heads. `from_window`: whether tiles of keys begin with the
     first one that rows see. `k_begin` is what a work item says of where its keys begin, if it does; `ctas` how many
-    CTAs are started for each SM.
+    CTAs are started for each SM. `register_shares`: see `footprint`; `launch_bound` is the module's name for what
+    bounds the registers at launch, if it has one.
     """
 
     m: int

@@ -45,9 +45,8 @@ SCORE_ROUNDINGS = 4  # of a score, each of up to a unit roundoff of what it sums
 class Expected:
     """O (batch, seq_q, heads_q, d_v) and LSE (batch, heads_q, seq_q) in float64; limit and variance, shaped like O.
 
-    `lse_slack`, shaped like LSE, is how far that may be off beside what its own criterion allows.
-
-    A row that sees no key has O = 0 and LSE = -inf; its limit is 0: the zeros have to be zeros.
+    A row that sees no key has O = 0 and LSE = -inf; its limit is 0: the zeros have to be zeros. `lse_slack`, shaped
+    like LSE, is how far that may be off beside what its own criterion allows.
     """
 
     out: torch.Tensor

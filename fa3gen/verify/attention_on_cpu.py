@@ -3,8 +3,8 @@
 Pass criteria, per case, measured against float64 attention of the very 16-bit inputs:
 
 - O, every element: |O - ref| <= its limit, half an output ulp plus the rounding of P (`fa3gen.verify.accuracy`).
-- LSE: |LSE - ref| <= 1e-5 max(1, |ref|) plus the rounding of scores (there, too), for every row; -inf exactly where,
-  and only where, a row sees no key (and has no sink).
+- LSE: |LSE - ref| <= 1e-5 max(1, |ref|) plus the rounding of scores, its slack there, for every row; -inf exactly
+  where, and only where, a row sees no key (and has no sink).
 - No hazard, and the same bits, under every schedule.
 - No NaN in O or LSE, nothing written outside `out`, inputs unchanged, zeros left for the next launch.
 
