@@ -199,6 +199,21 @@ def test_dependent_launch_is_asked_of_modules_that_know_it(eager: Modules, monke
     assert asked == [False, False, True]
 
 
+@pytest.mark.parametrize("way", ["eager", "modules"])
+def test_the_same_bits_in_any_batch_take_a_module_of_their_own(way: str, request: pytest.FixtureRequest) -> None:
+    modules: Modules = request.getfixturevalue(way)
+    q, k, v = tensors()
+    for asked in (False, True, True, False):
+        assert fa3gen.attention(q, k, v, deterministic_batch=asked).equal(expected(q, k, v))
+    found = [family.fixed_parts for family, *_ in modules.asked]
+    assert found[0] is False and True in found
+    if way == "eager":  # each is looked up once
+        assert found == [False, True]
+    out = torch.empty_like(q)
+    torch.ops.fa3gen.attention_forward_out(q, k, v, out, deterministic_batch=True)
+    assert out.equal(expected(q, k, v)) and modules.asked[-1][0].fixed_parts
+
+
 SCORES: list[dict[str, Any]] = [
     {"sinks": torch.tensor([0.5, -1.0, 2.0, -math.inf])},
     {"softcap": 2.0},

@@ -910,6 +910,22 @@ def test_split_scheduler() -> None:
         assert found is not None and found.field == field
 
 
+def test_split_unit() -> None:
+    assert splits.split_unit("auto", None) is splits.split_unit(None, 512) is None
+    neither, both = splits.split_unit(None, None), splits.split_unit("auto", 512)
+    assert neither is not None and neither.field == "split"
+    assert both is not None and both.field == "split.keys"
+
+
+def test_split_keys() -> None:
+    assert splits.split_keys(512, 64, None) is splits.split_keys(80, 80, None) is None
+    assert splits.split_keys(512, 80, None) == Violation(
+        "split.keys", "parts are whole tiles of 80 keys; use a multiple of tile.kv, not 512"
+    )
+    found = splits.split_keys(512, 64, 8)
+    assert found is not None and found.field == "softmax.rescale_above"
+
+
 def test_split_output() -> None:
     assert splits.split_output("direct", True, "bf16", "bf16") is None
     for asked, field in (

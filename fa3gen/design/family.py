@@ -175,7 +175,8 @@ class Family(NamedTuple):
     and not their rows. `layout` is `packed` where sequences stand one behind the other, `paged` where only queries do.
     `sink` and `softcap`: whether a call gives sinks, and a cap of the scores; `any_cap`: whether a call's cap is more
     than MOST_CAP_OF_FIRST_MAX, or may be one of a module's calls. `page_rows`: the page size of a call;
-    of a module the number that its calls' page sizes are multiples of.
+    of a module the number that its calls' page sizes are multiples of. `fixed_parts`: whether keys come in parts of a
+    fixed number, so that a row's bits are the same whatever else a call has.
     """
 
     dtype: DType
@@ -189,6 +190,7 @@ class Family(NamedTuple):
     softcap: bool = False
     page_rows: int | None = None
     any_cap: bool = False
+    fixed_parts: bool = False
 
     @classmethod
     def of(cls, spec: Forward) -> Family:
@@ -203,6 +205,7 @@ class Family(NamedTuple):
             softcap=spec.softmax.softcap,
             page_rows=page_rows(spec),
             any_cap=spec.softmax.softcap and spec.softmax.row_max == "online",
+            fixed_parts=spec.split is not None and spec.split.keys is not None,
         )
 
     def of_call(self, window: Window | None = None) -> Family:
@@ -221,7 +224,8 @@ class Family(NamedTuple):
         score = "".join(f", {name}" for name in self.keywords) + " of any size" * self.any_cap
         where = f", contiguous sequence in {listed(self.by_sequence)}" if self.by_sequence else ""
         packed = {"dense": "", "packed": ", packed sequences", "paged": f", pages of {self.page_rows}"}[self.layout]
-        return f"{self.dtypes}, head dim {self.dims}, {mask_text(self.mask)}{score}{where}{packed}"
+        same = ", the same bits in any batch" * self.fixed_parts
+        return f"{self.dtypes}, head dim {self.dims}, {mask_text(self.mask)}{score}{where}{packed}{same}"
 
     @property
     def dtypes(self) -> str:
@@ -240,7 +244,8 @@ class Family(NamedTuple):
         where = f"_sequence_{''.join(self.by_sequence)}" if self.by_sequence else ""
         score = "_sink" * self.sink + "_softcap" * self.softcap + "_any" * self.any_cap
         packed = {"dense": "", "packed": "_packed", "paged": f"_pages_{self.page_rows}"}[self.layout]
-        return f"{self.dtype}_d{self.dims.replace('/', '_')}_{mask_label(self.mask)}{score}{out}{where}{packed}"
+        same = "_fixed_parts" * self.fixed_parts
+        return f"{self.dtype}_d{self.dims.replace('/', '_')}_{mask_label(self.mask)}{score}{out}{where}{packed}{same}"
 
     @property
     def keywords(self) -> tuple[str, ...]:

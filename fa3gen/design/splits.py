@@ -17,11 +17,14 @@ STEPS_OF_PART = 2
 def num_parts(spec: Forward, shape: Shape | PackedShape, num_sms: int) -> int:
     """Parts of the keys of a tile of queries, by a formula of lengths, heads and SMs alone; 1 without `split`.
 
-    As many as let all CTAs be on the GPU at once; where there are several, none of fewer than STEPS_OF_PART tiles.
+    As many as let all CTAs be on the GPU at once; where there are several, none of fewer than STEPS_OF_PART tiles. Of
+    a fixed number of keys, as many as there are keys for.
     """
     if spec.split is None:
         return 1
     assert isinstance(shape, Shape)  # a rule: dense tensors
+    if spec.split.keys is not None:
+        return max(-(-shape.seq_k // spec.split.keys), 1)
     steps = -(-shape.seq_k // spec.tile.kv)
     tiles = -(-shape.seq_q // positions(spec)) * head_tiles(spec, shape) * shape.batch
     most = max(min(num_sms * spec.tile.ctas_per_sm // max(tiles, 1), steps // STEPS_OF_PART), 1)

@@ -314,7 +314,8 @@ def _handoff_sentence(spec: Forward) -> str:
 
 def _order_sentence(spec: Forward) -> str:
     if spec.split is not None:
-        return "in parts, as many as the GPU has room for at once, from the last tile of each to the first"
+        parts = f"of {spec.split.keys} keys" if spec.split.keys else "as many as the GPU has room for at once"
+        return f"in parts, {parts}, from the last tile of each to the first"
     if isinstance(spec.mask, NoMask):
         return "from the last tile, which the end of the keys may cut, to the first"
     return "from the last visible tile to the first; hidden tiles are skipped, only boundary tiles are masked"

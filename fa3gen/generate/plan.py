@@ -297,7 +297,8 @@ class SchedulerPlan:
     of keys, in at most `parts` parts of a tile of queries, where that saves at least `steps_saved` of them. dynamic
     draws tiles `slots` ahead, those of as many heads at a time as have K and V in `l2_mib` MiB; other warps are told
     where a tile lies (`passes_coordinates`) or its number, `loaders_told` warps that load among them.
-    `shuffles_coordinates`: see `footprint`. `split`: keys come in parts, of `min_steps` tiles at least.
+    `shuffles_coordinates`: see `footprint`. `split`: keys come in parts, of `min_steps` tiles at least, or (not 0) of
+    `keys_of_part` keys.
     """
 
     kind: Scheduler
@@ -312,6 +313,12 @@ class SchedulerPlan:
     l2_mib: int = tile_order.BYTES_IN_L2 // 2**20
     split: bool = False
     min_steps: int = splits.STEPS_OF_PART
+    keys_of_part: int = 0
+
+    @property
+    def counts_sms(self) -> bool:
+        """Whether the number of SMs says how many CTAs there are."""
+        return self.persistent or (self.split and not self.keys_of_part)
 
 
 @dataclass(frozen=True)
@@ -625,6 +632,7 @@ def _scheduler(spec: Forward) -> SchedulerPlan:
         slots,
         1 + footprint.packed_sequences(spec),
         split=spec.split is not None,
+        keys_of_part=(spec.split and spec.split.keys) or 0,
     )
 
 

@@ -64,7 +64,8 @@ class MaskShape(Part):
         return CausalMask() if self.kind == "causal" else NoMask()
 
 
-UNTUNED = "by_sequence", "layout", "page_rows", "any_cap"  # fields of a family by which no module is tuned
+# Fields of a family by which no module is tuned.
+UNTUNED = "by_sequence", "layout", "page_rows", "any_cap", "fixed_parts"
 
 
 class TunedProblem(GrownPart):
@@ -101,6 +102,11 @@ class TunedProblem(GrownPart):
         if family.by_sequence:
             raise UserError(
                 f"modules are tuned for tensors with contiguous rows, and these are for {family}; time them with "
+                "fa3gen bench"
+            )
+        if family.fixed_parts:
+            raise UserError(
+                f"modules are tuned where several serve a call, and one alone is for {family}; time it with "
                 "fa3gen bench"
             )
         fields = {name: value for name, value in family._asdict().items() if name not in UNTUNED}

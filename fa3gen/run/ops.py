@@ -34,6 +34,7 @@ def _explain(
     out: Tensor | None = None,
     return_lse: bool = False,
     enable_pdl: bool = False,
+    deterministic_batch: bool = False,
     render: bool = False,
 ) -> Choice:
     """Which module `fa3gen.attention` takes for these arguments, and why; `print` it.
@@ -42,7 +43,7 @@ def _explain(
     SM gets is then counted with the SMs of an H200, and the answer says so. Raises as `fa3gen.attention` where no
     module is found; with `render`, one is rendered, and not yet compiled.
     """
-    family, size = _asked(q, k, v, out, causal, window, sinks, softcap)
+    family, size = _asked(q, k, v, out, causal, window, sinks, softcap, deterministic_batch)
     return calls.explained(family, size, lse=return_lse, render=render)
 
 
@@ -60,6 +61,7 @@ def attention(
     out: Tensor | None = None,
     return_lse: bool = False,
     enable_pdl: bool = False,
+    deterministic_batch: bool = False,
     render: bool = False,
 ) -> Any:
     """O = softmax(scale Q K^T) V on a Hopper GPU, by the fastest generated module, on torch's current stream.
@@ -88,6 +90,10 @@ def attention(
         enable_pdl: Programmatic dependent launch: where the module serves small problems (scheduler grid), begin beside
             the end of the kernel before on this stream, once that one allows it. Results are the same. Other modules,
             and calls that torch.compile or a dispatch mode sees, are launched as ever.
+        deterministic_batch: O and LSE of a row are the same bits whatever other sequences, heads or queries the call
+            has: alone, in any batch, in any place of it, all queries at once or in chunks. Head dims 64, 128 and 256 in
+            bfloat16, unmasked or causal, up to 16 query heads for each kv head; made for few queries, and slow for
+            many, which it needs 4 x ceil(seq_k / 512) x O's elements bytes of GPU memory for.
         render: Where no module serves the call, render and compile one, from the spec that the error would propose. It
             takes seconds, once; a line in the log says so. From then on it serves such calls of this process, with
             `render` or without, and later processes find it in the compile cache. Nobody has verified or measured it.
@@ -103,19 +109,23 @@ def attention(
             requires grad in grad mode, since this is forward only.
     """
     if is_dynamo_compiling():
-        return _by_operator(q, k, v, causal, window, sinks, softcap, scale, out, return_lse, render)
+        return _by_operator(
+            q, k, v, causal, window, sinks, softcap, scale, out, return_lse, deterministic_batch, render
+        )
     if window is not None and type(window) is not tuple:
         window = calls.window_tuple(window)
     # Tensors on a GPU that nobody watches? Then nothing is lost by leaving the dispatcher out.
     if not (type(q) is type(k) is type(v) is Tensor and q.is_cuda) or dispatch_modes() or functorch_transforms():
         # Its messages are better than those of an operator's schema.
-        _asked(q, k, v, out, causal, window, sinks, softcap)
-        return _by_operator(q, k, v, causal, window, sinks, softcap, scale, out, return_lse, render)
+        _asked(q, k, v, out, causal, window, sinks, softcap, deterministic_batch)
+        return _by_operator(
+            q, k, v, causal, window, sinks, softcap, scale, out, return_lse, deterministic_batch, render
+        )
     try:
-        serving = _serving(q, k, v, out, causal, window, return_lse, sinks, softcap)
+        serving = _serving(q, k, v, out, causal, window, return_lse, sinks, softcap, deterministic_batch)
     except NotRendered as missing:
         calls.render(missing, allowed=render, compiled=True)
-        serving = _serving(q, k, v, out, causal, window, return_lse, sinks, softcap)
+        serving = _serving(q, k, v, out, causal, window, return_lse, sinks, softcap, deterministic_batch)
     if sinks is not None or softcap is not None:
         named = named_scores(sinks, softcap) | ({"enable_pdl": True} if enable_pdl and _has_pdl(serving) else {})
         return serving(q, k, v, **named, scale=scale, out=out, return_lse=return_lse)
@@ -131,7 +141,15 @@ def _has_pdl(attention: Callable[..., Any]) -> bool:
 
 
 def _asked(
-    q: Any, k: Any, v: Any, out: Any, causal: bool, window: Window, sinks: Any, softcap: Any
+    q: Any,
+    k: Any,
+    v: Any,
+    out: Any,
+    causal: bool,
+    window: Window,
+    sinks: Any,
+    softcap: Any,
+    deterministic_batch: bool,
 ) -> tuple[Family, Size]:
     """What the module has to be compiled for, and the size of the call. Raises ArgumentError, TypeError."""
     calls.check_tensors({"q": q, "k": k, "v": v}, "(batch, seq, heads, head dim)")
@@ -143,6 +161,7 @@ def _asked(
         sink=sinks is not None,
         softcap=softcap is not None,
         any_cap=calls.any_cap(softcap),
+        fixed_parts=bool(deterministic_batch),
     )
     seq_k, heads_kv = k.shape[1], k.shape[2]
     tiles = Shape(batch, seq_q, seq_k, heads_q, heads_kv).tiles
@@ -159,6 +178,7 @@ def _serving(
     return_lse: bool,
     sinks: Any,
     softcap: Any,
+    deterministic_batch: bool,
 ) -> Attention:
     """The `attention` of the module for a call; `window` is None or a tuple."""
     key: tuple[Any, ...] = ()
@@ -168,6 +188,8 @@ def _serving(
         out_dtype, group = None if out is None else out.dtype, heads_q // (heads_kv or 1)
         few = seq_q if seq_q <= FEW_QUERIES else 0
         key = q.get_device(), q.dtype, out_dtype, dim, v_dim, group, few, causal, window, return_lse
+        if deterministic_batch:
+            key += ("deterministic_batch",)
         if sinks is not None or softcap is not None:
             key += (sinks is not None, softcap is not None, calls.any_cap(softcap))
         tiles = batch * heads_q * -(-seq_q // TILE_ROWS)  # `Shape.tiles`, without the call
@@ -176,7 +198,7 @@ def _serving(
                 return attention
     except (AttributeError, IndexError, TypeError, ValueError):
         pass  # not four dimensions, or no tensor: what follows says so
-    family, size = _asked(q, k, v, out, causal, window, sinks, softcap)
+    family, size = _asked(q, k, v, out, causal, window, sinks, softcap, deterministic_batch)
     return calls.found(key, family, size, lse=return_lse)
 
 
@@ -184,7 +206,7 @@ def _serving(
 
 _OPTIONS = (
     "*, bool causal=False, int[]? window=None, Tensor? sinks=None, float? softcap=None, float? scale=None, "
-    "bool return_lse=False, bool render=False"
+    "bool return_lse=False, bool deterministic_batch=False, bool render=False"
 )
 
 
@@ -199,12 +221,14 @@ def _by_operator(
     scale: float | None,
     out: Any,
     return_lse: bool,
+    deterministic_batch: bool,
     render: bool,
 ) -> Returned:
     """Call the operators. Without an out, LSE is empty where nobody asked for it."""
     calls.refuse_grad(q, k, v, sinks)
     options: dict[str, Any] = {"causal": causal, "window": window, "scale": scale, "return_lse": return_lse}
     options |= named_scores(sinks, softcap) | ({"render": True} if render else {})
+    options |= {"deterministic_batch": True} if deterministic_batch else {}
     if out is None:
         out, lse = torch.ops.fa3gen.attention_forward(q, k, v, **options)
     else:
@@ -223,11 +247,12 @@ def _forward(
     softcap: float | None = None,
     scale: float | None = None,
     return_lse: bool = False,
+    deterministic_batch: bool = False,
     render: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """`fa3gen::attention_forward`: O and LSE, which has no rows unless `return_lse`."""
     reach = None if window is None else tuple(window)
-    asked = q, k, v, None, causal, reach, return_lse, sinks, softcap
+    asked = q, k, v, None, causal, reach, return_lse, sinks, softcap, deterministic_batch
     serving = calls.or_rendered(_serving, *asked, allowed=render, compiled=q.is_cuda)
     returned = serving(q, k, v, **named_scores(sinks, softcap), scale=scale, return_lse=return_lse)
     return returned if return_lse else (returned, _lse_like(q, False))
@@ -245,11 +270,12 @@ def _forward_out(
     softcap: float | None = None,
     scale: float | None = None,
     return_lse: bool = False,
+    deterministic_batch: bool = False,
     render: bool = False,
 ) -> Tensor:
     """`fa3gen::attention_forward_out`: writes O to `out` and returns LSE, which has no rows unless `return_lse`."""
     reach = None if window is None else tuple(window)
-    asked = q, k, v, out, causal, reach, return_lse, sinks, softcap
+    asked = q, k, v, out, causal, reach, return_lse, sinks, softcap, deterministic_batch
     serving = calls.or_rendered(_serving, *asked, allowed=render, compiled=q.is_cuda)
     returned = serving(q, k, v, **named_scores(sinks, softcap), scale=scale, out=out, return_lse=return_lse)
     lse: Tensor = returned[1] if return_lse else _lse_like(q, False)
@@ -267,9 +293,10 @@ def _forward_fake(
     softcap: float | None = None,
     scale: float | None = None,
     return_lse: bool = False,
+    deterministic_batch: bool = False,
     render: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    _check_shapes(q, k, v, None, causal, window, sinks, softcap)
+    _check_shapes(q, k, v, None, causal, window, sinks, softcap, deterministic_batch)
     return q.new_empty((*q.shape[:3], v.shape[3])), _lse_like(q, return_lse)
 
 
@@ -285,9 +312,10 @@ def _forward_out_fake(
     softcap: float | None = None,
     scale: float | None = None,
     return_lse: bool = False,
+    deterministic_batch: bool = False,
     render: bool = False,
 ) -> Tensor:
-    _check_shapes(q, k, v, out, causal, window, sinks, softcap)
+    _check_shapes(q, k, v, out, causal, window, sinks, softcap, deterministic_batch)
     wanted = (*q.shape[:3], v.shape[3])
     calls.need(
         tuple(out.shape) == wanted,
@@ -311,9 +339,10 @@ def _check_shapes(
     window: Any,
     sinks: Tensor | None,
     softcap: float | None,
+    deterministic_batch: bool,
 ) -> None:
     """What can be wrong with tensors that have no memory, so that it shows when a model is traced."""
-    _asked(q, k, v, out, causal, window, sinks, softcap)
+    _asked(q, k, v, out, causal, window, sinks, softcap, deterministic_batch)
     calls.need_sinks(sinks, q.shape[2])
     calls.need(
         k.shape[0] == q.shape[0] and k.shape[3] == q.shape[3],

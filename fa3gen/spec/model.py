@@ -270,8 +270,15 @@ class Softmax(SpecModel):
 class Split(SpecModel):
     """Keys in parts, a CTA for each part of a tile of queries, and a second kernel that adds the parts up."""
 
-    count: Literal["auto"] = Field(
-        description="`auto`: as many parts as let all CTAs be on the GPU at once, one where tiles of queries do."
+    count: Literal["auto"] | None = Field(
+        default=None,
+        description="`auto`: as many parts as let all CTAs be on the GPU at once, one where tiles of queries do.",
+    )
+    keys: int | None = Field(
+        default=None,
+        gt=0,
+        description="In place of `count`: of how many keys a part is, from the first key on. A row's bits are then the "
+        "same whatever else a call has.",
     )
 
 

@@ -154,6 +154,9 @@ def _split(spec: Forward) -> Iterable[Answer]:
         yield splits.padded_heads.ask(spec.split is not None, spec.tile.pack_heads)
     if spec.split is None:
         return
+    yield splits.split_unit.ask(spec.split.count, spec.split.keys)
+    if spec.split.keys is not None:
+        yield splits.split_keys.ask(spec.split.keys, spec.tile.kv, spec.softmax.rescale_above)
     yield splits.split_scheduler.ask(spec.scheduler, layout, spec.tile.group)
     yield splits.split_output.ask(place, spec.outputs.lse, spec.o_dtype, spec.problem.dtype)
     yield splits.split_scores.ask(spec.mask.kind, spec.softmax.sink, spec.softmax.row_max)

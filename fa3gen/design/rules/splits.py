@@ -19,6 +19,30 @@ def split_scheduler(scheduler: str, layout: str, group: str) -> Violation | None
 
 
 @rule(kind=GENERATOR, topic="kv order")
+def split_unit(count: str | None, keys: int | None) -> Violation | None:
+    """The number of parts follows from the GPU, or from the length of one."""
+    if (count is None) != (keys is None):
+        return None
+    if keys is None:
+        return Violation("split", "split needs a number of parts, or of keys of each; use count: auto, or keys: 512")
+    return Violation("split.keys", "parts of so many keys are as many as there are keys for; leave keys or count out")
+
+
+@rule(kind=GENERATOR, topic="kv order")
+def split_keys(keys: int, kv: int, rescale_above: int | None) -> Violation | None:
+    """A row's bits depend on its own keys alone: parts begin with a tile, and no other row decides when it rescales."""
+    if keys % kv:
+        return Violation("split.keys", f"parts are whole tiles of {kv} keys; use a multiple of tile.kv, not {keys}")
+    if rescale_above is not None:
+        return Violation(
+            "softmax.rescale_above",
+            "with parts of so many keys a row's bits are its own, and whether a warp rescales now and then depends on "
+            "all its rows; use null, or split: {count: auto}",
+        )
+    return None
+
+
+@rule(kind=GENERATOR, topic="kv order")
 def split_output(o: str, lse: bool, o_dtype: str, dtype: str) -> Violation | None:
     """Parts are added up with their LSE; they leave the registers straight, as O does where there is one part."""
     if o != "direct":
