@@ -106,7 +106,6 @@ THREADS = (CONSUMERS + 1) * WARPGROUP_THREADS  # the last warpgroup loads
 K_PRODUCER_WARP, V_PRODUCER_WARP = CONSUMER_WARPS, CONSUMER_WARPS + 1
 # Registers per thread after setmaxnreg, which moves them from the producer's warps to the consumers'.
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 24, 136
-CTAS_PER_SM = 2  # that share its registers and shared memory
 REGISTER_SHARES = 3  # of those of an SM: one for CTAs of the kernel that adds parts up
 SMEM_CARVEOUT = 100  # per cent of an SM's L1 cache and shared memory that are to be shared memory
 GRID_MAX = 65_535  # CTAs along the second and the third dimension of a grid
