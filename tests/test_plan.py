@@ -813,7 +813,7 @@ def test_ring_table(stem: str) -> None:
         assert members[f"{name}_barriers"] == 2 * 8 * values["KV_STAGES"]
         edge, arrivals = f"{loader} -> {warps} warps", f"{warps * values['WARP']} arrivals"
         expected.append([name, str(values["KV_STAGES"]), edge, "1 arrival", arrivals])
-    if plan(stem).scheduler.kind == "dynamic":
+    if plan(stem).scheduler.tile_ring:
         slots = values["TILE_SLOTS"]
         (tiles,) = [region for region in plan(stem).smem.regions if region.name == "tiles"]
         assert (members["tiles"], members["tile_barriers"]) == (tiles.bytes, 2 * 8 * slots)

@@ -15,7 +15,7 @@ from rendering import CHECKOUT, attention_stems, variants
 from ruamel.yaml import YAML
 
 from fa3gen.base.errors import SpecError
-from fa3gen.design import footprint, rules
+from fa3gen.design import footprint, rules, splits
 from fa3gen.design.workspace import Workspace
 from fa3gen.generate.plan import Plan, make_plan
 from fa3gen.generate.render import format_module, render_variant
@@ -62,7 +62,7 @@ SCHEDULES: st.SearchStrategy[Any] = st.just({"kind": "cooperative"}) | st.fixed_
     {"kind": st.sampled_from(["warp_specialized", "ping_pong"]), "overlap": st.booleans()}
 )
 # What most parts go with comes more often, or hardly a draw would be legal; the same below.
-SCHEDULERS = st.sampled_from(["single_tile", "single_tile", "static", "stream_k", "dynamic"])
+SCHEDULERS = st.sampled_from(["single_tile", "single_tile", "static", "stream_k", "dynamic", "even"])
 O_WAYS = st.sampled_from(["over_q", "own_buffer", "direct"])
 RESCALE_ABOVE = st.sampled_from([None, 1, 8, 9])
 EXP_BEFORE_WAIT = st.sampled_from([None, None, None, None, None, 1, 12, 33])
@@ -317,6 +317,7 @@ def check_sass(spec: Spec, plan: Plan) -> None:
     lse_rows = spec.tile.q * (16 if plan.pv.engine == "scalar" else 4) // threads
     if spec.split is not None:  # a part's O in float32 and LSE, and the LSE of a row whose parts are added up
         written -= 32 * (spec.tile.q * spec.problem.v_dim // threads + lse_rows + 1)
+        written -= 32 * splits.SHARE_WORDS * (spec.scheduler == "even")  # where a cut tile lies
     assert written == o_bits + 32 * lse_rows * spec.outputs.lse
 
 
@@ -341,7 +342,7 @@ def check_barriers(plan: Plan) -> None:
 def check_specialized_rings(plan: Plan, rows: list[list[str]]) -> None:
     """Each row is a ring, with a full and an empty barrier for each stage."""
     assert [name for name, *_ in rows] == [
-        *("q", "k", "v", *["tile"] * (plan.scheduler.kind == "dynamic")),
+        *("q", "k", "v", *["tile"] * plan.scheduler.tile_ring),
     ]
     for name, stages, edge, full, empty in rows:
         producer, consumers = edge.split(" -> ")
@@ -426,14 +427,17 @@ def check_code_of_rings(calls: list[str], plan: Plan) -> None:
     ):
         assert calls.count(f"{ring}_ring.consumer_wait") == waits
         assert calls.count(f"{ring}_ring.consumer_release") == releases
-    dynamic, packed = plan.scheduler.kind == "dynamic", plan.problem.packed_sequences
+    dynamic, even = plan.scheduler.kind == "dynamic", plan.scheduler.kind == "even"
+    told, packed = plan.scheduler.tile_ring, plan.problem.packed_sequences
     for call in ("producer_commit", "consumer_wait", "consumer_release"):
-        assert calls.count(f"tile_ring.{call}") == dynamic
-    assert calls.count("tile_ring.producer_acquire") == dynamic + packed  # before the first tile, and the later ones
+        assert calls.count(f"tile_ring.{call}") == told
+    assert (
+        calls.count("tile_ring.producer_acquire") == told + packed
+    )  # of one tile apart: the first, or that none is left
     # Three roles walk through the work: two producer warps and the consumers; one of them may draw it. Of packed
-    # sequences a warp more finds it for all, and the one that loads K says when.
+    # sequences a warp more finds it for all, and where tiles are drawn the one that loads K says when.
     assert (calls.count("draw_work"), calls.count("next_work")) == (dynamic and not packed, 3 - dynamic - placed)
-    assert (calls.count("first_work"), calls.count("read_tile")) == (1 + packed, 4 * packed)
+    assert (calls.count("first_work"), calls.count("read_tile")) == (1 + packed + even, 4 * packed - 2 * even)
     # Around each place with products, and at both ends of all.
     turns = [calls.count(name) for name in ("wait_turn", "pass_turn")]
     assert turns == ([4, 4] if overlap else [2, 2]) if plan.schedule.ping_pong else [0, 0]
@@ -446,7 +450,7 @@ def check_code_of_rings(calls: list[str], plan: Plan) -> None:
     gathered = plan.load.pages == "cp_async"
     assert calls.count("make_ring") == 2 * (not gathered) + released
     assert calls.count("make_gathered_ring") == 2 * gathered
-    assert calls.count("pipeline.PipelineAsync.create") == dynamic + gathered
+    assert calls.count("pipeline.PipelineAsync.create") == told + gathered
 
 
 # What holds for every other input

@@ -20,7 +20,7 @@ from fa3gen.compile import toolchain
 from fa3gen.compile.cache import cached_compile
 from fa3gen.compile.census.sass import parse_sass
 from fa3gen.cpu import wgmma
-from fa3gen.design import tile_order
+from fa3gen.design import footprint, tile_order
 from fa3gen.design.family import PackedShape, Shape
 from fa3gen.design.footprint import persistent
 from fa3gen.design.masks import USUAL_WINDOW, given_with_calls, of_call, reach
@@ -228,6 +228,9 @@ def asked_for(division: dict[str, Any], spec: Spec, block: int, seq_q: int, seq_
     if spec.problem.layout != "dense":
         found = (block, 0, 0, 0, 0, seq_q, 0, seq_k) if spec.problem.layout == "packed" else ()
         found = found or (block, 0, 0, 0, 0, seq_q, seq_k, 0)
+        if spec.scheduler == "even":  # all tiles of keys, which is no part
+            found = (*found[: -1 if footprint.paged(spec) else None], 0, max(-(-seq_k // spec.tile.kv), 1), -1, 0)
+            found += (0,) * footprint.paged(spec)
         work = division["work_on"](found, *window, 0)
     elif spec.scheduler == "stream_k":  # one whole tile, no step more
         work = division["piece_of_work"](0, (mQ, mK, (1, 0, 1)))
@@ -327,10 +330,28 @@ def check_sequences(place_in_sequence: Any, spec: Spec, heads: int) -> None:
     assert [(entry.batch, entry.m_block, entry.head) for entry in order] == wanted
 
 
+def check_line(place_in_sequence: Any, spec: Spec, heads: int) -> None:
+    """Steps of a sequence: of each tile of queries all tiles of keys, one at least."""
+    sequences = ((70, 900), (0, 9), (1, 0), (5, 64))
+    shape = PackedShape(*map(tuple, zip(*sequences, strict=True)), heads, heads)
+    order = list(tile_order.taken(spec, shape))
+    found: list[tuple[int, int, int]] = []
+    for number, (seq_q, seq_k) in enumerate(sequences):
+        steps = max(-(-seq_k // spec.tile.kv), 1)
+        for step in range(-(-seq_q // tile_order.positions(spec)) * heads * steps):
+            m_block, head, n_block, n_blocks = place_in_sequence(step, seq_q, seq_k)
+            assert (n_block, n_blocks) == (step % steps, steps)
+            found += [(number, m_block, head)] * (n_block == 0)
+    assert [(entry.batch, entry.m_block, entry.head) for entry in order] == found
+
+
 def test_tiles_of_queries_are_taken_in_the_modules_order() -> None:
     heads, batch, seq_q, seq_k = 6, 2, 700, 40_000
     for stem in tiled_stems():
         spec = spec_of(stem)
+        if spec.scheduler == "even":
+            check_line(division_of(stem, Fake())["place_in_sequence"], spec, heads)
+            continue
         if spec.problem.layout != "dense":
             check_sequences(division_of(stem, Fake())["place_in_sequence"], spec, heads)
             continue

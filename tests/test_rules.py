@@ -832,7 +832,9 @@ def test_rescale_overlap() -> None:
 
 
 def test_packed_scheduler() -> None:
-    assert schedules.packed_scheduler("packed", "dynamic") is None
+    assert schedules.packed_scheduler("packed", "dynamic") is schedules.packed_scheduler("paged", "even") is None
+    found = schedules.packed_scheduler("dense", "even")
+    assert found is not None and "of dense tensors the host knows them; use grid with split" in found.message
     assert schedules.packed_scheduler("dense", "static") is None
     assert schedules.packed_scheduler("packed", "static") == Violation(
         "scheduler",
@@ -901,12 +903,32 @@ def test_kv_from_window() -> None:
 
 def test_split_scheduler() -> None:
     assert splits.split_scheduler("grid", "dense", "at_most") is None
+    assert (
+        splits.split_scheduler("even", "packed", "at_most")
+        is splits.split_scheduler("even", "paged", "at_most")
+        is None
+    )
     for asked, field in (
         (("grid", "dense", "multiple"), "tile.group"),
         (("grid", "paged", "at_most"), "split"),
+        (("even", "dense", "at_most"), "split"),
         (("static", "dense", "at_most"), "split"),
     ):
         found = splits.split_scheduler(*asked)
+        assert found is not None and found.field == field
+
+
+def test_even_shares() -> None:
+    assert splits.even_shares("even", True) is splits.even_shares("dynamic", False) is None
+    assert splits.even_shares("even", False) == Violation(
+        "scheduler", "even cuts tiles into parts of their keys; use dynamic, or split: {count: auto}"
+    )
+
+
+def test_even_parts() -> None:
+    assert splits.even_parts("even", None, 1) is splits.even_parts("grid", 512, 2) is None
+    for asked, field in (((512, 1), "split.keys"), ((None, 2), "tile.ctas_per_sm")):
+        found = splits.even_parts("even", *asked)
         assert found is not None and found.field == field
 
 

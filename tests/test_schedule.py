@@ -59,7 +59,7 @@ ONLY = {
 }
 
 
-ONE_PART = "work.num_parts == 1"  # else O and LSE are those of a part of the keys
+ONE_PART = ("work.num_parts == 1", "work.slot < 0")  # else O and LSE are those of a part of the keys
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ class Reader:
     ) -> Iterator[Event]:
         """The events of some statements; `names` are those that a function's parameters have in its caller."""
         for node in body:
-            if isinstance(node, ast.If) and ast.unparse(node.test) == ONE_PART:
+            if isinstance(node, ast.If) and ast.unparse(node.test) in ONE_PART:
                 one, several = (list(self._block(branch, names, only, inside)) for branch in (node.body, node.orelse))
                 assert one == several  # the same steps: what they write differs
                 yield from one

@@ -7,6 +7,7 @@ result launches on a Hopper GPU, and those that ask for one, which have the name
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Sequence
 from functools import cached_property, partial
 from pathlib import Path
@@ -67,8 +68,8 @@ class CpuModel:
         return self.settings.sms, torch.empty(0, dtype=torch.int32), torch.empty((1, 0), dtype=torch.float32)
 
     def empty(self, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, gpu: int) -> torch.Tensor:
-        """NaN everywhere, so that what the kernel does not write shows."""
-        return torch.empty_strided(shape, strides, dtype=dtype).fill_(torch.nan)
+        """A tensor of `nothing`."""
+        return torch.empty_strided(shape, strides, dtype=dtype).fill_(nothing(dtype))
 
     def tile_counter(self, gpu: int) -> torch.Tensor:
         """A zero for each launch; kept as `counter`, so that a test can see what the launch leaves in it."""
@@ -104,6 +105,11 @@ class CpuModel:
     @cached_property
     def _with_lines(self) -> dict[str, ptx.Kernel]:
         return ptx.parse(cached_compile(self.path, line_info=True).ptx)
+
+
+def nothing(dtype: torch.dtype) -> float:
+    """What stands where a kernel has not written yet, so that it shows: NaN, or the largest integer."""
+    return math.nan if dtype.is_floating_point else torch.iinfo(dtype).max
 
 
 def _parameters(launch: Any) -> list[str]:

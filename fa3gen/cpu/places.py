@@ -130,7 +130,7 @@ def _barriers(spec: Forward, offset: int) -> Iterable[SharedPlace]:
     else:
         yield SharedPlace("q_full", None, offset, size)
         offset += size
-    if spec.scheduler == "dynamic":
+    if footprint.tells_tiles(spec):
         rings["tile"] = footprint.tile_slots(spec)
     for ring, stages in rings.items():
         for role in ("full", "empty"):

@@ -14,7 +14,7 @@ from typing import Literal, TypeVar
 
 from fa3gen.design import footprint, tile_order, work
 from fa3gen.design.cta import cta_of
-from fa3gen.design.splits import num_parts
+from fa3gen.design.splits import num_parts, share_of, steps_of
 from fa3gen.design.work import Problem
 from fa3gen.hardware import hopper
 from fa3gen.hardware.chips import Chip
@@ -144,6 +144,8 @@ def ctas_of(problem: Problem, sms: int) -> int:
     """Tiles that are handed out to CTAs, or parts of their keys on a GPU of so many SMs; of k1, tiles of scores."""
     if isinstance(problem.spec.handoff, GlobalHandoff):
         return problem.visited
+    if problem.spec.scheduler == "even":
+        return -(-steps_of(problem.spec, problem.shape) // share_of(problem.spec, problem.shape, sms))
     return problem.tiles * num_parts(problem.spec, problem.shape, sms)
 
 
@@ -154,6 +156,8 @@ def busiest_sm(spec: Forward, problem: Problem, sms: int) -> int:
     """
     if isinstance(spec.handoff, GlobalHandoff):
         return -(-problem.visited // sms)  # a CTA for each step
+    if spec.scheduler == "even":
+        return share_of(spec, problem.shape, sms) if problem.visited else 0
     different = {tiles.visited for of_head in problem.of_lengths.values() for tiles in of_head}
     if len(different) <= 1 or spec.split is not None:  # parts of tiles are about equally long
         steps = -(-max(different, default=0) // num_parts(spec, problem.shape, sms))
@@ -179,6 +183,28 @@ def dealt(tiles: Iterable[T], places: int, length: Callable[[T], float] = float)
             taken[place].append(tile)
             heapq.heapreplace(ends, (end + length(tile), place))
     return taken
+
+
+def shares(problem: Problem, sms: int) -> list[list[int]]:
+    """Steps of each tile or part of one that the CTAs of scheduler even have on so many SMs; of CTAs with any.
+
+    What a mask hides is shared out, too, and skipped: a part has one step at least.
+    """
+    spec, sequences = problem.spec, problem.shape.sequences
+    share, room = share_of(spec, problem.shape, sms), 0
+    found: list[list[int]] = []
+    for entry in tile_order.taken(spec, problem.shape):
+        lengths = sequences[entry.batch]
+        steps, end = max(-(-lengths[1] // spec.tile.kv), 1), problem.of_lengths[lengths][entry.m_block].end
+        begin = 0
+        while begin < steps:
+            if room == 0:
+                found.append([])
+                room = share
+            part = min(steps - begin, room)
+            found[-1].append(max(min(end, begin + part) - begin, 1))
+            begin, room = begin + part, room - part
+    return found
 
 
 def occupancy(spec: Spec, registers: int | None = None) -> Occupancy:

@@ -39,6 +39,8 @@ OTHER_REGISTERS = 24
 DIRECT_COLUMNS = 32
 # Schedulers that start a CTA for each tile of queries; the others start one for each SM.
 CTA_PER_TILE: tuple[Scheduler, ...] = ("single_tile", "grid")
+# Those of which one warp of a CTA tells the others its tiles.
+TELLING: tuple[Scheduler, ...] = ("dynamic", "even")
 # Tiles that the warp which draws them may be ahead of the others.
 TILE_SLOTS = 2
 # Left free of a consumer's budget where products run beside the softmax. As compiled (head dims 96 to 256, one to three
@@ -50,6 +52,7 @@ REGISTER_BUDGETS = {1: (56, 256), 2: (24, 240), 3: (32, 160)}
 # A warp that looks for its tile among packed sequences does not make do with 24.
 PACKED_BUDGETS = {**REGISTER_BUDGETS, 2: (40, 232)}
 SHARED_PRODUCER_REGISTERS = 24  # of a producer's thread where CTAs share an SM's registers: as few as setmaxnreg gives
+FINDING_PRODUCER_REGISTERS = 56  # the same where one of its warps looks for tiles among packed sequences
 QUAD = 4  # threads that share the rows of a warpgroup's accumulator (PTX ISA, wgmma register fragments)
 FRAGMENT_ROWS = 2  # of a thread in 64 rows of an accumulator
 FRAGMENT_COLUMNS = 2  # of a thread in every 8 columns of an accumulator, side by side
@@ -120,6 +123,11 @@ def splits_tail(spec: Forward) -> bool:
     return spec.scheduler == "stream_k"
 
 
+def tells_tiles(spec: Forward) -> bool:
+    """Whether one warp tells the others of the CTA which tiles of queries they have, through a ring."""
+    return spec.scheduler in TELLING
+
+
 def passes_coordinates(spec: Forward) -> bool:
     """Whether the warp that draws a tile tells the others where it lies, and not its number only.
 
@@ -137,6 +145,8 @@ def tile_slots(spec: Forward) -> int:
     slots paid for two consumers with a place for the next Q, where a mask has the short tiles come last; for one or
     three consumers, and without a mask, one slot did (docs/performance.md).
     """
+    if spec.scheduler == "even":
+        return TILE_SLOTS  # the tiles of a CTA are its own, however early they are found
     if packed_sequences(spec):
         masked = not isinstance(spec.mask, NoMask)
         return 2 if masked and spec.tile.warpgroups == 2 and q_stages(spec) > 1 else 1
@@ -147,10 +157,11 @@ def tile_words(spec: Forward) -> int:
     """What the warp that draws a tile tells the others of it, in words of 4 bytes: its number, or where it lies.
 
     Of packed sequences that is (m_block, head, head_kv, sequence) and the first row and the rows of queries and keys;
-    keys in pages have no first row, but words come in fours.
+    keys in pages have no first row, but words come in fours. Of a share of keys also the first tile of keys, the one
+    behind the last, and where its part goes.
     """
     if packed_sequences(spec):
-        return 8
+        return 12 if spec.scheduler == "even" else 8
     return 4 if passes_coordinates(spec) else 1
 
 
@@ -219,8 +230,8 @@ def register_budget(spec: Forward) -> tuple[int, int]:
     if register_shares(spec) == 1:
         return (PACKED_BUDGETS if packed_sequences(spec) else REGISTER_BUDGETS)[consumers]
     pool, unit = (consumers + 1) * launch_registers(spec), hopper.REGISTER_UNIT_PER_THREAD
-    share = (pool - SHARED_PRODUCER_REGISTERS) // consumers // unit * unit
-    return SHARED_PRODUCER_REGISTERS, share
+    producer = FINDING_PRODUCER_REGISTERS if spec.scheduler == "even" else SHARED_PRODUCER_REGISTERS
+    return producer, (pool - producer) // consumers // unit * unit
 
 
 def q_stages(spec: Forward) -> int:
@@ -246,9 +257,10 @@ def shared_memory_map(spec: Forward) -> list[Region]:
         regions += [_tile(spec, "sK", kv, d, stages, "K"), _tile(spec, "sV", kv, v_dim, stages, "V")]
     if spec.outputs.o == "own_buffer":
         regions.append(_tile(spec, "sO", q, v_dim, 1, "O"))
-    if spec.scheduler == "dynamic":
+    if tells_tiles(spec):
         numbers = tile_words(spec)
         what = "coordinates of drawn tiles" if numbers > 1 else "numbers of drawn tiles"
+        what = "tiles of the CTA's share" if spec.scheduler == "even" else what
         slots = tile_slots(spec)
         formula = f"{slots} x {numbers} x 4" if slots > 1 else f"{numbers} x 4"
         regions.append(Region("tiles", 4 * numbers * slots, formula, 16, what))
@@ -269,7 +281,7 @@ def barrier_bytes(spec: Forward) -> int:
     if not isinstance(spec.load, TmaLoad):
         return 0
     if specialized(spec):
-        slots = tile_slots(spec) if spec.scheduler == "dynamic" else 0
+        slots = tile_slots(spec) if tells_tiles(spec) else 0
         q_barriers = 1 if keys_free_q(spec) else 2 * spec.load.q_stages
         return hopper.MBARRIER_BYTES * (q_barriers + 2 * (2 * spec.load.kv_stages + slots))
     rings = 1 if spec.load.barrier == "shared" else 2

@@ -19,7 +19,7 @@ from fa3gen.design import boxes, footprint, gemm
 from fa3gen.design.family import PackedShape, Shape
 from fa3gen.design.gemm import GemmShape
 from fa3gen.design.masks import given_with_calls
-from fa3gen.design.splits import num_parts
+from fa3gen.design.splits import SHARE_WORDS, num_parts
 from fa3gen.design.tiles import sequence_contiguous
 from fa3gen.hardware import hopper
 from fa3gen.hardware.chips import H200
@@ -306,7 +306,13 @@ def forward(spec: Forward) -> Operation:
         warps = Extent("consumer_warps", footprint.computing_threads(spec) // hopper.WARP)
         arguments.append(Scratch("flags", INT32, (NUM_SMS, warps), "zero", kept=True))
         arguments.append(Scratch("parts", FP32, (NUM_SMS, *(Extent(*named) for named in part)), "anything", kept=True))
-    if spec.split is not None:
+    if spec.scheduler == "even":
+        # Of a CTA two parts at most, and where the tile lies that it begins and another one ends.
+        slots = NUM_SMS, Extent("parts_of_cta", 2), Extent("rows", spec.tile.q)
+        arguments.append(Scratch("parts", FP32, (*slots, v_dim), "anything"))
+        arguments.append(Scratch("parts_lse", FP32, slots, "anything"))
+        arguments.append(Scratch("shares", INT32, (NUM_SMS, Extent("words", SHARE_WORDS)), "anything"))
+    elif spec.split is not None:
         # Of a part O, divided by the part's sums of exponentials, and LSE.
         each = partial(Scratch, dtype=FP32, initial="anything", parts=partial(num_parts, spec))
         arguments.append(each("parts", dims=(NUM_PARTS, BATCH, SEQ_Q, HEADS_Q, v_dim)))

@@ -12,6 +12,9 @@ from fa3gen.spec.model import Forward
 
 # Tiles of keys of a part, at least: with one of them loads, products and the merge would all wait for each other.
 STEPS_OF_PART = 2
+SHARE_WORDS = (
+    4  # that a CTA of scheduler even leaves of a tile which it begins and another CTA ends: see `combine_kernel`
+)
 
 
 def num_parts(spec: Forward, shape: Shape | PackedShape, num_sms: int) -> int:
@@ -23,9 +26,22 @@ def num_parts(spec: Forward, shape: Shape | PackedShape, num_sms: int) -> int:
     if spec.split is None:
         return 1
     assert isinstance(shape, Shape)  # a rule: dense tensors
+    assert spec.scheduler != "even", "tiles have different numbers of parts"
     if spec.split.keys is not None:
         return max(-(-shape.seq_k // spec.split.keys), 1)
     steps = -(-shape.seq_k // spec.tile.kv)
     tiles = -(-shape.seq_q // positions(spec)) * head_tiles(spec, shape) * shape.batch
     most = max(min(num_sms * spec.tile.ctas_per_sm // max(tiles, 1), steps // STEPS_OF_PART), 1)
     return -(-steps // -(-steps // most)) if steps else 1
+
+
+def steps_of(spec: Forward, shape: Shape | PackedShape) -> int:
+    """Steps that scheduler even shares out: those that a mask hides, too, and one at least of a tile of queries."""
+    kv, rows = spec.tile.kv, positions(spec)
+    of_heads = (-(-seq_q // rows) * max(-(-seq_k // kv), 1) for seq_q, seq_k in shape.sequences)
+    return sum(of_heads) * head_tiles(spec, shape)
+
+
+def share_of(spec: Forward, shape: Shape | PackedShape, num_sms: int) -> int:
+    """Steps of a CTA with scheduler even: as many as of all others, one behind the other, wherever tiles end."""
+    return max(-(-steps_of(spec, shape) // max(num_sms, 1)), STEPS_OF_PART)

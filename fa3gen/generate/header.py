@@ -314,6 +314,8 @@ def _handoff_sentence(spec: Forward) -> str:
 
 def _order_sentence(spec: Forward) -> str:
     if spec.split is not None:
+        if spec.scheduler == "even":
+            return "in equal shares of all tiles of keys of all sequences; of each part from the last one to the first"
         parts = f"of {spec.split.keys} keys" if spec.split.keys else "as many as the GPU has room for at once"
         return f"in parts, {parts}, from the last tile of each to the first"
     if isinstance(spec.mask, NoMask):
@@ -322,6 +324,8 @@ def _order_sentence(spec: Forward) -> str:
 
 
 def _output_sentence(spec: Forward) -> str:
+    if spec.scheduler == "even":
+        return "of a whole tile O and LSE from registers; of a part in float32, and a second kernel adds these up"
     if spec.split is not None:
         return "of one part O and LSE from registers; of several in float32, and a second kernel adds them up"
     lse = "; LSE when asked for" if spec.outputs.lse else ""
@@ -353,6 +357,8 @@ def _tiles_sentence(spec: Forward) -> str:
         if footprint.packed_sequences(spec):
             return f"{_ctas(spec)}; each draws its next tile from a counter, and a warp looks where that lies"
         return f"{_ctas(spec)}; each draws its next tile from a counter: longest first, a few heads at a time"
+    if spec.scheduler == "even":
+        return f"{_ctas(spec)}; each has those of its share, of which the first and the last may be parts"
     if spec.scheduler == "stream_k":
         return "a CTA per SM; tiles are dealt out in turn, the last wave in equal shares of tiles of keys (Stream-K)"
     return "a CTA per SM; tiles are dealt out in turn, those of a head next to each other"

@@ -174,8 +174,8 @@ class ArgumentsPlan:
     of (`made_of`), `work` what a role is given to know its tiles by. `k_loads` and `v_loads` are what one that loads
     begins with, `loaded_by` what it ends with. `ranged` is what decides which tiles of keys are
     visited, `seen` the same of a work item. Of packed sequences `sequences` is what says where they lie, and `bounds`
-    where one does. `softmax_step` is what the softmax of a step takes, and
-    `rows` what a thread keeps of its rows.
+    where one does. `softmax_step` is what the softmax of a step takes,
+    `rows` what a thread keeps of its rows, and `summed` what a warp that adds up parts reads.
     """
 
     factors: tuple[str, ...] = ()
@@ -198,6 +198,7 @@ class ArgumentsPlan:
     multiply: tuple[str, ...] = ()
     multiply_first: tuple[str, ...] = ()
     softmax_step: tuple[str, ...] = ()
+    summed: tuple[str, ...] = ()
     rows: tuple[str, ...] = ()
     num_rows: int = 0
     load_kv: tuple[str, ...] = ()
@@ -297,7 +298,8 @@ class SchedulerPlan:
     of keys, in at most `parts` parts of a tile of queries, where that saves at least `steps_saved` of them. dynamic
     draws tiles `slots` ahead, those of as many heads at a time as have K and V in `l2_mib` MiB; other warps are told
     where a tile lies (`passes_coordinates`) or its number, `loaders_told` warps that load among them.
-    `shuffles_coordinates`: see `footprint`. `split`: keys come in parts, of `min_steps` tiles at least, or (not 0) of
+    `shuffles_coordinates`: see `footprint`. even has all steps in equal shares, of which a CTA leaves
+    `share_words`. `split`: keys come in parts, of `min_steps` tiles at least, or (not 0) of
     `keys_of_part` keys.
     """
 
@@ -311,9 +313,15 @@ class SchedulerPlan:
     parts: int = tile_order.PARTS
     steps_saved: int = tile_order.STEPS_SAVED
     l2_mib: int = tile_order.BYTES_IN_L2 // 2**20
+    share_words: int = splits.SHARE_WORDS
     split: bool = False
     min_steps: int = splits.STEPS_OF_PART
     keys_of_part: int = 0
+
+    @property
+    def tile_ring(self) -> bool:
+        """Whether one warp tells the others of a CTA which tiles it has, through a ring."""
+        return self.kind in footprint.TELLING
 
     @property
     def counts_sms(self) -> bool:
@@ -552,6 +560,11 @@ def _rows(spec: Forward) -> RowsPlan:
             k, v = f"cute.domain_offset((work.k_begin, 0), {k})", f"cute.domain_offset((0, work.k_begin), {v})"
         return RowsPlan(f"mQ{of_q}", k, v, f"mO{of_q}", lse, heads)
     queries, keys = "work.head, work.q_begin, work.seq_q", "work.head_kv, work.k_begin, work.seq_k"
+    if spec.tile.group == "at_most":
+        of_group = "work.head_kv, work.q_begin, work.seq_q"
+        o, lse = f"slice_rows(mO, {of_group})", f"slice_rows(mLSE, {of_group})"
+        q = f"packed_rows_of(mQ, {queries})"
+        return RowsPlan(q, f"rows_of(mK, {keys})", f"columns_of(mVt, {keys})", o, lse, "heads_q")
     rows_of = "packed_rows_of" if spec.tile.pack_heads > 1 else "rows_of"
     o_rows_of = "slice_rows" if spec.outputs.o == "direct" else rows_of
     return RowsPlan(
@@ -580,11 +593,18 @@ def _tile(spec: Forward) -> TilePlan:
         padded=spec.tile.group == "at_most",
         rows="PACKED_M" if packed else "TILE_M",
         positions="POSITIONS" if packed else "TILE_M",
-        head_tiles="heads_q // PACK_HEADS" if packed else "heads_q",
+        head_tiles=_head_tiles(spec),
         from_window=spec.tile.kv_from == "window",
         k_begin=_k_begin(spec),
         ctas="CTAS_PER_SM CTAs" if spec.tile.ctas_per_sm > 1 else "one CTA",
     )
+
+
+def _head_tiles(spec: Forward) -> str:
+    """Of packed sequences the heads with tiles of their own; where a tile has all of a group, how many these are."""
+    if spec.tile.group == "at_most":
+        return "heads_q // heads_kv"
+    return "heads_q // PACK_HEADS" if spec.tile.pack_heads > 1 else "heads_q"
 
 
 def _launch_bound(spec: Forward) -> str:
@@ -652,6 +672,7 @@ def _arguments(spec: Forward) -> ArgumentsPlan:
     num_tiles = Parameter("num_tiles", INT32)
     extents = {"stream_k": [Parameter("tail")], "static": [num_tiles], "dynamic": [num_tiles]}
     extents["grid"] = [Parameter("group")]
+    even = spec.scheduler == "even"
     if spec.split is not None:
         extents["grid"] = [Parameter("num_parts", INT32), Parameter("steps_of_part", INT32)]
     sides = [Parameter(f"window_{side}", INT32) for side in ("left", "right")] * bool(window)
@@ -669,13 +690,14 @@ def _arguments(spec: Forward) -> ArgumentsPlan:
         *["mLSE"] * spec.outputs.lse,
         *sinks,
         *(("mParts", "mPartsLSE") if spec.split is not None else map(str, operation.scratch)),
+        *["shares"] * even,
     )
     atoms = ("tma_Q", *["tma_K", "tma_V"] * (not gathered), *["tma_O"] * stored)
     outputs = ("mO", *["mLSE"] * spec.outputs.lse, *["tma_O", "sO"] * stored)
     turn = ["consumer"] * isinstance(spec.schedule, PingPongSchedule)
     cap = ["cap_scale"] * spec.softmax.softcap
     work = ("schedule",) if packed else ("work", "schedule")
-    draws = ["counter", "tile_ring", "tiles"] * (spec.scheduler == "dynamic")
+    draws = [{"even": "shares"}.get(spec.scheduler, "counter"), "tile_ring", "tiles"] * footprint.tells_tiles(spec)
     has_max = spec.softmax.row_max == "online"
     rows = ("row_max", "row_sum", "rescale") if has_max else ("row_shift", "row_sum")
     sums: tuple[str, ...] = ("row_sum",)
@@ -713,6 +735,7 @@ def _arguments(spec: Forward) -> ArgumentsPlan:
             *turn,
         ),
         multiply_first=("products", "operands", "accumulators", "k_ring", "q_drain", "k_drain", *turn),
+        summed=("gO", "gLSE", *["cta", "num_parts"] * even),
         softmax_step=("acc_S", *rows, "scale_log2"),
         rows=rows,
         num_rows=len(rows),
@@ -945,6 +968,8 @@ def _sections(spec: Forward) -> SectionsPlan:
 
 
 def _scheduler_section(spec: Forward) -> str:
+    if spec.scheduler == "even":
+        return "scheduler_even"
     if footprint.packed_sequences(spec):
         return "scheduler_packed"
     return "scheduler_split" if spec.split is not None else f"scheduler_{spec.scheduler}"

@@ -6,7 +6,7 @@ stands there element by element.
 
 from __future__ import annotations
 
-from fa3gen.design import footprint
+from fa3gen.design import footprint, splits
 from fa3gen.design.schedule import full_tiles
 from fa3gen.generate.expected import SassExpectation
 from fa3gen.hardware import hopper
@@ -82,7 +82,7 @@ def _global_stores(spec: Forward, rows: int, lanes: int, o_boxes: int) -> dict[s
         stores[f"STG.{vector}"] = stores.get(f"STG.{vector}", 0) + rows * bits // vector
     if spec.split is not None:
         # LSE of a part, and O in float32, two columns at a time; then a column of O and LSE of what is added up.
-        stores["STG.32"] += rows + 1
+        stores["STG.32"] += rows + 1 + splits.SHARE_WORDS * (spec.scheduler == "even")
         stores["STG.64"] = rows * spec.problem.v_dim // lanes // footprint.FRAGMENT_COLUMNS
         stores["STG.16"] = 1
     if footprint.splits_tail(spec):
@@ -95,7 +95,7 @@ def _shared_stores(spec: Forward, matrices: int) -> dict[str, int] | None:
     """None for a kernel whose softmax works in shared memory."""
     if not isinstance(spec.pv, WgmmaProduct):
         return None
-    words = footprint.tile_words(spec) * (spec.scheduler == "dynamic")
+    words = footprint.tile_words(spec) * footprint.tells_tiles(spec)
     vectors, word = divmod(words, VECTOR_BITS // 32)
     times = 1 + footprint.packed_sequences(spec)  # of the first tile as well
     stores = {"STSM.4": matrices, "STS.128": times * vectors, "STS.32": word}  # O or P; drawn tiles

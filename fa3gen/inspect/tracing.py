@@ -16,6 +16,7 @@ from fa3gen.compile.cache import cached_compile
 from fa3gen.cpu.findings import Hazard
 from fa3gen.cpu.kernel import CpuKernel, Settings
 from fa3gen.cpu.launch import Index
+from fa3gen.cpu.module import nothing
 from fa3gen.cpu.schedule import Schedule
 from fa3gen.cpu.trace import Trace
 from fa3gen.design import footprint, work
@@ -153,7 +154,8 @@ def attention(kernel: CpuKernel, spec: Forward, made: Inputs) -> Attention:
         optional = isinstance(argument, Tensor) and argument.role == "optional input"
         sizes = (0,) if optional else [extent.size or extents[extent.name] for extent in argument.dims]
         zero = isinstance(argument, Scratch) and argument.initial == "zero"
-        given[argument.name] = torch.full(sizes, 0 if zero or optional else math.nan, dtype=argument.dtype.in_torch())
+        dtype = argument.dtype.in_torch()
+        given[argument.name] = torch.full(sizes, 0 if zero or optional else nothing(dtype), dtype=dtype)
     kernel(*(given[argument.name] for argument in operation.arguments))
     rows = made.out.shape[:-1]
     lse = given["lse"] if "lse" in given else torch.full((*rows[:-2], rows[-1], rows[-2]), math.nan)

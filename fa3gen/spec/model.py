@@ -49,7 +49,7 @@ __all__ = [
 ]
 
 SequenceLayout = Literal["dense", "packed", "paged"]
-Scheduler = Literal["single_tile", "grid", "static", "stream_k", "dynamic"]
+Scheduler = Literal["single_tile", "grid", "static", "stream_k", "dynamic", "even"]
 
 # The kernels count keys in 32 bits: row + reach stays below 2^31 for up to 2^30 keys.
 WINDOW_MAX = 2**30

@@ -184,6 +184,13 @@ def cpu_cases(spec: Forward) -> tuple[PackedCase, ...]:
         sequences("one", "one query, one key, strides that mean nothing", (1,), (1,), layout="odd_strides"),
         lying(60, 50 + n),
     ]  # fmt: skip
+    if spec.split is not None:  # the model has three SMs
+        cases += [
+            sequences("shares", "a tile in three shares, whole ones behind it; a group with padding, two kv heads",
+                      (3, 1, 0, m + 1), (9 * n + 3, 3, 7, n + 9), heads=(min(10, 2 * spec.tile.pack_heads), 2)),
+            sequences("shares_ramp", "scores that climb: the last part outweighs the others", (1,), (7 * n,),
+                      heads=(2, 1), distribution="ramp"),
+        ]  # fmt: skip
     cases += map(_with_neighbours, inputs.cpu_score_cases(spec))
     return inputs.with_windows(spec, cases, _window_case)
 

@@ -128,6 +128,7 @@ def _scheduler(spec: Forward) -> Iterable[Answer]:
     yield schedules.packed_overlap.ask(spec.problem.layout, footprint.overlapped(spec))
     yield schedules.packed_output.ask(spec.problem.layout, spec.outputs.lse, spec.o_dtype, spec.problem.dtype)
     yield schedules.packed_scheduler.ask(spec.problem.layout, spec.scheduler)
+    yield splits.even_shares.ask(spec.scheduler, spec.split is not None)
     yield schedules.scheduler_mask.ask(spec.scheduler, spec.mask.kind)
     yield output.output_dtype.ask(spec.problem.dtype, spec.o_dtype)
     if spec.o_dtype == "fp32":
@@ -158,6 +159,7 @@ def _split(spec: Forward) -> Iterable[Answer]:
     if spec.split.keys is not None:
         yield splits.split_keys.ask(spec.split.keys, spec.tile.kv, spec.softmax.rescale_above)
     yield splits.split_scheduler.ask(spec.scheduler, layout, spec.tile.group)
+    yield splits.even_parts.ask(spec.scheduler, spec.split.keys, spec.tile.ctas_per_sm)
     yield splits.split_output.ask(place, spec.outputs.lse, spec.o_dtype, spec.problem.dtype)
     yield splits.split_scores.ask(spec.mask.kind, spec.softmax.sink, spec.softmax.row_max)
     yield splits.combine_columns.ask(spec.problem.v_dim)

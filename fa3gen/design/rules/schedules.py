@@ -151,8 +151,14 @@ def scheduler_mask(scheduler: str, mask: str) -> Violation | None:
 @rule(kind=GENERATOR, topic="q order")
 def packed_scheduler(layout: str, scheduler: str) -> Violation | None:
     """How many tiles packed sequences have is known on the device only, by those who draw them."""
-    if layout == "dense" or scheduler == "dynamic":
+    if (layout == "dense" and scheduler != "even") or (layout != "dense" and scheduler in ("dynamic", "even")):
         return None
+    if layout == "dense":
+        return Violation(
+            "scheduler",
+            "even shares are found on the device, and of dense tensors the host knows them; use grid with split, or "
+            "layout packed or paged",
+        )
     return Violation(
         "scheduler",
         f"{scheduler} takes tiles that are known when the kernel starts, and of {layout} sequences only the device "

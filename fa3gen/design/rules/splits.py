@@ -8,14 +8,39 @@ from fa3gen.hardware import hopper
 
 @rule(kind=GENERATOR, topic="kv order")
 def split_scheduler(scheduler: str, layout: str, group: str) -> Violation | None:
-    """The grid places parts beside each other, of dense tensors, whose lengths the host knows, once for all heads."""
-    if scheduler == "grid" and layout == "dense" and group == "at_most":
-        return None
+    """The grid places parts beside each other, of dense tensors, whose lengths the host knows, once for all heads.
+
+    Of other sequences only the device knows the lengths: there all steps are shared out evenly.
+    """
     if group != "at_most":
         return Violation("tile.group", "split is rendered with all heads of a kv head in a tile; use group: at_most")
-    if layout != "dense":
-        return Violation("split", f"split is rendered with layout dense only, not {layout}; leave split out")
-    return Violation("split", f"split is rendered with scheduler grid, not {scheduler}; use that, or leave split out")
+    needed = "grid" if layout == "dense" else "even"
+    if scheduler == needed:
+        return None
+    return Violation(
+        "split",
+        f"split of {layout} sequences is rendered with scheduler {needed}, not {scheduler}; use that, or leave it out",
+    )
+
+
+@rule(kind=GENERATOR, topic="q order")
+def even_shares(scheduler: str, split: bool) -> Violation | None:
+    """Equal shares of all steps end inside of tiles, wherever that is."""
+    if scheduler != "even" or split:
+        return None
+    return Violation("scheduler", "even cuts tiles into parts of their keys; use dynamic, or split: {count: auto}")
+
+
+@rule(kind=GENERATOR, topic="kv order")
+def even_parts(scheduler: str, keys: int | None, ctas: int) -> Violation | None:
+    """An even share has as many keys as follow from all lengths, and a CTA an SM of its own."""
+    if scheduler != "even":
+        return None
+    if keys is not None:
+        return Violation("split.keys", "of an even share the number of keys follows from all lengths; use count: auto")
+    if ctas == 1:
+        return None
+    return Violation("tile.ctas_per_sm", f"even is rendered for a CTA on each SM, not {ctas}; use ctas_per_sm 1")
 
 
 @rule(kind=GENERATOR, topic="kv order")

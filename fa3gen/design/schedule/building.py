@@ -179,7 +179,7 @@ def _specialized_rings(spec: Forward) -> tuple[Ring, ...]:
     if footprint.gathered(spec):  # of such a ring every thread gives a stage back
         facts: dict[str, Any] = {"filled_by": "cp.async", "sizes": (), "full_arrivals": 1}
         rings[1:] = [replace(ring, **facts, empty_arrivals=warps * hopper.WARP) for ring in rings[1:]]
-    if spec.scheduler == "dynamic":
+    if footprint.tells_tiles(spec):
         packed = footprint.packed_sequences(spec)
         drawing = specialized.TILES if packed else specialized.Q_K
         loading = (specialized.Q_K, specialized.V) if packed else (specialized.V,)

@@ -24,7 +24,7 @@ def steps(spec: Forward, roles: Sequence[Role]) -> tuple[Step, ...]:
     drawing = next((role.label for role in roles if role.name == TILES), roles[0].label)
     consume = _overlapped if footprint.overlapped(spec) else _sequential
     produce = _produce_first_and_k if spec.scheduler == "grid" else _produce_q_and_k
-    find = _FIND if footprint.packed_sequences(spec) else ()
+    find = _FIND_SHARE if spec.scheduler == "even" else _FIND if footprint.packed_sequences(spec) else ()
     return (*produce(spec, drawing), *_produce_v(spec, drawing), *find, *consume(spec, drawing))
 
 
@@ -43,7 +43,9 @@ def _produce_first_and_k(spec: Forward, drawing: str) -> Iterator[Step]:
 
 def _produce_q_and_k(spec: Forward, drawing: str) -> Iterator[Step]:
     step = partial(Step, Q_K)
-    if footprint.packed_sequences(spec):
+    if spec.scheduler == "even":
+        yield from _first(spec, Q_K, drawing)
+    elif footprint.packed_sequences(spec):
         yield step("cta", "wait_full", on="tile", note=f"the one that {drawing} has found")
     if footprint.keys_free_q(spec):
         yield from _load_keys(spec, Q_K, "tile")
@@ -54,12 +56,12 @@ def _produce_q_and_k(spec: Forward, drawing: str) -> Iterator[Step]:
         yield step("tile", "wait_empty", on="q")
         yield step("tile", "load", "Q", "q", note="by TMA, when its place is free")
     yield from _load_keys(spec, Q_K, "step")
-    if footprint.packed_sequences(spec):
+    if footprint.packed_sequences(spec) and spec.scheduler != "even":
         yield step("end", "release", on="tile", note="K is on its way: it is time to draw")
         yield step("end", "wait_full", on="tile", note=f"the one that {drawing} has found")
         return
     if spec.scheduler != "dynamic":
-        yield from _next(spec, Q_K)
+        yield from _next(spec, Q_K, drawing)
         return
     yield step("end", "draw", note="the next tile; the first is the CTA's number")
     yield step("end", "wait_empty", on="tile")
@@ -101,6 +103,14 @@ _FIND = (
 )
 
 
+_FIND_SHARE = (
+    Step(TILES, "tile", "wait_empty", on="tile"),
+    Step(TILES, "tile", "fill", on="tile", note="the next tile of this CTA's share of all"),
+    Step(TILES, "exit", "wait_empty", on="tile"),
+    Step(TILES, "exit", "fill", on="tile", note="there is no other"),
+)
+
+
 def _produce_v(spec: Forward, drawing: str) -> Iterator[Step]:
     yield from _first(spec, V, drawing)
     yield from _load_keys(spec, V, "step")
@@ -116,10 +126,11 @@ def _first(spec: Forward, who: str, drawing: str) -> Iterator[Step]:
 
 def _next(spec: Forward, who: str, drawing: str = "") -> Iterator[Step]:
     """How a role that does not draw gets to know its next tile."""
-    if spec.scheduler == "dynamic":
+    if footprint.tells_tiles(spec):
         yield Step(who, "end", "next")
         yield Step(who, "end", "wait_full", on="tile")
-        yield Step(who, "end", "release", on="tile", note=f"the one that {drawing} has drawn")
+        how = "found" if spec.scheduler == "even" else "drawn"
+        yield Step(who, "end", "release", on="tile", note=f"the one that {drawing} has {how}")
         return
     note = {
         "single_tile": "there is none: a CTA has one tile",
@@ -275,7 +286,9 @@ def _store(spec: Forward) -> Iterator[Step]:
         yield end("give_part", note="to the next CTA if it goes on; else:")
     if spec.split is not None:
         yield end("store", "LSE", note="from registers; of a part always")
-        yield end("store", "O", note="from registers, 16 bytes at a time; of a part 8, in float32")
+        even = spec.scheduler == "even"
+        how = "of a part in float32" if even else "16 bytes at a time; of a part 8, in float32"
+        yield end("store", "O", note=f"from registers{';' if even else ','} {how}")
         return
     if spec.outputs.lse:
         yield end("store", "LSE", note="from registers, if asked for")

@@ -15,7 +15,7 @@ from fa3gen.design import footprint
 from fa3gen.design.ceiling import ProblemCeiling
 from fa3gen.design.family import heads_text
 from fa3gen.design.rules import Answer, Kind
-from fa3gen.design.splits import num_parts
+from fa3gen.design.splits import num_parts, share_of
 from fa3gen.generate.header import PLACE_TITLES
 from fa3gen.hardware import hopper
 from fa3gen.inspect.explanation.facts import AttentionWork, Explanation
@@ -294,8 +294,10 @@ def _problems(work: AttentionWork, console: Console) -> list[RenderableType]:
     )
     if work.spec.split is not None:
         sms = work.problems[0][0].chip.sms
-        parts = ", ".join(str(num_parts(work.spec, row[0].problem.shape, sms)) for row in work.problems)
-        note += f"; parts of the keys of each tile on {sms} SMs: {parts}"
+        even = work.spec.scheduler == "even"
+        count = share_of if even else num_parts
+        counts = ", ".join(str(count(work.spec, row[0].problem.shape, sms)) for row in work.problems)
+        note += f"; {'steps of each CTA' if even else 'parts of the keys of each tile'} on {sms} SMs: {counts}"
     if window := work.problems[0][0].problem.shape.window:
         note += f"; window {window} of each call"
     heading, told = _heading(f"Waves and ceilings, whole problems{of_one_length}"), _note(note, style="dim")

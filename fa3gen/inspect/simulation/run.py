@@ -207,6 +207,8 @@ def deal(
 ) -> Dealt:
     """Give tiles of queries to the places of all SMs, in the kernel's order, each the next one when it is through.
 
+    Or in equal shares, where that is what the kernel does (scheduler even); adding up parts is not simulated.
+
     As many CTAs share an SM as fit by `registers`, unless `ctas` says how many. What a tile takes follows from two
     simulations, one of a tile of as many tiles of keys and one of two of them: the first tile of a place takes what the
     former takes, a later one what the second tile adds. They are simulated for SAMPLES tiles of keys; others lie
@@ -233,7 +235,10 @@ def deal(
     def adds(steps: int) -> float:
         return lasts(steps)[1]
 
-    dealt = ceiling.dealt(problem.steps_in_order, chip.sms * places, adds)
+    if spec.scheduler == "even":
+        dealt = ceiling.shares(problem, chip.sms)
+    else:
+        dealt = ceiling.dealt(problem.steps_in_order, chip.sms * places, adds)
     ends = [lasts(first)[0] + sum(map(adds, others)) for first, *others in dealt]
     last = max(ends, default=0.0)
     balance = sum(ends) / (last * chip.sms * places) if last else 1.0

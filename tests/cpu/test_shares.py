@@ -1,0 +1,215 @@
+"""Even shares of packed keys on the CPU model: tiles cut wherever shares end, parts added up, mistakes reported."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hosting import module, path_of
+from rendering import source, variants
+
+from fa3gen.cpu.driver import LaunchRefused
+from fa3gen.cpu.kernel import Settings
+from fa3gen.cpu.module import load_on_cpu
+from fa3gen.design import ceiling
+from fa3gen.design.family import PackedShape
+from fa3gen.design.splits import share_of, steps_of
+from fa3gen.design.work import Problem
+from fa3gen.verify import packed_inputs, paged_inputs
+from fa3gen.verify.on_cpu import verify_on_cpu
+from fa3gen.verify.packed_inputs import PackedCase, sequences
+
+torch.set_num_threads(1)  # the workers of xdist share the cores
+PACKED, CAUSAL, PAGED = "fwd_packed_decode_d128", "fwd_packed_decode_d128_causal", "fwd_paged_decode_d128_causal"
+
+
+def in_layout(stem: str, case: PackedCase) -> PackedCase:
+    """The case as a module's layout has it."""
+    spec = variants()[stem].spec
+    return next(paged_inputs.in_pages([case], spec)) if spec.problem.layout == "paged" else case
+
+
+def failures(found: Any, stem: str, cases: list[PackedCase], sms: int, seed: int | None = None) -> tuple[str, ...]:
+    """What goes wrong with so many SMs, under one schedule."""
+    found.cpu.settings = Settings(sms=sms)
+    try:
+        report = verify_on_cpu(found, variants()[stem].spec, stem=stem, cases=cases, count=1, seed=seed)
+        return tuple(report.failures)
+    finally:
+        found.cpu.settings = Settings()
+
+
+def drawn(draw: random.Random) -> PackedCase:
+    """A step of serving: most sequences have a query or a few, some have many, or none; any group of heads."""
+    count, heads_kv = draw.choice((1, 3, 9, 40)), draw.choice((1, 2, 3))
+    lengths_q = [draw.choice((1, 1, 1, 2, 4, 5, 9, 0)) for _ in range(count)]
+    most = draw.choice((5, 70, 300, 900)) if count < 9 else 70
+    lengths_k = [draw.randint(0, most) for _ in range(count)]
+    heads = draw.choice((1, 2, 3, 5, 8, 12, 16)) * heads_kv, heads_kv
+    return sequences(f"drawn {draw.randrange(10**6)}", "a step of serving", lengths_q, lengths_k, heads=heads, first=2)
+
+
+@pytest.mark.parametrize("sms", [1, 2, 3, 7])
+@pytest.mark.parametrize("stem", [PACKED, CAUSAL, PAGED])
+def test_steps_of_serving(stem: str, sms: int) -> None:
+    draw = random.Random(100 * sms + len(stem))
+    assert failures(module(stem), stem, [in_layout(stem, drawn(draw)) for _ in range(3)], sms, seed=sms) == ()
+
+
+def shares(lengths_q: tuple[int, ...], lengths_k: tuple[int, ...], heads_kv: int, sms: int) -> list[list[int]]:
+    """By CTA the number of steps in each of its tiles, by the words of the module's `find_tiles`."""
+    entry = module(PACKED)
+    line = [
+        (tile, step)
+        for number, (queries, keys) in enumerate(zip(lengths_q, lengths_k, strict=True))
+        for tile in [(number, head, row) for head in range(heads_kv) for row in range(-(-queries // entry.POSITIONS))]
+        for step in range(max(-(-keys // entry.TILE_N), 1))
+    ]
+    shape = PackedShape(lengths_q, lengths_k, heads_kv, heads_kv)
+    spec = variants()[PACKED].spec
+    share = share_of(spec, shape, sms)
+    assert len(line) == steps_of(spec, shape) and share * sms >= len(line)
+    found = [
+        [sum(tile == other for other, _ in part) for tile in dict.fromkeys(tile for tile, _ in part)]
+        for part in (line[first : first + share] for first in range(0, share * sms, share))
+    ]
+    assert ceiling.shares(Problem(spec, shape), sms) == [part for part in found if part]
+    return found
+
+
+def test_what_a_share_is() -> None:
+    """Steps in equal shares, two at least, where tiles are cut."""
+    assert shares((1,), (64 * 12,), 1, 3) == [[4], [4], [4]]
+    assert shares((1, 1), (64 * 3, 64 * 6), 1, 3) == [[3], [3], [3]]
+    assert shares((1, 5, 1), (64, 0, 65), 2, 3) == [[1, 1, 1, 1], [1, 1, 2], [2]]
+    assert shares((1, 1), (64, 64), 1, 3) == [[1, 1], [], []]  # two steps at least, though two CTAs have none
+    assert shares((), (), 1, 2) == [[], []]
+
+
+def test_what_a_mask_hides_is_shared_out_and_skipped() -> None:
+    spec = variants()[CAUSAL].spec
+    problem = Problem(spec, PackedShape((128,), (128,), 1, 1))  # 32 tiles of 4 positions, two steps each
+    found = ceiling.shares(problem, 5)
+    assert [len(part) for part in found] == [7, 7, 7, 7, 6] and found[0] == found[1] == [1] * 7
+    assert sum(map(sum, found)) == problem.visited + 1  # a part that no row sees a key of has one
+
+
+def scratch(found: Any, case: PackedCase, sms: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a launch leaves: LSE of the slots, (CTAs, 2, rows), and what each CTA says of the tile that it begins."""
+    made: list[torch.Tensor] = []
+    empty = found.empty
+
+    def kept(*asked: Any) -> torch.Tensor:
+        made.append(empty(*asked))
+        return made[-1]
+
+    found.cpu.settings, found.empty = Settings(sms=sms), kept
+    try:
+        made_for = packed_inputs.make(variants()[PACKED].spec, case, device=torch.device("cpu"), seed=1)
+        found.attention(**made_for.given, return_lse=True)
+    finally:
+        found.cpu.settings, found.empty = Settings(), empty
+    (words,) = [tensor for tensor in made if tensor.dtype == torch.int32]
+    (lse,) = [tensor for tensor in made if tensor.ndim == 3 and tensor.shape[0] == sms and tensor.shape[1] == 2]
+    return lse, words
+
+
+def test_slots_and_words() -> None:
+    """A tile in three shares, one that ends where a share does, one in two."""
+    case = sequences("slots", "", (1, 2, 1), (64 * 5, 64 * 3, 64 * 4), heads=(2, 1))
+    lse, words = scratch(module(PACKED), case, 6)  # 12 steps: two each
+    assert words.tolist() == [
+        [3, 1, 0, 0],  # the first tile goes on in the next two
+        [0, 0, 0, 0],
+        [2, 2, 1, 0],  # the second begins in the middle of this one
+        [0, 0, 0, 0],
+        [2, 1, 3, 0],
+        [0, 0, 0, 0],
+    ]
+    written = ~lse.isnan()  # rows: positions, each of up to 16 heads
+    rows = [[slot.nonzero().flatten().tolist() for slot in cta] for cta in written]
+    one, two = [0, 1], [0, 1, 16, 17]
+    assert rows == [[[], one], [one, []], [one, two], [two, []], [[], one], [one, []]]
+
+
+def test_heads_of_another_group_do_not_reach_a_row() -> None:
+    """A box of Q holds heads of the next kv head where a group is small: they are computed, and stored nowhere."""
+    spec = variants()[PACKED].spec
+    case = sequences("groups", "", (1, 2), (200, 70), heads=(6, 2))
+    made = packed_inputs.make(spec, case, device=torch.device("cpu"), seed=3)
+    wanted = module(PACKED).attention(**made.given)
+    made.q[:, 3:] = float("nan")
+    found = module(PACKED).attention(**made.given)
+    used = slice(*case.offsets_q[:: len(case.offsets_q) - 1])
+    assert found[used, :3].equal(wanted[used, :3]) and found[used, 3:].isnan().all()
+
+
+def test_more_steps_than_are_counted_are_refused() -> None:
+    entry = module(PACKED)
+    q, kv = torch.zeros(1, 1, 128).bfloat16(), torch.zeros(1, 1, 128).bfloat16()
+    ends = torch.tensor([0, 1], dtype=torch.int32)
+    entry.MOST_STEPS, most = 0, entry.MOST_STEPS
+    try:
+        with pytest.raises(ValueError, match="may be 1 tiles of keys, which are counted up to 0: call a module of sch"):
+            entry.attention(q, kv, kv, ends, ends)
+    finally:
+        entry.MOST_STEPS = most
+
+
+# Mistakes
+
+MISTAKES = {
+    "a share that begins a step late": ("step, end = cta * share,", "step, end = cta * share + (1 if cta > 0 else 0),"),
+    "a share that ends a step late": (
+        "cutlass.min(cta * share + share, total)",
+        "cutlass.min(cta * share + share + 1, total)",
+    ),
+    "fewer parts than there are": (
+        "parts = cute.ceil_div(step + n_blocks, share) - cta",
+        "parts = (step + n_blocks) // share - cta",
+    ),
+    "more parts than there are": (
+        "parts = cute.ceil_div(step + n_blocks, share) - cta",
+        "parts = cute.ceil_div(step + n_blocks, share) - cta + 1",
+    ),
+    "both parts of a CTA in one slot": ("slot = 2 * cta + 1 if begins else 2 * cta", "slot = 2 * cta"),
+    "a whole tile as a part": ("slot = -1 if begins and ends else slot", "slot = slot + 0"),
+    "nothing said of a cut tile": ("if begins and not ends:", "if begins and not ends and cta < 0:"),
+    "said of a tile that was begun before": ("if begins and not ends:", "if not ends:"),
+    "the first position of another tile": ("q_begin + m_block * POSITIONS", "q_begin"),
+    "heads of another group": ("m_block, head_kv * heads, head_kv,", "m_block, head_kv, head_kv,"),
+    "keys of a part in another order": (
+        "slot = 2 * (cta + part) if part > 0",
+        "slot = 2 * (cta + part + 1) if part > 0",
+    ),
+    "words that are left as they were": (
+        "    if cute.arch.lane_idx() == 0:\n        for i, word",
+        "    if cute.arch.lane_idx() == 32:\n        for i, word",
+    ),
+    "rows of heads that do not exist": ("head < group and query < seq_q", "query < seq_q"),
+    "the first 32 sequences only": ("while first + WARP < last:", "while first + WARP < 0:"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes_are_reported(mistake: str, tmp_path: Path) -> None:
+    old, new = MISTAKES[mistake]
+    text = source(CAUSAL)
+    assert text.count(old) == 1, f"the module has changed: {old}"
+    found = load_on_cpu(path_of(tmp_path, "wrong", text.replace(old, new)))
+    cut = sequences("cut", "tiles cut, whole, of several positions", (1, 6, 1), (64 * 6, 64 * 4, 64), heads=(6, 2))
+    long = sequences("long", "a tile in all shares", (1,), (64 * 12,))
+    rows = sequences("rows", "a second tile of the same head, cut", (6,), (64 * 4,))
+    many = sequences("many", "more than a warp looks at", [1] * 40, [65] * 40)
+    assert failures(found, CAUSAL, [cut, long, rows, many], 3)
+
+
+def test_parts_read_before_they_are_written_are_refused(tmp_path: Path) -> None:
+    before, wait, after = source(CAUSAL).rpartition("    cute.arch.griddepcontrol_wait()\n")
+    assert wait
+    found = load_on_cpu(path_of(tmp_path, "early", before + after))
+    with pytest.raises(LaunchRefused, match="uses global memory before griddepcontrol.wait; have it wait first"):
+        scratch(found, sequences("one", "", (1,), (300,)), 2)
