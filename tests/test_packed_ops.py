@@ -71,6 +71,18 @@ def test_tiles_groups_and_the_longest_length_are_asked_for(way: str, request: py
     assert found == [(16, 13, 2), (8, 13, 2), (16, 7, 2), (16, 5, 2), (8, 9, 8)]
 
 
+@BOTH_WAYS
+def test_few_queries_are_those_of_the_longest_sequence(way: str, request: pytest.FixtureRequest) -> None:
+    """If a call says how long that is: a chunk of a prompt among decoding steps is few queries in the mean only."""
+    modules: PackedModules = request.getfixturevalue(way)
+    tensors = packed_tensors([29, 1, 1, 1], [40, 9, 9, 9])
+    for longest in (None, 29, None, 29):
+        fa3gen.attention_packed(*tensors, max_seqlen_q=longest)
+    for queries in (1, 16, 17, 1):
+        fa3gen.attention_packed(*packed_tensors([queries] * 2, [30, 30]))
+    assert [size.queries for _, size, _ in modules.asked] == [8, 29, 1, 16]  # 17 are as many as 29
+
+
 def test_a_longest_length_on_the_gpu_is_not_looked_at(eager: PackedModules) -> None:
     """It would make the host wait."""
     tensors = packed_tensors([2], [9])
@@ -268,7 +280,7 @@ def test_explain_needs_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = [tensor.to("meta") for tensor in packed_tensors(*LENGTHS, head_dim=256)]
     why = fa3gen.attention_packed.explain(*tensors, causal=True, return_lse=True)
     assert (why.stem, why.file) == ("fwd_packed_d256_causal", CHECKOUT.module_path("fwd_packed_d256_causal"))
-    assert "  for   4 keys, 16 tiles of 128 queries on 132 SMs, as on an H200" in str(why)
+    assert "  for   3 queries, 4 keys, 16 tiles of 128 queries on 132 SMs, as on an H200" in str(why)
     narrow = [x[..., :40] if x.ndim == 3 else x for x in tensors]
     with pytest.raises(NoKernel, match=r"no generated module computes bf16, head dim 40, causal, packed sequences; "):
         fa3gen.attention_packed.explain(*narrow, causal=True)

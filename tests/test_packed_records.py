@@ -25,15 +25,24 @@ D128, PACK4 = "fwd_packed_d128_causal", "fwd_packed_pack4_d128_causal"
 D64, SHORT = "fwd_packed_d64_causal", "fwd_packed_short_d64_causal"
 PAGES, PAGES_OF_64 = "fwd_paged_d128_causal", "fwd_paged_64rows_d128_causal"
 SINGLE_ROWS = "fwd_paged_rows_d128_causal"
+EVEN = "fwd_packed_decode_d128_causal"
 GPU = "NVIDIA H200"
 
 
 def record(
-    lengths: list[int], speeds: dict[str, float], *, heads: tuple[int, int] = (32, 8), page: int | None = None
+    lengths: list[int],
+    speeds: dict[str, float],
+    *,
+    heads: tuple[int, int] = (32, 8),
+    page: int | None = None,
+    queries: list[int] | None = None,
 ) -> PackedRecord:
-    """Of committed modules, whose family is that of the first, for pages of any size that it serves."""
+    """Of committed modules, whose family is that of the first, for pages of any size that it serves.
+
+    Sequences have as many queries as keys, or as `queries` says.
+    """
     variants = attention_only([CHECKOUT.resolve(stem)[0] for stem in speeds], "the test")
-    shape = PackedShape(tuple(lengths), tuple(lengths), *heads)
+    shape = PackedShape(tuple(queries or lengths), tuple(lengths), *heads)
     return PackedRecord(
         gpu=GPU,
         date="2026-11-23",
@@ -103,6 +112,25 @@ def test_the_cells_that_are_measured() -> None:
     assert {path.stem for path in committed} == set().union(*cells.values())
     sizes = {name: (len(lengths), sum(lengths), max(lengths)) for name, lengths in packed_cells.LENGTHS.items()}
     assert sizes == {"chat16k": (58, 16384, 1358), "chat64k": (51, 65536, 6349), "documents64k": (7, 65536, 30308)}
+
+
+def test_decoding_is_measured_where_modules_split_keys() -> None:
+    cells = {problem.label: {variant.stem for variant in able} for problem, able in packed_cells.cells(CHECKOUT)}
+    assert cells["bf16 d128 causal packed decode64_on_4k, heads 32/8"] == {D128, PACK4, EVEN}
+    assert EVEN not in cells["bf16 d128 causal packed chat16k, heads 32/8"]
+    assert {problem.family.head_dim for problem, _ in packed_cells.cells(CHECKOUT) if "decode" in problem.lengths} == {
+        128
+    }
+
+
+def test_few_queries_have_rows_for_groups_up_to_those_measured() -> None:
+    """In modules whose tiles hold all heads of a group; a prefill of the family has rows as before."""
+    prefill = record([300] * 400, {D128: 500.0, PACK4: 450.0})
+    step = record([4096] * 64, {D128: 10.0, PACK4: 40.0, EVEN: 90.0}, queries=[1] * 64)
+    few, room, rest = dispatch_table.rows_from_records([prefill, step])
+    assert (few.module, few.group, few.seq_q) == (EVEN, dispatch.AtMost(at_most=4), dispatch.Region(up_to=16))
+    assert (room.module, room.group) == (EVEN, dispatch.AtMost(at_most=16))
+    assert (rest.module, rest.group, rest.seq_q) == (D128, None, None)
 
 
 def test_rows_by_mean_length() -> None:

@@ -35,6 +35,17 @@ PAGED_LENGTHS = {
     "chat16k": (LENGTHS["chat16k"], LENGTHS["chat16k"]),
     "prefill1k_on_8k": ((1024,) * 8, (8192,) * 8),
 }
+# Queries and keys of decoding steps, of contiguous keys and of pages: one sequence, some, and many; four queries each,
+# of which a draft model made three; and keys of all lengths, one sequence of them long.
+DECODING_LENGTHS = {
+    "decode1_on_4k": ((1,), (4096,)),
+    "decode1_on_32k": ((1,), (32768,)),
+    "decode8_on_4k": ((1,) * 8, (4096,) * 8),
+    "decode64_on_1k": ((1,) * 64, (1024,) * 64),
+    "decode64_on_4k": ((1,) * 64, (4096,) * 64),
+    "draft8_on_8k": ((4,) * 8, (8192,) * 8),
+    "decode32_one_long": ((1,) * 32, (131072, *(1024,) * 31)),
+}
 PAGE_SIZES = (1, 16, 64)  # other sizes are served as the largest of these that divides them
 
 # Query heads and heads of k and v, by head dim: of their own, and in the groups that models of this head dim have.
@@ -56,7 +67,10 @@ def packed_modules(workspace: Workspace) -> Iterator[Variant[Forward]]:
 
 
 def cells(workspace: Workspace) -> Iterator[tuple[PackedProblem, list[Variant[Forward]]]]:
-    """Each cell with the modules that can serve it, those of a group of heads among them."""
+    """Each cell with the modules that can serve it, those of a group of heads among them.
+
+    Modules that split keys are measured where there are few queries, beside all others; without any, nothing is.
+    """
     families: dict[Family, list[Variant[Forward]]] = {}
     for variant in packed_modules(workspace):
         families.setdefault(Family.of(variant.spec), []).append(variant)
@@ -64,8 +78,12 @@ def cells(workspace: Workspace) -> Iterator[tuple[PackedProblem, list[Variant[Fo
         variants = [variant for own, served in families.items() if own.serves(family) for variant in served]
         for heads in HEADS[family.head_dim]:
             able = [variant for variant in variants if takes_group(variant.spec, heads[0] // heads[1])]
+            whole = [variant for variant in able if variant.spec.split is None]
             for name, lengths in _lengths(family):
-                if able:
+                if whole:
+                    yield PackedProblem.of(family, name, PackedShape(*lengths, *heads)), whole
+            for name, lengths in DECODING_LENGTHS.items():
+                if len(whole) < len(able):
                     yield PackedProblem.of(family, name, PackedShape(*lengths, *heads)), able
 
 

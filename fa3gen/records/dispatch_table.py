@@ -158,8 +158,8 @@ def rows_from_records(records: Iterable[Record]) -> list[Row]:
     within WORTH_A_ROW of the best at each of its lengths, which is so where nothing was measured. Raises UserError
     where no module was measured in all records of one length in one band.
 
-    Calls with few queries (FEW_QUERIES) have rows of their own, before all others, where modules that split keys, and
-    whose tiles have room for all heads of a kv head, serve best.
+    Calls with few queries (FEW_QUERIES; records of packed sequences by the mean) have rows of their own, before all
+    others, where modules that split keys, and whose tiles have room for all heads of a kv head, serve best.
 
     Calls of packed sequences have rows for groups of heads, too: where modules whose tiles hold several heads serve
     best the groups that are multiples of as many, as measured with such groups, these rows come first.
@@ -193,7 +193,7 @@ def _of_family(family: Family, records: Sequence[Record]) -> Iterator[Row]:
 
 
 def _is_decoding(record: Record) -> bool:
-    return isinstance(record, TuningRecord) and record.problem.seq_q <= FEW_QUERIES
+    return record.problem.seq_q <= FEW_QUERIES
 
 
 def _of_few_queries(family: Family, records: Sequence[Record]) -> Iterator[Row]:

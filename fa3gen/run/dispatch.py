@@ -79,7 +79,7 @@ class Size:
     Keys are those of a sequence, in the mean where sequences are packed. Tiles are those of `Shape.tiles`, 128 query
     rows of one head whatever module serves the call. `sms_here` are the SMs of the GPU that it runs on; None where
     there is none, and an H200's are taken. `group` is the number of query heads that share a head of k and v. Queries
-    are those of a sequence; where sequences are packed only the device knows them, and any number is taken.
+    are those of a sequence; where sequences are packed those of the longest, if a call says it, else in the mean.
     """
 
     keys: int
@@ -219,7 +219,7 @@ class Row(SpecModel):
     )
     page_rows: int | None = Field(default=None, gt=0, description="Of pages: for sizes that are multiples of it.")
     group: Multiples | AtMost | None = None
-    seq_q: Region | None = Field(default=None, description="Queries of a sequence, few for a decoding step.")
+    seq_q: Region | None = Field(default=None, description="Queries of each sequence, few for a decoding step.")
     tiles_per_sm: Load | None = None
     seq_k: Region | None = Field(default=None, description="Keys; of packed sequences, in the mean.")
     module: str

@@ -16,7 +16,7 @@ from torch.compiler import is_dynamo_compiling
 from fa3gen.design.family import TILE_ROWS, Family
 from fa3gen.run import calls, checks, dispatch, gpu
 from fa3gen.run.calls import Attention, Returned, Window, dispatch_modes, functorch_transforms, named_scores, stretches
-from fa3gen.run.dispatch import ArgumentError, Choice, NotRendered, Size
+from fa3gen.run.dispatch import FEW_QUERIES, ArgumentError, Choice, NotRendered, Size
 
 # Where keys lie: (cu_seqlens_k, page_table, seqused_k). What changes scores: (sinks, softcap).
 Keys = tuple[Any, Any, Any]
@@ -195,8 +195,8 @@ def _size(
     """The size of a call as the host knows it."""
     (total_q, heads_q, _), (heads_kv, _) = q.shape, v.shape[-2:]
     offsets, total_k = cu_seqlens_q.shape[0], _rows(v, page_table)
-    keys, tiles = _extents(total_q, total_k, offsets, heads_q, max_seqlen_q, max_seqlen_k)
-    return Size(keys, tiles, gpu.sm_count(q.get_device()), heads_q // (heads_kv or 1))
+    keys, tiles, queries = _extents(total_q, total_k, offsets, heads_q, max_seqlen_q, max_seqlen_k)
+    return Size(keys, tiles, gpu.sm_count(q.get_device()), heads_q // (heads_kv or 1), queries)
 
 
 def _rows(v: Any, page_table: Any) -> int:
@@ -207,15 +207,18 @@ def _rows(v: Any, page_table: Any) -> int:
     return int(sequences * pages * v.shape[1])
 
 
-def _extents(total_q: int, total_k: int, offsets: int, heads: int, max_q: Any, max_k: Any) -> tuple[int, int]:
-    """Keys of a sequence in the mean, rounded up, and tiles of 128 queries, if all sequences were as long as that."""
+def _extents(total_q: int, total_k: int, offsets: int, heads: int, max_q: Any, max_k: Any) -> tuple[int, int, int]:
+    """Keys of a sequence in the mean, rounded up, and tiles of 128 queries, if all sequences were as long as that.
+
+    And queries of the longest sequence, if that is known, else in the mean: few only where all have few.
+    """
     sequences = offsets - 1 or 1  # without any there is nothing to compute
     seq_q, keys = -(-total_q // sequences), -(-total_k // sequences)
-    if type(max_q) is int and max_q < seq_q:  # a tensor may lie on the GPU, where nobody looks
-        seq_q = max_q
+    longest = max_q if type(max_q) is int else seq_q  # a tensor may lie on the GPU, where nobody looks
+    seq_q = min(seq_q, longest)
     if type(max_k) is int and max_k < keys:
         keys = max_k
-    return keys, sequences * heads * -(-seq_q // TILE_ROWS)
+    return keys, sequences * heads * -(-seq_q // TILE_ROWS), longest
 
 
 def _serving(
@@ -246,7 +249,8 @@ def _serving(
         key = "packed", q.get_device(), q.dtype, out_dtype, dim, v_dim, page, group, causal, window, return_lse
         if sinks is not None or softcap is not None:
             key += (sinks is not None, softcap is not None, calls.any_cap(softcap))
-        length, tiles = _extents(total_q, total_k, cu_seqlens_q.shape[0], heads_q, max_seqlen_q, max_seqlen_k)
+        length, tiles, longest = _extents(total_q, total_k, cu_seqlens_q.shape[0], heads_q, max_seqlen_q, max_seqlen_k)
+        key += (longest if longest <= FEW_QUERIES else 0,)
         for least_keys, most_keys, least_tiles, most_tiles, attention in stretches.get(key, ()):
             if least_keys <= length <= most_keys and least_tiles <= tiles <= most_tiles:
                 return attention
