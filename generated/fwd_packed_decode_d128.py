@@ -226,9 +226,10 @@ def launch(
         preferred_smem_carveout=SMEM_CARVEOUT,
         stream=stream,
     )
-    # A row of each tile that is cut: of its group's heads and its positions those that exist.
-    combine_kernel(mParts, mPartsLSE, shares, out, lse, group).launch(
-        grid=(num_sms, group * cutlass.min(POSITIONS, total_q), 1),
+    # Of each tile that is cut a head, and as many of its positions at once as a sequence has on average.
+    positions = cutlass.min(cute.ceil_div(total_q, cute.size(cu_seqlens_q) - 1), POSITIONS)
+    combine_kernel(mParts, mPartsLSE, shares, out, lse).launch(
+        grid=(num_sms, group, positions),
         block=(32 * COMBINE_WARPS, 1, 1),
         use_pdl=True,  # it waits for the parts where it needs them
         stream=stream,
@@ -1042,32 +1043,28 @@ class CombineStorage:
 
 
 @cute.kernel
-def combine_kernel(
-    parts: cute.Tensor,
-    parts_lse: cute.Tensor,
-    shares: cute.Tensor,
-    out: cute.Tensor,
-    lse: cute.Tensor,
-    group: cutlass.Int32,
-):
-    """One CTA: one row of O, the sum of exp(LSE_i - LSE) O_i over its parts. Each warp adds up a share of them.
+def combine_kernel(parts: cute.Tensor, parts_lse: cute.Tensor, shares: cute.Tensor, out: cute.Tensor, lse: cute.Tensor):
+    """One CTA: rows of O, each the sum of exp(LSE_i - LSE) O_i over its parts. Each warp adds up a share of them.
 
     Its tile is the one that CTA `cta` of the kernel before began and another one ended, if there is one: of it shares
     has the number of parts, how many of its positions exist, the row in out of the first, and the first head.
     parts: ((PACK_HEADS, POSITIONS), HEAD_DIM, slots), parts_lse: ((PACK_HEADS, POSITIONS), slots).
     """
-    cta, row, _ = cute.arch.block_idx()
-    position, head = row // group, row % group
+    cta, head, first = cute.arch.block_idx()
+    _, _, ctas_of_head = cute.arch.grid_dim()
     storage = SmemAllocator().allocate(CombineStorage)
     sums = storage.sums.get_tensor(cute.make_layout((COMBINE_WARPS, HEAD_DIM), stride=(HEAD_DIM, 1)))
     sLargest, sTotals = (x.get_tensor(cute.make_layout(COMBINE_WARPS)) for x in (storage.largest, storage.totals))
     # This kernel may begin beside the one before; what that writes is there when it has ended.
     cute.arch.griddepcontrol_wait()
     num_parts, rows, q_row, first_head = (shares[cta, i] for i in range(SHARE_WORDS))
-    if num_parts > 0 and position < rows:
-        gO, gLSE = parts[(head, position), None, None], parts_lse[(head, position), None]  # (HEAD_DIM, slots), (slots,)
-        shared, place = (sums, sLargest, sTotals), (q_row + position, first_head + head)
-        add_up_row((gO, gLSE, cta, num_parts), shared, (out, lse), place)
+    if num_parts > 0:
+        for position in cutlass.range(first, cutlass.min(rows, POSITIONS), ctas_of_head, unroll=1):
+            row = head, position
+            gO, gLSE = parts[row, None, None], parts_lse[row, None]  # (HEAD_DIM, slots), (slots,)
+            shared, place = (sums, sLargest, sTotals), (q_row + position, first_head + head)
+            add_up_row((gO, gLSE, cta, num_parts), shared, (out, lse), place)
+            cute.arch.sync_threads()  # the next row goes where this one was
 
 
 @cute.jit

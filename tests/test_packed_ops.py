@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import fa3gen
 from fa3gen.design.family import Family
 from fa3gen.run import calls, packed_ops
-from fa3gen.run.dispatch import NoKernel
+from fa3gen.run.dispatch import NO_LIMIT, NoKernel
 from fa3gen.spec.model import CausalMask, NoMask, WindowMask
 
 LENGTHS = ([3, 0, 5, 1], [4, 2, 9, 1])
@@ -73,14 +73,15 @@ def test_tiles_groups_and_the_longest_length_are_asked_for(way: str, request: py
 
 @BOTH_WAYS
 def test_few_queries_are_those_of_the_longest_sequence(way: str, request: pytest.FixtureRequest) -> None:
-    """If a call says how long that is: a chunk of a prompt among decoding steps is few queries in the mean only."""
+    """If a call says how long that is, or has no more queries than sequences: a chunk of a prompt among decoding steps
+    is few queries in the mean, too."""
     modules: PackedModules = request.getfixturevalue(way)
     tensors = packed_tensors([29, 1, 1, 1], [40, 9, 9, 9])
     for longest in (None, 29, None, 29):
         fa3gen.attention_packed(*tensors, max_seqlen_q=longest)
-    for queries in (1, 16, 17, 1):
-        fa3gen.attention_packed(*packed_tensors([queries] * 2, [30, 30]))
-    assert [size.queries for _, size, _ in modules.asked] == [8, 29, 1, 16]  # 17 are as many as 29
+    for queries, longest in ((1, None), (16, 16), (16, None), (17, 17), (1, 1)):
+        fa3gen.attention_packed(*packed_tensors([queries] * 2, [30, 30]), max_seqlen_q=longest)
+    assert [size.queries for _, size, _ in modules.asked] == [NO_LIMIT, 1, 16]  # 17 are as many as any
 
 
 def test_a_longest_length_on_the_gpu_is_not_looked_at(eager: PackedModules) -> None:
@@ -280,7 +281,10 @@ def test_explain_needs_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = [tensor.to("meta") for tensor in packed_tensors(*LENGTHS, head_dim=256)]
     why = fa3gen.attention_packed.explain(*tensors, causal=True, return_lse=True)
     assert (why.stem, why.file) == ("fwd_packed_d256_causal", CHECKOUT.module_path("fwd_packed_d256_causal"))
-    assert "  for   3 queries, 4 keys, 16 tiles of 128 queries on 132 SMs, as on an H200" in str(why)
+    assert "  for   4 keys, 16 tiles of 128 queries on 132 SMs, as on an H200" in str(why)
+    few = fa3gen.attention_packed.explain(*tensors, causal=True, max_seqlen_q=5)
+    assert few.stem == "fwd_packed_decode_d256_causal"
+    assert "  for   5 queries, 4 keys, 16 tiles of 128 queries on 132 SMs, as on an H200" in str(few)
     narrow = [x[..., :40] if x.ndim == 3 else x for x in tensors]
     with pytest.raises(NoKernel, match=r"no generated module computes bf16, head dim 40, causal, packed sequences; "):
         fa3gen.attention_packed.explain(*narrow, causal=True)

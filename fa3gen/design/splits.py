@@ -12,9 +12,8 @@ from fa3gen.spec.model import Forward
 
 # Tiles of keys of a part, at least: with one of them loads, products and the merge would all wait for each other.
 STEPS_OF_PART = 2
-SHARE_WORDS = (
-    4  # that a CTA of scheduler even leaves of a tile which it begins and another CTA ends: see `combine_kernel`
-)
+# What a CTA of scheduler even leaves of a tile which it begins and another CTA ends: see `combine_kernel`.
+SHARE_WORDS = 4
 
 
 def num_parts(spec: Forward, shape: Shape | PackedShape, num_sms: int) -> int:

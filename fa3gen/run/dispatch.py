@@ -79,7 +79,7 @@ class Size:
     Keys are those of a sequence, in the mean where sequences are packed. Tiles are those of `Shape.tiles`, 128 query
     rows of one head whatever module serves the call. `sms_here` are the SMs of the GPU that it runs on; None where
     there is none, and an H200's are taken. `group` is the number of query heads that share a head of k and v. Queries
-    are those of a sequence; where sequences are packed those of the longest, if a call says it, else in the mean.
+    are those of a sequence; where sequences are packed those of the longest, as far as a call tells.
     """
 
     keys: int

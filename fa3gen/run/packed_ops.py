@@ -16,7 +16,7 @@ from torch.compiler import is_dynamo_compiling
 from fa3gen.design.family import TILE_ROWS, Family
 from fa3gen.run import calls, checks, dispatch, gpu
 from fa3gen.run.calls import Attention, Returned, Window, dispatch_modes, functorch_transforms, named_scores, stretches
-from fa3gen.run.dispatch import FEW_QUERIES, ArgumentError, Choice, NotRendered, Size
+from fa3gen.run.dispatch import FEW_QUERIES, NO_LIMIT, ArgumentError, Choice, NotRendered, Size
 
 # Where keys lie: (cu_seqlens_k, page_table, seqused_k). What changes scores: (sinks, softcap).
 Keys = tuple[Any, Any, Any]
@@ -99,7 +99,8 @@ def attention_packed(
         page_table: (sequences, most pages of one), int32, on the GPU: the pages of each sequence. What stands in it
             behind a sequence's last key may be anything; a page that is not there has zeros for keys and values.
         max_seqlen_q, max_seqlen_k: The longest sequences, if known. They bound the mean lengths, where tensors have
-            more rows than are used, or a table more entries; results do not depend on them.
+            more rows than are used, or a table more entries; and with several queries for each sequence, as of a draft
+            model, only max_seqlen_q tells that all have few. Results do not depend on them.
         seqused_q, seqused_k: (sequences,), int32, on the GPU: how many rows of each sequence there are, from its first
             one; by default all. With pages seqused_k has to be given.
         causal: Query i sees keys j <= i + seq_k - seq_q, by the lengths of its sequence.
@@ -210,12 +211,14 @@ def _rows(v: Any, page_table: Any) -> int:
 def _extents(total_q: int, total_k: int, offsets: int, heads: int, max_q: Any, max_k: Any) -> tuple[int, int, int]:
     """Keys of a sequence in the mean, rounded up, and tiles of 128 queries, if all sequences were as long as that.
 
-    And queries of the longest sequence, if that is known, else in the mean: few only where all have few.
+    And queries of the longest sequence: if nobody says how many, one where there are no more queries than sequences,
+    else any number, for in the mean a chunk of a prompt among decoding steps is few queries, too.
     """
     sequences = offsets - 1 or 1  # without any there is nothing to compute
     seq_q, keys = -(-total_q // sequences), -(-total_k // sequences)
-    longest = max_q if type(max_q) is int else seq_q  # a tensor may lie on the GPU, where nobody looks
-    seq_q = min(seq_q, longest)
+    longest = 1 if seq_q <= 1 else NO_LIMIT
+    if type(max_q) is int:  # a tensor may lie on the GPU, where nobody looks
+        longest, seq_q = max_q, min(seq_q, max_q)
     if type(max_k) is int and max_k < keys:
         keys = max_k
     return keys, sequences * heads * -(-seq_q // TILE_ROWS), longest

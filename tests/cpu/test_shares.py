@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from pathlib import Path
 from typing import Any
@@ -52,8 +53,12 @@ def drawn(draw: random.Random) -> PackedCase:
     return sequences(f"drawn {draw.randrange(10**6)}", "a step of serving", lengths_q, lengths_k, heads=heads, first=2)
 
 
-@pytest.mark.parametrize("sms", [1, 2, 3, 7])
-@pytest.mark.parametrize("stem", [PACKED, CAUSAL, PAGED])
+OTHERS = [f"fwd_{name}" for name in ("packed_decode_d64", "paged_decode_d256_causal", "paged_decode_rows_d64_causal")]
+
+
+@pytest.mark.parametrize(
+    ("stem", "sms"), [*itertools.product([PACKED, CAUSAL, PAGED], [1, 2, 3, 7]), *((stem, 3) for stem in OTHERS)]
+)
 def test_steps_of_serving(stem: str, sms: int) -> None:
     draw = random.Random(100 * sms + len(stem))
     assert failures(module(stem), stem, [in_layout(stem, drawn(draw)) for _ in range(3)], sms, seed=sms) == ()
@@ -191,6 +196,14 @@ MISTAKES = {
     ),
     "rows of heads that do not exist": ("head < group and query < seq_q", "query < seq_q"),
     "the first 32 sequences only": ("while first + WARP < last:", "while first + WARP < 0:"),
+    "positions that nobody adds up": (
+        "cutlass.min(rows, POSITIONS), ctas_of_head",
+        "cutlass.min(rows, 1), ctas_of_head",
+    ),
+    "a row added up where the one before still is": (
+        "            cute.arch.sync_threads()  # the next row goes where this one was\n",
+        "",
+    ),
 }
 
 
@@ -204,7 +217,8 @@ def test_mistakes_are_reported(mistake: str, tmp_path: Path) -> None:
     long = sequences("long", "a tile in all shares", (1,), (64 * 12,))
     rows = sequences("rows", "a second tile of the same head, cut", (6,), (64 * 4,))
     many = sequences("many", "more than a warp looks at", [1] * 40, [65] * 40)
-    assert failures(found, CAUSAL, [cut, long, rows, many], 3)
+    several = sequences("several", "a CTA adds up several positions", (1, 1, 1, 4), (64, 64, 64, 64 * 12), heads=(1, 1))
+    assert failures(found, CAUSAL, [cut, long, rows, many, several], 3)
 
 
 def test_parts_read_before_they_are_written_are_refused(tmp_path: Path) -> None:

@@ -67,17 +67,23 @@ class Packed(NamedTuple):
         close(*found, wanted, wanted_lse)
 
 
-def cases() -> Iterator[Packed]:
-    """Each row of the table without a window, and families that have one module."""
+def cases(few: bool) -> Iterator[Packed]:
+    """Each row of the table without a window, of those for few queries or of the others."""
     for row in dispatch.read_table(dispatch.table_path(WORKSPACE)).rows:
-        if row.layout == "packed" and row.dtype == "bf16" and row.mask.kind != "window":
-            heads = (2 * row.group.multiple_of, 2) if row.group else (2, 2)
-            yield Packed(row.head_dim, heads, row.mask, 200 if row.seq_k else 1000)
+        wanted = row.layout == "packed" and row.dtype == "bf16" and row.mask.kind != "window"
+        if wanted and few == (row.seq_q is not None):
+            group = 1 if row.group is None else max(row.group.tests)
+            yield Packed(row.head_dim, (2 * group, 2), row.mask, 200 if row.seq_k else 1000)
+
+
+def families() -> Iterator[Packed]:
+    """Families that have one module."""
     for head_dim, heads in ((256, (4, 2)), (256, (3, 3)), (128, (4, 2)), (128, (6, 1))):
         yield from (Packed(head_dim, heads, mask) for mask in (NoMask(), CausalMask()))
 
 
-CASES = list(dict.fromkeys(cases()))
+CASES = list(dict.fromkeys([*cases(few=False), *families()]))
+FEW = list(dict.fromkeys(cases(few=True)))
 EVERY = pytest.mark.parametrize("case", CASES, ids=str)
 SOME = pytest.mark.parametrize("case", [Packed(256, (4, 2), CausalMask()), Packed(128, (6, 1), NoMask())], ids=str)
 
@@ -104,6 +110,14 @@ def test_varlen(case: Packed, hopper: Any) -> None:
     into = torch.full_like(out, torch.nan)
     assert case.call(tensors, out=into) is into and into.equal(out)
     case.check(case.call(tensors, softmax_scale=0.05, return_attn_probs=True), tensors, scale=0.05)
+
+
+@pytest.mark.parametrize("case", FEW, ids=str)
+def test_few_queries(case: Packed, hopper: Any) -> None:
+    """As decoding steps have, by the modules whose CTAs share all keys, or whichever the rows name."""
+    tensors = case.tensors(hopper, [min(length, dispatch.FEW_QUERIES) for length in QUERIES])
+    options = {**case.options, "return_attn_probs": True}
+    case.check(flash_attn_varlen_func(*tensors, dispatch.FEW_QUERIES, 4 * case.keys, **options), tensors)
 
 
 @EVERY
