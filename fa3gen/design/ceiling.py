@@ -14,7 +14,7 @@ from typing import Literal, TypeVar
 
 from fa3gen.design import footprint, tile_order, work
 from fa3gen.design.cta import cta_of
-from fa3gen.design.splits import num_parts, share_of, steps_of
+from fa3gen.design.splits import num_parts, share_of, steps_of, steps_of_tile
 from fa3gen.design.work import Problem
 from fa3gen.hardware import hopper
 from fa3gen.hardware.chips import Chip
@@ -195,7 +195,7 @@ def shares(problem: Problem, sms: int) -> list[list[int]]:
     found: list[list[int]] = []
     for entry in tile_order.taken(spec, problem.shape):
         lengths = sequences[entry.batch]
-        steps, end = max(-(-lengths[1] // spec.tile.kv), 1), problem.of_lengths[lengths][entry.m_block].end
+        steps, end = steps_of_tile(spec, problem.shape, lengths[1]), problem.of_lengths[lengths][entry.m_block].end
         begin = 0
         while begin < steps:
             if room == 0:

@@ -6,7 +6,9 @@ takes a part of the keys of a tile, and a second kernel adds the parts up, each 
 
 from __future__ import annotations
 
+from fa3gen.design import footprint
 from fa3gen.design.family import PackedShape, Shape
+from fa3gen.design.masks import of_call, reach
 from fa3gen.design.tile_order import head_tiles, positions
 from fa3gen.spec.model import Forward
 
@@ -36,9 +38,20 @@ def num_parts(spec: Forward, shape: Shape | PackedShape, num_sms: int) -> int:
 
 def steps_of(spec: Forward, shape: Shape | PackedShape) -> int:
     """Steps that scheduler even shares out: those that a mask hides, too, and one at least of a tile of queries."""
-    kv, rows = spec.tile.kv, positions(spec)
-    of_heads = (-(-seq_q // rows) * max(-(-seq_k // kv), 1) for seq_q, seq_k in shape.sequences)
+    rows = positions(spec)
+    of_heads = (-(-seq_q // rows) * steps_of_tile(spec, shape, seq_k) for seq_q, seq_k in shape.sequences)
     return sum(of_heads) * head_tiles(spec, shape)
+
+
+def steps_of_tile(spec: Forward, shape: Shape | PackedShape, seq_k: int) -> int:
+    """Steps of a tile of queries of a sequence of so many keys: of windows, as many as hold what they show its rows."""
+    kv = spec.tile.kv
+    steps = max(-(-seq_k // kv), 1)
+    if spec.tile.kv_from != "window":
+        return steps
+    left, right = reach(of_call(spec.mask, shape.window))
+    assert left is not None and right is not None  # of windows that calls give
+    return min(steps, -(-(left + right + positions(spec) + (footprint.page_rows(spec) or 1) - 1) // kv))
 
 
 def share_of(spec: Forward, shape: Shape | PackedShape, num_sms: int) -> int:

@@ -174,8 +174,9 @@ class ArgumentsPlan:
     of (`made_of`), `work` what a role is given to know its tiles by. `k_loads` and `v_loads` are what one that loads
     begins with, `loaded_by` what it ends with. `ranged` is what decides which tiles of keys are
     visited, `seen` the same of a work item. Of packed sequences `sequences` is what says where they lie, and `bounds`
-    where one does. `softmax_step` is what the softmax of a step takes,
-    `rows` what a thread keeps of its rows, and `summed` what a warp that adds up parts reads.
+    where one does. `softmax_step` is what the softmax of a step takes, `rows` what a thread keeps of its rows, and
+    `lse_from` what their LSE is made of. Of parts `summed` is what a warp that adds them up reads, `combined` what the
+    kernel that does takes, `combine_call` what it is given, and `row_outputs` what it needs to finish a row.
     """
 
     factors: tuple[str, ...] = ()
@@ -199,6 +200,10 @@ class ArgumentsPlan:
     multiply_first: tuple[str, ...] = ()
     softmax_step: tuple[str, ...] = ()
     summed: tuple[str, ...] = ()
+    combined: tuple[str, ...] = ()
+    combine_call: tuple[str, ...] = ()
+    row_outputs: tuple[str, ...] = ()
+    lse_from: tuple[str, ...] = ()
     rows: tuple[str, ...] = ()
     num_rows: int = 0
     load_kv: tuple[str, ...] = ()
@@ -736,6 +741,10 @@ def _arguments(spec: Forward) -> ArgumentsPlan:
         ),
         multiply_first=("products", "operands", "accumulators", "k_ring", "q_drain", "k_drain", *turn),
         summed=("gO", "gLSE", *["cta", "num_parts"] * even),
+        combined=("parts", "parts_lse", "shares", *sinks, "out", "lse"),
+        combine_call=("mParts", "mPartsLSE", "shares", *sinks, "out", "lse"),
+        row_outputs=(*sinks, "out", "lse"),
+        lse_from=("row_lse",) if sinks else ("row_max", "row_sum", "scale_log2"),
         softmax_step=("acc_S", *rows, "scale_log2"),
         rows=rows,
         num_rows=len(rows),

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from fa3gen.design.family import Family, PackedShape
+from fa3gen.design.masks import Window, given_with_calls
 from fa3gen.design.tile_order import takes_group
 from fa3gen.design.workspace import Workspace
 from fa3gen.records.packed_records import PackedProblem
@@ -46,6 +47,10 @@ DECODING_LENGTHS = {
     "draft8_on_8k": ((4,) * 8, (8192,) * 8),
     "decode32_one_long": ((1,) * 32, (131072, *(1024,) * 31)),
 }
+# Windows (left, right) as models have them, and the decoding steps that they are measured with.
+_SHORT = "decode1_on_32k", "decode8_on_4k", "decode64_on_4k"
+_LONG = "decode1_on_32k", "decode64_on_4k", "draft8_on_8k"
+DECODING_WINDOWS = {(127, 0): _SHORT, (1023, 0): _SHORT, (4095, 0): _LONG}
 PAGE_SIZES = (1, 16, 64)  # other sizes are served as the largest of these that divides them
 
 # Query heads and heads of k and v, by head dim: of their own, and in the groups that models of this head dim have.
@@ -53,23 +58,20 @@ HEADS = {64: ((16, 16), (64, 8)), 128: ((16, 16), (32, 8)), 256: ((8, 8), (16, 4
 
 
 def packed_modules(workspace: Workspace) -> Iterator[Variant[Forward]]:
-    """The rendered modules for packed sequences and for pages, without a window, sinks or a cap, with v as wide as k.
-
-    Of the others there is one for each call, and nothing to choose.
-    """
+    """The rendered modules for packed sequences and for pages, with v as wide as k."""
     for file in workspace.load_all():
         for variant in attention_among(file.variants):
             problem = variant.spec.problem
             served = problem.layout != "dense" and problem.head_dim in HEADS and problem.v_dim == problem.head_dim
-            plain = variant.spec.mask.kind != "window" and not Family.of(variant.spec).keywords
-            if served and plain and workspace.module_path(variant.stem).is_file():
+            if served and workspace.module_path(variant.stem).is_file():
                 yield variant
 
 
 def cells(workspace: Workspace) -> Iterator[tuple[PackedProblem, list[Variant[Forward]]]]:
     """Each cell with the modules that can serve it, those of a group of heads among them.
 
-    Modules that split keys are measured where there are few queries, beside all others; without any, nothing is.
+    Modules that split keys are measured where there are few queries, beside all others; without any, nothing is. With
+    windows, sinks or a cap nothing else is: of many queries there is one module for each call, and nothing to choose.
     """
     families: dict[Family, list[Variant[Forward]]] = {}
     for variant in packed_modules(workspace):
@@ -79,21 +81,28 @@ def cells(workspace: Workspace) -> Iterator[tuple[PackedProblem, list[Variant[Fo
         for heads in HEADS[family.head_dim]:
             able = [variant for variant in variants if takes_group(variant.spec, heads[0] // heads[1])]
             whole = [variant for variant in able if variant.spec.split is None]
-            for name, lengths in _lengths(family):
-                if whole:
-                    yield PackedProblem.of(family, name, PackedShape(*lengths, *heads)), whole
-            for name, lengths in DECODING_LENGTHS.items():
-                if len(whole) < len(able):
-                    yield PackedProblem.of(family, name, PackedShape(*lengths, *heads)), able
+            plain = not given_with_calls(family.mask) and not family.keywords
+            for name, lengths in _lengths(family) if whole and plain else ():
+                yield PackedProblem.of(family, name, PackedShape(*lengths, *heads)), whole
+            for name, window in _steps(family) if len(whole) < len(able) else ():
+                shape = PackedShape(*DECODING_LENGTHS[name], *heads, window=window)
+                yield PackedProblem.of(family, name, shape), able
 
 
 def _families_of_calls(families: Iterable[Family]) -> list[Family]:
-    """The families of the calls that modules of these serve: those of pages once for each page size."""
+    """The families of the calls that modules of these serve: those of pages once for each page size, caps small."""
     found: dict[Family, None] = {}
     for family in families:
         sizes = (None,) if family.page_rows is None else PAGE_SIZES
-        found |= dict.fromkeys(family._replace(page_rows=size) for size in sizes)
+        found |= dict.fromkeys(family._replace(page_rows=size, any_cap=False) for size in sizes)
     return list(found)
+
+
+def _steps(family: Family) -> Iterable[tuple[str, Window | None]]:
+    """Names of decoding steps, with the windows of their calls where calls give them."""
+    if given_with_calls(family.mask):
+        return [(name, window) for window, names in DECODING_WINDOWS.items() for name in names]
+    return [(name, None) for name in DECODING_LENGTHS]
 
 
 def _lengths(family: Family) -> Iterable[tuple[str, tuple[tuple[int, ...], tuple[int, ...]]]]:

@@ -21,6 +21,7 @@ from fa3gen.records.tuning_records import TuningRecord
 from fa3gen.run.dispatch import (
     DIGEST_LENGTH,
     FEW_QUERIES,
+    NO_LIMIT,
     WRITE_TABLE,
     AtMost,
     Load,
@@ -172,7 +173,9 @@ def rows_from_records(records: Iterable[Record]) -> list[Row]:
 
 def _order(family: Family) -> tuple[Any, ...]:
     mask = family.mask
-    reach = (mask.left, mask.right) if isinstance(mask, WindowMask) else (0, 0)
+    reach = (0, 0)
+    if isinstance(mask, WindowMask):  # those for any come last
+        reach = (NO_LIMIT, 0) if mask.left is None or mask.right is None else (mask.left, mask.right)
     kinds = ("none", "causal", "window")
     own = family.out_dtype or "", family.keywords, -(family.page_rows or 0)  # of pages the largest first
     return family.layout, family.dtype, family.head_dim, family.head_dim_v, kinds.index(mask.kind), reach, *own

@@ -19,12 +19,13 @@ from fa3gen.base.errors import UserError
 from fa3gen.base.files import sha256, write_text
 from fa3gen.base.parts import GrownPart, Part, read_file, rounded
 from fa3gen.design.family import Family, PackedShape, PagedShape, heads_text
+from fa3gen.design.masks import Window, of_call
 from fa3gen.design.tile_order import takes_group
 from fa3gen.design.workspace import Workspace
 from fa3gen.hardware.chips import H200
 from fa3gen.records.tuning_records import MaskShape
-from fa3gen.run.dispatch import PACKED_TOOL
-from fa3gen.spec.model import DType, Forward, SequenceLayout
+from fa3gen.run.dispatch import PACKED_TOOL, seen
+from fa3gen.spec.model import DType, Forward, SequenceLayout, WindowMask
 from fa3gen.spec.specfile import Variant
 
 FOLDER = "packed"  # below generated/evidence
@@ -33,7 +34,7 @@ FOLDER = "packed"  # below generated/evidence
 class PackedProblem(GrownPart):
     """A family, heads, and the lengths of all sequences: q (sum of lengths_q, heads_q, head_dim)."""
 
-    LATER = frozenset({"page"})
+    LATER = frozenset({"page", "sink", "softcap"})
 
     dtype: DType
     head_dim: int = Field(gt=0)
@@ -45,6 +46,8 @@ class PackedProblem(GrownPart):
     lengths_q: list[int] = Field(min_length=1)
     lengths_k: list[int] = Field(min_length=1)
     page: int | None = Field(default=None, gt=0, description="Keys of a page; none where keys are packed, too.")
+    sink: bool = False
+    softcap: bool = False
 
     @classmethod
     def of(cls, family: Family, lengths: str, shape: PackedShape) -> Self:
@@ -53,13 +56,15 @@ class PackedProblem(GrownPart):
             dtype=family.dtype,
             head_dim=family.head_dim,
             head_dim_v=family.head_dim_v,
-            mask=MaskShape.of(family.mask),
+            mask=MaskShape.of(of_call(family.mask, shape.window)),
             heads_q=shape.heads_q,
             heads_kv=shape.heads_kv,
             lengths=lengths,
             lengths_q=list(shape.lengths_q),
             lengths_k=list(shape.lengths_k),
             page=family.page_rows,
+            sink=family.sink,
+            softcap=family.softcap,
         )
 
     @model_validator(mode="after")
@@ -72,16 +77,30 @@ class PackedProblem(GrownPart):
 
     @property
     def family(self) -> Family:
-        """What a module has to be compiled for to serve this."""
+        """What a module has to be compiled for to serve this: any window, where there is one."""
         where: SequenceLayout = "packed" if self.page is None else "paged"
-        mask = self.mask.spec_mask()
-        return Family(self.dtype, self.head_dim, self.head_dim_v, mask, layout=where, page_rows=self.page)
+        mask = WindowMask() if self.window else self.mask.spec_mask()
+        return Family(
+            *(self.dtype, self.head_dim, self.head_dim_v, mask),
+            layout=where,
+            sink=self.sink,
+            softcap=self.softcap,
+            page_rows=self.page,
+        )
+
+    @property
+    def window(self) -> Window | None:
+        """That of the call, where it has one."""
+        left, right = self.mask.left, self.mask.right
+        return None if left is None or right is None else (left, right)
 
     @property
     def shape(self) -> PackedShape:
         """The sizes of its call."""
         sizes = tuple(self.lengths_q), tuple(self.lengths_k), self.heads_q, self.heads_kv
-        return PackedShape(*sizes) if self.page is None else PagedShape(*sizes, page=self.page)
+        if self.page is None:
+            return PackedShape(*sizes, window=self.window)
+        return PagedShape(*sizes, window=self.window, page=self.page)
 
     @property
     def seq_q(self) -> int:
@@ -90,8 +109,8 @@ class PackedProblem(GrownPart):
 
     @property
     def seq_k(self) -> int:
-        """Keys of a sequence in the mean."""
-        return self.shape.mean.seq_k
+        """Keys of a sequence in the mean, of those that a window shows."""
+        return seen(self.shape.mean.seq_k, self.window)
 
     @property
     def group(self) -> int:
@@ -102,12 +121,16 @@ class PackedProblem(GrownPart):
     def label(self) -> str:
         """Everything in one line: `bf16 d128 causal packed chat16, heads 32/8`; names the file of the record, too."""
         heads = heads_text(self.heads_q, self.heads_kv)
-        return f"{self.family.label.replace('_', ' ')} {self.lengths}, heads {heads}"
+        return f"{self._label.replace('_', ' ')} {self.lengths}, heads {heads}"
 
     @property
     def file_name(self) -> str:
         """`bf16_d128_causal_packed_chat16_h32_8.json`."""
-        return f"{self.family.label}_{self.lengths}_h{self.heads_q}_{self.heads_kv}.json"
+        return f"{self._label}_{self.lengths}_h{self.heads_q}_{self.heads_kv}.json"
+
+    @property
+    def _label(self) -> str:
+        return self.family.of_call(self.window).label
 
 
 class PackedResult(GrownPart):

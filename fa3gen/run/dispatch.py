@@ -25,7 +25,7 @@ from fa3gen.base.files import sha256
 from fa3gen.base.wording import counted
 from fa3gen.design.family import TILE_ROWS, Family, mask_text
 from fa3gen.design.footprint import page_rows
-from fa3gen.design.masks import options_for
+from fa3gen.design.masks import computes, options_for
 from fa3gen.design.proposed import Proposal, propose
 from fa3gen.design.rules import Violation
 from fa3gen.design.tile_order import takes_group
@@ -72,11 +72,20 @@ class ArgumentError(UserError, ValueError):
     """An argument of `fa3gen.attention` or `fa3gen.attention_packed` that makes no sense."""
 
 
+def seen(keys: int, window: Sequence[int] | None) -> int:
+    """Of so many keys as many as a window (left, right) shows a query; right of the last query there are none."""
+    if window is None or window[0] < 0:
+        return keys
+    left, right = window
+    return min(keys, left + 1 + max(right, 0))
+
+
 @dataclass(frozen=True)
 class Size:
     """What rows have conditions on, beside what is compiled in.
 
-    Keys are those of a sequence, in the mean where sequences are packed. Tiles are those of `Shape.tiles`, 128 query
+    Keys are those of a sequence, in the mean where sequences are packed, and there as many of them as a window shows at
+    most. Tiles are those of `Shape.tiles`, 128 query
     rows of one head whatever module serves the call. `sms_here` are the SMs of the GPU that it runs on; None where
     there is none, and an H200's are taken. `group` is the number of query heads that share a head of k and v. Queries
     are those of a sequence; where sequences are packed those of the longest, as far as a call tells.
@@ -243,7 +252,7 @@ class Row(SpecModel):
 
     def is_for(self, family: Family) -> bool:
         """Whether it stands for calls of this family, of any size."""
-        return self.mask == family.mask and self.family.serves(family)
+        return computes(self.mask, family.mask) and self.family.serves(family)
 
     def serves_rows(self, size: Size) -> bool:
         """Whether it stands for calls with so many query heads for each head of k and v, and so many queries."""
@@ -367,7 +376,7 @@ def choose(family: Family, size: Size, *, lse: bool, workspace: Workspace) -> Ch
             choice = of_row(home, row, place_of_row(home, path, number, row))
             if choice.spec.outputs.lse or not lse:
                 return _for_call(choice, family, size, around)
-    return _for_call(_unmeasured(family, size.group, lse, workspace), family, size, around)
+    return _for_call(_unmeasured(family, size, lse, workspace), family, size, around)
 
 
 def _for_call(choice: Choice, family: Family, size: Size, around: Stretch) -> Choice:
@@ -418,25 +427,29 @@ def of_row(home: Workspace, row: Row, place: str) -> Choice:
     return Choice(row.module, file, variant.spec, variant.source, row, place, measured)
 
 
-def _unmeasured(family: Family, group: int, lse: bool, workspace: Workspace) -> Choice:
+def _unmeasured(family: Family, size: Size, lse: bool, workspace: Workspace) -> Choice:
     """The module to take without a measurement, when there is no choice. Raises NoKernel when there is one, or none.
 
-    `group`: how many query heads share a head of k and v; tiles that hold several heads hold such of one group.
-    Modules that are compiled for the window come before those that are for any.
+    Tiles that hold several heads hold such of one group. Modules that are compiled for the window come before those
+    that are for any, and those that split keys, which are made for few queries, come last where there are many.
     """
     modules = list(_modules(workspace))
-    fitting: dict[str, tuple[Variant[Forward], Path]] = {}
+    able: dict[str, tuple[Variant[Forward], Path]] = {}
     for variant, file in modules:
         writes = variant.spec.outputs.lse or not lse
-        if Family.of(variant.spec).serves(family) and writes and takes_group(variant.spec, group):
-            fitting.setdefault(variant.stem, (variant, file))  # the workspace's own come first
+        if Family.of(variant.spec).serves(family) and writes and takes_group(variant.spec, size.group):
+            able.setdefault(variant.stem, (variant, file))  # the workspace's own come first
+    whole = {stem: found for stem, found in able.items() if found[0].spec.split is None}
+    few = size.queries <= FEW_QUERIES or len(whole) in (0, len(able))
+    fitting = able if few else whole
     exact = _nearest_pages([stem for stem in fitting if fitting[stem][0].spec.mask == family.mask], fitting)
     production = _production(exact) or _production(_nearest_pages(list(fitting), fitting))
     only = production if len(production) == 1 else exact or list(fitting)
     if len(only) == 1:
         variant, file = fitting[only[0]]
         what = "module" if len(fitting) == 1 else "production module"
-        reason = f"no row of the table is for {family}: no measurement, but this is the only {what} that fits"
+        fits = "fits" if fitting is able else "fits and is not for few queries"
+        reason = f"no row of the table is for {family}: no measurement, but this is the only {what} that {fits}"
         return Choice(variant.stem, file, variant.spec, variant.source, None, reason)
     if fitting:
         stems = production or only

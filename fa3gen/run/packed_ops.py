@@ -52,7 +52,7 @@ def _explain(
     """
     keys, scores = (cu_seqlens_k, page_table, seqused_k), (sinks, softcap)
     family = _family(q, k, v, cu_seqlens_q, keys, out, causal, window, scores)
-    size = _size(q, v, cu_seqlens_q, page_table, max_seqlen_q, max_seqlen_k)
+    size = _size(q, v, cu_seqlens_q, page_table, (max_seqlen_q, max_seqlen_k), window)
     return calls.explained(family, size, lse=return_lse, render=render)
 
 
@@ -190,13 +190,11 @@ def _family(
     )
 
 
-def _size(
-    q: Any, v: Any, cu_seqlens_q: Any, page_table: Any, max_seqlen_q: int | None, max_seqlen_k: int | None
-) -> Size:
+def _size(q: Any, v: Any, cu_seqlens_q: Any, page_table: Any, longest: tuple[Any, Any], window: Window) -> Size:
     """The size of a call as the host knows it."""
     (total_q, heads_q, _), (heads_kv, _) = q.shape, v.shape[-2:]
     offsets, total_k = cu_seqlens_q.shape[0], _rows(v, page_table)
-    keys, tiles, queries = _extents(total_q, total_k, offsets, heads_q, max_seqlen_q, max_seqlen_k)
+    keys, tiles, queries = _extents(total_q, total_k, offsets, heads_q, *longest, window)
     return Size(keys, tiles, gpu.sm_count(q.get_device()), heads_q // (heads_kv or 1), queries)
 
 
@@ -208,11 +206,14 @@ def _rows(v: Any, page_table: Any) -> int:
     return int(sequences * pages * v.shape[1])
 
 
-def _extents(total_q: int, total_k: int, offsets: int, heads: int, max_q: Any, max_k: Any) -> tuple[int, int, int]:
+def _extents(
+    total_q: int, total_k: int, offsets: int, heads: int, max_q: Any, max_k: Any, window: Window
+) -> tuple[int, int, int]:
     """Keys of a sequence in the mean, rounded up, and tiles of 128 queries, if all sequences were as long as that.
 
-    And queries of the longest sequence: if nobody says how many, one where there are no more queries than sequences,
-    else any number, for in the mean a chunk of a prompt among decoding steps is few queries, too.
+    Of the keys as many as a window shows. And queries of the longest sequence: if nobody says how many, one where there
+    are no more queries than sequences, else any number, for in the mean a chunk of a prompt among decoding steps is few
+    queries, too.
     """
     sequences = offsets - 1 or 1  # without any there is nothing to compute
     seq_q, keys = -(-total_q // sequences), -(-total_k // sequences)
@@ -221,6 +222,8 @@ def _extents(total_q: int, total_k: int, offsets: int, heads: int, max_q: Any, m
         longest, seq_q = max_q, min(seq_q, max_q)
     if type(max_k) is int and max_k < keys:
         keys = max_k
+    if window is not None:
+        keys = dispatch.seen(keys, window)
     return keys, sequences * heads * -(-seq_q // TILE_ROWS), longest
 
 
@@ -252,15 +255,16 @@ def _serving(
         key = "packed", q.get_device(), q.dtype, out_dtype, dim, v_dim, page, group, causal, window, return_lse
         if sinks is not None or softcap is not None:
             key += (sinks is not None, softcap is not None, calls.any_cap(softcap))
-        length, tiles, longest = _extents(total_q, total_k, cu_seqlens_q.shape[0], heads_q, max_seqlen_q, max_seqlen_k)
-        key += (longest if longest <= FEW_QUERIES else 0,)
+        longest = max_seqlen_q, max_seqlen_k
+        length, tiles, queries = _extents(total_q, total_k, cu_seqlens_q.shape[0], heads_q, *longest, window)
+        key += (queries if queries <= FEW_QUERIES else 0,)
         for least_keys, most_keys, least_tiles, most_tiles, attention in stretches.get(key, ()):
             if least_keys <= length <= most_keys and least_tiles <= tiles <= most_tiles:
                 return attention
     except (AttributeError, IndexError, TypeError, ValueError):
         pass  # not three dimensions, or no tensor: what follows says so
     family = _family(q, k, v, cu_seqlens_q, keys, out, causal, window, scores)
-    size = _size(q, v, cu_seqlens_q, page_table, max_seqlen_q, max_seqlen_k)
+    size = _size(q, v, cu_seqlens_q, page_table, (max_seqlen_q, max_seqlen_k), window)
     return calls.found(key, family, size, lse=return_lse)
 
 

@@ -50,14 +50,23 @@ def drawn(draw: random.Random) -> PackedCase:
     most = draw.choice((5, 70, 300, 900)) if count < 9 else 70
     lengths_k = [draw.randint(0, most) for _ in range(count)]
     heads = draw.choice((1, 2, 3, 5, 8, 12, 16)) * heads_kv, heads_kv
-    return sequences(f"drawn {draw.randrange(10**6)}", "a step of serving", lengths_q, lengths_k, heads=heads, first=2)
+    named: dict[str, Any] = {"heads": heads, "first": 2, "sinks": draw.choice(("float32", "bfloat16"))}
+    named["window"] = draw.choice((0, 3, 63, 64, 130, 500, -1)), draw.choice((0, 0, 2, -1))
+    return sequences(f"drawn {draw.randrange(10**6)}", "a step of serving", lengths_q, lengths_k, **named)
 
 
 OTHERS = [f"fwd_{name}" for name in ("packed_decode_d64", "paged_decode_d256_causal", "paged_decode_rows_d64_causal")]
+WINDOW, SINK = "fwd_paged_decode_any_window_d128", "fwd_packed_decode_sink_causal"
+OF_SCORES = [WINDOW, SINK, "fwd_packed_decode_sink_any_window", "fwd_paged_decode_softcap_any_window"]
 
 
 @pytest.mark.parametrize(
-    ("stem", "sms"), [*itertools.product([PACKED, CAUSAL, PAGED], [1, 2, 3, 7]), *((stem, 3) for stem in OTHERS)]
+    ("stem", "sms"),
+    [
+        *itertools.product([PACKED, CAUSAL, PAGED], [1, 2, 3, 7]),
+        *((stem, 3) for stem in OTHERS),
+        *itertools.product(OF_SCORES, [2, 5]),
+    ],
 )
 def test_steps_of_serving(stem: str, sms: int) -> None:
     draw = random.Random(100 * sms + len(stem))

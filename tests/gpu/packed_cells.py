@@ -14,9 +14,10 @@ import math
 import random
 import statistics
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -25,6 +26,7 @@ sys.path.insert(0, str(ROOT))
 
 from fa3gen.base.errors import UserError  # noqa: E402
 from fa3gen.compile.cache import cached_compile_for_launch  # noqa: E402
+from fa3gen.design import masks  # noqa: E402
 from fa3gen.design.workspace import Workspace  # noqa: E402
 from fa3gen.hardware.dtypes import DTYPES  # noqa: E402
 from fa3gen.measure import packed_cells  # noqa: E402
@@ -34,9 +36,10 @@ from fa3gen.records import packed_records  # noqa: E402
 from fa3gen.records.packed_records import PackedProblem, PackedRecord  # noqa: E402
 from fa3gen.run import gpu  # noqa: E402
 from fa3gen.run.launch import load_for_launch  # noqa: E402
-from fa3gen.spec.model import CausalMask, Forward, NoMask  # noqa: E402
+from fa3gen.spec.model import Forward  # noqa: E402
 from fa3gen.spec.specfile import Variant  # noqa: E402
 from fa3gen.verify import reference  # noqa: E402
+from fa3gen.verify.inputs import usual_keywords  # noqa: E402
 
 BURST_MS, ROUNDS, SEED = 8.0, 7, 0
 CHECKED_ROWS = 4000  # of queries: every list of lengths has a shorter sequence
@@ -72,15 +75,14 @@ def in_pages(problem: PackedProblem, inputs: Sequence[torch.Tensor]) -> tuple[to
 
 def error(problem: PackedProblem, inputs: Sequence[torch.Tensor], out: torch.Tensor) -> float:
     """The largest relative error of a sequence, of those that have CHECKED_ROWS in all, the last first."""
-    (q, k, v, *begins), mask = inputs, problem.family.mask
-    assert isinstance(mask, NoMask | CausalMask), "the cells have no windows"
-    reach, worst, checked = (None, 0 if isinstance(mask, CausalMask) else None), 0.0, 0
+    (q, k, v, *begins), reach = inputs, masks.reach(problem.mask.spec_mask())
+    named, worst, checked = usual_keywords(problem.family.keywords, problem.heads_q, q.device), 0.0, 0
     bounds = [list(zip(x[:-1], x[1:], strict=True)) for x in (begins[0].tolist(), begins[1].tolist())]
     for rows, keys in reversed(list(zip(*bounds, strict=True))):
         if checked + rows[1] - rows[0] > CHECKED_ROWS:
             continue
         one = (x[None, slice(*of)] for x, of in ((q, rows), (k, keys), (v, keys)))
-        wanted = reference.attention(*one, reach=reach, compute_dtype=torch.float32).out[0]
+        wanted = reference.attention(*one, reach=reach, compute_dtype=torch.float32, **named).out[0]
         worst = max(worst, ((out[slice(*rows)] - wanted).norm() / wanted.norm()).item())
         checked += rows[1] - rows[0]
     if not checked:
@@ -94,13 +96,18 @@ def measure(
     """Check the modules in a cell and time them in turns; TFLOP/s."""
     inputs, timer, runs, kept = tensors(problem, device), CudaTimer(device), [], []
     given = inputs if problem.page is None else in_pages(problem, inputs)
+    named = usual_keywords(problem.family.keywords, problem.heads_q, device)
     for variant in variants:
         module = load_for_launch(workspace.module_path(variant.stem))
         out = torch.full_like(inputs[0], math.nan)
         kept.append(out)  # a graph writes to it, and the next capture would give its memory back
 
-        def launch(attention: Callable[..., torch.Tensor] = module.attention, out: torch.Tensor = out) -> torch.Tensor:
-            return attention(*given, out=out)
+        def launch(
+            attention: Callable[..., torch.Tensor] = module.attention,
+            out: torch.Tensor = out,
+            window: Mapping[str, Any] = masks.options_of_call(variant.spec.mask, problem.window),
+        ) -> torch.Tensor:
+            return attention(*given, out=out, **named, **window)
 
         if not (found := error(problem, inputs, launch())) < CHECK_TOLERANCE:
             raise UserError(f"{variant.stem} computes something wrong: relative error {found:.2g}, {problem.label}")

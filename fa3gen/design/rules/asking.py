@@ -161,7 +161,8 @@ def _split(spec: Forward) -> Iterable[Answer]:
     yield splits.split_scheduler.ask(spec.scheduler, layout, spec.tile.group)
     yield splits.even_parts.ask(spec.scheduler, spec.split.keys, spec.tile.ctas_per_sm)
     yield splits.split_output.ask(place, spec.outputs.lse, spec.o_dtype, spec.problem.dtype)
-    yield splits.split_scores.ask(spec.mask.kind, spec.softmax.sink, spec.softmax.row_max)
+    scores = spec.mask.kind, spec.tile.kv_from, spec.softmax.sink, spec.softmax.row_max
+    yield splits.split_scores.ask(*scores, spec.scheduler)
     yield splits.combine_columns.ask(spec.problem.v_dim)
 
 

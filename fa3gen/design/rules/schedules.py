@@ -78,12 +78,12 @@ def schedule_ctas(kind: str, ctas: int) -> Violation | None:
 @rule(kind=GENERATOR, topic="kv order")
 def kv_from_window(kv_from: str, given: bool, overlap: bool, scheduler: str) -> Violation | None:
     """Tiles of keys begin with a window where calls give it, and a persistent CTA knows the first key of a tile."""
-    if kv_from == "first_key" or (given and overlap and scheduler in ("static", "dynamic")):
+    if kv_from == "first_key" or (given and overlap and scheduler in ("static", "dynamic", "even")):
         return None
     return Violation(
         "tile.kv_from",
         "kv_from: window is rendered with windows that calls give (mask {kind: window}), overlap: true, and scheduler "
-        "static or dynamic; use first_key",
+        "static, dynamic or even; use first_key",
     )
 
 

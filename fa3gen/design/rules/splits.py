@@ -80,12 +80,18 @@ def split_output(o: str, lse: bool, o_dtype: str, dtype: str) -> Violation | Non
 
 
 @rule(kind=GENERATOR, topic="kv order")
-def split_scores(mask: str, sink: bool, row_max: str) -> Violation | None:
-    """A part of a window may be empty, a sink would enter each part, and a first maximum differs between parts."""
-    if mask == "window":
-        return Violation("mask", "split is rendered without a mask or with a causal one; leave split out for windows")
-    if sink:
-        return Violation("softmax.sink", "a sink would enter every part; leave sink or split out")
+def split_scores(mask: str, kv_from: str, sink: bool, row_max: str, scheduler: str) -> Violation | None:
+    """Parts are of what a window shows, a sink enters once for all, and a first maximum differs between them."""
+    if mask == "window" and scheduler != "even":
+        return Violation(
+            "mask", f"windows are rendered with split for scheduler even, not {scheduler}; leave split out"
+        )
+    if mask == "window" and kv_from != "window":
+        needed = "else CTAs would share keys that nobody sees"
+        return Violation("tile.kv_from", f"parts of a window are rendered with kv_from: window, {needed}; use that")
+    if sink and scheduler != "even":
+        where = f"sinks are rendered with split for scheduler even, not {scheduler}"
+        return Violation("softmax.sink", f"{where}, where a sink would enter every part; leave sink or split out")
     if row_max != "online":
         return Violation("softmax.row_max", "split is rendered with row_max: online only; use that")
     return None
