@@ -141,6 +141,7 @@ SPAN_UNITS = 8  # of 16 bytes in the 128 of a swizzled row
 NO_SWIZZLE = 0, 4, 3  # no bit is swizzled
 LANES_OF_ROW = 4  # which copy 64 bytes of it at once, side by side
 ROWS_AT_ONCE = WARP // LANES_OF_ROW  # as many as a swizzle has
+AHEAD = 3  # tiles of a warp on their way at once: as many as keep memory busy, and leave stages to read
 COMBINE_WARPS = 8  # of a CTA that adds up the parts of a row
 PARTS_AT_ONCE = 4  # whose O a warp asks for before it uses one
 COLUMNS = HEAD_DIM // 32  # of a row that a lane adds up
@@ -623,6 +624,7 @@ def partition_tma(tma: cute.CopyAtom, sX: cute.Tensor, gX: cute.Tensor):
 def load_q_and_k(tma_Q, mQ, mK, sQ, sK, q_full, k_ring, pages, schedule):
     """The first producer warp: Q of each tile of queries, then K of its tiles of keys, the last one first."""
     k_fill = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, KV_STAGES)
+    k_told = k_fill.clone()  # the first tile that the consumers do not know of
     places = cute.make_rmem_tensor(cute.ceil_div(TILE_N, WARP), cutlass.Int64)  # of this lane's rows of a tile
     rows_K = mK, sK, places
     work = first_work(schedule)
@@ -639,7 +641,6 @@ def load_q_and_k(tma_Q, mQ, mK, sQ, sK, q_full, k_ring, pages, schedule):
         k_ring.producer_acquire(k_fill)  # the stage is empty
         load_rows(rows_K, k_fill)
         find_rows(rows_K, work, work.n_end - 2, pages)  # while the copies are under way
-        tell_landed(k_ring, k_fill)
         k_fill.advance()
         # The last K before has been read, and so has the Q that it was multiplied with: nobody has to say so.
         k_ring.sync_object_empty.wait(last_k.index, last_k.phase)
@@ -650,8 +651,9 @@ def load_q_and_k(tma_Q, mQ, mK, sQ, sK, q_full, k_ring, pages, schedule):
             k_ring.producer_acquire(k_fill)
             load_rows(rows_K, k_fill)
             find_rows(rows_K, work, n_block - 1, pages)  # while the copies are under way
-            tell_landed(k_ring, k_fill)
             k_fill.advance()
+            k_told = tell_landed(k_ring, k_told, k_fill, AHEAD - 1)
+        k_told = tell_landed(k_ring, k_told, k_fill, 0)  # before anybody waits for what comes after this tile
         work = next_work(work, schedule)
 
 
@@ -659,6 +661,7 @@ def load_q_and_k(tma_Q, mQ, mK, sQ, sK, q_full, k_ring, pages, schedule):
 def load_v(mV, sVt, v_ring, pages, schedule):
     """The second producer warp: V of the same tiles of keys in the same order."""
     v_fill = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, KV_STAGES)
+    v_told = v_fill.clone()  # the first tile that the consumers do not know of
     sV = cute.make_tensor(sVt.iterator, cute.select(sVt.layout, mode=[1, 0, 2]))  # (TILE_N, HEAD_DIM, KV_STAGES)
     places = cute.make_rmem_tensor(cute.ceil_div(TILE_N, WARP), cutlass.Int64)  # of this lane's rows of a tile
     rows_V = mV, sV, places
@@ -669,8 +672,9 @@ def load_v(mV, sVt, v_ring, pages, schedule):
             v_ring.producer_acquire(v_fill)
             load_rows(rows_V, v_fill)
             find_rows(rows_V, work, n_block - 1, pages)  # while the copies are under way
-            tell_landed(v_ring, v_fill)
             v_fill.advance()
+            v_told = tell_landed(v_ring, v_told, v_fill, AHEAD - 1)
+        v_told = tell_landed(v_ring, v_told, v_fill, 0)
         work = next_work(work, schedule)
 
 
@@ -719,13 +723,19 @@ def load_rows(rows_X, fill):
 
 
 @cute.jit
-def tell_landed(ring, fill):
-    """Wait until the tile has landed, and have the consumers know."""
-    cute.arch.cp_async_wait_group(0)
-    cute.arch.fence_proxy("async.shared", space="cta")  # cp.async wrote; wgmma reads through the async proxy
-    cute.arch.sync_warp()  # so have the rows of all lanes
-    with cute.arch.elect_one():
-        ring.producer_commit(fill)
+def tell_landed(ring, told, fill, on_their_way: cutlass.Constexpr):
+    """Have the consumers know of the tiles before `fill` when they have landed, but of so many last ones.
+
+    `told` is the first that they do not know of. Returns the same for the next call.
+    """
+    while told.count + on_their_way < fill.count:
+        cute.arch.cp_async_wait_group(on_their_way)
+        cute.arch.fence_proxy("async.shared", space="cta")  # cp.async wrote; wgmma reads through the async proxy
+        cute.arch.sync_warp()  # so have the rows of all lanes
+        with cute.arch.elect_one():
+            ring.producer_commit(told)
+        told.advance()
+    return told
 
 
 @cute.jit

@@ -323,12 +323,42 @@ def test_calls_of_models_have_modules(heads: tuple[int, int], dim: int, options:
     choice = fa3gen.attention_packed.explain(q, k, v, *begins, **options)
     assert choice.stem == stem and choice.options == {name: options[name] for name in ("window",) if name in options}
     if stem.startswith("fwd_packed_pack8"):
+        # Groups that are no multiple of 8 heads have a module that is made for few queries; those of more than 16 none.
+        of_four = fa3gen.attention_packed.explain(
+            q[:, :12], k[:, :3], v[:, :3], *begins, **{**options, "sinks": q[0, :12, 0]}
+        )
+        assert of_four.stem == "fwd_packed_decode_sink_any_window"
         with pytest.raises(
             NoKernel, match="computes bf16, head dim 64, window .*, sinks, packed sequences; .* extends"
         ):
             fa3gen.attention_packed.explain(
-                q[:, :12], k[:, :3], v[:, :3], *begins, **{**options, "sinks": q[0, :12, 0]}
+                q[:, :40], k[:, :2], v[:, :2], *begins, **{**options, "sinks": q[0, :40, 0]}
             )
+
+
+@pytest.mark.parametrize("page", [None, 16])
+def test_few_queries_of_models_have_modules(page: int | None) -> None:
+    """With sinks, windows and caps, too: keys in even shares, by as many of them as a window shows."""
+    where = "packed" if page is None else "paged"
+    served: list[tuple[tuple[int, int], int, dict[str, Any], str]] = [
+        ((64, 8), 64, {"sinks": 64, "causal": True}, "decode_sink_causal"),
+        ((64, 8), 64, {"sinks": 64, "window": (127, 0)}, "decode_sink_any_window"),
+        ((16, 4), 256, {"softcap": 50.0, "causal": True}, "decode_softcap_causal"),
+        ((16, 4), 256, {"softcap": 50.0, "window": (4095, 0)}, "decode_softcap_any_window"),
+        ((32, 8), 128, {"window": (4095, 0)}, "decode_any_window_d128"),
+    ]
+    for heads, dim, options, stem in served:
+        q, k, v, begins, _ = (x.to("meta") for x in packed_tensors([1, 1], [4096, 9000], heads=heads, head_dim=dim))
+        named: dict[str, Any] = {"max_seqlen_q": 1, **options}
+        if "sinks" in options:
+            named["sinks"] = torch.empty(options["sinks"], device="meta")
+        if page is not None:
+            k, v = (x[: len(x) // page * page].unflatten(0, (-1, page)) for x in (k, v))
+            named |= {"page_table": begins.new_empty(2, 600), "seqused_k": begins.new_empty(2)}
+        why = fa3gen.attention_packed.explain(q, k, v, begins, *[begins] * (page is None), **named)
+        assert why.stem == f"fwd_{where}_{stem}" and why.row is not None
+        keys = sum(options["window"]) + 1 if "window" in options else 6548 if page is None else 9600
+        assert f"1 query, {keys} keys" in str(why)
 
 
 @pytest.mark.parametrize(

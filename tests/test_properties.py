@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from pathlib import Path
 from typing import Any
@@ -98,10 +99,21 @@ def anything(draw: st.DrawFn) -> Fields:
     }
 
 
+@functools.cache
+def by_kind() -> dict[tuple[str, str], list[str]]:
+    """Stems of committed attention by how tiles are loaded and P is handed over."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for stem in sorted(attention_stems()):
+        spec = variants()[stem].spec
+        found.setdefault((spec.load.engine, spec.handoff.through), []).append(stem)
+    return found
+
+
 @st.composite
 def neighbours(draw: st.DrawFn) -> Fields:
-    """A committed spec with some of its fields replaced: often legal."""
-    fields = variants()[draw(st.sampled_from(sorted(attention_stems())))].spec.model_dump()
+    """A committed spec of any kind with some of its fields replaced: often legal."""
+    kind = draw(st.sampled_from(sorted(by_kind())))
+    fields = variants()[draw(st.sampled_from(by_kind()[kind]))].spec.model_dump()
     replacements: dict[str, st.SearchStrategy[Any]] = {
         "problem.head_dim": HEAD_DIMS,
         "problem.head_dim_v": st.none() | HEAD_DIMS,
@@ -307,7 +319,7 @@ def check_sass(spec: Spec, plan: Plan) -> None:
     # As many only where a tile has so few keys that those at the end of the kernel come near.
     assert sass.max_comparisons is not None and sass.max_comparisons <= 2 * scores * softmaxes
     assert sass.global_stores is not None
-    bits = {"STG.32": 32, "STG.64": 64, "STG.128": 128}
+    bits = {"STG.16": 16, "STG.32": 32, "STG.64": 64, "STG.128": 128}
     written = sum(bits.get(kind, 0) * count for kind, count in sass.global_stores.items())
     written -= 32 * (plan.scheduler.kind == "dynamic")  # the counter of tiles, set back to zero
     # A part of O in float32, a maximum and a sum of two rows, and the flag, which is set and set back.
@@ -315,8 +327,8 @@ def check_sass(spec: Spec, plan: Plan) -> None:
     element = 32 if spec.o.dtype == "fp32" else 16
     o_bits = 0 if plan.expectation.tma_stores else spec.tile.q * spec.problem.v_dim * element // threads
     lse_rows = spec.tile.q * (16 if plan.pv.engine == "scalar" else 4) // threads
-    if spec.split is not None:  # a part's O in float32 and LSE, and the LSE of a row whose parts are added up
-        written -= 32 * (spec.tile.q * spec.problem.v_dim // threads + lse_rows + 1)
+    if spec.split is not None:  # a part's O in float32 and LSE, and O and LSE of a row whose parts are added up
+        written -= 32 * (spec.tile.q * spec.problem.v_dim // threads + lse_rows + 1) + 16
         written -= 32 * splits.SHARE_WORDS * (spec.scheduler == "even")  # where a cut tile lies
     assert written == o_bits + 32 * lse_rows * spec.outputs.lse
 

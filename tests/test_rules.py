@@ -891,13 +891,14 @@ def test_kv_from_window() -> None:
         ("first_key", False, False, "single_tile"),
         ("window", True, True, "static"),
         ("window", True, True, "dynamic"),
+        ("window", True, True, "even"),
     ]
-    assert [schedules.kv_from_window(*asked) for asked in legal] == [None] * 3
+    assert [schedules.kv_from_window(*asked) for asked in legal] == [None] * 4
     for asked in ((False, True, "dynamic"), (True, False, "dynamic"), (True, True, "grid")):
         assert schedules.kv_from_window("window", *asked) == Violation(
             "tile.kv_from",
             "kv_from: window is rendered with windows that calls give (mask {kind: window}), overlap: true, and "
-            "scheduler static or dynamic; use first_key",
+            "scheduler static, dynamic or even; use first_key",
         )
 
 
@@ -960,11 +961,17 @@ def test_split_output() -> None:
 
 
 def test_split_scores() -> None:
-    assert splits.split_scores("none", False, "online") is splits.split_scores("causal", False, "online") is None
+    for legal in (
+        ("none", "first_key", False, "online", "grid"),
+        ("causal", "first_key", True, "online", "even"),
+        ("window", "window", True, "online", "even"),
+    ):
+        assert splits.split_scores(*legal) is None
     for asked, field in (
-        (("window", False, "online"), "mask"),
-        (("none", True, "online"), "softmax.sink"),
-        (("none", False, "first"), "softmax.row_max"),
+        (("window", "window", False, "online", "grid"), "mask"),
+        (("window", "first_key", False, "online", "even"), "tile.kv_from"),
+        (("none", "first_key", True, "online", "grid"), "softmax.sink"),
+        (("none", "first_key", False, "first", "even"), "softmax.row_max"),
     ):
         found = splits.split_scores(*asked)
         assert found is not None and found.field == field

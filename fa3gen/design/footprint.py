@@ -244,6 +244,11 @@ def kv_stages(spec: Forward) -> int:
     return spec.load.kv_stages if isinstance(spec.load, CpAsyncLoad | TmaLoad) else 1
 
 
+def gathered_ahead(spec: Forward) -> int:
+    """Tiles that a warp which gathers rows has on their way at once: half of the ring, the other half is being read."""
+    return max(kv_stages(spec) // 2, 1) if gathered(spec) else 1
+
+
 def shared_memory_map(spec: Forward) -> list[Region]:
     """Arrays in shared memory in the order they are laid out, barriers not included."""
     if isinstance(spec.handoff, GlobalHandoff):

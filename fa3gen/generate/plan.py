@@ -215,6 +215,7 @@ class LoadPlan:
 
     `q_ring`: whether consumers of a specialised kernel give Q's place back; `q_barrier` is what they wait for Q at.
     `page_rows`: keys of one page that are copied at once, 0 without pages; `pages`: what copies them, or nothing.
+    `ahead`: tiles of K, or of V, that cp.async has on their way at once.
     """
 
     engine: str
@@ -225,6 +226,7 @@ class LoadPlan:
     q_barrier: str
     page_rows: int
     pages: str
+    ahead: int
 
 
 @dataclass(frozen=True)
@@ -818,6 +820,7 @@ def _load(spec: Forward) -> LoadPlan:
         q_barrier="q_ring" if q_ring else "q_full",
         page_rows=footprint.page_rows(spec) or 0,
         pages=pages if footprint.paged(spec) else "",
+        ahead=footprint.gathered_ahead(spec),
     )
 
 
