@@ -314,6 +314,11 @@ def attention_kernel(
     tidx, _, _ = cute.arch.thread_idx()
     warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
     warpgroup_idx = cute.arch.make_warp_uniform(tidx // WARPGROUP_THREADS)
+    if warp_idx == Q_K_PRODUCER_WARP:
+        cpasync.prefetch_descriptor(tma_Q)
+        cpasync.prefetch_descriptor(tma_K)
+    if warp_idx == V_PRODUCER_WARP:
+        cpasync.prefetch_descriptor(tma_V)
     sQ_layout, sK_layout, sVt_layout = smem_layouts()
     storage = SmemAllocator().allocate(SharedStorage)
     sQ = storage.sQ.get_tensor(sQ_layout.outer, swizzle=sQ_layout.inner)  # (TILE_M, HEAD_DIM, Q_STAGES)
@@ -334,7 +339,8 @@ def attention_kernel(
     )
     tiles = storage.tiles.get_tensor(cute.make_layout((TILE_WORDS, TILE_SLOTS)))
     cute.arch.mbarrier_init_fence()  # the async proxy, too, must see the barriers initialized
-    cute.arch.sync_threads()  # no thread may wait on a barrier before that
+    if warp_idx != TILE_WARP:  # which does so when it has read the lengths: nobody has anything to do before that
+        cute.arch.sync_threads()  # no thread may wait on a barrier before that
     cute.arch.griddepcontrol_launch_dependents()  # the kernel that adds parts up may begin
     schedule = sequences, shares, tile_ring, tiles
     # Two roles, told apart by warpgroup, because setmaxnreg acts on whole warpgroups.
@@ -396,19 +402,20 @@ def find_tiles(schedule):
     step, end = cta * share, cutlass.min(cta * share + share, total)
     zero = cutlass.Int32(0)
     parts, rows, q_row, cut_head = zero, zero, zero, zero  # of the tile that this CTA begins and another one ends
+    cute.arch.sync_threads()  # the barriers are made
     while step < end:
         tile, n_begin, n_blocks, group = find_step(step, group, sequences)
         n_end = cutlass.min(n_blocks, n_begin + end - step)
         begins, ends = n_begin == 0, n_end == n_blocks
         slot = 2 * cta + 1 if begins else 2 * cta
         slot = -1 if begins and ends else slot
+        tile_ring.producer_acquire(fill)
+        tell((*tile, n_begin, n_end, slot, zero, zero), tile_ring, tiles, fill)
+        fill.advance()
         if begins and not ends:
             m_block, cut_head, _, _, q_begin, seq_q, *_ = tile
             parts = cute.ceil_div(step + n_blocks, share) - cta
             rows, q_row = seq_q - m_block * POSITIONS, q_begin + m_block * POSITIONS
-        tile_ring.producer_acquire(fill)
-        tell((*tile, n_begin, n_end, slot, zero, zero), tile_ring, tiles, fill)
-        fill.advance()
         step += n_end - n_begin
     tile_ring.producer_acquire(fill)
     tell([cutlass.Int32(-1)] * TILE_WORDS, tile_ring, tiles, fill)  # there is no other
@@ -595,7 +602,10 @@ def place_in_sequence(step: cutlass.Int32, seq_q, seq_k):
     """Which of a sequence's steps this one is: (m_block, head_kv, tile of keys, how many of these there are)."""
     num_m_blocks, n_blocks = cute.ceil_div(seq_q, POSITIONS), cute.ceil_div(cutlass.max(seq_k, 1), TILE_N)
     tile = step // n_blocks
-    return tile % num_m_blocks, tile // num_m_blocks, step % n_blocks, n_blocks
+    m_block, head_kv = cutlass.Int32(0), tile
+    if num_m_blocks > 1:  # else there is one division less to wait for
+        m_block, head_kv = tile % num_m_blocks, tile // num_m_blocks
+    return m_block, head_kv, step % n_blocks, n_blocks
 
 
 # ======================================================================================================================

@@ -141,7 +141,7 @@ SPAN_UNITS = 8  # of 16 bytes in the 128 of a swizzled row
 NO_SWIZZLE = 0, 4, 3  # no bit is swizzled
 LANES_OF_ROW = 4  # which copy 64 bytes of it at once, side by side
 ROWS_AT_ONCE = WARP // LANES_OF_ROW  # as many as a swizzle has
-AHEAD = 3  # tiles of a warp on their way at once: as many as keep memory busy, and leave stages to read
+AHEAD = 2  # tiles of a warp on their way at once; more are not faster
 COMBINE_WARPS = 8  # of a CTA that adds up the parts of a row
 PARTS_AT_ONCE = 4  # whose O a warp asks for before it uses one
 COLUMNS = HEAD_DIM // 32  # of a row that a lane adds up
@@ -314,6 +314,8 @@ def attention_kernel(
     tidx, _, _ = cute.arch.thread_idx()
     warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
     warpgroup_idx = cute.arch.make_warp_uniform(tidx // WARPGROUP_THREADS)
+    if warp_idx == Q_K_PRODUCER_WARP:
+        cpasync.prefetch_descriptor(tma_Q)
     sQ_layout, sK_layout, sVt_layout = smem_layouts()
     storage = SmemAllocator().allocate(SharedStorage)
     sQ = storage.sQ.get_tensor(sQ_layout.outer, swizzle=sQ_layout.inner)  # (TILE_M, HEAD_DIM, Q_STAGES)
@@ -333,7 +335,8 @@ def attention_kernel(
     )
     tiles = storage.tiles.get_tensor(cute.make_layout((TILE_WORDS, TILE_SLOTS)))
     cute.arch.mbarrier_init_fence()  # the async proxy, too, must see the barriers initialized
-    cute.arch.sync_threads()  # no thread may wait on a barrier before that
+    if warp_idx != TILE_WARP:  # which does so when it has read the lengths: nobody has anything to do before that
+        cute.arch.sync_threads()  # no thread may wait on a barrier before that
     cute.arch.griddepcontrol_launch_dependents()  # the kernel that adds parts up may begin
     schedule = sequences, shares, tile_ring, tiles
     # Two roles, told apart by warpgroup, because setmaxnreg acts on whole warpgroups.
@@ -395,19 +398,20 @@ def find_tiles(schedule):
     step, end = cta * share, cutlass.min(cta * share + share, total)
     zero = cutlass.Int32(0)
     parts, rows, q_row, cut_head = zero, zero, zero, zero  # of the tile that this CTA begins and another one ends
+    cute.arch.sync_threads()  # the barriers are made
     while step < end:
         tile, n_begin, n_blocks, group = find_step(step, group, sequences)
         n_end = cutlass.min(n_blocks, n_begin + end - step)
         begins, ends = n_begin == 0, n_end == n_blocks
         slot = 2 * cta + 1 if begins else 2 * cta
         slot = -1 if begins and ends else slot
+        tile_ring.producer_acquire(fill)
+        tell((*tile, n_begin, n_end, slot, zero, zero), tile_ring, tiles, fill)
+        fill.advance()
         if begins and not ends:
             m_block, cut_head, _, _, q_begin, seq_q, *_ = tile
             parts = cute.ceil_div(step + n_blocks, share) - cta
             rows, q_row = seq_q - m_block * POSITIONS, q_begin + m_block * POSITIONS
-        tile_ring.producer_acquire(fill)
-        tell((*tile, n_begin, n_end, slot, zero, zero), tile_ring, tiles, fill)
-        fill.advance()
         step += n_end - n_begin
     tile_ring.producer_acquire(fill)
     tell([cutlass.Int32(-1)] * TILE_WORDS, tile_ring, tiles, fill)  # there is no other
@@ -594,7 +598,10 @@ def place_in_sequence(step: cutlass.Int32, seq_q, seq_k):
     """Which of a sequence's steps this one is: (m_block, head_kv, tile of keys, how many of these there are)."""
     num_m_blocks, n_blocks = cute.ceil_div(seq_q, POSITIONS), cute.ceil_div(cutlass.max(seq_k, 1), TILE_N)
     tile = step // n_blocks
-    return tile % num_m_blocks, tile // num_m_blocks, step % n_blocks, n_blocks
+    m_block, head_kv = cutlass.Int32(0), tile
+    if num_m_blocks > 1:  # else there is one division less to wait for
+        m_block, head_kv = tile % num_m_blocks, tile // num_m_blocks
+    return m_block, head_kv, step % n_blocks, n_blocks
 
 
 # ======================================================================================================================
@@ -627,20 +634,24 @@ def load_q_and_k(tma_Q, mQ, mK, sQ, sK, q_full, k_ring, pages, schedule):
     k_told = k_fill.clone()  # the first tile that the consumers do not know of
     places = cute.make_rmem_tensor(cute.ceil_div(TILE_N, WARP), cutlass.Int64)  # of this lane's rows of a tile
     rows_K = mK, sK, places
+    entries = cute.make_rmem_tensor((2, cute.ceil_div(TILE_N, WARP)), cutlass.Int32)  # of the page table, a tile ahead
     work = first_work(schedule)
     while work.valid:
         gQ = cute.local_tile(
             packed_rows_of(mQ, work.head, work.q_begin, work.seq_q), (PACKED_M, HEAD_DIM), (work.m_block, 0)
         )
         tQsQ, tQgQ = partition_tma(tma_Q, sQ, gQ)  # (TMA, Q_STAGES), (TMA)
-        find_rows(rows_K, work, work.n_end - 1, pages)
+        read_pages(entries, work, work.n_end - 1, pages)
+        find_rows(rows_K, entries, work, pages)
+        read_pages(entries, work, work.n_end - 2, pages)
         # The whole warp runs this; within the calls one elected thread announces the bytes and issues the copy.
         last_k = k_fill.clone()  # the stage of the K copied last, when it comes to be filled again
         for _ in cutlass.range_constexpr(KV_STAGES - 1):
             last_k.advance()
         k_ring.producer_acquire(k_fill)  # the stage is empty
         load_rows(rows_K, k_fill)
-        find_rows(rows_K, work, work.n_end - 2, pages)  # while the copies are under way
+        find_rows(rows_K, entries, work, pages)  # of the next tile
+        read_pages(entries, work, work.n_end - 3, pages)
         k_fill.advance()
         # The last K before has been read, and so has the Q that it was multiplied with: nobody has to say so.
         k_ring.sync_object_empty.wait(last_k.index, last_k.phase)
@@ -650,7 +661,8 @@ def load_q_and_k(tma_Q, mQ, mK, sQ, sK, q_full, k_ring, pages, schedule):
         for n_block in cutlass.range(work.n_end - 2, work.n_begin - 1, -1, unroll=1):
             k_ring.producer_acquire(k_fill)
             load_rows(rows_K, k_fill)
-            find_rows(rows_K, work, n_block - 1, pages)  # while the copies are under way
+            find_rows(rows_K, entries, work, pages)  # of the next tile
+            read_pages(entries, work, n_block - 2, pages)
             k_fill.advance()
             k_told = tell_landed(k_ring, k_told, k_fill, AHEAD - 1)
         k_told = tell_landed(k_ring, k_told, k_fill, 0)  # before anybody waits for what comes after this tile
@@ -665,13 +677,17 @@ def load_v(mV, sVt, v_ring, pages, schedule):
     sV = cute.make_tensor(sVt.iterator, cute.select(sVt.layout, mode=[1, 0, 2]))  # (TILE_N, HEAD_DIM, KV_STAGES)
     places = cute.make_rmem_tensor(cute.ceil_div(TILE_N, WARP), cutlass.Int64)  # of this lane's rows of a tile
     rows_V = mV, sV, places
+    entries = cute.make_rmem_tensor((2, cute.ceil_div(TILE_N, WARP)), cutlass.Int32)  # of the page table, a tile ahead
     work = first_work(schedule)
     while work.valid:
-        find_rows(rows_V, work, work.n_end - 1, pages)
+        read_pages(entries, work, work.n_end - 1, pages)
+        find_rows(rows_V, entries, work, pages)
+        read_pages(entries, work, work.n_end - 2, pages)
         for n_block in cutlass.range(work.n_end - 1, work.n_begin - 1, -1, unroll=1):
             v_ring.producer_acquire(v_fill)
             load_rows(rows_V, v_fill)
-            find_rows(rows_V, work, n_block - 1, pages)  # while the copies are under way
+            find_rows(rows_V, entries, work, pages)  # of the next tile
+            read_pages(entries, work, n_block - 2, pages)
             v_fill.advance()
             v_told = tell_landed(v_ring, v_told, v_fill, AHEAD - 1)
         v_told = tell_landed(v_ring, v_told, v_fill, 0)
@@ -684,16 +700,28 @@ def load_v(mV, sVt, v_ring, pages, schedule):
 
 
 @cute.jit
-def find_rows(rows_X, work: Work, n_block, pages):
-    """Where the keys of a tile lie: of lane i rows i, i + 32 and so on, counted in 16 bytes; -1: nowhere."""
-    (mX, _, places), (page_table, page_size, num_pages) = rows_X, pages
+def read_pages(entries: cute.Tensor, work: Work, n_block, pages):
+    """Start reading where the keys of a tile lie, of lane i keys i, i + 32 and so on: page, -1 for none, and row in it.
+
+    Nobody waits for the table: it is used when the next tile has been asked for.
+    """
+    page_table, page_size, _ = pages
+    for i in cutlass.range_constexpr(cute.size(entries, mode=[1])):
+        key = n_block * TILE_N + i * WARP + cute.arch.lane_idx()
+        entries[0, i] = cutlass.Int32(-1)
+        if 0 <= key and key < work.seq_k:  # before the first key there is no tile
+            entries[0, i] = page_table[work.sequence, key // page_size]
+        entries[1, i] = key % page_size
+
+
+@cute.jit
+def find_rows(rows_X, entries: cute.Tensor, work: Work, pages):
+    """Where the keys of a tile lie, of which the table says `entries`: counted in 16 bytes; -1: nowhere."""
+    (mX, _, places), (_, _, num_pages) = rows_X, pages
     page_step, row_step, head_step, _ = (step // UNIT for step in mX.stride)
     for i in cutlass.range_constexpr(cute.size(places)):
-        key = n_block * TILE_N + i * WARP + cute.arch.lane_idx()
-        page = cutlass.Int32(-1)
-        if 0 <= key and key < work.seq_k:  # before the first key there is no tile
-            page = page_table[work.sequence, key // page_size]
-        place = cutlass.Int64(page) * page_step + key % page_size * row_step + work.head_kv * head_step
+        page = entries[0, i]
+        place = cutlass.Int64(page) * page_step + entries[1, i] * row_step + work.head_kv * head_step
         places[i] = place if 0 <= page and page < num_pages else cutlass.Int64(-1)
 
 

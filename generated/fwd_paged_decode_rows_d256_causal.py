@@ -17,16 +17,16 @@ time, where there may be no GPU, and to load that where it runs:
     Causal: query i sees keys j <= i + seq_k - seq_q; the diagonal ends at the last query and key of each sequence.
 
 Decisions
-    tile       64 query rows, 4 positions of up to 16 heads that share K and V, x 96 keys per step
-    loads      TMA for Q once; cp.async for K and V in rings of 2 stages, a full barrier each
+    tile       64 query rows, 4 positions of up to 16 heads that share K and V, x 48 keys per step
+    loads      TMA for Q once; cp.async for K and V in rings of 4 stages, a full barrier each
     sequences  packed, lengths on the device; tensor maps of rank 5 clip at the end of each
     pages      of any size, found in a table; lanes of a warp find a row of keys each, and four copy it
     schedule   two warps load, 1 warpgroup multiplies; S of the next tile and P V run beside the softmax
     layouts    swizzle Q 128B, K 128B, V 128B
-    S = Q K^T  16 wgmma m64n96k16 per warpgroup; A = Q from shared memory, K-major; B = K, K-major
+    S = Q K^T  16 wgmma m64n48k16 per warpgroup; A = Q from shared memory, K-major; B = K, K-major
     softmax    online, base 2, on the accumulator fragment; O is rescaled in every step
     P          stays in registers: the accumulator fragment is read as the A fragment
-    O = P V    6 wgmma m64n256k16 per warpgroup; A = P from registers, K-major; B = V, MN-major
+    O = P V    3 wgmma m64n256k16 per warpgroup; A = P from registers, K-major; B = V, MN-major
     kv order   in equal shares of all tiles of keys of all sequences; of each part from the last one to the first
     output     of a whole tile O and LSE from registers; of a part in float32, and a second kernel adds these up
     q order    a CTA per SM; each has those of its share, of which the first and the last may be parts
@@ -35,22 +35,22 @@ Threads
     256 threads, 8 warps, launched with 255 registers each; setmaxnreg moves them: 56 + 1 x 256 = 312 of 2 x 255 = 510
     producer: 1 warpgroup, 56 registers; warp 4 copies Q and K, warp 5 copies V, warp 6 finds the tiles (TMA)
     consumers: 1 warpgroup, 256 registers; 64 query rows each
-        about 224 registers each: O 128, S 48, P 24, other 24
+        about 188 registers each: O 128, S 24, P 12, other 24
 
 Barriers
     ring  stages  producer -> consumers        full with    empty with
     q     1       TMA, from warp 4 -> 4 warps  32768 bytes  the last K
-    k     2       warp 4 -> 4 warps            1 arrival    128 arrivals
-    v     2       warp 5 -> 4 warps            1 arrival    128 arrivals
+    k     4       warp 4 -> 4 warps            1 arrival    128 arrivals
+    v     4       warp 5 -> 4 warps            1 arrival    128 arrivals
     tile  2       warp 6 -> 6 warps            1 arrival    6 arrivals
 
 Shared memory
     offset   bytes  what
          0   32768  sQ        64 x 256 x 2: Q
-     32768   98304  sK        2 stages x 96 x 256 x 2: K
-    131072   98304  sV        2 stages x 96 x 256 x 2: V
+     32768   98304  sK        4 stages x 48 x 256 x 2: K
+    131072   98304  sV        4 stages x 48 x 256 x 2: V
     229376      96  tiles     2 x 12 x 4: tiles of the CTA's share
-    229472     104  barriers  13 mbarriers
+    229472     168  barriers  21 mbarriers
             230400  total     of 232448 per CTA
 
 Timeline: a tile is one of queries, a step takes one tile of keys
@@ -110,7 +110,7 @@ TILE_M = 64  # query rows of a CTA at a time
 PACK_HEADS = 16  # at most, that share a kv head; row r of a tile is position r // PACK_HEADS of head r % PACK_HEADS
 POSITIONS = TILE_M // PACK_HEADS  # query positions of a CTA at a time
 PACKED_M = (PACK_HEADS, POSITIONS)  # the rows of a tile as TMA moves them
-TILE_N = 96  # keys per step
+TILE_N = 48  # keys per step
 WGMMA_M, WGMMA_K = 64, 16  # rows and depth of one warpgroup product of 16-bit operands
 WARPGROUP_THREADS = 128
 WARP_ROWS = WGMMA_M // 4  # query rows of one warp
@@ -122,7 +122,7 @@ TILE_WARP = CONSUMER_WARPS + 2  # finds the tiles for all
 # Registers per thread after setmaxnreg, which moves them from the producer's warps to the consumers'.
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 56, 256
 Q_STAGES = 1  # tiles of Q in flight or in use
-KV_STAGES = 2  # tiles of K and of V in flight or in use
+KV_STAGES = 4  # tiles of K and of V in flight or in use
 STEPS_OF_SHARE = 2  # tiles of keys of a CTA, at least
 MOST_STEPS = 2**30  # of all sequences together
 SHARE_WORDS = 4  # what a CTA says of the tile that it begins and another one ends; see combine_kernel
@@ -139,6 +139,7 @@ SPAN_UNITS = 8  # of 16 bytes in the 128 of a swizzled row
 NO_SWIZZLE = 0, 4, 3  # no bit is swizzled
 LANES_OF_ROW = 4  # which copy 64 bytes of it at once, side by side
 ROWS_AT_ONCE = WARP // LANES_OF_ROW  # as many as a swizzle has
+AHEAD = 2  # tiles of a warp on their way at once; more are not faster
 COMBINE_WARPS = 8  # of a CTA that adds up the parts of a row
 PARTS_AT_ONCE = 4  # whose O a warp asks for before it uses one
 COLUMNS = HEAD_DIM // 32  # of a row that a lane adds up
@@ -310,6 +311,8 @@ def attention_kernel(
     tidx, _, _ = cute.arch.thread_idx()
     warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
     warpgroup_idx = cute.arch.make_warp_uniform(tidx // WARPGROUP_THREADS)
+    if warp_idx == Q_K_PRODUCER_WARP:
+        cpasync.prefetch_descriptor(tma_Q)
     sQ_layout, sK_layout, sVt_layout = smem_layouts()
     storage = SmemAllocator().allocate(SharedStorage)
     sQ = storage.sQ.get_tensor(sQ_layout.outer, swizzle=sQ_layout.inner)  # (TILE_M, HEAD_DIM, Q_STAGES)
@@ -329,7 +332,8 @@ def attention_kernel(
     )
     tiles = storage.tiles.get_tensor(cute.make_layout((TILE_WORDS, TILE_SLOTS)))
     cute.arch.mbarrier_init_fence()  # the async proxy, too, must see the barriers initialized
-    cute.arch.sync_threads()  # no thread may wait on a barrier before that
+    if warp_idx != TILE_WARP:  # which does so when it has read the lengths: nobody has anything to do before that
+        cute.arch.sync_threads()  # no thread may wait on a barrier before that
     cute.arch.griddepcontrol_launch_dependents()  # the kernel that adds parts up may begin
     schedule = sequences, shares, tile_ring, tiles
     # Two roles, told apart by warpgroup, because setmaxnreg acts on whole warpgroups.
@@ -391,19 +395,20 @@ def find_tiles(schedule):
     step, end = cta * share, cutlass.min(cta * share + share, total)
     zero = cutlass.Int32(0)
     parts, rows, q_row, cut_head = zero, zero, zero, zero  # of the tile that this CTA begins and another one ends
+    cute.arch.sync_threads()  # the barriers are made
     while step < end:
         tile, n_begin, n_blocks, group = find_step(step, group, sequences)
         n_end = cutlass.min(n_blocks, n_begin + end - step)
         begins, ends = n_begin == 0, n_end == n_blocks
         slot = 2 * cta + 1 if begins else 2 * cta
         slot = -1 if begins and ends else slot
+        tile_ring.producer_acquire(fill)
+        tell((*tile, n_begin, n_end, slot, zero, zero), tile_ring, tiles, fill)
+        fill.advance()
         if begins and not ends:
             m_block, cut_head, _, _, q_begin, seq_q, *_ = tile
             parts = cute.ceil_div(step + n_blocks, share) - cta
             rows, q_row = seq_q - m_block * POSITIONS, q_begin + m_block * POSITIONS
-        tile_ring.producer_acquire(fill)
-        tell((*tile, n_begin, n_end, slot, zero, zero), tile_ring, tiles, fill)
-        fill.advance()
         step += n_end - n_begin
     tile_ring.producer_acquire(fill)
     tell([cutlass.Int32(-1)] * TILE_WORDS, tile_ring, tiles, fill)  # there is no other
@@ -590,7 +595,10 @@ def place_in_sequence(step: cutlass.Int32, seq_q, seq_k):
     """Which of a sequence's steps this one is: (m_block, head_kv, tile of keys, how many of these there are)."""
     num_m_blocks, n_blocks = cute.ceil_div(seq_q, POSITIONS), cute.ceil_div(cutlass.max(seq_k, 1), TILE_N)
     tile = step // n_blocks
-    return tile % num_m_blocks, tile // num_m_blocks, step % n_blocks, n_blocks
+    m_block, head_kv = cutlass.Int32(0), tile
+    if num_m_blocks > 1:  # else there is one division less to wait for
+        m_block, head_kv = tile % num_m_blocks, tile // num_m_blocks
+    return m_block, head_kv, step % n_blocks, n_blocks
 
 
 # ======================================================================================================================
@@ -620,23 +628,27 @@ def partition_tma(tma: cute.CopyAtom, sX: cute.Tensor, gX: cute.Tensor):
 def load_q_and_k(tma_Q, mQ, mK, sQ, sK, q_full, k_ring, pages, schedule):
     """The first producer warp: Q of each tile of queries, then K of its tiles of keys, the last one first."""
     k_fill = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, KV_STAGES)
+    k_told = k_fill.clone()  # the first tile that the consumers do not know of
     places = cute.make_rmem_tensor(cute.ceil_div(TILE_N, WARP), cutlass.Int64)  # of this lane's rows of a tile
     rows_K = mK, sK, places
+    entries = cute.make_rmem_tensor((2, cute.ceil_div(TILE_N, WARP)), cutlass.Int32)  # of the page table, a tile ahead
     work = first_work(schedule)
     while work.valid:
         gQ = cute.local_tile(
             packed_rows_of(mQ, work.head, work.q_begin, work.seq_q), (PACKED_M, HEAD_DIM), (work.m_block, 0)
         )
         tQsQ, tQgQ = partition_tma(tma_Q, sQ, gQ)  # (TMA, Q_STAGES), (TMA)
-        find_rows(rows_K, work, work.n_end - 1, pages)
+        read_pages(entries, work, work.n_end - 1, pages)
+        find_rows(rows_K, entries, work, pages)
+        read_pages(entries, work, work.n_end - 2, pages)
         # The whole warp runs this; within the calls one elected thread announces the bytes and issues the copy.
         last_k = k_fill.clone()  # the stage of the K copied last, when it comes to be filled again
         for _ in cutlass.range_constexpr(KV_STAGES - 1):
             last_k.advance()
         k_ring.producer_acquire(k_fill)  # the stage is empty
         load_rows(rows_K, k_fill)
-        find_rows(rows_K, work, work.n_end - 2, pages)  # while the copies are under way
-        tell_landed(k_ring, k_fill)
+        find_rows(rows_K, entries, work, pages)  # of the next tile
+        read_pages(entries, work, work.n_end - 3, pages)
         k_fill.advance()
         # The last K before has been read, and so has the Q that it was multiplied with: nobody has to say so.
         k_ring.sync_object_empty.wait(last_k.index, last_k.phase)
@@ -646,9 +658,11 @@ def load_q_and_k(tma_Q, mQ, mK, sQ, sK, q_full, k_ring, pages, schedule):
         for n_block in cutlass.range(work.n_end - 2, work.n_begin - 1, -1, unroll=1):
             k_ring.producer_acquire(k_fill)
             load_rows(rows_K, k_fill)
-            find_rows(rows_K, work, n_block - 1, pages)  # while the copies are under way
-            tell_landed(k_ring, k_fill)
+            find_rows(rows_K, entries, work, pages)  # of the next tile
+            read_pages(entries, work, n_block - 2, pages)
             k_fill.advance()
+            k_told = tell_landed(k_ring, k_told, k_fill, AHEAD - 1)
+        k_told = tell_landed(k_ring, k_told, k_fill, 0)  # before anybody waits for what comes after this tile
         work = next_work(work, schedule)
 
 
@@ -656,18 +670,24 @@ def load_q_and_k(tma_Q, mQ, mK, sQ, sK, q_full, k_ring, pages, schedule):
 def load_v(mV, sVt, v_ring, pages, schedule):
     """The second producer warp: V of the same tiles of keys in the same order."""
     v_fill = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, KV_STAGES)
+    v_told = v_fill.clone()  # the first tile that the consumers do not know of
     sV = cute.make_tensor(sVt.iterator, cute.select(sVt.layout, mode=[1, 0, 2]))  # (TILE_N, HEAD_DIM, KV_STAGES)
     places = cute.make_rmem_tensor(cute.ceil_div(TILE_N, WARP), cutlass.Int64)  # of this lane's rows of a tile
     rows_V = mV, sV, places
+    entries = cute.make_rmem_tensor((2, cute.ceil_div(TILE_N, WARP)), cutlass.Int32)  # of the page table, a tile ahead
     work = first_work(schedule)
     while work.valid:
-        find_rows(rows_V, work, work.n_end - 1, pages)
+        read_pages(entries, work, work.n_end - 1, pages)
+        find_rows(rows_V, entries, work, pages)
+        read_pages(entries, work, work.n_end - 2, pages)
         for n_block in cutlass.range(work.n_end - 1, work.n_begin - 1, -1, unroll=1):
             v_ring.producer_acquire(v_fill)
             load_rows(rows_V, v_fill)
-            find_rows(rows_V, work, n_block - 1, pages)  # while the copies are under way
-            tell_landed(v_ring, v_fill)
+            find_rows(rows_V, entries, work, pages)  # of the next tile
+            read_pages(entries, work, n_block - 2, pages)
             v_fill.advance()
+            v_told = tell_landed(v_ring, v_told, v_fill, AHEAD - 1)
+        v_told = tell_landed(v_ring, v_told, v_fill, 0)
         work = next_work(work, schedule)
 
 
@@ -677,16 +697,28 @@ def load_v(mV, sVt, v_ring, pages, schedule):
 
 
 @cute.jit
-def find_rows(rows_X, work: Work, n_block, pages):
-    """Where the keys of a tile lie: of lane i rows i, i + 32 and so on, counted in 16 bytes; -1: nowhere."""
-    (mX, _, places), (page_table, page_size, num_pages) = rows_X, pages
+def read_pages(entries: cute.Tensor, work: Work, n_block, pages):
+    """Start reading where the keys of a tile lie, of lane i keys i, i + 32 and so on: page, -1 for none, and row in it.
+
+    Nobody waits for the table: it is used when the next tile has been asked for.
+    """
+    page_table, page_size, _ = pages
+    for i in cutlass.range_constexpr(cute.size(entries, mode=[1])):
+        key = n_block * TILE_N + i * WARP + cute.arch.lane_idx()
+        entries[0, i] = cutlass.Int32(-1)
+        if 0 <= key and key < work.seq_k:  # before the first key there is no tile
+            entries[0, i] = page_table[work.sequence, key // page_size]
+        entries[1, i] = key % page_size
+
+
+@cute.jit
+def find_rows(rows_X, entries: cute.Tensor, work: Work, pages):
+    """Where the keys of a tile lie, of which the table says `entries`: counted in 16 bytes; -1: nowhere."""
+    (mX, _, places), (_, _, num_pages) = rows_X, pages
     page_step, row_step, head_step, _ = (step // UNIT for step in mX.stride)
     for i in cutlass.range_constexpr(cute.size(places)):
-        key = n_block * TILE_N + i * WARP + cute.arch.lane_idx()
-        page = cutlass.Int32(-1)
-        if 0 <= key and key < work.seq_k:  # before the first key there is no tile
-            page = page_table[work.sequence, key // page_size]
-        place = cutlass.Int64(page) * page_step + key % page_size * row_step + work.head_kv * head_step
+        page = entries[0, i]
+        place = cutlass.Int64(page) * page_step + entries[1, i] * row_step + work.head_kv * head_step
         places[i] = place if 0 <= page and page < num_pages else cutlass.Int64(-1)
 
 
@@ -716,13 +748,19 @@ def load_rows(rows_X, fill):
 
 
 @cute.jit
-def tell_landed(ring, fill):
-    """Wait until the tile has landed, and have the consumers know."""
-    cute.arch.cp_async_wait_group(0)
-    cute.arch.fence_proxy("async.shared", space="cta")  # cp.async wrote; wgmma reads through the async proxy
-    cute.arch.sync_warp()  # so have the rows of all lanes
-    with cute.arch.elect_one():
-        ring.producer_commit(fill)
+def tell_landed(ring, told, fill, on_their_way: cutlass.Constexpr):
+    """Have the consumers know of the tiles before `fill` when they have landed, but of so many last ones.
+
+    `told` is the first that they do not know of. Returns the same for the next call.
+    """
+    while told.count + on_their_way < fill.count:
+        cute.arch.cp_async_wait_group(on_their_way)
+        cute.arch.fence_proxy("async.shared", space="cta")  # cp.async wrote; wgmma reads through the async proxy
+        cute.arch.sync_warp()  # so have the rows of all lanes
+        with cute.arch.elect_one():
+            ring.producer_commit(told)
+        told.advance()
+    return told
 
 
 @cute.jit

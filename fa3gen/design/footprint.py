@@ -245,8 +245,11 @@ def kv_stages(spec: Forward) -> int:
 
 
 def gathered_ahead(spec: Forward) -> int:
-    """Tiles that a warp which gathers rows has on their way at once: half of the ring, the other half is being read."""
-    return max(kv_stages(spec) // 2, 1) if gathered(spec) else 1
+    """Tiles that a warp which gathers rows has on their way at once: two, where the ring has as many to be read besides.
+
+    More are not faster: 3 of 6 tiles take 1.02 times as long (docs/performance.md, pages of 1).
+    """
+    return 2 if gathered(spec) and kv_stages(spec) >= 4 else 1
 
 
 def shared_memory_map(spec: Forward) -> list[Region]:
