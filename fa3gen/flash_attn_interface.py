@@ -215,8 +215,7 @@ def flash_attn_with_kvcache(
     """Attention to a cache, of which each sequence uses as much as `cache_seqlens` says, new keys and values included.
 
     No cache is copied. A contiguous one is seen as packed sequences, equally far apart; one with cache_batch_idx, or
-    whose sequences are no rows of one tensor, as pages of a whole sequence each. Few queries leave most of a module's
-    tile of queries empty. The host waits for nothing.
+    whose sequences are no rows of one tensor, as pages of a whole sequence each. The host waits for nothing.
 
     Args:
         q: (batch, seq_q, heads_q, d), or (total_q, heads_q, d) with cu_seqlens_q and max_seqlen_q.

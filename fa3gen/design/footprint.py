@@ -245,7 +245,7 @@ def kv_stages(spec: Forward) -> int:
 
 
 def gathered_ahead(spec: Forward) -> int:
-    """Tiles that a warp which gathers rows has on their way at once: two, where the ring has as many to be read besides.
+    """Tiles that a warp which gathers rows has on their way at once: two, where the ring has as many more.
 
     More are not faster: 3 of 6 tiles take 1.02 times as long (docs/performance.md, pages of 1).
     """

@@ -236,3 +236,47 @@ def test_parts_read_before_they_are_written_are_refused(tmp_path: Path) -> None:
     found = load_on_cpu(path_of(tmp_path, "early", before + after))
     with pytest.raises(LaunchRefused, match="uses global memory before griddepcontrol.wait; have it wait first"):
         scratch(found, sequences("one", "", (1,), (300,)), 2)
+
+
+ROWS = "fwd_paged_decode_rows_d128"
+# Of modules with windows, with sinks, and of those that gather rows: module, what stands there, what should not.
+OTHER_MISTAKES = {
+    "as many tiles as a window shows one row, from its first key on": (
+        WINDOW,
+        "+ window_right + POSITIONS + BOX_ROWS - 1 ",
+        "+ window_right ",
+    ),
+    "tiles without an edge that are another part's": (WINDOW, "cutlass.max(n_full_begin, n_begin)", "n_full_begin"),
+    "an end of a part that the window does not see": (
+        WINDOW,
+        "cutlass.min(n_end, n_seen_end), n_begin",
+        "n_end, n_end",
+    ),
+    "a sink in every part": (SINK, "if work.slot < 0:\n            low", "if work.slot < 99:\n            low"),
+    "no sink where parts are added up": (SINK, "weight_of(sink, largest)", "cutlass.Float32(0.0)"),
+    "the sink of another head": (SINK, "read_sink(mSinks, head)", "read_sink(mSinks, 0 * head)"),
+    "sinks of heads that do not exist": (
+        SINK,
+        "cutlass.min(work.head + row % PACK_HEADS, cute.size(mSinks, mode=[0]) - 1)",
+        "work.head + row % PACK_HEADS",
+    ),
+    "told before it has landed": (ROWS, "cp_async_wait_group(on_their_way)", "cp_async_wait_group(on_their_way + 1)"),
+    "entries of the table of another tile": (ROWS, "work.n_end - 3, pages)", "work.n_end - 2, pages)"),
+    "a last tile that nobody is told of": (ROWS, "        v_told = tell_landed(v_ring, v_told, v_fill, 0)\n", ""),
+    "tiles told before the barriers are made": (ROWS, "    cute.arch.sync_threads()  # the barriers are made\n", ""),
+}
+
+
+@pytest.mark.parametrize("mistake", OTHER_MISTAKES)
+def test_mistakes_with_windows_sinks_and_rows_are_reported(mistake: str, tmp_path: Path) -> None:
+    stem, old, new = OTHER_MISTAKES[mistake]
+    text = source(stem)
+    assert text.count(old) == 1, f"the module has changed: {old}"
+    found = load_on_cpu(path_of(tmp_path, "wrong", text.replace(old, new)))
+    window, cut = (127, 0), ((1, 6, 1), (64 * 9, 64 * 4 + 33, 300))
+    cases = [
+        sequences("narrow", "tiles that a window cuts on both sides", *cut, heads=(6, 2), window=window),
+        sequences("wide", "a tile in all shares", (1,), (64 * 12,), heads=(3, 1), window=(-1, -1)),
+        sequences("whole", "tiles that one CTA has", (1, 1, 1), (64, 64, 64), heads=(6, 2), window=window),
+    ]
+    assert failures(found, stem, [in_layout(stem, case) for case in cases], 3)
