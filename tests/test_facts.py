@@ -22,6 +22,9 @@ from fa3gen.hardware import hopper
 from fa3gen.spec.model import Forward
 
 WORKSPACE = Workspace.find(Path(__file__).parent)
+# Of these ptxas moves registers to and fro in the loop, all 255 of a thread being in use: 604 instructions, where 500
+# do the same in what is compiled without prefetching tensor maps in two warps; no slower (docs/performance.md).
+MOVED = {"fwd_packed_decode_d256", "fwd_paged_decode_d256"}
 VARIANTS = {variant.stem: variant for spec_file in WORKSPACE.load_all() for variant in spec_file.variants}
 
 
@@ -37,10 +40,10 @@ def test_compiles_as_planned(stem: str) -> None:
     census = analyse(cached_compile(WORKSPACE.module_path(stem))).census
     assert compare(census, expectation) == []
     if isinstance(VARIANTS[stem].spec, Forward):
-        assert_loop_as_counted(VARIANTS[stem].spec, census)
+        assert_loop_as_counted(stem, VARIANTS[stem].spec, census)
 
 
-def assert_loop_as_counted(spec: Forward, census: Census) -> None:
+def assert_loop_as_counted(stem: str, spec: Forward, census: Census) -> None:
     """`fa3gen.design.work` counts the instructions of a step about right, where compiled loops tell them from masking.
 
     That is in kernels with overlap, which without a mask mask in front of the loop and when persistent in other ones,
@@ -56,6 +59,9 @@ def assert_loop_as_counted(spec: Forward, census: Census) -> None:
         if full_tiles(spec) == "none":
             return
         compiled = min(steps)
+        if stem in MOVED:
+            assert compiled > 1.2 * work.step(spec).instructions / warps, "ptxas no longer does that: take it out"
+            return
         if spec.softmax.rescale_above is not None:  # O is rescaled in a branch that is seldom taken
             compiled -= thread_rows(spec)[0] * spec.problem.v_dim // thread_rows(spec)[1]
     elif spec.handoff.through == "smem_f32" and spec.qk.engine == "scalar" and spec.mask.kind == "none":

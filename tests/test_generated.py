@@ -469,8 +469,8 @@ def test_all_modules_check_alike() -> None:
     bounded = text_of_cap_check("fwd_packed_softcap_d64_causal")  # where exponents are relative to a first maximum
     assert "softcap < math.inf" in cap and "softcap <= MOST_SOFTCAP" in bounded
     for stem in scored:
-        usual, softmax = usual_of[kind_of(stem), plans[stem].tile.packed], attention_plans()[stem].softmax
-        usual = padded_of[kind_of(stem)] if stem in padded else usual
+        softmax, kind = attention_plans()[stem].softmax, kind_of(stem)
+        usual = padded_of[kind] if stem in padded else usual_of[kind, plans[stem].tile.packed]
         own = sinks * softmax.sink + (bounded if softmax.most_cap else cap) * softmax.softcap
         before, grad, after = usual.partition("    if torch.is_grad_enabled()")
         assert checks(stem) == before + own + grad + after, stem

@@ -339,8 +339,12 @@ def check_line(place_in_sequence: Any, spec: Spec, heads: int) -> None:
     for number, (seq_q, seq_k) in enumerate(sequences):
         steps = max(-(-seq_k // spec.tile.kv), 1)
         for step in range(-(-seq_q // tile_order.positions(spec)) * heads * steps):
-            m_block, head, n_block, n_blocks = place_in_sequence(step, seq_q, seq_k)
-            assert (n_block, n_blocks) == (step % steps, steps)
+            if spec.tile.kv_from == "window":  # whose number of tiles of keys the caller has to know
+                m_block, head, n_block = place_in_sequence(step, seq_q, steps)
+            else:
+                m_block, head, n_block, n_blocks = place_in_sequence(step, seq_q, seq_k)
+                assert n_blocks == steps
+            assert n_block == step % steps
             found += [(number, m_block, head)] * (n_block == 0)
     assert [(entry.batch, entry.m_block, entry.head) for entry in order] == found
 

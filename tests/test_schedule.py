@@ -175,6 +175,11 @@ class Reader:
                 }
                 yield from self._block(function.body, inner, only, function.name)
 
+    def _prologue(self, call: ast.Call) -> bool:
+        """Whether it is in `find_tiles`, where one warp does before its first step what others did before theirs."""
+        finds = self.functions.get("find_tiles")
+        return finds is not None and finds.lineno <= call.lineno <= (finds.end_lineno or 0)
+
     def _event(self, call: ast.Call, names: Mapping[str, str], inside: str) -> Iterator[tuple[str, str]]:
         function = ast.unparse(call.func)
         owner, _, method = function.rpartition(".")
@@ -210,7 +215,7 @@ class Reader:
             yield "wait_stores", ""
         elif function == "cute.arch.atomic_add":
             yield "draw", ""
-        elif function == "cute.arch.sync_threads":
+        elif function == "cute.arch.sync_threads" and not self._prologue(call):
             yield "sync", CTA_BARRIER
         elif function in ("cute.arch.barrier", "cute.arch.barrier_arrive"):
             number = ast.unparse(call.keywords[0].value)

@@ -491,7 +491,7 @@ def _word(passed: bool) -> str:
 
 def _summary_table(checked: list[Verification], *, on_gpu: bool) -> Table:
     table = _table()
-    run = "run on GPU" if on_gpu else "run on CPU model"
+    run = "run on GPU" if on_gpu else "on CPU model"
     for name in ("module", "render", "compile", run, "registers", "spills"):
         right = name in ("registers", "spills")
         table.add_column(name, justify="right" if right else "left", no_wrap=name != run)

@@ -25,7 +25,7 @@ from fa3gen.spec.model import Forward, SyncLoad, TmaLoad, WgmmaProduct, WindowMa
 from fa3gen.spec.specfile import SpecFile, Variant, attention_among
 from fa3gen.spec.yamltree import Node, dumps, merge
 
-MOST_BASES = 8  # that are tried, the nearest first
+MOST_BASES = 12  # that are tried, the nearest first
 MOST_SPECS_OF_BASE = 300  # looked at for each of them
 
 # How products see q, k and v: product, operand, its major where the head dim is contiguous, and where the sequence is.
@@ -85,7 +85,7 @@ def _distance(variant: Variant[Forward], family: Family) -> tuple[Any, ...]:
     dims = (other.head_dim, family.head_dim), (other.head_dim_v, family.head_dim_v)
     return (
         *(other.by_sequence != family.by_sequence, other.layout != family.layout),
-        *(spec.schedule.kind == "cooperative", alone),
+        *(spec.schedule.kind == "cooperative", alone, spec.split is not None),  # parts are for few queries
         other.mask.kind != family.mask.kind,
         (family.page_rows or 0) % (other.page_rows or 1) != 0,
         # A tile for a larger head dim has room for this one; one for a smaller head dim may not.

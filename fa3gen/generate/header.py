@@ -38,6 +38,7 @@ from fa3gen.spec.model import (
 )
 
 EXPORT_NAME, COMMENTED_NAME = 24, 18  # longest names that fit 120 columns with an export call, with a comment
+SPEC_PATH = 38  # the longest that fits them with what to change
 LINE_WIDTH = 112  # of a line of the docstring, which is indented by 4
 PLACE_TITLES: dict[Place, str] = {
     "cta": "per CTA",
@@ -54,7 +55,8 @@ PLACE_TITLES: dict[Place, str] = {
 class Header:
     """Lines of the module's docstring.
 
-    Two of them hold the module's name: `long_name` and `longish_name` say whether they would pass 120 columns.
+    Two of them hold the module's name: `long_name` and `longish_name` say whether they would pass 120 columns. So does
+    `long_path` of the one with that of the spec.
     """
 
     title: str
@@ -71,6 +73,7 @@ class Header:
     timeline: tuple[str, ...]
     long_name: bool
     longish_name: bool
+    long_path: bool
 
 
 class StepRow(NamedTuple):
@@ -134,6 +137,7 @@ def make_header(described: Description, cta: Cta, *, source: PurePath, stem: str
         timeline=timeline(described.steps),
         long_name=len(stem) > EXPORT_NAME,
         longish_name=len(stem) > COMMENTED_NAME,
+        long_path=len(source.as_posix()) > SPEC_PATH,
     )
 
 

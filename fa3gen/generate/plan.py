@@ -228,6 +228,11 @@ class LoadPlan:
     pages: str
     ahead: int
 
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether a tile is begun before the one before it has landed."""
+        return self.ahead > 1
+
 
 @dataclass(frozen=True)
 class LayoutPlan:
