@@ -492,8 +492,8 @@ def _word(passed: bool) -> str:
 def _summary_table(checked: list[Verification], *, on_gpu: bool) -> Table:
     table = _table()
     run = "run on GPU" if on_gpu else "on CPU model"
-    for name in ("module", "render", "compile", run, "registers", "spills"):
-        right = name in ("registers", "spills")
+    for name in ("module", "render", "compile", run, "regs", "spills"):
+        right = name in ("regs", "spills")
         table.add_column(name, justify="right" if right else "left", no_wrap=name != run)
     colors = {True: "green", False: "red", None: "yellow"}
     for entry in checked:
