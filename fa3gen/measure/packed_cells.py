@@ -31,6 +31,8 @@ LENGTHS = {
     "documents64k": (15087, 30308, 11024, 2105, 2515, 916, 3581),
 }
 
+# Queries and keys of calls on packed sequences: as many of either.
+PACKED_LENGTHS = {name: (lengths, lengths) for name, lengths in LENGTHS.items()}
 # Queries and keys of calls on pages: prompts that are not in the cache yet, and chunks of prompts that partly are.
 PAGED_LENGTHS = {
     "chat16k": (LENGTHS["chat16k"], LENGTHS["chat16k"]),
@@ -78,10 +80,10 @@ def cells(workspace: Workspace) -> Iterator[tuple[PackedProblem, list[Variant[Fo
         families.setdefault(Family.of(variant.spec), []).append(variant)
     for family in _families_of_calls(families):
         variants = [variant for own, served in families.items() if own.serves(family) for variant in served]
+        plain = not given_with_calls(family.mask) and not family.keywords
         for heads in HEADS[family.head_dim]:
             able = [variant for variant in variants if takes_group(variant.spec, heads[0] // heads[1])]
             whole = [variant for variant in able if variant.spec.split is None]
-            plain = not given_with_calls(family.mask) and not family.keywords
             for name, lengths in _lengths(family) if whole and plain else ():
                 yield PackedProblem.of(family, name, PackedShape(*lengths, *heads)), whole
             for name, window in _steps(family) if len(whole) < len(able) else ():
@@ -107,6 +109,4 @@ def _steps(family: Family) -> Iterable[tuple[str, Window | None]]:
 
 def _lengths(family: Family) -> Iterable[tuple[str, tuple[tuple[int, ...], tuple[int, ...]]]]:
     """Lists of lengths of queries and keys, with their names."""
-    if family.page_rows is not None:
-        return PAGED_LENGTHS.items()
-    return ((name, (lengths, lengths)) for name, lengths in LENGTHS.items())
+    return (PACKED_LENGTHS if family.page_rows is None else PAGED_LENGTHS).items()

@@ -85,10 +85,10 @@ class Size:
     """What rows have conditions on, beside what is compiled in.
 
     Keys are those of a sequence, in the mean where sequences are packed, and there as many of them as a window shows at
-    most. Tiles are those of `Shape.tiles`, 128 query
-    rows of one head whatever module serves the call. `sms_here` are the SMs of the GPU that it runs on; None where
-    there is none, and an H200's are taken. `group` is the number of query heads that share a head of k and v. Queries
-    are those of a sequence; where sequences are packed those of the longest, as far as a call tells.
+    most. Tiles are those of `Shape.tiles`, 128 query rows of one head whatever module serves the call. `sms_here` are
+    the SMs of the GPU that it runs on; None where there is none, and an H200's are taken. `group` is the number of
+    query heads that share a head of k and v. Queries are those of a sequence; where sequences are packed those of the
+    longest, as far as a call tells.
     """
 
     keys: int
@@ -440,15 +440,14 @@ def _unmeasured(family: Family, size: Size, lse: bool, workspace: Workspace) -> 
         if Family.of(variant.spec).serves(family) and writes and takes_group(variant.spec, size.group):
             able.setdefault(variant.stem, (variant, file))  # the workspace's own come first
     whole = {stem: found for stem, found in able.items() if found[0].spec.split is None}
-    few = size.queries <= FEW_QUERIES or len(whole) in (0, len(able))
-    fitting = able if few else whole
+    fitting = whole if size.queries > FEW_QUERIES and whole else able
     exact = _nearest_pages([stem for stem in fitting if fitting[stem][0].spec.mask == family.mask], fitting)
     production = _production(exact) or _production(_nearest_pages(list(fitting), fitting))
     only = production if len(production) == 1 else exact or list(fitting)
     if len(only) == 1:
         variant, file = fitting[only[0]]
         what = "module" if len(fitting) == 1 else "production module"
-        fits = "fits" if fitting is able else "fits and is not for few queries"
+        fits = "fits" if len(fitting) == len(able) else "fits and is not for few queries"
         reason = f"no row of the table is for {family}: no measurement, but this is the only {what} that {fits}"
         return Choice(variant.stem, file, variant.spec, variant.source, None, reason)
     if fitting:

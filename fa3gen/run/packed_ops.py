@@ -243,7 +243,7 @@ def _serving(
 ) -> Attention:
     """The `attention` of the module for a call; `window` is None or a tuple."""
     key: tuple[Any, ...] = ()
-    (_, page_table, _), (sinks, softcap) = keys, scores
+    (_, page_table, _), (sinks, softcap), longest = keys, scores, (max_seqlen_q, max_seqlen_k)
     try:
         total_q, heads_q, dim = q.shape  # asked for once: each `.shape` is a new object
         if page_table is None:
@@ -255,7 +255,6 @@ def _serving(
         key = "packed", q.get_device(), q.dtype, out_dtype, dim, v_dim, page, group, causal, window, return_lse
         if sinks is not None or softcap is not None:
             key += (sinks is not None, softcap is not None, calls.any_cap(softcap))
-        longest = max_seqlen_q, max_seqlen_k
         length, tiles, queries = _extents(total_q, total_k, cu_seqlens_q.shape[0], heads_q, *longest, window)
         key += (queries if queries <= FEW_QUERIES else 0,)
         for least_keys, most_keys, least_tiles, most_tiles, attention in stretches.get(key, ()):
@@ -264,7 +263,7 @@ def _serving(
     except (AttributeError, IndexError, TypeError, ValueError):
         pass  # not three dimensions, or no tensor: what follows says so
     family = _family(q, k, v, cu_seqlens_q, keys, out, causal, window, scores)
-    size = _size(q, v, cu_seqlens_q, page_table, (max_seqlen_q, max_seqlen_k), window)
+    size = _size(q, v, cu_seqlens_q, page_table, longest, window)
     return calls.found(key, family, size, lse=return_lse)
 
 
