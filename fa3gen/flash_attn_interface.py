@@ -12,10 +12,11 @@ which names the argument and what to do instead. Where there is no module for th
 NoKernel says how to make one; with FA3GEN_RENDER=1, set before fa3gen is imported, the call makes it, as with
 `render=True` of `fa3gen.attention`.
 
-Accepted and ignored, since they change no result: `num_splits` (keys are not split; a result does not depend on it but
-for rounding), `pack_gqa` (fa3gen chooses), `sm_margin` (all SMs are used), `deterministic` (it concerns the backward;
-the forward always is), `scheduler_metadata` (the modules keep their own counters), `cu_seqlens_k_new` where no new
-keys are given, and `rotary_*` but for cos and sin.
+Accepted and ignored, since they change no result: `num_splits` (the kernel decides, by lengths; but 1 given to
+`flash_attn_with_kvcache`, whose default is 0, takes no module that splits keys), `pack_gqa` (fa3gen chooses),
+`sm_margin` (all SMs are used), `deterministic` (it concerns the backward; the forward always is), `scheduler_metadata`
+(the modules keep their own counters), `cu_seqlens_k_new` where no new keys are given, and `rotary_*` but for cos and
+sin.
 """
 
 from __future__ import annotations
@@ -237,7 +238,8 @@ def flash_attn_with_kvcache(
             (batch, heads_q, seq_q), or (heads_q, total_q).
         out: Tensor of O's shape and q's dtype to write O to, contiguous where it is (batch, seq_q, ..).
         qv, rotary_cos, rotary_sin, q_descale, k_descale, v_descale, attention_chunk: Not served but by default.
-        rotary_seqlens, rotary_interleaved, scheduler_metadata, num_splits, pack_gqa, sm_margin: Ignored.
+        rotary_seqlens, rotary_interleaved, scheduler_metadata, pack_gqa, sm_margin: Ignored.
+        num_splits: 1: keys of few queries are not divided among CTAs. By default, and for more, the kernel decides.
         softmax_scale, causal, window_size, softcap, s_aux: As for `flash_attn_func`.
 
     Returns:
@@ -251,6 +253,7 @@ def flash_attn_with_kvcache(
     causal, window = _mask(causal, window_size, seq_q, cache.room)
     options: dict[str, Any] = {"causal": causal, "window": window, "scale": softmax_scale}
     options |= {"sinks": s_aux, "softcap": softcap or None, "return_lse": return_softmax_lse, "render": RENDER}
+    options |= {"num_splits": 1} if num_splits == 1 else {}
     named = k, v, cu_seqlens_q, cache_seqlens, cache_leftpad, cache_batch_idx, page_table
     if all(x is None for x in named):
         returned = attention(q, k_cache, v_cache, out=out, **options)

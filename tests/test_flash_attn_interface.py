@@ -306,6 +306,9 @@ def test_cache(causal: bool, modules: PackedModules) -> None:
     options |= {"rotary_seqlens": used, "rotary_interleaved": False}  # of no meaning without cos and sin
     assert fa3.flash_attn_with_kvcache(q, k, v, cache_seqlens=used, causal=causal, out=into, **options) is into
     assert into.equal(wanted)
+    assert [size.whole for _, size, _ in modules.asked] == [False, True]  # the others are ignored
+    fa3.flash_attn_with_kvcache(q, k, v, causal=causal, num_splits=1)
+    assert modules.asked[-1][1].whole and modules.asked[-1][0].layout == "dense"
     packed = fa3.flash_attn_with_kvcache(
         *(q.flatten(0, 1), k, v),
         cache_seqlens=used,

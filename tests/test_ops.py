@@ -22,7 +22,7 @@ import fa3gen
 from fa3gen.design.family import Family
 from fa3gen.design.masks import options_for, reach
 from fa3gen.run import calls, dispatch, gpu, ops
-from fa3gen.run.dispatch import Choice, NoKernel, Size, Stretch
+from fa3gen.run.dispatch import ArgumentError, Choice, NoKernel, Size, Stretch
 from fa3gen.spec.model import WindowMask
 from fa3gen.verify import reference
 
@@ -212,6 +212,31 @@ def test_the_same_bits_in_any_batch_take_a_module_of_their_own(way: str, request
     out = torch.empty_like(q)
     torch.ops.fa3gen.attention_forward_out(q, k, v, out, deterministic_batch=True)
     assert out.equal(expected(q, k, v)) and modules.asked[-1][0].fixed_parts
+
+
+@pytest.mark.parametrize("way", ["eager", "modules"])
+def test_keys_that_must_not_be_split_take_another_module(way: str, request: pytest.FixtureRequest) -> None:
+    modules: Modules = request.getfixturevalue(way)
+    q, k, v = tensors()
+    for asked in (0, 1, 1, 0):
+        assert fa3gen.attention(q, k, v, num_splits=asked).equal(expected(q, k, v))
+    found = [size.whole for size in modules.sizes]
+    assert found[0] is False and True in found
+    if way == "eager":  # each is looked up once
+        assert found == [False, True]
+    torch.ops.fa3gen.attention_forward_out(q, k, v, torch.empty_like(q), num_splits=1)
+    assert modules.sizes[-1].whole
+
+
+@pytest.mark.parametrize("way", ["eager", "modules"])
+def test_numbers_of_parts_that_cannot_be_had(way: str, request: pytest.FixtureRequest) -> None:
+    request.getfixturevalue(way)
+    q, k, v = tensors()
+    for wrong in (2, -1, "1"):
+        with pytest.raises(ArgumentError, match=f"num_splits is {wrong!r}; it needs to be 0, .* or 1, "):
+            fa3gen.attention(q, k, v, num_splits=wrong)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match="num_splits is 1 beside deterministic_batch.* leave one of them out"):
+        fa3gen.attention(q, k, v, num_splits=1, deterministic_batch=True)
 
 
 SCORES: list[dict[str, Any]] = [

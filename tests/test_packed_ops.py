@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import fa3gen
 from fa3gen.design.family import Family
 from fa3gen.run import calls, packed_ops
-from fa3gen.run.dispatch import NO_LIMIT, NoKernel
+from fa3gen.run.dispatch import NO_LIMIT, ArgumentError, NoKernel
 from fa3gen.spec.model import CausalMask, NoMask, WindowMask
 
 LENGTHS = ([3, 0, 5, 1], [4, 2, 9, 1])
@@ -82,6 +82,21 @@ def test_few_queries_are_those_of_the_longest_sequence(way: str, request: pytest
     for queries, longest in ((1, None), (16, 16), (16, None), (17, 17), (1, 1)):
         fa3gen.attention_packed(*packed_tensors([queries] * 2, [30, 30]), max_seqlen_q=longest)
     assert [size.queries for _, size, _ in modules.asked] == [NO_LIMIT, 1, 16]  # 17 are as many as any
+
+
+@pytest.mark.parametrize("way", ["eager", "modules"])
+def test_keys_that_must_not_be_split_take_another_module(way: str, request: pytest.FixtureRequest) -> None:
+    modules: PackedModules = request.getfixturevalue(way)
+    tensors = packed_tensors(*LENGTHS)
+    for asked in (0, 1, 1, 0):
+        fa3gen.attention_packed(*tensors, num_splits=asked)
+    found = [size.whole for _, size, _ in modules.asked]
+    assert found[0] is False and True in found
+    if way == "eager":  # each is looked up once
+        assert found == [False, True]
+    for wrong in (2, -1, "1"):
+        with pytest.raises(ArgumentError, match=f"num_splits is {wrong!r}; it needs to be 0, .* or 1, "):
+            fa3gen.attention_packed(*tensors, num_splits=wrong)
 
 
 def test_a_longest_length_on_the_gpu_is_not_looked_at(eager: PackedModules) -> None:
@@ -359,6 +374,8 @@ def test_few_queries_of_models_have_modules(page: int | None) -> None:
         assert why.stem == f"fwd_{where}_{stem}" and why.row is not None
         keys = sum(options["window"]) + 1 if "window" in options else 6548 if page is None else 9600
         assert f"1 query, {keys} keys" in str(why)
+        whole = fa3gen.attention_packed.explain(q, k, v, begins, *[begins] * (page is None), num_splits=1, **named)
+        assert whole.spec.split is None and "not split" in str(whole)
 
 
 @pytest.mark.parametrize(

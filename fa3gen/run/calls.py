@@ -134,6 +134,19 @@ def check_scores(sinks: Any, softcap: Any) -> None:
         raise ArgumentError(f"softcap is {softcap!r}; it needs to be a finite and positive number, or None for no cap")
 
 
+def check_splits(num_splits: Any, *, fixed: bool = False) -> None:
+    """Raise ArgumentError for a number of parts of the keys that cannot be asked for; `fixed`: deterministic_batch."""
+    if num_splits not in (0, 1):
+        raise ArgumentError(
+            f"num_splits is {num_splits!r}; it needs to be 0, for whatever was measured to be fastest, or 1, for no "
+            "module that splits keys: how many parts others make of them follows from lengths and SMs"
+        )
+    if num_splits and fixed:
+        raise ArgumentError(
+            "num_splits is 1 beside deterministic_batch, which splits keys into parts of 512: leave one of them out"
+        )
+
+
 def any_cap(softcap: float | None) -> bool:
     """Whether a cap is more than what modules with a first maximum take: `Family.any_cap`."""
     return softcap is not None and softcap > MOST_CAP_OF_FIRST_MAX

@@ -88,7 +88,7 @@ class Size:
     most. Tiles are those of `Shape.tiles`, 128 query rows of one head whatever module serves the call. `sms_here` are
     the SMs of the GPU that it runs on; None where there is none, and an H200's are taken. `group` is the number of
     query heads that share a head of k and v. Queries are those of a sequence; where sequences are packed those of the
-    longest, as far as a call tells.
+    longest, as far as a call tells. `whole`: no module serves the call that splits keys.
     """
 
     keys: int
@@ -96,6 +96,7 @@ class Size:
     sms_here: int | None = None
     group: int = 1
     queries: int = NO_LIMIT
+    whole: bool = False
 
     @property
     def sms(self) -> int:
@@ -108,7 +109,7 @@ class Size:
         tiles = f"{counted(self.tiles, 'tile')} of {TILE_ROWS} queries"
         heads = f", {self.group} query heads for each of k" if self.group > 1 else ""
         few = f"{self.queries} {'query' if self.queries == 1 else 'queries'}, " if self.queries <= FEW_QUERIES else ""
-        return f"{few}{counted(self.keys, 'key')}, {tiles} on {self.sms} SMs{whose}{heads}"
+        return f"{few}{counted(self.keys, 'key')}, {tiles} on {self.sms} SMs{whose}{heads}{', not split' * self.whole}"
 
 
 class Measurement(SpecModel):
@@ -374,7 +375,7 @@ def choose(family: Family, size: Size, *, lse: bool, workspace: Workspace) -> Ch
             if not row.serves(family, size):
                 continue
             choice = of_row(home, row, place_of_row(home, path, number, row))
-            if choice.spec.outputs.lse or not lse:
+            if (choice.spec.outputs.lse or not lse) and not (size.whole and choice.spec.split):
                 return _for_call(choice, family, size, around)
     return _for_call(_unmeasured(family, size, lse, workspace), family, size, around)
 
@@ -436,7 +437,7 @@ def _unmeasured(family: Family, size: Size, lse: bool, workspace: Workspace) -> 
     modules = list(_modules(workspace))
     able: dict[str, tuple[Variant[Forward], Path]] = {}
     for variant, file in modules:
-        writes = variant.spec.outputs.lse or not lse
+        writes = (variant.spec.outputs.lse or not lse) and not (size.whole and variant.spec.split)
         if Family.of(variant.spec).serves(family) and writes and takes_group(variant.spec, size.group):
             able.setdefault(variant.stem, (variant, file))  # the workspace's own come first
     whole = {stem: found for stem, found in able.items() if found[0].spec.split is None}
@@ -458,7 +459,8 @@ def _unmeasured(family: Family, size: Size, lse: bool, workspace: Workspace) -> 
             f'call one of them, fa3gen.load("{stems[-1]}").attention(...), or measure them on your GPU: {measure}'
         )
     there = _served([variant for variant, _ in modules], family, lse)
-    problem = f"no generated module computes {family}{', with LSE' if lse else ''}; head dims served: {there or 'none'}"
+    wanted = f"{family}{', with LSE' * lse}{', keys not split' * size.whole}"
+    problem = f"no generated module computes {wanted}; head dims served: {there or 'none'}"
     raise _not_rendered(problem, propose(family, workspace), workspace)
 
 

@@ -35,6 +35,7 @@ def _explain(
     return_lse: bool = False,
     enable_pdl: bool = False,
     deterministic_batch: bool = False,
+    num_splits: int = 0,
     render: bool = False,
 ) -> Choice:
     """Which module `fa3gen.attention` takes for these arguments, and why; `print` it.
@@ -43,7 +44,7 @@ def _explain(
     SM gets is then counted with the SMs of an H200, and the answer says so. Raises as `fa3gen.attention` where no
     module is found; with `render`, one is rendered, and not yet compiled.
     """
-    family, size = _asked(q, k, v, out, causal, window, sinks, softcap, deterministic_batch)
+    family, size = _asked(q, k, v, out, causal, window, sinks, softcap, deterministic_batch, num_splits)
     return calls.explained(family, size, lse=return_lse, render=render)
 
 
@@ -62,6 +63,7 @@ def attention(
     return_lse: bool = False,
     enable_pdl: bool = False,
     deterministic_batch: bool = False,
+    num_splits: int = 0,
     render: bool = False,
 ) -> Any:
     """O = softmax(scale Q K^T) V on a Hopper GPU, by the fastest generated module, on torch's current stream.
@@ -94,6 +96,8 @@ def attention(
             has: alone, in any batch, in any place of it, all queries at once or in chunks. Head dims 64, 128 and 256 in
             bfloat16, unmasked or causal, up to 16 query heads for each kv head; made for few queries, and slow for
             many, which it needs 4 x ceil(seq_k / 512) x O's elements bytes of GPU memory for.
+        num_splits: 1: no module that divides the keys of few queries among CTAs and adds up parts with a second kernel,
+            though it may be faster; 0: any, by what was measured. deterministic_batch divides them, always.
         render: Where no module serves the call, render and compile one, from the spec that the error would propose. It
             takes seconds, once; a line in the log says so. From then on it serves such calls of this process, with
             `render` or without, and later processes find it in the compile cache. Nobody has verified or measured it.
@@ -110,22 +114,22 @@ def attention(
     """
     if is_dynamo_compiling():
         return _by_operator(
-            q, k, v, causal, window, sinks, softcap, scale, out, return_lse, deterministic_batch, render
+            q, k, v, causal, window, sinks, softcap, scale, out, return_lse, deterministic_batch, num_splits, render
         )
     if window is not None and type(window) is not tuple:
         window = calls.window_tuple(window)
     # Tensors on a GPU that nobody watches? Then nothing is lost by leaving the dispatcher out.
     if not (type(q) is type(k) is type(v) is Tensor and q.is_cuda) or dispatch_modes() or functorch_transforms():
         # Its messages are better than those of an operator's schema.
-        _asked(q, k, v, out, causal, window, sinks, softcap, deterministic_batch)
+        _asked(q, k, v, out, causal, window, sinks, softcap, deterministic_batch, num_splits)
         return _by_operator(
-            q, k, v, causal, window, sinks, softcap, scale, out, return_lse, deterministic_batch, render
+            q, k, v, causal, window, sinks, softcap, scale, out, return_lse, deterministic_batch, num_splits, render
         )
     try:
-        serving = _serving(q, k, v, out, causal, window, return_lse, sinks, softcap, deterministic_batch)
+        serving = _serving(q, k, v, out, causal, window, return_lse, sinks, softcap, deterministic_batch, num_splits)
     except NotRendered as missing:
         calls.render(missing, allowed=render, compiled=True)
-        serving = _serving(q, k, v, out, causal, window, return_lse, sinks, softcap, deterministic_batch)
+        serving = _serving(q, k, v, out, causal, window, return_lse, sinks, softcap, deterministic_batch, num_splits)
     if sinks is not None or softcap is not None:
         named = named_scores(sinks, softcap) | ({"enable_pdl": True} if enable_pdl and _has_pdl(serving) else {})
         return serving(q, k, v, **named, scale=scale, out=out, return_lse=return_lse)
@@ -150,11 +154,13 @@ def _asked(
     sinks: Any,
     softcap: Any,
     deterministic_batch: bool,
+    num_splits: int,
 ) -> tuple[Family, Size]:
     """What the module has to be compiled for, and the size of the call. Raises ArgumentError, TypeError."""
     calls.check_tensors({"q": q, "k": k, "v": v}, "(batch, seq, heads, head dim)")
     dtype, written = calls.dtypes_of(q, out, "fa3gen.attention")
     calls.check_scores(sinks, softcap)
+    calls.check_splits(num_splits, fixed=deterministic_batch)
     batch, seq_q, heads_q, head_dim = q.shape
     family = Family(
         *(dtype, int(head_dim), int(v.shape[3]), dispatch.mask_of(causal, window), written),
@@ -165,7 +171,7 @@ def _asked(
     )
     seq_k, heads_kv = k.shape[1], k.shape[2]
     tiles = Shape(batch, seq_q, seq_k, heads_q, heads_kv).tiles
-    return family, Size(seq_k, tiles, gpu.sm_count(q.get_device()), heads_q // (heads_kv or 1), seq_q)
+    return family, Size(seq_k, tiles, gpu.sm_count(q.get_device()), heads_q // (heads_kv or 1), seq_q, num_splits == 1)
 
 
 def _serving(
@@ -179,6 +185,7 @@ def _serving(
     sinks: Any,
     softcap: Any,
     deterministic_batch: bool,
+    num_splits: int,
 ) -> Attention:
     """The `attention` of the module for a call; `window` is None or a tuple."""
     key: tuple[Any, ...] = ()
@@ -190,6 +197,8 @@ def _serving(
         key = q.get_device(), q.dtype, out_dtype, dim, v_dim, group, few, causal, window, return_lse
         if deterministic_batch:
             key += ("deterministic_batch",)
+        if num_splits:
+            key += ("num_splits", num_splits)
         if sinks is not None or softcap is not None:
             key += (sinks is not None, softcap is not None, calls.any_cap(softcap))
         tiles = batch * heads_q * -(-seq_q // TILE_ROWS)  # `Shape.tiles`, without the call
@@ -198,7 +207,7 @@ def _serving(
                 return attention
     except (AttributeError, IndexError, TypeError, ValueError):
         pass  # not four dimensions, or no tensor: what follows says so
-    family, size = _asked(q, k, v, out, causal, window, sinks, softcap, deterministic_batch)
+    family, size = _asked(q, k, v, out, causal, window, sinks, softcap, deterministic_batch, num_splits)
     return calls.found(key, family, size, lse=return_lse)
 
 
@@ -206,7 +215,7 @@ def _serving(
 
 _OPTIONS = (
     "*, bool causal=False, int[]? window=None, Tensor? sinks=None, float? softcap=None, float? scale=None, "
-    "bool return_lse=False, bool deterministic_batch=False, bool render=False"
+    "bool return_lse=False, bool deterministic_batch=False, int num_splits=0, bool render=False"
 )
 
 
@@ -222,6 +231,7 @@ def _by_operator(
     out: Any,
     return_lse: bool,
     deterministic_batch: bool,
+    num_splits: int,
     render: bool,
 ) -> Returned:
     """Call the operators. Without an out, LSE is empty where nobody asked for it."""
@@ -229,6 +239,7 @@ def _by_operator(
     options: dict[str, Any] = {"causal": causal, "window": window, "scale": scale, "return_lse": return_lse}
     options |= named_scores(sinks, softcap) | ({"render": True} if render else {})
     options |= {"deterministic_batch": True} if deterministic_batch else {}
+    options |= {"num_splits": num_splits} if num_splits else {}
     if out is None:
         out, lse = torch.ops.fa3gen.attention_forward(q, k, v, **options)
     else:
@@ -248,11 +259,12 @@ def _forward(
     scale: float | None = None,
     return_lse: bool = False,
     deterministic_batch: bool = False,
+    num_splits: int = 0,
     render: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """`fa3gen::attention_forward`: O and LSE, which has no rows unless `return_lse`."""
     reach = None if window is None else tuple(window)
-    asked = q, k, v, None, causal, reach, return_lse, sinks, softcap, deterministic_batch
+    asked = q, k, v, None, causal, reach, return_lse, sinks, softcap, deterministic_batch, num_splits
     serving = calls.or_rendered(_serving, *asked, allowed=render, compiled=q.is_cuda)
     returned = serving(q, k, v, **named_scores(sinks, softcap), scale=scale, return_lse=return_lse)
     return returned if return_lse else (returned, _lse_like(q, False))
@@ -271,11 +283,12 @@ def _forward_out(
     scale: float | None = None,
     return_lse: bool = False,
     deterministic_batch: bool = False,
+    num_splits: int = 0,
     render: bool = False,
 ) -> Tensor:
     """`fa3gen::attention_forward_out`: writes O to `out` and returns LSE, which has no rows unless `return_lse`."""
     reach = None if window is None else tuple(window)
-    asked = q, k, v, out, causal, reach, return_lse, sinks, softcap, deterministic_batch
+    asked = q, k, v, out, causal, reach, return_lse, sinks, softcap, deterministic_batch, num_splits
     serving = calls.or_rendered(_serving, *asked, allowed=render, compiled=q.is_cuda)
     returned = serving(q, k, v, **named_scores(sinks, softcap), scale=scale, out=out, return_lse=return_lse)
     lse: Tensor = returned[1] if return_lse else _lse_like(q, False)
@@ -294,9 +307,10 @@ def _forward_fake(
     scale: float | None = None,
     return_lse: bool = False,
     deterministic_batch: bool = False,
+    num_splits: int = 0,
     render: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    _check_shapes(q, k, v, None, causal, window, sinks, softcap, deterministic_batch)
+    _check_shapes(q, k, v, None, causal, window, sinks, softcap, deterministic_batch, num_splits)
     return q.new_empty((*q.shape[:3], v.shape[3])), _lse_like(q, return_lse)
 
 
@@ -313,9 +327,10 @@ def _forward_out_fake(
     scale: float | None = None,
     return_lse: bool = False,
     deterministic_batch: bool = False,
+    num_splits: int = 0,
     render: bool = False,
 ) -> Tensor:
-    _check_shapes(q, k, v, out, causal, window, sinks, softcap, deterministic_batch)
+    _check_shapes(q, k, v, out, causal, window, sinks, softcap, deterministic_batch, num_splits)
     wanted = (*q.shape[:3], v.shape[3])
     calls.need(
         tuple(out.shape) == wanted,
@@ -340,9 +355,10 @@ def _check_shapes(
     sinks: Tensor | None,
     softcap: float | None,
     deterministic_batch: bool,
+    num_splits: int,
 ) -> None:
     """What can be wrong with tensors that have no memory, so that it shows when a model is traced."""
-    _asked(q, k, v, out, causal, window, sinks, softcap, deterministic_batch)
+    _asked(q, k, v, out, causal, window, sinks, softcap, deterministic_batch, num_splits)
     calls.need_sinks(sinks, q.shape[2])
     calls.need(
         k.shape[0] == q.shape[0] and k.shape[3] == q.shape[3],

@@ -42,6 +42,7 @@ def _explain(
     scale: float | None = None,
     out: Tensor | None = None,
     return_lse: bool = False,
+    num_splits: int = 0,
     render: bool = False,
 ) -> Choice:
     """Which module `fa3gen.attention_packed` takes for these arguments, and why; `print` it.
@@ -52,7 +53,8 @@ def _explain(
     """
     keys, scores = (cu_seqlens_k, page_table, seqused_k), (sinks, softcap)
     family = _family(q, k, v, cu_seqlens_q, keys, out, causal, window, scores)
-    size = _size(q, v, cu_seqlens_q, page_table, (max_seqlen_q, max_seqlen_k), window)
+    calls.check_splits(num_splits)
+    size = _size(q, v, cu_seqlens_q, page_table, (max_seqlen_q, max_seqlen_k), window, num_splits)
     return calls.explained(family, size, lse=return_lse, render=render)
 
 
@@ -76,6 +78,7 @@ def attention_packed(
     scale: float | None = None,
     out: Tensor | None = None,
     return_lse: bool = False,
+    num_splits: int = 0,
     render: bool = False,
 ) -> Any:
     """O = softmax(scale Q K^T) V of packed sequences (varlen) on a Hopper GPU, by the fastest generated module.
@@ -109,6 +112,7 @@ def attention_packed(
         out: (total_q, heads_q, d_v) of q's dtype to write O to; a new contiguous tensor by default.
         return_lse: Return (O, LSE), LSE the natural logarithm of each row's sum of exponentials,
             (heads_q, total_q) float32.
+        num_splits: As for `fa3gen.attention`.
         render: Where no module serves the call, render and compile one, as for `fa3gen.attention`.
 
     Returns:
@@ -132,14 +136,15 @@ def attention_packed(
         if not is_dynamo_compiling():
             # Its messages are better than those of a schema.
             _family(q, k, v, cu_seqlens_q, keys, out, causal, window, scores)
+            calls.check_splits(num_splits)
         options: dict[str, Any] = {"page_table": page_table, "seqused_q": seqused_q, "seqused_k": seqused_k}
         options |= {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k, "causal": causal, "window": window}
         options |= {"scale": scale, "return_lse": return_lse, **named_scores(sinks, softcap)}
-        options |= {"render": True} if render else {}
+        options |= ({"num_splits": num_splits} if num_splits else {}) | ({"render": True} if render else {})
         return _by_operator(q, k, v, cu_seqlens_q, cu_seqlens_k, out, options)
     if window is not None and type(window) is not tuple:
         window = calls.window_tuple(window)
-    asked = q, k, v, cu_seqlens_q, keys, max_seqlen_q, max_seqlen_k, out, causal, window, scores, return_lse
+    asked = q, k, v, cu_seqlens_q, keys, max_seqlen_q, max_seqlen_k, out, causal, window, scores, return_lse, num_splits
     try:
         serving = _serving(*asked)
     except NotRendered as missing:
@@ -190,12 +195,14 @@ def _family(
     )
 
 
-def _size(q: Any, v: Any, cu_seqlens_q: Any, page_table: Any, longest: tuple[Any, Any], window: Window) -> Size:
+def _size(
+    q: Any, v: Any, cu_seqlens_q: Any, page_table: Any, longest: tuple[Any, Any], window: Window, num_splits: int
+) -> Size:
     """The size of a call as the host knows it."""
     (total_q, heads_q, _), (heads_kv, _) = q.shape, v.shape[-2:]
     offsets, total_k = cu_seqlens_q.shape[0], _rows(v, page_table)
     keys, tiles, queries = _extents(total_q, total_k, offsets, heads_q, *longest, window)
-    return Size(keys, tiles, gpu.sm_count(q.get_device()), heads_q // (heads_kv or 1), queries)
+    return Size(keys, tiles, gpu.sm_count(q.get_device()), heads_q // (heads_kv or 1), queries, num_splits == 1)
 
 
 def _rows(v: Any, page_table: Any) -> int:
@@ -240,6 +247,7 @@ def _serving(
     window: Any,
     scores: Scores,
     return_lse: bool,
+    num_splits: int,
 ) -> Attention:
     """The `attention` of the module for a call; `window` is None or a tuple."""
     key: tuple[Any, ...] = ()
@@ -257,13 +265,16 @@ def _serving(
             key += (sinks is not None, softcap is not None, calls.any_cap(softcap))
         length, tiles, queries = _extents(total_q, total_k, cu_seqlens_q.shape[0], heads_q, *longest, window)
         key += (queries if queries <= FEW_QUERIES else 0,)
+        if num_splits:
+            key += ("num_splits", num_splits)
         for least_keys, most_keys, least_tiles, most_tiles, attention in stretches.get(key, ()):
             if least_keys <= length <= most_keys and least_tiles <= tiles <= most_tiles:
                 return attention
     except (AttributeError, IndexError, TypeError, ValueError):
         pass  # not three dimensions, or no tensor: what follows says so
     family = _family(q, k, v, cu_seqlens_q, keys, out, causal, window, scores)
-    size = _size(q, v, cu_seqlens_q, page_table, longest, window)
+    calls.check_splits(num_splits)
+    size = _size(q, v, cu_seqlens_q, page_table, longest, window, num_splits)
     return calls.found(key, family, size, lse=return_lse)
 
 
@@ -303,6 +314,7 @@ def _packed(
     sinks: Tensor | None = None,
     softcap: float | None = None,
     return_lse: bool = False,
+    num_splits: int = 0,
     render: bool = False,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
@@ -310,7 +322,7 @@ def _packed(
     reach = None if window is None else tuple(window)
     keys = cu_seqlens_k, page_table, seqused_k
     scores = sinks, softcap
-    asked = q, k, v, cu_seqlens_q, keys, max_seqlen_q, max_seqlen_k, out, causal, reach, scores, return_lse
+    asked = q, k, v, cu_seqlens_q, keys, max_seqlen_q, max_seqlen_k, out, causal, reach, scores, return_lse, num_splits
     serving = calls.or_rendered(_serving, *asked, allowed=render, compiled=q.is_cuda)
     if checks.CHECKING:
         _check(q, k, cu_seqlens_q, keys, options.get("seqused_q"), (max_seqlen_q, max_seqlen_k))
@@ -342,11 +354,13 @@ def _packed_fake(
     sinks: Tensor | None = None,
     softcap: float | None = None,
     return_lse: bool = False,
+    num_splits: int = 0,
     **_: Any,
 ) -> tuple[Tensor, Tensor]:
     """What can be wrong with tensors that have no memory shows when a model is traced."""
     keys, scores = (cu_seqlens_k, page_table, seqused_k), (sinks, softcap)
     _family(q, k, v, cu_seqlens_q, keys, out, causal, window, scores)
+    calls.check_splits(num_splits)
     calls.need_sinks(sinks, q.shape[1])
     calls.need(
         k.shape[-1] == q.shape[2],
@@ -389,7 +403,7 @@ _OPTIONS = (
     "*, Tensor? page_table=None, SymInt? max_seqlen_q=None, SymInt? max_seqlen_k=None, "
     "Tensor? seqused_q=None, Tensor? seqused_k=None, "
     "bool causal=False, int[]? window=None, Tensor? sinks=None, float? softcap=None, float? scale=None, "
-    "bool return_lse=False, bool render=False"
+    "bool return_lse=False, int num_splits=0, bool render=False"
 )
 calls.register(f"attention_packed({_INPUTS}, {_OPTIONS}) -> (Tensor, Tensor)", _packed, _packed_fake)
 calls.register(f"attention_packed_out({_INPUTS}, Tensor(a!) out, {_OPTIONS}) -> Tensor", _packed_out, _packed_out_fake)
