@@ -60,7 +60,7 @@ Timeline: a tile is one of queries, a step takes one tile of keys
        3  consumers  wait tile_full, arrive tile_empty             the one that warp 6 has found
     per tile:
        4  warp 4     wait k_empty, load K                          by cp.async, row by row, when free
-       5  warp 4     commit, wait copies, arrive k_full            it has landed, and a fence shows it to wgmma
+       5  warp 4     commit                                        it is told with the next one
        6  warp 4     wait k read, announce Q's bytes, load Q       by TMA, in the place of the one before
        7  warp 6     wait tile_empty, arrive tile_full             the next tile of this CTA's share of all
        8  consumers  wait q_full                                   Q has landed
@@ -70,9 +70,9 @@ Timeline: a tile is one of queries, a step takes one tile of keys
       12  consumers  softmax, round P                              P = 2^(S - max), in 16 bits
     per step:
       13  warp 4     wait k_empty, load K                          by cp.async, row by row, when free
-      14  warp 4     commit, wait copies, arrive k_full            it has landed, and a fence shows it to wgmma
+      14  warp 4     commit, wait copies, arrive k_full            the one before has landed; a fence shows it
       15  warp 5     wait v_empty, load V                          by cp.async, row by row, zeros behind all
-      16  warp 5     commit, wait copies, arrive v_full            it has landed, and a fence shows it to wgmma
+      16  warp 5     commit, wait copies, arrive v_full            the one before has landed; a fence shows it
       17  consumers  wait k_full, S = Q K^T                        by wgmma, of a step other than the first
       18  consumers  wait v_full, O += P V                         by wgmma, of the step before
       19  consumers  wait_group 1, arrive k_empty                  S is complete, P V runs on
@@ -81,16 +81,18 @@ Timeline: a tile is one of queries, a step takes one tile of keys
       22  consumers  wait_group 0, arrive v_empty                  O is complete
       23  consumers  rescale, round P                              O to the new maxima; P in 16 bits
     at a tile's end:
-      24  warp 4     next tile, wait tile_full, arrive tile_empty  the one that warp 6 has found
-      25  warp 5     next tile, wait tile_full, arrive tile_empty  the one that warp 6 has found
-      26  consumers  next tile, wait tile_full, arrive tile_empty  the one that warp 6 has found
-      27  consumers  wait v_full                                   the last V has landed
-      28  consumers  O += P V                                      by wgmma, of the last step
-      29  consumers  wait_group 0, arrive v_empty                  O is complete
-      30  consumers  store LSE                                     from registers; of a part always
-      31  consumers  store O                                       from registers; of a part in float32
+      24  warp 4     wait copies, arrive k_full                    so has the last one
+      25  warp 4     next tile, wait tile_full, arrive tile_empty  the one that warp 6 has found
+      26  warp 5     wait copies, arrive v_full                    so has the last one
+      27  warp 5     next tile, wait tile_full, arrive tile_empty  the one that warp 6 has found
+      28  consumers  next tile, wait tile_full, arrive tile_empty  the one that warp 6 has found
+      29  consumers  wait v_full                                   the last V has landed
+      30  consumers  O += P V                                      by wgmma, of the last step
+      31  consumers  wait_group 0, arrive v_empty                  O is complete
+      32  consumers  store LSE                                     from registers; of a part always
+      33  consumers  store O                                       from registers; of a part in float32
     at last:
-      32  warp 6     wait tile_empty, arrive tile_full             there is no other
+      34  warp 6     wait tile_empty, arrive tile_full             there is no other
 """
 
 import functools

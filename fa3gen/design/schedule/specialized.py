@@ -56,6 +56,7 @@ def _produce_q_and_k(spec: Forward, drawing: str) -> Iterator[Step]:
         yield step("tile", "wait_empty", on="q")
         yield step("tile", "load", "Q", "q", note="by TMA, when its place is free")
     yield from _load_keys(spec, Q_K, "step")
+    yield from _tell_last_keys(spec, Q_K)
     if footprint.packed_sequences(spec) and spec.scheduler != "even":
         yield step("end", "release", on="tile", note="K is on its way: it is time to draw")
         yield step("end", "wait_full", on="tile", note=f"the one that {drawing} has found")
@@ -75,13 +76,28 @@ def _load_keys(spec: Forward, who: str, place: Place) -> Iterator[Step]:
     yield step("wait_empty", on=ring)
     if footprint.gathered(spec):
         yield step("load", what, ring, note=f"by cp.async, row by row, {note}")
-        yield step("commit")
-        yield step("wait_copies", what)
-        yield step("fill", on=ring, note="it has landed, and a fence shows it to wgmma")
+        if footprint.gathered_ahead(spec) == 1:
+            yield step("commit")
+            yield step("wait_copies", what)
+            yield step("fill", on=ring, note="it has landed, and a fence shows it to wgmma")
+        elif place == "tile":
+            yield step("commit", note="it is told with the next one")
+        else:
+            yield step("commit")
+            yield step("wait_copies", what, ahead=-1)
+            yield step("fill", on=ring, ahead=-1, note="the one before has landed; a fence shows it")
     elif footprint.paged(spec):
         yield step("load", what, ring, note=f"by TMA, boxes of {footprint.page_rows(spec)} keys, {note}")
     else:
         yield step("load", what, ring, note=f"by TMA, {note}")
+
+
+def _tell_last_keys(spec: Forward, who: str) -> Iterator[Step]:
+    """Where a tile is told when the next one has been asked for, the last one is told here."""
+    if footprint.gathered_ahead(spec) > 1:
+        what = "V" if who == V else "K"
+        yield Step(who, "end", "wait_copies", what)
+        yield Step(who, "end", "fill", on=what.lower(), note="so has the last one")
 
 
 def _note_on_keys(spec: Forward, what: str, place: Place) -> str:
@@ -114,6 +130,7 @@ _FIND_SHARE = (
 def _produce_v(spec: Forward, drawing: str) -> Iterator[Step]:
     yield from _first(spec, V, drawing)
     yield from _load_keys(spec, V, "step")
+    yield from _tell_last_keys(spec, V)
     yield from _next(spec, V, drawing)
 
 

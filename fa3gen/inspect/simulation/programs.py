@@ -186,6 +186,8 @@ class _Program:
                 continue
             of_queries = step.on in ("q", "tile")
             tile, end = (query, queries.stop) if of_queries else (number, self.cta.first[queries.stop])
+            if step.kind in ("wait_copies", "fill") and tile + step.ahead < tile == self.cta.first[query]:
+                continue  # of these keys there was no tile before
             if tile + step.ahead < end:
                 yield from self._step(step, tile + step.ahead, query)
             elif step.kind == "product":
