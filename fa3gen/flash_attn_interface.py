@@ -253,7 +253,7 @@ def flash_attn_with_kvcache(
     causal, window = _mask(causal, window_size, seq_q, cache.room)
     options: dict[str, Any] = {"causal": causal, "window": window, "scale": softmax_scale}
     options |= {"sinks": s_aux, "softcap": softcap or None, "return_lse": return_softmax_lse, "render": RENDER}
-    options |= {"num_splits": 1} if num_splits == 1 else {}
+    options["num_splits"] = int(num_splits == 1)
     named = k, v, cu_seqlens_q, cache_seqlens, cache_leftpad, cache_batch_idx, page_table
     if all(x is None for x in named):
         returned = attention(q, k_cache, v_cache, out=out, **options)

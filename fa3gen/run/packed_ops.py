@@ -53,7 +53,6 @@ def _explain(
     """
     keys, scores = (cu_seqlens_k, page_table, seqused_k), (sinks, softcap)
     family = _family(q, k, v, cu_seqlens_q, keys, out, causal, window, scores)
-    calls.check_splits(num_splits)
     size = _size(q, v, cu_seqlens_q, page_table, (max_seqlen_q, max_seqlen_k), window, num_splits)
     return calls.explained(family, size, lse=return_lse, render=render)
 
@@ -198,7 +197,8 @@ def _family(
 def _size(
     q: Any, v: Any, cu_seqlens_q: Any, page_table: Any, longest: tuple[Any, Any], window: Window, num_splits: int
 ) -> Size:
-    """The size of a call as the host knows it."""
+    """The size of a call as the host knows it. Raises ArgumentError for a number of parts that cannot be asked for."""
+    calls.check_splits(num_splits)
     (total_q, heads_q, _), (heads_kv, _) = q.shape, v.shape[-2:]
     offsets, total_k = cu_seqlens_q.shape[0], _rows(v, page_table)
     keys, tiles, queries = _extents(total_q, total_k, offsets, heads_q, *longest, window)
@@ -273,7 +273,6 @@ def _serving(
     except (AttributeError, IndexError, TypeError, ValueError):
         pass  # not three dimensions, or no tensor: what follows says so
     family = _family(q, k, v, cu_seqlens_q, keys, out, causal, window, scores)
-    calls.check_splits(num_splits)
     size = _size(q, v, cu_seqlens_q, page_table, longest, window, num_splits)
     return calls.found(key, family, size, lse=return_lse)
 

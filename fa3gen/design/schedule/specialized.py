@@ -78,14 +78,12 @@ def _load_keys(spec: Forward, who: str, place: Place) -> Iterator[Step]:
         yield step("load", what, ring, note=f"by cp.async, row by row, {note}")
         if footprint.gathered_ahead(spec) == 1:
             yield step("commit")
-            yield step("wait_copies", what)
-            yield step("fill", on=ring, note="it has landed, and a fence shows it to wgmma")
+            yield from _tell_keys(who, place, "it has landed, and a fence shows it to wgmma")
         elif place == "tile":
             yield step("commit", note="it is told with the next one")
         else:
             yield step("commit")
-            yield step("wait_copies", what, ahead=-1)
-            yield step("fill", on=ring, ahead=-1, note="the one before has landed; a fence shows it")
+            yield from _tell_keys(who, place, "the one before has landed; a fence shows it", ahead=-1)
     elif footprint.paged(spec):
         yield step("load", what, ring, note=f"by TMA, boxes of {footprint.page_rows(spec)} keys, {note}")
     else:
@@ -95,9 +93,14 @@ def _load_keys(spec: Forward, who: str, place: Place) -> Iterator[Step]:
 def _tell_last_keys(spec: Forward, who: str) -> Iterator[Step]:
     """Where a tile is told when the next one has been asked for, the last one is told here."""
     if footprint.gathered_ahead(spec) > 1:
-        what = "V" if who == V else "K"
-        yield Step(who, "end", "wait_copies", what)
-        yield Step(who, "end", "fill", on=what.lower(), note="so has the last one")
+        yield from _tell_keys(who, "end", "so has the last one")
+
+
+def _tell_keys(who: str, place: Place, note: str, *, ahead: int = 0) -> Iterator[Step]:
+    """Wait for the copies of a tile, and have the consumers know."""
+    what = "V" if who == V else "K"
+    yield Step(who, place, "wait_copies", what, ahead=ahead)
+    yield Step(who, place, "fill", on=what.lower(), ahead=ahead, note=note)
 
 
 def _note_on_keys(spec: Forward, what: str, place: Place) -> str:

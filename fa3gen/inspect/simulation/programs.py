@@ -186,7 +186,7 @@ class _Program:
                 continue
             of_queries = step.on in ("q", "tile")
             tile, end = (query, queries.stop) if of_queries else (number, self.cta.first[queries.stop])
-            if step.kind in ("wait_copies", "fill") and tile + step.ahead < tile == self.cta.first[query]:
+            if step.kind in ("wait_copies", "fill") and step.ahead < 0 and number == self.cta.first[query]:
                 continue  # of these keys there was no tile before
             if tile + step.ahead < end:
                 yield from self._step(step, tile + step.ahead, query)
