@@ -5,6 +5,7 @@ Extents are written as the module writes them: `d0` is a variable of a call, `RO
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import PurePath
 
@@ -90,14 +91,17 @@ class RingPlan:
     ctas_per_sm: int
 
 
+# Of a ring: of the tiles that are loaded ahead, that is stored, and that takes the place of one that was.
+TILE_NUMBERS = "first + i * num_ctas", "tile", "upcoming"
+
+
 @dataclass(frozen=True)
 class ArgumentsPlan:
-    """What functions take: `source` and `target` are what a tile is found in, on its way in and on its way out."""
+    """What functions take: `places` say where tiles lie in x and out, by the Python expressions of their numbers."""
 
     launch: tuple[Parameter, ...]
     kernel: tuple[str, ...]
-    source: str
-    target: str
+    places: Mapping[str, str]
 
 
 @dataclass(frozen=True)
@@ -278,8 +282,7 @@ def _arguments(spec: Copy, arguments: tuple[Argument, ...]) -> ArgumentsPlan:
     return ArgumentsPlan(
         launch=tuple(_parameter(argument) for argument in arguments),
         kernel=("mX", "mO", *numbers, *counted, "tma_load", "tma_store"),
-        source="(mX, offsets)" if numbers else "mX",
-        target="(mO, offsets)" if numbers else "mO",
+        places={each: f"tile_rows(offsets, {each})" if numbers else each for each in TILE_NUMBERS},
     )
 
 
