@@ -5,8 +5,10 @@ from __future__ import annotations
 import ast
 import dataclasses
 import itertools
+import random
 import re
 import types
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, get_args
 from xml.etree import ElementTree
@@ -198,7 +200,68 @@ class Fake:
         )
 
 
+class FakeWarp(Fake):
+    """32 lanes that look for a tile together: what differs among them is a list of 32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lane = 0
+        self.size = lambda x, mode=None: len(x)  # type: ignore[assignment]
+        self.arch = types.SimpleNamespace(
+            lane_idx=lambda: self.lane,
+            shuffle_sync=lambda x, lane: x[lane] if isinstance(x, list) else x,
+            vote_ballot_sync=lambda lanes: lanes,
+            popc=sum,
+        )
+
+
+class Lanes(list[int]):
+    """A number of each lane, and what a warp does with such."""
+
+    def __add__(self, other: Any) -> Any:
+        return Lanes(a + b for a, b in zip(self, other, strict=True))
+
+    def __radd__(self, other: int) -> Any:
+        return Lanes(other + lane for lane in self)
+
+    def __sub__(self, other: Any) -> Any:
+        return Lanes(a - b for a, b in zip(self, other, strict=True))
+
+    def __le__(self, other: Any) -> Any:
+        return Lanes(lane <= other for lane in self)
+
+
+def found_by_warp(stem: str, spec: Spec, sequences: Sequence[tuple[int, int]], heads: int) -> Iterator[tuple[int, ...]]:
+    """(sequence, m_block, head) of all tiles, by the module's `find_tile` for one number after the other."""
+    warp = FakeWarp()
+    of_lane = division_of(stem, warp)
+    begins = [[0, *itertools.accumulate(side)] for side in zip(*sequences, strict=True)]
+    paged = spec.problem.layout == "paged"
+    lengths = (begins[0], [], [seq_k for _, seq_k in sequences], begins[0][-1], 10**9)
+    lengths = lengths if paged else (*begins, [], [], begins[0][-1], begins[1][-1])  # type: ignore[assignment]
+    given = (*lengths, heads, heads)
+    look, of_lane["sum_up_to_lane"] = of_lane["look_at"], lambda tiles: 0
+
+    def look_at(first: int, before: int, _: Any) -> tuple[Any, ...]:
+        seen = []
+        for warp.lane in range(32):
+            seen.append(look(first, before, given)[2:-1])
+        columns = [Lanes(column) for column in zip(*seen, strict=True)]
+        return first, before, *columns, Lanes(itertools.accumulate(columns[-1]))
+
+    of_lane["look_at"] = look_at
+    group = look_at(0, 0, given)
+    group = (0, *group) if spec.order == "by_head" else group
+    for number in itertools.count():
+        (m_block, head, _, sequence, *_), group, count = of_lane["find_tile"](number, group, given)
+        if m_block < 0:
+            assert count == number
+            return
+        yield sequence, m_block, head
+
+
 DIVISION = ("Work", "first_work", "work_on", "piece_of_work", "kv_range", "tile_coordinates", "place_in_sequence")
+DIVISION += ("find_tile", "look_at", "bounds_of")
 """Who does what, in the order of the modules; each has some of these."""
 
 
@@ -330,6 +393,23 @@ def check_sequences(place_in_sequence: Any, spec: Spec, heads: int) -> None:
     assert [(entry.batch, entry.m_block, entry.head) for entry in order] == wanted
 
 
+def test_a_warp_finds_tiles_in_this_order() -> None:
+    """More sequences than lanes, some of them without queries; head after head, or all heads of a sequence."""
+    draw, ways = random.Random(0), set()
+    for stem in tiled_stems():
+        spec = spec_of(stem)
+        if spec.problem.layout == "dense" or spec.scheduler != "dynamic":
+            continue
+        for count in (1, 33, 70):
+            sequences = [(draw.choice((0, 1, 90, 300)), draw.choice((1, 700, 40_000))) for _ in range(count)]
+            pack = spec.tile.pack_heads
+            shape = PackedShape(*map(tuple, zip(*sequences, strict=True)), 3 * pack, 3)
+            wanted = [(entry.batch, entry.m_block, entry.head) for entry in tile_order.taken(spec, shape)]
+            assert list(found_by_warp(stem, spec, sequences, 3)) == wanted, stem
+        ways.add(spec.order)
+    assert ways == {"by_sequence", "by_head"}
+
+
 def check_line(place_in_sequence: Any, spec: Spec, heads: int) -> None:
     """Steps of a sequence: of each tile of queries all tiles of keys, one at least."""
     sequences = ((70, 900), (0, 9), (1, 0), (5, 64))
@@ -355,6 +435,8 @@ def test_tiles_of_queries_are_taken_in_the_modules_order() -> None:
         spec = spec_of(stem)
         if spec.scheduler == "even":
             check_line(division_of(stem, Fake())["place_in_sequence"], spec, heads)
+            continue
+        if spec.order == "by_head":  # the next test has those
             continue
         if spec.problem.layout != "dense":
             check_sequences(division_of(stem, Fake())["place_in_sequence"], spec, heads)

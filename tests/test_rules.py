@@ -843,6 +843,17 @@ def test_packed_scheduler() -> None:
     )
 
 
+def test_order_by_head() -> None:
+    legal = [("by_sequence", "dense", "static"), ("by_head", "packed", "dynamic"), ("by_head", "paged", "dynamic")]
+    assert [schedules.order_by_head(*asked) for asked in legal] == [None] * 3
+    for layout, scheduler in (("dense", "dynamic"), ("packed", "even")):
+        assert schedules.order_by_head("by_head", layout, scheduler) == Violation(
+            "order",
+            "by_head is rendered for packed sequences and pages with scheduler dynamic, not for layout "
+            f"{layout} with {scheduler}; use by_sequence, or layout packed with scheduler dynamic",
+        )
+
+
 def test_packed_overlap() -> None:
     assert schedules.packed_overlap("packed", True) is schedules.packed_overlap("dense", False) is None
     assert schedules.packed_overlap("packed", False) == Violation(

@@ -17,9 +17,9 @@ def parse_sequences(text: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
     Raises UserError for anything else, and where there are no rows of queries, or of keys.
     """
     from fa3gen.base.errors import UserError
-    from fa3gen.measure.packed_cells import DECODING_LENGTHS, PACKED_LENGTHS, PAGED_LENGTHS
+    from fa3gen.measure.packed_cells import DECODING_LENGTHS, MIXED_LENGTHS, PACKED_LENGTHS, PAGED_LENGTHS
 
-    lists = {**PACKED_LENGTHS, **PAGED_LENGTHS, **DECODING_LENGTHS}
+    lists = {**PACKED_LENGTHS, **PAGED_LENGTHS, **MIXED_LENGTHS, **DECODING_LENGTHS}
     if text in lists:
         return lists[text]
     lengths = []

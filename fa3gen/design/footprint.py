@@ -52,7 +52,7 @@ REGISTER_BUDGETS = {1: (56, 256), 2: (24, 240), 3: (32, 160)}
 # A warp that looks for its tile among packed sequences does not make do with 24.
 PACKED_BUDGETS = {**REGISTER_BUDGETS, 2: (40, 232)}
 SHARED_PRODUCER_REGISTERS = 24  # of a producer's thread where CTAs share an SM's registers: as few as setmaxnreg gives
-FINDING_PRODUCER_REGISTERS = 56  # the same where one of its warps looks for tiles among packed sequences
+FINDING_PRODUCER_REGISTERS = 56  # the same where one of its warps looks through packed sequences more than once
 QUAD = 4  # threads that share the rows of a warpgroup's accumulator (PTX ISA, wgmma register fragments)
 FRAGMENT_ROWS = 2  # of a thread in 64 rows of an accumulator
 FRAGMENT_COLUMNS = 2  # of a thread in every 8 columns of an accumulator, side by side
@@ -230,7 +230,8 @@ def register_budget(spec: Forward) -> tuple[int, int]:
     if register_shares(spec) == 1:
         return (PACKED_BUDGETS if packed_sequences(spec) else REGISTER_BUDGETS)[consumers]
     pool, unit = (consumers + 1) * launch_registers(spec), hopper.REGISTER_UNIT_PER_THREAD
-    producer = FINDING_PRODUCER_REGISTERS if spec.scheduler == "even" else SHARED_PRODUCER_REGISTERS
+    searches = spec.scheduler == "even" or spec.order == "by_head"
+    producer = FINDING_PRODUCER_REGISTERS if searches else SHARED_PRODUCER_REGISTERS
     return producer, (pool - producer) // consumers // unit * unit
 
 

@@ -87,6 +87,7 @@ _VALUES: Mapping[str, Sequence[Any]] = {
         {"kind": "cooperative"},
     ),
     "scheduler": get_args(Scheduler),
+    "order": ("by_sequence",),
     "mask": ({"kind": "causal"}, {"kind": "none"}),
     "softmax.rescale_above": (None,),
     "softmax.row_max": ("online",),

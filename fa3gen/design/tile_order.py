@@ -54,10 +54,12 @@ def taken(spec: Forward, shape: Shape | PackedShape) -> Iterator[Taken]:
         yield from _of_batch(spec, shape.seq_q, shape.seq_k, heads, shape.batch)
         return
     before = 0
-    for sequence, (seq_q, seq_k) in enumerate(shape.sequences):
-        for entry in _of_batch(spec, seq_q, seq_k, heads, 1):
-            yield Taken(before + entry.number, entry.m_block, entry.head, sequence)
-        before += -(-seq_q // positions(spec)) * heads
+    for first in range(heads) if spec.order == "by_head" else (0,):
+        for sequence, (seq_q, seq_k) in enumerate(shape.sequences):
+            of_sequence = list(_of_batch(spec, seq_q, seq_k, 1 if spec.order == "by_head" else heads, 1))
+            for entry in of_sequence:
+                yield Taken(before + entry.number, entry.m_block, first + entry.head, sequence)
+            before += len(of_sequence)
 
 
 def _of_batch(spec: Forward, seq_q: int, seq_k: int, heads: int, batch: int) -> Iterator[Taken]:

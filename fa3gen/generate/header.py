@@ -359,7 +359,8 @@ def _tiles_sentence(spec: Forward) -> str:
         return f"a CTA per tile, placed by the grid{order}{shared}"
     if spec.scheduler == "dynamic":
         if footprint.packed_sequences(spec):
-            return f"{_ctas(spec)}; each draws its next tile from a counter, and a warp looks where that lies"
+            by_head = ", head after head" * (spec.order == "by_head")
+            return f"{_ctas(spec)}; each draws its next tile from a counter{by_head}, and a warp looks where that lies"
         return f"{_ctas(spec)}; each draws its next tile from a counter: longest first, a few heads at a time"
     if spec.scheduler == "even":
         return f"{_ctas(spec)}; each has those of its share, of which the first and the last may be parts"

@@ -173,8 +173,8 @@ class ArgumentsPlan:
     gets beside shared memory and rings; `schedule` is what the scheduler reads, beginning with what a work item is made
     of (`made_of`), `work` what a role is given to know its tiles by. `k_loads` and `v_loads` are what one that loads
     begins with, `loaded_by` what it ends with. `ranged` is what decides which tiles of keys are
-    visited, `seen` the same of a work item. Of packed sequences `sequences` is what says where they lie, and `bounds`
-    where one does. `softmax_step` is what the softmax of a step takes, `rows` what a thread keeps of its rows, and
+    visited, `seen` the same of a work item. Of packed sequences `sequences` is what says where they lie, `bounds`
+    where one does, and `looked_at` what a warp knows of 32 of them and of what comes before. `softmax_step` is what the softmax of a step takes, `rows` what a thread keeps of its rows, and
     `lse_from` what their LSE is made of. Of parts `summed` is what a warp that adds them up reads, `combined` what the
     kernel that does takes, `combine_call` what it is given, and `row_outputs` what it needs to finish a row.
     """
@@ -193,6 +193,7 @@ class ArgumentsPlan:
     loaded_by: tuple[str, ...] = ()
     sequences: tuple[str, ...] = ()
     bounds: tuple[str, ...] = ()
+    looked_at: tuple[str, ...] = ()
     work_on: tuple[str, ...] = ()
     consume: tuple[str, ...] = ()
     store_tile: tuple[str, ...] = ()
@@ -310,7 +311,7 @@ class SchedulerPlan:
     of keys, in at most `parts` parts of a tile of queries, where that saves at least `steps_saved` of them. dynamic
     draws tiles `slots` ahead, those of as many heads at a time as have K and V in `l2_mib` MiB; other warps are told
     where a tile lies (`passes_coordinates`) or its number, `loaders_told` warps that load among them.
-    `shuffles_coordinates`: see `footprint`. even has all steps in equal shares, of which a CTA leaves
+    `shuffles_coordinates`: see `footprint`. `by_head`: of packed sequences those of one head come first. even has all steps in equal shares, of which a CTA leaves
     `share_words`. `split`: keys come in parts, of `min_steps` tiles at least, or (not 0) of
     `keys_of_part` keys.
     """
@@ -326,6 +327,7 @@ class SchedulerPlan:
     steps_saved: int = tile_order.STEPS_SAVED
     l2_mib: int = tile_order.BYTES_IN_L2 // 2**20
     share_words: int = splits.SHARE_WORDS
+    by_head: bool = False
     split: bool = False
     min_steps: int = splits.STEPS_OF_PART
     keys_of_part: int = 0
@@ -663,6 +665,7 @@ def _scheduler(spec: Forward) -> SchedulerPlan:
         shuffles,
         slots,
         1 + footprint.packed_sequences(spec),
+        by_head=spec.order == "by_head",
         split=spec.split is not None,
         keys_of_part=(spec.split and spec.split.keys) or 0,
     )
@@ -708,6 +711,7 @@ def _arguments(spec: Forward) -> ArgumentsPlan:
     outputs = ("mO", *["mLSE"] * spec.outputs.lse, *["tma_O", "sO"] * stored)
     turn = ["consumer"] * isinstance(spec.schedule, PingPongSchedule)
     cap = ["cap_scale"] * spec.softmax.softcap
+    bounds = "q_begin", "seq_q", *["k_begin"] * (not pages), "seq_k"
     work = ("schedule",) if packed else ("work", "schedule")
     draws = [{"even": "shares"}.get(spec.scheduler, "counter"), "tile_ring", "tiles"] * footprint.tells_tiles(spec)
     has_max = spec.softmax.row_max == "online"
@@ -737,7 +741,8 @@ def _arguments(spec: Forward) -> ArgumentsPlan:
         v_loads="mV" if gathered else "tma_V, mV" if pages else "tma_V, mVt",
         loaded_by=(*pages, *work),
         sequences=_sequences(spec),
-        bounds=("q_begin", "seq_q", *["k_begin"] * (not pages), "seq_k"),
+        bounds=bounds,
+        looked_at=("first", "before", *bounds, "tiles", "tiles_to_here"),
         work_on=_work_on(spec, window),
         consume=(*outputs, *handed_on, *sinks, "scale_log2", *cap, *work),
         store_tile=(*outputs, *["parts"] * (spec.split is not None), "work", "acc_O", *sums),

@@ -49,6 +49,14 @@ DECODING_LENGTHS = {
     "draft8_on_8k": ((4,) * 8, (8192,) * 8),
     "decode32_one_long": ((1,) * 32, (131072, *(1024,) * 31)),
 }
+# Queries and keys of a step of serving in which chunks of prompts come with decoding steps: one chunk before them and
+# behind them, and several.
+_STEPS = tuple(2048 + 32 * i for i in range(63))
+MIXED_LENGTHS = {
+    "chunk_and_63_steps": ((512, *(1,) * 63), (4096, *_STEPS)),
+    "63_steps_and_chunk": ((*(1,) * 63, 512), (*_STEPS, 4096)),
+    "4_chunks_and_140_steps": ((512, *(1,) * 35) * 4, (4096, *_STEPS[:35]) * 4),
+}
 # Windows (left, right) as models have them, and the decoding steps that they are measured with.
 _SHORT = "decode1_on_32k", "decode8_on_4k", "decode64_on_4k"
 _LONG = "decode1_on_32k", "decode64_on_4k", "draft8_on_8k"
@@ -72,7 +80,8 @@ def packed_modules(workspace: Workspace) -> Iterator[Variant[Forward]]:
 def cells(workspace: Workspace) -> Iterator[tuple[PackedProblem, list[Variant[Forward]]]]:
     """Each cell with the modules that can serve it, those of a group of heads among them.
 
-    Modules that split keys are measured where there are few queries, beside all others; without any, nothing is. With
+    Modules that split keys are measured where there are few queries, beside all others; without any, nothing is.
+    Decoding steps with chunks of prompts are measured where there are modules that take head after head. With
     windows, sinks or a cap nothing else is: of many queries there is one module for each call, and nothing to choose.
     """
     families: dict[Family, list[Variant[Forward]]] = {}
@@ -85,6 +94,8 @@ def cells(workspace: Workspace) -> Iterator[tuple[PackedProblem, list[Variant[Fo
             able = [variant for variant in variants if takes_group(variant.spec, heads[0] // heads[1])]
             whole = [variant for variant in able if variant.spec.split is None]
             for name, lengths in _lengths(family) if whole and plain else ():
+                yield PackedProblem.of(family, name, PackedShape(*lengths, *heads)), whole
+            for name, lengths in MIXED_LENGTHS.items() if any(one.spec.order == "by_head" for one in whole) else ():
                 yield PackedProblem.of(family, name, PackedShape(*lengths, *heads)), whole
             for name, window in _steps(family) if len(whole) < len(able) else ():
                 shape = PackedShape(*DECODING_LENGTHS[name], *heads, window=window)

@@ -16,7 +16,7 @@ from fa3gen.base.parts import rounded
 from fa3gen.design.family import Family
 from fa3gen.design.workspace import Workspace
 from fa3gen.records import packed_records, tuning_records
-from fa3gen.records.packed_records import PackedRecord
+from fa3gen.records.packed_records import PackedProblem, PackedRecord
 from fa3gen.records.tuning_records import TuningRecord
 from fa3gen.run.dispatch import (
     DIGEST_LENGTH,
@@ -159,8 +159,9 @@ def rows_from_records(records: Iterable[Record]) -> list[Row]:
     within WORTH_A_ROW of the best at each of its lengths, which is so where nothing was measured. Raises UserError
     where no module was measured in all records of one length in one band.
 
-    Calls with few queries (FEW_QUERIES; records of packed sequences by the mean) have rows of their own, before all
-    others, where modules that split keys, and whose tiles have room for all heads of a kv head, serve best.
+    Calls with few queries (FEW_QUERIES, of the longest sequence) have rows of their own, before all others, where
+    modules that split keys, and whose tiles have room for all heads of a kv head, serve best. Behind these come rows
+    for as few in the mean, for chunks of prompts beside decoding steps.
 
     Calls of packed sequences have rows for groups of heads, too: where modules whose tiles hold several heads serve
     best the groups that are multiples of as many, as measured with such groups, these rows come first.
@@ -182,9 +183,18 @@ def _order(family: Family) -> tuple[Any, ...]:
 
 
 def _of_family(family: Family, records: Sequence[Record]) -> Iterator[Row]:
-    """Rows of one family: first those for groups of heads, the largest ones first."""
+    """Rows of one family: for few queries, for a few in the mean, and for many."""
     yield from _of_few_queries(family, [record for record in records if _is_decoding(record)])
-    records = [record for record in records if not _is_decoding(record)]
+    mixed = [record for record in records if _is_mixed(record)]
+    for row in _of_groups(family, mixed):
+        yield row.model_copy(update={"mean_q": Region(up_to=FEW_QUERIES)})
+    many = [record for record in records if not (_is_decoding(record) or _is_mixed(record))]
+    yield from _of_groups(family, many)
+    yield from _rows(family, [_Cell(record) for record in many])
+
+
+def _of_groups(family: Family, records: Sequence[Record]) -> Iterator[Row]:
+    """Rows for groups of heads, the largest ones first, where modules whose tiles hold several serve best."""
     packed = [record for record in records if isinstance(record, PackedRecord)]
     sizes = {_heads_in_a_tile(result.spec) for record in packed for result in record.results}
     for group in sorted(sizes - {1}, reverse=True):
@@ -192,11 +202,16 @@ def _of_family(family: Family, records: Sequence[Record]) -> Iterator[Row]:
         of_one_head = {file[0] for record in packed for file in _Cell(record).speeds}
         if any(row.module not in of_one_head for row in rows):
             yield from (row.model_copy(update={"group": Multiples(multiple_of=group)}) for row in rows)
-    yield from _rows(family, [_Cell(record) for record in records])
 
 
 def _is_decoding(record: Record) -> bool:
-    return record.problem.seq_q <= FEW_QUERIES
+    return record.problem.seq_q <= FEW_QUERIES and not _is_mixed(record)
+
+
+def _is_mixed(record: Record) -> bool:
+    """Whether sequences have few queries in the mean, and not all have."""
+    problem = record.problem
+    return isinstance(problem, PackedProblem) and max(problem.lengths_q) > FEW_QUERIES >= problem.seq_q
 
 
 def _of_few_queries(family: Family, records: Sequence[Record]) -> Iterator[Row]:

@@ -88,7 +88,8 @@ class Size:
     most. Tiles are those of `Shape.tiles`, 128 query rows of one head whatever module serves the call. `sms_here` are
     the SMs of the GPU that it runs on; None where there is none, and an H200's are taken. `group` is the number of
     query heads that share a head of k and v. Queries are those of a sequence; where sequences are packed those of the
-    longest, as far as a call tells. `whole`: no module serves the call that splits keys.
+    longest, as far as a call tells, and `mean_queries` are those of one in the mean. `whole`: no module serves the call
+    that splits keys.
     """
 
     keys: int
@@ -97,6 +98,12 @@ class Size:
     group: int = 1
     queries: int = NO_LIMIT
     whole: bool = False
+    mean_queries: int = NO_LIMIT
+
+    @property
+    def mixed(self) -> bool:
+        """Whether sequences have few queries in the mean, and not all have, as chunks of prompts beside decoding steps."""
+        return self.queries > FEW_QUERIES >= self.mean_queries
 
     @property
     def sms(self) -> int:
@@ -108,7 +115,9 @@ class Size:
         whose = ", as on an H200, since the tensors are on no GPU" if self.sms_here is None else ""
         tiles = f"{counted(self.tiles, 'tile')} of {TILE_ROWS} queries"
         heads = f", {self.group} query heads for each of k" if self.group > 1 else ""
-        few = f"{self.queries} {'query' if self.queries == 1 else 'queries'}, " if self.queries <= FEW_QUERIES else ""
+        few = counted(self.mean_queries, "query", "queries") + " of a sequence in the mean, " if self.mixed else ""
+        if self.queries <= FEW_QUERIES:
+            few = counted(self.queries, "query", "queries") + ", "
         return f"{few}{counted(self.keys, 'key')}, {tiles} on {self.sms} SMs{whose}{heads}{', not split' * self.whole}"
 
 
@@ -230,6 +239,9 @@ class Row(SpecModel):
     page_rows: int | None = Field(default=None, gt=0, description="Of pages: for sizes that are multiples of it.")
     group: Multiples | AtMost | None = None
     seq_q: Region | None = Field(default=None, description="Queries of each sequence, few for a decoding step.")
+    mean_q: Region | None = Field(
+        default=None, description="Queries of packed sequences in the mean: few for decoding steps and some prompts."
+    )
     tiles_per_sm: Load | None = None
     seq_k: Region | None = Field(default=None, description="Keys; of packed sequences, in the mean.")
     module: str
@@ -259,12 +271,14 @@ class Row(SpecModel):
         """Whether it stands for calls with so many query heads for each head of k and v, and so many queries."""
         if self.seq_q is not None and size.queries > self.seq_q.up_to:
             return False
+        if self.mean_q is not None and size.mean_queries > self.mean_q.up_to:
+            return False
         return self.group is None or self.group.holds(size.group)
 
     def narrowed(self, around: Stretch, size: Size) -> Stretch:
         """The part of a stretch around `size` in which this row serves every call, or none, as it does at `size`.
 
-        All calls of a stretch have the same group, and as many queries where these are few.
+        All calls of a stretch have the same group, as many queries where these are few, and else few in the mean or not.
         """
         if not self.serves_rows(size):
             return around
@@ -296,6 +310,8 @@ class Row(SpecModel):
             tiles = f"{self.group}, {tiles}"
         if self.seq_q:
             tiles = f"up to {self.seq_q.up_to} queries, {tiles}"
+        if self.mean_q:
+            tiles = f"up to {self.mean_q.up_to} queries in the mean, {tiles}"
         return tiles + (f"up to {self.seq_k.up_to} keys" if self.seq_k else "any number of keys")
 
 

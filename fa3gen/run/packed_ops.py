@@ -201,8 +201,9 @@ def _size(
     calls.check_splits(num_splits)
     (total_q, heads_q, _), (heads_kv, _) = q.shape, v.shape[-2:]
     offsets, total_k = cu_seqlens_q.shape[0], _rows(v, page_table)
-    keys, tiles, queries = _extents(total_q, total_k, offsets, heads_q, *longest, window)
-    return Size(keys, tiles, gpu.sm_count(q.get_device()), heads_q // (heads_kv or 1), queries, num_splits == 1)
+    keys, tiles, queries, mean = _extents(total_q, total_k, offsets, heads_q, *longest, window)
+    group = heads_q // (heads_kv or 1)
+    return Size(keys, tiles, gpu.sm_count(q.get_device()), group, queries, num_splits == 1, mean)
 
 
 def _rows(v: Any, page_table: Any) -> int:
@@ -215,12 +216,12 @@ def _rows(v: Any, page_table: Any) -> int:
 
 def _extents(
     total_q: int, total_k: int, offsets: int, heads: int, max_q: Any, max_k: Any, window: Window
-) -> tuple[int, int, int]:
+) -> tuple[int, int, int, int]:
     """Keys of a sequence in the mean, rounded up, and tiles of 128 queries, if all sequences were as long as that.
 
     Of the keys as many as a window shows. And queries of the longest sequence: if nobody says how many, one where there
     are no more queries than sequences, else any number, for in the mean a chunk of a prompt among decoding steps is few
-    queries, too.
+    queries, too. And those of a sequence in the mean.
     """
     sequences = offsets - 1 or 1  # without any there is nothing to compute
     seq_q, keys = -(-total_q // sequences), -(-total_k // sequences)
@@ -231,7 +232,7 @@ def _extents(
         keys = max_k
     if window is not None:
         keys = dispatch.seen(keys, window)
-    return keys, sequences * heads * -(-seq_q // TILE_ROWS), longest
+    return keys, sequences * heads * -(-seq_q // TILE_ROWS), longest, seq_q
 
 
 def _serving(
@@ -263,8 +264,8 @@ def _serving(
         key = "packed", q.get_device(), q.dtype, out_dtype, dim, v_dim, page, group, causal, window, return_lse
         if sinks is not None or softcap is not None:
             key += (sinks is not None, softcap is not None, calls.any_cap(softcap))
-        length, tiles, queries = _extents(total_q, total_k, cu_seqlens_q.shape[0], heads_q, *longest, window)
-        key += (queries if queries <= FEW_QUERIES else 0,)
+        length, tiles, queries, mean = _extents(total_q, total_k, cu_seqlens_q.shape[0], heads_q, *longest, window)
+        key += (queries if queries <= FEW_QUERIES else -1 if mean <= FEW_QUERIES else 0,)
         if num_splits:
             key += ("num_splits", num_splits)
         for least_keys, most_keys, least_tiles, most_tiles, attention in stretches.get(key, ()):

@@ -321,6 +321,12 @@ class Forward(SpecModel):
         "which takes tile after tile, those known from the start (`static`), these and an equal share of the last "
         "wave's steps (`stream_k`, after arXiv 2301.03598), or the next one of all (`dynamic`).",
     )
+    order: Literal["by_sequence", "by_head"] = Field(
+        default="by_sequence",
+        description="Of packed sequences with scheduler dynamic. `by_sequence`: a sequence's tiles of all heads, then "
+        "the next sequence's; `by_head`: all sequences' tiles of one head, then the next head's, so that the tiles of a "
+        "prompt, which the tensor cores bound, run beside those of decoding steps, which memory bounds.",
+    )
     split: Split | None = Field(default=None, description="Left out: a CTA visits all keys of its tile of queries.")
     softmax: Softmax = Softmax()
     outputs: Outputs = Outputs()

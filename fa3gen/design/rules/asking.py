@@ -128,6 +128,7 @@ def _scheduler(spec: Forward) -> Iterable[Answer]:
     yield schedules.packed_overlap.ask(spec.problem.layout, footprint.overlapped(spec))
     yield schedules.packed_output.ask(spec.problem.layout, spec.outputs.lse, spec.o_dtype, spec.problem.dtype)
     yield schedules.packed_scheduler.ask(spec.problem.layout, spec.scheduler)
+    yield schedules.order_by_head.ask(spec.order, spec.problem.layout, spec.scheduler)
     yield splits.even_shares.ask(spec.scheduler, spec.split is not None)
     yield schedules.scheduler_mask.ask(spec.scheduler, spec.mask.kind)
     yield output.output_dtype.ask(spec.problem.dtype, spec.o_dtype)

@@ -166,6 +166,18 @@ def packed_scheduler(layout: str, scheduler: str) -> Violation | None:
     )
 
 
+@rule(kind=GENERATOR, topic="q order")
+def order_by_head(order: str, layout: str, scheduler: str) -> Violation | None:
+    """Heads may come one after the other where a warp looks through sequences for the tile of a number drawn."""
+    if order == "by_sequence" or (layout != "dense" and scheduler == "dynamic"):
+        return None
+    return Violation(
+        "order",
+        f"by_head is rendered for packed sequences and pages with scheduler dynamic, not for layout {layout} with "
+        f"{scheduler}; use by_sequence, or layout packed with scheduler dynamic",
+    )
+
+
 @rule(kind=GENERATOR, topic="schedule")
 def packed_overlap(layout: str, overlap: bool) -> Violation | None:
     """Consumers of packed sequences are rendered with products beside the softmax, which is faster."""

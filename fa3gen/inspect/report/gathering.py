@@ -20,7 +20,7 @@ from fa3gen.inspect.report import numerics, speeds, tiles
 from fa3gen.inspect.report.listing import Listing, make_listing
 from fa3gen.inspect.report.numerics import Card
 from fa3gen.inspect.report.speeds import Ladder, Panel
-from fa3gen.measure.packed_cells import DECODING_LENGTHS, PACKED_LENGTHS, PAGED_LENGTHS
+from fa3gen.measure.packed_cells import DECODING_LENGTHS, MIXED_LENGTHS, PACKED_LENGTHS, PAGED_LENGTHS
 from fa3gen.records import evidence
 from fa3gen.spec.model import Forward
 
@@ -152,7 +152,7 @@ def _shapes(spec: Forward) -> list[tuple[str, Shape | PackedShape]]:
     if not footprint.packed_sequences(spec):
         return [("", Shape(max(1, TOKENS // length), length, length, *heads)) for length in SEQ_LENS]
     lists = PAGED_LENGTHS if footprint.paged(spec) else PACKED_LENGTHS
-    lists = DECODING_LENGTHS if spec.split is not None else lists
+    lists = DECODING_LENGTHS if spec.split is not None else MIXED_LENGTHS if spec.order == "by_head" else lists
     return [(name, call_of_lengths(spec, *lengths, heads=heads)) for name, lengths in lists.items()]
 
 
