@@ -74,14 +74,19 @@ def test_tiles_groups_and_the_longest_length_are_asked_for(way: str, request: py
 @BOTH_WAYS
 def test_few_queries_are_those_of_the_longest_sequence(way: str, request: pytest.FixtureRequest) -> None:
     """If a call says how long that is, or has no more queries than sequences: a chunk of a prompt among decoding steps
-    is few queries in the mean, too."""
+    is few queries in the mean, too, and such calls are a kind of their own."""
     modules: PackedModules = request.getfixturevalue(way)
     tensors = packed_tensors([29, 1, 1, 1], [40, 9, 9, 9])
     for longest in (None, 29, None, 29):
         fa3gen.attention_packed(*tensors, max_seqlen_q=longest)
     for queries, longest in ((1, None), (16, 16), (16, None), (17, 17), (1, 1)):
         fa3gen.attention_packed(*packed_tensors([queries] * 2, [30, 30]), max_seqlen_q=longest)
-    assert [size.queries for _, size, _ in modules.asked] == [NO_LIMIT, 1, 16]  # 17 are as many as any
+    assert [(size.queries, size.mixed) for _, size, _ in modules.asked] == [
+        *((NO_LIMIT, True), (1, False), (16, False)),  # 16 where nobody says the longest are as a chunk and steps
+        (17, False),
+    ]
+    fa3gen.attention_packed(*packed_tensors([29] * 2, [30, 30]), max_seqlen_q=29)
+    assert len(modules.asked) == 4  # 29 are as many as 17
 
 
 @pytest.mark.parametrize("way", ["eager", "modules"])
@@ -296,7 +301,8 @@ def test_explain_needs_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = [tensor.to("meta") for tensor in packed_tensors(*LENGTHS, head_dim=256)]
     why = fa3gen.attention_packed.explain(*tensors, causal=True, return_lse=True)
     assert (why.stem, why.file) == ("fwd_packed_d256_causal", CHECKOUT.module_path("fwd_packed_d256_causal"))
-    assert "  for   4 keys, 16 tiles of 128 queries on 132 SMs, as on an H200" in str(why)
+    for_size = "  for   3 queries of a sequence in the mean, 4 keys, 16 tiles of 128 queries on 132 SMs, as on an H200"
+    assert for_size in str(why)
     few = fa3gen.attention_packed.explain(*tensors, causal=True, max_seqlen_q=5)
     assert few.stem == "fwd_packed_decode_d256_causal"
     assert "  for   5 queries, 4 keys, 16 tiles of 128 queries on 132 SMs, as on an H200" in str(few)

@@ -26,6 +26,7 @@ D64, SHORT = "fwd_packed_d64_causal", "fwd_packed_short_d64_causal"
 PAGES, PAGES_OF_64 = "fwd_paged_d128_causal", "fwd_paged_64rows_d128_causal"
 SINGLE_ROWS = "fwd_paged_rows_d128_causal"
 EVEN = "fwd_packed_decode_d128_causal"
+MIXED, MIXED_64ROWS = "fwd_packed_mixed_d128_causal", "fwd_paged_64rows_mixed_d128_causal"
 GPU = "NVIDIA H200"
 
 
@@ -125,10 +126,37 @@ def test_the_cells_that_are_measured() -> None:
 
 def test_decoding_is_measured_where_modules_split_keys() -> None:
     cells = {problem.label: {variant.stem for variant in able} for problem, able in packed_cells.cells(CHECKOUT)}
-    assert cells["bf16 d128 causal packed decode64_on_4k, heads 32/8"] == {D128, PACK4, EVEN}
+    assert cells["bf16 d128 causal packed decode64_on_4k, heads 32/8"] == {D128, PACK4, MIXED, EVEN}
     assert EVEN not in cells["bf16 d128 causal packed chat16k, heads 32/8"]
     dims = {problem.family.head_dim for problem, _ in packed_cells.cells(CHECKOUT) if "decode" in problem.lengths}
     assert dims == {64, 128, 256}
+
+
+def test_chunks_beside_steps_are_measured_where_modules_take_head_after_head() -> None:
+    cells = {problem.label: {variant.stem for variant in able} for problem, able in packed_cells.cells(CHECKOUT)}
+    mixed = {label: able for label, able in cells.items() if "chunk" in label}
+    assert mixed["bf16 d128 causal packed chunk_and_63_steps, heads 32/8"] == {D128, PACK4, MIXED}
+    assert MIXED_64ROWS in mixed["bf16 d128 causal pages 64 63_steps_and_chunk, heads 32/8"]
+    assert all(able & {MIXED, "fwd_paged_mixed_d128_causal"} for able in mixed.values()) and len(mixed) == 9
+
+
+def test_few_queries_in_the_mean_have_rows_of_their_own() -> None:
+    """Behind those for few queries of each sequence, and where tiles of several heads serve best only."""
+    prefill = record([300] * 400, {D128: 400.0, PACK4: 450.0})
+    step = record([4096] * 64, {D128: 10.0, PACK4: 40.0, EVEN: 90.0}, queries=[1] * 64)
+    chunk = [512, *[1] * 63]
+    mixed = record([4097] * 64, {D128: 60.0, PACK4: 150.0, MIXED: 170.0}, queries=chunk)
+    few, room, both, four, rest = dispatch_table.rows_from_records([prefill, mixed, step])
+    assert few.seq_q == room.seq_q == dispatch.Region(up_to=16) and few.mean_q is four.mean_q is four.seq_q is None
+    assert (both.module, both.group, both.mean_q) == (MIXED, *(four.group, dispatch.Region(up_to=16)))
+    assert four.module == PACK4 and (rest.module, rest.group) == (D128, None)
+    size = Size(4097, 2048, group=4, queries=512, mean_queries=9)
+    assert both.serves_rows(size) and not few.serves_rows(size)
+    assert not both.serves_rows(Size(4097, 2048, group=4, queries=512, mean_queries=17))
+    assert str(size).startswith("9 queries of a sequence in the mean, 4097 keys, ")
+    assert both.region.startswith("up to 16 queries in the mean, groups of a multiple of 4 heads, ")
+    of_one_head = record([4097] * 64, {D128: 170.0, PACK4: 150.0, MIXED: 160.0}, queries=chunk)
+    assert {row.mean_q for row in dispatch_table.rows_from_records([prefill, of_one_head])} == {None}
 
 
 def test_few_queries_have_rows_for_groups_up_to_those_measured() -> None:

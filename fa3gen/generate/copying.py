@@ -5,7 +5,6 @@ Extents are written as the module writes them: `d0` is a variable of a call, `RO
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import PurePath
 
@@ -91,17 +90,18 @@ class RingPlan:
     ctas_per_sm: int
 
 
-# Of a ring: of the tiles that are loaded ahead, that is stored, and that takes the place of one that was.
-TILE_NUMBERS = "first + i * num_ctas", "tile", "upcoming"
-
-
 @dataclass(frozen=True)
 class ArgumentsPlan:
-    """What functions take: `places` say where tiles lie in x and out, by the Python expressions of their numbers."""
+    """What functions take.
+
+    Of a ring: where tiles lie that are loaded ahead, that is stored, and that takes the place of one that was.
+    """
 
     launch: tuple[Parameter, ...]
     kernel: tuple[str, ...]
-    places: Mapping[str, str]
+    ahead: str
+    stored: str
+    upcoming: str
 
 
 @dataclass(frozen=True)
@@ -282,8 +282,15 @@ def _arguments(spec: Copy, arguments: tuple[Argument, ...]) -> ArgumentsPlan:
     return ArgumentsPlan(
         launch=tuple(_parameter(argument) for argument in arguments),
         kernel=("mX", "mO", *numbers, *counted, "tma_load", "tma_store"),
-        places={each: f"tile_rows(offsets, {each})" if numbers else each for each in TILE_NUMBERS},
+        ahead=_place("first + i * num_ctas", spec),
+        stored=_place("tile", spec),
+        upcoming=_place("upcoming", spec),
     )
+
+
+def _place(number: str, spec: Copy) -> str:
+    """Where the tile with a number lies: of packed sequences that is looked for."""
+    return f"tile_rows(offsets, {number})" if boxes.packed(spec) else number
 
 
 def _parameter(argument: Argument) -> Parameter:

@@ -148,8 +148,8 @@ def packed() -> list[Mutation]:
     return [
         make(
             "tiles are not cut where their sequence ends",
-            "the store writes eight rows that end with the sequence, and begin before",
-            Change(Line("sub.s32 %r#, 1073741824, %r#;", 1, 2), "1073741824, %r#;", "1073741824, 8;"),
+            "the last tile of all has rows behind its sequence",
+            Change(rows, "min.s32", "max.s32"),
             reports={NUMBERS},
         ),
         make(
