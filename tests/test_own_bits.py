@@ -78,14 +78,25 @@ def test_one_module_serves_calls_of_every_size(mask: Mask, head_dim: int, page: 
     assert "the same bits in any batch" in str(choices[0])
 
 
+@pytest.mark.parametrize("mask", MASKS[:2], ids=lambda mask: mask.kind)
+@pytest.mark.parametrize("page", [None, 16, 64])
+def test_head_dim_256_has_modules_for_it(mask: Mask, page: int | None) -> None:
+    """The others rescale O rarely, and serve calls without the wish."""
+    layout = "packed" if page is None else "paged"
+    family = Family("bf16", 256, 256, mask, layout=layout, page_rows=page)
+    end = "_causal" * (mask.kind == "causal")
+    for group in (1, 4):
+        assert chosen(family, Size(4096, 64, 132, group, own_bits=True)).stem == f"fwd_{layout}_own_bits_d256{end}"
+        assert not own_bits(chosen(family, Size(4096, 64, 132, group)).spec)
+
+
 def test_without_it_calls_are_served_as_before() -> None:
     assert chosen(PACKED, Size(8192, 64, 132, 4)).row is not None
     assert chosen(PACKED, Size(8192, 64, 132, 4, queries=1)).spec.split is not None
 
 
 MISSING = [
-    PACKED._replace(head_dim=256, head_dim_v=256),
-    PACKED._replace(head_dim=256, head_dim_v=256, layout="paged", page_rows=16),
+    PACKED._replace(head_dim=256, head_dim_v=256, layout="paged", page_rows=24),
     PACKED._replace(head_dim=256, head_dim_v=256, mask=WINDOW),
     PACKED._replace(softcap=True),
     PACKED._replace(head_dim=80, head_dim_v=80, dtype="fp16"),
