@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import product
 from typing import Any
 
 import pytest
@@ -21,12 +22,17 @@ def on_a_gpu(hopper: Any) -> Any:
     return hopper
 
 
-@pytest.mark.parametrize("page", [None, 1, 16, 64], ids=str)
-@pytest.mark.parametrize("window", [None, (700, 0)], ids=str)
-@pytest.mark.parametrize(("head_dim", "heads"), [(64, (8, 1)), (64, (3, 1)), (128, (8, 2)), (128, (2, 2))], ids=str)
+CALLS = [
+    *product([(64, (8, 1)), (64, (3, 1)), (128, (8, 2)), (128, (2, 2))], [None, (700, 0)], [None, 1, 16, 64]),
+    *product([(256, (4, 1))], [None], [None, 16]),
+]
+
+
+@pytest.mark.parametrize(("dims", "window", "page"), CALLS, ids=str)
 def test_alone_in_a_batch_and_in_chunks(
-    head_dim: int, heads: tuple[int, int], window: tuple[int, int] | None, page: int | None
+    dims: tuple[int, tuple[int, int]], window: tuple[int, int] | None, page: int | None
 ) -> None:
+    head_dim, heads = dims
     generator = torch.Generator("cuda").manual_seed(head_dim)
 
     def drawn(rows: int, count: int, factor: float = 1.0) -> torch.Tensor:
