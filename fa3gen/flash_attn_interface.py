@@ -3,7 +3,8 @@
 from fa3gen.flash_attn_interface import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 
 Names, order, defaults and what is returned are those of hopper/flash_attn_interface.py of FlashAttention. What is ours
-comes behind them, by keyword only: `out`, a tensor to write O to, and `s_aux`, attention sinks.
+comes behind them, by keyword only: `out`, a tensor to write O to, `s_aux`, attention sinks, and `deterministic_batch`,
+the same bits in any batch, of which upstream's `deterministic` says nothing.
 
 Served are the forward of bfloat16 and float16 tensors that need no gradient: dense, packed with offsets (varlen), and
 caches, contiguous and paged, to which new keys may be appended; each with lengths on the device, causal, and with the
@@ -69,6 +70,7 @@ def flash_attn_func(
     *,
     out: Tensor | None = None,
     s_aux: Tensor | None = None,
+    deterministic_batch: bool = False,
 ) -> Any:
     """Attention of dense tensors: see `fa3gen.attention`.
 
@@ -82,6 +84,7 @@ def flash_attn_func(
         softcap: Scores become softcap tanh(softmax_scale S / softcap) before the mask; 0.0 for no cap.
         out: (batch, seq_q, heads_q, d_v) of q's dtype to write O to.
         s_aux: (heads_q,), bfloat16 or float32, `sinks` of `fa3gen.attention`, as messages call it.
+        deterministic_batch: As for `fa3gen.attention`.
         qv, q_descale, k_descale, v_descale, attention_chunk: Not served but by default.
         num_splits, pack_gqa, deterministic, sm_margin: Ignored.
 
@@ -104,6 +107,7 @@ def flash_attn_func(
         scale=softmax_scale,
         out=out,
         return_lse=return_attn_probs,
+        deterministic_batch=deterministic_batch,
         render=RENDER,
     )
 
@@ -135,6 +139,7 @@ def flash_attn_varlen_func(
     *,
     out: Tensor | None = None,
     s_aux: Tensor | None = None,
+    deterministic_batch: bool = False,
 ) -> Any:
     """Attention of packed sequences: see `fa3gen.attention_packed`.
 
@@ -143,11 +148,12 @@ def flash_attn_varlen_func(
         k, v: (total_k, heads_kv, d) and (total_k, heads_kv, d_v), heads_q a multiple of heads_kv.
         cu_seqlens_q, cu_seqlens_k: (sequences + 1,) int32, where sequences begin, and where the last one ends.
         max_seqlen_q, max_seqlen_k: The longest sequences. No result depends on them but that of a window, which is left
-            away where it reaches farther than they say.
+            away where it reaches farther than they say, unless deterministic_batch is asked for.
         seqused_q, seqused_k: (sequences,) int32, how many rows of each sequence there are; by default all.
         window_size: As for `flash_attn_func`, by the lengths of each sequence.
         return_attn_probs: Return (O, LSE), LSE (heads_q, total_q) float32.
         out: (total_q, heads_q, d_v) of q's dtype to write O to.
+        deterministic_batch: As for `fa3gen.attention_packed`.
         softmax_scale, causal, softcap, s_aux, and all others: As for `flash_attn_func`.
 
     Returns:
@@ -156,7 +162,8 @@ def flash_attn_varlen_func(
     _check_served(q, qv, (q_descale, k_descale, v_descale), chunk=attention_chunk)
     window = None
     if window_size != NO_WINDOW:
-        causal, window = _mask(causal, window_size, max_seqlen_q, max_seqlen_k)
+        longest = (None, None) if deterministic_batch else (max_seqlen_q, max_seqlen_k)  # those beside choose nothing
+        causal, window = _mask(causal, window_size, *longest)
     return attention_packed(
         _contiguous_rows(q),
         _contiguous_rows(k),
@@ -174,6 +181,7 @@ def flash_attn_varlen_func(
         scale=softmax_scale,
         out=out,
         return_lse=return_attn_probs,
+        deterministic_batch=deterministic_batch,
         render=RENDER,
     )
 
@@ -212,6 +220,7 @@ def flash_attn_with_kvcache(
     *,
     out: Tensor | None = None,
     s_aux: Tensor | None = None,
+    deterministic_batch: bool = False,
 ) -> Any:
     """Attention to a cache, of which each sequence uses as much as `cache_seqlens` says, new keys and values included.
 
@@ -240,6 +249,8 @@ def flash_attn_with_kvcache(
         qv, rotary_cos, rotary_sin, q_descale, k_descale, v_descale, attention_chunk: Not served but by default.
         rotary_seqlens, rotary_interleaved, scheduler_metadata, pack_gqa, sm_margin: Ignored.
         num_splits: 1: keys of few queries are not divided among CTAs. By default, and for more, the kernel decides.
+        deterministic_batch: As for `fa3gen.attention_packed`; as for `fa3gen.attention` where nothing but a contiguous
+            cache is given, all of which is in use.
         softmax_scale, causal, window_size, softcap, s_aux: As for `flash_attn_func`.
 
     Returns:
@@ -250,10 +261,11 @@ def flash_attn_with_kvcache(
     cache = KvCache.of(k_cache, v_cache, page_table, cache_batch_idx)
     q = _contiguous_rows(q)
     seq_q = q.shape[1] if cu_seqlens_q is None else max_seqlen_q
-    causal, window = _mask(causal, window_size, seq_q, cache.room)
+    longest = (None, None) if deterministic_batch else (seq_q, cache.room)
+    causal, window = _mask(causal, window_size, *longest)
     options: dict[str, Any] = {"causal": causal, "window": window, "scale": softmax_scale}
     options |= {"sinks": s_aux, "softcap": softcap or None, "return_lse": return_softmax_lse, "render": RENDER}
-    options["num_splits"] = int(num_splits == 1)
+    options |= {"num_splits": int(num_splits == 1), "deterministic_batch": deterministic_batch}
     named = k, v, cu_seqlens_q, cache_seqlens, cache_leftpad, cache_batch_idx, page_table
     if all(x is None for x in named):
         returned = attention(q, k_cache, v_cache, out=out, **options)

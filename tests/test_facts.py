@@ -15,7 +15,8 @@ import pytest
 from fa3gen.compile.census import Census, compare, take_census
 from fa3gen.design import footprint, work
 from fa3gen.design.footprint import thread_rows
-from fa3gen.design.schedule import full_tiles
+from fa3gen.design.own_bits import own_bits
+from fa3gen.design.schedule import full_tiles, schedule_of
 from fa3gen.design.workspace import Workspace
 from fa3gen.generate.plan import make_plan
 from fa3gen.hardware import hopper
@@ -25,6 +26,8 @@ WORKSPACE = Workspace.find(Path(__file__).parent)
 # Of these ptxas moves registers to and fro in the loop, all 255 of a thread being in use: 604 instructions, where 500
 # do the same in what is compiled without prefetching tensor maps in two warps; no slower (docs/performance.md).
 MOVED = {"fwd_packed_decode_d256", "fwd_paged_decode_d256"}
+# Fused multiplications and additions of a thread outside of its softmaxes, without and with sinks: of divisions.
+FUSED_ELSEWHERE = {False: 13, True: 4}
 VARIANTS = {variant.stem: variant for spec_file in WORKSPACE.load_all() for variant in spec_file.variants}
 
 
@@ -41,6 +44,21 @@ def test_compiles_as_planned(stem: str) -> None:
     assert compare(census, expectation) == []
     if isinstance(VARIANTS[stem].spec, Forward):
         assert_loop_as_counted(stem, VARIANTS[stem].spec, census)
+        assert_fused_alike(VARIANTS[stem].spec, census)
+
+
+def assert_fused_alike(spec: Forward, census: Census) -> None:
+    """A row has its own bits only if ptxas fuses the same multiplications and additions wherever the row may be.
+
+    PTX leaves that to ptxas, and the tiles of keys before the first step, and those with each edge of a mask, have a
+    softmax of their own in the code. In each of them it fuses those of all exponents, and the first one of both sums.
+    """
+    if spec.problem.layout == "dense" or not own_bits(spec):
+        return
+    softmaxes = schedule_of(spec).count("softmax")
+    assert softmaxes == {"all": 2, "before": 3, "between": 4}[full_tiles(spec)]
+    fused = census.kernels[0].sass.opcodes["FFMA"] - FUSED_ELSEWHERE[spec.softmax.sink]
+    assert fused == softmaxes * (footprint.thread_scores(spec) + thread_rows(spec)[0])
 
 
 def assert_loop_as_counted(stem: str, spec: Forward, census: Census) -> None:

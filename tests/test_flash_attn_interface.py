@@ -64,7 +64,7 @@ UPSTREAM: dict[str, dict[str, Any]] = {
     },
     "flash_attn_combine": {"out_partial": REQUIRED, "lse_partial": REQUIRED, "out": None, "out_dtype": None},
 }
-OURS = {"out": None, "s_aux": None}
+OURS = {"out": None, "s_aux": None, "deterministic_batch": False}
 SINKS = torch.tensor([0.5, -1.0, 2.0, -torch.inf])  # of the heads of `dense_tensors`
 
 
@@ -209,6 +209,20 @@ def test_windows(causal: bool, window_size: Any, mask: Mask, modules: PackedModu
     assert [family.mask for family, _, _ in modules.asked] == [mask, mask] and len(modules.calls) == 3
 
 
+def test_the_same_bits_in_any_batch(modules: PackedModules) -> None:
+    """A window that reaches beyond the longest sequence of a batch stays one: another batch has a longer one."""
+    q, k, v = dense_tensors()
+    rows, begins = [x.flatten(0, 1) for x in (q, k, v)], (offsets([5, 5]), offsets([9, 9]))
+    used, window = torch.tensor([9, 9], dtype=torch.int32), {"window_size": (8, 4), "deterministic_batch": True}
+    wanted = dense(q, k, v, None, None)[0]
+    assert fa3.flash_attn_varlen_func(*rows, *begins, 5, 9, **window).view_as(q).equal(wanted)
+    assert fa3.flash_attn_with_kvcache(q, k, v, cache_seqlens=used, **window).equal(wanted)
+    found = [(family.mask, size.own_bits) for family, size, _ in modules.asked]
+    assert set(found) == {(WindowMask(left=8, right=4), True)}
+    fa3.flash_attn_func(q, k, v, deterministic_batch=True)
+    assert modules.asked[-1][0].fixed_parts
+
+
 # Packed
 
 
@@ -309,6 +323,8 @@ def test_cache(causal: bool, modules: PackedModules) -> None:
     assert [size.whole for _, size, _ in modules.asked] == [False, True]  # the others are ignored
     fa3.flash_attn_with_kvcache(q, k, v, causal=causal, num_splits=1)
     assert modules.asked[-1][1].whole and modules.asked[-1][0].layout == "dense"
+    fa3.flash_attn_with_kvcache(q, k, v, causal=causal, deterministic_batch=True)
+    assert modules.asked[-1][0].fixed_parts
     packed = fa3.flash_attn_with_kvcache(
         *(q.flatten(0, 1), k, v),
         cache_seqlens=used,

@@ -104,6 +104,24 @@ def test_keys_that_must_not_be_split_take_another_module(way: str, request: pyte
             fa3gen.attention_packed(*tensors, num_splits=wrong)
 
 
+@BOTH_WAYS
+def test_the_same_bits_in_any_batch_are_asked_for(way: str, request: pytest.FixtureRequest) -> None:
+    """Of packed sequences, with num_splits=1 or without, in a look-up of their own."""
+    modules: PackedModules = request.getfixturevalue(way)
+    tensors = packed_tensors(*LENGTHS)
+    for asked in (False, True, True, False):
+        out = fa3gen.attention_packed(*tensors, causal=True, deterministic_batch=asked)
+        assert out.equal(expected(*tensors)[0])
+    found = [size.own_bits for _, size, _ in modules.asked]
+    assert found[0] is False and True in found
+    if way == "eager":  # each is looked up once
+        assert found == [False, True]
+    fa3gen.attention_packed(*tensors, deterministic_batch=True, num_splits=1)
+    assert modules.asked[-1][1].own_bits and modules.asked[-1][1].whole
+    torch.ops.fa3gen.attention_packed_out(*tensors, torch.empty_like(tensors[0]), deterministic_batch=True)
+    assert modules.asked[-1][1].own_bits and not modules.asked[-1][1].whole
+
+
 def test_a_longest_length_on_the_gpu_is_not_looked_at(eager: PackedModules) -> None:
     """It would make the host wait."""
     tensors = packed_tensors([2], [9])

@@ -18,6 +18,7 @@ from pydantic import ValidationError
 from fa3gen.design.family import Family
 from fa3gen.design.masks import computes, given_with_calls
 from fa3gen.design.nearest import Changes, nearest_legal, with_changes
+from fa3gen.design.own_bits import own_bits, shared
 from fa3gen.design.rules import Violation, check
 from fa3gen.design.workspace import Workspace
 from fa3gen.spec.complaints import UNIONS
@@ -48,8 +49,10 @@ class Proposal:
 
 
 @functools.lru_cache(maxsize=64)
-def propose(family: Family, workspace: Workspace) -> Proposal | tuple[Violation, ...]:
+def propose(family: Family, workspace: Workspace, *, own: bool = False) -> Proposal | tuple[Violation, ...]:
     """The spec of a module that serves a family, with LSE and any number of heads; or what is against there being one.
+
+    `own`: one in which a row's bits are its own.
 
     A window is an argument of each call, or compiled in, as the spec that is extended has it. Of the nearest specs, it
     is the one of which most can stay as it was tuned. Specs are read once for each family and workspace.
@@ -60,7 +63,7 @@ def propose(family: Family, workspace: Workspace) -> Proposal | tuple[Violation,
     best: tuple[int, Forward, SpecFile] | None = None
     objections: tuple[Violation, ...] = ()
     for variant, file in bases[:MOST_BASES]:
-        spec = _asked_of(variant.spec, family)
+        spec = _asked_of(variant.spec, family, own=own)
         if spec is None:
             continue
         objections = objections or _objections(spec)
@@ -75,7 +78,7 @@ def propose(family: Family, workspace: Workspace) -> Proposal | tuple[Violation,
     if best is None:
         return objections
     _, spec, file = best
-    return Proposal(f"made_{Family.of(spec).label}", _text(spec, file), file.stem, spec)
+    return Proposal(f"made_{Family.of(spec).label}{'_own_bits' * own}", _text(spec, file), file.stem, spec)
 
 
 def _distance(variant: Variant[Forward], family: Family) -> tuple[Any, ...]:
@@ -97,7 +100,7 @@ def _distance(variant: Variant[Forward], family: Family) -> tuple[Any, ...]:
     )
 
 
-def _asked_of(base: Forward, family: Family) -> Forward | None:
+def _asked_of(base: Forward, family: Family, *, own: bool) -> Forward | None:
     """The base with what the family computes, legal or not; None where its fields cannot say so."""
     given = given_with_calls(base.mask) and isinstance(family.mask, WindowMask)
     mask = base.mask if given else family.mask
@@ -110,6 +113,7 @@ def _asked_of(base: Forward, family: Family) -> Forward | None:
         *(("softmax.sink", family.sink), ("softmax.softcap", family.softcap)),
         ("softmax.row_max", base.softmax.row_max if _bounds_scores(family) else "online"),
         *(("outputs.lse", True), ("tile.pack_heads", 1)),
+        *((one.field, one.instead) for one in shared(base) if own),
     )
     if isinstance(base.load, TmaLoad):
         changes += (("load.page_rows", _page_rows(base, family)),)
@@ -140,6 +144,7 @@ def _page_rows(base: Forward, family: Family) -> int | None:
 def _is_as_good(wanted: Forward, spec: Forward) -> bool:
     """Whether a spec computes the same, serves the same calls, and loads ahead where the wanted one does."""
     same = Family.of(spec) == Family.of(wanted) and spec.outputs.lse and spec.tile.pack_heads == 1
+    same = same and own_bits(spec) >= own_bits(wanted)
     return same and _stages(spec) >= min(_stages(wanted), 2)
 
 

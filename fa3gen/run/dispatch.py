@@ -26,6 +26,7 @@ from fa3gen.base.wording import counted
 from fa3gen.design.family import TILE_ROWS, Family, mask_text
 from fa3gen.design.footprint import page_rows
 from fa3gen.design.masks import computes, options_for
+from fa3gen.design.own_bits import own_bits
 from fa3gen.design.proposed import Proposal, propose
 from fa3gen.design.rules import Violation
 from fa3gen.design.tile_order import takes_group
@@ -89,7 +90,7 @@ class Size:
     the SMs of the GPU that it runs on; None where there is none, and an H200's are taken. `group` is the number of
     query heads that share a head of k and v. Queries are those of a sequence; where sequences are packed those of the
     longest, as far as a call tells, and `mean_queries` are those of one in the mean. `whole`: no module serves the call
-    that splits keys.
+    that splits keys. `own_bits`: one module serves calls of every size, and in it a row's bits are its own.
     """
 
     keys: int
@@ -98,6 +99,7 @@ class Size:
     group: int = 1
     queries: int = NO_LIMIT
     whole: bool = False
+    own_bits: bool = False
     mean_queries: int = NO_LIMIT
 
     @property
@@ -118,7 +120,8 @@ class Size:
         few = counted(self.mean_queries, "query", "queries") + " of a sequence in the mean, " if self.mixed else ""
         if self.queries <= FEW_QUERIES:
             few = counted(self.queries, "query", "queries") + ", "
-        return f"{few}{counted(self.keys, 'key')}, {tiles} on {self.sms} SMs{whose}{heads}{', not split' * self.whole}"
+        how = ", not split" * self.whole + ", the same bits in any batch" * self.own_bits
+        return f"{few}{counted(self.keys, 'key')}, {tiles} on {self.sms} SMs{whose}{heads}{how}"
 
 
 class Measurement(SpecModel):
@@ -383,6 +386,8 @@ def choose(family: Family, size: Size, *, lse: bool, workspace: Workspace) -> Ch
     missing or not the file that was measured. Raises UserError for a table that cannot be read.
     """
     around = Stretch()
+    if size.own_bits:
+        return _for_call(_of_own_bits(family, size, lse, workspace), family, size, around)
     for home, path in tables(workspace):
         for number, row in enumerate(read_table(path).rows, 1):
             if not row.is_for(family):
@@ -451,11 +456,7 @@ def _unmeasured(family: Family, size: Size, lse: bool, workspace: Workspace) -> 
     that are for any, and those that split keys, which are made for few queries, come last where there are many.
     """
     modules = list(_modules(workspace))
-    able: dict[str, tuple[Variant[Forward], Path]] = {}
-    for variant, file in modules:
-        writes = (variant.spec.outputs.lse or not lse) and not (size.whole and variant.spec.split)
-        if Family.of(variant.spec).serves(family) and writes and takes_group(variant.spec, size.group):
-            able.setdefault(variant.stem, (variant, file))  # the workspace's own come first
+    able = _able(modules, family, size, lse)
     whole = {stem: found for stem, found in able.items() if found[0].spec.split is None}
     fitting = whole if size.queries > FEW_QUERIES and whole else able
     exact = _nearest_pages([stem for stem in fitting if fitting[stem][0].spec.mask == family.mask], fitting)
@@ -474,10 +475,55 @@ def _unmeasured(family: Family, size: Size, lse: bool, workspace: Workspace) -> 
             f"several modules compute {family}, and no row of the table says which is best: {', '.join(stems)}; "
             f'call one of them, fa3gen.load("{stems[-1]}").attention(...), or measure them on your GPU: {measure}'
         )
-    there = _served([variant for variant, _ in modules], family, lse)
+    raise _missing(modules, family, size, lse, workspace)
+
+
+def _able(
+    modules: Iterable[tuple[Variant[Forward], Path]], family: Family, size: Size, lse: bool
+) -> dict[str, tuple[Variant[Forward], Path]]:
+    """By stem the modules that serve a call; the workspace's own come first."""
+    able: dict[str, tuple[Variant[Forward], Path]] = {}
+    for variant, file in modules:
+        writes = (variant.spec.outputs.lse or not lse) and not (size.whole and variant.spec.split)
+        if Family.of(variant.spec).serves(family) and writes and takes_group(variant.spec, size.group):
+            able.setdefault(variant.stem, (variant, file))
+    return able
+
+
+def _of_own_bits(family: Family, size: Size, lse: bool, workspace: Workspace) -> Choice:
+    """The one module for calls of this family and group of heads, whatever their sizes. Raises NoKernel without any.
+
+    Rows of the table go by sizes, and another module may add up in another order. So they are not asked. Of several
+    modules it is one of the production set, made for this mask, that copies most of a page at once, reads keys for as
+    many heads of a group at once as it can, and has the largest tile.
+    """
+    modules = list(_modules(workspace))
+    able = {stem: found for stem, found in _able(modules, family, size, lse).items() if own_bits(found[0].spec)}
+    if not able:
+        raise _missing(modules, family, size, lse, workspace)
+
+    def rank(stem: str) -> tuple[Any, ...]:
+        spec = able[stem][0].spec
+        fit = not _is_production(stem), spec.mask != family.mask, -(page_rows(spec) or 0)
+        return *fit, -spec.tile.pack_heads, -spec.tile.q, stem
+
+    stem = min(able, key=rank)
+    variant, file = able[stem]
+    reason = (
+        "deterministic_batch takes this one for calls of any size: no row shares what decides on another one's bits"
+    )
+    return Choice(stem, file, variant.spec, variant.source, None, reason)
+
+
+def _missing(
+    modules: Iterable[tuple[Variant[Forward], Path]], family: Family, size: Size, lse: bool, workspace: Workspace
+) -> NotRendered:
+    """The error where no module serves a call."""
+    there = _served([variant for variant, _ in modules if own_bits(variant.spec) or not size.own_bits], family, lse)
     wanted = f"{family}{', with LSE' * lse}{', keys not split' * size.whole}"
+    wanted += ", the same bits in any batch" * size.own_bits
     problem = f"no generated module computes {wanted}; head dims served: {there or 'none'}"
-    raise _not_rendered(problem, propose(family, workspace), workspace)
+    return _not_rendered(problem, propose(family, workspace, own=size.own_bits), workspace)
 
 
 def _nearest_pages(stems: Sequence[str], fitting: Mapping[str, tuple[Variant[Forward], Path]]) -> list[str]:

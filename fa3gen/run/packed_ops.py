@@ -21,6 +21,9 @@ from fa3gen.run.dispatch import FEW_QUERIES, NO_LIMIT, ArgumentError, Choice, No
 # Where keys lie: (cu_seqlens_k, page_table, seqused_k). What changes scores: (sinks, softcap).
 Keys = tuple[Any, Any, Any]
 Scores = tuple[Any, Any]
+# How it is computed: (num_splits, deterministic_batch), and what these are by default.
+How = tuple[int, bool]
+USUAL: How = 0, False
 
 
 def _explain(
@@ -42,6 +45,7 @@ def _explain(
     scale: float | None = None,
     out: Tensor | None = None,
     return_lse: bool = False,
+    deterministic_batch: bool = False,
     num_splits: int = 0,
     render: bool = False,
 ) -> Choice:
@@ -53,7 +57,8 @@ def _explain(
     """
     keys, scores = (cu_seqlens_k, page_table, seqused_k), (sinks, softcap)
     family = _family(q, k, v, cu_seqlens_q, keys, out, causal, window, scores)
-    size = _size(q, v, cu_seqlens_q, page_table, (max_seqlen_q, max_seqlen_k), window, num_splits)
+    how = num_splits, deterministic_batch
+    size = _size(q, v, cu_seqlens_q, page_table, (max_seqlen_q, max_seqlen_k), window, how)
     return calls.explained(family, size, lse=return_lse, render=render)
 
 
@@ -77,6 +82,7 @@ def attention_packed(
     scale: float | None = None,
     out: Tensor | None = None,
     return_lse: bool = False,
+    deterministic_batch: bool = False,
     num_splits: int = 0,
     render: bool = False,
 ) -> Any:
@@ -111,7 +117,11 @@ def attention_packed(
         out: (total_q, heads_q, d_v) of q's dtype to write O to; a new contiguous tensor by default.
         return_lse: Return (O, LSE), LSE the natural logarithm of each row's sum of exponentials,
             (heads_q, total_q) float32.
-        num_splits: As for `fa3gen.attention`.
+        deterministic_batch: O and LSE of a row are the same bits whatever else the call has: alone, in any batch, at
+            any place of it, beside sequences of any lengths, all queries at once, in chunks or one by one. One module
+            serves such calls of any size, by dtype, head dims, mask, page size and group of heads. It does not split
+            keys: for prompts it is about as fast as any, for few queries slower than what is chosen without.
+        num_splits: As for `fa3gen.attention`; 1 changes nothing beside deterministic_batch.
         render: Where no module serves the call, render and compile one, as for `fa3gen.attention`.
 
     Returns:
@@ -140,10 +150,12 @@ def attention_packed(
         options |= {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k, "causal": causal, "window": window}
         options |= {"scale": scale, "return_lse": return_lse, **named_scores(sinks, softcap)}
         options |= ({"num_splits": num_splits} if num_splits else {}) | ({"render": True} if render else {})
+        options |= {"deterministic_batch": True} if deterministic_batch else {}
         return _by_operator(q, k, v, cu_seqlens_q, cu_seqlens_k, out, options)
     if window is not None and type(window) is not tuple:
         window = calls.window_tuple(window)
-    asked = q, k, v, cu_seqlens_q, keys, max_seqlen_q, max_seqlen_k, out, causal, window, scores, return_lse, num_splits
+    how = num_splits, deterministic_batch
+    asked = q, k, v, cu_seqlens_q, keys, max_seqlen_q, max_seqlen_k, out, causal, window, scores, return_lse, how
     try:
         serving = _serving(*asked)
     except NotRendered as missing:
@@ -195,15 +207,16 @@ def _family(
 
 
 def _size(
-    q: Any, v: Any, cu_seqlens_q: Any, page_table: Any, longest: tuple[Any, Any], window: Window, num_splits: int
+    q: Any, v: Any, cu_seqlens_q: Any, page_table: Any, longest: tuple[Any, Any], window: Window, how: How
 ) -> Size:
     """The size of a call as the host knows it. Raises ArgumentError for a number of parts that cannot be asked for."""
+    num_splits, deterministic_batch = how
     calls.check_splits(num_splits)
     (total_q, heads_q, _), (heads_kv, _) = q.shape, v.shape[-2:]
     offsets, total_k = cu_seqlens_q.shape[0], _rows(v, page_table)
     keys, tiles, queries, mean = _extents(total_q, total_k, offsets, heads_q, *longest, window)
-    group = heads_q // (heads_kv or 1)
-    return Size(keys, tiles, gpu.sm_count(q.get_device()), group, queries, num_splits == 1, mean)
+    group, sms = heads_q // (heads_kv or 1), gpu.sm_count(q.get_device())
+    return Size(keys, tiles, sms, group, queries, num_splits == 1, bool(deterministic_batch), mean)
 
 
 def _rows(v: Any, page_table: Any) -> int:
@@ -248,7 +261,7 @@ def _serving(
     window: Any,
     scores: Scores,
     return_lse: bool,
-    num_splits: int,
+    how: How,
 ) -> Attention:
     """The `attention` of the module for a call; `window` is None or a tuple."""
     key: tuple[Any, ...] = ()
@@ -266,15 +279,15 @@ def _serving(
             key += (sinks is not None, softcap is not None, calls.any_cap(softcap))
         length, tiles, queries, mean = _extents(total_q, total_k, cu_seqlens_q.shape[0], heads_q, *longest, window)
         key += (queries if queries <= FEW_QUERIES else -1 if mean <= FEW_QUERIES else 0,)
-        if num_splits:
-            key += ("num_splits", num_splits)
+        if how != USUAL:
+            key += ("num_splits and deterministic_batch", how)
         for least_keys, most_keys, least_tiles, most_tiles, attention in stretches.get(key, ()):
             if least_keys <= length <= most_keys and least_tiles <= tiles <= most_tiles:
                 return attention
     except (AttributeError, IndexError, TypeError, ValueError):
         pass  # not three dimensions, or no tensor: what follows says so
     family = _family(q, k, v, cu_seqlens_q, keys, out, causal, window, scores)
-    size = _size(q, v, cu_seqlens_q, page_table, longest, window, num_splits)
+    size = _size(q, v, cu_seqlens_q, page_table, longest, window, how)
     return calls.found(key, family, size, lse=return_lse)
 
 
@@ -314,6 +327,7 @@ def _packed(
     sinks: Tensor | None = None,
     softcap: float | None = None,
     return_lse: bool = False,
+    deterministic_batch: bool = False,
     num_splits: int = 0,
     render: bool = False,
     **options: Any,
@@ -321,8 +335,8 @@ def _packed(
     """`fa3gen::attention_packed`: O and LSE, which has no rows unless `return_lse`."""
     reach = None if window is None else tuple(window)
     keys = cu_seqlens_k, page_table, seqused_k
-    scores = sinks, softcap
-    asked = q, k, v, cu_seqlens_q, keys, max_seqlen_q, max_seqlen_k, out, causal, reach, scores, return_lse, num_splits
+    scores, how = (sinks, softcap), (num_splits, deterministic_batch)
+    asked = q, k, v, cu_seqlens_q, keys, max_seqlen_q, max_seqlen_k, out, causal, reach, scores, return_lse, how
     serving = calls.or_rendered(_serving, *asked, allowed=render, compiled=q.is_cuda)
     if checks.CHECKING:
         _check(q, k, cu_seqlens_q, keys, options.get("seqused_q"), (max_seqlen_q, max_seqlen_k))
@@ -403,7 +417,7 @@ _OPTIONS = (
     "*, Tensor? page_table=None, SymInt? max_seqlen_q=None, SymInt? max_seqlen_k=None, "
     "Tensor? seqused_q=None, Tensor? seqused_k=None, "
     "bool causal=False, int[]? window=None, Tensor? sinks=None, float? softcap=None, float? scale=None, "
-    "bool return_lse=False, int num_splits=0, bool render=False"
+    "bool return_lse=False, bool deterministic_batch=False, int num_splits=0, bool render=False"
 )
 calls.register(f"attention_packed({_INPUTS}, {_OPTIONS}) -> (Tensor, Tensor)", _packed, _packed_fake)
 calls.register(f"attention_packed_out({_INPUTS}, Tensor(a!) out, {_OPTIONS}) -> Tensor", _packed_out, _packed_out_fake)
