@@ -496,6 +496,13 @@ def test_metadata_is_a_zero_of_the_caller_s() -> None:
     assert one.tolist() == [0] and one.dtype == torch.int32 and one is not two
 
 
+@pytest.fixture
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have generated modules run on the CPU model."""
+    monkeypatch.setattr(calls, "module_at", functools.cache(lambda path: fa3gen.load(path.stem, on="cpu")))
+
+
+@pytest.mark.usefixtures("on_cpu")
 def test_combine_merges_parts_of_the_keys() -> None:
     """Three parts of 9 keys, one of them without a key for the second sequence, whose O there is NaN."""
     q, k, v = (x.float() for x in dense_tensors())
