@@ -307,8 +307,8 @@ def flash_attn_combine(
     """Merge what parts of the keys gave, each with its own O and LSE, by one kernel: see `fa3gen.run.combine_ops`.
 
     Args:
-        out_partial: (parts, batch, seq, heads, d) float32, d a multiple of 8. Where the LSE is -inf it may hold anything.
-            Packed sequences, (parts, total, heads, d), are merged as well, here and below without batch.
+        out_partial: (parts, batch, seq, heads, d) float32, d a multiple of 8; of packed sequences (parts, total, heads,
+            d), and all others accordingly. Where the LSE is -inf it may hold anything.
         lse_partial: (parts, batch, seq, heads) float32, with any strides.
         out: (batch, seq, heads, d), float32, bfloat16 or float16, to write O to.
         out_dtype: Of O: float32 by default, bfloat16 or float16.

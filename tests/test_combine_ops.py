@@ -1,4 +1,4 @@
-"""Merging parts of the keys by the modules of specs/combine.yaml: calls, operators, what is refused; on the CPU model."""
+"""Parts of the keys merged by the modules of specs/combine.yaml: calls, operators, refusals; on the CPU model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from stand_ins import pass_for_cuda
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fa3gen
-from fa3gen.run import calls, combine_ops
+from fa3gen.run import combine_ops
 from fa3gen.run.combine_ops import STEMS, combine
 from fa3gen.run.dispatch import NoKernel
 from fa3gen.spec.model import Combine
@@ -24,7 +24,7 @@ HINT = 'out_partial is not on a GPU; .*; for CPU tensors there is fa3gen.load."c
 
 @pytest.fixture
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calls, "module_at", functools.cache(lambda path: fa3gen.load(path.stem, on="cpu")))
+    monkeypatch.setattr(combine_ops, "module_at", functools.cache(lambda path: fa3gen.load(path.stem, on="cpu")))
 
 
 def parts(count: int = 3, *rows: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -93,7 +93,7 @@ def test_torch_compile_sees_operators() -> None:
 
 
 def test_fake_tensors_need_no_module(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calls, "module_at", None)
+    monkeypatch.setattr(combine_ops, "module_at", None)
     with FakeTensorMode():
         out, lse = combine(torch.empty(3, 2, 5, 4, 64), torch.empty(3, 2, 5, 4), out_dtype=torch.float16)
     assert out.shape == (2, 5, 4, 64) and out.dtype == torch.float16

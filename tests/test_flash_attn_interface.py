@@ -18,7 +18,7 @@ from stand_ins import pass_for_cuda, standing_in
 
 import fa3gen
 from fa3gen import flash_attn_interface as fa3
-from fa3gen.run import calls, dispatch, kv_cache
+from fa3gen.run import calls, combine_ops, dispatch, kv_cache
 from fa3gen.spec.model import WINDOW_MAX, CausalMask, Mask, NoMask, WindowMask
 from fa3gen.verify import reference
 
@@ -499,7 +499,7 @@ def test_metadata_is_a_zero_of_the_caller_s() -> None:
 @pytest.fixture
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have generated modules run on the CPU model."""
-    monkeypatch.setattr(calls, "module_at", functools.cache(lambda path: fa3gen.load(path.stem, on="cpu")))
+    monkeypatch.setattr(combine_ops, "module_at", functools.cache(lambda path: fa3gen.load(path.stem, on="cpu")))
 
 
 @pytest.mark.usefixtures("on_cpu")

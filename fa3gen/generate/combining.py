@@ -117,7 +117,7 @@ def describe(spec: Combine, summary: str) -> Description:
         sentence="A part without a key has LSE_i = -inf; a row that no part has a key for has O = 0 and LSE = -inf.",
         decisions=tuple(_decisions(spec)),
         threads=(
-            f"{cta.threads} threads, {warps} warps: each thread has {combining.HALVES} x {combining.VECTOR} columns of a row",
+            f"{cta.threads} threads, {warps} warps: each has {combining.HALVES} x {combining.VECTOR} columns of a row",
             f"about {sum(count for _, count in cta.held)} registers each: {held}",
         ),
         barriers=(),
@@ -141,11 +141,12 @@ def _decisions(spec: Combine) -> list[tuple[str, str]]:
         ("softmax", "online, in float32: one pass over the parts, which come once from memory"),
         (
             "order",
-            f"rows one behind the other; where they fill less than {spec.cta.per_sm} CTAs on each SM, parts are shared out",
+            f"rows one behind the other; where they fill no {spec.cta.per_sm} CTAs on each SM, parts are shared out",
         ),
         (
             "shares",
-            f"2 to {parts.shares}, each of {share} threads side by side or more ({share} x 16 = {share * 16} bytes); the first adds up",
+            f"2 to {parts.shares}, each of {share} threads side by side or more ({share} x 16 = {share * 16} bytes); "
+            "the first adds up",
         ),
         (
             "output",

@@ -20,6 +20,7 @@ from fa3gen.hardware.dtypes import DTYPES
 from fa3gen.run import calls
 from fa3gen.run.calls import dispatch_modes, functorch_transforms
 from fa3gen.run.dispatch import ArgumentError, NoKernel
+from fa3gen.run.launch import module_at
 from fa3gen.spec.common import OutputDType
 
 # The stems of the modules, those of specs/combine.yaml, by the dtype of O.
@@ -62,7 +63,7 @@ def combine(
 
 def _serving(dtype: torch.dtype) -> Callable[..., Any]:
     """The `combine` of the module that writes O of this dtype."""
-    entry: Callable[..., Any] = calls.module_at(_file(dtype)).combine
+    entry: Callable[..., Any] = module_at(_file(dtype)).combine
     return entry
 
 

@@ -27,8 +27,9 @@ FAR = 60.0  # exp(-FAR) is less than a rounding of float32, and more than the sm
 
 @dataclass(frozen=True)
 class CombineCase:
-    """One named set of sizes; `without` of the parts of the second half of the rows have no key, and `rows_without`
-    of all rows have none in any part, one in so many.
+    """One named set of sizes.
+
+    `without` parts of each row have no key, in the second half of the rows; one row in `rows_without` has none at all.
     """
 
     name: str
@@ -70,7 +71,7 @@ def cpu_cases(spec: Combine) -> tuple[CombineCase, ...]:
         CombineCase("one_part", "nothing to merge", 1, 2, 3, 4, 128),
         CombineCase("two_parts", "two shares", 2, 3, 2, 4, 72, layout="transposed"),
         CombineCase("rows", "a thread has all parts; the last CTA is not full", 2 * at_once + 1, 1, wide, 1, 256),
-        CombineCase("no_keys", "some parts have no key, some rows have none at all", 7, 2, 5, 3, 64, without=4, rows_without=4),
+        CombineCase("no_keys", "parts without a key, rows without any", 7, 2, 5, 3, 64, without=4, rows_without=4),
         CombineCase("nothing", "no part has a key", 3, 2, 3, 2, 64, rows_without=1),
         CombineCase("far", "one part outweighs all others", 17, 2, 3, 4, 96, "far"),
         CombineCase("equal", "all weights are the same", 3, 1, 4, 2, 40, "equal", "contiguous"),

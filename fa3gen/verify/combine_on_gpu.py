@@ -11,10 +11,13 @@ times, and rescaling in steps splits them up. Adding up parts rounds once for ea
 
     e = u ((5 steps + parts + 8) (A + |O|) + 3 B + 3 C |O|) + 2^-120
 
-and by half a unit of the dtype of O at |O| + e, where that has 16 bits. LSE is off by u times 5 steps + parts + 16 + 3 C
-+ 2 (|LSE| + |largest|): a log2 of one part in 2^22 (PTX ISA, "lg2"), a product, and a sum. Rows without a key have to be
-0 and -inf. Besides: nothing written outside `out`, inputs unchanged, every launch bitwise like the first. PyTorch's
-own error in float32, rounded like O, stands beside the module's.
+and by half a unit of the dtype of O at |O| + e, where that has 16 bits. LSE is off by
+
+    u (5 steps + parts + 16 + 3 C + 2 (|LSE| + |largest|))
+
+for a log2 of one part in 2^22 (PTX ISA, "lg2"), a product, and a sum. Rows without a key have to be 0 and -inf.
+Besides: nothing written outside `out`, inputs unchanged, every launch bitwise like the first. PyTorch's own error in
+float32, rounded like O, stands beside the module's.
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from fa3gen.spec.model import Combine, Copy, Forward, Gemm, Spec
-from fa3gen.verify import copies as copy_inputs
 from fa3gen.verify import combine_inputs, gemm_inputs, inputs, packed_inputs, paged_inputs
+from fa3gen.verify import copies as copy_inputs
 from fa3gen.verify.attention_on_cpu import CpuRunner
 from fa3gen.verify.combine_on_cpu import CpuCombineRunner
 from fa3gen.verify.copies_on_cpu import CpuCopyRunner
