@@ -17,7 +17,7 @@ Decisions
     tensors  O: (batch, seq, heads, dim), of parts (num_parts, batch, seq, heads, dim) in float32; LSE without dim
     loads    16 bytes of a part at a time, 2 x 2 before one is used
     softmax  online, in float32: one pass over the parts, which come once from memory
-    order    rows one behind the other; where they fill no 4 CTAs on each SM, parts are shared out
+    order    rows one behind the other; parts are shared out where rows fill less than 4 CTAs an SM
     shares   2 to 32, each of 8 threads side by side or more (8 x 16 = 128 bytes); the first adds up
     output   O from registers, 4 x 2 = 8 bytes at a time; LSE by a row's first thread
 

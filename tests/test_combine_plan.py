@@ -42,7 +42,7 @@ def test_numbers_by_hand() -> None:
         assert (expected.smem_bytes, expected.max_registers, expected.kernels) == (10240, 64, 1)
         assert expected.sass.global_stores == {store: 2, "STG.32": 1}
         assert expected.sass.shared_stores == {"STS.128": 2, "STS.32": 2}
-        assert expected.sass.min_maxima == 3
+        assert (expected.sass.min_maxima, expected.sass.max_comparisons) == (3, 5)
         assert plan(stem).parts.side_by_side == 8 and plan(stem).cta.registers == 64
 
 

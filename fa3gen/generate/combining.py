@@ -141,7 +141,7 @@ def _decisions(spec: Combine) -> list[tuple[str, str]]:
         ("softmax", "online, in float32: one pass over the parts, which come once from memory"),
         (
             "order",
-            f"rows one behind the other; where they fill no {spec.cta.per_sm} CTAs on each SM, parts are shared out",
+            f"rows one behind the other; parts are shared out where rows fill less than {spec.cta.per_sm} CTAs an SM",
         ),
         (
             "shares",
@@ -179,6 +179,8 @@ def expectation(spec: Combine, cta: Cta) -> Expectation:
         sass=SassExpectation(
             waits=0,
             min_maxima=spec.parts.at_once + 1,  # of each part's LSE, and of each share's
+            max_comparisons=spec.parts.at_once
+            + 3,  # with -inf: each part, the largest of a step, of shares; a sum with 0
             global_stores={f"STG.{combining.VECTOR * spec.element.bits}": halves, "STG.32": 1},
             shared_stores={"STS.128": halves, "STS.32": 2},
         ),
