@@ -234,6 +234,7 @@ def compile_for_sm90a(options: str = "--enable-tvm-ffi"):
         return cute.runtime.make_fake_tensor(dtype, (*rows, dim), strides, assumed_align=VECTOR * dtype.width // 8)
 
     def fake_lse(*rows):
+        """With any strides."""
         strides = tuple(cute.sym_int64() for _ in rows)
         return cute.runtime.make_fake_tensor(cutlass.Float32, rows, strides, assumed_align=4)
 

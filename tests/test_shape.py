@@ -483,8 +483,6 @@ NUMBERS: dict[str, dict[int, str]] = {
     "partition_tile": {3: "modes", 4: "modes", 5: "modes", 6: "modes"},
     "copy": {4: "dimensions", 5: "dimensions"},
     "combine": {4: "dimensions", 5: "dimensions"},
-    "fake": {8: "bits of a byte"},
-    "fake_lse": {4: "alignment"},
     "make_barriers": {32: "threads of a warp"},
     "thread_rows": {32: "threads of a warp"},
     "softmax_kernel": {32: "threads of a warp"},
