@@ -37,7 +37,7 @@ def test_the_usual_specs_are_legal() -> None:
         assert rules.warnings(spec(**changes)) == []
 
 
-def test_threads() -> None:
+def test_combine_threads() -> None:
     assert combines.combine_threads(1024) is None
     assert combines.combine_threads(2048) == Violation(
         "cta.threads", "a CTA has at most 1024 threads, not 2048; use fewer"
@@ -48,7 +48,7 @@ def test_threads() -> None:
 @pytest.mark.parametrize(
     ("threads", "way_out"), [(192, "128 or 256"), (16, "32"), (33, "32 or 64"), (1000, "512 or 1024")]
 )
-def test_a_power_of_two(threads: int, way_out: str) -> None:
+def test_combine_power(threads: int, way_out: str) -> None:
     assert combines.combine_power(32) is combines.combine_power(512) is None
     assert combines.combine_power(threads) == Violation(
         "cta.threads",
@@ -58,7 +58,7 @@ def test_a_power_of_two(threads: int, way_out: str) -> None:
     assert list(violations(threads=threads)) == ["cta.threads"]
 
 
-def test_shares() -> None:
+def test_combine_shares() -> None:
     """Two threads read 2 x 16 = 32 bytes."""
     assert combines.combine_shares(128, 256) is combines.combine_shares(1, 32) is None
     assert combines.combine_shares(256, 256) == Violation(
@@ -72,7 +72,7 @@ def test_shares() -> None:
     assert list(violations(shares=256)) == list(violations(shares=3)) == ["parts.shares"]
 
 
-def test_lines() -> None:
+def test_combine_lines() -> None:
     """Eight threads read 128 bytes, four of them 64."""
     assert combines.combine_lines(32, 256) is None
     warned = combines.combine_lines(64, 256)
@@ -83,7 +83,7 @@ def test_lines() -> None:
     assert violations(shares=64) == {} and rules.warnings(spec(shares=64)) == [warned]
 
 
-def test_registers() -> None:
+def test_combine_registers() -> None:
     """64 x 256 x 4 are all of an SM; three parts at once take 24 + 3 + 10 + 36 = 73, so 80, of which 3 CTAs fit."""
     assert combines.combine_registers(256, 4, HELD) is None
     assert combines.combine_registers(256, 5, HELD) == Violation(
