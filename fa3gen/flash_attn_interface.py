@@ -29,6 +29,7 @@ from torch import Tensor
 
 from fa3gen.base.switches import turned_on
 from fa3gen.run import calls
+from fa3gen.run.combine_ops import combine
 from fa3gen.run.dispatch import ArgumentError
 from fa3gen.run.kv_cache import KvCache, Pair, even_offsets
 from fa3gen.run.ops import attention
@@ -315,32 +316,19 @@ def get_scheduler_metadata(
 def flash_attn_combine(
     out_partial: Tensor, lse_partial: Tensor, out: Tensor | None = None, out_dtype: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Merge what parts of the keys gave, each with its own O and LSE; in plain torch, several passes over memory.
+    """Merge what parts of the keys gave, each with its own O and LSE, by one kernel: see `fa3gen.run.combine_ops`.
 
     Args:
-        out_partial: (parts, batch, seq, heads, d) float32. Where the LSE is -inf it may hold anything.
-        lse_partial: (parts, batch, seq, heads) float32.
-        out: (batch, seq, heads, d) to write O to.
+        out_partial: (parts, batch, seq, heads, d) float32, d a multiple of 8; of packed sequences (parts, total, heads,
+            d), and all others accordingly. Where the LSE is -inf it may hold anything.
+        lse_partial: (parts, batch, seq, heads) float32, with any strides.
+        out: (batch, seq, heads, d), float32, bfloat16 or float16, to write O to.
         out_dtype: Of O: float32 by default, bfloat16 or float16.
 
     Returns:
         O, (batch, seq, heads, d), and LSE, (batch, seq, heads), in which seq is contiguous.
     """
-    for name, x in (("out_partial", out_partial), ("lse_partial", lse_partial)):
-        if x.dtype != torch.float32:
-            raise TypeError(f"{name} has dtype {x.dtype}; it needs to be torch.float32")
-    if out_partial.shape[:-1] != lse_partial.shape:
-        needed = tuple(out_partial.shape[:-1])
-        raise ArgumentError(f"lse_partial has shape {tuple(lse_partial.shape)}; it needs to be {needed}")
-    if out is not None and out_dtype not in (None, out.dtype):
-        raise ArgumentError(f"out has dtype {out.dtype}, and out_dtype is {out_dtype}; leave one of them out")
-    lse = torch.logsumexp(lse_partial.transpose(2, 3), dim=0).transpose(1, 2)
-    shift = lse.masked_fill(lse == -torch.inf, 0.0)  # where no part has a key: exp(-inf - 0) = 0
-    weights = torch.exp(lse_partial - shift)[..., None]
-    merged = torch.where(weights > 0, weights * out_partial, 0.0).sum(0)
-    if out is None:
-        return merged.to(out_dtype or torch.float32), lse
-    return out.copy_(merged), lse
+    return combine(_contiguous_rows(out_partial), lse_partial, out=out, out_dtype=out_dtype)
 
 
 # What is not served

@@ -15,7 +15,7 @@ from fa3gen.base.files import sha256
 from fa3gen.design.workspace import Workspace
 from fa3gen.generate.plan import Plan, make_plan
 from fa3gen.generate.writing import MEMORY
-from fa3gen.spec.model import Copy, Forward, Gemm
+from fa3gen.spec.model import Combine, Copy, Forward, Gemm
 from fa3gen.spec.specfile import SpecFile, Variant, attention_among
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -63,6 +63,12 @@ def gemm_stems() -> tuple[str, ...]:
 def copy_stems() -> tuple[str, ...]:
     """Stems of the modules that are copies."""
     return tuple(stem for stem in STEMS if isinstance(variants()[stem].spec, Copy))
+
+
+@cache
+def combine_stems() -> tuple[str, ...]:
+    """Stems of the modules that merge parts."""
+    return tuple(stem for stem in STEMS if isinstance(variants()[stem].spec, Combine))
 
 
 @cache

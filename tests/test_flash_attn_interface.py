@@ -18,7 +18,7 @@ from stand_ins import pass_for_cuda, standing_in
 
 import fa3gen
 from fa3gen import flash_attn_interface as fa3
-from fa3gen.run import calls, dispatch, kv_cache
+from fa3gen.run import calls, combine_ops, dispatch, kv_cache
 from fa3gen.spec.model import WINDOW_MAX, CausalMask, Mask, NoMask, WindowMask
 from fa3gen.verify import reference
 
@@ -512,6 +512,13 @@ def test_metadata_is_a_zero_of_the_caller_s() -> None:
     assert one.tolist() == [0] and one.dtype == torch.int32 and one is not two
 
 
+@pytest.fixture
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have generated modules run on the CPU model."""
+    monkeypatch.setattr(combine_ops, "module_at", functools.cache(lambda path: fa3gen.load(path.stem, on="cpu")))
+
+
+@pytest.mark.usefixtures("on_cpu")
 def test_combine_merges_parts_of_the_keys() -> None:
     """Three parts of 9 keys, one of them without a key for the second sequence, whose O there is NaN."""
     q, k, v = (x.float() for x in dense_tensors())

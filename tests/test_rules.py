@@ -1320,8 +1320,11 @@ def test_who_objects() -> None:
         page_boxes scalar_threads wgmma_threads registers_per_thread registers_per_sm consumer_registers shared_sm
         accumulator_at_launch gemm_rows gemm_eight_bit_major
         box_extents box_row box_span box_start map_rank row_strides folded_row unbounded_scores
+        combine_threads combine_registers
     """
-    matters_of_taste = "drawn_without_mask dealt_under_causal rescale_few_columns buffer_for_one_output idle_q_stages"
+    matters_of_taste = """
+        drawn_without_mask dealt_under_causal rescale_few_columns buffer_for_one_output idle_q_stages combine_lines
+    """
     kinds = {Kind.HARDWARE: set(hardware.split()), Kind.TASTE: set(matters_of_taste.split())}
     for kind, names in kinds.items():
         assert {name for name, found in rules.RULES.items() if found.kind is kind} == names

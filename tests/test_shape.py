@@ -18,19 +18,21 @@ from rendering import (
     STEMS,
     assert_none_in_modules,
     attention_stems,
+    combine_stems,
     copy_stems,
     gemm_stems,
     plans,
     source,
     tree,
+    variants,
 )
 
 from fa3gen.generate.plan import Plan
 
-ATTENTION, GEMM, COPIES = attention_stems(), gemm_stems(), copy_stems()
+ATTENTION, GEMM, COPIES, MERGES = attention_stems(), gemm_stems(), copy_stems(), combine_stems()
 Function = ast.FunctionDef
 FIRST_LINES = '# Copyright the fa3gen authors\n# SPDX-License-Identifier: Apache-2.0\n"""'
-ENTRY_POINTS = {"attention", "copy", "matmul", "compile_for_sm90a"}
+ENTRY_POINTS = {"attention", "combine", "copy", "matmul", "compile_for_sm90a"}
 BANNERS = [
     "Shared storage",
     "Host side",
@@ -54,6 +56,7 @@ GEMM_BANNERS = [
     "Python entry points",
 ]
 COPY_BANNERS = ["Shared storage", "Host side", "Kernel", "Tiles", "Python entry points"]
+MERGE_BANNERS = ["Shared storage", "Host side", "Kernel", "Parts of the keys, added up", "Python entry points"]
 
 
 def test_there_are_modules() -> None:
@@ -80,7 +83,7 @@ def test_size() -> None:
     each, a warp that finds tiles, offsets and lengths; with several heads in a tile 40 on top, and 80 where their keys
     are shared out evenly, with a kernel that adds parts up, 65 more of a window, and 50 of sinks or a cap. Keys in
     pages take 120 more.
-    A GEMM has fewer than 500, a copy 200 to 320.
+    A GEMM has fewer than 500, a copy 200 to 320, a merge 300 to 350.
     """
     lines = {stem: len(source(stem).splitlines()) for stem in STEMS}
     most = {stem: 1030 if plans()[stem].schedule.specialized else 700 for stem in ATTENTION}
@@ -99,6 +102,7 @@ def test_size() -> None:
     assert {stem: lines[stem] for stem in ATTENTION if not 300 <= lines[stem] <= most[stem]} == {}
     assert {stem: lines[stem] for stem in GEMM if not 300 <= lines[stem] < 500} == {}
     assert {stem: lines[stem] for stem in COPIES if not 200 <= lines[stem] <= 320} == {}
+    assert {stem: lines[stem] for stem in MERGES if not 300 <= lines[stem] <= 350} == {}
 
 
 def test_lines() -> None:
@@ -141,6 +145,7 @@ def test_banners_stand_in_one_order() -> None:
     specialized = {stem: plans()[stem].schedule.specialized for stem in GEMM}
     assert [stem for stem in GEMM if ("Consumers" in banners(source(stem))) != specialized[stem]] == []
     assert [stem for stem in COPIES if banners(source(stem)) != COPY_BANNERS] == []
+    assert [stem for stem in MERGES if banners(source(stem)) != MERGE_BANNERS] == []
     fused = [stem for stem in ATTENTION if not stem.startswith("k1_")]
     # Only where warps are specialised is there a role of consumers, and a scheduler that gives work to all roles.
     missing = {stem: set() if plans()[stem].schedule.specialized else {"Work", "Consumers"} for stem in fused}
@@ -477,6 +482,7 @@ NUMBERS: dict[str, dict[int, str]] = {
     "as_boxed": {3: "mode", 4: "mode"},
     "partition_tile": {3: "modes", 4: "modes", 5: "modes", 6: "modes"},
     "copy": {4: "dimensions", 5: "dimensions"},
+    "combine": {4: "dimensions", 5: "dimensions"},
     "make_barriers": {32: "threads of a warp"},
     "thread_rows": {32: "threads of a warp"},
     "softmax_kernel": {32: "threads of a warp"},
@@ -613,6 +619,8 @@ def foreign_words(stem: str) -> str:
         return foreign_to_a_gemm(stem)
     if stem in COPIES:
         return foreign_to_a_copy(stem)
+    if stem in MERGES:
+        return foreign_to_a_merge(stem)
     if plan.p.through == "global_f32":
         return f"{NAIVE}|{NO_TMA}|{NO_CP_ASYNC}|{NO_STAGES}|{SCALAR_QK}|{SCALAR_PV}|{mask_and_outputs(stem)}"
     words = [mask_and_outputs(stem), r"\bscores\b.*global"]
@@ -659,6 +667,14 @@ def foreign_to_a_copy(stem: str) -> str:
     words = [r"softmax|\bheads?\b|\bLSE\b|_head_dim|\bHEAD_DIM\b|wgmma"]
     words += [PACKED] * (not box.packed) + [RING] * (not ring.many)
     words += [SIDE_BY_SIDE if box.folded else FOLDED]
+    return "|".join(words)
+
+
+def foreign_to_a_merge(stem: str) -> str:
+    """The same of a merge, which knows nothing of scores."""
+    words = [r"HEAD_DIM|\bscale\b|\bseq_[qk]\b|heads_(q|kv)|\bmask|wgmma|TMA|tma_|mbarrier|COMBINE_WARPS|warp_idx"]
+    words += [r"[bB][fF]loat16"] * (variants()[stem].spec.problem.dtype != "bf16")
+    words += [r"(?<![bB])[fF]loat16"] * (variants()[stem].spec.problem.dtype != "fp16")
     return "|".join(words)
 
 
@@ -749,6 +765,7 @@ def test_words_of_a_variant_are_found_in_it() -> None:
         "c2_packed": [*PACKED.split("|"), *RING.split("|"), "spans", "ROW // BOX"],
         "c1_4d_folded": ["stride_d", "spans"],
         "c1": ["BOXES"],
+        "fwd_decode_d128": ["HEAD_DIM", r"\bscale\b", "COMBINE_WARPS", "warp_idx"],
     }
     assert {
         stem: lost for stem, words in samples.items() if (lost := [w for w in words if not re.search(w, source(stem))])

@@ -11,7 +11,7 @@ from fa3gen.cli import completion
 
 if TYPE_CHECKING:
     from fa3gen.design.workspace import Workspace
-    from fa3gen.spec.model import Copy, Forward, Gemm, Spec
+    from fa3gen.spec.model import Combine, Copy, Forward, Gemm, Spec
     from fa3gen.spec.specfile import SpecFile, Variant
 
 
@@ -114,7 +114,7 @@ def _chosen(file: SpecFile, named: Collection[str] | None, wanted: Mapping[str, 
 
 def facts(file: SpecFile, stem: str, spec: Spec) -> dict[str, Any]:
     """What the list says of one module, as JSON values."""
-    from fa3gen.spec.model import Copy, Forward, Gemm
+    from fa3gen.spec.model import Combine, Copy, Forward, Gemm
 
     known = {"spec": file.stem, "stem": stem, "summary": file.summary, "source": str(file.path)}
     match spec:
@@ -124,6 +124,8 @@ def facts(file: SpecFile, stem: str, spec: Spec) -> dict[str, Any]:
             return {**known, **_gemm_facts(spec)}
         case Copy():
             return {**known, **_copy_facts(spec)}
+        case Combine():
+            return {**known, **_combine_facts(spec)}
 
 
 def _attention_facts(spec: Forward) -> dict[str, Any]:
@@ -154,6 +156,15 @@ def _copy_facts(spec: Copy) -> dict[str, Any]:
         "tile": "x".join(map(str, (*box.extents[:-1], spec.problem.row))),
         "box": f"{'x'.join(map(str, box.extents))} {box.swizzle} {box.wide}",
         "ring": None if ring is None else f"{ring.stages} stages, {ring.ctas_per_sm} CTAs on an SM",
+    }
+
+
+def _combine_facts(spec: Combine) -> dict[str, Any]:
+    return {
+        "operation": spec.operation,
+        "dtype": spec.problem.dtype,
+        "threads": f"{spec.cta.threads}, {spec.cta.per_sm} CTAs on an SM",
+        "parts": f"{spec.parts.at_once} at once, in up to {spec.parts.shares} shares",
     }
 
 
@@ -200,6 +211,8 @@ _COLUMNS = {
     "layout": "layout",
     "box": "box",
     "ring": "ring",
+    "threads": "threads",
+    "parts": "parts",
 }
 
 

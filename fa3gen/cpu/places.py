@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from fa3gen.design import boxes, footprint
 from fa3gen.design.cta import cta_of
 from fa3gen.hardware import hopper
-from fa3gen.spec.model import Copy, CpAsyncLoad, Forward, Gemm, Spec, TmaLoad
+from fa3gen.spec.model import Combine, Copy, CpAsyncLoad, Forward, Gemm, Spec, TmaLoad
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,9 @@ class SharedPlaces:
                 return cls._of_gemm(spec)
             case Copy():
                 return cls._of_copy(spec)
+            case Combine():
+                placed = cta_of(spec).placed()
+                return cls(tuple(SharedPlace(region.name, None, offset, region.bytes) for offset, region in placed))
 
     @classmethod
     def _of_forward(cls, spec: Forward) -> "SharedPlaces":

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fa3gen.design import boxes, footprint, gemm
+from fa3gen.design import boxes, combining, footprint, gemm
 from fa3gen.design.footprint import Region
 from fa3gen.hardware import hopper
-from fa3gen.spec.model import Copy, Forward, Gemm, Spec
+from fa3gen.spec.model import Combine, Copy, Forward, Gemm, Spec
 
 
 @dataclass(frozen=True)
@@ -79,4 +79,11 @@ def cta_of(spec: Spec) -> Cta:
                 regions=tuple(boxes.shared_memory_map(spec)),
                 barrier_bytes=boxes.barrier_bytes(spec),
                 held=(("addresses and counters", boxes.OTHER_REGISTERS),),
+            )
+        case Combine():
+            return Cta(
+                threads=spec.cta.threads,
+                regions=tuple(combining.shared_memory_map(spec)),
+                barrier_bytes=0,
+                held=tuple(combining.registers_per_thread(spec)),
             )

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, Literal
 
-from fa3gen.design import boxes, footprint, gemm
+from fa3gen.design import boxes, combining, footprint, gemm
 from fa3gen.design.family import PackedShape, Shape
 from fa3gen.design.gemm import GemmShape
 from fa3gen.design.masks import given_with_calls
@@ -24,7 +24,7 @@ from fa3gen.design.tiles import sequence_contiguous
 from fa3gen.hardware import hopper
 from fa3gen.hardware.chips import H200
 from fa3gen.hardware.dtypes import BF16, FP32, INT32, VECTOR_BYTES, Dtype
-from fa3gen.spec.model import Copy, Forward, Gemm, GlobalHandoff, Spec, WgmmaProduct
+from fa3gen.spec.model import Combine, Copy, Forward, Gemm, GlobalHandoff, Spec, WgmmaProduct
 
 Role = Literal["input", "optional input", "named input", "output", "optional output"]
 Initial = Literal["zero", "anything"]
@@ -382,6 +382,20 @@ def copy(spec: Copy) -> Operation:
     return Operation("copy", "copy", tuple(arguments), kernels=1)
 
 
+def combine(spec: Combine) -> Operation:
+    """O and LSE of all keys, from those of parts of them; any head dim, which each call says."""
+    rows = BATCH, Extent("seq"), Extent("heads")
+    dim, anywhere = Extent("dim"), Dense(align=FP32.bytes, contiguous=None)
+    arguments: list[Argument] = [
+        Tensor("out_partial", "input", FP32, (NUM_PARTS, *rows, dim), "threads"),
+        Tensor("lse_partial", "input", FP32, (NUM_PARTS, *rows), "threads", anywhere),
+        Tensor("out", "output", spec.element, (*rows, dim), "threads", Dense(combining.VECTOR * spec.element.bytes)),
+        Tensor("lse", "output", FP32, rows, "threads", anywhere),
+        Scalar("shares", INT32),
+    ]
+    return Operation("combine", "combine", tuple(arguments), kernels=1)
+
+
 def operation_of(spec: Spec) -> Operation:
     """What the module of a spec works on."""
     match spec:
@@ -391,3 +405,5 @@ def operation_of(spec: Spec) -> Operation:
             return matmul(spec)
         case Copy():
             return copy(spec)
+        case Combine():
+            return combine(spec)

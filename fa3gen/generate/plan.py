@@ -18,7 +18,7 @@ from fa3gen.design.masks import given_with_calls
 from fa3gen.design.operation import BATCH, Argument, Scalar, Scratch, Tensor, operation_of
 from fa3gen.design.schedule import full_tiles, schedule_of
 from fa3gen.design.tiles import OperandTile, operand_tiles, sequence_contiguous
-from fa3gen.generate import copying, gemm_header, gemm_plan, header, predicted_sass
+from fa3gen.generate import combining, copying, gemm_header, gemm_plan, header, predicted_sass
 from fa3gen.generate.expected import Expectation
 from fa3gen.generate.module_plan import ImportsPlan, ModulePlan, Named, Parameter
 from fa3gen.hardware import hopper
@@ -27,6 +27,7 @@ from fa3gen.spec.model import (
     MOST_CAP_OF_FIRST_MAX,
     MOST_EXPONENT,
     CausalMask,
+    Combine,
     Copy,
     CpAsyncLoad,
     Forward,
@@ -504,6 +505,8 @@ def make_plan(variant: Variant) -> ModulePlan:
             return gemm_plan.make_plan(variant.stem, spec, summary=variant.summary, source=source)
         case Copy() as spec:
             return copying.make_plan(variant, spec)
+        case Combine() as spec:
+            return combining.make_plan(variant, spec)
 
 
 def describe(spec: Spec, summary: str) -> header.Description:
@@ -515,6 +518,8 @@ def describe(spec: Spec, summary: str) -> header.Description:
             return gemm_header.describe(spec, summary)
         case Copy():
             return copying.describe(spec, summary)
+        case Combine():
+            return combining.describe(spec, summary)
 
 
 def _attention(variant: Variant, spec: Forward) -> Plan:

@@ -32,6 +32,7 @@ from fa3gen.design.workspace import Workspace
 from fa3gen.records import evidence
 from fa3gen.records.evidence import TIMED, CpuStatus, Status
 from fa3gen.spec.model import (
+    Combine,
     CooperativeSchedule,
     Copy,
     Forward,
@@ -117,6 +118,8 @@ def features(spec: Spec) -> dict[str, str]:
             return _of_gemm(spec)
         case Copy():
             return _of_copy(spec)
+        case Combine():
+            return _of_combine(spec)
 
 
 def _of_forward(spec: Forward) -> dict[str, str]:
@@ -148,6 +151,15 @@ def _of_copy(spec: Copy) -> dict[str, str]:
         "wide rows": "folded" if boxes.folded(spec) else f"{boxes.copies(spec)} x",
         "layout": spec.problem.layout,
         "tiles of a CTA": "1" if ring is None else f"in turn, ring of {ring.stages}",
+    }
+
+
+def _of_combine(spec: Combine) -> dict[str, str]:
+    return {
+        "O": spec.problem.dtype,
+        "threads": f"{spec.cta.threads}, {spec.cta.per_sm} CTAs on an SM",
+        "parts at once": str(spec.parts.at_once),
+        "shares of parts": f"up to {spec.parts.shares}",
     }
 
 

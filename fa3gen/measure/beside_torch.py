@@ -1,4 +1,4 @@
-"""Modules of operations other than attention, beside what torch does instead: `copy_`, or a product by cuBLAS.
+"""Modules of operations other than attention, beside what torch does: `copy_`, a product by cuBLAS, a merge in passes.
 
 That is `torch.mm`, and of 8-bit operands `torch._scaled_mm` with scales of one: with `use_fast_accum` beside modules of
 one level of sums, without it beside those of two. All four take turns.
@@ -22,7 +22,7 @@ from fa3gen.design import boxes, gemm
 from fa3gen.design.operation import Tensor, operation_of
 from fa3gen.hardware import hopper
 from fa3gen.records.evidence import Speed
-from fa3gen.spec.model import Copy, Gemm, Other
+from fa3gen.spec.model import Combine, Copy, Gemm, Other
 
 if TYPE_CHECKING:
     import torch
@@ -33,6 +33,8 @@ CUBES = (4096, 8192)  # m = n = k
 COPIED_BYTES = 5 * 2**28  # of x, at most: 1.34 GB, far more than the L2 holds
 INNER = (4, 8, 512)  # dimensions between the first and the row, as many of the last as a tensor has
 SEQUENCE_ROWS = 2000  # of a packed sequence, on average
+PARTS = (2, 8, 32)  # that are merged
+MERGED = ((32, 1, 32, 128), (1, 4096, 16, 128))  # O of them: batch, seq, heads, head dim; of a decode and a prefill
 SEED = 0
 
 
@@ -64,6 +66,8 @@ def problems(spec: Other, device: torch.device) -> list[Callable[[], Problem]]:
             return [functools.partial(_cube, spec, size, device) for size in CUBES]
         case Copy():
             return [functools.partial(_large, spec, device)]
+        case Combine():
+            return [functools.partial(_merge, spec, shape, parts, device) for shape in MERGED for parts in PARTS]
 
 
 def _cube(spec: Gemm, size: int, device: torch.device) -> Problem:
@@ -97,6 +101,28 @@ def _large(spec: Copy, device: torch.device) -> Problem:
     return Problem(name, 2 * x.numel() * x.element_size() / 1e9, "GB/s", (x, *offsets), out)
 
 
+def _merge(spec: Combine, shape: tuple[int, ...], parts: int, device: torch.device) -> Problem:
+    """Parts without gaps, and LSE as the decode modules leave them, in which queries are contiguous."""
+    import torch
+
+    generator = torch.Generator(device=device).manual_seed(SEED)
+    values = torch.randn((parts, *shape), device=device, generator=generator)
+    batch, seq, heads, _ = shape
+    lse = torch.randn((parts, batch, heads, seq), device=device, generator=generator).transpose(2, 3)
+    out = torch.empty(shape, dtype=spec.element.in_torch(), device=device)
+    moved = sum(x.numel() * x.element_size() for x in (values, lse, lse[0], out))
+    return Problem(f"{parts} parts of {' x '.join(map(str, shape))}", moved / 1e9, "GB/s", (values, lse), out)
+
+
+def _merged_by_torch(values: torch.Tensor, lses: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """A merge in torch's operators, for parts that all have keys."""
+    import torch
+
+    lse = torch.logsumexp(lses, dim=0)
+    out.copy_((torch.exp(lses - lse)[..., None] * values).sum(0))
+    return lse
+
+
 def _matrix(tensor: Tensor, size: int, device: torch.device, generator: torch.Generator) -> torch.Tensor:
     import torch
 
@@ -110,6 +136,9 @@ def torchs_call(spec: Other, problem: Problem) -> tuple[str, Callable[[], Any]]:
 
     if isinstance(spec, Copy):
         return "copy_", lambda: problem.out.copy_(problem.given[0])
+    if isinstance(spec, Combine):
+        values, lses = problem.given
+        return "logsumexp, exp, mul, sum", functools.partial(_merged_by_torch, values, lses, problem.out)
     (a, b, *c), dtype = problem.given, problem.out.dtype
     if spec.element.bytes < hopper.BYTES_16BIT:
         fast, one = not gemm.two_levels(spec), torch.ones((), device=a.device)

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, Union
 from pydantic import BeforeValidator, Field
 
 from fa3gen.hardware.dtypes import DTYPES, Dtype
+from fa3gen.spec.combining import Combine
 from fa3gen.spec.common import (
     CooperativeSchedule,
     DType,
@@ -31,6 +32,7 @@ from fa3gen.spec.copying import Copy
 from fa3gen.spec.gemm import Gemm
 
 __all__ = [
+    "Combine",
     "CooperativeSchedule",
     "Copy",
     "DType",
@@ -349,9 +351,9 @@ class Forward(SpecModel):
 
 
 # Specs of all operations. The next one is a model in a file of its own, imported here.
-Other = Union[Gemm, Copy]
+Other = Union[Gemm, Copy, Combine]
 Spec = Union[Forward, Other]
 
 # By the value of `operation`, which files of attention may leave out.
 DEFAULT_OPERATION = "forward"
-OPERATIONS: dict[str, type[Spec]] = {"forward": Forward, "gemm": Gemm, "copy": Copy}
+OPERATIONS: dict[str, type[Spec]] = {"forward": Forward, "gemm": Gemm, "copy": Copy, "combine": Combine}

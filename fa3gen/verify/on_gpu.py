@@ -1,7 +1,8 @@
 """Run a generated module on a GPU against a reference and say how far it is off: cases, checks, and a report.
 
 What passes is said where an operation's runner is: `attention_on_gpu`, `packed_on_gpu`, `gemm_on_gpu`,
-`copies_on_gpu`. `fa3gen.verify.on_cpu` does the same on the CPU model of sm_90a, with cases and criteria of its own.
+`copies_on_gpu`, `combine_on_gpu`. `fa3gen.verify.on_cpu` does the same on the CPU model of sm_90a, with cases and
+criteria of its own.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ from typing import Any
 
 import torch
 
-from fa3gen.spec.model import Copy, Forward, Gemm, Spec
+from fa3gen.spec.model import Combine, Copy, Forward, Gemm, Spec
+from fa3gen.verify import combine_inputs, gemm_inputs, inputs, packed_inputs, paged_inputs
 from fa3gen.verify import copies as copy_inputs
-from fa3gen.verify import gemm_inputs, inputs, packed_inputs, paged_inputs
 from fa3gen.verify.attention_on_gpu import Runner
+from fa3gen.verify.combine_on_gpu import CombineRunner
 from fa3gen.verify.copies_on_gpu import CopyRunner
 from fa3gen.verify.gemm_on_gpu import GemmRunner
 from fa3gen.verify.packed_on_gpu import PackedRunner
@@ -84,3 +86,5 @@ def _runner(module: Any, spec: Spec, device: torch.device, seed: int) -> tuple[M
             return GemmRunner(module, spec, device, seed), gemm_inputs.gpu_cases(spec)
         case Copy():
             return CopyRunner(module, spec, device, seed), copy_inputs.gpu_cases(spec)
+        case Combine():
+            return CombineRunner(module, spec, device, seed), combine_inputs.gpu_cases(spec)

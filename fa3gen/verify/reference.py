@@ -197,6 +197,15 @@ def _times_values(weights: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     return product.reshape(batch, heads_kv * group, rows, values.shape[3]).transpose(1, 2)
 
 
+def combine(out_partial: torch.Tensor, lse_partial: torch.Tensor) -> Attention:
+    """O and LSE of all keys, in the dtype of those of parts, which are the first dimension: O (parts, .., d), LSE
+    (parts, ..). A part whose LSE is -inf may hold anything, and counts nothing.
+    """
+    lse = torch.logsumexp(lse_partial, dim=0)
+    weights = torch.exp(lse_partial - lse.masked_fill(torch.isneginf(lse), 0))[..., None]
+    return Attention(torch.where(torch.isneginf(lse_partial)[..., None], 0, weights * out_partial).sum(0), lse)
+
+
 def matmul(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor | None = None) -> torch.Tensor:
     """A B, or A B + C, in float64."""
     product = a.double() @ b.double()

@@ -8,6 +8,7 @@ from fa3gen.design import footprint
 from fa3gen.design.cta import cta_of
 from fa3gen.design.masks import given_with_calls
 from fa3gen.design.rules import (
+    asking_combine,
     asking_copies,
     asking_gemm,
     memory,
@@ -25,6 +26,7 @@ from fa3gen.design.rules.registry import Answer, Violation
 from fa3gen.design.tiles import operand_tiles, sequence_contiguous
 from fa3gen.hardware import hopper
 from fa3gen.spec.model import (
+    Combine,
     Copy,
     CpAsyncLoad,
     Forward,
@@ -61,6 +63,8 @@ def answers(spec: Spec) -> list[Answer]:
             return asking_gemm.answers(spec)
         case Copy():
             return asking_copies.answers(spec)
+        case Combine():
+            return asking_combine.answers(spec)
 
 
 def _of_forward(spec: Forward) -> list[Answer]:

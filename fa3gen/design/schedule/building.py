@@ -6,11 +6,12 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from fa3gen.design import footprint, tile_order
-from fa3gen.design.schedule import cooperative, copying, gemm, specialized
+from fa3gen.design.schedule import combining, cooperative, copying, gemm, specialized
 from fa3gen.design.schedule.model import NamedBarrier, Ring, Role, Schedule, Step
 from fa3gen.hardware import hopper
 from fa3gen.spec.model import (
     CausalMask,
+    Combine,
     Copy,
     CpAsyncLoad,
     Forward,
@@ -37,6 +38,8 @@ def schedule_of(spec: Spec) -> Schedule:
             return gemm.schedule_of(spec)
         case Copy():
             return copying.schedule_of(spec)
+        case Combine():
+            return combining.schedule_of(spec)
 
 
 def _of_forward(spec: Forward) -> Schedule:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from fa3gen.design import gemm, rules
 from fa3gen.design.rules import Answer, Kind
 from fa3gen.hardware import hopper
-from fa3gen.spec.model import Copy, CpAsyncLoad, Forward, Gemm, GlobalHandoff, Spec, TmaLoad, WgmmaProduct
+from fa3gen.spec.model import Combine, Copy, CpAsyncLoad, Forward, Gemm, GlobalHandoff, Spec, TmaLoad, WgmmaProduct
 
 MOST_STAGES = 16  # of K and V that are asked about
 
@@ -38,12 +38,14 @@ def questions(spec: Spec) -> tuple[Answer, ...]:
 
 
 def limits(spec: Spec) -> tuple[Limit, ...]:
-    """How far stages, keys per step and query rows could go, or columns of D, and which rule says so."""
+    """How far stages, keys per step and query rows could go, columns of D, or parts, and which rule says so."""
     match spec:
         case Forward():
             found = [_limit(*candidate) for candidate in _candidates(spec)]
         case Gemm():
             found = [_limit(*candidate) for candidate in _gemm_candidates(spec)]
+        case Combine():
+            found = [_limit(*candidate) for candidate in _combine_candidates(spec)]
         case Copy():
             found = []
     return tuple(limit for limit in found if limit is not None)
@@ -84,6 +86,20 @@ def _gemm_candidates(spec: Gemm) -> Iterator[tuple[str, int, list[int], Callable
         step = gemm.chunk_columns(spec)
         wider = list(range(columns + step, 2 * hopper.WGMMA_N_MAX + 1, step))
         yield "tile.n", columns, wider, lambda n: changed("tile", n=n)
+
+
+def _combine_candidates(spec: Combine) -> Iterator[tuple[str, int, list[int], Callable[[int], Combine]]]:
+    """The same of a merge: parts at once, and CTAs of an SM."""
+    at_once, per_sm = spec.parts.at_once, spec.cta.per_sm
+
+    def with_parts(count: int) -> Combine:
+        return spec.model_copy(update={"parts": spec.parts.model_copy(update={"at_once": count})})
+
+    def with_ctas(count: int) -> Combine:
+        return spec.model_copy(update={"cta": spec.cta.model_copy(update={"per_sm": count})})
+
+    yield "parts.at_once", at_once, list(range(at_once + 1, MOST_STAGES + 1)), with_parts
+    yield "cta.per_sm", per_sm, list(range(per_sm + 1, MOST_STAGES + 1)), with_ctas
 
 
 def _limit(field: str, value: int, tried: list[int], changed: Callable[[int], Spec]) -> Limit | None:
