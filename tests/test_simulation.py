@@ -15,6 +15,7 @@ from rendering import CHECKOUT, ROOT, attention_stems, changed, named
 
 from fa3gen import cli
 from fa3gen.base.errors import UserError
+from fa3gen.compile.one_bank import NO_CONFLICTS, OneBank
 from fa3gen.design import ceiling, work
 from fa3gen.design.family import PackedShape, Shape
 from fa3gen.design.work import Problem
@@ -376,6 +377,15 @@ def test_a_lone_warp_takes_longer_than_its_instructions() -> None:
     assert wider.qk.chain == times.qk.chain / 2
     narrow = simulation.times_of(changed("k2_d64", tile={"threads": 64}).spec, chips.H200)
     assert narrow.epilogue.chain == 2 * narrow.epilogue.issue  # two warps leave two schedulers idle
+
+
+def test_operands_of_one_bank_hold_up_the_scheduler() -> None:
+    """A cycle each, for the warp and for the others of its scheduler."""
+    module = spec("k3_1_d64")
+    free, held = (simulation.times_of(module, chips.H200, conflicts) for conflicts in (NO_CONFLICTS, OneBank(712, 96)))
+    assert (held.qk.issue - free.qk.issue, held.qk.chain - free.qk.chain) == (712, 712)
+    assert (held.pv.issue - free.pv.issue, held.pv.chain - free.pv.chain) == (96, 96)
+    assert replace(held, qk=free.qk, pv=free.pv) == free
 
 
 def test_ctas_fill_the_issue_slots_that_one_leaves_empty() -> None:

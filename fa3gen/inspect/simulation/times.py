@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from fa3gen.base.errors import UserError
+from fa3gen.compile.one_bank import NO_CONFLICTS, OneBank
 from fa3gen.design import footprint, work
 from fa3gen.design.footprint import thread_rows
 from fa3gen.design.work import SmemBytes
@@ -42,6 +43,8 @@ LANDING_RATE = 110.5
 # From one multiply-add of a thread to another that needs its result: ptxas leaves so many cycles between them in every
 # module, and arXiv 2208.11174 measured them for an FP32 addition on an A100.
 FMA_LATENCY = 4.0
+# Of a multiply-add whose operands all lie in one bank of registers: a bank gives two operands a cycle.
+ONE_BANK = 1.0
 # For each few keys of a scalar P V a warp computes addresses, loads V and P, and waits: nothing else is left to do. In
 # the stall counts of the compiled modules that is 46 to 114 cycles, a load from shared memory taken for 30.
 OPERAND_WAIT = 65.0
@@ -179,8 +182,11 @@ def _lasting(pieces: Sequence[Piece], cycles: float) -> list[Piece]:
     return [piece.scaled(cycles / now) for piece in pieces]
 
 
-def times_of(spec: Forward, chip: Chip) -> Times:
-    """Derive the times of a spec on a chip. Raises UserError for k1, which has no pipeline."""
+def times_of(spec: Forward, chip: Chip, one_bank: OneBank = NO_CONFLICTS) -> Times:
+    """Derive the times of a spec on a chip. Raises UserError for k1, which has no pipeline.
+
+    Of products on scalars `one_bank` says what is known of the compiled code; by default there are no conflicts.
+    """
     if isinstance(spec.handoff, GlobalHandoff):
         raise UserError("k1 has no loop over tiles of keys and so no pipeline to simulate; try k2 and later rungs")
     through_smem = work.smem_bytes(spec)
@@ -188,8 +194,8 @@ def times_of(spec: Forward, chip: Chip) -> Times:
     kv, d, v_dim = spec.tile.kv, spec.problem.head_dim, spec.problem.v_dim
     rows, lanes = thread_rows(spec)
     return Times(
-        qk=_qk(spec, chip, through_smem),
-        pv=_pv(spec, chip, through_smem),
+        qk=_waiting_for_registers(spec, _qk(spec, chip, through_smem), one_bank.qk, chip),
+        pv=_waiting_for_registers(spec, _pv(spec, chip, through_smem), one_bank.pv, chip),
         softmax=softmax,
         rescale=rescale,
         epilogue=_issue(spec, "epilogue", EPILOGUE_INSTRUCTIONS * rows * v_dim / lanes, chip),
@@ -246,6 +252,12 @@ def _pv(spec: Forward, chip: Chip, through_smem: SmemBytes) -> Piece:
     instructions = work.scalar_pv_instructions(spec)
     piece = _issue(spec, "O += P V", instructions, chip, through_smem.pv)
     return replace(piece, chain=instructions + OPERAND_WAIT * footprint.SCALAR_LANES)
+
+
+def _waiting_for_registers(spec: Forward, piece: Piece, conflicts: int, chip: Chip) -> Piece:
+    """A product with so many multiply-adds of a warp that hold up its scheduler for another cycle."""
+    lost = _issue(spec, piece.name, ONE_BANK * conflicts, chip)
+    return replace(piece, issue=piece.issue + lost.issue, chain=piece.chain + lost.chain) if conflicts else piece
 
 
 def _wgmma(spec: Forward, name: str, depth: int, chip: Chip, smem_bytes: int) -> Piece:
