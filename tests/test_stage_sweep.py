@@ -145,7 +145,7 @@ def test_a_record_is_read_as_it_was_written(workspace: Workspace) -> None:
 
 def test_facts_are_noted_of_the_code_that_was_measured(probe: ModuleType) -> None:
     kernels = [
-        probe.Kernel(VARIANTS[FAST.stem], Path(), held, 168, OneBank(712, number))
+        probe.Kernel(VARIANTS[FAST.stem], Path(), held, 168, one_bank=OneBank(712, number))
         for number, held in enumerate((None, 1))
     ]
     noted = probe.with_facts(SWEEP, kernels)
