@@ -187,10 +187,11 @@ def test_tables_hold_measured_and_simulated(workspace: Workspace) -> None:
 
 
 def test_predictions_know_what_stands_in_the_code() -> None:
-    """Multiply-adds that wait for registers cost issue slots, which three CTAs that share an SM all need."""
+    """Multiply-adds that wait for registers cost issue slots, which three CTAs that share an SM all need. So many cost
+    7 % of the speed, measured on an H200 with cubins of k3_2_d64 whose registers were patched."""
     spec = VARIANTS[FAST.stem].spec
     slower = FAST.model_copy(update={"one_bank": OneBank(712, 96)})
-    assert simulated(spec, slower, 4096)[0] < 0.92 * simulated(spec, FAST, 4096)[0]
+    assert 0.91 < simulated(spec, slower, 4096)[0] / simulated(spec, FAST, 4096)[0] < 0.95
 
 
 def test_predictions_are_at_the_clock_that_was_read() -> None:
