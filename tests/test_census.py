@@ -19,7 +19,7 @@ import pytest
 from fa3gen.compile.census import Census, Mismatch, compare, parse_ptxas_log, rows, take_census
 from fa3gen.compile.census.host import dynamic_smem_by_kernel
 from fa3gen.compile.census.ptx import PtxFacts, Wgmma, count_instructions, parse_ptx
-from fa3gen.compile.census.sass import Instruction, Loop, find_loops, lost_operands, parse_sass, store_kind
+from fa3gen.compile.census.sass import Instruction, Loop, find_loops, lost_operands, one_bank, parse_sass, store_kind
 from fa3gen.compile.toolchain import Resources
 from fa3gen.generate.expected import Expectation, SassExpectation
 
@@ -313,6 +313,33 @@ def test_nested_loops_and_reconvergence() -> None:
         Loop(0x10, depth=1, innermost=False, waits=False, instructions=13, gmma=0, ex2=1),
         Loop(0x30, depth=2, innermost=True, waits=False, instructions=4, gmma=0, ex2=1),
     )
+
+
+BANKS = """.text.banks:
+.L_1:
+        /*0010*/                   FFMA R2, R4, R6, R2 ;
+        /*0020*/                   FFMA R3, R5, -R7, R9 ;
+        /*0030*/                   FFMA R2, R4, R5, R2 ;
+        /*0040*/                   FFMA R2, R4, R4, R2 ;
+        /*0050*/                   FFMA R2, R4, 2, R6 ;
+        /*0060*/                   FFMA R2, R4, R6, RZ ;
+        /*0070*/                   IADD3 R2, R4, R6, R8 ;
+        /*0080*/                   FFMA R2, R4.reuse, R5, R2 ;
+        /*0090*/                   FFMA R8, R4, R6, R8 ;
+        /*00a0*/                   FFMA R2, R5, R4.reuse, R2 ;
+        /*00b0*/                   FFMA R8, R4, R6, R8 ;
+        /*00c0*/               @P0 BRA `(.L_1) ;
+        /*00d0*/                   EXIT ;
+"""
+
+
+def test_multiply_adds_of_one_bank() -> None:
+    """All even, all odd, and at 0xb0 all even again: R4 was left in the cache for the second operand, and is the first.
+    At 0x90 it is where it was left."""
+    (kernel,) = parse_sass(BANKS)
+    assert one_bank(kernel) == {0x10, 0x20, 0xB0}
+    [loop] = find_loops(kernel)
+    assert (loop.ffma, loop.one_bank) == (10, 3)
 
 
 KEPT = """.text.kept:

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 import pytest
 
 from fa3gen import cli
+from fa3gen.compile.census import Loop
 from fa3gen.generate.expected import Expectation
 
 DATA = Path(__file__).parent / "data"
@@ -54,6 +55,20 @@ def test_module_as_predicted(
     assert "wgmma.mma_async" in (workspace / "kept" / "k2_d64.ptx").read_text()
     assert "HGMMA.64x64x16" in (workspace / "kept" / "k2_d64.sass").read_text()
     assert (workspace / "kept" / "k2_d64.cubin").read_bytes().startswith(b"\x7fELF")
+
+
+def test_loops_say_which_multiply_adds_lose_a_cycle() -> None:
+    from fa3gen.cli.compile import loop_lines
+
+    def line(**counts: int) -> str:
+        loop = Loop(0x10, depth=1, innermost=True, waits=False, instructions=99, ex2=0, **{"gmma": 0, **counts})
+        census = SimpleNamespace(kernels=[SimpleNamespace(label="k", sass=SimpleNamespace(loops=[loop]))])
+        [only] = loop_lines(SimpleNamespace(census=census))  # type: ignore[arg-type]
+        return only.partition("EX2")[2]
+
+    assert line(ffma=64, one_bank=3) == ", 64 FFMA, 3 in one bank"
+    assert line(ffma=64) == ", 64 FFMA"
+    assert line() == line(gmma=4, ffma=64, one_bank=3) == ""
 
 
 def test_module_that_is_not_what_its_real_plan_predicts(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from fa3gen.base.errors import UserError
-    from fa3gen.compile.census import Mismatch
+    from fa3gen.compile.census import Loop, Mismatch
     from fa3gen.compile.compiler import Analysis
     from fa3gen.design.workspace import Workspace
     from fa3gen.generate.expected import Expectation
@@ -217,6 +217,13 @@ def _print_outcome(console: Console, outcome: Outcome) -> None:
     console.print()
 
 
+def _multiply_adds(loop: Loop) -> str:
+    """Of a loop that multiplies on threads and not on the tensor cores, and how many have all operands in one bank."""
+    if loop.gmma or not loop.ffma:
+        return ""
+    return f", {loop.ffma} FFMA" + (f", {loop.one_bank} in one bank" if loop.one_bank else "")
+
+
 def loop_lines(analysis: Analysis) -> list[str]:
     """The innermost loops in words: for every kernel those that do more than wait, the longest first, three at most."""
     lines = []
@@ -226,6 +233,6 @@ def loop_lines(analysis: Analysis) -> list[str]:
             where = f"{kernel.label}: " if len(analysis.census.kernels) > 1 else ""
             lines.append(
                 f"{where}loop at 0x{loop.address:x}: {loop.instructions} SASS instructions, {loop.gmma} GMMA, "
-                f"{loop.ex2} EX2"
+                f"{loop.ex2} EX2{_multiply_adds(loop)}"
             )
     return lines

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from fa3gen.base import markdown
+from fa3gen.compile.one_bank import NO_CONFLICTS
 from fa3gen.design import footprint
 from fa3gen.design.work import Problem
 from fa3gen.design.workspace import Workspace
@@ -56,7 +57,8 @@ def spec_name(variant: Variant[Forward]) -> str:
 
 def simulated(spec: Forward, row: Measured, length: int) -> tuple[float, float]:
     """TFLOP/s that the simulator predicts for as many CTAs, oldest first and even, at the clock that was read."""
-    problem, times = Problem(spec, measured_shape(spec, length)), simulation.times_of(spec, CHIP)
+    problem = Problem(spec, measured_shape(spec, length))
+    times = simulation.times_of(spec, CHIP, row.one_bank or NO_CONFLICTS)
     oldest = simulation.predict(problem, times, CHIP, arbitration="oldest", ctas=row.ctas)
     even = simulation.predict(problem, times, CHIP, arbitration="even", ctas=row.ctas)
     faster = row.sm_mhz.get(str(length), CHIP.clock_hz.value / 1e6) * 1e6 / CHIP.clock_hz.value

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import ClassVar
 
 from pydantic import Field
 
 from fa3gen.base.files import write_text
-from fa3gen.base.parts import Part, read_file, rounded
+from fa3gen.base.parts import GrownPart, Part, read_file, rounded
+from fa3gen.compile.one_bank import OneBank
 from fa3gen.design.workspace import Workspace
 from fa3gen.spec.model import Forward
 from fa3gen.spec.specfile import Variant, attention_only
@@ -21,15 +23,23 @@ SPECS = Path("specs/sweep")
 TOOL = "tests/gpu/stage_sweep.py"
 
 
-class Measured(Part):
+class Measured(GrownPart):
     """One module, or a copy of it with shared memory that nobody uses, so that no more than `ctas` fit on an SM."""
+
+    LATER: ClassVar[frozenset[str]] = frozenset({"one_bank"})
 
     stem: str
     held: bool = Field(description="Whether it is such a copy.")
     registers: int = Field(gt=0, description="Of a thread, as compiled.")
     ctas: int = Field(gt=0, description="That share an SM, by registers and shared memory.")
     tflops: dict[str, float] = Field(description="By sequence length; 16,384 tokens in all, heads x head dim = 2048.")
+    one_bank: OneBank | None = Field(None, description="Multiply-adds that wait for registers; None with WGMMA alone.")
     sm_mhz: dict[str, float] = Field(description="Clock of the SMs in the middle of the launches, where it was read.")
+
+    @property
+    def held_to(self) -> int | None:
+        """So many CTAs of a copy share an SM; None of a module as it is."""
+        return self.ctas if self.held else None
 
 
 class StageSweep(Part):

@@ -6,6 +6,11 @@ renders specs/sweep into a folder of its own and compiles all modules. Of each i
 nobody uses, so that one or two CTAs fit on an SM where there were more. All of a head dim are checked against PyTorch
 and then timed in rounds of shuffled order, replayed from CUDA graphs. It writes generated/evidence/sweep/stages.json;
 `fa3gen refresh` shows that in docs/ladder.md.
+
+    python tests/gpu/stage_sweep.py --compiled      without a GPU; minutes
+
+compiles the same modules and notes in the record that is there what stands in their code, where their registers are
+those of the record.
 """
 
 from __future__ import annotations
@@ -29,6 +34,7 @@ sys.path.insert(0, str(ROOT))
 from fa3gen.base.errors import UserError  # noqa: E402
 from fa3gen.compile import compiler  # noqa: E402
 from fa3gen.compile.cache import cached_compile_for_launch  # noqa: E402
+from fa3gen.compile.one_bank import OneBank, one_bank_of  # noqa: E402
 from fa3gen.design import ceiling, footprint  # noqa: E402
 from fa3gen.design.family import Family  # noqa: E402
 from fa3gen.design.workspace import Workspace  # noqa: E402
@@ -39,6 +45,7 @@ from fa3gen.measure.tuning.measuring import CudaTimer  # noqa: E402
 from fa3gen.records import stage_sweep  # noqa: E402
 from fa3gen.run import gpu  # noqa: E402
 from fa3gen.run.launch import load_for_launch  # noqa: E402
+from fa3gen.spec.model import WgmmaProduct  # noqa: E402
 from fa3gen.spec.specfile import Variant  # noqa: E402
 
 LENGTHS = (4096, 16384)
@@ -59,6 +66,7 @@ class Kernel:
     registers: int = 0
     times: dict[int, list[float]] = field(default_factory=dict)
     clocks: dict[int, list[float]] = field(default_factory=dict)
+    one_bank: OneBank | None = None
 
     @property
     def fit(self) -> int:
@@ -93,21 +101,27 @@ def kernels(workspace: Workspace, folder: Path) -> Iterator[Kernel]:
                 yield Kernel(variant, path, ctas)
 
 
+def on_scalars(variant: Variant) -> bool:
+    """Whether a product is one of multiply-adds."""
+    return not isinstance(variant.spec.pv, WgmmaProduct)
+
+
 def compiled(found: Sequence[Kernel]) -> list[Kernel]:
-    """Compile side by side and note the registers; without copies that hold nothing down, since registers do.
+    """Compile side by side and note what stands in the code; without copies that hold nothing down, since registers do.
 
     Raises UserError for a module that spills.
     """
 
-    def registers(kernel: Kernel) -> int:
+    def note(kernel: Kernel) -> None:
         census = compiler.analyse(cached_compile_for_launch(kernel.path)).census
+        spec = kernel.variant.spec
         if census.spills:
             raise UserError(f"{kernel.path.stem} spills; take it out of the sweep")
-        return census.registers
+        kernel.registers = census.registers
+        kernel.one_bank = one_bank_of(spec, census) if on_scalars(kernel.variant) else None
 
     with ThreadPoolExecutor() as pool:
-        for kernel, count in zip(found, pool.map(registers, found), strict=True):
-            kernel.registers = count
+        list(pool.map(note, found))
     return [kernel for kernel in found if kernel.held is None or kernel.held < kernel.fit]
 
 
@@ -152,14 +166,43 @@ def record_of(kernel: Kernel) -> stage_sweep.Measured:
         held=kernel.held is not None,
         registers=kernel.registers,
         ctas=kernel.held or kernel.fit,
+        one_bank=kernel.one_bank,
         tflops={str(length): family.flops(measured_shape(spec, length)) / ms / 1e9 for length, ms in medians.items()},
         sm_mhz={str(length): statistics.median(clocks) for length, clocks in kernel.clocks.items()},
     )
 
 
+def with_facts(sweep: stage_sweep.StageSweep, found: Sequence[Kernel]) -> stage_sweep.StageSweep:
+    """The record with what stands in the code of these kernels, which has to be the code that was measured."""
+    rows, by_name = [], {(kernel.variant.stem, kernel.held): kernel for kernel in found}
+    for row in sweep.measured:
+        if kernel := by_name.get((row.stem, row.held_to)):
+            if kernel.registers != row.registers:
+                raise UserError(
+                    f"{kernel.path.stem} is compiled to {kernel.registers} registers, and measured with "
+                    f"{row.registers}: other code; measure the sweep anew"
+                )
+            row = row.model_copy(update={"one_bank": kernel.one_bank})
+        rows.append(row)
+    return sweep.model_copy(update={"measured": rows})
+
+
+def note_facts(workspace: Workspace) -> None:
+    """Compile what has products on scalars, and write the record that there is with what stands in the code."""
+    sweep = stage_sweep.read(workspace)
+    if sweep is None:
+        raise UserError(f"there is no {stage_sweep.record_path(workspace)}; measure it on a GPU, without --compiled")
+    with tempfile.TemporaryDirectory() as folder:
+        found = [kernel for kernel in kernels(workspace, Path(folder)) if on_scalars(kernel.variant)]
+        stage_sweep.write(workspace, with_facts(sweep, compiled(found)))
+
+
 def main() -> None:
     """Render, compile, measure, and write the record."""
-    workspace, device = Workspace.find(ROOT), require_hopper()
+    workspace = Workspace.find(ROOT)
+    if "--compiled" in sys.argv[1:]:
+        return note_facts(workspace)
+    device = require_hopper()
     with tempfile.TemporaryDirectory() as folder:
         found = compiled(list(kernels(workspace, Path(folder))))
         for head_dim in sorted({kernel.variant.spec.problem.head_dim for kernel in found}):

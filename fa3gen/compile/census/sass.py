@@ -17,6 +17,7 @@ _INSTRUCTION = re.compile(r"^/\*([0-9a-f]+)\*/\s+\{?\s*(@!?U?P\w+\s+)?([A-Z][\w.
 _TARGET = re.compile(r"`\(([.\w$]+)\)")
 _BARRIER_REGISTER = re.compile(r"\bB\d+\b")
 _REGISTER = re.compile(r"R(\d+)\b")
+_SOURCE = re.compile(r"^[-|~]*R(\d+)(\.reuse)?\|?$")  # a register that is read
 _NO_RESULT = frozenset({"HGMMA", "QGMMA", "IGMMA", "BGMMA", "BAR", "NANOSLEEP"})  # or another one than a register of A
 _GLOBAL_STORES = frozenset({"STG", "ST", "UTMASTG", "UTMAREDG"})  # ST: the compiler did not see which memory it is
 _SHARED_STORES = frozenset({"STS", "STSM"})
@@ -29,7 +30,8 @@ class Loop:
     """One natural loop: address and count of its instructions, those of wait loops inside it left out.
 
     `depth` is 1 for an outermost loop. `innermost` says that no other loop but waits is nested in it, `waits` that it
-    does nothing but spin until an mbarrier completes or registers are free.
+    does nothing but spin until an mbarrier completes or registers are free. `ffma` counts multiply-adds of threads, and
+    `one_bank` those that function finds.
     """
 
     address: int
@@ -39,6 +41,8 @@ class Loop:
     instructions: int
     gmma: int
     ex2: int
+    ffma: int = 0
+    one_bank: int = 0
 
 
 @dataclass(frozen=True)
@@ -133,6 +137,29 @@ def is_gmma(instruction: Instruction) -> bool:
 def is_ex2(instruction: Instruction) -> bool:
     """Whether this is an exponential (base 2) on the multi-function unit."""
     return instruction.opcode.startswith("MUFU.EX2")
+
+
+def is_ffma(instruction: Instruction) -> bool:
+    """Whether this is a multiply-add of threads, in float32."""
+    return instruction.base == "FFMA"
+
+
+def one_bank(kernel: SassKernel) -> set[int]:
+    """Addresses of multiply-adds that read three registers of one bank.
+
+    Registers lie in two banks, even and odd, of which each gives two operands a cycle: a third one takes another cycle
+    (arXiv 1804.06826, on a V100; ptxas avoids it for sm_90a, too). An operand is not read that the instruction before
+    left in the reuse cache at the same place.
+    """
+    found, kept = set(), dict[int, str]()
+    for instruction in kernel.instructions:
+        sources = [_SOURCE.match(operand) for operand in instruction.operands.split(", ")[1:]]
+        registers = {place: source for place, source in enumerate(sources) if source}
+        read = {int(source[1]) for place, source in registers.items() if kept.get(place) != source[1]}
+        if is_ffma(instruction) and len(read) == 3 and len({register % 2 for register in read}) == 1:
+            found.add(instruction.address)
+        kept = {place: source[1] for place, source in registers.items() if source[2]}
+    return found
 
 
 def store_kind(instruction: Instruction) -> str:
@@ -257,7 +284,7 @@ def find_loops(kernel: SassKernel) -> tuple[Loop, ...]:
     blocks, edges = _blocks(kernel)
     bodies = _loop_bodies(edges)
     waits = {head for head, body in bodies.items() if _only_waits(kernel, [blocks[block] for block in body])}
-    loops = []
+    loops, conflicts = [], one_bank(kernel)
     for head, body in bodies.items():
         inner = [other for other, blocks_of in bodies.items() if blocks_of < body]
         waiting = set[int]().union(*(bodies[other] for other in inner if other in waits))
@@ -273,6 +300,8 @@ def find_loops(kernel: SassKernel) -> tuple[Loop, ...]:
                 instructions=len(code),
                 gmma=sum(is_gmma(instruction) for instruction in code),
                 ex2=sum(is_ex2(instruction) for instruction in code),
+                ffma=sum(is_ffma(instruction) for instruction in code),
+                one_bank=sum(instruction.address in conflicts for instruction in code),
             )
         )
     return tuple(sorted(loops, key=lambda loop: loop.address))

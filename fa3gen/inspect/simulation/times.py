@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from fa3gen.base.errors import UserError
+from fa3gen.compile.one_bank import NO_CONFLICTS, OneBank
 from fa3gen.design import footprint, work
 from fa3gen.design.footprint import thread_rows
 from fa3gen.design.work import SmemBytes
@@ -42,6 +43,12 @@ LANDING_RATE = 110.5
 # From one multiply-add of a thread to another that needs its result: ptxas leaves so many cycles between them in every
 # module, and arXiv 2208.11174 measured them for an FP32 addition on an A100.
 FMA_LATENCY = 4.0
+# Of a multiply-add whose operands all lie in one bank of registers: a bank gives two operands a cycle. Three CTAs of
+# k3_2_d64 on an SM of an H200 lost 0.98 cycles for each to which a patch of the cubin had given such registers.
+ONE_BANK = 1.0
+# Share of the multiply-adds of Q K^T behind which a warp goes on in the next cycle: behind the others it waits for the
+# result, as long with a conflict as without. In the stall counts of the compiled modules it is 0.41 to 0.5.
+UNHIDDEN = 0.44
 # For each few keys of a scalar P V a warp computes addresses, loads V and P, and waits: nothing else is left to do. In
 # the stall counts of the compiled modules that is 46 to 114 cycles, a load from shared memory taken for 30.
 OPERAND_WAIT = 65.0
@@ -179,8 +186,11 @@ def _lasting(pieces: Sequence[Piece], cycles: float) -> list[Piece]:
     return [piece.scaled(cycles / now) for piece in pieces]
 
 
-def times_of(spec: Forward, chip: Chip) -> Times:
-    """Derive the times of a spec on a chip. Raises UserError for k1, which has no pipeline."""
+def times_of(spec: Forward, chip: Chip, one_bank: OneBank = NO_CONFLICTS) -> Times:
+    """Derive the times of a spec on a chip. Raises UserError for k1, which has no pipeline.
+
+    Of products on scalars `one_bank` says what is known of the compiled code; by default there are no conflicts.
+    """
     if isinstance(spec.handoff, GlobalHandoff):
         raise UserError("k1 has no loop over tiles of keys and so no pipeline to simulate; try k2 and later rungs")
     through_smem = work.smem_bytes(spec)
@@ -188,8 +198,8 @@ def times_of(spec: Forward, chip: Chip) -> Times:
     kv, d, v_dim = spec.tile.kv, spec.problem.head_dim, spec.problem.v_dim
     rows, lanes = thread_rows(spec)
     return Times(
-        qk=_qk(spec, chip, through_smem),
-        pv=_pv(spec, chip, through_smem),
+        qk=_qk(spec, chip, through_smem, one_bank.qk),
+        pv=_pv(spec, chip, through_smem, one_bank.pv),
         softmax=softmax,
         rescale=rescale,
         epilogue=_issue(spec, "epilogue", EPILOGUE_INSTRUCTIONS * rows * v_dim / lanes, chip),
@@ -228,24 +238,26 @@ def _issue(
     return Piece(name, issue=cycles, smem=smem, chain=pace * instructions)
 
 
-def _qk(spec: Forward, chip: Chip, through_smem: SmemBytes) -> Piece:
+def _qk(spec: Forward, chip: Chip, through_smem: SmemBytes, conflicts: int) -> Piece:
     """S = Q K^T of one group. One on scalars stores S as well."""
     if isinstance(spec.qk, WgmmaProduct):
         return _wgmma(spec, "S = Q K^T", spec.problem.head_dim, chip, through_smem.qk)
     read_and_written = through_smem.qk + through_smem.scores
-    piece = _issue(spec, "S = Q K^T", work.scalar_qk_instructions(spec), chip, read_and_written)
-    # The multiply-adds of a score follow one another, eight at a time, and each waits for the one before.
-    scores = spec.tile.q * spec.tile.kv / footprint.computing_threads(spec)
-    return replace(piece, chain=FMA_LATENCY * scores * spec.problem.head_dim)
+    slots = work.scalar_qk_instructions(spec) + ONE_BANK * conflicts
+    piece = _issue(spec, "S = Q K^T", slots, chip, read_and_written)
+    # The multiply-adds of a score follow one another, eight at a time, and each waits for the one before. That hides
+    # most conflicts from a lone warp.
+    multiply_adds = spec.tile.q * spec.tile.kv * spec.problem.head_dim / footprint.computing_threads(spec)
+    return replace(piece, chain=FMA_LATENCY * multiply_adds + UNHIDDEN * ONE_BANK * conflicts)
 
 
-def _pv(spec: Forward, chip: Chip, through_smem: SmemBytes) -> Piece:
+def _pv(spec: Forward, chip: Chip, through_smem: SmemBytes, conflicts: int) -> Piece:
     """O += P V of one group."""
     if isinstance(spec.pv, WgmmaProduct):
         return _wgmma(spec, "O += P V", spec.problem.v_dim, chip, through_smem.pv)
-    instructions = work.scalar_pv_instructions(spec)
-    piece = _issue(spec, "O += P V", instructions, chip, through_smem.pv)
-    return replace(piece, chain=instructions + OPERAND_WAIT * footprint.SCALAR_LANES)
+    slots = work.scalar_pv_instructions(spec) + ONE_BANK * conflicts
+    piece = _issue(spec, "O += P V", slots, chip, through_smem.pv)
+    return replace(piece, chain=slots + OPERAND_WAIT * footprint.SCALAR_LANES)
 
 
 def _wgmma(spec: Forward, name: str, depth: int, chip: Chip, smem_bytes: int) -> Piece:
