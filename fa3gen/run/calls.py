@@ -20,6 +20,7 @@ from fa3gen.design.workspace import Workspace
 from fa3gen.hardware.dtypes import DTYPES
 from fa3gen.run import dispatch
 from fa3gen.run.dispatch import ArgumentError, Choice, NotRendered, Size
+from fa3gen.run.equal_lengths import of_dense
 from fa3gen.run.launch import module_at
 from fa3gen.spec.model import MOST_CAP_OF_FIRST_MAX, DType, OutputDType
 
@@ -70,6 +71,8 @@ def found(key: tuple[Any, ...], family: Family, size: Size, *, lse: bool) -> Att
     attention: Attention = module_at(choice.file).attention
     if choice.options:
         attention = functools.partial(attention, **choice.options)
+    if choice.as_packed:
+        attention = functools.partial(of_dense, attention)
     if key:
         stretches.setdefault(key, []).append((*choice.around, attention))
     return attention
