@@ -265,7 +265,7 @@ def flash_attn_with_kvcache(
         keys, where = _in_use(cache, lengths, cache_leftpad)
         options |= {**where, "max_seqlen_q": seq_q, "max_seqlen_k": cache.room}
         if cu_seqlens_q is None:
-            returned = of_equal_queries(attention_packed, q, *keys, out=out, **options)
+            returned = of_equal_queries(attention_packed, q, keys, out, options)
         else:
             returned = attention_packed(q, *keys, cu_seqlens_q.contiguous(), out=out, **options)
     if not return_softmax_lse:

@@ -69,10 +69,10 @@ def found(key: tuple[Any, ...], family: Family, size: Size, *, lse: bool) -> Att
     """The `attention` for a call unlike all before it, from the table; in `stretches` under a key that is not empty."""
     choice = dispatch.choose(family, size, lse=lse, workspace=Workspace.find())
     attention: Attention = module_at(choice.file).attention
-    if choice.options:
-        attention = functools.partial(attention, **choice.options)
     if choice.as_packed:
-        attention = functools.partial(of_dense, attention)
+        attention = functools.partial(of_dense, attention, **choice.options)
+    elif choice.options:
+        attention = functools.partial(attention, **choice.options)
     if key:
         stretches.setdefault(key, []).append((*choice.around, attention))
     return attention

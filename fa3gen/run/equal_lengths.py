@@ -32,8 +32,9 @@ LEAST_POSITIONS, LEAST_KEYS = 4, 64  # of their tiles
 
 def in_rows(x: Tensor) -> bool:
     """Whether (batch, seq, heads, d) is rows of one tensor, sequence behind sequence, all equally far apart."""
-    batch, seq = x.shape[:2]
-    return batch < 2 or seq < 2 or x.stride(0) == seq * x.stride(1)
+    batch, seq, _, _ = x.shape
+    of_batch, of_row, _, _ = x.stride()
+    return batch < 2 or seq < 2 or of_batch == seq * of_row
 
 
 def can_be_packed(q: Tensor, k: Tensor, v: Tensor, out: Any) -> bool:
@@ -41,10 +42,9 @@ def can_be_packed(q: Tensor, k: Tensor, v: Tensor, out: Any) -> bool:
 
     Tensors of a wrong shape are left to `of_dense` to refuse. q may lie anywhere: it is small, and copied.
     """
-    batch, seq_q = q.shape[:2]
-    if not (in_rows(k) and in_rows(v) and (out is None or out.dim() != q.dim() or in_rows(out))):
+    if not (in_rows(k) and in_rows(v) and (out is None or out.dim() != 4 or in_rows(out))):
         return False
-    sequences, seq_k, heads_kv = k.shape[:3]
+    (batch, seq_q, _, _), (sequences, seq_k, heads_kv, _) = q.shape, k.shape
     steps = batch * (seq_q // LEAST_POSITIONS + 1) * heads_kv * (sequences * seq_k // LEAST_KEYS + 1)
     return steps <= MOST_STEPS
 
@@ -56,7 +56,6 @@ def of_dense(
     v: Tensor,
     *,
     out: Tensor | None = None,
-    return_lse: bool = False,
     **options: Any,
 ) -> Any:
     """Call the `attention` of a module of packed sequences with dense tensors that `can_be_packed`; it returns theirs.
@@ -64,7 +63,7 @@ def of_dense(
     The LSE is (batch, heads_q, seq_q) as for a dense module, and a view of (heads_q, batch, seq_q). Raises
     ArgumentError for shapes that do not go together, which nobody would notice once they are packed.
     """
-    (batch, seq_q, heads_q, _), (sequences, seq_k, heads_kv, dim), (*_, v_dim) = q.shape, k.shape, v.shape
+    (batch, seq_q, heads_q, _), (sequences, seq_k, heads_kv, dim), v_dim = q.shape, k.shape, v.shape[3]
     if sequences != batch:
         raise ArgumentError(f"k has shape {tuple(k.shape)}, q {tuple(q.shape)}; they need the same batch")
     if v.shape != (batch, seq_k, heads_kv, v_dim):
@@ -73,38 +72,28 @@ def of_dense(
         needed = (batch, seq_q, heads_q, v_dim)
         raise ArgumentError(f"out has shape {tuple(out.shape)}; it needs to be {needed}")
     rows = batch * seq_k
-    return of_equal_queries(
-        attention,
-        q,
-        k.view(rows, heads_kv, dim),
-        v.view(rows, heads_kv, v_dim),
-        cu_seqlens_k=even_offsets(batch, seq_k, k),
-        out=out,
-        return_lse=return_lse,
-        **options,
-    )
+    keys = k.view(rows, heads_kv, dim), v.view(rows, heads_kv, v_dim)
+    options["cu_seqlens_k"] = even_offsets(batch, seq_k, k)
+    return of_equal_queries(attention, q, keys, out, options)
 
 
 def of_equal_queries(
     attention: Callable[..., Any],
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
+    keys: tuple[Tensor, Tensor],
     out: Tensor | None,
-    return_lse: bool,
-    **options: Any,
+    options: dict[str, Any],
 ) -> Any:
     """Call an `attention` of packed queries with q (batch, seq_q, heads_q, d); it returns O, or O and LSE, like q.
 
-    k and v, and what says where their sequences lie, are as it takes them.
+    k and v are as it takes them, and so are `options`, which say where their sequences lie.
     """
     batch, seq_q, heads_q, _ = q.shape
     into = None if out is None else out.view(batch * seq_q, *out.shape[2:])
     begins = even_offsets(batch, seq_q, q)
-    returned = attention(q.flatten(0, 1), k, v, begins, out=into, return_lse=return_lse, **options)
-    packed, lse = returned if return_lse else (returned, None)
-    found = packed.view(batch, seq_q, *packed.shape[1:]) if out is None else out
+    returned = attention(q.flatten(0, 1), *keys, begins, out=into, **options)
+    packed, lse = returned if options.get("return_lse") else (returned, None)
+    found = packed.view(batch, seq_q, heads_q, packed.shape[2]) if out is None else out
     return found if lse is None else (found, lse.view(heads_q, batch, seq_q).transpose(0, 1))
 
 
@@ -145,8 +134,10 @@ def _make(batch: int, first: int, lengths: int, gpu: int) -> Tensor:
     """
     from cuda.bindings import driver as cuda
 
-    rows = torch.arange(first, first + lengths)  # in 64 bits: the last ones may be of no tensor that there can be
-    offsets = (rows[:, None] * torch.arange(batch + 1)).to(torch.int32)
+    rows = torch.arange(
+        first, first + lengths, device="cpu"
+    )  # in 64 bits: the last ones may be of no tensor that there can be
+    offsets = (rows[:, None] * torch.arange(batch + 1, device="cpu")).to(torch.int32)
     size = offsets.numel() * offsets.element_size()
     # Relaxed: this thread may allocate even while another one captures.
     _checked(*cuda.cuThreadExchangeStreamCaptureMode(cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED))

@@ -75,9 +75,9 @@ def attention(
     first launch loads the kernel from the compile cache, or compiles it. Make that call, with tensors of the same
     sizes, before capturing a CUDA graph, since code may not be loaded in a capture; all else can be made there, too.
 
-    Few queries with a window, sinks or a cap are served by modules for packed sequences, where these were measured to be
-    faster or no other fits, and k, v and `out` are rows of one tensor each; their keys are split. q is copied where it
-    is not.
+    Few queries with a window, sinks or a cap are served by modules for packed sequences, which split keys, where these
+    were measured to be faster or no other fits; k, v and `out` have to be rows of one tensor each, and q is copied
+    where it is not.
 
     Args:
         q: (batch, seq_q, heads_q, d), bfloat16 or float16. Any strides with a contiguous last dimension and
