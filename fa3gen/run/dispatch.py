@@ -432,13 +432,13 @@ def _dense_or_packed(family: Family, size: Size, lse: bool, workspace: Workspace
     if dense.row is not None and dense.row.seq_q is not None:
         return dense
     try:
-        of_row, around = _measured(*packed, lse, workspace)
+        by_row, around = _measured(*packed, lse, workspace)
     except NoKernel:  # its module is missing, or not the one that was measured; packed calls say so
         return dense
     around = dense.around.meet(_of_all_keys(around, family.mask))
-    if of_row is None or not of_row.spec.split:
+    if by_row is None or not by_row.spec.split:
         return replace(dense, around=around)
-    return replace(_for_call(of_row, family, size, around), as_packed=True)
+    return replace(_for_call(by_row, family, size, around), as_packed=True)
 
 
 def _of_all_keys(around: Stretch, mask: Mask) -> Stretch:

@@ -134,10 +134,9 @@ def _make(batch: int, first: int, lengths: int, gpu: int) -> Tensor:
     """
     from cuda.bindings import driver as cuda
 
-    rows = torch.arange(
-        first, first + lengths, device="cpu"
-    )  # in 64 bits: the last ones may be of no tensor that there can be
-    offsets = (rows[:, None] * torch.arange(batch + 1, device="cpu")).to(torch.int32)
+    # In 64 bits, since the last of these lengths may be more than any tensor has.
+    rows, sequences = torch.arange(first, first + lengths, device="cpu"), torch.arange(batch + 1, device="cpu")
+    offsets = (rows[:, None] * sequences).to(torch.int32)
     size = offsets.numel() * offsets.element_size()
     # Relaxed: this thread may allocate even while another one captures.
     _checked(*cuda.cuThreadExchangeStreamCaptureMode(cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED))

@@ -42,9 +42,9 @@ def _explain(
 ) -> Choice:
     """Which module `fa3gen.attention` takes for these arguments, and why; `print` it.
 
-    Looks at dtypes and shapes only: tensors on any device will do, "meta" too, and no GPU is needed. How many tiles an
-    SM gets is then counted with the SMs of an H200, and the answer says so. Raises as `fa3gen.attention` where no
-    module is found; with `render`, one is rendered, and not yet compiled.
+    Looks at dtypes, shapes and strides only: tensors on any device will do, "meta" too, and no GPU is needed. How many
+    tiles an SM gets is then counted with the SMs of an H200, and the answer says so. Raises as `fa3gen.attention` where
+    no module is found; with `render`, one is rendered, and not yet compiled.
     """
     family, size = _asked(q, k, v, out, causal, window, sinks, softcap, deterministic_batch, num_splits)
     size = replace(size, in_rows=can_be_packed(q, k, v, out))
