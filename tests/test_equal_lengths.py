@@ -9,7 +9,7 @@ import ctypes
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import cuda.bindings
@@ -381,20 +381,19 @@ class Gpu(PretendedCuda):
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
     """CPU tensors pass for such of GPU 0, whose driver is made up."""
-    pretended, driver = Gpu(), SimpleNamespace(cuda=None, current_stream=None)
-    with monkeypatch.context() as patched:
-        patched.setattr(driver, "cuda", None)
-        made_up: Any = driver
-        pretended.install(made_up, patched)
-        extra = {"cuMemcpyHtoDAsync": pretended.cuMemcpyHtoDAsync}
-        patched.setattr(cuda.bindings, "driver", SimpleNamespace(**vars(driver.cuda), **extra))
-        pass_for_cuda(patched)
-        patched.setattr(torch.Tensor, "get_device", lambda tensor: 0)
-        for kept in (equal_lengths._kept_offsets, equal_lengths._made):
-            kept.cache_clear()
-        yield pretended
-        for kept in (equal_lengths._kept_offsets, equal_lengths._made):
-            kept.cache_clear()
+    pretended, stand_in = Gpu(), ModuleType("stand_in")
+    vars(stand_in).update(cuda=None, current_stream=None)
+    pretended.install(stand_in, monkeypatch)
+    driver = {**vars(vars(stand_in)["cuda"]), "cuMemcpyHtoDAsync": pretended.cuMemcpyHtoDAsync}
+    monkeypatch.setattr(cuda.bindings, "driver", SimpleNamespace(**driver))
+    pass_for_cuda(monkeypatch)
+    monkeypatch.setattr(torch.Tensor, "get_device", lambda tensor: 0)
+    kept = equal_lengths._kept_offsets, equal_lengths._made
+    for cache in kept:
+        cache.cache_clear()
+    yield pretended
+    for cache in kept:
+        cache.cache_clear()
 
 
 def test_offsets_are_made_once(gpu: Gpu) -> None:
