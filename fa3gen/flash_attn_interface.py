@@ -31,7 +31,8 @@ from fa3gen.base.switches import turned_on
 from fa3gen.run import calls
 from fa3gen.run.combine_ops import combine
 from fa3gen.run.dispatch import ArgumentError
-from fa3gen.run.kv_cache import KvCache, Pair, even_offsets
+from fa3gen.run.equal_lengths import of_equal_queries
+from fa3gen.run.kv_cache import KvCache, Pair
 from fa3gen.run.ops import attention
 from fa3gen.run.packed_ops import attention_packed
 from fa3gen.spec.model import WINDOW_MAX
@@ -277,7 +278,7 @@ def flash_attn_with_kvcache(
         keys, where = _in_use(cache, lengths, cache_leftpad)
         options |= {**where, "max_seqlen_q": seq_q, "max_seqlen_k": cache.room}
         if cu_seqlens_q is None:
-            returned = _of_equal_lengths(q, keys, out, options)
+            returned = of_equal_queries(attention_packed, q, keys, out, options)
         else:
             returned = attention_packed(q, *keys, cu_seqlens_q.contiguous(), out=out, **options)
     if not return_softmax_lse:
@@ -425,13 +426,3 @@ def _in_use(cache: KvCache, lengths: Tensor, leftpad: Tensor | None) -> tuple[Pa
         return rows, {"cu_seqlens_k": begins, "seqused_k": used}
     pages, table, used = cache.as_pages(lengths, leftpad)
     return pages, {"page_table": _contiguous_rows(table), "seqused_k": used}
-
-
-def _of_equal_lengths(q: Tensor, keys: Pair, out: Tensor | None, options: dict[str, Any]) -> Any:
-    """O, or O and LSE, of q (batch, seq_q, heads_q, d)."""
-    batch, seq_q, heads_q, _ = q.shape
-    into = None if out is None else out.view(batch * seq_q, *out.shape[2:])
-    returned = attention_packed(q.flatten(0, 1), *keys, even_offsets(batch, seq_q, q), out=into, **options)
-    packed, lse = returned if options["return_lse"] else (returned, None)
-    found = packed.view(batch, seq_q, *packed.shape[1:]) if out is None else out
-    return found if lse is None else (found, lse.view(heads_q, batch, seq_q).transpose(0, 1))

@@ -18,7 +18,7 @@ from stand_ins import pass_for_cuda, standing_in
 
 import fa3gen
 from fa3gen import flash_attn_interface as fa3
-from fa3gen.run import calls, combine_ops, dispatch, kv_cache
+from fa3gen.run import calls, combine_ops, dispatch
 from fa3gen.spec.model import WINDOW_MAX, CausalMask, Mask, NoMask, WindowMask
 from fa3gen.verify import reference
 
@@ -79,7 +79,6 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[PackedModules]:
 def modules(compiled: PackedModules, monkeypatch: pytest.MonkeyPatch) -> PackedModules:
     """On tensors that pass for CUDA tensors, as in eager mode on a GPU."""
     pass_for_cuda(monkeypatch)
-    kv_cache._kept_offsets.cache_clear()
     return compiled
 
 

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 import pytest
 import torch
 from packed_modules import offsets
-from stand_ins import pass_for_cuda
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fa3gen.run import checks, kv_cache
+from fa3gen.run import checks
 from fa3gen.run.kv_cache import KvCache
 
 HEADS, DIM, DIM_V = 2, 8, 4
@@ -244,24 +243,3 @@ def test_caches_whose_sequences_are_no_rows_of_one_tensor_are_pages() -> None:
         with pytest.raises(NotImplementedError, match=r"are no rows of one tensor.*pass no cache_leftpad"):
             cache.as_pages(lengths_of(1, 2, 3), lengths_of(0, 1, 2))
     assert KvCache.of(*made(3, 9), None, None).table is None
-
-
-# Offsets
-
-
-def test_offsets_are_made_once_for_a_stream_and_not_kept_of_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
-    pass_for_cuda(monkeypatch)
-    kv_cache._kept_offsets.cache_clear()
-    q = torch.empty(1)
-    first = kv_cache.even_offsets(2, 5, q)
-    assert kv_cache.even_offsets(2, 5, q) is first
-    assert kv_cache.even_offsets(3, 0, q).tolist() == [0] * 4
-    pass_for_cuda(monkeypatch, stream=7)
-    other = kv_cache.even_offsets(2, 5, q)
-    pass_for_cuda(monkeypatch, stream=7, capturing=True)
-    captured = kv_cache.even_offsets(2, 5, q)
-    assert len({id(x) for x in (first, other, captured)}) == 3 and other.tolist() == captured.tolist() == [0, 5, 10]
-    kept = kv_cache._kept_offsets.cache_info().currsize
-    with FakeTensorMode():
-        kv_cache.even_offsets(2, 6, torch.empty(1))
-    assert kv_cache._kept_offsets.cache_info().currsize == kept

@@ -500,6 +500,7 @@ def test_explain_needs_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         fa3gen.attention.explain(q, k, v, sinks=torch.zeros(4), softcap=50.0)
     brain = [tensor.bfloat16() for tensor in (q, k, v)]
+    brain[0] = torch.cat([brain[0]] * 4, dim=1)  # more than few queries
     assert fa3gen.attention.explain(*brain, causal=True, sinks=torch.zeros(4)).stem == "fwd_d64_sink_causal"
 
 

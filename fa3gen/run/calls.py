@@ -20,6 +20,7 @@ from fa3gen.design.workspace import Workspace
 from fa3gen.hardware.dtypes import DTYPES
 from fa3gen.run import dispatch
 from fa3gen.run.dispatch import ArgumentError, Choice, NotRendered, Size
+from fa3gen.run.equal_lengths import of_dense
 from fa3gen.run.launch import module_at
 from fa3gen.spec.model import MOST_CAP_OF_FIRST_MAX, DType, OutputDType
 
@@ -68,7 +69,9 @@ def found(key: tuple[Any, ...], family: Family, size: Size, *, lse: bool) -> Att
     """The `attention` for a call unlike all before it, from the table; in `stretches` under a key that is not empty."""
     choice = dispatch.choose(family, size, lse=lse, workspace=Workspace.find())
     attention: Attention = module_at(choice.file).attention
-    if choice.options:
+    if choice.as_packed:
+        attention = functools.partial(of_dense, attention, **choice.options)
+    elif choice.options:
         attention = functools.partial(attention, **choice.options)
     if key:
         stretches.setdefault(key, []).append((*choice.around, attention))

@@ -90,7 +90,8 @@ class Size:
     the SMs of the GPU that it runs on; None where there is none, and an H200's are taken. `group` is the number of
     query heads that share a head of k and v. Queries are those of a sequence; where sequences are packed those of the
     longest, as far as a call tells, and `mean_queries` are those of one in the mean. `whole`: no module serves the call
-    that splits keys. `own_bits`: one module serves calls of every size, and in it a row's bits are its own.
+    that splits keys. `own_bits`: one module serves calls of every size, and in it a row's bits are its own. `in_rows`:
+    dense tensors lie so that a module of packed sequences can serve the call.
     """
 
     keys: int
@@ -100,6 +101,7 @@ class Size:
     queries: int = NO_LIMIT
     whole: bool = False
     own_bits: bool = False
+    in_rows: bool = False
     mean_queries: int = NO_LIMIT
 
     @property
@@ -224,6 +226,12 @@ class Stretch(NamedTuple):
     most_keys: int = NO_LIMIT
     least_tiles: int = 0
     most_tiles: int = NO_LIMIT
+
+    def meet(self, other: Stretch) -> Stretch:
+        """The sizes that are in both."""
+        keys = max(self.least_keys, other.least_keys), min(self.most_keys, other.most_keys)
+        tiles = max(self.least_tiles, other.least_tiles), min(self.most_tiles, other.most_tiles)
+        return Stretch(*keys, *tiles)
 
 
 class Row(SpecModel):
@@ -355,6 +363,7 @@ class Choice:
 
     `measured` says in words what is known of the row's module and of its runner-up, `size` what was asked for, and
     `around` which other sizes have the same choice. `options` is what a call of the module has to say beside that.
+    `as_packed`: the tensors are dense, and the module takes them as packed sequences of one length.
     """
 
     stem: str
@@ -367,6 +376,7 @@ class Choice:
     size: Size | None = None
     around: Stretch = Stretch()
     options: Mapping[str, Any] = field(default_factory=dict)
+    as_packed: bool = False
 
     def __str__(self) -> str:
         """The module, its spec in short, and why, in a few lines."""
@@ -375,6 +385,8 @@ class Choice:
         lines = [f"{self.file}", f"  spec  {self.source}: {Family.of(spec)}; {how}"]
         if self.size is not None:
             lines.append(f"  for   {self.size}")
+        if self.as_packed:
+            lines.append("  as    packed sequences of one length, which dense tensors are without a copy of k and v")
         lines.append(f"  why   {self.reason}")
         return "\n".join([*lines, *(f"        {measured}" for measured in self.measured)])
 
@@ -382,12 +394,27 @@ class Choice:
 def choose(family: Family, size: Size, *, lse: bool, workspace: Workspace) -> Choice:
     """The module that serves a call of this size; `lse`: LSE is wanted too.
 
+    Dense tensors with few queries are taken as packed sequences where the module of these splits keys, by a measured
+    row, or where there is no other module: `may_be_packed`.
+
     Raises NoKernel when there is none, when several fit and none was measured, and when the module of the row is
     missing or not the file that was measured. Raises UserError for a table that cannot be read.
     """
-    around = Stretch()
     if size.own_bits:
-        return _for_call(_of_own_bits(family, size, lse, workspace), family, size, around)
+        return _for_call(_of_own_bits(family, size, lse, workspace), family, size, Stretch())
+    if size.in_rows and may_be_packed(family, size.queries):
+        return _dense_or_packed(family, size, lse, workspace)
+    return _chosen(family, size, lse, workspace)
+
+
+def _chosen(family: Family, size: Size, lse: bool, workspace: Workspace) -> Choice:
+    choice, around = _measured(family, size, lse, workspace)
+    return _for_call(choice or _unmeasured(family, size, lse, workspace), family, size, around)
+
+
+def _measured(family: Family, size: Size, lse: bool, workspace: Workspace) -> tuple[Choice | None, Stretch]:
+    """The module of the first row that serves a call, if there is one, and of which sizes this is so."""
+    around = Stretch()
     for home, path in tables(workspace):
         for number, row in enumerate(read_table(path).rows, 1):
             if not row.is_for(family):
@@ -397,8 +424,54 @@ def choose(family: Family, size: Size, *, lse: bool, workspace: Workspace) -> Ch
                 continue
             choice = of_row(home, row, place_of_row(home, path, number, row))
             if (choice.spec.outputs.lse or not lse) and not (size.whole and choice.spec.split):
-                return _for_call(choice, family, size, around)
-    return _for_call(_unmeasured(family, size, lse, workspace), family, size, around)
+                return choice, around
+    return None, around
+
+
+def may_be_packed(family: Family, queries: int) -> bool:
+    """Whether dense calls may be served by modules of packed sequences: few queries, of which no module for dense
+    tensors splits the keys, since there is a window, a sink or a cap."""
+    scores = isinstance(family.mask, WindowMask) or family.sink or family.softcap
+    return scores and family.layout == "dense" and not family.fixed_parts and 0 < queries <= FEW_QUERIES
+
+
+def _dense_or_packed(family: Family, size: Size, lse: bool, workspace: Workspace) -> Choice:
+    """The choice for a dense call that a module of packed sequences may serve.
+
+    One for dense tensors stays if a row says that it was measured with few queries, or if the one of packed sequences
+    has no row, or does not split keys: then it reads them as the dense one does.
+    """
+    packed = family._replace(layout="packed"), replace(size, keys=_shown(size.keys, family.mask), in_rows=False)
+    try:
+        dense = _chosen(family, size, lse, workspace)
+    except NotRendered as missing:
+        try:
+            found = _chosen(*packed, lse, workspace)
+        except NoKernel:
+            raise missing from None
+        return replace(found, size=size, around=_of_all_keys(found.around, family.mask), as_packed=True)
+    if dense.row is not None and dense.row.seq_q is not None:
+        return dense
+    try:
+        by_row, around = _measured(*packed, lse, workspace)
+    except NoKernel:  # its module is missing, or not the one that was measured; packed calls say so
+        return dense
+    around = dense.around.meet(_of_all_keys(around, family.mask))
+    if by_row is None or not by_row.spec.split:
+        return replace(dense, around=around)
+    return replace(_for_call(by_row, family, size, around), as_packed=True)
+
+
+def _of_all_keys(around: Stretch, mask: Mask) -> Stretch:
+    """A stretch by as many keys as a window shows as one by all that there are."""
+    return around._replace(most_keys=NO_LIMIT) if around.most_keys >= _shown(NO_LIMIT, mask) else around
+
+
+def _shown(keys: int, mask: Mask) -> int:
+    """`seen`, of a mask."""
+    if not isinstance(mask, WindowMask) or mask.left is None or mask.left == WINDOW_MAX:
+        return keys
+    return seen(keys, (mask.left, -1 if mask.right in (None, WINDOW_MAX) else mask.right))
 
 
 def _for_call(choice: Choice, family: Family, size: Size, around: Stretch) -> Choice:

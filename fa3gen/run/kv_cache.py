@@ -6,7 +6,6 @@ every call can be captured in a CUDA graph and be replayed with others.
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +14,7 @@ from torch.compiler import is_dynamo_compiling
 
 from fa3gen.run import calls, checks
 from fa3gen.run.dispatch import ArgumentError
+from fa3gen.run.equal_lengths import even_offsets
 
 Pair = tuple[Tensor, Tensor]  # of k and v
 
@@ -197,24 +197,3 @@ def _rows_apart(k: Tensor, v: Tensor) -> int | None:
     found = [divmod(x.stride(0), x.stride(1)) if x.stride(1) else (0, 0) for x in (k, v)]
     apart = found[0][0]
     return apart if found == [(apart, 0)] * 2 and apart >= rows else None
-
-
-# Offsets of sequences of one length
-
-
-def even_offsets(batch: int, rows: int, beside: Tensor) -> Tensor:
-    """Where sequences begin that are so many rows apart, and where the last one ends."""
-    kept = type(beside) is Tensor and beside.is_cuda and not is_dynamo_compiling() and not calls.dispatch_modes()
-    if not kept or torch.cuda.is_current_stream_capturing():  # a graph would fill its tensor when it is replayed
-        return _new_offsets(batch, rows, beside.device)
-    return _kept_offsets(batch, rows, beside.device, torch.cuda.current_stream(beside.device).cuda_stream)
-
-
-@functools.lru_cache(maxsize=256)
-def _kept_offsets(batch: int, rows: int, device: torch.device, stream: int) -> Tensor:
-    """The same, once for each stream: on another one it might be read before it is written."""
-    return _new_offsets(batch, rows, device)
-
-
-def _new_offsets(batch: int, rows: int, device: torch.device) -> Tensor:
-    return torch.arange(batch + 1, dtype=torch.int32, device=device) * rows

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from fa3gen.design.family import TILE_ROWS, Family, Shape
 from fa3gen.run import calls, dispatch, gpu
 from fa3gen.run.calls import Attention, Returned, Window, dispatch_modes, functorch_transforms, named_scores, stretches
 from fa3gen.run.dispatch import FEW_QUERIES, Choice, NotRendered, Size
+from fa3gen.run.equal_lengths import can_be_packed
 
 
 def _explain(
@@ -40,11 +42,12 @@ def _explain(
 ) -> Choice:
     """Which module `fa3gen.attention` takes for these arguments, and why; `print` it.
 
-    Looks at dtypes and shapes only: tensors on any device will do, "meta" too, and no GPU is needed. How many tiles an
-    SM gets is then counted with the SMs of an H200, and the answer says so. Raises as `fa3gen.attention` where no
-    module is found; with `render`, one is rendered, and not yet compiled.
+    Looks at dtypes, shapes and strides only: tensors on any device will do, "meta" too, and no GPU is needed. How many
+    tiles an SM gets is then counted with the SMs of an H200, and the answer says so. Raises as `fa3gen.attention` where
+    no module is found; with `render`, one is rendered, and not yet compiled.
     """
     family, size = _asked(q, k, v, out, causal, window, sinks, softcap, deterministic_batch, num_splits)
+    size = replace(size, in_rows=can_be_packed(q, k, v, out))
     return calls.explained(family, size, lse=return_lse, render=render)
 
 
@@ -72,6 +75,10 @@ def attention(
     first launch loads the kernel from the compile cache, or compiles it. Make that call, with tensors of the same
     sizes, before capturing a CUDA graph, since code may not be loaded in a capture; all else can be made there, too.
 
+    Few queries with a window, sinks or a cap are served by modules for packed sequences, which split keys, where these
+    were measured to be faster or no other fits; k, v and `out` have to be rows of one tensor each, and q is copied
+    where it is not.
+
     Args:
         q: (batch, seq_q, heads_q, d), bfloat16 or float16. Any strides with a contiguous last dimension and
             16-byte aligned rows, here and below.
@@ -88,7 +95,7 @@ def attention(
         out: (batch, seq_q, heads_q, d_v) to write O to, of q's dtype, or float32, which takes a module of its own; a
             new contiguous tensor of q's dtype by default.
         return_lse: Return (O, LSE), LSE the natural logarithm of each row's sum of exponentials,
-            (batch, heads_q, seq_q) float32.
+            (batch, heads_q, seq_q) float32; of dense tensors taken as packed ones a view that is not contiguous.
         enable_pdl: Programmatic dependent launch: where the module serves small problems (scheduler grid), begin beside
             the end of the kernel before on this stream, once that one allows it. Results are the same. Other modules,
             and calls that torch.compile or a dispatch mode sees, are launched as ever.
@@ -201,6 +208,8 @@ def _serving(
             key += ("num_splits", num_splits)
         if sinks is not None or softcap is not None:
             key += (sinks is not None, softcap is not None, calls.any_cap(softcap))
+        if few and (window is not None or sinks is not None or softcap is not None):
+            key += ("in rows", can_be_packed(q, k, v, out))
         tiles = batch * heads_q * -(-seq_q // TILE_ROWS)  # `Shape.tiles`, without the call
         for least_keys, most_keys, least_tiles, most_tiles, attention in stretches.get(key, ()):
             if least_keys <= keys <= most_keys and least_tiles <= tiles <= most_tiles:
@@ -208,6 +217,7 @@ def _serving(
     except (AttributeError, IndexError, TypeError, ValueError):
         pass  # not four dimensions, or no tensor: what follows says so
     family, size = _asked(q, k, v, out, causal, window, sinks, softcap, deterministic_batch, num_splits)
+    size = replace(size, in_rows=can_be_packed(q, k, v, out))
     return calls.found(key, family, size, lse=return_lse)
 
 
@@ -267,7 +277,10 @@ def _forward(
     asked = q, k, v, None, causal, reach, return_lse, sinks, softcap, deterministic_batch, num_splits
     serving = calls.or_rendered(_serving, *asked, allowed=render, compiled=q.is_cuda)
     returned = serving(q, k, v, **named_scores(sinks, softcap), scale=scale, return_lse=return_lse)
-    return returned if return_lse else (returned, _lse_like(q, False))
+    if not return_lse:
+        return returned, _lse_like(q, False)
+    out, lse = returned
+    return out, lse.contiguous()  # as the fake one is, also where the module gives it by head
 
 
 def _forward_out(
@@ -291,7 +304,7 @@ def _forward_out(
     asked = q, k, v, out, causal, reach, return_lse, sinks, softcap, deterministic_batch, num_splits
     serving = calls.or_rendered(_serving, *asked, allowed=render, compiled=q.is_cuda)
     returned = serving(q, k, v, **named_scores(sinks, softcap), scale=scale, out=out, return_lse=return_lse)
-    lse: Tensor = returned[1] if return_lse else _lse_like(q, False)
+    lse: Tensor = returned[1].contiguous() if return_lse else _lse_like(q, False)
     return lse
 
 
