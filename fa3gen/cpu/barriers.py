@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from fa3gen.cpu.clocks import CAUSAL, INIT, PROXY, Clock, Clocks
 from fa3gen.cpu.findings import Hazard, Kind
 from fa3gen.cpu.shared_memory import BASE, SharedMemory
+from fa3gen.cpu.truth import every
 from fa3gen.hardware.hopper import MBARRIER_BYTES
 
 NAMED_BARRIERS = 16  # PTX ISA, "bar": barriers 0 to 15
@@ -216,22 +217,22 @@ class Mbarriers:
             barrier = self.at(location, warps)
             wanted = parity if getattr(parity, "ndim", 0) == 0 else parity[lanes]
             ready = (barrier.phase & 1) != wanted
-            outcomes.append((barrier, lanes, warps, ready))
-        done = all(np.all(ready) for *_, ready in outcomes)
-        if not done and not group.answer_now and not group.cta.time_limit_passes():
-            barrier = next(barrier for barrier, _, _, ready in outcomes if not np.all(ready))
-            group.waits_for = barrier
+            whole = every(ready) if getattr(ready, "ndim", 0) else bool(ready)
+            outcomes.append((barrier, lanes, warps, ready, whole))
+        open_one = next((barrier for barrier, *_, whole in outcomes if not whole), None)
+        if open_one is not None and not group.answer_now and not group.cta.time_limit_passes():
+            group.waits_for = open_one
             return None
         group.waits_for = None
         group.answer_now = False
-        for barrier, _, warps, ready in outcomes:
+        for barrier, _, warps, ready, whole in outcomes:
             group.cta.note("mbarrier waited", group, barrier=barrier, warps=warps, ready=ready)
-            if np.all(ready):
+            if whole:
                 self._acquire(barrier, warps)
         if len(outcomes) == 1 and getattr(outcomes[0][3], "ndim", 0) == 0 and mask is None:
             return np.bool_(outcomes[0][3])
         answer = np.zeros(group.lanes, bool)
-        for _, lanes, _, ready in outcomes:
+        for _, lanes, _, ready, _ in outcomes:
             answer[lanes] = ready
         return answer
 
@@ -315,7 +316,7 @@ class Mbarriers:
             return [(int(address), lanes, group.warps_of(lanes, mask))]
         active = address[lanes]
         first = active[0]
-        if (active == first).all():
+        if every(active == first):
             return [(int(first), lanes, group.warps_of(lanes, mask))]
         return [
             (int(location), lanes[active == location], np.unique(group.warp_of_lane[lanes[active == location]]))

@@ -16,6 +16,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from fa3gen.cpu.truth import every, some
 from fa3gen.cpu.types import F32, F64, S64, U8, U16, U32, U64, UNSIGNED, Type
 
 # A NumPy vector or scalar. NumPy's own types for the two have no useful common ancestor with operators.
@@ -301,7 +302,11 @@ def add_to_odd(a: Value, b: Value) -> Value:
 def maximum(a: Value, b: Value) -> Value:
     """The greater one of f32 or f64; the number if one is NaN; +0 is greater than -0 (PTX ISA, "max")."""
     greater = np.fmax(a, b)
-    return greater if _unequivocal(greater) else _extreme(greater, a, b, np.bitwise_and)
+    # Rows of zeros are common. Of a zero and a zero fmax returns one: +0 is the greater one, or there is no other.
+    sure = np.count_nonzero(abs(greater) > 0)
+    if sure != greater.size:
+        sure += np.count_nonzero(greater.view(UNSIGNED[greater.dtype.itemsize * 8]) == 0)
+    return greater if sure == greater.size else _extreme(greater, a, b, np.bitwise_and)
 
 
 def minimum(a: Value, b: Value) -> Value:
@@ -331,10 +336,10 @@ def _extreme(extreme: Value, a: Value, b: Value, join: Callable[[Value, Value], 
     Of two zeros the bits are joined. A signalling NaN, which fmax and fmin may return, gives way to a number.
     """
     zeros = (a == 0) & (b == 0)
-    if zeros.any():
+    if some(zeros):
         bits = UNSIGNED[a.dtype.itemsize * 8]
         extreme = select(zeros, join(a.view(bits), b.view(bits)).view(a.dtype), extreme)
-    if (extreme == extreme).all():
+    if every(extreme == extreme):
         return extreme
     return select(a != a, b, select(b != b, a, extreme))
 

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from fa3gen.cpu.clocks import CAUSAL, SEVERAL_LANES, Clocks, stamp
 from fa3gen.cpu.findings import Hazard, Kind
+from fa3gen.cpu.truth import some
 from fa3gen.cpu.types import Type
 
 BASE = 1024
@@ -101,6 +102,7 @@ class SharedMemory:
         self.writer = np.full(count, clocks.nobody, np.int16)
         self.written = np.full(count, stamp(1, 0), np.int32)
         self.read = np.zeros((clocks.readers, count), np.int32)
+        self.guards = 0  # how often `guard` was called
         self._rows: dict[int, tuple[_InRows, _InRows, _InRows]] = {}
         self._elements: dict[tuple[Type, int], _InRows] = {}
         # Which lane of a warp has read a granule matters only if the warp writes it in the same epoch: reads are
@@ -211,6 +213,7 @@ class SharedMemory:
 
     def guard(self, address: int, size: int, *, on: bool) -> None:
         """Let nothing read or write these bytes any more, or let them be memory that nobody has written."""
+        self.guards += 1
         place = slice(address // self.granule, (address + size - 1) // self.granule + 1)
         self.writer[place] = self.clocks.mbarrier_objects if on else self.clocks.nobody
         self.written[place] = stamp(1, 0)
@@ -250,12 +253,19 @@ class SharedMemory:
             visible = self.clocks.visible_to_async(warps)
         writer, written = self._state(rows, size)
         late = written >> 6 > visible[writer]
-        if late.any():
+        if some(late):
             self._unready(rows, size, late, warps, what, asynchronous=True)
         count = size // self.granule
         first = agent * (len(self.writer) // count)
         rows = slice(first + rows.start, first + rows.stop) if isinstance(rows, slice) else rows + first
         self._in_rows(count)[2].put(rows, stamp(epoch, 0))
+
+    def latest_writes(self, rows: Indices, size: int) -> NDArray[np.int32]:
+        """For each agent the last epoch of it that has written to these rows, 0 where it has not."""
+        writer, written = self._state(rows, size)
+        latest = np.zeros(self.clocks.time.shape[2], np.int32)
+        np.maximum.at(latest, writer, written >> 6)
+        return latest
 
     def async_write(
         self, rows: Rows, size: int, warps: Indices, agent: int, epoch: int, what: str, *, generic: bool = False
@@ -268,7 +278,7 @@ class SharedMemory:
         writers, writtens, _ = self._in_rows(count)
         known = self.clocks.known_to_all(warps)
         still = self._all_reads(rows, count) >= stamp(known[: self.clocks.readers, None, None] + 1, 0)
-        if still.any():
+        if some(still):
             reader, row, item = np.argwhere(still)[0]
             place = self._where(self._granule_of(rows, size, int(row) * count + int(item)))
             raise Hazard(
@@ -278,9 +288,9 @@ class SharedMemory:
         writer, written = self._state(rows, size)
         ready = known if generic else self.clocks.visible_to_async(warps)
         late = written >> 6 > ready[writer]
-        if late.any():
+        if some(late):
             late &= writer != self.clocks.nobody
-            if late.any():
+            if some(late):
                 self._unready(rows, size, late, warps, what, asynchronous=not generic)
         writers.put(rows, agent)
         writtens.put(rows, stamp(epoch, 0))
@@ -304,10 +314,10 @@ class SharedMemory:
         writers, writtens, reads = self._in_rows(count)
         writer, written = writers.take(rows), writtens.take(rows)
         # What all warps of the group know is mostly enough, and found out faster than what each of them does.
-        if (written >> 6 > clocks.known_to_all(access.group)[writer]).any():
+        if some(written >> 6 > clocks.known_to_all(access.group)[writer]):
             late = written >> 6 > clocks.time[_column(warps), CAUSAL, writer]
             late &= (writer != _column(warps)) | (written != _column(access.stamps))  # a lane reads its own write
-            if late.any():
+            if some(late):
                 self._report_unready(access, writer, written, late, "read")
         reads.put(rows + warps * (len(self.writer) // count), stamp(access.epochs, SEVERAL_LANES))
         if len(self._recent) == _REMEMBERED_READS:
@@ -320,22 +330,22 @@ class SharedMemory:
         writers, writtens, _ = self._in_rows(count)
         writer, written = writers.take(rows), writtens.take(rows)
         known = clocks.known_to_all(access.group)  # as in _lanes_read
-        if (written >> 6 > known[writer]).any():
+        if some(written >> 6 > known[writer]):
             late = written >> 6 > clocks.time[_column(warps), CAUSAL, writer]
             late &= (writer != clocks.nobody) & ((writer != _column(warps)) | (written != _column(stamps)))
-            if late.any():
+            if some(late):
                 self._report_unready(access, writer, written, late, "written")
         reads = self._all_reads(rows, count)
-        if (reads >= stamp(known[: clocks.readers, None, None] + 1, 0)).any():
+        if some(reads >= stamp(known[: clocks.readers, None, None] + 1, 0)):
             still = reads >> 6 > clocks.time[np.atleast_1d(warps), CAUSAL, : clocks.readers].T[:, :, None]
-            if still.any():
+            if some(still):
                 self._check_overwritten(access, still)
         writers.put(rows, warps)
         writtens.put(rows, stamps)
         clash = writtens.take(rows) != _column(stamps)
         if warps.ndim:
             clash |= writers.take(rows) != _column(warps)
-        if clash.any():
+        if some(clash):
             raise Hazard(Kind.RACE, f"two lanes write {self._place(access, clash)} in one instruction")
 
     def _check_overwritten(self, access: _Access, still: NDArray[np.bool_]) -> None:
@@ -344,7 +354,7 @@ class SharedMemory:
         warps = np.broadcast_to(access.warps, access.rows.shape)
         own = np.arange(self.clocks.readers)[:, None, None] == warps[None, :, None]
         foreign = still & ~own
-        if foreign.any():
+        if some(foreign):
             reader, row, item = np.argwhere(foreign)[0]
             warp = int(warps[row])
             kind = Kind.RACE if reader < self.clocks.warps else Kind.OVERWRITE
@@ -357,7 +367,7 @@ class SharedMemory:
         exact = self._sort_out_reads().reshape(self.clocks.warps, -1, count)[warps, access.rows]
         stamps = np.broadcast_to(_column(access.stamps), exact.shape)
         other = still.any(axis=0) & (exact != stamps) & (exact >> 6 == stamps >> 6)
-        if other.any():
+        if some(other):
             warp = int(warps[np.argwhere(other)[0][0]])
             raise Hazard(
                 Kind.RACE,

@@ -19,6 +19,7 @@ from fa3gen.cpu.findings import Hazard, Kind
 from fa3gen.cpu.flow import EXIT
 from fa3gen.cpu.lanes import NOBODY
 from fa3gen.cpu.translate import SPLIT
+from fa3gen.cpu.truth import every, some
 from fa3gen.cpu.wgmma import InFlight
 
 Mask = NDArray[np.bool_]
@@ -107,9 +108,10 @@ class Group:
         if predicate.ndim == 0:
             return mask if predicate else NOBODY
         active = predicate if mask is None else predicate & mask
-        if active.all():
+        count = np.count_nonzero(active)
+        if count == active.size:
             return None
-        return active if active.any() else NOBODY
+        return active if count else NOBODY
 
     def accumulator_overwritten(self, number: int, name: str) -> None:
         """A register is written that a product in flight may accumulate in; it may hold no value that anybody reads."""
@@ -135,7 +137,7 @@ class Group:
 
     def whole_warps(self, mask: Mask | None, what: str) -> None:
         """Raise a Hazard unless all lanes of the group's warps execute a collective instruction."""
-        if mask is not None and not mask.all():
+        if mask is not None and not every(mask):
             raise Hazard(Kind.WARP_DIVERGENCE, f"{what} is executed by some lanes of a warp only")
 
     def one(self, value: Any, mask: Mask | None, what: str, kind: Kind = Kind.WARP_DIVERGENCE) -> int:
@@ -143,7 +145,7 @@ class Group:
         if getattr(value, "ndim", 0) == 0:
             return int(value)
         active = value if mask is None else value[mask]
-        if (active != active[0]).any():
+        if some(active != active[0]):
             raise Hazard(
                 kind, f"lanes differ in the {what}: {int(active[0])} and {int(active[active != active[0]][0])}"
             )
@@ -177,9 +179,9 @@ class Group:
         mask = self.mask
         goes = predicate if mask is None else predicate & mask
         stays = ~predicate if mask is None else ~predicate & mask
-        if not stays.any():
+        if not some(stays):
             return taken
-        if not goes.any():
+        if not some(goes):
             return fall
         if len(self.warps) > 1:
             warp_goes, warp_stays = goes.reshape(-1, 32).any(axis=1), stays.reshape(-1, 32).any(axis=1)
@@ -233,7 +235,7 @@ class Group:
             return False
         rows = value.reshape(-1, 32)
         first = rows[:, 0]
-        if (rows != first[:, None]).any() or (first == first[0]).all():
+        if some(rows != first[:, None]) or every(first == first[0]):
             return False
         block = self.block
         parts = [(first == one, block) for one in np.unique(first)]

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from fa3gen.cpu.findings import Hazard, Kind, OutsideModel
 from fa3gen.cpu.lanes import FP8_VALUES, spread
 from fa3gen.cpu.tensor_core import add_products
+from fa3gen.cpu.truth import some
 from fa3gen.hardware.hopper import WGMMA_M as M
 
 SWIZZLE_SPAN = {0: 16, 1: 128, 2: 64, 3: 32}  # bytes, by the descriptor's swizzle code
@@ -80,6 +81,8 @@ class Operation:
     a_chunks: NDArray[np.intp] | None = None
     b_chunks: NDArray[np.intp] | None = None
     a_rows: Matrix | None = None  # (64, K) of a register operand
+    written: NDArray[np.int32] | None = None  # when each agent has last written to the operands, see `_note_reads`
+    guards: int = 0  # how often memory had been guarded by then
 
 
 @dataclass
@@ -237,13 +240,23 @@ class WgmmaUnit:
                 operation.b_chunks = chunks
 
     def _note_reads(self, group: Any, operation: Operation, number: int) -> None:
-        """Note that the operands are being read, which each of the warps has to have waited for."""
+        """Note that the operands are being read, which each of the warps has to have waited for.
+
+        Once a warp has issued the product, its operands are being read until all have: who writes to them is reported.
+        So for later warps their state is what the first one found, but where mbarriers are made.
+        """
         memory, agent = self.cta.shared, self.cta.clocks.wgmma + int(group.warps[0]) // 4
         visible = self.cta.clocks.visible_to_async(group.warps)
+        written = operation.written
+        if written is not None and operation.guards == memory.guards and not some(written > visible[: len(written)]):
+            return
         for name, chunks in (("B", operation.b_chunks), ("A", operation.a_chunks)):
             if chunks is not None:
                 what = f"operand {name} of a wgmma"
                 memory.async_read(chunks.reshape(-1), 16, group.warps, agent, number + 1, what, visible)
+        if len(group.warps) < 4:
+            operands = [chunks.reshape(-1) for chunks in (operation.b_chunks, operation.a_chunks) if chunks is not None]
+            operation.written, operation.guards = memory.latest_writes(np.concatenate(operands), 16), memory.guards
 
     @staticmethod
     def _check_same(

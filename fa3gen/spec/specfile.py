@@ -212,7 +212,7 @@ class _Loader:
 
     def __init__(self, judge: Judge, roots: Sequence[Path], search: Sequence[Path]) -> None:
         self.judge = judge
-        self.roots = roots
+        self.roots = [root.resolve() for root in roots]
         self.search = search
         self.problems: list[Problem] = []
 
@@ -242,8 +242,8 @@ class _Loader:
         """`path` as people write it: relative to the workspace, or to the package's data, where it lies inside."""
         absolute = path.resolve()
         for root in self.roots:
-            if absolute.is_relative_to(root.resolve()):
-                return absolute.relative_to(root.resolve())
+            if absolute.is_relative_to(root):
+                return absolute.relative_to(root)
         return path
 
     def _report(self, path: Path, line: int | None, field_path: str, message: str) -> None:

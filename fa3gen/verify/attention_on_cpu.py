@@ -127,9 +127,8 @@ class CpuRunner(ScheduledRunner, Runner):
 
     # -- checks
 
-    def checks(self) -> Iterator[Check]:
-        """As on a GPU, where they can be tried at all, and whether O is rounded as planned."""
-        yield from super().checks()
+    def of_all_cases(self) -> Iterator[Check]:
+        """Whether O is rounded as planned."""
         if self.spread is not None:
             passed = self.spread <= SPREAD_LIMIT
             text = f"mean squared error of O over what rounding explains: {self.spread:.3g}; {SPREAD_LIMIT} is allowed"

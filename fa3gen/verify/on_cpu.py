@@ -55,13 +55,15 @@ def verify_on_cpu(
     cases: Sequence[Any] | None = None,
     seed: int | None = None,
     count: int = SCHEDULES,
+    calls: bool = True,
     on_case: Callable[[str], None] = lambda name: None,
 ) -> CpuReport:
     """Run every case and check on a module that was loaded with on="cpu", each case under `count` schedules.
 
-    `cases` are by default those of the operation and its layout, see `_runner`; `on_case` hears each name before it
-    starts. Raises OutsideModel or PtxError for a kernel that the model cannot run, CompileError for one that
-    does not compile.
+    `cases` are by default those of the operation and its layout, see `_runner`; without `calls`, nothing but these is
+    tried: no call without work, or with bad arguments, which are always made under the first schedule. `on_case` hears
+    each name before it starts. Raises OutsideModel or PtxError for a kernel that the model cannot run, CompileError for
+    one that does not compile.
     """
     seed = secrets.randbelow(2**31) if seed is None else seed
     runner, usual = _runner(module, spec, seed, count)
@@ -70,7 +72,7 @@ def verify_on_cpu(
         on_case(case.name)
         results.append(runner.run_case(case))
     on_case("checks")
-    checks = tuple(runner.checks())
+    checks = (*(runner.checks() if calls else ()), *runner.of_all_cases())
     return CpuReport(
         stem=stem,
         seed=seed,

@@ -55,6 +55,10 @@ class ScheduledRunner(ModuleRunner):
         self.module.cpu.settings.schedule = self.schedules[0]
         yield from super().checks()
 
+    def of_all_cases(self) -> Iterator[Check]:
+        """What the cases so far have to be together."""
+        yield from ()
+
     def _under_schedules(
         self,
         given: Mapping[str, torch.Tensor],

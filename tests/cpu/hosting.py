@@ -41,6 +41,16 @@ def module(stem: str) -> Any:
     return load_on_cpu(CHECKOUT.module_path(stem))
 
 
+def mistaken(folder: Path, name: str, source: str) -> Any:
+    """A module with a mistake, which runs on the CPU model.
+
+    Its hazards name no line of the source: to find it, the module would be compiled once more, and nobody asks.
+    """
+    found = load_on_cpu(path_of(folder, name, source))
+    found.cpu.locate = lambda kernel, instruction: None
+    return found
+
+
 def outputs(stem: str, settings: Settings, given: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor]:
     """O and LSE of q, k, v under these settings; what the kernel does not write of O is NaN."""
     q, _, v = given

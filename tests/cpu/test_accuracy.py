@@ -152,6 +152,13 @@ def test_a_module_that_is_wrong_in_one_way_fails(what: str) -> None:
     assert any(message in failure for failure in report.failures), report.failures
 
 
+def test_without_calls_the_cases_are_judged_and_nothing_else() -> None:
+    module, spec, message = WRONG["P with 7 bits"]
+    report = verify_on_cpu(module, spec, seed=7, count=1, calls=False)
+    assert [check.name for check in report.checks] == [message] and not report.passed
+    assert len(run(module, spec).checks) > 3
+
+
 def test_lse_off_by_less_than_it_may_be_passes() -> None:
     assert run(Module(CAUSAL, lse_off(5e-6)), spec_of()).failures == ()
 

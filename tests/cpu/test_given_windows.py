@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hosting import path_of
+from hosting import mistaken, path_of
 from rendering import CHECKOUT, changed, source, variants
 
 from fa3gen.cpu.module import load_on_cpu
@@ -64,5 +64,5 @@ def test_a_wrong_window_shows(stem: str, old: str, new: str, shown_by: str, tmp_
     text, spec = source(stem), variants()[stem].spec
     assert text.count(old) == 1 and isinstance(spec, Forward)
     [case] = [case for case in cpu_cases(spec) if case.name == shown_by]
-    found = load_on_cpu(path_of(tmp_path, "wrong", text.replace(old, new)))
+    found = mistaken(tmp_path, "wrong", text.replace(old, new))
     assert CpuRunner(found, spec, seed=1, count=1).run_case(case).failures != ()

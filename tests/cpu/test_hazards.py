@@ -15,6 +15,7 @@ from machine import LEADER, Machine, aligned, clean, put, refused, tensor_map, w
 
 from fa3gen.cpu import cta
 from fa3gen.cpu.findings import Hazard, Kind
+from fa3gen.cpu.schedule import Schedule
 
 SCHEDULES = 5  # for each fault; the kernels themselves run under twelve
 
@@ -524,6 +525,16 @@ def test_a_of_the_first_of_two_products() -> None:
     assert clean(body, **register_settings())["out"].view(np.float32).tolist() == [32.0] * 128
     late = body.replace("mov.b32 %r93, 0; mov", "mov.b32 %r97, 0; mov")
     refused(late, Kind.REGISTER_IN_FLIGHT, "%r97 holds A", count=SCHEDULES, **register_settings())
+
+
+def test_a_warp_that_has_not_waited_after_one_that_has() -> None:
+    """Each warp of a product has to have waited: here the loads have landed, and the first warp issues first."""
+    skip = f"setp.ne.u32 %p6, %warp, 0; @%p6 bra unawaited;\n{FULL}\nunawaited:"
+    assert PIPELINE.count(FULL) == 1
+    machine = Machine(PIPELINE.replace(FULL, skip), **pipeline_settings())
+    with pytest.raises(Hazard, match="operand B of a wgmma accesses shared byte 3072 before it has waited") as report:
+        machine.run(Schedule("warp", "first", "early", favourite=4))
+    assert report.value.kind is Kind.UNAWAITED_LOAD and report.value.place.warps == (1,)
 
 
 # ---------------------------------------------------------------------- races

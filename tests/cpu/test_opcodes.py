@@ -805,3 +805,13 @@ def test_reduce(name: str) -> None:
         assert bits_of(whole["e"])[9] == model.reduce(groups["reduction"], type_, [values[7]] * 32), mnemonic
         some = run(body.format(members=EVEN_BITS), {**inputs, "a": vector(values[:32], type_)}, mask=EVENS)
         assert bits_of(some["d"])[2] == model.reduce(groups["reduction"], type_, values[:32:2]), mnemonic
+
+
+@pytest.mark.parametrize("type_", [np.float32, np.float64])
+@pytest.mark.parametrize("count", [1, 32])
+def test_greater_and_smaller_zeros(type_: type, count: int) -> None:
+    """Rows that tiles have too many are zeros: +0 is greater than -0, also where no lane has another number."""
+    for a, b in itertools.product((0.0, -0.0), repeat=2):
+        operands = np.full(count, a, type_), np.full(count, b, type_)
+        assert (np.signbit(lanes.maximum(*operands)) == (np.signbit(a) and np.signbit(b))).all()
+        assert (np.signbit(lanes.minimum(*operands)) == (np.signbit(a) or np.signbit(b))).all()

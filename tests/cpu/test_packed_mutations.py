@@ -5,29 +5,26 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-import hosting
 import pytest
+from hosting import mistaken
 from mutations import Moved
 from mutations_packed import PACKED, STEM, PackedMutation
 from mutations_paged import BOXES, PAGED, ROWS
 from rendering import variants
 
-from fa3gen.cpu.module import CpuModel, load_on_cpu
 from fa3gen.spec.model import Forward
 from fa3gen.verify import packed_inputs, paged_inputs
 from fa3gen.verify.packed_on_cpu import CpuPackedRunner, CpuPagedRunner
 
 
 @pytest.mark.parametrize("mutation", [*PACKED, *PAGED], ids=lambda mutation: mutation.name)
-def test_mutation_is_reported(mutation: PackedMutation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where in the source is not asked: to say it, a module is compiled once more."""
-    monkeypatch.setattr(CpuModel, "locate", lambda self, kernel, instruction: None)
+def test_mutation_is_reported(mutation: PackedMutation, tmp_path: Path) -> None:
     spec = variants()[mutation.stem].spec
     assert isinstance(spec, Forward)
     paged = spec.problem.layout == "paged"
     cases = paged_inputs.cpu_cases(spec) if paged else packed_inputs.cpu_cases(spec)
     (case,) = (case for case in cases if case.name == mutation.case)
-    module = load_on_cpu(hosting.path_of(tmp_path, mutation.stem, mutation.apply()))
+    module = mistaken(tmp_path, mutation.stem, mutation.apply())
     runner = CpuPagedRunner if paged else CpuPackedRunner
     failures = runner(module, spec, seed=1, count=1).run_case(case).failures
     assert any(report in failure for failure in failures for report in mutation.reports), failures

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hosting import module, path_of
+from hosting import mistaken, module, path_of
 from mutations import SourceMutation
 from rendering import CHECKOUT, changed, source, variants
 
@@ -132,7 +132,7 @@ def test_the_module_itself_is_right() -> None:
 def test_a_mistake_is_reported(mistake: str, tmp_path: Path) -> None:
     old, new = MISTAKES[mistake]
     mutated = SourceMutation(mistake, BOTH, "scores", old, new, "", frozenset()).apply(source(BOTH))
-    found = load_on_cpu(path_of(tmp_path, BOTH, mutated))
-    report = verify_on_cpu(found, variants()[BOTH].spec, cases=CASES, count=1)
+    found = mistaken(tmp_path, BOTH, mutated)
+    report = verify_on_cpu(found, variants()[BOTH].spec, cases=CASES, count=1, calls=False)
     wrong = [failure for case in report.cases for failure in case.failures]
     assert any(failure.startswith(("O is off", "LSE is")) for failure in wrong), wrong
