@@ -166,9 +166,10 @@ BY_SPEC: dict[str, Callable[[Plan], bool]] = {
     "pack_heads": lambda plan: plan.tile.packed and (plan.tile.padded or not plan.problem.packed_sequences),
     **dict.fromkeys(
         ["clipped", "slice_rows", "find_tiles", "tell", "read_tile", "release_tile", "slot_of"]
-        + ["look_at", "bounds_of", "sum_up_to_lane", "place_in_sequence"],
+        + ["look_at", "bounds_of", "sum_up_to_lane"],
         lambda plan: plan.problem.packed_sequences,
     ),
+    "place_in_sequence": lambda plan: plan.problem.packed_sequences and not plan.scheduler.by_head,
     "find_tile": lambda plan: plan.problem.packed_sequences and plan.scheduler.kind == "dynamic",
     **dict.fromkeys(
         ["find_step", "steps_of_all", "steps_of", "resized", "add_up_row"], lambda plan: plan.scheduler.kind == "even"

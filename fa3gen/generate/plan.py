@@ -169,15 +169,16 @@ class Fake:
 class ArgumentsPlan:
     """Names of what functions take, where that differs from module to module; `load_kv` is of cooperative kernels.
 
-    `launch` and `kernel` are whole signatures, `kernel_call` is what the kernel is given: tensors with their TMA atoms,
-    `factors` of the scores, a window that calls give, and how much there is to schedule. `consume` is what a consumer
-    gets beside shared memory and rings; `schedule` is what the scheduler reads, beginning with what a work item is made
-    of (`made_of`), `work` what a role is given to know its tiles by. `k_loads` and `v_loads` are what one that loads
-    begins with, `loaded_by` what it ends with. `ranged` is what decides which tiles of keys are
-    visited, `seen` the same of a work item. Of packed sequences `sequences` is what says where they lie, `bounds`
-    where one does, and `looked_at` what a warp knows of 32 of them and of what comes before. `softmax_step` is what the softmax of a step takes, `rows` what a thread keeps of its rows, and
-    `lse_from` what their LSE is made of. Of parts `summed` is what a warp that adds them up reads, `combined` what the
-    kernel that does takes, `combine_call` what it is given, and `row_outputs` what it needs to finish a row.
+    `launch` and `kernel` are whole signatures, `kernel_call` is what the kernel is given: tensors with their TMA
+    atoms, `factors` of the scores, a window that calls give, and how much there is to schedule. `consume` is what a
+    consumer gets beside shared memory and rings; `schedule` is what the scheduler reads, beginning with what a work
+    item is made of (`made_of`), `work` what a role is given to know its tiles by. `k_loads` and `v_loads` are what one
+    that loads begins with, `loaded_by` what it ends with. `ranged` is what decides which tiles of keys are visited,
+    `seen` the same of a work item. Of packed sequences `sequences` is what says where they lie, `bounds` where one
+    does, and `looked_at` what a warp knows of 32 of them and of what comes before. `softmax_step` is what the softmax
+    of a step takes, `rows` what a thread keeps of its rows, and `lse_from` what their LSE is made of. Of parts
+    `summed` is what a warp that adds them up reads, `combined` what the kernel that does takes, `combine_call` what it
+    is given, and `row_outputs` what it needs to finish a row.
     """
 
     factors: tuple[str, ...] = ()
@@ -308,13 +309,13 @@ class HandoffPlan:
 class SchedulerPlan:
     """How tiles of queries are given to CTAs.
 
-    `longest_first`: of each head the tiles that see the most keys come first. stream_k deals out the last wave by tiles
-    of keys, in at most `parts` parts of a tile of queries, where that saves at least `steps_saved` of them. dynamic
-    draws tiles `slots` ahead, those of as many heads at a time as have K and V in `l2_mib` MiB; other warps are told
-    where a tile lies (`passes_coordinates`) or its number, `loaders_told` warps that load among them.
-    `shuffles_coordinates`: see `footprint`. `by_head`: of packed sequences those of one head come first. even has all steps in equal shares, of which a CTA leaves
-    `share_words`. `split`: keys come in parts, of `min_steps` tiles at least, or (not 0) of
-    `keys_of_part` keys.
+    `longest_first`: of each head the tiles that see the most keys come first. stream_k deals out the last wave by
+    tiles of keys, in at most `parts` parts of a tile of queries, where that saves at least `steps_saved` of them.
+    dynamic draws tiles `slots` ahead, those of as many heads at a time as have K and V in `l2_mib` MiB; other warps
+    are told where a tile lies (`passes_coordinates`) or its number, `loaders_told` warps that load among them.
+    `shuffles_coordinates`: see `footprint`. `by_head`: of packed sequences those of one head come first. even has all
+    steps in equal shares, of which a CTA leaves `share_words`. `split`: keys come in parts, of `min_steps` tiles at
+    least, or (not 0) of `keys_of_part` keys.
     """
 
     kind: Scheduler

@@ -106,7 +106,7 @@ class Size:
 
     @property
     def mixed(self) -> bool:
-        """Whether sequences have few queries in the mean, and not all have, as chunks of prompts beside decoding steps."""
+        """Whether sequences have few queries in the mean, and not all have: chunks of prompts beside decoding steps."""
         return self.queries > FEW_QUERIES >= self.mean_queries
 
     @property
@@ -289,7 +289,7 @@ class Row(SpecModel):
     def narrowed(self, around: Stretch, size: Size) -> Stretch:
         """The part of a stretch around `size` in which this row serves every call, or none, as it does at `size`.
 
-        All calls of a stretch have the same group, as many queries where these are few, and else few in the mean or not.
+        All calls of a stretch have the same group, as many queries where these are few, else few in the mean or not.
         """
         if not self.serves_rows(size):
             return around

@@ -216,7 +216,7 @@ def _size(
     offsets, total_k = cu_seqlens_q.shape[0], _rows(v, page_table)
     keys, tiles, queries, mean = _extents(total_q, total_k, offsets, heads_q, *longest, window)
     group, sms = heads_q // (heads_kv or 1), gpu.sm_count(q.get_device())
-    return Size(keys, tiles, sms, group, queries, num_splits == 1, bool(deterministic_batch), mean)
+    return Size(keys, tiles, sms, group, queries, num_splits == 1, bool(deterministic_batch), mean_queries=mean)
 
 
 def _rows(v: Any, page_table: Any) -> int:

@@ -326,8 +326,8 @@ class Forward(SpecModel):
     order: Literal["by_sequence", "by_head"] = Field(
         default="by_sequence",
         description="Of packed sequences with scheduler dynamic. `by_sequence`: a sequence's tiles of all heads, then "
-        "the next sequence's; `by_head`: all sequences' tiles of one head, then the next head's, so that the tiles of a "
-        "prompt, which the tensor cores bound, run beside those of decoding steps, which memory bounds.",
+        "the next sequence's; `by_head`: all sequences' tiles of one head, then the next head's, so that the tiles of "
+        "a prompt, which the tensor cores bound, run beside those of decoding steps, which memory bounds.",
     )
     split: Split | None = Field(default=None, description="Left out: a CTA visits all keys of its tile of queries.")
     softmax: Softmax = Softmax()
