@@ -98,9 +98,11 @@ def code(stem: str, differs: str) -> str:
 def test_schedules(stem: str, module: Any) -> None:
     spec = variants()[stem].spec
     count = FEW_SCHEDULES if twin(stem) else SCHEDULES
-    # Calls beside the cases are made under the first schedule, by test_module_on_the_cpu_model.
+    # Calls beside the cases are made under the first schedule, by test_module_on_the_cpu_model. It also judges the mean
+    # squared error of all cases together: over the few rows here that wanders (by 0.12, one standard deviation, at head
+    # dim 256, where the limit is 0.25 away).
     report = verify_on_cpu(module, spec, stem=stem, cases=[one_cta(spec)], count=count, calls=False)
-    assert report.failures == (), f"seed {report.seed}"
+    assert [case.failures for case in report.cases] == [()], f"seed {report.seed}"
     assert len(set(report.schedules)) == count
 
 
