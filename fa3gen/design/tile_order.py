@@ -53,13 +53,12 @@ def taken(spec: Forward, shape: Shape | PackedShape) -> Iterator[Taken]:
     if isinstance(shape, Shape) and not footprint.packed_sequences(spec):
         yield from _of_batch(spec, shape.seq_q, shape.seq_k, heads, shape.batch)
         return
-    before = 0
-    for first in range(heads) if spec.order == "by_head" else (0,):
+    before, together = 0, 1 if spec.order == "by_head" else heads
+    for first in range(0, heads, together or 1):
         for sequence, (seq_q, seq_k) in enumerate(shape.sequences):
-            of_sequence = list(_of_batch(spec, seq_q, seq_k, 1 if spec.order == "by_head" else heads, 1))
-            for entry in of_sequence:
+            for entry in _of_batch(spec, seq_q, seq_k, together, 1):
                 yield Taken(before + entry.number, entry.m_block, first + entry.head, sequence)
-            before += len(of_sequence)
+            before += -(-seq_q // positions(spec)) * together
 
 
 def _of_batch(spec: Forward, seq_q: int, seq_k: int, heads: int, batch: int) -> Iterator[Taken]:
