@@ -13,7 +13,7 @@ from fa3gen.design.operation import Scratch, Tensor, operation_of
 from fa3gen.hardware import hopper
 from fa3gen.hardware.dtypes import DTYPES, INT32
 from fa3gen.spec.gemm import GemmDType
-from fa3gen.spec.model import DType, OutputDType
+from fa3gen.spec.model import DType, OutputDType, StoredDType
 
 SHAPE = Shape(batch=2, seq_q=300, seq_k=500, heads_q=8, heads_kv=4)
 
@@ -21,7 +21,7 @@ SHAPE = Shape(batch=2, seq_q=300, seq_k=500, heads_q=8, heads_kv=4)
 # Dtypes
 
 
-@pytest.mark.parametrize(("name", "bits"), [("bf16", 16), ("fp16", 16), ("fp32", 32), ("e4m3", 8)])
+@pytest.mark.parametrize(("name", "bits"), [("bf16", 16), ("fp16", 16), ("fp32", 32), ("e4m3", 8), ("e5m2", 8)])
 def test_a_dtype_is_the_one_that_torch_has_by_that_name(name: str, bits: int) -> None:
     dtype = DTYPES[name]
     found = dtype.in_torch()
@@ -30,7 +30,7 @@ def test_a_dtype_is_the_one_that_torch_has_by_that_name(name: str, bits: int) ->
 
 
 def test_what_a_spec_may_name_is_in_the_table() -> None:
-    assert {*get_args(OutputDType), *get_args(GemmDType)} == set(DTYPES)
+    assert {*get_args(OutputDType), *get_args(GemmDType), *get_args(StoredDType)} == set(DTYPES)
     assert set(get_args(DType)) < set(get_args(GemmDType))
 
 

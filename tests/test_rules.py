@@ -14,6 +14,7 @@ from fa3gen.design import rules
 from fa3gen.design.rules import (
     Kind,
     Violation,
+    converting,
     memory,
     output,
     pages,
@@ -1027,6 +1028,59 @@ def test_page_boxes() -> None:
     )
 
 
+def test_stored_stages() -> None:
+    assert converting.stored_stages(1, False) is None
+    assert converting.stored_stages(4, True) is None
+    assert converting.stored_stages(4, False) == Violation(
+        "kv.stages", "4 stages of 8-bit tiles, and kv.dtype is not given; leave stages out, or add it"
+    )
+
+
+def test_converting_kernel() -> None:
+    """Behind warps that load by TMA, of packed sequences or pages, for as many consumers as registers are shared out."""
+    right = ("ping_pong", "paged", "tma", 16, True, 2, 1)
+    assert converting.converting_kernel(*right) is None
+    assert converting.converting_kernel("warp_specialized", "packed", "tma", None, True, 1, 2) is None
+    for at, value, field, words in (
+        (0, "cooperative", "kv.dtype", "extend fwd_packed_kv8 or fwd_paged_kv8"),
+        (1, "dense", "kv.dtype", "use layout packed"),
+        (3, 1, "load.page_rows", "use 8 or more"),
+        (4, False, "schedule.overlap", "use overlap: true"),
+        (5, 3, "tile.warpgroups", "for 1 or 2 consumers"),
+    ):
+        found = converting.converting_kernel(*right[:at], value, *right[at + 1 :])
+        assert found is not None and found.field == field and words in found.message
+
+
+def test_converted_rows() -> None:
+    """Two warps have 64 units of 8 elements: whole rows of 64, 128, 256 and 512, so many at a time."""
+    assert [d for d in range(8, 600, 8) if converting.converted_rows("problem.head_dim", d, 96, 2) is None] == [
+        *(16, 32, 64, 128, 256, 512),
+    ]
+    assert converting.converted_rows("problem.head_dim", 192, 96, 2) == Violation(
+        "problem.head_dim",
+        "64 threads convert 8 elements each, and rows of 192 are not a whole part of that, 96 of them at a time; use "
+        "16, 32, 64, 128, 256, 512",
+    )
+
+
+def test_converted_scores() -> None:
+    assert converting.converted_scores(False, False) is None
+    for sink, softcap, field in ((True, False, "softmax.sink"), (False, True, "softmax.softcap")):
+        assert converting.converted_scores(sink, softcap) == Violation(
+            field, "it is not rendered with 8-bit K and V, whose factors scale scores and O; use false, or no kv.dtype"
+        )
+
+
+def test_accumulator_beside_converters() -> None:
+    assert converting.accumulator_beside_converters(2, 128, 96) is None
+    assert converting.accumulator_beside_converters(2, 256, 128) == Violation(
+        "kv.warpgroups",
+        "with 2 of them beside the others a thread is launched with 128 registers, and a product of 256 columns takes "
+        "256 / 2 + 24 = 152; use 1, or fewer columns",
+    )
+
+
 def test_gathered_rows() -> None:
     assert pages.gathered_rows("problem.head_dim", 192) is None
     assert pages.gathered_rows("problem.head_dim", 96) == Violation(
@@ -1318,7 +1372,7 @@ def test_who_objects() -> None:
     hardware = """
         wgmma_rows wgmma_columns wgmma_depth a_from_registers b_from_smem swizzle_span tma_box tma_stride shared_memory
         page_boxes scalar_threads wgmma_threads registers_per_thread registers_per_sm consumer_registers shared_sm
-        accumulator_at_launch gemm_rows gemm_eight_bit_major
+        accumulator_at_launch accumulator_beside_converters gemm_rows gemm_eight_bit_major
         box_extents box_row box_span box_start map_rank row_strides folded_row unbounded_scores
         combine_threads combine_registers
     """

@@ -18,7 +18,7 @@ from rendering import STEMS, attention_stems, constants, plans, source, variants
 from fa3gen.design.cta import cta_of
 from fa3gen.design.schedule import PLACES, Role, Schedule, Step, schedule_of
 from fa3gen.design.schedule.cooperative import CTA_BARRIER, P_BARRIER
-from fa3gen.design.schedule.specialized import OUTPUT_BARRIER
+from fa3gen.design.schedule.specialized import K_CONVERTERS, OUTPUT_BARRIER, V_CONVERTERS
 from fa3gen.generate.header import PLACE_TITLES
 
 FUSED = [stem for stem in attention_stems() if not stem.startswith("k1_")]
@@ -32,6 +32,7 @@ OF_RINGS = {
 CALLS = {
     "qk_product": ("product", "S"),
     "pv_product": ("product", "O"),
+    "convert_units": ("convert", ""),
     "cap_scores": ("cap", ""),
     "read_sinks": ("read_sink", ""),
     "mask_scores": ("mask", ""),
@@ -363,7 +364,8 @@ def test_every_ring_is_filled_and_emptied(stem: str) -> None:
             assert len(ring.sizes) == len(ring.holds)
         if ring.empty_arrivals:
             assert {(ring.producer, "wait_empty")} | {(who, "release") for who in ring.consumers} <= kinds
-            lanes = 32 if ring.full_arrivals and ring.filled_by == "cp.async" else 1  # of a warp that give it back
+            by_lanes = ring.filled_by == "cp.async" or ring.producer in (K_CONVERTERS, V_CONVERTERS)
+            lanes = 32 if ring.full_arrivals and by_lanes else 1  # of a warp that give it back
             assert ring.empty_arrivals == lanes * sum(found.role(who).warps for who in ring.consumers)
     assert sum(ring.mbarriers for ring in found.rings) * 8 == cta_of(variants()[stem].spec).barrier_bytes
 

@@ -82,7 +82,7 @@ def test_size() -> None:
     calls give 60: both edges, its arguments and their checks. Packed sequences take 230 more: tensor maps that clip at
     each, a warp that finds tiles, offsets and lengths; with several heads in a tile 40 on top, and 80 where their keys
     are shared out evenly, with a kernel that adds parts up, 65 more of a window, and 50 of sinks or a cap. Keys in
-    pages take 120 more.
+    pages take 120 more. Keys of 8 bits take 220: who converts them, rings, factors and their checks.
     A GEMM has fewer than 500, a copy 200 to 320, a merge 300 to 350.
     """
     lines = {stem: len(source(stem).splitlines()) for stem in STEMS}
@@ -99,6 +99,7 @@ def test_size() -> None:
     shared = {stem for stem in several if plans()[stem].scheduler.split}
     most |= {stem: most[stem] + 65 for stem in shared if plans()[stem].mask.given}
     most |= {stem: most[stem] + 50 for stem in shared if plans()[stem].softmax.sink or plans()[stem].softmax.softcap}
+    most |= {stem: most[stem] + 220 for stem in several if plans()[stem].converts}
     assert {stem: lines[stem] for stem in ATTENTION if not 300 <= lines[stem] <= most[stem]} == {}
     assert {stem: lines[stem] for stem in GEMM if not 300 <= lines[stem] < 500} == {}
     assert {stem: lines[stem] for stem in COPIES if not 200 <= lines[stem] <= 320} == {}
@@ -205,6 +206,13 @@ BY_SPEC: dict[str, Callable[[Plan], bool]] = {
     "wait_turn": lambda plan: plan.schedule.ping_pong,
     "pass_turn": lambda plan: plan.schedule.ping_pong,
     "mask_left_edge": lambda plan: plan.mask.full_tiles == "between" and plan.schedule.overlap,
+    **dict.fromkeys(
+        [
+            *("stored_layouts", "make_converted_ring", "convert_k", "convert_v"),
+            *("partition_units", "convert_tile", "convert_units"),
+        ],
+        lambda plan: plan.converts,
+    ),
     "cap_scores": lambda plan: plan.softmax.softcap,
     "read_sinks": lambda plan: plan.softmax.sink,
     "sink_of": lambda plan: plan.softmax.sink,

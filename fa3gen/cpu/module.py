@@ -62,6 +62,10 @@ class CpuModel:
         """The SMs of the settings and an LSE of no rows. Raises as `check_gpu`."""
         return self.settings.sms, self.unasked_lse(gpu)
 
+    def unit_factor(self, gpu: int) -> torch.Tensor:
+        """The factor of calls without one."""
+        return torch.ones((1, 1))
+
     def packed_constants(self, gpu: int) -> tuple[int, torch.Tensor, torch.Tensor]:
         """The SMs of the settings, no lengths, and an LSE of no rows. Raises as `check_gpu`."""
         self.check_gpu(gpu)
@@ -134,7 +138,10 @@ def load_on_cpu(path: Path) -> ModuleType:
         return model.kernel
 
     module.compile_for_sm90a, module.cpu = compile_for_sm90a, model
-    on_gpu = "check_gpu", "unasked_lse", "sm_count", "launch_constants", "packed_constants", "empty", "tile_counter"
+    on_gpu = (
+        *("check_gpu", "unasked_lse", "sm_count", "launch_constants", "packed_constants"),
+        *("unit_factor", "empty", "tile_counter"),
+    )
     for name in on_gpu:
         if hasattr(module, name):
             setattr(module, name, getattr(model, name))

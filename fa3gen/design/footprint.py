@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 
 from fa3gen.hardware import hopper
+from fa3gen.hardware.dtypes import Dtype
 from fa3gen.spec.model import (
     CooperativeSchedule,
     CpAsyncLoad,
@@ -51,6 +53,9 @@ OVERLAP_SPARE = 4
 REGISTER_BUDGETS = {1: (56, 256), 2: (24, 240), 3: (32, 160)}
 # A warp that looks for its tile among packed sequences does not make do with 24.
 PACKED_BUDGETS = {**REGISTER_BUDGETS, 2: (40, 232)}
+# Where warpgroups convert what was loaded: of the producer, of one of those, and of a consumer, by how many consumers and
+# converters there are.
+CONVERTING_BUDGETS = {(1, 1): (56, 128, 256), (1, 2): (56, 96, 256), (2, 1): (40, 56, 208), (2, 2): (40, 40, 176)}
 SHARED_PRODUCER_REGISTERS = 24  # of a producer's thread where CTAs share an SM's registers: as few as setmaxnreg gives
 FINDING_PRODUCER_REGISTERS = 56  # the same where one of its warps looks through packed sequences more than once
 QUAD = 4  # threads that share the rows of a warpgroup's accumulator (PTX ISA, wgmma register fragments)
@@ -84,13 +89,29 @@ def persistent(spec: Forward) -> bool:
     return spec.scheduler not in CTA_PER_TILE
 
 
+def converts(spec: Forward) -> bool:
+    """Whether K and V have 8 bits in memory, of which a warpgroup makes the operands of the products."""
+    return spec.kv.dtype is not None
+
+
+def converting_warpgroups(spec: Forward) -> int:
+    """How many warpgroups convert K and V."""
+    return spec.kv.warpgroups if converts(spec) else 0
+
+
+def converting_warps(spec: Forward) -> int:
+    """How many warps convert K; as many convert V."""
+    return converting_warpgroups(spec) * hopper.WARPGROUP // hopper.WARP // 2
+
+
 def keys_free_q(spec: Forward) -> bool:
     """Whether nobody gives the one place of Q back: it is free when the last K has been read that Q is multiplied with.
 
     That is a softmax and a P V earlier than consumers could say so, since no branch may stand between these, and the
     next Q lands while they run (docs/performance.md). With scheduler grid there is no next Q.
     """
-    return overlapped(spec) and q_stages(spec) == 1 and spec.scheduler != "single_tile"
+    ring = converts(spec) or spec.scheduler == "single_tile"  # who loads K in 8 bits does not meet who multiplies
+    return overlapped(spec) and q_stages(spec) == 1 and not ring
 
 
 def q_in_registers(spec: Forward) -> bool:
@@ -189,8 +210,8 @@ def flattened(spec: Forward) -> bool:
 
 
 def threads(spec: Forward) -> int:
-    """Threads per CTA, those of the producer warpgroup among them."""
-    return computing_threads(spec) + hopper.WARPGROUP * specialized(spec)
+    """Threads per CTA, those of the producer warpgroup among them, and of those that convert."""
+    return computing_threads(spec) + hopper.WARPGROUP * (specialized(spec) + converting_warpgroups(spec))
 
 
 def computing_threads(spec: Forward) -> int:
@@ -205,6 +226,8 @@ def register_shares(spec: Forward) -> int:
     second would have to wait until its CTAs end. Where a product needs them all, it has them (`accumulator_at_launch`).
     """
     ctas = spec.tile.ctas_per_sm
+    if converts(spec):  # so many warpgroups leave a product too few registers
+        return ctas
     beside = hopper.registers_at_launch(threads(spec) * (ctas + 1))
     return ctas + (spec.split is not None and registers_of_product(accumulator_columns(spec)) <= beside)
 
@@ -227,12 +250,28 @@ def launch_registers(spec: Forward) -> int:
 def register_budget(spec: Forward) -> tuple[int, int]:
     """What setmaxnreg leaves to a thread of the producer and gives to one of the consumers."""
     consumers = spec.tile.warpgroups or 0
+    if converts(spec):
+        producer, _, consumer = CONVERTING_BUDGETS[consumers, spec.kv.warpgroups]
+        return producer, consumer
     if register_shares(spec) == 1:
         return (PACKED_BUDGETS if packed_sequences(spec) else REGISTER_BUDGETS)[consumers]
     pool, unit = (consumers + 1) * launch_registers(spec), hopper.REGISTER_UNIT_PER_THREAD
     searches = spec.scheduler == "even" or spec.order == "by_head"
     producer = FINDING_PRODUCER_REGISTERS if searches else SHARED_PRODUCER_REGISTERS
     return producer, (pool - producer) // consumers // unit * unit
+
+
+def converter_registers(spec: Forward) -> int:
+    """What setmaxnreg leaves to a thread that converts."""
+    return CONVERTING_BUDGETS[spec.tile.warpgroups or 0, spec.kv.warpgroups][1]
+
+
+def converted_at_once(spec: Forward) -> int:
+    """Units of 8 elements that a thread has read before it converts one: two registers each, and as many as there are.
+
+    A fourth of its registers: as many hold what is being converted, others addresses.
+    """
+    return converter_registers(spec) // 8
 
 
 def q_stages(spec: Forward) -> int:
@@ -260,6 +299,10 @@ def shared_memory_map(spec: Forward) -> list[Region]:
     q, kv, d, stages = spec.tile.q, spec.tile.kv, spec.problem.head_dim, kv_stages(spec)
     v_dim = spec.problem.v_dim
     regions = [_tile(spec, "sQ", q, d, q_stages(spec), "Q")]
+    if converts(spec):
+        stored = partial(_tile, spec, element=spec.kv_element)
+        regions.append(stored("sK8", kv, d, spec.kv.stages, "K as it lies in memory"))
+        regions.append(stored("sV8", kv, v_dim, spec.kv.stages, "V as it lies in memory"))
     if isinstance(spec.load, SyncLoad):
         regions.append(_tile(spec, "sKV", kv, d, 1, "K, then V"))
     else:
@@ -292,7 +335,8 @@ def barrier_bytes(spec: Forward) -> int:
     if specialized(spec):
         slots = tile_slots(spec) if tells_tiles(spec) else 0
         q_barriers = 1 if keys_free_q(spec) else 2 * spec.load.q_stages
-        return hopper.MBARRIER_BYTES * (q_barriers + 2 * (2 * spec.load.kv_stages + slots))
+        stored = spec.kv.stages if converts(spec) else 0
+        return hopper.MBARRIER_BYTES * (q_barriers + 2 * (2 * (spec.load.kv_stages + stored) + slots))
     rings = 1 if spec.load.barrier == "shared" else 2
     return hopper.MBARRIER_BYTES * (spec.load.q_stages + 2 * rings * spec.load.kv_stages)
 
@@ -336,12 +380,15 @@ def registers_per_thread(spec: Forward) -> list[tuple[str, int]]:
     return [*held, ("other", OTHER_REGISTERS)]
 
 
-def _tile(spec: Forward, name: str, rows: int, columns: int, stages: int, what: str) -> Region:
-    """A tile of the inputs' dtype, `stages` times."""
-    formula = f"{rows} x {columns} x {spec.element.bytes}"
+def _tile(
+    spec: Forward, name: str, rows: int, columns: int, stages: int, what: str, *, element: Dtype | None = None
+) -> Region:
+    """A tile of this dtype, or of that of the products, `stages` times."""
+    size = (element or spec.element).bytes
+    formula = f"{rows} x {columns} x {size}"
     if stages != 1:
         formula = f"{stages} stages x {formula}"
-    return Region(name, stages * rows * columns * spec.element.bytes, formula, OPERAND_ALIGN, what)
+    return Region(name, stages * rows * columns * size, formula, OPERAND_ALIGN, what)
 
 
 def _round_up(value: int, step: int) -> int:

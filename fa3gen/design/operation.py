@@ -271,7 +271,7 @@ def forward(spec: Forward) -> Operation:
     def given(name: str, *dims: Extent) -> Tensor:
         layout = Dense(contiguous=1 if name in by_sequence else -1)
         moved: Mover = "cp_async" if footprint.gathered(spec) and name != "q" else engine
-        return Tensor(name, "input", spec.element, dims, moved, layout)
+        return Tensor(name, "input", spec.element if name == "q" else spec.kv_element, dims, moved, layout)
 
     arguments: list[Argument] = [
         given("q", *of_q, HEADS_Q, head_dim),
@@ -282,6 +282,10 @@ def forward(spec: Forward) -> Operation:
         arguments += _offsets_and_pages()
     elif packed:
         arguments += _offsets_and_lengths()
+    if footprint.converts(spec):
+        anywhere = Dense(align=FP32.bytes, contiguous=None)
+        for name in ("k_descale", "v_descale"):
+            arguments.append(Tensor(name, "optional input", FP32, (BATCH, HEADS_KV), "threads", anywhere))
     arguments.append(Tensor("out", "output", spec.o_element, (*of_q, HEADS_Q, v_dim), stored))
     if spec.outputs.lse:
         lse, rows = Dense(align=FP32.bytes), (HEADS_Q, TOTAL_Q) if packed else (BATCH, HEADS_Q, SEQ_Q)

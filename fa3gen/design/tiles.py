@@ -6,10 +6,10 @@ gives a WGMMA say which dimension of q, k and v is contiguous. Only P, which thr
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
-from fa3gen.design.footprint import page_rows, tma_boxes
+from fa3gen.design.footprint import converts, page_rows, tma_boxes
 from fa3gen.hardware.dtypes import Dtype
 from fa3gen.spec.model import Forward, Major, SmemHandoff, Swizzle, WgmmaProduct
 
@@ -63,7 +63,7 @@ class OperandTile:
     @property
     def boxes(self) -> int:
         """TMA copies that it takes."""
-        return 1 if self.plain else self.pieces * tma_boxes(self.inner * self.element.bytes, self.swizzle)
+        return self.pieces if self.plain else self.pieces * tma_boxes(self.inner * self.element.bytes, self.swizzle)
 
     @property
     def atom(self) -> str:
@@ -107,6 +107,15 @@ def operand_tiles(spec: Forward) -> dict[Letter, OperandTile]:
         )
         for letter, (rows, columns, swizzle, major, across) in parts.items()
     }
+
+
+def tiles_in_memory(spec: Forward) -> dict[Letter, OperandTile]:
+    """The same as they are copied: tiles of K and V in 8 bits lie row below row, and in as many pieces."""
+    tiles = operand_tiles(spec)
+    if converts(spec):
+        facts: dict[str, Any] = {"element": spec.kv_element, "swizzle": "none", "plain": True}
+        tiles |= {letter: replace(tiles[letter], **facts) for letter in ("K", "V")}
+    return tiles
 
 
 def sequence_contiguous(spec: Forward) -> tuple[str, ...]:

@@ -173,11 +173,12 @@ def _columns(rows: Sequence[Sequence[str]], right_aligned: int = 0) -> tuple[str
 
 
 def _formula(spec: Forward) -> str:
-    scores = "softcap tanh(scale Q K^T / softcap)" if spec.softmax.softcap else "scale Q K^T"
+    keys, values = ("k_descale K^T", "v_descale V") if footprint.converts(spec) else ("K^T", "V")
+    scores = f"softcap tanh(scale Q {keys} / softcap)" if spec.softmax.softcap else f"scale Q {keys}"
     if spec.softmax.sink:
-        return f"S = {scores}    LSE = log(exp(sink) + sum(exp(S)))    P = exp(S - LSE)    O = P V"
+        return f"S = {scores}    LSE = log(exp(sink) + sum(exp(S)))    P = exp(S - LSE)    O = P {values}"
     lse = "    LSE = log(sum(exp(S)))" if spec.outputs.lse else ""
-    return f"S = {scores}    P = softmax(S)    O = P V{lse}"
+    return f"S = {scores}    P = softmax(S)    O = P {values}{lse}"
 
 
 def _mask_sentence(spec: Forward) -> str:
@@ -210,6 +211,8 @@ def _decisions(spec: Forward) -> list[tuple[str, str]]:
         rows.append(("schedule", _schedule_sentence(spec)))
     assert spec.smem is not None
     rows.append(("layouts", _layout_sentence(spec, spec.smem)))
+    if footprint.converts(spec):
+        rows.append(("8 bits", _stored_sentence(spec)))
     rows.append(("S = Q K^T", _product_sentence(spec.qk, spec.element, spec.tile.kv, spec.problem.head_dim, "Q", "K")))
     if spec.softmax.softcap:
         rows.append(
@@ -245,8 +248,16 @@ def _load_sentence(spec: Forward) -> str:
         q = "Q once" if spec.load.q_stages == 1 else f"Q in {spec.load.q_stages} buffers"
         if footprint.gathered(spec):
             return f"TMA for {q}; cp.async for K and V in rings of {stages(spec.load.kv_stages)}, {barrier}"
+        if footprint.converts(spec):
+            made = f"those made of them in rings of {stages(spec.load.kv_stages)}"
+            return f"TMA; {q}, K and V in rings of {stages(spec.kv.stages)}, {made}"
         return f"TMA; {q}, K and V in rings of {stages(spec.load.kv_stages)}, {barrier}"
     return "16-byte loads through registers; K and V take turns in one buffer"
+
+
+def _stored_sentence(spec: Forward) -> str:
+    element = spec.kv_element.long_name
+    return f"K and V are {element} in memory and {spec.element.long_name}, exactly, in both products; factors outside"
 
 
 def _pages_sentence(spec: Forward) -> str:
@@ -260,7 +271,8 @@ def _schedule_sentence(spec: Forward) -> str:
     turns = " in turn" if isinstance(spec.schedule, PingPongSchedule) else ""
     beside = "; S of the next tile and P V run beside the softmax" if footprint.overlapped(spec) else ""
     multiply = "multiplies" if spec.tile.warpgroups == 1 else "multiply"
-    return f"two warps load, {warpgroups(spec.tile.warpgroups or 0)} {multiply}{turns}{beside}"
+    convert = f"{2 * footprint.converting_warps(spec)} convert, " * footprint.converts(spec)
+    return f"two warps load, {convert}{warpgroups(spec.tile.warpgroups or 0)} {multiply}{turns}{beside}"
 
 
 def warpgroups(count: int) -> str:
@@ -393,25 +405,39 @@ def _threads(spec: Forward) -> list[str]:
 def _roles(spec: Forward, schedule: Schedule) -> list[str]:
     # With scheduler grid a warp of a consumer loads, before it is one.
     first = [f"{role.label} {role.duty}" for role in schedule.roles if role.name == specialized.FIRST]
-    return roles(schedule, cta_of(spec), footprint.register_budget(spec), ["64 query rows each", *first])
+    owned = ["64 query rows each", *first]
+    count = footprint.converting_warpgroups(spec)
+    converters = count, footprint.converter_registers(spec) if count else 0
+    return roles(schedule, cta_of(spec), footprint.register_budget(spec), owned, converters=converters)
 
 
-def roles(schedule: Schedule, cta: Cta, budget: tuple[int, int], owned: Sequence[str]) -> list[str]:
+def roles(
+    schedule: Schedule, cta: Cta, budget: tuple[int, int], owned: Sequence[str], *, converters: tuple[int, int] = (0, 0)
+) -> list[str]:
     """Who does what in a specialised kernel, and the registers that setmaxnreg gives to each.
 
-    `budget`: registers of a thread of the producer and of a consumer; `owned`: what a consumer has.
+    `budget`: registers of a thread of the producer and of a consumer, `converters` how many warpgroups convert and
+    what a thread of these has; `owned`: what a consumer has.
     """
-    consumers, (producer, consumer) = cta.threads // hopper.WARPGROUP - 1, budget
+    groups, (producer, consumer) = cta.threads // hopper.WARPGROUP, budget
+    converting, converter = converters
+    consumers = groups - 1 - converting
     parts = ", ".join(f"{what} {n}" for what, n in cta.held)
-    launched, kept = cta.registers, producer + consumers * consumer
-    sums = f"{producer} + {consumers} x {consumer} = {kept}"
-    pool = f"{consumers + 1} x {launched} = {(consumers + 1) * launched}"
+    launched, kept = cta.registers, producer + converting * converter + consumers * consumer
+    sums = f"{producer} + {f'{converting} x {converter} + ' * bool(converting)}{consumers} x {consumer} = {kept}"
+    pool = f"{groups} x {launched} = {groups * launched}"
     duties = [f"{role.label} {role.duty}" for role in schedule.roles if role.warps == 1]
     duties = [duty for duty in duties if duty not in owned]
+    convert = [f"{role.label} {role.duty}" for role in schedule.roles if role.code.startswith("convert")]
     return [
-        f"{cta.threads} threads, {cta.threads // hopper.WARP} warps, launched with {launched} registers each; "
-        f"setmaxnreg moves them: {sums} of {pool}",
+        *textwrap.wrap(
+            f"{cta.threads} threads, {cta.threads // hopper.WARP} warps, launched with {launched} registers each; "
+            f"setmaxnreg moves them: {sums} of {pool}",
+            width=LINE_WIDTH + 4,
+            subsequent_indent="    ",
+        ),
         f"producer: 1 warpgroup, {producer} registers; {', '.join(duties)} (TMA)",
+        *[f"converters: {warpgroups(converting)}, {converter} registers; {', '.join(convert)}"] * bool(converting),
         "; ".join([f"consumers: {warpgroups(consumers)}, {consumer} registers", *owned]),
         f"    about {sum(n for _, n in cta.held)} registers each: {parts}",
     ]
@@ -519,6 +545,7 @@ def _name(step: Step) -> str:
         "pass_turn": "pass turn",
         "product": {"S": "S = Q K^T", "O": "O += P V", "D": "D += A B"}.get(step.what, ""),
         "wait_products": f"wait_group {step.in_flight}",
+        "convert": "convert",
         "cap": "cap S",
         "mask": "mask",
         "softmax": "softmax",

@@ -37,6 +37,11 @@ class ModulePlan:
         """The section files that the plan chose, by what they are for."""
         return {"spine": self.spine}
 
+    @property
+    def converts(self) -> bool:
+        """Whether a warpgroup makes tiles of 16 bits of what was loaded."""
+        return False
+
 
 @dataclass(frozen=True)
 class Parameter:

@@ -5,6 +5,7 @@ Templates decide nothing that stands here. A plan is frozen and complete: render
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import PurePath
@@ -17,7 +18,7 @@ from fa3gen.design.footprint import Region
 from fa3gen.design.masks import given_with_calls
 from fa3gen.design.operation import BATCH, Argument, Scalar, Scratch, Tensor, operation_of
 from fa3gen.design.schedule import full_tiles, schedule_of
-from fa3gen.design.tiles import OperandTile, operand_tiles, sequence_contiguous
+from fa3gen.design.tiles import OperandTile, operand_tiles, sequence_contiguous, tiles_in_memory
 from fa3gen.generate import combining, copying, gemm_header, gemm_plan, header, predicted_sass
 from fa3gen.generate.expected import Expectation
 from fa3gen.generate.module_plan import ImportsPlan, ModulePlan, Named, Parameter
@@ -43,6 +44,14 @@ from fa3gen.spec.model import (
 )
 from fa3gen.spec.specfile import Variant
 
+STORED_NAMES = {
+    "k_smem": "sK8",
+    "v_smem": "sV8",
+    "k_ring": "k8_ring",
+    "v_ring": "v8_ring",
+    "stages": "STORED_STAGES",
+    "q_ring_made_of": "storage.q_barriers, Q_STAGES, TILE_M * HEAD_DIM * 2, CONSUMER_WARPS",
+}
 MATRIX_COLUMNS = 16  # of a warp's 16 rows: what one stmatrix or ldmatrix of four 8 x 8 matrices moves
 
 
@@ -66,7 +75,8 @@ class ProblemPlan:
 class RowsPlan:
     """How the module writes the part of each tensor that a tile of queries works with: a head of one sequence.
 
-    `heads`: how its host side writes the number of heads of q.
+    `heads`: how its host side writes the number of heads of q; `sequence` names the number of a packed sequence, which
+    not all kernels need.
     """
 
     q: str
@@ -75,6 +85,7 @@ class RowsPlan:
     o: str
     lse: str
     heads: str
+    sequence: str = "_"
 
 
 @dataclass(frozen=True)
@@ -158,7 +169,7 @@ class Fake:
 
     def __str__(self) -> str:
         """`fake(seq_k, heads_kv, HEAD_DIM)`."""
-        dtype = [f"cutlass.{self.tensor.dtype.cutlass_name}"] * self.own_dtype
+        dtype = [f"{'dtype=' * (self.tensor.role == 'input')}cutlass.{self.tensor.dtype.cutlass_name}"] * self.own_dtype
         contiguous, dims = self.tensor.contiguous, self.tensor.dims
         where = [f"contiguous={contiguous}"] * (contiguous != len(dims) - 1)
         dims = dims[1:] if dims[0] is BATCH else dims  # which all tensors have
@@ -178,7 +189,8 @@ class ArgumentsPlan:
     does, and `looked_at` what a warp knows of 32 of them and of what comes before. `softmax_step` is what the softmax
     of a step takes, `rows` what a thread keeps of its rows, and `lse_from` what their LSE is made of. Of parts
     `summed` is what a warp that adds them up reads, `combined` what the kernel that does takes, `combine_call` what it
-    is given, and `row_outputs` what it needs to finish a row.
+    is given, and `row_outputs` what it needs to finish a row. `normalize` is what brings O to its
+    sums.
     """
 
     factors: tuple[str, ...] = ()
@@ -198,6 +210,7 @@ class ArgumentsPlan:
     looked_at: tuple[str, ...] = ()
     work_on: tuple[str, ...] = ()
     consume: tuple[str, ...] = ()
+    normalize: tuple[str, ...] = ()
     store_tile: tuple[str, ...] = ()
     multiply: tuple[str, ...] = ()
     multiply_first: tuple[str, ...] = ()
@@ -218,7 +231,9 @@ class LoadPlan:
 
     `q_ring`: whether consumers of a specialised kernel give Q's place back; `q_barrier` is what they wait for Q at.
     `page_rows`: keys of one page that are copied at once, 0 without pages; `pages`: what copies them, or nothing.
-    `ahead`: tiles of K, or of V, that cp.async has on their way at once.
+    `ahead`: tiles of K, or of V, that cp.async has on their way at once. `k_smem` to `stages` are the module's names
+    for where they come to, which is not where they are multiplied if they are converted. `reads_ahead`: the table of
+    pages is read a tile before it is needed.
     """
 
     engine: str
@@ -230,11 +245,35 @@ class LoadPlan:
     page_rows: int
     pages: str
     ahead: int
+    k_smem: str = "sK"
+    v_smem: str = "sVt"
+    k_ring: str = "k_ring"
+    v_ring: str = "v_ring"
+    stages: str = "KV_STAGES"
+    q_ring_made_of: str = "storage.q_barriers, Q_STAGES, TILE_M * HEAD_DIM * 2"
+    reads_ahead: bool = False
 
     @property
     def runs_ahead(self) -> bool:
         """Whether a tile is begun before the one before it has landed."""
         return self.ahead > 1
+
+
+@dataclass(frozen=True)
+class StoredPlan:
+    """K and V of 8 bits in memory, and the warps that make tiles of the products' dtype of them.
+
+    `warps` convert K, and as many V; `at_once` is how many units a thread has read before it converts one.
+    """
+
+    dtype: str
+    cutlass_dtype: str
+    torch_dtype: str
+    stages: int
+    warps: int
+    registers: int
+    at_once: int
+    warpgroups: int
 
 
 @dataclass(frozen=True)
@@ -312,7 +351,8 @@ class SchedulerPlan:
     `longest_first`: of each head the tiles that see the most keys come first. stream_k deals out the last wave by
     tiles of keys, in at most `parts` parts of a tile of queries, where that saves at least `steps_saved` of them.
     dynamic draws tiles `slots` ahead, those of as many heads at a time as have K and V in `l2_mib` MiB; other warps
-    are told where a tile lies (`passes_coordinates`) or its number, `loaders_told` warps that load among them.
+    are told where a tile lies (`passes_coordinates`) or its number, `told` warps beside the consumers' among them.
+    `key_bytes` are those of a key in memory, as the module counts them.
     `shuffles_coordinates`: see `footprint`. `by_head`: of packed sequences those of one head come first. even has all
     steps in equal shares, of which a CTA leaves `share_words`. `split`: keys come in parts, of `min_steps` tiles at
     least, or (not 0) of `keys_of_part` keys.
@@ -324,7 +364,8 @@ class SchedulerPlan:
     passes_coordinates: bool
     shuffles_coordinates: bool
     slots: int
-    loaders_told: int
+    told: str
+    key_bytes: str
     parts: int = tile_order.PARTS
     steps_saved: int = tile_order.STEPS_SAVED
     l2_mib: int = tile_order.BYTES_IN_L2 // 2**20
@@ -405,6 +446,7 @@ class SchedulePlan:
     ping_pong: bool
     producer_registers: int
     consumer_registers: int
+    roles: str = "Two"
 
 
 @dataclass(frozen=True)
@@ -471,6 +513,7 @@ class Plan(ModulePlan):
     tile: TilePlan
     mask: MaskPlan
     load: LoadPlan
+    stored: StoredPlan | None
     smem: SmemPlan
     qk: ProductPlan
     pv: ProductPlan
@@ -489,6 +532,11 @@ class Plan(ModulePlan):
     def spine(self) -> str:
         """The template of the family of kernels."""
         return self.sections.spine
+
+    @property
+    def converts(self) -> bool:
+        """Whether a warpgroup makes tiles of 16 bits of what was loaded."""
+        return self.stored is not None
 
     @property
     def templates(self) -> dict[str, str]:
@@ -533,6 +581,7 @@ def _attention(variant: Variant, spec: Forward) -> Plan:
         tile=_tile(spec),
         mask=_mask(spec),
         load=_load(spec),
+        stored=_stored(spec),
         smem=_smem(spec),
         qk=_product(spec.qk, spec.element, spec.tile.kv, spec.problem.head_dim),
         pv=_product(spec.pv, spec.element, spec.problem.v_dim, spec.tile.kv),
@@ -580,11 +629,12 @@ def _rows(spec: Forward) -> RowsPlan:
             k, v = f"cute.domain_offset((work.k_begin, 0), {k})", f"cute.domain_offset((0, work.k_begin), {v})"
         return RowsPlan(f"mQ{of_q}", k, v, f"mO{of_q}", lse, heads)
     queries, keys = "work.head, work.q_begin, work.seq_q", "work.head_kv, work.k_begin, work.seq_k"
+    sequence = "sequence" if footprint.paged(spec) or footprint.converts(spec) else "_"
     if spec.tile.group == "at_most":
         of_group = "work.head_kv, work.q_begin, work.seq_q"
         o, lse = f"slice_rows(mO, {of_group})", f"slice_rows(mLSE, {of_group})"
         q = f"packed_rows_of(mQ, {queries})"
-        return RowsPlan(q, f"rows_of(mK, {keys})", f"columns_of(mVt, {keys})", o, lse, "heads_q")
+        return RowsPlan(q, f"rows_of(mK, {keys})", f"columns_of(mVt, {keys})", o, lse, "heads_q", sequence)
     rows_of = "packed_rows_of" if spec.tile.pack_heads > 1 else "rows_of"
     o_rows_of = "slice_rows" if spec.outputs.o == "direct" else rows_of
     return RowsPlan(
@@ -594,6 +644,7 @@ def _rows(spec: Forward) -> RowsPlan:
         o=f"{o_rows_of}(mO, {queries})",
         lse=f"slice_rows(mLSE, {queries})",
         heads="heads_q",
+        sequence=sequence,
     )
 
 
@@ -663,6 +714,7 @@ def _scheduler(spec: Forward) -> SchedulerPlan:
     longest_first = isinstance(spec.mask, CausalMask) and not footprint.persistent(spec)
     shuffles = footprint.shuffles_coordinates(spec)
     passes, slots = footprint.passes_coordinates(spec), footprint.tile_slots(spec)
+    v_dim = "HEAD_DIM" if spec.problem.v_dim == spec.problem.head_dim else "HEAD_DIM_V"
     return SchedulerPlan(
         spec.scheduler,
         footprint.persistent(spec),
@@ -670,7 +722,8 @@ def _scheduler(spec: Forward) -> SchedulerPlan:
         passes,
         shuffles,
         slots,
-        1 + footprint.packed_sequences(spec),
+        f"{1 + footprint.packed_sequences(spec)}{' + 2 * CONVERTER_WARPS' * footprint.converts(spec)}",
+        f"(HEAD_DIM + {v_dim})" if footprint.converts(spec) else f"((HEAD_DIM + {v_dim}) * 2)",
         by_head=spec.order == "by_head",
         split=spec.split is not None,
         keys_of_part=(spec.split and spec.split.keys) or 0,
@@ -694,6 +747,7 @@ def _arguments(spec: Forward) -> ArgumentsPlan:
     extents = {"stream_k": [Parameter("tail")], "static": [num_tiles], "dynamic": [num_tiles]}
     extents["grid"] = [Parameter("group")]
     even = spec.scheduler == "even"
+    descales = ["k_descale", "v_descale"] * footprint.converts(spec)
     if spec.split is not None:
         extents["grid"] = [Parameter("num_parts", INT32), Parameter("steps_of_part", INT32)]
     sides = [Parameter(f"window_{side}", INT32) for side in ("left", "right")] * bool(window)
@@ -712,6 +766,7 @@ def _arguments(spec: Forward) -> ArgumentsPlan:
         *sinks,
         *(("mParts", "mPartsLSE") if spec.split is not None else map(str, operation.scratch)),
         *["shares"] * even,
+        *descales,
     )
     atoms = ("tma_Q", *["tma_K", "tma_V"] * (not gathered), *["tma_O"] * stored)
     outputs = ("mO", *["mLSE"] * spec.outputs.lse, *["tma_O", "sO"] * stored)
@@ -727,12 +782,15 @@ def _arguments(spec: Forward) -> ArgumentsPlan:
         sums = ("row_lse", "row_inverse")
     elif spec.outputs.lse:
         sums = ("row_max", *sums, "scale_log2") if has_max else ("row_shift", *sums)
+    v_factor = ["v_factor"] * footprint.converts(spec)
+    # With the factor of K, which a tile of queries finds, a call's scale becomes what the softmax takes.
+    scale = "call_scale_log2" if descales else "scale_log2"
     return ArgumentsPlan(
         factors=factors,
         launch=tuple(_parameter(argument) for argument in operation.arguments),
         kernel=(
             *map(Parameter, (*tensors, *atoms)),
-            *(Parameter(name, FP32) for name in ("scale_log2", *cap)),
+            *(Parameter(name, FP32) for name in (scale, *cap)),
             *sides,
             *extent,
             *map(Parameter, pages),
@@ -750,8 +808,9 @@ def _arguments(spec: Forward) -> ArgumentsPlan:
         bounds=bounds,
         looked_at=("first", "before", *bounds, "tiles", "tiles_to_here"),
         work_on=_work_on(spec, window),
-        consume=(*outputs, *handed_on, *sinks, "scale_log2", *cap, *work),
-        store_tile=(*outputs, *["parts"] * (spec.split is not None), "work", "acc_O", *sums),
+        consume=(*outputs, *handed_on, *sinks, scale, *cap, *descales, *work),
+        normalize=("acc_O", "row_inverse" if sinks else "row_sum", *v_factor),
+        store_tile=(*outputs, *["parts"] * (spec.split is not None), "work", "acc_O", *v_factor, *sums),
         multiply=(
             *("products", "tSrQ_tile", "operands", "accumulators", "k_ring", "v_ring", "k_drain", "v_drain"),
             *cap,
@@ -819,6 +878,8 @@ def _output(spec: Forward) -> OutputPlan:
     own = spec.o_dtype != spec.problem.dtype
     if own:
         names = (dtype.torch_name, "dtype")
+    elif footprint.converts(spec):
+        names = ("TORCH_DTYPE", "dtype")
     smem = "sQ" if _smem(spec).o is None else "sO"
     return OutputPlan(spec.outputs.o, smem, packed_rows if packed else rows, own, *names)
 
@@ -837,6 +898,24 @@ def _load(spec: Forward) -> LoadPlan:
         page_rows=footprint.page_rows(spec) or 0,
         pages=pages if footprint.paged(spec) else "",
         ahead=footprint.gathered_ahead(spec),
+        **(STORED_NAMES if footprint.converts(spec) else {}),
+        reads_ahead=footprint.converts(spec) and footprint.paged(spec),
+    )
+
+
+def _stored(spec: Forward) -> StoredPlan | None:
+    if not footprint.converts(spec):
+        return None
+    element, registers = spec.kv_element, footprint.converter_registers(spec)
+    return StoredPlan(
+        dtype=element.long_name,
+        cutlass_dtype=element.cutlass_name,
+        torch_dtype=element.torch_name,
+        stages=spec.kv.stages,
+        warps=footprint.converting_warps(spec),
+        registers=registers,
+        at_once=footprint.converted_at_once(spec),
+        warpgroups=spec.kv.warpgroups,
     )
 
 
@@ -883,7 +962,8 @@ def _schedule(spec: Forward) -> SchedulePlan:
     producer, consumer = footprint.register_budget(spec)
     ping_pong = isinstance(spec.schedule, PingPongSchedule)
     overlap, flattened = footprint.overlapped(spec), footprint.flattened(spec)
-    return SchedulePlan(True, overlap, flattened, ping_pong, producer, consumer)
+    roles = "Three" if footprint.converts(spec) else "Two"
+    return SchedulePlan(True, overlap, flattened, ping_pong, producer, consumer, roles)
 
 
 def _imports(spec: Forward) -> ImportsPlan:
@@ -1041,7 +1121,8 @@ def expectation(spec: Forward) -> Expectation:
     tma_loads = tma_stores = expect_tx = cp_async = stmatrix = 0
     tiles = operand_tiles(spec)
     if isinstance(spec.load, TmaLoad):
-        by_tma = [tiles["Q"]] if footprint.gathered(spec) else [tiles["Q"], tiles["K"], tiles["V"]]
+        copied = tiles_in_memory(spec)
+        by_tma = [copied["Q"]] if footprint.gathered(spec) else [copied["Q"], copied["K"], copied["V"]]
         tma_loads = sum(schedule.count("load", tile.letter) * tile.boxes for tile in by_tma)
         filled = [ring.name for ring in schedule.rings if ring.filled_by == "TMA"]
         expect_tx = schedule.count("announce") + sum(schedule.count("wait_empty", on=name) for name in filled)
@@ -1061,7 +1142,10 @@ def expectation(spec: Forward) -> Expectation:
     if footprint.specialized(spec):
         # ptxas reports what the launch hands out, not what setmaxnreg makes of it.
         budgets, max_registers = _schedule(spec), footprint.launch_registers(spec)
-        setmaxnreg = {f"dec {budgets.producer_registers}": 1, f"inc {budgets.consumer_registers}": 1}
+        lowered = [budgets.producer_registers]
+        if footprint.converts(spec):
+            lowered.append(footprint.converter_registers(spec))
+        setmaxnreg = {f"inc {budgets.consumer_registers}": 1, **Counter(f"dec {count}" for count in lowered)}
     regions, barriers = footprint.shared_memory_map(spec), footprint.barrier_bytes(spec)
     softmaxes = schedule.count("softmax")
     return Expectation(

@@ -99,6 +99,10 @@ def _shared_stores(spec: Forward, matrices: int) -> dict[str, int] | None:
     vectors, word = divmod(words, VECTOR_BITS // 32)
     times = 1 + footprint.packed_sequences(spec)  # of the first tile as well
     stores = {"STSM.4": matrices, "STS.128": times * vectors, "STS.32": word}  # O or P; drawn tiles
+    if footprint.converts(spec):  # of K and V, 8 elements at a time
+        threads = footprint.converting_warps(spec) * hopper.WARP
+        elements = spec.tile.kv * (spec.problem.head_dim + spec.problem.v_dim)
+        stores["STS.128"] += elements * spec.element.bits // VECTOR_BITS // threads
     if spec.split is not None:  # what a warp has added up: a lane's columns in float32, the largest LSE and a sum
         bits = spec.problem.v_dim // hopper.WARP * FP32.bits
         vector = min(bits & -bits, VECTOR_BITS)

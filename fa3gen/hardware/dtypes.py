@@ -59,6 +59,7 @@ DTYPES = _table(
     Dtype("fp16", "float16", "Float16", 2),
     Dtype("fp32", "float32", "Float32", 4),
     Dtype("e4m3", "float8_e4m3fn", "Float8E4M3FN", 1),
+    Dtype("e5m2", "float8_e5m2", "Float8E5M2", 1),
 )
-BF16, FP16, FP32, E4M3 = DTYPES.values()
+BF16, FP16, FP32, E4M3, E5M2 = DTYPES.values()
 INT32 = Dtype("int32", "int32", "Int32", 4)  # of counters and flags, which no spec names

@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 DType = Literal["bf16", "fp16"]
 OutputDType = Literal["bf16", "fp16", "fp32"]
+StoredDType = Literal["e4m3", "e5m2"]
 Swizzle = Literal["none", "32B", "64B", "128B"]
 Major = Literal["k", "mn"]
 Source = Literal["smem", "registers"]

@@ -24,6 +24,7 @@ from fa3gen.spec.common import (
     ScalarProduct,
     Source,
     SpecModel,
+    StoredDType,
     Swizzle,
     WarpSpecializedSchedule,
     WgmmaProduct,
@@ -45,6 +46,7 @@ __all__ = [
     "ScalarProduct",
     "Source",
     "SpecModel",
+    "StoredDType",
     "Swizzle",
     "WarpSpecializedSchedule",
     "WgmmaProduct",
@@ -301,6 +303,20 @@ class OutputTensor(SpecModel):
     dtype: OutputDType | None = Field(default=None, description="Element type; null: that of the problem.")
 
 
+class StoredTensors(SpecModel):
+    """What is K's and V's own among the properties of tensors: 8 bits in memory, of which a warpgroup makes 16."""
+
+    dtype: StoredDType | None = Field(
+        default=None,
+        description="Element type of k and v in memory; null: that of the problem. A warpgroup converts tiles of them "
+        "to that of the problem, and each call may give factors of both, `k_descale` and `v_descale`.",
+    )
+    stages: int = Field(
+        default=1, gt=0, description="Tiles of K, and of V, in 8 bits that are in flight or in use, with such a dtype."
+    )
+    warpgroups: Literal[1, 2] = Field(default=1, description="Warpgroups that convert: half of their warps K, half V.")
+
+
 class Forward(SpecModel):
     """One attention forward kernel."""
 
@@ -333,6 +349,7 @@ class Forward(SpecModel):
     softmax: Softmax = Softmax()
     outputs: Outputs = Outputs()
     o: OutputTensor = OutputTensor()
+    kv: StoredTensors = StoredTensors()
 
     @property
     def o_dtype(self) -> OutputDType:
@@ -343,6 +360,11 @@ class Forward(SpecModel):
     def element(self) -> Dtype:
         """What is known of the element type of q, k, v, and of P where a WGMMA reads it."""
         return DTYPES[self.problem.dtype]
+
+    @property
+    def kv_element(self) -> Dtype:
+        """What is known of the element type of k and v in memory."""
+        return DTYPES[self.kv.dtype or self.problem.dtype]
 
     @property
     def o_element(self) -> Dtype:

@@ -347,7 +347,7 @@ class Runner(ModuleRunner):
         inner = self.operation.tensor("v").contiguous
         lines = v.movedim(inner, -1)
         every_second = torch.cat([lines, lines], dim=-1)[..., ::2].movedim(-1, inner)
-        shifted = k.new_zeros(k.untyped_storage().size()).as_strided(k.shape, k.stride(), 1)
+        shifted = k.new_zeros(k.untyped_storage().size() + 1).as_strided(k.shape, k.stride(), 1)
         odd = torch.nn.functional.pad(lines, (0, (4 - lines.shape[-1]) % 8)).contiguous()
         odd_rows = odd[..., : lines.shape[-1]].movedim(-1, inner)
         last = "last mode" if inner == v.ndim - 1 else "sequence"

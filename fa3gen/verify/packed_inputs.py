@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from typing import Any, Literal
 
@@ -62,7 +62,8 @@ class PackedCase(Case):
 class PackedInputs(Inputs):
     """Tensors of one case: q (total_q, heads_q, d), k (total_k, heads_kv, d), v (total_k, heads_kv, d_v), out like q.
 
-    `spans` are the rows of q and of k that each sequence uses.
+    `spans` are the rows of q and of k that each sequence uses. Where k and v have 8 bits, `descales` are the factors of
+    both by name, (sequences, heads_kv): powers of two, so that what they stand for has 16 bits.
     """
 
     cu_seqlens_q: torch.Tensor
@@ -70,13 +71,18 @@ class PackedInputs(Inputs):
     seqused_q: torch.Tensor | None
     seqused_k: torch.Tensor | None
     spans: tuple[tuple[Span, Span], ...]
+    descales: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     @property
     def given(self) -> dict[str, torch.Tensor]:
         """What the entry point is called with, by name."""
         numbers = {"cu_seqlens_q": self.cu_seqlens_q, "cu_seqlens_k": self.cu_seqlens_k}
         numbers |= {"seqused_q": self.seqused_q, "seqused_k": self.seqused_k}
-        return {**super().given, **{name: given for name, given in numbers.items() if given is not None}}
+        return {
+            **super().given,
+            **{name: given for name, given in numbers.items() if given is not None},
+            **self.descales,
+        }
 
     @property
     def shape(self) -> PackedShape:
@@ -87,8 +93,19 @@ class PackedInputs(Inputs):
     @property
     def parts(self) -> list[Part]:
         """Sequences with queries; a part without rows where there are none."""
-        used = [(slice(*q), slice(*k)) for q, k in self._of_queries] or [(slice(0), slice(0))]
-        return [(self.q[None, rows], self.k[None, keys], self.v[None, keys]) for rows, keys in used]
+        numbered = [(number, (q, k)) for number, (q, k) in enumerate(self.spans) if q[0] < q[1]]
+        used = [(number, slice(*q), slice(*k)) for number, (q, k) in numbered] or [(0, slice(0), slice(0))]
+        return [
+            (self.q[None, rows], self.values("k", self.k[keys], number), self.values("v", self.v[keys], number))
+            for number, rows, keys in used
+        ]
+
+    def values(self, name: str, rows: torch.Tensor, sequence: int) -> torch.Tensor:
+        """What rows of k, or of v, of a sequence stand for: themselves, or in 16 bits, times their factor."""
+        descale = self.descales.get(f"{name}_descale")
+        if descale is None or not len(rows):
+            return rows.to(self.q.dtype)[None]
+        return (rows.to(self.q.dtype) * descale[sequence, :, None].to(self.q.dtype))[None]
 
     @property
     def written(self) -> list[torch.Tensor]:
@@ -289,10 +306,12 @@ def make(spec: Forward, case: PackedCase, *, device: torch.device, seed: int) ->
     def numbers(given: Sequence[int] | None) -> torch.Tensor | None:
         return None if given is None else torch.tensor(given, dtype=torch.int32, device=device)
 
+    k, v = (stored(spec, tensor) for tensor in (k, v))
     return PackedInputs(
         q=q,
         k=k,
         v=v,
+        descales=descales(spec, len(case.spans), case.heads_kv, device),
         out=dense.out[0],
         out_storage=dense.out_storage,
         mask=dense.mask,
@@ -305,6 +324,29 @@ def make(spec: Forward, case: PackedCase, *, device: torch.device, seed: int) ->
         seqused_k=numbers(case.used_k),
         spans=case.spans,
     )
+
+
+def stored(spec: Forward, tensor: torch.Tensor) -> torch.Tensor:
+    """K or V as it lies in memory: the tensor, or with the same strides in 8 bits."""
+    if not footprint.converts(spec):
+        return tensor
+    storage = tensor.as_strided((tensor.untyped_storage().size() // tensor.element_size(),), (1,), 0)
+    in_8_bits = storage.to(spec.kv_element.in_torch())
+    return in_8_bits.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+
+def descales(spec: Forward, count: int, heads_kv: int, device: torch.device) -> dict[str, torch.Tensor]:
+    """Factors of K and V of each sequence and kv head, where they have 8 bits: no two that are neighbours are the same.
+
+    Those of K are a column of a larger tensor, those of V are the same for all sequences, with a stride of 0.
+    """
+    if not footprint.converts(spec):
+        return {}
+    number, head = torch.arange(count, device=device)[:, None], torch.arange(heads_kv, device=device)[None]
+    of_k = 2.0 ** ((number + 2 * head) % 3 - 1)
+    wide = torch.stack([of_k, torch.full_like(of_k, math.nan)], dim=2)
+    of_v = 2.0 ** (head % 4 - 2)
+    return {"k_descale": wide[..., 0], "v_descale": of_v.expand(count, -1)}
 
 
 def spoil(tensor: torch.Tensor, rows: torch.Tensor, unused: Unused) -> None:

@@ -74,7 +74,9 @@ class PackedRunner(Runner):
     def _wrong_without(self, made: PackedInputs, changes: Mapping[str, Any], rows: int, zero: bool) -> str:
         """What is wrong with a call of `rows` queries that see no key; `zero`: all of them are to be written."""
         asked = {"return_lse": True} if self.spec.outputs.lse else {}
-        returned = self.entry(**{**made.given, **changes}, **made.named, **asked)
+        given = {**made.given, **changes}
+        given |= {name: factors[: len(given["cu_seqlens_q"]) - 1] for name, factors in made.descales.items()}
+        returned = self.entry(**given, **made.named, **asked)
         out, lse = returned if self.spec.outputs.lse else (returned, None)
         wanted = (rows, *made.out.shape[1:])
         if out.shape != wanted or out.dtype != self.out_dtype:
@@ -103,6 +105,17 @@ class PackedRunner(Runner):
             yield f"{name} of another size", name, {**good, name: offsets}
             yield f"int64 {name}", name, {**good, name: offsets[1:].long()}
             yield f"{name} on {elsewhere}", name, {**good, name: offsets[1:].to(elsewhere)}
+
+    def _bad_scores(self, good: Mapping[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
+        """As of dense tensors, and factors of K and V."""
+        yield from super()._bad_scores(good)
+        elsewhere = "cpu" if self.device.type == "cuda" else "meta"
+        for name in ("k_descale", "v_descale"):
+            if (factors := good.get(name)) is not None:
+                yield f"{name} of one head fewer", name, {**good, name: factors[:, :-1]}
+                yield f"{name} of one sequence fewer", name, {**good, name: factors[:-1]}
+                yield f"{name} in float64", name, {**good, name: factors.double()}
+                yield f"{name} on {elsewhere}", name, {**good, name: factors.to(elsewhere)}
 
     def _graph_of_other_lengths(self) -> str:
         """One after the other other lengths, and those of the capture."""

@@ -84,27 +84,34 @@ class PagedInputs(PackedInputs):
     def parts(self) -> list[Part]:
         """Sequences with queries; a part without rows where there are none."""
         found = [
-            (self.q[None, slice(*span)], self._rows(self.k, table, keys), self._rows(self.v, table, keys))
-            for (span, _), table, keys in zip(self.spans, self.page_table, self._lengths(), strict=True)
+            (
+                self.q[None, slice(*span)],
+                self.values("k", self._rows(self.k, table, keys), number),
+                self.values("v", self._rows(self.v, table, keys), number),
+            )
+            for number, ((span, _), table, keys) in enumerate(
+                zip(self.spans, self.page_table, self._lengths(), strict=True)
+            )
             if span[0] < span[1]
         ]
         nothing = self.page_table.new_empty(0)
-        return found or [(self.q[None, :0], self._rows(self.k, nothing, 0), self._rows(self.v, nothing, 0))]
+        none = [self.values(name, self._rows(pages, nothing, 0), 0) for name, pages in (("k", self.k), ("v", self.v))]
+        return found or [(self.q[None, :0], none[0], none[1])]
 
     def _lengths(self) -> list[int]:
         """Keys of each sequence, no more than its table has room for."""
         assert self.seqused_k is not None
         return self.seqused_k.clamp(0, self.page_table.shape[1] * self.k.shape[1]).tolist()
 
-    @staticmethod
-    def _rows(pages: torch.Tensor, table: torch.Tensor, keys: int) -> torch.Tensor:
-        """The rows of a sequence one behind the other, (1, keys, heads, d); zeros where there is no such page."""
+    def _rows(self, pages: torch.Tensor, table: torch.Tensor, keys: int) -> torch.Tensor:
+        """The rows of a sequence one behind the other, (keys, heads, d); zeros where there is no such page."""
+        pages = pages.to(self.q.dtype)
         count, page, *_ = pages.shape
         number = torch.arange(keys, device=pages.device)
         at = table.long()[number // page]
         found = pages[at.clamp(0, count - 1), number % page]
         found[(at < 0) | (at >= count)] = 0
-        return found[None]
+        return found
 
 
 def in_pages(cases: Iterable[PackedCase], spec: Forward) -> Iterator[PagedCase]:
@@ -152,7 +159,7 @@ def make(spec: Forward, case: PagedCase, *, device: torch.device, seed: int) -> 
         key, count = torch.arange(end - begin), -(-(end - begin) // case.page)
         table[row, :count] = free[taken : taken + count]
         place = table[row][key // case.page].to(device), (key % case.page).to(device)
-        k[place], v[place] = made.k[begin:end], made.v[begin:end]
+        k[place], v[place] = made.k[begin:end].to(k.dtype), made.v[begin:end].to(v.dtype)
         taken += count
     if case.lies:
         assert case.used_k is not None
@@ -160,6 +167,7 @@ def make(spec: Forward, case: PagedCase, *, device: torch.device, seed: int) -> 
         table[:, ::2] = torch.randint(case.pages, table[:, ::2].shape, generator=draw)  # the others name no page
     else:
         lengths = case.lengths_k
+    k, v = (packed_inputs.stored(spec, tensor) for tensor in (k, v))
     fields: dict[str, Any] = {**vars(made), "k": k, "v": v, "cu_seqlens_k": None}
     fields["seqused_k"] = torch.tensor(lengths, dtype=torch.int32, device=device)
     return PagedInputs(**fields, page_table=table.to(dtype=torch.int32, device=device))
@@ -170,13 +178,14 @@ def _pages_of(case: PagedCase, made: PackedInputs, draw: torch.Generator) -> tup
     heads, (d, d_v) = made.k.shape[1], (made.k.shape[2], made.v.shape[2])
     rows = (case.pages, case.page, heads)
     width = max(d, d_v)
+    new = made.q.new_empty  # of 16 bits: what has 8 is made of it at the end
     if case.storage == "interleaved":
-        k, v = made.k.new_empty((case.pages, 2, case.page, heads, width)).unbind(1)
+        k, v = new((case.pages, 2, case.page, heads, width)).unbind(1)
         k, v = k[..., :d], v[..., :d_v]
     elif case.storage == "heads_first":
-        k, v = (made.k.new_empty((case.pages, heads, case.page, dim)).transpose(1, 2) for dim in (d, d_v))
+        k, v = (new((case.pages, heads, case.page, dim)).transpose(1, 2) for dim in (d, d_v))
     else:
-        k, v = (made.k.new_empty((*rows, dim)) for dim in (d, d_v))
+        k, v = (new((*rows, dim)) for dim in (d, d_v))
     for pages in (k, v):
         if case.filled or case.unused == "large":
             pages.copy_(torch.randn(pages.shape, generator=draw) * (1 if case.filled else packed_inputs.LARGE))

@@ -11,6 +11,7 @@ from fa3gen.design.rules import (
     asking_combine,
     asking_copies,
     asking_gemm,
+    converting,
     memory,
     output,
     pages,
@@ -105,7 +106,21 @@ def _structure(spec: Forward) -> Iterable[Answer]:
             yield pages.gathered_rows.ask(_v_dim_field(spec), spec.problem.v_dim)
         elif spec.load.page_rows is not None:
             yield pages.page_boxes.ask(spec.load.page_rows, spec.tile.kv)
+    yield from _converting(spec)
     yield from _schedule(spec)
+
+
+def _converting(spec: Forward) -> Iterable[Answer]:
+    yield converting.stored_stages.ask(spec.kv.stages, footprint.converts(spec))
+    if footprint.converts(spec):
+        rows = footprint.page_rows(spec)
+        structure = spec.schedule.kind, spec.problem.layout, spec.load.engine, rows
+        yield converting.converting_kernel.ask(
+            *structure, footprint.overlapped(spec), spec.tile.warpgroups or 0, spec.kv.warpgroups
+        )
+        yield converting.converted_scores.ask(spec.softmax.sink, spec.softmax.softcap)
+        for field, dim in (("problem.head_dim", spec.problem.head_dim), (_v_dim_field(spec), spec.problem.v_dim)):
+            yield converting.converted_rows.ask(field, dim, spec.tile.kv, footprint.converting_warps(spec))
 
 
 def _schedule(spec: Forward) -> Iterable[Answer]:
@@ -287,6 +302,9 @@ def _footprint(spec: Forward) -> Iterable[Answer]:
     if footprint.specialized(spec):
         if spec.tile.ctas_per_sm > 1:
             yield from _shared_sm(spec)
+        elif footprint.converts(spec):
+            columns, launched = footprint.accumulator_columns(spec), footprint.launch_registers(spec)
+            yield converting.accumulator_beside_converters.ask(spec.kv.warpgroups, columns, launched)
         _, budget = footprint.register_budget(spec)
         yield threads.consumer_registers.ask(held, spec.tile.warpgroups or 0, footprint.overlapped(spec), budget)
         return

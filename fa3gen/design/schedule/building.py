@@ -137,6 +137,7 @@ def _specialized_roles(spec: Forward) -> tuple[Role, ...]:
         *_producers_of_q_and_k(spec, warps),
         Role(specialized.V, f"warp {warps + 1}", 1, "copies V", "load_v"),
         *_finder(spec, warps + 2),
+        *_converters(spec, warps + hopper.WARPGROUP // hopper.WARP),
         Role(
             specialized.CONSUMERS,
             "consumers",
@@ -168,6 +169,22 @@ def _finder(spec: Forward, warp: int) -> tuple[Role, ...]:
     return (Role(specialized.TILES, f"warp {warp}", 1, "finds the tiles", "find_tiles", loops=()),)
 
 
+def _converters(spec: Forward, warp: int) -> tuple[Role, ...]:
+    """Who makes operands of what was loaded; `warp` is the first of their warpgroup."""
+    if not footprint.converts(spec):
+        return ()
+    count = footprint.converting_warps(spec)
+    first = {specialized.K_CONVERTERS: ("K", warp), specialized.V_CONVERTERS: ("V", warp + count)}
+    return tuple(
+        Role(name, _warps(begin, count), count, f"convert {what}", f"convert_{what.lower()}")
+        for name, (what, begin) in first.items()
+    )
+
+
+def _warps(first: int, count: int) -> str:
+    return f"warps {first} {'and' if count == 2 else 'to'} {first + count - 1}"
+
+
 def _specialized_rings(spec: Forward) -> tuple[Ring, ...]:
     assert isinstance(spec.load, TmaLoad)
     (q, k, v), stages = _tile_bytes(spec), spec.load.kv_stages
@@ -179,6 +196,8 @@ def _specialized_rings(spec: Forward) -> tuple[Ring, ...]:
         Ring("k", ("K",), stages, "TMA", specialized.Q_K, readers, (k,), empty_arrivals=warps),
         Ring("v", ("V",), stages, "TMA", specialized.V, readers, (v,), empty_arrivals=warps),
     ]
+    if footprint.converts(spec):
+        rings[1:] = _stored_and_converted(spec, warps)
     if footprint.gathered(spec):  # of such a ring every thread gives a stage back
         facts: dict[str, Any] = {"filled_by": "cp.async", "sizes": (), "full_arrivals": 1}
         rings[1:] = [replace(ring, **facts, empty_arrivals=warps * hopper.WARP) for ring in rings[1:]]
@@ -186,9 +205,27 @@ def _specialized_rings(spec: Forward) -> tuple[Ring, ...]:
         packed = footprint.packed_sequences(spec)
         drawing = specialized.TILES if packed else specialized.Q_K
         loading = (specialized.Q_K, specialized.V) if packed else (specialized.V,)
-        tiles = Ring("tile", ("the next tile",), footprint.tile_slots(spec), "threads", drawing, (*loading, *readers))
-        rings.append(replace(tiles, full_arrivals=1, empty_arrivals=warps + len(loading)))
+        converting = (specialized.K_CONVERTERS, specialized.V_CONVERTERS) if footprint.converts(spec) else ()
+        readers = (*loading, *converting, *readers)
+        tiles = Ring("tile", ("the next tile",), footprint.tile_slots(spec), "threads", drawing, readers)
+        told = warps + len(loading) + footprint.converting_warps(spec) * len(converting)
+        rings.append(replace(tiles, full_arrivals=1, empty_arrivals=told))
     return tuple(rings)
+
+
+def _stored_and_converted(spec: Forward, warps: int) -> list[Ring]:
+    """The rings of K and V in 8 bits, and those of the tiles that are made of them, for so many warps that multiply."""
+    assert isinstance(spec.load, TmaLoad)
+    count, stages, rings = footprint.converting_warps(spec), spec.load.kv_stages, []
+    elements = {"K": spec.tile.kv * spec.problem.head_dim, "V": spec.tile.kv * spec.problem.v_dim}
+    who = {"K": (specialized.Q_K, specialized.K_CONVERTERS), "V": (specialized.V, specialized.V_CONVERTERS)}
+    for what, (loading, converting) in who.items():
+        name, size = what.lower(), elements[what] * spec.kv_element.bytes
+        stored = Ring(f"{name}8", (what,), spec.kv.stages, "TMA", loading, (converting,), (size,))
+        made = Ring(name, (what,), stages, "threads", converting, (specialized.CONSUMERS,))
+        rings.append(replace(stored, empty_arrivals=count))
+        rings.append(replace(made, full_arrivals=count, empty_arrivals=warps * hopper.WARP))
+    return rings
 
 
 def _specialized_barriers(spec: Forward) -> tuple[NamedBarrier, ...]:

@@ -14,6 +14,7 @@ from fa3gen.spec.model import Forward, NoMask, PingPongSchedule
 
 FIRST, Q_K, V, CONSUMERS = "producer of the first tiles", "producer of Q, K", "producer of V", "consumers"
 TILES = "who finds the tiles"
+K_CONVERTERS, V_CONVERTERS = "converters of K", "converters of V"
 OUTPUT_BARRIER = "OUTPUT_BARRIER"
 
 _consumers = partial(Step, CONSUMERS)
@@ -25,7 +26,13 @@ def steps(spec: Forward, roles: Sequence[Role]) -> tuple[Step, ...]:
     consume = _overlapped if footprint.overlapped(spec) else _sequential
     produce = _produce_first_and_k if spec.scheduler == "grid" else _produce_q_and_k
     find = _FIND_SHARE if spec.scheduler == "even" else _FIND if footprint.packed_sequences(spec) else ()
-    return (*produce(spec, drawing), *_produce_v(spec, drawing), *find, *consume(spec, drawing))
+    return (
+        *produce(spec, drawing),
+        *_produce_v(spec, drawing),
+        *find,
+        *_convert(spec, drawing),
+        *consume(spec, drawing),
+    )
 
 
 # Producers
@@ -72,7 +79,8 @@ def _produce_q_and_k(spec: Forward, drawing: str) -> Iterator[Step]:
 def _load_keys(spec: Forward, who: str, place: Place) -> Iterator[Step]:
     """Copy a tile of K, or of V, into its ring."""
     what = "V" if who == V else "K"
-    step, ring, note = partial(Step, who, place), what.lower(), _note_on_keys(spec, what, place)
+    step, note = partial(Step, who, place), _note_on_keys(spec, what, place)
+    ring = f"{what.lower()}8" if footprint.converts(spec) else what.lower()
     yield step("wait_empty", on=ring)
     if footprint.gathered(spec):
         yield step("load", what, ring, note=f"by cp.async, row by row, {note}")
@@ -110,6 +118,8 @@ def _note_on_keys(spec: Forward, what: str, place: Place) -> str:
     if place == "tile":
         return "of the first step"
     zeros = "; behind the keys zeros" if what == "V" and footprint.packed_sequences(spec) else ""
+    if footprint.converts(spec):
+        return f"when free{zeros}"
     return f"when a stage is free{zeros}"
 
 
@@ -135,6 +145,20 @@ def _produce_v(spec: Forward, drawing: str) -> Iterator[Step]:
     yield from _load_keys(spec, V, "step")
     yield from _tell_last_keys(spec, V)
     yield from _next(spec, V, drawing)
+
+
+def _convert(spec: Forward, drawing: str) -> Iterator[Step]:
+    """Tiles of 8 bits become those that are multiplied, in the order in which they are loaded."""
+    if not footprint.converts(spec):
+        return
+    for who, ring in ((K_CONVERTERS, "k"), (V_CONVERTERS, "v")):
+        yield from _first(spec, who, drawing)
+        yield Step(who, "step", "wait_full", on=f"{ring}8")
+        yield Step(who, "step", "wait_empty", on=ring)
+        yield Step(who, "step", "convert", note="to 16 bits, swizzled as wgmma reads them")
+        yield Step(who, "step", "release", on=f"{ring}8")
+        yield Step(who, "step", "fill", on=ring, note="a fence shows the tile to wgmma")
+        yield from _next(spec, who, drawing)
 
 
 def _first(spec: Forward, who: str, drawing: str) -> Iterator[Step]:
