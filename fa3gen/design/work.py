@@ -353,6 +353,7 @@ class Problem:
 
     spec: Forward
     shape: Shape | PackedShape
+    num_splits: int = 0  # parts of the keys that the call asks for
 
     def __post_init__(self) -> None:
         """Refuse what the module refuses."""
