@@ -627,9 +627,8 @@ def _missing(
     problem = f"no generated module computes {wanted}; head dims served: {there or 'none'}"
     if size.parts and not size.own_bits:
         with contextlib.suppress(NoKernel):
-            problem += (
-                f"; with num_splits=0, {choose(family, replace(size, parts=0), lse=lse, workspace=workspace).stem}"
-            )
+            free = choose(family, replace(size, parts=0), lse=lse, workspace=workspace)
+            problem += f"; num_splits=0 takes {free.stem}"
     proposed = propose(family, workspace, own=size.own_bits, parts=size.parts > 1, group=size.group)
     return _not_rendered(problem, proposed, workspace)
 

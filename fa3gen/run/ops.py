@@ -113,13 +113,14 @@ def attention(
             bfloat16, unmasked or causal, up to 16 query heads for each kv head; made for few queries, and slow for
             many, which it needs 4 x ceil(seq_k / 512) x O's elements bytes of GPU memory for. It is split_keys=512.
         num_splits: In how many parts the keys of a tile of queries come, each with a CTA; a second kernel adds them up.
-            What is computed is the same, but for rounding. 0: whatever was measured to be fastest. 1: no module that
-            splits keys, though one may be faster. More: a module that does, with so many parts, or fewer where whole
-            tiles of keys, equally many in each, make fewer; for dense tensors taken as packed ones see
-            `fa3gen.attention_packed`. Parts take 4 x num_splits x O's elements bytes of GPU memory.
-        split_keys: Of how many keys a part is, from the first key on, in place of num_splits: 512, or any other number
-            for which there is a module (`split: {keys: N}`), which `render` makes; a multiple of 16, and none of less
-            than a tile of keys. As with deterministic_batch, which may stand beside it, a row's bits are its own.
+            What is computed is the same, but for rounding. 0: whatever was measured to be fastest. 1: no such module,
+            though one may be faster; persistent kernels without a mask still share tiles of their last wave. More: a
+            module that does so, with as many parts, or fewer where whole tiles of keys, equally many in each, make
+            fewer; for dense tensors taken as packed ones see `fa3gen.attention_packed`. Parts take 4 x num_splits x O's
+            elements bytes of GPU memory.
+        split_keys: Of how many keys a part is, from the first key on, in place of num_splits: 512, or another multiple
+            of 16 for which there is a module (`split: {keys: N}`), which `render` makes. As with deterministic_batch,
+            which may stand beside it, a row's bits are its own.
         render: Where no module serves the call, render and compile one, from the spec that the error would propose. It
             takes seconds, once; a line in the log says so. From then on it serves such calls of this process, with
             `render` or without, and later processes find it in the compile cache. Nobody has verified or measured it.
