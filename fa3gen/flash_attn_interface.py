@@ -97,6 +97,10 @@ def flash_attn_func(
     Returns:
         O, (batch, seq_q, heads_q, d_v), or (O, LSE). A row with no visible key has O = 0 and LSE = -inf, or its sink.
     """
+    if num_splits < 1 or (
+        deterministic_batch and num_splits == 1
+    ):  # as upstream; 1 is the default, and asks for nothing
+        num_splits = 0
     _check_served(q, qv, (q_descale, k_descale, v_descale), chunk=attention_chunk)
     q, k, v = _contiguous_rows(q), _contiguous_rows(k), _contiguous_rows(v)
     window = None
@@ -114,7 +118,7 @@ def flash_attn_func(
         out=out,
         return_lse=return_attn_probs,
         deterministic_batch=deterministic_batch,
-        num_splits=_splits(num_splits, deterministic_batch),
+        num_splits=num_splits,
         render=RENDER,
     )
 
@@ -167,6 +171,7 @@ def flash_attn_varlen_func(
     Returns:
         O, (total_q, heads_q, d_v), or (O, LSE). Rows that are in no sequence are not written.
     """
+    num_splits = max(num_splits, 0)  # as upstream
     _check_served(q, qv, (q_descale, k_descale, v_descale), chunk=attention_chunk)
     window = None
     if window_size != NO_WINDOW:
@@ -190,7 +195,7 @@ def flash_attn_varlen_func(
         out=out,
         return_lse=return_attn_probs,
         deterministic_batch=deterministic_batch,
-        num_splits=_splits(num_splits, deterministic_batch),
+        num_splits=num_splits,
         render=RENDER,
     )
 
@@ -378,11 +383,6 @@ def _refuse(**given: Any) -> None:
 
 
 # Windows, parts and tensors as fa3gen has them
-
-
-def _splits(num_splits: int, deterministic_batch: bool) -> int:
-    """`num_splits` of `fa3gen.attention`, where 1 is the default: beside deterministic_batch it asks for nothing."""
-    return 0 if num_splits < 1 or (num_splits == 1 and deterministic_batch) else num_splits
 
 
 def _mask(

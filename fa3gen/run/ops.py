@@ -22,9 +22,7 @@ from fa3gen.run.calls import Attention, Returned, Window, dispatch_modes, functo
 from fa3gen.run.dispatch import FEW_QUERIES, Choice, NotRendered, Size
 from fa3gen.run.equal_lengths import can_be_packed
 
-# How it is computed: (num_splits, split_keys, deterministic_batch), and what these are by default.
-How = tuple[int, int | None, bool]
-USUAL: How = 0, None, False
+How = tuple[int, int | None, bool]  # it is computed: num_splits, split_keys, deterministic_batch
 
 
 def _explain(
@@ -135,21 +133,26 @@ def attention(
         TypeError, ValueError: An argument is of another type, dtype, device, shape, stride or alignment; or one
             requires grad in grad mode, since this is forward only.
     """
-    how = num_splits, split_keys, deterministic_batch
     if is_dynamo_compiling():
+        how = num_splits, split_keys, deterministic_batch
         return _by_operator(q, k, v, causal, window, sinks, softcap, scale, out, return_lse, how, render)
     if window is not None and type(window) is not tuple:
         window = calls.window_tuple(window)
     # Tensors on a GPU that nobody watches? Then nothing is lost by leaving the dispatcher out.
     if not (type(q) is type(k) is type(v) is Tensor and q.is_cuda) or dispatch_modes() or functorch_transforms():
+        how = num_splits, split_keys, deterministic_batch
         # Its messages are better than those of an operator's schema.
         _asked(q, k, v, out, causal, window, sinks, softcap, how)
         return _by_operator(q, k, v, causal, window, sinks, softcap, scale, out, return_lse, how, render)
     try:
-        serving = _serving(q, k, v, out, causal, window, return_lse, sinks, softcap, how)
+        serving = _serving(
+            q, k, v, out, causal, window, return_lse, sinks, softcap, num_splits, split_keys, deterministic_batch
+        )
     except NotRendered as missing:
         calls.render(missing, allowed=render, compiled=True)
-        serving = _serving(q, k, v, out, causal, window, return_lse, sinks, softcap, how)
+        serving = _serving(
+            q, k, v, out, causal, window, return_lse, sinks, softcap, num_splits, split_keys, deterministic_batch
+        )
     if sinks is not None or softcap is not None:
         named = named_scores(sinks, softcap) | ({"enable_pdl": True} if enable_pdl and _has_pdl(serving) else {})
         return serving(q, k, v, **named, scale=scale, out=out, return_lse=return_lse)
@@ -203,7 +206,9 @@ def _serving(
     return_lse: bool,
     sinks: Any,
     softcap: Any,
-    how: How,
+    num_splits: int,
+    split_keys: int | None,
+    deterministic_batch: bool,
 ) -> Attention:
     """The `attention` of the module for a call; `window` is None or a tuple."""
     key: tuple[Any, ...] = ()
@@ -212,9 +217,9 @@ def _serving(
         _, keys, heads_kv, v_dim = v.shape
         out_dtype, group = None if out is None else out.dtype, heads_q // (heads_kv or 1)
         few = seq_q if seq_q <= FEW_QUERIES else 0
-        key = q.get_device(), q.dtype, out_dtype, dim, v_dim, group, few, causal, window, return_lse
-        if how != USUAL:
-            key += ("num_splits, split_keys and deterministic_batch", how)
+        key = q.get_device(), q.dtype, out_dtype, dim, v_dim, group, few, causal, window, return_lse, num_splits
+        if deterministic_batch or split_keys is not None:
+            key += ("split_keys and deterministic_batch", split_keys, deterministic_batch)
         if sinks is not None or softcap is not None:
             key += (sinks is not None, softcap is not None, calls.any_cap(softcap))
         if few and (window is not None or sinks is not None or softcap is not None):
@@ -225,6 +230,7 @@ def _serving(
                 return attention
     except (AttributeError, IndexError, TypeError, ValueError):
         pass  # not four dimensions, or no tensor: what follows says so
+    how = num_splits, split_keys, deterministic_batch
     family, size = _asked(q, k, v, out, causal, window, sinks, softcap, how)
     size = replace(size, in_rows=can_be_packed(q, k, v, out))
     return calls.found(key, family, size, lse=return_lse)
@@ -285,7 +291,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     """`fa3gen::attention_forward`: O and LSE, which has no rows unless `return_lse`."""
     reach, how = None if window is None else tuple(window), (num_splits, split_keys, deterministic_batch)
-    asked = q, k, v, None, causal, reach, return_lse, sinks, softcap, how
+    asked = q, k, v, None, causal, reach, return_lse, sinks, softcap, *how
     serving = calls.or_rendered(_serving, *asked, allowed=render, compiled=q.is_cuda)
     returned = serving(q, k, v, **named_scores(sinks, softcap), scale=scale, return_lse=return_lse)
     if not return_lse:
@@ -313,7 +319,7 @@ def _forward_out(
 ) -> Tensor:
     """`fa3gen::attention_forward_out`: writes O to `out` and returns LSE, which has no rows unless `return_lse`."""
     reach, how = None if window is None else tuple(window), (num_splits, split_keys, deterministic_batch)
-    asked = q, k, v, out, causal, reach, return_lse, sinks, softcap, how
+    asked = q, k, v, out, causal, reach, return_lse, sinks, softcap, *how
     serving = calls.or_rendered(_serving, *asked, allowed=render, compiled=q.is_cuda)
     returned = serving(q, k, v, **named_scores(sinks, softcap), scale=scale, out=out, return_lse=return_lse)
     lse: Tensor = returned[1].contiguous() if return_lse else _lse_like(q, False)
