@@ -384,6 +384,17 @@ def test_compiled_in_one_graph(modules: Modules, dynamic: bool) -> None:
         assert out.equal(wanted + 1) and lse.equal(wanted_lse) and other.equal(expected(q, k, v))
 
 
+@pytest.mark.parametrize(("options", "parts", "part_keys"), [({"num_splits": 3}, 3, None), ({"split_keys": 64}, 0, 64)])
+def test_parts_are_compiled(modules: Modules, options: dict[str, Any], parts: int, part_keys: int | None) -> None:
+    compiled = torch.compile(lambda q, k, v: call(q * 2, k, v, **options) + 1, fullgraph=True, backend="aot_eager")
+    q, k, v = tensors()
+    assert compiled(q, k, v).equal(expected(q * 2, k, v) + 1)
+    assert [
+        (size.parts, family.part_keys) for size, (family, *_) in zip(modules.sizes, modules.asked, strict=True)
+    ] == [(parts, part_keys)]
+    assert modules.divided == [2 if parts else None]  # 7 keys in tiles of 2
+
+
 def test_compiled_with_out(modules: Modules) -> None:
     def model(q: Any, k: Any, v: Any, out: Any) -> Any:
         before = out + 1

@@ -244,6 +244,16 @@ def test_compiled_in_one_graph(modules: PackedModules, dynamic: bool) -> None:
         )
 
 
+def test_parts_are_compiled(modules: PackedModules) -> None:
+    def model(q: Any, *rest: Any) -> Any:
+        return fa3gen.attention_packed(q * 2, *rest, causal=True, num_splits=3) + 1
+
+    tensors = packed_tensors([3, 0, 1], [9, 5, 7])
+    out = torch.compile(model, fullgraph=True, backend="aot_eager")(*tensors)
+    assert out.equal(expected(tensors[0] * 2, *tensors[1:])[0] + 1)
+    assert modules.divided == [18] and [size.parts for _, size, _ in modules.asked] == [3]  # of 3 x 2 tiles of queries
+
+
 def test_compiled_with_out(modules: PackedModules) -> None:
     def model(out: Any, *tensors: Any) -> Any:
         before = out + 1

@@ -562,7 +562,7 @@ def _unmeasured(family: Family, size: Size, lse: bool, workspace: Workspace) -> 
     if len(only) == 1:
         variant, file = fitting[only[0]]
         what = "module" if len(fitting) == 1 else "production module"
-        fits = "fits" if len(fitting) == len(able) else "fits and is not for few queries"
+        fits = "fits" if len(fitting) == len(able) else "fits and does not split keys"
         reason = f"no row of the table is for {family}: no measurement, but this is the only {what} that {fits}"
         return Choice(variant.stem, file, variant.spec, variant.source, None, reason)
     if fitting and (size.parts > 1 or family.part_keys is not None):
@@ -629,7 +629,9 @@ def _missing(
         with contextlib.suppress(NoKernel):
             free = choose(family, replace(size, parts=0), lse=lse, workspace=workspace)
             problem += f"; num_splits=0 takes {free.stem}"
-    proposed = propose(family, workspace, own=size.own_bits, parts=size.parts > 1, group=size.group)
+    parts = size.parts > 1
+    room = size.group if parts or family.part_keys is not None else 1  # other tiles hold one head, and take any group
+    proposed = propose(family, workspace, own=size.own_bits, parts=parts, group=room)
     return _not_rendered(problem, proposed, workspace)
 
 
