@@ -13,11 +13,13 @@ which names the argument and what to do instead. Where there is no module for th
 NoKernel says how to make one; with FA3GEN_RENDER=1, set before fa3gen is imported, the call makes it, as with
 `render=True` of `fa3gen.attention`.
 
-Accepted and ignored, since they change no result: `num_splits` (the kernel decides, by lengths; but 1 given to
-`flash_attn_with_kvcache`, whose default is 0, takes no module that splits keys), `pack_gqa` (fa3gen chooses),
-`sm_margin` (all SMs are used), `deterministic` (it concerns the backward; the forward always is), `scheduler_metadata`
-(the modules keep their own counters), `cu_seqlens_k_new` where no new keys are given, and `rotary_*` but for cos and
-sin.
+`num_splits` is a request on how work is divided, as upstream: below 1 for whatever was measured to be fastest, 1 for no
+module that splits keys, more for so many parts of the keys of a tile of queries. 1 is the default of `flash_attn_func`
+and `flash_attn_varlen_func`, also upstream: for few queries and many keys pass 0.
+
+Accepted and ignored, since they change no result: `pack_gqa` (fa3gen chooses), `sm_margin` (all SMs are used),
+`deterministic` (it concerns the backward; the forward always is), `scheduler_metadata` (the modules keep their own
+counters), `cu_seqlens_k_new` where no new keys are given, and `rotary_*` but for cos and sin.
 """
 
 from __future__ import annotations
@@ -86,13 +88,19 @@ def flash_attn_func(
         softcap: Scores become softcap tanh(softmax_scale S / softcap) before the mask; 0.0 for no cap.
         out: (batch, seq_q, heads_q, d_v) of q's dtype to write O to.
         s_aux: (heads_q,), bfloat16 or float32, `sinks` of `fa3gen.attention`, as messages call it.
-        deterministic_batch: As for `fa3gen.attention`.
+        num_splits: As for `fa3gen.attention`; below 1 as 0. By default keys are not split; 0 splits those of few
+            queries, where that was measured to be faster.
+        deterministic_batch: As for `fa3gen.attention`. It splits keys, also where num_splits is 1, the default.
         qv, q_descale, k_descale, v_descale, attention_chunk: Not served but by default.
-        num_splits, pack_gqa, deterministic, sm_margin: Ignored.
+        pack_gqa, deterministic, sm_margin: Ignored.
 
     Returns:
         O, (batch, seq_q, heads_q, d_v), or (O, LSE). A row with no visible key has O = 0 and LSE = -inf, or its sink.
     """
+    if num_splits < 1 or (
+        deterministic_batch and num_splits == 1
+    ):  # as upstream; 1 is the default, and asks for nothing
+        num_splits = 0
     _check_served(q, qv, (q_descale, k_descale, v_descale), chunk=attention_chunk)
     q, k, v = _contiguous_rows(q), _contiguous_rows(k), _contiguous_rows(v)
     window = None
@@ -110,6 +118,7 @@ def flash_attn_func(
         out=out,
         return_lse=return_attn_probs,
         deterministic_batch=deterministic_batch,
+        num_splits=num_splits,
         render=RENDER,
     )
 
@@ -155,12 +164,14 @@ def flash_attn_varlen_func(
         window_size: As for `flash_attn_func`, by the lengths of each sequence.
         return_attn_probs: Return (O, LSE), LSE (heads_q, total_q) float32.
         out: (total_q, heads_q, d_v) of q's dtype to write O to.
+        num_splits: As for `fa3gen.attention_packed`; below 1 as 0. By default keys are not split.
         deterministic_batch: As for `fa3gen.attention_packed`.
         softmax_scale, causal, softcap, s_aux, and all others: As for `flash_attn_func`.
 
     Returns:
         O, (total_q, heads_q, d_v), or (O, LSE). Rows that are in no sequence are not written.
     """
+    num_splits = max(num_splits, 0)  # as upstream
     _check_served(q, qv, (q_descale, k_descale, v_descale), chunk=attention_chunk)
     window = None
     if window_size != NO_WINDOW:
@@ -184,6 +195,7 @@ def flash_attn_varlen_func(
         out=out,
         return_lse=return_attn_probs,
         deterministic_batch=deterministic_batch,
+        num_splits=num_splits,
         render=RENDER,
     )
 
@@ -250,7 +262,8 @@ def flash_attn_with_kvcache(
         out: Tensor of O's shape and q's dtype to write O to, contiguous where it is (batch, seq_q, ..).
         qv, rotary_cos, rotary_sin, q_descale, k_descale, v_descale, attention_chunk: Not served but by default.
         rotary_seqlens, rotary_interleaved, scheduler_metadata, pack_gqa, sm_margin: Ignored.
-        num_splits: 1: keys of few queries are not divided among CTAs. By default, and for more, the kernel decides.
+        num_splits: As for `fa3gen.attention_packed`, or `fa3gen.attention` where nothing but a contiguous cache is
+            given; below 1 as 0, the default. Whatever it is, parts are added up before O is returned.
         deterministic_batch: As for `fa3gen.attention_packed`; as for `fa3gen.attention` where nothing but a contiguous
             cache is given, all of which is in use.
         softmax_scale, causal, window_size, softcap, s_aux: As for `flash_attn_func`.
@@ -267,7 +280,7 @@ def flash_attn_with_kvcache(
     causal, window = _mask(causal, window_size, *longest)
     options: dict[str, Any] = {"causal": causal, "window": window, "scale": softmax_scale}
     options |= {"sinks": s_aux, "softcap": softcap or None, "return_lse": return_softmax_lse, "render": RENDER}
-    options |= {"num_splits": int(num_splits == 1), "deterministic_batch": deterministic_batch}
+    options |= {"num_splits": max(num_splits, 0), "deterministic_batch": deterministic_batch}
     named = k, v, cu_seqlens_q, cache_seqlens, cache_leftpad, cache_batch_idx, page_table
     if all(x is None for x in named):
         returned = attention(q, k_cache, v_cache, out=out, **options)
@@ -369,7 +382,7 @@ def _refuse(**given: Any) -> None:
             raise NotImplementedError(f"{name} is {said}, which fa3gen does not serve; {_INSTEAD[name]}")
 
 
-# Windows and tensors as fa3gen has them
+# Windows, parts and tensors as fa3gen has them
 
 
 def _mask(

@@ -6,11 +6,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from rendering import CHECKOUT
+from stand_ins import division, generated_module
 
 from fa3gen.design.family import Family
 from fa3gen.design.masks import reach
@@ -88,6 +88,7 @@ class PackedModules:
     asked: list[tuple[Family, Size, bool]] = field(default_factory=list)
     calls: list[str] = field(default_factory=list)
     options: list[dict[str, Any]] = field(default_factory=list)
+    divided: list[int | None] = field(default_factory=list)
 
     def choose(self, family: Family, size: Size, *, lse: bool, workspace: Any) -> Choice:
         self.asked.append((family, size, lse))
@@ -103,6 +104,7 @@ class PackedModules:
         def attention(q: Any, k: Any, v: Any, *rest: Any, **options: Any) -> Any:
             self.calls.append(path.stem)
             self.options.append(dict(options))
+            self.divided.append(division(globals(), k.shape[1]))
             return_lse, into = options.pop("return_lse", False), options.pop("out", None)
             if family.layout == "paged":
                 cu_seqlens_q, table, used = rest
@@ -116,4 +118,4 @@ class PackedModules:
             written = out.to(q.dtype) if into is None else into.copy_(out)
             return (written, lse) if return_lse else written
 
-        return SimpleNamespace(attention=attention)
+        return generated_module(attention, packed=family.layout != "dense")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,6 +25,22 @@ def standing_in(stand_in: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]
     yield stand_in
     calls.stretches.clear()
     torch._dynamo.reset()
+
+
+def generated_module(attention: Any, *, packed: bool) -> ModuleType:
+    """A module with this entry point, and with what the ones that split keys have beside it."""
+    module = ModuleType("stand_in")
+    constants = {"POSITIONS": 4, "TILE_M": 64, "TILE_N": 2, "GRID_MAX": 65535}
+    counting: dict[str, Any] = {"packed_constants": lambda gpu: (132, None)} if packed else {"parts_of": None}
+    vars(module).update(constants, attention=attention, **counting)
+    return module
+
+
+def division(names: dict[str, Any], seq_k: int) -> int | None:
+    """Parts of so many keys, or CTAs, that the globals of an entry point say; None where nobody asked for any."""
+    if "parts_of" in names:
+        return int(names["parts_of"](seq_k, 1, 1))
+    return int(names["packed_constants"](0)[0]) if "packed_constants" in names else None
 
 
 def pass_for_cuda(monkeypatch: pytest.MonkeyPatch, *, capturing: bool = False, stream: int = 0) -> None:

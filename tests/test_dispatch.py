@@ -769,15 +769,15 @@ def test_the_same_bits_in_any_batch_come_from_one_module() -> None:
     """Whatever the sizes: two modules with other tiles would add up in another order."""
     for head_dim in (64, 128, 256):
         for causal, stem in ((False, f"fwd_decode_fixed_d{head_dim}"), (True, f"fwd_decode_fixed_d{head_dim}_causal")):
-            family = Family("bf16", head_dim, head_dim, dispatch.mask_of(causal, None), fixed_parts=True)
+            family = Family("bf16", head_dim, head_dim, dispatch.mask_of(causal, None), part_keys=512)
             for size in (Size(1, 1), Size(131072, 4096, 132, 8, 1), Size(4096, 64, 132, 16, 4096)):
                 choice = dispatch.choose(family, size, lse=True, workspace=CHECKOUT)
                 assert (choice.stem, choice.row, choice.around) == (stem, None, Stretch())
             with pytest.raises(NoKernel, match="the same bits in any batch"):
                 dispatch.choose(family, Size(4096, 64, 132, 17), lse=True, workspace=CHECKOUT)
     for missing in (
-        Family("bf16", 80, 80, NoMask(), fixed_parts=True),
-        Family("fp16", 128, 128, NoMask(), fixed_parts=True),
+        Family("bf16", 80, 80, NoMask(), part_keys=512),
+        Family("fp16", 128, 128, NoMask(), part_keys=512),
     ):
         with pytest.raises(NoKernel, match="the same bits in any batch"):
             dispatch.choose(missing, Size(4096, 64), lse=True, workspace=CHECKOUT)

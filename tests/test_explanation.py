@@ -271,6 +271,18 @@ def test_a_window_as_asked(capsys: pytest.CaptureFixture[str]) -> None:
     assert "window (127, 0) of each call" in run(capsys, *common, "--window", "127,0")[1]
 
 
+def test_parts_as_asked(capsys: pytest.CaptureFixture[str]) -> None:
+    """How many and why, in the text and in the document; the CTAs of 7 parts of each of 8 tiles of queries."""
+    common = ["fwd_decode_d128", "--seq", "1x8192", "--batch", "1", "--heads", "32", "--heads-kv", "8"]
+    for given, parts in (([], 16), (["--num-splits", "7"], 7)):
+        text = run(capsys, *common, *given)[1]
+        assert f"on 132 SMs: {parts}" in " ".join(text.split()) and f"{parts} of each tile of queries" in text
+        [problem] = json.loads(run(capsys, *common, *given, "--json")[1])["modules"][0]["work"]["problems"]
+        for chip in problem["chips"]:
+            assert chip["parts"].startswith(f"{parts} of each tile of queries: ")
+            assert chip["waves"] == pytest.approx(8 * parts / 132)
+
+
 def test_heads_of_a_packed_module(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments in (["--heads", "8"], ["--heads-kv", "2"]):
         _, out, _ = run(capsys, "fwd_d128_pack4_causal", *arguments, "--json")
@@ -285,6 +297,7 @@ def test_heads_of_a_packed_module(capsys: pytest.CaptureFixture[str]) -> None:
         (["k6", "--chip", "b200"], "there are figures for h100 and h200"),
         (["k6", "--heads", "3", "--heads-kv", "2"], "no multiple of 2 kv heads"),
         (["k6", "--seq", "4k"], "is no length"),
+        (["k6", "--num-splits", "3"], "3 parts are asked for, and this module does not split keys"),
         (["k4_2_any_window", "--window", "3"], "--window is 3; it needs to be LEFT,RIGHT"),
         (["k4_2_any_window", "--window", "3,-2"], "or -1 for all"),
         (["fwd_d128_pack4_causal", "--heads", "6"], "holds 4 query heads"),

@@ -19,6 +19,7 @@ from stand_ins import pass_for_cuda, standing_in
 import fa3gen
 from fa3gen import flash_attn_interface as fa3
 from fa3gen.run import calls, combine_ops, dispatch
+from fa3gen.run.dispatch import ArgumentError
 from fa3gen.spec.model import WINDOW_MAX, CausalMask, Mask, NoMask, WindowMask
 from fa3gen.verify import reference
 
@@ -136,6 +137,7 @@ def test_dense(modules: PackedModules) -> None:
     into = torch.empty_like(q)
     returned = fa3.flash_attn_func(q, k, v, pack_gqa=True, deterministic=True, sm_margin=8, num_splits=3, out=into)
     assert returned is into and into.equal(dense(q, k, v, None, None)[0])
+    assert modules.divided == [None, 3] and [size.parts for _, size, _ in modules.asked] == [1, 3]
     assert [family.layout for family, _, _ in modules.asked] == ["dense"] * 2
 
 
@@ -163,7 +165,8 @@ def test_dense_sinks_and_caps(given: dict[str, Any], modules: PackedModules) -> 
 
 @pytest.mark.parametrize(("given", "named"), [({"softcap": 1.5}, "softcap"), ({"s_aux": SINKS}, "sinks")])
 def test_where_no_module_has_sinks_or_a_cap(given: dict[str, Any], named: str) -> None:
-    with pytest.raises(dispatch.NoKernel, match=f"computes bf16, head dim 64, no mask, {named};.* extends"):
+    asked = f"no mask, {named}, keys not split"  # by default
+    with pytest.raises(dispatch.NoKernel, match=f"computes bf16, head dim 64, {asked};.* extends"):
         fa3.flash_attn_func(*dense_tensors(), **given)
 
 
@@ -205,7 +208,7 @@ def test_windows(causal: bool, window_size: Any, mask: Mask, modules: PackedModu
     used = torch.tensor([9, 9], dtype=torch.int32)
     out = fa3.flash_attn_with_kvcache(q, k, v, cache_seqlens=used, causal=causal, window_size=window_size)
     assert out.equal(wanted)
-    assert [family.mask for family, _, _ in modules.asked] == [mask, mask] and len(modules.calls) == 3
+    assert [family.mask for family, _, _ in modules.asked] == [mask] * 3 and len(modules.calls) == 3
 
 
 def test_the_same_bits_in_any_batch(modules: PackedModules) -> None:
@@ -218,8 +221,14 @@ def test_the_same_bits_in_any_batch(modules: PackedModules) -> None:
     assert fa3.flash_attn_with_kvcache(q, k, v, cache_seqlens=used, **window).equal(wanted)
     found = [(family.mask, size.own_bits) for family, size, _ in modules.asked]
     assert set(found) == {(WindowMask(left=8, right=4), True)}
+    assert {size.parts for _, size, _ in modules.asked} <= {0, 1}  # neither is another module
     fa3.flash_attn_func(q, k, v, deterministic_batch=True)
-    assert modules.asked[-1][0].fixed_parts
+    assert modules.asked[-1][0].part_keys == 512 and not modules.asked[-1][1].parts
+    for call in (fa3.flash_attn_func, fa3.flash_attn_with_kvcache):
+        with pytest.raises(ArgumentError, match="num_splits is 2 beside deterministic_batch"):
+            call(q, k, v, deterministic_batch=True, num_splits=2)
+    with pytest.raises(ArgumentError, match="num_splits is 2 beside deterministic_batch"):
+        fa3.flash_attn_varlen_func(*rows, *begins, 5, 9, deterministic_batch=True, num_splits=2)
 
 
 # Packed
@@ -320,10 +329,14 @@ def test_cache(causal: bool, modules: PackedModules) -> None:
     assert fa3.flash_attn_with_kvcache(q, k, v, cache_seqlens=used, causal=causal, out=into, **options) is into
     assert into.equal(wanted)
     assert [size.whole for _, size, _ in modules.asked] == [False, True]  # the others are ignored
+    fa3.flash_attn_with_kvcache(q, k, v, cache_seqlens=used, causal=causal, out=into, num_splits=3)
+    assert into.equal(wanted) and modules.divided == [None, None, 12]  # of a tile for each of 2 x 2 kv heads
+    fa3.flash_attn_with_kvcache(q, k, v, cache_seqlens=used, causal=causal, num_splits=-1)
+    assert modules.asked[-1][1].parts == 0  # as upstream
     fa3.flash_attn_with_kvcache(q, k, v, causal=causal, num_splits=1)
     assert modules.asked[-1][1].whole and modules.asked[-1][0].layout == "dense"
     fa3.flash_attn_with_kvcache(q, k, v, causal=causal, deterministic_batch=True)
-    assert modules.asked[-1][0].fixed_parts
+    assert modules.asked[-1][0].part_keys == 512
     packed = fa3.flash_attn_with_kvcache(
         *(q.flatten(0, 1), k, v),
         cache_seqlens=used,
@@ -410,7 +423,7 @@ def test_pages(causal: bool, paged: list[dict[str, Any]], modules: PackedModules
     out, lse, *_ = fa3.flash_attn_with_kvcache(
         q, k_pages, v_pages, page_table=table, return_softmax_lse=True, num_splits=3, **options
     )
-    assert out.equal(wanted) and lse.equal(wanted_lse)
+    assert out.equal(wanted) and lse.equal(wanted_lse) and modules.divided == [12]
     wide = torch.cat([table, table], dim=1)[:, ::2]  # whose entries are not one behind the other
     assert wide[0].tolist() == [3, 5, 0]
     table = torch.tensor([[3, 9, 5, 9, 0, 9], [4, 9, 2, 9, 1, 9]], dtype=torch.int32)[:, ::2]

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from rendering import CHECKOUT, ROOT
-from stand_ins import pass_for_cuda, standing_in
+from stand_ins import division, generated_module, pass_for_cuda, standing_in
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fa3gen
@@ -38,6 +38,7 @@ class Modules:
         self.asked: list[tuple[Family, int, bool]] = []
         self.sizes: list[Size] = []
         self.calls: list[str] = []
+        self.divided: list[int | None] = []
 
     def choose(self, family: Family, size: Size, *, lse: bool, workspace: Any) -> Choice:
         self.asked.append((family, size.keys, lse))
@@ -54,9 +55,10 @@ class Modules:
     def module_at(self, path: Path) -> Any:
         def attention(q: Any, k: Any, v: Any, **options: Any) -> Any:
             self.calls.append(path.stem)
+            self.divided.append(division(globals(), k.shape[1]))
             return expected(q, k, v, **options)
 
-        return SimpleNamespace(attention=attention)
+        return generated_module(attention, packed=False)
 
 
 def expected(q: Any, k: Any, v: Any, *, out: Any = None, return_lse: bool = False, **options: Any) -> Any:
@@ -205,13 +207,46 @@ def test_the_same_bits_in_any_batch_take_a_module_of_their_own(way: str, request
     q, k, v = tensors()
     for asked in (False, True, True, False):
         assert fa3gen.attention(q, k, v, deterministic_batch=asked).equal(expected(q, k, v))
-    found = [family.fixed_parts for family, *_ in modules.asked]
-    assert found[0] is False and True in found
+    found = [family.part_keys for family, *_ in modules.asked]
+    assert found[0] is None and 512 in found
     if way == "eager":  # each is looked up once
-        assert found == [False, True]
+        assert found == [None, 512]
     out = torch.empty_like(q)
     torch.ops.fa3gen.attention_forward_out(q, k, v, out, deterministic_batch=True)
-    assert out.equal(expected(q, k, v)) and modules.asked[-1][0].fixed_parts
+    assert out.equal(expected(q, k, v)) and modules.asked[-1][0].part_keys == 512
+
+
+@pytest.mark.parametrize("way", ["eager", "modules"])
+def test_keys_of_a_part_are_asked_for(way: str, request: pytest.FixtureRequest) -> None:
+    """Each size in a look-up of its own; deterministic_batch may stand beside it, and says nothing more."""
+    modules: Modules = request.getfixturevalue(way)
+    q, k, v = tensors()
+    options: list[dict[str, Any]] = [{}, {"split_keys": 64}, {"split_keys": 128, "deterministic_batch": True}]
+    for given in [*options, *options]:
+        assert fa3gen.attention(q, k, v, **given).equal(expected(q, k, v))
+    found = [family.part_keys for family, *_ in modules.asked]
+    assert list(dict.fromkeys(found)) == [None, 64, 128] and (way == "modules" or len(found) == 3)
+    assert {size.parts for size in modules.sizes} == {0}
+    out = torch.empty_like(q)
+    torch.ops.fa3gen.attention_forward_out(q, k, v, out, split_keys=192)
+    assert out.equal(expected(q, k, v)) and modules.asked[-1][0].part_keys == 192
+    for wrong in (0, -64, "64", 96.0, True):
+        with pytest.raises(ArgumentError, match="split_keys is .*; it needs to be a number of keys"):
+            fa3gen.attention(q, k, v, split_keys=wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("way", ["eager", "modules"])
+def test_parts_are_asked_for(way: str, request: pytest.FixtureRequest) -> None:
+    """The module divides 7 keys, 4 tiles of 2, by each number; a look-up each, and other calls are not divided."""
+    modules: Modules = request.getfixturevalue(way)
+    q, k, v = tensors()
+    for asked in (0, 2, 3, 50, 2, 0, 1):
+        assert fa3gen.attention(q, k, v, num_splits=asked).equal(expected(q, k, v))
+    assert modules.divided == [None, 2, 2, 4, 2, None, None]
+    found = [size.parts for size in modules.sizes]
+    assert list(dict.fromkeys(found)) == [0, 2, 3, 50, 1] and (way == "modules" or len(found) == 5)
+    torch.ops.fa3gen.attention_forward_out(q, k, v, torch.empty_like(q), num_splits=50)
+    assert modules.divided[-1] == 4
 
 
 @pytest.mark.parametrize("way", ["eager", "modules"])
@@ -232,11 +267,16 @@ def test_keys_that_must_not_be_split_take_another_module(way: str, request: pyte
 def test_numbers_of_parts_that_cannot_be_had(way: str, request: pytest.FixtureRequest) -> None:
     request.getfixturevalue(way)
     q, k, v = tensors()
-    for wrong in (2, -1, "1"):
-        with pytest.raises(ArgumentError, match=f"num_splits is {wrong!r}; it needs to be 0, .* or 1, "):
+    for wrong in (-1, "1", 2.0, None):
+        with pytest.raises(ArgumentError, match=f"num_splits is {wrong!r}; it needs to be 0, .* 1, .* or a number of "):
             fa3gen.attention(q, k, v, num_splits=wrong)  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match="num_splits is 1 beside deterministic_batch.* leave one of them out"):
         fa3gen.attention(q, k, v, num_splits=1, deterministic_batch=True)
+    with pytest.raises(ArgumentError, match="num_splits is 3 beside deterministic_batch.* leave one of them out"):
+        fa3gen.attention(q, k, v, num_splits=3, deterministic_batch=True)
+    for asked in (1, 3):
+        with pytest.raises(ArgumentError, match=f"num_splits is {asked} beside split_keys, .* parts of 64: leave one"):
+            fa3gen.attention(q, k, v, num_splits=asked, split_keys=64)
 
 
 SCORES: list[dict[str, Any]] = [
@@ -342,6 +382,17 @@ def test_compiled_in_one_graph(modules: Modules, dynamic: bool) -> None:
         out, lse, other = compiled(q, k, v)
         wanted, wanted_lse = expected(q * 2, k, v, return_lse=True)
         assert out.equal(wanted + 1) and lse.equal(wanted_lse) and other.equal(expected(q, k, v))
+
+
+@pytest.mark.parametrize(("options", "parts", "part_keys"), [({"num_splits": 3}, 3, None), ({"split_keys": 64}, 0, 64)])
+def test_parts_are_compiled(modules: Modules, options: dict[str, Any], parts: int, part_keys: int | None) -> None:
+    compiled = torch.compile(lambda q, k, v: call(q * 2, k, v, **options) + 1, fullgraph=True, backend="aot_eager")
+    q, k, v = tensors()
+    assert compiled(q, k, v).equal(expected(q * 2, k, v) + 1)
+    assert [
+        (size.parts, family.part_keys) for size, (family, *_) in zip(modules.sizes, modules.asked, strict=True)
+    ] == [(parts, part_keys)]
+    assert modules.divided == [2 if parts else None]  # 7 keys in tiles of 2
 
 
 def test_compiled_with_out(modules: Modules) -> None:

@@ -99,9 +99,26 @@ def test_keys_that_must_not_be_split_take_another_module(way: str, request: pyte
     assert found[0] is False and True in found
     if way == "eager":  # each is looked up once
         assert found == [False, True]
-    for wrong in (2, -1, "1"):
-        with pytest.raises(ArgumentError, match=f"num_splits is {wrong!r}; it needs to be 0, .* or 1, "):
+    for wrong in (-1, "1", 2.0, None):
+        with pytest.raises(ArgumentError, match=f"num_splits is {wrong!r}; it needs to be 0, .* 1, .* or a number of "):
             fa3gen.attention_packed(*tensors, num_splits=wrong)
+    with pytest.raises(ArgumentError, match="num_splits is 2 beside deterministic_batch.* leave one of them out"):
+        fa3gen.attention_packed(*tensors, num_splits=2, deterministic_batch=True)
+
+
+@BOTH_WAYS
+def test_parts_are_asked_for(way: str, request: pytest.FixtureRequest) -> None:
+    """As many CTAs as tiles of queries in the mean, times that: of 3 sequences, 2 kv heads, and tiles of 4 queries."""
+    modules: PackedModules = request.getfixturevalue(way)
+    few, more = packed_tensors([3, 0, 1], [9, 5, 7]), packed_tensors([9, 0, 5], [9, 5, 7])
+    for tensors, asked in ((few, 2), (few, 7), (few, 2), (more, 2), (few, 0), (few, 1)):
+        out = fa3gen.attention_packed(*tensors, causal=True, num_splits=asked)
+        assert out.equal(expected(*tensors)[0])
+    assert modules.divided == [12, 42, 12, 24, None, None]
+    found = [size.parts for _, size, _ in modules.asked]
+    assert list(dict.fromkeys(found)) == [2, 7, 0, 1] and (way == "modules" or len(found) == 4)
+    torch.ops.fa3gen.attention_packed_out(*few, torch.empty_like(few[0]), num_splits=3)
+    assert modules.divided[-1] == 18
 
 
 @BOTH_WAYS
@@ -225,6 +242,16 @@ def test_compiled_in_one_graph(modules: PackedModules, dynamic: bool) -> None:
             and lse.equal(wanted_lse)
             and other.equal(expected(q, *rest, sinks=SINKS, softcap=3.0)[0])
         )
+
+
+def test_parts_are_compiled(modules: PackedModules) -> None:
+    def model(q: Any, *rest: Any) -> Any:
+        return fa3gen.attention_packed(q * 2, *rest, causal=True, num_splits=3) + 1
+
+    tensors = packed_tensors([3, 0, 1], [9, 5, 7])
+    out = torch.compile(model, fullgraph=True, backend="aot_eager")(*tensors)
+    assert out.equal(expected(tensors[0] * 2, *tensors[1:])[0] + 1)
+    assert modules.divided == [18] and [size.parts for _, size, _ in modules.asked] == [3]  # of 3 x 2 tiles of queries
 
 
 def test_compiled_with_out(modules: PackedModules) -> None:

@@ -39,6 +39,10 @@ def explain(
         str | None,
         typer.Option(metavar="LEFT,RIGHT", help="Keys that queries see, where calls say; -1: all (default: 512,0)."),
     ] = None,
+    num_splits: Annotated[
+        int | None,
+        typer.Option(min=2, help="Parts of the keys that a call asks for (default: as many as the module chooses)."),
+    ] = None,
     chip: Annotated[
         list[str] | None, typer.Option(autocompletion=completion.chips, help="h100 or h200; both if not given.")
     ] = None,
@@ -67,7 +71,9 @@ def explain(
         shapes = _shapes(spec, lengths, batch, heads, heads_kv) if isinstance(spec, Forward) else []
         if isinstance(spec, Forward) and given_with_calls(spec.mask):
             shapes = [replace(shape, window=_window(window)) for shape in shapes]
-        found.append(explanation.explain(variant, shapes, wanted, compiled_registers(workspace, variant)))
+        found.append(
+            explanation.explain(variant, shapes, wanted, compiled_registers(workspace, variant), num_splits or 0)
+        )
     if as_json:
         import json
 

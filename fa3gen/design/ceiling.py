@@ -144,9 +144,10 @@ def ctas_of(problem: Problem, sms: int) -> int:
     """Tiles that are handed out to CTAs, or parts of their keys on a GPU of so many SMs; of k1, tiles of scores."""
     if isinstance(problem.spec.handoff, GlobalHandoff):
         return problem.visited
+    asked = problem.num_splits
     if problem.spec.scheduler == "even":
-        return -(-steps_of(problem.spec, problem.shape) // share_of(problem.spec, problem.shape, sms))
-    return problem.tiles * num_parts(problem.spec, problem.shape, sms)
+        return -(-steps_of(problem.spec, problem.shape) // share_of(problem.spec, problem.shape, sms, asked))
+    return problem.tiles * num_parts(problem.spec, problem.shape, sms, asked)
 
 
 def busiest_sm(spec: Forward, problem: Problem, sms: int) -> int:
@@ -156,11 +157,13 @@ def busiest_sm(spec: Forward, problem: Problem, sms: int) -> int:
     """
     if isinstance(spec.handoff, GlobalHandoff):
         return -(-problem.visited // sms)  # a CTA for each step
+    asked = problem.num_splits
     if spec.scheduler == "even":
-        return share_of(spec, problem.shape, sms) if problem.visited else 0
+        share = share_of(spec, problem.shape, sms, asked) if problem.visited else 0
+        return share * -(-ctas_of(problem, sms) // sms)
     different = {tiles.visited for of_head in problem.of_lengths.values() for tiles in of_head}
     if len(different) <= 1 or spec.split is not None:  # parts of tiles are about equally long
-        steps = -(-max(different, default=0) // num_parts(spec, problem.shape, sms))
+        steps = -(-max(different, default=0) // num_parts(spec, problem.shape, sms, asked))
         waves, rest = divmod(ctas_of(problem, sms), sms)
         share = tile_order.tail_share(rest, steps, sms) if footprint.splits_tail(spec) else steps
         return waves * steps + share * (rest > 0)
@@ -191,7 +194,7 @@ def shares(problem: Problem, sms: int) -> list[list[int]]:
     What a mask hides is shared out, too, and skipped: a part has one step at least.
     """
     spec, sequences = problem.spec, problem.shape.sequences
-    share, room = share_of(spec, problem.shape, sms), 0
+    share, room = share_of(spec, problem.shape, sms, problem.num_splits), 0
     found: list[list[int]] = []
     for entry in tile_order.taken(spec, problem.shape):
         lengths = sequences[entry.batch]

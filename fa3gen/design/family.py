@@ -175,8 +175,8 @@ class Family(NamedTuple):
     and not their rows. `layout` is `packed` where sequences stand one behind the other, `paged` where only queries do.
     `sink` and `softcap`: whether a call gives sinks, and a cap of the scores; `any_cap`: whether a call's cap is more
     than MOST_CAP_OF_FIRST_MAX, or may be one of a module's calls. `page_rows`: the page size of a call;
-    of a module the number that its calls' page sizes are multiples of. `fixed_parts`: whether keys come in parts of a
-    fixed number, so that a row's bits are the same whatever else a call has.
+    of a module the number that its calls' page sizes are multiples of. `part_keys`: how many keys a part has where that
+    is fixed, so that a row's bits are the same whatever else a call has.
     """
 
     dtype: DType
@@ -190,7 +190,7 @@ class Family(NamedTuple):
     softcap: bool = False
     page_rows: int | None = None
     any_cap: bool = False
-    fixed_parts: bool = False
+    part_keys: int | None = None
 
     @classmethod
     def of(cls, spec: Forward) -> Family:
@@ -205,7 +205,7 @@ class Family(NamedTuple):
             softcap=spec.softmax.softcap,
             page_rows=page_rows(spec),
             any_cap=spec.softmax.softcap and spec.softmax.row_max == "online",
-            fixed_parts=spec.split is not None and spec.split.keys is not None,
+            part_keys=spec.split.keys if spec.split is not None else None,
         )
 
     def of_call(self, window: Window | None = None) -> Family:
@@ -224,7 +224,7 @@ class Family(NamedTuple):
         score = "".join(f", {name}" for name in self.keywords) + " of any size" * self.any_cap
         where = f", contiguous sequence in {listed(self.by_sequence)}" if self.by_sequence else ""
         packed = {"dense": "", "packed": ", packed sequences", "paged": f", pages of {self.page_rows}"}[self.layout]
-        same = ", the same bits in any batch" * self.fixed_parts
+        same = "" if self.part_keys is None else f", keys in parts of {self.part_keys}: the same bits in any batch"
         return f"{self.dtypes}, head dim {self.dims}, {mask_text(self.mask)}{score}{where}{packed}{same}"
 
     @property
@@ -244,7 +244,7 @@ class Family(NamedTuple):
         where = f"_sequence_{''.join(self.by_sequence)}" if self.by_sequence else ""
         score = "_sink" * self.sink + "_softcap" * self.softcap + "_any" * self.any_cap
         packed = {"dense": "", "packed": "_packed", "paged": f"_pages_{self.page_rows}"}[self.layout]
-        same = "_fixed_parts" * self.fixed_parts
+        same = "" if self.part_keys is None else f"_parts_of_{self.part_keys}"
         return f"{self.dtype}_d{self.dims.replace('/', '_')}_{mask_label(self.mask)}{score}{out}{where}{packed}{same}"
 
     @property

@@ -41,6 +41,7 @@ _ALSO: Mapping[str, tuple[str, ...]] = {
     "problem.head_dim": ("pv", "smem.q", "smem.k", "smem.v", "outputs.o"),
     "problem.head_dim_v": ("schedule", "outputs.o"),
     "softmax.sink": ("schedule",),
+    "split.keys": ("tile.kv",),
     "softmax.softcap": ("schedule",),
     "load.kv_stages": ("tile.kv",),
     "load.engine": ("load", "qk", "pv"),

@@ -22,7 +22,7 @@ from fa3gen.design.own_bits import own_bits, shared
 from fa3gen.design.rules import Violation, check
 from fa3gen.design.workspace import Workspace
 from fa3gen.spec.complaints import UNIONS
-from fa3gen.spec.model import Forward, SyncLoad, TmaLoad, WgmmaProduct, WindowMask
+from fa3gen.spec.model import Forward, Split, SyncLoad, TmaLoad, WgmmaProduct, WindowMask
 from fa3gen.spec.specfile import SpecFile, Variant, attention_among
 from fa3gen.spec.yamltree import Node, dumps, merge
 
@@ -33,6 +33,7 @@ MOST_SPECS_OF_BASE = 300  # looked at for each of them
 _OPERANDS = {"q": ("qk", "a", "k", "mn"), "k": ("qk", "b", "k", "mn"), "v": ("pv", "b", "mn", "k")}
 # What follows from a head dim or a dtype, and costs next to nothing; all else is how the base was tuned.
 _CHEAP = ("smem.q", "smem.k", "smem.v", "outputs.o")
+USUAL_ROOM = 16  # query heads of a kv head in a tile, where keys are split
 PAGE_BOXES = (16, 8)  # keys in boxes that tiles of keys are whole numbers of, as a rule
 # What says what is computed, and not how.
 _ASKED = ("problem", "mask", "o.dtype", "softmax.sink", "softmax.softcap")
@@ -49,21 +50,25 @@ class Proposal:
 
 
 @functools.lru_cache(maxsize=64)
-def propose(family: Family, workspace: Workspace, *, own: bool = False) -> Proposal | tuple[Violation, ...]:
+def propose(
+    family: Family, workspace: Workspace, *, own: bool = False, parts: bool = False, group: int = 1
+) -> Proposal | tuple[Violation, ...]:
     """The spec of a module that serves a family, with LSE and any number of heads; or what is against there being one.
 
-    `own`: one in which a row's bits are its own.
+    `own`: one in which a row's bits are its own. `parts`: one that splits keys, in as many parts as a call asks for.
+    Its tiles, and those of fixed parts, have room for `group` query heads of a kv head.
 
     A window is an argument of each call, or compiled in, as the spec that is extended has it. Of the nearest specs, it
     is the one of which most can stay as it was tuned. Specs are read once for each family and workspace.
     """
     files, _ = workspace.survey()
+    split = _split_of(family, parts=parts)
     bases = [(variant, file) for file in files for variant in attention_among(file.variants)]
-    bases.sort(key=lambda base: _distance(base[0], family))
+    bases.sort(key=lambda base: _distance(base[0], family, split))
     best: tuple[int, Forward, SpecFile] | None = None
     objections: tuple[Violation, ...] = ()
     for variant, file in bases[:MOST_BASES]:
-        spec = _asked_of(variant.spec, family, own=own)
+        spec = _asked_of(variant.spec, family, own=own, split=split, group=group)
         if spec is None:
             continue
         objections = objections or _objections(spec)
@@ -78,17 +83,33 @@ def propose(family: Family, workspace: Workspace, *, own: bool = False) -> Propo
     if best is None:
         return objections
     _, spec, file = best
-    return Proposal(f"made_{Family.of(spec).label}{'_own_bits' * own}", _text(spec, file), file.stem, spec)
+    how = "_own_bits" * own + "_split" * parts
+    if split is not None and spec.tile.pack_heads > USUAL_ROOM:
+        how += f"_pack{spec.tile.pack_heads}"
+    return Proposal(f"made_{Family.of(spec).label}{how}", _text(spec, file), file.stem, spec)
 
 
-def _distance(variant: Variant[Forward], family: Family) -> tuple[Any, ...]:
+def _split_of(family: Family, *, parts: bool) -> Split | None:
+    """How a module is to split keys; None where nobody asks for that."""
+    if family.part_keys is not None:
+        return Split(keys=family.part_keys)
+    return Split(count="auto") if parts else None
+
+
+def _kind_of_split(split: Split | None) -> str:
+    """Whether parts are as many or as long as something says; specs that differ in it have little in common."""
+    return "whole" if split is None else "count" if split.keys is None else "keys"
+
+
+def _distance(variant: Variant[Forward], family: Family, split: Split | None) -> tuple[Any, ...]:
     """How far a spec is from one for the family: what is hardest to change comes first."""
     spec, other = variant.spec, Family.of(variant.spec)
     alone = spec.scheduler in ("single_tile", "grid")  # a CTA for each tile: for few tiles, or to be read
     dims = (other.head_dim, family.head_dim), (other.head_dim_v, family.head_dim_v)
     return (
+        _kind_of_split(spec.split) != _kind_of_split(split),
         *(other.by_sequence != family.by_sequence, other.layout != family.layout),
-        *(spec.schedule.kind == "cooperative", alone, spec.split is not None),  # parts are for few queries
+        *(spec.schedule.kind == "cooperative", alone),
         other.mask.kind != family.mask.kind,
         (family.page_rows or 0) % (other.page_rows or 1) != 0,
         # A tile for a larger head dim has room for this one; one for a smaller head dim may not.
@@ -100,7 +121,7 @@ def _distance(variant: Variant[Forward], family: Family) -> tuple[Any, ...]:
     )
 
 
-def _asked_of(base: Forward, family: Family, *, own: bool) -> Forward | None:
+def _asked_of(base: Forward, family: Family, *, own: bool, split: Split | None, group: int) -> Forward | None:
     """The base with what the family computes, legal or not; None where its fields cannot say so."""
     given = given_with_calls(base.mask) and isinstance(family.mask, WindowMask)
     mask = base.mask if given else family.mask
@@ -112,7 +133,7 @@ def _asked_of(base: Forward, family: Family, *, own: bool) -> Forward | None:
         ("o.dtype", family.out_dtype),
         *(("softmax.sink", family.sink), ("softmax.softcap", family.softcap)),
         ("softmax.row_max", base.softmax.row_max if _bounds_scores(family) else "online"),
-        *(("outputs.lse", True), ("tile.pack_heads", 1)),
+        *(("outputs.lse", True), *_heads_and_parts(base, split, group)),
         *((one.field, one.instead) for one in shared(base) if own),
     )
     if isinstance(base.load, TmaLoad):
@@ -126,6 +147,14 @@ def _asked_of(base: Forward, family: Family, *, own: bool) -> Forward | None:
     except ValidationError:
         return None
     return spec if Family.of(spec).serves(family) else None
+
+
+def _heads_and_parts(base: Forward, split: Split | None, group: int) -> Changes:
+    """A tile for each head; or, where keys are split, with room for all heads of a group, as many as a power of two."""
+    if split is None:
+        return (("tile.pack_heads", 1),)
+    room = max(base.tile.pack_heads, 1 << (group - 1).bit_length())
+    return ("split", split.model_dump(exclude_none=True)), ("tile.group", "at_most"), ("tile.pack_heads", room)
 
 
 def _bounds_scores(family: Family) -> bool:
@@ -143,7 +172,8 @@ def _page_rows(base: Forward, family: Family) -> int | None:
 
 def _is_as_good(wanted: Forward, spec: Forward) -> bool:
     """Whether a spec computes the same, serves the same calls, and loads ahead where the wanted one does."""
-    same = Family.of(spec) == Family.of(wanted) and spec.outputs.lse and spec.tile.pack_heads == 1
+    same = Family.of(spec) == Family.of(wanted) and spec.outputs.lse
+    same = same and (spec.tile.pack_heads, spec.split) == (wanted.tile.pack_heads, wanted.split)
     same = same and own_bits(spec) >= own_bits(wanted)
     return same and _stages(spec) >= min(_stages(wanted), 2)
 

@@ -6,6 +6,7 @@ takes a part of the keys of a tile, and a second kernel adds the parts up, each 
 
 from __future__ import annotations
 
+from fa3gen.base.wording import counted
 from fa3gen.design import footprint
 from fa3gen.design.family import PackedShape, Shape
 from fa3gen.design.masks import of_call, reach
@@ -14,15 +15,17 @@ from fa3gen.spec.model import Forward
 
 # Tiles of keys of a part, at least: with one of them loads, products and the merge would all wait for each other.
 STEPS_OF_PART = 2
+# Keys of a part of dense tensors where a row's bits are to be its own and nobody says how many: `deterministic_batch`.
+KEYS_OF_OWN_PARTS = 512
 # What a CTA of scheduler even leaves of a tile which it begins and another CTA ends: see `combine_kernel`.
 SHARE_WORDS = 4
 
 
-def num_parts(spec: Forward, shape: Shape | PackedShape, num_sms: int) -> int:
+def num_parts(spec: Forward, shape: Shape | PackedShape, num_sms: int, asked: int = 0) -> int:
     """Parts of the keys of a tile of queries, by a formula of lengths, heads and SMs alone; 1 without `split`.
 
     As many as let all CTAs be on the GPU at once; where there are several, none of fewer than STEPS_OF_PART tiles. Of
-    a fixed number of keys, as many as there are keys for.
+    a fixed number of keys, as many as there are keys for. `asked`: as many as a call asks for, by `parts_asked`.
     """
     if spec.split is None:
         return 1
@@ -31,9 +34,35 @@ def num_parts(spec: Forward, shape: Shape | PackedShape, num_sms: int) -> int:
     if spec.split.keys is not None:
         return max(-(-shape.seq_k // spec.split.keys), 1)
     steps = -(-shape.seq_k // spec.tile.kv)
+    if asked:
+        return parts_asked(steps, asked)
     tiles = -(-shape.seq_q // positions(spec)) * head_tiles(spec, shape) * shape.batch
     most = max(min(num_sms * spec.tile.ctas_per_sm // max(tiles, 1), steps // STEPS_OF_PART), 1)
     return -(-steps // -(-steps // most)) if steps else 1
+
+
+def parts_asked(steps: int, asked: int) -> int:
+    """Parts of so many tiles of keys where a call asks for a number: whole tiles, equally many, and no part without.
+
+    So there may be fewer: of 8 tiles 7 parts would be 2, 2, 2, 2 and three times none, and are 4.
+    """
+    return -(-steps // -(-steps // min(asked, steps))) if steps else 1
+
+
+def shares_asked(asked: int, total_q: int, sequences: int, heads: int, rows: int) -> int:
+    """CTAs of scheduler even where a call asks for so many parts: as many for each tile of `rows` queries in the mean.
+
+    Tiles are counted as if all sequences were as long as the mean one: the host knows no other length.
+    """
+    return asked * sequences * heads * -(-total_q // (max(sequences, 1) * rows))
+
+
+def num_shares(spec: Forward, shape: Shape | PackedShape, num_sms: int, asked: int = 0) -> int:
+    """CTAs of scheduler even, each with an equal share of all steps: one on each SM, or by `shares_asked`."""
+    if not asked:
+        return num_sms
+    total_q = sum(seq_q for seq_q, _ in shape.sequences)
+    return shares_asked(asked, total_q, shape.batch, head_tiles(spec, shape), positions(spec))
 
 
 def steps_of(spec: Forward, shape: Shape | PackedShape) -> int:
@@ -54,6 +83,29 @@ def steps_of_tile(spec: Forward, shape: Shape | PackedShape, seq_k: int) -> int:
     return min(steps, -(-(left + right + positions(spec) + (footprint.page_rows(spec) or 1) - 1) // kv))
 
 
-def share_of(spec: Forward, shape: Shape | PackedShape, num_sms: int) -> int:
+def share_of(spec: Forward, shape: Shape | PackedShape, num_sms: int, asked: int = 0) -> int:
     """Steps of a CTA with scheduler even: as many as of all others, one behind the other, wherever tiles end."""
-    return max(-(-steps_of(spec, shape) // max(num_sms, 1)), STEPS_OF_PART)
+    return max(-(-steps_of(spec, shape) // max(num_shares(spec, shape, num_sms, asked), 1)), STEPS_OF_PART)
+
+
+def told(spec: Forward, shape: Shape | PackedShape, num_sms: int, asked: int = 0) -> str:
+    """How a call's keys are divided, and why: `16 of each tile of queries: as many as 132 SMs have room for`."""
+    if spec.split is None:
+        shared = "; tiles of the last wave are shared by several CTAs" if spec.scheduler == "stream_k" else ""
+        return f"1: no second kernel adds up parts{shared}"
+    if spec.scheduler == "even":
+        count = f"{num_shares(spec, shape, num_sms, asked)} equal shares of all keys of all sequences"
+        why = f"num_splits={asked} of each tile of queries in the mean" if asked else "one for each SM"
+        least = f"of at least {STEPS_OF_PART} tiles of {spec.tile.kv} keys"
+        return f"{count}, {why}, {least}"
+    assert isinstance(shape, Shape)
+    parts = f"{num_parts(spec, shape, num_sms, asked)} of each tile of queries"
+    if spec.split.keys is not None:
+        return f"{parts}: {shape.seq_k} keys in parts of {spec.split.keys}"
+    if asked:
+        steps = counted(-(-shape.seq_k // spec.tile.kv), "tile")
+        return f"{parts}: num_splits={asked} of {steps} of {spec.tile.kv} keys, equally many whole ones in each part"
+    room = counted(num_sms * spec.tile.ctas_per_sm, "CTA")
+    tiles = counted(-(-shape.seq_q // positions(spec)) * head_tiles(spec, shape) * shape.batch, "tile")
+    least = f"where there are several, of at least {STEPS_OF_PART} tiles of {spec.tile.kv} keys"
+    return f"{parts}: as many as {num_sms} SMs have room for ({room} at once, {tiles} of queries); {least}"

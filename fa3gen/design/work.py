@@ -349,14 +349,18 @@ def key_tiles(spec: Forward, lengths: Lengths, m_block: int, window: Window | No
 
 @dataclass(frozen=True)
 class Problem:
-    """One call of a spec's module. Raises UserError for heads that the module does not take."""
+    """One call of a spec's module. Raises UserError for heads, or a number of parts, that the module does not take."""
 
     spec: Forward
     shape: Shape | PackedShape
+    num_splits: int = 0  # parts of the keys that the call asks for
 
     def __post_init__(self) -> None:
         """Refuse what the module refuses."""
-        pack, shape = self.spec.tile.pack_heads, self.shape
+        pack, shape, split = self.spec.tile.pack_heads, self.shape, self.spec.split
+        if self.num_splits and (split is None or split.keys is not None):
+            has = "does not split keys" if split is None else f"has parts of {split.keys} keys"
+            raise UserError(f"{self.num_splits} parts are asked for, and this module {has}; take one with count: auto")
         if shape.heads_q % shape.heads_kv:
             raise UserError(f"{shape.heads_q} query heads are no multiple of {shape.heads_kv} kv heads; choose others")
         if self.spec.tile.group == "at_most":

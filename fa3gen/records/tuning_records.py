@@ -65,7 +65,7 @@ class MaskShape(Part):
 
 
 # Fields of a family by which no module is tuned.
-UNTUNED = "by_sequence", "layout", "page_rows", "any_cap", "fixed_parts"
+UNTUNED = "by_sequence", "layout", "page_rows", "any_cap", "part_keys"
 
 
 class TunedProblem(GrownPart):
@@ -104,7 +104,7 @@ class TunedProblem(GrownPart):
                 f"modules are tuned for tensors with contiguous rows, and these are for {family}; time them with "
                 "fa3gen bench"
             )
-        if family.fixed_parts:
+        if family.part_keys is not None:
             raise UserError(
                 f"modules are tuned where several serve a call, and one alone is for {family}; time it with "
                 "fa3gen bench"

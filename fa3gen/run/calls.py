@@ -10,18 +10,21 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, ParamSpec, Protocol, TypeVar, cast, get_args
 
 import torch
 from torch._C import _are_functorch_transforms_active, _len_torch_dispatch_stack
 
-from fa3gen.design.family import Family
+from fa3gen.design import splits
+from fa3gen.design.family import Family, Shape
 from fa3gen.design.workspace import Workspace
 from fa3gen.hardware.dtypes import DTYPES
 from fa3gen.run import dispatch
 from fa3gen.run.dispatch import ArgumentError, Choice, NotRendered, Size
 from fa3gen.run.equal_lengths import of_dense
 from fa3gen.run.launch import module_at
+from fa3gen.run.parts import in_parts
 from fa3gen.spec.model import MOST_CAP_OF_FIRST_MAX, DType, OutputDType
 
 Attention = Callable[..., Any]
@@ -68,7 +71,8 @@ stretches: dict[tuple[Any, ...], list[tuple[int, int, int, int, Attention]]] = {
 def found(key: tuple[Any, ...], family: Family, size: Size, *, lse: bool) -> Attention:
     """The `attention` for a call unlike all before it, from the table; in `stretches` under a key that is not empty."""
     choice = dispatch.choose(family, size, lse=lse, workspace=Workspace.find())
-    attention: Attention = module_at(choice.file).attention
+    module = module_at(choice.file)
+    attention: Attention = in_parts(module, size.parts) if size.parts > 1 else module.attention
     if choice.as_packed:
         attention = functools.partial(of_dense, attention, **choice.options)
     elif choice.options:
@@ -104,10 +108,14 @@ def or_rendered(find: Callable[..., FoundT], *asked: Any, allowed: bool, compile
     return find(*asked)
 
 
-def explained(family: Family, size: Size, *, lse: bool, render: bool) -> Choice:
-    """The choice for a call that is not made: with `render` a module may be rendered, and is not compiled yet."""
+def explained(family: Family, size: Size, shape: Shape, *, lse: bool, render: bool) -> Choice:
+    """The choice for a call that is not made: with `render` a module may be rendered, and is not compiled yet.
+
+    `shape` is that of the call, of packed sequences as if all had the mean length.
+    """
     choose = functools.partial(dispatch.choose, family, size, lse=lse, workspace=Workspace.find())
-    return or_rendered(choose, allowed=render, compiled=False)
+    choice = or_rendered(choose, allowed=render, compiled=False)
+    return replace(choice, parts=splits.told(choice.spec, shape, size.sms, size.parts if size.parts > 1 else 0))
 
 
 # What can be wrong
@@ -137,17 +145,36 @@ def check_scores(sinks: Any, softcap: Any) -> None:
         raise ArgumentError(f"softcap is {softcap!r}; it needs to be a finite and positive number, or None for no cap")
 
 
-def check_splits(num_splits: Any, *, fixed: bool = False) -> None:
-    """Raise ArgumentError for a number of parts of the keys that cannot be asked for; `fixed`: deterministic_batch."""
-    if num_splits not in (0, 1):
+def check_splits(num_splits: Any, *, deterministic_batch: bool = False) -> None:
+    """Raise ArgumentError for a number of parts of the keys that cannot be asked for."""
+    if not isinstance(num_splits, int) or num_splits < 0:
         raise ArgumentError(
-            f"num_splits is {num_splits!r}; it needs to be 0, for whatever was measured to be fastest, or 1, for no "
-            "module that splits keys: how many parts others make of them follows from lengths and SMs"
+            f"num_splits is {num_splits!r}; it needs to be 0, for whatever was measured to be fastest, 1, for no "
+            "module that splits keys, or a number of parts of the keys of a tile of queries"
         )
-    if num_splits and fixed:
+    if num_splits > 1 and deterministic_batch:
         raise ArgumentError(
-            "num_splits is 1 beside deterministic_batch, which splits keys into parts of 512: leave one of them out"
+            f"num_splits is {num_splits} beside deterministic_batch: where so many parts begin follows from how many "
+            "keys there are, and so do the bits of a row; leave one of them out"
         )
+
+
+def keys_of_parts(num_splits: Any, split_keys: Any, deterministic_batch: bool) -> int | None:
+    """Of dense tensors the fixed number of keys of a part that a call asks for; None where it asks for none.
+
+    Raises ArgumentError for what cannot be asked for.
+    """
+    if split_keys is not None and (type(split_keys) is not int or split_keys < 1):
+        raise ArgumentError(
+            f"split_keys is {split_keys!r}; it needs to be a number of keys, a multiple of a module's tile of them, or "
+            "None for parts of any size"
+        )
+    check_splits(num_splits, deterministic_batch=deterministic_batch)
+    keys: int | None = splits.KEYS_OF_OWN_PARTS if deterministic_batch and split_keys is None else split_keys
+    if num_splits and keys is not None:
+        asked = "deterministic_batch, which splits keys" if split_keys is None else "split_keys, for keys"
+        raise ArgumentError(f"num_splits is {num_splits} beside {asked} into parts of {keys}: leave one of them out")
+    return keys
 
 
 def any_cap(softcap: float | None) -> bool:

@@ -12,6 +12,7 @@ Imports neither torch nor cutlass.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -89,9 +90,10 @@ class Size:
     most. Tiles are those of `Shape.tiles`, 128 query rows of one head whatever module serves the call. `sms_here` are
     the SMs of the GPU that it runs on; None where there is none, and an H200's are taken. `group` is the number of
     query heads that share a head of k and v. Queries are those of a sequence; where sequences are packed those of the
-    longest, as far as a call tells, and `mean_queries` are those of one in the mean. `whole`: no module serves the call
-    that splits keys. `own_bits`: one module serves calls of every size, and in it a row's bits are its own. `in_rows`:
-    dense tensors lie so that a module of packed sequences can serve the call.
+    longest, as far as a call tells, and `mean_queries` are those of one in the mean. `parts`: in how many the keys of a
+    tile of queries are to come, in the mean where sequences are packed; 1: no module serves the call that splits keys,
+    0: any. `own_bits`: one module serves calls of every size, and in it a row's bits are its own. `in_rows`: dense
+    tensors lie so that a module of packed sequences can serve the call.
     """
 
     keys: int
@@ -99,10 +101,26 @@ class Size:
     sms_here: int | None = None
     group: int = 1
     queries: int = NO_LIMIT
-    whole: bool = False
+    parts: int = 0
     own_bits: bool = False
     in_rows: bool = False
     mean_queries: int = NO_LIMIT
+
+    @property
+    def whole(self) -> bool:
+        """Whether no module may split keys."""
+        return self.parts == 1
+
+    def divided_by(self, spec: Forward) -> bool:
+        """Whether a module divides keys as the call asks; one whose parts are not of a fixed size has any number."""
+        if self.parts < 2:
+            return not (self.whole and spec.split)
+        return spec.split is not None and spec.split.keys is None
+
+    @property
+    def division(self) -> str:
+        """`, keys in 3 parts`, if anything is asked for."""
+        return f", keys in {self.parts} parts" if self.parts > 1 else ", keys not split" * self.whole
 
     @property
     def mixed(self) -> bool:
@@ -122,7 +140,7 @@ class Size:
         few = counted(self.mean_queries, "query", "queries") + " of a sequence in the mean, " if self.mixed else ""
         if self.queries <= FEW_QUERIES:
             few = counted(self.queries, "query", "queries") + ", "
-        how = ", not split" * self.whole + ", the same bits in any batch" * self.own_bits
+        how = self.division + ", the same bits in any batch" * self.own_bits
         return f"{few}{counted(self.keys, 'key')}, {tiles} on {self.sms} SMs{whose}{heads}{how}"
 
 
@@ -363,7 +381,8 @@ class Choice:
 
     `measured` says in words what is known of the row's module and of its runner-up, `size` what was asked for, and
     `around` which other sizes have the same choice. `options` is what a call of the module has to say beside that.
-    `as_packed`: the tensors are dense, and the module takes them as packed sequences of one length.
+    `as_packed`: the tensors are dense, and the module takes them as packed sequences of one length. `parts` says in how
+    many parts the keys of the call come, and why, where its shape is known.
     """
 
     stem: str
@@ -377,6 +396,7 @@ class Choice:
     around: Stretch = Stretch()
     options: Mapping[str, Any] = field(default_factory=dict)
     as_packed: bool = False
+    parts: str | None = None
 
     def __str__(self) -> str:
         """The module, its spec in short, and why, in a few lines."""
@@ -387,6 +407,8 @@ class Choice:
             lines.append(f"  for   {self.size}")
         if self.as_packed:
             lines.append("  as    packed sequences of one length, which dense tensors are without a copy of k and v")
+        if self.parts is not None:
+            lines.append(f"  parts {self.parts}")
         lines.append(f"  why   {self.reason}")
         return "\n".join([*lines, *(f"        {measured}" for measured in self.measured)])
 
@@ -423,7 +445,7 @@ def _measured(family: Family, size: Size, lse: bool, workspace: Workspace) -> tu
             if not row.serves(family, size):
                 continue
             choice = of_row(home, row, place_of_row(home, path, number, row))
-            if (choice.spec.outputs.lse or not lse) and not (size.whole and choice.spec.split):
+            if (choice.spec.outputs.lse or not lse) and size.divided_by(choice.spec):
                 return choice, around
     return None, around
 
@@ -432,7 +454,7 @@ def may_be_packed(family: Family, queries: int) -> bool:
     """Whether dense calls may be served by modules of packed sequences: few queries, of which no module for dense
     tensors splits the keys, since there is a window, a sink or a cap."""
     scores = isinstance(family.mask, WindowMask) or family.sink or family.softcap
-    return scores and family.layout == "dense" and not family.fixed_parts and 0 < queries <= FEW_QUERIES
+    return scores and family.layout == "dense" and family.part_keys is None and 0 < queries <= FEW_QUERIES
 
 
 def _dense_or_packed(family: Family, size: Size, lse: bool, workspace: Workspace) -> Choice:
@@ -526,20 +548,27 @@ def _unmeasured(family: Family, size: Size, lse: bool, workspace: Workspace) -> 
     """The module to take without a measurement, when there is no choice. Raises NoKernel when there is one, or none.
 
     Tiles that hold several heads hold such of one group. Modules that are compiled for the window come before those
-    that are for any, and those that split keys, which are made for few queries, come last where there are many.
+    that are for any, and those that split keys, which are made for few queries, come last where there are many, or
+    where none is of the production set. A call that asks for parts has the one with the smallest tiles of keys, of
+    which parts are whole numbers.
     """
     modules = list(_modules(workspace))
     able = _able(modules, family, size, lse)
     whole = {stem: found for stem, found in able.items() if found[0].spec.split is None}
-    fitting = whole if size.queries > FEW_QUERIES and whole else able
+    fitting = whole if whole and (size.queries > FEW_QUERIES or not _production(able)) else able
     exact = _nearest_pages([stem for stem in fitting if fitting[stem][0].spec.mask == family.mask], fitting)
     production = _production(exact) or _production(_nearest_pages(list(fitting), fitting))
     only = production if len(production) == 1 else exact or list(fitting)
     if len(only) == 1:
         variant, file = fitting[only[0]]
         what = "module" if len(fitting) == 1 else "production module"
-        fits = "fits" if len(fitting) == len(able) else "fits and is not for few queries"
+        fits = "fits" if len(fitting) == len(able) else "fits and does not split keys"
         reason = f"no row of the table is for {family}: no measurement, but this is the only {what} that {fits}"
+        return Choice(variant.stem, file, variant.spec, variant.source, None, reason)
+    if fitting and (size.parts > 1 or family.part_keys is not None):
+        variant, file = min((fitting[stem] for stem in production or only), key=_coarseness)
+        reason = f"no row of the table is for {family}{size.division}: of the modules that split keys like that, this "
+        reason += f"one has the smallest tiles of keys, {variant.spec.tile.kv}"
         return Choice(variant.stem, file, variant.spec, variant.source, None, reason)
     if fitting:
         stems = production or only
@@ -557,7 +586,7 @@ def _able(
     """By stem the modules that serve a call; the workspace's own come first."""
     able: dict[str, tuple[Variant[Forward], Path]] = {}
     for variant, file in modules:
-        writes = (variant.spec.outputs.lse or not lse) and not (size.whole and variant.spec.split)
+        writes = (variant.spec.outputs.lse or not lse) and size.divided_by(variant.spec)
         if Family.of(variant.spec).serves(family) and writes and takes_group(variant.spec, size.group):
             able.setdefault(variant.stem, (variant, file))
     return able
@@ -593,10 +622,23 @@ def _missing(
 ) -> NotRendered:
     """The error where no module serves a call."""
     there = _served([variant for variant, _ in modules if own_bits(variant.spec) or not size.own_bits], family, lse)
-    wanted = f"{family}{', with LSE' * lse}{', keys not split' * size.whole}"
+    wanted = f"{family}{', with LSE' * lse}{size.division}"
     wanted += ", the same bits in any batch" * size.own_bits
     problem = f"no generated module computes {wanted}; head dims served: {there or 'none'}"
-    return _not_rendered(problem, propose(family, workspace, own=size.own_bits), workspace)
+    if size.parts and not size.own_bits:
+        with contextlib.suppress(NoKernel):
+            free = choose(family, replace(size, parts=0), lse=lse, workspace=workspace)
+            problem += f"; num_splits=0 takes {free.stem}"
+    parts = size.parts > 1
+    room = size.group if parts or family.part_keys is not None else 1  # other tiles hold one head, and take any group
+    proposed = propose(family, workspace, own=size.own_bits, parts=parts, group=room)
+    return _not_rendered(problem, proposed, workspace)
+
+
+def _coarseness(module: tuple[Variant[Forward], Path]) -> tuple[Any, ...]:
+    """Tiles of keys, of which parts are whole numbers; then rows of heads that may not exist."""
+    tile, stem = module[0].spec.tile, module[0].stem
+    return tile.kv, tile.pack_heads, stem
 
 
 def _nearest_pages(stems: Sequence[str], fitting: Mapping[str, tuple[Variant[Forward], Path]]) -> list[str]:

@@ -22,6 +22,8 @@ from fa3gen.run.calls import Attention, Returned, Window, dispatch_modes, functo
 from fa3gen.run.dispatch import FEW_QUERIES, Choice, NotRendered, Size
 from fa3gen.run.equal_lengths import can_be_packed
 
+How = tuple[int, int | None, bool]  # it is computed: num_splits, split_keys, deterministic_batch
+
 
 def _explain(
     q: Tensor,
@@ -38,6 +40,7 @@ def _explain(
     enable_pdl: bool = False,
     deterministic_batch: bool = False,
     num_splits: int = 0,
+    split_keys: int | None = None,
     render: bool = False,
 ) -> Choice:
     """Which module `fa3gen.attention` takes for these arguments, and why; `print` it.
@@ -46,9 +49,12 @@ def _explain(
     tiles an SM gets is then counted with the SMs of an H200, and the answer says so. Raises as `fa3gen.attention` where
     no module is found; with `render`, one is rendered, and not yet compiled.
     """
-    family, size = _asked(q, k, v, out, causal, window, sinks, softcap, deterministic_batch, num_splits)
+    how = num_splits, split_keys, deterministic_batch
+    family, size = _asked(q, k, v, out, causal, window, sinks, softcap, how)
     size = replace(size, in_rows=can_be_packed(q, k, v, out))
-    return calls.explained(family, size, lse=return_lse, render=render)
+    (batch, seq_q, heads_q, _), (_, seq_k, heads_kv, _) = q.shape, k.shape
+    shape = Shape(batch, seq_q, seq_k, heads_q, heads_kv)
+    return calls.explained(family, size, shape, lse=return_lse, render=render)
 
 
 @calls.explained_by(_explain)
@@ -67,6 +73,7 @@ def attention(
     enable_pdl: bool = False,
     deterministic_batch: bool = False,
     num_splits: int = 0,
+    split_keys: int | None = None,
     render: bool = False,
 ) -> Any:
     """O = softmax(scale Q K^T) V on a Hopper GPU, by the fastest generated module, on torch's current stream.
@@ -102,9 +109,16 @@ def attention(
         deterministic_batch: O and LSE of a row are the same bits whatever other sequences, heads or queries the call
             has: alone, in any batch, in any place of it, all queries at once or in chunks. Head dims 64, 128 and 256 in
             bfloat16, unmasked or causal, up to 16 query heads for each kv head; made for few queries, and slow for
-            many, which it needs 4 x ceil(seq_k / 512) x O's elements bytes of GPU memory for.
-        num_splits: 1: no module that divides the keys of few queries among CTAs and adds up parts with a second kernel,
-            though it may be faster; 0: any, by what was measured. deterministic_batch divides them, always.
+            many, which it needs 4 x ceil(seq_k / 512) x O's elements bytes of GPU memory for. It is split_keys=512.
+        num_splits: In how many parts the keys of a tile of queries come, each with a CTA; a second kernel adds them up.
+            What is computed is the same, but for rounding. 0: whatever was measured to be fastest. 1: no such module,
+            though one may be faster; persistent kernels without a mask still share tiles of their last wave. More: a
+            module that does so, with as many parts, or fewer where whole tiles of keys, equally many in each, make
+            fewer; for dense tensors taken as packed ones see `fa3gen.attention_packed`. Parts take 4 x num_splits x O's
+            elements bytes of GPU memory.
+        split_keys: Of how many keys a part is, from the first key on, in place of num_splits: 512, or another multiple
+            of 16 for which there is a module (`split: {keys: N}`), which `render` makes. As with deterministic_batch,
+            which may stand beside it, a row's bits are its own.
         render: Where no module serves the call, render and compile one, from the spec that the error would propose. It
             takes seconds, once; a line in the log says so. From then on it serves such calls of this process, with
             `render` or without, and later processes find it in the compile cache. Nobody has verified or measured it.
@@ -120,23 +134,25 @@ def attention(
             requires grad in grad mode, since this is forward only.
     """
     if is_dynamo_compiling():
-        return _by_operator(
-            q, k, v, causal, window, sinks, softcap, scale, out, return_lse, deterministic_batch, num_splits, render
-        )
+        how = num_splits, split_keys, deterministic_batch
+        return _by_operator(q, k, v, causal, window, sinks, softcap, scale, out, return_lse, how, render)
     if window is not None and type(window) is not tuple:
         window = calls.window_tuple(window)
     # Tensors on a GPU that nobody watches? Then nothing is lost by leaving the dispatcher out.
     if not (type(q) is type(k) is type(v) is Tensor and q.is_cuda) or dispatch_modes() or functorch_transforms():
+        how = num_splits, split_keys, deterministic_batch
         # Its messages are better than those of an operator's schema.
-        _asked(q, k, v, out, causal, window, sinks, softcap, deterministic_batch, num_splits)
-        return _by_operator(
-            q, k, v, causal, window, sinks, softcap, scale, out, return_lse, deterministic_batch, num_splits, render
-        )
+        _asked(q, k, v, out, causal, window, sinks, softcap, how)
+        return _by_operator(q, k, v, causal, window, sinks, softcap, scale, out, return_lse, how, render)
     try:
-        serving = _serving(q, k, v, out, causal, window, return_lse, sinks, softcap, deterministic_batch, num_splits)
+        serving = _serving(
+            q, k, v, out, causal, window, return_lse, sinks, softcap, num_splits, split_keys, deterministic_batch
+        )
     except NotRendered as missing:
         calls.render(missing, allowed=render, compiled=True)
-        serving = _serving(q, k, v, out, causal, window, return_lse, sinks, softcap, deterministic_batch, num_splits)
+        serving = _serving(
+            q, k, v, out, causal, window, return_lse, sinks, softcap, num_splits, split_keys, deterministic_batch
+        )
     if sinks is not None or softcap is not None:
         named = named_scores(sinks, softcap) | ({"enable_pdl": True} if enable_pdl and _has_pdl(serving) else {})
         return serving(q, k, v, **named, scale=scale, out=out, return_lse=return_lse)
@@ -160,25 +176,24 @@ def _asked(
     window: Window,
     sinks: Any,
     softcap: Any,
-    deterministic_batch: bool,
-    num_splits: int,
+    how: How,
 ) -> tuple[Family, Size]:
     """What the module has to be compiled for, and the size of the call. Raises ArgumentError, TypeError."""
     calls.check_tensors({"q": q, "k": k, "v": v}, "(batch, seq, heads, head dim)")
     dtype, written = calls.dtypes_of(q, out, "fa3gen.attention")
     calls.check_scores(sinks, softcap)
-    calls.check_splits(num_splits, fixed=deterministic_batch)
+    part_keys = calls.keys_of_parts(*how)
     batch, seq_q, heads_q, head_dim = q.shape
     family = Family(
         *(dtype, int(head_dim), int(v.shape[3]), dispatch.mask_of(causal, window), written),
         sink=sinks is not None,
         softcap=softcap is not None,
         any_cap=calls.any_cap(softcap),
-        fixed_parts=bool(deterministic_batch),
+        part_keys=part_keys,
     )
     seq_k, heads_kv = k.shape[1], k.shape[2]
     tiles = Shape(batch, seq_q, seq_k, heads_q, heads_kv).tiles
-    return family, Size(seq_k, tiles, gpu.sm_count(q.get_device()), heads_q // (heads_kv or 1), seq_q, num_splits == 1)
+    return family, Size(seq_k, tiles, gpu.sm_count(q.get_device()), heads_q // (heads_kv or 1), seq_q, int(how[0]))
 
 
 def _serving(
@@ -191,8 +206,9 @@ def _serving(
     return_lse: bool,
     sinks: Any,
     softcap: Any,
-    deterministic_batch: bool,
     num_splits: int,
+    split_keys: int | None,
+    deterministic_batch: bool,
 ) -> Attention:
     """The `attention` of the module for a call; `window` is None or a tuple."""
     key: tuple[Any, ...] = ()
@@ -201,11 +217,9 @@ def _serving(
         _, keys, heads_kv, v_dim = v.shape
         out_dtype, group = None if out is None else out.dtype, heads_q // (heads_kv or 1)
         few = seq_q if seq_q <= FEW_QUERIES else 0
-        key = q.get_device(), q.dtype, out_dtype, dim, v_dim, group, few, causal, window, return_lse
-        if deterministic_batch:
-            key += ("deterministic_batch",)
-        if num_splits:
-            key += ("num_splits", num_splits)
+        key = q.get_device(), q.dtype, out_dtype, dim, v_dim, group, few, causal, window, return_lse, num_splits
+        if deterministic_batch or split_keys is not None:
+            key += ("split_keys and deterministic_batch", split_keys, deterministic_batch)
         if sinks is not None or softcap is not None:
             key += (sinks is not None, softcap is not None, calls.any_cap(softcap))
         if few and (window is not None or sinks is not None or softcap is not None):
@@ -216,7 +230,8 @@ def _serving(
                 return attention
     except (AttributeError, IndexError, TypeError, ValueError):
         pass  # not four dimensions, or no tensor: what follows says so
-    family, size = _asked(q, k, v, out, causal, window, sinks, softcap, deterministic_batch, num_splits)
+    how = num_splits, split_keys, deterministic_batch
+    family, size = _asked(q, k, v, out, causal, window, sinks, softcap, how)
     size = replace(size, in_rows=can_be_packed(q, k, v, out))
     return calls.found(key, family, size, lse=return_lse)
 
@@ -225,7 +240,7 @@ def _serving(
 
 _OPTIONS = (
     "*, bool causal=False, int[]? window=None, Tensor? sinks=None, float? softcap=None, float? scale=None, "
-    "bool return_lse=False, bool deterministic_batch=False, int num_splits=0, bool render=False"
+    "bool return_lse=False, bool deterministic_batch=False, int num_splits=0, int? split_keys=None, bool render=False"
 )
 
 
@@ -240,16 +255,17 @@ def _by_operator(
     scale: float | None,
     out: Any,
     return_lse: bool,
-    deterministic_batch: bool,
-    num_splits: int,
+    how: How,
     render: bool,
 ) -> Returned:
     """Call the operators. Without an out, LSE is empty where nobody asked for it."""
     calls.refuse_grad(q, k, v, sinks)
     options: dict[str, Any] = {"causal": causal, "window": window, "scale": scale, "return_lse": return_lse}
     options |= named_scores(sinks, softcap) | ({"render": True} if render else {})
+    num_splits, split_keys, deterministic_batch = how
     options |= {"deterministic_batch": True} if deterministic_batch else {}
     options |= {"num_splits": num_splits} if num_splits else {}
+    options |= {} if split_keys is None else {"split_keys": split_keys}
     if out is None:
         out, lse = torch.ops.fa3gen.attention_forward(q, k, v, **options)
     else:
@@ -270,11 +286,12 @@ def _forward(
     return_lse: bool = False,
     deterministic_batch: bool = False,
     num_splits: int = 0,
+    split_keys: int | None = None,
     render: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """`fa3gen::attention_forward`: O and LSE, which has no rows unless `return_lse`."""
-    reach = None if window is None else tuple(window)
-    asked = q, k, v, None, causal, reach, return_lse, sinks, softcap, deterministic_batch, num_splits
+    reach, how = None if window is None else tuple(window), (num_splits, split_keys, deterministic_batch)
+    asked = q, k, v, None, causal, reach, return_lse, sinks, softcap, *how
     serving = calls.or_rendered(_serving, *asked, allowed=render, compiled=q.is_cuda)
     returned = serving(q, k, v, **named_scores(sinks, softcap), scale=scale, return_lse=return_lse)
     if not return_lse:
@@ -297,11 +314,12 @@ def _forward_out(
     return_lse: bool = False,
     deterministic_batch: bool = False,
     num_splits: int = 0,
+    split_keys: int | None = None,
     render: bool = False,
 ) -> Tensor:
     """`fa3gen::attention_forward_out`: writes O to `out` and returns LSE, which has no rows unless `return_lse`."""
-    reach = None if window is None else tuple(window)
-    asked = q, k, v, out, causal, reach, return_lse, sinks, softcap, deterministic_batch, num_splits
+    reach, how = None if window is None else tuple(window), (num_splits, split_keys, deterministic_batch)
+    asked = q, k, v, out, causal, reach, return_lse, sinks, softcap, *how
     serving = calls.or_rendered(_serving, *asked, allowed=render, compiled=q.is_cuda)
     returned = serving(q, k, v, **named_scores(sinks, softcap), scale=scale, out=out, return_lse=return_lse)
     lse: Tensor = returned[1].contiguous() if return_lse else _lse_like(q, False)
@@ -321,9 +339,11 @@ def _forward_fake(
     return_lse: bool = False,
     deterministic_batch: bool = False,
     num_splits: int = 0,
+    split_keys: int | None = None,
     render: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    _check_shapes(q, k, v, None, causal, window, sinks, softcap, deterministic_batch, num_splits)
+    how = num_splits, split_keys, deterministic_batch
+    _check_shapes(q, k, v, None, causal, window, sinks, softcap, how)
     return q.new_empty((*q.shape[:3], v.shape[3])), _lse_like(q, return_lse)
 
 
@@ -341,9 +361,11 @@ def _forward_out_fake(
     return_lse: bool = False,
     deterministic_batch: bool = False,
     num_splits: int = 0,
+    split_keys: int | None = None,
     render: bool = False,
 ) -> Tensor:
-    _check_shapes(q, k, v, out, causal, window, sinks, softcap, deterministic_batch, num_splits)
+    how = num_splits, split_keys, deterministic_batch
+    _check_shapes(q, k, v, out, causal, window, sinks, softcap, how)
     wanted = (*q.shape[:3], v.shape[3])
     calls.need(
         tuple(out.shape) == wanted,
@@ -367,11 +389,10 @@ def _check_shapes(
     window: Any,
     sinks: Tensor | None,
     softcap: float | None,
-    deterministic_batch: bool,
-    num_splits: int,
+    how: How,
 ) -> None:
     """What can be wrong with tensors that have no memory, so that it shows when a model is traced."""
-    _asked(q, k, v, out, causal, window, sinks, softcap, deterministic_batch, num_splits)
+    _asked(q, k, v, out, causal, window, sinks, softcap, how)
     calls.need_sinks(sinks, q.shape[2])
     calls.need(
         k.shape[0] == q.shape[0] and k.shape[3] == q.shape[3],

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from fa3gen.design.family import TILE_ROWS, Family
+from fa3gen.design.family import TILE_ROWS, Family, Shape
 from fa3gen.run import calls, checks, dispatch, gpu
 from fa3gen.run.calls import Attention, Returned, Window, dispatch_modes, functorch_transforms, named_scores, stretches
 from fa3gen.run.dispatch import FEW_QUERIES, NO_LIMIT, ArgumentError, Choice, NotRendered, Size
@@ -59,7 +59,10 @@ def _explain(
     family = _family(q, k, v, cu_seqlens_q, keys, out, causal, window, scores)
     how = num_splits, deterministic_batch
     size = _size(q, v, cu_seqlens_q, page_table, (max_seqlen_q, max_seqlen_k), window, how)
-    return calls.explained(family, size, lse=return_lse, render=render)
+    sequences = max(cu_seqlens_q.shape[0] - 1, 1)
+    seq_q, seq_k = (-(-rows // sequences) for rows in (q.shape[0], _rows(v, page_table)))
+    shape = Shape(sequences, seq_q, seq_k, q.shape[1], v.shape[-2])
+    return calls.explained(family, size, shape, lse=return_lse, render=render)
 
 
 @calls.explained_by(_explain)
@@ -121,7 +124,11 @@ def attention_packed(
             any place of it, beside sequences of any lengths, all queries at once, in chunks or one by one. One module
             serves such calls of any size, by dtype, head dims, mask, page size and group of heads. It does not split
             keys: for prompts it is about as fast as any, for few queries slower than what is chosen without.
-        num_splits: As for `fa3gen.attention`; 1 changes nothing beside deterministic_batch.
+        num_splits: In how many parts the keys of a tile of queries come, as for `fa3gen.attention`: 0 for whatever was
+            measured to be fastest, 1 for no module that splits them. Of more, as many in the mean: the host knows no
+            lengths, and all keys of all sequences are cut into equal shares of CTAs, as many as there would be tiles of
+            queries if all sequences were equally long, times num_splits; none has fewer than two tiles of keys. 1
+            changes nothing beside deterministic_batch, and more are refused.
         render: Where no module serves the call, render and compile one, as for `fa3gen.attention`.
 
     Returns:
@@ -145,7 +152,7 @@ def attention_packed(
         if not is_dynamo_compiling():
             # Its messages are better than those of a schema.
             _family(q, k, v, cu_seqlens_q, keys, out, causal, window, scores)
-            calls.check_splits(num_splits)
+            calls.check_splits(num_splits, deterministic_batch=deterministic_batch)
         options: dict[str, Any] = {"page_table": page_table, "seqused_q": seqused_q, "seqused_k": seqused_k}
         options |= {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k, "causal": causal, "window": window}
         options |= {"scale": scale, "return_lse": return_lse, **named_scores(sinks, softcap)}
@@ -211,12 +218,12 @@ def _size(
 ) -> Size:
     """The size of a call as the host knows it. Raises ArgumentError for a number of parts that cannot be asked for."""
     num_splits, deterministic_batch = how
-    calls.check_splits(num_splits)
+    calls.check_splits(num_splits, deterministic_batch=deterministic_batch)
     (total_q, heads_q, _), (heads_kv, _) = q.shape, v.shape[-2:]
     offsets, total_k = cu_seqlens_q.shape[0], _rows(v, page_table)
     keys, tiles, queries, mean = _extents(total_q, total_k, offsets, heads_q, *longest, window)
     group, sms = heads_q // (heads_kv or 1), gpu.sm_count(q.get_device())
-    return Size(keys, tiles, sms, group, queries, num_splits == 1, bool(deterministic_batch), mean_queries=mean)
+    return Size(keys, tiles, sms, group, queries, int(num_splits), bool(deterministic_batch), mean_queries=mean)
 
 
 def _rows(v: Any, page_table: Any) -> int:
@@ -368,13 +375,14 @@ def _packed_fake(
     sinks: Tensor | None = None,
     softcap: float | None = None,
     return_lse: bool = False,
+    deterministic_batch: bool = False,
     num_splits: int = 0,
     **_: Any,
 ) -> tuple[Tensor, Tensor]:
     """What can be wrong with tensors that have no memory shows when a model is traced."""
     keys, scores = (cu_seqlens_k, page_table, seqused_k), (sinks, softcap)
     _family(q, k, v, cu_seqlens_q, keys, out, causal, window, scores)
-    calls.check_splits(num_splits)
+    calls.check_splits(num_splits, deterministic_batch=deterministic_batch)
     calls.need_sinks(sinks, q.shape[1])
     calls.need(
         k.shape[-1] == q.shape[2],

@@ -8,13 +8,14 @@ from typing import Any, get_args
 
 from fa3gen.base import json_shapes
 from fa3gen.base.json_shapes import COUNT, NUMBER, TEXT, Shape, listed, nullable, record
+from fa3gen.design import splits
 from fa3gen.design.ceiling import Ceiling, ProblemCeiling, Unit
 from fa3gen.design.rules import Answer, Kind
 from fa3gen.hardware import hopper
 from fa3gen.inspect.explanation.facts import AttentionWork, Explanation
 
 FORMAT = "fa3gen explain"
-VERSION = 3
+VERSION = 4
 
 _UNIT: Shape = {"enum": list(get_args(Unit))}
 _KIND: Shape = {
@@ -71,6 +72,7 @@ _PROBLEM = record(
                     "balance": {**NUMBER, "maximum": 1, "description": "How busy the SMs are on average."},
                     "tflops": NUMBER,
                     "bounded_by": _UNIT,
+                    "parts": {**TEXT, "description": "In how many parts keys come, and why."},
                 }
             )
         ),
@@ -248,6 +250,7 @@ def _problem(row: Sequence[ProblemCeiling]) -> dict[str, Any]:
                 "balance": cell.balance,
                 "tflops": cell.tflops,
                 "bounded_by": cell.bounded_by,
+                "parts": splits.told(problem.spec, problem.shape, cell.chip.sms, problem.num_splits),
             }
             for cell in row
         ],

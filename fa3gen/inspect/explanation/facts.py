@@ -65,12 +65,16 @@ class Explanation:
 
 
 def explain(
-    variant: Variant, shapes: Sequence[Shape | PackedShape], chips: Sequence[Chip], registers: int | None = None
+    variant: Variant,
+    shapes: Sequence[Shape | PackedShape],
+    chips: Sequence[Chip],
+    registers: int | None = None,
+    num_splits: int = 0,
 ) -> Explanation:
     """Explain one module for some shapes and chips.
 
-    `registers` per thread are those of the compiled kernel, None where it is not known. Raises UserError for a shape
-    that the module refuses.
+    `registers` per thread are those of the compiled kernel, None where it is not known. `num_splits` is what calls ask
+    for. Raises UserError for a shape, or a number of parts, that the module refuses.
     """
     spec = variant.spec
     occupancy = ceiling.occupancy(spec, registers)
@@ -87,14 +91,15 @@ def explain(
         cta=cta,
         occupancy=occupancy,
         fields_from=_fields_from(variant),
-        work=_work(spec, shapes, chips, occupancy) if isinstance(spec, Forward) else None,
+        work=(
+            _work(spec, [Problem(spec, shape, num_splits) for shape in shapes], chips, occupancy)
+            if isinstance(spec, Forward)
+            else None
+        ),
     )
 
 
-def _work(
-    spec: Forward, shapes: Sequence[Shape | PackedShape], chips: Sequence[Chip], occupancy: Occupancy
-) -> AttentionWork:
-    problems = [Problem(spec, shape) for shape in shapes]
+def _work(spec: Forward, problems: Sequence[Problem], chips: Sequence[Chip], occupancy: Occupancy) -> AttentionWork:
     return AttentionWork(
         spec=spec,
         step=work.step(spec),

@@ -15,7 +15,7 @@ from fa3gen.design import footprint
 from fa3gen.design.ceiling import ProblemCeiling
 from fa3gen.design.family import heads_text
 from fa3gen.design.rules import Answer, Kind
-from fa3gen.design.splits import num_parts, share_of
+from fa3gen.design.splits import num_parts, share_of, told
 from fa3gen.generate.header import PLACE_TITLES
 from fa3gen.hardware import hopper
 from fa3gen.inspect.explanation.facts import AttentionWork, Explanation
@@ -69,6 +69,7 @@ def screen(explanation: Explanation, console: Console, *, rules: bool = False) -
         yield from _ceilings(explanation.work)
         yield _occupancy(explanation)
         yield from _problems(explanation.work, console)
+        yield from _parts(explanation.work)
     if rules:
         yield _heading(f"The {len(explanation.asked)} answers of the rules")
         yield _all_rules(explanation)
@@ -296,7 +297,8 @@ def _problems(work: AttentionWork, console: Console) -> list[RenderableType]:
         sms = work.problems[0][0].chip.sms
         even = work.spec.scheduler == "even"
         count = share_of if even else num_parts
-        counts = ", ".join(str(count(work.spec, row[0].problem.shape, sms)) for row in work.problems)
+        problems = [row[0].problem for row in work.problems]
+        counts = ", ".join(str(count(work.spec, each.shape, sms, each.num_splits)) for each in problems)
         note += f"; {'steps of each CTA' if even else 'parts of the keys of each tile'} on {sms} SMs: {counts}"
     if window := work.problems[0][0].problem.shape.window:
         note += f"; window {window} of each call"
@@ -306,6 +308,15 @@ def _problems(work: AttentionWork, console: Console) -> list[RenderableType]:
     left = _table([row[:split] for row in rows], right=range(1, split), header=first)
     narrow = [(row[0], *row[split:]) for row in rows]
     return [heading, left, _table(narrow, right=range(1, 1 + len(second)), header=("q x k", *second)), told]
+
+
+def _parts(work: AttentionWork) -> list[RenderableType]:
+    """Where keys come in parts: how many, and why, for each problem."""
+    if work.spec.split is None or not work.problems:
+        return []
+    sms, problems = work.problems[0][0].chip.sms, [row[0].problem for row in work.problems]
+    rows = [(each.shape.lengths_text, told(work.spec, each.shape, sms, each.num_splits)) for each in problems]
+    return [_heading(f"Parts of the keys, on {sms} SMs"), _table(rows, header=("q x k", "parts"))]
 
 
 def _problem(row: tuple[ProblemCeiling, ...]) -> tuple[str, ...]:

@@ -1,0 +1,96 @@
+"""Calls that say in how many parts keys come: the entry point of a module that splits them, told another number.
+
+A generated module counts parts by itself, in its `attention`: for dense tensors its function `parts_of` follows from
+lengths and SMs, for packed sequences there is a share for each of the SMs that its function `packed_constants` finds.
+What it launches takes any number of either. So a copy of `attention` is made in which that one function is another. It
+has names of its own, and shares all else with the module, whose file and other calls stay as they are.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from types import FunctionType, ModuleType
+from typing import Any
+
+from torch import Tensor
+
+from fa3gen.design.splits import parts_asked, shares_asked
+from fa3gen.run.dispatch import ArgumentError
+
+Attention = Callable[..., Any]
+
+MOST_ELEMENTS = 2**31 - 1  # of a tensor that kernels count in 32 bits
+KEPT = 1024  # entry points for as many numbers of CTAs, of each module and number of parts
+
+
+@functools.lru_cache(maxsize=KEPT)
+def in_parts(module: ModuleType, asked: int) -> Attention:
+    """The `attention` of a module with `split: {count: auto}`, for `asked` parts of the keys of a tile of queries.
+
+    Of dense tensors these are whole tiles of keys, equally many, so that there may be fewer. Of packed sequences so
+    many in the mean: as many CTAs, times tiles of queries, have equal shares of all keys. It raises ArgumentError where
+    the parts would be more than a launch has room for.
+    """
+    return _of_dense(module, asked) if hasattr(module, "parts_of") else _of_shares(module, asked)
+
+
+def _of_dense(module: Any, asked: int) -> Attention:
+    """With the number of parts that is asked for in place of the one that follows from SMs."""
+    tile, positions, places = module.TILE_N, module.POSITIONS, module.GRID_MAX
+
+    def parts_of(seq_k: int, tiles: int, num_sms: int) -> int:
+        """Parts of so many keys, however many tiles of queries and SMs there are."""
+        return parts_asked(-(-seq_k // tile), asked)
+
+    attention = with_names(module.attention, parts_of=parts_of)
+
+    @functools.wraps(attention)
+    def divided(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
+        batch, seq_q, heads_q, _ = q.shape
+        parts, blocks = parts_of(k.shape[1], 0, 0), -(-seq_q // positions)
+        if parts > 1:
+            _check_room(asked, parts, batch * seq_q * heads_q * v.shape[3])
+            if blocks * parts > places >= blocks:
+                most = places // blocks
+                needed = f"a grid has {places} places: ask for at most {most} of {seq_q} queries"
+                raise ArgumentError(f"num_splits is {asked}, {blocks} tiles of queries in {parts} parts; {needed}")
+        return attention(q, k, v, **options)
+
+    return divided
+
+
+def _of_shares(module: Any, asked: int) -> Attention:
+    """With as many CTAs as tiles of queries ask for in place of one on each SM."""
+    constants, positions, rows = module.packed_constants, module.POSITIONS, module.TILE_M
+
+    @functools.lru_cache(maxsize=KEPT)
+    def on(ctas: int) -> Attention:
+        """The entry point for so many CTAs."""
+        return with_names(module.attention, packed_constants=lambda gpu: (ctas, *constants(gpu)[1:]))
+
+    @functools.wraps(module.attention)
+    def divided(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, *others: Any, **options: Any) -> Any:
+        ctas = shares_asked(asked, q.shape[0], cu_seqlens_q.shape[0] - 1, v.shape[-2], positions)
+        _check_room(asked, ctas, 2 * rows * v.shape[-1])  # a CTA leaves two parts at most
+        return on(max(ctas, 1))(q, k, v, cu_seqlens_q, *others, **options)
+
+    return divided
+
+
+def _check_room(asked: int, count: int, elements: int) -> None:
+    """Raise ArgumentError where so many parts, or what as many CTAs leave, are more than kernels count in 32 bits."""
+    if count * elements > MOST_ELEMENTS:
+        most = asked * MOST_ELEMENTS // (count * elements)
+        raise ArgumentError(
+            f"num_splits is {asked}, for which parts of O take {count * elements} elements of float32, and are counted "
+            f"up to {MOST_ELEMENTS}; ask for at most {most}, or 0: whatever was measured to be fastest"
+        )
+
+
+def with_names(function: Any, **names: Any) -> Attention:
+    """A copy of a function, for which these names of its module mean something else; all others are the module's."""
+    code, names = function.__code__, {**function.__globals__, **names}
+    copied = FunctionType(code, names, function.__name__, function.__defaults__, function.__closure__)
+    copied.__kwdefaults__ = function.__kwdefaults__
+    return functools.update_wrapper(copied, function)
