@@ -33,7 +33,18 @@ from fa3gen.design.rules import Violation
 from fa3gen.design.tile_order import takes_group
 from fa3gen.design.workspace import Workspace
 from fa3gen.hardware.chips import H200
-from fa3gen.spec.model import WINDOW_MAX, CausalMask, DType, Forward, Mask, NoMask, OutputDType, SpecModel, WindowMask
+from fa3gen.spec.model import (
+    WINDOW_MAX,
+    CausalMask,
+    DType,
+    Forward,
+    Mask,
+    NoMask,
+    OutputDType,
+    SpecModel,
+    StoredDType,
+    WindowMask,
+)
 from fa3gen.spec.specfile import Variant, attention_among
 from fa3gen.spec.yamltree import read
 
@@ -260,6 +271,7 @@ class Row(SpecModel):
     head_dim_v: int = Field(gt=0)
     mask: Mask
     out_dtype: OutputDType | None = Field(default=None, description="Of O, where it is not `dtype`.")
+    kv_dtype: StoredDType | None = Field(default=None, description="Of k and v, where they have 8 bits.")
     sink: bool | None = Field(default=None, description="True: for calls with sinks.")
     softcap: bool | None = Field(default=None, description="True: for calls with a cap of the scores.")
     layout: Literal["packed", "paged"] | None = Field(
@@ -329,6 +341,7 @@ class Row(SpecModel):
             sink=bool(self.sink),
             softcap=bool(self.softcap),
             page_rows=self.page_rows,
+            kv_dtype=self.kv_dtype,
         )
 
     @property
