@@ -99,6 +99,8 @@ def flash_attn_func(
     """
     num_splits = num_splits if num_splits > 1 else 0  # 1 is the default, and asks for nothing
     _check_served(q, qv, (q_descale, k_descale, v_descale), chunk=attention_chunk)
+    if k.dtype.itemsize == 1:
+        raise NotImplementedError(f"k has dtype {k.dtype}; pass it to flash_attn_varlen_func, or as a cache")
     q, k, v = _contiguous_rows(q), _contiguous_rows(k), _contiguous_rows(v)
     window = None
     if window_size != NO_WINDOW:
@@ -172,6 +174,8 @@ def flash_attn_varlen_func(
     """
     num_splits = num_splits if num_splits > 1 else 0  # 1 is the default, and asks for nothing
     _check_served(q, qv, (q_descale,), chunk=attention_chunk)
+    if k.dtype.itemsize > 1:
+        _refuse(k_descale=k_descale, v_descale=v_descale)
     window = None
     if window_size != NO_WINDOW:
         longest = (None, None) if deterministic_batch else (max_seqlen_q, max_seqlen_k)  # those beside choose nothing
