@@ -164,9 +164,9 @@ def test_operand_a_lies_as_in_the_cpu_model() -> None:
     held = np.zeros((4, 128), np.uint32)
     for row, column in itertools.product(range(64), range(16)):
         place = fragments.operand_a(row, column)
-        assert place.half is not None
+        assert place.part is not None
         bits = np.array([row * 16 + column], np.float16).view(np.uint16)[0]
-        held[place.register, place.thread] |= np.uint32(bits) << np.uint32(16 * place.half)
+        held[place.register, place.thread] |= np.uint32(bits) << np.uint32(16 * place.part)
     found = wgmma.fragment_matrix(list(held), "f16")
     assert np.array_equal(found, np.arange(64 * 16, dtype=np.float32).reshape(64, 16))
 
