@@ -128,6 +128,8 @@ V_KEYS_LAYOUT = warpgroup.SmemLayoutAtomKind.K_SW128  # the same, seen as rows o
 VT_LAYOUT = warpgroup.SmemLayoutAtomKind.K_SW128
 PAIR = cutlass.Int16  # two elements of 8 bits
 BLOCK_KEYS, BLOCK_COLUMNS = 32, 16  # of V, that a warp transposes at a time: four matrices of 8 keys x 16 columns
+EVEN_BYTES, ODD_BYTES = 0x6420, 0x7531  # of two registers: a byte permute's choices
+WARP = 32
 O_LAYOUT = warpgroup.SmemLayoutAtomKind.K_SW128
 P_EXPONENT = 8  # P is 2^P_EXPONENT times itself, 256 at most, so that it has most of the range of 8 bits, up to 448
 LOWEST = -1e20  # a row's maximum before its first key; finite: -inf - -inf would be NaN
@@ -257,7 +259,8 @@ def attention_kernel(
     else:
         cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)  # sleeps until the others have given them back
         smem, rings = (sQ, sK, sVt_made), (q_ring, k_ring, vt_ring)
-        consume(smem, rings, mO, mLSE, tma_O, sO, call_scale_log2, q_descale, k_descale, v_descale, work, schedule)
+        descales = q_descale, k_descale, v_descale
+        consume(smem, rings, mO, mLSE, tma_O, sO, call_scale_log2, descales, work, schedule)
 
 
 # ======================================================================================================================
@@ -422,15 +425,15 @@ def load_v(tma_V, mVt, sVt, v_ring, work, schedule):
 
 
 @cute.jit
-def transpose_v(sV, sVt, v_ring, vt_ring, work, schedule):
-    """The warpgroup that transposes V, of the same tiles of keys in the same order; sV, sVt: pairs of elements."""
+def transpose_v(sV_pairs, sVt_pairs, v_ring, vt_ring, work, schedule):
+    """The warpgroup that transposes V, of the same tiles of keys in the same order."""
     v_drain = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, KV_STAGES)
     vt_fill = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, KV_STAGES)
     while work.valid:
         for _ in cutlass.range(work.n_end - work.n_begin, unroll=1):
             v_ring.consumer_wait(v_drain)  # V has landed
             vt_ring.producer_acquire(vt_fill)  # the stage is empty
-            transpose_tile(sV[None, None, v_drain.index], sVt[None, None, vt_fill.index])
+            transpose_tile(sV_pairs[None, None, v_drain.index], sVt_pairs[None, None, vt_fill.index])
             cute.arch.fence_proxy("async.shared", space="cta")  # stmatrix wrote; wgmma reads through the async proxy
             cute.arch.sync_warp()  # so have all lanes
             v_ring.consumer_release(v_drain)  # this warp has read V
@@ -448,7 +451,7 @@ def transpose_tile(sV: cute.Tensor, sVt: cute.Tensor):
     sV: (TILE_N, HEAD_DIM / 2), sVt: (HEAD_DIM, TILE_N / 2), both of pairs.
     """
     tidx, _, _ = cute.arch.thread_idx()
-    transposer, lane = tidx % WARPGROUP_THREADS // 32, tidx % 32
+    transposer, lane = tidx % WARPGROUP_THREADS // WARP, tidx % WARP
     read = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(transpose=True, num_matrices=4), PAIR)
     write = cute.make_copy_atom(warp.StMatrix8x8x16bOp(num_matrices=4), PAIR)
     blocks = HEAD_DIM // BLOCK_COLUMNS  # beside each other
@@ -462,8 +465,8 @@ def transpose_tile(sV: cute.Tensor, sVt: cute.Tensor):
         by_keys, by_columns = (cute.recast_tensor(x, cutlass.Int32) for x in (loaded, stored))
         for half in cutlass.range_constexpr(2):  # 16 keys each; a register has two keys of two columns
             first, second = by_keys[2 * half], by_keys[2 * half + 1]
-            by_columns[2 * half] = cute.arch.prmt(first, second, 0x6420)  # four keys of the even column
-            by_columns[2 * half + 1] = cute.arch.prmt(first, second, 0x7531)  # and of the odd one
+            by_columns[2 * half] = cute.arch.prmt(first, second, EVEN_BYTES)  # four keys of the even column
+            by_columns[2 * half + 1] = cute.arch.prmt(first, second, ODD_BYTES)  # and of the odd one
         # And here: 16 keys of one column, which is 2 (lane % 8), or one more in every second matrix.
         matrix, i_row = lane // 8, lane % 8
         column = columns * BLOCK_COLUMNS + i_row % 4 * 2 + i_row // 4 + matrix % 2 * 8  # with bits 0 and 3 exchanged
@@ -476,7 +479,7 @@ def transpose_tile(sV: cute.Tensor, sVt: cute.Tensor):
 
 
 @cute.jit
-def consume(smem, rings, mO, mLSE, tma_O, sO, call_scale_log2, q_descale, k_descale, v_descale, work, schedule):
+def consume(smem, rings, mO, mLSE, tma_O, sO, call_scale_log2, descales, work, schedule):
     """One consumer warpgroup: WGMMA_M rows of O of each tile of queries, over its tiles of keys, the last one first.
 
     S = Q K^T of a tile of keys is issued with O += P V of the one before, which runs on during the softmax.
@@ -497,7 +500,7 @@ def consume(smem, rings, mO, mLSE, tma_O, sO, call_scale_log2, q_descale, k_desc
         acc_O.fill(0.0)
         row_max.fill(LOWEST)
         row_sum.fill(0.0)
-        place = work.batch, work.head_kv
+        (q_descale, k_descale, v_descale), place = descales, (work.batch, work.head_kv)
         scale_log2, v_factor = call_scale_log2 * (q_descale[place] * k_descale[place]), v_descale[place]
         q_ring.consumer_wait(q_drain)  # Q has landed
         multiply_first(products, operands, accumulators, k_ring, q_drain, k_drain, consumer)
@@ -854,6 +857,7 @@ def compile_for_sm90a(options: str = "--enable-tvm-ffi"):
         return cute.runtime.make_fake_tensor(dtype, (batch, seq, heads, head_dim), tuple(strides), assumed_align=16)
 
     def factor():
+        """Of any strides, which are 0 where all heads, or sequences, have the same."""
         strides = cute.sym_int64(), cute.sym_int64()
         return cute.runtime.make_fake_tensor(cutlass.Float32, (batch, heads_kv), strides, assumed_align=4)
 

@@ -20,7 +20,7 @@ Decisions
     layouts    swizzle Q 64B, K 64B, V 128B; of v the sequence is contiguous
     S = Q K^T  2 wgmma m64n128k32 per warpgroup; A = Q from shared memory, K-major; B = K, K-major
     softmax    online, base 2, on the accumulator fragment, P times 2^8; O is rescaled in every step
-    P          stays in registers; four threads trade keys by two shuffles for every 16, in the order of V's
+    P          stays in registers; four threads exchange keys by two shuffles for every 16, in V's order
     O = P V    4 wgmma m64n64k32 per warpgroup; A = P from registers, K-major; B = V, K-major
     sums       of all keys in the tensor core, with 13 bits below the largest addend: errors grow with the keys
     kv order   from the last tile, which the end of the keys may cut, to the first
@@ -116,6 +116,11 @@ SMEM_ALIGN = 1024  # bytes; a 128-byte swizzle repeats every 8 rows of 128
 Q_LAYOUT = warpgroup.SmemLayoutAtomKind.K_SW64  # in shared memory: major order and swizzle
 K_LAYOUT = warpgroup.SmemLayoutAtomKind.K_SW64
 V_LAYOUT = warpgroup.SmemLayoutAtomKind.K_SW128
+GIVERS = 0x2130  # lane of a quad that gives a lane what it asks for first, in hexadecimal digits, the last for lane 0
+# Of two registers, each with a pair of keys of two rows: the first row's pairs, in order or the other way round, and
+# those of the second row.
+FIRST_ROW, FIRST_TURNED = 0x5410, 0x1054
+SECOND_ROW, SECOND_TURNED = 0x7632, 0x3276
 O_LAYOUT = warpgroup.SmemLayoutAtomKind.K_SW128
 P_EXPONENT = 8  # P is 2^P_EXPONENT times itself, 256 at most, so that it has most of the range of 8 bits, up to 448
 LOWEST = -1e20  # a row's maximum before its first key; finite: -inf - -inf would be NaN
@@ -224,7 +229,8 @@ def attention_kernel(
     else:
         cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)  # sleeps until the producers have given them back
         smem, rings = (sQ, sK, sVt), (q_ring, k_ring, v_ring)
-        consume(smem, rings, mO, mLSE, tma_O, sO, call_scale_log2, q_descale, k_descale, v_descale, work, schedule)
+        descales = q_descale, k_descale, v_descale
+        consume(smem, rings, mO, mLSE, tma_O, sO, call_scale_log2, descales, work, schedule)
 
 
 # ======================================================================================================================
@@ -357,7 +363,7 @@ def load_v(tma_V, mVt, sVt, v_ring, work, schedule):
 
 
 @cute.jit
-def consume(smem, rings, mO, mLSE, tma_O, sO, call_scale_log2, q_descale, k_descale, v_descale, work, schedule):
+def consume(smem, rings, mO, mLSE, tma_O, sO, call_scale_log2, descales, work, schedule):
     """One consumer warpgroup: WGMMA_M rows of O of each tile of queries, over its tiles of keys, the last one first.
 
     S = Q K^T of a tile of keys is issued with O += P V of the one before, which runs on during the softmax.
@@ -378,7 +384,7 @@ def consume(smem, rings, mO, mLSE, tma_O, sO, call_scale_log2, q_descale, k_desc
         acc_O.fill(0.0)
         row_max.fill(LOWEST)
         row_sum.fill(0.0)
-        place = work.batch, work.head_kv
+        (q_descale, k_descale, v_descale), place = descales, (work.batch, work.head_kv)
         scale_log2, v_factor = call_scale_log2 * (q_descale[place] * k_descale[place]), v_descale[place]
         q_ring.consumer_wait(q_drain)  # Q has landed
         multiply_first(products, operands, accumulators, k_ring, q_drain, k_drain, consumer)
@@ -617,16 +623,17 @@ def quad_sum(x: cutlass.Float32) -> cutlass.Float32:
 
 @cute.jit
 def round_p(acc_S: cute.Tensor, rP: cute.Tensor):
-    """Round P to 8 bits, and trade keys within each quad, to which V's order leaves no choice.
+    """Round P to 8 bits, and exchange keys within each quad, to which V's order leaves no choice.
 
     Of 16 keys of a row lane t of a quad has pairs t and 4 + t of S, and as A operand it has to hold pairs 2t and
     2t + 1. So each gives away two registers, of pairs of both its rows: in the first shuffle lanes 0 and 3 give pair t,
     lanes 1 and 2 give pair 4 + t, in the second the other ones, and each lane is asked once in each.
     """
-    quad_lane, lane = cute.arch.lane_idx() % 4, cute.arch.lane_idx()
-    outer = quad_lane == 0 or quad_lane == 3
-    giver = lane - quad_lane + ((0x2130 >> (4 * quad_lane)) & 3)  # lanes 0, 3, 1, 2: of the first shuffle
-    first_row, second_row = 0x5410 if outer else 0x1054, 0x7632 if outer else 0x3276  # bytes of one row, pairs in order
+    of_quad, lane = cute.arch.lane_idx() % 4, cute.arch.lane_idx()
+    outer = of_quad == 0 or of_quad == 3
+    giver = lane - of_quad + ((GIVERS >> (4 * of_quad)) & 3)  # lanes 0, 3, 1, 2: of the first shuffle
+    first_row = FIRST_ROW if outer else FIRST_TURNED
+    second_row = SECOND_ROW if outer else SECOND_TURNED
     rP_words = cute.recast_tensor(rP, cutlass.Int32)
     for k in cutlass.range_constexpr(TILE_N // 16):
         rounded = cute.make_rmem_tensor(8, DTYPE)
@@ -743,6 +750,7 @@ def compile_for_sm90a(options: str = "--enable-tvm-ffi"):
         return cute.runtime.make_fake_tensor(dtype, (batch, seq, heads, head_dim), tuple(strides), assumed_align=16)
 
     def factor():
+        """Of any strides, which are 0 where all heads, or sequences, have the same."""
         strides = cute.sym_int64(), cute.sym_int64()
         return cute.runtime.make_fake_tensor(cutlass.Float32, (batch, heads_kv), strides, assumed_align=4)
 

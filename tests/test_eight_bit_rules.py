@@ -36,8 +36,8 @@ def test_eight_bit_major() -> None:
     assert eight_bits.eight_bit_major("qk.b.major", "qk", "K", "k") is None
     assert eight_bits.eight_bit_major("qk.b.major", "qk", "K", "mn") == Violation(
         "qk.b.major",
-        "WGMMA transposes operands of 16 bits only, and K of 8 bits has to lie along what qk sums over; use k and give a "
-        "q or k whose head dim is contiguous",
+        "WGMMA transposes operands of 16 bits only, and K of 8 bits has to lie along what qk sums over; use k and give "
+        "a q or k whose head dim is contiguous",
     )
     told = violations(changed("k7_v_k_d128", pv={"b": {"source": "smem", "major": "mn"}}))
     assert told["pv.b.major"].endswith(

@@ -7,7 +7,7 @@ gives a WGMMA say which dimension of q, k and v is contiguous. Only P, which thr
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from fa3gen.design.footprint import converts, page_rows, tma_boxes
 from fa3gen.hardware.dtypes import Dtype
@@ -118,7 +118,10 @@ def _output_swizzle(spec: Forward, q_swizzle: Swizzle) -> Swizzle:
     if spec.element.bytes == spec.o_element.bytes or spec.o_element.bytes > BYTES_16BIT:
         return q_swizzle
     row = spec.problem.v_dim * spec.o_element.bytes
-    return [name for name, span in SWIZZLE_SPAN.items() if row % span == 0][-1]
+    widest: Swizzle = "none"
+    for swizzle in get_args(Swizzle):
+        widest = swizzle if row % SWIZZLE_SPAN[swizzle] == 0 else widest
+    return widest
 
 
 def tiles_in_memory(spec: Forward) -> dict[Letter, OperandTile]:

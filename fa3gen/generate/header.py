@@ -334,7 +334,7 @@ def _handoff_sentence(spec: Forward) -> str:
     if footprint.transposes(spec):
         return "stays in registers: in V^T keys stand in the order in which a thread has them as accumulator"
     if footprint.eight_bits(spec):
-        return "stays in registers; four threads trade keys by two shuffles for every 16, in the order of V's"
+        return "stays in registers; four threads exchange keys by two shuffles for every 16, in V's order"
     if isinstance(spec.handoff, RegisterHandoff):
         return "stays in registers: the accumulator fragment is read as the A fragment"
     if isinstance(spec.handoff, SmemHandoff):

@@ -18,7 +18,7 @@ from fa3gen.design.footprint import Region
 from fa3gen.design.masks import given_with_calls
 from fa3gen.design.operation import BATCH, Argument, Scalar, Scratch, Tensor, operation_of
 from fa3gen.design.schedule import full_tiles, schedule_of
-from fa3gen.design.tiles import OperandTile, layout_atom, operand_tiles, sequence_contiguous, tiles_in_memory
+from fa3gen.design.tiles import Letter, OperandTile, layout_atom, operand_tiles, sequence_contiguous, tiles_in_memory
 from fa3gen.generate import combining, copying, gemm_header, gemm_plan, header, predicted_sass
 from fa3gen.generate.expected import Expectation
 from fa3gen.generate.module_plan import ImportsPlan, ModulePlan, Named, Parameter
@@ -845,7 +845,7 @@ def _arguments(spec: Forward) -> ArgumentsPlan:
         bounds=bounds,
         looked_at=("first", "before", *bounds, "tiles", "tiles_to_here"),
         work_on=_work_on(spec, window),
-        consume=(*outputs, *handed_on, *sinks, scale, *cap, *descales, *work),
+        consume=(*outputs, *handed_on, *sinks, scale, *cap, *(["descales"] if eight_bits else descales), *work),
         normalize=("acc_O", "row_inverse" if sinks else "row_sum", *v_factor),
         accumulators=("acc_S", "acc_O", *["acc_step"] * two_levels),
         only_acc_s=("acc_S", "_", *["_"] * two_levels),
@@ -1191,8 +1191,9 @@ def expectation(spec: Forward) -> Expectation:
     tma_loads = tma_stores = expect_tx = cp_async = stmatrix = ldmatrix = 0
     tiles = operand_tiles(spec)
     if isinstance(spec.load, TmaLoad):
-        copied = tiles_in_memory(spec)
-        by_tma = [copied["Q"]] if footprint.gathered(spec) else [copied["Q"], copied["K"], copied["V"]]
+        in_memory: dict[Letter, OperandTile] = tiles_in_memory(spec)
+        letters: tuple[Letter, ...] = ("Q",) if footprint.gathered(spec) else ("Q", "K", "V")
+        by_tma = [in_memory[letter] for letter in letters]
         tma_loads = sum(schedule.count("load", tile.letter) * tile.boxes for tile in by_tma)
         filled = [ring.name for ring in schedule.rings if ring.filled_by == "TMA"]
         expect_tx = schedule.count("announce") + sum(schedule.count("wait_empty", on=name) for name in filled)

@@ -33,7 +33,17 @@ from fa3gen.design.rules import Violation
 from fa3gen.design.tile_order import takes_group
 from fa3gen.design.workspace import Workspace
 from fa3gen.hardware.chips import H200
-from fa3gen.spec.model import WINDOW_MAX, CausalMask, DType, Forward, Mask, NoMask, OutputDType, SpecModel, WindowMask
+from fa3gen.spec.model import (
+    WINDOW_MAX,
+    AttentionDType,
+    CausalMask,
+    Forward,
+    Mask,
+    NoMask,
+    OutputDType,
+    SpecModel,
+    WindowMask,
+)
 from fa3gen.spec.specfile import Variant, attention_among
 from fa3gen.spec.yamltree import read
 
@@ -255,7 +265,7 @@ class Stretch(NamedTuple):
 class Row(SpecModel):
     """One row: for which calls it stands, which module serves them, and why. Without a condition: any number."""
 
-    dtype: DType
+    dtype: AttentionDType
     head_dim: int = Field(gt=0)
     head_dim_v: int = Field(gt=0)
     mask: Mask

@@ -196,8 +196,8 @@ class Smem(SpecModel):
     v: Swizzle
     vt: Swizzle | None = Field(
         default=None,
-        description="Of V transposed, which a warpgroup of its own makes of tiles of V, with dtype e4m3: 8-bit operands "
-        "are K-major only. Left out: P V reads tiles of V as they were loaded.",
+        description="Of V transposed, which a warpgroup of its own makes of tiles of V, with dtype e4m3: operands of 8 "
+        "bits are K-major only. Left out: P V reads tiles of V as they were loaded.",
     )
 
 

@@ -75,8 +75,8 @@ def expected(
     q is (batch, seq_q, heads_q, d), k (batch, seq_k, heads_kv, d), v (batch, seq_k, heads_kv, d_v); O is written in
     `out_dtype`, by default q's. `p_dtype` is what P is rounded to, None for float32, as `p_factor` times itself: 1 for
     the largest score so far, so that what was rounded before counts less at last, and never more. Scores are capped
-    with `softcap`, which makes their errors smaller: the slope of the cap is at most 1. All scores are held at once: for
-    small inputs.
+    with `softcap`, which makes their errors smaller: the slope of the cap is at most 1. All scores are held at once:
+    for small inputs.
     """
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     out_dtype = q.dtype if out_dtype is None else out_dtype

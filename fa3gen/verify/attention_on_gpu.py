@@ -235,7 +235,7 @@ class Runner(ModuleRunner):
         return inputs.make_for(self.spec, case, device=self.device, seed=self.seed)
 
     def _expected_with_slack(self, made: Inputs, scale: float | None = None) -> tuple[Attention, Attention]:
-        """Attention in float64, and how far a kernel may be from it because its tanh, or a sum of 8 bits, is approximate.
+        """Attention in float64, and how far a kernel may be from it where tanh, or a sum of 8 bits, is approximate.
 
         Of all parts one behind the other.
         """

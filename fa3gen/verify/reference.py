@@ -143,8 +143,8 @@ def eight_bit_precision(
 ) -> Attention:
     """Compute attention with P in 8 bits: the yardstick of kernels whose products are of 8-bit operands.
 
-    Of q, k and v, in any dtype, nothing is rounded but to float32. exp(S - max) is rounded as `p_scale` times itself; all
-    sums are in float32. O comes in `out_dtype`, LSE in float32.
+    Of q, k and v, in any dtype, nothing is rounded but to float32. exp(S - max) is rounded as `p_scale` times itself;
+    all sums are in float32. O comes in `out_dtype`, LSE in float32.
     """
     dtypes = _Dtypes(scores=torch.float32, softmax=torch.float32, p=p_dtype, out=torch.float32)
     facts = {"scale": scale, "reach": reach, "sinks": None, "softcap": None}
@@ -156,8 +156,8 @@ def sum_slack(q: torch.Tensor, k: torch.Tensor, *, scale: float | None = None, r
     """How far LSE (batch, heads_q, seq_q) may be off because a tensor core cuts off sums of products of 8 bits.
 
     An instruction cuts each of DEPTH_8BIT products and the sum so far off to KEPT_8BIT of the largest of these, and
-    then their sum. If signs are random, a score S is off by e, of mean square the sum of (DEPTH_8BIT + 2) / 3 squares of
-    that over its instructions, and LSE by sum p e. This is SIGMAS times sum p |e|.
+    then their sum. If signs are random, a score S is off by e, of mean square the sum of (DEPTH_8BIT + 2) / 3 squares
+    of that over its instructions, and LSE by sum p e. This is SIGMAS times sum p |e|.
     """
     exact = attention(q, k, k, scale=scale, reach=reach).lse
     factor = 1 / math.sqrt(q.shape[-1]) if scale is None else scale

@@ -57,8 +57,8 @@ OPERAND_WAIT = 65.0
 SOFTMAX_PACE = 2.4
 # Instructions of a thread for each 16 bytes that it copies itself: addresses in global and shared memory, bounds.
 COPY_INSTRUCTIONS = 6
-# Instructions of a warp for each 32 keys and 16 columns of V that it transposes: ldmatrix, four byte permutes, stmatrix,
-# addresses. As compiled, 111 for 8 of them and the barriers of two rings.
+# Instructions of a warp for each 32 keys and 16 columns of V that it transposes: ldmatrix, four byte permutes,
+# stmatrix, addresses. As compiled, 111 for 8 of them and the barriers of two rings.
 TRANSPOSE_INSTRUCTIONS = 13
 # Instructions of a warp around a stmatrix of P: addresses, fence.proxy.async and the barrier of the warpgroup.
 STORE_P_INSTRUCTIONS = 40
