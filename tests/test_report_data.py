@@ -175,7 +175,18 @@ def test_p_does_not_move() -> None:
     """16 columns of the accumulator and the A operand of a k-step belong to the same threads, element by element."""
     for row, column in itertools.product(range(64), range(64)):
         s, p = fragments.accumulator(row, column), fragments.operand_a(row, column)
-        assert (s.thread, s.register) == (p.thread, 2 * p.register + (p.half or 0))
+        assert (s.thread, s.register) == (p.thread, 2 * p.register + (p.part or 0))
+
+
+def test_p_of_8_bits_does_not_move() -> None:
+    """Where keys stand in V^T in the accumulator's order: position 4 t + j of 16 is key 2 t + j % 2 + 8 (j // 2)."""
+    for row, position in itertools.product(range(64), range(128)):
+        t, j = position % 16 // 4, position % 4
+        key = position // 16 * 16 + 2 * t + j % 2 + 8 * (j // 2)
+        assert fragments.accumulator(row, key).thread == fragments.operand_a_8bit(row, position).thread
+    places = [fragments.operand_a_8bit(9, column) for column in (0, 3, 4, 16, 32)]
+    # Row 9 is the second one of lanes 4 to 7: registers 1, 3 and, of the next k-step, 5.
+    assert [(p.thread, p.register, p.part) for p in places] == [(4, 1, 0), (4, 1, 3), (5, 1, 0), (4, 3, 0), (4, 5, 0)]
 
 
 # -- tiles
