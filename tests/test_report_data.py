@@ -139,11 +139,11 @@ def test_operands_are_those_of_the_plan() -> None:
         places = {region.name: region for region in plan.smem.regions}
         found = {operand.name: operand for operand in swizzles.operands(spec_of(stem))}
         assert found.keys() == places.keys() - {"sS", "tiles"}, stem
-        stages = {"sQ": plan.load.q_stages, "sK": plan.load.kv_stages, "sV": plan.load.kv_stages}
+        stages = {"sQ": plan.load.q_stages, **dict.fromkeys(("sK", "sV", "sVt"), plan.load.kv_stages)}
         for name, operand in found.items():
             count = 4 * plan.tile.warpgroups if name == "sO" else stages.get(name, 1)  # a slice for each warp
             assert places[name].bytes == count * operand.rows * operand.width, (stem, name)
-        layouts = {"sQ": plan.smem.q, "sK": plan.smem.k, "sV": plan.smem.v, "sP": plan.smem.p}
+        layouts = {"sQ": plan.smem.q, "sK": plan.smem.k, "sV": plan.smem.v, "sVt": plan.smem.vt, "sP": plan.smem.p}
         for name in layouts.keys() & found.keys():
             assert (layout := layouts[name]) and found[name].layout == (layout.atom or "row-major"), (stem, name)
 
