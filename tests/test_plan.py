@@ -18,7 +18,7 @@ from fa3gen.design.operation import operation_of
 from fa3gen.generate.expected import SassExpectation
 from fa3gen.generate.plan import LayoutPlan, MaskPlan, Plan, SchedulerPlan, SmemPlan, SoftmaxPlan, make_plan
 from fa3gen.generate.render import render_variant
-from fa3gen.spec.model import Gemm, Scheduler
+from fa3gen.spec.model import Forward, Gemm, Scheduler
 from fa3gen.spec.specfile import Variant
 
 BYTES = {"cutlass.Float32": 4, "cutlass.Int32": 4, "cutlass.Int64": 8}
@@ -38,7 +38,7 @@ UNEVEN: dict[str, tuple[str, dict[str, Any]]] = {
 ATTENTION = attention_stems()
 FUSED = [stem for stem in ATTENTION if not stem.startswith("k1_")] + list(UNEVEN)
 TMA = [stem for stem in FUSED if "k2" not in stem]
-SPECIALIZED = [stem for stem in FUSED if "k5" in stem or "k6" in stem or "fwd" in stem]
+SPECIALIZED = [stem for stem in FUSED if any(part in stem for part in ("k5", "k6", "k7", "fwd"))]
 
 
 @cache
@@ -306,7 +306,7 @@ def test_imports(stem: str, pipeline: bool, nvgpu: str) -> None:
 )
 def test_sections(stem: str, sections: str) -> None:
     chosen = plan(stem).sections
-    specialized = stem.startswith(("k5", "k6", "fwd"))
+    specialized = stem.startswith(("k5", "k6", "k7", "fwd"))
     # Host, kernel and loads of all specialised kernels are one section each, which their spine names.
     order = ["scheduler"] if specialized else ["host", "kernel"]
     order += [
@@ -690,6 +690,8 @@ def storage(stem: str) -> dict[str, int]:
     sizes = {**BYTES, "DTYPE": spec.element.bytes}
     if isinstance(spec, Gemm):
         sizes["OUT_DTYPE"] = spec.d_element.bytes
+    elif isinstance(spec, Forward):
+        sizes["OUT_DTYPE"] = spec.o_element.bytes
     members: dict[str, int] = {}
     (struct,) = [node for node in code(stem).body if isinstance(node, ast.ClassDef) and node.name == "SharedStorage"]
     for member in struct.body:
@@ -770,7 +772,7 @@ def ring_calls(stem: str) -> dict[str, tuple[ast.expr, ast.expr]]:
     for node in ast.walk(code(stem)):
         call = node.value if isinstance(node, ast.Assign) else None
         if isinstance(node, ast.Assign) and isinstance(call, ast.Call) and ast.unparse(call.func) == "make_ring":
-            barriers, stages, size = call.args
+            barriers, stages, size, *_ = call.args
             name = ast.unparse(node.targets[0]).removesuffix("_ring")
             assert ast.unparse(barriers) == f"storage.{name}_barriers"
             found[name] = stages, size
@@ -807,8 +809,15 @@ def test_ring_table(stem: str) -> None:
         stages, size = (evaluate(expression, values) for expression in ring_calls(stem)[name])
         assert stages * size == members[f"s{name.upper()}"]  # what lands in shared memory
         assert members[f"{name}_barriers"] == 2 * 8 * stages
-        edge = f"TMA, from {loader} -> {warps} warps"
-        expected.append([name, str(stages), edge, f"{size} bytes", f"{warps} arrivals"])
+        transposed = name == "v" and "TRANSPOSER_WARPS" in values  # by a warpgroup, which consumers read V from
+        readers = values["TRANSPOSER_WARPS"] if transposed else warps
+        edge = f"TMA, from {loader} -> {readers} warps"
+        expected.append([name, str(stages), edge, f"{size} bytes", f"{readers} arrivals"])
+        if transposed:
+            assert (members["sVt"], members["vt_barriers"]) == (members["sV"], 2 * 8 * stages)
+            last = values["THREADS"] // 32
+            edge = f"warps {last - readers} to {last - 1} -> {warps} warps"
+            expected.append(["vt", str(stages), edge, f"{readers} arrivals", f"{warps} arrivals"])
     for name, loader in gathered:
         assert members[f"{name}_barriers"] == 2 * 8 * values["KV_STAGES"]
         edge, arrivals = f"{loader} -> {warps} warps", f"{warps * values['WARP']} arrivals"
@@ -888,13 +897,19 @@ def test_register_budgets_in_the_header(stem: str) -> None:
     """setmaxnreg moves registers and makes none: the sum is within the launch's, which is within the SM's."""
     values, lines = constants(code(stem)), " ".join(plan(stem).header.threads)
     found = re.search(
-        r"launched with (\d+) registers each.* (\d+) \+ (\d+) x (\d+) = (\d+) of (\d+) x (\d+) = (\d+)", lines
+        r"launched with (\d+) registers each; setmaxnreg moves them: (\d+) \+ (?:(\d+) x (\d+) \+ )?(\d+) x (\d+) = (\d+) "
+        r"of (\d+) x (\d+) = (\d+)",
+        " ".join(lines.split()),
     )
     assert found is not None
-    launched, producer, consumers, consumer, kept, warpgroups, again, total = map(int, found.groups())
+    launched, producer, prepare, each, *rest = (int(number or 0) for number in found.groups())
+    consumers, consumer, kept, warpgroups, again, total = rest
+    named = {values[name] for name in ("TRANSPOSER_REGISTERS", "CONVERTER_REGISTERS") if name in values}
+    assert named == ({each} if prepare else set())
     assert (producer, consumer) == (values["PRODUCER_REGISTERS"], values["CONSUMER_REGISTERS"])
-    assert consumers == values["CONSUMERS"] == warpgroups - 1 and values["THREADS"] == 128 * warpgroups
-    assert (kept, total, again) == (producer + consumers * consumer, warpgroups * launched, launched)
+    assert consumers == values["CONSUMERS"] == warpgroups - 1 - prepare and values["THREADS"] == 128 * warpgroups
+    needed = producer + prepare * each + consumers * consumer
+    assert (kept, total, again) == (needed, warpgroups * launched, launched)
     assert kept <= total and 128 * total <= 65536
 
 

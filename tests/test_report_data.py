@@ -139,11 +139,11 @@ def test_operands_are_those_of_the_plan() -> None:
         places = {region.name: region for region in plan.smem.regions}
         found = {operand.name: operand for operand in swizzles.operands(spec_of(stem))}
         assert found.keys() == places.keys() - {"sS", "tiles"}, stem
-        stages = {"sQ": plan.load.q_stages, "sK": plan.load.kv_stages, "sV": plan.load.kv_stages}
+        stages = {"sQ": plan.load.q_stages, **dict.fromkeys(("sK", "sV", "sVt"), plan.load.kv_stages)}
         for name, operand in found.items():
             count = 4 * plan.tile.warpgroups if name == "sO" else stages.get(name, 1)  # a slice for each warp
             assert places[name].bytes == count * operand.rows * operand.width, (stem, name)
-        layouts = {"sQ": plan.smem.q, "sK": plan.smem.k, "sV": plan.smem.v, "sP": plan.smem.p}
+        layouts = {"sQ": plan.smem.q, "sK": plan.smem.k, "sV": plan.smem.v, "sVt": plan.smem.vt, "sP": plan.smem.p}
         for name in layouts.keys() & found.keys():
             assert (layout := layouts[name]) and found[name].layout == (layout.atom or "row-major"), (stem, name)
 
@@ -164,9 +164,9 @@ def test_operand_a_lies_as_in_the_cpu_model() -> None:
     held = np.zeros((4, 128), np.uint32)
     for row, column in itertools.product(range(64), range(16)):
         place = fragments.operand_a(row, column)
-        assert place.half is not None
+        assert place.part is not None
         bits = np.array([row * 16 + column], np.float16).view(np.uint16)[0]
-        held[place.register, place.thread] |= np.uint32(bits) << np.uint32(16 * place.half)
+        held[place.register, place.thread] |= np.uint32(bits) << np.uint32(16 * place.part)
     found = wgmma.fragment_matrix(list(held), "f16")
     assert np.array_equal(found, np.arange(64 * 16, dtype=np.float32).reshape(64, 16))
 
@@ -175,7 +175,18 @@ def test_p_does_not_move() -> None:
     """16 columns of the accumulator and the A operand of a k-step belong to the same threads, element by element."""
     for row, column in itertools.product(range(64), range(64)):
         s, p = fragments.accumulator(row, column), fragments.operand_a(row, column)
-        assert (s.thread, s.register) == (p.thread, 2 * p.register + (p.half or 0))
+        assert (s.thread, s.register) == (p.thread, 2 * p.register + (p.part or 0))
+
+
+def test_p_of_8_bits_does_not_move() -> None:
+    """Where keys stand in V^T in the accumulator's order: position 4 t + j of 16 is key 2 t + j % 2 + 8 (j // 2)."""
+    for row, position in itertools.product(range(64), range(128)):
+        t, j = position % 16 // 4, position % 4
+        key = position // 16 * 16 + 2 * t + j % 2 + 8 * (j // 2)
+        assert fragments.accumulator(row, key).thread == fragments.operand_a_8bit(row, position).thread
+    places = [fragments.operand_a_8bit(9, column) for column in (0, 3, 4, 16, 32)]
+    # Row 9 is the second one of lanes 4 to 7: registers 1, 3 and, of the next k-step, 5.
+    assert [(p.thread, p.register, p.part) for p in places] == [(4, 1, 0), (4, 1, 3), (5, 1, 0), (4, 3, 0), (4, 5, 0)]
 
 
 # -- tiles

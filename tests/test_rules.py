@@ -1373,7 +1373,7 @@ def test_who_objects() -> None:
     hardware = """
         wgmma_rows wgmma_columns wgmma_depth a_from_registers b_from_smem swizzle_span tma_box tma_stride shared_memory
         page_boxes scalar_threads wgmma_threads registers_per_thread registers_per_sm consumer_registers shared_sm
-        accumulator_at_launch accumulator_beside_converters gemm_rows gemm_eight_bit_major
+        accumulator_at_launch accumulator_beside_converters gemm_rows gemm_eight_bit_major eight_bit_major
         box_extents box_row box_span box_start map_rank row_strides folded_row unbounded_scores
         combine_threads combine_registers
     """

@@ -39,6 +39,8 @@ CALLS = {
     "mask_left_edge": ("mask", ""),
     "softmax_step": ("softmax", ""),
     "rescale_output": ("rescale", ""),
+    "promote": ("promote", ""),
+    "transpose_tile": ("transpose", "V"),
     "round_p": ("round", ""),
     "scatter_scores": ("store", "S"),
     "store_lse": ("store", "LSE"),
@@ -46,7 +48,7 @@ CALLS = {
     "give_part": ("give_part", ""),
     "add_part": ("add_part", ""),
 }
-WHOLE = ("make_barriers", "mask_scores")  # whose calls are no steps of their own
+WHOLE = ("make_barriers", "mask_scores", "transpose_tile")  # whose calls are no steps of their own
 COPIES = {
     "tma_O": ("store", "O"),
     "copy_O": ("gather", "O"),

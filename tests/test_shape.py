@@ -41,6 +41,7 @@ BANNERS = [
     "Work",
     "Loads",
     "Pages",
+    "V transposed",
     "Consumers",
     "Division of work",
     "S = Q K^T",
@@ -159,6 +160,8 @@ def test_banners_stand_in_one_order() -> None:
     missing = {
         stem: names if stem in split else {*names, "Parts of the keys, added up"} for stem, names in missing.items()
     }
+    transposing = {stem for stem in fused if (eight_bit := plans()[stem].eight_bit) and eight_bit.transposes}
+    missing = {stem: names if stem in transposing else {*names, "V transposed"} for stem, names in missing.items()}
     assert [stem for stem in fused if set(BANNERS) - set(banners(source(stem))) != missing[stem]] == []
 
 
@@ -201,7 +204,9 @@ BY_SPEC: dict[str, Callable[[Plan], bool]] = {
     "multiply_first": lambda plan: plan.schedule.overlap,
     "multiply": lambda plan: plan.schedule.overlap,
     "finish_step": lambda plan: plan.schedule.overlap,
-    "rescale_output": lambda plan: plan.schedule.overlap and not plan.softmax.most_cap,
+    "rescale_output": lambda plan: plan.schedule.overlap
+    and not plan.softmax.most_cap
+    and not (plan.eight_bit and plan.eight_bit.two_levels),
     "hold_back_wait": lambda plan: bool(plan.softmax.exp_before_wait),
     "wait_turn": lambda plan: plan.schedule.ping_pong,
     "pass_turn": lambda plan: plan.schedule.ping_pong,
@@ -213,6 +218,11 @@ BY_SPEC: dict[str, Callable[[Plan], bool]] = {
         ],
         lambda plan: plan.converts,
     ),
+    **dict.fromkeys(
+        ["transposing_layouts", "make_transposed_ring", "release_by_warp", "transpose_v", "transpose_tile"],
+        lambda plan: plan.eight_bit is not None and plan.eight_bit.transposes,
+    ),
+    "promote": lambda plan: plan.eight_bit is not None and plan.eight_bit.two_levels,
     "cap_scores": lambda plan: plan.softmax.softcap,
     "read_sinks": lambda plan: plan.softmax.sink,
     "sink_of": lambda plan: plan.softmax.sink,
@@ -500,8 +510,8 @@ NUMBERS: dict[str, dict[int, str]] = {
     "lanes_max": {4: "log2 of the 16 lanes"},
     "lanes_sum": {4: "log2 of the 16 lanes"},
     "output_kernel": {8: "unroll"},
-    "round_p": {8: "elements of the A fragment"},
-    "as_operand_a": {4: "stride of the A fragment", 8: "stride of the A fragment"},
+    "round_p": {3: "lane of a quad", 4: "bits of a digit", 8: "elements of the A fragment", 16: "the same; keys"},
+    "as_operand_a": {4: "stride of the A fragment", 8: "stride of the A fragment", 16: "stride of the A fragment"},
     "pv_product": {4: "stride of the A fragment", 8: "stride of the A fragment"},
     "store_p": {4: "stmatrix x4"},
     "store_lse": {4: "lanes of a quad, warps of a warpgroup", 8: "rows of half a warp's", 32: "threads of a warp"},
@@ -509,6 +519,7 @@ NUMBERS: dict[str, dict[int, str]] = {
     "store_output": {
         4: "stmatrix x4; lanes of a quad",
         8: "elements in 16 bytes, rows of half a warp's",
+        16: "columns that trade places",
         32: "threads of a warp; columns that a quad writes at once",
     },
     "transpose_in_quad": {3: "word"},
@@ -521,11 +532,12 @@ NUMBERS: dict[str, dict[int, str]] = {
     "smem_layouts": {3: "mode"},
     "store_tile": {3: "mode", 4: "stmatrix x4", 64: "bits of two columns"},
     "compile_for_sm90a": {3: "stride_order", 4: "alignment", 5: "symbols", 8: "divisibility", 16: "alignment"},
-    "check_strides": {4: "dimensions", 8: "elements in 16 bytes"},
+    "check_strides": {4: "dimensions", 8: "elements in 16 bytes", 16: "the same, of 8 bits"},
     "read_q": {4: "ldmatrix x4"},
     "row_major": {3: "shift of a swizzle", 4: "base of a swizzle"},
     "check_gpu": {9: "compute capability"},
     "unasked_lse": {9: "compute capability"},
+    "transpose_tile": {4: "pairs of rows", 8: "rows of a matrix"},
     "launch_constants": {9: "compute capability"},
     "sm_count": {9: "compute capability"},
     "packed_constants": {9: "compute capability"},
@@ -609,6 +621,7 @@ NO_TMA = r"\bTMA|tma_|mbarrier|[Pp]ipeline|_ring\b|_BYTES"
 NO_CP_ASYNC = r"cp_async_wait_group|CopyG2SOp|load_tile|TiledCopy|wait_group\(KV_STAGES"
 NO_STAGES = r"KV_STAGES|\bstages?\b|cp_async|cpasync"
 IN_REGISTERS = r"[lL]d[mM]atrix|read_q\b"
+TRANSPOSING = r"TRANSPOSER|VT_LAYOUT|vt_ring|transpose_v\b|sVt_made"
 BY_SEQUENCE = r"check_strides|contiguous=|the sequence is contiguous|sO_layout"
 TURNED = r"transpose=True|transposed on the way"
 PLAIN = r"row_major"
@@ -664,7 +677,9 @@ def foreign_words(stem: str) -> str:
         )
     )
     words += [PLAIN] * (not plan.smem.plain)
-    words += [IN_REGISTERS] * (plan.qk.a_source != "RMEM")
+    transposes = plan.eight_bit is not None and plan.eight_bit.transposes  # which ldmatrix begins
+    words += [IN_REGISTERS] * (plan.qk.a_source != "RMEM" and not transposes)
+    words += [TRANSPOSING] * (not transposes)
     if not plan.schedule.specialized:
         words += [BY_SEQUENCE] * (not plan.entry.by_sequence) + [TURNED] * (plan.pv.a_major != "MN")
     return "|".join(words)
@@ -696,7 +711,9 @@ def mask_and_outputs(stem: str) -> str:
             "window": r"no mask" if plan.mask.given else r"[cC]ausal|no mask",
         }[plan.mask.kind],
         r"WINDOW_(LEFT|RIGHT)" if plan.mask.given else r"window_(left|right)|WINDOW_MAX",
-        {"bf16": r"(?<![bB])[fF]loat16|fp16", "fp16": r"[bB][fF]loat16"}[plan.problem.dtype],
+        {"bf16": r"(?<![bB])[fF]loat16|fp16", "fp16": r"[bB][fF]loat16", "e4m3": "16-bit|16 bits of P"}[
+            plan.problem.dtype
+        ],
     ]
     words += [SINK] * (not plan.softmax.sink) + [SOFTCAP] * (not plan.softmax.softcap)
     words += [r"LN_2|cute.math.log2|store_lse|\blse\b(?!:)|LSE\b(?! output)"] * (not plan.lse)
@@ -755,6 +772,7 @@ def test_words_of_a_variant_are_found_in_it() -> None:
         "k6_d64": ["TURN_", r"_turn\b", "multiply in turn", r"\bconsumer\b"],
         "k3_plain_d64": PLAIN.split("|"),
         "k4_q_registers_d64": IN_REGISTERS.split("|"),
+        "k7_d64": TRANSPOSING.split("|"),
         "k4_transposed_d64": BY_SEQUENCE.split("|"),
         "k4_p_mn_d64": TURNED.split("|"),
         "k1_d64_causal": ["diagonal", "[cC]ausal", "LN_2"],

@@ -111,7 +111,7 @@ def steady(spec: Forward, chip: Chip) -> Ceiling:
     l2_rate = chip.l2.value / chip.sms
     near: Unit = "L1" if isinstance(spec.handoff, GlobalHandoff) else "shared memory"  # the same 128 bytes a cycle
     amounts: list[tuple[Unit, float, str, float]] = [
-        ("tensor cores", step.tensor_flops, "FLOP", chip.tensor.value),
+        ("tensor cores", step.tensor_flops, "FLOP", chip.tensor_rate(spec.element.bytes)),
         ("exponentials", step.exponentials, "ex2", chip.exp2.value),
         ("FP32 multiply-adds", step.scalar_fmas, "FMA", chip.fp32.value),
         ("instruction issue", step.instructions, "warp instructions", chip.issue.value),

@@ -15,8 +15,8 @@ from fa3gen.design.masks import Window, computes, counted_pairs, given_with_call
 from fa3gen.design.tiles import sequence_contiguous
 from fa3gen.spec.model import (
     WINDOW_MAX,
+    AttentionDType,
     CausalMask,
-    DType,
     Forward,
     Mask,
     OutputDType,
@@ -181,7 +181,7 @@ class Family(NamedTuple):
     bits beside queries of 16.
     """
 
-    dtype: DType
+    dtype: AttentionDType
     head_dim: int
     head_dim_v: int
     mask: Mask

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from fa3gen.hardware import hopper
-from fa3gen.hardware.dtypes import Dtype
+from fa3gen.hardware.dtypes import FP32, Dtype
 from fa3gen.spec.model import (
     CooperativeSchedule,
     CpAsyncLoad,
@@ -37,6 +37,8 @@ SCALAR_LANES = 16
 SCALAR_VECTOR = 8
 # Addresses, loop counters, predicates and the running statistics.
 OTHER_REGISTERS = 24
+# The same where threads add up sums of the tensor core: as compiled, 224 do for head dim 128 and 128 keys, 216 spill.
+OTHER_REGISTERS_TWO_LEVELS = 12
 # Columns of 16-bit O that a quad of threads writes at once where O goes straight to global memory: 16 bytes from each.
 DIRECT_COLUMNS = 32
 # Schedulers that start a CTA for each tile of queries; the others start one for each SM.
@@ -53,6 +55,10 @@ OVERLAP_SPARE = 4
 REGISTER_BUDGETS = {1: (56, 256), 2: (24, 240), 3: (32, 160)}
 # A warp that looks for its tile among packed sequences does not make do with 24.
 PACKED_BUDGETS = {**REGISTER_BUDGETS, 2: (40, 232)}
+# The same where a warpgroup transposes V, which is the second. As compiled (DSL 4.8.1, ptxas 12.9.83), 40 suffice it.
+TRANSPOSING_BUDGETS = {1: (56, 192, 256), 2: (24, 40, 224), 3: (24, 48, 136)}
+TRANSPOSER_WARPS = 4
+P_EXPONENT = 8  # P in 8 bits is 2^8 times itself: 256 at most, of the 448 that e4m3 reaches
 # Where warpgroups convert what was loaded: of the producer, of one of those, and of a consumer, by how many consumers and
 # converters there are. Of two each, an H200 ended a launch with an illegal address (docs/performance.md).
 CONVERTING_BUDGETS = {(1, 1): (56, 128, 256), (1, 2): (56, 96, 256), (2, 1): (40, 56, 208)}
@@ -87,6 +93,21 @@ def overlapped(spec: Forward) -> bool:
 def persistent(spec: Forward) -> bool:
     """Whether a CTA takes many tiles of queries, one after the other."""
     return spec.scheduler not in CTA_PER_TILE
+
+
+def eight_bits(spec: Forward) -> bool:
+    """Whether q, k, v and P have 8 bits, which both products multiply."""
+    return spec.element.bytes == 1
+
+
+def transposes(spec: Forward) -> bool:
+    """Whether a warpgroup makes V transposed of what was loaded: products of 8 bits have no other way to read it."""
+    return spec.smem is not None and spec.smem.vt is not None
+
+
+def two_levels(spec: Forward) -> bool:
+    """Whether threads add up P V of tiles of keys, and not the tensor core."""
+    return spec.accumulate is not None
 
 
 def converts(spec: Forward) -> bool:
@@ -210,8 +231,9 @@ def flattened(spec: Forward) -> bool:
 
 
 def threads(spec: Forward) -> int:
-    """Threads per CTA, those of the producer warpgroup among them, and of those that convert."""
-    return computing_threads(spec) + hopper.WARPGROUP * (specialized(spec) + converting_warpgroups(spec))
+    """Threads per CTA, those of the producer warpgroup among them, and of those that convert or transpose."""
+    preparing = converting_warpgroups(spec) + transposes(spec)
+    return computing_threads(spec) + hopper.WARPGROUP * (specialized(spec) + preparing)
 
 
 def computing_threads(spec: Forward) -> int:
@@ -250,6 +272,9 @@ def launch_registers(spec: Forward) -> int:
 def register_budget(spec: Forward) -> tuple[int, int]:
     """What setmaxnreg leaves to a thread of the producer and gives to one of the consumers."""
     consumers = spec.tile.warpgroups or 0
+    if transposes(spec):
+        producer, _, consumer = TRANSPOSING_BUDGETS[consumers]
+        return producer, consumer
     if converts(spec):
         producer, _, consumer = CONVERTING_BUDGETS[consumers, spec.kv.warpgroups]
         return producer, consumer
@@ -259,6 +284,16 @@ def register_budget(spec: Forward) -> tuple[int, int]:
     searches = spec.scheduler == "even" or spec.order == "by_head"
     producer = FINDING_PRODUCER_REGISTERS if searches else SHARED_PRODUCER_REGISTERS
     return producer, (pool - producer) // consumers // unit * unit
+
+
+def transposed_blocks(spec: Forward) -> int:
+    """Blocks of a tile of V, of 32 keys and 16 columns, that a warp transposes."""
+    return spec.tile.kv // 32 * (spec.problem.v_dim // 16) // TRANSPOSER_WARPS
+
+
+def transposer_registers(spec: Forward) -> int:
+    """What setmaxnreg leaves to a thread that transposes V."""
+    return TRANSPOSING_BUDGETS[spec.tile.warpgroups or 0][1]
 
 
 def converter_registers(spec: Forward) -> int:
@@ -307,8 +342,10 @@ def shared_memory_map(spec: Forward) -> list[Region]:
         regions.append(_tile(spec, "sKV", kv, d, 1, "K, then V"))
     else:
         regions += [_tile(spec, "sK", kv, d, stages, "K"), _tile(spec, "sV", kv, v_dim, stages, "V")]
+    if transposes(spec):
+        regions.append(_tile(spec, "sVt", v_dim, kv, stages, "V transposed"))
     if spec.outputs.o == "own_buffer":
-        regions.append(_tile(spec, "sO", q, v_dim, 1, "O"))
+        regions.append(_tile(spec, "sO", q, v_dim, 1, "O", element=spec.o_element))
     if tells_tiles(spec):
         numbers = tile_words(spec)
         what = "coordinates of drawn tiles" if numbers > 1 else "numbers of drawn tiles"
@@ -336,7 +373,8 @@ def barrier_bytes(spec: Forward) -> int:
         slots = tile_slots(spec) if tells_tiles(spec) else 0
         q_barriers = 1 if keys_free_q(spec) else 2 * spec.load.q_stages
         stored = spec.kv.stages if converts(spec) else 0
-        return hopper.MBARRIER_BYTES * (q_barriers + 2 * (2 * (spec.load.kv_stages + stored) + slots))
+        stages = 2 * (spec.load.kv_stages + stored) + spec.load.kv_stages * transposes(spec)
+        return hopper.MBARRIER_BYTES * (q_barriers + 2 * (stages + slots))
     rings = 1 if spec.load.barrier == "shared" else 2
     return hopper.MBARRIER_BYTES * (spec.load.q_stages + 2 * rings * spec.load.kv_stages)
 
@@ -355,7 +393,7 @@ def registers_per_thread(spec: Forward) -> list[tuple[str, int]]:
     q, kv, d, count = spec.tile.q, spec.tile.kv, spec.problem.v_dim, computing_threads(spec)
     if isinstance(spec.handoff, GlobalHandoff) or not count:
         return [("other", OTHER_REGISTERS)]
-    held = [("O", q * d // count)]
+    held, other = [("O", q * d // count)], OTHER_REGISTERS
     if isinstance(spec.pv, WgmmaProduct) and specialized(spec) and not overlapped(spec):
         # P takes the place of S, bit by bit: as compiled, about a quarter of P stands beside the whole of S.
         scores = q * kv // count
@@ -363,7 +401,11 @@ def registers_per_thread(spec: Forward) -> list[tuple[str, int]]:
     if isinstance(spec.pv, WgmmaProduct):
         if q_in_registers(spec):
             held.append(("Q", q * spec.problem.head_dim // count // 2))
-        return [*held, ("S", q * kv // count), ("P", q * kv // count // 2), ("other", OTHER_REGISTERS)]
+        if two_levels(spec):
+            held.append(("P V of a step", q * d // count))
+            other = OTHER_REGISTERS_TWO_LEVELS
+        p = q * kv // count * spec.element.bytes // FP32.bytes
+        return [*held, ("S", q * kv // count), ("P", p), ("other", other)]
     rows, scores, columns = q * SCALAR_LANES // count, kv // SCALAR_LANES, d // SCALAR_LANES
     held.append(("row maxima and sums", 2 * rows))
     if isinstance(spec.qk, WgmmaProduct):

@@ -209,6 +209,11 @@ class Operation:
         return tuple(tensor for tensor in self.tensors if tensor.role == "optional input")
 
     @property
+    def optional_lengths(self) -> tuple[Tensor, ...]:
+        """Those of them that say how long sequences are."""
+        return tuple(tensor for tensor in self.optional_inputs if tensor.dtype is INT32)
+
+    @property
     def output(self) -> Tensor:
         """The output that every call has."""
         return next(tensor for tensor in self.tensors if tensor.role == "output")
@@ -282,9 +287,9 @@ def forward(spec: Forward) -> Operation:
         arguments += _offsets_and_pages()
     elif packed:
         arguments += _offsets_and_lengths()
-    if footprint.converts(spec):
+    if footprint.eight_bits(spec) or footprint.converts(spec):
         anywhere = Dense(align=FP32.bytes, contiguous=None)
-        for name in ("k_descale", "v_descale"):
+        for name in (*["q_descale"] * footprint.eight_bits(spec), "k_descale", "v_descale"):
             arguments.append(Tensor(name, "optional input", FP32, (BATCH, HEADS_KV), "threads", anywhere))
     arguments.append(Tensor("out", "output", spec.o_element, (*of_q, HEADS_Q, v_dim), stored))
     if spec.outputs.lse:

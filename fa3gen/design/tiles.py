@@ -7,13 +7,14 @@ gives a WGMMA say which dimension of q, k and v is contiguous. Only P, which thr
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from fa3gen.design.footprint import converts, page_rows, tma_boxes
 from fa3gen.hardware.dtypes import Dtype
+from fa3gen.hardware.hopper import BYTES_16BIT, SWIZZLE_SPAN
 from fa3gen.spec.model import Forward, Major, SmemHandoff, Swizzle, WgmmaProduct
 
-Letter = Literal["Q", "K", "V", "P", "O"]
+Letter = Literal["Q", "K", "V", "Vt", "P", "O"]
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class OperandTile:
     @property
     def _dimensions(self) -> tuple[str, str]:
         """What its rows and its columns are counted by."""
-        return "keys" if self.letter in ("K", "V") else "queries", "keys" if self.letter == "P" else "head dim"
+        return "keys" if self.letter in ("K", "V", "Vt") else "queries", "keys" if self.letter == "P" else "head dim"
 
     @property
     def inner(self) -> int:
@@ -87,26 +88,40 @@ def operand_tiles(spec: Forward) -> dict[Letter, OperandTile]:
     qk, pv = (product if isinstance(product, WgmmaProduct) else None for product in (spec.qk, spec.pv))
     # (rows, columns, swizzle, major), and the major in which rows are not contiguous: the head dim is K of S = Q K^T
     # and N of O = P V, keys are K of it. Scalar products read row by row.
+    vt = spec.smem.vt  # what the product reads, where V is transposed
     parts: dict[Letter, tuple[int, int, Swizzle, Major, Major]] = {
         "Q": (q, d, spec.smem.q, qk.a.major if qk and qk.a.source == "smem" else "k", "mn"),
         "K": (kv, d, spec.smem.k, qk.b.major if qk else "k", "mn"),
-        "V": (kv, v_dim, spec.smem.v, pv.b.major if pv else "k", "k" if pv else "mn"),
+        "V": (kv, v_dim, spec.smem.v, pv.b.major if pv and vt is None else "mn" if pv else "k", "k" if pv else "mn"),
     }
+    if pv and vt is not None:
+        parts["Vt"] = (kv, v_dim, vt, pv.b.major, "k")
     if pv and isinstance(spec.handoff, SmemHandoff):
         parts["P"] = (q, kv, spec.handoff.swizzle, pv.a.major, "mn")
     if pv and spec.outputs.o != "direct":
-        parts["O"] = (q, v_dim, spec.smem.q, "k", "mn")
+        parts["O"] = (q, v_dim, _output_swizzle(spec, spec.smem.q), "k", "mn")
     piece = page_rows(spec)
     scalars: set[Letter] = {*(() if qk else ("Q", "K")), *(() if pv else ("V",))}
     return {
         letter: OperandTile(
-            *(letter, rows, columns, spec.element, swizzle, major),
+            *(letter, rows, columns, spec.o_element if letter == "O" else spec.element, swizzle, major),
             by_sequence=major == across,
             plain=letter in scalars and swizzle == "none",
             pieces=kv // piece if piece and letter in ("K", "V") else 1,
         )
         for letter, (rows, columns, swizzle, major, across) in parts.items()
     }
+
+
+def _output_swizzle(spec: Forward, q_swizzle: Swizzle) -> Swizzle:
+    """Q's, in whose place or like which O is gathered; of 8 bits Q's rows are half as long, and O has the widest."""
+    if spec.element.bytes == spec.o_element.bytes or spec.o_element.bytes > BYTES_16BIT:
+        return q_swizzle
+    row = spec.problem.v_dim * spec.o_element.bytes
+    widest: Swizzle = "none"
+    for swizzle in get_args(Swizzle):
+        widest = swizzle if row % SWIZZLE_SPAN[swizzle] == 0 else widest
+    return widest
 
 
 def tiles_in_memory(spec: Forward) -> dict[Letter, OperandTile]:

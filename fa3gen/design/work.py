@@ -72,7 +72,8 @@ class SmemBytes:
     """What passes through shared memory in one step: bytes read and written, by who does it.
 
     `arriving` are K and V as they are written, `qk` and `pv` what the two products read (WGMMA its operands, threads
-    whole lines). Threads write `scores` of S = Q K^T and spend `softmax` on reading S and writing P.
+    whole lines). Threads write `scores` of S = Q K^T and spend `softmax` on reading S and writing P. `transposed` is V,
+    read once and written once, where a warpgroup transposes it.
     """
 
     arriving: int
@@ -80,11 +81,12 @@ class SmemBytes:
     scores: int
     softmax: int
     pv: int
+    transposed: int = 0
 
     @property
     def total(self) -> int:
         """All of it."""
-        return self.arriving + self.qk + self.scores + self.softmax + self.pv
+        return self.arriving + self.qk + self.scores + self.softmax + self.pv + self.transposed
 
 
 @dataclass(frozen=True)
@@ -280,6 +282,7 @@ def smem_bytes(spec: Forward) -> SmemBytes:
         scores=in_f32,
         softmax=2 * in_f32 + in_16_bits,  # S is read, and P written over it; or P alone is written
         pv=pv,
+        transposed=2 * spec.tile.kv * spec.problem.v_dim * spec.element.bytes * footprint.transposes(spec),
     )
 
 

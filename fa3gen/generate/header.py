@@ -178,6 +178,8 @@ def _formula(spec: Forward) -> str:
     if spec.softmax.sink:
         return f"S = {scores}    LSE = log(exp(sink) + sum(exp(S)))    P = exp(S - LSE)    O = P {values}"
     lse = "    LSE = log(sum(exp(S)))" if spec.outputs.lse else ""
+    if footprint.eight_bits(spec):
+        return f"S = scale q_descale k_descale Q K^T    P = softmax(S)    O = v_descale P V{lse}"
     return f"S = {scores}    P = softmax(S)    O = P {values}{lse}"
 
 
@@ -225,7 +227,10 @@ def _decisions(spec: Forward) -> list[tuple[str, str]]:
     if spec.softmax.sink:
         rows.append(("sink", "a logit of each query head, added to a row's sum once, after its last key; -inf: none"))
     rows.append(("P", _handoff_sentence(spec)))
-    rows.append(("O = P V", _product_sentence(spec.pv, spec.element, spec.problem.v_dim, spec.tile.kv, "P", "V")))
+    v = "V^T" if footprint.transposes(spec) else "V"
+    rows.append(("O = P V", _product_sentence(spec.pv, spec.element, spec.problem.v_dim, spec.tile.kv, "P", v)))
+    if footprint.eight_bits(spec):
+        rows.append(("sums", _sums_sentence(spec)))
     rows.append(("kv order", _order_sentence(spec)))
     rows.append(("output", _output_sentence(spec)))
     if footprint.persistent(spec) or spec.scheduler == "grid":
@@ -246,6 +251,8 @@ def _load_sentence(spec: Forward) -> str:
     if isinstance(spec.load, TmaLoad):
         barrier = "one full barrier counts both" if spec.load.barrier == "shared" else "a full barrier each"
         q = "Q once" if spec.load.q_stages == 1 else f"Q in {spec.load.q_stages} buffers"
+        if footprint.transposes(spec):
+            return f"TMA; {q}, K and V in rings of {stages(spec.load.kv_stages)}; threads fill one of V transposed, V^T"
         if footprint.gathered(spec):
             return f"TMA for {q}; cp.async for K and V in rings of {stages(spec.load.kv_stages)}, {barrier}"
         if footprint.converts(spec):
@@ -271,8 +278,11 @@ def _schedule_sentence(spec: Forward) -> str:
     turns = " in turn" if isinstance(spec.schedule, PingPongSchedule) else ""
     beside = "; S of the next tile and P V run beside the softmax" if footprint.overlapped(spec) else ""
     multiply = "multiplies" if spec.tile.warpgroups == 1 else "multiply"
-    convert = f"{2 * footprint.converting_warps(spec)} convert, " * footprint.converts(spec)
-    return f"two warps load, {convert}{warpgroups(spec.tile.warpgroups or 0)} {multiply}{turns}{beside}"
+    if footprint.transposes(spec):
+        beside = beside.replace("; S of the next tile and P V run", "; products run")
+    prepare = "four transpose V, " * footprint.transposes(spec)
+    prepare += f"{2 * footprint.converting_warps(spec)} convert, " * footprint.converts(spec)
+    return f"two warps load, {prepare}{warpgroups(spec.tile.warpgroups or 0)} {multiply}{turns}{beside}"
 
 
 def warpgroups(count: int) -> str:
@@ -291,7 +301,8 @@ def _layout_sentence(spec: Forward, smem: Smem) -> str:
     contiguous = f"; of {listed(names)} the sequence is contiguous" if names else ""
     rows = [tile.letter for tile in operand_tiles(spec).values() if tile.plain]
     plain = f"; rows of {listed(rows)} lie one below the other" if rows else ""
-    return f"swizzle Q {smem.q}, K {smem.k}, V {smem.v}{p}{contiguous}{plain}"
+    vt = f", V^T {smem.vt}" if smem.vt is not None else ""
+    return f"swizzle Q {smem.q}, K {smem.k}, V {smem.v}{vt}{p}{contiguous}{plain}"
 
 
 def _product_sentence(product: object, element: Dtype, n: int, k: int, a: str, b: str) -> str:
@@ -314,10 +325,16 @@ def _softmax_sentence(spec: Forward) -> str:
     if above is not None:
         # The largest P of a row is then no longer exactly 1, and its rounding counts most (docs/performance.md).
         when = f"at 2^{above} x the maximum: up to 12 % more error"
+    if footprint.eight_bits(spec):
+        return f"online, base 2, {where}, P times 2^{footprint.P_EXPONENT}; O is rescaled {when}"
     return f"online, base 2, {where}; O is rescaled {when}"
 
 
 def _handoff_sentence(spec: Forward) -> str:
+    if footprint.transposes(spec):
+        return "stays in registers: in V^T keys stand in the order in which a thread has them as accumulator"
+    if footprint.eight_bits(spec):
+        return "stays in registers; four threads exchange keys by two shuffles for every 16, in V's order"
     if isinstance(spec.handoff, RegisterHandoff):
         return "stays in registers: the accumulator fragment is read as the A fragment"
     if isinstance(spec.handoff, SmemHandoff):
@@ -326,6 +343,13 @@ def _handoff_sentence(spec: Forward) -> str:
     if isinstance(spec.qk, WgmmaProduct):
         return "S is scattered from the accumulator to shared memory as f32 and becomes P there"
     return "S is written to shared memory as f32 and becomes P there"
+
+
+def _sums_sentence(spec: Forward) -> str:
+    """How O is summed: products of 8 bits keep few bits below the largest addend."""
+    if footprint.two_levels(spec):
+        return "the tensor core sums P V of a tile of keys, threads add these in float32, where O is rescaled anyway"
+    return "of all keys in the tensor core, with 13 bits below the largest addend: errors grow with the keys"
 
 
 def _order_sentence(spec: Forward) -> str:
@@ -406,29 +430,36 @@ def _roles(spec: Forward, schedule: Schedule) -> list[str]:
     # With scheduler grid a warp of a consumer loads, before it is one.
     first = [f"{role.label} {role.duty}" for role in schedule.roles if role.name == specialized.FIRST]
     owned = ["64 query rows each", *first]
-    count = footprint.converting_warpgroups(spec)
-    converters = count, footprint.converter_registers(spec) if count else 0
-    return roles(schedule, cta_of(spec), footprint.register_budget(spec), owned, converters=converters)
+    prepared = 0, 0
+    if footprint.transposes(spec):
+        prepared = 1, footprint.transposer_registers(spec)
+    elif count := footprint.converting_warpgroups(spec):
+        prepared = count, footprint.converter_registers(spec)
+    return roles(schedule, cta_of(spec), footprint.register_budget(spec), owned, preparing=prepared)
 
 
 def roles(
-    schedule: Schedule, cta: Cta, budget: tuple[int, int], owned: Sequence[str], *, converters: tuple[int, int] = (0, 0)
+    schedule: Schedule, cta: Cta, budget: tuple[int, int], owned: Sequence[str], *, preparing: tuple[int, int] = (0, 0)
 ) -> list[str]:
     """Who does what in a specialised kernel, and the registers that setmaxnreg gives to each.
 
-    `budget`: registers of a thread of the producer and of a consumer, `converters` how many warpgroups convert and
-    what a thread of these has; `owned`: what a consumer has.
+    `budget`: registers of a thread of the producer and of a consumer, `preparing` how many warpgroups convert K
+    and V, or transpose V, and what a thread of these has; `owned`: what a consumer has.
     """
     groups, (producer, consumer) = cta.threads // hopper.WARPGROUP, budget
-    converting, converter = converters
-    consumers = groups - 1 - converting
+    prepared, each = preparing
+    consumers = groups - 1 - prepared
     parts = ", ".join(f"{what} {n}" for what, n in cta.held)
-    launched, kept = cta.registers, producer + converting * converter + consumers * consumer
-    sums = f"{producer} + {f'{converting} x {converter} + ' * bool(converting)}{consumers} x {consumer} = {kept}"
+    launched, kept = cta.registers, producer + prepared * each + consumers * consumer
+    sums = f"{producer} + {f'{prepared} x {each} + ' * bool(prepared)}{consumers} x {consumer} = {kept}"
     pool = f"{groups} x {launched} = {groups * launched}"
     duties = [f"{role.label} {role.duty}" for role in schedule.roles if role.warps == 1]
     duties = [duty for duty in duties if duty not in owned]
-    convert = [f"{role.label} {role.duty}" for role in schedule.roles if role.code.startswith("convert")]
+    names = {specialized.K_CONVERTERS: "converters", specialized.V_CONVERTERS: "converters"}
+    names[specialized.TRANSPOSERS] = "transposers"
+    working = [role for role in schedule.roles if role.name in names]
+    duty = ", ".join(f"{role.label} {role.duty}" for role in working)
+    name = names[working[0].name] if working else ""
     return [
         *textwrap.wrap(
             f"{cta.threads} threads, {cta.threads // hopper.WARP} warps, launched with {launched} registers each; "
@@ -437,7 +468,7 @@ def roles(
             subsequent_indent="    ",
         ),
         f"producer: 1 warpgroup, {producer} registers; {', '.join(duties)} (TMA)",
-        *[f"converters: {warpgroups(converting)}, {converter} registers; {', '.join(convert)}"] * bool(converting),
+        *[f"{name}: {warpgroups(prepared)}, {each} registers; {duty}"] * bool(prepared),
         "; ".join([f"consumers: {warpgroups(consumers)}, {consumer} registers", *owned]),
         f"    about {sum(n for _, n in cta.held)} registers each: {parts}",
     ]
@@ -545,6 +576,8 @@ def _name(step: Step) -> str:
         "pass_turn": "pass turn",
         "product": {"S": "S = Q K^T", "O": "O += P V", "D": "D += A B"}.get(step.what, ""),
         "wait_products": f"wait_group {step.in_flight}",
+        "transpose": f"transpose {step.what}",
+        "promote": "promote",
         "convert": "convert",
         "cap": "cap S",
         "mask": "mask",

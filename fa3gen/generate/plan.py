@@ -18,7 +18,7 @@ from fa3gen.design.footprint import Region
 from fa3gen.design.masks import given_with_calls
 from fa3gen.design.operation import BATCH, Argument, Scalar, Scratch, Tensor, operation_of
 from fa3gen.design.schedule import full_tiles, schedule_of
-from fa3gen.design.tiles import OperandTile, operand_tiles, sequence_contiguous, tiles_in_memory
+from fa3gen.design.tiles import Letter, OperandTile, layout_atom, operand_tiles, sequence_contiguous, tiles_in_memory
 from fa3gen.generate import combining, copying, gemm_header, gemm_plan, header, predicted_sass
 from fa3gen.generate.expected import Expectation
 from fa3gen.generate.module_plan import ImportsPlan, ModulePlan, Named, Parameter
@@ -189,8 +189,9 @@ class ArgumentsPlan:
     does, and `looked_at` what a warp knows of 32 of them and of what comes before. `softmax_step` is what the softmax
     of a step takes, `rows` what a thread keeps of its rows, and `lse_from` what their LSE is made of. Of parts
     `summed` is what a warp that adds them up reads, `combined` what the kernel that does takes, `combine_call` what it
-    is given, and `row_outputs` what it needs to finish a row. `normalize` is what brings O to its
-    sums.
+    is given, and `row_outputs` what it needs to finish a row. `normalize` is what brings O to its sums. `accumulators`
+    are a consumer's, of which `only_acc_s` names S, and P V goes to `acc_pv`; it finds V in `smem_v` and `v_ring`, and
+    gives it back by `release_v`.
     """
 
     factors: tuple[str, ...] = ()
@@ -211,6 +212,12 @@ class ArgumentsPlan:
     work_on: tuple[str, ...] = ()
     consume: tuple[str, ...] = ()
     normalize: tuple[str, ...] = ()
+    accumulators: tuple[str, ...] = ()
+    only_acc_s: tuple[str, ...] = ()
+    acc_pv: str = "acc_O"
+    smem_v: str = "sVt"
+    v_ring: str = "v_ring"
+    release_v: str = "v_ring.consumer_release(v_drain)"
     store_tile: tuple[str, ...] = ()
     multiply: tuple[str, ...] = ()
     multiply_first: tuple[str, ...] = ()
@@ -257,6 +264,25 @@ class LoadPlan:
     def runs_ahead(self) -> bool:
         """Whether a tile is begun before the one before it has landed."""
         return self.ahead > 1
+
+
+@dataclass(frozen=True)
+class EightBitPlan:
+    """Products of 8 bits: P is 2^`exponent` times itself, and O is rounded to a dtype of its own.
+
+    `transposes`: whether a warpgroup makes V transposed of what was loaded, with so many `registers`; keys then stand
+    in the order in which a thread holds P, and columns of O in the order in which it stores V. `v_keys_atom` is the
+    layout of V as it was loaded, seen as rows of keys. `two_levels`: whether threads add up P V of tiles of keys.
+    """
+
+    exponent: int
+    transposes: bool
+    registers: int
+    two_levels: bool
+    cutlass_out: str
+    torch_out: str
+    o_atom: str
+    v_keys_atom: str
 
 
 @dataclass(frozen=True)
@@ -308,11 +334,12 @@ class SmemPlan:
     v: LayoutPlan | None
     p: LayoutPlan | None
     o: LayoutPlan | None
+    vt: LayoutPlan | None = None
 
     @property
     def inputs(self) -> tuple[LayoutPlan, ...]:
         """Those of Q, K and V."""
-        return tuple(layout for layout in (self.q, self.k, self.v) if layout is not None)
+        return tuple(layout for layout in (self.q, self.k, self.v, self.vt) if layout is not None)
 
     @property
     def plain(self) -> bool:
@@ -420,13 +447,15 @@ class SoftmaxPlan:
 class OutputPlan:
     """Where O lies in shared memory, if it does, the name of the rows that one TMA copy stores, and O's dtype.
 
-    `smem` is the module's name for O's place there, of cooperative kernels: Q's, or its own where the layouts differ.
+    `smem` is the module's name for O's place there, of cooperative kernels: Q's, or its own where the layouts differ;
+    `smem_dtype` is that for its dtype there.
     `own_dtype`: another one than that of q, k and v. `torch_name` is its dtype's in the module; `needed_name` is that
     of the dtype which a check asks of any tensor of a call.
     """
 
     place: Literal["over_q", "own_buffer", "direct"]
     smem: str
+    smem_dtype: str
     stored_rows: str
     own_dtype: bool
     torch_name: str
@@ -437,7 +466,8 @@ class OutputPlan:
 class SchedulePlan:
     """Who loads and who computes; registers are per thread after setmaxnreg, 0 without it.
 
-    `flattened`: the loop over tiles of keys runs on from one tile of queries to the next.
+    `flattened`: the loop over tiles of keys runs on from one tile of queries to the next. `roles`: how many there are,
+    told apart by warpgroup, of which the `givers` give registers back.
     """
 
     specialized: bool
@@ -447,6 +477,7 @@ class SchedulePlan:
     producer_registers: int
     consumer_registers: int
     roles: str = "Two"
+    givers: str = "producers"
 
 
 @dataclass(frozen=True)
@@ -513,6 +544,7 @@ class Plan(ModulePlan):
     tile: TilePlan
     mask: MaskPlan
     load: LoadPlan
+    eight_bit: EightBitPlan | None
     stored: StoredPlan | None
     smem: SmemPlan
     qk: ProductPlan
@@ -581,6 +613,7 @@ def _attention(variant: Variant, spec: Forward) -> Plan:
         tile=_tile(spec),
         mask=_mask(spec),
         load=_load(spec),
+        eight_bit=_eight_bit(spec),
         stored=_stored(spec),
         smem=_smem(spec),
         qk=_product(spec.qk, spec.element, spec.tile.kv, spec.problem.head_dim),
@@ -747,7 +780,11 @@ def _arguments(spec: Forward) -> ArgumentsPlan:
     extents = {"stream_k": [Parameter("tail")], "static": [num_tiles], "dynamic": [num_tiles]}
     extents["grid"] = [Parameter("group")]
     even = spec.scheduler == "even"
-    descales = ["k_descale", "v_descale"] * footprint.converts(spec)
+    eight_bits, two_levels = footprint.eight_bits(spec), footprint.two_levels(spec)
+    transposes = footprint.transposes(spec)
+    v_ring = "vt_ring" if transposes else "v_ring"
+    descaled = eight_bits or footprint.converts(spec)
+    descales = [*["q_descale"] * eight_bits, *["k_descale", "v_descale"] * descaled]
     if spec.split is not None:
         extents["grid"] = [Parameter("num_parts", INT32), Parameter("steps_of_part", INT32)]
     sides = [Parameter(f"window_{side}", INT32) for side in ("left", "right")] * bool(window)
@@ -782,8 +819,8 @@ def _arguments(spec: Forward) -> ArgumentsPlan:
         sums = ("row_lse", "row_inverse")
     elif spec.outputs.lse:
         sums = ("row_max", *sums, "scale_log2") if has_max else ("row_shift", *sums)
-    v_factor = ["v_factor"] * footprint.converts(spec)
-    # With the factor of K, which a tile of queries finds, a call's scale becomes what the softmax takes.
+    v_factor = ["v_factor"] * descaled
+    # With the factors of q and k, which a tile of queries finds, a call's scale becomes what the softmax takes.
     scale = "call_scale_log2" if descales else "scale_log2"
     return ArgumentsPlan(
         factors=factors,
@@ -808,11 +845,17 @@ def _arguments(spec: Forward) -> ArgumentsPlan:
         bounds=bounds,
         looked_at=("first", "before", *bounds, "tiles", "tiles_to_here"),
         work_on=_work_on(spec, window),
-        consume=(*outputs, *handed_on, *sinks, scale, *cap, *descales, *work),
+        consume=(*outputs, *handed_on, *sinks, scale, *cap, *(["descales"] if eight_bits else descales), *work),
         normalize=("acc_O", "row_inverse" if sinks else "row_sum", *v_factor),
+        accumulators=("acc_S", "acc_O", *["acc_step"] * two_levels),
+        only_acc_s=("acc_S", "_", *["_"] * two_levels),
+        acc_pv="acc_step" if two_levels else "acc_O",
+        smem_v="sVt_made" if transposes else "sVt",
+        v_ring=v_ring,
+        release_v=f"release_by_warp({v_ring}, v_drain)" if transposes else f"{v_ring}.consumer_release(v_drain)",
         store_tile=(*outputs, *["parts"] * (spec.split is not None), "work", "acc_O", *v_factor, *sums),
         multiply=(
-            *("products", "tSrQ_tile", "operands", "accumulators", "k_ring", "v_ring", "k_drain", "v_drain"),
+            *("products", "tSrQ_tile", "operands", "accumulators", "k_ring", v_ring, "k_drain", "v_drain"),
             *cap,
             *turn,
         ),
@@ -877,11 +920,12 @@ def _output(spec: Forward) -> OutputPlan:
     names = ("TORCH_DTYPE", "TORCH_DTYPE")
     own = spec.o_dtype != spec.problem.dtype
     if own:
-        names = (dtype.torch_name, "dtype")
+        names = ("TORCH_OUT_DTYPE" if footprint.eight_bits(spec) else dtype.torch_name, "dtype")
     elif footprint.converts(spec):
         names = ("TORCH_DTYPE", "dtype")
     smem = "sQ" if _smem(spec).o is None else "sO"
-    return OutputPlan(spec.outputs.o, smem, packed_rows if packed else rows, own, *names)
+    smem_dtype = "OUT_DTYPE" if footprint.eight_bits(spec) else "DTYPE"
+    return OutputPlan(spec.outputs.o, smem, smem_dtype, packed_rows if packed else rows, own, *names)
 
 
 def _load(spec: Forward) -> LoadPlan:
@@ -919,6 +963,22 @@ def _stored(spec: Forward) -> StoredPlan | None:
     )
 
 
+def _eight_bit(spec: Forward) -> EightBitPlan | None:
+    if not footprint.eight_bits(spec):
+        return None
+    transposes = footprint.transposes(spec)
+    return EightBitPlan(
+        exponent=footprint.P_EXPONENT,
+        transposes=transposes,
+        registers=footprint.transposer_registers(spec) if transposes else 0,
+        two_levels=footprint.two_levels(spec),
+        cutlass_out=spec.o_element.cutlass_name,
+        torch_out=spec.o_element.torch_name,
+        o_atom=operand_tiles(spec)["O"].atom,
+        v_keys_atom=layout_atom("k", operand_tiles(spec)["V"].swizzle),
+    )
+
+
 def _smem(spec: Forward) -> SmemPlan:
     regions, barriers = tuple(footprint.shared_memory_map(spec)), footprint.barrier_bytes(spec)
     layouts = {letter: _layout(spec, tile) for letter, tile in operand_tiles(spec).items()}
@@ -931,17 +991,19 @@ def _smem(spec: Forward) -> SmemPlan:
         k=layouts.get("K"),
         v=layouts.get("V"),
         p=layouts.get("P"),
+        vt=layouts.get("Vt"),
         o=o if q and o and (q.atom, q.along) != (o.atom, o.along) else None,
     )
 
 
 def _layout(spec: Forward, tile: OperandTile) -> LayoutPlan:
     columns = {"P": "TILE_N"}.get(tile.letter, "HEAD_DIM")
-    shape = ["TILE_N" if tile.letter in ("K", "V") else "TILE_M", columns]
-    if tile.letter == "V" and isinstance(spec.pv, WgmmaProduct):
+    of_keys = tile.letter in ("K", "V", "Vt")
+    shape = ["TILE_N" if of_keys else "TILE_M", columns]
+    if tile.letter in ("V", "Vt") and isinstance(spec.pv, WgmmaProduct):
         shape.reverse()  # the B operand is V transposed
     order = ["0", "1"] if tile.major == "k" else ["1", "0"]
-    if tile.letter in ("K", "V") and not isinstance(spec.load, SyncLoad):
+    if of_keys and not isinstance(spec.load, SyncLoad):
         shape, order = [*shape, "KV_STAGES"], [*order, "2"]
     along = tile.along.replace("head dim", "HEAD_DIM")
     return LayoutPlan(tile.letter, tile.atom, tile.plain, along, ", ".join(shape), ", ".join(order))
@@ -962,8 +1024,9 @@ def _schedule(spec: Forward) -> SchedulePlan:
     producer, consumer = footprint.register_budget(spec)
     ping_pong = isinstance(spec.schedule, PingPongSchedule)
     overlap, flattened = footprint.overlapped(spec), footprint.flattened(spec)
-    roles = "Three" if footprint.converts(spec) else "Two"
-    return SchedulePlan(True, overlap, flattened, ping_pong, producer, consumer, roles)
+    roles = "Three" if footprint.converts(spec) or footprint.transposes(spec) else "Two"
+    givers = "others" if footprint.transposes(spec) else "producers"
+    return SchedulePlan(True, overlap, flattened, ping_pong, producer, consumer, roles, givers)
 
 
 def _imports(spec: Forward) -> ImportsPlan:
@@ -1001,6 +1064,7 @@ def _entry(spec: Forward) -> EntryPlan:
     kept = [argument.name for argument in arguments if isinstance(argument, Scratch) and argument.kept]
     # What has no default in the module has no usual value either.
     own = [name for name in ("sinks", "softcap") if name in (argument.name for argument in arguments)]
+    descales = set(operation.optional_inputs) - set(operation.optional_lengths)  # which stand before the output
     # Tensors of q's dims, and not offsets.
     given = [tensor for tensor in operation.given if tensor.dims[-1].size is not None]
     fakes = {tensor.name: Fake(tensor, own_dtype=tensor.dtype is not spec.element) for tensor in given}
@@ -1009,7 +1073,7 @@ def _entry(spec: Forward) -> EntryPlan:
         matched=tuple(Matched(tensor, operation.like(tensor)) for tensor in given),
         fakes=tuple(fakes[tensor.name] for tensor in given if tensor.role == "input"),
         fake_out=fakes["out"],
-        stand_ins=tuple(argument for argument in arguments if argument not in operation.given),
+        stand_ins=tuple(argument for argument in arguments if argument not in (*operation.given, *descales)),
         given=tuple(_given(argument) for argument in arguments if argument.name not in (*kept, "scale")),
         options=(
             *own,
@@ -1065,14 +1129,20 @@ def _sections(spec: Forward) -> SectionsPlan:
         sections,
         spine="specialized.py.jinja",
         pages=_pages_section(spec),
-        loads=_section("loads_gathered" if footprint.gathered(spec) else "loads_specialized"),
+        loads=_section(_loads_section(spec)),
         scheduler=_section(_scheduler_section(spec)),
         producers=_section("producers_grid" if spec.scheduler == "grid" else "producers"),
         consumer=_section("consumer_overlapped" if overlap else "consumer_sequential"),
         softmax=_section("softmax_overlapped" if overlap else "softmax_fragment"),
-        pv=_section("pv_wgmma_fragment"),
+        pv=_section("pv_eight_bit" if footprint.eight_bits(spec) else "pv_wgmma_fragment"),
         epilogue=_section(_specialized_epilogue(spec)),
     )
+
+
+def _loads_section(spec: Forward) -> str:
+    if footprint.gathered(spec):
+        return "loads_gathered"
+    return "loads_transposing" if footprint.transposes(spec) else "loads_specialized"
 
 
 def _scheduler_section(spec: Forward) -> str:
@@ -1118,11 +1188,12 @@ def expectation(spec: Forward) -> Expectation:
             kind = (*product.instruction, {"SMEM": "smem", "RMEM": "registers"}[product.a_source])
             wgmma[kind] = (wgmma.get(kind) or 0) + schedule.count("product", what) * product.steps
     groups = schedule.count("wait_products")
-    tma_loads = tma_stores = expect_tx = cp_async = stmatrix = 0
+    tma_loads = tma_stores = expect_tx = cp_async = stmatrix = ldmatrix = 0
     tiles = operand_tiles(spec)
     if isinstance(spec.load, TmaLoad):
-        copied = tiles_in_memory(spec)
-        by_tma = [copied["Q"]] if footprint.gathered(spec) else [copied["Q"], copied["K"], copied["V"]]
+        in_memory: dict[Letter, OperandTile] = tiles_in_memory(spec)
+        letters: tuple[Letter, ...] = ("Q",) if footprint.gathered(spec) else ("Q", "K", "V")
+        by_tma = [in_memory[letter] for letter in letters]
         tma_loads = sum(schedule.count("load", tile.letter) * tile.boxes for tile in by_tma)
         filled = [ring.name for ring in schedule.rings if ring.filled_by == "TMA"]
         expect_tx = schedule.count("announce") + sum(schedule.count("wait_empty", on=name) for name in filled)
@@ -1135,7 +1206,9 @@ def expectation(spec: Forward) -> Expectation:
         cp_async = copied // footprint.SCALAR_VECTOR // hopper.WARP
     if spec.smem is not None:
         columns = v_dim * schedule.count("gather", "O") + kv * schedule.count("store", "P")
-        stmatrix = columns // MATRIX_COLUMNS
+        # What is transposed goes to the registers and back, 32 keys x 16 columns at a time.
+        blocks = footprint.transposed_blocks(spec) * schedule.count("transpose")
+        ldmatrix, stmatrix = blocks, columns // MATRIX_COLUMNS + blocks
         if schedule.count("gather", "O"):
             tma_stores = schedule.count("store", "O") * tiles["O"].boxes
     setmaxnreg, max_registers = {}, min(hopper.REGISTERS_PER_THREAD, hopper.REGISTERS_PER_SM // threads)
@@ -1145,6 +1218,8 @@ def expectation(spec: Forward) -> Expectation:
         lowered = [budgets.producer_registers]
         if footprint.converts(spec):
             lowered.append(footprint.converter_registers(spec))
+        if footprint.transposes(spec):
+            lowered.append(footprint.transposer_registers(spec))
         setmaxnreg = {f"inc {budgets.consumer_registers}": 1, **Counter(f"dec {count}" for count in lowered)}
     regions, barriers = footprint.shared_memory_map(spec), footprint.barrier_bytes(spec)
     softmaxes = schedule.count("softmax")
@@ -1158,7 +1233,7 @@ def expectation(spec: Forward) -> Expectation:
         cp_async=cp_async,
         mbarrier_inits=sum(ring.mbarriers for ring in schedule.rings),
         mbarrier_expect_tx=expect_tx,
-        ldmatrix=d // MATRIX_COLUMNS * schedule.count("read", "Q"),
+        ldmatrix=ldmatrix + d // MATRIX_COLUMNS * schedule.count("read", "Q"),
         stmatrix=stmatrix,
         tanh=schedule.count("cap") * footprint.thread_scores(spec),
         setmaxnreg=setmaxnreg,

@@ -41,6 +41,10 @@ class Chip:
     hbm: Rate
     l2_bytes: int
 
+    def tensor_rate(self, operand_bytes: int) -> float:
+        """FLOP of an SM per cycle for operands of so many bytes each: of 8 bits twice as many as of 16 (the same)."""
+        return self.tensor.value * 2 / operand_bytes
+
     @property
     def tensor_tflops(self) -> float:
         """Peak of the tensor cores for 16-bit operands, TFLOP/s."""

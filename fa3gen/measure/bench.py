@@ -29,7 +29,7 @@ from fa3gen.measure.launch_times import LaunchTimes, host_microseconds, small_pr
 from fa3gen.measure.peers import PEERS, Attend, Peer, Tensors, Unavailable
 from fa3gen.records.evidence import TIMED, TOKENS
 from fa3gen.run import gpu
-from fa3gen.spec.model import DType, Forward, Mask
+from fa3gen.spec.model import AttentionDType, Forward, Mask
 from fa3gen.verify import reference
 from fa3gen.verify.inputs import laid_out, usual_keywords
 
@@ -50,7 +50,7 @@ class Cell:
     head_dim: int
     mask: Mask
     seq_len: int
-    dtype: DType = "bf16"
+    dtype: AttentionDType = "bf16"
     head_dim_v: int | None = None  # of v and O, where it is not head_dim
     sink: bool = False
     softcap: bool = False

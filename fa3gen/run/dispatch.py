@@ -35,8 +35,8 @@ from fa3gen.design.workspace import Workspace
 from fa3gen.hardware.chips import H200
 from fa3gen.spec.model import (
     WINDOW_MAX,
+    AttentionDType,
     CausalMask,
-    DType,
     Forward,
     Mask,
     NoMask,
@@ -266,7 +266,7 @@ class Stretch(NamedTuple):
 class Row(SpecModel):
     """One row: for which calls it stands, which module serves them, and why. Without a condition: any number."""
 
-    dtype: DType
+    dtype: AttentionDType
     head_dim: int = Field(gt=0)
     head_dim_v: int = Field(gt=0)
     mask: Mask

@@ -7,6 +7,7 @@ from typing import Annotated, Literal, Union
 from pydantic import BaseModel, ConfigDict, Field
 
 DType = Literal["bf16", "fp16"]
+AttentionDType = Literal["bf16", "fp16", "e4m3"]
 OutputDType = Literal["bf16", "fp16", "fp32"]
 StoredDType = Literal["e4m3", "e5m2"]
 Swizzle = Literal["none", "32B", "64B", "128B"]
@@ -41,7 +42,7 @@ class OperandB(SpecModel):
 
 
 class WgmmaProduct(SpecModel):
-    """Warpgroup matrix multiply-accumulate, 16-bit operands, f32 accumulator."""
+    """Warpgroup matrix multiply-accumulate, 16-bit or 8-bit operands, f32 accumulator."""
 
     engine: Literal["wgmma"]
     a: OperandA

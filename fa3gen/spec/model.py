@@ -14,6 +14,7 @@ from pydantic import BeforeValidator, Field
 from fa3gen.hardware.dtypes import DTYPES, Dtype
 from fa3gen.spec.combining import Combine
 from fa3gen.spec.common import (
+    AttentionDType,
     CooperativeSchedule,
     DType,
     Major,
@@ -33,6 +34,7 @@ from fa3gen.spec.copying import Copy
 from fa3gen.spec.gemm import Gemm
 
 __all__ = [
+    "AttentionDType",
     "Combine",
     "CooperativeSchedule",
     "Copy",
@@ -66,11 +68,13 @@ MOST_EXPONENT, MOST_CAP_OF_FIRST_MAX = 86, 64.0
 
 
 class Problem(SpecModel):
-    """What is computed: O = softmax(scale * Q K^T) V for one head dim and one 16-bit dtype of q, k and v."""
+    """What is computed: O = softmax(scale * Q K^T) V for one head dim and one dtype of q, k and v, of 16 or 8 bits."""
 
     head_dim: int = Field(gt=0, description="Elements per head of q, k, v and O.")
     head_dim_v: int | None = Field(default=None, gt=0, description="Elements per head of v and O, where not head_dim.")
-    dtype: DType = Field(default="bf16", description="Element type of q, k, v and, unless `o` gives another, O.")
+    dtype: AttentionDType = Field(
+        default="bf16", description="Element type of q, k, v and, unless `o` gives another, O, which e4m3 has in bf16."
+    )
     layout: SequenceLayout = Field(
         default="dense",
         description="`dense`: q, k, v are (batch, seq, heads, head_dim), sequences of one length; `packed` (varlen): "
@@ -190,6 +194,11 @@ class Smem(SpecModel):
     q: Swizzle
     k: Swizzle
     v: Swizzle
+    vt: Swizzle | None = Field(
+        default=None,
+        description="Of V transposed, which a warpgroup of its own makes of tiles of V, with dtype e4m3: operands of 8 "
+        "bits are K-major only. Left out: P V reads tiles of V as they were loaded.",
+    )
 
 
 class GlobalHandoff(SpecModel):
@@ -286,6 +295,14 @@ class Split(SpecModel):
     )
 
 
+class Accumulate(SpecModel):
+    """Sums of O = P V in two levels, with dtype e4m3: the tensor core keeps 13 bits below the largest addend."""
+
+    promote_every: int = Field(
+        gt=0, description="Tiles of keys whose P V the tensor core sums; threads add such sums in float32."
+    )
+
+
 class Outputs(SpecModel):
     """What the kernel writes, and how."""
 
@@ -331,6 +348,9 @@ class Forward(SpecModel):
     qk: Product
     pv: Product
     handoff: Handoff
+    accumulate: Accumulate | None = Field(
+        default=None, description="Left out: the tensor core sums P V of all tiles of keys."
+    )
     schedule: Schedule = CooperativeSchedule()
     scheduler: Scheduler = Field(
         default="single_tile",
@@ -354,7 +374,9 @@ class Forward(SpecModel):
     @property
     def o_dtype(self) -> OutputDType:
         """Element type of O."""
-        return self.o.dtype or self.problem.dtype
+        if self.o.dtype is None:
+            return "bf16" if self.problem.dtype == "e4m3" else self.problem.dtype
+        return self.o.dtype
 
     @property
     def element(self) -> Dtype:

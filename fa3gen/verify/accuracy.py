@@ -1,10 +1,11 @@
 """How far O may be from float64 attention when every rounding that a kernel does is known.
 
 The model of sm_90a computes exactly what each instruction says, so three things are left that move O: P is rounded to
-16 bits where O = P V runs on WGMMA, sums and exponentials are in float32, and O itself is rounded to its dtype.
+16 or 8 bits where O = P V runs on WGMMA, sums and exponentials are in float32, and O itself is rounded to its dtype.
 
 With p the exact probabilities of a row, l the row's sum of exp(s - max) with that of its sink, u the unit roundoff of
-P's dtype (0 where P stays float32), t half its smallest subnormal, and f the float32 term below, for every element of O
+P's dtype (0 where P stays float32), t half its smallest subnormal, divided by the factor that P is rounded with, and f
+the float32 term below, for every element of O
 
     e     = u sum_j p_j |v_j| + t sum_j |v_j| / l + f sum_j p_j |v_j|
     limit = e + half an ulp of the output dtype at |ref| + e
@@ -64,6 +65,7 @@ def expected(
     scale: float | None,
     mask: Mask,
     p_dtype: torch.dtype | None,
+    p_factor: float = 1.0,
     out_dtype: torch.dtype | None = None,
     sinks: torch.Tensor | None = None,
     softcap: float | None = None,
@@ -71,9 +73,10 @@ def expected(
     """Compute attention in float64, and how far a kernel may be from it.
 
     q is (batch, seq_q, heads_q, d), k (batch, seq_k, heads_kv, d), v (batch, seq_k, heads_kv, d_v); O is written in
-    `out_dtype`, by default q's. `p_dtype` is what P is rounded to, None for float32. Scores are capped with `softcap`,
-    which makes their errors smaller: the slope of the cap is at most 1. All scores are held at once: for small
-    inputs.
+    `out_dtype`, by default q's. `p_dtype` is what P is rounded to, None for float32, as `p_factor` times itself: 1 for
+    the largest score so far, so that what was rounded before counts less at last, and never more. Scores are capped
+    with `softcap`, which makes their errors smaller: the slope of the cap is at most 1. All scores are held at once:
+    for small inputs.
     """
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     out_dtype = q.dtype if out_dtype is None else out_dtype
@@ -104,6 +107,7 @@ def expected(
     magnitude = p @ values.abs()
     rest = FLOAT32_ROUNDOFF * (32 + SCORE_ROUNDINGS * _largest(sizes.masked_fill(~seen, 0), 0)) * magnitude
     roundoff, subnormal = (0.0, 0.0) if p_dtype is None else _roundoff(p_dtype)
+    subnormal /= p_factor
     seen_sum, seen_squares = (seen.double() @ power for power in (values.abs(), values.square()))
     out = p @ values
     error = roundoff * magnitude + subnormal * seen_sum * share + rest
@@ -137,7 +141,7 @@ def _largest(values: torch.Tensor, without: float) -> torch.Tensor:
 
 
 def _roundoff(dtype: torch.dtype) -> tuple[float, float]:
-    """Unit roundoff, and half the smallest subnormal, of a 16-bit dtype."""
+    """Unit roundoff, and half the smallest subnormal, of a dtype of 16 or 8 bits."""
     info = torch.finfo(dtype)
     return info.eps / 2, info.tiny * info.eps / 2
 

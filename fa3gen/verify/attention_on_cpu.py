@@ -2,7 +2,8 @@
 
 Pass criteria, per case, measured against float64 attention of the very 16-bit inputs:
 
-- O, every element: |O - ref| <= its limit, half an output ulp plus the rounding of P (`fa3gen.verify.accuracy`).
+- O, every element: |O - ref| <= its limit, half an output ulp plus the rounding of P (`fa3gen.verify.accuracy`), to 16
+  bits or to 8.
 - LSE: |LSE - ref| <= 1e-5 max(1, |ref|) plus the rounding of scores, its slack there, for every row; -inf exactly
   where, and only where, a row sees no key (and has no sink).
 - No hazard, and the same bits, under every schedule.
@@ -73,7 +74,7 @@ class CpuRunner(ScheduledRunner, Runner):
         # P of scalar products stays in float32, in memory as well.
         p_dtype = self.dtype if isinstance(self.spec.pv, WgmmaProduct) else None
         facts: dict[str, Any] = {"scale": scale, "mask": made.mask, **made.keywords}
-        facts |= {"p_dtype": p_dtype, "out_dtype": self.out_dtype}
+        facts |= {"p_dtype": p_dtype, "p_factor": self.p_factor, "out_dtype": self.out_dtype}
         return accuracy.joined([accuracy.expected(*part, **facts) for part in made.parts])
 
     def _run_all(self, case: Case, made: Inputs) -> tuple[tuple[torch.Tensor, ...] | None, list[str]]:

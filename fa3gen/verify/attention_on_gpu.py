@@ -14,6 +14,11 @@ Pass criteria, per case, all of them measured against float64 attention of the v
   (and has no sink).
 - Where scores are capped, tanh.approx may be off by 2^-11 of itself (PTX ISA). What that can move O and LSE by is added
   to these limits, element by element: `reference.tanh_slack`, which derives it.
+- Where q, k and v have 8 bits, they stand for as much as their factors make of them, and O_torch is
+  `reference.eight_bit_precision`: P alone is rounded, to 8 bits, as 2^8 times itself. As with O in float32 the error of
+  O_torch in a block is that of four; and its maximum is the largest of the four: by where P lies between two powers
+  of two that of one differs by up to six times (case `ramp`, head dim 128). The tensor core cuts sums of products of 8 bits off: what that can move LSE by is
+  added to its limit, `reference.sum_slack`; twice the error of O_torch has room for what it moves O by.
 - No NaN in O or LSE, nothing written outside `out`, inputs unchanged, every launch bitwise like the first.
 
 O_torch is `reference.same_precision`. Beside the cases a few checks look at arguments, empty batches, streams and
@@ -32,8 +37,10 @@ from typing import Any
 
 import torch
 
+from fa3gen.design import footprint
 from fa3gen.design.masks import reach
 from fa3gen.design.operation import operation_of
+from fa3gen.hardware.dtypes import FP32
 from fa3gen.spec.model import Forward
 from fa3gen.verify import inputs, reference
 from fa3gen.verify.inputs import Case, Inputs, poison, untouched
@@ -121,7 +128,9 @@ def compare_o(
     dtype = yardstick.dtype
     error, torch_error = errors(out, expected), errors(yardstick, expected)
     rounding = unavoidable(expected, dtype)
-    limit = FACTOR * (torch_error.max_abs or 0.0) + unavoidable(expected.abs().max(), dtype).item()
+    of_8_bits = yardsticks if dtype != torch.float32 else yardsticks[:1]
+    largest = max(errors(each, expected).max_abs or 0.0 for each in of_8_bits)
+    limit = FACTOR * largest + unavoidable(expected.abs().max(), dtype).item()
     limit += slack.max().item()
     if error.max_abs is None:
         wrong = int((~torch.isfinite(out)).any(-1).sum())
@@ -180,6 +189,7 @@ class Runner(ModuleRunner):
         super().__init__(module, operation_of(spec), device, seed)
         self.spec = spec
         self.dtype, self.out_dtype = (self.operation.tensor(name).dtype.in_torch() for name in ("q", "out"))
+        self.p_factor = 2.0 ** footprint.P_EXPONENT if footprint.eight_bits(spec) else 1.0
 
     # -- cases
 
@@ -228,12 +238,15 @@ class Runner(ModuleRunner):
         return inputs.make_for(self.spec, case, device=self.device, seed=self.seed)
 
     def _expected_with_slack(self, made: Inputs, scale: float | None = None) -> tuple[Attention, Attention]:
-        """Attention in float64, and how far a kernel may be from it because its tanh is approximate.
+        """Attention in float64, and how far a kernel may be from it where tanh, or a sum of 8 bits, is approximate.
 
         Of all parts one behind the other.
         """
         facts: dict[str, Any] = {"scale": scale, "reach": reach(made.mask), **made.keywords}
         expected = joined([reference.attention(*part, **facts) for part in made.parts])
+        if footprint.eight_bits(self.spec):
+            slack = [reference.sum_slack(q, k, scale=scale, reach=reach(made.mask)) for q, k, _ in made.parts]
+            return expected, Attention(torch.zeros_like(expected.out), torch.cat(slack, dim=2))
         if made.softcap is None:
             return expected, Attention(torch.zeros_like(expected.out), torch.zeros_like(expected.lse))
         return expected, joined([reference.tanh_slack(*part, **facts) for part in made.parts])
@@ -242,6 +255,12 @@ class Runner(ModuleRunner):
         """What PyTorch computes in the module's dtypes; where only P is rounded, four times with other roundings."""
         facts: dict[str, Any] = {"scale": scale, "reach": reach(made.mask), **made.keywords}
         facts["out_dtype"] = self.out_dtype
+        if footprint.eight_bits(self.spec):
+            facts["p_dtype"] = self.dtype
+            return [
+                joined([reference.eight_bit_precision(*part, **facts, p_scale=each) for part in made.parts])
+                for each in (self.p_factor * p_scale for p_scale in P_SCALES)
+            ]
         return [
             joined([reference.same_precision(*part, **facts, p_scale=p_scale) for part in made.parts])
             for p_scale in (P_SCALES if self.out_dtype != self.dtype else P_SCALES[:1])
@@ -384,6 +403,10 @@ class Runner(ModuleRunner):
             yield "a softcap of zero", "softcap", {**good, "softcap": 0.0}
             yield "a softcap without a bound", "softcap", {**good, "softcap": math.inf}
             yield "a softcap that is no number", "softcap", {**good, "softcap": None}
+        for tensor in self.operation.optional_inputs:
+            if (factors := good.get(tensor.name)) is not None and tensor.dtype is FP32:
+                yield f"{tensor} of one head fewer", tensor.name, {**good, tensor.name: factors[:, :-1]}
+                yield f"{tensor} in float64", tensor.name, {**good, tensor.name: factors.double()}
 
     def _bad_batches(self, good: Mapping[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
         """Like `_bad_calls`, of what says which queries attend to which keys."""

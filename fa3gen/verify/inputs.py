@@ -72,7 +72,8 @@ AnyCase = TypeVar("AnyCase", bound=Case)
 class Inputs:
     """Tensors of one case. `out` is poisoned and lies inside `out_storage`, whose other elements stay as they are.
 
-    `mask` is what the call computes, `options` what it says for that beside its tensors.
+    `mask` is what the call computes, `options` what it says for that beside its tensors. `descales` are the factors of
+    q, k and v by name, (batch, heads_kv), where these have 8 bits and the call gives any.
     """
 
     q: torch.Tensor
@@ -84,6 +85,7 @@ class Inputs:
     options: Mapping[str, Any] = field(default_factory=dict)
     sinks: torch.Tensor | None = None
     softcap: float | None = None
+    descales: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     @property
     def keywords(self) -> dict[str, Any]:
@@ -99,7 +101,7 @@ class Inputs:
     @property
     def given(self) -> dict[str, torch.Tensor]:
         """What the entry point is called with, by name."""
-        return {"q": self.q, "k": self.k, "v": self.v}
+        return {"q": self.q, "k": self.k, "v": self.v, **self.descales}
 
     @property
     def shape(self) -> Shape | PackedShape:
@@ -109,8 +111,12 @@ class Inputs:
 
     @property
     def parts(self) -> list[Part]:
-        """What attends to itself and nothing else, as the reference takes it."""
-        return [(self.q, self.k, self.v)]
+        """What attends to itself and nothing else, as the reference takes it: as much as factors make of it."""
+        if not self.descales:
+            return [(self.q, self.k, self.v)]
+        group = self.q.shape[2] // self.k.shape[2]
+        q, k, v = (self.descales[f"{name}_descale"].double()[:, None, :, None] for name in ("q", "k", "v"))
+        return [(self.q.double() * q.repeat_interleave(group, dim=2), self.k.double() * k, self.v.double() * v)]
 
     @property
     def written(self) -> list[torch.Tensor]:
@@ -325,7 +331,21 @@ def make_for(spec: Forward, case: Case, *, device: torch.device, seed: int) -> I
         options=options_of_call(spec.mask, case.window),
         sinks=_sinks(case, seed).to(device) if spec.softmax.sink else None,
         softcap=case.softcap if spec.softmax.softcap else None,
+        descales=_descales(case, seed, device) if footprint.eight_bits(spec) else {},
     )
+
+
+def _descales(case: Case, seed: int, device: torch.device) -> dict[str, torch.Tensor]:
+    """Factors of q, k and v: none where all lie in one tensor, one for all heads with strides 0, or one for each."""
+    if case.layout == "packed":
+        return {}
+    generator = torch.Generator().manual_seed(case_seed(f"{case.name}, factors", seed))
+    made = {}
+    for name in ("q_descale", "k_descale", "v_descale"):
+        shape = (1, 1) if case.layout == "expanded" else (case.heads_kv, case.batch)
+        factors = torch.exp2(2 * torch.rand(shape, generator=generator) - 1).to(device)  # 0.5 to 2
+        made[name] = factors.expand(case.heads_kv, case.batch).t()
+    return made
 
 
 def usual_keywords(names: Sequence[str], heads_q: int, device: torch.device) -> dict[str, Any]:
@@ -443,6 +463,8 @@ def _placed(tensor: torch.Tensor, layout: Layout, by_sequence: bool) -> torch.Te
     if layout == "odd_strides":
         return _odd_strides(_placed(tensor, "contiguous", by_sequence))
     guard = 0 if layout in ("contiguous", "packed") else GUARD
+    if by_sequence:  # which begins behind whole vectors, too
+        guard = -(-guard * tensor.element_size() // VECTOR_BYTES) * VECTOR_BYTES // tensor.element_size()
     order = _ORDERS[by_sequence, "transposed" if layout == "transposed" else "padded"]
     seq, extents = tensor.shape[1], list(tensor.shape)
     extents[1] += 2 * guard

@@ -18,6 +18,9 @@ from typing import NamedTuple
 import torch
 
 TANH_ERROR = 2.0**-11  # most that tanh.approx.f32 is off, of its result (PTX ISA, "tanh")
+# Of products of 8 bits a tensor core keeps so much of the largest, and adds so many at once (`fa3gen.cpu.tensor_core`).
+KEPT_8BIT, DEPTH_8BIT = 2.0**-13, 32
+SIGMAS = 4.0  # of an error whose parts have random signs
 SCORE_BYTES = 1 << 28  # scores held at one time: 256 MiB, so that 16k x 16k with 32 heads fits anywhere
 
 Reach = tuple[int | None, int | None]  # keys left and right of the diagonal, as the mask shows them
@@ -127,6 +130,54 @@ def same_precision(
     return _attention(q, k, v, scale=scale, reach=reach, sinks=sinks, softcap=softcap, dtypes=dtypes, p_scale=p_scale)
 
 
+def eight_bit_precision(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    scale: float | None = None,
+    reach: Reach,
+    out_dtype: torch.dtype,
+    p_dtype: torch.dtype,
+    p_scale: float,
+) -> Attention:
+    """Compute attention with P in 8 bits: the yardstick of kernels whose products are of 8-bit operands.
+
+    Of q, k and v, in any dtype, nothing is rounded but to float32. exp(S - max) is rounded as `p_scale` times itself;
+    all sums are in float32. O comes in `out_dtype`, LSE in float32.
+    """
+    dtypes = _Dtypes(scores=torch.float32, softmax=torch.float32, p=p_dtype, out=torch.float32)
+    facts = {"scale": scale, "reach": reach, "sinks": None, "softcap": None}
+    found = _attention(q, k, v, **facts, dtypes=dtypes, p_scale=p_scale, of_largest=True)  # type: ignore[arg-type]
+    return Attention(found.out.to(out_dtype), found.lse)
+
+
+def sum_slack(q: torch.Tensor, k: torch.Tensor, *, scale: float | None = None, reach: Reach) -> torch.Tensor:
+    """How far LSE (batch, heads_q, seq_q) may be off because a tensor core cuts off sums of products of 8 bits.
+
+    An instruction cuts each of DEPTH_8BIT products and the sum so far off to KEPT_8BIT of the largest of these, and
+    then their sum. If signs are random, a score S is off by e, of mean square the sum of (DEPTH_8BIT + 2) / 3 squares
+    of that over its instructions, and LSE by sum p e. This is SIGMAS times sum p |e|.
+    """
+    exact = attention(q, k, k, scale=scale, reach=reach).lse
+    factor = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    group, slack = q.shape[2] // k.shape[2], torch.empty_like(exact)
+    keys = k.double().repeat_interleave(group, dim=2).permute(0, 2, 3, 1)  # (batch, heads_q, d, seq_k)
+    for rows, scores in _scores(q, k, scale=scale, reach=reach, softcap=None, dtypes=_FLOAT64):
+        lse = exact[:, :, rows]
+        p = torch.exp(scores.flatten(1, 2) - lse.masked_fill(lse == -math.inf, 0)[..., None])
+        queries = q[:, rows].double().transpose(1, 2)  # (batch, heads_q, rows, d)
+        total, variance = torch.zeros_like(p), torch.zeros_like(p)
+        for first in range(0, q.shape[-1], DEPTH_8BIT):
+            a, b = queries[..., first : first + DEPTH_8BIT], keys[..., first : first + DEPTH_8BIT, :]
+            before, total = total, total + a @ b
+            largest = a.abs().amax(-1, keepdim=True) * b.abs().amax(-2, keepdim=True)
+            largest = torch.maximum(largest, torch.maximum(before.abs(), total.abs()))
+            variance += (DEPTH_8BIT + 2) / 3 * (KEPT_8BIT * largest).square()
+        slack[:, :, rows] = SIGMAS * factor * (p * variance.sqrt()).sum(-1)
+    return slack
+
+
 class _Dtypes(NamedTuple):
     """What is computed in which dtype: Q K^T, the softmax, P as it goes into P V, and P V."""
 
@@ -150,8 +201,9 @@ def _attention(
     softcap: float | None,
     dtypes: _Dtypes,
     p_scale: float = 1.0,
+    of_largest: bool = False,
 ) -> Attention:
-    """Chunk over query rows."""
+    """Chunk over query rows. What is rounded is exp(S - LSE), or exp(S - max) if it is `of_largest`."""
     batch, seq_q, heads_q, _ = q.shape
     values = v.to(dtypes.out).permute(0, 2, 1, 3)  # (batch, heads_kv, seq_k, d)
     out = torch.empty((batch, seq_q, heads_q, v.shape[3]), dtype=dtypes.out, device=q.device)
@@ -160,8 +212,12 @@ def _attention(
         row_lse = torch.logsumexp(scores, dim=-1)  # (batch, heads_kv, group, rows); -inf where no key is seen
         if sinks is not None:
             row_lse = torch.logaddexp(row_lse, sinks.to(row_lse.dtype).reshape(*scores.shape[1:3], 1))
-        shift = row_lse.masked_fill(row_lse == -math.inf, 0)  # exp(-inf - 0) = 0 rather than exp(nan)
+        sees = row_lse > -math.inf
+        shift = scores.amax(-1) if of_largest and scores.shape[-1] else row_lse
+        shift = shift.where(sees, 0)  # exp(-inf - 0) = 0 rather than exp(nan)
         weights = (p_scale * torch.exp(scores - shift[..., None])).to(dtypes.p).to(dtypes.out)
+        if of_largest:
+            weights *= torch.exp(shift - row_lse).where(sees, 0)[..., None].to(dtypes.out)
         out[:, rows] = _times_values(weights, values) / p_scale
         lse[:, :, rows] = row_lse.flatten(1, 2)
     return Attention(out, lse)

@@ -12,6 +12,7 @@ from fa3gen.design.rules import (
     asking_copies,
     asking_gemm,
     converting,
+    eight_bits,
     memory,
     output,
     pages,
@@ -106,8 +107,41 @@ def _structure(spec: Forward) -> Iterable[Answer]:
             yield pages.gathered_rows.ask(_v_dim_field(spec), spec.problem.v_dim)
         elif spec.load.page_rows is not None:
             yield pages.page_boxes.ask(spec.load.page_rows, spec.tile.kv)
+    yield from _eight_bits(spec)
     yield from _converting(spec)
     yield from _schedule(spec)
+
+
+def _eight_bits(spec: Forward) -> Iterable[Answer]:
+    dtype = spec.problem.dtype
+    if spec.smem is not None:
+        yield eight_bits.transposed_operand.ask(spec.smem.vt, dtype)
+    if spec.accumulate is not None:
+        yield eight_bits.two_levels.ask(spec.accumulate.promote_every, dtype)
+    if not footprint.eight_bits(spec):
+        return
+    softmax, tile = spec.softmax, spec.tile
+    rendered: dict[str, tuple[object, tuple[object, ...]]] = {
+        "qk.engine": (spec.qk.engine, ("wgmma",)),
+        "schedule.kind": (spec.schedule.kind, ("warp_specialized", "ping_pong")),
+        "schedule.overlap": (footprint.overlapped(spec), (True,)),
+        "scheduler": (spec.scheduler, ("single_tile", "static")),
+        "problem.layout": (spec.problem.layout, ("dense",)),
+        "problem.head_dim_v": (spec.problem.v_dim, (spec.problem.head_dim,)),
+        "mask": (spec.mask.kind, ("none", "causal")),
+        "tile.pack_heads": (tile.pack_heads, (1,)),
+        "tile.ctas_per_sm": (tile.ctas_per_sm, (1,)),
+        "split": (None if spec.split is None else "split", (None,)),
+        "outputs.o": (spec.outputs.o, ("own_buffer",)),
+        "softmax.row_max": (softmax.row_max, ("online",)),
+        "softmax.rescale_above": (softmax.rescale_above, (None,)),
+        "softmax.sink": (softmax.sink, (False,)),
+        "softmax.softcap": (softmax.softcap, (False,)),
+    }
+    for field, (value, values) in rendered.items():
+        yield eight_bits.eight_bit_kernel.ask(field, value, values)
+    if footprint.persistent(spec):  # else the place of Q would be free with the last K
+        yield eight_bits.eight_bit_kernel.ask("load.q_stages", footprint.q_stages(spec), (2,))
 
 
 def _converting(spec: Forward) -> Iterable[Answer]:
@@ -200,11 +234,13 @@ def _shapes(spec: Forward) -> Iterable[Answer]:
     if isinstance(spec.qk, WgmmaProduct):
         yield from _qk_operands(spec.qk, spec)
         yield products.wgmma_columns.ask("tile.kv", "QK", tile.kv)
-        yield products.wgmma_depth.ask("problem.head_dim", "QK", head_dim)
+        yield products.wgmma_depth.ask("problem.head_dim", "QK", head_dim, spec.element.wgmma_k)
     if isinstance(spec.pv, WgmmaProduct):
         yield from _pv_operands(spec.pv, spec)
         yield products.wgmma_columns.ask(_v_dim_field(spec), "PV", spec.problem.v_dim)
-        yield products.wgmma_depth.ask("tile.kv", "PV", tile.kv)
+        yield products.wgmma_depth.ask("tile.kv", "PV", tile.kv, spec.element.wgmma_k)
+        if footprint.transposes(spec):
+            yield eight_bits.transposed_tile.ask(tile.kv, spec.problem.v_dim)
         if isinstance(spec.qk, WgmmaProduct):
             yield products.operands_apart.ask(spec.qk.a.source, spec.pv.a.source, head_dim, tile.kv)
     if tile.warpgroups is not None and "wgmma" in (spec.qk.engine, spec.pv.engine):
@@ -233,13 +269,19 @@ def _qk_operands(qk: WgmmaProduct, spec: Forward) -> Iterable[Answer]:
     if qk.a.source == "smem":
         yield products.input_major.ask("qk.a.major", "Q", qk.a.major, "k", kind, pv_engine)
     yield products.b_from_smem.ask("qk", qk.b.source)
+    if footprint.eight_bits(spec):
+        yield eight_bits.eight_bit_major.ask("qk.a.major", "qk", "Q", qk.a.major)
+        yield eight_bits.eight_bit_major.ask("qk.b.major", "qk", "K", qk.b.major)
     yield products.input_major.ask("qk.b.major", "K", qk.b.major, "k", kind, pv_engine)
 
 
 def _pv_operands(pv: WgmmaProduct, spec: Forward) -> Iterable[Answer]:
     yield products.a_from_registers.ask("pv", pv.a.source, pv.a.major)
     yield products.b_from_smem.ask("pv", pv.b.source)
-    yield products.input_major.ask("pv.b.major", "V", pv.b.major, "mn", spec.schedule.kind, pv.engine)
+    if footprint.eight_bits(spec):
+        yield eight_bits.eight_bit_major.ask("pv.b.major", "pv", "V", pv.b.major)
+    else:
+        yield products.input_major.ask("pv.b.major", "V", pv.b.major, "mn", spec.schedule.kind, pv.engine)
 
 
 def _output(spec: Forward) -> Iterable[Answer]:
@@ -281,19 +323,20 @@ def _tiles_in_smem(spec: Forward) -> Iterable[Answer]:
         if letter == "P":
             field = "handoff.swizzle"
         elif letter == "O":
-            if tile.inner == tiles["Q"].inner and not tiles["Q"].by_sequence:
+            if (tile.inner, tile.element) == (tiles["Q"].inner, tiles["Q"].element) and not tiles["Q"].by_sequence:
                 continue  # its rows are Q's
             where = "in Q's place" if spec.outputs.o == "over_q" else "laid out like Q"
             field, tensor = "smem.q", f"O, {where},"
         line = "column" if tile.by_sequence else "row"
-        yield memory.swizzle_span.ask(field, tensor, tile.inner, tile.swizzle, tma=tma and letter != "P", line=line)
+        by_tma, each = tma and letter not in ("P", "Vt"), tile.element.bytes
+        yield memory.swizzle_span.ask(field, tensor, tile.inner, tile.swizzle, tma=by_tma, line=line, each=each)
     if tma:
         yield memory.tma_box.ask("tile.q", spec.tile.q)
         yield memory.tma_box.ask("tile.kv", spec.tile.kv)
         if sequence_contiguous(spec):
             yield memory.tma_box.ask("problem.head_dim", head_dim)
-        yield memory.tma_stride.ask(head_dim)
-        yield memory.tma_stride.ask(v_dim, _v_dim_field(spec))
+        yield memory.tma_stride.ask(head_dim, each=spec.element.bytes)
+        yield memory.tma_stride.ask(v_dim, _v_dim_field(spec), each=spec.element.bytes)
 
 
 def _footprint(spec: Forward) -> Iterable[Answer]:
@@ -329,7 +372,8 @@ def _taste(spec: Forward) -> Iterable[Answer]:
     yield taste.dealt_under_causal.ask(spec.scheduler, spec.mask.kind)
     yield taste.rescale_few_columns.ask(spec.softmax.rescale_above, spec.problem.v_dim)
     head_dim, v_dim = spec.problem.head_dim, spec.problem.v_dim
-    yield taste.buffer_for_one_output.ask(spec.scheduler, spec.outputs.o, spec.tile.q, head_dim, v_dim)
+    if not footprint.eight_bits(spec):  # whose Q has no room for O
+        yield taste.buffer_for_one_output.ask(spec.scheduler, spec.outputs.o, spec.tile.q, head_dim, v_dim)
 
 
 # Shared memory, with what would fit

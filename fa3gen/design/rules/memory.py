@@ -51,15 +51,15 @@ def tma_box(field: str, rows: int) -> Violation | None:
 
 
 @rule(kind=HARDWARE, topic="loads")
-def tma_stride(head_dim: int, field: str = "problem.head_dim") -> Violation | None:
+def tma_stride(head_dim: int, field: str = "problem.head_dim", *, each: int = hopper.BYTES_16BIT) -> Violation | None:
     """Strides of a tensor map are multiples of 16 bytes. CUDA Driver API, cuTensorMapEncodeTiled, globalStrides."""
-    stride, align = head_dim * hopper.BYTES_16BIT, hopper.TMA_STRIDE_ALIGN
+    stride, align = head_dim * each, hopper.TMA_STRIDE_ALIGN
     if stride % align == 0:
         return None
     return Violation(
         field,
-        f"TMA needs strides of whole 16 bytes, and a head of {head_dim} x {hopper.BYTES_16BIT} = "
-        f"{remainder(stride, align)}; use {around(head_dim, align // hopper.BYTES_16BIT)}",
+        f"TMA needs strides of whole 16 bytes, and a head of {head_dim} x {each} = "
+        f"{remainder(stride, align)}; use {around(head_dim, align // each)}",
     )
 
 

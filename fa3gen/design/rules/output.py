@@ -6,7 +6,7 @@ from fa3gen.design import footprint
 from fa3gen.design.rules.registry import GENERATOR, Violation, rule
 from fa3gen.design.rules.wording import around, remainder
 from fa3gen.hardware import hopper
-from fa3gen.hardware.dtypes import FP32
+from fa3gen.hardware.dtypes import E4M3, FP32
 
 
 @rule(kind=GENERATOR, topic="output")
@@ -76,8 +76,8 @@ def direct_columns(field: str, v_dim: int, kind: str) -> Violation | None:
 
 @rule(kind=GENERATOR, topic="output")
 def output_dtype(dtype: str, o_dtype: str) -> Violation | None:
-    """O is rounded to the dtype of q, k and v, or not at all."""
-    if o_dtype in (dtype, "fp32"):
+    """O is rounded to the dtype of q, k and v, or not at all; to one of 16 bits where these have 8."""
+    if o_dtype in (dtype, "fp32") or dtype == E4M3.name:
         return None
     return Violation("o.dtype", f"O in {o_dtype} beside q, k and v in {dtype} is not rendered; use {dtype}")
 

@@ -137,6 +137,7 @@ def _specialized_roles(spec: Forward) -> tuple[Role, ...]:
         *_producers_of_q_and_k(spec, warps),
         Role(specialized.V, f"warp {warps + 1}", 1, "copies V", "load_v"),
         *_finder(spec, warps + 2),
+        *_transposers(spec, warps + hopper.WARPGROUP // hopper.WARP),
         *_converters(spec, warps + hopper.WARPGROUP // hopper.WARP),
         Role(
             specialized.CONSUMERS,
@@ -169,6 +170,14 @@ def _finder(spec: Forward, warp: int) -> tuple[Role, ...]:
     return (Role(specialized.TILES, f"warp {warp}", 1, "finds the tiles", "find_tiles", loops=()),)
 
 
+def _transposers(spec: Forward, warp: int) -> tuple[Role, ...]:
+    """Who makes V transposed of what was loaded; `warp` is the first of their warpgroup."""
+    if not footprint.transposes(spec):
+        return ()
+    count = footprint.TRANSPOSER_WARPS
+    return (Role(specialized.TRANSPOSERS, f"warps {warp} to {warp + count - 1}", count, "transpose V", "transpose_v"),)
+
+
 def _converters(spec: Forward, warp: int) -> tuple[Role, ...]:
     """Who makes operands of what was loaded; `warp` is the first of their warpgroup."""
     if not footprint.converts(spec):
@@ -196,6 +205,11 @@ def _specialized_rings(spec: Forward) -> tuple[Ring, ...]:
         Ring("k", ("K",), stages, "TMA", specialized.Q_K, readers, (k,), empty_arrivals=warps),
         Ring("v", ("V",), stages, "TMA", specialized.V, readers, (v,), empty_arrivals=warps),
     ]
+    if footprint.transposes(spec):
+        count = footprint.TRANSPOSER_WARPS
+        rings[2] = replace(rings[2], consumers=(specialized.TRANSPOSERS,), empty_arrivals=count)
+        made = Ring("vt", ("Vt",), stages, "threads", specialized.TRANSPOSERS, readers)
+        rings.append(replace(made, full_arrivals=count, empty_arrivals=warps))
     if footprint.converts(spec):
         rings[1:] = _stored_and_converted(spec, warps)
     if footprint.gathered(spec):  # of such a ring every thread gives a stage back

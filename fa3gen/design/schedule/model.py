@@ -29,6 +29,8 @@ Kind = Literal[
     "pass_turn",
     "product",  # issue S = Q K^T, O += P V or D += A B, one group; on scalars, compute it
     "wait_products",  # wait until no more than so many groups are in flight
+    "transpose",  # a tile, from one ring to another, by threads
+    "promote",  # bring O to the new maxima and add P V of the step before
     "convert",  # a tile of 8 bits to one of 16, by threads
     "cap",  # S becomes tanh(scale S / softcap)
     "mask",

@@ -14,6 +14,7 @@ from fa3gen.spec.model import Forward, NoMask, PingPongSchedule
 
 FIRST, Q_K, V, CONSUMERS = "producer of the first tiles", "producer of Q, K", "producer of V", "consumers"
 TILES = "who finds the tiles"
+TRANSPOSERS = "transposers"
 K_CONVERTERS, V_CONVERTERS = "converters of K", "converters of V"
 OUTPUT_BARRIER = "OUTPUT_BARRIER"
 
@@ -26,13 +27,8 @@ def steps(spec: Forward, roles: Sequence[Role]) -> tuple[Step, ...]:
     consume = _overlapped if footprint.overlapped(spec) else _sequential
     produce = _produce_first_and_k if spec.scheduler == "grid" else _produce_q_and_k
     find = _FIND_SHARE if spec.scheduler == "even" else _FIND if footprint.packed_sequences(spec) else ()
-    return (
-        *produce(spec, drawing),
-        *_produce_v(spec, drawing),
-        *find,
-        *_convert(spec, drawing),
-        *consume(spec, drawing),
-    )
+    made = _transpose(spec, drawing) if footprint.transposes(spec) else _convert(spec, drawing)
+    return (*produce(spec, drawing), *_produce_v(spec, drawing), *find, *made, *consume(spec, drawing))
 
 
 # Producers
@@ -147,6 +143,26 @@ def _produce_v(spec: Forward, drawing: str) -> Iterator[Step]:
     yield from _next(spec, V, drawing)
 
 
+def _transpose(spec: Forward, drawing: str) -> Iterator[Step]:
+    """Tiles of V become those that P V reads, in the order in which they are loaded."""
+    step = partial(Step, TRANSPOSERS, "step")
+    yield step("wait_full", on="v")
+    yield step("wait_empty", on="vt")
+    yield step("transpose", "V", note="by ldmatrix, prmt, stmatrix; keys in P's order")
+    yield step("release", on="v")
+    yield step("fill", on="vt", note="V has been read; a fence shows V transposed to wgmma")
+    yield from _next(spec, TRANSPOSERS, drawing)
+
+
+def _v_ring(spec: Forward) -> str:
+    """Where consumers find V."""
+    return "vt" if footprint.transposes(spec) else "v"
+
+
+def _bits(spec: Forward) -> str:
+    return f"in {spec.element.bits} bits"
+
+
 def _convert(spec: Forward, drawing: str) -> Iterator[Step]:
     """Tiles of 8 bits become those that are multiplied, in the order in which they are loaded."""
     if not footprint.converts(spec):
@@ -247,7 +263,7 @@ def _overlapped(spec: Forward, drawing: str) -> Iterator[Step]:
     yield from _cap(spec, "tile")
     yield _consumers("tile", "mask", note=f"of the first step, {when} the end of the keys")
     yield _consumers("tile", "softmax")
-    yield _consumers("tile", "round", note=f"{_exponentials(spec)}, in 16 bits")
+    yield _consumers("tile", "round", note=f"{_exponentials(spec)}, {_bits(spec)}")
     yield from _overlapped_step(spec, turns)
     if not footprint.keys_free_q(spec):
         yield _consumers("end", "release", on="q", note="Q has been read")
@@ -278,8 +294,9 @@ def _overlapped_step(spec: Forward, turns: _Turns) -> Iterator[Step]:
     yield step("wait_full", on="k")
     yield from turns.take("step")
     yield step("product", "S", note="by wgmma, of a step other than the first")
-    yield step("wait_full", on="v", ahead=-1)
-    yield step("product", "O", ahead=-1, note="by wgmma, of the step before")
+    yield step("wait_full", on=_v_ring(spec), ahead=-1)
+    alone = ", alone" * footprint.two_levels(spec)
+    yield step("product", "O", ahead=-1, note=f"by wgmma, of the step before{alone}")
     yield step("wait_products", in_flight=1)
     yield from turns.give("step")
     yield step("release", on="k", note="S is complete, P V runs on")
@@ -289,14 +306,21 @@ def _overlapped_step(spec: Forward, turns: _Turns) -> Iterator[Step]:
     yield step("softmax", note=f"{_exponentials(spec)} and sums")
     yield step("wait_products")
     first = "" if held_back is None else f"; after {held_back} exponentials a thread"
-    yield step("release", on="v", ahead=-1, note=f"O is complete{first}")
+    done = "P V is complete" if footprint.two_levels(spec) else "O is complete"
+    yield step("release", on=_v_ring(spec), ahead=-1, note=f"{done}{first}")
+    if footprint.two_levels(spec):
+        yield step("promote", note="O to the maxima of the step before, its P V added")
+        yield step("round", note=f"P {_bits(spec)}")
+        return
     moves = spec.softmax.row_max == "online"
     if moves:
         yield step("rescale", note="" if above is None else f"O, where a maximum has grown by more than 2^{above}")
-    yield step("round", note=f"{'O to the new maxima; ' * (moves and above is None)}P in 16 bits")
+    yield step("round", note=f"{'O to the new maxima; ' * (moves and above is None)}P {_bits(spec)}")
 
 
 def _exponentials(spec: Forward) -> str:
+    if footprint.eight_bits(spec):
+        return f"P = 2^(S - max + {footprint.P_EXPONENT})"
     return "P = 2^(S - max)" if spec.softmax.row_max == "online" else "P = 2^(S - first max)"
 
 
@@ -308,7 +332,9 @@ def _cap(spec: Forward, place: Place) -> Iterator[Step]:
 def _last_product(spec: Forward, turns: _Turns, flattened: bool) -> Iterator[Step]:
     """P V of the last tile of keys; where the next tile of queries is known and loaded, its first S runs beside."""
     end = partial(_consumers, "end")
-    yield end("wait_full", on="v", note="the last V has landed")
+    transposed = footprint.transposes(spec)
+    landed = "the last V has been transposed" if transposed else "the last V has landed"
+    yield end("wait_full", on=_v_ring(spec), note=landed)
     if flattened:
         yield end("wait_full", on="q", ahead=1)
         yield end("wait_full", on="k", ahead=1, note="so have the next tile's Q and first K")
@@ -320,7 +346,10 @@ def _last_product(spec: Forward, turns: _Turns, flattened: bool) -> Iterator[Ste
         yield end("product", "S", ahead=1, note="by wgmma, of the next tile's first step")
     yield from turns.give("end")
     yield end("wait_products", in_flight=int(flattened))
-    yield end("release", on="v", note=f"O is complete{'; the next S runs on' * flattened}")
+    done = "P V is complete" if footprint.two_levels(spec) else "O is complete"
+    yield end("release", on=_v_ring(spec), note=f"{done}{'; the next S runs on' * flattened}")
+    if footprint.two_levels(spec):
+        yield end("promote", note="the last P V")
 
 
 def _store(spec: Forward) -> Iterator[Step]:

@@ -22,8 +22,8 @@
     const cursor = picture.querySelector(".cursor"), hits = picture.querySelector(".hits");
     let row = 0, column = 0;
     const at = (r, c) => {
-      const [thread, register, half] = f.places[r][c % f.block];
-      return { thread, register: register + f.step * Math.floor(c / f.block), half };
+      const [thread, register, part] = f.places[r][c % f.block];
+      return { thread, register: register + f.step * Math.floor(c / f.block), part };
     };
     const place = (rect, r, c, width) => {
       rect.setAttribute("x", f.left + c * f.column);
@@ -33,9 +33,10 @@
     };
     const show = () => {
       const owner = at(row, column);
-      const half = owner.half < 0 ? "" : owner.half ? ", upper half" : ", lower half";
+      const half = owner.part ? ", upper half" : ", lower half";
+      const part = owner.part < 0 ? "" : f.each === 4 ? `, byte ${owner.part}` : half;
       said.textContent = `Row ${row}, column ${column}: thread ${owner.thread} (warp ${owner.thread >> 5}, lane ` +
-        `${owner.thread & 31}), register ${owner.register}${half}. Outlined: all that this thread holds.`;
+        `${owner.thread & 31}), register ${owner.register}${part}. Outlined: all that this thread holds.`;
       place(cursor, row, column, 1);
       hits.replaceChildren();
       for (let r = 0; r < 64; r += 1) {

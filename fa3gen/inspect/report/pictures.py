@@ -156,25 +156,27 @@ LEFT, TOP = 34, 18  # of the first cell
 def owners(fragment: fragments.Fragment) -> Svg:
     """64 rows and all columns, coloured by thread of the quad and row within eight.
 
-    One block of eight columns is drawn and repeated.
+    One block of eight columns, or 16, is drawn and repeated.
     """
-    blocks = fragment.columns // fragments.BLOCK
-    width = 4 * PAIR
+    blocks, cell = fragment.columns // fragment.block, fragment.run * PAIR // 2
+    width = 4 * cell
     picture = Svg(LEFT + blocks * width + 1, TOP + 64 * ROW + 1, fragment.what)
     name = f"block-{fragment.key}"
     cells = []
     for row in range(64):
-        for pair in range(4):
-            place = fragment.place(row, 2 * pair)
+        for run in range(4):
+            place = fragment.place(row, fragment.run * run)
             shade = place.lane % 4 + 4 * (place.lane // 4 % 2)
-            box = f'x="{pair * PAIR}" y="{row * ROW}" width="{PAIR}" height="{ROW}"'
+            box = f'x="{run * cell}" y="{row * ROW}" width="{cell}" height="{ROW}"'
             cells.append(f'<rect class="cell c{shade}" {box}/>')
-            cells.append(f'<text class="owner" x="{pair * PAIR + 11}" y="{row * ROW + 8.5}">{place.thread}</text>')
+            middle = run * cell + cell // 2
+            cells.append(f'<text class="owner" x="{middle}" y="{row * ROW + 8.5}">{place.thread}</text>')
     picture.raw(Markup(f'<defs><g id="{escape(name)}">{"".join(cells)}</g></defs>'))
     for block in range(blocks):
         x = LEFT + block * width
         picture.raw(Markup(f'<use href="#{escape(name)}" x="{x}" y="{TOP}"/>'))
-        picture.text(x + width / 2, 12, f"{8 * block}–{8 * block + 7}", "small", "middle")
+        columns = f"{fragment.block * block}–{fragment.block * (block + 1) - 1}"
+        picture.text(x + width / 2, 12, columns, "small", "middle")
         if block:
             picture.line(x, TOP, x, TOP + 64 * ROW, "axis")
     for row in range(0, 64, 8):
@@ -194,12 +196,13 @@ def fragment(fragment: fragments.Fragment) -> Markup:
         "row": ROW,
         "column": PAIR / 2,
         "columns": fragment.columns,
-        "block": fragments.BLOCK,
-        "step": fragment.place(0, fragments.BLOCK).register,
+        "block": fragment.block,
+        "step": fragment.place(0, fragment.block).register,
+        "each": fragment.each,
         "places": [
             [
-                [place.thread, place.register, -1 if place.half is None else place.half]
-                for place in (fragment.place(row, column) for column in range(fragments.BLOCK))
+                [place.thread, place.register, -1 if place.part is None else place.part]
+                for place in (fragment.place(row, column) for column in range(fragment.block))
             ]
             for row in range(64)
         ],

@@ -161,7 +161,13 @@ def operands(spec: Forward) -> tuple[Operand, ...]:
     else:
         filled = _out_of_pages(spec) if footprint.paged(spec) else _clipped(spec)
         found.append(_operand("sK", "K", tiles["K"], [*filled, core if qk else many_rows]))
-        found.append(_operand("sV", "V", tiles["V"], [*filled, core if pv else beside], along=not pv))
+        v_reader = core if pv else beside
+        if "Vt" in tiles:
+            v_reader = f"ldmatrix reads it, {ROWS} rows x {CHUNK} bytes at a time"
+        found.append(_operand("sV", "V", tiles["V"], [*filled, v_reader], along=not pv))
+    if "Vt" in tiles:
+        writer = f"stmatrix writes it, {ROWS} rows x {CHUNK} bytes at a time"
+        found.append(_operand("sVt", "V transposed", tiles["Vt"], [writer, core]))
     if "P" in tiles:
         found.append(_operand("sP", "P", tiles["P"], ["stmatrix writes P", core]))
     if spec.outputs.o == "own_buffer":

@@ -49,6 +49,7 @@ _TIMES = record(
         "copy_q": _OPTIONAL_PIECE,
         "copy_k": _OPTIONAL_PIECE,
         "copy_v": _OPTIONAL_PIECE,
+        "transpose": _OPTIONAL_PIECE,
     }
 )
 _SPAN = record(

@@ -15,6 +15,7 @@ from itertools import accumulate
 from fa3gen.design import footprint
 from fa3gen.design.schedule import PLACES, Place, Ring, Role, Schedule, Step, schedule_of
 from fa3gen.design.schedule.cooperative import CTA_BARRIER
+from fa3gen.design.schedule.specialized import CONSUMERS
 from fa3gen.inspect.simulation.engine import Actor, Compute, Engine, Process, Wait
 from fa3gen.inspect.simulation.times import Times, groups
 from fa3gen.spec.model import Forward
@@ -74,7 +75,7 @@ class Cta:
 
     def _processes(self) -> Iterator[tuple[str, Process]]:
         for role in self.schedule.roles:
-            if footprint.specialized(self.spec) and role.warps == 1:
+            if footprint.specialized(self.spec) and role.name != CONSUMERS:
                 yield role.name, _Program(self, role, None).run()
                 continue
             for group in range(self.groups):
@@ -95,8 +96,8 @@ class Cta:
 
     def wait_full(self, tensor: str, number: int) -> Wait:
         """Wait until a tile has landed, or until it is known which one comes next."""
-        stage, tile = number % self.ring(tensor).stages, number if tensor in ("K", "V") else None
-        what = f"{tensor} to land" if tensor in ("Q", "K", "V") else tensor
+        stage, tile = number % self.ring(tensor).stages, number if tensor in ("K", "V", "Vt") else None
+        what = {"Vt": "V to be transposed"}.get(tensor, f"{tensor} to land" if tensor in ("Q", "K", "V") else tensor)
         return Wait(self.key(tensor, "full", number), what, stage, tile)
 
     def wait_free(self, tensor: str, number: int) -> Wait | None:
@@ -110,9 +111,10 @@ class Cta:
     def release(self, tensor: str, number: int) -> None:
         """A group, or a role of one warp, has read a tile."""
         signal, ring = self.key(tensor, "empty", number), self.ring(tensor)
-        readers = [self.schedule.role(name) for name in ring.consumers]
-        alone = sum(role.warps == 1 for role in readers) if footprint.specialized(self.spec) else 0
-        self.engine.arrive(signal, self.groups + alone)
+        # Roles other than the groups that compute are one process each.
+        alone = [name for name in ring.consumers if footprint.specialized(self.spec) and name != CONSUMERS]
+        grouped = self.groups if len(alone) < len(ring.consumers) else 0
+        self.engine.arrive(signal, grouped + len(alone))
         if self.engine.fired(signal) and tensor in ("Q", "K", "V"):
             landed, tile = self.engine.when(self.key(tensor, "full", number)), None if tensor == "Q" else number
             stage = number % ring.stages
@@ -227,6 +229,8 @@ class _Program:
                 # Where it is not split up, O is rescaled and P rounded in the softmax.
                 for piece in times.softmax if self.role.peeled else (*times.softmax, times.rescale):
                     yield Compute(piece, number)
+            case "transpose" if times.transpose is not None:
+                yield Compute(times.transpose, number)
             case "round" if self.role.peeled:
                 yield Compute(times.rescale, number)
             case self.epilogue if step.what == "O":

@@ -57,6 +57,9 @@ OPERAND_WAIT = 65.0
 SOFTMAX_PACE = 2.4
 # Instructions of a thread for each 16 bytes that it copies itself: addresses in global and shared memory, bounds.
 COPY_INSTRUCTIONS = 6
+# Instructions of a warp for each 32 keys and 16 columns of V that it transposes: ldmatrix, four byte permutes,
+# stmatrix, addresses. As compiled, 111 for 8 of them and the barriers of two rings.
+TRANSPOSE_INSTRUCTIONS = 13
 # Instructions of a warp around a stmatrix of P: addresses, fence.proxy.async and the barrier of the warpgroup.
 STORE_P_INSTRUCTIONS = 40
 # Of a warp for each of its elements of O after the last tile: normalise, round, store.
@@ -109,6 +112,7 @@ class Times:
     beside the softmax. Loads of `q_bytes`, `k_bytes` and `v_bytes` share `load_rate` bytes a cycle, are written to
     shared memory at `smem_rate` bytes a cycle when nobody else needs it, and have landed `flight` cycles after they
     began, if they are through by then; `copy_k` and `copy_v` are what a group itself does for them, or a producer warp.
+    `transpose` is what a group of its own does with a tile of V, where there is one.
     """
 
     qk: Piece
@@ -126,6 +130,7 @@ class Times:
     copy_q: Piece | None
     copy_k: Piece | None
     copy_v: Piece | None
+    transpose: Piece | None = None
 
     @property
     def softmax_alone(self) -> float:
@@ -213,7 +218,16 @@ def times_of(spec: Forward, chip: Chip, one_bank: OneBank = NO_CONFLICTS) -> Tim
         copy_q=None if footprint.gathered(spec) else _copy(spec, spec.tile.q, d, chip),
         copy_k=_copy(spec, kv, d, chip),
         copy_v=_copy(spec, kv, v_dim, chip),
+        transpose=_transpose(spec, chip, through_smem) if footprint.transposes(spec) else None,
     )
+
+
+def _transpose(spec: Forward, chip: Chip, through_smem: SmemBytes) -> Piece:
+    """What the warpgroup that transposes V does with a tile."""
+    instructions = TRANSPOSE_INSTRUCTIONS * footprint.transposed_blocks(spec)
+    issue = footprint.TRANSPOSER_WARPS * instructions / chip.issue.value
+    smem = through_smem.transposed / chip.smem.value
+    return Piece("transpose V", issue=issue, smem=smem, chain=SOFTMAX_PACE * instructions)
 
 
 def groups(spec: Forward) -> int:
@@ -263,7 +277,8 @@ def _pv(spec: Forward, chip: Chip, through_smem: SmemBytes, conflicts: int) -> P
 def _wgmma(spec: Forward, name: str, depth: int, chip: Chip, smem_bytes: int) -> Piece:
     """A product of one group on the tensor cores, which read operands from shared memory meanwhile."""
     count, flops = groups(spec), 2 * spec.tile.q * spec.tile.kv * depth
-    return Piece(name, tensor=flops / chip.tensor.value / count, smem=smem_bytes / chip.smem.value / count)
+    rate = chip.tensor_rate(spec.element.bytes)
+    return Piece(name, tensor=flops / rate / count, smem=smem_bytes / chip.smem.value / count)
 
 
 def _softmax(spec: Forward, chip: Chip, through_smem: SmemBytes) -> tuple[tuple[Piece, ...], Piece]:

@@ -1,0 +1,94 @@
+"""Rules about attention whose q, k and v have 8 bits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fa3gen.design.rules.registry import GENERATOR, HARDWARE, Violation, rule
+from fa3gen.hardware import hopper
+from fa3gen.hardware.dtypes import E4M3
+
+TRANSPOSED_KEYS, TRANSPOSED_COLUMNS = 32, 16  # of V, that a warp transposes at a time
+
+
+@rule(kind=HARDWARE, topic="product")
+def eight_bit_major(field: str, product: str, tensor: str, major: str) -> Violation | None:
+    """Operands of 8 bits are K-major. PTX ISA, "wgmma.mma_async": imm-trans-a and imm-trans-b are for 16 bits only."""
+    if major == "k":
+        return None
+    way_out = "use k and give a q or k whose head dim is contiguous"
+    if tensor == "V":
+        way_out = (
+            "use k, with smem.vt, so that a warpgroup transposes V, or without, for a v whose sequence is contiguous"
+        )
+    return Violation(
+        field,
+        f"WGMMA transposes operands of 16 bits only, and {tensor} of 8 bits has to lie along what {product} sums over; "
+        f"{way_out}",
+    )
+
+
+@rule(kind=GENERATOR, topic="structure")
+def eight_bit_kernel(field: str, value: object, rendered: Sequence[object]) -> Violation | None:
+    """Products of 8 bits are rendered for dense tensors, where a warpgroup loads and others overlap softmax and P V."""
+    if value in rendered:
+        return None
+    ways_out = " or ".join(_yaml(each) for each in rendered)
+    return Violation(
+        field, f"with dtype {E4M3.name} {_yaml(value)} is not rendered; use {ways_out}, or dtype bf16 or fp16"
+    )
+
+
+def _yaml(value: object) -> str:
+    """As a spec has it."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", False: "false", True: "true"}[value]
+    return str(value)
+
+
+@rule(kind=GENERATOR, topic="O = P V")
+def transposed_operand(vt: str | None, dtype: str) -> Violation | None:
+    """A warpgroup transposes V where the product could not read it otherwise."""
+    if vt is None or dtype == E4M3.name:
+        return None
+    return Violation(
+        "smem.vt",
+        f"WGMMA reads V of {dtype} as it was loaded, MN-major; leave smem.vt out, or use dtype {E4M3.name}",
+    )
+
+
+@rule(kind=GENERATOR, topic="O = P V")
+def transposed_tile(kv: int, v_dim: int) -> Violation | None:
+    """Each of four warps transposes as many blocks of 32 keys and 16 columns: what ldmatrix.x4 reads.
+
+    PTX ISA, "ldmatrix": four matrices of 8 rows of 16 bytes.
+    """
+    if kv % TRANSPOSED_KEYS == 0 and v_dim % TRANSPOSED_COLUMNS == 0:
+        blocks = kv // TRANSPOSED_KEYS * (v_dim // TRANSPOSED_COLUMNS)
+        if blocks % (hopper.WARPGROUP // hopper.WARP) == 0:
+            return None
+    return Violation(
+        "tile.kv",
+        f"four warps transpose blocks of {TRANSPOSED_KEYS} keys x {TRANSPOSED_COLUMNS} columns, and a tile of "
+        f"{kv} x {v_dim} has no whole number for each; use tile.kv 128 with head_dim 64 or 128",
+    )
+
+
+@rule(kind=GENERATOR, topic="O = P V")
+def two_levels(promote_every: int, dtype: str) -> Violation | None:
+    """Threads add up what the tensor core has summed of 8 bits, after each tile of keys.
+
+    For that P V of a tile goes to accumulators of its own, and adding these to O takes the place of rescaling O.
+    """
+    if dtype != E4M3.name:
+        return Violation(
+            "accumulate",
+            f"sums of {dtype} keep enough bits in the tensor core; leave accumulate out, or use dtype {E4M3.name}",
+        )
+    if promote_every == 1:
+        return None
+    return Violation(
+        "accumulate.promote_every",
+        f"promotion after {promote_every} tiles of keys is not rendered: their sums would have to be rescaled, too; "
+        "use 1, which costs no instruction more than rescaling, or leave accumulate out",
+    )

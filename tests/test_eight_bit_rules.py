@@ -1,0 +1,103 @@
+"""The rules about attention of 8-bit operands: each by hand, and what a spec that breaks one is told."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from rendering import variants
+
+from fa3gen.design import footprint, rules
+from fa3gen.design.rules import Violation, eight_bits
+from fa3gen.spec.model import Forward
+
+
+def spec_of(stem: str) -> Forward:
+    """The spec of a committed module."""
+    spec = variants()[stem].spec
+    assert isinstance(spec, Forward)
+    return spec
+
+
+def changed(stem: str, **parts: Any) -> Forward:
+    """The spec of a module with other fields: `part={...}` changes some of a part, anything else replaces it."""
+    data = spec_of(stem).model_dump()
+    for part, value in parts.items():
+        data[part] = {**data[part], **value} if isinstance(value, dict) and data[part] else value
+    return Forward.model_validate(data)
+
+
+def violations(spec: Forward) -> dict[str, str]:
+    """What is said, by field."""
+    return {violation.field: violation.message for violation in rules.check(spec)}
+
+
+def test_eight_bit_major() -> None:
+    assert eight_bits.eight_bit_major("qk.b.major", "qk", "K", "k") is None
+    assert eight_bits.eight_bit_major("qk.b.major", "qk", "K", "mn") == Violation(
+        "qk.b.major",
+        "WGMMA transposes operands of 16 bits only, and K of 8 bits has to lie along what qk sums over; use k and give "
+        "a q or k whose head dim is contiguous",
+    )
+    told = violations(changed("k7_v_k_d128", pv={"b": {"source": "smem", "major": "mn"}}))
+    assert told["pv.b.major"].endswith(
+        "use k, with smem.vt, so that a warpgroup transposes V, or without, for a v whose sequence is contiguous"
+    )
+
+
+@pytest.mark.parametrize(
+    ("field", "parts", "way_out"),
+    [
+        ("schedule.overlap", {"schedule": {"kind": "ping_pong", "overlap": False}}, "use true"),
+        ("scheduler", {"scheduler": "dynamic"}, "use single_tile or static"),
+        ("outputs.o", {"outputs": {"o": "direct"}}, "use own_buffer"),
+        ("softmax.rescale_above", {"softmax": {"rescale_above": 4}}, "use null"),
+        ("mask", {"mask": {"kind": "window", "left": 100, "right": 0}}, "use none or causal"),
+    ],
+)
+def test_eight_bit_kernel(field: str, parts: dict[str, Any], way_out: str) -> None:
+    told = violations(changed("k7_d128", **parts))
+    assert told[field].endswith(f"is not rendered; {way_out}, or dtype bf16 or fp16")
+    assert eight_bits.eight_bit_kernel(field, None, (None,)) is None
+
+
+def test_transposed_operand() -> None:
+    assert eight_bits.transposed_operand("128B", "e4m3") is None
+    assert eight_bits.transposed_operand(None, "bf16") is None
+    assert eight_bits.transposed_operand("128B", "bf16") == Violation(
+        "smem.vt",
+        "WGMMA reads V of bf16 as it was loaded, MN-major; leave smem.vt out, or use dtype e4m3",
+    )
+
+
+def test_transposed_tile() -> None:
+    # 128 x 128: 4 x 8 blocks, eight for each of four warps; 32 x 64: one each; 96 x 16: three for four warps.
+    assert eight_bits.transposed_tile(128, 128) is None
+    assert eight_bits.transposed_tile(32, 64) is None
+    for kv, v_dim in ((96, 16), (112, 128), (128, 24)):
+        violation = eight_bits.transposed_tile(kv, v_dim)
+        assert violation is not None and violation.field == "tile.kv"
+        assert f"a tile of {kv} x {v_dim} has no whole number for each" in violation.message
+    assert footprint.transposed_blocks(spec_of("k7_d128")) == 8
+
+
+def test_two_levels() -> None:
+    assert eight_bits.two_levels(1, "e4m3") is None
+    every_fourth = eight_bits.two_levels(4, "e4m3")
+    assert every_fourth is not None and every_fourth.field == "accumulate.promote_every"
+    assert "promotion after 4 tiles of keys is not rendered" in every_fourth.message
+    told = violations(changed("k6_d128", accumulate={"promote_every": 1}))
+    assert told == {
+        "accumulate": "sums of bf16 keep enough bits in the tensor core; leave accumulate out, or use dtype e4m3"
+    }
+
+
+def test_registers_of_two_levels() -> None:
+    """64 each of O, P V of a step and S, 16 of P, 12 others: 220, and 4 to spare are the 224 of a consumer."""
+    spec = spec_of("k7_two_levels_d128")
+    held = footprint.registers_per_thread(spec)
+    assert dict(held) == {"O": 64, "P V of a step": 64, "S": 64, "P": 16, "other": 12}
+    assert footprint.register_budget(spec) == (24, 224)
+    assert 24 + footprint.transposer_registers(spec) + 2 * 224 == 4 * footprint.launch_registers(spec)
+    told = violations(changed("k7_two_levels_d128", tile={"kv": 160}, smem={"v": "128B", "vt": "32B"}))
+    assert "S 80 + P 20" in told["tile.kv"]
