@@ -8,14 +8,15 @@ the same bits in any batch, of which upstream's `deterministic` says nothing.
 
 Served are the forward of bfloat16 and float16 tensors that need no gradient: dense, packed with offsets (varlen), and
 caches, contiguous and paged, to which new keys may be appended; each with lengths on the device, causal, and with the
-windows, sinks and caps of the scores that there are modules for. Whatever else is asked for raises NotImplementedError,
+windows, sinks and caps of the scores that there are modules for. Beside such queries packed keys and caches may have 8
+bits, float8_e4m3fn, with `k_descale` and `v_descale`. Whatever else is asked for raises NotImplementedError,
 which names the argument and what to do instead. Where there is no module for the head dim, window, sinks or cap,
 NoKernel says how to make one; with FA3GEN_RENDER=1, set before fa3gen is imported, the call makes it, as with
 `render=True` of `fa3gen.attention`.
 
-`num_splits` is a request on how work is divided, as upstream: below 1 for whatever was measured to be fastest, 1 for no
-module that splits keys, more for so many parts of the keys of a tile of queries. 1 is the default of `flash_attn_func`
-and `flash_attn_varlen_func`, also upstream: for few queries and many keys pass 0.
+`num_splits` is a request on how work is divided, as upstream: below 1 for whatever was measured to be fastest, more than
+1 for so many parts of the keys of a tile of queries. 1 is for no module that splits keys, given to
+`flash_attn_with_kvcache`; it is the default of the other two, and asks them for nothing.
 
 Accepted and ignored, since they change no result: `pack_gqa` (fa3gen chooses), `sm_margin` (all SMs are used),
 `deterministic` (it concerns the backward; the forward always is), `scheduler_metadata` (the modules keep their own
@@ -88,20 +89,18 @@ def flash_attn_func(
         softcap: Scores become softcap tanh(softmax_scale S / softcap) before the mask; 0.0 for no cap.
         out: (batch, seq_q, heads_q, d_v) of q's dtype to write O to.
         s_aux: (heads_q,), bfloat16 or float32, `sinks` of `fa3gen.attention`, as messages call it.
-        num_splits: As for `fa3gen.attention`; below 1 as 0. By default keys are not split; 0 splits those of few
-            queries, where that was measured to be faster.
-        deterministic_batch: As for `fa3gen.attention`. It splits keys, also where num_splits is 1, the default.
+        num_splits: As for `fa3gen.attention`, but 1, the default, asks for nothing, and is as 0.
+        deterministic_batch: As for `fa3gen.attention`.
         qv, q_descale, k_descale, v_descale, attention_chunk: Not served but by default.
         pack_gqa, deterministic, sm_margin: Ignored.
 
     Returns:
         O, (batch, seq_q, heads_q, d_v), or (O, LSE). A row with no visible key has O = 0 and LSE = -inf, or its sink.
     """
-    if num_splits < 1 or (
-        deterministic_batch and num_splits == 1
-    ):  # as upstream; 1 is the default, and asks for nothing
-        num_splits = 0
+    num_splits = num_splits if num_splits > 1 else 0  # 1 is the default, and asks for nothing
     _check_served(q, qv, (q_descale, k_descale, v_descale), chunk=attention_chunk)
+    if k.dtype.itemsize == 1:
+        raise NotImplementedError(f"k has dtype {k.dtype}; pass it to flash_attn_varlen_func, or as a cache")
     q, k, v = _contiguous_rows(q), _contiguous_rows(k), _contiguous_rows(v)
     window = None
     if window_size != NO_WINDOW:
@@ -156,7 +155,9 @@ def flash_attn_varlen_func(
 
     Args:
         q: (total_q, heads_q, d), bfloat16 or float16, without requires_grad in grad mode.
-        k, v: (total_k, heads_kv, d) and (total_k, heads_kv, d_v), heads_q a multiple of heads_kv.
+        k, v: (total_k, heads_kv, d) and (total_k, heads_kv, d_v), heads_q a multiple of heads_kv; of q's dtype, or
+            of 8 bits.
+        k_descale, v_descale: As for `fa3gen.attention_packed`.
         cu_seqlens_q, cu_seqlens_k: (sequences + 1,) int32, where sequences begin, and where the last one ends.
         max_seqlen_q, max_seqlen_k: The longest sequences. No result depends on them but that of a window, which is left
             away where it reaches farther than they say, unless deterministic_batch is asked for.
@@ -164,15 +165,17 @@ def flash_attn_varlen_func(
         window_size: As for `flash_attn_func`, by the lengths of each sequence.
         return_attn_probs: Return (O, LSE), LSE (heads_q, total_q) float32.
         out: (total_q, heads_q, d_v) of q's dtype to write O to.
-        num_splits: As for `fa3gen.attention_packed`; below 1 as 0. By default keys are not split.
+        num_splits: As for `fa3gen.attention_packed`, but 1, the default, asks for nothing, and is as 0.
         deterministic_batch: As for `fa3gen.attention_packed`.
         softmax_scale, causal, softcap, s_aux, and all others: As for `flash_attn_func`.
 
     Returns:
         O, (total_q, heads_q, d_v), or (O, LSE). Rows that are in no sequence are not written.
     """
-    num_splits = max(num_splits, 0)  # as upstream
-    _check_served(q, qv, (q_descale, k_descale, v_descale), chunk=attention_chunk)
+    num_splits = num_splits if num_splits > 1 else 0  # 1 is the default, and asks for nothing
+    _check_served(q, qv, (q_descale,), chunk=attention_chunk)
+    if k.dtype.itemsize > 1:
+        _refuse(k_descale=k_descale, v_descale=v_descale)
     window = None
     if window_size != NO_WINDOW:
         longest = (None, None) if deterministic_batch else (max_seqlen_q, max_seqlen_k)  # those beside choose nothing
@@ -191,6 +194,8 @@ def flash_attn_varlen_func(
         window=window,
         sinks=s_aux,
         softcap=softcap or None,
+        k_descale=k_descale,
+        v_descale=v_descale,
         scale=softmax_scale,
         out=out,
         return_lse=return_attn_probs,
@@ -260,7 +265,8 @@ def flash_attn_with_kvcache(
         return_softmax_lse: Return (O, LSE, and two tensors without elements, as upstream without splits). LSE is
             (batch, heads_q, seq_q), or (heads_q, total_q).
         out: Tensor of O's shape and q's dtype to write O to, contiguous where it is (batch, seq_q, ..).
-        qv, rotary_cos, rotary_sin, q_descale, k_descale, v_descale, attention_chunk: Not served but by default.
+        qv, rotary_cos, rotary_sin, q_descale, attention_chunk: Not served but by default.
+        k_descale, v_descale: (batch, heads_kv) float32, factors of a cache of 8 bits, as for `fa3gen.attention_packed`.
         rotary_seqlens, rotary_interleaved, scheduler_metadata, pack_gqa, sm_margin: Ignored.
         num_splits: As for `fa3gen.attention_packed`, or `fa3gen.attention` where nothing but a contiguous cache is
             given; below 1 as 0, the default. Whatever it is, parts are added up before O is returned.
@@ -271,7 +277,7 @@ def flash_attn_with_kvcache(
     Returns:
         O, (batch, seq_q, heads_q, d_v) or (total_q, heads_q, d_v); with return_softmax_lse, four tensors.
     """
-    _check_served(q, qv, (q_descale, k_descale, v_descale), chunk=attention_chunk)
+    _check_served(q, qv, (q_descale,), chunk=attention_chunk)
     _refuse(rotary_cos=rotary_cos, rotary_sin=rotary_sin)
     cache = KvCache.of(k_cache, v_cache, page_table, cache_batch_idx)
     q = _contiguous_rows(q)
@@ -282,7 +288,11 @@ def flash_attn_with_kvcache(
     options |= {"sinks": s_aux, "softcap": softcap or None, "return_lse": return_softmax_lse, "render": RENDER}
     options |= {"num_splits": max(num_splits, 0), "deterministic_batch": deterministic_batch}
     named = k, v, cu_seqlens_q, cache_seqlens, cache_leftpad, cache_batch_idx, page_table
-    if all(x is None for x in named):
+    if k_cache.dtype.itemsize == 1:
+        options |= {"k_descale": k_descale, "v_descale": v_descale}
+    else:
+        _refuse(k_descale=k_descale, v_descale=v_descale)
+    if all(x is None for x in named) and k_cache.dtype.itemsize > 1:
         returned = attention(q, k_cache, v_cache, out=out, **options)
     else:
         lengths = _lengths(q, cache, cache_seqlens, cu_seqlens_q)
@@ -347,28 +357,27 @@ def flash_attn_combine(
 
 # What is not served
 
-_NO_SCALES = None, None, None
-_FP8 = "pass bfloat16 or float16 tensors: FP8 is not served"
+_FP8 = "pass bfloat16 or float16 tensors: FP8 is served for keys and values of packed sequences and caches only"
 _ROTATE = "rotate q and the new keys before the call"
 
 # By argument: what to do instead.
 _INSTEAD = {
     "qv": "pass q and k whole, in head dims up to 256: absorbed MLA is not served",
     "q_descale": _FP8,
-    "k_descale": _FP8,
-    "v_descale": _FP8,
+    "k_descale": "pass k and v of 8 bits, or scale them before the call",
+    "v_descale": "pass k and v of 8 bits, or scale them before the call",
     "attention_chunk": "cut the sequences at multiples of the chunk, by cu_seqlens_q and cu_seqlens_k",
     "rotary_cos": _ROTATE,
     "rotary_sin": _ROTATE,
 }
 
 
-def _check_served(q: Tensor, qv: Any, scales: tuple[Any, Any, Any], *, chunk: int) -> None:
-    """Raise NotImplementedError for the first of what no function serves; `scales` of q, k and v."""
+def _check_served(q: Tensor, qv: Any, scales: tuple[Any, ...], *, chunk: int) -> None:
+    """Raise NotImplementedError for the first of what no function serves; `scales` of q, k and v, as far as they are."""
     eight_bits = q.dtype.itemsize == 1
-    if scales == _NO_SCALES and qv is None and not chunk and not eight_bits:
+    if not any(scale is not None for scale in scales) and qv is None and not chunk and not eight_bits:
         return
-    _refuse(qv=qv, **dict(zip(("q_descale", "k_descale", "v_descale"), scales, strict=True)))
+    _refuse(qv=qv, **dict(zip(("q_descale", "k_descale", "v_descale"), scales, strict=False)))
     _refuse(attention_chunk=chunk or None)
     if eight_bits:
         raise NotImplementedError(f"q has dtype {q.dtype}; {_FP8}")

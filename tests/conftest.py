@@ -16,8 +16,10 @@ from fa3gen.compile import compiler
 from fa3gen.compile.cache import CACHE_DIR_VARIABLE
 
 NO_HOPPER = "no Hopper GPU here"
-# Most of the time goes into these: they compile modules and execute them on the CPU model.
-LONG = ("test_facts", "test_every_module", "test_mutations")
+# Most of the time goes into these: they compile modules and execute them on the CPU model; one formats all files.
+LONG = ("test_facts", "test_every_module", "test_mutations", "test_format")
+# Objects made before Python looks for garbage among the youngest, 700 by itself: CTAs of the CPU model live as long.
+YOUNG_OBJECTS = 10_000
 
 
 def pytest_configure(config: Any) -> None:
@@ -37,6 +39,7 @@ def pytest_collection() -> Iterator[None]:
         return (yield)
     finally:
         gc.freeze()
+        gc.set_threshold(YOUNG_OBJECTS)
         gc.enable()
 
 

@@ -106,6 +106,8 @@ class PackedModules:
             self.options.append(dict(options))
             self.divided.append(division(globals(), k.shape[1]))
             return_lse, into = options.pop("return_lse", False), options.pop("out", None)
+            k, v = (x.to(q.dtype) for x in (k, v))  # of 8 bits; factors are only looked at
+            options = {name: given for name, given in options.items() if not name.endswith("_descale")}
             if family.layout == "paged":
                 cu_seqlens_q, table, used = rest
                 k, v = (out_of_pages(x, table, used.tolist()) for x in (k, v))

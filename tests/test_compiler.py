@@ -191,6 +191,25 @@ def compile_for_sm90a():
 
 
 @EITHER_WAY
+def test_no_engine_is_made_without_which_the_code_is_the_same(tmp_path: Path) -> None:
+    """Machine code for calls from the compiling process; the second module has the DSL make it all the same."""
+    source = (DATA.parent.parent / "generated" / "c1.py").read_text()
+    ends = ["    assert compiled.engine is None\n    return compiled\n"]
+    ends += ["    assert compiled.engine is not None\n    return compiled\n"]
+    begins = ["", "    CutlassBaseDSL._runtime_can_run_compiled = lambda *_: True\n"]
+    found = []
+    for name, begin, end in zip(("without", "made"), begins, ends, strict=True):
+        path = tmp_path / f"{name}.py"
+        path.write_text(
+            f"{source}\nfrom cutlass.cutlass_dsl.cutlass import CutlassBaseDSL\n_compile = compile_for_sm90a\n"
+            f"def compile_for_sm90a():\n{begin}    compiled = _compile()\n{end}"
+        )
+        found.append(compile_module(path, with_object=True))
+    without, made = ((each.ptx, each.cubin, each.host_module, each.object_file) for each in found)
+    assert without == made and all(without)
+
+
+@EITHER_WAY
 def test_python_error_is_given_with_its_line(tmp_path: Path) -> None:
     message = fails(tmp_path, "def compile_for_sm90a():\n    return len(5)\n")
     path = tmp_path / "broken.py"

@@ -137,7 +137,7 @@ def test_dense(modules: PackedModules) -> None:
     into = torch.empty_like(q)
     returned = fa3.flash_attn_func(q, k, v, pack_gqa=True, deterministic=True, sm_margin=8, num_splits=3, out=into)
     assert returned is into and into.equal(dense(q, k, v, None, None)[0])
-    assert modules.divided == [None, 3] and [size.parts for _, size, _ in modules.asked] == [1, 3]
+    assert modules.divided == [None, 3] and [size.parts for _, size, _ in modules.asked] == [0, 3]
     assert [family.layout for family, _, _ in modules.asked] == ["dense"] * 2
 
 
@@ -165,8 +165,7 @@ def test_dense_sinks_and_caps(given: dict[str, Any], modules: PackedModules) -> 
 
 @pytest.mark.parametrize(("given", "named"), [({"softcap": 1.5}, "softcap"), ({"s_aux": SINKS}, "sinks")])
 def test_where_no_module_has_sinks_or_a_cap(given: dict[str, Any], named: str) -> None:
-    asked = f"no mask, {named}, keys not split"  # by default
-    with pytest.raises(dispatch.NoKernel, match=f"computes bf16, head dim 64, {asked};.* extends"):
+    with pytest.raises(dispatch.NoKernel, match=f"computes bf16, head dim 64, no mask, {named};.* extends"):
         fa3.flash_attn_func(*dense_tensors(), **given)
 
 
@@ -208,7 +207,7 @@ def test_windows(causal: bool, window_size: Any, mask: Mask, modules: PackedModu
     used = torch.tensor([9, 9], dtype=torch.int32)
     out = fa3.flash_attn_with_kvcache(q, k, v, cache_seqlens=used, causal=causal, window_size=window_size)
     assert out.equal(wanted)
-    assert [family.mask for family, _, _ in modules.asked] == [mask] * 3 and len(modules.calls) == 3
+    assert [family.mask for family, _, _ in modules.asked] == [mask, mask] and len(modules.calls) == 3
 
 
 def test_the_same_bits_in_any_batch(modules: PackedModules) -> None:
@@ -589,6 +588,24 @@ def test_what_is_not_served_names_the_argument_and_the_way_out(name: str, value:
         with pytest.raises(NotImplementedError, match=rf"^{name} is {said}, which fa3gen does not serve; \w+ \w+"):
             function(**{name: value})
     assert modules.calls == []
+
+
+def test_a_cache_of_8_bits(modules: PackedModules) -> None:
+    """Its factors go with it, contiguous or packed, all of it in use or not; dense tensors of 8 bits are no cache."""
+    q, k, v = dense_tensors()
+    narrow, one = [x.to(torch.float8_e4m3fn) for x in (k, v)], torch.ones(len(k), k.shape[2])
+    used = torch.full((len(k),), k.shape[1], dtype=torch.int32)
+    factors = {"k_descale": one, "v_descale": one / 2}
+    for options in ({"cache_seqlens": used}, {}):
+        out = fa3.flash_attn_with_kvcache(q, *narrow, **options, **factors)
+        assert out.shape == q.shape and modules.asked[-1][0].kv_dtype == "e4m3"
+        assert {name: modules.options[-1][name] for name in factors} == factors
+    packed = [x.flatten(0, 1) for x in (q, *narrow)]
+    begins = offsets([q.shape[1]] * len(q)), offsets([k.shape[1]] * len(k))
+    fa3.flash_attn_varlen_func(*packed, *begins, q.shape[1], k.shape[1], **factors)
+    assert {name: modules.options[-1][name] for name in factors} == factors
+    with pytest.raises(NotImplementedError, match="k has dtype torch.float8_e4m3fn; pass it to flash_attn_varlen_func"):
+        fa3.flash_attn_func(q, *narrow)
 
 
 def test_eight_bits_are_not_served_whatever_comes_with_them(modules: PackedModules) -> None:

@@ -542,3 +542,68 @@ def test_explain_takes_the_module_that_copies_most_of_a_page_at_once() -> None:
         served[page] = fa3gen.attention_packed.explain(q, k, k, begins, **keys, window=(9, 0)).stem
     of_rows = "fwd_paged_rows_any_window_d64"
     assert served == {1: of_rows, 24: of_rows, 48: "fwd_paged_any_window_d64"}
+
+
+# Keys of 8 bits
+
+
+@pytest.mark.parametrize("page", [None, 16, 64])
+def test_keys_of_8_bits_have_modules_of_their_own(page: int | None) -> None:
+    """By k's dtype, whoever asks; beside factors or without them."""
+    for heads, dim in (((64, 8), 64), ((32, 8), 128), ((16, 4), 256)):
+        q, k, v, begins_q, begins_k = packed_tensors([1] * 4, [160] * 4, heads=heads, head_dim=dim)
+        k, v = (x.to(torch.float8_e4m3fn) for x in (k, v))
+        where: dict[str, Any] = {"cu_seqlens_k": begins_k}
+        if page is not None:
+            k, v = (x[: 9 * page].view(-1, page, heads[1], dim) for x in (k, v))
+            table = torch.zeros((4, 10), dtype=torch.int32)
+            where = {"page_table": table, "seqused_k": torch.full((4,), 5, dtype=torch.int32)}
+        factors = {"k_descale": torch.ones(4, heads[1]), "v_descale": torch.ones(4, heads[1])}
+        for given in ({}, factors):
+            found = fa3gen.attention_packed.explain(q, k, v, begins_q, **where, causal=True, **given)
+            assert found.stem == f"fwd_{'packed' if page is None else 'paged'}_kv8_decode_d{dim}_causal"
+            assert found.spec.kv.dtype == "e4m3"
+
+
+def test_prompts_on_keys_of_8_bits() -> None:
+    q, k, v, *begins = packed_tensors([700, 900], [700, 900], heads=(8, 2), head_dim=128)
+    found = fa3gen.attention_packed.explain(q, *(x.to(torch.float8_e4m3fn) for x in (k, v)), *begins, causal=True)
+    assert found.stem == "fwd_packed_kv8_d128_causal"
+
+
+def test_what_is_wrong_with_keys_of_8_bits_is_said(eager: PackedModules) -> None:
+    q, k, v, *begins = packed_tensors(*LENGTHS)
+    narrow = k.to(torch.float8_e4m3fn), v.to(torch.float8_e4m3fn)
+    one = torch.ones(4, 2)
+    with pytest.raises(ArgumentError, match="k_descale is given, and k has dtype torch.bfloat16; .* leave it out"):
+        fa3gen.attention_packed(q, k, v, *begins, k_descale=one)
+    with pytest.raises(ArgumentError, match="k has dtype torch.float8_e4m3fn and v torch.bfloat16; they need the same"):
+        fa3gen.attention_packed(q, narrow[0], v, *begins)
+    with pytest.raises(TypeError, match="v_descale is a float; it needs to be a torch.Tensor"):
+        fa3gen.attention_packed(q, *narrow, *begins, v_descale=0.5)
+
+
+def test_a_spec_for_other_keys_of_8_bits_is_proposed() -> None:
+    q, k, v, *begins = packed_tensors(*LENGTHS)
+    with pytest.raises(NoKernel, match=r"K and V in e5m2(.|\n)*kv:\n? *.*dtype: e5m2"):
+        fa3gen.attention_packed.explain(q, *(x.to(torch.float8_e5m2) for x in (k, v)), *begins, causal=True)
+
+
+def test_factors_reach_the_module(eager: PackedModules) -> None:
+    """By name, and only those that are given."""
+    q, k, v, *begins = packed_tensors(*LENGTHS)
+    narrow, one = (k.to(torch.float8_e4m3fn), v.to(torch.float8_e4m3fn)), torch.full((4, 2), 0.5)
+    for factors in ({}, {"v_descale": one}, {"k_descale": one, "v_descale": one}):
+        fa3gen.attention_packed(q, *narrow, *begins, causal=True, **factors)
+        assert {name for name in eager.options[-1] if name.endswith("_descale")} == set(factors)
+
+
+def test_fake_factors_have_to_fit(modules: PackedModules) -> None:
+    with FakeTensorMode():
+        q, k, v = (torch.empty(9, heads, 64, dtype=torch.bfloat16, device="cuda") for heads in (4, 2, 2))
+        narrow = [x.to(torch.float8_e4m3fn) for x in (k, v)]
+        begins = [torch.empty(5, dtype=torch.int32, device="cuda") for _ in range(2)]
+        right, wrong = (torch.empty(rows, 2, device="cuda") for rows in (4, 5))
+        assert fa3gen.attention_packed(q, *narrow, *begins, k_descale=right).shape == q.shape
+        with pytest.raises(RuntimeError, match=r"k_descale has shape \(5, 2\); it needs to be \(4, 2\)"):
+            fa3gen.attention_packed(q, *narrow, *begins, k_descale=wrong)

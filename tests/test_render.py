@@ -56,11 +56,12 @@ def test_the_ladder_is_complete() -> None:
 # Determinism
 
 RENDER_SOME = """
-import hashlib, json, sys
+import gc, hashlib, json, sys
 from pathlib import Path
 from fa3gen.generate.render import render_variant
 from fa3gen.design.workspace import Workspace
 
+gc.disable()  # what black leaves in memory is looked through again and again
 workspace = Workspace.find(Path(sys.argv[1]))
 chosen = [spec_file.variants[-1] for spec_file in workspace.load_all()][int(sys.argv[2]) :: 2]
 print(json.dumps({v.stem: hashlib.sha256(render_variant(v, workspace).encode()).hexdigest() for v in chosen}))
@@ -95,14 +96,6 @@ def test_rendering_again_gives_the_same(rendered: list[Rendered]) -> None:
 
 
 # Format
-
-
-@pytest.mark.parametrize("rung", sorted({stem.partition("_d")[0] for stem in STEMS}))
-def test_format_is_that_of_black(rung: str) -> None:
-    """`format_module` formats block by block; black on the whole file has nothing left to change."""
-    for stem in STEMS:
-        if stem.partition("_d")[0] == rung:
-            assert black.format_str(source(stem), mode=BLACK) == source(stem), stem
 
 
 @pytest.mark.parametrize(

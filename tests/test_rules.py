@@ -1046,7 +1046,8 @@ def test_converting_kernel() -> None:
         (1, "dense", "kv.dtype", "use layout packed"),
         (3, 1, "load.page_rows", "use 8 or more"),
         (4, False, "schedule.overlap", "use overlap: true"),
-        (5, 3, "tile.warpgroups", "for 1 or 2 consumers"),
+        (5, 3, "tile.warpgroups", "not for 3 beside 1; use one of these"),
+        (6, 2, "tile.warpgroups", "not for 2 beside 2; use one of these"),
     ):
         found = converting.converting_kernel(*right[:at], value, *right[at + 1 :])
         assert found is not None and found.field == field and words in found.message

@@ -28,6 +28,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 _LINES_SWITCH = "_set_enable_frame_filtering"  # how the DSL turns the look-up of source lines on and off
+_ENGINE_SWITCH = "_runtime_can_run_compiled"  # how the DSL asks whether this machine could launch what it compiles
+# What the DSL imports with the first module that is compiled with TVM FFI.
+_IMPORTED_LATE = ("tvm_ffi", "cutlass.cute._tvm_ffi_args_spec_converter", "cutlass.cutlass_dsl.tvm_ffi_provider")
 
 
 def peak_bytes() -> int | None:
@@ -72,6 +75,25 @@ def no_source_lines() -> Iterator[None]:
         setattr(dsl, _LINES_SWITCH, switch)
 
 
+@contextlib.contextmanager
+def no_engine() -> Iterator[None]:
+    """Let the DSL not turn the host code into machine code of this process, where nobody calls it.
+
+    It does so with every module, for a tenth of the time of a large one, but not where it compiles for another machine
+    than the one that it is on: code, host module and object file are the same then.
+    """
+    dsl = getattr(sys.modules.get("cutlass.cutlass_dsl.cutlass"), "CutlassBaseDSL", None)
+    answer = getattr(dsl, _ENGINE_SWITCH, None)
+    if answer is None:  # another version: the engine is made in vain
+        yield
+        return
+    setattr(dsl, _ENGINE_SWITCH, lambda *_: False)
+    try:
+        yield
+    finally:
+        setattr(dsl, _ENGINE_SWITCH, answer)
+
+
 def compile_to(module_path: Path, out: Path, options: str | None = None, object_name: str | None = None) -> float:
     """Compile the module's kernels into `out`; returns the seconds it took after the imports.
 
@@ -79,14 +101,15 @@ def compile_to(module_path: Path, out: Path, options: str | None = None, object_
     """
     module = import_module(module_path)
     started = time.perf_counter()
-    if options is not None:
-        compiled = module.compile_for_sm90a(options=options)
-    else:
-        try:
-            with no_source_lines():
-                compiled = module.compile_for_sm90a()
-        except Exception:
-            compiled = module.compile_for_sm90a()  # fails again, and now the DSL's message names the line
+    with no_engine():
+        if options is not None:
+            compiled = module.compile_for_sm90a(options=options)
+        else:
+            try:
+                with no_source_lines():
+                    compiled = module.compile_for_sm90a()
+            except Exception:
+                compiled = module.compile_for_sm90a()  # fails again, and now the DSL's message names the line
     seconds = time.perf_counter() - started
     if not getattr(compiled, "__ptx__", None) or not getattr(compiled, "__cubin__", None):
         raise RuntimeError(
@@ -123,7 +146,7 @@ def serve() -> int:
     input. The DSL reads its settings when it is imported: those of this process are the ones of all its forks.
     """
     del sys.argv[1:]  # which it parses as well
-    for package in ("torch", "cutlass.cute"):
+    for package in ("torch", "cutlass.cute", *_IMPORTED_LATE):
         with contextlib.suppress(ImportError):  # a module that imports it says what is missing
             importlib.import_module(package)
     for line in sys.stdin:

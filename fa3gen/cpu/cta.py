@@ -197,8 +197,10 @@ class Cta:
 
         Only what somebody waits for, so that a missing wait is seen: every other load stays in flight.
         """
-        awaited = [group.waits_for for group in self.groups if isinstance(group.waits_for, Mbarrier)]
-        loads = [load for load in self.bulk.loads if not only_wanted or any(load.barrier is one for one in awaited)]
+        loads = list(self.bulk.loads)
+        if only_wanted:
+            awaited = {id(group.waits_for) for group in self.groups if isinstance(group.waits_for, Mbarrier)}
+            loads = [load for load in loads if id(load.barrier) in awaited]
         queues = self.wgmma.waiting()
         if not loads and not queues:
             return False

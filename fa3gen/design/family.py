@@ -21,6 +21,7 @@ from fa3gen.spec.model import (
     Mask,
     OutputDType,
     SequenceLayout,
+    StoredDType,
     WindowMask,
 )
 
@@ -176,7 +177,8 @@ class Family(NamedTuple):
     `sink` and `softcap`: whether a call gives sinks, and a cap of the scores; `any_cap`: whether a call's cap is more
     than MOST_CAP_OF_FIRST_MAX, or may be one of a module's calls. `page_rows`: the page size of a call;
     of a module the number that its calls' page sizes are multiples of. `part_keys`: how many keys a part has where that
-    is fixed, so that a row's bits are the same whatever else a call has.
+    is fixed, so that a row's bits are the same whatever else a call has. `kv_dtype`: that of k and v where they have 8
+    bits beside queries of 16.
     """
 
     dtype: AttentionDType
@@ -191,6 +193,7 @@ class Family(NamedTuple):
     page_rows: int | None = None
     any_cap: bool = False
     part_keys: int | None = None
+    kv_dtype: StoredDType | None = None
 
     @classmethod
     def of(cls, spec: Forward) -> Family:
@@ -206,6 +209,7 @@ class Family(NamedTuple):
             page_rows=page_rows(spec),
             any_cap=spec.softmax.softcap and spec.softmax.row_max == "online",
             part_keys=spec.split.keys if spec.split is not None else None,
+            kv_dtype=spec.kv.dtype,
         )
 
     def of_call(self, window: Window | None = None) -> Family:
@@ -229,8 +233,9 @@ class Family(NamedTuple):
 
     @property
     def dtypes(self) -> str:
-        """`bf16`, or `bf16, O in fp32`."""
-        return self.dtype if self.out_dtype is None else f"{self.dtype}, O in {self.out_dtype}"
+        """`bf16`, `bf16, O in fp32`, or `bf16, K and V in e4m3`."""
+        keys = "" if self.kv_dtype is None else f", K and V in {self.kv_dtype}"
+        return self.dtype + keys + ("" if self.out_dtype is None else f", O in {self.out_dtype}")
 
     @property
     def dims(self) -> str:
@@ -245,7 +250,8 @@ class Family(NamedTuple):
         score = "_sink" * self.sink + "_softcap" * self.softcap + "_any" * self.any_cap
         packed = {"dense": "", "packed": "_packed", "paged": f"_pages_{self.page_rows}"}[self.layout]
         same = "" if self.part_keys is None else f"_parts_of_{self.part_keys}"
-        return f"{self.dtype}_d{self.dims.replace('/', '_')}_{mask_label(self.mask)}{score}{out}{where}{packed}{same}"
+        keys = "" if self.kv_dtype is None else f"_kv_{self.kv_dtype}"
+        return f"{self.dtype}{keys}_d{self.dims.replace('/', '_')}_{mask_label(self.mask)}{score}{out}{where}{packed}{same}"
 
     @property
     def keywords(self) -> tuple[str, ...]:

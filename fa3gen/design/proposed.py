@@ -36,7 +36,7 @@ _CHEAP = ("smem.q", "smem.k", "smem.v", "outputs.o")
 USUAL_ROOM = 16  # query heads of a kv head in a tile, where keys are split
 PAGE_BOXES = (16, 8)  # keys in boxes that tiles of keys are whole numbers of, as a rule
 # What says what is computed, and not how.
-_ASKED = ("problem", "mask", "o.dtype", "softmax.sink", "softmax.softcap")
+_ASKED = ("problem", "mask", "o.dtype", "kv.dtype", "softmax.sink", "softmax.softcap")
 
 
 @dataclass(frozen=True)
@@ -107,6 +107,7 @@ def _distance(variant: Variant[Forward], family: Family, split: Split | None) ->
     alone = spec.scheduler in ("single_tile", "grid")  # a CTA for each tile: for few tiles, or to be read
     dims = (other.head_dim, family.head_dim), (other.head_dim_v, family.head_dim_v)
     return (
+        (other.kv_dtype is None) != (family.kv_dtype is None),
         _kind_of_split(spec.split) != _kind_of_split(split),
         *(other.by_sequence != family.by_sequence, other.layout != family.layout),
         *(spec.schedule.kind == "cooperative", alone),
@@ -130,7 +131,7 @@ def _asked_of(base: Forward, family: Family, *, own: bool, split: Split | None, 
         ("problem.head_dim_v", None if family.head_dim_v == family.head_dim else family.head_dim_v),
         *(("problem.dtype", family.dtype), ("problem.layout", family.layout)),
         ("mask", mask.model_dump(exclude_none=True)),
-        ("o.dtype", family.out_dtype),
+        *(("o.dtype", family.out_dtype), ("kv.dtype", family.kv_dtype)),
         *(("softmax.sink", family.sink), ("softmax.softcap", family.softcap)),
         ("softmax.row_max", base.softmax.row_max if _bounds_scores(family) else "online"),
         *(("outputs.lse", True), *_heads_and_parts(base, split, group)),

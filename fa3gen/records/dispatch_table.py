@@ -178,7 +178,12 @@ def _order(family: Family) -> tuple[Any, ...]:
     if isinstance(mask, WindowMask):  # those for any come last
         reach = (NO_LIMIT, 0) if mask.left is None or mask.right is None else (mask.left, mask.right)
     kinds = ("none", "causal", "window")
-    own = family.out_dtype or "", family.keywords, -(family.page_rows or 0)  # of pages the largest first
+    own = (
+        family.out_dtype or "",
+        family.kv_dtype or "",
+        family.keywords,
+        -(family.page_rows or 0),
+    )  # of pages the largest first
     return family.layout, family.dtype, family.head_dim, family.head_dim_v, kinds.index(mask.kind), reach, *own
 
 
@@ -331,6 +336,7 @@ def _row(family: Family, edge: float | None, part: _Part) -> Row:
         head_dim_v=family.head_dim_v,
         mask=family.mask,
         out_dtype=family.out_dtype,
+        kv_dtype=family.kv_dtype,
         sink=family.sink or None,
         softcap=family.softcap or None,
         layout=None if family.layout == "dense" else family.layout,

@@ -25,7 +25,7 @@ from fa3gen.design.workspace import Workspace
 from fa3gen.hardware.chips import H200
 from fa3gen.records.tuning_records import MaskShape
 from fa3gen.run.dispatch import PACKED_TOOL, seen
-from fa3gen.spec.model import DType, Forward, SequenceLayout, WindowMask
+from fa3gen.spec.model import DType, Forward, SequenceLayout, StoredDType, WindowMask
 from fa3gen.spec.specfile import Variant
 
 FOLDER = "packed"  # below generated/evidence
@@ -34,7 +34,7 @@ FOLDER = "packed"  # below generated/evidence
 class PackedProblem(GrownPart):
     """A family, heads, and the lengths of all sequences: q (sum of lengths_q, heads_q, head_dim)."""
 
-    LATER = frozenset({"page", "sink", "softcap"})
+    LATER = frozenset({"page", "sink", "softcap", "kv_dtype"})
 
     dtype: DType
     head_dim: int = Field(gt=0)
@@ -48,6 +48,7 @@ class PackedProblem(GrownPart):
     page: int | None = Field(default=None, gt=0, description="Keys of a page; none where keys are packed, too.")
     sink: bool = False
     softcap: bool = False
+    kv_dtype: StoredDType | None = Field(default=None, description="Of k and v, where they have 8 bits.")
 
     @classmethod
     def of(cls, family: Family, lengths: str, shape: PackedShape) -> Self:
@@ -65,6 +66,7 @@ class PackedProblem(GrownPart):
             page=family.page_rows,
             sink=family.sink,
             softcap=family.softcap,
+            kv_dtype=family.kv_dtype,
         )
 
     @model_validator(mode="after")
@@ -86,6 +88,7 @@ class PackedProblem(GrownPart):
             sink=self.sink,
             softcap=self.softcap,
             page_rows=self.page,
+            kv_dtype=self.kv_dtype,
         )
 
     @property

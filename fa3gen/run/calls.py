@@ -25,13 +25,14 @@ from fa3gen.run.dispatch import ArgumentError, Choice, NotRendered, Size
 from fa3gen.run.equal_lengths import of_dense
 from fa3gen.run.launch import module_at
 from fa3gen.run.parts import in_parts
-from fa3gen.spec.model import MOST_CAP_OF_FIRST_MAX, DType, OutputDType
+from fa3gen.spec.model import MOST_CAP_OF_FIRST_MAX, DType, OutputDType, StoredDType
 
 Attention = Callable[..., Any]
 Returned = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 Window = Sequence[int] | None
 
 INPUTS: dict[torch.dtype, DType] = {DTYPES[name].in_torch(): name for name in get_args(DType)}
+STORED: dict[torch.dtype, StoredDType] = {DTYPES[name].in_torch(): name for name in get_args(StoredDType)}
 
 
 # What a function takes to explain itself
@@ -135,6 +136,24 @@ def dtypes_of(q: torch.Tensor, out: Any, function: str) -> tuple[DType, OutputDT
     if q.dtype not in INPUTS:
         raise TypeError(f"q has dtype {q.dtype}; {function} takes {' or '.join(map(str, INPUTS))}")
     return INPUTS[q.dtype], "fp32" if getattr(out, "dtype", None) == torch.float32 else None
+
+
+def stored_dtype(k: torch.Tensor, v: torch.Tensor, *factors: Any) -> StoredDType | None:
+    """The dtype of k and v where they have 8 bits, of which `factors` are those of k and v.
+
+    Raises TypeError for factors that are no tensors, ArgumentError where only one of k and v has 8 bits, or factors are
+    given of what has 16.
+    """
+    for name, factor in zip(("k_descale", "v_descale"), factors, strict=True):
+        if factor is not None and not isinstance(factor, torch.Tensor):
+            raise TypeError(f"{name} is a {type(factor).__name__}; it needs to be a torch.Tensor")
+        if factor is not None and k.dtype not in STORED:
+            raise ArgumentError(
+                f"{name} is given, and k has dtype {k.dtype}; factors are of 8-bit k and v: leave it out"
+            )
+    if k.dtype in STORED and v.dtype != k.dtype:
+        raise ArgumentError(f"k has dtype {k.dtype} and v {v.dtype}; they need the same")
+    return STORED.get(k.dtype)
 
 
 def check_scores(sinks: Any, softcap: Any) -> None:

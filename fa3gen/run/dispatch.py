@@ -42,6 +42,7 @@ from fa3gen.spec.model import (
     NoMask,
     OutputDType,
     SpecModel,
+    StoredDType,
     WindowMask,
 )
 from fa3gen.spec.specfile import Variant, attention_among
@@ -270,6 +271,7 @@ class Row(SpecModel):
     head_dim_v: int = Field(gt=0)
     mask: Mask
     out_dtype: OutputDType | None = Field(default=None, description="Of O, where it is not `dtype`.")
+    kv_dtype: StoredDType | None = Field(default=None, description="Of k and v, where they have 8 bits.")
     sink: bool | None = Field(default=None, description="True: for calls with sinks.")
     softcap: bool | None = Field(default=None, description="True: for calls with a cap of the scores.")
     layout: Literal["packed", "paged"] | None = Field(
@@ -339,6 +341,7 @@ class Row(SpecModel):
             sink=bool(self.sink),
             softcap=bool(self.softcap),
             page_rows=self.page_rows,
+            kv_dtype=self.kv_dtype,
         )
 
     @property

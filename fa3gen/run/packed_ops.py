@@ -18,9 +18,11 @@ from fa3gen.run import calls, checks, dispatch, gpu
 from fa3gen.run.calls import Attention, Returned, Window, dispatch_modes, functorch_transforms, named_scores, stretches
 from fa3gen.run.dispatch import FEW_QUERIES, NO_LIMIT, ArgumentError, Choice, NotRendered, Size
 
-# Where keys lie: (cu_seqlens_k, page_table, seqused_k). What changes scores: (sinks, softcap).
+# Where keys lie: (cu_seqlens_k, page_table, seqused_k). What changes scores: (sinks, softcap). Of 8-bit k and v:
+# (k_descale, v_descale).
 Keys = tuple[Any, Any, Any]
 Scores = tuple[Any, Any]
+Factors = tuple[Any, Any]
 # How it is computed: (num_splits, deterministic_batch), and what these are by default.
 How = tuple[int, bool]
 USUAL: How = 0, False
@@ -42,6 +44,8 @@ def _explain(
     window: Window = None,
     sinks: Tensor | None = None,
     softcap: float | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
     scale: float | None = None,
     out: Tensor | None = None,
     return_lse: bool = False,
@@ -55,8 +59,8 @@ def _explain(
     SM gets is then counted with the SMs of an H200, and the answer says so. Raises as `fa3gen.attention_packed` where
     no module is found; with `render`, one is rendered, and not yet compiled.
     """
-    keys, scores = (cu_seqlens_k, page_table, seqused_k), (sinks, softcap)
-    family = _family(q, k, v, cu_seqlens_q, keys, out, causal, window, scores)
+    keys, scores, factors = (cu_seqlens_k, page_table, seqused_k), (sinks, softcap), (k_descale, v_descale)
+    family = _family(q, k, v, cu_seqlens_q, keys, out, causal, window, scores, factors)
     how = num_splits, deterministic_batch
     size = _size(q, v, cu_seqlens_q, page_table, (max_seqlen_q, max_seqlen_k), window, how)
     sequences = max(cu_seqlens_q.shape[0] - 1, 1)
@@ -82,6 +86,8 @@ def attention_packed(
     window: Window = None,
     sinks: Tensor | None = None,
     softcap: float | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
     scale: float | None = None,
     out: Tensor | None = None,
     return_lse: bool = False,
@@ -102,8 +108,9 @@ def attention_packed(
     Args:
         q: (total_q, heads_q, d), bfloat16 or float16. Any strides with a contiguous last dimension and 16-byte aligned
             rows, here and below.
-        k: (total_k, heads_kv, d), heads_q a multiple of heads_kv (GQA, MQA); or (pages, page, heads_kv, d).
-        v: (total_k, heads_kv, d_v), or (pages, page, heads_kv, d_v).
+        k: (total_k, heads_kv, d), heads_q a multiple of heads_kv (GQA, MQA); or (pages, page, heads_kv, d). Of q's
+            dtype, or of 8 bits, float8_e4m3fn or float8_e5m2, as a cache may be.
+        v: (total_k, heads_kv, d_v), or (pages, page, heads_kv, d_v); of k's dtype.
         cu_seqlens_q, cu_seqlens_k: (sequences + 1,), int32, on the GPU, where the rows of each sequence begin, and at
             last where those of the last one end. They do not decrease; what lies is clamped to the tensors, and with
             $FA3GEN_CHECK set, see `fa3gen.run.checks`, it is an ArgumentError. Pages have no cu_seqlens_k.
@@ -116,6 +123,8 @@ def attention_packed(
             one; by default all. With pages seqused_k has to be given.
         causal: Query i sees keys j <= i + seq_k - seq_q, by the lengths of its sequence.
         window, sinks, softcap: As for `fa3gen.attention`.
+        k_descale, v_descale: (sequences, heads_kv) float32, any strides, 0 as well: by what k and v of 8 bits are to
+            be multiplied, 1 by default. O and LSE are those of q beside k and v in q's dtype, times these.
         scale: Factor of the scores, finite and positive; 1 / sqrt(d) by default.
         out: (total_q, heads_q, d_v) of q's dtype to write O to; a new contiguous tensor by default.
         return_lse: Return (O, LSE), LSE the natural logarithm of each row's sum of exponentials,
@@ -141,7 +150,7 @@ def attention_packed(
         TypeError, ValueError: An argument is of another type, dtype, device, shape, stride or alignment; or one
             requires grad in grad mode, since this is forward only.
     """
-    keys, scores = (cu_seqlens_k, page_table, seqused_k), (sinks, softcap)
+    keys, scores, factors = (cu_seqlens_k, page_table, seqused_k), (sinks, softcap), (k_descale, v_descale)
     # Tensors on a GPU that nobody watches? Then nothing is lost by leaving the dispatcher out.
     if (
         is_dynamo_compiling()
@@ -151,30 +160,34 @@ def attention_packed(
     ):
         if not is_dynamo_compiling():
             # Its messages are better than those of a schema.
-            _family(q, k, v, cu_seqlens_q, keys, out, causal, window, scores)
+            _family(q, k, v, cu_seqlens_q, keys, out, causal, window, scores, factors)
             calls.check_splits(num_splits, deterministic_batch=deterministic_batch)
         options: dict[str, Any] = {"page_table": page_table, "seqused_q": seqused_q, "seqused_k": seqused_k}
         options |= {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k, "causal": causal, "window": window}
-        options |= {"scale": scale, "return_lse": return_lse, **named_scores(sinks, softcap)}
+        options |= {"scale": scale, "return_lse": return_lse}
+        options |= {**named_scores(sinks, softcap), **_named_factors(*factors)}
         options |= ({"num_splits": num_splits} if num_splits else {}) | ({"render": True} if render else {})
         options |= {"deterministic_batch": True} if deterministic_batch else {}
         return _by_operator(q, k, v, cu_seqlens_q, cu_seqlens_k, out, options)
     if window is not None and type(window) is not tuple:
         window = calls.window_tuple(window)
     how = num_splits, deterministic_batch
-    asked = q, k, v, cu_seqlens_q, keys, max_seqlen_q, max_seqlen_k, out, causal, window, scores, return_lse, how
+    longest = max_seqlen_q, max_seqlen_k
+    asked = q, k, v, cu_seqlens_q, keys, longest, out, causal, window, scores, return_lse, how, factors
     try:
         serving = _serving(*asked)
     except NotRendered as missing:
         calls.render(missing, allowed=render, compiled=True)
         serving = _serving(*asked)
     if checks.CHECKING:
-        _check(q, k, cu_seqlens_q, keys, seqused_q, (max_seqlen_q, max_seqlen_k))
+        _check(q, k, cu_seqlens_q, keys, seqused_q, longest)
     if sinks is not None or softcap is not None:
         serving = functools.partial(serving, **named_scores(sinks, softcap))
+    if k_descale is not None or v_descale is not None:
+        serving = functools.partial(serving, **_named_factors(*factors))
     if page_table is not None:
         if cu_seqlens_k is not None:
-            _family(q, k, v, cu_seqlens_q, keys, out, causal, window, scores)  # which refuses it
+            _family(q, k, v, cu_seqlens_q, keys, out, causal, window, scores, factors)  # which refuses it
         return serving(q, k, v, cu_seqlens_q, page_table, seqused_k, seqused_q=seqused_q, scale=scale, out=out,
                        return_lse=return_lse)  # fmt: skip
     return serving(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q=seqused_q, seqused_k=seqused_k, scale=scale, out=out,
@@ -182,7 +195,16 @@ def attention_packed(
 
 
 def _family(
-    q: Any, k: Any, v: Any, cu_seqlens_q: Any, keys: Keys, out: Any, causal: bool, window: Window, scores: Scores
+    q: Any,
+    k: Any,
+    v: Any,
+    cu_seqlens_q: Any,
+    keys: Keys,
+    out: Any,
+    causal: bool,
+    window: Window,
+    scores: Scores,
+    factors: Factors,
 ) -> Family:
     """What the module has to be compiled for. Raises ArgumentError, TypeError."""
     cu_seqlens_k, page_table, seqused_k = keys
@@ -203,6 +225,7 @@ def _family(
     mask = dispatch.mask_of(causal, window)
     calls.check_scores(*scores)
     sinks, softcap = scores
+    kv_dtype = calls.stored_dtype(k, v, *factors)
     return Family(
         *(dtype, int(q.shape[2]), int(v.shape[-1]), mask, written),
         layout="packed" if page is None else "paged",
@@ -210,7 +233,14 @@ def _family(
         softcap=softcap is not None,
         any_cap=calls.any_cap(softcap),
         page_rows=page,
+        kv_dtype=kv_dtype,
     )
+
+
+def _named_factors(k_descale: Tensor | None, v_descale: Tensor | None) -> dict[str, Tensor]:
+    """Those that are given, by name: modules for 16-bit k and v take none."""
+    named = {"k_descale": k_descale, "v_descale": v_descale}
+    return {name: factor for name, factor in named.items() if factor is not None}
 
 
 def _size(
@@ -261,18 +291,18 @@ def _serving(
     v: Any,
     cu_seqlens_q: Any,
     keys: Keys,
-    max_seqlen_q: int | None,
-    max_seqlen_k: int | None,
+    longest: tuple[int | None, int | None],
     out: Any,
     causal: bool,
     window: Any,
     scores: Scores,
     return_lse: bool,
     how: How,
+    factors: Factors,
 ) -> Attention:
     """The `attention` of the module for a call; `window` is None or a tuple."""
     key: tuple[Any, ...] = ()
-    (_, page_table, _), (sinks, softcap), longest = keys, scores, (max_seqlen_q, max_seqlen_k)
+    (_, page_table, _), (sinks, softcap) = keys, scores
     try:
         total_q, heads_q, dim = q.shape  # asked for once: each `.shape` is a new object
         if page_table is None:
@@ -286,6 +316,8 @@ def _serving(
             key += (sinks is not None, softcap is not None, calls.any_cap(softcap))
         length, tiles, queries, mean = _extents(total_q, total_k, cu_seqlens_q.shape[0], heads_q, *longest, window)
         key += (queries if queries <= FEW_QUERIES else -1 if mean <= FEW_QUERIES else 0,)
+        if k.dtype is not q.dtype:
+            key += (k.dtype, v.dtype)
         if how != USUAL:
             key += ("num_splits and deterministic_batch", how)
         for least_keys, most_keys, least_tiles, most_tiles, attention in stretches.get(key, ()):
@@ -293,7 +325,7 @@ def _serving(
                 return attention
     except (AttributeError, IndexError, TypeError, ValueError):
         pass  # not three dimensions, or no tensor: what follows says so
-    family = _family(q, k, v, cu_seqlens_q, keys, out, causal, window, scores)
+    family = _family(q, k, v, cu_seqlens_q, keys, out, causal, window, scores, factors)
     size = _size(q, v, cu_seqlens_q, page_table, longest, window, how)
     return calls.found(key, family, size, lse=return_lse)
 
@@ -333,6 +365,8 @@ def _packed(
     window: list[int] | None = None,
     sinks: Tensor | None = None,
     softcap: float | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
     return_lse: bool = False,
     deterministic_batch: bool = False,
     num_splits: int = 0,
@@ -342,12 +376,13 @@ def _packed(
     """`fa3gen::attention_packed`: O and LSE, which has no rows unless `return_lse`."""
     reach = None if window is None else tuple(window)
     keys = cu_seqlens_k, page_table, seqused_k
-    scores, how = (sinks, softcap), (num_splits, deterministic_batch)
-    asked = q, k, v, cu_seqlens_q, keys, max_seqlen_q, max_seqlen_k, out, causal, reach, scores, return_lse, how
+    scores, how, factors = (sinks, softcap), (num_splits, deterministic_batch), (k_descale, v_descale)
+    longest = max_seqlen_q, max_seqlen_k
+    asked = q, k, v, cu_seqlens_q, keys, longest, out, causal, reach, scores, return_lse, how, factors
     serving = calls.or_rendered(_serving, *asked, allowed=render, compiled=q.is_cuda)
     if checks.CHECKING:
-        _check(q, k, cu_seqlens_q, keys, options.get("seqused_q"), (max_seqlen_q, max_seqlen_k))
-    options |= {"out": out, "return_lse": return_lse} | named_scores(sinks, softcap)
+        _check(q, k, cu_seqlens_q, keys, options.get("seqused_q"), longest)
+    options |= {"out": out, "return_lse": return_lse} | named_scores(sinks, softcap) | _named_factors(*factors)
     if page_table is None:
         returned = serving(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k=seqused_k, **options)
     else:
@@ -374,6 +409,8 @@ def _packed_fake(
     window: list[int] | None = None,
     sinks: Tensor | None = None,
     softcap: float | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
     return_lse: bool = False,
     deterministic_batch: bool = False,
     num_splits: int = 0,
@@ -381,7 +418,7 @@ def _packed_fake(
 ) -> tuple[Tensor, Tensor]:
     """What can be wrong with tensors that have no memory shows when a model is traced."""
     keys, scores = (cu_seqlens_k, page_table, seqused_k), (sinks, softcap)
-    _family(q, k, v, cu_seqlens_q, keys, out, causal, window, scores)
+    _family(q, k, v, cu_seqlens_q, keys, out, causal, window, scores, (k_descale, v_descale))
     calls.check_splits(num_splits, deterministic_batch=deterministic_batch)
     calls.need_sinks(sinks, q.shape[1])
     calls.need(
@@ -396,6 +433,12 @@ def _packed_fake(
     _need_rows("cu_seqlens_k", cu_seqlens_k, sequences + 1)
     _need_rows("page_table", page_table, sequences)
     _need_rows("seqused_k", seqused_k, sequences)
+    for name, factor in _named_factors(k_descale, v_descale).items():
+        needed = sequences, k.shape[-2]
+        calls.need(
+            tuple(factor.shape) == needed,
+            lambda: f"{name} has shape {tuple(factor.shape)}; it needs to be {needed}",  # noqa: B023
+        )
     wanted = (*q.shape[:2], v.shape[-1])
     calls.need(
         out is None or tuple(out.shape) == wanted,
@@ -424,7 +467,8 @@ _INPUTS = "Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor? cu_seqlens
 _OPTIONS = (
     "*, Tensor? page_table=None, SymInt? max_seqlen_q=None, SymInt? max_seqlen_k=None, "
     "Tensor? seqused_q=None, Tensor? seqused_k=None, "
-    "bool causal=False, int[]? window=None, Tensor? sinks=None, float? softcap=None, float? scale=None, "
+    "bool causal=False, int[]? window=None, Tensor? sinks=None, float? softcap=None, "
+    "Tensor? k_descale=None, Tensor? v_descale=None, float? scale=None, "
     "bool return_lse=False, bool deterministic_batch=False, int num_splits=0, bool render=False"
 )
 calls.register(f"attention_packed({_INPUTS}, {_OPTIONS}) -> (Tensor, Tensor)", _packed, _packed_fake)

@@ -338,15 +338,15 @@ def stored(spec: Forward, tensor: torch.Tensor) -> torch.Tensor:
 def descales(spec: Forward, count: int, heads_kv: int, device: torch.device) -> dict[str, torch.Tensor]:
     """Factors of K and V of each sequence and kv head, where they have 8 bits: no two that are neighbours are the same.
 
-    Those of K are a column of a larger tensor, those of V are the same for all sequences, with a stride of 0.
+    Those of K are a part of a larger tensor, those of V are the same for all heads, with a stride of 0.
     """
     if not footprint.converts(spec):
         return {}
     number, head = torch.arange(count, device=device)[:, None], torch.arange(heads_kv, device=device)[None]
     of_k = 2.0 ** ((number + 2 * head) % 3 - 1)
     wide = torch.stack([of_k, torch.full_like(of_k, math.nan)], dim=2)
-    of_v = 2.0 ** (head % 4 - 2)
-    return {"k_descale": wide[..., 0], "v_descale": of_v.expand(count, -1)}
+    of_v = 2.0 ** (number % 4 - 2)
+    return {"k_descale": wide[..., 0], "v_descale": of_v.expand(-1, heads_kv)}
 
 
 def spoil(tensor: torch.Tensor, rows: torch.Tensor, unused: Unused) -> None:

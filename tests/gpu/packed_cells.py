@@ -51,6 +51,8 @@ def tensors(problem: PackedProblem, device: torch.device) -> tuple[torch.Tensor,
     facts = {"dtype": DTYPES[problem.dtype].in_torch(), "device": device}
     sizes = ((problem.lengths_q, problem.heads_q), *[(problem.lengths_k, problem.heads_kv)] * 2)
     q, k, v = (torch.randn((sum(lengths), heads, problem.head_dim), **facts) for lengths, heads in sizes)
+    if problem.kv_dtype is not None:  # numbers that 8 bits hold; `measure` makes these of them
+        k, v = (x.to(DTYPES[problem.kv_dtype].in_torch()).to(x.dtype) for x in (k, v))
     begins = [torch.tensor([0, *x], device=device).cumsum(0).int() for x in (problem.lengths_q, problem.lengths_k)]
     return q, k, v, *begins
 
@@ -96,6 +98,9 @@ def measure(
     """Check the modules in a cell and time them in turns; TFLOP/s."""
     inputs, timer, runs, kept = tensors(problem, device), CudaTimer(device), [], []
     given = inputs if problem.page is None else in_pages(problem, inputs)
+    if problem.kv_dtype is not None:
+        q, k, v, *where = given
+        given = q, *(x.to(DTYPES[problem.kv_dtype].in_torch()) for x in (k, v)), *where
     named = usual_keywords(problem.family.keywords, problem.heads_q, device)
     for variant in variants:
         module = load_for_launch(workspace.module_path(variant.stem))

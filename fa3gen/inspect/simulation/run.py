@@ -245,6 +245,7 @@ def deal(
     return Dealt(problem, chip, tuple(map(tuple, dealt)), last, balance)
 
 
+@cache
 def predict(
     problem: Problem,
     times: Times,
