@@ -897,7 +897,8 @@ def test_register_budgets_in_the_header(stem: str) -> None:
     """setmaxnreg moves registers and makes none: the sum is within the launch's, which is within the SM's."""
     values, lines = constants(code(stem)), " ".join(plan(stem).header.threads)
     found = re.search(
-        r"launched with (\d+) registers each; setmaxnreg moves them: (\d+) \+ (?:(\d+) x (\d+) \+ )?(\d+) x (\d+) = (\d+) "
+        r"launched with (\d+) registers each; setmaxnreg moves them: "
+        r"(\d+) \+ (?:(\d+) x (\d+) \+ )?(\d+) x (\d+) = (\d+) "
         r"of (\d+) x (\d+) = (\d+)",
         " ".join(lines.split()),
     )
