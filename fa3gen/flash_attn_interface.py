@@ -14,8 +14,8 @@ which names the argument and what to do instead. Where there is no module for th
 NoKernel says how to make one; with FA3GEN_RENDER=1, set before fa3gen is imported, the call makes it, as with
 `render=True` of `fa3gen.attention`.
 
-`num_splits` is a request on how work is divided, as upstream: below 1 for whatever was measured to be fastest, more than
-1 for so many parts of the keys of a tile of queries. 1 is for no module that splits keys, given to
+`num_splits` is a request on how work is divided, as upstream: below 1 for whatever was measured to be fastest, more
+than 1 for so many parts of the keys of a tile of queries. 1 is for no module that splits keys, given to
 `flash_attn_with_kvcache`; it is the default of the other two, and asks them for nothing.
 
 Accepted and ignored, since they change no result: `pack_gqa` (fa3gen chooses), `sm_margin` (all SMs are used),
@@ -373,7 +373,7 @@ _INSTEAD = {
 
 
 def _check_served(q: Tensor, qv: Any, scales: tuple[Any, ...], *, chunk: int) -> None:
-    """Raise NotImplementedError for the first of what no function serves; `scales` of q, k and v, as far as they are."""
+    """Raise NotImplementedError for the first of what is not served; `scales` of q, k and v, as far as they are."""
     eight_bits = q.dtype.itemsize == 1
     if not any(scale is not None for scale in scales) and qv is None and not chunk and not eight_bits:
         return

@@ -1037,7 +1037,7 @@ def test_stored_stages() -> None:
 
 
 def test_converting_kernel() -> None:
-    """Behind warps that load by TMA, of packed sequences or pages, for as many consumers as registers are shared out."""
+    """Behind warps that load by TMA, of packed sequences or pages, for consumers that registers are shared out for."""
     right = ("ping_pong", "paged", "tma", 16, True, 2, 1)
     assert converting.converting_kernel(*right) is None
     assert converting.converting_kernel("warp_specialized", "packed", "tma", None, True, 1, 2) is None

@@ -251,7 +251,8 @@ class Family(NamedTuple):
         packed = {"dense": "", "packed": "_packed", "paged": f"_pages_{self.page_rows}"}[self.layout]
         same = "" if self.part_keys is None else f"_parts_of_{self.part_keys}"
         keys = "" if self.kv_dtype is None else f"_kv_{self.kv_dtype}"
-        return f"{self.dtype}{keys}_d{self.dims.replace('/', '_')}_{mask_label(self.mask)}{score}{out}{where}{packed}{same}"
+        what = f"{self.dtype}{keys}_d{self.dims.replace('/', '_')}_{mask_label(self.mask)}"
+        return f"{what}{score}{out}{where}{packed}{same}"
 
     @property
     def keywords(self) -> tuple[str, ...]:

@@ -59,8 +59,8 @@ PACKED_BUDGETS = {**REGISTER_BUDGETS, 2: (40, 232)}
 TRANSPOSING_BUDGETS = {1: (56, 192, 256), 2: (24, 40, 224), 3: (24, 48, 136)}
 TRANSPOSER_WARPS = 4
 P_EXPONENT = 8  # P in 8 bits is 2^8 times itself: 256 at most, of the 448 that e4m3 reaches
-# Where warpgroups convert what was loaded: of the producer, of one of those, and of a consumer, by how many consumers and
-# converters there are. Of two each, an H200 ended a launch with an illegal address (docs/performance.md).
+# Where warpgroups convert what was loaded: of the producer, of one of those, and of a consumer, by how many consumers
+# and converters there are. Of two each, an H200 ended a launch with an illegal address (docs/performance.md).
 CONVERTING_BUDGETS = {(1, 1): (56, 128, 256), (1, 2): (56, 96, 256), (2, 1): (40, 56, 208)}
 SHARED_PRODUCER_REGISTERS = 24  # of a producer's thread where CTAs share an SM's registers: as few as setmaxnreg gives
 FINDING_PRODUCER_REGISTERS = 56  # the same where one of its warps looks through packed sequences more than once

@@ -15,10 +15,11 @@ Pass criteria, per case, all of them measured against float64 attention of the v
 - Where scores are capped, tanh.approx may be off by 2^-11 of itself (PTX ISA). What that can move O and LSE by is added
   to these limits, element by element: `reference.tanh_slack`, which derives it.
 - Where q, k and v have 8 bits, they stand for as much as their factors make of them, and O_torch is
-  `reference.eight_bit_precision`: P alone is rounded, to 8 bits, as 2^8 times itself. As with O in float32 the error of
-  O_torch in a block is that of four; and its maximum is the largest of the four: by where P lies between two powers
-  of two that of one differs by up to six times (case `ramp`, head dim 128). The tensor core cuts sums of products of 8 bits off: what that can move LSE by is
-  added to its limit, `reference.sum_slack`; twice the error of O_torch has room for what it moves O by.
+  `reference.eight_bit_precision`: P alone is rounded, to 8 bits, as 2^8 times itself. As with O in float32 the error
+  of O_torch in a block is that of four; and its maximum is the largest of the four: by where P lies between two
+  powers of two that of one differs by up to six times (case `ramp`, head dim 128). The tensor core cuts sums of
+  products of 8 bits off: what that can move LSE by is added to its limit, `reference.sum_slack`; twice the error of
+  O_torch has room for what it moves O by.
 - No NaN in O or LSE, nothing written outside `out`, inputs unchanged, every launch bitwise like the first.
 
 O_torch is `reference.same_precision`. Beside the cases a few checks look at arguments, empty batches, streams and

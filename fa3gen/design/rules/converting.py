@@ -50,8 +50,8 @@ def converting_kernel(
     if (consumers, converters) not in footprint.CONVERTING_BUDGETS:
         return Violation(
             "tile.warpgroups",
-            f"registers are shared out for 1 or 2 consumers beside one warpgroup that converts, and for 1 beside two, not "
-            f"for {consumers} beside {converters}; use one of these",
+            "registers are shared out for 1 or 2 consumers beside one warpgroup that converts, and for 1 beside two, "
+            f"not for {consumers} beside {converters}; use one of these",
         )
     return None
 
