@@ -343,7 +343,8 @@ def test_scheduler_softmax_and_output() -> None:
             passes_coordinates=kind == "dynamic",
             shuffles_coordinates=False,
             slots=2,
-            loaders_told=1,
+            told="1",
+            key_bytes="((HEAD_DIM + HEAD_DIM) * 2)",
         )
     assert {stem for stem in ATTENTION if scheduler[stem].shuffles_coordinates} == {
         stem for stem in ATTENTION if scheduler[stem].kind == "stream_k" and plan(stem).spec.problem.head_dim != 128
@@ -429,7 +430,10 @@ def test_arguments_of_specialised_kernels() -> None:
     # What launch passes are the kernel's parameters, in their order.
     for stem in SPECIALIZED:
         found = plan(stem).arguments
-        factors = dict(zip(found.factors, ("scale_log2", "cap_scale"), strict=False))
+        # With factors of q or k each tile of queries has a scale of its own.
+        descaled = any(each.name == "k_descale" for each in found.launch)
+        scale = "call_scale_log2" if descaled else "scale_log2"
+        factors = dict(zip(found.factors, (scale, "cap_scale"), strict=False))
         assert tuple(each.name for each in found.kernel) == tuple(factors.get(text, text) for text in found.kernel_call)
         assert [each.name for each in found.launch] == [
             argument.name for argument in operation_of(plan(stem).spec).arguments
@@ -684,6 +688,21 @@ def test_shared_memory_table(stem: str) -> None:
     assert smem.smem_bytes - 1024 < end <= smem.smem_bytes <= 232448
 
 
+def converted_rows(stem: str, name: str, loader: str) -> list[list[str]]:
+    """The rows of K, or V, that comes in 8 bits to a ring of its own, of which warps fill the other one."""
+    values, members, count = constants(code(stem)), storage(stem), constants(code(stem))["CONVERTER_WARPS"]
+    stages, size = (evaluate(expression, values) for expression in ring_calls(stem)[f"{name}8"])
+    assert stages * size == members[f"s{name.upper()}8"] and members[f"{name}8_barriers"] == 2 * 8 * stages
+    assert members[f"{name}_barriers"] == 2 * 8 * values["KV_STAGES"]
+    first = values["THREADS"] // 32 - count * (2 if name == "k" else 1)
+    who = f"warps {first} {'and' if count == 2 else 'to'} {first + count - 1}"
+    warps, given_back = values["CONSUMER_WARPS"], values["CONSUMER_WARPS"] * values["WARP"]
+    return [
+        [f"{name}8", str(stages), f"TMA, from {loader} -> {count} warps", f"{size} bytes", f"{count} arrivals"],
+        [name, str(values["KV_STAGES"]), f"{who} -> {warps} warps", f"{count} arrivals", f"{given_back} arrivals"],
+    ]
+
+
 def storage(stem: str) -> dict[str, int]:
     """Member of SharedStorage -> bytes, from the module's own source."""
     values, spec = constants(code(stem)), plan(stem).spec
@@ -691,7 +710,7 @@ def storage(stem: str) -> dict[str, int]:
     if isinstance(spec, Gemm):
         sizes["OUT_DTYPE"] = spec.d_element.bytes
     elif isinstance(spec, Forward):
-        sizes["OUT_DTYPE"] = spec.o_element.bytes
+        sizes |= {"OUT_DTYPE": spec.o_element.bytes, "KV_DTYPE": spec.kv_element.bytes}
     members: dict[str, int] = {}
     (struct,) = [node for node in code(stem).body if isinstance(node, ast.ClassDef) and node.name == "SharedStorage"]
     for member in struct.body:
@@ -806,6 +825,9 @@ def test_ring_table(stem: str) -> None:
     gathered = [("k", first), ("v", second)] if plan(stem).load.pages == "cp_async" else []
     by_tma = [("q", first)] * released + ([] if gathered else [("k", first), ("v", second)])
     for name, loader in by_tma:
+        if name != "q" and plan(stem).converts:
+            expected += converted_rows(stem, name, loader)
+            continue
         stages, size = (evaluate(expression, values) for expression in ring_calls(stem)[name])
         assert stages * size == members[f"s{name.upper()}"]  # what lands in shared memory
         assert members[f"{name}_barriers"] == 2 * 8 * stages
@@ -829,11 +851,14 @@ def test_ring_table(stem: str) -> None:
         # The other producer warp hears of the tiles, too; of packed sequences both, from a warp that finds tiles.
         packed = plan(stem).problem.packed_sequences
         finder, loaders = (f"warp {values['TILE_WARP']}", 2) if packed else (first, 1)
-        edge, arrivals = f"{finder} -> {warps + loaders} warps", f"{warps + loaders} arrivals"
-        expected.append(["tile", str(slots), edge, "1 arrival", arrivals])
-        assert f"CooperativeGroup(pipeline.Agent.Thread, CONSUMER_WARPS + {loaders})" in ast.unparse(code(stem))
+        converters = 2 * values["CONVERTER_WARPS"] if plan(stem).converts else 0
+        told = warps + loaders + converters
+        expected.append(["tile", str(slots), f"{finder} -> {told} warps", "1 arrival", f"{told} arrivals"])
+        counted = f"CONSUMER_WARPS + {loaders}{' + 2 * CONVERTER_WARPS' * bool(converters)}"
+        assert f"CooperativeGroup(pipeline.Agent.Thread, {counted})" in ast.unparse(code(stem))
     assert rows == expected
-    assert sorted(ring_calls(stem)) == sorted(name for name, _ in by_tma)
+    stored = "8" * plan(stem).converts
+    assert sorted(ring_calls(stem)) == sorted(name if name == "q" else name + stored for name, _ in by_tma)
 
 
 @pytest.mark.parametrize("stem", FUSED)

@@ -113,4 +113,4 @@ def tail_share(tiles: int, steps: int, sms: int) -> int:
 
 def keys_in_l2(spec: Forward) -> int:
     """Keys whose K and V a dynamic scheduler lets share the L2 cache."""
-    return BYTES_IN_L2 // ((spec.problem.head_dim + spec.problem.v_dim) * spec.element.bytes)
+    return BYTES_IN_L2 // ((spec.problem.head_dim + spec.problem.v_dim) * spec.kv_element.bytes)

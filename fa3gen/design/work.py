@@ -73,7 +73,8 @@ class SmemBytes:
 
     `arriving` are K and V as they are written, `qk` and `pv` what the two products read (WGMMA its operands, threads
     whole lines). Threads write `scores` of S = Q K^T and spend `softmax` on reading S and writing P. `transposed` is V,
-    read once and written once, where a warpgroup transposes it.
+    read once and written once, where a warpgroup transposes it, and `converted` are K and V, read in 8 bits and written
+    in 16, where warps do that.
     """
 
     arriving: int
@@ -82,11 +83,12 @@ class SmemBytes:
     softmax: int
     pv: int
     transposed: int = 0
+    converted: int = 0
 
     @property
     def total(self) -> int:
         """All of it."""
-        return self.arriving + self.qk + self.scores + self.softmax + self.pv + self.transposed
+        return self.arriving + self.qk + self.scores + self.softmax + self.pv + self.transposed + self.converted
 
 
 @dataclass(frozen=True)
@@ -276,13 +278,15 @@ def smem_bytes(spec: Forward) -> SmemBytes:
         pv = warps * _scalar_pv_lines(spec) * LINE
     in_f32 = scores * F32 if isinstance(spec.handoff, SmemScoresHandoff) else 0
     in_16_bits = scores * spec.element.bytes if isinstance(spec.handoff, SmemHandoff) else 0
+    elements = spec.tile.kv * (spec.problem.head_dim + spec.problem.v_dim)  # of K and V
     return SmemBytes(
-        arriving=spec.tile.kv * (spec.problem.head_dim + spec.problem.v_dim) * spec.element.bytes,
+        arriving=elements * spec.kv_element.bytes,
         qk=qk,
         scores=in_f32,
         softmax=2 * in_f32 + in_16_bits,  # S is read, and P written over it; or P alone is written
         pv=pv,
         transposed=2 * spec.tile.kv * spec.problem.v_dim * spec.element.bytes * footprint.transposes(spec),
+        converted=elements * (spec.kv_element.bytes + spec.element.bytes) * footprint.converts(spec),
     )
 
 
@@ -318,7 +322,7 @@ def _l2_bytes(spec: Forward) -> int:
         scores = spec.tile.q * kv
         # S is written, read twice (maximum, sum) and written as P, read as P.
         return (spec.tile.q + kv) * (d + v_dim) * spec.element.bytes + 5 * scores * F32
-    return kv * (d + v_dim) * spec.element.bytes
+    return kv * (d + v_dim) * spec.kv_element.bytes
 
 
 # -- the whole problem

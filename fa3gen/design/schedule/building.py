@@ -236,7 +236,7 @@ def _stored_and_converted(spec: Forward, warps: int) -> list[Ring]:
     for what, (loading, converting) in who.items():
         name, size = what.lower(), elements[what] * spec.kv_element.bytes
         stored = Ring(f"{name}8", (what,), spec.kv.stages, "TMA", loading, (converting,), (size,))
-        made = Ring(name, (what,), stages, "threads", converting, (specialized.CONSUMERS,))
+        made = Ring(name, (f"{what}16",), stages, "threads", converting, (specialized.CONSUMERS,))
         rings.append(replace(stored, empty_arrivals=count))
         rings.append(replace(made, full_arrivals=count, empty_arrivals=warps * hopper.WARP))
     return rings

@@ -50,6 +50,8 @@ _TIMES = record(
         "copy_k": _OPTIONAL_PIECE,
         "copy_v": _OPTIONAL_PIECE,
         "transpose": _OPTIONAL_PIECE,
+        "convert_k": _OPTIONAL_PIECE,
+        "convert_v": _OPTIONAL_PIECE,
     }
 )
 _SPAN = record(

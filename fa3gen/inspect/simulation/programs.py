@@ -15,7 +15,7 @@ from itertools import accumulate
 from fa3gen.design import footprint
 from fa3gen.design.schedule import PLACES, Place, Ring, Role, Schedule, Step, schedule_of
 from fa3gen.design.schedule.cooperative import CTA_BARRIER
-from fa3gen.design.schedule.specialized import CONSUMERS
+from fa3gen.design.schedule.specialized import CONSUMERS, K_CONVERTERS
 from fa3gen.inspect.simulation.engine import Actor, Compute, Engine, Process, Wait
 from fa3gen.inspect.simulation.times import Times, groups
 from fa3gen.spec.model import Forward
@@ -96,8 +96,9 @@ class Cta:
 
     def wait_full(self, tensor: str, number: int) -> Wait:
         """Wait until a tile has landed, or until it is known which one comes next."""
-        stage, tile = number % self.ring(tensor).stages, number if tensor in ("K", "V", "Vt") else None
-        what = {"Vt": "V to be transposed"}.get(tensor, f"{tensor} to land" if tensor in ("Q", "K", "V") else tensor)
+        stage, tile = number % self.ring(tensor).stages, number if tensor not in ("Q", "the next tile") else None
+        made = {"Vt": "V to be transposed", "K16": "K to be converted", "V16": "V to be converted"}
+        what = made.get(tensor, f"{tensor} to land" if tensor in ("Q", "K", "V") else tensor)
         return Wait(self.key(tensor, "full", number), what, stage, tile)
 
     def wait_free(self, tensor: str, number: int) -> Wait | None:
@@ -231,6 +232,8 @@ class _Program:
                     yield Compute(piece, number)
             case "transpose" if times.transpose is not None:
                 yield Compute(times.transpose, number)
+            case "convert" if times.convert_k is not None and times.convert_v is not None:
+                yield Compute(times.convert_k if self.role.name == K_CONVERTERS else times.convert_v, number)
             case "round" if self.role.peeled:
                 yield Compute(times.rescale, number)
             case self.epilogue if step.what == "O":

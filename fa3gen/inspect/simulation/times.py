@@ -60,6 +60,9 @@ COPY_INSTRUCTIONS = 6
 # Instructions of a warp for each 32 keys and 16 columns of V that it transposes: ldmatrix, four byte permutes,
 # stmatrix, addresses. As compiled, 111 for 8 of them and the barriers of two rings.
 TRANSPOSE_INSTRUCTIONS = 13
+# Of a warp for each 8 elements of a thread that it converts from 8 bits to bfloat16: as compiled, 4 conversions to pairs
+# of float16, 8 to float32, 4 to pairs of bfloat16, a read, a write and two for addresses.
+CONVERT_INSTRUCTIONS = 20
 # Instructions of a warp around a stmatrix of P: addresses, fence.proxy.async and the barrier of the warpgroup.
 STORE_P_INSTRUCTIONS = 40
 # Of a warp for each of its elements of O after the last tile: normalise, round, store.
@@ -112,7 +115,8 @@ class Times:
     beside the softmax. Loads of `q_bytes`, `k_bytes` and `v_bytes` share `load_rate` bytes a cycle, are written to
     shared memory at `smem_rate` bytes a cycle when nobody else needs it, and have landed `flight` cycles after they
     began, if they are through by then; `copy_k` and `copy_v` are what a group itself does for them, or a producer warp.
-    `transpose` is what a group of its own does with a tile of V, where there is one.
+    `transpose` is what a group of its own does with a tile of V, where there is one; `convert_k` and `convert_v` are what
+    warps of their own do with tiles of K and V in 8 bits.
     """
 
     qk: Piece
@@ -131,6 +135,8 @@ class Times:
     copy_k: Piece | None
     copy_v: Piece | None
     transpose: Piece | None = None
+    convert_k: Piece | None = None
+    convert_v: Piece | None = None
 
     @property
     def softmax_alone(self) -> float:
@@ -213,13 +219,24 @@ def times_of(spec: Forward, chip: Chip, one_bank: OneBank = NO_CONFLICTS) -> Tim
         load_rate=chip.l2.value / chip.sms,
         smem_rate=chip.smem.value,
         q_bytes=spec.tile.q * d * spec.element.bytes,
-        k_bytes=kv * d * spec.element.bytes,
-        v_bytes=kv * v_dim * spec.element.bytes,
+        k_bytes=kv * d * spec.kv_element.bytes,
+        v_bytes=kv * v_dim * spec.kv_element.bytes,
         copy_q=None if footprint.gathered(spec) else _copy(spec, spec.tile.q, d, chip),
         copy_k=_copy(spec, kv, d, chip),
         copy_v=_copy(spec, kv, v_dim, chip),
         transpose=_transpose(spec, chip, through_smem) if footprint.transposes(spec) else None,
+        convert_k=_convert(spec, "K", d, chip) if footprint.converts(spec) else None,
+        convert_v=_convert(spec, "V", v_dim, chip) if footprint.converts(spec) else None,
     )
+
+
+def _convert(spec: Forward, what: str, head_dim: int, chip: Chip) -> Piece:
+    """What the warps that convert K, or V, do with a tile."""
+    elements, warps = spec.tile.kv * head_dim, footprint.converting_warps(spec)
+    instructions = CONVERT_INSTRUCTIONS * elements / (8 * hopper.WARP)  # of all warps
+    smem = elements * (spec.kv_element.bytes + spec.element.bytes) / chip.smem.value
+    issue = instructions / chip.issue.value
+    return Piece(f"convert {what}", issue=issue, smem=smem, chain=SOFTMAX_PACE * instructions / warps)
 
 
 def _transpose(spec: Forward, chip: Chip, through_smem: SmemBytes) -> Piece:
