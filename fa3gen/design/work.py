@@ -41,6 +41,9 @@ WGMMA_STEP_INSTRUCTIONS, WGMMA_INSTRUCTIONS = 45, 3.6
 VOTE_INSTRUCTIONS = 45
 # Of a score: maximum, multiply-add, exponential, sum, and half a conversion of two values to 16 bits.
 SCORE_INSTRUCTIONS = 4.5
+# Where P has 8 bits, two conversions of two values make a register of four, which a byte permute puts together; and where
+# keys are exchanged within quads, for each 16 keys two shuffles, two permutes and two choices of what goes where.
+MERGED_8BIT, EXCHANGE_8BIT = 0.25, 6
 # Address arithmetic beside each vector that the scalar products load, of swizzled tiles and of plain ones, and
 # instructions for each row of a scalar softmax. As compiled: k2 and k3 at head dims 64 and 128; k3_plain_d64.
 QK_ADDRESSING, PV_ADDRESSING, SCALAR_ROW_INSTRUCTIONS = 9, 3, 68
@@ -200,6 +203,9 @@ def score_phases(spec: Forward) -> tuple[float, float, float]:
     capped = 2 * scores * spec.softmax.softcap  # a product and a tanh
     lazy = spec.softmax.rescale_above is not None
     rounded = (SCORE_INSTRUCTIONS - 4) * scores
+    if footprint.eight_bits(spec):
+        rounded += MERGED_8BIT * scores
+        rounded += 0 if footprint.transposes(spec) else EXCHANGE_8BIT * spec.tile.kv // 16
     if spec.softmax.row_max == "first":
         return capped, 3 * scores, rounded
     moved = VOTE_INSTRUCTIONS if lazy else rows * spec.problem.v_dim // lanes
