@@ -41,8 +41,8 @@ WGMMA_STEP_INSTRUCTIONS, WGMMA_INSTRUCTIONS = 45, 3.6
 VOTE_INSTRUCTIONS = 45
 # Of a score: maximum, multiply-add, exponential, sum, and half a conversion of two values to 16 bits.
 SCORE_INSTRUCTIONS = 4.5
-# Where P has 8 bits, two conversions of two values make a register of four, which a byte permute puts together; and where
-# keys are exchanged within quads, for each 16 keys two shuffles, two permutes and two choices of what goes where.
+# Where P has 8 bits, two conversions of two values make a register of four, which a byte permute puts together; and
+# where keys are exchanged within quads, for each 16 keys two shuffles, two permutes and two choices of what goes where.
 MERGED_8BIT, EXCHANGE_8BIT = 0.25, 6
 # Address arithmetic beside each vector that the scalar products load, of swizzled tiles and of plain ones, and
 # instructions for each row of a scalar softmax. As compiled: k2 and k3 at head dims 64 and 128; k3_plain_d64.
