@@ -28,7 +28,8 @@ def with_tile_rows(stem: str, q: int) -> Spec:
 
 
 def test_the_peak_is_that_of_the_data_sheets() -> None:
-    assert H100.tensor_tflops == H200.tensor_tflops == pytest.approx(989.4, abs=0.1)
+    assert H100.tensor_tflops(2) == H200.tensor_tflops(2) == pytest.approx(989.4, abs=0.1)
+    assert H200.tensor_tflops(1) == 2 * H200.tensor_tflops(2)
     assert (H100.hbm.value, H200.hbm.value) == (3.35e12, 4.8e12)
     assert all(rate.source for rate in (H100.clock_hz, H100.tensor, H100.exp2, H100.smem, H100.l2, H100.hbm))
 
@@ -68,9 +69,9 @@ def test_what_bounds_a_kernel(stem: str, unit: str) -> None:
 
 
 def test_the_ceiling_is_the_peak_where_the_tensor_cores_bound() -> None:
-    assert ceiling.steady(spec("ping_pong_d128"), H200).tflops == pytest.approx(H200.tensor_tflops)
+    assert ceiling.steady(spec("ping_pong_d128"), H200).tflops == pytest.approx(H200.tensor_tflops(2))
     # Exponentials take 1584 of 1536 cycles.
-    assert ceiling.steady(spec("ping_pong_d64"), H200).tflops == pytest.approx(H200.tensor_tflops * 1536 / 1584)
+    assert ceiling.steady(spec("ping_pong_d64"), H200).tflops == pytest.approx(H200.tensor_tflops(2) * 1536 / 1584)
 
 
 @pytest.mark.parametrize(
@@ -107,7 +108,7 @@ def test_a_problem_is_bound_by_the_steady_state_and_its_waves() -> None:
     found = ceiling.of_problem(problem, H200, ceiling.occupancy(spec("ping_pong_d128")))
     # 2048 tiles on 132 SMs: 15.5 waves, of which 16 have to be waited for.
     assert found.waves == pytest.approx(2048 / 132)
-    assert found.tflops == pytest.approx(H200.tensor_tflops * 2048 / 132 / 16)
+    assert found.tflops == pytest.approx(H200.tensor_tflops(2) * 2048 / 132 / 16)
     assert found.bounded_by == "tensor cores"
 
 

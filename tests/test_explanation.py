@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import re
 import time
@@ -124,10 +125,12 @@ def test_every_module_explains(stem: str) -> None:
     assert barriers == plans()[stem].cta.barrier_bytes
     assert explanation.occupancy.ctas >= 1
     assert (explanation.work is None) == (stem not in attention_stems())
-    for row in explanation.work.problems if explanation.work else ():
-        for cell in row:
-            assert 0 < cell.tflops <= cell.chip.tensor_tflops
-            assert 0 < cell.balance <= 1
+    if explanation.work is None:
+        return
+    operand_bytes = explanation.work.spec.element.bytes
+    for cell in itertools.chain.from_iterable(explanation.work.problems):
+        assert 0 < cell.tflops <= cell.chip.tensor_tflops(operand_bytes)
+        assert 0 < cell.balance <= 1
 
 
 @pytest.mark.parametrize(

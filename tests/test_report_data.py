@@ -140,6 +140,7 @@ def test_operands_are_those_of_the_plan() -> None:
         found = {operand.name: operand for operand in swizzles.operands(spec_of(stem))}
         assert found.keys() == places.keys() - {"sS", "tiles"}, stem
         stages = {"sQ": plan.load.q_stages, **dict.fromkeys(("sK", "sV", "sVt"), plan.load.kv_stages)}
+        stages |= dict.fromkeys(("sK8", "sV8"), spec_of(stem).kv.stages)
         for name, operand in found.items():
             count = 4 * plan.tile.warpgroups if name == "sO" else stages.get(name, 1)  # a slice for each warp
             assert places[name].bytes == count * operand.rows * operand.width, (stem, name)

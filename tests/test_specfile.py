@@ -255,7 +255,7 @@ def test_everything_wrong_is_reported_at_once(specs: Specs) -> None:
         "k.yaml:1: pv: missing required key 'pv'",
         "k.yaml:1: handoff: missing required key 'handoff'",
         "k.yaml:2: problem.head_dim: an integer is needed, got the number 1.5",
-        "k.yaml:2: problem.dtype: the string 'fp8' is none of bf16, fp16; did you mean 'fp16'?",
+        "k.yaml:2: problem.dtype: the string 'fp8' is none of bf16, fp16, e4m3; did you mean 'fp16'?",
         "k.yaml:4: load.barrier: duplicate key 'barrier'; it was first given in line 4",
         "k.yaml:4: load.kv_stages: missing required key 'kv_stages' "
         "(Depth of the ring; one stage holds a tile of K and a tile of V)",
@@ -399,7 +399,7 @@ def test_a_problem_in_a_base_is_reported_there(specs: Specs) -> None:
     specs.write("wrong", BASE.replace("kv: 128", "kv: many"))
     found = specs.problems("child", "extends: wrong\nsummary: x\nproblem: {dtype: fp8}\n")
     assert found == [
-        "child.yaml:3: problem.dtype: the string 'fp8' is none of bf16, fp16; did you mean 'fp16'?",
+        "child.yaml:3: problem.dtype: the string 'fp8' is none of bf16, fp16, e4m3; did you mean 'fp16'?",
         "wrong.yaml:3: tile.kv: an integer is needed, got the string 'many' (in child)",
     ]
 

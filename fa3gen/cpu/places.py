@@ -115,7 +115,9 @@ class SharedPlaces:
 
 def _stages(spec: Forward, array: str) -> int | None:
     """Stages of an array that is a ring, None of another one."""
-    if array in ("sK", "sV") and isinstance(spec.load, CpAsyncLoad | TmaLoad):
+    if array in ("sK8", "sV8"):
+        return spec.kv.stages
+    if array in ("sK", "sV", "sVt") and isinstance(spec.load, CpAsyncLoad | TmaLoad):
         return spec.load.kv_stages
     if array == "sQ" and isinstance(spec.load, TmaLoad) and footprint.specialized(spec):
         return spec.load.q_stages
@@ -123,11 +125,19 @@ def _stages(spec: Forward, array: str) -> int | None:
 
 
 def _barriers(spec: Forward, offset: int) -> Iterable[SharedPlace]:
-    """q_full, then for each ring its full barriers and its empty ones; in a specialised kernel Q may be a ring, too."""
+    """q_full, then for each ring its full barriers and its empty ones, in the order of the module's `SharedStorage`.
+
+    In a specialised kernel Q may be a ring, too; K and V of 8 bits have rings before those of what is made of them, V
+    transposed one behind.
+    """
     if not isinstance(spec.load, TmaLoad):
         return
     size = hopper.MBARRIER_BYTES
     rings = dict.fromkeys(("kv",) if spec.load.barrier == "shared" else ("k", "v"), spec.load.kv_stages)
+    if footprint.converts(spec):
+        rings = {**dict.fromkeys(("k8", "v8"), spec.kv.stages), **rings}
+    if footprint.transposes(spec):
+        rings["vt"] = spec.load.kv_stages
     if footprint.specialized(spec) and not footprint.keys_free_q(spec):
         rings = {"q": spec.load.q_stages, **rings}
     else:

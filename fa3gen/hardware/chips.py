@@ -45,10 +45,9 @@ class Chip:
         """FLOP of an SM per cycle for operands of so many bytes each: of 8 bits twice as many as of 16 (the same)."""
         return self.tensor.value * 2 / operand_bytes
 
-    @property
-    def tensor_tflops(self) -> float:
-        """Peak of the tensor cores for 16-bit operands, TFLOP/s."""
-        return self.tensor.value * self.sms * self.clock_hz.value / 1e12
+    def tensor_tflops(self, operand_bytes: int) -> float:
+        """Peak of the tensor cores for operands of so many bytes each, TFLOP/s."""
+        return self.tensor_rate(operand_bytes) * self.sms * self.clock_hz.value / 1e12
 
 
 def _hopper(key: str, name: str, hbm: Rate) -> Chip:

@@ -16,7 +16,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 
 from pydantic import Field, TypeAdapter, ValidationError, model_validator
 
@@ -65,7 +65,7 @@ class MaskShape(Part):
 
 
 # Fields of a family by which no module is tuned.
-UNTUNED = "by_sequence", "layout", "page_rows", "any_cap", "part_keys"
+UNTUNED = "by_sequence", "layout", "page_rows", "any_cap", "part_keys", "kv_dtype"
 
 
 class TunedProblem(GrownPart):
@@ -90,14 +90,18 @@ class TunedProblem(GrownPart):
     def of(cls, family: Family, shape: Shape) -> Self:
         """The problem of a family at one shape, with the window of a call where calls give one.
 
-        UserError for modules that are not tuned: those for tensors whose rows are not contiguous, and for packed
-        sequences.
+        UserError for modules that are not tuned: those for tensors whose rows are not contiguous, for packed
+        sequences, and for q of 8 bits.
         """
         family = family.of_call(shape.window)
         if family.layout != "dense":
             raise UserError(
                 f"modules are tuned for dense tensors, and these are for {family}; measure them with "
                 f"python {PACKED_TOOL}"
+            )
+        if family.dtype not in get_args(DType):
+            raise UserError(
+                f"modules are tuned for tensors of 16 bits, and these are for {family}; time them with fa3gen bench"
             )
         if family.by_sequence:
             raise UserError(

@@ -634,7 +634,10 @@ def test_places_are_those_that_the_header_prints() -> None:
         if plan.schedule.specialized:  # a row for both ends of a ring
             names = [(f"{name}_{end}", count) for name, count in names for end in ("full", "empty")]
             names = [name for name in names if plan.load.q_ring or name[0] != "q_empty"]
-        assert [(name, str(count)) for name, count in stages.items()] == names, stem
+        found = [(name, str(count)) for name, count in stages.items()]
+        if footprint.converts(spec):  # the header goes from K as stored to K as read, memory from both to both
+            found, names = sorted(found), sorted(names)
+        assert found == names, stem
         size = sum(place.bytes for place in places.barriers)
         assert size == footprint.barrier_bytes(spec), stem
         if places.barriers:

@@ -13,6 +13,7 @@ from fa3gen.design.ceiling import Ceiling, ProblemCeiling, Unit
 from fa3gen.design.rules import Answer, Kind
 from fa3gen.hardware import hopper
 from fa3gen.inspect.explanation.facts import AttentionWork, Explanation
+from fa3gen.spec.model import Forward
 
 FORMAT = "fa3gen explain"
 VERSION = 4
@@ -203,7 +204,7 @@ def _work(work: AttentionWork) -> dict[str, Any]:
     return {
         "step": asdict(work.step),
         "query_tile": asdict(work.query_tile),
-        "ceilings": [_ceiling(ceiling) for ceiling in work.ceilings],
+        "ceilings": [_ceiling(ceiling, work.spec) for ceiling in work.ceilings],
         "problems": [_problem(row) for row in work.problems],
     }
 
@@ -221,11 +222,11 @@ def _rule(answer: Answer) -> dict[str, Any]:
     }
 
 
-def _ceiling(ceiling: Ceiling) -> dict[str, Any]:
+def _ceiling(ceiling: Ceiling, spec: Forward) -> dict[str, Any]:
     return {
         "chip": ceiling.chip.name,
         "clock_hz": ceiling.chip.clock_hz.value,
-        "peak_tflops": ceiling.chip.tensor_tflops,
+        "peak_tflops": ceiling.chip.tensor_tflops(spec.element.bytes),
         "bounds": [asdict(bound) for bound in ceiling.bounds],
         "binding": ceiling.binding.unit,
         "tflops": ceiling.tflops,

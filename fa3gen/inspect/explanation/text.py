@@ -260,8 +260,9 @@ def _bounds(work: AttentionWork) -> list[RenderableType]:
 
 
 def _ceilings(work: AttentionWork) -> list[RenderableType]:
+    operand_bytes = work.spec.element.bytes
     speeds = "; ".join(
-        f"{ceiling.chip.name} {ceiling.tflops:,.0f} TFLOP/s of {ceiling.chip.tensor_tflops:,.0f}"
+        f"{ceiling.chip.name} {ceiling.tflops:,.0f} TFLOP/s of {ceiling.chip.tensor_tflops(operand_bytes):,.0f}"
         for ceiling in work.ceilings
     )
     clock = work.ceilings[0].chip.clock_hz.value / 1e6

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from fa3gen.design import footprint
-from fa3gen.design.tiles import OperandTile, operand_tiles
+from fa3gen.design.tiles import Letter, OperandTile, operand_tiles
 from fa3gen.hardware import hopper
 from fa3gen.spec.model import Copy, Forward, Swizzle, SyncLoad, WgmmaProduct
 
@@ -160,6 +160,10 @@ def operands(spec: Forward) -> tuple[Operand, ...]:
         found.append(_operand("sKV", "K, then V", tiles["K"], [many_rows, beside], along=True))
     else:
         filled = _out_of_pages(spec) if footprint.paged(spec) else _clipped(spec)
+        if footprint.converts(spec):
+            for letter in ("K", "V"):
+                found.append(_stored(spec, letter, tiles[letter], filled))
+            filled = ["converters write it, side by side"]
         found.append(_operand("sK", "K", tiles["K"], [*filled, core if qk else many_rows]))
         v_reader = core if pv else beside
         if "Vt" in tiles:
@@ -175,6 +179,12 @@ def operands(spec: Forward) -> tuple[Operand, ...]:
         users = ["stmatrix writes O, a slice for each warp"]
         found.append(_operand("sO", "O of one warp", replace(tiles["O"], rows=rows), users))
     return tuple(found)
+
+
+def _stored(spec: Forward, letter: Letter, tile: OperandTile, filled: Sequence[str]) -> Operand:
+    """Keys or values of 8 bits as they lie in memory, row below row, before a warp converts them."""
+    stored = replace(tile, element=spec.kv_element, swizzle="none", plain=True, by_sequence=False)
+    return _operand(f"s{letter}8", f"{letter} in 8 bits", stored, [*filled, "a warp reads its rows, side by side"])
 
 
 def _clipped(spec: Forward) -> list[str]:
