@@ -203,7 +203,11 @@ def any_cap(softcap: float | None) -> bool:
 
 def named_scores(sinks: torch.Tensor | None, softcap: float | None) -> dict[str, Any]:
     """What a module's entry point takes of these: those that it is made for."""
-    named = {"sinks": sinks, "softcap": softcap}
+    return given(sinks=sinks, softcap=softcap)
+
+
+def given(**named: Any) -> dict[str, Any]:
+    """Those that are not None, by name."""
     return {name: value for name, value in named.items() if value is not None}
 
 

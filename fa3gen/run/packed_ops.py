@@ -239,8 +239,7 @@ def _family(
 
 def _named_factors(k_descale: Tensor | None, v_descale: Tensor | None) -> dict[str, Tensor]:
     """Those that are given, by name: modules for 16-bit k and v take none."""
-    named = {"k_descale": k_descale, "v_descale": v_descale}
-    return {name: factor for name, factor in named.items() if factor is not None}
+    return calls.given(k_descale=k_descale, v_descale=v_descale)
 
 
 def _size(
