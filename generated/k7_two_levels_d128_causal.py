@@ -30,10 +30,10 @@ Decisions
     output     each warp gathers its rows of O in shared memory and has TMA write them; LSE when asked for
 
 Threads
-    512 threads, 16 warps, launched with 128 registers each; setmaxnreg moves them: 24 + 1 x 40 + 2 x 224 = 512 of 4 x
+    512 threads, 16 warps, launched with 128 registers each; setmaxnreg moves them: 32 + 1 x 32 + 2 x 224 = 512 of 4 x
         128 = 512
-    producer: 1 warpgroup, 24 registers; warp 8 copies Q and K, warp 9 copies V (TMA)
-    transposers: 1 warpgroup, 40 registers; warps 12 to 15 transpose V
+    producer: 1 warpgroup, 32 registers; warp 8 copies Q and K, warp 9 copies V (TMA)
+    transposers: 1 warpgroup, 32 registers; warps 12 to 15 transpose V
     consumers: 2 warpgroups, 224 registers; 64 query rows each
         about 220 registers each: O 64, P V of a step 64, S 64, P 16, other 12
 
@@ -120,8 +120,8 @@ TRANSPOSER_WARPS = 4
 THREADS = (CONSUMERS + 2) * WARPGROUP_THREADS  # the warpgroup behind the consumers loads, the last one transposes V
 Q_K_PRODUCER_WARP, V_PRODUCER_WARP = CONSUMER_WARPS, CONSUMER_WARPS + 1
 # Registers per thread after setmaxnreg, which moves them from the producer's warps to the consumers'.
-PRODUCER_REGISTERS, CONSUMER_REGISTERS = 24, 224
-TRANSPOSER_REGISTERS = 40
+PRODUCER_REGISTERS, CONSUMER_REGISTERS = 32, 224
+TRANSPOSER_REGISTERS = 32
 TURN_BARRIER = 2  # named barrier of consumer 0's turn, followed by those of the others
 TURN_THREADS = 2 * WARPGROUP_THREADS  # of a turn: one warpgroup passes it on, one takes it
 Q_STAGES = 1  # tiles of Q in flight or in use
@@ -132,8 +132,11 @@ K_LAYOUT = warpgroup.SmemLayoutAtomKind.K_SW128
 V_LAYOUT = warpgroup.SmemLayoutAtomKind.MN_SW128
 V_KEYS_LAYOUT = warpgroup.SmemLayoutAtomKind.K_SW128  # the same, seen as rows of keys
 VT_LAYOUT = warpgroup.SmemLayoutAtomKind.K_SW128
+V_SPAN, VT_SPAN = 128, 128  # bytes of a row within which a swizzle exchanges pieces of 16
 PAIR = cutlass.Int16  # two elements of 8 bits
 BLOCK_KEYS, BLOCK_COLUMNS = 32, 16  # of V, that a warp transposes at a time: four matrices of 8 keys x 16 columns
+BLOCKS = TILE_N // BLOCK_KEYS  # of a tile, one behind the other
+READ_AHEAD = 2  # blocks that a warp reads before it waits for the first of them
 EVEN_BYTES, ODD_BYTES = 0x6420, 0x7531  # of two registers: a byte permute's choices
 WARP = 32
 O_LAYOUT = warpgroup.SmemLayoutAtomKind.K_SW128
@@ -176,12 +179,10 @@ def smem_layouts():
 
 
 def transposing_layouts():
-    """V as it comes and V transposed, as pairs of 8 bits, which ldmatrix and stmatrix move; V transposed for P V."""
-    v_atom, vt_atom = (warpgroup.make_smem_layout_atom(kind, PAIR) for kind in (V_KEYS_LAYOUT, VT_LAYOUT))
-    sV_pairs = cute.tile_to_shape(v_atom, (TILE_N, HEAD_DIM // 2, KV_STAGES), (0, 1, 2))
-    sVt_pairs = cute.tile_to_shape(vt_atom, (HEAD_DIM, TILE_N // 2, KV_STAGES), (0, 1, 2))
-    vt_atom = warpgroup.make_smem_layout_atom(VT_LAYOUT, DTYPE)
-    return sV_pairs, sVt_pairs, cute.tile_to_shape(vt_atom, (HEAD_DIM, TILE_N, KV_STAGES), (0, 1, 2))
+    """Layouts of V as it comes, seen as rows of keys, and of V transposed; the stages are their last mode."""
+    v_atom, vt_atom = (warpgroup.make_smem_layout_atom(kind, DTYPE) for kind in (V_KEYS_LAYOUT, VT_LAYOUT))
+    v_layout = cute.tile_to_shape(v_atom, (TILE_N, HEAD_DIM, KV_STAGES), (0, 1, 2))
+    return v_layout, cute.tile_to_shape(vt_atom, (HEAD_DIM, TILE_N, KV_STAGES), (0, 1, 2))
 
 
 # ======================================================================================================================
@@ -238,10 +239,9 @@ def attention_kernel(
     sVt = storage.sV.get_tensor(sVt_layout.outer, swizzle=sVt_layout.inner)  # (HEAD_DIM, TILE_N, KV_STAGES)
     sO = storage.sO.get_tensor(sO_layout.outer, swizzle=sO_layout.inner)  # (WARP_ROWS, HEAD_DIM, CONSUMER_WARPS)
     # What has come and what P V reads lie in rings of their own.
-    v_pairs, vt_pairs, vt_layout = transposing_layouts()
-    # (TILE_N, HEAD_DIM / 2, KV_STAGES) and (HEAD_DIM, TILE_N / 2, KV_STAGES)
-    sV_pairs = storage.sV.get_tensor(v_pairs.outer, swizzle=v_pairs.inner, dtype=PAIR)
-    sVt_pairs = storage.sVt.get_tensor(vt_pairs.outer, swizzle=vt_pairs.inner, dtype=PAIR)
+    _, vt_layout = transposing_layouts()
+    in_line = cute.make_layout((TILE_N * HEAD_DIM, KV_STAGES))  # bytes of a stage one behind the other
+    sV_bytes, sVt_bytes = storage.sV.get_tensor(in_line), storage.sVt.get_tensor(in_line)
     sVt_made = storage.sVt.get_tensor(vt_layout.outer, swizzle=vt_layout.inner)  # (HEAD_DIM, TILE_N, KV_STAGES)
     q_ring = make_ring(storage.q_barriers, Q_STAGES, TILE_M * HEAD_DIM, CONSUMER_WARPS)
     k_ring = make_ring(storage.k_barriers, KV_STAGES, TILE_N * HEAD_DIM, CONSUMER_WARPS)
@@ -261,7 +261,7 @@ def attention_kernel(
             load_v(tma_V, mVt, sVt, v_ring, work, schedule)
     elif warpgroup_idx == CONSUMERS + 1:
         cute.arch.setmaxregister_decrease(TRANSPOSER_REGISTERS)
-        transpose_v(sV_pairs, sVt_pairs, v_ring, vt_ring, work, schedule)
+        transpose_v(sV_bytes, sVt_bytes, v_ring, vt_ring, work, schedule)
     else:
         cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)  # sleeps until the others have given them back
         smem, rings = (sQ, sK, sVt_made), (q_ring, k_ring, vt_ring)
@@ -450,15 +450,15 @@ def load_v(tma_V, mVt, sVt, v_ring, work, schedule):
 
 
 @cute.jit
-def transpose_v(sV_pairs, sVt_pairs, v_ring, vt_ring, work, schedule):
-    """The warpgroup that transposes V, of the same tiles of keys in the same order."""
+def transpose_v(sV_bytes, sVt_bytes, v_ring, vt_ring, work, schedule):
+    """The warps that transpose V, of the same tiles of keys in the same order."""
     v_drain = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, KV_STAGES)
     vt_fill = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, KV_STAGES)
     while work.valid:
         for _ in cutlass.range(work.n_end - work.n_begin, unroll=1):
             v_ring.consumer_wait(v_drain)  # V has landed
             vt_ring.producer_acquire(vt_fill)  # the stage is empty
-            transpose_tile(sV_pairs[None, None, v_drain.index], sVt_pairs[None, None, vt_fill.index])
+            transpose_tile(sV_bytes[None, v_drain.index], sVt_bytes[None, vt_fill.index])
             cute.arch.fence_proxy("async.shared", space="cta")  # stmatrix wrote; wgmma reads through the async proxy
             cute.arch.sync_warp()  # so have all lanes
             v_ring.consumer_release(v_drain)  # this warp has read V
@@ -471,31 +471,50 @@ def transpose_v(sV_pairs, sVt_pairs, v_ring, vt_ring, work, schedule):
 
 @cute.jit
 def transpose_tile(sV: cute.Tensor, sVt: cute.Tensor):
-    """Transpose a tile, BLOCK_KEYS keys and BLOCK_COLUMNS columns of it at a time.
-
-    sV: (TILE_N, HEAD_DIM / 2), sVt: (HEAD_DIM, TILE_N / 2), both of pairs.
-    """
+    """Transpose a tile, BLOCK_KEYS keys and BLOCK_COLUMNS columns of it at a time; sV, sVt: (bytes of a stage)."""
     tidx, _, _ = cute.arch.thread_idx()
-    transposer, lane = tidx % WARPGROUP_THREADS // WARP, tidx % WARP
+    transposer, lane = tidx // WARP % TRANSPOSER_WARPS, tidx % WARP
     read = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(transpose=True, num_matrices=4), PAIR)
     write = cute.make_copy_atom(warp.StMatrix8x8x16bOp(num_matrices=4), PAIR)
-    blocks = HEAD_DIM // BLOCK_COLUMNS  # beside each other
-    for i in cutlass.range_constexpr(TILE_N * HEAD_DIM // (BLOCK_KEYS * BLOCK_COLUMNS * TRANSPOSER_WARPS)):
-        block = i * TRANSPOSER_WARPS + transposer
-        keys, columns = block // blocks, block % blocks
-        loaded, stored = cute.make_rmem_tensor(8, PAIR), cute.make_rmem_tensor(8, PAIR)
-        # A lane names the row of a matrix: 16 columns of one key.
-        row = sV[keys * BLOCK_KEYS + lane, None]  # (HEAD_DIM / 2)
-        cute.copy(read, cute.local_tile(row, (8,), (columns,)), loaded)
-        by_keys, by_columns = (cute.recast_tensor(x, cutlass.Int32) for x in (loaded, stored))
-        for half in cutlass.range_constexpr(2):  # 16 keys each; a register has two keys of two columns
-            first, second = by_keys[2 * half], by_keys[2 * half + 1]
-            by_columns[2 * half] = cute.arch.prmt(first, second, EVEN_BYTES)  # four keys of the even column
-            by_columns[2 * half + 1] = cute.arch.prmt(first, second, ODD_BYTES)  # and of the odd one
-        # And here: 16 keys of one column, which is 2 (lane % 8), or one more in every second matrix.
-        matrix, i_row = lane // 8, lane % 8
-        column = columns * BLOCK_COLUMNS + i_row % 4 * 2 + i_row // 4 + matrix % 2 * 8  # with bits 0 and 3 exchanged
-        cute.copy(write, stored, cute.local_tile(sVt[column, None], (8,), (2 * keys + matrix // 2,)))
+    # A lane names the row of a matrix. Here: 16 columns of one key, so many keys from block to block. And in V^T: 16 keys
+    # of one column, which is 2 (lane % 8), or one more in every second matrix, with bits 0 and 3 exchanged.
+    matrix, i_row = lane // 8, lane % 8
+    column = transposer * BLOCK_COLUMNS + i_row % 4 * 2 + i_row // 4 + matrix % 2 * 8
+    v_layout, vt_layout = transposing_layouts()
+    read_at = cute.crd2idx((lane, transposer * BLOCK_COLUMNS, 0), v_layout)
+    write_at = cute.crd2idx((column, matrix // 2 * 16, 0), vt_layout)
+    blocks = [(i, keys) for i in range(HEAD_DIM // BLOCK_COLUMNS // TRANSPOSER_WARPS) for keys in range(BLOCKS)]
+    for first in cutlass.range_constexpr(0, len(blocks), READ_AHEAD):
+        group = blocks[first : first + READ_AHEAD]
+        loaded = [cute.make_rmem_tensor(8, PAIR) for _ in group]
+        for (i, keys), matrices in zip(group, loaded):  # all before the first is waited for
+            place = keys * BLOCK_KEYS, i * TRANSPOSER_WARPS * BLOCK_COLUMNS
+            cute.copy(read, matrices_at(sV, read_at, v_layout, place, V_SPAN), matrices)
+        for (i, keys), matrices in zip(group, loaded):
+            stored = cute.make_rmem_tensor(8, PAIR)
+            by_keys, by_columns = (cute.recast_tensor(x, cutlass.Int32) for x in (matrices, stored))
+            for half in cutlass.range_constexpr(2):  # 16 keys each; a register has two keys of two columns
+                first_keys, next_two = by_keys[2 * half], by_keys[2 * half + 1]
+                by_columns[2 * half] = cute.arch.prmt(first_keys, next_two, EVEN_BYTES)  # four keys of the even column
+                by_columns[2 * half + 1] = cute.arch.prmt(first_keys, next_two, ODD_BYTES)  # and of the odd one
+            place = i * TRANSPOSER_WARPS * BLOCK_COLUMNS, keys * BLOCK_KEYS
+            cute.copy(write, stored, matrices_at(sVt, write_at, vt_layout, place, VT_SPAN))
+
+
+@cute.jit
+def matrices_at(stage: cute.Tensor, first, layout, place: cutlass.Constexpr, span: cutlass.Constexpr) -> cute.Tensor:
+    """The 16 bytes, as (8) pairs, that lie `place`, (rows, bytes), behind those at `first` in a layout.
+
+    A swizzle exchanges pieces of 16 bytes of a span of a row by an exclusive or, which repeats after 8 rows: so many
+    rows, or spans, behind is as many bytes behind, and another piece of the span differs in those bits. So a lane has
+    one address, and all others are constants away.
+    """
+    rows, columns = place
+    behind = cute.crd2idx((rows, columns // span * span, 0), layout.outer)
+    row = cute.make_tensor(
+        stage.iterator + cute.assume((first ^ (columns % span)) + behind, divby=16), cute.make_layout(16)
+    )
+    return cute.recast_tensor(row, PAIR)
 
 
 # ======================================================================================================================
@@ -525,8 +544,8 @@ def consume(smem, rings, mO, mLSE, tma_O, sO, call_scale_log2, descales, work, s
         acc_O.fill(0.0)
         row_max.fill(LOWEST)
         row_sum.fill(0.0)
-        (q_descale, k_descale, v_descale), place = descales, (work.batch, work.head_kv)
-        scale_log2, v_factor = call_scale_log2 * (q_descale[place] * k_descale[place]), v_descale[place]
+        q_descale, k_descale, v_descale = descales
+        scale_log2 = call_scale_log2 * (q_descale[work.batch, work.head_kv] * k_descale[work.batch, work.head_kv])
         q_ring.consumer_wait(q_drain)  # Q has landed
         multiply_first(products, operands, accumulators, k_ring, q_drain, k_drain, consumer)
         k_drain.advance()
@@ -549,6 +568,7 @@ def consume(smem, rings, mO, mLSE, tma_O, sO, call_scale_log2, descales, work, s
             v_drain.advance()
         q_ring.consumer_release(q_drain)  # this warp has read Q
         q_drain.advance()
+        v_factor = v_descale[work.batch, work.head_kv]  # not before the loop, in which it would take a register
         upcoming = next_work(work, schedule)
         vt_ring.consumer_wait(v_drain)  # the last V of this tile of queries has landed
         wait_turn(consumer)
@@ -727,11 +747,14 @@ def softmax_step(acc_S, row_max, row_sum, rescale, scale_log2):
     acc_S_rows = by_rows(acc_S)  # (2, TILE_N / 4)
     new_max = cute.make_rmem_tensor(2, cutlass.Float32)
     for r in cutlass.range_constexpr(2):
-        # fmax, not max: the latter propagates NaN and costs four instructions an element.
-        largest = row_max[r]
-        for c in cutlass.range_constexpr(cute.size(acc_S_rows, mode=[1])):
+        # fmax, not max: the latter propagates NaN and costs four instructions an element. Two chains of a row: one
+        # would take the time of as many results, each of which the next one needs.
+        largest, other = row_max[r], acc_S_rows[r, 0]
+        for c in cutlass.range_constexpr(1, cute.size(acc_S_rows, mode=[1]) - 1, 2):
             largest = cute.arch.fmax(largest, acc_S_rows[r, c])
-        new_max[r] = quad_max(largest)
+            other = cute.arch.fmax(other, acc_S_rows[r, c + 1])
+        largest = cute.arch.fmax(largest, acc_S_rows[r, cute.size(acc_S_rows, mode=[1]) - 1])
+        new_max[r] = quad_max(cute.arch.fmax(largest, other))
     for r in cutlass.range_constexpr(2):
         shift = new_max[r] * scale_log2 - P_EXPONENT
         # From the difference: exactly 1 for a maximum that stays, or an error would build up over thousands of steps.

@@ -404,8 +404,8 @@ def consume(smem, rings, mO, mLSE, tma_O, sO, call_scale_log2, descales, work, s
         acc_O.fill(0.0)
         row_max.fill(LOWEST)
         row_sum.fill(0.0)
-        (q_descale, k_descale, v_descale), place = descales, (work.batch, work.head_kv)
-        scale_log2, v_factor = call_scale_log2 * (q_descale[place] * k_descale[place]), v_descale[place]
+        q_descale, k_descale, v_descale = descales
+        scale_log2 = call_scale_log2 * (q_descale[work.batch, work.head_kv] * k_descale[work.batch, work.head_kv])
         q_ring.consumer_wait(q_drain)  # Q has landed
         multiply_first(products, operands, accumulators, k_ring, q_drain, k_drain, consumer)
         k_drain.advance()
@@ -428,6 +428,7 @@ def consume(smem, rings, mO, mLSE, tma_O, sO, call_scale_log2, descales, work, s
             v_drain.advance()
         q_ring.consumer_release(q_drain)  # this warp has read Q
         q_drain.advance()
+        v_factor = v_descale[work.batch, work.head_kv]  # not before the loop, in which it would take a register
         upcoming = next_work(work, schedule)
         v_ring.consumer_wait(v_drain)  # the last V of this tile of queries has landed
         wait_turn(consumer)
@@ -603,11 +604,14 @@ def softmax_step(acc_S, row_max, row_sum, rescale, scale_log2):
     acc_S_rows = by_rows(acc_S)  # (2, TILE_N / 4)
     new_max = cute.make_rmem_tensor(2, cutlass.Float32)
     for r in cutlass.range_constexpr(2):
-        # fmax, not max: the latter propagates NaN and costs four instructions an element.
-        largest = row_max[r]
-        for c in cutlass.range_constexpr(cute.size(acc_S_rows, mode=[1])):
+        # fmax, not max: the latter propagates NaN and costs four instructions an element. Two chains of a row: one
+        # would take the time of as many results, each of which the next one needs.
+        largest, other = row_max[r], acc_S_rows[r, 0]
+        for c in cutlass.range_constexpr(1, cute.size(acc_S_rows, mode=[1]) - 1, 2):
             largest = cute.arch.fmax(largest, acc_S_rows[r, c])
-        new_max[r] = quad_max(largest)
+            other = cute.arch.fmax(other, acc_S_rows[r, c + 1])
+        largest = cute.arch.fmax(largest, acc_S_rows[r, cute.size(acc_S_rows, mode=[1]) - 1])
+        new_max[r] = quad_max(cute.arch.fmax(largest, other))
     for r in cutlass.range_constexpr(2):
         shift = new_max[r] * scale_log2 - P_EXPONENT
         # From the difference: exactly 1 for a maximum that stays, or an error would build up over thousands of steps.

@@ -56,8 +56,10 @@ REGISTER_BUDGETS = {1: (56, 256), 2: (24, 240), 3: (32, 160)}
 # A warp that looks for its tile among packed sequences does not make do with 24.
 PACKED_BUDGETS = {**REGISTER_BUDGETS, 2: (40, 232)}
 # The same where a warpgroup transposes V, which is the second. As compiled (DSL 4.8.1, ptxas 12.9.83), 40 suffice it.
-TRANSPOSING_BUDGETS = {1: (56, 192, 256), 2: (24, 40, 224), 3: (24, 48, 136)}
-TRANSPOSER_WARPS = 4
+TRANSPOSING_BUDGETS = {1: (56, 192, 256), 2: (32, 32, 224), 3: (24, 48, 136)}
+# And where two warps of the producer transpose V: with 24 they would spill.
+TRANSPOSING_BESIDE_BUDGETS = {1: (56, 256), 2: (40, 232), 3: (32, 160)}
+WARPGROUP_WARPS = hopper.WARPGROUP // hopper.WARP
 P_EXPONENT = 8  # P in 8 bits is 2^8 times itself: 256 at most, of the 448 that e4m3 reaches
 # Where warpgroups convert what was loaded: of the producer, of one of those, and of a consumer, by how many consumers
 # and converters there are. Of two each, an H200 ended a launch with an illegal address (docs/performance.md).
@@ -101,8 +103,13 @@ def eight_bits(spec: Forward) -> bool:
 
 
 def transposes(spec: Forward) -> bool:
-    """Whether a warpgroup makes V transposed of what was loaded: products of 8 bits have no other way to read it."""
+    """Whether warps make V transposed of what was loaded: products of 8 bits have no other way to read it."""
     return spec.smem is not None and spec.smem.vt is not None
+
+
+def transposing_warpgroups(spec: Forward) -> int:
+    """Warpgroups that do nothing but transpose V: none where two warps do it beside those that load."""
+    return int(transposes(spec) and spec.tile.transposers == WARPGROUP_WARPS)
 
 
 def two_levels(spec: Forward) -> bool:
@@ -232,7 +239,7 @@ def flattened(spec: Forward) -> bool:
 
 def threads(spec: Forward) -> int:
     """Threads per CTA, those of the producer warpgroup among them, and of those that convert or transpose."""
-    preparing = converting_warpgroups(spec) + transposes(spec)
+    preparing = converting_warpgroups(spec) + transposing_warpgroups(spec)
     return computing_threads(spec) + hopper.WARPGROUP * (specialized(spec) + preparing)
 
 
@@ -272,9 +279,11 @@ def launch_registers(spec: Forward) -> int:
 def register_budget(spec: Forward) -> tuple[int, int]:
     """What setmaxnreg leaves to a thread of the producer and gives to one of the consumers."""
     consumers = spec.tile.warpgroups or 0
-    if transposes(spec):
+    if transposing_warpgroups(spec):
         producer, _, consumer = TRANSPOSING_BUDGETS[consumers]
         return producer, consumer
+    if transposes(spec):
+        return TRANSPOSING_BESIDE_BUDGETS[consumers]
     if converts(spec):
         producer, _, consumer = CONVERTING_BUDGETS[consumers, spec.kv.warpgroups]
         return producer, consumer
@@ -288,11 +297,11 @@ def register_budget(spec: Forward) -> tuple[int, int]:
 
 def transposed_blocks(spec: Forward) -> int:
     """Blocks of a tile of V, of 32 keys and 16 columns, that a warp transposes."""
-    return spec.tile.kv // 32 * (spec.problem.v_dim // 16) // TRANSPOSER_WARPS
+    return spec.tile.kv // 32 * (spec.problem.v_dim // 16) // spec.tile.transposers
 
 
 def transposer_registers(spec: Forward) -> int:
-    """What setmaxnreg leaves to a thread that transposes V."""
+    """What setmaxnreg leaves to a thread of a warpgroup that transposes V."""
     return TRANSPOSING_BUDGETS[spec.tile.warpgroups or 0][1]
 
 

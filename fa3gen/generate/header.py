@@ -39,6 +39,7 @@ from fa3gen.spec.model import (
 
 EXPORT_NAME, COMMENTED_NAME = 24, 18  # longest names that fit 120 columns with an export call, with a comment
 SPEC_PATH = 38  # the longest that fits them with what to change
+TRANSPOSERS = {2: "two", 4: "four"}
 LINE_WIDTH = 112  # of a line of the docstring, which is indented by 4
 PLACE_TITLES: dict[Place, str] = {
     "cta": "per CTA",
@@ -280,7 +281,7 @@ def _schedule_sentence(spec: Forward) -> str:
     multiply = "multiplies" if spec.tile.warpgroups == 1 else "multiply"
     if footprint.transposes(spec):
         beside = beside.replace("; S of the next tile and P V run", "; products run")
-    prepare = "four transpose V, " * footprint.transposes(spec)
+    prepare = f"{TRANSPOSERS[spec.tile.transposers]} transpose V, " * footprint.transposes(spec)
     prepare += f"{2 * footprint.converting_warps(spec)} convert, " * footprint.converts(spec)
     return f"two warps load, {prepare}{warpgroups(spec.tile.warpgroups or 0)} {multiply}{turns}{beside}"
 
@@ -431,7 +432,7 @@ def _roles(spec: Forward, schedule: Schedule) -> list[str]:
     first = [f"{role.label} {role.duty}" for role in schedule.roles if role.name == specialized.FIRST]
     owned = ["64 query rows each", *first]
     prepared = 0, 0
-    if footprint.transposes(spec):
+    if footprint.transposing_warpgroups(spec):
         prepared = 1, footprint.transposer_registers(spec)
     elif count := footprint.converting_warpgroups(spec):
         prepared = count, footprint.converter_registers(spec)
@@ -460,6 +461,7 @@ def roles(
     working = [role for role in schedule.roles if role.name in names]
     duty = ", ".join(f"{role.label} {role.duty}" for role in working)
     name = names[working[0].name] if working else ""
+    beside = f", {duty}" * bool(working and not prepared)
     return [
         *textwrap.wrap(
             f"{cta.threads} threads, {cta.threads // hopper.WARP} warps, launched with {launched} registers each; "
@@ -467,7 +469,7 @@ def roles(
             width=LINE_WIDTH + 4,
             subsequent_indent="    ",
         ),
-        f"producer: 1 warpgroup, {producer} registers; {', '.join(duties)} (TMA)",
+        f"producer: 1 warpgroup, {producer} registers; {', '.join(duties)} (TMA){beside}",
         *[f"{name}: {warpgroups(prepared)}, {each} registers; {duty}"] * bool(prepared),
         "; ".join([f"consumers: {warpgroups(consumers)}, {consumer} registers", *owned]),
         f"    about {sum(n for _, n in cta.held)} registers each: {parts}",

@@ -270,19 +270,24 @@ class LoadPlan:
 class EightBitPlan:
     """Products of 8 bits: P is 2^`exponent` times itself, and O is rounded to a dtype of its own.
 
-    `transposes`: whether a warpgroup makes V transposed of what was loaded, with so many `registers`; keys then stand
-    in the order in which a thread holds P, and columns of O in the order in which it stores V. `v_keys_atom` is the
-    layout of V as it was loaded, seen as rows of keys. `two_levels`: whether threads add up P V of tiles of keys.
+    `transposes`: whether warps, `transposers` of them, make V transposed of what was loaded, in a warpgroup of their own
+    with so many `registers`, or, where that is 0, beside those that load; keys then stand in the order in which a
+    thread holds P, and columns of O in the order in which it stores V. `v_keys_atom` is the layout of V as it was
+    loaded, seen as rows of keys, `v_span` and `vt_span` are the bytes within which the swizzles of V and V transposed
+    exchange pieces. `two_levels`: whether threads add up P V of tiles of keys.
     """
 
     exponent: int
     transposes: bool
+    transposers: int
     registers: int
     two_levels: bool
     cutlass_out: str
     torch_out: str
     o_atom: str
     v_keys_atom: str
+    v_span: int
+    vt_span: int
 
 
 @dataclass(frozen=True)
@@ -748,6 +753,8 @@ def _scheduler(spec: Forward) -> SchedulerPlan:
     shuffles = footprint.shuffles_coordinates(spec)
     passes, slots = footprint.passes_coordinates(spec), footprint.tile_slots(spec)
     v_dim = "HEAD_DIM" if spec.problem.v_dim == spec.problem.head_dim else "HEAD_DIM_V"
+    preparing = " + 2 * CONVERTER_WARPS" * footprint.converts(spec)
+    preparing += " + TRANSPOSER_WARPS" * footprint.transposes(spec)
     return SchedulerPlan(
         spec.scheduler,
         footprint.persistent(spec),
@@ -755,8 +762,8 @@ def _scheduler(spec: Forward) -> SchedulerPlan:
         passes,
         shuffles,
         slots,
-        f"{1 + footprint.packed_sequences(spec)}{' + 2 * CONVERTER_WARPS' * footprint.converts(spec)}",
-        f"(HEAD_DIM + {v_dim})" if footprint.converts(spec) else f"((HEAD_DIM + {v_dim}) * 2)",
+        f"{1 + footprint.packed_sequences(spec)}{preparing}",
+        f"(HEAD_DIM + {v_dim})" if spec.kv_element.bytes == 1 else f"((HEAD_DIM + {v_dim}) * 2)",
         by_head=spec.order == "by_head",
         split=spec.split is not None,
         keys_of_part=(spec.split and spec.split.keys) or 0,
@@ -967,15 +974,20 @@ def _eight_bit(spec: Forward) -> EightBitPlan | None:
     if not footprint.eight_bits(spec):
         return None
     transposes = footprint.transposes(spec)
+    tiles = operand_tiles(spec)
+    v_spans = {letter: hopper.SWIZZLE_SPAN[tiles[letter].swizzle] for letter in ("V", "Vt") if letter in tiles}
     return EightBitPlan(
         exponent=footprint.P_EXPONENT,
         transposes=transposes,
-        registers=footprint.transposer_registers(spec) if transposes else 0,
+        transposers=spec.tile.transposers,
+        registers=footprint.transposer_registers(spec) if footprint.transposing_warpgroups(spec) else 0,
         two_levels=footprint.two_levels(spec),
         cutlass_out=spec.o_element.cutlass_name,
         torch_out=spec.o_element.torch_name,
-        o_atom=operand_tiles(spec)["O"].atom,
-        v_keys_atom=layout_atom("k", operand_tiles(spec)["V"].swizzle),
+        o_atom=tiles["O"].atom,
+        v_keys_atom=layout_atom("k", tiles["V"].swizzle),
+        v_span=v_spans["V"],
+        vt_span=v_spans.get("Vt", 0),
     )
 
 
@@ -1024,8 +1036,9 @@ def _schedule(spec: Forward) -> SchedulePlan:
     producer, consumer = footprint.register_budget(spec)
     ping_pong = isinstance(spec.schedule, PingPongSchedule)
     overlap, flattened = footprint.overlapped(spec), footprint.flattened(spec)
-    roles = "Three" if footprint.converts(spec) or footprint.transposes(spec) else "Two"
-    givers = "others" if footprint.transposes(spec) else "producers"
+    transposing = bool(footprint.transposing_warpgroups(spec))
+    roles = "Three" if footprint.converts(spec) or transposing else "Two"
+    givers = "others" if transposing else "producers"
     return SchedulePlan(True, overlap, flattened, ping_pong, producer, consumer, roles, givers)
 
 
@@ -1218,7 +1231,7 @@ def expectation(spec: Forward) -> Expectation:
         lowered = [budgets.producer_registers]
         if footprint.converts(spec):
             lowered.append(footprint.converter_registers(spec))
-        if footprint.transposes(spec):
+        if footprint.transposing_warpgroups(spec):
             lowered.append(footprint.transposer_registers(spec))
         setmaxnreg = {f"inc {budgets.consumer_registers}": 1, **Counter(f"dec {count}" for count in lowered)}
     regions, barriers = footprint.shared_memory_map(spec), footprint.barrier_bytes(spec)

@@ -148,6 +148,11 @@ class Tile(SpecModel):
         "as many, all of them in a tile, of which the other rows are padding.",
     )
     ctas_per_sm: int = Field(default=1, gt=0, description="CTAs of a specialised kernel that are to share an SM.")
+    transposers: Literal[2, 4] = Field(
+        default=4,
+        description="Warps that transpose V, where `smem.vt` asks for that: a warpgroup of their own, or the 2 beside "
+        "those that load, which leaves registers for one consumer more or for more columns of O.",
+    )
     kv_from: Literal["first_key", "window"] = Field(
         default="first_key",
         description="Where tiles of keys begin: at the first key, so that all tiles of queries have the same, or at "
@@ -196,7 +201,7 @@ class Smem(SpecModel):
     v: Swizzle
     vt: Swizzle | None = Field(
         default=None,
-        description="Of V transposed, which a warpgroup of its own makes of tiles of V, with dtype e4m3: operands of 8 "
+        description="Of V transposed, which warps of their own make of tiles of V, with dtype e4m3: operands of 8 "
         "bits are K-major only. Left out: P V reads tiles of V as they were loaded.",
     )
 

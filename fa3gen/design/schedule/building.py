@@ -137,7 +137,7 @@ def _specialized_roles(spec: Forward) -> tuple[Role, ...]:
         *_producers_of_q_and_k(spec, warps),
         Role(specialized.V, f"warp {warps + 1}", 1, "copies V", "load_v"),
         *_finder(spec, warps + 2),
-        *_transposers(spec, warps + hopper.WARPGROUP // hopper.WARP),
+        *_transposers(spec, warps + (footprint.WARPGROUP_WARPS if footprint.transposing_warpgroups(spec) else 2)),
         *_converters(spec, warps + hopper.WARPGROUP // hopper.WARP),
         Role(
             specialized.CONSUMERS,
@@ -171,11 +171,11 @@ def _finder(spec: Forward, warp: int) -> tuple[Role, ...]:
 
 
 def _transposers(spec: Forward, warp: int) -> tuple[Role, ...]:
-    """Who makes V transposed of what was loaded; `warp` is the first of their warpgroup."""
+    """Who makes V transposed of what was loaded; `warp` is the first of them."""
     if not footprint.transposes(spec):
         return ()
-    count = footprint.TRANSPOSER_WARPS
-    return (Role(specialized.TRANSPOSERS, f"warps {warp} to {warp + count - 1}", count, "transpose V", "transpose_v"),)
+    count = spec.tile.transposers
+    return (Role(specialized.TRANSPOSERS, _warps(warp, count), count, "transpose V", "transpose_v"),)
 
 
 def _converters(spec: Forward, warp: int) -> tuple[Role, ...]:
@@ -206,7 +206,7 @@ def _specialized_rings(spec: Forward) -> tuple[Ring, ...]:
         Ring("v", ("V",), stages, "TMA", specialized.V, readers, (v,), empty_arrivals=warps),
     ]
     if footprint.transposes(spec):
-        count = footprint.TRANSPOSER_WARPS
+        count = spec.tile.transposers
         rings[2] = replace(rings[2], consumers=(specialized.TRANSPOSERS,), empty_arrivals=count)
         made = Ring("vt", ("Vt",), stages, "threads", specialized.TRANSPOSERS, readers)
         rings.append(replace(made, full_arrivals=count, empty_arrivals=warps))
@@ -220,9 +220,11 @@ def _specialized_rings(spec: Forward) -> tuple[Ring, ...]:
         drawing = specialized.TILES if packed else specialized.Q_K
         loading = (specialized.Q_K, specialized.V) if packed else (specialized.V,)
         converting = (specialized.K_CONVERTERS, specialized.V_CONVERTERS) if footprint.converts(spec) else ()
-        readers = (*loading, *converting, *readers)
+        transposing = (specialized.TRANSPOSERS,) * footprint.transposes(spec)
+        readers = (*loading, *converting, *transposing, *readers)
         tiles = Ring("tile", ("the next tile",), footprint.tile_slots(spec), "threads", drawing, readers)
         told = warps + len(loading) + footprint.converting_warps(spec) * len(converting)
+        told += spec.tile.transposers * len(transposing)
         rings.append(replace(tiles, full_arrivals=1, empty_arrivals=told))
     return tuple(rings)
 

@@ -240,9 +240,9 @@ def _convert(spec: Forward, what: str, head_dim: int, chip: Chip) -> Piece:
 
 
 def _transpose(spec: Forward, chip: Chip, through_smem: SmemBytes) -> Piece:
-    """What the warpgroup that transposes V does with a tile."""
+    """What the warps that transpose V do with a tile."""
     instructions = TRANSPOSE_INSTRUCTIONS * footprint.transposed_blocks(spec)
-    issue = footprint.TRANSPOSER_WARPS * instructions / chip.issue.value
+    issue = spec.tile.transposers * instructions / chip.issue.value
     smem = through_smem.transposed / chip.smem.value
     return Piece("transpose V", issue=issue, smem=smem, chain=SOFTMAX_PACE * instructions)
 
