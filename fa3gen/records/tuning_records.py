@@ -86,7 +86,7 @@ class TunedProblem(GrownPart):
     sink: bool = False
     softcap: bool = False
     by_sequence: Literal["v"] | None = Field(
-        default=None, description="The input whose sequence is contiguous, of q, k and v of 8 bits; else their rows are."
+        default=None, description="Of 8 bits, the input whose sequence is contiguous; without it, rows of all are."
     )
 
     @classmethod

@@ -276,7 +276,7 @@ class Row(SpecModel):
     sink: bool | None = Field(default=None, description="True: for calls with sinks.")
     softcap: bool | None = Field(default=None, description="True: for calls with a cap of the scores.")
     by_sequence: Literal["v"] | None = Field(
-        default=None, description="The input whose sequence is contiguous, of q, k and v of 8 bits; else their rows are."
+        default=None, description="Of 8 bits, the input whose sequence is contiguous; without it, rows of all are."
     )
     layout: Literal["packed", "paged"] | None = Field(
         default=None, description="Packed sequences, or packed queries and pages; without it, dense tensors."
