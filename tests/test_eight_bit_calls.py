@@ -232,6 +232,16 @@ def test_fake_tensors_have_the_real_dtype_shape_and_strides(modules: Modules) ->
     assert fa3gen.attention(*tensors(device="meta")).dtype == torch.bfloat16 and modules.factors == []
 
 
+def test_the_call_shown_in_the_readme(modules: Modules) -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    [code] = [part.partition("```")[0] for part in text.split("```python\n")[1:] if "q_descale=q_descale" in part]
+    names: dict[str, Any] = {"fa3gen": fa3gen, "torch": torch, **factors_of("numbers")}
+    names |= {name: x.float() for name, x in zip("qkv", tensors(), strict=True)}
+    exec(code, names)
+    wanted = reference.attention(*(names[name] for name in "qkv"), reach=(None, 0), compute_dtype=torch.float32).out
+    assert ((names["out"].float() - wanted).norm() / wanted.norm()).item() < 0.06  # what rounding to 8 bits costs
+
+
 # FA3's function
 
 
