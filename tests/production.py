@@ -26,8 +26,8 @@ Call = Callable[[], Attention]
 
 # Where a tensor lies in memory: its modes from the slowest to the fastest.
 PLACES = {"batch": "bshd", "head": "hbsd", "sequence": "sbhd"}
-# Relative Frobenius error of O; 16-bit kernels read about 0.002, those of 8 bits, whose P has 4, 0.025. What it finds is
-# a wrong address.
+# Relative Frobenius error of O; 16-bit kernels read about 0.002, those of 8 bits, whose P has 4, 0.025. What it finds
+# is a wrong address.
 TOLERANCE, TOLERANCE_8BIT = 0.01, 0.04
 
 
