@@ -26,38 +26,49 @@ def out_like(q: Tensor, v: Tensor) -> Tensor:
 
 def named_factors(q: Tensor, k: Tensor, factors: Factors) -> dict[str, Tensor]:
     """Those that are given, by name, as modules take them: (batch, heads_kv). Raises as `check_factors`."""
-    check_factors(q, k, factors)
-    wanted, named = (q.shape[0], k.shape[2]), calls.given(**dict(zip(FACTORS, factors, strict=True)))
-    for name, factor in named.items():
-        if factor.shape != wanted:
-            named[name] = factor.as_strided(wanted, (0, 0))  # one number for all, without a copy
+    wanted, device, named = (q.shape[0], k.shape[2]), q.get_device(), {}
+    wide = q.dtype is not EIGHT_BITS
+    for name, factor in zip(FACTORS, factors, strict=True):
+        if factor is not None:
+            # What `_check_factor` asks, in line, since each call comes here.
+            if wide or type(factor) is not Tensor or factor.dtype is not torch.float32 or factor.requires_grad:
+                _check_factor(name, factor, q, wanted)
+            if factor.get_device() != device:
+                _check_factor(name, factor, q, wanted)
+            if factor.shape != wanted:
+                if factor.numel() != 1:
+                    _check_factor(name, factor, q, wanted)
+                factor = factor.as_strided(wanted, (0, 0))  # one number for all, without a copy
+            named[name] = factor
     return named
 
 
 def check_factors(q: Tensor, k: Tensor, factors: Factors) -> None:
     """Raise TypeError for a factor that is no tensor, ArgumentError for one of another shape, dtype or device, and for
     any beside q of 16 bits; ValueError where a gradient would be lost."""
-    wanted, device = (q.shape[0], k.shape[2]), q.get_device()
+    wanted = q.shape[0], k.shape[2]
     for name, factor in zip(FACTORS, factors, strict=True):
-        if factor is None:
-            continue
-        if not isinstance(factor, Tensor):
-            raise TypeError(
-                f"{name} is a {type(factor).__name__}; it needs to be a torch.Tensor on q's device: each call would "
-                "copy a number there, and torch.tensor(number, device=q.device) does it once"
-            )
-        if q.dtype != EIGHT_BITS:
-            raise ArgumentError(
-                f"{name} is given, and q has dtype {q.dtype}; factors are of q, k and v in {EIGHT_BITS}: leave it out"
-            )
-        fits = factor.shape == wanted or factor.numel() == 1
-        if not fits or factor.dtype != torch.float32 or factor.get_device() != device:
-            raise ArgumentError(
-                f"{name} is {tuple(factor.shape)}, {factor.dtype} on {factor.device}; it needs to be one number or "
-                f"{wanted}, for each sequence and head of k, torch.float32 on {q.device}"
-            )
-        if factor.requires_grad:
-            calls.refuse_grad_of(name, factor)
+        if factor is not None:
+            _check_factor(name, factor, q, wanted)
+
+
+def _check_factor(name: str, factor: Any, q: Tensor, wanted: tuple[int, int]) -> None:
+    if not isinstance(factor, Tensor):
+        raise TypeError(
+            f"{name} is a {type(factor).__name__}; it needs to be a torch.Tensor on q's device: each call would "
+            "copy a number there, and torch.tensor(number, device=q.device) does it once"
+        )
+    if q.dtype != EIGHT_BITS:
+        raise ArgumentError(
+            f"{name} is given, and q has dtype {q.dtype}; factors are of q, k and v in {EIGHT_BITS}: leave it out"
+        )
+    fits = factor.shape == wanted or factor.numel() == 1
+    if not fits or factor.dtype != torch.float32 or factor.get_device() != q.get_device():
+        raise ArgumentError(
+            f"{name} is {tuple(factor.shape)}, {factor.dtype} on {factor.device}; it needs to be one number or "
+            f"{wanted}, for each sequence and head of k, torch.float32 on {q.device}"
+        )
+    calls.refuse_grad_of(name, factor)
 
 
 def any_of(q: Tensor, k: Tensor, v: Tensor) -> bool:
