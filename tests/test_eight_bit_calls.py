@@ -6,6 +6,7 @@ The modules are stood in for by functions that compute the reference, but where 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -435,6 +436,15 @@ def test_without_a_row_sums_are_in_float32(rows: Any, monkeypatch: pytest.Monkey
         assert found.stem.startswith("k7_two_levels") and found.reason.endswith(
             "fits and adds up tiles of keys in float32"
         )
+
+
+def test_without_a_row_the_production_set_comes_first(rows: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever its sums are like: somebody has decided on them."""
+    rung, other = (CHECKOUT.resolve(stem)[0] for stem in ("k7_d128", BY_ROWS))
+    modules = [(replace(rung, stem="fwd_fp8_d128"), Path("fwd_fp8_d128.py")), (other, Path(f"{BY_ROWS}.py"))]
+    monkeypatch.setattr(dispatch, "_modules", lambda workspace: iter(modules))
+    found = fa3gen.attention.explain(*tensors(600, 700))
+    assert found.stem == "fwd_fp8_d128" and found.reason.endswith("this is the only production module that fits")
 
 
 def test_where_no_module_reads_v_by_its_sequence_the_way_out_is_a_copy(rows: Any) -> None:
