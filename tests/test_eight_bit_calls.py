@@ -258,6 +258,14 @@ def test_the_function_of_flash_attention(modules: Modules, kind: str, monkeypatc
     assert {family.by_sequence for family in modules.asked} == {()}
 
 
+def test_the_function_of_flash_attention_compiled(modules: Modules) -> None:
+    (q, k, v), factors = tensors(), factors_of("of heads")
+    compiled = torch.compile(
+        lambda q, k, v: fa3.flash_attn_func(q, k, v, causal=True, **factors) + 1, fullgraph=True, backend="aot_eager"
+    )
+    assert compiled(q, k, v).equal(expected(q, k, v, causal=True, **factors) + 1)
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
