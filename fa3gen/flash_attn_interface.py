@@ -9,8 +9,9 @@ the same bits in any batch, of which upstream's `deterministic` says nothing.
 Served are the forward of bfloat16 and float16 tensors that need no gradient: dense, packed with offsets (varlen), and
 caches, contiguous and paged, to which new keys may be appended; each with lengths on the device, causal, and with the
 windows, sinks and caps of the scores that there are modules for. Beside such queries packed keys and caches may have 8
-bits, float8_e4m3fn, with `k_descale` and `v_descale`. Whatever else is asked for raises NotImplementedError,
-which names the argument and what to do instead. Where there is no module for the head dim, window, sinks or cap,
+bits, float8_e4m3fn, with `k_descale` and `v_descale`. All of q, k and v may have them in `flash_attn_func`, unmasked or
+causal, with `q_descale` as well; O is bfloat16. Whatever else is asked for raises NotImplementedError, which names the
+argument and what to do instead. Where there is no module for the head dim, window, sinks or cap,
 NoKernel says how to make one; with FA3GEN_RENDER=1, set before fa3gen is imported, the call makes it, as with
 `render=True` of `fa3gen.attention`.
 
@@ -34,6 +35,7 @@ from fa3gen.base.switches import turned_on
 from fa3gen.run import calls
 from fa3gen.run.combine_ops import combine
 from fa3gen.run.dispatch import ArgumentError
+from fa3gen.run.eight_bits import EIGHT_BITS, FACTORS
 from fa3gen.run.equal_lengths import of_equal_queries
 from fa3gen.run.kv_cache import KvCache, Pair
 from fa3gen.run.ops import attention
@@ -80,31 +82,41 @@ def flash_attn_func(
     """Attention of dense tensors: see `fa3gen.attention`.
 
     Args:
-        q: (batch, seq_q, heads_q, d), bfloat16 or float16, without requires_grad in grad mode.
-        k, v: (batch, seq_k, heads_kv, d) and (batch, seq_k, heads_kv, d_v), heads_q a multiple of heads_kv.
+        q: (batch, seq_q, heads_q, d), bfloat16, float16, or float8_e4m3fn, which comes without a window, sinks, a cap
+            and keys in parts; without requires_grad in grad mode.
+        k, v: (batch, seq_k, heads_kv, d) and (batch, seq_k, heads_kv, d_v), heads_q a multiple of heads_kv. A v of 8
+            bits whose sequence is contiguous is copied; `fa3gen.attention` takes it as it is, where a module does.
+        q_descale, k_descale, v_descale: (batch, heads_kv) or one element, float32, factors of q, k and v of 8 bits, as
+            for `fa3gen.attention`.
         softmax_scale: Factor of the scores; 1 / sqrt(d) by default.
         causal: Query i sees keys j <= i + seq_k - seq_q.
         window_size: (left, right) of that diagonal, -1 for any number; with `causal`, none on the right.
         return_attn_probs: Return (O, LSE), LSE (batch, heads_q, seq_q) float32.
         softcap: Scores become softcap tanh(softmax_scale S / softcap) before the mask; 0.0 for no cap.
-        out: (batch, seq_q, heads_q, d_v) of q's dtype to write O to.
+        out: (batch, seq_q, heads_q, d_v) of q's dtype to write O to, bfloat16 beside q of 8 bits.
         s_aux: (heads_q,), bfloat16 or float32, `sinks` of `fa3gen.attention`, as messages call it.
         num_splits: As for `fa3gen.attention`, but 1, the default, asks for nothing, and is as 0.
         deterministic_batch: As for `fa3gen.attention`.
-        qv, q_descale, k_descale, v_descale, attention_chunk: Not served but by default.
+        qv, attention_chunk: Not served but by default.
         pack_gqa, deterministic, sm_margin: Ignored.
 
     Returns:
         O, (batch, seq_q, heads_q, d_v), or (O, LSE). A row with no visible key has O = 0 and LSE = -inf, or its sink.
     """
     num_splits = num_splits if num_splits > 1 else 0  # 1 is the default, and asks for nothing
-    _check_served(q, qv, (q_descale, k_descale, v_descale), chunk=attention_chunk)
-    if k.dtype.itemsize == 1:
+    eight_bits = q.dtype == EIGHT_BITS
+    scales = q_descale, k_descale, v_descale
+    _check_served(q, qv, () if eight_bits else scales, chunk=attention_chunk, served=eight_bits)
+    if k.dtype.itemsize == 1 and not eight_bits:
         raise NotImplementedError(f"k has dtype {k.dtype}; pass it to flash_attn_varlen_func, or as a cache")
     q, k, v = _contiguous_rows(q), _contiguous_rows(k), _contiguous_rows(v)
     window = None
     if window_size != NO_WINDOW:
         causal, window = _mask(causal, window_size, q.shape[1], k.shape[1])
+    if eight_bits:
+        asked: dict[str, Any] = {"window_size": window and window_size, "softcap": softcap, "s_aux": s_aux}
+        asked |= {"num_splits": num_splits, "deterministic_batch": deterministic_batch}
+        _refuse_beside_8_bits(q, **asked)
     return attention(
         q,
         k,
@@ -113,6 +125,9 @@ def flash_attn_func(
         window=window,
         sinks=s_aux,
         softcap=softcap or None,
+        q_descale=q_descale,
+        k_descale=k_descale,
+        v_descale=v_descale,
         scale=softmax_scale,
         out=out,
         return_lse=return_attn_probs,
@@ -357,13 +372,16 @@ def flash_attn_combine(
 
 # What is not served
 
-_FP8 = "pass bfloat16 or float16 tensors: FP8 is served for keys and values of packed sequences and caches only"
+_FP8 = (
+    "pass q in bfloat16, beside which packed keys and values and caches may have 8 bits; flash_attn_func takes q, k "
+    "and v in float8_e4m3fn"
+)
 _ROTATE = "rotate q and the new keys before the call"
 
 # By argument: what to do instead.
 _INSTEAD = {
     "qv": "pass q and k whole, in head dims up to 256: absorbed MLA is not served",
-    "q_descale": _FP8,
+    "q_descale": "leave it out, or pass q, k and v in float8_e4m3fn to flash_attn_func",
     "k_descale": "pass k and v of 8 bits, or scale them before the call",
     "v_descale": "pass k and v of 8 bits, or scale them before the call",
     "attention_chunk": "cut the sequences at multiples of the chunk, by cu_seqlens_q and cu_seqlens_k",
@@ -372,15 +390,18 @@ _INSTEAD = {
 }
 
 
-def _check_served(q: Tensor, qv: Any, scales: tuple[Any, ...], *, chunk: int) -> None:
-    """Raise NotImplementedError for the first of what is not served; `scales` of q, k and v, as far as they are."""
-    eight_bits = q.dtype.itemsize == 1
+def _check_served(q: Tensor, qv: Any, scales: tuple[Any, ...], *, chunk: int, served: bool = False) -> None:
+    """Raise NotImplementedError for the first of what is not served; `scales` are those of q, k and v that are not.
+
+    `served`: whether q of 8 bits is.
+    """
+    eight_bits = q.dtype.itemsize == 1 and not served
     if not any(scale is not None for scale in scales) and qv is None and not chunk and not eight_bits:
         return
-    _refuse(qv=qv, **dict(zip(("q_descale", "k_descale", "v_descale"), scales, strict=False)))
-    _refuse(attention_chunk=chunk or None)
     if eight_bits:
         raise NotImplementedError(f"q has dtype {q.dtype}; {_FP8}")
+    _refuse(qv=qv, **dict(zip(FACTORS, scales, strict=False)))
+    _refuse(attention_chunk=chunk or None)
 
 
 def _refuse(**given: Any) -> None:
@@ -389,6 +410,17 @@ def _refuse(**given: Any) -> None:
         if value is not None:
             said = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else value
             raise NotImplementedError(f"{name} is {said}, which fa3gen does not serve; {_INSTEAD[name]}")
+
+
+def _refuse_beside_8_bits(q: Tensor, **asked: Any) -> None:
+    """Raise NotImplementedError for the first of these arguments that says something beside q, k and v of 8 bits."""
+    for name, value in asked.items():
+        if isinstance(value, Tensor) or value:
+            said = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else value
+            raise NotImplementedError(
+                f"{name} is {said}, and q has dtype {q.dtype}, beside which it is not served; pass q, k and v in "
+                "bfloat16, times their factors"
+            )
 
 
 # Windows, parts and tensors as fa3gen has them

@@ -26,7 +26,9 @@ Call = Callable[[], Attention]
 
 # Where a tensor lies in memory: its modes from the slowest to the fastest.
 PLACES = {"batch": "bshd", "head": "hbsd", "sequence": "sbhd"}
-TOLERANCE = 0.01  # relative Frobenius error of O; 16-bit kernels read about 0.002. What it finds is a wrong address.
+# Relative Frobenius error of O; 16-bit kernels read about 0.002, those of 8 bits, whose P has 4, 0.025. What it finds
+# is a wrong address.
+TOLERANCE, TOLERANCE_8BIT = 0.01, 0.04
 
 
 class Shape(NamedTuple):
@@ -59,8 +61,7 @@ class Problem:
         dim, v_dim = spec.problem.head_dim, spec.problem.v_dim
 
         def draw(seq: int, heads: int, width: int) -> torch.Tensor:
-            empty = torch.empty((batch, seq, heads, width), dtype=DTYPES[spec.problem.dtype].in_torch(), device=device)
-            return empty.normal_(generator=generator)
+            return inputs.normal((batch, seq, heads, width), DTYPES[spec.problem.dtype], device, generator)
 
         self.q, self.k, self.v = draw(seq_q, heads_q, dim), draw(seq_k, heads_kv, dim), draw(seq_k, heads_kv, v_dim)
         self.out_shape = (batch, seq_q, heads_q, v_dim)
@@ -97,7 +98,7 @@ def wrong_numbers(found: Attention, q: torch.Tensor, k: torch.Tensor, v: torch.T
     """What is wrong with O and LSE of these tensors, against float64."""
     expected = reference.attention(q, k, v, reach=reach(of_call(spec.mask)), **keywords_of(spec, q))
     error = ((found.out.double() - expected.out).norm() / expected.out.norm()).item()
-    if not error <= TOLERANCE:
+    if not error <= (TOLERANCE_8BIT if Family.of(spec).eight_bits else TOLERANCE):
         return f"O is off by {error:.3g}"
     if lse and not torch.allclose(found.lse.double(), expected.lse, rtol=1e-4, atol=1e-4):
         return "LSE is off"
@@ -273,7 +274,8 @@ def spread(x: torch.Tensor, order: str, elements: int) -> torch.Tensor:
     for mode in reversed(others):
         strides[mode], dense = dense, dense * sizes[mode]
     # Rows stay 16-byte aligned; one more row than asked for, so that the last one begins beyond.
-    strides[slowest] = max(dense, -(-elements // max(1, sizes[slowest] - 1)) + 8 & ~7)
+    vector = 16 // x.element_size()
+    strides[slowest] = max(dense, -(-elements // max(1, sizes[slowest] - 1)) + vector & -vector)
     storage = torch.empty(strides[slowest] * (sizes[slowest] - 1) + dense, dtype=x.dtype, device=x.device)
     view = storage.as_strided(x.shape, [strides[mode] for mode in "bshd"])
     return view.copy_(x)

@@ -143,6 +143,31 @@ def test_modules_with_sinks_or_a_cap_have_cells_of_their_own() -> None:
     torch.testing.assert_close(bench.last_rows(CausalMask(), (q, k, v), tuple(named)), wanted, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("stem", ["k7_two_levels_d128", "k7_v_k_d128"])
+def test_modules_of_8_bits_are_timed_on_tensors_of_8_bits(stem: str) -> None:
+    """O is bfloat16, and right within what 4 bits of P cost."""
+    spec, given = variants()[stem].spec, []
+
+    def attention(q: Any, k: Any, v: Any) -> torch.Tensor:
+        given.append((q.dtype, k.dtype, v.dtype, v.stride(1)))
+        return (
+            reference.attention(q, k, v, reach=reach(spec.mask), compute_dtype=torch.float32).out.mul(1.04).bfloat16()
+        )
+
+    competitor = module_competitor(stem, spec, lambda: SimpleNamespace(attention=attention))
+    [cell] = [Cell.of(spec, 4096)]
+    assert competitor.serves(cell) and not competitor.serves(Cell(128, NoMask(), 4096)) and cell.dtype == "e4m3"
+    [(title, _)] = bench_report.panels(Bench(MADE_UP, (CellResult(cell, (), NOTHING),)))
+    assert title == "e4m3, head dim 128, full"
+    small = Cell.of(spec, 16384 // 256)
+    timer = SimpleNamespace(
+        time=lambda launches: [1.0 for _ in launches], free_bytes=lambda: 2**40, sample=lambda: NOTHING
+    )
+    [result] = Runner([competitor], timer, CPU, spend_ms=1, limit_ms=1e6).run_cell(small).results  # type: ignore[arg-type]
+    assert result.reason is None and result.tflops == bench.tflops(small, 1.0)
+    assert set(given) == {(*[torch.float8_e4m3fn] * 3, 1 if "v_k" in stem else 2048)}
+
+
 def test_the_grid_can_be_narrowed() -> None:
     specs = [spec_of(d, mask) for d in (64, 128) for mask in ("none", "causal")]
     assert plan_cells(specs, head_dims=[128], masks=["causal"], seq_lens=[4096]) == [Cell(128, CausalMask(), 4096)]

@@ -52,11 +52,13 @@ class Problem:
     out_dtype: Any = None
     sink: bool = False
     softcap: bool = False
+    by_sequence: tuple[str, ...] = ()
 
     @property
     def family(self) -> Family:
         return Family(
             *(self.dtype, self.head_dim, self.head_dim_v, self.mask.spec_mask(), self.out_dtype),
+            by_sequence=self.by_sequence,
             sink=self.sink,
             softcap=self.softcap,
         )
@@ -165,6 +167,22 @@ def test_modules_of_float32_o_have_rows_of_their_own() -> None:
     narrow, wide = dispatch_table.rows_from_records(records)
     assert (narrow.module, narrow.out_dtype, wide.module, wide.out_dtype) == ("narrow", None, "wide", "fp32")
     assert not narrow.serves(wide.family, Size(512, 1)) and not wide.serves(narrow.family, Size(512, 1))
+
+
+def test_modules_of_8_bits_have_rows_by_how_v_lies(tmp_path: Path) -> None:
+    kinds: list[dict[str, Any]] = [{}, {"dtype": "e4m3", "out_dtype": "bf16"}]
+    kinds.append({**kinds[1], "by_sequence": ("v",)})
+    rows = dispatch_table.rows_from_records(
+        [record(512, {f"m{number}": 1.0}, **kind) for number, kind in enumerate(kinds)]
+    )
+    assert [(row.module, row.dtype, row.out_dtype, row.by_sequence) for row in rows] == [
+        *[("m0", "bf16", None, None), ("m1", "e4m3", "bf16", None), ("m2", "e4m3", "bf16", "v")]
+    ]
+    for row in rows:
+        assert [other.module for other in rows if other.serves(row.family, Size(512, 1))] == [row.module]
+    path = tmp_path / "dispatch.yaml"
+    path.write_text(dispatch_table.table_text(dispatch.Table(rows=rows)))
+    assert dispatch.read_table(path).rows == rows and path.read_text().count("by_sequence: v") == 1
 
 
 def test_modules_with_sinks_or_a_cap_have_rows_of_their_own(tmp_path: Path) -> None:

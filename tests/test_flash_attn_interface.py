@@ -608,11 +608,14 @@ def test_a_cache_of_8_bits(modules: PackedModules) -> None:
         fa3.flash_attn_func(q, *narrow)
 
 
-def test_eight_bits_are_not_served_whatever_comes_with_them(modules: PackedModules) -> None:
+def test_queries_of_8_bits_are_those_of_dense_tensors(modules: PackedModules) -> None:
     q, k, v = (x.to(torch.float8_e4m3fn) for x in dense_tensors())
-    for function in each_function(q, k, v):
-        with pytest.raises(NotImplementedError, match="^q has dtype torch.float8_e4m3fn; pass bfloat16 or float16"):
-            function()
+    for function in each_function(q, k, v)[1:]:
+        for options in ({}, {"q_descale": TENSOR}):
+            with pytest.raises(NotImplementedError, match="^q has dtype torch.float8_e4m3fn; pass q in bfloat16, besi"):
+                function(**options)
+    with pytest.raises(NotImplementedError, match="^q has dtype torch.float8_e5m2; pass q in bfloat16"):
+        fa3.flash_attn_func(*(x.to(torch.float8_e5m2) for x in dense_tensors()))
     assert modules.calls == []
 
 

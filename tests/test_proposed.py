@@ -39,6 +39,10 @@ FAMILIES = [
     Family("bf16", 192, 128, NoMask(), layout="packed"),
     Family("bf16", 96, 96, CausalMask(), layout="paged", page_rows=48),
     Family("fp16", 64, 64, WINDOW, layout="paged", page_rows=3),
+    Family("e4m3", 96, 96, CausalMask(), "bf16"),  # sums in two levels
+    Family("e4m3", 160, 160, NoMask(), "bf16"),  # for which two accumulators leave no registers
+    Family("e4m3", 160, 160, CausalMask(), "bf16", by_sequence=("v",)),
+    Family("e4m3", 64, 64, NoMask(), "fp16"),
 ]
 
 
@@ -106,6 +110,7 @@ def test_what_is_proposed_is_legal_and_of_the_family(dtype: str, dims: tuple[int
         (FAMILIES[3], "fwd_d192_128_window", ["mask: {left: 300, right: 5}"]),
         (FAMILIES[4], "fwd_d64_any_window", ["problem: {dtype: fp16}"]),
         (FAMILIES[7], "fwd_d64_causal", ["outputs: {o: direct}", "o: {dtype: fp32}"]),
+        (FAMILIES[-2], "k7_v_k", ["problem: {head_dim: 160}", "mask: {kind: causal}", "smem: {q: 32B, k: 32B}"]),
         (
             Family("bf16", 96, 96, CausalMask(), layout="paged", page_rows=48),
             "fwd_paged",
@@ -126,6 +131,8 @@ def test_the_nearest_tuned_spec_is_extended_by_what_differs(family: Family, base
         (Family("bf16", 72, 72, CausalMask()), "problem.head_dim: K of the QK product is 72, no multiple of 16"),
         (Family("bf16", 576, 512, CausalMask()), "problem.head_dim_v: N of the PV product is 512 > 256"),
         (Family("bf16", 64, 64, NoMask(), "fp16"), "o.dtype: O in fp16 beside q, k and v in bf16 is not rendered"),
+        (Family("e4m3", 80, 80, NoMask(), "bf16"), "problem.head_dim: K of the QK product is 80, no multiple of 32"),
+        (Family("e4m3", 64, 64, NoMask(), "fp32"), "outputs.o: a tile of O in fp32 would take"),
     ],
 )
 def test_where_no_spec_is_legal_the_error_says_why(family: Family, reason: str) -> None:

@@ -233,8 +233,8 @@ def test_cells_without_a_winner_are_no_success(workspace: Workspace, tmp_path: P
         (["k6", "k5"], "one name is tuned at a time, not 2; to compare modules, add --measure"),
         (
             ["k5"],
-            "there is no search space for 'k5' (there are spaces for fast, fwd_d128, fwd_decode, fwd_small, k6); write "
-            "specs/tuning/k5.yaml",
+            "there is no search space for 'k5' (there are spaces for fast, fwd_d128, fwd_decode, fwd_small, k6, k7, "
+            "k7_v_k); write specs/tuning/k5.yaml",
         ),
         (["fast", "--seq", "1k"], "'1k' is no length"),
         (["fast", "--seq", "1x2x3"], "is no length"),
@@ -276,6 +276,33 @@ def test_the_table_is_made_of_all_records(
     assert "there are no records in generated/evidence/tuning; make some with" in capsys.readouterr().err
     assert cli.main(["tune", "--measure", "k5_d64", "--seq", "512,1024", "--write", "--write-table"]) == 0
     assert (workspace.root / "fa3gen/dispatch.yaml").read_text() == "rows of 2 records\n"
+
+
+def test_modules_of_8_bits_are_measured_and_have_their_rows(
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """From the command line to the choice of a call: by rows of v and by its sequence, in this workspace's table."""
+    import torch
+
+    import fa3gen
+
+    for spec_file in (ROOT / "specs").glob("k*.yaml"):
+        shutil.copy(spec_file, workspace.specs_dir)
+    stems = ["k7_d128", "k7_two_levels_d128", "k7_v_k_d128", "k7_v_k_two_levels_d128"]
+    for stem in stems:
+        shutil.copy(CHECKOUT.module_path(stem), workspace.generated_dir)
+    order(tmp_path, speed={"k7_two_levels_d128": 0.5, "k7_v_k_d128 at 4096": 0.4, "k7_v_k_two_levels_d128 at 512": 0.3})
+    command = ["tune", "--measure", *stems, "--seq", "512,4096", "--write", "--write-table"]
+    assert cli.main(command) == 0
+    table = (workspace.root / "dispatch.yaml").read_text()
+    assert table.count("dtype: e4m3\n") == table.count("out_dtype: bf16\n") == 3
+    q = torch.empty(4, 4096, 16, 128, dtype=torch.float8_e4m3fn, device="meta")
+    placed = torch.empty(4, 16, 128, 4096, dtype=torch.float8_e4m3fn, device="meta").permute(0, 3, 1, 2)
+    for v, stem in ((q, "k7_two_levels_d128"), (placed, "k7_v_k_d128")):
+        found = fa3gen.attention.explain(q, q, v)
+        assert found.stem == stem and found.row is not None and found.measured
+    found = fa3gen.attention.explain(q, q[:, :512], placed[:, :512])
+    assert found.stem == "k7_v_k_two_levels_d128" and found.row is not None and found.row.seq_k is not None
 
 
 def test_without_a_gpu_it_says_what_can_be_done(

@@ -16,7 +16,7 @@ from fa3gen.compile.loading import load_file
 from fa3gen.design.family import Family, Shape
 from fa3gen.design.masks import reach
 from fa3gen.measure import bench
-from fa3gen.measure.peers import Peer, Unavailable
+from fa3gen.measure.peers import PEERS, Peer, Unavailable
 from fa3gen.measure.tuning import measuring
 from fa3gen.measure.tuning.measuring import Bench
 from fa3gen.records.tuning_records import TunedProblem
@@ -143,6 +143,32 @@ def test_calls_with_sinks_and_a_cap_are_timed_with_them(monkeypatch: pytest.Monk
     monkeypatch.setattr(Bench, "_right", lambda bench, module: bench.load(Path(module["path"])))
     answer = setting.ask(problem=problem.model_dump())
     assert set(answer["times"]) == {"a"} and answer["failed"]["b"].startswith("wrong result: relative error")
+
+
+@pytest.mark.parametrize("stem", ["k7_two_levels_d128", "k7_v_k_two_levels_d128"])
+def test_tensors_of_8_bits_are_rounded_and_lie_as_modules_read_them(stem: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """O is off by a twentieth where P has 4 bits, which would be wrong of 16; peers say what they do not take."""
+    spec = variants()[stem].spec
+    problem, seen = TunedProblem.of(Family.of(spec), Shape(1, 80, 80, 2, 1)), []
+
+    def attention(q: Any, k: Any, v: Any, factor: float) -> torch.Tensor:
+        seen.append((q.dtype, k.dtype, v.dtype, v.stride()))
+        found = reference.attention(q, k, v, reach=reach(spec.mask), compute_dtype=torch.float32)
+        return (factor * found.out).bfloat16()
+
+    modules = {
+        name: SimpleNamespace(attention=lambda q, k, v, by=by: attention(q, k, v, by))
+        for name, by in (("exact", 1.0), ("coarse", 1.05), ("wrong", 1.2))
+    }
+    setting = Setting(modules, PEERS[:1])
+    monkeypatch.setattr(Bench, "_right", lambda bench, module: bench.load(Path(module["path"])))
+    described = [{"stem": stem, "path": f"{stem}.py", "spec": spec.model_dump()} for stem in modules]
+    answer = setting.ask(problem=problem.model_dump(), problems=[problem.model_dump()], modules=described)
+    assert set(answer["times"]) == {"exact", "coarse"} and answer["errors"]["exact"] < 0.01
+    assert answer["failed"]["wrong"].startswith("wrong result: relative error 0.2")
+    assert answer["failed"]["cuDNN (torch SDPA)"] == "torch SDPA takes no tensors of 8 bits"
+    strides = (80 * 128, 1, 80 * 128, 80) if problem.by_sequence else (80 * 128, 128, 128, 1)
+    assert set(seen) == {(*[torch.float8_e4m3fn] * 3, strides)}
 
 
 def test_a_module_is_loaded_and_checked_once() -> None:

@@ -157,8 +157,8 @@ def test_a_family_is_that_of_its_problems() -> None:
     for variant in attention_among(variants().values()):
         family = Family.of(variant.spec)
         shape = Shape(2, 512, 1024, 8, 4)
-        eight_bits = family.dtype == "e4m3"
-        if eight_bits or family.by_sequence or family.layout != "dense" or family.part_keys is not None:
+        transposed = bool(family.by_sequence) and not family.eight_bits
+        if transposed or family.layout != "dense" or family.part_keys is not None:
             # No problem of a record.
             with pytest.raises(UserError, match="and (these are|one alone is) for "):
                 TunedProblem.of(family, shape)
@@ -167,6 +167,29 @@ def test_a_family_is_that_of_its_problems() -> None:
         assert found.family == family.of_call()._replace(any_cap=False) and family.serves(found.family)
         assert TunedProblem.model_validate_json(found.model_dump_json()) == found
         assert found.flops == family.flops(shape)
+
+
+def test_problems_of_8_bits_say_how_v_lies(workspace: Workspace) -> None:
+    """O in bfloat16 is a dtype of its own, and records of older problems say nothing of either."""
+    stems = {"k7_two_levels_d128": None, "k7_v_k_two_levels_d128": "v"}
+    problems = {stem: TunedProblem.of(Family.of(variants()[stem].spec), Shape(4, 4096, 4096, 16, 16)) for stem in stems}
+    assert [(p.dtype, p.out_dtype, p.by_sequence) for p in problems.values()] == [
+        ("e4m3", "bf16", lies) for lies in stems.values()
+    ]
+    assert (
+        "by_sequence" not in problems["k7_two_levels_d128"].model_dump() and "by_sequence" not in problem().model_dump()
+    )
+    records = [
+        record(shape=shape, times={stem: timed(shape, [1.0] * 3)}, winner=stem) for stem, shape in problems.items()
+    ]
+    files = tuning_records.save(workspace, records)
+    assert [path.name for path in files] == ["e4m3_d128_full_o_bf16.json", "e4m3_d128_full_o_bf16_sequence_v.json"]
+    assert tuning_records.load_all(workspace) == records
+    page = report.peers([*records, record()])
+    assert "| e4m3 d128 full o bf16 |" in page and "Of 8 bits: from CUDA graphs, geometric mean" in page
+    assert (
+        "Of head dims 64, 128, 256: from CUDA graphs, geometric mean of the ratios to the best peer over 1 cell" in page
+    )
 
 
 def test_records_come_back_as_they_were_saved(workspace: Workspace) -> None:

@@ -13,6 +13,7 @@ from fa3gen.base.wording import counted, listed
 from fa3gen.design.footprint import page_rows
 from fa3gen.design.masks import Window, computes, counted_pairs, given_with_calls, of_call
 from fa3gen.design.tiles import sequence_contiguous
+from fa3gen.hardware.dtypes import DTYPES
 from fa3gen.spec.model import (
     WINDOW_MAX,
     AttentionDType,
@@ -23,11 +24,13 @@ from fa3gen.spec.model import (
     SequenceLayout,
     StoredDType,
     WindowMask,
+    usual_output,
 )
 
 Lengths = tuple[int, int]  # queries and keys of one sequence
 ODD_PAGE = 24  # rows of a page where nobody says how many, and any number will do
 NAMED = 8  # sequences whose lengths are said one by one
+MOST_DIM_OF_TWO_LEVELS = 128  # of v: accumulators of O and of P V of a step leave a thread registers for S up to it
 TILE_ROWS = 128  # in which calls are counted; the tiles of a module may have fewer
 
 
@@ -255,6 +258,19 @@ class Family(NamedTuple):
         return f"{what}{score}{out}{where}{packed}{same}"
 
     @property
+    def eight_bits(self) -> bool:
+        """Whether q, k and v have 8 bits, and calls may give factors of them."""
+        return DTYPES[self.dtype].bits == 8
+
+    @property
+    def two_levels(self) -> bool:
+        """Whether P V of tiles of keys is to be added up in float32, as far as registers allow that.
+
+        Of products of 8 bits the tensor core keeps 13 bits below the largest addend.
+        """
+        return self.eight_bits and self.head_dim_v <= MOST_DIM_OF_TWO_LEVELS
+
+    @property
     def keywords(self) -> tuple[str, ...]:
         """What a call has to be given by name, beside a window."""
         return ("sinks",) * self.sink + ("softcap",) * self.softcap
@@ -266,6 +282,12 @@ class Family(NamedTuple):
             count * counted_pairs(mask, seq_q=seq_q, seq_k=seq_k) for (seq_q, seq_k), count in sequences.items()
         )
         return products_flops(self.head_dim, self.head_dim_v, pairs * shape.heads_q)
+
+
+def usual_out_dtype(dtype: AttentionDType) -> OutputDType | None:
+    """The `out_dtype` of a family where nothing else is said: None, or bf16 beside q, k and v of 8 bits."""
+    usual = usual_output(dtype)
+    return None if usual == dtype else usual
 
 
 def heads_text(heads_q: int, heads_kv: int) -> str:

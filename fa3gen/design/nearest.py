@@ -72,7 +72,7 @@ _VALUES: Mapping[str, Sequence[Any]] = {
     "load": (_TMA, {"engine": "sync"}, {"engine": "cp_async", "kv_stages": 2}),
     "load.barrier": ("separate", "shared"),
     "smem": ({"q": "128B", "k": "128B", "v": "128B"}, None),
-    **{f"smem.{tensor}": tuple(reversed(get_args(Swizzle))) for tensor in "qkv"},
+    **{f"smem.{tensor}": tuple(reversed(get_args(Swizzle))) for tensor in ("q", "k", "v", "vt")},
     "handoff.swizzle": tuple(reversed(get_args(Swizzle))),
     "qk": ({**_WGMMA, "b": {"source": "smem", "major": "k"}}, {"engine": "scalar"}),
     "pv": ({**_WGMMA, "b": {"source": "smem", "major": "mn"}}, {"engine": "scalar"}),

@@ -15,7 +15,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from fa3gen.design.family import Family
+from fa3gen.design import footprint
+from fa3gen.design.family import Family, usual_out_dtype
 from fa3gen.design.masks import computes, given_with_calls
 from fa3gen.design.nearest import Changes, nearest_legal, with_changes
 from fa3gen.design.own_bits import own_bits, shared
@@ -32,9 +33,10 @@ MOST_SPECS_OF_BASE = 300  # looked at for each of them
 # How products see q, k and v: product, operand, its major where the head dim is contiguous, and where the sequence is.
 _OPERANDS = {"q": ("qk", "a", "k", "mn"), "k": ("qk", "b", "k", "mn"), "v": ("pv", "b", "mn", "k")}
 # What follows from a head dim or a dtype, and costs next to nothing; all else is how the base was tuned.
-_CHEAP = ("smem.q", "smem.k", "smem.v", "outputs.o")
+_CHEAP = ("smem.q", "smem.k", "smem.v", "smem.vt", "outputs.o")
 USUAL_ROOM = 16  # query heads of a kv head in a tile, where keys are split
 PAGE_BOXES = (16, 8)  # keys in boxes that tiles of keys are whole numbers of, as a rule
+PROMOTED = {"promote_every": 1}  # P V of tiles of keys is added up in float32
 # What says what is computed, and not how.
 _ASKED = ("problem", "mask", "o.dtype", "kv.dtype", "softmax.sink", "softmax.softcap")
 
@@ -108,6 +110,8 @@ def _distance(variant: Variant[Forward], family: Family, split: Split | None) ->
     dims = (other.head_dim, family.head_dim), (other.head_dim_v, family.head_dim_v)
     return (
         (other.kv_dtype is None) != (family.kv_dtype is None),
+        other.eight_bits != family.eight_bits,
+        footprint.two_levels(spec) != family.two_levels,
         _kind_of_split(spec.split) != _kind_of_split(split),
         *(other.by_sequence != family.by_sequence, other.layout != family.layout),
         *(spec.schedule.kind == "cooperative", alone),
@@ -125,13 +129,15 @@ def _distance(variant: Variant[Forward], family: Family, split: Split | None) ->
 def _asked_of(base: Forward, family: Family, *, own: bool, split: Split | None, group: int) -> Forward | None:
     """The base with what the family computes, legal or not; None where its fields cannot say so."""
     given = given_with_calls(base.mask) and isinstance(family.mask, WindowMask)
+    usual = family.out_dtype == usual_out_dtype(family.dtype)
     mask = base.mask if given else family.mask
     changes: Changes = (
         ("problem.head_dim", family.head_dim),
         ("problem.head_dim_v", None if family.head_dim_v == family.head_dim else family.head_dim_v),
         *(("problem.dtype", family.dtype), ("problem.layout", family.layout)),
         ("mask", mask.model_dump(exclude_none=True)),
-        *(("o.dtype", family.out_dtype), ("kv.dtype", family.kv_dtype)),
+        *(("o.dtype", None if usual else family.out_dtype), ("kv.dtype", family.kv_dtype)),
+        ("accumulate", PROMOTED if family.two_levels else None),
         *(("softmax.sink", family.sink), ("softmax.softcap", family.softcap)),
         ("softmax.row_max", base.softmax.row_max if _bounds_scores(family) else "online"),
         *(("outputs.lse", True), *_heads_and_parts(base, split, group)),
@@ -139,10 +145,14 @@ def _asked_of(base: Forward, family: Family, *, own: bool, split: Split | None, 
     )
     if isinstance(base.load, TmaLoad):
         changes += (("load.page_rows", _page_rows(base, family)),)
+    transposed = base.smem is not None and family.eight_bits and "v" not in family.by_sequence
+    if base.smem is not None:
+        changes += (("smem.vt", (base.smem.vt or "128B") if transposed else None),)
     for name, (product, operand, by_head_dim, by_sequence) in _OPERANDS.items():
         if isinstance(getattr(base, product), WgmmaProduct):
-            major = by_sequence if name in family.by_sequence else by_head_dim
-            changes += ((f"{product}.{operand}.major", major),)
+            # The product reads V transposed as if its sequence were contiguous.
+            across = name in family.by_sequence or (name == "v" and transposed)
+            changes += ((f"{product}.{operand}.major", by_sequence if across else by_head_dim),)
     try:
         spec = with_changes(base, changes)
     except ValidationError:
@@ -175,7 +185,7 @@ def _is_as_good(wanted: Forward, spec: Forward) -> bool:
     """Whether a spec computes the same, serves the same calls, and loads ahead where the wanted one does."""
     same = Family.of(spec) == Family.of(wanted) and spec.outputs.lse
     same = same and (spec.tile.pack_heads, spec.split) == (wanted.tile.pack_heads, wanted.split)
-    same = same and own_bits(spec) >= own_bits(wanted)
+    same = same and own_bits(spec) >= own_bits(wanted) and spec.accumulate == wanted.accumulate
     return same and _stages(spec) >= min(_stages(wanted), 2)
 
 

@@ -21,17 +21,17 @@ from typing import Any, Protocol
 import torch
 
 from fa3gen.base.errors import UserError
-from fa3gen.design.family import Family, Shape, mask_label
+from fa3gen.design.family import Family, Shape, mask_label, usual_out_dtype
 from fa3gen.design.masks import of_call, options_for, reach
 from fa3gen.design.operation import operation_of
-from fa3gen.hardware.dtypes import BF16, DTYPES
+from fa3gen.hardware.dtypes import DTYPES
 from fa3gen.measure.launch_times import LaunchTimes, host_microseconds, small_problem
 from fa3gen.measure.peers import PEERS, Attend, Peer, Tensors, Unavailable
 from fa3gen.records.evidence import TIMED, TOKENS
 from fa3gen.run import gpu
 from fa3gen.spec.model import AttentionDType, Forward, Mask
 from fa3gen.verify import reference
-from fa3gen.verify.inputs import laid_out, usual_keywords
+from fa3gen.verify.inputs import laid_out, normal, usual_keywords
 
 WIDTH = 2048  # heads x head dim
 SEQ_LENS = (512, 1024, 2048, 4096, 8192, 16384)
@@ -76,7 +76,8 @@ class Cell:
     def family(self) -> Family:
         """What a module has to be compiled for to serve it."""
         v_dim = self.head_dim if self.head_dim_v is None else self.head_dim_v
-        return Family(self.dtype, self.head_dim, v_dim, self.mask, sink=self.sink, softcap=self.softcap)
+        out_dtype = usual_out_dtype(self.dtype)
+        return Family(self.dtype, self.head_dim, v_dim, self.mask, out_dtype, sink=self.sink, softcap=self.softcap)
 
     @property
     def shape(self) -> Shape:
@@ -354,11 +355,8 @@ class Runner:
     def _inputs(self, cell: Cell) -> Tensors:
         generator = torch.Generator(self.device).manual_seed(cell.seq_len + cell.head_dim)
         shape = (cell.batch, cell.seq_len, cell.heads)
-        dtype = DTYPES[cell.dtype]
-        # torch draws no numbers of 8 bits.
-        facts: dict[str, Any] = {"dtype": (dtype if dtype.bits > 8 else BF16).in_torch(), "device": self.device}
         q, k, v = (
-            torch.randn((*shape, dim), **facts, generator=generator).to(dtype.in_torch())
+            normal((*shape, dim), DTYPES[cell.dtype], self.device, generator)
             for dim in (cell.head_dim, cell.head_dim, cell.family.head_dim_v)
         )
         return q, k, v
@@ -397,8 +395,11 @@ class Runner:
 
     def _wrong(self, out: torch.Tensor, cell: Cell, tensors: Tensors) -> str | None:
         error = error_in_last_rows(out, last_rows(cell.mask, tensors, cell.family.keywords))
-        most = CHECK_TOLERANCE if DTYPES[cell.dtype].bits > 8 else CHECK_TOLERANCE_8BIT
-        return None if error <= most else f"wrong result: relative error {error:.2g} in the last rows"
+        return (
+            None
+            if error <= check_tolerance(cell.dtype)
+            else f"wrong result: relative error {error:.2g} in the last rows"
+        )
 
     def _rounds(
         self, ready: dict[str, Callable[[], Any]], estimates: dict[str, float]
@@ -456,6 +457,11 @@ def last_rows(mask: Mask, tensors: Tensors, names: Sequence[str] = ()) -> torch.
     q, k, v = (tensor[-1:] for tensor in tensors)
     named = usual_keywords(names, q.shape[2], q.device)
     return reference.attention(q[:, -rows:], k, v, reach=reach(mask), **named, compute_dtype=torch.float32).out
+
+
+def check_tolerance(dtype: AttentionDType) -> float:
+    """The largest error in the last rows that is no mistake."""
+    return CHECK_TOLERANCE if DTYPES[dtype].bits > 8 else CHECK_TOLERANCE_8BIT
 
 
 def error_in_last_rows(out: torch.Tensor, expected: torch.Tensor) -> float:

@@ -21,10 +21,11 @@ from fa3gen.base.files import write_text
 from fa3gen.design.family import Family
 from fa3gen.design.masks import of_call, options_of_call
 from fa3gen.design.operation import operation_of
+from fa3gen.hardware.dtypes import DTYPES
 from fa3gen.measure.launch_times import BATCH, CALLS, HEADS, ROUNDS, SEQ_LEN, host_microseconds, small_problem
 from fa3gen.measure.peers import PEERS, Peer, Tensors, Unavailable
-from fa3gen.run import gpu
-from fa3gen.spec.model import CausalMask, Forward, Mask, WindowMask
+from fa3gen.run import calls, gpu
+from fa3gen.spec.model import CausalMask, Forward, Mask, OutputDType, WindowMask, usual_output
 from fa3gen.verify.inputs import usual_keywords
 
 if TYPE_CHECKING:
@@ -136,7 +137,8 @@ def module_callee(name: str, spec: Forward, load: Callable[[], Any]) -> Callee:
 
     def ways(tensors: Tensors) -> Mapping[str, Launch]:
         named = options_of_call(spec.mask) | usual_keywords(names, tensors[0].shape[2], tensors[0].device)
-        return _own_ways(entry_of(load()), tensors, named, lse=spec.outputs.lse)
+        out = _out_for(tensors, spec.o_dtype)
+        return _own_ways(entry_of(load()), tensors, named, out, lse=spec.outputs.lse)
 
     return Callee(name, True, ways)
 
@@ -152,6 +154,7 @@ def dispatched_callee(mask: Mask, names: Sequence[str] = ()) -> Callee:
         options |= usual_keywords(names, tensors[0].shape[2], tensors[0].device)
         if isinstance(mask, WindowMask):
             options["window"] = (mask.left, mask.right)
+        out = _out_for(tensors, usual_output(calls.DENSE_INPUTS[tensors[0].dtype]))
         try:
             ops.attention.explain(*tensors, **options)
         except NoKernel as reason:
@@ -159,8 +162,8 @@ def dispatched_callee(mask: Mask, names: Sequence[str] = ()) -> Callee:
         try:
             ops.attention.explain(*tensors, **options, return_lse=True)
         except NoKernel:
-            return _own_ways(ops.attention, tensors, options, lse=False)
-        return _own_ways(ops.attention, tensors, options, lse=True)
+            return _own_ways(ops.attention, tensors, options, out, lse=False)
+        return _own_ways(ops.attention, tensors, options, out, lse=True)
 
     return Callee("fa3gen.attention", True, ways)
 
@@ -175,11 +178,16 @@ def peer_callee(peer: Peer, mask: Mask) -> Callee:
     return Callee(peer.name, False, ways, peer.setting or contextlib.nullcontext)
 
 
+def _out_for(tensors: Tensors, dtype: OutputDType) -> torch.Tensor:
+    """An O of this dtype to be written to."""
+    q, _, v = tensors
+    return torch.empty((*q.shape[:3], v.shape[3]), dtype=DTYPES[dtype].in_torch(), device=q.device)
+
+
 def _own_ways(
-    attention: Callable[..., Any], tensors: Tensors, options: Mapping[str, Any], *, lse: bool
+    attention: Callable[..., Any], tensors: Tensors, options: Mapping[str, Any], out: torch.Tensor, *, lse: bool
 ) -> dict[str, Launch]:
     q, k, v = tensors
-    out = torch.empty((*q.shape[:3], v.shape[3]), dtype=q.dtype, device=q.device)
     ways: dict[str, Launch] = {WAYS[0]: lambda: attention(q, k, v, **options)}
     if lse:
         ways[WAYS[1]] = lambda: attention(q, k, v, **options, return_lse=True)

@@ -25,8 +25,10 @@ from fa3gen.compile.cache import CACHE_DIR_VARIABLE
 from fa3gen.design.family import Family
 from fa3gen.hardware.dtypes import DTYPES
 from fa3gen.run.launch import NO_JIT_VARIABLE
+from fa3gen.verify.inputs import normal
 
 BATCH, SEQ_LEN, HEADS = 1, 128, 2
+SEED = 0
 CALLS, ROUNDS = 100, 9  # launches in a round; the queue of a stream holds 1024
 _TIMEOUT_S = 600
 
@@ -49,14 +51,14 @@ def small_problem(
     dtype: str, head_dim: int, head_dim_v: int, device: torch.device, by_sequence: Sequence[str] = ()
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return q, k, v of the problem that launches are timed on; those in `by_sequence` have a contiguous sequence."""
-    facts: dict[str, Any] = {"dtype": DTYPES[dtype].in_torch(), "device": device}
+    generator = torch.Generator(device).manual_seed(SEED)
 
-    def normal(name: str, dim: int) -> torch.Tensor:
+    def drawn(name: str, dim: int) -> torch.Tensor:
         if name in by_sequence:
-            return torch.randn((BATCH, HEADS, dim, SEQ_LEN), **facts).permute(0, 3, 1, 2)
-        return torch.randn((BATCH, SEQ_LEN, HEADS, dim), **facts)
+            return normal((BATCH, HEADS, dim, SEQ_LEN), DTYPES[dtype], device, generator).permute(0, 3, 1, 2)
+        return normal((BATCH, SEQ_LEN, HEADS, dim), DTYPES[dtype], device, generator)
 
-    return normal("q", head_dim), normal("k", head_dim), normal("v", head_dim_v)
+    return drawn("q", head_dim), drawn("k", head_dim), drawn("v", head_dim_v)
 
 
 def host_microseconds(launch: Callable[[], Any], synchronize: Callable[[], Any]) -> float:

@@ -57,6 +57,8 @@ def _sdpa(name: str, backend_name: str) -> Peer:
         causal = isinstance(mask, CausalMask)
 
         def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            if q.dtype.itemsize == 1:
+                raise Unavailable("torch SDPA takes no tensors of 8 bits")
             if causal and q.shape[1] != k.shape[1]:
                 raise Unavailable("torch SDPA aligns a causal mask to the top left, the others to the bottom right")
             heads_first = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)

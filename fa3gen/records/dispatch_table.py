@@ -182,6 +182,7 @@ def _order(family: Family) -> tuple[Any, ...]:
         family.out_dtype or "",
         family.kv_dtype or "",
         family.keywords,
+        family.by_sequence,
         -(family.page_rows or 0),
     )  # of pages the largest first
     return family.layout, family.dtype, family.head_dim, family.head_dim_v, kinds.index(mask.kind), reach, *own
@@ -339,6 +340,7 @@ def _row(family: Family, edge: float | None, part: _Part) -> Row:
         kv_dtype=family.kv_dtype,
         sink=family.sink or None,
         softcap=family.softcap or None,
+        by_sequence="v" if family.by_sequence else None,
         layout=None if family.layout == "dense" else family.layout,
         page_rows=family.page_rows,
         tiles_per_sm=None if edge is None else Load(up_to=edge),

@@ -16,7 +16,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self, get_args
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from pydantic import Field, TypeAdapter, ValidationError, model_validator
 
@@ -26,7 +26,7 @@ from fa3gen.base.parts import GrownPart, Part, first_problem, rounded
 from fa3gen.design.family import Family, Shape, heads_text
 from fa3gen.hardware.chips import H200
 from fa3gen.run.dispatch import PACKED_TOOL
-from fa3gen.spec.model import CausalMask, DType, Forward, Mask, NoMask, OutputDType, WindowMask
+from fa3gen.spec.model import AttentionDType, CausalMask, Forward, Mask, NoMask, OutputDType, WindowMask
 
 if TYPE_CHECKING:
     from fa3gen.design.workspace import Workspace
@@ -65,15 +65,15 @@ class MaskShape(Part):
 
 
 # Fields of a family by which no module is tuned.
-UNTUNED = "by_sequence", "layout", "page_rows", "any_cap", "part_keys", "kv_dtype"
+UNTUNED = "layout", "page_rows", "any_cap", "part_keys", "kv_dtype"
 
 
 class TunedProblem(GrownPart):
     """A family and one shape: q (batch, seq_q, heads_q, head_dim), k (batch, seq_k, heads_kv, head_dim)."""
 
-    LATER = frozenset({"out_dtype", "sink", "softcap"})
+    LATER = frozenset({"out_dtype", "sink", "softcap", "by_sequence"})
 
-    dtype: DType
+    dtype: AttentionDType
     head_dim: int = Field(gt=0)
     head_dim_v: int = Field(gt=0)
     mask: MaskShape
@@ -85,13 +85,16 @@ class TunedProblem(GrownPart):
     out_dtype: OutputDType | None = Field(default=None, description="Of O, where it is not `dtype`.")
     sink: bool = False
     softcap: bool = False
+    by_sequence: Literal["v"] | None = Field(
+        default=None, description="Of 8 bits, the input whose sequence is contiguous; without it, rows of all are."
+    )
 
     @classmethod
     def of(cls, family: Family, shape: Shape) -> Self:
         """The problem of a family at one shape, with the window of a call where calls give one.
 
-        UserError for modules that are not tuned: those for tensors whose rows are not contiguous, for packed
-        sequences, and for q of 8 bits.
+        UserError for modules that are not tuned: those for packed sequences, and for tensors whose rows are not
+        contiguous, but for a v of 8 bits, which may have a contiguous sequence.
         """
         family = family.of_call(shape.window)
         if family.layout != "dense":
@@ -99,11 +102,7 @@ class TunedProblem(GrownPart):
                 f"modules are tuned for dense tensors, and these are for {family}; measure them with "
                 f"python {PACKED_TOOL}"
             )
-        if family.dtype not in get_args(DType):
-            raise UserError(
-                f"modules are tuned for tensors of 16 bits, and these are for {family}; time them with fa3gen bench"
-            )
-        if family.by_sequence:
+        if family.by_sequence and not family.eight_bits:
             raise UserError(
                 f"modules are tuned for tensors with contiguous rows, and these are for {family}; time them with "
                 "fa3gen bench"
@@ -114,6 +113,7 @@ class TunedProblem(GrownPart):
                 "fa3gen bench"
             )
         fields = {name: value for name, value in family._asdict().items() if name not in UNTUNED}
+        fields["by_sequence"] = "v" if family.by_sequence else None  # q and k of 8 bits have contiguous rows
         sizes = {name: size for name, size in asdict(shape).items() if name != "window"}
         return cls(**{**fields, "mask": MaskShape.of(family.mask)}, **sizes)
 
@@ -128,6 +128,7 @@ class TunedProblem(GrownPart):
         """What a module has to be compiled for to serve this."""
         return Family(
             *(self.dtype, self.head_dim, self.head_dim_v, self.mask.spec_mask(), self.out_dtype),
+            by_sequence=tuple(self.by_sequence or ""),
             sink=self.sink,
             softcap=self.softcap,
         )

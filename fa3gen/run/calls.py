@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ParamSpec, Protocol, TypeVar, cast, get_args
 
@@ -17,21 +17,29 @@ import torch
 from torch._C import _are_functorch_transforms_active, _len_torch_dispatch_stack
 
 from fa3gen.design import splits
-from fa3gen.design.family import Family, Shape
+from fa3gen.design.family import Family, Shape, usual_out_dtype
 from fa3gen.design.workspace import Workspace
-from fa3gen.hardware.dtypes import DTYPES
+from fa3gen.hardware.dtypes import DTYPES, E4M3
 from fa3gen.run import dispatch
 from fa3gen.run.dispatch import ArgumentError, Choice, NotRendered, Size
 from fa3gen.run.equal_lengths import of_dense
 from fa3gen.run.launch import module_at
 from fa3gen.run.parts import in_parts
-from fa3gen.spec.model import MOST_CAP_OF_FIRST_MAX, DType, OutputDType, StoredDType
+from fa3gen.spec.model import (
+    MOST_CAP_OF_FIRST_MAX,
+    AttentionDType,
+    DType,
+    OutputDType,
+    StoredDType,
+)
 
 Attention = Callable[..., Any]
 Returned = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 Window = Sequence[int] | None
 
-INPUTS: dict[torch.dtype, DType] = {DTYPES[name].in_torch(): name for name in get_args(DType)}
+INPUTS: dict[torch.dtype, AttentionDType] = {DTYPES[name].in_torch(): name for name in get_args(DType)}
+DENSE_INPUTS: dict[torch.dtype, AttentionDType] = {DTYPES[name].in_torch(): name for name in get_args(AttentionDType)}
+OUTPUTS: dict[Any, OutputDType] = {DTYPES[name].in_torch(): name for name in get_args(OutputDType)}
 STORED: dict[torch.dtype, StoredDType] = {DTYPES[name].in_torch(): name for name in get_args(StoredDType)}
 
 
@@ -131,11 +139,19 @@ def check_tensors(tensors: dict[str, Any], dimensions: str) -> None:
             raise ArgumentError(f"{name} has shape {tuple(x.shape)}; it needs to be {dimensions}")
 
 
-def dtypes_of(q: torch.Tensor, out: Any, function: str) -> tuple[DType, OutputDType | None]:
+def dtypes_of(
+    q: torch.Tensor, out: Any, function: str, inputs: Mapping[torch.dtype, AttentionDType]
+) -> tuple[AttentionDType, OutputDType | None]:
     """The dtype of q, and that of O where it differs. An `out` of any other dtype is for the module to refuse."""
-    if q.dtype not in INPUTS:
-        raise TypeError(f"q has dtype {q.dtype}; {function} takes {' or '.join(map(str, INPUTS))}")
-    return INPUTS[q.dtype], "fp32" if getattr(out, "dtype", None) == torch.float32 else None
+    if q.dtype not in inputs:
+        instead = ""
+        if q.dtype in DENSE_INPUTS:
+            instead = f"; beside such q k and v may be {q.dtype}, and fa3gen.attention takes dense q, k and v of it"
+        raise TypeError(f"q has dtype {q.dtype}; {function} takes {' or '.join(map(str, inputs))}{instead}")
+    dtype, given = inputs[q.dtype], getattr(out, "dtype", None)
+    if dtype == E4M3.name:
+        return dtype, OUTPUTS.get(given, usual_out_dtype(dtype))
+    return dtype, "fp32" if given == torch.float32 else None
 
 
 def stored_dtype(k: torch.Tensor, v: torch.Tensor, *factors: Any) -> StoredDType | None:
@@ -223,8 +239,14 @@ def refuse_grad(q: Any, k: Any, v: Any, sinks: Any = None) -> None:
         return
     if q.requires_grad or k.requires_grad or v.requires_grad:
         raise ValueError("q, k or v requires grad; this kernel is forward only: call it under torch.no_grad()")
-    if sinks is not None and sinks.requires_grad:
-        raise ValueError("sinks requires grad; this kernel is forward only: call it under torch.no_grad()")
+    if sinks is not None:
+        refuse_grad_of("sinks", sinks)
+
+
+def refuse_grad_of(name: str, x: torch.Tensor) -> None:
+    """The same of one tensor."""
+    if torch.is_grad_enabled() and x.requires_grad:
+        raise ValueError(f"{name} requires grad; this kernel is forward only: call it under torch.no_grad()")
 
 
 def need_sinks(sinks: torch.Tensor | None, heads_q: Any) -> None:

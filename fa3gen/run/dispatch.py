@@ -24,6 +24,7 @@ from pydantic import Field, ValidationError
 from fa3gen.base.errors import Problem, SpecError, UserError
 from fa3gen.base.files import sha256
 from fa3gen.base.wording import counted
+from fa3gen.design import footprint
 from fa3gen.design.family import TILE_ROWS, Family, mask_text
 from fa3gen.design.footprint import page_rows
 from fa3gen.design.masks import computes, options_for
@@ -274,6 +275,9 @@ class Row(SpecModel):
     kv_dtype: StoredDType | None = Field(default=None, description="Of k and v, where they have 8 bits.")
     sink: bool | None = Field(default=None, description="True: for calls with sinks.")
     softcap: bool | None = Field(default=None, description="True: for calls with a cap of the scores.")
+    by_sequence: Literal["v"] | None = Field(
+        default=None, description="Of 8 bits, the input whose sequence is contiguous; without it, rows of all are."
+    )
     layout: Literal["packed", "paged"] | None = Field(
         default=None, description="Packed sequences, or packed queries and pages; without it, dense tensors."
     )
@@ -337,6 +341,7 @@ class Row(SpecModel):
         """What its module is compiled for."""
         return Family(
             *(self.dtype, self.head_dim, self.head_dim_v, self.mask, self.out_dtype),
+            by_sequence=tuple(self.by_sequence or ""),
             layout=self.layout or "dense",
             sink=bool(self.sink),
             softcap=bool(self.softcap),
@@ -563,9 +568,10 @@ def _unmeasured(family: Family, size: Size, lse: bool, workspace: Workspace) -> 
     Tiles that hold several heads hold such of one group. Modules that are compiled for the window come before those
     that are for any, and those that split keys, which are made for few queries, come last where there are many, or
     where none is of the production set. A call that asks for parts has the one with the smallest tiles of keys, of
-    which parts are whole numbers.
+    which parts are whole numbers. Of modules of 8 bits outside of the production set those are passed over that leave
+    it to the tensor core to add up P V of all keys, where threads could do it in float32.
     """
-    modules = list(_modules(workspace))
+    modules = [(variant, file) for variant, file in _modules(workspace) if _sums_in_float32(variant, family)]
     able = _able(modules, family, size, lse)
     whole = {stem: found for stem, found in able.items() if found[0].spec.split is None}
     fitting = whole if whole and (size.queries > FEW_QUERIES or not _production(able)) else able
@@ -576,6 +582,7 @@ def _unmeasured(family: Family, size: Size, lse: bool, workspace: Workspace) -> 
         variant, file = fitting[only[0]]
         what = "module" if len(fitting) == 1 else "production module"
         fits = "fits" if len(fitting) == len(able) else "fits and does not split keys"
+        fits += " and adds up tiles of keys in float32" * (family.two_levels and not production)
         reason = f"no row of the table is for {family}: no measurement, but this is the only {what} that {fits}"
         return Choice(variant.stem, file, variant.spec, variant.source, None, reason)
     if fitting and (size.parts > 1 or family.part_keys is not None):
@@ -591,6 +598,11 @@ def _unmeasured(family: Family, size: Size, lse: bool, workspace: Workspace) -> 
             f'call one of them, fa3gen.load("{stems[-1]}").attention(...), or measure them on your GPU: {measure}'
         )
     raise _missing(modules, family, size, lse, workspace)
+
+
+def _sums_in_float32(variant: Variant[Forward], family: Family) -> bool:
+    """Whether a module may be taken unmeasured as far as its sums go: of 16 bits these are float32 in any module."""
+    return not family.two_levels or footprint.two_levels(variant.spec) or _is_production(variant.stem)
 
 
 def _able(
@@ -642,6 +654,8 @@ def _missing(
         with contextlib.suppress(NoKernel):
             free = choose(family, replace(size, parts=0), lse=lse, workspace=workspace)
             problem += f"; num_splits=0 takes {free.stem}"
+    if family.eight_bits and family.by_sequence:
+        problem += "; pass v.contiguous(), whose rows are contiguous"
     parts = size.parts > 1
     room = size.group if parts or family.part_keys is not None else 1  # other tiles hold one head, and take any group
     proposed = propose(family, workspace, own=size.own_bits, parts=parts, group=room)
@@ -685,7 +699,8 @@ def _served(variants: Sequence[Variant[Forward]], family: Family, lse: bool) -> 
     served_dims: dict[str, set[str]] = {}
     for variant in variants:
         served = Family.of(variant.spec)
-        if served.layout == family.layout and (variant.spec.outputs.lse or not lse):
+        alike = (served.layout, served.by_sequence) == (family.layout, family.by_sequence)
+        if alike and (variant.spec.outputs.lse or not lse):
             score = "".join(f", {name}" for name in served.keywords)
             packs, most = variant.spec.tile.pack_heads, "up to " * (variant.spec.tile.group == "at_most")
             heads = f", {most}{packs} heads in a tile" if packs > 1 else ""

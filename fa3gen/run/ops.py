@@ -17,10 +17,12 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from fa3gen.design.family import TILE_ROWS, Family, Shape
-from fa3gen.run import calls, dispatch, gpu
+from fa3gen.run import calls, dispatch, eight_bits, gpu
 from fa3gen.run.calls import Attention, Returned, Window, dispatch_modes, functorch_transforms, named_scores, stretches
 from fa3gen.run.dispatch import FEW_QUERIES, Choice, NotRendered, Size
+from fa3gen.run.eight_bits import EIGHT_BITS, FACTORS, Factors
 from fa3gen.run.equal_lengths import can_be_packed
+from fa3gen.spec.model import WindowMask
 
 How = tuple[int, int | None, bool]  # it is computed: num_splits, split_keys, deterministic_batch
 
@@ -34,6 +36,9 @@ def _explain(
     window: Window = None,
     sinks: Tensor | None = None,
     softcap: float | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
     scale: float | None = None,
     out: Tensor | None = None,
     return_lse: bool = False,
@@ -51,6 +56,7 @@ def _explain(
     """
     how = num_splits, split_keys, deterministic_batch
     family, size = _asked(q, k, v, out, causal, window, sinks, softcap, how)
+    eight_bits.check_factors(q, k, (q_descale, k_descale, v_descale))
     size = replace(size, in_rows=can_be_packed(q, k, v, out))
     (batch, seq_q, heads_q, _), (_, seq_k, heads_kv, _) = q.shape, k.shape
     shape = Shape(batch, seq_q, seq_k, heads_q, heads_kv)
@@ -67,6 +73,9 @@ def attention(
     window: Window = None,
     sinks: Tensor | None = None,
     softcap: float | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
     scale: float | None = None,
     out: Tensor | None = None,
     return_lse: bool = False,
@@ -87,10 +96,12 @@ def attention(
     where it is not.
 
     Args:
-        q: (batch, seq_q, heads_q, d), bfloat16 or float16. Any strides with a contiguous last dimension and
-            16-byte aligned rows, here and below.
+        q: (batch, seq_q, heads_q, d), bfloat16, float16, or float8_e4m3fn, which comes without a window, sinks, a
+            softcap and keys in parts. Any strides with a contiguous last dimension and 16-byte aligned rows, here and
+            below.
         k: (batch, seq_k, heads_kv, d), heads_q a multiple of heads_kv (GQA, MQA).
-        v: (batch, seq_k, heads_kv, d_v).
+        v: (batch, seq_k, heads_kv, d_v). Of 8 bits its sequence may be contiguous instead of its last dimension, where
+            there is a module that reads it so.
         causal: Query i sees keys j <= i + seq_k - seq_q.
         window: (left, right), how many keys a query sees left and right of its diagonal, -1 for all; with `causal`,
             none on the right. A module with the window compiled in is taken where there is one, else one for any.
@@ -98,9 +109,12 @@ def attention(
             a value; -inf for none. It takes a module of its own, as does a softcap.
         softcap: Scores become softcap tanh(scale S / softcap) before the mask; finite and positive. The tanh is that of
             the hardware, off by 2^-11 of itself at most.
+        q_descale, k_descale, v_descale: What q, k and v of 8 bits are to be multiplied by, 1 by default: float32 on
+            the GPU, one element for all of a tensor, or (batch, heads_kv) with any strides, 0 as well; that of q is for
+            all query heads of a kv head. Read on the device, so that a graph is replayed with what they are then.
         scale: Factor of the scores, finite and positive; 1 / sqrt(d) by default.
-        out: (batch, seq_q, heads_q, d_v) to write O to, of q's dtype, or float32, which takes a module of its own; a
-            new contiguous tensor of q's dtype by default.
+        out: (batch, seq_q, heads_q, d_v) to write O to, of q's dtype, or float32, which takes a module of its own;
+            bfloat16 beside q of 8 bits. A new contiguous tensor of q's dtype, or bfloat16, by default.
         return_lse: Return (O, LSE), LSE the natural logarithm of each row's sum of exponentials,
             (batch, heads_q, seq_q) float32; of dense tensors taken as packed ones a view that is not contiguous.
         enable_pdl: Programmatic dependent launch: where the module serves small problems (scheduler grid), begin beside
@@ -133,9 +147,10 @@ def attention(
         TypeError, ValueError: An argument is of another type, dtype, device, shape, stride or alignment; or one
             requires grad in grad mode, since this is forward only.
     """
+    factors = q_descale, k_descale, v_descale
     if is_dynamo_compiling():
         how = num_splits, split_keys, deterministic_batch
-        return _by_operator(q, k, v, causal, window, sinks, softcap, scale, out, return_lse, how, render)
+        return _by_operator(q, k, v, causal, window, sinks, softcap, factors, scale, out, return_lse, how, render)
     if window is not None and type(window) is not tuple:
         window = calls.window_tuple(window)
     # Tensors on a GPU that nobody watches? Then nothing is lost by leaving the dispatcher out.
@@ -143,7 +158,8 @@ def attention(
         how = num_splits, split_keys, deterministic_batch
         # Its messages are better than those of an operator's schema.
         _asked(q, k, v, out, causal, window, sinks, softcap, how)
-        return _by_operator(q, k, v, causal, window, sinks, softcap, scale, out, return_lse, how, render)
+        eight_bits.check_factors(q, k, factors)
+        return _by_operator(q, k, v, causal, window, sinks, softcap, factors, scale, out, return_lse, how, render)
     try:
         serving = _serving(
             q, k, v, out, causal, window, return_lse, sinks, softcap, num_splits, split_keys, deterministic_batch
@@ -153,8 +169,10 @@ def attention(
         serving = _serving(
             q, k, v, out, causal, window, return_lse, sinks, softcap, num_splits, split_keys, deterministic_batch
         )
-    if sinks is not None or softcap is not None:
-        named = named_scores(sinks, softcap) | ({"enable_pdl": True} if enable_pdl and _has_pdl(serving) else {})
+    scaled = q_descale is not None or k_descale is not None or v_descale is not None
+    if scaled or sinks is not None or softcap is not None:
+        named = named_scores(sinks, softcap) | eight_bits.named_factors(q, k, factors)
+        named |= {"enable_pdl": True} if enable_pdl and _has_pdl(serving) else {}
         return serving(q, k, v, **named, scale=scale, out=out, return_lse=return_lse)
     if enable_pdl and _has_pdl(serving):
         return serving(q, k, v, scale=scale, out=out, return_lse=return_lse, enable_pdl=True)
@@ -180,12 +198,18 @@ def _asked(
 ) -> tuple[Family, Size]:
     """What the module has to be compiled for, and the size of the call. Raises ArgumentError, TypeError."""
     calls.check_tensors({"q": q, "k": k, "v": v}, "(batch, seq, heads, head dim)")
-    dtype, written = calls.dtypes_of(q, out, "fa3gen.attention")
+    dtype, written = calls.dtypes_of(q, out, "fa3gen.attention", calls.DENSE_INPUTS)
     calls.check_scores(sinks, softcap)
-    part_keys = calls.keys_of_parts(*how)
+    part_keys, mask = calls.keys_of_parts(*how), dispatch.mask_of(causal, window)
+    if eight_bits.any_of(q, k, v):
+        num_splits, split_keys, deterministic_batch = how
+        asked = {"window": window if isinstance(mask, WindowMask) else None, "sinks": sinks, "softcap": softcap}
+        asked |= {"split_keys": split_keys, "deterministic_batch": deterministic_batch}
+        eight_bits.check(q, k, v, {**asked, "num_splits": num_splits if num_splits > 1 else None})
     batch, seq_q, heads_q, head_dim = q.shape
     family = Family(
-        *(dtype, int(head_dim), int(v.shape[3]), dispatch.mask_of(causal, window), written),
+        *(dtype, int(head_dim), int(v.shape[3]), mask, written),
+        by_sequence=eight_bits.by_sequence(v),
         sink=sinks is not None,
         softcap=softcap is not None,
         any_cap=calls.any_cap(softcap),
@@ -222,6 +246,8 @@ def _serving(
             key += ("split_keys and deterministic_batch", split_keys, deterministic_batch)
         if sinks is not None or softcap is not None:
             key += (sinks is not None, softcap is not None, calls.any_cap(softcap))
+        if q.dtype is EIGHT_BITS:
+            key += (k.dtype, v.dtype, eight_bits.by_sequence(v))
         if few and (window is not None or sinks is not None or softcap is not None):
             key += ("in rows", can_be_packed(q, k, v, out))
         tiles = batch * heads_q * -(-seq_q // TILE_ROWS)  # `Shape.tiles`, without the call
@@ -239,8 +265,9 @@ def _serving(
 # Operators, for whatever looks at calls instead of making them
 
 _OPTIONS = (
-    "*, bool causal=False, int[]? window=None, Tensor? sinks=None, float? softcap=None, float? scale=None, "
-    "bool return_lse=False, bool deterministic_batch=False, int num_splits=0, int? split_keys=None, bool render=False"
+    "*, bool causal=False, int[]? window=None, Tensor? sinks=None, float? softcap=None, Tensor? q_descale=None, "
+    "Tensor? k_descale=None, Tensor? v_descale=None, float? scale=None, bool return_lse=False, "
+    "bool deterministic_batch=False, int num_splits=0, int? split_keys=None, bool render=False"
 )
 
 
@@ -252,6 +279,7 @@ def _by_operator(
     window: Window,
     sinks: Any,
     softcap: float | None,
+    factors: Factors,
     scale: float | None,
     out: Any,
     return_lse: bool,
@@ -262,6 +290,7 @@ def _by_operator(
     calls.refuse_grad(q, k, v, sinks)
     options: dict[str, Any] = {"causal": causal, "window": window, "scale": scale, "return_lse": return_lse}
     options |= named_scores(sinks, softcap) | ({"render": True} if render else {})
+    options |= calls.given(**dict(zip(FACTORS, factors, strict=True)))
     num_splits, split_keys, deterministic_batch = how
     options |= {"deterministic_batch": True} if deterministic_batch else {}
     options |= {"num_splits": num_splits} if num_splits else {}
@@ -282,6 +311,9 @@ def _forward(
     window: list[int] | None = None,
     sinks: Tensor | None = None,
     softcap: float | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
     scale: float | None = None,
     return_lse: bool = False,
     deterministic_batch: bool = False,
@@ -293,7 +325,8 @@ def _forward(
     reach, how = None if window is None else tuple(window), (num_splits, split_keys, deterministic_batch)
     asked = q, k, v, None, causal, reach, return_lse, sinks, softcap, *how
     serving = calls.or_rendered(_serving, *asked, allowed=render, compiled=q.is_cuda)
-    returned = serving(q, k, v, **named_scores(sinks, softcap), scale=scale, return_lse=return_lse)
+    named = named_scores(sinks, softcap) | eight_bits.named_factors(q, k, (q_descale, k_descale, v_descale))
+    returned = serving(q, k, v, **named, scale=scale, return_lse=return_lse)
     if not return_lse:
         return returned, _lse_like(q, False)
     out, lse = returned
@@ -310,6 +343,9 @@ def _forward_out(
     window: list[int] | None = None,
     sinks: Tensor | None = None,
     softcap: float | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
     scale: float | None = None,
     return_lse: bool = False,
     deterministic_batch: bool = False,
@@ -321,7 +357,8 @@ def _forward_out(
     reach, how = None if window is None else tuple(window), (num_splits, split_keys, deterministic_batch)
     asked = q, k, v, out, causal, reach, return_lse, sinks, softcap, *how
     serving = calls.or_rendered(_serving, *asked, allowed=render, compiled=q.is_cuda)
-    returned = serving(q, k, v, **named_scores(sinks, softcap), scale=scale, out=out, return_lse=return_lse)
+    named = named_scores(sinks, softcap) | eight_bits.named_factors(q, k, (q_descale, k_descale, v_descale))
+    returned = serving(q, k, v, **named, scale=scale, out=out, return_lse=return_lse)
     lse: Tensor = returned[1].contiguous() if return_lse else _lse_like(q, False)
     return lse
 
@@ -335,6 +372,9 @@ def _forward_fake(
     window: list[int] | None = None,
     sinks: Tensor | None = None,
     softcap: float | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
     scale: float | None = None,
     return_lse: bool = False,
     deterministic_batch: bool = False,
@@ -344,7 +384,8 @@ def _forward_fake(
 ) -> tuple[Tensor, Tensor]:
     how = num_splits, split_keys, deterministic_batch
     _check_shapes(q, k, v, None, causal, window, sinks, softcap, how)
-    return q.new_empty((*q.shape[:3], v.shape[3])), _lse_like(q, return_lse)
+    eight_bits.check_factors(q, k, (q_descale, k_descale, v_descale))
+    return eight_bits.out_like(q, v), _lse_like(q, return_lse)
 
 
 def _forward_out_fake(
@@ -357,6 +398,9 @@ def _forward_out_fake(
     window: list[int] | None = None,
     sinks: Tensor | None = None,
     softcap: float | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
     scale: float | None = None,
     return_lse: bool = False,
     deterministic_batch: bool = False,
@@ -366,6 +410,7 @@ def _forward_out_fake(
 ) -> Tensor:
     how = num_splits, split_keys, deterministic_batch
     _check_shapes(q, k, v, out, causal, window, sinks, softcap, how)
+    eight_bits.check_factors(q, k, (q_descale, k_descale, v_descale))
     wanted = (*q.shape[:3], v.shape[3])
     calls.need(
         tuple(out.shape) == wanted,

@@ -221,7 +221,7 @@ def _family(
         calls.check_tensors({"page_table": page_table}, "(sequences, most pages)")
         calls.check_tensors({"seqused_k": seqused_k}, "(sequences)")
         page = int(k.shape[1])
-    dtype, written = calls.dtypes_of(q, out, "fa3gen.attention_packed")
+    dtype, written = calls.dtypes_of(q, out, "fa3gen.attention_packed", calls.INPUTS)
     mask = dispatch.mask_of(causal, window)
     calls.check_scores(*scores)
     sinks, softcap = scores

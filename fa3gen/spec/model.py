@@ -319,6 +319,11 @@ class Outputs(SpecModel):
     lse: bool = Field(default=True, description="Log-sum-exp of each row (natural logarithm, float32), when asked for.")
 
 
+def usual_output(dtype: AttentionDType) -> OutputDType:
+    """Element type of O beside q, k and v of this one, unless something else is said."""
+    return "bf16" if dtype == "e4m3" else dtype
+
+
 class OutputTensor(SpecModel):
     """What is O's own among the properties of tensors."""
 
@@ -379,9 +384,7 @@ class Forward(SpecModel):
     @property
     def o_dtype(self) -> OutputDType:
         """Element type of O."""
-        if self.o.dtype is None:
-            return "bf16" if self.problem.dtype == "e4m3" else self.problem.dtype
-        return self.o.dtype
+        return usual_output(self.problem.dtype) if self.o.dtype is None else self.o.dtype
 
     @property
     def element(self) -> Dtype:

@@ -20,9 +20,9 @@ import torch
 from fa3gen.design import footprint
 from fa3gen.design.family import PackedShape, Shape
 from fa3gen.design.masks import Window, given_with_calls, of_call, options_of_call, reach
-from fa3gen.design.operation import Tensor, operation_of
+from fa3gen.design.operation import BATCH, HEADS_KV, SEQ_K, Dense, Extent, Tensor, operation_of
 from fa3gen.design.tiles import sequence_contiguous
-from fa3gen.hardware.dtypes import VECTOR_BYTES
+from fa3gen.hardware.dtypes import BF16, DTYPES, VECTOR_BYTES, Dtype
 from fa3gen.spec.model import WINDOW_MAX, Forward, Mask, NoMask, SyncLoad, WindowMask
 
 GUARD = 8  # rows of NaN before and after each padded tensor, along the sequence
@@ -187,6 +187,13 @@ SPLIT_CASES: tuple[Case, ...] = (
 # Of calls that give one: without bounds, wider than tiles, wider than most sequences, causal, the diagonal alone, open
 # on the right, and on the left by a number. Seven divides no number of cases: going round twice, each has two of them.
 WINDOWS: tuple[Window, ...] = ((-1, -1), (200, 70), (511, 0), (-1, 0), (0, 0), (0, -1), (WINDOW_MAX, 3))
+
+
+def normal(shape: Sequence[int], dtype: Dtype, device: torch.device, generator: torch.Generator) -> torch.Tensor:
+    """Normal random numbers, rounded to the dtype; torch draws none of 8 bits, which come from bfloat16."""
+    drawn = dtype if dtype.bits > 8 else BF16
+    x = torch.randn(tuple(shape), dtype=drawn.in_torch(), device=device, generator=generator)
+    return x.to(dtype.in_torch())
 
 
 def gpu_cases(spec: Forward) -> tuple[Case, ...]:
@@ -389,6 +396,13 @@ def laid_out(described: Tensor, tensor: torch.Tensor) -> torch.Tensor:
         return tensor
     made = torch.empty_strided(tensor.shape, described.strides(tensor.shape), dtype=tensor.dtype, device=tensor.device)
     return made.copy_(tensor)
+
+
+def by_sequence(v: torch.Tensor) -> torch.Tensor:
+    """The same (batch, seq, heads, d) with a contiguous sequence, as modules take it that read v so."""
+    element = next(dtype for dtype in DTYPES.values() if dtype.in_torch() == v.dtype)
+    dims = BATCH, SEQ_K, HEADS_KV, Extent("head_dim_v")
+    return laid_out(Tensor("v", "input", element, dims, "tma", Dense(contiguous=1)), v)
 
 
 def make(

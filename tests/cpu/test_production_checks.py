@@ -74,14 +74,15 @@ def found(what: Iterable[str]) -> str:
     return "\n".join(what)
 
 
-def test_a_real_module_passes() -> None:
-    """On the model, where strides of 5,000 elements and 10,000 in all stand for 2^31."""
-    module = load_on_cpu(CHECKOUT.module_path(STEM))
-    tiny = Problem(module, SPEC, CPU, Shape(2, 9, 20, 2, 2), seed=1)
+@pytest.mark.parametrize("stem", [STEM, "k7_two_levels_d64"])
+def test_a_real_module_passes(stem: str) -> None:
+    """On the model, where strides of 5,000 elements and 10,000 in all stand for 2^31; of 16 and of 8 bits."""
+    module, spec = load_on_cpu(CHECKOUT.module_path(stem)), variants()[stem].spec
+    tiny = Problem(module, spec, CPU, Shape(2, 9, 20, 2, 2), seed=1)
     assert found(production.repeated_launches(tiny, 2)) == ""
     assert found(production.undisturbed([tiny], one_after_the_other(1))) == ""
     assert found(production.large_strides(tiny, 5000)) == ""
-    assert found(production.many_elements(module, SPEC, CPU, 10_000, seq=9, heads=2)) == ""
+    assert found(production.many_elements(module, spec, CPU, 10_000, seq=9, heads=2)) == ""
 
 
 def test_launches_that_differ_are_found() -> None:

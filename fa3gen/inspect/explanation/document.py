@@ -43,7 +43,7 @@ _CEILING = record(
     {
         "chip": TEXT,
         "clock_hz": NUMBER,
-        "peak_tflops": {**NUMBER, "description": "Of the tensor cores, dense, 16-bit operands."},
+        "peak_tflops": {**NUMBER, "description": "Of the tensor cores, dense, for operands of this size."},
         "bounds": listed(
             record({"unit": _UNIT, "amount": NUMBER, "what": TEXT, "cycles": NUMBER}),
             "Of one step, on one SM, at the unit's peak rate.",

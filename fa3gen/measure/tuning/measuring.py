@@ -28,7 +28,7 @@ from fa3gen.compile.cache import cached_object
 from fa3gen.design.masks import options_for
 from fa3gen.design.operation import operation_of
 from fa3gen.hardware.dtypes import DTYPES
-from fa3gen.measure.bench import CHECK_TOLERANCE, error_in_last_rows, last_rows
+from fa3gen.measure.bench import check_tolerance, error_in_last_rows, last_rows
 from fa3gen.measure.peers import PEERS, Attend, Peer, Tensors, Unavailable
 from fa3gen.records.tuning_records import TunedProblem
 from fa3gen.run import gpu
@@ -289,12 +289,12 @@ class Bench:
         generator = torch.Generator(self.device).manual_seed(SEED)
 
         def normal(seq: int, heads: int, dim: int) -> torch.Tensor:
-            shape = (problem.batch, seq, heads, dim)
-            return torch.randn(shape, dtype=DTYPES[problem.dtype].in_torch(), device=self.device, generator=generator)
+            return inputs.normal((problem.batch, seq, heads, dim), DTYPES[problem.dtype], self.device, generator)
 
         q = normal(problem.seq_q, problem.heads_q, problem.head_dim)
         k = normal(problem.seq_k, problem.heads_kv, problem.head_dim)
-        return q, k, normal(problem.seq_k, problem.heads_kv, problem.head_dim_v)
+        v = normal(problem.seq_k, problem.heads_kv, problem.head_dim_v)
+        return q, k, inputs.by_sequence(v) if problem.by_sequence else v
 
     def _ready(self, name: str, prepare: Callable[[], Attend], task: _Task) -> _Ready | str:
         """Launch, check and prepare a timing; a text says why there is none."""
@@ -302,7 +302,7 @@ class Bench:
         try:
             attend = prepare()
             error = error_in_last_rows(attend(*task.tensors), task.expected)
-            if not error <= CHECK_TOLERANCE:
+            if not error <= check_tolerance(task.problem.dtype):
                 return f"wrong result: relative error {error:.2g} in the last rows"
 
             def launch() -> Any:

@@ -155,7 +155,10 @@ def peers(records: Sequence[TuningRecord]) -> str:
     )
     square = [record for record in large if record.problem.head_dim in SYMMETRIC_DIMS]
     square = [record for record in square if record.problem.head_dim == record.problem.head_dim_v]
-    for name, some in ((f"head dims {', '.join(map(str, SYMMETRIC_DIMS))}", square), ("all", large)):
+    narrow = [record for record in large if record.problem.family.eight_bits]
+    square = [record for record in square if record not in narrow]
+    means = {f"head dims {', '.join(map(str, SYMMETRIC_DIMS))}": square, "8 bits": narrow, "all": large}
+    for name, some in means.items():
         if text := summary(some):
             lines += ["", f"Of {name}: {text}."]
     lines += _small(small) if small else []

@@ -1,0 +1,101 @@
+"""Calls of `fa3gen.attention` whose q, k and v have 8 bits: their factors, what O is, and what is not served."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fa3gen.hardware.dtypes import DTYPES, E4M3
+from fa3gen.run import calls
+from fa3gen.run.dispatch import ArgumentError
+from fa3gen.spec.model import usual_output
+
+Factors = tuple[Any, Any, Any]  # of q, k and v
+FACTORS = "q_descale", "k_descale", "v_descale"
+EIGHT_BITS = E4M3.in_torch()
+
+
+def out_like(q: Tensor, v: Tensor) -> Tensor:
+    """A new contiguous O for dense q and v, (batch, seq_q, heads_q, d_v), of the dtype that it has by default."""
+    dtype = DTYPES[usual_output(calls.DENSE_INPUTS[q.dtype])].in_torch()
+    return q.new_empty((*q.shape[:3], v.shape[3]), dtype=dtype)
+
+
+def named_factors(q: Tensor, k: Tensor, factors: Factors) -> dict[str, Tensor]:
+    """Those that are given, by name, as modules take them: (batch, heads_kv). Raises as `check_factors`."""
+    wanted, device, named = (q.shape[0], k.shape[2]), q.get_device(), {}
+    wide = q.dtype is not EIGHT_BITS
+    for name, factor in zip(FACTORS, factors, strict=True):
+        if factor is not None:
+            # What `_check_factor` asks, in line, since each call comes here.
+            if wide or type(factor) is not Tensor or factor.dtype is not torch.float32 or factor.requires_grad:
+                _check_factor(name, factor, q, wanted)
+            if factor.get_device() != device:
+                _check_factor(name, factor, q, wanted)
+            if factor.shape != wanted:
+                if factor.numel() != 1:
+                    _check_factor(name, factor, q, wanted)
+                factor = factor.as_strided(wanted, (0, 0))  # one number for all, without a copy
+            named[name] = factor
+    return named
+
+
+def check_factors(q: Tensor, k: Tensor, factors: Factors) -> None:
+    """Raise TypeError for a factor that is no tensor, ArgumentError for one of another shape, dtype or device, and for
+    any beside q of 16 bits; ValueError where a gradient would be lost."""
+    wanted = q.shape[0], k.shape[2]
+    for name, factor in zip(FACTORS, factors, strict=True):
+        if factor is not None:
+            _check_factor(name, factor, q, wanted)
+
+
+def _check_factor(name: str, factor: Any, q: Tensor, wanted: tuple[int, int]) -> None:
+    if not isinstance(factor, Tensor):
+        raise TypeError(
+            f"{name} is a {type(factor).__name__}; it needs to be a torch.Tensor on q's device: each call would "
+            "copy a number there, and torch.tensor(number, device=q.device) does it once"
+        )
+    if q.dtype != EIGHT_BITS:
+        raise ArgumentError(
+            f"{name} is given, and q has dtype {q.dtype}; factors are of q, k and v in {EIGHT_BITS}: leave it out"
+        )
+    fits = factor.shape == wanted or factor.numel() == 1
+    if not fits or factor.dtype != torch.float32 or factor.get_device() != q.get_device():
+        raise ArgumentError(
+            f"{name} is {tuple(factor.shape)}, {factor.dtype} on {factor.device}; it needs to be one number or "
+            f"{wanted}, for each sequence and head of k, torch.float32 on {q.device}"
+        )
+    calls.refuse_grad_of(name, factor)
+
+
+def any_of(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether any of them has 8 bits."""
+    return min(q.dtype.itemsize, k.dtype.itemsize, v.dtype.itemsize) == 1
+
+
+def check(q: Tensor, k: Tensor, v: Tensor, asked: Mapping[str, Any]) -> None:
+    """Raise ArgumentError where only some of q, k and v have 8 bits, and for what such calls are not served with:
+    whatever stands in `asked` and is not None, False or 0."""
+    if not q.dtype == k.dtype == v.dtype:
+        raise ArgumentError(
+            f"q has dtype {q.dtype}, k {k.dtype} and v {v.dtype}; dense tensors need the same. Beside q of 16 bits, k "
+            f"and v of 8 go to fa3gen.attention_packed, or as a cache to flash_attn_with_kvcache"
+        )
+    for name, value in asked.items():
+        if isinstance(value, Tensor) or value:
+            said = "given" if isinstance(value, Tensor) else value
+            raise ArgumentError(
+                f"{name} is {said}, and q, k and v have dtype {q.dtype}, for which there is no such module; pass "
+                "tensors in torch.bfloat16, times their factors, or leave it out"
+            )
+
+
+def by_sequence(v: Tensor) -> tuple[str, ...]:
+    """`Family.by_sequence` for v (batch, seq, heads, d): of 8 bits keys may stand side by side in place of a row."""
+    if v.dtype is not EIGHT_BITS:
+        return ()
+    _, of_row, _, of_element = v.stride()
+    return ("v",) if of_row == 1 and of_element != 1 else ()
