@@ -82,8 +82,8 @@ def flash_attn_func(
     """Attention of dense tensors: see `fa3gen.attention`.
 
     Args:
-        q: (batch, seq_q, heads_q, d), bfloat16, float16, or float8_e4m3fn, which comes without a window, sinks, a cap
-            and keys in parts; without requires_grad in grad mode.
+        q: (batch, seq_q, heads_q, d), bfloat16, float16, or float8_e4m3fn, which comes without sinks, a cap and
+            keys in parts; without requires_grad in grad mode.
         k, v: (batch, seq_k, heads_kv, d) and (batch, seq_k, heads_kv, d_v), heads_q a multiple of heads_kv. A v of 8
             bits whose sequence is contiguous is copied; `fa3gen.attention` takes it as it is, where a module does.
         q_descale, k_descale, v_descale: (batch, heads_kv) or one element, float32, factors of q, k and v of 8 bits, as

@@ -22,7 +22,6 @@ from fa3gen.run.calls import Attention, Returned, Window, dispatch_modes, functo
 from fa3gen.run.dispatch import FEW_QUERIES, Choice, NotRendered, Size
 from fa3gen.run.eight_bits import EIGHT_BITS, FACTORS, Factors
 from fa3gen.run.equal_lengths import can_be_packed
-from fa3gen.spec.model import WindowMask
 
 How = tuple[int, int | None, bool]  # it is computed: num_splits, split_keys, deterministic_batch
 
@@ -96,9 +95,8 @@ def attention(
     where it is not.
 
     Args:
-        q: (batch, seq_q, heads_q, d), bfloat16, float16, or float8_e4m3fn, which comes without a window, sinks, a
-            softcap and keys in parts. Any strides with a contiguous last dimension and 16-byte aligned rows, here and
-            below.
+        q: (batch, seq_q, heads_q, d), bfloat16, float16, or float8_e4m3fn, which comes without sinks, a softcap and
+            keys in parts. Any strides with a contiguous last dimension and 16-byte aligned rows, here and below.
         k: (batch, seq_k, heads_kv, d), heads_q a multiple of heads_kv (GQA, MQA).
         v: (batch, seq_k, heads_kv, d_v). Of 8 bits its sequence may be contiguous instead of its last dimension, where
             there is a module that reads it so.
@@ -203,9 +201,9 @@ def _asked(
     part_keys, mask = calls.keys_of_parts(*how), dispatch.mask_of(causal, window)
     if eight_bits.any_of(q, k, v):
         num_splits, split_keys, deterministic_batch = how
-        asked = {"window": window if isinstance(mask, WindowMask) else None, "sinks": sinks, "softcap": softcap}
-        asked |= {"split_keys": split_keys, "deterministic_batch": deterministic_batch}
-        eight_bits.check(q, k, v, {**asked, "num_splits": num_splits if num_splits > 1 else None})
+        asked = {"sinks": sinks, "softcap": softcap, "split_keys": split_keys}
+        asked |= {"deterministic_batch": deterministic_batch, "num_splits": num_splits if num_splits > 1 else None}
+        eight_bits.check(q, k, v, asked)
     batch, seq_q, heads_q, head_dim = q.shape
     family = Family(
         *(dtype, int(head_dim), int(v.shape[3]), mask, written),
