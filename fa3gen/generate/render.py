@@ -86,13 +86,13 @@ def format_module(text: str, formatted: Sequence[str] = ()) -> str:
     that black takes for the whole files. A test compares the result with black's own. `formatted` are texts that black
     has formatted before, such as committed modules: a block that stands there as it is would come out the same.
     """
-    known = {block for other in formatted for block in _blocks(other)}
-    blocks = (block if block in known else _format_block(block).rstrip("\n") for block in _blocks(text))
+    known = {block for other in formatted for block in top_level_blocks(other)}
+    blocks = (block if block in known else _format_block(block).rstrip("\n") for block in top_level_blocks(text))
     return "\n\n\n".join(blocks) + "\n"
 
 
-def _blocks(text: str) -> list[str]:
-    """The top-level blocks of a module, without line ends after them."""
+def top_level_blocks(text: str) -> list[str]:
+    """The top-level blocks of a module: what two or more empty lines separate, without line ends after it."""
     return [block.rstrip("\n") for block in re.split(r"\n{3,}(?=\S)", text)]
 
 
