@@ -137,7 +137,8 @@ def render_all(variants: Sequence[Variant], workspace: Workspace) -> list[Render
 def _collector_off() -> Iterator[None]:
     """For work with much of black: what that parsed stays in memory, whatever is done.
 
-    Python's collector of garbage looks through all of it again and again, which takes about as long as black does.
+    Python's collector of garbage looks through all of it again and again, which takes about as long as black does, and
+    from then on, down to the end of the process. What is frozen it leaves out.
     """
     was = gc.isenabled()
     gc.disable()
@@ -145,6 +146,7 @@ def _collector_off() -> Iterator[None]:
         yield
     finally:
         if was:
+            gc.freeze()
             gc.enable()
 
 
