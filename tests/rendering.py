@@ -95,6 +95,12 @@ def tree(stem: str) -> ast.Module:
     return ast.parse(source(stem))
 
 
+@cache
+def walked(node: ast.AST) -> tuple[ast.AST, ...]:
+    """A node of `tree` and all below it, by `ast.walk`: most of the time of reading modules is walking them."""
+    return tuple(ast.walk(node))
+
+
 def assert_none_in_modules(check: Callable[[str], list[str]]) -> None:
     """Fail with everything that `check` finds wrong with any committed module, given its stem."""
     found = [f"{stem}: {problem}" for stem in STEMS for problem in check(stem)]

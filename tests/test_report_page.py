@@ -25,6 +25,7 @@ from fa3gen.records import evidence
 
 STEM = "k4_2_d64"
 VOID = {"meta", "link", "br", "hr", "img", "input"}
+INSTALLATION_S = 600.0
 WIDTHS = (390, 1280)
 SCHEMES: tuple[Literal["light", "dark"], ...] = ("dark", "light")
 SECTIONS = (
@@ -141,8 +142,16 @@ def test_a_module_that_is_not_rendered(
     assert "write them with: fa3gen render specs/mine.yaml" in capsys.readouterr().err
 
 
+def wait_for_installation() -> None:
+    """In continuous integration another process installs the browser while pip installs packages."""
+    process, end = os.environ.get("FA3GEN_BROWSER_PROCESS"), time.monotonic() + INSTALLATION_S
+    while process and Path("/proc", process).exists() and time.monotonic() < end:
+        time.sleep(0.2)
+
+
 def test_in_a_browser(page: Path) -> None:
     """No error, all pictures there, nothing wider than the window, both colour schemes; mouse and keyboard work."""
+    wait_for_installation()
     path = browser.executable()
     if path is None:
         if os.environ.get("FA3GEN_REQUIRE_BROWSER"):

@@ -25,6 +25,7 @@ from rendering import (
     source,
     tree,
     variants,
+    walked,
 )
 
 from fa3gen.generate.plan import Plan
@@ -65,12 +66,12 @@ def test_there_are_modules() -> None:
 
 
 def functions(module: ast.Module) -> Iterator[Function]:
-    return (node for node in ast.walk(module) if isinstance(node, Function))
+    return (node for node in walked(module) if isinstance(node, Function))
 
 
 def loads(node: ast.AST) -> Counter[str]:
     """How often each name is read below `node`."""
-    return Counter(n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load))
+    return Counter(n.id for n in walked(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load))
 
 
 # Text
@@ -280,7 +281,7 @@ def test_each_field_of_work_is_read() -> None:
         if stem in ATTENTION:
             assert len(work) == plans()[stem].schedule.specialized
         fields = [ast.unparse(field.target) for node in work for field in node.body if isinstance(field, ast.AnnAssign)]
-        read = {ast.unparse(node) for node in ast.walk(tree(stem)) if isinstance(node, ast.Attribute)}
+        read = {ast.unparse(node) for node in walked(tree(stem)) if isinstance(node, ast.Attribute)}
         return [field for field in fields if f"work.{field}" not in read and f"upcoming.{field}" not in read]
 
     assert_none_in_modules(check)
@@ -323,7 +324,7 @@ def test_imports_are_few() -> None:
 
     def check(stem: str) -> list[str]:
         names: list[str] = []
-        for node in ast.walk(tree(stem)):
+        for node in walked(tree(stem)):
             if isinstance(node, ast.Import):
                 names += [alias.name for alias in node.names]
             elif isinstance(node, ast.ImportFrom):
@@ -331,7 +332,7 @@ def test_imports_are_few() -> None:
         return [name for name in names if name not in allowed and not name.startswith("cutlass.")]
 
     assert_none_in_modules(check)
-    at_top = {stem: [n for n in ast.walk(tree(stem)) if isinstance(n, ast.Import | ast.ImportFrom)] for stem in STEMS}
+    at_top = {stem: [n for n in walked(tree(stem)) if isinstance(n, ast.Import | ast.ImportFrom)] for stem in STEMS}
     assert [stem for stem in STEMS if any(node not in tree(stem).body for node in at_top[stem])] == []
 
 
@@ -358,7 +359,7 @@ def top_level(module: ast.Module) -> Iterator[str]:
 
 
 def stored(node: ast.AST) -> Iterator[str]:
-    return (n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))
+    return (n.id for n in walked(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))
 
 
 def parameters(function: Function) -> list[str]:
@@ -457,7 +458,7 @@ def test_many_arguments_have_names() -> None:
     }
 
     def check(stem: str) -> list[str]:
-        calls = [node for node in ast.walk(tree(stem)) if isinstance(node, ast.Call) and len(node.args) > 4]
+        calls = [node for node in walked(tree(stem)) if isinstance(node, ast.Call) and len(node.args) > 4]
         alike = {f.name: parameters(f) for f in functions(tree(stem))}
         return sorted(
             name
@@ -482,7 +483,7 @@ def test_no_configuration_branch_is_left() -> None:
 def branches_on_constants(module: ast.Module) -> list[str]:
     """Conditions made of the module's own constants: decided when it was generated, so that one arm is dead."""
     fixed = {name for name in top_level(module) if name.isupper()}
-    tests = [node.test for node in ast.walk(module) if isinstance(node, ast.If | ast.IfExp | ast.While)]
+    tests = [node.test for node in walked(module) if isinstance(node, ast.If | ast.IfExp | ast.While)]
     return [ast.unparse(test) for test in tests if not set(loads(test)) - fixed]
 
 
@@ -551,7 +552,7 @@ NUMBERS: dict[str, dict[int, str]] = {
 
 
 def integers(node: ast.AST) -> set[int]:
-    return {n.value for n in ast.walk(node) if isinstance(n, ast.Constant) and type(n.value) is int}
+    return {n.value for n in walked(node) if isinstance(n, ast.Constant) and type(n.value) is int}
 
 
 def test_no_magic_numbers() -> None:

@@ -395,6 +395,32 @@ def test_extends_takes_paths_and_search_directories(specs: Specs) -> None:
     assert stems(specs.load("deep/child", "extends: base\nsummary: x\n", search=(specs.root,))) == ["child"]
 
 
+def test_a_file_is_checked_once_until_it_or_a_base_changes(specs: Specs, tmp_path: Path) -> None:
+    """Also where a base appears in a directory that comes before the one it was found in."""
+    judged: list[Any] = []
+
+    def loaded() -> SpecFile:
+        search = [tmp_path / "first", tmp_path / "second"]
+        return specfile.load(path, judge=judge, roots=[tmp_path], search=search)
+
+    def judge(spec: Any) -> list[tuple[str, str]]:
+        judged.append(spec)
+        return []
+
+    specs.write("second/far", BASE)
+    path = specs.write("k", "summary: one\nextends: far\n")
+    assert loaded() is loaded() and len(judged) == 1
+    specs.write("k", "summary: two\nextends: far\n")
+    assert (loaded().summary, len(judged)) == ("two", 2)
+    specs.write("second/far", BASE.replace("head_dim: 128", "head_dim: 64"))
+    assert (loaded().variants[0].spec.problem.head_dim, len(judged)) == (64, 3)
+    specs.write("first/far", BASE)
+    assert (loaded().variants[0].spec.problem.head_dim, len(judged)) == (128, 4)
+    specs.write("k", "summary: two\nextends: nowhere\n")
+    with pytest.raises(SpecError):
+        loaded()
+
+
 def test_a_problem_in_a_base_is_reported_there(specs: Specs) -> None:
     specs.write("wrong", BASE.replace("kv: 128", "kv: many"))
     found = specs.problems("child", "extends: wrong\nsummary: x\nproblem: {dtype: fp8}\n")

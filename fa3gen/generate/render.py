@@ -86,13 +86,13 @@ def format_module(text: str, formatted: Sequence[str] = ()) -> str:
     that black takes for the whole files. A test compares the result with black's own. `formatted` are texts that black
     has formatted before, such as committed modules: a block that stands there as it is would come out the same.
     """
-    known = {block for other in formatted for block in _blocks(other)}
-    blocks = (block if block in known else _format_block(block).rstrip("\n") for block in _blocks(text))
+    known = {block for other in formatted for block in top_level_blocks(other)}
+    blocks = (block if block in known else _format_block(block).rstrip("\n") for block in top_level_blocks(text))
     return "\n\n\n".join(blocks) + "\n"
 
 
-def _blocks(text: str) -> list[str]:
-    """The top-level blocks of a module, without line ends after them."""
+def top_level_blocks(text: str) -> list[str]:
+    """The top-level blocks of a module: what two or more empty lines separate, without line ends after it."""
     return [block.rstrip("\n") for block in re.split(r"\n{3,}(?=\S)", text)]
 
 
@@ -137,7 +137,8 @@ def render_all(variants: Sequence[Variant], workspace: Workspace) -> list[Render
 def _collector_off() -> Iterator[None]:
     """For work with much of black: what that parsed stays in memory, whatever is done.
 
-    Python's collector of garbage looks through all of it again and again, which takes about as long as black does.
+    Python's collector of garbage looks through all of it again and again, which takes about as long as black does, and
+    from then on, down to the end of the process. What is frozen it leaves out.
     """
     was = gc.isenabled()
     gc.disable()
@@ -145,6 +146,7 @@ def _collector_off() -> Iterator[None]:
         yield
     finally:
         if was:
+            gc.freeze()
             gc.enable()
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import keyword
 import math
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -26,7 +27,7 @@ from typing_extensions import TypeVar
 from fa3gen.base.errors import Problem, SpecError, UserError
 from fa3gen.spec.complaints import FIELDS, FILE_KEYS, UNIONS, described, explain, nearest
 from fa3gen.spec.model import DEFAULT_OPERATION, OPERATIONS, Forward, Other, Spec
-from fa3gen.spec.yamltree import Node, merge, override, read
+from fa3gen.spec.yamltree import Node, content, merge, override, read
 
 MAX_VARIANTS = 256
 # The first line of a module has 120 characters: quotes, the summary, and up to 42 for head dim, dtype and mask.
@@ -80,12 +81,34 @@ def load(path: Path, *, judge: Judge, roots: Sequence[Path] = (), search: Sequen
     Paths in the result and in problems are relative to the first of `roots` that they lie in. A stem in `extends` is
     looked for beside the file that names it, then in the directories `search`. `judge` says what is
     wrong with a spec that can be written (`fa3gen.design.load` brings the rules). Raises SpecError with every problem.
+
+    A file without problems is checked once in a process, for as long as it and its bases stay as they are.
     """
+    asked = (os.getcwd(), path, judge, tuple(roots), tuple(search))
+    kept = _KEPT.get(asked)
+    if kept is not None and all(content(place) == found for place, found in kept.looked):
+        return kept.spec_file
     loader = _Loader(judge, roots, search)
     spec_file = loader.load(path)
     if loader.problems or spec_file is None:
         raise SpecError(sorted_problems(loader.problems, loader.shown(path)))
+    _KEPT.pop(asked, None)
+    _KEPT[asked] = _Kept(tuple(loader.looked), spec_file)
+    if len(_KEPT) > _MOST_KEPT:
+        del _KEPT[next(iter(_KEPT))]  # the oldest
     return spec_file
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """What `load` gave, and all files that it looked at or for, each with what stood in it (None: no such file)."""
+
+    looked: tuple[tuple[Path, bytes | None], ...]
+    spec_file: SpecFile
+
+
+_MOST_KEPT = 1024
+_KEPT: dict[tuple[Any, ...], _Kept] = {}
 
 
 def attention_only(variants: Iterable[Variant], what: str) -> list[Variant[Forward]]:
@@ -215,6 +238,7 @@ class _Loader:
         self.roots = [root.resolve() for root in roots]
         self.search = search
         self.problems: list[Problem] = []
+        self.looked: list[tuple[Path, bytes | None]] = []
 
     def load(self, path: Path) -> SpecFile | None:
         shown = self.shown(path)
@@ -256,6 +280,7 @@ class _Loader:
 
     def _document(self, path: Path, chain: tuple[Path, ...]) -> _Document | None:
         """`path` with its bases merged in, or None when what is missing would drown everything else in noise."""
+        self.looked.append((path, content(path)))
         root = read(path, self.shown(path), self.problems)
         if root is None:
             return None
@@ -289,6 +314,7 @@ class _Loader:
             stems = {file.stem for candidate in candidates for file in candidate.parent.glob("*.yaml")}
             self._at(extends, "extends", f"there is no spec '{name}' (looked for {looked}){nearest(name, stems)}")
             return None
+        self.looked.extend((candidate, None) for candidate in candidates[: candidates.index(found)])
         if found.resolve() in [link.resolve() for link in chain]:
             links = " -> ".join(str(self.shown(link)) for link in (*chain, found))
             self._at(extends, "extends", f"cycle: {links}; take one `extends` out")

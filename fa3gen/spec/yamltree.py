@@ -100,6 +100,14 @@ def read(path: Path, shown: Path, problems: list[Problem]) -> Node | None:
     return tree
 
 
+def content(path: Path) -> bytes | None:
+    """What stands in a file; None where it cannot be read."""
+    try:
+        return path.read_bytes()
+    except OSError:
+        return None
+
+
 @functools.lru_cache(maxsize=512)
 def _tree(text: str, shown: Path) -> tuple[Node | None, tuple[Problem, ...]]:
     """The tree of a text and what is wrong with it, parsed once: a spec is read again for each that extends it."""
