@@ -34,8 +34,8 @@ Shared memory
 Timeline: a CTA has 64 rows of a head
     per tile:
       1  all warps  load x             all rows of a thread, before one is used; 0 behind the last one
-      2  all warps  rotate x           butterflies: in registers, and between the threads of a row by shuffles
-      3  all warps  find descale       from the maxima of all CTAs of the first kernel, or as given
+      2  all warps  find descale       from the first kernel's maxima, while x is on its way; or as given
+      3  all warps  rotate x           butterflies: in registers, and between the threads of a row by shuffles
       4  all warps  round x / descale  to 8 bits, and no further than 448
       5  all warps  store rows         8 bytes at a time
 """
@@ -47,7 +47,7 @@ import cutlass.cute as cute
 import torch
 from cutlass.memory import SmemAllocator
 
-DTYPE, TORCH_DTYPE = cutlass.BFloat16, torch.bfloat16  # of x
+DTYPE = cutlass.BFloat16  # of x
 OUT_DTYPE, TORCH_OUT_DTYPE = cutlass.Float8E4M3FN, torch.float8_e4m3fn
 HEAD_DIM = 128
 THREADS = 256
@@ -165,7 +165,7 @@ def load_rows(gX: cute.Tensor, first: cutlass.Int32, lane: cutlass.Int32) -> cut
 
     Vectors of a thread are LANES vectors apart. Rows behind the last one are 0, which no maximum sees.
     """
-    rows = cute.make_layout((ROWS_OF_THREAD, VECTORS, VECTOR), stride=(VECTORS * VECTOR, VECTOR, 1))
+    rows = cute.make_layout((ROWS_OF_THREAD, VECTORS, VECTOR), stride=(OF_THREAD, VECTOR, 1))
     rX = cute.make_rmem_tensor(rows, DTYPE)
     rX.fill(0.0)
     for i in cutlass.range_constexpr(ROWS_OF_THREAD):
@@ -186,7 +186,7 @@ def in_float32(rX: cute.Tensor) -> cute.Tensor:
 
 @cute.jit
 def load_signs(signs: cute.Tensor, lane: cutlass.Int32) -> cute.Tensor:
-    """A thread's part of signs / sqrt(HEAD_DIM), in the order of its part of a row: (OF_THREAD,); signs: (HEAD_DIM,)."""
+    """A thread's part of signs / sqrt(HEAD_DIM), in the order of its part of a row; signs: (HEAD_DIM,)."""
     rSigns = cute.make_rmem_tensor(OF_THREAD, cutlass.Float32)
     vectors = cute.make_tensor(rSigns.iterator, cute.make_layout((VECTORS, VECTOR), stride=(VECTOR, 1)))
     for vector in cutlass.range_constexpr(VECTORS):
@@ -281,7 +281,7 @@ def largest_of_cta(x: cutlass.Float32, storage) -> cutlass.Float32:
 
 @cute.jit
 def store_rows(values: cute.Tensor, gOut: cute.Tensor, first: cutlass.Int32, lane: cutlass.Int32):
-    """Round a thread's rows, to nearest and no further than the largest number, and store them; gOut: (seq, HEAD_DIM)."""
+    """Round a thread's rows, to nearest and no further than LARGEST, and store them; gOut: (seq, HEAD_DIM)."""
     for i in cutlass.range_constexpr(ROWS_OF_THREAD):
         if first + i < cute.size(gOut, mode=[0]):
             for vector in cutlass.range_constexpr(VECTORS):

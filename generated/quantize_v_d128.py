@@ -33,7 +33,7 @@ Shared memory
 Timeline: a CTA has 128 rows of a head
     per tile:
       1  all warps  load x                       all rows of a thread, before one is used; 0 behind the last one
-      2  all warps  find descale                 from the maxima of all CTAs of the first kernel, or as given
+      2  all warps  find descale                 from the first kernel's maxima, while x is on its way; or as given
       3  all warps  round x / descale            to 8 bits, four rows of a column to a word
       4  all warps  gather the tile              in shared memory, by columns, without bank conflicts
       5  all warps  sync_threads, store columns  16 rows at a time
@@ -46,7 +46,7 @@ import cutlass.cute as cute
 import torch
 from cutlass.memory import SmemAllocator
 
-DTYPE, TORCH_DTYPE = cutlass.BFloat16, torch.bfloat16  # of x
+DTYPE = cutlass.BFloat16  # of x
 OUT_DTYPE, TORCH_OUT_DTYPE = cutlass.Float8E4M3FN, torch.float8_e4m3fn
 HEAD_DIM = 128
 THREADS = 256
@@ -150,7 +150,7 @@ def quantize_kernel(x: cute.Tensor, out: cute.Tensor, descale: cute.Tensor, part
         descale[sequence, head // group] = scale
     values = in_float32(rX)
     values.store(values.load() * (1.0 / scale))
-    store_columns(values, gOut, storage, tile * ROWS, thread)
+    store_columns(values, gOut, storage, tile * ROWS)
 
 
 # ======================================================================================================================
@@ -164,7 +164,7 @@ def load_rows(gX: cute.Tensor, first: cutlass.Int32, lane: cutlass.Int32) -> cut
 
     Vectors of a thread are LANES vectors apart. Rows behind the last one are 0, which no maximum sees.
     """
-    rows = cute.make_layout((ROWS_OF_THREAD, VECTORS, VECTOR), stride=(VECTORS * VECTOR, VECTOR, 1))
+    rows = cute.make_layout((ROWS_OF_THREAD, VECTORS, VECTOR), stride=(OF_THREAD, VECTOR, 1))
     rX = cute.make_rmem_tensor(rows, DTYPE)
     rX.fill(0.0)
     for i in cutlass.range_constexpr(ROWS_OF_THREAD):
@@ -246,11 +246,12 @@ def largest_of_cta(x: cutlass.Float32, storage) -> cutlass.Float32:
 
 
 @cute.jit
-def store_columns(values: cute.Tensor, gOut: cute.Tensor, storage, start: cutlass.Int32, thread: cutlass.Int32):
+def store_columns(values: cute.Tensor, gOut: cute.Tensor, storage, start: cutlass.Int32):
     """Round a tile, turn it in shared memory, and store its columns, in which the sequence is contiguous.
 
     gOut: (seq, HEAD_DIM); the tile begins with row `start`.
     """
+    thread, _, _ = cute.arch.thread_idx()
     sTile = storage.tile.get_tensor(cute.make_layout((HEAD_DIM * UNITS, UNIT // WORD), stride=(UNIT // WORD, 1)))
     word = thread // LANES * (ROWS_OF_THREAD // WORD)
     for i in cutlass.range_constexpr(ROWS_OF_THREAD // WORD):

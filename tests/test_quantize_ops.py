@@ -111,30 +111,29 @@ def test_finer_scales(scale: Any) -> None:
 
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * q.shape[-1] ** -0.5
-    return (torch.softmax(scores, -1) @ v.transpose(1, 2)).transpose(1, 2), torch.logsumexp(scores, -1).transpose(1, 2)
+    return (torch.softmax(scores, -1) @ v.transpose(1, 2)).transpose(1, 2), torch.logsumexp(scores, -1)
 
 
 @pytest.mark.usefixtures("on_cpu")
-@pytest.mark.parametrize("given", ["k7_d128", "k7_v_k_d128"])
+@pytest.mark.parametrize("given", ["k7_d64", "k7_v_k_d64"])
 def test_attention_of_8_bits_takes_it(given: str) -> None:
     """Q and K with a channel that outweighs all others, and its rounding all other errors: rotated, LSE is nearer."""
-    q, k, v = (rows(1, length, 2, 128) for length in (70, 90, 90))
+    q, k, v = (rows(1, length, 1, 64) for length in (70, 90, 90))
     q, k = q * 0.25, k * 0.25
     q[..., 7] *= 40
     k[..., 7] *= 40
     wanted, wanted_lse = attend(*(x.double() for x in (q, k, v)))
-    module, turn = fa3gen.load(given, on="cpu"), signs(128)
+    module, turn = fa3gen.load(given, on="cpu"), signs(64)
     off = []
     for rotate in (None, turn):
         (q8, q_scale), (k8, k_scale) = (quantize(x, rotate=rotate) for x in (q, k))
-        v8, v_scale = quantize(v, transpose=given == "k7_v_k_d128")
+        v8, v_scale = quantize(v, transpose=given == "k7_v_k_d64")
         scales = {"q_descale": q_scale, "k_descale": k_scale, "v_descale": v_scale}
         out, lse = module.attention(q8, k8, v8, **scales, return_lse=True)
-        # Each of Q, K, P and V is off by up to 2^-4 of itself, about 2^-5.3 in the mean.
-        assert (out.double() - wanted).norm() < 2**-4 * wanted.norm()
-        off.append((lse.double() - wanted_lse).norm().item())
-    plain, rotated = off
-    assert plain > 3 * rotated, off
+        off.append([(a.double() - b).norm() / b.norm() for a, b in ((out, wanted), (lse, wanted_lse))])
+    (plain, plain_lse), (rotated, rotated_lse) = off
+    # P and V are off by up to 2^-4 of themselves.
+    assert rotated < 2**-4 < plain and rotated_lse < plain_lse / 3, off
 
 
 @pytest.mark.usefixtures("on_cpu")
@@ -168,9 +167,10 @@ def test_fake_tensors_need_no_module(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quantize_ops, "module_at", None)
     with FakeTensorMode():
         x, turn = torch.empty(2, 5, 4, 192, dtype=torch.float16), torch.empty(192)
-        out, descale = quantize(x, transpose=True, scale="token")
+        out, descale = quantize(x, transpose=True)
         assert out.shape == x.shape and out.stride() == (4 * 192 * 16, 1, 192 * 16, 16) and out.dtype == E4M3
-        assert descale.shape == (2, 4, 5) and descale.dtype == torch.float32
+        assert descale.shape == (2, 4) and descale.dtype == torch.float32
+        assert quantize(x, scale="token")[1].shape == (2, 4, 5)
         assert quantize(x, scale="block")[1].shape == (2, 4, 1) and quantize(x, heads_kv=2)[1].shape == (2, 2)
         with pytest.raises(RuntimeError, match="heads_kv is 3; it needs to divide the 4 heads of x"):
             quantize(x, heads_kv=3)
@@ -192,6 +192,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"rotate": signs(128)}, r"rotate is \(128,\), torch.float32; it needs to be \(64,\), torch.float32, with 1 and"),
     ({"scale": "row"}, "scale is 'row'; it needs to be one of 'head', 'block', 'token'"),
     ({"scale": "token", "heads_kv": 2}, "heads_kv is given beside scale='token', and is for scale='head'; leave one"),
+    ({"scale": "token", "transpose": True}, "transpose is given beside scale='token': transposed is V, of whose"),
     ({"descale": 1.0}, "descale is a float; it needs to be a torch.Tensor"),
     ({"out": 1}, "out is a int; it needs to be a torch.Tensor"),
     ({}, "x is not on a GPU; .*; for CPU tensors there is fa3gen.load."),
@@ -226,6 +227,8 @@ def test_a_module_that_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_proposed_specs_are_legal(scale: Any, head_dim: int, tmp_path: Path) -> None:
     cases: list[tuple[Any, bool, bool]] = [("bf16", True, False), ("fp16", False, True), ("bf16", True, True)]
     for dtype, rotate, transpose in cases:
+        if transpose and scale == "token":
+            continue
         file = tmp_path / f"{stem_of(dtype, rotate, transpose, scale)}.yaml"
         file.write_text(proposed(dtype, head_dim, rotate, transpose, scale))
         (variant,) = CHECKOUT.load(file).variants

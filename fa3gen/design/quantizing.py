@@ -36,7 +36,7 @@ def shared_memory_map(spec: Quantize) -> list[Region]:
     warps, rows, head_dim = spec.tile.threads // hopper.WARP, spec.tile.rows, spec.problem.head_dim
     maxima = Region("largest", warps * FP32.bytes, f"{warps} x {FP32.bytes}", FP32.bytes, "of each warp")
     tile = Region("tile", head_dim * rows, f"{head_dim} x {rows}", VECTOR_BYTES, "of the output, by columns")
-    return [tile] * spec.problem.transpose + [maxima] * (spec.problem.scale != "token")
+    return [tile] * spec.problem.transpose + [maxima] * (spec.problem.scale != "token")  # never a tile alone: a rule
 
 
 def registers_per_thread(spec: Quantize) -> list[tuple[str, int]]:

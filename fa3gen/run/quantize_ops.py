@@ -55,7 +55,8 @@ def quantize(
         rotate: (d,) float32, 16-byte aligned: 1 and -1 at random. Each row then is multiplied by these and by a
             Hadamard matrix over sqrt(d), which spreads elements that are far larger than others over all of their row.
             Q K^T of Q and K that are rotated by the same signs is what it was. d has to be a power of two.
-        transpose: Whether the sequence is contiguous in the result, as modules want V that do not transpose it.
+        transpose: Whether the sequence is contiguous in the result, as modules want V that do not transpose it; not
+            with scale="token".
         scale: What shares a factor. "head": all that one head of k serves; this takes a kernel that reads x before the
             one that writes. "block": 128 rows of a head; "token": a row of a head; x is read once for these.
         heads_kv: With scale="head" the number of factors of each sequence, of heads / heads_kv heads each; by default
@@ -77,6 +78,7 @@ def quantize(
             with another one, or requires grad in grad mode, since this is forward only.
     """
     dtype = _check(x, rotate, scale, heads_kv, descale, out)
+    _check_transposed(transpose, scale)
     watched = is_dynamo_compiling() or dispatch_modes() or functorch_transforms()
     # Tensors on a GPU that nobody watches? Then nothing is lost by leaving the dispatcher out.
     if not watched and type(x) is Tensor and x.is_cuda:
@@ -167,6 +169,14 @@ def _check(x: Any, rotate: Any, scale: Any, heads_kv: Any, descale: Any, out: An
             )
     dtype: str = DTYPE_NAMES[x.dtype]
     return dtype
+
+
+def _check_transposed(transpose: bool, scale: str) -> None:
+    if transpose and scale == "token":
+        raise ArgumentError(
+            "transpose is given beside scale='token': transposed is V, of whose rows P V is a sum, out of which no "
+            "factor of a row can be taken; use scale='head'"
+        )
 
 
 # Operators, for whatever looks at calls instead of making them

@@ -19,6 +19,8 @@ def answers(spec: Quantize) -> list[Answer]:
     ]
     if spec.problem.rotate:
         found.append(quantizes.quantize_hadamard.ask(head_dim))
+    if spec.problem.transpose:
+        found.append(quantizes.quantize_columns_of_tokens.ask(spec.problem.scale))
     if any(answer.refuses for answer in found):
         return found
     found.append(quantizes.quantize_rows.ask(rows, threads))

@@ -8,6 +8,7 @@ from fa3gen.design.quantizing import LANES, UNIT, WIDTH, WORD
 from fa3gen.design.rules.registry import GENERATOR, HARDWARE, Violation, rule
 from fa3gen.design.rules.wording import terms
 from fa3gen.hardware import hopper
+from fa3gen.spec.quantizing import ScaledPer
 
 
 @rule(kind=GENERATOR, topic="tile")
@@ -82,6 +83,17 @@ def quantize_transposed(rows: int, threads: int) -> Violation | None:
         "tile.threads",
         f"transposed, a thread packs {WORD} rows of a column into a word, and {threads} threads have {of_thread} of "
         f"{rows} rows each; use {rows * LANES // WORD}",
+    )
+
+
+@rule(kind=GENERATOR, topic="output")
+def quantize_columns_of_tokens(scale: ScaledPer) -> Violation | None:
+    """What has its sequence contiguous is V, of whose rows P V takes the sum: no factor of a row comes out of that."""
+    if scale != "token":
+        return None
+    return Violation(
+        "problem.scale",
+        "transposed is V, of whose rows P V is a sum, out of which no factor of a row can be taken; use scale: head",
     )
 
 

@@ -20,15 +20,17 @@ def schedule_of(spec: Quantize) -> Schedule:
 
 def _steps(spec: Quantize) -> Iterator[Step]:
     problem, step = spec.problem, partial(Step, WARPS, "tile")
-    yield step("load", "x", note="all rows of a thread, before one is used; 0 behind the last one")
-    if problem.rotate:
-        yield step("rotate", "x", note="butterflies: in registers, and between the threads of a row by shuffles")
     notes = {
-        "head": "from the maxima of all CTAs of the first kernel, or as given",
-        "block": "from the largest |x| of the tile, of which each warp leaves its own in shared memory",
+        "head": "from the first kernel's maxima, while x is on its way; or as given",
+        "block": "from the largest |x| of each warp, which they leave in shared memory",
         "token": "from the largest |x| of a row, by shuffles",
     }
-    yield step("find_scale", "descale", note=notes[problem.scale])
+    scale = step("find_scale", "descale", note=notes[problem.scale])
+    yield step("load", "x", note="all rows of a thread, before one is used; 0 behind the last one")
+    yield from [scale] * (problem.scale == "head")
+    if problem.rotate:
+        yield step("rotate", "x", note="butterflies: in registers, and between the threads of a row by shuffles")
+    yield from [scale] * (problem.scale != "head")
     if problem.transpose:
         yield step("round", "x / descale", note="to 8 bits, four rows of a column to a word")
         yield step("gather", "the tile", note="in shared memory, by columns, without bank conflicts")
