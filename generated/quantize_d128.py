@@ -17,7 +17,7 @@ Decisions
     tensors  x: (batch, seq, heads, head_dim), any strides; out alike, its rows contiguous
     loads    16 bytes of x at a time, 8 threads side by side: 128 bytes
     scales   of a group of heads, by a kernel of its own, which reads x once more; or given, and saturating
-    order    heads of the same rows one behind the other, as they lie in x
+    order    heads of the same rows one behind the other, as they lie in x; backwards, after the first kernel
     output   from registers, 8 bytes of a row at a time
 
 Threads
@@ -132,7 +132,9 @@ def quantize_kernel(x: cute.Tensor, out: cute.Tensor, descale: cute.Tensor, part
     thread, _, _ = cute.arch.thread_idx()
     cta, _, _ = cute.arch.block_idx()
     batch, seq, heads, _ = x.shape
-    head, tile, sequence = cute.idx2crd(cta, (heads, cute.ceil_div(seq, ROWS), batch))
+    # Backwards, so that what the first kernel has read last comes from the L2 cache.
+    ctas, _, _ = cute.arch.grid_dim()
+    head, sequence, tile = cute.idx2crd(ctas - 1 - cta, (heads, batch, cute.ceil_div(seq, ROWS)))
     lane, first = thread % LANES, tile * ROWS + thread // LANES * ROWS_OF_THREAD
     gOut = out[sequence, None, head, None]  # (seq, HEAD_DIM)
     rX = load_rows(x[sequence, None, head, None], first, lane)

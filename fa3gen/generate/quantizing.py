@@ -210,10 +210,15 @@ def _decisions(spec: Quantize) -> list[tuple[str, str]]:
     stores = f"{rows} x {problem.head_dim} turned in shared memory; 16 bytes of a column at a time"
     found += [
         ("scales", scales[problem.scale]),
-        ("order", "heads of the same rows one behind the other, as they lie in x"),
+        ("order", _order(spec)),
         ("output", stores if problem.transpose else f"from registers, {size} bytes of a row at a time"),
     ]
     return found
+
+
+def _order(spec: Quantize) -> str:
+    order = "heads of the same rows one behind the other, as they lie in x"
+    return f"{order}; backwards, after the first kernel" if spec.problem.scale == "head" else order
 
 
 def _stored(spec: Quantize) -> str:
