@@ -38,6 +38,7 @@ def test_numbers_by_hand() -> None:
     assert rows.expectation.sass.global_stores == {"STG.64": 4, "STG.32": 2}
     assert rows.expectation.sass.shared_stores == {"STS.32": 1}
     assert (rows.expectation.sass.min_maxima, rows.cta.registers) == (32, 32 + 32)
+    assert rows.expectation.sass.max_comparisons == 1
     columns = plan("quantize_v_d128").expectation
     assert (columns.kernels, columns.smem_bytes, columns.max_registers) == (2, 128 * 128 + 32, 128)
     assert columns.sass.global_stores == {"STG.128": 1, "STG.8": 16, "STG.32": 2}

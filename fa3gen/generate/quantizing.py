@@ -251,6 +251,7 @@ def expectation(spec: Quantize, cta: Cta) -> Expectation:
         sass=SassExpectation(
             waits=0,
             min_maxima=quantizing.values_of_thread(spec),  # of each value, where a scale is looked for
+            max_comparisons=1,  # of the reciprocal, rounded to nearest, where numbers are not normal
             global_stores=_global_stores(spec),
             shared_stores=_shared_stores(spec),
         ),
