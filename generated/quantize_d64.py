@@ -56,8 +56,9 @@ ROWS = 128  # of a head, that a CTA has at once
 ROWS_OF_THREAD = ROWS * LANES // THREADS  # one behind the other
 WARPS = THREADS // 32
 CTAS_PER_SM = 4  # that look for maxima
-MOST_PARTS = 256  # of what shares a scale, each with its maximum: 8 for a thread of a warp
-MOST_CTAS = 2**31 - 1
+MOST_PARTS = 256  # of what shares a scale, each with its maximum
+PARTS_AT_ONCE = 4  # of these, that a thread of a warp asks for before it uses one
+GRID_MAX = 65535  # of the second and the third dimension
 SMALLEST = 2.0**-100  # descale of zeros: none is 0, so that none is divided by
 LARGEST = 448.0  # of e4m3
 
@@ -84,12 +85,12 @@ def launch(x, out, descale, partial, stream):
     _, heads_kv, num_parts = partial.shape
     if num_parts > 0:  # else the call gives scales
         amax_kernel(x, partial).launch(
-            grid=(num_parts * heads_kv * batch, 1, 1),
+            grid=(num_parts, heads_kv, batch),
             block=(THREADS, 1, 1),
             stream=stream,
         )
     quantize_kernel(x, out, descale, partial).launch(
-        grid=(heads * cute.ceil_div(seq, ROWS) * batch, 1, 1),
+        grid=(heads, batch, cute.ceil_div(seq, ROWS)),
         block=(THREADS, 1, 1),
         stream=stream,
     )
@@ -107,11 +108,10 @@ def amax_kernel(x: cute.Tensor, partial: cute.Tensor):
     x: (batch, seq, heads, HEAD_DIM), partial: (batch, heads_kv, num_parts).
     """
     thread, _, _ = cute.arch.thread_idx()
-    cta, _, _ = cute.arch.block_idx()
+    part, head_kv, sequence = cute.arch.block_idx()
     storage = SmemAllocator().allocate(SharedStorage)
-    batch, seq, heads, _ = x.shape
+    _, seq, heads, _ = x.shape
     _, heads_kv, num_parts = partial.shape
-    part, head_kv, sequence = cute.idx2crd(cta, (num_parts, heads_kv, batch))
     group, largest = heads // heads_kv, cutlass.Float32(0.0)
     for tile in cutlass.range(part, cute.ceil_div(seq, ROWS) * group, num_parts, unroll=1):
         first = tile // group * ROWS + thread // LANES * ROWS_OF_THREAD
@@ -130,16 +130,14 @@ def quantize_kernel(x: cute.Tensor, out: cute.Tensor, descale: cute.Tensor, part
     x, out: (batch, seq, heads, HEAD_DIM).
     """
     thread, _, _ = cute.arch.thread_idx()
-    cta, _, _ = cute.arch.block_idx()
-    batch, seq, heads, _ = x.shape
-    # Backwards, so that what the first kernel has read last comes from the L2 cache.
-    ctas, _, _ = cute.arch.grid_dim()
-    head, sequence, tile = cute.idx2crd(ctas - 1 - cta, (heads, batch, cute.ceil_div(seq, ROWS)))
+    head, sequence, tile = cute.arch.block_idx()
+    _, _, tiles = cute.arch.grid_dim()
+    tile = tiles - 1 - tile  # what the first kernel has read last comes from the L2 cache
     lane, first = thread % LANES, tile * ROWS + thread // LANES * ROWS_OF_THREAD
     gOut = out[sequence, None, head, None]  # (seq, HEAD_DIM)
     rX = load_rows(x[sequence, None, head, None], first, lane)
     # While x is on its way.
-    group = heads // cute.size(descale, mode=[1])
+    group = cute.size(x, mode=[2]) // cute.size(descale, mode=[1])
     scale = find_scale(descale, partial, (sequence, head // group))
     if cute.size(partial, mode=[2]) > 0 and tile == 0 and head % group == 0 and thread == 0:
         descale[sequence, head // group] = scale
@@ -189,10 +187,11 @@ def find_scale(descale: cute.Tensor, partial: cute.Tensor, place) -> cutlass.Flo
     num_parts, largest = cute.size(partial, mode=[2]), cutlass.Float32(0.0)
     scale = cutlass.Float32(1.0)
     if num_parts > 0:
-        for i in cutlass.range_constexpr(MOST_PARTS // 32):
-            part = i * 32 + cute.arch.lane_idx()
-            # Some twice, so that there is no branch and all are asked for at once.
-            largest = cute.arch.fmax(largest, partial[(*place, part if part < num_parts else 0)])
+        for first in cutlass.range(0, num_parts, 32 * PARTS_AT_ONCE, unroll=1):
+            for i in cutlass.range_constexpr(PARTS_AT_ONCE):
+                part = first + i * 32 + cute.arch.lane_idx()
+                # Some twice, so that there is no branch and all are asked for at once.
+                largest = cute.arch.fmax(largest, partial[(*place, part if part < num_parts else 0)])
         scale = scale_of(largest_of_lanes(largest, 5))
     else:
         scale = descale[place]
@@ -280,7 +279,9 @@ def compile_for_sm90a(options: str = "--enable-tvm-ffi"):
     x = fake(DTYPE, -1, VECTOR)
     out = fake(OUT_DTYPE, -1, VECTOR)
     heads_kv = cute.sym_int()
-    descale, partial = fake_f32(batch, heads_kv), fake_f32(batch, heads_kv, cute.sym_int())
+    descale, parts = fake_f32(batch, heads_kv), (batch, heads_kv, cute.sym_int())
+    strides = cute.sym_int64(), cute.sym_int64(), 1
+    partial = cute.runtime.make_fake_tensor(cutlass.Float32, parts, strides, assumed_align=4)
     stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream="--enable-tvm-ffi" in options)
     return cute.compile(launch, x, out, descale, partial, stream, options=f"--gpu-arch sm_90a {options}")
 
@@ -315,8 +316,10 @@ def quantize(x, *, heads_kv=None, descale=None, out=None):
     if out is not None and any(stride == 0 and size > 1 for size, stride in zip(out.shape, out.stride())):
         raise ValueError(f"out has strides {out.stride()}: several elements share one address; pass out.contiguous()")
     gpu, row_tiles = x.get_device(), -(-seq // ROWS)
-    if batch * heads * row_tiles > MOST_CTAS:
-        raise ValueError(f"x has shape {tuple(x.shape)}: more than {MOST_CTAS} tiles of {ROWS} rows of a head")
+    if max(batch, heads, row_tiles) > GRID_MAX:
+        raise ValueError(
+            f"x has shape {tuple(x.shape)}: more than {GRID_MAX} sequences, heads, or tiles of {ROWS} rows"
+        )
     num_sms, num_parts = sm_count(gpu), 0
     if descale is None:
         heads_kv = heads if heads_kv is None else heads_kv

@@ -54,7 +54,7 @@ OF_THREAD = VECTORS * VECTOR  # elements of a row
 ROWS = 128  # of a head, that a CTA has at once
 ROWS_OF_THREAD = ROWS * LANES // THREADS  # one behind the other
 LANE_BITS, REGISTER_BITS = 3, OF_THREAD.bit_length() - 1  # of an element's number in its row
-MOST_CTAS = 2**31 - 1
+GRID_MAX = 65535  # of the second and the third dimension
 SMALLEST = 2.0**-100  # descale of zeros: none is 0, so that none is divided by
 LARGEST = 448.0  # of e4m3
 
@@ -69,7 +69,7 @@ def launch(x, signs, out, descale, stream):
     """Start a CTA for each tile of rows of each head."""
     batch, seq, heads, _ = x.shape
     quantize_kernel(x, signs, out, descale).launch(
-        grid=(heads * cute.ceil_div(seq, ROWS) * batch, 1, 1),
+        grid=(heads, batch, cute.ceil_div(seq, ROWS)),
         block=(THREADS, 1, 1),
         stream=stream,
     )
@@ -87,9 +87,7 @@ def quantize_kernel(x: cute.Tensor, signs: cute.Tensor, out: cute.Tensor, descal
     x, out: (batch, seq, heads, HEAD_DIM).
     """
     thread, _, _ = cute.arch.thread_idx()
-    cta, _, _ = cute.arch.block_idx()
-    batch, seq, heads, _ = x.shape
-    head, tile, sequence = cute.idx2crd(cta, (heads, cute.ceil_div(seq, ROWS), batch))
+    head, sequence, tile = cute.arch.block_idx()
     lane, first = thread % LANES, tile * ROWS + thread // LANES * ROWS_OF_THREAD
     gOut = out[sequence, None, head, None]  # (seq, HEAD_DIM)
     rX = load_rows(x[sequence, None, head, None], first, lane)
@@ -280,8 +278,10 @@ def quantize(x, signs, *, out=None):
     if out is not None and any(stride == 0 and size > 1 for size, stride in zip(out.shape, out.stride())):
         raise ValueError(f"out has strides {out.stride()}: several elements share one address; pass out.contiguous()")
     gpu, row_tiles = x.get_device(), -(-seq // ROWS)
-    if batch * heads * row_tiles > MOST_CTAS:
-        raise ValueError(f"x has shape {tuple(x.shape)}: more than {MOST_CTAS} tiles of {ROWS} rows of a head")
+    if max(batch, heads, row_tiles) > GRID_MAX:
+        raise ValueError(
+            f"x has shape {tuple(x.shape)}: more than {GRID_MAX} sequences, heads, or tiles of {ROWS} rows"
+        )
     check_gpu(gpu)
     descale = empty((batch, heads, seq), (heads * seq, seq, 1), torch.float32, gpu)
     if out is None:

@@ -227,6 +227,8 @@ class QuantizeRunner(ModuleRunner):
         yield "x of another head dim", "x", {**good, "x": torch.cat([x, x], -1)}
         yield "x with rows that are not contiguous", "x", {**good, "x": torch.stack([x, x], -1)[..., 0]}
         yield "x that starts off a 16-byte boundary", "x", {**good, "x": shifted}
+        many = x[:1, :1, :1].expand(1 << 16, 1, 1, x.shape[-1])
+        yield "65536 sequences", "x", {**good, "x": many, "out": None}
         yield "out of another shape", "out", {**good, "out": out[:, :-1]}
         yield "out of another dtype", "out", {**good, "out": out.to(torch.float8_e5m2)}
         yield f"out on {elsewhere}", "out", {**good, "out": torch.empty_like(out, device=elsewhere)}

@@ -9,8 +9,7 @@ from fa3gen.cpu.findings import Kind
 BARRIER = "bar.sync 0;"
 ROUND = "cvt.rn.satfinite.e4m3x2.f32 %rs#, %r#, %r#;"
 UNIT = "xor.b32 %r#, %r#, %r#;"
-BEHIND = "setp.ge.s32 %p#, %r#, %r#;"
-PARTS = "or.b32 %r#, %r#, 32;"
+BEHIND = "setp.le.s32 %p#, %r#, %r#;"
 SMALLEST = "max.f32 %r#, %r#, 0f0D800000;"  # 2^-100
 OVER_448 = "mul.f32 %r#, %r#, 0f3B124925;"
 
@@ -53,7 +52,7 @@ def columns() -> list[Mutation]:
             "maxima of parts that there are not",
             "the number is not cut off",
             Change(
-                Line("selp.b32 %r#, %r#, 0, %p#;", below="setp.gt.u32 %p#, %r#, %r#;", of=8),
+                Line("selp.b32 %r#, %r#, 0, %p#;", below="setp.gt.s32 %p#, %r#, %r#;", of=4),
                 "%r#, 0, %p#",
                 "%r#1, %r#1, %p#2",
             ),
@@ -98,13 +97,13 @@ def columns() -> list[Mutation]:
         make(
             "whole units behind the last row",
             "which overwrite what stands there",
-            Change(Line("setp.gt.s32 %p#, %r#, %r#;", below="mov.b32...", above="xor.b32..."), "%r#, %r#;", "0, 1;"),
+            Change(Line("setp.lt.s32 %p#, %r#, %r#;", below="mov.b32...", above="xor.b32..."), "%r#, %r#;", "1, 0;"),
             reports={NUMBERS, Kind.OUT_OF_BOUNDS},
         ),
         make(
             "a row too many at the end",
             "one byte of each column",
-            Change(Line(BEHIND, 14, 25), "%r#, %r#;", "0, 1;"),
+            Change(Line(BEHIND, 9, 20), "%r#, %r#;", "1, 0;"),
             reports={NUMBERS, Kind.OUT_OF_BOUNDS},
         ),
         make(
@@ -154,13 +153,13 @@ def blocks() -> list[Mutation]:
         make(
             "rows behind the last one are read",
             "of the last sequence there is nothing more",
-            Change(Line(BEHIND, 1, 8), "%r#, %r#;", "0, 1;"),
+            Change(Line(BEHIND, 1, 8), "%r#, %r#;", "1, 0;"),
             reports={Kind.OUT_OF_BOUNDS, NUMBERS},
         ),
         make(
             "rows behind the last one are written",
             "into what follows",
-            Change(Line(BEHIND, 5, 8), "%r#, %r#;", "0, 1;"),
+            Change(Line(BEHIND, 5, 8), "%r#, %r#;", "1, 0;"),
             reports={Kind.OUT_OF_BOUNDS, NUMBERS},
         ),
         make(
