@@ -1,4 +1,4 @@
-"""What rounding Q and K to 8 bits does to attention, plain and rotated: the table of docs/ladder.md, computed in float64.
+"""What rounding Q and K to 8 bits does to attention, plain and rotated: the table of docs/ladder.md, in float64.
 
 python tests/test_quantize_numerics.py      prints the rows of the table
 """

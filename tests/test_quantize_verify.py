@@ -150,6 +150,19 @@ def test_ties_are_held_to_even_where_nothing_is_rounded_before() -> None:
     assert wrong([16.0, 20.0], 1 / 3) == wrong([18.0, 18.0], 1 / 3) == ()
 
 
+def test_how_much_of_a_rounding_is_used() -> None:
+    """16.5 rounded to 16 is off by a half of what may be; 1000 becomes 448, as it has to; NaN says nothing."""
+    spec, descale = spec_of("quantize_d64"), torch.ones(1, 1)
+
+    def used(value: float, given: float) -> float | None:
+        x = torch.full((1, 1, 1, 64), value)
+        found = Quantized(torch.full(x.shape, given).to(torch.float8_e4m3fn), descale)
+        return compare(spec, found, expected(spec, made_of(x, descale=descale))).used
+
+    assert used(16.5, 16.0) == 0.5 and used(17.0, 16.0) == 1.0 and used(1000.0, 448.0) == 0.0
+    assert used(16.5, 18.0) == 1.5 and used(16.5, math.nan) is None
+
+
 def test_the_references_e4m3_is_torchs() -> None:
     """On every number of bfloat16 up to 448, beyond which torch gives NaN: cut off there, as the hardware does."""
     numbers = torch.arange(2**16).to(torch.int32).to(torch.int16).view(torch.bfloat16)

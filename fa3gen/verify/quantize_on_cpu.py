@@ -29,4 +29,4 @@ class CpuQuantizeRunner(ScheduledRunner, QuantizeRunner):
         if outputs is None:
             return CpuCaseResult(case.name, case.shape, None, None, None, None, tuple(failures))
         judged = compare(self.spec, Quantized(*outputs), expected(self.spec, made))
-        return CpuCaseResult(case.name, case.shape, judged.error, judged.beside, None, None, (*failures, *judged.wrong))
+        return CpuCaseResult(case.name, case.shape, judged.error, judged.used, None, None, (*failures, *judged.wrong))

@@ -38,6 +38,7 @@ from fa3gen.verify.runner import (
     changed_inputs,
     errors,
     essence,
+    half_ulp,
     raise_if_lost,
     same_bits,
     snapshots,
@@ -117,7 +118,7 @@ class QuantizeRunner(ModuleRunner):
     def run_case(self, case: QuantizeCase) -> Any:
         """Launch a few times on fresh poison, compare the first with the reference and the others with the first.
 
-        Returns a CaseResult; its `o_block_ratio` is the share of values next to the nearest number, which are allowed.
+        Returns a CaseResult; its `o_block_ratio` is that of the worst element: half the distance of numbers, and t.
         """
         made = self._make(case)
         wanted = expected(self.spec, made)
@@ -133,7 +134,7 @@ class QuantizeRunner(ModuleRunner):
             o_error=judged.error,
             o_yardstick=judged.yardstick,
             o_max_abs_limit=None,
-            o_block_ratio=judged.beside,
+            o_block_ratio=judged.used,
             lse_error=None,
             lse_yardstick=None,
             failures=(*failures, *judged.wrong),
@@ -279,11 +280,14 @@ class QuantizeRunner(ModuleRunner):
 
 @dataclass(frozen=True)
 class Judged:
-    """Errors of output times descale, and of the nearest numbers times it; the share of values not the nearest."""
+    """Errors of output times descale, and of the nearest numbers times it; the largest share used of a rounding.
+
+    `used` is None for output with NaN.
+    """
 
     error: Any
     yardstick: Any
-    beside: float
+    used: float | None
     wrong: tuple[str, ...]
 
 
@@ -292,7 +296,7 @@ def compare(spec: Quantize, found: Quantized, wanted: Expected) -> Judged:
     wrong: list[str] = []
     if found.descale.shape != wanted.descale.shape:
         text = f"descale is {tuple(found.descale.shape)}, and has to be {tuple(wanted.descale.shape)}"
-        return Judged(None, None, 1.0, (text,))
+        return Judged(None, None, None, (text,))
     off = (found.descale.double() - wanted.descale).abs()
     if not (off <= wanted.descale_limit).all():  # NaN is not
         worst = (off / wanted.descale).nan_to_num(nan=math.inf).max().item()
@@ -312,8 +316,14 @@ def compare(spec: Quantize, found: Quantized, wanted: Expected) -> Judged:
             f"out is wrong in {count} of {out.numel()} elements; at {place} it is {out[place].item():.6g}, and "
             f"{scaled[place].item():.6g} is to be rounded"
         )
-    beside = (out != nearest).double().mean().item() if out.numel() else 0.0
-    return Judged(errors(out * scale, wanted.y), errors(nearest * scale, wanted.y), beside, tuple(wrong))
+    kept = scaled.clamp(-LARGEST, LARGEST)
+    used = ((out - kept).abs() / (half_ulp(kept.abs() + t, found.out.dtype) + t)).max().item()
+    return Judged(
+        error=errors(out * scale, wanted.y),
+        yardstick=errors(nearest * scale, wanted.y),
+        used=used if math.isfinite(used) else None,
+        wrong=tuple(wrong),
+    )
 
 
 def all_given(made: QuantizeInputs) -> dict[str, torch.Tensor]:
