@@ -23,15 +23,15 @@ Decisions
     output    from registers, 8 bytes of a row at a time
 
 Threads
-    256 threads, 8 warps: 8 for a row, of which each has 2 x 8 elements of 2 rows
-    about 80 registers each: values 32, signs 16, addresses and counters 32
+    256 threads, 8 warps: 8 for a row, of which each has 2 x 8 elements of 4 rows
+    about 112 registers each: values 64, signs 16, addresses and counters 32
 
 Shared memory
     offset  bytes  what
          0     32  largest  8 x 4: of each warp
                32  total    of 232448 per CTA
 
-Timeline: a CTA has 64 rows of a head
+Timeline: a CTA has 128 rows of a head
     per tile:
       1  all warps  load x             all rows of a thread, before one is used; 0 behind the last one
       2  all warps  find descale       from the first kernel's maxima, while x is on its way; or as given
@@ -55,11 +55,11 @@ LANES = 8  # threads of a row
 VECTOR = 8  # adjacent elements of x in 16 bytes
 VECTORS = HEAD_DIM // (LANES * VECTOR)  # of a row, that a thread has: neighbours read side by side
 OF_THREAD = VECTORS * VECTOR  # elements of a row
-ROWS = 64  # of a head, that a CTA has at once
+ROWS = 128  # of a head, that a CTA has at once
 ROWS_OF_THREAD = ROWS * LANES // THREADS  # one behind the other
 LANE_BITS, REGISTER_BITS = 3, OF_THREAD.bit_length() - 1  # of an element's number in its row
 WARPS = THREADS // 32
-CTAS_PER_SM = 3  # that look for maxima
+CTAS_PER_SM = 2  # that look for maxima
 MOST_PARTS = 256  # of what shares a scale, each with its maximum
 PARTS_AT_ONCE = 4  # of these, that a thread of a warp asks for before it uses one
 GRID_MAX = 65535  # of the second and the third dimension
