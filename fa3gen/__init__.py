@@ -7,6 +7,8 @@ print(fa3gen.attention.explain(q, k, v, causal=True))
 
 out = fa3gen.attention_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, causal=True)   # packed sequences (varlen)
 
+q8, q_descale = fa3gen.quantize(q, rotate=signs)    # to 8 bits, for attention of these
+
 module = fa3gen.load("k4_2_d128_causal")            # or by one of your choice
 out, lse = module.attention(q, k, v, return_lse=True)
 
@@ -23,10 +25,15 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     from fa3gen.run.ops import attention as attention
     from fa3gen.run.packed_ops import attention_packed as attention_packed
+    from fa3gen.run.quantize_ops import quantize as quantize
 
-__all__ = ["attention", "attention_packed", "load"]
+__all__ = ["attention", "attention_packed", "load", "quantize"]
 
-_NEED_TORCH = {"attention": "fa3gen.run.ops", "attention_packed": "fa3gen.run.packed_ops"}
+_NEED_TORCH = {
+    "attention": "fa3gen.run.ops",
+    "attention_packed": "fa3gen.run.packed_ops",
+    "quantize": "fa3gen.run.quantize_ops",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -15,7 +15,7 @@ from fa3gen.base.files import sha256
 from fa3gen.design.workspace import Workspace
 from fa3gen.generate.plan import Plan, make_plan
 from fa3gen.generate.writing import MEMORY
-from fa3gen.spec.model import Combine, Copy, Forward, Gemm
+from fa3gen.spec.model import Combine, Copy, Forward, Gemm, Quantize
 from fa3gen.spec.specfile import SpecFile, Variant, attention_among
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -69,6 +69,12 @@ def copy_stems() -> tuple[str, ...]:
 def combine_stems() -> tuple[str, ...]:
     """Stems of the modules that merge parts."""
     return tuple(stem for stem in STEMS if isinstance(variants()[stem].spec, Combine))
+
+
+@cache
+def quantize_stems() -> tuple[str, ...]:
+    """Stems of the modules that quantise."""
+    return tuple(stem for stem in STEMS if isinstance(variants()[stem].spec, Quantize))
 
 
 @cache

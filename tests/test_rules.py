@@ -1375,7 +1375,7 @@ def test_who_objects() -> None:
         page_boxes scalar_threads wgmma_threads registers_per_thread registers_per_sm consumer_registers shared_sm
         accumulator_at_launch accumulator_beside_converters gemm_rows gemm_eight_bit_major eight_bit_major
         box_extents box_row box_span box_start map_rank row_strides folded_row unbounded_scores
-        combine_threads combine_registers
+        combine_threads combine_registers quantize_threads quantize_registers quantize_smem
     """
     matters_of_taste = """
         drawn_without_mask dealt_under_causal rescale_few_columns buffer_for_one_output idle_q_stages combine_lines

@@ -22,6 +22,7 @@ from rendering import (
     copy_stems,
     gemm_stems,
     plans,
+    quantize_stems,
     source,
     tree,
     variants,
@@ -31,9 +32,10 @@ from rendering import (
 from fa3gen.generate.plan import Plan
 
 ATTENTION, GEMM, COPIES, MERGES = attention_stems(), gemm_stems(), copy_stems(), combine_stems()
+QUANTIZE = quantize_stems()
 Function = ast.FunctionDef
 FIRST_LINES = '# Copyright the fa3gen authors\n# SPDX-License-Identifier: Apache-2.0\n"""'
-ENTRY_POINTS = {"attention", "combine", "copy", "matmul", "compile_for_sm90a"}
+ENTRY_POINTS = {"attention", "combine", "copy", "matmul", "quantize", "compile_for_sm90a"}
 BANNERS = [
     "Shared storage",
     "Host side",
@@ -59,6 +61,8 @@ GEMM_BANNERS = [
 ]
 COPY_BANNERS = ["Shared storage", "Host side", "Kernel", "Tiles", "Python entry points"]
 MERGE_BANNERS = ["Shared storage", "Host side", "Kernel", "Parts of the keys, added up", "Python entry points"]
+QUANTIZE_BANNERS = ["Shared storage", "Host side", "Kernel", "Rows of a thread", "Scales", "Output"]
+QUANTIZE_BANNERS += ["Python entry points"]
 
 
 def test_there_are_modules() -> None:
@@ -106,6 +110,7 @@ def test_size() -> None:
     assert {stem: lines[stem] for stem in GEMM if not 300 <= lines[stem] < 500} == {}
     assert {stem: lines[stem] for stem in COPIES if not 200 <= lines[stem] <= 320} == {}
     assert {stem: lines[stem] for stem in MERGES if not 300 <= lines[stem] <= 350} == {}
+    assert {stem: lines[stem] for stem in QUANTIZE if not 300 <= lines[stem] <= 420} == {}
 
 
 def test_lines() -> None:
@@ -141,6 +146,7 @@ def test_banners_stand_in_one_order() -> None:
     def check(stem: str) -> list[str]:
         found = banners(source(stem))
         order = GEMM_BANNERS if stem in GEMM else COPY_BANNERS if stem in COPIES else BANNERS
+        order = QUANTIZE_BANNERS if stem in QUANTIZE else order
         return [] if found == [name for name in order if name in found] else found
 
     assert_none_in_modules(check)
@@ -311,7 +317,7 @@ def test_few_positional_arguments() -> None:
 
 
 KERNELS = {"launch", "attention_kernel", "scores_kernel", "softmax_kernel", "output_kernel", "matmul_kernel"}
-KERNELS |= {"copy_kernel", "combine_kernel"}
+KERNELS |= {"copy_kernel", "combine_kernel", "amax_kernel", "quantize_kernel"}
 
 
 # Code
@@ -544,6 +550,10 @@ NUMBERS: dict[str, dict[int, str]] = {
     "packed_constants": {9: "compute capability"},
     "heads_first": {3: "mode", 4: "mode"},
     "combine_kernel": {32: "threads of a warp"},
+    "find_scale": {5: "log2 of the 32 threads", 32: "threads of a warp"},
+    "largest_of_cta": {5: "log2 of the 32 threads"},
+    "scale_rows": {3: "log2 of the 8 threads of a row"},
+    "quantize": {4: "dimensions"},
     "add_up_row": {32: "threads of a warp"},
     "store_f32": {4: "threads of a quad", 8: "columns of a quad; rows", 32: "threads of a warp"},
     "shuffle_64": {32: "bits"},
@@ -644,6 +654,8 @@ def foreign_words(stem: str) -> str:
         return foreign_to_a_copy(stem)
     if stem in MERGES:
         return foreign_to_a_merge(stem)
+    if stem in QUANTIZE:
+        return foreign_to_a_quantization(stem)
     if plan.p.through == "global_f32":
         return f"{NAIVE}|{NO_TMA}|{NO_CP_ASYNC}|{NO_STAGES}|{SCALAR_QK}|{SCALAR_PV}|{mask_and_outputs(stem)}"
     words = [mask_and_outputs(stem), r"\bscores\b.*global"]
@@ -700,6 +712,18 @@ def foreign_to_a_merge(stem: str) -> str:
     words = [r"HEAD_DIM|\bscale\b|\bseq_[qk]\b|heads_(q|kv)|\bmask|wgmma|TMA|tma_|mbarrier|COMBINE_WARPS|warp_idx"]
     words += [r"[bB][fF]loat16"] * (variants()[stem].spec.problem.dtype != "bf16")
     words += [r"(?<![bB])[fF]loat16"] * (variants()[stem].spec.problem.dtype != "fp16")
+    return "|".join(words)
+
+
+def foreign_to_a_quantization(stem: str) -> str:
+    """The same of a quantisation, which knows nothing of attention but what shares a head of k."""
+    problem = plans()[stem].problem
+    words = [r"softmax|\bseq_[qk]\b|heads_q|\bmask|\bLSE\b|wgmma|TMA|tma_|mbarrier"]
+    words += [r"rotat|[sS]igns|Hadamard|LANE_BITS"] * (not problem.rotate)
+    words += [r"[cC]olumn|turned|UNIT|WORD|store_columns" if not problem.transpose else r"store_rows"]
+    words += [r"heads_kv|partial|amax_kernel|MOST_PARTS|given, and"] * (problem.scaled_per != "head")
+    words += [r"scale_rows"] * (problem.scaled_per != "token")
+    words += [r"storage|[sS]hared_?[sS]torage|sync_threads"] * (problem.scaled_per == "token")
     return "|".join(words)
 
 

@@ -107,7 +107,8 @@ def test_paths_outside_the_root_stay_as_given(tmp_path: Path, specs: Specs) -> N
         (
             "handoff: {through: registers}",
             "handoff: {through: registers}\noperation: {kind: forward}",
-            "k.yaml:15: operation: a mapping is no operation; there is forward and gemm and copy and combine so far",
+            "k.yaml:15: operation: a mapping is no operation; there is forward and gemm and copy and combine and "
+            "quantize so far",
         ),
         (
             "handoff: {through: registers}",
@@ -226,8 +227,8 @@ def test_one_mistake(specs: Specs, old: str, new: str, problem: str) -> None:
 def test_of_an_unknown_operation_nothing_else_is_said(specs: Specs) -> None:
     """What its fields are to be is not known."""
     assert specs.problems("k", f"{BASE}operation: decode\ntiles: 7\n") == [
-        "k.yaml:15: operation: the string 'decode' is no operation; there is forward and gemm and copy and combine so "
-        "far"
+        "k.yaml:15: operation: the string 'decode' is no operation; there is forward and gemm and copy and combine and "
+        "quantize so far"
     ]
     (variant,) = specs.load("k", f"{BASE}operation: forward\n").variants
     assert variant.spec.operation == "forward"

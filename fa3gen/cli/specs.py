@@ -11,7 +11,7 @@ from fa3gen.cli import completion
 
 if TYPE_CHECKING:
     from fa3gen.design.workspace import Workspace
-    from fa3gen.spec.model import Combine, Copy, Forward, Gemm, Spec
+    from fa3gen.spec.model import Combine, Copy, Forward, Gemm, Quantize, Spec
     from fa3gen.spec.specfile import SpecFile, Variant
 
 
@@ -114,7 +114,7 @@ def _chosen(file: SpecFile, named: Collection[str] | None, wanted: Mapping[str, 
 
 def facts(file: SpecFile, stem: str, spec: Spec) -> dict[str, Any]:
     """What the list says of one module, as JSON values."""
-    from fa3gen.spec.model import Combine, Copy, Forward, Gemm
+    from fa3gen.spec.model import Combine, Copy, Forward, Gemm, Quantize
 
     known = {"spec": file.stem, "stem": stem, "summary": file.summary, "source": str(file.path)}
     match spec:
@@ -126,6 +126,8 @@ def facts(file: SpecFile, stem: str, spec: Spec) -> dict[str, Any]:
             return {**known, **_copy_facts(spec)}
         case Combine():
             return {**known, **_combine_facts(spec)}
+        case Quantize():
+            return {**known, **_quantize_facts(spec)}
 
 
 def _attention_facts(spec: Forward) -> dict[str, Any]:
@@ -165,6 +167,20 @@ def _combine_facts(spec: Combine) -> dict[str, Any]:
         "dtype": spec.problem.dtype,
         "threads": f"{spec.cta.threads}, {spec.cta.per_sm} CTAs on an SM",
         "parts": f"{spec.parts.at_once} at once, in up to {spec.parts.shares} shares",
+    }
+
+
+def _quantize_facts(spec: Quantize) -> dict[str, Any]:
+    problem, tile = spec.problem, spec.tile
+    return {
+        "operation": spec.operation,
+        "head_dim": problem.head_dim,
+        "head_dim_v": problem.head_dim,
+        "dtype": problem.dtype,
+        "tile": f"{tile.rows} rows {tile.threads} thr",
+        "rotate": problem.rotate,
+        "transpose": problem.transpose,
+        "scale": problem.scale,
     }
 
 
@@ -213,6 +229,9 @@ _COLUMNS = {
     "ring": "ring",
     "threads": "threads",
     "parts": "parts",
+    "rotated": "rotate",
+    "transposed": "transpose",
+    "scale of": "scale",
 }
 
 

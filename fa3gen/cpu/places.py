@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from fa3gen.design import boxes, footprint
 from fa3gen.design.cta import cta_of
 from fa3gen.hardware import hopper
-from fa3gen.spec.model import Combine, Copy, CpAsyncLoad, Forward, Gemm, Spec, TmaLoad
+from fa3gen.spec.model import Combine, Copy, CpAsyncLoad, Forward, Gemm, Quantize, Spec, TmaLoad
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class SharedPlaces:
                 return cls._of_gemm(spec)
             case Copy():
                 return cls._of_copy(spec)
-            case Combine():
+            case Combine() | Quantize():
                 placed = cta_of(spec).placed()
                 return cls(tuple(SharedPlace(region.name, None, offset, region.bytes) for offset, region in placed))
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fa3gen.design import boxes, combining, footprint, gemm
+from fa3gen.design import boxes, combining, footprint, gemm, quantizing
 from fa3gen.design.footprint import Region
 from fa3gen.hardware import hopper
-from fa3gen.spec.model import Combine, Copy, Forward, Gemm, Spec
+from fa3gen.spec.model import Combine, Copy, Forward, Gemm, Quantize, Spec
 
 
 @dataclass(frozen=True)
@@ -86,4 +86,11 @@ def cta_of(spec: Spec) -> Cta:
                 regions=tuple(combining.shared_memory_map(spec)),
                 barrier_bytes=0,
                 held=tuple(combining.registers_per_thread(spec)),
+            )
+        case Quantize():
+            return Cta(
+                threads=spec.tile.threads,
+                regions=tuple(quantizing.shared_memory_map(spec)),
+                barrier_bytes=0,
+                held=tuple(quantizing.registers_per_thread(spec)),
             )

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, Literal
 
-from fa3gen.design import boxes, combining, footprint, gemm
+from fa3gen.design import boxes, combining, footprint, gemm, quantizing
 from fa3gen.design.family import PackedShape, Shape
 from fa3gen.design.gemm import GemmShape
 from fa3gen.design.masks import given_with_calls
@@ -24,7 +24,7 @@ from fa3gen.design.tiles import sequence_contiguous
 from fa3gen.hardware import hopper
 from fa3gen.hardware.chips import H200
 from fa3gen.hardware.dtypes import BF16, FP32, INT32, VECTOR_BYTES, Dtype
-from fa3gen.spec.model import Combine, Copy, Forward, Gemm, GlobalHandoff, Spec, WgmmaProduct
+from fa3gen.spec.model import Combine, Copy, Forward, Gemm, GlobalHandoff, Quantize, Spec, WgmmaProduct
 
 Role = Literal["input", "optional input", "named input", "output", "optional output"]
 Initial = Literal["zero", "anything"]
@@ -405,6 +405,24 @@ def combine(spec: Combine) -> Operation:
     return Operation("combine", "combine", tuple(arguments), kernels=1)
 
 
+def quantize(spec: Quantize) -> Operation:
+    """x in 8 bits, and the factors that make x of it; the scale of a head of k is an input where a call gives it."""
+    problem = spec.problem
+    rows = BATCH, Extent("seq"), Extent("heads"), Extent("head_dim", problem.head_dim)
+    anywhere = Dense(align=FP32.bytes, contiguous=None)
+    stored = Dense(contiguous=1) if problem.transpose else Dense(align=quantizing.VECTOR * spec.out_element.bytes)
+    arguments: list[Argument] = [Tensor("x", "input", spec.element, rows, "threads")]
+    if problem.rotate:
+        arguments.append(Tensor("signs", "input", FP32, rows[-1:], "threads"))
+    arguments.append(Tensor("out", "output", spec.out_element, rows, "threads", stored))
+    scaled = {"head": (HEADS_KV,), "block": (Extent("heads"), Extent("blocks")), "token": (Extent("heads"), rows[1])}
+    dims = BATCH, *scaled[problem.scale]
+    arguments.append(Tensor("descale", "output", FP32, dims, "threads", anywhere))
+    if problem.scale == "head":
+        arguments.append(Scratch("partial", FP32, (BATCH, HEADS_KV, NUM_PARTS), "anything", passes=2))
+    return Operation("quantize", "quantize", tuple(arguments), kernels=1 + (problem.scale == "head"))
+
+
 def operation_of(spec: Spec) -> Operation:
     """What the module of a spec works on."""
     match spec:
@@ -416,3 +434,5 @@ def operation_of(spec: Spec) -> Operation:
             return copy(spec)
         case Combine():
             return combine(spec)
+        case Quantize():
+            return quantize(spec)

@@ -19,7 +19,7 @@ from fa3gen.design.masks import given_with_calls
 from fa3gen.design.operation import BATCH, Argument, Scalar, Scratch, Tensor, operation_of
 from fa3gen.design.schedule import full_tiles, schedule_of
 from fa3gen.design.tiles import Letter, OperandTile, layout_atom, operand_tiles, sequence_contiguous, tiles_in_memory
-from fa3gen.generate import combining, copying, gemm_header, gemm_plan, header, predicted_sass
+from fa3gen.generate import combining, copying, gemm_header, gemm_plan, header, predicted_sass, quantizing
 from fa3gen.generate.expected import Expectation
 from fa3gen.generate.module_plan import ImportsPlan, ModulePlan, Named, Parameter
 from fa3gen.hardware import hopper
@@ -35,6 +35,7 @@ from fa3gen.spec.model import (
     Gemm,
     NoMask,
     PingPongSchedule,
+    Quantize,
     Scheduler,
     SmemHandoff,
     Spec,
@@ -593,6 +594,8 @@ def make_plan(variant: Variant) -> ModulePlan:
             return copying.make_plan(variant, spec)
         case Combine() as spec:
             return combining.make_plan(variant, spec)
+        case Quantize() as spec:
+            return quantizing.make_plan(variant, spec)
 
 
 def describe(spec: Spec, summary: str) -> header.Description:
@@ -606,6 +609,8 @@ def describe(spec: Spec, summary: str) -> header.Description:
             return copying.describe(spec, summary)
         case Combine():
             return combining.describe(spec, summary)
+        case Quantize():
+            return quantizing.describe(spec, summary)
 
 
 def _attention(variant: Variant, spec: Forward) -> Plan:

@@ -39,6 +39,7 @@ from fa3gen.spec.model import (
     Gemm,
     Major,
     Product,
+    Quantize,
     RegisterHandoff,
     Spec,
     SyncLoad,
@@ -120,6 +121,8 @@ def features(spec: Spec) -> dict[str, str]:
             return _of_copy(spec)
         case Combine():
             return _of_combine(spec)
+        case Quantize():
+            return _of_quantize(spec)
 
 
 def _of_forward(spec: Forward) -> dict[str, str]:
@@ -160,6 +163,19 @@ def _of_combine(spec: Combine) -> dict[str, str]:
         "threads": f"{spec.cta.threads}, {spec.cta.per_sm} CTAs on an SM",
         "parts at once": str(spec.parts.at_once),
         "shares of parts": f"up to {spec.parts.shares}",
+    }
+
+
+def _of_quantize(spec: Quantize) -> dict[str, str]:
+    problem, tile = spec.problem, spec.tile
+    return {
+        "head dim": str(problem.head_dim),
+        "x": problem.dtype,
+        "out": spec.out_element.name + ", transposed" * problem.transpose,
+        "rotated": "yes" if problem.rotate else "no",
+        "scale of": f"{tile.rows} rows" if problem.scale == "block" else problem.scale,
+        "rows of a tile": str(tile.rows),
+        "threads": f"{tile.threads}, {tile.per_sm} CTAs on an SM",
     }
 
 

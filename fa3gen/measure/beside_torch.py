@@ -1,4 +1,4 @@
-"""Modules of operations other than attention, beside what torch does: `copy_`, a product by cuBLAS, a merge in passes.
+"""Modules of operations other than attention, beside what torch does: `copy_`, a product by cuBLAS, passes over x.
 
 That is `torch.mm`, and of 8-bit operands `torch._scaled_mm` with scales of one: with `use_fast_accum` beside modules of
 one level of sums, without it beside those of two. All four take turns.
@@ -22,7 +22,7 @@ from fa3gen.design import boxes, gemm
 from fa3gen.design.operation import Tensor, operation_of
 from fa3gen.hardware import hopper
 from fa3gen.records.evidence import Speed
-from fa3gen.spec.model import Combine, Copy, Gemm, Other
+from fa3gen.spec.model import Combine, Copy, Gemm, Other, Quantize
 
 if TYPE_CHECKING:
     import torch
@@ -35,6 +35,7 @@ INNER = (4, 8, 512)  # dimensions between the first and the row, as many of the 
 SEQUENCE_ROWS = 2000  # of a packed sequence, on average
 PARTS = (2, 8, 32)  # that are merged
 MERGED = ((32, 1, 32, 128), (1, 4096, 16, 128))  # O of them: batch, seq, heads, head dim; of a decode and a prefill
+QUANTIZED = ((2, 16384, 16), (32, 4096, 8))  # batch, seq, heads; of rows of 128 elements 134 and 268 MB
 SEED = 0
 
 
@@ -68,6 +69,8 @@ def problems(spec: Other, device: torch.device) -> list[Callable[[], Problem]]:
             return [functools.partial(_large, spec, device)]
         case Combine():
             return [functools.partial(_merge, spec, shape, parts, device) for shape in MERGED for parts in PARTS]
+        case Quantize():
+            return [functools.partial(_rows, spec, shape, device) for shape in QUANTIZED]
 
 
 def _cube(spec: Gemm, size: int, device: torch.device) -> Problem:
@@ -114,6 +117,51 @@ def _merge(spec: Combine, shape: tuple[int, ...], parts: int, device: torch.devi
     return Problem(f"{parts} parts of {' x '.join(map(str, shape))}", moved / 1e9, "GB/s", (values, lse), out)
 
 
+def _rows(spec: Quantize, shape: tuple[int, ...], device: torch.device) -> Problem:
+    """Rows without gaps. The work is to read x once and to write the output, however often x is read."""
+    import torch
+
+    operation = operation_of(spec)
+    generator = torch.Generator(device=device).manual_seed(SEED)
+    sizes = *shape, spec.problem.head_dim
+    x = torch.randn(sizes, device=device, generator=generator).to(spec.element.in_torch())
+    signs = torch.randint(0, 2, sizes[-1:], device=device, generator=generator) * 2.0 - 1.0
+    made = torch.empty_strided(sizes, operation.output.strides(sizes), dtype=spec.out_element.in_torch(), device=device)
+    moved = sum(each.numel() * each.element_size() for each in (x, made))
+    given = (x, signs) if spec.problem.rotate else (x,)
+    return Problem(" x ".join(map(str, sizes)), moved / 1e9, "GB/s", given, made)
+
+
+def _quantized_by_torch(spec: Quantize, problem: Problem) -> torch.Tensor:
+    """A quantisation in torch's operators: rotated by a product, with scales of heads, blocks or rows."""
+    import torch
+
+    x, *signs = problem.given
+    if signs:
+        x = (x * signs[0].to(x.dtype)) @ _hadamard(x.shape[-1], x.dtype, x.device)
+    largest = x.abs()
+    if spec.problem.scale == "block":
+        batch, seq, heads, size = x.shape
+        blocks = largest.reshape(batch, seq // spec.tile.rows, spec.tile.rows, heads, size).amax((2, 4))
+        largest = blocks.repeat_interleave(spec.tile.rows, 1)[..., None]
+    else:
+        largest = largest.amax((1, 3) if spec.problem.scale == "head" else 3, keepdim=True)
+    descale: torch.Tensor = largest.float() / torch.finfo(problem.out.dtype).max
+    problem.out.copy_(x / descale)
+    return descale
+
+
+@functools.cache
+def _hadamard(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Sylvester's Hadamard matrix over the square root of its size: -1 where i & j has an odd number of ones."""
+    import torch
+
+    numbers = torch.arange(size, device=device)
+    bits = torch.arange(size.bit_length(), device=device)
+    ones = ((numbers[:, None, None] & numbers[:, None]) >> bits & 1).sum(-1)
+    return ((1 - 2 * (ones % 2)) / math.sqrt(size)).to(dtype)
+
+
 def _merged_by_torch(values: torch.Tensor, lses: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     """A merge in torch's operators, for parts that all have keys."""
     import torch
@@ -139,6 +187,8 @@ def torchs_call(spec: Other, problem: Problem) -> tuple[str, Callable[[], Any]]:
     if isinstance(spec, Combine):
         values, lses = problem.given
         return "logsumexp, exp, mul, sum", functools.partial(_merged_by_torch, values, lses, problem.out)
+    if isinstance(spec, Quantize):
+        return "abs, amax, div, copy_", functools.partial(_quantized_by_torch, spec, problem)
     (a, b, *c), dtype = problem.given, problem.out.dtype
     if spec.element.bytes < hopper.BYTES_16BIT:
         fast, one = not gemm.two_levels(spec), torch.ones((), device=a.device)
@@ -169,7 +219,7 @@ def speeds(
             problem = make()
             say(f"{problem.name}: {', '.join(stems)}")
             calls: dict[str, Callable[[], Any]] = {
-                stem: functools.partial(entry, *problem.given, out=problem.out) for stem, entry in entries.items()
+                stem: functools.partial(_last_output, entry, problem) for stem, entry in entries.items()
             }
             peers = {stem: torchs_call(modules[stem][0], problem) for stem in stems}
             calls |= {name: call for name, call in dict(peers.values()).items() if _works(call)}
@@ -177,6 +227,12 @@ def speeds(
             for stem, (peer, _) in peers.items():
                 found[stem][problem.name] = _speed(problem, rounds[stem], rounds.get(peer))
     return found
+
+
+def _last_output(entry: Callable[..., Any], problem: Problem) -> Any:
+    """Call a module; of several outputs the last one, LSE or scales, by which a timer sees that a graph wrote it."""
+    returned = entry(*problem.given, out=problem.out)
+    return returned[-1] if isinstance(returned, tuple) else returned
 
 
 def _rounds(calls: Mapping[str, Callable[[], Any]], timer: Burst) -> dict[str, list[float]]:

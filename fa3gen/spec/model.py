@@ -32,6 +32,7 @@ from fa3gen.spec.common import (
 )
 from fa3gen.spec.copying import Copy
 from fa3gen.spec.gemm import Gemm
+from fa3gen.spec.quantizing import Quantize
 
 __all__ = [
     "AttentionDType",
@@ -45,6 +46,7 @@ __all__ = [
     "OperandB",
     "OutputDType",
     "Product",
+    "Quantize",
     "ScalarProduct",
     "Source",
     "SpecModel",
@@ -403,9 +405,15 @@ class Forward(SpecModel):
 
 
 # Specs of all operations. The next one is a model in a file of its own, imported here.
-Other = Union[Gemm, Copy, Combine]
+Other = Union[Gemm, Copy, Combine, Quantize]
 Spec = Union[Forward, Other]
 
 # By the value of `operation`, which files of attention may leave out.
 DEFAULT_OPERATION = "forward"
-OPERATIONS: dict[str, type[Spec]] = {"forward": Forward, "gemm": Gemm, "copy": Copy, "combine": Combine}
+OPERATIONS: dict[str, type[Spec]] = {
+    "forward": Forward,
+    "gemm": Gemm,
+    "copy": Copy,
+    "combine": Combine,
+    "quantize": Quantize,
+}

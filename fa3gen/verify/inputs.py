@@ -27,7 +27,7 @@ from fa3gen.spec.model import WINDOW_MAX, Forward, Mask, NoMask, SyncLoad, Windo
 
 GUARD = 8  # rows of NaN before and after each padded tensor, along the sequence
 # By bytes of an element: a NaN, of any of the dtypes, that no instruction gives and torch.nan is not.
-POISON = {2: (torch.int16, 0x7FA5), 4: (torch.int32, 0x7FA5A5A5)}
+POISON = {1: (torch.uint8, 0xFF), 2: (torch.int16, 0x7FA5), 4: (torch.int32, 0x7FA5A5A5)}
 
 # Beside ordinary ones, by head. The first leaves something of a row, the second nothing.
 SINKS = (6.0, 3e38, -3e38, -math.inf)

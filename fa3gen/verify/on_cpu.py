@@ -1,7 +1,7 @@
 """Run a generated module on the CPU model of sm_90a, under several schedules: cases, checks, and a report.
 
 What passes is said where an operation's runner is: `attention_on_cpu`, `packed_on_cpu`, `gemm_on_cpu`,
-`copies_on_cpu`, `combine_on_cpu`. This is a model, not a GPU: what needs one is listed as not run.
+`copies_on_cpu`, `combine_on_cpu`, `quantize_on_cpu`. This is a model, not a GPU: what needs one is listed as not run.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from fa3gen.spec.model import Combine, Copy, Forward, Gemm, Spec
-from fa3gen.verify import combine_inputs, gemm_inputs, inputs, packed_inputs, paged_inputs
+from fa3gen.spec.model import Combine, Copy, Forward, Gemm, Quantize, Spec
+from fa3gen.verify import combine_inputs, gemm_inputs, inputs, packed_inputs, paged_inputs, quantize_inputs
 from fa3gen.verify import copies as copy_inputs
 from fa3gen.verify.attention_on_cpu import CpuRunner
 from fa3gen.verify.combine_on_cpu import CpuCombineRunner
@@ -20,6 +20,7 @@ from fa3gen.verify.copies_on_cpu import CpuCopyRunner
 from fa3gen.verify.gemm_on_cpu import CpuGemmRunner
 from fa3gen.verify.on_model import ScheduledRunner
 from fa3gen.verify.packed_on_cpu import CpuPackedRunner, CpuPagedRunner
+from fa3gen.verify.quantize_on_cpu import CpuQuantizeRunner
 from fa3gen.verify.results import Check, CpuCaseResult, Outcome
 
 EXECUTED_ON = "CPU model of sm_90a"
@@ -98,3 +99,5 @@ def _runner(module: Any, spec: Spec, seed: int, count: int) -> tuple[ScheduledRu
             return CpuCopyRunner(module, spec, seed, count), copy_inputs.cpu_cases(spec)
         case Combine():
             return CpuCombineRunner(module, spec, seed, count), combine_inputs.cpu_cases(spec)
+        case Quantize():
+            return CpuQuantizeRunner(module, spec, seed, count), quantize_inputs.cpu_cases(spec)

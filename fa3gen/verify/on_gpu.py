@@ -1,8 +1,8 @@
 """Run a generated module on a GPU against a reference and say how far it is off: cases, checks, and a report.
 
 What passes is said where an operation's runner is: `attention_on_gpu`, `packed_on_gpu`, `gemm_on_gpu`,
-`copies_on_gpu`, `combine_on_gpu`. `fa3gen.verify.on_cpu` does the same on the CPU model of sm_90a, with cases and
-criteria of its own.
+`copies_on_gpu`, `combine_on_gpu`, `quantize_on_gpu`. `fa3gen.verify.on_cpu` does the same on the CPU model of sm_90a,
+with cases and criteria of its own.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from fa3gen.spec.model import Combine, Copy, Forward, Gemm, Spec
-from fa3gen.verify import combine_inputs, gemm_inputs, inputs, packed_inputs, paged_inputs
+from fa3gen.spec.model import Combine, Copy, Forward, Gemm, Quantize, Spec
+from fa3gen.verify import combine_inputs, gemm_inputs, inputs, packed_inputs, paged_inputs, quantize_inputs
 from fa3gen.verify import copies as copy_inputs
 from fa3gen.verify.attention_on_gpu import Runner
 from fa3gen.verify.combine_on_gpu import CombineRunner
@@ -23,6 +23,7 @@ from fa3gen.verify.copies_on_gpu import CopyRunner
 from fa3gen.verify.gemm_on_gpu import GemmRunner
 from fa3gen.verify.packed_on_gpu import PackedRunner
 from fa3gen.verify.paged_on_gpu import PagedRunner
+from fa3gen.verify.quantize_on_gpu import QuantizeRunner
 from fa3gen.verify.results import CaseResult, Check, Outcome
 from fa3gen.verify.runner import ModuleRunner
 
@@ -88,3 +89,5 @@ def _runner(module: Any, spec: Spec, device: torch.device, seed: int) -> tuple[M
             return CopyRunner(module, spec, device, seed), copy_inputs.gpu_cases(spec)
         case Combine():
             return CombineRunner(module, spec, device, seed), combine_inputs.gpu_cases(spec)
+        case Quantize():
+            return QuantizeRunner(module, spec, device, seed), quantize_inputs.gpu_cases(spec)

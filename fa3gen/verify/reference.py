@@ -266,3 +266,28 @@ def matmul(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor | None = None) -> t
     """A B, or A B + C, in float64."""
     product = a.double() @ b.double()
     return product if c is None else product + c.double()
+
+
+def hadamard(size: int) -> torch.Tensor:
+    """Sylvester's Hadamard matrix, H[2n] = [[H[n], H[n]], [H[n], -H[n]]], of a power of two as size; in float64."""
+    found = torch.ones(1, 1, dtype=torch.float64)
+    while found.shape[0] < size:
+        found = torch.cat([torch.cat([found, found], 1), torch.cat([found, -found], 1)])
+    return found
+
+
+def rotate(x: torch.Tensor, signs: torch.Tensor) -> torch.Tensor:
+    """H D x / sqrt(d) of each row of x, (.., d), D the diagonal matrix of `signs`, (d,); in float64."""
+    size = x.shape[-1]
+    return (x.double() * signs.double()) @ hadamard(size).to(x.device) / math.sqrt(size)
+
+
+def round_e4m3(x: torch.Tensor) -> torch.Tensor:
+    """The nearest numbers of e4m3 to x, ties to even, at most 448: three bits behind the first, down to 2^-6; float64.
+
+    OCP 8-bit Floating Point Specification, E4M3; saturating.
+    """
+    x = x.double()
+    exponent = (torch.frexp(x).exponent - 1).clamp(min=-6)  # x = m 2^exponent with 1 <= |m| < 2, or a subnormal number
+    unit = torch.ldexp(torch.ones_like(x), exponent - 3)
+    return (torch.round(x / unit) * unit).clamp(-448, 448)

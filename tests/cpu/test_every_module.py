@@ -12,13 +12,14 @@ import torch
 from rendering import CHECKOUT, STEMS, source, variants
 
 from fa3gen.cpu.module import load_on_cpu
-from fa3gen.spec.model import Combine, Copy, Forward, Gemm, Spec, SyncLoad, WgmmaProduct
-from fa3gen.verify import combine_inputs, copies, packed_inputs, paged_inputs
+from fa3gen.spec.model import Combine, Copy, Forward, Gemm, Quantize, Spec, SyncLoad, WgmmaProduct
+from fa3gen.verify import combine_inputs, copies, packed_inputs, paged_inputs, quantize_inputs
 from fa3gen.verify.combine_inputs import CombineCase
 from fa3gen.verify.copies import CopyCase
 from fa3gen.verify.gemm_inputs import GemmCase
 from fa3gen.verify.inputs import Case
 from fa3gen.verify.on_cpu import verify_on_cpu
+from fa3gen.verify.quantize_inputs import QuantizeCase
 
 torch.set_num_threads(1)  # the workers of xdist share the cores
 SCHEDULES = 10
@@ -48,17 +49,18 @@ def test_module_on_the_cpu_model(stem: str, module: Any) -> None:
     assert report.failures == (), f"seed {report.seed}"
     spec = variants()[stem].spec
     kind = "packed" if isinstance(spec, Forward) and spec.problem.layout != "dense" else spec.operation
-    assert (
-        len(report.cases) >= {"forward": 11, "packed": 10, "gemm": 7, "copy": 4, "combine": 10}[kind] and report.passed
-    )
+    cases = {"forward": 11, "packed": 10, "gemm": 7, "copy": 4, "combine": 10, "quantize": 7}
+    assert len(report.cases) >= cases[kind] and report.passed
 
 
-def one_cta(spec: Spec) -> Case | GemmCase | CopyCase | CombineCase:
+def one_cta(spec: Spec) -> Case | GemmCase | CopyCase | CombineCase | QuantizeCase:
     """Few rows, and keys, or a sum, for one step more than the ring has stages: the first stage is used again."""
     if isinstance(spec, Copy):
         return next(case for case in copies.cpu_cases(spec) if case.name == "wrap")
     if isinstance(spec, Combine):
         return next(case for case in combine_inputs.cpu_cases(spec) if case.name == "no_keys")
+    if isinstance(spec, Quantize):
+        return next(case for case in quantize_inputs.cpu_cases(spec) if case.name == "short")
     if isinstance(spec, Gemm):
         return GemmCase("one_cta", "", 3, 5, spec.load.stages * spec.tile.k + 5)
     stages = 1 if isinstance(spec.load, SyncLoad) else spec.load.kv_stages

@@ -11,6 +11,7 @@ from fa3gen.design.rules import (
     asking_combine,
     asking_copies,
     asking_gemm,
+    asking_quantize,
     converting,
     eight_bits,
     memory,
@@ -34,6 +35,7 @@ from fa3gen.spec.model import (
     Forward,
     Gemm,
     GlobalHandoff,
+    Quantize,
     ScalarProduct,
     Spec,
     TmaLoad,
@@ -67,6 +69,8 @@ def answers(spec: Spec) -> list[Answer]:
             return asking_copies.answers(spec)
         case Combine():
             return asking_combine.answers(spec)
+        case Quantize():
+            return asking_quantize.answers(spec)
 
 
 def _of_forward(spec: Forward) -> list[Answer]:

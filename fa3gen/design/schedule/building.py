@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from fa3gen.design import footprint, tile_order
-from fa3gen.design.schedule import combining, cooperative, copying, gemm, specialized
+from fa3gen.design.schedule import combining, cooperative, copying, gemm, quantizing, specialized
 from fa3gen.design.schedule.model import NamedBarrier, Ring, Role, Schedule, Step
 from fa3gen.hardware import hopper
 from fa3gen.spec.model import (
@@ -19,6 +19,7 @@ from fa3gen.spec.model import (
     GlobalHandoff,
     NoMask,
     PingPongSchedule,
+    Quantize,
     SmemHandoff,
     Spec,
     SyncLoad,
@@ -40,6 +41,8 @@ def schedule_of(spec: Spec) -> Schedule:
             return copying.schedule_of(spec)
         case Combine():
             return combining.schedule_of(spec)
+        case Quantize():
+            return quantizing.schedule_of(spec)
 
 
 def _of_forward(spec: Forward) -> Schedule:

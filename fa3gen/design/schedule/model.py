@@ -43,6 +43,8 @@ Kind = Literal[
     "add_step",  # sums of one step to those of all
     "gather",  # write O, or D, to shared memory
     "store",
+    "rotate",  # each row, by a Hadamard matrix
+    "find_scale",  # of what is rounded to 8 bits
     "wait_stores",  # wait until TMA has read what it stores
     "draw",  # take a number from the counter that all CTAs share
     "next",  # find out which tile comes next

@@ -12,7 +12,18 @@ from dataclasses import dataclass
 from fa3gen.design import gemm, rules
 from fa3gen.design.rules import Answer, Kind
 from fa3gen.hardware import hopper
-from fa3gen.spec.model import Combine, Copy, CpAsyncLoad, Forward, Gemm, GlobalHandoff, Spec, TmaLoad, WgmmaProduct
+from fa3gen.spec.model import (
+    Combine,
+    Copy,
+    CpAsyncLoad,
+    Forward,
+    Gemm,
+    GlobalHandoff,
+    Quantize,
+    Spec,
+    TmaLoad,
+    WgmmaProduct,
+)
 
 MOST_STAGES = 16  # of K and V that are asked about
 
@@ -38,7 +49,7 @@ def questions(spec: Spec) -> tuple[Answer, ...]:
 
 
 def limits(spec: Spec) -> tuple[Limit, ...]:
-    """How far stages, keys per step and query rows could go, columns of D, or parts, and which rule says so."""
+    """How far stages, keys per step, query rows, columns of D, parts or CTAs could go, and which rule says so."""
     match spec:
         case Forward():
             found = [_limit(*candidate) for candidate in _candidates(spec)]
@@ -46,6 +57,8 @@ def limits(spec: Spec) -> tuple[Limit, ...]:
             found = [_limit(*candidate) for candidate in _gemm_candidates(spec)]
         case Combine():
             found = [_limit(*candidate) for candidate in _combine_candidates(spec)]
+        case Quantize():
+            found = [_limit(*candidate) for candidate in _quantize_candidates(spec)]
         case Copy():
             found = []
     return tuple(limit for limit in found if limit is not None)
@@ -100,6 +113,18 @@ def _combine_candidates(spec: Combine) -> Iterator[tuple[str, int, list[int], Ca
 
     yield "parts.at_once", at_once, list(range(at_once + 1, MOST_STAGES + 1)), with_parts
     yield "cta.per_sm", per_sm, list(range(per_sm + 1, MOST_STAGES + 1)), with_ctas
+
+
+def _quantize_candidates(spec: Quantize) -> Iterator[tuple[str, int, list[int], Callable[[int], Quantize]]]:
+    """The same of a quantisation: rows, and CTAs of an SM."""
+    tile = spec.tile
+
+    def with_tile(**changes: int) -> Quantize:
+        return spec.model_copy(update={"tile": tile.model_copy(update=changes)})
+
+    yield "tile.rows", tile.rows, [tile.rows << i for i in range(1, 5)], lambda rows: with_tile(rows=rows)
+    more = list(range(tile.per_sm + 1, MOST_STAGES + 1))
+    yield "tile.per_sm", tile.per_sm, more, lambda ctas: with_tile(per_sm=ctas)
 
 
 def _limit(field: str, value: int, tried: list[int], changed: Callable[[int], Spec]) -> Limit | None:

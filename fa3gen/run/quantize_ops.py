@@ -1,0 +1,287 @@
+"""Rows of 16 bits made 8 bits, by the generated module for them: eager, compiled, in CUDA graphs.
+
+Who sees a call: `fa3gen.run.calls`. The operators are `fa3gen::quantize` and `fa3gen::quantize_out`, and where a call
+gives the scales `fa3gen::quantize_by` and `fa3gen::quantize_by_out`. A module serves all sizes; which one it is follows
+from the dtype, the head dim and what is asked for, by its name.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+from torch import Tensor
+from torch.compiler import is_dynamo_compiling
+
+from fa3gen.design.quantizing import UNIT, WIDTH
+from fa3gen.design.workspace import Workspace
+from fa3gen.hardware.dtypes import BF16, DTYPES, E4M3
+from fa3gen.run import calls
+from fa3gen.run.calls import dispatch_modes, functorch_transforms
+from fa3gen.run.dispatch import ArgumentError, NoKernel
+from fa3gen.run.launch import module_at
+from fa3gen.spec.common import DType
+from fa3gen.spec.quantizing import ScaledPer
+
+DTYPE_NAMES = {DTYPES[name].in_torch(): name for name in get_args(DType)}
+SCALES = get_args(ScaledPer)
+BLOCK = 128  # rows that share a scale of scale="block", those of a tile of specs/quantize_rotate_block.yaml
+
+
+def quantize(
+    x: Tensor,
+    *,
+    rotate: Tensor | None = None,
+    transpose: bool = False,
+    scale: ScaledPer = "head",
+    heads_kv: int | None = None,
+    descale: Tensor | None = None,
+    out: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """x in 8 bits, and the factors that make x of it again, on a Hopper GPU, on torch's current stream.
+
+    What attention of 8 bits takes of Q, K and V, whose heads of q share factors as they share heads of k:
+
+        q8, q_descale = fa3gen.quantize(q, rotate=signs, heads_kv=k.shape[2])
+        k8, k_descale = fa3gen.quantize(k, rotate=signs)
+        v8, v_descale = fa3gen.quantize(v)
+
+    Args:
+        x: (batch, seq, heads, d), bfloat16 or float16; any strides with a contiguous last dimension and 16-byte aligned
+            rows.
+        rotate: (d,) float32, 16-byte aligned: 1 and -1 at random. Each row then is multiplied by these and by a
+            Hadamard matrix over sqrt(d), which spreads elements that are far larger than others over all of their row.
+            Q K^T of Q and K that are rotated by the same signs is what it was. d has to be a power of two.
+        transpose: Whether the sequence is contiguous in the result, as modules want V that do not transpose it; not
+            with scale="token".
+        scale: What shares a factor. "head": all that one head of k serves; this takes a kernel that reads x before the
+            one that writes. "block": 128 rows of a head; "token": a row of a head; x is read once for these.
+        heads_kv: With scale="head" the number of factors of each sequence, of heads / heads_kv heads each; by default
+            one for each head.
+        descale: (batch, heads_kv) float32, positive: factors to use instead of looking for them, with scale="head".
+            What is larger than 448 times its factor becomes that.
+        out: (batch, seq, heads, d) float8_e4m3fn to write to, its rows 8-byte aligned, or transposed its columns
+            16-byte aligned.
+
+    Returns:
+        (out, descale): out float8_e4m3fn like x; descale float32: (batch, heads_kv), which is what `fa3gen.attention`
+        takes by the names q_descale, k_descale and v_descale; of blocks (batch, heads, ceil(seq / 128)), of rows
+        (batch, heads, seq). It is max |x| / 448 of what shares it, 2^-100 at least; values are rounded to the nearest,
+        ties to even. NaN stay NaN, and count for no maximum.
+
+    Raises:
+        NoKernel: There is no module for this; the message says how to get one.
+        TypeError, ValueError: An argument is of another type, dtype, device, shape, stride or alignment, does not go
+            with another one, or requires grad in grad mode, since this is forward only.
+    """
+    dtype = _check(x, rotate, scale, heads_kv, descale, out)
+    _check_transposed(transpose, scale)
+    watched = is_dynamo_compiling() or dispatch_modes() or functorch_transforms()
+    # Tensors on a GPU that nobody watches? Then nothing is lost by leaving the dispatcher out.
+    if not watched and type(x) is Tensor and x.is_cuda:
+        named = calls.given(heads_kv=heads_kv, descale=descale)
+        serving = _serving(dtype, x.shape[-1], rotate is not None, transpose, scale)
+        returned: tuple[Tensor, Tensor] = serving(x, *([] if rotate is None else [rotate]), **named, out=out)
+    elif descale is not None and out is not None:
+        torch.ops.fa3gen.quantize_by_out(x, rotate, descale, out, transpose=transpose)
+        returned = out, descale
+    elif descale is not None:
+        returned = torch.ops.fa3gen.quantize_by(x, rotate, descale, transpose=transpose), descale
+    elif out is not None:
+        options = {"transpose": transpose, "scale": scale, "heads_kv": heads_kv}
+        returned = out, torch.ops.fa3gen.quantize_out(x, rotate, out, **options)
+    else:
+        options = {"transpose": transpose, "scale": scale, "heads_kv": heads_kv}
+        returned = torch.ops.fa3gen.quantize(x, rotate, **options)
+    return returned
+
+
+def _serving(dtype: str, head_dim: int, rotate: bool, transpose: bool, scale: str) -> Callable[..., Any]:
+    """The `quantize` of the module for this. Raises NoKernel."""
+    entry: Callable[..., Any] = module_at(_file(dtype, head_dim, rotate, transpose, scale)).quantize
+    return entry
+
+
+def stem_of(dtype: str, rotate: bool, transpose: bool, scale: str) -> str:
+    """The stem of the spec of modules for this; theirs is the same with the head dim behind it."""
+    parts = ["rotate"] * rotate + ["v"] * transpose + [scale] * (scale != "head") + [dtype] * (dtype != BF16.name)
+    return "_".join(["quantize", *parts])
+
+
+def proposed(dtype: str, head_dim: int, rotate: bool, transpose: bool, scale: str) -> str:
+    """A spec of such a module, which nobody tuned, as YAML."""
+    rows = BLOCK if transpose or scale == "block" else 64
+    problem = {"dtype": dtype, "rotate": rotate, "transpose": transpose, "scale": scale}
+    fields = ", ".join(f"{name}: {str(value).lower()}" for name, value in problem.items())
+    return (
+        'summary: "Rows in 8 bits"\n'
+        "operation: quantize\n"
+        f"problem: {{{fields}}}\n"
+        f"tile: {{rows: {rows}, threads: 256, per_sm: 1}}\n"
+        f"matrix: {{problem.head_dim: [{head_dim}]}}\n"
+    )
+
+
+@functools.cache
+def _file(dtype: str, head_dim: int, rotate: bool, transpose: bool, scale: str) -> Path:
+    spec = stem_of(dtype, rotate, transpose, scale)
+    file = Workspace.find().rendered_path(f"{spec}_d{head_dim}")
+    if not file.is_file():
+        text = proposed(dtype, head_dim, rotate, transpose, scale)
+        raise NoKernel(
+            f"{file} does not exist. Where specs/{spec}.yaml names head dim {head_dim}, run `fa3gen render {spec}`; "
+            f"where it does not, add it; where there is no such spec, write\n\n{text}\nand render that"
+        )
+    return file
+
+
+# What can be wrong
+
+
+def _check(x: Any, rotate: Any, scale: Any, heads_kv: Any, descale: Any, out: Any) -> str:
+    """The dtype of x. Raises TypeError or ValueError for what no module takes."""
+    for name, each in {"x": x, **calls.given(rotate=rotate, descale=descale, out=out)}.items():
+        if not isinstance(each, Tensor):
+            raise TypeError(f"{name} is a {type(each).__name__}; it needs to be a torch.Tensor")
+        if torch.is_grad_enabled() and each.requires_grad:
+            raise ValueError(f"{name} requires grad; this kernel is forward only: call it under torch.no_grad()")
+    if x.dtype not in DTYPE_NAMES:
+        raise TypeError(f"x has dtype {x.dtype}; quantize takes {' or '.join(map(str, DTYPE_NAMES))}")
+    if x.ndim != 4 or x.shape[-1] % WIDTH:
+        raise ArgumentError(
+            f"x has shape {tuple(x.shape)}; it needs to be (batch, seq, heads, d), d a multiple of {WIDTH}"
+        )
+    head_dim = int(x.shape[-1])
+    if rotate is not None and (rotate.shape != (head_dim,) or rotate.dtype != torch.float32):
+        found = f"rotate is {tuple(rotate.shape)}, {rotate.dtype}"
+        raise ArgumentError(f"{found}; it needs to be ({head_dim},), torch.float32, with 1 and -1 at random")
+    if rotate is not None and head_dim & (head_dim - 1):
+        raise ArgumentError(f"rotate is given, and d is {head_dim}; only rows of a power of two can be rotated")
+    if scale not in SCALES:
+        raise ArgumentError(f"scale is {scale!r}; it needs to be one of {', '.join(map(repr, SCALES))}")
+    for name in calls.given(heads_kv=heads_kv, descale=descale):
+        if scale != "head":
+            raise ArgumentError(
+                f"{name} is given beside scale={scale!r}, and is for scale='head'; leave one of them out"
+            )
+    dtype: str = DTYPE_NAMES[x.dtype]
+    return dtype
+
+
+def _check_transposed(transpose: bool, scale: str) -> None:
+    if transpose and scale == "token":
+        raise ArgumentError(
+            "transpose is given beside scale='token': transposed is V, of whose rows P V is a sum, out of which no "
+            "factor of a row can be taken; use scale='head'"
+        )
+
+
+# Operators, for whatever looks at calls instead of making them
+
+
+def _call(x: Tensor, signs: Tensor | None, transpose: bool, scale: str, **named: Any) -> tuple[Tensor, Tensor]:
+    serving = _serving(DTYPE_NAMES[x.dtype], x.shape[-1], signs is not None, transpose, scale)
+    returned: tuple[Tensor, Tensor] = serving(x, *([] if signs is None else [signs]), **calls.given(**named))
+    return returned
+
+
+def _quantize(
+    x: Tensor, signs: Tensor | None, *, transpose: bool, scale: str, heads_kv: int | None
+) -> tuple[Tensor, Tensor]:
+    """`fa3gen::quantize`: the output, and scales that are found."""
+    return _call(x, signs, transpose, scale, heads_kv=heads_kv)
+
+
+def _quantize_out(
+    x: Tensor, signs: Tensor | None, out: Tensor, *, transpose: bool, scale: str, heads_kv: int | None
+) -> Tensor:
+    """`fa3gen::quantize_out`: writes to `out` and returns scales that are found."""
+    return _call(x, signs, transpose, scale, heads_kv=heads_kv, out=out)[1]
+
+
+def _quantize_by(x: Tensor, signs: Tensor | None, descale: Tensor, *, transpose: bool) -> Tensor:
+    """`fa3gen::quantize_by`: the output by scales that are given."""
+    return _call(x, signs, transpose, "head", descale=descale)[0]
+
+
+def _quantize_by_out(x: Tensor, signs: Tensor | None, descale: Tensor, out: Tensor, *, transpose: bool) -> None:
+    """`fa3gen::quantize_by_out`: writes to `out` by scales that are given."""
+    _call(x, signs, transpose, "head", descale=descale, out=out)
+
+
+def _quantize_fake(
+    x: Tensor, signs: Tensor | None, *, transpose: bool, scale: str, heads_kv: int | None
+) -> tuple[Tensor, Tensor]:
+    _check(x, signs, scale, heads_kv, None, None)
+    return _out_like(x, transpose), _descale_like(x, scale, heads_kv)
+
+
+def _quantize_out_fake(
+    x: Tensor, signs: Tensor | None, out: Tensor, *, transpose: bool, scale: str, heads_kv: int | None
+) -> Tensor:
+    _check(x, signs, scale, heads_kv, None, out)
+    _need_out(x, out)
+    return _descale_like(x, scale, heads_kv)
+
+
+def _quantize_by_fake(x: Tensor, signs: Tensor | None, descale: Tensor, *, transpose: bool) -> Tensor:
+    _check(x, signs, "head", None, descale, None)
+    _need_descale(x, descale)
+    return _out_like(x, transpose)
+
+
+def _quantize_by_out_fake(x: Tensor, signs: Tensor | None, descale: Tensor, out: Tensor, *, transpose: bool) -> None:
+    _check(x, signs, "head", None, descale, out)
+    _need_descale(x, descale)
+    _need_out(x, out)
+
+
+def _out_like(x: Tensor, transpose: bool) -> Tensor:
+    """An output as a module makes it."""
+    batch, seq, heads, head_dim = x.shape
+    if not transpose:
+        return x.new_empty(x.shape, dtype=E4M3.in_torch())
+    length = (seq + UNIT - 1) // UNIT * UNIT
+    strides = heads * head_dim * length, 1, head_dim * length, length
+    return x.new_empty_strided(x.shape, strides, dtype=E4M3.in_torch())
+
+
+def _descale_like(x: Tensor, scale: str, heads_kv: int | None) -> Tensor:
+    """Scales as a module returns them."""
+    batch, seq, heads, _ = x.shape
+    if scale == "head":
+        shape: tuple[int, ...] = batch, heads if heads_kv is None else heads_kv
+        calls.need(heads % shape[1] == 0, lambda: f"heads_kv is {heads_kv}; it needs to divide the {heads} heads of x")
+    else:
+        shape = batch, heads, seq if scale == "token" else (seq + BLOCK - 1) // BLOCK
+    return x.new_empty(shape, dtype=torch.float32)
+
+
+def _need_out(x: Tensor, out: Tensor) -> None:
+    calls.need(
+        out.shape == x.shape and out.dtype == E4M3.in_torch(),
+        lambda: f"out is {tuple(out.shape)}, {out.dtype}; it needs to be {tuple(x.shape)}, {E4M3.torch_name}",
+    )
+
+
+def _need_descale(x: Tensor, descale: Tensor) -> None:
+    batch, _, heads, _ = x.shape
+    calls.need(
+        descale.ndim == 2 and descale.shape[0] == batch and heads % descale.shape[1] == 0,
+        lambda: f"descale has shape {tuple(descale.shape)}; it needs to be ({batch}, heads_kv) of {heads} heads",
+    )
+
+
+_ROWS = "Tensor x, Tensor? signs"
+_OPTIONS = "bool transpose, str scale, SymInt? heads_kv"
+calls.register(f"quantize({_ROWS}, *, {_OPTIONS}) -> (Tensor, Tensor)", _quantize, _quantize_fake)
+calls.register(f"quantize_out({_ROWS}, Tensor(a!) out, *, {_OPTIONS}) -> Tensor", _quantize_out, _quantize_out_fake)
+calls.register(f"quantize_by({_ROWS}, Tensor descale, *, bool transpose) -> Tensor", _quantize_by, _quantize_by_fake)
+calls.register(
+    f"quantize_by_out({_ROWS}, Tensor descale, Tensor(a!) out, *, bool transpose) -> ()",
+    _quantize_by_out,
+    _quantize_by_out_fake,
+)
