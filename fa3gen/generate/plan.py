@@ -271,10 +271,10 @@ class LoadPlan:
 class EightBitPlan:
     """Products of 8 bits: P is 2^`exponent` times itself, and O is rounded to a dtype of its own.
 
-    `transposes`: whether warps, `transposers` of them, make V transposed of what was loaded, in a warpgroup of their own
-    with so many `registers`, or, where that is 0, beside those that load; keys then stand in the order in which a
+    `transposes`: whether warps, `transposers` of them, make V transposed of what was loaded: a warpgroup of their own,
+    with so many `registers`, or, where that is 0, two beside those that load. Keys then stand in the order in which a
     thread holds P, and columns of O in the order in which it stores V. `v_keys_atom` is the layout of V as it was
-    loaded, seen as rows of keys, `v_span` and `vt_span` are the bytes within which the swizzles of V and V transposed
+    loaded, seen as rows of keys; `v_span` and `vt_span` are the bytes within which the swizzles of V and V transposed
     exchange pieces. `two_levels`: whether threads add up P V of tiles of keys.
     """
 

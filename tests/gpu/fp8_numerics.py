@@ -1,0 +1,226 @@
+"""How far attention in 8 bits is from attention: by inputs, lengths, scales, rotation and levels of sums.
+
+    python tests/gpu/fp8_numerics.py             on a machine with a Hopper GPU, from the root of a checkout
+    python tests/gpu/fp8_numerics.py --speeds    speeds of quantising and attention together, over bf16 attention
+
+Prints Markdown tables, as docs/performance.md has them. Errors are relative (Frobenius norm of the difference over that
+of what is right), of 256 queries of 4 heads without a mask; "right" is attention in float64 of the tensors before they
+were quantised, and beside it of the quantised ones, which leaves what the kernel itself does. Inputs are N(0, 1), or
+with outliers, N(0, 1) + N(0, 100) with probability 0.001, as in section 4.3 of the FlashAttention-3 paper (Shah et al.,
+arXiv 2407.08608). A needle is a key that one query of each head looks for: its score is that many times the standard
+score of the others, and it is found where O is nearer to its value than to that of any other needle.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+import fa3gen  # noqa: E402
+from fa3gen.design.workspace import Workspace  # noqa: E402
+from fa3gen.hardware.dtypes import E4M3  # noqa: E402
+from fa3gen.measure.bench import require_hopper  # noqa: E402
+from fa3gen.run.launch import module_at  # noqa: E402
+
+LARGEST = 448.0  # of e4m3
+QUERIES, HEADS = 256, 4
+LENGTHS = 1024, 8192, 32768, 131072
+NEEDLES = 128
+# Modules that sum P V of all keys in the tensor core, as FlashAttention-3 does, and of a tile of keys: production.
+ONE_LEVEL, TWO_LEVELS = "k7", "fwd_fp8"
+
+
+def module(family: str, dim: int) -> Callable[..., Any]:
+    """The unmasked `attention` of a module for dense tensors."""
+    path = Workspace.find(ROOT).generated_dir / f"{family}_d{dim}.py"
+    entry: Callable[..., Any] = module_at(path).attention
+    return entry
+
+
+def drawn(shape: tuple[int, ...], outliers: bool, generator: torch.Generator) -> torch.Tensor:
+    """Inputs in bf16."""
+    x = torch.randn(shape, device="cuda", generator=generator)
+    if outliers:
+        chosen = torch.rand(shape, device="cuda", generator=generator) < 0.001
+        x += 10.0 * torch.randn(shape, device="cuda", generator=generator) * chosen
+    return x.bfloat16()
+
+
+def exact(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Attention in float64, (batch, seq_q, heads, d)."""
+    heads = []
+    for h in range(q.shape[2]):
+        scores = q[0, :, h].double() @ k[0, :, h].double().T / math.sqrt(q.shape[3])
+        heads.append(scores.softmax(-1) @ v[0, :, h].double())
+    return torch.stack(heads, 1)[None]
+
+
+def quantised(x: torch.Tensor, per: str, signs: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """x in 8 bits and its factors, (1, heads)."""
+    if per == "tensor":
+        descale = (x.abs().max().float() / LARGEST).expand(1, x.shape[2]).contiguous()
+        return fa3gen.quantize(x, rotate=signs, descale=descale)
+    return fa3gen.quantize(x, rotate=signs)
+
+
+def dequantised(x: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+    return x.double() * factors[:, None, :, None]
+
+
+def relative(found: torch.Tensor, right: torch.Tensor) -> float:
+    return ((found.double() - right).norm() / right.norm()).item()
+
+
+# What is compared: a name, scales, whether Q and K are rotated, and the family of modules.
+RECIPES = [
+    ("one scale for a tensor", "tensor", False, ONE_LEVEL),
+    ("scales of heads, as FA3", "head", False, ONE_LEVEL),
+    ("scales of heads, two levels", "head", False, TWO_LEVELS),
+    ("the same, rotated (K8)", "head", True, TWO_LEVELS),
+]
+
+
+def outputs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, signs: torch.Tensor, recipe: Any) -> Any:
+    """O of one recipe, and the quantised tensors as float64."""
+    _, per, rotated, family = recipe
+    turn = signs if rotated else None
+    (q8, a), (k8, b), (v8, c) = quantised(q, per, turn), quantised(k, per, turn), quantised(v, per, None)
+    out = module(family, q.shape[3])(q8, k8, v8, q_descale=a, k_descale=b, v_descale=c)
+    return out, (dequantised(q8, a), dequantised(k8, b), dequantised(v8, c))
+
+
+def errors(dim: int, generator: torch.Generator) -> None:
+    """The tables of one head dim."""
+    signs = torch.where(torch.rand(dim, device="cuda", generator=generator) < 0.5, -1.0, 1.0)
+    for outliers in (False, True):
+        print(f"\n| head dim {dim}, {'outliers' if outliers else 'normal'} | " + " | ".join(map(str, LENGTHS)) + " |")
+        print("|---" * (len(LENGTHS) + 1) + "|")
+        lines: dict[str, list[str]] = {name: [] for name, *_ in RECIPES}
+        for keys in LENGTHS:
+            q = drawn((1, QUERIES, HEADS, dim), outliers, generator)
+            k, v = (drawn((1, keys, HEADS, dim), outliers, generator) for _ in range(2))
+            right = exact(q, k, v)
+            for recipe in RECIPES:
+                out, rounded = outputs(q, k, v, signs, recipe)
+                lines[recipe[0]].append(f"{relative(out, right):.4f} ({relative(out, exact(*rounded)):.4f})")
+        for name, cells in lines.items():
+            print(f"| {name} | " + " | ".join(cells) + " |")
+
+
+def needles(dim: int, generator: torch.Generator) -> None:
+    """How many of the needles are found among 128k keys, and how far O is from the right one."""
+    keys = LENGTHS[-1]
+    signs = torch.where(torch.rand(dim, device="cuda", generator=generator) < 0.5, -1.0, 1.0)
+    strengths = 10.0, 12.0, 14.0
+    print(f"\n| needles among {keys} keys, head dim {dim}; score | " + " | ".join(f"{s:g}" for s in strengths) + " |")
+    print("|---" * (len(strengths) + 1) + "|")
+    lines: dict[str, list[str]] = {name: [] for name in ["float64", *(name for name, *_ in RECIPES)]}
+    for strength in strengths:
+        k, v = (drawn((1, keys, HEADS, dim), False, generator) for _ in range(2))
+        places = torch.randperm(keys, device="cuda", generator=generator)[:NEEDLES]
+        wanted = k[:, places].float()
+        q = (wanted / wanted.norm(dim=-1, keepdim=True) * strength).bfloat16()
+        right, values = exact(q, k, v), v[:, places].double()
+
+        def found(out: torch.Tensor, values: torch.Tensor = values) -> float:
+            nearest = torch.cdist(out[0].double().transpose(0, 1), values[0].transpose(0, 1)).argmin(-1)
+            return (nearest == torch.arange(NEEDLES, device="cuda")).double().mean().item()
+
+        lines["float64"].append(f"{found(right):.3f}")
+        for recipe in RECIPES:
+            out, _ = outputs(q, k, v, signs, recipe)
+            lines[recipe[0]].append(f"{found(out):.3f} ({relative(out, right):.4f})")
+    for name, cells in lines.items():
+        print(f"| {name} | " + " | ".join(cells) + " |")
+
+
+def both(tensors: Any, into: Any, signs: torch.Tensor | None, causal: bool, out: torch.Tensor) -> None:
+    """Quantise q, k and v, and attend."""
+    (q8, a), (k8, b) = (fa3gen.quantize(x, rotate=signs, out=o) for x, o in zip(tensors[:2], into[:2], strict=True))
+    v8, c = fa3gen.quantize(tensors[2], out=into[2])
+    fa3gen.attention(q8, k8, v8, causal=causal, q_descale=a, k_descale=b, v_descale=c, out=out)
+
+
+def speeds(rounds: int = 9) -> None:
+    """Quantising q, k and v and attention in 8 bits, over attention in bf16: one process, CUDA graphs, shuffled."""
+    lengths = 2048, 4096, 8192, 16384
+    generator = torch.Generator("cuda").manual_seed(3)
+    for dim in (128,):
+        signs = torch.where(torch.rand(dim, device="cuda", generator=generator) < 0.5, -1.0, 1.0)
+        for causal in (False, True):
+            print(f"\n| head dim {dim}, {'causal' if causal else 'full'} | " + " | ".join(map(str, lengths)) + " |")
+            print("|---" * (len(lengths) + 1) + "|")
+            lines: dict[str, list[str]] = {}
+            for seq in lengths:
+                shape = 16384 // seq, seq, 2048 // dim, dim
+                q, k, v = (torch.randn(shape, device="cuda", generator=generator).bfloat16() for _ in range(3))
+                eight = [x.to(E4M3.in_torch()) for x in (q, k, v)]
+                out = torch.empty_like(q)
+                calls: dict[str, Callable[[], Any]] = {
+                    "bf16": lambda q=q, k=k, v=v, c=causal, o=out: fa3gen.attention(q, k, v, causal=c, out=o),
+                    "8 bits": lambda e=eight, c=causal, o=out: fa3gen.attention(*e, causal=c, out=o),
+                    "quantised, 8 bits": lambda t=(q, k, v), e=eight, c=causal, o=out: both(t, e, None, c, o),
+                    "quantised, rotated, 8 bits": lambda t=(q, k, v), e=eight, c=causal, o=out, s=signs: both(
+                        t, e, s, c, o
+                    ),
+                }
+                took = timed(calls, rounds)
+                for name, time in took.items():
+                    lines.setdefault(name, []).append(
+                        f"{took['bf16'] / time:.2f}" if name != "bf16" else f"{time:.3f} ms"
+                    )
+            for name, cells in lines.items():
+                print(f"| {name} | " + " | ".join(cells) + " |")
+
+
+def timed(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
+    """Milliseconds of each, the median of shuffled rounds of graphs that hold it several times."""
+    graphs, times = {}, {name: [] for name in calls}
+    for name, call in calls.items():
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            call()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(5):
+                call()
+        graphs[name] = graph
+    for _ in range(rounds):
+        for place in torch.randperm(len(graphs)).tolist():
+            name = list(graphs)[place]
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            graphs[name].replay()
+            end.record()
+            torch.cuda.synchronize()
+            times[name].append(begin.elapsed_time(end) / 5)
+    return {name: statistics.median(each) for name, each in times.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--speeds", action="store_true", help="speeds in place of errors")
+    asked = parser.parse_args()
+    print(torch.cuda.get_device_name(require_hopper()))
+    if asked.speeds:
+        speeds()
+        return
+    generator = torch.Generator("cuda").manual_seed(7)
+    for dim in (128, 64):
+        errors(dim, generator)
+    needles(128, generator)
+
+
+if __name__ == "__main__":
+    main()
