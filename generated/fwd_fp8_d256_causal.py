@@ -30,7 +30,8 @@ Decisions
 
 Threads
     384 threads, 12 warps, launched with 168 registers each; setmaxnreg moves them: 40 + 2 x 232 = 504 of 3 x 168 = 504
-    producer: 1 warpgroup, 40 registers; warp 8 draws the tiles and copies Q and K, warp 9 copies V (TMA), warps 10 and 11 transpose V
+    producer: 1 warpgroup, 40 registers; warp 8 draws the tiles and copies Q and K, warp 9 copies V (TMA), warps 10 and
+        11 transpose V
     consumers: 2 warpgroups, 232 registers; 64 query rows each
         about 192 registers each: O 128, S 32, P 8, other 24
 
@@ -66,7 +67,7 @@ Timeline: a tile is one of queries, a step takes one tile of keys
        7  warp 8           wait k_empty, load K                          by TMA, when a stage is free
        8  warp 9           wait v_empty, load V                          by TMA, when a stage is free
        9  warps 10 and 11  wait v_full, wait vt_empty, transpose V       by ldmatrix, prmt, stmatrix; keys in P's order
-      10  warps 10 and 11  arrive v_empty, arrive vt_full                V has been read; a fence shows V transposed to wgmma
+      10  warps 10 and 11  arrive v_empty, arrive vt_full                V has been read; a fence for wgmma
       11  consumers        wait k_full, S = Q K^T                        by wgmma, of a step other than the first
       12  consumers        wait vt_full, O += P V                        by wgmma, of the step before
       13  consumers        wait_group 1, arrive k_empty                  S is complete, P V runs on
@@ -134,6 +135,7 @@ V_KEYS_LAYOUT = warpgroup.SmemLayoutAtomKind.K_SW128  # the same, seen as rows o
 VT_LAYOUT = warpgroup.SmemLayoutAtomKind.K_SW64
 V_SPAN, VT_SPAN = 128, 64  # bytes of a row within which a swizzle exchanges pieces of 16
 PAIR = cutlass.Int16  # two elements of 8 bits
+MATRIX_ROW = 16  # bytes of a row of a matrix, as ldmatrix and stmatrix move it
 BLOCK_KEYS, BLOCK_COLUMNS = 32, 16  # of V, that a warp transposes at a time: four matrices of 8 keys x 16 columns
 BLOCKS = TILE_N // BLOCK_KEYS  # of a tile, one behind the other
 READ_AHEAD = 2  # blocks that a warp reads before it waits for the first of them
@@ -304,8 +306,8 @@ def attention_kernel(
     else:
         cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)  # sleeps until the producers have given them back
         smem, rings = (sQ, sK, sVt_made), (q_ring, k_ring, vt_ring)
-        descales = q_descale, k_descale, v_descale
-        consume(smem, rings, mO, mLSE, tma_O, sO, call_scale_log2, descales, work, schedule)
+        scales = call_scale_log2, q_descale, k_descale, v_descale
+        consume(smem, rings, mO, mLSE, tma_O, sO, scales, work, schedule)
 
 
 # ======================================================================================================================
@@ -565,20 +567,20 @@ def transpose_tile(sV: cute.Tensor, sVt: cute.Tensor):
     transposer, lane = tidx // WARP % TRANSPOSER_WARPS, tidx % WARP
     read = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(transpose=True, num_matrices=4), PAIR)
     write = cute.make_copy_atom(warp.StMatrix8x8x16bOp(num_matrices=4), PAIR)
-    # A lane names the row of a matrix. Here: 16 columns of one key, so many keys from block to block. And in V^T: 16 keys
-    # of one column, which is 2 (lane % 8), or one more in every second matrix, with bits 0 and 3 exchanged.
+    # A lane names the row of a matrix. In V: 16 columns of one key. In V transposed: 16 keys of one column, which is
+    # 2 (lane % 8), or one more in every second matrix, with bits 0 and 3 exchanged.
     matrix, i_row = lane // 8, lane % 8
     column = transposer * BLOCK_COLUMNS + i_row % 4 * 2 + i_row // 4 + matrix % 2 * 8
     v_layout, vt_layout = transposing_layouts()
     read_at = cute.crd2idx((lane, transposer * BLOCK_COLUMNS, 0), v_layout)
-    write_at = cute.crd2idx((column, matrix // 2 * 16, 0), vt_layout)
+    write_at = cute.crd2idx((column, matrix // 2 * MATRIX_ROW, 0), vt_layout)
     blocks = [(i, keys) for i in range(HEAD_DIM // BLOCK_COLUMNS // TRANSPOSER_WARPS) for keys in range(BLOCKS)]
     for first in cutlass.range_constexpr(0, len(blocks), READ_AHEAD):
         group = blocks[first : first + READ_AHEAD]
         loaded = [cute.make_rmem_tensor(8, PAIR) for _ in group]
         for (i, keys), matrices in zip(group, loaded):  # all before the first is waited for
             place = keys * BLOCK_KEYS, i * TRANSPOSER_WARPS * BLOCK_COLUMNS
-            cute.copy(read, matrices_at(sV, read_at, v_layout, place, V_SPAN), matrices)
+            cute.copy(read, matrices_at(sV, read_at, v_layout, place=place, span=V_SPAN), matrices)
         for (i, keys), matrices in zip(group, loaded):
             stored = cute.make_rmem_tensor(8, PAIR)
             by_keys, by_columns = (cute.recast_tensor(x, cutlass.Int32) for x in (matrices, stored))
@@ -587,12 +589,12 @@ def transpose_tile(sV: cute.Tensor, sVt: cute.Tensor):
                 by_columns[2 * half] = cute.arch.prmt(first_keys, next_two, EVEN_BYTES)  # four keys of the even column
                 by_columns[2 * half + 1] = cute.arch.prmt(first_keys, next_two, ODD_BYTES)  # and of the odd one
             place = i * TRANSPOSER_WARPS * BLOCK_COLUMNS, keys * BLOCK_KEYS
-            cute.copy(write, stored, matrices_at(sVt, write_at, vt_layout, place, VT_SPAN))
+            cute.copy(write, stored, matrices_at(sVt, write_at, vt_layout, place=place, span=VT_SPAN))
 
 
 @cute.jit
 def matrices_at(stage: cute.Tensor, first, layout, place: cutlass.Constexpr, span: cutlass.Constexpr) -> cute.Tensor:
-    """The 16 bytes, as (8) pairs, that lie `place`, (rows, bytes), behind those at `first` in a layout.
+    """A row of a matrix, as (8) pairs, that lies `place`, (rows, bytes), behind the one at `first` in a layout.
 
     A swizzle exchanges pieces of 16 bytes of a span of a row by an exclusive or, which repeats after 8 rows: so many
     rows, or spans, behind is as many bytes behind, and another piece of the span differs in those bits. So a lane has
@@ -600,9 +602,8 @@ def matrices_at(stage: cute.Tensor, first, layout, place: cutlass.Constexpr, spa
     """
     rows, columns = place
     behind = cute.crd2idx((rows, columns // span * span, 0), layout.outer)
-    row = cute.make_tensor(
-        stage.iterator + cute.assume((first ^ (columns % span)) + behind, divby=16), cute.make_layout(16)
-    )
+    offset = cute.assume((first ^ (columns % span)) + behind, divby=MATRIX_ROW)
+    row = cute.make_tensor(stage.iterator + offset, cute.make_layout(MATRIX_ROW))
     return cute.recast_tensor(row, PAIR)
 
 
@@ -612,7 +613,7 @@ def matrices_at(stage: cute.Tensor, first, layout, place: cutlass.Constexpr, spa
 
 
 @cute.jit
-def consume(smem, rings, mO, mLSE, tma_O, sO, call_scale_log2, descales, work, schedule):
+def consume(smem, rings, mO, mLSE, tma_O, sO, scales, work, schedule):
     """One consumer warpgroup: WGMMA_M rows of O of each tile of queries, over its tiles of keys, the last one first.
 
     S = Q K^T of a tile of keys is issued with O += P V of the one before, which runs on during the softmax.
@@ -636,7 +637,7 @@ def consume(smem, rings, mO, mLSE, tma_O, sO, call_scale_log2, descales, work, s
         acc_O.fill(0.0)
         row_max.fill(LOWEST)
         row_sum.fill(0.0)
-        q_descale, k_descale, v_descale = descales
+        call_scale_log2, q_descale, k_descale, v_descale = scales
         scale_log2 = call_scale_log2 * (q_descale[work.batch, work.head_kv] * k_descale[work.batch, work.head_kv])
         tSrQ_tile = tSrQ[None, None, None, q_drain.index]  # (MMA, MMA_M, MMA_K)
         m_start = work.m_block * TILE_M

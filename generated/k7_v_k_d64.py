@@ -229,8 +229,8 @@ def attention_kernel(
     else:
         cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)  # sleeps until the producers have given them back
         smem, rings = (sQ, sK, sVt), (q_ring, k_ring, v_ring)
-        descales = q_descale, k_descale, v_descale
-        consume(smem, rings, mO, mLSE, tma_O, sO, call_scale_log2, descales, work, schedule)
+        scales = call_scale_log2, q_descale, k_descale, v_descale
+        consume(smem, rings, mO, mLSE, tma_O, sO, scales, work, schedule)
 
 
 # ======================================================================================================================
@@ -363,7 +363,7 @@ def load_v(tma_V, mVt, sVt, v_ring, work, schedule):
 
 
 @cute.jit
-def consume(smem, rings, mO, mLSE, tma_O, sO, call_scale_log2, descales, work, schedule):
+def consume(smem, rings, mO, mLSE, tma_O, sO, scales, work, schedule):
     """One consumer warpgroup: WGMMA_M rows of O of each tile of queries, over its tiles of keys, the last one first.
 
     S = Q K^T of a tile of keys is issued with O += P V of the one before, which runs on during the softmax.
@@ -384,7 +384,7 @@ def consume(smem, rings, mO, mLSE, tma_O, sO, call_scale_log2, descales, work, s
         acc_O.fill(0.0)
         row_max.fill(LOWEST)
         row_sum.fill(0.0)
-        q_descale, k_descale, v_descale = descales
+        call_scale_log2, q_descale, k_descale, v_descale = scales
         scale_log2 = call_scale_log2 * (q_descale[work.batch, work.head_kv] * k_descale[work.batch, work.head_kv])
         q_ring.consumer_wait(q_drain)  # Q has landed
         multiply_first(products, operands, accumulators, k_ring, q_drain, k_drain, consumer)

@@ -70,7 +70,7 @@ Timeline: a tile is one of queries, a step takes one tile of keys
       12  consumers   wait_group 1, pass turn, arrive k_empty  S is complete, P V runs on
       13  consumers   softmax                                  P = 2^(S - max + 8) and sums
       14  consumers   wait_group 0, arrive v_empty             P V is complete; after 12 exponentials a thread
-      15  consumers   promote                                  O to the maxima of the step before, its P V added
+      15  consumers   promote                                  O to the last step's maxima, its P V added
       16  consumers   round P                                  P in 8 bits
     at a tile's end:
       17  consumers   arrive q_empty                           Q has been read
@@ -232,8 +232,8 @@ def attention_kernel(
     else:
         cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)  # sleeps until the producers have given them back
         smem, rings = (sQ, sK, sVt), (q_ring, k_ring, v_ring)
-        descales = q_descale, k_descale, v_descale
-        consume(smem, rings, mO, mLSE, tma_O, sO, call_scale_log2, descales, work, schedule)
+        scales = call_scale_log2, q_descale, k_descale, v_descale
+        consume(smem, rings, mO, mLSE, tma_O, sO, scales, work, schedule)
 
 
 # ======================================================================================================================
@@ -366,7 +366,7 @@ def load_v(tma_V, mVt, sVt, v_ring, work, schedule):
 
 
 @cute.jit
-def consume(smem, rings, mO, mLSE, tma_O, sO, call_scale_log2, descales, work, schedule):
+def consume(smem, rings, mO, mLSE, tma_O, sO, scales, work, schedule):
     """One consumer warpgroup: WGMMA_M rows of O of each tile of queries, over its tiles of keys, the last one first.
 
     S = Q K^T of a tile of keys is issued with O += P V of the one before, which runs on during the softmax.
@@ -387,7 +387,7 @@ def consume(smem, rings, mO, mLSE, tma_O, sO, call_scale_log2, descales, work, s
         acc_O.fill(0.0)
         row_max.fill(LOWEST)
         row_sum.fill(0.0)
-        q_descale, k_descale, v_descale = descales
+        call_scale_log2, q_descale, k_descale, v_descale = scales
         scale_log2 = call_scale_log2 * (q_descale[work.batch, work.head_kv] * k_descale[work.batch, work.head_kv])
         q_ring.consumer_wait(q_drain)  # Q has landed
         multiply_first(products, operands, accumulators, k_ring, q_drain, k_drain, consumer)

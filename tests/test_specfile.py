@@ -173,7 +173,7 @@ def test_paths_outside_the_root_stay_as_given(tmp_path: Path, specs: Specs) -> N
             "tile: {q: 128, kv: 128, warpgroups: 2}",
             "tile: 128",
             "k.yaml:3: tile: a mapping with the keys q, kv, threads, warpgroups, pack_heads, group, ctas_per_sm, "
-            "kv_from is needed, got the integer 128",
+            "transposers, kv_from is needed, got the integer 128",
         ),
         (
             "handoff: {through: registers}",

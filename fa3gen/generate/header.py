@@ -469,7 +469,11 @@ def roles(
             width=LINE_WIDTH + 4,
             subsequent_indent="    ",
         ),
-        f"producer: 1 warpgroup, {producer} registers; {', '.join(duties)} (TMA){beside}",
+        *textwrap.wrap(
+            f"producer: 1 warpgroup, {producer} registers; {', '.join(duties)} (TMA){beside}",
+            width=LINE_WIDTH + 4,
+            subsequent_indent="    ",
+        ),
         *[f"{name}: {warpgroups(prepared)}, {each} registers; {duty}"] * bool(prepared),
         "; ".join([f"consumers: {warpgroups(consumers)}, {consumer} registers", *owned]),
         f"    about {sum(n for _, n in cta.held)} registers each: {parts}",

@@ -857,7 +857,7 @@ def _arguments(spec: Forward) -> ArgumentsPlan:
         bounds=bounds,
         looked_at=("first", "before", *bounds, "tiles", "tiles_to_here"),
         work_on=_work_on(spec, window),
-        consume=(*outputs, *handed_on, *sinks, scale, *cap, *(["descales"] if eight_bits else descales), *work),
+        consume=(*outputs, *handed_on, *sinks, *(["scales"] if eight_bits else [scale, *cap, *descales]), *work),
         normalize=("acc_O", "row_inverse" if sinks else "row_sum", *v_factor),
         accumulators=("acc_S", "acc_O", *["acc_step"] * two_levels),
         only_acc_s=("acc_S", "_", *["_"] * two_levels),

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
@@ -207,11 +207,21 @@ class _Timed(Part):
 
 
 class Result(_Timed):
-    """One module: its stem, the SHA-256 of the file that ran, and its whole spec."""
+    """One module: its stem, the SHA-256 of its file, and its whole spec.
+
+    That file is the one that ran, or a later one with the same instructions: then `ran` is that of the former.
+    """
 
     stem: str
     sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
     spec: dict[str, Any]
+    ran: str | None = Field(default=None, pattern=r"^[0-9a-f]{64}$")
+
+    def carried(self, later: Mapping[str, str]) -> Result:
+        """The same of the later file that has this one's instructions, if there is one, by their SHA-256."""
+        if self.sha256 not in later:
+            return self
+        return self.model_copy(update={"sha256": later[self.sha256], "ran": self.ran or self.sha256})
 
 
 class PeerResult(_Timed):
@@ -300,10 +310,11 @@ def directory(workspace: Workspace) -> Path:
 
 
 class _Ran(Part):
-    """A file that was measured, and its whole spec; a file of records has each once."""
+    """A file that was measured, or has the instructions of that, `ran`, and its spec; a file of records has each once."""
 
     sha256: str
     spec: dict[str, Any]
+    ran: str | None = None
 
 
 class _Document(Part):
@@ -322,7 +333,7 @@ class _Document(Part):
     def _result(self, result: dict[str, Any]) -> dict[str, Any]:
         ran = self.modules[result["module"]]
         measured = {name: value for name, value in result.items() if name != "module"}
-        return {**measured, "stem": result["module"].split()[0], "sha256": ran.sha256, "spec": ran.spec}
+        return {**measured, "stem": result["module"].split()[0], **ran.model_dump(exclude_defaults=True)}
 
 
 def dumps(records: Sequence[TuningRecord]) -> str:
@@ -336,12 +347,12 @@ def dumps(records: Sequence[TuningRecord]) -> str:
         document = record.model_dump(exclude_defaults=True)
         for result, short in zip(record.results, document["results"], strict=True):
             name = f"{result.stem} {result.sha256[:_DIGITS_OF_NAME]}"
-            ran[name] = _Ran(sha256=result.sha256, spec=result.spec)
+            ran[name] = _Ran(sha256=result.sha256, spec=result.spec, ran=result.ran)
             short["module"] = name
-            for fact in ("stem", "sha256", "spec"):
-                del short[fact]
+            for fact in ("stem", "sha256", "spec", "ran"):
+                short.pop(fact, None)
         documents.append(document)
-    modules = {name: ran[name].model_dump() for name in sorted(ran)}
+    modules = {name: ran[name].model_dump(exclude_defaults=True) for name in sorted(ran)}
     return _text({"version": 2, "modules": modules, "records": documents}) + "\n"
 
 

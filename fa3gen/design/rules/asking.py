@@ -132,7 +132,6 @@ def _eight_bits(spec: Forward) -> Iterable[Answer]:
         "scheduler": (spec.scheduler, ("single_tile", "static", "stream_k", "dynamic")),
         "problem.layout": (spec.problem.layout, ("dense",)),
         "problem.head_dim_v": (spec.problem.v_dim, (spec.problem.head_dim,)),
-        "mask": (spec.mask.kind, ("none", "causal", "window")),
         "tile.pack_heads": (tile.pack_heads, (1,)),
         "tile.ctas_per_sm": (tile.ctas_per_sm, (1,)),
         "split": (None if spec.split is None else "split", (None,)),

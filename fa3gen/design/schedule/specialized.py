@@ -150,7 +150,7 @@ def _transpose(spec: Forward, drawing: str) -> Iterator[Step]:
     yield step("wait_empty", on="vt")
     yield step("transpose", "V", note="by ldmatrix, prmt, stmatrix; keys in P's order")
     yield step("release", on="v")
-    yield step("fill", on="vt", note="V has been read; a fence shows V transposed to wgmma")
+    yield step("fill", on="vt", note="V has been read; a fence for wgmma")
     yield from _next(spec, TRANSPOSERS, drawing)
 
 
@@ -309,7 +309,7 @@ def _overlapped_step(spec: Forward, turns: _Turns) -> Iterator[Step]:
     done = "P V is complete" if footprint.two_levels(spec) else "O is complete"
     yield step("release", on=_v_ring(spec), ahead=-1, note=f"{done}{first}")
     if footprint.two_levels(spec):
-        yield step("promote", note="O to the maxima of the step before, its P V added")
+        yield step("promote", note="O to the last step's maxima, its P V added")
         yield step("round", note=f"P {_bits(spec)}")
         return
     moves = spec.softmax.row_max == "online"

@@ -1,10 +1,10 @@
-"""Records of packed cells, carried over to files that compile to the code that was measured.
+"""Records of speeds, carried over to files that compile to the code that was measured.
 
-    python tests/carry_packed_records.py FOLDER     from the root of a checkout; no GPU
+    python tests/carry_records.py FOLDER     from the root of a checkout; no GPU
 
 `FOLDER` has generated modules as they were measured, of an earlier commit. Where a committed module of the same name is
 another file now, both are compiled, and if they have the same instructions in the same order, the module's results in
-generated/evidence/packed name the present file, and as `ran` the one that was measured. Others stay as they are, and
+generated/evidence/packed and tuning name the present file, and as `ran` the one that was measured. Others stay as they are, and
 the command fails. Speed is all that this carries over: that a module is right is shown by running it.
 """
 
@@ -21,7 +21,7 @@ from fa3gen.base.files import sha256  # noqa: E402
 from fa3gen.compile import toolchain  # noqa: E402
 from fa3gen.compile.compiler import Compiled, compile_many  # noqa: E402
 from fa3gen.design.workspace import Workspace  # noqa: E402
-from fa3gen.records import packed_records  # noqa: E402
+from fa3gen.records import packed_records, tuning_records  # noqa: E402
 
 
 def instructions(compiled: Compiled) -> list[str]:
@@ -34,8 +34,8 @@ def instructions(compiled: Compiled) -> list[str]:
 def main(folder: Path) -> int:
     """Carry over what can be; how many modules have other instructions than they had."""
     workspace = Workspace.find(ROOT)
-    records = packed_records.load_all(workspace)
-    stems = sorted({result.stem for record in records for result in record.results})
+    packed, tuned = packed_records.load_all(workspace), tuning_records.load_all(workspace)
+    stems = sorted({result.stem for record in (*packed, *tuned) for result in record.results})
     files = {stem: (folder / f"{stem}.py", workspace.module_path(stem)) for stem in stems}
     pairs = {stem: (old, new) for stem, (old, new) in files.items() if old.is_file() and sha256(old) != sha256(new)}
     compiled = compile_many([path for pair in pairs.values() for path in pair])
@@ -50,9 +50,11 @@ def main(folder: Path) -> int:
         else:
             other.append(stem)
         print(f"{stem}: {len(code)} lines of SASS, {'others now' if stem in other else 'the same'}", flush=True)
-    results = ([result.carried(later) for result in record.results] for record in records)
-    carried = [record.model_copy(update={"results": each}) for record, each in zip(records, results, strict=True)]
-    packed_records.save(workspace, carried)
+    for kind, records in ((packed_records, packed), (tuning_records, tuned)):
+        results = ([result.carried(later) for result in record.results] for record in records)
+        kind.save(
+            workspace, [each.model_copy(update={"results": new}) for each, new in zip(records, results, strict=True)]
+        )
     return len(other)
 
 
