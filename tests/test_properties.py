@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
-from rendering import CHECKOUT, attention_stems, variants
+from rendering import CHECKOUT, attention_plans, attention_stems, tree, variants
 from ruamel.yaml import YAML
 
 from fa3gen.base.errors import SpecError
@@ -353,17 +353,17 @@ def check_barriers(plan: Plan) -> None:
 
 def check_specialized_rings(plan: Plan, rows: list[list[str]]) -> None:
     """Each row is a ring, with a full and an empty barrier for each stage."""
-    assert [name for name, *_ in rows] == [
-        *("q", "k", "v", *["tile"] * plan.scheduler.tile_ring),
-    ]
+    loaded = ("k8", "k", "v8", "v") if plan.converts else ("k", "v", *["vt"] * transposes(plan))
+    assert [name for name, *_ in rows] == ["q", *loaded, *["tile"] * plan.scheduler.tile_ring]
     for name, stages, edge, full, empty in rows:
         producer, consumers = edge.split(" -> ")
         assert producer and consumers and producer != consumers and int(stages) >= 1
         assert int(full.split()[0]) > 0
         if (name, plan.load.q_ring) == ("q", False):  # nobody gives it back
             assert (stages, empty) == ("1", "no reuse" if plan.scheduler.kind == "grid" else "the last K")
-        else:  # of a ring that threads fill by cp.async each consumer thread arrives, of others each warp
-            arrivals = hopper.WARP if plan.load.pages == "cp_async" and name in ("k", "v") else 1
+        else:  # of K and V that threads fill, by cp.async or converting, each consumer thread arrives, else each warp
+            by_threads = plan.load.pages == "cp_async" or plan.converts
+            arrivals = hopper.WARP if by_threads and name in ("k", "v") else 1
             assert int(empty.split()[0]) == int(consumers.split()[0]) * arrivals
     both_ends = 2 * 8 * sum(int(stages) for _, stages, *_ in rows)
     assert both_ends - 8 * (not plan.load.q_ring) == plan.smem.barrier_bytes
@@ -382,6 +382,17 @@ def test_accepted_specs_render(fields: Fields) -> None:
     assert {"launch", "compile_for_sm90a", "attention"} <= defined
     check_names(module)
     check_rings(module, make_plan(variant(spec)))
+
+
+def test_committed_modules_have_the_properties_of_any() -> None:
+    """What random specs are held to: a new kind of module that these checks do not know is noticed when it comes."""
+    for stem, plan in attention_plans().items():
+        try:
+            check_names(tree(stem))
+            check_rings(tree(stem), plan)
+            check_barriers(plan)
+        except AssertionError as wrong:
+            raise AssertionError(f"{stem}: {wrong}") from wrong
 
 
 def check_names(module: ast.Module) -> None:
@@ -418,9 +429,15 @@ def check_rings(module: ast.Module, plan: Plan) -> None:
         assert calls.count("cute.arch.mbarrier_init") == 1
 
 
+def transposes(plan: Plan) -> bool:
+    """Whether warps make V transposed, in a ring of its own."""
+    return plan.eight_bit is not None and plan.eight_bit.transposes
+
+
 def check_code_of_rings(calls: list[str], plan: Plan) -> None:
     """Of a specialised kernel: with overlap, `multiply` takes K and V and gives back K, `finish_step` gives back V."""
-    rings, released = ["q_ring", "k_ring", "v_ring"], plan.load.q_ring
+    stored, released = "8" * plan.converts, plan.load.q_ring  # of K and V as they lie in memory
+    rings = ["q_ring", f"k{stored}_ring", f"v{stored}_ring"]
     # The first K of a tile comes before Q where nobody gives Q's place back.
     filled = [1, 1, 1] if released else [0, 2, 1]
     assert [calls.count(f"{ring}.producer_acquire") for ring in rings] == filled
@@ -435,10 +452,14 @@ def check_code_of_rings(calls: list[str], plan: Plan) -> None:
     for ring, waits, releases in (
         ("q", (1 + flattened) * released, int(released)),
         ("k", 1 + overlap + flattened, 1 + overlap + flattened),
-        ("v", 1 + overlap, 1 + overlap),
+        ("v", *([1, 1] if transposes(plan) else [1 + overlap] * 2)),
+        ("vt", (1 + overlap) * transposes(plan), 0),
     ):
         assert calls.count(f"{ring}_ring.consumer_wait") == waits
         assert calls.count(f"{ring}_ring.consumer_release") == releases
+    # Consumers give a stage of V transposed back by one arrival of each warp.
+    assert calls.count("release_by_warp") == (1 + overlap) * transposes(plan)
+    assert calls.count("vt_ring.producer_acquire") == calls.count("vt_ring.producer_commit") == transposes(plan)
     dynamic, even = plan.scheduler.kind == "dynamic", plan.scheduler.kind == "even"
     told, packed = plan.scheduler.tile_ring, plan.problem.packed_sequences
     for call in ("producer_commit", "consumer_wait", "consumer_release"):
@@ -447,9 +468,12 @@ def check_code_of_rings(calls: list[str], plan: Plan) -> None:
         calls.count("tile_ring.producer_acquire") == told + packed
     )  # of one tile apart: the first, or that none is left
     # Three roles walk through the work: two producer warps and the consumers; one of them may draw it. Of packed
-    # sequences a warp more finds it for all, and where tiles are drawn the one that loads K says when.
-    assert (calls.count("draw_work"), calls.count("next_work")) == (dynamic and not packed, 3 - dynamic - placed)
-    assert (calls.count("first_work"), calls.count("read_tile")) == (1 + packed + even, 4 * packed - 2 * even)
+    # sequences a warp more finds it for all, and where tiles are drawn the one that loads K says when. Who transposes V
+    # is a role more, who converts K and who converts V are two.
+    roles = 3 + transposes(plan) + 2 * plan.converts
+    assert (calls.count("draw_work"), calls.count("next_work")) == (dynamic and not packed, roles - dynamic - placed)
+    begun = 1 + packed + even + 2 * packed * plan.converts  # who converts asks for the first tile, as consumers do
+    assert (calls.count("first_work"), calls.count("read_tile")) == (begun, 4 * packed - 2 * even)
     # Around each place with products, and at both ends of all.
     turns = [calls.count(name) for name in ("wait_turn", "pass_turn")]
     assert turns == ([4, 4] if overlap else [2, 2]) if plan.schedule.ping_pong else [0, 0]
@@ -462,7 +486,8 @@ def check_code_of_rings(calls: list[str], plan: Plan) -> None:
     gathered = plan.load.pages == "cp_async"
     assert calls.count("make_ring") == 2 * (not gathered) + released
     assert calls.count("make_gathered_ring") == 2 * gathered
-    assert calls.count("pipeline.PipelineAsync.create") == told + gathered
+    made = transposes(plan) + plan.converts  # of what threads make of tiles
+    assert calls.count("pipeline.PipelineAsync.create") == told + gathered + made
 
 
 # What holds for every other input
