@@ -310,7 +310,7 @@ def directory(workspace: Workspace) -> Path:
 
 
 class _Ran(Part):
-    """A file that was measured, or has the instructions of that, `ran`, and its spec; a file of records has each once."""
+    """A file that was measured, or has the instructions of that, `ran`, and its whole spec; each stands once."""
 
     sha256: str
     spec: dict[str, Any]

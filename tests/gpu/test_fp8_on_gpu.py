@@ -31,7 +31,7 @@ WORKSPACE = Workspace.find(Path(__file__).parent)
 E4M3 = torch.float8_e4m3fn
 TOLERANCE = 0.04  # relative Frobenius error of O: P is off by a 16th at most, 0.025 in the mean square
 LSE_TOLERANCE = 1e-3  # sums are of P before it is rounded
-# What an eager call with out= may take of the host beyond one of 16 bits in the same process, and three factors beyond that.
+# What an eager call with out= may take of the host beyond one of 16 bits in the same process, and three factors more.
 HOST_MICROSECONDS_MORE, HOST_MICROSECONDS_OF_FACTORS = 3.0, 10.0
 # More queries than keys, more keys, no multiple of any tile; more tiles than SMs; grouped heads in all.
 SHAPES = {
