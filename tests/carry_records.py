@@ -4,8 +4,9 @@
 
 `FOLDER` has generated modules as they were measured, of an earlier commit. Where a committed module of the same name is
 another file now, both are compiled, and if they have the same instructions in the same order, the module's results in
-generated/evidence/packed and tuning name the present file, and as `ran` the one that was measured. Others stay as they are, and
-the command fails. Speed is all that this carries over: that a module is right is shown by running it.
+generated/evidence/packed and generated/evidence/tuning name the present file, and as `ran` the one that was measured.
+Others stay as they are, and the command fails. Speed is all that this carries over: that a module is right is shown by
+running it.
 """
 
 from __future__ import annotations
