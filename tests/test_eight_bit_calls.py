@@ -21,12 +21,12 @@ import fa3gen
 from fa3gen import flash_attn_interface as fa3
 from fa3gen.base.files import sha256
 from fa3gen.cpu.module import load_on_cpu
-from fa3gen.design.family import Family
+from fa3gen.design.family import Family, Shape
 from fa3gen.design.masks import reach
 from fa3gen.records import dispatch_table
 from fa3gen.run import calls, dispatch, eight_bits
 from fa3gen.run.dispatch import ArgumentError, Choice, Measurement, NoKernel, NotRendered, Row, Size, Stretch, Table
-from fa3gen.spec.model import CausalMask, Mask, NoMask
+from fa3gen.spec.model import CausalMask, Mask, NoMask, WindowMask
 from fa3gen.verify import reference
 
 E4M3 = torch.float8_e4m3fn
@@ -242,6 +242,18 @@ def test_the_call_shown_in_the_readme(modules: Modules) -> None:
     exec(code, names)
     wanted = reference.attention(*(names[name] for name in "qkv"), reach=(None, 0), compute_dtype=torch.float32).out
     assert ((names["out"].float() - wanted).norm() / wanted.norm()).item() < 0.06  # what rounding to 8 bits costs
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("queries", [1, 300, 16384])
+def test_production_modules_are_chosen(dim: int, queries: int) -> None:
+    """By the committed table or, with a window, where there is one module: of any mask, however few the queries."""
+    masks = {"": NoMask(), "_causal": CausalMask(), "_any_window": WindowMask(left=128, right=0)}
+    for name, mask in masks.items():
+        family = Family("e4m3", dim, dim, mask, "bf16")
+        size = Size(16384, Shape(1, queries, 16384, 16, 4).tiles, 132, 4, queries)
+        choice = dispatch.choose(family, replace(size, in_rows=True), lse=True, workspace=CHECKOUT)
+        assert choice.stem.removesuffix("_short") == f"fwd_fp8_d{dim}{name}" and not choice.as_packed
 
 
 # FA3's function
