@@ -70,14 +70,26 @@ def test_transposed_operand() -> None:
 
 
 def test_transposed_tile() -> None:
-    # 128 x 128: 4 x 8 blocks, eight for each of four warps; 32 x 64: one each; 96 x 16: three for four warps.
-    assert eight_bits.transposed_tile(128, 128) is None
-    assert eight_bits.transposed_tile(32, 64) is None
-    for kv, v_dim in ((96, 16), (112, 128), (128, 24)):
-        violation = eight_bits.transposed_tile(kv, v_dim)
-        assert violation is not None and violation.field == "tile.kv"
-        assert f"a tile of {kv} x {v_dim} has no whole number for each" in violation.message
+    # 128 columns: eight blocks beside each other, two for each of four warps; 64: one; 96: six, three for each of two.
+    for columns, warps in ((128, 4), (64, 4), (96, 2), (32, 2)):
+        assert eight_bits.transposed_tile(96, columns, warps) is None
+    assert eight_bits.transposed_tile(112, 128, 4) == Violation(
+        "tile.kv", "warps transpose blocks of 32 keys, and 112 keys are no whole number of these; use a multiple of 32"
+    )
+    refused = "warps transpose blocks of 16 columns, and {} columns have no whole number for each; use 2"
+    assert eight_bits.transposed_tile(128, 96, 4) == Violation("tile.transposers", f"4 {refused.format(96)}")
+    assert eight_bits.transposed_tile(128, 80, 2) == Violation(
+        "tile.transposers", f"2 {refused.format(80)} with a head dim that is a multiple of 32"
+    )
     assert footprint.transposed_blocks(spec_of("k7_d128")) == 8
+
+
+def test_transposing_warps() -> None:
+    assert eight_bits.transposing_warps(2, 4, True) is None and eight_bits.transposing_warps(4, 4, False) is None
+    told = violations(changed("k6_d128", tile={"transposers": 2}))
+    assert told == {
+        "tile.transposers": "2 warps are to transpose V, and without smem.vt nobody does; leave it out, or give smem.vt"
+    }
 
 
 def test_two_levels() -> None:

@@ -38,6 +38,7 @@ from fa3gen.spec.model import (
     Quantize,
     ScalarProduct,
     Spec,
+    Tile,
     TmaLoad,
     WgmmaProduct,
     WindowMask,
@@ -120,6 +121,8 @@ def _eight_bits(spec: Forward) -> Iterable[Answer]:
     dtype = spec.problem.dtype
     if spec.smem is not None:
         yield eight_bits.transposed_operand.ask(spec.smem.vt, dtype)
+    usual = Tile.model_fields["transposers"].default
+    yield eight_bits.transposing_warps.ask(spec.tile.transposers, usual, footprint.transposes(spec))
     if spec.accumulate is not None:
         yield eight_bits.two_levels.ask(spec.accumulate.promote_every, dtype)
     if not footprint.eight_bits(spec):
@@ -243,7 +246,7 @@ def _shapes(spec: Forward) -> Iterable[Answer]:
         yield products.wgmma_columns.ask(_v_dim_field(spec), "PV", spec.problem.v_dim)
         yield products.wgmma_depth.ask("tile.kv", "PV", tile.kv, spec.element.wgmma_k)
         if footprint.transposes(spec):
-            yield eight_bits.transposed_tile.ask(tile.kv, spec.problem.v_dim)
+            yield eight_bits.transposed_tile.ask(tile.kv, spec.problem.v_dim, tile.transposers)
         if isinstance(spec.qk, WgmmaProduct):
             yield products.operands_apart.ask(spec.qk.a.source, spec.pv.a.source, head_dim, tile.kv)
     if tile.warpgroups is not None and "wgmma" in (spec.qk.engine, spec.pv.engine):

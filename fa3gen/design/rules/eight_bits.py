@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fa3gen.design.rules.registry import GENERATOR, HARDWARE, Violation, rule
-from fa3gen.hardware import hopper
 from fa3gen.hardware.dtypes import E4M3
 
 TRANSPOSED_KEYS, TRANSPOSED_COLUMNS = 32, 16  # of V, that a warp transposes at a time
@@ -58,19 +57,36 @@ def transposed_operand(vt: str | None, dtype: str) -> Violation | None:
 
 
 @rule(kind=GENERATOR, topic="O = P V")
-def transposed_tile(kv: int, v_dim: int) -> Violation | None:
-    """Each of four warps transposes as many blocks of 32 keys and 16 columns: what ldmatrix.x4 reads.
+def transposed_tile(kv: int, v_dim: int, transposers: int) -> Violation | None:
+    """A warp transposes blocks of 32 keys and 16 columns, what ldmatrix.x4 reads: every second or fourth one of a row.
 
     PTX ISA, "ldmatrix": four matrices of 8 rows of 16 bytes.
     """
-    if kv % TRANSPOSED_KEYS == 0 and v_dim % TRANSPOSED_COLUMNS == 0:
-        blocks = kv // TRANSPOSED_KEYS * (v_dim // TRANSPOSED_COLUMNS)
-        if blocks % (hopper.WARPGROUP // hopper.WARP) == 0:
-            return None
+    if kv % TRANSPOSED_KEYS:
+        return Violation(
+            "tile.kv",
+            f"warps transpose blocks of {TRANSPOSED_KEYS} keys, and {kv} keys are no whole number of these; use a "
+            f"multiple of {TRANSPOSED_KEYS}",
+        )
+    if v_dim % (TRANSPOSED_COLUMNS * transposers) == 0:
+        return None
+    fewest = 2 * TRANSPOSED_COLUMNS
+    way_out = "use 2" if v_dim % fewest == 0 else f"use 2 with a head dim that is a multiple of {fewest}"
     return Violation(
-        "tile.kv",
-        f"four warps transpose blocks of {TRANSPOSED_KEYS} keys x {TRANSPOSED_COLUMNS} columns, and a tile of "
-        f"{kv} x {v_dim} has no whole number for each; use tile.kv 128 with head_dim 64 or 128",
+        "tile.transposers",
+        f"{transposers} warps transpose blocks of {TRANSPOSED_COLUMNS} columns, and {v_dim} columns have no whole number "
+        f"for each; {way_out}",
+    )
+
+
+@rule(kind=GENERATOR, topic="O = P V")
+def transposing_warps(transposers: int, usual: int, transposes: bool) -> Violation | None:
+    """How many warps transpose V is asked only where some do."""
+    if transposes or transposers == usual:
+        return None
+    return Violation(
+        "tile.transposers",
+        f"{transposers} warps are to transpose V, and without smem.vt nobody does; leave it out, or give smem.vt",
     )
 
 
