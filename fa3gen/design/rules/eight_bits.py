@@ -74,8 +74,8 @@ def transposed_tile(kv: int, v_dim: int, transposers: int) -> Violation | None:
     way_out = "use 2" if v_dim % fewest == 0 else f"use 2 with a head dim that is a multiple of {fewest}"
     return Violation(
         "tile.transposers",
-        f"{transposers} warps transpose blocks of {TRANSPOSED_COLUMNS} columns, and {v_dim} columns have no whole number "
-        f"for each; {way_out}",
+        f"{transposers} warps transpose blocks of {TRANSPOSED_COLUMNS} columns, and {v_dim} columns have no whole "
+        f"number for each; {way_out}",
     )
 
 
