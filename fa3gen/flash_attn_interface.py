@@ -8,12 +8,12 @@ the same bits in any batch, of which upstream's `deterministic` says nothing.
 
 Served are the forward of bfloat16 and float16 tensors that need no gradient: dense, packed with offsets (varlen), and
 caches, contiguous and paged, to which new keys may be appended; each with lengths on the device, causal, and with the
-windows, sinks and caps of the scores that there are modules for. Beside such queries packed keys and caches may have 8
-bits, float8_e4m3fn, with `k_descale` and `v_descale`. All of q, k and v may have them in `flash_attn_func`, unmasked or
-causal, with `q_descale` as well; O is bfloat16. Whatever else is asked for raises NotImplementedError, which names the
-argument and what to do instead. Where there is no module for the head dim, window, sinks or cap,
-NoKernel says how to make one; with FA3GEN_RENDER=1, set before fa3gen is imported, the call makes it, as with
-`render=True` of `fa3gen.attention`.
+windows, sinks and caps of the scores that there are modules for. Beside such queries packed keys and caches may have
+8 bits, float8_e4m3fn, with `k_descale` and `v_descale`. All of q, k and v may have them in `flash_attn_func`,
+unmasked, causal or with a window, with `q_descale` as well; O is bfloat16. Whatever else is asked for raises
+NotImplementedError, which names the argument and what to do instead. Where there is no module for the head dim,
+window, sinks or cap, NoKernel says how to make one; with FA3GEN_RENDER=1, set before fa3gen is imported, the call
+makes it, as with `render=True` of `fa3gen.attention`.
 
 `num_splits` is a request on how work is divided, as upstream: below 1 for whatever was measured to be fastest, more
 than 1 for so many parts of the keys of a tile of queries. 1 is for no module that splits keys, given to
@@ -108,13 +108,16 @@ def flash_attn_func(
     scales = q_descale, k_descale, v_descale
     _check_served(q, qv, () if eight_bits else scales, chunk=attention_chunk, served=eight_bits)
     if k.dtype.itemsize == 1 and not eight_bits:
-        raise NotImplementedError(f"k has dtype {k.dtype}; pass it to flash_attn_varlen_func, or as a cache")
+        raise NotImplementedError(
+            f"k has dtype {k.dtype} and q {q.dtype}; pass q, k and v all in {EIGHT_BITS}, or k and v to "
+            "flash_attn_varlen_func, or as a cache"
+        )
     q, k, v = _contiguous_rows(q), _contiguous_rows(k), _contiguous_rows(v)
     window = None
     if window_size != NO_WINDOW:
         causal, window = _mask(causal, window_size, q.shape[1], k.shape[1])
     if eight_bits:
-        asked: dict[str, Any] = {"window_size": window and window_size, "softcap": softcap, "s_aux": s_aux}
+        asked: dict[str, Any] = {"softcap": softcap, "s_aux": s_aux}
         asked |= {"num_splits": num_splits, "deterministic_batch": deterministic_batch}
         _refuse_beside_8_bits(q, **asked)
     return attention(
@@ -382,8 +385,8 @@ _ROTATE = "rotate q and the new keys before the call"
 _INSTEAD = {
     "qv": "pass q and k whole, in head dims up to 256: absorbed MLA is not served",
     "q_descale": "leave it out, or pass q, k and v in float8_e4m3fn to flash_attn_func",
-    "k_descale": "pass k and v of 8 bits, or scale them before the call",
-    "v_descale": "pass k and v of 8 bits, or scale them before the call",
+    "k_descale": "pass k and v of 8 bits, in flash_attn_func q as well, or scale them before the call",
+    "v_descale": "pass k and v of 8 bits, in flash_attn_func q as well, or scale them before the call",
     "attention_chunk": "cut the sequences at multiples of the chunk, by cu_seqlens_q and cu_seqlens_k",
     "rotary_cos": _ROTATE,
     "rotary_sin": _ROTATE,

@@ -266,8 +266,10 @@ def test_the_function_of_flash_attention(modules: Modules, kind: str, monkeypatc
     out, lse = fa3.flash_attn_func(q, k, v, 0.1, True, **factors, return_attn_probs=True)
     wanted, wanted_lse = expected(q, k, v, causal=True, scale=0.1, **factors, return_lse=True)
     assert out.equal(wanted) and lse.equal(wanted_lse)
-    # A window that hides nothing is none; a v that lies by its sequence is copied.
+    # A window that hides nothing is none, another one arrives; a v that lies by its sequence is copied.
     assert fa3.flash_attn_func(q, k, by_sequence(v), window_size=(6, 4), **factors).equal(expected(q, k, v, **factors))
+    fa3.flash_attn_func(q, k, v, window_size=(3, 0), **factors)
+    assert modules.asked[-1].mask == WindowMask(left=3, right=0)
     assert {family.by_sequence for family in modules.asked} == {()}
 
 
@@ -282,7 +284,6 @@ def test_the_function_of_flash_attention_compiled(modules: Modules) -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"window_size": (3, 0)}, r"window_size is \(3, 0\)"),
         ({"softcap": 30.0}, "softcap is 30.0"),
         ({"s_aux": torch.zeros(4)}, r"s_aux is a tensor of shape \(4,\)"),
         ({"num_splits": 3}, "num_splits is 3"),

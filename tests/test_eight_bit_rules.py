@@ -41,7 +41,7 @@ def test_eight_bit_major() -> None:
     )
     told = violations(changed("k7_v_k_d128", pv={"b": {"source": "smem", "major": "mn"}}))
     assert told["pv.b.major"].endswith(
-        "use k, with smem.vt, so that a warpgroup transposes V, or without, for a v whose sequence is contiguous"
+        "use k, with smem.vt, so that warps transpose V, or without, for a v whose sequence is contiguous"
     )
 
 
@@ -88,7 +88,8 @@ def test_transposing_warps() -> None:
     assert eight_bits.transposing_warps(2, 4, True) is None and eight_bits.transposing_warps(4, 4, False) is None
     told = violations(changed("k6_d128", tile={"transposers": 2}))
     assert told == {
-        "tile.transposers": "2 warps are to transpose V, and without smem.vt nobody does; leave it out, or give smem.vt"
+        "tile.transposers": "2 warps are to transpose V, and without smem.vt nobody does; leave it out, or with "
+        "dtype e4m3 give smem.vt"
     }
 
 

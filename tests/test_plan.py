@@ -835,7 +835,7 @@ def test_ring_table(stem: str) -> None:
         stages, size = (evaluate(expression, values) for expression in ring_calls(stem)[name])
         assert stages * size == members[f"s{name.upper()}"]  # what lands in shared memory
         assert members[f"{name}_barriers"] == 2 * 8 * stages
-        transposed = name == "v" and "TRANSPOSER_WARPS" in values  # by a warpgroup, which consumers read V from
+        transposed = name == "v" and "TRANSPOSER_WARPS" in values  # by warps, from which consumers have it
         readers = values["TRANSPOSER_WARPS"] if transposed else warps
         edge = f"TMA, from {loader} -> {readers} warps"
         expected.append([name, str(stages), edge, f"{size} bytes", f"{readers} arrivals"])

@@ -176,6 +176,8 @@ def test_fake_tensors_need_no_module(monkeypatch: pytest.MonkeyPatch) -> None:
             quantize(x, heads_kv=3)
         with pytest.raises(RuntimeError, match=r"out is \(2, 5, 4, 192\), torch.float16; it needs to be \(2, 5, 4, 1"):
             quantize(x, out=x)
+        with pytest.raises(RuntimeError, match=r"descale has shape \(2, 0\); it needs to be \(2, heads_kv\) of 4 he"):
+            quantize(x, descale=x.new_empty(2, 0, dtype=torch.float32))
         with pytest.raises(RuntimeError, match=r"descale has shape \(2, 3\); it needs to be \(2, heads_kv\) of 4 he"):
             quantize(x, descale=torch.empty(2, 3))
         with pytest.raises(ValueError, match="rotate is given, and d is 192; only rows of a power of two"):
@@ -193,6 +195,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"scale": "row"}, "scale is 'row'; it needs to be one of 'head', 'block', 'token'"),
     ({"scale": "token", "heads_kv": 2}, "heads_kv is given beside scale='token', and is for scale='head'; leave one"),
     ({"scale": "token", "transpose": True}, "transpose is given beside scale='token': transposed is V, of whose"),
+    ({"heads_kv": 0}, "heads_kv is 0; it needs to divide the 4 heads of x"),
+    (
+        {"heads_kv": 2, "descale": torch.ones(2, 4)},
+        r"heads_kv is 2, and descale has shape \(2, 4\); leave one of them out",
+    ),
     ({"descale": 1.0}, "descale is a float; it needs to be a torch.Tensor"),
     ({"out": 1}, "out is a int; it needs to be a torch.Tensor"),
     ({}, "x is not on a GPU; .*; for CPU tensors there is fa3gen.load."),

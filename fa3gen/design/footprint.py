@@ -55,10 +55,10 @@ OVERLAP_SPARE = 4
 REGISTER_BUDGETS = {1: (56, 256), 2: (24, 240), 3: (32, 160)}
 # A warp that looks for its tile among packed sequences does not make do with 24.
 PACKED_BUDGETS = {**REGISTER_BUDGETS, 2: (40, 232)}
-# The same where a warpgroup transposes V, which is the second. As compiled (DSL 4.8.1, ptxas 12.9.83), 40 suffice it.
+# The same where a warpgroup transposes V, which is the second. As compiled (DSL 4.8.1, ptxas 12.9.83), 32 suffice it.
 TRANSPOSING_BUDGETS = {1: (56, 192, 256), 2: (32, 32, 224), 3: (24, 48, 136)}
-# And where two warps of the producer transpose V: with 24 they would spill.
-TRANSPOSING_BESIDE_BUDGETS = {1: (56, 256), 2: (40, 232), 3: (32, 160)}
+# And where two warps of the producer transpose V: with 24 they would spill, too.
+TRANSPOSING_BESIDE_BUDGETS = PACKED_BUDGETS
 WARPGROUP_WARPS = hopper.WARPGROUP // hopper.WARP
 P_EXPONENT = 8  # P in 8 bits is 2^8 times itself: 256 at most, of the 448 that e4m3 reaches
 # Where warpgroups convert what was loaded: of the producer, of one of those, and of a consumer, by how many consumers

@@ -76,7 +76,7 @@ class SmemBytes:
 
     `arriving` are K and V as they are written, `qk` and `pv` what the two products read (WGMMA its operands, threads
     whole lines). Threads write `scores` of S = Q K^T and spend `softmax` on reading S and writing P. `transposed` is V,
-    read once and written once, where a warpgroup transposes it, and `converted` are K and V, read in 8 bits and written
+    read once and written once, where warps transpose it, and `converted` are K and V, read in 8 bits and written
     in 16, where warps do that.
     """
 

@@ -445,7 +445,8 @@ def roles(
     """Who does what in a specialised kernel, and the registers that setmaxnreg gives to each.
 
     `budget`: registers of a thread of the producer and of a consumer, `preparing` how many warpgroups convert K
-    and V, or transpose V, and what a thread of these has; `owned`: what a consumer has.
+    and V, or transpose V, and what a thread of these has: none where two warps of the producer transpose V, whose duty
+    then stands beside the producer's; `owned`: what a consumer has.
     """
     groups, (producer, consumer) = cta.threads // hopper.WARPGROUP, budget
     prepared, each = preparing

@@ -70,7 +70,8 @@ def quantize(
         (out, descale): out float8_e4m3fn like x; descale float32: (batch, heads_kv), which is what `fa3gen.attention`
         takes by the names q_descale, k_descale and v_descale; of blocks (batch, heads, ceil(seq / 128)), of rows
         (batch, heads, seq). It is max |x| / 448 of what shares it, 2^-100 at least; values are rounded to the nearest,
-        ties to even. NaN stay NaN, and count for no maximum.
+        ties to even. NaN stay NaN, and count for no maximum; an infinite element makes its descale infinite, itself
+        NaN, and 0 of all else that shares it.
 
     Raises:
         NoKernel: There is no module for this; the message says how to get one.
@@ -167,6 +168,13 @@ def _check(x: Any, rotate: Any, scale: Any, heads_kv: Any, descale: Any, out: An
             raise ArgumentError(
                 f"{name} is given beside scale={scale!r}, and is for scale='head'; leave one of them out"
             )
+    heads = x.shape[2]
+    if heads_kv is not None and heads_kv < 1:
+        raise ArgumentError(f"heads_kv is {heads_kv}; it needs to divide the {heads} heads of x")
+    if heads_kv is not None and descale is not None and descale.shape[1:] != (heads_kv,):
+        raise ArgumentError(
+            f"heads_kv is {heads_kv}, and descale has shape {tuple(descale.shape)}; leave one of them out"
+        )
     dtype: str = DTYPE_NAMES[x.dtype]
     return dtype
 
@@ -270,7 +278,7 @@ def _need_out(x: Tensor, out: Tensor) -> None:
 def _need_descale(x: Tensor, descale: Tensor) -> None:
     batch, _, heads, _ = x.shape
     calls.need(
-        descale.ndim == 2 and descale.shape[0] == batch and heads % descale.shape[1] == 0,
+        descale.ndim == 2 and descale.shape[0] == batch and descale.shape[1] > 0 and heads % descale.shape[1] == 0,
         lambda: f"descale has shape {tuple(descale.shape)}; it needs to be ({batch}, heads_kv) of {heads} heads",
     )
 

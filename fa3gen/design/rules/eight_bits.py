@@ -17,9 +17,7 @@ def eight_bit_major(field: str, product: str, tensor: str, major: str) -> Violat
         return None
     way_out = "use k and give a q or k whose head dim is contiguous"
     if tensor == "V":
-        way_out = (
-            "use k, with smem.vt, so that a warpgroup transposes V, or without, for a v whose sequence is contiguous"
-        )
+        way_out = "use k, with smem.vt, so that warps transpose V, or without, for a v whose sequence is contiguous"
     return Violation(
         field,
         f"WGMMA transposes operands of 16 bits only, and {tensor} of 8 bits has to lie along what {product} sums over; "
@@ -29,7 +27,7 @@ def eight_bit_major(field: str, product: str, tensor: str, major: str) -> Violat
 
 @rule(kind=GENERATOR, topic="structure")
 def eight_bit_kernel(field: str, value: object, rendered: Sequence[object]) -> Violation | None:
-    """Products of 8 bits are rendered for dense tensors, where a warpgroup loads and others overlap softmax and P V."""
+    """Products of 8 bits are rendered for dense tensors, where warps load, transpose V, and others overlap P V."""
     if value in rendered:
         return None
     ways_out = " or ".join(_yaml(each) for each in rendered)
@@ -47,7 +45,7 @@ def _yaml(value: object) -> str:
 
 @rule(kind=GENERATOR, topic="O = P V")
 def transposed_operand(vt: str | None, dtype: str) -> Violation | None:
-    """A warpgroup transposes V where the product could not read it otherwise."""
+    """Warps transpose V where the product could not read it otherwise."""
     if vt is None or dtype == E4M3.name:
         return None
     return Violation(
@@ -86,7 +84,8 @@ def transposing_warps(transposers: int, usual: int, transposes: bool) -> Violati
         return None
     return Violation(
         "tile.transposers",
-        f"{transposers} warps are to transpose V, and without smem.vt nobody does; leave it out, or give smem.vt",
+        f"{transposers} warps are to transpose V, and without smem.vt nobody does; leave it out, or with dtype "
+        f"{E4M3.name} give smem.vt",
     )
 
 

@@ -58,8 +58,8 @@ SOFTMAX_PACE = 2.4
 # Instructions of a thread for each 16 bytes that it copies itself: addresses in global and shared memory, bounds.
 COPY_INSTRUCTIONS = 6
 # Instructions of a warp for each 32 keys and 16 columns of V that it transposes: ldmatrix, four byte permutes,
-# stmatrix, addresses. As compiled, 111 for 8 of them and the barriers of two rings.
-TRANSPOSE_INSTRUCTIONS = 13
+# stmatrix, addresses. As compiled, 85 for 8 of them and the barriers of two rings.
+TRANSPOSE_INSTRUCTIONS = 10
 # Of a warp for each 8 elements of a thread that it converts from 8 bits to bfloat16: as compiled, 4 conversions to
 # pairs of float16, 8 to float32, 4 to pairs of bfloat16, a read, a write and two for addresses.
 CONVERT_INSTRUCTIONS = 20
@@ -115,7 +115,7 @@ class Times:
     beside the softmax. Loads of `q_bytes`, `k_bytes` and `v_bytes` share `load_rate` bytes a cycle, are written to
     shared memory at `smem_rate` bytes a cycle when nobody else needs it, and have landed `flight` cycles after they
     began, if they are through by then; `copy_k` and `copy_v` are what a group itself does for them, or a producer warp.
-    `transpose` is what a group of its own does with a tile of V, where there is one; `convert_k` and `convert_v` are
+    `transpose` is what warps of their own do with a tile of V, where there are such; `convert_k` and `convert_v` are
     what warps of their own do with tiles of K and V in 8 bits.
     """
 
