@@ -4,7 +4,10 @@ PTX ISA, "Asynchronous Warpgroup Level Matrix Multiply-Accumulate Instructions":
 "Shared Memory Matrix Layout", "Register Fragments". An operation reads its shared-memory operands as late as it may:
 when the wgmma.wait_group that covers it is about to return.
 
-Products are summed in float32 in the order of k, or, slower, as the tensor core adds them (`Settings.sums`).
+Products are summed in float64 and rounded to float32 once, or, slower, summed as the tensor core adds them
+(`Settings.sums`). Sums of so few products of 16 or 8 bits are exact in float64, but for the rarest: so a row's bits are
+its own. In float32 they would follow from the order in which BLAS adds, which is another for rows at the end of a block,
+and from processor to processor.
 """
 
 from __future__ import annotations
@@ -318,7 +321,7 @@ class WgmmaUnit:
             types = shape.a_type, shape.b_type
             token.value = add_products(signed, b, token.value, types=types, accumulator=shape.accumulator)
             return
-        product = a @ b.T
+        product = (a.astype(np.float64) @ b.T.astype(np.float64)).astype(np.float32)
         token.value = token.value - product if shape.negate_a != shape.negate_b else token.value + product
         if shape.accumulator == "f16":
             token.value = token.value.astype(np.float16).astype(np.float32)
