@@ -161,8 +161,8 @@ def check_order(tiles: list[tuple[int, int]], blocks: int, keys: int | None, seq
 
 @pytest.mark.parametrize("stem", [stem for stem in DRAWN if not plans()[stem].scheduler.by_head])
 def test_keys_in_l2(stem: str) -> None:
-    """Those whose K and V, 2 bytes an element, or 1 of a cache of 8 bits, take 32 MB."""
-    problem, element = plans()[stem].problem, 1 if variants()[stem].spec.kv.dtype else 2
+    """Those whose K and V, 2 bytes an element, or 1 where they have 8 bits in memory, take 32 MB."""
+    problem, element = plans()[stem].problem, variants()[stem].spec.kv_element.bytes
     line = next(line for line in source(stem).splitlines() if line.startswith("KEYS_IN_L2 = "))
     values = {"HEAD_DIM": problem.head_dim, "HEAD_DIM_V": problem.v_dim}
     keys = eval(line.partition("=")[2].partition("#")[0], {"__builtins__": {}}, values)

@@ -45,7 +45,7 @@ def cases(spec: Spec) -> list[Case]:
             "keys beyond both sides of a window; the last tile cut short",
             1,
             m + 9,
-            left + 3 * n + 7,
+            left + max(3 * n, m + 2 * n) + 7,
             heads,
             1,
         ),
