@@ -5,9 +5,9 @@ PTX ISA, "Asynchronous Warpgroup Level Matrix Multiply-Accumulate Instructions":
 when the wgmma.wait_group that covers it is about to return.
 
 Products are summed in float64 and rounded to float32 once, or, slower, summed as the tensor core adds them
-(`Settings.sums`). Sums of so few products of 16 or 8 bits are exact in float64, but for the rarest: so a row's bits are
-its own. In float32 they would follow from the order in which BLAS adds, which is another for rows at the end of a block,
-and from processor to processor.
+(`Settings.sums`). Sums of so few products of 16 or 8 bits are exact in float64, but for the rarest: so a row's bits
+are its own. In float32 they would follow from the order in which BLAS adds, which is another for rows at the end of a
+block, and from processor to processor.
 """
 
 from __future__ import annotations

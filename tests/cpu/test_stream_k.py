@@ -61,7 +61,7 @@ def check(stem: str, wave: Wave) -> tuple[torch.Tensor, torch.Tensor]:
     given = tensors(stem, wave)
     out, lse = outputs(stem, Settings(sms=wave.sms), given)
     expected = reference.attention(*given, reach=reach(NoMask()))
-    # What rounding P costs: 16 bits are off by 2^-8 of it at most, 8 bits by 2^-4, less than half of that in the mean square.
+    # What rounding P costs: 16 bits are off by 2^-8 of it at most, 8 bits by 2^-4, in the mean square by half of that.
     limit = 0.004 if plans()[stem].eight_bit is None else 0.03
     assert (out.double() - expected.out).norm() / expected.out.norm() < limit
     assert (lse - expected.lse).abs().max() < 1e-5
