@@ -411,19 +411,22 @@ def _refuse(**given: Any) -> None:
     """Raise NotImplementedError for the first of these arguments that is not None."""
     for name, value in given.items():
         if value is not None:
-            said = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else value
-            raise NotImplementedError(f"{name} is {said}, which fa3gen does not serve; {_INSTEAD[name]}")
+            raise NotImplementedError(f"{name} is {_said(value)}, which fa3gen does not serve; {_INSTEAD[name]}")
 
 
 def _refuse_beside_8_bits(q: Tensor, **asked: Any) -> None:
     """Raise NotImplementedError for the first of these arguments that says something beside q, k and v of 8 bits."""
     for name, value in asked.items():
         if isinstance(value, Tensor) or value:
-            said = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else value
             raise NotImplementedError(
-                f"{name} is {said}, and q has dtype {q.dtype}, beside which it is not served; pass q, k and v in "
-                "bfloat16, times their factors"
+                f"{name} is {_said(value)}, and q has dtype {q.dtype}, beside which it is not served; pass q, k and v "
+                "in bfloat16, times their factors"
             )
+
+
+def _said(value: Any) -> Any:
+    """An argument as messages name it."""
+    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else value
 
 
 # Windows, parts and tensors as fa3gen has them

@@ -85,7 +85,7 @@ def test_transposed_tile() -> None:
 
 
 def test_transposing_warps() -> None:
-    assert eight_bits.transposing_warps(2, 4, True) is None and eight_bits.transposing_warps(4, 4, False) is None
+    assert eight_bits.transposing_warps(2, True) is None and eight_bits.transposing_warps(4, False) is None
     told = violations(changed("k6_d128", tile={"transposers": 2}))
     assert told == {
         "tile.transposers": "2 warps are to transpose V, and without smem.vt nobody does; leave it out, or with "

@@ -60,6 +60,7 @@ TRANSPOSING_BUDGETS = {1: (56, 192, 256), 2: (32, 32, 224), 3: (24, 48, 136)}
 # And where two warps of the producer transpose V: with 24 they would spill, too.
 TRANSPOSING_BESIDE_BUDGETS = PACKED_BUDGETS
 WARPGROUP_WARPS = hopper.WARPGROUP // hopper.WARP
+TRANSPOSED_KEYS, TRANSPOSED_COLUMNS = 32, 16  # of V, that a warp transposes at a time
 P_EXPONENT = 8  # P in 8 bits is 2^8 times itself: 256 at most, of the 448 that e4m3 reaches
 # Where warpgroups convert what was loaded: of the producer, of one of those, and of a consumer, by how many consumers
 # and converters there are. Of two each, an H200 ended a launch with an illegal address (docs/performance.md).
@@ -129,7 +130,7 @@ def converting_warpgroups(spec: Forward) -> int:
 
 def converting_warps(spec: Forward) -> int:
     """How many warps convert K; as many convert V."""
-    return converting_warpgroups(spec) * hopper.WARPGROUP // hopper.WARP // 2
+    return converting_warpgroups(spec) * WARPGROUP_WARPS // 2
 
 
 def keys_free_q(spec: Forward) -> bool:
@@ -297,7 +298,7 @@ def register_budget(spec: Forward) -> tuple[int, int]:
 
 def transposed_blocks(spec: Forward) -> int:
     """Blocks of a tile of V, of 32 keys and 16 columns, that a warp transposes."""
-    return spec.tile.kv // 32 * (spec.problem.v_dim // 16) // spec.tile.transposers
+    return spec.tile.kv // TRANSPOSED_KEYS * (spec.problem.v_dim // TRANSPOSED_COLUMNS) // spec.tile.transposers
 
 
 def transposer_registers(spec: Forward) -> int:

@@ -980,7 +980,6 @@ def _eight_bit(spec: Forward) -> EightBitPlan | None:
         return None
     transposes = footprint.transposes(spec)
     tiles = operand_tiles(spec)
-    v_spans = {letter: hopper.SWIZZLE_SPAN[tiles[letter].swizzle] for letter in ("V", "Vt") if letter in tiles}
     return EightBitPlan(
         exponent=footprint.P_EXPONENT,
         transposes=transposes,
@@ -991,8 +990,8 @@ def _eight_bit(spec: Forward) -> EightBitPlan | None:
         torch_out=spec.o_element.torch_name,
         o_atom=tiles["O"].atom,
         v_keys_atom=layout_atom("k", tiles["V"].swizzle),
-        v_span=v_spans["V"],
-        vt_span=v_spans.get("Vt", 0),
+        v_span=hopper.SWIZZLE_SPAN[tiles["V"].swizzle],
+        vt_span=hopper.SWIZZLE_SPAN[tiles["Vt"].swizzle] if transposes else 0,
     )
 
 

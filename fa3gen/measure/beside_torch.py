@@ -153,13 +153,10 @@ def _quantized_by_torch(spec: Quantize, problem: Problem) -> torch.Tensor:
 
 @functools.cache
 def _hadamard(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Sylvester's Hadamard matrix over the square root of its size: -1 where i & j has an odd number of ones."""
-    import torch
+    """Sylvester's Hadamard matrix over the square root of its size."""
+    from fa3gen.verify import reference
 
-    numbers = torch.arange(size, device=device)
-    bits = torch.arange(size.bit_length(), device=device)
-    ones = ((numbers[:, None, None] & numbers[:, None]) >> bits & 1).sum(-1)
-    return ((1 - 2 * (ones % 2)) / math.sqrt(size)).to(dtype)
+    return (reference.hadamard(size) / math.sqrt(size)).to(device, dtype)
 
 
 def _merged_by_torch(values: torch.Tensor, lses: torch.Tensor, out: torch.Tensor) -> torch.Tensor:

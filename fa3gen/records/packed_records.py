@@ -9,7 +9,7 @@ Imports neither torch nor cutlass.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -23,7 +23,7 @@ from fa3gen.design.masks import Window, of_call
 from fa3gen.design.tile_order import takes_group
 from fa3gen.design.workspace import Workspace
 from fa3gen.hardware.chips import H200
-from fa3gen.records.tuning_records import MaskShape
+from fa3gen.records.tuning_records import MaskShape, Measured
 from fa3gen.run.dispatch import PACKED_TOOL, seen
 from fa3gen.spec.model import DType, Forward, SequenceLayout, StoredDType, WindowMask
 from fa3gen.spec.specfile import Variant
@@ -136,25 +136,10 @@ class PackedProblem(GrownPart):
         return self.family.of_call(self.window).label
 
 
-class PackedResult(GrownPart):
-    """One module: its stem, the SHA-256 of its file, its whole spec, and its speed.
+class PackedResult(Measured):
+    """One module and its speed."""
 
-    That file is the one that ran, or a later one with the same instructions: then `ran` is that of the former.
-    """
-
-    LATER = frozenset({"ran"})
-
-    stem: str
-    sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
-    ran: str | None = Field(default=None, pattern=r"^[0-9a-f]{64}$")
     tflops: float = Field(gt=0)
-    spec: dict[str, Any]
-
-    def carried(self, later: Mapping[str, str]) -> PackedResult:
-        """The result of the later file with the same instructions, where there is one; `later`: SHA-256 to SHA-256."""
-        if self.sha256 not in later:
-            return self
-        return self.model_copy(update={"sha256": later[self.sha256], "ran": self.ran or self.sha256})
 
 
 class PackedRecord(Part):

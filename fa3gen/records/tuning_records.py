@@ -206,22 +206,28 @@ class _Timed(Part):
         return self
 
 
-class Result(_Timed):
+class Measured(GrownPart):
     """One module: its stem, the SHA-256 of its file, and its whole spec.
 
     That file is the one that ran, or a later one with the same instructions: then `ran` is that of the former.
     """
 
+    LATER = frozenset({"ran"})
+
     stem: str
     sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
-    spec: dict[str, Any]
     ran: str | None = Field(default=None, pattern=r"^[0-9a-f]{64}$")
+    spec: dict[str, Any]
 
-    def carried(self, later: Mapping[str, str]) -> Result:
-        """The same of the later file that has this one's instructions, if there is one, by their SHA-256."""
+    def carried(self, later: Mapping[str, str]) -> Self:
+        """The result of the later file with the same instructions, where there is one; `later`: SHA-256 to SHA-256."""
         if self.sha256 not in later:
             return self
         return self.model_copy(update={"sha256": later[self.sha256], "ran": self.ran or self.sha256})
+
+
+class Result(Measured, _Timed):
+    """One module and its times."""
 
 
 class PeerResult(_Timed):

@@ -147,8 +147,7 @@ def _check(x: Any, rotate: Any, scale: Any, heads_kv: Any, descale: Any, out: An
     for name, each in {"x": x, **calls.given(rotate=rotate, descale=descale, out=out)}.items():
         if not isinstance(each, Tensor):
             raise TypeError(f"{name} is a {type(each).__name__}; it needs to be a torch.Tensor")
-        if torch.is_grad_enabled() and each.requires_grad:
-            raise ValueError(f"{name} requires grad; this kernel is forward only: call it under torch.no_grad()")
+        calls.refuse_grad_of(name, each)
     if x.dtype not in DTYPE_NAMES:
         raise TypeError(f"x has dtype {x.dtype}; quantize takes {' or '.join(map(str, DTYPE_NAMES))}")
     if x.ndim != 4 or x.shape[-1] % WIDTH:

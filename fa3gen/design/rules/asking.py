@@ -38,7 +38,6 @@ from fa3gen.spec.model import (
     Quantize,
     ScalarProduct,
     Spec,
-    Tile,
     TmaLoad,
     WgmmaProduct,
     WindowMask,
@@ -121,8 +120,7 @@ def _eight_bits(spec: Forward) -> Iterable[Answer]:
     dtype = spec.problem.dtype
     if spec.smem is not None:
         yield eight_bits.transposed_operand.ask(spec.smem.vt, dtype)
-    usual = Tile.model_fields["transposers"].default
-    yield eight_bits.transposing_warps.ask(spec.tile.transposers, usual, footprint.transposes(spec))
+    yield eight_bits.transposing_warps.ask(spec.tile.transposers, footprint.transposes(spec))
     if spec.accumulate is not None:
         yield eight_bits.two_levels.ask(spec.accumulate.promote_every, dtype)
     if not footprint.eight_bits(spec):

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from fa3gen.design.combining import VECTOR
 from fa3gen.design.rules.registry import GENERATOR, HARDWARE, TASTE, Violation, rule
-from fa3gen.design.rules.wording import terms
+from fa3gen.design.rules.wording import too_many_registers
 from fa3gen.hardware import hopper
 from fa3gen.hardware.dtypes import FP32
 
@@ -73,21 +73,8 @@ def combine_registers(threads: int, ctas: int, parts: Sequence[tuple[str, int]])
 
     CUDA C++ Programming Guide, "Technical Specifications per Compute Capability".
     """
-    count = sum(count for _, count in parts)
-    unit = hopper.REGISTER_UNIT_PER_THREAD
-    rounded = -(-count // unit) * unit
-    total = ctas * threads * rounded
-    if total <= hopper.REGISTERS_PER_SM and rounded <= hopper.REGISTERS_PER_THREAD:
+    wrong = too_many_registers(threads, ctas, parts, "parts at once")
+    if wrong is None:
         return None
-    most = hopper.REGISTERS_PER_SM // (threads * rounded)
-    if most and rounded <= hopper.REGISTERS_PER_THREAD:
-        return Violation(
-            "cta.per_sm",
-            f"registers per SM: {terms(parts)} = {count}, rounded up to {rounded}; x {threads} threads x {ctas} CTAs = "
-            f"{total} > {hopper.REGISTERS_PER_SM}; use at most {most}",
-        )
-    return Violation(
-        "parts.at_once",
-        f"registers: {terms(parts)} = {count} for each of {threads} threads, of {hopper.REGISTERS_PER_THREAD} for a "
-        f"thread and {hopper.REGISTERS_PER_SM} for an SM; use fewer parts at once",
-    )
+    fewer_ctas, message = wrong
+    return Violation("cta.per_sm" if fewer_ctas else "parts.at_once", message)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from fa3gen.design.footprint import TRANSPOSED_COLUMNS, TRANSPOSED_KEYS, WARPGROUP_WARPS
 from fa3gen.design.rules.registry import GENERATOR, HARDWARE, Violation, rule
 from fa3gen.hardware.dtypes import E4M3
-
-TRANSPOSED_KEYS, TRANSPOSED_COLUMNS = 32, 16  # of V, that a warp transposes at a time
 
 
 @rule(kind=HARDWARE, topic="product")
@@ -78,9 +77,9 @@ def transposed_tile(kv: int, v_dim: int, transposers: int) -> Violation | None:
 
 
 @rule(kind=GENERATOR, topic="O = P V")
-def transposing_warps(transposers: int, usual: int, transposes: bool) -> Violation | None:
-    """How many warps transpose V is asked only where some do."""
-    if transposes or transposers == usual:
+def transposing_warps(transposers: int, transposes: bool) -> Violation | None:
+    """How many warps transpose V is asked only where some do; else a spec says nothing of it: a warpgroup."""
+    if transposes or transposers == WARPGROUP_WARPS:
         return None
     return Violation(
         "tile.transposers",

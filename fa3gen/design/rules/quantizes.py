@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from fa3gen.design.quantizing import LANES, UNIT, WIDTH, WORD
 from fa3gen.design.rules.registry import GENERATOR, HARDWARE, Violation, rule
-from fa3gen.design.rules.wording import terms
+from fa3gen.design.rules.wording import around, too_many_registers
 from fa3gen.hardware import hopper
 from fa3gen.spec.quantizing import ScaledPer
 
@@ -16,11 +16,10 @@ def quantize_head_dim(head_dim: int) -> Violation | None:
     """Each of the 8 threads of a row has whole vectors of 8 elements."""
     if head_dim % WIDTH == 0:
         return None
-    around = " or ".join(str(each) for each in (head_dim // WIDTH * WIDTH, head_dim // WIDTH * WIDTH + WIDTH) if each)
     return Violation(
         "problem.head_dim",
         f"{LANES} threads of a row have vectors of {WIDTH // LANES} elements: a multiple of {WIDTH}, not {head_dim}; "
-        f"use {around}",
+        f"use {around(head_dim, WIDTH)}",
     )
 
 
@@ -103,24 +102,11 @@ def quantize_registers(threads: int, ctas: int, held: Sequence[tuple[str, int]])
 
     CUDA C++ Programming Guide, "Technical Specifications per Compute Capability".
     """
-    count = sum(count for _, count in held)
-    unit = hopper.REGISTER_UNIT_PER_THREAD
-    rounded = -(-count // unit) * unit
-    total = ctas * threads * rounded
-    if total <= hopper.REGISTERS_PER_SM and rounded <= hopper.REGISTERS_PER_THREAD:
+    wrong = too_many_registers(threads, ctas, held, "rows")
+    if wrong is None:
         return None
-    most = hopper.REGISTERS_PER_SM // (threads * rounded)
-    if most and rounded <= hopper.REGISTERS_PER_THREAD:
-        return Violation(
-            "tile.per_sm",
-            f"registers per SM: {terms(held)} = {count}, rounded up to {rounded}; x {threads} threads x {ctas} CTAs = "
-            f"{total} > {hopper.REGISTERS_PER_SM}; use at most {most}",
-        )
-    return Violation(
-        "tile.rows",
-        f"registers: {terms(held)} = {count} for each of {threads} threads, of {hopper.REGISTERS_PER_THREAD} for a "
-        f"thread and {hopper.REGISTERS_PER_SM} for an SM; use fewer rows",
-    )
+    fewer_ctas, message = wrong
+    return Violation("tile.per_sm" if fewer_ctas else "tile.rows", message)
 
 
 @rule(kind=HARDWARE, topic="shared memory")

@@ -141,7 +141,7 @@ def _specialized_roles(spec: Forward) -> tuple[Role, ...]:
         Role(specialized.V, f"warp {warps + 1}", 1, "copies V", "load_v"),
         *_finder(spec, warps + 2),
         *_transposers(spec, warps + (footprint.WARPGROUP_WARPS if footprint.transposing_warpgroups(spec) else 2)),
-        *_converters(spec, warps + hopper.WARPGROUP // hopper.WARP),
+        *_converters(spec, warps + footprint.WARPGROUP_WARPS),
         Role(
             specialized.CONSUMERS,
             "consumers",
