@@ -161,7 +161,7 @@ class SharedStorage:
 
 
 def smem_layouts():
-    """Layouts of Q, K, V transposed and O in shared memory; the stages, or slices of O, are their last mode."""
+    """Layouts of Q, K, V as it comes, and O in shared memory; the stages, or slices of O, are their last mode."""
     q_atom, k_atom, v_atom = (warpgroup.make_smem_layout_atom(kind, DTYPE) for kind in (Q_LAYOUT, K_LAYOUT, V_LAYOUT))
     sQ_layout = cute.tile_to_shape(q_atom, (TILE_M, HEAD_DIM, Q_STAGES), (0, 1, 2))
     sK_layout = cute.tile_to_shape(k_atom, (TILE_N, HEAD_DIM, KV_STAGES), (0, 1, 2))
@@ -537,7 +537,7 @@ def consume(smem, rings, mO, mLSE, tma_O, sO, scales, work, schedule):
         q_drain.advance()
         v_factor = v_descale[work.batch, work.head_kv]  # not before the loop, in which it would take a register
         upcoming = next_work(work, schedule)
-        vt_ring.consumer_wait(v_drain)  # the last V of this tile of queries has landed
+        vt_ring.consumer_wait(v_drain)  # the last V of this tile of queries has been transposed
         wait_turn(consumer)
         pv_product(pv_mma, tOrP, tOrV[None, None, None, v_drain.index], acc_O)
         pass_turn(consumer)
@@ -596,7 +596,7 @@ def multiply(products, tSrQ_tile, operands, accumulators, k_ring, vt_ring, k_dra
     k_ring.consumer_wait(k_drain)  # K of this tile has landed
     wait_turn(consumer)  # the warpgroup before this one has its S
     qk_product(qk_mma, tSrQ_tile, tSrK[None, None, None, k_drain.index], acc_S)
-    vt_ring.consumer_wait(v_drain)  # V of the tile before has landed
+    vt_ring.consumer_wait(v_drain)  # V of the tile before has been transposed
     pv_product(pv_mma, tOrP, tOrV[None, None, None, v_drain.index], acc_O)
     warpgroup.wait_group(1)  # the softmax reads S now; O += P V, the younger group, stays in flight
     pass_turn(consumer)  # the softmax comes next: the tensor core is the next warpgroup's

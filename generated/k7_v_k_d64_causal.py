@@ -147,7 +147,7 @@ class SharedStorage:
 
 
 def smem_layouts():
-    """Layouts of Q, K, V transposed and O in shared memory; the stages, or slices of O, are their last mode."""
+    """Layouts of Q, K, V as it comes, and O in shared memory; the stages, or slices of O, are their last mode."""
     q_atom, k_atom, v_atom = (warpgroup.make_smem_layout_atom(kind, DTYPE) for kind in (Q_LAYOUT, K_LAYOUT, V_LAYOUT))
     sQ_layout = cute.tile_to_shape(q_atom, (TILE_M, HEAD_DIM, Q_STAGES), (0, 1, 2))
     sK_layout = cute.tile_to_shape(k_atom, (TILE_N, HEAD_DIM, KV_STAGES), (0, 1, 2))

@@ -191,8 +191,8 @@ class ArgumentsPlan:
     of a step takes, `rows` what a thread keeps of its rows, and `lse_from` what their LSE is made of. Of parts
     `summed` is what a warp that adds them up reads, `combined` what the kernel that does takes, `combine_call` what it
     is given, and `row_outputs` what it needs to finish a row. `normalize` is what brings O to its sums. `accumulators`
-    are a consumer's, of which `only_acc_s` names S, and P V goes to `acc_pv`; it finds V in `smem_v` and `v_ring`, and
-    gives it back by `release_v`.
+    are a consumer's, of which `only_acc_s` names S, and P V goes to `acc_pv`; it finds V in `smem_v` and `v_ring`,
+    where it has landed or been transposed (`v_ready`), and gives it back by `release_v`.
     """
 
     factors: tuple[str, ...] = ()
@@ -218,6 +218,7 @@ class ArgumentsPlan:
     acc_pv: str = "acc_O"
     smem_v: str = "sVt"
     v_ring: str = "v_ring"
+    v_ready: str = "landed"
     release_v: str = "v_ring.consumer_release(v_drain)"
     store_tile: tuple[str, ...] = ()
     multiply: tuple[str, ...] = ()
@@ -864,6 +865,7 @@ def _arguments(spec: Forward) -> ArgumentsPlan:
         acc_pv="acc_step" if two_levels else "acc_O",
         smem_v="sVt_made" if transposes else "sVt",
         v_ring=v_ring,
+        v_ready="been transposed" if transposes else "landed",
         release_v=f"release_by_warp({v_ring}, v_drain)" if transposes else f"{v_ring}.consumer_release(v_drain)",
         store_tile=(*outputs, *["parts"] * (spec.split is not None), "work", "acc_O", *v_factor, *sums),
         multiply=(
