@@ -201,6 +201,7 @@ def score_phases(spec: Forward) -> tuple[float, float, float]:
     rows, lanes = footprint.thread_rows(spec)
     scores = footprint.thread_scores(spec)
     capped = 2 * scores * spec.softmax.softcap  # a product and a tanh
+    capped += rows * footprint.block_scales(spec)  # a row's largest score, scaled
     lazy = spec.softmax.rescale_above is not None
     rounded = (SCORE_INSTRUCTIONS - 4) * scores
     if footprint.eight_bits(spec):

@@ -43,6 +43,7 @@ from fa3gen.spec.model import (
     TmaLoad,
     WgmmaProduct,
 )
+from fa3gen.spec.quantizing import BLOCK_ROWS
 from fa3gen.spec.specfile import Variant
 
 STORED_NAMES = {
@@ -188,11 +189,12 @@ class ArgumentsPlan:
     that loads begins with, `loaded_by` what it ends with. `ranged` is what decides which tiles of keys are visited,
     `seen` the same of a work item. Of packed sequences `sequences` is what says where they lie, `bounds` where one
     does, and `looked_at` what a warp knows of 32 of them and of what comes before. `softmax_step` is what the softmax
-    of a step takes, `rows` what a thread keeps of its rows, and `lse_from` what their LSE is made of. Of parts
-    `summed` is what a warp that adds them up reads, `combined` what the kernel that does takes, `combine_call` what it
-    is given, and `row_outputs` what it needs to finish a row. `normalize` is what brings O to its sums. `accumulators`
-    are a consumer's, of which `only_acc_s` names S, and P V goes to `acc_pv`; it finds V in `smem_v` and `v_ring`,
-    where it has landed or been transposed (`v_ready`), and gives it back by `release_v`.
+    of a step takes, `rows` what a thread keeps of its rows, and `lse_from` what their LSE is made of; `step_scale` is
+    the factor of a step that is not the first of its tile. Of parts `summed` is what a warp that adds them up reads,
+    `combined` what the kernel that does takes, `combine_call` what it is given, and `row_outputs` what it needs to
+    finish a row. `normalize` is what brings O to its sums. `accumulators` are a consumer's, of which `only_acc_s` names
+    S, and P V goes to `acc_pv`; it finds V in `smem_v` and `v_ring`, where it has landed or been transposed
+    (`v_ready`), and gives it back by `release_v`.
     """
 
     factors: tuple[str, ...] = ()
@@ -224,6 +226,7 @@ class ArgumentsPlan:
     multiply: tuple[str, ...] = ()
     multiply_first: tuple[str, ...] = ()
     softmax_step: tuple[str, ...] = ()
+    step_scale: str = "scale_log2"
     summed: tuple[str, ...] = ()
     combined: tuple[str, ...] = ()
     combine_call: tuple[str, ...] = ()
@@ -276,7 +279,8 @@ class EightBitPlan:
     with so many `registers`, or, where that is 0, two beside those that load. Keys then stand in the order in which a
     thread holds P, and columns of O in the order in which it stores V. `v_keys_atom` is the layout of V as it was
     loaded, seen as rows of keys; `v_span` and `vt_span` are the bytes within which the swizzles of V and V transposed
-    exchange pieces. `two_levels`: whether threads add up P V of tiles of keys.
+    exchange pieces. `two_levels`: whether threads add up P V of tiles of keys. `block_rows`: rows of a head that share
+    a factor of q, or of k; 0 where a factor is of a head.
     """
 
     exponent: int
@@ -284,6 +288,7 @@ class EightBitPlan:
     transposers: int
     registers: int
     two_levels: bool
+    block_rows: int
     cutlass_out: str
     torch_out: str
     o_atom: str
@@ -831,7 +836,8 @@ def _arguments(spec: Forward) -> ArgumentsPlan:
     if spec.softmax.sink:
         sums = ("row_lse", "row_inverse")
     elif spec.outputs.lse:
-        sums = ("row_max", *sums, "scale_log2") if has_max else ("row_shift", *sums)
+        scaled = [] if footprint.block_scales(spec) else ["scale_log2"]  # else the maxima are
+        sums = ("row_max", *sums, *scaled) if has_max else ("row_shift", *sums)
     v_factor = ["v_factor"] * descaled
     # With the factors of q and k, which a tile of queries finds, a call's scale becomes what the softmax takes.
     scale = "call_scale_log2" if descales else "scale_log2"
@@ -880,6 +886,7 @@ def _arguments(spec: Forward) -> ArgumentsPlan:
         row_outputs=(*sinks, "out", "lse"),
         lse_from=("row_lse",) if sinks else ("row_max", "row_sum", "scale_log2"),
         softmax_step=("acc_S", *rows, "scale_log2"),
+        step_scale="step_scale" if footprint.block_scales(spec) else "scale_log2",
         rows=rows,
         num_rows=len(rows),
     )
@@ -988,6 +995,7 @@ def _eight_bit(spec: Forward) -> EightBitPlan | None:
         transposers=spec.tile.transposers,
         registers=footprint.transposer_registers(spec) if footprint.transposing_warpgroups(spec) else 0,
         two_levels=footprint.two_levels(spec),
+        block_rows=BLOCK_ROWS * footprint.block_scales(spec),
         cutlass_out=spec.o_element.cutlass_name,
         torch_out=spec.o_element.torch_name,
         o_atom=tiles["O"].atom,
