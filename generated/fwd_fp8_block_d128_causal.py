@@ -844,14 +844,13 @@ def scale_of_step(q_scale: cutlass.Float32, k_scale: cutlass.Float32) -> cutlass
 
 @cute.jit
 def softmax_step(acc_S, row_max, row_sum, rescale, scale_log2):
-    """Turn S into P = 2^P_EXPONENT exp(scale S - scale max) in place and move the running maxima and sums along.
+    """Turn S into P = 2^P_EXPONENT exp(scale S - max) in place and move the running maxima and sums along.
 
-    Sums grow by the same power of two, so that it is gone where O is divided by them.
+    A step has a scale of its own, so that maxima are those of scaled scores: of a row one score is multiplied for that.
+    Sums grow by the same power of two as P, so that it is gone where O is divided by them.
 
     Online softmax (Milakov and Gimelshein, arXiv 1805.02867) in base 2: exp(scale x) = 2^(scale_log2 x). The factors
     that bring O to the new maxima are left in `rescale`, since O is in use by the tensor core.
-
-    A step has its own factor of scores, so that maxima are kept scaled: of a row only its largest score is multiplied.
     """
     acc_S_rows = by_rows(acc_S)  # (2, TILE_N / 4)
     new_max = cute.make_rmem_tensor(2, cutlass.Float32)
@@ -865,7 +864,7 @@ def softmax_step(acc_S, row_max, row_sum, rescale, scale_log2):
         new_max[r] = cute.arch.fmax(row_max[r], quad_max(cute.arch.fmax(largest, other)) * scale_log2)
     for r in cutlass.range_constexpr(2):
         shift = new_max[r] - P_EXPONENT
-        rescale[r] = cute.math.exp2(row_max[r] - new_max[r], fastmath=True)
+        rescale[r] = cute.math.exp2(row_max[r] - new_max[r], fastmath=True)  # exactly 1 for a maximum that stays
         row_max[r] = new_max[r]
         total = row_sum[r] * rescale[r]
         for c in cutlass.range_constexpr(cute.size(acc_S_rows, mode=[1])):
