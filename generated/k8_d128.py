@@ -528,8 +528,8 @@ def consume(smem, rings, mO, mLSE, tma_O, sO, scales, work, schedule):
         row_sum.fill(0.0)
         call_scale_log2, q_descale, k_descale, v_descale = scales
         k_scales = k_descale[work.batch, work.head_kv, None]  # (blocks of keys)
-        q_scale = call_scale_log2 * q_descale[work.batch, work.head, work.m_block * TILE_M // SCALE_ROWS]
-        scale_log2 = scale_of_step(q_scale, k_scales[(work.n_end - 1) * TILE_N // SCALE_ROWS])  # of the first step
+        q_scale = call_scale_log2 * q_descale[work.batch, work.head, work.m_block // (SCALE_ROWS // TILE_M)]
+        scale_log2 = scale_of_step(q_scale, k_scales[(work.n_end - 1) // (SCALE_ROWS // TILE_N)])  # of the first step
         k_scale = read_scale(k_scales, work.n_end - 2)  # always a step ahead, so that nobody waits for it
         q_ring.consumer_wait(q_drain)  # Q has landed
         multiply_first(products, operands, accumulators, k_ring, q_drain, k_drain, consumer)
@@ -540,8 +540,8 @@ def consume(smem, rings, mO, mLSE, tma_O, sO, scales, work, schedule):
         round_p(acc_S, rP)
         for n_block in cutlass.range(work.n_end - 2, work.n_begin - 1, -1, unroll=1):
             multiply(products, tSrQ_tile, operands, accumulators, k_ring, vt_ring, k_drain, v_drain, consumer)
-            step_scale, k_scale = scale_of_step(q_scale, k_scale), read_scale(k_scales, n_block - 1)
-            finish_step(accumulators, rP, rows, step_scale, vt_ring, v_drain)
+            scale_log2, k_scale = scale_of_step(q_scale, k_scale), read_scale(k_scales, n_block - 1)
+            finish_step(accumulators, rP, rows, scale_log2, vt_ring, v_drain)
             k_drain.advance()
             v_drain.advance()
         q_ring.consumer_release(q_drain)  # this warp has read Q
@@ -707,7 +707,7 @@ def mask_scores(acc_S: cute.Tensor, qk_mma: cute.TiledMma, n_start: cutlass.Int3
 @cute.jit
 def read_scale(k_scales: cute.Tensor, n_block: cutlass.Int32) -> cutlass.Float32:
     """The factor of the tile of keys that comes next, if there is one; k_scales: (blocks of SCALE_ROWS keys)."""
-    return k_scales[cutlass.max(n_block, 0) * TILE_N // SCALE_ROWS]
+    return k_scales[cutlass.max(n_block, 0) // (SCALE_ROWS // TILE_N)]
 
 
 @cute.jit
@@ -965,14 +965,6 @@ def attention(q, k, v, *, q_descale=None, k_descale=None, v_descale=None, scale=
         raise ValueError(f"scale is {scale!r}; it needs to be a finite and positive number")
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         raise ValueError("q, k or v requires grad; this kernel is forward only: call it under torch.no_grad()")
-    blocks_q, blocks_k = -(-seq_q // SCALE_ROWS), -(-seq_k // SCALE_ROWS)
-    for name, x, heads, blocks in (
-        ("q_descale", q_descale, "heads_q", blocks_q),
-        ("k_descale", k_descale, "heads_kv", blocks_k),
-    ):
-        if x is not None and tuple(getattr(x, "shape", ()))[2:] != (blocks,):
-            needed = f"it needs to be (batch, {heads}, {blocks}): a factor of {SCALE_ROWS} rows of a head"
-            raise ValueError(f"{name} is {tuple(getattr(x, 'shape', ())) or type(x).__name__}; {needed}")
     gpu = q.get_device()
     no_lse = unasked_lse(gpu)
     lse = empty((batch, heads_q, seq_q), (heads_q * seq_q, seq_q, 1), torch.float32, gpu) if return_lse else no_lse
@@ -989,10 +981,9 @@ def attention(q, k, v, *, q_descale=None, k_descale=None, v_descale=None, scale=
         out.zero_()
         lse.fill_(-math.inf)
     else:
-        one = unit_factor(gpu)
-        q_descale = one.expand(batch, heads_q, blocks_q) if q_descale is None else q_descale
-        k_descale = one.expand(batch, heads_kv, blocks_k) if k_descale is None else k_descale
-        v_descale = one.expand(batch, heads_kv) if v_descale is None else v_descale
+        q_descale = block_factors("q_descale", q_descale, (batch, heads_q, seq_q), gpu)
+        k_descale = block_factors("k_descale", k_descale, (batch, heads_kv, seq_k), gpu)
+        v_descale = unit_factor(gpu).expand(batch, heads_kv) if v_descale is None else v_descale
         compile_for_sm90a()(q, k, v, q_descale, k_descale, v_descale, out, lse, scale or 128**-0.5)
     return (out, lse) if return_lse else out
 
@@ -1001,6 +992,19 @@ def attention(q, k, v, *, q_descale=None, k_descale=None, v_descale=None, scale=
 def unit_factor(gpu):
     """The factor of q, k and v for calls without one, (1, 1)."""
     return torch.ones((1, 1), dtype=torch.float32, device=gpu)
+
+
+def block_factors(name, given, shape, gpu):
+    """Factors of blocks of SCALE_ROWS of the rows of `shape`, (batch, heads, rows): those given, or 1 for all."""
+    batch, heads, rows = shape
+    blocks = -(-rows // SCALE_ROWS)
+    if given is None:
+        return unit_factor(gpu).expand(batch, heads, blocks)
+    found = tuple(getattr(given, "shape", ()))
+    if found[2:] != (blocks,):
+        needed = f"it needs to be {(batch, heads, blocks)}, a factor for {SCALE_ROWS} rows of a head"
+        raise ValueError(f"{name} is {found or type(given).__name__}; {needed}")
+    return given
 
 
 def empty(shape, strides, dtype, gpu):

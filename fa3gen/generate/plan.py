@@ -189,12 +189,11 @@ class ArgumentsPlan:
     that loads begins with, `loaded_by` what it ends with. `ranged` is what decides which tiles of keys are visited,
     `seen` the same of a work item. Of packed sequences `sequences` is what says where they lie, `bounds` where one
     does, and `looked_at` what a warp knows of 32 of them and of what comes before. `softmax_step` is what the softmax
-    of a step takes, `rows` what a thread keeps of its rows, and `lse_from` what their LSE is made of; `step_scale` is
-    the factor of a step that is not the first of its tile. Of parts `summed` is what a warp that adds them up reads,
-    `combined` what the kernel that does takes, `combine_call` what it is given, and `row_outputs` what it needs to
-    finish a row. `normalize` is what brings O to its sums. `accumulators` are a consumer's, of which `only_acc_s` names
-    S, and P V goes to `acc_pv`; it finds V in `smem_v` and `v_ring`, where it has landed or been transposed
-    (`v_ready`), and gives it back by `release_v`.
+    of a step takes, `rows` what a thread keeps of its rows, and `lse_from` what their LSE is made of. Of parts
+    `summed` is what a warp that adds them up reads, `combined` what the kernel that does takes, `combine_call` what it
+    is given, and `row_outputs` what it needs to finish a row. `normalize` is what brings O to its sums. `accumulators`
+    are a consumer's, of which `only_acc_s` names S, and P V goes to `acc_pv`; it finds V in `smem_v` and `v_ring`,
+    where it has landed or been transposed (`v_ready`), and gives it back by `release_v`.
     """
 
     factors: tuple[str, ...] = ()
@@ -226,7 +225,6 @@ class ArgumentsPlan:
     multiply: tuple[str, ...] = ()
     multiply_first: tuple[str, ...] = ()
     softmax_step: tuple[str, ...] = ()
-    step_scale: str = "scale_log2"
     summed: tuple[str, ...] = ()
     combined: tuple[str, ...] = ()
     combine_call: tuple[str, ...] = ()
@@ -886,7 +884,6 @@ def _arguments(spec: Forward) -> ArgumentsPlan:
         row_outputs=(*sinks, "out", "lse"),
         lse_from=("row_lse",) if sinks else ("row_max", "row_sum", "scale_log2"),
         softmax_step=("acc_S", *rows, "scale_log2"),
-        step_scale="step_scale" if footprint.block_scales(spec) else "scale_log2",
         rows=rows,
         num_rows=len(rows),
     )

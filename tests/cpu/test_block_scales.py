@@ -130,16 +130,16 @@ def test_other_arrangements(name: str, tmp_path: Path) -> None:
 
 MISTAKES: dict[str, tuple[str, str, str]] = {
     "the factor of the step before": (
-        "step_scale, k_scale = scale_of_step(q_scale, k_scale), read_scale(k_scales, n_block - 1)",
-        "step_scale, k_scale = scale_of_step(q_scale, k_scale), read_scale(k_scales, n_block)",
+        "scale_log2, k_scale = scale_of_step(q_scale, k_scale), read_scale(k_scales, n_block - 1)",
+        "scale_log2, k_scale = scale_of_step(q_scale, k_scale), read_scale(k_scales, n_block)",
         "wrap",
     ),
     "the factor of the first step for all": (
-        "finish_step(accumulators, rP, rows, step_scale,",
-        "finish_step(accumulators, rP, rows, scale_log2,",
+        "            scale_log2, k_scale = scale_of_step(q_scale, k_scale), read_scale(k_scales, n_block - 1)\n",
+        "",
         "wrap",
     ),
-    "the factor of another block of queries": ("work.m_block * TILE_M // SCALE_ROWS]", "0]", "ragged"),
+    "the factor of another block of queries": ("work.m_block // (SCALE_ROWS // TILE_M)]", "0]", "ragged"),
     "the factor of a head of k for one of q": (
         "q_descale[work.batch, work.head,",
         "q_descale[work.batch, work.head_kv,",
