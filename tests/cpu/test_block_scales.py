@@ -84,19 +84,20 @@ def test_blocks_of_zeros(stem: str) -> None:
     )
 
 
-def test_it_takes_what_quantize_makes(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("dim", [64, 128])
+def test_it_takes_what_quantize_makes(dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rotated, with a block of K that is far smaller than others: what its 8 bits stand for, near to what it was."""
     monkeypatch.setattr(quantize_ops, "module_at", functools.cache(lambda path: fa3gen.load(path.stem, on="cpu")))
     generator = torch.Generator().manual_seed(3)
-    q, k, v = (torch.randn(1, rows, 1, 128, generator=generator) for rows in (70, 300, 300))
+    q, k, v = (torch.randn(1, rows, 1, dim, generator=generator) for rows in (70, 300, 300))
     k[:, :BLOCK] *= 2.0**-9  # which a scale of the whole head would make subnormal
     k[:, BLOCK:] -= 0.3 * q.mean(1, keepdim=True)  # so that they count
     q, k, v = (x.bfloat16() for x in (q, k, v))
-    signs = 2.0 * torch.randint(0, 2, (128,), generator=generator) - 1.0
+    signs = 2.0 * torch.randint(0, 2, (dim,), generator=generator) - 1.0
     (q8, of_q), (k8, of_k) = (quantize(x, rotate=signs, scale="block") for x in (q, k))
     v8, of_v = quantize(v)
     assert of_q.shape == (1, 1, 1) and of_k.shape == (1, 1, 3)
-    found = module("k8_d128").attention(q8, k8, v8, q_descale=of_q, k_descale=of_k, v_descale=of_v, return_lse=True)
+    found = module(f"k8_d{dim}").attention(q8, k8, v8, q_descale=of_q, k_descale=of_k, v_descale=of_v, return_lse=True)
     stands_for = wide(q8, of_q), wide(k8, of_k), v8.double() * of_v.double()[:, None, :, None]
     close(found, reference.attention(*stands_for, reach=(None, None)))
     wanted = reference.attention(q, k, v, reach=(None, None))

@@ -11,8 +11,8 @@ arXiv 2407.08608). A needle is a key that one query of each head looks for: its 
 score of the others, and it is found where O is nearer to its value than to that of any other needle.
 
 Scales are of a tensor, of heads, or of Q and K of blocks of 128 rows of a head (V: of heads), each as it is and with Q
-and K rotated. Those of blocks go through `k8`; `fa3gen.quantize` makes them where there is a module for that (rotated,
-head dim 128), else torch.
+and K rotated. Those of blocks go through `k8`; `fa3gen.quantize` makes them where there is a module for that (rotated),
+else torch.
 """
 
 from __future__ import annotations

@@ -130,12 +130,12 @@ def test_compiled(dim: int, causal: bool, hopper: Any) -> None:
     close(out / 2, lse, expected((q.float() * 2).to(E4M3), k, v, causal, halved))
 
 
-@pytest.mark.parametrize("causal", [False, True])
-def test_what_quantize_makes(causal: bool, hopper: Any) -> None:
+@EVERY
+def test_what_quantize_makes(dim: int, causal: bool, hopper: Any) -> None:
     """Rotated, of 16-bit tensors whose blocks differ, some of them zeros: as near to these as 8 bits let it be."""
     generator = torch.Generator(hopper).manual_seed(4)
-    signs = torch.where(torch.rand(128, generator=generator, device=hopper) < 0.5, -1.0, 1.0)
-    q, k, v = (torch.randn(2, 700, 4, 128, generator=generator, device=hopper) for _ in range(3))
+    signs = torch.where(torch.rand(dim, generator=generator, device=hopper) < 0.5, -1.0, 1.0)
+    q, k, v = (torch.randn(2, 700, 4, dim, generator=generator, device=hopper) for _ in range(3))
     k[:, :BLOCK_ROWS] *= 2.0**-9
     k[:, BLOCK_ROWS : 2 * BLOCK_ROWS] = 0
     q[:, 2 * BLOCK_ROWS : 3 * BLOCK_ROWS] = 0
