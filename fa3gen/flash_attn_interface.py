@@ -35,7 +35,7 @@ from fa3gen.base.switches import turned_on
 from fa3gen.run import calls
 from fa3gen.run.combine_ops import combine
 from fa3gen.run.dispatch import ArgumentError
-from fa3gen.run.eight_bits import EIGHT_BITS, FACTORS
+from fa3gen.run.eight_bits import EIGHT_BITS, FACTORS, of_blocks
 from fa3gen.run.equal_lengths import of_equal_queries
 from fa3gen.run.kv_cache import KvCache, Pair
 from fa3gen.run.ops import attention
@@ -120,6 +120,11 @@ def flash_attn_func(
         asked: dict[str, Any] = {"softcap": softcap, "s_aux": s_aux}
         asked |= {"num_splits": num_splits, "deterministic_batch": deterministic_batch}
         _refuse_beside_8_bits(q, **asked)
+        if of_blocks(scales):
+            raise NotImplementedError(
+                "q_descale or k_descale is of blocks of rows, and flash_attn_func takes factors of "
+                "heads; pass them to fa3gen.attention"
+            )
     return attention(
         q,
         k,

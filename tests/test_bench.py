@@ -143,7 +143,7 @@ def test_modules_with_sinks_or_a_cap_have_cells_of_their_own() -> None:
     torch.testing.assert_close(bench.last_rows(CausalMask(), (q, k, v), tuple(named)), wanted, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("stem", ["k7_two_levels_d128", "k7_v_k_d128"])
+@pytest.mark.parametrize("stem", ["k7_two_levels_d128", "k7_v_k_d128", "k8_d128"])
 def test_modules_of_8_bits_are_timed_on_tensors_of_8_bits(stem: str) -> None:
     """O is bfloat16, and right within what 4 bits of P cost."""
     spec, given = variants()[stem].spec, []

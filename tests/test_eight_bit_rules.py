@@ -113,3 +113,38 @@ def test_registers_of_two_levels() -> None:
     assert 32 + footprint.transposer_registers(spec) + 2 * 224 == 4 * footprint.launch_registers(spec)
     told = violations(changed("k7_two_levels_d128", tile={"kv": 160}, smem={"v": "128B", "vt": "32B"}))
     assert "S 80 + P 20" in told["tile.kv"]
+
+
+def test_scales_of_blocks() -> None:
+    assert eight_bits.scales_of_blocks("head", "bf16") is None
+    assert eight_bits.scales_of_blocks("block", "e4m3") is None
+    told = violations(changed("fwd_d128", problem={"scales": "block"}))
+    assert told == {"problem.scales": "q and k of bf16 have no factors; leave scales out, or use dtype e4m3"}
+
+
+def test_rows_of_block() -> None:
+    """A tile lies in one block: 64 and 128 rows do, 96 and 192 do not."""
+    assert [rows for rows in (64, 96, 128, 192) if eight_bits.rows_of_block("tile.kv", rows) is None] == [64, 128]
+    told = violations(changed("k8_d64", tile={"kv": 160}, smem={"vt": "32B"}))
+    assert told["tile.kv"] == (
+        "160 rows would lie in several blocks of 128 rows, with a factor each; use a divisor of 128, or scales: head"
+    )
+    assert "tile.q" in violations(changed("k8_d64", tile={"q": 192, "warpgroups": 3}))
+    assert violations(changed("k8_d64", tile={"kv": 64}, smem={"vt": "64B"})) == {}
+
+
+@pytest.mark.parametrize(
+    ("field", "parts", "message"),
+    [
+        ("mask", {"mask": {"kind": "window", "left": 64, "right": 0}}, "with scales: block window is not rendered"),
+        (
+            "scheduler",
+            {"scheduler": "stream_k", "load": {"q_stages": 2}},
+            "stream_k is not rendered; use single_tile or",
+        ),
+    ],
+)
+def test_block_scale_kernel(field: str, parts: dict[str, Any], message: str) -> None:
+    assert eight_bits.block_scale_kernel(field, "one", ("one", "other")) is None
+    told = violations(changed("k8_d128", **parts))
+    assert message in told[field] and told[field].endswith(", or scales: head")

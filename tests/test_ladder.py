@@ -66,7 +66,13 @@ def test_every_rung_is_there_in_order() -> None:
     assert [words[-1] for words in steps] == list(RUNGS)
     assert [words[0] for words in steps[1:] if words[0] not in RUNGS[: RUNGS.index(words[-1])]] == []
     compared = [found[3].partition(":")[0].split() for found in BLOCKS if found[2] == "diff"]
-    beside = "k7_d128", "fwd_packed_d128_causal", "fwd_paged_d128_causal", "fwd_decode_d128"  # behind all rungs
+    beside = (
+        "k7_d128",
+        "k8_d128",
+        "fwd_packed_d128_causal",
+        "fwd_paged_d128_causal",
+        "fwd_decode_d128",
+    )  # behind all rungs
     assert ["c2", "g2", "g3", *(f"{rung}_d128" for rung in RUNGS[1:]), *beside] == [new for _, new in compared]
     first = [found[3].split()[-1] for found in BLOCKS if found[2] == "beside_torch"]
     assert list(dict.fromkeys(stem.partition("_")[0] for stem in first)) == list(FIRST_RUNGS)

@@ -38,7 +38,7 @@ UNEVEN: dict[str, tuple[str, dict[str, Any]]] = {
 ATTENTION = attention_stems()
 FUSED = [stem for stem in ATTENTION if not stem.startswith("k1_")] + list(UNEVEN)
 TMA = [stem for stem in FUSED if "k2" not in stem]
-SPECIALIZED = [stem for stem in FUSED if any(part in stem for part in ("k5", "k6", "k7", "fwd"))]
+SPECIALIZED = [stem for stem in FUSED if any(part in stem for part in ("k5", "k6", "k7", "k8", "fwd"))]
 
 
 @cache
@@ -306,7 +306,7 @@ def test_imports(stem: str, pipeline: bool, nvgpu: str) -> None:
 )
 def test_sections(stem: str, sections: str) -> None:
     chosen = plan(stem).sections
-    specialized = stem.startswith(("k5", "k6", "k7", "fwd"))
+    specialized = stem.startswith(("k5", "k6", "k7", "k8", "fwd"))
     # Host, kernel and loads of all specialised kernels are one section each, which their spine names.
     order = ["scheduler"] if specialized else ["host", "kernel"]
     order += [

@@ -34,6 +34,7 @@ CALLS = {
     "pv_product": ("product", "O"),
     "convert_units": ("convert", ""),
     "cap_scores": ("cap", ""),
+    "read_scale": ("read_scale", ""),
     "read_sinks": ("read_sink", ""),
     "mask_scores": ("mask", ""),
     "mask_left_edge": ("mask", ""),

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
 from fa3gen.base.wording import counted, listed
-from fa3gen.design.footprint import page_rows
+from fa3gen.design.footprint import block_scales, page_rows
 from fa3gen.design.masks import Window, computes, counted_pairs, given_with_calls, of_call
 from fa3gen.design.tiles import sequence_contiguous
 from fa3gen.hardware.dtypes import DTYPES
@@ -26,12 +26,18 @@ from fa3gen.spec.model import (
     WindowMask,
     usual_output,
 )
+from fa3gen.spec.quantizing import BLOCK_ROWS
 
 Lengths = tuple[int, int]  # queries and keys of one sequence
 ODD_PAGE = 24  # rows of a page where nobody says how many, and any number will do
 NAMED = 8  # sequences whose lengths are said one by one
 MOST_DIM_OF_TWO_LEVELS = 128  # of v: accumulators of O and of P V of a step leave a thread registers for S up to it
 TILE_ROWS = 128  # in which calls are counted; the tiles of a module may have fewer
+
+
+def blocks_of(rows: int) -> int:
+    """How many blocks of BLOCK_ROWS so many rows are, the last of which may have fewer: each may have its factor."""
+    return -(-rows // BLOCK_ROWS)
 
 
 @dataclass(frozen=True)
@@ -66,7 +72,8 @@ class Shape:
         """
         totals = {"total_q": self.batch * self.seq_q, "total_k": self.batch * self.seq_k}
         pages = {"pages": self.batch, "page": self.seq_k, "most_pages": 1}
-        return {**asdict(self), **totals, **pages, "offsets": self.batch + 1}
+        blocks = {"blocks_q": blocks_of(self.seq_q), "blocks_k": blocks_of(self.seq_k)}
+        return {**asdict(self), **totals, **pages, **blocks, "offsets": self.batch + 1}
 
     @property
     def lengths_text(self) -> str:
@@ -181,7 +188,7 @@ class Family(NamedTuple):
     than MOST_CAP_OF_FIRST_MAX, or may be one of a module's calls. `page_rows`: the page size of a call;
     of a module the number that its calls' page sizes are multiples of. `part_keys`: how many keys a part has where that
     is fixed, so that a row's bits are the same whatever else a call has. `kv_dtype`: that of k and v where they have 8
-    bits beside queries of 16.
+    bits beside queries of 16. `block_scales`: whether factors of q and k are of blocks of rows, and not of heads.
     """
 
     dtype: AttentionDType
@@ -197,6 +204,7 @@ class Family(NamedTuple):
     any_cap: bool = False
     part_keys: int | None = None
     kv_dtype: StoredDType | None = None
+    block_scales: bool = False
 
     @classmethod
     def of(cls, spec: Forward) -> Family:
@@ -213,6 +221,7 @@ class Family(NamedTuple):
             any_cap=spec.softmax.softcap and spec.softmax.row_max == "online",
             part_keys=spec.split.keys if spec.split is not None else None,
             kv_dtype=spec.kv.dtype,
+            block_scales=block_scales(spec),
         )
 
     def of_call(self, window: Window | None = None) -> Family:
@@ -236,8 +245,9 @@ class Family(NamedTuple):
 
     @property
     def dtypes(self) -> str:
-        """`bf16`, `bf16, O in fp32`, or `bf16, K and V in e4m3`."""
+        """`bf16`, `bf16, O in fp32`, `bf16, K and V in e4m3`, or `e4m3, scales of blocks, O in bf16`."""
         keys = "" if self.kv_dtype is None else f", K and V in {self.kv_dtype}"
+        keys += ", scales of blocks" * self.block_scales
         return self.dtype + keys + ("" if self.out_dtype is None else f", O in {self.out_dtype}")
 
     @property
@@ -250,7 +260,7 @@ class Family(NamedTuple):
         """`bf16_d128_causal`, `bf16_d192_128_full`, `bf16_d128_causal_o_fp32`: names the file of tuning records."""
         out = "" if self.out_dtype is None else f"_o_{self.out_dtype}"
         where = f"_sequence_{''.join(self.by_sequence)}" if self.by_sequence else ""
-        score = "_sink" * self.sink + "_softcap" * self.softcap + "_any" * self.any_cap
+        score = "_sink" * self.sink + "_softcap" * self.softcap + "_any" * self.any_cap + "_block" * self.block_scales
         packed = {"dense": "", "packed": "_packed", "paged": f"_pages_{self.page_rows}"}[self.layout]
         same = "" if self.part_keys is None else f"_parts_of_{self.part_keys}"
         keys = "" if self.kv_dtype is None else f"_kv_{self.kv_dtype}"

@@ -118,6 +118,11 @@ def two_levels(spec: Forward) -> bool:
     return spec.accumulate is not None
 
 
+def block_scales(spec: Forward) -> bool:
+    """Whether each block of BLOCK_ROWS rows of a head of q, and of k, has a factor of its own."""
+    return spec.problem.scales == "block"
+
+
 def converts(spec: Forward) -> bool:
     """Whether K and V have 8 bits in memory, of which a warpgroup makes the operands of the products."""
     return spec.kv.dtype is not None

@@ -97,6 +97,7 @@ _VALUES: Mapping[str, Sequence[Any]] = {
     "softmax.sink": (False,),
     "softmax.softcap": (False,),
     "problem.head_dim_v": (None,),
+    "problem.scales": ("head",),
     "tile.pack_heads": (1,),
     "tile.kv_from": ("first_key",),
     "tile.threads": (None, hopper.WARPGROUP),

@@ -256,6 +256,7 @@ def _sizes(dims: tuple[Extent, ...], given: Mapping[str, int]) -> tuple[int, ...
 
 BATCH, SEQ_Q, SEQ_K = Extent("batch"), Extent("seq_q"), Extent("seq_k")
 HEADS_Q, HEADS_KV = Extent("heads_q"), Extent("heads_kv")
+BLOCKS_Q, BLOCKS_K = Extent("blocks_q"), Extent("blocks_k")
 TOTAL_Q, TOTAL_K, OFFSETS = Extent("total_q"), Extent("total_k"), Extent("offsets")
 PAGES, PAGE, MOST_PAGES = Extent("pages"), Extent("page"), Extent("most_pages")
 NUM_SMS, NUM_PARTS = Extent("num_sms"), Extent("num_parts")
@@ -289,8 +290,12 @@ def forward(spec: Forward) -> Operation:
         arguments += _offsets_and_lengths()
     if footprint.eight_bits(spec) or footprint.converts(spec):
         anywhere = Dense(align=FP32.bytes, contiguous=None)
+        of_blocks: dict[str, tuple[Extent, ...]] = {}
+        if footprint.block_scales(spec):
+            of_blocks = {"q_descale": (BATCH, HEADS_Q, BLOCKS_Q), "k_descale": (BATCH, HEADS_KV, BLOCKS_K)}
         for name in (*["q_descale"] * footprint.eight_bits(spec), "k_descale", "v_descale"):
-            arguments.append(Tensor(name, "optional input", FP32, (BATCH, HEADS_KV), "threads", anywhere))
+            factors = of_blocks.get(name, (BATCH, HEADS_KV))
+            arguments.append(Tensor(name, "optional input", FP32, factors, "threads", anywhere))
     arguments.append(Tensor("out", "output", spec.o_element, (*of_q, HEADS_Q, v_dim), stored))
     if spec.outputs.lse:
         lse, rows = Dense(align=FP32.bytes), (HEADS_Q, TOTAL_Q) if packed else (BATCH, HEADS_Q, SEQ_Q)

@@ -44,6 +44,8 @@ SCORE_INSTRUCTIONS = 4.5
 # Where P has 8 bits, two conversions of two values make a register of four, which a byte permute puts together; and
 # where keys are exchanged within quads, for each 16 keys two shuffles, two permutes and two choices of what goes where.
 MERGED_8BIT, EXCHANGE_8BIT = 0.25, 6
+# Where each step has a factor of its own: finding its address, reading it, and scaling maxima; as compiled, 9 to 27.
+SCALE_INSTRUCTIONS = 20
 # Address arithmetic beside each vector that the scalar products load, of swizzled tiles and of plain ones, and
 # instructions for each row of a scalar softmax. As compiled: k2 and k3 at head dims 64 and 128; k3_plain_d64.
 QK_ADDRESSING, PV_ADDRESSING, SCALAR_ROW_INSTRUCTIONS = 9, 3, 68
@@ -201,6 +203,7 @@ def score_phases(spec: Forward) -> tuple[float, float, float]:
     rows, lanes = footprint.thread_rows(spec)
     scores = footprint.thread_scores(spec)
     capped = 2 * scores * spec.softmax.softcap  # a product and a tanh
+    scaled = SCALE_INSTRUCTIONS * footprint.block_scales(spec)
     lazy = spec.softmax.rescale_above is not None
     rounded = (SCORE_INSTRUCTIONS - 4) * scores
     if footprint.eight_bits(spec):
@@ -209,7 +212,7 @@ def score_phases(spec: Forward) -> tuple[float, float, float]:
     if spec.softmax.row_max == "first":
         return capped, 3 * scores, rounded
     moved = VOTE_INSTRUCTIONS if lazy else rows * spec.problem.v_dim // lanes
-    return scores + capped, 3 * scores, moved + rounded
+    return scores + capped + scaled, 3 * scores, moved + rounded
 
 
 def scalar_qk_instructions(spec: Forward) -> float:

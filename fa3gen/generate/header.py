@@ -36,6 +36,7 @@ from fa3gen.spec.model import (
     TmaLoad,
     WgmmaProduct,
 )
+from fa3gen.spec.quantizing import BLOCK_ROWS
 
 EXPORT_NAME, COMMENTED_NAME = 24, 18  # longest names that fit 120 columns with an export call, with a comment
 SPEC_PATH = 38  # the longest that fits them with what to change
@@ -224,6 +225,8 @@ def _decisions(spec: Forward) -> list[tuple[str, str]]:
                 "S becomes tanh(scale S / softcap) by tanh.approx, before any mask; the softmax's factor is softcap",
             )
         )
+    if footprint.block_scales(spec):
+        rows.append(("scales", f"of {BLOCK_ROWS} rows of a head of Q, and of K: a step has one; maxima are scaled"))
     rows.append(("softmax", _softmax_sentence(spec)))
     if spec.softmax.sink:
         rows.append(("sink", "a logit of each query head, added to a row's sum once, after its last key; -inf: none"))
@@ -594,6 +597,7 @@ def _name(step: Step) -> str:
         "rotate": f"rotate {step.what}",
         "find_scale": f"find {step.what}",
         "read": f"read {step.what}",
+        "read_scale": "read a factor",
         "read_sink": "read sinks",
         "add_c": "add C",
         "add_step": "add the step",

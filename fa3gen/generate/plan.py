@@ -43,6 +43,7 @@ from fa3gen.spec.model import (
     TmaLoad,
     WgmmaProduct,
 )
+from fa3gen.spec.quantizing import BLOCK_ROWS
 from fa3gen.spec.specfile import Variant
 
 STORED_NAMES = {
@@ -276,7 +277,8 @@ class EightBitPlan:
     with so many `registers`, or, where that is 0, two beside those that load. Keys then stand in the order in which a
     thread holds P, and columns of O in the order in which it stores V. `v_keys_atom` is the layout of V as it was
     loaded, seen as rows of keys; `v_span` and `vt_span` are the bytes within which the swizzles of V and V transposed
-    exchange pieces. `two_levels`: whether threads add up P V of tiles of keys.
+    exchange pieces. `two_levels`: whether threads add up P V of tiles of keys. `block_rows`: rows of a head that share
+    a factor of q, or of k; 0 where a factor is of a head.
     """
 
     exponent: int
@@ -284,6 +286,7 @@ class EightBitPlan:
     transposers: int
     registers: int
     two_levels: bool
+    block_rows: int
     cutlass_out: str
     torch_out: str
     o_atom: str
@@ -831,7 +834,8 @@ def _arguments(spec: Forward) -> ArgumentsPlan:
     if spec.softmax.sink:
         sums = ("row_lse", "row_inverse")
     elif spec.outputs.lse:
-        sums = ("row_max", *sums, "scale_log2") if has_max else ("row_shift", *sums)
+        scaled = [] if footprint.block_scales(spec) else ["scale_log2"]  # else the maxima are
+        sums = ("row_max", *sums, *scaled) if has_max else ("row_shift", *sums)
     v_factor = ["v_factor"] * descaled
     # With the factors of q and k, which a tile of queries finds, a call's scale becomes what the softmax takes.
     scale = "call_scale_log2" if descales else "scale_log2"
@@ -988,6 +992,7 @@ def _eight_bit(spec: Forward) -> EightBitPlan | None:
         transposers=spec.tile.transposers,
         registers=footprint.transposer_registers(spec) if footprint.transposing_warpgroups(spec) else 0,
         two_levels=footprint.two_levels(spec),
+        block_rows=BLOCK_ROWS * footprint.block_scales(spec),
         cutlass_out=spec.o_element.cutlass_name,
         torch_out=spec.o_element.torch_name,
         o_atom=tiles["O"].atom,

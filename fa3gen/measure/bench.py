@@ -107,12 +107,12 @@ class Competitor:
 
 
 def module_competitor(name: str, spec: Forward, load: Callable[[], Any]) -> Competitor:
-    """Wrap one generated module; it serves the cells of its own head dim, dtype and mask."""
+    """Wrap one generated module; it serves the cells of its own head dim, dtype and mask, and is given no factors."""
 
     operation = operation_of(spec)
 
     def serves(cell: Cell) -> bool:
-        return Family.of(spec)._replace(by_sequence=()).serves(cell.family)
+        return Family.of(spec)._replace(by_sequence=(), block_scales=False).serves(cell.family)
 
     def prepare(cell: Cell) -> Attend:
         if spec.tile.pack_heads > 1:

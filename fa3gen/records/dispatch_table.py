@@ -181,6 +181,7 @@ def _order(family: Family) -> tuple[Any, ...]:
     own = (
         family.out_dtype or "",
         family.kv_dtype or "",
+        family.block_scales,
         family.keywords,
         family.by_sequence,
         -(family.page_rows or 0),
@@ -338,6 +339,7 @@ def _row(family: Family, edge: float | None, part: _Part) -> Row:
         mask=family.mask,
         out_dtype=family.out_dtype,
         kv_dtype=family.kv_dtype,
+        block_scales=family.block_scales or None,
         sink=family.sink or None,
         softcap=family.softcap or None,
         by_sequence="v" if family.by_sequence else None,

@@ -273,6 +273,7 @@ class Row(SpecModel):
     mask: Mask
     out_dtype: OutputDType | None = Field(default=None, description="Of O, where it is not `dtype`.")
     kv_dtype: StoredDType | None = Field(default=None, description="Of k and v, where they have 8 bits.")
+    block_scales: bool | None = Field(default=None, description="True: for factors of blocks of rows of q and k.")
     sink: bool | None = Field(default=None, description="True: for calls with sinks.")
     softcap: bool | None = Field(default=None, description="True: for calls with a cap of the scores.")
     by_sequence: Literal["v"] | None = Field(
@@ -347,6 +348,7 @@ class Row(SpecModel):
             softcap=bool(self.softcap),
             page_rows=self.page_rows,
             kv_dtype=self.kv_dtype,
+            block_scales=bool(self.block_scales),
         )
 
     @property

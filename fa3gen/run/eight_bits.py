@@ -8,10 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fa3gen.design.family import blocks_of
 from fa3gen.hardware.dtypes import DTYPES, E4M3
 from fa3gen.run import calls
 from fa3gen.run.dispatch import ArgumentError
 from fa3gen.spec.model import usual_output
+from fa3gen.spec.quantizing import BLOCK_ROWS
 
 Factors = tuple[Any, Any, Any]  # of q, k and v
 FACTORS = "q_descale", "k_descale", "v_descale"
@@ -24,11 +26,30 @@ def out_like(q: Tensor, v: Tensor) -> Tensor:
     return q.new_empty((*q.shape[:3], v.shape[3]), dtype=dtype)
 
 
+def of_blocks(factors: Factors) -> bool:
+    """Whether factors of q, or of k, are those of blocks of rows: (batch, heads, blocks), more than one number."""
+    q_descale, k_descale, _ = factors
+    return _of_blocks(q_descale) or _of_blocks(k_descale)
+
+
+def _of_blocks(factor: Any) -> bool:
+    return isinstance(factor, Tensor) and factor.dim() == 3 and factor.numel() != 1
+
+
+def _wanted(q: Tensor, k: Tensor, factors: Factors) -> tuple[tuple[int, ...], ...]:
+    """The shapes that modules take factors in: of q and k both of heads, or both of blocks."""
+    of_heads = q.shape[0], k.shape[2]
+    if not of_blocks(factors):
+        return of_heads, of_heads, of_heads
+    of_q, of_k = ((x.shape[0], x.shape[2], blocks_of(x.shape[1])) for x in (q, k))
+    return of_q, of_k, of_heads
+
+
 def named_factors(q: Tensor, k: Tensor, factors: Factors) -> dict[str, Tensor]:
-    """Those that are given, by name, as modules take them: (batch, heads_kv). Raises as `check_factors`."""
-    wanted, device, named = (q.shape[0], k.shape[2]), q.get_device(), {}
+    """Those that are given, by name, as modules take them: see `_wanted`. Raises as `check_factors`."""
+    device, named = q.get_device(), {}
     wide = q.dtype is not EIGHT_BITS
-    for name, factor in zip(FACTORS, factors, strict=True):
+    for name, factor, wanted in zip(FACTORS, factors, _wanted(q, k, factors), strict=True):
         if factor is not None:
             # What `_check_factor` asks, in line, since each call comes here.
             if wide or type(factor) is not Tensor or factor.dtype is not torch.float32 or factor.requires_grad:
@@ -38,7 +59,7 @@ def named_factors(q: Tensor, k: Tensor, factors: Factors) -> dict[str, Tensor]:
             if factor.shape != wanted:
                 if factor.numel() != 1:
                     _check_factor(name, factor, q, wanted)
-                factor = factor.as_strided(wanted, (0, 0))  # one number for all, without a copy
+                factor = factor.as_strided(wanted, (0,) * len(wanted))  # one number for all, without a copy
             named[name] = factor
     return named
 
@@ -46,13 +67,12 @@ def named_factors(q: Tensor, k: Tensor, factors: Factors) -> dict[str, Tensor]:
 def check_factors(q: Tensor, k: Tensor, factors: Factors) -> None:
     """Raise TypeError for a factor that is no tensor, ArgumentError for one of another shape, dtype or device, and for
     any beside q of 16 bits; ValueError where a gradient would be lost."""
-    wanted = q.shape[0], k.shape[2]
-    for name, factor in zip(FACTORS, factors, strict=True):
+    for name, factor, wanted in zip(FACTORS, factors, _wanted(q, k, factors), strict=True):
         if factor is not None:
             _check_factor(name, factor, q, wanted)
 
 
-def _check_factor(name: str, factor: Any, q: Tensor, wanted: tuple[int, int]) -> None:
+def _check_factor(name: str, factor: Any, q: Tensor, wanted: tuple[int, ...]) -> None:
     if not isinstance(factor, Tensor):
         raise TypeError(
             f"{name} is a {type(factor).__name__}; it needs to be a torch.Tensor on q's device: each call would "
@@ -64,9 +84,13 @@ def _check_factor(name: str, factor: Any, q: Tensor, wanted: tuple[int, int]) ->
         )
     fits = factor.shape == wanted or factor.numel() == 1
     if not fits or factor.dtype != torch.float32 or factor.get_device() != q.get_device():
+        what = "for each sequence and head of k"
+        if len(wanted) == 3:
+            what = f"for each sequence, head of {name[0]} and block of {BLOCK_ROWS} rows"
+            what += ", as another factor is of blocks" * (factor.dim() != 3)
         raise ArgumentError(
             f"{name} is {tuple(factor.shape)}, {factor.dtype} on {factor.device}; it needs to be one number or "
-            f"{wanted}, for each sequence and head of k, torch.float32 on {q.device}"
+            f"{wanted}, {what}, torch.float32 on {q.device}"
         )
     calls.refuse_grad_of(name, factor)
 

@@ -53,9 +53,9 @@ def _explain(
     tiles an SM gets is then counted with the SMs of an H200, and the answer says so. Raises as `fa3gen.attention` where
     no module is found; with `render`, one is rendered, and not yet compiled.
     """
-    how = num_splits, split_keys, deterministic_batch
-    family, size = _asked(q, k, v, out, causal, window, sinks, softcap, how)
-    eight_bits.check_factors(q, k, (q_descale, k_descale, v_descale))
+    how, factors = (num_splits, split_keys, deterministic_batch), (q_descale, k_descale, v_descale)
+    family, size = _asked(q, k, v, out, causal, window, sinks, softcap, how, eight_bits.of_blocks(factors))
+    eight_bits.check_factors(q, k, factors)
     size = replace(size, in_rows=can_be_packed(q, k, v, out))
     (batch, seq_q, heads_q, _), (_, seq_k, heads_kv, _) = q.shape, k.shape
     shape = Shape(batch, seq_q, seq_k, heads_q, heads_kv)
@@ -107,9 +107,12 @@ def attention(
             a value; -inf for none. It takes a module of its own, as does a softcap.
         softcap: Scores become softcap tanh(scale S / softcap) before the mask; finite and positive. The tanh is that of
             the hardware, off by 2^-11 of itself at most.
-        q_descale, k_descale, v_descale: What q, k and v of 8 bits are to be multiplied by, 1 by default: float32 on
-            the GPU, one element for all of a tensor, or (batch, heads_kv) with any strides, 0 as well; that of q is for
-            all query heads of a kv head. Read on the device, so that a graph is replayed with what they are then.
+        q_descale, k_descale, v_descale: What q, k and v of 8 bits are to be multiplied by, 1 by default: positive
+            float32 on the GPU, one element for all of a tensor, or (batch, heads_kv) with any strides, 0 as well; that
+            of q is for all query heads of a kv head. Or those of q and k are of blocks of 128 rows of a head, as
+            `fa3gen.quantize(scale="block")` returns them, (batch, heads_q, ceil(seq_q / 128)) and (batch, heads_kv,
+            ceil(seq_k / 128)), unmasked or causal. Read on the device, so that a graph is replayed with what they are
+            then.
         scale: Factor of the scores, finite and positive; 1 / sqrt(d) by default.
         out: (batch, seq_q, heads_q, d_v) to write O to, of q's dtype, or float32, which takes a module of its own;
             bfloat16 beside q of 8 bits. A new contiguous tensor of q's dtype, or bfloat16, by default.
@@ -155,19 +158,17 @@ def attention(
     if not (type(q) is type(k) is type(v) is Tensor and q.is_cuda) or dispatch_modes() or functorch_transforms():
         how = num_splits, split_keys, deterministic_batch
         # Its messages are better than those of an operator's schema.
-        _asked(q, k, v, out, causal, window, sinks, softcap, how)
+        _asked(q, k, v, out, causal, window, sinks, softcap, how, eight_bits.of_blocks(factors))
         eight_bits.check_factors(q, k, factors)
         return _by_operator(q, k, v, causal, window, sinks, softcap, factors, scale, out, return_lse, how, render)
+    scaled = q_descale is not None or k_descale is not None or v_descale is not None
+    blocks = scaled and eight_bits.of_blocks(factors)
+    asked = q, k, v, out, causal, window, return_lse, sinks, softcap
     try:
-        serving = _serving(
-            q, k, v, out, causal, window, return_lse, sinks, softcap, num_splits, split_keys, deterministic_batch
-        )
+        serving = _serving(*asked, num_splits, split_keys, deterministic_batch, blocks)
     except NotRendered as missing:
         calls.render(missing, allowed=render, compiled=True)
-        serving = _serving(
-            q, k, v, out, causal, window, return_lse, sinks, softcap, num_splits, split_keys, deterministic_batch
-        )
-    scaled = q_descale is not None or k_descale is not None or v_descale is not None
+        serving = _serving(*asked, num_splits, split_keys, deterministic_batch, blocks)
     if scaled or sinks is not None or softcap is not None:
         named = named_scores(sinks, softcap) | eight_bits.named_factors(q, k, factors)
         named |= {"enable_pdl": True} if enable_pdl and _has_pdl(serving) else {}
@@ -193,6 +194,7 @@ def _asked(
     sinks: Any,
     softcap: Any,
     how: How,
+    blocks: bool,
 ) -> tuple[Family, Size]:
     """What the module has to be compiled for, and the size of the call. Raises ArgumentError, TypeError."""
     calls.check_tensors({"q": q, "k": k, "v": v}, "(batch, seq, heads, head dim)")
@@ -212,6 +214,7 @@ def _asked(
         softcap=softcap is not None,
         any_cap=calls.any_cap(softcap),
         part_keys=part_keys,
+        block_scales=blocks,
     )
     seq_k, heads_kv = k.shape[1], k.shape[2]
     tiles = Shape(batch, seq_q, seq_k, heads_q, heads_kv).tiles
@@ -231,8 +234,9 @@ def _serving(
     num_splits: int,
     split_keys: int | None,
     deterministic_batch: bool,
+    blocks: bool,
 ) -> Attention:
-    """The `attention` of the module for a call; `window` is None or a tuple."""
+    """The `attention` of the module for a call; `window` is None or a tuple, `blocks` as in `Family.block_scales`."""
     key: tuple[Any, ...] = ()
     try:
         batch, seq_q, heads_q, dim = q.shape  # asked for once: each `.shape` is a new object
@@ -245,7 +249,7 @@ def _serving(
         if sinks is not None or softcap is not None:
             key += (sinks is not None, softcap is not None, calls.any_cap(softcap))
         if q.dtype is EIGHT_BITS:
-            key += (k.dtype, v.dtype, eight_bits.by_sequence(v))
+            key += (k.dtype, v.dtype, eight_bits.by_sequence(v), blocks)
         if few and (window is not None or sinks is not None or softcap is not None):
             key += ("in rows", can_be_packed(q, k, v, out))
         tiles = batch * heads_q * -(-seq_q // TILE_ROWS)  # `Shape.tiles`, without the call
@@ -255,7 +259,7 @@ def _serving(
     except (AttributeError, IndexError, TypeError, ValueError):
         pass  # not four dimensions, or no tensor: what follows says so
     how = num_splits, split_keys, deterministic_batch
-    family, size = _asked(q, k, v, out, causal, window, sinks, softcap, how)
+    family, size = _asked(q, k, v, out, causal, window, sinks, softcap, how, blocks)
     size = replace(size, in_rows=can_be_packed(q, k, v, out))
     return calls.found(key, family, size, lse=return_lse)
 
@@ -320,10 +324,11 @@ def _forward(
     render: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """`fa3gen::attention_forward`: O and LSE, which has no rows unless `return_lse`."""
-    reach, how = None if window is None else tuple(window), (num_splits, split_keys, deterministic_batch)
+    reach, factors = None if window is None else tuple(window), (q_descale, k_descale, v_descale)
+    how = num_splits, split_keys, deterministic_batch, eight_bits.of_blocks(factors)
     asked = q, k, v, None, causal, reach, return_lse, sinks, softcap, *how
     serving = calls.or_rendered(_serving, *asked, allowed=render, compiled=q.is_cuda)
-    named = named_scores(sinks, softcap) | eight_bits.named_factors(q, k, (q_descale, k_descale, v_descale))
+    named = named_scores(sinks, softcap) | eight_bits.named_factors(q, k, factors)
     returned = serving(q, k, v, **named, scale=scale, return_lse=return_lse)
     if not return_lse:
         return returned, _lse_like(q, False)
@@ -352,10 +357,11 @@ def _forward_out(
     render: bool = False,
 ) -> Tensor:
     """`fa3gen::attention_forward_out`: writes O to `out` and returns LSE, which has no rows unless `return_lse`."""
-    reach, how = None if window is None else tuple(window), (num_splits, split_keys, deterministic_batch)
+    reach, factors = None if window is None else tuple(window), (q_descale, k_descale, v_descale)
+    how = num_splits, split_keys, deterministic_batch, eight_bits.of_blocks(factors)
     asked = q, k, v, out, causal, reach, return_lse, sinks, softcap, *how
     serving = calls.or_rendered(_serving, *asked, allowed=render, compiled=q.is_cuda)
-    named = named_scores(sinks, softcap) | eight_bits.named_factors(q, k, (q_descale, k_descale, v_descale))
+    named = named_scores(sinks, softcap) | eight_bits.named_factors(q, k, factors)
     returned = serving(q, k, v, **named, scale=scale, out=out, return_lse=return_lse)
     lse: Tensor = returned[1].contiguous() if return_lse else _lse_like(q, False)
     return lse
@@ -380,9 +386,9 @@ def _forward_fake(
     split_keys: int | None = None,
     render: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    how = num_splits, split_keys, deterministic_batch
-    _check_shapes(q, k, v, None, causal, window, sinks, softcap, how)
-    eight_bits.check_factors(q, k, (q_descale, k_descale, v_descale))
+    how, factors = (num_splits, split_keys, deterministic_batch), (q_descale, k_descale, v_descale)
+    _check_shapes(q, k, v, None, causal, window, sinks, softcap, how, eight_bits.of_blocks(factors))
+    eight_bits.check_factors(q, k, factors)
     return eight_bits.out_like(q, v), _lse_like(q, return_lse)
 
 
@@ -406,9 +412,9 @@ def _forward_out_fake(
     split_keys: int | None = None,
     render: bool = False,
 ) -> Tensor:
-    how = num_splits, split_keys, deterministic_batch
-    _check_shapes(q, k, v, out, causal, window, sinks, softcap, how)
-    eight_bits.check_factors(q, k, (q_descale, k_descale, v_descale))
+    how, factors = (num_splits, split_keys, deterministic_batch), (q_descale, k_descale, v_descale)
+    _check_shapes(q, k, v, out, causal, window, sinks, softcap, how, eight_bits.of_blocks(factors))
+    eight_bits.check_factors(q, k, factors)
     wanted = (*q.shape[:3], v.shape[3])
     calls.need(
         tuple(out.shape) == wanted,
@@ -433,9 +439,10 @@ def _check_shapes(
     sinks: Tensor | None,
     softcap: float | None,
     how: How,
+    blocks: bool,
 ) -> None:
     """What can be wrong with tensors that have no memory, so that it shows when a model is traced."""
-    _asked(q, k, v, out, causal, window, sinks, softcap, how)
+    _asked(q, k, v, out, causal, window, sinks, softcap, how, blocks)
     calls.need_sinks(sinks, q.shape[2])
     calls.need(
         k.shape[0] == q.shape[0] and k.shape[3] == q.shape[3],

@@ -24,11 +24,11 @@ from fa3gen.run.calls import dispatch_modes, functorch_transforms
 from fa3gen.run.dispatch import ArgumentError, NoKernel
 from fa3gen.run.launch import module_at
 from fa3gen.spec.common import DType
-from fa3gen.spec.quantizing import ScaledPer
+from fa3gen.spec.quantizing import BLOCK_ROWS, ScaledPer
 
 DTYPE_NAMES = {DTYPES[name].in_torch(): name for name in get_args(DType)}
 SCALES = get_args(ScaledPer)
-BLOCK = 128  # rows that share a scale of scale="block", those of a tile of specs/quantize_rotate_block.yaml
+BLOCK = BLOCK_ROWS  # that share a scale of scale="block", those of a tile of specs/quantize_rotate_block.yaml
 
 
 def quantize(

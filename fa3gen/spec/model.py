@@ -32,7 +32,7 @@ from fa3gen.spec.common import (
 )
 from fa3gen.spec.copying import Copy
 from fa3gen.spec.gemm import Gemm
-from fa3gen.spec.quantizing import Quantize
+from fa3gen.spec.quantizing import BLOCK_ROWS, Quantize
 
 __all__ = [
     "AttentionDType",
@@ -57,6 +57,7 @@ __all__ = [
 ]
 
 SequenceLayout = Literal["dense", "packed", "paged"]
+ScalesOf = Literal["head", "block"]
 Scheduler = Literal["single_tile", "grid", "static", "stream_k", "dynamic", "even"]
 
 # The kernels count keys in 32 bits: row + reach stays below 2^31 for up to 2^30 keys.
@@ -82,6 +83,11 @@ class Problem(SpecModel):
         description="`dense`: q, k, v are (batch, seq, heads, head_dim), sequences of one length; `packed` (varlen): "
         "(total, heads, head_dim), sequences of any lengths one behind the other, with their offsets on the device; "
         "`paged`: q as in `packed`, k and v (pages, page, heads, head_dim), with a table of each sequence's pages.",
+    )
+    scales: ScalesOf = Field(
+        default="head",
+        description="What a factor of q and k of 8 bits is for. `head`: a sequence and a head of k, whose query heads "
+        f"share that of q; `block`: {BLOCK_ROWS} rows of a head of theirs, as `quantize` makes them with scale block.",
     )
 
     @property

@@ -10,6 +10,7 @@ from fa3gen.hardware.dtypes import DTYPES, E4M3, Dtype
 from fa3gen.spec.common import DType, SpecModel
 
 ScaledPer = Literal["head", "block", "token"]
+BLOCK_ROWS = 128  # of a head, that share a scale where attention takes scales of blocks
 
 
 class QuantizeProblem(SpecModel):

@@ -408,6 +408,9 @@ class Runner(ModuleRunner):
             if (factors := good.get(tensor.name)) is not None and tensor.dtype is FP32:
                 yield f"{tensor} of one head fewer", tensor.name, {**good, tensor.name: factors[:, :-1]}
                 yield f"{tensor} in float64", tensor.name, {**good, tensor.name: factors.double()}
+                if factors.ndim == 3:
+                    yield f"{tensor} of one block fewer", tensor.name, {**good, tensor.name: factors[..., :-1]}
+                    yield f"{tensor} of heads", tensor.name, {**good, tensor.name: factors[..., 0]}
 
     def _bad_batches(self, good: Mapping[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
         """Like `_bad_calls`, of what says which queries attend to which keys."""

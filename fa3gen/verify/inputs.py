@@ -18,17 +18,20 @@ from typing import Any, Literal, TypeVar
 import torch
 
 from fa3gen.design import footprint
-from fa3gen.design.family import PackedShape, Shape
+from fa3gen.design.family import PackedShape, Shape, blocks_of
 from fa3gen.design.masks import Window, given_with_calls, of_call, options_of_call, reach
 from fa3gen.design.operation import BATCH, HEADS_KV, SEQ_K, Dense, Extent, Tensor, operation_of
 from fa3gen.design.tiles import sequence_contiguous
 from fa3gen.hardware.dtypes import BF16, DTYPES, VECTOR_BYTES, Dtype
 from fa3gen.spec.model import WINDOW_MAX, Forward, Mask, NoMask, SyncLoad, WindowMask
+from fa3gen.spec.quantizing import BLOCK_ROWS
 
 GUARD = 8  # rows of NaN before and after each padded tensor, along the sequence
 # By bytes of an element: a NaN, of any of the dtypes, that no instruction gives and torch.nan is not.
 POISON = {1: (torch.uint8, 0xFF), 2: (torch.int16, 0x7FA5), 4: (torch.int32, 0x7FA5A5A5)}
 
+# Of factors of blocks, base 2, which those of a head have in turn.
+BLOCK_EXPONENTS = {"q": (-2.4, 0.0), "k": (-2.4, 0.0, 2.4)}
 # Beside ordinary ones, by head. The first leaves something of a row, the second nothing.
 SINKS = (6.0, 3e38, -3e38, -math.inf)
 
@@ -64,6 +67,14 @@ class Case:
         return f"b{self.batch} {self.seq_q}x{self.seq_k} h{self.heads_q}/{self.heads_kv}{window}"
 
 
+def _times(x: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+    """x (batch, seq, heads, d) in float64, times factors of heads, which several may share, or of blocks of rows."""
+    wide = factors.double().repeat_interleave(x.shape[2] // factors.shape[1], dim=1)  # (batch, heads, ..)
+    if wide.ndim == 2:
+        return x.double() * wide[:, None, :, None]
+    return x.double() * wide.repeat_interleave(BLOCK_ROWS, dim=2)[..., : x.shape[1]].transpose(1, 2)[..., None]
+
+
 Part = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # q, k and v of four dimensions
 AnyCase = TypeVar("AnyCase", bound=Case)
 
@@ -73,7 +84,8 @@ class Inputs:
     """Tensors of one case. `out` is poisoned and lies inside `out_storage`, whose other elements stay as they are.
 
     `mask` is what the call computes, `options` what it says for that beside its tensors. `descales` are the factors of
-    q, k and v by name, (batch, heads_kv), where these have 8 bits and the call gives any.
+    q, k and v by name, where these have 8 bits and the call gives any: (batch, heads_kv), or of q and k (batch, heads,
+    blocks), each of BLOCK_ROWS rows.
     """
 
     q: torch.Tensor
@@ -114,9 +126,8 @@ class Inputs:
         """What attends to itself and nothing else, as the reference takes it: as much as factors make of it."""
         if not self.descales:
             return [(self.q, self.k, self.v)]
-        group = self.q.shape[2] // self.k.shape[2]
-        q, k, v = (self.descales[f"{name}_descale"].double()[:, None, :, None] for name in ("q", "k", "v"))
-        return [(self.q.double() * q.repeat_interleave(group, dim=2), self.k.double() * k, self.v.double() * v)]
+        of_q, of_k, of_v = (self.descales[f"{name}_descale"] for name in "qkv")
+        return [(_times(self.q, of_q), _times(self.k, of_k), _times(self.v, of_v))]
 
     @property
     def written(self) -> list[torch.Tensor]:
@@ -338,12 +349,15 @@ def make_for(spec: Forward, case: Case, *, device: torch.device, seed: int) -> I
         options=options_of_call(spec.mask, case.window),
         sinks=_sinks(case, seed).to(device) if spec.softmax.sink else None,
         softcap=case.softcap if spec.softmax.softcap else None,
-        descales=_descales(case, seed, device) if footprint.eight_bits(spec) else {},
+        descales=_descales(spec, case, seed, device) if footprint.eight_bits(spec) else {},
     )
 
 
-def _descales(case: Case, seed: int, device: torch.device) -> dict[str, torch.Tensor]:
-    """Factors of q, k and v: none where all lie in one tensor, one for all heads with strides 0, or one for each."""
+def _descales(spec: Forward, case: Case, seed: int, device: torch.device) -> dict[str, torch.Tensor]:
+    """Factors of q, k and v: none where all lie in one tensor, one for all heads with strides 0, or one for each.
+
+    Of blocks, those of a head differ from their neighbours by a factor of 4 and more: that of another one would show.
+    """
     if case.layout == "packed":
         return {}
     generator = torch.Generator().manual_seed(case_seed(f"{case.name}, factors", seed))
@@ -352,6 +366,14 @@ def _descales(case: Case, seed: int, device: torch.device) -> dict[str, torch.Te
         shape = (1, 1) if case.layout == "expanded" else (case.heads_kv, case.batch)
         factors = torch.exp2(2 * torch.rand(shape, generator=generator) - 1).to(device)  # 0.5 to 2
         made[name] = factors.expand(case.heads_kv, case.batch).t()
+    if footprint.block_scales(spec):
+        for name, heads, rows in (("q", case.heads_q, case.seq_q), ("k", case.heads_kv, case.seq_k)):
+            some = (1, 1) if case.layout == "expanded" else (heads, case.batch)
+            exponents = torch.tensor(BLOCK_EXPONENTS[name])
+            blocks = torch.arange(blocks_of(rows))[:, None, None] + torch.randint(0, 4, some, generator=generator)
+            each = exponents[blocks % len(exponents)] + 0.2 * torch.rand((len(blocks), *some), generator=generator)
+            factors = torch.exp2(each).to(device)
+            made[f"{name}_descale"] = factors.expand(-1, heads, case.batch).permute(2, 1, 0)
     return made
 
 

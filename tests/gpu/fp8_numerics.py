@@ -9,6 +9,10 @@ were quantised, and beside it of the quantised ones, which leaves what the kerne
 with outliers, N(0, 1) + N(0, 100) with probability 0.001, as in section 4.3 of the FlashAttention-3 paper (Shah et al.,
 arXiv 2407.08608). A needle is a key that one query of each head looks for: its score is that many times the standard
 score of the others, and it is found where O is nearer to its value than to that of any other needle.
+
+Scales are of a tensor, of heads, or of Q and K of blocks of 128 rows of a head (V: of heads), each as it is and with Q
+and K rotated. Those of blocks go through `k8`; `fa3gen.quantize` makes them where there is a module for that (rotated),
+else torch.
 """
 
 from __future__ import annotations
@@ -26,12 +30,15 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 import fa3gen  # noqa: E402
+from fa3gen.design.family import blocks_of  # noqa: E402
 from fa3gen.design.masks import reach  # noqa: E402
 from fa3gen.design.workspace import Workspace  # noqa: E402
 from fa3gen.hardware.dtypes import E4M3  # noqa: E402
 from fa3gen.measure.bench import require_hopper  # noqa: E402
+from fa3gen.run.dispatch import NoKernel  # noqa: E402
 from fa3gen.run.launch import module_at  # noqa: E402
 from fa3gen.spec.model import NoMask  # noqa: E402
+from fa3gen.spec.quantizing import BLOCK_ROWS  # noqa: E402
 from fa3gen.verify import reference  # noqa: E402
 
 LARGEST = 448.0  # of e4m3
@@ -40,6 +47,7 @@ LENGTHS = 1024, 8192, 32768, 131072
 NEEDLES = 128
 # Modules that sum P V of all keys in the tensor core, as FlashAttention-3 does, and of a tile of keys: production.
 ONE_LEVEL, TWO_LEVELS = "k7", "fwd_fp8"
+BLOCKS = "k8"  # takes scales of blocks, and sums as production does
 
 
 def module(family: str, dim: int) -> Callable[..., Any]:
@@ -64,15 +72,35 @@ def exact(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 
 
 def quantised(x: torch.Tensor, per: str, signs: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """x in 8 bits and its factors, (1, heads)."""
+    """x in 8 bits and its factors, (1, heads), or of blocks (1, heads, blocks)."""
     if per == "tensor":
-        descale = (x.abs().max().float() / LARGEST).expand(1, x.shape[2]).contiguous()
-        return fa3gen.quantize(x, rotate=signs, descale=descale)
+        largest = (x if signs is None else reference.rotate(x, signs)).abs().max().float()
+        return fa3gen.quantize(x, rotate=signs, descale=(largest / LARGEST).expand(1, x.shape[2]).contiguous())
+    if per == "block":
+        try:
+            return fa3gen.quantize(x, rotate=signs, scale="block")
+        except NoKernel:
+            return in_blocks(x, signs)
     return fa3gen.quantize(x, rotate=signs)
 
 
+def in_blocks(x: torch.Tensor, signs: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `fa3gen.quantize(scale="block")`, by torch: for what there is no module."""
+    rows = x.double() if signs is None else reference.rotate(x, signs)
+    blocks = rows.abs().amax(-1).transpose(1, 2).split(BLOCK_ROWS, dim=2)  # each (1, heads, rows of a block)
+    descale = (torch.stack([block.amax(-1) for block in blocks], -1) / LARGEST).float()
+    return reference.round_e4m3(rows / of_rows(descale, x.shape[1])).to(E4M3.in_torch()), descale
+
+
+def of_rows(factors: torch.Tensor, rows: int) -> torch.Tensor:
+    """Factors of heads or of blocks as a tensor (1, rows, heads, d) is multiplied by them, in float64."""
+    if factors.dim() == 2:
+        return factors.double()[:, None, :, None]
+    return factors.double().repeat_interleave(BLOCK_ROWS, 2)[..., :rows].transpose(1, 2)[..., None]
+
+
 def dequantised(x: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
-    return x.double() * factors[:, None, :, None]
+    return x.double() * of_rows(factors, x.shape[1])
 
 
 def relative(found: torch.Tensor, right: torch.Tensor) -> float:
@@ -85,6 +113,9 @@ RECIPES = [
     ("scales of heads, as FA3", "head", False, ONE_LEVEL),
     ("scales of heads, two levels", "head", False, TWO_LEVELS),
     ("the same, rotated (K8)", "head", True, TWO_LEVELS),
+    ("one scale for a tensor, rotated, two levels", "tensor", True, TWO_LEVELS),
+    ("scales of blocks of Q and K, two levels", "block", False, BLOCKS),
+    ("scales of blocks, rotated (K8)", "block", True, BLOCKS),
 ]
 
 
@@ -92,7 +123,8 @@ def outputs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, signs: torch.Tens
     """O of one recipe, and the quantised tensors as float64."""
     _, per, rotated, family = recipe
     turn = signs if rotated else None
-    (q8, a), (k8, b), (v8, c) = quantised(q, per, turn), quantised(k, per, turn), quantised(v, per, None)
+    of_v = "head" if per == "block" else per
+    (q8, a), (k8, b), (v8, c) = quantised(q, per, turn), quantised(k, per, turn), quantised(v, of_v, None)
     out = module(family, q.shape[3])(q8, k8, v8, q_descale=a, k_descale=b, v_descale=c)
     return out, (dequantised(q8, a), dequantised(k8, b), dequantised(v8, c))
 
@@ -142,11 +174,23 @@ def needles(dim: int, generator: torch.Generator) -> None:
         print(f"| {name} | " + " | ".join(cells) + " |")
 
 
-def both(tensors: Any, into: Any, signs: torch.Tensor | None, causal: bool, out: torch.Tensor) -> None:
-    """Quantise q, k and v, and attend."""
-    (q8, a), (k8, b) = (fa3gen.quantize(x, rotate=signs, out=o) for x, o in zip(tensors[:2], into[:2], strict=True))
+def both(
+    tensors: Any, into: Any, signs: torch.Tensor | None, causal: bool, out: torch.Tensor, per: Any = "head"
+) -> None:
+    """Quantise q and k, with scales of heads or of blocks, and v, and attend."""
+    pairs = zip(tensors[:2], into[:2], strict=True)
+    (q8, a), (k8, b) = (fa3gen.quantize(x, rotate=signs, scale=per, out=o) for x, o in pairs)
     v8, c = fa3gen.quantize(tensors[2], out=into[2])
     fa3gen.attention(q8, k8, v8, causal=causal, q_descale=a, k_descale=b, v_descale=c, out=out)
+
+
+def ones_of_blocks(tensors: Any) -> dict[str, torch.Tensor]:
+    """Factors of blocks of q and of k."""
+    shapes = {f"{name}_descale": x.shape for name, x in zip("qk", tensors[:2], strict=True)}
+    return {
+        name: torch.ones(batch, heads, blocks_of(rows), device="cuda")
+        for name, (batch, rows, heads, _) in shapes.items()
+    }
 
 
 def speeds(rounds: int = 9) -> None:
@@ -163,13 +207,19 @@ def speeds(rounds: int = 9) -> None:
                 shape = 16384 // seq, seq, 2048 // dim, dim
                 q, k, v = (torch.randn(shape, device="cuda", generator=generator).bfloat16() for _ in range(3))
                 eight = [x.to(E4M3.in_torch()) for x in (q, k, v)]
-                out = torch.empty_like(q)
+                out, ones = torch.empty_like(q), ones_of_blocks(eight)
                 calls: dict[str, Callable[[], Any]] = {
                     "bf16": lambda q=q, k=k, v=v, c=causal, o=out: fa3gen.attention(q, k, v, causal=c, out=o),
                     "8 bits": lambda e=eight, c=causal, o=out: fa3gen.attention(*e, causal=c, out=o),
                     "quantised, 8 bits": lambda t=(q, k, v), e=eight, c=causal, o=out: both(t, e, None, c, o),
                     "quantised, rotated, 8 bits": lambda t=(q, k, v), e=eight, c=causal, o=out, s=signs: both(
                         t, e, s, c, o
+                    ),
+                    "8 bits, blocks": lambda e=eight, c=causal, o=out, f=ones: fa3gen.attention(
+                        *e, causal=c, **f, out=o
+                    ),
+                    "quantised by blocks, rotated, 8 bits": lambda t=(q, k, v), e=eight, c=causal, o=out, s=signs: both(
+                        t, e, s, c, o, "block"
                     ),
                 }
                 took = timed(calls, rounds)

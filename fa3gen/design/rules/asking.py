@@ -123,9 +123,15 @@ def _eight_bits(spec: Forward) -> Iterable[Answer]:
     yield eight_bits.transposing_warps.ask(spec.tile.transposers, footprint.transposes(spec))
     if spec.accumulate is not None:
         yield eight_bits.two_levels.ask(spec.accumulate.promote_every, dtype)
+    yield eight_bits.scales_of_blocks.ask(spec.problem.scales, dtype)
     if not footprint.eight_bits(spec):
         return
     softmax, tile = spec.softmax, spec.tile
+    if footprint.block_scales(spec):
+        yield eight_bits.rows_of_block.ask("tile.q", tile.q)
+        yield eight_bits.rows_of_block.ask("tile.kv", tile.kv)
+        yield eight_bits.block_scale_kernel.ask("mask", spec.mask.kind, ("none", "causal"))
+        yield eight_bits.block_scale_kernel.ask("scheduler", spec.scheduler, ("single_tile", "static", "dynamic"))
     rendered: dict[str, tuple[object, tuple[object, ...]]] = {
         "qk.engine": (spec.qk.engine, ("wgmma",)),
         "schedule.kind": (spec.schedule.kind, ("warp_specialized", "ping_pong")),

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from fa3gen.design.footprint import TRANSPOSED_COLUMNS, TRANSPOSED_KEYS, WARPGROUP_WARPS
 from fa3gen.design.rules.registry import GENERATOR, HARDWARE, Violation, rule
 from fa3gen.hardware.dtypes import E4M3
+from fa3gen.spec.quantizing import BLOCK_ROWS
 
 
 @rule(kind=HARDWARE, topic="product")
@@ -106,3 +107,33 @@ def two_levels(promote_every: int, dtype: str) -> Violation | None:
         f"promotion after {promote_every} tiles of keys is not rendered: their sums would have to be rescaled, too; "
         "use 1, which costs no instruction more than rescaling, or leave accumulate out",
     )
+
+
+@rule(kind=GENERATOR, topic="softmax")
+def scales_of_blocks(scales: str, dtype: str) -> Violation | None:
+    """Only q and k of 8 bits have factors, of heads or of blocks of rows."""
+    if scales == "head" or dtype == E4M3.name:
+        return None
+    return Violation(
+        "problem.scales", f"q and k of {dtype} have no factors; leave scales out, or use dtype {E4M3.name}"
+    )
+
+
+@rule(kind=GENERATOR, topic="softmax")
+def rows_of_block(field: str, rows: int) -> Violation | None:
+    """A tile of queries, and one of keys, lies in one block, so that a step has one factor for all of its scores."""
+    if BLOCK_ROWS % rows == 0:
+        return None
+    return Violation(
+        field,
+        f"{rows} rows would lie in several blocks of {BLOCK_ROWS} rows, with a factor each; use a divisor of "
+        f"{BLOCK_ROWS}, or scales: head",
+    )
+
+
+@rule(kind=GENERATOR, topic="softmax")
+def block_scale_kernel(field: str, value: str, rendered: Sequence[str]) -> Violation | None:
+    """A step's own factor is rendered without a window, and where a CTA has all keys of its tiles of queries."""
+    if value in rendered:
+        return None
+    return Violation(field, f"with scales: block {value} is not rendered; use {' or '.join(rendered)}, or scales: head")

@@ -38,6 +38,7 @@ Kind = Literal[
     "rescale",  # bring O to the new maxima
     "round",  # P to 16 bits
     "read",  # a tile, or A, from shared memory to the registers
+    "read_scale",  # of the next step's keys, from global memory
     "read_sink",  # of this tile's rows, from global memory
     "add_c",
     "add_step",  # sums of one step to those of all

@@ -258,6 +258,8 @@ def _overlapped(spec: Forward, drawing: str) -> Iterator[Step]:
     turns, flattened = _Turns(spec), footprint.flattened(spec)
     yield from _first(spec, CONSUMERS, drawing)
     yield from turns.first()
+    if footprint.block_scales(spec):
+        yield _consumers("tile", "read_scale", note="q_descale, and k_descale of the first two steps")
     yield from _first_scores(turns, "cta" if flattened else "tile")
     when = "with" if spec.softmax.mask_end == "always" else "if it holds"
     yield from _cap(spec, "tile")
@@ -300,6 +302,8 @@ def _overlapped_step(spec: Forward, turns: _Turns) -> Iterator[Step]:
     yield step("wait_products", in_flight=1)
     yield from turns.give("step")
     yield step("release", on="k", note="S is complete, P V runs on")
+    if footprint.block_scales(spec):
+        yield step("read_scale", note="k_descale of the next step, from global memory")
     yield from _cap(spec, "step")
     if not isinstance(spec.mask, NoMask):
         yield step("mask", note="boundary tiles only")
