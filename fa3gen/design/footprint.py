@@ -113,6 +113,11 @@ def transposing_warpgroups(spec: Forward) -> int:
     return int(transposes(spec) and spec.tile.transposers == WARPGROUP_WARPS)
 
 
+def loads_together(spec: Forward) -> bool:
+    """Whether one warp copies Q, K and V: of the producer's four one finds packed sequences, and two transpose V."""
+    return transposes(spec) and packed_sequences(spec)
+
+
 def two_levels(spec: Forward) -> bool:
     """Whether threads add up P V of tiles of keys, and not the tensor core."""
     return spec.accumulate is not None

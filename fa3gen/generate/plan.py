@@ -77,7 +77,7 @@ class RowsPlan:
     """How the module writes the part of each tensor that a tile of queries works with: a head of one sequence.
 
     `heads`: how its host side writes the number of heads of q; `sequence` names the number of a packed sequence, which
-    not all kernels need.
+    not all kernels need. `factor` is where a factor of q, k or v stands, of those of 8 bits.
     """
 
     q: str
@@ -87,6 +87,7 @@ class RowsPlan:
     lse: str
     heads: str
     sequence: str = "_"
+    factor: str = "work.batch, work.head_kv"
 
 
 @dataclass(frozen=True)
@@ -170,7 +171,8 @@ class Fake:
 
     def __str__(self) -> str:
         """`fake(seq_k, heads_kv, HEAD_DIM)`."""
-        dtype = [f"{'dtype=' * (self.tensor.role == 'input')}cutlass.{self.tensor.dtype.cutlass_name}"] * self.own_dtype
+        named = self.tensor.role == "input" or self.tensor.dims[0] is not BATCH  # packed ones have any number of dims
+        dtype = [f"{'dtype=' * named}cutlass.{self.tensor.dtype.cutlass_name}"] * self.own_dtype
         contiguous, dims = self.tensor.contiguous, self.tensor.dims
         where = [f"contiguous={contiguous}"] * (contiguous != len(dims) - 1)
         dims = dims[1:] if dims[0] is BATCH else dims  # which all tensors have
@@ -190,7 +192,7 @@ class ArgumentsPlan:
     does, and `looked_at` what a warp knows of 32 of them and of what comes before. `softmax_step` is what the softmax
     of a step takes, `rows` what a thread keeps of its rows, and `lse_from` what their LSE is made of. Of parts
     `summed` is what a warp that adds them up reads, `combined` what the kernel that does takes, `combine_call` what it
-    is given, and `row_outputs` what it needs to finish a row. `normalize` is what brings O to its sums. `accumulators`
+    is given, and `row_outputs` what it needs to finish a row. `descales` are the factors of q, k and v. `normalize` is what brings O to its sums. `accumulators`
     are a consumer's, of which `only_acc_s` names S, and P V goes to `acc_pv`; it finds V in `smem_v` and `v_ring`,
     where it has landed or been transposed (`v_ready`), and gives it back by `release_v`.
     """
@@ -231,6 +233,8 @@ class ArgumentsPlan:
     lse_from: tuple[str, ...] = ()
     rows: tuple[str, ...] = ()
     num_rows: int = 0
+    descales: tuple[str, ...] = ()
+    num_descales: int = 0
     load_kv: tuple[str, ...] = ()
 
 
@@ -242,7 +246,8 @@ class LoadPlan:
     `page_rows`: keys of one page that are copied at once, 0 without pages; `pages`: what copies them, or nothing.
     `ahead`: tiles of K, or of V, that cp.async has on their way at once. `k_smem` to `stages` are the module's names
     for where they come to, which is not where they are multiplied if they are converted. `reads_ahead`: the table of
-    pages is read a tile before it is needed.
+    pages is read a tile before it is needed. `together`: one warp copies Q, K and V, where `v_tensor` is what V is
+    called. `clips_bytes`: some of what is clipped at the end of a sequence has elements of one byte, and some of two.
     """
 
     engine: str
@@ -261,6 +266,9 @@ class LoadPlan:
     stages: str = "KV_STAGES"
     q_ring_made_of: str = "storage.q_barriers, Q_STAGES, TILE_M * HEAD_DIM * 2"
     reads_ahead: bool = False
+    together: bool = False
+    v_tensor: str = "mVt"
+    clips_bytes: bool = False
 
     @property
     def runs_ahead(self) -> bool:
@@ -673,7 +681,8 @@ def _rows(spec: Forward) -> RowsPlan:
             k, v = f"cute.domain_offset((work.k_begin, 0), {k})", f"cute.domain_offset((0, work.k_begin), {v})"
         return RowsPlan(f"mQ{of_q}", k, v, f"mO{of_q}", lse, heads)
     queries, keys = "work.head, work.q_begin, work.seq_q", "work.head_kv, work.k_begin, work.seq_k"
-    sequence = "sequence" if footprint.paged(spec) or footprint.converts(spec) else "_"
+    numbered = footprint.paged(spec) or footprint.converts(spec) or footprint.eight_bits(spec)
+    sequence = "sequence" if numbered else "_"
     if spec.tile.group == "at_most":
         of_group = "work.head_kv, work.q_begin, work.seq_q"
         o, lse = f"slice_rows(mO, {of_group})", f"slice_rows(mLSE, {of_group})"
@@ -689,6 +698,7 @@ def _rows(spec: Forward) -> RowsPlan:
         lse=f"slice_rows(mLSE, {queries})",
         heads="heads_q",
         sequence=sequence,
+        factor="work.sequence, work.head_kv",
     )
 
 
@@ -768,7 +778,7 @@ def _scheduler(spec: Forward) -> SchedulerPlan:
         passes,
         shuffles,
         slots,
-        f"{1 + footprint.packed_sequences(spec)}{preparing}",
+        f"{1 + (footprint.packed_sequences(spec) and not footprint.loads_together(spec))}{preparing}",
         f"(HEAD_DIM + {v_dim})" if spec.kv_element.bytes == 1 else f"((HEAD_DIM + {v_dim}) * 2)",
         by_head=spec.order == "by_head",
         split=spec.split is not None,
@@ -882,6 +892,8 @@ def _arguments(spec: Forward) -> ArgumentsPlan:
         softmax_step=("acc_S", *rows, "scale_log2"),
         rows=rows,
         num_rows=len(rows),
+        descales=tuple(descales),
+        num_descales=len(descales),
     )
 
 
@@ -958,6 +970,9 @@ def _load(spec: Forward) -> LoadPlan:
         ahead=footprint.gathered_ahead(spec),
         **(STORED_NAMES if footprint.converts(spec) else {}),
         reads_ahead=footprint.converts(spec) and footprint.paged(spec),
+        together=footprint.loads_together(spec),
+        v_tensor="mV" if footprint.paged(spec) else "mVt",
+        clips_bytes=footprint.eight_bits(spec) or (footprint.converts(spec) and not footprint.paged(spec)),
     )
 
 
@@ -1150,7 +1165,7 @@ def _sections(spec: Forward) -> SectionsPlan:
         pages=_pages_section(spec),
         loads=_section(_loads_section(spec)),
         scheduler=_section(_scheduler_section(spec)),
-        producers=_section("producers_grid" if spec.scheduler == "grid" else "producers"),
+        producers=_section(_producers_section(spec)),
         consumer=_section("consumer_overlapped" if overlap else "consumer_sequential"),
         softmax=_section("softmax_overlapped" if overlap else "softmax_fragment"),
         pv=_section("pv_eight_bit" if footprint.eight_bits(spec) else "pv_wgmma_fragment"),
@@ -1162,6 +1177,12 @@ def _loads_section(spec: Forward) -> str:
     if footprint.gathered(spec):
         return "loads_gathered"
     return "loads_transposing" if footprint.transposes(spec) else "loads_specialized"
+
+
+def _producers_section(spec: Forward) -> str:
+    if footprint.loads_together(spec):
+        return "producers_together"
+    return "producers_grid" if spec.scheduler == "grid" else "producers"
 
 
 def _scheduler_section(spec: Forward) -> str:

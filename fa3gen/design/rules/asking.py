@@ -131,7 +131,7 @@ def _eight_bits(spec: Forward) -> Iterable[Answer]:
         "schedule.kind": (spec.schedule.kind, ("warp_specialized", "ping_pong")),
         "schedule.overlap": (footprint.overlapped(spec), (True,)),
         "scheduler": (spec.scheduler, ("single_tile", "static", "stream_k", "dynamic")),
-        "problem.layout": (spec.problem.layout, ("dense",)),
+        "problem.layout": (spec.problem.layout, ("dense", "packed", "paged")),
         "problem.head_dim_v": (spec.problem.v_dim, (spec.problem.head_dim,)),
         "tile.pack_heads": (tile.pack_heads, (1,)),
         "tile.ctas_per_sm": (tile.ctas_per_sm, (1,)),
@@ -144,6 +144,9 @@ def _eight_bits(spec: Forward) -> Iterable[Answer]:
     }
     for field, (value, values) in rendered.items():
         yield eight_bits.eight_bit_kernel.ask(field, value, values)
+    if footprint.packed_sequences(spec):  # of the producer's warps one finds tiles, and two are left
+        yield eight_bits.eight_bit_kernel.ask("tile.transposers", tile.transposers, (2,))
+        yield eight_bits.eight_bit_kernel.ask("smem.vt", spec.smem and spec.smem.vt, ("128B", "64B", "32B"))
     if footprint.persistent(spec):  # else the place of Q would be free with the last K
         yield eight_bits.eight_bit_kernel.ask("load.q_stages", footprint.q_stages(spec), (2,))
 
