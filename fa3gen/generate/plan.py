@@ -192,9 +192,10 @@ class ArgumentsPlan:
     does, and `looked_at` what a warp knows of 32 of them and of what comes before. `softmax_step` is what the softmax
     of a step takes, `rows` what a thread keeps of its rows, and `lse_from` what their LSE is made of. Of parts
     `summed` is what a warp that adds them up reads, `combined` what the kernel that does takes, `combine_call` what it
-    is given, and `row_outputs` what it needs to finish a row. `descales` are the factors of q, k and v. `normalize` is what brings O to its sums. `accumulators`
-    are a consumer's, of which `only_acc_s` names S, and P V goes to `acc_pv`; it finds V in `smem_v` and `v_ring`,
-    where it has landed or been transposed (`v_ready`), and gives it back by `release_v`.
+    is given, and `row_outputs` what it needs to finish a row. `descales` are the factors of q, k and v.
+    `normalize` is what brings O to its sums. `accumulators` are a consumer's, of which `only_acc_s` names S, and P V
+    goes to `acc_pv`; it finds V in `smem_v` and `v_ring`, where it has landed or been transposed (`v_ready`), and gives
+    it back by `release_v`.
     """
 
     factors: tuple[str, ...] = ()
