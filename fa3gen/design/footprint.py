@@ -261,7 +261,7 @@ def register_shares(spec: Forward) -> int:
     second would have to wait until its CTAs end. Where a product needs them all, it has them (`accumulator_at_launch`).
     """
     ctas = spec.tile.ctas_per_sm
-    if converts(spec):  # so many warpgroups leave a product too few registers
+    if converts(spec) or two_levels(spec):  # so many warpgroups, or accumulators, leave a product too few registers
         return ctas
     beside = hopper.registers_at_launch(threads(spec) * (ctas + 1))
     return ctas + (spec.split is not None and registers_of_product(accumulator_columns(spec)) <= beside)
@@ -288,7 +288,7 @@ def register_budget(spec: Forward) -> tuple[int, int]:
     if transposing_warpgroups(spec):
         producer, _, consumer = TRANSPOSING_BUDGETS[consumers]
         return producer, consumer
-    if transposes(spec):
+    if transposes(spec) and register_shares(spec) == 1:
         return TRANSPOSING_BESIDE_BUDGETS[consumers]
     if converts(spec):
         producer, _, consumer = CONVERTING_BUDGETS[consumers, spec.kv.warpgroups]

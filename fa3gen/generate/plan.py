@@ -683,12 +683,13 @@ def _rows(spec: Forward) -> RowsPlan:
         return RowsPlan(f"mQ{of_q}", k, v, f"mO{of_q}", lse, heads)
     queries, keys = "work.head, work.q_begin, work.seq_q", "work.head_kv, work.k_begin, work.seq_k"
     numbered = footprint.paged(spec) or footprint.converts(spec) or footprint.eight_bits(spec)
-    sequence = "sequence" if numbered else "_"
+    sequence, factor = "sequence" if numbered else "_", "work.sequence, work.head_kv"
     if spec.tile.group == "at_most":
         of_group = "work.head_kv, work.q_begin, work.seq_q"
         o, lse = f"slice_rows(mO, {of_group})", f"slice_rows(mLSE, {of_group})"
         q = f"packed_rows_of(mQ, {queries})"
-        return RowsPlan(q, f"rows_of(mK, {keys})", f"columns_of(mVt, {keys})", o, lse, "heads_q", sequence)
+        k, v = f"rows_of(mK, {keys})", f"columns_of(mVt, {keys})"
+        return RowsPlan(q, k, v, o, lse, "heads_q", sequence, factor)
     rows_of = "packed_rows_of" if spec.tile.pack_heads > 1 else "rows_of"
     o_rows_of = "slice_rows" if spec.outputs.o == "direct" else rows_of
     return RowsPlan(
@@ -699,7 +700,7 @@ def _rows(spec: Forward) -> RowsPlan:
         lse=f"slice_rows(mLSE, {queries})",
         heads="heads_q",
         sequence=sequence,
-        factor="work.sequence, work.head_kv",
+        factor=factor,
     )
 
 
@@ -973,7 +974,8 @@ def _load(spec: Forward) -> LoadPlan:
         reads_ahead=footprint.converts(spec) and footprint.paged(spec),
         together=footprint.loads_together(spec),
         v_tensor="mV" if footprint.paged(spec) else "mVt",
-        clips_bytes=footprint.eight_bits(spec) or (footprint.converts(spec) and not footprint.paged(spec)),
+        clips_bytes=(footprint.eight_bits(spec) and spec.outputs.o != "direct")
+        or (footprint.converts(spec) and not footprint.paged(spec)),
     )
 
 
@@ -1006,7 +1008,7 @@ def _eight_bit(spec: Forward) -> EightBitPlan | None:
         two_levels=footprint.two_levels(spec),
         cutlass_out=spec.o_element.cutlass_name,
         torch_out=spec.o_element.torch_name,
-        o_atom=tiles["O"].atom,
+        o_atom=tiles["O"].atom if "O" in tiles else "",
         v_keys_atom=layout_atom("k", tiles["V"].swizzle),
         v_span=hopper.SWIZZLE_SPAN[tiles["V"].swizzle],
         vt_span=hopper.SWIZZLE_SPAN[tiles["Vt"].swizzle] if transposes else 0,
@@ -1066,7 +1068,8 @@ def _schedule(spec: Forward) -> SchedulePlan:
 
 def _imports(spec: Forward) -> ImportsPlan:
     tma, wgmma = isinstance(spec.load, TmaLoad), isinstance(spec.qk, WgmmaProduct)
-    gathered = operation_of(spec).tensor("out").moved == "tma"  # in shared memory, by stmatrix
+    # O is gathered in shared memory, V transposed: by ldmatrix and stmatrix.
+    gathered = operation_of(spec).tensor("out").moved == "tma" or footprint.transposes(spec)
     names = {
         "OperandMajorMode": wgmma,
         "cpasync": spec.load.engine != "sync",

@@ -125,18 +125,19 @@ def _eight_bits(spec: Forward) -> Iterable[Answer]:
         yield eight_bits.two_levels.ask(spec.accumulate.promote_every, dtype)
     if not footprint.eight_bits(spec):
         return
-    softmax, tile = spec.softmax, spec.tile
+    softmax, tile, even = spec.softmax, spec.tile, spec.scheduler == "even"
     rendered: dict[str, tuple[object, tuple[object, ...]]] = {
         "qk.engine": (spec.qk.engine, ("wgmma",)),
         "schedule.kind": (spec.schedule.kind, ("warp_specialized", "ping_pong")),
         "schedule.overlap": (footprint.overlapped(spec), (True,)),
-        "scheduler": (spec.scheduler, ("single_tile", "static", "stream_k", "dynamic")),
+        "scheduler": (spec.scheduler, ("single_tile", "static", "stream_k", "dynamic", "even")),
         "problem.layout": (spec.problem.layout, ("dense", "packed", "paged")),
         "problem.head_dim_v": (spec.problem.v_dim, (spec.problem.head_dim,)),
-        "tile.pack_heads": (tile.pack_heads, (1,)),
+        "tile.group": (tile.group, ("at_most",) if even else ("multiple",)),
+        "tile.pack_heads": (tile.pack_heads, (tile.pack_heads,) if even else (1,)),
         "tile.ctas_per_sm": (tile.ctas_per_sm, (1,)),
-        "split": (None if spec.split is None else "split", (None,)),
-        "outputs.o": (spec.outputs.o, ("own_buffer",)),
+        "split": (None if spec.split is None else "split", ("split",) if even else (None,)),
+        "outputs.o": (spec.outputs.o, ("direct",) if even else ("own_buffer",)),
         "softmax.row_max": (softmax.row_max, ("online",)),
         "softmax.rescale_above": (softmax.rescale_above, (None,)),
         "softmax.sink": (softmax.sink, (False,)),
