@@ -665,7 +665,6 @@ def load_tiles(atoms, tensors, smem, rings, pages, schedule):
     q_fill = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, Q_STAGES)
     kv_fill = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, KV_STAGES)  # of both rings
     sV = cute.make_tensor(sVt.iterator, cute.select(sVt.layout, mode=[1, 0, 2]))  # (TILE_N, HEAD_DIM, KV_STAGES)
-    page_table, page_size, *steps = pages
     # (BOX_ROWS, HEAD_DIM, BOXES, KV_STAGES)
     sK_boxes, sV_boxes = (cute.local_tile(x, (BOX_ROWS, HEAD_DIM), (None, 0, None)) for x in (sK, sV))
     work = read_tile(cutlass.Int32(0), schedule)
@@ -676,17 +675,18 @@ def load_tiles(atoms, tensors, smem, rings, pages, schedule):
         q_ring.producer_acquire(q_fill)  # the stage is empty; its barrier now expects the bytes
         cute.copy(tma_Q, tQgQ, tQsQ[None, q_fill.index], tma_bar_ptr=q_ring.producer_get_barrier(q_fill))
         q_fill.advance()
+        upcoming = find_boxes(work, work.n_end - 1, pages)
         for n_block in cutlass.range(work.n_end - 1, work.n_begin - 1, -1, unroll=1):
-            # While the stages are in use nobody waits for the table.
-            of_k, of_v = (find_boxes(work, n_block, (page_table, page_size, x)) for x in steps)
+            # Of 8 bits a tile lands in less time than it takes to read the table: it is read a tile ahead.
+            (row, page, of_k, of_v), upcoming = upcoming, find_boxes(
+                work, cutlass.max(n_block - 1, work.n_begin), pages
+            )
             k_ring.producer_acquire(kv_fill)
-            load_boxes(
-                tma_K, mK, (sK_boxes[None, None, None, kv_fill.index], k_ring.producer_get_barrier(kv_fill)), of_k
-            )
+            sK_stage = sK_boxes[None, None, None, kv_fill.index], k_ring.producer_get_barrier(kv_fill)
+            load_boxes(tma_K, mK, sK_stage, (row, page, of_k))
             v_ring.producer_acquire(kv_fill)
-            load_boxes(
-                tma_V, mV, (sV_boxes[None, None, None, kv_fill.index], v_ring.producer_get_barrier(kv_fill)), of_v
-            )
+            sV_stage = sV_boxes[None, None, None, kv_fill.index], v_ring.producer_get_barrier(kv_fill)
+            load_boxes(tma_V, mV, sV_stage, (row, page, of_v))
             kv_fill.advance()
         release_tile(work.number - 1, schedule)  # all of the tile is on its way: it is time to draw the next
         work = read_tile(work.number, schedule)
@@ -801,15 +801,17 @@ def in_pages(x: cute.Tensor):
 
 
 @cute.jit
-def find_boxes(work: Work, n_block, table):
-    """Where a box of a tile of keys lies, of lane i box i: (first row, page, place in it) as `in_pages` counts them."""
-    page_table, page_size, (head_step, row_step) = table
+def find_boxes(work: Work, n_block, pages):
+    """Where a box of a tile of keys lies, of lane i box i: (first row, page, place in it of K, of V), see `in_pages`."""
+    page_table, page_size, *steps = pages
     key = n_block * TILE_N + cute.arch.lane_idx() * BOX_ROWS
     rows = cutlass.min(cutlass.max(work.seq_k - key, 0), BOX_ROWS)
     page = cutlass.Int32(0)
     if rows > 0:  # else the table may end before, and any page will do
         page = page_table[work.sequence, key // page_size]
-    return MOST_ROWS - rows, page, work.head_kv * head_step + (key % page_size + rows) * row_step
+    behind = key % page_size + rows
+    of_k, of_v = (work.head_kv * head_step + behind * row_step for head_step, row_step in steps)
+    return MOST_ROWS - rows, page, of_k, of_v
 
 
 @cute.jit
