@@ -351,8 +351,8 @@ def descales(spec: Forward, case: PackedCase, seed: int, device: torch.device) -
     """Factors of each sequence and kv head, where K and V, or Q as well, have 8 bits.
 
     Beside q of 16 bits no two that are neighbours are the same.
-    Those of K are a part of a larger tensor, those of V are the same for all heads, with a stride of 0; that of q is
-    one for all. None of them are given where all lie in one tensor.
+    Those of K are a part of a larger tensor, those of V are the same for all heads, with a stride of 0; those of q are
+    transposed. None of them are given where all lie in one tensor.
     """
     count, heads_kv = len(case.spans), case.heads_kv
     if footprint.eight_bits(spec):
@@ -361,7 +361,7 @@ def descales(spec: Forward, case: PackedCase, seed: int, device: torch.device) -
         draw = torch.Generator().manual_seed(inputs.case_seed(f"{case.name}, factors", seed))
         of_q, of_k, of_v = (
             torch.exp2(2 * torch.rand(shape, generator=draw) - 1).to(device)  # 0.5 to 2
-            for shape in ((1, 1), (count, heads_kv), (count, 1))
+            for shape in ((heads_kv, count), (count, heads_kv), (count, 1))
         )
     elif footprint.converts(spec):
         number, head = torch.arange(count, device=device)[:, None], torch.arange(heads_kv, device=device)[None]
@@ -370,7 +370,7 @@ def descales(spec: Forward, case: PackedCase, seed: int, device: torch.device) -
         return {}
     wide = torch.stack([of_k, torch.full_like(of_k, math.nan)], dim=2)
     made = {"k_descale": wide[..., 0], "v_descale": of_v.expand(-1, heads_kv)}
-    return {"q_descale": of_q.expand(count, heads_kv), **made} if footprint.eight_bits(spec) else made
+    return {"q_descale": of_q.t(), **made} if footprint.eight_bits(spec) else made
 
 
 def spoil(tensor: torch.Tensor, rows: torch.Tensor, unused: Unused) -> None:
