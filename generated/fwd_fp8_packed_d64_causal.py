@@ -136,13 +136,13 @@ CONSUMERS = TILE_M // WGMMA_M  # warpgroups that compute; each owns WGMMA_M quer
 CONSUMER_WARPS = 4 * CONSUMERS
 TRANSPOSER_WARPS = 2
 THREADS = (CONSUMERS + 1) * WARPGROUP_THREADS  # the last warpgroup loads and transposes V
-PRODUCER_WARP, TILE_WARP = CONSUMER_WARPS, CONSUMER_WARPS + 1  # one loads, one finds the tiles for all
 # Registers per thread after setmaxnreg, which moves them from the producer's warps to the consumers'.
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 32, 160
 TURN_BARRIER = 2  # named barrier of consumer 0's turn, followed by those of the others
 TURN_THREADS = 2 * WARPGROUP_THREADS  # of a turn: one warpgroup passes it on, one takes it
 Q_STAGES = 2  # tiles of Q in flight or in use
 KV_STAGES = 3  # tiles of K and of V in flight or in use
+PRODUCER_WARP, TILE_WARP = CONSUMER_WARPS, CONSUMER_WARPS + 1  # one loads, one finds the tiles for all
 TILE_SLOTS = 1  # found tiles that there is room for: one drawn early is one that others wait for
 TILE_WORDS = 8  # of a drawn tile: m_block, head, head_kv, sequence, first row and rows of its queries, of its keys
 MOST_ROWS = 2**30  # of one sequence, at most, as TMA sees it

@@ -133,11 +133,11 @@ CONSUMERS = TILE_M // WGMMA_M  # warpgroups that compute; each owns WGMMA_M quer
 CONSUMER_WARPS = 4 * CONSUMERS
 TRANSPOSER_WARPS = 2
 THREADS = (CONSUMERS + 1) * WARPGROUP_THREADS  # the last warpgroup loads and transposes V
-PRODUCER_WARP, TILE_WARP = CONSUMER_WARPS, CONSUMER_WARPS + 1  # one loads, one finds the tiles for all
 # Registers per thread after setmaxnreg, which moves them from the producer's warps to the consumers'.
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 232
 Q_STAGES = 2  # tiles of Q in flight or in use
 KV_STAGES = 3  # tiles of K and of V in flight or in use
+PRODUCER_WARP, TILE_WARP = CONSUMER_WARPS, CONSUMER_WARPS + 1  # one loads, one finds the tiles for all
 TILE_SLOTS = 2  # found tiles that there is room for: one drawn early is one that others wait for
 # Of a drawn tile: m_block, head, head_kv, sequence, first row and rows of its queries, rows of its keys; and a zero,
 # for words are read four at a time.

@@ -129,7 +129,6 @@ CONSUMERS = TILE_M // WGMMA_M  # warpgroups that compute; each owns WGMMA_M quer
 CONSUMER_WARPS = 4 * CONSUMERS
 TRANSPOSER_WARPS = 2
 THREADS = (CONSUMERS + 1) * WARPGROUP_THREADS  # the last warpgroup loads and transposes V
-PRODUCER_WARP, TILE_WARP = CONSUMER_WARPS, CONSUMER_WARPS + 1  # one loads, one finds the tiles for all
 # Registers per thread after setmaxnreg, which moves them from the producer's warps to the consumers'.
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 56, 256
 Q_STAGES = 2  # tiles of Q in flight or in use
@@ -137,6 +136,7 @@ KV_STAGES = 4  # tiles of K and of V in flight or in use
 STEPS_OF_SHARE = 2  # tiles of keys of a CTA, at least
 MOST_STEPS = 2**30  # of all sequences together
 SHARE_WORDS = 4  # what a CTA says of the tile that it begins and another one ends; see combine_kernel
+PRODUCER_WARP, TILE_WARP = CONSUMER_WARPS, CONSUMER_WARPS + 1  # one loads, one finds the tiles for all
 TILE_SLOTS = 2  # found tiles that there is room for
 # Of a tile: m_block, the first of its heads, head_kv, sequence, first row and rows of its queries, of its keys, first
 # tile of keys and the one behind the last, slot of its part; and zeros, for words are read four at a time.
