@@ -125,12 +125,16 @@ def _eight_bits(spec: Forward) -> Iterable[Answer]:
         yield eight_bits.two_levels.ask(spec.accumulate.promote_every, dtype)
     if not footprint.eight_bits(spec):
         return
-    softmax, tile, even = spec.softmax, spec.tile, spec.scheduler == "even"
+    softmax, tile, packed = spec.softmax, spec.tile, footprint.packed_sequences(spec)
+    even = packed and spec.scheduler == "even"
     rendered: dict[str, tuple[object, tuple[object, ...]]] = {
         "qk.engine": (spec.qk.engine, ("wgmma",)),
         "schedule.kind": (spec.schedule.kind, ("warp_specialized", "ping_pong")),
         "schedule.overlap": (footprint.overlapped(spec), (True,)),
-        "scheduler": (spec.scheduler, ("single_tile", "static", "stream_k", "dynamic", "even")),
+        "scheduler": (
+            spec.scheduler,
+            ("dynamic", "even") if packed else ("single_tile", "static", "stream_k", "dynamic"),
+        ),
         "problem.layout": (spec.problem.layout, ("dense", "packed", "paged")),
         "problem.head_dim_v": (spec.problem.v_dim, (spec.problem.head_dim,)),
         "tile.group": (tile.group, ("at_most",) if even else ("multiple",)),
@@ -145,7 +149,7 @@ def _eight_bits(spec: Forward) -> Iterable[Answer]:
     }
     for field, (value, values) in rendered.items():
         yield eight_bits.eight_bit_kernel.ask(field, value, values)
-    if footprint.packed_sequences(spec):  # of the producer's warps one finds tiles, and two are left
+    if packed:  # of the producer's warps one finds tiles, one loads, and two are left
         yield eight_bits.eight_bit_kernel.ask("tile.transposers", tile.transposers, (2,))
         yield eight_bits.eight_bit_kernel.ask("smem.vt", spec.smem and spec.smem.vt, ("128B", "64B", "32B"))
     if footprint.persistent(spec):  # else the place of Q would be free with the last K
