@@ -9,8 +9,8 @@ the same bits in any batch, of which upstream's `deterministic` says nothing.
 Served are the forward of bfloat16 and float16 tensors that need no gradient: dense, packed with offsets (varlen), and
 caches, contiguous and paged, to which new keys may be appended; each with lengths on the device, causal, and with the
 windows, sinks and caps of the scores that there are modules for. Beside such queries packed keys and caches may have
-8 bits, float8_e4m3fn, with `k_descale` and `v_descale`. All of q, k and v may have them in `flash_attn_func`,
-unmasked, causal or with a window, with `q_descale` as well; O is bfloat16. Whatever else is asked for raises
+8 bits, float8_e4m3fn, with `k_descale` and `v_descale`. All of q, k and v may have them, unmasked, causal or with a
+window, with `q_descale` as well; O is bfloat16. Whatever else is asked for raises
 NotImplementedError, which names the argument and what to do instead. Where there is no module for the head dim,
 window, sinks or cap, NoKernel says how to make one; with FA3GEN_RENDER=1, set before fa3gen is imported, the call
 makes it, as with `render=True` of `fa3gen.attention`.
@@ -177,17 +177,18 @@ def flash_attn_varlen_func(
     """Attention of packed sequences: see `fa3gen.attention_packed`.
 
     Args:
-        q: (total_q, heads_q, d), bfloat16 or float16, without requires_grad in grad mode.
+        q: (total_q, heads_q, d), bfloat16, float16, or float8_e4m3fn, which comes without sinks, a cap and
+            deterministic_batch; without requires_grad in grad mode.
         k, v: (total_k, heads_kv, d) and (total_k, heads_kv, d_v), heads_q a multiple of heads_kv; of q's dtype, or
             of 8 bits.
-        k_descale, v_descale: As for `fa3gen.attention_packed`.
+        q_descale, k_descale, v_descale: As for `fa3gen.attention_packed`.
         cu_seqlens_q, cu_seqlens_k: (sequences + 1,) int32, where sequences begin, and where the last one ends.
         max_seqlen_q, max_seqlen_k: The longest sequences. No result depends on them but that of a window, which is left
             away where it reaches farther than they say, unless deterministic_batch is asked for.
         seqused_q, seqused_k: (sequences,) int32, how many rows of each sequence there are; by default all.
         window_size: As for `flash_attn_func`, by the lengths of each sequence.
         return_attn_probs: Return (O, LSE), LSE (heads_q, total_q) float32.
-        out: (total_q, heads_q, d_v) of q's dtype to write O to.
+        out: (total_q, heads_q, d_v) of q's dtype, or bfloat16 beside q of 8 bits, to write O to.
         num_splits: As for `fa3gen.attention_packed`, but 1, the default, asks for nothing, and is as 0.
         deterministic_batch: As for `fa3gen.attention_packed`.
         softmax_scale, causal, softcap, s_aux, and all others: As for `flash_attn_func`.
@@ -196,9 +197,12 @@ def flash_attn_varlen_func(
         O, (total_q, heads_q, d_v), or (O, LSE). Rows that are in no sequence are not written.
     """
     num_splits = num_splits if num_splits > 1 else 0  # 1 is the default, and asks for nothing
-    _check_served(q, qv, (q_descale,), chunk=attention_chunk)
+    eight_bits = q.dtype == EIGHT_BITS
+    _check_served(q, qv, () if eight_bits else (q_descale,), chunk=attention_chunk, served=eight_bits)
     if k.dtype.itemsize > 1:
         _refuse(k_descale=k_descale, v_descale=v_descale)
+    if eight_bits:
+        _refuse_beside_8_bits(q, softcap=softcap, s_aux=s_aux, deterministic_batch=deterministic_batch)
     window = None
     if window_size != NO_WINDOW:
         longest = (None, None) if deterministic_batch else (max_seqlen_q, max_seqlen_k)  # those beside choose nothing
@@ -217,6 +221,7 @@ def flash_attn_varlen_func(
         window=window,
         sinks=s_aux,
         softcap=softcap or None,
+        q_descale=q_descale,
         k_descale=k_descale,
         v_descale=v_descale,
         scale=softmax_scale,
@@ -270,7 +275,8 @@ def flash_attn_with_kvcache(
     whose sequences are no rows of one tensor, as pages of a whole sequence each. The host waits for nothing.
 
     Args:
-        q: (batch, seq_q, heads_q, d), or (total_q, heads_q, d) with cu_seqlens_q and max_seqlen_q.
+        q: (batch, seq_q, heads_q, d), or (total_q, heads_q, d) with cu_seqlens_q and max_seqlen_q; of 8 bits beside a
+            cache of 8 bits, as for `flash_attn_varlen_func`.
         k_cache, v_cache: (sequences, seq_cache, heads_kv, d) and (.., d_v), or (pages, page, heads_kv, d) and (.., d_v)
             with page_table; any strides with a contiguous last dimension.
         k, v: (batch, seq_new, heads_kv, d) and (.., d_v), or (total_new, heads_kv, d) with cu_seqlens_k_new: written to
@@ -287,9 +293,11 @@ def flash_attn_with_kvcache(
         cu_seqlens_k_new: (batch + 1,) int32, the same of k and v.
         return_softmax_lse: Return (O, LSE, and two tensors without elements, as upstream without splits). LSE is
             (batch, heads_q, seq_q), or (heads_q, total_q).
-        out: Tensor of O's shape and q's dtype to write O to, contiguous where it is (batch, seq_q, ..).
-        qv, rotary_cos, rotary_sin, q_descale, attention_chunk: Not served but by default.
-        k_descale, v_descale: (batch, heads_kv) float32, factors of a cache of 8 bits, as for `fa3gen.attention_packed`.
+        out: Tensor of O's shape and q's dtype, or bfloat16 beside q of 8 bits, to write O to, contiguous where it is
+            (batch, seq_q, ..).
+        qv, rotary_cos, rotary_sin, attention_chunk: Not served but by default.
+        q_descale, k_descale, v_descale: (batch, heads_kv) float32, factors of q and a cache of 8 bits, as for
+            `fa3gen.attention_packed`.
         rotary_seqlens, rotary_interleaved, scheduler_metadata, pack_gqa, sm_margin: Ignored.
         num_splits: As for `fa3gen.attention_packed`, or `fa3gen.attention` where nothing but a contiguous cache is
             given; below 1 as 0, the default. Whatever it is, parts are added up before O is returned.
@@ -300,8 +308,11 @@ def flash_attn_with_kvcache(
     Returns:
         O, (batch, seq_q, heads_q, d_v) or (total_q, heads_q, d_v); with return_softmax_lse, four tensors.
     """
-    _check_served(q, qv, (q_descale,), chunk=attention_chunk)
+    eight_bits = q.dtype == EIGHT_BITS
+    _check_served(q, qv, () if eight_bits else (q_descale,), chunk=attention_chunk, served=eight_bits)
     _refuse(rotary_cos=rotary_cos, rotary_sin=rotary_sin)
+    if eight_bits:
+        _refuse_beside_8_bits(q, softcap=softcap, s_aux=s_aux, deterministic_batch=deterministic_batch)
     cache = KvCache.of(k_cache, v_cache, page_table, cache_batch_idx)
     q = _contiguous_rows(q)
     seq_q = q.shape[1] if cu_seqlens_q is None else max_seqlen_q
@@ -312,7 +323,7 @@ def flash_attn_with_kvcache(
     options |= {"num_splits": max(num_splits, 0), "deterministic_batch": deterministic_batch}
     named = k, v, cu_seqlens_q, cache_seqlens, cache_leftpad, cache_batch_idx, page_table
     if k_cache.dtype.itemsize == 1:
-        options |= {"k_descale": k_descale, "v_descale": v_descale}
+        options |= {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
     else:
         _refuse(k_descale=k_descale, v_descale=v_descale)
     if all(x is None for x in named) and k_cache.dtype.itemsize > 1:
@@ -381,15 +392,15 @@ def flash_attn_combine(
 # What is not served
 
 _FP8 = (
-    "pass q in bfloat16, beside which packed keys and values and caches may have 8 bits; flash_attn_func takes q, k "
-    "and v in float8_e4m3fn"
+    "pass q, k and v all in float8_e4m3fn, or q in bfloat16, beside which packed keys and values and caches may have "
+    "8 bits"
 )
 _ROTATE = "rotate q and the new keys before the call"
 
 # By argument: what to do instead.
 _INSTEAD = {
     "qv": "pass q and k whole, in head dims up to 256: absorbed MLA is not served",
-    "q_descale": "leave it out, or pass q, k and v in float8_e4m3fn to flash_attn_func",
+    "q_descale": "leave it out, or pass q, k and v in float8_e4m3fn",
     "k_descale": "pass k and v of 8 bits, in flash_attn_func q as well, or scale them before the call",
     "v_descale": "pass k and v of 8 bits, in flash_attn_func q as well, or scale them before the call",
     "attention_chunk": "cut the sequences at multiples of the chunk, by cu_seqlens_q and cu_seqlens_k",

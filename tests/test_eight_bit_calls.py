@@ -374,14 +374,7 @@ def test_a_factor_on_another_device_is_refused(modules: Modules) -> None:
         fa3gen.attention(q, k, v, k_descale=torch.ones(1, device="cpu"))
 
 
-def test_queries_of_8_bits_in_packed_sequences_are_refused() -> None:
-    q, k, v = (x.flatten(0, 1) for x in tensors())
-    begins = torch.tensor([0, 5, 10], dtype=torch.int32)
-    message = (
-        f"q has dtype {E4M3}; fa3gen.attention_packed takes .*; beside such q k and v may be {E4M3}, and fa3gen.att"
-    )
-    with pytest.raises(TypeError, match=message):
-        fa3gen.attention_packed(q, k, v, begins, begins)
+def test_queries_of_other_8_bits_are_refused() -> None:
     with pytest.raises(
         TypeError, match="q has dtype torch.float8_e5m2; fa3gen.attention takes torch.bfloat16 or torch"
     ):

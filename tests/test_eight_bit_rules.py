@@ -55,7 +55,25 @@ def test_eight_bit_major() -> None:
     ],
 )
 def test_eight_bit_kernel(field: str, parts: dict[str, Any], way_out: str) -> None:
-    told = violations(changed("k7_d128", **parts))
+    assert_not_rendered(field, violations(changed("k7_d128", **parts)), way_out)
+
+
+@pytest.mark.parametrize(
+    ("field", "parts", "way_out"),
+    [
+        ("tile.transposers", {"tile": {"transposers": 4}}, "use 2"),
+        ("smem.vt", {"smem": {"vt": None}, "tile": {"transposers": 4}}, "use 128B or 64B or 32B"),
+        ("tile.pack_heads", {"tile": {"pack_heads": 4}}, "use 1"),
+        ("split", {"scheduler": "even"}, "use split"),
+        ("load.q_stages", {"load": {"q_stages": 1}}, "use 2"),
+    ],
+)
+def test_eight_bit_kernel_of_packed_sequences(field: str, parts: dict[str, Any], way_out: str) -> None:
+    """Two warps transpose V, beside one that loads and one that finds tiles; parts leave straight from registers."""
+    assert_not_rendered(field, violations(changed("fwd_fp8_packed_d128", **parts)), way_out)
+
+
+def assert_not_rendered(field: str, told: dict[str, str], way_out: str) -> None:
     assert told[field].endswith(f"is not rendered; {way_out}, or dtype bf16 or fp16")
     assert eight_bits.eight_bit_kernel(field, None, (None,)) is None
 

@@ -816,6 +816,8 @@ def test_ring_table(stem: str) -> None:
     warps = values["CONSUMER_WARPS"]
     placed, released = plan(stem).scheduler.kind == "grid", plan(stem).load.q_ring
     producers = ("K_PRODUCER_WARP" if placed else "Q_K_PRODUCER_WARP", "V_PRODUCER_WARP")
+    if plan(stem).load.together:
+        producers = "PRODUCER_WARP", "PRODUCER_WARP"
     first, second = (f"warp {values[name]}" for name in producers)
     titles, *rows = (re.split(r" {2,}", row) for row in plan(stem).header.barriers)
     assert titles == ["ring", "stages", "producer -> consumers", "full with", "empty with"]
@@ -853,9 +855,10 @@ def test_ring_table(stem: str) -> None:
         slots = values["TILE_SLOTS"]
         (tiles,) = [region for region in plan(stem).smem.regions if region.name == "tiles"]
         assert (members["tiles"], members["tile_barriers"]) == (tiles.bytes, 2 * 8 * slots)
-        # The other producer warp hears of the tiles, too; of packed sequences both, from a warp that finds tiles.
+        # The other producer warp hears of the tiles, too; of packed sequences all that load, from one that finds tiles.
         packed = plan(stem).problem.packed_sequences
-        finder, loaders = (f"warp {values['TILE_WARP']}", 2) if packed else (first, 1)
+        finder = f"warp {values['TILE_WARP']}" if packed else first
+        loaders = 2 if packed and not plan(stem).load.together else 1
         converters = 2 * values["CONVERTER_WARPS"] if plan(stem).converts else 0
         transposers = values.get("TRANSPOSER_WARPS", 0)
         told = warps + loaders + converters + transposers

@@ -113,6 +113,11 @@ def transposing_warpgroups(spec: Forward) -> int:
     return int(transposes(spec) and spec.tile.transposers == WARPGROUP_WARPS)
 
 
+def loads_together(spec: Forward) -> bool:
+    """Whether one warp copies Q, K and V: of the producer's four one finds packed sequences, and two transpose V."""
+    return transposes(spec) and packed_sequences(spec)
+
+
 def two_levels(spec: Forward) -> bool:
     """Whether threads add up P V of tiles of keys, and not the tensor core."""
     return spec.accumulate is not None
@@ -261,7 +266,7 @@ def register_shares(spec: Forward) -> int:
     second would have to wait until its CTAs end. Where a product needs them all, it has them (`accumulator_at_launch`).
     """
     ctas = spec.tile.ctas_per_sm
-    if converts(spec):  # so many warpgroups leave a product too few registers
+    if converts(spec) or two_levels(spec):  # so many warpgroups, or accumulators, leave a product too few registers
         return ctas
     beside = hopper.registers_at_launch(threads(spec) * (ctas + 1))
     return ctas + (spec.split is not None and registers_of_product(accumulator_columns(spec)) <= beside)
@@ -288,7 +293,7 @@ def register_budget(spec: Forward) -> tuple[int, int]:
     if transposing_warpgroups(spec):
         producer, _, consumer = TRANSPOSING_BUDGETS[consumers]
         return producer, consumer
-    if transposes(spec):
+    if transposes(spec) and register_shares(spec) == 1:
         return TRANSPOSING_BESIDE_BUDGETS[consumers]
     if converts(spec):
         producer, _, consumer = CONVERTING_BUDGETS[consumers, spec.kv.warpgroups]

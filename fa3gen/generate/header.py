@@ -286,7 +286,8 @@ def _schedule_sentence(spec: Forward) -> str:
         beside = beside.replace("; S of the next tile and P V run", "; products run")
     prepare = f"{TRANSPOSERS[spec.tile.transposers]} transpose V, " * footprint.transposes(spec)
     prepare += f"{2 * footprint.converting_warps(spec)} convert, " * footprint.converts(spec)
-    return f"two warps load, {prepare}{warpgroups(spec.tile.warpgroups or 0)} {multiply}{turns}{beside}"
+    load = "a warp loads" if footprint.loads_together(spec) else "two warps load"
+    return f"{load}, {prepare}{warpgroups(spec.tile.warpgroups or 0)} {multiply}{turns}{beside}"
 
 
 def warpgroups(count: int) -> str:

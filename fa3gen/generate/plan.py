@@ -78,7 +78,7 @@ class RowsPlan:
     """How the module writes the part of each tensor that a tile of queries works with: a head of one sequence.
 
     `heads`: how its host side writes the number of heads of q; `sequence` names the number of a packed sequence, which
-    not all kernels need.
+    not all kernels need. `factor` is where a factor of q, k or v stands, of those of 8 bits.
     """
 
     q: str
@@ -88,6 +88,7 @@ class RowsPlan:
     lse: str
     heads: str
     sequence: str = "_"
+    factor: str = "work.batch, work.head_kv"
 
 
 @dataclass(frozen=True)
@@ -171,7 +172,8 @@ class Fake:
 
     def __str__(self) -> str:
         """`fake(seq_k, heads_kv, HEAD_DIM)`."""
-        dtype = [f"{'dtype=' * (self.tensor.role == 'input')}cutlass.{self.tensor.dtype.cutlass_name}"] * self.own_dtype
+        named = self.tensor.role == "input" or self.tensor.dims[0] is not BATCH  # packed ones have any number of dims
+        dtype = [f"{'dtype=' * named}cutlass.{self.tensor.dtype.cutlass_name}"] * self.own_dtype
         contiguous, dims = self.tensor.contiguous, self.tensor.dims
         where = [f"contiguous={contiguous}"] * (contiguous != len(dims) - 1)
         dims = dims[1:] if dims[0] is BATCH else dims  # which all tensors have
@@ -191,9 +193,10 @@ class ArgumentsPlan:
     does, and `looked_at` what a warp knows of 32 of them and of what comes before. `softmax_step` is what the softmax
     of a step takes, `rows` what a thread keeps of its rows, and `lse_from` what their LSE is made of. Of parts
     `summed` is what a warp that adds them up reads, `combined` what the kernel that does takes, `combine_call` what it
-    is given, and `row_outputs` what it needs to finish a row. `normalize` is what brings O to its sums. `accumulators`
-    are a consumer's, of which `only_acc_s` names S, and P V goes to `acc_pv`; it finds V in `smem_v` and `v_ring`,
-    where it has landed or been transposed (`v_ready`), and gives it back by `release_v`.
+    is given, and `row_outputs` what it needs to finish a row. `descales` are the factors of q, k and v.
+    `normalize` is what brings O to its sums. `accumulators` are a consumer's, of which `only_acc_s` names S, and P V
+    goes to `acc_pv`; it finds V in `smem_v` and `v_ring`, where it has landed or been transposed (`v_ready`), and gives
+    it back by `release_v`.
     """
 
     factors: tuple[str, ...] = ()
@@ -232,6 +235,8 @@ class ArgumentsPlan:
     lse_from: tuple[str, ...] = ()
     rows: tuple[str, ...] = ()
     num_rows: int = 0
+    descales: tuple[str, ...] = ()
+    num_descales: int = 0
     load_kv: tuple[str, ...] = ()
 
 
@@ -243,7 +248,8 @@ class LoadPlan:
     `page_rows`: keys of one page that are copied at once, 0 without pages; `pages`: what copies them, or nothing.
     `ahead`: tiles of K, or of V, that cp.async has on their way at once. `k_smem` to `stages` are the module's names
     for where they come to, which is not where they are multiplied if they are converted. `reads_ahead`: the table of
-    pages is read a tile before it is needed.
+    pages is read a tile before it is needed. `together`: one warp copies Q, K and V, where `v_tensor` is what V is
+    called. `clips_bytes`: some of what is clipped at the end of a sequence has elements of one byte, and some of two.
     """
 
     engine: str
@@ -262,6 +268,9 @@ class LoadPlan:
     stages: str = "KV_STAGES"
     q_ring_made_of: str = "storage.q_barriers, Q_STAGES, TILE_M * HEAD_DIM * 2"
     reads_ahead: bool = False
+    together: bool = False
+    v_tensor: str = "mVt"
+    clips_bytes: bool = False
 
     @property
     def runs_ahead(self) -> bool:
@@ -676,12 +685,14 @@ def _rows(spec: Forward) -> RowsPlan:
             k, v = f"cute.domain_offset((work.k_begin, 0), {k})", f"cute.domain_offset((0, work.k_begin), {v})"
         return RowsPlan(f"mQ{of_q}", k, v, f"mO{of_q}", lse, heads)
     queries, keys = "work.head, work.q_begin, work.seq_q", "work.head_kv, work.k_begin, work.seq_k"
-    sequence = "sequence" if footprint.paged(spec) or footprint.converts(spec) else "_"
+    numbered = footprint.paged(spec) or footprint.converts(spec) or footprint.eight_bits(spec)
+    sequence, factor = "sequence" if numbered else "_", "work.sequence, work.head_kv"
     if spec.tile.group == "at_most":
         of_group = "work.head_kv, work.q_begin, work.seq_q"
         o, lse = f"slice_rows(mO, {of_group})", f"slice_rows(mLSE, {of_group})"
         q = f"packed_rows_of(mQ, {queries})"
-        return RowsPlan(q, f"rows_of(mK, {keys})", f"columns_of(mVt, {keys})", o, lse, "heads_q", sequence)
+        k, v = f"rows_of(mK, {keys})", f"columns_of(mVt, {keys})"
+        return RowsPlan(q, k, v, o, lse, "heads_q", sequence, factor)
     rows_of = "packed_rows_of" if spec.tile.pack_heads > 1 else "rows_of"
     o_rows_of = "slice_rows" if spec.outputs.o == "direct" else rows_of
     return RowsPlan(
@@ -692,6 +703,7 @@ def _rows(spec: Forward) -> RowsPlan:
         lse=f"slice_rows(mLSE, {queries})",
         heads="heads_q",
         sequence=sequence,
+        factor=factor,
     )
 
 
@@ -771,7 +783,7 @@ def _scheduler(spec: Forward) -> SchedulerPlan:
         passes,
         shuffles,
         slots,
-        f"{1 + footprint.packed_sequences(spec)}{preparing}",
+        f"{1 + (footprint.packed_sequences(spec) and not footprint.loads_together(spec))}{preparing}",
         f"(HEAD_DIM + {v_dim})" if spec.kv_element.bytes == 1 else f"((HEAD_DIM + {v_dim}) * 2)",
         by_head=spec.order == "by_head",
         split=spec.split is not None,
@@ -886,6 +898,8 @@ def _arguments(spec: Forward) -> ArgumentsPlan:
         softmax_step=("acc_S", *rows, "scale_log2"),
         rows=rows,
         num_rows=len(rows),
+        descales=tuple(descales),
+        num_descales=len(descales),
     )
 
 
@@ -962,6 +976,10 @@ def _load(spec: Forward) -> LoadPlan:
         ahead=footprint.gathered_ahead(spec),
         **(STORED_NAMES if footprint.converts(spec) else {}),
         reads_ahead=footprint.converts(spec) and footprint.paged(spec),
+        together=footprint.loads_together(spec),
+        v_tensor="mV" if footprint.paged(spec) else "mVt",
+        clips_bytes=(footprint.eight_bits(spec) and spec.outputs.o != "direct")
+        or (footprint.converts(spec) and not footprint.paged(spec)),
     )
 
 
@@ -995,7 +1013,7 @@ def _eight_bit(spec: Forward) -> EightBitPlan | None:
         block_rows=BLOCK_ROWS * footprint.block_scales(spec),
         cutlass_out=spec.o_element.cutlass_name,
         torch_out=spec.o_element.torch_name,
-        o_atom=tiles["O"].atom,
+        o_atom=tiles["O"].atom if "O" in tiles else "",
         v_keys_atom=layout_atom("k", tiles["V"].swizzle),
         v_span=hopper.SWIZZLE_SPAN[tiles["V"].swizzle],
         vt_span=hopper.SWIZZLE_SPAN[tiles["Vt"].swizzle] if transposes else 0,
@@ -1055,7 +1073,8 @@ def _schedule(spec: Forward) -> SchedulePlan:
 
 def _imports(spec: Forward) -> ImportsPlan:
     tma, wgmma = isinstance(spec.load, TmaLoad), isinstance(spec.qk, WgmmaProduct)
-    gathered = operation_of(spec).tensor("out").moved == "tma"  # in shared memory, by stmatrix
+    # O is gathered in shared memory, V transposed: by ldmatrix and stmatrix.
+    gathered = operation_of(spec).tensor("out").moved == "tma" or footprint.transposes(spec)
     names = {
         "OperandMajorMode": wgmma,
         "cpasync": spec.load.engine != "sync",
@@ -1155,7 +1174,7 @@ def _sections(spec: Forward) -> SectionsPlan:
         pages=_pages_section(spec),
         loads=_section(_loads_section(spec)),
         scheduler=_section(_scheduler_section(spec)),
-        producers=_section("producers_grid" if spec.scheduler == "grid" else "producers"),
+        producers=_section(_producers_section(spec)),
         consumer=_section("consumer_overlapped" if overlap else "consumer_sequential"),
         softmax=_section("softmax_overlapped" if overlap else "softmax_fragment"),
         pv=_section("pv_eight_bit" if footprint.eight_bits(spec) else "pv_wgmma_fragment"),
@@ -1167,6 +1186,12 @@ def _loads_section(spec: Forward) -> str:
     if footprint.gathered(spec):
         return "loads_gathered"
     return "loads_transposing" if footprint.transposes(spec) else "loads_specialized"
+
+
+def _producers_section(spec: Forward) -> str:
+    if footprint.loads_together(spec):
+        return "producers_together"
+    return "producers_grid" if spec.scheduler == "grid" else "producers"
 
 
 def _scheduler_section(spec: Forward) -> str:

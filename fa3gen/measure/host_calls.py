@@ -154,7 +154,7 @@ def dispatched_callee(mask: Mask, names: Sequence[str] = ()) -> Callee:
         options |= usual_keywords(names, tensors[0].shape[2], tensors[0].device)
         if isinstance(mask, WindowMask):
             options["window"] = (mask.left, mask.right)
-        out = _out_for(tensors, usual_output(calls.DENSE_INPUTS[tensors[0].dtype]))
+        out = _out_for(tensors, usual_output(calls.INPUTS[tensors[0].dtype]))
         try:
             ops.attention.explain(*tensors, **options)
         except NoKernel as reason:

@@ -18,14 +18,14 @@ from pydantic import Field, model_validator
 from fa3gen.base.errors import UserError
 from fa3gen.base.files import sha256, write_text
 from fa3gen.base.parts import GrownPart, Part, read_file, rounded
-from fa3gen.design.family import Family, PackedShape, PagedShape, heads_text
+from fa3gen.design.family import Family, PackedShape, PagedShape, heads_text, usual_out_dtype
 from fa3gen.design.masks import Window, of_call
 from fa3gen.design.tile_order import takes_group
 from fa3gen.design.workspace import Workspace
 from fa3gen.hardware.chips import H200
 from fa3gen.records.tuning_records import MaskShape, Measured
 from fa3gen.run.dispatch import PACKED_TOOL, seen
-from fa3gen.spec.model import DType, Forward, SequenceLayout, StoredDType, WindowMask
+from fa3gen.spec.model import AttentionDType, Forward, SequenceLayout, StoredDType, WindowMask
 from fa3gen.spec.specfile import Variant
 
 FOLDER = "packed"  # below generated/evidence
@@ -36,7 +36,7 @@ class PackedProblem(GrownPart):
 
     LATER = frozenset({"page", "sink", "softcap", "kv_dtype"})
 
-    dtype: DType
+    dtype: AttentionDType
     head_dim: int = Field(gt=0)
     head_dim_v: int = Field(gt=0)
     mask: MaskShape
@@ -83,7 +83,7 @@ class PackedProblem(GrownPart):
         where: SequenceLayout = "packed" if self.page is None else "paged"
         mask = WindowMask() if self.window else self.mask.spec_mask()
         return Family(
-            *(self.dtype, self.head_dim, self.head_dim_v, mask),
+            *(self.dtype, self.head_dim, self.head_dim_v, mask, usual_out_dtype(self.dtype)),
             layout=where,
             sink=self.sink,
             softcap=self.softcap,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, ParamSpec, Protocol, TypeVar, cast, get_args
 
@@ -28,7 +28,6 @@ from fa3gen.run.parts import in_parts
 from fa3gen.spec.model import (
     MOST_CAP_OF_FIRST_MAX,
     AttentionDType,
-    DType,
     OutputDType,
     StoredDType,
 )
@@ -37,8 +36,7 @@ Attention = Callable[..., Any]
 Returned = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 Window = Sequence[int] | None
 
-INPUTS: dict[torch.dtype, AttentionDType] = {DTYPES[name].in_torch(): name for name in get_args(DType)}
-DENSE_INPUTS: dict[torch.dtype, AttentionDType] = {DTYPES[name].in_torch(): name for name in get_args(AttentionDType)}
+INPUTS: dict[torch.dtype, AttentionDType] = {DTYPES[name].in_torch(): name for name in get_args(AttentionDType)}
 OUTPUTS: dict[Any, OutputDType] = {DTYPES[name].in_torch(): name for name in get_args(OutputDType)}
 STORED: dict[torch.dtype, StoredDType] = {DTYPES[name].in_torch(): name for name in get_args(StoredDType)}
 
@@ -139,16 +137,11 @@ def check_tensors(tensors: dict[str, Any], dimensions: str) -> None:
             raise ArgumentError(f"{name} has shape {tuple(x.shape)}; it needs to be {dimensions}")
 
 
-def dtypes_of(
-    q: torch.Tensor, out: Any, function: str, inputs: Mapping[torch.dtype, AttentionDType]
-) -> tuple[AttentionDType, OutputDType | None]:
+def dtypes_of(q: torch.Tensor, out: Any, function: str) -> tuple[AttentionDType, OutputDType | None]:
     """The dtype of q, and that of O where it differs. An `out` of any other dtype is for the module to refuse."""
-    if q.dtype not in inputs:
-        instead = ""
-        if q.dtype in DENSE_INPUTS:
-            instead = f"; beside such q k and v may be {q.dtype}, and fa3gen.attention takes dense q, k and v of it"
-        raise TypeError(f"q has dtype {q.dtype}; {function} takes {' or '.join(map(str, inputs))}{instead}")
-    dtype, given = inputs[q.dtype], getattr(out, "dtype", None)
+    if q.dtype not in INPUTS:
+        raise TypeError(f"q has dtype {q.dtype}; {function} takes {' or '.join(map(str, INPUTS))}")
+    dtype, given = INPUTS[q.dtype], getattr(out, "dtype", None)
     if dtype == E4M3.name:
         return dtype, OUTPUTS.get(given, usual_out_dtype(dtype))
     return dtype, "fp32" if given == torch.float32 else None

@@ -569,9 +569,10 @@ def _unmeasured(family: Family, size: Size, lse: bool, workspace: Workspace) -> 
 
     Tiles that hold several heads hold such of one group. Modules that are compiled for the window come before those
     that are for any, and those that split keys, which are made for few queries, come last where there are many, or
-    where none is of the production set. A call that asks for parts has the one with the smallest tiles of keys, of
-    which parts are whole numbers. Of modules of 8 bits outside of the production set those are passed over that leave
-    it to the tensor core to add up P V of all keys, where threads could do it in float32.
+    where none is of the production set; of several of that set they come first where there are few. A call that asks
+    for parts has the one with the smallest tiles of keys, of which parts are whole numbers. Of modules of 8 bits
+    outside of the production set those are passed over that leave it to the tensor core to add up P V of all keys,
+    where threads could do it in float32.
     """
     modules = [(variant, file) for variant, file in _modules(workspace) if _sums_in_float32(variant, family)]
     able = _able(modules, family, size, lse)
@@ -579,11 +580,15 @@ def _unmeasured(family: Family, size: Size, lse: bool, workspace: Workspace) -> 
     fitting = whole if whole and (size.queries > FEW_QUERIES or not _production(able)) else able
     exact = _nearest_pages([stem for stem in fitting if fitting[stem][0].spec.mask == family.mask], fitting)
     production = _production(exact) or _production(_nearest_pages(list(fitting), fitting))
+    splitting = [stem for stem in production if fitting[stem][0].spec.split is not None]
+    of_few = size.queries <= FEW_QUERIES and 0 < len(splitting) < len(production)
+    production = splitting if of_few else production
     only = production if len(production) == 1 else exact or list(fitting)
     if len(only) == 1:
         variant, file = fitting[only[0]]
         what = "module" if len(fitting) == 1 else "production module"
         fits = "fits" if len(fitting) == len(able) else "fits and does not split keys"
+        fits += " and splits keys, as it pays for few queries" * of_few
         fits += " and adds up tiles of keys in float32" * (family.two_levels and not production)
         reason = f"no row of the table is for {family}: no measurement, but this is the only {what} that {fits}"
         return Choice(variant.stem, file, variant.spec, variant.source, None, reason)

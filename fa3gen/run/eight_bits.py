@@ -1,4 +1,4 @@
-"""Calls of `fa3gen.attention` whose q, k and v have 8 bits: their factors, what O is, and what is not served."""
+"""Calls whose q, k and v have 8 bits: their factors, what O is, and what is not served."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ EIGHT_BITS = E4M3.in_torch()
 
 
 def out_like(q: Tensor, v: Tensor) -> Tensor:
-    """A new contiguous O for dense q and v, (batch, seq_q, heads_q, d_v), of the dtype that it has by default."""
-    dtype = DTYPES[usual_output(calls.DENSE_INPUTS[q.dtype])].in_torch()
-    return q.new_empty((*q.shape[:3], v.shape[3]), dtype=dtype)
+    """A new contiguous O for q and v, (.., heads_q, d_v), of the dtype that it has by default."""
+    dtype = DTYPES[usual_output(calls.INPUTS[q.dtype])].in_torch()
+    return q.new_empty((*q.shape[:-1], v.shape[-1]), dtype=dtype)
 
 
 def of_blocks(factors: Factors) -> bool:
@@ -36,20 +36,20 @@ def _of_blocks(factor: Any) -> bool:
     return isinstance(factor, Tensor) and factor.dim() == 3 and factor.numel() != 1
 
 
-def _wanted(q: Tensor, k: Tensor, factors: Factors) -> tuple[tuple[int, ...], ...]:
-    """The shapes that modules take factors in: of q and k both of heads, or both of blocks."""
-    of_heads = q.shape[0], k.shape[2]
-    if not of_blocks(factors):
+def _wanted(q: Tensor, k: Tensor, factors: Factors, sequences: int | None) -> tuple[tuple[int, ...], ...]:
+    """The shapes that modules take factors in: of q and k both of heads, or, of dense tensors, both of blocks."""
+    of_heads = (q.shape[0] if sequences is None else sequences), k.shape[-2]
+    if sequences is not None or not of_blocks(factors):
         return of_heads, of_heads, of_heads
     of_q, of_k = ((x.shape[0], x.shape[2], blocks_of(x.shape[1])) for x in (q, k))
     return of_q, of_k, of_heads
 
 
-def named_factors(q: Tensor, k: Tensor, factors: Factors) -> dict[str, Tensor]:
+def named_factors(q: Tensor, k: Tensor, factors: Factors, sequences: int | None = None) -> dict[str, Tensor]:
     """Those that are given, by name, as modules take them: see `_wanted`. Raises as `check_factors`."""
     device, named = q.get_device(), {}
     wide = q.dtype is not EIGHT_BITS
-    for name, factor, wanted in zip(FACTORS, factors, _wanted(q, k, factors), strict=True):
+    for name, factor, wanted in zip(FACTORS, factors, _wanted(q, k, factors, sequences), strict=True):
         if factor is not None:
             # What `_check_factor` asks, in line, since each call comes here.
             if wide or type(factor) is not Tensor or factor.dtype is not torch.float32 or factor.requires_grad:
@@ -64,10 +64,13 @@ def named_factors(q: Tensor, k: Tensor, factors: Factors) -> dict[str, Tensor]:
     return named
 
 
-def check_factors(q: Tensor, k: Tensor, factors: Factors) -> None:
+def check_factors(q: Tensor, k: Tensor, factors: Factors, sequences: int | None = None) -> None:
     """Raise TypeError for a factor that is no tensor, ArgumentError for one of another shape, dtype or device, and for
-    any beside q of 16 bits; ValueError where a gradient would be lost."""
-    for name, factor, wanted in zip(FACTORS, factors, _wanted(q, k, factors), strict=True):
+    any beside q of 16 bits; ValueError where a gradient would be lost.
+
+    `sequences`: how many there are, where they are packed; else as many as q has.
+    """
+    for name, factor, wanted in zip(FACTORS, factors, _wanted(q, k, factors, sequences), strict=True):
         if factor is not None:
             _check_factor(name, factor, q, wanted)
 
@@ -108,6 +111,21 @@ def check(q: Tensor, k: Tensor, v: Tensor, asked: Mapping[str, Any]) -> None:
             f"q has dtype {q.dtype}, k {k.dtype} and v {v.dtype}; dense tensors need the same. Beside q of 16 bits, k "
             f"and v of 8 go to fa3gen.attention_packed, or as a cache to flash_attn_with_kvcache"
         )
+    refuse(q, asked)
+
+
+def check_packed(q: Tensor, k: Tensor, v: Tensor, asked: Mapping[str, Any]) -> None:
+    """The same of packed sequences and pages, where q has 8 bits."""
+    if not q.dtype == k.dtype == v.dtype:
+        raise ArgumentError(
+            f"q has dtype {q.dtype}, k {k.dtype} and v {v.dtype}; beside q of 8 bits they need the same, and beside q "
+            "of 16 bits they may have 8: pass k and v of 8 bits, or q in torch.bfloat16, times its factor"
+        )
+    refuse(q, asked)
+
+
+def refuse(q: Tensor, asked: Mapping[str, Any]) -> None:
+    """Raise ArgumentError for the first of these that says something beside q, k and v of 8 bits."""
     for name, value in asked.items():
         if isinstance(value, Tensor) or value:
             said = "given" if isinstance(value, Tensor) else value

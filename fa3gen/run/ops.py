@@ -198,7 +198,7 @@ def _asked(
 ) -> tuple[Family, Size]:
     """What the module has to be compiled for, and the size of the call. Raises ArgumentError, TypeError."""
     calls.check_tensors({"q": q, "k": k, "v": v}, "(batch, seq, heads, head dim)")
-    dtype, written = calls.dtypes_of(q, out, "fa3gen.attention", calls.DENSE_INPUTS)
+    dtype, written = calls.dtypes_of(q, out, "fa3gen.attention")
     calls.check_scores(sinks, softcap)
     part_keys, mask = calls.keys_of_parts(*how), dispatch.mask_of(causal, window)
     if eight_bits.any_of(q, k, v):

@@ -14,15 +14,14 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from fa3gen.design.family import TILE_ROWS, Family, Shape
-from fa3gen.run import calls, checks, dispatch, gpu
+from fa3gen.run import calls, checks, dispatch, eight_bits, gpu
 from fa3gen.run.calls import Attention, Returned, Window, dispatch_modes, functorch_transforms, named_scores, stretches
 from fa3gen.run.dispatch import FEW_QUERIES, NO_LIMIT, ArgumentError, Choice, NotRendered, Size
+from fa3gen.run.eight_bits import EIGHT_BITS, FACTORS, Factors
 
-# Where keys lie: (cu_seqlens_k, page_table, seqused_k). What changes scores: (sinks, softcap). Of 8-bit k and v:
-# (k_descale, v_descale).
+# Where keys lie: (cu_seqlens_k, page_table, seqused_k). What changes scores: (sinks, softcap).
 Keys = tuple[Any, Any, Any]
 Scores = tuple[Any, Any]
-Factors = tuple[Any, Any]
 # How it is computed: (num_splits, deterministic_batch), and what these are by default.
 How = tuple[int, bool]
 USUAL: How = 0, False
@@ -44,6 +43,7 @@ def _explain(
     window: Window = None,
     sinks: Tensor | None = None,
     softcap: float | None = None,
+    q_descale: Tensor | None = None,
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
     scale: float | None = None,
@@ -59,7 +59,7 @@ def _explain(
     SM gets is then counted with the SMs of an H200, and the answer says so. Raises as `fa3gen.attention_packed` where
     no module is found; with `render`, one is rendered, and not yet compiled.
     """
-    keys, scores, factors = (cu_seqlens_k, page_table, seqused_k), (sinks, softcap), (k_descale, v_descale)
+    keys, scores, factors = (cu_seqlens_k, page_table, seqused_k), (sinks, softcap), (q_descale, k_descale, v_descale)
     family = _family(q, k, v, cu_seqlens_q, keys, out, causal, window, scores, factors)
     how = num_splits, deterministic_batch
     size = _size(q, v, cu_seqlens_q, page_table, (max_seqlen_q, max_seqlen_k), window, how)
@@ -86,6 +86,7 @@ def attention_packed(
     window: Window = None,
     sinks: Tensor | None = None,
     softcap: float | None = None,
+    q_descale: Tensor | None = None,
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
     scale: float | None = None,
@@ -106,10 +107,10 @@ def attention_packed(
     page page_table[i, j // page].
 
     Args:
-        q: (total_q, heads_q, d), bfloat16 or float16. Any strides with a contiguous last dimension and 16-byte aligned
-            rows, here and below.
+        q: (total_q, heads_q, d), bfloat16, float16 or float8_e4m3fn, beside which there are no sinks, no cap and no
+            deterministic_batch. Any strides with a contiguous last dimension and 16-byte aligned rows, here and below.
         k: (total_k, heads_kv, d), heads_q a multiple of heads_kv (GQA, MQA); or (pages, page, heads_kv, d). Of q's
-            dtype, or of 8 bits, float8_e4m3fn or float8_e5m2, as a cache may be.
+            dtype, or beside q of 16 bits of 8, float8_e4m3fn or float8_e5m2, as a cache may be.
         v: (total_k, heads_kv, d_v), or (pages, page, heads_kv, d_v); of k's dtype.
         cu_seqlens_q, cu_seqlens_k: (sequences + 1,), int32, on the GPU, where the rows of each sequence begin, and at
             last where those of the last one end. They do not decrease; what lies is clamped to the tensors, and with
@@ -125,8 +126,10 @@ def attention_packed(
         window, sinks, softcap: As for `fa3gen.attention`.
         k_descale, v_descale: (sequences, heads_kv) float32, any strides, 0 as well: by what k and v of 8 bits are to
             be multiplied, 1 by default. O and LSE are those of q beside k and v in q's dtype, times these.
+        q_descale: The same of q of 8 bits, for each head of k. Beside such q each factor may be one number, (1,).
         scale: Factor of the scores, finite and positive; 1 / sqrt(d) by default.
-        out: (total_q, heads_q, d_v) of q's dtype to write O to; a new contiguous tensor by default.
+        out: (total_q, heads_q, d_v) of q's dtype, or bfloat16 beside q of 8 bits, to write O to; a new contiguous
+            tensor by default.
         return_lse: Return (O, LSE), LSE the natural logarithm of each row's sum of exponentials,
             (heads_q, total_q) float32.
         deterministic_batch: O and LSE of a row are the same bits whatever else the call has: alone, in any batch, at
@@ -150,7 +153,7 @@ def attention_packed(
         TypeError, ValueError: An argument is of another type, dtype, device, shape, stride or alignment; or one
             requires grad in grad mode, since this is forward only.
     """
-    keys, scores, factors = (cu_seqlens_k, page_table, seqused_k), (sinks, softcap), (k_descale, v_descale)
+    keys, scores, factors = (cu_seqlens_k, page_table, seqused_k), (sinks, softcap), (q_descale, k_descale, v_descale)
     # Tensors on a GPU that nobody watches? Then nothing is lost by leaving the dispatcher out.
     if (
         is_dynamo_compiling()
@@ -161,11 +164,11 @@ def attention_packed(
         if not is_dynamo_compiling():
             # Its messages are better than those of a schema.
             _family(q, k, v, cu_seqlens_q, keys, out, causal, window, scores, factors)
-            calls.check_splits(num_splits, deterministic_batch=deterministic_batch)
+            _check_how(q, (num_splits, deterministic_batch))
         options: dict[str, Any] = {"page_table": page_table, "seqused_q": seqused_q, "seqused_k": seqused_k}
         options |= {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k, "causal": causal, "window": window}
         options |= {"scale": scale, "return_lse": return_lse}
-        options |= {**named_scores(sinks, softcap), **_named_factors(*factors)}
+        options |= {**named_scores(sinks, softcap), **_given_factors(factors)}
         options |= ({"num_splits": num_splits} if num_splits else {}) | ({"render": True} if render else {})
         options |= {"deterministic_batch": True} if deterministic_batch else {}
         return _by_operator(q, k, v, cu_seqlens_q, cu_seqlens_k, out, options)
@@ -183,8 +186,8 @@ def attention_packed(
         _check(q, k, cu_seqlens_q, keys, seqused_q, longest)
     if sinks is not None or softcap is not None:
         serving = functools.partial(serving, **named_scores(sinks, softcap))
-    if k_descale is not None or v_descale is not None:
-        serving = functools.partial(serving, **_named_factors(*factors))
+    if q_descale is not None or k_descale is not None or v_descale is not None:
+        serving = functools.partial(serving, **_named_factors(q, k, cu_seqlens_q, factors))
     if page_table is not None:
         if cu_seqlens_k is not None:
             _family(q, k, v, cu_seqlens_q, keys, out, causal, window, scores, factors)  # which refuses it
@@ -221,11 +224,17 @@ def _family(
         calls.check_tensors({"page_table": page_table}, "(sequences, most pages)")
         calls.check_tensors({"seqused_k": seqused_k}, "(sequences)")
         page = int(k.shape[1])
-    dtype, written = calls.dtypes_of(q, out, "fa3gen.attention_packed", calls.INPUTS)
+    dtype, written = calls.dtypes_of(q, out, "fa3gen.attention_packed")
     mask = dispatch.mask_of(causal, window)
     calls.check_scores(*scores)
     sinks, softcap = scores
-    kv_dtype = calls.stored_dtype(k, v, *factors)
+    if q.dtype is EIGHT_BITS:
+        kv_dtype = None  # it is that of all
+        eight_bits.check_packed(q, k, v, {"sinks": sinks, "softcap": softcap})
+        eight_bits.check_factors(q, k, factors, cu_seqlens_q.shape[0] - 1)
+    else:
+        _refuse_q_descale(q, factors)
+        kv_dtype = calls.stored_dtype(k, v, *factors[1:])
     return Family(
         *(dtype, int(q.shape[2]), int(v.shape[-1]), mask, written),
         layout="packed" if page is None else "paged",
@@ -237,9 +246,33 @@ def _family(
     )
 
 
-def _named_factors(k_descale: Tensor | None, v_descale: Tensor | None) -> dict[str, Tensor]:
-    """Those that are given, by name: modules for 16-bit k and v take none."""
-    return calls.given(k_descale=k_descale, v_descale=v_descale)
+def _given_factors(factors: Factors) -> dict[str, Tensor]:
+    """Those that are given, by name."""
+    return calls.given(**dict(zip(FACTORS, factors, strict=True)))
+
+
+def _named_factors(q: Tensor, k: Tensor, cu_seqlens_q: Tensor, factors: Factors) -> dict[str, Tensor]:
+    """Those that are given, by name, as modules take them: those for 16-bit k and v take none."""
+    if q.dtype is EIGHT_BITS:
+        return eight_bits.named_factors(q, k, factors, cu_seqlens_q.shape[0] - 1)
+    _refuse_q_descale(q, factors)
+    return _given_factors(factors)
+
+
+def _refuse_q_descale(q: Tensor, factors: Factors) -> None:
+    """Raise ArgumentError for a factor of q, where that has 16 bits."""
+    if factors[0] is not None:
+        raise ArgumentError(
+            f"q_descale is given, and q has dtype {q.dtype}; it is the factor of a q of {EIGHT_BITS}: leave it out"
+        )
+
+
+def _check_how(q: Tensor, how: How) -> None:
+    """Raise ArgumentError for what cannot be asked for, and for what calls with q of 8 bits are not served with."""
+    num_splits, deterministic_batch = how
+    calls.check_splits(num_splits, deterministic_batch=deterministic_batch)
+    if deterministic_batch and q.dtype is EIGHT_BITS:
+        eight_bits.refuse(q, {"deterministic_batch": deterministic_batch})
 
 
 def _size(
@@ -247,7 +280,7 @@ def _size(
 ) -> Size:
     """The size of a call as the host knows it. Raises ArgumentError for a number of parts that cannot be asked for."""
     num_splits, deterministic_batch = how
-    calls.check_splits(num_splits, deterministic_batch=deterministic_batch)
+    _check_how(q, how)
     (total_q, heads_q, _), (heads_kv, _) = q.shape, v.shape[-2:]
     offsets, total_k = cu_seqlens_q.shape[0], _rows(v, page_table)
     keys, tiles, queries, mean = _extents(total_q, total_k, offsets, heads_q, *longest, window)
@@ -364,6 +397,7 @@ def _packed(
     window: list[int] | None = None,
     sinks: Tensor | None = None,
     softcap: float | None = None,
+    q_descale: Tensor | None = None,
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
     return_lse: bool = False,
@@ -375,13 +409,14 @@ def _packed(
     """`fa3gen::attention_packed`: O and LSE, which has no rows unless `return_lse`."""
     reach = None if window is None else tuple(window)
     keys = cu_seqlens_k, page_table, seqused_k
-    scores, how, factors = (sinks, softcap), (num_splits, deterministic_batch), (k_descale, v_descale)
+    scores, how, factors = (sinks, softcap), (num_splits, deterministic_batch), (q_descale, k_descale, v_descale)
     longest = max_seqlen_q, max_seqlen_k
     asked = q, k, v, cu_seqlens_q, keys, longest, out, causal, reach, scores, return_lse, how, factors
     serving = calls.or_rendered(_serving, *asked, allowed=render, compiled=q.is_cuda)
     if checks.CHECKING:
         _check(q, k, cu_seqlens_q, keys, options.get("seqused_q"), longest)
-    options |= {"out": out, "return_lse": return_lse} | named_scores(sinks, softcap) | _named_factors(*factors)
+    options |= {"out": out, "return_lse": return_lse} | named_scores(sinks, softcap)
+    options |= _named_factors(q, k, cu_seqlens_q, factors)
     if page_table is None:
         returned = serving(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k=seqused_k, **options)
     else:
@@ -408,6 +443,7 @@ def _packed_fake(
     window: list[int] | None = None,
     sinks: Tensor | None = None,
     softcap: float | None = None,
+    q_descale: Tensor | None = None,
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
     return_lse: bool = False,
@@ -416,9 +452,9 @@ def _packed_fake(
     **_: Any,
 ) -> tuple[Tensor, Tensor]:
     """What can be wrong with tensors that have no memory shows when a model is traced."""
-    keys, scores = (cu_seqlens_k, page_table, seqused_k), (sinks, softcap)
-    _family(q, k, v, cu_seqlens_q, keys, out, causal, window, scores, (k_descale, v_descale))
-    calls.check_splits(num_splits, deterministic_batch=deterministic_batch)
+    keys, scores, factors = (cu_seqlens_k, page_table, seqused_k), (sinks, softcap), (q_descale, k_descale, v_descale)
+    _family(q, k, v, cu_seqlens_q, keys, out, causal, window, scores, factors)
+    _check_how(q, (num_splits, deterministic_batch))
     calls.need_sinks(sinks, q.shape[1])
     calls.need(
         k.shape[-1] == q.shape[2],
@@ -432,7 +468,7 @@ def _packed_fake(
     _need_rows("cu_seqlens_k", cu_seqlens_k, sequences + 1)
     _need_rows("page_table", page_table, sequences)
     _need_rows("seqused_k", seqused_k, sequences)
-    for name, factor in _named_factors(k_descale, v_descale).items():
+    for name, factor in _given_factors(factors).items() if q.dtype != EIGHT_BITS else ():  # else looked at before
         needed = sequences, k.shape[-2]
         calls.need(
             tuple(factor.shape) == needed,
@@ -443,7 +479,7 @@ def _packed_fake(
         out is None or tuple(out.shape) == wanted,
         lambda: f"out has shape {tuple(out.shape) if out is not None else None}; it needs to be {wanted}",
     )
-    return q.new_empty(wanted), _lse_like(q, return_lse)
+    return eight_bits.out_like(q, v), _lse_like(q, return_lse)
 
 
 def _need_rows(name: str, given: Tensor | None, count: int) -> None:
@@ -467,7 +503,7 @@ _OPTIONS = (
     "*, Tensor? page_table=None, SymInt? max_seqlen_q=None, SymInt? max_seqlen_k=None, "
     "Tensor? seqused_q=None, Tensor? seqused_k=None, "
     "bool causal=False, int[]? window=None, Tensor? sinks=None, float? softcap=None, "
-    "Tensor? k_descale=None, Tensor? v_descale=None, float? scale=None, "
+    "Tensor? q_descale=None, Tensor? k_descale=None, Tensor? v_descale=None, float? scale=None, "
     "bool return_lse=False, bool deterministic_batch=False, int num_splits=0, bool render=False"
 )
 calls.register(f"attention_packed({_INPUTS}, {_OPTIONS}) -> (Tensor, Tensor)", _packed, _packed_fake)

@@ -28,6 +28,7 @@ Unused = Literal["nan", "large"]
 Span = tuple[int, int]  # first row, and the one behind the last
 LARGE = 16  # times what is normal
 INT_MAX = 2**31 - 1
+NANS_OF_8_BITS = 0x7F, 0xFF  # e4m3 has no infinity
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,8 @@ class PackedInputs(Inputs):
     """Tensors of one case: q (total_q, heads_q, d), k (total_k, heads_kv, d), v (total_k, heads_kv, d_v), out like q.
 
     `spans` are the rows of q and of k that each sequence uses. Where k and v have 8 bits, `descales` are the factors of
-    both by name, (sequences, heads_kv): powers of two, so that what they stand for has 16 bits.
+    both by name, (sequences, heads_kv): powers of two, so that what they stand for has 16 bits. Where q has 8 bits as
+    well, they are any numbers, and q has one, too.
     """
 
     cu_seqlens_q: torch.Tensor
@@ -96,16 +98,26 @@ class PackedInputs(Inputs):
         numbered = [(number, (q, k)) for number, (q, k) in enumerate(self.spans) if q[0] < q[1]]
         used = [(number, slice(*q), slice(*k)) for number, (q, k) in numbered] or [(0, slice(0), slice(0))]
         return [
-            (self.q[None, rows], self.values("k", self.k[keys], number), self.values("v", self.v[keys], number))
+            (
+                self.values("q", self.q[rows], number),
+                self.values("k", self.k[keys], number),
+                self.values("v", self.v[keys], number),
+            )
             for number, rows, keys in used
         ]
 
     def values(self, name: str, rows: torch.Tensor, sequence: int) -> torch.Tensor:
-        """What rows of k, or of v, of a sequence stand for: themselves, or in 16 bits, times their factor."""
+        """What rows of q, k or v of a sequence stand for, as `stands_for` has it: themselves, or times their factor."""
         descale = self.descales.get(f"{name}_descale")
         if descale is None or not len(rows):
-            return rows.to(self.q.dtype)[None]
-        return (rows.to(self.q.dtype) * descale[sequence, :, None].to(self.q.dtype))[None]
+            return rows.to(self.stands_for)[None]
+        factors = descale[sequence].repeat_interleave(rows.shape[1] // descale.shape[1])
+        return (rows.to(self.stands_for) * factors[:, None].to(self.stands_for))[None]
+
+    @property
+    def stands_for(self) -> torch.dtype:
+        """What the reference is given: q's dtype, or float64 where that has 8 bits, which products with factors fit."""
+        return self.q.dtype if self.q.element_size() > 1 else torch.float64
 
     @property
     def written(self) -> list[torch.Tensor]:
@@ -311,7 +323,7 @@ def make(spec: Forward, case: PackedCase, *, device: torch.device, seed: int) ->
         q=q,
         k=k,
         v=v,
-        descales=descales(spec, len(case.spans), case.heads_kv, device),
+        descales=descales(spec, case, seed, device),
         out=dense.out[0],
         out_storage=dense.out_storage,
         mask=dense.mask,
@@ -328,30 +340,50 @@ def make(spec: Forward, case: PackedCase, *, device: torch.device, seed: int) ->
 
 def stored(spec: Forward, tensor: torch.Tensor) -> torch.Tensor:
     """K or V as it lies in memory: the tensor, or with the same strides in 8 bits."""
-    if not footprint.converts(spec):
+    if tensor.dtype == spec.kv_element.in_torch():
         return tensor
     storage = tensor.as_strided((tensor.untyped_storage().size() // tensor.element_size(),), (1,), 0)
     in_8_bits = storage.to(spec.kv_element.in_torch())
     return in_8_bits.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
-def descales(spec: Forward, count: int, heads_kv: int, device: torch.device) -> dict[str, torch.Tensor]:
-    """Factors of K and V of each sequence and kv head, where they have 8 bits: no two that are neighbours are the same.
+def descales(spec: Forward, case: PackedCase, seed: int, device: torch.device) -> dict[str, torch.Tensor]:
+    """Factors of each sequence and kv head, where K and V, or Q as well, have 8 bits.
 
-    Those of K are a part of a larger tensor, those of V are the same for all heads, with a stride of 0.
+    Beside q of 16 bits no two that are neighbours are the same.
+    Those of K are a part of a larger tensor, those of V are the same for all heads, with a stride of 0; those of q are
+    transposed. None of them are given where all lie in one tensor.
     """
-    if not footprint.converts(spec):
+    count, heads_kv = len(case.spans), case.heads_kv
+    if footprint.eight_bits(spec):
+        if case.layout == "packed":
+            return {}
+        draw = torch.Generator().manual_seed(inputs.case_seed(f"{case.name}, factors", seed))
+        of_q, of_k, of_v = (
+            torch.exp2(2 * torch.rand(shape, generator=draw) - 1).to(device)  # 0.5 to 2
+            for shape in ((heads_kv, count), (count, heads_kv), (count, 1))
+        )
+    elif footprint.converts(spec):
+        number, head = torch.arange(count, device=device)[:, None], torch.arange(heads_kv, device=device)[None]
+        of_k, of_v = 2.0 ** ((number + 2 * head) % 3 - 1), 2.0 ** (number % 4 - 2)
+    else:
         return {}
-    number, head = torch.arange(count, device=device)[:, None], torch.arange(heads_kv, device=device)[None]
-    of_k = 2.0 ** ((number + 2 * head) % 3 - 1)
     wide = torch.stack([of_k, torch.full_like(of_k, math.nan)], dim=2)
-    of_v = 2.0 ** (number % 4 - 2)
-    return {"k_descale": wide[..., 0], "v_descale": of_v.expand(-1, heads_kv)}
+    made = {"k_descale": wide[..., 0], "v_descale": of_v.expand(-1, heads_kv)}
+    return {"q_descale": of_q.t(), **made} if footprint.eight_bits(spec) else made
 
 
 def spoil(tensor: torch.Tensor, rows: torch.Tensor, unused: Unused) -> None:
-    """Put NaN and infinity in turn into these rows, or numbers that are too large."""
-    if unused == "large":
+    """Put NaN and infinity in turn into these rows, or numbers that are too large; of 8 bits both kinds of NaN."""
+    if tensor.element_size() == 1:  # torch indexes bytes, and no such numbers
+        in_bytes = tensor.view(torch.uint8)
+        if unused == "large":
+            most = torch.finfo(tensor.dtype).max
+            large = (tensor.float()[rows] * LARGE).clamp(-most, most)
+            in_bytes[rows] = large.to(tensor.dtype).view(torch.uint8)
+        else:
+            in_bytes[rows[0::2]], in_bytes[rows[1::2]] = NANS_OF_8_BITS
+    elif unused == "large":
         tensor[rows] = tensor[rows] * LARGE
     else:
         tensor[rows[0::2]] = math.nan

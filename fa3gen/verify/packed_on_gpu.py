@@ -111,10 +111,10 @@ class PackedRunner(Runner):
             yield f"{name} on {elsewhere}", name, {**good, name: offsets[1:].to(elsewhere)}
 
     def _bad_scores(self, good: Mapping[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
-        """As of dense tensors, and factors of K and V."""
+        """As of dense tensors, and factors of Q, K and V."""
         yield from super()._bad_scores(good)
         elsewhere = "cpu" if self.device.type == "cuda" else "meta"
-        for name in ("k_descale", "v_descale"):
+        for name in ("q_descale", "k_descale", "v_descale"):
             if (factors := good.get(name)) is not None:
                 yield f"{name} of one head fewer", name, {**good, name: factors[:, :-1]}
                 yield f"{name} of one sequence fewer", name, {**good, name: factors[:-1]}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import cycle
 from typing import Any, Literal
 
@@ -85,7 +86,7 @@ class PagedInputs(PackedInputs):
         """Sequences with queries; a part without rows where there are none."""
         found = [
             (
-                self.q[None, slice(*span)],
+                self.values("q", self.q[slice(*span)], number),
                 self.values("k", self._rows(self.k, table, keys), number),
                 self.values("v", self._rows(self.v, table, keys), number),
             )
@@ -96,7 +97,7 @@ class PagedInputs(PackedInputs):
         ]
         nothing = self.page_table.new_empty(0)
         none = [self.values(name, self._rows(pages, nothing, 0), 0) for name, pages in (("k", self.k), ("v", self.v))]
-        return found or [(self.q[None, :0], none[0], none[1])]
+        return found or [(self.values("q", self.q[:0], 0), none[0], none[1])]
 
     def _lengths(self) -> list[int]:
         """Keys of each sequence, no more than its table has room for."""
@@ -105,7 +106,7 @@ class PagedInputs(PackedInputs):
 
     def _rows(self, pages: torch.Tensor, table: torch.Tensor, keys: int) -> torch.Tensor:
         """The rows of a sequence one behind the other, (keys, heads, d); zeros where there is no such page."""
-        pages = pages.to(self.q.dtype)
+        pages = pages.to(self.stands_for)
         count, page, *_ = pages.shape
         number = torch.arange(keys, device=pages.device)
         at = table.long()[number // page]
@@ -178,7 +179,8 @@ def _pages_of(case: PagedCase, made: PackedInputs, draw: torch.Generator) -> tup
     heads, (d, d_v) = made.k.shape[1], (made.k.shape[2], made.v.shape[2])
     rows = (case.pages, case.page, heads)
     width = max(d, d_v)
-    new = made.q.new_empty  # of 16 bits: what has 8 is made of it at the end
+    dtype = made.q.dtype if made.q.element_size() > 1 else torch.bfloat16  # what has 8 bits is made of it at the end
+    new = partial(made.q.new_empty, dtype=dtype)
     if case.storage == "interleaved":
         k, v = new((case.pages, 2, case.page, heads, width)).unbind(1)
         k, v = k[..., :d], v[..., :d_v]

@@ -30,13 +30,13 @@ from fa3gen.design import masks  # noqa: E402
 from fa3gen.design.workspace import Workspace  # noqa: E402
 from fa3gen.hardware.dtypes import DTYPES  # noqa: E402
 from fa3gen.measure import packed_cells  # noqa: E402
-from fa3gen.measure.bench import CHECK_TOLERANCE, require_hopper  # noqa: E402
+from fa3gen.measure.bench import check_tolerance, require_hopper  # noqa: E402
 from fa3gen.measure.tuning.measuring import CudaTimer  # noqa: E402
 from fa3gen.records import packed_records  # noqa: E402
 from fa3gen.records.packed_records import PackedProblem, PackedRecord  # noqa: E402
 from fa3gen.run import gpu  # noqa: E402
 from fa3gen.run.launch import load_for_launch  # noqa: E402
-from fa3gen.spec.model import Forward  # noqa: E402
+from fa3gen.spec.model import Forward, usual_output  # noqa: E402
 from fa3gen.spec.specfile import Variant  # noqa: E402
 from fa3gen.verify import reference  # noqa: E402
 from fa3gen.verify.inputs import usual_keywords  # noqa: E402
@@ -46,15 +46,25 @@ CHECKED_ROWS = 4000  # of queries: every list of lengths has a shorter sequence
 
 
 def tensors(problem: PackedProblem, device: torch.device) -> tuple[torch.Tensor, ...]:
-    """Random q, k, v, one row behind the other, and the offsets of queries and of keys."""
+    """Random q, k, v, one row behind the other, and the offsets of queries and of keys; what has 8 bits in 16."""
     torch.manual_seed(SEED)
-    facts = {"dtype": DTYPES[problem.dtype].in_torch(), "device": device}
+    facts: dict[str, Any] = {"dtype": wide(problem), "device": device}
     sizes = ((problem.lengths_q, problem.heads_q), *[(problem.lengths_k, problem.heads_kv)] * 2)
     q, k, v = (torch.randn((sum(lengths), heads, problem.head_dim), **facts) for lengths, heads in sizes)
-    if problem.kv_dtype is not None:  # numbers that 8 bits hold; `measure` makes these of them
-        k, v = (x.to(DTYPES[problem.kv_dtype].in_torch()).to(x.dtype) for x in (k, v))
+    # Of 8 bits they are numbers that these hold; `measure` makes these of them.
+    q, k, v = (x.to(dtype).to(x.dtype) for x, dtype in zip((q, k, v), dtypes(problem), strict=True))
     begins = [torch.tensor([0, *x], device=device).cumsum(0).int() for x in (problem.lengths_q, problem.lengths_k)]
     return q, k, v, *begins
+
+
+def wide(problem: PackedProblem) -> torch.dtype:
+    """q's dtype, or that of O where q has 8 bits."""
+    return DTYPES[usual_output(problem.dtype)].in_torch()
+
+
+def dtypes(problem: PackedProblem) -> tuple[torch.dtype, ...]:
+    """Those of q, k and v."""
+    return tuple(DTYPES[name].in_torch() for name in (problem.dtype, *[problem.kv_dtype or problem.dtype] * 2))
 
 
 def in_pages(problem: PackedProblem, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
@@ -98,9 +108,7 @@ def measure(
     """Check the modules in a cell and time them in turns; TFLOP/s."""
     inputs, timer, runs, kept = tensors(problem, device), CudaTimer(device), [], []
     given = inputs if problem.page is None else in_pages(problem, inputs)
-    if problem.kv_dtype is not None:
-        q, k, v, *where = given
-        given = q, *(x.to(DTYPES[problem.kv_dtype].in_torch()) for x in (k, v)), *where
+    given = *(x.to(dtype) for x, dtype in zip(given[:3], dtypes(problem), strict=True)), *given[3:]
     named = usual_keywords(problem.family.keywords, problem.heads_q, device)
     for variant in variants:
         module = load_for_launch(workspace.module_path(variant.stem))
@@ -114,7 +122,7 @@ def measure(
         ) -> torch.Tensor:
             return attention(*given, out=out, **named, **window)
 
-        if not (found := error(problem, inputs, launch())) < CHECK_TOLERANCE:
+        if not (found := error(problem, inputs, launch())) < check_tolerance(problem.dtype):
             raise UserError(f"{variant.stem} computes something wrong: relative error {found:.2g}, {problem.label}")
         run, captured = timer.burst(launch, max(1, math.ceil(BURST_MS / timer.once(launch))))
         if not captured:

@@ -126,23 +126,29 @@ def _eight_bits(spec: Forward) -> Iterable[Answer]:
     yield eight_bits.scales_of_blocks.ask(spec.problem.scales, dtype)
     if not footprint.eight_bits(spec):
         return
-    softmax, tile = spec.softmax, spec.tile
+    softmax, tile, packed = spec.softmax, spec.tile, footprint.packed_sequences(spec)
+    even = packed and spec.scheduler == "even"
     if footprint.block_scales(spec):
         yield eight_bits.rows_of_block.ask("tile.q", tile.q)
         yield eight_bits.rows_of_block.ask("tile.kv", tile.kv)
+        yield eight_bits.block_scale_kernel.ask("problem.layout", spec.problem.layout, ("dense",))
         yield eight_bits.block_scale_kernel.ask("mask", spec.mask.kind, ("none", "causal"))
         yield eight_bits.block_scale_kernel.ask("scheduler", spec.scheduler, ("single_tile", "static", "dynamic"))
     rendered: dict[str, tuple[object, tuple[object, ...]]] = {
         "qk.engine": (spec.qk.engine, ("wgmma",)),
         "schedule.kind": (spec.schedule.kind, ("warp_specialized", "ping_pong")),
         "schedule.overlap": (footprint.overlapped(spec), (True,)),
-        "scheduler": (spec.scheduler, ("single_tile", "static", "stream_k", "dynamic")),
-        "problem.layout": (spec.problem.layout, ("dense",)),
+        "scheduler": (
+            spec.scheduler,
+            ("dynamic", "even") if packed else ("single_tile", "static", "stream_k", "dynamic"),
+        ),
+        "problem.layout": (spec.problem.layout, ("dense", "packed", "paged")),
         "problem.head_dim_v": (spec.problem.v_dim, (spec.problem.head_dim,)),
-        "tile.pack_heads": (tile.pack_heads, (1,)),
+        "tile.group": (tile.group, ("at_most",) if even else ("multiple",)),
+        "tile.pack_heads": (tile.pack_heads, (tile.pack_heads,) if even else (1,)),
         "tile.ctas_per_sm": (tile.ctas_per_sm, (1,)),
-        "split": (None if spec.split is None else "split", (None,)),
-        "outputs.o": (spec.outputs.o, ("own_buffer",)),
+        "split": (None if spec.split is None else "split", ("split",) if even else (None,)),
+        "outputs.o": (spec.outputs.o, ("direct",) if even else ("own_buffer",)),
         "softmax.row_max": (softmax.row_max, ("online",)),
         "softmax.rescale_above": (softmax.rescale_above, (None,)),
         "softmax.sink": (softmax.sink, (False,)),
@@ -150,6 +156,9 @@ def _eight_bits(spec: Forward) -> Iterable[Answer]:
     }
     for field, (value, values) in rendered.items():
         yield eight_bits.eight_bit_kernel.ask(field, value, values)
+    if packed:  # of the producer's warps one finds tiles, one loads, and two are left
+        yield eight_bits.eight_bit_kernel.ask("tile.transposers", tile.transposers, (2,))
+        yield eight_bits.eight_bit_kernel.ask("smem.vt", spec.smem and spec.smem.vt, ("128B", "64B", "32B"))
     if footprint.persistent(spec):  # else the place of Q would be free with the last K
         yield eight_bits.eight_bit_kernel.ask("load.q_stages", footprint.q_stages(spec), (2,))
 

@@ -27,7 +27,7 @@ def eight_bit_major(field: str, product: str, tensor: str, major: str) -> Violat
 
 @rule(kind=GENERATOR, topic="structure")
 def eight_bit_kernel(field: str, value: object, rendered: Sequence[object]) -> Violation | None:
-    """Products of 8 bits are rendered for dense tensors, where warps load, transpose V, and others overlap P V."""
+    """Products of 8 bits are rendered where warps load and transpose V, and others overlap P V."""
     if value in rendered:
         return None
     ways_out = " or ".join(_yaml(each) for each in rendered)

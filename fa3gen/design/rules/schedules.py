@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fa3gen.design.rules.registry import GENERATOR, HARDWARE, Violation, rule
-from fa3gen.spec.model import MOST_EXPONENT
+from fa3gen.spec.model import MOST_EXPONENT, AttentionDType, usual_output
 
 
 @rule(kind=GENERATOR, topic="schedule")
@@ -189,11 +189,12 @@ def packed_overlap(layout: str, overlap: bool) -> Violation | None:
 
 
 @rule(kind=GENERATOR, topic="output")
-def packed_output(layout: str, lse: bool, o_dtype: str, dtype: str) -> Violation | None:
-    """O of packed sequences is in the dtype of q, and LSE can be asked for, as engines do."""
-    if layout == "dense" or (lse and o_dtype == dtype):
+def packed_output(layout: str, lse: bool, o_dtype: str, dtype: AttentionDType) -> Violation | None:
+    """O of packed sequences is in the dtype of q, or bf16 beside one of 8 bits, and LSE can be asked for."""
+    usual = usual_output(dtype)
+    if layout == "dense" or (lse and o_dtype == usual):
         return None
-    field, needed = ("outputs.lse", "true") if not lse else ("o.dtype", dtype)
+    field, needed = ("outputs.lse", "true") if not lse else ("o.dtype", usual)
     return Violation(field, f"layout {layout} is rendered with {field}: {needed} only; use that, or layout dense")
 
 

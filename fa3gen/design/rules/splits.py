@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fa3gen.design.rules.registry import GENERATOR, Violation, rule
 from fa3gen.hardware import hopper
+from fa3gen.spec.model import AttentionDType, usual_output
 
 
 @rule(kind=GENERATOR, topic="kv order")
@@ -68,14 +69,15 @@ def split_keys(keys: int, kv: int, rescale_above: int | None) -> Violation | Non
 
 
 @rule(kind=GENERATOR, topic="kv order")
-def split_output(o: str, lse: bool, o_dtype: str, dtype: str) -> Violation | None:
+def split_output(o: str, lse: bool, o_dtype: str, dtype: AttentionDType) -> Violation | None:
     """Parts are added up with their LSE; they leave the registers straight, as O does where there is one part."""
     if o != "direct":
         return Violation("outputs.o", f"split is rendered with outputs.o: direct only, not {o}; use that")
     if not lse:
         return Violation("outputs.lse", "parts are weighed by their LSE, so that a split kernel has it; use lse: true")
-    if o_dtype != dtype:
-        return Violation("o.dtype", f"split is rendered with O in the dtype of q, not {o_dtype}; leave o.dtype out")
+    if o_dtype != usual_output(dtype):
+        usual = f"the dtype of q, or bf16 beside one of 8 bits, not {o_dtype}"
+        return Violation("o.dtype", f"split is rendered with O in {usual}; leave o.dtype out")
     return None
 
 

@@ -137,9 +137,8 @@ def _specialized_roles(spec: Forward) -> tuple[Role, ...]:
     overlap = footprint.overlapped(spec)
     loops = {"all": (False,), "before": (True, False), "between": (True, False, True), "none": (True,)}
     return (
-        *_producers_of_q_and_k(spec, warps),
-        Role(specialized.V, f"warp {warps + 1}", 1, "copies V", "load_v"),
-        *_finder(spec, warps + 2),
+        *_producers(spec, warps),
+        *_finder(spec, warps + (1 if footprint.loads_together(spec) else 2)),
         *_transposers(spec, warps + (footprint.WARPGROUP_WARPS if footprint.transposing_warpgroups(spec) else 2)),
         *_converters(spec, warps + footprint.WARPGROUP_WARPS),
         Role(
@@ -152,6 +151,13 @@ def _specialized_roles(spec: Forward) -> tuple[Role, ...]:
             peeled=int(overlap),
         ),
     )
+
+
+def _producers(spec: Forward, warp: int) -> tuple[Role, ...]:
+    """Who copies Q, K and V; `warp` is the first of them."""
+    if footprint.loads_together(spec):
+        return (Role(specialized.Q_K, f"warp {warp}", 1, "copies Q, K and V", "load_tiles"),)
+    return (*_producers_of_q_and_k(spec, warp), Role(specialized.V, f"warp {warp + 1}", 1, "copies V", "load_v"))
 
 
 def _producers_of_q_and_k(spec: Forward, warp: int) -> tuple[Role, ...]:
@@ -206,7 +212,7 @@ def _specialized_rings(spec: Forward) -> tuple[Ring, ...]:
     rings = [
         Ring("q", ("Q",), spec.load.q_stages, "TMA", first, readers, (q,), empty_arrivals=released),
         Ring("k", ("K",), stages, "TMA", specialized.Q_K, readers, (k,), empty_arrivals=warps),
-        Ring("v", ("V",), stages, "TMA", specialized.V, readers, (v,), empty_arrivals=warps),
+        Ring("v", ("V",), stages, "TMA", specialized.who_loads_v(spec), readers, (v,), empty_arrivals=warps),
     ]
     if footprint.transposes(spec):
         count = spec.tile.transposers
@@ -222,6 +228,7 @@ def _specialized_rings(spec: Forward) -> tuple[Ring, ...]:
         packed = footprint.packed_sequences(spec)
         drawing = specialized.TILES if packed else specialized.Q_K
         loading = (specialized.Q_K, specialized.V) if packed else (specialized.V,)
+        loading = loading[:1] if footprint.loads_together(spec) else loading
         converting = (specialized.K_CONVERTERS, specialized.V_CONVERTERS) if footprint.converts(spec) else ()
         transposing = (specialized.TRANSPOSERS,) * footprint.transposes(spec)
         readers = (*loading, *converting, *transposing, *readers)

@@ -28,7 +28,13 @@ def steps(spec: Forward, roles: Sequence[Role]) -> tuple[Step, ...]:
     produce = _produce_first_and_k if spec.scheduler == "grid" else _produce_q_and_k
     find = _FIND_SHARE if spec.scheduler == "even" else _FIND if footprint.packed_sequences(spec) else ()
     made = _transpose(spec, drawing) if footprint.transposes(spec) else _convert(spec, drawing)
-    return (*produce(spec, drawing), *_produce_v(spec, drawing), *find, *made, *consume(spec, drawing))
+    produce_v = () if footprint.loads_together(spec) else _produce_v(spec, drawing)
+    return (*produce(spec, drawing), *produce_v, *find, *made, *consume(spec, drawing))
+
+
+def who_loads_v(spec: Forward) -> str:
+    """The role that copies V."""
+    return Q_K if footprint.loads_together(spec) else V
 
 
 # Producers
@@ -59,6 +65,8 @@ def _produce_q_and_k(spec: Forward, drawing: str) -> Iterator[Step]:
         yield step("tile", "wait_empty", on="q")
         yield step("tile", "load", "Q", "q", note="by TMA, when its place is free")
     yield from _load_keys(spec, Q_K, "step")
+    if footprint.loads_together(spec):
+        yield from _load_keys(spec, Q_K, "step", "V")
     yield from _tell_last_keys(spec, Q_K)
     if footprint.packed_sequences(spec) and spec.scheduler != "even":
         yield step("end", "release", on="tile", note="K is on its way: it is time to draw")
@@ -72,9 +80,8 @@ def _produce_q_and_k(spec: Forward, drawing: str) -> Iterator[Step]:
     yield step("end", "fill", on="tile", note="tells all other warps which one it is")
 
 
-def _load_keys(spec: Forward, who: str, place: Place) -> Iterator[Step]:
+def _load_keys(spec: Forward, who: str, place: Place, what: str = "K") -> Iterator[Step]:
     """Copy a tile of K, or of V, into its ring."""
-    what = "V" if who == V else "K"
     step, note = partial(Step, who, place), _note_on_keys(spec, what, place)
     ring = f"{what.lower()}8" if footprint.converts(spec) else what.lower()
     yield step("wait_empty", on=ring)
@@ -138,7 +145,7 @@ _FIND_SHARE = (
 
 def _produce_v(spec: Forward, drawing: str) -> Iterator[Step]:
     yield from _first(spec, V, drawing)
-    yield from _load_keys(spec, V, "step")
+    yield from _load_keys(spec, V, "step", "V")
     yield from _tell_last_keys(spec, V)
     yield from _next(spec, V, drawing)
 
@@ -146,6 +153,7 @@ def _produce_v(spec: Forward, drawing: str) -> Iterator[Step]:
 def _transpose(spec: Forward, drawing: str) -> Iterator[Step]:
     """Tiles of V become those that P V reads, in the order in which they are loaded."""
     step = partial(Step, TRANSPOSERS, "step")
+    yield from _first(spec, TRANSPOSERS, drawing)
     yield step("wait_full", on="v")
     yield step("wait_empty", on="vt")
     yield step("transpose", "V", note="by ldmatrix, prmt, stmatrix; keys in P's order")
