@@ -155,6 +155,7 @@ def test_rows_of_block() -> None:
     ("field", "parts", "message"),
     [
         ("mask", {"mask": {"kind": "window", "left": 64, "right": 0}}, "with scales: block window is not rendered"),
+        ("problem.layout", {"problem": {"layout": "packed"}}, "with scales: block packed is not rendered; use dense"),
         (
             "scheduler",
             {"scheduler": "stream_k", "load": {"q_stages": 2}},
