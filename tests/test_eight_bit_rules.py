@@ -104,6 +104,42 @@ def test_two_levels() -> None:
     }
 
 
+def test_promoted_stripes() -> None:
+    assert eight_bits.promoted_stripes(64, 64, 256) is None
+    told = violations(changed("fwd_fp8_d256_two_levels", accumulate={"promote_every": 1, "columns": 128}))
+    assert told == {
+        "accumulate.columns": "P V of 128 columns is to take turns with S, of 64 keys, in the same registers; use 64, "
+        "or leave it out: all columns are promoted at once"
+    }
+    for v_dim in (64, 224):
+        assert eight_bits.promoted_stripes(64, 64, v_dim) == Violation(
+            "accumulate.columns",
+            f"{v_dim} columns of O are not two or more stripes of 64; use another tile.kv, and as many, or leave it "
+            "out: all columns are promoted at once",
+        )
+
+
+def test_striped_kernel() -> None:
+    assert eight_bits.striped_kernel("schedule.kind", "warp_specialized", "warp_specialized") is None
+    schedule = {"kind": "ping_pong", "overlap": True}
+    told = violations(changed("fwd_fp8_d256_two_levels", schedule=schedule, softmax={"exp_before_wait": 8}))
+    assert told == {
+        "schedule.kind": "with accumulate.columns ping_pong is not rendered; use warp_specialized, or leave "
+        "columns out",
+        "softmax.exp_before_wait": "with accumulate.columns 8 is not rendered; use null, or leave columns out",
+    }
+
+
+def test_registers_of_stripes() -> None:
+    """128 of O, 32 of each stripe and S, 8 of P, 12 others: 212 of 232, where 256 columns at once would take 308."""
+    spec = spec_of("fwd_fp8_d256_two_levels")
+    assert dict(footprint.registers_per_thread(spec)) == {
+        **{"O": 128, "P V of a step": 32, "S": 32, "P": 8, "other": 12}
+    }
+    told = violations(changed("fwd_fp8_d256_two_levels", accumulate={"columns": None}))
+    assert "O 128 + P V of a step 128" in told["tile.kv"]
+
+
 def test_registers_of_two_levels() -> None:
     """64 each of O, P V of a step and S, 16 of P, 12 others: 220, and 4 to spare are the 224 of a consumer."""
     spec = spec_of("k7_two_levels_d128")

@@ -118,6 +118,16 @@ def two_levels(spec: Forward) -> bool:
     return spec.accumulate is not None
 
 
+def promoted_columns(spec: Forward) -> int:
+    """Columns of O whose P V the tensor core sums at a time: fewer than there are only where stripes take turns."""
+    return (spec.accumulate and spec.accumulate.columns) or spec.problem.v_dim
+
+
+def stripes(spec: Forward) -> int:
+    """Products into which P V of a tile of keys is divided, since two accumulators as wide as O leave no registers."""
+    return -(-spec.problem.v_dim // promoted_columns(spec))
+
+
 def converts(spec: Forward) -> bool:
     """Whether K and V have 8 bits in memory, of which a warpgroup makes the operands of the products."""
     return spec.kv.dtype is not None
@@ -412,7 +422,7 @@ def registers_per_thread(spec: Forward) -> list[tuple[str, int]]:
         if q_in_registers(spec):
             held.append(("Q", q * spec.problem.head_dim // count // 2))
         if two_levels(spec):
-            held.append(("P V of a step", q * d // count))
+            held.append(("P V of a step", q * promoted_columns(spec) // count))
             other = OTHER_REGISTERS_TWO_LEVELS
         p = q * kv // count * spec.element.bytes // FP32.bytes
         return [*held, ("S", q * kv // count), ("P", p), ("other", other)]

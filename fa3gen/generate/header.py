@@ -229,7 +229,9 @@ def _decisions(spec: Forward) -> list[tuple[str, str]]:
         rows.append(("sink", "a logit of each query head, added to a row's sum once, after its last key; -inf: none"))
     rows.append(("P", _handoff_sentence(spec)))
     v = "V^T" if footprint.transposes(spec) else "V"
-    rows.append(("O = P V", _product_sentence(spec.pv, spec.element, spec.problem.v_dim, spec.tile.kv, "P", v)))
+    columns, stripes = footprint.promoted_columns(spec), footprint.stripes(spec)
+    times = f"{stripes} times " * (stripes > 1)
+    rows.append(("O = P V", times + _product_sentence(spec.pv, spec.element, columns, spec.tile.kv, "P", v)))
     if footprint.eight_bits(spec):
         rows.append(("sums", _sums_sentence(spec)))
     rows.append(("kv order", _order_sentence(spec)))
@@ -281,6 +283,8 @@ def _schedule_sentence(spec: Forward) -> str:
     multiply = "multiplies" if spec.tile.warpgroups == 1 else "multiply"
     if footprint.transposes(spec):
         beside = beside.replace("; S of the next tile and P V run", "; products run")
+    if footprint.stripes(spec) > 1:
+        beside = "; P V runs beside promotions"
     prepare = f"{TRANSPOSERS[spec.tile.transposers]} transpose V, " * footprint.transposes(spec)
     prepare += f"{2 * footprint.converting_warps(spec)} convert, " * footprint.converts(spec)
     return f"two warps load, {prepare}{warpgroups(spec.tile.warpgroups or 0)} {multiply}{turns}{beside}"
@@ -348,6 +352,9 @@ def _handoff_sentence(spec: Forward) -> str:
 
 def _sums_sentence(spec: Forward) -> str:
     """How O is summed: products of 8 bits keep few bits below the largest addend."""
+    if footprint.stripes(spec) > 1:
+        columns = footprint.promoted_columns(spec)
+        return f"the tensor core sums P V of a tile of keys, {columns} columns at a time; threads add these in float32"
     if footprint.two_levels(spec):
         return "the tensor core sums P V of a tile of keys, threads add these in float32, where O is rescaled anyway"
     return "of all keys in the tensor core, with 13 bits below the largest addend: errors grow with the keys"

@@ -191,7 +191,8 @@ class ArgumentsPlan:
     of a step takes, `rows` what a thread keeps of its rows, and `lse_from` what their LSE is made of. Of parts
     `summed` is what a warp that adds them up reads, `combined` what the kernel that does takes, `combine_call` what it
     is given, and `row_outputs` what it needs to finish a row. `normalize` is what brings O to its sums. `accumulators`
-    are a consumer's, of which `only_acc_s` names S, and P V goes to `acc_pv`; it finds V in `smem_v` and `v_ring`,
+    are a consumer's, of which `only_acc_s` names S, and P V of `pv_columns` goes to
+    `acc_pv`; `products` and `operands` are those that it names. It finds V in `smem_v` and `v_ring`,
     where it has landed or been transposed (`v_ready`), and gives it back by `release_v`.
     """
 
@@ -216,6 +217,9 @@ class ArgumentsPlan:
     accumulators: tuple[str, ...] = ()
     only_acc_s: tuple[str, ...] = ()
     acc_pv: str = "acc_O"
+    products: str = "qk_mma, pv_mma"
+    operands: str = "(tSrQ, _, tOrP, tOrV)"
+    pv_columns: str = "HEAD_DIM"
     smem_v: str = "sVt"
     v_ring: str = "v_ring"
     v_ready: str = "landed"
@@ -223,6 +227,7 @@ class ArgumentsPlan:
     store_tile: tuple[str, ...] = ()
     multiply: tuple[str, ...] = ()
     multiply_first: tuple[str, ...] = ()
+    finish_step: tuple[str, ...] = ()
     softmax_step: tuple[str, ...] = ()
     summed: tuple[str, ...] = ()
     combined: tuple[str, ...] = ()
@@ -276,7 +281,8 @@ class EightBitPlan:
     with so many `registers`, or, where that is 0, two beside those that load. Keys then stand in the order in which a
     thread holds P, and columns of O in the order in which it stores V. `v_keys_atom` is the layout of V as it was
     loaded, seen as rows of keys; `v_span` and `vt_span` are the bytes within which the swizzles of V and V transposed
-    exchange pieces. `two_levels`: whether threads add up P V of tiles of keys.
+    exchange pieces. `two_levels`: whether threads add up P V of tiles of keys, `striped`: of one stripe of O after the
+    other.
     """
 
     exponent: int
@@ -284,6 +290,7 @@ class EightBitPlan:
     transposers: int
     registers: int
     two_levels: bool
+    striped: bool
     cutlass_out: str
     torch_out: str
     o_atom: str
@@ -628,7 +635,7 @@ def _attention(variant: Variant, spec: Forward) -> Plan:
         stored=_stored(spec),
         smem=_smem(spec),
         qk=_product(spec.qk, spec.element, spec.tile.kv, spec.problem.head_dim),
-        pv=_product(spec.pv, spec.element, spec.problem.v_dim, spec.tile.kv),
+        pv=_product(spec.pv, spec.element, footprint.promoted_columns(spec), spec.tile.kv),
         p=HandoffPlan(spec.handoff.through),
         schedule=_schedule(spec),
         scheduler=_scheduler(spec),
@@ -794,7 +801,7 @@ def _arguments(spec: Forward) -> ArgumentsPlan:
     extents["grid"] = [Parameter("group")]
     even = spec.scheduler == "even"
     eight_bits, two_levels = footprint.eight_bits(spec), footprint.two_levels(spec)
-    transposes = footprint.transposes(spec)
+    transposes, striped = footprint.transposes(spec), footprint.stripes(spec) > 1
     v_ring = "vt_ring" if transposes else "v_ring"
     descaled = eight_bits or footprint.converts(spec)
     descales = [*["q_descale"] * eight_bits, *["k_descale", "v_descale"] * descaled]
@@ -863,17 +870,22 @@ def _arguments(spec: Forward) -> ArgumentsPlan:
         accumulators=("acc_S", "acc_O", *["acc_step"] * two_levels),
         only_acc_s=("acc_S", "_", *["_"] * two_levels),
         acc_pv="acc_step" if two_levels else "acc_O",
+        products="qk_mma, _" if striped else "qk_mma, pv_mma",
+        operands="(tSrQ, _, _, _)" if striped else "(tSrQ, _, tOrP, tOrV)",
+        pv_columns="TILE_N" if striped else "HEAD_DIM",
         smem_v="sVt_made" if transposes else "sVt",
         v_ring=v_ring,
         v_ready="been transposed" if transposes else "landed",
         release_v=f"release_by_warp({v_ring}, v_drain)" if transposes else f"{v_ring}.consumer_release(v_drain)",
         store_tile=(*outputs, *["parts"] * (spec.split is not None), "work", "acc_O", *v_factor, *sums),
         multiply=(
-            *("products", "tSrQ_tile", "operands", "accumulators", "k_ring", v_ring, "k_drain", "v_drain"),
+            *("products", "tSrQ_tile", "operands", "accumulators", *["rescale"] * striped),
+            *("k_ring", v_ring, "k_drain", "v_drain"),
             *cap,
             *turn,
         ),
         multiply_first=("products", "operands", "accumulators", "k_ring", "q_drain", "k_drain", *turn),
+        finish_step=("accumulators", "rP", "rows", "scale_log2", *[v_ring, "v_drain"] * (not striped)),
         summed=("gO", "gLSE", *["cta", "num_parts"] * even),
         combined=("parts", "parts_lse", "shares", *sinks, "out", "lse"),
         combine_call=("mParts", "mPartsLSE", "shares", *sinks, "out", "lse"),
@@ -988,6 +1000,7 @@ def _eight_bit(spec: Forward) -> EightBitPlan | None:
         transposers=spec.tile.transposers,
         registers=footprint.transposer_registers(spec) if footprint.transposing_warpgroups(spec) else 0,
         two_levels=footprint.two_levels(spec),
+        striped=footprint.stripes(spec) > 1,
         cutlass_out=spec.o_element.cutlass_name,
         torch_out=spec.o_element.torch_name,
         o_atom=tiles["O"].atom,
@@ -1201,7 +1214,7 @@ def expectation(spec: Forward) -> Expectation:
     wgmma: dict[tuple[int, int, int, str], int | None] = {}
     for what, product in (
         ("S", _product(spec.qk, spec.element, kv, d)),
-        ("O", _product(spec.pv, spec.element, v_dim, kv)),
+        ("O", _product(spec.pv, spec.element, footprint.promoted_columns(spec), kv)),
     ):
         if product.steps:
             kind = (*product.instruction, {"SMEM": "smem", "RMEM": "registers"}[product.a_source])

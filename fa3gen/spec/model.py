@@ -308,6 +308,12 @@ class Accumulate(SpecModel):
     promote_every: int = Field(
         gt=0, description="Tiles of keys whose P V the tensor core sums; threads add such sums in float32."
     )
+    columns: int | None = Field(
+        default=None,
+        gt=0,
+        description="Columns of O whose P V a thread holds at a time, one stripe of O after the other, so that wide "
+        "heads have registers for it; null: all of them at once.",
+    )
 
 
 class Outputs(SpecModel):

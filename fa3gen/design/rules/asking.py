@@ -123,6 +123,11 @@ def _eight_bits(spec: Forward) -> Iterable[Answer]:
     yield eight_bits.transposing_warps.ask(spec.tile.transposers, footprint.transposes(spec))
     if spec.accumulate is not None:
         yield eight_bits.two_levels.ask(spec.accumulate.promote_every, dtype)
+        if spec.accumulate.columns is not None:
+            yield eight_bits.promoted_stripes.ask(spec.accumulate.columns, spec.tile.kv, spec.problem.v_dim)
+            held_back = spec.softmax.exp_before_wait
+            yield eight_bits.striped_kernel.ask("schedule.kind", spec.schedule.kind, "warp_specialized")
+            yield eight_bits.striped_kernel.ask("softmax.exp_before_wait", held_back, None)
     if not footprint.eight_bits(spec):
         return
     softmax, tile = spec.softmax, spec.tile

@@ -106,3 +106,32 @@ def two_levels(promote_every: int, dtype: str) -> Violation | None:
         f"promotion after {promote_every} tiles of keys is not rendered: their sums would have to be rescaled, too; "
         "use 1, which costs no instruction more than rescaling, or leave accumulate out",
     )
+
+
+@rule(kind=GENERATOR, topic="O = P V")
+def promoted_stripes(columns: int, kv: int, v_dim: int) -> Violation | None:
+    """P V of a stripe of O takes the registers of S, of which P has been made: it has as many columns as S has keys."""
+    if columns != kv:
+        return Violation(
+            "accumulate.columns",
+            f"P V of {columns} columns is to take turns with S, of {kv} keys, in the same registers; use {kv}, or "
+            "leave it out: all columns are promoted at once",
+        )
+    if columns < v_dim and v_dim % columns == 0:
+        return None
+    return Violation(
+        "accumulate.columns",
+        f"{v_dim} columns of O are not two or more stripes of {columns}; use another tile.kv, and as many, or leave it "
+        "out: all columns are promoted at once",
+    )
+
+
+@rule(kind=GENERATOR, topic="O = P V")
+def striped_kernel(field: str, value: object, rendered: object) -> Violation | None:
+    """Stripes of P V follow one another without a softmax beside them, and warpgroups take no turns."""
+    if value == rendered:
+        return None
+    return Violation(
+        field,
+        f"with accumulate.columns {_yaml(value)} is not rendered; use {_yaml(rendered)}, or leave columns out",
+    )

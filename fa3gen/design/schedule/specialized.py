@@ -290,6 +290,9 @@ def _first_scores(turns: _Turns, place: Place) -> Iterator[Step]:
 
 
 def _overlapped_step(spec: Forward, turns: _Turns) -> Iterator[Step]:
+    if footprint.stripes(spec) > 1:
+        yield from _striped_step(spec)
+        return
     step, above, held_back = partial(_consumers, "step"), spec.softmax.rescale_above, spec.softmax.exp_before_wait
     yield step("wait_full", on="k")
     yield from turns.take("step")
@@ -318,6 +321,36 @@ def _overlapped_step(spec: Forward, turns: _Turns) -> Iterator[Step]:
     yield step("round", note=f"{'O to the new maxima; ' * (moves and above is None)}P {_bits(spec)}")
 
 
+def _striped_step(spec: Forward) -> Iterator[Step]:
+    """P V of the step before, stripe by stripe, and S behind it, each while the one before it is added to O."""
+    step, ring = partial(_consumers, "step"), _v_ring(spec)
+    yield step("wait_full", on=ring, ahead=-1)
+    yield from _stripes(spec, "step", ahead=-1)
+    yield step("wait_full", on="k")
+    yield step("product", "S", note="by wgmma, of a step other than the first")
+    yield step("wait_products", in_flight=1)
+    yield step("release", on=ring, ahead=-1, note="P V is complete, S runs on")
+    yield step("promote", stripe=footprint.stripes(spec) - 1, note="the last stripe")
+    yield step("wait_products")
+    yield step("release", on="k", note="S is complete")
+    if not isinstance(spec.mask, NoMask):
+        yield step("mask", note="boundary tiles only")
+    yield step("softmax")
+    yield step("round", note=f"{_exponentials(spec)} and sums; P {_bits(spec)}")
+
+
+def _stripes(spec: Forward, place: Place, ahead: int) -> Iterator[Step]:
+    """P V of each stripe of O, which is added while that of the next one runs."""
+    step, which = partial(_consumers, place), "of the step before" if ahead else "of the last step"
+    columns = footprint.promoted_columns(spec)
+    yield step("product", "O", ahead=ahead, note=f"by wgmma, {which}, {columns} columns")
+    for stripe in range(1, footprint.stripes(spec)):
+        yield step("product", "O", ahead=ahead, stripe=stripe)
+        yield step("wait_products", in_flight=1)
+        added = "O to the last maxima, P V added" if stripe == 1 else "the same"
+        yield step("promote", stripe=stripe - 1, note=added)
+
+
 def _exponentials(spec: Forward) -> str:
     if footprint.eight_bits(spec):
         return f"P = 2^(S - max + {footprint.P_EXPONENT})"
@@ -341,7 +374,10 @@ def _last_product(spec: Forward, turns: _Turns, flattened: bool) -> Iterator[Ste
     yield from turns.take("end")
     if spec.softmax.sink:
         yield end("read_sink", note="from global memory, added to the sums while P V runs")
-    yield end("product", "O", note="by wgmma, of the last step")
+    if footprint.stripes(spec) > 1:
+        yield from _stripes(spec, "end", ahead=0)
+    else:
+        yield end("product", "O", note="by wgmma, of the last step")
     if flattened:
         yield end("product", "S", ahead=1, note="by wgmma, of the next tile's first step")
     yield from turns.give("end")
@@ -349,7 +385,7 @@ def _last_product(spec: Forward, turns: _Turns, flattened: bool) -> Iterator[Ste
     done = "P V is complete" if footprint.two_levels(spec) else "O is complete"
     yield end("release", on=_v_ring(spec), note=f"{done}{'; the next S runs on' * flattened}")
     if footprint.two_levels(spec):
-        yield end("promote", note="the last P V")
+        yield end("promote", stripe=footprint.stripes(spec) - 1, note="the last P V")
 
 
 def _store(spec: Forward) -> Iterator[Step]:

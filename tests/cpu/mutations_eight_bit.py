@@ -1,0 +1,109 @@
+"""Mutations of sums in two levels: what is promoted, when, and by which factor. See `mutations.py`.
+
+They change the module's source, as those of `mutations_packed.py` do, and are `PackedMutation`s of dense modules.
+"""
+
+from __future__ import annotations
+
+from mutations_packed import PackedMutation
+
+STRIPED, TWO_LEVELS = "fwd_fp8_d256_two_levels", "k7_two_levels_d64"
+OFF, IN_FLIGHT = "O is off by", "register of an unfinished wgmma touched"
+
+STRIPES = [
+    PackedMutation(
+        "stripes other than the last promoted nowhere",
+        "three quarters of P V never reach O",
+        "        promote(acc_O, turns[stripe], rescale, stripe)\n",
+        "",
+        "ramp",
+        (OFF,),
+        STRIPED,
+    ),
+    PackedMutation(
+        "the last stripe of a step promoted nowhere",
+        "but for the last tile of keys a quarter of P V never reaches O",
+        "    promote(acc_O, acc_step, rescale, STRIPES - 1)\n    warpgroup.wait_group(0)",
+        "    warpgroup.wait_group(0)",
+        "ragged",
+        (OFF,),
+        STRIPED,
+    ),
+    PackedMutation(
+        "half of the columns promoted twice",
+        "the second stripe of two goes where the first one went",
+        "first = stripe * cute.size(acc_step_rows, mode=[1])",
+        "first = stripe // 2 * 2 * cute.size(acc_step_rows, mode=[1])",
+        "few_keys",
+        (OFF,),
+        STRIPED,
+    ),
+    PackedMutation(
+        "P V rescaled with O",
+        "it is relative to the new maximum already",
+        "acc_O_rows[r, first + c] * rescale[r] + acc_step_rows[r, c]",
+        "(acc_O_rows[r, first + c] + acc_step_rows[r, c]) * rescale[r]",
+        "ramp",
+        (OFF,),
+        STRIPED,
+    ),
+    PackedMutation(
+        "the factor of a thread's other row",
+        "each row has a maximum of its own",
+        "acc_O_rows[r, first + c] * rescale[r] + acc_step_rows[r, c]",
+        "acc_O_rows[r, first + c] * rescale[1 - r] + acc_step_rows[r, c]",
+        "ramp",
+        (OFF,),
+        STRIPED,
+    ),
+    PackedMutation(
+        "a stripe promoted while the tensor core writes it",
+        "with two groups in flight the older one is the stripe that is added",
+        "        warpgroup.wait_group(1)  # a stripe is added",
+        "        warpgroup.wait_group(2)  # a stripe is added",
+        "gqa",
+        (IN_FLIGHT,),
+        STRIPED,
+    ),
+    PackedMutation(
+        "S in the registers of the last stripe",
+        "the next S is issued before that stripe is added",
+        "(STRIPES - stripe) % 2 == 0",
+        "(STRIPES - stripe) % 2 == 1",
+        "ragged",
+        (OFF, IN_FLIGHT),
+        STRIPED,
+    ),
+    PackedMutation(
+        "V given back before its last stripe is multiplied",
+        "who transposes V writes the stage that the tensor core reads",
+        "    warpgroup.wait_group(1)  # the last stripe is added",
+        "    warpgroup.wait_group(2)  # the last stripe is added",
+        "wrap",
+        (IN_FLIGHT, "overwritten"),
+        STRIPED,
+    ),
+]
+
+PROMOTIONS = [
+    PackedMutation(
+        "P V of a step promoted nowhere",
+        "O is that of the last tile of keys",
+        "    promote(acc_O, acc_step, factors)\n",
+        "",
+        "ramp",
+        (OFF,),
+        TWO_LEVELS,
+    ),
+    PackedMutation(
+        "the factor of the wrong step",
+        "O comes to the maxima of the tile whose P V has not been added yet",
+        "    promote(acc_O, acc_step, factors)\n",
+        "    promote(acc_O, acc_step, (rescale[0], rescale[1]))\n",
+        "ragged",
+        (OFF,),
+        TWO_LEVELS,
+    ),
+]
+
+EIGHT_BIT = [*STRIPES, *PROMOTIONS]
