@@ -94,10 +94,12 @@ def test_transposing_warps() -> None:
 
 
 def test_two_levels() -> None:
-    assert eight_bits.two_levels(1, "e4m3") is None
-    every_fourth = eight_bits.two_levels(4, "e4m3")
-    assert every_fourth is not None and every_fourth.field == "accumulate.promote_every"
-    assert "promotion after 4 tiles of keys is not rendered" in every_fourth.message
+    assert eight_bits.two_levels(1, "e4m3", 64) is None and eight_bits.two_levels(4, "e4m3", None) is None
+    told = violations(changed("fwd_fp8_d256_two_levels", accumulate={"promote_every": 4}))
+    assert told == {
+        "accumulate.promote_every": "sums of 4 tiles of keys stay in registers, in which stripes of 64 columns take "
+        "turns; use 1, or leave accumulate.columns out"
+    }
     told = violations(changed("k6_d128", accumulate={"promote_every": 1}))
     assert told == {
         "accumulate": "sums of bf16 keep enough bits in the tensor core; leave accumulate out, or use dtype e4m3"

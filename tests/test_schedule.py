@@ -39,6 +39,7 @@ CALLS = {
     "mask_left_edge": ("mask", ""),
     "softmax_step": ("softmax", ""),
     "rescale_output": ("rescale", ""),
+    "rescale_held": ("rescale", ""),
     "promote": ("promote", ""),
     "transpose_tile": ("transpose", "V"),
     "round_p": ("round", ""),

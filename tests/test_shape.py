@@ -240,6 +240,7 @@ BY_SPEC: dict[str, Callable[[Plan], bool]] = {
         lambda plan: plan.eight_bit is not None and plan.eight_bit.transposes,
     ),
     "promote": lambda plan: plan.eight_bit is not None and plan.eight_bit.two_levels,
+    "rescale_held": lambda plan: plan.eight_bit is not None and plan.eight_bit.holds,
     "multiply_stripes": lambda plan: plan.eight_bit is not None and plan.eight_bit.striped,
     "cap_scores": lambda plan: plan.softmax.softcap,
     "read_sinks": lambda plan: plan.softmax.sink,

@@ -118,6 +118,11 @@ def two_levels(spec: Forward) -> bool:
     return spec.accumulate is not None
 
 
+def promote_every(spec: Forward) -> int:
+    """After how many tiles of keys threads add what the tensor core has summed to O; 0 where they never do."""
+    return spec.accumulate.promote_every if spec.accumulate is not None else 0
+
+
 def promoted_columns(spec: Forward) -> int:
     """Columns of O whose P V the tensor core sums at a time: fewer than there are only where stripes take turns."""
     return (spec.accumulate and spec.accumulate.columns) or spec.problem.v_dim

@@ -355,6 +355,8 @@ def _sums_sentence(spec: Forward) -> str:
     if footprint.stripes(spec) > 1:
         columns = footprint.promoted_columns(spec)
         return f"the tensor core sums P V of a tile of keys, {columns} columns at a time; threads add these in float32"
+    if (every := footprint.promote_every(spec)) > 1:
+        return f"the tensor core sums P V of {every} tiles of keys, threads add these in float32 or rescale them"
     if footprint.two_levels(spec):
         return "the tensor core sums P V of a tile of keys, threads add these in float32, where O is rescaled anyway"
     return "of all keys in the tensor core, with 13 bits below the largest addend: errors grow with the keys"

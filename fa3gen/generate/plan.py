@@ -191,9 +191,8 @@ class ArgumentsPlan:
     of a step takes, `rows` what a thread keeps of its rows, and `lse_from` what their LSE is made of. Of parts
     `summed` is what a warp that adds them up reads, `combined` what the kernel that does takes, `combine_call` what it
     is given, and `row_outputs` what it needs to finish a row. `normalize` is what brings O to its sums. `accumulators`
-    are a consumer's, of which `only_acc_s` names S, and P V of `pv_columns` goes to
-    `acc_pv`; `products` and `operands` are those that it names. It finds V in `smem_v` and `v_ring`,
-    where it has landed or been transposed (`v_ready`), and gives it back by `release_v`.
+    are a consumer's, of which `only_acc_s` names S, `multiplied` those that products write; P V of `pv_columns` goes
+    to `acc_pv`. `products` and `operands` are those that it names. It finds V in `smem_v` and `v_ring`, where it landed or been transposed (`v_ready`), and gives it back by `release_v`.
     """
 
     factors: tuple[str, ...] = ()
@@ -216,7 +215,8 @@ class ArgumentsPlan:
     normalize: tuple[str, ...] = ()
     accumulators: tuple[str, ...] = ()
     only_acc_s: tuple[str, ...] = ()
-    acc_pv: str = "acc_O"
+    multiplied: tuple[str, ...] = ()
+    acc_pv: tuple[str, ...] = ("acc_O",)
     products: str = "qk_mma, pv_mma"
     operands: str = "(tSrQ, _, tOrP, tOrV)"
     pv_columns: str = "HEAD_DIM"
@@ -282,7 +282,7 @@ class EightBitPlan:
     thread holds P, and columns of O in the order in which it stores V. `v_keys_atom` is the layout of V as it was
     loaded, seen as rows of keys; `v_span` and `vt_span` are the bytes within which the swizzles of V and V transposed
     exchange pieces. `two_levels`: whether threads add up P V of tiles of keys, `striped`: of one stripe of O after the
-    other.
+    other; `holds`: of `promote_every` tiles of keys, which the tensor core has summed.
     """
 
     exponent: int
@@ -291,6 +291,8 @@ class EightBitPlan:
     registers: int
     two_levels: bool
     striped: bool
+    holds: bool
+    promote_every: int
     cutlass_out: str
     torch_out: str
     o_atom: str
@@ -802,6 +804,7 @@ def _arguments(spec: Forward) -> ArgumentsPlan:
     even = spec.scheduler == "even"
     eight_bits, two_levels = footprint.eight_bits(spec), footprint.two_levels(spec)
     transposes, striped = footprint.transposes(spec), footprint.stripes(spec) > 1
+    held, since = ((name,) if footprint.promote_every(spec) > 1 else () for name in ("held", "since"))
     v_ring = "vt_ring" if transposes else "v_ring"
     descaled = eight_bits or footprint.converts(spec)
     descales = [*["q_descale"] * eight_bits, *["k_descale", "v_descale"] * descaled]
@@ -867,9 +870,10 @@ def _arguments(spec: Forward) -> ArgumentsPlan:
         work_on=_work_on(spec, window),
         consume=(*outputs, *handed_on, *sinks, *(["scales"] if eight_bits else [scale, *cap, *descales]), *work),
         normalize=("acc_O", "row_inverse" if sinks else "row_sum", *v_factor),
-        accumulators=("acc_S", "acc_O", *["acc_step"] * two_levels),
-        only_acc_s=("acc_S", "_", *["_"] * two_levels),
-        acc_pv="acc_step" if two_levels else "acc_O",
+        accumulators=("acc_S", "acc_O", *["acc_step"] * two_levels, *held),
+        only_acc_s=("acc_S", "_", *["_"] * two_levels, *["_"] * len(held)),
+        multiplied=("acc_S", "_", "acc_step", *held) if two_levels else ("acc_S", "acc_O"),
+        acc_pv=("acc_step" if two_levels else "acc_O", *[f"{name}={name}" for name in held]),
         products="qk_mma, _" if striped else "qk_mma, pv_mma",
         operands="(tSrQ, _, _, _)" if striped else "(tSrQ, _, tOrP, tOrV)",
         pv_columns="TILE_N" if striped else "HEAD_DIM",
@@ -892,8 +896,8 @@ def _arguments(spec: Forward) -> ArgumentsPlan:
         row_outputs=(*sinks, "out", "lse"),
         lse_from=("row_lse",) if sinks else ("row_max", "row_sum", "scale_log2"),
         softmax_step=("acc_S", *rows, "scale_log2"),
-        rows=rows,
-        num_rows=len(rows),
+        rows=(*rows, *since),
+        num_rows=len(rows) + len(since),
     )
 
 
@@ -1001,6 +1005,8 @@ def _eight_bit(spec: Forward) -> EightBitPlan | None:
         registers=footprint.transposer_registers(spec) if footprint.transposing_warpgroups(spec) else 0,
         two_levels=footprint.two_levels(spec),
         striped=footprint.stripes(spec) > 1,
+        holds=footprint.promote_every(spec) > 1,
+        promote_every=footprint.promote_every(spec),
         cutlass_out=spec.o_element.cutlass_name,
         torch_out=spec.o_element.torch_name,
         o_atom=tiles["O"].atom,

@@ -260,6 +260,11 @@ def cpu_cases(spec: Forward) -> tuple[Case, ...]:
             Case("parts", "two parts, the second cut short, a group with padding", 1, 3, 4 * n + 3, heads, 1),
             Case("parts_ramp", "scores that climb: the last part outweighs the others", 1, 1, 6 * n, 2, 1, "ramp"),
         ]
+    if (every := footprint.promote_every(spec)) > 1:
+        keys = (2 * every - 1) * n + 12  # a promotion, and all but one of the tiles to the next
+        cases.append(
+            Case("held_ramp", "every tile moves the maximum, from one promotion to the end", 2, 5, keys, 1, 1, "ramp")
+        )
     return with_windows(spec, [*cases, *cpu_score_cases(spec)], _window_case)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from mutations_packed import PackedMutation
 
-STRIPED, TWO_LEVELS = "fwd_fp8_d256_two_levels", "k7_two_levels_d64"
+STRIPED, TWO_LEVELS, EVERY_FOURTH = "fwd_fp8_d256_two_levels", "k7_two_levels_d64", "k7_promote_4_d128"
 OFF, IN_FLIGHT = "O is off by", "register of an unfinished wgmma touched"
 
 STRIPES = [
@@ -106,4 +106,70 @@ PROMOTIONS = [
     ),
 ]
 
-EIGHT_BIT = [*STRIPES, *PROMOTIONS]
+HELD = [
+    PackedMutation(
+        "tiles held rescaled with O",
+        "they are relative to the new maxima already, as P is",
+        "        rescale_held(acc_step, rescale)\n",
+        "        rescale_held(acc_step, since)\n",
+        "ragged",
+        (OFF,),
+        EVERY_FOURTH,
+    ),
+    PackedMutation(
+        "tiles held not rescaled",
+        "they stay relative to the maxima of the first of them",
+        "        rescale_held(acc_step, rescale)\n",
+        "",
+        "ragged",
+        (OFF,),
+        EVERY_FOURTH,
+    ),
+    PackedMutation(
+        "O promoted by the factor of one step",
+        "it has not been rescaled for several",
+        "        since.store(since.load() * rescale.load())\n",
+        "        since.store(rescale.load())\n",
+        "held_ramp",
+        (OFF,),
+        EVERY_FOURTH,
+    ),
+    PackedMutation(
+        "P V of the last tiles promoted nowhere",
+        "a tile of queries ends between two promotions, too",
+        "        promote(acc_O, acc_step, since)\n        store_tile",
+        "        store_tile",
+        "few_keys",
+        (OFF,),
+        EVERY_FOURTH,
+    ),
+    PackedMutation(
+        "what was promoted is not overwritten",
+        "P V of four tiles reaches O twice",
+        "        held[0] = 0\n",
+        "        held[0] = 1\n",
+        "wrap",
+        (OFF,),
+        EVERY_FOURTH,
+    ),
+    PackedMutation(
+        "each product begins anew",
+        "of four tiles only the last reaches O",
+        "mma.set(warpgroup.Field.ACCUMULATE, held[0] > 0)",
+        "mma.set(warpgroup.Field.ACCUMULATE, held[0] > 3)",
+        "ragged",
+        (OFF,),
+        EVERY_FOURTH,
+    ),
+    PackedMutation(
+        "the first product of a tile of queries adds to what is in the registers",
+        "nothing was ever written there",
+        "mma.set(warpgroup.Field.ACCUMULATE, held[0] > 0)",
+        "mma.set(warpgroup.Field.ACCUMULATE, held[0] >= 0)",
+        "few_keys",
+        ("never written",),
+        EVERY_FOURTH,
+    ),
+]
+
+EIGHT_BIT = [*STRIPES, *PROMOTIONS, *HELD]

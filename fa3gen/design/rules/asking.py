@@ -122,7 +122,7 @@ def _eight_bits(spec: Forward) -> Iterable[Answer]:
         yield eight_bits.transposed_operand.ask(spec.smem.vt, dtype)
     yield eight_bits.transposing_warps.ask(spec.tile.transposers, footprint.transposes(spec))
     if spec.accumulate is not None:
-        yield eight_bits.two_levels.ask(spec.accumulate.promote_every, dtype)
+        yield eight_bits.two_levels.ask(spec.accumulate.promote_every, dtype, spec.accumulate.columns)
         if spec.accumulate.columns is not None:
             yield eight_bits.promoted_stripes.ask(spec.accumulate.columns, spec.tile.kv, spec.problem.v_dim)
             held_back = spec.softmax.exp_before_wait

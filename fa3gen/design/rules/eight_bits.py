@@ -89,22 +89,23 @@ def transposing_warps(transposers: int, transposes: bool) -> Violation | None:
 
 
 @rule(kind=GENERATOR, topic="O = P V")
-def two_levels(promote_every: int, dtype: str) -> Violation | None:
-    """Threads add up what the tensor core has summed of 8 bits, after each tile of keys.
+def two_levels(promote_every: int, dtype: str, columns: int | None) -> Violation | None:
+    """Threads add up what the tensor core has summed of 8 bits, after one tile of keys or after several.
 
-    For that P V of a tile goes to accumulators of its own, and adding these to O takes the place of rescaling O.
+    For that P V goes to accumulators of its own. After one tile, adding these to O takes the place of rescaling O;
+    between others, they are rescaled in its place, and have to stay where they are.
     """
     if dtype != E4M3.name:
         return Violation(
             "accumulate",
             f"sums of {dtype} keep enough bits in the tensor core; leave accumulate out, or use dtype {E4M3.name}",
         )
-    if promote_every == 1:
+    if promote_every == 1 or columns is None:
         return None
     return Violation(
         "accumulate.promote_every",
-        f"promotion after {promote_every} tiles of keys is not rendered: their sums would have to be rescaled, too; "
-        "use 1, which costs no instruction more than rescaling, or leave accumulate out",
+        f"sums of {promote_every} tiles of keys stay in registers, in which stripes of {columns} columns take turns; "
+        "use 1, or leave accumulate.columns out",
     )
 
 

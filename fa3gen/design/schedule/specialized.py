@@ -298,7 +298,7 @@ def _overlapped_step(spec: Forward, turns: _Turns) -> Iterator[Step]:
     yield from turns.take("step")
     yield step("product", "S", note="by wgmma, of a step other than the first")
     yield step("wait_full", on=_v_ring(spec), ahead=-1)
-    alone = ", alone" * footprint.two_levels(spec)
+    alone = {0: "", 1: ", alone"}.get(footprint.promote_every(spec), ", with those before")
     yield step("product", "O", ahead=-1, note=f"by wgmma, of the step before{alone}")
     yield step("wait_products", in_flight=1)
     yield from turns.give("step")
@@ -311,6 +311,12 @@ def _overlapped_step(spec: Forward, turns: _Turns) -> Iterator[Step]:
     first = "" if held_back is None else f"; after {held_back} exponentials a thread"
     done = "P V is complete" if footprint.two_levels(spec) else "O is complete"
     yield step("release", on=_v_ring(spec), ahead=-1, note=f"{done}{first}")
+    if footprint.promote_every(spec) > 1:
+        every = footprint.promote_every(spec)
+        yield step("promote", note=f"every {every} steps: their P V added to O, in float32")
+        yield step("rescale", note="in the others: P V of those since to the new maxima")
+        yield step("round", note=f"P {_bits(spec)}")
+        return
     if footprint.two_levels(spec):
         yield step("promote", note="O to the last step's maxima, its P V added")
         yield step("round", note=f"P {_bits(spec)}")
