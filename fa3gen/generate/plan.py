@@ -192,7 +192,8 @@ class ArgumentsPlan:
     `summed` is what a warp that adds them up reads, `combined` what the kernel that does takes, `combine_call` what it
     is given, and `row_outputs` what it needs to finish a row. `normalize` is what brings O to its sums. `accumulators`
     are a consumer's, of which `only_acc_s` names S, `multiplied` those that products write; P V of `pv_columns` goes
-    to `acc_pv`. `products` and `operands` are those that it names. It finds V in `smem_v` and `v_ring`, where it landed or been transposed (`v_ready`), and gives it back by `release_v`.
+    to `acc_pv`. `products` and `operands` are those that it names. It finds V in `smem_v` and `v_ring`,
+    where it has landed or been transposed (`v_ready`), and gives it back by `release_v`.
     """
 
     factors: tuple[str, ...] = ()
