@@ -106,6 +106,20 @@ def test_two_levels() -> None:
     }
 
 
+def test_mixed_eight_bits() -> None:
+    assert eight_bits.mixed_eight_bits(None, 1) is None and eight_bits.mixed_eight_bits("e5m2", 1) is None
+    assert violations(changed("k7_two_levels_d128", kv={"dtype": "e4m3"})) == {
+        "kv.dtype": "k and v have dtype e4m3, which is that of the problem; leave it out, or use e5m2"
+    }
+    assert violations(changed("k7_e5m2_d128", kv={"warpgroups": 2, "stages": 2})) == {
+        "kv.warpgroups": "2 warpgroups are to convert K and V, which are multiplied as they are; leave it out",
+        "kv.stages": "2 stages of tiles that are converted, and none are; leave stages out, or give kv.dtype beside "
+        "dtype bf16 or fp16",
+    }
+    spec = spec_of("k7_e5m2_d128")
+    assert footprint.mixed(spec) and not footprint.converts(spec) and not footprint.mixed(spec_of("k7_d128"))
+
+
 def test_promoted_stripes() -> None:
     assert eight_bits.promoted_stripes(64, 64, 256) is None
     told = violations(changed("fwd_fp8_d256_two_levels", accumulate={"promote_every": 1, "columns": 128}))

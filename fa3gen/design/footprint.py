@@ -134,8 +134,16 @@ def stripes(spec: Forward) -> int:
 
 
 def converts(spec: Forward) -> bool:
-    """Whether K and V have 8 bits in memory, of which a warpgroup makes the operands of the products."""
-    return spec.kv.dtype is not None
+    """Whether K and V have 8 bits in memory, of which a warpgroup makes the operands of the products.
+
+    Beside q of 8 bits they are operands already: WGMMA multiplies e4m3 and e5m2 with each other.
+    """
+    return spec.kv.dtype is not None and not eight_bits(spec)
+
+
+def mixed(spec: Forward) -> bool:
+    """Whether both products multiply 8 bits of one kind, Q and P, with those of another, K and V."""
+    return eight_bits(spec) and spec.kv_element is not spec.element
 
 
 def converting_warpgroups(spec: Forward) -> int:

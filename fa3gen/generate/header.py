@@ -106,7 +106,7 @@ class Description:
 
 def describe(spec: Forward, summary: str) -> Description:
     """Describe one module of attention in words; `summary` is that of its spec."""
-    dtype = spec.element.long_name
+    dtype = spec.element.long_name + f", K and V {spec.kv_element.long_name}" * footprint.mixed(spec)
     schedule = schedule_of(spec)
     return Description(
         title=f"{summary.rstrip('.')} (head dim {Family.of(spec).dims}, {dtype}, {mask_phrase(spec)}).",

@@ -58,13 +58,17 @@ MATRIX_COLUMNS = 16  # of a warp's 16 rows: what one stmatrix or ldmatrix of fou
 
 @dataclass(frozen=True)
 class ProblemPlan:
-    """Head dims, what v's is called in the module, the dtype as each library names it, elements that are aligned."""
+    """Head dims, what v's is called in the module, the dtype as each library names it, elements that are aligned.
+
+    `kv_name`: what the dtype of K and V, as they are multiplied, is called in the module.
+    """
 
     head_dim: int
     v_dim: int
     v_dim_name: str
     asymmetric: bool
     dtype: str
+    kv_name: str
     cutlass_dtype: str
     torch_dtype: str
     vector: int
@@ -283,7 +287,8 @@ class EightBitPlan:
     thread holds P, and columns of O in the order in which it stores V. `v_keys_atom` is the layout of V as it was
     loaded, seen as rows of keys; `v_span` and `vt_span` are the bytes within which the swizzles of V and V transposed
     exchange pieces. `two_levels`: whether threads add up P V of tiles of keys, `striped`: of one stripe of O after the
-    other; `holds`: of `promote_every` tiles of keys, which the tensor core has summed.
+    other; `holds`: of `promote_every` tiles of keys, which the tensor core has summed. `mixed`: whether K
+    and V are of another dtype than Q and P, `kv_cutlass` or `kv_torch`.
     """
 
     exponent: int
@@ -292,6 +297,9 @@ class EightBitPlan:
     registers: int
     two_levels: bool
     striped: bool
+    mixed: bool
+    kv_cutlass: str
+    kv_torch: str
     holds: bool
     promote_every: int
     cutlass_out: str
@@ -523,6 +531,7 @@ class EntryPlan:
     output_phrase: str
     empty_phrase: str
     heads_phrase: str
+    kv_phrase: str
     by_sequence: tuple[Named, ...]
     by_sequence_phrase: str
     page_phrase: str = ""
@@ -666,6 +675,7 @@ def _problem(spec: Forward) -> ProblemPlan:
         v_dim_name="HEAD_DIM" if v_dim == d else "HEAD_DIM_V",
         asymmetric=v_dim != d,
         dtype=spec.problem.dtype,
+        kv_name="KV_DTYPE" if footprint.mixed(spec) else "DTYPE",
         cutlass_dtype=dtype.cutlass_name,
         torch_dtype=dtype.torch_name,
         vector=operation_of(spec).tensor("q").vector,
@@ -1006,6 +1016,9 @@ def _eight_bit(spec: Forward) -> EightBitPlan | None:
         registers=footprint.transposer_registers(spec) if footprint.transposing_warpgroups(spec) else 0,
         two_levels=footprint.two_levels(spec),
         striped=footprint.stripes(spec) > 1,
+        mixed=footprint.mixed(spec),
+        kv_cutlass=spec.kv_element.cutlass_name,
+        kv_torch=spec.kv_element.torch_name,
         holds=footprint.promote_every(spec) > 1,
         promote_every=footprint.promote_every(spec),
         cutlass_out=spec.o_element.cutlass_name,
@@ -1127,6 +1140,7 @@ def _entry(spec: Forward) -> EntryPlan:
         output_phrase=like,
         empty_phrase="its sink" if spec.softmax.sink else "-inf",
         heads_phrase=heads,
+        kv_phrase=f", {spec.kv_element.torch_name}" if footprint.mixed(spec) else "",
         by_sequence=tuple(Named(operation.tensor(name)) for name in sequence_contiguous(spec)),
         by_sequence_phrase=listed(sequence_contiguous(spec)),
         page_checks="offsets, tables" + ", page" * (not footprint.gathered(spec)),

@@ -1,4 +1,4 @@
-"""Mutations of sums in two levels: what is promoted, when, and by which factor. See `mutations.py`.
+"""Mutations of sums in two levels, what is promoted, when, and by which factor, and of mixed types. See `mutations.py`.
 
 They change the module's source, as those of `mutations_packed.py` do, and are `PackedMutation`s of dense modules.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 from mutations_packed import PackedMutation
 
 STRIPED, TWO_LEVELS, EVERY_FOURTH = "fwd_fp8_d256_two_levels", "k7_two_levels_d64", "k7_promote_4_d128"
+MIXED = "k7_e5m2_d128"
 OFF, IN_FLIGHT = "O is off by", "register of an unfinished wgmma touched"
 
 STRIPES = [
@@ -172,4 +173,18 @@ HELD = [
     ),
 ]
 
-EIGHT_BIT = [*STRIPES, *PROMOTIONS, *HELD]
+K_TYPES, V_TYPES = (f"MmaF8Op(DTYPE, KV_DTYPE, cutlass.Float32, (WGMMA_M, {n}" for n in ("TILE_N", "HEAD_DIM"))
+MIXED_TYPES = [
+    PackedMutation(
+        f"{name} multiplied as e4m3",
+        "its bytes are e5m2",
+        types,
+        types.replace("KV_DTYPE", "DTYPE"),
+        case,
+        (OFF, "O has NaN"),
+        MIXED,
+    )
+    for name, types, case in (("K", K_TYPES, "ragged"), ("V", V_TYPES, "one"))
+]
+
+EIGHT_BIT = [*STRIPES, *PROMOTIONS, *HELD, *MIXED_TYPES]

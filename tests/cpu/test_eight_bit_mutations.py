@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from hosting import mistaken
-from mutations_eight_bit import EIGHT_BIT, EVERY_FOURTH, STRIPED, TWO_LEVELS
+from mutations_eight_bit import EIGHT_BIT, EVERY_FOURTH, MIXED, STRIPED, TWO_LEVELS
 from mutations_packed import PackedMutation
 from rendering import variants
 
@@ -27,5 +27,5 @@ def test_mutation_is_reported(mutation: PackedMutation, tmp_path: Path) -> None:
 
 def test_there_are_mutations_of_every_module() -> None:
     """A promotion forgotten, its factor, its columns, and when it is made."""
-    assert {mutation.stem for mutation in EIGHT_BIT} == {STRIPED, TWO_LEVELS, EVERY_FOURTH}
+    assert {mutation.stem for mutation in EIGHT_BIT} == {STRIPED, TWO_LEVELS, EVERY_FOURTH, MIXED}
     assert len({(mutation.stem, mutation.name) for mutation in EIGHT_BIT}) == len(EIGHT_BIT) >= 10

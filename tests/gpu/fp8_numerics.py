@@ -28,19 +28,20 @@ sys.path.insert(0, str(ROOT))
 import fa3gen  # noqa: E402
 from fa3gen.design.masks import reach  # noqa: E402
 from fa3gen.design.workspace import Workspace  # noqa: E402
-from fa3gen.hardware.dtypes import E4M3  # noqa: E402
+from fa3gen.hardware.dtypes import E4M3, E5M2  # noqa: E402
 from fa3gen.measure.bench import require_hopper  # noqa: E402
 from fa3gen.run.launch import module_at  # noqa: E402
 from fa3gen.spec.model import NoMask  # noqa: E402
 from fa3gen.verify import reference  # noqa: E402
 
-LARGEST = 448.0  # of e4m3
+LARGEST, LARGEST_E5M2 = 448.0, 57344.0  # of e4m3; of e5m2, of which fewer bits are left for a fraction
 QUERIES, HEADS = 256, 4
 LENGTHS = 1024, 8192, 32768, 131072
 NEEDLES = 128
 # Modules by head dim, and by the tiles of keys whose P V the tensor core sums before threads add it up in float32: all
 # of them, as FlashAttention-3 does, four, or one, as production has it up to head dim 128.
 NEVER, EVERY_FOURTH, EVERY = "never", "every 4", "every 1"
+MIXED = "every 1, K and V in e5m2"
 MODULES = {
     (NEVER, 64): "k7_d64",
     (NEVER, 128): "k7_d128",
@@ -49,6 +50,7 @@ MODULES = {
     (EVERY, 64): "fwd_fp8_d64",
     (EVERY, 128): "fwd_fp8_d128",
     (EVERY, 256): "fwd_fp8_d256_two_levels",
+    (MIXED, 128): "k7_e5m2_d128",
 }
 DIMS = 128, 64, 256
 
@@ -82,6 +84,12 @@ def quantised(x: torch.Tensor, per: str, signs: torch.Tensor | None) -> tuple[to
     return fa3gen.quantize(x, rotate=signs)
 
 
+def in_e5m2(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """x in e5m2 and its factors, (1, heads): the largest of a head becomes the largest there is."""
+    factors = x.abs().amax(dim=(1, 3)).float() / LARGEST_E5M2
+    return (x.float() / factors[:, None, :, None]).to(E5M2.in_torch()), factors
+
+
 def dequantised(x: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
     return x.double() * factors[:, None, :, None]
 
@@ -97,6 +105,7 @@ RECIPES = [
     ("the same, promoted every 4 tiles of keys", "head", False, EVERY_FOURTH),
     ("scales of heads, two levels", "head", False, EVERY),
     ("the same, rotated (K8)", "head", True, EVERY),
+    ("two levels, K and V in e5m2", "head", False, MIXED),
 ]
 
 
@@ -109,7 +118,10 @@ def outputs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, signs: torch.Tens
     """O of one recipe, and the quantised tensors as float64."""
     _, per, rotated, promoted = recipe
     turn = signs if rotated else None
-    (q8, a), (k8, b), (v8, c) = quantised(q, per, turn), quantised(k, per, turn), quantised(v, per, None)
+    if promoted == MIXED:
+        (q8, a), (k8, b), (v8, c) = quantised(q, per, turn), in_e5m2(k), in_e5m2(v)
+    else:
+        (q8, a), (k8, b), (v8, c) = quantised(q, per, turn), quantised(k, per, turn), quantised(v, per, None)
     out = module(promoted, q.shape[3])(q8, k8, v8, q_descale=a, k_descale=b, v_descale=c)
     return out, (dequantised(q8, a), dequantised(k8, b), dequantised(v8, c))
 

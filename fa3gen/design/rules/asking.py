@@ -130,6 +130,7 @@ def _eight_bits(spec: Forward) -> Iterable[Answer]:
             yield eight_bits.striped_kernel.ask("softmax.exp_before_wait", held_back, None)
     if not footprint.eight_bits(spec):
         return
+    yield eight_bits.mixed_eight_bits.ask(spec.kv.dtype, spec.kv.warpgroups)
     softmax, tile = spec.softmax, spec.tile
     rendered: dict[str, tuple[object, tuple[object, ...]]] = {
         "qk.engine": (spec.qk.engine, ("wgmma",)),

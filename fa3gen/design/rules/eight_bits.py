@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from fa3gen.design.footprint import TRANSPOSED_COLUMNS, TRANSPOSED_KEYS, WARPGROUP_WARPS
 from fa3gen.design.rules.registry import GENERATOR, HARDWARE, Violation, rule
-from fa3gen.hardware.dtypes import E4M3
+from fa3gen.hardware.dtypes import E4M3, E5M2
 
 
 @rule(kind=HARDWARE, topic="product")
@@ -85,6 +85,25 @@ def transposing_warps(transposers: int, transposes: bool) -> Violation | None:
         "tile.transposers",
         f"{transposers} warps are to transpose V, and without smem.vt nobody does; leave it out, or with dtype "
         f"{E4M3.name} give smem.vt",
+    )
+
+
+@rule(kind=GENERATOR, topic="structure")
+def mixed_eight_bits(kv_dtype: str | None, warpgroups: int) -> Violation | None:
+    """Beside Q and P of e4m3, K and V may be e5m2. PTX ISA, "wgmma.mma_async": .atype and .btype are .e4m3 or .e5m2.
+
+    Nobody converts them.
+    """
+    if kv_dtype == E4M3.name:
+        return Violation(
+            "kv.dtype",
+            f"k and v have dtype {E4M3.name}, which is that of the problem; leave it out, or use {E5M2.name}",
+        )
+    if warpgroups == 1:
+        return None
+    return Violation(
+        "kv.warpgroups",
+        f"{warpgroups} warpgroups are to convert K and V, which are multiplied as they are; leave it out",
     )
 
 
