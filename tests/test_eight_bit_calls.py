@@ -367,6 +367,21 @@ def test_mixed_dtypes_are_refused(way: str, request: pytest.FixtureRequest) -> N
             fa3gen.attention(*mixed)
 
 
+@WAYS
+def test_keys_and_values_of_other_8_bits_are_taken(way: str, request: pytest.FixtureRequest) -> None:
+    """Whatever was served before; and what is not of them, or not beside such q, is refused."""
+    request.getfixturevalue(way)
+    q, k, v = tensors()
+    others = k.to(torch.float8_e5m2), v.to(torch.float8_e5m2)
+    fa3gen.attention(q, k, v)
+    fa3gen.attention(q, *others)
+    for mixed in ((q, others[0], v), (q, k, others[1])):
+        with pytest.raises(ArgumentError, match=r"; beside q of torch.float8_e4m3fn both may be torch.float8_e5m2"):
+            fa3gen.attention(*mixed)
+    with pytest.raises(TypeError, match="q has dtype torch.float8_e5m2; fa3gen.attention takes"):
+        fa3gen.attention(q.to(torch.float8_e5m2), *others)
+
+
 def test_a_factor_on_another_device_is_refused(modules: Modules) -> None:
     message = r"k_descale is \(1,\), torch.float32 on cpu; .* torch.float32 on cuda:0"
     with FakeTensorMode(), pytest.raises(ArgumentError, match=message):
@@ -434,6 +449,14 @@ def test_rows_of_the_table_are_chosen_by_dtype_and_by_how_v_lies(rows: Any) -> N
         assert ("e4m3, O in bf16, head dim 128" in str(found)) and (
             stem != BY_SEQUENCE or "sequence in v" in str(found)
         )
+
+
+@pytest.mark.parametrize(("causal", "stem"), [(False, "k7_e5m2_d128"), (True, "k7_e5m2_d128_causal")])
+def test_keys_and_values_of_other_8_bits_have_modules(causal: bool, stem: str, rows: Any) -> None:
+    q, k, v = tensors(600, 700)
+    found = fa3gen.attention.explain(q, *(x.to(torch.float8_e5m2) for x in (k, v)), causal=causal)
+    assert found.stem == stem and found.row is None and "e4m3, K and V in e5m2, O in bf16" in found.reason
+    assert fa3gen.attention.explain(q, k, v, causal=causal).stem != stem
 
 
 def test_without_a_row_sums_are_in_float32(rows: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -112,14 +112,66 @@ def test_transposing_warps() -> None:
 
 
 def test_two_levels() -> None:
-    assert eight_bits.two_levels(1, "e4m3") is None
-    every_fourth = eight_bits.two_levels(4, "e4m3")
-    assert every_fourth is not None and every_fourth.field == "accumulate.promote_every"
-    assert "promotion after 4 tiles of keys is not rendered" in every_fourth.message
+    assert eight_bits.two_levels(1, "e4m3", 64) is None and eight_bits.two_levels(4, "e4m3", None) is None
+    told = violations(changed("fwd_fp8_d256_two_levels", accumulate={"promote_every": 4}))
+    assert told == {
+        "accumulate.promote_every": "sums of 4 tiles of keys stay in registers, in which stripes of 64 columns take "
+        "turns; use 1, or leave accumulate.columns out"
+    }
     told = violations(changed("k6_d128", accumulate={"promote_every": 1}))
     assert told == {
         "accumulate": "sums of bf16 keep enough bits in the tensor core; leave accumulate out, or use dtype e4m3"
     }
+
+
+def test_mixed_eight_bits() -> None:
+    assert eight_bits.mixed_eight_bits(None, 1) is None and eight_bits.mixed_eight_bits("e5m2", 1) is None
+    assert violations(changed("k7_two_levels_d128", kv={"dtype": "e4m3"})) == {
+        "kv.dtype": "k and v have dtype e4m3, which is that of the problem; leave it out, or use e5m2"
+    }
+    assert violations(changed("k7_e5m2_d128", kv={"warpgroups": 2, "stages": 2})) == {
+        "kv.warpgroups": "2 warpgroups are to convert K and V, which are multiplied as they are; leave it out",
+        "kv.stages": "2 stages of tiles that are converted, and none are; leave stages out, or give kv.dtype beside "
+        "dtype bf16 or fp16",
+    }
+    spec = spec_of("k7_e5m2_d128")
+    assert footprint.mixed(spec) and not footprint.converts(spec) and not footprint.mixed(spec_of("k7_d128"))
+
+
+def test_promoted_stripes() -> None:
+    assert eight_bits.promoted_stripes(64, 64, 256) is None
+    told = violations(changed("fwd_fp8_d256_two_levels", accumulate={"promote_every": 1, "columns": 128}))
+    assert told == {
+        "accumulate.columns": "P V of 128 columns is to take turns with S, of 64 keys, in the same registers; use 64, "
+        "or leave it out: all columns are promoted at once"
+    }
+    for v_dim in (64, 224):
+        assert eight_bits.promoted_stripes(64, 64, v_dim) == Violation(
+            "accumulate.columns",
+            f"{v_dim} columns of O are not two or more stripes of 64; use another tile.kv, and as many, or leave it "
+            "out: all columns are promoted at once",
+        )
+
+
+def test_striped_kernel() -> None:
+    assert eight_bits.striped_kernel("schedule.kind", "warp_specialized", "warp_specialized") is None
+    schedule = {"kind": "ping_pong", "overlap": True}
+    told = violations(changed("fwd_fp8_d256_two_levels", schedule=schedule, softmax={"exp_before_wait": 8}))
+    assert told == {
+        "schedule.kind": "with accumulate.columns ping_pong is not rendered; use warp_specialized, or leave "
+        "columns out",
+        "softmax.exp_before_wait": "with accumulate.columns 8 is not rendered; use null, or leave columns out",
+    }
+
+
+def test_registers_of_stripes() -> None:
+    """128 of O, 32 of each stripe and S, 8 of P, 12 others: 212 of 232, where 256 columns at once would take 308."""
+    spec = spec_of("fwd_fp8_d256_two_levels")
+    assert dict(footprint.registers_per_thread(spec)) == {
+        **{"O": 128, "P V of a step": 32, "S": 32, "P": 8, "other": 12}
+    }
+    told = violations(changed("fwd_fp8_d256_two_levels", accumulate={"columns": None}))
+    assert "O 128 + P V of a step 128" in told["tile.kv"]
 
 
 def test_registers_of_two_levels() -> None:

@@ -38,6 +38,8 @@ def chosen(family: Family, size: Size) -> Choice:
     [
         ("fwd_packed_d128_causal", []),
         ("fwd_packed_pack8_sink_any_window", []),
+        ("k7_two_levels_d128", []),
+        ("k7_promote_4_d128", ["accumulate.promote_every"]),
         ("fwd_decode_fixed_d128", []),
         ("fwd_packed_d256", ["softmax.rescale_above"]),
         ("fwd_packed_any_window_d256", ["softmax.rescale_above", "tile.kv_from"]),

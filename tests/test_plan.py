@@ -893,9 +893,17 @@ def copies(stem: str, name: str) -> int:
 
     def inside(function: ast.FunctionDef) -> int:
         calls = [node.func.id for node in ast.walk(function) if isinstance(node, ast.Call) and is_name(node.func)]
+        calls += (constants(code(stem)).get("STRIPES", 2) - 2) * in_stripes(function)
         return calls.count(name) + sum(inside(functions[call]) for call in calls if call in functions and call != name)
 
     return inside(functions["attention_kernel"])
+
+
+def in_stripes(function: ast.FunctionDef) -> list[str]:
+    """What is called in a loop over all stripes of O but one, which is written out."""
+    loops = [node for node in ast.walk(function) if isinstance(node, ast.For) and "STRIPES" in ast.unparse(node.iter)]
+    calls = [node for loop in loops for node in ast.walk(loop) if isinstance(node, ast.Call)]
+    return [call.func.id for call in calls if is_name(call.func)]
 
 
 def is_name(node: ast.expr) -> TypeGuard[ast.Name]:

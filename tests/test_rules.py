@@ -1032,7 +1032,9 @@ def test_stored_stages() -> None:
     assert converting.stored_stages(1, False) is None
     assert converting.stored_stages(4, True) is None
     assert converting.stored_stages(4, False) == Violation(
-        "kv.stages", "4 stages of 8-bit tiles, and kv.dtype is not given; leave stages out, or add it"
+        "kv.stages",
+        "4 stages of tiles that are converted, and none are; leave stages out, or give kv.dtype beside dtype bf16 or "
+        "fp16",
     )
 
 

@@ -40,6 +40,7 @@ CALLS = {
     "mask_left_edge": ("mask", ""),
     "softmax_step": ("softmax", ""),
     "rescale_output": ("rescale", ""),
+    "rescale_held": ("rescale", ""),
     "promote": ("promote", ""),
     "transpose_tile": ("transpose", "V"),
     "round_p": ("round", ""),
@@ -160,6 +161,9 @@ class Reader:
                 yield from self._calls(node.test, names or {}, only, inside)
                 yield from self._block(node.body, names, self._only(node, only), inside)
                 yield from self._block(node.orelse, names, only, inside)
+            elif isinstance(node, ast.For) and "STRIPES" in ast.unparse(node.iter):  # which is written out
+                for _ in range(self.constants["STRIPES"] - 1):
+                    yield from self._block(node.body, names, only, inside)
             elif isinstance(node, ast.For | ast.While | ast.With):
                 yield from self._block(node.body, names, only, inside)
             else:

@@ -428,6 +428,20 @@ def test_inputs_are_as_the_case_says(case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_inputs_of_two_kinds_of_8_bits(case: Case) -> None:
+    """Rounded once, from the same numbers; those of q are as without, and no two kinds lie in one storage."""
+    facts = {"head_dim": 64, "dtype": torch.float8_e4m3fn, "device": CPU, "seed": 3}
+    made, usual = inputs.make(case, kv_dtype=torch.float8_e5m2, **facts), inputs.make(case, **facts)
+    wide = inputs.make(case, **{**facts, "dtype": torch.float32})
+    assert torch.equal(made.q.float(), usual.q.float())
+    for name in ("k", "v"):
+        tensor = made.given[name]
+        assert tensor.dtype == torch.float8_e5m2 and tensor.stride(3) == 1
+        assert torch.equal(tensor.float(), wide.given[name].to(torch.float8_e5m2).float())
+    assert made.q.untyped_storage().data_ptr() != made.k.untyped_storage().data_ptr()
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_inputs_with_a_contiguous_sequence(case: Case) -> None:
     """The numbers are the same; every stride but that of the sequence is a multiple of 8 elements, 16 bytes."""
     usual, made = (

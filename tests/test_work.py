@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from rendering import attention_stems, changed, named, plans
 
 from fa3gen.base.errors import UserError
-from fa3gen.design import work
+from fa3gen.design import footprint, work
 from fa3gen.design.family import Shape
 from fa3gen.design.work import Problem
 from fa3gen.generate.plan import make_plan
@@ -74,7 +74,7 @@ def test_a_step_of_the_naive_kernels() -> None:
 def test_products_are_those_of_the_plan(stem: str) -> None:
     plan, step = plans()[stem], work.step(spec(stem))
     assert step.wgmma_qk == plan.qk.steps * plan.tile.warpgroups
-    assert step.wgmma_pv == plan.pv.steps * plan.tile.warpgroups
+    assert step.wgmma_pv == plan.pv.steps * footprint.stripes(spec(stem)) * plan.tile.warpgroups
     products = [(plan.qk, step.wgmma_qk), (plan.pv, step.wgmma_pv)]
     flops = sum(2 * count * m * n * k for product, count in products for m, n, k in [product.instruction])
     assert flops == step.tensor_flops

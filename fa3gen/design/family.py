@@ -188,7 +188,8 @@ class Family(NamedTuple):
     than MOST_CAP_OF_FIRST_MAX, or may be one of a module's calls. `page_rows`: the page size of a call;
     of a module the number that its calls' page sizes are multiples of. `part_keys`: how many keys a part has where that
     is fixed, so that a row's bits are the same whatever else a call has. `kv_dtype`: that of k and v where they have 8
-    bits beside queries of 16. `block_scales`: whether factors of q and k are of blocks of rows, and not of heads.
+    bits beside queries of 16, or of other 8. `block_scales`: whether factors of q and k are of blocks of rows, and not
+    of heads.
     """
 
     dtype: AttentionDType

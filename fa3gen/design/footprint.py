@@ -128,9 +128,32 @@ def block_scales(spec: Forward) -> bool:
     return spec.problem.scales == "block"
 
 
+def promote_every(spec: Forward) -> int:
+    """After how many tiles of keys threads add what the tensor core has summed to O; 0 where they never do."""
+    return spec.accumulate.promote_every if spec.accumulate is not None else 0
+
+
+def promoted_columns(spec: Forward) -> int:
+    """Columns of O whose P V the tensor core sums at a time: fewer than there are only where stripes take turns."""
+    return (spec.accumulate and spec.accumulate.columns) or spec.problem.v_dim
+
+
+def stripes(spec: Forward) -> int:
+    """Products into which P V of a tile of keys is divided, since two accumulators as wide as O leave no registers."""
+    return -(-spec.problem.v_dim // promoted_columns(spec))
+
+
 def converts(spec: Forward) -> bool:
-    """Whether K and V have 8 bits in memory, of which a warpgroup makes the operands of the products."""
-    return spec.kv.dtype is not None
+    """Whether K and V have 8 bits in memory, of which a warpgroup makes the operands of the products.
+
+    Beside q of 8 bits they are operands already: WGMMA multiplies e4m3 and e5m2 with each other.
+    """
+    return spec.kv.dtype is not None and not eight_bits(spec)
+
+
+def mixed(spec: Forward) -> bool:
+    """Whether both products multiply 8 bits of one kind, Q and P, with those of another, K and V."""
+    return eight_bits(spec) and spec.kv_element is not spec.element
 
 
 def converting_warpgroups(spec: Forward) -> int:
@@ -422,7 +445,7 @@ def registers_per_thread(spec: Forward) -> list[tuple[str, int]]:
         if q_in_registers(spec):
             held.append(("Q", q * spec.problem.head_dim // count // 2))
         if two_levels(spec):
-            held.append(("P V of a step", q * d // count))
+            held.append(("P V of a step", q * promoted_columns(spec) // count))
             other = OTHER_REGISTERS_TWO_LEVELS
         p = q * kv // count * spec.element.bytes // FP32.bytes
         return [*held, ("S", q * kv // count), ("P", p), ("other", other)]

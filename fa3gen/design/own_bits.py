@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from fa3gen.design import footprint
 from fa3gen.spec.model import Forward
 
 
@@ -33,6 +34,10 @@ def shared(spec: Forward) -> tuple[Shared, ...]:
         found.append(Shared("softmax.row_max", "online", "a first maximum is looked for where a tile has an edge"))
     if spec.tile.kv_from != "first_key":
         found.append(Shared("tile.kv_from", "first_key", "tiles of keys begin where the first row of a tile sees one"))
+    if footprint.promote_every(spec) > 1:
+        found.append(
+            Shared("accumulate.promote_every", 1, "tiles of keys are counted from the last that a tile visits")
+        )
     if spec.scheduler in ("stream_k", "even"):
         found.append(Shared("scheduler", "dynamic", "keys are shared out by what all of a call have, and by SMs"))
     if spec.split is not None and spec.split.keys is None:

@@ -112,7 +112,7 @@ def _distance(variant: Variant[Forward], family: Family, split: Split | None) ->
         (other.kv_dtype is None) != (family.kv_dtype is None),
         other.eight_bits != family.eight_bits,
         other.block_scales != family.block_scales,
-        footprint.two_levels(spec) != family.two_levels,
+        (footprint.promote_every(spec) == 1) != family.two_levels,
         _kind_of_split(spec.split) != _kind_of_split(split),
         *(other.by_sequence != family.by_sequence, other.layout != family.layout),
         *(spec.schedule.kind == "cooperative", alone),

@@ -142,7 +142,7 @@ def step(spec: Forward) -> Step:
         flops=2 * q * kv * (d + v_dim),
         tensor_flops=2 * q * kv * (d * qk + v_dim * pv),
         wgmma_qk=groups * d // spec.element.wgmma_k * qk,
-        wgmma_pv=groups * kv // spec.element.wgmma_k * pv,
+        wgmma_pv=groups * footprint.stripes(spec) * kv // spec.element.wgmma_k * pv,
         scalar_fmas=q * kv * (d * (not qk) + v_dim * (not pv)),
         exponentials=_exponentials(spec),
         instructions=_warp_instructions(spec) * footprint.computing_threads(spec) / hopper.WARP,

@@ -107,7 +107,7 @@ class Description:
 
 def describe(spec: Forward, summary: str) -> Description:
     """Describe one module of attention in words; `summary` is that of its spec."""
-    dtype = spec.element.long_name
+    dtype = spec.element.long_name + f", K and V {spec.kv_element.long_name}" * footprint.mixed(spec)
     schedule = schedule_of(spec)
     return Description(
         title=f"{summary.rstrip('.')} (head dim {Family.of(spec).dims}, {dtype}, {mask_phrase(spec)}).",
@@ -232,7 +232,9 @@ def _decisions(spec: Forward) -> list[tuple[str, str]]:
         rows.append(("sink", "a logit of each query head, added to a row's sum once, after its last key; -inf: none"))
     rows.append(("P", _handoff_sentence(spec)))
     v = "V^T" if footprint.transposes(spec) else "V"
-    rows.append(("O = P V", _product_sentence(spec.pv, spec.element, spec.problem.v_dim, spec.tile.kv, "P", v)))
+    columns, stripes = footprint.promoted_columns(spec), footprint.stripes(spec)
+    times = f"{stripes} times " * (stripes > 1)
+    rows.append(("O = P V", times + _product_sentence(spec.pv, spec.element, columns, spec.tile.kv, "P", v)))
     if footprint.eight_bits(spec):
         rows.append(("sums", _sums_sentence(spec)))
     rows.append(("kv order", _order_sentence(spec)))
@@ -284,6 +286,8 @@ def _schedule_sentence(spec: Forward) -> str:
     multiply = "multiplies" if spec.tile.warpgroups == 1 else "multiply"
     if footprint.transposes(spec):
         beside = beside.replace("; S of the next tile and P V run", "; products run")
+    if footprint.stripes(spec) > 1:
+        beside = "; P V runs beside promotions"
     prepare = f"{TRANSPOSERS[spec.tile.transposers]} transpose V, " * footprint.transposes(spec)
     prepare += f"{2 * footprint.converting_warps(spec)} convert, " * footprint.converts(spec)
     load = "a warp loads" if footprint.loads_together(spec) else "two warps load"
@@ -352,6 +356,11 @@ def _handoff_sentence(spec: Forward) -> str:
 
 def _sums_sentence(spec: Forward) -> str:
     """How O is summed: products of 8 bits keep few bits below the largest addend."""
+    if footprint.stripes(spec) > 1:
+        columns = footprint.promoted_columns(spec)
+        return f"the tensor core sums P V of a tile of keys, {columns} columns at a time; threads add these in float32"
+    if (every := footprint.promote_every(spec)) > 1:
+        return f"the tensor core sums P V of {every} tiles of keys, threads add these in float32 or rescale them"
     if footprint.two_levels(spec):
         return "the tensor core sums P V of a tile of keys, threads add these in float32, where O is rescaled anyway"
     return "of all keys in the tensor core, with 13 bits below the largest addend: errors grow with the keys"

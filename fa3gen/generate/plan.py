@@ -59,13 +59,17 @@ MATRIX_COLUMNS = 16  # of a warp's 16 rows: what one stmatrix or ldmatrix of fou
 
 @dataclass(frozen=True)
 class ProblemPlan:
-    """Head dims, what v's is called in the module, the dtype as each library names it, elements that are aligned."""
+    """Head dims, what v's is called in the module, the dtype as each library names it, elements that are aligned.
+
+    `kv_name`: what the dtype of K and V, as they are multiplied, is called in the module.
+    """
 
     head_dim: int
     v_dim: int
     v_dim_name: str
     asymmetric: bool
     dtype: str
+    kv_name: str
     cutlass_dtype: str
     torch_dtype: str
     vector: int
@@ -193,10 +197,10 @@ class ArgumentsPlan:
     does, and `looked_at` what a warp knows of 32 of them and of what comes before. `softmax_step` is what the softmax
     of a step takes, `rows` what a thread keeps of its rows, and `lse_from` what their LSE is made of. Of parts
     `summed` is what a warp that adds them up reads, `combined` what the kernel that does takes, `combine_call` what it
-    is given, and `row_outputs` what it needs to finish a row. `descales` are the factors of q, k and v.
-    `normalize` is what brings O to its sums. `accumulators` are a consumer's, of which `only_acc_s` names S, and P V
-    goes to `acc_pv`; it finds V in `smem_v` and `v_ring`, where it has landed or been transposed (`v_ready`), and gives
-    it back by `release_v`.
+    is given, and `row_outputs` what it needs to finish a row. `descales` are the factors of q, k and v. `normalize` is
+    what brings O to its sums. `accumulators` are a consumer's, of which `only_acc_s` names S, `multiplied` those that
+    products write; P V of `pv_columns` goes to `acc_pv`. `products` and `operands` are those that it names. It finds V
+    in `smem_v` and `v_ring`, where it has landed or been transposed (`v_ready`), and gives it back by `release_v`.
     """
 
     factors: tuple[str, ...] = ()
@@ -219,7 +223,11 @@ class ArgumentsPlan:
     normalize: tuple[str, ...] = ()
     accumulators: tuple[str, ...] = ()
     only_acc_s: tuple[str, ...] = ()
-    acc_pv: str = "acc_O"
+    multiplied: tuple[str, ...] = ()
+    acc_pv: tuple[str, ...] = ("acc_O",)
+    products: str = "qk_mma, pv_mma"
+    operands: str = "(tSrQ, _, tOrP, tOrV)"
+    pv_columns: str = "HEAD_DIM"
     smem_v: str = "sVt"
     v_ring: str = "v_ring"
     v_ready: str = "landed"
@@ -227,6 +235,7 @@ class ArgumentsPlan:
     store_tile: tuple[str, ...] = ()
     multiply: tuple[str, ...] = ()
     multiply_first: tuple[str, ...] = ()
+    finish_step: tuple[str, ...] = ()
     softmax_step: tuple[str, ...] = ()
     summed: tuple[str, ...] = ()
     combined: tuple[str, ...] = ()
@@ -286,8 +295,10 @@ class EightBitPlan:
     with so many `registers`, or, where that is 0, two beside those that load. Keys then stand in the order in which a
     thread holds P, and columns of O in the order in which it stores V. `v_keys_atom` is the layout of V as it was
     loaded, seen as rows of keys; `v_span` and `vt_span` are the bytes within which the swizzles of V and V transposed
-    exchange pieces. `two_levels`: whether threads add up P V of tiles of keys. `block_rows`: rows of a head that share
-    a factor of q, or of k; 0 where a factor is of a head.
+    exchange pieces. `two_levels`: whether threads add up P V of tiles of keys, `striped`: of one stripe of O after the
+    other; `holds`: of `promote_every` tiles of keys, which the tensor core has summed. `mixed`: whether K
+    and V are of another dtype than Q and P, `kv_cutlass` or `kv_torch`. `block_rows`: rows of a head that share a
+    factor of q, or of k; 0 where a factor is of a head.
     """
 
     exponent: int
@@ -296,6 +307,12 @@ class EightBitPlan:
     registers: int
     two_levels: bool
     block_rows: int
+    striped: bool
+    mixed: bool
+    kv_cutlass: str
+    kv_torch: str
+    holds: bool
+    promote_every: int
     cutlass_out: str
     torch_out: str
     o_atom: str
@@ -525,6 +542,7 @@ class EntryPlan:
     output_phrase: str
     empty_phrase: str
     heads_phrase: str
+    kv_phrase: str
     by_sequence: tuple[Named, ...]
     by_sequence_phrase: str
     page_phrase: str = ""
@@ -640,7 +658,7 @@ def _attention(variant: Variant, spec: Forward) -> Plan:
         stored=_stored(spec),
         smem=_smem(spec),
         qk=_product(spec.qk, spec.element, spec.tile.kv, spec.problem.head_dim),
-        pv=_product(spec.pv, spec.element, spec.problem.v_dim, spec.tile.kv),
+        pv=_product(spec.pv, spec.element, footprint.promoted_columns(spec), spec.tile.kv),
         p=HandoffPlan(spec.handoff.through),
         schedule=_schedule(spec),
         scheduler=_scheduler(spec),
@@ -668,6 +686,7 @@ def _problem(spec: Forward) -> ProblemPlan:
         v_dim_name="HEAD_DIM" if v_dim == d else "HEAD_DIM_V",
         asymmetric=v_dim != d,
         dtype=spec.problem.dtype,
+        kv_name="KV_DTYPE" if footprint.mixed(spec) else "DTYPE",
         cutlass_dtype=dtype.cutlass_name,
         torch_dtype=dtype.torch_name,
         vector=operation_of(spec).tensor("q").vector,
@@ -809,7 +828,8 @@ def _arguments(spec: Forward) -> ArgumentsPlan:
     extents["grid"] = [Parameter("group")]
     even = spec.scheduler == "even"
     eight_bits, two_levels = footprint.eight_bits(spec), footprint.two_levels(spec)
-    transposes = footprint.transposes(spec)
+    transposes, striped = footprint.transposes(spec), footprint.stripes(spec) > 1
+    held, since = ((name,) if footprint.promote_every(spec) > 1 else () for name in ("held", "since"))
     v_ring = "vt_ring" if transposes else "v_ring"
     descaled = eight_bits or footprint.converts(spec)
     descales = [*["q_descale"] * eight_bits, *["k_descale", "v_descale"] * descaled]
@@ -876,28 +896,34 @@ def _arguments(spec: Forward) -> ArgumentsPlan:
         work_on=_work_on(spec, window),
         consume=(*outputs, *handed_on, *sinks, *(["scales"] if eight_bits else [scale, *cap, *descales]), *work),
         normalize=("acc_O", "row_inverse" if sinks else "row_sum", *v_factor),
-        accumulators=("acc_S", "acc_O", *["acc_step"] * two_levels),
-        only_acc_s=("acc_S", "_", *["_"] * two_levels),
-        acc_pv="acc_step" if two_levels else "acc_O",
+        accumulators=("acc_S", "acc_O", *["acc_step"] * two_levels, *held),
+        only_acc_s=("acc_S", "_", *["_"] * two_levels, *["_"] * len(held)),
+        multiplied=("acc_S", "_", "acc_step", *held) if two_levels else ("acc_S", "acc_O"),
+        acc_pv=("acc_step" if two_levels else "acc_O", *[f"{name}={name}" for name in held]),
+        products="qk_mma, _" if striped else "qk_mma, pv_mma",
+        operands="(tSrQ, _, _, _)" if striped else "(tSrQ, _, tOrP, tOrV)",
+        pv_columns="TILE_N" if striped else "HEAD_DIM",
         smem_v="sVt_made" if transposes else "sVt",
         v_ring=v_ring,
         v_ready="been transposed" if transposes else "landed",
         release_v=f"release_by_warp({v_ring}, v_drain)" if transposes else f"{v_ring}.consumer_release(v_drain)",
         store_tile=(*outputs, *["parts"] * (spec.split is not None), "work", "acc_O", *v_factor, *sums),
         multiply=(
-            *("products", "tSrQ_tile", "operands", "accumulators", "k_ring", v_ring, "k_drain", "v_drain"),
+            *("products", "tSrQ_tile", "operands", "accumulators", *["rescale"] * striped),
+            *("k_ring", v_ring, "k_drain", "v_drain"),
             *cap,
             *turn,
         ),
         multiply_first=("products", "operands", "accumulators", "k_ring", "q_drain", "k_drain", *turn),
+        finish_step=("accumulators", "rP", "rows", "scale_log2", *[v_ring, "v_drain"] * (not striped)),
         summed=("gO", "gLSE", *["cta", "num_parts"] * even),
         combined=("parts", "parts_lse", "shares", *sinks, "out", "lse"),
         combine_call=("mParts", "mPartsLSE", "shares", *sinks, "out", "lse"),
         row_outputs=(*sinks, "out", "lse"),
         lse_from=("row_lse",) if sinks else ("row_max", "row_sum", "scale_log2"),
         softmax_step=("acc_S", *rows, "scale_log2"),
-        rows=rows,
-        num_rows=len(rows),
+        rows=(*rows, *since),
+        num_rows=len(rows) + len(since),
         descales=tuple(descales),
         num_descales=len(descales),
     )
@@ -1011,6 +1037,12 @@ def _eight_bit(spec: Forward) -> EightBitPlan | None:
         registers=footprint.transposer_registers(spec) if footprint.transposing_warpgroups(spec) else 0,
         two_levels=footprint.two_levels(spec),
         block_rows=BLOCK_ROWS * footprint.block_scales(spec),
+        striped=footprint.stripes(spec) > 1,
+        mixed=footprint.mixed(spec),
+        kv_cutlass=spec.kv_element.cutlass_name,
+        kv_torch=spec.kv_element.torch_name,
+        holds=footprint.promote_every(spec) > 1,
+        promote_every=footprint.promote_every(spec),
         cutlass_out=spec.o_element.cutlass_name,
         torch_out=spec.o_element.torch_name,
         o_atom=tiles["O"].atom if "O" in tiles else "",
@@ -1131,6 +1163,7 @@ def _entry(spec: Forward) -> EntryPlan:
         output_phrase=like,
         empty_phrase="its sink" if spec.softmax.sink else "-inf",
         heads_phrase=heads,
+        kv_phrase=f", {spec.kv_element.torch_name}" if footprint.mixed(spec) else "",
         by_sequence=tuple(Named(operation.tensor(name)) for name in sequence_contiguous(spec)),
         by_sequence_phrase=listed(sequence_contiguous(spec)),
         page_checks="offsets, tables" + ", page" * (not footprint.gathered(spec)),
@@ -1231,7 +1264,7 @@ def expectation(spec: Forward) -> Expectation:
     wgmma: dict[tuple[int, int, int, str], int | None] = {}
     for what, product in (
         ("S", _product(spec.qk, spec.element, kv, d)),
-        ("O", _product(spec.pv, spec.element, v_dim, kv)),
+        ("O", _product(spec.pv, spec.element, footprint.promoted_columns(spec), kv)),
     ):
         if product.steps:
             kind = (*product.instruction, {"SMEM": "smem", "RMEM": "registers"}[product.a_source])

@@ -112,7 +112,8 @@ def module_competitor(name: str, spec: Forward, load: Callable[[], Any]) -> Comp
     operation = operation_of(spec)
 
     def serves(cell: Cell) -> bool:
-        return Family.of(spec)._replace(by_sequence=(), block_scales=False).serves(cell.family)
+        placed = Family.of(spec)._replace(by_sequence=(), block_scales=False, kv_dtype=None)  # as `placed` makes them
+        return placed.serves(cell.family)
 
     def prepare(cell: Cell) -> Attend:
         if spec.tile.pack_heads > 1:
@@ -128,7 +129,10 @@ def module_competitor(name: str, spec: Forward, load: Callable[[], Any]) -> Comp
         return operation.bytes_made(cell.shape)
 
     def placed(tensors: Tensors) -> Tensors:
-        q, k, v = (laid_out(described, x) for described, x in zip(operation.inputs, tensors, strict=True))
+        q, k, v = (
+            laid_out(described, x.to(described.dtype.in_torch()))
+            for described, x in zip(operation.inputs, tensors, strict=True)
+        )
         return q, k, v
 
     return Competitor(name, True, serves, prepare, scratch, placed)

@@ -609,7 +609,7 @@ def _unmeasured(family: Family, size: Size, lse: bool, workspace: Workspace) -> 
 
 def _sums_in_float32(variant: Variant[Forward], family: Family) -> bool:
     """Whether a module may be taken unmeasured as far as its sums go: of 16 bits these are float32 in any module."""
-    return not family.two_levels or footprint.two_levels(variant.spec) or _is_production(variant.stem)
+    return not family.two_levels or footprint.promote_every(variant.spec) == 1 or _is_production(variant.stem)
 
 
 def _able(

@@ -9,15 +9,16 @@ import torch
 from torch import Tensor
 
 from fa3gen.design.family import blocks_of
-from fa3gen.hardware.dtypes import DTYPES, E4M3
+from fa3gen.hardware.dtypes import DTYPES, E4M3, E5M2
 from fa3gen.run import calls
 from fa3gen.run.dispatch import ArgumentError
+from fa3gen.spec.common import StoredDType
 from fa3gen.spec.model import usual_output
 from fa3gen.spec.quantizing import BLOCK_ROWS
 
 Factors = tuple[Any, Any, Any]  # of q, k and v
 FACTORS = "q_descale", "k_descale", "v_descale"
-EIGHT_BITS = E4M3.in_torch()
+EIGHT_BITS, OTHER_EIGHT_BITS = E4M3.in_torch(), E5M2.in_torch()  # of q, k and v; of k and v alone
 
 
 def out_like(q: Tensor, v: Tensor) -> Tensor:
@@ -104,12 +105,13 @@ def any_of(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 
 def check(q: Tensor, k: Tensor, v: Tensor, asked: Mapping[str, Any]) -> None:
-    """Raise ArgumentError where only some of q, k and v have 8 bits, and for what such calls are not served with:
-    whatever stands in `asked` and is not None, False or 0."""
-    if not q.dtype == k.dtype == v.dtype:
+    """Raise ArgumentError where only some of q, k and v have 8 bits, or k and v others than they may beside q, and for
+    what such calls are not served with: whatever stands in `asked` and is not None, False or 0."""
+    if k.dtype != v.dtype or k.dtype not in (q.dtype, *[OTHER_EIGHT_BITS] * (q.dtype == EIGHT_BITS)):
         raise ArgumentError(
             f"q has dtype {q.dtype}, k {k.dtype} and v {v.dtype}; dense tensors need the same. Beside q of 16 bits, k "
-            f"and v of 8 go to fa3gen.attention_packed, or as a cache to flash_attn_with_kvcache"
+            f"and v of 8 go to fa3gen.attention_packed, or as a cache to flash_attn_with_kvcache; beside q of "
+            f"{EIGHT_BITS} both may be {OTHER_EIGHT_BITS}"
         )
     refuse(q, asked)
 
@@ -137,7 +139,12 @@ def refuse(q: Tensor, asked: Mapping[str, Any]) -> None:
 
 def by_sequence(v: Tensor) -> tuple[str, ...]:
     """`Family.by_sequence` for v (batch, seq, heads, d): of 8 bits keys may stand side by side in place of a row."""
-    if v.dtype is not EIGHT_BITS:
+    if v.dtype is not EIGHT_BITS and v.dtype is not OTHER_EIGHT_BITS:
         return ()
     _, of_row, _, of_element = v.stride()
     return ("v",) if of_row == 1 and of_element != 1 else ()
+
+
+def kv_dtype(q: Tensor, k: Tensor) -> StoredDType | None:
+    """`Family.kv_dtype` for dense q and k: that of k and v where q has other 8 bits."""
+    return "e5m2" if k.dtype is OTHER_EIGHT_BITS and q.dtype is EIGHT_BITS else None

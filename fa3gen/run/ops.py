@@ -210,6 +210,7 @@ def _asked(
     family = Family(
         *(dtype, int(head_dim), int(v.shape[3]), mask, written),
         by_sequence=eight_bits.by_sequence(v),
+        kv_dtype=eight_bits.kv_dtype(q, k),
         sink=sinks is not None,
         softcap=softcap is not None,
         any_cap=calls.any_cap(softcap),

@@ -314,6 +314,12 @@ class Accumulate(SpecModel):
     promote_every: int = Field(
         gt=0, description="Tiles of keys whose P V the tensor core sums; threads add such sums in float32."
     )
+    columns: int | None = Field(
+        default=None,
+        gt=0,
+        description="Columns of O whose P V a thread holds at a time, one stripe of O after the other, so that wide "
+        "heads have registers for it; null: all of them at once.",
+    )
 
 
 class Outputs(SpecModel):
@@ -339,12 +345,16 @@ class OutputTensor(SpecModel):
 
 
 class StoredTensors(SpecModel):
-    """What is K's and V's own among the properties of tensors: 8 bits in memory, of which a warpgroup makes 16."""
+    """What is K's and V's own among the properties of tensors: 8 bits in memory, of which a warpgroup makes 16.
+
+    Beside q of 8 bits nothing is made of them: both products multiply them as they are.
+    """
 
     dtype: StoredDType | None = Field(
         default=None,
         description="Element type of k and v in memory; null: that of the problem. A warpgroup converts tiles of them "
-        "to that of the problem, and each call may give factors of both, `k_descale` and `v_descale`.",
+        "to that of the problem, where that has 16 bits, and each call may give factors of both, `k_descale` and "
+        "`v_descale`. Beside e4m3, e5m2 is multiplied as it is.",
     )
     stages: int = Field(
         default=1, gt=0, description="Tiles of K, and of V, in 8 bits that are in flight or in use, with such a dtype."

@@ -271,6 +271,11 @@ def cpu_cases(spec: Forward) -> tuple[Case, ...]:
             Case("parts", "two parts, the second cut short, a group with padding", 1, 3, 4 * n + 3, heads, 1),
             Case("parts_ramp", "scores that climb: the last part outweighs the others", 1, 1, 6 * n, 2, 1, "ramp"),
         ]
+    if (every := footprint.promote_every(spec)) > 1:
+        keys = (2 * every - 1) * n + 12  # a promotion, and all but one of the tiles to the next
+        cases.append(
+            Case("held_ramp", "every tile moves the maximum, from one promotion to the end", 2, 5, keys, 1, 1, "ramp")
+        )
     return with_windows(spec, [*cases, *cpu_score_cases(spec)], _window_case)
 
 
@@ -332,12 +337,13 @@ def case_seed(case: str, seed: int) -> int:
 def make_for(spec: Forward, case: Case, *, device: torch.device, seed: int) -> Inputs:
     """Draw the tensors of `case` as the module of `spec` takes them."""
     operation = operation_of(spec)
-    q, v, out = (operation.tensor(name) for name in ("q", "v", "out"))
+    q, k, v, out = (operation.tensor(name) for name in ("q", "k", "v", "out"))
     made = make(
         case,
         head_dim=q.row,
         v_dim=v.row,
         dtype=q.dtype.in_torch(),
+        kv_dtype=k.dtype.in_torch(),
         out_dtype=out.dtype.in_torch(),
         device=device,
         seed=seed,
@@ -435,14 +441,15 @@ def make(
     device: torch.device,
     seed: int,
     v_dim: int | None = None,
+    kv_dtype: torch.dtype | None = None,
     out_dtype: torch.dtype | None = None,
     by_sequence: Sequence[str] = (),
 ) -> Inputs:
     """Draw the tensors of `case` on `device`.
 
-    `v_dim` is the head dim of v and O where it is not `head_dim`, `out_dtype` the dtype of O where it is not `dtype`;
-    `by_sequence` are the names of the inputs whose sequence is contiguous. The same seed gives the same numbers on
-    every device.
+    `v_dim` is the head dim of v and O where it is not `head_dim`, `kv_dtype` and `out_dtype` the dtypes of k and v and
+    of O where they are not `dtype`; `by_sequence` are the names of the inputs whose sequence is contiguous. The same
+    seed gives the same numbers on every device.
     """
     v_dim = head_dim if v_dim is None else v_dim
     generator = torch.Generator().manual_seed(case_seed(case.name, seed))
@@ -454,9 +461,11 @@ def make(
         _add_outliers(q, k, v, generator)
     elif case.distribution == "ramp":
         _add_ramp(q, k)
-    given = {name: tensor.to(device=device, dtype=dtype) for name, tensor in (("q", q), ("k", k), ("v", v))}
+    dtypes = {"q": dtype, "k": kv_dtype or dtype, "v": kv_dtype or dtype}
+    given = {name: x.to(device=device, dtype=dtypes[name]) for name, x in (("q", q), ("k", k), ("v", v))}
     if case.layout == "packed":
-        given = {**_packed(given, by_sequence, False), **_packed(given, by_sequence, True)}
+        kinds = {(name in by_sequence, dtypes[name]) for name in given}
+        given = {name: x for kind in kinds for name, x in _packed(given, by_sequence, *kind).items()}
     else:
         given = {name: _placed(tensor, case.layout, name in by_sequence) for name, tensor in given.items()}
     q, k, v = (given[name] for name in ("q", "k", "v"))
@@ -519,15 +528,15 @@ def _odd_strides(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.as_strided(tensor.shape, (*strides, tensor.stride(3)))
 
 
-def _packed(given: Mapping[str, torch.Tensor], by_sequence: Sequence[str], which: bool) -> dict[str, torch.Tensor]:
+def _packed(
+    given: Mapping[str, torch.Tensor], by_sequence: Sequence[str], which: bool, dtype: torch.dtype
+) -> dict[str, torch.Tensor]:
     """Lay q, k and v side by side along the heads of one tensor, as a fused projection leaves them.
 
-    Those of `by_sequence`, or the others: tensors of one storage have the same contiguous mode. Where the rows of v
-    are shorter, NaN fills them up.
+    Those of this dtype and of `by_sequence`, or the others: tensors of one storage have the same contiguous mode. Where
+    the rows of v are shorter, NaN fills them up.
     """
-    parts = {name: tensor for name, tensor in given.items() if (name in by_sequence) == which}
-    if not parts:
-        return {}
+    parts = {name: x for name, x in given.items() if (name in by_sequence, x.dtype) == (which, dtype)}
     width = max(tensor.shape[3] for tensor in parts.values())
     wide = [torch.nn.functional.pad(x, (0, width - x.shape[3]), value=math.nan) for x in parts.values()]
     together = _placed(torch.cat(wide, dim=2), "packed", which)

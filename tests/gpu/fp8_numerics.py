@@ -33,7 +33,7 @@ import fa3gen  # noqa: E402
 from fa3gen.design.family import blocks_of  # noqa: E402
 from fa3gen.design.masks import reach  # noqa: E402
 from fa3gen.design.workspace import Workspace  # noqa: E402
-from fa3gen.hardware.dtypes import E4M3  # noqa: E402
+from fa3gen.hardware.dtypes import E4M3, E5M2  # noqa: E402
 from fa3gen.measure.bench import require_hopper  # noqa: E402
 from fa3gen.run.dispatch import NoKernel  # noqa: E402
 from fa3gen.run.launch import module_at  # noqa: E402
@@ -41,18 +41,33 @@ from fa3gen.spec.model import NoMask  # noqa: E402
 from fa3gen.spec.quantizing import BLOCK_ROWS  # noqa: E402
 from fa3gen.verify import reference  # noqa: E402
 
-LARGEST = 448.0  # of e4m3
+LARGEST, LARGEST_E5M2 = 448.0, 57344.0  # of e4m3; of e5m2, of which fewer bits are left for a fraction
 QUERIES, HEADS = 256, 4
 LENGTHS = 1024, 8192, 32768, 131072
 NEEDLES = 128
-# Modules that sum P V of all keys in the tensor core, as FlashAttention-3 does, and of a tile of keys: production.
-ONE_LEVEL, TWO_LEVELS = "k7", "fwd_fp8"
-BLOCKS = "k8"  # takes scales of blocks, and sums as production does
+# Modules by head dim, and by the tiles of keys whose P V the tensor core sums before threads add it up in float32: all
+# of them, as FlashAttention-3 does, four, or one, as production has it up to head dim 128.
+NEVER, EVERY_FOURTH, EVERY = "never", "every 4", "every 1"
+MIXED = "every 1, K and V in e5m2"
+BLOCKS = "every 1, factors of blocks"
+MODULES = {
+    (NEVER, 64): "k7_d64",
+    (NEVER, 128): "k7_d128",
+    (NEVER, 256): "fwd_fp8_d256",
+    (EVERY_FOURTH, 128): "k7_promote_4_d128",
+    (EVERY, 64): "fwd_fp8_d64",
+    (EVERY, 128): "fwd_fp8_d128",
+    (EVERY, 256): "fwd_fp8_d256_two_levels",
+    (MIXED, 128): "k7_e5m2_d128",
+    (BLOCKS, 64): "k8_d64",
+    (BLOCKS, 128): "k8_d128",
+}
+DIMS = 128, 64, 256
 
 
-def module(family: str, dim: int) -> Callable[..., Any]:
+def module(promoted: str, dim: int) -> Callable[..., Any]:
     """The unmasked `attention` of a module for dense tensors."""
-    path = Workspace.find(ROOT).generated_dir / f"{family}_d{dim}.py"
+    path = Workspace.find(ROOT).generated_dir / f"{MODULES[promoted, dim]}.py"
     entry: Callable[..., Any] = module_at(path).attention
     return entry
 
@@ -99,6 +114,12 @@ def of_rows(factors: torch.Tensor, rows: int) -> torch.Tensor:
     return factors.double().repeat_interleave(BLOCK_ROWS, 2)[..., :rows].transpose(1, 2)[..., None]
 
 
+def in_e5m2(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """x in e5m2 and its factors, (1, heads): the largest of a head becomes the largest there is."""
+    factors = x.abs().amax(dim=(1, 3)).float() / LARGEST_E5M2
+    return (x.float() / factors[:, None, :, None]).to(E5M2.in_torch()), factors
+
+
 def dequantised(x: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
     return x.double() * of_rows(factors, x.shape[1])
 
@@ -107,25 +128,35 @@ def relative(found: torch.Tensor, right: torch.Tensor) -> float:
     return ((found.double() - right).norm() / right.norm()).item()
 
 
-# What is compared: a name, scales, whether Q and K are rotated, and the family of modules.
+# What is compared: a name, scales, whether Q and K are rotated, and when sums of the tensor core are promoted.
 RECIPES = [
-    ("one scale for a tensor", "tensor", False, ONE_LEVEL),
-    ("scales of heads, as FA3", "head", False, ONE_LEVEL),
-    ("scales of heads, two levels", "head", False, TWO_LEVELS),
-    ("the same, rotated (K8)", "head", True, TWO_LEVELS),
-    ("one scale for a tensor, rotated, two levels", "tensor", True, TWO_LEVELS),
+    ("one scale for a tensor", "tensor", False, NEVER),
+    ("scales of heads, as FA3", "head", False, NEVER),
+    ("the same, promoted every 4 tiles of keys", "head", False, EVERY_FOURTH),
+    ("scales of heads, two levels", "head", False, EVERY),
+    ("the same, rotated", "head", True, EVERY),
+    ("one scale for a tensor, rotated, two levels", "tensor", True, EVERY),
     ("scales of blocks of Q and K, two levels", "block", False, BLOCKS),
     ("scales of blocks, rotated (K8)", "block", True, BLOCKS),
+    ("two levels, K and V in e5m2", "head", False, MIXED),
 ]
+
+
+def recipes(dim: int) -> list[tuple[str, str, bool, str]]:
+    """Those for which there is a module of this head dim."""
+    return [recipe for recipe in RECIPES if (recipe[3], dim) in MODULES]
 
 
 def outputs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, signs: torch.Tensor, recipe: Any) -> Any:
     """O of one recipe, and the quantised tensors as float64."""
-    _, per, rotated, family = recipe
+    _, per, rotated, promoted = recipe
     turn = signs if rotated else None
     of_v = "head" if per == "block" else per
-    (q8, a), (k8, b), (v8, c) = quantised(q, per, turn), quantised(k, per, turn), quantised(v, of_v, None)
-    out = module(family, q.shape[3])(q8, k8, v8, q_descale=a, k_descale=b, v_descale=c)
+    if promoted == MIXED:
+        (q8, a), (k8, b), (v8, c) = quantised(q, per, turn), in_e5m2(k), in_e5m2(v)
+    else:
+        (q8, a), (k8, b), (v8, c) = quantised(q, per, turn), quantised(k, per, turn), quantised(v, of_v, None)
+    out = module(promoted, q.shape[3])(q8, k8, v8, q_descale=a, k_descale=b, v_descale=c)
     return out, (dequantised(q8, a), dequantised(k8, b), dequantised(v8, c))
 
 
@@ -135,12 +166,12 @@ def errors(dim: int, generator: torch.Generator) -> None:
     for outliers in (False, True):
         print(f"\n| head dim {dim}, {'outliers' if outliers else 'normal'} | " + " | ".join(map(str, LENGTHS)) + " |")
         print("|---" * (len(LENGTHS) + 1) + "|")
-        lines: dict[str, list[str]] = {name: [] for name, *_ in RECIPES}
+        lines: dict[str, list[str]] = {name: [] for name, *_ in recipes(dim)}
         for keys in LENGTHS:
             q = drawn((1, QUERIES, HEADS, dim), outliers, generator)
             k, v = (drawn((1, keys, HEADS, dim), outliers, generator) for _ in range(2))
             right = exact(q, k, v)
-            for recipe in RECIPES:
+            for recipe in recipes(dim):
                 out, rounded = outputs(q, k, v, signs, recipe)
                 lines[recipe[0]].append(f"{relative(out, right):.4f} ({relative(out, exact(*rounded)):.4f})")
         for name, cells in lines.items():
@@ -154,7 +185,7 @@ def needles(dim: int, generator: torch.Generator) -> None:
     strengths = 10.0, 12.0, 14.0
     print(f"\n| needles among {keys} keys, head dim {dim}; score | " + " | ".join(f"{s:g}" for s in strengths) + " |")
     print("|---" * (len(strengths) + 1) + "|")
-    lines: dict[str, list[str]] = {name: [] for name in ["float64", *(name for name, *_ in RECIPES)]}
+    lines: dict[str, list[str]] = {name: [] for name in ["float64", *(name for name, *_ in recipes(dim))]}
     for strength in strengths:
         k, v = (drawn((1, keys, HEADS, dim), False, generator) for _ in range(2))
         places = torch.randperm(keys, device="cuda", generator=generator)[:NEEDLES]
@@ -167,7 +198,7 @@ def needles(dim: int, generator: torch.Generator) -> None:
             return (nearest == torch.arange(NEEDLES, device="cuda")).double().mean().item()
 
         lines["float64"].append(f"{found(right):.3f}")
-        for recipe in RECIPES:
+        for recipe in recipes(dim):
             out, _ = outputs(q, k, v, signs, recipe)
             lines[recipe[0]].append(f"{found(out):.3f} ({relative(out, right):.4f})")
     for name, cells in lines.items():
@@ -265,7 +296,7 @@ def main() -> None:
         speeds()
         return
     generator = torch.Generator("cuda").manual_seed(7)
-    for dim in (128, 64):
+    for dim in DIMS:
         errors(dim, generator)
     needles(128, generator)
 

@@ -122,10 +122,16 @@ def _eight_bits(spec: Forward) -> Iterable[Answer]:
         yield eight_bits.transposed_operand.ask(spec.smem.vt, dtype)
     yield eight_bits.transposing_warps.ask(spec.tile.transposers, footprint.transposes(spec))
     if spec.accumulate is not None:
-        yield eight_bits.two_levels.ask(spec.accumulate.promote_every, dtype)
+        yield eight_bits.two_levels.ask(spec.accumulate.promote_every, dtype, spec.accumulate.columns)
+        if spec.accumulate.columns is not None:
+            yield eight_bits.promoted_stripes.ask(spec.accumulate.columns, spec.tile.kv, spec.problem.v_dim)
+            held_back = spec.softmax.exp_before_wait
+            yield eight_bits.striped_kernel.ask("schedule.kind", spec.schedule.kind, "warp_specialized")
+            yield eight_bits.striped_kernel.ask("softmax.exp_before_wait", held_back, None)
     yield eight_bits.scales_of_blocks.ask(spec.problem.scales, dtype)
     if not footprint.eight_bits(spec):
         return
+    yield eight_bits.mixed_eight_bits.ask(spec.kv.dtype, spec.kv.warpgroups)
     softmax, tile, packed = spec.softmax, spec.tile, footprint.packed_sequences(spec)
     even = packed and spec.scheduler == "even"
     if footprint.block_scales(spec):

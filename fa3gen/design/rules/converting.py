@@ -15,7 +15,9 @@ def stored_stages(stages: int, stored: bool) -> Violation | None:
     if stored or stages == 1:
         return None
     return Violation(
-        "kv.stages", f"{stages} stages of 8-bit tiles, and kv.dtype is not given; leave stages out, or add it"
+        "kv.stages",
+        f"{stages} stages of tiles that are converted, and none are; leave stages out, or give kv.dtype beside dtype "
+        "bf16 or fp16",
     )
 
 

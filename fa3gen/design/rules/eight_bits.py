@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from fa3gen.design.footprint import TRANSPOSED_COLUMNS, TRANSPOSED_KEYS, WARPGROUP_WARPS
 from fa3gen.design.rules.registry import GENERATOR, HARDWARE, Violation, rule
-from fa3gen.hardware.dtypes import E4M3
+from fa3gen.hardware.dtypes import E4M3, E5M2
 from fa3gen.spec.quantizing import BLOCK_ROWS
 
 
@@ -89,23 +89,72 @@ def transposing_warps(transposers: int, transposes: bool) -> Violation | None:
     )
 
 
-@rule(kind=GENERATOR, topic="O = P V")
-def two_levels(promote_every: int, dtype: str) -> Violation | None:
-    """Threads add up what the tensor core has summed of 8 bits, after each tile of keys.
+@rule(kind=GENERATOR, topic="structure")
+def mixed_eight_bits(kv_dtype: str | None, warpgroups: int) -> Violation | None:
+    """Beside Q and P of e4m3, K and V may be e5m2. PTX ISA, "wgmma.mma_async": .atype and .btype are .e4m3 or .e5m2.
 
-    For that P V of a tile goes to accumulators of its own, and adding these to O takes the place of rescaling O.
+    Nobody converts them.
+    """
+    if kv_dtype == E4M3.name:
+        return Violation(
+            "kv.dtype",
+            f"k and v have dtype {E4M3.name}, which is that of the problem; leave it out, or use {E5M2.name}",
+        )
+    if warpgroups == 1:
+        return None
+    return Violation(
+        "kv.warpgroups",
+        f"{warpgroups} warpgroups are to convert K and V, which are multiplied as they are; leave it out",
+    )
+
+
+@rule(kind=GENERATOR, topic="O = P V")
+def two_levels(promote_every: int, dtype: str, columns: int | None) -> Violation | None:
+    """Threads add up what the tensor core has summed of 8 bits, after one tile of keys or after several.
+
+    For that P V goes to accumulators of its own. After one tile, adding these to O takes the place of rescaling O;
+    between others, they are rescaled in its place, and have to stay where they are.
     """
     if dtype != E4M3.name:
         return Violation(
             "accumulate",
             f"sums of {dtype} keep enough bits in the tensor core; leave accumulate out, or use dtype {E4M3.name}",
         )
-    if promote_every == 1:
+    if promote_every == 1 or columns is None:
         return None
     return Violation(
         "accumulate.promote_every",
-        f"promotion after {promote_every} tiles of keys is not rendered: their sums would have to be rescaled, too; "
-        "use 1, which costs no instruction more than rescaling, or leave accumulate out",
+        f"sums of {promote_every} tiles of keys stay in registers, in which stripes of {columns} columns take turns; "
+        "use 1, or leave accumulate.columns out",
+    )
+
+
+@rule(kind=GENERATOR, topic="O = P V")
+def promoted_stripes(columns: int, kv: int, v_dim: int) -> Violation | None:
+    """P V of a stripe of O takes the registers of S, of which P has been made: it has as many columns as S has keys."""
+    if columns != kv:
+        return Violation(
+            "accumulate.columns",
+            f"P V of {columns} columns is to take turns with S, of {kv} keys, in the same registers; use {kv}, or "
+            "leave it out: all columns are promoted at once",
+        )
+    if columns < v_dim and v_dim % columns == 0:
+        return None
+    return Violation(
+        "accumulate.columns",
+        f"{v_dim} columns of O are not two or more stripes of {columns}; use another tile.kv, and as many, or leave it "
+        "out: all columns are promoted at once",
+    )
+
+
+@rule(kind=GENERATOR, topic="O = P V")
+def striped_kernel(field: str, value: object, rendered: object) -> Violation | None:
+    """Stripes of P V follow one another without a softmax beside them, and warpgroups take no turns."""
+    if value == rendered:
+        return None
+    return Violation(
+        field,
+        f"with accumulate.columns {_yaml(value)} is not rendered; use {_yaml(rendered)}, or leave columns out",
     )
 
 

@@ -61,8 +61,9 @@ class Step:
 
     `what` is a tensor (of a product its result, of a barrier what it gives free), `on` a ring or the name of a barrier,
     `ahead` the tile of keys, or of queries for Q, counted from the current one. `only` narrows the role down to its
-    first or last warpgroup, or to its first warp. After a wait for products `in_flight` groups go on. `note` explains
-    it in the header; a step without one is explained with the step that follows it.
+    first or last warpgroup, or to its first warp. After a wait for products `in_flight` groups go on. `stripe` is that
+    of O, where P V is a product for each. `note` explains the step in the header; one without is explained with the
+    step that follows it.
     """
 
     who: str
@@ -73,6 +74,7 @@ class Step:
     ahead: int = 0
     only: Literal["", "first", "last", "first_warp"] = ""
     in_flight: int = 0
+    stripe: int = 0
     note: str = ""
 
 

@@ -300,12 +300,15 @@ def _first_scores(turns: _Turns, place: Place) -> Iterator[Step]:
 
 
 def _overlapped_step(spec: Forward, turns: _Turns) -> Iterator[Step]:
+    if footprint.stripes(spec) > 1:
+        yield from _striped_step(spec)
+        return
     step, above, held_back = partial(_consumers, "step"), spec.softmax.rescale_above, spec.softmax.exp_before_wait
     yield step("wait_full", on="k")
     yield from turns.take("step")
     yield step("product", "S", note="by wgmma, of a step other than the first")
     yield step("wait_full", on=_v_ring(spec), ahead=-1)
-    alone = ", alone" * footprint.two_levels(spec)
+    alone = {0: "", 1: ", alone"}.get(footprint.promote_every(spec), ", with those before")
     yield step("product", "O", ahead=-1, note=f"by wgmma, of the step before{alone}")
     yield step("wait_products", in_flight=1)
     yield from turns.give("step")
@@ -320,6 +323,12 @@ def _overlapped_step(spec: Forward, turns: _Turns) -> Iterator[Step]:
     first = "" if held_back is None else f"; after {held_back} exponentials a thread"
     done = "P V is complete" if footprint.two_levels(spec) else "O is complete"
     yield step("release", on=_v_ring(spec), ahead=-1, note=f"{done}{first}")
+    if footprint.promote_every(spec) > 1:
+        every = footprint.promote_every(spec)
+        yield step("promote", note=f"every {every} steps: their P V added to O, in float32")
+        yield step("rescale", note="in the others: P V of those since to the new maxima")
+        yield step("round", note=f"P {_bits(spec)}")
+        return
     if footprint.two_levels(spec):
         yield step("promote", note="O to the last step's maxima, its P V added")
         yield step("round", note=f"P {_bits(spec)}")
@@ -328,6 +337,36 @@ def _overlapped_step(spec: Forward, turns: _Turns) -> Iterator[Step]:
     if moves:
         yield step("rescale", note="" if above is None else f"O, where a maximum has grown by more than 2^{above}")
     yield step("round", note=f"{'O to the new maxima; ' * (moves and above is None)}P {_bits(spec)}")
+
+
+def _striped_step(spec: Forward) -> Iterator[Step]:
+    """P V of the step before, stripe by stripe, and S behind it, each while the one before it is added to O."""
+    step, ring = partial(_consumers, "step"), _v_ring(spec)
+    yield step("wait_full", on=ring, ahead=-1)
+    yield from _stripes(spec, "step", ahead=-1)
+    yield step("wait_full", on="k")
+    yield step("product", "S", note="by wgmma, of a step other than the first")
+    yield step("wait_products", in_flight=1)
+    yield step("release", on=ring, ahead=-1, note="P V is complete, S runs on")
+    yield step("promote", stripe=footprint.stripes(spec) - 1, note="the last stripe")
+    yield step("wait_products")
+    yield step("release", on="k", note="S is complete")
+    if not isinstance(spec.mask, NoMask):
+        yield step("mask", note="boundary tiles only")
+    yield step("softmax")
+    yield step("round", note=f"{_exponentials(spec)} and sums; P {_bits(spec)}")
+
+
+def _stripes(spec: Forward, place: Place, ahead: int) -> Iterator[Step]:
+    """P V of each stripe of O, which is added while that of the next one runs."""
+    step, which = partial(_consumers, place), "of the step before" if ahead else "of the last step"
+    columns = footprint.promoted_columns(spec)
+    yield step("product", "O", ahead=ahead, note=f"by wgmma, {which}, {columns} columns")
+    for stripe in range(1, footprint.stripes(spec)):
+        yield step("product", "O", ahead=ahead, stripe=stripe)
+        yield step("wait_products", in_flight=1)
+        added = "O to the last maxima, P V added" if stripe == 1 else "the same"
+        yield step("promote", stripe=stripe - 1, note=added)
 
 
 def _exponentials(spec: Forward) -> str:
@@ -353,7 +392,10 @@ def _last_product(spec: Forward, turns: _Turns, flattened: bool) -> Iterator[Ste
     yield from turns.take("end")
     if spec.softmax.sink:
         yield end("read_sink", note="from global memory, added to the sums while P V runs")
-    yield end("product", "O", note="by wgmma, of the last step")
+    if footprint.stripes(spec) > 1:
+        yield from _stripes(spec, "end", ahead=0)
+    else:
+        yield end("product", "O", note="by wgmma, of the last step")
     if flattened:
         yield end("product", "S", ahead=1, note="by wgmma, of the next tile's first step")
     yield from turns.give("end")
@@ -361,7 +403,7 @@ def _last_product(spec: Forward, turns: _Turns, flattened: bool) -> Iterator[Ste
     done = "P V is complete" if footprint.two_levels(spec) else "O is complete"
     yield end("release", on=_v_ring(spec), note=f"{done}{'; the next S runs on' * flattened}")
     if footprint.two_levels(spec):
-        yield end("promote", note="the last P V")
+        yield end("promote", stripe=footprint.stripes(spec) - 1, note="the last P V")
 
 
 def _store(spec: Forward) -> Iterator[Step]:

@@ -225,7 +225,7 @@ def _counts(work: AttentionWork) -> list[RenderableType]:
         shape = f"m{hopper.WGMMA_M}n{spec.tile.kv}k{spec.element.wgmma_k}"
         rows.append(("WGMMA, Q K^T", f"{step.wgmma_qk} {shape}, {step.wgmma_qk // groups} per warpgroup"))
     if step.wgmma_pv:
-        shape = f"m{hopper.WGMMA_M}n{spec.problem.v_dim}k{spec.element.wgmma_k}"
+        shape = f"m{hopper.WGMMA_M}n{footprint.promoted_columns(spec)}k{spec.element.wgmma_k}"
         rows.append(("WGMMA, P V", f"{step.wgmma_pv} {shape}, {step.wgmma_pv // groups} per warpgroup"))
     if step.scalar_fmas:
         rows.append(("multiply-adds", f"{step.scalar_fmas:,}"))

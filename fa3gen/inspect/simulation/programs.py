@@ -123,10 +123,10 @@ class Cta:
 
     # Products
 
-    def issue(self, group: int, what: str, number: int) -> tuple[Wait, Wait]:
+    def issue(self, group: int, what: str, number: int, stripe: int) -> tuple[Wait, Wait]:
         """Issue a product of a group to the tensor cores; returns the waits for having issued it and for its end."""
-        piece = self.times.qk if what == "S" else self.times.pv
-        issued, done = self.key(what, "issued", group, number), self.key(what, group, number)
+        piece = self.times.qk if what == "S" else self.times.pv.scaled(1.0 / footprint.stripes(self.spec))
+        issued, done = self.key(what, "issued", group, number, stripe), self.key(what, group, number, stripe)
         self.engine.product(self.actor(f"warpgroup {group}"), piece, number, issued=issued, done=done)
         return Wait(issued, f"to issue {piece.name}", None, number), Wait(done, f"its {piece.name}", None, number)
 
@@ -149,7 +149,7 @@ class _Program:
         self.actor = cta.actor(role.name if group is None else f"warpgroup {group}")
         self.steps = {place: cta.schedule.of(role.name, place) for place in PLACES}
         # The groups of products in flight, the oldest first; None for one that is not simulated.
-        self.in_flight: deque[tuple[str, int, Wait] | None] = deque()
+        self.in_flight: deque[tuple[Step, int, Wait] | None] = deque()
         self.turns_taken = self.turns_given = 0
         # The step at which the epilogue is computed.
         self.epilogue = "gather" if cta.schedule.count("gather") else "store"
@@ -223,7 +223,7 @@ class _Program:
             case "wait_turn" | "pass_turn":
                 yield from self._turn(step)
             case "product":
-                yield from self._product(step.what, number)
+                yield from self._product(step, number)
             case "wait_products":
                 yield from self._finish_products(step.in_flight)
             case "softmax":
@@ -234,7 +234,9 @@ class _Program:
                 yield Compute(times.transpose, number)
             case "convert" if times.convert_k is not None and times.convert_v is not None:
                 yield Compute(times.convert_k if self.role.name == K_CONVERTERS else times.convert_v, number)
-            case "round" if self.role.peeled:
+            case "promote" if footprint.stripes(cta.spec) > 1:  # between products, and P is rounded with the last one
+                yield Compute(times.rescale.scaled(1.0 / footprint.stripes(cta.spec)), number)
+            case "round" if self.role.peeled and footprint.stripes(cta.spec) == 1:
                 yield Compute(times.rescale, number)
             case self.epilogue if step.what == "O":
                 yield Compute(times.epilogue)
@@ -277,27 +279,28 @@ class _Program:
             cta.engine.fire(cta.key("turn", (group + 1) % cta.groups, self.turns_given))
             self.turns_given += 1
 
-    def _product(self, what: str, number: int) -> Process:
+    def _product(self, step: Step, number: int) -> Process:
         """Issue it to the tensor cores, or compute it."""
         cta, group = self.cta, self.group
         assert group is not None
-        piece = cta.times.qk if what == "S" else cta.times.pv
+        piece = cta.times.qk if step.what == "S" else cta.times.pv
         if piece.tensor:
-            issued, done = cta.issue(group, what, number)
+            issued, done = cta.issue(group, step.what, number, step.stripe)
             yield issued
-            self.in_flight.append((what, number, done))
+            self.in_flight.append((step, number, done))
             return
         yield Compute(piece, number)
-        if what == "O":
+        if step.what == "O":
             cta.finish_step(group, number)
 
     def _finish_products(self, in_flight: int) -> Process:
         """Wait until so many products are left."""
+        last = footprint.stripes(self.cta.spec) - 1
         while len(self.in_flight) > in_flight:
             product = self.in_flight.popleft()
             if product is None:
                 continue
-            what, number, done = product
+            step, number, done = product
             yield done
-            if what == "O" and self.group is not None:
+            if step.what == "O" and step.stripe == last and self.group is not None:
                 self.cta.finish_step(self.group, number)
