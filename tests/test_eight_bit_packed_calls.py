@@ -361,10 +361,17 @@ def test_mixed_dtypes_are_refused(way: str, request: pytest.FixtureRequest) -> N
     q, k, v = tensors()
     for mixed in ((k.bfloat16(), v.bfloat16()), (k, v.half()), (k.to(torch.float8_e5m2), v)):
         with pytest.raises(
-            ArgumentError, match="q has dtype .*; beside q of 8 bits they need the same, and beside q of"
+            ArgumentError, match="q has dtype .*; beside q of 8 bits they need the same, or both"
         ):
             fa3gen.attention_packed(q, *mixed, *BEGINS)
     with pytest.raises(
         TypeError, match="q has dtype torch.float8_e5m2; fa3gen.attention_packed takes .*float8_e4m3fn$"
     ):
         fa3gen.attention_packed(*(x.to(torch.float8_e5m2) for x in (q, k, v)), *BEGINS)
+
+
+def test_keys_in_e5m2_are_offered_a_spec() -> None:
+    """There is no module for them, and one can be rendered."""
+    q, k, v = tensors()
+    with pytest.raises(NoKernel, match=r"(?s)e4m3, K and V in e5m2, O in bf16.*extends: fwd_fp8_packed\nkv: \{dtype: e5m2\}"):
+        fa3gen.attention_packed.explain(q, k.to(torch.float8_e5m2), v.to(torch.float8_e5m2), *BEGINS)

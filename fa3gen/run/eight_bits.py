@@ -118,10 +118,11 @@ def check(q: Tensor, k: Tensor, v: Tensor, asked: Mapping[str, Any]) -> None:
 
 def check_packed(q: Tensor, k: Tensor, v: Tensor, asked: Mapping[str, Any]) -> None:
     """The same of packed sequences and pages, where q has 8 bits."""
-    if not q.dtype == k.dtype == v.dtype:
+    if k.dtype != v.dtype or k.dtype not in (q.dtype, OTHER_EIGHT_BITS):
         raise ArgumentError(
-            f"q has dtype {q.dtype}, k {k.dtype} and v {v.dtype}; beside q of 8 bits they need the same, and beside q "
-            "of 16 bits they may have 8: pass k and v of 8 bits, or q in torch.bfloat16, times its factor"
+            f"q has dtype {q.dtype}, k {k.dtype} and v {v.dtype}; beside q of 8 bits they need the same, or both "
+            f"{OTHER_EIGHT_BITS}, and beside q of 16 bits they may have 8: pass k and v of 8 bits, or q in "
+            "torch.bfloat16, times its factor"
         )
     refuse(q, asked)
 

@@ -229,8 +229,8 @@ def _family(
     calls.check_scores(*scores)
     sinks, softcap = scores
     if q.dtype is EIGHT_BITS:
-        kv_dtype = None  # it is that of all
         eight_bits.check_packed(q, k, v, {"sinks": sinks, "softcap": softcap})
+        kv_dtype = eight_bits.kv_dtype(q, k)
         eight_bits.check_factors(q, k, factors, cu_seqlens_q.shape[0] - 1)
     else:
         _refuse_q_descale(q, factors)
