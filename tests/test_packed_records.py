@@ -141,6 +141,23 @@ def test_chunks_beside_steps_are_measured_where_modules_take_head_after_head() -
     assert all(able & {MIXED, "fwd_paged_mixed_d128_causal"} for able in mixed.values()) and len(mixed) == 9
 
 
+def test_queries_of_8_bits_have_rows_that_serve_their_calls() -> None:
+    """With the dtype that O has; decoding steps beside prompts, as for 16 bits."""
+    few, many = "fwd_fp8_packed_decode_d128_causal", "fwd_fp8_packed_d128_causal"
+    prompts = record([700, 900], {many: 800.0})
+    assert prompts.problem.file_name == "e4m3_d128_causal_o_bf16_packed_list2_h32_8.json"
+    steps = record([4096] * 8, {many: 1.0, few: 9.0}, queries=[1] * 8)
+    found = dispatch_table.rows_from_records([prompts, steps])
+    family = Family("e4m3", 128, 128, CausalMask(), "bf16", layout="packed")
+    sizes = {few: Size(4096, 256, 132, 4, 1, mean_queries=1), many: Size(800, 448, 132, 4, 900)}
+    for stem, size in sizes.items():
+        assert next(row.module for row in found if row.serves(family, size)) == stem
+    assert {row.out_dtype for row in found} == {"bf16"}
+    cells = {problem.label: {variant.stem for variant in able} for problem, able in packed_cells.cells(CHECKOUT)}
+    assert cells["e4m3 d128 causal o bf16 packed decode64_on_4k, heads 32/8"] == {few, many}
+    assert cells["e4m3 d128 causal o bf16 packed chat64k, heads 16"] == {many}
+
+
 def test_few_queries_in_the_mean_have_rows_of_their_own() -> None:
     """Behind those for few queries of each sequence, and where tiles of several heads serve best only."""
     prefill = record([300] * 400, {D128: 400.0, PACK4: 450.0})
