@@ -75,8 +75,8 @@ Timeline: a tile is one of queries, a step takes one tile of keys
       12  consumers        mask                                          of the first step, with the end of the keys
       13  consumers        softmax, round P                              P = 2^(S - max + 8), in 8 bits
     per step:
-      14  warp 12          wait k_empty, load K                          by TMA, when a stage is free
-      15  warp 12          wait v_empty, load V                          by TMA, when a stage is free; behind the keys zeros
+      14  warp 12          wait k_empty, load K                          by TMA, when free
+      15  warp 12          wait v_empty, load V                          by TMA, when free; behind the keys zeros
       16  warps 14 and 15  wait v_full, wait vt_empty, transpose V       by ldmatrix, prmt, stmatrix; keys in P's order
       17  warps 14 and 15  arrive v_empty, arrive vt_full                V has been read; a fence for wgmma
       18  consumers        wait k_full, wait turn, S = Q K^T             by wgmma, of a step other than the first
@@ -99,7 +99,7 @@ Timeline: a tile is one of queries, a step takes one tile of keys
       34  consumers        pass turn, wait_group 1, arrive vt_empty      P V is complete; the next S runs on
       35  consumers        promote                                       the last P V
       36  consumers        store LSE                                     from registers, if asked for
-      37  consumers        wait stores, gather O, store O                by stmatrix and TMA, by warp, up to the last query
+      37  consumers        wait stores, gather O, store O                by stmatrix and TMA, up to the last query
       38  consumers        wait_group 0, arrive k_empty                  the next tile's first S is complete
     at last:
       39  consumer 0       wait turn                                     no arrival is left in the barrier
@@ -378,7 +378,8 @@ def attention_kernel(
         # One warp for K and V: those that transpose V read it long before K of the same keys is free again.
         if warp_idx == PRODUCER_WARP:
             atoms, tensors = (tma_Q, tma_K, tma_V), (mQ, mK, mVt)
-            load_tiles(atoms, tensors, (sQ, sK, sVt), (q_ring, k_ring, v_ring), schedule)
+            smem, rings = (sQ, sK, sVt), (q_ring, k_ring, v_ring)
+            load_q_k_and_v(atoms, tensors, smem, rings, schedule)
         if warp_idx == TILE_WARP:
             find_tiles(schedule)
         if warp_idx > TILE_WARP:  # the other two warps
@@ -644,7 +645,7 @@ def partition_tma(tma: cute.CopyAtom, sX: cute.Tensor, gX: cute.Tensor):
 
 
 @cute.jit
-def load_tiles(atoms, tensors, smem, rings, schedule):
+def load_q_k_and_v(atoms, tensors, smem, rings, schedule):
     """The warp that loads: Q of each tile of queries, then K and V of its tiles of keys, the last one first."""
     (tma_Q, tma_K, tma_V), (mQ, mK, mVt), (sQ, sK, sVt), (q_ring, k_ring, v_ring) = atoms, tensors, smem, rings
     q_fill = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, Q_STAGES)
@@ -1260,7 +1261,7 @@ def attention(
     if heads_q and (not heads_kv or heads_q % heads_kv):
         raise ValueError(f"q has {heads_q} heads and k has {heads_kv}; heads of q must be a multiple of those of k")
     check_lengths(offsets, seqused_q, seqused_k)
-    check_descales(offsets, heads_kv, q_descale, k_descale, v_descale)
+    check_descales(offsets, heads_kv, *(q_descale, k_descale, v_descale))
     if 0 in out_strides and any(stride == 0 and size > 1 for size, stride in zip(out.shape, out_strides)):
         raise ValueError(f"out has strides {out_strides}: several elements share one address; pass out.contiguous()")
     if scale is not None and not (isinstance(scale, (int, float)) and 0.0 < scale < math.inf):

@@ -70,8 +70,8 @@ Timeline: a tile is one of queries, a step takes one tile of keys
        9  consumers      mask                                          of the first step, with the end of the keys
       10  consumers      softmax, round P                              P = 2^(S - max + 8), in 8 bits
     per step:
-      11  warp 4         wait k_empty, load K                          by TMA, when a stage is free
-      12  warp 4         wait v_empty, load V                          by TMA, when a stage is free; behind the keys zeros
+      11  warp 4         wait k_empty, load K                          by TMA, when free
+      12  warp 4         wait v_empty, load V                          by TMA, when free; behind the keys zeros
       13  warps 6 and 7  wait v_full, wait vt_empty, transpose V       by ldmatrix, prmt, stmatrix; keys in P's order
       14  warps 6 and 7  arrive v_empty, arrive vt_full                V has been read; a fence for wgmma
       15  consumers      wait k_full, S = Q K^T                        by wgmma, of a step other than the first
@@ -420,7 +420,8 @@ def attention_kernel(
         # One warp for K and V: those that transpose V read it long before K of the same keys is free again.
         if warp_idx == PRODUCER_WARP:
             atoms, tensors = (tma_Q, tma_K, tma_V), (mQ, mK, mVt)
-            load_tiles(atoms, tensors, (sQ, sK, sVt), (q_ring, k_ring, v_ring), schedule)
+            smem, rings = (sQ, sK, sVt), (q_ring, k_ring, v_ring)
+            load_q_k_and_v(atoms, tensors, smem, rings, schedule)
         if warp_idx == TILE_WARP:
             find_tiles(schedule)
         if warp_idx > TILE_WARP:  # the other two warps
@@ -727,7 +728,7 @@ def partition_tma(tma: cute.CopyAtom, sX: cute.Tensor, gX: cute.Tensor):
 
 
 @cute.jit
-def load_tiles(atoms, tensors, smem, rings, schedule):
+def load_q_k_and_v(atoms, tensors, smem, rings, schedule):
     """The warp that loads: Q of each tile of queries, then K and V of its tiles of keys, the last one first."""
     (tma_Q, tma_K, tma_V), (mQ, mK, mVt), (sQ, sK, sVt), (q_ring, k_ring, v_ring) = atoms, tensors, smem, rings
     q_fill = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, Q_STAGES)
@@ -1338,17 +1339,17 @@ def add_up_row(parts_of_row, shared, outputs, place):
     if lane == 0:
         sLargest[warp_idx], sTotals[warp_idx] = largest, total
     cute.arch.sync_threads()
-    for warp in cutlass.range_constexpr(COMBINE_WARPS):
-        largest = cute.arch.fmax(largest, sLargest[warp])
+    for number in cutlass.range_constexpr(COMBINE_WARPS):
+        largest = cute.arch.fmax(largest, sLargest[number])
     weights, total = cute.make_rmem_tensor(COMBINE_WARPS, cutlass.Float32), cutlass.Float32(0.0)
-    for warp in cutlass.range_constexpr(COMBINE_WARPS):
-        weights[warp] = weight_of(sLargest[warp], largest)
-        total += weights[warp] * sTotals[warp]
+    for number in cutlass.range_constexpr(COMBINE_WARPS):
+        weights[number] = weight_of(sLargest[number], largest)
+        total += weights[number] * sTotals[number]
     inverse = 0.0 if total == 0.0 else 1.0 / total
     for column in cutlass.range(tidx, HEAD_DIM, 32 * COMBINE_WARPS, unroll=1):
         o = cutlass.Float32(0.0)
-        for warp in cutlass.range_constexpr(COMBINE_WARPS):
-            o += weights[warp] * sums[warp, column]
+        for number in cutlass.range_constexpr(COMBINE_WARPS):
+            o += weights[number] * sums[number, column]
         out[row, head, column] = (o * inverse).to(OUT_DTYPE)
     if tidx == 0 and row < cute.size(lse, mode=[1]):  # lse has no rows when nobody asked for it
         lse[head, row] = largest + cute.math.log2(total, fastmath=True) * LN_2
@@ -1513,7 +1514,7 @@ def attention(
         needed = f"heads of q must be a multiple of those of k, of at most {PACK_HEADS}, since a tile holds that many"
         raise ValueError(f"q has {heads_q} heads and k has {heads_kv}; {needed}")
     check_lengths(offsets, seqused_q, seqused_k)
-    check_descales(offsets, heads_kv, q_descale, k_descale, v_descale)
+    check_descales(offsets, heads_kv, *(q_descale, k_descale, v_descale))
     if 0 in out_strides and any(stride == 0 and size > 1 for size, stride in zip(out.shape, out_strides)):
         raise ValueError(f"out has strides {out_strides}: several elements share one address; pass out.contiguous()")
     if scale is not None and not (isinstance(scale, (int, float)) and 0.0 < scale < math.inf):

@@ -99,7 +99,7 @@ Timeline: a tile is one of queries, a step takes one tile of keys
       34  consumers        wait_group 1, arrive vt_empty                 P V is complete; the next S runs on
       35  consumers        promote                                       the last P V
       36  consumers        store LSE                                     from registers, if asked for
-      37  consumers        wait stores, gather O, store O                by stmatrix and TMA, by warp, up to the last query
+      37  consumers        wait stores, gather O, store O                by stmatrix and TMA, up to the last query
       38  consumers        wait_group 0, arrive k_empty                  the next tile's first S is complete
     at last:
       39  consumers        wait stores                                   shared memory must outlive the stores' reads
@@ -379,7 +379,8 @@ def attention_kernel(
         # One warp for K and V: those that transpose V read it long before K of the same keys is free again.
         if warp_idx == PRODUCER_WARP:
             atoms, tensors = (tma_Q, tma_K, tma_V), (mQ, mK, mV)
-            load_tiles(atoms, tensors, (sQ, sK, sVt), (q_ring, k_ring, v_ring), pages, schedule)
+            smem, rings = (sQ, sK, sVt), (q_ring, k_ring, v_ring)
+            load_q_k_and_v(atoms, tensors, smem, rings, pages, schedule)
         if warp_idx == TILE_WARP:
             find_tiles(schedule)
         if warp_idx > TILE_WARP:  # the other two warps
@@ -659,7 +660,7 @@ def partition_tma(tma: cute.CopyAtom, sX: cute.Tensor, gX: cute.Tensor):
 
 
 @cute.jit
-def load_tiles(atoms, tensors, smem, rings, pages, schedule):
+def load_q_k_and_v(atoms, tensors, smem, rings, pages, schedule):
     """The warp that loads: Q of each tile of queries, then K and V of its tiles of keys, the last one first."""
     (tma_Q, tma_K, tma_V), (mQ, mK, mV), (sQ, sK, sVt), (q_ring, k_ring, v_ring) = atoms, tensors, smem, rings
     q_fill = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, Q_STAGES)
@@ -690,6 +691,54 @@ def load_tiles(atoms, tensors, smem, rings, pages, schedule):
             kv_fill.advance()
         release_tile(work.number - 1, schedule)  # all of the tile is on its way: it is time to draw the next
         work = read_tile(work.number, schedule)
+
+
+# ======================================================================================================================
+# Pages
+# ======================================================================================================================
+
+
+@cute.jit
+def in_pages(x: cute.Tensor):
+    """See (pages, page, heads, head_dim) as TMA has to, that it clips where a sequence ends inside of a page.
+
+    Returns (MOST_ROWS, head_dim, pages, FAR, FAR). Of n rows of a page, from one on, row i is number MOST_ROWS - n + i,
+    so that row n is outside. The fourth dimension counts 16 bytes from the beginning of a page to the row behind these
+    n of a head, which may be 32 GiB away; the fifth, at MOST_ROWS, takes as many rows off as in `clipped`. Also how
+    many times 16 bytes it is from a head, and from a row, to the next.
+    """
+    pages, _, _, head_dim = x.shape
+    page, row, head, _ = x.stride
+    row = cutlass.Int64(row)
+    shape, strides = (MOST_ROWS, head_dim, pages, FAR, FAR), (row, 1, page, UNIT, AROUND - row)
+    steps = cutlass.Int32(head // UNIT), cutlass.Int32(row // UNIT)
+    return cute.make_tensor(x.iterator, cute.make_layout(shape, stride=strides)), steps
+
+
+@cute.jit
+def find_boxes(work: Work, n_block, pages):
+    """Where a box of a tile lies, of lane i box i: (first row, page, place in it of K, of V); see `in_pages`."""
+    page_table, page_size, *steps = pages
+    key = n_block * TILE_N + cute.arch.lane_idx() * BOX_ROWS
+    rows = cutlass.min(cutlass.max(work.seq_k - key, 0), BOX_ROWS)
+    page = cutlass.Int32(0)
+    if rows > 0:  # else the table may end before, and any page will do
+        page = page_table[work.sequence, key // page_size]
+    behind = key % page_size + rows
+    of_k, of_v = (work.head_kv * head_step + behind * row_step for head_step, row_step in steps)
+    return MOST_ROWS - rows, page, of_k, of_v
+
+
+@cute.jit
+def load_boxes(tma, mX, sX, boxes):
+    """Copy a tile of keys, box after box; sX: (BOX_ROWS, head_dim, BOXES) and the barrier that waits for the bytes."""
+    sX_boxes, full = sX
+    for i in cutlass.range_constexpr(BOXES):
+        row, *place = (cute.arch.shuffle_sync(x, i) for x in boxes)
+        rows = cute.domain_offset((row, 0), mX[None, None, *place, MOST_ROWS])  # (MOST_ROWS, head_dim)
+        gX = cute.local_tile(rows, (BOX_ROWS, rows.shape[1]), (0, 0))
+        tXsX, tXgX = partition_tma(tma, sX_boxes[None, None, i], gX)  # (TMA), (TMA)
+        cute.copy(tma, tXgX, tXsX, tma_bar_ptr=full)
 
 
 # ======================================================================================================================
@@ -776,54 +825,6 @@ def matrices_at(stage: cute.Tensor, first, layout, place: cutlass.Constexpr, spa
     offset = cute.assume((first ^ (columns % span)) + behind, divby=MATRIX_ROW)
     row = cute.make_tensor(stage.iterator + offset, cute.make_layout(MATRIX_ROW))
     return cute.recast_tensor(row, PAIR)
-
-
-# ======================================================================================================================
-# Pages
-# ======================================================================================================================
-
-
-@cute.jit
-def in_pages(x: cute.Tensor):
-    """See (pages, page, heads, head_dim) as TMA has to, that it clips where a sequence ends inside of a page.
-
-    Returns (MOST_ROWS, head_dim, pages, FAR, FAR). Of n rows of a page, from one on, row i is number MOST_ROWS - n + i,
-    so that row n is outside. The fourth dimension counts 16 bytes from the beginning of a page to the row behind these
-    n of a head, which may be 32 GiB away; the fifth, at MOST_ROWS, takes as many rows off as in `clipped`. Also how
-    many times 16 bytes it is from a head, and from a row, to the next.
-    """
-    pages, _, _, head_dim = x.shape
-    page, row, head, _ = x.stride
-    row = cutlass.Int64(row)
-    shape, strides = (MOST_ROWS, head_dim, pages, FAR, FAR), (row, 1, page, UNIT, AROUND - row)
-    steps = cutlass.Int32(head // UNIT), cutlass.Int32(row // UNIT)
-    return cute.make_tensor(x.iterator, cute.make_layout(shape, stride=strides)), steps
-
-
-@cute.jit
-def find_boxes(work: Work, n_block, pages):
-    """Where a box of a tile of keys lies, of lane i box i: (first row, page, place in it of K, of V), see `in_pages`."""
-    page_table, page_size, *steps = pages
-    key = n_block * TILE_N + cute.arch.lane_idx() * BOX_ROWS
-    rows = cutlass.min(cutlass.max(work.seq_k - key, 0), BOX_ROWS)
-    page = cutlass.Int32(0)
-    if rows > 0:  # else the table may end before, and any page will do
-        page = page_table[work.sequence, key // page_size]
-    behind = key % page_size + rows
-    of_k, of_v = (work.head_kv * head_step + behind * row_step for head_step, row_step in steps)
-    return MOST_ROWS - rows, page, of_k, of_v
-
-
-@cute.jit
-def load_boxes(tma, mX, sX, boxes):
-    """Copy a tile of keys, box after box; sX: (BOX_ROWS, head_dim, BOXES) and the barrier that waits for the bytes."""
-    sX_boxes, full = sX
-    for i in cutlass.range_constexpr(BOXES):
-        row, *place = (cute.arch.shuffle_sync(x, i) for x in boxes)
-        rows = cute.domain_offset((row, 0), mX[None, None, *place, MOST_ROWS])  # (MOST_ROWS, head_dim)
-        gX = cute.local_tile(rows, (BOX_ROWS, rows.shape[1]), (0, 0))
-        tXsX, tXgX = partition_tma(tma, sX_boxes[None, None, i], gX)  # (TMA), (TMA)
-        cute.copy(tma, tXgX, tXsX, tma_bar_ptr=full)
 
 
 # ======================================================================================================================
@@ -1329,7 +1330,7 @@ def attention(
     if heads_q and (not heads_kv or heads_q % heads_kv):
         raise ValueError(f"q has {heads_q} heads and k has {heads_kv}; heads of q must be a multiple of those of k")
     check_lengths(offsets, seqused_q, seqused_k)
-    check_descales(offsets, heads_kv, q_descale, k_descale, v_descale)
+    check_descales(offsets, heads_kv, *(q_descale, k_descale, v_descale))
     check_pages(offsets, tables, page)
     if 0 in out_strides and any(stride == 0 and size > 1 for size, stride in zip(out.shape, out_strides)):
         raise ValueError(f"out has strides {out_strides}: several elements share one address; pass out.contiguous()")

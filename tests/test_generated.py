@@ -407,13 +407,15 @@ def checks(stem: str) -> str:
 
 
 CHECK_DESCALES = "    check_descales(offsets, heads_kv, k_descale, v_descale)\n"
+CHECK_THREE = "    check_descales(offsets, heads_kv, *(q_descale, k_descale, v_descale))\n"  # of q as well
 
 
 def usual_checks(stem: str) -> str:
-    """`checks`, without that of the factors, which modules for keys of 8 bits have beside it."""
-    text, eight_bits = checks(stem), variants()[stem].spec.kv.dtype is not None
-    assert text.count(CHECK_DESCALES) == eight_bits, stem
-    return text.replace(CHECK_DESCALES, "")
+    """`checks`, without that of the factors, which modules for packed keys of 8 bits have beside it."""
+    text, spec = checks(stem), variants()[stem].spec
+    assert text.count(CHECK_DESCALES) == (spec.kv.dtype is not None), stem
+    assert text.count(CHECK_THREE) == (spec.problem.dtype == "e4m3" and spec.problem.layout != "dense"), stem
+    return text.replace(CHECK_DESCALES, "").replace(CHECK_THREE, "")
 
 
 def text_of_cap_check(stem: str) -> str:

@@ -117,8 +117,9 @@ def test_the_cells_that_are_measured() -> None:
         for path in CHECKOUT.generated_dir.glob(f"fwd_*{kind}*.py")
         if "d192" not in path.stem
     }
-    # No other serves calls with a cap at these head dims.
+    # No other serves calls with a cap at these head dims, or with a window and 8 bits.
     alone = {stem for stem in committed if "softcap_d64" in stem or "softcap_d128" in stem}
+    alone |= {stem for stem in committed if "fp8" in stem and "any_window" in stem}
     assert committed - alone == set().union(*cells.values())
     sizes = {name: (len(lengths), sum(lengths), max(lengths)) for name, lengths in packed_cells.LENGTHS.items()}
     assert sizes == {"chat16k": (58, 16384, 1358), "chat64k": (51, 65536, 6349), "documents64k": (7, 65536, 30308)}
@@ -138,6 +139,23 @@ def test_chunks_beside_steps_are_measured_where_modules_take_head_after_head() -
     assert mixed["bf16 d128 causal packed chunk_and_63_steps, heads 32/8"] == {D128, PACK4, MIXED}
     assert MIXED_64ROWS in mixed["bf16 d128 causal pages 64 63_steps_and_chunk, heads 32/8"]
     assert all(able & {MIXED, "fwd_paged_mixed_d128_causal"} for able in mixed.values()) and len(mixed) == 9
+
+
+def test_queries_of_8_bits_have_rows_that_serve_their_calls() -> None:
+    """With the dtype that O has; decoding steps beside prompts, as for 16 bits."""
+    few, many = "fwd_fp8_packed_decode_d128_causal", "fwd_fp8_packed_d128_causal"
+    prompts = record([700, 900], {many: 800.0})
+    assert prompts.problem.file_name == "e4m3_d128_causal_o_bf16_packed_list2_h32_8.json"
+    steps = record([4096] * 8, {many: 1.0, few: 9.0}, queries=[1] * 8)
+    found = dispatch_table.rows_from_records([prompts, steps])
+    family = Family("e4m3", 128, 128, CausalMask(), "bf16", layout="packed")
+    sizes = {few: Size(4096, 256, 132, 4, 1, mean_queries=1), many: Size(800, 448, 132, 4, 900)}
+    for stem, size in sizes.items():
+        assert next(row.module for row in found if row.serves(family, size)) == stem
+    assert {row.out_dtype for row in found} == {"bf16"}
+    cells = {problem.label: {variant.stem for variant in able} for problem, able in packed_cells.cells(CHECKOUT)}
+    assert cells["e4m3 d128 causal o bf16 packed decode64_on_4k, heads 32/8"] == {few, many}
+    assert cells["e4m3 d128 causal o bf16 packed chat64k, heads 16"] == {many}
 
 
 def test_few_queries_in_the_mean_have_rows_of_their_own() -> None:

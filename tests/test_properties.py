@@ -244,7 +244,7 @@ def test_accepted_specs_fit_the_chip(fields: Fields) -> None:
     assert 0 <= plan.smem.total_bytes <= 232448
     assert held <= 255
     if plan.schedule.specialized:
-        check_budgets(plan, held)
+        check_budgets(spec, plan, held)
     else:
         assert plan.tile.threads * held <= 65536
     assert 32 <= plan.tile.threads <= 1024 and plan.tile.threads % 32 == 0
@@ -254,12 +254,17 @@ def test_accepted_specs_fit_the_chip(fields: Fields) -> None:
     check_barriers(plan)
 
 
-def check_budgets(plan: Plan, held: int) -> None:
+def check_budgets(spec: Spec, plan: Plan, held: int) -> None:
     """setmaxnreg only moves registers: the sum over the warpgroups is within what they were launched with."""
     schedule, consumers, launched = plan.schedule, plan.tile.warpgroups, plan.expectation.max_registers
-    assert launched is not None and plan.tile.threads == 128 * (consumers + 1)
+    converting, transposing = footprint.converting_warpgroups(spec), footprint.transposing_warpgroups(spec)
+    groups = consumers + 1 + converting + transposing
+    assert launched is not None and plan.tile.threads == 128 * groups
     assert held <= schedule.consumer_registers
-    assert schedule.producer_registers + consumers * schedule.consumer_registers <= (consumers + 1) * launched
+    given = schedule.producer_registers + consumers * schedule.consumer_registers
+    given += converting * footprint.converter_registers(spec) if converting else 0
+    given += transposing * footprint.transposer_registers(spec) if transposing else 0
+    assert given <= groups * launched
     assert schedule.producer_registers <= launched <= schedule.consumer_registers
     assert all(24 <= n <= 256 and n % 8 == 0 for n in (schedule.producer_registers, schedule.consumer_registers))
     assert plan.schedule.ping_pong <= (consumers > 1)
@@ -278,7 +283,7 @@ def check_expectation(spec: Spec, plan: Plan) -> None:
     assert bool(expected.setmaxnreg) == plan.schedule.specialized
     for product in products:
         m, n, k = product.instruction
-        assert (m, k) == (64, 16) and 8 <= n <= 256 and n % 8 == 0 and product.steps >= 1
+        assert (m, k) == (64, spec.element.wgmma_k) and 8 <= n <= 256 and n % 8 == 0 and product.steps >= 1
     assert expected.smem_bytes == plan.smem.total_bytes
     assert expected.mbarrier_inits == plan.smem.barrier_bytes // 8
     if plan.p.through != "global_f32":
@@ -289,8 +294,8 @@ def check_expectation(spec: Spec, plan: Plan) -> None:
     assert bool(expected.cp_async) == ("cp_async" in (plan.load.engine, plan.load.pages))
     through_smem = plan.pv.engine == "wgmma" and spec.outputs.o != "direct"
     assert bool(expected.tma_stores) == through_smem
-    assert bool(expected.stmatrix) == (through_smem or plan.p.through == "smem_16bit")
-    assert bool(expected.ldmatrix) == (plan.qk.a_source == "RMEM")
+    assert bool(expected.stmatrix) == (through_smem or plan.p.through == "smem_16bit" or transposes(plan))
+    assert bool(expected.ldmatrix) == (plan.qk.a_source == "RMEM" or transposes(plan))
     if plan.load.engine == "cp_async":
         # Every thread copies alike: whole vectors of the tiles of Q, and of K and V in the prefetch and in the loop.
         rows = spec.tile.q + (2 * plan.load.kv_stages + 2) * spec.tile.kv

@@ -37,7 +37,7 @@ VECTOR_BYTES = 16  # of the widest access of a thread
 # descriptors and issue of each WGMMA. As compiled, loops without a mask have 75 to 111 with 12 of them, 82 to 117 with
 # 16 and 101 to 139 with 20 (k5, k6 and fwd_*).
 WGMMA_STEP_INSTRUCTIONS, WGMMA_INSTRUCTIONS = 45, 3.6
-# To give back a stage of V transposed by one arrival of a warp: WARPSYNC, ELECT, PLOP3, and a branch with what fills it.
+# To give back a stage of V transposed by one arrival of a warp: WARPSYNC, ELECT, PLOP3, a branch and what fills it up.
 ELECTED_RELEASE = 5
 # The vote and the branch around the rescaling, where O is rescaled now and then. As compiled: fwd_d192, fwd_d256.
 VOTE_INSTRUCTIONS = 45

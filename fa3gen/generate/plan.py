@@ -608,6 +608,11 @@ class Plan(ModulePlan):
         return self.stored is not None
 
     @property
+    def each_warp(self) -> str:
+        """What a loop over warps counts in the kernel that adds parts up: `warp` is a module where V is transposed."""
+        return "number" if self.eight_bit else "warp"
+
+    @property
     def templates(self) -> dict[str, str]:
         """The section files that the plan chose, by what they are for."""
         return {name: value for name, value in vars(self.sections).items() if value}

@@ -156,7 +156,7 @@ def _specialized_roles(spec: Forward) -> tuple[Role, ...]:
 def _producers(spec: Forward, warp: int) -> tuple[Role, ...]:
     """Who copies Q, K and V; `warp` is the first of them."""
     if footprint.loads_together(spec):
-        return (Role(specialized.Q_K, f"warp {warp}", 1, "copies Q, K and V", "load_tiles"),)
+        return (Role(specialized.Q_K, f"warp {warp}", 1, "copies Q, K and V", "load_q_k_and_v"),)
     return (*_producers_of_q_and_k(spec, warp), Role(specialized.V, f"warp {warp + 1}", 1, "copies V", "load_v"))
 
 

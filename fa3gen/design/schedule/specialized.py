@@ -121,7 +121,7 @@ def _note_on_keys(spec: Forward, what: str, place: Place) -> str:
     if place == "tile":
         return "of the first step"
     zeros = "; behind the keys zeros" if what == "V" and footprint.packed_sequences(spec) else ""
-    if footprint.converts(spec):
+    if footprint.converts(spec) or footprint.loads_together(spec):
         return f"when free{zeros}"
     return f"when a stage is free{zeros}"
 
@@ -425,6 +425,7 @@ def _store(spec: Forward) -> Iterator[Step]:
         yield end("wait_stores")
         yield end("gather", "O")
         whose = "by warp, up to the last query" if footprint.packed_sequences(spec) else "each warp its own rows"
+        whose = "up to the last query" if footprint.loads_together(spec) else whose
         yield end("store", "O", note=f"by stmatrix and TMA, {whose}")
     else:
         yield end("sync", "Q", OUTPUT_BARRIER)

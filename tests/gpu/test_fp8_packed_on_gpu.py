@@ -1,0 +1,159 @@
+"""On a machine with a Hopper GPU: q, k and v of 8 bits in packed sequences and caches, eager, captured and compiled.
+
+By whatever modules dispatch chooses. What is expected is attention in float64 to the numbers that the 8 bits stand for,
+times their factors, so that what is off is P, which has 4 bits, and sums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from packed_modules import offsets
+
+import fa3gen
+from fa3gen.design.workspace import Workspace
+from fa3gen.flash_attn_interface import flash_attn_varlen_func, flash_attn_with_kvcache
+from fa3gen.run.eight_bits import FACTORS
+from fa3gen.verify import reference
+
+WORKSPACE = Workspace.find(Path(__file__).parent)
+E4M3 = torch.float8_e4m3fn
+TOLERANCE, LSE_TOLERANCE = 0.04, 1e-3  # as in test_fp8_on_gpu
+HEADS = {64: (16, 2), 128: (32, 8), 256: (16, 4)}
+BATCH, ROOM, PAGE = 5, 2048, 16
+LENGTHS_Q, LENGTHS_K = (700, 1, 0, 333, 5, 1200), (700, 900, 9, 1500, 0, 190)
+NANS = 0x7F, 0xFF
+
+
+@pytest.fixture(autouse=True)
+def in_the_checkout(monkeypatch: pytest.MonkeyPatch, hopper: Any) -> Iterator[None]:
+    monkeypatch.chdir(WORKSPACE.root)
+    with torch.no_grad():
+        yield
+
+
+def random(device: Any, *shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator(device).manual_seed(seed), device=device).to(E4M3)
+
+
+def factors_of(count: int, heads_kv: int, device: Any) -> dict[str, torch.Tensor]:
+    """For each sequence and head, transposed, and of a stride of 0."""
+    draw = torch.Generator(device).manual_seed(count)
+    of_q = torch.rand(count, heads_kv, generator=draw, device=device) + 0.3
+    of_k = torch.rand(heads_kv, count, generator=draw, device=device).t() + 0.3
+    of_v = torch.rand(count, 1, generator=draw, device=device).expand(-1, heads_kv) + 0.3
+    return dict(zip(FACTORS, (of_q, of_k, of_v), strict=True))
+
+
+def attended(q: Any, k: Any, v: Any, number: int, factors: dict[str, torch.Tensor], reach: Any) -> Any:
+    """O and LSE of one sequence in float64; q, k and v are (rows, heads, head dim)."""
+    group = q.shape[1] // k.shape[1]
+    of_q, of_k, of_v = (factors[name][number, :, None].double() for name in FACTORS)
+    wide = q.double() * of_q.repeat_interleave(group, 0), k.double() * of_k, v.double() * of_v
+    return reference.attention(*(x[None] for x in wide), reach=reach)
+
+
+def near(out: torch.Tensor, wanted: torch.Tensor) -> bool:
+    return out.dtype == torch.bfloat16 and ((out.double() - wanted).norm() / wanted.norm()).item() < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("dim", "reach"),
+    [*((dim, (None, right)) for dim in HEADS for right in (None, 0)), (128, (300, 0)), (128, (64, 70))],
+)
+def test_packed_sequences(dim: int, reach: Any, hopper: torch.device) -> None:
+    """Between rows that are NaN, which no bit of O shows; without factors, and twice with them."""
+    heads_q, heads_kv = HEADS[dim]
+    q, k, v = (
+        random(hopper, sum(lengths), heads, dim, seed=seed)
+        for seed, (lengths, heads) in enumerate(((LENGTHS_Q, heads_q), (LENGTHS_K, heads_kv), (LENGTHS_K, heads_kv)))
+    )
+    begins, factors = (offsets(LENGTHS_Q, hopper), offsets(LENGTHS_K, hopper)), factors_of(6, heads_kv, hopper)
+    left, right = reach
+    options: dict[str, Any] = {"causal": reach == (None, 0), "max_seqlen_q": 1200, "max_seqlen_k": 1500}
+    options |= {"window": reach} if left is not None else {}
+    out, lse = fa3gen.attention_packed(q, k, v, *begins, **options, **factors, return_lse=True)
+    for i in range(6):
+        rows, keys = (slice(*pair[i : i + 2].tolist()) for pair in begins)
+        if rows.start == rows.stop:
+            continue
+        wanted = attended(q[rows], k[keys], v[keys], i, factors, reach)
+        assert near(out[rows], wanted.out[0]) or not wanted.out.any()
+        torch.testing.assert_close(lse[:, rows].double(), wanted.lse[0], rtol=LSE_TOLERANCE, atol=LSE_TOLERANCE)
+    assert fa3gen.attention_packed(q, k, v, *begins, **options, **factors).equal(out)
+    apart = offsets([length + 4 for length in LENGTHS_K], hopper)
+    used = torch.tensor(LENGTHS_K, dtype=torch.int32, device=hopper)
+    for nan in NANS:
+        spoilt = [torch.full((int(apart[-1]), *x.shape[1:]), nan, dtype=torch.uint8, device=hopper) for x in (k, v)]
+        for x, into in zip((k, v), spoilt, strict=True):
+            for begin, first, length in zip(apart.tolist(), begins[1].tolist(), LENGTHS_K, strict=False):
+                into[begin : begin + length] = x.view(torch.uint8)[first : first + length]
+        keys8 = [x.view(E4M3) for x in spoilt]
+        found = fa3gen.attention_packed(q, *keys8, begins[0], apart, seqused_k=used, **options, **factors)
+        assert found.equal(out)
+
+
+@pytest.mark.parametrize("seq_q", [1, 4, 100])
+@pytest.mark.parametrize("paged", [False, True])
+def test_a_cache(seq_q: int, paged: bool, hopper: torch.device) -> None:
+    """Contiguous, and in pages that lie in any order; replayed with other lengths and other factors."""
+    heads_q, heads_kv = HEADS[128]
+    q = random(hopper, BATCH, seq_q, heads_q, 128)
+    k, v = (random(hopper, BATCH, ROOM, heads_kv, 128, seed=seed) for seed in (1, 2))
+    factors = {name: x.contiguous() for name, x in factors_of(BATCH, heads_kv, hopper).items()}
+    used = torch.tensor([ROOM, 700, seq_q, 1500, 900], dtype=torch.int32, device=hopper)
+    given: dict[str, Any] = {"cache_seqlens": used, "causal": True, **factors}
+    k_cache, v_cache = k, v
+    if paged:
+        order = torch.randperm(BATCH * ROOM // PAGE, device=hopper)
+        k_cache, v_cache = (x.view(-1, PAGE, *x.shape[2:]).view(torch.uint8)[order].view(E4M3) for x in (k, v))
+        given["page_table"] = order.argsort().int().view(BATCH, -1)
+
+    def right(out: torch.Tensor) -> bool:
+        rows = [
+            attended(q[i], k[i, :keys], v[i, :keys], i, factors, (None, 0)).out for i, keys in enumerate(used.tolist())
+        ]
+        return near(out, torch.cat(rows))
+
+    assert right(flash_attn_with_kvcache(q, k_cache, v_cache, **given))
+    into, graph = torch.empty_like(q, dtype=torch.bfloat16), torch.cuda.CUDAGraph()
+    flash_attn_with_kvcache(q, k_cache, v_cache, out=into, **given)
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        flash_attn_with_kvcache(q, k_cache, v_cache, out=into, **given)
+    used.copy_(torch.tensor([seq_q, ROOM, 1100, 333, 1800], dtype=torch.int32))
+    for factor in factors.values():
+        factor.mul_(1.5)
+    graph.replay()
+    assert right(into)
+
+
+@pytest.mark.parametrize("num_splits", [0, 1, 3])
+def test_parts_of_few_queries(num_splits: int, hopper: torch.device) -> None:
+    heads_q, heads_kv = HEADS[128]
+    q, k, v = (random(hopper, 3, rows, heads, 128) for rows, heads in ((2, heads_q), *[(5000, heads_kv)] * 2))
+    factors, used = factors_of(3, heads_kv, hopper), torch.tensor([5000, 1, 333], dtype=torch.int32, device=hopper)
+    out = flash_attn_with_kvcache(q, k, v, cache_seqlens=used, causal=True, num_splits=num_splits, **factors)
+    rows = [attended(q[i], k[i, :n], v[i, :n], i, factors, (None, 0)).out for i, n in enumerate(used.tolist())]
+    assert near(out, torch.cat(rows))
+
+
+def test_compiled(hopper: torch.device) -> None:
+    heads_q, heads_kv = HEADS[128]
+    q, k, v = (random(hopper, BATCH * rows, heads, 128) for rows, heads in ((60, heads_q), *[(300, heads_kv)] * 2))
+    begins, factors = (offsets([60] * BATCH, hopper), offsets([300] * BATCH, hopper)), factors_of(5, heads_kv, hopper)
+
+    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = flash_attn_varlen_func(q, k, v, *begins, 60, 300, causal=True, **factors)
+        return found * 2
+
+    out = torch.compile(call, fullgraph=True)(q, k, v) / 2
+    each = [
+        attended(*(x.view(BATCH, -1, *x.shape[1:])[i] for x in (q, k, v)), i, factors, (None, 0)).out[0]
+        for i in range(BATCH)
+    ]
+    assert near(out, torch.cat(each))
