@@ -165,6 +165,9 @@ BLOCKS = TILE_N // BLOCK_KEYS  # of a tile, one behind the other
 READ_AHEAD = 2  # blocks that a warp reads before it waits for the first of them
 EVEN_BYTES, ODD_BYTES = 0x6420, 0x7531  # of two registers: a byte permute's choices
 O_LAYOUT = warpgroup.SmemLayoutAtomKind.K_SW128
+# What scores are multiplied by is never 0, which the product of factors as small as those of zeros would be: 0 times
+# -inf, a hidden score, is NaN. Scores are below 2^26, so that with this they count as much as with 0.
+SMALLEST_SCALE = 2.0**-126  # the smallest float32 with all its bits
 P_EXPONENT = 8  # P is 2^P_EXPONENT times itself, 256 at most, so that it has most of the range of 8 bits, up to 448
 LOWEST = -1e20  # a row's maximum before its first key; finite: -inf - -inf would be NaN
 LOG2_E = math.log2(math.e)
@@ -815,7 +818,8 @@ def consume(smem, rings, mO, mLSE, tma_O, sO, scales, schedule):
         row_max.fill(LOWEST)
         row_sum.fill(0.0)
         call_scale_log2, q_descale, k_descale, v_descale = scales
-        scale_log2 = call_scale_log2 * (q_descale[work.sequence, work.head_kv] * k_descale[work.sequence, work.head_kv])
+        factor = q_descale[work.sequence, work.head_kv] * k_descale[work.sequence, work.head_kv]
+        scale_log2 = cute.arch.fmax(call_scale_log2 * factor, SMALLEST_SCALE)
         tSrQ_tile = tSrQ[None, None, None, q_drain.index]  # (MMA, MMA_M, MMA_K)
         m_start = work.m_block * TILE_M
         mask_scores(acc_S, qk_mma, m_start, (work.n_end - 1) * TILE_N, work.seq_q, work.seq_k)
@@ -1322,8 +1326,9 @@ def attention(
             k = v = q[:, :heads_kv]
         seqused_q = no_lengths if seqused_q is None else seqused_q
         seqused_k = no_lengths if seqused_k is None else seqused_k
-        one = unit_factor(gpu).expand(offsets - 1, heads_kv)
-        q_descale, k_descale, v_descale = (one if x is None else x for x in (q_descale, k_descale, v_descale))
+        if q_descale is None or k_descale is None or v_descale is None:
+            one = unit_factor(gpu).expand(offsets - 1, heads_kv)
+            q_descale, k_descale, v_descale = (one if x is None else x for x in (q_descale, k_descale, v_descale))
         compile_for_sm90a()(
             q,
             k,
@@ -1374,10 +1379,18 @@ def check_kinds(named):
             raise ValueError(f"{name} has shape {tuple(x.shape)}; it needs to be {needed}")
 
 
-@functools.cache
+units = {}  # by GPU
+
+
 def unit_factor(gpu):
-    """The factor of q, k and v for calls without one, (1, 1)."""
-    return torch.ones((1, 1), dtype=torch.float32, device=gpu)
+    """The factor for calls without one, (1, 1), which is kept."""
+    one = units.get(gpu)
+    if one is None:
+        one = torch.ones((1, 1), dtype=torch.float32, device=gpu)
+        if not torch.cuda.is_current_stream_capturing():  # what a graph fills is its own
+            torch.cuda.current_stream(gpu).synchronize()  # other streams read it, too
+            units[gpu] = one
+    return one
 
 
 def empty(shape, strides, dtype, gpu):

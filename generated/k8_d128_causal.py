@@ -142,7 +142,9 @@ EVEN_BYTES, ODD_BYTES = 0x6420, 0x7531  # of two registers: a byte permute's cho
 WARP = 32
 O_LAYOUT = warpgroup.SmemLayoutAtomKind.K_SW128
 SCALE_ROWS = 128  # of a head of Q, or of K, that share a factor
-SMALLEST_SCALE = 2.0**-126  # of a step: the smallest float32 with all its bits
+# What scores are multiplied by is never 0, which the product of factors as small as those of zeros would be: 0 times
+# -inf, a hidden score, is NaN. Scores are below 2^26, so that with this they count as much as with 0.
+SMALLEST_SCALE = 2.0**-126  # the smallest float32 with all its bits
 P_EXPONENT = 8  # P is 2^P_EXPONENT times itself, 256 at most, so that it has most of the range of 8 bits, up to 448
 LOWEST = -1e20  # a row's maximum before its first key; finite: -inf - -inf would be NaN
 LOG2_E = math.log2(math.e)
@@ -750,11 +752,7 @@ def read_scale(k_scales: cute.Tensor, n_block: cutlass.Int32) -> cutlass.Float32
 
 @cute.jit
 def scale_of_step(q_scale: cutlass.Float32, k_scale: cutlass.Float32) -> cutlass.Float32:
-    """What makes exponents, base 2, of the scores of a step.
-
-    Never 0, which the product of factors as small as those of zeros would be: 0 times -inf, a hidden score, is NaN.
-    Scores are below 2^26, so that with SMALLEST_SCALE they count as much as with 0.
-    """
+    """What makes exponents, base 2, of the scores of a step."""
     return cute.arch.fmax(q_scale * k_scale, SMALLEST_SCALE)
 
 
@@ -1026,10 +1024,18 @@ def attention(q, k, v, *, q_descale=None, k_descale=None, v_descale=None, scale=
     return (out, lse) if return_lse else out
 
 
-@functools.cache
+units = {}  # by GPU
+
+
 def unit_factor(gpu):
-    """The factor of q, k and v for calls without one, (1, 1)."""
-    return torch.ones((1, 1), dtype=torch.float32, device=gpu)
+    """The factor for calls without one, (1, 1), which is kept."""
+    one = units.get(gpu)
+    if one is None:
+        one = torch.ones((1, 1), dtype=torch.float32, device=gpu)
+        if not torch.cuda.is_current_stream_capturing():  # what a graph fills is its own
+            torch.cuda.current_stream(gpu).synchronize()  # other streams read it, too
+            units[gpu] = one
+    return one
 
 
 def block_factors(name, given, shape, gpu):

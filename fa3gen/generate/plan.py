@@ -297,7 +297,7 @@ class EightBitPlan:
     loaded, seen as rows of keys; `v_span` and `vt_span` are the bytes within which the swizzles of V and V transposed
     exchange pieces. `two_levels`: whether threads add up P V of tiles of keys, `striped`: of one stripe of O after the
     other; `holds`: of `promote_every` tiles of keys, which the tensor core has summed. `mixed`: whether K
-    and V are of another dtype than Q and P, `kv_cutlass` or `kv_torch`. `block_rows`: rows of a head that share a
+    and V are of another dtype than Q and P, `kv_cutlass` or `kv_torch`, so that the inputs' is `dtype_by_name`. `block_rows`: rows of a head that share a
     factor of q, or of k; 0 where a factor is of a head.
     """
 
@@ -309,6 +309,7 @@ class EightBitPlan:
     block_rows: int
     striped: bool
     mixed: bool
+    dtype_by_name: str
     kv_cutlass: str
     kv_torch: str
     holds: bool
@@ -1044,6 +1045,7 @@ def _eight_bit(spec: Forward) -> EightBitPlan | None:
         block_rows=BLOCK_ROWS * footprint.block_scales(spec),
         striped=footprint.stripes(spec) > 1,
         mixed=footprint.mixed(spec),
+        dtype_by_name='TORCH_KV_DTYPE if name in ("k", "v") else TORCH_DTYPE' if footprint.mixed(spec) else "TORCH_DTYPE",
         kv_cutlass=spec.kv_element.cutlass_name,
         kv_torch=spec.kv_element.torch_name,
         holds=footprint.promote_every(spec) > 1,
