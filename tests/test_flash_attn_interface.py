@@ -604,7 +604,9 @@ def test_a_cache_of_8_bits(modules: PackedModules) -> None:
     begins = offsets([q.shape[1]] * len(q)), offsets([k.shape[1]] * len(k))
     fa3.flash_attn_varlen_func(*packed, *begins, q.shape[1], k.shape[1], **factors)
     assert {name: modules.options[-1][name] for name in factors} == factors
-    with pytest.raises(NotImplementedError, match="and q torch.bfloat16; pass q, k and v all in float8_e4m3fn, or"):
+    with pytest.raises(
+        NotImplementedError, match="and q torch.bfloat16; pass q, k and v all in torch.float8_e4m3fn, or"
+    ):
         fa3.flash_attn_func(q, *narrow)
 
 

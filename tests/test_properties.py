@@ -475,7 +475,7 @@ def check_code_of_rings(calls: list[str], plan: Plan) -> None:
     # Three roles walk through the work: two producer warps and the consumers; one of them may draw it. Of packed
     # sequences a warp more finds it for all, and where tiles are drawn the one that loads K says when. Who transposes V
     # is a role more, who converts K and who converts V are two.
-    roles = 3 + transposes(plan) + 2 * plan.converts
+    roles = 3 + transposes(plan) + 2 * plan.converts - plan.load.together  # of both producer warps' loads
     assert (calls.count("draw_work"), calls.count("next_work")) == (dynamic and not packed, roles - dynamic - placed)
     begun = 1 + packed + even + 2 * packed * plan.converts  # who converts asks for the first tile, as consumers do
     assert (calls.count("first_work"), calls.count("read_tile")) == (begun, 4 * packed - 2 * even)
