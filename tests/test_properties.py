@@ -99,6 +99,10 @@ def anything(draw: st.DrawFn) -> Fields:
     }
 
 
+# After each tile of keys, after several, and of stripes.
+ACCUMULATE = [{"promote_every": 1}, {"promote_every": 3}, {"promote_every": 1, "columns": 64}]
+
+
 @functools.cache
 def by_kind() -> dict[tuple[str, str], list[str]]:
     """Stems of committed attention by how tiles are loaded and P is handed over."""
@@ -119,6 +123,8 @@ def neighbours(draw: st.DrawFn) -> Fields:
         "problem.head_dim_v": st.none() | HEAD_DIMS,
         "problem.dtype": st.sampled_from(["bf16", "fp16"]),
         "mask": MASKS,
+        "accumulate": st.sampled_from([None, *ACCUMULATE]),
+        "kv.dtype": st.sampled_from([None, "e5m2"]),
         "tile.q": TILES,
         "tile.kv": TILES,
         "tile.pack_heads": st.sampled_from([1, 2, 4, 8, 3]),
@@ -257,9 +263,14 @@ def test_accepted_specs_fit_the_chip(fields: Fields) -> None:
 def check_budgets(plan: Plan, held: int) -> None:
     """setmaxnreg only moves registers: the sum over the warpgroups is within what they were launched with."""
     schedule, consumers, launched = plan.schedule, plan.tile.warpgroups, plan.expectation.max_registers
-    assert launched is not None and plan.tile.threads == 128 * (consumers + 1)
+    # Registers of warpgroups that convert K and V, or transpose V.
+    prepare = [plan.stored.registers] * plan.stored.warpgroups if plan.stored else []
+    prepare += [plan.eight_bit.registers] if plan.eight_bit and plan.eight_bit.registers else []
+    groups = consumers + 1 + len(prepare)
+    assert launched is not None and plan.tile.threads == 128 * groups
     assert held <= schedule.consumer_registers
-    assert schedule.producer_registers + consumers * schedule.consumer_registers <= (consumers + 1) * launched
+    moved = schedule.producer_registers + sum(prepare) + consumers * schedule.consumer_registers
+    assert moved <= groups * launched
     assert schedule.producer_registers <= launched <= schedule.consumer_registers
     assert all(24 <= n <= 256 and n % 8 == 0 for n in (schedule.producer_registers, schedule.consumer_registers))
     assert plan.schedule.ping_pong <= (consumers > 1)
@@ -270,7 +281,8 @@ def check_expectation(spec: Spec, plan: Plan) -> None:
     expected = plan.expectation
     products = [product for product in (plan.qk, plan.pv) if product.engine == "wgmma"]
     assert expected.wgmma is not None
-    copies = product_copies(plan)
+    of_qk, of_pv = product_copies(plan)
+    copies = of_qk, of_pv * footprint.stripes(plan.spec)  # of O, each of which has a product with V of its own
     assert sum(count or 0 for count in expected.wgmma.values()) == sum(
         times * product.steps for times, product in zip(copies, products, strict=False)
     )
@@ -278,7 +290,7 @@ def check_expectation(spec: Spec, plan: Plan) -> None:
     assert bool(expected.setmaxnreg) == plan.schedule.specialized
     for product in products:
         m, n, k = product.instruction
-        assert (m, k) == (64, 16) and 8 <= n <= 256 and n % 8 == 0 and product.steps >= 1
+        assert (m, k) == (64, spec.element.wgmma_k) and 8 <= n <= 256 and n % 8 == 0 and product.steps >= 1
     assert expected.smem_bytes == plan.smem.total_bytes
     assert expected.mbarrier_inits == plan.smem.barrier_bytes // 8
     if plan.p.through != "global_f32":
@@ -290,7 +302,7 @@ def check_expectation(spec: Spec, plan: Plan) -> None:
     through_smem = plan.pv.engine == "wgmma" and spec.outputs.o != "direct"
     assert bool(expected.tma_stores) == through_smem
     assert bool(expected.stmatrix) == (through_smem or plan.p.through == "smem_16bit")
-    assert bool(expected.ldmatrix) == (plan.qk.a_source == "RMEM")
+    assert bool(expected.ldmatrix) == (plan.qk.a_source == "RMEM" or transposes(plan))
     if plan.load.engine == "cp_async":
         # Every thread copies alike: whole vectors of the tiles of Q, and of K and V in the prefetch and in the loop.
         rows = spec.tile.q + (2 * plan.load.kv_stages + 2) * spec.tile.kv
@@ -480,7 +492,10 @@ def check_code_of_rings(calls: list[str], plan: Plan) -> None:
     qk, pv = product_copies(plan)
     loops = calls.count("multiply")
     # With overlap a product stands in `multiply`, which stands in each loop; without, in the one loop.
-    assert (calls.count("qk_product"), calls.count("pv_product")) == (qk - loops + overlap, pv - loops + overlap)
+    # Of stripes the first P V and the others stand in a function of both.
+    found = calls.count("qk_product"), calls.count("pv_product")
+    striped = bool(plan.eight_bit and plan.eight_bit.striped)
+    assert found == (qk - loops + overlap, 2 if striped else pv - loops + overlap)
     assert (calls.count("multiply_first"), calls.count("finish_step")) == (overlap, loops)
     # A ring that threads fill by cp.async is made by a function of its own: its one call serves K and V.
     gathered = plan.load.pages == "cp_async"
