@@ -99,6 +99,10 @@ def anything(draw: st.DrawFn) -> Fields:
     }
 
 
+# After each tile of keys, after several, and of stripes.
+ACCUMULATE = [{"promote_every": 1}, {"promote_every": 3}, {"promote_every": 1, "columns": 64}]
+
+
 @functools.cache
 def by_kind() -> dict[tuple[str, str], list[str]]:
     """Stems of committed attention by how tiles are loaded and P is handed over."""
@@ -119,6 +123,8 @@ def neighbours(draw: st.DrawFn) -> Fields:
         "problem.head_dim_v": st.none() | HEAD_DIMS,
         "problem.dtype": st.sampled_from(["bf16", "fp16"]),
         "mask": MASKS,
+        "accumulate": st.sampled_from([None, *ACCUMULATE]),
+        "kv.dtype": st.sampled_from([None, "e5m2"]),
         "tile.q": TILES,
         "tile.kv": TILES,
         "tile.pack_heads": st.sampled_from([1, 2, 4, 8, 3]),
@@ -275,7 +281,8 @@ def check_expectation(spec: Spec, plan: Plan) -> None:
     expected = plan.expectation
     products = [product for product in (plan.qk, plan.pv) if product.engine == "wgmma"]
     assert expected.wgmma is not None
-    copies = product_copies(plan)
+    of_qk, of_pv = product_copies(plan)
+    copies = of_qk, of_pv * footprint.stripes(plan.spec)  # of O, each of which has a product with V of its own
     assert sum(count or 0 for count in expected.wgmma.values()) == sum(
         times * product.steps for times, product in zip(copies, products, strict=False)
     )
@@ -485,7 +492,10 @@ def check_code_of_rings(calls: list[str], plan: Plan) -> None:
     qk, pv = product_copies(plan)
     loops = calls.count("multiply")
     # With overlap a product stands in `multiply`, which stands in each loop; without, in the one loop.
-    assert (calls.count("qk_product"), calls.count("pv_product")) == (qk - loops + overlap, pv - loops + overlap)
+    # Of stripes the first P V and the others stand in a function of both.
+    found = calls.count("qk_product"), calls.count("pv_product")
+    striped = bool(plan.eight_bit and plan.eight_bit.striped)
+    assert found == (qk - loops + overlap, 2 if striped else pv - loops + overlap)
     assert (calls.count("multiply_first"), calls.count("finish_step")) == (overlap, loops)
     # A ring that threads fill by cp.async is made by a function of its own: its one call serves K and V.
     gathered = plan.load.pages == "cp_async"
