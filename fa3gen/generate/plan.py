@@ -296,9 +296,9 @@ class EightBitPlan:
     thread holds P, and columns of O in the order in which it stores V. `v_keys_atom` is the layout of V as it was
     loaded, seen as rows of keys; `v_span` and `vt_span` are the bytes within which the swizzles of V and V transposed
     exchange pieces. `two_levels`: whether threads add up P V of tiles of keys, `striped`: of one stripe of O after the
-    other; `holds`: of `promote_every` tiles of keys, which the tensor core has summed. `mixed`: whether K
-    and V are of another dtype than Q and P, `kv_cutlass` or `kv_torch`, so that the inputs' is `dtype_by_name`. `block_rows`: rows of a head that share a
-    factor of q, or of k; 0 where a factor is of a head.
+    other; `holds`: of `promote_every` tiles of keys, which the tensor core has summed. `mixed`: whether K and V are of
+    another dtype than Q and P, `kv_cutlass` or `kv_torch`, so that an input's is `dtype_by_name`. `block_rows`: rows of
+    a head that share a factor of q, or of k; 0 where a factor is of a head.
     """
 
     exponent: int
