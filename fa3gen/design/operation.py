@@ -255,6 +255,7 @@ def _sizes(dims: tuple[Extent, ...], given: Mapping[str, int]) -> tuple[int, ...
 
 
 BATCH, SEQ_Q, SEQ_K = Extent("batch"), Extent("seq_q"), Extent("seq_k")
+SEQ_V = Extent("seq_v")  # seq_k in whole units of keys, of a v whose keys are permuted
 HEADS_Q, HEADS_KV = Extent("heads_q"), Extent("heads_kv")
 TOTAL_Q, TOTAL_K, OFFSETS = Extent("total_q"), Extent("total_k"), Extent("offsets")
 PAGES, PAGE, MOST_PAGES = Extent("pages"), Extent("page"), Extent("most_pages")
@@ -281,7 +282,7 @@ def forward(spec: Forward) -> Operation:
     arguments: list[Argument] = [
         given("q", *of_q, HEADS_Q, head_dim),
         given("k", *of_k, HEADS_KV, head_dim),
-        given("v", *of_k, HEADS_KV, v_dim),
+        given("v", *((BATCH, SEQ_V) if footprint.permuted_keys(spec) else of_k), HEADS_KV, v_dim),
     ]
     if footprint.paged(spec):
         arguments += _offsets_and_pages()

@@ -71,7 +71,7 @@ UNTUNED = "layout", "page_rows", "any_cap", "part_keys", "kv_dtype"
 class TunedProblem(GrownPart):
     """A family and one shape: q (batch, seq_q, heads_q, head_dim), k (batch, seq_k, heads_kv, head_dim)."""
 
-    LATER = frozenset({"out_dtype", "sink", "softcap", "by_sequence"})
+    LATER = frozenset({"out_dtype", "sink", "softcap", "by_sequence", "v_permuted"})
 
     dtype: AttentionDType
     head_dim: int = Field(gt=0)
@@ -88,6 +88,7 @@ class TunedProblem(GrownPart):
     by_sequence: Literal["v"] | None = Field(
         default=None, description="Of 8 bits, the input whose sequence is contiguous; without it, rows of all are."
     )
+    v_permuted: bool = Field(default=False, description="Whether that has its keys permuted.")
 
     @classmethod
     def of(cls, family: Family, shape: Shape) -> Self:
@@ -131,6 +132,7 @@ class TunedProblem(GrownPart):
             by_sequence=tuple(self.by_sequence or ""),
             sink=self.sink,
             softcap=self.softcap,
+            v_permuted=self.v_permuted,
         )
 
     @property

@@ -83,6 +83,11 @@ class Problem(SpecModel):
         "(total, heads, head_dim), sequences of any lengths one behind the other, with their offsets on the device; "
         "`paged`: q as in `packed`, k and v (pages, page, heads, head_dim), with a table of each sequence's pages.",
     )
+    v_keys: Literal["in_order", "permuted"] = Field(
+        default="in_order",
+        description="Of a v of 8 bits whose sequence is contiguous: its keys one after the other, or of each 16 in the "
+        "order in which a thread has P as accumulator, so that P needs no exchange. `quantize` writes v so.",
+    )
 
     @property
     def v_dim(self) -> int:

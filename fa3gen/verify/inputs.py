@@ -19,8 +19,9 @@ import torch
 
 from fa3gen.design import footprint
 from fa3gen.design.family import PackedShape, Shape
+from fa3gen.design.key_order import ORDER, UNIT, whole_units
 from fa3gen.design.masks import Window, given_with_calls, of_call, options_of_call, reach
-from fa3gen.design.operation import BATCH, HEADS_KV, SEQ_K, Dense, Extent, Tensor, operation_of
+from fa3gen.design.operation import BATCH, HEADS_KV, SEQ_K, SEQ_V, Dense, Extent, Tensor, operation_of
 from fa3gen.design.tiles import sequence_contiguous
 from fa3gen.hardware.dtypes import BF16, DTYPES, VECTOR_BYTES, Dtype
 from fa3gen.spec.model import WINDOW_MAX, Forward, Mask, NoMask, SyncLoad, WindowMask
@@ -28,6 +29,9 @@ from fa3gen.spec.model import WINDOW_MAX, Forward, Mask, NoMask, SyncLoad, Windo
 GUARD = 8  # rows of NaN before and after each padded tensor, along the sequence
 # By bytes of an element: a NaN, of any of the dtypes, that no instruction gives and torch.nan is not.
 POISON = {1: (torch.uint8, 0xFF), 2: (torch.int16, 0x7FA5), 4: (torch.int32, 0x7FA5A5A5)}
+
+# In v, where keys are filled up to whole units: finite, as modules need them, and so large that a P of 2^-9 would show.
+BEHIND_LAST_KEY = 448.0
 
 # Beside ordinary ones, by head. The first leaves something of a row, the second nothing.
 SINKS = (6.0, 3e38, -3e38, -math.inf)
@@ -73,7 +77,8 @@ class Inputs:
     """Tensors of one case. `out` is poisoned and lies inside `out_storage`, whose other elements stay as they are.
 
     `mask` is what the call computes, `options` what it says for that beside its tensors. `descales` are the factors of
-    q, k and v by name, (batch, heads_kv), where these have 8 bits and the call gives any.
+    q, k and v by name, (batch, heads_kv), where these have 8 bits and the call gives any. `v_in_order` is v with its
+    keys in order, where the module is given them permuted.
     """
 
     q: torch.Tensor
@@ -86,6 +91,7 @@ class Inputs:
     sinks: torch.Tensor | None = None
     softcap: float | None = None
     descales: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    v_in_order: torch.Tensor | None = None
 
     @property
     def keywords(self) -> dict[str, Any]:
@@ -112,11 +118,12 @@ class Inputs:
     @property
     def parts(self) -> list[Part]:
         """What attends to itself and nothing else, as the reference takes it: as much as factors make of it."""
+        values = self.v if self.v_in_order is None else self.v_in_order
         if not self.descales:
-            return [(self.q, self.k, self.v)]
+            return [(self.q, self.k, values)]
         group = self.q.shape[2] // self.k.shape[2]
         q, k, v = (self.descales[f"{name}_descale"].double()[:, None, :, None] for name in ("q", "k", "v"))
-        return [(self.q.double() * q.repeat_interleave(group, dim=2), self.k.double() * k, self.v.double() * v)]
+        return [(self.q.double() * q.repeat_interleave(group, dim=2), self.k.double() * k, values.double() * v)]
 
     @property
     def written(self) -> list[torch.Tensor]:
@@ -331,6 +338,7 @@ def make_for(spec: Forward, case: Case, *, device: torch.device, seed: int) -> I
         device=device,
         seed=seed,
         by_sequence=sequence_contiguous(spec),
+        permuted=footprint.permuted_keys(spec),
     )
     return replace(
         made,
@@ -390,8 +398,10 @@ def untouched(storage: torch.Tensor, written: Sequence[torch.Tensor]) -> bool:
 def laid_out(described: Tensor, tensor: torch.Tensor) -> torch.Tensor:
     """The same values with strides that a module takes: the tensor itself where its contiguous dimension is the last.
 
-    Such a tensor has to have them.
+    Such a tensor has to have them. Where the module is given keys permuted, they are.
     """
+    if SEQ_V in described.dims:
+        tensor = permuted_keys(tensor, fill=0.0)
     if described.contiguous == tensor.ndim - 1:
         return tensor
     made = torch.empty_strided(tensor.shape, described.strides(tensor.shape), dtype=tensor.dtype, device=tensor.device)
@@ -405,6 +415,27 @@ def by_sequence(v: torch.Tensor) -> torch.Tensor:
     return laid_out(Tensor("v", "input", element, dims, "tma", Dense(contiguous=1)), v)
 
 
+def permuted_keys(v: torch.Tensor, *, fill: float) -> torch.Tensor:
+    """The keys of v (batch, seq, heads, d) in the order of `fa3gen.design.key_order`, filled up to whole units.
+
+    The sequence is contiguous in the result.
+    """
+    batch, seq, heads, d = v.shape
+    made = torch.full((batch, heads, d, whole_units(seq)), fill, dtype=v.dtype, device=v.device)
+    made[..., :seq] = v.permute(0, 2, 3, 1)
+    order = torch.tensor(ORDER, device=v.device)
+    # Bytes, since torch takes no elements of 8 bits by their numbers.
+    units = made.view(torch.uint8).view(batch, heads, d, whole_units(seq) // UNIT, UNIT)
+    return units[..., order].flatten(3).view(v.dtype).permute(0, 3, 1, 2)
+
+
+def keys_in_order(v: torch.Tensor, seq: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The inverse of `permuted_keys`, of `seq` keys, and what stands behind the last one; of any dtype but 8 bits."""
+    units = v.reshape(v.shape[0], -1, UNIT, *v.shape[2:])
+    keys = units[:, :, torch.tensor(ORDER, device=v.device).argsort()].flatten(1, 2)
+    return keys[:, :seq], keys[:, seq:]
+
+
 def make(
     case: Case,
     *,
@@ -415,12 +446,13 @@ def make(
     v_dim: int | None = None,
     out_dtype: torch.dtype | None = None,
     by_sequence: Sequence[str] = (),
+    permuted: bool = False,
 ) -> Inputs:
     """Draw the tensors of `case` on `device`.
 
     `v_dim` is the head dim of v and O where it is not `head_dim`, `out_dtype` the dtype of O where it is not `dtype`;
-    `by_sequence` are the names of the inputs whose sequence is contiguous. The same seed gives the same numbers on
-    every device.
+    `by_sequence` are the names of the inputs whose sequence is contiguous, `permuted` says that the keys of v are. The
+    same seed gives the same numbers on every device.
     """
     v_dim = head_dim if v_dim is None else v_dim
     generator = torch.Generator().manual_seed(case_seed(case.name, seed))
@@ -433,6 +465,9 @@ def make(
     elif case.distribution == "ramp":
         _add_ramp(q, k)
     given = {name: tensor.to(device=device, dtype=dtype) for name, tensor in (("q", q), ("k", k), ("v", v))}
+    v_in_order = given["v"] if permuted else None
+    if v_in_order is not None:
+        given["v"] = permuted_keys(v_in_order, fill=BEHIND_LAST_KEY)
     if case.layout == "packed":
         given = {**_packed(given, by_sequence, False), **_packed(given, by_sequence, True)}
     else:
@@ -440,8 +475,9 @@ def make(
     q, k, v = (given[name] for name in ("q", "k", "v"))
     if case.layout == "expanded":
         k, v = (tensor.expand(case.batch, -1, -1, -1) for tensor in (k, v))
+        v_in_order = None if v_in_order is None else v_in_order.expand(case.batch, -1, -1, -1)
     out, storage = _poisoned_out(q, v_dim, dtype if out_dtype is None else out_dtype, case.layout)
-    return Inputs(q=q, k=k, v=v, out=out, out_storage=storage)
+    return Inputs(q=q, k=k, v=v, out=out, out_storage=storage, v_in_order=v_in_order)
 
 
 def _add_outliers(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, generator: torch.Generator) -> None:
