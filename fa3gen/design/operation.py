@@ -412,10 +412,11 @@ def quantize(spec: Quantize) -> Operation:
     rows = BATCH, Extent("seq"), Extent("heads"), Extent("head_dim", problem.head_dim)
     anywhere = Dense(align=FP32.bytes, contiguous=None)
     stored = Dense(contiguous=1) if problem.transpose else Dense(align=quantizing.VECTOR * spec.out_element.bytes)
+    written = (BATCH, Extent("seq_out"), *rows[2:]) if problem.permute_keys else rows
     arguments: list[Argument] = [Tensor("x", "input", spec.element, rows, "threads")]
     if problem.rotate:
         arguments.append(Tensor("signs", "input", FP32, rows[-1:], "threads"))
-    arguments.append(Tensor("out", "output", spec.out_element, rows, "threads", stored))
+    arguments.append(Tensor("out", "output", spec.out_element, written, "threads", stored))
     scaled = {"head": (HEADS_KV,), "block": (Extent("heads"), Extent("blocks")), "token": (Extent("heads"), rows[1])}
     dims = BATCH, *scaled[problem.scale]
     arguments.append(Tensor("descale", "output", FP32, dims, "threads", anywhere))

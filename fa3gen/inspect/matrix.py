@@ -171,7 +171,7 @@ def _of_quantize(spec: Quantize) -> dict[str, str]:
     return {
         "head dim": str(problem.head_dim),
         "x": problem.dtype,
-        "out": spec.out_element.name + ", transposed" * problem.transpose,
+        "out": spec.out_element.name + ", transposed" * problem.transpose + ", keys permuted" * problem.permute_keys,
         "rotated": "yes" if problem.rotate else "no",
         "scale of": f"{tile.rows} rows" if problem.scale == "block" else problem.scale,
         "rows of a tile": str(tile.rows),
