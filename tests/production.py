@@ -15,6 +15,7 @@ import torch
 
 from fa3gen.design.family import Family
 from fa3gen.design.masks import of_call, options_of_call, reach
+from fa3gen.design.operation import operation_of
 from fa3gen.hardware.dtypes import DTYPES
 from fa3gen.spec.model import Spec
 from fa3gen.verify import inputs, reference
@@ -64,6 +65,7 @@ class Problem:
             return inputs.normal((batch, seq, heads, width), DTYPES[spec.problem.dtype], device, generator)
 
         self.q, self.k, self.v = draw(seq_q, heads_q, dim), draw(seq_k, heads_kv, dim), draw(seq_k, heads_kv, v_dim)
+        self.v_given = inputs.laid_out(operation_of(spec).tensor("v"), self.v)  # as the module takes it
         self.out_shape = (batch, seq_q, heads_q, v_dim)
         self.keywords = keywords_of(spec, self.q)
 
@@ -77,7 +79,7 @@ class Problem:
         # What the allocator hands out next for an LSE is this, freed again at once.
         torch.full((batch, heads, seq_q), math.nan, dtype=torch.float32, device=self.q.device)
         try:
-            found = self.module.attention(self.q, self.k, self.v, out=out, **self.window, **options)
+            found = self.module.attention(self.q, self.k, self.v_given, out=out, **self.window, **options)
         except RuntimeError as error:
             raise_if_lost(self.q.device, error)
             raise
@@ -261,6 +263,9 @@ def large_strides(problem: Problem, elements: int) -> Iterator[str]:
         far = Problem.__new__(Problem)
         far.__dict__.update(problem.__dict__)
         far.q, far.k, far.v = (spread(x, order, elements) for x in (problem.q, problem.k, problem.v))
+        far.v_given = far.v
+        if Family.of(problem.spec).by_sequence:  # then the rows of other tensors are its columns
+            far.v_given = spread(problem.v_given.transpose(1, 3), order, elements).transpose(1, 3)
         out = spread(torch.full_like(wanted.out, math.nan), order, elements)
         if differs(far.attend(out), wanted):
             yield f"O or LSE changes when strides of the {mode} reach over {elements} elements"

@@ -53,6 +53,7 @@ class Problem:
     sink: bool = False
     softcap: bool = False
     by_sequence: tuple[str, ...] = ()
+    v_permuted: bool = False
 
     @property
     def family(self) -> Family:
@@ -61,6 +62,7 @@ class Problem:
             by_sequence=self.by_sequence,
             sink=self.sink,
             softcap=self.softcap,
+            v_permuted=self.v_permuted,
         )
 
     @property
@@ -172,17 +174,19 @@ def test_modules_of_float32_o_have_rows_of_their_own() -> None:
 def test_modules_of_8_bits_have_rows_by_how_v_lies(tmp_path: Path) -> None:
     kinds: list[dict[str, Any]] = [{}, {"dtype": "e4m3", "out_dtype": "bf16"}]
     kinds.append({**kinds[1], "by_sequence": ("v",)})
+    kinds.append({**kinds[2], "v_permuted": True})
     rows = dispatch_table.rows_from_records(
         [record(512, {f"m{number}": 1.0}, **kind) for number, kind in enumerate(kinds)]
     )
-    assert [(row.module, row.dtype, row.out_dtype, row.by_sequence) for row in rows] == [
-        *[("m0", "bf16", None, None), ("m1", "e4m3", "bf16", None), ("m2", "e4m3", "bf16", "v")]
+    assert [(row.module, row.dtype, row.out_dtype, row.by_sequence, row.v_permuted) for row in rows] == [
+        *[("m0", "bf16", None, None, None), ("m1", "e4m3", "bf16", None, None)],
+        *[("m2", "e4m3", "bf16", "v", None), ("m3", "e4m3", "bf16", "v", True)],
     ]
     for row in rows:
         assert [other.module for other in rows if other.serves(row.family, Size(512, 1))] == [row.module]
     path = tmp_path / "dispatch.yaml"
     path.write_text(dispatch_table.table_text(dispatch.Table(rows=rows)))
-    assert dispatch.read_table(path).rows == rows and path.read_text().count("by_sequence: v") == 1
+    assert dispatch.read_table(path).rows == rows and path.read_text().count("by_sequence: v") == 2
 
 
 def test_modules_with_sinks_or_a_cap_have_rows_of_their_own(tmp_path: Path) -> None:

@@ -28,10 +28,12 @@ from fa3gen.run import calls, dispatch, eight_bits
 from fa3gen.run.dispatch import ArgumentError, Choice, Measurement, NoKernel, NotRendered, Row, Size, Stretch, Table
 from fa3gen.spec.model import CausalMask, Mask, NoMask, WindowMask
 from fa3gen.verify import reference
+from fa3gen.verify.inputs import permuted_keys
 
 E4M3 = torch.float8_e4m3fn
 FACTORS = eight_bits.FACTORS
 BY_ROWS, BY_SEQUENCE = "k7_two_levels_d128", "k7_v_k_two_levels_d128"
+PERMUTED = "fwd_fp8_v_permuted_d128"
 
 
 class Modules:
@@ -52,6 +54,7 @@ class Modules:
 
         def attention(q: Any, k: Any, v: Any, **options: Any) -> Any:
             self.factors.append({name: options[name] for name in FACTORS if name in options})
+            v = in_order(v, k.shape[1]) if self.asked[-1].v_permuted else v
             return expected(q, k, v, causal=causal, **options)
 
         return generated_module(attention, packed=False)
@@ -110,6 +113,15 @@ def by_sequence(v: torch.Tensor) -> torch.Tensor:
     storage = torch.zeros(batch, heads, dim, -(-seq // 16) * 16, dtype=torch.uint8, device=v.device)
     placed = storage[..., :seq].permute(0, 3, 1, 2)
     return placed.copy_(v.view(torch.uint8)).view(E4M3)
+
+
+def in_order(v: torch.Tensor, seq: int) -> torch.Tensor:
+    """The keys of a v whose keys are permuted, as documented: position 4t + j has key 2t + j % 2 + 8 (j // 2)."""
+    keys = torch.zeros_like(v.float())
+    for position in range(v.shape[1]):
+        unit, (t, j) = position // 16, divmod(position % 16, 4)
+        keys[:, 16 * unit + 2 * t + j % 2 + 8 * (j // 2)] = v[:, position].float()
+    return keys[:, :seq].to(v.dtype)
 
 
 def factors_of(kind: str) -> dict[str, Any]:
@@ -203,6 +215,47 @@ def test_compiled_with_a_contiguous_sequence(modules: Modules) -> None:
     compiled = torch.compile(lambda *x: fa3gen.attention(*x), fullgraph=True, backend="aot_eager")
     assert compiled(q, k, by_sequence(v)).equal(expected(q, k, v))
     assert {family.by_sequence for family in modules.asked} == {("v",)}
+
+
+@WAYS
+def test_keys_of_v_may_be_permuted(way: str, request: pytest.FixtureRequest) -> None:
+    """A family of its own, also for a repeated call and where k has whole units of keys."""
+    modules: Modules = request.getfixturevalue(way)
+    for seq_k in (7, 16, 49):
+        q, k, v = tensors(5, seq_k)
+        given, factors = permuted_keys(v, fill=0.0), factors_of("of heads")
+        for _ in range(2):
+            out = fa3gen.attention(q, k, given, v_permuted=True, **factors)
+            assert out.equal(expected(q, k, v, **factors))
+        assert fa3gen.attention(q, k, by_sequence(v)).equal(expected(q, k, v))
+    permuted, others = modules.asked[0], {family for family in modules.asked if not family.v_permuted}
+    assert permuted == Family("e4m3", 128, 128, NoMask(), "bf16", by_sequence=("v",), v_permuted=True)
+    assert others == {permuted._replace(v_permuted=False)}
+
+
+def test_compiled_with_permuted_keys(modules: Modules) -> None:
+    """And with sizes that are not known yet."""
+    compiled = torch.compile(
+        lambda q, k, v, out: (
+            fa3gen.attention(q, k, v, v_permuted=True),
+            fa3gen.attention(q, k, v, v_permuted=True, out=out),
+        ),
+        fullgraph=True,
+        backend="aot_eager",
+        dynamic=True,
+    )
+    for seq_k in (7, 40):
+        q, k, v = tensors(5, seq_k)
+        into = torch.empty_like(q, dtype=torch.bfloat16)
+        both = compiled(q, k, permuted_keys(v, fill=0.0), into)
+        assert all(out.equal(expected(q, k, v)) for out in both) and into.equal(both[0])
+    assert {family.v_permuted for family in modules.asked} == {True}
+    with pytest.raises(
+        Exception, match=r"beside k \(2, 40, 2, 128\) it needs to be \(2, 48, 2, 128\), keys in whole units"
+    ):
+        torch.compile(lambda *x: fa3gen.attention(*x, v_permuted=True), fullgraph=True, backend="aot_eager")(
+            q, k, by_sequence(v)
+        )
 
 
 @pytest.mark.parametrize("name", ["attention_forward", "attention_forward_out"])
@@ -411,6 +464,7 @@ def row(stem: str, **changes: Any) -> Row:
         mask=family.mask,
         out_dtype=family.out_dtype,
         by_sequence="v" if family.by_sequence else None,
+        v_permuted=family.v_permuted or None,
         module=stem,
         sha256=sha256(CHECKOUT.module_path(stem))[:16],
         measured=[Measurement(seq=4096, tflops=1000.0, gpu="NVIDIA H200")],
@@ -535,17 +589,59 @@ def test_modules_of_8_bits_serve_no_other_calls() -> None:
         fa3gen.attention.explain(q, k, v, out=torch.empty_like(q, dtype=torch.float32))
 
 
+def test_permuted_keys_have_modules_and_rows_of_their_own(rows: Any) -> None:
+    """With a row or without, which nobody has measured yet; and nothing else has them."""
+    q, k, v = tensors(600, 700)
+    given = permuted_keys(v, fill=0.0)
+    for stems in ((), (BY_SEQUENCE, PERMUTED)):
+        rows(*stems)
+        for causal in (False, True):
+            found = fa3gen.attention.explain(q, k, given, v_permuted=True, causal=causal, return_lse=True)
+            assert found.stem == PERMUTED + "_causal" * causal and Family.of(found.spec).v_permuted
+            assert (found.row is not None) == (bool(stems) and not causal)
+        assert fa3gen.attention.explain(q, k, by_sequence(v)).stem == BY_SEQUENCE
+    with pytest.raises(NotRendered, match="leave v_permuted out and pass v with its keys in order") as error:
+        fa3gen.attention.explain(q, k, given, v_permuted=True, window=(5, 3))
+    assert error.value.proposal is not None and Family.of(error.value.proposal.spec).v_permuted
+
+
+def test_what_permuted_keys_are_refused_with(rows: Any) -> None:
+    q, k, v = tensors(5, 7)
+    given = permuted_keys(v, fill=0.0)
+    for bad, message in (
+        ((q.bfloat16(), k.bfloat16(), given.bfloat16()), "q has dtype torch.bfloat16; it is for torch.float8_e4m3fn"),
+        (
+            (q, k, by_sequence(v)),
+            r"beside k \(2, 7, 2, 128\) it needs to be \(2, 16, 2, 128\), keys in whole units of 16",
+        ),
+        (
+            (q, k, given.contiguous()),
+            r"that of its keys needs to be 1: pass what fa3gen.quantize\(v, transpose=True, perm",
+        ),
+    ):
+        for call in (fa3gen.attention, fa3gen.attention.explain):
+            with pytest.raises(ArgumentError, match=message):
+                call(*bad, v_permuted=True)
+
+
 # On the CPU model
 
 
-@pytest.mark.parametrize(("stem", "kind"), [(BY_ROWS, "numbers"), (BY_ROWS, "of heads"), (BY_SEQUENCE, "stride 0")])
+@pytest.mark.parametrize(
+    ("stem", "kind"),
+    [(BY_ROWS, "numbers"), (BY_ROWS, "of heads"), (BY_SEQUENCE, "stride 0"), (PERMUTED, "of heads")],
+)
 def test_calls_executed_on_the_cpu_model(stem: str, kind: str, rows: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The module of the row, by the operator, with LSE; P is rounded to 4 bits, and O nearly is by that."""
     rows(stem)
     monkeypatch.setattr(calls, "module_at", load_on_cpu)
     q, k, v = tensors(70, 150)
-    given, factors = by_sequence(v) if stem == BY_SEQUENCE else v, factors_of(kind)
-    out, lse = fa3gen.attention(q, k, given, **factors, return_lse=True)
+    given, factors, named = v, factors_of(kind), {}
+    if stem == BY_SEQUENCE:
+        given = by_sequence(v)
+    if stem == PERMUTED:
+        given, named = permuted_keys(v, fill=0.0), {"v_permuted": True}
+    out, lse = fa3gen.attention(q, k, given, **factors, **named, return_lse=True)
     wanted, wanted_lse = expected(q, k, v, **factors, return_lse=True)
     assert ((out.float() - wanted.float()).norm() / wanted.float().norm()).item() < 0.04
     torch.testing.assert_close(lse, wanted_lse, rtol=1e-3, atol=1e-3)

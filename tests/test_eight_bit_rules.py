@@ -219,3 +219,19 @@ def test_block_scale_kernel(field: str, parts: dict[str, Any], message: str) -> 
     assert eight_bits.block_scale_kernel(field, "one", ("one", "other")) is None
     told = violations(changed("k8_d128", **parts))
     assert message in told[field] and told[field].endswith(", or scales: head")
+
+
+def test_permuted_keys() -> None:
+    legal, anywhere = ("permuted", "e4m3", None, "dense", "first_key"), "anywhere within 16"
+    assert eight_bits.permuted_keys(*legal) is None
+    assert eight_bits.permuted_keys("in_order", "bf16", "128B", "paged", "window") is None
+    for number, value, message in (
+        (1, "bf16", "P of bf16 is read as A operand as it is; leave v_keys out, or use dtype e4m3"),
+        (2, "128B", "warps that transpose V put its keys in P's order themselves; leave v_keys out, or smem.vt"),
+        (3, "packed", f"sequences of layout packed begin {anywhere} keys; use in_order, or layout dense"),
+        (4, "window", f"tiles of keys that begin with a window begin {anywhere}; use in_order, or kv_from: first_key"),
+    ):
+        facts = [*legal[:number], value, *legal[number + 1 :]]
+        assert eight_bits.permuted_keys(*facts) == Violation("problem.v_keys", message)
+    found = rules.check(changed("fwd_fp8_d128", problem={"v_keys": "permuted"}))
+    assert [violation.field for violation in found] == ["problem.v_keys"]

@@ -20,6 +20,7 @@ from fa3gen.run.quantize_ops import BLOCK, SCALES, proposed, quantize, stem_of
 from fa3gen.spec.model import Quantize
 from fa3gen.spec.quantizing import QuantizeProblem
 from fa3gen.verify import reference
+from fa3gen.verify.inputs import permuted_keys
 
 E4M3 = torch.float8_e4m3fn
 
@@ -43,10 +44,12 @@ def test_modules_have_the_names_that_are_asked_for() -> None:
         spec = variants()[stem].spec
         assert isinstance(spec, Quantize)
         problem = spec.problem
-        assert stem == f"{stem_of(problem.dtype, problem.rotate, problem.transpose, problem.scale)}_d{problem.head_dim}"
+        facts = problem.dtype, problem.rotate, problem.transpose, problem.scale, problem.permute_keys
+        assert stem == f"{stem_of(*facts)}_d{problem.head_dim}"
         assert CHECKOUT.module_path(stem).is_file()
         assert problem.scale != "block" or spec.tile.rows == BLOCK
     assert stem_of("fp16", True, True, "token") == "quantize_rotate_v_token_fp16"
+    assert stem_of("fp16", False, True, "block", True) == "quantize_v_permuted_block_fp16"
 
 
 @pytest.mark.usefixtures("on_cpu")
@@ -97,6 +100,25 @@ def test_transposed() -> None:
 
 
 @pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("length", [1, 16, 133])
+def test_permuted_keys(length: int) -> None:
+    """What is written in order, in another; zeros behind the last key, also in an output that is given."""
+    x = rows(2, length, 2, 64)
+    plain, descale = quantize(x, transpose=True)
+    out, same = quantize(x, transpose=True, permute_keys=True)
+    wanted = permuted_keys(plain, fill=0.0)
+    assert out.shape == (2, -(-length // 16) * 16, 2, 64) and out.stride() == wanted.stride() and descale.equal(same)
+    assert out.float().equal(wanted.float())
+    into = torch.full_like(wanted.float(), 3.0).to(E4M3).permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)
+    again, _ = quantize(x, descale=descale, transpose=True, permute_keys=True, out=into)
+    assert again is into and into.float().equal(wanted.float())
+    with pytest.raises(ValueError, match=rf"it needs to be \(2, {out.shape[1]}, 2, 64\)"):
+        quantize(x, transpose=True, permute_keys=True, out=into[:, :3])
+    with pytest.raises(ValueError, match="permute_keys is True without transpose: .*; pass transpose=True, too"):
+        quantize(x, permute_keys=True)
+
+
+@pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize("scale", ["block", "token"])
 def test_finer_scales(scale: Any) -> None:
     x, turn = rows(1, BLOCK + 3, 2, 128), signs(128)
@@ -115,7 +137,7 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Ten
 
 
 @pytest.mark.usefixtures("on_cpu")
-@pytest.mark.parametrize("given", ["k7_d64", "k7_v_k_d64"])
+@pytest.mark.parametrize("given", ["k7_d64", "k7_v_k_d64", "fwd_fp8_v_permuted_d64"])
 def test_attention_of_8_bits_takes_it(given: str) -> None:
     """Q and K with a channel that outweighs all others, and its rounding all other errors: rotated, LSE is nearer."""
     q, k, v = (rows(1, length, 1, 64) for length in (70, 90, 90))
@@ -127,7 +149,7 @@ def test_attention_of_8_bits_takes_it(given: str) -> None:
     off = []
     for rotate in (None, turn):
         (q8, q_scale), (k8, k_scale) = (quantize(x, rotate=rotate) for x in (q, k))
-        v8, v_scale = quantize(v, transpose=given == "k7_v_k_d64")
+        v8, v_scale = quantize(v, transpose=given != "k7_d64", permute_keys="permuted" in given)
         scales = {"q_descale": q_scale, "k_descale": k_scale, "v_descale": v_scale}
         out, lse = module.attention(q8, k8, v8, **scales, return_lse=True)
         off.append([(a.double() - b).norm() / b.norm() for a, b in ((out, wanted), (lse, wanted_lse))])
@@ -144,13 +166,15 @@ def test_torch_compile_sees_operators() -> None:
     def eight_bits(x: torch.Tensor, given: torch.Tensor, out: torch.Tensor) -> Any:
         first, descale = quantize(x, rotate=signs64, heads_kv=2)
         quantize(x, descale=given, out=out)
-        return first.float(), descale, quantize(x, descale=given, transpose=True)[0].float()
+        of_keys, _ = quantize(x, descale=given, transpose=True, permute_keys=True)
+        return first.float(), descale, quantize(x, descale=given, transpose=True)[0].float(), of_keys.float()
 
     signs64 = signs(64)
     for length in (3, 6):
         x, given = rows(2, length, 4, 64), torch.full((2, 4), 0.02)
         into = torch.empty(x.shape, dtype=E4M3)
-        first, descale, turned = eight_bits(x, given, into)
+        first, descale, turned, permuted = eight_bits(x, given, into)
+        assert permuted.equal(permuted_keys(into, fill=0.0).float())
         wanted, wanted_scale = quantize(x, rotate=signs64, heads_kv=2)
         assert first.equal(wanted.float()) and descale.equal(wanted_scale)
         assert into.float().equal(quantize(x, descale=given)[0].float()) and turned.equal(into.float())
@@ -161,6 +185,11 @@ def test_torch_compile_sees_operators() -> None:
     torch.library.opcheck(torch.ops.fa3gen.quantize_out, (x, None, into), options, **tests)
     torch.library.opcheck(torch.ops.fa3gen.quantize_by, (x, None, given), {"transpose": True}, **tests)
     torch.library.opcheck(torch.ops.fa3gen.quantize_by_out, (x, None, given, into), {"transpose": False}, **tests)
+    columns, whole = {"transpose": True, "permute_keys": True}, permuted_keys(into, fill=0.0)
+    torch.library.opcheck(torch.ops.fa3gen.quantize, (x, None), {**options, **columns}, **tests)
+    torch.library.opcheck(torch.ops.fa3gen.quantize_out, (x, None, whole), {**options, **columns}, **tests)
+    torch.library.opcheck(torch.ops.fa3gen.quantize_by, (x, None, given), columns, **tests)
+    torch.library.opcheck(torch.ops.fa3gen.quantize_by_out, (x, None, given, whole), columns, **tests)
 
 
 def test_fake_tensors_need_no_module(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,6 +199,12 @@ def test_fake_tensors_need_no_module(monkeypatch: pytest.MonkeyPatch) -> None:
         out, descale = quantize(x, transpose=True)
         assert out.shape == x.shape and out.stride() == (4 * 192 * 16, 1, 192 * 16, 16) and out.dtype == E4M3
         assert descale.shape == (2, 4) and descale.dtype == torch.float32
+        out, _ = quantize(x, transpose=True, permute_keys=True)
+        assert out.shape == (2, 16, 4, 192) and out.stride() == (4 * 192 * 16, 1, 192 * 16, 16)
+        with pytest.raises(
+            RuntimeError, match=r"out is \(2, 5, 4, 192\), torch.float8_e4m3fn; it needs to be \(2, 16, "
+        ):
+            quantize(x, transpose=True, permute_keys=True, out=out[:, :5])
         assert quantize(x, scale="token")[1].shape == (2, 4, 5)
         assert quantize(x, scale="block")[1].shape == (2, 4, 1) and quantize(x, heads_kv=2)[1].shape == (2, 2)
         with pytest.raises(RuntimeError, match="heads_kv is 3; it needs to divide the 4 heads of x"):

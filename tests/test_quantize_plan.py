@@ -43,6 +43,8 @@ def test_numbers_by_hand() -> None:
     assert (columns.kernels, columns.smem_bytes, columns.max_registers) == (2, 128 * 128 + 32, 128)
     assert columns.sass.global_stores == {"STG.128": 1, "STG.8": 16, "STG.32": 2}
     assert columns.sass.shared_stores == {"STS.32": 17} and columns.sass.min_maxima == 64
+    permuted = plan("quantize_v_permuted_d128").expectation
+    assert permuted.sass.global_stores == {"STG.128": 1, "STG.32": 2}  # of whole units only
     token = plan("quantize_rotate_token_d128")
     assert (token.expectation.kernels, token.expectation.smem_bytes) == (1, 0) and not token.storage
     assert token.expectation.sass.global_stores == {"STG.64": 8, "STG.32": 4}

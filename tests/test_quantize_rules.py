@@ -12,7 +12,14 @@ from fa3gen.spec.model import Quantize
 
 BASE: dict[str, Any] = {
     "operation": "quantize",
-    "problem": {"head_dim": 128, "dtype": "bf16", "rotate": False, "transpose": False, "scale": "head"},
+    "problem": {
+        "head_dim": 128,
+        "dtype": "bf16",
+        "rotate": False,
+        "transpose": False,
+        "permute_keys": False,
+        "scale": "head",
+    },
     "tile": {"rows": 128, "threads": 256, "per_sm": 2},
 }
 HELD = [("values", 64), ("signs", 16), ("addresses and counters", 32)]
@@ -114,6 +121,17 @@ def test_quantize_columns_of_tokens() -> None:
         "transposed is V, of whose rows P V is a sum, out of which no factor of a row can be taken; use scale: head",
     )
     assert list(violations(scale="token", transpose=True)) == ["problem.scale"]
+
+
+def test_quantize_permuted() -> None:
+    for legal in ((False, False), (False, True), (True, True)):
+        assert quantizes.quantize_permuted(*legal) is None
+    assert quantizes.quantize_permuted(True, False) == Violation(
+        "problem.permute_keys",
+        "keys are permuted of V whose sequence is contiguous; leave permute_keys out, or use transpose: true",
+    )
+    assert list(violations(permute_keys=True)) == ["problem.permute_keys"]
+    assert not violations(permute_keys=True, transpose=True, scale="block")
 
 
 def test_quantize_registers() -> None:

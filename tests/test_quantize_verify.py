@@ -15,6 +15,7 @@ from fa3gen.measure import beside_torch
 from fa3gen.measure.beside_torch import torchs_call
 from fa3gen.spec.model import Quantize
 from fa3gen.verify import quantize_inputs, reference
+from fa3gen.verify.inputs import permuted_keys
 from fa3gen.verify.quantize_inputs import QuantizeCase, QuantizeInputs
 from fa3gen.verify.quantize_on_cpu import CpuQuantizeRunner
 from fa3gen.verify.quantize_on_gpu import Quantized, QuantizeRunner, _largest, compare, expected, of_elements
@@ -36,8 +37,8 @@ def right(spec: Quantize, x: torch.Tensor, *signs: torch.Tensor, out: torch.Tens
     descale = named.get("descale")
     if descale is None:
         descale = (_largest(spec, y.abs(), named.get("heads_kv", x.shape[2])) / 448).clamp(min=2**-100).float()
-    rounded = reference.round_e4m3(y / of_elements(spec, descale, x.shape))
-    return out.copy_(rounded.to(out.dtype)), descale
+    rounded = reference.round_e4m3(y / of_elements(spec, descale, x.shape)).to(out.dtype)
+    return out.copy_(permuted_keys(rounded, fill=0.0) if spec.problem.permute_keys else rounded), descale
 
 
 def run(quantize: Any, stem: str, case: QuantizeCase = CASE) -> tuple[str, ...]:
@@ -103,7 +104,22 @@ def test_what_is_wrong_is_found() -> None:
     def another(spec: Quantize, x: torch.Tensor, *signs: torch.Tensor, out: torch.Tensor, **named: Any) -> Any:
         return right(spec, x, *signs, out=out.clone(), **named)
 
+    def in_order(spec: Quantize, x: torch.Tensor, *signs: torch.Tensor, out: torch.Tensor, **named: Any) -> Any:
+        right(spec, x, *signs, out=out, **named)
+        rows, behind = quantize_inputs.rows_in_order(spec, out.float(), x.shape[1])
+        return (
+            out.copy_(torch.cat([rows, behind], 1).to(out.dtype)),
+            right(spec, x, *signs, out=out.clone(), **named)[1],
+        )
+
+    def filled_up(spec: Quantize, x: torch.Tensor, *signs: torch.Tensor, out: torch.Tensor, **named: Any) -> Any:
+        _, descale = right(spec, x, *signs, out=out, **named)
+        out[:, -1] = out[:, 0]  # the last position of a unit is that of its last key, and there are 37
+        return out, descale
+
     for wrong, stem, case, said in (
+        (in_order, "quantize_v_permuted_d64", CASE, "out is wrong in"),
+        (filled_up, "quantize_v_permuted_d64", CASE, "out has numbers other than 0 behind the last row, such as"),
         (truncated, "quantize_d128", CASE, "out is wrong in"),
         (unrotated, "quantize_rotate_d64", CASE, "descale is off by up to"),
         (unrotated, "quantize_rotate_d64", BY_CALL, "out is wrong in"),
@@ -184,7 +200,8 @@ def test_the_references_rotation() -> None:
 
 
 @pytest.mark.parametrize(
-    "stem", ["quantize_d64", "quantize_rotate_d128", "quantize_v_d64", "quantize_rotate_block_d128"]
+    "stem",
+    ["quantize_d64", "quantize_rotate_d128", "quantize_v_d64", "quantize_v_permuted_d64", "quantize_rotate_block_d128"],
 )
 def test_what_it_is_timed_beside_quantizes(stem: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bytes are those of x and of the output, each once; torch's operators give the same but for their roundings."""

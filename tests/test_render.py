@@ -159,6 +159,7 @@ KNOBS: dict[str, tuple[str, dict[str, Any]]] = {
     "o_dtype_bf16_to_fp32": ("fwd_d256", {"o": {"dtype": "fp32"}}),
     "rescale_above_null_to_8": ("fwd_d128", {"softmax": {"rescale_above": 8}}),
     "scales_head_to_block": ("k7_two_levels_d64_causal", {"problem": {"scales": "block"}}),
+    "v_keys_in_order_to_permuted": ("k7_v_k_d64", {"problem": {"v_keys": "permuted"}}),
     "sink_false_to_true": ("fwd_d64_causal", {"softmax": {"sink": True}}),
     "softcap_false_to_true": ("fwd_d256_causal", {"softmax": {"softcap": True}}),
     "head_dim_v_192_to_128_persistent": ("fwd_d192", {"problem": {"head_dim_v": 128}}),

@@ -171,7 +171,7 @@ def test_a_family_is_that_of_its_problems() -> None:
 
 def test_problems_of_8_bits_say_how_v_lies(workspace: Workspace) -> None:
     """O in bfloat16 is a dtype of its own, and records of older problems say nothing of either."""
-    stems = {"k7_two_levels_d128": None, "k7_v_k_two_levels_d128": "v"}
+    stems = {"k7_two_levels_d128": None, "k7_v_k_two_levels_d128": "v", "fwd_fp8_v_permuted_d128": "v"}
     problems = {stem: TunedProblem.of(Family.of(variants()[stem].spec), Shape(4, 4096, 4096, 16, 16)) for stem in stems}
     assert [(p.dtype, p.out_dtype, p.by_sequence) for p in problems.values()] == [
         ("e4m3", "bf16", lies) for lies in stems.values()
@@ -183,7 +183,9 @@ def test_problems_of_8_bits_say_how_v_lies(workspace: Workspace) -> None:
         record(shape=shape, times={stem: timed(shape, [1.0] * 3)}, winner=stem) for stem, shape in problems.items()
     ]
     files = tuning_records.save(workspace, records)
-    assert [path.name for path in files] == ["e4m3_d128_full_o_bf16.json", "e4m3_d128_full_o_bf16_sequence_v.json"]
+    names = "", "_sequence_v", "_sequence_v_permuted"
+    assert [path.name for path in files] == [f"e4m3_d128_full_o_bf16{name}.json" for name in names]
+    assert "v_permuted" not in problems["k7_v_k_two_levels_d128"].model_dump()
     assert tuning_records.load_all(workspace) == records
     page = report.peers([*records, record()])
     assert "| e4m3 d128 full o bf16 |" in page and "Of 8 bits: from CUDA graphs, geometric mean" in page

@@ -10,7 +10,8 @@ from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
 from fa3gen.base.wording import counted, listed
-from fa3gen.design.footprint import block_scales, page_rows
+from fa3gen.design.footprint import block_scales, page_rows, permuted_keys
+from fa3gen.design.key_order import whole_units
 from fa3gen.design.masks import Window, computes, counted_pairs, given_with_calls, of_call
 from fa3gen.design.tiles import sequence_contiguous
 from fa3gen.hardware.dtypes import DTYPES
@@ -73,7 +74,8 @@ class Shape:
         totals = {"total_q": self.batch * self.seq_q, "total_k": self.batch * self.seq_k}
         pages = {"pages": self.batch, "page": self.seq_k, "most_pages": 1}
         blocks = {"blocks_q": blocks_of(self.seq_q), "blocks_k": blocks_of(self.seq_k)}
-        return {**asdict(self), **totals, **pages, **blocks, "offsets": self.batch + 1}
+        permuted = {"seq_v": whole_units(self.seq_k)}
+        return {**asdict(self), **totals, **pages, **blocks, **permuted, "offsets": self.batch + 1}
 
     @property
     def lengths_text(self) -> str:
@@ -189,7 +191,8 @@ class Family(NamedTuple):
     of a module the number that its calls' page sizes are multiples of. `part_keys`: how many keys a part has where that
     is fixed, so that a row's bits are the same whatever else a call has. `kv_dtype`: that of k and v where they have 8
     bits beside queries of 16, or of other 8. `block_scales`: whether factors of q and k are of blocks of rows, and not
-    of heads.
+    of heads. `v_permuted`: whether v, whose sequence is contiguous, has its keys in the order of
+    `fa3gen.design.key_order`.
     """
 
     dtype: AttentionDType
@@ -206,6 +209,7 @@ class Family(NamedTuple):
     part_keys: int | None = None
     kv_dtype: StoredDType | None = None
     block_scales: bool = False
+    v_permuted: bool = False
 
     @classmethod
     def of(cls, spec: Forward) -> Family:
@@ -223,6 +227,7 @@ class Family(NamedTuple):
             part_keys=spec.split.keys if spec.split is not None else None,
             kv_dtype=spec.kv.dtype,
             block_scales=block_scales(spec),
+            v_permuted=permuted_keys(spec),
         )
 
     def of_call(self, window: Window | None = None) -> Family:
@@ -240,6 +245,7 @@ class Family(NamedTuple):
         """`bf16, head dim 192/128, window (512, 0)`; `bf16, O in fp32, head dim 128, causal, sinks`."""
         score = "".join(f", {name}" for name in self.keywords) + " of any size" * self.any_cap
         where = f", contiguous sequence in {listed(self.by_sequence)}" if self.by_sequence else ""
+        where += ", its keys permuted" * self.v_permuted
         packed = {"dense": "", "packed": ", packed sequences", "paged": f", pages of {self.page_rows}"}[self.layout]
         same = "" if self.part_keys is None else f", keys in parts of {self.part_keys}: the same bits in any batch"
         return f"{self.dtypes}, head dim {self.dims}, {mask_text(self.mask)}{score}{where}{packed}{same}"
@@ -261,6 +267,7 @@ class Family(NamedTuple):
         """`bf16_d128_causal`, `bf16_d192_128_full`, `bf16_d128_causal_o_fp32`: names the file of tuning records."""
         out = "" if self.out_dtype is None else f"_o_{self.out_dtype}"
         where = f"_sequence_{''.join(self.by_sequence)}" if self.by_sequence else ""
+        where += "_permuted" * self.v_permuted
         score = "_sink" * self.sink + "_softcap" * self.softcap + "_any" * self.any_cap + "_block" * self.block_scales
         packed = {"dense": "", "packed": "_packed", "paged": f"_pages_{self.page_rows}"}[self.layout]
         same = "" if self.part_keys is None else f"_parts_of_{self.part_keys}"

@@ -108,6 +108,16 @@ def transposes(spec: Forward) -> bool:
     return spec.smem is not None and spec.smem.vt is not None
 
 
+def permuted_keys(spec: Forward) -> bool:
+    """Whether v is given with its keys in the order of `fa3gen.design.key_order`."""
+    return spec.problem.v_keys == "permuted"
+
+
+def keys_of_p(spec: Forward) -> bool:
+    """Whether V has its keys in the order in which a thread has P of 8 bits, so that nothing is exchanged."""
+    return transposes(spec) or permuted_keys(spec)
+
+
 def transposing_warpgroups(spec: Forward) -> int:
     """Warpgroups that do nothing but transpose V: none where two warps do it beside those that load."""
     return int(transposes(spec) and spec.tile.transposers == WARPGROUP_WARPS)

@@ -89,6 +89,7 @@ _VALUES: Mapping[str, Sequence[Any]] = {
     ),
     "scheduler": get_args(Scheduler),
     "order": ("by_sequence",),
+    "problem.v_keys": ("in_order",),
     "mask": ({"kind": "causal"}, {"kind": "none"}),
     "softmax.rescale_above": (None,),
     "softmax.row_max": ("online",),

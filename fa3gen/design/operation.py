@@ -255,6 +255,7 @@ def _sizes(dims: tuple[Extent, ...], given: Mapping[str, int]) -> tuple[int, ...
 
 
 BATCH, SEQ_Q, SEQ_K = Extent("batch"), Extent("seq_q"), Extent("seq_k")
+SEQ_V = Extent("seq_v")  # seq_k in whole units of keys, of a v whose keys are permuted
 HEADS_Q, HEADS_KV = Extent("heads_q"), Extent("heads_kv")
 BLOCKS_Q, BLOCKS_K = Extent("blocks_q"), Extent("blocks_k")
 TOTAL_Q, TOTAL_K, OFFSETS = Extent("total_q"), Extent("total_k"), Extent("offsets")
@@ -282,7 +283,7 @@ def forward(spec: Forward) -> Operation:
     arguments: list[Argument] = [
         given("q", *of_q, HEADS_Q, head_dim),
         given("k", *of_k, HEADS_KV, head_dim),
-        given("v", *of_k, HEADS_KV, v_dim),
+        given("v", *((BATCH, SEQ_V) if footprint.permuted_keys(spec) else of_k), HEADS_KV, v_dim),
     ]
     if footprint.paged(spec):
         arguments += _offsets_and_pages()
@@ -416,10 +417,11 @@ def quantize(spec: Quantize) -> Operation:
     rows = BATCH, Extent("seq"), Extent("heads"), Extent("head_dim", problem.head_dim)
     anywhere = Dense(align=FP32.bytes, contiguous=None)
     stored = Dense(contiguous=1) if problem.transpose else Dense(align=quantizing.VECTOR * spec.out_element.bytes)
+    written = (BATCH, Extent("seq_out"), *rows[2:]) if problem.permute_keys else rows
     arguments: list[Argument] = [Tensor("x", "input", spec.element, rows, "threads")]
     if problem.rotate:
         arguments.append(Tensor("signs", "input", FP32, rows[-1:], "threads"))
-    arguments.append(Tensor("out", "output", spec.out_element, rows, "threads", stored))
+    arguments.append(Tensor("out", "output", spec.out_element, written, "threads", stored))
     scaled = {"head": (HEADS_KV,), "block": (Extent("heads"), Extent("blocks")), "token": (Extent("heads"), rows[1])}
     dims = BATCH, *scaled[problem.scale]
     arguments.append(Tensor("descale", "output", FP32, dims, "threads", anywhere))

@@ -210,7 +210,7 @@ def score_phases(spec: Forward) -> tuple[float, float, float]:
     rounded = (SCORE_INSTRUCTIONS - 4) * scores
     if footprint.eight_bits(spec):
         rounded += MERGED_8BIT * scores
-        rounded += 0 if footprint.transposes(spec) else EXCHANGE_8BIT * spec.tile.kv // 16
+        rounded += 0 if footprint.keys_of_p(spec) else EXCHANGE_8BIT * spec.tile.kv // 16
     if spec.softmax.row_max == "first":
         return capped, 3 * scores, rounded
     moved = VOTE_INSTRUCTIONS if lazy else rows * spec.problem.v_dim // lanes

@@ -308,6 +308,7 @@ def _layout_sentence(spec: Forward, smem: Smem) -> str:
     p = f", P {spec.handoff.swizzle}" if isinstance(spec.handoff, SmemHandoff) else ""
     names = sequence_contiguous(spec)
     contiguous = f"; of {listed(names)} the sequence is contiguous" if names else ""
+    contiguous += ", its keys permuted" * footprint.permuted_keys(spec)
     rows = [tile.letter for tile in operand_tiles(spec).values() if tile.plain]
     plain = f"; rows of {listed(rows)} lie one below the other" if rows else ""
     vt = f", V^T {smem.vt}" if smem.vt is not None else ""
@@ -342,6 +343,8 @@ def _softmax_sentence(spec: Forward) -> str:
 def _handoff_sentence(spec: Forward) -> str:
     if footprint.transposes(spec):
         return "stays in registers: in V^T keys stand in the order in which a thread has them as accumulator"
+    if footprint.permuted_keys(spec):
+        return "stays in registers: v is given with its keys in the order in which a thread has them as accumulator"
     if footprint.eight_bits(spec):
         return "stays in registers; four threads exchange keys by two shuffles for every 16, in V's order"
     if isinstance(spec.handoff, RegisterHandoff):

@@ -75,6 +75,7 @@ class ProblemPlan:
     vector: int
     packed_sequences: bool
     paged: bool
+    seq_v_name: str  # of the keys that v has: seq_k, or seq_v, which is that in whole units of permuted keys
 
 
 @dataclass(frozen=True)
@@ -291,6 +292,7 @@ class LoadPlan:
 class EightBitPlan:
     """Products of 8 bits: P is 2^`exponent` times itself, and O is rounded to a dtype of its own.
 
+    `keys_of_p`: whether V has its keys in the order in which a thread has P; `permuted`: because it is given so.
     `transposes`: whether warps, `transposers` of them, make V transposed of what was loaded: a warpgroup of their own,
     with so many `registers`, or, where that is 0, two beside those that load. Keys then stand in the order in which a
     thread holds P, and columns of O in the order in which it stores V. `v_keys_atom` is the layout of V as it was
@@ -303,6 +305,8 @@ class EightBitPlan:
 
     exponent: int
     transposes: bool
+    permuted: bool
+    keys_of_p: bool
     transposers: int
     registers: int
     two_levels: bool
@@ -698,6 +702,7 @@ def _problem(spec: Forward) -> ProblemPlan:
         vector=operation_of(spec).tensor("q").vector,
         packed_sequences=footprint.packed_sequences(spec),
         paged=footprint.paged(spec),
+        seq_v_name="seq_v" if footprint.permuted_keys(spec) else "seq_k",
     )
 
 
@@ -1039,13 +1044,15 @@ def _eight_bit(spec: Forward) -> EightBitPlan | None:
     return EightBitPlan(
         exponent=footprint.P_EXPONENT,
         transposes=transposes,
+        permuted=footprint.permuted_keys(spec),
+        keys_of_p=footprint.keys_of_p(spec),
         transposers=spec.tile.transposers,
         registers=footprint.transposer_registers(spec) if footprint.transposing_warpgroups(spec) else 0,
         two_levels=footprint.two_levels(spec),
         block_rows=BLOCK_ROWS * footprint.block_scales(spec),
         striped=footprint.stripes(spec) > 1,
         mixed=footprint.mixed(spec),
-        dtype_by_name='TORCH_KV_DTYPE if name in ("k", "v") else TORCH_DTYPE' if footprint.mixed(spec) else "TORCH_DTYPE",
+        dtype_by_name='TORCH_KV_DTYPE if name in ("k", "v") else ' * footprint.mixed(spec) + "TORCH_DTYPE",
         kv_cutlass=spec.kv_element.cutlass_name,
         kv_torch=spec.kv_element.torch_name,
         holds=footprint.promote_every(spec) > 1,

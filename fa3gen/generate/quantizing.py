@@ -23,7 +23,8 @@ from fa3gen.spec.specfile import Variant
 class ProblemPlan:
     """Dtypes as each library names them, elements of a row, and what is done to rows.
 
-    `scaled_per` is what shares a scale: "head", "block" or "token".
+    `scaled_per` is what shares a scale: "head", "block" or "token". `permute`: whether 16 rows of the output, which has
+    whole ones, have the order of `fa3gen.design.key_order`.
     """
 
     head_dim: int
@@ -33,6 +34,7 @@ class ProblemPlan:
     torch_out: str
     rotate: bool
     transpose: bool
+    permute: bool
     scaled_per: str
 
 
@@ -133,6 +135,7 @@ def make_plan(variant: Variant, spec: Quantize) -> QuantizePlan:
             torch_out=spec.out_element.torch_name,
             rotate=problem.rotate,
             transpose=problem.transpose,
+            permute=problem.permute_keys,
             scaled_per=problem.scale,
         ),
         tile=TilePlan(spec.tile.rows, spec.tile.per_sm),
@@ -200,6 +203,10 @@ def _decisions(spec: Quantize) -> list[tuple[str, str]]:
         ("tensors", "x: (batch, seq, heads, head_dim), any strides; out alike, " + _stored(spec)),
         ("loads", f"16 bytes of x at a time, {quantizing.LANES} threads side by side: {run} bytes"),
     ]
+    if problem.permute_keys:
+        found.append(
+            ("keys", "position 4t + j of each 16 has row 2t + j % 2 + 8 (j // 2), by which rows a thread loads")
+        )
     if problem.rotate:
         found.append(("rotation", "D: random signs, as given; H: Sylvester's Hadamard matrix; in float32"))
     scales = {
@@ -222,6 +229,8 @@ def _order(spec: Quantize) -> str:
 
 
 def _stored(spec: Quantize) -> str:
+    if spec.problem.permute_keys:
+        return "its sequence contiguous, in whole units of 16"
     return "its sequence contiguous" if spec.problem.transpose else "its rows contiguous"
 
 
@@ -264,7 +273,7 @@ def _global_stores(spec: Quantize) -> dict[str, int]:
     words = {"head": 2, "block": 1, "token": rows}[spec.problem.scale]
     if not spec.problem.transpose:
         return {"STG.64": rows * quantizing.vectors(spec), "STG.32": words}
-    return {"STG.128": 1, "STG.8": quantizing.UNIT, "STG.32": words}
+    return {"STG.128": 1, **({} if spec.problem.permute_keys else {"STG.8": quantizing.UNIT}), "STG.32": words}
 
 
 def _shared_stores(spec: Quantize) -> dict[str, int]:

@@ -134,7 +134,7 @@ def _of_forward(spec: Forward) -> dict[str, str]:
         "tile": f"{spec.tile.q} x {spec.tile.kv}",
         "load": "plain" if isinstance(spec.load, SyncLoad) else f"{spec.load.engine} x {spec.load.kv_stages}",
         "S = Q K^T": _product(spec.qk, a="Q", b="K", major="k"),
-        "O = P V": _product(spec.pv, a="P", b="V", major="mn"),
+        "O = P V": _product(spec.pv, a="P", b="V", major="mn") + ", keys permuted" * footprint.permuted_keys(spec),
         "P through": "registers" if isinstance(spec.handoff, RegisterHandoff) else spec.handoff.through,
         "schedule": _schedule(spec),
         "tiles of queries": (f"persistent, {spec.scheduler}" if footprint.persistent(spec) else "one per CTA"),
@@ -171,7 +171,7 @@ def _of_quantize(spec: Quantize) -> dict[str, str]:
     return {
         "head dim": str(problem.head_dim),
         "x": problem.dtype,
-        "out": spec.out_element.name + ", transposed" * problem.transpose,
+        "out": spec.out_element.name + ", transposed" * problem.transpose + ", keys permuted" * problem.permute_keys,
         "rotated": "yes" if problem.rotate else "no",
         "scale of": f"{tile.rows} rows" if problem.scale == "block" else problem.scale,
         "rows of a tile": str(tile.rows),

@@ -95,7 +95,7 @@ class Competitor:
     """Something to time. `prepare` returns a function of (q, k, v) for a cell, or raises Unavailable.
 
     `scratch` counts the bytes of device memory a launch takes beside its outputs. `placed` gives q, k and v the strides
-    that it takes, before anything is timed.
+    that it takes, and v the order of keys, before anything is timed.
     """
 
     name: str
@@ -112,7 +112,8 @@ def module_competitor(name: str, spec: Forward, load: Callable[[], Any]) -> Comp
     operation = operation_of(spec)
 
     def serves(cell: Cell) -> bool:
-        placed = Family.of(spec)._replace(by_sequence=(), block_scales=False, kv_dtype=None)  # as `placed` makes them
+        # All as `placed` makes them.
+        placed = Family.of(spec)._replace(by_sequence=(), v_permuted=False, block_scales=False, kv_dtype=None)
         return placed.serves(cell.family)
 
     def prepare(cell: Cell) -> Attend:
@@ -386,16 +387,16 @@ class Runner:
     ) -> tuple[str | None, Callable[[], Any] | None, float]:
         """Launch twice (the first may compile) and check; return a reason, or the launch and its milliseconds."""
         try:
-            attend, tensors = competitor.prepare(cell), competitor.placed(tensors)
-            wrong = self._wrong(attend(*tensors), cell, tensors)
+            attend, placed = competitor.prepare(cell), competitor.placed(tensors)
+            wrong = self._wrong(attend(*placed), cell, tensors)
             if wrong:
                 return wrong, None, 0.0
-            (estimate,) = self.timer.time([lambda: attend(*tensors)])
+            (estimate,) = self.timer.time([lambda: attend(*placed)])
         except Unavailable as reason:
             return str(reason), None, 0.0
         except Exception as error:  # a competitor may raise anything; the others go on
             return f"raised {_in_short(error)}", None, 0.0
-        return None, lambda: attend(*tensors), estimate
+        return None, lambda: attend(*placed), estimate
 
     def _wrong(self, out: torch.Tensor, cell: Cell, tensors: Tensors) -> str | None:
         error = error_in_last_rows(out, last_rows(cell.mask, tensors, cell.family.keywords))

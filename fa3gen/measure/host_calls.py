@@ -143,7 +143,7 @@ def module_callee(name: str, spec: Forward, load: Callable[[], Any]) -> Callee:
     return Callee(name, True, ways)
 
 
-def dispatched_callee(mask: Mask, names: Sequence[str] = ()) -> Callee:
+def dispatched_callee(mask: Mask, names: Sequence[str] = (), *, v_permuted: bool = False) -> Callee:
     """`fa3gen.attention`, which finds the module by its table; `names` as in `Family.keywords`."""
 
     def ways(tensors: Tensors) -> Mapping[str, Launch]:
@@ -154,6 +154,7 @@ def dispatched_callee(mask: Mask, names: Sequence[str] = ()) -> Callee:
         options |= usual_keywords(names, tensors[0].shape[2], tensors[0].device)
         if isinstance(mask, WindowMask):
             options["window"] = (mask.left, mask.right)
+        options |= {"v_permuted": True} if v_permuted else {}
         out = _out_for(tensors, usual_output(calls.INPUTS[tensors[0].dtype]))
         try:
             ops.attention.explain(*tensors, **options)
@@ -199,7 +200,8 @@ def callees(problem: Problem, modules: Sequence[Callee], peers: Sequence[Peer] =
     """The rows of one problem: its modules, `fa3gen.attention`, the peers."""
     mask, names = of_call(problem.family.mask), problem.family.keywords
     fair = [] if names else peers  # they have no such arguments
-    return [*modules, dispatched_callee(mask, names), *(peer_callee(peer, mask) for peer in fair)]
+    dispatched = dispatched_callee(mask, names, v_permuted=problem.family.v_permuted)
+    return [*modules, dispatched, *(peer_callee(peer, mask) for peer in fair)]
 
 
 def measure(callees: Sequence[Callee], tensors: Tensors, synchronize: Callable[[], Any]) -> tuple[HostTimes, ...]:

@@ -50,7 +50,10 @@ class LaunchTimes:
 def small_problem(
     dtype: str, head_dim: int, head_dim_v: int, device: torch.device, by_sequence: Sequence[str] = ()
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return q, k, v of the problem that launches are timed on; those in `by_sequence` have a contiguous sequence."""
+    """Return q, k, v of the problem that launches are timed on; those in `by_sequence` have a contiguous sequence.
+
+    Keys are whole units and random: in order they are as good as permuted.
+    """
     generator = torch.Generator(device).manual_seed(SEED)
 
     def drawn(name: str, dim: int) -> torch.Tensor:

@@ -184,6 +184,7 @@ def _order(family: Family) -> tuple[Any, ...]:
         family.block_scales,
         family.keywords,
         family.by_sequence,
+        family.v_permuted,
         -(family.page_rows or 0),
     )  # of pages the largest first
     return family.layout, family.dtype, family.head_dim, family.head_dim_v, kinds.index(mask.kind), reach, *own
@@ -343,6 +344,7 @@ def _row(family: Family, edge: float | None, part: _Part) -> Row:
         sink=family.sink or None,
         softcap=family.softcap or None,
         by_sequence="v" if family.by_sequence else None,
+        v_permuted=family.v_permuted or None,
         layout=None if family.layout == "dense" else family.layout,
         page_rows=family.page_rows,
         tiles_per_sm=None if edge is None else Load(up_to=edge),

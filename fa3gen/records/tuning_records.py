@@ -71,7 +71,7 @@ UNTUNED = "layout", "page_rows", "any_cap", "part_keys", "kv_dtype"
 class TunedProblem(GrownPart):
     """A family and one shape: q (batch, seq_q, heads_q, head_dim), k (batch, seq_k, heads_kv, head_dim)."""
 
-    LATER = frozenset({"out_dtype", "sink", "softcap", "by_sequence", "block_scales"})
+    LATER = frozenset({"out_dtype", "sink", "softcap", "by_sequence", "block_scales", "v_permuted"})
 
     dtype: AttentionDType
     head_dim: int = Field(gt=0)
@@ -89,6 +89,7 @@ class TunedProblem(GrownPart):
         default=None, description="Of 8 bits, the input whose sequence is contiguous; without it, rows of all are."
     )
     block_scales: bool = False
+    v_permuted: bool = Field(default=False, description="Whether that has its keys permuted.")
 
     @classmethod
     def of(cls, family: Family, shape: Shape) -> Self:
@@ -133,6 +134,7 @@ class TunedProblem(GrownPart):
             sink=self.sink,
             softcap=self.softcap,
             block_scales=self.block_scales,
+            v_permuted=self.v_permuted,
         )
 
     @property

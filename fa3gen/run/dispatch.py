@@ -279,6 +279,7 @@ class Row(SpecModel):
     by_sequence: Literal["v"] | None = Field(
         default=None, description="Of 8 bits, the input whose sequence is contiguous; without it, rows of all are."
     )
+    v_permuted: bool | None = Field(default=None, description="True: that has its keys permuted.")
     layout: Literal["packed", "paged"] | None = Field(
         default=None, description="Packed sequences, or packed queries and pages; without it, dense tensors."
     )
@@ -349,6 +350,7 @@ class Row(SpecModel):
             page_rows=self.page_rows,
             kv_dtype=self.kv_dtype,
             block_scales=bool(self.block_scales),
+            v_permuted=bool(self.v_permuted),
         )
 
     @property
@@ -474,7 +476,8 @@ def may_be_packed(family: Family, queries: int) -> bool:
     """Whether dense calls may be served by modules of packed sequences: few queries, of which no module for dense
     tensors splits the keys, since there is a window, a sink or a cap."""
     scores = isinstance(family.mask, WindowMask) or family.sink or family.softcap
-    return scores and family.layout == "dense" and family.part_keys is None and 0 < queries <= FEW_QUERIES
+    dense = family.layout == "dense" and not family.v_permuted
+    return scores and dense and family.part_keys is None and 0 < queries <= FEW_QUERIES
 
 
 def _dense_or_packed(family: Family, size: Size, lse: bool, workspace: Workspace) -> Choice:
@@ -661,7 +664,9 @@ def _missing(
         with contextlib.suppress(NoKernel):
             free = choose(family, replace(size, parts=0), lse=lse, workspace=workspace)
             problem += f"; num_splits=0 takes {free.stem}"
-    if family.eight_bits and family.by_sequence:
+    if family.v_permuted:
+        problem += "; leave v_permuted out and pass v with its keys in order"
+    elif family.eight_bits and family.by_sequence:
         problem += "; pass v.contiguous(), whose rows are contiguous"
     parts = size.parts > 1
     room = size.group if parts or family.part_keys is not None else 1  # other tiles hold one head, and take any group

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fa3gen.design.family import blocks_of
+from fa3gen.design.key_order import UNIT, whole_units
 from fa3gen.hardware.dtypes import DTYPES, E4M3, E5M2
 from fa3gen.run import calls
 from fa3gen.run.dispatch import ArgumentError
@@ -19,6 +20,7 @@ from fa3gen.spec.quantizing import BLOCK_ROWS
 Factors = tuple[Any, Any, Any]  # of q, k and v
 FACTORS = "q_descale", "k_descale", "v_descale"
 EIGHT_BITS, OTHER_EIGHT_BITS = E4M3.in_torch(), E5M2.in_torch()  # of q, k and v; of k and v alone
+PERMUTE = "pass what fa3gen.quantize(v, transpose=True, permute_keys=True) gives, or leave v_permuted out"
 
 
 def out_like(q: Tensor, v: Tensor) -> Tensor:
@@ -136,6 +138,36 @@ def refuse(q: Tensor, asked: Mapping[str, Any]) -> None:
                 f"{name} is {said}, and q, k and v have dtype {q.dtype}, for which there is no such module; pass "
                 "tensors in torch.bfloat16, times their factors, or leave it out"
             )
+
+
+def check_permuted(q: Tensor, v: Tensor) -> None:
+    """Raise ArgumentError for v_permuted beside a q of 16 bits, or a v whose keys do not stand side by side."""
+    if q.dtype != EIGHT_BITS:
+        raise ArgumentError(f"v_permuted is True, and q has dtype {q.dtype}; it is for {EIGHT_BITS}: leave it out")
+    if "v" not in by_sequence(v):
+        raise ArgumentError(
+            f"v_permuted is True, and v has strides {tuple(v.stride())}; that of its keys needs to be 1: {PERMUTE}"
+        )
+
+
+def keys_permuted(k: Tensor) -> tuple[int, int, int]:
+    """Batch, keys and heads of a v whose keys are permuted, beside this k: keys in whole units."""
+    batch, seq_k, heads_kv, _ = k.shape
+    return batch, whole_units(seq_k), heads_kv
+
+
+def check_keys_permuted(k: Tensor, v: Tensor) -> None:
+    """Raise ArgumentError where it has others."""
+    if tuple(v.shape[:3]) != keys_permuted(k):
+        raise ArgumentError(wrong_keys(k, v))
+
+
+def wrong_keys(k: Tensor, v: Tensor) -> str:
+    """What is wrong with such a v."""
+    return (
+        f"v_permuted is True, and v has shape {tuple(v.shape)}; beside k {tuple(k.shape)} it needs to be "
+        f"{(*keys_permuted(k), v.shape[3])}, keys in whole units of {UNIT}: {PERMUTE}"
+    )
 
 
 def by_sequence(v: Tensor) -> tuple[str, ...]:

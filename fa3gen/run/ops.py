@@ -38,6 +38,7 @@ def _explain(
     q_descale: Tensor | None = None,
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
+    v_permuted: bool = False,
     scale: float | None = None,
     out: Tensor | None = None,
     return_lse: bool = False,
@@ -54,8 +55,10 @@ def _explain(
     no module is found; with `render`, one is rendered, and not yet compiled.
     """
     how, factors = (num_splits, split_keys, deterministic_batch), (q_descale, k_descale, v_descale)
-    family, size = _asked(q, k, v, out, causal, window, sinks, softcap, how, eight_bits.of_blocks(factors))
+    family, size = _asked(q, k, v, out, causal, window, sinks, softcap, v_permuted, how, eight_bits.of_blocks(factors))
     eight_bits.check_factors(q, k, factors)
+    if v_permuted:
+        eight_bits.check_keys_permuted(k, v)
     size = replace(size, in_rows=can_be_packed(q, k, v, out))
     (batch, seq_q, heads_q, _), (_, seq_k, heads_kv, _) = q.shape, k.shape
     shape = Shape(batch, seq_q, seq_k, heads_q, heads_kv)
@@ -75,6 +78,7 @@ def attention(
     q_descale: Tensor | None = None,
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
+    v_permuted: bool = False,
     scale: float | None = None,
     out: Tensor | None = None,
     return_lse: bool = False,
@@ -113,6 +117,10 @@ def attention(
             `fa3gen.quantize(scale="block")` returns them, (batch, heads_q, ceil(seq_q / 128)) and (batch, heads_kv,
             ceil(seq_k / 128)), unmasked or causal. Read on the device, so that a graph is replayed with what they are
             then.
+        v_permuted: v of 8 bits is what `fa3gen.quantize(v, transpose=True, permute_keys=True)` gives: (batch, seq_v,
+            heads_kv, d_v), seq_v being seq_k rounded up to 16, with a contiguous sequence whose position 4t + j of each
+            16 has key 2t + j % 2 + 8 (j // 2) of these, and finite numbers behind the last key. It spares the kernel
+            the exchange of keys that V in order takes, and takes a module of its own.
         scale: Factor of the scores, finite and positive; 1 / sqrt(d) by default.
         out: (batch, seq_q, heads_q, d_v) to write O to, of q's dtype, or float32, which takes a module of its own;
             bfloat16 beside q of 8 bits. A new contiguous tensor of q's dtype, or bfloat16, by default.
@@ -151,19 +159,23 @@ def attention(
     factors = q_descale, k_descale, v_descale
     if is_dynamo_compiling():
         how = num_splits, split_keys, deterministic_batch
-        return _by_operator(q, k, v, causal, window, sinks, softcap, factors, scale, out, return_lse, how, render)
+        of_8 = factors, v_permuted
+        return _by_operator(q, k, v, causal, window, sinks, softcap, of_8, scale, out, return_lse, how, render)
     if window is not None and type(window) is not tuple:
         window = calls.window_tuple(window)
     # Tensors on a GPU that nobody watches? Then nothing is lost by leaving the dispatcher out.
     if not (type(q) is type(k) is type(v) is Tensor and q.is_cuda) or dispatch_modes() or functorch_transforms():
         how = num_splits, split_keys, deterministic_batch
         # Its messages are better than those of an operator's schema.
-        _asked(q, k, v, out, causal, window, sinks, softcap, how, eight_bits.of_blocks(factors))
+        _asked(q, k, v, out, causal, window, sinks, softcap, v_permuted, how, eight_bits.of_blocks(factors))
         eight_bits.check_factors(q, k, factors)
-        return _by_operator(q, k, v, causal, window, sinks, softcap, factors, scale, out, return_lse, how, render)
+        if v_permuted:
+            eight_bits.check_keys_permuted(k, v)
+        of_8 = factors, v_permuted
+        return _by_operator(q, k, v, causal, window, sinks, softcap, of_8, scale, out, return_lse, how, render)
     scaled = q_descale is not None or k_descale is not None or v_descale is not None
     blocks = scaled and eight_bits.of_blocks(factors)
-    asked = q, k, v, out, causal, window, return_lse, sinks, softcap
+    asked = q, k, v, out, causal, window, return_lse, sinks, softcap, v_permuted
     try:
         serving = _serving(*asked, num_splits, split_keys, deterministic_batch, blocks)
     except NotRendered as missing:
@@ -193,6 +205,7 @@ def _asked(
     window: Window,
     sinks: Any,
     softcap: Any,
+    v_permuted: bool,
     how: How,
     blocks: bool,
 ) -> tuple[Family, Size]:
@@ -206,6 +219,8 @@ def _asked(
         asked = {"sinks": sinks, "softcap": softcap, "split_keys": split_keys}
         asked |= {"deterministic_batch": deterministic_batch, "num_splits": num_splits if num_splits > 1 else None}
         eight_bits.check(q, k, v, asked)
+    if v_permuted:
+        eight_bits.check_permuted(q, v)
     batch, seq_q, heads_q, head_dim = q.shape
     family = Family(
         *(dtype, int(head_dim), int(v.shape[3]), mask, written),
@@ -216,6 +231,7 @@ def _asked(
         any_cap=calls.any_cap(softcap),
         part_keys=part_keys,
         block_scales=blocks,
+        v_permuted=bool(v_permuted),
     )
     seq_k, heads_kv = k.shape[1], k.shape[2]
     tiles = Shape(batch, seq_q, seq_k, heads_q, heads_kv).tiles
@@ -232,6 +248,7 @@ def _serving(
     return_lse: bool,
     sinks: Any,
     softcap: Any,
+    v_permuted: bool,
     num_splits: int,
     split_keys: int | None,
     deterministic_batch: bool,
@@ -251,6 +268,8 @@ def _serving(
             key += (sinks is not None, softcap is not None, calls.any_cap(softcap))
         if q.dtype is EIGHT_BITS:
             key += (k.dtype, v.dtype, eight_bits.by_sequence(v), blocks)
+        if v_permuted:
+            key, keys = (*key, "v_permuted"), k.shape[1]  # v has whole units of keys
         if few and (window is not None or sinks is not None or softcap is not None):
             key += ("in rows", can_be_packed(q, k, v, out))
         tiles = batch * heads_q * -(-seq_q // TILE_ROWS)  # `Shape.tiles`, without the call
@@ -260,7 +279,7 @@ def _serving(
     except (AttributeError, IndexError, TypeError, ValueError):
         pass  # not four dimensions, or no tensor: what follows says so
     how = num_splits, split_keys, deterministic_batch
-    family, size = _asked(q, k, v, out, causal, window, sinks, softcap, how, blocks)
+    family, size = _asked(q, k, v, out, causal, window, sinks, softcap, v_permuted, how, blocks)
     size = replace(size, in_rows=can_be_packed(q, k, v, out))
     return calls.found(key, family, size, lse=return_lse)
 
@@ -269,8 +288,8 @@ def _serving(
 
 _OPTIONS = (
     "*, bool causal=False, int[]? window=None, Tensor? sinks=None, float? softcap=None, Tensor? q_descale=None, "
-    "Tensor? k_descale=None, Tensor? v_descale=None, float? scale=None, bool return_lse=False, "
-    "bool deterministic_batch=False, int num_splits=0, int? split_keys=None, bool render=False"
+    "Tensor? k_descale=None, Tensor? v_descale=None, bool v_permuted=False, float? scale=None, "
+    "bool return_lse=False, bool deterministic_batch=False, int num_splits=0, int? split_keys=None, bool render=False"
 )
 
 
@@ -282,18 +301,22 @@ def _by_operator(
     window: Window,
     sinks: Any,
     softcap: float | None,
-    factors: Factors,
+    eight_bit: tuple[Factors, bool],
     scale: float | None,
     out: Any,
     return_lse: bool,
     how: How,
     render: bool,
 ) -> Returned:
-    """Call the operators. Without an out, LSE is empty where nobody asked for it."""
+    """Call the operators. Without an out, LSE is empty where nobody asked for it.
+
+    `eight_bit`: factors, and whether v has its keys permuted.
+    """
     calls.refuse_grad(q, k, v, sinks)
     options: dict[str, Any] = {"causal": causal, "window": window, "scale": scale, "return_lse": return_lse}
     options |= named_scores(sinks, softcap) | ({"render": True} if render else {})
-    options |= calls.given(**dict(zip(FACTORS, factors, strict=True)))
+    factors, v_permuted = eight_bit
+    options |= calls.given(**dict(zip(FACTORS, factors, strict=True))) | ({"v_permuted": True} if v_permuted else {})
     num_splits, split_keys, deterministic_batch = how
     options |= {"deterministic_batch": True} if deterministic_batch else {}
     options |= {"num_splits": num_splits} if num_splits else {}
@@ -317,6 +340,7 @@ def _forward(
     q_descale: Tensor | None = None,
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
+    v_permuted: bool = False,
     scale: float | None = None,
     return_lse: bool = False,
     deterministic_batch: bool = False,
@@ -327,7 +351,7 @@ def _forward(
     """`fa3gen::attention_forward`: O and LSE, which has no rows unless `return_lse`."""
     reach, factors = None if window is None else tuple(window), (q_descale, k_descale, v_descale)
     how = num_splits, split_keys, deterministic_batch, eight_bits.of_blocks(factors)
-    asked = q, k, v, None, causal, reach, return_lse, sinks, softcap, *how
+    asked = q, k, v, None, causal, reach, return_lse, sinks, softcap, v_permuted, *how
     serving = calls.or_rendered(_serving, *asked, allowed=render, compiled=q.is_cuda)
     named = named_scores(sinks, softcap) | eight_bits.named_factors(q, k, factors)
     returned = serving(q, k, v, **named, scale=scale, return_lse=return_lse)
@@ -350,6 +374,7 @@ def _forward_out(
     q_descale: Tensor | None = None,
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
+    v_permuted: bool = False,
     scale: float | None = None,
     return_lse: bool = False,
     deterministic_batch: bool = False,
@@ -360,7 +385,7 @@ def _forward_out(
     """`fa3gen::attention_forward_out`: writes O to `out` and returns LSE, which has no rows unless `return_lse`."""
     reach, factors = None if window is None else tuple(window), (q_descale, k_descale, v_descale)
     how = num_splits, split_keys, deterministic_batch, eight_bits.of_blocks(factors)
-    asked = q, k, v, out, causal, reach, return_lse, sinks, softcap, *how
+    asked = q, k, v, out, causal, reach, return_lse, sinks, softcap, v_permuted, *how
     serving = calls.or_rendered(_serving, *asked, allowed=render, compiled=q.is_cuda)
     named = named_scores(sinks, softcap) | eight_bits.named_factors(q, k, factors)
     returned = serving(q, k, v, **named, scale=scale, out=out, return_lse=return_lse)
@@ -380,6 +405,7 @@ def _forward_fake(
     q_descale: Tensor | None = None,
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
+    v_permuted: bool = False,
     scale: float | None = None,
     return_lse: bool = False,
     deterministic_batch: bool = False,
@@ -388,7 +414,7 @@ def _forward_fake(
     render: bool = False,
 ) -> tuple[Tensor, Tensor]:
     how, factors = (num_splits, split_keys, deterministic_batch), (q_descale, k_descale, v_descale)
-    _check_shapes(q, k, v, None, causal, window, sinks, softcap, how, eight_bits.of_blocks(factors))
+    _check_shapes(q, k, v, None, causal, window, sinks, softcap, v_permuted, how, eight_bits.of_blocks(factors))
     eight_bits.check_factors(q, k, factors)
     return eight_bits.out_like(q, v), _lse_like(q, return_lse)
 
@@ -406,6 +432,7 @@ def _forward_out_fake(
     q_descale: Tensor | None = None,
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
+    v_permuted: bool = False,
     scale: float | None = None,
     return_lse: bool = False,
     deterministic_batch: bool = False,
@@ -414,7 +441,7 @@ def _forward_out_fake(
     render: bool = False,
 ) -> Tensor:
     how, factors = (num_splits, split_keys, deterministic_batch), (q_descale, k_descale, v_descale)
-    _check_shapes(q, k, v, out, causal, window, sinks, softcap, how, eight_bits.of_blocks(factors))
+    _check_shapes(q, k, v, out, causal, window, sinks, softcap, v_permuted, how, eight_bits.of_blocks(factors))
     eight_bits.check_factors(q, k, factors)
     wanted = (*q.shape[:3], v.shape[3])
     calls.need(
@@ -439,16 +466,20 @@ def _check_shapes(
     window: Any,
     sinks: Tensor | None,
     softcap: float | None,
+    v_permuted: bool,
     how: How,
     blocks: bool,
 ) -> None:
     """What can be wrong with tensors that have no memory, so that it shows when a model is traced."""
-    _asked(q, k, v, out, causal, window, sinks, softcap, how, blocks)
+    _asked(q, k, v, out, causal, window, sinks, softcap, v_permuted, how, blocks)
     calls.need_sinks(sinks, q.shape[2])
     calls.need(
         k.shape[0] == q.shape[0] and k.shape[3] == q.shape[3],
         lambda: f"k has shape {tuple(k.shape)}, q {tuple(q.shape)}; they need the same batch and head dim",
     )
+    if v_permuted:
+        calls.need(tuple(v.shape[:3]) == eight_bits.keys_permuted(k), lambda: eight_bits.wrong_keys(k, v))
+        return
     calls.need(
         v.shape[:3] == k.shape[:3],
         lambda: f"v has shape {tuple(v.shape)}, k {tuple(k.shape)}; they may only differ in the head dim",

@@ -36,6 +36,7 @@ def quantize(
     *,
     rotate: Tensor | None = None,
     transpose: bool = False,
+    permute_keys: bool = False,
     scale: ScaledPer = "head",
     heads_kv: int | None = None,
     descale: Tensor | None = None,
@@ -47,7 +48,7 @@ def quantize(
 
         q8, q_descale = fa3gen.quantize(q, rotate=signs, heads_kv=k.shape[2])
         k8, k_descale = fa3gen.quantize(k, rotate=signs)
-        v8, v_descale = fa3gen.quantize(v)
+        v8, v_descale = fa3gen.quantize(v, transpose=True, permute_keys=True)  # for attention(..., v_permuted=True)
 
     Args:
         x: (batch, seq, heads, d), bfloat16 or float16; any strides with a contiguous last dimension and 16-byte aligned
@@ -57,6 +58,9 @@ def quantize(
             Q K^T of Q and K that are rotated by the same signs is what it was. d has to be a power of two.
         transpose: Whether the sequence is contiguous in the result, as modules want V that do not transpose it; not
             with scale="token".
+        permute_keys: With transpose, whether the result has keys in the order in which attention needs no exchange of
+            them, as `fa3gen.attention(..., v_permuted=True)` wants V: (batch, seq rounded up to 16, heads, d), position
+            4t + j of each 16 having row 2t + j % 2 + 8 (j // 2) of these, and zeros behind the last row.
         scale: What shares a factor. "head": all that one head of k serves; this takes a kernel that reads x before the
             one that writes. "block": 128 rows of a head; "token": a row of a head; x is read once for these.
         heads_kv: With scale="head" the number of factors of each sequence, of heads / heads_kv heads each; by default
@@ -64,7 +68,7 @@ def quantize(
         descale: (batch, heads_kv) float32, positive: factors to use instead of looking for them, with scale="head".
             What is larger than 448 times its factor becomes that.
         out: (batch, seq, heads, d) float8_e4m3fn to write to, its rows 8-byte aligned, or transposed its columns
-            16-byte aligned.
+            16-byte aligned; with permute_keys seq is rounded up to 16.
 
     Returns:
         (out, descale): out float8_e4m3fn like x; descale float32: (batch, heads_kv), which is what `fa3gen.attention`
@@ -79,43 +83,47 @@ def quantize(
             with another one, or requires grad in grad mode, since this is forward only.
     """
     dtype = _check(x, rotate, scale, heads_kv, descale, out)
-    _check_transposed(transpose, scale)
+    _check_transposed(transpose, permute_keys, scale)
+    columns = {"transpose": transpose, **({"permute_keys": True} if permute_keys else {})}
     watched = is_dynamo_compiling() or dispatch_modes() or functorch_transforms()
     # Tensors on a GPU that nobody watches? Then nothing is lost by leaving the dispatcher out.
     if not watched and type(x) is Tensor and x.is_cuda:
         named = calls.given(heads_kv=heads_kv, descale=descale)
-        serving = _serving(dtype, x.shape[-1], rotate is not None, transpose, scale)
+        serving = _serving(dtype, x.shape[-1], rotate is not None, transpose, scale, permute_keys)
         returned: tuple[Tensor, Tensor] = serving(x, *([] if rotate is None else [rotate]), **named, out=out)
     elif descale is not None and out is not None:
-        torch.ops.fa3gen.quantize_by_out(x, rotate, descale, out, transpose=transpose)
+        torch.ops.fa3gen.quantize_by_out(x, rotate, descale, out, **columns)
         returned = out, descale
     elif descale is not None:
-        returned = torch.ops.fa3gen.quantize_by(x, rotate, descale, transpose=transpose), descale
+        returned = torch.ops.fa3gen.quantize_by(x, rotate, descale, **columns), descale
     elif out is not None:
-        options = {"transpose": transpose, "scale": scale, "heads_kv": heads_kv}
+        options = {**columns, "scale": scale, "heads_kv": heads_kv}
         returned = out, torch.ops.fa3gen.quantize_out(x, rotate, out, **options)
     else:
-        options = {"transpose": transpose, "scale": scale, "heads_kv": heads_kv}
+        options = {**columns, "scale": scale, "heads_kv": heads_kv}
         returned = torch.ops.fa3gen.quantize(x, rotate, **options)
     return returned
 
 
-def _serving(dtype: str, head_dim: int, rotate: bool, transpose: bool, scale: str) -> Callable[..., Any]:
+def _serving(
+    dtype: str, head_dim: int, rotate: bool, transpose: bool, scale: str, permute: bool = False
+) -> Callable[..., Any]:
     """The `quantize` of the module for this. Raises NoKernel."""
-    entry: Callable[..., Any] = module_at(_file(dtype, head_dim, rotate, transpose, scale)).quantize
+    entry: Callable[..., Any] = module_at(_file(dtype, head_dim, rotate, transpose, scale, permute)).quantize
     return entry
 
 
-def stem_of(dtype: str, rotate: bool, transpose: bool, scale: str) -> str:
+def stem_of(dtype: str, rotate: bool, transpose: bool, scale: str, permute: bool = False) -> str:
     """The stem of the spec of modules for this; theirs is the same with the head dim behind it."""
-    parts = ["rotate"] * rotate + ["v"] * transpose + [scale] * (scale != "head") + [dtype] * (dtype != BF16.name)
-    return "_".join(["quantize", *parts])
+    parts = ["rotate"] * rotate + ["v"] * transpose + ["permuted"] * permute
+    return "_".join(["quantize", *parts, *[scale] * (scale != "head"), *[dtype] * (dtype != BF16.name)])
 
 
-def proposed(dtype: str, head_dim: int, rotate: bool, transpose: bool, scale: str) -> str:
+def proposed(dtype: str, head_dim: int, rotate: bool, transpose: bool, scale: str, permute: bool = False) -> str:
     """A spec of such a module, which nobody tuned, as YAML."""
     rows = BLOCK if transpose or scale == "block" else 64
     problem = {"dtype": dtype, "rotate": rotate, "transpose": transpose, "scale": scale}
+    problem |= {"permute_keys": True} if permute else {}
     fields = ", ".join(f"{name}: {str(value).lower()}" for name, value in problem.items())
     return (
         'summary: "Rows in 8 bits"\n'
@@ -127,11 +135,11 @@ def proposed(dtype: str, head_dim: int, rotate: bool, transpose: bool, scale: st
 
 
 @functools.cache
-def _file(dtype: str, head_dim: int, rotate: bool, transpose: bool, scale: str) -> Path:
-    spec = stem_of(dtype, rotate, transpose, scale)
+def _file(dtype: str, head_dim: int, rotate: bool, transpose: bool, scale: str, permute: bool = False) -> Path:
+    spec = stem_of(dtype, rotate, transpose, scale, permute)
     file = Workspace.find().rendered_path(f"{spec}_d{head_dim}")
     if not file.is_file():
-        text = proposed(dtype, head_dim, rotate, transpose, scale)
+        text = proposed(dtype, head_dim, rotate, transpose, scale, permute)
         raise NoKernel(
             f"{file} does not exist. Where specs/{spec}.yaml names head dim {head_dim}, run `fa3gen render {spec}`; "
             f"where it does not, add it; where there is no such spec, write\n\n{text}\nand render that"
@@ -178,7 +186,12 @@ def _check(x: Any, rotate: Any, scale: Any, heads_kv: Any, descale: Any, out: An
     return dtype
 
 
-def _check_transposed(transpose: bool, scale: str) -> None:
+def _check_transposed(transpose: bool, permute_keys: bool, scale: str) -> None:
+    if permute_keys and not transpose:
+        raise ArgumentError(
+            "permute_keys is True without transpose: keys are permuted of V whose sequence is contiguous; pass "
+            "transpose=True, too"
+        )
     if transpose and scale == "token":
         raise ArgumentError(
             "transpose is given beside scale='token': transposed is V, of whose rows P V is a sum, out of which no "
@@ -189,71 +202,96 @@ def _check_transposed(transpose: bool, scale: str) -> None:
 # Operators, for whatever looks at calls instead of making them
 
 
-def _call(x: Tensor, signs: Tensor | None, transpose: bool, scale: str, **named: Any) -> tuple[Tensor, Tensor]:
-    serving = _serving(DTYPE_NAMES[x.dtype], x.shape[-1], signs is not None, transpose, scale)
+def _call(
+    x: Tensor, signs: Tensor | None, transpose: bool, scale: str, permute: bool, **named: Any
+) -> tuple[Tensor, Tensor]:
+    serving = _serving(DTYPE_NAMES[x.dtype], x.shape[-1], signs is not None, transpose, scale, permute)
     returned: tuple[Tensor, Tensor] = serving(x, *([] if signs is None else [signs]), **calls.given(**named))
     return returned
 
 
 def _quantize(
-    x: Tensor, signs: Tensor | None, *, transpose: bool, scale: str, heads_kv: int | None
+    x: Tensor, signs: Tensor | None, *, transpose: bool, scale: str, heads_kv: int | None, permute_keys: bool = False
 ) -> tuple[Tensor, Tensor]:
     """`fa3gen::quantize`: the output, and scales that are found."""
-    return _call(x, signs, transpose, scale, heads_kv=heads_kv)
+    return _call(x, signs, transpose, scale, permute_keys, heads_kv=heads_kv)
 
 
 def _quantize_out(
-    x: Tensor, signs: Tensor | None, out: Tensor, *, transpose: bool, scale: str, heads_kv: int | None
+    x: Tensor,
+    signs: Tensor | None,
+    out: Tensor,
+    *,
+    transpose: bool,
+    scale: str,
+    heads_kv: int | None,
+    permute_keys: bool = False,
 ) -> Tensor:
     """`fa3gen::quantize_out`: writes to `out` and returns scales that are found."""
-    return _call(x, signs, transpose, scale, heads_kv=heads_kv, out=out)[1]
+    return _call(x, signs, transpose, scale, permute_keys, heads_kv=heads_kv, out=out)[1]
 
 
-def _quantize_by(x: Tensor, signs: Tensor | None, descale: Tensor, *, transpose: bool) -> Tensor:
+def _quantize_by(
+    x: Tensor, signs: Tensor | None, descale: Tensor, *, transpose: bool, permute_keys: bool = False
+) -> Tensor:
     """`fa3gen::quantize_by`: the output by scales that are given."""
-    return _call(x, signs, transpose, "head", descale=descale)[0]
+    return _call(x, signs, transpose, "head", permute_keys, descale=descale)[0]
 
 
-def _quantize_by_out(x: Tensor, signs: Tensor | None, descale: Tensor, out: Tensor, *, transpose: bool) -> None:
+def _quantize_by_out(
+    x: Tensor, signs: Tensor | None, descale: Tensor, out: Tensor, *, transpose: bool, permute_keys: bool = False
+) -> None:
     """`fa3gen::quantize_by_out`: writes to `out` by scales that are given."""
-    _call(x, signs, transpose, "head", descale=descale, out=out)
+    _call(x, signs, transpose, "head", permute_keys, descale=descale, out=out)
 
 
 def _quantize_fake(
-    x: Tensor, signs: Tensor | None, *, transpose: bool, scale: str, heads_kv: int | None
+    x: Tensor, signs: Tensor | None, *, transpose: bool, scale: str, heads_kv: int | None, permute_keys: bool = False
 ) -> tuple[Tensor, Tensor]:
     _check(x, signs, scale, heads_kv, None, None)
-    return _out_like(x, transpose), _descale_like(x, scale, heads_kv)
+    return _out_like(x, transpose, permute_keys), _descale_like(x, scale, heads_kv)
 
 
 def _quantize_out_fake(
-    x: Tensor, signs: Tensor | None, out: Tensor, *, transpose: bool, scale: str, heads_kv: int | None
+    x: Tensor,
+    signs: Tensor | None,
+    out: Tensor,
+    *,
+    transpose: bool,
+    scale: str,
+    heads_kv: int | None,
+    permute_keys: bool = False,
 ) -> Tensor:
     _check(x, signs, scale, heads_kv, None, out)
-    _need_out(x, out)
+    _need_out(x, out, permute_keys)
     return _descale_like(x, scale, heads_kv)
 
 
-def _quantize_by_fake(x: Tensor, signs: Tensor | None, descale: Tensor, *, transpose: bool) -> Tensor:
+def _quantize_by_fake(
+    x: Tensor, signs: Tensor | None, descale: Tensor, *, transpose: bool, permute_keys: bool = False
+) -> Tensor:
     _check(x, signs, "head", None, descale, None)
     _need_descale(x, descale)
-    return _out_like(x, transpose)
+    return _out_like(x, transpose, permute_keys)
 
 
-def _quantize_by_out_fake(x: Tensor, signs: Tensor | None, descale: Tensor, out: Tensor, *, transpose: bool) -> None:
+def _quantize_by_out_fake(
+    x: Tensor, signs: Tensor | None, descale: Tensor, out: Tensor, *, transpose: bool, permute_keys: bool = False
+) -> None:
     _check(x, signs, "head", None, descale, out)
     _need_descale(x, descale)
-    _need_out(x, out)
+    _need_out(x, out, permute_keys)
 
 
-def _out_like(x: Tensor, transpose: bool) -> Tensor:
+def _out_like(x: Tensor, transpose: bool, permute_keys: bool) -> Tensor:
     """An output as a module makes it."""
     batch, seq, heads, head_dim = x.shape
     if not transpose:
         return x.new_empty(x.shape, dtype=E4M3.in_torch())
     length = (seq + UNIT - 1) // UNIT * UNIT
     strides = heads * head_dim * length, 1, head_dim * length, length
-    return x.new_empty_strided(x.shape, strides, dtype=E4M3.in_torch())
+    shape = batch, length if permute_keys else seq, heads, head_dim
+    return x.new_empty_strided(shape, strides, dtype=E4M3.in_torch())
 
 
 def _descale_like(x: Tensor, scale: str, heads_kv: int | None) -> Tensor:
@@ -267,10 +305,12 @@ def _descale_like(x: Tensor, scale: str, heads_kv: int | None) -> Tensor:
     return x.new_empty(shape, dtype=torch.float32)
 
 
-def _need_out(x: Tensor, out: Tensor) -> None:
+def _need_out(x: Tensor, out: Tensor, permute_keys: bool) -> None:
+    batch, seq, *others = x.shape
+    wanted = batch, (seq + UNIT - 1) // UNIT * UNIT if permute_keys else seq, *others
     calls.need(
-        out.shape == x.shape and out.dtype == E4M3.in_torch(),
-        lambda: f"out is {tuple(out.shape)}, {out.dtype}; it needs to be {tuple(x.shape)}, {E4M3.torch_name}",
+        tuple(out.shape) == wanted and out.dtype == E4M3.in_torch(),
+        lambda: f"out is {tuple(out.shape)}, {out.dtype}; it needs to be {wanted}, {E4M3.torch_name}",
     )
 
 
@@ -283,12 +323,13 @@ def _need_descale(x: Tensor, descale: Tensor) -> None:
 
 
 _ROWS = "Tensor x, Tensor? signs"
-_OPTIONS = "bool transpose, str scale, SymInt? heads_kv"
+_OPTIONS = "bool transpose, str scale, SymInt? heads_kv, bool permute_keys=False"
+_BY = "bool transpose, bool permute_keys=False"
 calls.register(f"quantize({_ROWS}, *, {_OPTIONS}) -> (Tensor, Tensor)", _quantize, _quantize_fake)
 calls.register(f"quantize_out({_ROWS}, Tensor(a!) out, *, {_OPTIONS}) -> Tensor", _quantize_out, _quantize_out_fake)
-calls.register(f"quantize_by({_ROWS}, Tensor descale, *, bool transpose) -> Tensor", _quantize_by, _quantize_by_fake)
+calls.register(f"quantize_by({_ROWS}, Tensor descale, *, {_BY}) -> Tensor", _quantize_by, _quantize_by_fake)
 calls.register(
-    f"quantize_by_out({_ROWS}, Tensor descale, Tensor(a!) out, *, bool transpose) -> ()",
+    f"quantize_by_out({_ROWS}, Tensor descale, Tensor(a!) out, *, {_BY}) -> ()",
     _quantize_by_out,
     _quantize_by_out_fake,
 )

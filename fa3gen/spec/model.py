@@ -89,6 +89,11 @@ class Problem(SpecModel):
         description="What a factor of q and k of 8 bits is for. `head`: a sequence and a head of k, whose query heads "
         f"share that of q; `block`: {BLOCK_ROWS} rows of a head of theirs, as `quantize` makes them with scale block.",
     )
+    v_keys: Literal["in_order", "permuted"] = Field(
+        default="in_order",
+        description="Of a v of 8 bits whose sequence is contiguous: its keys one after the other, or of each 16 in the "
+        "order in which a thread has P as accumulator, so that P needs no exchange. `quantize` writes v so.",
+    )
 
     @property
     def v_dim(self) -> int:

@@ -26,6 +26,11 @@ class QuantizeProblem(SpecModel):
     transpose: bool = Field(
         default=False, description="Whether the sequence is contiguous in the output, as attention wants V of 8 bits."
     )
+    permute_keys: bool = Field(
+        default=False,
+        description="With `transpose`, whether each 16 rows have the order in which attention has P as accumulator, "
+        "as `v_keys: permuted` wants V. The output has whole 16 rows, zeros behind the last one.",
+    )
     scale: ScaledPer = Field(
         default="head",
         description="What shares a scale. `head`: all that one head of k serves, found by a kernel of its own, or "

@@ -26,7 +26,7 @@ from fa3gen.base import files, markdown
 from fa3gen.base.errors import UserError
 from fa3gen.base.files import write_text
 from fa3gen.base.parts import Part, read_file, rounded
-from fa3gen.design import ladder
+from fa3gen.design import footprint, ladder
 from fa3gen.design.family import Family
 from fa3gen.design.masks import of_call, reach
 from fa3gen.design.operation import operation_of
@@ -68,6 +68,7 @@ class Inputs:
 
     `selected` is the number of the key that a row selects, -1 for a row that sees none. `keywords` are what the module
     has to be given by name: sinks that do nothing, and a cap beyond the scores, where a row selects a key.
+    `v_in_order` is v as it was drawn, where the module is given it with its keys permuted.
     """
 
     q: torch.Tensor
@@ -75,6 +76,12 @@ class Inputs:
     v: torch.Tensor
     selected: torch.Tensor | None = None
     keywords: Mapping[str, Any] = field(default_factory=dict)
+    v_in_order: torch.Tensor | None = None
+
+    @property
+    def values(self) -> torch.Tensor:
+        """v with its keys in order."""
+        return self.v if self.v_in_order is None else self.v_in_order
 
 
 def make_inputs(case: Case, *, mask: Mask, head_dim: int, dtype: torch.dtype, v_dim: int | None = None) -> Inputs:
@@ -118,7 +125,8 @@ def make_for(spec: Forward, case: Case) -> Inputs:
     if made.selected is not None:
         none = {"sinks": torch.full((case.heads_q,), -math.inf), "softcap": NO_CAP}
         keywords = {name: none[name] for name in keywords}
-    return replace(made, q=laid_out(q, made.q), k=laid_out(k, made.k), v=laid_out(v, made.v), keywords=keywords)
+    placed = {"q": laid_out(q, made.q), "k": laid_out(k, made.k), "v": laid_out(v, made.v)}
+    return replace(made, **placed, keywords=keywords, v_in_order=made.v if footprint.permuted_keys(spec) else None)
 
 
 def _selection(case: Case, random: np.random.Generator, v: torch.Tensor, head_dim: int, mask: Mask) -> Inputs:
@@ -155,7 +163,7 @@ def _rows_of(kv: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
 def selected_output(inputs: Inputs) -> torch.Tensor:
     """The exact O of a selection case: rows of v, zero where a row sees no key."""
     assert inputs.selected is not None
-    rows = _rows_of(inputs.v, inputs.selected.clamp(min=0))
+    rows = _rows_of(inputs.values, inputs.selected.clamp(min=0))
     unseen = (inputs.selected < 0).transpose(1, 2)[..., None]
     return torch.where(unseen, torch.zeros_like(rows), rows)
 
@@ -336,7 +344,7 @@ def compare_case(
     case, format = served(case, spec), spec.o_dtype
     inputs = make_for(spec, case)
     seen = reach(of_call(spec.mask))
-    exact = reference.attention(inputs.q, inputs.k, inputs.v, reach=seen, **inputs.keywords).out.numpy()
+    exact = reference.attention(inputs.q, inputs.k, inputs.values, reach=seen, **inputs.keywords).out.numpy()
     wrong: dict[str, int | None] = {"gpu": None, "cpu": None}
     if inputs.selected is not None:
         expected = selected_output(inputs).double().numpy()

@@ -19,8 +19,9 @@ import torch
 
 from fa3gen.design import footprint
 from fa3gen.design.family import PackedShape, Shape, blocks_of
+from fa3gen.design.key_order import ORDER, UNIT, whole_units
 from fa3gen.design.masks import Window, given_with_calls, of_call, options_of_call, reach
-from fa3gen.design.operation import BATCH, HEADS_KV, SEQ_K, Dense, Extent, Tensor, operation_of
+from fa3gen.design.operation import BATCH, HEADS_KV, SEQ_K, SEQ_V, Dense, Extent, Tensor, operation_of
 from fa3gen.design.tiles import sequence_contiguous
 from fa3gen.hardware.dtypes import BF16, DTYPES, VECTOR_BYTES, Dtype
 from fa3gen.spec.model import WINDOW_MAX, Forward, Mask, NoMask, SyncLoad, WindowMask
@@ -32,6 +33,8 @@ POISON = {1: (torch.uint8, 0xFF), 2: (torch.int16, 0x7FA5), 4: (torch.int32, 0x7
 
 # Of factors of blocks, base 2, which those of a head have in turn.
 BLOCK_EXPONENTS = {"q": (-2.4, 0.0), "k": (-2.4, 0.0, 2.4)}
+# In v, where keys are filled up to whole units: finite, as modules need them, and so large that a P of 2^-9 would show.
+BEHIND_LAST_KEY = 448.0
 # Beside ordinary ones, by head. The first leaves something of a row, the second nothing.
 SINKS = (6.0, 3e38, -3e38, -math.inf)
 
@@ -86,6 +89,7 @@ class Inputs:
     `mask` is what the call computes, `options` what it says for that beside its tensors. `descales` are the factors of
     q, k and v by name, where these have 8 bits and the call gives any: (batch, heads_kv), or of q and k (batch, heads,
     blocks), each of BLOCK_ROWS rows.
+    `v_in_order` is v with its keys in order, where the module is given them permuted.
     """
 
     q: torch.Tensor
@@ -98,6 +102,7 @@ class Inputs:
     sinks: torch.Tensor | None = None
     softcap: float | None = None
     descales: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    v_in_order: torch.Tensor | None = None
 
     @property
     def keywords(self) -> dict[str, Any]:
@@ -124,10 +129,11 @@ class Inputs:
     @property
     def parts(self) -> list[Part]:
         """What attends to itself and nothing else, as the reference takes it: as much as factors make of it."""
+        values = self.v if self.v_in_order is None else self.v_in_order
         if not self.descales:
-            return [(self.q, self.k, self.v)]
+            return [(self.q, self.k, values)]
         of_q, of_k, of_v = (self.descales[f"{name}_descale"] for name in "qkv")
-        return [(_times(self.q, of_q), _times(self.k, of_k), _times(self.v, of_v))]
+        return [(_times(self.q, of_q), _times(self.k, of_k), _times(values, of_v))]
 
     @property
     def written(self) -> list[torch.Tensor]:
@@ -348,6 +354,7 @@ def make_for(spec: Forward, case: Case, *, device: torch.device, seed: int) -> I
         device=device,
         seed=seed,
         by_sequence=sequence_contiguous(spec),
+        permuted=footprint.permuted_keys(spec),
     )
     return replace(
         made,
@@ -418,8 +425,10 @@ def untouched(storage: torch.Tensor, written: Sequence[torch.Tensor]) -> bool:
 def laid_out(described: Tensor, tensor: torch.Tensor) -> torch.Tensor:
     """The same values with strides that a module takes: the tensor itself where its contiguous dimension is the last.
 
-    Such a tensor has to have them.
+    Such a tensor has to have them. Where the module is given keys permuted, they are.
     """
+    if SEQ_V in described.dims:
+        tensor = permuted_keys(tensor, fill=0.0)
     if described.contiguous == tensor.ndim - 1:
         return tensor
     made = torch.empty_strided(tensor.shape, described.strides(tensor.shape), dtype=tensor.dtype, device=tensor.device)
@@ -433,6 +442,27 @@ def by_sequence(v: torch.Tensor) -> torch.Tensor:
     return laid_out(Tensor("v", "input", element, dims, "tma", Dense(contiguous=1)), v)
 
 
+def permuted_keys(v: torch.Tensor, *, fill: float) -> torch.Tensor:
+    """The keys of v (batch, seq, heads, d) in the order of `fa3gen.design.key_order`, filled up to whole units.
+
+    The sequence is contiguous in the result.
+    """
+    batch, seq, heads, d = v.shape
+    made = torch.full((batch, heads, d, whole_units(seq)), fill, dtype=v.dtype, device=v.device)
+    made[..., :seq] = v.permute(0, 2, 3, 1)
+    order = torch.tensor(ORDER, device=v.device)
+    # Bytes, since torch takes no elements of 8 bits by their numbers.
+    units = made.view(torch.uint8).view(batch, heads, d, whole_units(seq) // UNIT, UNIT)
+    return units[..., order].flatten(3).view(v.dtype).permute(0, 3, 1, 2)
+
+
+def keys_in_order(v: torch.Tensor, seq: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The inverse of `permuted_keys`, of `seq` keys, and what stands behind the last one; of any dtype but 8 bits."""
+    units = v.reshape(v.shape[0], -1, UNIT, *v.shape[2:])
+    keys = units[:, :, torch.tensor(ORDER, device=v.device).argsort()].flatten(1, 2)
+    return keys[:, :seq], keys[:, seq:]
+
+
 def make(
     case: Case,
     *,
@@ -444,12 +474,13 @@ def make(
     kv_dtype: torch.dtype | None = None,
     out_dtype: torch.dtype | None = None,
     by_sequence: Sequence[str] = (),
+    permuted: bool = False,
 ) -> Inputs:
     """Draw the tensors of `case` on `device`.
 
     `v_dim` is the head dim of v and O where it is not `head_dim`, `kv_dtype` and `out_dtype` the dtypes of k and v and
-    of O where they are not `dtype`; `by_sequence` are the names of the inputs whose sequence is contiguous. The same
-    seed gives the same numbers on every device.
+    of O where they are not `dtype`; `by_sequence` are the names of the inputs whose sequence is contiguous, `permuted`
+    says that the keys of v are. The same seed gives the same numbers on every device.
     """
     v_dim = head_dim if v_dim is None else v_dim
     generator = torch.Generator().manual_seed(case_seed(case.name, seed))
@@ -463,6 +494,9 @@ def make(
         _add_ramp(q, k)
     dtypes = {"q": dtype, "k": kv_dtype or dtype, "v": kv_dtype or dtype}
     given = {name: x.to(device=device, dtype=dtypes[name]) for name, x in (("q", q), ("k", k), ("v", v))}
+    v_in_order = given["v"] if permuted else None
+    if v_in_order is not None:
+        given["v"] = permuted_keys(v_in_order, fill=BEHIND_LAST_KEY)
     if case.layout == "packed":
         kinds = {(name in by_sequence, dtypes[name]) for name in given}
         given = {name: x for kind in kinds for name, x in _packed(given, by_sequence, *kind).items()}
@@ -471,8 +505,9 @@ def make(
     q, k, v = (given[name] for name in ("q", "k", "v"))
     if case.layout == "expanded":
         k, v = (tensor.expand(case.batch, -1, -1, -1) for tensor in (k, v))
+        v_in_order = None if v_in_order is None else v_in_order.expand(case.batch, -1, -1, -1)
     out, storage = _poisoned_out(q, v_dim, dtype if out_dtype is None else out_dtype, case.layout)
-    return Inputs(q=q, k=k, v=v, out=out, out_storage=storage)
+    return Inputs(q=q, k=k, v=v, out=out, out_storage=storage, v_in_order=v_in_order)
 
 
 def _add_outliers(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, generator: torch.Generator) -> None:

@@ -12,9 +12,10 @@ from typing import Any, Literal
 
 import torch
 
+from fa3gen.design.key_order import whole_units
 from fa3gen.design.operation import operation_of
 from fa3gen.spec.model import Quantize
-from fa3gen.verify.inputs import case_seed, poison
+from fa3gen.verify.inputs import case_seed, keys_in_order, poison
 
 Distribution = Literal["normal", "outliers", "zeros", "small", "ties"]
 Layout = Literal["padded", "contiguous", "by_head", "fused"]
@@ -109,8 +110,19 @@ def make(spec: Quantize, case: QuantizeCase, *, device: torch.device, seed: int)
         named["descale"] = factor.repeat_interleave(2, 1)[:, ::2].to(device)
     elif case.heads_kv:
         named["heads_kv"] = heads_kv
-    storage, out = _surrounded(spec, shape, device)
+    storage, out = _surrounded(spec, written_shape(spec, shape), device)
     return QuantizeInputs(given, named, out, storage)
+
+
+def written_shape(spec: Quantize, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """That of the output for this x: where keys are permuted, it has whole units of rows."""
+    batch, seq, *others = shape
+    return batch, whole_units(seq) if spec.problem.permute_keys else seq, *others
+
+
+def rows_in_order(spec: Quantize, out: torch.Tensor, seq: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of an output (batch, seq_out, heads, d) the rows of x in order, and what stands for rows that x has not."""
+    return keys_in_order(out, seq) if spec.problem.permute_keys else (out[:, :seq], out[:, seq:])
 
 
 def _values(case: QuantizeCase, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:

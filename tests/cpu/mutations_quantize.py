@@ -116,6 +116,37 @@ def columns() -> list[Mutation]:
     ]
 
 
+def permuted() -> list[Mutation]:
+    """The same with keys permuted."""
+    make = group("quantize_v_permuted_d64", "keys")
+    return [
+        make(
+            "the third of four rows is the one behind the second",
+            "as without a permutation",
+            Change(Line("add.s32 %r#, %r#, 8;", 1, 2), "8;", "2;"),
+            reports={NUMBERS},
+        ),
+        make(
+            "two words of a unit are of the same rows",
+            "of four there are two",
+            Change(Line("and.b32 %r#, %r#, 6;", 1, 2), "6;", "4;"),
+            reports={NUMBERS},
+        ),
+        make(
+            "rows that there are not",
+            "zeros have to stand for them",
+            Change(Line("setp.le.s32 %p#, %r#, %r#;", 4, 8), "%r#, %r#;", "1, 0;"),
+            reports={NUMBERS, Kind.OUT_OF_BOUNDS},
+        ),
+        make(
+            "whole units behind the last row's",
+            "which overwrite what stands there",
+            Change(Line("setp.lt.s32 %p#, %r#, %r#;", above="xor.b32..."), "%r#, %r#;", "1, 0;"),
+            reports={NUMBERS, Kind.OUT_OF_BOUNDS},
+        ),
+    ]
+
+
 def blocks() -> list[Mutation]:
     """K rotated, a scale for each block."""
     make = group("quantize_rotate_block_d128", "blocks")
@@ -171,4 +202,4 @@ def blocks() -> list[Mutation]:
     ]
 
 
-QUANTIZE: list[Mutation] = [*columns(), *blocks()]
+QUANTIZE: list[Mutation] = [*columns(), *permuted(), *blocks()]

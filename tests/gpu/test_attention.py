@@ -53,6 +53,7 @@ class Call(NamedTuple):
         return {
             "causal": isinstance(mask, CausalMask),
             "window": (mask.left, mask.right) if isinstance(mask, WindowMask) else None,
+            **({"v_permuted": True} if self.family.v_permuted else {}),
         }
 
     def tensors(self, device: Any, *, seq_q: int = QUERIES, seed: int = 0) -> tuple[torch.Tensor, ...]:
@@ -64,6 +65,8 @@ class Call(NamedTuple):
             (self.batch, self.seq_k, 2, family.head_dim_v),
         ]
         q, k, v = (inputs.normal(shape, DTYPES[family.dtype], device, generator) for shape in shapes)
+        if family.v_permuted:
+            return q, k, inputs.permuted_keys(v, fill=0.0)
         return q, k, inputs.by_sequence(v) if family.by_sequence else v
 
 
@@ -97,7 +100,10 @@ def in_the_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def check(call: Call, tensors: tuple[torch.Tensor, ...], out: torch.Tensor, lse: torch.Tensor | None = None) -> None:
-    expected = reference.attention(*tensors, reach=reach(call.family.mask), compute_dtype=torch.float32)
+    q, k, v = tensors
+    if call.family.v_permuted:
+        v = inputs.keys_in_order(v.float(), k.shape[1])[0]
+    expected = reference.attention(q, k, v, reach=reach(call.family.mask), compute_dtype=torch.float32)
     error = (out.float() - expected.out).norm() / expected.out.norm()
     assert error.item() <= (TOLERANCE_8BIT if call.family.eight_bits else TOLERANCE)
     if lse is not None:

@@ -227,6 +227,36 @@ def test_a_v_whose_sequence_is_contiguous(
     assert Family.of(fa3gen.attention.explain(q, k, placed, causal=causal).spec).by_sequence == ("v",)
 
 
+@pytest.mark.parametrize("keys", [2000, 2048, 33])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_permuted_keys(dim: int, causal: bool, keys: int, hopper: Any) -> None:
+    """What `quantize` writes so is what `attention` reads: eager, compiled, in a graph; near as with keys in order."""
+    q, k, v = (
+        torch.randn(2, seq, heads, dim, device=hopper).bfloat16() for seq, heads in ((300, 8), (keys, 2), (keys, 2))
+    )
+    (q8, q_scale), (k8, k_scale) = fa3gen.quantize(q, heads_kv=2), fa3gen.quantize(k)
+    v8, v_scale = fa3gen.quantize(v, transpose=True, permute_keys=True)
+    of_rows, same = fa3gen.quantize(v)
+    assert v_scale.equal(same) and v8.shape[1] == -(-keys // 16) * 16
+    assert v8.view(torch.uint8).equal(inputs.permuted_keys(of_rows, fill=0.0).view(torch.uint8))
+    named: dict[str, Any] = {"q_descale": q_scale, "k_descale": k_scale, "v_descale": v_scale, "causal": causal}
+    out, lse = fa3gen.attention(q8, k8, v8, v_permuted=True, **named, return_lse=True)
+    factors = {name: named[name] for name in FACTORS}
+    close(out, lse, expected(q8, k8, of_rows, causal, factors))
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda *x: fa3gen.attention(*x, v_permuted=True, **named), fullgraph=True)
+    assert compiled(q8, k8, v8).equal(out)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = fa3gen.attention(q8, k8, v8, v_permuted=True, **named)
+    captured.fill_(torch.nan)
+    graph.replay()
+    assert captured.equal(out)
+    with pytest.raises(ValueError, match="it needs to be .*16"):
+        fa3gen.attention(q8, k8, v8[:, :-16], v_permuted=True, **named)
+
+
 @EVERY
 def test_the_function_of_flash_attention(dim: int, causal: bool, hopper: Any) -> None:
     q, k, v = tensors(hopper, "many", dim)
@@ -244,7 +274,9 @@ def test_every_row_of_the_table(hopper: Any) -> None:
         batch = 1 if row.tiles_per_sm is None or row.tiles_per_sm.up_to > 1 else 2
         q, k, v = (torch.randn(batch, keys, 4, row.head_dim, device=hopper).to(E4M3) for _ in range(3))
         given, causal = inputs.by_sequence(v) if row.by_sequence else v, row.mask.kind == "causal"
-        close(fa3gen.attention(q, k, given, causal=causal), None, expected(q, k, v, causal, {}))
+        named = {"v_permuted": True} if row.v_permuted else {}
+        given = inputs.permuted_keys(v, fill=0.0) if named else given
+        close(fa3gen.attention(q, k, given, causal=causal, **named), None, expected(q, k, v, causal, {}))
 
 
 def test_a_factor_on_the_host_is_refused_and_not_read(hopper: Any) -> None:

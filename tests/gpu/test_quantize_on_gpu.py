@@ -12,6 +12,7 @@ import torch
 import fa3gen
 from fa3gen.design.workspace import Workspace
 from fa3gen.verify import reference
+from fa3gen.verify.inputs import permuted_keys
 
 WORKSPACE = Workspace.find(Path(__file__).parent)
 E4M3 = torch.float8_e4m3fn
@@ -63,6 +64,21 @@ def test_v_transposed_is_v(dim: int, hopper: torch.device) -> None:
         assert room.view(torch.uint8)[..., length:].eq(0x5A).all()
 
 
+@pytest.mark.parametrize("dim", [64, 128])
+def test_permuted_keys_are_those_of_v(dim: int, hopper: torch.device) -> None:
+    """Bit by bit, zeros behind the last key, and nothing behind whole units of keys."""
+    for length in (1, 15, 16, 127, 128, 129, 4001):
+        x, whole = rows(hopper, 2, length, 3, dim), -(-length // 16) * 16
+        room = torch.full((2, 3, dim, whole + 32), 0x5A, dtype=torch.uint8, device=hopper).view(E4M3)
+        into = room[..., :whole].permute(0, 3, 1, 2)
+        out, descale = fa3gen.quantize(x, transpose=True, permute_keys=True, out=into)
+        plain, same = fa3gen.quantize(x)
+        assert out is into and descale.equal(same)
+        wanted = permuted_keys(plain, fill=0.0).contiguous()
+        assert out.contiguous().view(torch.uint8).equal(wanted.view(torch.uint8))
+        assert room.view(torch.uint8)[..., whole:].eq(0x5A).all()
+
+
 @pytest.mark.parametrize("scale", ["block", "token"])
 def test_finer_scales(scale: Any, hopper: torch.device) -> None:
     x, turn = rows(hopper, 2, 1000, 4, 128), signs(hopper, 128)
@@ -109,17 +125,20 @@ def test_as_many_parts_as_find_room(hopper: torch.device) -> None:
             x[0, row, heads - 1, 63] = 1
 
 
-@pytest.mark.parametrize("stem", ["k7_d64", "k7_d128_causal", "k7_v_k_d64_causal", "k7_v_k_d128"])
+STEMS = "k7_d64", "k7_d128_causal", "k7_v_k_d64_causal", "k7_v_k_d128", "fwd_fp8_v_permuted_d64_causal"
+
+
+@pytest.mark.parametrize("stem", STEMS)
 def test_attention_of_8_bits(stem: str, hopper: torch.device) -> None:
     """With grouped heads, and a thousandth of Q and K ten times as large: rotated, O is nearer to that of 16 bits."""
-    dim, transpose = int(stem.split("_d")[1].split("_")[0]), "v_k" in stem
+    dim, transpose, permuted = int(stem.split("_d")[1].split("_")[0]), "_v_" in stem, "permuted" in stem
     q, k, v = (rows(hopper, 2, 2000, heads, dim) for heads in (8, 2, 2))
     for x in (q, k):
         x *= torch.where(torch.rand(x.shape, device=hopper) < 1e-3, 10, 1)
     reach = (None, 0) if "causal" in stem else (None, None)
     wanted = reference.attention(*(x.double() for x in (q, k, v)), reach=reach).out
     module, errors = fa3gen.load(stem), []
-    v8, v_scale = fa3gen.quantize(v, transpose=transpose)
+    v8, v_scale = fa3gen.quantize(v, transpose=transpose, permute_keys=permuted)
     for rotate in (None, signs(hopper, dim)):
         q8, q_scale = fa3gen.quantize(q, rotate=rotate, heads_kv=2)
         k8, k_scale = fa3gen.quantize(k, rotate=rotate)

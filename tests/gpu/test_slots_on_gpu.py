@@ -114,7 +114,7 @@ def test_a_captured_call_is_one_kernel(stem: str, hopper: Any) -> None:
     problem = Problem(load_for_launch(WORKSPACE.module_path(stem)), spec, hopper, SMALL, seed=2)
     wanted = problem.attend()
     options: dict[str, Any] = {"return_lse": True} if spec.outputs.lse else {}
-    tensors = problem.q, problem.k, problem.v
+    tensors = problem.q, problem.k, problem.v_given
     for calls in (1, 3):
         for given in ({}, {"out": torch.full_like(wanted.out, torch.nan)}):
             graph = torch.cuda.CUDAGraph(keep_graph=True)
@@ -140,7 +140,7 @@ def test_the_first_slots_are_made_during_a_capture(
     slots = recorded_slots(module, monkeypatch)
     graph = torch.cuda.CUDAGraph(keep_graph=True)
     with torch.cuda.graph(graph, capture_error_mode=mode):
-        out, lse = module.attention(problem.q, problem.k, problem.v, **problem.keywords, return_lse=True)
+        out, lse = module.attention(problem.q, problem.k, problem.v_given, **problem.keywords, return_lse=True)
     assert len(slots) == 1 and past_torch(slots) and slots[0].is_cuda
     assert nodes(graph) == {KERNEL: 1}
     wanted = problem.attend()
@@ -159,7 +159,7 @@ def test_the_first_slots_are_made_while_another_thread_captures(hopper: Any) -> 
 
     def launch() -> None:
         with torch.cuda.stream(stream):
-            module.attention(problem.q, problem.k, problem.v, **problem.keywords, out=out.fill_(torch.nan))
+            module.attention(problem.q, problem.k, problem.v_given, **problem.keywords, out=out.fill_(torch.nan))
 
     launch()
     torch.cuda.synchronize()
@@ -225,7 +225,7 @@ def test_streams_that_end_while_they_work(stem: str, hopper: Any) -> None:
         handles.add(int(stream))
         with torch.cuda.stream(torch.cuda.ExternalStream(int(stream))):
             torch.cuda._sleep(1_000_000)
-            module.attention(problem.q, problem.k, problem.v, **problem.keywords, out=out)
+            module.attention(problem.q, problem.k, problem.v_given, **problem.keywords, out=out)
         assert not cuda.cuStreamDestroy(stream)[0]
     torch.cuda.synchronize()
     assert slots_made(module) == 1 + len(handles)

@@ -120,6 +120,8 @@ def _eight_bits(spec: Forward) -> Iterable[Answer]:
     dtype = spec.problem.dtype
     if spec.smem is not None:
         yield eight_bits.transposed_operand.ask(spec.smem.vt, dtype)
+    vt = None if spec.smem is None else spec.smem.vt
+    yield eight_bits.permuted_keys.ask(spec.problem.v_keys, dtype, vt, spec.problem.layout, spec.tile.kv_from)
     yield eight_bits.transposing_warps.ask(spec.tile.transposers, footprint.transposes(spec))
     if spec.accumulate is not None:
         yield eight_bits.two_levels.ask(spec.accumulate.promote_every, dtype, spec.accumulate.columns)

@@ -17,6 +17,7 @@ def answers(spec: Quantize) -> list[Answer]:
         quantizes.quantize_threads.ask(threads),
         quantizes.quantize_warps.ask(threads),
     ]
+    found.append(quantizes.quantize_permuted.ask(spec.problem.permute_keys, spec.problem.transpose))
     if spec.problem.rotate:
         found.append(quantizes.quantize_hadamard.ask(head_dim))
     if spec.problem.transpose:

@@ -89,6 +89,24 @@ def transposing_warps(transposers: int, transposes: bool) -> Violation | None:
     )
 
 
+@rule(kind=GENERATOR, topic="O = P V")
+def permuted_keys(v_keys: str, dtype: str, vt: str | None, layout: str, kv_from: str) -> Violation | None:
+    """Keys are permuted within 16, for P of 8 bits: tiles of keys begin at whole 16, and nobody transposes V."""
+    if v_keys == "in_order":
+        return None
+    if dtype != E4M3.name:
+        why = f"P of {dtype} is read as A operand as it is; leave v_keys out, or use dtype {E4M3.name}"
+    elif vt is not None:
+        why = "warps that transpose V put its keys in P's order themselves; leave v_keys out, or smem.vt"
+    elif layout != "dense":
+        why = f"sequences of layout {layout} begin anywhere within 16 keys; use in_order, or layout dense"
+    elif kv_from != "first_key":
+        why = "tiles of keys that begin with a window begin anywhere within 16; use in_order, or kv_from: first_key"
+    else:
+        return None
+    return Violation("problem.v_keys", why)
+
+
 @rule(kind=GENERATOR, topic="structure")
 def mixed_eight_bits(kv_dtype: str | None, warpgroups: int) -> Violation | None:
     """Beside Q and P of e4m3, K and V may be e5m2. PTX ISA, "wgmma.mma_async": .atype and .btype are .e4m3 or .e5m2.

@@ -96,6 +96,17 @@ def quantize_columns_of_tokens(scale: ScaledPer) -> Violation | None:
     )
 
 
+@rule(kind=GENERATOR, topic="output")
+def quantize_permuted(permute_keys: bool, transpose: bool) -> Violation | None:
+    """The order of keys is what V is given in whose sequence is contiguous."""
+    if transpose or not permute_keys:
+        return None
+    return Violation(
+        "problem.permute_keys",
+        "keys are permuted of V whose sequence is contiguous; leave permute_keys out, or use transpose: true",
+    )
+
+
 @rule(kind=HARDWARE, topic="registers")
 def quantize_registers(threads: int, ctas: int, held: Sequence[tuple[str, int]]) -> Violation | None:
     """All threads of the CTAs that an SM has room for within its 65,536 registers, handed out in units of 8 per thread.

@@ -17,7 +17,7 @@ import math
 import random
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -266,8 +266,14 @@ class Bench:
         task = _Task(problem, tensors, last_rows(problem.mask.spec_mask(), tensors, names), float(request["burst"]))
         ready: dict[str, _Ready] = {}
         failed: dict[str, str] = {}
+        own = task  # of modules, whose v may have its keys permuted; peers have them in order
+        if problem.v_permuted:
+            q, k, v = tensors
+            own = replace(task, tensors=(q, k, inputs.permuted_keys(v, fill=0.0)))
+        modules = {module["stem"] for module in request["modules"]}
         for name, prepare in attends.items():
-            found = self.refused.get((name, problem.group)) or self._ready(name, prepare, task)
+            asked = own if name in modules else task
+            found = self.refused.get((name, problem.group)) or self._ready(name, prepare, asked)
             if isinstance(found, str):
                 failed[name] = found
             else:
