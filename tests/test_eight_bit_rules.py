@@ -66,6 +66,7 @@ def test_eight_bit_kernel(field: str, parts: dict[str, Any], way_out: str) -> No
         ("tile.pack_heads", {"tile": {"pack_heads": 4}}, "use 1"),
         ("split", {"scheduler": "even"}, "use split"),
         ("load.q_stages", {"load": {"q_stages": 1}}, "use 2"),
+        ("load.page_rows", {"problem": {"layout": "paged"}, "load": {"page_rows": 1}}, "use 16 or 64"),
     ],
 )
 def test_eight_bit_kernel_of_packed_sequences(field: str, parts: dict[str, Any], way_out: str) -> None:

@@ -166,6 +166,8 @@ def _eight_bits(spec: Forward) -> Iterable[Answer]:
         yield eight_bits.eight_bit_kernel.ask(field, value, values)
     if packed:  # of the producer's warps one finds tiles, one loads, and two are left
         yield eight_bits.eight_bit_kernel.ask("tile.transposers", tile.transposers, (2,))
+        if footprint.gathered(spec):
+            yield eight_bits.eight_bit_kernel.ask("load.page_rows", footprint.page_rows(spec), (16, 64))
         yield eight_bits.eight_bit_kernel.ask("smem.vt", spec.smem and spec.smem.vt, ("128B", "64B", "32B"))
     if footprint.persistent(spec):  # else the place of Q would be free with the last K
         yield eight_bits.eight_bit_kernel.ask("load.q_stages", footprint.q_stages(spec), (2,))
