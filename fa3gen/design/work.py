@@ -253,7 +253,7 @@ def _warp_instructions(spec: Forward) -> float:
 
 def issue_instructions(spec: Forward) -> float:
     """What issuing the products of a step takes, and all that is no arithmetic."""
-    depths = ((spec.qk, spec.problem.head_dim), (spec.pv, spec.tile.kv))
+    depths = ((spec.qk, spec.problem.head_dim), (spec.pv, spec.tile.kv * footprint.stripes(spec)))
     issued = sum(k // spec.element.wgmma_k for product, k in depths if isinstance(product, WgmmaProduct))
     released = ELECTED_RELEASE * footprint.transposes(spec)
     return WGMMA_STEP_INSTRUCTIONS + WGMMA_INSTRUCTIONS * issued + released
