@@ -122,7 +122,7 @@ SMEM_ALIGN = 1024  # bytes; a 128-byte swizzle repeats every 8 rows of 128
 Q_LAYOUT = warpgroup.SmemLayoutAtomKind.K_SW64  # in shared memory: major order and swizzle
 K_LAYOUT = warpgroup.SmemLayoutAtomKind.K_SW64
 V_LAYOUT = warpgroup.SmemLayoutAtomKind.K_SW128
-UNIT = 16  # keys of v that are permuted among themselves
+KEYS_OF_UNIT = 16  # keys of v that are permuted among themselves
 O_LAYOUT = warpgroup.SmemLayoutAtomKind.K_SW128
 P_EXPONENT = 8  # P is 2^P_EXPONENT times itself, 256 at most, so that it has most of the range of 8 bits, up to 448
 LOWEST = -1e20  # a row's maximum before its first key; finite: -inf - -inf would be NaN
@@ -838,10 +838,10 @@ def attention(q, k, v, *, q_descale=None, k_descale=None, v_descale=None, scale=
                 raise ValueError(f"{name} has shape {tuple(x.shape)}; {needed}") from None
     if heads_q and (not heads_kv or heads_q % heads_kv):
         raise ValueError(f"q has {heads_q} heads and k has {heads_kv}; heads of q must be a multiple of those of k")
-    seq_v = -(-seq_k // UNIT) * UNIT
+    seq_v = -(-seq_k // KEYS_OF_UNIT) * KEYS_OF_UNIT
     if v.shape[1:-1] != (seq_v, heads_kv):
         needed = f"with its keys permuted it needs to be {(batch, seq_v, heads_kv, HEAD_DIM)}"
-        raise ValueError(f"v has shape {tuple(v.shape)}; {needed}, {seq_k} keys in whole units of {UNIT}")
+        raise ValueError(f"v has shape {tuple(v.shape)}; {needed}, {seq_k} keys in whole units of {KEYS_OF_UNIT}")
     if 0 in out_strides and any(stride == 0 and size > 1 for size, stride in zip(out.shape, out_strides)):
         raise ValueError(f"out has strides {out_strides}: several elements share one address; pass out.contiguous()")
     if scale is not None and not (isinstance(scale, (int, float)) and 0.0 < scale < math.inf):
