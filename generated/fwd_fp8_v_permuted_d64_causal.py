@@ -122,6 +122,7 @@ SMEM_ALIGN = 1024  # bytes; a 128-byte swizzle repeats every 8 rows of 128
 Q_LAYOUT = warpgroup.SmemLayoutAtomKind.K_SW64  # in shared memory: major order and swizzle
 K_LAYOUT = warpgroup.SmemLayoutAtomKind.K_SW64
 V_LAYOUT = warpgroup.SmemLayoutAtomKind.K_SW128
+KEYS_OF_UNIT = 16  # keys of v that are permuted among themselves
 O_LAYOUT = warpgroup.SmemLayoutAtomKind.K_SW128
 # What scores are multiplied by is never 0, which the product of factors as small as those of zeros would be: 0 times
 # -inf, a hidden score, is NaN. Scores are below 2^26, so that with this they count as much as with 0.
@@ -783,7 +784,8 @@ def compile_for_sm90a(options: str = "--enable-tvm-ffi"):
 
     The result takes what `launch` does, but no stream: it runs on torch's current one. `options` are cute.compile's.
     """
-    batch, seq_q, seq_k, seq_v, heads_q, heads_kv = (cute.sym_int() for _ in range(6))
+    batch, seq_q, seq_k, heads_q, heads_kv = (cute.sym_int() for _ in range(5))
+    seq_v = cute.sym_int()
 
     def fake(seq, heads, head_dim, dtype=DTYPE, contiguous=3):
         # Any other strides of whole 16 bytes, in 64 bits: tensors may hold more than 2^31 elements.
@@ -840,10 +842,10 @@ def attention(q, k, v, *, q_descale=None, k_descale=None, v_descale=None, scale=
                 raise ValueError(f"{name} has shape {tuple(x.shape)}; {needed}") from None
     if heads_q and (not heads_kv or heads_q % heads_kv):
         raise ValueError(f"q has {heads_q} heads and k has {heads_kv}; heads of q must be a multiple of those of k")
-    seq_v = -(-seq_k // 16) * 16
-    if v.shape[1:3] != (seq_v, heads_kv):
+    seq_v = -(-seq_k // KEYS_OF_UNIT) * KEYS_OF_UNIT
+    if v.shape[1:-1] != (seq_v, heads_kv):
         needed = f"with its keys permuted it needs to be {(batch, seq_v, heads_kv, HEAD_DIM)}"
-        raise ValueError(f"v has shape {tuple(v.shape)}; {needed}, {seq_k} keys in whole units of 16")
+        raise ValueError(f"v has shape {tuple(v.shape)}; {needed}, {seq_k} keys in whole units of {KEYS_OF_UNIT}")
     if 0 in out_strides and any(stride == 0 and size > 1 for size, stride in zip(out.shape, out_strides)):
         raise ValueError(f"out has strides {out_strides}: several elements share one address; pass out.contiguous()")
     if scale is not None and not (isinstance(scale, (int, float)) and 0.0 < scale < math.inf):

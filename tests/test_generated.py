@@ -457,7 +457,12 @@ def test_all_modules_check_alike() -> None:
     packed -= padded
     assert packed == {PACKED, "fwd_d64_pack8_window", "fwd_d64_pack8_sink_window"}
     scored = {stem for stem, plan in attention_plans().items() if plan.softmax.sink or plan.softmax.softcap}
-    assert {checks(stem) for stem in dense - packed - padded - scored} == {checks("k4_2_d64")}
+    permuted = {stem for stem in dense if (of_8 := attention_plans()[stem].eight_bit) and of_8.permuted}
+    assert {checks(stem) for stem in dense - packed - padded - scored - permuted} == {checks("k4_2_d64")}
+    # Those whose v has its keys permuted also check how many there are, in a paragraph of its own.
+    paragraph = re.compile(r"    seq_v = .*?whole units of \{KEYS_OF_UNIT\}\"\)\n", re.S)
+    counted = {tuple(paragraph.findall(checks(stem))) for stem in permuted}
+    assert len(counted) == 1 and {paragraph.sub("", checks(stem)) for stem in permuted} == {checks("k4_2_d64")}
     assert len({checks(stem) for stem in padded}) == 1 and checks("fwd_decode_d64") != checks(PACKED)
     assert {checks(stem) for stem in packed - scored} == {checks(PACKED)} != {checks("k4_2_d64")}
     # Those for packed sequences have checks of their own, alike but for heads in a tile.

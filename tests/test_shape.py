@@ -119,7 +119,7 @@ def test_size() -> None:
     assert {stem: lines[stem] for stem in GEMM if not 300 <= lines[stem] < 500} == {}
     assert {stem: lines[stem] for stem in COPIES if not 200 <= lines[stem] <= 320} == {}
     assert {stem: lines[stem] for stem in MERGES if not 300 <= lines[stem] <= 350} == {}
-    assert {stem: lines[stem] for stem in QUANTIZE if not 300 <= lines[stem] <= 420} == {}
+    assert {stem: lines[stem] for stem in QUANTIZE if not 300 <= lines[stem] <= 430} == {}
 
 
 def test_lines() -> None:
