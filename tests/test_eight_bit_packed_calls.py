@@ -360,9 +360,7 @@ def test_mixed_dtypes_are_refused(way: str, request: pytest.FixtureRequest) -> N
     request.getfixturevalue(way)
     q, k, v = tensors()
     for mixed in ((k.bfloat16(), v.bfloat16()), (k, v.half()), (k.to(torch.float8_e5m2), v)):
-        with pytest.raises(
-            ArgumentError, match="q has dtype .*; beside q of 8 bits they need the same, or both"
-        ):
+        with pytest.raises(ArgumentError, match="q has dtype .*; beside q of 8 bits they need the same, or both"):
             fa3gen.attention_packed(q, *mixed, *BEGINS)
     with pytest.raises(
         TypeError, match="q has dtype torch.float8_e5m2; fa3gen.attention_packed takes .*float8_e4m3fn$"
