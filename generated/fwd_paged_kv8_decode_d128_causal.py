@@ -1623,6 +1623,12 @@ def check_descales(offsets, heads_kv, *descales):
             raise ValueError(f"{name} has shape {tuple(x.shape)}; {needed}")
 
 
+@functools.cache
+def unit_factor(gpu):
+    """The factor of K and of V for calls without one, (1, 1)."""
+    return torch.ones((1, 1), dtype=torch.float32, device=gpu)
+
+
 def check_kinds(named):
     """Raise TypeError for what is no tensor, ValueError for one of other dimensions than it needs to have."""
     for name, x in named:
@@ -1637,20 +1643,6 @@ def check_kinds(named):
         }.get(name, "(total, heads, head_dim)")
         if x.ndim != len(needed.strip("(),").split(", ")):
             raise ValueError(f"{name} has shape {tuple(x.shape)}; it needs to be {needed}")
-
-
-units = {}  # by GPU
-
-
-def unit_factor(gpu):
-    """The factor for calls without one, (1, 1), which is kept."""
-    one = units.get(gpu)
-    if one is None:
-        one = torch.ones((1, 1), dtype=torch.float32, device=gpu)
-        if not torch.cuda.is_current_stream_capturing():  # what a graph fills is its own
-            torch.cuda.current_stream(gpu).synchronize()  # other streams read it, too
-            units[gpu] = one
-    return one
 
 
 def empty(shape, strides, dtype, gpu):
