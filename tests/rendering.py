@@ -126,6 +126,21 @@ def changed(stem: str, **parts: Any) -> Variant:
     return Variant(base.stem, Forward.model_validate(fields), base.source, base.summary)
 
 
+def spec_of(stem: str) -> Forward:
+    """The spec of a committed module."""
+    spec = variants()[stem].spec
+    assert isinstance(spec, Forward)
+    return spec
+
+
+def spec_with(stem: str, **parts: Any) -> Forward:
+    """The spec of a module with other fields: `part={...}` changes some of a part, anything else replaces it."""
+    data = spec_of(stem).model_dump()
+    for part, value in parts.items():
+        data[part] = {**data[part], **value} if isinstance(value, dict) and data[part] else value
+    return Forward.model_validate(data)
+
+
 FEW_SPECS = ("k1", "k4_2", "k4_smem")
 FEW_MODULES = [f"{spec}_{variant}" for spec in FEW_SPECS for variant in ("d64", "d64_causal", "d128", "d128_causal")]
 

@@ -5,26 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from rendering import variants
+from rendering import spec_of, spec_with
 
 from fa3gen.design import footprint, rules
 from fa3gen.design.rules import Violation, eight_bits
 from fa3gen.spec.model import Forward
-
-
-def spec_of(stem: str) -> Forward:
-    """The spec of a committed module."""
-    spec = variants()[stem].spec
-    assert isinstance(spec, Forward)
-    return spec
-
-
-def changed(stem: str, **parts: Any) -> Forward:
-    """The spec of a module with other fields: `part={...}` changes some of a part, anything else replaces it."""
-    data = spec_of(stem).model_dump()
-    for part, value in parts.items():
-        data[part] = {**data[part], **value} if isinstance(value, dict) and data[part] else value
-    return Forward.model_validate(data)
 
 
 def violations(spec: Forward) -> dict[str, str]:
@@ -39,7 +24,7 @@ def test_eight_bit_major() -> None:
         "WGMMA transposes operands of 16 bits only, and K of 8 bits has to lie along what qk sums over; use k and give "
         "a q or k whose head dim is contiguous",
     )
-    told = violations(changed("k7_v_k_d128", pv={"b": {"source": "smem", "major": "mn"}}))
+    told = violations(spec_with("k7_v_k_d128", pv={"b": {"source": "smem", "major": "mn"}}))
     assert told["pv.b.major"].endswith(
         "use k, with smem.vt, so that warps transpose V, or without, for a v whose sequence is contiguous"
     )
@@ -55,7 +40,7 @@ def test_eight_bit_major() -> None:
     ],
 )
 def test_eight_bit_kernel(field: str, parts: dict[str, Any], way_out: str) -> None:
-    assert_not_rendered(field, violations(changed("k7_d128", **parts)), way_out)
+    assert_not_rendered(field, violations(spec_with("k7_d128", **parts)), way_out)
 
 
 @pytest.mark.parametrize(
@@ -71,7 +56,7 @@ def test_eight_bit_kernel(field: str, parts: dict[str, Any], way_out: str) -> No
 )
 def test_eight_bit_kernel_of_packed_sequences(field: str, parts: dict[str, Any], way_out: str) -> None:
     """Two warps transpose V, beside one that loads and one that finds tiles; parts leave straight from registers."""
-    assert_not_rendered(field, violations(changed("fwd_fp8_packed_d128", **parts)), way_out)
+    assert_not_rendered(field, violations(spec_with("fwd_fp8_packed_d128", **parts)), way_out)
 
 
 def assert_not_rendered(field: str, told: dict[str, str], way_out: str) -> None:
@@ -105,7 +90,7 @@ def test_transposed_tile() -> None:
 
 def test_transposing_warps() -> None:
     assert eight_bits.transposing_warps(2, True) is None and eight_bits.transposing_warps(4, False) is None
-    told = violations(changed("k6_d128", tile={"transposers": 2}))
+    told = violations(spec_with("k6_d128", tile={"transposers": 2}))
     assert told == {
         "tile.transposers": "2 warps are to transpose V, and without smem.vt nobody does; leave it out, or with "
         "dtype e4m3 give smem.vt"
@@ -114,12 +99,12 @@ def test_transposing_warps() -> None:
 
 def test_two_levels() -> None:
     assert eight_bits.two_levels(1, "e4m3", 64) is None and eight_bits.two_levels(4, "e4m3", None) is None
-    told = violations(changed("fwd_fp8_d256_two_levels", accumulate={"promote_every": 4}))
+    told = violations(spec_with("fwd_fp8_d256_two_levels", accumulate={"promote_every": 4}))
     assert told == {
         "accumulate.promote_every": "sums of 4 tiles of keys stay in registers, in which stripes of 64 columns take "
         "turns; use 1, or leave accumulate.columns out"
     }
-    told = violations(changed("k6_d128", accumulate={"promote_every": 1}))
+    told = violations(spec_with("k6_d128", accumulate={"promote_every": 1}))
     assert told == {
         "accumulate": "sums of bf16 keep enough bits in the tensor core; leave accumulate out, or use dtype e4m3"
     }
@@ -127,10 +112,10 @@ def test_two_levels() -> None:
 
 def test_mixed_eight_bits() -> None:
     assert eight_bits.mixed_eight_bits(None, 1) is None and eight_bits.mixed_eight_bits("e5m2", 1) is None
-    assert violations(changed("k7_two_levels_d128", kv={"dtype": "e4m3"})) == {
+    assert violations(spec_with("k7_two_levels_d128", kv={"dtype": "e4m3"})) == {
         "kv.dtype": "k and v have dtype e4m3, which is that of the problem; leave it out, or use e5m2"
     }
-    assert violations(changed("k7_e5m2_d128", kv={"warpgroups": 2, "stages": 2})) == {
+    assert violations(spec_with("k7_e5m2_d128", kv={"warpgroups": 2, "stages": 2})) == {
         "kv.warpgroups": "2 warpgroups are to convert K and V, which are multiplied as they are; leave it out",
         "kv.stages": "2 stages of tiles that are converted, and none are; leave stages out, or give kv.dtype beside "
         "dtype bf16 or fp16",
@@ -141,7 +126,7 @@ def test_mixed_eight_bits() -> None:
 
 def test_promoted_stripes() -> None:
     assert eight_bits.promoted_stripes(64, 64, 256) is None
-    told = violations(changed("fwd_fp8_d256_two_levels", accumulate={"promote_every": 1, "columns": 128}))
+    told = violations(spec_with("fwd_fp8_d256_two_levels", accumulate={"promote_every": 1, "columns": 128}))
     assert told == {
         "accumulate.columns": "P V of 128 columns is to take turns with S, of 64 keys, in the same registers; use 64, "
         "or leave it out: all columns are promoted at once"
@@ -157,7 +142,7 @@ def test_promoted_stripes() -> None:
 def test_striped_kernel() -> None:
     assert eight_bits.striped_kernel("schedule.kind", "warp_specialized", "warp_specialized") is None
     schedule = {"kind": "ping_pong", "overlap": True}
-    told = violations(changed("fwd_fp8_d256_two_levels", schedule=schedule, softmax={"exp_before_wait": 8}))
+    told = violations(spec_with("fwd_fp8_d256_two_levels", schedule=schedule, softmax={"exp_before_wait": 8}))
     assert told == {
         "schedule.kind": "with accumulate.columns ping_pong is not rendered; use warp_specialized, or leave "
         "columns out",
@@ -171,7 +156,7 @@ def test_registers_of_stripes() -> None:
     assert dict(footprint.registers_per_thread(spec)) == {
         **{"O": 128, "P V of a step": 32, "S": 32, "P": 8, "other": 12}
     }
-    told = violations(changed("fwd_fp8_d256_two_levels", accumulate={"columns": None}))
+    told = violations(spec_with("fwd_fp8_d256_two_levels", accumulate={"columns": None}))
     assert "O 128 + P V of a step 128" in told["tile.kv"]
 
 
@@ -182,26 +167,26 @@ def test_registers_of_two_levels() -> None:
     assert dict(held) == {"O": 64, "P V of a step": 64, "S": 64, "P": 16, "other": 12}
     assert footprint.register_budget(spec) == (32, 224)
     assert 32 + footprint.transposer_registers(spec) + 2 * 224 == 4 * footprint.launch_registers(spec)
-    told = violations(changed("k7_two_levels_d128", tile={"kv": 160}, smem={"v": "128B", "vt": "32B"}))
+    told = violations(spec_with("k7_two_levels_d128", tile={"kv": 160}, smem={"v": "128B", "vt": "32B"}))
     assert "S 80 + P 20" in told["tile.kv"]
 
 
 def test_scales_of_blocks() -> None:
     assert eight_bits.scales_of_blocks("head", "bf16") is None
     assert eight_bits.scales_of_blocks("block", "e4m3") is None
-    told = violations(changed("fwd_d128", problem={"scales": "block"}))
+    told = violations(spec_with("fwd_d128", problem={"scales": "block"}))
     assert told == {"problem.scales": "q and k of bf16 have no factors; leave scales out, or use dtype e4m3"}
 
 
 def test_rows_of_block() -> None:
     """A tile lies in one block: 64 and 128 rows do, 96 and 192 do not."""
     assert [rows for rows in (64, 96, 128, 192) if eight_bits.rows_of_block("tile.kv", rows) is None] == [64, 128]
-    told = violations(changed("k8_d64", tile={"kv": 160}, smem={"vt": "32B"}))
+    told = violations(spec_with("k8_d64", tile={"kv": 160}, smem={"vt": "32B"}))
     assert told["tile.kv"] == (
         "160 rows would lie in several blocks of 128 rows, with a factor each; use a divisor of 128, or scales: head"
     )
-    assert "tile.q" in violations(changed("k8_d64", tile={"q": 192, "warpgroups": 3}))
-    assert violations(changed("k8_d64", tile={"kv": 64}, smem={"vt": "64B"})) == {}
+    assert "tile.q" in violations(spec_with("k8_d64", tile={"q": 192, "warpgroups": 3}))
+    assert violations(spec_with("k8_d64", tile={"kv": 64}, smem={"vt": "64B"})) == {}
 
 
 @pytest.mark.parametrize(
@@ -218,7 +203,7 @@ def test_rows_of_block() -> None:
 )
 def test_block_scale_kernel(field: str, parts: dict[str, Any], message: str) -> None:
     assert eight_bits.block_scale_kernel(field, "one", ("one", "other")) is None
-    told = violations(changed("k8_d128", **parts))
+    told = violations(spec_with("k8_d128", **parts))
     assert message in told[field] and told[field].endswith(", or scales: head")
 
 
@@ -234,5 +219,5 @@ def test_permuted_keys() -> None:
     ):
         facts = [*legal[:number], value, *legal[number + 1 :]]
         assert eight_bits.permuted_keys(*facts) == Violation("problem.v_keys", message)
-    found = rules.check(changed("fwd_fp8_d128", problem={"v_keys": "permuted"}))
+    found = rules.check(spec_with("fwd_fp8_d128", problem={"v_keys": "permuted"}))
     assert [violation.field for violation in found] == ["problem.v_keys"]

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from rendering import CHECKOUT, variants
+from rendering import CHECKOUT, spec_of, spec_with
 
 from fa3gen.cpu.module import load_on_cpu
 from fa3gen.cpu.wgmma import FP8_VALUES, accumulator_vectors, fragment_matrix
@@ -15,7 +15,6 @@ from fa3gen.design import work
 from fa3gen.design.family import Family, Shape
 from fa3gen.design.key_order import ORDER, UNIT, whole_units
 from fa3gen.design.operation import operation_of
-from fa3gen.spec.model import Forward
 from fa3gen.verify import comparison, inputs, reference
 from fa3gen.verify.attention_on_cpu import CpuRunner
 from fa3gen.verify.inputs import Case, permuted_keys
@@ -23,21 +22,6 @@ from fa3gen.verify.inputs import Case, permuted_keys
 MODULES = [f"fwd_fp8_v_permuted_d{dim}{mask}" for dim in (64, 128) for mask in ("", "_causal")]
 CPU = torch.device("cpu")
 E4M3 = torch.float8_e4m3fn
-
-
-def spec_of(stem: str) -> Forward:
-    """The spec of a committed module."""
-    spec = variants()[stem].spec
-    assert isinstance(spec, Forward)
-    return spec
-
-
-def changed(stem: str, **parts: Any) -> Forward:
-    """The spec of a module with other fields: `part={...}` changes some of a part, anything else replaces it."""
-    data = spec_of(stem).model_dump()
-    for part, value in parts.items():
-        data[part] = {**data[part], **value} if isinstance(value, dict) and data[part] else value
-    return Forward.model_validate(data)
 
 
 # The order
@@ -76,7 +60,7 @@ def test_keys_are_permuted_within_whole_units() -> None:
 def test_what_follows_from_the_spec(stem: str) -> None:
     """A family of its own, v of whole units of keys, no exchange, and all else as with keys in order."""
     spec = spec_of(stem)
-    family, other = Family.of(spec), changed(stem, problem={"v_keys": "in_order"})
+    family, other = Family.of(spec), spec_with(stem, problem={"v_keys": "in_order"})
     assert family.v_permuted and family == Family.of(other)._replace(v_permuted=True)
     assert not family.serves(Family.of(other)) and not Family.of(other).serves(family)
     assert family.label.endswith("_sequence_v_permuted") and "sequence in v, its keys permuted" in str(family)
