@@ -151,6 +151,8 @@ def test_a_call_allocates_and_fills_nothing(
     v_dim, cpu = getattr(module, "HEAD_DIM_V", module.HEAD_DIM), -1  # what CPU tensors say for their GPU
     q, k = (torch.empty((1, 8, heads, module.HEAD_DIM), dtype=module.TORCH_DTYPE) for heads in (8, 1))
     v = torch.empty((1, 8, 1, v_dim), dtype=module.TORCH_DTYPE)
+    if hasattr(module, "KEYS_OF_UNIT"):  # of a v whose keys are permuted: whole units, side by side
+        v = torch.empty((1, v_dim, 1, module.KEYS_OF_UNIT), dtype=module.TORCH_DTYPE).permute(0, 3, 2, 1)
     arguments, options = [q, k, v], {"sinks": torch.zeros(8), "softcap": 30.0}
     if packed := hasattr(module, "packed_constants"):
         arguments = [q[0], k[0], v[0], *[torch.tensor([0, 8], dtype=torch.int32)] * 2]

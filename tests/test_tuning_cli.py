@@ -233,8 +233,9 @@ def test_cells_without_a_winner_are_no_success(workspace: Workspace, tmp_path: P
         (["k6", "k5"], "one name is tuned at a time, not 2; to compare modules, add --measure"),
         (
             ["k5"],
-            "there is no search space for 'k5' (there are spaces for fast, fwd_d128, fwd_decode, fwd_small, k6, k7, "
-            "k7_v_k); write specs/tuning/k5.yaml",
+            "there is no search space for 'k5' (there are spaces for fast, fwd_d128, fwd_decode, "
+            "fwd_fp8_d256_two_levels, fwd_fp8_v_permuted_d128, fwd_fp8_v_permuted_d64, fwd_small, k6, k7, k7_v_k); "
+            "write specs/tuning/k5.yaml",
         ),
         (["fast", "--seq", "1k"], "'1k' is no length"),
         (["fast", "--seq", "1x2x3"], "is no length"),

@@ -158,7 +158,8 @@ def test_a_family_is_that_of_its_problems() -> None:
         family = Family.of(variant.spec)
         shape = Shape(2, 512, 1024, 8, 4)
         transposed = bool(family.by_sequence) and not family.eight_bits
-        if transposed or family.layout != "dense" or family.part_keys is not None:
+        mixed = family.kv_dtype is not None
+        if transposed or mixed or family.layout != "dense" or family.part_keys is not None:
             # No problem of a record.
             with pytest.raises(UserError, match="and (these are|one alone is) for "):
                 TunedProblem.of(family, shape)

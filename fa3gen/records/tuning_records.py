@@ -95,8 +95,8 @@ class TunedProblem(GrownPart):
     def of(cls, family: Family, shape: Shape) -> Self:
         """The problem of a family at one shape, with the window of a call where calls give one.
 
-        UserError for modules that are not tuned: those for packed sequences, and for tensors whose rows are not
-        contiguous, but for a v of 8 bits, which may have a contiguous sequence.
+        UserError for modules that are not tuned: those for packed sequences, for k and v of another dtype than q, and
+        for tensors whose rows are not contiguous, but for a v of 8 bits, which may have a contiguous sequence.
         """
         family = family.of_call(shape.window)
         if family.layout != "dense":
@@ -107,6 +107,11 @@ class TunedProblem(GrownPart):
         if family.by_sequence and not family.eight_bits:
             raise UserError(
                 f"modules are tuned for tensors with contiguous rows, and these are for {family}; time them with "
+                "fa3gen bench"
+            )
+        if family.kv_dtype is not None:
+            raise UserError(
+                f"modules are tuned for q, k and v of one dtype, and these are for {family}; time them with "
                 "fa3gen bench"
             )
         if family.part_keys is not None:
