@@ -104,9 +104,8 @@ def flash_attn_func(
         O, (batch, seq_q, heads_q, d_v), or (O, LSE). A row with no visible key has O = 0 and LSE = -inf, or its sink.
     """
     num_splits = num_splits if num_splits > 1 else 0  # 1 is the default, and asks for nothing
-    eight_bits = q.dtype == EIGHT_BITS
     scales = q_descale, k_descale, v_descale
-    _check_served(q, qv, () if eight_bits else scales, chunk=attention_chunk, served=eight_bits)
+    eight_bits = _check_served(q, qv, scales, chunk=attention_chunk)
     if k.dtype.itemsize == 1 and not eight_bits:
         raise NotImplementedError(
             f"k has dtype {k.dtype} and q {q.dtype}; pass q, k and v all in {EIGHT_BITS}, or k and v to "
@@ -197,8 +196,7 @@ def flash_attn_varlen_func(
         O, (total_q, heads_q, d_v), or (O, LSE). Rows that are in no sequence are not written.
     """
     num_splits = num_splits if num_splits > 1 else 0  # 1 is the default, and asks for nothing
-    eight_bits = q.dtype == EIGHT_BITS
-    _check_served(q, qv, () if eight_bits else (q_descale,), chunk=attention_chunk, served=eight_bits)
+    eight_bits = _check_served(q, qv, (q_descale,), chunk=attention_chunk)
     if k.dtype.itemsize > 1:
         _refuse(k_descale=k_descale, v_descale=v_descale)
     if eight_bits:
@@ -308,8 +306,7 @@ def flash_attn_with_kvcache(
     Returns:
         O, (batch, seq_q, heads_q, d_v) or (total_q, heads_q, d_v); with return_softmax_lse, four tensors.
     """
-    eight_bits = q.dtype == EIGHT_BITS
-    _check_served(q, qv, () if eight_bits else (q_descale,), chunk=attention_chunk, served=eight_bits)
+    eight_bits = _check_served(q, qv, (q_descale,), chunk=attention_chunk)
     _refuse(rotary_cos=rotary_cos, rotary_sin=rotary_sin)
     if eight_bits:
         _refuse_beside_8_bits(q, softcap=softcap, s_aux=s_aux, deterministic_batch=deterministic_batch)
@@ -409,18 +406,20 @@ _INSTEAD = {
 }
 
 
-def _check_served(q: Tensor, qv: Any, scales: tuple[Any, ...], *, chunk: int, served: bool = False) -> None:
-    """Raise NotImplementedError for the first of what is not served; `scales` are those of q, k and v that are not.
+def _check_served(q: Tensor, qv: Any, scales: tuple[Any, ...], *, chunk: int) -> bool:
+    """Whether q has 8 bits. Raises NotImplementedError for the first of what is not served.
 
-    `served`: whether q of 8 bits is.
+    `scales` are those of q, k and v that are not, beside q of 16 bits.
     """
-    eight_bits = q.dtype.itemsize == 1 and not served
-    if not any(scale is not None for scale in scales) and qv is None and not chunk and not eight_bits:
-        return
-    if eight_bits:
+    eight_bits = q.dtype == EIGHT_BITS
+    if q.dtype.itemsize == 1 and not eight_bits:
         raise NotImplementedError(f"q has dtype {q.dtype}; {_FP8}")
-    _refuse(qv=qv, **dict(zip(FACTORS, scales, strict=False)))
-    _refuse(attention_chunk=chunk or None)
+    if eight_bits:
+        scales = ()
+    if qv is not None or chunk or any(scale is not None for scale in scales):
+        _refuse(qv=qv, **dict(zip(FACTORS, scales, strict=False)))
+        _refuse(attention_chunk=chunk or None)
+    return eight_bits
 
 
 def _refuse(**given: Any) -> None:

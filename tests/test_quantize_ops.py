@@ -16,9 +16,9 @@ import fa3gen
 from fa3gen.design import rules
 from fa3gen.run import quantize_ops
 from fa3gen.run.dispatch import NoKernel
-from fa3gen.run.quantize_ops import BLOCK, SCALES, proposed, quantize, stem_of
+from fa3gen.run.quantize_ops import SCALES, proposed, quantize, stem_of
 from fa3gen.spec.model import Quantize
-from fa3gen.spec.quantizing import QuantizeProblem
+from fa3gen.spec.quantizing import BLOCK_ROWS, QuantizeProblem
 from fa3gen.verify import reference
 from fa3gen.verify.inputs import permuted_keys
 
@@ -47,7 +47,7 @@ def test_modules_have_the_names_that_are_asked_for() -> None:
         facts = problem.dtype, problem.rotate, problem.transpose, problem.scale, problem.permute_keys
         assert stem == f"{stem_of(*facts)}_d{problem.head_dim}"
         assert CHECKOUT.module_path(stem).is_file()
-        assert problem.scale != "block" or spec.tile.rows == BLOCK
+        assert problem.scale != "block" or spec.tile.rows == BLOCK_ROWS
     assert stem_of("fp16", True, True, "token") == "quantize_rotate_v_token_fp16"
     assert stem_of("fp16", False, True, "block", True) == "quantize_v_permuted_block_fp16"
 
@@ -121,12 +121,12 @@ def test_permuted_keys(length: int) -> None:
 @pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize("scale", ["block", "token"])
 def test_finer_scales(scale: Any) -> None:
-    x, turn = rows(1, BLOCK + 3, 2, 128), signs(128)
+    x, turn = rows(1, BLOCK_ROWS + 3, 2, 128), signs(128)
     out, descale = quantize(x, rotate=turn, scale=scale)
     y = reference.rotate(x, turn)
     largest = y.abs().amax(-1).transpose(1, 2)
     if scale == "block":
-        largest = torch.stack([largest[..., :BLOCK].amax(-1), largest[..., BLOCK:].amax(-1)], -1)
+        largest = torch.stack([largest[..., :BLOCK_ROWS].amax(-1), largest[..., BLOCK_ROWS:].amax(-1)], -1)
     torch.testing.assert_close(descale.double(), largest / 448, rtol=1e-5, atol=0)
     assert out.shape == x.shape and out.double().abs().amax() == 448
 

@@ -39,20 +39,22 @@ def _of_blocks(factor: Any) -> bool:
     return isinstance(factor, Tensor) and factor.dim() == 3 and factor.numel() != 1
 
 
-def _wanted(q: Tensor, k: Tensor, factors: Factors, sequences: int | None) -> tuple[tuple[int, ...], ...]:
+def _wanted(q: Tensor, k: Tensor, blocks: bool, sequences: int | None) -> tuple[tuple[int, ...], ...]:
     """The shapes that modules take factors in: of q and k both of heads, or, of dense tensors, both of blocks."""
     of_heads = (q.shape[0] if sequences is None else sequences), k.shape[-2]
-    if sequences is not None or not of_blocks(factors):
+    if not blocks:
         return of_heads, of_heads, of_heads
     of_q, of_k = ((x.shape[0], x.shape[2], blocks_of(x.shape[1])) for x in (q, k))
     return of_q, of_k, of_heads
 
 
-def named_factors(q: Tensor, k: Tensor, factors: Factors, sequences: int | None = None) -> dict[str, Tensor]:
+def named_factors(
+    q: Tensor, k: Tensor, factors: Factors, *, blocks: bool = False, sequences: int | None = None
+) -> dict[str, Tensor]:
     """Those that are given, by name, as modules take them: see `_wanted`. Raises as `check_factors`."""
     device, named = q.get_device(), {}
     wide = q.dtype is not EIGHT_BITS
-    for name, factor, wanted in zip(FACTORS, factors, _wanted(q, k, factors, sequences), strict=True):
+    for name, factor, wanted in zip(FACTORS, factors, _wanted(q, k, blocks, sequences), strict=True):
         if factor is not None:
             # What `_check_factor` asks, in line, since each call comes here.
             if wide or type(factor) is not Tensor or factor.dtype is not torch.float32 or factor.requires_grad:
@@ -67,13 +69,16 @@ def named_factors(q: Tensor, k: Tensor, factors: Factors, sequences: int | None 
     return named
 
 
-def check_factors(q: Tensor, k: Tensor, factors: Factors, sequences: int | None = None) -> None:
+def check_factors(
+    q: Tensor, k: Tensor, factors: Factors, *, blocks: bool = False, sequences: int | None = None
+) -> None:
     """Raise TypeError for a factor that is no tensor, ArgumentError for one of another shape, dtype or device, and for
     any beside q of 16 bits; ValueError where a gradient would be lost.
 
-    `sequences`: how many there are, where they are packed; else as many as q has.
+    `blocks`: whether those of q and k are of blocks of rows, as `of_blocks` finds them, of dense tensors. `sequences`:
+    how many there are, where they are packed; else as many as q has.
     """
-    for name, factor, wanted in zip(FACTORS, factors, _wanted(q, k, factors, sequences), strict=True):
+    for name, factor, wanted in zip(FACTORS, factors, _wanted(q, k, blocks, sequences), strict=True):
         if factor is not None:
             _check_factor(name, factor, q, wanted)
 

@@ -55,8 +55,9 @@ def _explain(
     no module is found; with `render`, one is rendered, and not yet compiled.
     """
     how, factors = (num_splits, split_keys, deterministic_batch), (q_descale, k_descale, v_descale)
-    family, size = _asked(q, k, v, out, causal, window, sinks, softcap, v_permuted, how, eight_bits.of_blocks(factors))
-    eight_bits.check_factors(q, k, factors)
+    blocks = eight_bits.of_blocks(factors)
+    family, size = _asked(q, k, v, out, causal, window, sinks, softcap, v_permuted, how, blocks)
+    eight_bits.check_factors(q, k, factors, blocks=blocks)
     if v_permuted:
         eight_bits.check_keys_permuted(k, v)
     size = replace(size, in_rows=can_be_packed(q, k, v, out))
@@ -167,8 +168,9 @@ def attention(
     if not (type(q) is type(k) is type(v) is Tensor and q.is_cuda) or dispatch_modes() or functorch_transforms():
         how = num_splits, split_keys, deterministic_batch
         # Its messages are better than those of an operator's schema.
-        _asked(q, k, v, out, causal, window, sinks, softcap, v_permuted, how, eight_bits.of_blocks(factors))
-        eight_bits.check_factors(q, k, factors)
+        blocks = eight_bits.of_blocks(factors)
+        _asked(q, k, v, out, causal, window, sinks, softcap, v_permuted, how, blocks)
+        eight_bits.check_factors(q, k, factors, blocks=blocks)
         if v_permuted:
             eight_bits.check_keys_permuted(k, v)
         of_8 = factors, v_permuted
@@ -182,7 +184,7 @@ def attention(
         calls.render(missing, allowed=render, compiled=True)
         serving = _serving(*asked, num_splits, split_keys, deterministic_batch, blocks)
     if scaled or sinks is not None or softcap is not None:
-        named = named_scores(sinks, softcap) | eight_bits.named_factors(q, k, factors)
+        named = named_scores(sinks, softcap) | eight_bits.named_factors(q, k, factors, blocks=blocks)
         named |= {"enable_pdl": True} if enable_pdl and _has_pdl(serving) else {}
         return serving(q, k, v, **named, scale=scale, out=out, return_lse=return_lse)
     if enable_pdl and _has_pdl(serving):
@@ -350,10 +352,11 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     """`fa3gen::attention_forward`: O and LSE, which has no rows unless `return_lse`."""
     reach, factors = None if window is None else tuple(window), (q_descale, k_descale, v_descale)
-    how = num_splits, split_keys, deterministic_batch, eight_bits.of_blocks(factors)
+    blocks = eight_bits.of_blocks(factors)
+    how = num_splits, split_keys, deterministic_batch, blocks
     asked = q, k, v, None, causal, reach, return_lse, sinks, softcap, v_permuted, *how
     serving = calls.or_rendered(_serving, *asked, allowed=render, compiled=q.is_cuda)
-    named = named_scores(sinks, softcap) | eight_bits.named_factors(q, k, factors)
+    named = named_scores(sinks, softcap) | eight_bits.named_factors(q, k, factors, blocks=blocks)
     returned = serving(q, k, v, **named, scale=scale, return_lse=return_lse)
     if not return_lse:
         return returned, _lse_like(q, False)
@@ -384,10 +387,11 @@ def _forward_out(
 ) -> Tensor:
     """`fa3gen::attention_forward_out`: writes O to `out` and returns LSE, which has no rows unless `return_lse`."""
     reach, factors = None if window is None else tuple(window), (q_descale, k_descale, v_descale)
-    how = num_splits, split_keys, deterministic_batch, eight_bits.of_blocks(factors)
+    blocks = eight_bits.of_blocks(factors)
+    how = num_splits, split_keys, deterministic_batch, blocks
     asked = q, k, v, out, causal, reach, return_lse, sinks, softcap, v_permuted, *how
     serving = calls.or_rendered(_serving, *asked, allowed=render, compiled=q.is_cuda)
-    named = named_scores(sinks, softcap) | eight_bits.named_factors(q, k, factors)
+    named = named_scores(sinks, softcap) | eight_bits.named_factors(q, k, factors, blocks=blocks)
     returned = serving(q, k, v, **named, scale=scale, out=out, return_lse=return_lse)
     lse: Tensor = returned[1].contiguous() if return_lse else _lse_like(q, False)
     return lse
@@ -414,8 +418,9 @@ def _forward_fake(
     render: bool = False,
 ) -> tuple[Tensor, Tensor]:
     how, factors = (num_splits, split_keys, deterministic_batch), (q_descale, k_descale, v_descale)
-    _check_shapes(q, k, v, None, causal, window, sinks, softcap, v_permuted, how, eight_bits.of_blocks(factors))
-    eight_bits.check_factors(q, k, factors)
+    blocks = eight_bits.of_blocks(factors)
+    _check_shapes(q, k, v, None, causal, window, sinks, softcap, v_permuted, how, blocks)
+    eight_bits.check_factors(q, k, factors, blocks=blocks)
     return eight_bits.out_like(q, v), _lse_like(q, return_lse)
 
 
@@ -441,8 +446,9 @@ def _forward_out_fake(
     render: bool = False,
 ) -> Tensor:
     how, factors = (num_splits, split_keys, deterministic_batch), (q_descale, k_descale, v_descale)
-    _check_shapes(q, k, v, out, causal, window, sinks, softcap, v_permuted, how, eight_bits.of_blocks(factors))
-    eight_bits.check_factors(q, k, factors)
+    blocks = eight_bits.of_blocks(factors)
+    _check_shapes(q, k, v, out, causal, window, sinks, softcap, v_permuted, how, blocks)
+    eight_bits.check_factors(q, k, factors, blocks=blocks)
     wanted = (*q.shape[:3], v.shape[3])
     calls.need(
         tuple(out.shape) == wanted,

@@ -231,7 +231,7 @@ def _family(
     if q.dtype is EIGHT_BITS:
         eight_bits.check_packed(q, k, v, {"sinks": sinks, "softcap": softcap})
         kv_dtype = eight_bits.kv_dtype(q, k)
-        eight_bits.check_factors(q, k, factors, cu_seqlens_q.shape[0] - 1)
+        eight_bits.check_factors(q, k, factors, sequences=cu_seqlens_q.shape[0] - 1)
     else:
         _refuse_q_descale(q, factors)
         kv_dtype = calls.stored_dtype(k, v, *factors[1:])
@@ -254,7 +254,7 @@ def _given_factors(factors: Factors) -> dict[str, Tensor]:
 def _named_factors(q: Tensor, k: Tensor, cu_seqlens_q: Tensor, factors: Factors) -> dict[str, Tensor]:
     """Those that are given, by name, as modules take them: those for 16-bit k and v take none."""
     if q.dtype is EIGHT_BITS:
-        return eight_bits.named_factors(q, k, factors, cu_seqlens_q.shape[0] - 1)
+        return eight_bits.named_factors(q, k, factors, sequences=cu_seqlens_q.shape[0] - 1)
     _refuse_q_descale(q, factors)
     return _given_factors(factors)
 

@@ -16,7 +16,9 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from fa3gen.design.quantizing import UNIT, WIDTH
+from fa3gen.design.family import blocks_of
+from fa3gen.design.key_order import whole_units
+from fa3gen.design.quantizing import WIDTH
 from fa3gen.design.workspace import Workspace
 from fa3gen.hardware.dtypes import BF16, DTYPES, E4M3
 from fa3gen.run import calls
@@ -28,7 +30,6 @@ from fa3gen.spec.quantizing import BLOCK_ROWS, ScaledPer
 
 DTYPE_NAMES = {DTYPES[name].in_torch(): name for name in get_args(DType)}
 SCALES = get_args(ScaledPer)
-BLOCK = BLOCK_ROWS  # that share a scale of scale="block", those of a tile of specs/quantize_rotate_block.yaml
 
 
 def quantize(
@@ -121,7 +122,7 @@ def stem_of(dtype: str, rotate: bool, transpose: bool, scale: str, permute: bool
 
 def proposed(dtype: str, head_dim: int, rotate: bool, transpose: bool, scale: str, permute: bool = False) -> str:
     """A spec of such a module, which nobody tuned, as YAML."""
-    rows = BLOCK if transpose or scale == "block" else 64
+    rows = BLOCK_ROWS if transpose or scale == "block" else 64
     problem = {"dtype": dtype, "rotate": rotate, "transpose": transpose, "scale": scale}
     problem |= {"permute_keys": True} if permute else {}
     fields = ", ".join(f"{name}: {str(value).lower()}" for name, value in problem.items())
@@ -288,7 +289,7 @@ def _out_like(x: Tensor, transpose: bool, permute_keys: bool) -> Tensor:
     batch, seq, heads, head_dim = x.shape
     if not transpose:
         return x.new_empty(x.shape, dtype=E4M3.in_torch())
-    length = (seq + UNIT - 1) // UNIT * UNIT
+    length = whole_units(seq)
     strides = heads * head_dim * length, 1, head_dim * length, length
     shape = batch, length if permute_keys else seq, heads, head_dim
     return x.new_empty_strided(shape, strides, dtype=E4M3.in_torch())
@@ -301,13 +302,13 @@ def _descale_like(x: Tensor, scale: str, heads_kv: int | None) -> Tensor:
         shape: tuple[int, ...] = batch, heads if heads_kv is None else heads_kv
         calls.need(heads % shape[1] == 0, lambda: f"heads_kv is {heads_kv}; it needs to divide the {heads} heads of x")
     else:
-        shape = batch, heads, seq if scale == "token" else (seq + BLOCK - 1) // BLOCK
+        shape = batch, heads, seq if scale == "token" else blocks_of(seq)
     return x.new_empty(shape, dtype=torch.float32)
 
 
 def _need_out(x: Tensor, out: Tensor, permute_keys: bool) -> None:
     batch, seq, *others = x.shape
-    wanted = batch, (seq + UNIT - 1) // UNIT * UNIT if permute_keys else seq, *others
+    wanted = batch, whole_units(seq) if permute_keys else seq, *others
     calls.need(
         tuple(out.shape) == wanted and out.dtype == E4M3.in_torch(),
         lambda: f"out is {tuple(out.shape)}, {out.dtype}; it needs to be {wanted}, {E4M3.torch_name}",

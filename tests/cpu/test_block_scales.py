@@ -16,8 +16,9 @@ from fa3gen.cpu.module import load_on_cpu
 from fa3gen.design import rules
 from fa3gen.generate.render import render_variant
 from fa3gen.run import quantize_ops
-from fa3gen.run.quantize_ops import BLOCK, quantize
+from fa3gen.run.quantize_ops import quantize
 from fa3gen.spec.model import Forward
+from fa3gen.spec.quantizing import BLOCK_ROWS
 from fa3gen.verify import inputs, reference
 from fa3gen.verify.on_cpu import verify_on_cpu
 
@@ -35,7 +36,7 @@ def tensors(seq_q: int, seq_k: int, heads: tuple[int, int] = (2, 1), dim: int = 
 
 def wide(x: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
     """x in float64, each row times the factor of its block, (batch, heads, blocks)."""
-    return x.double() * factors.double().repeat_interleave(BLOCK, 2)[..., : x.shape[1]].transpose(1, 2)[..., None]
+    return x.double() * factors.double().repeat_interleave(BLOCK_ROWS, 2)[..., : x.shape[1]].transpose(1, 2)[..., None]
 
 
 def close(found: tuple[torch.Tensor, torch.Tensor], wanted: reference.Attention) -> None:
@@ -75,7 +76,7 @@ def test_blocks_of_zeros(stem: str) -> None:
     q, k, v = tensors(140, 300, heads=(1, 1))
     of_q, of_k = torch.tensor([[[SMALLEST, 0.5]]]), torch.tensor([[[1.0, SMALLEST, SMALLEST]]])
     zeros = [x.float() for x in (q, k)]
-    zeros[0][:, :BLOCK], zeros[1][:, BLOCK:] = 0, 0
+    zeros[0][:, :BLOCK_ROWS], zeros[1][:, BLOCK_ROWS:] = 0, 0
     q, k = (x.to(E4M3) for x in zeros)
     found = module(stem).attention(q, k, v, q_descale=of_q, k_descale=of_k, return_lse=True)
     close(
@@ -90,8 +91,8 @@ def test_it_takes_what_quantize_makes(dim: int, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(quantize_ops, "module_at", functools.cache(lambda path: fa3gen.load(path.stem, on="cpu")))
     generator = torch.Generator().manual_seed(3)
     q, k, v = (torch.randn(1, rows, 1, dim, generator=generator) for rows in (70, 300, 300))
-    k[:, :BLOCK] *= 2.0**-9  # which a scale of the whole head would make subnormal
-    k[:, BLOCK:] -= 0.3 * q.mean(1, keepdim=True)  # so that they count
+    k[:, :BLOCK_ROWS] *= 2.0**-9  # which a scale of the whole head would make subnormal
+    k[:, BLOCK_ROWS:] -= 0.3 * q.mean(1, keepdim=True)  # so that they count
     q, k, v = (x.bfloat16() for x in (q, k, v))
     signs = 2.0 * torch.randint(0, 2, (dim,), generator=generator) - 1.0
     (q8, of_q), (k8, of_k) = (quantize(x, rotate=signs, scale="block") for x in (q, k))
