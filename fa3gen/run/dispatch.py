@@ -51,8 +51,7 @@ from fa3gen.spec.yamltree import read
 
 FILE_NAME = "dispatch.yaml"
 WRITE_TABLE = "fa3gen tune --write-table"
-PACKED_TOOL = "tests/gpu/packed_cells.py"  # of a checkout; writes the records of modules for packed sequences
-MEASURE_PACKED = f"python {PACKED_TOOL} && {WRITE_TABLE}"
+MEASURE = "fa3gen tune --measure"  # modules, of dense tensors at shapes that are named, of packed ones at lists
 PRODUCTION_PREFIX = "fwd_"
 NO_LIMIT = 2**63  # more keys, and more tiles, than any call has
 FEW_QUERIES = 16  # of a sequence: what rows for decoding serve at most
@@ -61,12 +60,7 @@ DIGEST_LENGTH = 16  # hex digits of a SHA-256 in a row: enough to tell one file 
 
 def measuring(stems: Sequence[str]) -> str:
     """The command that measures modules and writes the table anew."""
-    return f"fa3gen tune --measure {' '.join(stems)} --write --write-table"
-
-
-def _measuring_for(family: Family, stems: Sequence[str]) -> str:
-    """The same for modules of one family: those for packed sequences are all measured at once."""
-    return measuring(stems) if family.layout == "dense" else MEASURE_PACKED
+    return f"{MEASURE} {' '.join(stems)} --write --write-table"
 
 
 class NoKernel(UserError, ValueError):
@@ -551,7 +545,7 @@ def of_row(home: Workspace, row: Row, place: str) -> Choice:
     if sha256(file)[:DIGEST_LENGTH] != row.sha256:
         raise NoKernel(
             f"{place} was measured with another {row.module} than the present {file}; "
-            f"measure it again: {_measuring_for(row.family, [row.module])}"
+            f"measure it again: {measuring([row.module])}"
         )
     variant = next((found for found in attention_among(home.resolve(row.module)) if found.stem == row.module), None)
     if variant is None:
@@ -602,7 +596,7 @@ def _unmeasured(family: Family, size: Size, lse: bool, workspace: Workspace) -> 
         return Choice(variant.stem, file, variant.spec, variant.source, None, reason)
     if fitting:
         stems = production or only
-        measure = _measuring_for(family, stems)
+        measure = measuring(stems)
         raise NoKernel(
             f"several modules compute {family}, and no row of the table says which is best: {', '.join(stems)}; "
             f'call one of them, fa3gen.load("{stems[-1]}").attention(...), or measure them on your GPU: {measure}'
