@@ -76,6 +76,10 @@ class NotRendered(NoKernel):
         super().__init__(f"{message}\n\n{proposal.text}" if proposal else message)
 
 
+class NotPossible(NotRendered, NotImplementedError):
+    """Nor is there a legal spec of one that would; the message says which rules are against it."""
+
+
 class ArgumentError(UserError, ValueError):
     """An argument of `fa3gen.attention` or `fa3gen.attention_packed` that makes no sense."""
 
@@ -432,15 +436,15 @@ class Choice:
 def choose(family: Family, size: Size, *, lse: bool, workspace: Workspace) -> Choice:
     """The module that serves a call of this size; `lse`: LSE is wanted too.
 
-    Dense tensors with few queries are taken as packed sequences where the module of these splits keys, by a measured
-    row, or where there is no other module: `may_be_packed`.
+    Dense tensors with few queries, or whose keys are to come in parts, are taken as packed sequences where the module
+    of these splits keys, by a measured row, or where there is no other module: `may_be_packed`.
 
     Raises NoKernel when there is none, when several fit and none was measured, and when the module of the row is
     missing or not the file that was measured. Raises UserError for a table that cannot be read.
     """
     if size.own_bits:
         return _for_call(_of_own_bits(family, size, lse, workspace), family, size, Stretch())
-    if size.in_rows and may_be_packed(family, size.queries):
+    if size.in_rows and may_be_packed(family, size.queries, size.parts):
         return _dense_or_packed(family, size, lse, workspace)
     return _chosen(family, size, lse, workspace)
 
@@ -466,12 +470,13 @@ def _measured(family: Family, size: Size, lse: bool, workspace: Workspace) -> tu
     return None, around
 
 
-def may_be_packed(family: Family, queries: int) -> bool:
-    """Whether dense calls may be served by modules of packed sequences: few queries, of which no module for dense
-    tensors splits the keys, since there is a window, a sink or a cap."""
+def may_be_packed(family: Family, queries: int, parts: int) -> bool:
+    """Whether dense calls may be served by modules of packed sequences: few queries, or a call that asks for parts of
+    the keys, which no module for dense tensors splits, since there is a window, a sink or a cap."""
+    splitting = queries > 0 and (queries <= FEW_QUERIES or parts > 1)
     scores = isinstance(family.mask, WindowMask) or family.sink or family.softcap
     dense = family.layout == "dense" and not family.v_permuted
-    return scores and dense and family.part_keys is None and 0 < queries <= FEW_QUERIES
+    return splitting and scores and dense and family.part_keys is None
 
 
 def _dense_or_packed(family: Family, size: Size, lse: bool, workspace: Workspace) -> Choice:
@@ -486,6 +491,10 @@ def _dense_or_packed(family: Family, size: Size, lse: bool, workspace: Workspace
     except NotRendered as missing:
         try:
             found = _chosen(*packed, lse, workspace)
+        except NotPossible:
+            raise missing from None
+        except NotRendered as packed_missing:  # whose spec, once rendered, serves this call, too
+            raise (missing if missing.proposal else packed_missing) from None
         except NoKernel:
             raise missing from None
         return replace(found, size=size, around=_of_all_keys(found.around, family.mask), as_packed=True)
@@ -718,7 +727,7 @@ def _not_rendered(problem: str, found: Proposal | tuple[Violation, ...], workspa
     """The error where no module fits: with a spec of one that would, or with what is against that."""
     if not isinstance(found, Proposal):
         reasons = "".join(f"\n{one.field}: {one.message}" for one in found) or "\nthere is no spec to begin with"
-        return NotRendered(f"{problem}. Nor can one be rendered:{reasons}", None)
+        return NotPossible(f"{problem}. Nor can one be rendered:{reasons}", None)
     path, stem = workspace.specs_dir / f"{found.stem}.yaml", found.stem
     way_out = (
         f"This spec of one extends {found.base}, and was never measured. Save it as {path}, run `fa3gen render {stem}` "
