@@ -13,7 +13,8 @@ windows, sinks and caps of the scores that there are modules for. Beside such qu
 window, with `q_descale` as well; O is bfloat16. Whatever else is asked for raises
 NotImplementedError, which names the argument and what to do instead. Where there is no module for the head dim,
 window, sinks or cap, NoKernel says how to make one; with FA3GEN_RENDER=1, set before fa3gen is imported, the call
-makes it, as with `render=True` of `fa3gen.attention`.
+makes it, as with `render=True` of `fa3gen.attention`. Where none can be made, as for head dims above 256 or single rows
+of 8 bits in pages, NoKernel says which rules are against it, and is a NotImplementedError, too.
 
 `num_splits` is a request on how work is divided, as upstream: below 1 for whatever was measured to be fastest, more
 than 1 for so many parts of the keys of a tile of queries. 1 is for no module that splits keys, given to

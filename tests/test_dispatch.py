@@ -667,7 +667,10 @@ def test_tiles_of_several_heads_are_for_groups_of_as_many(place: Workspace) -> N
     for group in (1, 6):
         choice = dispatch.choose(PACKED, Size(7, 1, group=group), lse=True, workspace=place)
         assert choice.stem == "fwd_packed_d128_causal"
-    with pytest.raises(NoKernel, match=r"several modules.*measure them on your GPU: python tests/gpu/packed_cells.py"):
+    with pytest.raises(
+        NoKernel,
+        match=r"several modules.*measure them on your GPU: fa3gen tune --measure fwd_packed_d128_causal fwd_",
+    ):
         dispatch.choose(PACKED, Size(7, 1, group=8), lse=True, workspace=place)
     place.module_path("fwd_packed_d128_causal").unlink()
     message = "served: bf16, causal, 4 heads in a tile: 128. This spec of one extends fwd_packed, and"

@@ -26,7 +26,7 @@ from fa3gen import flash_attn_interface as fa3
 from fa3gen.design.family import Family
 from fa3gen.design.masks import reach
 from fa3gen.run import calls, dispatch, equal_lengths
-from fa3gen.run.dispatch import NO_LIMIT, ArgumentError, Choice, NoKernel, Size
+from fa3gen.run.dispatch import NO_LIMIT, ArgumentError, Choice, NoKernel, NotPossible, NotRendered, Size
 from fa3gen.verify import reference
 
 HEADS, HEADS_KV, DIM = 6, 2, 64
@@ -45,7 +45,7 @@ class Modules(PackedModules):
     """A dense module and a packed one, which is chosen wherever it may be."""
 
     def choose(self, family: Family, size: Size, *, lse: bool, workspace: Any) -> Choice:
-        packed = size.in_rows and dispatch.may_be_packed(family, size.queries)
+        packed = size.in_rows and dispatch.may_be_packed(family, size.queries, size.parts)
         found = super().choose(family._replace(layout="packed") if packed else family, size, lse=lse, workspace=None)
         return replace(found, file=Path("packed.py" if packed else "dense.py"), as_packed=packed)
 
@@ -300,6 +300,30 @@ def test_modules_for_dense_tensors_stay_where_no_other_splits_keys() -> None:
     for causal in (False, True):
         mask = dispatch.mask_of(causal, None)
         assert chosen(mask, 4096) == replace(chosen(mask, 4096, in_rows=False), size=chosen(mask, 4096).size)
+
+
+def asked_for_parts(dtype: Any, *, in_rows: bool = True) -> Choice:
+    family = Family(dtype, 128, 128, dispatch.mask_of(False, (300, 20)))
+    size = Size(1024, 192, 132, 1, 512, parts=3, in_rows=in_rows)
+    return dispatch.choose(family, size, lse=True, workspace=CHECKOUT)
+
+
+def test_many_queries_are_packed_where_a_call_asks_for_parts() -> None:
+    """No module for dense tensors with a window splits keys, and upstream's tests ask for three parts of any call."""
+    found = asked_for_parts("bf16")
+    assert found.as_packed and found.spec.split is not None and found.stem == "fwd_packed_decode_any_window_d128"
+    assert found.options == {"window": (300, 20)}
+    with pytest.raises(NotPossible, match="windows are rendered with split for scheduler even"):
+        asked_for_parts("bf16", in_rows=False)
+
+
+def test_a_spec_for_packed_sequences_is_proposed_where_none_for_dense_tensors_is_legal() -> None:
+    with pytest.raises(NotRendered) as error:
+        asked_for_parts("fp16")
+    proposal = error.value.proposal
+    assert proposal is not None and proposal.spec.problem.layout == "packed" and proposal.spec.split is not None
+    with pytest.raises(NotImplementedError, match="no generated module computes fp16.*keys in 3 parts"):
+        asked_for_parts("fp16", in_rows=False)
 
 
 def test_rows_for_few_queries_of_dense_tensors_come_first(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,7 +35,13 @@ def bench(
         list[str] | None, typer.Option(help="Only this mask: full, causal, window512_0; may be repeated.")
     ] = None,
     seq_len: Annotated[list[int] | None, typer.Option(help="Only this sequence length; may be repeated.")] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="4k and 16k only, fewer repeats.")] = False,
+    lengths: Annotated[
+        list[str] | None,
+        typer.Option(metavar="LIST", help="Packed sequences: only this list of lengths, chat16k; may be repeated."),
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="4k and 16k only, fewer repeats; of packed sequences all lists.")
+    ] = False,
     peers: Annotated[bool, typer.Option(help="Measure torch SDPA and FlashAttention beside.")] = True,
     limit: Annotated[float, typer.Option(help="Seconds one kernel may take in one cell before it is skipped.")] = 10.0,
     launch: Annotated[
@@ -63,18 +69,21 @@ def bench(
 ) -> None:
     """Measure TFLOP/s over head dim, mask and sequence length on a Hopper GPU, beside the peers installed here.
 
-    Modules of other operations than attention are timed at sizes of their own, beside torch's call for the same.
+    Modules for packed sequences and pages are timed at lists of lengths and heads of their own, launches replayed from
+    a CUDA graph, beside FlashAttention. Modules of other operations than attention are timed at sizes of their own,
+    beside torch's call for the same.
 
     With --host, measure what a call costs the host on a tiny problem instead. The host should have nothing else to do.
     """
     from rich.console import Console
 
     from fa3gen.base.errors import UserError
+    from fa3gen.cli import packed_speeds
     from fa3gen.design.workspace import Workspace
     from fa3gen.measure import bench_report
     from fa3gen.measure.bench import Bench, CudaTimer, Runner, peer_competitors, plan_cells, require_hopper
     from fa3gen.run import gpu
-    from fa3gen.spec.specfile import attention_among, dense_only, others_among
+    from fa3gen.spec.specfile import attention_among, others_among
 
     if host_limit is not None and not host:
         raise UserError("--host-limit is for --host")
@@ -86,15 +95,37 @@ def bench(
     workspace = Workspace.find()
     selected = workspace.select(specs)
     others, variants = others_among(selected), attention_among(selected)
-    if specs:
-        dense_only(variants, "fa3gen bench")
+    packed = [variant for variant in variants if packed_speeds.is_packed(variant)]
+    variants = [variant for variant in variants if not packed_speeds.is_packed(variant)]
+    if packed:
+        dense = {"--seq-len": seq_len, "--host": host, "--plot": plot, "--evidence": evidence, "--launch": launch}
+        packed_speeds.refuse(dense | {"--json": variants and json_path})
+    elif lengths:
+        raise UserError("--lengths is for packed sequences, and none of these modules takes any; use --seq-len")
     if others:
         asked = {"--head-dim": head_dim, "--mask": mask, "--seq-len": seq_len, "--host": host, "--plot": plot}
         if options := [name for name, value in asked.items() if value]:
             raise UserError(f"{others[0].stem} is no attention, and has no {', '.join(options)}; leave that out")
         _beside_torch(workspace, others, evidence=evidence, json_path=json_path)
-        if not variants:
-            return
+    errors = Console(stderr=True)
+    failed = False
+    if packed:
+        with errors.status("measuring") as status:
+            failed = packed_speeds.bench(
+                workspace,
+                packed,
+                head_dims=head_dim or (),
+                masks=mask or (),
+                lists=lengths or (),
+                quick=quick,
+                peers=peers,
+                json_path=json_path,
+                say=_progress(errors, status.update),
+            )
+    if not variants:
+        if failed:
+            raise typer.Exit(1)
+        return
     if evidence:
         workspace.require_recordable(variants)
     cells = plan_cells(
@@ -106,7 +137,6 @@ def bench(
     )
     device = require_hopper()
     own = _own(workspace, variants)
-    errors = Console(stderr=True)
     if host:
         served = [variant for variant in variants if any(own[variant.stem].serves(cell) for cell in cells)]
         _host(workspace, served, own, device, json_path, peers=peers, limit=host_limit)
@@ -136,7 +166,7 @@ def bench(
         bench_report.plot(measured, plot)
     if evidence:
         _record(workspace, measured, own)
-    if measured.failed:
+    if measured.failed or failed:
         raise typer.Exit(1)
 
 

@@ -214,7 +214,7 @@ def _compare(workspace: Workspace, variants: Sequence[Variant[Forward]]) -> None
     if not found:
         names = ", ".join(variant.stem for variant in variants)
         raise UserError(
-            f"no record holds speeds of {names}; python tests/gpu/packed_cells.py measures packed sequences"
+            f"no record holds speeds of {names}; fa3gen tune --measure MODULE... --write measures packed sequences"
         )
     text.show_cells(Console(highlight=False), found)
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fa3gen.base.errors import UserError
-from fa3gen.cli import completion
+from fa3gen.cli import completion, packed_speeds
 from fa3gen.measure.tuning.heats import BURST_MS
 
 if TYPE_CHECKING:
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from fa3gen.measure.tuning.journal import Journal
     from fa3gen.measure.tuning.session import Cell, Module, Outcome
     from fa3gen.records.tuning_records import TunedProblem, TuningRecord
+    from fa3gen.spec.model import Forward
+    from fa3gen.spec.specfile import Variant
 
 SEQ_LENS = "512,1024,2048,4096,8192,16384"
 
@@ -123,6 +125,9 @@ def tune(
     Candidates of the search space are pruned by the rules, compiled, checked against float64 attention and measured in
     interleaved rounds; a winner has to beat the present module by more than the noise. Interrupt it at any time and
     run it again: it goes on where it was.
+
+    Modules for packed sequences and pages are compared with --measure only, at lists of lengths and heads of their own,
+    beside all others that serve the same calls.
     """
     from fa3gen.design.workspace import Workspace
 
@@ -134,6 +139,22 @@ def tune(
         return
     if measure:
         _refuse_idle({"--space": space, "--name": name, "--dry-run": dry_run, "--force": force})
+        if packed := _packed_among(workspace, names):
+            dense = {"--seq": seq != SEQ_LENS, "--batch": batch, "--heads": heads, "--budget": budget, "--work": work}
+            packed_speeds.refuse(dense | {"--fresh": fresh})
+            packed_speeds.record(
+                workspace,
+                packed,
+                rounds=rounds,
+                burst_ms=burst,
+                jobs=jobs,
+                write=write,
+                json_path=json_path,
+                say=lambda text: typer.echo(text, err=True),
+            )
+            if write_table:
+                _write_table(workspace)
+            return
     else:
         names = [_tuned_name(workspace, given, write=write) for given in names]
     run = _Run(
@@ -178,6 +199,24 @@ def _tuned_name(workspace: Workspace, given: str, *, write: bool) -> str:
         folder = workspace.shown(workspace.specs_dir)
         raise UserError(f"--write puts winners into {folder}/, where they extend what was tuned; move {given} there")
     return given
+
+
+def _packed_among(workspace: Workspace, names: Sequence[str]) -> list[Variant[Forward]]:
+    """The named modules, where all are for packed sequences or pages; none, where all are for dense tensors.
+
+    Raises UserError where there are some of either.
+    """
+    from fa3gen.spec.specfile import attention_only
+
+    variants = attention_only(workspace.select(names), "fa3gen tune")
+    packed = [variant for variant in variants if packed_speeds.is_packed(variant)]
+    if packed and len(packed) < len(variants):
+        stems = ", ".join(variant.stem for variant in packed)
+        raise UserError(
+            f"{stems}: modules for packed sequences are measured at lists of lengths, others at --seq; name them in "
+            "two commands"
+        )
+    return packed
 
 
 def _refuse_idle(options: Mapping[str, object]) -> None:

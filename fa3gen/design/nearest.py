@@ -100,7 +100,7 @@ _VALUES: Mapping[str, Sequence[Any]] = {
     "problem.head_dim_v": (None,),
     "problem.scales": ("head",),
     "tile.pack_heads": (1,),
-    "tile.kv_from": ("first_key",),
+    "tile.kv_from": ("first_key", "window"),
     "tile.threads": (None, hopper.WARPGROUP),
     "tile.warpgroups": (None, 2),
     "outputs.lse": (True,),

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 
 from fa3gen.design import footprint
 from fa3gen.design.family import Family, usual_out_dtype
-from fa3gen.design.masks import computes, given_with_calls
+from fa3gen.design.masks import computes
 from fa3gen.design.nearest import Changes, nearest_legal, with_changes
 from fa3gen.design.own_bits import own_bits, shared
 from fa3gen.design.rules import Violation, check
@@ -60,8 +60,8 @@ def propose(
     `own`: one in which a row's bits are its own. `parts`: one that splits keys, in as many parts as a call asks for.
     Its tiles, and those of fixed parts, have room for `group` query heads of a kv head.
 
-    A window is an argument of each call, or compiled in, as the spec that is extended has it. Of the nearest specs, it
-    is the one of which most can stay as it was tuned. Specs are read once for each family and workspace.
+    A window is an argument of each call, so that one module serves all of them. Of the nearest specs, it is the one of
+    which most can stay as it was tuned. Specs are read once for each family and workspace.
     """
     files, _ = workspace.survey()
     split = _split_of(family, parts=parts)
@@ -130,9 +130,8 @@ def _distance(variant: Variant[Forward], family: Family, split: Split | None) ->
 
 def _asked_of(base: Forward, family: Family, *, own: bool, split: Split | None, group: int) -> Forward | None:
     """The base with what the family computes, legal or not; None where its fields cannot say so."""
-    given = given_with_calls(base.mask) and isinstance(family.mask, WindowMask)
     usual = family.out_dtype == usual_out_dtype(family.dtype)
-    mask = base.mask if given else family.mask
+    mask = WindowMask() if isinstance(family.mask, WindowMask) else family.mask
     changes: Changes = (
         ("problem.head_dim", family.head_dim),
         ("problem.head_dim_v", None if family.head_dim_v == family.head_dim else family.head_dim_v),

@@ -475,12 +475,12 @@ def error_in_last_rows(out: torch.Tensor, expected: torch.Tensor) -> float:
     return error
 
 
-def require_hopper() -> torch.device:
-    """Return the Hopper GPU; UserError saying what is needed without one."""
+def require_hopper(command: str = "fa3gen bench") -> torch.device:
+    """Return the Hopper GPU; UserError saying what a command needs without one."""
     device = gpu.hopper_device()
     if device is None:
         raise UserError(
-            f"fa3gen bench needs a Hopper GPU (H100, H200, GH200) and a CUDA build of torch: {gpu.why_no_hopper()}. "
+            f"{command} needs a Hopper GPU (H100, H200, GH200) and a CUDA build of torch: {gpu.why_no_hopper()}. "
             "Without one, `fa3gen compile` and `fa3gen verify` do what can be done; `fa3gen doctor` says more."
         )
     return device

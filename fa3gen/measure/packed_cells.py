@@ -1,6 +1,6 @@
 """The cells that modules for packed sequences, and for pages, are measured at: lists of lengths, heads, masks, pages.
 
-tests/gpu/packed_cells.py measures them on a GPU; `fa3gen.records.packed_records` keeps what it found.
+`fa3gen.measure.packed_speeds` measures at them on a GPU; `fa3gen.records.packed_records` keeps what it found.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """How fast modules for packed sequences were: a record for each cell, which is a family, heads, and a list of lengths.
 
 `generated/evidence/packed/<cell>.json`, such as `bf16_d128_causal_packed_chat16_h32_8.json`, is written by
-tests/gpu/packed_cells.py, never by hand. The rows of the dispatch table for packed sequences are made of these files.
+`fa3gen tune --measure MODULE... --write`, never by hand. The rows of the dispatch table for packed sequences are made
+of these files.
 
 Imports neither torch nor cutlass.
 """
@@ -24,7 +25,7 @@ from fa3gen.design.tile_order import takes_group
 from fa3gen.design.workspace import Workspace
 from fa3gen.hardware.chips import H200
 from fa3gen.records.tuning_records import MaskShape, Measured
-from fa3gen.run.dispatch import PACKED_TOOL, seen
+from fa3gen.run.dispatch import MEASURE, seen
 from fa3gen.spec.model import AttentionDType, Forward, SequenceLayout, StoredDType, WindowMask
 from fa3gen.spec.specfile import Variant
 
@@ -226,7 +227,9 @@ def load_all(workspace: Workspace) -> Sequence[PackedRecord]:
     """
     records = []
     for path in sorted(directory(workspace).glob("*.json")):
-        record = read_file(PackedRecord, path, "a record of a packed cell", f"make it again with {PACKED_TOOL}")
+        record = read_file(
+            PackedRecord, path, "a record of a packed cell", f"make it again with {MEASURE} MODULE... --write"
+        )
         if record is not None and record.problem.file_name != path.name:
             raise UserError(f"{path} holds the record of {record.problem.label}; rename it {record.problem.file_name}")
         records += [record] if record else []

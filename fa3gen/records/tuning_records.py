@@ -25,7 +25,7 @@ from fa3gen.base.files import write_text
 from fa3gen.base.parts import GrownPart, Part, first_problem, rounded
 from fa3gen.design.family import Family, Shape, heads_text
 from fa3gen.hardware.chips import H200
-from fa3gen.run.dispatch import PACKED_TOOL
+from fa3gen.run.dispatch import MEASURE
 from fa3gen.spec.model import AttentionDType, CausalMask, Forward, Mask, NoMask, OutputDType, WindowMask
 
 if TYPE_CHECKING:
@@ -101,8 +101,7 @@ class TunedProblem(GrownPart):
         family = family.of_call(shape.window)
         if family.layout != "dense":
             raise UserError(
-                f"modules are tuned for dense tensors, and these are for {family}; measure them with "
-                f"python {PACKED_TOOL}"
+                f"modules are tuned for dense tensors, and these are for {family}; measure them with {MEASURE}"
             )
         if family.by_sequence and not family.eight_bits:
             raise UserError(

@@ -51,8 +51,7 @@ from fa3gen.spec.yamltree import read
 
 FILE_NAME = "dispatch.yaml"
 WRITE_TABLE = "fa3gen tune --write-table"
-PACKED_TOOL = "tests/gpu/packed_cells.py"  # of a checkout; writes the records of modules for packed sequences
-MEASURE_PACKED = f"python {PACKED_TOOL} && {WRITE_TABLE}"
+MEASURE = "fa3gen tune --measure"  # modules, of dense tensors at shapes that are named, of packed ones at lists
 PRODUCTION_PREFIX = "fwd_"
 NO_LIMIT = 2**63  # more keys, and more tiles, than any call has
 FEW_QUERIES = 16  # of a sequence: what rows for decoding serve at most
@@ -61,12 +60,7 @@ DIGEST_LENGTH = 16  # hex digits of a SHA-256 in a row: enough to tell one file 
 
 def measuring(stems: Sequence[str]) -> str:
     """The command that measures modules and writes the table anew."""
-    return f"fa3gen tune --measure {' '.join(stems)} --write --write-table"
-
-
-def _measuring_for(family: Family, stems: Sequence[str]) -> str:
-    """The same for modules of one family: those for packed sequences are all measured at once."""
-    return measuring(stems) if family.layout == "dense" else MEASURE_PACKED
+    return f"{MEASURE} {' '.join(stems)} --write --write-table"
 
 
 class NoKernel(UserError, ValueError):
@@ -80,6 +74,10 @@ class NotRendered(NoKernel):
         """The message is followed by the spec, as text that can be saved."""
         self.proposal = proposal
         super().__init__(f"{message}\n\n{proposal.text}" if proposal else message)
+
+
+class NotPossible(NotRendered, NotImplementedError):
+    """Nor is there a legal spec of one that would; the message says which rules are against it."""
 
 
 class ArgumentError(UserError, ValueError):
@@ -438,15 +436,15 @@ class Choice:
 def choose(family: Family, size: Size, *, lse: bool, workspace: Workspace) -> Choice:
     """The module that serves a call of this size; `lse`: LSE is wanted too.
 
-    Dense tensors with few queries are taken as packed sequences where the module of these splits keys, by a measured
-    row, or where there is no other module: `may_be_packed`.
+    Dense tensors with few queries, or whose keys are to come in parts, are taken as packed sequences where the module
+    of these splits keys, by a measured row, or where there is no other module: `may_be_packed`.
 
     Raises NoKernel when there is none, when several fit and none was measured, and when the module of the row is
     missing or not the file that was measured. Raises UserError for a table that cannot be read.
     """
     if size.own_bits:
         return _for_call(_of_own_bits(family, size, lse, workspace), family, size, Stretch())
-    if size.in_rows and may_be_packed(family, size.queries):
+    if size.in_rows and may_be_packed(family, size.queries, size.parts):
         return _dense_or_packed(family, size, lse, workspace)
     return _chosen(family, size, lse, workspace)
 
@@ -472,12 +470,13 @@ def _measured(family: Family, size: Size, lse: bool, workspace: Workspace) -> tu
     return None, around
 
 
-def may_be_packed(family: Family, queries: int) -> bool:
-    """Whether dense calls may be served by modules of packed sequences: few queries, of which no module for dense
-    tensors splits the keys, since there is a window, a sink or a cap."""
+def may_be_packed(family: Family, queries: int, parts: int) -> bool:
+    """Whether dense calls may be served by modules of packed sequences: few queries, or a call that asks for parts of
+    the keys, which no module for dense tensors splits, since there is a window, a sink or a cap."""
+    splitting = queries > 0 and (queries <= FEW_QUERIES or parts > 1)
     scores = isinstance(family.mask, WindowMask) or family.sink or family.softcap
     dense = family.layout == "dense" and not family.v_permuted
-    return scores and dense and family.part_keys is None and 0 < queries <= FEW_QUERIES
+    return splitting and scores and dense and family.part_keys is None
 
 
 def _dense_or_packed(family: Family, size: Size, lse: bool, workspace: Workspace) -> Choice:
@@ -492,6 +491,10 @@ def _dense_or_packed(family: Family, size: Size, lse: bool, workspace: Workspace
     except NotRendered as missing:
         try:
             found = _chosen(*packed, lse, workspace)
+        except NotPossible:
+            raise missing from None
+        except NotRendered as packed_missing:  # whose spec, once rendered, serves this call, too
+            raise (missing if missing.proposal else packed_missing) from None
         except NoKernel:
             raise missing from None
         return replace(found, size=size, around=_of_all_keys(found.around, family.mask), as_packed=True)
@@ -551,7 +554,7 @@ def of_row(home: Workspace, row: Row, place: str) -> Choice:
     if sha256(file)[:DIGEST_LENGTH] != row.sha256:
         raise NoKernel(
             f"{place} was measured with another {row.module} than the present {file}; "
-            f"measure it again: {_measuring_for(row.family, [row.module])}"
+            f"measure it again: {measuring([row.module])}"
         )
     variant = next((found for found in attention_among(home.resolve(row.module)) if found.stem == row.module), None)
     if variant is None:
@@ -602,7 +605,7 @@ def _unmeasured(family: Family, size: Size, lse: bool, workspace: Workspace) -> 
         return Choice(variant.stem, file, variant.spec, variant.source, None, reason)
     if fitting:
         stems = production or only
-        measure = _measuring_for(family, stems)
+        measure = measuring(stems)
         raise NoKernel(
             f"several modules compute {family}, and no row of the table says which is best: {', '.join(stems)}; "
             f'call one of them, fa3gen.load("{stems[-1]}").attention(...), or measure them on your GPU: {measure}'
@@ -724,7 +727,7 @@ def _not_rendered(problem: str, found: Proposal | tuple[Violation, ...], workspa
     """The error where no module fits: with a spec of one that would, or with what is against that."""
     if not isinstance(found, Proposal):
         reasons = "".join(f"\n{one.field}: {one.message}" for one in found) or "\nthere is no spec to begin with"
-        return NotRendered(f"{problem}. Nor can one be rendered:{reasons}", None)
+        return NotPossible(f"{problem}. Nor can one be rendered:{reasons}", None)
     path, stem = workspace.specs_dir / f"{found.stem}.yaml", found.stem
     way_out = (
         f"This spec of one extends {found.base}, and was never measured. Save it as {path}, run `fa3gen render {stem}` "

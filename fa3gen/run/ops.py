@@ -95,9 +95,9 @@ def attention(
     first launch loads the kernel from the compile cache, or compiles it. Make that call, with tensors of the same
     sizes, before capturing a CUDA graph, since code may not be loaded in a capture; all else can be made there, too.
 
-    Few queries with a window, sinks or a cap are served by modules for packed sequences, which split keys, where these
-    were measured to be faster or no other fits; k, v and `out` have to be rows of one tensor each, and q is copied
-    where it is not.
+    Few queries with a window, sinks or a cap, and any with num_splits beside these, are served by modules for packed
+    sequences, which split keys, where these were measured to be faster or no other fits; k, v and `out` have to be rows
+    of one tensor each, and q is copied where it is not.
 
     Args:
         q: (batch, seq_q, heads_q, d), bfloat16, float16, or float8_e4m3fn, which comes without sinks, a softcap and
@@ -272,7 +272,7 @@ def _serving(
             key += (k.dtype, v.dtype, eight_bits.by_sequence(v), blocks)
         if v_permuted:
             key, keys = (*key, "v_permuted"), k.shape[1]  # v has whole units of keys
-        if few and (window is not None or sinks is not None or softcap is not None):
+        if (few or num_splits > 1) and (window is not None or sinks is not None or softcap is not None):
             key += ("in rows", can_be_packed(q, k, v, out))
         tiles = batch * heads_q * -(-seq_q // TILE_ROWS)  # `Shape.tiles`, without the call
         for least_keys, most_keys, least_tiles, most_tiles, attention in stretches.get(key, ()):

@@ -2,8 +2,8 @@
 
     python tests/gpu/fp8_packed_speeds.py     on a machine with a Hopper GPU, from the root of a checkout
 
-measures as packed_cells.py does, cell after cell, both dtypes in turn. It writes no record: it prints a Markdown table
-with the fastest module of either dtype.
+measures as `fa3gen tune --measure` does, cell after cell, both dtypes in turn. It writes no record: it prints a
+Markdown table with the fastest module of either dtype.
 """
 
 from __future__ import annotations
@@ -13,14 +13,15 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
+sys.path.insert(0, str(ROOT))
 
-from packed_cells import measure  # noqa: E402
-
+from fa3gen.base.errors import UserError  # noqa: E402
 from fa3gen.compile.cache import cached_compile_for_launch  # noqa: E402
 from fa3gen.design.workspace import Workspace  # noqa: E402
 from fa3gen.measure.bench import require_hopper  # noqa: E402
 from fa3gen.measure.packed_cells import cells  # noqa: E402
+from fa3gen.measure.packed_speeds import measure, module_competitor  # noqa: E402
+from fa3gen.measure.tuning.measuring import CudaTimer  # noqa: E402
 
 
 def main() -> None:
@@ -38,8 +39,11 @@ def main() -> None:
         best = []
         for problem in pair:
             variants = able[problem.model_dump_json()]
-            speeds = measure(problem, variants, workspace, device)
-            best.append(max(zip(speeds, (variant.stem for variant in variants), strict=True)))
+            own = [module_competitor(variant, workspace.module_path(variant.stem)) for variant in variants]
+            speeds = measure(problem, own, device, CudaTimer(device))
+            if failed := next((one for one in speeds if one.tflops is None), None):
+                raise UserError(f"{failed.name}: {failed.reason}, {problem.label}")
+            best.append(max((one.tflops or 0.0, one.name) for one in speeds))
         (narrow, stem), (wide, other) = best
         row = f"| {pair[0].label} | `{stem}` | {narrow:.1f} | `{other}` | {wide:.1f} | {narrow / wide:.2f} |"
         print(row, flush=True)

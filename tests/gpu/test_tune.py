@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import statistics
 from pathlib import Path
 
@@ -84,3 +85,29 @@ def test_the_command_measures_and_searches(tmp_path: Path, monkeypatch: pytest.M
     assert cli.main(["tune", "k6_d64", *common, *space]) == 0
     (record,) = tuning_records.load(found)
     assert len(record.results) == 3 and record.results[0].stem == "k6_d64"
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize(
+    ("stem", "other", "lengths"),
+    [
+        ("fwd_packed_d128_causal", "fwd_packed_pack4_d128_causal", "chat16k"),
+        ("fwd_paged_d128_causal", "fwd_paged_decode_d128_causal", "prefill1k_on_8k"),
+        ("fwd_fp8_packed_decode_d128_causal", "fwd_fp8_packed_d128_causal", "decode64_on_4k"),
+    ],
+)
+def test_packed_sequences_are_timed_at_their_lists_of_lengths(
+    stem: str, other: str, lengths: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Right, captured, and no faster than the tensor core, in every cell of a list; peers have a speed or a reason."""
+    monkeypatch.chdir(WORKSPACE.root)
+    path = tmp_path / "speeds.json"
+    assert cli.main(["bench", stem, other, "--lengths", lengths, "--quick", "--json", str(path)]) == 0
+    cells = json.loads(path.read_text())["cells"]
+    results = [one for cell in cells for one in cell["results"]]
+    assert {cell["problem"]["lengths"] for cell in cells} == {lengths}
+    assert stem in {one["name"] for one in results if one["tflops"]}
+    for one in results:
+        assert one["tflops"] is None or 0 < one["tflops"] < 1979  # the dense peak of 8 bits
+        assert not one["generated"] or one["captured"]
+        assert (one["tflops"] is None) == (one["reason"] is not None)
