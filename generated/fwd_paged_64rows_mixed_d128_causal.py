@@ -484,7 +484,8 @@ def kv_range(m_start: cutlass.Int32, seq_q: cutlass.Int32, seq_k: cutlass.Int32)
 def find_tile(tile: cutlass.Int32, group, sequences):
     """Find the tile of queries with this number; one whole warp, whose lanes look at a sequence each, 32 at a time.
 
-    `group` is what they look at, see `look_at`: numbers grow from one tile to the next, so that the search goes on.
+    `group` is what they look at: a head, and of it what `look_at` returns, with the tiles of all heads before it among
+    those before. Numbers grow from one tile to the next, so that the search goes on.
 
     Returns what TILE_WORDS lists, with m_block -1 where there are fewer tiles; the group that has the tile; and, of use
     in that case only, how many tiles there are.
@@ -516,7 +517,8 @@ def find_tile(tile: cutlass.Int32, group, sequences):
 
 @cute.jit
 def look_at(first: cutlass.Int32, before: cutlass.Int32, sequences):
-    """Each lane looks at one of the 32 sequences from `first` on; those before have `before` tiles of queries.
+    """Each lane looks at one of the 32 sequences from `first` on; of one head those before, and of the heads before it
+    all, have `before` tiles of queries.
 
     Returns these two; of the lane's sequence first row and rows of its queries, rows of its keys, its tiles, and those
     of the group up to and with it. A lane behind the last sequence sees one of no rows.

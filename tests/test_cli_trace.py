@@ -70,12 +70,42 @@ def test_one_cta_of_a_module(workspace: Path, capsys: pytest.CaptureFixture[str]
     assert [line.split()[0] for line in out.splitlines() if "; " in line and "line" in line] == ["1", "4"]
 
 
+def keys_of_cta(workspace: Path, stem: str) -> int:
+    """Tiles of K that the CTA of a trace loads."""
+    trace = json.loads((workspace / f"{stem}.trace.json").read_text(encoding="utf-8"))
+    jsonschema.validate(trace, SCHEMA)
+    first, second = trace["ctas"]
+    assert [each["kernel"] for each in (first, second)] == ["attention_kernel", "combine_kernel"]
+    return sum(event["kind"] == "load" and event["label"].startswith("K") for event in first["events"])
+
+
 def test_a_kernel_whose_keys_come_in_parts(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """One CTA is traced: it has all keys, as where there is one part."""
-    assert cli.main(["trace", "fwd_decode_d64"]) == 0
+    """One CTA is traced: it has its part, of as many as so many SMs have room for."""
+    stem = "fwd_decode_d64"
+    assert cli.main(["trace", stem]) == 0
     said = capsys.readouterr().out
-    assert "batch 1, 4 x 448, 16/1 heads" in said and "CTA (0, 0, 0) of (1, 1, 1)" in said
-    assert (workspace / "fwd_decode_d64.perfetto.json").is_file()
+    assert "batch 1, 4 x 2688, 16/1 heads; keys in parts: 6 of each tile of queries" in said
+    assert "CTA (0, 0, 0) of (1, 6, 1)" in said and "combine_kernel, CTA (0, 0, 0) of (4, 16, 1)" in said
+    assert keys_of_cta(workspace, stem) == 7  # of 42
+    trace = json.loads((workspace / f"{stem}.trace.json").read_text(encoding="utf-8"))
+    assert trace["problem"]["sms"] == 3
+    assert cli.main(["trace", stem, "--sms", "1", "--seq-k", "2560"]) == 0
+    assert keys_of_cta(workspace, stem) == 20  # two CTAs share an SM
+    assert cli.main(["trace", stem, "--seq-k", "192"]) == 0
+    assert "CTA (0, 0, 0) of (1, 1, 1)" in capsys.readouterr().out
+    assert (workspace / f"{stem}.perfetto.json").is_file()
+
+
+def test_a_kernel_with_even_shares(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Three CTAs share 45 steps: 22 tiles of keys of each of two tiles of queries, and another sequence's one."""
+    stem = "fwd_packed_decode_d64_causal"
+    assert cli.main(["trace", stem]) == 0
+    assert "CTA (0, 0, 0) of (3, 1, 1)" in capsys.readouterr().out
+    assert keys_of_cta(workspace, stem) == 15
+    assert cli.main(["trace", stem, "--cta", "2"]) == 0
+    assert keys_of_cta(workspace, stem) == 15
+    assert cli.main(["trace", stem, "--sms", "1"]) == 0
+    assert keys_of_cta(workspace, stem) == 45
 
 
 def test_the_same_command_writes_the_same_bytes(workspace: Path) -> None:

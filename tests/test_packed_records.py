@@ -26,6 +26,7 @@ D64, SHORT = "fwd_packed_d64_causal", "fwd_packed_short_d64_causal"
 PAGES, PAGES_OF_64 = "fwd_paged_d128_causal", "fwd_paged_64rows_d128_causal"
 SINGLE_ROWS = "fwd_paged_rows_d128_causal"
 EVEN = "fwd_packed_decode_d128_causal"
+ANY, PACK1 = "fwd_packed_mixed_any_group_d128_causal", "fwd_packed_mixed_pack1_d128_causal"
 MIXED, MIXED_64ROWS = "fwd_packed_mixed_d128_causal", "fwd_paged_64rows_mixed_d128_causal"
 GPU = "NVIDIA H200"
 
@@ -128,7 +129,7 @@ def test_the_cells_that_are_measured() -> None:
 
 def test_decoding_is_measured_where_modules_split_keys() -> None:
     cells = {problem.label: {variant.stem for variant in able} for problem, able in packed_cells.cells(CHECKOUT)}
-    assert cells["bf16 d128 causal packed decode64_on_4k, heads 32/8"] == {D128, PACK4, MIXED, EVEN}
+    assert cells["bf16 d128 causal packed decode64_on_4k, heads 32/8"] == {D128, PACK4, EVEN}
     assert EVEN not in cells["bf16 d128 causal packed chat16k, heads 32/8"]
     dims = {problem.family.head_dim for problem, _ in packed_cells.cells(CHECKOUT) if "decode" in problem.lengths}
     assert dims == {64, 128, 256}
@@ -137,9 +138,16 @@ def test_decoding_is_measured_where_modules_split_keys() -> None:
 def test_chunks_beside_steps_are_measured_where_modules_take_head_after_head() -> None:
     cells = {problem.label: {variant.stem for variant in able} for problem, able in packed_cells.cells(CHECKOUT)}
     mixed = {label: able for label, able in cells.items() if "chunk" in label}
-    assert mixed["bf16 d128 causal packed chunk_and_63_steps, heads 32/8"] == {D128, PACK4, MIXED}
+    assert mixed["bf16 d128 causal packed chunk_and_63_steps, heads 32/8"] == {D128, PACK4, MIXED, ANY, PACK1}
+    assert mixed["bf16 d128 causal packed 4_chunks_and_140_steps, heads 40/8"] == {D128, ANY, PACK1}
     assert MIXED_64ROWS in mixed["bf16 d128 causal pages 64 63_steps_and_chunk, heads 32/8"]
-    assert all(able & {MIXED, "fwd_paged_mixed_d128_causal"} for able in mixed.values()) and len(mixed) == 9
+    stems = {variant.stem for variant in packed_cells.packed_modules(CHECKOUT) if variant.spec.order == "by_head"}
+    assert set().union(*mixed.values()) >= stems >= {ANY, PACK1, MIXED, MIXED_64ROWS}
+    assert all(able & stems for able in mixed.values())
+    assert not any(able & stems for label, able in cells.items() if label not in mixed)
+    found = {tuple(label.split(", heads ")[-1] for label in mixed if f" d{dim} " in label) for dim in (64, 128, 256)}
+    wanted = {64: ("16", "64/8"), 128: ("16", "32/8", "40/8", "64/8"), 256: ("8", "16/4", "16/8")}
+    assert {frozenset(heads) for heads in found} == set(map(frozenset, wanted.values()))
 
 
 def test_queries_of_8_bits_have_rows_that_serve_their_calls() -> None:
@@ -176,6 +184,40 @@ def test_few_queries_in_the_mean_have_rows_of_their_own() -> None:
     assert both.region.startswith("up to 16 queries in the mean, groups of a multiple of 4 heads, ")
     of_one_head = record([4097] * 64, {D128: 170.0, PACK4: 150.0, MIXED: 160.0}, queries=chunk)
     assert {row.mean_q for row in dispatch_table.rows_from_records([prefill, of_one_head])} == {None}
+
+
+def test_few_queries_in_the_mean_have_rows_for_any_group() -> None:
+    """By multiples of groups that were measured, for one head of its own, and for all others."""
+    chunk = [512, *[1] * 63]
+    speeds = {
+        (16, 16): {D128: 90.0, ANY: 50.0, PACK1: 95.0},
+        (32, 8): {D128: 60.0, PACK4: 150.0, MIXED: 170.0, ANY: 140.0, PACK1: 70.0},
+        (40, 8): {D128: 60.0, ANY: 150.0, PACK1: 70.0},
+        (64, 8): {D128: 60.0, PACK4: 150.0, MIXED: 170.0, ANY: 290.0, PACK1: 70.0},
+    }
+    measured = [record([4097] * 64, found, heads=heads, queries=chunk) for heads, found in speeds.items()]
+    prefill = record([300] * 400, {D128: 400.0, PACK4: 450.0})
+    *mixed, four, rest = dispatch_table.rows_from_records([prefill, *measured])
+    assert {row.mean_q for row in mixed} == {dispatch.Region(up_to=16)} and four.mean_q is rest.mean_q is None
+    assert [(str(row.group), row.module) for row in mixed] == [
+        ("groups of a multiple of 8 heads", ANY),
+        ("groups of a multiple of 5 heads", ANY),
+        ("groups of a multiple of 4 heads", MIXED),
+        ("up to 1 head of q for each of k", PACK1),
+        ("None", ANY),
+    ]
+    family = Family("bf16", 128, 128, CausalMask(), layout="packed")
+    served = {
+        group: next(
+            row.module
+            for row in (*mixed, four, rest)
+            if row.serves(family, Size(4097, 2048, group=group, queries=512, mean_queries=9))
+        )
+        for group in (1, 4, 5, 6, 7, 8, 10, 12, 16)
+    }
+    assert served == dict.fromkeys((5, 6, 7, 8, 10, 16), ANY) | {1: PACK1, 4: MIXED, 12: MIXED}
+    slow = [record([4097] * 64, {D128: 160.0, ANY: 150.0}, heads=(40, 8), queries=chunk)]
+    assert {row.mean_q for row in dispatch_table.rows_from_records([prefill, *slow])} == {None}
 
 
 def test_few_queries_have_rows_for_groups_up_to_those_measured() -> None:

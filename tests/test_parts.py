@@ -201,7 +201,7 @@ def test_a_problem_is_divided_as_asked() -> None:
     assert [num_shares(even, packed, 132, asked) for asked in (0, 1, 3)] == [132, 16, 48]
     assert [share_of(even, packed, 132, asked) for asked in (0, 1, 3)] == [16, 128, 43]
     shared = Problem(even, packed, 16)
-    assert ceiling.ctas_of(shared, 132) == len(ceiling.shares(shared, 132)) == 256
+    assert ceiling.ctas_of(shared, 132) == len(ceiling.parts(shared, 132)) == 256
     assert ceiling.busiest_sm(even, shared, 132) == 2 * 8
     for stem in ("fwd_d128", "fwd_decode_fixed_d128"):
         with pytest.raises(UserError, match=r"3 parts are asked for, and this module .*; take one with count: auto"):

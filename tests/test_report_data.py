@@ -243,15 +243,21 @@ class Lanes(list[int]):
         return Lanes(lane <= other for lane in self)
 
 
-def found_by_warp(stem: str, spec: Spec, sequences: Sequence[tuple[int, int]], heads: int) -> Iterator[tuple[int, ...]]:
-    """(sequence, m_block, head) of all tiles, by the module's `find_tile` for one number after the other."""
+def found_by_warp(
+    stem: str, spec: Spec, sequences: Sequence[tuple[int, int]], told: tuple[int, int]
+) -> Iterator[tuple[int, ...]]:
+    """(sequence, m_block, head, head of k) of all tiles, by the module's `find_tile` for one number after the other.
+
+    `told` is what the module is told of heads: of q those with tiles of their own, or how many share a head of k where
+    there may be any number of them; and of k.
+    """
     warp = FakeWarp()
     of_lane = division_of(stem, warp)
     begins = [[0, *itertools.accumulate(side)] for side in zip(*sequences, strict=True)]
     paged = spec.problem.layout == "paged"
     lengths = (begins[0], [], [seq_k for _, seq_k in sequences], begins[0][-1], 10**9)
     lengths = lengths if paged else (*begins, [], [], begins[0][-1], begins[1][-1])  # type: ignore[assignment]
-    given = (*lengths, heads, heads)
+    given = (*lengths, *told)
     look, of_lane["sum_up_to_lane"] = of_lane["look_at"], lambda tiles: 0
 
     def look_at(first: int, before: int, _: Any) -> tuple[Any, ...]:
@@ -265,11 +271,11 @@ def found_by_warp(stem: str, spec: Spec, sequences: Sequence[tuple[int, int]], h
     group = look_at(0, 0, given)
     group = (0, *group) if spec.order == "by_head" else group
     for number in itertools.count():
-        (m_block, head, _, sequence, *_), group, count = of_lane["find_tile"](number, group, given)
+        (m_block, head, head_kv, sequence, *_), group, count = of_lane["find_tile"](number, group, given)
         if m_block < 0:
             assert count == number
             return
-        yield sequence, m_block, head
+        yield sequence, m_block, head, head_kv
 
 
 DIVISION = ("Work", "first_work", "work_on", "piece_of_work", "kv_range", "tile_coordinates", "place_in_sequence")
@@ -414,12 +420,23 @@ def test_a_warp_finds_tiles_in_this_order() -> None:
             continue
         for count in (1, 33, 70):
             sequences = [(draw.choice((0, 1, 90, 300)), draw.choice((1, 700, 40_000))) for _ in range(count)]
-            pack = spec.tile.pack_heads
-            shape = PackedShape(*map(tuple, zip(*sequences, strict=True)), 3 * pack, 3)
-            wanted = [(entry.batch, entry.m_block, entry.head) for entry in tile_order.taken(spec, shape)]
-            assert list(found_by_warp(stem, spec, sequences, 3)) == wanted, stem
-        ways.add(spec.order)
-    assert ways == {"by_sequence", "by_head"}
+            pack, of_any = spec.tile.pack_heads, spec.tile.group == "any"
+            for group in (1, pack - 1, pack, pack + 1, 3 * pack) if of_any else (pack,):
+                shape = PackedShape(*map(tuple, zip(*sequences, strict=True)), 3 * group, 3)
+                packs = -(-group // pack)
+                wanted = [
+                    (entry.batch, entry.m_block, *place_of(entry.head, packs, group if of_any else 1, pack))
+                    for entry in tile_order.taken(spec, shape)
+                ]
+                told = (group if of_any else 3, 3)
+                assert list(found_by_warp(stem, spec, sequences, told)) == wanted, (stem, group)
+        ways.add((spec.order, spec.tile.group))
+    assert ways == {("by_sequence", "multiple"), ("by_head", "multiple"), ("by_head", "any")}
+
+
+def place_of(number: int, packs: int, group: int, pack: int) -> tuple[int, int]:
+    """The first head of q, and that of k, of the tile of heads with this number: `packs` for each head of k."""
+    return number // packs * group + number % packs * pack, number // packs
 
 
 def check_line(place_in_sequence: Any, spec: Spec, heads: int) -> None:

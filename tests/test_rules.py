@@ -999,6 +999,24 @@ def test_padded_heads() -> None:
     )
 
 
+def test_any_group() -> None:
+    legal: dict[str, Any] = {"split": False, "sink": False}
+    assert splits.any_group("by_head", "direct", 8, **legal) is None
+    assert splits.any_group("by_sequence", "direct", 8, **legal) == Violation(
+        "tile.group", "group: any is rendered with order by_head, not by_sequence; use that, or multiple"
+    )
+    assert splits.any_group("by_head", "direct", 1, **legal) == Violation(
+        "tile.group", "a tile of one head takes any group without it; leave tile.group out"
+    )
+    assert splits.any_group("by_head", "own_buffer", 8, **legal) == Violation(
+        "outputs.o", "group: any is rendered with outputs.o: direct only, not own_buffer; use that"
+    )
+    for field, asked in (("split", "split"), ("softmax.sink", "sink")):
+        assert splits.any_group("by_head", "direct", 8, **(legal | {asked: True})) == Violation(
+            field, f"group: any is rendered without {field}; leave it out, or use group: multiple"
+        )
+
+
 def test_combine_columns() -> None:
     assert [columns for columns in range(8, 260, 8) if splits.combine_columns(columns) is None] == list(
         range(32, 260, 32)

@@ -205,6 +205,7 @@ BY_SPEC: dict[str, Callable[[Plan], bool]] = {
         ["make_gathered_ring", "find_rows", "load_rows", "tell_landed", "in_units", "shuffle_64", "as_copied"],
         lambda plan: plan.load.pages == "cp_async",
     ),
+    "place_of": lambda plan: plan.tile.padded,
     "heads_first": lambda plan: plan.tile.packed and plan.problem.packed_sequences,
     "packed_rows_of": lambda plan: plan.tile.packed and plan.problem.packed_sequences,
     "dealt_work": lambda plan: plan.scheduler.kind == "static",
@@ -267,7 +268,7 @@ BY_SPEC: dict[str, Callable[[Plan], bool]] = {
     ),
     "in_order_of_columns": lambda plan: plan.eight_bit is not None and plan.output.place == "direct",
     **dict.fromkeys(
-        ["place_of", "store_f32", "CombineStorage", "combine_kernel", "add_up_share", "weight_of"],
+        ["store_f32", "CombineStorage", "combine_kernel", "add_up_share", "weight_of"],
         lambda plan: plan.scheduler.split,
     ),
     "part_of_thread": lambda plan: plan.scheduler.kind == "stream_k",
@@ -638,7 +639,8 @@ EVEN = r"STEPS_OF_SHARE|SHARE_WORDS|MOST_STEPS|find_step|steps_of_all|cut_head|e
 STATIC = r"dealt_work"
 STREAM_K_ALONE = r"STEPS_SAVED|num_whole|piece_of_work|[sS]tream-K|\bflags"
 STREAM_K = r"(?<!one )\b[pP]arts?\b|PART|" + STREAM_K_ALONE
-SPLIT = r"combine|COMBINE|num_parts|STEPS_OF_PART|place_of|store_f32"
+SPLIT = r"combine|COMBINE|num_parts|STEPS_OF_PART|store_f32"
+PADDED = r"place_of"
 WHOLE = r"\bwork_on\b"
 PAGES = r"[pP]ages?\b|page_table|BOX_ROWS|\bUNIT\b"
 SEQUENCES = r"\btotal_[qk]\b|cu_seqlens|seqused|MOST_ROWS|AROUND|TILE_WARP|TILE_WORDS|q_begin|k_begin"
@@ -702,6 +704,7 @@ def foreign_words(stem: str) -> str:
         schedulers["stream_k"] = STREAM_K_ALONE  # parts of the keys are another thing
     words += [pattern for kind, pattern in schedulers.items() if kind != plan.scheduler.kind]
     words += [SPLIT] * (not plan.scheduler.split)
+    words += [PADDED] * (not plan.tile.padded)
     words += [WHOLE] * (plan.scheduler.kind == "stream_k")
     if not plan.problem.packed_sequences:
         words.append(SEQUENCES.removesuffix("|k_begin") if plan.tile.from_window else SEQUENCES)

@@ -454,7 +454,7 @@ def test_tiles_of_packed_sequences_are_dealt_out_in_their_order() -> None:
     assert sorted(found.places) == [(6, 1, 2), (6, 2)]
 
     def end(*tiles: int) -> float:
-        return simulation.simulate(module, times, Settings(2, 1, tiles)).end
+        return simulation.simulate(module, found.times, Settings(2, 1, tiles)).end
 
     lasts = {n: end(n, n) - end(n) for n in (1, 2)}
     assert found.cycles == pytest.approx(end(6) + lasts[1] + lasts[2])
@@ -630,7 +630,7 @@ def test_the_picture_is_written(tmp_path: object, capsys: pytest.CaptureFixture[
         (["k6_d64", "--stages", "two"], "from 1 to 16"),
         (["k6_d64", "--chip", "b200"], "h100 and h200"),
         (["k6", "--svg", "x.svg"], "name one of them"),
-        (["k6_d64", "--lengths", "5,6"], "k6_d64 takes dense tensors, of which --lengths says nothing"),
+        (["k6_d64", "--lengths", "5,6"], "k6_d64 takes dense tensors, of which all sequences have one length"),
         (
             ["fwd_packed_d64", "--lengths", "chat17k"],
             "one of the lists chat16k, chat64k, documents64k, equal1k, prefill1k_on_8k",

@@ -14,7 +14,7 @@ from fa3gen.cli import lengths as lengths_option
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from fa3gen.design.family import PackedShape
+    from fa3gen.design.family import PackedShape, Shape
     from fa3gen.design.workspace import Workspace
     from fa3gen.hardware.chips import Chip
     from fa3gen.inspect.simulation.document import Entry
@@ -43,7 +43,8 @@ def simulate(
     lengths: Annotated[
         str | None,
         typer.Option(
-            metavar="N,QxK,..|NAME", help=f"{lengths_option.HELP}; or chat16k and the like. Predicts the speed, too."
+            metavar="N,QxK,..|NAME",
+            help=f"{lengths_option.HELP}; or chat16k and the like. Of dense tensors one length. Predicts the speed.",
         ),
     ] = None,
     heads: Annotated[
@@ -80,9 +81,9 @@ def simulate(
     """Simulate the pipeline of loads, products and softmax on one SM: timeline, utilisation, stalls, stages.
 
     Warps do what the generated kernel does, in its order, and wait for what it waits for. Times are derived from the
-    spec and the chip's peak rates; the load latency was measured. No tile is masked. Of packed sequences of given
-    lengths the tiles are dealt out to all SMs in the kernel's order. docs/simulator.md says how well that predicts what
-    was measured. Nothing is compiled or run.
+    spec and the chip's peak rates; the load latency was measured. No tile is masked. Of sequences of given lengths the
+    tiles, or parts of their keys, are dealt out to all SMs in the kernel's order, which share what HBM brings.
+    docs/simulator.md says how well that predicts what was measured. Nothing is compiled or run.
     """
     from fa3gen.base.errors import UserError
     from fa3gen.design.workspace import Workspace
@@ -157,7 +158,7 @@ def _entry(
     ctas: int | None,
     order: Literal["even", "oldest"],
     overrides: dict[str, float | None],
-    shape: PackedShape | None,
+    shape: Shape | PackedShape | None,
 ) -> Entry:
     from dataclasses import replace
 
@@ -172,7 +173,7 @@ def _entry(
     dealt = None
     if shape is not None:
         dealt = simulation.deal(Problem(spec, shape), times, chip, registers, order, ctas=ctas)
-        settings = replace(settings, tiles=dealt.first_tiles(tiles))
+        settings, times = replace(settings, tiles=dealt.first_tiles(tiles)), dealt.times
     return Entry(
         stem=variant.stem,
         chip=chip.name,
@@ -186,20 +187,26 @@ def _entry(
 
 def _shape(
     variant: Variant[Forward], lengths: str | None, heads: int | None, heads_kv: int | None
-) -> PackedShape | None:
+) -> Shape | PackedShape | None:
     """The problem that is asked for, if any; UserError where the module does not take it."""
     from fa3gen.base.errors import UserError
     from fa3gen.cli.explain import heads_of
-    from fa3gen.design.family import call_of_lengths
+    from fa3gen.design.family import Shape, call_of_lengths
 
     spec = variant.spec
     if lengths is None:
         if heads or heads_kv:
             raise UserError("--heads and --heads-kv are those of a problem: give its --lengths, too")
         return None
-    if spec.problem.layout == "dense":
-        raise UserError(f"{variant.stem} takes dense tensors, of which --lengths says nothing; leave it out")
     sides = lengths_option.parse_sequences(lengths)
+    if spec.problem.layout == "dense":
+        (seq_q, *others_q), (seq_k, *others_k) = sides
+        if {*others_q} - {seq_q} or {*others_k} - {seq_k}:
+            raise UserError(
+                f"{variant.stem} takes dense tensors, of which all sequences have one length; give --lengths like "
+                "1x4096,1x4096, or decode8_on_4k"
+            )
+        return Shape(len(others_q) + 1, seq_q, seq_k, *heads_of(spec, heads, heads_kv))
     return call_of_lengths(spec, *sides, heads=heads_of(spec, heads, heads_kv))
 
 

@@ -41,6 +41,7 @@ class Request:
     cta: str | None
     schedule: int | None
     seed: int
+    sms: int | None
     directory: Path
 
 
@@ -83,6 +84,12 @@ def trace(
             min=0, help="Number of a schedule in the model's list, 0 the fast one (default: warp by warp, in turn)."
         ),
     ] = None,
+    sms: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="SMs that the kernel is told of (default: 1; 3 where it splits keys, which they share)."
+        ),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the inputs and of schedules with chance.")] = 0,
     directory: Annotated[
         Path, typer.Option("--output", "-o", metavar="DIR", help="Where to write; files of these names are replaced.")
@@ -93,7 +100,8 @@ def trace(
     Writes STEM.trace.json (a schema of its own) and STEM.perfetto.json (for ui.perfetto.dev) for each module, and
     prints a summary. The kernel is the compiled one, its PTX is interpreted; nothing comes from a GPU. Time is logical:
     a tick for each instruction of a warp, waits end no earlier than what they wait for. It shows order, dependences and
-    overlap, and not speed. A persistent kernel runs as on one SM: its only CTA takes all tiles of queries.
+    overlap, and not speed. A persistent kernel runs as on one SM: its only CTA takes all tiles of queries. One that
+    splits keys runs as on three, of which one CTA's part or share is traced.
 
     Exits with 1 when the model reports a fault; the files then show what led to it.
     """
@@ -107,7 +115,7 @@ def trace(
     missing = [variant for variant in variants if not workspace.path_of(variant).is_file()]
     if missing:
         raise workspace.not_rendered(missing)
-    request = Request(batch, seq_q, seq_k, lengths, page, heads, heads_kv, cta, schedule, seed, directory)
+    request = Request(batch, seq_q, seq_k, lengths, page, heads, heads_kv, cta, schedule, seed, sms, directory)
     console = Console(highlight=False)
     reports = [_trace_one(workspace, variant, request, console) for variant in variants]
     if any(reports):
@@ -121,9 +129,10 @@ def _trace_one(workspace: Workspace, variant: Variant[Forward], request: Request
     from fa3gen.cpu.places import SharedPlaces
     from fa3gen.cpu.trace import Trace
     from fa3gen.cpu.trace_files import Source, document, perfetto
+    from fa3gen.design import splits
     from fa3gen.inspect.tracing import Problem, run
 
-    problem = Problem(_shape(variant, request), request.seed)
+    problem = Problem(_shape(variant, request), request.seed, request.sms)
     ctas = _ctas(variant.spec, problem.shape, request.cta)
     schedule = _schedule(variant.spec, request)
     recorded = Trace()
@@ -149,7 +158,10 @@ def _trace_one(workspace: Workspace, variant: Variant[Forward], request: Request
             write_text(file, json.dumps(content, separators=(",", ":")) + "\n")
     except OSError as error:
         raise UserError(f"cannot write to {request.directory}: {error.strerror}; choose another --output") from None
-    _show(console, written, problem.shape.in_full, list(files))
+    what = problem.shape.in_full
+    if variant.spec.split is not None:
+        what += f"; keys in parts: {splits.told(variant.spec, problem.shape, problem.sms_of(variant.spec))}"
+    _show(console, written, what, list(files))
     return hazard
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal, TypeVar
 
 from fa3gen.design import footprint, tile_order, work
@@ -188,26 +189,55 @@ def dealt(tiles: Iterable[T], places: int, length: Callable[[T], float] = float)
     return taken
 
 
-def shares(problem: Problem, sms: int) -> list[list[int]]:
-    """Steps of each tile or part of one that the CTAs of scheduler even have on so many SMs; of CTAs with any.
+@dataclass(frozen=True)
+class Part:
+    """A part of the keys of a tile of queries, or all: how many tiles of keys are visited, and of how many parts it is.
 
-    What a mask hides is shared out, too, and skipped: a part has one step at least.
+    `rows`: those of the tile that exist. A part of several is kept in float32 until all are added up.
     """
-    spec, sequences = problem.spec, problem.shape.sequences
-    share, room = share_of(spec, problem.shape, sms, problem.num_splits), 0
-    found: list[list[int]] = []
-    for entry in tile_order.taken(spec, problem.shape):
-        lengths = sequences[entry.batch]
-        steps, end = steps_of_tile(spec, problem.shape, lengths[1]), problem.of_lengths[lengths][entry.m_block].end
-        begin = 0
-        while begin < steps:
-            if room == 0:
+
+    steps: int
+    of: int
+    rows: int
+
+
+def parts(problem: Problem, sms: int) -> list[list[Part]]:
+    """Parts of tiles of queries as they are handed out on so many SMs, where keys are split.
+
+    Of scheduler even a list for each CTA that has any, elsewhere one for each part. What a mask hides is shared out,
+    too, and skipped: a part has one step at least.
+    """
+    spec, shape = problem.spec, problem.shape
+    heads = min(shape.heads_q // max(shape.heads_kv, 1), spec.tile.pack_heads)
+    found: list[list[Part]] = []
+    room = 0
+    for entry in tile_order.taken(spec, shape):
+        lengths = shape.sequences[entry.batch]
+        steps, end = steps_of_tile(spec, shape, lengths[1]), problem.of_lengths[lengths][entry.m_block].end
+        rows = heads * min(tile_order.positions(spec), lengths[0] - entry.m_block * tile_order.positions(spec))
+        cuts = [0]
+        places: list[list[Part]] = []
+        while cuts[-1] < steps:
+            if room == 0 or spec.scheduler != "even":
                 found.append([])
-                room = share
-            part = min(steps - begin, room)
-            found[-1].append(max(min(end, begin + part) - begin, 1))
-            begin, room = begin + part, room - part
+                room = _room(problem, steps, sms)
+            places.append(found[-1])
+            taken = min(steps - cuts[-1], room)
+            cuts.append(cuts[-1] + taken)
+            room -= taken
+        for place, (begin, behind) in zip(places, pairwise(cuts), strict=True):
+            place.append(Part(max(min(end, behind) - begin, 1), len(places), rows))
     return found
+
+
+def _room(problem: Problem, steps: int, sms: int) -> int:
+    """Steps of an even share, or of a part of a tile of so many."""
+    spec, shape, asked = problem.spec, problem.shape, problem.num_splits
+    if spec.scheduler == "even":
+        return share_of(spec, shape, sms, asked)
+    if spec.split is not None and spec.split.keys is not None:
+        return spec.split.keys // spec.tile.kv
+    return -(-steps // num_parts(spec, shape, sms, asked))
 
 
 def occupancy(spec: Spec, registers: int | None = None) -> Occupancy:

@@ -33,14 +33,18 @@ def positions(spec: Forward) -> int:
 
 def takes_group(spec: Forward, group: int) -> bool:
     """Whether tiles can hold the query heads of kv heads that so many share."""
+    if spec.tile.group == "any":
+        return True
     if spec.tile.group == "at_most":
         return group <= spec.tile.pack_heads
     return group % spec.tile.pack_heads == 0
 
 
 def head_tiles(spec: Forward, shape: Shape | PackedShape) -> int:
-    """Tiles of the same positions: one for each kv head where a tile holds all query heads that share it."""
-    return shape.heads_kv if spec.tile.group == "at_most" else shape.heads_q // spec.tile.pack_heads
+    """Tiles of the same positions: of each kv head as many as hold the query heads that share it."""
+    if spec.tile.group == "multiple":
+        return shape.heads_q // spec.tile.pack_heads
+    return shape.heads_kv * -(-shape.heads_q // (spec.tile.pack_heads * max(shape.heads_kv, 1)))
 
 
 def taken(spec: Forward, shape: Shape | PackedShape) -> Iterator[Taken]:

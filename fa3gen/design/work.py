@@ -388,7 +388,7 @@ class Problem:
                     f"a tile of this module holds at most {pack} query heads of one kv head, and here are "
                     f"{shape.heads_q // shape.heads_kv}; give fewer query heads, or more kv heads"
                 )
-        elif shape.heads_q % (pack * shape.heads_kv):
+        elif not tile_order.takes_group(self.spec, shape.heads_q // shape.heads_kv):
             raise UserError(
                 f"a tile of this module holds {pack} query heads of one kv head; give a multiple of "
                 f"{pack * shape.heads_kv} query heads, or fewer kv heads"

@@ -246,7 +246,7 @@ def _decisions(spec: Forward) -> list[tuple[str, str]]:
 
 def _tile_sentence(spec: Forward) -> str:
     q, pack = spec.tile.q, spec.tile.pack_heads
-    most = "up to " * (spec.tile.group == "at_most")
+    most = "up to " * (spec.tile.group != "multiple")
     rows = f", {q // pack} positions of {most}{pack} heads that share K and V," if pack > 1 else ""
     return f"{q} query rows{rows} x {spec.tile.kv} keys per step"
 

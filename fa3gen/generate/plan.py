@@ -100,11 +100,13 @@ class RowsPlan:
 class TilePlan:
     """Rows of Q (m) and of K and V (n) per step; threads per CTA; warpgroups that compute; query heads per tile.
 
+    `padded`: some of these heads may not exist. `any_group`: tiles of one kv head may be several, the last one padded.
     `rows` and `positions` are the module's names for the rows of Q as TMA moves them and for the positions they hold;
-    `head_tiles` is how many tiles beside each other hold all heads. `from_window`: whether tiles of keys begin with the
-    first one that rows see. `k_begin` is what a work item says of where its keys begin, if it does; `ctas` how many
-    CTAs are started for each SM. `register_shares`: see `footprint`; `launch_bound` is the module's name for what
-    bounds the registers at launch, if it has one.
+    `head_tiles` is how many tiles beside each other hold all heads. Whoever finds tiles of packed sequences is told
+    `heads_told` beside the heads of k, counts `tiles_found` of them, and finds `heads_found`: of q the first, and of k.
+    `from_window`: whether tiles of keys begin with the first one that rows see. `k_begin` is what a work item says of
+    where its keys begin, if it does; `ctas` how many CTAs are started for each SM. `register_shares`: see `footprint`;
+    `launch_bound` is the module's name for what bounds the registers at launch, if it has one.
     """
 
     m: int
@@ -113,6 +115,7 @@ class TilePlan:
     warpgroups: int
     pack_heads: int
     padded: bool
+    any_group: bool
     ctas_per_sm: int
     register_shares: int
     launch_bound: str
@@ -121,6 +124,9 @@ class TilePlan:
     rows: str
     positions: str
     head_tiles: str
+    heads_told: str
+    tiles_found: str
+    heads_found: str
     from_window: bool
     k_begin: str
     ctas: str
@@ -717,8 +723,9 @@ def _rows(spec: Forward) -> RowsPlan:
     queries, keys = "work.head, work.q_begin, work.seq_q", "work.head_kv, work.k_begin, work.seq_k"
     numbered = footprint.paged(spec) or footprint.converts(spec) or footprint.eight_bits(spec)
     sequence, factor = "sequence" if numbered else "_", "work.sequence, work.head_kv"
-    if spec.tile.group == "at_most":
-        of_group = "work.head_kv, work.q_begin, work.seq_q"
+    if spec.tile.group != "multiple":
+        of_heads = "(work.head, work.head_kv)" if spec.tile.group == "any" else "work.head_kv"
+        of_group = f"{of_heads}, work.q_begin, work.seq_q"
         o, lse = f"slice_rows(mO, {of_group})", f"slice_rows(mLSE, {of_group})"
         q = f"packed_rows_of(mQ, {queries})"
         k, v = f"rows_of(mK, {keys})", f"columns_of(mVt, {keys})"
@@ -738,7 +745,7 @@ def _rows(spec: Forward) -> RowsPlan:
 
 
 def _tile(spec: Forward) -> TilePlan:
-    packed = spec.tile.pack_heads > 1
+    packed, any_group = spec.tile.pack_heads > 1, spec.tile.group == "any"
     return TilePlan(
         m=spec.tile.q,
         n=spec.tile.kv,
@@ -750,10 +757,14 @@ def _tile(spec: Forward) -> TilePlan:
         register_shares=footprint.register_shares(spec),
         launch_bound=_launch_bound(spec),
         packed=packed,
-        padded=spec.tile.group == "at_most",
+        padded=spec.tile.group != "multiple",
+        any_group=any_group,
         rows="PACKED_M" if packed else "TILE_M",
         positions="POSITIONS" if packed else "TILE_M",
         head_tiles=_head_tiles(spec),
+        heads_told="heads_q // heads_kv" if any_group else _head_tiles(spec),
+        tiles_found="heads_kv * packs" if any_group else "heads_q",
+        heads_found="first_head, head_kv" if any_group else "head, head // (heads_q // heads_kv)",
         from_window=spec.tile.kv_from == "window",
         k_begin=_k_begin(spec),
         ctas="CTAS_PER_SM CTAs" if spec.tile.ctas_per_sm > 1 else "one CTA",
@@ -762,6 +773,8 @@ def _tile(spec: Forward) -> TilePlan:
 
 def _head_tiles(spec: Forward) -> str:
     """Of packed sequences the heads with tiles of their own; where a tile has all of a group, how many these are."""
+    if spec.tile.group == "any":
+        return "heads_kv * cute.ceil_div(heads_q // heads_kv, PACK_HEADS)"
     if spec.tile.group == "at_most":
         return "heads_q // heads_kv"
     return "heads_q // PACK_HEADS" if spec.tile.pack_heads > 1 else "heads_q"
@@ -1145,7 +1158,8 @@ def _entry(spec: Forward) -> EntryPlan:
     if spec.o_dtype != spec.problem.dtype:
         like += f" but in {spec.o_element.torch_name}"
     pack = spec.tile.pack_heads
-    heads = f"a multiple of {pack} x heads_kv" if pack > 1 else "a multiple of heads_kv (GQA, MQA)"
+    multiple = pack > 1 and spec.tile.group == "multiple"
+    heads = f"a multiple of {pack} x heads_kv" if multiple else "a multiple of heads_kv (GQA, MQA)"
     if spec.tile.group == "at_most":
         heads = f"1 to {pack} x heads_kv (GQA, MQA)"
     operation = operation_of(spec)

@@ -19,7 +19,7 @@ from fa3gen.cpu.launch import Index
 from fa3gen.cpu.module import nothing
 from fa3gen.cpu.schedule import Schedule
 from fa3gen.cpu.trace import Trace
-from fa3gen.design import footprint, work
+from fa3gen.design import footprint, splits, work
 from fa3gen.design.family import PackedShape, PagedShape, Shape, call_of_lengths
 from fa3gen.design.masks import given_with_calls, reach
 from fa3gen.design.operation import Scratch, Tensor, operation_of
@@ -32,21 +32,32 @@ from fa3gen.verify.packed_inputs import PackedCase
 from fa3gen.verify.paged_inputs import PagedCase
 from fa3gen.verify.reference import Attention
 
+SMS_OF_PARTS = 3  # that a kernel which splits keys is told of where nobody says how many
 LAPS = 2  # times that the default number of keys goes round the ring, and one tile more
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One call of `attention`; `seed` is that of the inputs."""
+    """One call of `attention`; `seed` is that of the inputs, `sms` how many the kernel is told that there are.
+
+    Where that is None it is one, so that the CTA of a persistent kernel takes all tiles of queries; of a kernel that
+    splits keys SMS_OF_PARTS, since one CTA would have all of them.
+    """
 
     shape: Shape | PackedShape
     seed: int = 0
+    sms: int | None = None
+
+    def sms_of(self, spec: Forward) -> int:
+        """The number of SMs."""
+        return self.sms or (1 if spec.split is None else SMS_OF_PARTS)
 
     def facts(self, spec: Forward) -> dict[str, int | list[int]]:
-        """Its extents as a trace document has them."""
+        """Its extents as a trace document has them; with parts of keys also how many SMs share them."""
         extents = {name: value for name, value in asdict(self.shape).items() if value is not None}
         facts = {name: list(value) if isinstance(value, tuple) else value for name, value in extents.items()}
-        return {**facts, "head_dim": spec.problem.head_dim, "seed": self.seed}
+        sms = {} if spec.split is None and self.sms is None else {"sms": self.sms_of(spec)}
+        return {**facts, "head_dim": spec.problem.head_dim, "seed": self.seed, **sms}
 
 
 def default_shape(spec: Forward) -> Shape | PackedShape:
@@ -54,12 +65,14 @@ def default_shape(spec: Forward) -> Shape | PackedShape:
 
     Of packed sequences one that ends inside of its second tile of queries and of a tile of keys, one without rows, and
     one of less than a tile. Pages are as small as the module takes them, or of ODD_PAGE rows where any number will do.
+    Where keys are split there are as many more as CTAs share them.
     """
+    ctas = 1 if spec.split is None else SMS_OF_PARTS * spec.tile.ctas_per_sm
     m, n, pack, stages = positions(spec), spec.tile.kv, spec.tile.pack_heads, footprint.kv_stages(spec)
     if not footprint.packed_sequences(spec):
         tiles = 2 if footprint.persistent(spec) else 1
-        return Shape(1, tiles * m, (LAPS * stages + 1) * n, heads_q=pack, heads_kv=1)
-    lengths = (m + m // 4, 0, m // 3), ((stages + 1) * n + n // 3, 0, n // 2)
+        return Shape(1, tiles * m, ctas * (LAPS * stages + 1) * n, heads_q=pack, heads_kv=1)
+    lengths = (m + m // 4, 0, m // 3), (ctas * (stages + 1) * n + n // 3, 0, n // 2)
     return call_of_lengths(spec, *lengths, heads=(pack, 1))
 
 
@@ -120,10 +133,10 @@ def run_kernel(
     schedule: Schedule,
     recorded: Trace,
 ) -> Hazard | None:
-    """The same with a kernel at hand, whose settings are as before afterwards. A persistent kernel has one SM."""
-    before, kernel.settings = kernel.settings, Settings(schedule, recorded, ctas, sms=1)
+    """The same with a kernel at hand, whose settings are as before afterwards."""
+    before, kernel.settings = kernel.settings, Settings(schedule, recorded, ctas, sms=problem.sms_of(variant.spec))
     try:
-        attention(kernel, variant.spec, drawn(variant.spec, problem))
+        attention(kernel, variant.spec, drawn(variant.spec, problem), _parts(variant.spec, problem))
     except Hazard as hazard:
         return hazard
     finally:
@@ -131,11 +144,18 @@ def run_kernel(
     return None
 
 
-def attention(kernel: CpuKernel, spec: Forward, made: Inputs) -> Attention:
+def _parts(spec: Forward, problem: Problem) -> int:
+    """Of dense tensors the number of parts that the entry point counts; 1 where keys are not split like that."""
+    if spec.split is None or spec.scheduler == "even":
+        return 1
+    return splits.num_parts(spec, problem.shape, problem.sms_of(spec))
+
+
+def attention(kernel: CpuKernel, spec: Forward, made: Inputs, parts: int = 1) -> Attention:
     """O and LSE of a module's kernel; the LSE of a module without one is all NaN, and so is what nobody wrote.
 
-    They are as the call of the module returns them. Raises Hazard for the first fault, OutsideModel for what the model
-    lacks.
+    They are as the call of the module returns them, its keys in so many parts. Raises Hazard for the first fault,
+    OutsideModel for what the model lacks.
     """
     given: dict[str, Any] = {**made.given, **made.keywords, "out": made.out, "num_sms": kernel.settings.sms}
     given |= {"enable_pdl": 0, "scale": made.q.shape[-1] ** -0.5}
@@ -143,7 +163,7 @@ def attention(kernel: CpuKernel, spec: Forward, made: Inputs) -> Attention:
         given["sinks"] = made.sinks.view(torch.int16)  # the launch takes their words
     if given_with_calls(spec.mask):
         given["window_left"], given["window_right"] = reach(made.mask)
-    extents = {"num_sms": kernel.settings.sms, "num_parts": 0}  # of one part nothing is kept
+    extents = {"num_sms": kernel.settings.sms, "num_parts": parts if parts > 1 else 0}  # of one nothing is kept
     operation = operation_of(spec)
     for tensor in operation.inputs:
         extents |= {extent.name: size for extent, size in zip(tensor.dims, given[tensor.name].shape, strict=True)}

@@ -66,6 +66,9 @@ PAGE_SIZES = (1, 16, 64)  # other sizes are served as the largest of these that 
 
 # Query heads and heads of k and v, by head dim: of their own, and in the groups that models of this head dim have.
 HEADS = {64: ((16, 16), (64, 8)), 128: ((16, 16), (32, 8)), 256: ((8, 8), (16, 4))}
+# The same, and of further groups, of chunks of prompts beside decoding steps, where it matters more how often K and V
+# are read: by as many tiles as a group has.
+MIXED_HEADS = {64: HEADS[64], 128: (*HEADS[128], (40, 8), (64, 8)), 256: (*HEADS[256], (16, 8))}
 
 
 def packed_modules(workspace: Workspace) -> Iterator[Variant[Forward]]:
@@ -82,8 +85,9 @@ def cells(workspace: Workspace) -> Iterator[tuple[PackedProblem, list[Variant[Fo
     """Each cell with the modules that can serve it, those of a group of heads among them.
 
     Modules that split keys are measured where there are few queries, beside all others; without any, nothing is.
-    Decoding steps with chunks of prompts are measured where there are modules that take head after head. With
-    windows, sinks or a cap nothing else is: of many queries there is one module for each call, and nothing to choose.
+    Decoding steps with chunks of prompts are measured where there are modules that take head after head, and these
+    nowhere else. With windows, sinks or a cap only decoding steps are: of many queries there is one module for each
+    call, and nothing to choose.
     """
     families: dict[Family, list[Variant[Forward]]] = {}
     for variant in packed_modules(workspace):
@@ -91,16 +95,28 @@ def cells(workspace: Workspace) -> Iterator[tuple[PackedProblem, list[Variant[Fo
     for family in _families_of_calls(families):
         variants = [variant for own, served in families.items() if own.serves(family) for variant in served]
         plain = not given_with_calls(family.mask) and not family.keywords
+        for heads in MIXED_HEADS[family.head_dim]:
+            whole = [variant for variant in _able(variants, heads) if variant.spec.split is None]
+            for name, lengths in MIXED_LENGTHS.items() if any(map(_by_head, whole)) else ():
+                yield PackedProblem.of(family, name, PackedShape(*lengths, *heads)), whole
         for heads in HEADS[family.head_dim]:
-            able = [variant for variant in variants if takes_group(variant.spec, heads[0] // heads[1])]
+            able = [variant for variant in _able(variants, heads) if not _by_head(variant)]
             whole = [variant for variant in able if variant.spec.split is None]
             for name, lengths in _lengths(family) if whole and plain else ():
-                yield PackedProblem.of(family, name, PackedShape(*lengths, *heads)), whole
-            for name, lengths in MIXED_LENGTHS.items() if any(one.spec.order == "by_head" for one in whole) else ():
                 yield PackedProblem.of(family, name, PackedShape(*lengths, *heads)), whole
             for name, window in _steps(family) if len(whole) < len(able) else ():
                 shape = PackedShape(*DECODING_LENGTHS[name], *heads, window=window)
                 yield PackedProblem.of(family, name, shape), able
+
+
+def _able(variants: Iterable[Variant[Forward]], heads: tuple[int, int]) -> list[Variant[Forward]]:
+    """Those whose tiles can hold the query heads of each kv head."""
+    return [variant for variant in variants if takes_group(variant.spec, heads[0] // heads[1])]
+
+
+def _by_head(variant: Variant[Forward]) -> bool:
+    """Whether it takes head after head."""
+    return variant.spec.order == "by_head"
 
 
 def _families_of_calls(families: Iterable[Family]) -> list[Family]:

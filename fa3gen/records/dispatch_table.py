@@ -31,6 +31,7 @@ from fa3gen.run.dispatch import (
     Row,
     Shapes,
     Table,
+    is_mixed,
     of_row,
     place_of_row,
     read_table,
@@ -120,12 +121,15 @@ class _Cell:
 
 
 def _heads_in_a_tile(spec: Mapping[str, Any]) -> int:
-    return int(spec.get("tile", {}).get("pack_heads", 1))
+    """Query heads of which groups are multiples in the calls of a module; 1 where tiles take any group."""
+    tile = spec.get("tile", {})
+    return 1 if tile.get("group") == "any" else int(tile.get("pack_heads", 1))
 
 
 def _most_heads(spec: Mapping[str, Any]) -> int:
     """Query heads of a kv head that a tile has room for; 0 where a tile holds a number of its own."""
-    return _heads_in_a_tile(spec) if spec.get("tile", {}).get("group") == "at_most" else 0
+    tile = spec.get("tile", {})
+    return int(tile.get("pack_heads", 1)) if tile.get("group") == "at_most" else 0
 
 
 @dataclass(frozen=True)
@@ -161,7 +165,8 @@ def rows_from_records(records: Iterable[Record]) -> list[Row]:
 
     Calls with few queries (FEW_QUERIES, of the longest sequence) have rows of their own, before all others, where
     modules that split keys, and whose tiles have room for all heads of a kv head, serve best. Behind these come rows
-    for as few in the mean, for chunks of prompts beside decoding steps.
+    for as few in the mean, for chunks of prompts beside decoding steps: by multiples of groups that were measured, for
+    one head of its own, and for any group.
 
     Calls of packed sequences have rows for groups of heads, too: where modules whose tiles hold several heads serve
     best the groups that are multiples of as many, as measured with such groups, these rows come first.
@@ -193,8 +198,7 @@ def _order(family: Family) -> tuple[Any, ...]:
 def _of_family(family: Family, records: Sequence[Record]) -> Iterator[Row]:
     """Rows of one family: for few queries, for a few in the mean, and for many."""
     yield from _of_few_queries(family, [record for record in records if _is_decoding(record)])
-    mixed = [record for record in records if _is_mixed(record)]
-    for row in _of_groups(family, mixed):
+    for row in _of_mixed(family, [record for record in records if _is_mixed(record)]):
         yield row.model_copy(update={"mean_q": Region(up_to=FEW_QUERIES)})
     many = [record for record in records if not (_is_decoding(record) or _is_mixed(record))]
     yield from _of_groups(family, many)
@@ -212,6 +216,33 @@ def _of_groups(family: Family, records: Sequence[Record]) -> Iterator[Row]:
             yield from (row.model_copy(update={"group": Multiples(multiple_of=group)}) for row in rows)
 
 
+def _of_mixed(family: Family, records: Sequence[Record]) -> Iterator[Row]:
+    """Rows for groups of heads that are multiples of each one that was measured, the largest ones first, then for one
+    head of its own, then for any group; each where others than the modules for all calls serve best.
+
+    Those for any group are made of all records but those of one head, which have a row of their own.
+    """
+    of_one, of_several = ([record for record in records if (record.problem.group == 1) == one] for one in (True, False))
+    for group in sorted({record.problem.group for record in of_several}, reverse=True):
+        rows = list(_rows(family, [_Cell(record, group) for record in records if record.problem.group == group]))
+        yield from _unless_for_all(rows, records, group=Multiples(multiple_of=group))
+    yield from _unless_for_all(list(_rows(family, map(_Cell, of_one))), records, group=AtMost(at_most=1))
+    yield from _unless_for_all(list(_rows(family, map(_Cell, of_several))), records, group=None)
+
+
+def _unless_for_all(rows: Sequence[Row], records: Iterable[Record], *, group: Multiples | AtMost | None) -> list[Row]:
+    """Rows for such groups; none where all are served by modules for calls of any kind, which later rows choose."""
+    of_all = {
+        result.stem
+        for record in records
+        for result in record.results
+        if _heads_in_a_tile(result.spec) == 1 and result.spec.get("order") != "by_head"
+    }
+    if all(row.module in of_all for row in rows):
+        return []
+    return [row.model_copy(update={"group": group}) for row in rows]
+
+
 def _is_decoding(record: Record) -> bool:
     return record.problem.seq_q <= FEW_QUERIES and not _is_mixed(record)
 
@@ -219,7 +250,7 @@ def _is_decoding(record: Record) -> bool:
 def _is_mixed(record: Record) -> bool:
     """Whether sequences have few queries in the mean, and not all have."""
     problem = record.problem
-    return isinstance(problem, PackedProblem) and max(problem.lengths_q) > FEW_QUERIES >= problem.seq_q
+    return isinstance(problem, PackedProblem) and is_mixed(max(problem.lengths_q), problem.seq_q)
 
 
 def _of_few_queries(family: Family, records: Sequence[Record]) -> Iterator[Row]:

@@ -92,6 +92,14 @@ def seen(keys: int, window: Sequence[int] | None) -> int:
     return min(keys, left + 1 + max(right, 0))
 
 
+def is_mixed(longest: int, mean: int) -> bool:
+    """Whether sequences have few queries in the mean, and not all have: chunks of prompts beside decoding steps.
+
+    `longest`: queries of the longest sequence, NO_LIMIT where nobody says; `mean`: those of one in the mean.
+    """
+    return longest > FEW_QUERIES >= mean
+
+
 @dataclass(frozen=True)
 class Size:
     """What rows have conditions on, beside what is compiled in.
@@ -134,8 +142,8 @@ class Size:
 
     @property
     def mixed(self) -> bool:
-        """Whether sequences have few queries in the mean, and not all have: chunks of prompts beside decoding steps."""
-        return self.queries > FEW_QUERIES >= self.mean_queries
+        """Whether chunks of prompts come beside decoding steps."""
+        return is_mixed(self.queries, self.mean_queries)
 
     @property
     def sms(self) -> int:
@@ -575,13 +583,15 @@ def _unmeasured(family: Family, size: Size, lse: bool, workspace: Workspace) -> 
 
     Tiles that hold several heads hold such of one group. Modules that are compiled for the window come before those
     that are for any, and those that split keys, which are made for few queries, come last where there are many, or
-    where none is of the production set; of several of that set they come first where there are few. A call that asks
+    where none is of the production set; of several of that set they come first where there are few. Modules that take
+    head after head are taken where there is no other. A call that asks
     for parts has the one with the smallest tiles of keys, of which parts are whole numbers. Of modules of 8 bits
     outside of the production set those are passed over that leave it to the tensor core to add up P V of all keys,
     where threads could do it in float32.
     """
     modules = [(variant, file) for variant, file in _modules(workspace) if _sums_in_float32(variant, family)]
     able = _able(modules, family, size, lse)
+    able = {stem: found for stem, found in able.items() if found[0].spec.order != "by_head"} or able
     whole = {stem: found for stem, found in able.items() if found[0].spec.split is None}
     fitting = whole if whole and (size.queries > FEW_QUERIES or not _production(able)) else able
     exact = _nearest_pages([stem for stem in fitting if fitting[stem][0].spec.mask == family.mask], fitting)
@@ -635,7 +645,8 @@ def _of_own_bits(family: Family, size: Size, lse: bool, workspace: Workspace) ->
 
     Rows of the table go by sizes, and another module may add up in another order. So they are not asked. Of several
     modules it is one of the production set, made for this mask, that copies most of a page at once, reads keys for as
-    many heads of a group at once as it can, and has the largest tile.
+    many heads of a group at once as it can, and has the largest tile; one that takes head after head, which is made for
+    chunks of prompts beside decoding steps, comes last.
     """
     modules = list(_modules(workspace))
     able = {stem: found for stem, found in _able(modules, family, size, lse).items() if own_bits(found[0].spec)}
@@ -645,7 +656,7 @@ def _of_own_bits(family: Family, size: Size, lse: bool, workspace: Workspace) ->
     def rank(stem: str) -> tuple[Any, ...]:
         spec = able[stem][0].spec
         fit = not _is_production(stem), spec.mask != family.mask, -(page_rows(spec) or 0)
-        return *fit, -spec.tile.pack_heads, -spec.tile.q, stem
+        return *fit, spec.order == "by_head", -spec.tile.pack_heads, -spec.tile.q, stem
 
     stem = min(able, key=rank)
     variant, file = able[stem]
@@ -717,7 +728,7 @@ def _served(variants: Sequence[Variant[Forward]], family: Family, lse: bool) -> 
         alike = (served.layout, served.by_sequence) == (family.layout, family.by_sequence)
         if alike and (variant.spec.outputs.lse or not lse):
             score = "".join(f", {name}" for name in served.keywords)
-            packs, most = variant.spec.tile.pack_heads, "up to " * (variant.spec.tile.group == "at_most")
+            packs, most = variant.spec.tile.pack_heads, "up to " * (variant.spec.tile.group != "multiple")
             heads = f", {most}{packs} heads in a tile" if packs > 1 else ""
             served_dims.setdefault(f"{served.dtypes}, {mask_text(served.mask)}{score}{heads}", set()).add(served.dims)
     return "; ".join(f"{what}: {', '.join(sorted(found, key=_natural))}" for what, found in sorted(served_dims.items()))

@@ -16,7 +16,7 @@ from torch.compiler import is_dynamo_compiling
 from fa3gen.design.family import TILE_ROWS, Family, Shape
 from fa3gen.run import calls, checks, dispatch, eight_bits, gpu
 from fa3gen.run.calls import Attention, Returned, Window, dispatch_modes, functorch_transforms, named_scores, stretches
-from fa3gen.run.dispatch import FEW_QUERIES, NO_LIMIT, ArgumentError, Choice, NotRendered, Size
+from fa3gen.run.dispatch import FEW_QUERIES, NO_LIMIT, ArgumentError, Choice, NotRendered, Size, is_mixed
 from fa3gen.run.eight_bits import EIGHT_BITS, FACTORS, Factors
 
 # Where keys lie: (cu_seqlens_k, page_table, seqused_k). What changes scores: (sinks, softcap).
@@ -347,7 +347,7 @@ def _serving(
         if sinks is not None or softcap is not None:
             key += (sinks is not None, softcap is not None, calls.any_cap(softcap))
         length, tiles, queries, mean = _extents(total_q, total_k, cu_seqlens_q.shape[0], heads_q, *longest, window)
-        key += (queries if queries <= FEW_QUERIES else -1 if mean <= FEW_QUERIES else 0,)
+        key += (queries if queries <= FEW_QUERIES else -is_mixed(queries, mean),)
         if k.dtype is not q.dtype:
             key += (k.dtype, v.dtype)
         if how != USUAL:

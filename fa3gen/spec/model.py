@@ -155,10 +155,11 @@ class Tile(SpecModel):
         gt=0,
         description="Query heads of one kv head in a tile (GQA): its rows are q / pack_heads positions of each.",
     )
-    group: Literal["multiple", "at_most"] = Field(
+    group: Literal["multiple", "at_most", "any"] = Field(
         default="multiple",
-        description="How many query heads share a kv head: a multiple of `pack_heads`, in tiles of as many, or at most "
-        "as many, all of them in a tile, of which the other rows are padding.",
+        description="How many query heads share a kv head: a multiple of `pack_heads`, in tiles of as many; at most "
+        "as many, all of them in a tile, of which the other rows are padding; or any number, in tiles of as many, of "
+        "which the last one of a kv head has padding where fewer are left.",
     )
     ctas_per_sm: int = Field(default=1, gt=0, description="CTAs of a specialised kernel that are to share an SM.")
     transposers: Literal[2, 4] = Field(

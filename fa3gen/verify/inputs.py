@@ -329,9 +329,14 @@ def served_heads(heads_q: int, heads_kv: int, pack_heads: int) -> int:
 
 
 def served(case: AnyCase, spec: Forward) -> AnyCase:
-    """The case, with as many query heads as the tiles of `spec` need."""
+    """The case, with as many query heads as the tiles of `spec` need.
+
+    Where there may be any number, one head becomes one less than a tile has room for.
+    """
     if spec.tile.group == "at_most":
         return replace(case, heads_q=min(case.heads_q, case.heads_kv * spec.tile.pack_heads))
+    if spec.tile.group == "any":
+        return replace(case, heads_q=spec.tile.pack_heads - 1) if case.heads_q == case.heads_kv == 1 else case
     return replace(case, heads_q=served_heads(case.heads_q, case.heads_kv, spec.tile.pack_heads))
 
 

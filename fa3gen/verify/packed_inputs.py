@@ -220,6 +220,14 @@ def cpu_cases(spec: Forward) -> tuple[PackedCase, ...]:
             sequences("shares_ramp", "scores that climb: the last part outweighs the others", (1,), (7 * n,),
                       heads=(2, 1), distribution="ramp"),
         ]  # fmt: skip
+    if spec.tile.group == "any":
+        pack = spec.tile.pack_heads
+        cases += [
+            sequences("groups", "two kv heads, whose heads fill one tile and begin another; a slot taken twice",
+                      (m + 1, 1, 0, 2), (n + 3, 5, 7, 2), heads=(2 * (pack + pack // 2), 2), first=1, behind=2),
+            sequences("single", "a query head of its own for each kv head", (m + 1, 1), (n + 2, n), heads=(3, 3)),
+            sequences("whole", "as many heads as a tile has room for", (2, 1), (n + 1, 9), heads=(2 * pack, 2)),
+        ]  # fmt: skip
     cases += map(_with_neighbours, inputs.cpu_score_cases(spec))
     return inputs.with_windows(spec, cases, _window_case)
 

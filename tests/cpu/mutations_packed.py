@@ -12,6 +12,7 @@ from rendering import source
 
 STEM = "fwd_packed_short_d64_causal"
 SUNK, CAPPED = "fwd_packed_pack8_sink_any_window", "fwd_packed_softcap_d128_causal"
+ANY_GROUP = "fwd_packed_mixed_any_group_d64_causal"
 
 
 @dataclass(frozen=True)
@@ -130,5 +131,41 @@ PACKED = [
         "capped",
         ("O is off by",),
         CAPPED,
+    ),
+    PackedMutation(
+        "heads of the next kv head written",
+        "a tile of fewer heads than it has room for writes the rows of others",
+        "shape, strides = ((group - head, rows), *rest), (row_strides, *rest_strides)",
+        "shape, strides = ((group, rows), *rest), (row_strides, *rest_strides)",
+        "groups",
+        ("access out of bounds", "O is off by", OUTSIDE),
+        ANY_GROUP,
+    ),
+    PackedMutation(
+        "a group's last heads left out",
+        "only whole tiles of heads are found",
+        "packs = cute.ceil_div(heads, PACK_HEADS)",
+        "packs = cutlass.max(heads // PACK_HEADS, 1)",
+        "groups",
+        ("O ",),
+        ANY_GROUP,
+    ),
+    PackedMutation(
+        "heads begin where those of the kv head before are padded to",
+        "queries of one group see the keys of another",
+        "first_head = head_kv * heads + head % packs * PACK_HEADS",
+        "first_head = head * PACK_HEADS",
+        "groups",
+        ("O ", OUTSIDE),
+        ANY_GROUP,
+    ),
+    PackedMutation(
+        "O of a group's later heads over that of its first",
+        "its second tile begins with the head of its first one",
+        "first = cute.domain_offset(((head, begin), *(0 for _ in rest), head_kv), x)",
+        "first = cute.domain_offset(((0, begin), *(0 for _ in rest), head_kv), x)",
+        "groups",
+        ("O ",),
+        ANY_GROUP,
     ),
 ]

@@ -236,6 +236,9 @@ def _split(spec: Forward) -> Iterable[Answer]:
     layout, place = spec.problem.layout, spec.outputs.o
     if spec.tile.group == "at_most":
         yield splits.padded_heads.ask(spec.split is not None, spec.tile.pack_heads)
+    if spec.tile.group == "any":
+        others = {"split": spec.split is not None, "sink": spec.softmax.sink}
+        yield splits.any_group.ask(spec.order, place, spec.tile.pack_heads, **others)
     if spec.split is None:
         return
     yield splits.split_unit.ask(spec.split.count, spec.split.keys)

@@ -111,6 +111,21 @@ def padded_heads(split: bool, pack_heads: int) -> Violation | None:
     )
 
 
+@rule(kind=GENERATOR, topic="structure")
+def any_group(order: str, o: str, pack_heads: int, *, split: bool, sink: bool) -> Violation | None:
+    """Whoever finds tiles head after head counts those of a kv head; rows of no head are left out where O goes out."""
+    if order != "by_head":
+        return Violation("tile.group", f"group: any is rendered with order by_head, not {order}; use that, or multiple")
+    if pack_heads == 1:
+        return Violation("tile.group", "a tile of one head takes any group without it; leave tile.group out")
+    if o != "direct":
+        return Violation("outputs.o", f"group: any is rendered with outputs.o: direct only, not {o}; use that")
+    if split or sink:
+        field = "split" if split else "softmax.sink"
+        return Violation(field, f"group: any is rendered without {field}; leave it out, or use group: multiple")
+    return None
+
+
 @rule(kind=GENERATOR, topic="kv order")
 def combine_columns(v_dim: int) -> Violation | None:
     """A lane of the kernel that adds parts up has as many columns as all others of its warp."""

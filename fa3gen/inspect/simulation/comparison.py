@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from fa3gen.base import files, markdown
 from fa3gen.base.wording import counted
@@ -14,7 +16,7 @@ from fa3gen.design.workspace import Workspace
 from fa3gen.hardware import chips
 from fa3gen.inspect import simulation
 from fa3gen.inspect.simulation.run import measured_shape
-from fa3gen.records import evidence, packed_records
+from fa3gen.records import evidence, packed_records, tuning_records
 from fa3gen.spec.model import Forward, NoMask
 from fa3gen.spec.specfile import Variant, attention_only
 
@@ -28,6 +30,12 @@ PACKED = (
     *("fwd_packed_d64_causal", "fwd_packed_short_d64_causal", "fwd_packed_d128_causal", "fwd_packed_pack4_d128_causal"),
     *("fwd_paged_d128_causal", "fwd_paged_rows_d128_causal"),
 )
+DECODING = (
+    *("fwd_decode_d64", "fwd_decode_d128_causal", "fwd_decode_d256"),
+    *("fwd_packed_decode_d64_causal", "fwd_packed_decode_d128_causal", "fwd_packed_decode_d256_causal"),
+    *("fwd_paged_decode_d64_causal", "fwd_paged_decode_d128_causal", "fwd_paged_decode_rows_d128_causal"),
+)
+SIZES = (10, 50, 200)  # MB of K and V, by which calls of these are told apart
 STAGED = ("k3_1_d128", "k4_2_d128", "k5_d64", "k5_d128", "k6_d64", "k6_d128")
 STAGES = range(1, 7)
 SHOWN_PAGE = 16  # others are measured about as fast
@@ -38,7 +46,7 @@ class Cell:
     """One module at one problem: TFLOP/s with products served evenly and oldest first, and as measured.
 
     `name` is that of the lengths: `4k`, or `chat16k`; `heads` as in `heads_text`. `page` is None where there are none.
-    `measured` is None where no record is about the present file, or it holds no speed.
+    `measured` is None where no record is about the present file, or it holds no speed. `kv_bytes`: those of K and V.
     """
 
     stem: str
@@ -49,6 +57,7 @@ class Cell:
     even: float
     oldest: float
     measured: float | None
+    kv_bytes: int = 0
 
     @property
     def problem(self) -> str:
@@ -71,18 +80,27 @@ class _Call:
 
 
 def _calls(workspace: Workspace, variant: Variant[Forward]) -> Iterator[_Call]:
-    """Dense modules at each length of the records, others in the packed cells that they were measured in."""
+    """Dense modules at each length of the records; those that split keys at the shapes that they were tuned at, others
+    in the packed cells that they were measured in."""
+    present = files.sha256(workspace.module_path(variant.stem))
+    if variant.spec.split is not None and variant.spec.problem.layout == "dense":
+        for tuned in tuning_records.load_all(workspace):
+            for timed in tuned.results:
+                if timed.stem == variant.stem:
+                    name = f"{tuned.problem.batch} of {tuned.problem.lengths}"
+                    yield _Call(name, tuned.problem.shape, timed.tflops if timed.sha256 == present else None)
+        return
     if variant.spec.problem.layout == "dense":
         record = evidence.verified(workspace, variant.stem)
         for length in evidence.SEQ_LENS:
-            measured = record.tflops.get(str(length)) if record else None
-            yield _Call(f"{length // 1024}k", measured_shape(variant.spec, length), measured)
+            verified = record.tflops.get(str(length)) if record else None
+            yield _Call(f"{length // 1024}k", measured_shape(variant.spec, length), verified)
         return
     for packed in packed_records.load_all(workspace):
         for result in packed.results:
             if result.stem == variant.stem:
-                present = result.sha256 == files.sha256(workspace.module_path(variant.stem))
-                yield _Call(packed.problem.lengths, packed.problem.shape, result.tflops if present else None)
+                speed = result.tflops if result.sha256 == present else None
+                yield _Call(packed.problem.lengths, packed.problem.shape, speed)
 
 
 def cells(workspace: Workspace, variants: Iterable[Variant[Forward]]) -> Iterator[Cell]:
@@ -100,12 +118,14 @@ def _predicted(
     ctas = simulation.settings_of(spec, registers=registers).ctas
     for call in calls:
         problem = Problem(spec, call.shape)
-        oldest = simulation.predict(problem, times, chip, registers)
+        oldest = simulation.predict(problem, times, chip, registers, warm=True)
         # Without products on the tensor cores there is nothing to arbitrate.
         arbitrated = even and times.qk.tensor
-        evenly = simulation.predict(problem, times, chip, registers, "even") if arbitrated else oldest
+        evenly = simulation.predict(problem, times, chip, registers, "even", warm=True) if arbitrated else oldest
         heads = heads_text(call.shape.heads_q, call.shape.heads_kv)
-        yield Cell(variant.stem, call.name, heads, call.page, ctas, evenly, oldest, call.measured)
+        row = (spec.problem.head_dim + spec.problem.v_dim) * spec.kv_element.bytes
+        size = sum(seq_k for _, seq_k in call.shape.sequences) * call.shape.heads_kv * row
+        yield Cell(variant.stem, call.name, heads, call.page, ctas, evenly, oldest, call.measured, size)
 
 
 def ladder_cells(workspace: Workspace) -> list[Cell]:
@@ -122,6 +142,31 @@ def packed_cells(workspace: Workspace) -> Iterator[Cell]:
         fewest = min((call.shape.heads_q for call in calls), default=0)
         shown = [call for call in calls if call.shape.heads_q == fewest]
         yield from _predicted(workspace, variant, shown, even=False)
+
+
+def decoding_cells(workspace: Workspace) -> Iterator[Cell]:
+    """The modules of DECODING with products served oldest first, at all that was measured of few queries, and in pages
+    of SHOWN_PAGE."""
+    for variant in attention_only((found for name in DECODING for found in workspace.resolve(name)), "the simulator"):
+        calls = [call for call in _calls(workspace, variant) if call.page in (None, SHOWN_PAGE)]
+        yield from _predicted(workspace, variant, calls, even=False)
+
+
+def decoding_table(found: Sequence[Cell]) -> str:
+    """Markdown: how far measured speeds are from predicted ones, by module and by bytes of K and V of a call."""
+    edges, rows = [0.0, *SIZES, math.inf], []
+    names = [f"up to {SIZES[0]} MB", *(f"{low} to {high} MB" for low, high in pairwise(SIZES)), f"over {SIZES[-1]} MB"]
+    for stem in dict.fromkeys(cell.stem for cell in found):
+        for name, (low, high) in zip(names, pairwise(edges), strict=True):
+            ratios = [
+                cell.measured / cell.oldest
+                for cell in found
+                if cell.stem == stem and cell.measured and low * 1e6 < cell.kv_bytes <= high * 1e6
+            ]
+            if ratios:
+                shown = [f"{ratio:.2f}" for ratio in (min(ratios), statistics.median(ratios), max(ratios))]
+                rows.append([f"`{stem}`", name, str(len(ratios)), *shown])
+    return _markdown(["module", "K and V of a call", "cells", "least", "median", "most"], rows)
 
 
 def comparison_table(found: Sequence[Cell]) -> str:
@@ -171,12 +216,13 @@ def unmeasured(workspace: Workspace, found: Sequence[Cell]) -> str:
 
 def speeds(cell: Cell) -> list[str]:
     """Predicted evenly and oldest first, measured, and measured over predicted, in words."""
+    predicted = [f"{speed:.0f}" if speed >= 10 else markdown.speed(speed) for speed in (cell.even, cell.oldest)]
     if cell.measured is None:
-        return [f"{cell.even:.0f}", f"{cell.oldest:.0f}", "–", "–"]
+        return [*predicted, "–", "–"]
     ratios = sorted((cell.measured / cell.oldest, cell.measured / cell.even))
     low, high = (f"{ratio:.2f}" for ratio in ratios)
     shown = low if low == high else f"{low} to {high}"
-    return [f"{cell.even:.0f}", f"{cell.oldest:.0f}", markdown.speed(cell.measured), shown]
+    return [*predicted, markdown.speed(cell.measured), shown]
 
 
 def summary(found: Sequence[Cell]) -> str:
@@ -236,6 +282,7 @@ def blocks(workspace: Workspace) -> dict[str, str]:
     return {
         **{"comparison": table, "summary": summary(found), "stages": stages_table(workspace)},
         **{"packed": packed_table(packed), "spread": spread(packed)},
+        "decoding": decoding_table(list(decoding_cells(workspace))),
     }
 
 

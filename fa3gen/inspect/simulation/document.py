@@ -14,8 +14,8 @@ from fa3gen.inspect.simulation.times import UNITS, Times
 
 FORMAT = "fa3gen simulate"
 # 2: shared memory is a unit, products are pieces; 3: a piece has a chain, loads a landing rate; 4: tiles of keys are a
-# list, whose tiles of queries may differ, and a problem may be dealt out.
-VERSION = 4
+# list, whose tiles of queries may differ, and a problem may be dealt out; 5: what memory does, and parts of keys.
+VERSION = 5
 
 _CYCLES = NUMBER
 _SHARE: Shape = {"type": "number", "minimum": 0, "maximum": 1.000001, "description": "With rounding."}
@@ -105,6 +105,16 @@ _MODULE = record(
                     "cycles": _CYCLES,
                     "balance": {**_SHARE, "description": "How busy the SMs are on average."},
                     "tflops": NUMBER,
+                    "gigabytes": {**NUMBER, "description": "GB/s of q, k, v and O."},
+                    "adding_up": {**_CYCLES, "description": "Of parts of keys, at the end."},
+                    "memory": record(
+                        {
+                            "loaded": {**COUNT, "description": "Bytes of K and V that tiles of queries load."},
+                            "from_hbm": {**COUNT, "description": "Of these; the others are in L2."},
+                            "busy_sms": {**COUNT, "description": "SMs that load at a time, in the mean."},
+                            "in_flight": {**COUNT, "description": "Bytes that all their stages have room for."},
+                        }
+                    ),
                 }
             )
         ),
@@ -166,4 +176,7 @@ def _problem(dealt: Dealt) -> dict[str, Any]:
         "cycles": dealt.cycles,
         "balance": dealt.balance,
         "tflops": dealt.tflops,
+        "gigabytes": dealt.gigabytes,
+        "adding_up": dealt.adding_up,
+        "memory": asdict(dealt.memory),
     }

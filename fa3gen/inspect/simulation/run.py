@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import accumulate
@@ -11,6 +11,7 @@ from fa3gen.design import ceiling, footprint, rules, work
 from fa3gen.design.family import Shape
 from fa3gen.design.work import Problem
 from fa3gen.hardware.chips import Chip
+from fa3gen.hardware.dtypes import DTYPES
 from fa3gen.inspect.simulation.engine import Arbitration, Engine
 from fa3gen.inspect.simulation.programs import LAST_STEP, Cta
 from fa3gen.inspect.simulation.results import Simulation
@@ -18,6 +19,7 @@ from fa3gen.inspect.simulation.times import UNITS, Times, Unit, groups
 from fa3gen.spec.model import CpAsyncLoad, Forward, TmaLoad
 
 SAMPLES = (1, 2, 3, 4, 6, 8, 12, 16)  # tiles of keys that a prediction simulates
+FROM_L2 = 8  # tiles of queries that load each key: of more, none of which is taken to wait for HBM
 
 
 @dataclass(frozen=True)
@@ -172,10 +174,30 @@ def with_stages(spec: Forward, stages: int) -> Forward:
 
 
 @dataclass(frozen=True)
+class Memory:
+    """Where K and V of a problem come from: tiles of queries load `loaded` bytes of them, of which HBM has `from_hbm`.
+
+    The others are in L2, since another tile has loaded them or a launch before. `busy_sms` SMs are at work at a time,
+    in the mean until the last one is through. `in_flight` bytes are what all stages of their CTAs have room for.
+    """
+
+    loaded: int
+    from_hbm: int
+    busy_sms: int
+    in_flight: int
+
+    @property
+    def share(self) -> float:
+        """Of what is loaded, as much comes from HBM."""
+        return self.from_hbm / self.loaded if self.loaded else 0.0
+
+
+@dataclass(frozen=True)
 class Dealt:
     """A whole problem on a chip: the tiles of queries of each place of its SMs, each with its tiles of keys, in order.
 
-    `cycles` is when the last place is through, `balance` how busy the places are until then on average.
+    Where keys are split, parts of tiles take their place. `cycles` is when all is done, of which adding up the parts
+    takes `adding_up` at the end, `balance` how busy the places are until then on average. `times` are `memory`'s.
     """
 
     problem: Problem
@@ -183,11 +205,24 @@ class Dealt:
     places: tuple[tuple[int, ...], ...]
     cycles: float
     balance: float
+    times: Times
+    memory: Memory
+    adding_up: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """At the chip's boost clock."""
+        return self.cycles / self.chip.clock_hz.value
 
     @property
     def tflops(self) -> float:
         """Its speed at the chip's boost clock."""
-        return self.problem.flops * self.chip.clock_hz.value / self.cycles / 1e12
+        return self.problem.flops / self.seconds / 1e12
+
+    @property
+    def gigabytes(self) -> float:
+        """GB/s of q, k, v and O, each of which is moved once."""
+        return self.problem.hbm_bytes / self.seconds / 1e9
 
     def first_tiles(self, most: int) -> tuple[int, ...]:
         """Those of the first place, until there are more than `most` tiles of keys; one tile of queries at least."""
@@ -204,19 +239,25 @@ def deal(
     arbitration: Arbitration = "oldest",
     *,
     ctas: int | None = None,
+    warm: bool = False,
 ) -> Dealt:
     """Give tiles of queries to the places of all SMs, in the kernel's order, each the next one when it is through.
 
-    Or in equal shares, where that is what the kernel does (scheduler even); adding up parts is not simulated.
+    Or parts of their keys, where the kernel splits these; with scheduler even each place has an equal share.
 
-    As many CTAs share an SM as fit by `registers`, unless `ctas` says how many. What a tile takes follows from two
-    simulations, one of a tile of as many tiles of keys and one of two of them: the first tile of a place takes what the
-    former takes, a later one what the second tile adds. They are simulated for SAMPLES tiles of keys; others lie
-    between these, and further ones take `step_cycles` each.
+    As many CTAs share an SM as fit by `registers`, or as there are for each, unless `ctas` says how many. What a tile
+    takes follows from two simulations, one of a tile of as many tiles of keys and one of two of them: the first tile of
+    a place takes what the former takes, a later one what the second tile adds. They are simulated for SAMPLES tiles of
+    keys; others lie between these, and further ones take `step_cycles` each. K and V come from HBM and L2 as
+    `memory_of` has it.
     """
     spec = problem.spec
-    places = ctas or max(1, ceiling.occupancy(spec, registers).ctas)
+    parts = ceiling.parts(problem, chip.sms) if spec.split is not None else []
+    steps = [[part.steps for part in of_cta] for of_cta in parts] or [[tile] for tile in problem.steps_in_order]
+    places = ctas or max(1, min(ceiling.occupancy(spec, registers).ctas, -(-len(steps) // chip.sms)))
     settings = Settings(footprint.kv_stages(spec), places, (), arbitration)
+    memory = memory_of(problem, times, chip, steps, places, warm=warm)
+    seen = times.from_hbm(memory.share, chip.hbm.value / chip.clock_hz.value / memory.busy_sms)
 
     @cache
     def lasts(steps: int) -> tuple[float, float]:
@@ -227,22 +268,54 @@ def deal(
             share = (steps - less) / (sample - less)
             first, behind = ((1 - share) * a + share * b for a, b in zip(lasts(less), lasts(sample), strict=True))
             return first, behind
-        once, step = _sample(spec, times, replace(settings, tiles=(sample,)))
-        twice, _ = _sample(spec, times, replace(settings, tiles=(sample, sample)))
+        once, step = _sample(spec, seen, replace(settings, tiles=(sample,)))
+        twice, _ = _sample(spec, seen, replace(settings, tiles=(sample, sample)))
         longer = max(steps - sample, 0) * step * places
         return once + longer, twice - once + longer
 
     def adds(steps: int) -> float:
         return lasts(steps)[1]
 
-    if spec.scheduler == "even":
-        dealt = ceiling.shares(problem, chip.sms)
-    else:
-        dealt = ceiling.dealt(problem.steps_in_order, chip.sms * places, adds)
+    whole = spec.scheduler != "even"
+    dealt = ceiling.dealt([tile for [tile] in steps], chip.sms * places, adds) if whole else steps
     ends = [lasts(first)[0] + sum(map(adds, others)) for first, *others in dealt]
     last = max(ends, default=0.0)
     balance = sum(ends) / (last * chip.sms * places) if last else 1.0
-    return Dealt(problem, chip, tuple(map(tuple, dealt)), last, balance)
+    adding_up = _adding_up(spec, times, chip, [part for of_cta in parts for part in of_cta])
+    return Dealt(problem, chip, tuple(map(tuple, dealt)), last + adding_up, balance, seen, memory, adding_up)
+
+
+def memory_of(
+    problem: Problem, times: Times, chip: Chip, steps: Sequence[Sequence[int]], places: int, *, warm: bool
+) -> Memory:
+    """Where K and V come from; `steps` are those of tiles or parts of tiles that go to one place each.
+
+    Each key is brought from HBM once, to the first tile that loads it. Nothing is where more tiles load each key than
+    FROM_L2 says: what HBM adds to so few of the loads is hidden. Nor where the call is `warm`, a launch after another
+    on the same tensors, and L2 has room for K and V.
+    """
+    spec, shape, tile = problem.spec, problem.shape, times.k_bytes + times.v_bytes
+    loaded = problem.visited * tile
+    keys = sum(seq_k for _, seq_k in shape.sequences) * shape.heads_kv
+    distinct = min(loaded, keys * tile // spec.tile.kv)
+    in_l2 = loaded > FROM_L2 * distinct or (warm and distinct <= chip.l2_bytes)
+    dealt = steps if spec.scheduler == "even" else ceiling.dealt([tile for [tile] in steps], chip.sms * places)
+    longest = max(map(sum, dealt), default=0)
+    busy = max(1, min(chip.sms, -(-sum(map(sum, dealt)) // (max(longest, 1) * places))))
+    in_flight = busy * places * footprint.kv_stages(spec) * tile
+    return Memory(loaded, 0 if in_l2 else distinct, busy, in_flight)
+
+
+def _adding_up(spec: Forward, times: Times, chip: Chip, parts: Iterable[ceiling.Part]) -> float:
+    """Cycles from the end of the last part to the end of the kernel that adds them up: 0 where no tile has several.
+
+    Parts of O and their LSE, in float32, go to L2 and come back; the one waits for the other.
+    """
+    rows = sum(part.rows for part in parts if part.of > 1)
+    if not rows:
+        return 0.0
+    size = rows * (spec.problem.v_dim + 1) * DTYPES["fp32"].bytes
+    return 2 * (times.load_latency + size / chip.l2.value)
 
 
 @cache
@@ -254,9 +327,10 @@ def predict(
     arbitration: Arbitration = "oldest",
     *,
     ctas: int | None = None,
+    warm: bool = False,
 ) -> float:
     """TFLOP/s of a problem at the chip's boost clock, as `deal` has it."""
-    return deal(problem, times, chip, registers, arbitration, ctas=ctas).tflops
+    return deal(problem, times, chip, registers, arbitration, ctas=ctas, warm=warm).tflops
 
 
 @cache

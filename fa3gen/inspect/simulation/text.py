@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fa3gen.base.wording import listed
+from fa3gen.design import splits
 from fa3gen.inspect.simulation.comparison import Cell, speeds, spread
 from fa3gen.inspect.simulation.lanes import Lane, lanes
 from fa3gen.inspect.simulation.results import Simulation, Span
@@ -34,16 +35,48 @@ def show(
 
 def show_problem(console: Console, dealt: Dealt) -> None:
     """Print how a whole problem is dealt out, and the speed that follows."""
-    chip, busy = dealt.chip, f"{dealt.balance:.0%}"
+    chip, busy, problem = dealt.chip, f"{dealt.balance:.0%}", dealt.problem
+    what = "parts" if problem.spec.split is not None else "tiles"
     lines = [
         _heading("Whole problem"),
-        f"  {dealt.problem.shape}: {dealt.problem.tiles:,} tiles of queries, {dealt.problem.visited:,} of keys",
+        f"  {problem.shape}: {problem.tiles:,} tiles of queries, {problem.visited:,} of keys",
+        *_parts(dealt),
         f"  dealt out to {len(dealt.places):,} CTAs on {chip.sms} SMs, which are busy {busy} of the time on average",
-        f"  {dealt.cycles:,.0f} cycles, {dealt.tflops:,.0f} TFLOP/s at {chip.clock_hz.value / 1e6:,.0f} MHz",
-        "  the timeline is that of the first tiles of the first CTA",
+        *_memory(dealt),
+        f"  {dealt.cycles:,.0f} cycles, {dealt.tflops:,.{_digits(dealt.tflops)}f} TFLOP/s, {dealt.gigabytes:,.0f} GB/s "
+        f"at {chip.clock_hz.value / 1e6:,.0f} MHz",
+        f"  the timeline is that of the first {what} of the first CTA",
     ]
     for line in lines:
         console.print(Text(line) if isinstance(line, str) else line, soft_wrap=True)
+
+
+def _parts(dealt: Dealt) -> list[str]:
+    """How keys are split, and what adding up takes; nothing where they are not."""
+    problem = dealt.problem
+    if problem.spec.split is None:
+        return []
+    how = splits.told(problem.spec, problem.shape, dealt.chip.sms, problem.num_splits)
+    return [f"  keys in parts: {how}", f"  adding up parts takes {dealt.adding_up:,.0f} cycles at the end"]
+
+
+def _memory(dealt: Dealt) -> list[str]:
+    """Where K and V come from, how much of them may be under way, and how much that has to be where HBM bounds."""
+    memory, chip, times = dealt.memory, dealt.chip, dealt.times
+    flight = f"{memory.in_flight / 1e6:,.1f} MB of K and V may be under way"
+    if not memory.from_hbm:
+        return [f"  {memory.loaded / 1e6:,.1f} MB of K and V are loaded, all taken to be in L2; {flight}"]
+    needed = chip.hbm.value / chip.clock_hz.value * times.flight(times.k_bytes) / 1e6
+    return [
+        f"  {memory.loaded / 1e6:,.1f} MB of K and V are loaded, {memory.from_hbm / 1e6:,.1f} MB of them from HBM, by "
+        f"{memory.busy_sms} SMs at a time: {times.load_rate:.1f} bytes a cycle each",
+        f"  {flight}; HBM is kept busy by {needed:,.1f} MB",
+    ]
+
+
+def _digits(tflops: float) -> int:
+    """Behind the decimal point: two where memory bounds."""
+    return 0 if tflops >= 100 else 2
 
 
 def show_cells(console: Console, cells: Sequence[Cell]) -> None:

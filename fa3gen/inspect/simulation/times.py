@@ -40,6 +40,8 @@ UNITS: tuple[Unit, ...] = ("tensor cores", "exponentials", "issue", "shared memo
 # many bytes a cycle. All SMs together get fewer bytes, their shares of L2.
 LOAD_LATENCY = 575.0
 LANDING_RATE = 110.5
+# What it takes longer out of HBM: those 1059 cycles for 1 KB, and 584 in L2.
+HBM_LATENCY_MORE = 1059.0 - 584.0
 # From one multiply-add of a thread to another that needs its result: ptxas leaves so many cycles between them in every
 # module, and arXiv 2208.11174 measured them for an FP32 addition on an A100.
 FMA_LATENCY = 4.0
@@ -147,6 +149,11 @@ class Times:
     def products_alone(self) -> tuple[float, float]:
         """Cycles of the two products of one group when nobody else computes."""
         return self.qk.alone, self.pv.alone
+
+    def from_hbm(self, share: float, rate: float) -> "Times":
+        """Times of an SM to which HBM brings `rate` bytes a cycle, where it has so much of what is loaded, not L2."""
+        slower = min(self.load_rate, rate / share) if share else self.load_rate
+        return replace(self, load_latency=self.load_latency + share * HBM_LATENCY_MORE, load_rate=slower)
 
     def transfer(self, size: int) -> Needs:
         """Cycles of each unit that so many bytes from L2 to shared memory need."""
