@@ -335,6 +335,8 @@ def _softmax_sentence(spec: Forward) -> str:
     if above is not None:
         # The largest P of a row is then no longer exactly 1, and its rounding counts most (docs/performance.md).
         when = f"at 2^{above} x the maximum: up to 12 % more error"
+    if spec.softmax.restart_every is not None:
+        return f"online, base 2, {where}; begins anew every {spec.softmax.restart_every} keys"
     if footprint.eight_bits(spec):
         return f"online, base 2, {where}, P times 2^{footprint.P_EXPONENT}; O is rescaled {when}"
     return f"online, base 2, {where}; O is rescaled {when}"
@@ -375,6 +377,8 @@ def _order_sentence(spec: Forward) -> str:
             return "in equal shares of all tiles of keys of all sequences; of each part from the last one to the first"
         parts = f"of {spec.split.keys} keys" if spec.split.keys else "as many as the GPU has room for at once"
         return f"in parts, {parts}, from the last tile of each to the first"
+    if spec.softmax.restart_every is not None:
+        return f"in parts of {spec.softmax.restart_every} keys, from the last to the first; a CTA adds up its rows' O"
     if isinstance(spec.mask, NoMask):
         return "from the last tile, which the end of the keys may cut, to the first"
     return "from the last visible tile to the first; hidden tiles are skipped, only boundary tiles are masked"

@@ -234,6 +234,7 @@ class ArgumentsPlan:
     v_ready: str = "landed"
     release_v: str = "v_ring.consumer_release(v_drain)"
     store_tile: tuple[str, ...] = ()
+    stored: tuple[str, ...] = ()
     multiply: tuple[str, ...] = ()
     multiply_first: tuple[str, ...] = ()
     finish_step: tuple[str, ...] = ()
@@ -482,6 +483,12 @@ class SoftmaxPlan:
     most_cap: float = 0.0
     most_exponent: int = MOST_EXPONENT
     caps: CapsPlan = CapsPlan()
+    restart_every: int = 0
+
+    @property
+    def restarts(self) -> bool:
+        """Whether a row's maximum, sum and O begin anew after so many keys, and a CTA adds up what it has of each."""
+        return self.restart_every > 0
 
 
 @dataclass(frozen=True)
@@ -840,6 +847,7 @@ def _arguments(spec: Forward) -> ArgumentsPlan:
     even = spec.scheduler == "even"
     eight_bits, two_levels = footprint.eight_bits(spec), footprint.two_levels(spec)
     transposes, striped = footprint.transposes(spec), footprint.stripes(spec) > 1
+    restarts = spec.softmax.restart_every is not None
     held, since = ((name,) if footprint.promote_every(spec) > 1 else () for name in ("held", "since"))
     v_ring = "vt_ring" if transposes else "v_ring"
     descaled = eight_bits or footprint.converts(spec)
@@ -907,9 +915,9 @@ def _arguments(spec: Forward) -> ArgumentsPlan:
         work_on=_work_on(spec, window),
         consume=(*outputs, *handed_on, *sinks, *(["scales"] if eight_bits else [scale, *cap, *descales]), *work),
         normalize=("acc_O", "row_inverse" if sinks else "row_sum", *v_factor),
-        accumulators=("acc_S", "acc_O", *["acc_step"] * two_levels, *held),
-        only_acc_s=("acc_S", "_", *["_"] * two_levels, *["_"] * len(held)),
-        multiplied=("acc_S", "_", "acc_step", *held) if two_levels else ("acc_S", "acc_O"),
+        accumulators=("acc_S", "acc_O", *["acc_step"] * two_levels, *held, *["acc_all"] * restarts),
+        only_acc_s=("acc_S", "_", *["_"] * two_levels, *["_"] * len(held), *["_"] * restarts),
+        multiplied=("acc_S", "_", "acc_step", *held) if two_levels else ("acc_S", "acc_O", *["_"] * restarts),
         acc_pv=("acc_step" if two_levels else "acc_O", *[f"{name}={name}" for name in held]),
         products="qk_mma, _" if striped else "qk_mma, pv_mma",
         operands="(tSrQ, _, _, _)" if striped else "(tSrQ, _, tOrP, tOrV)",
@@ -919,6 +927,9 @@ def _arguments(spec: Forward) -> ArgumentsPlan:
         v_ready="been transposed" if transposes else "landed",
         release_v=f"release_by_warp({v_ring}, v_drain)" if transposes else f"{v_ring}.consumer_release(v_drain)",
         store_tile=(*outputs, *["parts"] * (spec.split is not None), "work", "acc_O", *v_factor, *sums),
+        stored=(*outputs, *["parts"] * (spec.split is not None), "work", "acc_O", *v_factor, *sums)
+        if not restarts
+        else (*outputs, "work", "acc_all", "all_max", "all_sum", "scale_log2"),
         multiply=(
             *("products", "tSrQ_tile", "operands", "accumulators", *["rescale"] * striped),
             *("k_ring", v_ring, "k_drain", "v_drain"),
@@ -926,15 +937,18 @@ def _arguments(spec: Forward) -> ArgumentsPlan:
             *turn,
         ),
         multiply_first=("products", "operands", "accumulators", "k_ring", "q_drain", "k_drain", *turn),
-        finish_step=("accumulators", "rP", "rows", "scale_log2", *[v_ring, "v_drain"] * (not striped)),
+        finish_step=(
+            *("accumulators", "rP", "rows", "scale_log2", *[v_ring, "v_drain"] * (not striped)),
+            *["n_block"] * restarts,
+        ),
         summed=("gO", "gLSE", *["cta", "num_parts"] * even),
         combined=("parts", "parts_lse", "shares", *sinks, "out", "lse"),
         combine_call=("mParts", "mPartsLSE", "shares", *sinks, "out", "lse"),
         row_outputs=(*sinks, "out", "lse"),
         lse_from=("row_lse",) if sinks else ("row_max", "row_sum", "scale_log2"),
         softmax_step=("acc_S", *rows, "scale_log2"),
-        rows=(*rows, *since),
-        num_rows=len(rows) + len(since),
+        rows=(*rows, *since, *["all_max", "all_sum"] * restarts),
+        num_rows=len(rows) + len(since) + 2 * restarts,
         descales=tuple(descales),
         num_descales=len(descales),
     )
@@ -979,6 +993,7 @@ def _softmax(spec: Forward) -> SoftmaxPlan:
         softcap=spec.softmax.softcap,
         most_cap=MOST_CAP_OF_FIRST_MAX if bounded else 0.0,
         caps=_caps(spec),
+        restart_every=spec.softmax.restart_every or 0,
     )
 
 

@@ -69,6 +69,33 @@ def split_keys(keys: int, kv: int, rescale_above: int | None) -> Violation | Non
 
 
 @rule(kind=GENERATOR, topic="kv order")
+def restarted_parts(keys: int, kv: int, rescale_above: int | None) -> Violation | None:
+    """The same of parts that a CTA adds up itself."""
+    if keys % kv:
+        return Violation(
+            "softmax.restart_every", f"parts are whole tiles of {kv} keys; use a multiple of tile.kv, not {keys}"
+        )
+    if rescale_above is not None:
+        return Violation(
+            "softmax.rescale_above",
+            "what a row has of a part is to be its own, and whether a warp rescales now and then depends on all its "
+            "rows; use null, or leave softmax.restart_every out",
+        )
+    return None
+
+
+@rule(kind=GENERATOR, topic="kv order")
+def restarted_kernel(field: str, value: object, values: tuple[object, ...]) -> Violation | None:
+    """Where parts are added up by the CTA that has them all: packed sequences, whose lengths only the device knows."""
+    if value in values:
+        return None
+    allowed = " or ".join(str(each).lower() if isinstance(each, bool) else str(each) for each in values)
+    return Violation(
+        field, f"softmax.restart_every is rendered with {field}: {allowed} only; use that, or leave restart_every out"
+    )
+
+
+@rule(kind=GENERATOR, topic="kv order")
 def split_output(o: str, lse: bool, o_dtype: str, dtype: AttentionDType) -> Violation | None:
     """Parts are added up with their LSE; they leave the registers straight, as O does where there is one part."""
     if o != "direct":

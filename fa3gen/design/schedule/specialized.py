@@ -334,6 +334,8 @@ def _overlapped_step(spec: Forward, turns: _Turns) -> Iterator[Step]:
         yield step("round", note=f"P {_bits(spec)}")
         return
     moves = spec.softmax.row_max == "online"
+    if spec.softmax.restart_every is not None:
+        yield step("add_part", note=f"every {spec.softmax.restart_every} keys: O to the sums of all, in float32")
     if moves:
         yield step("rescale", note="" if above is None else f"O, where a maximum has grown by more than 2^{above}")
     yield step("round", note=f"{'O to the new maxima; ' * (moves and above is None)}P {_bits(spec)}")
@@ -404,6 +406,8 @@ def _last_product(spec: Forward, turns: _Turns, flattened: bool) -> Iterator[Ste
     yield end("release", on=_v_ring(spec), note=f"{done}{'; the next S runs on' * flattened}")
     if footprint.two_levels(spec):
         yield end("promote", stripe=footprint.stripes(spec) - 1, note="the last P V")
+    if spec.softmax.restart_every is not None:
+        yield end("add_part", note="the last one")
 
 
 def _store(spec: Forward) -> Iterator[Step]:
