@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from fa3gen.base.wording import counted
 from fa3gen.design import footprint
-from fa3gen.design.family import PackedShape, Shape
+from fa3gen.design.family import PackedShape, PagedShape, Shape
 from fa3gen.design.masks import of_call, reach
 from fa3gen.design.tile_order import head_tiles, positions
 from fa3gen.spec.model import Forward
@@ -21,6 +21,11 @@ KEYS_OF_OWN_PARTS = 512
 SHARE_WORDS = 4
 
 
+def whole_parts(spec: Forward) -> bool:
+    """Whether CTAs of scheduler even have whole parts of so many keys, equally many, and not equal shares of keys."""
+    return spec.scheduler == "even" and spec.split is not None and spec.split.keys is not None
+
+
 def num_parts(spec: Forward, shape: Shape | PackedShape, num_sms: int, asked: int = 0) -> int:
     """Parts of the keys of a tile of queries, by a formula of lengths, heads and SMs alone; 1 without `split`.
 
@@ -29,6 +34,9 @@ def num_parts(spec: Forward, shape: Shape | PackedShape, num_sms: int, asked: in
     """
     if spec.split is None:
         return 1
+    if whole_parts(spec):
+        assert spec.split.keys is not None
+        return max(-(-most_keys(shape) // spec.split.keys), 1)
     assert isinstance(shape, Shape)  # a rule: dense tensors
     assert spec.scheduler != "even", "tiles have different numbers of parts"
     if spec.split.keys is not None:
@@ -39,6 +47,19 @@ def num_parts(spec: Forward, shape: Shape | PackedShape, num_sms: int, asked: in
     tiles = -(-shape.seq_q // positions(spec)) * head_tiles(spec, shape) * shape.batch
     most = max(min(num_sms * spec.tile.ctas_per_sm // max(tiles, 1), steps // STEPS_OF_PART), 1)
     return -(-steps // -(-steps // most)) if steps else 1
+
+
+def most_keys(shape: Shape | PackedShape) -> int:
+    """Keys of the longest sequence, as far as the host knows when nobody tells it: all, or what a table has room for."""
+    if isinstance(shape, PagedShape):
+        return shape.extents["most_pages"] * shape.page
+    return shape.seq_k if isinstance(shape, Shape) else sum(shape.lengths_k)
+
+
+def kept_parts(spec: Forward, shape: Shape | PackedShape, num_sms: int) -> int:
+    """Parts that there is memory for. Of dense tensors a single one goes to O; of packed sequences all are added up."""
+    several = num_parts(spec, shape, num_sms)
+    return several if several > 1 or whole_parts(spec) else 0
 
 
 def parts_asked(steps: int, asked: int) -> int:

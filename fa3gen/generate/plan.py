@@ -240,6 +240,7 @@ class ArgumentsPlan:
     finish_step: tuple[str, ...] = ()
     softmax_step: tuple[str, ...] = ()
     summed: tuple[str, ...] = ()
+    parts: tuple[str, ...] = ()
     combined: tuple[str, ...] = ()
     combine_call: tuple[str, ...] = ()
     row_outputs: tuple[str, ...] = ()
@@ -443,6 +444,11 @@ class SchedulerPlan:
     split: bool = False
     min_steps: int = splits.STEPS_OF_PART
     keys_of_part: int = 0
+
+    @property
+    def whole_parts(self) -> bool:
+        """Whether a CTA of scheduler even has whole parts of so many keys, which leave one by one."""
+        return self.kind == "even" and self.keys_of_part > 0
 
     @property
     def tile_ring(self) -> bool:
@@ -844,7 +850,7 @@ def _arguments(spec: Forward) -> ArgumentsPlan:
     num_tiles = Parameter("num_tiles", INT32)
     extents = {"stream_k": [Parameter("tail")], "static": [num_tiles], "dynamic": [num_tiles]}
     extents["grid"] = [Parameter("group")]
-    even = spec.scheduler == "even"
+    even, whole = spec.scheduler == "even", splits.whole_parts(spec)
     eight_bits, two_levels = footprint.eight_bits(spec), footprint.two_levels(spec)
     transposes, striped = footprint.transposes(spec), footprint.stripes(spec) > 1
     restarts = spec.softmax.restart_every is not None
@@ -861,6 +867,7 @@ def _arguments(spec: Forward) -> ArgumentsPlan:
     extent = [Parameter("sequences")] if packed else extents.get(spec.scheduler, [])
     made_of = window if packed else ["mQ", "mK", *window]
     sinks = ["mSinks"] * spec.softmax.sink
+    parts = ("mParts", *(("mPartsMax", "mPartsSum") if whole else ("mPartsLSE",))) if spec.split is not None else ()
     tensors = (
         "mQ",
         "mK",
@@ -868,8 +875,8 @@ def _arguments(spec: Forward) -> ArgumentsPlan:
         "mO",
         *["mLSE"] * spec.outputs.lse,
         *sinks,
-        *(("mParts", "mPartsLSE") if spec.split is not None else map(str, operation.scratch)),
-        *["shares"] * even,
+        *(parts or map(str, operation.scratch)),
+        *["shares"] * (even and not whole),
         *descales,
     )
     atoms = ("tma_Q", *["tma_K", "tma_V"] * (not gathered), *["tma_O"] * stored)
@@ -878,7 +885,8 @@ def _arguments(spec: Forward) -> ArgumentsPlan:
     cap = ["cap_scale"] * spec.softmax.softcap
     bounds = "q_begin", "seq_q", *["k_begin"] * (not pages), "seq_k"
     work = ("schedule",) if packed else ("work", "schedule")
-    draws = [{"even": "shares"}.get(spec.scheduler, "counter"), "tile_ring", "tiles"] * footprint.tells_tiles(spec)
+    draws = [{"even": "shares"}.get(spec.scheduler, "counter")] * (not whole) + ["tile_ring", "tiles"]
+    draws *= footprint.tells_tiles(spec)
     has_max = spec.softmax.row_max == "online"
     rows = ("row_max", "row_sum", "rescale") if has_max else ("row_shift", "row_sum")
     sums: tuple[str, ...] = ("row_sum",)
@@ -942,8 +950,13 @@ def _arguments(spec: Forward) -> ArgumentsPlan:
             *["n_block"] * restarts,
         ),
         summed=("gO", "gLSE", *["cta", "num_parts"] * even),
-        combined=("parts", "parts_lse", "shares", *sinks, "out", "lse"),
-        combine_call=("mParts", "mPartsLSE", "shares", *sinks, "out", "lse"),
+        parts=parts,
+        combined=("parts", "parts_max", "parts_sum", "out", "lse", "scale_log2: cutlass.Float32", "sequences")
+        if whole
+        else ("parts", "parts_lse", "shares", *sinks, "out", "lse"),
+        combine_call=("parts", "parts_max", "parts_sum", "out", "lse", "scale * LOG2_E", "sequences")
+        if whole
+        else ("mParts", "mPartsLSE", "shares", *sinks, "out", "lse"),
         row_outputs=(*sinks, "out", "lse"),
         lse_from=("row_lse",) if sinks else ("row_max", "row_sum", "scale_log2"),
         softmax_step=("acc_S", *rows, "scale_log2"),
@@ -1182,6 +1195,7 @@ def _entry(spec: Forward) -> EntryPlan:
         options=(
             *own,
             *(f"{tensor}=None" for tensor in operation.optional_inputs),
+            *["max_seqlen_k=None"] * splits.whole_parts(spec),
             *["window=(-1, -1)"] * given_with_calls(spec.mask),
             *("scale=None", "out=None", "return_lse=False"),
             *["enable_pdl=False"] * (spec.scheduler == "grid"),
@@ -1258,7 +1272,7 @@ def _producers_section(spec: Forward) -> str:
 
 def _scheduler_section(spec: Forward) -> str:
     if spec.scheduler == "even":
-        return "scheduler_even"
+        return "scheduler_parts" if splits.whole_parts(spec) else "scheduler_even"
     if footprint.packed_sequences(spec):
         return "scheduler_packed"
     return "scheduler_split" if spec.split is not None else f"scheduler_{spec.scheduler}"
@@ -1273,6 +1287,8 @@ def _pages_section(spec: Forward) -> str:
 def _specialized_epilogue(spec: Forward) -> str:
     if spec.o_dtype == "fp32":
         return "epilogue_direct_f32"
+    if splits.whole_parts(spec):
+        return "epilogue_parts"
     return {"over_q": "epilogue_wgmma", "own_buffer": "epilogue_own_buffer", "direct": "epilogue_direct"}[
         spec.outputs.o
     ]

@@ -264,7 +264,17 @@ def _split(spec: Forward) -> Iterable[Answer]:
     if spec.split.keys is not None:
         yield splits.split_keys.ask(spec.split.keys, spec.tile.kv, spec.softmax.rescale_above)
     yield splits.split_scheduler.ask(spec.scheduler, layout, spec.tile.group)
-    yield splits.even_parts.ask(spec.scheduler, spec.split.keys, spec.tile.ctas_per_sm)
+    yield splits.even_parts.ask(spec.scheduler, spec.tile.ctas_per_sm)
+    if spec.scheduler == "even" and spec.split.keys is not None:
+        rendered: dict[str, tuple[object, tuple[object, ...]]] = {
+            "problem.dtype": (spec.problem.dtype, ("bf16", "fp16")),
+            "kv.dtype": (spec.kv.dtype, (None,)),
+            "mask": (spec.mask.kind, ("none", "causal")),
+            "softmax.sink": (spec.softmax.sink, (False,)),
+        }
+        for field, (value, values) in rendered.items():
+            yield splits.even_whole_parts.ask(field, value, values)
+        yield splits.rows_in_warps.ask(spec.problem.v_dim)
     yield splits.split_output.ask(place, spec.outputs.lse, spec.o_dtype, spec.problem.dtype)
     scores = spec.mask.kind, spec.tile.kv_from, spec.softmax.sink, spec.softmax.row_max
     yield splits.split_scores.ask(*scores, spec.scheduler)

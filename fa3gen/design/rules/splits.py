@@ -33,13 +33,9 @@ def even_shares(scheduler: str, split: bool) -> Violation | None:
 
 
 @rule(kind=GENERATOR, topic="kv order")
-def even_parts(scheduler: str, keys: int | None, ctas: int) -> Violation | None:
-    """An even share has as many keys as follow from all lengths, and a CTA an SM of its own."""
-    if scheduler != "even":
-        return None
-    if keys is not None:
-        return Violation("split.keys", "of an even share the number of keys follows from all lengths; use count: auto")
-    if ctas == 1:
+def even_parts(scheduler: str, ctas: int) -> Violation | None:
+    """A CTA that has an even share has an SM of its own."""
+    if scheduler != "even" or ctas == 1:
         return None
     return Violation("tile.ctas_per_sm", f"even is rendered for a CTA on each SM, not {ctas}; use ctas_per_sm 1")
 
@@ -66,6 +62,17 @@ def split_keys(keys: int, kv: int, rescale_above: int | None) -> Violation | Non
             "all its rows; use null, or split: {count: auto}",
         )
     return None
+
+
+@rule(kind=GENERATOR, topic="kv order")
+def even_whole_parts(field: str, value: object, values: tuple[object, ...]) -> Violation | None:
+    """Whole parts in even shares are added up by rows: of products of 16 bits, and of masks that begin with a key."""
+    if value in values:
+        return None
+    allowed = " or ".join(map(str, values))
+    return Violation(
+        field, f"split.keys is rendered with scheduler even and {field}: {allowed} only; use that, or count: auto"
+    )
 
 
 @rule(kind=GENERATOR, topic="kv order")
@@ -135,6 +142,18 @@ def padded_heads(split: bool, pack_heads: int) -> Violation | None:
         return None
     return Violation(
         "tile.group", "group: at_most is rendered with keys in parts only; add split: {count: auto}, or use multiple"
+    )
+
+
+@rule(kind=GENERATOR, topic="kv order")
+def rows_in_warps(v_dim: int) -> Violation | None:
+    """The 8 warps of a CTA that adds up whole parts have whole rows, two columns to a lane."""
+    if v_dim in (64, 128, 256, 512):
+        return None
+    return Violation(
+        "problem.head_dim",
+        f"whole parts are added up by warps with 64 columns each, 8 of a CTA, among which {v_dim} columns cannot be "
+        "divided; use 64, 128 or 256, or count: auto",
     )
 
 
