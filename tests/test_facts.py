@@ -17,6 +17,7 @@ from fa3gen.design import footprint, work
 from fa3gen.design.footprint import thread_rows
 from fa3gen.design.own_bits import own_bits
 from fa3gen.design.schedule import full_tiles, schedule_of
+from fa3gen.design.splits import whole_parts
 from fa3gen.design.workspace import Workspace
 from fa3gen.generate.plan import make_plan
 from fa3gen.hardware import hopper
@@ -58,7 +59,11 @@ def assert_fused_alike(spec: Forward, census: Census) -> None:
         return
     softmaxes = schedule_of(spec).count("softmax")
     assert softmaxes == {"all": 2, "before": 3, "between": 4}[full_tiles(spec)]
-    fused = census.kernels[0].sass.opcodes["FFMA"] - FUSED_ELSEWHERE[spec.softmax.sink]
+    elsewhere = 0 if whole_parts(spec) else FUSED_ELSEWHERE[spec.softmax.sink]  # of these another kernel divides O
+    # Where a CTA adds up parts, for each element of O and each sum one, which the module asks for.
+    rows, lanes = thread_rows(spec)
+    elsewhere += schedule_of(spec).count("add_part") * rows * (1 + spec.problem.v_dim // lanes)
+    fused = census.kernels[0].sass.opcodes["FFMA"] - elsewhere
     assert fused == softmaxes * (footprint.thread_scores(spec) + thread_rows(spec)[0])
 
 

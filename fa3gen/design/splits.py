@@ -17,6 +17,10 @@ from fa3gen.spec.model import Forward
 STEPS_OF_PART = 2
 # Keys of a part of dense tensors where a row's bits are to be its own and nobody says how many: `deterministic_batch`.
 KEYS_OF_OWN_PARTS = 512
+# Bytes that O of all parts of a call may take, in float32, where these are added up by another kernel; else one CTA has
+# all keys of its queries, which gives the same bits. And keys of a part, by which that is counted: no part has fewer.
+MOST_BYTES_OF_PARTS = 2**30
+LEAST_KEYS_OF_PART = 384
 # What a CTA of scheduler even leaves of a tile which it begins and another CTA ends: see `combine_kernel`.
 SHARE_WORDS = 4
 
@@ -24,6 +28,11 @@ SHARE_WORDS = 4
 def whole_parts(spec: Forward) -> bool:
     """Whether CTAs of scheduler even have whole parts of so many keys, equally many, and not equal shares of keys."""
     return spec.scheduler == "even" and spec.split is not None and spec.split.keys is not None
+
+
+def room_for_parts(rows: int, v_dim: int, keys: int) -> bool:
+    """Whether there is room for what parts of up to so many keys leave of rows of all heads."""
+    return 4 * rows * v_dim * -(-keys // LEAST_KEYS_OF_PART) <= MOST_BYTES_OF_PARTS
 
 
 def num_parts(spec: Forward, shape: Shape | PackedShape, num_sms: int, asked: int = 0) -> int:
@@ -50,7 +59,7 @@ def num_parts(spec: Forward, shape: Shape | PackedShape, num_sms: int, asked: in
 
 
 def most_keys(shape: Shape | PackedShape) -> int:
-    """Keys of the longest sequence, as far as the host knows when nobody tells it: all, or what a table has room for."""
+    """Keys of the longest sequence, as far as the host knows: all, or as many as a table of pages has room for."""
     if isinstance(shape, PagedShape):
         return shape.extents["most_pages"] * shape.page
     return shape.seq_k if isinstance(shape, Shape) else sum(shape.lengths_k)

@@ -935,9 +935,11 @@ def _arguments(spec: Forward) -> ArgumentsPlan:
         v_ready="been transposed" if transposes else "landed",
         release_v=f"release_by_warp({v_ring}, v_drain)" if transposes else f"{v_ring}.consumer_release(v_drain)",
         store_tile=(*outputs, *["parts"] * (spec.split is not None), "work", "acc_O", *v_factor, *sums),
-        stored=(*outputs, *["parts"] * (spec.split is not None), "work", "acc_O", *v_factor, *sums)
-        if not restarts
-        else (*outputs, "work", "acc_all", "all_max", "all_sum", "scale_log2"),
+        stored=(
+            (*outputs, *["parts"] * (spec.split is not None), "work", "acc_O", *v_factor, *sums)
+            if not restarts
+            else (*outputs, "work", "acc_all", "all_max", "all_sum", "scale_log2")
+        ),
         multiply=(
             *("products", "tSrQ_tile", "operands", "accumulators", *["rescale"] * striped),
             *("k_ring", v_ring, "k_drain", "v_drain"),
@@ -951,12 +953,16 @@ def _arguments(spec: Forward) -> ArgumentsPlan:
         ),
         summed=("gO", "gLSE", *["cta", "num_parts"] * even),
         parts=parts,
-        combined=("parts", "parts_max", "parts_sum", "out", "lse", "scale_log2: cutlass.Float32", "sequences")
-        if whole
-        else ("parts", "parts_lse", "shares", *sinks, "out", "lse"),
-        combine_call=("parts", "parts_max", "parts_sum", "out", "lse", "scale * LOG2_E", "sequences")
-        if whole
-        else ("mParts", "mPartsLSE", "shares", *sinks, "out", "lse"),
+        combined=(
+            ("parts", "parts_max", "parts_sum", "out", "lse", "scale_log2: cutlass.Float32", "sequences")
+            if whole
+            else ("parts", "parts_lse", "shares", *sinks, "out", "lse")
+        ),
+        combine_call=(
+            ("parts", "parts_max", "parts_sum", "out", "lse", "scale * LOG2_E", "sequences")
+            if whole
+            else ("mParts", "mPartsLSE", "shares", *sinks, "out", "lse")
+        ),
         row_outputs=(*sinks, "out", "lse"),
         lse_from=("row_lse",) if sinks else ("row_max", "row_sum", "scale_log2"),
         softmax_step=("acc_S", *rows, "scale_log2"),
