@@ -27,9 +27,9 @@ Decisions
     softmax    online, base 2, on the accumulator fragment; O is rescaled in every step
     P          stays in registers: the accumulator fragment is read as the A fragment
     O = P V    6 wgmma m64n128k16 per warpgroup; A = P from registers, K-major; B = V, MN-major
-    kv order   in equal shares of all tiles of keys of all sequences; of each part from the last one to the first
-    output     of a whole tile O and LSE from registers; of a part in float32, and a second kernel adds these up
-    q order    a CTA per SM; each has those of its share, of which the first and the last may be parts
+    kv order   in parts of 384 keys, equally many for each CTA; of a part from the last tile to the first
+    output     of a part O in float32, not divided, its maxima and sums; a second kernel adds parts up, by rows
+    q order    a CTA per SM; each has its share of all parts, of one tile of queries after the other
 
 Threads
     256 threads, 8 warps, launched with 128 registers each; setmaxnreg moves them: 56 + 1 x 200 = 256 of 2 x 128 = 256
@@ -84,8 +84,8 @@ Timeline: a tile is one of queries, a step takes one tile of keys
       24  consumers  wait v_full                                   the last V has landed
       25  consumers  O += P V                                      by wgmma, of the last step
       26  consumers  wait_group 0, arrive v_empty                  O is complete
-      27  consumers  store LSE                                     from registers; of a part always
-      28  consumers  store O                                       from registers; of a part in float32
+      27  consumers  store sums                                    from registers, and maxima, of a part
+      28  consumers  store O                                       from registers, in float32, of a part
     at last:
       29  warp 6     wait tile_empty, arrive tile_full             there is no other
 """
@@ -203,11 +203,7 @@ def launch(
     (total_q, heads_q, _), (_, page_size, heads_kv, _) = q.shape, k.shape
     mQ = clipped(q)  # (MOST_ROWS, HEAD_DIM, heads_q, FAR, FAR)
     (mK, steps_K), (mV, steps_V) = in_pages(k), in_pages(v)  # (MOST_ROWS, HEAD_DIM, pages, FAR, FAR)
-    mO = cute.make_tensor(out.iterator, cute.select(out.layout, mode=[0, 2, 1]))  # (total_q, HEAD_DIM, heads_q)
     mQ = heads_first(mQ)  # ((heads_q, MOST_ROWS), HEAD_DIM, FAR, FAR)
-    mLSE = cute.make_tensor(lse.iterator, cute.select(lse.layout, mode=[1, 0]))  # (total_q or 0, heads_q)
-    mO = pack_heads(mO, 2, heads_kv)  # ((group, total_q), HEAD_DIM, heads_kv)
-    mLSE = pack_heads(mLSE, 1, heads_kv)  # ((group, total_q or 0), heads_kv)
     layouts = [cute.select(layout, mode=[0, 1]) for layout in smem_layouts()]  # of one stage
     tma_load = cpasync.CopyBulkTensorTileG2SOp()
     tma_Q, mQ = cpasync.make_tiled_tma_atom(tma_load, mQ, layouts[0], (PACKED_M, HEAD_DIM))
@@ -229,7 +225,7 @@ def launch(
     mPartsMax = pack_heads(mPartsMax, 1, heads_kv)  # ((group, total_q), heads_kv, most_parts)
     mPartsSum = pack_heads(mPartsSum, 1, heads_kv)
     attention_kernel(
-        mQ, mK, mV, mO, mLSE, mParts, mPartsMax, mPartsSum, tma_Q, tma_K, tma_V, scale * LOG2_E, sequences, pages
+        mQ, mK, mV, mParts, mPartsMax, mPartsSum, tma_Q, tma_K, tma_V, scale * LOG2_E, sequences, pages
     ).launch(
         grid=(num_sms, 1, 1),
         block=(THREADS, 1, 1),
@@ -313,20 +309,7 @@ def slice_rows(x: cute.Tensor, head_kv, begin, rows) -> cute.Tensor:
 
 @cute.kernel
 def attention_kernel(
-    mQ,
-    mK,
-    mV,
-    mO,
-    mLSE,
-    mParts,
-    mPartsMax,
-    mPartsSum,
-    tma_Q,
-    tma_K,
-    tma_V,
-    scale_log2: cutlass.Float32,
-    sequences,
-    pages,
+    mQ, mK, mV, mParts, mPartsMax, mPartsSum, tma_Q, tma_K, tma_V, scale_log2: cutlass.Float32, sequences, pages
 ):
     """One CTA: tiles of TILE_M rows of O, one after the other. Its warps walk through them on their own."""
     tidx, _, _ = cute.arch.thread_idx()
@@ -375,7 +358,7 @@ def attention_kernel(
         cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)  # sleeps until the producers have given them back
         smem, rings = (sQ, sK, sVt), (q_full, k_ring, v_ring)
         parts = mParts, mPartsMax, mPartsSum
-        consume(smem, rings, mO, mLSE, parts, scale_log2, schedule)
+        consume(smem, rings, parts, scale_log2, schedule)
 
 
 # ======================================================================================================================
@@ -755,7 +738,7 @@ def load_boxes(tma, mX, sX, boxes):
 
 
 @cute.jit
-def consume(smem, rings, mO, mLSE, parts, scale_log2, schedule):
+def consume(smem, rings, parts, scale_log2, schedule):
     """One consumer warpgroup: WGMMA_M rows of O of each tile of queries, over its tiles of keys, the last one first.
 
     S = Q K^T of a tile of keys is issued with O += P V of the one before, which runs on during the softmax.
@@ -802,7 +785,7 @@ def consume(smem, rings, mO, mLSE, parts, scale_log2, schedule):
         warpgroup.wait_group(0)  # O is complete: no group stays in flight
         v_ring.consumer_release(v_drain)  # this warp has read V
         v_drain.advance()
-        store_tile(mO, mLSE, parts, work, acc_O, row_max, row_sum, scale_log2)
+        store_tile(parts, work, acc_O, row_max, row_sum)
         work = upcoming
 
 
@@ -1027,12 +1010,13 @@ def pv_product(pv_mma: cute.TiledMma, tOrP: cute.Tensor, tOrV: cute.Tensor, acc_
 
 
 @cute.jit
-def store_tile(mO, mLSE, parts, work, acc_O, row_max, row_sum, scale_log2):
+def store_tile(parts, work, acc_O, row_max, row_sum):
     """Write what the rows that exist have of a part: O as it is, in float32, and what it is relative to."""
     mParts, mPartsMax, mPartsSum = parts
     m_start, place = work.m_block * TILE_M, (work.head_kv, work.q_begin, work.seq_q)
     gMax = slice_rows(mPartsMax[None, None, work.slot], *place)  # ((group, seq_q),)
-    store_sums(gMax, slice_rows(mPartsSum[None, None, work.slot], *place), row_max, row_sum, m_start)
+    gSum = slice_rows(mPartsSum[None, None, work.slot], *place)
+    store_sums(gMax, gSum, row_max, row_sum, m_start)
     store_f32(slice_rows(mParts[None, None, None, work.slot], *place), acc_O, m_start)
 
 
@@ -1112,7 +1096,7 @@ def combine_kernel(parts, parts_max, parts_sum, out, lse, scale_log2: cutlass.Fl
 def add_up_parts(gRow, num_parts: cutlass.Int32, scale_log2: cutlass.Float32):
     """This lane's columns of the sum of exp(max_i - max) O_i over a row's parts; its maximum; its sum of exponentials.
 
-    As `add_part` does in modules where a CTA adds up parts as it goes: the last part first, with these multiplications
+    As `fold_part` does in modules where a CTA adds up parts as it goes: the last part first, with these multiplications
     and additions, in this order, so that rows have the same bits there. Only maxima, which round nothing, are found in
     another order, 32 parts at a time, with a lane for each: those up to a part, and so its weights.
     """
@@ -1312,12 +1296,9 @@ def attention(
         most_keys = most_keys if max_seqlen_k is None else min(most_keys, max_seqlen_k)
         most_parts, width = max(-(-most_keys // KEYS_OF_PART), 1), HEAD_DIM
         if most_parts * total_q * heads_q * width > MOST_ELEMENTS:
-            needed = (
-                f"O of parts takes {total_q} x {heads_q} x {width} elements for each, counted up to {MOST_ELEMENTS}"
-            )
-            raise ValueError(
-                f"{most_keys} keys of a sequence are {most_parts} parts; {needed}: give max_seqlen_k, or call for fewer rows"
-            )
+            parts = f"{most_keys} keys of a sequence are {most_parts} parts of {total_q} x {heads_q} x {width} elements"
+            needed = f"which are counted up to {MOST_ELEMENTS}: give max_seqlen_k, or call for fewer rows"
+            raise ValueError(f"{parts}, {needed}")
         rows = total_q * heads_q
         strides = rows * width, heads_q * width, width, 1
         parts = empty((most_parts, total_q, heads_q, width), strides, torch.float32, gpu)

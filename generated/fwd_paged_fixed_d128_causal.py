@@ -745,8 +745,18 @@ def consume(smem, rings, mO, mLSE, tma_O, sO, scale_log2, schedule):
         v_ring.consumer_release(v_drain)  # this warp has read V
         v_drain.advance()
         part_max, part_sum = (row_max[0], row_max[1]), (row_sum[0], row_sum[1])
-        add_part((acc_all, all_max, all_sum), (acc_O, part_max, part_sum), scale_log2)
-        store_tile(mO, mLSE, tma_O, sO, work, acc_all, all_max, all_sum, scale_log2)
+        fold_part((acc_all, all_max, all_sum), (acc_O, part_max, part_sum), scale_log2)
+        store_tile(
+            mO=mO,
+            mLSE=mLSE,
+            tma_O=tma_O,
+            sO=sO,
+            work=work,
+            acc_O=acc_all,
+            row_max=all_max,
+            row_sum=all_sum,
+            scale_log2=scale_log2,
+        )
         warpgroup.wait_group(0)  # the next softmax reads S: no group stays in flight
         k_ring.consumer_release(k_drain)  # K has been read; after the last work it is a stage that nobody fills
         k_drain.advance()
@@ -825,7 +835,7 @@ def finish_step(accumulators, rP, rows, scale_log2, v_ring, v_drain, n_block):
     warpgroup.wait_group(0)  # O is added or rescaled and P overwritten next: no group stays in flight
     v_ring.consumer_release(v_drain)  # this warp has read V
     if begins:
-        add_part((acc_all, all_max, all_sum), (acc_O, part_max, part_sum), scale_log2)
+        fold_part((acc_all, all_max, all_sum), (acc_O, part_max, part_sum), scale_log2)
         acc_O.fill(0.0)
     else:
         rescale_output(acc_O, rescale)
@@ -964,43 +974,6 @@ def rescale_output(acc_O: cute.Tensor, rescale: cute.Tensor):
 
 
 @cute.jit
-def add_part(sums, part, scale_log2: cutlass.Float32):
-    """Add what the rows have of a part of the keys to their sums: O, in float32, after their maximum and sum.
-
-    As `combine_kernel` does in modules where a CTA has a part: these multiplications and additions, in this order, so
-    that rows have the same bits there. fma is said: of a product and a sum ptxas may make one, or not. A part of which
-    a row sees no key leaves its sums as they are, since weights are then 1, and 0 or times 0.
-    """
-    (acc_all, all_max, all_sum), (acc_O, part_max, part_sum) = sums, part
-    acc_all_rows, acc_O_rows = by_rows(acc_all), by_rows(acc_O)  # (2, HEAD_DIM / 4)
-    for r in cutlass.range_constexpr(2):
-        largest = cute.arch.fmax(all_max[r], part_max[r])
-        kept, added = weight_of(all_max[r], largest, scale_log2), weight_of(part_max[r], largest, scale_log2)
-        all_max[r] = largest
-        all_sum[r] = cute.math.fma(all_sum[r], kept, added * quad_sum(part_sum[r]))
-        for c in cutlass.range_constexpr(cute.size(acc_O_rows, mode=[1])):
-            acc_all_rows[r, c] = cute.math.fma(acc_all_rows[r, c], kept, added * acc_O_rows[r, c])
-
-
-@cute.jit
-def weight_of(part_max: cutlass.Float32, largest: cutlass.Float32, scale_log2: cutlass.Float32) -> cutlass.Float32:
-    """exp(scale part_max - scale largest): 1 for the largest, 0 for LOWEST beside any other."""
-    return cute.math.exp2((part_max - largest) * scale_log2, fastmath=True)
-
-
-@cute.jit
-def inverse_of(total: cutlass.Float32) -> cutlass.Float32:
-    """What O of a row is multiplied with; 0 where it saw no key."""
-    return 0.0 if total == 0.0 else 1.0 / total
-
-
-@cute.jit
-def lse_of(largest: cutlass.Float32, total: cutlass.Float32, scale_log2: cutlass.Float32) -> cutlass.Float32:
-    """LSE = scale max + ln(sum); -inf where a row saw no key."""
-    return cute.math.fma(largest, scale_log2, cute.math.log2(total, fastmath=True)) * LN_2
-
-
-@cute.jit
 def quad_max(x: cutlass.Float32) -> cutlass.Float32:
     """Maximum over the four threads that share the rows of an accumulator."""
     x = cute.arch.fmax(x, cute.arch.shuffle_sync_bfly(x, offset=1))
@@ -1111,6 +1084,48 @@ def store_output(tma_O, sO, gO, acc_O, m_block):
     tOsO, tOgO = partition_tma(tma_O, sO, gO_rows)  # (TMA, CONSUMER_WARPS), (TMA)
     cute.copy(tma_O, tOsO[None, warp_idx], tOgO)
     cute.arch.cp_async_bulk_commit_group()
+
+
+# ======================================================================================================================
+# Parts of the keys, added up
+# ======================================================================================================================
+
+
+@cute.jit
+def fold_part(sums, part, scale_log2: cutlass.Float32):
+    """Add what the rows have of a part of the keys to their sums: O, in float32, after their maximum and sum.
+
+    As `combine_kernel` does in modules where a CTA has a part: these multiplications and additions, in this order, so
+    that rows have the same bits there. fma is said: of a product and a sum ptxas may make one, or not. A part of which
+    a row sees no key leaves its sums as they are, since weights are then 1, and 0 or times 0.
+    """
+    (acc_all, all_max, all_sum), (acc_O, part_max, part_sum) = sums, part
+    acc_all_rows, acc_O_rows = by_rows(acc_all), by_rows(acc_O)  # (2, HEAD_DIM / 4)
+    for r in cutlass.range_constexpr(2):
+        largest = cute.arch.fmax(all_max[r], part_max[r])
+        kept, added = weight_of(all_max[r], largest, scale_log2), weight_of(part_max[r], largest, scale_log2)
+        all_max[r] = largest
+        all_sum[r] = cute.math.fma(all_sum[r], kept, added * quad_sum(part_sum[r]))
+        for c in cutlass.range_constexpr(cute.size(acc_O_rows, mode=[1])):
+            acc_all_rows[r, c] = cute.math.fma(acc_all_rows[r, c], kept, added * acc_O_rows[r, c])
+
+
+@cute.jit
+def weight_of(part_max: cutlass.Float32, largest: cutlass.Float32, scale_log2: cutlass.Float32) -> cutlass.Float32:
+    """exp(scale part_max - scale largest): 1 for the largest, 0 for LOWEST beside any other."""
+    return cute.math.exp2((part_max - largest) * scale_log2, fastmath=True)
+
+
+@cute.jit
+def inverse_of(total: cutlass.Float32) -> cutlass.Float32:
+    """What O of a row is multiplied with; 0 where it saw no key."""
+    return 0.0 if total == 0.0 else 1.0 / total
+
+
+@cute.jit
+def lse_of(largest: cutlass.Float32, total: cutlass.Float32, scale_log2: cutlass.Float32) -> cutlass.Float32:
+    """LSE = scale max + ln(sum); -inf where a row saw no key."""
+    return cute.math.fma(largest, scale_log2, cute.math.log2(total, fastmath=True)) * LN_2
 
 
 # ======================================================================================================================

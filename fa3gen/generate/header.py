@@ -14,7 +14,7 @@ from pathlib import PurePath
 from typing import NamedTuple
 
 from fa3gen.base.wording import listed
-from fa3gen.design import footprint
+from fa3gen.design import footprint, splits
 from fa3gen.design.cta import Cta, cta_of
 from fa3gen.design.family import Family
 from fa3gen.design.masks import given_with_calls
@@ -373,6 +373,8 @@ def _sums_sentence(spec: Forward) -> str:
 
 def _order_sentence(spec: Forward) -> str:
     if spec.split is not None:
+        if splits.whole_parts(spec):
+            return f"in parts of {spec.split.keys} keys, equally many for each CTA; of a part from the last tile to the first"
         if spec.scheduler == "even":
             return "in equal shares of all tiles of keys of all sequences; of each part from the last one to the first"
         parts = f"of {spec.split.keys} keys" if spec.split.keys else "as many as the GPU has room for at once"
@@ -385,6 +387,8 @@ def _order_sentence(spec: Forward) -> str:
 
 
 def _output_sentence(spec: Forward) -> str:
+    if splits.whole_parts(spec):
+        return "of a part O in float32, not divided, its maxima and sums; a second kernel adds parts up, by rows"
     if spec.scheduler == "even":
         return "of a whole tile O and LSE from registers; of a part in float32, and a second kernel adds these up"
     if spec.split is not None:
@@ -419,6 +423,8 @@ def _tiles_sentence(spec: Forward) -> str:
             by_head = ", head after head" * (spec.order == "by_head")
             return f"{_ctas(spec)}; each draws its next tile from a counter{by_head}, and a warp looks where that lies"
         return f"{_ctas(spec)}; each draws its next tile from a counter: longest first, a few heads at a time"
+    if splits.whole_parts(spec):
+        return f"{_ctas(spec)}; each has its share of all parts, of one tile of queries after the other"
     if spec.scheduler == "even":
         return f"{_ctas(spec)}; each has those of its share, of which the first and the last may be parts"
     if spec.scheduler == "stream_k":

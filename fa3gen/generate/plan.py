@@ -872,15 +872,16 @@ def _arguments(spec: Forward) -> ArgumentsPlan:
         "mQ",
         "mK",
         "mV" if pages else "mVt",
-        "mO",
-        *["mLSE"] * spec.outputs.lse,
+        *["mO"] * (not whole),
+        *["mLSE"] * (spec.outputs.lse and not whole),
         *sinks,
         *(parts or map(str, operation.scratch)),
         *["shares"] * (even and not whole),
         *descales,
     )
     atoms = ("tma_Q", *["tma_K", "tma_V"] * (not gathered), *["tma_O"] * stored)
-    outputs = ("mO", *["mLSE"] * spec.outputs.lse, *["tma_O", "sO"] * stored)
+    # Whole parts leave in memory of their own, and O is written by whoever adds them up.
+    outputs = () if whole else ("mO", *["mLSE"] * spec.outputs.lse, *["tma_O", "sO"] * stored)
     turn = ["consumer"] * isinstance(spec.schedule, PingPongSchedule)
     cap = ["cap_scale"] * spec.softmax.softcap
     bounds = "q_begin", "seq_q", *["k_begin"] * (not pages), "seq_k"
@@ -892,6 +893,8 @@ def _arguments(spec: Forward) -> ArgumentsPlan:
     sums: tuple[str, ...] = ("row_sum",)
     if spec.softmax.sink:
         sums = ("row_lse", "row_inverse")
+    elif whole:
+        sums = ("row_max", *sums)
     elif spec.outputs.lse:
         scaled = [] if footprint.block_scales(spec) else ["scale_log2"]  # else the maxima are
         sums = ("row_max", *sums, *scaled) if has_max else ("row_shift", *sums)
@@ -936,9 +939,12 @@ def _arguments(spec: Forward) -> ArgumentsPlan:
         release_v=f"release_by_warp({v_ring}, v_drain)" if transposes else f"{v_ring}.consumer_release(v_drain)",
         store_tile=(*outputs, *["parts"] * (spec.split is not None), "work", "acc_O", *v_factor, *sums),
         stored=(
-            (*outputs, *["parts"] * (spec.split is not None), "work", "acc_O", *v_factor, *sums)
-            if not restarts
-            else (*outputs, "work", "acc_all", "all_max", "all_sum", "scale_log2")
+            (
+                *(f"{name}={name}" for name in (*outputs, "work")),
+                *("acc_O=acc_all", "row_max=all_max", "row_sum=all_sum", "scale_log2=scale_log2"),
+            )
+            if restarts
+            else (*outputs, *["parts"] * (spec.split is not None), "work", "acc_O", *v_factor, *sums)
         ),
         multiply=(
             *("products", "tSrQ_tile", "operands", "accumulators", *["rescale"] * striped),

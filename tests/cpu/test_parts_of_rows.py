@@ -135,7 +135,7 @@ MISTAKES = {
     ),
     "the last part is forgotten": (
         "many",
-        "        add_part((acc_all, all_max, all_sum), (acc_O, part_max, part_sum), scale_log2)\n        store_tile(",
+        "        fold_part((acc_all, all_max, all_sum), (acc_O, part_max, part_sum), scale_log2)\n        store_tile(",
         "        store_tile(",
     ),
 }

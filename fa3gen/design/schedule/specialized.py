@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import partial
 
-from fa3gen.design import footprint
+from fa3gen.design import footprint, splits
 from fa3gen.design.schedule.model import Place, Role, Step
 from fa3gen.spec.model import Forward, NoMask, PingPongSchedule
 
@@ -415,6 +415,10 @@ def _store(spec: Forward) -> Iterator[Step]:
     if footprint.splits_tail(spec):
         yield end("add_part", note="if the CTA before has begun this tile")
         yield end("give_part", note="to the next CTA if it goes on; else:")
+    if splits.whole_parts(spec):
+        yield end("store", "sums", note="from registers, and maxima, of a part")
+        yield end("store", "O", note="from registers, in float32, of a part")
+        return
     if spec.split is not None:
         yield end("store", "LSE", note="from registers; of a part always")
         even = spec.scheduler == "even"
