@@ -27,7 +27,7 @@ Decisions
     softmax    online, base 2, on the accumulator fragment; O is rescaled in every step
     P          stays in registers: the accumulator fragment is read as the A fragment
     O = P V    6 wgmma m64n128k16 per warpgroup; A = P from registers, K-major; B = V, MN-major
-    kv order   in parts of 384 keys, equally many for each CTA; of a part from the last tile to the first
+    kv order   in parts of 384 keys, each CTA has as many; of a part from the last tile to the first
     output     of a part O in float32, not divided, its maxima and sums; a second kernel adds parts up, by rows
     q order    a CTA per SM; each has its share of all parts, of one tile of queries after the other
 

@@ -14,7 +14,7 @@ from typing import Literal, TypeVar
 
 from fa3gen.design import footprint, tile_order, work
 from fa3gen.design.cta import cta_of
-from fa3gen.design.splits import num_parts, share_of, steps_of, steps_of_tile
+from fa3gen.design.splits import num_parts, share_of, steps_of, steps_of_tile, tiles_of_step
 from fa3gen.design.work import Problem
 from fa3gen.hardware import hopper
 from fa3gen.hardware.chips import Chip
@@ -159,7 +159,7 @@ def busiest_sm(spec: Forward, problem: Problem, sms: int) -> int:
         return -(-problem.visited // sms)  # a CTA for each step
     asked = problem.num_splits
     if spec.scheduler == "even":
-        share = share_of(spec, problem.shape, sms, asked) if problem.visited else 0
+        share = share_of(spec, problem.shape, sms, asked) * tiles_of_step(spec) if problem.visited else 0
         return share * -(-ctas_of(problem, sms) // sms)
     different = {tiles.visited for of_head in problem.of_lengths.values() for tiles in of_head}
     if len(different) <= 1 or spec.split is not None:  # parts of tiles are about equally long
@@ -194,7 +194,7 @@ def shares(problem: Problem, sms: int) -> list[list[int]]:
     What a mask hides is shared out, too, and skipped: a part has one step at least.
     """
     spec, sequences = problem.spec, problem.shape.sequences
-    share, room = share_of(spec, problem.shape, sms, problem.num_splits), 0
+    share, room, unit = share_of(spec, problem.shape, sms, problem.num_splits), 0, tiles_of_step(spec)
     found: list[list[int]] = []
     for entry in tile_order.taken(spec, problem.shape):
         lengths = sequences[entry.batch]
@@ -204,8 +204,8 @@ def shares(problem: Problem, sms: int) -> list[list[int]]:
             if room == 0:
                 found.append([])
                 room = share
-            part = min(steps - begin, room)
-            found[-1].append(max(min(end, begin + part) - begin, 1))
+            part = min(steps - begin, room) if unit == 1 else 1  # whole parts are begun anew
+            found[-1].append(max(min(end, (begin + part) * unit) - begin * unit, 1))
             begin, room = begin + part, room - part
     return found
 

@@ -96,7 +96,10 @@ def num_shares(spec: Forward, shape: Shape | PackedShape, num_sms: int, asked: i
 
 
 def steps_of(spec: Forward, shape: Shape | PackedShape) -> int:
-    """Steps that scheduler even shares out: those that a mask hides, too, and one at least of a tile of queries."""
+    """Steps that scheduler even shares out: those that a mask hides, too, and one at least of a tile of queries.
+
+    Tiles of keys, or whole parts where they are of so many keys.
+    """
     rows = positions(spec)
     of_heads = (-(-seq_q // rows) * steps_of_tile(spec, shape, seq_k) for seq_q, seq_k in shape.sequences)
     return sum(of_heads) * head_tiles(spec, shape)
@@ -104,7 +107,7 @@ def steps_of(spec: Forward, shape: Shape | PackedShape) -> int:
 
 def steps_of_tile(spec: Forward, shape: Shape | PackedShape, seq_k: int) -> int:
     """Steps of a tile of queries of a sequence of so many keys: of windows, as many as hold what they show its rows."""
-    kv = spec.tile.kv
+    kv = spec.split.keys if spec.split is not None and spec.split.keys is not None else spec.tile.kv
     steps = max(-(-seq_k // kv), 1)
     if spec.tile.kv_from != "window":
         return steps
@@ -115,7 +118,14 @@ def steps_of_tile(spec: Forward, shape: Shape | PackedShape, seq_k: int) -> int:
 
 def share_of(spec: Forward, shape: Shape | PackedShape, num_sms: int, asked: int = 0) -> int:
     """Steps of a CTA with scheduler even: as many as of all others, one behind the other, wherever tiles end."""
-    return max(-(-steps_of(spec, shape) // max(num_shares(spec, shape, num_sms, asked), 1)), STEPS_OF_PART)
+    least = 1 if whole_parts(spec) else STEPS_OF_PART
+    return max(-(-steps_of(spec, shape) // max(num_shares(spec, shape, num_sms, asked), 1)), least)
+
+
+def tiles_of_step(spec: Forward) -> int:
+    """Tiles of keys of what scheduler even shares out one by one, at most."""
+    whole = spec.split.keys if whole_parts(spec) and spec.split is not None else None
+    return 1 if whole is None else whole // spec.tile.kv
 
 
 def told(spec: Forward, shape: Shape | PackedShape, num_sms: int, asked: int = 0) -> str:
@@ -123,6 +133,10 @@ def told(spec: Forward, shape: Shape | PackedShape, num_sms: int, asked: int = 0
     if spec.split is None:
         shared = "; tiles of the last wave are shared by several CTAs" if spec.scheduler == "stream_k" else ""
         return f"1: no second kernel adds up parts{shared}"
+    if whole_parts(spec):
+        assert spec.split.keys is not None
+        each = counted(share_of(spec, shape, num_sms), "part")
+        return f"{steps_of(spec, shape)} of {spec.split.keys} keys, {each} for each of {num_sms} SMs"
     if spec.scheduler == "even":
         count = f"{num_shares(spec, shape, num_sms, asked)} equal shares of all keys of all sequences"
         why = f"num_splits={asked} of each tile of queries in the mean" if asked else "one for each SM"

@@ -374,7 +374,9 @@ def _sums_sentence(spec: Forward) -> str:
 def _order_sentence(spec: Forward) -> str:
     if spec.split is not None:
         if splits.whole_parts(spec):
-            return f"in parts of {spec.split.keys} keys, equally many for each CTA; of a part from the last tile to the first"
+            return (
+                f"in parts of {spec.split.keys} keys, each CTA has as many; of a part from the last tile to the first"
+            )
         if spec.scheduler == "even":
             return "in equal shares of all tiles of keys of all sequences; of each part from the last one to the first"
         parts = f"of {spec.split.keys} keys" if spec.split.keys else "as many as the GPU has room for at once"
