@@ -1,11 +1,12 @@
-"""What `deterministic_batch=True` costs packed sequences and pages, and which of its two kinds of modules is faster where.
+"""What `deterministic_batch=True` costs packed sequences and pages, and where which of its kinds of modules is faster.
 
     python tests/gpu/own_bits_speeds.py [--page 16] [--mask none]     on a machine with a Hopper GPU, from a checkout
 
 times, for lists of lengths as chats, documents and decoding steps have them, from CUDA graphs in shuffled rounds: the
-call without deterministic_batch (free), with it (own), the module in which a CTA has a part of the keys (parts), the one
-in which a CTA has them all and adds parts up (whole), and the module that does not split keys (unsplit), which such
-calls had before there were parts. It prints a Markdown table of speeds over that of the free call, and no record.
+call without deterministic_batch (free), with it (own), the module in which a CTA has a part of the keys (parts), the
+one in which a CTA has them all and adds parts up (whole), and the module that does not split keys (unsplit), which
+such calls had before there were parts. It prints a Markdown table of speeds over that of the free call, and no
+record.
 """
 
 from __future__ import annotations
