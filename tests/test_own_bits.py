@@ -12,6 +12,7 @@ from fa3gen.design.nearest import with_changes
 from fa3gen.design.own_bits import own_bits, shared
 from fa3gen.design.proposed import Proposal, propose
 from fa3gen.design.rules import check
+from fa3gen.design.splits import whole_parts
 from fa3gen.measure import packed_cells
 from fa3gen.records import packed_records
 from fa3gen.run import dispatch
@@ -45,6 +46,8 @@ def chosen(family: Family, size: Size) -> Choice:
         ("fwd_packed_any_window_d256", ["softmax.rescale_above", "tile.kv_from"]),
         ("fwd_packed_softcap_d128_causal", ["softmax.row_max"]),
         ("fwd_packed_decode_d64", ["scheduler", "split"]),
+        ("fwd_packed_decode_fixed_d128", []),
+        ("fwd_paged_fixed_d64_causal", []),
         ("fwd_decode_d64", ["split"]),
         ("fwd_d128", ["scheduler"]),
     ],
@@ -76,8 +79,30 @@ def test_one_module_serves_calls_of_every_size(mask: Mask, head_dim: int, page: 
     assert all(choice.row is None and choice.around == Stretch() and own_bits(choice.spec) for choice in choices)
     heads = choices[0].spec.tile.pack_heads
     largest = 1 if mask is WINDOW else {64: 8, 128: 4}[head_dim]
-    assert heads == (largest if group % largest == 0 and (page is None or page % 16 == 0) else 1)
     assert "the same bits in any batch" in str(choices[0])
+    if mask is WINDOW or (page or 0) % 16:
+        assert heads == (largest if group % largest == 0 and (page is None or page % 16 == 0) else 1)
+    else:
+        assert choices[0].spec.softmax.restart_every is not None and heads == 1
+
+
+@pytest.mark.parametrize("mask", MASKS[:2], ids=lambda mask: mask.kind)
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("page", [None, 16, 256])
+def test_few_queries_have_parts_with_the_same_bits(mask: Mask, head_dim: int, page: int | None) -> None:
+    """Of as many keys, in as large tiles: size decides on the module, and on nothing that a row's bits follow from."""
+    family = Family("bf16", head_dim, head_dim, mask, layout="packed" if page is None else "paged", page_rows=page)
+    for group in (1, 3, 16):
+        many, few = (chosen(family, Size(4096, 64, 132, group, 1, own_bits=True, in_parts=parts)) for parts in (0, 1))
+        assert whole_parts(few.spec) and own_bits(few.spec) and own_bits(many.spec)
+        assert few.spec.split is not None and few.spec.split.keys == many.spec.softmax.restart_every
+        assert few.spec.tile.kv == many.spec.tile.kv and few.spec.load.page_rows == many.spec.load.page_rows
+        assert chosen(family, Size(4096, 64, 132, group, 1, parts=1, own_bits=True, in_parts=True)).stem == many.stem
+    # A tile has no room for as many heads.
+    assert chosen(family, Size(4096, 64, 132, 17, 1, own_bits=True, in_parts=True)).stem == many.stem
+    if page is None:  # where nothing else is served, one module for all is
+        fp16 = chosen(family._replace(dtype="fp16"), Size(4096, 64, 132, 1, 1, own_bits=True, in_parts=True)).spec
+        assert fp16.split is fp16.softmax.restart_every is None
 
 
 @pytest.mark.parametrize("mask", MASKS[:2], ids=lambda mask: mask.kind)
@@ -118,12 +143,12 @@ def test_what_is_not_served_has_a_way_out(family: Family) -> None:
 
 
 def test_what_it_costs_prompts_by_the_records() -> None:
-    """The twelve packed cells: its module beside the fastest one of each, as measured."""
+    """The packed cells of float16, which one module serves: beside the fastest one of each, as measured."""
     heads = {128: (32, 8), 64: (16, 16)}
     found = []
     for record in packed_records.load_all(CHECKOUT):
         problem, family = record.problem, record.problem.family
-        if problem.lengths not in packed_cells.PACKED_LENGTHS or family.layout != "packed" or family.dtype != "bf16":
+        if problem.lengths not in packed_cells.PACKED_LENGTHS or family.layout != "packed" or family.dtype != "fp16":
             continue
         if family.kv_dtype is not None:
             continue

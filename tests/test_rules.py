@@ -939,10 +939,40 @@ def test_even_shares() -> None:
 
 
 def test_even_parts() -> None:
-    assert splits.even_parts("even", None, 1) is splits.even_parts("grid", 512, 2) is None
-    for asked, field in (((512, 1), "split.keys"), ((None, 2), "tile.ctas_per_sm")):
-        found = splits.even_parts("even", *asked)
-        assert found is not None and found.field == field
+    assert splits.even_parts("even", 1) is splits.even_parts("grid", 2) is None
+    found = splits.even_parts("even", 2)
+    assert found is not None and found.field == "tile.ctas_per_sm"
+
+
+def test_even_whole_parts() -> None:
+    assert splits.even_whole_parts("mask", "causal", ("none", "causal")) is None
+    assert splits.even_whole_parts("mask", "window", ("none", "causal")) == Violation(
+        "mask", "split.keys is rendered with scheduler even and mask: none or causal only; use that, or count: auto"
+    )
+
+
+def test_rows_in_warps() -> None:
+    assert splits.rows_in_warps(64) is splits.rows_in_warps(128) is None
+    found = splits.rows_in_warps(192)
+    assert found is not None and found.field == "problem.head_dim" and "192 columns" in found.message
+
+
+def test_restarted_parts() -> None:
+    assert splits.restarted_parts(384, 96, None) is None
+    assert splits.restarted_parts(384, 128, None) is None
+    assert splits.restarted_parts(400, 96, None) == Violation(
+        "softmax.restart_every", "parts are whole tiles of 96 keys; use a multiple of tile.kv, not 400"
+    )
+    found = splits.restarted_parts(384, 96, 8)
+    assert found is not None and found.field == "softmax.rescale_above"
+
+
+def test_restarted_kernel() -> None:
+    assert splits.restarted_kernel("softmax.sink", False, (False,)) is None
+    assert splits.restarted_kernel("softmax.sink", True, (False,)) == Violation(
+        "softmax.sink",
+        "softmax.restart_every is rendered with softmax.sink: false only; use that, or leave restart_every out",
+    )
 
 
 def test_split_unit() -> None:

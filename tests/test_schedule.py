@@ -49,6 +49,8 @@ CALLS = {
     "next_work": ("next", ""),
     "give_part": ("give_part", ""),
     "add_part": ("add_part", ""),
+    "fold_part": ("add_part", ""),
+    "store_sums": ("store", "sums"),
 }
 WHOLE = ("make_barriers", "mask_scores", "transpose_tile")  # whose calls are no steps of their own
 COPIES = {

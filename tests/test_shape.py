@@ -91,6 +91,7 @@ def test_size() -> None:
     pages take 120 more. Keys of 8 bits take 220: who converts them, rings, factors and their checks. Products of 8 bits
     take 190 where CTAs have several tiles: who transposes V, with the reasons, factors, tiles that are told or shared;
     of packed sequences 60 more, for checks of factors, and parts of O in the order of V's columns.
+    Parts that a CTA adds up itself take 40.
     Factors take 14 more, of blocks of rows 40 on top, K and V of another dtype 10.
     A GEMM has fewer than 500, a copy 200 to 320, a merge 300 to 350.
     """
@@ -115,6 +116,7 @@ def test_size() -> None:
     most |= {stem: most[stem] + 40 for stem in ATTENTION if (bits := plans()[stem].eight_bit) and bits.block_rows}
     most |= {stem: most[stem] + 10 for stem in ATTENTION if (plan := plans()[stem]).eight_bit and plan.eight_bit.mixed}
     most |= {stem: most[stem] + 60 for stem in eight_bits & several}
+    most |= {stem: most[stem] + 40 for stem in several if plans()[stem].softmax.restarts}
     assert {stem: lines[stem] for stem in ATTENTION if not 300 <= lines[stem] <= most[stem]} == {}
     assert {stem: lines[stem] for stem in GEMM if not 300 <= lines[stem] < 500} == {}
     assert {stem: lines[stem] for stem in COPIES if not 200 <= lines[stem] <= 320} == {}
@@ -173,6 +175,7 @@ def test_banners_stand_in_one_order() -> None:
     }
     missing = {stem: names if plans()[stem].problem.paged else {*names, "Pages"} for stem, names in missing.items()}
     split = {stem for stem in fused if plans()[stem].schedule.specialized and plans()[stem].scheduler.split}
+    split |= {stem for stem in fused if plans()[stem].softmax.restarts}
     missing = {
         stem: names if stem in split else {*names, "Parts of the keys, added up"} for stem, names in missing.items()
     }
@@ -191,8 +194,9 @@ BY_SPEC: dict[str, Callable[[Plan], bool]] = {
     ),
     "place_in_sequence": lambda plan: plan.problem.packed_sequences and not plan.scheduler.by_head,
     "find_tile": lambda plan: plan.problem.packed_sequences and plan.scheduler.kind == "dynamic",
+    **dict.fromkeys(["find_step", "steps_of_all", "steps_of"], lambda plan: plan.scheduler.kind == "even"),
     **dict.fromkeys(
-        ["find_step", "steps_of_all", "steps_of", "resized", "add_up_row"], lambda plan: plan.scheduler.kind == "even"
+        ["resized", "add_up_row"], lambda plan: plan.scheduler.kind == "even" and not plan.scheduler.whole_parts
     ),
     "tiles_of_keys": lambda plan: plan.scheduler.kind == "even" and plan.tile.from_window,
     "read_sink": lambda plan: plan.scheduler.kind == "even" and plan.softmax.sink,
@@ -261,16 +265,25 @@ BY_SPEC: dict[str, Callable[[Plan], bool]] = {
     "add_sink": lambda plan: plan.softmax.sink,
     "find_shift": lambda plan: bool(plan.softmax.most_cap),
     "settle_shift": lambda plan: bool(plan.softmax.most_cap),
-    "store_lse": lambda plan: plan.lse,
+    "store_lse": lambda plan: plan.lse and not plan.scheduler.whole_parts,
     **dict.fromkeys(
         ["transpose_in_quad", "trade"],
-        lambda plan: plan.output.place == "direct" and (plan.eight_bit is not None or not plan.output.own_dtype),
+        lambda plan: plan.output.place == "direct"
+        and not plan.scheduler.whole_parts
+        and (plan.eight_bit is not None or not plan.output.own_dtype),
     ),
     "in_order_of_columns": lambda plan: plan.eight_bit is not None and plan.output.place == "direct",
+    **dict.fromkeys(["store_f32", "combine_kernel"], lambda plan: plan.scheduler.split),
     **dict.fromkeys(
-        ["store_f32", "CombineStorage", "combine_kernel", "add_up_share", "weight_of"],
-        lambda plan: plan.scheduler.split,
+        ["CombineStorage", "add_up_share"], lambda plan: plan.scheduler.split and not plan.scheduler.whole_parts
     ),
+    "weight_of": lambda plan: plan.scheduler.split or plan.softmax.restarts,
+    **dict.fromkeys(
+        ["parts_of", "store_sums", "add_up_parts", "max_up_to_lane"], lambda plan: plan.scheduler.whole_parts
+    ),
+    **dict.fromkeys(["inverse_of", "lse_of"], lambda plan: plan.scheduler.whole_parts or plan.softmax.restarts),
+    "fold_part": lambda plan: plan.softmax.restarts,
+    **dict.fromkeys(["normalize_rows", "store_output"], lambda plan: not plan.scheduler.whole_parts),
     "part_of_thread": lambda plan: plan.scheduler.kind == "stream_k",
     "give_part": lambda plan: plan.scheduler.kind == "stream_k",
     "add_part": lambda plan: plan.scheduler.kind == "stream_k",
@@ -563,7 +576,8 @@ NUMBERS: dict[str, dict[int, str]] = {
     "next_work": {4: "coordinates of a tile"},
     "load_q_and_k": {3: "tiles of keys from the end: two are on their way"},
     "draw_work": {3: "place of a coordinate"},
-    "consume": {3: "maximum, sum and factor of a row", 4: "ldmatrix x4"},
+    "consume": {3: "maximum, sum and factor of a row", 4: "ldmatrix x4", 5: "these, of a part and of all"},
+    "store_sums": {4: "lanes of a quad", 8: "rows of half a warp's", 32: "threads of a warp"},
     "smem_layouts": {3: "mode"},
     "store_tile": {3: "mode", 4: "stmatrix x4", 64: "bits of two columns"},
     "compile_for_sm90a": {3: "stride_order", 4: "alignment", 5: "symbols", 8: "divisibility", 16: "alignment"},
@@ -700,11 +714,15 @@ def foreign_words(stem: str) -> str:
         words[-1] = PERSISTENT.removeprefix(f"{OF_SMS}|")
     schedulers = {"static": STATIC, "stream_k": STREAM_K, "dynamic": DYNAMIC, "even": EVEN}
     words += [TOLD] * (not plan.scheduler.tile_ring)
-    if plan.scheduler.split:
+    if plan.scheduler.split or plan.softmax.restarts:
         schedulers["stream_k"] = STREAM_K_ALONE  # parts of the keys are another thing
     words += [pattern for kind, pattern in schedulers.items() if kind != plan.scheduler.kind]
+<<<<<<< HEAD
     words += [SPLIT] * (not plan.scheduler.split)
     words += [PADDED] * (not plan.tile.padded)
+=======
+    words += [SPLIT] * (not plan.scheduler.split and not plan.softmax.restarts)
+>>>>>>> s39h1
     words += [WHOLE] * (plan.scheduler.kind == "stream_k")
     if not plan.problem.packed_sequences:
         words.append(SEQUENCES.removesuffix("|k_begin") if plan.tile.from_window else SEQUENCES)

@@ -15,7 +15,7 @@ from typing import Literal, TypeVar
 
 from fa3gen.design import footprint, tile_order, work
 from fa3gen.design.cta import cta_of
-from fa3gen.design.splits import num_parts, share_of, steps_of, steps_of_tile
+from fa3gen.design.splits import num_parts, share_of, steps_of, steps_of_tile, tiles_of_step
 from fa3gen.design.work import Problem
 from fa3gen.hardware import hopper
 from fa3gen.hardware.chips import Chip
@@ -160,7 +160,7 @@ def busiest_sm(spec: Forward, problem: Problem, sms: int) -> int:
         return -(-problem.visited // sms)  # a CTA for each step
     asked = problem.num_splits
     if spec.scheduler == "even":
-        share = share_of(spec, problem.shape, sms, asked) if problem.visited else 0
+        share = share_of(spec, problem.shape, sms, asked) * tiles_of_step(spec) if problem.visited else 0
         return share * -(-ctas_of(problem, sms) // sms)
     different = {tiles.visited for of_head in problem.of_lengths.values() for tiles in of_head}
     if len(different) <= 1 or spec.split is not None:  # parts of tiles are about equally long
@@ -210,7 +210,7 @@ def parts(problem: Problem, sms: int) -> list[list[Part]]:
     spec, shape = problem.spec, problem.shape
     heads = min(shape.heads_q // max(shape.heads_kv, 1), spec.tile.pack_heads)
     found: list[list[Part]] = []
-    room = 0
+    room, unit = 0, tiles_of_step(spec)
     for entry in tile_order.taken(spec, shape):
         lengths = shape.sequences[entry.batch]
         steps, end = steps_of_tile(spec, shape, lengths[1]), problem.of_lengths[lengths][entry.m_block].end
@@ -222,11 +222,11 @@ def parts(problem: Problem, sms: int) -> list[list[Part]]:
                 found.append([])
                 room = _room(problem, steps, sms)
             places.append(found[-1])
-            taken = min(steps - cuts[-1], room)
+            taken = min(steps - cuts[-1], room) if unit == 1 else 1  # whole parts are begun anew
             cuts.append(cuts[-1] + taken)
             room -= taken
         for place, (begin, behind) in zip(places, pairwise(cuts), strict=True):
-            place.append(Part(max(min(end, behind) - begin, 1), len(places), rows))
+            place.append(Part(max(min(end, behind * unit) - begin * unit, 1), len(places), rows))
     return found
 
 

@@ -189,10 +189,10 @@ class Family(NamedTuple):
     `sink` and `softcap`: whether a call gives sinks, and a cap of the scores; `any_cap`: whether a call's cap is more
     than MOST_CAP_OF_FIRST_MAX, or may be one of a module's calls. `page_rows`: the page size of a call;
     of a module the number that its calls' page sizes are multiples of. `part_keys`: how many keys a part has where that
-    is fixed, so that a row's bits are the same whatever else a call has. `kv_dtype`: that of k and v where they have 8
-    bits beside queries of 16, or of other 8. `block_scales`: whether factors of q and k are of blocks of rows, and not
-    of heads. `v_permuted`: whether v, whose sequence is contiguous, has its keys in the order of
-    `fa3gen.design.key_order`.
+    is fixed, so that a row's bits are the same whatever else a call has, and whoever adds parts up. `kv_dtype`: that of
+    k and v where they have 8 bits beside queries of 16, or of other 8. `block_scales`: whether factors of q and k are
+    of blocks of rows, and not of heads. `v_permuted`: whether v, whose sequence is contiguous, has its keys in the
+    order of `fa3gen.design.key_order`.
     """
 
     dtype: AttentionDType
@@ -224,7 +224,7 @@ class Family(NamedTuple):
             softcap=spec.softmax.softcap,
             page_rows=page_rows(spec),
             any_cap=spec.softmax.softcap and spec.softmax.row_max == "online",
-            part_keys=spec.split.keys if spec.split is not None else None,
+            part_keys=spec.split.keys if spec.split is not None else spec.softmax.restart_every,
             kv_dtype=spec.kv.dtype,
             block_scales=block_scales(spec),
             v_permuted=permuted_keys(spec),

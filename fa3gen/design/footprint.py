@@ -457,6 +457,8 @@ def registers_per_thread(spec: Forward) -> list[tuple[str, int]]:
         if two_levels(spec):
             held.append(("P V of a step", q * promoted_columns(spec) // count))
             other = OTHER_REGISTERS_TWO_LEVELS
+        if spec.softmax.restart_every is not None:
+            held.append(("O of the parts before", q * d // count))
         p = q * kv // count * spec.element.bytes // FP32.bytes
         return [*held, ("S", q * kv // count), ("P", p), ("other", other)]
     rows, scores, columns = q * SCALAR_LANES // count, kv // SCALAR_LANES, d // SCALAR_LANES

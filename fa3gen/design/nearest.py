@@ -95,6 +95,7 @@ _VALUES: Mapping[str, Sequence[Any]] = {
     "softmax.row_max": ("online",),
     "softmax.exp_before_wait": (None,),
     "softmax.mask_end": ("always",),
+    "softmax.restart_every": (None,),
     "softmax.sink": (False,),
     "softmax.softcap": (False,),
     "problem.head_dim_v": (None,),

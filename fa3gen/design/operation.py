@@ -19,7 +19,7 @@ from fa3gen.design import boxes, combining, footprint, gemm, quantizing
 from fa3gen.design.family import PackedShape, Shape
 from fa3gen.design.gemm import GemmShape
 from fa3gen.design.masks import given_with_calls
-from fa3gen.design.splits import SHARE_WORDS, num_parts
+from fa3gen.design.splits import SHARE_WORDS, kept_parts, whole_parts
 from fa3gen.design.tiles import sequence_contiguous
 from fa3gen.hardware import hopper
 from fa3gen.hardware.chips import H200
@@ -151,8 +151,7 @@ class Scratch:
         """Its shape in a call of this shape on so many SMs."""
         extents = {**_extents(shape), "num_sms": num_sms}
         if self.parts is not None:
-            several = self.parts(shape, num_sms)
-            extents["num_parts"] = several if several > 1 else 0  # of one part nothing is kept
+            extents["num_parts"] = self.parts(shape, num_sms)
         return _sizes(self.dims, extents)
 
 
@@ -321,7 +320,12 @@ def forward(spec: Forward) -> Operation:
         warps = Extent("consumer_warps", footprint.computing_threads(spec) // hopper.WARP)
         arguments.append(Scratch("flags", INT32, (NUM_SMS, warps), "zero", kept=True))
         arguments.append(Scratch("parts", FP32, (NUM_SMS, *(Extent(*named) for named in part)), "anything", kept=True))
-    if spec.scheduler == "even":
+    if whole_parts(spec):
+        # Of a part O of each row, not divided by anything, and what it is relative to: maximum and sum of exponentials.
+        each = partial(Scratch, dtype=FP32, initial="anything", parts=partial(kept_parts, spec))
+        arguments.append(each("parts", dims=(NUM_PARTS, TOTAL_Q, HEADS_Q, v_dim)))
+        arguments += [each(name, dims=(NUM_PARTS, HEADS_Q, TOTAL_Q)) for name in ("parts_max", "parts_sum")]
+    elif spec.scheduler == "even":
         # Of a CTA two parts at most, and where the tile lies that it begins and another one ends.
         slots = NUM_SMS, Extent("parts_of_cta", 2), Extent("rows", spec.tile.q)
         arguments.append(Scratch("parts", FP32, (*slots, v_dim), "anything"))
@@ -329,7 +333,7 @@ def forward(spec: Forward) -> Operation:
         arguments.append(Scratch("shares", INT32, (NUM_SMS, Extent("words", SHARE_WORDS)), "anything"))
     elif spec.split is not None:
         # Of a part O, divided by the part's sums of exponentials, and LSE.
-        each = partial(Scratch, dtype=FP32, initial="anything", parts=partial(num_parts, spec))
+        each = partial(Scratch, dtype=FP32, initial="anything", parts=partial(kept_parts, spec))
         arguments.append(each("parts", dims=(NUM_PARTS, BATCH, SEQ_Q, HEADS_Q, v_dim)))
         arguments.append(each("parts_lse", dims=(NUM_PARTS, BATCH, HEADS_Q, SEQ_Q)))
     if spec.scheduler == "grid":

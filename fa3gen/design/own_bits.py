@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from fa3gen.design import footprint
+from fa3gen.design import footprint, splits
 from fa3gen.spec.model import Forward
 
 
@@ -38,7 +38,7 @@ def shared(spec: Forward) -> tuple[Shared, ...]:
         found.append(
             Shared("accumulate.promote_every", 1, "tiles of keys are counted from the last that a tile visits")
         )
-    if spec.scheduler in ("stream_k", "even"):
+    if spec.scheduler == "stream_k" or (spec.scheduler == "even" and not splits.whole_parts(spec)):
         found.append(Shared("scheduler", "dynamic", "keys are shared out by what all of a call have, and by SMs"))
     if spec.split is not None and spec.split.keys is None:
         found.append(Shared("split", None, "how many parts keys come in follows from the call and from SMs"))

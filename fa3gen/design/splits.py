@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from fa3gen.base.wording import counted
 from fa3gen.design import footprint
-from fa3gen.design.family import PackedShape, Shape
+from fa3gen.design.family import PackedShape, PagedShape, Shape
 from fa3gen.design.masks import of_call, reach
 from fa3gen.design.tile_order import head_tiles, positions
 from fa3gen.spec.model import Forward
@@ -17,8 +17,22 @@ from fa3gen.spec.model import Forward
 STEPS_OF_PART = 2
 # Keys of a part of dense tensors where a row's bits are to be its own and nobody says how many: `deterministic_batch`.
 KEYS_OF_OWN_PARTS = 512
+# Bytes that O of all parts of a call may take, in float32, where these are added up by another kernel; else one CTA has
+# all keys of its queries, which gives the same bits. And keys of a part, by which that is counted: no part has fewer.
+MOST_BYTES_OF_PARTS = 2**30
+LEAST_KEYS_OF_PART = 384
 # What a CTA of scheduler even leaves of a tile which it begins and another CTA ends: see `combine_kernel`.
 SHARE_WORDS = 4
+
+
+def whole_parts(spec: Forward) -> bool:
+    """Whether CTAs of scheduler even have whole parts of so many keys, equally many, and not equal shares of keys."""
+    return spec.scheduler == "even" and spec.split is not None and spec.split.keys is not None
+
+
+def room_for_parts(rows: int, v_dim: int, keys: int) -> bool:
+    """Whether there is room for what parts of up to so many keys leave of rows of all heads."""
+    return 4 * rows * v_dim * -(-keys // LEAST_KEYS_OF_PART) <= MOST_BYTES_OF_PARTS
 
 
 def num_parts(spec: Forward, shape: Shape | PackedShape, num_sms: int, asked: int = 0) -> int:
@@ -29,6 +43,9 @@ def num_parts(spec: Forward, shape: Shape | PackedShape, num_sms: int, asked: in
     """
     if spec.split is None:
         return 1
+    if whole_parts(spec):
+        assert spec.split.keys is not None
+        return max(-(-most_keys(shape) // spec.split.keys), 1)
     assert isinstance(shape, Shape)  # a rule: dense tensors
     assert spec.scheduler != "even", "tiles have different numbers of parts"
     if spec.split.keys is not None:
@@ -39,6 +56,19 @@ def num_parts(spec: Forward, shape: Shape | PackedShape, num_sms: int, asked: in
     tiles = -(-shape.seq_q // positions(spec)) * head_tiles(spec, shape) * shape.batch
     most = max(min(num_sms * spec.tile.ctas_per_sm // max(tiles, 1), steps // STEPS_OF_PART), 1)
     return -(-steps // -(-steps // most)) if steps else 1
+
+
+def most_keys(shape: Shape | PackedShape) -> int:
+    """Keys of the longest sequence, as far as the host knows: all, or as many as a table of pages has room for."""
+    if isinstance(shape, PagedShape):
+        return shape.extents["most_pages"] * shape.page
+    return shape.seq_k if isinstance(shape, Shape) else sum(shape.lengths_k)
+
+
+def kept_parts(spec: Forward, shape: Shape | PackedShape, num_sms: int) -> int:
+    """Parts that there is memory for. Of dense tensors a single one goes to O; of packed sequences all are added up."""
+    several = num_parts(spec, shape, num_sms)
+    return several if several > 1 or whole_parts(spec) else 0
 
 
 def parts_asked(steps: int, asked: int) -> int:
@@ -66,7 +96,10 @@ def num_shares(spec: Forward, shape: Shape | PackedShape, num_sms: int, asked: i
 
 
 def steps_of(spec: Forward, shape: Shape | PackedShape) -> int:
-    """Steps that scheduler even shares out: those that a mask hides, too, and one at least of a tile of queries."""
+    """Steps that scheduler even shares out: those that a mask hides, too, and one at least of a tile of queries.
+
+    Tiles of keys, or whole parts where they are of so many keys.
+    """
     rows = positions(spec)
     of_heads = (-(-seq_q // rows) * steps_of_tile(spec, shape, seq_k) for seq_q, seq_k in shape.sequences)
     return sum(of_heads) * head_tiles(spec, shape)
@@ -74,7 +107,7 @@ def steps_of(spec: Forward, shape: Shape | PackedShape) -> int:
 
 def steps_of_tile(spec: Forward, shape: Shape | PackedShape, seq_k: int) -> int:
     """Steps of a tile of queries of a sequence of so many keys: of windows, as many as hold what they show its rows."""
-    kv = spec.tile.kv
+    kv = spec.split.keys if spec.split is not None and spec.split.keys is not None else spec.tile.kv
     steps = max(-(-seq_k // kv), 1)
     if spec.tile.kv_from != "window":
         return steps
@@ -85,7 +118,14 @@ def steps_of_tile(spec: Forward, shape: Shape | PackedShape, seq_k: int) -> int:
 
 def share_of(spec: Forward, shape: Shape | PackedShape, num_sms: int, asked: int = 0) -> int:
     """Steps of a CTA with scheduler even: as many as of all others, one behind the other, wherever tiles end."""
-    return max(-(-steps_of(spec, shape) // max(num_shares(spec, shape, num_sms, asked), 1)), STEPS_OF_PART)
+    least = 1 if whole_parts(spec) else STEPS_OF_PART
+    return max(-(-steps_of(spec, shape) // max(num_shares(spec, shape, num_sms, asked), 1)), least)
+
+
+def tiles_of_step(spec: Forward) -> int:
+    """Tiles of keys of what scheduler even shares out one by one, at most."""
+    whole = spec.split.keys if whole_parts(spec) and spec.split is not None else None
+    return 1 if whole is None else whole // spec.tile.kv
 
 
 def told(spec: Forward, shape: Shape | PackedShape, num_sms: int, asked: int = 0) -> str:
@@ -93,6 +133,10 @@ def told(spec: Forward, shape: Shape | PackedShape, num_sms: int, asked: int = 0
     if spec.split is None:
         shared = "; tiles of the last wave are shared by several CTAs" if spec.scheduler == "stream_k" else ""
         return f"1: no second kernel adds up parts{shared}"
+    if whole_parts(spec):
+        assert spec.split.keys is not None
+        each = counted(share_of(spec, shape, num_sms), "part")
+        return f"{steps_of(spec, shape)} of {spec.split.keys} keys, {each} for each of {num_sms} SMs"
     if spec.scheduler == "even":
         count = f"{num_shares(spec, shape, num_sms, asked)} equal shares of all keys of all sequences"
         why = f"num_splits={asked} of each tile of queries in the mean" if asked else "one for each SM"

@@ -213,7 +213,11 @@ def score_phases(spec: Forward) -> tuple[float, float, float]:
         rounded += 0 if footprint.keys_of_p(spec) else EXCHANGE_8BIT * spec.tile.kv // 16
     if spec.softmax.row_max == "first":
         return capped, 3 * scores, rounded
-    moved = VOTE_INSTRUCTIONS if lazy else rows * spec.problem.v_dim // lanes
+    moved: float = VOTE_INSTRUCTIONS if lazy else rows * spec.problem.v_dim // lanes
+    if (
+        spec.softmax.restart_every is not None
+    ):  # in place of rescaling O is multiplied, added and set to 0, now and then
+        moved += 2 * moved * spec.tile.kv / spec.softmax.restart_every
     return scores + capped + scaled, 3 * scores, moved + rounded
 
 

@@ -14,7 +14,7 @@ from pathlib import PurePath
 from typing import NamedTuple
 
 from fa3gen.base.wording import listed
-from fa3gen.design import footprint
+from fa3gen.design import footprint, splits
 from fa3gen.design.cta import Cta, cta_of
 from fa3gen.design.family import Family
 from fa3gen.design.masks import given_with_calls
@@ -335,6 +335,8 @@ def _softmax_sentence(spec: Forward) -> str:
     if above is not None:
         # The largest P of a row is then no longer exactly 1, and its rounding counts most (docs/performance.md).
         when = f"at 2^{above} x the maximum: up to 12 % more error"
+    if spec.softmax.restart_every is not None:
+        return f"online, base 2, {where}; begins anew every {spec.softmax.restart_every} keys"
     if footprint.eight_bits(spec):
         return f"online, base 2, {where}, P times 2^{footprint.P_EXPONENT}; O is rescaled {when}"
     return f"online, base 2, {where}; O is rescaled {when}"
@@ -371,16 +373,24 @@ def _sums_sentence(spec: Forward) -> str:
 
 def _order_sentence(spec: Forward) -> str:
     if spec.split is not None:
+        if splits.whole_parts(spec):
+            return (
+                f"in parts of {spec.split.keys} keys, each CTA has as many; of a part from the last tile to the first"
+            )
         if spec.scheduler == "even":
             return "in equal shares of all tiles of keys of all sequences; of each part from the last one to the first"
         parts = f"of {spec.split.keys} keys" if spec.split.keys else "as many as the GPU has room for at once"
         return f"in parts, {parts}, from the last tile of each to the first"
+    if spec.softmax.restart_every is not None:
+        return f"in parts of {spec.softmax.restart_every} keys, from the last to the first; a CTA adds up its rows' O"
     if isinstance(spec.mask, NoMask):
         return "from the last tile, which the end of the keys may cut, to the first"
     return "from the last visible tile to the first; hidden tiles are skipped, only boundary tiles are masked"
 
 
 def _output_sentence(spec: Forward) -> str:
+    if splits.whole_parts(spec):
+        return "of a part O in float32, not divided, its maxima and sums; a second kernel adds parts up, by rows"
     if spec.scheduler == "even":
         return "of a whole tile O and LSE from registers; of a part in float32, and a second kernel adds these up"
     if spec.split is not None:
@@ -415,6 +425,8 @@ def _tiles_sentence(spec: Forward) -> str:
             by_head = ", head after head" * (spec.order == "by_head")
             return f"{_ctas(spec)}; each draws its next tile from a counter{by_head}, and a warp looks where that lies"
         return f"{_ctas(spec)}; each draws its next tile from a counter: longest first, a few heads at a time"
+    if splits.whole_parts(spec):
+        return f"{_ctas(spec)}; each has its share of all parts, of one tile of queries after the other"
     if spec.scheduler == "even":
         return f"{_ctas(spec)}; each has those of its share, of which the first and the last may be parts"
     if spec.scheduler == "stream_k":

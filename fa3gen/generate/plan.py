@@ -240,11 +240,13 @@ class ArgumentsPlan:
     v_ready: str = "landed"
     release_v: str = "v_ring.consumer_release(v_drain)"
     store_tile: tuple[str, ...] = ()
+    stored: tuple[str, ...] = ()
     multiply: tuple[str, ...] = ()
     multiply_first: tuple[str, ...] = ()
     finish_step: tuple[str, ...] = ()
     softmax_step: tuple[str, ...] = ()
     summed: tuple[str, ...] = ()
+    parts: tuple[str, ...] = ()
     combined: tuple[str, ...] = ()
     combine_call: tuple[str, ...] = ()
     row_outputs: tuple[str, ...] = ()
@@ -450,6 +452,11 @@ class SchedulerPlan:
     keys_of_part: int = 0
 
     @property
+    def whole_parts(self) -> bool:
+        """Whether a CTA of scheduler even has whole parts of so many keys, which leave one by one."""
+        return self.kind == "even" and self.keys_of_part > 0
+
+    @property
     def tile_ring(self) -> bool:
         """Whether one warp tells the others of a CTA which tiles it has, through a ring."""
         return self.kind in footprint.TELLING
@@ -488,6 +495,12 @@ class SoftmaxPlan:
     most_cap: float = 0.0
     most_exponent: int = MOST_EXPONENT
     caps: CapsPlan = CapsPlan()
+    restart_every: int = 0
+
+    @property
+    def restarts(self) -> bool:
+        """Whether a row's maximum, sum and O begin anew after so many keys, and a CTA adds up what it has of each."""
+        return self.restart_every > 0
 
 
 @dataclass(frozen=True)
@@ -850,9 +863,10 @@ def _arguments(spec: Forward) -> ArgumentsPlan:
     num_tiles = Parameter("num_tiles", INT32)
     extents = {"stream_k": [Parameter("tail")], "static": [num_tiles], "dynamic": [num_tiles]}
     extents["grid"] = [Parameter("group")]
-    even = spec.scheduler == "even"
+    even, whole = spec.scheduler == "even", splits.whole_parts(spec)
     eight_bits, two_levels = footprint.eight_bits(spec), footprint.two_levels(spec)
     transposes, striped = footprint.transposes(spec), footprint.stripes(spec) > 1
+    restarts = spec.softmax.restart_every is not None
     held, since = ((name,) if footprint.promote_every(spec) > 1 else () for name in ("held", "since"))
     v_ring = "vt_ring" if transposes else "v_ring"
     descaled = eight_bits or footprint.converts(spec)
@@ -866,29 +880,34 @@ def _arguments(spec: Forward) -> ArgumentsPlan:
     extent = [Parameter("sequences")] if packed else extents.get(spec.scheduler, [])
     made_of = window if packed else ["mQ", "mK", *window]
     sinks = ["mSinks"] * spec.softmax.sink
+    parts = ("mParts", *(("mPartsMax", "mPartsSum") if whole else ("mPartsLSE",))) if spec.split is not None else ()
     tensors = (
         "mQ",
         "mK",
         "mV" if pages else "mVt",
-        "mO",
-        *["mLSE"] * spec.outputs.lse,
+        *["mO"] * (not whole),
+        *["mLSE"] * (spec.outputs.lse and not whole),
         *sinks,
-        *(("mParts", "mPartsLSE") if spec.split is not None else map(str, operation.scratch)),
-        *["shares"] * even,
+        *(parts or map(str, operation.scratch)),
+        *["shares"] * (even and not whole),
         *descales,
     )
     atoms = ("tma_Q", *["tma_K", "tma_V"] * (not gathered), *["tma_O"] * stored)
-    outputs = ("mO", *["mLSE"] * spec.outputs.lse, *["tma_O", "sO"] * stored)
+    # Whole parts leave in memory of their own, and O is written by whoever adds them up.
+    outputs = () if whole else ("mO", *["mLSE"] * spec.outputs.lse, *["tma_O", "sO"] * stored)
     turn = ["consumer"] * isinstance(spec.schedule, PingPongSchedule)
     cap = ["cap_scale"] * spec.softmax.softcap
     bounds = "q_begin", "seq_q", *["k_begin"] * (not pages), "seq_k"
     work = ("schedule",) if packed else ("work", "schedule")
-    draws = [{"even": "shares"}.get(spec.scheduler, "counter"), "tile_ring", "tiles"] * footprint.tells_tiles(spec)
+    draws = [{"even": "shares"}.get(spec.scheduler, "counter")] * (not whole) + ["tile_ring", "tiles"]
+    draws *= footprint.tells_tiles(spec)
     has_max = spec.softmax.row_max == "online"
     rows = ("row_max", "row_sum", "rescale") if has_max else ("row_shift", "row_sum")
     sums: tuple[str, ...] = ("row_sum",)
     if spec.softmax.sink:
         sums = ("row_lse", "row_inverse")
+    elif whole:
+        sums = ("row_max", *sums)
     elif spec.outputs.lse:
         scaled = [] if footprint.block_scales(spec) else ["scale_log2"]  # else the maxima are
         sums = ("row_max", *sums, *scaled) if has_max else ("row_shift", *sums)
@@ -920,9 +939,9 @@ def _arguments(spec: Forward) -> ArgumentsPlan:
         work_on=_work_on(spec, window),
         consume=(*outputs, *handed_on, *sinks, *(["scales"] if eight_bits else [scale, *cap, *descales]), *work),
         normalize=("acc_O", "row_inverse" if sinks else "row_sum", *v_factor),
-        accumulators=("acc_S", "acc_O", *["acc_step"] * two_levels, *held),
-        only_acc_s=("acc_S", "_", *["_"] * two_levels, *["_"] * len(held)),
-        multiplied=("acc_S", "_", "acc_step", *held) if two_levels else ("acc_S", "acc_O"),
+        accumulators=("acc_S", "acc_O", *["acc_step"] * two_levels, *held, *["acc_all"] * restarts),
+        only_acc_s=("acc_S", "_", *["_"] * two_levels, *["_"] * len(held), *["_"] * restarts),
+        multiplied=("acc_S", "_", "acc_step", *held) if two_levels else ("acc_S", "acc_O", *["_"] * restarts),
         acc_pv=("acc_step" if two_levels else "acc_O", *[f"{name}={name}" for name in held]),
         products="qk_mma, _" if striped else "qk_mma, pv_mma",
         operands="(tSrQ, _, _, _)" if striped else "(tSrQ, _, tOrP, tOrV)",
@@ -932,6 +951,14 @@ def _arguments(spec: Forward) -> ArgumentsPlan:
         v_ready="been transposed" if transposes else "landed",
         release_v=f"release_by_warp({v_ring}, v_drain)" if transposes else f"{v_ring}.consumer_release(v_drain)",
         store_tile=(*outputs, *["parts"] * (spec.split is not None), "work", "acc_O", *v_factor, *sums),
+        stored=(
+            (
+                *(f"{name}={name}" for name in (*outputs, "work")),
+                *("acc_O=acc_all", "row_max=all_max", "row_sum=all_sum", "scale_log2=scale_log2"),
+            )
+            if restarts
+            else (*outputs, *["parts"] * (spec.split is not None), "work", "acc_O", *v_factor, *sums)
+        ),
         multiply=(
             *("products", "tSrQ_tile", "operands", "accumulators", *["rescale"] * striped),
             *("k_ring", v_ring, "k_drain", "v_drain"),
@@ -939,15 +966,27 @@ def _arguments(spec: Forward) -> ArgumentsPlan:
             *turn,
         ),
         multiply_first=("products", "operands", "accumulators", "k_ring", "q_drain", "k_drain", *turn),
-        finish_step=("accumulators", "rP", "rows", "scale_log2", *[v_ring, "v_drain"] * (not striped)),
+        finish_step=(
+            *("accumulators", "rP", "rows", "scale_log2", *[v_ring, "v_drain"] * (not striped)),
+            *["n_block"] * restarts,
+        ),
         summed=("gO", "gLSE", *["cta", "num_parts"] * even),
-        combined=("parts", "parts_lse", "shares", *sinks, "out", "lse"),
-        combine_call=("mParts", "mPartsLSE", "shares", *sinks, "out", "lse"),
+        parts=parts,
+        combined=(
+            ("parts", "parts_max", "parts_sum", "out", "lse", "scale_log2: cutlass.Float32", "sequences")
+            if whole
+            else ("parts", "parts_lse", "shares", *sinks, "out", "lse")
+        ),
+        combine_call=(
+            ("parts", "parts_max", "parts_sum", "out", "lse", "scale * LOG2_E", "sequences")
+            if whole
+            else ("mParts", "mPartsLSE", "shares", *sinks, "out", "lse")
+        ),
         row_outputs=(*sinks, "out", "lse"),
         lse_from=("row_lse",) if sinks else ("row_max", "row_sum", "scale_log2"),
         softmax_step=("acc_S", *rows, "scale_log2"),
-        rows=(*rows, *since),
-        num_rows=len(rows) + len(since),
+        rows=(*rows, *since, *["all_max", "all_sum"] * restarts),
+        num_rows=len(rows) + len(since) + 2 * restarts,
         descales=tuple(descales),
         num_descales=len(descales),
     )
@@ -992,6 +1031,7 @@ def _softmax(spec: Forward) -> SoftmaxPlan:
         softcap=spec.softmax.softcap,
         most_cap=MOST_CAP_OF_FIRST_MAX if bounded else 0.0,
         caps=_caps(spec),
+        restart_every=spec.softmax.restart_every or 0,
     )
 
 
@@ -1181,6 +1221,7 @@ def _entry(spec: Forward) -> EntryPlan:
         options=(
             *own,
             *(f"{tensor}=None" for tensor in operation.optional_inputs),
+            *["max_seqlen_k=None"] * splits.whole_parts(spec),
             *["window=(-1, -1)"] * given_with_calls(spec.mask),
             *("scale=None", "out=None", "return_lse=False"),
             *["enable_pdl=False"] * (spec.scheduler == "grid"),
@@ -1257,7 +1298,7 @@ def _producers_section(spec: Forward) -> str:
 
 def _scheduler_section(spec: Forward) -> str:
     if spec.scheduler == "even":
-        return "scheduler_even"
+        return "scheduler_parts" if splits.whole_parts(spec) else "scheduler_even"
     if footprint.packed_sequences(spec):
         return "scheduler_packed"
     return "scheduler_split" if spec.split is not None else f"scheduler_{spec.scheduler}"
@@ -1272,6 +1313,8 @@ def _pages_section(spec: Forward) -> str:
 def _specialized_epilogue(spec: Forward) -> str:
     if spec.o_dtype == "fp32":
         return "epilogue_direct_f32"
+    if splits.whole_parts(spec):
+        return "epilogue_parts"
     return {"over_q": "epilogue_wgmma", "own_buffer": "epilogue_own_buffer", "direct": "epilogue_direct"}[
         spec.outputs.o
     ]

@@ -17,6 +17,7 @@ VECTOR_BITS = 128  # of the widest access to memory that a thread makes
 SHIFT_COMPARISONS = 2  # of a row, where its first maximum is looked for: whether it has one, and whether there is one
 SINK_COMPARISONS = 2  # of a row with a sink, beside the two at the end of every row: for its two exponentials of 2
 COMBINE_COMPARISONS = 3  # of the kernel that adds parts up: whether a warp, and all, have a key, and the sum for it
+SUM_COMPARISONS = 1  # of that which adds whole parts up: the sum alone
 
 
 def expectation(spec: Forward, *, waits: int, softmaxes: int, o_boxes: int, matrices: int) -> SassExpectation:
@@ -45,7 +46,7 @@ def expectation(spec: Forward, *, waits: int, softmaxes: int, o_boxes: int, matr
         + held_back
         + rows * (SHIFT_COMPARISONS * maxima + 1) * (spec.softmax.row_max == "first")
         + SINK_COMPARISONS * rows * spec.softmax.sink
-        + COMBINE_COMPARISONS * (spec.split is not None),
+        + (SUM_COMPARISONS if splits.whole_parts(spec) else COMBINE_COMPARISONS) * (spec.split is not None),
         global_stores=_global_stores(spec, rows, lanes, o_boxes),
         shared_stores=_shared_stores(spec, matrices),
     )
@@ -80,6 +81,10 @@ def _global_stores(spec: Forward, rows: int, lanes: int, o_boxes: int) -> dict[s
             # 16-bit columns are traded in a quad until each thread has whole vectors; two of 32 bits are adjacent.
             vector = VECTOR_BITS if element == 16 else footprint.FRAGMENT_COLUMNS * element
         stores[f"STG.{vector}"] = stores.get(f"STG.{vector}", 0) + rows * bits // vector
+    if splits.whole_parts(spec):
+        # Maximum and sum of a part, and O in float32, two columns at a time; then two columns of O, and LSE.
+        pairs = rows * spec.problem.v_dim // lanes // footprint.FRAGMENT_COLUMNS
+        return {"STG.32": 2 * rows + 2, "STG.64": pairs}
     if spec.split is not None:
         # LSE of a part, and O in float32, two columns at a time; then a column of O and LSE of what is added up.
         stores["STG.32"] += rows + 1 + splits.SHARE_WORDS * (spec.scheduler == "even")
@@ -103,7 +108,9 @@ def _shared_stores(spec: Forward, matrices: int) -> dict[str, int] | None:
         threads = footprint.converting_warps(spec) * hopper.WARP
         elements = spec.tile.kv * (spec.problem.head_dim + spec.problem.v_dim)
         stores["STS.128"] += elements * spec.element.bits // VECTOR_BITS // threads
-    if spec.split is not None:  # what a warp has added up: a lane's columns in float32, the largest LSE and a sum
+    if spec.split is not None and not splits.whole_parts(
+        spec
+    ):  # what a warp has added up: a lane's columns in float32, the largest LSE and a sum
         bits = spec.problem.v_dim // hopper.WARP * FP32.bits
         vector = min(bits & -bits, VECTOR_BITS)
         stores[f"STS.{vector}"] = stores.get(f"STS.{vector}", 0) + bits // vector

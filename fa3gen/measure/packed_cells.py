@@ -72,11 +72,15 @@ MIXED_HEADS = {64: HEADS[64], 128: (*HEADS[128], (40, 8), (64, 8)), 256: (*HEADS
 
 
 def packed_modules(workspace: Workspace) -> Iterator[Variant[Forward]]:
-    """The rendered modules for packed sequences and for pages, with v as wide as k."""
+    """The rendered modules for packed sequences and for pages, with v as wide as k, among which sizes choose.
+
+    Those that add up parts of so many keys are chosen by what calls ask for, and have no rows.
+    """
     for file in workspace.load_all():
         for variant in attention_among(file.variants):
             problem = variant.spec.problem
             served = problem.layout != "dense" and problem.head_dim in HEADS and problem.v_dim == problem.head_dim
+            served = served and Family.of(variant.spec).part_keys is None
             if served and workspace.module_path(variant.stem).is_file():
                 yield variant
 

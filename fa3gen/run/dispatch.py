@@ -110,7 +110,9 @@ class Size:
     query heads that share a head of k and v. Queries are those of a sequence; where sequences are packed those of the
     longest, as far as a call tells, and `mean_queries` are those of one in the mean. `parts`: in how many the keys of a
     tile of queries are to come, in the mean where sequences are packed; 1: no module serves the call that splits keys,
-    0: any. `own_bits`: one module serves calls of every size, and in it a row's bits are its own. `in_rows`: dense
+    0: any. `own_bits`: a row's bits are its own, in a module that serves calls of every size, or in two that give a row
+    the same bits. `in_parts`: of these the one for few queries is wanted, and the host knows that there is room for
+    what parts of the keys leave. `in_rows`: dense
     tensors lie so that a module of packed sequences can serve the call.
     """
 
@@ -121,6 +123,7 @@ class Size:
     queries: int = NO_LIMIT
     parts: int = 0
     own_bits: bool = False
+    in_parts: bool = False
     in_rows: bool = False
     mean_queries: int = NO_LIMIT
 
@@ -132,7 +135,7 @@ class Size:
     def divided_by(self, spec: Forward) -> bool:
         """Whether a module divides keys as the call asks; one whose parts are not of a fixed size has any number."""
         if self.parts < 2:
-            return not (self.whole and spec.split)
+            return not (self.whole and spec.split)  # parts that a CTA adds up itself are none that a call asks for
         return spec.split is not None and spec.split.keys is None
 
     @property
@@ -641,14 +644,17 @@ def _able(
 
 
 def _of_own_bits(family: Family, size: Size, lse: bool, workspace: Workspace) -> Choice:
-    """The one module for calls of this family and group of heads, whatever their sizes. Raises NoKernel without any.
+    """The module for calls of this family and group of heads, whatever their sizes. Raises NoKernel without any.
 
-    Rows of the table go by sizes, and another module may add up in another order. So they are not asked. Of several
-    modules it is one of the production set, made for this mask, that copies most of a page at once, reads keys for as
-    many heads of a group at once as it can, and has the largest tile; one that takes head after head, which is made for
-    chunks of prompts beside decoding steps, comes last.
+    Rows of the table go by sizes, and another module may add up in another order. So they are not asked. Where there
+    are modules of parts that give a row the same bits whoever adds them up, it is one of these: `_of_same_parts`. Of
+    several others it is one of the production set, made for this mask, that copies most of a page at once, reads keys
+    for as many heads of a group at once as it can, and has the largest tile; one that takes head after head, which is
+    made for chunks of prompts beside decoding steps, comes last.
     """
     modules = list(_modules(workspace))
+    if found := _of_same_parts(modules, family, size, lse):
+        return found
     able = {stem: found for stem, found in _able(modules, family, size, lse).items() if own_bits(found[0].spec)}
     if not able:
         raise _missing(modules, family, size, lse, workspace)
@@ -664,6 +670,54 @@ def _of_own_bits(family: Family, size: Size, lse: bool, workspace: Workspace) ->
         "deterministic_batch takes this one for calls of any size: no row shares what decides on another one's bits"
     )
     return Choice(stem, file, variant.spec, variant.source, None, reason)
+
+
+def _of_same_parts(
+    modules: Sequence[tuple[Variant[Forward], Path]], family: Family, size: Size, lse: bool
+) -> Choice | None:
+    """The module in which a CTA adds up parts of so many keys itself; for few queries the one in which others do.
+
+    Both have tiles of as many keys, and add up the same numbers in the same order, so that any size may decide. Whether
+    a call has the one of the first kind depends on its family alone.
+    """
+
+    def rank(found: tuple[Variant[Forward], Path]) -> tuple[Any, ...]:
+        variant, _ = found
+        spec, kv, keys = variant.spec, variant.spec.tile.kv, Family.of(variant.spec).part_keys or 0
+        return (
+            not _is_production(variant.stem),
+            spec.mask != family.mask,
+            -(page_rows(spec) or 0),
+            -kv,
+            keys,
+            variant.stem,
+        )
+
+    lengths = {Family.of(variant.spec).part_keys for variant, _ in modules} - {None}
+    able = [
+        found
+        for keys in lengths
+        for found in _able(modules, family._replace(part_keys=keys), size, lse).values()
+        if own_bits(found[0].spec) and found[0].spec.problem.layout != "dense"
+    ]
+    by_one = min((found for found in able if found[0].spec.softmax.restart_every is not None), key=rank, default=None)
+    if by_one is None:
+        return None
+    kind = _parts_and_tiles(by_one[0].spec)
+    by_many = [each for each in able if each[0].spec.split is not None and _parts_and_tiles(each[0].spec) == kind]
+    reason = f"deterministic_batch: parts of {kind[0]} keys, which a CTA has all and adds up, of calls of any size"
+    if by_many and size.in_parts:
+        by_one = min(by_many, key=rank)
+        reason = (
+            f"deterministic_batch, few queries: a CTA for each part of {kind[0]} keys; else one would have them all"
+        )
+    variant, file = by_one
+    return Choice(variant.stem, file, variant.spec, variant.source, None, f"{reason}, with the same bits")
+
+
+def _parts_and_tiles(spec: Forward) -> tuple[int | None, int]:
+    """What decides on a row's bits, beside the family: keys of a part and of a tile."""
+    return Family.of(spec).part_keys, spec.tile.kv
 
 
 def _missing(

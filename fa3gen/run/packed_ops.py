@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
+from fa3gen.design import splits
 from fa3gen.design.family import TILE_ROWS, Family, Shape
 from fa3gen.run import calls, checks, dispatch, eight_bits, gpu
 from fa3gen.run.calls import Attention, Returned, Window, dispatch_modes, functorch_transforms, named_scores, stretches
@@ -119,7 +120,7 @@ def attention_packed(
             behind a sequence's last key may be anything; a page that is not there has zeros for keys and values.
         max_seqlen_q, max_seqlen_k: The longest sequences, if known. They bound the mean lengths, where tensors have
             more rows than are used, or a table more entries; and with several queries for each sequence, as of a draft
-            model, only max_seqlen_q tells that all have few. Results do not depend on them.
+            model, only max_seqlen_q tells that all have few. Results do not depend on them, as long as they are true.
         seqused_q, seqused_k: (sequences,), int32, on the GPU: how many rows of each sequence there are, from its first
             one; by default all. With pages seqused_k has to be given.
         causal: Query i sees keys j <= i + seq_k - seq_q, by the lengths of its sequence.
@@ -133,9 +134,13 @@ def attention_packed(
         return_lse: Return (O, LSE), LSE the natural logarithm of each row's sum of exponentials,
             (heads_q, total_q) float32.
         deterministic_batch: O and LSE of a row are the same bits whatever else the call has: alone, in any batch, at
-            any place of it, beside sequences of any lengths, all queries at once, in chunks or one by one. One module
-            serves such calls of any size, by dtype, head dims, mask, page size and group of heads. It does not split
-            keys: for prompts it is about as fast as any, for few queries slower than what is chosen without.
+            any place of it, beside sequences of any lengths, all queries at once, in chunks or one by one. bfloat16 of
+            head dims 64 and 128, causal or without a mask, packed or in pages of a multiple of 16, has two modules for
+            it, which add up parts of as many keys in the same order. One has a CTA for each part: it serves calls of
+            which the host knows that no sequence has more than 16 queries, and whose parts take no more than 1 GiB,
+            for which max_seqlen_k should be given. In the other a CTA has all keys of its queries. All else has one
+            module for any size, by dtype, head dims, mask, page size and group of heads, which does not split keys: for
+            prompts it is about as fast as any, for few queries slower than what is chosen without.
         num_splits: In how many parts the keys of a tile of queries come, as for `fa3gen.attention`: 0 for whatever was
             measured to be fastest, 1 for no module that splits them. Of more, as many in the mean: the host knows no
             lengths, and all keys of all sequences are cut into equal shares of CTAs, as many as there would be tiles of
@@ -184,6 +189,8 @@ def attention_packed(
         serving = _serving(*asked)
     if checks.CHECKING:
         _check(q, k, cu_seqlens_q, keys, seqused_q, longest)
+    if deterministic_batch:
+        serving = _told_longest(serving, max_seqlen_k)
     if sinks is not None or softcap is not None:
         serving = functools.partial(serving, **named_scores(sinks, softcap))
     if q_descale is not None or k_descale is not None or v_descale is not None:
@@ -285,7 +292,19 @@ def _size(
     offsets, total_k = cu_seqlens_q.shape[0], _rows(v, page_table)
     keys, tiles, queries, mean = _extents(total_q, total_k, offsets, heads_q, *longest, window)
     group, sms = heads_q // (heads_kv or 1), gpu.sm_count(q.get_device())
-    return Size(keys, tiles, sms, group, queries, int(num_splits), bool(deterministic_batch), mean_queries=mean)
+    how_many, own = int(num_splits), bool(deterministic_batch)
+    in_parts = own and _in_parts(q, v, page_table, queries, longest)
+    return Size(keys, tiles, sms, group, queries, how_many, own, in_parts, mean_queries=mean)
+
+
+def _in_parts(q: Any, v: Any, page_table: Any, queries: int, longest: tuple[Any, Any]) -> bool:
+    """Whether all sequences have few queries, and there is room for what parts of the keys leave of their rows."""
+    if queries > FEW_QUERIES:
+        return False
+    keys = v.shape[0] if page_table is None else page_table.shape[1] * v.shape[1]
+    _, max_k = longest
+    keys = min(keys, max_k) if type(max_k) is int else keys
+    return splits.room_for_parts(q.shape[0] * q.shape[1], v.shape[-1], keys)
 
 
 def _rows(v: Any, page_table: Any) -> int:
@@ -351,7 +370,8 @@ def _serving(
         if k.dtype is not q.dtype:
             key += (k.dtype, v.dtype)
         if how != USUAL:
-            key += ("num_splits and deterministic_batch", how)
+            in_parts = how[1] and _in_parts(q, v, page_table, queries, longest)
+            key += ("num_splits and deterministic_batch", how, in_parts)
         for least_keys, most_keys, least_tiles, most_tiles, attention in stretches.get(key, ()):
             if least_keys <= length <= most_keys and least_tiles <= tiles <= most_tiles:
                 return attention
@@ -360,6 +380,13 @@ def _serving(
     family = _family(q, k, v, cu_seqlens_q, keys, out, causal, window, scores, factors)
     size = _size(q, v, cu_seqlens_q, page_table, longest, window, how)
     return calls.found(key, family, size, lse=return_lse)
+
+
+def _told_longest(serving: Attention, max_seqlen_k: Any) -> Attention:
+    """The same, told of the longest sequence, if it is known, where by that memory for parts of the keys is made."""
+    if type(max_seqlen_k) is not int or "max_seqlen_k" not in (getattr(serving, "__kwdefaults__", None) or ()):
+        return serving
+    return functools.partial(serving, max_seqlen_k=max_seqlen_k)
 
 
 def _check(q: Any, k: Any, cu_seqlens_q: Any, keys: Keys, seqused_q: Any, longest: tuple[Any, Any]) -> None:
@@ -413,6 +440,8 @@ def _packed(
     longest = max_seqlen_q, max_seqlen_k
     asked = q, k, v, cu_seqlens_q, keys, longest, out, causal, reach, scores, return_lse, how, factors
     serving = calls.or_rendered(_serving, *asked, allowed=render, compiled=q.is_cuda)
+    if deterministic_batch:
+        serving = _told_longest(serving, max_seqlen_k)
     if checks.CHECKING:
         _check(q, k, cu_seqlens_q, keys, options.get("seqused_q"), longest)
     options |= {"out": out, "return_lse": return_lse} | named_scores(sinks, softcap)

@@ -292,6 +292,13 @@ class Softmax(SpecModel):
         default=False,
         description="Whether a logit of each query head, an argument of each call, takes part in a row's softmax once.",
     )
+    restart_every: int | None = Field(
+        default=None,
+        gt=0,
+        description="Of packed sequences: after so many keys, from the first one on, a row's maximum, sum and O begin "
+        "anew. The CTA adds up such parts in float32, one after the other, as the second kernel of `split: {keys: N}` "
+        "does: of as many keys, with the same bits. null: they go on to the last key.",
+    )
     softcap: bool = Field(
         default=False,
         description="Whether scores are capped before the mask, softcap tanh(scale S / softcap); how far they may go "
@@ -310,7 +317,7 @@ class Split(SpecModel):
         default=None,
         gt=0,
         description="In place of `count`: of how many keys a part is, from the first key on. A row's bits are then the "
-        "same whatever else a call has.",
+        "same whatever else a call has. With scheduler even a CTA has an equal share of whole parts.",
     )
 
 

@@ -93,8 +93,13 @@ def shares(lengths_q: tuple[int, ...], lengths_k: tuple[int, ...], heads_kv: int
         [sum(tile == other for other, _ in part) for tile in dict.fromkeys(tile for tile, _ in part)]
         for part in (line[first : first + share] for first in range(0, share * sms, share))
     ]
-    assert ceiling.shares(Problem(spec, shape), sms) == [part for part in found if part]
+    assert visited(Problem(spec, shape), sms) == [part for part in found if part]
     return found
+
+
+def visited(problem: Problem, sms: int) -> list[list[int]]:
+    """Steps of each tile, or part of one, that the CTAs have, of CTAs with any."""
+    return [[part.steps for part in parts] for parts in ceiling.parts(problem, sms)]
 
 
 def test_what_a_share_is() -> None:
@@ -109,7 +114,7 @@ def test_what_a_share_is() -> None:
 def test_what_a_mask_hides_is_shared_out_and_skipped() -> None:
     spec = variants()[CAUSAL].spec
     problem = Problem(spec, PackedShape((128,), (128,), 1, 1))  # 32 tiles of 4 positions, two steps each
-    found = ceiling.shares(problem, 5)
+    found = visited(problem, 5)
     assert [len(part) for part in found] == [7, 7, 7, 7, 6] and found[0] == found[1] == [1] * 7
     assert sum(map(sum, found)) == problem.visited + 1  # a part that no row sees a key of has one
 

@@ -221,6 +221,7 @@ def _scheduler(spec: Forward) -> Iterable[Answer]:
     yield output.packed_slices.ask(spec.outputs.o, spec.tile.pack_heads)
     yield schedules.rescale_overlap.ask(spec.softmax.rescale_above, footprint.overlapped(spec))
     yield from _row_max(spec)
+    yield from _restart(spec)
     yield from _split(spec)
     yield schedules.exp_before_wait.ask(spec.softmax.exp_before_wait, spec.tile.kv, footprint.overlapped(spec))
     for field, used in (("softmax.sink", spec.softmax.sink), ("softmax.softcap", spec.softmax.softcap)):
@@ -230,6 +231,27 @@ def _scheduler(spec: Forward) -> Iterable[Answer]:
         yield output.sink_lse.ask(spec.outputs.lse)
         yield output.sink_scheduler.ask(spec.scheduler)
     yield schedules.mask_end.ask(spec.softmax.mask_end, spec.mask.kind, footprint.overlapped(spec))
+
+
+def _restart(spec: Forward) -> Iterable[Answer]:
+    softmax = spec.softmax
+    if softmax.restart_every is None:
+        return
+    yield splits.restarted_parts.ask(softmax.restart_every, spec.tile.kv, softmax.rescale_above)
+    rendered: dict[str, tuple[object, tuple[object, ...]]] = {
+        "problem.layout": (spec.problem.layout, ("packed", "paged")),
+        "problem.dtype": (spec.problem.dtype, ("bf16", "fp16")),
+        "kv.dtype": (spec.kv.dtype, (None,)),
+        "mask": (spec.mask.kind, ("none", "causal")),
+        "scheduler": (spec.scheduler, ("dynamic",)),
+        "schedule.overlap": (footprint.overlapped(spec), (True,)),
+        "tile.pack_heads": (spec.tile.pack_heads, (1,)),
+        "softmax.row_max": (softmax.row_max, ("online",)),
+        "softmax.sink": (softmax.sink, (False,)),
+        "softmax.softcap": (softmax.softcap, (False,)),
+    }
+    for field, (value, values) in rendered.items():
+        yield splits.restarted_kernel.ask(field, value, values)
 
 
 def _split(spec: Forward) -> Iterable[Answer]:
@@ -245,7 +267,17 @@ def _split(spec: Forward) -> Iterable[Answer]:
     if spec.split.keys is not None:
         yield splits.split_keys.ask(spec.split.keys, spec.tile.kv, spec.softmax.rescale_above)
     yield splits.split_scheduler.ask(spec.scheduler, layout, spec.tile.group)
-    yield splits.even_parts.ask(spec.scheduler, spec.split.keys, spec.tile.ctas_per_sm)
+    yield splits.even_parts.ask(spec.scheduler, spec.tile.ctas_per_sm)
+    if spec.scheduler == "even" and spec.split.keys is not None:
+        rendered: dict[str, tuple[object, tuple[object, ...]]] = {
+            "problem.dtype": (spec.problem.dtype, ("bf16", "fp16")),
+            "kv.dtype": (spec.kv.dtype, (None,)),
+            "mask": (spec.mask.kind, ("none", "causal")),
+            "softmax.sink": (spec.softmax.sink, (False,)),
+        }
+        for field, (value, values) in rendered.items():
+            yield splits.even_whole_parts.ask(field, value, values)
+        yield splits.rows_in_warps.ask(spec.problem.v_dim)
     yield splits.split_output.ask(place, spec.outputs.lse, spec.o_dtype, spec.problem.dtype)
     scores = spec.mask.kind, spec.tile.kv_from, spec.softmax.sink, spec.softmax.row_max
     yield splits.split_scores.ask(*scores, spec.scheduler)

@@ -33,13 +33,9 @@ def even_shares(scheduler: str, split: bool) -> Violation | None:
 
 
 @rule(kind=GENERATOR, topic="kv order")
-def even_parts(scheduler: str, keys: int | None, ctas: int) -> Violation | None:
-    """An even share has as many keys as follow from all lengths, and a CTA an SM of its own."""
-    if scheduler != "even":
-        return None
-    if keys is not None:
-        return Violation("split.keys", "of an even share the number of keys follows from all lengths; use count: auto")
-    if ctas == 1:
+def even_parts(scheduler: str, ctas: int) -> Violation | None:
+    """A CTA that has an even share has an SM of its own."""
+    if scheduler != "even" or ctas == 1:
         return None
     return Violation("tile.ctas_per_sm", f"even is rendered for a CTA on each SM, not {ctas}; use ctas_per_sm 1")
 
@@ -66,6 +62,44 @@ def split_keys(keys: int, kv: int, rescale_above: int | None) -> Violation | Non
             "all its rows; use null, or split: {count: auto}",
         )
     return None
+
+
+@rule(kind=GENERATOR, topic="kv order")
+def even_whole_parts(field: str, value: object, values: tuple[object, ...]) -> Violation | None:
+    """Whole parts in even shares are added up by rows: of products of 16 bits, and of masks that begin with a key."""
+    if value in values:
+        return None
+    allowed = " or ".join(map(str, values))
+    return Violation(
+        field, f"split.keys is rendered with scheduler even and {field}: {allowed} only; use that, or count: auto"
+    )
+
+
+@rule(kind=GENERATOR, topic="kv order")
+def restarted_parts(keys: int, kv: int, rescale_above: int | None) -> Violation | None:
+    """The same of parts that a CTA adds up itself."""
+    if keys % kv:
+        return Violation(
+            "softmax.restart_every", f"parts are whole tiles of {kv} keys; use a multiple of tile.kv, not {keys}"
+        )
+    if rescale_above is not None:
+        return Violation(
+            "softmax.rescale_above",
+            "what a row has of a part is to be its own, and whether a warp rescales now and then depends on all its "
+            "rows; use null, or leave softmax.restart_every out",
+        )
+    return None
+
+
+@rule(kind=GENERATOR, topic="kv order")
+def restarted_kernel(field: str, value: object, values: tuple[object, ...]) -> Violation | None:
+    """Where parts are added up by the CTA that has them all: packed sequences, whose lengths only the device knows."""
+    if value in values:
+        return None
+    allowed = " or ".join(str(each).lower() if isinstance(each, bool) else str(each) for each in values)
+    return Violation(
+        field, f"softmax.restart_every is rendered with {field}: {allowed} only; use that, or leave restart_every out"
+    )
 
 
 @rule(kind=GENERATOR, topic="kv order")
@@ -124,6 +158,18 @@ def any_group(order: str, o: str, pack_heads: int, *, split: bool, sink: bool) -
         field = "split" if split else "softmax.sink"
         return Violation(field, f"group: any is rendered without {field}; leave it out, or use group: multiple")
     return None
+
+
+@rule(kind=GENERATOR, topic="kv order")
+def rows_in_warps(v_dim: int) -> Violation | None:
+    """The 8 warps of a CTA that adds up whole parts have whole rows, two columns to a lane."""
+    if v_dim in (64, 128, 256, 512):
+        return None
+    return Violation(
+        "problem.head_dim",
+        f"whole parts are added up by warps with 64 columns each, 8 of a CTA, among which {v_dim} columns cannot be "
+        "divided; use 64, 128 or 256, or count: auto",
+    )
 
 
 @rule(kind=GENERATOR, topic="kv order")

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import partial
 
-from fa3gen.design import footprint
+from fa3gen.design import footprint, splits
 from fa3gen.design.schedule.model import Place, Role, Step
 from fa3gen.spec.model import Forward, NoMask, PingPongSchedule
 
@@ -334,6 +334,8 @@ def _overlapped_step(spec: Forward, turns: _Turns) -> Iterator[Step]:
         yield step("round", note=f"P {_bits(spec)}")
         return
     moves = spec.softmax.row_max == "online"
+    if spec.softmax.restart_every is not None:
+        yield step("add_part", note=f"every {spec.softmax.restart_every} keys: O to the sums of all, in float32")
     if moves:
         yield step("rescale", note="" if above is None else f"O, where a maximum has grown by more than 2^{above}")
     yield step("round", note=f"{'O to the new maxima; ' * (moves and above is None)}P {_bits(spec)}")
@@ -404,6 +406,8 @@ def _last_product(spec: Forward, turns: _Turns, flattened: bool) -> Iterator[Ste
     yield end("release", on=_v_ring(spec), note=f"{done}{'; the next S runs on' * flattened}")
     if footprint.two_levels(spec):
         yield end("promote", stripe=footprint.stripes(spec) - 1, note="the last P V")
+    if spec.softmax.restart_every is not None:
+        yield end("add_part", note="the last one")
 
 
 def _store(spec: Forward) -> Iterator[Step]:
@@ -411,6 +415,10 @@ def _store(spec: Forward) -> Iterator[Step]:
     if footprint.splits_tail(spec):
         yield end("add_part", note="if the CTA before has begun this tile")
         yield end("give_part", note="to the next CTA if it goes on; else:")
+    if splits.whole_parts(spec):
+        yield end("store", "sums", note="from registers, and maxima, of a part")
+        yield end("store", "O", note="from registers, in float32, of a part")
+        return
     if spec.split is not None:
         yield end("store", "LSE", note="from registers; of a part always")
         even = spec.scheduler == "even"
