@@ -717,12 +717,8 @@ def foreign_words(stem: str) -> str:
     if plan.scheduler.split or plan.softmax.restarts:
         schedulers["stream_k"] = STREAM_K_ALONE  # parts of the keys are another thing
     words += [pattern for kind, pattern in schedulers.items() if kind != plan.scheduler.kind]
-<<<<<<< HEAD
-    words += [SPLIT] * (not plan.scheduler.split)
-    words += [PADDED] * (not plan.tile.padded)
-=======
     words += [SPLIT] * (not plan.scheduler.split and not plan.softmax.restarts)
->>>>>>> s39h1
+    words += [PADDED] * (not plan.tile.padded)
     words += [WHOLE] * (plan.scheduler.kind == "stream_k")
     if not plan.problem.packed_sequences:
         words.append(SEQUENCES.removesuffix("|k_begin") if plan.tile.from_window else SEQUENCES)
