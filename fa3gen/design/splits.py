@@ -107,7 +107,7 @@ def steps_of(spec: Forward, shape: Shape | PackedShape) -> int:
 
 def steps_of_tile(spec: Forward, shape: Shape | PackedShape, seq_k: int) -> int:
     """Steps of a tile of queries of a sequence of so many keys: of windows, as many as hold what they show its rows."""
-    kv = spec.split.keys if spec.split is not None and spec.split.keys is not None else spec.tile.kv
+    kv = spec.tile.kv * tiles_of_step(spec)
     steps = max(-(-seq_k // kv), 1)
     if spec.tile.kv_from != "window":
         return steps
