@@ -11,6 +11,7 @@ of the sign. The caller switches NumPy's floating-point warnings off.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -245,6 +246,8 @@ def permute_bytes(a: Value, b: Value, c: Value, mode: str | None = None) -> Valu
 
     Without a mode each nibble of `c` chooses one byte, or with its highest bit set, copies of that byte's sign.
     """
+    if mode is None and not c.ndim and not int(c) & 0x8888:
+        return _gather_bytes(a, b, int(c))
     source = _join(a, b)
     result = U32(0)
     for i in range(4):
@@ -255,6 +258,15 @@ def permute_bytes(a: Value, b: Value, c: Value, mode: str | None = None) -> Valu
             byte = select((nibble & U32(8)) != 0, (byte >> U32(7)) * U32(255), byte)
         result = result | (byte << U32(8 * i))
     return result
+
+
+def _gather_bytes(a: Value, b: Value, chosen: int) -> Value:
+    """`permute_bytes` without a mode or signs, where all lanes choose the same bytes, in a few steps."""
+    both = np.empty((max(a.size, b.size), 2), U32)
+    both[:, 0], both[:, 1] = a, b
+    places = [chosen >> 4 * i & 7 for i in range(4)]
+    result = both.view(U8).take(places, axis=1).view(U32)[:, 0]
+    return result if a.ndim or b.ndim else result[0]
 
 
 # ---------------------------------------------------------------------- f32 and f64
@@ -426,7 +438,7 @@ def float_to_integer(x: Value, type_: Type, rounding: str) -> Value:
     return result
 
 
-_HALF, _HIGH_HALF, _SIXTEEN, _ONE = U32(0x7FFF), U32(0xFFFF0000), U32(16), U32(1)
+_HALF, _LOWER_HALF, _HIGH_HALF, _SIXTEEN, _ONE = U32(0x7FFF), U32(0xFFFF), U32(0xFFFF0000), U32(16), U32(1)
 _CANONICAL_NAN = U16(0x7FFF)
 
 
@@ -532,8 +544,23 @@ _FP8_GREATEST_CODE = {"e4m3": 0x7E, "e5m2": 0x7B}
 def f32_to_fp8(x: Value, format_: str) -> Value:
     """Bits of e4m3 or e5m2 as u8: nearest, ties to even, cut to the greatest finite number (PTX ISA, "cvt").
 
-    NaN becomes 0x7f. `format_` is the name of the type.
+    NaN becomes 0x7f. `format_` is the name of the type. What is rounded away is looked up by: the upper half of the
+    bits, of which the last one says as well whether any of the lower half is set. It stands behind the bit that a tie
+    is decided by.
     """
+    bits = x.view(U32)
+    return _fp8_table(format_)[(bits >> _SIXTEEN) | ((bits & _LOWER_HALF) != 0)]
+
+
+@functools.cache
+def _fp8_table(format_: str) -> Value:
+    """`rounded_to_fp8` of the 65,536 numbers whose lower half is zero."""
+    with np.errstate(all="ignore"):
+        return rounded_to_fp8((np.arange(1 << 16, dtype=U32) << _SIXTEEN).view(F32), format_)
+
+
+def rounded_to_fp8(x: Value, format_: str) -> Value:
+    """`f32_to_fp8`, computed."""
     fraction = _FP8_FRACTION[format_]
     smallest = _FP8_SMALLEST_EXPONENT[format_]
     magnitude = abs(x).astype(F64)

@@ -815,3 +815,33 @@ def test_greater_and_smaller_zeros(type_: type, count: int) -> None:
         operands = np.full(count, a, type_), np.full(count, b, type_)
         assert (np.signbit(lanes.maximum(*operands)) == (np.signbit(a) and np.signbit(b))).all()
         assert (np.signbit(lanes.minimum(*operands)) == (np.signbit(a) or np.signbit(b))).all()
+
+
+@pytest.mark.parametrize("format_", ["e4m3", "e5m2"])
+def test_rounding_to_8_bits_by_a_table_is_rounding(format_: str) -> None:
+    """Numbers at, just below and just above every tie, and any others: of all kinds, and the scalars among them."""
+    codes = np.sort(lanes.FP8_VALUES[format_][:127][np.isfinite(lanes.FP8_VALUES[format_][:127])]).astype(np.float32)
+    ties = (codes[:-1] + codes[1:]) / 2
+    near = [codes, ties, *(np.nextafter(x, np.float32(to)) for x in (codes, ties) for to in (-np.inf, np.inf))]
+    any_bits = np.random.default_rng(5).integers(0, 1 << 32, 200_000, dtype=np.uint32).view(np.float32)
+    least = np.array([1, 0x7F800001, 0xFF800001, 0x7F800000], np.uint32).view(np.float32)  # NaN by the last bit alone
+    every = np.concatenate([*near, *(-x for x in near), any_bits, least])
+    with np.errstate(all="ignore"):
+        wanted = lanes.rounded_to_fp8(every, format_)
+        assert (lanes.f32_to_fp8(every, format_) == wanted).all()
+        for number, bits in zip(every[::5000], wanted[::5000], strict=True):
+            assert lanes.f32_to_fp8(number, format_) == bits
+
+
+@pytest.mark.parametrize("uniform", [(False, False), (False, True), (True, True)], ids=str)
+def test_bytes_that_all_lanes_choose_alike(uniform: tuple[bool, bool]) -> None:
+    """The short way to them; in `test_form` lanes choose differently."""
+    rng = random.Random(8)
+    values = [samples("b32", 32, rng) for _ in uniform]
+    a, b = (np.uint32(x[0]) if one else np.array(x, np.uint32) for x, one in zip(values, uniform, strict=True))
+    for chosen in (0x5410, 0x7632, 0x3340, 0x0123, 0x7777, 0xF410, *(rng.randrange(1 << 16) for _ in range(40))):
+        found = lanes.permute_bytes(a, b, np.uint32(chosen))
+        assert found.dtype == np.uint32 and bool(found.ndim) == (not all(uniform))
+        for lane in range(32 if found.ndim else 1):
+            x, y = (int(v[0] if one else v[lane]) for v, one in zip(values, uniform, strict=True))
+            assert int(found[lane] if found.ndim else found) == model.permute(None, x, y, chosen)
