@@ -224,7 +224,8 @@ def test_bench_shows_a_module_at_its_lists_of_lengths(pretended: list[str], caps
     cells = json.loads(path.read_text())["cells"]
     assert [[one["name"] for one in cell["results"]] for cell in cells] == [[STEM]] * 2
     assert cli.main(["bench", STEM, "--lengths", "nowhere"]) == 2
-    assert "the lists of lengths of these modules are chat16k, chat64k, documents64k" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "the lists of lengths of these modules are" in said and "chat16k, chat64k, documents64k" in said
 
 
 def test_tune_measures_whole_cells_and_records_them(pretended: list[str], capsys: Any, tmp_path: Path) -> None:
@@ -236,6 +237,21 @@ def test_tune_measures_whole_cells_and_records_them(pretended: list[str], capsys
     assert STEM in {result.stem for result in record.results} and len(record.results) > 1
     assert record.problem.file_name == written[0].name and (record.gpu, record.sms) == ("NVIDIA H200", 132)
     assert f"wrote {len(written)} records" in capsys.readouterr().err
+
+
+def test_cells_before_and_after_a_wrong_one_are_recorded(
+    pretended: list[str], monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path
+) -> None:
+    right, reason = packed_speeds.measure, "wrong result: relative error 0.7"
+
+    def measured(cell: PackedProblem, *rest: Any, **how: Any) -> list[Speed]:
+        found = right(cell, *rest, **how)
+        return [Speed(STEM, True, reason=reason)] if "chat64k, heads 16" in cell.label else found
+
+    monkeypatch.setattr(packed_speeds, "measure", measured)
+    assert cli.main(["tune", "--measure", STEM, "--write"]) == 2
+    assert f"{STEM}: {reason}, bf16 d128 causal packed chat64k, heads 16" in capsys.readouterr().err
+    assert len(list((tmp_path / "packed").glob("*.json"))) == len(pretended) - 1 > 3
 
 
 def test_a_wrong_module_records_nothing(

@@ -202,26 +202,31 @@ def record(
     json_path: Path | None,
     say: Callable[[str], None],
 ) -> None:
-    """Time all modules of every cell that one of these can serve; with `write`, write a record for each cell.
+    """Time all modules of every cell that one of these can serve; with `write`, write a record for each cell at once.
 
-    Raises UserError for a module that computes something wrong, or cannot be timed: then nothing is recorded.
+    So what was measured stays when it is interrupted. Raises UserError in the end for modules that compute something
+    wrong, or cannot be timed: their cells have no record.
     """
     from fa3gen.measure.packed_speeds import ROUNDS
     from fa3gen.records import packed_records
 
     cells = _cells_of(workspace, [variant.stem for variant in variants])
     able = {problem.file_name: own for problem, own in cells}
-    records = []
+    records, failed = [], []
     how = {"rounds": rounds or ROUNDS, "burst_ms": burst_ms, "jobs": jobs}
     for problem, speeds in _speeds(workspace, cells, (), say, "fa3gen tune", **how):
-        if failed := next((one for one in speeds if one.failed), None):
-            raise UserError(f"{failed.name}: {failed.reason}, {problem.label}")
+        failed += (wrong := [f"{one.name}: {one.reason}, {problem.label}" for one in speeds if one.failed])
+        if wrong:
+            continue
         records.append(_record_of(workspace, problem, able[problem.file_name], speeds))
+        if write:
+            packed_records.save(workspace, records[-1:])
     if write:
-        written = packed_records.save(workspace, records)
-        say(f"wrote {len(written)} records to {packed_records.directory(workspace)}; now: fa3gen tune --write-table")
+        say(f"wrote {len(records)} records to {packed_records.directory(workspace)}; now: fa3gen tune --write-table")
     if json_path is not None:
         _write_json([one.model_dump(mode="json") for one in records], json_path)
+    if failed:
+        raise UserError("; ".join(failed))
 
 
 def _record_of(
