@@ -978,11 +978,11 @@ def pv_product(pv_mma: cute.TiledMma, tOrP: cute.Tensor, tOrV: cute.Tensor, acc_
 def store_tile(parts, work, acc_O, row_max, row_sum):
     """Write what the rows that exist have of a part: O as it is, in float32, and what it is relative to."""
     mParts, mPartsMax, mPartsSum = parts
-    m_start, place = work.m_block * TILE_M, (work.head_kv, work.q_begin, work.seq_q)
-    gMax = slice_rows(mPartsMax[None, None, work.slot], *place)  # ((group, seq_q),)
-    gSum = slice_rows(mPartsSum[None, None, work.slot], *place)
+    head_kv, q_begin, seq_q, m_start = work.head_kv, work.q_begin, work.seq_q, work.m_block * TILE_M
+    gMax = slice_rows(mPartsMax[None, None, work.slot], head_kv, q_begin, seq_q)  # ((group, seq_q),)
+    gSum = slice_rows(mPartsSum[None, None, work.slot], head_kv, q_begin, seq_q)
     store_sums(gMax, gSum, row_max, row_sum, m_start)
-    store_f32(slice_rows(mParts[None, None, None, work.slot], *place), acc_O, m_start)
+    store_f32(slice_rows(mParts[None, None, None, work.slot], head_kv, q_begin, seq_q), acc_O, m_start)
 
 
 @cute.jit
