@@ -96,6 +96,20 @@ def test_a_kernel_whose_keys_come_in_parts(workspace: Path, capsys: pytest.Captu
     assert (workspace / f"{stem}.perfetto.json").is_file()
 
 
+def test_heads_of_a_tile_that_takes_any_group(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Ten heads of one kv head are a tile of eight and one of two; a tile of four takes no group of ten.
+
+    Of two sequences these are four tiles, one of which the other one of two CTAs has.
+    """
+    stem = "fwd_packed_mixed_any_group_d64_causal"
+    assert cli.main(["trace", stem, "--heads", "10", "--heads-kv", "1", "--lengths", "3x70,1x9"]) == 0
+    trace = json.loads((workspace / f"{stem}.trace.json").read_text(encoding="utf-8"))
+    events = trace["ctas"][0]["events"]
+    assert sum(event["kind"] == "load" and event["label"].startswith("Q") for event in events) == 3
+    assert cli.main(["trace", "fwd_packed_pack4_d128_causal", "--heads", "10", "--heads-kv", "1"]) == 2
+    assert "holds 4 query heads of one kv head; use --heads 4" in capsys.readouterr().err
+
+
 def test_a_kernel_with_even_shares(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Three CTAs share 45 steps: 22 tiles of keys of each of two tiles of queries, and another sequence's one."""
     stem = "fwd_packed_decode_d64_causal"

@@ -190,13 +190,14 @@ def _shape(variant: Variant[Forward], request: Request) -> Shape | PackedShape:
 def _heads(spec: Forward, request: Request) -> tuple[int, int]:
     """Of queries, and of keys and values."""
     from fa3gen.base.errors import UserError
+    from fa3gen.design.tile_order import takes_group
 
     pack = spec.tile.pack_heads
     heads = request.heads or pack * (request.heads_kv or 1)
     heads_kv = request.heads_kv or heads // pack or 1
     if heads % heads_kv:
         raise UserError(f"--heads {heads} is no multiple of --heads-kv {heads_kv}; choose one that is")
-    if heads % (pack * heads_kv):
+    if not takes_group(spec, heads // heads_kv):
         raise UserError(f"a tile of this module holds {pack} query heads of one kv head; use --heads {pack * heads_kv}")
     return heads, heads_kv
 
