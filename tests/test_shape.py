@@ -253,6 +253,10 @@ BY_SPEC: dict[str, Callable[[Plan], bool]] = {
         ["read_scale", "scale_of_step"],
         lambda plan: plan.eight_bit is not None and plan.eight_bit.block_rows > 0,
     ),
+    **dict.fromkeys(
+        ["unit_of", "to_unit_of"],
+        lambda plan: plan.eight_bit is not None and plan.eight_bit.v_blocks,
+    ),
     "promote": lambda plan: plan.eight_bit is not None and plan.eight_bit.two_levels,
     "rescale_held": lambda plan: plan.eight_bit is not None and plan.eight_bit.holds,
     "multiply_stripes": lambda plan: plan.eight_bit is not None and plan.eight_bit.striped,

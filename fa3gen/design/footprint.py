@@ -138,6 +138,11 @@ def block_scales(spec: Forward) -> bool:
     return spec.problem.scales == "block"
 
 
+def block_scales_of_v(spec: Forward) -> bool:
+    """Whether each block of BLOCK_ROWS keys of a head of v may have one, too: where threads add up P V of each tile."""
+    return block_scales(spec) and promote_every(spec) == 1 and stripes(spec) == 1
+
+
 def promote_every(spec: Forward) -> int:
     """After how many tiles of keys threads add what the tensor core has summed to O; 0 where they never do."""
     return spec.accumulate.promote_every if spec.accumulate is not None else 0

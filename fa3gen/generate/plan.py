@@ -200,8 +200,9 @@ class ArgumentsPlan:
     `summed` is what a warp that adds them up reads, `combined` what the kernel that does takes, `combine_call` what it
     is given, and `row_outputs` what it needs to finish a row. `descales` are the factors of q, k and v. `normalize` is
     what brings O to its sums. `accumulators` are a consumer's, of which `only_acc_s` names S, `multiplied` those that
-    products write; P V of `pv_columns` goes to `acc_pv`. `products` and `operands` are those that it names. It finds V
-    in `smem_v` and `v_ring`, where it has landed or been transposed (`v_ready`), and gives it back by `release_v`.
+    products write; P V of `pv_columns` goes to `acc_pv`, and from there into O by `promoted_by`. `products` and
+    `operands` are those that it names. It finds V in `smem_v` and `v_ring`, where it has landed or been transposed
+    (`v_ready`), and gives it back by `release_v`.
     """
 
     factors: tuple[str, ...] = ()
@@ -237,6 +238,7 @@ class ArgumentsPlan:
     multiply: tuple[str, ...] = ()
     multiply_first: tuple[str, ...] = ()
     finish_step: tuple[str, ...] = ()
+    promoted_by: tuple[str, ...] = ()
     softmax_step: tuple[str, ...] = ()
     summed: tuple[str, ...] = ()
     combined: tuple[str, ...] = ()
@@ -311,6 +313,7 @@ class EightBitPlan:
     registers: int
     two_levels: bool
     block_rows: int
+    v_blocks: bool
     striped: bool
     mixed: bool
     dtype_by_name: str
@@ -880,6 +883,7 @@ def _arguments(spec: Forward) -> ArgumentsPlan:
         scaled = [] if footprint.block_scales(spec) else ["scale_log2"]  # else the maxima are
         sums = ("row_max", *sums, *scaled) if has_max else ("row_shift", *sums)
     v_factor = ["v_factor"] * descaled
+    of_v = ["v_unit", "v_scale"] * footprint.block_scales_of_v(spec)  # of what O is in, and of the step's V
     # With the factors of q and k, which a tile of queries finds, a call's scale becomes what the softmax takes.
     scale = "call_scale_log2" if descales else "scale_log2"
     return ArgumentsPlan(
@@ -926,7 +930,8 @@ def _arguments(spec: Forward) -> ArgumentsPlan:
             *turn,
         ),
         multiply_first=("products", "operands", "accumulators", "k_ring", "q_drain", "k_drain", *turn),
-        finish_step=("accumulators", "rP", "rows", "scale_log2", *[v_ring, "v_drain"] * (not striped)),
+        finish_step=("accumulators", "rP", "rows", "scale_log2", *[v_ring, "v_drain"] * (not striped), *of_v),
+        promoted_by=("factors", *of_v[1:]),
         summed=("gO", "gLSE", *["cta", "num_parts"] * even),
         combined=("parts", "parts_lse", "shares", *sinks, "out", "lse"),
         combine_call=("mParts", "mPartsLSE", "shares", *sinks, "out", "lse"),
@@ -1050,6 +1055,7 @@ def _eight_bit(spec: Forward) -> EightBitPlan | None:
         registers=footprint.transposer_registers(spec) if footprint.transposing_warpgroups(spec) else 0,
         two_levels=footprint.two_levels(spec),
         block_rows=BLOCK_ROWS * footprint.block_scales(spec),
+        v_blocks=footprint.block_scales_of_v(spec),
         striped=footprint.stripes(spec) > 1,
         mixed=footprint.mixed(spec),
         dtype_by_name='TORCH_KV_DTYPE if name in ("k", "v") else ' * footprint.mixed(spec) + "TORCH_DTYPE",
