@@ -59,36 +59,38 @@ Timeline: a tile is one of queries, a step takes one tile of keys
        3  consumers        wait_group 0, arrive k_empty             S is complete, K has been read
     per tile:
        4  warp 8           wait q_empty, load Q                     by TMA, when its place is free
-       5  consumers        read a factor                            q_descale, k_descale of the first two steps and v_descale of the first one
-       6  consumers        mask                                     of the first step, with the end of the keys
-       7  consumers        softmax, round P                         P = 2^(S - max + 8), in 8 bits
+       5  consumers        read a factor                            q_descale, and k_descale of the first two steps
+       6  consumers        read a factor                            v_descale of the first step
+       7  consumers        mask                                     of the first step, with the end of the keys
+       8  consumers        softmax, round P                         P = 2^(S - max + 8), in 8 bits
     per step:
-       8  warp 8           wait k_empty, load K                     by TMA, when a stage is free
-       9  warp 9           wait v_empty, load V                     by TMA, when a stage is free
-      10  warps 10 and 11  wait v_full, wait vt_empty, transpose V  by ldmatrix, prmt, stmatrix; keys in P's order
-      11  warps 10 and 11  arrive v_empty, arrive vt_full           V has been read; a fence for wgmma
-      12  consumers        wait k_full, S = Q K^T                   by wgmma, of a step other than the first
-      13  consumers        wait vt_full, O += P V                   by wgmma, of the step before, alone
-      14  consumers        wait_group 1, arrive k_empty             S is complete, P V runs on
-      15  consumers        softmax                                  P = 2^(S - max + 8) and sums
-      16  consumers        wait_group 0, arrive vt_empty            P V is complete; after 8 exponentials a thread
-      17  consumers        promote                                  O to the last step's maxima, its P V added
-      18  consumers        round P                                  P in 8 bits
-      19  consumers        read a factor                            k_descale of the next step, v_descale of the last one
+       9  warp 8           wait k_empty, load K                     by TMA, when a stage is free
+      10  warp 9           wait v_empty, load V                     by TMA, when a stage is free
+      11  warps 10 and 11  wait v_full, wait vt_empty, transpose V  by ldmatrix, prmt, stmatrix; keys in P's order
+      12  warps 10 and 11  arrive v_empty, arrive vt_full           V has been read; a fence for wgmma
+      13  consumers        wait k_full, S = Q K^T                   by wgmma, of a step other than the first
+      14  consumers        wait vt_full, O += P V                   by wgmma, of the step before, alone
+      15  consumers        wait_group 1, arrive k_empty             S is complete, P V runs on
+      16  consumers        softmax                                  P = 2^(S - max + 8) and sums
+      17  consumers        wait_group 0, arrive vt_empty            P V is complete; after 8 exponentials a thread
+      18  consumers        promote                                  O to the last step's maxima, its P V added
+      19  consumers        round P                                  P in 8 bits
+      20  consumers        read a factor                            k_descale of the next step
+      21  consumers        read a factor                            v_descale of this step, from global memory
     at a tile's end:
-      20  consumers        arrive q_empty                           Q has been read
-      21  all              next tile                                dealt out in turn
-      22  consumers        wait vt_full                             the last V has been transposed
-      23  consumers        wait q_full, wait k_full                 so have the next tile's Q and first K
-      24  consumers        O += P V                                 by wgmma, of the last step
-      25  consumers        S = Q K^T                                by wgmma, of the next tile's first step
-      26  consumers        wait_group 1, arrive vt_empty            P V is complete; the next S runs on
-      27  consumers        promote                                  the last P V
-      28  consumers        store LSE                                from registers, if asked for
-      29  consumers        wait stores, gather O, store O           by stmatrix and TMA, each warp its own rows
-      30  consumers        wait_group 0, arrive k_empty             the next tile's first S is complete
+      22  consumers        arrive q_empty                           Q has been read
+      23  all              next tile                                dealt out in turn
+      24  consumers        wait vt_full                             the last V has been transposed
+      25  consumers        wait q_full, wait k_full                 so have the next tile's Q and first K
+      26  consumers        O += P V                                 by wgmma, of the last step
+      27  consumers        S = Q K^T                                by wgmma, of the next tile's first step
+      28  consumers        wait_group 1, arrive vt_empty            P V is complete; the next S runs on
+      29  consumers        promote                                  the last P V
+      30  consumers        store LSE                                from registers, if asked for
+      31  consumers        wait stores, gather O, store O           by stmatrix and TMA, each warp its own rows
+      32  consumers        wait_group 0, arrive k_empty             the next tile's first S is complete
     at last:
-      31  consumers        wait stores                              shared memory must outlive the stores' reads
+      33  consumers        wait stores                              shared memory must outlive the stores' reads
 """
 
 import functools

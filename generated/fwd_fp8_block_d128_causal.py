@@ -65,41 +65,43 @@ Timeline: a tile is one of queries, a step takes one tile of keys
        3  consumers        wait_group 0, arrive k_empty                  S is complete, K has been read
     per tile:
        4  warp 8           wait q_empty, load Q                          by TMA, when its place is free
-       5  consumers        read a factor                                 q_descale, k_descale of the first two steps and v_descale of the first one
-       6  consumers        mask                                          of the first step, with the end of the keys
-       7  consumers        softmax, round P                              P = 2^(S - max + 8), in 8 bits
+       5  consumers        read a factor                                 q_descale, and k_descale of the first two steps
+       6  consumers        read a factor                                 v_descale of the first step
+       7  consumers        mask                                          of the first step, with the end of the keys
+       8  consumers        softmax, round P                              P = 2^(S - max + 8), in 8 bits
     per step:
-       8  warp 8           wait k_empty, load K                          by TMA, when a stage is free
-       9  warp 9           wait v_empty, load V                          by TMA, when a stage is free
-      10  warps 10 and 11  wait v_full, wait vt_empty, transpose V       by ldmatrix, prmt, stmatrix; keys in P's order
-      11  warps 10 and 11  arrive v_empty, arrive vt_full                V has been read; a fence for wgmma
-      12  consumers        wait k_full, S = Q K^T                        by wgmma, of a step other than the first
-      13  consumers        wait vt_full, O += P V                        by wgmma, of the step before, alone
-      14  consumers        wait_group 1, arrive k_empty                  S is complete, P V runs on
-      15  consumers        mask                                          boundary tiles only
-      16  consumers        softmax                                       P = 2^(S - max + 8) and sums
-      17  consumers        wait_group 0, arrive vt_empty                 P V is complete; after 8 exponentials a thread
-      18  consumers        promote                                       O to the last step's maxima, its P V added
-      19  consumers        round P                                       P in 8 bits
-      20  consumers        read a factor                                 k_descale of the next step, v_descale of the last one
+       9  warp 8           wait k_empty, load K                          by TMA, when a stage is free
+      10  warp 9           wait v_empty, load V                          by TMA, when a stage is free
+      11  warps 10 and 11  wait v_full, wait vt_empty, transpose V       by ldmatrix, prmt, stmatrix; keys in P's order
+      12  warps 10 and 11  arrive v_empty, arrive vt_full                V has been read; a fence for wgmma
+      13  consumers        wait k_full, S = Q K^T                        by wgmma, of a step other than the first
+      14  consumers        wait vt_full, O += P V                        by wgmma, of the step before, alone
+      15  consumers        wait_group 1, arrive k_empty                  S is complete, P V runs on
+      16  consumers        mask                                          boundary tiles only
+      17  consumers        softmax                                       P = 2^(S - max + 8) and sums
+      18  consumers        wait_group 0, arrive vt_empty                 P V is complete; after 8 exponentials a thread
+      19  consumers        promote                                       O to the last step's maxima, its P V added
+      20  consumers        round P                                       P in 8 bits
+      21  consumers        read a factor                                 k_descale of the next step
+      22  consumers        read a factor                                 v_descale of this step, from global memory
     at a tile's end:
-      21  warp 8           draw                                          the next tile; the first is the CTA's number
-      22  warp 8           wait tile_empty, arrive tile_full             tells all other warps which one it is
-      23  warp 9           next tile, wait tile_full, arrive tile_empty  the one that warp 8 has drawn
-      24  warps 10 and 11  next tile, wait tile_full, arrive tile_empty  the one that warp 8 has drawn
-      25  consumers        arrive q_empty                                Q has been read
-      26  consumers        next tile, wait tile_full, arrive tile_empty  the one that warp 8 has drawn
-      27  consumers        wait vt_full                                  the last V has been transposed
-      28  consumers        wait q_full, wait k_full                      so have the next tile's Q and first K
-      29  consumers        O += P V                                      by wgmma, of the last step
-      30  consumers        S = Q K^T                                     by wgmma, of the next tile's first step
-      31  consumers        wait_group 1, arrive vt_empty                 P V is complete; the next S runs on
-      32  consumers        promote                                       the last P V
-      33  consumers        store LSE                                     from registers, if asked for
-      34  consumers        wait stores, gather O, store O                by stmatrix and TMA, each warp its own rows
-      35  consumers        wait_group 0, arrive k_empty                  the next tile's first S is complete
+      23  warp 8           draw                                          the next tile; the first is the CTA's number
+      24  warp 8           wait tile_empty, arrive tile_full             tells all other warps which one it is
+      25  warp 9           next tile, wait tile_full, arrive tile_empty  the one that warp 8 has drawn
+      26  warps 10 and 11  next tile, wait tile_full, arrive tile_empty  the one that warp 8 has drawn
+      27  consumers        arrive q_empty                                Q has been read
+      28  consumers        next tile, wait tile_full, arrive tile_empty  the one that warp 8 has drawn
+      29  consumers        wait vt_full                                  the last V has been transposed
+      30  consumers        wait q_full, wait k_full                      so have the next tile's Q and first K
+      31  consumers        O += P V                                      by wgmma, of the last step
+      32  consumers        S = Q K^T                                     by wgmma, of the next tile's first step
+      33  consumers        wait_group 1, arrive vt_empty                 P V is complete; the next S runs on
+      34  consumers        promote                                       the last P V
+      35  consumers        store LSE                                     from registers, if asked for
+      36  consumers        wait stores, gather O, store O                by stmatrix and TMA, each warp its own rows
+      37  consumers        wait_group 0, arrive k_empty                  the next tile's first S is complete
     at last:
-      36  consumers        wait stores                                   shared memory must outlive the stores' reads
+      38  consumers        wait stores                                   shared memory must outlive the stores' reads
 """
 
 import functools

@@ -62,37 +62,39 @@ Timeline: a tile is one of queries, a step takes one tile of keys
        1  consumer 1      pass turn                                 the first turn is consumer 0's
     per tile:
        2  warp 8          wait q_empty, load Q                      by TMA, when its place is free
-       3  consumers       read a factor                             q_descale, k_descale of the first two steps and v_descale of the first one
-       4  consumers       wait q_full                               Q has landed
-       5  consumers       wait k_full, wait turn, S = Q K^T         by wgmma, for the first step, alone
-       6  consumers       pass turn, wait_group 0, arrive k_empty   S is complete, K has been read
-       7  consumers       mask                                      of the first step, with the end of the keys
-       8  consumers       softmax, round P                          P = 2^(S - max + 8), in 8 bits
+       3  consumers       read a factor                             q_descale, and k_descale of the first two steps
+       4  consumers       read a factor                             v_descale of the first step
+       5  consumers       wait q_full                               Q has landed
+       6  consumers       wait k_full, wait turn, S = Q K^T         by wgmma, for the first step, alone
+       7  consumers       pass turn, wait_group 0, arrive k_empty   S is complete, K has been read
+       8  consumers       mask                                      of the first step, with the end of the keys
+       9  consumers       softmax, round P                          P = 2^(S - max + 8), in 8 bits
     per step:
-       9  warp 8          wait k_empty, load K                      by TMA, when a stage is free
-      10  warp 9          wait v_empty, load V                      by TMA, when a stage is free
-      11  warps 12 to 15  wait v_full, wait vt_empty, transpose V   by ldmatrix, prmt, stmatrix; keys in P's order
-      12  warps 12 to 15  arrive v_empty, arrive vt_full            V has been read; a fence for wgmma
-      13  consumers       wait k_full, wait turn, S = Q K^T         by wgmma, of a step other than the first
-      14  consumers       wait vt_full, O += P V                    by wgmma, of the step before, alone
-      15  consumers       wait_group 1, pass turn, arrive k_empty   S is complete, P V runs on
-      16  consumers       softmax                                   P = 2^(S - max + 8) and sums
-      17  consumers       wait_group 0, arrive vt_empty             P V is complete; after 12 exponentials a thread
-      18  consumers       promote                                   O to the last step's maxima, its P V added
-      19  consumers       round P                                   P in 8 bits
-      20  consumers       read a factor                             k_descale of the next step, v_descale of the last one
+      10  warp 8          wait k_empty, load K                      by TMA, when a stage is free
+      11  warp 9          wait v_empty, load V                      by TMA, when a stage is free
+      12  warps 12 to 15  wait v_full, wait vt_empty, transpose V   by ldmatrix, prmt, stmatrix; keys in P's order
+      13  warps 12 to 15  arrive v_empty, arrive vt_full            V has been read; a fence for wgmma
+      14  consumers       wait k_full, wait turn, S = Q K^T         by wgmma, of a step other than the first
+      15  consumers       wait vt_full, O += P V                    by wgmma, of the step before, alone
+      16  consumers       wait_group 1, pass turn, arrive k_empty   S is complete, P V runs on
+      17  consumers       softmax                                   P = 2^(S - max + 8) and sums
+      18  consumers       wait_group 0, arrive vt_empty             P V is complete; after 12 exponentials a thread
+      19  consumers       promote                                   O to the last step's maxima, its P V added
+      20  consumers       round P                                   P in 8 bits
+      21  consumers       read a factor                             k_descale of the next step
+      22  consumers       read a factor                             v_descale of this step, from global memory
     at a tile's end:
-      21  consumers       arrive q_empty                            Q has been read
-      22  all             next tile                                 there is none: a CTA has one tile
-      23  consumers       wait vt_full                              the last V has been transposed
-      24  consumers       wait turn, O += P V                       by wgmma, of the last step
-      25  consumers       pass turn, wait_group 0, arrive vt_empty  P V is complete
-      26  consumers       promote                                   the last P V
-      27  consumers       store LSE                                 from registers, if asked for
-      28  consumers       wait stores, gather O, store O            by stmatrix and TMA, each warp its own rows
+      23  consumers       arrive q_empty                            Q has been read
+      24  all             next tile                                 there is none: a CTA has one tile
+      25  consumers       wait vt_full                              the last V has been transposed
+      26  consumers       wait turn, O += P V                       by wgmma, of the last step
+      27  consumers       pass turn, wait_group 0, arrive vt_empty  P V is complete
+      28  consumers       promote                                   the last P V
+      29  consumers       store LSE                                 from registers, if asked for
+      30  consumers       wait stores, gather O, store O            by stmatrix and TMA, each warp its own rows
     at last:
-      29  consumer 0      wait turn                                 no arrival is left in the barrier
-      30  consumers       wait stores                               shared memory must outlive the stores' reads
+      31  consumer 0      wait turn                                 no arrival is left in the barrier
+      32  consumers       wait stores                               shared memory must outlive the stores' reads
 """
 
 import functools

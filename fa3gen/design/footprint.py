@@ -134,13 +134,8 @@ def two_levels(spec: Forward) -> bool:
 
 
 def block_scales(spec: Forward) -> bool:
-    """Whether each block of BLOCK_ROWS rows of a head of q, and of k, has a factor of its own."""
+    """Whether each block of BLOCK_ROWS rows of a head of q, of k, and of v has a factor of its own."""
     return spec.problem.scales == "block"
-
-
-def block_scales_of_v(spec: Forward) -> bool:
-    """Whether each block of BLOCK_ROWS keys of a head of v may have one, too: where threads add up P V of each tile."""
-    return block_scales(spec) and promote_every(spec) == 1 and stripes(spec) == 1
 
 
 def promote_every(spec: Forward) -> int:

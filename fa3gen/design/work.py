@@ -207,8 +207,7 @@ def score_phases(spec: Forward) -> tuple[float, float, float]:
     rows, lanes = footprint.thread_rows(spec)
     scores = footprint.thread_scores(spec)
     capped = 2 * scores * spec.softmax.softcap  # a product and a tanh
-    scaled = SCALE_INSTRUCTIONS * footprint.block_scales(spec)
-    scaled += V_SCALE_INSTRUCTIONS * footprint.block_scales_of_v(spec)
+    scaled = (SCALE_INSTRUCTIONS + V_SCALE_INSTRUCTIONS) * footprint.block_scales(spec)
     lazy = spec.softmax.rescale_above is not None
     rounded = (SCORE_INSTRUCTIONS - 4) * scores
     if footprint.eight_bits(spec):

@@ -227,7 +227,6 @@ def _decisions(spec: Forward) -> list[tuple[str, str]]:
         )
     if footprint.block_scales(spec):
         rows.append(("scales", f"of {BLOCK_ROWS} rows of a head of Q, and of K: a step has one; maxima are scaled"))
-    if footprint.block_scales_of_v(spec):
         rows.append(("", f"of {BLOCK_ROWS} rows of V: O is in units of that of the last step, or of one near to it"))
     rows.append(("softmax", _softmax_sentence(spec)))
     if spec.softmax.sink:

@@ -313,7 +313,6 @@ class EightBitPlan:
     registers: int
     two_levels: bool
     block_rows: int
-    v_blocks: bool
     striped: bool
     mixed: bool
     dtype_by_name: str
@@ -883,7 +882,7 @@ def _arguments(spec: Forward) -> ArgumentsPlan:
         scaled = [] if footprint.block_scales(spec) else ["scale_log2"]  # else the maxima are
         sums = ("row_max", *sums, *scaled) if has_max else ("row_shift", *sums)
     v_factor = ["v_factor"] * descaled
-    of_v = ["v_unit", "v_scale"] * footprint.block_scales_of_v(spec)  # of what O is in, and of the step's V
+    of_v = ["v_unit", "v_scale"] * footprint.block_scales(spec)  # of what O is in, and of the step's V
     # With the factors of q and k, which a tile of queries finds, a call's scale becomes what the softmax takes.
     scale = "call_scale_log2" if descales else "scale_log2"
     return ArgumentsPlan(
@@ -1055,7 +1054,6 @@ def _eight_bit(spec: Forward) -> EightBitPlan | None:
         registers=footprint.transposer_registers(spec) if footprint.transposing_warpgroups(spec) else 0,
         two_levels=footprint.two_levels(spec),
         block_rows=BLOCK_ROWS * footprint.block_scales(spec),
-        v_blocks=footprint.block_scales_of_v(spec),
         striped=footprint.stripes(spec) > 1,
         mixed=footprint.mixed(spec),
         dtype_by_name='TORCH_KV_DTYPE if name in ("k", "v") else ' * footprint.mixed(spec) + "TORCH_DTYPE",

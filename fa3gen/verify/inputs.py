@@ -380,9 +380,8 @@ def _descales(spec: Forward, case: Case, seed: int, device: torch.device) -> dic
         factors = torch.exp2(2 * torch.rand(shape, generator=generator) - 1).to(device)  # 0.5 to 2
         made[name] = factors.expand(case.heads_kv, case.batch).t()
     if footprint.block_scales(spec):
-        of_blocks = [("q", case.heads_q, case.seq_q), ("k", case.heads_kv, case.seq_k)]
-        of_blocks += [("v", case.heads_kv, case.seq_k)] * footprint.block_scales_of_v(spec)
-        for name, heads, rows in of_blocks:
+        of_keys = [(name, case.heads_kv, case.seq_k) for name in "kv"]
+        for name, heads, rows in (("q", case.heads_q, case.seq_q), *of_keys):
             some = (1, 1) if case.layout == "expanded" else (heads, case.batch)
             exponents = torch.tensor(BLOCK_EXPONENTS[name])
             blocks = torch.arange(blocks_of(rows))[:, None, None] + torch.randint(0, 4, some, generator=generator)

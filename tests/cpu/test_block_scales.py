@@ -159,7 +159,6 @@ def test_it_takes_what_quantize_makes(dim: int, monkeypatch: pytest.MonkeyPatch)
     assert ((found[0].double() - wanted.out).norm() / wanted.out.norm()).item() < 0.08
 
 
-BLOCKS = {"problem": {"scales": "block"}}
 ARRANGEMENTS: dict[str, tuple[str, dict[str, Any]]] = {
     "two steps of a block": (CAUSAL, {"tile": {"kv": 64}, "smem": {"vt": "64B"}}),
     "two tiles of queries of a block": (
@@ -169,8 +168,7 @@ ARRANGEMENTS: dict[str, tuple[str, dict[str, Any]]] = {
             "schedule": {"kind": "warp_specialized", "overlap": True},
         },
     ),
-    "sums in the tensor core": ("k7_d64_causal", BLOCKS),
-    "V given transposed": ("k7_v_k_d64", BLOCKS),
+    "V given transposed": ("k7_v_k_two_levels_d128", {"problem": {"scales": "block"}}),
 }
 
 

@@ -267,8 +267,8 @@ def _overlapped(spec: Forward, drawing: str) -> Iterator[Step]:
     yield from _first(spec, CONSUMERS, drawing)
     yield from turns.first()
     if footprint.block_scales(spec):
-        of_v = " and v_descale of the first one" * footprint.block_scales_of_v(spec)
-        yield _consumers("tile", "read_scale", note=f"q_descale, k_descale of the first two steps{of_v}")
+        yield _consumers("tile", "read_scale", note="q_descale, and k_descale of the first two steps")
+        yield _consumers("tile", "read_scale", note="v_descale of the first step")
     yield from _first_scores(turns, "cta" if flattened else "tile")
     when = "with" if spec.softmax.mask_end == "always" else "if it holds"
     yield from _cap(spec, "tile")
@@ -277,8 +277,8 @@ def _overlapped(spec: Forward, drawing: str) -> Iterator[Step]:
     yield _consumers("tile", "round", note=f"{_exponentials(spec)}, {_bits(spec)}")
     yield from _overlapped_step(spec, turns)
     if footprint.block_scales(spec):
-        of_v = ", v_descale of the last one" * footprint.block_scales_of_v(spec)
-        yield _consumers("step", "read_scale", note=f"k_descale of the next step{of_v}")
+        yield _consumers("step", "read_scale", note="k_descale of the next step")
+        yield _consumers("step", "read_scale", note="v_descale of this step, from global memory")
     if not footprint.keys_free_q(spec):
         yield _consumers("end", "release", on="q", note="Q has been read")
     yield from _next(spec, CONSUMERS, drawing)
