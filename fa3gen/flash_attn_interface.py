@@ -122,7 +122,7 @@ def flash_attn_func(
         _refuse_beside_8_bits(q, **asked)
         if of_blocks(scales):
             raise NotImplementedError(
-                "q_descale or k_descale is of blocks of rows, and flash_attn_func takes factors of "
+                "one of q_descale, k_descale and v_descale is of blocks of rows, and flash_attn_func takes factors of "
                 "heads; pass them to fa3gen.attention"
             )
     return attention(

@@ -1207,8 +1207,8 @@ def attention(
         cu_seqlens_q, cu_seqlens_k: (sequences + 1,), torch.int32.
         seqused_q, seqused_k: (sequences,), torch.int32: how many rows of each sequence there are, from its first one;
             by default all.
-        k, v are torch.float8_e4m3fn.
-        k_descale, v_descale: (sequences, heads_kv), torch.float32, any strides: factors of k and v; 1 by default.
+        k_descale, v_descale: (sequences, heads_kv), torch.float32, any strides: factors of k and v, which are
+            torch.float8_e4m3fn and stand for as many times themselves; 1 by default.
         scale: Factor of the scores, finite and positive; 1 / sqrt(128) by default.
         out: Tensor like q to write O to; a new contiguous one by default.
         return_lse: Return (O, LSE): the natural logarithm of the rows' sums of exponentials, (heads_q, total_q).
@@ -1257,8 +1257,9 @@ def attention(
             k, v = k.view(TORCH_KV_DTYPE)[..., :HEAD_DIM], v.view(TORCH_KV_DTYPE)[..., :HEAD_DIM]
         seqused_q = no_lengths if seqused_q is None else seqused_q
         seqused_k = no_lengths if seqused_k is None else seqused_k
-        k_descale = unit_factor(gpu).expand(offsets - 1, heads_kv) if k_descale is None else k_descale
-        v_descale = unit_factor(gpu).expand(offsets - 1, heads_kv) if v_descale is None else v_descale
+        if k_descale is None or v_descale is None:
+            one = unit_factor(gpu).expand(offsets - 1, heads_kv)
+            k_descale, v_descale = (one if x is None else x for x in (k_descale, v_descale))
         compile_for_sm90a()(
             q,
             k,
@@ -1298,12 +1299,6 @@ def check_descales(offsets, heads_kv, *descales):
             raise ValueError(f"{name} has shape {tuple(x.shape)}; {needed}")
 
 
-@functools.cache
-def unit_factor(gpu):
-    """The factor of K and of V for calls without one, (1, 1)."""
-    return torch.ones((1, 1), dtype=torch.float32, device=gpu)
-
-
 def check_kinds(named):
     """Raise TypeError for what is no tensor, ValueError for one of other dimensions than it needs to have."""
     for name, x in named:
@@ -1312,6 +1307,20 @@ def check_kinds(named):
         needed = "(sequences + 1,)" if name.startswith("cu_seqlens") else "(total, heads, head_dim)"
         if x.ndim != len(needed.strip("(),").split(", ")):
             raise ValueError(f"{name} has shape {tuple(x.shape)}; it needs to be {needed}")
+
+
+units = {}  # by GPU
+
+
+def unit_factor(gpu):
+    """The factor for calls without one, (1, 1), which is kept."""
+    one = units.get(gpu)
+    if one is None:
+        one = torch.ones((1, 1), dtype=torch.float32, device=gpu)
+        if not torch.cuda.is_current_stream_capturing():  # what a graph fills is its own
+            torch.cuda.current_stream(gpu).synchronize()  # other streams read it, too
+            units[gpu] = one
+    return one
 
 
 def empty(shape, strides, dtype, gpu):

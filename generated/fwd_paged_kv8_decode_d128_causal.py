@@ -1505,8 +1505,8 @@ def attention(
         k, v: (pages, page, heads_kv, 128), page a multiple of 16, heads_q 1 to 16 x heads_kv (GQA, MQA).
         cu_seqlens_q: (sequences + 1,), page_table: (sequences, most pages of one), torch.int32.
         seqused_k, seqused_q: (sequences,), torch.int32: keys of each sequence; queries, by default all.
-        k, v are torch.float8_e4m3fn.
-        k_descale, v_descale: (sequences, heads_kv), torch.float32, any strides: factors of k and v; 1 by default.
+        k_descale, v_descale: (sequences, heads_kv), torch.float32, any strides: factors of k and v, which are
+            torch.float8_e4m3fn and stand for as many times themselves; 1 by default.
         scale: Factor of the scores, finite and positive; 1 / sqrt(128) by default.
         out: Tensor like q to write O to; a new contiguous one by default.
         return_lse: Return (O, LSE): the natural logarithm of the rows' sums of exponentials, (heads_q, total_q).
@@ -1564,8 +1564,9 @@ def attention(
             k, v, page_table = q[:, None, :heads_kv], q[:, None, :heads_kv], page_table[:, :0]
             k, v = k.view(TORCH_KV_DTYPE)[..., :HEAD_DIM], v.view(TORCH_KV_DTYPE)[..., :HEAD_DIM]
         seqused_q = no_lengths if seqused_q is None else seqused_q
-        k_descale = unit_factor(gpu).expand(offsets - 1, heads_kv) if k_descale is None else k_descale
-        v_descale = unit_factor(gpu).expand(offsets - 1, heads_kv) if v_descale is None else v_descale
+        if k_descale is None or v_descale is None:
+            one = unit_factor(gpu).expand(offsets - 1, heads_kv)
+            k_descale, v_descale = (one if x is None else x for x in (k_descale, v_descale))
         most_steps = (total_q // POSITIONS + tables) * heads_kv * max(-(-page_table.shape[1] * page // TILE_N), 1)
         if most_steps > MOST_STEPS:
             needed = f"this may be {most_steps} tiles of keys, which are counted up to {MOST_STEPS}"
@@ -1626,12 +1627,6 @@ def check_descales(offsets, heads_kv, *descales):
             raise ValueError(f"{name} has shape {tuple(x.shape)}; {needed}")
 
 
-@functools.cache
-def unit_factor(gpu):
-    """The factor of K and of V for calls without one, (1, 1)."""
-    return torch.ones((1, 1), dtype=torch.float32, device=gpu)
-
-
 def check_kinds(named):
     """Raise TypeError for what is no tensor, ValueError for one of other dimensions than it needs to have."""
     for name, x in named:
@@ -1646,6 +1641,20 @@ def check_kinds(named):
         }.get(name, "(total, heads, head_dim)")
         if x.ndim != len(needed.strip("(),").split(", ")):
             raise ValueError(f"{name} has shape {tuple(x.shape)}; it needs to be {needed}")
+
+
+units = {}  # by GPU
+
+
+def unit_factor(gpu):
+    """The factor for calls without one, (1, 1), which is kept."""
+    one = units.get(gpu)
+    if one is None:
+        one = torch.ones((1, 1), dtype=torch.float32, device=gpu)
+        if not torch.cuda.is_current_stream_capturing():  # what a graph fills is its own
+            torch.cuda.current_stream(gpu).synchronize()  # other streams read it, too
+            units[gpu] = one
+    return one
 
 
 def empty(shape, strides, dtype, gpu):

@@ -20,6 +20,7 @@ Decisions
     layouts    swizzle Q 64B, K 64B, V 64B, V^T 128B
     S = Q K^T  2 wgmma m64n128k32 per warpgroup; A = Q from shared memory, K-major; B = K, K-major
     scales     of 128 rows of a head of Q, and of K: a step has one; maxima are scaled
+               of 128 rows of V: O is in units of that of the last step, or of one near to it
     softmax    online, base 2, on the accumulator fragment, P times 2^8; O is rescaled in every step
     P          stays in registers: in V^T keys stand in the order in which a thread has them as accumulator
     O = P V    4 wgmma m64n64k32 per warpgroup; A = P from registers, K-major; B = V^T, K-major
@@ -62,36 +63,38 @@ Timeline: a tile is one of queries, a step takes one tile of keys
     per tile:
        2  warp 8          wait q_empty, load Q                      by TMA, when its place is free
        3  consumers       read a factor                             q_descale, and k_descale of the first two steps
-       4  consumers       wait q_full                               Q has landed
-       5  consumers       wait k_full, wait turn, S = Q K^T         by wgmma, for the first step, alone
-       6  consumers       pass turn, wait_group 0, arrive k_empty   S is complete, K has been read
-       7  consumers       mask                                      of the first step, with the end of the keys
-       8  consumers       softmax, round P                          P = 2^(S - max + 8), in 8 bits
+       4  consumers       read a factor                             v_descale of the first step
+       5  consumers       wait q_full                               Q has landed
+       6  consumers       wait k_full, wait turn, S = Q K^T         by wgmma, for the first step, alone
+       7  consumers       pass turn, wait_group 0, arrive k_empty   S is complete, K has been read
+       8  consumers       mask                                      of the first step, with the end of the keys
+       9  consumers       softmax, round P                          P = 2^(S - max + 8), in 8 bits
     per step:
-       9  warp 8          wait k_empty, load K                      by TMA, when a stage is free
-      10  warp 9          wait v_empty, load V                      by TMA, when a stage is free
-      11  warps 12 to 15  wait v_full, wait vt_empty, transpose V   by ldmatrix, prmt, stmatrix; keys in P's order
-      12  warps 12 to 15  arrive v_empty, arrive vt_full            V has been read; a fence for wgmma
-      13  consumers       wait k_full, wait turn, S = Q K^T         by wgmma, of a step other than the first
-      14  consumers       wait vt_full, O += P V                    by wgmma, of the step before, alone
-      15  consumers       wait_group 1, pass turn, arrive k_empty   S is complete, P V runs on
-      16  consumers       read a factor                             k_descale of the next step, from global memory
+      10  warp 8          wait k_empty, load K                      by TMA, when a stage is free
+      11  warp 9          wait v_empty, load V                      by TMA, when a stage is free
+      12  warps 12 to 15  wait v_full, wait vt_empty, transpose V   by ldmatrix, prmt, stmatrix; keys in P's order
+      13  warps 12 to 15  arrive v_empty, arrive vt_full            V has been read; a fence for wgmma
+      14  consumers       wait k_full, wait turn, S = Q K^T         by wgmma, of a step other than the first
+      15  consumers       wait vt_full, O += P V                    by wgmma, of the step before, alone
+      16  consumers       wait_group 1, pass turn, arrive k_empty   S is complete, P V runs on
       17  consumers       softmax                                   P = 2^(S - max + 8) and sums
       18  consumers       wait_group 0, arrive vt_empty             P V is complete; after 12 exponentials a thread
       19  consumers       promote                                   O to the last step's maxima, its P V added
       20  consumers       round P                                   P in 8 bits
+      21  consumers       read a factor                             k_descale of the next step
+      22  consumers       read a factor                             v_descale of this step, from global memory
     at a tile's end:
-      21  consumers       arrive q_empty                            Q has been read
-      22  all             next tile                                 there is none: a CTA has one tile
-      23  consumers       wait vt_full                              the last V has been transposed
-      24  consumers       wait turn, O += P V                       by wgmma, of the last step
-      25  consumers       pass turn, wait_group 0, arrive vt_empty  P V is complete
-      26  consumers       promote                                   the last P V
-      27  consumers       store LSE                                 from registers, if asked for
-      28  consumers       wait stores, gather O, store O            by stmatrix and TMA, each warp its own rows
+      23  consumers       arrive q_empty                            Q has been read
+      24  all             next tile                                 there is none: a CTA has one tile
+      25  consumers       wait vt_full                              the last V has been transposed
+      26  consumers       wait turn, O += P V                       by wgmma, of the last step
+      27  consumers       pass turn, wait_group 0, arrive vt_empty  P V is complete
+      28  consumers       promote                                   the last P V
+      29  consumers       store LSE                                 from registers, if asked for
+      30  consumers       wait stores, gather O, store O            by stmatrix and TMA, each warp its own rows
     at last:
-      29  consumer 0      wait turn                                 no arrival is left in the barrier
-      30  consumers       wait stores                               shared memory must outlive the stores' reads
+      31  consumer 0      wait turn                                 no arrival is left in the barrier
+      32  consumers       wait stores                               shared memory must outlive the stores' reads
 """
 
 import functools
@@ -141,6 +144,8 @@ EVEN_BYTES, ODD_BYTES = 0x6420, 0x7531  # of two registers: a byte permute's cho
 WARP = 32
 O_LAYOUT = warpgroup.SmemLayoutAtomKind.K_SW128
 SCALE_ROWS = 128  # of a head of Q, or of K, that share a factor
+# O is in units of the factor of V, as far as that lies between these: sums of 2^40 keys are no more than 2^117 units.
+SMALLEST_UNIT, LARGEST_UNIT = 2.0**-30, 2.0**30
 # What scores are multiplied by is never 0, which the product of factors as small as those of zeros would be: 0 times
 # -inf, a hidden score, is NaN. Scores are below 2^26, so that with this they count as much as with 0.
 SMALLEST_SCALE = 2.0**-126  # the smallest float32 with all its bits
@@ -533,6 +538,9 @@ def consume(smem, rings, mO, mLSE, tma_O, sO, scales, work, schedule):
         q_scale = call_scale_log2 * q_descale[work.batch, work.head, work.m_block // (SCALE_ROWS // TILE_M)]
         scale_log2 = scale_of_step(q_scale, k_scales[(work.n_end - 1) // (SCALE_ROWS // TILE_N)])  # of the first step
         k_scale = read_scale(k_scales, work.n_end - 2)  # always a step ahead, so that nobody waits for it
+        v_scales = v_descale[work.batch, work.head_kv, None]  # (blocks of keys)
+        v_scale = read_scale(v_scales, work.n_end - 1)  # of the step whose P V is added next
+        v_unit = unit_of(v_scale)  # which O is in
         q_ring.consumer_wait(q_drain)  # Q has landed
         multiply_first(products, operands, accumulators, k_ring, q_drain, k_drain, consumer)
         k_drain.advance()
@@ -542,13 +550,14 @@ def consume(smem, rings, mO, mLSE, tma_O, sO, scales, work, schedule):
         round_p(acc_S, rP)
         for n_block in cutlass.range(work.n_end - 2, work.n_begin - 1, -1, unroll=1):
             multiply(products, tSrQ_tile, operands, accumulators, k_ring, vt_ring, k_drain, v_drain, consumer)
-            scale_log2, k_scale = scale_of_step(q_scale, k_scale), read_scale(k_scales, n_block - 1)
-            finish_step(accumulators, rP, rows, scale_log2, vt_ring, v_drain)
+            scale_log2 = scale_of_step(q_scale, k_scale)
+            finish_step(accumulators, rP, rows, scale_log2, vt_ring, v_drain, v_unit, v_scale)
+            k_scale = read_scale(k_scales, n_block - 1)
+            v_unit, v_scale = unit_of(v_scale), read_scale(v_scales, n_block)
             k_drain.advance()
             v_drain.advance()
         q_ring.consumer_release(q_drain)  # this warp has read Q
         q_drain.advance()
-        v_factor = v_descale[work.batch, work.head_kv]  # not before the loop, in which it would take a register
         upcoming = next_work(work, schedule)
         vt_ring.consumer_wait(v_drain)  # the last V of this tile of queries has been transposed
         wait_turn(consumer)
@@ -557,7 +566,8 @@ def consume(smem, rings, mO, mLSE, tma_O, sO, scales, work, schedule):
         warpgroup.wait_group(0)  # O is complete: no group stays in flight
         release_by_warp(vt_ring, v_drain)  # this warp has read V
         v_drain.advance()
-        promote(acc_O, acc_step, (rescale[0], rescale[1]))
+        promote(acc_O, acc_step, to_unit_of(v_scale, v_unit, rescale), v_scale)
+        v_factor = unit_of(v_scale)
         store_tile(mO, mLSE, tma_O, sO, work, acc_O, v_factor, row_max, row_sum)
         work = upcoming
     if consumer == 0:
@@ -619,14 +629,14 @@ def multiply(products, tSrQ_tile, operands, accumulators, k_ring, vt_ring, k_dra
 
 
 @cute.jit
-def finish_step(accumulators, rP, rows, scale_log2, vt_ring, v_drain):
+def finish_step(accumulators, rP, rows, scale_log2, vt_ring, v_drain, v_unit, v_scale):
     """P of this tile of keys, while the tensor core has P V of the one before; then add that to O and round P."""
     (acc_S, acc_O, acc_step), (row_max, row_sum, rescale) = accumulators, rows
-    factors = rescale[0], rescale[1]  # of the maxima that P V of the tile before is relative to
+    factors = to_unit_of(v_scale, v_unit, rescale)  # of the maxima that P V of the tile before is relative to
     softmax_step(acc_S, row_max, row_sum, rescale, scale_log2)
     warpgroup.wait_group(0)  # P V is added and P overwritten next: no group stays in flight
     release_by_warp(vt_ring, v_drain)  # this warp has read V
-    promote(acc_O, acc_step, factors)
+    promote(acc_O, acc_step, factors, v_scale)
     round_p(acc_S, rP)
 
 
@@ -707,15 +717,31 @@ def mask_scores(acc_S: cute.Tensor, qk_mma: cute.TiledMma, n_start: cutlass.Int3
 
 
 @cute.jit
-def read_scale(k_scales: cute.Tensor, n_block: cutlass.Int32) -> cutlass.Float32:
-    """The factor of the tile of keys that comes next, if there is one; k_scales: (blocks of SCALE_ROWS keys)."""
-    return k_scales[cutlass.max(n_block, 0) // (SCALE_ROWS // TILE_N)]
+def read_scale(scales: cute.Tensor, n_block: cutlass.Int32) -> cutlass.Float32:
+    """The factor of a tile of keys, of the first one if there is none before that; scales: (blocks of SCALE_ROWS)."""
+    return scales[cutlass.max(n_block, 0) // (SCALE_ROWS // TILE_N)]
 
 
 @cute.jit
 def scale_of_step(q_scale: cutlass.Float32, k_scale: cutlass.Float32) -> cutlass.Float32:
     """What makes exponents, base 2, of the scores of a step."""
     return cute.arch.fmax(q_scale * k_scale, SMALLEST_SCALE)
+
+
+@cute.jit
+def unit_of(v_scale: cutlass.Float32) -> cutlass.Float32:
+    """The unit that O is in when P V of a tile of keys has been added: the factor of these rows of V, or the nearest.
+
+    So what has been added before is multiplied by a ratio of factors, together with what brings it to other maxima.
+    """
+    return cute.arch.fmax(cute.arch.fmin(v_scale, LARGEST_UNIT), SMALLEST_UNIT)
+
+
+@cute.jit
+def to_unit_of(v_scale: cutlass.Float32, v_unit: cutlass.Float32, rescale: cute.Tensor):
+    """What brings two rows of O to the maxima of the last step, as `rescale` does, and from v_unit to its unit."""
+    ratio = v_unit * cute.arch.rcp_approx(unit_of(v_scale))  # to one part in 2^23
+    return rescale[0] * ratio, rescale[1] * ratio
 
 
 @cute.jit
@@ -760,13 +786,20 @@ def hold_back_wait(total: cutlass.Float32):
 
 
 @cute.jit
-def promote(acc_O: cute.Tensor, acc_step: cute.Tensor, factors):
+def promote(acc_O: cute.Tensor, acc_step: cute.Tensor, factors, v_scale):
     """Bring O to the maxima that P V of the last step is relative to, and add that, in float32.
 
     The tensor core aligns what it adds to the largest of it and keeps 13 bits below: over a long sequence that error
     grows. A multiplication and an addition are one instruction, so that this costs no more than rescaling O.
+    P V of the step is in the unit that O gets, the factor of its V, but where that is far out.
     """
     acc_O_rows, acc_step_rows = by_rows(acc_O), by_rows(acc_step)  # (2, HEAD_DIM / 4)
+    unit = unit_of(v_scale)
+    if unit != v_scale:  # as small as that of a block of zeros, or 0
+        in_units = v_scale * cute.arch.rcp_approx(unit)
+        for r in cutlass.range_constexpr(2):
+            for c in cutlass.range_constexpr(cute.size(acc_step_rows, mode=[1])):
+                acc_step_rows[r, c] = acc_step_rows[r, c] * in_units
     for r in cutlass.range_constexpr(2):
         for c in cutlass.range_constexpr(cute.size(acc_O_rows, mode=[1])):
             acc_O_rows[r, c] = acc_O_rows[r, c] * factors[r] + acc_step_rows[r, c]
@@ -918,7 +951,8 @@ def compile_for_sm90a(options: str = "--enable-tvm-ffi"):
     qkv = fake(seq_q, heads_q, HEAD_DIM), fake(seq_k, heads_kv, HEAD_DIM), fake(seq_k, heads_kv, HEAD_DIM)
     lse_layout = (cute.sym_int(), cute.sym_int(), cute.sym_int()), (cute.sym_int64(), cute.sym_int64(), 1)
     lse = cute.runtime.make_fake_tensor(cutlass.Float32, *lse_layout, assumed_align=4)  # (1, 1, 0) when not asked for
-    factors = factor(heads_q, cute.sym_int()), factor(heads_kv, cute.sym_int()), factor(heads_kv)  # of q, k and v
+    blocks_k = cute.sym_int()
+    factors = factor(heads_q, cute.sym_int()), factor(heads_kv, blocks_k), factor(heads_kv, blocks_k)  # of q, k and v
     others = *factors, fake(seq_q, heads_q, HEAD_DIM, cutlass.BFloat16), lse, cutlass.Float32(1.0)
     stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream="--enable-tvm-ffi" in options)
     return cute.compile(launch, *qkv, *others, stream, options=f"--gpu-arch sm_90a {options}")
@@ -933,7 +967,7 @@ def attention(q, k, v, *, q_descale=None, k_descale=None, v_descale=None, scale=
         q_descale: (batch, heads_q, ceil(seq_q / 128)), torch.float32, any strides, here and below: positive factors
             of 128 rows of a head each, which stand for as many times themselves; 1 by default.
         k_descale: (batch, heads_kv, ceil(seq_k / 128)): the same of k.
-        v_descale: (batch, heads_kv): factors of heads of v.
+        v_descale: the same of v, or (batch, heads_kv): factors of its heads; of v one may be 0.
         scale: Factor of the scores, finite and positive; 1 / sqrt(64) by default.
         out: Tensor like q but in torch.bfloat16 to write O to; a new contiguous one by default.
         return_lse: Return (O, LSE): the natural logarithm of the rows' sums of exponentials, (batch, heads_q, seq_q).
@@ -981,7 +1015,9 @@ def attention(q, k, v, *, q_descale=None, k_descale=None, v_descale=None, scale=
     else:
         q_descale = block_factors("q_descale", q_descale, (batch, heads_q, seq_q), gpu)
         k_descale = block_factors("k_descale", k_descale, (batch, heads_kv, seq_k), gpu)
-        v_descale = unit_factor(gpu).expand(batch, heads_kv) if v_descale is None else v_descale
+        if getattr(v_descale, "ndim", 0) == 2:  # of heads
+            v_descale = v_descale[..., None].expand(*v_descale.shape, -(-seq_k // SCALE_ROWS))
+        v_descale = block_factors("v_descale", v_descale, (batch, heads_kv, seq_k), gpu)
         compile_for_sm90a()(q, k, v, q_descale, k_descale, v_descale, out, lse, scale or 64**-0.5)
     return (out, lse) if return_lse else out
 

@@ -120,11 +120,17 @@ def factors_of(kind: str) -> dict[str, Any]:
             }
         case "q alone":
             return {"q_descale": of_q}
+        case "v alone":
+            return {"v_descale": of_k.transpose(0, 1)}
+        case "all of blocks":
+            return {"q_descale": of_q, "k_descale": of_k, "v_descale": 2 * of_k}
         case _:
             return {"q_descale": torch.tensor(0.5), "k_descale": of_k, "v_descale": torch.tensor(2.0)}
 
 
-KINDS = pytest.mark.parametrize("kind", ["of blocks", "strides", "q alone", "numbers and blocks"])
+KINDS = pytest.mark.parametrize(
+    "kind", ["of blocks", "strides", "q alone", "numbers and blocks", "v alone", "all of blocks"]
+)
 
 
 @WAYS
@@ -138,7 +144,8 @@ def test_factors_reach_the_module_as_it_takes_them(way: str, kind: str, request:
     assert out.equal(wanted) and lse.equal(wanted_lse) and not wanted.equal(expected(q, k, v, causal=True))
     into = torch.empty_like(q, dtype=torch.bfloat16)
     assert fa3gen.attention(q, k, v, causal=True, **factors, out=into) is into and into.equal(wanted)
-    shapes = {"q_descale": (2, 4, 2), "k_descale": (2, 2, 3), "v_descale": (2, 2)}
+    of_v = (2, 2, 3) if factors.get("v_descale", torch.ones(1)).dim() == 3 else (2, 2)
+    shapes = {"q_descale": (2, 4, 2), "k_descale": (2, 2, 3), "v_descale": of_v}
     for given in modules.factors:
         assert {name: factor.shape for name, factor in given.items()} == {name: shapes[name] for name in factors}
         assert all(factor.data_ptr() == factors[name].data_ptr() for name, factor in given.items())
@@ -188,8 +195,12 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         r"k_descale is \(2, 2\), .* block of 128 rows, as another factor is of blocks, torch.float32",
     ),
     (
-        {"q_descale": torch.ones(2, 4, 2), "v_descale": torch.ones(2, 2, 3)},
-        r"v_descale is .* or \(2, 2\), for each sequence",
+        {"q_descale": torch.ones(2, 4, 2), "v_descale": torch.ones(2, 2, 4)},
+        r"v_descale is .* or \(2, 2, 3\), for each sequence, head of v and block of 128 rows, torch.float32",
+    ),
+    (
+        {"q_descale": torch.ones(2, 2), "v_descale": torch.ones(2, 2, 3)},
+        r"q_descale is \(2, 2\), .* or \(2, 4, 2\), .* as another factor is of blocks",
     ),
     ({"k_descale": torch.ones(2, 2, 3).half()}, r"k_descale is \(2, 2, 3\), torch.float16"),
 ]

@@ -218,25 +218,32 @@ def chosen(seq_q: int, mask: Any = CAUSAL, *, dim: int = DIM, page: int | None =
 def test_production_modules_are_chosen(dim: int) -> None:
     assert chosen(700, dim=dim) == f"fwd_fp8_packed_d{dim}_causal"
     assert chosen(700, NoMask(), dim=dim) == f"fwd_fp8_packed_d{dim}"
+    assert {chosen(700, dim=dim, page=page) for page in (16, 48, 64)} == {f"fwd_fp8_paged_d{dim}_causal"}
 
 
-def test_pages_windows_and_parts_have_modules() -> None:
-    assert {chosen(700, page=page) for page in (16, 48, 64)} == {"fwd_fp8_paged_d128_causal"}
-    assert chosen(700, WindowMask(left=128, right=0)) == "fwd_fp8_packed_any_window_d128"
-    assert chosen(1, parts=3) == "fwd_fp8_packed_decode_d128_causal"
-    assert chosen(1, page=16, parts=3) == "fwd_fp8_paged_decode_d128_causal"
-    assert chosen(1, parts=1) == "fwd_fp8_packed_d128_causal"
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("page", [None, 16])
+def test_parts_have_modules(page: int | None, dim: int) -> None:
+    layout = "packed" if page is None else "paged"
+    assert chosen(1, dim=dim, page=page, parts=3) == f"fwd_fp8_{layout}_decode_d{dim}_causal"
+    assert chosen(1, dim=dim, page=page, parts=1) == f"fwd_fp8_{layout}_d{dim}_causal"
+
+
+def test_windows_and_pages_have_modules() -> None:
+    for page, layout in ((None, "packed"), (16, "paged"), (48, "paged")):
+        assert chosen(700, WindowMask(left=128, right=0), page=page) == f"fwd_fp8_{layout}_any_window_d128"
     with pytest.raises(
         NoKernel, match="no generated module computes e4m3, O in bf16, head dim 128, causal, pages of 8"
     ):
         chosen(700, page=8)
 
 
+@pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize("page", [None, 16])
-def test_few_queries_go_to_what_splits_keys(page: int | None) -> None:
+def test_few_queries_go_to_what_splits_keys(page: int | None, dim: int) -> None:
     """Measured or not: the other one reads K and V once for each query head."""
     layout = "packed" if page is None else "paged"
-    assert {chosen(seq_q, page=page) for seq_q in (1, 4)} == {f"fwd_fp8_{layout}_decode_d128_causal"}
+    assert {chosen(seq_q, dim=dim, page=page) for seq_q in (1, 4)} == {f"fwd_fp8_{layout}_decode_d{dim}_causal"}
 
 
 # FA3's functions

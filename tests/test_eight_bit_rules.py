@@ -193,6 +193,12 @@ def test_rows_of_block() -> None:
     ("field", "parts", "message"),
     [
         ("mask", {"mask": {"kind": "window", "left": 64, "right": 0}}, "with scales: block window is not rendered"),
+        (
+            "accumulate",
+            {"accumulate": None},
+            "with scales: block V of each tile of keys has a factor, by which threads",
+        ),
+        ("accumulate", {"accumulate": {"promote_every": 4}}, "to O; use accumulate: {promote_every: 1}, or scales"),
         ("problem.layout", {"problem": {"layout": "packed"}}, "with scales: block packed is not rendered; use dense"),
         (
             "scheduler",

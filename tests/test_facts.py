@@ -102,6 +102,8 @@ def assert_loop_as_counted(stem: str, spec: Forward, census: Census) -> None:
             return
         if spec.softmax.rescale_above is not None:  # O is rescaled in a branch that is seldom taken
             compiled -= thread_rows(spec)[0] * spec.problem.v_dim // thread_rows(spec)[1]
+        if footprint.block_scales(spec):  # P V is brought to the unit of O in a branch that is seldom taken
+            compiled -= thread_rows(spec)[0] * spec.problem.v_dim // thread_rows(spec)[1]
         if footprint.promote_every(spec) > 1:  # a step takes one of two branches, each as long
             compiled -= thread_rows(spec)[0] * spec.problem.v_dim // thread_rows(spec)[1]
     elif spec.handoff.through == "smem_f32" and spec.qk.engine == "scalar" and spec.mask.kind == "none":

@@ -92,7 +92,8 @@ def test_size() -> None:
     take 190 where CTAs have several tiles: who transposes V, with the reasons, factors, tiles that are told or shared;
     of packed sequences 60 more, for checks of factors, and parts of O in the order of V's columns.
     Parts that a CTA adds up itself take 40.
-    Factors take 14 more, of blocks of rows 40 on top, K and V of another dtype 10.
+    Factors take 14 more, of blocks of rows 85 on top, K and V of another dtype 10. O in stripes, one after the other,
+    takes 20.
     A GEMM has fewer than 500, a copy 200 to 320, a merge 300 to 350.
     """
     lines = {stem: len(source(stem).splitlines()) for stem in STEMS}
@@ -113,15 +114,16 @@ def test_size() -> None:
     eight_bits = {stem for stem in ATTENTION if plans()[stem].eight_bit and plans()[stem].scheduler.persistent}
     most |= {stem: most[stem] + 190 for stem in eight_bits}
     most |= {stem: most[stem] + 14 for stem in ATTENTION if plans()[stem].eight_bit or plans()[stem].converts}
-    most |= {stem: most[stem] + 40 for stem in ATTENTION if (bits := plans()[stem].eight_bit) and bits.block_rows}
+    most |= {stem: most[stem] + 85 for stem in ATTENTION if (bits := plans()[stem].eight_bit) and bits.block_rows}
     most |= {stem: most[stem] + 10 for stem in ATTENTION if (plan := plans()[stem]).eight_bit and plan.eight_bit.mixed}
     most |= {stem: most[stem] + 60 for stem in eight_bits & several}
     most |= {stem: most[stem] + 40 for stem in several if plans()[stem].softmax.restarts}
+    most |= {stem: most[stem] + 20 for stem in ATTENTION if (bits := plans()[stem].eight_bit) and bits.striped}
     assert {stem: lines[stem] for stem in ATTENTION if not 300 <= lines[stem] <= most[stem]} == {}
     assert {stem: lines[stem] for stem in GEMM if not 300 <= lines[stem] < 500} == {}
     assert {stem: lines[stem] for stem in COPIES if not 200 <= lines[stem] <= 320} == {}
     assert {stem: lines[stem] for stem in MERGES if not 300 <= lines[stem] <= 350} == {}
-    assert {stem: lines[stem] for stem in QUANTIZE if not 300 <= lines[stem] <= 430} == {}
+    assert {stem: lines[stem] for stem in QUANTIZE if not 290 <= lines[stem] <= 430} == {}
 
 
 def test_lines() -> None:
@@ -253,7 +255,7 @@ BY_SPEC: dict[str, Callable[[Plan], bool]] = {
         lambda plan: plan.eight_bit is not None and plan.eight_bit.transposes,
     ),
     **dict.fromkeys(
-        ["read_scale", "scale_of_step"],
+        ["read_scale", "scale_of_step", "unit_of", "to_unit_of"],
         lambda plan: plan.eight_bit is not None and plan.eight_bit.block_rows > 0,
     ),
     "promote": lambda plan: plan.eight_bit is not None and plan.eight_bit.two_levels,

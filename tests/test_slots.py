@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from inspect import signature
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +22,13 @@ from fa3gen.compile.loading import load_file
 # Tiles from a counter, with and without an LSE, and the last of them in shares.
 DYNAMIC, DYNAMIC_O_ONLY, SPLIT = "fwd_d64_causal", "fwd_d64_window_o_only", "fwd_d64"
 ALL = pytest.mark.parametrize("stem", [DYNAMIC, DYNAMIC_O_ONLY, SPLIT])
+# With factors of tensors of 8 bits: of K and V in a cache, of all of them.
+FACTORS = [
+    "fwd_packed_kv8_d128_causal",
+    "fwd_paged_kv8_d128_causal",
+    "fwd_fp8_d128_causal",
+    "fwd_fp8_paged_d256_causal",
+]
 ONE, OTHER = 0x7000, 0x8000  # handles of streams
 
 
@@ -175,6 +183,25 @@ def test_a_call_allocates_and_fills_nothing(
     first, second = ([x for x in launch if getattr(x, "dtype", None) == torch.int32] for launch in launches)
     # Behind the offsets, and the lengths that were not given.
     assert len(first) == 1 + 4 * packed and first[-1] is second[-1]
+
+
+@pytest.mark.parametrize("stem", FACTORS)
+def test_a_factor_that_a_graph_fills_is_not_kept(
+    module: ModuleType, gpu: PretendedCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its memory is the graph's, which other calls would read; one that is kept is waited for: any stream reads it."""
+    ones, waits = torch.ones, list[int]()
+    monkeypatch.setattr(torch, "ones", lambda *shape, device, **facts: ones(*shape, **facts))
+    streams = {number: SimpleNamespace(synchronize=partial(waits.append, number)) for number in range(2)}
+    monkeypatch.setattr(torch.cuda, "current_stream", streams.__getitem__)
+    with gpu.capture(ONE, 1):
+        found = [module.unit_factor(0), module.unit_factor(0)]
+    assert waits == []
+    kept = module.unit_factor(0)
+    assert distinct([*found, kept]) and waits == [0]
+    with gpu.capture(ONE, 2):
+        assert module.unit_factor(0) is kept
+    assert distinct([kept, module.unit_factor(1)]) and waits == [0, 1]
 
 
 @pytest.mark.parametrize("stem", [SPLIT])

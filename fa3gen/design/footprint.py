@@ -134,7 +134,7 @@ def two_levels(spec: Forward) -> bool:
 
 
 def block_scales(spec: Forward) -> bool:
-    """Whether each block of BLOCK_ROWS rows of a head of q, and of k, has a factor of its own."""
+    """Whether each block of BLOCK_ROWS rows of a head of q, of k, and of v has a factor of its own."""
     return spec.problem.scales == "block"
 
 

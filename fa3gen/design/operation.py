@@ -292,7 +292,8 @@ def forward(spec: Forward) -> Operation:
         anywhere = Dense(align=FP32.bytes, contiguous=None)
         of_blocks: dict[str, tuple[Extent, ...]] = {}
         if footprint.block_scales(spec):
-            of_blocks = {"q_descale": (BATCH, HEADS_Q, BLOCKS_Q), "k_descale": (BATCH, HEADS_KV, BLOCKS_K)}
+            of_blocks = {name: (BATCH, HEADS_KV, BLOCKS_K) for name in ("k_descale", "v_descale")}
+            of_blocks["q_descale"] = BATCH, HEADS_Q, BLOCKS_Q
         for name in (*["q_descale"] * footprint.eight_bits(spec), "k_descale", "v_descale"):
             factors = of_blocks.get(name, (BATCH, HEADS_KV))
             arguments.append(Tensor(name, "optional input", FP32, factors, "threads", anywhere))

@@ -48,6 +48,8 @@ SCORE_INSTRUCTIONS = 4.5
 MERGED_8BIT, EXCHANGE_8BIT = 0.25, 6
 # Where each step has a factor of its own: finding its address, reading it, and scaling maxima; as compiled, 9 to 27.
 SCALE_INSTRUCTIONS = 20
+# Where V of a step has one, too: reading it, the ratio of two, and whether P V is in its unit; as compiled, 21 to 35.
+V_SCALE_INSTRUCTIONS = 28
 # Address arithmetic beside each vector that the scalar products load, of swizzled tiles and of plain ones, and
 # instructions for each row of a scalar softmax. As compiled: k2 and k3 at head dims 64 and 128; k3_plain_d64.
 QK_ADDRESSING, PV_ADDRESSING, SCALAR_ROW_INSTRUCTIONS = 9, 3, 68
@@ -205,7 +207,7 @@ def score_phases(spec: Forward) -> tuple[float, float, float]:
     rows, lanes = footprint.thread_rows(spec)
     scores = footprint.thread_scores(spec)
     capped = 2 * scores * spec.softmax.softcap  # a product and a tanh
-    scaled = SCALE_INSTRUCTIONS * footprint.block_scales(spec)
+    scaled = (SCALE_INSTRUCTIONS + V_SCALE_INSTRUCTIONS) * footprint.block_scales(spec)
     lazy = spec.softmax.rescale_above is not None
     rounded = (SCORE_INSTRUCTIONS - 4) * scores
     if footprint.eight_bits(spec):

@@ -227,6 +227,7 @@ def _decisions(spec: Forward) -> list[tuple[str, str]]:
         )
     if footprint.block_scales(spec):
         rows.append(("scales", f"of {BLOCK_ROWS} rows of a head of Q, and of K: a step has one; maxima are scaled"))
+        rows.append(("", f"of {BLOCK_ROWS} rows of V: O is in units of that of the last step, or of one near to it"))
     rows.append(("softmax", _softmax_sentence(spec)))
     if spec.softmax.sink:
         rows.append(("sink", "a logit of each query head, added to a row's sum once, after its last key; -inf: none"))

@@ -206,8 +206,9 @@ class ArgumentsPlan:
     `summed` is what a warp that adds them up reads, `combined` what the kernel that does takes, `combine_call` what it
     is given, and `row_outputs` what it needs to finish a row. `descales` are the factors of q, k and v. `normalize` is
     what brings O to its sums. `accumulators` are a consumer's, of which `only_acc_s` names S, `multiplied` those that
-    products write; P V of `pv_columns` goes to `acc_pv`. `products` and `operands` are those that it names. It finds V
-    in `smem_v` and `v_ring`, where it has landed or been transposed (`v_ready`), and gives it back by `release_v`.
+    products write; P V of `pv_columns` goes to `acc_pv`, and from there into O by `promoted_by`. `products` and
+    `operands` are those that it names. It finds V in `smem_v` and `v_ring`, where it has landed or been transposed
+    (`v_ready`), and gives it back by `release_v`.
     """
 
     factors: tuple[str, ...] = ()
@@ -244,6 +245,7 @@ class ArgumentsPlan:
     multiply: tuple[str, ...] = ()
     multiply_first: tuple[str, ...] = ()
     finish_step: tuple[str, ...] = ()
+    promoted_by: tuple[str, ...] = ()
     softmax_step: tuple[str, ...] = ()
     summed: tuple[str, ...] = ()
     parts: tuple[str, ...] = ()
@@ -912,6 +914,7 @@ def _arguments(spec: Forward) -> ArgumentsPlan:
         scaled = [] if footprint.block_scales(spec) else ["scale_log2"]  # else the maxima are
         sums = ("row_max", *sums, *scaled) if has_max else ("row_shift", *sums)
     v_factor = ["v_factor"] * descaled
+    of_v = ["v_unit", "v_scale"] * footprint.block_scales(spec)  # of what O is in, and of the step's V
     # With the factors of q and k, which a tile of queries finds, a call's scale becomes what the softmax takes.
     scale = "call_scale_log2" if descales else "scale_log2"
     return ArgumentsPlan(
@@ -968,8 +971,9 @@ def _arguments(spec: Forward) -> ArgumentsPlan:
         multiply_first=("products", "operands", "accumulators", "k_ring", "q_drain", "k_drain", *turn),
         finish_step=(
             *("accumulators", "rP", "rows", "scale_log2", *[v_ring, "v_drain"] * (not striped)),
-            *["n_block"] * restarts,
+            *(*["n_block"] * restarts, *of_v),
         ),
+        promoted_by=("factors", *of_v[1:]),
         summed=("gO", "gLSE", *["cta", "num_parts"] * even),
         parts=parts,
         combined=(

@@ -44,6 +44,7 @@ def expectation(spec: Forward, *, waits: int, softmaxes: int, o_boxes: int, matr
         min_maxima=maxima * rows * (spec.tile.kv // lanes + _exchanges(lanes)) + rows * footprint.splits_tail(spec),
         max_comparisons=_most_comparisons(rows, softmaxes if spec.softmax.rescale_above is not None else 0)
         + held_back
+        + softmaxes * footprint.block_scales(spec)  # whether P V of a step is in the unit that O gets
         + rows * (SHIFT_COMPARISONS * maxima + 1) * (spec.softmax.row_max == "first")
         + SINK_COMPARISONS * rows * spec.softmax.sink
         + (SUM_COMPARISONS if splits.whole_parts(spec) else COMBINE_COMPARISONS) * (spec.split is not None),

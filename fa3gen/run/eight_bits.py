@@ -30,22 +30,24 @@ def out_like(q: Tensor, v: Tensor) -> Tensor:
 
 
 def of_blocks(factors: Factors) -> bool:
-    """Whether factors of q, or of k, are those of blocks of rows: (batch, heads, blocks), more than one number."""
-    q_descale, k_descale, _ = factors
-    return _of_blocks(q_descale) or _of_blocks(k_descale)
+    """Whether factors of q, k or v are those of blocks of rows: (batch, heads, blocks), more than one number."""
+    q_descale, k_descale, v_descale = factors
+    return _of_blocks(q_descale) or _of_blocks(k_descale) or _of_blocks(v_descale)
 
 
 def _of_blocks(factor: Any) -> bool:
     return isinstance(factor, Tensor) and factor.dim() == 3 and factor.numel() != 1
 
 
-def _wanted(q: Tensor, k: Tensor, blocks: bool, sequences: int | None) -> tuple[tuple[int, ...], ...]:
-    """The shapes that modules take factors in: of q and k both of heads, or, of dense tensors, both of blocks."""
+def _wanted(q: Tensor, k: Tensor, factors: Factors, blocks: bool, sequences: int | None) -> tuple[tuple[int, ...], ...]:
+    """The shapes that modules take factors in: all of heads, or, of dense tensors, of q and k both of blocks, beside
+    which that of v is of blocks or of heads.
+    """
     of_heads = (q.shape[0] if sequences is None else sequences), k.shape[-2]
     if not blocks:
         return of_heads, of_heads, of_heads
     of_q, of_k = ((x.shape[0], x.shape[2], blocks_of(x.shape[1])) for x in (q, k))
-    return of_q, of_k, of_heads
+    return of_q, of_k, of_k if _of_blocks(factors[2]) else of_heads
 
 
 def named_factors(
@@ -54,7 +56,7 @@ def named_factors(
     """Those that are given, by name, as modules take them: see `_wanted`. Raises as `check_factors`."""
     device, named = q.get_device(), {}
     wide = q.dtype is not EIGHT_BITS
-    for name, factor, wanted in zip(FACTORS, factors, _wanted(q, k, blocks, sequences), strict=True):
+    for name, factor, wanted in zip(FACTORS, factors, _wanted(q, k, factors, blocks, sequences), strict=True):
         if factor is not None:
             # What `_check_factor` asks, in line, since each call comes here.
             if wide or type(factor) is not Tensor or factor.dtype is not torch.float32 or factor.requires_grad:
@@ -75,10 +77,10 @@ def check_factors(
     """Raise TypeError for a factor that is no tensor, ArgumentError for one of another shape, dtype or device, and for
     any beside q of 16 bits; ValueError where a gradient would be lost.
 
-    `blocks`: whether those of q and k are of blocks of rows, as `of_blocks` finds them, of dense tensors. `sequences`:
-    how many there are, where they are packed; else as many as q has.
+    `blocks`: whether those of q and k are of blocks of rows, and that of v may be, as `of_blocks` finds them, of dense
+    tensors. `sequences`: how many there are, where they are packed; else as many as q has.
     """
-    for name, factor, wanted in zip(FACTORS, factors, _wanted(q, k, blocks, sequences), strict=True):
+    for name, factor, wanted in zip(FACTORS, factors, _wanted(q, k, factors, blocks, sequences), strict=True):
         if factor is not None:
             _check_factor(name, factor, q, wanted)
 

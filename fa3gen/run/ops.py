@@ -116,8 +116,8 @@ def attention(
             float32 on the GPU, one element for all of a tensor, or (batch, heads_kv) with any strides, 0 as well; that
             of q is for all query heads of a kv head. Or those of q and k are of blocks of 128 rows of a head, as
             `fa3gen.quantize(scale="block")` returns them, (batch, heads_q, ceil(seq_q / 128)) and (batch, heads_kv,
-            ceil(seq_k / 128)), unmasked or causal. Read on the device, so that a graph is replayed with what they are
-            then.
+            ceil(seq_k / 128)), unmasked or causal; beside these that of v is of heads, or as that of k is. Read on the
+            device, so that a graph is replayed with what they are then.
         v_permuted: v of 8 bits is what `fa3gen.quantize(v, transpose=True, permute_keys=True)` gives: (batch, seq_v,
             heads_kv, d_v), seq_v being seq_k rounded up to 16, with a contiguous sequence whose position 4t + j of each
             16 has key 2t + j % 2 + 8 (j // 2) of these, and finite numbers behind the last key. It spares the kernel

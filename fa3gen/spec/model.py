@@ -87,7 +87,8 @@ class Problem(SpecModel):
     scales: ScalesOf = Field(
         default="head",
         description="What a factor of q and k of 8 bits is for. `head`: a sequence and a head of k, whose query heads "
-        f"share that of q; `block`: {BLOCK_ROWS} rows of a head of theirs, as `quantize` makes them with scale block.",
+        f"share that of q; `block`: {BLOCK_ROWS} rows of a head of theirs, as `quantize` makes them with scale "
+        "block, and of v, too.",
     )
     v_keys: Literal["in_order", "permuted"] = Field(
         default="in_order",

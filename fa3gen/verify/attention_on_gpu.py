@@ -410,6 +410,7 @@ class Runner(ModuleRunner):
                 yield f"{tensor} in float64", tensor.name, {**good, tensor.name: factors.double()}
                 if factors.ndim == 3:
                     yield f"{tensor} of one block fewer", tensor.name, {**good, tensor.name: factors[..., :-1]}
+                if factors.ndim == 3 and tensor.name != "v_descale":  # which may be of heads
                     yield f"{tensor} of heads", tensor.name, {**good, tensor.name: factors[..., 0]}
 
     def _bad_batches(self, good: Mapping[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:

@@ -32,7 +32,7 @@ GUARD = 8  # rows of NaN before and after each padded tensor, along the sequence
 POISON = {1: (torch.uint8, 0xFF), 2: (torch.int16, 0x7FA5), 4: (torch.int32, 0x7FA5A5A5)}
 
 # Of factors of blocks, base 2, which those of a head have in turn.
-BLOCK_EXPONENTS = {"q": (-2.4, 0.0), "k": (-2.4, 0.0, 2.4)}
+BLOCK_EXPONENTS = {"q": (-2.4, 0.0), "k": (-2.4, 0.0, 2.4), "v": (2.4, 0.0, -2.4)}
 # In v, where keys are filled up to whole units: finite, as modules need them, and so large that a P of 2^-9 would show.
 BEHIND_LAST_KEY = 448.0
 # Beside ordinary ones, by head. The first leaves something of a row, the second nothing.
@@ -87,8 +87,8 @@ class Inputs:
     """Tensors of one case. `out` is poisoned and lies inside `out_storage`, whose other elements stay as they are.
 
     `mask` is what the call computes, `options` what it says for that beside its tensors. `descales` are the factors of
-    q, k and v by name, where these have 8 bits and the call gives any: (batch, heads_kv), or of q and k (batch, heads,
-    blocks), each of BLOCK_ROWS rows.
+    q, k and v by name, where these have 8 bits and the call gives any: (batch, heads_kv), or (batch, heads, blocks),
+    each of BLOCK_ROWS rows.
     `v_in_order` is v with its keys in order, where the module is given them permuted.
     """
 
@@ -385,7 +385,8 @@ def _descales(spec: Forward, case: Case, seed: int, device: torch.device) -> dic
         factors = torch.exp2(2 * torch.rand(shape, generator=generator) - 1).to(device)  # 0.5 to 2
         made[name] = factors.expand(case.heads_kv, case.batch).t()
     if footprint.block_scales(spec):
-        for name, heads, rows in (("q", case.heads_q, case.seq_q), ("k", case.heads_kv, case.seq_k)):
+        of_keys = [(name, case.heads_kv, case.seq_k) for name in "kv"]
+        for name, heads, rows in (("q", case.heads_q, case.seq_q), *of_keys):
             some = (1, 1) if case.layout == "expanded" else (heads, case.batch)
             exponents = torch.tensor(BLOCK_EXPONENTS[name])
             blocks = torch.arange(blocks_of(rows))[:, None, None] + torch.randint(0, 4, some, generator=generator)

@@ -34,6 +34,11 @@ def tensors(seq_q: int, seq_k: int, heads: tuple[int, int] = (2, 1), dim: int = 
     return tuple(torch.randn(1, rows, count, dim, generator=generator).to(E4M3) for rows, count in sizes)
 
 
+def calls_of_v(factor: torch.Tensor, rows: int) -> list[torch.Tensor]:
+    """Factors of heads of v, as a call may give them: of heads, and of each of their blocks."""
+    return [factor, factor[..., None].expand(*factor.shape, -(-rows // BLOCK_ROWS))]
+
+
 def wide(x: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
     """x in float64, each row times the factor of its block, (batch, heads, blocks)."""
     return x.double() * factors.double().repeat_interleave(BLOCK_ROWS, 2)[..., : x.shape[1]].transpose(1, 2)[..., None]
@@ -70,6 +75,53 @@ def test_one_factor_for_all_blocks_is_one_of_the_head() -> None:
     assert ((found[0].double() - other[0].double()).norm() / other[0].double().norm()).item() < 4e-3
 
 
+@pytest.mark.parametrize("stem", [STEM, CAUSAL, PRODUCTION])
+def test_factors_of_heads_of_v_are_those_of_all_their_blocks(stem: str) -> None:
+    """The same bits, also where a factor is beyond the units that O may be in, and where it is 0."""
+    q, k, v = tensors(140, 270, heads=(2, 2), dim=128 if stem == PRODUCTION else 64)
+    for sizes in ((0.75, 3.0), (2.0**-60, 2.0**50), (0.0, 1.0)):
+        of_v = torch.tensor([sizes])
+        outs = [module(stem).attention(q, k, v, v_descale=each) for each in calls_of_v(of_v, 270)]
+        assert outs[0].equal(outs[1])
+        wanted = reference.attention(q.double(), k.double(), v.double(), reach=(None, None if stem == STEM else 0)).out
+        wanted *= of_v[:, None, :, None].double()
+        for head in range(2):
+            found, right = outs[0][:, :, head].double(), wanted[:, :, head]
+            assert (found - right).norm() <= 0.04 * right.norm()
+
+
+OF_V = {
+    "ratios of all sizes": (1.0, 2.0**-8, 2.0**5, 3e-3),
+    "of zeros, as quantize has it": (SMALLEST, 0.5, SMALLEST, 2.0),
+    "zero first and last": (0.0, 1.0, 0.25, 0.0),
+    "far out": (2.0**40, 2.0**36, 2.0**-50, 2.0**38),
+    "all small": (2.0**-70, 2.0**-72, 2.0**-69, 2.0**-71),
+}
+
+
+@pytest.mark.parametrize("stem", [STEM, CAUSAL, PRODUCTION])
+@pytest.mark.parametrize("kind", OF_V)
+def test_blocks_of_v(kind: str, stem: str) -> None:
+    """Each block counts with its own factor, those of zeros included, whose 8 bits are zeros; strides are any."""
+    q, k, v = tensors(140, 400, dim=128 if stem == PRODUCTION else 64)
+    of_v = torch.tensor(OF_V[kind]).repeat_interleave(3)[::3][None, None]
+    assert of_v.stride(2) == 3
+    found = module(stem).attention(q, k, v, v_descale=of_v, return_lse=True)
+    close(found, reference.attention(q.double(), k.double(), wide(v, of_v), reach=(None, None if stem == STEM else 0)))
+
+
+def test_what_is_wrong_with_factors_of_v_is_said() -> None:
+    q, k, v = tensors(140, 400)
+    for shape in ((1, 1, 3), (1, 1, 5)):
+        with pytest.raises(
+            ValueError, match=r"v_descale is \(1, 1, .\); it needs to be \(1, 1, 4\), a factor for 128 "
+        ):
+            module(STEM).attention(q, k, v, v_descale=torch.ones(shape))
+    for factor in (torch.ones(1, 2), torch.ones(1, 1).double(), torch.ones(1, 1, 4).half(), 1.0):
+        with pytest.raises((TypeError, ValueError), match="v_descale"):
+            module(STEM).attention(q, k, v, v_descale=factor)
+
+
 @pytest.mark.parametrize("stem", [STEM, CAUSAL])
 def test_blocks_of_zeros(stem: str) -> None:
     """Their factor is 2^-100, with another one too little for float32; hidden keys stay hidden, and nothing is NaN."""
@@ -96,16 +148,17 @@ def test_it_takes_what_quantize_makes(dim: int, monkeypatch: pytest.MonkeyPatch)
     q, k, v = (x.bfloat16() for x in (q, k, v))
     signs = 2.0 * torch.randint(0, 2, (dim,), generator=generator) - 1.0
     (q8, of_q), (k8, of_k) = (quantize(x, rotate=signs, scale="block") for x in (q, k))
-    v8, of_v = quantize(v)
-    assert of_q.shape == (1, 1, 1) and of_k.shape == (1, 1, 3)
+    v[:, BLOCK_ROWS : 2 * BLOCK_ROWS] = 0
+    (v8, of_v), (v8_of_heads, _) = quantize(v, scale="block"), quantize(v)
+    assert of_q.shape == (1, 1, 1) and of_k.shape == of_v.shape == (1, 1, 3) and of_v[0, 0, 1] == SMALLEST
+    assert not v8.view(torch.uint8).equal(v8_of_heads.view(torch.uint8))
     found = module(f"k8_d{dim}").attention(q8, k8, v8, q_descale=of_q, k_descale=of_k, v_descale=of_v, return_lse=True)
-    stands_for = wide(q8, of_q), wide(k8, of_k), v8.double() * of_v.double()[:, None, :, None]
+    stands_for = wide(q8, of_q), wide(k8, of_k), wide(v8, of_v)
     close(found, reference.attention(*stands_for, reach=(None, None)))
     wanted = reference.attention(q, k, v, reach=(None, None))
     assert ((found[0].double() - wanted.out).norm() / wanted.out.norm()).item() < 0.08
 
 
-BLOCKS = {"problem": {"scales": "block"}}
 ARRANGEMENTS: dict[str, tuple[str, dict[str, Any]]] = {
     "two steps of a block": (CAUSAL, {"tile": {"kv": 64}, "smem": {"vt": "64B"}}),
     "two tiles of queries of a block": (
@@ -115,8 +168,7 @@ ARRANGEMENTS: dict[str, tuple[str, dict[str, Any]]] = {
             "schedule": {"kind": "warp_specialized", "overlap": True},
         },
     ),
-    "sums in the tensor core": ("k7_d64_causal", BLOCKS),
-    "V given transposed": ("k7_v_k_d64", BLOCKS),
+    "V given transposed": ("k7_v_k_two_levels_d128", {"problem": {"scales": "block"}}),
 }
 
 
@@ -132,12 +184,12 @@ def test_other_arrangements(name: str, tmp_path: Path) -> None:
 
 MISTAKES: dict[str, tuple[str, str, str]] = {
     "the factor of the step before": (
-        "scale_log2, k_scale = scale_of_step(q_scale, k_scale), read_scale(k_scales, n_block - 1)",
-        "scale_log2, k_scale = scale_of_step(q_scale, k_scale), read_scale(k_scales, n_block)",
+        "k_scale = read_scale(k_scales, n_block - 1)",
+        "k_scale = read_scale(k_scales, n_block)",
         "wrap",
     ),
     "the factor of the first step for all": (
-        "            scale_log2, k_scale = scale_of_step(q_scale, k_scale), read_scale(k_scales, n_block - 1)\n",
+        "            scale_log2 = scale_of_step(q_scale, k_scale)\n",
         "",
         "wrap",
     ),
@@ -150,6 +202,18 @@ MISTAKES: dict[str, tuple[str, str, str]] = {
     "the factor of another sequence": (
         "k_descale[work.batch, work.head_kv, None]",
         "k_descale[0, work.head_kv, None]",
+        "ramp",
+    ),
+    "the factor of V of the step after": (
+        "v_unit, v_scale = unit_of(v_scale), read_scale(v_scales, n_block)",
+        "v_unit, v_scale = unit_of(v_scale), read_scale(v_scales, n_block - 1)",
+        "wrap",
+    ),
+    "O left in the unit before": ("return rescale[0] * ratio, rescale[1] * ratio", "return rescale", "wrap"),
+    "O of the unit before": ("        v_factor = unit_of(v_scale)\n", "        v_factor = v_unit\n", "wrap"),
+    "the factor of V of another sequence": (
+        "v_descale[work.batch, work.head_kv, None]",
+        "v_descale[0, work.head_kv, None]",
         "ramp",
     ),
     "maxima that are not scaled": (

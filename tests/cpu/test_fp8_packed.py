@@ -23,8 +23,10 @@ from fa3gen.verify.on_cpu import verify_on_cpu
 torch.set_num_threads(1)  # the workers of xdist share the cores
 E4M3 = torch.float8_e4m3fn
 PACKED, PAGED, WHOLE = "fwd_fp8_packed_d128_causal", "fwd_fp8_paged_d128_causal", "fwd_fp8_packed_d256"
-NARROW = "fwd_fp8_packed_d64_causal"
+NARROW, NARROW_PAGED, WIDE_PAGED = "fwd_fp8_packed_d64_causal", "fwd_fp8_paged_d64_causal", "fwd_fp8_paged_d256_causal"
 FEW, FEW_PAGED = "fwd_fp8_packed_decode_d128_causal", "fwd_fp8_paged_decode_d128_causal"
+FEWS = [f"fwd_fp8_{layout}_decode_d{dim}_causal" for dim in (64, 256) for layout in ("packed", "paged")]
+WINDOWS = "fwd_fp8_paged_any_window_d128"
 # More keys than queries, the other way round, without queries, without keys, without both.
 LENGTHS_Q, LENGTHS_K, HEADS = (3, 0, 150, 5, 0, 70), (300, 7, 130, 0, 0, 9), (4, 2)
 PAGE = 48
@@ -66,13 +68,13 @@ def in_pages(k: torch.Tensor, v: torch.Tensor) -> dict[str, torch.Tensor]:
     return {"k": k_pages, "v": v_pages, "page_table": table, "seqused_k": used}
 
 
-def call(attention: Any, stem: str, **factors: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def call(attention: Any, stem: str, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """O and LSE of all sequences by a module for packed ones, or for pages."""
     q, k, v = tensors(stem)
     keys = {"k": k, "v": v, "cu_seqlens_k": offsets(LENGTHS_K)}
     if variants()[stem].spec.problem.layout == "paged":
         keys = in_pages(k, v)
-    found = attention(q, **keys, cu_seqlens_q=offsets(LENGTHS_Q), return_lse=True, **factors)
+    found = attention(q, **keys, cu_seqlens_q=offsets(LENGTHS_Q), return_lse=True, **options)
     return found  # type: ignore[no-any-return]
 
 
@@ -114,20 +116,28 @@ def expected(stem: str, factors: dict[str, torch.Tensor]) -> tuple[torch.Tensor,
 
 
 @pytest.mark.parametrize(
-    ("stem", "dense"), [(PACKED, "fwd_fp8_d128_causal"), (PAGED, "fwd_fp8_d128_causal"), (WHOLE, "fwd_fp8_d256")]
+    ("stem", "dense", "window"),
+    [
+        (PACKED, "fwd_fp8_d128_causal", {}),
+        (PAGED, "fwd_fp8_d128_causal", {}),
+        (WHOLE, "fwd_fp8_d256", {}),
+        (NARROW_PAGED, "fwd_fp8_d64_causal_short", {}),
+        (WIDE_PAGED, "fwd_fp8_d256_causal", {}),
+        (WINDOWS, "fwd_fp8_d128_any_window", {"window": (100, 20)}),
+    ],
 )
-def test_bits_are_those_of_dense_tensors(stem: str, dense: str) -> None:
+def test_bits_are_those_of_dense_tensors(stem: str, dense: str, window: dict[str, Any]) -> None:
     """The tiles and the order of sums are the same, and what is behind the keys is zeros there, too."""
     factors = factors_of("of heads")
-    out, lse = call(module(stem).attention, stem, **factors)
+    out, lse = call(module(stem).attention, stem, **factors, **window)
     for i, (rows, keys) in enumerate(zip(bounds_of(LENGTHS_Q), bounds_of(LENGTHS_K), strict=True)):
         q, k, v = (x[None, part] for x, part in zip(tensors(stem), (rows, keys, keys), strict=True))
         of = {name: x[i : i + 1] for name, x in factors.items()}
-        wanted, wanted_lse = module(dense).attention(q, k, v, return_lse=True, **of)
+        wanted, wanted_lse = module(dense).attention(q, k, v, return_lse=True, **of, **window)
         assert out[rows].equal(wanted[0]) and lse[:, rows].equal(wanted_lse[0])
 
 
-@pytest.mark.parametrize("stem", [PACKED, NARROW, WHOLE, FEW])
+@pytest.mark.parametrize("stem", [PACKED, NARROW, WHOLE, FEW, *FEWS[::2]])
 def test_neighbours_that_are_nan_change_no_bit(stem: str) -> None:
     """Both NaNs of 8 bits before, between and behind the rows in use: their P is 0, and 0 times NaN is NaN."""
     q, k, v = tensors(stem)
@@ -149,7 +159,7 @@ def test_neighbours_that_are_nan_change_no_bit(stem: str) -> None:
     ("stem", "kind"),
     [
         *((PACKED, kind) for kind in ("stride 0", "in larger tensors", "one of them")),
-        *((stem, "of heads") for stem in (PAGED, NARROW, WHOLE, FEW, FEW_PAGED)),
+        *((stem, "of heads") for stem in (PAGED, NARROW, WHOLE, FEW, FEW_PAGED, *FEWS)),
     ],
 )
 def test_factors_are_of_a_sequence_and_a_head(stem: str, kind: str) -> None:

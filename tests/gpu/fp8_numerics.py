@@ -10,9 +10,9 @@ with outliers, N(0, 1) + N(0, 100) with probability 0.001, as in section 4.3 of 
 arXiv 2407.08608). A needle is a key that one query of each head looks for: its score is that many times the standard
 score of the others, and it is found where O is nearer to its value than to that of any other needle.
 
-Scales are of a tensor, of heads, or of Q and K of blocks of 128 rows of a head (V: of heads), each as it is and with Q
-and K rotated. Those of blocks go through `k8`; `fa3gen.quantize` makes them where there is a module for that (rotated),
-else torch.
+Scales are of a tensor, of heads, or of Q and K of blocks of 128 rows of a head (V: of heads, or of blocks, too), each
+as it is and with Q and K rotated. Those of blocks go through `k8`. A table has a V whose blocks of rows differ: every
+other one is 2^-16 of its neighbours, which is nothing in 8 bits with one factor, and queries look for its keys.
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ from fa3gen.design.masks import reach  # noqa: E402
 from fa3gen.design.workspace import Workspace  # noqa: E402
 from fa3gen.hardware.dtypes import E4M3, E5M2  # noqa: E402
 from fa3gen.measure.bench import require_hopper  # noqa: E402
-from fa3gen.run.dispatch import NoKernel  # noqa: E402
 from fa3gen.run.launch import module_at  # noqa: E402
 from fa3gen.spec.model import NoMask  # noqa: E402
 from fa3gen.spec.quantizing import BLOCK_ROWS  # noqa: E402
@@ -63,6 +62,7 @@ MODULES = {
     (BLOCKS, 128): "k8_d128",
 }
 DIMS = 128, 64, 256
+DIFFERENT = "V of blocks that differ"
 
 
 def module(promoted: str, dim: int) -> Callable[..., Any]:
@@ -91,20 +91,7 @@ def quantised(x: torch.Tensor, per: str, signs: torch.Tensor | None) -> tuple[to
     if per == "tensor":
         largest = (x if signs is None else reference.rotate(x, signs)).abs().max().float()
         return fa3gen.quantize(x, rotate=signs, descale=(largest / LARGEST).expand(1, x.shape[2]).contiguous())
-    if per == "block":
-        try:
-            return fa3gen.quantize(x, rotate=signs, scale="block")
-        except NoKernel:
-            return in_blocks(x, signs)
-    return fa3gen.quantize(x, rotate=signs)
-
-
-def in_blocks(x: torch.Tensor, signs: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `fa3gen.quantize(scale="block")`, by torch: for what there is no module."""
-    rows = x.double() if signs is None else reference.rotate(x, signs)
-    blocks = rows.abs().amax(-1).transpose(1, 2).split(BLOCK_ROWS, dim=2)  # each (1, heads, rows of a block)
-    descale = (torch.stack([block.amax(-1) for block in blocks], -1) / LARGEST).float()
-    return reference.round_e4m3(rows / of_rows(descale, x.shape[1])).to(E4M3.in_torch()), descale
+    return fa3gen.quantize(x, rotate=signs, scale="block" if per == "block" else "head")
 
 
 def of_rows(factors: torch.Tensor, rows: int) -> torch.Tensor:
@@ -138,6 +125,7 @@ RECIPES = [
     ("one scale for a tensor, rotated, two levels", "tensor", True, EVERY),
     ("scales of blocks of Q and K, two levels", "block", False, BLOCKS),
     ("scales of blocks, rotated (K8)", "block", True, BLOCKS),
+    ("scales of blocks, of V, too, rotated", "all blocks", True, BLOCKS),
     ("two levels, K and V in e5m2", "head", False, MIXED),
 ]
 
@@ -151,7 +139,7 @@ def outputs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, signs: torch.Tens
     """O of one recipe, and the quantised tensors as float64."""
     _, per, rotated, promoted = recipe
     turn = signs if rotated else None
-    of_v = "head" if per == "block" else per
+    per, of_v = {"block": ("block", "head"), "all blocks": ("block", "block")}.get(per, (per, per))
     if promoted == MIXED:
         (q8, a), (k8, b), (v8, c) = quantised(q, per, turn), in_e5m2(k), in_e5m2(v)
     else:
@@ -163,13 +151,18 @@ def outputs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, signs: torch.Tens
 def errors(dim: int, generator: torch.Generator) -> None:
     """The tables of one head dim."""
     signs = torch.where(torch.rand(dim, device="cuda", generator=generator) < 0.5, -1.0, 1.0)
-    for outliers in (False, True):
-        print(f"\n| head dim {dim}, {'outliers' if outliers else 'normal'} | " + " | ".join(map(str, LENGTHS)) + " |")
+    for inputs in ("normal", "outliers", *[DIFFERENT] * ((BLOCKS, dim) in MODULES)):
+        outliers = inputs == "outliers"
+        print(f"\n| head dim {dim}, {inputs} | " + " | ".join(map(str, LENGTHS)) + " |")
         print("|---" * (len(LENGTHS) + 1) + "|")
         lines: dict[str, list[str]] = {name: [] for name, *_ in recipes(dim)}
         for keys in LENGTHS:
             q = drawn((1, QUERIES, HEADS, dim), outliers, generator)
             k, v = (drawn((1, keys, HEADS, dim), outliers, generator) for _ in range(2))
+            if inputs == DIFFERENT:  # queries look for keys whose values are small, of which O then is
+                small = torch.arange(keys, device="cuda") // BLOCK_ROWS % 2 == 1
+                v[:, small] *= 2.0**-16
+                q[..., 0], k[..., 0] = 10.0, torch.where(small, 10.0, -10.0)[:, None]
             right = exact(q, k, v)
             for recipe in recipes(dim):
                 out, rounded = outputs(q, k, v, signs, recipe)

@@ -48,8 +48,8 @@ def tensors(device: Any, shape: str, dim: int, seed: int = 0) -> tuple[torch.Ten
     )
 
 
-def factors_of(q: torch.Tensor, k: torch.Tensor, seed: int = 1) -> dict[str, torch.Tensor]:
-    """Of strides that are not those of a contiguous tensor."""
+def factors_of(q: torch.Tensor, k: torch.Tensor, seed: int = 1, v_blocks: bool = True) -> dict[str, torch.Tensor]:
+    """Of strides that are not those of a contiguous tensor; those of v of blocks, too, or of heads."""
     generator = torch.Generator(q.device).manual_seed(seed)
 
     def of(x: torch.Tensor) -> torch.Tensor:
@@ -59,17 +59,23 @@ def factors_of(q: torch.Tensor, k: torch.Tensor, seed: int = 1) -> dict[str, tor
         turns = torch.tensor([0.25, 2.0], device=x.device)[torch.arange(blocks, device=x.device) % 2]
         return (random * turns[:, None, None]).permute(1, 2, 0)
 
-    of_v = torch.rand(k.shape[0], k.shape[2], generator=generator, device=q.device) + 0.3
+    of_v = of(k) * 3
+    if not v_blocks:
+        of_v = torch.rand(k.shape[0], k.shape[2], generator=generator, device=q.device) + 0.3
     return {"q_descale": of(q), "k_descale": of(k), "v_descale": of_v}
+
+
+def of_blocks(factors: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Factors of heads as those of their blocks."""
+    return factors if factors.dim() == 3 else factors[..., None].expand(-1, -1, blocks_of(x.shape[1]))
 
 
 def expected(q: Any, k: Any, v: Any, causal: bool, factors: dict[str, torch.Tensor]) -> Any:
     """O and LSE in float64."""
     wide = [
         x.double() * each.double().repeat_interleave(BLOCK_ROWS, 2)[..., : x.shape[1]].transpose(1, 2)[..., None]
-        for x, each in ((q, factors["q_descale"]), (k, factors["k_descale"]))
+        for x, each in ((q, factors["q_descale"]), (k, factors["k_descale"]), (v, of_blocks(factors["v_descale"], k)))
     ]
-    wide.append(v.double() * factors["v_descale"].double()[:, None, :, None])
     return reference.attention(*wide, reach=(None, 0 if causal else None))
 
 
@@ -82,16 +88,44 @@ def close(out: torch.Tensor, lse: torch.Tensor | None, wanted: Any) -> None:
 
 
 @EVERY
+@pytest.mark.parametrize("v_blocks", [False, True])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_against_float64(dim: int, causal: bool, shape: str, hopper: Any) -> None:
+def test_against_float64(dim: int, causal: bool, shape: str, v_blocks: bool, hopper: Any) -> None:
     """And with `out=` and without LSE the same bits, twice; with contiguous factors, too."""
     q, k, v = tensors(hopper, shape, dim)
-    factors = factors_of(q, k)
+    factors = factors_of(q, k, v_blocks=v_blocks)
     out, lse = fa3gen.attention(q, k, v, causal=causal, **factors, return_lse=True)
     close(out, lse, expected(q, k, v, causal, factors))
     into = torch.full_like(out, torch.nan)
     for each in (factors, {name: factor.contiguous() for name, factor in factors.items()}):
         assert fa3gen.attention(q, k, v, causal=causal, **each, out=into) is into and into.equal(out)
+
+
+@EVERY
+def test_v_whose_blocks_differ(dim: int, causal: bool, hopper: Any) -> None:
+    """As `fa3gen.quantize` makes them; one of zeros, and the first so small that a factor of the head leaves nothing.
+
+    Its keys are those that queries look for.
+    """
+    batch, seq_k, heads = 2, 700, 4
+    generator = torch.Generator(hopper).manual_seed(dim)
+    q, k, v = (
+        torch.randn(batch, rows, heads, dim, generator=generator, device=hopper) for rows in (seq_k, seq_k, seq_k)
+    )
+    q[..., 0], k[..., 0] = 10.0, -10.0
+    k[:, :BLOCK_ROWS, :, 0] = 10.0
+    v[:, :BLOCK_ROWS] *= 2.0**-16
+    v[:, BLOCK_ROWS : 2 * BLOCK_ROWS] = 0
+    q, k, v = (x.bfloat16() for x in (q, k, v))
+    (q8, of_q), (k8, of_k), (v8, of_v) = (fa3gen.quantize(x, scale="block") for x in (q, k, v))
+    factors = {"q_descale": of_q, "k_descale": of_k, "v_descale": of_v}
+    out, lse = fa3gen.attention(q8, k8, v8, causal=causal, **factors, return_lse=True)
+    close(out, lse, expected(q8, k8, v8, causal, factors))
+    wanted = reference.attention(q, k, v, reach=(None, 0 if causal else None)).out
+    v8, of_heads = fa3gen.quantize(v)
+    other = fa3gen.attention(q8, k8, v8, causal=causal, q_descale=of_q, k_descale=of_k, v_descale=of_heads)
+    errors = [((found.double() - wanted).norm() / wanted.norm()).item() for found in (out, other)]
+    assert errors[0] < 0.1 and errors[1] > 0.5, errors
 
 
 @EVERY

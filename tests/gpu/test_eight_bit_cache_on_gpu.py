@@ -12,6 +12,7 @@ from packed_modules import offsets
 
 from fa3gen.design.workspace import Workspace
 from fa3gen.flash_attn_interface import flash_attn_varlen_func, flash_attn_with_kvcache
+from fa3gen.run.launch import load_for_launch
 from fa3gen.verify import reference
 
 WORKSPACE = Workspace.find(Path(__file__).parent)
@@ -82,6 +83,28 @@ def test_a_cache_of_8_bits(dim: int, seq_q: int, paged: bool, hopper: torch.devi
     used.copy_(torch.tensor([seq_q, ROOM, 1100, 333, 1800], dtype=torch.int32))
     graph.replay()
     assert near(into, expected(q, k, v, used, factors))
+
+
+def test_a_first_call_that_is_captured(hopper: torch.device) -> None:
+    """Without factors: what it makes lies in the memory of the graph, and goes with it; later calls make their own."""
+    k, v, _ = cache_of(hopper, 128)
+    q = torch.randn(BATCH * 4, HEADS[128][0], 128, device=hopper).bfloat16()
+    begins = offsets([4] * BATCH, hopper), offsets([ROOM] * BATCH, hopper)
+    module = load_for_launch(WORKSPACE.module_path("fwd_packed_kv8_decode_d128_causal"))
+    wanted = module.attention(q, k.flatten(0, 1), v.flatten(0, 1), *begins)
+    torch.cuda.synchronize()
+    module.units.clear()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = module.attention(q, k.flatten(0, 1), v.flatten(0, 1), *begins)
+    assert module.units == {}
+    graph.replay()
+    assert out.equal(wanted)
+    del out, graph
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    spoilt = [torch.full((size,), torch.nan, device=hopper) for size in (1, 128, 2**10, 2**20) for _ in range(64)]
+    assert module.attention(q, k.flatten(0, 1), v.flatten(0, 1), *begins).equal(wanted) and spoilt
 
 
 def test_packed_keys_of_8_bits_compiled(hopper: torch.device) -> None:

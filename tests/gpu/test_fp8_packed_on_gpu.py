@@ -97,16 +97,18 @@ def test_packed_sequences(dim: int, reach: Any, hopper: torch.device) -> None:
         assert found.equal(out)
 
 
+@pytest.mark.parametrize(("dim", "reach"), [*((dim, (None, 0)) for dim in HEADS), (128, (300, 0)), (128, (64, 70))])
 @pytest.mark.parametrize("seq_q", [1, 4, 100])
 @pytest.mark.parametrize("paged", [False, True])
-def test_a_cache(seq_q: int, paged: bool, hopper: torch.device) -> None:
+def test_a_cache(seq_q: int, paged: bool, dim: int, reach: Any, hopper: torch.device) -> None:
     """Contiguous, and in pages that lie in any order; replayed with other lengths and other factors."""
-    heads_q, heads_kv = HEADS[128]
-    q = random(hopper, BATCH, seq_q, heads_q, 128)
-    k, v = (random(hopper, BATCH, ROOM, heads_kv, 128, seed=seed) for seed in (1, 2))
+    heads_q, heads_kv = HEADS[dim]
+    q = random(hopper, BATCH, seq_q, heads_q, dim)
+    k, v = (random(hopper, BATCH, ROOM, heads_kv, dim, seed=seed) for seed in (1, 2))
     factors = {name: x.contiguous() for name, x in factors_of(BATCH, heads_kv, hopper).items()}
     used = torch.tensor([ROOM, 700, seq_q, 1500, 900], dtype=torch.int32, device=hopper)
-    given: dict[str, Any] = {"cache_seqlens": used, "causal": True, **factors}
+    given: dict[str, Any] = {"cache_seqlens": used, "causal": reach == (None, 0), **factors}
+    given |= {"window_size": reach} if reach[0] is not None else {}
     k_cache, v_cache = k, v
     if paged:
         order = torch.randperm(BATCH * ROOM // PAGE, device=hopper)
@@ -114,9 +116,7 @@ def test_a_cache(seq_q: int, paged: bool, hopper: torch.device) -> None:
         given["page_table"] = order.argsort().int().view(BATCH, -1)
 
     def right(out: torch.Tensor) -> bool:
-        rows = [
-            attended(q[i], k[i, :keys], v[i, :keys], i, factors, (None, 0)).out for i, keys in enumerate(used.tolist())
-        ]
+        rows = [attended(q[i], k[i, :keys], v[i, :keys], i, factors, reach).out for i, keys in enumerate(used.tolist())]
         return near(out, torch.cat(rows))
 
     assert right(flash_attn_with_kvcache(q, k_cache, v_cache, **given))
@@ -133,9 +133,10 @@ def test_a_cache(seq_q: int, paged: bool, hopper: torch.device) -> None:
 
 
 @pytest.mark.parametrize("num_splits", [0, 1, 3])
-def test_parts_of_few_queries(num_splits: int, hopper: torch.device) -> None:
-    heads_q, heads_kv = HEADS[128]
-    q, k, v = (random(hopper, 3, rows, heads, 128) for rows, heads in ((2, heads_q), *[(5000, heads_kv)] * 2))
+@pytest.mark.parametrize("dim", HEADS)
+def test_parts_of_few_queries(dim: int, num_splits: int, hopper: torch.device) -> None:
+    heads_q, heads_kv = HEADS[dim]
+    q, k, v = (random(hopper, 3, rows, heads, dim) for rows, heads in ((2, heads_q), *[(5000, heads_kv)] * 2))
     factors, used = factors_of(3, heads_kv, hopper), torch.tensor([5000, 1, 333], dtype=torch.int32, device=hopper)
     out = flash_attn_with_kvcache(q, k, v, cache_seqlens=used, causal=True, num_splits=num_splits, **factors)
     rows = [attended(q[i], k[i, :n], v[i, :n], i, factors, (None, 0)).out for i, n in enumerate(used.tolist())]

@@ -139,6 +139,7 @@ def _eight_bits(spec: Forward) -> Iterable[Answer]:
     if footprint.block_scales(spec):
         yield eight_bits.rows_of_block.ask("tile.q", tile.q)
         yield eight_bits.rows_of_block.ask("tile.kv", tile.kv)
+        yield eight_bits.sums_of_blocks.ask(footprint.promote_every(spec), footprint.stripes(spec))
         yield eight_bits.block_scale_kernel.ask("problem.layout", spec.problem.layout, ("dense",))
         yield eight_bits.block_scale_kernel.ask("mask", spec.mask.kind, ("none", "causal"))
         yield eight_bits.block_scale_kernel.ask("scheduler", spec.scheduler, ("single_tile", "static", "dynamic"))

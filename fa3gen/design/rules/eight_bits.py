@@ -198,6 +198,18 @@ def rows_of_block(field: str, rows: int) -> Violation | None:
     )
 
 
+@rule(kind=GENERATOR, topic="O = P V")
+def sums_of_blocks(promote_every: int, stripes: int) -> Violation | None:
+    """P V of each tile of keys is added to O by threads, since V of each tile has a factor."""
+    if promote_every == stripes == 1:
+        return None
+    return Violation(
+        "accumulate",
+        "with scales: block V of each tile of keys has a factor, by which threads add P V of the tile to O; use "
+        "accumulate: {promote_every: 1}, or scales: head",
+    )
+
+
 @rule(kind=GENERATOR, topic="softmax")
 def block_scale_kernel(field: str, value: str, rendered: Sequence[str]) -> Violation | None:
     """A step's own factor is rendered without a window, and where a CTA has all keys of its tiles of queries."""

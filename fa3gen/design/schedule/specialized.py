@@ -268,6 +268,7 @@ def _overlapped(spec: Forward, drawing: str) -> Iterator[Step]:
     yield from turns.first()
     if footprint.block_scales(spec):
         yield _consumers("tile", "read_scale", note="q_descale, and k_descale of the first two steps")
+        yield _consumers("tile", "read_scale", note="v_descale of the first step")
     yield from _first_scores(turns, "cta" if flattened else "tile")
     when = "with" if spec.softmax.mask_end == "always" else "if it holds"
     yield from _cap(spec, "tile")
@@ -275,6 +276,9 @@ def _overlapped(spec: Forward, drawing: str) -> Iterator[Step]:
     yield _consumers("tile", "softmax")
     yield _consumers("tile", "round", note=f"{_exponentials(spec)}, {_bits(spec)}")
     yield from _overlapped_step(spec, turns)
+    if footprint.block_scales(spec):
+        yield _consumers("step", "read_scale", note="k_descale of the next step")
+        yield _consumers("step", "read_scale", note="v_descale of this step, from global memory")
     if not footprint.keys_free_q(spec):
         yield _consumers("end", "release", on="q", note="Q has been read")
     yield from _next(spec, CONSUMERS, drawing)
@@ -313,8 +317,6 @@ def _overlapped_step(spec: Forward, turns: _Turns) -> Iterator[Step]:
     yield step("wait_products", in_flight=1)
     yield from turns.give("step")
     yield step("release", on="k", note="S is complete, P V runs on")
-    if footprint.block_scales(spec):
-        yield step("read_scale", note="k_descale of the next step, from global memory")
     yield from _cap(spec, "step")
     if not isinstance(spec.mask, NoMask):
         yield step("mask", note="boundary tiles only")
