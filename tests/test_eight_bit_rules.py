@@ -213,6 +213,15 @@ def test_block_scale_kernel(field: str, parts: dict[str, Any], message: str) -> 
     assert message in told[field] and told[field].endswith(", or scales: head")
 
 
+def test_sums_of_blocks() -> None:
+    """Threads add P V of each tile of keys to O, all columns at once."""
+    assert eight_bits.sums_of_blocks(1, 1) is None
+    for promote_every, stripes in ((0, 1), (4, 1), (1, 4)):
+        found = eight_bits.sums_of_blocks(promote_every, stripes)
+        assert found is not None and found.field == "accumulate" and "or scales: head" in found.message
+    assert "accumulate" in violations(spec_with("k8_d64", accumulate={"promote_every": 4}))
+
+
 def test_permuted_keys() -> None:
     legal, anywhere = ("permuted", "e4m3", None, "dense", "first_key"), "anywhere within 16"
     assert eight_bits.permuted_keys(*legal) is None
