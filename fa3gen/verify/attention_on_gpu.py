@@ -295,10 +295,15 @@ class Runner(ModuleRunner):
         lse = made.rows_of_lse(returned.lse) if self.spec.outputs.lse else returned.lse
         return Attention(made.rows_of(returned.out).clone(), lse.clone())
 
+    def _told(self, made: Inputs) -> dict[str, Any]:
+        """What else a caller would say of a case, since memory is made by it."""
+        return {}
+
     def _call(self, made: Inputs, *, scale: float | None = None) -> Attention:
         """Call with `out` given; without an LSE output the result's LSE is empty."""
         if self.spec.outputs.lse:
-            returned = self.entry(**made.given, **made.named, scale=scale, out=made.out, return_lse=True)
+            told = {**made.named, **self._told(made)}
+            returned = self.entry(**made.given, **told, scale=scale, out=made.out, return_lse=True)
             if not (isinstance(returned, tuple) and len(returned) == 2):
                 raise TypeError(f"return_lse=True should return (O, LSE), not {type(returned).__name__}")
             out, lse = returned

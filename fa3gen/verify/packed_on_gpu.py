@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 
+from fa3gen.design.splits import whole_parts
 from fa3gen.verify import packed_inputs
 from fa3gen.verify.attention_on_gpu import Runner, wrote_outside
-from fa3gen.verify.inputs import Case, poison, served
+from fa3gen.verify.inputs import Case, Inputs, poison, served
 from fa3gen.verify.packed_inputs import PackedCase, PackedInputs, sequences
 
 REPLAYS = 3
@@ -30,6 +31,11 @@ class PackedRunner(Runner):
     def _make(self, case: Case) -> PackedInputs:
         assert isinstance(case, PackedCase)
         return packed_inputs.make(self.spec, case, device=self.device, seed=self.seed)
+
+    def _told(self, made: Inputs) -> dict[str, Any]:
+        """Keys of the longest sequence, where there is memory for as many parts as the longest one may have."""
+        assert isinstance(made, PackedInputs)
+        return {"max_seqlen_k": max(made.shape.lengths_k, default=0)} if whole_parts(self.spec) else {}
 
     # -- checks
 
