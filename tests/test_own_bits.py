@@ -79,11 +79,8 @@ def test_one_module_serves_calls_of_every_size(mask: Mask, head_dim: int, page: 
     assert all(choice.row is None and choice.around == Stretch() and own_bits(choice.spec) for choice in choices)
     heads = choices[0].spec.tile.pack_heads
     largest = 1 if mask is WINDOW else {64: 8, 128: 4}[head_dim]
+    assert heads == (largest if group % largest == 0 and (page is None or page % 16 == 0) else 1)
     assert "the same bits in any batch" in str(choices[0])
-    if mask is WINDOW or (page or 0) % 16:
-        assert heads == (largest if group % largest == 0 and (page is None or page % 16 == 0) else 1)
-    else:
-        assert choices[0].spec.softmax.restart_every is not None and heads == 1
 
 
 @pytest.mark.parametrize("mask", MASKS[:2], ids=lambda mask: mask.kind)
@@ -91,7 +88,8 @@ def test_one_module_serves_calls_of_every_size(mask: Mask, head_dim: int, page: 
 @pytest.mark.parametrize("page", [None, 16, 256])
 def test_few_queries_have_parts_with_the_same_bits(mask: Mask, head_dim: int, page: int | None) -> None:
     """Of as many keys, in as large tiles: size decides on the module, and on nothing that a row's bits follow from."""
-    family = Family("bf16", head_dim, head_dim, mask, layout="packed" if page is None else "paged", page_rows=page)
+    whole = Family("bf16", head_dim, head_dim, mask, layout="packed" if page is None else "paged", page_rows=page)
+    family = whole._replace(part_keys={64: 512, 128: 384}[head_dim])
     for group in (1, 3, 16):
         many, few = (chosen(family, Size(4096, 64, 132, group, 1, own_bits=True, in_parts=parts)) for parts in (0, 1))
         assert whole_parts(few.spec) and own_bits(few.spec) and own_bits(many.spec)
@@ -100,9 +98,11 @@ def test_few_queries_have_parts_with_the_same_bits(mask: Mask, head_dim: int, pa
         assert chosen(family, Size(4096, 64, 132, group, 1, parts=1, own_bits=True, in_parts=True)).stem == many.stem
     # A tile has no room for as many heads.
     assert chosen(family, Size(4096, 64, 132, 17, 1, own_bits=True, in_parts=True)).stem == many.stem
-    if page is None:  # where nothing else is served, one module for all is
-        fp16 = chosen(family._replace(dtype="fp16"), Size(4096, 64, 132, 1, 1, own_bits=True, in_parts=True)).spec
-        assert fp16.split is fp16.softmax.restart_every is None
+    # Where nobody asks for parts of so many keys, and where there are none, no part begins.
+    unsplit = chosen(whole, Size(4096, 64, 132, 1, 1, own_bits=True)).spec
+    assert unsplit.split is unsplit.softmax.restart_every is None
+    with pytest.raises(NotRendered, match="the same bits in any batch"):
+        chosen(family._replace(dtype="fp16"), Size(4096, 64, 132, 1, 1, own_bits=True, in_parts=True))
 
 
 @pytest.mark.parametrize("mask", MASKS[:2], ids=lambda mask: mask.kind)

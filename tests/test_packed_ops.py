@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import fa3gen
 from fa3gen.design.family import Family
 from fa3gen.run import calls, packed_ops
-from fa3gen.run.dispatch import NO_LIMIT, ArgumentError, NoKernel
+from fa3gen.run.dispatch import NO_LIMIT, ArgumentError, NoKernel, NotRendered
 from fa3gen.spec.model import CausalMask, NoMask, WindowMask
 
 LENGTHS = ([3, 0, 5, 1], [4, 2, 9, 1])
@@ -137,6 +137,47 @@ def test_the_same_bits_in_any_batch_are_asked_for(way: str, request: pytest.Fixt
     assert modules.asked[-1][1].own_bits and modules.asked[-1][1].whole
     torch.ops.fa3gen.attention_packed_out(*tensors, torch.empty_like(tensors[0]), deterministic_batch=True)
     assert modules.asked[-1][1].own_bits and not modules.asked[-1][1].whole
+
+
+@BOTH_WAYS
+def test_parts_of_so_many_keys_are_asked_for(way: str, request: pytest.FixtureRequest) -> None:
+    """Each number in a look-up of its own; deterministic_batch may stand beside it, and says nothing more."""
+    modules: PackedModules = request.getfixturevalue(way)
+    tensors = packed_tensors(*LENGTHS)
+    options: list[dict[str, Any]] = [{}, {"split_keys": 384}, {"split_keys": 512, "deterministic_batch": True}]
+    for asked in (*options, *options):
+        assert fa3gen.attention_packed(*tensors, causal=True, **asked).equal(expected(*tensors)[0])
+    found = [(family.part_keys, size.own_bits) for family, size, _ in modules.asked]
+    assert list(dict.fromkeys(found)) == [(None, False), (384, True), (512, True)]
+    torch.ops.fa3gen.attention_packed_out(*tensors, torch.empty_like(tensors[0]), split_keys=384, num_splits=1)
+    family, size, _ = modules.asked[-1]
+    assert family.part_keys == 384 and size.whole and not size.in_parts
+    for wrong in (0, -1, "384", 2.0, True):
+        with pytest.raises(ArgumentError, match="split_keys is .*; it needs to be a number of keys"):
+            fa3gen.attention_packed(*tensors, split_keys=wrong)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match="num_splits is 2 beside split_keys, .* parts of 384: leave one"):
+        fa3gen.attention_packed(*tensors, split_keys=384, num_splits=2)
+
+
+@pytest.mark.parametrize("page", [None, 64])
+def test_parts_of_so_many_keys_have_modules(page: int | None) -> None:
+    explain = fa3gen.attention_packed.explain
+    q, k = (torch.empty(4, heads, 128, dtype=torch.bfloat16, device="meta") for heads in (8, 2))
+    rows = torch.empty(5, dtype=torch.int32, device="meta")
+    keys: dict[str, Any] = {"cu_seqlens_k": rows}
+    if page is not None:
+        k = torch.empty(9, page, 2, 128, dtype=torch.bfloat16, device="meta")
+        table = torch.empty(4, 2, dtype=torch.int32, device="meta")
+        keys = {"page_table": table, "seqused_k": rows[1:]}
+    kind = "packed" if page is None else "paged"
+    asked: dict[str, Any] = {**keys, "causal": True, "split_keys": 384}
+    assert explain(q, k, k, rows, **asked).stem == f"fwd_{kind}_decode_fixed_d128_causal"
+    assert explain(q, k, k, rows, **asked, max_seqlen_q=17).stem == f"fwd_{kind}_fixed_d128_causal"
+    assert explain(q, k, k, rows, **asked, num_splits=1).stem == f"fwd_{kind}_fixed_d128_causal"
+    own = explain(q, k, k, rows, **keys, causal=True, deterministic_batch=True)
+    assert own.spec.split is own.spec.softmax.restart_every is None
+    with pytest.raises(NotRendered, match="parts of 400"):
+        explain(q, k, k, rows, **{**asked, "split_keys": 400})
 
 
 def test_a_longest_length_on_the_gpu_is_not_looked_at(eager: PackedModules) -> None:

@@ -173,8 +173,13 @@ def check_scores(sinks: Any, softcap: Any) -> None:
         raise ArgumentError(f"softcap is {softcap!r}; it needs to be a finite and positive number, or None for no cap")
 
 
-def check_splits(num_splits: Any, *, deterministic_batch: bool = False) -> None:
-    """Raise ArgumentError for a number of parts of the keys that cannot be asked for."""
+def check_splits(num_splits: Any, *, deterministic_batch: bool = False, split_keys: Any = None) -> None:
+    """Raise ArgumentError for a number of parts of the keys, or of keys of a part, that cannot be asked for."""
+    if split_keys is not None and (type(split_keys) is not int or split_keys < 1):
+        raise ArgumentError(
+            f"split_keys is {split_keys!r}; it needs to be a number of keys, a multiple of a module's tile of them, or "
+            "None for parts of any size"
+        )
     if not isinstance(num_splits, int) or num_splits < 0:
         raise ArgumentError(
             f"num_splits is {num_splits!r}; it needs to be 0, for whatever was measured to be fastest, 1, for no "
@@ -185,6 +190,10 @@ def check_splits(num_splits: Any, *, deterministic_batch: bool = False) -> None:
             f"num_splits is {num_splits} beside deterministic_batch: where so many parts begin follows from how many "
             "keys there are, and so do the bits of a row; leave one of them out"
         )
+    if num_splits > 1 and split_keys is not None:
+        raise ArgumentError(
+            f"num_splits is {num_splits} beside split_keys, for keys into parts of {split_keys}: leave one of them out"
+        )
 
 
 def keys_of_parts(num_splits: Any, split_keys: Any, deterministic_batch: bool) -> int | None:
@@ -192,12 +201,7 @@ def keys_of_parts(num_splits: Any, split_keys: Any, deterministic_batch: bool) -
 
     Raises ArgumentError for what cannot be asked for.
     """
-    if split_keys is not None and (type(split_keys) is not int or split_keys < 1):
-        raise ArgumentError(
-            f"split_keys is {split_keys!r}; it needs to be a number of keys, a multiple of a module's tile of them, or "
-            "None for parts of any size"
-        )
-    check_splits(num_splits, deterministic_batch=deterministic_batch)
+    check_splits(num_splits, deterministic_batch=deterministic_batch, split_keys=split_keys)
     keys: int | None = splits.KEYS_OF_OWN_PARTS if deterministic_batch and split_keys is None else split_keys
     if num_splits and keys is not None:
         asked = "deterministic_batch, which splits keys" if split_keys is None else "split_keys, for keys"

@@ -646,15 +646,17 @@ def _able(
 def _of_own_bits(family: Family, size: Size, lse: bool, workspace: Workspace) -> Choice:
     """The module for calls of this family and group of heads, whatever their sizes. Raises NoKernel without any.
 
-    Rows of the table go by sizes, and another module may add up in another order. So they are not asked. Where there
-    are modules of parts that give a row the same bits whoever adds them up, it is one of these: `_of_same_parts`. Of
+    Rows of the table go by sizes, and another module may add up in another order. So they are not asked. Where parts of
+    so many keys are asked for, it is one that gives a row the same bits whoever adds them up: `_of_same_parts`. Of
     several others it is one of the production set, made for this mask, that copies most of a page at once, reads keys
     for as many heads of a group at once as it can, and has the largest tile; one that takes head after head, which is
     made for chunks of prompts beside decoding steps, comes last.
     """
     modules = list(_modules(workspace))
-    if found := _of_same_parts(modules, family, size, lse):
-        return found
+    if family.part_keys is not None:
+        if found := _of_same_parts(modules, family, size, lse):
+            return found
+        raise _missing(modules, family, size, lse, workspace)
     able = {stem: found for stem, found in _able(modules, family, size, lse).items() if own_bits(found[0].spec)}
     if not able:
         raise _missing(modules, family, size, lse, workspace)
@@ -683,41 +685,22 @@ def _of_same_parts(
 
     def rank(found: tuple[Variant[Forward], Path]) -> tuple[Any, ...]:
         variant, _ = found
-        spec, kv, keys = variant.spec, variant.spec.tile.kv, Family.of(variant.spec).part_keys or 0
-        return (
-            not _is_production(variant.stem),
-            spec.mask != family.mask,
-            -(page_rows(spec) or 0),
-            -kv,
-            keys,
-            variant.stem,
-        )
+        spec = variant.spec
+        fit = not _is_production(variant.stem), spec.mask != family.mask, -(page_rows(spec) or 0)
+        return *fit, -spec.tile.kv, variant.stem
 
-    lengths = {Family.of(variant.spec).part_keys for variant, _ in modules} - {None}
-    able = [
-        found
-        for keys in lengths
-        for found in _able(modules, family._replace(part_keys=keys), size, lse).values()
-        if own_bits(found[0].spec) and found[0].spec.problem.layout != "dense"
-    ]
+    able = [found for found in _able(modules, family, size, lse).values() if own_bits(found[0].spec)]
     by_one = min((found for found in able if found[0].spec.softmax.restart_every is not None), key=rank, default=None)
     if by_one is None:
         return None
-    kind = _parts_and_tiles(by_one[0].spec)
-    by_many = [each for each in able if each[0].spec.split is not None and _parts_and_tiles(each[0].spec) == kind]
-    reason = f"deterministic_batch: parts of {kind[0]} keys, which a CTA has all and adds up, of calls of any size"
+    kv = by_one[0].spec.tile.kv
+    by_many = [each for each in able if each[0].spec.split is not None and each[0].spec.tile.kv == kv]
+    reason = f"split_keys: parts of {family.part_keys} keys, which a CTA has all and adds up, of calls of any size"
     if by_many and size.in_parts:
         by_one = min(by_many, key=rank)
-        reason = (
-            f"deterministic_batch, few queries: a CTA for each part of {kind[0]} keys; else one would have them all"
-        )
+        reason = f"split_keys, few queries: a CTA for each part of {family.part_keys} keys, where else one has them all"
     variant, file = by_one
     return Choice(variant.stem, file, variant.spec, variant.source, None, f"{reason}, with the same bits")
-
-
-def _parts_and_tiles(spec: Forward) -> tuple[int | None, int]:
-    """What decides on a row's bits, beside the family: keys of a part and of a tile."""
-    return Family.of(spec).part_keys, spec.tile.kv
 
 
 def _missing(

@@ -23,9 +23,9 @@ from fa3gen.run.eight_bits import EIGHT_BITS, FACTORS, Factors
 # Where keys lie: (cu_seqlens_k, page_table, seqused_k). What changes scores: (sinks, softcap).
 Keys = tuple[Any, Any, Any]
 Scores = tuple[Any, Any]
-# How it is computed: (num_splits, deterministic_batch), and what these are by default.
-How = tuple[int, bool]
-USUAL: How = 0, False
+# How it is computed: (num_splits, deterministic_batch, split_keys), and what these are by default.
+How = tuple[int, bool, int | None]
+USUAL: How = 0, False, None
 
 
 def _explain(
@@ -52,6 +52,7 @@ def _explain(
     return_lse: bool = False,
     deterministic_batch: bool = False,
     num_splits: int = 0,
+    split_keys: int | None = None,
     render: bool = False,
 ) -> Choice:
     """Which module `fa3gen.attention_packed` takes for these arguments, and why; `print` it.
@@ -61,8 +62,8 @@ def _explain(
     no module is found; with `render`, one is rendered, and not yet compiled.
     """
     keys, scores, factors = (cu_seqlens_k, page_table, seqused_k), (sinks, softcap), (q_descale, k_descale, v_descale)
-    family = _family(q, k, v, cu_seqlens_q, keys, out, causal, window, scores, factors)
-    how = num_splits, deterministic_batch
+    how = num_splits, deterministic_batch, split_keys
+    family = _family(q, k, v, cu_seqlens_q, keys, out, causal, window, scores, factors)._replace(part_keys=split_keys)
     size = _size(q, v, cu_seqlens_q, page_table, (max_seqlen_q, max_seqlen_k), window, how)
     sequences = max(cu_seqlens_q.shape[0] - 1, 1)
     seq_q, seq_k = (-(-rows // sequences) for rows in (q.shape[0], _rows(v, page_table)))
@@ -95,6 +96,7 @@ def attention_packed(
     return_lse: bool = False,
     deterministic_batch: bool = False,
     num_splits: int = 0,
+    split_keys: int | None = None,
     render: bool = False,
 ) -> Any:
     """O = softmax(scale Q K^T) V of packed sequences (varlen) on a Hopper GPU, by the fastest generated module.
@@ -134,18 +136,22 @@ def attention_packed(
         return_lse: Return (O, LSE), LSE the natural logarithm of each row's sum of exponentials,
             (heads_q, total_q) float32.
         deterministic_batch: O and LSE of a row are the same bits whatever else the call has: alone, in any batch, at
-            any place of it, beside sequences of any lengths, all queries at once, in chunks or one by one. bfloat16 of
-            head dims 64 and 128, causal or without a mask, packed or in pages of a multiple of 16, has two modules for
-            it, which add up parts of as many keys in the same order. One has a CTA for each part: it serves calls of
-            which the host knows that no sequence has more than 16 queries, and whose parts take no more than 1 GiB,
-            for which max_seqlen_k should be given. In the other a CTA has all keys of its queries. All else has one
-            module for any size, by dtype, head dims, mask, page size and group of heads, which does not split keys: for
-            prompts it is about as fast as any, for few queries slower than what is chosen without.
+            any place of it, beside sequences of any lengths, all queries at once, in chunks or one by one. By dtype,
+            head dims, mask, page size and group of heads one module serves calls of any size, which does not split
+            keys: for prompts it is about as fast as any, for few queries slower than what is chosen without; see
+            split_keys.
         num_splits: In how many parts the keys of a tile of queries come, as for `fa3gen.attention`: 0 for whatever was
             measured to be fastest, 1 for no module that splits them. Of more, as many in the mean: the host knows no
             lengths, and all keys of all sequences are cut into equal shares of CTAs, as many as there would be tiles of
             queries if all sequences were equally long, times num_splits; none has fewer than two tiles of keys. 1
             changes nothing beside deterministic_batch, and more are refused.
+        split_keys: Of how many keys a part is, from the first key on: 384 at head dim 128 and 512 at 64, in bfloat16,
+            causal or without a mask, packed or in pages of a multiple of 16. A row's bits are its own, as with
+            deterministic_batch, which may stand beside it, and other bits than without split_keys. Two modules add up
+            parts of as many keys in the same order. One has a CTA for each part: it serves calls of which the host
+            knows that no sequence has more than 16 queries, and whose parts take no more than 1 GiB, for which
+            max_seqlen_k should be given. In the other a CTA has all keys of its queries, and so it is with
+            num_splits=1. Other numbers of splits are refused beside it.
         render: Where no module serves the call, render and compile one, as for `fa3gen.attention`.
 
     Returns:
@@ -169,17 +175,18 @@ def attention_packed(
         if not is_dynamo_compiling():
             # Its messages are better than those of a schema.
             _family(q, k, v, cu_seqlens_q, keys, out, causal, window, scores, factors)
-            _check_how(q, (num_splits, deterministic_batch))
+            _check_how(q, (num_splits, deterministic_batch, split_keys))
         options: dict[str, Any] = {"page_table": page_table, "seqused_q": seqused_q, "seqused_k": seqused_k}
         options |= {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k, "causal": causal, "window": window}
         options |= {"scale": scale, "return_lse": return_lse}
         options |= {**named_scores(sinks, softcap), **_given_factors(factors)}
         options |= ({"num_splits": num_splits} if num_splits else {}) | ({"render": True} if render else {})
         options |= {"deterministic_batch": True} if deterministic_batch else {}
+        options |= {"split_keys": split_keys} if split_keys is not None else {}
         return _by_operator(q, k, v, cu_seqlens_q, cu_seqlens_k, out, options)
     if window is not None and type(window) is not tuple:
         window = calls.window_tuple(window)
-    how = num_splits, deterministic_batch
+    how = num_splits, deterministic_batch, split_keys
     longest = max_seqlen_q, max_seqlen_k
     asked = q, k, v, cu_seqlens_q, keys, longest, out, causal, window, scores, return_lse, how, factors
     try:
@@ -189,7 +196,7 @@ def attention_packed(
         serving = _serving(*asked)
     if checks.CHECKING:
         _check(q, k, cu_seqlens_q, keys, seqused_q, longest)
-    if deterministic_batch:
+    if split_keys is not None:
         serving = _told_longest(serving, max_seqlen_k)
     if sinks is not None or softcap is not None:
         serving = functools.partial(serving, **named_scores(sinks, softcap))
@@ -276,24 +283,25 @@ def _refuse_q_descale(q: Tensor, factors: Factors) -> None:
 
 def _check_how(q: Tensor, how: How) -> None:
     """Raise ArgumentError for what cannot be asked for, and for what calls with q of 8 bits are not served with."""
-    num_splits, deterministic_batch = how
-    calls.check_splits(num_splits, deterministic_batch=deterministic_batch)
-    if deterministic_batch and q.dtype is EIGHT_BITS:
-        eight_bits.refuse(q, {"deterministic_batch": deterministic_batch})
+    num_splits, deterministic_batch, split_keys = how
+    calls.check_splits(num_splits, deterministic_batch=deterministic_batch, split_keys=split_keys)
+    if (deterministic_batch or split_keys is not None) and q.dtype is EIGHT_BITS:
+        asked = {"deterministic_batch": deterministic_batch or None, "split_keys": split_keys}
+        eight_bits.refuse(q, {name: given for name, given in asked.items() if given is not None})
 
 
 def _size(
     q: Any, v: Any, cu_seqlens_q: Any, page_table: Any, longest: tuple[Any, Any], window: Window, how: How
 ) -> Size:
     """The size of a call as the host knows it. Raises ArgumentError for a number of parts that cannot be asked for."""
-    num_splits, deterministic_batch = how
+    num_splits, deterministic_batch, split_keys = how
     _check_how(q, how)
     (total_q, heads_q, _), (heads_kv, _) = q.shape, v.shape[-2:]
     offsets, total_k = cu_seqlens_q.shape[0], _rows(v, page_table)
     keys, tiles, queries, mean = _extents(total_q, total_k, offsets, heads_q, *longest, window)
     group, sms = heads_q // (heads_kv or 1), gpu.sm_count(q.get_device())
-    how_many, own = int(num_splits), bool(deterministic_batch)
-    in_parts = own and _in_parts(q, v, page_table, queries, longest)
+    how_many, own = int(num_splits), bool(deterministic_batch) or split_keys is not None
+    in_parts = split_keys is not None and _in_parts(q, v, page_table, queries, longest)
     return Size(keys, tiles, sms, group, queries, how_many, own, in_parts, mean_queries=mean)
 
 
@@ -370,14 +378,14 @@ def _serving(
         if k.dtype is not q.dtype:
             key += (k.dtype, v.dtype)
         if how != USUAL:
-            in_parts = how[1] and _in_parts(q, v, page_table, queries, longest)
+            in_parts = how[2] is not None and _in_parts(q, v, page_table, queries, longest)
             key += ("num_splits and deterministic_batch", how, in_parts)
         for least_keys, most_keys, least_tiles, most_tiles, attention in stretches.get(key, ()):
             if least_keys <= length <= most_keys and least_tiles <= tiles <= most_tiles:
                 return attention
     except (AttributeError, IndexError, TypeError, ValueError):
         pass  # not three dimensions, or no tensor: what follows says so
-    family = _family(q, k, v, cu_seqlens_q, keys, out, causal, window, scores, factors)
+    family = _family(q, k, v, cu_seqlens_q, keys, out, causal, window, scores, factors)._replace(part_keys=how[2])
     size = _size(q, v, cu_seqlens_q, page_table, longest, window, how)
     return calls.found(key, family, size, lse=return_lse)
 
@@ -430,17 +438,19 @@ def _packed(
     return_lse: bool = False,
     deterministic_batch: bool = False,
     num_splits: int = 0,
+    split_keys: int | None = None,
     render: bool = False,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
     """`fa3gen::attention_packed`: O and LSE, which has no rows unless `return_lse`."""
     reach = None if window is None else tuple(window)
     keys = cu_seqlens_k, page_table, seqused_k
-    scores, how, factors = (sinks, softcap), (num_splits, deterministic_batch), (q_descale, k_descale, v_descale)
+    scores, factors = (sinks, softcap), (q_descale, k_descale, v_descale)
+    how = num_splits, deterministic_batch, split_keys
     longest = max_seqlen_q, max_seqlen_k
     asked = q, k, v, cu_seqlens_q, keys, longest, out, causal, reach, scores, return_lse, how, factors
     serving = calls.or_rendered(_serving, *asked, allowed=render, compiled=q.is_cuda)
-    if deterministic_batch:
+    if split_keys is not None:
         serving = _told_longest(serving, max_seqlen_k)
     if checks.CHECKING:
         _check(q, k, cu_seqlens_q, keys, options.get("seqused_q"), longest)
@@ -478,12 +488,13 @@ def _packed_fake(
     return_lse: bool = False,
     deterministic_batch: bool = False,
     num_splits: int = 0,
+    split_keys: int | None = None,
     **_: Any,
 ) -> tuple[Tensor, Tensor]:
     """What can be wrong with tensors that have no memory shows when a model is traced."""
     keys, scores, factors = (cu_seqlens_k, page_table, seqused_k), (sinks, softcap), (q_descale, k_descale, v_descale)
     _family(q, k, v, cu_seqlens_q, keys, out, causal, window, scores, factors)
-    _check_how(q, (num_splits, deterministic_batch))
+    _check_how(q, (num_splits, deterministic_batch, split_keys))
     calls.need_sinks(sinks, q.shape[1])
     calls.need(
         k.shape[-1] == q.shape[2],
@@ -533,7 +544,8 @@ _OPTIONS = (
     "Tensor? seqused_q=None, Tensor? seqused_k=None, "
     "bool causal=False, int[]? window=None, Tensor? sinks=None, float? softcap=None, "
     "Tensor? q_descale=None, Tensor? k_descale=None, Tensor? v_descale=None, float? scale=None, "
-    "bool return_lse=False, bool deterministic_batch=False, int num_splits=0, bool render=False"
+    "bool return_lse=False, bool deterministic_batch=False, int num_splits=0, int? split_keys=None, "
+    "bool render=False"
 )
 calls.register(f"attention_packed({_INPUTS}, {_OPTIONS}) -> (Tensor, Tensor)", _packed, _packed_fake)
 calls.register(f"attention_packed_out({_INPUTS}, Tensor(a!) out, {_OPTIONS}) -> Tensor", _packed_out, _packed_out_fake)

@@ -1,12 +1,11 @@
-"""What `deterministic_batch=True` costs packed sequences and pages, and where which of its kinds of modules is faster.
+"""What the same bits in any batch cost packed sequences and pages, and where which kind of modules is faster.
 
     python tests/gpu/own_bits_speeds.py [--page 16] [--mask none]     on a machine with a Hopper GPU, from a checkout
 
 times, for lists of lengths as chats, documents and decoding steps have them, from CUDA graphs in shuffled rounds: the
-call without deterministic_batch (free), with it (own), the module in which a CTA has a part of the keys (parts), the
-one in which a CTA has them all and adds parts up (whole), and the module that does not split keys (unsplit), which
-such calls had before there were parts. It prints a Markdown table of speeds over that of the free call, and no
-record.
+call as usual (free), with split_keys (own), the module in which a CTA has a part of the keys (parts), the one in which
+a CTA has them all and adds parts up (whole), and a module that does not split keys (unsplit), as deterministic_batch
+takes. It prints a Markdown table of speeds over that of the free call, and no record.
 """
 
 from __future__ import annotations
@@ -24,30 +23,32 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from packed_cells import in_pages, tensors  # noqa: E402
-
 import fa3gen  # noqa: E402
 from fa3gen.design.family import Family, PackedShape  # noqa: E402
 from fa3gen.design.workspace import Workspace  # noqa: E402
 from fa3gen.measure.bench import require_hopper  # noqa: E402
 from fa3gen.measure.packed_cells import DECODING_LENGTHS, HEADS, PACKED_LENGTHS  # noqa: E402
+from fa3gen.measure.packed_speeds import Inputs  # noqa: E402
 from fa3gen.measure.tuning.measuring import CudaTimer  # noqa: E402
 from fa3gen.records.packed_records import PackedProblem  # noqa: E402
 from fa3gen.run.launch import load_for_launch  # noqa: E402
 from fa3gen.spec.model import CausalMask, NoMask  # noqa: E402
 
 BURST_MS, ROUNDS, SEED = 8.0, 7, 0
+KEYS_OF_PARTS = {64: 512, 128: 384}  # by head dim
 MOST_BYTES = 2**31  # of parts: longer lists have the other kind
 
 
 def runs_of(problem: PackedProblem, device: torch.device, ways: dict[str, str]) -> dict[str, float]:
     """Milliseconds of each way to compute a cell."""
-    inputs, timer = tensors(problem, device), CudaTimer(device)
-    q, k, v, rows_q, *where = inputs if problem.page is None else in_pages(problem, inputs)
-    most_q, most_k = max(problem.lengths_q), max(problem.lengths_k)
-    named = {"cu_seqlens_k": where[0]} if problem.page is None else {"page_table": where[0], "seqused_k": where[1]}
+    made, timer = Inputs.of(problem, device).call, CudaTimer(device)
+    q, k, v, rows_q, most_k = made.q, made.k, made.v, made.cu_seqlens_q, made.max_seqlen_k
+    named: dict[str, Any] = {"cu_seqlens_k": made.cu_seqlens_k}
+    if problem.page is not None:
+        named = {"page_table": made.page_table, "seqused_k": made.seqused_k}
+    where = list(named.values())
     options: dict[str, Any] = {"causal": isinstance(problem.family.mask, CausalMask), **named}
-    options |= {"max_seqlen_q": most_q, "max_seqlen_k": most_k}
+    options |= {"max_seqlen_q": made.max_seqlen_q, "max_seqlen_k": most_k}
     runs, kept = {}, []
     for way, stem in ways.items():
         out = torch.full_like(q, math.nan)
@@ -58,11 +59,14 @@ def runs_of(problem: PackedProblem, device: torch.device, ways: dict[str, str]) 
             told = {"max_seqlen_k": most_k} if way == "parts" else {}
 
         def launch(
-            own: bool = way == "own", module: Any = module, out: torch.Tensor = out, told: Any = told
+            keys: int | None = KEYS_OF_PARTS[problem.head_dim] if way == "own" else None,
+            module: Any = module,
+            out: torch.Tensor = out,
+            told: Any = told,
         ) -> torch.Tensor:
             if module is not None:
                 return module.attention(q, k, v, rows_q, *where, out=out, **told)
-            return fa3gen.attention_packed(q, k, v, rows_q, out=out, deterministic_batch=own, **options)
+            return fa3gen.attention_packed(q, k, v, rows_q, out=out, split_keys=keys, **options)
 
         launch()
         run, captured = timer.burst(launch, max(1, math.ceil(BURST_MS / timer.once(launch))))

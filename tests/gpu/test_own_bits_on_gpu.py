@@ -13,6 +13,7 @@ from packed_modules import offsets
 import fa3gen
 
 LENGTHS = [(300, 2000), (1, 700), (129, 129), (16, 4000)]  # queries and keys
+KEYS_OF_PARTS = {64: 512, 128: 384}  # by head dim
 Request = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 Found = tuple[torch.Tensor, torch.Tensor]
 
@@ -66,7 +67,7 @@ def test_parts_have_the_same_bits_whoever_adds_them_up(
 
     lengths = [(1, 1), (1, 383), (1, 384), (2, 385), (16, 511), (3, 512), (1, 513), (7, 5000), (1, 20_000), (9, 4)]
     requests = [(drawn(n, heads[0], 2.0), drawn(m, heads[1]), drawn(m, heads[1])) for n, m in lengths]
-    options: dict[str, Any] = {"causal": causal}
+    options: dict[str, Any] = {"causal": causal, "split_keys": KEYS_OF_PARTS[head_dim]}
     many = call(requests, None, page, **options)
     for told in ({"max_seqlen_q": 16}, {"max_seqlen_q": 16, "max_seqlen_k": 20_000}):
         few = call(requests, None, page, **options, **told)
@@ -78,10 +79,12 @@ def test_parts_have_the_same_bits_whoever_adds_them_up(
     prompt = drawn(700, heads[0]), drawn(700, heads[1]), drawn(700, heads[1])
     assert same(call([prompt, (q, k, v)], None, page, **options)[1], many[8])
     if causal:  # each row of a prompt as a step of decoding
-        [at_once] = call([prompt], None, page)
+        [at_once] = call([prompt], None, page, **options)
         for i in (0, 95, 96, 383, 384, 511, 512, 699):
             step = prompt[0][i : i + 1], prompt[1][: i + 1], prompt[2][: i + 1]
-            assert same(call([step, requests[6]], None, page)[0], (at_once[0][i : i + 1], at_once[1][:, i : i + 1]))
+            assert same(
+                call([step, requests[6]], None, page, **options)[0], (at_once[0][i : i + 1], at_once[1][:, i : i + 1])
+            )
 
 
 @pytest.mark.parametrize("page", [None, 64])
@@ -92,7 +95,7 @@ def test_one_graph_serves_all_lengths(page: int | None) -> None:
     q = torch.randn(count, heads[0], 128, device="cuda", generator=generator).bfloat16()
     k, v = (torch.randn(count * most, heads[1], 128, device="cuda", generator=generator).bfloat16() for _ in range(2))
     used = torch.full((count,), most, dtype=torch.int32, device="cuda")
-    options: dict[str, Any] = {"causal": True, "deterministic_batch": True, "return_lse": True, "seqused_k": used}
+    options: dict[str, Any] = {"causal": True, "split_keys": 384, "return_lse": True, "seqused_k": used}
     options |= {"max_seqlen_q": 1, "max_seqlen_k": most}
     keys: tuple[torch.Tensor, ...] = k, v
     if page is None:
@@ -112,7 +115,7 @@ def test_one_graph_serves_all_lengths(page: int | None) -> None:
         for i, length in enumerate(lengths):
             one = q[i : i + 1], k[i * most : i * most + length], v[i * most : i * most + length]
             if length:
-                alone = call([one], None, page)[0]
+                alone = call([one], None, page, split_keys=384)[0]
                 assert same(alone, (replayed[0][i : i + 1], replayed[1][:, i : i + 1]))
             else:
                 assert not replayed[0][i].any() and replayed[1][:, i].isneginf().all()
@@ -122,7 +125,7 @@ def test_which_modules_serve() -> None:
     q, k = torch.empty(4, 8, 128, device="cuda", dtype=torch.bfloat16), torch.empty(4096, 2, 128, device="cuda")
     k, rows = k.bfloat16(), offsets([1] * 4, "cuda")
     explain = fa3gen.attention_packed.explain  # type: ignore[attr-defined]
-    options: dict[str, Any] = {"causal": True, "deterministic_batch": True}
+    options: dict[str, Any] = {"causal": True, "split_keys": 384}
     asked = q, k, k, rows, offsets([1024] * 4, "cuda")
     assert explain(*asked, **options).stem == "fwd_packed_decode_fixed_d128_causal"
     assert explain(*asked, **options, max_seqlen_q=17).stem == "fwd_packed_fixed_d128_causal"
