@@ -27,6 +27,7 @@ from fa3gen.design.family import PackedShape, Shape
 from fa3gen.design.footprint import persistent
 from fa3gen.design.masks import USUAL_WINDOW, given_with_calls, of_call, reach
 from fa3gen.design.schedule import full_tiles
+from fa3gen.design.splits import tiles_of_step, whole_parts
 from fa3gen.design.work import KeyTiles, key_tiles
 from fa3gen.design.workspace import Workspace
 from fa3gen.inspect import report
@@ -440,15 +441,15 @@ def place_of(number: int, packs: int, group: int, pack: int) -> tuple[int, int]:
 
 
 def check_line(place_in_sequence: Any, spec: Spec, heads: int) -> None:
-    """Steps of a sequence: of each tile of queries all tiles of keys, one at least."""
+    """Steps of a sequence: of each tile of queries all tiles of keys, or all whole parts of these, one at least."""
     sequences = ((70, 900), (0, 9), (1, 0), (5, 64))
     shape = PackedShape(*map(tuple, zip(*sequences, strict=True)), heads, heads)
     order = list(tile_order.taken(spec, shape))
     found: list[tuple[int, int, int]] = []
     for number, (seq_q, seq_k) in enumerate(sequences):
-        steps = max(-(-seq_k // spec.tile.kv), 1)
+        steps = max(-(-seq_k // (spec.tile.kv * tiles_of_step(spec))), 1)
         for step in range(-(-seq_q // tile_order.positions(spec)) * heads * steps):
-            if spec.tile.kv_from == "window":  # whose number of tiles of keys the caller has to know
+            if spec.tile.kv_from == "window" or whole_parts(spec):  # the caller has to know how many there are
                 m_block, head, n_block = place_in_sequence(step, seq_q, steps)
             else:
                 m_block, head, n_block, n_blocks = place_in_sequence(step, seq_q, seq_k)
