@@ -96,6 +96,14 @@ def test_a_kernel_whose_keys_come_in_parts(workspace: Path, capsys: pytest.Captu
     assert (workspace / f"{stem}.perfetto.json").is_file()
 
 
+def test_a_kernel_that_is_dealt_whole_parts(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of 2,730 keys six parts for each of two tiles, and of 64 one: 13, of which the first of three CTAs has five."""
+    stem = "fwd_packed_decode_fixed_d64"
+    assert cli.main(["trace", stem]) == 0
+    assert "keys in parts: 13 of 512 keys, 5 parts for each of 3 SMs" in capsys.readouterr().out
+    assert keys_of_cta(workspace, stem) == 5 * 4
+
+
 def test_heads_of_a_tile_that_takes_any_group(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Ten heads of one kv head are a tile of eight and one of two; a tile of four takes no group of ten.
 

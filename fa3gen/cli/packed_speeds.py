@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from fa3gen.design.workspace import Workspace
     from fa3gen.measure.packed_speeds import PackedCompetitor, Speed
     from fa3gen.records.packed_records import PackedProblem, PackedRecord
+    from fa3gen.run.gpu import Environment
     from fa3gen.spec.model import Forward
     from fa3gen.spec.specfile import Variant
 
@@ -209,16 +210,17 @@ def record(
     """
     from fa3gen.measure.packed_speeds import ROUNDS
     from fa3gen.records import packed_records
+    from fa3gen.run import gpu
 
     cells = _cells_of(workspace, [variant.stem for variant in variants])
-    able = {problem.file_name: own for problem, own in cells}
+    able, around = {problem.file_name: own for problem, own in cells}, gpu.environment()
     records, failed = [], []
     how = {"rounds": rounds or ROUNDS, "burst_ms": burst_ms, "jobs": jobs}
     for problem, speeds in _speeds(workspace, cells, (), say, "fa3gen tune", **how):
         failed += (wrong := [f"{one.name}: {one.reason}, {problem.label}" for one in speeds if one.failed])
         if wrong:
             continue
-        records.append(_record_of(workspace, problem, able[problem.file_name], speeds))
+        records.append(_record_of(workspace, problem, able[problem.file_name], speeds, around))
         if write:
             packed_records.save(workspace, records[-1:])
     if write:
@@ -230,14 +232,18 @@ def record(
 
 
 def _record_of(
-    workspace: Workspace, problem: PackedProblem, variants: Sequence[Variant[Forward]], speeds: Sequence[Speed]
+    workspace: Workspace,
+    problem: PackedProblem,
+    variants: Sequence[Variant[Forward]],
+    speeds: Sequence[Speed],
+    around: Environment,
 ) -> PackedRecord:
     from fa3gen.measure.bench import require_hopper
     from fa3gen.records import packed_records
     from fa3gen.records.packed_records import PackedRecord
     from fa3gen.run import gpu
 
-    around, index = gpu.environment(), require_hopper().index or 0
+    index = require_hopper().index or 0
     found = {one.name: one.tflops for one in speeds}
     of_modules = [(variant, speed) for variant in variants if (speed := found[variant.stem]) is not None]
     return PackedRecord(

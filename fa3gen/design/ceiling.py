@@ -210,7 +210,8 @@ def parts(problem: Problem, sms: int) -> list[list[Part]]:
     spec, shape = problem.spec, problem.shape
     heads = min(shape.heads_q // max(shape.heads_kv, 1), spec.tile.pack_heads)
     found: list[list[Part]] = []
-    room, unit = 0, tiles_of_step(spec)
+    room, unit, even = 0, tiles_of_step(spec), spec.scheduler == "even"
+    share = share_of(spec, shape, sms, problem.num_splits) if even else 0
     for entry in tile_order.taken(spec, shape):
         lengths = shape.sequences[entry.batch]
         steps, end = steps_of_tile(spec, shape, lengths[1]), problem.of_lengths[lengths][entry.m_block].end
@@ -218,9 +219,9 @@ def parts(problem: Problem, sms: int) -> list[list[Part]]:
         cuts = [0]
         places: list[list[Part]] = []
         while cuts[-1] < steps:
-            if room == 0 or spec.scheduler != "even":
+            if room == 0 or not even:
                 found.append([])
-                room = _room(problem, steps, sms)
+                room = share if even else _steps_of_part(problem, steps, sms)
             places.append(found[-1])
             taken = min(steps - cuts[-1], room) if unit == 1 else 1  # whole parts are begun anew
             cuts.append(cuts[-1] + taken)
@@ -230,14 +231,12 @@ def parts(problem: Problem, sms: int) -> list[list[Part]]:
     return found
 
 
-def _room(problem: Problem, steps: int, sms: int) -> int:
-    """Steps of an even share, or of a part of a tile of so many."""
-    spec, shape, asked = problem.spec, problem.shape, problem.num_splits
-    if spec.scheduler == "even":
-        return share_of(spec, shape, sms, asked)
+def _steps_of_part(problem: Problem, steps: int, sms: int) -> int:
+    """Steps of a part of a tile of so many, of dense tensors."""
+    spec = problem.spec
     if spec.split is not None and spec.split.keys is not None:
         return spec.split.keys // spec.tile.kv
-    return -(-steps // num_parts(spec, shape, sms, asked))
+    return -(-steps // num_parts(spec, problem.shape, sms, problem.num_splits))
 
 
 def occupancy(spec: Spec, registers: int | None = None) -> Occupancy:

@@ -66,9 +66,14 @@ def most_keys(shape: Shape | PackedShape) -> int:
 
 
 def kept_parts(spec: Forward, shape: Shape | PackedShape, num_sms: int) -> int:
-    """Parts that there is memory for. Of dense tensors a single one goes to O; of packed sequences all are added up."""
-    several = num_parts(spec, shape, num_sms)
-    return several if several > 1 or whole_parts(spec) else 0
+    """Parts that there is memory for, all of them; 0 of equal shares, whose parts are those of CTAs.
+
+    Of dense tensors a single one goes to O; whole parts of packed sequences are all added up.
+    """
+    if whole_parts(spec):
+        return num_parts(spec, shape, num_sms)
+    several = num_parts(spec, shape, num_sms) if spec.scheduler != "even" else 1
+    return several if several > 1 else 0
 
 
 def parts_asked(steps: int, asked: int) -> int:

@@ -216,9 +216,8 @@ def score_phases(spec: Forward) -> tuple[float, float, float]:
     if spec.softmax.row_max == "first":
         return capped, 3 * scores, rounded
     moved: float = VOTE_INSTRUCTIONS if lazy else rows * spec.problem.v_dim // lanes
-    if (
-        spec.softmax.restart_every is not None
-    ):  # in place of rescaling O is multiplied, added and set to 0, now and then
+    if spec.softmax.restart_every is not None:
+        # In place of rescaling O is multiplied, added and set to 0, now and then.
         moved += 2 * moved * spec.tile.kv / spec.softmax.restart_every
     return scores + capped + scaled, 3 * scores, moved + rounded
 

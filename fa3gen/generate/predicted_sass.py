@@ -109,9 +109,8 @@ def _shared_stores(spec: Forward, matrices: int) -> dict[str, int] | None:
         threads = footprint.converting_warps(spec) * hopper.WARP
         elements = spec.tile.kv * (spec.problem.head_dim + spec.problem.v_dim)
         stores["STS.128"] += elements * spec.element.bits // VECTOR_BITS // threads
-    if spec.split is not None and not splits.whole_parts(
-        spec
-    ):  # what a warp has added up: a lane's columns in float32, the largest LSE and a sum
+    if spec.split is not None and not splits.whole_parts(spec):
+        # What a warp has added up: a lane's columns in float32, the largest LSE and a sum.
         bits = spec.problem.v_dim // hopper.WARP * FP32.bits
         vector = min(bits & -bits, VECTOR_BITS)
         stores[f"STS.{vector}"] = stores.get(f"STS.{vector}", 0) + bits // vector

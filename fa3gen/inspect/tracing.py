@@ -136,7 +136,8 @@ def run_kernel(
     """The same with a kernel at hand, whose settings are as before afterwards."""
     before, kernel.settings = kernel.settings, Settings(schedule, recorded, ctas, sms=problem.sms_of(variant.spec))
     try:
-        attention(kernel, variant.spec, drawn(variant.spec, problem), _parts(variant.spec, problem))
+        kept = splits.kept_parts(variant.spec, problem.shape, problem.sms_of(variant.spec))
+        attention(kernel, variant.spec, drawn(variant.spec, problem), kept)
     except Hazard as hazard:
         return hazard
     finally:
@@ -144,18 +145,11 @@ def run_kernel(
     return None
 
 
-def _parts(spec: Forward, problem: Problem) -> int:
-    """Of dense tensors the number of parts that the entry point counts; 1 where keys are not split like that."""
-    if spec.split is None or spec.scheduler == "even":
-        return 1
-    return splits.num_parts(spec, problem.shape, problem.sms_of(spec))
-
-
-def attention(kernel: CpuKernel, spec: Forward, made: Inputs, parts: int = 1) -> Attention:
+def attention(kernel: CpuKernel, spec: Forward, made: Inputs, kept: int = 0) -> Attention:
     """O and LSE of a module's kernel; the LSE of a module without one is all NaN, and so is what nobody wrote.
 
-    They are as the call of the module returns them, its keys in so many parts. Raises Hazard for the first fault,
-    OutsideModel for what the model lacks.
+    They are as the call of the module returns them, with memory for so many parts of the keys. Raises Hazard for the
+    first fault, OutsideModel for what the model lacks.
     """
     given: dict[str, Any] = {**made.given, **made.keywords, "out": made.out, "num_sms": kernel.settings.sms}
     given |= {"enable_pdl": 0, "scale": made.q.shape[-1] ** -0.5}
@@ -163,7 +157,7 @@ def attention(kernel: CpuKernel, spec: Forward, made: Inputs, parts: int = 1) ->
         given["sinks"] = made.sinks.view(torch.int16)  # the launch takes their words
     if given_with_calls(spec.mask):
         given["window_left"], given["window_right"] = reach(made.mask)
-    extents = {"num_sms": kernel.settings.sms, "num_parts": parts if parts > 1 else 0}  # of one nothing is kept
+    extents = {"num_sms": kernel.settings.sms, "num_parts": kept}
     operation = operation_of(spec)
     for tensor in operation.inputs:
         extents |= {extent.name: size for extent, size in zip(tensor.dims, given[tensor.name].shape, strict=True)}

@@ -112,8 +112,7 @@ class Size:
     tile of queries are to come, in the mean where sequences are packed; 1: no module serves the call that splits keys,
     0: any. `own_bits`: a row's bits are its own, in a module that serves calls of every size, or in two that give a row
     the same bits. `in_parts`: of these the one for few queries is wanted, and the host knows that there is room for
-    what parts of the keys leave. `in_rows`: dense
-    tensors lie so that a module of packed sequences can serve the call.
+    what parts of the keys leave. `in_rows`: dense tensors lie so that a module of packed sequences can serve the call.
     """
 
     keys: int
@@ -646,61 +645,39 @@ def _able(
 def _of_own_bits(family: Family, size: Size, lse: bool, workspace: Workspace) -> Choice:
     """The module for calls of this family and group of heads, whatever their sizes. Raises NoKernel without any.
 
-    Rows of the table go by sizes, and another module may add up in another order. So they are not asked. Where parts of
-    so many keys are asked for, it is one that gives a row the same bits whoever adds them up: `_of_same_parts`. Of
-    several others it is one of the production set, made for this mask, that copies most of a page at once, reads keys
-    for as many heads of a group at once as it can, and has the largest tile; one that takes head after head, which is
-    made for chunks of prompts beside decoding steps, comes last.
+    Rows of the table go by sizes, and another module may add up in another order. So they are not asked. Of several
+    modules it is one of the production set, made for this mask, that copies most of a page at once, reads keys for as
+    many heads of a group at once as it can, and has the largest tile; one that takes head after head, which is made for
+    chunks of prompts beside decoding steps, comes last.
+
+    Where parts of so many keys are asked for, a CTA has all of a row and adds them up; for few queries it is the module
+    in which each part has a CTA, with tiles of as many keys: it adds up the same numbers in the same order.
     """
     modules = list(_modules(workspace))
-    if family.part_keys is not None:
-        if found := _of_same_parts(modules, family, size, lse):
-            return found
-        raise _missing(modules, family, size, lse, workspace)
     able = {stem: found for stem, found in _able(modules, family, size, lse).items() if own_bits(found[0].spec)}
-    if not able:
-        raise _missing(modules, family, size, lse, workspace)
 
     def rank(stem: str) -> tuple[Any, ...]:
         spec = able[stem][0].spec
         fit = not _is_production(stem), spec.mask != family.mask, -(page_rows(spec) or 0)
         return *fit, spec.order == "by_head", -spec.tile.pack_heads, -spec.tile.q, stem
 
-    stem = min(able, key=rank)
+    whole = [stem for stem, (variant, _) in able.items() if variant.spec.split is None]
+    if not whole:
+        raise _missing(modules, family, size, lse, workspace)
+    stem = min(whole, key=rank)
+    kv, keys = able[stem][0].spec.tile.kv, family.part_keys
+    in_parts = [other for other in able if other not in whole and able[other][0].spec.tile.kv == kv]
+    if keys is None:
+        reason = (
+            "deterministic_batch takes this one for calls of any size: no row shares what decides on another one's bits"
+        )
+    elif size.in_parts and in_parts:
+        stem = min(in_parts, key=rank)
+        reason = f"split_keys, few queries: a CTA for each part of {keys} keys, where else one has them all"
+    else:
+        reason = f"split_keys: parts of {keys} keys, which a CTA has all and adds up, of calls of any size"
     variant, file = able[stem]
-    reason = (
-        "deterministic_batch takes this one for calls of any size: no row shares what decides on another one's bits"
-    )
-    return Choice(stem, file, variant.spec, variant.source, None, reason)
-
-
-def _of_same_parts(
-    modules: Sequence[tuple[Variant[Forward], Path]], family: Family, size: Size, lse: bool
-) -> Choice | None:
-    """The module in which a CTA adds up parts of so many keys itself; for few queries the one in which others do.
-
-    Both have tiles of as many keys, and add up the same numbers in the same order, so that any size may decide. Whether
-    a call has the one of the first kind depends on its family alone.
-    """
-
-    def rank(found: tuple[Variant[Forward], Path]) -> tuple[Any, ...]:
-        variant, _ = found
-        spec = variant.spec
-        fit = not _is_production(variant.stem), spec.mask != family.mask, -(page_rows(spec) or 0)
-        return *fit, -spec.tile.kv, variant.stem
-
-    able = [found for found in _able(modules, family, size, lse).values() if own_bits(found[0].spec)]
-    by_one = min((found for found in able if found[0].spec.softmax.restart_every is not None), key=rank, default=None)
-    if by_one is None:
-        return None
-    kv = by_one[0].spec.tile.kv
-    by_many = [each for each in able if each[0].spec.split is not None and each[0].spec.tile.kv == kv]
-    reason = f"split_keys: parts of {family.part_keys} keys, which a CTA has all and adds up, of calls of any size"
-    if by_many and size.in_parts:
-        by_one = min(by_many, key=rank)
-        reason = f"split_keys, few queries: a CTA for each part of {family.part_keys} keys, where else one has them all"
-    variant, file = by_one
-    return Choice(variant.stem, file, variant.spec, variant.source, None, f"{reason}, with the same bits")
+    return Choice(stem, file, variant.spec, variant.source, None, reason + ", with the same bits" * (keys is not None))
 
 
 def _missing(
