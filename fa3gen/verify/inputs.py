@@ -374,7 +374,8 @@ def make_for(spec: Forward, case: Case, *, device: torch.device, seed: int) -> I
 def _descales(spec: Forward, case: Case, seed: int, device: torch.device) -> dict[str, torch.Tensor]:
     """Factors of q, k and v: none where all lie in one tensor, one for all heads with strides 0, or one for each.
 
-    Of blocks, those of a head differ from their neighbours by a factor of 4 and more: that of another one would show.
+    Of blocks, each differs by a factor of 4 and more from the next one of its head, from that of the next head, and of
+    the next sequence: that of another one would show.
     """
     if case.layout == "packed":
         return {}
@@ -387,10 +388,11 @@ def _descales(spec: Forward, case: Case, seed: int, device: torch.device) -> dic
     if footprint.block_scales(spec):
         of_keys = [(name, case.heads_kv, case.seq_k) for name in "kv"]
         for name, heads, rows in (("q", case.heads_q, case.seq_q), *of_keys):
-            some = (1, 1) if case.layout == "expanded" else (heads, case.batch)
+            own = (1, 1) if case.layout == "expanded" else (heads, case.batch)
             exponents = torch.tensor(BLOCK_EXPONENTS[name])
-            blocks = torch.arange(blocks_of(rows))[:, None, None] + torch.randint(0, 4, some, generator=generator)
-            each = exponents[blocks % len(exponents)] + 0.2 * torch.rand((len(blocks), *some), generator=generator)
+            blocks = torch.arange(blocks_of(rows))[:, None, None] + torch.randint(0, 4, (1,), generator=generator)
+            turn = blocks + torch.arange(own[0])[:, None] + torch.arange(own[1])
+            each = exponents[turn % len(exponents)] + 0.2 * torch.rand(turn.shape, generator=generator)
             factors = torch.exp2(each).to(device)
             made[f"{name}_descale"] = factors.expand(-1, heads, case.batch).permute(2, 1, 0)
     return made
