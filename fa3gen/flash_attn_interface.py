@@ -10,7 +10,8 @@ Served are the forward of bfloat16 and float16 tensors that need no gradient: de
 caches, contiguous and paged, to which new keys may be appended; each with lengths on the device, causal, and with the
 windows, sinks and caps of the scores that there are modules for. Beside such queries packed keys and caches may have
 8 bits, float8_e4m3fn, with `k_descale` and `v_descale`. All of q, k and v may have them, unmasked, causal or with a
-window, with `q_descale` as well; O is bfloat16. Whatever else is asked for raises
+window, with `q_descale` as well; O is bfloat16. With `attention_chunk` sequences are cut where chunks of keys end, in
+plain torch on the device (`fa3gen.run.chunks`), and attended as packed ones. Whatever else is asked for raises
 NotImplementedError, which names the argument and what to do instead. Where there is no module for the head dim,
 window, sinks or cap, NoKernel says how to make one; with FA3GEN_RENDER=1, set before fa3gen is imported, the call
 makes it, as with `render=True` of `fa3gen.attention`. Where none can be made, as for head dims above 256 or single rows
@@ -27,17 +28,19 @@ counters), `cu_seqlens_k_new` where no new keys are given, and `rotary_*` but fo
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fa3gen.base.switches import turned_on
-from fa3gen.run import calls
+from fa3gen.run import calls, chunks
 from fa3gen.run.combine_ops import combine
 from fa3gen.run.dispatch import ArgumentError
 from fa3gen.run.eight_bits import EIGHT_BITS, FACTORS, of_blocks
-from fa3gen.run.equal_lengths import of_equal_queries
+from fa3gen.run.equal_lengths import even_offsets, of_equal_queries
 from fa3gen.run.kv_cache import KvCache, Pair
 from fa3gen.run.ops import attention
 from fa3gen.run.packed_ops import attention_packed
@@ -98,7 +101,11 @@ def flash_attn_func(
         s_aux: (heads_q,), bfloat16 or float32, `sinks` of `fa3gen.attention`, as messages call it.
         num_splits: As for `fa3gen.attention`, but 1, the default, asks for nothing, and is as 0.
         deterministic_batch: As for `fa3gen.attention`.
-        qv, attention_chunk: Not served but by default.
+        attention_chunk: Keys of a chunk, 0 for none. Query i, at position p = i + seq_k - seq_q, sees those keys j
+            alone with j // attention_chunk = p // attention_chunk, rounded down, as far as the mask shows them. Where
+            there are several chunks the call is one of packed sequences: k and v are copied, unless their batch and
+            sequence are rows of one tensor, and `out` has to be contiguous.
+        qv: Not served but by default.
         pack_gqa, deterministic, sm_margin: Ignored.
 
     Returns:
@@ -106,7 +113,8 @@ def flash_attn_func(
     """
     num_splits = num_splits if num_splits > 1 else 0  # 1 is the default, and asks for nothing
     scales = q_descale, k_descale, v_descale
-    eight_bits = _check_served(q, qv, scales, chunk=attention_chunk)
+    eight_bits = _check_served(q, qv, scales)
+    chunk = _chunk(attention_chunk, k.shape[1], causal=causal or q.shape[1] <= k.shape[1])
     if k.dtype.itemsize == 1 and not eight_bits:
         raise NotImplementedError(
             f"k has dtype {k.dtype} and q {q.dtype}; pass q, k and v all in {EIGHT_BITS}, or k and v to "
@@ -115,7 +123,7 @@ def flash_attn_func(
     q, k, v = _contiguous_rows(q), _contiguous_rows(k), _contiguous_rows(v)
     window = None
     if window_size != NO_WINDOW:
-        causal, window = _mask(causal, window_size, q.shape[1], k.shape[1])
+        causal, window = _mask(causal, window_size, *_longest((q.shape[1], k.shape[1]), chunk))
     if eight_bits:
         asked: dict[str, Any] = {"softcap": softcap, "s_aux": s_aux}
         asked |= {"num_splits": num_splits, "deterministic_batch": deterministic_batch}
@@ -125,24 +133,16 @@ def flash_attn_func(
                 "one of q_descale, k_descale and v_descale is of blocks of rows, and flash_attn_func takes factors of "
                 "heads; pass them to fa3gen.attention"
             )
-    return attention(
-        q,
-        k,
-        v,
-        causal=causal,
-        window=window,
-        sinks=s_aux,
-        softcap=softcap or None,
-        q_descale=q_descale,
-        k_descale=k_descale,
-        v_descale=v_descale,
-        scale=softmax_scale,
-        out=out,
-        return_lse=return_attn_probs,
-        deterministic_batch=deterministic_batch,
-        num_splits=num_splits,
-        render=RENDER,
-    )
+    options: dict[str, Any] = {"causal": causal, "window": window, "sinks": s_aux, "softcap": softcap or None}
+    options |= {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale, "scale": softmax_scale}
+    options |= {"return_lse": return_attn_probs, "deterministic_batch": deterministic_batch}
+    options |= {"num_splits": num_splits, "render": RENDER}
+    if chunk:
+        calls.check_tensors({"q": q, "k": k, "v": v}, "(batch, seq, heads, head dim)")
+        options |= {"cu_seqlens_k": even_offsets(k.shape[0], k.shape[1], k)}
+        options |= {"max_seqlen_q": q.shape[1], "max_seqlen_k": k.shape[1]}
+        return of_equal_queries(_packed(chunk), q, (k.flatten(0, 1), v.flatten(0, 1)), out, options)
+    return attention(q, k, v, out=out, **options)
 
 
 def flash_attn_varlen_func(
@@ -184,20 +184,24 @@ def flash_attn_varlen_func(
         q_descale, k_descale, v_descale: As for `fa3gen.attention_packed`.
         cu_seqlens_q, cu_seqlens_k: (sequences + 1,) int32, where sequences begin, and where the last one ends.
         max_seqlen_q, max_seqlen_k: The longest sequences. No result depends on them but that of a window, which is left
-            away where it reaches farther than they say, unless deterministic_batch is asked for.
+            away where it reaches farther than they say, unless deterministic_batch is asked for; and with
+            attention_chunk no query behind max_seqlen_q is sure to be served.
         seqused_q, seqused_k: (sequences,) int32, how many rows of each sequence there are; by default all.
         window_size: As for `flash_attn_func`, by the lengths of each sequence.
         return_attn_probs: Return (O, LSE), LSE (heads_q, total_q) float32.
         out: (total_q, heads_q, d_v) of q's dtype, or bfloat16 beside q of 8 bits, to write O to.
         num_splits: As for `fa3gen.attention_packed`, but 1, the default, asks for nothing, and is as 0.
         deterministic_batch: As for `fa3gen.attention_packed`.
+        attention_chunk: As for `flash_attn_func`. Some 20 small kernels cut the sequences anew with each call; engines
+            whose layers share lengths cut once, with `fa3gen.run.chunks.cut`, and pass what that returns.
         softmax_scale, causal, softcap, s_aux, and all others: As for `flash_attn_func`.
 
     Returns:
         O, (total_q, heads_q, d_v), or (O, LSE). Rows that are in no sequence are not written.
     """
     num_splits = num_splits if num_splits > 1 else 0  # 1 is the default, and asks for nothing
-    eight_bits = _check_served(q, qv, (q_descale,), chunk=attention_chunk)
+    eight_bits = _check_served(q, qv, (q_descale,))
+    chunk = _chunk(attention_chunk, max_seqlen_k, causal=causal)
     if k.dtype.itemsize > 1:
         _refuse(k_descale=k_descale, v_descale=v_descale)
     if eight_bits:
@@ -205,8 +209,8 @@ def flash_attn_varlen_func(
     window = None
     if window_size != NO_WINDOW:
         longest = (None, None) if deterministic_batch else (max_seqlen_q, max_seqlen_k)  # those beside choose nothing
-        causal, window = _mask(causal, window_size, *longest)
-    return attention_packed(
+        causal, window = _mask(causal, window_size, *_longest(longest, chunk))
+    return _packed(chunk)(
         _contiguous_rows(q),
         _contiguous_rows(k),
         _contiguous_rows(v),
@@ -294,7 +298,8 @@ def flash_attn_with_kvcache(
             (batch, heads_q, seq_q), or (heads_q, total_q).
         out: Tensor of O's shape and q's dtype, or bfloat16 beside q of 8 bits, to write O to, contiguous where it is
             (batch, seq_q, ..).
-        qv, rotary_cos, rotary_sin, attention_chunk: Not served but by default.
+        attention_chunk: As for `flash_attn_varlen_func`.
+        qv, rotary_cos, rotary_sin: Not served but by default.
         q_descale, k_descale, v_descale: (batch, heads_kv) float32, factors of q and a cache of 8 bits, as for
             `fa3gen.attention_packed`.
         rotary_seqlens, rotary_interleaved, scheduler_metadata, pack_gqa, sm_margin: Ignored.
@@ -307,7 +312,7 @@ def flash_attn_with_kvcache(
     Returns:
         O, (batch, seq_q, heads_q, d_v) or (total_q, heads_q, d_v); with return_softmax_lse, four tensors.
     """
-    eight_bits = _check_served(q, qv, (q_descale,), chunk=attention_chunk)
+    eight_bits = _check_served(q, qv, (q_descale,))
     _refuse(rotary_cos=rotary_cos, rotary_sin=rotary_sin)
     if eight_bits:
         _refuse_beside_8_bits(q, softcap=softcap, s_aux=s_aux, deterministic_batch=deterministic_batch)
@@ -315,7 +320,8 @@ def flash_attn_with_kvcache(
     q = _contiguous_rows(q)
     seq_q = q.shape[1] if cu_seqlens_q is None else max_seqlen_q
     longest = (None, None) if deterministic_batch else (seq_q, cache.room)
-    causal, window = _mask(causal, window_size, *longest)
+    chunk = _chunk(attention_chunk, cache.room, causal=causal)
+    causal, window = _mask(causal, window_size, *_longest(longest, chunk))
     options: dict[str, Any] = {"causal": causal, "window": window, "scale": softmax_scale}
     options |= {"sinks": s_aux, "softcap": softcap or None, "return_lse": return_softmax_lse, "render": RENDER}
     options |= {"num_splits": max(num_splits, 0), "deterministic_batch": deterministic_batch}
@@ -324,18 +330,19 @@ def flash_attn_with_kvcache(
         options |= {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
     else:
         _refuse(k_descale=k_descale, v_descale=v_descale)
-    if all(x is None for x in named) and k_cache.dtype.itemsize > 1:
+    if all(x is None for x in named) and k_cache.dtype.itemsize > 1 and not chunk:
         returned = attention(q, k_cache, v_cache, out=out, **options)
     else:
         lengths = _lengths(q, cache, cache_seqlens, cu_seqlens_q)
         if k is not None or v is not None:
             lengths = _appended(q, cache, (k, v), cu_seqlens_k_new, None if cache_seqlens is None else lengths)
         keys, where = _in_use(cache, lengths, cache_leftpad)
+        packed = _packed(chunk)
         options |= {**where, "max_seqlen_q": seq_q, "max_seqlen_k": cache.room}
         if cu_seqlens_q is None:
-            returned = of_equal_queries(attention_packed, q, keys, out, options)
+            returned = of_equal_queries(packed, q, keys, out, options)
         else:
-            returned = attention_packed(q, *keys, cu_seqlens_q.contiguous(), out=out, **options)
+            returned = packed(q, *keys, cu_seqlens_q.contiguous(), out=out, **options)
     if not return_softmax_lse:
         return returned
     return *returned, *(q.new_empty(0, dtype=torch.float32) for _ in range(2))
@@ -401,13 +408,12 @@ _INSTEAD = {
     "q_descale": "leave it out, or pass q, k and v in float8_e4m3fn",
     "k_descale": "pass k and v of 8 bits, in flash_attn_func q as well, or scale them before the call",
     "v_descale": "pass k and v of 8 bits, in flash_attn_func q as well, or scale them before the call",
-    "attention_chunk": "cut the sequences at multiples of the chunk, by cu_seqlens_q and cu_seqlens_k",
     "rotary_cos": _ROTATE,
     "rotary_sin": _ROTATE,
 }
 
 
-def _check_served(q: Tensor, qv: Any, scales: tuple[Any, ...], *, chunk: int) -> bool:
+def _check_served(q: Tensor, qv: Any, scales: tuple[Any, ...]) -> bool:
     """Whether q has 8 bits. Raises NotImplementedError for the first of what is not served.
 
     `scales` are those of q, k and v that are not, beside q of 16 bits.
@@ -417,9 +423,8 @@ def _check_served(q: Tensor, qv: Any, scales: tuple[Any, ...], *, chunk: int) ->
         raise NotImplementedError(f"q has dtype {q.dtype}; {_FP8}")
     if eight_bits:
         scales = ()
-    if qv is not None or chunk or any(scale is not None for scale in scales):
+    if qv is not None or any(scale is not None for scale in scales):
         _refuse(qv=qv, **dict(zip(FACTORS, scales, strict=False)))
-        _refuse(attention_chunk=chunk or None)
     return eight_bits
 
 
@@ -445,7 +450,32 @@ def _said(value: Any) -> Any:
     return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else value
 
 
-# Windows, parts and tensors as fa3gen has them
+# Windows, chunks and tensors as fa3gen has them
+
+
+def _chunk(attention_chunk: int, max_k: Any, *, causal: bool) -> int:
+    """Keys of a chunk; 0, for none, where the first one has all keys. Raises ArgumentError for what is no such number.
+
+    That does not hold for queries in front of the first key, who see none in chunks, but where `causal` says so anyway.
+    """
+    if type(attention_chunk) is not int or attention_chunk < 0:
+        raise ArgumentError(
+            f"attention_chunk is {attention_chunk!r}; it needs to be a number of keys, or 0 for no chunks"
+        )
+    return 0 if causal and type(max_k) is int and max_k <= attention_chunk else attention_chunk
+
+
+def _packed(chunk: int) -> Callable[..., Any]:
+    """`fa3gen.attention_packed`, in chunks where these are asked for."""
+    return functools.partial(chunks.attention_in_chunks, attention_packed, chunk) if chunk else attention_packed
+
+
+def _longest(longest: tuple[Any, Any], chunk: int) -> tuple[Any, Any]:
+    """Most queries and keys of a sequence, if they are known, or of a chunk of one."""
+    if not chunk:
+        return longest
+    most_q, most_k = (min(most, chunk) if type(most) is int else chunk for most in longest)
+    return most_q, most_k
 
 
 def _mask(

@@ -565,7 +565,6 @@ def test_combine_merges_parts_of_the_keys() -> None:
 
 TENSOR = torch.zeros(2)
 EVERYWHERE = {"qv": TENSOR, "q_descale": TENSOR, "k_descale": TENSOR, "v_descale": TENSOR}
-EVERYWHERE |= {"attention_chunk": 64}
 OF_A_CACHE = dict.fromkeys(("rotary_cos", "rotary_sin"), TENSOR)
 
 

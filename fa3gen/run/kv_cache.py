@@ -170,6 +170,22 @@ class KvCache:
         rows = page.clamp(0, max(0, self.k.shape[0] - 1)) * apart + row
         return (k.unsqueeze(1), v.unsqueeze(1)), rows.int(), lengths - leftpad
 
+    def in_pages_of(self, rows: int) -> KvCache:
+        """The same cache with a table, in pages of so many rows, which divide those that it has."""
+        assert self.table is not None
+        if rows == self.k.shape[1]:
+            return self
+        (k, v), apart = self._as_rows()
+        if apart % rows:
+            raise NotImplementedError(
+                f"pages of {self.k.shape[1]} keys are {apart} rows apart and are to be seen as pages of {rows}, of "
+                f"which that is no multiple; pass pages that are a multiple of {rows} rows apart"
+            )
+        smaller = torch.arange(self.k.shape[1] // rows, dtype=torch.int32, device=self.table.device)
+        table = self.table[..., None] * (apart // rows) + smaller
+        k, v = (x.view(-1, rows, *x.shape[1:]) for x in (k, v))
+        return KvCache(k, v, table.flatten(1))
+
     def _as_rows(self) -> tuple[Pair, int]:
         """All rows of k and of v one behind the other, and how many of them the first ones of sequences are apart."""
         apart = _rows_apart(self.k, self.v)

@@ -150,7 +150,9 @@ def test_mistakes_are_reported(tmp_path: Path, mistake: str) -> None:
     found = mistaken(tmp_path, "wrong", text.replace(old, new))
     found.cpu.settings = Settings(sms=3)
     case = sequences("parts", "a sequence of three parts", (2,), (1200,), heads=HEADS)
-    assert verify_on_cpu(found, variants()[stem].spec, stem="wrong", cases=[case], seed=1, count=1, calls=False).failures
+    assert verify_on_cpu(
+        found, variants()[stem].spec, stem="wrong", cases=[case], seed=1, count=1, calls=False
+    ).failures
 
 
 def test_parts_that_begin_elsewhere_are_noticed(tmp_path: Path) -> None:

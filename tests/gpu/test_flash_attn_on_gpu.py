@@ -280,6 +280,37 @@ def test_a_window_that_there_is_a_module_for(hopper: Any) -> None:
         close(*flash_attn_func(q, k, v, **options, return_attn_probs=True), expected.out, expected.lse)
 
 
+# In chunks
+
+
+@SOME
+def test_chunks(case: Packed, hopper: Any) -> None:
+    """Each chunk of a sequence is a call of its own; in a graph that is replayed with other lengths, too."""
+    chunk, causal = 100, isinstance(case.mask, CausalMask)
+    tensors = case.tensors(hopper)
+    case.call(tensors, attention_chunk=chunk, return_attn_probs=True)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        case.call(tensors, attention_chunk=chunk, return_attn_probs=True)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = case.call(tensors, attention_chunk=chunk, return_attn_probs=True)
+    q, k, v, begins_q, begins_k = tensors
+    for queries in (QUERIES, (130, 64, 0, 5, 200, 1, 3, 57)):
+        begins_q.copy_(offsets(queries))
+        graph.replay()
+        ends = (x.tolist() for x in (begins_q[:-1], begins_q[1:], begins_k[:-1], begins_k[1:]))
+        for a, b, c, d in zip(*ends, strict=True):
+            for begin in range((d - c - b + a) // chunk * chunk, d - c, chunk):
+                keys = slice(c + max(begin, 0), c + max(min(begin + chunk, d - c), 0))
+                rows = slice(max(a, b - (d - c) + begin), min(b, b - (d - c) + begin + chunk))
+                one = q[None, rows], k[None, keys], v[None, keys]
+                wanted = reference.attention(*one, reach=(None, 0 if causal else None), compute_dtype=torch.float32)
+                close(out[rows], lse[:, rows], wanted.out[0], wanted.lse[0])
+
+
 # With a cache
 
 
