@@ -87,7 +87,7 @@ def flash_attn_func(
 
     Args:
         q: (batch, seq_q, heads_q, d), bfloat16, float16, or float8_e4m3fn, which comes without sinks, a cap and
-            keys in parts; without requires_grad in grad mode.
+            deterministic_batch; without requires_grad in grad mode.
         k, v: (batch, seq_k, heads_kv, d) and (batch, seq_k, heads_kv, d_v), heads_q a multiple of heads_kv. A v of 8
             bits whose sequence is contiguous is copied; `fa3gen.attention` takes it as it is, where a module does.
         q_descale, k_descale, v_descale: (batch, heads_kv) or one element, float32, factors of q, k and v of 8 bits, as
@@ -125,9 +125,7 @@ def flash_attn_func(
     if window_size != NO_WINDOW:
         causal, window = _mask(causal, window_size, *_longest((q.shape[1], k.shape[1]), chunk))
     if eight_bits:
-        asked: dict[str, Any] = {"softcap": softcap, "s_aux": s_aux}
-        asked |= {"num_splits": num_splits, "deterministic_batch": deterministic_batch}
-        _refuse_beside_8_bits(q, **asked)
+        _refuse_beside_8_bits(q, softcap=softcap, s_aux=s_aux, deterministic_batch=deterministic_batch)
         if of_blocks(scales):
             raise NotImplementedError(
                 "one of q_descale, k_descale and v_descale is of blocks of rows, and flash_attn_func takes factors of "
@@ -322,6 +320,8 @@ def flash_attn_with_kvcache(
     longest = (None, None) if deterministic_batch else (seq_q, cache.room)
     chunk = _chunk(attention_chunk, cache.room, causal=causal)
     causal, window = _mask(causal, window_size, *_longest(longest, chunk))
+    if seq_q == 1 and cu_seqlens_q is None and window is None and k_cache.dtype.itemsize == 1:
+        causal = True  # hides nothing of a single query, and modules for keys of 8 bits are causal
     options: dict[str, Any] = {"causal": causal, "window": window, "scale": softmax_scale}
     options |= {"sinks": s_aux, "softcap": softcap or None, "return_lse": return_softmax_lse, "render": RENDER}
     options |= {"num_splits": max(num_splits, 0), "deterministic_batch": deterministic_batch}

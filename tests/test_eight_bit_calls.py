@@ -25,7 +25,18 @@ from fa3gen.design.family import Family, Shape
 from fa3gen.design.masks import reach
 from fa3gen.records import dispatch_table
 from fa3gen.run import calls, dispatch, eight_bits
-from fa3gen.run.dispatch import ArgumentError, Choice, Measurement, NoKernel, NotRendered, Row, Size, Stretch, Table
+from fa3gen.run.dispatch import (
+    ArgumentError,
+    Choice,
+    Measurement,
+    NoKernel,
+    NotPossible,
+    NotRendered,
+    Row,
+    Size,
+    Stretch,
+    Table,
+)
 from fa3gen.spec.model import CausalMask, Mask, NoMask, WindowMask
 from fa3gen.verify import reference
 from fa3gen.verify.inputs import permuted_keys
@@ -300,13 +311,57 @@ def test_the_call_shown_in_the_readme(modules: Modules) -> None:
 @pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize("queries", [1, 300, 16384])
 def test_production_modules_are_chosen(dim: int, queries: int) -> None:
-    """By the committed table or, with a window, where there is one module: of any mask, however few the queries."""
+    """By the committed table or, with a window, where there is one module; few as packed ones where measured."""
     masks = {"": NoMask(), "_causal": CausalMask(), "_any_window": WindowMask(left=128, right=0)}
     for name, mask in masks.items():
         family = Family("e4m3", dim, dim, mask, "bf16")
         size = Size(16384, Shape(1, queries, 16384, 16, 4).tiles, 132, 4, queries)
         choice = dispatch.choose(family, replace(size, in_rows=True), lse=True, workspace=CHECKOUT)
-        assert choice.stem.removesuffix("_short") == f"fwd_fp8_d{dim}{name}" and not choice.as_packed
+        layout = "_packed_decode" if choice.as_packed else ""
+        assert choice.stem.removesuffix("_short") == f"fwd_fp8{layout}_d{dim}{name}"
+        measured = dim == 128 and name == "_causal"
+        assert choice.as_packed == (queries == 1 and measured)
+        assert not dispatch.choose(family, size, lse=True, workspace=CHECKOUT).as_packed
+
+
+@pytest.mark.parametrize("lying", ["in rows", "by sequence", "apart", "of blocks", "permuted"])
+def test_keys_in_parts_are_those_of_packed_sequences(lying: str) -> None:
+    """As without 8 bits where there is a window, sinks or a cap; v by its sequence, or factors of blocks, have none."""
+    family = Family("e4m3", 128, 128, CausalMask(), "bf16")
+    changes: dict[str, Any] = {"by sequence": {"by_sequence": ("v",)}, "of blocks": {"block_scales": True}}
+    changes["permuted"] = {"v_permuted": True, "by_sequence": ("v",)}
+    family = family._replace(**changes.get(lying, {}))
+    size = Size(16384, Shape(1, 300, 16384, 16, 4).tiles, 132, 4, 300, parts=3, in_rows=lying != "apart")
+    if lying == "in rows":
+        choice = dispatch.choose(family, size, lse=True, workspace=CHECKOUT)
+        assert choice.stem == "fwd_fp8_packed_decode_d128_causal" and choice.as_packed
+    else:
+        with pytest.raises(NotPossible, match="keys in 3 parts; .*Nor can one be rendered"):
+            dispatch.choose(family, size, lse=True, workspace=CHECKOUT)
+
+
+@pytest.mark.parametrize("kind", ["of heads", "of all"])
+@pytest.mark.parametrize("asked", [{}, {"num_splits": 3}])
+def test_few_queries_on_the_cpu_model(asked: dict[str, Any], kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the committed table: dense tensors as packed sequences, with their factors."""
+    calls.stretches.clear()
+    taken = []
+
+    def module_at(path: Path) -> Any:
+        taken.append(path.stem)
+        return fa3gen.load(path.stem, on="cpu")
+
+    monkeypatch.setattr(calls, "module_at", module_at)
+    generator = torch.Generator().manual_seed(5)
+    q, k, v = (torch.randn(2, rows, h, 128, generator=generator).to(E4M3) for rows, h in ((3, 4), (300, 2), (300, 2)))
+    shape = (2, 2) if kind == "of heads" else (1,)
+    factors = {name: 0.5 + torch.rand(shape, generator=generator) for name in FACTORS}
+    out, lse = fa3gen.attention(q, k, v, causal=True, **factors, return_lse=True, **asked)
+    calls.stretches.clear()
+    assert taken == ["fwd_fp8_packed_decode_d128_causal"] and out.shape == q.shape and lse.shape == (2, 4, 3)
+    wanted, wanted_lse = expected(q, k, v, causal=True, **factors, return_lse=True)
+    assert (out.double() - wanted.double()).norm() <= 0.04 * wanted.double().norm()
+    torch.testing.assert_close(lse, wanted_lse, rtol=1e-3, atol=1e-3)
 
 
 # FA3's function
@@ -339,7 +394,6 @@ def test_the_function_of_flash_attention_compiled(modules: Modules) -> None:
     [
         ({"softcap": 30.0}, "softcap is 30.0"),
         ({"s_aux": torch.zeros(4)}, r"s_aux is a tensor of shape \(4,\)"),
-        ({"num_splits": 3}, "num_splits is 3"),
         ({"deterministic_batch": True}, "deterministic_batch is True"),
     ],
 )
@@ -378,7 +432,7 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"softcap": 30.0}, ArgumentError, "softcap is 30.0, and"),
     ({"deterministic_batch": True}, ArgumentError, "deterministic_batch is True, and .* or leave it out"),
     ({"split_keys": 512}, ArgumentError, "split_keys is 512, and"),
-    ({"num_splits": 2}, ArgumentError, "num_splits is 2, and"),
+    ({"num_splits": -2}, ArgumentError, "num_splits is -2; it needs to be 0"),
 ]
 
 

@@ -482,11 +482,11 @@ def _measured(family: Family, size: Size, lse: bool, workspace: Workspace) -> tu
 
 def may_be_packed(family: Family, queries: int, parts: int) -> bool:
     """Whether dense calls may be served by modules of packed sequences: few queries, or a call that asks for parts of
-    the keys, which no module for dense tensors splits, since there is a window, a sink or a cap."""
+    the keys, which no module for dense tensors splits, since there is a window, a sink or a cap, or q has 8 bits."""
     splitting = queries > 0 and (queries <= FEW_QUERIES or parts > 1)
-    scores = isinstance(family.mask, WindowMask) or family.sink or family.softcap
-    dense = family.layout == "dense" and not family.v_permuted
-    return splitting and scores and dense and family.part_keys is None
+    undivided = isinstance(family.mask, WindowMask) or family.sink or family.softcap or family.eight_bits
+    dense = family.layout == "dense" and not (family.v_permuted or family.by_sequence or family.block_scales)
+    return splitting and undivided and dense and family.part_keys is None
 
 
 def _dense_or_packed(family: Family, size: Size, lse: bool, workspace: Workspace) -> Choice:

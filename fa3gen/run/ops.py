@@ -95,13 +95,14 @@ def attention(
     first launch loads the kernel from the compile cache, or compiles it. Make that call, with tensors of the same
     sizes, before capturing a CUDA graph, since code may not be loaded in a capture; all else can be made there, too.
 
-    Few queries with a window, sinks or a cap, and any with num_splits beside these, are served by modules for packed
-    sequences, which split keys, where these were measured to be faster or no other fits; k, v and `out` have to be rows
-    of one tensor each, and q is copied where it is not.
+    Few queries with a window, sinks or a cap, or of 8 bits, and any with num_splits beside these, are served by modules
+    for packed sequences, which split keys, where these were measured to be faster or no other fits; k, v and `out` have
+    to be rows of one tensor each, and q is copied where it is not.
 
     Args:
         q: (batch, seq_q, heads_q, d), bfloat16, float16, or float8_e4m3fn, which comes without sinks, a softcap and
-            keys in parts. Any strides with a contiguous last dimension and 16-byte aligned rows, here and below.
+            parts of a fixed number of keys. Any strides with a contiguous last dimension and 16-byte aligned rows, here
+            and below.
         k: (batch, seq_k, heads_kv, d), heads_q a multiple of heads_kv (GQA, MQA).
         v: (batch, seq_k, heads_kv, d_v). Of 8 bits its sequence may be contiguous instead of its last dimension, where
             there is a module that reads it so.
@@ -217,9 +218,9 @@ def _asked(
     calls.check_scores(sinks, softcap)
     part_keys, mask = calls.keys_of_parts(*how), dispatch.mask_of(causal, window)
     if eight_bits.any_of(q, k, v):
-        num_splits, split_keys, deterministic_batch = how
+        _, split_keys, deterministic_batch = how
         asked = {"sinks": sinks, "softcap": softcap, "split_keys": split_keys}
-        asked |= {"deterministic_batch": deterministic_batch, "num_splits": num_splits if num_splits > 1 else None}
+        asked |= {"deterministic_batch": deterministic_batch}
         eight_bits.check(q, k, v, asked)
     if v_permuted:
         eight_bits.check_permuted(q, v)
@@ -272,7 +273,8 @@ def _serving(
             key += (k.dtype, v.dtype, eight_bits.by_sequence(v), blocks)
         if v_permuted:
             key, keys = (*key, "v_permuted"), k.shape[1]  # v has whole units of keys
-        if (few or num_splits > 1) and (window is not None or sinks is not None or softcap is not None):
+        scores = window is not None or sinks is not None or softcap is not None
+        if (few or num_splits > 1) and (scores or q.dtype is EIGHT_BITS):
             key += ("in rows", can_be_packed(q, k, v, out))
         tiles = batch * heads_q * -(-seq_q // TILE_ROWS)  # `Shape.tiles`, without the call
         for least_keys, most_keys, least_tiles, most_tiles, attention in stretches.get(key, ()):
