@@ -201,6 +201,18 @@ def test_what_is_no_number_of_keys(chunk: Any, modules: PackedModules) -> None:
     assert modules.calls == []
 
 
+@pytest.mark.parametrize("page", [None, 2])
+def test_sequences_are_cut_once_for_many_layers(page: int | None, modules: PackedModules) -> None:
+    q, (k, v), table = cache_of(page)[0][0], *cache_of(page)[1:]
+    used, begins = torch.tensor([12, 3, 7]).int(), offsets([4, 4, 4])
+    options: dict[str, Any] = {"cache_seqlens": used, "page_table": table, "cu_seqlens_q": begins, "max_seqlen_q": 4}
+    wanted = fa3.flash_attn_with_kvcache(q.flatten(0, 1), k, v, **options, causal=True, attention_chunk=6)
+    of_k = None if page else offsets([12, 12, 12])
+    cut = chunks.in_chunks(6, begins, of_k, 4, page_table=table, page=page, max_seqlen_k=12, seqused_k=used)
+    rows = (k, v) if page else (k.flatten(0, 1), v.flatten(0, 1))
+    assert fa3gen.attention_packed(q.flatten(0, 1), *rows, **cut, causal=True).equal(wanted)
+
+
 def test_it_is_compiled_in_one_graph(compiled: PackedModules) -> None:
     def model(q: Any, *rest: Any) -> Any:
         out, lse = fa3.flash_attn_varlen_func(

@@ -24,16 +24,6 @@ from fa3gen.run.eight_bits import FACTORS
 from fa3gen.run.kv_cache import KvCache
 
 
-class Cut(NamedTuple):
-    """Sequences that were cut, `most` for each one there was; (sequences,) but for `cu_seqlens_q`."""
-
-    cu_seqlens_q: Tensor  # (sequences + 1,) int32, in the q of before
-    seqused_q: Tensor  # int32
-    number: Tensor  # int64, of the chunk in its sequence; below 0 where there are more queries than keys
-    begin_k: Tensor  # int32, of the chunk's first key in its sequence
-    seqused_k: Tensor  # int32; 0 where there is no query
-
-
 def attention_in_chunks(
     attention: Callable[..., Any],
     chunk: int,
@@ -58,30 +48,79 @@ def attention_in_chunks(
     Where pages are no parts of chunks, they are seen as smaller ones, of as many rows as divide both. Raises
     NotImplementedError where their strides do not allow that.
     """
-    first_q, sequences = cu_seqlens_q[:-1], cu_seqlens_q.shape[0] - 1
-    used_q = cu_seqlens_q.diff() if seqused_q is None else seqused_q
-    if page_table is None:
-        assert cu_seqlens_k is not None
-        used_k = cu_seqlens_k.diff() if seqused_k is None else seqused_k
-    else:
-        assert seqused_k is not None
-        used_k = seqused_k
-    longest_q = max_seqlen_q if type(max_seqlen_q) is int else q.shape[0]
-    most = chunks_touched(longest_q, chunk)
-    found = cut(first_q, cu_seqlens_q[-1:], used_q, used_k, chunk, most)
-    options |= {"seqused_q": found.seqused_q, "seqused_k": found.seqused_k}
-    options |= {"max_seqlen_q": min(longest_q, chunk)}
-    options |= {"max_seqlen_k": min(max_seqlen_k, chunk) if type(max_seqlen_k) is int else chunk}
+    max_seqlen_q = max_seqlen_q if type(max_seqlen_q) is int else q.shape[0]
+    page = None
+    if page_table is not None:
+        cache = KvCache(k, v, page_table).in_pages_of(math.gcd(chunk, k.shape[1]))
+        k, v, page_table, page = cache.k, cache.v, cache.table, cache.k.shape[1]
+    arguments = in_chunks(
+        *(chunk, cu_seqlens_q, cu_seqlens_k, max_seqlen_q),
+        page_table=page_table,
+        page=page,
+        max_seqlen_k=max_seqlen_k,
+        seqused_q=seqused_q,
+        seqused_k=seqused_k,
+    )
     for name in FACTORS:
         factor = options.get(name)
         if factor is not None and factor.dim() > 1:  # of each sequence, which all of its chunks have
-            options[name] = factor.repeat_interleave(most, dim=0)
-    if page_table is not None:
-        (k, v), options["page_table"] = _pages_of_chunks(KvCache(k, v, page_table), found.number, chunk, most)
-        return attention(q, k, v, found.cu_seqlens_q, **options)
-    assert cu_seqlens_k is not None
-    begins = cu_seqlens_k[:-1].repeat_interleave(most) + found.begin_k
-    return attention(q, k, v, found.cu_seqlens_q, torch.cat([begins, cu_seqlens_k[sequences:]]), **options)
+            options[name] = factor.repeat_interleave(chunks_touched(max_seqlen_q, chunk), dim=0)
+    return attention(q, k, v, **arguments, **options)
+
+
+def in_chunks(
+    chunk: int,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None,
+    max_seqlen_q: int,
+    *,
+    page_table: Tensor | None = None,
+    page: int | None = None,
+    max_seqlen_k: int | None = None,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+) -> dict[str, Any]:
+    """Arguments of `fa3gen.attention_packed`, by name, that have it attend to sequences in chunks.
+
+    It takes some 20 small kernels. Who calls it once for many layers passes what it returns to each of them; factors of
+    sequences (`k_descale` and the like) then have to be those of the cut ones, `chunks_touched` for each there was.
+
+    Args:
+        chunk: Keys of a chunk, more than 0; where there are pages, a multiple of `page`.
+        cu_seqlens_q, cu_seqlens_k, page_table, max_seqlen_k, seqused_q, seqused_k: As for `fa3gen.attention_packed`.
+        max_seqlen_q: Most queries of a sequence.
+        page: Keys of a page, where there is a page_table.
+    """
+    most = chunks_touched(max_seqlen_q, chunk)
+    used_q = cu_seqlens_q.diff() if seqused_q is None else seqused_q
+    if seqused_k is None:
+        assert cu_seqlens_k is not None, "with pages lengths are given"
+        seqused_k = cu_seqlens_k.diff()
+    found = cut(cu_seqlens_q[:-1], cu_seqlens_q[-1:], used_q, seqused_k, chunk, most)
+    arguments: dict[str, Any] = {"cu_seqlens_q": found.cu_seqlens_q}
+    if page_table is None:
+        assert cu_seqlens_k is not None
+        begins = cu_seqlens_k[:-1].repeat_interleave(most) + found.begin_k
+        arguments["cu_seqlens_k"] = torch.cat([begins, cu_seqlens_k[-1:]])
+    else:
+        assert page is not None
+        arguments["page_table"] = _pages_of_chunks(page_table, found.number, chunk // page, most)
+    return arguments | {
+        "seqused_q": found.seqused_q,
+        "seqused_k": found.seqused_k,
+        "max_seqlen_q": min(max_seqlen_q, chunk),
+        "max_seqlen_k": min(max_seqlen_k, chunk) if type(max_seqlen_k) is int else chunk,
+    }
+
+
+class Cut(NamedTuple):
+    """Sequences that were cut, `most` for each one there was; (sequences,) but for `cu_seqlens_q`."""
+
+    cu_seqlens_q: Tensor  # (sequences + 1,) int32, in the q of before
+    seqused_q: Tensor  # int32
+    number: Tensor  # int64, of the chunk in its sequence; below 0 where there are more queries than keys
+    begin_k: Tensor  # int32, of the chunk's first key in its sequence
+    seqused_k: Tensor  # int32; 0 where there is no query
 
 
 def chunks_touched(queries: int, chunk: int) -> int:
@@ -113,11 +152,8 @@ def cut(first_q: Tensor, end_q: Tensor, used_q: Tensor, used_k: Tensor, chunk: i
     )
 
 
-def _pages_of_chunks(cache: KvCache, number: Tensor, chunk: int, most: int) -> tuple[tuple[Tensor, Tensor], Tensor]:
-    """K and V in pages that are parts of chunks, and the pages of these chunks, (sequences, pages of a chunk) int32."""
-    cache = cache.in_pages_of(math.gcd(chunk, cache.k.shape[1]))
-    assert cache.table is not None
-    pages, of_chunk = cache.table.shape[1], chunk // cache.k.shape[1]
+def _pages_of_chunks(table: Tensor, number: Tensor, of_chunk: int, most: int) -> Tensor:
+    """The pages of the chunks with these numbers, (sequences, pages of a chunk) int32, `most` of each sequence."""
+    pages = table.shape[1]
     place = (number * of_chunk)[:, None] + torch.arange(min(of_chunk, pages), device=number.device)
-    table = cache.table.repeat_interleave(most, dim=0)
-    return (cache.k, cache.v), table.gather(1, place.clamp(0, max(0, pages - 1)))
+    return table.repeat_interleave(most, dim=0).gather(1, place.clamp(0, max(0, pages - 1)))
