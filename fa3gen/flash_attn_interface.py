@@ -190,7 +190,7 @@ def flash_attn_varlen_func(
         out: (total_q, heads_q, d_v) of q's dtype, or bfloat16 beside q of 8 bits, to write O to.
         num_splits: As for `fa3gen.attention_packed`, but 1, the default, asks for nothing, and is as 0.
         deterministic_batch: As for `fa3gen.attention_packed`.
-        attention_chunk: As for `flash_attn_func`. Some 20 small kernels cut the sequences anew with each call; engines
+        attention_chunk: As for `flash_attn_func`. Some 30 small kernels cut the sequences anew with each call; engines
             whose layers share lengths cut once, with `fa3gen.run.chunks.in_chunks`, and pass what it returns to
             `fa3gen.attention_packed`.
         softmax_scale, causal, softcap, s_aux, and all others: As for `flash_attn_func`.

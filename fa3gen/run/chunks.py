@@ -82,7 +82,7 @@ def in_chunks(
 ) -> dict[str, Any]:
     """Arguments of `fa3gen.attention_packed`, by name, that have it attend to sequences in chunks.
 
-    It takes some 20 small kernels. Who calls it once for many layers passes what it returns to each of them; factors of
+    It takes some 30 small kernels. Who calls it once for many layers passes what it returns to each of them; factors of
     sequences (`k_descale` and the like) then have to be those of the cut ones, `chunks_touched` for each there was.
 
     Args:
