@@ -154,9 +154,27 @@ def test_parts_of_so_many_keys_are_asked_for(way: str, request: pytest.FixtureRe
     assert family.part_keys == 384 and size.whole and not size.in_parts
     for wrong in (0, -1, "384", 2.0, True):
         with pytest.raises(ArgumentError, match="split_keys is .*; it needs to be a number of keys"):
-            fa3gen.attention_packed(*tensors, split_keys=wrong)  # type: ignore[arg-type]
+            fa3gen.attention_packed(*tensors, split_keys=wrong, max_seqlen_q=1)  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match="num_splits is 2 beside split_keys, .* parts of 384: leave one"):
         fa3gen.attention_packed(*tensors, split_keys=384, num_splits=2)
+
+
+@pytest.mark.parametrize(("split_keys", "head_dim"), [(384, 128), (512, 64)])
+def test_parts_have_ctas_of_their_own_while_there_is_room(split_keys: int, head_dim: int) -> None:
+    """A GiB: for rows of 8 heads in so many parts of as many keys each."""
+    keys = 2**30 // (4 * 8 * head_dim) * split_keys
+    q = torch.empty(1, 8, head_dim, dtype=torch.bfloat16, device="meta")
+    pages = torch.empty(9, 16, 2, head_dim, dtype=torch.bfloat16, device="meta")
+    offsets = torch.empty(2, dtype=torch.int32, device="meta")
+    for longest, fits in ((keys, True), (keys + 1, False)):
+        table = torch.empty(1, longest // 16 + 1, dtype=torch.int32, device="meta")
+        found = fa3gen.attention_packed.explain(
+            *(q, pages, pages, offsets),
+            **{"page_table": table, "seqused_k": offsets[1:], "max_seqlen_k": longest},
+            causal=True,
+            split_keys=split_keys,
+        )
+        assert ("decode" in found.stem) == fits
 
 
 @pytest.mark.parametrize("page", [None, 64])

@@ -18,9 +18,8 @@ STEPS_OF_PART = 2
 # Keys of a part of dense tensors where a row's bits are to be its own and nobody says how many: `deterministic_batch`.
 KEYS_OF_OWN_PARTS = 512
 # Bytes that O of all parts of a call may take, in float32, where these are added up by another kernel; else one CTA has
-# all keys of its queries, which gives the same bits. And keys of a part, by which that is counted: no part has fewer.
+# all keys of its queries, which gives the same bits.
 MOST_BYTES_OF_PARTS = 2**30
-LEAST_KEYS_OF_PART = 384
 # What a CTA of scheduler even leaves of a tile which it begins and another CTA ends: see `combine_kernel`.
 SHARE_WORDS = 4
 
@@ -30,9 +29,9 @@ def whole_parts(spec: Forward) -> bool:
     return spec.scheduler == "even" and spec.split is not None and spec.split.keys is not None
 
 
-def room_for_parts(rows: int, v_dim: int, keys: int) -> bool:
-    """Whether there is room for what parts of up to so many keys leave of rows of all heads."""
-    return 4 * rows * v_dim * -(-keys // LEAST_KEYS_OF_PART) <= MOST_BYTES_OF_PARTS
+def room_for_parts(rows: int, v_dim: int, keys: int, of_part: int) -> bool:
+    """Whether there is room for what parts of up to so many keys, `of_part` in each, leave of rows of all heads."""
+    return 4 * rows * v_dim * -(-keys // of_part) <= MOST_BYTES_OF_PARTS
 
 
 def num_parts(spec: Forward, shape: Shape | PackedShape, num_sms: int, asked: int = 0) -> int:

@@ -301,18 +301,19 @@ def _size(
     keys, tiles, queries, mean = _extents(total_q, total_k, offsets, heads_q, *longest, window)
     group, sms = heads_q // (heads_kv or 1), gpu.sm_count(q.get_device())
     how_many, own = int(num_splits), bool(deterministic_batch) or split_keys is not None
-    in_parts = split_keys is not None and _in_parts(q, v, page_table, queries, longest)
+    in_parts = _in_parts(q, v, page_table, queries, longest, split_keys)
     return Size(keys, tiles, sms, group, queries, how_many, own, in_parts, mean_queries=mean)
 
 
-def _in_parts(q: Any, v: Any, page_table: Any, queries: int, longest: tuple[Any, Any]) -> bool:
-    """Whether all sequences have few queries, and there is room for what parts of the keys leave of their rows."""
-    if queries > FEW_QUERIES:
+def _in_parts(q: Any, v: Any, page_table: Any, queries: int, longest: tuple[Any, Any], split_keys: int | None) -> bool:
+    """Whether parts of so many keys get a CTA each: all sequences have few queries, and there is room for what the
+    parts leave of their rows."""
+    if not split_keys or queries > FEW_QUERIES:
         return False
     keys = v.shape[0] if page_table is None else page_table.shape[1] * v.shape[1]
     _, max_k = longest
     keys = min(keys, max_k) if type(max_k) is int else keys
-    return splits.room_for_parts(q.shape[0] * q.shape[1], v.shape[-1], keys)
+    return splits.room_for_parts(q.shape[0] * q.shape[1], v.shape[-1], keys, split_keys)
 
 
 def _rows(v: Any, page_table: Any) -> int:
@@ -378,7 +379,7 @@ def _serving(
         if k.dtype is not q.dtype:
             key += (k.dtype, v.dtype)
         if how != USUAL:
-            in_parts = how[2] is not None and _in_parts(q, v, page_table, queries, longest)
+            in_parts = _in_parts(q, v, page_table, queries, longest, how[2])
             key += ("num_splits and deterministic_batch", how, in_parts)
         for least_keys, most_keys, least_tiles, most_tiles, attention in stretches.get(key, ()):
             if least_keys <= length <= most_keys and least_tiles <= tiles <= most_tiles:
