@@ -225,6 +225,21 @@ def test_it_is_compiled_in_one_graph(compiled: PackedModules) -> None:
     assert all(x.equal(y) for x, y in zip(found, model(*tensors), strict=True))
 
 
+def test_a_cache_is_compiled_in_one_graph_whatever_its_pages(compiled: PackedModules) -> None:
+    """From the second on with sizes that may vary."""
+
+    def model(q: Any, k: Any, v: Any, **options: Any) -> Any:
+        return fa3.flash_attn_with_kvcache(q + 1, k, v, causal=True, attention_chunk=4, **options)[:2]
+
+    compiled_model = torch.compile(model, fullgraph=True, backend="aot_eager")
+    for page in (None, 6, 4, 2):
+        tensors, cache, table = cache_of(page)
+        options: dict[str, Any] = {"cache_seqlens": torch.tensor([12, 3, 7]).int(), "page_table": table}
+        options |= {"return_softmax_lse": True}
+        found, wanted = (call(tensors[0], *cache, **options) for call in (compiled_model, model))
+        assert all(x.equal(y) for x, y in zip(found, wanted, strict=True))
+
+
 def test_factors_of_sequences_are_those_of_their_chunks(modules: PackedModules) -> None:
     """Beside k and v of 8 bits; one number stays one."""
     q, k, v, *begins = packed_tensors(QUERIES, KEYS)

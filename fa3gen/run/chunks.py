@@ -13,7 +13,6 @@ queries; it is cut into as many sequences as these can touch chunks, of which so
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -51,7 +50,7 @@ def attention_in_chunks(
     max_seqlen_q = max_seqlen_q if type(max_seqlen_q) is int else q.shape[0]
     page = None
     if page_table is not None:
-        cache = KvCache(k, v, page_table).in_pages_of(math.gcd(chunk, k.shape[1]))
+        cache = KvCache(k, v, page_table).in_pages_of(_common(chunk, k.shape[1]))
         k, v, page_table, page = cache.k, cache.v, cache.table, cache.k.shape[1]
     arguments = in_chunks(
         *(chunk, cu_seqlens_q, cu_seqlens_k, max_seqlen_q),
@@ -157,3 +156,10 @@ def _pages_of_chunks(table: Tensor, number: Tensor, of_chunk: int, most: int) ->
     pages = table.shape[1]
     place = (number * of_chunk)[:, None] + torch.arange(min(of_chunk, pages), device=number.device)
     return table.repeat_interleave(most, dim=0).gather(1, place.clamp(0, max(0, pages - 1)))
+
+
+def _common(a: int, b: int) -> int:
+    """The largest number that divides both: math.gcd, which torch.compile does not follow with sizes that may vary."""
+    while b:
+        a, b = b, a % b
+    return a

@@ -210,6 +210,7 @@ def _rows_apart(k: Tensor, v: Tensor) -> int | None:
     sequences, rows = k.shape[:2]
     if sequences < 2:
         return int(rows)
-    found = [divmod(x.stride(0), x.stride(1)) if x.stride(1) else (0, 0) for x in (k, v)]
+    # Not by divmod, which torch.compile does not follow with sizes that may vary.
+    found = [(x.stride(0) // x.stride(1), x.stride(0) % x.stride(1)) if x.stride(1) else (0, 0) for x in (k, v)]
     apart = found[0][0]
     return apart if found == [(apart, 0)] * 2 and apart >= rows else None
