@@ -311,6 +311,30 @@ def test_a_cache_is_compiled_in_one_graph(compiled: PackedModules) -> None:
     assert all(x.equal(y) for x, y in zip(*found, strict=True)) and not caches[0][0].equal(k)
 
 
+PADDED = {"cache_leftpad": torch.tensor([2, 1], dtype=torch.int32)}
+CHOSEN = {"cache_batch_idx": torch.tensor([1, 0], dtype=torch.int32)}
+
+
+@pytest.mark.parametrize("page", [None, 3])
+@pytest.mark.parametrize("given", [{}, PADDED, CHOSEN], ids=["plain", "padded", "chosen"])
+def test_a_cache_is_compiled_with_sizes_that_may_vary(
+    given: dict[str, Any], page: int | None, compiled: PackedModules
+) -> None:
+    """All of them do, with dynamic=True."""
+    q, cache, lengths, _ = cache_with_its_reference(True)
+    options: dict[str, Any] = {"cache_seqlens": torch.tensor(lengths, dtype=torch.int32), **given}
+    k, v = cache
+    if page is not None:
+        options["page_table"] = torch.tensor([[3, 0, 5], [4, 1, 2]], dtype=torch.int32)
+        k, v = (as_pages(x, page, options["page_table"]) for x in cache)
+
+    def model(q: Any, k: Any, v: Any) -> Any:
+        return fa3.flash_attn_with_kvcache(q + 1, k, v, causal=True, **options)
+
+    found = torch.compile(model, fullgraph=True, backend="aot_eager", dynamic=True)(q, k, v)
+    assert found.equal(model(q, k, v)) and found.isfinite().all()
+
+
 # With a cache
 
 
