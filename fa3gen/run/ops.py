@@ -100,8 +100,8 @@ def attention(
     of one tensor each, and q is copied where it is not.
 
     Args:
-        q: (batch, seq_q, heads_q, d), bfloat16, float16, or float8_e4m3fn, which comes without sinks, a softcap and
-            keys in parts. Any strides with a contiguous last dimension and 16-byte aligned rows, here and below.
+        q: (batch, seq_q, heads_q, d), bfloat16, float16, or float8_e4m3fn, which comes without keys in parts that a
+            call asks for. Any strides with a contiguous last dimension and 16-byte aligned rows, here and below.
         k: (batch, seq_k, heads_kv, d), heads_q a multiple of heads_kv (GQA, MQA).
         v: (batch, seq_k, heads_kv, d_v). Of 8 bits its sequence may be contiguous instead of its last dimension, where
             there is a module that reads it so.
@@ -218,7 +218,7 @@ def _asked(
     part_keys, mask = calls.keys_of_parts(*how), dispatch.mask_of(causal, window)
     if eight_bits.any_of(q, k, v):
         num_splits, split_keys, deterministic_batch = how
-        asked = {"sinks": sinks, "softcap": softcap, "split_keys": split_keys}
+        asked: dict[str, Any] = {"split_keys": split_keys}
         asked |= {"deterministic_batch": deterministic_batch, "num_splits": num_splits if num_splits > 1 else None}
         eight_bits.check(q, k, v, asked)
     if v_permuted:

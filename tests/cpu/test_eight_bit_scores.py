@@ -26,6 +26,7 @@ from fa3gen.spec.specfile import Variant
 from fa3gen.verify import inputs, packed_inputs, paged_inputs
 from fa3gen.verify.inputs import Case
 from fa3gen.verify.on_cpu import verify_on_cpu
+from fa3gen.verify.packed_on_gpu import PackedRunner
 
 torch.set_num_threads(1)  # the workers of xdist share the cores
 WINDOW: dict[str, Any] = {"mask": {"kind": "window"}}
@@ -110,6 +111,17 @@ def test_what_models_ask_for(name: str, tmp_path: Path) -> None:
     found = load_on_cpu(path_of(tmp_path, "asked", text(name)))
     report = verify_on_cpu(found, spec, stem="asked", cases=cases_of(spec), count=1)
     assert report.failures == (), f"seed {report.seed}"
+
+
+def test_criteria_of_a_gpu_know_sinks_and_caps(tmp_path: Path) -> None:
+    """Of all three of 8 bits: beside the error of P in 8 bits what tanh.approx and sums of 13 bits may move."""
+    spec = variant("q of 8 bits, few queries").spec
+    assert isinstance(spec, Forward)
+    found = load_on_cpu(path_of(tmp_path, "asked", text("q of 8 bits, few queries")))
+    runner = PackedRunner(found, spec, torch.device("cpu"), seed=1)
+    for case in cases_of(spec):
+        if case.name in ("heads", "sinks", "capped"):
+            assert runner.run_case(case).failures == ()
 
 
 def call(attention: Any, k: torch.Tensor, v: torch.Tensor, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
