@@ -9,11 +9,11 @@ the same bits in any batch, of which upstream's `deterministic` says nothing.
 Served are the forward of bfloat16 and float16 tensors that need no gradient: dense, packed with offsets (varlen), and
 caches, contiguous and paged, to which new keys may be appended; each with lengths on the device, causal, and with the
 windows, sinks and caps of the scores that there are modules for. Beside such queries packed keys and caches may have
-8 bits, float8_e4m3fn, with `k_descale` and `v_descale`. All of q, k and v may have them, unmasked, causal or with a
-window, with `q_descale` as well; O is bfloat16. With `attention_chunk` sequences are cut where chunks of keys end, in
-plain torch on the device (`fa3gen.run.chunks`), and attended as packed ones. Whatever else is asked for raises
-NotImplementedError, which names the argument and what to do instead. Where there is no module for the head dim,
-window, sinks or cap, NoKernel says how to make one; with FA3GEN_RENDER=1, set before fa3gen is imported, the call
+8 bits, float8_e4m3fn, with `k_descale` and `v_descale`. All of q, k and v may have them, with `q_descale` as well; O is
+bfloat16. Both come with the same masks, sinks and caps. With `attention_chunk` sequences are cut where chunks of keys
+end, in plain torch on the device (`fa3gen.run.chunks`), and attended as packed ones. Whatever else is asked for raises
+NotImplementedError, which names the argument and what to do instead. Where there is no module for the head dim, window,
+sinks or cap, NoKernel says how to make one; with FA3GEN_RENDER=1, set before fa3gen is imported, the call
 makes it, as with `render=True` of `fa3gen.attention`. Where none can be made, as for head dims above 256 or single rows
 of 8 bits in pages, NoKernel says which rules are against it, and is a NotImplementedError, too.
 
@@ -86,8 +86,8 @@ def flash_attn_func(
     """Attention of dense tensors: see `fa3gen.attention`.
 
     Args:
-        q: (batch, seq_q, heads_q, d), bfloat16, float16, or float8_e4m3fn, which comes without sinks, a cap and
-            deterministic_batch; without requires_grad in grad mode.
+        q: (batch, seq_q, heads_q, d), bfloat16, float16, or float8_e4m3fn, which comes without deterministic_batch;
+            without requires_grad in grad mode.
         k, v: (batch, seq_k, heads_kv, d) and (batch, seq_k, heads_kv, d_v), heads_q a multiple of heads_kv. A v of 8
             bits whose sequence is contiguous is copied; `fa3gen.attention` takes it as it is, where a module does.
         q_descale, k_descale, v_descale: (batch, heads_kv) or one element, float32, factors of q, k and v of 8 bits, as
@@ -125,7 +125,7 @@ def flash_attn_func(
     if window_size != NO_WINDOW:
         causal, window = _mask(causal, window_size, *_longest((q.shape[1], k.shape[1]), chunk))
     if eight_bits:
-        _refuse_beside_8_bits(q, softcap=softcap, s_aux=s_aux, deterministic_batch=deterministic_batch)
+        _refuse_beside_8_bits(q, deterministic_batch=deterministic_batch)
         if of_blocks(scales):
             raise NotImplementedError(
                 "one of q_descale, k_descale and v_descale is of blocks of rows, and flash_attn_func takes factors of "
@@ -175,8 +175,8 @@ def flash_attn_varlen_func(
     """Attention of packed sequences: see `fa3gen.attention_packed`.
 
     Args:
-        q: (total_q, heads_q, d), bfloat16, float16, or float8_e4m3fn, which comes without sinks, a cap and
-            deterministic_batch; without requires_grad in grad mode.
+        q: (total_q, heads_q, d), bfloat16, float16, or float8_e4m3fn, which comes without deterministic_batch;
+            without requires_grad in grad mode.
         k, v: (total_k, heads_kv, d) and (total_k, heads_kv, d_v), heads_q a multiple of heads_kv; of q's dtype, or
             of 8 bits.
         q_descale, k_descale, v_descale: As for `fa3gen.attention_packed`.
@@ -204,7 +204,7 @@ def flash_attn_varlen_func(
     if k.dtype.itemsize > 1:
         _refuse(k_descale=k_descale, v_descale=v_descale)
     if eight_bits:
-        _refuse_beside_8_bits(q, softcap=softcap, s_aux=s_aux, deterministic_batch=deterministic_batch)
+        _refuse_beside_8_bits(q, deterministic_batch=deterministic_batch)
     window = None
     if window_size != NO_WINDOW:
         longest = (None, None) if deterministic_batch else (max_seqlen_q, max_seqlen_k)  # those beside choose nothing
@@ -314,7 +314,7 @@ def flash_attn_with_kvcache(
     eight_bits = _check_served(q, qv, (q_descale,))
     _refuse(rotary_cos=rotary_cos, rotary_sin=rotary_sin)
     if eight_bits:
-        _refuse_beside_8_bits(q, softcap=softcap, s_aux=s_aux, deterministic_batch=deterministic_batch)
+        _refuse_beside_8_bits(q, deterministic_batch=deterministic_batch)
     cache = KvCache.of(k_cache, v_cache, page_table, cache_batch_idx)
     q = _contiguous_rows(q)
     seq_q = q.shape[1] if cu_seqlens_q is None else max_seqlen_q

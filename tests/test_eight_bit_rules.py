@@ -205,6 +205,8 @@ def test_rows_of_block() -> None:
             {"scheduler": "stream_k", "load": {"q_stages": 2}},
             "stream_k is not rendered; use single_tile or",
         ),
+        ("softmax.sink", {"softmax": {"sink": True}}, "with scales: block true is not rendered; use false"),
+        ("softmax.softcap", {"softmax": {"softcap": True}}, "with scales: block true is not rendered; use false"),
     ],
 )
 def test_block_scale_kernel(field: str, parts: dict[str, Any], message: str) -> None:

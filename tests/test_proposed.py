@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -39,6 +40,11 @@ FAMILIES = [
     Family("bf16", 192, 128, NoMask(), layout="packed"),
     Family("bf16", 96, 96, CausalMask(), layout="paged", page_rows=48),
     Family("fp16", 64, 64, WINDOW, layout="paged", page_rows=3),
+    Family("bf16", 128, 128, WINDOW, layout="packed", kv_dtype="e4m3"),  # Mistral with a cache of 8 bits
+    Family("bf16", 64, 64, WINDOW, layout="paged", page_rows=16, kv_dtype="e4m3", sink=True),  # GPT-OSS
+    Family("bf16", 256, 256, WINDOW, layout="paged", page_rows=16, kv_dtype="e4m3", softcap=True),  # Gemma
+    Family("e4m3", 256, 256, CausalMask(), "bf16", layout="packed", sink=True, softcap=True, any_cap=True),
+    Family("e4m3", 64, 64, WINDOW, "bf16", sink=True),
     Family("e4m3", 96, 96, CausalMask(), "bf16"),  # sums in two levels
     Family("e4m3", 160, 160, NoMask(), "bf16"),  # for which two accumulators leave no registers
     Family("e4m3", 160, 160, CausalMask(), "bf16", by_sequence=("v",)),
@@ -148,6 +154,20 @@ def test_parts_of_a_window_begin_with_the_window(layout: SequenceLayout) -> None
     found = propose(family, CHECKOUT, parts=True, group=3)
     assert isinstance(found, Proposal) and check(found.spec) == []
     assert found.spec.mask == WindowMask() and found.spec.tile.kv_from == "window" and found.spec.split is not None
+
+
+@pytest.mark.parametrize("scores", [{}, {"sink": True}, {"softcap": True, "any_cap": True}])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("layout", ["packed", "paged"])
+def test_parts_of_keys_of_8_bits_extend_what_converts_them(
+    layout: SequenceLayout, dim: int, scores: dict[str, Any]
+) -> None:
+    """Stages of tiles of 8 bits, and who converts them, as they were tuned, whatever a call asks of its scores."""
+    page_rows = 16 if layout == "paged" else None
+    family = Family("bf16", dim, dim, WINDOW, layout=layout, page_rows=page_rows, kv_dtype="e4m3", **scores)
+    found = propose(family, CHECKOUT, parts=True, group=8)
+    assert isinstance(found, Proposal) and check(found.spec) == [] and Family.of(found.spec).serves(family)
+    assert found.base == f"fwd_{layout}_kv8_decode" and found.spec.kv.stages > 1
 
 
 def test_without_a_spec_there_is_nothing_to_extend(tmp_path: Path) -> None:

@@ -165,3 +165,35 @@ def test_slack_holds_for_every_error_of_tanh_and_is_no_wider_than_it_must_be(
         rows = slack.out > 1e-9
         used.append(((found.out - exact.out).abs()[rows] / slack.out[rows]).max().item())
     assert 0.5 < max(used) <= 1
+
+
+def test_eight_bit_precision_knows_sinks_and_caps() -> None:
+    """With P in float32 nothing is rounded but to that: attention itself, also of rows that see no key."""
+    generator = torch.Generator().manual_seed(4)
+    q, k, v = (torch.randn(1, rows, heads, 32, generator=generator) for rows, heads in ((9, 4), (5, 2), (5, 2)))
+    facts: dict[str, Any] = {"reach": (None, 0), "sinks": torch.tensor([0.5, 3.0, -math.inf, -1.0]), "softcap": 1.5}
+    wanted = reference.attention(q, k, v, **facts)
+    found = reference.eight_bit_precision(
+        q, k, v, **facts, out_dtype=torch.float32, p_dtype=torch.float32, p_scale=256.0
+    )
+    torch.testing.assert_close(found.out.double(), wanted.out, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found.lse.double(), wanted.lse, rtol=1e-5, atol=1e-6)
+    plain = reference.attention(q, k, v, reach=(None, 0))
+    assert not torch.allclose(plain.out, wanted.out, atol=1e-3)
+
+
+def test_what_cut_off_sums_move_beside_sinks_and_caps() -> None:
+    """A sink takes as much of a row's weight as its LSE says; a cap makes an error smaller by its slope."""
+    generator = torch.Generator().manual_seed(5)
+    q, k = (torch.randn(1, rows, 2, 64, generator=generator) for rows in (6, 40))
+    plain, lse = reference.sum_slack(q, k, reach=(None, None)), reference.attention(q, k, k, reach=(None, None)).lse
+    sinks = torch.tensor([1.0, 7.0])
+    beside = reference.attention(q, k, k, reach=(None, None), sinks=sinks).lse
+    found = reference.sum_slack(q, k, reach=(None, None), sinks=sinks)
+    torch.testing.assert_close(found, plain * torch.exp(lse - beside))
+    one = reference.sum_slack(q, k[:, :1], reach=(None, None))  # a single key has all of the weight
+    capped = reference.sum_slack(q, k[:, :1], reach=(None, None), softcap=0.5)
+    scores = torch.einsum("bqhd,bkhd->bhq", q.double(), k[:, :1].double()) / 8
+    torch.testing.assert_close(capped, one * (1 - torch.tanh(scores / 0.5).square()))
+    hidden = reference.sum_slack(q, k, reach=(0, 0), softcap=0.5)
+    assert hidden.isfinite().all() and (hidden < plain).any()

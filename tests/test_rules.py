@@ -1115,14 +1115,6 @@ def test_converted_rows() -> None:
     )
 
 
-def test_converted_scores() -> None:
-    assert converting.converted_scores(False, False) is None
-    for sink, softcap, field in ((True, False, "softmax.sink"), (False, True, "softmax.softcap")):
-        assert converting.converted_scores(sink, softcap) == Violation(
-            field, "it is not rendered with 8-bit K and V, whose factors scale scores and O; use false, or no kv.dtype"
-        )
-
-
 def test_accumulator_beside_converters() -> None:
     assert converting.accumulator_beside_converters(2, 128, 96) is None
     assert converting.accumulator_beside_converters(2, 256, 128) == Violation(

@@ -144,6 +144,7 @@ def _asked_of(base: Forward, family: Family, *, own: bool, split: Split | None, 
         *(("softmax.sink", family.sink), ("softmax.softcap", family.softcap), ("softmax.restart_every", None)),
         ("softmax.row_max", base.softmax.row_max if _bounds_scores(family) else "online"),
         *(("outputs.lse", True), *_heads_and_parts(base, split, group)),
+        *((("tile.kv_from", "window"),) if isinstance(mask, WindowMask) and split is not None else ()),
         *((one.field, one.instead) for one in shared(base) if own),
     )
     if isinstance(base.load, TmaLoad):

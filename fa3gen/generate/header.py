@@ -175,14 +175,18 @@ def _columns(rows: Sequence[Sequence[str]], right_aligned: int = 0) -> tuple[str
 
 
 def _formula(spec: Forward) -> str:
-    keys, values = ("k_descale K^T", "v_descale V") if footprint.converts(spec) else ("K^T", "V")
-    scores = f"softcap tanh(scale Q {keys} / softcap)" if spec.softmax.softcap else f"scale Q {keys}"
+    product, out, factors = "scale Q K^T", "P V", footprint.converts(spec) or footprint.eight_bits(spec)
+    if footprint.converts(spec):
+        product, out = "scale Q k_descale K^T", "P v_descale V"
+    elif footprint.eight_bits(spec):
+        product, out = "scale q_descale k_descale Q K^T", "v_descale P V"
+    scores = f"softcap tanh({product} / softcap)" if spec.softmax.softcap else product
+    if spec.softmax.sink and spec.softmax.softcap and factors:  # else it would not fit a line
+        return f"S = {scores}    P = softmax(S, sink)    O = {out}"
     if spec.softmax.sink:
-        return f"S = {scores}    LSE = log(exp(sink) + sum(exp(S)))    P = exp(S - LSE)    O = P {values}"
+        return f"S = {scores}    LSE = log(exp(sink) + sum(exp(S)))    P = exp(S - LSE)    O = {out}"
     lse = "    LSE = log(sum(exp(S)))" if spec.outputs.lse else ""
-    if footprint.eight_bits(spec):
-        return f"S = scale q_descale k_descale Q K^T    P = softmax(S)    O = v_descale P V{lse}"
-    return f"S = {scores}    P = softmax(S)    O = P {values}{lse}"
+    return f"S = {scores}    P = softmax(S)    O = {out}{lse}"
 
 
 def _mask_sentence(spec: Forward) -> str:

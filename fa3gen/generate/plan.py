@@ -204,8 +204,10 @@ class ArgumentsPlan:
     does, and `looked_at` what a warp knows of 32 of them and of what comes before. `softmax_step` is what the softmax
     of a step takes, `rows` what a thread keeps of its rows, and `lse_from` what their LSE is made of. Of parts
     `summed` is what a warp that adds them up reads, `combined` what the kernel that does takes, `combine_call` what it
-    is given, and `row_outputs` what it needs to finish a row. `descales` are the factors of q, k and v. `normalize` is
-    what brings O to its sums. `accumulators` are a consumer's, of which `only_acc_s` names S, `multiplied` those that
+    is given, and `row_outputs` what it needs to finish a row. `descales` are the factors of q, k and v; with
+    those of q and k what a call gives by `call_` and its name becomes `scaled`, which S is multiplied by first, and
+    `scales` has both where q has 8 bits. `normalize` is what brings O to its sums, `add_sink` what a sink adds to
+    these needs. `accumulators` are a consumer's, of which `only_acc_s` names S, `multiplied` those that
     products write; P V of `pv_columns` goes to `acc_pv`, and from there into O by `promoted_by`. `products` and
     `operands` are those that it names. It finds V in `smem_v` and `v_ring`, where it has landed or been transposed
     (`v_ready`), and gives it back by `release_v`.
@@ -257,6 +259,9 @@ class ArgumentsPlan:
     num_rows: int = 0
     descales: tuple[str, ...] = ()
     num_descales: int = 0
+    scaled: str = "scale_log2"
+    scales: tuple[str, ...] = ()
+    add_sink: tuple[str, ...] = ("row_max", "row_sum", "row_sink", "scale_log2")
     load_kv: tuple[str, ...] = ()
 
 
@@ -486,6 +491,8 @@ class SoftmaxPlan:
     `mask_end`: whether the last tile of keys is masked always, or only when the end of the keys cuts it.
     `sink`: whether a logit of each head takes part; `softcap`: whether scores are capped. `most_cap`: how far they may
     be, where exponentials are relative to a first maximum; 0 where that moves. `caps` says the same.
+    `largest` is the logit that a row's sum of exponentials is relative to, as the module writes it, and `sum_of` in
+    words; `shrink` brings O to that of a larger sink, and to the factor of V, if it has one.
     """
 
     lazy: bool
@@ -498,6 +505,9 @@ class SoftmaxPlan:
     most_exponent: int = MOST_EXPONENT
     caps: CapsPlan = CapsPlan()
     restart_every: int = 0
+    largest: str = "row_max[r] * scale_log2 * LN_2"
+    sum_of: str = "scale max"
+    shrink: str = "shrink"
 
     @property
     def restarts(self) -> bool:
@@ -914,15 +924,17 @@ def _arguments(spec: Forward) -> ArgumentsPlan:
         scaled = [] if footprint.block_scales(spec) else ["scale_log2"]  # else the maxima are
         sums = ("row_max", *sums, *scaled) if has_max else ("row_shift", *sums)
     v_factor = ["v_factor"] * descaled
+    of_o = v_factor if not sinks else []  # with a sink it is in what O is multiplied by
     of_v = ["v_unit", "v_scale"] * footprint.block_scales(spec)  # of what O is in, and of the step's V
-    # With the factors of q and k, which a tile of queries finds, a call's scale becomes what the softmax takes.
-    scale = "call_scale_log2" if descales else "scale_log2"
+    # With factors of q and k, which a tile of queries finds, a scale of the call becomes that of the softmax, or cap.
+    of_scores = "cap_scale" if cap else "scale_log2"
+    given = [f"call_{name}" if descales and name == of_scores else name for name in ("scale_log2", *cap)]
     return ArgumentsPlan(
         factors=factors,
         launch=tuple(_parameter(argument) for argument in operation.arguments),
         kernel=(
             *map(Parameter, (*tensors, *atoms)),
-            *(Parameter(name, FP32) for name in (scale, *cap)),
+            *(Parameter(name, FP32) for name in given),
             *sides,
             *extent,
             *map(Parameter, pages),
@@ -940,8 +952,11 @@ def _arguments(spec: Forward) -> ArgumentsPlan:
         bounds=bounds,
         looked_at=("first", "before", *bounds, "tiles", "tiles_to_here"),
         work_on=_work_on(spec, window),
-        consume=(*outputs, *handed_on, *sinks, *(["scales"] if eight_bits else [scale, *cap, *descales]), *work),
-        normalize=("acc_O", "row_inverse" if sinks else "row_sum", *v_factor),
+        consume=(*outputs, *handed_on, *sinks, *(["scales"] if eight_bits else [*given, *descales]), *work),
+        normalize=("acc_O", "row_inverse" if sinks else "row_sum", *of_o),
+        scaled=of_scores,
+        scales=(*given, *descales),
+        add_sink=("row_max", "row_sum", "row_sink", "scale_log2", *v_factor),
         accumulators=("acc_S", "acc_O", *["acc_step"] * two_levels, *held, *["acc_all"] * restarts),
         only_acc_s=("acc_S", "_", *["_"] * two_levels, *["_"] * len(held), *["_"] * restarts),
         multiplied=("acc_S", "_", "acc_step", *held) if two_levels else ("acc_S", "acc_O", *["_"] * restarts),
@@ -953,14 +968,14 @@ def _arguments(spec: Forward) -> ArgumentsPlan:
         v_ring=v_ring,
         v_ready="been transposed" if transposes else "landed",
         release_v=f"release_by_warp({v_ring}, v_drain)" if transposes else f"{v_ring}.consumer_release(v_drain)",
-        store_tile=(*outputs, *["parts"] * (spec.split is not None), "work", "acc_O", *v_factor, *sums),
+        store_tile=(*outputs, *["parts"] * (spec.split is not None), "work", "acc_O", *of_o, *sums),
         stored=(
             (
                 *(f"{name}={name}" for name in (*outputs, "work")),
                 *("acc_O=acc_all", "row_max=all_max", "row_sum=all_sum", "scale_log2=scale_log2"),
             )
             if restarts
-            else (*outputs, *["parts"] * (spec.split is not None), "work", "acc_O", *v_factor, *sums)
+            else (*outputs, *["parts"] * (spec.split is not None), "work", "acc_O", *of_o, *sums)
         ),
         multiply=(
             *("products", "tSrQ_tile", "operands", "accumulators", *["rescale"] * striped),
@@ -1026,6 +1041,8 @@ def _caps(spec: Forward) -> CapsPlan:
 
 def _softmax(spec: Forward) -> SoftmaxPlan:
     above, bounded = spec.softmax.rescale_above, spec.softmax.row_max == "first"
+    # Of 8 bits P, and so its sums, are 2^P_EXPONENT times themselves.
+    eight_bits = footprint.eight_bits(spec)
     return SoftmaxPlan(
         above is not None,
         above or 0,
@@ -1036,6 +1053,9 @@ def _softmax(spec: Forward) -> SoftmaxPlan:
         most_cap=MOST_CAP_OF_FIRST_MAX if bounded else 0.0,
         caps=_caps(spec),
         restart_every=spec.softmax.restart_every or 0,
+        largest="(row_max[r] * scale_log2 - P_EXPONENT) * LN_2" if eight_bits else SoftmaxPlan.largest,
+        sum_of="largest" if eight_bits else SoftmaxPlan.sum_of,
+        shrink="v_factor * shrink" if eight_bits or footprint.converts(spec) else SoftmaxPlan.shrink,
     )
 
 
@@ -1234,7 +1254,7 @@ def _entry(spec: Forward) -> EntryPlan:
         keeps_scratch=bool(kept),
         mask_phrase=header.mask_phrase(spec),
         output_phrase=like,
-        empty_phrase="its sink" if spec.softmax.sink else "-inf",
+        empty_phrase=("a sink" if footprint.eight_bits(spec) else "its sink") if spec.softmax.sink else "-inf",
         heads_phrase=heads,
         kv_phrase=f", {spec.kv_element.torch_name}" if footprint.mixed(spec) else "",
         by_sequence=tuple(Named(operation.tensor(name)) for name in sequence_contiguous(spec)),

@@ -125,15 +125,14 @@ def check(q: Tensor, k: Tensor, v: Tensor, asked: Mapping[str, Any]) -> None:
     refuse(q, asked)
 
 
-def check_packed(q: Tensor, k: Tensor, v: Tensor, asked: Mapping[str, Any]) -> None:
-    """The same of packed sequences and pages, where q has 8 bits."""
+def check_packed(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """The same of dtypes of packed sequences and pages, where q has 8 bits."""
     if k.dtype != v.dtype or k.dtype not in (q.dtype, OTHER_EIGHT_BITS):
         raise ArgumentError(
             f"q has dtype {q.dtype}, k {k.dtype} and v {v.dtype}; beside q of 8 bits they need the same, or both "
             f"{OTHER_EIGHT_BITS}, and beside q of 16 bits they may have 8: pass k and v of 8 bits, or q in "
             "torch.bfloat16, times its factor"
         )
-    refuse(q, asked)
 
 
 def refuse(q: Tensor, asked: Mapping[str, Any]) -> None:

@@ -100,9 +100,8 @@ def attention(
     to be rows of one tensor each, and q is copied where it is not.
 
     Args:
-        q: (batch, seq_q, heads_q, d), bfloat16, float16, or float8_e4m3fn, which comes without sinks, a softcap and
-            parts of a fixed number of keys. Any strides with a contiguous last dimension and 16-byte aligned rows, here
-            and below.
+        q: (batch, seq_q, heads_q, d), bfloat16, float16, or float8_e4m3fn, which comes without parts of a fixed number
+            of keys. Any strides with a contiguous last dimension and 16-byte aligned rows, here and below.
         k: (batch, seq_k, heads_kv, d), heads_q a multiple of heads_kv (GQA, MQA).
         v: (batch, seq_k, heads_kv, d_v). Of 8 bits its sequence may be contiguous instead of its last dimension, where
             there is a module that reads it so.
@@ -219,8 +218,7 @@ def _asked(
     part_keys, mask = calls.keys_of_parts(*how), dispatch.mask_of(causal, window)
     if eight_bits.any_of(q, k, v):
         _, split_keys, deterministic_batch = how
-        asked = {"sinks": sinks, "softcap": softcap, "split_keys": split_keys}
-        asked |= {"deterministic_batch": deterministic_batch}
+        asked = {"split_keys": split_keys, "deterministic_batch": deterministic_batch}
         eight_bits.check(q, k, v, asked)
     if v_permuted:
         eight_bits.check_permuted(q, v)

@@ -110,8 +110,8 @@ def attention_packed(
     page page_table[i, j // page].
 
     Args:
-        q: (total_q, heads_q, d), bfloat16, float16 or float8_e4m3fn, beside which there are no sinks, no cap and no
-            deterministic_batch. Any strides with a contiguous last dimension and 16-byte aligned rows, here and below.
+        q: (total_q, heads_q, d), bfloat16, float16 or float8_e4m3fn, beside which there is no deterministic_batch. Any
+            strides with a contiguous last dimension and 16-byte aligned rows, here and below.
         k: (total_k, heads_kv, d), heads_q a multiple of heads_kv (GQA, MQA); or (pages, page, heads_kv, d). Of q's
             dtype, or beside q of 16 bits of 8, float8_e4m3fn or float8_e5m2, as a cache may be.
         v: (total_k, heads_kv, d_v), or (pages, page, heads_kv, d_v); of k's dtype.
@@ -128,7 +128,8 @@ def attention_packed(
         causal: Query i sees keys j <= i + seq_k - seq_q, by the lengths of its sequence.
         window, sinks, softcap: As for `fa3gen.attention`.
         k_descale, v_descale: (sequences, heads_kv) float32, any strides, 0 as well: by what k and v of 8 bits are to
-            be multiplied, 1 by default. O and LSE are those of q beside k and v in q's dtype, times these.
+            be multiplied, 1 by default. O and LSE are those of q beside k and v in q's dtype, times these: a softcap
+            caps scores that have the factors, and sinks are logits beside such scores.
         q_descale: The same of q of 8 bits, for each head of k. Beside such q each factor may be one number, (1,).
         scale: Factor of the scores, finite and positive; 1 / sqrt(d) by default.
         out: (total_q, heads_q, d_v) of q's dtype, or bfloat16 beside q of 8 bits, to write O to; a new contiguous
@@ -243,7 +244,7 @@ def _family(
     calls.check_scores(*scores)
     sinks, softcap = scores
     if q.dtype is EIGHT_BITS:
-        eight_bits.check_packed(q, k, v, {"sinks": sinks, "softcap": softcap})
+        eight_bits.check_packed(q, k, v)
         kv_dtype = eight_bits.kv_dtype(q, k)
         eight_bits.check_factors(q, k, factors, sequences=cu_seqlens_q.shape[0] - 1)
     else:

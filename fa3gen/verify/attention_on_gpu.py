@@ -245,12 +245,13 @@ class Runner(ModuleRunner):
         """
         facts: dict[str, Any] = {"scale": scale, "reach": reach(made.mask), **made.keywords}
         expected = joined([reference.attention(*part, **facts) for part in made.parts])
+        slack = Attention(torch.zeros_like(expected.out), torch.zeros_like(expected.lse))
+        if made.softcap is not None:
+            slack = joined([reference.tanh_slack(*part, **facts) for part in made.parts])
         if footprint.eight_bits(self.spec):
-            slack = [reference.sum_slack(q, k, scale=scale, reach=reach(made.mask)) for q, k, _ in made.parts]
-            return expected, Attention(torch.zeros_like(expected.out), torch.cat(slack, dim=2))
-        if made.softcap is None:
-            return expected, Attention(torch.zeros_like(expected.out), torch.zeros_like(expected.lse))
-        return expected, joined([reference.tanh_slack(*part, **facts) for part in made.parts])
+            of_sums = torch.cat([reference.sum_slack(q, k, **facts) for q, k, _ in made.parts], dim=2)
+            slack = Attention(slack.out, slack.lse + of_sums)
+        return expected, slack
 
     def _yardsticks(self, made: Inputs, scale: float | None = None) -> list[Attention]:
         """What PyTorch computes in the module's dtypes; where only P is rounded, four times with other roundings."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -137,6 +137,8 @@ def eight_bit_precision(
     *,
     scale: float | None = None,
     reach: Reach,
+    sinks: torch.Tensor | None = None,
+    softcap: float | None = None,
     out_dtype: torch.dtype,
     p_dtype: torch.dtype,
     p_scale: float,
@@ -147,25 +149,36 @@ def eight_bit_precision(
     all sums are in float32. O comes in `out_dtype`, LSE in float32.
     """
     dtypes = _Dtypes(scores=torch.float32, softmax=torch.float32, p=p_dtype, out=torch.float32)
-    facts = {"scale": scale, "reach": reach, "sinks": None, "softcap": None}
-    found = _attention(q, k, v, **facts, dtypes=dtypes, p_scale=p_scale, of_largest=True)  # type: ignore[arg-type]
+    facts: dict[str, Any] = {"scale": scale, "reach": reach, "sinks": sinks, "softcap": softcap}
+    found = _attention(q, k, v, **facts, dtypes=dtypes, p_scale=p_scale, of_largest=True)
     return Attention(found.out.to(out_dtype), found.lse)
 
 
-def sum_slack(q: torch.Tensor, k: torch.Tensor, *, scale: float | None = None, reach: Reach) -> torch.Tensor:
+def sum_slack(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    *,
+    scale: float | None = None,
+    reach: Reach,
+    sinks: torch.Tensor | None = None,
+    softcap: float | None = None,
+) -> torch.Tensor:
     """How far LSE (batch, heads_q, seq_q) may be off because a tensor core cuts off sums of products of 8 bits.
 
     An instruction cuts each of DEPTH_8BIT products and the sum so far off to KEPT_8BIT of the largest of these, and
     then their sum. If signs are random, a score S is off by e, of mean square the sum of (DEPTH_8BIT + 2) / 3 squares
-    of that over its instructions, and LSE by sum p e. This is SIGMAS times sum p |e|.
+    of that over its instructions, and LSE by sum p e. This is SIGMAS times sum p |e|. A cap makes e as much smaller as
+    its slope is, a sink p.
     """
-    exact = attention(q, k, k, scale=scale, reach=reach).lse
+    exact = attention(q, k, k, scale=scale, reach=reach, sinks=sinks, softcap=softcap).lse
     factor = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     group, slack = q.shape[2] // k.shape[2], torch.empty_like(exact)
     keys = k.double().repeat_interleave(group, dim=2).permute(0, 2, 3, 1)  # (batch, heads_q, d, seq_k)
-    for rows, scores in _scores(q, k, scale=scale, reach=reach, softcap=None, dtypes=_FLOAT64):
+    for rows, scores in _scores(q, k, scale=scale, reach=reach, softcap=softcap, dtypes=_FLOAT64):
         lse = exact[:, :, rows]
         p = torch.exp(scores.flatten(1, 2) - lse.masked_fill(lse == -math.inf, 0)[..., None])
+        if softcap is not None:
+            p *= (1 - (scores.flatten(1, 2) / softcap).square()).clamp(min=0)  # of hidden keys p is 0
         queries = q[:, rows].double().transpose(1, 2)  # (batch, heads_q, rows, d)
         total, variance = torch.zeros_like(p), torch.zeros_like(p)
         for first in range(0, q.shape[-1], DEPTH_8BIT):
@@ -212,8 +225,8 @@ def _attention(
         row_lse = torch.logsumexp(scores, dim=-1)  # (batch, heads_kv, group, rows); -inf where no key is seen
         if sinks is not None:
             row_lse = torch.logaddexp(row_lse, sinks.to(row_lse.dtype).reshape(*scores.shape[1:3], 1))
-        sees = row_lse > -math.inf
         shift = scores.amax(-1) if of_largest and scores.shape[-1] else row_lse
+        sees = shift > -math.inf
         shift = shift.where(sees, 0)  # exp(-inf - 0) = 0 rather than exp(nan)
         weights = (p_scale * torch.exp(scores - shift[..., None])).to(dtypes.p).to(dtypes.out)
         if of_largest:

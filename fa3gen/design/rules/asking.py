@@ -143,6 +143,8 @@ def _eight_bits(spec: Forward) -> Iterable[Answer]:
         yield eight_bits.block_scale_kernel.ask("problem.layout", spec.problem.layout, ("dense",))
         yield eight_bits.block_scale_kernel.ask("mask", spec.mask.kind, ("none", "causal"))
         yield eight_bits.block_scale_kernel.ask("scheduler", spec.scheduler, ("single_tile", "static", "dynamic"))
+        yield eight_bits.block_scale_kernel.ask("softmax.sink", softmax.sink, (False,))
+        yield eight_bits.block_scale_kernel.ask("softmax.softcap", softmax.softcap, (False,))
     rendered: dict[str, tuple[object, tuple[object, ...]]] = {
         "qk.engine": (spec.qk.engine, ("wgmma",)),
         "schedule.kind": (spec.schedule.kind, ("warp_specialized", "ping_pong")),
@@ -160,8 +162,6 @@ def _eight_bits(spec: Forward) -> Iterable[Answer]:
         "outputs.o": (spec.outputs.o, ("direct",) if even else ("own_buffer",)),
         "softmax.row_max": (softmax.row_max, ("online",)),
         "softmax.rescale_above": (softmax.rescale_above, (None,)),
-        "softmax.sink": (softmax.sink, (False,)),
-        "softmax.softcap": (softmax.softcap, (False,)),
     }
     for field, (value, values) in rendered.items():
         yield eight_bits.eight_bit_kernel.ask(field, value, values)
@@ -182,7 +182,6 @@ def _converting(spec: Forward) -> Iterable[Answer]:
         yield converting.converting_kernel.ask(
             *structure, footprint.overlapped(spec), spec.tile.warpgroups or 0, spec.kv.warpgroups
         )
-        yield converting.converted_scores.ask(spec.softmax.sink, spec.softmax.softcap)
         for field, dim in (("problem.head_dim", spec.problem.head_dim), (_v_dim_field(spec), spec.problem.v_dim)):
             yield converting.converted_rows.ask(field, dim, spec.tile.kv, footprint.converting_warps(spec))
 

@@ -86,14 +86,3 @@ def accumulator_beside_converters(warpgroups: int, columns: int, launched: int) 
         f"with {warpgroups} of them beside the others a thread is launched with {launched} registers, and a product of "
         f"{columns} columns takes {columns} / 2 + {footprint.OTHER_REGISTERS} = {held}; use 1, or fewer columns",
     )
-
-
-@rule(kind=GENERATOR, topic="softmax")
-def converted_scores(sink: bool, softcap: bool) -> Violation | None:
-    """What changes scores or sums is not rendered beside the factors of 8-bit K and V."""
-    if not (sink or softcap):
-        return None
-    field = "softmax.sink" if sink else "softmax.softcap"
-    return Violation(
-        field, "it is not rendered with 8-bit K and V, whose factors scale scores and O; use false, or no kv.dtype"
-    )

@@ -211,8 +211,9 @@ def sums_of_blocks(promote_every: int, stripes: int) -> Violation | None:
 
 
 @rule(kind=GENERATOR, topic="softmax")
-def block_scale_kernel(field: str, value: str, rendered: Sequence[str]) -> Violation | None:
-    """A step's own factor is rendered without a window, and where a CTA has all keys of its tiles of queries."""
+def block_scale_kernel(field: str, value: object, rendered: Sequence[object]) -> Violation | None:
+    """A step's own factor is rendered without a window, sinks and a cap, and where a CTA has all keys of its tiles."""
     if value in rendered:
         return None
-    return Violation(field, f"with scales: block {value} is not rendered; use {' or '.join(rendered)}, or scales: head")
+    ways_out = " or ".join(_yaml(each) for each in rendered)
+    return Violation(field, f"with scales: block {_yaml(value)} is not rendered; use {ways_out}, or scales: head")

@@ -395,7 +395,8 @@ def _last_product(spec: Forward, turns: _Turns, flattened: bool) -> Iterator[Ste
         yield end("wait_full", on="k", ahead=1, note="so have the next tile's Q and first K")
     yield from turns.take("end")
     if spec.softmax.sink:
-        yield end("read_sink", note="from global memory, added to the sums while P V runs")
+        where = "" if footprint.eight_bits(spec) or footprint.converts(spec) else " to the sums"
+        yield end("read_sink", note=f"from global memory, added{where} while P V runs")
     if footprint.stripes(spec) > 1:
         yield from _stripes(spec, "end", ahead=0)
     else:
