@@ -321,7 +321,8 @@ def flash_attn_with_kvcache(
     longest = (None, None) if deterministic_batch else (seq_q, cache.room)
     chunk = _chunk(attention_chunk, cache.room, causal=causal)
     causal, window = _mask(causal, window_size, *_longest(longest, chunk))
-    if seq_q == 1 and cu_seqlens_q is None and window is None and k_cache.dtype.itemsize == 1:
+    one_each = seq_q == 1 and cu_seqlens_q is None and window is None
+    if one_each and k_cache.dtype.itemsize == 1 and not deterministic_batch:  # whose bits are those of several queries
         causal = True  # hides nothing of a single query, and modules for keys of 8 bits are causal
     options: dict[str, Any] = {"causal": causal, "window": window, "scale": softmax_scale}
     options |= {"sinks": s_aux, "softcap": softcap or None, "return_lse": return_softmax_lse, "render": RENDER}

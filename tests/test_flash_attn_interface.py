@@ -626,6 +626,8 @@ def test_a_cache_of_8_bits(modules: PackedModules) -> None:
     assert {family.mask for family, _, _ in modules.asked} == {NoMask()}
     fa3.flash_attn_with_kvcache(q[:, :1], *narrow, cache_seqlens=used, **factors)
     assert modules.asked[-1][0].mask == CausalMask()  # which hides nothing of one query
+    fa3.flash_attn_with_kvcache(q[:, :1], *narrow, cache_seqlens=used, deterministic_batch=True, **factors)
+    assert modules.asked[-1][0].mask == NoMask()  # as for several
     packed = [x.flatten(0, 1) for x in (q, *narrow)]
     begins = offsets([q.shape[1]] * len(q)), offsets([k.shape[1]] * len(k))
     fa3.flash_attn_varlen_func(*packed, *begins, q.shape[1], k.shape[1], **factors)
