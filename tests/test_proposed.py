@@ -156,6 +156,14 @@ def test_parts_of_a_window_begin_with_the_window(layout: SequenceLayout) -> None
     assert found.spec.mask == WindowMask() and found.spec.tile.kv_from == "window" and found.spec.split is not None
 
 
+def test_a_cap_beside_products_of_8_bits_holds_no_exponentials_back() -> None:
+    """For which ptxas would have no registers."""
+    family = Family("e4m3", 128, 128, WINDOW, "bf16", layout="packed")
+    plain, capped = (propose(each, CHECKOUT) for each in (family, family._replace(softcap=True, any_cap=True)))
+    assert isinstance(plain, Proposal) and plain.spec.softmax.exp_before_wait is not None
+    assert isinstance(capped, Proposal) and capped.spec.softmax.exp_before_wait is None
+
+
 @pytest.mark.parametrize("scores", [{}, {"sink": True}, {"softcap": True, "any_cap": True}])
 @pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize("layout", ["packed", "paged"])
