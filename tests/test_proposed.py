@@ -139,6 +139,10 @@ def test_the_nearest_tuned_spec_is_extended_by_what_differs(family: Family, base
         (Family("bf16", 64, 64, NoMask(), "fp16"), "o.dtype: O in fp16 beside q, k and v in bf16 is not rendered"),
         (Family("e4m3", 80, 80, NoMask(), "bf16"), "problem.head_dim: K of the QK product is 80, no multiple of 32"),
         (Family("e4m3", 64, 64, NoMask(), "fp32"), "outputs.o: a tile of O in fp32 would take"),
+        (
+            Family("e4m3", 128, 128, CausalMask(), "bf16", block_scales=True, sink=True),
+            "softmax.sink: with scales: block true is not rendered",
+        ),
     ],
 )
 def test_where_no_spec_is_legal_the_error_says_why(family: Family, reason: str) -> None:
