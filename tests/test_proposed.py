@@ -139,6 +139,10 @@ def test_the_nearest_tuned_spec_is_extended_by_what_differs(family: Family, base
         (Family("bf16", 64, 64, NoMask(), "fp16"), "o.dtype: O in fp16 beside q, k and v in bf16 is not rendered"),
         (Family("e4m3", 80, 80, NoMask(), "bf16"), "problem.head_dim: K of the QK product is 80, no multiple of 32"),
         (Family("e4m3", 64, 64, NoMask(), "fp32"), "outputs.o: a tile of O in fp32 would take"),
+        (
+            Family("e4m3", 128, 128, CausalMask(), "bf16", block_scales=True, sink=True),
+            "softmax.sink: with scales: block true is not rendered",
+        ),
     ],
 )
 def test_where_no_spec_is_legal_the_error_says_why(family: Family, reason: str) -> None:
@@ -154,6 +158,14 @@ def test_parts_of_a_window_begin_with_the_window(layout: SequenceLayout) -> None
     found = propose(family, CHECKOUT, parts=True, group=3)
     assert isinstance(found, Proposal) and check(found.spec) == []
     assert found.spec.mask == WindowMask() and found.spec.tile.kv_from == "window" and found.spec.split is not None
+
+
+def test_a_cap_beside_products_of_8_bits_holds_no_exponentials_back() -> None:
+    """For which ptxas would have no registers."""
+    family = Family("e4m3", 128, 128, WINDOW, "bf16", layout="packed")
+    plain, capped = (propose(each, CHECKOUT) for each in (family, family._replace(softcap=True, any_cap=True)))
+    assert isinstance(plain, Proposal) and plain.spec.softmax.exp_before_wait is not None
+    assert isinstance(capped, Proposal) and capped.spec.softmax.exp_before_wait is None
 
 
 @pytest.mark.parametrize("scores", [{}, {"sink": True}, {"softcap": True, "any_cap": True}])

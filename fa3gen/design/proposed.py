@@ -145,6 +145,8 @@ def _asked_of(base: Forward, family: Family, *, own: bool, split: Split | None, 
         ("softmax.row_max", base.softmax.row_max if _bounds_scores(family) else "online"),
         *(("outputs.lse", True), *_heads_and_parts(base, split, group)),
         *((("tile.kv_from", "window"),) if isinstance(mask, WindowMask) and split is not None else ()),
+        # Products of 8 bits leave no registers for a cap beside exponentials that are held back: ptxas spills.
+        *((("softmax.exp_before_wait", None),) if family.softcap and family.eight_bits else ()),
         *((one.field, one.instead) for one in shared(base) if own),
     )
     if isinstance(base.load, TmaLoad):

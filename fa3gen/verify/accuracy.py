@@ -19,6 +19,10 @@ take part: rounding errors are not all of one sign. `variance` is what they come
 0.18 = 0.541 / 3: a third, as for any uniform error, times the mean of 1 / m^2 over mantissas m in [1, 2) whose
 logarithm is uniform. The mean of (O - ref)^2 / variance is near 1 for a kernel that rounds as planned.
 
+Beside a sink O is brought to that by a factor in float32, which is 0 where it would be below 2^-126. So with sinks e
+has 2^-120 sum_j exp(s_j - max) |v_j|, times what P is multiplied by, as well, and the variance its square: a row whose
+sink outweighs all of its keys by so much has O = 0. Between 2^-126 and 2^-120 there is room for factors of v.
+
 LSE moves with the scores, by their mean under p: its slack is 2^-24 sum_j p_j 4 c_j sum_d scale |q_d k_jd|, with c_j
 the slope of the cap, 1 without one. It counts where large products cancel: in a score near 0 of products that sum to
 thousands.
@@ -39,6 +43,7 @@ from fa3gen.verify.runner import half_ulp
 
 FLOAT32_ROUNDOFF = 2.0**-24
 MANTISSA_FACTOR = 0.18
+LOST_BESIDE_SINK = 2.0**-120  # factors of O that are smaller may be 0
 SCORE_ROUNDINGS = 4  # of a score, each of up to a unit roundoff of what it sums
 
 
@@ -110,13 +115,15 @@ def expected(
     subnormal /= p_factor
     seen_sum, seen_squares = (seen.double() @ power for power in (values.abs(), values.square()))
     out = p @ values
-    error = roundoff * magnitude + subnormal * seen_sum * share + rest
+    lost = torch.zeros_like(out) if sinks is None else LOST_BESIDE_SINK * p_factor * (weights @ values.abs())
+    error = roundoff * magnitude + subnormal * seen_sum * share + rest + lost
     limit = torch.where(sees, half_ulp(out.abs() + error, out_dtype) + error, 0.0)
     variance = (
         half_ulp(out, out_dtype).square() / 3
         + MANTISSA_FACTOR * roundoff**2 * (p.square() @ values.square())
         + subnormal**2 / 3 * seen_squares * share.square()
         + rest.square() / 9
+        + lost.square()
     )
     lse_slack = (p * moves).sum(-1)
     return Expected(out.transpose(1, 2), lse, limit.transpose(1, 2), variance.transpose(1, 2), lse_slack)

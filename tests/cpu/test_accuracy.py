@@ -51,6 +51,19 @@ def p_rounded_to(bits: int) -> Callable[..., Any]:
     return compute
 
 
+@pytest.mark.parametrize("p_factor", [1.0, 256.0])
+def test_a_sink_that_outweighs_all_keys_may_leave_nothing(p_factor: float) -> None:
+    """Where float32 has no factor that small, and only there."""
+    generator = torch.Generator().manual_seed(2)
+    q, k, v = (torch.randn(1, rows, 1, 8, generator=generator, dtype=torch.float64) for rows in (3, 5, 5))
+    facts: dict[str, Any] = {"scale": 1.0, "mask": NoMask(), "p_dtype": torch.bfloat16, "out_dtype": torch.float32}
+    lse = accuracy.expected(q, k, v, **facts).lse.max()
+    for above, all_may_be_lost in ((20.0, False), (100.0, True)):
+        found = accuracy.expected(q, k, v, **facts, p_factor=p_factor, sinks=(lse + above)[None])
+        assert bool((found.out.abs() <= found.limit).all()) == all_may_be_lost
+        assert bool((found.out.square() <= found.variance).all()) == all_may_be_lost
+
+
 @pytest.mark.parametrize("mask", MASKS, ids=str)
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_a_kernel_that_rounds_p_to_16_bits_passes(mask: Mask, dtype: str) -> None:

@@ -355,6 +355,7 @@ def _striped_step(spec: Forward) -> Iterator[Step]:
     yield step("promote", stripe=footprint.stripes(spec) - 1, note="the last stripe")
     yield step("wait_products")
     yield step("release", on="k", note="S is complete")
+    yield from _cap(spec, "step")
     if not isinstance(spec.mask, NoMask):
         yield step("mask", note="boundary tiles only")
     yield step("softmax")
