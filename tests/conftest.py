@@ -67,6 +67,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items[:] = [item for share in shares for item in share] + list(rest)
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish() -> None:
+    """What tests have kept until now is no garbage; pytest would look through all of it twice before it ends."""
+    gc.freeze()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def preloaded_compiler() -> Iterator[None]:
     """Compile in processes that have done all imports; nothing is started before the first module is compiled."""

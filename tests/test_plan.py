@@ -789,6 +789,7 @@ def test_bytes_of_a_phase_are_the_bytes_of_a_stage(stem: str) -> None:
     assert values["Q_BYTES"] == members["sQ"]
 
 
+@cache
 def ring_calls(stem: str) -> dict[str, tuple[ast.expr, ast.expr]]:
     """Ring -> stages and bytes of a stage, as the module gives them to `make_ring`."""
     found: dict[str, tuple[ast.expr, ast.expr]] = {}
@@ -890,10 +891,12 @@ def test_constants_are_the_plan(stem: str) -> None:
 def copies(stem: str, name: str) -> int:
     """How many times a function of the module stands in its kernel, all functions written out."""
     functions = {node.name: node for node in code(stem).body if isinstance(node, ast.FunctionDef)}
+    in_loop = constants(code(stem)).get("STRIPES", 2) - 2
 
+    @cache  # the same functions are called from many places
     def inside(function: ast.FunctionDef) -> int:
         calls = [node.func.id for node in ast.walk(function) if isinstance(node, ast.Call) and is_name(node.func)]
-        calls += (constants(code(stem)).get("STRIPES", 2) - 2) * in_stripes(function)
+        calls += in_loop * in_stripes(function)
         return calls.count(name) + sum(inside(functions[call]) for call in calls if call in functions and call != name)
 
     return inside(functions["attention_kernel"])

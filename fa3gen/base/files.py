@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 try:
@@ -27,6 +27,11 @@ def write_text(path: Path, text: str) -> None:
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
+
+
+def by_name(paths: Iterable[Path]) -> list[Path]:
+    """Files of one folder in the order of their names. Paths sort alike, but compare in ten times the time."""
+    return sorted(paths, key=lambda path: path.name)
 
 
 def sha256(path: Path) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -51,11 +52,19 @@ def first_problem(error: ValidationError) -> str:
 _Kind = TypeVar("_Kind", bound=Part)
 
 
+@functools.lru_cache(maxsize=4096)
+def _parsed(kind: type[Part], text: str) -> Part:
+    """What a text holds. Pages read every record several times; parts are frozen, so that one is as good as another."""
+    return kind.model_validate_json(text)
+
+
 def read_file(kind: type[_Kind], path: Path, what: str, way_out: str) -> _Kind | None:
     """What a file holds; None when there is no file. UserError with the way out when it is not `what`."""
     if not path.exists():
         return None
     try:
-        return kind.model_validate_json(path.read_text(encoding="utf-8"))
+        found = _parsed(kind, path.read_text(encoding="utf-8"))
     except ValidationError as error:
         raise UserError(f"{path} is not {what} ({first_problem(error)}); {way_out}") from error
+    assert isinstance(found, kind)
+    return found

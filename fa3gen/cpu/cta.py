@@ -15,7 +15,7 @@ from fa3gen.cpu.bulk_copy import BulkCopyUnit
 from fa3gen.cpu.clocks import Clocks
 from fa3gen.cpu.cp_async import CpAsyncUnit
 from fa3gen.cpu.findings import Hazard, Kind, Place
-from fa3gen.cpu.flow import EXIT, bits, definitions_and_uses
+from fa3gen.cpu.flow import EXIT, definitions_and_uses
 from fa3gen.cpu.lane_memory import LocalMemory
 from fa3gen.cpu.shared_memory import SharedMemory
 from fa3gen.cpu.tensor_map import TensorMap
@@ -97,13 +97,10 @@ class Cta:
                 "storing what the warp waits for; a CTA may wait for those with lower numbers only",
             )
 
-    def live_registers(self, blocks: Iterable[int]) -> set[int]:
+    def live_registers(self, blocks: Iterable[int]) -> tuple[int, ...]:
         """Numbers of the registers that are read from any of these blocks on."""
-        live = 0
-        for block in blocks:
-            if block != EXIT:
-                live |= self.program.blocks[block].live_in
-        return set(bits(live))
+        found: tuple[int, ...] = self.program.live_registers(frozenset(blocks))
+        return found
 
     @staticmethod
     def frame_blocks(group: Group) -> list[int]:

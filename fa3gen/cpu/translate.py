@@ -16,7 +16,7 @@ from fa3gen.cpu import isa, lane_memory, lanes  # noqa: F401 - importing isa reg
 from fa3gen.cpu.clocks import INIT, PROXY
 from fa3gen.cpu.emitter import Emitter
 from fa3gen.cpu.findings import Hazard, Kind
-from fa3gen.cpu.flow import blocks_of
+from fa3gen.cpu.flow import EXIT, bits, blocks_of
 from fa3gen.cpu.ptx import Immediate, Kernel, Register, Vector, registers_in
 from fa3gen.cpu.types import NAMES, TYPES, UNSIGNED, Type, width
 from fa3gen.cpu.wgmma import InFlight
@@ -43,6 +43,7 @@ class Program:
         self.granule = _granule(kernel)
         self.lines: list[dict[int, int]] = []  # per function: line of its source -> instruction index
         self._functions: dict[tuple[int, bool], BlockFunction] = {}
+        self._live: dict[frozenset[int], tuple[int, ...]] = {}
 
     @property
     def register_count(self) -> int:
@@ -55,6 +56,16 @@ class Program:
         if function is None:
             function = self._functions[block, masked] = self._translate(block, masked)
         return function
+
+    def live_registers(self, blocks: frozenset[int]) -> tuple[int, ...]:
+        """Numbers of the registers that are read from any of these blocks on: groups part and meet at few places."""
+        found = self._live.get(blocks)
+        if found is None:
+            live = 0
+            for block in blocks - {EXIT}:
+                live |= self.blocks[block].live_in
+            found = self._live[blocks] = tuple(bits(live))
+        return found
 
     def _translate(self, block: int, masked: bool) -> BlockFunction:
         source, constants, lines = Emitter(self, self.blocks[block], masked).translate()

@@ -243,10 +243,12 @@ class Group:
         self.cta.progress += 1
         return True
 
-    def _slice(self, warps: Mask, live: set[int]) -> Group:
+    def _slice(self, warps: Mask, live: tuple[int, ...]) -> Group:
         """A group of some of these warps, in the same state."""
         group = Group(self.cta, self.warps[warps].tolist())
-        lanes = np.repeat(warps, 32)
+        first, end = 32 * int(warps.argmax()), 32 * (len(warps) - int(warps[::-1].argmax()))
+        # Of neighbours a slice, which copies nothing: no instruction changes the vector of a register in place.
+        lanes = slice(first, end) if end - first == group.lanes else np.repeat(warps, 32)
         for number in live:
             group.registers[number] = _part(self.registers[number], lanes)
         group.mask = _narrow(self.mask, lanes)
@@ -300,11 +302,11 @@ def _unpark(group: Group) -> Group:
     return group
 
 
-def _part(value: Any, lanes: Mask) -> Any:
+def _part(value: Any, lanes: Mask | slice) -> Any:
     return value[lanes] if isinstance(value, np.ndarray) else value
 
 
-def _narrow(mask: Mask | None, lanes: Mask) -> Mask | None:
+def _narrow(mask: Mask | None, lanes: Mask | slice) -> Mask | None:
     if mask is None:
         return None
     part: Mask = mask[lanes]
@@ -330,9 +332,6 @@ def _same_side(a: Divergence | Rendezvous, b: Divergence) -> bool:
     return a.reconverge == b.reconverge and (a.pending is None) == (b.pending is None)
 
 
-_VECTORS = {np.ndarray}
-
-
 def merge(groups: list[Group]) -> Group:
     """One group of all the warps of several that stand at the same block."""
     first = groups[0]
@@ -342,13 +341,21 @@ def merge(groups: list[Group]) -> Group:
     lanes = None if in_order else (order[:, None] * 32 + np.arange(32)).ravel()
     whole = Group(cta, np.concatenate([group.warps for group in groups])[order].tolist())
     whole.block = first.block
-    for number in cta.live_registers([first.block, *cta.frame_blocks(first)]):
-        values = [group.registers[number] for group in groups]
-        if {value.__class__ for value in values} == _VECTORS:  # by far the most
-            whole.registers[number] = _ordered(np.concatenate(values), lanes)
+    live = cta.live_registers([first.block, *cta.frame_blocks(first)])
+    vectors: dict[np.dtype[Any], list[int]] = {}  # by far the most: those of one type are joined at once
+    registers, others = first.registers, [group.registers for group in groups[1:]]
+    for number in live:
+        value = registers[number]
+        if value.__class__ is np.ndarray and all(_alike(value, other[number]) for other in others):
+            vectors.setdefault(value.dtype, []).append(number)
         else:
-            sizes = [group.lanes for group in groups]
-            whole.registers[number] = _join(list(zip(values, sizes, strict=True)), lanes)
+            values = [(group.registers[number], group.lanes) for group in groups]
+            whole.registers[number] = _join(values, lanes)
+    for numbers in vectors.values():
+        pieces = [group.registers[number] for number in numbers for group in groups]
+        rows = np.concatenate(pieces).reshape(len(numbers), whole.lanes)
+        for number, row in zip(numbers, rows if lanes is None else rows.take(lanes, axis=1), strict=True):
+            whole.registers[number] = row
     whole.mask = _join_masks([(group.mask, group.lanes) for group in groups], lanes)
     for level, frame in enumerate(first.frames):
         if isinstance(frame, Divergence):
@@ -366,6 +373,11 @@ def merge(groups: list[Group]) -> Group:
     whole.in_flight = list(first.in_flight)
     whole.fragments_in_flight = sorted({entry for group in groups for entry in group.fragments_in_flight})
     return whole
+
+
+def _alike(first: NDArray[Any], second: Any) -> bool:
+    """Whether the second is a vector, too, of the same type."""
+    return second.__class__ is np.ndarray and second.dtype is first.dtype
 
 
 def _ordered(vector: Any, lanes: NDArray[np.intp] | None) -> Any:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fa3gen.base.errors import Problem, SpecError, UserError
+from fa3gen.base.files import by_name
 from fa3gen.design.load import load
 from fa3gen.spec.complaints import nearest
 from fa3gen.spec.specfile import SpecFile, Variant
@@ -83,12 +84,14 @@ class Workspace:
 
     def spec_files(self) -> list[Path]:
         """The workspace's own spec files, by name."""
-        return sorted(self.specs_dir.glob("*.yaml"))
+        return by_name(self.specs_dir.glob("*.yaml"))
 
     def bundled_spec_files(self) -> list[Path]:
         """The spec files of the package that the workspace does not have under the same name."""
+        if self.bundled_specs_dir == self.specs_dir:
+            return []
         own = {path.name for path in self.spec_files()}
-        return [path for path in sorted(self.bundled_specs_dir.glob("*.yaml")) if path.name not in own]
+        return [path for path in by_name(self.bundled_specs_dir.glob("*.yaml")) if path.name not in own]
 
     def module_path(self, stem: str) -> Path:
         """Where the module `stem` is rendered to."""
@@ -170,10 +173,10 @@ class Workspace:
         """
         if name.endswith(".py"):
             return self._of_module(Path(name))
-        spec_file = self.named_file(name)
+        files = [*self.spec_files(), *self.bundled_spec_files()]
+        spec_file = self._named_among(name, files)
         if spec_file is not None:
             return list(spec_file.variants)
-        files = [*self.spec_files(), *self.bundled_spec_files()]
         # Only a spec whose stem begins the name can generate it; the others need not be read.
         owners, problems = self._sound(path for path in files if name.startswith(f"{path.stem}_"))
         found = [variant for owner in owners for variant in owner.variants if variant.stem == name]
@@ -196,9 +199,12 @@ class Workspace:
 
         Raises UserError with the nearest stems for a path where there is no file.
         """
+        return self._named_among(name, [*self.spec_files(), *self.bundled_spec_files()])
+
+    def _named_among(self, name: str, files: Iterable[Path]) -> SpecFile | None:
+        """As `named_file`; `files` are all spec files, for who has listed them."""
         if "/" in name or name.endswith((".yaml", ".yml")):
             return self.load(self.find_spec(name))
-        files = [*self.spec_files(), *self.bundled_spec_files()]
         return next((self.load(path) for path in files if path.stem == name), None)
 
     def file_of(self, variant: Variant) -> SpecFile:

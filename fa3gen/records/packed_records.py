@@ -17,7 +17,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, model_validator
 
 from fa3gen.base.errors import UserError
-from fa3gen.base.files import sha256, write_text
+from fa3gen.base.files import by_name, sha256, write_text
 from fa3gen.base.parts import GrownPart, Part, read_file, rounded
 from fa3gen.design.family import Family, PackedShape, PagedShape, heads_text, usual_out_dtype
 from fa3gen.design.masks import Window, of_call
@@ -226,7 +226,7 @@ def load_all(workspace: Workspace) -> Sequence[PackedRecord]:
     Raises UserError for a file that is none, or that does not hold what its name says.
     """
     records = []
-    for path in sorted(directory(workspace).glob("*.json")):
+    for path in by_name(directory(workspace).glob("*.json")):
         record = read_file(
             PackedRecord, path, "a record of a packed cell", f"make it again with {MEASURE} MODULE... --write"
         )

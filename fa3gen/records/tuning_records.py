@@ -10,6 +10,7 @@ Imports neither torch nor cutlass.
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import statistics
@@ -21,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from pydantic import Field, TypeAdapter, ValidationError, model_validator
 
 from fa3gen.base.errors import UserError
-from fa3gen.base.files import write_text
+from fa3gen.base.files import by_name, write_text
 from fa3gen.base.parts import GrownPart, Part, first_problem, rounded
 from fa3gen.design.family import Family, Shape, heads_text
 from fa3gen.hardware.chips import H200
@@ -397,14 +398,21 @@ def loads(text: str, path: Path) -> list[TuningRecord]:
     """
     again = "delete it and run `fa3gen tune` again"
     try:
-        found = json.loads(text)
-        return _RECORDS.validate_python(found if isinstance(found, list) else _Document.model_validate(found).whole())
+        return list(_parsed(text))
     except ValidationError as error:
         raise UserError(f"{path} is no list of tuning records ({first_problem(error)}); {again}") from error
     except KeyError as error:
         raise UserError(f"{path} is no list of tuning records (there is no {error}); {again}") from error
     except ValueError as error:
         raise UserError(f"{path} is no list of tuning records ({error}); {again}") from error
+
+
+@functools.lru_cache(maxsize=256)
+def _parsed(text: str) -> tuple[TuningRecord, ...]:
+    """The records of a text, which are frozen: pages read every file several times."""
+    found = json.loads(text)
+    whole = found if isinstance(found, list) else _Document.model_validate(found).whole()
+    return tuple(_RECORDS.validate_python(whole))
 
 
 def load(path: Path) -> list[TuningRecord]:
@@ -421,7 +429,7 @@ def load_all(workspace: Workspace) -> list[TuningRecord]:
     Raises UserError for a file that does not hold what its name says, and for two records of one shape.
     """
     records = []
-    for path in sorted(directory(workspace).glob("*.json")):
+    for path in by_name(directory(workspace).glob("*.json")):
         found = load(path)
         strangers = {record.problem.family.label for record in found} - {path.stem}
         if strangers:

@@ -10,6 +10,7 @@ scarce before that: a scheduler issues when any of its warps can, and warps wait
 
 from __future__ import annotations
 
+import functools
 import heapq
 import itertools
 import math
@@ -23,6 +24,7 @@ from fa3gen.inspect.simulation.times import UNITS, Needs, Piece, Unit
 
 Arbitration = Literal["even", "oldest"]
 
+_KINDS = itertools.count()
 EPSILON = 1e-9  # what is left of something that is done, as a share of it
 
 
@@ -55,6 +57,12 @@ class Actor:
     cta: int
 
 
+@functools.lru_cache(maxsize=4096)
+def _shares(alone: float, needs: tuple[tuple[Unit, float], ...]) -> tuple[Needs, int]:
+    """The share of each unit that something takes which alone takes so long, and a number for it."""
+    return {unit: cycles / alone for unit, cycles in needs if cycles}, next(_KINDS)
+
+
 @dataclass(kw_only=True, eq=False)
 class _Activity:
     """Something that takes time on units of the SM: how long it would take alone, and what is left of that."""
@@ -64,11 +72,12 @@ class _Activity:
     alone: float = 0.0
     left: float = field(init=False)
     shares: Needs = field(init=False)  # of each unit, that it takes when nothing slows it down
+    kind: Hashable = field(init=False)  # the same where the shares are the same
 
     def __post_init__(self) -> None:
         """Alone it takes as long as on the unit that it needs most of, or longer."""
         self.alone = self.left = max(self.alone, *self.needs.values())
-        self.shares = {unit: cycles / self.alone for unit, cycles in self.needs.items() if cycles}
+        self.shares, self.kind = _shares(self.alone, tuple(self.needs.items()))
 
     @property
     def done(self) -> bool:
@@ -129,6 +138,7 @@ class Engine:
         self._requests: dict[Actor, deque[_Load]] = {}
         self._transfer: _Load | None = None
         self._transferring = False
+        self._found: dict[tuple[Hashable, ...], list[float]] = {}  # speeds of what was under way together
 
     # What processes ask for
 
@@ -277,16 +287,13 @@ class Engine:
     def _speeds(self) -> list[tuple[_Activity, float]]:
         """What is under way and how fast it goes, 1 when nothing slows it down."""
         served = self._served()
-        weighted: list[tuple[_Activity, float]] = [(product, 1.0 / len(served)) for product in served]
-        weighted += [(activity, 1.0) for activity in (*self._running, *([self._transfer] if self._transfer else []))]
-        asked: dict[Unit, list[float]] = defaultdict(list)
-        for activity, weight in weighted:
-            for unit, share in activity.shares.items():
-                asked[unit].append(weight * share)
-        by = {unit: _slowdown(unit, shares) for unit, shares in asked.items()}
-        # Something of no size needs no unit and is slowed down by none.
-        slowed = [max([1.0, *(by[unit] for unit in activity.shares)]) for activity, _ in weighted]
-        return [(activity, weight / by) for (activity, weight), by in zip(weighted, slowed, strict=True)]
+        activities: list[_Activity] = [*served, *self._running, *([self._transfer] if self._transfer else [])]
+        # Pieces are few, and the same ones are under way together again and again.
+        together = len(served), *(activity.kind for activity in activities)
+        speeds = self._found.get(together)
+        if speeds is None:
+            speeds = self._found[together] = _speeds_of([activity.shares for activity in activities], len(served))
+        return list(zip(activities, speeds, strict=True))
 
     def _pass(self, time: float, speeds: Sequence[tuple[_Activity, float]]) -> None:
         elapsed = time - self.now
@@ -331,6 +338,18 @@ class Engine:
             self.record(running.actor, "compute", compute.piece.name, running.start, self.now, None, compute.tile)
         for running in done:
             self._advance(running.actor, running.process)
+
+
+def _speeds_of(shares: Sequence[Needs], served: int) -> list[float]:
+    """How fast activities go that take these shares of units; the first `served` have the tensor cores by turns."""
+    weights = [1.0 / served if number < served else 1.0 for number in range(len(shares))]
+    asked: dict[Unit, list[float]] = defaultdict(list)
+    for needs, weight in zip(shares, weights, strict=True):
+        for unit, share in needs.items():
+            asked[unit].append(weight * share)
+    by = {unit: _slowdown(unit, taken) for unit, taken in asked.items()}
+    # Something of no size needs no unit and is slowed down by none.
+    return [weight / max([1.0, *(by[unit] for unit in needs)]) for needs, weight in zip(shares, weights, strict=True)]
 
 
 def _slowdown(unit: Unit, shares: Sequence[float]) -> float:
