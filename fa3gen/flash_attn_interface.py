@@ -113,8 +113,10 @@ def flash_attn_func(
     """
     num_splits = num_splits if num_splits > 1 else 0  # 1 is the default, and asks for nothing
     scales = q_descale, k_descale, v_descale
-    eight_bits = _check_served(q, qv, scales)
-    chunk = _chunk(attention_chunk, k.shape[1], causal=causal or q.shape[1] <= k.shape[1])
+    eight_bits, chunk = _check_served(q, qv, scales, attention_chunk), attention_chunk
+    if chunk:
+        calls.check_tensors({"q": q, "k": k, "v": v}, "(batch, seq, heads, head dim)")
+        chunk = _chunk(chunk, k.shape[1], causal=causal or q.shape[1] <= k.shape[1])
     if k.dtype.itemsize == 1 and not eight_bits:
         raise NotImplementedError(
             f"k has dtype {k.dtype} and q {q.dtype}; pass q, k and v all in {EIGHT_BITS}, or k and v to "
@@ -136,7 +138,6 @@ def flash_attn_func(
     options |= {"return_lse": return_attn_probs, "deterministic_batch": deterministic_batch}
     options |= {"num_splits": num_splits, "render": RENDER}
     if chunk:
-        calls.check_tensors({"q": q, "k": k, "v": v}, "(batch, seq, heads, head dim)")
         options |= {"cu_seqlens_k": even_offsets(k.shape[0], k.shape[1], k)}
         options |= {"max_seqlen_q": q.shape[1], "max_seqlen_k": k.shape[1]}
         return of_equal_queries(_packed(chunk), q, (k.flatten(0, 1), v.flatten(0, 1)), out, options)
@@ -199,7 +200,7 @@ def flash_attn_varlen_func(
         O, (total_q, heads_q, d_v), or (O, LSE). Rows that are in no sequence are not written.
     """
     num_splits = num_splits if num_splits > 1 else 0  # 1 is the default, and asks for nothing
-    eight_bits = _check_served(q, qv, (q_descale,))
+    eight_bits = _check_served(q, qv, (q_descale,), attention_chunk)
     chunk = _chunk(attention_chunk, max_seqlen_k, causal=causal)
     if k.dtype.itemsize > 1:
         _refuse(k_descale=k_descale, v_descale=v_descale)
@@ -311,7 +312,7 @@ def flash_attn_with_kvcache(
     Returns:
         O, (batch, seq_q, heads_q, d_v) or (total_q, heads_q, d_v); with return_softmax_lse, four tensors.
     """
-    eight_bits = _check_served(q, qv, (q_descale,))
+    eight_bits = _check_served(q, qv, (q_descale,), attention_chunk)
     _refuse(rotary_cos=rotary_cos, rotary_sin=rotary_sin)
     if eight_bits:
         _refuse_beside_8_bits(q, deterministic_batch=deterministic_batch)
@@ -415,14 +416,17 @@ _INSTEAD = {
 }
 
 
-def _check_served(q: Tensor, qv: Any, scales: tuple[Any, ...]) -> bool:
-    """Whether q has 8 bits. Raises NotImplementedError for the first of what is not served.
+def _check_served(q: Tensor, qv: Any, scales: tuple[Any, ...], chunk: Any) -> bool:
+    """Whether q has 8 bits. Raises NotImplementedError for the first of what is not served, and ArgumentError for a
+    chunk that is no number of keys.
 
     `scales` are those of q, k and v that are not, beside q of 16 bits.
     """
     eight_bits = q.dtype == EIGHT_BITS
     if q.dtype.itemsize == 1 and not eight_bits:
         raise NotImplementedError(f"q has dtype {q.dtype}; {_FP8}")
+    if type(chunk) is not int or chunk < 0:
+        raise ArgumentError(f"attention_chunk is {chunk!r}; it needs to be a number of keys, or 0 for no chunks")
     if eight_bits:
         scales = ()
     if qv is not None or any(scale is not None for scale in scales):
@@ -456,14 +460,10 @@ def _said(value: Any) -> Any:
 
 
 def _chunk(attention_chunk: int, max_k: Any, *, causal: bool) -> int:
-    """Keys of a chunk; 0, for none, where the first one has all keys. Raises ArgumentError for what is no such number.
+    """Keys of a chunk; 0, for none, where the first one has all keys.
 
     That does not hold for queries in front of the first key, who see none in chunks, but where `causal` says so anyway.
     """
-    if type(attention_chunk) is not int or attention_chunk < 0:
-        raise ArgumentError(
-            f"attention_chunk is {attention_chunk!r}; it needs to be a number of keys, or 0 for no chunks"
-        )
     return 0 if causal and type(max_k) is int and max_k <= attention_chunk else attention_chunk
 
 

@@ -213,6 +213,13 @@ def test_sequences_are_cut_once_for_many_layers(page: int | None, modules: Packe
     assert fa3gen.attention_packed(q.flatten(0, 1), *rows, **cut, causal=True).equal(wanted)
 
 
+@pytest.mark.parametrize("chunk", [0, 4])
+def test_tensors_of_other_dimensions_are_named(chunk: int, modules: PackedModules) -> None:
+    q, k, v = (x[None] for x in packed_tensors([5], [9])[:3])
+    with pytest.raises(ArgumentError, match="k has shape .*; it needs to be "):
+        fa3.flash_attn_func(q, k.flatten(), v, attention_chunk=chunk)
+
+
 def test_it_is_compiled_in_one_graph(compiled: PackedModules) -> None:
     def model(q: Any, *rest: Any) -> Any:
         out, lse = fa3.flash_attn_varlen_func(

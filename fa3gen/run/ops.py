@@ -271,8 +271,9 @@ def _serving(
             key += (k.dtype, v.dtype, eight_bits.by_sequence(v), blocks)
         if v_permuted:
             key, keys = (*key, "v_permuted"), k.shape[1]  # v has whole units of keys
-        scores = window is not None or sinks is not None or softcap is not None
-        if (few or num_splits > 1) and (scores or q.dtype is EIGHT_BITS):
+        if (few or num_splits > 1) and (
+            q.dtype is EIGHT_BITS or window is not None or sinks is not None or softcap is not None
+        ):
             key += ("in rows", can_be_packed(q, k, v, out))
         tiles = batch * heads_q * -(-seq_q // TILE_ROWS)  # `Shape.tiles`, without the call
         for least_keys, most_keys, least_tiles, most_tiles, attention in stretches.get(key, ()):
