@@ -5,12 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from hosting import module
-from packed_modules import offsets, packed_attention
+from packed_modules import into_pages, offsets, packed_attention
 from rendering import variants
 
 torch.set_num_threads(1)  # the workers of xdist share the cores
 LENGTHS_Q, LENGTHS_K, HEADS = (70, 3), (300, 130), (2, 1)
-SPARE = 3  # pages that no sequence has
 
 # One row, powers of two, others, and more rows than a sequence has keys.
 BOXES, ROWS = (16, 32, 48, 112, 512), (1, 2, 3, 7, 64, 100, 301)
@@ -22,20 +21,6 @@ STEMS = {
 }
 
 
-def in_pages(rows: torch.Tensor, page: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The keys of all sequences, (total_k, heads, head_dim), in pages in no order, and the table that finds them."""
-    columns = [-(-length // page) for length in LENGTHS_K]
-    free = torch.randperm(sum(columns) + SPARE, generator=torch.Generator().manual_seed(page))
-    pages = torch.full((len(free), page, *rows.shape[1:]), torch.nan, dtype=rows.dtype)
-    table = torch.full((len(columns), max(columns)), -1, dtype=torch.int32)  # -1: no page
-    for sequence, keys in enumerate(rows.split(LENGTHS_K)):
-        taken, free = free[: columns[sequence]], free[columns[sequence] :]
-        table[sequence, : len(taken)] = taken
-        for number, part in zip(taken, keys.split(page), strict=True):
-            pages[number, : len(part)] = part
-    return pages, table
-
-
 @pytest.mark.parametrize("stem", STEMS)
 def test_all_sizes_of_pages_give_the_same_bits(stem: str) -> None:
     generator, (heads_q, heads_kv), spec = torch.Generator().manual_seed(7), HEADS, variants()[stem].spec
@@ -44,7 +29,7 @@ def test_all_sizes_of_pages_give_the_same_bits(stem: str) -> None:
     expected, expected_lse = packed_attention(q, k, v, offsets(LENGTHS_Q), offsets(LENGTHS_K), mask=spec.mask)
     found = []
     for page in STEMS[stem]:
-        (k_pages, table), (v_pages, _) = in_pages(k, page), in_pages(v, page)
+        (k_pages, table), (v_pages, _) = (into_pages(x, LENGTHS_K, page) for x in (k, v))
         lengths = torch.tensor(LENGTHS_K, dtype=torch.int32)
         found.append(module(stem).attention(q, k_pages, v_pages, offsets(LENGTHS_Q), table, lengths, return_lse=True))
     out, lse = found[0]
