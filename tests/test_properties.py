@@ -341,6 +341,9 @@ def check_sass(spec: Spec, plan: Plan) -> None:
     element = 32 if spec.o.dtype == "fp32" else 16
     o_bits = 0 if plan.expectation.tma_stores else spec.tile.q * spec.problem.v_dim * element // threads
     lse_rows = spec.tile.q * (16 if plan.pv.engine == "scalar" else 4) // threads
+    if splits.whole_parts(spec):  # a part's O in float32, maxima and sums; of a row two columns of O, and LSE
+        assert written == 32 * (spec.tile.q * spec.problem.v_dim // threads + 2 * lse_rows + 2)
+        return
     if spec.split is not None:  # a part's O in float32 and LSE, and O and LSE of a row whose parts are added up
         written -= 32 * (spec.tile.q * spec.problem.v_dim // threads + lse_rows + 1) + 16
         written -= 32 * splits.SHARE_WORDS * (spec.scheduler == "even")  # where a cut tile lies
