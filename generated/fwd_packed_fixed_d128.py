@@ -661,8 +661,7 @@ def consume(smem, rings, mO, mLSE, tma_O, sO, scale_log2, schedule):
         warpgroup.wait_group(1)  # O is complete; the next S, the younger group, stays in flight
         v_ring.consumer_release(v_drain)  # this warp has read V
         v_drain.advance()
-        part_max, part_sum = (row_max[0], row_max[1]), (row_sum[0], row_sum[1])
-        fold_part((acc_all, all_max, all_sum), (acc_O, part_max, part_sum), scale_log2)
+        fold_part((acc_all, all_max, all_sum), (acc_O, row_max, row_sum), scale_log2)
         store_tile(
             mO=mO,
             mLSE=mLSE,

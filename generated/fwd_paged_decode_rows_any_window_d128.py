@@ -225,7 +225,8 @@ def launch(
     window_left, window_right = (
         WINDOW_MAX if reach < 0 else cutlass.min(reach, WINDOW_MAX) for reach in (window_left, window_right)
     )
-    pages, most_keys = (page_table, page_size, num_pages), cute.size(page_table, mode=[1]) * page_size
+    pages = page_table, cute.FastDivmodDivisorV2(page_size), num_pages  # every tile divides by the size: by a product
+    most_keys = cute.size(page_table, mode=[1]) * page_size
     group = heads_q // heads_kv
     # Tiles of keys that hold all that a window shows the rows of a tile of queries.
     seen = cutlass.Int64(window_left) + window_right + POSITIONS
@@ -773,9 +774,9 @@ def read_pages(entries: cute.Tensor, work: Work, n_block, pages):
         key = n_block * TILE_N + i * WARP + cute.arch.lane_idx()
         entries[0, i] = cutlass.Int32(-1)
         exists, key = 0 <= key and key < work.seq_k, work.k_begin + key  # before the first key there is no tile
+        number, entries[1, i] = divmod(key, page_size)
         if exists:
-            entries[0, i] = page_table[work.sequence, key // page_size]
-        entries[1, i] = key % page_size
+            entries[0, i] = page_table[work.sequence, number]
 
 
 @cute.jit

@@ -215,7 +215,8 @@ def launch(
     layouts = [cute.select(layout, mode=[0, 1]) for layout in smem_layouts()]  # of one stage
     tma_load = cpasync.CopyBulkTensorTileG2SOp()
     tma_Q, mQ = cpasync.make_tiled_tma_atom(tma_load, mQ, layouts[0], (PACKED_M, HEAD_DIM))
-    pages, most_keys = (page_table, page_size, num_pages), cute.size(page_table, mode=[1]) * page_size
+    pages = page_table, cute.FastDivmodDivisorV2(page_size), num_pages  # every tile divides by the size: by a product
+    most_keys = cute.size(page_table, mode=[1]) * page_size
     group = heads_q // heads_kv
     sequences = cu_seqlens_q, seqused_q, seqused_k, total_q, most_keys, group, heads_kv
     # Two slots for parts of each CTA; in each the rows of a tile.
@@ -687,9 +688,9 @@ def read_pages(entries: cute.Tensor, work: Work, n_block, pages):
     for i in cutlass.range_constexpr(cute.size(entries, mode=[1])):
         key = n_block * TILE_N + i * WARP + cute.arch.lane_idx()
         entries[0, i] = cutlass.Int32(-1)
+        number, entries[1, i] = divmod(key, page_size)
         if 0 <= key and key < work.seq_k:  # before the first key there is no tile
-            entries[0, i] = page_table[work.sequence, key // page_size]
-        entries[1, i] = key % page_size
+            entries[0, i] = page_table[work.sequence, number]
 
 
 @cute.jit

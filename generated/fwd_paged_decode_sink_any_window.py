@@ -231,7 +231,8 @@ def launch(
     window_left, window_right = (
         WINDOW_MAX if reach < 0 else cutlass.min(reach, WINDOW_MAX) for reach in (window_left, window_right)
     )
-    pages, most_keys = (page_table, page_size, steps_K, steps_V), cute.size(page_table, mode=[1]) * page_size
+    pages = page_table, cute.FastDivmodDivisorV2(page_size), steps_K, steps_V  # every tile divides: by a product
+    most_keys = cute.size(page_table, mode=[1]) * page_size
     group = heads_q // heads_kv
     # Tiles of keys that hold all that a window shows the rows of a tile of queries.
     seen = cutlass.Int64(window_left) + window_right + POSITIONS + BOX_ROWS - 1  # the first box of keys is whole
@@ -792,10 +793,11 @@ def find_boxes(work: Work, n_block, table):
     key = n_block * TILE_N + cute.arch.lane_idx() * BOX_ROWS
     rows = cutlass.min(cutlass.max(work.seq_k - key, 0), BOX_ROWS)
     key += work.k_begin
+    number, row = divmod(key, page_size)
     page = cutlass.Int32(0)
     if rows > 0:  # else the table may end before, and any page will do
-        page = page_table[work.sequence, key // page_size]
-    return MOST_ROWS - rows, page, work.head_kv * head_step + (key % page_size + rows) * row_step
+        page = page_table[work.sequence, number]
+    return MOST_ROWS - rows, page, work.head_kv * head_step + (row + rows) * row_step
 
 
 @cute.jit

@@ -230,7 +230,8 @@ def launch(
     tma_V, mV = cpasync.make_tiled_tma_atom(tma_load, mV, cute.get(layout_V, mode=[0]), box_V)
     tma_store = cpasync.CopyBulkTensorTileS2GOp()
     tma_O, mO = cpasync.make_tiled_tma_atom(tma_store, mO, layouts[3], (WARP_ROWS, HEAD_DIM))
-    pages, most_keys = (page_table, page_size, steps_K, steps_V), cute.size(page_table, mode=[1]) * page_size
+    pages = page_table, cute.FastDivmodDivisorV2(page_size), steps_K, steps_V  # every tile divides: by a product
+    most_keys = cute.size(page_table, mode=[1]) * page_size
     sequences = cu_seqlens_q, seqused_q, seqused_k, total_q, most_keys, heads_q, heads_kv
     # Only the device knows how many tiles there are: for each sequence one more than whole ones, at most.
     most_tiles = (total_q // TILE_M + cute.size(cu_seqlens_q) - 1) * (heads_q)
@@ -652,10 +653,11 @@ def find_boxes(work: Work, n_block, table):
     page_table, page_size, (head_step, row_step) = table
     key = n_block * TILE_N + cute.arch.lane_idx() * BOX_ROWS
     rows = cutlass.min(cutlass.max(work.seq_k - key, 0), BOX_ROWS)
+    number, row = divmod(key, page_size)
     page = cutlass.Int32(0)
     if rows > 0:  # else the table may end before, and any page will do
-        page = page_table[work.sequence, key // page_size]
-    return MOST_ROWS - rows, page, work.head_kv * head_step + (key % page_size + rows) * row_step
+        page = page_table[work.sequence, number]
+    return MOST_ROWS - rows, page, work.head_kv * head_step + (row + rows) * row_step
 
 
 @cute.jit
@@ -744,8 +746,7 @@ def consume(smem, rings, mO, mLSE, tma_O, sO, scale_log2, schedule):
         warpgroup.wait_group(1)  # O is complete; the next S, the younger group, stays in flight
         v_ring.consumer_release(v_drain)  # this warp has read V
         v_drain.advance()
-        part_max, part_sum = (row_max[0], row_max[1]), (row_sum[0], row_sum[1])
-        fold_part((acc_all, all_max, all_sum), (acc_O, part_max, part_sum), scale_log2)
+        fold_part((acc_all, all_max, all_sum), (acc_O, row_max, row_sum), scale_log2)
         store_tile(
             mO=mO,
             mLSE=mLSE,

@@ -226,7 +226,8 @@ def launch(
     tma_Q, mQ = cpasync.make_tiled_tma_atom(tma_load, mQ, layouts[0], (TILE_M, HEAD_DIM))
     tma_store = cpasync.CopyBulkTensorTileS2GOp()
     tma_O, mO = cpasync.make_tiled_tma_atom(tma_store, mO, layouts[3], (WARP_ROWS, HEAD_DIM))
-    pages, most_keys = (page_table, page_size, num_pages), cute.size(page_table, mode=[1]) * page_size
+    pages = page_table, cute.FastDivmodDivisorV2(page_size), num_pages  # every tile divides by the size: by a product
+    most_keys = cute.size(page_table, mode=[1]) * page_size
     sequences = cu_seqlens_q, seqused_q, seqused_k, total_q, most_keys, heads_q, heads_kv
     # Only the device knows how many tiles there are: for each sequence one more than whole ones, at most.
     most_tiles = (total_q // TILE_M + cute.size(cu_seqlens_q) - 1) * (heads_q)
@@ -668,9 +669,10 @@ def find_rows(rows_X, work: Work, n_block, pages):
     for i in cutlass.range_constexpr(cute.size(places)):
         key = n_block * TILE_N + i * WARP + cute.arch.lane_idx()
         page = cutlass.Int32(-1)
+        number, row = divmod(key, page_size)
         if 0 <= key and key < work.seq_k:  # before the first key there is no tile
-            page = page_table[work.sequence, key // page_size]
-        place = cutlass.Int64(page) * page_step + key % page_size * row_step + work.head_kv * head_step
+            page = page_table[work.sequence, number]
+        place = cutlass.Int64(page) * page_step + row * row_step + work.head_kv * head_step
         places[i] = place if 0 <= page and page < num_pages else cutlass.Int64(-1)
 
 

@@ -225,7 +225,8 @@ def launch(
     )
     tma_K, mK = cpasync.make_tiled_tma_atom(tma_load, mK, cute.get(layout_K, mode=[0]), box_K)
     tma_V, mV = cpasync.make_tiled_tma_atom(tma_load, mV, cute.get(layout_V, mode=[0]), box_V)
-    pages, most_keys = (page_table, page_size, steps_K, steps_V), cute.size(page_table, mode=[1]) * page_size
+    pages = page_table, cute.FastDivmodDivisorV2(page_size), steps_K, steps_V  # every tile divides: by a product
+    most_keys = cute.size(page_table, mode=[1]) * page_size
     sequences = cu_seqlens_q, seqused_q, seqused_k, total_q, most_keys, heads_q, heads_kv
     # Only the device knows how many tiles there are: for each sequence one more than whole ones, at most.
     most_tiles = (total_q // TILE_M + cute.size(cu_seqlens_q) - 1) * (heads_q)
@@ -706,10 +707,11 @@ def find_boxes(work: Work, n_block, table):
     key = n_block * TILE_N + cute.arch.lane_idx() * BOX_ROWS
     rows = cutlass.min(cutlass.max(work.seq_k - key, 0), BOX_ROWS)
     key += work.k_begin
+    number, row = divmod(key, page_size)
     page = cutlass.Int32(0)
     if rows > 0:  # else the table may end before, and any page will do
-        page = page_table[work.sequence, key // page_size]
-    return MOST_ROWS - rows, page, work.head_kv * head_step + (key % page_size + rows) * row_step
+        page = page_table[work.sequence, number]
+    return MOST_ROWS - rows, page, work.head_kv * head_step + (row + rows) * row_step
 
 
 @cute.jit

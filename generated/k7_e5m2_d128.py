@@ -958,8 +958,7 @@ def attention(q, k, v, *, q_descale=None, k_descale=None, v_descale=None, scale=
         out = empty(shape, strides, TORCH_OUT_DTYPE, gpu)
     if not (batch and seq_q and heads_q and seq_k):  # nothing to launch, and the compiled function checks nothing
         for name, x, like in (("q", q, q), ("k", k, k), ("v", v, k), ("out", out, q)):
-            own = {"k": TORCH_KV_DTYPE, "v": TORCH_KV_DTYPE, "out": TORCH_OUT_DTYPE}
-            dtype = own.get(name, TORCH_DTYPE)
+            dtype = TORCH_OUT_DTYPE if name == "out" else TORCH_KV_DTYPE if name in ("k", "v") else TORCH_DTYPE
             needed = (batch, *like.shape[1:-1], HEAD_DIM), dtype, q.device
             if (x.shape, x.dtype, x.device) != needed:
                 raise ValueError(f"{name} is {tuple(x.shape)}, {x.dtype} on {x.device}; it needs to be {needed}")

@@ -18,6 +18,7 @@ from fa3gen.run.dispatch import Choice, Size, Stretch
 from fa3gen.spec.model import Mask
 from fa3gen.verify import reference
 
+SPARE_PAGES = 3  # that no sequence has
 UNTOUCHED = -7.0  # what stands in rows of a new O and LSE that are in no sequence
 
 
@@ -78,6 +79,20 @@ def out_of_pages(pages: torch.Tensor, table: torch.Tensor, used: Sequence[int]) 
     """The rows of all sequences one behind the other."""
     rows = pages[table.long().clamp(0, len(pages) - 1)].flatten(1, 2)
     return torch.cat([x[:length] for x, length in zip(rows, used, strict=True)])
+
+
+def into_pages(rows: torch.Tensor, lengths: Sequence[int], page: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(total, heads, head_dim) in pages in no order, a few of which no sequence has, and the table that finds them."""
+    columns = [-(-length // page) for length in lengths]
+    free = torch.randperm(sum(columns) + SPARE_PAGES, generator=torch.Generator().manual_seed(page))
+    pages = torch.full((len(free), page, *rows.shape[1:]), torch.nan, dtype=rows.dtype)
+    table = torch.full((len(columns), max(columns)), -1, dtype=torch.int32)  # -1: no page
+    for sequence, keys in enumerate(rows.split(list(lengths))):
+        taken, free = free[: columns[sequence]], free[columns[sequence] :]
+        table[sequence, : len(taken)] = taken
+        for number, part in zip(taken, keys.split(page), strict=True):
+            pages[number, : len(part)] = part
+    return pages, table
 
 
 @dataclass

@@ -624,6 +624,17 @@ def test_keys_of_8_bits_have_modules_of_their_own(page: int | None) -> None:
             assert found.spec.kv.dtype == "e4m3"
 
 
+@pytest.mark.parametrize("page", [1, 24])
+def test_keys_of_8_bits_in_pages_of_other_sizes_are_gathered(page: int) -> None:
+    """Few queries, and prompts."""
+    for queries, kind in ((1, "decode_rows"), (700, "rows")):
+        q, k, v, begins, _ = packed_tensors([queries] * 4, [240] * 4, heads=(32, 8), head_dim=128)
+        k, v = (x.to(torch.float8_e4m3fn).view(-1, page, 8, 128) for x in (k, v))
+        where = {"page_table": torch.zeros((4, 900), dtype=torch.int32), "seqused_k": torch.full((4,), 800).int()}
+        found = fa3gen.attention_packed.explain(q, k, v, begins, **where, causal=True)
+        assert found.stem == f"fwd_paged_kv8_{kind}_d128_causal"
+
+
 def test_prompts_on_keys_of_8_bits() -> None:
     q, k, v, *begins = packed_tensors([700, 900], [700, 900], heads=(8, 2), head_dim=128)
     found = fa3gen.attention_packed.explain(q, *(x.to(torch.float8_e4m3fn) for x in (k, v)), *begins, causal=True)

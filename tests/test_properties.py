@@ -378,9 +378,10 @@ def check_specialized_rings(plan: Plan, rows: list[list[str]]) -> None:
         assert int(full.split()[0]) > 0
         if (name, plan.load.q_ring) == ("q", False):  # nobody gives it back
             assert (stages, empty) == ("1", "no reuse" if plan.scheduler.kind == "grid" else "the last K")
-        else:  # of K and V that threads fill, by cp.async or converting, each consumer thread arrives, else each warp
-            by_threads = plan.load.pages == "cp_async" or plan.converts
-            arrivals = hopper.WARP if by_threads and name in ("k", "v") else 1
+        else:  # of K and V that threads fill, by cp.async or converting, each reading thread arrives, else each warp
+            gathered = plan.load.pages == "cp_async"
+            by_threads = ("k", "v") * (gathered or plan.converts) + ("k8", "v8") * gathered
+            arrivals = hopper.WARP if name in by_threads else 1
             assert int(empty.split()[0]) == int(consumers.split()[0]) * arrivals
     both_ends = 2 * 8 * sum(int(stages) for _, stages, *_ in rows)
     assert both_ends - 8 * (not plan.load.q_ring) == plan.smem.barrier_bytes

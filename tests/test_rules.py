@@ -1087,17 +1087,16 @@ def test_stored_stages() -> None:
 
 
 def test_converting_kernel() -> None:
-    """Behind warps that load by TMA, of packed sequences or pages, for consumers that registers are shared out for."""
-    right = ("ping_pong", "paged", "tma", 16, True, 2, 1)
+    """Behind warps that load, of packed sequences or pages, for consumers that registers are shared out for."""
+    right = ("ping_pong", "paged", "tma", True, 2, 1)
     assert converting.converting_kernel(*right) is None
-    assert converting.converting_kernel("warp_specialized", "packed", "tma", None, True, 1, 2) is None
+    assert converting.converting_kernel("warp_specialized", "packed", "tma", True, 1, 2) is None
     for at, value, field, words in (
         (0, "cooperative", "kv.dtype", "extend fwd_packed_kv8 or fwd_paged_kv8"),
         (1, "dense", "kv.dtype", "use layout packed"),
-        (3, 1, "load.page_rows", "use 8 or more"),
-        (4, False, "schedule.overlap", "use overlap: true"),
-        (5, 3, "tile.warpgroups", "not for 3 beside 1; use one of these"),
-        (6, 2, "tile.warpgroups", "not for 2 beside 2; use one of these"),
+        (3, False, "schedule.overlap", "use overlap: true"),
+        (4, 3, "tile.warpgroups", "not for 3 beside 1; use one of these"),
+        (5, 2, "tile.warpgroups", "not for 2 beside 2; use one of these"),
     ):
         found = converting.converting_kernel(*right[:at], value, *right[at + 1 :])
         assert found is not None and found.field == field and words in found.message

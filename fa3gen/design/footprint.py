@@ -377,7 +377,8 @@ def gathered_ahead(spec: Forward) -> int:
 
     More are not faster: 3 of 6 tiles take 1.02 times as long (docs/performance.md, pages of 1).
     """
-    return 2 if gathered(spec) and kv_stages(spec) >= 4 else 1
+    stages = spec.kv.stages if converts(spec) else kv_stages(spec)
+    return 2 if gathered(spec) and stages >= 4 else 1
 
 
 def shared_memory_map(spec: Forward) -> list[Region]:

@@ -183,7 +183,7 @@ def _page_rows(base: Forward, family: Family) -> int | None:
     """Keys to copy at once of pages of the family's size: as many as for the base, or for all tiles, or single rows."""
     if family.page_rows is None:
         return None
-    usual = Family.of(base).page_rows or (PAGE_BOXES[0] if family.eight_bits else 1)  # of 8 bits none are single
+    usual = Family.of(base).page_rows or (PAGE_BOXES[0] if family.eight_bits else 1)  # of 8-bit queries none are single
     return next(rows for rows in (usual, *PAGE_BOXES, 1) if family.page_rows % rows == 0)
 
 

@@ -264,6 +264,9 @@ def _load_sentence(spec: Forward) -> str:
         q = "Q once" if spec.load.q_stages == 1 else f"Q in {spec.load.q_stages} buffers"
         if footprint.transposes(spec):
             return f"TMA; {q}, K and V in rings of {stages(spec.load.kv_stages)}; threads fill one of V transposed, V^T"
+        if footprint.gathered(spec) and footprint.converts(spec):
+            made = f"what is made of them in rings of {spec.load.kv_stages}"
+            return f"TMA for {q}; cp.async for K and V in rings of {stages(spec.kv.stages)}, {made}"
         if footprint.gathered(spec):
             return f"TMA for {q}; cp.async for K and V in rings of {stages(spec.load.kv_stages)}, {barrier}"
         if footprint.converts(spec):

@@ -23,7 +23,7 @@ from fa3gen.generate import combining, copying, gemm_header, gemm_plan, header, 
 from fa3gen.generate.expected import Expectation
 from fa3gen.generate.module_plan import ImportsPlan, ModulePlan, Named, Parameter
 from fa3gen.hardware import hopper
-from fa3gen.hardware.dtypes import FP32, INT32, Dtype
+from fa3gen.hardware.dtypes import FP32, INT32, VECTOR_BYTES, Dtype
 from fa3gen.spec.model import (
     MOST_CAP_OF_FIRST_MAX,
     MOST_EXPONENT,
@@ -52,6 +52,7 @@ STORED_NAMES = {
     "k_ring": "k8_ring",
     "v_ring": "v8_ring",
     "stages": "STORED_STAGES",
+    "dtype_name": "KV_DTYPE",
     "q_ring_made_of": "storage.q_barriers, Q_STAGES, TILE_M * HEAD_DIM * 2, CONSUMER_WARPS",
 }
 MATRIX_COLUMNS = 16  # of a warp's 16 rows: what one stmatrix or ldmatrix of four 8 x 8 matrices moves
@@ -291,6 +292,7 @@ class LoadPlan:
     k_ring: str = "k_ring"
     v_ring: str = "v_ring"
     stages: str = "KV_STAGES"
+    dtype_name: str = "DTYPE"
     q_ring_made_of: str = "storage.q_barriers, Q_STAGES, TILE_M * HEAD_DIM * 2"
     reads_ahead: bool = False
     together: bool = False
@@ -1089,7 +1091,7 @@ def _load(spec: Forward) -> LoadPlan:
         pages=pages if footprint.paged(spec) else "",
         ahead=footprint.gathered_ahead(spec),
         **(STORED_NAMES if footprint.converts(spec) else {}),
-        reads_ahead=footprint.converts(spec) and footprint.paged(spec),
+        reads_ahead=footprint.converts(spec) and footprint.paged(spec) and not footprint.gathered(spec),
         together=footprint.loads_together(spec),
         v_tensor="mV" if footprint.paged(spec) else "mVt",
         clips_bytes=(footprint.eight_bits(spec) and spec.outputs.o != "direct")
@@ -1380,7 +1382,7 @@ def expectation(spec: Forward) -> Expectation:
         cp_async = copied // footprint.SCALAR_VECTOR // threads
     if footprint.gathered(spec):  # by one warp each
         copied = kv * d * schedule.count("load", "K") + kv * v_dim * schedule.count("load", "V")
-        cp_async = copied // footprint.SCALAR_VECTOR // hopper.WARP
+        cp_async = copied * spec.kv_element.bytes // VECTOR_BYTES // hopper.WARP
     if spec.smem is not None:
         columns = v_dim * schedule.count("gather", "O") + kv * schedule.count("store", "P")
         # What is transposed goes to the registers and back, 32 keys x 16 columns at a time.

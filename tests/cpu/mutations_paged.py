@@ -21,7 +21,7 @@ PAGED = [
     _of_boxes(
         "every box from the first row of its page",
         "a page that holds more than one gives the first one again",
-        "(key % page_size + rows) * row_step",
+        "(row + rows) * row_step",
         "rows * row_step",
         "wrap",
         ("O ",),
@@ -29,8 +29,8 @@ PAGED = [
     _of_boxes(
         "the table of the first sequence for all",
         "other sequences see its keys",
-        "page_table[work.sequence, key // page_size]",
-        "page_table[0, key // page_size]",
+        "page_table[work.sequence, number]",
+        "page_table[0, number]",
         "ragged",
         ("O ",),
     ),

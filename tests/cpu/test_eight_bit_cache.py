@@ -8,40 +8,49 @@ from typing import Any
 import pytest
 import torch
 from hosting import mistaken, module, path_of
-from packed_modules import offsets
+from packed_modules import into_pages, offsets
 from rendering import CHECKOUT, changed, source, variants
 
 from fa3gen.cpu.kernel import Settings
 from fa3gen.cpu.module import load_on_cpu
 from fa3gen.generate.render import render_variant
-from fa3gen.verify import packed_inputs, reference
+from fa3gen.verify import packed_inputs, paged_inputs, reference
 from fa3gen.verify.on_cpu import verify_on_cpu
 
 torch.set_num_threads(1)  # the workers of xdist share the cores
 FEW, MANY = "fwd_packed_kv8_decode_d64_causal", "fwd_packed_kv8_d128_causal"
+FEW_ROWS, MANY_ROWS = "fwd_paged_kv8_decode_rows_d128_causal", "fwd_paged_kv8_rows_d128_causal"
+PAGE = 7  # keys: no size for boxes
 LENGTHS_Q, LENGTHS_K, HEADS = (3, 1, 70), (300, 9, 130), (4, 2)
 
 
-def call(attention: Any, kv_dtype: torch.dtype, dim: int, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """O and LSE of three sequences, whose keys and values are numbers that 8 bits hold."""
+def call(
+    attention: Any, kv_dtype: torch.dtype, dim: int, page: int | None = None, **options: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """O and LSE of three sequences, packed or in pages, whose keys and values are numbers that 8 bits hold."""
     generator = torch.Generator().manual_seed(5)
     (heads_q, heads_kv), rows = HEADS, (sum(LENGTHS_Q), sum(LENGTHS_K))
     q = torch.randn(rows[0], heads_q, dim, generator=generator).bfloat16()
     k, v = (torch.randn(rows[1], heads_kv, dim, generator=generator).to(torch.float8_e4m3fn) for _ in range(2))
-    given = q, k.to(kv_dtype), v.to(kv_dtype), offsets(LENGTHS_Q), offsets(LENGTHS_K)
+    k, v = k.to(kv_dtype), v.to(kv_dtype)
+    given: tuple[torch.Tensor, ...] = q, k, v, offsets(LENGTHS_Q), offsets(LENGTHS_K)
+    if page is not None:
+        (k, table), (v, _) = (into_pages(x, LENGTHS_K, page) for x in (k, v))
+        given = q, k, v, offsets(LENGTHS_Q), table, torch.tensor(LENGTHS_K, dtype=torch.int32)
     return attention(*given, return_lse=True, **options)  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("stem", [FEW, MANY])
+@pytest.mark.parametrize("stem", [FEW, MANY, FEW_ROWS, MANY_ROWS])
 def test_the_bits_are_those_of_the_same_arrangement_with_16_bits(stem: str, tmp_path: Path) -> None:
     """The spec without its 8 bits: the same tiles and the same order of sums, K and V in bfloat16."""
     twin = changed(stem, kv={"dtype": None, "stages": 1, "warpgroups": 1})
     wide = load_on_cpu(path_of(tmp_path, "wide", render_variant(twin, CHECKOUT)))
     narrow, dim = module(stem), twin.spec.problem.head_dim
+    page = PAGE if twin.spec.problem.layout == "paged" else None
     for sms in (3, 1):  # keys of few queries are cut elsewhere
         wide.cpu.settings = narrow.cpu.settings = Settings(sms=sms)
-        expected = call(wide.attention, torch.bfloat16, dim)
-        found = call(narrow.attention, torch.float8_e4m3fn, dim)
+        expected = call(wide.attention, torch.bfloat16, dim, page)
+        found = call(narrow.attention, torch.float8_e4m3fn, dim, page)
         assert found[0].equal(expected[0]) and found[1].equal(expected[1])
     narrow.cpu.settings = Settings()
 
@@ -92,5 +101,39 @@ def test_mistakes_are_reported(name: str, tmp_path: Path) -> None:
     spec = variants()[FEW].spec
     cases = [case for case in packed_inputs.cpu_cases(spec) if case.name in ("shares", "decode", "wrap")]
     found = mistaken(tmp_path, "wrong", source(FEW).replace(right, wrong))
+    report = verify_on_cpu(found, spec, stem="wrong", cases=cases, seed=1, count=4)
+    assert report.failures
+
+
+# Of rows that are gathered one by one: module, what stands there, what should not.
+ROW_MISTAKES = {
+    "converters told of a tile before it has landed": (
+        FEW_ROWS,
+        "cp_async_wait_group(on_their_way)",
+        "cp_async_wait_group(on_their_way + 1)",
+    ),
+    "the same where one tile is on its way": (MANY_ROWS, "cp_async_wait_group(0)", "cp_async_wait_group(1)"),
+    "a stored stage filled before it is empty": (FEW_ROWS, "            v8_ring.producer_acquire(v_fill)\n", ""),
+    "a stored stage empty when one lane of each warp has read it": (
+        FEW_ROWS,
+        "CooperativeGroup(pipeline.Agent.Thread, CONVERTER_WARPS * WARP)",
+        "CooperativeGroup(pipeline.Agent.Thread, CONVERTER_WARPS)",
+    ),
+    "halves of odd rows copied to the place of the other": (
+        MANY_ROWS,
+        "as_copied(units[place + unit, None])",
+        "as_copied(units[place + number + unit_of_lane, None])",
+    ),
+    "rows copied that are not there": (FEW_ROWS, "exists[0, 0] = place >= 0", "exists[0, 0] = place >= -1"),
+}
+
+
+@pytest.mark.parametrize("name", ROW_MISTAKES)
+def test_mistakes_with_single_rows_are_reported(name: str, tmp_path: Path) -> None:
+    stem, right, wrong = ROW_MISTAKES[name]
+    assert source(stem).count(right) == 1
+    spec = variants()[stem].spec
+    cases = [case for case in paged_inputs.cpu_cases(spec) if case.name in ("shares", "decode", "wrap", "ragged")]
+    found = mistaken(tmp_path, "wrong", source(stem).replace(right, wrong))
     report = verify_on_cpu(found, spec, stem="wrong", cases=cases, seed=1, count=4)
     assert report.failures

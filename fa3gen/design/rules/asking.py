@@ -177,8 +177,7 @@ def _eight_bits(spec: Forward) -> Iterable[Answer]:
 def _converting(spec: Forward) -> Iterable[Answer]:
     yield converting.stored_stages.ask(spec.kv.stages, footprint.converts(spec))
     if footprint.converts(spec):
-        rows = footprint.page_rows(spec)
-        structure = spec.schedule.kind, spec.problem.layout, spec.load.engine, rows
+        structure = spec.schedule.kind, spec.problem.layout, spec.load.engine
         yield converting.converting_kernel.ask(
             *structure, footprint.overlapped(spec), spec.tile.warpgroups or 0, spec.kv.warpgroups
         )

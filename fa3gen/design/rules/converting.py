@@ -23,9 +23,9 @@ def stored_stages(stages: int, stored: bool) -> Violation | None:
 
 @rule(kind=GENERATOR, topic="structure")
 def converting_kernel(
-    kind: str, layout: str, engine: str, page_rows: int | None, overlap: bool, consumers: int, converters: int
+    kind: str, layout: str, engine: str, overlap: bool, consumers: int, converters: int
 ) -> Violation | None:
-    """A warpgroup that converts is rendered where another one loads, by TMA, for packed sequences and pages."""
+    """A warpgroup that converts is rendered where another one loads, for packed sequences and pages."""
     if kind == "cooperative" or engine != "tma":
         return Violation(
             "kv.dtype",
@@ -37,12 +37,6 @@ def converting_kernel(
             "kv.dtype",
             "8-bit K and V are rendered for layout packed or paged, not dense; a dense cache is packed sequences with "
             "offsets 0, seq, 2 seq and so on: use layout packed",
-        )
-    if page_rows == 1:
-        return Violation(
-            "load.page_rows",
-            f"rows that cp.async copies one by one are not converted; use {hopper.SWIZZLE_ROWS} or more, which page "
-            "sizes are then multiples of",
         )
     if not overlap:
         return Violation(

@@ -89,12 +89,14 @@ def _load_keys(spec: Forward, who: str, place: Place, what: str = "K") -> Iterat
         yield step("load", what, ring, note=f"by cp.async, row by row, {note}")
         if footprint.gathered_ahead(spec) == 1:
             yield step("commit")
-            yield from _tell_keys(who, place, "it has landed, and a fence shows it to wgmma")
+            shown = "" if footprint.converts(spec) else ", and a fence shows it to wgmma"
+            yield from _tell_keys(spec, who, place, f"it has landed{shown}")
         elif place == "tile":
             yield step("commit", note="it is told with the next one")
         else:
             yield step("commit")
-            yield from _tell_keys(who, place, "the one before has landed; a fence shows it", ahead=-1)
+            shown = "" if footprint.converts(spec) else "; a fence shows it"
+            yield from _tell_keys(spec, who, place, f"the one before has landed{shown}", ahead=-1)
     elif footprint.paged(spec):
         yield step("load", what, ring, note=f"by TMA, boxes of {footprint.page_rows(spec)} keys, {note}")
     else:
@@ -104,14 +106,15 @@ def _load_keys(spec: Forward, who: str, place: Place, what: str = "K") -> Iterat
 def _tell_last_keys(spec: Forward, who: str) -> Iterator[Step]:
     """Where a tile is told when the next one has been asked for, the last one is told here."""
     if footprint.gathered_ahead(spec) > 1:
-        yield from _tell_keys(who, "end", "so has the last one")
+        yield from _tell_keys(spec, who, "end", "so has the last one")
 
 
-def _tell_keys(who: str, place: Place, note: str, *, ahead: int = 0) -> Iterator[Step]:
-    """Wait for the copies of a tile, and have the consumers know."""
+def _tell_keys(spec: Forward, who: str, place: Place, note: str, *, ahead: int = 0) -> Iterator[Step]:
+    """Wait for the copies of a tile, and have the consumers, or those that convert it, know."""
     what = "V" if who == V else "K"
+    ring = f"{what.lower()}8" if footprint.converts(spec) else what.lower()
     yield Step(who, place, "wait_copies", what, ahead=ahead)
-    yield Step(who, place, "fill", on=what.lower(), ahead=ahead, note=note)
+    yield Step(who, place, "fill", on=ring, ahead=ahead, note=note)
 
 
 def _note_on_keys(spec: Forward, what: str, place: Place) -> str:

@@ -18,6 +18,7 @@ from fa3gen.design.footprint import thread_rows
 from fa3gen.design.work import SmemBytes
 from fa3gen.hardware import hopper
 from fa3gen.hardware.chips import Chip
+from fa3gen.hardware.dtypes import VECTOR_BYTES
 from fa3gen.spec.model import (
     CpAsyncLoad,
     Forward,
@@ -335,7 +336,8 @@ def _copy(spec: Forward, rows: int, columns: int, chip: Chip) -> Piece | None:
     Keys that come out of pages row by row are copied by a warp that does nothing else.
     """
     if footprint.gathered(spec):
-        instructions = COPY_INSTRUCTIONS * rows * columns / footprint.SCALAR_VECTOR / hopper.WARP
+        copied = rows * columns * spec.kv_element.bytes
+        instructions = COPY_INSTRUCTIONS * copied / VECTOR_BYTES / hopper.WARP
         return Piece("copy", issue=instructions / chip.issue.value, chain=instructions)
     if not isinstance(spec.load, SyncLoad | CpAsyncLoad):
         return None
