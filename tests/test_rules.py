@@ -939,9 +939,12 @@ def test_even_shares() -> None:
 
 
 def test_even_parts() -> None:
-    assert splits.even_parts("even", 1) is splits.even_parts("grid", 2) is None
-    found = splits.even_parts("even", 2)
+    """CTAs that have even shares of tiles may share an SM; of whole parts they do not."""
+    assert splits.even_parts("even", None, 2) is splits.even_parts("even", 512, 1) is splits.even_parts("grid", 512, 2)
+    assert splits.even_parts("even", None, 2) is None
+    found = splits.even_parts("even", 512, 2)
     assert found is not None and found.field == "tile.ctas_per_sm"
+    assert "even with parts of 512 keys is rendered for a CTA on each SM, not 2; use ctas_per_sm 1" in found.message
 
 
 def test_even_whole_parts() -> None:

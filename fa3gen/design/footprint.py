@@ -65,6 +65,8 @@ P_EXPONENT = 8  # P in 8 bits is 2^8 times itself: 256 at most, of the 448 that 
 # Where warpgroups convert what was loaded: of the producer, of one of those, and of a consumer, by how many consumers
 # and converters there are. Of two each, an H200 ended a launch with an illegal address (docs/performance.md).
 CONVERTING_BUDGETS = {(1, 1): (56, 128, 256), (1, 2): (56, 96, 256), (2, 1): (40, 56, 208)}
+# The same of two CTAs on an SM, by what each has.
+SHARED_CONVERTING_BUDGETS = {(1, 1): (56, 64, 120)}
 SHARED_PRODUCER_REGISTERS = 24  # of a producer's thread where CTAs share an SM's registers: as few as setmaxnreg gives
 FINDING_PRODUCER_REGISTERS = 56  # the same where one of its warps looks through packed sequences more than once
 QUAD = 4  # threads that share the rows of a warpgroup's accumulator (PTX ISA, wgmma register fragments)
@@ -329,7 +331,7 @@ def register_budget(spec: Forward) -> tuple[int, int]:
     if transposes(spec) and register_shares(spec) == 1:
         return TRANSPOSING_BESIDE_BUDGETS[consumers]
     if converts(spec):
-        producer, _, consumer = CONVERTING_BUDGETS[consumers, spec.kv.warpgroups]
+        producer, _, consumer = converting_budget(spec)
         return producer, consumer
     if register_shares(spec) == 1:
         return (PACKED_BUDGETS if packed_sequences(spec) else REGISTER_BUDGETS)[consumers]
@@ -351,7 +353,13 @@ def transposer_registers(spec: Forward) -> int:
 
 def converter_registers(spec: Forward) -> int:
     """What setmaxnreg leaves to a thread that converts."""
-    return CONVERTING_BUDGETS[spec.tile.warpgroups or 0, spec.kv.warpgroups][1]
+    return converting_budget(spec)[1]
+
+
+def converting_budget(spec: Forward) -> tuple[int, int, int]:
+    """What setmaxnreg leaves to a thread of the producer, to one that converts, and gives to a consumer's."""
+    budgets = SHARED_CONVERTING_BUDGETS if spec.tile.ctas_per_sm > 1 else CONVERTING_BUDGETS
+    return budgets[spec.tile.warpgroups or 0, spec.kv.warpgroups]
 
 
 def converted_at_once(spec: Forward) -> int:

@@ -142,6 +142,7 @@ class Scratch:
     kept: bool = False
     passes: int = 0
     parts: Callable[[Any, int], int] | None = None
+    ctas_per_sm: int = 1
 
     def __str__(self) -> str:
         """The name, as the generated module writes it."""
@@ -149,7 +150,7 @@ class Scratch:
 
     def sizes(self, shape: AnyShape, num_sms: int) -> tuple[int, ...]:
         """Its shape in a call of this shape on so many SMs."""
-        extents = {**_extents(shape), "num_sms": num_sms}
+        extents = {**_extents(shape), "num_sms": num_sms, "num_ctas": num_sms * self.ctas_per_sm}
         if self.parts is not None:
             extents["num_parts"] = self.parts(shape, num_sms)
         return _sizes(self.dims, extents)
@@ -259,7 +260,7 @@ HEADS_Q, HEADS_KV = Extent("heads_q"), Extent("heads_kv")
 BLOCKS_Q, BLOCKS_K = Extent("blocks_q"), Extent("blocks_k")
 TOTAL_Q, TOTAL_K, OFFSETS = Extent("total_q"), Extent("total_k"), Extent("offsets")
 PAGES, PAGE, MOST_PAGES = Extent("pages"), Extent("page"), Extent("most_pages")
-NUM_SMS, NUM_PARTS = Extent("num_sms"), Extent("num_parts")
+NUM_SMS, NUM_CTAS, NUM_PARTS = Extent("num_sms"), Extent("num_ctas"), Extent("num_parts")
 
 
 def forward(spec: Forward) -> Operation:
@@ -328,10 +329,12 @@ def forward(spec: Forward) -> Operation:
         arguments += [each(name, dims=(NUM_PARTS, HEADS_Q, TOTAL_Q)) for name in ("parts_max", "parts_sum")]
     elif spec.scheduler == "even":
         # Of a CTA two parts at most, and where the tile lies that it begins and another one ends.
-        slots = NUM_SMS, Extent("parts_of_cta", 2), Extent("rows", spec.tile.q)
-        arguments.append(Scratch("parts", FP32, (*slots, v_dim), "anything"))
-        arguments.append(Scratch("parts_lse", FP32, slots, "anything"))
-        arguments.append(Scratch("shares", INT32, (NUM_SMS, Extent("words", SHARE_WORDS)), "anything"))
+        ctas = NUM_SMS if spec.tile.ctas_per_sm == 1 else NUM_CTAS
+        slots = ctas, Extent("parts_of_cta", 2), Extent("rows", spec.tile.q)
+        each = partial(Scratch, initial="anything", ctas_per_sm=spec.tile.ctas_per_sm)
+        arguments.append(each("parts", FP32, (*slots, v_dim)))
+        arguments.append(each("parts_lse", FP32, slots))
+        arguments.append(each("shares", INT32, (ctas, Extent("words", SHARE_WORDS))))
     elif spec.split is not None:
         # Of a part O, divided by the part's sums of exponentials, and LSE.
         each = partial(Scratch, dtype=FP32, initial="anything", parts=partial(kept_parts, spec))

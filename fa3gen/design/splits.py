@@ -92,11 +92,13 @@ def shares_asked(asked: int, total_q: int, sequences: int, heads: int, rows: int
 
 
 def num_shares(spec: Forward, shape: Shape | PackedShape, num_sms: int, asked: int = 0) -> int:
-    """CTAs of scheduler even, each with an equal share of all steps: one on each SM, or by `shares_asked`."""
+    """CTAs of scheduler even, each with an equal share of all steps: as many as share an SM on each, or by
+    `shares_asked`, in whole SMs."""
+    ctas = spec.tile.ctas_per_sm
     if not asked:
-        return num_sms
+        return num_sms * ctas
     total_q = sum(seq_q for seq_q, _ in shape.sequences)
-    return shares_asked(asked, total_q, shape.batch, head_tiles(spec, shape), positions(spec))
+    return -(-shares_asked(asked, total_q, shape.batch, head_tiles(spec, shape), positions(spec)) // ctas) * ctas
 
 
 def steps_of(spec: Forward, shape: Shape | PackedShape) -> int:
@@ -143,7 +145,8 @@ def told(spec: Forward, shape: Shape | PackedShape, num_sms: int, asked: int = 0
         return f"{steps_of(spec, shape)} of {spec.split.keys} keys, {each} for each of {num_sms} SMs"
     if spec.scheduler == "even":
         count = f"{num_shares(spec, shape, num_sms, asked)} equal shares of all keys of all sequences"
-        why = f"num_splits={asked} of each tile of queries in the mean" if asked else "one for each SM"
+        each = "one" if spec.tile.ctas_per_sm == 1 else str(spec.tile.ctas_per_sm)
+        why = f"num_splits={asked} of each tile of queries in the mean" if asked else f"{each} for each SM"
         least = f"of at least {STEPS_OF_PART} tiles of {spec.tile.kv} keys"
         return f"{count}, {why}, {least}"
     assert isinstance(shape, Shape)

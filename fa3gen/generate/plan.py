@@ -440,7 +440,7 @@ class SchedulerPlan:
     `key_bytes` are those of a key in memory, as the module counts them.
     `shuffles_coordinates`: see `footprint`. `by_head`: of packed sequences those of one head come first. even has all
     steps in equal shares, of which a CTA leaves `share_words`. `split`: keys come in parts, of `min_steps` tiles at
-    least, or (not 0) of `keys_of_part` keys.
+    least, or (not 0) of `keys_of_part` keys. `num_shares`: what even counts its shares by.
     """
 
     kind: Scheduler
@@ -459,6 +459,7 @@ class SchedulerPlan:
     split: bool = False
     min_steps: int = splits.STEPS_OF_PART
     keys_of_part: int = 0
+    num_shares: str = "num_sms"
 
     @property
     def whole_parts(self) -> bool:
@@ -858,6 +859,7 @@ def _scheduler(spec: Forward) -> SchedulerPlan:
         by_head=spec.order == "by_head",
         split=spec.split is not None,
         keys_of_part=(spec.split and spec.split.keys) or 0,
+        num_shares="num_ctas" if spec.tile.ctas_per_sm > 1 else "num_sms",
     )
 
 

@@ -157,7 +157,8 @@ def attention(kernel: CpuKernel, spec: Forward, made: Inputs, kept: int = 0) -> 
         given["sinks"] = made.sinks.view(torch.int16)  # the launch takes their words
     if given_with_calls(spec.mask):
         given["window_left"], given["window_right"] = reach(made.mask)
-    extents = {"num_sms": kernel.settings.sms, "num_parts": kept}
+    sms = kernel.settings.sms
+    extents = {"num_sms": sms, "num_ctas": sms * spec.tile.ctas_per_sm, "num_parts": kept}
     operation = operation_of(spec)
     for tensor in operation.inputs:
         extents |= {extent.name: size for extent, size in zip(tensor.dims, given[tensor.name].shape, strict=True)}

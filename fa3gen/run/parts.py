@@ -63,11 +63,13 @@ def _of_dense(module: Any, asked: int) -> Attention:
 def _of_shares(module: Any, asked: int) -> Attention:
     """With as many CTAs as tiles of queries ask for in place of one on each SM."""
     constants, positions, rows = module.packed_constants, module.POSITIONS, module.TILE_M
+    on_an_sm = getattr(module, "CTAS_PER_SM", 1)
 
     @functools.lru_cache(maxsize=KEPT)
     def on(ctas: int) -> Attention:
-        """The entry point for so many CTAs."""
-        return with_names(module.attention, packed_constants=lambda gpu: (ctas, *constants(gpu)[1:]))
+        """The entry point for so many CTAs, or as many more as always share an SM."""
+        sms = -(-ctas // on_an_sm)
+        return with_names(module.attention, packed_constants=lambda gpu: (sms, *constants(gpu)[1:]))
 
     @functools.wraps(module.attention)
     def divided(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, *others: Any, **options: Any) -> Any:

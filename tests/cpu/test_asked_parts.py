@@ -23,6 +23,7 @@ torch.set_num_threads(1)  # the workers of xdist share the cores
 ASKED, SHARES = (1, 2, 3, 7, 50), (1, 2, 3, 7)
 DENSE = "fwd_decode_d64", "fwd_decode_d64_causal", "fwd_decode_pairs_d128_causal", "fwd_decode_d256"
 PACKED = "fwd_packed_decode_d128_causal", "fwd_paged_decode_d64", "fwd_packed_decode_sink_causal"
+SHARING = "fwd_packed_decode_shared_d64_causal"  # two CTAs have an SM
 WINDOW = "fwd_packed_decode_any_window_d64"
 ROUNDED = {"rtol": 2**-8, "atol": 2**-8}  # O and P are rounded to bfloat16, P relative to the maxima of its part
 
@@ -110,7 +111,7 @@ def test_other_calls_are_divided_as_ever() -> None:
 LENGTHS = [1, 0, 3, 9], [400, 90, 0, 233]
 
 
-@pytest.mark.parametrize("stem", [*PACKED, WINDOW])
+@pytest.mark.parametrize("stem", [*PACKED, SHARING, WINDOW])
 def test_packed_keys_in_so_many_shares(stem: str) -> None:
     """As many CTAs as tiles of queries of sequences of the mean length, times that; also more of them than steps."""
     watched = Watched(stem)

@@ -267,7 +267,7 @@ def _split(spec: Forward) -> Iterable[Answer]:
     if spec.split.keys is not None:
         yield splits.split_keys.ask(spec.split.keys, spec.tile.kv, spec.softmax.rescale_above)
     yield splits.split_scheduler.ask(spec.scheduler, layout, spec.tile.group)
-    yield splits.even_parts.ask(spec.scheduler, spec.tile.ctas_per_sm)
+    yield splits.even_parts.ask(spec.scheduler, spec.split.keys if spec.split else None, spec.tile.ctas_per_sm)
     if spec.scheduler == "even" and spec.split.keys is not None:
         rendered: dict[str, tuple[object, tuple[object, ...]]] = {
             "problem.dtype": (spec.problem.dtype, ("bf16", "fp16")),

@@ -33,11 +33,15 @@ def even_shares(scheduler: str, split: bool) -> Violation | None:
 
 
 @rule(kind=GENERATOR, topic="kv order")
-def even_parts(scheduler: str, ctas: int) -> Violation | None:
-    """A CTA that has an even share has an SM of its own."""
-    if scheduler != "even" or ctas == 1:
+def even_parts(scheduler: str, keys: int | None, ctas: int) -> Violation | None:
+    """A CTA that has an even share of whole parts has an SM of its own."""
+    if scheduler != "even" or keys is None or ctas == 1:
         return None
-    return Violation("tile.ctas_per_sm", f"even is rendered for a CTA on each SM, not {ctas}; use ctas_per_sm 1")
+    return Violation(
+        "tile.ctas_per_sm",
+        f"even with parts of {keys} keys is rendered for a CTA on each SM, not {ctas}; use ctas_per_sm 1, or "
+        "split: {count: auto}",
+    )
 
 
 @rule(kind=GENERATOR, topic="kv order")
