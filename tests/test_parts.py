@@ -200,7 +200,7 @@ def test_a_problem_is_divided_as_asked() -> None:
     packed = PackedShape((1, 1), (4096, 12288), 32, 8)
     assert [num_shares(even, packed, 132, asked) for asked in (0, 1, 3)] == [132, 16, 48]
     assert [share_of(even, packed, 132, asked) for asked in (0, 1, 3)] == [16, 128, 43]
-    two = variants()["fwd_packed_decode_shared_d128_causal"].spec  # CTAs share an SM
+    two = variants()["fwd_packed_decode_shared_d64_causal"].spec  # CTAs share an SM
     assert [num_shares(two, packed, 132, asked) for asked in (0, 1, 3)] == [264, 16, 48]
     assert num_shares(two, PackedShape((1,), (4096,), 8, 8), 132, 3) == 24 and "2 for each SM" in told(two, packed, 132)
     assert num_shares(two, PackedShape((1,), (4096,), 1, 1), 132, 3) == 4  # in whole SMs

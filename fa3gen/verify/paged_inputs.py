@@ -100,9 +100,13 @@ class PagedInputs(PackedInputs):
         return found or [(self.values("q", self.q[:0], 0), none[0], none[1])]
 
     def _lengths(self) -> list[int]:
-        """Keys of each sequence, no more than its table has room for."""
+        """Keys of each sequence, no more than its table has room for.
+
+        Counted on the host: a tensor of the device would take the memory that a runner has left for the next LSE.
+        """
         assert self.seqused_k is not None
-        return self.seqused_k.clamp(0, self.page_table.shape[1] * self.k.shape[1]).tolist()
+        most = self.page_table.shape[1] * self.k.shape[1]
+        return [min(max(keys, 0), most) for keys in self.seqused_k.tolist()]
 
     def _rows(self, pages: torch.Tensor, table: torch.Tensor, keys: int) -> torch.Tensor:
         """The rows of a sequence one behind the other, (keys, heads, d); zeros where there is no such page."""
