@@ -15,10 +15,10 @@ time, where there may be no GPU, and to load that where it runs:
     Every query sees every key of its sequence.
 
 Decisions
-    tile       128 query rows x 128 keys per step
+    tile       192 query rows x 128 keys per step
     loads      TMA; Q in 2 buffers, K and V in rings of 3 stages, a full barrier each
     sequences  packed, lengths on the device; tensor maps of rank 5 clip at the end of each
-    schedule   two warps load, 2 warpgroups multiply in turn; S of the next tile and P V run beside the softmax
+    schedule   two warps load, 3 warpgroups multiply in turn; S of the next tile and P V run beside the softmax
     layouts    swizzle Q 128B, K 128B, V 128B
     S = Q K^T  4 wgmma m64n128k16 per warpgroup; A = Q from shared memory, K-major; B = K, K-major
     softmax    online, base 2, on the accumulator fragment; begins anew every 512 keys
@@ -29,51 +29,52 @@ Decisions
     q order    a CTA per SM; each draws its next tile from a counter, and a warp looks where that lies
 
 Threads
-    384 threads, 12 warps, launched with 168 registers each; setmaxnreg moves them: 40 + 2 x 232 = 504 of 3 x 168 = 504
-    producer: 1 warpgroup, 40 registers; warp 8 copies Q and K, warp 9 copies V, warp 10 finds the tiles (TMA)
-    consumers: 2 warpgroups, 232 registers; 64 query rows each
-        about 184 registers each: O 32, O of the parts before 32, S 64, P 32, other 24
+    512 threads, 16 warps, launched with 128 registers each; setmaxnreg moves them: 32 + 3 x 160 = 512 of 4 x 128 = 512
+    producer: 1 warpgroup, 32 registers; warp 12 copies Q and K, warp 13 copies V, warp 14 finds the tiles (TMA)
+    consumers: 3 warpgroups, 160 registers; 64 query rows each
+        about 152 registers each: O 32, S 64, P 32, other 24
 
 Barriers
-    ring  stages  producer -> consumers        full with    empty with
-    q     2       TMA, from warp 8 -> 8 warps  16384 bytes  8 arrivals
-    k     3       TMA, from warp 8 -> 8 warps  16384 bytes  8 arrivals
-    v     3       TMA, from warp 9 -> 8 warps  16384 bytes  8 arrivals
-    tile  1       warp 10 -> 10 warps          1 arrival    10 arrivals
+    ring  stages  producer -> consumers          full with    empty with
+    q     2       TMA, from warp 12 -> 12 warps  24576 bytes  12 arrivals
+    k     3       TMA, from warp 12 -> 12 warps  16384 bytes  12 arrivals
+    v     3       TMA, from warp 13 -> 12 warps  16384 bytes  12 arrivals
+    tile  1       warp 14 -> 14 warps            1 arrival    14 arrivals
 
 Named barriers
     number  name          threads  who -> whom, and what for
-    2 to 3  TURN_BARRIER  256      each consumer -> the next one: it may issue its products
+    2 to 4  TURN_BARRIER  256      each consumer -> the next one: it may issue its products
 
 Shared memory
     offset   bytes  what
-         0   32768  sQ        2 stages x 128 x 64 x 2: Q
-     32768   49152  sK        3 stages x 128 x 64 x 2: K
-     81920   49152  sV        3 stages x 128 x 64 x 2: V
-    131072   16384  sO        128 x 64 x 2: O
-    147456      32  tiles     8 x 4: coordinates of drawn tiles
-    147488     144  barriers  18 mbarriers
-            148480  total     of 232448 per CTA
+         0   49152  sQ        2 stages x 192 x 64 x 2: Q
+     49152   49152  sK        3 stages x 128 x 64 x 2: K
+     98304   49152  sV        3 stages x 128 x 64 x 2: V
+    147456   24576  sO        192 x 64 x 2: O
+    172032   49152  sums      192 x 64 x 4: O of the parts before, f32
+    221184      32  tiles     8 x 4: coordinates of drawn tiles
+    221216     144  barriers  18 mbarriers
+            222208  total     of 232448 per CTA
 
 Timeline: a tile is one of queries, a step takes one tile of keys
     per CTA:
-       1  warp 8      wait tile_full                                the one that warp 10 has found
-       2  warp 9      wait tile_full, arrive tile_empty             the one that warp 10 has found
-       3  warp 10     wait tile_empty, arrive tile_full             where the tile with the CTA's number lies
-       4  consumers   wait tile_full, arrive tile_empty             the one that warp 10 has found
-       5  consumer 1  pass turn                                     the first turn is consumer 0's
+       1  warp 12     wait tile_full                                the one that warp 14 has found
+       2  warp 13     wait tile_full, arrive tile_empty             the one that warp 14 has found
+       3  warp 14     wait tile_empty, arrive tile_full             where the tile with the CTA's number lies
+       4  consumers   wait tile_full, arrive tile_empty             the one that warp 14 has found
+       5  consumer 2  pass turn                                     the first turn is consumer 0's
        6  consumers   wait q_full                                   Q has landed
        7  consumers   wait k_full, wait turn, S = Q K^T             by wgmma, for the first step, alone
        8  consumers   pass turn, wait_group 0, arrive k_empty       S is complete, K has been read
     per tile:
-       9  warp 8      wait q_empty, load Q                          by TMA, when its place is free
-      10  warp 10     wait tile_empty, draw                         the next tile, when K of this one is on its way
-      11  warp 10     arrive tile_full                              where it lies
+       9  warp 12     wait q_empty, load Q                          by TMA, when its place is free
+      10  warp 14     wait tile_empty, draw                         the next tile, when K of this one is on its way
+      11  warp 14     arrive tile_full                              where it lies
       12  consumers   mask                                          of the first step, with the end of the keys
       13  consumers   softmax, round P                              P = 2^(S - max), in 16 bits
     per step:
-      14  warp 8      wait k_empty, load K                          by TMA, when a stage is free
-      15  warp 9      wait v_empty, load V                          by TMA, when a stage is free; behind the keys zeros
+      14  warp 12     wait k_empty, load K                          by TMA, when a stage is free
+      15  warp 13     wait v_empty, load V                          by TMA, when a stage is free; behind the keys zeros
       16  consumers   wait k_full, wait turn, S = Q K^T             by wgmma, of a step other than the first
       17  consumers   wait v_full, O += P V                         by wgmma, of the step before
       18  consumers   wait_group 1, pass turn, arrive k_empty       S is complete, P V runs on
@@ -82,11 +83,11 @@ Timeline: a tile is one of queries, a step takes one tile of keys
       21  consumers   add O                                         every 512 keys: O to the sums of all, in float32
       22  consumers   rescale, round P                              O to the new maxima; P in 16 bits
     at a tile's end:
-      23  warp 8      arrive tile_empty                             K is on its way: it is time to draw
-      24  warp 8      wait tile_full                                the one that warp 10 has found
-      25  warp 9      next tile, wait tile_full, arrive tile_empty  the one that warp 10 has drawn
+      23  warp 12     arrive tile_empty                             K is on its way: it is time to draw
+      24  warp 12     wait tile_full                                the one that warp 14 has found
+      25  warp 13     next tile, wait tile_full, arrive tile_empty  the one that warp 14 has drawn
       26  consumers   arrive q_empty                                Q has been read
-      27  consumers   next tile, wait tile_full, arrive tile_empty  the one that warp 10 has drawn
+      27  consumers   next tile, wait tile_full, arrive tile_empty  the one that warp 14 has drawn
       28  consumers   wait v_full                                   the last V has landed
       29  consumers   wait q_full, wait k_full                      so have the next tile's Q and first K
       30  consumers   wait turn, O += P V                           by wgmma, of the last step
@@ -117,7 +118,7 @@ from cutlass.memory import SmemAllocator
 
 HEAD_DIM = 64
 DTYPE, TORCH_DTYPE = cutlass.BFloat16, torch.bfloat16
-TILE_M = 128  # query rows of a CTA at a time
+TILE_M = 192  # query rows of a CTA at a time
 TILE_N = 128  # keys per step
 WGMMA_M, WGMMA_K = 64, 16  # rows and depth of one warpgroup product of 16-bit operands
 WARPGROUP_THREADS = 128
@@ -128,7 +129,7 @@ THREADS = (CONSUMERS + 1) * WARPGROUP_THREADS  # the last warpgroup loads
 Q_K_PRODUCER_WARP, V_PRODUCER_WARP = CONSUMER_WARPS, CONSUMER_WARPS + 1
 TILE_WARP = CONSUMER_WARPS + 2  # finds the tiles for all
 # Registers per thread after setmaxnreg, which moves them from the producer's warps to the consumers'.
-PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 232
+PRODUCER_REGISTERS, CONSUMER_REGISTERS = 32, 160
 TURN_BARRIER = 2  # named barrier of consumer 0's turn, followed by those of the others
 TURN_THREADS = 2 * WARPGROUP_THREADS  # of a turn: one warpgroup passes it on, one takes it
 Q_STAGES = 2  # tiles of Q in flight or in use
@@ -163,6 +164,7 @@ class SharedStorage:
     sK: cute.struct.Align[cute.struct.MemRange[DTYPE, KV_STAGES * TILE_N * HEAD_DIM], SMEM_ALIGN]
     sV: cute.struct.Align[cute.struct.MemRange[DTYPE, KV_STAGES * TILE_N * HEAD_DIM], SMEM_ALIGN]
     sO: cute.struct.Align[cute.struct.MemRange[DTYPE, TILE_M * HEAD_DIM], SMEM_ALIGN]
+    sums: cute.struct.Align[cute.struct.MemRange[cutlass.Float32, TILE_M * HEAD_DIM], 16]
     tiles: cute.struct.Align[cute.struct.MemRange[cutlass.Int32, TILE_WORDS * TILE_SLOTS], 16]
     q_barriers: cute.struct.MemRange[cutlass.Int64, 2 * Q_STAGES]  # full, then empty; the same below
     k_barriers: cute.struct.MemRange[cutlass.Int64, 2 * KV_STAGES]
@@ -293,6 +295,8 @@ def attention_kernel(
     sK = storage.sK.get_tensor(sK_layout.outer, swizzle=sK_layout.inner)  # (TILE_N, HEAD_DIM, KV_STAGES)
     sVt = storage.sV.get_tensor(sVt_layout.outer, swizzle=sVt_layout.inner)  # (HEAD_DIM, TILE_N, KV_STAGES)
     sO = storage.sO.get_tensor(sO_layout.outer, swizzle=sO_layout.inner)  # (WARP_ROWS, HEAD_DIM, CONSUMER_WARPS)
+    # O of the parts before, of each thread that has rows: four numbers at a time, beside those of the other threads.
+    sums = storage.sums.get_tensor(cute.make_layout((4, CONSUMERS * WARPGROUP_THREADS, HEAD_DIM // 8)))
     q_ring = make_ring(storage.q_barriers, Q_STAGES, TILE_M * HEAD_DIM * 2)
     k_ring = make_ring(storage.k_barriers, KV_STAGES, TILE_N * HEAD_DIM * 2)
     v_ring = make_ring(storage.v_barriers, KV_STAGES, TILE_N * HEAD_DIM * 2)
@@ -319,7 +323,7 @@ def attention_kernel(
             find_tiles(schedule)
     else:
         cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)  # sleeps until the producers have given them back
-        smem, rings = (sQ, sK, sVt), (q_ring, k_ring, v_ring)
+        smem, rings = (sQ, sK, sVt, sums), (q_ring, k_ring, v_ring)
         consume(smem, rings, mO, mLSE, tma_O, sO, scale_log2, schedule)
 
 
@@ -612,7 +616,7 @@ def consume(smem, rings, mO, mLSE, tma_O, sO, scale_log2, schedule):
     q_ring, k_ring, v_ring = rings
     qk_mma, pv_mma = products = make_products()
     operands, accumulators, rP = partition_operands(smem, products, consumer)
-    (tSrQ, _, tOrP, tOrV), (acc_S, acc_O, acc_all) = operands, accumulators
+    (tSrQ, _, tOrP, tOrV), (acc_S, acc_O, sO_before) = operands, accumulators
     row_max, row_sum, rescale, all_max, all_sum = rows = [
         cute.make_rmem_tensor(2, cutlass.Float32) for _ in range(5)
     ]  # of two rows each
@@ -631,16 +635,16 @@ def consume(smem, rings, mO, mLSE, tma_O, sO, scale_log2, schedule):
         acc_O.fill(0.0)
         row_max.fill(LOWEST)
         row_sum.fill(0.0)
-        acc_all.fill(0.0)
         all_max.fill(LOWEST)
         all_sum.fill(0.0)
+        n_end = work.n_end
         tSrQ_tile = tSrQ[None, None, None, q_drain.index]  # (MMA, MMA_M, MMA_K)
         mask_scores(acc_S, qk_mma, (work.n_end - 1) * TILE_N, work.seq_k)  # only the last tile may reach past the end
         softmax_step(acc_S, row_max, row_sum, rescale, scale_log2)
         round_p(acc_S, rP)
         for n_block in cutlass.range(work.n_end - 2, work.n_begin - 1, -1, unroll=1):
             multiply(products, tSrQ_tile, operands, accumulators, k_ring, v_ring, k_drain, v_drain, consumer)
-            finish_step(accumulators, rP, rows, scale_log2, v_ring, v_drain, n_block)
+            finish_step(accumulators, rP, rows, scale_log2, v_ring, v_drain, n_block, n_end)
             k_drain.advance()
             v_drain.advance()
         q_ring.consumer_release(q_drain)  # this warp has read Q
@@ -661,14 +665,14 @@ def consume(smem, rings, mO, mLSE, tma_O, sO, scale_log2, schedule):
         warpgroup.wait_group(1)  # O is complete; the next S, the younger group, stays in flight
         v_ring.consumer_release(v_drain)  # this warp has read V
         v_drain.advance()
-        fold_part((acc_all, all_max, all_sum), (acc_O, row_max, row_sum), scale_log2)
+        fold_part((sO_before, all_max, all_sum), (acc_O, row_max, row_sum), n_end <= STEPS_OF_PART, scale_log2)
         store_tile(
             mO=mO,
             mLSE=mLSE,
             tma_O=tma_O,
             sO=sO,
             work=work,
-            acc_O=acc_all,
+            acc_O=acc_O,
             row_max=all_max,
             row_sum=all_sum,
             scale_log2=scale_log2,
@@ -695,7 +699,7 @@ def make_products():
 @cute.jit
 def partition_operands(smem, products, consumer):
     """What this warpgroup multiplies: Q, K and V in shared memory, as descriptors, and P, S and O in its registers."""
-    (sQ, sK, sVt), (qk_mma, pv_mma) = smem, products
+    (sQ, sK, sVt, sums), (qk_mma, pv_mma) = smem, products
     wg_qk = qk_mma.get_slice(consumer * WARPGROUP_THREADS)
     wg_pv = pv_mma.get_slice(consumer * WARPGROUP_THREADS)
     tSrQ = qk_mma.make_fragment_A(wg_qk.partition_A(sQ))  # (MMA, MMA_M, MMA_K, Q_STAGES)
@@ -705,8 +709,9 @@ def partition_operands(smem, products, consumer):
     acc_S = cute.make_rmem_tensor(qk_mma.partition_shape_C((TILE_M, TILE_N)), cutlass.Float32)
     acc_O = cute.make_rmem_tensor(pv_mma.partition_shape_C((TILE_M, HEAD_DIM)), cutlass.Float32)
     rP = cute.make_fragment_like(acc_S, DTYPE)
-    acc_all = cute.make_rmem_tensor_like(acc_O)  # the sum of O over the parts before
-    return (tSrQ, tSrK, as_operand_a(rP), tOrV), (acc_S, acc_O, acc_all), rP
+    tidx, _, _ = cute.arch.thread_idx()
+    sO_before = sums[None, tidx, None]  # (4, HEAD_DIM / 8): the sum of O over the parts before, of this thread
+    return (tSrQ, tSrK, as_operand_a(rP), tOrV), (acc_S, acc_O, sO_before), rP
 
 
 @cute.jit
@@ -736,22 +741,25 @@ def multiply(products, tSrQ_tile, operands, accumulators, k_ring, v_ring, k_drai
 
 
 @cute.jit
-def finish_step(accumulators, rP, rows, scale_log2, v_ring, v_drain, n_block):
+def finish_step(accumulators, rP, rows, scale_log2, v_ring, v_drain, n_block, n_end):
     """P of this tile of keys, while the tensor core adds P V of the one before; then rescale O and round P.
 
-    Where that one was the last of its part, O goes to the sums of all parts, and begins anew with this tile.
+    Where that one was the last of its part, the sum of O over all parts goes to shared memory, and O begins anew.
     """
-    (acc_S, acc_O, acc_all), (row_max, row_sum, rescale, all_max, all_sum) = accumulators, rows
+    (acc_S, acc_O, sO_before), (row_max, row_sum, rescale, all_max, all_sum) = accumulators, rows
     begins = (n_block + 1) % STEPS_OF_PART == 0
     part_max, part_sum = (row_max[0], row_max[1]), (row_sum[0], row_sum[1])  # of the part before, if one begins
-    if begins:
-        row_max.fill(LOWEST)
-        row_sum.fill(0.0)
+    # By products: what is selected holds a predicate, without which ptxas passes the turn on in the midst of the softmax.
+    stays, lowest = (0.0, LOWEST) if begins else (1.0, 0.0)
+    for r in cutlass.range_constexpr(2):
+        row_max[r], row_sum[r] = cute.math.fma(row_max[r], stays, lowest), row_sum[r] * stays
     softmax_step(acc_S, row_max, row_sum, rescale, scale_log2)
     warpgroup.wait_group(0)  # O is added or rescaled and P overwritten next: no group stays in flight
     v_ring.consumer_release(v_drain)  # this warp has read V
     if begins:
-        fold_part((acc_all, all_max, all_sum), (acc_O, part_max, part_sum), scale_log2)
+        first = n_block + 1 + STEPS_OF_PART >= n_end  # of the parts that this CTA has
+        fold_part((sO_before, all_max, all_sum), (acc_O, part_max, part_sum), first, scale_log2)
+        cute.autovec_copy(by_fours(acc_O), sO_before)
         acc_O.fill(0.0)
     else:
         rescale_output(acc_O, rescale)
@@ -999,22 +1007,34 @@ def store_output(tma_O, sO, gO, acc_O, m_block):
 
 
 @cute.jit
-def fold_part(sums, part, scale_log2: cutlass.Float32):
-    """Add what the rows have of a part of the keys to their sums: O, in float32, after their maximum and sum.
+def by_fours(acc: cute.Tensor) -> cute.Tensor:
+    """See O of a thread, which has two rows of two columns each in every eight, as (4, HEAD_DIM / 8)."""
+    return cute.make_tensor(acc.iterator, cute.make_layout((4, HEAD_DIM // 8)))
+
+
+@cute.jit
+def fold_part(sums, part, first, scale_log2: cutlass.Float32):
+    """Add the sums over the parts before, where there are any, to O of a part; maximum and sum go to those of all.
 
     As `combine_kernel` does in modules where a CTA has a part: these multiplications and additions, in this order, so
     that rows have the same bits there. fma is said: of a product and a sum ptxas may make one, or not. A part of which
     a row sees no key leaves its sums as they are, since weights are then 1, and 0 or times 0.
     """
-    (acc_all, all_max, all_sum), (acc_O, part_max, part_sum) = sums, part
-    acc_all_rows, acc_O_rows = by_rows(acc_all), by_rows(acc_O)  # (2, HEAD_DIM / 4)
+    (sO_before, all_max, all_sum), (acc_O, part_max, part_sum) = sums, part
+    largest = [cute.arch.fmax(all_max[r], part_max[r]) for r in range(2)]
+    kept = [weight_of(all_max[r], largest[r], scale_log2) for r in range(2)]
+    added = [weight_of(part_max[r], largest[r], scale_log2) for r in range(2)]
     for r in cutlass.range_constexpr(2):
-        largest = cute.arch.fmax(all_max[r], part_max[r])
-        kept, added = weight_of(all_max[r], largest, scale_log2), weight_of(part_max[r], largest, scale_log2)
-        all_max[r] = largest
-        all_sum[r] = cute.math.fma(all_sum[r], kept, added * quad_sum(part_sum[r]))
-        for c in cutlass.range_constexpr(cute.size(acc_O_rows, mode=[1])):
-            acc_all_rows[r, c] = cute.math.fma(acc_all_rows[r, c], kept, added * acc_O_rows[r, c])
+        all_max[r] = largest[r]
+        all_sum[r] = cute.math.fma(all_sum[r], kept[r], added[r] * quad_sum(part_sum[r]))
+    acc_O_fours, before = by_fours(acc_O), cute.make_rmem_tensor(4, cutlass.Float32)
+    if first:
+        acc_O.store(acc_O.load() + 0.0)  # as in a sum that begins with 0: no -0 stays
+    else:
+        for i in cutlass.range_constexpr(HEAD_DIM // 8):
+            cute.autovec_copy(sO_before[None, i], before)
+            for j in cutlass.range_constexpr(4):
+                acc_O_fours[j, i] = cute.math.fma(before[j], kept[j // 2], added[j // 2] * acc_O_fours[j, i])
 
 
 @cute.jit

@@ -159,7 +159,7 @@ def test_parts_of_so_many_keys_are_asked_for(way: str, request: pytest.FixtureRe
         fa3gen.attention_packed(*tensors, split_keys=384, num_splits=2)
 
 
-@pytest.mark.parametrize(("split_keys", "head_dim"), [(384, 128), (512, 64)])
+@pytest.mark.parametrize(("split_keys", "head_dim"), [(512, 128), (512, 64)])
 def test_parts_have_ctas_of_their_own_while_there_is_room(split_keys: int, head_dim: int) -> None:
     """A GiB: for rows of 8 heads in so many parts of as many keys each."""
     keys = 2**30 // (4 * 8 * head_dim) * split_keys
@@ -188,14 +188,13 @@ def test_parts_of_so_many_keys_have_modules(page: int | None) -> None:
         table = torch.empty(4, 2, dtype=torch.int32, device="meta")
         keys = {"page_table": table, "seqused_k": rows[1:]}
     kind = "packed" if page is None else "paged"
-    asked: dict[str, Any] = {**keys, "causal": True, "split_keys": 384}
-    assert explain(q, k, k, rows, **asked).stem == f"fwd_{kind}_decode_fixed_d128_causal"
-    assert explain(q, k, k, rows, **asked, max_seqlen_q=17).stem == f"fwd_{kind}_fixed_d128_causal"
-    assert explain(q, k, k, rows, **asked, num_splits=1).stem == f"fwd_{kind}_fixed_d128_causal"
-    own = explain(q, k, k, rows, **keys, causal=True, deterministic_batch=True)
-    assert own.spec.split is own.spec.softmax.restart_every is None
+    for how in ({"split_keys": 512}, {"deterministic_batch": True}):
+        asked: dict[str, Any] = {**keys, "causal": True, **how}
+        assert explain(q, k, k, rows, **asked).stem == f"fwd_{kind}_decode_fixed_d128_causal"
+        assert explain(q, k, k, rows, **asked, max_seqlen_q=17).stem == f"fwd_{kind}_fixed_pack_d128_causal"
+        assert explain(q, k, k, rows, **asked, num_splits=1).stem == f"fwd_{kind}_fixed_pack_d128_causal"
     with pytest.raises(NotRendered, match="parts of 400"):
-        explain(q, k, k, rows, **{**asked, "split_keys": 400})
+        explain(q, k, k, rows, **keys, causal=True, split_keys=400)
 
 
 def test_a_longest_length_on_the_gpu_is_not_looked_at(eager: PackedModules) -> None:
@@ -404,7 +403,8 @@ def test_explain_needs_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     tensors = [tensor.to("meta") for tensor in packed_tensors(*LENGTHS, head_dim=256)]
     why = fa3gen.attention_packed.explain(*tensors, causal=True, return_lse=True)
-    assert (why.stem, why.file) == ("fwd_packed_d256_causal", CHECKOUT.module_path("fwd_packed_d256_causal"))
+    stem = "fwd_packed_mixed_any_group_d256_causal"  # there may be steps beside chunks
+    assert (why.stem, why.file) == (stem, CHECKOUT.module_path(stem))
     for_size = "  for   3 queries of a sequence in the mean, 4 keys, 16 tiles of 128 queries on 132 SMs, as on an H200"
     assert for_size in str(why)
     few = fa3gen.attention_packed.explain(*tensors, causal=True, max_seqlen_q=5)
@@ -620,7 +620,7 @@ def test_keys_of_8_bits_have_modules_of_their_own(page: int | None) -> None:
         factors = {"k_descale": torch.ones(4, heads[1]), "v_descale": torch.ones(4, heads[1])}
         for given in ({}, factors):
             found = fa3gen.attention_packed.explain(q, k, v, begins_q, **where, causal=True, **given)
-            assert found.stem == f"fwd_{'packed' if page is None else 'paged'}_kv8_decode_d{dim}_causal"
+            assert found.stem.startswith(f"fwd_{'packed' if page is None else 'paged'}_kv8_decode_")
             assert found.spec.kv.dtype == "e4m3"
 
 

@@ -408,6 +408,8 @@ def shared_memory_map(spec: Forward) -> list[Region]:
         regions.append(_tile(spec, "sVt", v_dim, kv, stages, "V transposed"))
     if spec.outputs.o == "own_buffer":
         regions.append(_tile(spec, "sO", q, v_dim, 1, "O", element=spec.o_element))
+    if spec.softmax.restart_every is not None:
+        regions.append(Region("sums", q * v_dim * 4, f"{q} x {v_dim} x 4", 16, "O of the parts before, f32"))
     if tells_tiles(spec):
         numbers = tile_words(spec)
         what = "coordinates of drawn tiles" if numbers > 1 else "numbers of drawn tiles"
@@ -466,8 +468,6 @@ def registers_per_thread(spec: Forward) -> list[tuple[str, int]]:
         if two_levels(spec):
             held.append(("P V of a step", q * promoted_columns(spec) // count))
             other = OTHER_REGISTERS_TWO_LEVELS
-        if spec.softmax.restart_every is not None:
-            held.append(("O of the parts before", q * d // count))
         p = q * kv // count * spec.element.bytes // FP32.bytes
         return [*held, ("S", q * kv // count), ("P", p), ("other", other)]
     rows, scores, columns = q * SCALAR_LANES // count, kv // SCALAR_LANES, d // SCALAR_LANES

@@ -211,7 +211,7 @@ class ArgumentsPlan:
     these needs. `accumulators` are a consumer's, of which `only_acc_s` names S, `multiplied` those that
     products write; P V of `pv_columns` goes to `acc_pv`, and from there into O by `promoted_by`. `products` and
     `operands` are those that it names. It finds V in `smem_v` and `v_ring`, where it has landed or been transposed
-    (`v_ready`), and gives it back by `release_v`.
+    (`v_ready`), and gives it back by `release_v`; in `multiplied_smem` stands what products and sums are made of.
     """
 
     factors: tuple[str, ...] = ()
@@ -240,6 +240,7 @@ class ArgumentsPlan:
     operands: str = "(tSrQ, _, tOrP, tOrV)"
     pv_columns: str = "HEAD_DIM"
     smem_v: str = "sVt"
+    multiplied_smem: str = "sVt"
     v_ring: str = "v_ring"
     v_ready: str = "landed"
     release_v: str = "v_ring.consumer_release(v_drain)"
@@ -961,14 +962,15 @@ def _arguments(spec: Forward) -> ArgumentsPlan:
         scaled=of_scores,
         scales=(*given, *descales),
         add_sink=("row_max", "row_sum", "row_sink", "scale_log2", *v_factor),
-        accumulators=("acc_S", "acc_O", *["acc_step"] * two_levels, *held, *["acc_all"] * restarts),
+        accumulators=("acc_S", "acc_O", *["acc_step"] * two_levels, *held, *["sO_before"] * restarts),
         only_acc_s=("acc_S", "_", *["_"] * two_levels, *["_"] * len(held), *["_"] * restarts),
         multiplied=("acc_S", "_", "acc_step", *held) if two_levels else ("acc_S", "acc_O", *["_"] * restarts),
         acc_pv=("acc_step" if two_levels else "acc_O", *[f"{name}={name}" for name in held]),
         products="qk_mma, _" if striped else "qk_mma, pv_mma",
         operands="(tSrQ, _, _, _)" if striped else "(tSrQ, _, tOrP, tOrV)",
         pv_columns="TILE_N" if striped else "HEAD_DIM",
-        smem_v="sVt_made" if transposes else "sVt",
+        smem_v="sVt_made" if transposes else "sVt, sums" if restarts else "sVt",
+        multiplied_smem="sVt, sums" if restarts else "sVt",
         v_ring=v_ring,
         v_ready="been transposed" if transposes else "landed",
         release_v=f"release_by_warp({v_ring}, v_drain)" if transposes else f"{v_ring}.consumer_release(v_drain)",
@@ -976,7 +978,7 @@ def _arguments(spec: Forward) -> ArgumentsPlan:
         stored=(
             (
                 *(f"{name}={name}" for name in (*outputs, "work")),
-                *("acc_O=acc_all", "row_max=all_max", "row_sum=all_sum", "scale_log2=scale_log2"),
+                *("acc_O=acc_O", "row_max=all_max", "row_sum=all_sum", "scale_log2=scale_log2"),
             )
             if restarts
             else (*outputs, *["parts"] * (spec.split is not None), "work", "acc_O", *of_o, *sums)
@@ -990,7 +992,7 @@ def _arguments(spec: Forward) -> ArgumentsPlan:
         multiply_first=("products", "operands", "accumulators", "k_ring", "q_drain", "k_drain", *turn),
         finish_step=(
             *("accumulators", "rP", "rows", "scale_log2", *[v_ring, "v_drain"] * (not striped)),
-            *(*["n_block"] * restarts, *of_v),
+            *(*["n_block", "n_end"] * restarts, *of_v),
         ),
         promoted_by=("factors", *of_v[1:]),
         summed=("gO", "gLSE", *["cta", "num_parts"] * even),

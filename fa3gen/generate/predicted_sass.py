@@ -109,6 +109,10 @@ def _shared_stores(spec: Forward, matrices: int) -> dict[str, int] | None:
         threads = footprint.converting_warps(spec) * hopper.WARP
         elements = spec.tile.kv * (spec.problem.head_dim + spec.problem.v_dim)
         stores["STS.128"] += elements * spec.element.bits // VECTOR_BITS // threads
+    if spec.softmax.restart_every is not None:
+        # O of the parts before, in float32, where a step ends: in a loop without mask, and in one with it.
+        numbers = spec.tile.q * spec.problem.v_dim // footprint.computing_threads(spec)
+        stores["STS.128"] += (1 + (spec.mask.kind != "none")) * numbers * FP32.bits // VECTOR_BITS
     if spec.split is not None and not splits.whole_parts(spec):
         # What a warp has added up: a lane's columns in float32, the largest LSE and a sum.
         bits = spec.problem.v_dim // hopper.WARP * FP32.bits

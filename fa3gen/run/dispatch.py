@@ -24,7 +24,7 @@ from pydantic import Field, ValidationError
 from fa3gen.base.errors import Problem, SpecError, UserError
 from fa3gen.base.files import sha256
 from fa3gen.base.wording import counted
-from fa3gen.design import footprint
+from fa3gen.design import footprint, splits
 from fa3gen.design.family import TILE_ROWS, Family, mask_text
 from fa3gen.design.footprint import page_rows
 from fa3gen.design.masks import computes, options_for
@@ -651,9 +651,14 @@ def _of_own_bits(family: Family, size: Size, lse: bool, workspace: Workspace) ->
     chunks of prompts beside decoding steps, comes last.
 
     Where parts of so many keys are asked for, a CTA has all of a row and adds them up; for few queries it is the module
-    in which each part has a CTA, with tiles of as many keys: it adds up the same numbers in the same order.
+    in which each part has a CTA, with tiles of as many keys: it adds up the same numbers in the same order. If nobody
+    says how many, packed calls have parts of KEYS_OF_OWN_PARTS, where there are such modules.
     """
     modules = list(_modules(workspace))
+    asked = "split_keys" if family.part_keys is not None else "deterministic_batch"
+    in_usual_parts = family._replace(part_keys=splits.KEYS_OF_OWN_PARTS)
+    if family.part_keys is None and family.layout != "dense" and _served_whole(modules, in_usual_parts, size, lse):
+        family = in_usual_parts
     able = {stem: found for stem, found in _able(modules, family, size, lse).items() if own_bits(found[0].spec)}
 
     def rank(stem: str) -> tuple[Any, ...]:
@@ -673,11 +678,19 @@ def _of_own_bits(family: Family, size: Size, lse: bool, workspace: Workspace) ->
         )
     elif size.in_parts and in_parts:
         stem = min(in_parts, key=rank)
-        reason = f"split_keys, few queries: a CTA for each part of {keys} keys, where else one has them all"
+        reason = f"{asked}, few queries: a CTA for each part of {keys} keys, where else one has them all"
     else:
-        reason = f"split_keys: parts of {keys} keys, which a CTA has all and adds up, of calls of any size"
+        reason = f"{asked}: parts of {keys} keys, which a CTA has all and adds up, of calls of any size"
     variant, file = able[stem]
     return Choice(stem, file, variant.spec, variant.source, None, reason + ", with the same bits" * (keys is not None))
+
+
+def _served_whole(
+    modules: Iterable[tuple[Variant[Forward], Path]], family: Family, size: Size, lse: bool
+) -> bool:
+    """Whether there is a module in which a CTA has all parts of its rows: without it parts serve few queries only."""
+    able = _able(modules, family, size, lse).values()
+    return any(variant.spec.split is None and own_bits(variant.spec) for variant, _ in able)
 
 
 def _missing(

@@ -197,7 +197,7 @@ def attention_packed(
         serving = _serving(*asked)
     if checks.CHECKING:
         _check(q, k, cu_seqlens_q, keys, seqused_q, longest)
-    if split_keys is not None:
+    if deterministic_batch or split_keys is not None:
         serving = _told_longest(serving, max_seqlen_k)
     if sinks is not None or softcap is not None:
         serving = functools.partial(serving, **named_scores(sinks, softcap))
@@ -302,13 +302,15 @@ def _size(
     keys, tiles, queries, mean = _extents(total_q, total_k, offsets, heads_q, *longest, window)
     group, sms = heads_q // (heads_kv or 1), gpu.sm_count(q.get_device())
     how_many, own = int(num_splits), bool(deterministic_batch) or split_keys is not None
-    in_parts = _in_parts(q, v, page_table, queries, longest, split_keys)
+    in_parts = _in_parts(q, v, page_table, queries, longest, how)
     return Size(keys, tiles, sms, group, queries, how_many, own, in_parts, mean_queries=mean)
 
 
-def _in_parts(q: Any, v: Any, page_table: Any, queries: int, longest: tuple[Any, Any], split_keys: int | None) -> bool:
+def _in_parts(q: Any, v: Any, page_table: Any, queries: int, longest: tuple[Any, Any], how: How) -> bool:
     """Whether parts of so many keys get a CTA each: all sequences have few queries, and there is room for what the
     parts leave of their rows."""
+    _, deterministic_batch, split_keys = how
+    split_keys = splits.KEYS_OF_OWN_PARTS if split_keys is None and deterministic_batch else split_keys
     if not split_keys or queries > FEW_QUERIES:
         return False
     keys = v.shape[0] if page_table is None else page_table.shape[1] * v.shape[1]
@@ -380,7 +382,7 @@ def _serving(
         if k.dtype is not q.dtype:
             key += (k.dtype, v.dtype)
         if how != USUAL:
-            in_parts = _in_parts(q, v, page_table, queries, longest, how[2])
+            in_parts = _in_parts(q, v, page_table, queries, longest, how)
             key += ("num_splits and deterministic_batch", how, in_parts)
         for least_keys, most_keys, least_tiles, most_tiles, attention in stretches.get(key, ()):
             if least_keys <= length <= most_keys and least_tiles <= tiles <= most_tiles:
@@ -452,7 +454,7 @@ def _packed(
     longest = max_seqlen_q, max_seqlen_k
     asked = q, k, v, cu_seqlens_q, keys, longest, out, causal, reach, scores, return_lse, how, factors
     serving = calls.or_rendered(_serving, *asked, allowed=render, compiled=q.is_cuda)
-    if split_keys is not None:
+    if deterministic_batch or split_keys is not None:
         serving = _told_longest(serving, max_seqlen_k)
     if checks.CHECKING:
         _check(q, k, cu_seqlens_q, keys, options.get("seqused_q"), longest)

@@ -25,6 +25,7 @@ sys.path.insert(0, str(ROOT))
 
 import fa3gen  # noqa: E402
 from fa3gen.design.family import Family, PackedShape  # noqa: E402
+from fa3gen.design.splits import KEYS_OF_OWN_PARTS  # noqa: E402
 from fa3gen.design.workspace import Workspace  # noqa: E402
 from fa3gen.measure.bench import require_hopper  # noqa: E402
 from fa3gen.measure.packed_cells import DECODING_LENGTHS, HEADS, PACKED_LENGTHS  # noqa: E402
@@ -35,7 +36,6 @@ from fa3gen.run.launch import load_for_launch  # noqa: E402
 from fa3gen.spec.model import CausalMask, NoMask  # noqa: E402
 
 BURST_MS, ROUNDS, SEED = 8.0, 7, 0
-KEYS_OF_PARTS = {64: 512, 128: 384}  # by head dim
 MOST_BYTES = 2**31  # of parts: longer lists have the other kind
 
 
@@ -59,7 +59,7 @@ def runs_of(problem: PackedProblem, device: torch.device, ways: dict[str, str]) 
             told = {"max_seqlen_k": most_k} if way == "parts" else {}
 
         def launch(
-            keys: int | None = KEYS_OF_PARTS[problem.head_dim] if way == "own" else None,
+            keys: int | None = KEYS_OF_OWN_PARTS if way == "own" else None,
             module: Any = module,
             out: torch.Tensor = out,
             told: Any = told,
@@ -97,12 +97,12 @@ def main() -> None:
         for heads in HEADS[head_dim]:
             for name, lengths in (*PACKED_LENGTHS.items(), *DECODING_LENGTHS.items()):
                 ways = {"free": "", "own": ""}
-                bytes_of_parts = 4 * sum(lengths[0]) * heads[0] * head_dim * -(-max(lengths[1]) // 384)
+                bytes_of_parts = 4 * sum(lengths[0]) * heads[0] * head_dim * -(-max(lengths[1]) // KEYS_OF_OWN_PARTS)
                 if bytes_of_parts <= MOST_BYTES:
                     ways["parts"] = f"fwd_{layout}_decode_fixed_d{head_dim}{end}"
-                ways["whole"] = f"fwd_{layout}_fixed_d{head_dim}{end}"
                 room = {128: 4, 64: 8}[head_dim]
                 pack = f"_pack{room}" * (heads[0] // heads[1] % room == 0)
+                ways["whole"] = f"fwd_{layout}_fixed{'_pack' if pack else ''}_d{head_dim}{end}"
                 ways["unsplit"] = f"fwd_{layout}{pack}_d{head_dim}{end}"
                 problem = PackedProblem.of(family, name, PackedShape(*lengths, *heads))
                 times = runs_of(problem, device, ways)
