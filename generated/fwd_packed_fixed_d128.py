@@ -131,6 +131,8 @@ Q_STAGES = 1  # tiles of Q in flight or in use
 KV_STAGES = 2  # tiles of K and of V in flight or in use
 KEYS_OF_PART = 512  # from the first key on, whatever else a call has
 STEPS_OF_PART = KEYS_OF_PART // TILE_N
+SUM_VECTOR = 4  # numbers of a thread's O, which it keeps and reads at once: two columns of each of its rows
+SUM_VECTORS = WGMMA_M * HEAD_DIM // WARPGROUP_THREADS // SUM_VECTOR
 TILE_SLOTS = 1  # found tiles that there is room for: one drawn early is one that others wait for
 TILE_WORDS = 8  # of a drawn tile: m_block, head, head_kv, sequence, first row and rows of its queries, of its keys
 MOST_ROWS = 2**30  # of one sequence, at most, as TMA sees it
@@ -282,8 +284,8 @@ def attention_kernel(mQ, mK, mVt, mO, mLSE, counter, tma_Q, tma_K, tma_V, scale_
     sQ = storage.sQ.get_tensor(sQ_layout.outer, swizzle=sQ_layout.inner)  # (TILE_M, HEAD_DIM, Q_STAGES)
     sK = storage.sK.get_tensor(sK_layout.outer, swizzle=sK_layout.inner)  # (TILE_N, HEAD_DIM, KV_STAGES)
     sVt = storage.sV.get_tensor(sVt_layout.outer, swizzle=sVt_layout.inner)  # (HEAD_DIM, TILE_N, KV_STAGES)
-    # O of the parts before, of each thread that has rows: four numbers at a time, beside those of the other threads.
-    sums = storage.sums.get_tensor(cute.make_layout((4, CONSUMERS * WARPGROUP_THREADS, HEAD_DIM // 8)))
+    # O of the parts before, of each thread that has rows: a vector of each lies beside those of the others.
+    sums = storage.sums.get_tensor(cute.make_layout((SUM_VECTOR, CONSUMERS * WARPGROUP_THREADS, SUM_VECTORS)))
     q_full = storage.q_full.ptr
     if warp_idx == 0:  # which makes the rings, too
         with cute.arch.elect_one():
@@ -682,7 +684,7 @@ def partition_operands(smem, products, consumer):
     acc_O = cute.make_rmem_tensor(pv_mma.partition_shape_C((TILE_M, HEAD_DIM)), cutlass.Float32)
     rP = cute.make_fragment_like(acc_S, DTYPE)
     tidx, _, _ = cute.arch.thread_idx()
-    sO_before = sums[None, tidx, None]  # (4, HEAD_DIM / 8): the sum of O over the parts before, of this thread
+    sO_before = sums[None, tidx, None]  # (SUM_VECTOR, SUM_VECTORS): this thread's sum of O over the parts before
     return (tSrQ, tSrK, as_operand_a(rP), tOrV), (acc_S, acc_O, sO_before), rP
 
 
@@ -721,7 +723,7 @@ def finish_step(accumulators, rP, rows, scale_log2, v_ring, v_drain, n_block, n_
     (acc_S, acc_O, sO_before), (row_max, row_sum, rescale, all_max, all_sum) = accumulators, rows
     begins = (n_block + 1) % STEPS_OF_PART == 0
     part_max, part_sum = (row_max[0], row_max[1]), (row_sum[0], row_sum[1])  # of the part before, if one begins
-    # By products: what is selected holds a predicate, without which ptxas passes the turn on in the midst of the softmax.
+    # By products: what is selected holds a predicate that ptxas needs to pass the turn on before the softmax.
     stays, lowest = (0.0, LOWEST) if begins else (1.0, 0.0)
     for r in cutlass.range_constexpr(2):
         row_max[r], row_sum[r] = cute.math.fma(row_max[r], stays, lowest), row_sum[r] * stays
@@ -731,7 +733,7 @@ def finish_step(accumulators, rP, rows, scale_log2, v_ring, v_drain, n_block, n_
     if begins:
         first = n_block + 1 + STEPS_OF_PART >= n_end  # of the parts that this CTA has
         fold_part((sO_before, all_max, all_sum), (acc_O, part_max, part_sum), first, scale_log2)
-        cute.autovec_copy(by_fours(acc_O), sO_before)
+        cute.autovec_copy(by_vectors(acc_O), sO_before)
         acc_O.fill(0.0)
     else:
         rescale_output(acc_O, rescale)
@@ -990,9 +992,9 @@ def trade(first, second, keep_second, distance: cutlass.Constexpr):
 
 
 @cute.jit
-def by_fours(acc: cute.Tensor) -> cute.Tensor:
-    """See O of a thread, which has two rows of two columns each in every eight, as (4, HEAD_DIM / 8)."""
-    return cute.make_tensor(acc.iterator, cute.make_layout((4, HEAD_DIM // 8)))
+def by_vectors(acc: cute.Tensor) -> cute.Tensor:
+    """See O of a thread, which has two columns of each of its rows in every eight, as (SUM_VECTOR, SUM_VECTORS)."""
+    return cute.make_tensor(acc.iterator, cute.make_layout((SUM_VECTOR, SUM_VECTORS)))
 
 
 @cute.jit
@@ -1010,14 +1012,14 @@ def fold_part(sums, part, first, scale_log2: cutlass.Float32):
     for r in cutlass.range_constexpr(2):
         all_max[r] = largest[r]
         all_sum[r] = cute.math.fma(all_sum[r], kept[r], added[r] * quad_sum(part_sum[r]))
-    acc_O_fours, before = by_fours(acc_O), cute.make_rmem_tensor(4, cutlass.Float32)
+    vectors, before = by_vectors(acc_O), cute.make_rmem_tensor(SUM_VECTOR, cutlass.Float32)
     if first:
         acc_O.store(acc_O.load() + 0.0)  # as in a sum that begins with 0: no -0 stays
     else:
-        for i in cutlass.range_constexpr(HEAD_DIM // 8):
+        for i in cutlass.range_constexpr(SUM_VECTORS):
             cute.autovec_copy(sO_before[None, i], before)
-            for j in cutlass.range_constexpr(4):
-                acc_O_fours[j, i] = cute.math.fma(before[j], kept[j // 2], added[j // 2] * acc_O_fours[j, i])
+            for j in cutlass.range_constexpr(SUM_VECTOR):
+                vectors[j, i] = cute.math.fma(before[j], kept[j // 2], added[j // 2] * vectors[j, i])
 
 
 @cute.jit

@@ -15,7 +15,7 @@ from fa3gen.cpu.kernel import CpuKernel
 from fa3gen.inspect.report import gathering, numerics, speeds
 from fa3gen.inspect.report.listing import Listing
 from fa3gen.inspect.report.page import render
-from fa3gen.measure.packed_cells import DECODING_LENGTHS, PAGED_LENGTHS
+from fa3gen.measure.packed_cells import DECODING_LENGTHS, MIXED_LENGTHS, PAGED_LENGTHS
 from fa3gen.records import packed_records
 from fa3gen.records.evidence import Status
 from fa3gen.spec.model import Forward
@@ -66,7 +66,7 @@ def test_cells_of_a_module_are_those_of_the_records() -> None:
     records = {record.problem.label: record for record in packed_records.load_all(CHECKOUT)}
     for panel in panels:
         assert not panel.has_peers
-        assert {shape.problem.lengths for shape in panel.shapes} == {*PAGED_LENGTHS, *DECODING_LENGTHS}
+        assert {shape.problem.lengths for shape in panel.shapes} == {*PAGED_LENGTHS, *DECODING_LENGTHS, *MIXED_LENGTHS}
         means = [statistics.mean(records[shape.problem.label].problem.lengths_k) for shape in panel.shapes]
         assert means == sorted(means)
         for shape in panel.shapes:

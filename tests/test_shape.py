@@ -91,7 +91,7 @@ def test_size() -> None:
     pages take 120 more. Keys of 8 bits take 220: who converts them, rings, factors and their checks. Products of 8 bits
     take 190 where CTAs have several tiles: who transposes V, with the reasons, factors, tiles that are told or shared;
     of packed sequences 60 more, for checks of factors, and parts of O in the order of V's columns.
-    Parts that a CTA adds up itself take 40.
+    Parts that a CTA adds up itself take 60, with the place of their sums.
     Factors take 14 more, of blocks of rows 85 on top, K and V of another dtype 10. O in stripes, one after the other,
     takes 20.
     A GEMM has fewer than 500, a copy 200 to 320, a merge 300 to 350.
@@ -117,7 +117,7 @@ def test_size() -> None:
     most |= {stem: most[stem] + 85 for stem in ATTENTION if (bits := plans()[stem].eight_bit) and bits.block_rows}
     most |= {stem: most[stem] + 10 for stem in ATTENTION if (plan := plans()[stem]).eight_bit and plan.eight_bit.mixed}
     most |= {stem: most[stem] + 60 for stem in eight_bits & several}
-    most |= {stem: most[stem] + 40 for stem in several if plans()[stem].softmax.restarts}
+    most |= {stem: most[stem] + 60 for stem in several if plans()[stem].softmax.restarts}
     most |= {stem: most[stem] + 20 for stem in ATTENTION if (bits := plans()[stem].eight_bit) and bits.striped}
     assert {stem: lines[stem] for stem in ATTENTION if not 300 <= lines[stem] <= most[stem]} == {}
     assert {stem: lines[stem] for stem in GEMM if not 300 <= lines[stem] < 500} == {}
@@ -284,7 +284,7 @@ BY_SPEC: dict[str, Callable[[Plan], bool]] = {
         ["parts_of", "store_sums", "add_up_parts", "max_up_to_lane"], lambda plan: plan.scheduler.whole_parts
     ),
     **dict.fromkeys(["inverse_of", "lse_of"], lambda plan: plan.scheduler.whole_parts or plan.softmax.restarts),
-    "fold_part": lambda plan: plan.softmax.restarts,
+    **dict.fromkeys(["by_vectors", "fold_part"], lambda plan: plan.softmax.restarts),
     **dict.fromkeys(["normalize_rows", "store_output"], lambda plan: not plan.scheduler.whole_parts),
     "part_of_thread": lambda plan: plan.scheduler.kind == "stream_k",
     "give_part": lambda plan: plan.scheduler.kind == "stream_k",
