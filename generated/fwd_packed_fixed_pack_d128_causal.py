@@ -17,31 +17,31 @@ time, where there may be no GPU, and to load that where it runs:
     Causal: query i sees keys j <= i + seq_k - seq_q; the diagonal ends at the last query and key of each sequence.
 
 Decisions
-    tile       128 query rows, 32 positions of 4 heads that share K and V, x 128 keys per step
-    loads      TMA; Q once, K and V in rings of 2 stages, a full barrier each
+    tile       128 query rows, 32 positions of 4 heads that share K and V, x 96 keys per step
+    loads      TMA; Q in 2 buffers, K and V in rings of 2 stages, a full barrier each
     sequences  packed, lengths on the device; tensor maps of rank 5 clip at the end of each
     schedule   two warps load, 2 warpgroups multiply in turn; S of the next tile and P V run beside the softmax
     layouts    swizzle Q 128B, K 128B, V 128B
-    S = Q K^T  8 wgmma m64n128k16 per warpgroup; A = Q from shared memory, K-major; B = K, K-major
-    softmax    online, base 2, on the accumulator fragment; begins anew every 512 keys
+    S = Q K^T  8 wgmma m64n96k16 per warpgroup; A = Q from shared memory, K-major; B = K, K-major
+    softmax    online, base 2, on the accumulator fragment; begins anew every 384 keys
     P          stays in registers: the accumulator fragment is read as the A fragment
-    O = P V    8 wgmma m64n128k16 per warpgroup; A = P from registers, K-major; B = V, MN-major
-    kv order   in parts of 512 keys, from the last to the first; a CTA adds up its rows' O
-    output     O goes from registers to global memory, 16 bytes at a time; LSE when asked for
+    O = P V    6 wgmma m64n128k16 per warpgroup; A = P from registers, K-major; B = V, MN-major
+    kv order   in parts of 384 keys, from the last to the first; a CTA adds up its rows' O
+    output     each warp gathers its rows of O in shared memory and has TMA write them; LSE when asked for
     q order    a CTA per SM; each draws its next tile from a counter, and a warp looks where that lies
 
 Threads
     384 threads, 12 warps, launched with 168 registers each; setmaxnreg moves them: 40 + 2 x 232 = 504 of 3 x 168 = 504
     producer: 1 warpgroup, 40 registers; warp 8 copies Q and K, warp 9 copies V, warp 10 finds the tiles (TMA)
     consumers: 2 warpgroups, 232 registers; 64 query rows each
-        about 184 registers each: O 64, S 64, P 32, other 24
+        about 224 registers each: O 64, O of the parts before 64, S 48, P 24, other 24
 
 Barriers
     ring  stages  producer -> consumers        full with    empty with
-    q     1       TMA, from warp 8 -> 8 warps  32768 bytes  the last K
-    k     2       TMA, from warp 8 -> 8 warps  32768 bytes  8 arrivals
-    v     2       TMA, from warp 9 -> 8 warps  32768 bytes  8 arrivals
-    tile  1       warp 10 -> 10 warps          1 arrival    10 arrivals
+    q     2       TMA, from warp 8 -> 8 warps  32768 bytes  8 arrivals
+    k     2       TMA, from warp 8 -> 8 warps  24576 bytes  8 arrivals
+    v     2       TMA, from warp 9 -> 8 warps  24576 bytes  8 arrivals
+    tile  2       warp 10 -> 10 warps          1 arrival    10 arrivals
 
 Named barriers
     number  name          threads  who -> whom, and what for
@@ -49,13 +49,13 @@ Named barriers
 
 Shared memory
     offset   bytes  what
-         0   32768  sQ        128 x 128 x 2: Q
-     32768   65536  sK        2 stages x 128 x 128 x 2: K
-     98304   65536  sV        2 stages x 128 x 128 x 2: V
-    163840   65536  sums      128 x 128 x 4: O of the parts before, f32
-    229376      32  tiles     8 x 4: coordinates of drawn tiles
-    229408      88  barriers  11 mbarriers
-            230400  total     of 232448 per CTA
+         0   65536  sQ        2 stages x 128 x 128 x 2: Q
+     65536   49152  sK        2 stages x 96 x 128 x 2: K
+    114688   49152  sV        2 stages x 96 x 128 x 2: V
+    163840   32768  sO        128 x 128 x 2: O
+    196608      64  tiles     2 x 8 x 4: coordinates of drawn tiles
+    196672     128  barriers  16 mbarriers
+            197632  total     of 232448 per CTA
 
 Timeline: a tile is one of queries, a step takes one tile of keys
     per CTA:
@@ -64,40 +64,44 @@ Timeline: a tile is one of queries, a step takes one tile of keys
        3  warp 10     wait tile_empty, arrive tile_full             where the tile with the CTA's number lies
        4  consumers   wait tile_full, arrive tile_empty             the one that warp 10 has found
        5  consumer 1  pass turn                                     the first turn is consumer 0's
+       6  consumers   wait q_full                                   Q has landed
+       7  consumers   wait k_full, wait turn, S = Q K^T             by wgmma, for the first step, alone
+       8  consumers   pass turn, wait_group 0, arrive k_empty       S is complete, K has been read
     per tile:
-       6  warp 8      wait k_empty, load K                          by TMA, of the first step
-       7  warp 8      wait k read, announce Q's bytes, load Q       by TMA, in the place of the one before
-       8  warp 10     wait tile_empty, draw                         the next tile, when K of this one is on its way
-       9  warp 10     arrive tile_full                              where it lies
-      10  consumers   wait q_full                                   Q has landed
-      11  consumers   wait k_full, wait turn, S = Q K^T             by wgmma, for the first step, alone
-      12  consumers   pass turn, wait_group 0, arrive k_empty       S is complete, K has been read
-      13  consumers   mask                                          of the first step, with the end of the keys
-      14  consumers   softmax, round P                              P = 2^(S - max), in 16 bits
+       9  warp 8      wait q_empty, load Q                          by TMA, when its place is free
+      10  warp 10     wait tile_empty, draw                         the next tile, when K of this one is on its way
+      11  warp 10     arrive tile_full                              where it lies
+      12  consumers   mask                                          of the first step, with the end of the keys
+      13  consumers   softmax, round P                              P = 2^(S - max), in 16 bits
     per step:
-      15  warp 8      wait k_empty, load K                          by TMA, when a stage is free
-      16  warp 9      wait v_empty, load V                          by TMA, when a stage is free; behind the keys zeros
-      17  consumers   wait k_full, wait turn, S = Q K^T             by wgmma, of a step other than the first
-      18  consumers   wait v_full, O += P V                         by wgmma, of the step before
-      19  consumers   wait_group 1, pass turn, arrive k_empty       S is complete, P V runs on
-      20  consumers   mask                                          boundary tiles only
-      21  consumers   softmax                                       P = 2^(S - max) and sums
-      22  consumers   wait_group 0, arrive v_empty                  O is complete; after 12 exponentials a thread
-      23  consumers   add O                                         every 512 keys: O to the sums of all, in float32
-      24  consumers   rescale, round P                              O to the new maxima; P in 16 bits
+      14  warp 8      wait k_empty, load K                          by TMA, when a stage is free
+      15  warp 9      wait v_empty, load V                          by TMA, when a stage is free; behind the keys zeros
+      16  consumers   wait k_full, wait turn, S = Q K^T             by wgmma, of a step other than the first
+      17  consumers   wait v_full, O += P V                         by wgmma, of the step before
+      18  consumers   wait_group 1, pass turn, arrive k_empty       S is complete, P V runs on
+      19  consumers   mask                                          boundary tiles only
+      20  consumers   softmax                                       P = 2^(S - max) and sums
+      21  consumers   wait_group 0, arrive v_empty                  O is complete; after 12 exponentials a thread
+      22  consumers   add O                                         every 384 keys: O to the sums of all, in float32
+      23  consumers   rescale, round P                              O to the new maxima; P in 16 bits
     at a tile's end:
-      25  warp 8      arrive tile_empty                             K is on its way: it is time to draw
-      26  warp 8      wait tile_full                                the one that warp 10 has found
-      27  warp 9      next tile, wait tile_full, arrive tile_empty  the one that warp 10 has drawn
+      24  warp 8      arrive tile_empty                             K is on its way: it is time to draw
+      25  warp 8      wait tile_full                                the one that warp 10 has found
+      26  warp 9      next tile, wait tile_full, arrive tile_empty  the one that warp 10 has drawn
+      27  consumers   arrive q_empty                                Q has been read
       28  consumers   next tile, wait tile_full, arrive tile_empty  the one that warp 10 has drawn
       29  consumers   wait v_full                                   the last V has landed
-      30  consumers   wait turn, O += P V                           by wgmma, of the last step
-      31  consumers   pass turn, wait_group 0, arrive v_empty       O is complete
-      32  consumers   add O                                         the last one
-      33  consumers   store LSE                                     from registers, if asked for
-      34  consumers   store O                                       from registers, 16 bytes at a time
+      30  consumers   wait q_full, wait k_full                      so have the next tile's Q and first K
+      31  consumers   wait turn, O += P V                           by wgmma, of the last step
+      32  consumers   S = Q K^T                                     by wgmma, of the next tile's first step
+      33  consumers   pass turn, wait_group 1, arrive v_empty       O is complete; the next S runs on
+      34  consumers   add O                                         the last one
+      35  consumers   store LSE                                     from registers, if asked for
+      36  consumers   wait stores, gather O, store O                by stmatrix and TMA, by warp, up to the last query
+      37  consumers   wait_group 0, arrive k_empty                  the next tile's first S is complete
     at last:
-      35  consumer 0  wait turn                                     no arrival is left in the barrier
+      38  consumer 0  wait turn                                     no arrival is left in the barrier
+      39  consumers   wait stores                                   shared memory must outlive the stores' reads
 """
 
 import functools
@@ -111,7 +115,7 @@ import cutlass
 import cutlass.cute as cute
 import cutlass.pipeline as pipeline
 import torch
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 from cutlass.memory import SmemAllocator
 
 HEAD_DIM = 128
@@ -120,10 +124,11 @@ TILE_M = 128  # query rows of a CTA at a time
 PACK_HEADS = 4  # query heads of one kv head in a tile: row r is position r // PACK_HEADS of head r % PACK_HEADS
 POSITIONS = TILE_M // PACK_HEADS  # query positions of a CTA at a time
 PACKED_M = (PACK_HEADS, POSITIONS)  # the rows of a tile as TMA moves them
-TILE_N = 128  # keys per step
+TILE_N = 96  # keys per step
 WGMMA_M, WGMMA_K = 64, 16  # rows and depth of one warpgroup product of 16-bit operands
 WARPGROUP_THREADS = 128
 WARP_ROWS = WGMMA_M // 4  # query rows of one warp
+PACKED_WARP_ROWS = (PACK_HEADS, WARP_ROWS // PACK_HEADS)  # the same as TMA moves them
 CONSUMERS = TILE_M // WGMMA_M  # warpgroups that compute; each owns WGMMA_M query rows
 CONSUMER_WARPS = 4 * CONSUMERS
 THREADS = (CONSUMERS + 1) * WARPGROUP_THREADS  # the last warpgroup loads
@@ -133,13 +138,11 @@ TILE_WARP = CONSUMER_WARPS + 2  # finds the tiles for all
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 232
 TURN_BARRIER = 2  # named barrier of consumer 0's turn, followed by those of the others
 TURN_THREADS = 2 * WARPGROUP_THREADS  # of a turn: one warpgroup passes it on, one takes it
-Q_STAGES = 1  # tiles of Q in flight or in use
+Q_STAGES = 2  # tiles of Q in flight or in use
 KV_STAGES = 2  # tiles of K and of V in flight or in use
-KEYS_OF_PART = 512  # from the first key on, whatever else a call has
+KEYS_OF_PART = 384  # from the first key on, whatever else a call has
 STEPS_OF_PART = KEYS_OF_PART // TILE_N
-SUM_VECTOR = 4  # numbers of a thread's O, which it keeps and reads at once: two columns of each of its rows
-SUM_VECTORS = WGMMA_M * HEAD_DIM // WARPGROUP_THREADS // SUM_VECTOR
-TILE_SLOTS = 1  # found tiles that there is room for: one drawn early is one that others wait for
+TILE_SLOTS = 2  # found tiles that there is room for: one drawn early is one that others wait for
 TILE_WORDS = 8  # of a drawn tile: m_block, head, head_kv, sequence, first row and rows of its queries, of its keys
 MOST_ROWS = 2**30  # of one sequence, at most, as TMA sees it
 AROUND = 2**64 // (2 * MOST_ROWS)  # elements of 2 bytes: MOST_ROWS times as many lead back to where one is
@@ -166,10 +169,10 @@ class SharedStorage:
     sQ: cute.struct.Align[cute.struct.MemRange[DTYPE, Q_STAGES * TILE_M * HEAD_DIM], SMEM_ALIGN]
     sK: cute.struct.Align[cute.struct.MemRange[DTYPE, KV_STAGES * TILE_N * HEAD_DIM], SMEM_ALIGN]
     sV: cute.struct.Align[cute.struct.MemRange[DTYPE, KV_STAGES * TILE_N * HEAD_DIM], SMEM_ALIGN]
-    sums: cute.struct.Align[cute.struct.MemRange[cutlass.Float32, TILE_M * HEAD_DIM], 16]
+    sO: cute.struct.Align[cute.struct.MemRange[DTYPE, TILE_M * HEAD_DIM], SMEM_ALIGN]
     tiles: cute.struct.Align[cute.struct.MemRange[cutlass.Int32, TILE_WORDS * TILE_SLOTS], 16]
-    q_full: cutlass.Int64
-    k_barriers: cute.struct.MemRange[cutlass.Int64, 2 * KV_STAGES]  # full, then empty; the same below
+    q_barriers: cute.struct.MemRange[cutlass.Int64, 2 * Q_STAGES]  # full, then empty; the same below
+    k_barriers: cute.struct.MemRange[cutlass.Int64, 2 * KV_STAGES]
     v_barriers: cute.struct.MemRange[cutlass.Int64, 2 * KV_STAGES]
     tile_barriers: cute.struct.MemRange[cutlass.Int64, 2 * TILE_SLOTS]
 
@@ -181,7 +184,9 @@ def smem_layouts():
     sK_layout = cute.tile_to_shape(k_atom, (TILE_N, HEAD_DIM, KV_STAGES), (0, 1, 2))
     # MN-major: HEAD_DIM is the contiguous mode of the layout atom, as it is in global memory.
     sVt_layout = cute.tile_to_shape(v_atom, (HEAD_DIM, TILE_N, KV_STAGES), (1, 0, 2))
-    return sQ_layout, sK_layout, sVt_layout
+    # A slice for each warp, which fills and stores it without waiting for other warps.
+    sO_layout = cute.tile_to_shape(q_atom, (WARP_ROWS, HEAD_DIM, CONSUMER_WARPS), (0, 1, 2))
+    return sQ_layout, sK_layout, sVt_layout, sO_layout
 
 
 # ======================================================================================================================
@@ -208,8 +213,9 @@ def launch(
     """Describe the tensors to the TMA unit and start one CTA per SM, or one per tile where those are fewer."""
     (total_q, heads_q, _), (total_k, heads_kv, _) = q.shape, k.shape
     mQ, mK, mV = clipped(q), clipped(k), clipped(v)  # (MOST_ROWS, HEAD_DIM, heads, FAR, FAR)
-    mO = cute.make_tensor(out.iterator, cute.select(out.layout, mode=[0, 2, 1]))  # (total_q, HEAD_DIM, heads_q)
+    mO = clipped(out)
     mQ = heads_first(mQ)  # ((heads_q, MOST_ROWS), HEAD_DIM, FAR, FAR)
+    mO = heads_first(mO)
     # The B operand of O = P V is V transposed, (N, K) = (HEAD_DIM, keys): a matter of mode order, no data moves.
     mVt = cute.make_tensor(
         mV.iterator, cute.select(mV.layout, mode=[1, 0, 2, 3, 4])
@@ -220,11 +226,13 @@ def launch(
     tma_Q, mQ = cpasync.make_tiled_tma_atom(tma_load, mQ, layouts[0], (PACKED_M, HEAD_DIM))
     tma_K, mK = cpasync.make_tiled_tma_atom(tma_load, mK, layouts[1], (TILE_N, HEAD_DIM))
     tma_V, mVt = cpasync.make_tiled_tma_atom(tma_load, mVt, layouts[2], (HEAD_DIM, TILE_N))
+    tma_store = cpasync.CopyBulkTensorTileS2GOp()
+    tma_O, mO = cpasync.make_tiled_tma_atom(tma_store, mO, layouts[3], (PACKED_WARP_ROWS, HEAD_DIM))
     sequences = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, total_q, total_k, heads_q // PACK_HEADS, heads_kv
     # Only the device knows how many tiles there are: for each sequence one more than whole ones, at most.
     most_tiles = (total_q // POSITIONS + cute.size(cu_seqlens_q) - 1) * (heads_q // PACK_HEADS)
     num_ctas = cutlass.min(most_tiles, num_sms)
-    attention_kernel(mQ, mK, mVt, mO, mLSE, counter, tma_Q, tma_K, tma_V, scale * LOG2_E, sequences).launch(
+    attention_kernel(mQ, mK, mVt, mO, mLSE, counter, tma_Q, tma_K, tma_V, tma_O, scale * LOG2_E, sequences).launch(
         grid=(num_ctas, 1, 1),
         block=(THREADS, 1, 1),
         min_blocks_per_mp=1,  # bounds the registers at launch; without a bound ptxas ignores setmaxnreg
@@ -295,22 +303,20 @@ def slice_rows(x: cute.Tensor, head, begin, rows) -> cute.Tensor:
 
 
 @cute.kernel
-def attention_kernel(mQ, mK, mVt, mO, mLSE, counter, tma_Q, tma_K, tma_V, scale_log2: cutlass.Float32, sequences):
+def attention_kernel(
+    mQ, mK, mVt, mO, mLSE, counter, tma_Q, tma_K, tma_V, tma_O, scale_log2: cutlass.Float32, sequences
+):
     """One CTA: tiles of TILE_M rows of O, one after the other. Its warps walk through them on their own."""
     tidx, _, _ = cute.arch.thread_idx()
     warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
     warpgroup_idx = cute.arch.make_warp_uniform(tidx // WARPGROUP_THREADS)
-    sQ_layout, sK_layout, sVt_layout = smem_layouts()
+    sQ_layout, sK_layout, sVt_layout, sO_layout = smem_layouts()
     storage = SmemAllocator().allocate(SharedStorage)
     sQ = storage.sQ.get_tensor(sQ_layout.outer, swizzle=sQ_layout.inner)  # (TILE_M, HEAD_DIM, Q_STAGES)
     sK = storage.sK.get_tensor(sK_layout.outer, swizzle=sK_layout.inner)  # (TILE_N, HEAD_DIM, KV_STAGES)
     sVt = storage.sV.get_tensor(sVt_layout.outer, swizzle=sVt_layout.inner)  # (HEAD_DIM, TILE_N, KV_STAGES)
-    # O of the parts before, of each thread that has rows: a vector of each lies beside those of the others.
-    sums = storage.sums.get_tensor(cute.make_layout((SUM_VECTOR, CONSUMERS * WARPGROUP_THREADS, SUM_VECTORS)))
-    q_full = storage.q_full.ptr
-    if warp_idx == 0:  # which makes the rings, too
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_init(q_full, 1)
+    sO = storage.sO.get_tensor(sO_layout.outer, swizzle=sO_layout.inner)  # (WARP_ROWS, HEAD_DIM, CONSUMER_WARPS)
+    q_ring = make_ring(storage.q_barriers, Q_STAGES, TILE_M * HEAD_DIM * 2)
     k_ring = make_ring(storage.k_barriers, KV_STAGES, TILE_N * HEAD_DIM * 2)
     v_ring = make_ring(storage.v_barriers, KV_STAGES, TILE_N * HEAD_DIM * 2)
     tile_ring = pipeline.PipelineAsync.create(  # from the warp that finds tiles to the producers and the consumers
@@ -329,15 +335,15 @@ def attention_kernel(mQ, mK, mVt, mO, mLSE, counter, tma_Q, tma_K, tma_V, scale_
         cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)  # copies need few; the consumers take the rest
         # Two warps, so that no copy of K waits for a stage of V.
         if warp_idx == Q_K_PRODUCER_WARP:
-            load_q_and_k(tma_Q, tma_K, mQ, mK, sQ, sK, q_full, k_ring, schedule)
+            load_q_and_k(tma_Q, tma_K, mQ, mK, sQ, sK, q_ring, k_ring, schedule)
         if warp_idx == V_PRODUCER_WARP:
             load_v(tma_V, mVt, sVt, v_ring, schedule)
         if warp_idx == TILE_WARP:
             find_tiles(schedule)
     else:
         cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)  # sleeps until the producers have given them back
-        smem, rings = (sQ, sK, sVt, sums), (q_full, k_ring, v_ring)
-        consume(smem, rings, mO, mLSE, scale_log2, schedule)
+        smem, rings = (sQ, sK, sVt), (q_ring, k_ring, v_ring)
+        consume(smem, rings, mO, mLSE, tma_O, sO, scale_log2, schedule)
 
 
 # ======================================================================================================================
@@ -589,8 +595,9 @@ def partition_tma(tma: cute.CopyAtom, sX: cute.Tensor, gX: cute.Tensor):
 
 
 @cute.jit
-def load_q_and_k(tma_Q, tma_K, mQ, mK, sQ, sK, q_full, k_ring, schedule):
+def load_q_and_k(tma_Q, tma_K, mQ, mK, sQ, sK, q_ring, k_ring, schedule):
     """The first producer warp: Q of each tile of queries, then K of its tiles of keys, the last one first."""
+    q_fill = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, Q_STAGES)
     k_fill = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, KV_STAGES)
     work = read_tile(cutlass.Int32(0), schedule)
     while work.valid:
@@ -601,19 +608,10 @@ def load_q_and_k(tma_Q, tma_K, mQ, mK, sQ, sK, q_full, k_ring, schedule):
         tQsQ, tQgQ = partition_tma(tma_Q, sQ, gQ)  # (TMA, Q_STAGES), (TMA)
         tKsK, tKgK = partition_tma(tma_K, sK, gK)  # (TMA, KV_STAGES), (TMA, n_blocks)
         # The whole warp runs this; within the calls one elected thread announces the bytes and issues the copy.
-        last_k = k_fill.clone()  # the stage of the K copied last, when it comes to be filled again
-        for _ in cutlass.range_constexpr(KV_STAGES - 1):
-            last_k.advance()
-        k_ring.producer_acquire(k_fill)  # the stage is empty; its barrier now expects the bytes
-        full = k_ring.producer_get_barrier(k_fill)
-        cute.copy(tma_K, tKgK[None, work.n_end - 1], tKsK[None, k_fill.index], tma_bar_ptr=full)
-        k_fill.advance()
-        # The last K before has been read, and so has the Q that it was multiplied with: nobody has to say so.
-        k_ring.sync_object_empty.wait(last_k.index, last_k.phase)
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(q_full, TILE_M * HEAD_DIM * 2)
-        cute.copy(tma_Q, tQgQ, tQsQ[None, 0], tma_bar_ptr=q_full)
-        for n_block in cutlass.range(work.n_end - 2, work.n_begin - 1, -1, unroll=1):
+        q_ring.producer_acquire(q_fill)  # the stage is empty; its barrier now expects the bytes
+        cute.copy(tma_Q, tQgQ, tQsQ[None, q_fill.index], tma_bar_ptr=q_ring.producer_get_barrier(q_fill))
+        q_fill.advance()
+        for n_block in cutlass.range(work.n_end - 1, work.n_begin - 1, -1, unroll=1):
             k_ring.producer_acquire(k_fill)
             full = k_ring.producer_get_barrier(k_fill)
             cute.copy(tma_K, tKgK[None, n_block], tKsK[None, k_fill.index], tma_bar_ptr=full)
@@ -644,17 +642,18 @@ def load_v(tma_V, mVt, sVt, v_ring, schedule):
 
 
 @cute.jit
-def consume(smem, rings, mO, mLSE, scale_log2, schedule):
+def consume(smem, rings, mO, mLSE, tma_O, sO, scale_log2, schedule):
     """One consumer warpgroup: WGMMA_M rows of O of each tile of queries, over its tiles of keys, the last one first.
 
     S = Q K^T of a tile of keys is issued with O += P V of the one before, which runs on during the softmax.
+    The first S of a tile of queries is issued with the last P V of the one before, and runs on during the epilogue.
     """
     tidx, _, _ = cute.arch.thread_idx()
     consumer = cute.arch.make_warp_uniform(tidx // WARPGROUP_THREADS)
-    q_full, k_ring, v_ring = rings
+    q_ring, k_ring, v_ring = rings
     qk_mma, pv_mma = products = make_products()
     operands, accumulators, rP = partition_operands(smem, products, consumer)
-    (tSrQ, _, tOrP, tOrV), (acc_S, acc_O, sO_before) = operands, accumulators
+    (tSrQ, _, tOrP, tOrV), (acc_S, acc_O, acc_all) = operands, accumulators
     row_max, row_sum, rescale, all_max, all_sum = rows = [
         cute.make_rmem_tensor(2, cutlass.Float32) for _ in range(5)
     ]  # of two rows each
@@ -664,16 +663,18 @@ def consume(smem, rings, mO, mLSE, scale_log2, schedule):
     work = first_work(schedule)
     if consumer == CONSUMERS - 1:
         pass_turn(consumer)  # the first turn is consumer 0's
+    # The very first S; each later tile of queries finds its own waiting.
+    if work.valid:  # there may be fewer tiles than CTAs
+        q_ring.consumer_wait(q_drain)  # Q has landed
+        multiply_first(products, operands, accumulators, k_ring, q_drain, k_drain, consumer)
+    k_drain.advance()
     while work.valid:
         acc_O.fill(0.0)
         row_max.fill(LOWEST)
         row_sum.fill(0.0)
+        acc_all.fill(0.0)
         all_max.fill(LOWEST)
         all_sum.fill(0.0)
-        n_end = work.n_end
-        cute.arch.mbarrier_wait(q_full, q_drain.phase)  # Q has landed
-        multiply_first(products, operands, accumulators, k_ring, q_drain, k_drain, consumer)
-        k_drain.advance()
         tSrQ_tile = tSrQ[None, None, None, q_drain.index]  # (MMA, MMA_M, MMA_K)
         m_start = work.m_block * POSITIONS
         mask_scores(acc_S, qk_mma, m_start, (work.n_end - 1) * TILE_N, work.seq_q, work.seq_k)
@@ -683,28 +684,51 @@ def consume(smem, rings, mO, mLSE, scale_log2, schedule):
         for n_block in cutlass.range(work.n_end - 2, work.n_full_end - 1, -1, unroll=1):
             multiply(products, tSrQ_tile, operands, accumulators, k_ring, v_ring, k_drain, v_drain, consumer)
             mask_scores(acc_S, qk_mma, m_start, n_block * TILE_N, work.seq_q, work.seq_k)
-            finish_step(accumulators, rP, rows, scale_log2, v_ring, v_drain, n_block, n_end)
+            finish_step(accumulators, rP, rows, scale_log2, v_ring, v_drain, n_block)
             k_drain.advance()
             v_drain.advance()
         for n_block in cutlass.range(cutlass.min(work.n_end - 1, work.n_full_end) - 1, work.n_begin - 1, -1, unroll=1):
             multiply(products, tSrQ_tile, operands, accumulators, k_ring, v_ring, k_drain, v_drain, consumer)
-            finish_step(accumulators, rP, rows, scale_log2, v_ring, v_drain, n_block, n_end)
+            finish_step(accumulators, rP, rows, scale_log2, v_ring, v_drain, n_block)
             k_drain.advance()
             v_drain.advance()
+        q_ring.consumer_release(q_drain)  # this warp has read Q
         q_drain.advance()
         upcoming = next_work(work, schedule)
         v_ring.consumer_wait(v_drain)  # the last V of this tile of queries has landed
+        if upcoming.valid:
+            q_ring.consumer_wait(q_drain)  # the next Q has landed
+            k_ring.consumer_wait(k_drain)  # and its first K
         wait_turn(consumer)
         pv_product(pv_mma, tOrP, tOrV[None, None, None, v_drain.index], acc_O)
+        # After the last tile of queries on stale data, to be discarded: at a branch ptxas would wait for each product.
+        _, tSrK, _, _ = operands
+        q_stage = q_drain.index if upcoming.valid else 0
+        k_stage = k_drain.index if upcoming.valid else 0
+        qk_product(qk_mma, tSrQ[None, None, None, q_stage], tSrK[None, None, None, k_stage], acc_S)
         pass_turn(consumer)
-        warpgroup.wait_group(0)  # O is complete: no group stays in flight
+        warpgroup.wait_group(1)  # O is complete; the next S, the younger group, stays in flight
         v_ring.consumer_release(v_drain)  # this warp has read V
         v_drain.advance()
-        fold_part((sO_before, all_max, all_sum), (acc_O, row_max, row_sum), n_end <= STEPS_OF_PART, scale_log2)
-        store_tile(mO=mO, mLSE=mLSE, work=work, acc_O=acc_O, row_max=all_max, row_sum=all_sum, scale_log2=scale_log2)
+        fold_part((acc_all, all_max, all_sum), (acc_O, row_max, row_sum), scale_log2)
+        store_tile(
+            mO=mO,
+            mLSE=mLSE,
+            tma_O=tma_O,
+            sO=sO,
+            work=work,
+            acc_O=acc_all,
+            row_max=all_max,
+            row_sum=all_sum,
+            scale_log2=scale_log2,
+        )
+        warpgroup.wait_group(0)  # the next softmax reads S: no group stays in flight
+        k_ring.consumer_release(k_drain)  # K has been read; after the last work it is a stage that nobody fills
+        k_drain.advance()
         work = upcoming
     if consumer == 0:
         wait_turn(consumer)  # no arrival is left in the barrier
+    cute.arch.cp_async_bulk_wait_group(0, read=True)  # shared memory must outlive the stores' reads
 
 
 @cute.jit
@@ -720,7 +744,7 @@ def make_products():
 @cute.jit
 def partition_operands(smem, products, consumer):
     """What this warpgroup multiplies: Q, K and V in shared memory, as descriptors, and P, S and O in its registers."""
-    (sQ, sK, sVt, sums), (qk_mma, pv_mma) = smem, products
+    (sQ, sK, sVt), (qk_mma, pv_mma) = smem, products
     wg_qk = qk_mma.get_slice(consumer * WARPGROUP_THREADS)
     wg_pv = pv_mma.get_slice(consumer * WARPGROUP_THREADS)
     tSrQ = qk_mma.make_fragment_A(wg_qk.partition_A(sQ))  # (MMA, MMA_M, MMA_K, Q_STAGES)
@@ -730,9 +754,8 @@ def partition_operands(smem, products, consumer):
     acc_S = cute.make_rmem_tensor(qk_mma.partition_shape_C((TILE_M, TILE_N)), cutlass.Float32)
     acc_O = cute.make_rmem_tensor(pv_mma.partition_shape_C((TILE_M, HEAD_DIM)), cutlass.Float32)
     rP = cute.make_fragment_like(acc_S, DTYPE)
-    tidx, _, _ = cute.arch.thread_idx()
-    sO_before = sums[None, tidx, None]  # (SUM_VECTOR, SUM_VECTORS): this thread's sum of O over the parts before
-    return (tSrQ, tSrK, as_operand_a(rP), tOrV), (acc_S, acc_O, sO_before), rP
+    acc_all = cute.make_rmem_tensor_like(acc_O)  # the sum of O over the parts before
+    return (tSrQ, tSrK, as_operand_a(rP), tOrV), (acc_S, acc_O, acc_all), rP
 
 
 @cute.jit
@@ -762,12 +785,12 @@ def multiply(products, tSrQ_tile, operands, accumulators, k_ring, v_ring, k_drai
 
 
 @cute.jit
-def finish_step(accumulators, rP, rows, scale_log2, v_ring, v_drain, n_block, n_end):
+def finish_step(accumulators, rP, rows, scale_log2, v_ring, v_drain, n_block):
     """P of this tile of keys, while the tensor core adds P V of the one before; then rescale O and round P.
 
-    Where that one was the last of its part, the sum of O over all parts goes to shared memory, and O begins anew.
+    Where that one was the last of its part, O goes to the sums of all parts, and begins anew with this tile.
     """
-    (acc_S, acc_O, sO_before), (row_max, row_sum, rescale, all_max, all_sum) = accumulators, rows
+    (acc_S, acc_O, acc_all), (row_max, row_sum, rescale, all_max, all_sum) = accumulators, rows
     begins = (n_block + 1) % STEPS_OF_PART == 0
     part_max, part_sum = (row_max[0], row_max[1]), (row_sum[0], row_sum[1])  # of the part before, if one begins
     # By products: what is selected holds a predicate that ptxas needs to pass the turn on before the softmax.
@@ -778,9 +801,7 @@ def finish_step(accumulators, rP, rows, scale_log2, v_ring, v_drain, n_block, n_
     warpgroup.wait_group(0)  # O is added or rescaled and P overwritten next: no group stays in flight
     v_ring.consumer_release(v_drain)  # this warp has read V
     if begins:
-        first = n_block + 1 + STEPS_OF_PART >= n_end  # of the parts that this CTA has
-        fold_part((sO_before, all_max, all_sum), (acc_O, part_max, part_sum), first, scale_log2)
-        cute.autovec_copy(by_vectors(acc_O), sO_before)
+        fold_part((acc_all, all_max, all_sum), (acc_O, part_max, part_sum), scale_log2)
         acc_O.fill(0.0)
     else:
         rescale_output(acc_O, rescale)
@@ -974,14 +995,14 @@ def pv_product(pv_mma: cute.TiledMma, tOrP: cute.Tensor, tOrV: cute.Tensor, acc_
 
 
 @cute.jit
-def store_tile(mO, mLSE, work, acc_O, row_max, row_sum, scale_log2):
+def store_tile(mO, mLSE, tma_O, sO, work, acc_O, row_max, row_sum, scale_log2):
     """Divide O by the sums of exponentials and write O and LSE: this tile of queries is done."""
     normalize_rows(acc_O, row_sum)
     store_lse(
         slice_rows(mLSE, work.head, work.q_begin, work.seq_q), row_max, row_sum, scale_log2, work.m_block * TILE_M
     )
-    gO = slice_rows(mO, work.head, work.q_begin, work.seq_q)  # (seq_q, HEAD_DIM)
-    store_output(gO, acc_O, work.m_block * TILE_M)
+    gO = packed_rows_of(mO, work.head, work.q_begin, work.seq_q)  # (seq_q, HEAD_DIM)
+    store_output(tma_O, sO, gO, acc_O, work.m_block)
 
 
 @cute.jit
@@ -1006,40 +1027,29 @@ def store_lse(gLSE, row_max, row_sum, scale_log2, m_start):
 
 
 @cute.jit
-def store_output(gO: cute.Tensor, acc_O: cute.Tensor, m_start: cutlass.Int32):
-    """Round O to 16 bits and write its valid rows from the registers, 16 bytes at a time; gO: (seq_q, HEAD_DIM).
+def store_output(tma_O, sO, gO, acc_O, m_block):
+    """Round O to 16 bits; each warp gathers its rows in its slice of sO and has the TMA unit write the valid ones.
 
-    In a row, each thread of a quad has 2 of every 8 columns. Of every 32 columns it gets 8 that are adjacent.
+    sO: (WARP_ROWS, HEAD_DIM, CONSUMER_WARPS), gO: (seq_q, HEAD_DIM).
     """
     tidx, _, _ = cute.arch.thread_idx()
-    quad_lane = tidx % 4
-    first_row = m_start + tidx // 32 * WARP_ROWS + tidx % 32 // 4
-    acc_O_rows = by_rows(acc_O)  # (2, HEAD_DIM / 4)
-    for r in cutlass.range_constexpr(2):
-        row = first_row + 8 * r
-        for block in cutlass.range_constexpr(HEAD_DIM // 32):
-            rounded = cute.make_rmem_tensor(8, DTYPE)
-            rounded.store(cute.local_tile(acc_O_rows, (1, 8), (r, block)).load().to(DTYPE))
-            transpose_in_quad(cute.recast_tensor(rounded, cutlass.Int32), quad_lane)
-            if row < cute.size(gO, mode=[0]):
-                cute.autovec_copy(rounded, cute.local_tile(gO, (1, 8), (row, 4 * block + quad_lane))[0, None])
-
-
-@cute.jit
-def transpose_in_quad(words: cute.Tensor, quad_lane: cutlass.Int32):
-    """Transpose the 4 x 4 matrix whose column i is in lane i of a quad: word j of lane i and word i of lane j trade."""
-    odd, upper = quad_lane % 2 == 1, quad_lane >= 2
-    a, b = trade(words[0], words[1], odd, 1)
-    c, d = trade(words[2], words[3], odd, 1)
-    words[0], words[2] = trade(a, c, upper, 2)
-    words[1], words[3] = trade(b, d, upper, 2)
-
-
-@cute.jit
-def trade(first, second, keep_second, distance: cutlass.Constexpr):
-    """Give one of two words to the lane `distance` away and get one of its words for it."""
-    received = cute.arch.shuffle_sync_bfly(first if keep_second else second, offset=distance)
-    return received if keep_second else first, second if keep_second else received
+    warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+    rO = cute.make_fragment_like(acc_O, DTYPE)
+    rO.store(acc_O.load().to(DTYPE))
+    # The slices one below the other are the tile: ((WARP_ROWS, CONSUMER_WARPS), HEAD_DIM).
+    sO_tile = cute.make_tensor(sO.iterator, cute.group_modes(cute.select(sO.layout, mode=[0, 2, 1]), 0, 2))
+    stmatrix = cute.make_copy_atom(warp.StMatrix8x8x16bOp(num_matrices=4), DTYPE)
+    _, pv_mma = make_products()
+    copy_O = cute.make_tiled_copy_C(stmatrix, pv_mma).get_slice(tidx)
+    cute.arch.cp_async_bulk_wait_group(0, read=True)  # the store of the tile before has read the slice
+    cute.arch.sync_warp()  # a lane waits for its own copies only
+    cute.copy(copy_O, copy_O.retile(rO), copy_O.partition_D(sO_tile))
+    cute.arch.fence_proxy("async.shared", space="cta")  # stmatrix wrote; TMA reads through the async proxy
+    cute.arch.sync_warp()  # the slice is complete
+    gO_rows = cute.local_tile(gO, (PACKED_WARP_ROWS, HEAD_DIM), (m_block * CONSUMER_WARPS + warp_idx, 0))
+    tOsO, tOgO = partition_tma(tma_O, sO, gO_rows)  # (TMA, CONSUMER_WARPS), (TMA)
+    cute.copy(tma_O, tOsO[None, warp_idx], tOgO)
+    cute.arch.cp_async_bulk_commit_group()
 
 
 # ======================================================================================================================
@@ -1048,34 +1058,22 @@ def trade(first, second, keep_second, distance: cutlass.Constexpr):
 
 
 @cute.jit
-def by_vectors(acc: cute.Tensor) -> cute.Tensor:
-    """See O of a thread, which has two columns of each of its rows in every eight, as (SUM_VECTOR, SUM_VECTORS)."""
-    return cute.make_tensor(acc.iterator, cute.make_layout((SUM_VECTOR, SUM_VECTORS)))
-
-
-@cute.jit
-def fold_part(sums, part, first, scale_log2: cutlass.Float32):
-    """Add the sums over the parts before, where there are any, to O of a part; maximum and sum go to those of all.
+def fold_part(sums, part, scale_log2: cutlass.Float32):
+    """Add what the rows have of a part of the keys to their sums: O, in float32, after their maximum and sum.
 
     As `combine_kernel` does in modules where a CTA has a part: these multiplications and additions, in this order, so
     that rows have the same bits there. fma is said: of a product and a sum ptxas may make one, or not. A part of which
     a row sees no key leaves its sums as they are, since weights are then 1, and 0 or times 0.
     """
-    (sO_before, all_max, all_sum), (acc_O, part_max, part_sum) = sums, part
-    largest = [cute.arch.fmax(all_max[r], part_max[r]) for r in range(2)]
-    kept = [weight_of(all_max[r], largest[r], scale_log2) for r in range(2)]
-    added = [weight_of(part_max[r], largest[r], scale_log2) for r in range(2)]
+    (acc_all, all_max, all_sum), (acc_O, part_max, part_sum) = sums, part
+    acc_all_rows, acc_O_rows = by_rows(acc_all), by_rows(acc_O)  # (2, HEAD_DIM / 4)
     for r in cutlass.range_constexpr(2):
-        all_max[r] = largest[r]
-        all_sum[r] = cute.math.fma(all_sum[r], kept[r], added[r] * quad_sum(part_sum[r]))
-    vectors, before = by_vectors(acc_O), cute.make_rmem_tensor(SUM_VECTOR, cutlass.Float32)
-    if first:
-        acc_O.store(acc_O.load() + 0.0)  # as in a sum that begins with 0: no -0 stays
-    else:
-        for i in cutlass.range_constexpr(SUM_VECTORS):
-            cute.autovec_copy(sO_before[None, i], before)
-            for j in cutlass.range_constexpr(SUM_VECTOR):
-                vectors[j, i] = cute.math.fma(before[j], kept[j // 2], added[j // 2] * vectors[j, i])
+        largest = cute.arch.fmax(all_max[r], part_max[r])
+        kept, added = weight_of(all_max[r], largest, scale_log2), weight_of(part_max[r], largest, scale_log2)
+        all_max[r] = largest
+        all_sum[r] = cute.math.fma(all_sum[r], kept, added * quad_sum(part_sum[r]))
+        for c in cutlass.range_constexpr(cute.size(acc_O_rows, mode=[1])):
+            acc_all_rows[r, c] = cute.math.fma(acc_all_rows[r, c], kept, added * acc_O_rows[r, c])
 
 
 @cute.jit

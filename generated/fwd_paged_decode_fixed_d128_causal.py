@@ -17,17 +17,17 @@ time, where there may be no GPU, and to load that where it runs:
     Causal: query i sees keys j <= i + seq_k - seq_q; the diagonal ends at the last query and key of each sequence.
 
 Decisions
-    tile       64 query rows, 4 positions of up to 16 heads that share K and V, x 128 keys per step
-    loads      TMA; Q once, K and V in rings of 3 stages, a full barrier each
+    tile       64 query rows, 4 positions of up to 16 heads that share K and V, x 96 keys per step
+    loads      TMA; Q once, K and V in rings of 4 stages, a full barrier each
     sequences  packed, lengths on the device; tensor maps of rank 5 clip at the end of each
     pages      of a multiple of 16 keys, found in a table; boxes of 16 keys, each lane of a warp finds one
     schedule   two warps load, 1 warpgroup multiplies; S of the next tile and P V run beside the softmax
     layouts    swizzle Q 128B, K 128B, V 128B
-    S = Q K^T  8 wgmma m64n128k16 per warpgroup; A = Q from shared memory, K-major; B = K, K-major
+    S = Q K^T  8 wgmma m64n96k16 per warpgroup; A = Q from shared memory, K-major; B = K, K-major
     softmax    online, base 2, on the accumulator fragment; O is rescaled in every step
     P          stays in registers: the accumulator fragment is read as the A fragment
-    O = P V    8 wgmma m64n128k16 per warpgroup; A = P from registers, K-major; B = V, MN-major
-    kv order   in parts of 512 keys, each CTA has as many; of a part from the last tile to the first
+    O = P V    6 wgmma m64n128k16 per warpgroup; A = P from registers, K-major; B = V, MN-major
+    kv order   in parts of 384 keys, each CTA has as many; of a part from the last tile to the first
     output     of a part O in float32, not divided, its maxima and sums; a second kernel adds parts up, by rows
     q order    a CTA per SM; each has its share of all parts, of one tile of queries after the other
 
@@ -35,22 +35,22 @@ Threads
     256 threads, 8 warps, launched with 128 registers each; setmaxnreg moves them: 56 + 1 x 200 = 256 of 2 x 128 = 256
     producer: 1 warpgroup, 56 registers; warp 4 copies Q and K, warp 5 copies V, warp 6 finds the tiles (TMA)
     consumers: 1 warpgroup, 200 registers; 64 query rows each
-        about 184 registers each: O 64, S 64, P 32, other 24
+        about 160 registers each: O 64, S 48, P 24, other 24
 
 Barriers
     ring  stages  producer -> consumers        full with    empty with
     q     1       TMA, from warp 4 -> 4 warps  16384 bytes  the last K
-    k     3       TMA, from warp 4 -> 4 warps  32768 bytes  4 arrivals
-    v     3       TMA, from warp 5 -> 4 warps  32768 bytes  4 arrivals
+    k     4       TMA, from warp 4 -> 4 warps  24576 bytes  4 arrivals
+    v     4       TMA, from warp 5 -> 4 warps  24576 bytes  4 arrivals
     tile  2       warp 6 -> 6 warps            1 arrival    6 arrivals
 
 Shared memory
     offset   bytes  what
          0   16384  sQ        64 x 128 x 2: Q
-     16384   98304  sK        3 stages x 128 x 128 x 2: K
-    114688   98304  sV        3 stages x 128 x 128 x 2: V
+     16384   98304  sK        4 stages x 96 x 128 x 2: K
+    114688   98304  sV        4 stages x 96 x 128 x 2: V
     212992      96  tiles     2 x 12 x 4: tiles of the CTA's share
-    213088     136  barriers  17 mbarriers
+    213088     168  barriers  21 mbarriers
             214016  total     of 232448 per CTA
 
 Timeline: a tile is one of queries, a step takes one tile of keys
@@ -107,7 +107,7 @@ TILE_M = 64  # query rows of a CTA at a time
 PACK_HEADS = 16  # at most, that share a kv head; row r of a tile is position r // PACK_HEADS of head r % PACK_HEADS
 POSITIONS = TILE_M // PACK_HEADS  # query positions of a CTA at a time
 PACKED_M = (PACK_HEADS, POSITIONS)  # the rows of a tile as TMA moves them
-TILE_N = 128  # keys per step
+TILE_N = 96  # keys per step
 BOX_ROWS = 16  # keys of one page in a TMA box: page sizes are multiples of it
 BOXES = TILE_N // BOX_ROWS  # of a tile of keys, a lane each
 WGMMA_M, WGMMA_K = 64, 16  # rows and depth of one warpgroup product of 16-bit operands
@@ -123,8 +123,8 @@ PRODUCER_REGISTERS, CONSUMER_REGISTERS = 56, 200
 REGISTER_SHARES = 2  # of those of an SM: one for CTAs of the kernel that adds parts up
 SMEM_CARVEOUT = 100  # per cent of an SM's L1 cache and shared memory that are to be shared memory
 Q_STAGES = 1  # tiles of Q in flight or in use
-KV_STAGES = 3  # tiles of K and of V in flight or in use
-KEYS_OF_PART = 512  # from the first key on, whatever else a call has
+KV_STAGES = 4  # tiles of K and of V in flight or in use
+KEYS_OF_PART = 384  # from the first key on, whatever else a call has
 STEPS_OF_PART = KEYS_OF_PART // TILE_N
 MOST_ELEMENTS = 2**31 - 1  # of O of all parts, which kernels count in 32 bits
 TILE_SLOTS = 2  # found tiles that there is room for

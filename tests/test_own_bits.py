@@ -12,7 +12,7 @@ from fa3gen.design.nearest import with_changes
 from fa3gen.design.own_bits import own_bits, shared
 from fa3gen.design.proposed import Proposal, propose
 from fa3gen.design.rules import check
-from fa3gen.design.splits import KEYS_OF_OWN_PARTS, whole_parts
+from fa3gen.design.splits import KEYS_OF_PACKED_PARTS, whole_parts
 from fa3gen.measure import packed_cells
 from fa3gen.records import packed_records
 from fa3gen.run import dispatch
@@ -89,7 +89,7 @@ def test_one_module_serves_calls_of_every_size(mask: Mask, head_dim: int, page: 
 def test_few_queries_have_parts_with_the_same_bits(mask: Mask, head_dim: int, page: int | None) -> None:
     """Of as many keys, in as large tiles: size decides on the module, and on nothing that a row's bits follow from."""
     whole = Family("bf16", head_dim, head_dim, mask, layout="packed" if page is None else "paged", page_rows=page)
-    family = whole._replace(part_keys=KEYS_OF_OWN_PARTS)
+    family = whole._replace(part_keys=KEYS_OF_PACKED_PARTS[head_dim])
     for group in (1, 3, 16):
         many, few = (chosen(family, Size(4096, 64, 132, group, 1, own_bits=True, in_parts=parts)) for parts in (0, 1))
         assert whole_parts(few.spec) and own_bits(few.spec) and own_bits(many.spec)

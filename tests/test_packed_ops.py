@@ -159,7 +159,7 @@ def test_parts_of_so_many_keys_are_asked_for(way: str, request: pytest.FixtureRe
         fa3gen.attention_packed(*tensors, split_keys=384, num_splits=2)
 
 
-@pytest.mark.parametrize(("split_keys", "head_dim"), [(512, 128), (512, 64)])
+@pytest.mark.parametrize(("split_keys", "head_dim"), [(384, 128), (512, 64)])
 def test_parts_have_ctas_of_their_own_while_there_is_room(split_keys: int, head_dim: int) -> None:
     """A GiB: for rows of 8 heads in so many parts of as many keys each."""
     keys = 2**30 // (4 * 8 * head_dim) * split_keys
@@ -188,7 +188,7 @@ def test_parts_of_so_many_keys_have_modules(page: int | None) -> None:
         table = torch.empty(4, 2, dtype=torch.int32, device="meta")
         keys = {"page_table": table, "seqused_k": rows[1:]}
     kind = "packed" if page is None else "paged"
-    for how in ({"split_keys": 512}, {"deterministic_batch": True}):
+    for how in ({"split_keys": 384}, {"deterministic_batch": True}):
         asked: dict[str, Any] = {**keys, "causal": True, **how}
         assert explain(q, k, k, rows, **asked).stem == f"fwd_{kind}_decode_fixed_d128_causal"
         assert explain(q, k, k, rows, **asked, max_seqlen_q=17).stem == f"fwd_{kind}_fixed_pack_d128_causal"

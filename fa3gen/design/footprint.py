@@ -408,7 +408,7 @@ def shared_memory_map(spec: Forward) -> list[Region]:
         regions.append(_tile(spec, "sVt", v_dim, kv, stages, "V transposed"))
     if spec.outputs.o == "own_buffer":
         regions.append(_tile(spec, "sO", q, v_dim, 1, "O", element=spec.o_element))
-    if spec.softmax.restart_every is not None:
+    if sums_in_smem(spec):
         regions.append(Region("sums", q * v_dim * 4, f"{q} x {v_dim} x 4", 16, "O of the parts before, f32"))
     if tells_tiles(spec):
         numbers = tile_words(spec)
@@ -468,6 +468,8 @@ def registers_per_thread(spec: Forward) -> list[tuple[str, int]]:
         if two_levels(spec):
             held.append(("P V of a step", q * promoted_columns(spec) // count))
             other = OTHER_REGISTERS_TWO_LEVELS
+        if spec.softmax.restart_every is not None and not sums_in_smem(spec):
+            held.append(("O of the parts before", q * d // count))
         p = q * kv // count * spec.element.bytes // FP32.bytes
         return [*held, ("S", q * kv // count), ("P", p), ("other", other)]
     rows, scores, columns = q * SCALAR_LANES // count, kv // SCALAR_LANES, d // SCALAR_LANES
@@ -484,6 +486,17 @@ def registers_per_thread(spec: Forward) -> list[tuple[str, int]]:
         # All copies of a tile are issued at once, each from a 64-bit to a 32-bit address.
         held.append(("addresses of copies", 3 * kv * d // SCALAR_VECTOR // count))
     return [*held, ("other", OTHER_REGISTERS)]
+
+
+def sums_in_smem(spec: Forward) -> bool:
+    """Whether O of the parts before, where a CTA adds parts up, lies in shared memory: beside tiles of so many keys that
+    registers have no room for it."""
+    if spec.softmax.restart_every is None or not specialized(spec):
+        return False
+    q, kv, d, count = spec.tile.q, spec.tile.kv, spec.problem.v_dim, computing_threads(spec)
+    held = 2 * q * d // count + q * kv // count * 3 // 2 + OTHER_REGISTERS  # O twice, S, P of 16 bits
+    _, consumer = register_budget(spec)
+    return held + OVERLAP_SPARE > consumer
 
 
 def _tile(

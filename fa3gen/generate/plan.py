@@ -211,7 +211,8 @@ class ArgumentsPlan:
     these needs. `accumulators` are a consumer's, of which `only_acc_s` names S, `multiplied` those that
     products write; P V of `pv_columns` goes to `acc_pv`, and from there into O by `promoted_by`. `products` and
     `operands` are those that it names. It finds V in `smem_v` and `v_ring`, where it has landed or been transposed
-    (`v_ready`), and gives it back by `release_v`; in `multiplied_smem` stands what products and sums are made of.
+    (`v_ready`), and gives it back by `release_v`; in `multiplied_smem` stands what products and sums are made of,
+    in `sums_before` the sum of O over the parts before.
     """
 
     factors: tuple[str, ...] = ()
@@ -241,6 +242,7 @@ class ArgumentsPlan:
     pv_columns: str = "HEAD_DIM"
     smem_v: str = "sVt"
     multiplied_smem: str = "sVt"
+    sums_before: str = ""
     v_ring: str = "v_ring"
     v_ready: str = "landed"
     release_v: str = "v_ring.consumer_release(v_drain)"
@@ -509,6 +511,7 @@ class SoftmaxPlan:
     most_exponent: int = MOST_EXPONENT
     caps: CapsPlan = CapsPlan()
     restart_every: int = 0
+    sums_in_smem: bool = False
     largest: str = "row_max[r] * scale_log2 * LN_2"
     sum_of: str = "scale max"
     shrink: str = "shrink"
@@ -883,7 +886,8 @@ def _arguments(spec: Forward) -> ArgumentsPlan:
     even, whole = spec.scheduler == "even", splits.whole_parts(spec)
     eight_bits, two_levels = footprint.eight_bits(spec), footprint.two_levels(spec)
     transposes, striped = footprint.transposes(spec), footprint.stripes(spec) > 1
-    restarts = spec.softmax.restart_every is not None
+    restarts, in_smem = spec.softmax.restart_every is not None, footprint.sums_in_smem(spec)
+    sums_before = ["sO_before" if in_smem else "acc_all"] * restarts
     held, since = ((name,) if footprint.promote_every(spec) > 1 else () for name in ("held", "since"))
     v_ring = "vt_ring" if transposes else "v_ring"
     descaled = eight_bits or footprint.converts(spec)
@@ -962,15 +966,16 @@ def _arguments(spec: Forward) -> ArgumentsPlan:
         scaled=of_scores,
         scales=(*given, *descales),
         add_sink=("row_max", "row_sum", "row_sink", "scale_log2", *v_factor),
-        accumulators=("acc_S", "acc_O", *["acc_step"] * two_levels, *held, *["sO_before"] * restarts),
+        accumulators=("acc_S", "acc_O", *["acc_step"] * two_levels, *held, *sums_before),
         only_acc_s=("acc_S", "_", *["_"] * two_levels, *["_"] * len(held), *["_"] * restarts),
         multiplied=("acc_S", "_", "acc_step", *held) if two_levels else ("acc_S", "acc_O", *["_"] * restarts),
         acc_pv=("acc_step" if two_levels else "acc_O", *[f"{name}={name}" for name in held]),
         products="qk_mma, _" if striped else "qk_mma, pv_mma",
         operands="(tSrQ, _, _, _)" if striped else "(tSrQ, _, tOrP, tOrV)",
         pv_columns="TILE_N" if striped else "HEAD_DIM",
-        smem_v="sVt_made" if transposes else "sVt, sums" if restarts else "sVt",
-        multiplied_smem="sVt, sums" if restarts else "sVt",
+        smem_v="sVt_made" if transposes else "sVt, sums" if in_smem else "sVt",
+        multiplied_smem="sVt, sums" if in_smem else "sVt",
+        sums_before=", ".join(sums_before),
         v_ring=v_ring,
         v_ready="been transposed" if transposes else "landed",
         release_v=f"release_by_warp({v_ring}, v_drain)" if transposes else f"{v_ring}.consumer_release(v_drain)",
@@ -978,7 +983,8 @@ def _arguments(spec: Forward) -> ArgumentsPlan:
         stored=(
             (
                 *(f"{name}={name}" for name in (*outputs, "work")),
-                *("acc_O=acc_O", "row_max=all_max", "row_sum=all_sum", "scale_log2=scale_log2"),
+                f"acc_O={'acc_O' if in_smem else 'acc_all'}",
+                *("row_max=all_max", "row_sum=all_sum", "scale_log2=scale_log2"),
             )
             if restarts
             else (*outputs, *["parts"] * (spec.split is not None), "work", "acc_O", *of_o, *sums)
@@ -992,7 +998,7 @@ def _arguments(spec: Forward) -> ArgumentsPlan:
         multiply_first=("products", "operands", "accumulators", "k_ring", "q_drain", "k_drain", *turn),
         finish_step=(
             *("accumulators", "rP", "rows", "scale_log2", *[v_ring, "v_drain"] * (not striped)),
-            *(*["n_block", "n_end"] * restarts, *of_v),
+            *(*["n_block"] * restarts, *["n_end"] * in_smem, *of_v),
         ),
         promoted_by=("factors", *of_v[1:]),
         summed=("gO", "gLSE", *["cta", "num_parts"] * even),
@@ -1059,6 +1065,7 @@ def _softmax(spec: Forward) -> SoftmaxPlan:
         most_cap=MOST_CAP_OF_FIRST_MAX if bounded else 0.0,
         caps=_caps(spec),
         restart_every=spec.softmax.restart_every or 0,
+        sums_in_smem=footprint.sums_in_smem(spec),
         largest="(row_max[r] * scale_log2 - P_EXPONENT) * LN_2" if eight_bits else SoftmaxPlan.largest,
         sum_of="largest" if eight_bits else SoftmaxPlan.sum_of,
         shrink="v_factor * shrink" if eight_bits or footprint.converts(spec) else SoftmaxPlan.shrink,

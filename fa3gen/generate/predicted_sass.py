@@ -109,7 +109,7 @@ def _shared_stores(spec: Forward, matrices: int) -> dict[str, int] | None:
         threads = footprint.converting_warps(spec) * hopper.WARP
         elements = spec.tile.kv * (spec.problem.head_dim + spec.problem.v_dim)
         stores["STS.128"] += elements * spec.element.bits // VECTOR_BITS // threads
-    if spec.softmax.restart_every is not None:
+    if footprint.sums_in_smem(spec):
         # O of the parts before, in float32, where a step ends: in a loop without mask, and in one with it.
         numbers = spec.tile.q * spec.problem.v_dim // footprint.computing_threads(spec)
         stores["STS.128"] += (1 + (spec.mask.kind != "none")) * numbers * FP32.bits // VECTOR_BITS

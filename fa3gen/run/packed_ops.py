@@ -137,22 +137,21 @@ def attention_packed(
         return_lse: Return (O, LSE), LSE the natural logarithm of each row's sum of exponentials,
             (heads_q, total_q) float32.
         deterministic_batch: O and LSE of a row are the same bits whatever else the call has: alone, in any batch, at
-            any place of it, beside sequences of any lengths, all queries at once, in chunks or one by one. By dtype,
-            head dims, mask, page size and group of heads one module serves calls of any size, which does not split
-            keys: for prompts it is about as fast as any, for few queries slower than what is chosen without; see
-            split_keys.
+            any place of it, beside sequences of any lengths, all queries at once, in chunks or one by one. Where there
+            are modules for parts of so many keys, see split_keys, it takes these. Elsewhere, by dtype, head dims, mask,
+            page size and group of heads, one module serves calls of any size, which does not split keys: for prompts
+            it is about as fast as any, for few queries slower than what is chosen without.
         num_splits: In how many parts the keys of a tile of queries come, as for `fa3gen.attention`: 0 for whatever was
             measured to be fastest, 1 for no module that splits them. Of more, as many in the mean: the host knows no
             lengths, and all keys of all sequences are cut into equal shares of CTAs, as many as there would be tiles of
             queries if all sequences were equally long, times num_splits; none has fewer than two tiles of keys. 1
             changes nothing beside deterministic_batch, and more are refused.
         split_keys: Of how many keys a part is, from the first key on: 384 at head dim 128 and 512 at 64, in bfloat16,
-            causal or without a mask, packed or in pages of a multiple of 16. A row's bits are its own, as with
-            deterministic_batch, which may stand beside it, and other bits than without split_keys. Two modules add up
-            parts of as many keys in the same order. One has a CTA for each part: it serves calls of which the host
+            causal or without a mask, packed or in pages of a multiple of 16. A row's bits are its own. Two modules add
+            up parts of as many keys in the same order. One has a CTA for each part: it serves calls of which the host
             knows that no sequence has more than 16 queries, and whose parts take no more than 1 GiB, for which
             max_seqlen_k should be given. In the other a CTA has all keys of its queries, and so it is with
-            num_splits=1. Other numbers of splits are refused beside it.
+            num_splits=1. Other numbers of splits are refused beside it, and other numbers of keys have to be rendered.
         render: Where no module serves the call, render and compile one, as for `fa3gen.attention`.
 
     Returns:
@@ -310,7 +309,7 @@ def _in_parts(q: Any, v: Any, page_table: Any, queries: int, longest: tuple[Any,
     """Whether parts of so many keys get a CTA each: all sequences have few queries, and there is room for what the
     parts leave of their rows."""
     _, deterministic_batch, split_keys = how
-    split_keys = splits.KEYS_OF_OWN_PARTS if split_keys is None and deterministic_batch else split_keys
+    split_keys = splits.KEYS_OF_PACKED_PARTS.get(q.shape[2]) if split_keys is None and deterministic_batch else split_keys
     if not split_keys or queries > FEW_QUERIES:
         return False
     keys = v.shape[0] if page_table is None else page_table.shape[1] * v.shape[1]

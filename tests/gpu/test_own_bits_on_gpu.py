@@ -11,7 +11,7 @@ import torch
 from packed_modules import offsets
 
 import fa3gen
-from fa3gen.design.splits import KEYS_OF_OWN_PARTS
+from fa3gen.design.splits import KEYS_OF_PACKED_PARTS
 
 LENGTHS = [(300, 2000), (1, 700), (129, 129), (16, 4000)]  # queries and keys
 Request = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -65,9 +65,9 @@ def test_parts_have_the_same_bits_whoever_adds_them_up(
     def drawn(rows: int, count: int, factor: float = 1.0) -> torch.Tensor:
         return (torch.randn(rows, count, head_dim, device="cuda", generator=generator) * factor).bfloat16()
 
-    lengths = [(1, 1), (1, 511), (1, 512), (2, 513), (16, 1023), (3, 1024), (1, 1025), (7, 5000), (1, 20_000), (9, 4)]
+    lengths = [(1, 1), (1, 383), (1, 384), (2, 385), (16, 511), (3, 512), (1, 513), (7, 5000), (1, 20_000), (9, 4)]
     requests = [(drawn(n, heads[0], 2.0), drawn(m, heads[1]), drawn(m, heads[1])) for n, m in lengths]
-    options: dict[str, Any] = {"causal": causal, "split_keys": KEYS_OF_OWN_PARTS}
+    options: dict[str, Any] = {"causal": causal, "split_keys": KEYS_OF_PACKED_PARTS[head_dim]}
     many = call(requests, None, page, **options)
     for told in ({"max_seqlen_q": 16}, {"max_seqlen_q": 16, "max_seqlen_k": 20_000}):
         few = call(requests, None, page, **options, **told)
@@ -80,7 +80,7 @@ def test_parts_have_the_same_bits_whoever_adds_them_up(
     assert same(call([prompt, (q, k, v)], None, page, **options)[1], many[8])
     if causal:  # each row of a prompt as a step of decoding
         [at_once] = call([prompt], None, page, **options)
-        for i in (0, 127, 128, 383, 384, 511, 512, 699):
+        for i in (0, 95, 96, 383, 384, 511, 512, 699):
             step = prompt[0][i : i + 1], prompt[1][: i + 1], prompt[2][: i + 1]
             assert same(
                 call([step, requests[6]], None, page, **options)[0], (at_once[0][i : i + 1], at_once[1][:, i : i + 1])
@@ -95,7 +95,7 @@ def test_one_graph_serves_all_lengths(page: int | None) -> None:
     q = torch.randn(count, heads[0], 128, device="cuda", generator=generator).bfloat16()
     k, v = (torch.randn(count * most, heads[1], 128, device="cuda", generator=generator).bfloat16() for _ in range(2))
     used = torch.full((count,), most, dtype=torch.int32, device="cuda")
-    options: dict[str, Any] = {"causal": True, "split_keys": KEYS_OF_OWN_PARTS, "return_lse": True, "seqused_k": used}
+    options: dict[str, Any] = {"causal": True, "split_keys": 384, "return_lse": True, "seqused_k": used}
     options |= {"max_seqlen_q": 1, "max_seqlen_k": most}
     keys: tuple[torch.Tensor, ...] = k, v
     if page is None:
@@ -107,7 +107,7 @@ def test_one_graph_serves_all_lengths(page: int | None) -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         found = fa3gen.attention_packed(q, *keys, rows, **options)
-    for lengths in ([1, 512, 513, 0, 2999, 3000], [3000] * 6, [7, 0, 0, 0, 0, 1]):
+    for lengths in ([1, 384, 385, 0, 2999, 3000], [3000] * 6, [7, 0, 0, 0, 0, 1]):
         used.copy_(torch.tensor(lengths, dtype=torch.int32))
         graph.replay()
         replayed = tuple(x.clone() for x in found)
@@ -115,7 +115,7 @@ def test_one_graph_serves_all_lengths(page: int | None) -> None:
         for i, length in enumerate(lengths):
             one = q[i : i + 1], k[i * most : i * most + length], v[i * most : i * most + length]
             if length:
-                alone = call([one], None, page, split_keys=KEYS_OF_OWN_PARTS)[0]
+                alone = call([one], None, page, split_keys=384)[0]
                 assert same(alone, (replayed[0][i : i + 1], replayed[1][:, i : i + 1]))
             else:
                 assert not replayed[0][i].any() and replayed[1][:, i].isneginf().all()
@@ -125,7 +125,7 @@ def test_which_modules_serve() -> None:
     q, k = torch.empty(4, 8, 128, device="cuda", dtype=torch.bfloat16), torch.empty(4096, 2, 128, device="cuda")
     k, rows = k.bfloat16(), offsets([1] * 4, "cuda")
     explain = fa3gen.attention_packed.explain  # type: ignore[attr-defined]
-    options: dict[str, Any] = {"causal": True, "split_keys": KEYS_OF_OWN_PARTS}
+    options: dict[str, Any] = {"causal": True, "split_keys": 384}
     asked = q, k, k, rows, offsets([1024] * 4, "cuda")
     assert explain(*asked, **options).stem == "fwd_packed_decode_fixed_d128_causal"
     assert explain(*asked, **options, max_seqlen_q=17).stem == "fwd_packed_fixed_pack_d128_causal"
