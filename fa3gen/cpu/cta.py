@@ -147,6 +147,9 @@ class Cta:
         finally:
             if self.launch.trace is not None:
                 self.launch.trace.finish(self)
+            # These know the CTA. Without them its memory is free at once, for the next one; else only Python's
+            # collector of garbage finds it, dozens of CTAs later.
+            del self.wgmma, self.bulk, self.cp_async, self.groups
 
     def _round(self) -> bool:
         """Give warps a turn; False when none could do anything."""

@@ -43,6 +43,7 @@ class Form:
 
 
 _FORMS: dict[str, list[Form]] = {}  # by opcode
+_FOUND: dict[str, tuple[Form, re.Match[str]]] = {}  # by mnemonic: kernels have each of theirs many times
 
 
 def emits(
@@ -63,6 +64,7 @@ def emits(
         form = Form(re.compile(pattern), emit, count, accumulates, blocking, observable)
         for opcode in _opcodes(pattern):
             _FORMS.setdefault(opcode, []).append(form)
+        _FOUND.clear()
         return emit
 
     return register
@@ -79,9 +81,14 @@ def _opcodes(pattern: str) -> list[str]:
 
 def find(instruction: Instruction, kernel: str) -> tuple[Form, re.Match[str]]:
     """The form of an instruction. Raises OutsideModel."""
+    mnemonic = instruction.mnemonic
+    found = _FOUND.get(mnemonic)
+    if found is not None:
+        return found
     for form in _FORMS.get(instruction.opcode, ()):
-        match = form.pattern.fullmatch(instruction.mnemonic)
+        match = form.pattern.fullmatch(mnemonic)
         if match:
+            _FOUND[mnemonic] = form, match
             return form, match
     raise OutsideModel(
         f"PTX line {instruction.line} of {kernel}: {instruction.mnemonic} is not an instruction of the CPU model "

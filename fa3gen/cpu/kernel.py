@@ -92,7 +92,8 @@ class CpuKernel:
         """A kernel made ready to run; kept for the next call."""
         key = (kernel, preemptive)
         if key not in self._programs:
-            self._programs[key] = Program(self.kernels[kernel], preemptive=preemptive)
+            other = self._programs.get((kernel, not preemptive))
+            self._programs[key] = Program(self.kernels[kernel], preemptive=preemptive, other=other)
         return self._programs[key]
 
     def _launch(self, launch: Launch) -> None:

@@ -17,7 +17,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from fa3gen.cpu.truth import every, some
+from fa3gen.cpu.truth import count_nonzero, every, some
 from fa3gen.cpu.types import F32, F64, S64, U8, U16, U32, U64, UNSIGNED, Type
 
 # A NumPy vector or scalar. NumPy's own types for the two have no useful common ancestor with operators.
@@ -314,11 +314,11 @@ def add_to_odd(a: Value, b: Value) -> Value:
 def maximum(a: Value, b: Value) -> Value:
     """The greater one of f32 or f64; the number if one is NaN; +0 is greater than -0 (PTX ISA, "max")."""
     greater = np.fmax(a, b)
-    # Rows of zeros are common. Of a zero and a zero fmax returns one: +0 is the greater one, or there is no other.
-    sure = np.count_nonzero(abs(greater) > 0)
-    if sure != greater.size:
-        sure += np.count_nonzero(greater.view(UNSIGNED[greater.dtype.itemsize * 8]) == 0)
-    return greater if sure == greater.size else _extreme(greater, a, b, np.bitwise_and)
+    # Rows of zeros are common. Of a zero and a zero fmax returns one: +0 is the greater one, or there is no other. So
+    # only NaN and -0 are open. The latter is a zero with a bit set.
+    bits = greater.view(UNSIGNED[greater.dtype.itemsize * 8])
+    sure = every(greater == greater) and count_nonzero(greater) == count_nonzero(bits)
+    return greater if sure else _extreme(greater, a, b, np.bitwise_and)
 
 
 def minimum(a: Value, b: Value) -> Value:
@@ -339,7 +339,7 @@ def minimum_nan(a: Value, b: Value) -> Value:
 
 def _unequivocal(extreme: Value) -> bool:
     """Whether there is no zero and no NaN among the results of fmax or fmin, the two cases that these leave open."""
-    return bool(np.count_nonzero(abs(extreme) > 0) == extreme.size)
+    return every(extreme) and every(extreme == extreme)
 
 
 def _extreme(extreme: Value, a: Value, b: Value, join: Callable[[Value, Value], Value]) -> Value:

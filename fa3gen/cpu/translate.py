@@ -33,14 +33,21 @@ class Program:
     `preemptive` cuts blocks so finely that a schedule may switch warps wherever another warp could notice.
     """
 
-    def __init__(self, kernel: Kernel, *, preemptive: bool = False) -> None:
-        """Cut the kernel into blocks. Raises OutsideModel for an instruction that the model lacks."""
+    def __init__(self, kernel: Kernel, *, preemptive: bool = False, other: Program | None = None) -> None:
+        """Cut the kernel into blocks; `other` is the same kernel, cut otherwise, if there is one.
+
+        Raises OutsideModel for an instruction that the model lacks.
+        """
         self.kernel = kernel
         self.blocks = blocks_of(kernel, preemptive=preemptive)
-        self.types = _register_types(kernel)
-        self.accumulators, self.fragments = _wgmma_registers(kernel)
-        self.watched = _with_sources(kernel, self.accumulators | self.fragments)
-        self.granule = _granule(kernel)
+        if other is None:
+            self.types = _register_types(kernel)
+            self.accumulators, self.fragments = _wgmma_registers(kernel)
+            self.watched = _with_sources(kernel, self.accumulators | self.fragments)
+            self.granule = _granule(kernel)
+        else:
+            self.types, self.watched, self.granule = other.types, other.watched, other.granule
+            self.accumulators, self.fragments = other.accumulators, other.fragments
         self.lines: list[dict[int, int]] = []  # per function: line of its source -> instruction index
         self._functions: dict[tuple[int, bool], BlockFunction] = {}
         self._live: dict[frozenset[int], tuple[int, ...]] = {}

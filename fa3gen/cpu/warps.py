@@ -19,7 +19,7 @@ from fa3gen.cpu.findings import Hazard, Kind
 from fa3gen.cpu.flow import EXIT
 from fa3gen.cpu.lanes import NOBODY
 from fa3gen.cpu.translate import SPLIT
-from fa3gen.cpu.truth import every, some
+from fa3gen.cpu.truth import count_nonzero, every, some
 from fa3gen.cpu.wgmma import InFlight
 
 Mask = NDArray[np.bool_]
@@ -108,7 +108,7 @@ class Group:
         if predicate.ndim == 0:
             return mask if predicate else NOBODY
         active = predicate if mask is None else predicate & mask
-        count = np.count_nonzero(active)
+        count = count_nonzero(active)
         if count == active.size:
             return None
         return active if count else NOBODY
