@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import PurePath
-from typing import Literal
+from typing import Any, Literal
 
 from fa3gen.base.wording import listed
 from fa3gen.design import footprint, splits, tile_order
@@ -46,7 +46,7 @@ from fa3gen.spec.model import (
 from fa3gen.spec.quantizing import BLOCK_ROWS
 from fa3gen.spec.specfile import Variant
 
-STORED_NAMES = {
+STORED_NAMES: dict[str, Any] = {
     "k_smem": "sK8",
     "v_smem": "sV8",
     "k_ring": "k8_ring",
@@ -61,7 +61,7 @@ STORED_NAMES = {
     "q_ring_made_of": "storage.q_barriers, Q_STAGES, TILE_M * HEAD_DIM * 2, CONSUMER_WARPS",
 }
 # The same where one warp gathers rows of K, which consumers read, and of V, which others transpose.
-TOGETHER_NAMES = {
+TOGETHER_NAMES: dict[str, Any] = {
     "ring_parameters": "barriers, readers: cutlass.Constexpr",
     "emptied_by": "all threads of so many warps",
     "readers": "readers",
@@ -285,11 +285,12 @@ class LoadPlan:
     `q_ring`: whether consumers of a specialised kernel give Q's place back; `q_barrier` is what they wait for Q at.
     `page_rows`: keys of one page that are copied at once, 0 without pages; `pages`: what copies them, or nothing.
     `ahead`: tiles of K, or of V, that cp.async has on their way at once. `k_smem` to `told` are the module's names
-    and words for where they come to, which is not where they are multiplied if they are converted, and who reads them. `reads_ahead`: the table of
-    pages is read a tile before it is needed. `together`: one warp copies Q, K and V, where `v_tensor` is what V is
-    called, and TMA's `atoms` what it copies by. `clips_bytes`: some of what is clipped at the end of a sequence has
-    elements of one byte, and some of two. `span`: bytes within which a swizzle exchanges pieces of 16 of a row that is
-    copied singly, `span_units` of them, in the same way in as many rows as `rows_alike` divides their number by.
+    and words for where they come to, which is not where they are multiplied if they are converted, and who reads them
+    there. `reads_ahead`: the table of pages is read a tile before it is needed. `together`: one warp copies Q, K and V,
+    where `v_tensor` is what V is called, and TMA's `atoms` what it copies by. `clips_bytes`: some of what is clipped at
+    the end of a sequence has elements of one byte, and some of two. `span`: bytes within which a swizzle exchanges
+    pieces of 16, `span_units` of them, of a row that is copied singly; in the same way in as many rows as `rows_alike`
+    divides a row's number by.
     """
 
     engine: str

@@ -61,6 +61,6 @@ def gathered_swizzle(field: str, swizzle: Swizzle, row_bytes: int) -> Violation 
         return None
     return Violation(
         field,
-        f"single rows of {row_bytes} bytes are copied to where swizzle {wanted} has them, not {swizzle}; use {wanted}, or "
-        f"load.page_rows {hopper.SWIZZLE_ROWS} or more",
+        f"single rows of {row_bytes} bytes are copied to where swizzle {wanted} has them, not {swizzle}; use {wanted}, "
+        f"or load.page_rows {hopper.SWIZZLE_ROWS} or more",
     )
