@@ -37,7 +37,7 @@ Threads
     producer: 1 warpgroup, 56 registers; warp 4 copies Q, K and V, warp 5 finds the tiles (TMA), warps 6 and 7 transpose
         V
     consumers: 1 warpgroup, 256 registers; 64 query rows each
-        about 216 registers each: O 128, P V of a step 32, S 32, P 8, other 16
+        about 212 registers each: O 128, P V of a step 32, S 32, P 8, other 12
 
 Barriers
     ring  stages  producer -> consumers        full with    empty with

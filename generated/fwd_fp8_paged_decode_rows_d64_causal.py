@@ -37,7 +37,7 @@ Threads
     producer: 1 warpgroup, 56 registers; warp 4 copies Q, K and V, warp 5 finds the tiles (TMA), warps 6 and 7 transpose
         V
     consumers: 1 warpgroup, 256 registers; 64 query rows each
-        about 160 registers each: O 32, P V of a step 32, S 64, P 16, other 16
+        about 156 registers each: O 32, P V of a step 32, S 64, P 16, other 12
 
 Barriers
     ring  stages  producer -> consumers        full with   empty with

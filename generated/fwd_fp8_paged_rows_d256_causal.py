@@ -33,10 +33,10 @@ Decisions
     q order    a CTA per SM; each draws its next tile from a counter, and a warp looks where that lies
 
 Threads
-    384 threads, 12 warps, launched with 168 registers each; setmaxnreg moves them: 56 + 2 x 224 = 504 of 3 x 168 = 504
-    producer: 1 warpgroup, 56 registers; warp 8 copies Q, K and V, warp 9 finds the tiles (TMA), warps 10 and 11
+    384 threads, 12 warps, launched with 168 registers each; setmaxnreg moves them: 40 + 2 x 232 = 504 of 3 x 168 = 504
+    producer: 1 warpgroup, 40 registers; warp 8 copies Q, K and V, warp 9 finds the tiles (TMA), warps 10 and 11
         transpose V
-    consumers: 2 warpgroups, 224 registers; 64 query rows each
+    consumers: 2 warpgroups, 232 registers; 64 query rows each
         about 192 registers each: O 128, S 32, P 8, other 24
 
 Barriers
@@ -132,7 +132,7 @@ CONSUMER_WARPS = 4 * CONSUMERS
 TRANSPOSER_WARPS = 2
 THREADS = (CONSUMERS + 1) * WARPGROUP_THREADS  # the last warpgroup loads and transposes V
 # Registers per thread after setmaxnreg, which moves them from the producer's warps to the consumers'.
-PRODUCER_REGISTERS, CONSUMER_REGISTERS = 56, 224
+PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 232
 Q_STAGES = 2  # tiles of Q in flight or in use
 KV_STAGES = 2  # tiles of K and of V in flight or in use
 PRODUCER_WARP, TILE_WARP = CONSUMER_WARPS, CONSUMER_WARPS + 1  # one loads, one finds the tiles for all
@@ -676,16 +676,15 @@ def load_q_k_and_v(atoms, tensors, smem, rings, pages, schedule):
         read_pages(entries, work, work.n_end - 1, pages)
         find_rows(rows_K, entries, work, pages)
         find_rows(rows_V, entries, work, pages)
-        read_pages(entries, work, work.n_end - 2, pages)
         for n_block in cutlass.range(work.n_end - 1, work.n_begin - 1, -1, unroll=1):
             k_ring.producer_acquire(kv_fill)
             load_rows(rows_K, kv_fill)
             v_ring.producer_acquire(kv_fill)
             load_rows(rows_V, kv_fill)
             cute.arch.cp_async_commit_group()  # K and V of a tile land together
+            read_pages(entries, work, n_block - 1, pages)  # while the copies are under way
             find_rows(rows_K, entries, work, pages)  # of the next tile
             find_rows(rows_V, entries, work, pages)
-            read_pages(entries, work, n_block - 2, pages)
             tell_landed(k_ring, kv_fill)
             tell_landed(v_ring, kv_fill)
             kv_fill.advance()
@@ -702,7 +701,7 @@ def load_q_k_and_v(atoms, tensors, smem, rings, pages, schedule):
 def read_pages(entries: cute.Tensor, work: Work, n_block, pages):
     """Start reading where the keys of a tile lie, of lane i keys i, i + 32 and so on: page, -1 for none, and row in it.
 
-    Nobody waits for the table: it is used when the next tile has been asked for.
+    The table is waited for while a tile is on its way.
     """
     page_table, page_size, _ = pages
     for i in cutlass.range_constexpr(cute.size(entries, mode=[1])):

@@ -37,7 +37,7 @@ Threads
     producer: 1 warpgroup, 56 registers; warp 8 copies Q, K and V, warp 9 finds the tiles (TMA), warps 10 and 11
         transpose V
     consumers: 2 warpgroups, 224 registers; 64 query rows each
-        about 140 registers each: O 32, P V of a step 32, S 48, P 12, other 16
+        about 136 registers each: O 32, P V of a step 32, S 48, P 12, other 12
 
 Barriers
     ring  stages  producer -> consumers        full with   empty with

@@ -39,8 +39,6 @@ SCALAR_VECTOR = 8
 OTHER_REGISTERS = 24
 # The same where threads add up sums of the tensor core: as compiled, 224 do for head dim 128 and 128 keys, 216 spill.
 OTHER_REGISTERS_TWO_LEVELS = 12
-# And where a warp beside gathers rows of pages: with 224, packed sequences of 128 keys a tile spill, and of 96 do not.
-OTHER_REGISTERS_GATHERING = 16
 # Columns of 16-bit O that a quad of threads writes at once where O goes straight to global memory: 16 bytes from each.
 DIRECT_COLUMNS = 32
 # Schedulers that start a CTA for each tile of queries; the others start one for each SM.
@@ -61,7 +59,7 @@ PACKED_BUDGETS = {**REGISTER_BUDGETS, 2: (40, 232)}
 TRANSPOSING_BUDGETS = {1: (56, 192, 256), 2: (32, 32, 224), 3: (24, 48, 136)}
 # And where two warps of the producer transpose V: with 24 they would spill, too.
 TRANSPOSING_BESIDE_BUDGETS = PACKED_BUDGETS
-# And where one warp copies rows of K and of V one by one: with 40 it would spill, as compiled.
+# And where one warp has rows of K and of V of two tiles on their way: with 40 it would spill, as compiled.
 GATHERING_BESIDE_BUDGETS = {**PACKED_BUDGETS, 2: (56, 224)}
 WARPGROUP_WARPS = hopper.WARPGROUP // hopper.WARP
 TRANSPOSED_KEYS, TRANSPOSED_COLUMNS = 32, 16  # of V, that a warp transposes at a time
@@ -333,7 +331,7 @@ def register_budget(spec: Forward) -> tuple[int, int]:
         producer, _, consumer = TRANSPOSING_BUDGETS[consumers]
         return producer, consumer
     if transposes(spec) and register_shares(spec) == 1:
-        return (GATHERING_BESIDE_BUDGETS if gathered(spec) else TRANSPOSING_BESIDE_BUDGETS)[consumers]
+        return (GATHERING_BESIDE_BUDGETS if gathered_ahead(spec) > 1 else TRANSPOSING_BESIDE_BUDGETS)[consumers]
     if converts(spec):
         producer, _, consumer = converting_budget(spec)
         return producer, consumer
@@ -469,7 +467,7 @@ def registers_per_thread(spec: Forward) -> list[tuple[str, int]]:
             held.append(("Q", q * spec.problem.head_dim // count // 2))
         if two_levels(spec):
             held.append(("P V of a step", q * promoted_columns(spec) // count))
-            other = OTHER_REGISTERS_GATHERING if gathered(spec) else OTHER_REGISTERS_TWO_LEVELS
+            other = OTHER_REGISTERS_TWO_LEVELS
         if spec.softmax.restart_every is not None:
             held.append(("O of the parts before", q * d // count))
         p = q * kv // count * spec.element.bytes // FP32.bytes

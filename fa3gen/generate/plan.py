@@ -58,6 +58,7 @@ STORED_NAMES: dict[str, Any] = {
     "emptied_by": "all threads that convert K, or V,",
     "readers": "CONVERTER_WARPS",
     "told": "those who convert",
+    "told_of_tile": "those who convert it know. They read as cp.async writes: no fence.",
     "q_ring_made_of": "storage.q_barriers, Q_STAGES, TILE_M * HEAD_DIM * 2, CONSUMER_WARPS",
 }
 # The same where one warp gathers rows of K, which consumers read, and of V, which others transpose.
@@ -66,7 +67,11 @@ TOGETHER_NAMES: dict[str, Any] = {
     "emptied_by": "all threads of so many warps",
     "readers": "readers",
     "told": "the readers",
+    "told_of_tile": "the readers know.",
 }
+# When entries of the table of pages are waited for.
+AHEAD_OF_TABLE = "Nobody waits for the table: it is used when the next tile has been asked for."
+BESIDE_TABLE = "The table is waited for while a tile is on its way."
 MATRIX_COLUMNS = 16  # of a warp's 16 rows: what one stmatrix or ldmatrix of four 8 x 8 matrices moves
 
 
@@ -284,13 +289,13 @@ class LoadPlan:
 
     `q_ring`: whether consumers of a specialised kernel give Q's place back; `q_barrier` is what they wait for Q at.
     `page_rows`: keys of one page that are copied at once, 0 without pages; `pages`: what copies them, or nothing.
-    `ahead`: tiles of K, or of V, that cp.async has on their way at once. `k_smem` to `told` are the module's names
-    and words for where they come to, which is not where they are multiplied if they are converted, and who reads them
-    there. `reads_ahead`: the table of pages is read a tile before it is needed. `together`: one warp copies Q, K and V,
-    where `v_tensor` is what V is called, and TMA's `atoms` what it copies by. `clips_bytes`: some of what is clipped at
-    the end of a sequence has elements of one byte, and some of two. `span`: bytes within which a swizzle exchanges
-    pieces of 16, `span_units` of them, of a row that is copied singly; in the same way in as many rows as `rows_alike`
-    divides a row's number by.
+    `ahead`: tiles of K, or of V, that cp.async has on their way at once. `k_smem` to `table_read` are the module's
+    names and words for where they come to, which is not where they are multiplied if they are converted, and who reads
+    them there. `reads_ahead`: the table of pages is read a tile before it is needed. `together`: one warp copies Q, K
+    and V, where `v_tensor` is what V is called, and TMA's `atoms` what it copies by. `clips_bytes`: some of what is
+    clipped at the end of a sequence has elements of one byte, and some of two. `span`: bytes within which a swizzle
+    exchanges pieces of 16, `span_units` of them, of a row that is copied singly; in the same way in as many rows as
+    `rows_alike` divides a row's number by.
     """
 
     engine: str
@@ -314,6 +319,8 @@ class LoadPlan:
     emptied_by: str = "all consumer threads"
     readers: str = "CONSUMER_WARPS"
     told: str = "the consumers"
+    told_of_tile: str = "the consumers know."
+    table_read: str = AHEAD_OF_TABLE
     q_ring_made_of: str = "storage.q_barriers, Q_STAGES, TILE_M * HEAD_DIM * 2"
     reads_ahead: bool = False
     together: bool = False
@@ -331,7 +338,7 @@ class LoadPlan:
 
     @property
     def reads_entries(self) -> bool:
-        """Whether the table is read a tile before its entries say where single rows lie."""
+        """Whether entries of the table are read before they say where single rows lie."""
         return self.runs_ahead or self.together
 
 
@@ -1126,6 +1133,7 @@ def _load(spec: Forward) -> LoadPlan:
         ahead=footprint.gathered_ahead(spec),
         **(STORED_NAMES if footprint.converts(spec) else {}),
         **(TOGETHER_NAMES if footprint.loads_together(spec) else {}),
+        table_read=AHEAD_OF_TABLE if footprint.gathered_ahead(spec) > 1 else BESIDE_TABLE,
         reads_ahead=footprint.converts(spec) and footprint.paged(spec) and not footprint.gathered(spec),
         together=footprint.loads_together(spec),
         v_tensor="mV" if footprint.paged(spec) else "mVt",
