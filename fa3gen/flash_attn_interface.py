@@ -14,8 +14,8 @@ bfloat16. Both come with the same masks, sinks and caps. With `attention_chunk` 
 end, in plain torch on the device (`fa3gen.run.chunks`), and attended as packed ones. Whatever else is asked for raises
 NotImplementedError, which names the argument and what to do instead. Where there is no module for the head dim, window,
 sinks or cap, NoKernel says how to make one; with FA3GEN_RENDER=1, set before fa3gen is imported, the call
-makes it, as with `render=True` of `fa3gen.attention`. Where none can be made, as for head dims above 256 or single rows
-of 8 bits in pages, NoKernel says which rules are against it, and is a NotImplementedError, too.
+makes it, as with `render=True` of `fa3gen.attention`. Where none can be made, as for head dims above 256, NoKernel says
+which rules are against it, and is a NotImplementedError, too.
 
 `num_splits` is a request on how work is divided, as upstream: below 1 for whatever was measured to be fastest, more
 than 1 for so many parts of the keys of a tile of queries. 1 is for no module that splits keys, given to

@@ -19,10 +19,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import fa3gen
 from fa3gen import flash_attn_interface as fa3
 from fa3gen.design.family import Family
+from fa3gen.design.proposed import Proposal, propose
 from fa3gen.run import dispatch
 from fa3gen.run.dispatch import ArgumentError, Choice, NoKernel, Size, Stretch
 from fa3gen.run.eight_bits import FACTORS
-from fa3gen.spec.model import CausalMask, NoMask, WindowMask
+from fa3gen.spec.model import CausalMask, NoMask, TmaLoad, WindowMask
 
 E4M3 = torch.float8_e4m3fn
 LENGTHS_Q, LENGTHS_K, HEADS, DIM = (3, 0, 5, 2), (7, 4, 0, 9), (4, 2), 128
@@ -254,9 +255,26 @@ def test_windows_and_pages_have_modules() -> None:
     for page, layout in ((None, "packed"), (16, "paged"), (48, "paged")):
         assert chosen(700, WindowMask(left=128, right=0), page=page) == f"fwd_fp8_{layout}_any_window_d128"
     with pytest.raises(
-        NoKernel, match="no generated module computes e4m3, O in bf16, head dim 128, causal, pages of 8"
+        NoKernel, match="no generated module computes e4m3, O in bf16, head dim 128, no mask, pages of 8"
     ):
-        chosen(700, page=8)
+        chosen(700, NoMask(), page=8)
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_pages_of_other_sizes_have_modules(dim: int) -> None:
+    """For prompts, few queries and parts; others are proposed with single rows, as many stages, and no boxes."""
+    for page in (1, 3, 8, 24):
+        assert chosen(700, dim=dim, page=page) == f"fwd_fp8_paged_rows_d{dim}_causal"
+        assert chosen(1, dim=dim, page=page) == f"fwd_fp8_paged_decode_rows_d{dim}_causal"
+        assert chosen(1, dim=dim, page=page, parts=3) == f"fwd_fp8_paged_decode_rows_d{dim}_causal"
+    base = CHECKOUT.load(CHECKOUT.root / "specs/fwd_fp8_paged_rows.yaml").variants
+    stages = {variant.spec.problem.head_dim: variant.spec.load.kv_stages for variant in base}
+    for mask in (NoMask(), WindowMask(left=300, right=5)):
+        for more in ({}, {"sink": True}, {"softcap": True}):
+            family = Family("e4m3", dim, dim, mask, "bf16", layout="paged", page_rows=3, **more)
+            proposal = propose(family, CHECKOUT)
+            assert isinstance(proposal, Proposal) and isinstance(proposal.spec.load, TmaLoad)
+            assert (proposal.spec.load.page_rows, proposal.spec.load.kv_stages) == (1, stages[dim])
 
 
 @pytest.mark.parametrize("dim", [64, 128, 256])

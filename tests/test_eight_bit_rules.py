@@ -51,7 +51,6 @@ def test_eight_bit_kernel(field: str, parts: dict[str, Any], way_out: str) -> No
         ("tile.pack_heads", {"tile": {"pack_heads": 4}}, "use 1"),
         ("split", {"scheduler": "even"}, "use split"),
         ("load.q_stages", {"load": {"q_stages": 1}}, "use 2"),
-        ("load.page_rows", {"problem": {"layout": "paged"}, "load": {"page_rows": 1}}, "use 16 or 64"),
     ],
 )
 def test_eight_bit_kernel_of_packed_sequences(field: str, parts: dict[str, Any], way_out: str) -> None:
@@ -86,6 +85,21 @@ def test_transposed_tile() -> None:
         "tile.transposers", f"2 {refused.format(80)} with a head dim that is a multiple of 32"
     )
     assert footprint.transposed_blocks(spec_of("k7_d128")) == 8
+
+
+def test_rows_gathered_beside_transposers() -> None:
+    """One warp has rows of K and V: of two tiles it takes 56 registers, and the table read ahead; of one tile 40 do."""
+    rows = {"page_rows": 1, "kv_stages": 4}
+    two = spec_with("fwd_fp8_paged_d128_causal", tile={"kv": 96}, load=rows, smem={"vt": "32B"})
+    one = spec_with("fwd_fp8_paged_d128_causal", load={"page_rows": 1})
+    for spec, ahead, budget in ((two, 2, (56, 224)), (one, 1, (40, 232))):
+        assert violations(spec) == {} and footprint.gathered_ahead(spec) == ahead
+        assert footprint.register_budget(spec) == budget
+        assert 3 * footprint.launch_registers(spec) == budget[0] + 2 * budget[1]
+    few = spec_with("fwd_fp8_paged_decode_d64_causal", load={"page_rows": 1}, smem={"k": "32B", "v": "32B"})
+    assert {field: message.split(";")[0] for field, message in violations(few).items()} == {
+        f"smem.{name}": "single rows of 64 bytes are copied to where swizzle 64B has them, not 32B" for name in "kv"
+    }
 
 
 def test_transposing_warps() -> None:

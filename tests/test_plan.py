@@ -691,6 +691,16 @@ def test_shared_memory_table(stem: str) -> None:
     assert smem.smem_bytes - 1024 < end <= smem.smem_bytes <= 232448
 
 
+def transposed_rows(stem: str, warps: int) -> list[list[str]]:
+    """The row of V transposed, which warps fill for so many others."""
+    values, members = constants(code(stem)), storage(stem)
+    count, stages, last = values["TRANSPOSER_WARPS"], values["KV_STAGES"], values["THREADS"] // 32
+    assert (members["sVt"], members["vt_barriers"]) == (members["sV"], 2 * 8 * stages)
+    between = "and" if count == 2 else "to"  # two of the last warpgroup, or all of it
+    edge = f"warps {last - count} {between} {last - 1} -> {warps} warps"
+    return [["vt", str(stages), edge, f"{count} arrivals", f"{warps} arrivals"]]
+
+
 def converted_rows(stem: str, name: str, loader: str) -> list[list[str]]:
     """The rows of K, or V, that comes in 8 bits to a ring of its own, of which warps fill the other one."""
     values, members, count = constants(code(stem)), storage(stem), constants(code(stem))["CONVERTER_WARPS"]
@@ -849,18 +859,18 @@ def test_ring_table(stem: str) -> None:
         edge = f"TMA, from {loader} -> {readers} warps"
         expected.append([name, str(stages), edge, f"{size} bytes", f"{readers} arrivals"])
         if transposed:
-            assert (members["sVt"], members["vt_barriers"]) == (members["sV"], 2 * 8 * stages)
-            last = values["THREADS"] // 32
-            between = "and" if readers == 2 else "to"  # two of the last warpgroup, or all of it
-            edge = f"warps {last - readers} {between} {last - 1} -> {warps} warps"
-            expected.append(["vt", str(stages), edge, f"{readers} arrivals", f"{warps} arrivals"])
+            expected += transposed_rows(stem, warps)
     for name, loader in gathered:
         if plan(stem).converts:
             expected += converted_rows(stem, name, loader)
             continue
         assert members[f"{name}_barriers"] == 2 * 8 * values["KV_STAGES"]
-        edge, arrivals = f"{loader} -> {warps} warps", f"{warps * values['WARP']} arrivals"
+        transposed = name == "v" and "TRANSPOSER_WARPS" in values
+        readers = values["TRANSPOSER_WARPS"] if transposed else warps
+        edge, arrivals = f"{loader} -> {readers} warps", f"{readers * values['WARP']} arrivals"
         expected.append([name, str(values["KV_STAGES"]), edge, "1 arrival", arrivals])
+        if transposed:
+            expected += transposed_rows(stem, warps)
     if plan(stem).scheduler.tile_ring:
         slots = values["TILE_SLOTS"]
         (tiles,) = [region for region in plan(stem).smem.regions if region.name == "tiles"]

@@ -1135,6 +1135,19 @@ def test_gathered_rows() -> None:
     )
 
 
+def test_gathered_swizzle() -> None:
+    """The widest whose span is a whole part of a row: eight pieces of 16 bytes, or the four that lanes copy at once."""
+    assert [pages.gathered_swizzle("smem.k", "128B", row_bytes) for row_bytes in (128, 256, 512)] == [None] * 3
+    assert [pages.gathered_swizzle("smem.v", "64B", row_bytes) for row_bytes in (64, 192)] == [None] * 2
+    assert pages.gathered_swizzle("smem.v", "64B", 256) == Violation(
+        "smem.v",
+        "single rows of 256 bytes are copied to where swizzle 128B has them, not 64B; use 128B, or load.page_rows 8 or "
+        "more",
+    )
+    found = pages.gathered_swizzle("smem.k", "32B", 64)
+    assert found is not None and found.message.endswith("use 64B, or load.page_rows 8 or more")
+
+
 def test_packed_output() -> None:
     assert schedules.packed_output("packed", True, "bf16", "bf16") is None
     assert schedules.packed_output("dense", False, "fp32", "bf16") is None

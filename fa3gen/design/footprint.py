@@ -59,6 +59,8 @@ PACKED_BUDGETS = {**REGISTER_BUDGETS, 2: (40, 232)}
 TRANSPOSING_BUDGETS = {1: (56, 192, 256), 2: (32, 32, 224), 3: (24, 48, 136)}
 # And where two warps of the producer transpose V: with 24 they would spill, too.
 TRANSPOSING_BESIDE_BUDGETS = PACKED_BUDGETS
+# And where one warp has rows of K and of V of two tiles on their way: with 40 it would spill, as compiled.
+GATHERING_BESIDE_BUDGETS = {**PACKED_BUDGETS, 2: (56, 224)}
 WARPGROUP_WARPS = hopper.WARPGROUP // hopper.WARP
 TRANSPOSED_KEYS, TRANSPOSED_COLUMNS = 32, 16  # of V, that a warp transposes at a time
 P_EXPONENT = 8  # P in 8 bits is 2^8 times itself: 256 at most, of the 448 that e4m3 reaches
@@ -329,7 +331,7 @@ def register_budget(spec: Forward) -> tuple[int, int]:
         producer, _, consumer = TRANSPOSING_BUDGETS[consumers]
         return producer, consumer
     if transposes(spec) and register_shares(spec) == 1:
-        return TRANSPOSING_BESIDE_BUDGETS[consumers]
+        return (GATHERING_BESIDE_BUDGETS if gathered_ahead(spec) > 1 else TRANSPOSING_BESIDE_BUDGETS)[consumers]
     if converts(spec):
         producer, _, consumer = converting_budget(spec)
         return producer, consumer

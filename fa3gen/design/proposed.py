@@ -117,8 +117,8 @@ def _distance(variant: Variant[Forward], family: Family, split: Split | None) ->
         *(other.by_sequence != family.by_sequence, other.layout != family.layout),
         other.v_permuted != family.v_permuted,
         *(spec.schedule.kind == "cooperative", alone),
+        (family.page_rows or 0) % (other.page_rows or 1) != 0,  # single rows have stages and registers of their own
         other.mask.kind != family.mask.kind,
-        (family.page_rows or 0) % (other.page_rows or 1) != 0,
         # A tile for a larger head dim has room for this one; one for a smaller head dim may not.
         *(own < wanted for own, wanted in dims),
         *(abs(own - wanted) for own, wanted in dims),
@@ -183,7 +183,7 @@ def _page_rows(base: Forward, family: Family) -> int | None:
     """Keys to copy at once of pages of the family's size: as many as for the base, or for all tiles, or single rows."""
     if family.page_rows is None:
         return None
-    usual = Family.of(base).page_rows or (PAGE_BOXES[0] if family.eight_bits else 1)  # of 8-bit queries none are single
+    usual = Family.of(base).page_rows or (PAGE_BOXES[0] if family.eight_bits else 1)  # of 8-bit queries in boxes
     return next(rows for rows in (usual, *PAGE_BOXES, 1) if family.page_rows % rows == 0)
 
 

@@ -262,6 +262,9 @@ def _load_sentence(spec: Forward) -> str:
     if isinstance(spec.load, TmaLoad):
         barrier = "one full barrier counts both" if spec.load.barrier == "shared" else "a full barrier each"
         q = "Q once" if spec.load.q_stages == 1 else f"Q in {spec.load.q_stages} buffers"
+        if footprint.transposes(spec) and footprint.gathered(spec):
+            rings = f"K and V in rings of {stages(spec.load.kv_stages)}"
+            return f"TMA for {q}; cp.async for {rings}; threads fill one of V transposed, V^T"
         if footprint.transposes(spec):
             return f"TMA; {q}, K and V in rings of {stages(spec.load.kv_stages)}; threads fill one of V transposed, V^T"
         if footprint.gathered(spec) and footprint.converts(spec):

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import PurePath
-from typing import Literal
+from typing import Any, Literal
 
 from fa3gen.base.wording import listed
 from fa3gen.design import footprint, splits, tile_order
@@ -46,15 +46,32 @@ from fa3gen.spec.model import (
 from fa3gen.spec.quantizing import BLOCK_ROWS
 from fa3gen.spec.specfile import Variant
 
-STORED_NAMES = {
+STORED_NAMES: dict[str, Any] = {
     "k_smem": "sK8",
     "v_smem": "sV8",
     "k_ring": "k8_ring",
     "v_ring": "v8_ring",
     "stages": "STORED_STAGES",
     "dtype_name": "KV_DTYPE",
+    "v_rows": "sV8",
+    "around": "KV_AROUND",
+    "emptied_by": "all threads that convert K, or V,",
+    "readers": "CONVERTER_WARPS",
+    "told": "those who convert",
+    "told_of_tile": "those who convert it know. They read as cp.async writes: no fence.",
     "q_ring_made_of": "storage.q_barriers, Q_STAGES, TILE_M * HEAD_DIM * 2, CONSUMER_WARPS",
 }
+# The same where one warp gathers rows of K, which consumers read, and of V, which others transpose.
+TOGETHER_NAMES: dict[str, Any] = {
+    "ring_parameters": "barriers, readers: cutlass.Constexpr",
+    "emptied_by": "all threads of so many warps",
+    "readers": "readers",
+    "told": "the readers",
+    "told_of_tile": "the readers know.",
+}
+# When entries of the table of pages are waited for.
+AHEAD_OF_TABLE = "Nobody waits for the table: it is used when the next tile has been asked for."
+BESIDE_TABLE = "The table is waited for while a tile is on its way."
 MATRIX_COLUMNS = 16  # of a warp's 16 rows: what one stmatrix or ldmatrix of four 8 x 8 matrices moves
 
 
@@ -275,10 +292,13 @@ class LoadPlan:
 
     `q_ring`: whether consumers of a specialised kernel give Q's place back; `q_barrier` is what they wait for Q at.
     `page_rows`: keys of one page that are copied at once, 0 without pages; `pages`: what copies them, or nothing.
-    `ahead`: tiles of K, or of V, that cp.async has on their way at once. `k_smem` to `stages` are the module's names
-    for where they come to, which is not where they are multiplied if they are converted. `reads_ahead`: the table of
-    pages is read a tile before it is needed. `together`: one warp copies Q, K and V, where `v_tensor` is what V is
-    called. `clips_bytes`: some of what is clipped at the end of a sequence has elements of one byte, and some of two.
+    `ahead`: tiles of K, or of V, that cp.async has on their way at once. `k_smem` to `table_read` are the module's
+    names and words for where they come to, which is not where they are multiplied if they are converted, and who reads
+    them there. `reads_ahead`: the table of pages is read a tile before it is needed. `together`: one warp copies Q, K
+    and V, where `v_tensor` is what V is called, and TMA's `atoms` what it copies by. `clips_bytes`: some of what is
+    clipped at the end of a sequence has elements of one byte, and some of two. `span`: bytes within which a swizzle
+    exchanges pieces of 16, `span_units` of them, of a row that is copied singly; in the same way in as many rows as
+    `rows_alike` divides a row's number by.
     """
 
     engine: str
@@ -296,16 +316,33 @@ class LoadPlan:
     v_ring: str = "v_ring"
     stages: str = "KV_STAGES"
     dtype_name: str = "DTYPE"
+    v_rows: str = "sV"
+    around: str = "AROUND"
+    ring_parameters: str = "barriers"
+    emptied_by: str = "all consumer threads"
+    readers: str = "CONSUMER_WARPS"
+    told: str = "the consumers"
+    told_of_tile: str = "the consumers know."
+    table_read: str = AHEAD_OF_TABLE
     q_ring_made_of: str = "storage.q_barriers, Q_STAGES, TILE_M * HEAD_DIM * 2"
     reads_ahead: bool = False
     together: bool = False
     v_tensor: str = "mVt"
+    atoms: str = ""
     clips_bytes: bool = False
+    span: int = 0
+    span_units: int = 0
+    rows_alike: str = ""
 
     @property
     def runs_ahead(self) -> bool:
         """Whether a tile is begun before the one before it has landed."""
         return self.ahead > 1
+
+    @property
+    def reads_entries(self) -> bool:
+        """Whether entries of the table are read before they say where single rows lie."""
+        return self.runs_ahead or self.together
 
 
 @dataclass(frozen=True)
@@ -529,7 +566,7 @@ class OutputPlan:
     `smem` is the module's name for O's place there, of cooperative kernels: Q's, or its own where the layouts differ;
     `smem_dtype` is that for its dtype there.
     `own_dtype`: another one than that of q, k and v. `torch_name` is its dtype's in the module; `needed_name` is that
-    of the dtype which a check asks of any tensor of a call.
+    of the dtype which a check asks of any tensor of a call. `clipped`: what of O is clipped where its sequence ends.
     """
 
     place: Literal["over_q", "own_buffer", "direct"]
@@ -539,6 +576,7 @@ class OutputPlan:
     own_dtype: bool
     torch_name: str
     needed_name: str
+    clipped: str
 
 
 @dataclass(frozen=True)
@@ -1084,7 +1122,8 @@ def _output(spec: Forward) -> OutputPlan:
         names = ("TORCH_DTYPE", "dtype")
     smem = "sQ" if _smem(spec).o is None else "sO"
     smem_dtype = "OUT_DTYPE" if footprint.eight_bits(spec) else "DTYPE"
-    return OutputPlan(spec.outputs.o, smem, smem_dtype, packed_rows if packed else rows, own, *names)
+    clipped = "out, OUT_AROUND" if footprint.eight_bits(spec) else "out"
+    return OutputPlan(spec.outputs.o, smem, smem_dtype, packed_rows if packed else rows, own, *names, clipped)
 
 
 def _load(spec: Forward) -> LoadPlan:
@@ -1102,12 +1141,29 @@ def _load(spec: Forward) -> LoadPlan:
         pages=pages if footprint.paged(spec) else "",
         ahead=footprint.gathered_ahead(spec),
         **(STORED_NAMES if footprint.converts(spec) else {}),
+        **(TOGETHER_NAMES if footprint.loads_together(spec) else {}),
+        table_read=AHEAD_OF_TABLE if footprint.gathered_ahead(spec) > 1 else BESIDE_TABLE,
         reads_ahead=footprint.converts(spec) and footprint.paged(spec) and not footprint.gathered(spec),
         together=footprint.loads_together(spec),
         v_tensor="mV" if footprint.paged(spec) else "mVt",
+        atoms="(tma_Q,)" if footprint.gathered(spec) else "(tma_Q, tma_K, tma_V)",
+        **(_swizzled_rows(spec) if footprint.gathered(spec) and not footprint.converts(spec) else {}),
         clips_bytes=(footprint.eight_bits(spec) and spec.outputs.o != "direct")
         or (footprint.converts(spec) and not footprint.paged(spec)),
     )
+
+
+def _swizzled_rows(spec: Forward) -> dict[str, Any]:
+    """How single rows of K and V are copied to where the products, or who transposes V, read them."""
+    assert spec.smem is not None
+    span = hopper.SWIZZLE_SPAN[spec.smem.k]
+    alike = hopper.SWIZZLE_SPAN["128B"] // span
+    return {
+        "dtype_name": "KV_DTYPE" if footprint.mixed(spec) else "DTYPE",
+        "span": span,
+        "span_units": span // VECTOR_BYTES,
+        "rows_alike": f" // {alike}" * (alike > 1),
+    }
 
 
 def _stored(spec: Forward) -> StoredPlan | None:
@@ -1322,9 +1378,9 @@ def _sections(spec: Forward) -> SectionsPlan:
 
 
 def _loads_section(spec: Forward) -> str:
-    if footprint.gathered(spec):
-        return "loads_gathered"
-    return "loads_transposing" if footprint.transposes(spec) else "loads_specialized"
+    if footprint.transposes(spec):
+        return "loads_transposing"
+    return "loads_gathered" if footprint.gathered(spec) else "loads_specialized"
 
 
 def _producers_section(spec: Forward) -> str:

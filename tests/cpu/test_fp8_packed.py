@@ -27,6 +27,8 @@ NARROW, NARROW_PAGED, WIDE_PAGED = "fwd_fp8_packed_d64_causal", "fwd_fp8_paged_d
 FEW, FEW_PAGED = "fwd_fp8_packed_decode_d128_causal", "fwd_fp8_paged_decode_d128_causal"
 FEWS = [f"fwd_fp8_{layout}_decode_d{dim}_causal" for dim in (64, 256) for layout in ("packed", "paged")]
 WINDOWS = "fwd_fp8_paged_any_window_d128"
+ROWS = {dim: f"fwd_fp8_paged_rows_d{dim}_causal" for dim in (64, 128, 256)}
+FEW_ROWS = {dim: f"fwd_fp8_paged_decode_rows_d{dim}_causal" for dim in ROWS}
 # More keys than queries, the other way round, without queries, without keys, without both.
 LENGTHS_Q, LENGTHS_K, HEADS = (3, 0, 150, 5, 0, 70), (300, 7, 130, 0, 0, 9), (4, 2)
 PAGE = 48
@@ -45,22 +47,22 @@ def tensors(stem: str) -> tuple[torch.Tensor, ...]:
     return tuple(torch.randn(shape, generator=generator).to(E4M3) for shape in shapes)
 
 
-def in_pages(k: torch.Tensor, v: torch.Tensor) -> dict[str, torch.Tensor]:
+def in_pages(k: torch.Tensor, v: torch.Tensor, page: int) -> dict[str, torch.Tensor]:
     """The keys of all sequences in pages of any order, by the names of the entry point; what is left of them is NaN.
 
     Those of V have the heads before the rows of a page.
     """
-    counts = [-(-length // PAGE) for length in LENGTHS_K]
+    counts = [-(-length // page) for length in LENGTHS_K]
     order = torch.randperm(sum(counts) + 2, generator=torch.Generator().manual_seed(1))
     table = torch.full((len(counts), max(counts)), 2**20, dtype=torch.int32)  # no such page
-    pages = [torch.full((len(order), PAGE, *x.shape[1:]), 0x7F, dtype=torch.uint8) for x in (k, v)]
+    pages = [torch.full((len(order), page, *x.shape[1:]), 0x7F, dtype=torch.uint8) for x in (k, v)]
     taken = 0
     for number, (count, rows) in enumerate(zip(counts, bounds_of(LENGTHS_K), strict=True)):
         table[number, :count] = at = order[taken : taken + count]
         for x, into in zip((k, v), pages, strict=True):
             filled = into[at].flatten(0, 1)
             filled[: rows.stop - rows.start] = x[rows].view(torch.uint8)
-            into[at] = filled.view(count, PAGE, *x.shape[1:])
+            into[at] = filled.view(count, page, *x.shape[1:])
         taken += count
     k_pages, v_pages = (x.view(E4M3) for x in pages)
     v_pages = v_pages.transpose(1, 2).contiguous().transpose(1, 2)
@@ -68,12 +70,12 @@ def in_pages(k: torch.Tensor, v: torch.Tensor) -> dict[str, torch.Tensor]:
     return {"k": k_pages, "v": v_pages, "page_table": table, "seqused_k": used}
 
 
-def call(attention: Any, stem: str, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def call(attention: Any, stem: str, page: int = PAGE, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """O and LSE of all sequences by a module for packed ones, or for pages."""
     q, k, v = tensors(stem)
     keys = {"k": k, "v": v, "cu_seqlens_k": offsets(LENGTHS_K)}
     if variants()[stem].spec.problem.layout == "paged":
-        keys = in_pages(k, v)
+        keys = in_pages(k, v, page)
     found = attention(q, **keys, cu_seqlens_q=offsets(LENGTHS_Q), return_lse=True, **options)
     return found  # type: ignore[no-any-return]
 
@@ -137,6 +139,21 @@ def test_bits_are_those_of_dense_tensors(stem: str, dense: str, window: dict[str
         assert out[rows].equal(wanted[0]) and lse[:, rows].equal(wanted_lse[0])
 
 
+@pytest.mark.parametrize(
+    ("stem", "boxes"),
+    [
+        *((FEW_ROWS[dim], f"fwd_fp8_paged_decode_d{dim}_causal") for dim in FEW_ROWS),
+        *((ROWS[dim], WIDE_PAGED if dim == 256 else None) for dim in ROWS),
+    ],
+)
+def test_single_rows_give_the_same_bits_in_pages_of_any_size(stem: str, boxes: str | None) -> None:
+    """Those of boxes, too, where tiles are the same; pages of one key, and of as many as no swizzle has."""
+    wanted, wanted_lse = call(module(boxes or stem).attention, boxes or stem)
+    for page in (1, 7):
+        out, lse = call(module(stem).attention, stem, page)
+        assert out.equal(wanted) and lse.equal(wanted_lse)
+
+
 @pytest.mark.parametrize("stem", [PACKED, NARROW, WHOLE, FEW, *FEWS[::2]])
 def test_neighbours_that_are_nan_change_no_bit(stem: str) -> None:
     """Both NaNs of 8 bits before, between and behind the rows in use: their P is 0, and 0 times NaN is NaN."""
@@ -159,7 +176,7 @@ def test_neighbours_that_are_nan_change_no_bit(stem: str) -> None:
     ("stem", "kind"),
     [
         *((PACKED, kind) for kind in ("stride 0", "in larger tensors", "one of them")),
-        *((stem, "of heads") for stem in (PAGED, NARROW, WHOLE, FEW, FEW_PAGED, *FEWS)),
+        *((stem, "of heads") for stem in (PAGED, NARROW, WHOLE, FEW, FEW_PAGED, *FEWS, ROWS[64], ROWS[128])),
     ],
 )
 def test_factors_are_of_a_sequence_and_a_head(stem: str, kind: str) -> None:
@@ -204,6 +221,32 @@ MISTAKES = {
         "(row, page, of_k, of_v), upcoming = upcoming,",
         "row, page, of_k, of_v =",
     ),
+    "rows told before they have landed": (
+        FEW_ROWS[128],
+        "cp_async_wait_group(on_their_way)",
+        "cp_async_wait_group(on_their_way + 1)",
+    ),
+    "the same where one tile is on its way": (ROWS[256], "cp_async_wait_group(0)", "cp_async_wait_group(1)"),
+    "no fence between cp.async and wgmma": (
+        FEW_ROWS[64],
+        'cute.arch.fence_proxy("async.shared", space="cta")  # cp.async wrote; wgmma',
+        "# wgmma",
+    ),
+    "a stage of K is filled in use": (ROWS[128], "            k_ring.producer_acquire(kv_fill)\n", ""),
+    "a stage of V that rows fill in use": (FEW_ROWS[64], "            v_ring.producer_acquire(kv_fill)\n", ""),
+    "a stage of V is free when one warp has read it": (
+        ROWS[64],
+        "make_gathered_ring(storage.v_barriers, TRANSPOSER_WARPS)",
+        "make_gathered_ring(storage.v_barriers, 1)",
+    ),
+    "rows of another tile": (
+        FEW_ROWS[128],
+        "read_pages(entries, work, n_block - 2, pages)",
+        "read_pages(entries, work, n_block - 1, pages)",
+    ),
+    "rows of V where those of K are": (ROWS[128], "(mV, sV, places[1])", "(mK, sV, places[1])"),
+    "rows that are not there": (FEW_ROWS[64], "exists[0, 0] = place >= 0", "exists[0, 0] = place >= -1"),
+    "the swizzle of 128 bytes for one of 64": (ROWS[64], "unit ^ row_of_lane // 2,", "unit ^ row_of_lane % 4,"),
     "columns of parts in the order of V transposed": (FEW, "    acc_O = in_order_of_columns(acc_O)\n", ""),
     "LSE of P times 256": (FEW, "fastmath=True) - P_EXPONENT\n", "fastmath=True)\n"),
 }

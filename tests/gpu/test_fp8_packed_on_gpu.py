@@ -97,11 +97,22 @@ def test_packed_sequences(dim: int, reach: Any, hopper: torch.device) -> None:
         assert found.equal(out)
 
 
-@pytest.mark.parametrize(("dim", "reach"), [*((dim, (None, 0)) for dim in HEADS), (128, (300, 0)), (128, (64, 70))])
+def into_pages(x: torch.Tensor, page: int, order: torch.Tensor) -> torch.Tensor:
+    """(BATCH, ROOM, heads, dim) in pages of this order; what is left of a sequence's last page is NaN."""
+    cells = -(-ROOM // page) * page
+    padded = torch.full((BATCH, cells, *x.shape[2:]), NANS[0], dtype=torch.uint8, device=x.device)
+    padded[:, :ROOM] = x.view(torch.uint8)
+    return padded.view(-1, page, *x.shape[2:])[order].view(E4M3)
+
+
+ANY_PAGES = [(dim, (None, 0), page) for dim in HEADS for page in (None, PAGE, 8, 3, 1)]
+WINDOWS_IN_PAGES = [(128, reach, page) for reach in ((300, 0), (64, 70)) for page in (None, PAGE)]
+
+
+@pytest.mark.parametrize(("dim", "reach", "page"), [*ANY_PAGES, *WINDOWS_IN_PAGES])
 @pytest.mark.parametrize("seq_q", [1, 4, 100])
-@pytest.mark.parametrize("paged", [False, True])
-def test_a_cache(seq_q: int, paged: bool, dim: int, reach: Any, hopper: torch.device) -> None:
-    """Contiguous, and in pages that lie in any order; replayed with other lengths and other factors."""
+def test_a_cache(seq_q: int, page: int | None, dim: int, reach: Any, hopper: torch.device) -> None:
+    """Contiguous, and in pages of any size that lie in any order; replayed with other lengths and other factors."""
     heads_q, heads_kv = HEADS[dim]
     q = random(hopper, BATCH, seq_q, heads_q, dim)
     k, v = (random(hopper, BATCH, ROOM, heads_kv, dim, seed=seed) for seed in (1, 2))
@@ -110,9 +121,9 @@ def test_a_cache(seq_q: int, paged: bool, dim: int, reach: Any, hopper: torch.de
     given: dict[str, Any] = {"cache_seqlens": used, "causal": reach == (None, 0), **factors}
     given |= {"window_size": reach} if reach[0] is not None else {}
     k_cache, v_cache = k, v
-    if paged:
-        order = torch.randperm(BATCH * ROOM // PAGE, device=hopper)
-        k_cache, v_cache = (x.view(-1, PAGE, *x.shape[2:]).view(torch.uint8)[order].view(E4M3) for x in (k, v))
+    if page is not None:
+        order = torch.randperm(BATCH * -(-ROOM // page), device=hopper)
+        k_cache, v_cache = (into_pages(x, page, order) for x in (k, v))
         given["page_table"] = order.argsort().int().view(BATCH, -1)
 
     def right(out: torch.Tensor) -> bool:

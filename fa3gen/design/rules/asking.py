@@ -109,6 +109,12 @@ def _structure(spec: Forward) -> Iterable[Answer]:
         if spec.load.page_rows == 1:
             yield pages.gathered_rows.ask("problem.head_dim", spec.problem.head_dim)
             yield pages.gathered_rows.ask(_v_dim_field(spec), spec.problem.v_dim)
+            if spec.smem is not None and not footprint.converts(spec):
+                for field, swizzle, dim in (
+                    ("smem.k", spec.smem.k, spec.problem.head_dim),
+                    ("smem.v", spec.smem.v, spec.problem.v_dim),
+                ):
+                    yield pages.gathered_swizzle.ask(field, swizzle, dim * spec.kv_element.bytes)
         elif spec.load.page_rows is not None:
             yield pages.page_boxes.ask(spec.load.page_rows, spec.tile.kv)
     yield from _eight_bits(spec)
@@ -167,8 +173,6 @@ def _eight_bits(spec: Forward) -> Iterable[Answer]:
         yield eight_bits.eight_bit_kernel.ask(field, value, values)
     if packed:  # of the producer's warps one finds tiles, one loads, and two are left
         yield eight_bits.eight_bit_kernel.ask("tile.transposers", tile.transposers, (2,))
-        if footprint.gathered(spec):
-            yield eight_bits.eight_bit_kernel.ask("load.page_rows", footprint.page_rows(spec), (16, 64))
         yield eight_bits.eight_bit_kernel.ask("smem.vt", spec.smem and spec.smem.vt, ("128B", "64B", "32B"))
     if footprint.persistent(spec):  # else the place of Q would be free with the last K
         yield eight_bits.eight_bit_kernel.ask("load.q_stages", footprint.q_stages(spec), (2,))

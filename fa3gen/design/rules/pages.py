@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fa3gen.design.rules.registry import GENERATOR, HARDWARE, Violation, rule
 from fa3gen.hardware import hopper
+from fa3gen.spec.model import Swizzle
 
 GATHERED = 64  # elements of a row that 8 lanes copy side by side, 16 bytes each
 
@@ -49,4 +50,17 @@ def gathered_rows(field: str, head_dim: int) -> Violation | None:
         field,
         f"rows of {head_dim} elements are not whole 128 bytes, by which single rows are copied; use a multiple of "
         f"{GATHERED}, or load.page_rows {hopper.SWIZZLE_ROWS} or more",
+    )
+
+
+@rule(kind=GENERATOR, topic="loads")
+def gathered_swizzle(field: str, swizzle: Swizzle, row_bytes: int) -> Violation | None:
+    """Pieces of single rows are put where the widest swizzle has them: of 128 bytes, or of 64, what four lanes copy."""
+    wanted: Swizzle = "128B" if row_bytes % hopper.SWIZZLE_SPAN["128B"] == 0 else "64B"
+    if swizzle == wanted:
+        return None
+    return Violation(
+        field,
+        f"single rows of {row_bytes} bytes are copied to where swizzle {wanted} has them, not {swizzle}; use {wanted}, "
+        f"or load.page_rows {hopper.SWIZZLE_ROWS} or more",
     )

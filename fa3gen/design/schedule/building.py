@@ -222,10 +222,10 @@ def _specialized_rings(spec: Forward) -> tuple[Ring, ...]:
     if footprint.converts(spec):
         rings[1:] = _stored_and_converted(spec, warps)
     if footprint.gathered(spec):  # of such a ring every thread gives a stage back
-        readers_of = footprint.converting_warps(spec) if footprint.converts(spec) else warps
         facts: dict[str, Any] = {"filled_by": "cp.async", "sizes": (), "full_arrivals": 1}
-        facts["empty_arrivals"] = readers_of * hopper.WARP
-        rings[1:] = [replace(ring, **facts) if ring.filled_by == "TMA" else ring for ring in rings[1:]]
+        for i, ring in enumerate(rings[1:], 1):
+            if ring.filled_by == "TMA":
+                rings[i] = replace(ring, **facts, empty_arrivals=ring.empty_arrivals * hopper.WARP)
     if footprint.tells_tiles(spec):
         packed = footprint.packed_sequences(spec)
         drawing = specialized.TILES if packed else specialized.Q_K

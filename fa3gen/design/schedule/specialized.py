@@ -87,6 +87,8 @@ def _load_keys(spec: Forward, who: str, place: Place, what: str = "K") -> Iterat
     yield step("wait_empty", on=ring)
     if footprint.gathered(spec):
         yield step("load", what, ring, note=f"by cp.async, row by row, {note}")
+        if footprint.loads_together(spec) and what == "K":
+            return  # V of the same keys lands with it
         if footprint.gathered_ahead(spec) == 1:
             yield step("commit")
             shown = "" if footprint.converts(spec) else ", and a fence shows it to wgmma"
@@ -115,6 +117,9 @@ def _tell_keys(spec: Forward, who: str, place: Place, note: str, *, ahead: int =
     ring = f"{what.lower()}8" if footprint.converts(spec) else what.lower()
     yield Step(who, place, "wait_copies", what, ahead=ahead)
     yield Step(who, place, "fill", on=ring, ahead=ahead, note=note)
+    if footprint.loads_together(spec):
+        yield Step(who, place, "wait_copies", "V", ahead=ahead)
+        yield Step(who, place, "fill", on="v", ahead=ahead, note="so has V of the same keys")
 
 
 def _note_on_keys(spec: Forward, what: str, place: Place) -> str:
