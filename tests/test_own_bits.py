@@ -12,7 +12,7 @@ from fa3gen.design.nearest import with_changes
 from fa3gen.design.own_bits import own_bits, shared
 from fa3gen.design.proposed import Proposal, propose
 from fa3gen.design.rules import check
-from fa3gen.design.splits import KEYS_OF_PACKED_PARTS, whole_parts
+from fa3gen.design.splits import KEYS_OF_PAGED_PARTS, whole_parts
 from fa3gen.measure import packed_cells
 from fa3gen.records import packed_records
 from fa3gen.run import dispatch
@@ -89,7 +89,7 @@ def test_one_module_serves_calls_of_every_size(mask: Mask, head_dim: int, page: 
 def test_few_queries_have_parts_with_the_same_bits(mask: Mask, head_dim: int, page: int | None) -> None:
     """Of as many keys, in as large tiles: size decides on the module, and on nothing that a row's bits follow from."""
     whole = Family("bf16", head_dim, head_dim, mask, layout="packed" if page is None else "paged", page_rows=page)
-    family = whole._replace(part_keys=KEYS_OF_PACKED_PARTS[head_dim])
+    family = whole._replace(part_keys=KEYS_OF_PAGED_PARTS[head_dim])
     for group in (1, 3, 16):
         many, few = (chosen(family, Size(4096, 64, 132, group, 1, own_bits=True, in_parts=parts)) for parts in (0, 1))
         assert whole_parts(few.spec) and own_bits(few.spec) and own_bits(many.spec)
@@ -98,14 +98,14 @@ def test_few_queries_have_parts_with_the_same_bits(mask: Mask, head_dim: int, pa
         assert chosen(family, Size(4096, 64, 132, group, 1, parts=1, own_bits=True, in_parts=True)).stem == many.stem
     # A tile has no room for as many heads.
     assert chosen(family, Size(4096, 64, 132, 17, 1, own_bits=True, in_parts=True)).spec.softmax.restart_every
-    # If nobody says how many keys a part has, it has as many; where no module has parts, none begins.
+    # If nobody says how many keys a part has, those of pages have as many; of packed keys none begins.
     for parts in (False, True):
-        size = Size(4096, 64, 132, 1, 1, own_bits=True, in_parts=parts)
-        assert chosen(whole, size).stem == chosen(family, size).stem
-        assert chosen(whole, size).reason.startswith("deterministic_batch") and whole_parts(few.spec)
-    if page is None:
-        unsplit = chosen(whole._replace(dtype="fp16"), Size(4096, 64, 132, 1, 1, own_bits=True, in_parts=True)).spec
-        assert unsplit.split is unsplit.softmax.restart_every is None
+        own = chosen(whole, size := Size(4096, 64, 132, 1, 1, own_bits=True, in_parts=parts))
+        assert own.reason.startswith("deterministic_batch")
+        if page is None:
+            assert own.spec.split is own.spec.softmax.restart_every is None
+        else:
+            assert own.stem == chosen(family, size).stem
     with pytest.raises(NotRendered, match="the same bits in any batch"):
         chosen(family._replace(dtype="fp16"), Size(4096, 64, 132, 1, 1, own_bits=True, in_parts=True))
 

@@ -17,8 +17,9 @@ from fa3gen.spec.model import Forward
 STEPS_OF_PART = 2
 # Keys of a part of dense tensors where a row's bits are to be its own and nobody says how many: `deterministic_batch`.
 KEYS_OF_OWN_PARTS = 512
-# The same of packed sequences and pages, by head dim: as many as the modules that add parts up have.
-KEYS_OF_PACKED_PARTS = {64: 512, 128: 384}
+# The same of pages, by head dim: as many as the modules that add parts up have. Pages hold a cache, which is read by
+# steps of decoding most of the time; packed keys belong to prompts, and are not split.
+KEYS_OF_PAGED_PARTS = {64: 512, 128: 384}
 # Bytes that O of all parts of a call may take, in float32, where these are added up by another kernel; else one CTA has
 # all keys of its queries, which gives the same bits.
 MOST_BYTES_OF_PARTS = 2**30

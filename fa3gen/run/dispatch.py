@@ -652,11 +652,11 @@ def _of_own_bits(family: Family, size: Size, lse: bool, workspace: Workspace) ->
 
     Where parts of so many keys are asked for, a CTA has all of a row and adds them up; for few queries it is the module
     in which each part has a CTA, with tiles of as many keys: it adds up the same numbers in the same order. If nobody
-    says how many, packed calls have parts of KEYS_OF_PACKED_PARTS, where there are such modules.
+    says how many, keys in pages have parts of KEYS_OF_PAGED_PARTS, where there are such modules.
     """
     modules = list(_modules(workspace))
     asked = "split_keys" if family.part_keys is not None else "deterministic_batch"
-    usual = splits.KEYS_OF_PACKED_PARTS.get(family.head_dim) if family.layout != "dense" else None
+    usual = splits.KEYS_OF_PAGED_PARTS.get(family.head_dim) if family.layout == "paged" else None
     in_usual_parts = family._replace(part_keys=family.part_keys or usual)
     if _served_whole(modules, in_usual_parts, size, lse):
         family = in_usual_parts

@@ -137,10 +137,10 @@ def attention_packed(
         return_lse: Return (O, LSE), LSE the natural logarithm of each row's sum of exponentials,
             (heads_q, total_q) float32.
         deterministic_batch: O and LSE of a row are the same bits whatever else the call has: alone, in any batch, at
-            any place of it, beside sequences of any lengths, all queries at once, in chunks or one by one. Where there
-            are modules for parts of so many keys, see split_keys, it takes these. Elsewhere, by dtype, head dims, mask,
-            page size and group of heads, one module serves calls of any size, which does not split keys: for prompts
-            it is about as fast as any, for few queries slower than what is chosen without.
+            any place of it, beside sequences of any lengths, all queries at once, in chunks or one by one. Of keys in
+            pages there are parts of so many keys, where there are modules for these: see split_keys. Elsewhere, by
+            dtype, head dims, mask, page size and group of heads, one module serves calls of any size, which does not
+            split keys: for prompts it is about as fast as any, for few queries slower than with split_keys.
         num_splits: In how many parts the keys of a tile of queries come, as for `fa3gen.attention`: 0 for whatever was
             measured to be fastest, 1 for no module that splits them. Of more, as many in the mean: the host knows no
             lengths, and all keys of all sequences are cut into equal shares of CTAs, as many as there would be tiles of
@@ -309,7 +309,8 @@ def _in_parts(q: Any, v: Any, page_table: Any, queries: int, longest: tuple[Any,
     """Whether parts of so many keys get a CTA each: all sequences have few queries, and there is room for what the
     parts leave of their rows."""
     _, deterministic_batch, split_keys = how
-    split_keys = splits.KEYS_OF_PACKED_PARTS.get(q.shape[2]) if split_keys is None and deterministic_batch else split_keys
+    if split_keys is None and deterministic_batch and page_table is not None:
+        split_keys = splits.KEYS_OF_PAGED_PARTS.get(q.shape[2])
     if not split_keys or queries > FEW_QUERIES:
         return False
     keys = v.shape[0] if page_table is None else page_table.shape[1] * v.shape[1]

@@ -25,7 +25,7 @@ sys.path.insert(0, str(ROOT))
 
 import fa3gen  # noqa: E402
 from fa3gen.design.family import Family, PackedShape  # noqa: E402
-from fa3gen.design.splits import KEYS_OF_PACKED_PARTS  # noqa: E402
+from fa3gen.design.splits import KEYS_OF_PAGED_PARTS  # noqa: E402
 from fa3gen.design.workspace import Workspace  # noqa: E402
 from fa3gen.measure.bench import require_hopper  # noqa: E402
 from fa3gen.measure.packed_cells import DECODING_LENGTHS, HEADS, PACKED_LENGTHS  # noqa: E402
@@ -59,7 +59,7 @@ def runs_of(problem: PackedProblem, device: torch.device, ways: dict[str, str]) 
             told = {"max_seqlen_k": most_k} if way == "parts" else {}
 
         def launch(
-            keys: int | None = KEYS_OF_PACKED_PARTS[problem.head_dim] if way == "own" else None,
+            keys: int | None = KEYS_OF_PAGED_PARTS[problem.head_dim] if way == "own" else None,
             module: Any = module,
             out: torch.Tensor = out,
             told: Any = told,

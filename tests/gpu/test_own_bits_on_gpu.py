@@ -11,7 +11,7 @@ import torch
 from packed_modules import offsets
 
 import fa3gen
-from fa3gen.design.splits import KEYS_OF_PACKED_PARTS
+from fa3gen.design.splits import KEYS_OF_PAGED_PARTS
 
 LENGTHS = [(300, 2000), (1, 700), (129, 129), (16, 4000)]  # queries and keys
 Request = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -67,7 +67,7 @@ def test_parts_have_the_same_bits_whoever_adds_them_up(
 
     lengths = [(1, 1), (1, 383), (1, 384), (2, 385), (16, 511), (3, 512), (1, 513), (7, 5000), (1, 20_000), (9, 4)]
     requests = [(drawn(n, heads[0], 2.0), drawn(m, heads[1]), drawn(m, heads[1])) for n, m in lengths]
-    options: dict[str, Any] = {"causal": causal, "split_keys": KEYS_OF_PACKED_PARTS[head_dim]}
+    options: dict[str, Any] = {"causal": causal, "split_keys": KEYS_OF_PAGED_PARTS[head_dim]}
     many = call(requests, None, page, **options)
     for told in ({"max_seqlen_q": 16}, {"max_seqlen_q": 16, "max_seqlen_k": 20_000}):
         few = call(requests, None, page, **options, **told)
