@@ -359,9 +359,13 @@ def converter_registers(spec: Forward) -> int:
 
 
 def converting_budget(spec: Forward) -> tuple[int, int, int]:
-    """What setmaxnreg leaves to a thread of the producer, to one that converts, and gives to a consumer's."""
-    budgets = SHARED_CONVERTING_BUDGETS if spec.tile.ctas_per_sm > 1 else CONVERTING_BUDGETS
-    return budgets[spec.tile.warpgroups or 0, spec.kv.warpgroups]
+    """What setmaxnreg leaves to a thread of the producer, to one that converts, and gives to a consumer's.
+
+    Of CTAs that share an SM and have more of them, for which there is no room, as of one alone.
+    """
+    warpgroups = spec.tile.warpgroups or 0, spec.kv.warpgroups
+    budget = SHARED_CONVERTING_BUDGETS.get(warpgroups) if spec.tile.ctas_per_sm > 1 else None
+    return budget or CONVERTING_BUDGETS[warpgroups]
 
 
 def converted_at_once(spec: Forward) -> int:
@@ -491,8 +495,7 @@ def registers_per_thread(spec: Forward) -> list[tuple[str, int]]:
 
 
 def sums_in_smem(spec: Forward) -> bool:
-    """Whether O of the parts before, where a CTA adds parts up, lies in shared memory: beside tiles of so many keys that
-    registers have no room for it."""
+    """Whether O of the parts before, where a CTA adds parts up, lies in shared memory: where registers have no room."""
     if spec.softmax.restart_every is None or not specialized(spec):
         return False
     q, kv, d, count = spec.tile.q, spec.tile.kv, spec.problem.v_dim, computing_threads(spec)

@@ -109,8 +109,8 @@ def _distance(variant: Variant[Forward], family: Family, split: Split | None) ->
     alone = spec.scheduler in ("single_tile", "grid")  # a CTA for each tile: for few tiles, or to be read
     dims = (other.head_dim, family.head_dim), (other.head_dim_v, family.head_dim_v)
     return (
-        (other.kv_dtype is None) != (family.kv_dtype is None),
         other.eight_bits != family.eight_bits,
+        (other.kv_dtype is None) != (family.kv_dtype is None),
         other.block_scales != family.block_scales,
         (footprint.promote_every(spec) == 1) != family.two_levels,
         *(_kind_of_split(spec.split) != _kind_of_split(split), spec.softmax.restart_every is not None),

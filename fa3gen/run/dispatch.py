@@ -686,9 +686,7 @@ def _of_own_bits(family: Family, size: Size, lse: bool, workspace: Workspace) ->
     return Choice(stem, file, variant.spec, variant.source, None, reason + ", with the same bits" * (keys is not None))
 
 
-def _served_whole(
-    modules: Iterable[tuple[Variant[Forward], Path]], family: Family, size: Size, lse: bool
-) -> bool:
+def _served_whole(modules: Iterable[tuple[Variant[Forward], Path]], family: Family, size: Size, lse: bool) -> bool:
     """Whether there is a module in which a CTA has all parts of its rows: without it parts serve few queries only."""
     able = _able(modules, family, size, lse).values()
     return any(variant.spec.split is None and own_bits(variant.spec) for variant, _ in able)

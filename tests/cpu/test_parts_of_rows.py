@@ -135,12 +135,20 @@ MISTAKES = {
     ),
     "the last part is forgotten": (
         "many",
-        "        fold_part((sO_before, all_max, all_sum), (acc_O, row_max, row_sum), n_end <= STEPS_OF_PART, scale_log2)\n",
-        "",
+        "        fold_part((sO_before, all_max, all_sum), (acc_O, row_max, row_sum), n_end <= STEPS_OF_PART,",
+        "        (lambda *_: None)(sO_before, n_end,",
     ),
     "parts before the last one are forgotten": ("many", "n_end <= STEPS_OF_PART, scale_log2", "True, scale_log2"),
-    "sums are read that nobody has written": ("many", "first = n_block + 1 + STEPS_OF_PART >= n_end", "first = n_end < 0"),
-    "sums of the parts before are kept nowhere": ("many", "        cute.autovec_copy(by_vectors(acc_O), sO_before)\n", ""),
+    "sums are read that nobody has written": (
+        "many",
+        "first = n_block + 1 + STEPS_OF_PART >= n_end",
+        "first = n_end < 0",
+    ),
+    "sums of the parts before are kept nowhere": (
+        "many",
+        "        cute.autovec_copy(by_vectors(acc_O), sO_before)\n",
+        "",
+    ),
 }
 
 
