@@ -14,7 +14,7 @@ import pytest
 
 from fa3gen.compile.census import Census, compare, take_census
 from fa3gen.design import footprint, work
-from fa3gen.design.footprint import thread_rows
+from fa3gen.design.footprint import sums_in_smem, thread_rows
 from fa3gen.design.own_bits import own_bits
 from fa3gen.design.schedule import full_tiles, schedule_of
 from fa3gen.design.splits import whole_parts
@@ -70,7 +70,14 @@ def assert_fused_alike(spec: Forward, census: Census) -> None:
     rows, lanes = thread_rows(spec)
     elsewhere += schedule_of(spec).count("add_part") * rows * (1 + spec.problem.v_dim // lanes)
     fused = census.kernels[0].sass.opcodes["FFMA"] - elsewhere
-    assert fused == softmaxes * (footprint.thread_scores(spec) + thread_rows(spec)[0])
+    expected = softmaxes * (footprint.thread_scores(spec) + rows)
+    if spec.softmax.restart_every is None:
+        assert fused == expected
+    else:
+        # Maxima begin anew by one for each row, in each step but the first of a tile. And of the first addition of a
+        # sum ptxas makes two that are the same, of the same registers: one for the branch that holds the wait back.
+        fused -= (softmaxes - 1) * rows
+        assert expected < fused <= expected + softmaxes
 
 
 def assert_loop_as_counted(stem: str, spec: Forward, census: Census) -> None:
@@ -93,11 +100,12 @@ def assert_loop_as_counted(stem: str, spec: Forward, census: Census) -> None:
             assert compiled > 1.2 * work.step(spec).instructions / warps, "ptxas no longer does that: take it out"
             return
         if spec.softmax.restart_every is not None:
-            # Of two branches one multiplies O, adds it and sets it to 0, now and then; the other one rescales it.
+            # Of two branches one multiplies O, adds it and sets it to 0, now and then; the other one rescales it. From
+            # and to shared memory vectors of four numbers are moved, and where there is no sum yet one of 0 is added.
             # Behind them ptxas makes descriptors of Q, K and V anew, in 40 uniform registers.
             rows, lanes = thread_rows(spec)
             elements, steps = rows * spec.problem.v_dim // lanes, spec.softmax.restart_every / spec.tile.kv
-            compiled -= int(3 * elements * (1 - 1 / steps))
+            compiled -= int((3 + 1.5 * sums_in_smem(spec)) * elements * (1 - 1 / steps))
             assert 1.08 < compiled * warps / work.step(spec).instructions < 1.35
             return
         if spec.softmax.rescale_above is not None:  # O is rescaled in a branch that is seldom taken
