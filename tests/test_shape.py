@@ -286,7 +286,8 @@ BY_SPEC: dict[str, Callable[[Plan], bool]] = {
         ["parts_of", "store_sums", "add_up_parts", "max_up_to_lane"], lambda plan: plan.scheduler.whole_parts
     ),
     **dict.fromkeys(["inverse_of", "lse_of"], lambda plan: plan.scheduler.whole_parts or plan.softmax.restarts),
-    **dict.fromkeys(["by_vectors", "fold_part"], lambda plan: plan.softmax.restarts),
+    "by_vectors": lambda plan: plan.softmax.sums_in_smem,
+    "fold_part": lambda plan: plan.softmax.restarts,
     **dict.fromkeys(["normalize_rows", "store_output"], lambda plan: not plan.scheduler.whole_parts),
     "part_of_thread": lambda plan: plan.scheduler.kind == "stream_k",
     "give_part": lambda plan: plan.scheduler.kind == "stream_k",
@@ -708,7 +709,8 @@ def foreign_words(stem: str) -> str:
         return f"{NAIVE}|{NO_TMA}|{NO_CP_ASYNC}|{NO_STAGES}|{SCALAR_QK}|{SCALAR_PV}|{mask_and_outputs(stem)}"
     words = [mask_and_outputs(stem), r"\bscores\b.*global"]
     words.append({"registers": REGISTERS, "smem_16bit": P_IN_SMEM, "smem_f32": SCALAR_PV}[plan.p.through])
-    words += [SCALAR_QK] if plan.qk.engine == "scalar" else [r"VECTOR"] * (plan.scheduler.kind != "stream_k")
+    in_vectors = plan.scheduler.kind == "stream_k" or plan.softmax.sums_in_smem  # what is kept of parts
+    words += [SCALAR_QK] if plan.qk.engine == "scalar" else [r"VECTOR"] * (not in_vectors)
     words += [WGMMA_PV] * (plan.pv.engine == "wgmma")
     words.append(COOPERATIVE if plan.schedule.specialized else SPECIALIZED)
     words += [PING_PONG] * (not plan.schedule.ping_pong)

@@ -249,7 +249,7 @@ def _restart(spec: Forward) -> Iterable[Answer]:
         "scheduler": (spec.scheduler, ("dynamic",)),
         "schedule.overlap": (footprint.overlapped(spec), (True,)),
         "tile.pack_heads": (spec.tile.pack_heads, (1, 4, 8)),
-        "outputs.o": (spec.outputs.o, ("own_buffer", "direct")),
+        "outputs.o": (spec.outputs.o, ("own_buffer",)),
         "softmax.row_max": (softmax.row_max, ("online",)),
         "softmax.sink": (softmax.sink, (False,)),
         "softmax.softcap": (softmax.softcap, (False,)),
