@@ -460,6 +460,19 @@ def total_bytes(regions: Iterable[Region], barriers: int) -> int:
 
 def registers_per_thread(spec: Forward) -> list[tuple[str, int]]:
     """32-bit registers that one computing thread holds at the widest point of the loop, by what (an estimate)."""
+    return _registers(spec, with_sums=spec.softmax.restart_every is not None and not sums_in_smem(spec))
+
+
+def sums_in_smem(spec: Forward) -> bool:
+    """Whether O of the parts before, where a CTA adds parts up, lies in shared memory: where registers have no room."""
+    if spec.softmax.restart_every is None or not specialized(spec) or spec.tile.warpgroups not in REGISTER_BUDGETS:
+        return False
+    _, consumer = register_budget(spec)
+    return sum(count for _, count in _registers(spec, with_sums=True)) + OVERLAP_SPARE > consumer
+
+
+def _registers(spec: Forward, *, with_sums: bool) -> list[tuple[str, int]]:
+    """The same, with O of the parts before or without it."""
     q, kv, d, count = spec.tile.q, spec.tile.kv, spec.problem.v_dim, computing_threads(spec)
     if isinstance(spec.handoff, GlobalHandoff) or not count:
         return [("other", OTHER_REGISTERS)]
@@ -474,7 +487,7 @@ def registers_per_thread(spec: Forward) -> list[tuple[str, int]]:
         if two_levels(spec):
             held.append(("P V of a step", q * promoted_columns(spec) // count))
             other = OTHER_REGISTERS_TWO_LEVELS
-        if spec.softmax.restart_every is not None and not sums_in_smem(spec):
+        if with_sums:
             held.append(("O of the parts before", q * d // count))
         p = q * kv // count * spec.element.bytes // FP32.bytes
         return [*held, ("S", q * kv // count), ("P", p), ("other", other)]
@@ -492,16 +505,6 @@ def registers_per_thread(spec: Forward) -> list[tuple[str, int]]:
         # All copies of a tile are issued at once, each from a 64-bit to a 32-bit address.
         held.append(("addresses of copies", 3 * kv * d // SCALAR_VECTOR // count))
     return [*held, ("other", OTHER_REGISTERS)]
-
-
-def sums_in_smem(spec: Forward) -> bool:
-    """Whether O of the parts before, where a CTA adds parts up, lies in shared memory: where registers have no room."""
-    if spec.softmax.restart_every is None or not specialized(spec):
-        return False
-    q, kv, d, count = spec.tile.q, spec.tile.kv, spec.problem.v_dim, computing_threads(spec)
-    held = 2 * q * d // count + q * kv // count * 3 // 2 + OTHER_REGISTERS  # O twice, S, P of 16 bits
-    _, consumer = register_budget(spec)
-    return held + OVERLAP_SPARE > consumer
 
 
 def _tile(

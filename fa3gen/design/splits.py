@@ -32,6 +32,14 @@ def whole_parts(spec: Forward) -> bool:
     return spec.scheduler == "even" and spec.split is not None and spec.split.keys is not None
 
 
+def keys_of_own_parts(head_dim: int, *, paged: bool) -> int | None:
+    """Keys of a part of packed sequences whose rows' bits are to be their own, if nobody says how many; None: no parts.
+
+    Only those of pages come in parts then, where there are modules for that.
+    """
+    return KEYS_OF_PAGED_PARTS.get(head_dim) if paged else None
+
+
 def room_for_parts(rows: int, v_dim: int, keys: int, of_part: int) -> bool:
     """Whether there is room for what parts of up to so many keys, `of_part` in each, leave of rows of all heads."""
     return 4 * rows * v_dim * -(-keys // of_part) <= MOST_BYTES_OF_PARTS

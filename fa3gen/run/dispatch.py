@@ -656,11 +656,15 @@ def _of_own_bits(family: Family, size: Size, lse: bool, workspace: Workspace) ->
     """
     modules = list(_modules(workspace))
     asked = "split_keys" if family.part_keys is not None else "deterministic_batch"
-    usual = splits.KEYS_OF_PAGED_PARTS.get(family.head_dim) if family.layout == "paged" else None
-    in_usual_parts = family._replace(part_keys=family.part_keys or usual)
-    if _served_whole(modules, in_usual_parts, size, lse):
-        family = in_usual_parts
-    able = {stem: found for stem, found in _able(modules, family, size, lse).items() if own_bits(found[0].spec)}
+
+    def of_parts(keys: int | None) -> dict[str, tuple[Variant[Forward], Path]]:
+        found = _able(modules, family._replace(part_keys=keys), size, lse)
+        return {stem: one for stem, one in found.items() if own_bits(one[0].spec)}
+
+    keys = family.part_keys or splits.keys_of_own_parts(family.head_dim, paged=family.layout == "paged")
+    able = of_parts(keys)
+    if keys != family.part_keys and all(variant.spec.split is not None for variant, _ in able.values()):
+        keys, able = None, of_parts(None)  # no CTA has all parts of its rows: parts would serve few queries only
 
     def rank(stem: str) -> tuple[Any, ...]:
         spec = able[stem][0].spec
@@ -671,7 +675,7 @@ def _of_own_bits(family: Family, size: Size, lse: bool, workspace: Workspace) ->
     if not whole:
         raise _missing(modules, family, size, lse, workspace)
     stem = min(whole, key=rank)
-    kv, keys = able[stem][0].spec.tile.kv, family.part_keys
+    kv = able[stem][0].spec.tile.kv
     in_parts = [other for other in able if other not in whole and able[other][0].spec.tile.kv == kv]
     if keys is None:
         reason = (
@@ -684,12 +688,6 @@ def _of_own_bits(family: Family, size: Size, lse: bool, workspace: Workspace) ->
         reason = f"{asked}: parts of {keys} keys, which a CTA has all and adds up, of calls of any size"
     variant, file = able[stem]
     return Choice(stem, file, variant.spec, variant.source, None, reason + ", with the same bits" * (keys is not None))
-
-
-def _served_whole(modules: Iterable[tuple[Variant[Forward], Path]], family: Family, size: Size, lse: bool) -> bool:
-    """Whether there is a module in which a CTA has all parts of its rows: without it parts serve few queries only."""
-    able = _able(modules, family, size, lse).values()
-    return any(variant.spec.split is None and own_bits(variant.spec) for variant, _ in able)
 
 
 def _missing(

@@ -309,8 +309,8 @@ def _in_parts(q: Any, v: Any, page_table: Any, queries: int, longest: tuple[Any,
     """Whether parts of so many keys get a CTA each: all sequences have few queries, and there is room for what the
     parts leave of their rows."""
     _, deterministic_batch, split_keys = how
-    if split_keys is None and deterministic_batch and page_table is not None:
-        split_keys = splits.KEYS_OF_PAGED_PARTS.get(q.shape[2])
+    if split_keys is None and deterministic_batch:
+        split_keys = splits.keys_of_own_parts(q.shape[2], paged=page_table is not None)
     if not split_keys or queries > FEW_QUERIES:
         return False
     keys = v.shape[0] if page_table is None else page_table.shape[1] * v.shape[1]
