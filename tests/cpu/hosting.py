@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -18,6 +19,8 @@ from fa3gen.compile.compiler import Compiled
 from fa3gen.cpu.host import HostProgram, Launch
 from fa3gen.cpu.kernel import Settings
 from fa3gen.cpu.module import load_on_cpu
+from fa3gen.spec.model import Spec
+from fa3gen.verify.on_cpu import verify_on_cpu
 
 # Bytes of a kernel parameter by the type of its `.param` line.
 SCALAR_BYTES = {"b8": 1, "u8": 1, "b16": 2, "b32": 4, "u32": 4, "f32": 4, "b64": 8, "u64": 8, "f64": 8}
@@ -49,6 +52,16 @@ def mistaken(folder: Path, name: str, source: str) -> Any:
     found = load_on_cpu(path_of(folder, name, source))
     found.cpu.locate = lambda kernel, instruction: None
     return found
+
+
+def reported(found: Any, spec: Spec, cases: Sequence[Any], *, schedules: int = 1) -> tuple[str, ...]:
+    """What is said of the first case that fails, under one schedule or else under several; none behind it is tried."""
+    for count in dict.fromkeys((1, schedules)):
+        for case in cases:
+            report = verify_on_cpu(found, spec, stem="wrong", cases=[case], seed=1, count=count, calls=False)
+            if report.cases[0].failures:
+                return report.cases[0].failures
+    return ()
 
 
 def outputs(stem: str, settings: Settings, given: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor]:

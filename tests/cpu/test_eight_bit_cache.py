@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hosting import mistaken, module, path_of
+from hosting import mistaken, module, path_of, reported
 from packed_modules import into_pages, offsets
 from rendering import CHECKOUT, changed, source, variants
 
@@ -15,7 +15,6 @@ from fa3gen.cpu.kernel import Settings
 from fa3gen.cpu.module import load_on_cpu
 from fa3gen.generate.render import render_variant
 from fa3gen.verify import packed_inputs, paged_inputs, reference
-from fa3gen.verify.on_cpu import verify_on_cpu
 
 torch.set_num_threads(1)  # the workers of xdist share the cores
 FEW, MANY = "fwd_packed_kv8_decode_d64_causal", "fwd_packed_kv8_d128_causal"
@@ -101,8 +100,7 @@ def test_mistakes_are_reported(name: str, tmp_path: Path) -> None:
     spec = variants()[FEW].spec
     cases = [case for case in packed_inputs.cpu_cases(spec) if case.name in ("shares", "decode", "wrap")]
     found = mistaken(tmp_path, "wrong", source(FEW).replace(right, wrong))
-    report = verify_on_cpu(found, spec, stem="wrong", cases=cases, seed=1, count=4)
-    assert report.failures
+    assert reported(found, spec, cases, schedules=4)
 
 
 # Of rows that are gathered one by one: module, what stands there, what should not.
@@ -135,5 +133,4 @@ def test_mistakes_with_single_rows_are_reported(name: str, tmp_path: Path) -> No
     spec = variants()[stem].spec
     cases = [case for case in paged_inputs.cpu_cases(spec) if case.name in ("shares", "decode", "wrap", "ragged")]
     found = mistaken(tmp_path, "wrong", source(stem).replace(right, wrong))
-    report = verify_on_cpu(found, spec, stem="wrong", cases=cases, seed=1, count=4)
-    assert report.failures
+    assert reported(found, spec, cases, schedules=4)

@@ -11,14 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from hosting import mistaken, module
+from hosting import mistaken, module, reported
 from packed_modules import offsets
 from rendering import source, variants
 
 from fa3gen.run.eight_bits import FACTORS
 from fa3gen.spec.model import CausalMask, Forward
 from fa3gen.verify import packed_inputs, paged_inputs, reference
-from fa3gen.verify.on_cpu import verify_on_cpu
 
 torch.set_num_threads(1)  # the workers of xdist share the cores
 E4M3 = torch.float8_e4m3fn
@@ -261,5 +260,4 @@ def test_mistakes_are_reported(name: str, tmp_path: Path) -> None:
     inputs = paged_inputs if spec.problem.layout == "paged" else packed_inputs
     cases = [case for case in inputs.cpu_cases(spec) if case.name in ("ragged", "decode", "wrap", "shares")]
     found = mistaken(tmp_path, "wrong", source(stem).replace(right, wrong))
-    report = verify_on_cpu(found, spec, stem="wrong", cases=cases, seed=1, count=4)
-    assert report.failures
+    assert reported(found, spec, cases, schedules=4)
