@@ -607,7 +607,8 @@ class EntryPlan:
     `by_sequence` are the inputs whose sequence is contiguous.
     `launched` are all arguments of a launch, in order, as the module is compiled for them.
     `given` are the names of what the entry point has at hand when it launches: all but the scratch that outlives a
-    call, and the scale. `options` are the keywords of the entry point, with their defaults.
+    call, and the scale. `options` are the keywords of the entry point, with their defaults. `no_values` stands for a V
+    without keys, of which TMA wants an address.
     """
 
     named: tuple[Named, ...]
@@ -626,6 +627,7 @@ class EntryPlan:
     kv_phrase: str
     by_sequence: tuple[Named, ...]
     by_sequence_phrase: str
+    no_values: str
     page_phrase: str = ""
     page_checks: str = ""
     ctas_phrase: str = ", each of which gets one CTA"
@@ -1328,9 +1330,18 @@ def _entry(spec: Forward) -> EntryPlan:
         kv_phrase=f", {spec.kv_element.torch_name}" if footprint.mixed(spec) else "",
         by_sequence=tuple(Named(operation.tensor(name)) for name in sequence_contiguous(spec)),
         by_sequence_phrase=listed(sequence_contiguous(spec)),
+        no_values=_no_values(spec),
         page_checks="offsets, tables" + ", page" * (not footprint.gathered(spec)),
         page_phrase=f"page a multiple of {rows}, " if (rows := footprint.page_rows(spec) or 1) > 1 else "",
     )
+
+
+def _no_values(spec: Forward) -> str:
+    """A tensor with as many rows as K has where q stands for it: of q again, which is wide enough as a rule."""
+    page = "None, " if spec.problem.layout == "paged" else ""
+    if spec.problem.v_dim <= spec.problem.head_dim:
+        return f"q[:, {page}:heads_kv, :HEAD_DIM_V]"
+    return f"q.new_empty(total_q, {'1, ' if page else ''}heads_kv, HEAD_DIM_V)"
 
 
 def _given(argument: Argument) -> str:
