@@ -13,6 +13,8 @@ from fa3gen.design.footprint import (
     Region,
     barrier_bytes,
     computing_threads,
+    converting_budget,
+    converts,
     flattened,
     kv_stages,
     launch_registers,
@@ -190,6 +192,25 @@ def test_registers_at_launch(warpgroups: int, launched: int) -> None:
     assert register_budget(changed("k5_d64", tile=tile).spec) == (producer, consumer)
     assert producer + warpgroups * consumer <= (warpgroups + 1) * launched
     assert all(count % 8 == 0 and 24 <= count <= 256 for count in (producer, consumer))
+
+
+@pytest.mark.parametrize(
+    ("stem", "mask", "dims", "budget"),
+    [
+        ("fwd_paged_rows_any_window_d128", "window", {}, (40, 232)),
+        ("fwd_paged_rows_any_window_d128", "window", {"head_dim": 192, "head_dim_v": 128}, (56, 224)),
+        ("fwd_paged_kv8_rows_d128_causal", "causal", {}, (40, 208)),
+        ("fwd_paged_kv8_rows_d128_causal", "window", {}, (56, 200)),
+    ],
+)
+def test_registers_of_a_warp_that_gathers_what_a_window_shows(
+    stem: str, mask: str, dims: dict[str, int], budget: tuple[int, int]
+) -> None:
+    """With 40 it spills, as compiled, where rows of V are not where those of K are, or both are of 8 bits."""
+    asked = changed(stem, mask={"kind": mask}, problem=dims).spec
+    assert register_budget(asked) == budget
+    converters = converting_budget(asked)[1] if converts(asked) else 0
+    assert budget[0] + converters + 2 * budget[1] <= (3 + (converters > 0)) * launch_registers(asked)
 
 
 def test_registers_where_ctas_share_an_sm() -> None:

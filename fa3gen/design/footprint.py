@@ -69,6 +69,8 @@ P_EXPONENT = 8  # P in 8 bits is 2^8 times itself: 256 at most, of the 448 that 
 CONVERTING_BUDGETS = {(1, 1): (56, 128, 256), (1, 2): (56, 96, 256), (2, 1): (40, 56, 208)}
 # The same of two CTAs on an SM, by what each has.
 SHARED_CONVERTING_BUDGETS = {(1, 1): (56, 64, 120)}
+# The same where one warp gathers rows that a window shows: with 40 it would spill.
+WINDOW_CONVERTING_BUDGETS = {(2, 1): (56, 56, 200)}
 SHARED_PRODUCER_REGISTERS = 24  # of a producer's thread where CTAs share an SM's registers: as few as setmaxnreg gives
 FINDING_PRODUCER_REGISTERS = 56  # the same where one of its warps looks through packed sequences more than once
 QUAD = 4  # threads that share the rows of a warpgroup's accumulator (PTX ISA, wgmma register fragments)
@@ -336,6 +338,8 @@ def register_budget(spec: Forward) -> tuple[int, int]:
         producer, _, consumer = converting_budget(spec)
         return producer, consumer
     if register_shares(spec) == 1:
+        if _gathers_by_window(spec) and spec.problem.v_dim != spec.problem.head_dim:  # two addresses of each row
+            return GATHERING_BESIDE_BUDGETS[consumers]
         return (PACKED_BUDGETS if packed_sequences(spec) else REGISTER_BUDGETS)[consumers]
     pool, unit = (consumers + 1) * launch_registers(spec), hopper.REGISTER_UNIT_PER_THREAD
     searches = spec.scheduler == "even" or spec.order == "by_head"
@@ -365,6 +369,7 @@ def converting_budget(spec: Forward) -> tuple[int, int, int]:
     """
     warpgroups = spec.tile.warpgroups or 0, spec.kv.warpgroups
     budget = SHARED_CONVERTING_BUDGETS.get(warpgroups) if spec.tile.ctas_per_sm > 1 else None
+    budget = budget or (WINDOW_CONVERTING_BUDGETS.get(warpgroups) if _gathers_by_window(spec) else None)
     return budget or CONVERTING_BUDGETS[warpgroups]
 
 
@@ -384,6 +389,11 @@ def q_stages(spec: Forward) -> int:
 def kv_stages(spec: Forward) -> int:
     """Depth of the K/V ring; 1 for engines without one."""
     return spec.load.kv_stages if isinstance(spec.load, CpAsyncLoad | TmaLoad) else 1
+
+
+def _gathers_by_window(spec: Forward) -> bool:
+    """Whether a warp gathers the rows that a window shows, whose first one it has to remember as well."""
+    return gathered(spec) and spec.mask.kind == "window"
 
 
 def gathered_ahead(spec: Forward) -> int:

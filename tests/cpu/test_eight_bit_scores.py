@@ -55,6 +55,7 @@ ARRANGEMENTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "no mask, few queries": ("fwd_packed_kv8_decode_d128_causal", {"mask": {"kind": "none"}}),
     "GPT-OSS, prompts in pages": ("fwd_paged_kv8_d128_causal", {**EIGHT_HEADS, **WINDOW, "softmax": {"sink": True}}),
+    "GPT-OSS, prompts in single rows": ("fwd_paged_kv8_rows_d64_causal", {**WINDOW, "softmax": {"sink": True}}),
     "GPT-OSS, few queries in pages": (
         "fwd_paged_kv8_decode_d64_causal",
         {**PARTS_OF_WINDOW, "softmax": {"sink": True}},
