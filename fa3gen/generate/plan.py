@@ -1049,7 +1049,7 @@ def _arguments(spec: Forward) -> ArgumentsPlan:
             else ("parts", "parts_lse", "shares", *sinks, "out", "lse")
         ),
         combine_call=(
-            ("parts", "parts_max", "parts_sum", "out", "lse", "scale * LOG2_E", "sequences")
+            ("parts", "parts_max", "parts_sum", "out", "lse", factors[0], "sequences")
             if whole
             else ("mParts", "mPartsLSE", "shares", *sinks, "out", "lse")
         ),

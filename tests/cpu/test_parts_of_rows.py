@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 from hosting import mistaken, module, path_of
-from rendering import source, variants
+from rendering import CHECKOUT, changed, source, variants
 from test_bits_of_rows import Request, call, chunk, request, rows, same
 
 from fa3gen.cpu.kernel import Settings
 from fa3gen.cpu.module import load_on_cpu
+from fa3gen.generate.render import render_variant
 from fa3gen.verify.on_cpu import verify_on_cpu
 from fa3gen.verify.packed_inputs import sequences
 
@@ -53,6 +54,14 @@ def test_both_kinds_give_the_same_bits(few: str, many: str) -> None:
     order = (4, 0, 4, 3)
     for i, found in zip(order, call(few, [requests[i] for i in order], 5), strict=True):
         assert same(found, by_one[i])
+
+
+def test_parts_of_capped_scores(tmp_path: Path) -> None:
+    """No committed module has them. Maxima that are added up are of what is left of a score, and so is their factor."""
+    capped = changed(PAIRS[1][0], softmax={"softcap": True})
+    found = load_on_cpu(path_of(tmp_path, "capped", render_variant(capped, CHECKOUT)))
+    case = sequences("parts", "several parts, and less than one", (2, 1), (3 * 512 + 5, 70), heads=HEADS, softcap=5.0)
+    assert verify_on_cpu(found, capped.spec, stem="capped", cases=[case], count=1, calls=False).failures == ()
 
 
 @pytest.mark.parametrize(("few", "many"), CHUNKED)
