@@ -182,6 +182,18 @@ def multiply_wide(type_: str, a: int, b: int, c: int = 0) -> int:
     return (number(a, type_) * number(b, type_) + c) & ((1 << (2 * width(type_))) - 1)
 
 
+def dot_product(operation: str, a_type: str, b_type: str, a: int, b: int, c: int) -> int:
+    """dp4a, dp2a.lo and dp2a.hi."""
+
+    def parts(bits: int, size: int, type_: str) -> list[int]:
+        data = bits.to_bytes(4, "little")
+        return [int.from_bytes(data[i : i + size], "little", signed=type_ == "s32") for i in range(0, 4, size)]
+
+    of_a, of_b = parts(a, 1 if operation == "dp4a" else 2, a_type), parts(b, 1, b_type)
+    of_b = of_b[2:] if operation == "dp2a.hi" else of_b
+    return (c + sum(x * y for x, y in zip(of_a, of_b, strict=False))) & 0xFFFFFFFF
+
+
 # ---------------------------------------------------------------------- floating point
 
 

@@ -127,6 +127,10 @@ OPCODES: dict[str, Row] = {
     "add_saturating": Row("s32", "s32 s32", lambda f, a, b: model.integer(f"{f['op']}.sat", "s32", a, b)),
     "multiply_integers": Row("type", "type type type?op=mad", on_integers),
     "multiply_wide": Row("wide", "type type wide?op=mad", lambda f, *x: model.multiply_wide(f["type"], *x)),
+    "dot_product_of_bytes": Row("b32", "b32 b32 b32", lambda f, *x: model.dot_product("dp4a", f["a"], f["b"], *x)),
+    "dot_product_of_halves": Row(
+        "b32", "b32 b32 b32", lambda f, *x: model.dot_product(f"dp2a.{f['half']}", f["a"], f["b"], *x)
+    ),
     "divide_integers": Row("type", "type type", on_integers),
     "order_integers": Row("type", "type type", on_integers),
     "order_integers_relu": Row("s32", "s32 s32", lambda f, a, b: model.integer(f"{f['op']}.relu", "s32", a, b)),

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from fa3gen.cpu.forms import emits
 from fa3gen.cpu.ptx import Instruction
-from fa3gen.cpu.types import F32, F64, NAMES, S32, TYPES, Type
+from fa3gen.cpu.types import F32, F64, NAMES, S32, TYPES, U32, Type
 
 if TYPE_CHECKING:
     from fa3gen.cpu.emitter import Emitter
@@ -67,6 +67,26 @@ def multiply_wide(emitter: Emitter, instruction: Instruction, form: Match) -> No
     a, b = (f"{emitter.read(operand, narrow)}.astype({NAMES[wide]})" for operand in instruction.operands[1:3])
     addend = f" + {emitter.read(instruction.operands[3], wide)}" if form["op"] == "mad" else ""
     emitter.write(instruction.operands[0], f"{a} * {b}{addend}", wide)
+
+
+@emits(r"dp4a\.(?P<a>u32|s32)\.(?P<b>u32|s32)")
+def dot_product_of_bytes(emitter: Emitter, instruction: Instruction, form: Match) -> None:
+    """Products of four bytes each, and a third operand, added up."""
+    _dot_product(emitter, instruction, form, count=4, first=0)
+
+
+@emits(r"dp2a\.(?P<half>lo|hi)\.(?P<a>u32|s32)\.(?P<b>u32|s32)")
+def dot_product_of_halves(emitter: Emitter, instruction: Instruction, form: Match) -> None:
+    """Products of two halves and two bytes, the lower or the upper ones, and a third operand, added up."""
+    _dot_product(emitter, instruction, form, count=2, first={"lo": 0, "hi": 2}[form["half"]])
+
+
+def _dot_product(emitter: Emitter, instruction: Instruction, form: Match, *, count: int, first: int) -> None:
+    """The sum wraps around, so that only the parts of `a` and `b` have signs."""
+    d, *operands = instruction.operands
+    a, b, c = (emitter.read(operand, U32) for operand in operands)
+    signed = f"{form['a'] == 's32'}, {form['b'] == 's32'}"
+    emitter.write(d, f"dot_product({a}, {b}, {count}, {first}, {signed}) + {c}", U32)
 
 
 @emits(rf"(?P<op>div|rem)\.{_INTEGER}")
