@@ -199,6 +199,7 @@ def test_registers_at_launch(warpgroups: int, launched: int) -> None:
     [
         ("fwd_paged_rows_any_window_d128", "window", {}, (40, 232)),
         ("fwd_paged_rows_any_window_d128", "window", {"head_dim": 192, "head_dim_v": 128}, (56, 224)),
+        ("fwd_paged_rows_any_window_d128", "window", {"head_dim": 192}, (56, 224)),
         ("fwd_paged_kv8_rows_d128_causal", "causal", {}, (40, 208)),
         ("fwd_paged_kv8_rows_d128_causal", "window", {}, (56, 200)),
     ],
