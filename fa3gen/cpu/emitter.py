@@ -112,6 +112,10 @@ class Emitter:
                 return f"~{self.read(inner, PRED)}"
         raise PtxError(f"PTX line {self.instruction.line}: operand {operand} has no value")
 
+    def unwritten(self, operand: Operand) -> bool:
+        """Whether it is a register that no instruction of the kernel writes."""
+        return isinstance(operand, Register) and operand.name not in self.program.written
+
     def _read_register(self, name: str, type_: Type) -> str:
         number = self._load(name)
         self._touch(number)

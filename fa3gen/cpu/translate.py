@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from fa3gen.cpu import isa, lane_memory, lanes  # noqa: F401 - importing isa reg
 from fa3gen.cpu.clocks import INIT, PROXY
 from fa3gen.cpu.emitter import Emitter
 from fa3gen.cpu.findings import Hazard, Kind
-from fa3gen.cpu.flow import EXIT, bits, blocks_of
+from fa3gen.cpu.flow import EXIT, bits, blocks_of, definitions_and_uses
 from fa3gen.cpu.ptx import Immediate, Kernel, Register, Vector, registers_in
 from fa3gen.cpu.types import NAMES, TYPES, UNSIGNED, Type, width
 from fa3gen.cpu.wgmma import InFlight
@@ -51,6 +52,12 @@ class Program:
         self.lines: list[dict[int, int]] = []  # per function: line of its source -> instruction index
         self._functions: dict[tuple[int, bool], BlockFunction] = {}
         self._live: dict[frozenset[int], tuple[int, ...]] = {}
+
+    @cached_property
+    def written(self) -> frozenset[str]:
+        """Names of the registers that any instruction writes."""
+        found = (definitions_and_uses(self.kernel, instruction)[0] for instruction in self.kernel.instructions)
+        return frozenset(name for names in found for name in names)
 
     @property
     def register_count(self) -> int:

@@ -15,6 +15,7 @@ from machine import LEADER, Machine, aligned, clean, put, refused, tensor_map, w
 
 from fa3gen.cpu import cta
 from fa3gen.cpu.findings import Hazard, Kind
+from fa3gen.cpu.isa.logic import ANY_BYTES
 from fa3gen.cpu.schedule import Schedule
 
 SCHEDULES = 5  # for each fault; the kernels themselves run under twelve
@@ -790,6 +791,15 @@ def test_single_accesses(good: str, bad: str, kind: Kind, words: str) -> None:
     clean(body, count=3, threads=64, buffers=buffers)
     hazard = refused(body.replace(good, bad), kind, words, at=bad, count=3, threads=64, buffers=buffers)
     assert 1 in hazard.place.warps
+
+
+def test_bytes_that_nobody_needs_may_be_of_a_register_that_nothing_writes() -> None:
+    """LLVM packs bytes so; of what it needs they are not, or the result would show it."""
+    packed = "prmt.b32 %r1, %t, %r8, 0x{order}; " + put("%r1")
+    buffers = {"out": aligned((32,), np.uint32)}
+    known = clean(packed.format(order="1010"), count=2, buffers=buffers)["out"]
+    assert known.tolist() == [lane << 16 | lane for lane in range(32)]
+    assert clean(packed.format(order="4040"), count=2, buffers=buffers)["out"][0] & 0xFF00 == ANY_BYTES % 256 << 8
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 Match = re.Match[str]
 
+ANY_BYTES = 0xA5C3_96E1  # what a register holds that nothing writes, as far as that is allowed
+
 _JOIN = r"(?:\.(?P<join>and|or|xor))?"
 _JOINS = {"and": "&", "or": "|", "xor": "^"}
 _FTZ = r"(?P<ftz>\.ftz)?"
@@ -236,10 +238,13 @@ def funnel_shift(emitter: Emitter, instruction: Instruction, form: Match) -> Non
 
 @emits(r"prmt\.b32(?:\.(?P<mode>f4e|b4e|rc8|ecl|ecr|rc16))?")
 def permute_bytes(emitter: Emitter, instruction: Instruction, form: Match) -> None:
-    """Four bytes out of eight."""
-    d, a, b, c = instruction.operands
-    values = ", ".join(emitter.read(operand, U32) for operand in (a, b, c))
-    emitter.write(d, f"permute_bytes({values}, {form['mode']!r})", U32)
+    """Four bytes out of eight.
+
+    Where LLVM needs fewer, the others may be of a register that nothing writes: any bytes will do.
+    """
+    d, *operands = instruction.operands
+    values = [emitter.constant(ANY_BYTES, U32) if emitter.unwritten(x) else emitter.read(x, U32) for x in operands]
+    emitter.write(d, f"permute_bytes({', '.join(values)}, {form['mode']!r})", U32)
 
 
 @emits(r"bfe\.(?P<type>[us](?:32|64))")
