@@ -198,16 +198,17 @@ def test_registers_at_launch(warpgroups: int, launched: int) -> None:
     ("stem", "mask", "dims", "budget"),
     [
         ("fwd_paged_rows_any_window_d128", "window", {}, (40, 232)),
-        ("fwd_paged_rows_any_window_d128", "window", {"head_dim": 192, "head_dim_v": 128}, (56, 224)),
+        ("fwd_paged_rows_d128_causal", "causal", {}, (40, 232)),
+        ("fwd_paged_rows_d128_causal", "causal", {"head_dim": 192, "head_dim_v": 128}, (56, 224)),
         ("fwd_paged_rows_any_window_d128", "window", {"head_dim": 192}, (56, 224)),
         ("fwd_paged_kv8_rows_d128_causal", "causal", {}, (40, 208)),
         ("fwd_paged_kv8_rows_d128_causal", "window", {}, (56, 200)),
     ],
 )
-def test_registers_of_a_warp_that_gathers_what_a_window_shows(
+def test_registers_of_a_warp_that_gathers_rows(
     stem: str, mask: str, dims: dict[str, int], budget: tuple[int, int]
 ) -> None:
-    """With 40 it spills, as compiled, where rows of V are not where those of K are, or both are of 8 bits."""
+    """With 40 it spills, as compiled: of 8 bits by windows, of three spans, or where V has other rows than K."""
     asked = changed(stem, mask={"kind": mask}, problem=dims).spec
     assert register_budget(asked) == budget
     converters = converting_budget(asked)[1] if converts(asked) else 0

@@ -339,7 +339,7 @@ def register_budget(spec: Forward) -> tuple[int, int]:
         return producer, consumer
     if register_shares(spec) == 1:
         dims = {spec.problem.head_dim, spec.problem.v_dim}
-        if _gathers_by_window(spec) and (len(dims) > 1 or 192 in dims):  # rows in two places, or of three spans
+        if gathered(spec) and (len(dims) > 1 or 192 in dims):  # rows in two places, or of three spans: 40 spill
             return GATHERING_BESIDE_BUDGETS[consumers]
         return (PACKED_BUDGETS if packed_sequences(spec) else REGISTER_BUDGETS)[consumers]
     pool, unit = (consumers + 1) * launch_registers(spec), hopper.REGISTER_UNIT_PER_THREAD
