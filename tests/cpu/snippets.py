@@ -44,6 +44,7 @@ class Snippet:
     def __init__(self, body: str) -> None:
         self.kernel = parse(f".entry snippet()\n{{\n{body}\nret;\n}}\n")["snippet"]
         self.program = Program(self.kernel)
+        self.program.written = frozenset(self.kernel.registers)  # those that are given, too
         every = (1 << len(self.kernel.registers)) - 1
         self.program.blocks = [replace(block, live_in=every, live_out=every) for block in self.program.blocks]
 
