@@ -59,7 +59,8 @@ PACKED_BUDGETS = {**REGISTER_BUDGETS, 2: (40, 232)}
 TRANSPOSING_BUDGETS = {1: (56, 192, 256), 2: (32, 32, 224), 3: (24, 48, 136)}
 # And where two warps of the producer transpose V: with 24 they would spill, too.
 TRANSPOSING_BESIDE_BUDGETS = PACKED_BUDGETS
-# And where one warp has rows of K and of V of two tiles on their way: with 40 it would spill, as compiled.
+# And where one warp has rows of K and of V of two tiles on their way, or copies rows of two widths, or of three spans:
+# with 40 it would spill, as compiled.
 GATHERING_BESIDE_BUDGETS = {**PACKED_BUDGETS, 2: (56, 224)}
 WARPGROUP_WARPS = hopper.WARPGROUP // hopper.WARP
 TRANSPOSED_KEYS, TRANSPOSED_COLUMNS = 32, 16  # of V, that a warp transposes at a time
@@ -339,7 +340,7 @@ def register_budget(spec: Forward) -> tuple[int, int]:
         return producer, consumer
     if register_shares(spec) == 1:
         dims = {spec.problem.head_dim, spec.problem.v_dim}
-        if gathered(spec) and (len(dims) > 1 or 192 in dims):  # rows in two places, or of three spans: 40 spill
+        if gathered(spec) and (len(dims) > 1 or 192 in dims):
             return GATHERING_BESIDE_BUDGETS[consumers]
         return (PACKED_BUDGETS if packed_sequences(spec) else REGISTER_BUDGETS)[consumers]
     pool, unit = (consumers + 1) * launch_registers(spec), hopper.REGISTER_UNIT_PER_THREAD
