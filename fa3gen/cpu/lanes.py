@@ -18,7 +18,7 @@ from typing import Any, Final
 import numpy as np
 
 from fa3gen.cpu.truth import count_nonzero, every, some
-from fa3gen.cpu.types import F32, F64, S32, S64, U8, U16, U32, U64, UNSIGNED, Type
+from fa3gen.cpu.types import F32, F64, S64, U8, U16, U32, U64, UNSIGNED, Type
 
 # A NumPy vector or scalar. NumPy's own types for the two have no useful common ancestor with operators.
 Value = Any
@@ -231,22 +231,16 @@ def _join(low: Value, high: Value) -> Value:
     return (high.astype(U64) << U64(32)) | low.astype(U64)
 
 
-def dot_product(a: Value, b: Value, count: int, first: int, a_signed: bool, b_signed: bool) -> Value:
+def dot_product(a: Value, b: Value, count: int, first: int) -> Value:
     """Sum of `count` products of parts of `a`, which divide it, and of bytes of `b` from `first` on, modulo 2^32.
 
-    PTX ISA, "dp4a" and "dp2a".
+    The parts of a u32 or s32 have its sign (PTX ISA, "dp4a" and "dp2a").
     """
     total, bits = U32(0), 32 // count
     for i in range(count):
-        of_a = _part(a, i * bits, bits, signed=a_signed)
-        total = total + of_a * _part(b, (first + i) * 8, 8, signed=b_signed)
+        of_a, of_b = extract_bits(a, U32(bits * i), U32(bits)), extract_bits(b, U32(8 * (first + i)), U32(8))
+        total = total + of_a.astype(U32) * of_b.astype(U32)
     return total
-
-
-def _part(x: Value, begin: int, bits: int, *, signed: bool) -> Value:
-    """Some bits of 32, as a number of 32 bits."""
-    above = x << U32(32 - bits - begin)
-    return (above.astype(S32) >> S32(32 - bits)).astype(U32) if signed else above >> U32(32 - bits)
 
 
 _PERMUTE_BYTES: dict[str, Callable[[int, Value], Value]] = {

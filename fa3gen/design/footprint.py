@@ -370,9 +370,12 @@ def converting_budget(spec: Forward) -> tuple[int, int, int]:
     Of CTAs that share an SM and have more of them, for which there is no room, as of one alone.
     """
     warpgroups = spec.tile.warpgroups or 0, spec.kv.warpgroups
-    budget = SHARED_CONVERTING_BUDGETS.get(warpgroups) if spec.tile.ctas_per_sm > 1 else None
-    budget = budget or (WINDOW_CONVERTING_BUDGETS.get(warpgroups) if _gathers_by_window(spec) else None)
-    return budget or CONVERTING_BUDGETS[warpgroups]
+    budgets = CONVERTING_BUDGETS
+    if spec.tile.ctas_per_sm > 1:
+        budgets = budgets | SHARED_CONVERTING_BUDGETS
+    if gathered(spec) and spec.mask.kind == "window":  # the warp has to remember the first row that is seen as well
+        budgets = budgets | WINDOW_CONVERTING_BUDGETS
+    return budgets[warpgroups]
 
 
 def converted_at_once(spec: Forward) -> int:
@@ -391,11 +394,6 @@ def q_stages(spec: Forward) -> int:
 def kv_stages(spec: Forward) -> int:
     """Depth of the K/V ring; 1 for engines without one."""
     return spec.load.kv_stages if isinstance(spec.load, CpAsyncLoad | TmaLoad) else 1
-
-
-def _gathers_by_window(spec: Forward) -> bool:
-    """Whether a warp gathers the rows that a window shows, whose first one it has to remember as well."""
-    return gathered(spec) and spec.mask.kind == "window"
 
 
 def gathered_ahead(spec: Forward) -> int:

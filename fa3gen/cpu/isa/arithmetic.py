@@ -83,10 +83,9 @@ def dot_product_of_halves(emitter: Emitter, instruction: Instruction, form: Matc
 
 def _dot_product(emitter: Emitter, instruction: Instruction, form: Match, *, count: int, first: int) -> None:
     """The sum wraps around, so that only the parts of `a` and `b` have signs."""
-    d, *operands = instruction.operands
-    a, b, c = (emitter.read(operand, U32) for operand in operands)
-    signed = f"{form['a'] == 's32'}, {form['b'] == 's32'}"
-    emitter.write(d, f"dot_product({a}, {b}, {count}, {first}, {signed}) + {c}", U32)
+    d, a, b, c = instruction.operands
+    parts = emitter.read(a, TYPES[form["a"]]), emitter.read(b, TYPES[form["b"]])
+    emitter.write(d, f"dot_product({', '.join(parts)}, {count}, {first}) + {emitter.read(c, U32)}", U32)
 
 
 @emits(rf"(?P<op>div|rem)\.{_INTEGER}")
