@@ -202,7 +202,7 @@ def flash_attn_varlen_func(
     num_splits = num_splits if num_splits > 1 else 0  # 1 is the default, and asks for nothing
     eight_bits = _check_served(q, qv, (q_descale,), attention_chunk)
     chunk = _chunk(attention_chunk, max_seqlen_k, causal=causal)
-    if k.dtype.itemsize > 1:
+    if (k_descale is not None or v_descale is not None) and k.dtype.itemsize > 1:
         _refuse(k_descale=k_descale, v_descale=v_descale)
     if eight_bits:
         _refuse_beside_8_bits(q, deterministic_batch=deterministic_batch)
@@ -500,7 +500,7 @@ def _mask(
 
 def _contiguous_rows(x: Tensor) -> Tensor:
     """The tensor, or a copy whose last dimension is contiguous."""
-    return x if x.stride(-1) == 1 else x.contiguous()
+    return x if x.is_contiguous() or x.stride(-1) == 1 else x.contiguous()
 
 
 # Caches

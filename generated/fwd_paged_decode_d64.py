@@ -124,6 +124,7 @@ KV_STAGES = 6  # tiles of K and of V in flight or in use
 STEPS_OF_SHARE = 2  # tiles of keys of a CTA, at least
 MOST_STEPS = 2**30  # of all sequences together
 SHARE_WORDS = 4  # what a CTA says of the tile that it begins and another one ends; see combine_kernel
+CTA_WORDS = 2 * TILE_M * (HEAD_DIM + 1) + SHARE_WORDS  # these, and two parts with an LSE for each row
 TILE_SLOTS = 2  # found tiles that there is room for
 # Of a tile: m_block, the first of its heads, head_kv, sequence, first row and rows of its queries, of its keys, first
 # tile of keys and the one behind the last, slot of its part; and zeros, for words are read four at a time.
@@ -189,9 +190,7 @@ def launch(
     out,
     lse,
     num_sms: cutlass.Int32,
-    parts,
-    parts_lse,
-    shares,
+    workspace,
     scale: cutlass.Float32,
     stream,
 ):
@@ -218,13 +217,15 @@ def launch(
     most_keys = cute.size(page_table, mode=[1]) * page_size
     group = heads_q // heads_kv
     sequences = cu_seqlens_q, seqused_q, seqused_k, total_q, most_keys, group, heads_kv
-    # Two slots for parts of each CTA; in each the rows of a tile.
+    # What all CTAs leave: parts, two slots for each CTA, in each the rows of a tile; their LSEs; the words of shares.
     rows, strides = (PACK_HEADS, POSITIONS), (HEAD_DIM, PACK_HEADS * HEAD_DIM)
     slots, lse_strides = 2 * num_sms, (1, PACK_HEADS)
     parts_layout = cute.make_layout((rows, HEAD_DIM, slots), stride=(strides, 1, TILE_M * HEAD_DIM))
-    mParts = cute.make_tensor(parts.iterator, parts_layout)  # ((PACK_HEADS, POSITIONS), HEAD_DIM, slots)
-    mPartsLSE = cute.make_tensor(parts_lse.iterator, cute.make_layout((rows, slots), stride=(lse_strides, TILE_M)))
-    shares = cute.make_tensor(shares.iterator, cute.make_layout((num_sms, SHARE_WORDS), stride=(SHARE_WORDS, 1)))
+    mParts = cute.make_tensor(workspace.iterator, parts_layout)  # ((PACK_HEADS, POSITIONS), HEAD_DIM, slots)
+    parts_lse = workspace.iterator + slots * TILE_M * HEAD_DIM
+    mPartsLSE = cute.make_tensor(parts_lse, cute.make_layout((rows, slots), stride=(lse_strides, TILE_M)))
+    words, words_layout = cute.recast_ptr(parts_lse + slots * TILE_M, dtype=cutlass.Int32), (num_sms, SHARE_WORDS)
+    shares = cute.make_tensor(words, cute.make_layout(words_layout, stride=(SHARE_WORDS, 1)))
     attention_kernel(
         mQ, mK, mV, mO, mLSE, mParts, mPartsLSE, shares, tma_Q, tma_K, tma_V, scale * LOG2_E, sequences, pages
     ).launch(
@@ -232,6 +233,7 @@ def launch(
         block=(THREADS, 1, 1),
         min_blocks_per_mp=REGISTER_SHARES,  # bounds the registers at launch
         preferred_smem_carveout=SMEM_CARVEOUT,
+        use_pdl=True,  # it may begin beside the kernel before, for which it waits
         stream=stream,
     )
     # Of each tile that is cut a head, and as many of its positions at once as a sequence has on average.
@@ -340,6 +342,8 @@ def attention_kernel(
     )
     tiles = storage.tiles.get_tensor(cute.make_layout((TILE_WORDS, TILE_SLOTS)))
     cute.arch.mbarrier_init_fence()  # the async proxy, too, must see the barriers initialized
+    # All up to here may run beside the end of the kernel before, all below may read what that has written.
+    cute.arch.griddepcontrol_wait()
     if warp_idx != TILE_WARP:  # which does so when it has read the lengths: nobody has anything to do before that
         cute.arch.sync_threads()  # no thread may wait on a barrier before that
     cute.arch.griddepcontrol_launch_dependents()  # the kernel that adds parts up may begin
@@ -1114,6 +1118,7 @@ def combine_kernel(parts: cute.Tensor, parts_lse: cute.Tensor, shares: cute.Tens
     storage = SmemAllocator().allocate(CombineStorage)
     sums = storage.sums.get_tensor(cute.make_layout((COMBINE_WARPS, HEAD_DIM), stride=(HEAD_DIM, 1)))
     sLargest, sTotals = (x.get_tensor(cute.make_layout(COMBINE_WARPS)) for x in (storage.largest, storage.totals))
+    cute.arch.griddepcontrol_launch_dependents()  # the kernel that comes next may begin, and waits for this one
     # This kernel may begin beside the one before; what that writes is there when it has ended.
     cute.arch.griddepcontrol_wait()
     num_parts, rows, q_row, first_head = (shares[cta, i] for i in range(SHARE_WORDS))
@@ -1227,11 +1232,10 @@ def compile_for_sm90a(options: str = "--enable-tvm-ffi"):
     seqused_q = words(cute.sym_int())  # of no elements when not given
     lse_layout = (cute.sym_int(), cute.sym_int()), (cute.sym_int64(), 1)
     lse = cute.runtime.make_fake_tensor(cutlass.Float32, *lse_layout, assumed_align=4)  # (1, 0) when not asked for
-    compact, sms = cute.runtime.make_fake_compact_tensor, cute.sym_int()
-    parts_shape = sms, 2, TILE_M, HEAD_DIM
-    parts = compact(cutlass.Float32, parts_shape, stride_order=(3, 2, 1, 0), assumed_align=16)
-    parts_lse = compact(cutlass.Float32, parts_shape[:-1], stride_order=(2, 1, 0))
-    shares = compact(cutlass.Int32, (sms, SHARE_WORDS), stride_order=(1, 0))
+    left_by_ctas = cute.sym_int(), CTA_WORDS
+    workspace = cute.runtime.make_fake_compact_tensor(
+        cutlass.Float32, left_by_ctas, stride_order=(1, 0), assumed_align=16
+    )
     arguments = (
         fake(total_q, heads_q, HEAD_DIM),
         fake(pages, page, heads_kv, HEAD_DIM),
@@ -1243,9 +1247,7 @@ def compile_for_sm90a(options: str = "--enable-tvm-ffi"):
         fake(total_q, heads_q, HEAD_DIM),
         lse,
         cutlass.Int32(1),
-        parts,
-        parts_lse,
-        shares,
+        workspace,
         cutlass.Float32(1.0),
     )
     stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream="--enable-tvm-ffi" in options)
@@ -1323,26 +1325,9 @@ def attention(q, k, v, cu_seqlens_q, page_table, seqused_k, *, seqused_q=None, s
         if most_steps > MOST_STEPS:
             needed = f"this may be {most_steps} tiles of keys, which are counted up to {MOST_STEPS}"
             raise ValueError(f"q has shape {tuple(q.shape)}; {needed}: call a module of scheduler dynamic")
-        rows, width = 2 * TILE_M, HEAD_DIM
-        parts_shape, strides = (num_sms, 2, TILE_M, width), (rows * width, TILE_M * width, width, 1)
-        parts = empty(parts_shape, strides, torch.float32, gpu)
-        parts_lse = empty(parts_shape[:-1], (rows, TILE_M, 1), torch.float32, gpu)
-        shares = empty((num_sms, SHARE_WORDS), (SHARE_WORDS, 1), torch.int32, gpu)
+        workspace = empty((num_sms, CTA_WORDS), (CTA_WORDS, 1), torch.float32, gpu)
         compile_for_sm90a()(
-            q,
-            k,
-            v,
-            cu_seqlens_q,
-            page_table,
-            seqused_k,
-            seqused_q,
-            out,
-            lse,
-            num_sms,
-            parts,
-            parts_lse,
-            shares,
-            scale or 64**-0.5,
+            q, k, v, cu_seqlens_q, page_table, seqused_k, seqused_q, out, lse, num_sms, workspace, scale or 64**-0.5
         )
     return (out, lse) if return_lse else out
 

@@ -30,7 +30,7 @@ def standing_in(stand_in: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]
 def generated_module(attention: Any, *, packed: bool) -> ModuleType:
     """A module with this entry point, and with what the ones that split keys have beside it."""
     module = ModuleType("stand_in")
-    constants = {"POSITIONS": 4, "TILE_M": 64, "TILE_N": 2, "GRID_MAX": 65535}
+    constants = {"POSITIONS": 4, "CTA_WORDS": 1, "TILE_N": 2, "GRID_MAX": 65535}
     counting: dict[str, Any] = {"packed_constants": lambda gpu: (132, None)} if packed else {"parts_of": None}
     vars(module).update(constants, attention=attention, **counting)
     return module

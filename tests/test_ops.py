@@ -191,14 +191,14 @@ def test_dependent_launch_is_asked_of_modules_that_know_it(eager: Modules, monke
     )  # ignored: this module has no such argument
     asked = []
 
-    def attention(q: Any, k: Any, v: Any, *, enable_pdl: bool = False, **options: Any) -> Any:
+    def attention(q: Any, k: Any, v: Any, *, enable_pdl: Any = "as the module has it", **options: Any) -> Any:
         asked.append(enable_pdl)
         return expected(q, k, v, **options)
 
     monkeypatch.setattr(ops, "_serving", lambda *call: attention)
     for options in ({}, {"enable_pdl": False}, {"enable_pdl": True}):
         assert fa3gen.attention(q, k, v, **options).equal(expected(q, k, v))
-    assert asked == [False, False, True]
+    assert asked == ["as the module has it", False, True]
 
 
 @pytest.mark.parametrize("way", ["eager", "modules"])

@@ -328,13 +328,11 @@ def forward(spec: Forward) -> Operation:
         arguments.append(each("parts", dims=(NUM_PARTS, TOTAL_Q, HEADS_Q, v_dim)))
         arguments += [each(name, dims=(NUM_PARTS, HEADS_Q, TOTAL_Q)) for name in ("parts_max", "parts_sum")]
     elif spec.scheduler == "even":
-        # Of a CTA two parts at most, and where the tile lies that it begins and another one ends.
+        # Of a CTA two parts at most, with an LSE for each row, and where the tile lies that it begins and another one ends.
         ctas = NUM_SMS if spec.tile.ctas_per_sm == 1 else NUM_CTAS
-        slots = ctas, Extent("parts_of_cta", 2), Extent("rows", spec.tile.q)
-        each = partial(Scratch, initial="anything", ctas_per_sm=spec.tile.ctas_per_sm)
-        arguments.append(each("parts", FP32, (*slots, v_dim)))
-        arguments.append(each("parts_lse", FP32, slots))
-        arguments.append(each("shares", INT32, (ctas, Extent("words", SHARE_WORDS))))
+        words = 2 * spec.tile.q * (spec.problem.v_dim + 1) + SHARE_WORDS
+        left = ctas, Extent("cta_words", words)
+        arguments.append(Scratch("workspace", FP32, left, "anything", ctas_per_sm=spec.tile.ctas_per_sm))
     elif spec.split is not None:
         # Of a part O, divided by the part's sums of exponentials, and LSE.
         each = partial(Scratch, dtype=FP32, initial="anything", parts=partial(kept_parts, spec))

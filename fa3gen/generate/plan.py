@@ -507,6 +507,11 @@ class SchedulerPlan:
         return self.kind == "even" and self.keys_of_part > 0
 
     @property
+    def beside_previous(self) -> bool:
+        """Whether every launch may begin beside the end of the kernel before; grid asks the caller."""
+        return self.kind == "even" and not self.keys_of_part
+
+    @property
     def tile_ring(self) -> bool:
         """Whether one warp tells the others of a CTA which tiles it has, through a ring."""
         return self.kind in footprint.TELLING
@@ -1319,7 +1324,7 @@ def _entry(spec: Forward) -> EntryPlan:
             *["max_seqlen_k=None"] * splits.whole_parts(spec),
             *["window=(-1, -1)"] * given_with_calls(spec.mask),
             *("scale=None", "out=None", "return_lse=False"),
-            *["enable_pdl=False"] * (spec.scheduler == "grid"),
+            *[f"enable_pdl={spec.split is not None}"] * (spec.scheduler == "grid"),
         ),
         launched=tuple(str(fakes.get(argument.name, argument)) for argument in arguments),
         keeps_scratch=bool(kept),

@@ -42,7 +42,7 @@ def _explain(
     scale: float | None = None,
     out: Tensor | None = None,
     return_lse: bool = False,
-    enable_pdl: bool = False,
+    enable_pdl: bool | None = None,
     deterministic_batch: bool = False,
     num_splits: int = 0,
     split_keys: int | None = None,
@@ -83,7 +83,7 @@ def attention(
     scale: float | None = None,
     out: Tensor | None = None,
     return_lse: bool = False,
-    enable_pdl: bool = False,
+    enable_pdl: bool | None = None,
     deterministic_batch: bool = False,
     num_splits: int = 0,
     split_keys: int | None = None,
@@ -128,8 +128,8 @@ def attention(
         return_lse: Return (O, LSE), LSE the natural logarithm of each row's sum of exponentials,
             (batch, heads_q, seq_q) float32; of dense tensors taken as packed ones a view that is not contiguous.
         enable_pdl: Programmatic dependent launch: where the module serves small problems (scheduler grid), begin beside
-            the end of the kernel before on this stream, once that one allows it. Results are the same. Other modules,
-            and calls that torch.compile or a dispatch mode sees, are launched as ever.
+            the end of the kernel before on this stream, once that one allows it. Results are the same. None: where keys
+            come in parts. It says nothing to other modules, and to calls that torch.compile or a dispatch mode sees.
         deterministic_batch: O and LSE of a row are the same bits whatever other sequences, heads or queries the call
             has: alone, in any batch, in any place of it, all queries at once or in chunks. Head dims 64, 128 and 256 in
             bfloat16, unmasked or causal, up to 16 query heads for each kv head; made for few queries, and slow for
@@ -185,10 +185,10 @@ def attention(
         serving = _serving(*asked, num_splits, split_keys, deterministic_batch, blocks)
     if scaled or sinks is not None or softcap is not None:
         named = named_scores(sinks, softcap) | eight_bits.named_factors(q, k, factors, blocks=blocks)
-        named |= {"enable_pdl": True} if enable_pdl and _has_pdl(serving) else {}
+        named |= {"enable_pdl": enable_pdl} if enable_pdl is not None and _has_pdl(serving) else {}
         return serving(q, k, v, **named, scale=scale, out=out, return_lse=return_lse)
-    if enable_pdl and _has_pdl(serving):
-        return serving(q, k, v, scale=scale, out=out, return_lse=return_lse, enable_pdl=True)
+    if enable_pdl is not None and _has_pdl(serving):
+        return serving(q, k, v, scale=scale, out=out, return_lse=return_lse, enable_pdl=enable_pdl)
     return serving(q, k, v, scale=scale, out=out, return_lse=return_lse)
 
 

@@ -62,7 +62,7 @@ def _of_dense(module: Any, asked: int) -> Attention:
 
 def _of_shares(module: Any, asked: int) -> Attention:
     """With as many CTAs as tiles of queries ask for in place of one on each SM."""
-    constants, positions, rows = module.packed_constants, module.POSITIONS, module.TILE_M
+    constants, positions, words = module.packed_constants, module.POSITIONS, module.CTA_WORDS
     on_an_sm = getattr(module, "CTAS_PER_SM", 1)
 
     @functools.lru_cache(maxsize=KEPT)
@@ -74,7 +74,7 @@ def _of_shares(module: Any, asked: int) -> Attention:
     @functools.wraps(module.attention)
     def divided(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, *others: Any, **options: Any) -> Any:
         ctas = shares_asked(asked, q.shape[0], cu_seqlens_q.shape[0] - 1, v.shape[-2], positions)
-        _check_room(asked, ctas, 2 * rows * v.shape[-1])  # a CTA leaves two parts at most
+        _check_room(asked, ctas, words)
         return on(max(ctas, 1))(q, k, v, cu_seqlens_q, *others, **options)
 
     return divided

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from pathlib import Path
 from typing import Any
@@ -134,9 +135,11 @@ def scratch(found: Any, case: PackedCase, sms: int) -> tuple[torch.Tensor, torch
         found.attention(**made_for.given, return_lse=True)
     finally:
         found.cpu.settings, found.empty = Settings(), empty
-    (words,) = [tensor for tensor in made if tensor.dtype == torch.int32]
-    (lse,) = [tensor for tensor in made if tensor.ndim == 3 and tensor.shape[0] == sms and tensor.shape[1] == 2]
-    return lse, words
+    (workspace,) = [tensor for tensor in made if tensor.shape == (sms, found.CTA_WORDS)]
+    slots = sms, 2, found.TILE_M
+    sizes = math.prod(slots) * found.HEAD_DIM, math.prod(slots), sms * found.SHARE_WORDS
+    _, lse, words = workspace.flatten().split(sizes)
+    return lse.view(slots), words.view(torch.int32).view(sms, -1)
 
 
 def test_slots_and_words() -> None:
@@ -238,10 +241,14 @@ def test_mistakes_are_reported(mistake: str, tmp_path: Path) -> None:
     assert any(failures(found, CAUSAL, [case], 3) for case in (cut, long, rows, many, several))
 
 
-def test_parts_read_before_they_are_written_are_refused(tmp_path: Path) -> None:
-    before, wait, after = source(CAUSAL).rpartition("    cute.arch.griddepcontrol_wait()\n")
-    assert wait
-    found = load_on_cpu(path_of(tmp_path, "early", before + after))
+@pytest.mark.parametrize(("kernel", "place"), [("attention_kernel", 0), ("combine_kernel", 1)])
+def test_what_the_kernel_before_has_not_written_yet_is_not_read(kernel: str, place: int, tmp_path: Path) -> None:
+    """Lengths, and parts: either kernel may begin beside the one before."""
+    wait = "    cute.arch.griddepcontrol_wait()\n"
+    texts = source(CAUSAL).split(wait)
+    assert len(texts) == 3 and kernel in texts[place]
+    texts[place : place + 2] = ["".join(texts[place : place + 2])]
+    found = load_on_cpu(path_of(tmp_path, "early", wait.join(texts)))
     with pytest.raises(LaunchRefused, match="uses global memory before griddepcontrol.wait; have it wait first"):
         scratch(found, sequences("one", "", (1,), (300,)), 2)
 
