@@ -108,8 +108,8 @@ def nodes(graph: torch.cuda.CUDAGraph) -> dict[Any, int]:
 
 
 @pytest.mark.parametrize("stem", PRODUCTION)
-def test_a_captured_call_is_one_kernel(stem: str, hopper: Any) -> None:
-    """No fill, no copy; with an out, and with what the call makes."""
+def test_a_captured_call_is_kernels_alone(stem: str, hopper: Any) -> None:
+    """No fill, no copy; with an out, and with what the call makes. Keys in several parts take a second kernel."""
     spec = VARIANTS[stem].spec
     problem = Problem(load_for_launch(WORKSPACE.module_path(stem)), spec, hopper, SMALL, seed=2)
     wanted = problem.attend()
@@ -121,7 +121,7 @@ def test_a_captured_call_is_one_kernel(stem: str, hopper: Any) -> None:
             with torch.cuda.graph(graph):
                 named = {**problem.window, **problem.keywords, **options, **given}
                 found = [problem.module.attention(*tensors, **named) for _ in range(calls)]
-            assert nodes(graph) == {KERNEL: calls}
+            assert nodes(graph) in [{KERNEL: calls * each} for each in range(1, operation_of(spec).kernels + 1)]
             for _ in range(3):
                 graph.replay()
             torch.cuda.synchronize()
