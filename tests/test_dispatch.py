@@ -54,6 +54,7 @@ class Problem:
     softcap: bool = False
     by_sequence: tuple[str, ...] = ()
     v_permuted: bool = False
+    group: int = 1
 
     @property
     def family(self) -> Family:
@@ -93,13 +94,17 @@ class Record:
 def record(seq: int, speeds: dict[str, float], *, winner: str = "", no_lse: str = "", **changes: Any) -> Record:
     """A record of one length, of a large problem unless `tiles` says how many there are per SM; the fastest wins
     unless another is named."""
-    packed = changes.pop("packed", "")
+    packed, split = changes.pop("packed", ""), changes.pop("split", "")
     results = [
         Result(
             stem,
             tflops,
             f"{len(stem):02d}" * 32,
-            {"outputs": {"lse": stem != no_lse}, "tile": {"pack_heads": 4 if stem == packed else 1}},
+            {
+                "outputs": {"lse": stem != no_lse},
+                "tile": {"pack_heads": 4 if stem == packed else 1},
+            }
+            | ({"split": {"count": "auto"}, "tile": {"pack_heads": 16, "group": "at_most"}} if stem == split else {}),
         )
         for stem, tflops in speeds.items()
     ]
@@ -143,6 +148,24 @@ def test_the_winner_is_the_record_s_and_the_runner_up_the_best_of_the_others() -
     assert row.module == "fwd"
     second = {"runner_up": "k6", "runner_up_tflops": 401.0, "runner_up_sha256": "02" * 8}
     assert row.measured == [Measurement(seq=512, tflops=400.0, **second, gpu=GPU)]
+
+
+@pytest.mark.parametrize(
+    ("speed", "queries", "gpu", "taken"),
+    [
+        (96.0, 1, "NVIDIA H100 80GB HBM3", "decode"),
+        (95.0, 1, "NVIDIA H100 80GB HBM3", "small"),
+        (96.0, 1, "NVIDIA H200", "small"),
+        (96.0, 64, "NVIDIA H100 80GB HBM3", "small"),
+    ],
+)
+def test_where_memory_hides_the_difference_keys_are_divided(speed: float, queries: int, gpu: str, taken: str) -> None:
+    """The speeds in the row stay what was measured."""
+    one = record(queries, {"small": 100.0, "decode": speed}, split="decode", seq_k=4096, gpu=gpu)
+    row, *_ = dispatch_table.rows_from_records([one])  # the first is for groups as measured
+    [measured] = row.measured
+    assert row.module == taken and isinstance(measured, Measurement)
+    assert {measured.tflops, measured.runner_up_tflops} == {100.0, speed}
 
 
 def test_a_module_without_lse_is_passed_over() -> None:

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -189,16 +189,19 @@ def test_dependent_launch_is_asked_of_modules_that_know_it(eager: Modules, monke
     assert fa3gen.attention(q, k, v, enable_pdl=True).equal(
         expected(q, k, v)
     )  # ignored: this module has no such argument
-    asked = []
+    asked, usual = [], "as the module has it"
 
-    def attention(q: Any, k: Any, v: Any, *, enable_pdl: Any = "as the module has it", **options: Any) -> Any:
+    def attention(q: Any, k: Any, v: Any, *, enable_pdl: Any = usual, **options: Any) -> Any:
         asked.append(enable_pdl)
         return expected(q, k, v, **options)
 
-    monkeypatch.setattr(ops, "_serving", lambda *call: attention)
-    for options in ({}, {"enable_pdl": False}, {"enable_pdl": True}):
-        assert fa3gen.attention(q, k, v, **options).equal(expected(q, k, v))
-    assert asked == ["as the module has it", False, True]
+    in_parts = FunctionType(attention.__code__, {**globals(), "combine_kernel": None}, closure=attention.__closure__)
+    in_parts.__kwdefaults__ = attention.__kwdefaults__
+    for serving in (attention, in_parts):  # with parts of the keys to add up it is so unless asked otherwise
+        monkeypatch.setattr(ops, "_serving", lambda *call, serving=serving: serving)
+        for options in ({}, {"enable_pdl": False}, {"enable_pdl": True}):
+            assert fa3gen.attention(q, k, v, **options).equal(expected(q, k, v))
+    assert asked == [usual, usual, True, True, usual, True]
 
 
 @pytest.mark.parametrize("way", ["eager", "modules"])

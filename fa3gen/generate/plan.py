@@ -1324,7 +1324,7 @@ def _entry(spec: Forward) -> EntryPlan:
             *["max_seqlen_k=None"] * splits.whole_parts(spec),
             *["window=(-1, -1)"] * given_with_calls(spec.mask),
             *("scale=None", "out=None", "return_lse=False"),
-            *[f"enable_pdl={spec.split is not None}"] * (spec.scheduler == "grid"),
+            *["enable_pdl=False"] * (spec.scheduler == "grid"),
         ),
         launched=tuple(str(fakes.get(argument.name, argument)) for argument in arguments),
         keeps_scratch=bool(kept),
