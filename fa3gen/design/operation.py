@@ -328,7 +328,7 @@ def forward(spec: Forward) -> Operation:
         arguments.append(each("parts", dims=(NUM_PARTS, TOTAL_Q, HEADS_Q, v_dim)))
         arguments += [each(name, dims=(NUM_PARTS, HEADS_Q, TOTAL_Q)) for name in ("parts_max", "parts_sum")]
     elif spec.scheduler == "even":
-        # Of a CTA two parts at most, with an LSE for each row, and where the tile lies that it begins and another one ends.
+        # Of a CTA two parts at most, with LSE, and where the tile lies that it begins and another one ends.
         ctas = NUM_SMS if spec.tile.ctas_per_sm == 1 else NUM_CTAS
         words = 2 * spec.tile.q * (spec.problem.v_dim + 1) + SHARE_WORDS
         left = ctas, Extent("cta_words", words)
