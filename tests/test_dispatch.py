@@ -55,6 +55,8 @@ class Problem:
     by_sequence: tuple[str, ...] = ()
     v_permuted: bool = False
     group: int = 1
+    batch: int = 1
+    heads_kv: int = 8
 
     @property
     def family(self) -> Family:
@@ -151,17 +153,20 @@ def test_the_winner_is_the_record_s_and_the_runner_up_the_best_of_the_others() -
 
 
 @pytest.mark.parametrize(
-    ("speed", "queries", "gpu", "taken"),
+    ("speed", "queries", "keys", "gpu", "taken"),
     [
-        (96.0, 1, "NVIDIA H100 80GB HBM3", "decode"),
-        (95.0, 1, "NVIDIA H100 80GB HBM3", "small"),
-        (96.0, 1, "NVIDIA H200", "small"),
-        (96.0, 64, "NVIDIA H100 80GB HBM3", "small"),
+        (96.0, 1, 16384, "NVIDIA H100 80GB HBM3", "decode"),
+        (95.0, 1, 16384, "NVIDIA H100 80GB HBM3", "small"),
+        (96.0, 1, 8192, "NVIDIA H100 80GB HBM3", "small"),  # 32 MiB, which L2 holds
+        (96.0, 1, 16384, "NVIDIA H200", "small"),
+        (96.0, 64, 16384, "NVIDIA H100 80GB HBM3", "small"),
     ],
 )
-def test_where_memory_hides_the_difference_keys_are_divided(speed: float, queries: int, gpu: str, taken: str) -> None:
+def test_where_memory_hides_the_difference_keys_are_divided(
+    speed: float, queries: int, keys: int, gpu: str, taken: str
+) -> None:
     """The speeds in the row stay what was measured."""
-    one = record(queries, {"small": 100.0, "decode": speed}, split="decode", seq_k=4096, gpu=gpu)
+    one = record(queries, {"small": 100.0, "decode": speed}, split="decode", seq_k=keys, gpu=gpu)
     row, *_ = dispatch_table.rows_from_records([one])  # the first is for groups as measured
     [measured] = row.measured
     assert row.module == taken and isinstance(measured, Measurement)

@@ -15,6 +15,8 @@ from fa3gen.base.errors import UserError
 from fa3gen.base.parts import rounded
 from fa3gen.design.family import Family
 from fa3gen.design.workspace import Workspace
+from fa3gen.hardware.chips import H100
+from fa3gen.hardware.dtypes import DTYPES
 from fa3gen.records import packed_records, tuning_records
 from fa3gen.records.packed_records import PackedProblem, PackedRecord
 from fa3gen.records.tuning_records import TuningRecord
@@ -80,9 +82,10 @@ def _flow(value: Any) -> str:
 BANDS = (0.25, 0.5, 1.0, 2.0, 4.0)
 # By how much a module has to be faster to be worth a row of its own: what one run differs from the next by.
 WORTH_A_ROW = 0.01
-# Few queries wait for memory, and an H100's, of 0.70 of an H200's bandwidth, hides much of what tells modules apart. So
-# of a record of such a GPU a module that divides the keys counts for so much more. Of 384 cells that both GPUs have
-# measured, what an H100 would choose has 0.978 of the best on the H200, and so 0.990, for 0.4 % on the H100.
+# Few queries wait for memory, and an H100's, of 0.70 of an H200's bandwidth, hides much of what tells modules apart where
+# keys come from there. So in a record of such a GPU, of more of them than its L2 holds, a module that divides the keys
+# counts for so much more. Of 96 packed cells of that kind that both GPUs have measured, what an H100 would choose has
+# 0.961 of the best on the H200, and so 0.985, for 0.5 % on the H100; where L2 holds the keys it would gain nothing.
 DIVIDED, LESS_BANDWIDTH = 1.05, "H100"
 
 Record = TuningRecord | PackedRecord
@@ -130,9 +133,17 @@ class _Cell:
 
 def _weights(record: Record) -> dict[str, float]:
     """By stem, what the modules that DIVIDED is about count for."""
-    if LESS_BANDWIDTH not in record.gpu or not _is_decoding(record):
+    if LESS_BANDWIDTH not in record.gpu or not _is_decoding(record) or _key_bytes(record) <= H100.l2_bytes:
         return {}
     return {result.stem: DIVIDED for result in record.results if result.spec.get("split")}
+
+
+def _key_bytes(record: Record) -> int:
+    """Of K and V, without keys that no window shows."""
+    problem = record.problem
+    sequences = len(problem.lengths_k) if isinstance(problem, PackedProblem) else problem.batch
+    element = DTYPES[problem.family.kv_dtype or problem.dtype].bytes
+    return sequences * problem.seq_k * problem.heads_kv * (problem.head_dim + problem.head_dim_v) * element
 
 
 def _heads_in_a_tile(spec: Mapping[str, Any]) -> int:
