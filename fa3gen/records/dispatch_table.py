@@ -82,8 +82,8 @@ def _flow(value: Any) -> str:
 BANDS = (0.25, 0.5, 1.0, 2.0, 4.0)
 # By how much a module has to be faster to be worth a row of its own: what one run differs from the next by.
 WORTH_A_ROW = 0.01
-# Few queries wait for memory, and an H100's, of 0.70 of an H200's bandwidth, hides much of what tells modules apart where
-# keys come from there. So in a record of such a GPU, of more of them than its L2 holds, a module that divides the keys
+# Few queries wait for memory, and an H100's, of 0.70 of an H200's bandwidth, hides much of what tells modules apart
+# where keys come from there. So in a record of such a GPU, of more keys than its L2 holds, a module that divides them
 # counts for so much more. Of 96 packed cells of that kind that both GPUs have measured, what an H100 would choose has
 # 0.961 of the best on the H200, and so 0.985, for 0.5 % on the H100; where L2 holds the keys it would gain nothing.
 DIVIDED, LESS_BANDWIDTH = 1.05, "H100"
