@@ -103,7 +103,6 @@ class _Cell:
     at_most: int = 0
     padded: bool = False
     speeds: dict[_File, float] = field(init=False)
-    worth: dict[_File, float] = field(init=False)
 
     def __post_init__(self) -> None:
         able = {
@@ -112,8 +111,6 @@ class _Cell:
             if result.spec.get("outputs", {}).get("lse", True) and self._serves_groups(result.spec)
         }
         object.__setattr__(self, "speeds", able)
-        weights = _weights(self.record)
-        object.__setattr__(self, "worth", {file: speed * weights.get(file[0], 1.0) for file, speed in able.items()})
 
     def _serves_groups(self, spec: Mapping[str, Any]) -> bool:
         most, heads = _most_heads(spec), _heads_in_a_tile(spec)
@@ -125,17 +122,23 @@ class _Cell:
         return self.record.problem.seq_k
 
     @property
+    def worth(self) -> dict[_File, float]:
+        """What the speeds count for where modules are chosen; see DIVIDED."""
+        divided = _worth_more(self.record)
+        return {file: speed * (DIVIDED if file[0] in divided else 1.0) for file, speed in self.speeds.items()}
+
+    @property
     def winner(self) -> _File | None:
-        """The module that won the record, where it is one of these, or is worth more; see DIVIDED."""
-        won = next((file for file in self.speeds if file[0] == self.record.winner), None)
-        return won if won is None or self.worth == self.speeds else max(self.worth, key=lambda file: self.worth[file])
+        """The module that won the record, where it is one of these, or is worth more."""
+        won, worth = next((file for file in self.speeds if file[0] == self.record.winner), None), self.worth
+        return won if won is None or worth == self.speeds else max(worth, key=lambda file: worth[file])
 
 
-def _weights(record: Record) -> dict[str, float]:
-    """By stem, what the modules that DIVIDED is about count for."""
+def _worth_more(record: Record) -> set[str]:
+    """Stems of the modules that DIVIDED is about."""
     if LESS_BANDWIDTH not in record.gpu or not _is_decoding(record) or _key_bytes(record) <= H100.l2_bytes:
-        return {}
-    return {result.stem: DIVIDED for result in record.results if result.spec.get("split")}
+        return set()
+    return {result.stem for result in record.results if result.spec.get("split")}
 
 
 def _key_bytes(record: Record) -> int:

@@ -258,8 +258,6 @@ class Bench:
             if (loaded := self._right(module)) is not None:
                 spec = Forward.model_validate(module["spec"])
                 options = {**options_for(spec.mask, problem.mask.spec_mask()), **named}
-                # Behind a kernel of another kind nobody gains what a module gains behind itself.
-                options |= {"enable_pdl": False} if spec.scheduler == "grid" else {}
                 entry = functools.partial(operation_of(spec).entry_of(loaded), **options)
                 attends[module["stem"]] = lambda entry=entry: entry  # type: ignore[misc]
         for peer in () if named else self._peers(request):  # they have no such arguments
