@@ -124,6 +124,7 @@ KV_STAGES = 6  # tiles of K and of V in flight or in use
 KEYS_OF_PART = 512  # from the first key on, whatever else a call has
 STEPS_OF_PART = KEYS_OF_PART // TILE_N
 MOST_ELEMENTS = 2**31 - 1  # of O of all parts, which kernels count in 32 bits
+MOST_LINES = 8  # of keys that are read side by side
 TILE_SLOTS = 2  # found tiles that there is room for
 # Of a tile: m_block, the first of its heads, head_kv, sequence, first row and rows of its queries, of its keys, first
 # tile of keys and the one behind the last, slot of its part; and zeros, for words are read four at a time.
@@ -209,8 +210,10 @@ def launch(
     tma_K, mK = cpasync.make_tiled_tma_atom(tma_load, mK, layouts[1], (TILE_N, HEAD_DIM))
     tma_V, mVt = cpasync.make_tiled_tma_atom(tma_load, mVt, layouts[2], (HEAD_DIM, TILE_N))
     group = heads_q // heads_kv
+    lines = lines_of(heads_kv, num_sms)
+    line_heads, line_ctas = heads_kv // lines, num_sms // lines
     most_parts = cute.size(parts, mode=[0])
-    sequences = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, total_q, total_k, group, heads_kv, most_parts
+    sequences = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, total_q, total_k, group, line_heads, most_parts
     mParts = cute.make_tensor(parts.iterator, cute.select(parts.layout, mode=[1, 3, 2, 0]))
     rows_layout = cute.select(parts_max.layout, mode=[2, 1, 0])  # (total_q, heads_q, most_parts)
     mPartsMax, mPartsSum = (cute.make_tensor(x.iterator, rows_layout) for x in (parts_max, parts_sum))
@@ -218,7 +221,7 @@ def launch(
     mPartsMax = pack_heads(mPartsMax, 1, heads_kv)  # ((group, total_q), heads_kv, most_parts)
     mPartsSum = pack_heads(mPartsSum, 1, heads_kv)
     attention_kernel(mQ, mK, mVt, mParts, mPartsMax, mPartsSum, tma_Q, tma_K, tma_V, scale * LOG2_E, sequences).launch(
-        grid=(num_sms, 1, 1),
+        grid=(line_ctas, lines, 1),
         block=(THREADS, 1, 1),
         min_blocks_per_mp=REGISTER_SHARES,  # bounds the registers at launch
         preferred_smem_carveout=SMEM_CARVEOUT,
@@ -303,6 +306,18 @@ def slice_rows(x: cute.Tensor, head_kv, begin, rows) -> cute.Tensor:
     first = cute.domain_offset(((0, begin), *(0 for _ in rest), head_kv), x)
     shape, strides = ((group, rows), *rest), (row_strides, *rest_strides)
     return cute.make_tensor(first.iterator, cute.make_layout(shape, stride=strides))
+
+
+@cute.jit
+def lines_of(heads_kv: cutlass.Int32, num_ctas: cutlass.Int32) -> cutlass.Int32:
+    """How many lines steps stand in, each of the same number of kv heads, which CTAs walk through side by side.
+
+    A key's rows of all heads lie next to each other in memory, which is read faster where all are asked for at about
+    the same time. So each head has a line, of up to MOST_LINES; of more, as many as the largest power of two that
+    divides them has.
+    """
+    lines = heads_kv if heads_kv <= MOST_LINES else cutlass.min(heads_kv & -heads_kv, MOST_LINES)
+    return lines if lines <= num_ctas else cutlass.Int32(1)
 
 
 # ======================================================================================================================
@@ -392,19 +407,19 @@ class Work:
 def find_tiles(schedule):
     """One warp, which does nothing else: find this CTA's share of all parts of keys, and tell the other warps of them.
 
-    A step is a part of the keys of a tile of queries. All steps stand in a line, sequence by sequence, in each kv head
-    by kv head and tile of queries by tile of queries, each from its first key on, whatever a mask hides. CTA c has
-    steps c share to (c + 1) share - 1. Which these are does not matter to any row: a part is begun anew by whoever has
-    it, and where it begins follows from the keys of its sequence alone.
+    A step is a part of the keys of a tile of queries. Steps stand in lines, see `lines_of`: of the heads of a line
+    sequence by sequence, in each head by head and tile of queries by tile of queries, each from its first key on,
+    whatever a mask hides. CTA c of a line has steps c share to (c + 1) share - 1. Which these are does not matter to any
+    row: a part is begun anew by whoever has it, and where it begins follows from the keys of its sequence alone.
     """
     sequences, tile_ring, tiles = schedule
-    cta, _, _ = cute.arch.block_idx()
-    num_ctas, _, _ = cute.arch.grid_dim()
+    line_cta, line, _ = cute.arch.block_idx()
+    line_ctas, _, _ = cute.arch.grid_dim()
     fill = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, TILE_SLOTS)
     group = look_at(cutlass.Int32(0), cutlass.Int32(0), sequences)
     total = steps_of_all(group, sequences)
-    share, zero = cute.ceil_div(total, num_ctas), cutlass.Int32(0)
-    step, end = cta * share, cutlass.min(cta * share + share, total)
+    share, zero = cute.ceil_div(total, line_ctas), cutlass.Int32(0)
+    step, end = line_cta * share, cutlass.min(line_cta * share + share, total)
     cute.arch.sync_threads()  # the barriers are made
     while step < end:
         tile, part, _, group = find_step(step, group, sequences)
@@ -533,7 +548,10 @@ def find_step(step: cutlass.Int32, group, sequences):
     _, queries, _, keys = bounds
     steps_before = cute.arch.shuffle_sync(before + steps_to_here - steps, owner)
     num_parts = parts_of(keys, sequences)
-    m_block, head_kv, part = place_in_sequence(step - steps_before, queries, num_parts)
+    m_block, head, part = place_in_sequence(step - steps_before, queries, num_parts)
+    _, line, _ = cute.arch.block_idx()
+    _, lines, _ = cute.arch.grid_dim()
+    head_kv = head * lines + line
     words = m_block, head_kv * heads, head_kv, first + owner, *bounds
     return words, part, num_parts, (first, before, q_begin, seq_q, k_begin, seq_k, steps, steps_to_here)
 
@@ -563,14 +581,14 @@ def look_at(first: cutlass.Int32, before: cutlass.Int32, sequences):
     Returns these two; where the lane's sequence lies, its steps, and those of the group up to and with it. A lane
     behind the last sequence sees one of no rows.
     """
-    cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, total_q, total_k, _, heads_kv, _ = sequences
+    cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, total_q, total_k, _, line_heads, _ = sequences
     sequence = first + cute.arch.lane_idx()
     q_begin, seq_q = cutlass.Int32(0), cutlass.Int32(0)
     k_begin, seq_k = cutlass.Int32(0), cutlass.Int32(0)
     if sequence < cute.size(cu_seqlens_q) - 1:
         q_begin, seq_q = bounds_of(sequence, cu_seqlens_q, seqused_q, total_q)
         k_begin, seq_k = bounds_of(sequence, cu_seqlens_k, seqused_k, total_k)
-    steps = cute.ceil_div(seq_q, POSITIONS) * heads_kv * parts_of(seq_k, sequences)
+    steps = cute.ceil_div(seq_q, POSITIONS) * line_heads * parts_of(seq_k, sequences)
     return first, before, q_begin, seq_q, k_begin, seq_k, steps, sum_up_to_lane(steps)
 
 
@@ -602,12 +620,12 @@ def parts_of(seq_k: cutlass.Int32, sequences) -> cutlass.Int32:
 
 @cute.jit
 def place_in_sequence(step: cutlass.Int32, seq_q, num_parts):
-    """Which of a sequence's steps this one is: (m_block, head_kv, part of the keys), of as many parts."""
+    """Which of a sequence's steps this one is: (m_block, head of the line, part of the keys), of as many parts."""
     num_m_blocks, tile = cute.ceil_div(seq_q, POSITIONS), step // num_parts
-    m_block, head_kv = cutlass.Int32(0), tile
+    m_block, head = cutlass.Int32(0), tile
     if num_m_blocks > 1:  # else there is one division less to wait for
-        m_block, head_kv = tile % num_m_blocks, tile // num_m_blocks
-    return m_block, head_kv, step % num_parts
+        m_block, head = tile % num_m_blocks, tile // num_m_blocks
+    return m_block, head, step % num_parts
 
 
 # ======================================================================================================================

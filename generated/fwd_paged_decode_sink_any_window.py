@@ -131,6 +131,7 @@ STEPS_OF_SHARE = 2  # tiles of keys of a CTA, at least
 MOST_STEPS = 2**30  # of all sequences together
 SHARE_WORDS = 4  # what a CTA says of the tile that it begins and another one ends; see combine_kernel
 CTA_WORDS = 2 * TILE_M * (HEAD_DIM + 1) + SHARE_WORDS  # these, and two parts with an LSE for each row
+MOST_LINES = 8  # of keys that are read side by side
 TILE_SLOTS = 2  # found tiles that there is room for
 # Of a tile: m_block, the first of its heads, head_kv, sequence, first row and rows of its queries, of its keys, first
 # tile of keys and the one behind the last, slot of its part; and zeros, for words are read four at a time.
@@ -233,18 +234,23 @@ def launch(
     pages = page_table, cute.FastDivmodDivisorV2(page_size), steps_K, steps_V  # every tile divides: by a product
     most_keys = cute.size(page_table, mode=[1]) * page_size
     group = heads_q // heads_kv
+    lines = lines_of(heads_kv, num_sms)
+    line_heads, line_ctas = heads_kv // lines, num_sms // lines
     # Tiles of keys that hold all that a window shows the rows of a tile of queries.
     seen = cutlass.Int64(window_left) + window_right + POSITIONS + BOX_ROWS - 1  # the first box of keys is whole
     most_blocks = cutlass.Int32(cute.ceil_div(seen, TILE_N))
-    sequences = cu_seqlens_q, seqused_q, seqused_k, total_q, most_keys, group, heads_kv, most_blocks
+    sequences = cu_seqlens_q, seqused_q, seqused_k, total_q, most_keys, group, line_heads, most_blocks
     # What all CTAs leave: parts, two slots for each CTA, in each the rows of a tile; their LSEs; the words of shares.
     rows, strides = (PACK_HEADS, POSITIONS), (HEAD_DIM, PACK_HEADS * HEAD_DIM)
-    slots, lse_strides = 2 * num_sms, (1, PACK_HEADS)
+    slots, lse_strides = 2 * lines * line_ctas, (1, PACK_HEADS)
     parts_layout = cute.make_layout((rows, HEAD_DIM, slots), stride=(strides, 1, TILE_M * HEAD_DIM))
     mParts = cute.make_tensor(workspace.iterator, parts_layout)  # ((PACK_HEADS, POSITIONS), HEAD_DIM, slots)
     parts_lse = workspace.iterator + slots * TILE_M * HEAD_DIM
     mPartsLSE = cute.make_tensor(parts_lse, cute.make_layout((rows, slots), stride=(lse_strides, TILE_M)))
-    words, words_layout = cute.recast_ptr(parts_lse + slots * TILE_M, dtype=cutlass.Int32), (num_sms, SHARE_WORDS)
+    words, words_layout = cute.recast_ptr(parts_lse + slots * TILE_M, dtype=cutlass.Int32), (
+        lines * line_ctas,
+        SHARE_WORDS,
+    )
     shares = cute.make_tensor(words, cute.make_layout(words_layout, stride=(SHARE_WORDS, 1)))
     attention_kernel(
         mQ,
@@ -265,7 +271,7 @@ def launch(
         sequences,
         pages,
     ).launch(
-        grid=(num_sms, 1, 1),
+        grid=(line_ctas, lines, 1),
         block=(THREADS, 1, 1),
         min_blocks_per_mp=REGISTER_SHARES,  # bounds the registers at launch
         preferred_smem_carveout=SMEM_CARVEOUT,
@@ -275,7 +281,7 @@ def launch(
     # Of each tile that is cut a head, and as many of its positions at once as a sequence has on average.
     positions = cutlass.min(cute.ceil_div(total_q, cute.size(cu_seqlens_q) - 1), POSITIONS)
     combine_kernel(mParts, mPartsLSE, shares, mSinks, out, lse).launch(
-        grid=(num_sms, group, positions),
+        grid=(lines * line_ctas, group, positions),
         block=(32 * COMBINE_WARPS, 1, 1),
         use_pdl=True,  # it waits for the parts where it needs them
         stream=stream,
@@ -338,6 +344,18 @@ def slice_rows(x: cute.Tensor, head_kv, begin, rows) -> cute.Tensor:
     first = cute.domain_offset(((0, begin), *(0 for _ in rest), head_kv), x)
     shape, strides = ((group, rows), *rest), (row_strides, *rest_strides)
     return cute.make_tensor(first.iterator, cute.make_layout(shape, stride=strides))
+
+
+@cute.jit
+def lines_of(heads_kv: cutlass.Int32, num_ctas: cutlass.Int32) -> cutlass.Int32:
+    """How many lines steps stand in, each of the same number of kv heads, which CTAs walk through side by side.
+
+    A key's rows of all heads lie next to each other in memory, which is read faster where all are asked for at about
+    the same time. So each head has a line, of up to MOST_LINES; of more, as many as the largest power of two that
+    divides them has.
+    """
+    lines = heads_kv if heads_kv <= MOST_LINES else cutlass.min(heads_kv & -heads_kv, MOST_LINES)
+    return lines if lines <= num_ctas else cutlass.Int32(1)
 
 
 # ======================================================================================================================
@@ -449,18 +467,20 @@ class Work:
 def find_tiles(schedule):
     """One warp, which does nothing else: find this CTA's share of all steps, and tell the other warps of its tiles.
 
-    A step is a tile of keys of a tile of queries. All steps stand in a line, sequence by sequence, in each kv head by
-    kv head and tile of queries by tile of queries, each from the first key that its window shows on. CTA c has steps
-    c share to (c + 1) share - 1, wherever tiles end: the first and the last of its tiles may be parts.
+    A step is a tile of keys of a tile of queries. Steps stand in lines, see `lines_of`: of the heads of a line
+    sequence by sequence, in each head by head and tile of queries by tile of queries, each from its first key on,
+    that its window shows. CTA c of a line has steps c share to (c + 1) share - 1, wherever tiles end: its first and its
+    last tile may be parts.
     """
     _, sequences, shares, tile_ring, tiles = schedule
-    cta, _, _ = cute.arch.block_idx()
-    num_ctas, _, _ = cute.arch.grid_dim()
+    line_cta, line, _ = cute.arch.block_idx()
+    line_ctas, _, _ = cute.arch.grid_dim()
+    cta = line * line_ctas + line_cta
     fill = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, TILE_SLOTS)
     group = look_at(cutlass.Int32(0), cutlass.Int32(0), sequences)
     total = steps_of_all(group, sequences)
-    share = cutlass.max(cute.ceil_div(total, num_ctas), STEPS_OF_SHARE)
-    step, end = cta * share, cutlass.min(cta * share + share, total)
+    share = cutlass.max(cute.ceil_div(total, line_ctas), STEPS_OF_SHARE)
+    step, end = line_cta * share, cutlass.min(line_cta * share + share, total)
     zero = cutlass.Int32(0)
     parts, rows, q_row, cut_head = zero, zero, zero, zero  # of the tile that this CTA begins and another one ends
     cute.arch.sync_threads()  # the barriers are made
@@ -475,7 +495,7 @@ def find_tiles(schedule):
         fill.advance()
         if begins and not ends:
             m_block, cut_head, _, _, q_begin, seq_q, *_ = tile
-            parts = cute.ceil_div(step + n_blocks, share) - cta
+            parts = cute.ceil_div(step + n_blocks, share) - line_cta
             rows, q_row = seq_q - m_block * POSITIONS, q_begin + m_block * POSITIONS
         step += n_end - n_begin
     tile_ring.producer_acquire(fill)
@@ -612,7 +632,10 @@ def find_step(step: cutlass.Int32, group, sequences):
     _, queries, keys = bounds
     steps_before = cute.arch.shuffle_sync(before + steps_to_here - steps, owner)
     n_blocks = tiles_of_keys(keys, sequences)
-    m_block, head_kv, n_block = place_in_sequence(step - steps_before, queries, n_blocks)
+    m_block, head, n_block = place_in_sequence(step - steps_before, queries, n_blocks)
+    _, line, _ = cute.arch.block_idx()
+    _, lines, _ = cute.arch.grid_dim()
+    head_kv = head * lines + line
     words = m_block, head_kv * heads, head_kv, first + owner, *bounds
     return words, n_block, n_blocks, (first, before, q_begin, seq_q, seq_k, steps, steps_to_here)
 
@@ -642,14 +665,14 @@ def look_at(first: cutlass.Int32, before: cutlass.Int32, sequences):
     Returns these two; where the lane's sequence lies, its steps, and those of the group up to and with it. A lane
     behind the last sequence sees one of no rows.
     """
-    cu_seqlens_q, seqused_q, seqused_k, total_q, most_keys, _, heads_kv, _ = sequences
+    cu_seqlens_q, seqused_q, seqused_k, total_q, most_keys, _, line_heads, _ = sequences
     sequence = first + cute.arch.lane_idx()
     q_begin, seq_q = cutlass.Int32(0), cutlass.Int32(0)
     seq_k = cutlass.Int32(0)
     if sequence < cute.size(cu_seqlens_q) - 1:
         q_begin, seq_q = bounds_of(sequence, cu_seqlens_q, seqused_q, total_q)
         seq_k = cutlass.min(cutlass.max(seqused_k[sequence], 0), most_keys)
-    steps = cute.ceil_div(seq_q, POSITIONS) * heads_kv * tiles_of_keys(seq_k, sequences)
+    steps = cute.ceil_div(seq_q, POSITIONS) * line_heads * tiles_of_keys(seq_k, sequences)
     return first, before, q_begin, seq_q, seq_k, steps, sum_up_to_lane(steps)
 
 
@@ -681,12 +704,12 @@ def tiles_of_keys(seq_k: cutlass.Int32, sequences) -> cutlass.Int32:
 
 @cute.jit
 def place_in_sequence(step: cutlass.Int32, seq_q, n_blocks):
-    """Which of a sequence's steps this one is: (m_block, head_kv, tile of keys), of as many tiles of keys."""
+    """Which of a sequence's steps this one is: (m_block, head of the line, tile of keys), of as many tiles of keys."""
     num_m_blocks, tile = cute.ceil_div(seq_q, POSITIONS), step // n_blocks
-    m_block, head_kv = cutlass.Int32(0), tile
+    m_block, head = cutlass.Int32(0), tile
     if num_m_blocks > 1:  # else there is one division less to wait for
-        m_block, head_kv = tile % num_m_blocks, tile // num_m_blocks
-    return m_block, head_kv, step % n_blocks
+        m_block, head = tile % num_m_blocks, tile // num_m_blocks
+    return m_block, head, step % n_blocks
 
 
 # ======================================================================================================================

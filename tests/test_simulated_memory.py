@@ -101,7 +101,7 @@ def test_fewer_bytes_under_way_are_slower() -> None:
     times = simulation.times_of(spec(EVEN), CHIP)
     one_stage = Problem(with_stages(spec(EVEN), 1), problem.shape)
     six, one = (simulation.deal(each, times, CHIP) for each in (problem, one_stage))
-    assert six.memory.in_flight == 6 * one.memory.in_flight == 132 * 6 * 64 * 512
+    assert six.memory.in_flight == 6 * one.memory.in_flight == 128 * 6 * 64 * 512  # 8 heads, 16 CTAs each
     assert one.gigabytes < 0.9 * six.gigabytes
 
 

@@ -15,7 +15,7 @@ from typing import Literal, TypeVar
 
 from fa3gen.design import footprint, tile_order, work
 from fa3gen.design.cta import cta_of
-from fa3gen.design.splits import num_parts, share_of, steps_of, steps_of_tile, tiles_of_step
+from fa3gen.design.splits import num_lines, num_parts, share_of, steps_of, steps_of_tile, tiles_of_step
 from fa3gen.design.work import Problem
 from fa3gen.hardware import hopper
 from fa3gen.hardware.chips import Chip
@@ -147,7 +147,9 @@ def ctas_of(problem: Problem, sms: int) -> int:
         return problem.visited
     asked = problem.num_splits
     if problem.spec.scheduler == "even":
-        return -(-steps_of(problem.spec, problem.shape) // share_of(problem.spec, problem.shape, sms, asked))
+        lines = num_lines(problem.spec, problem.shape, sms, asked)
+        of_line = steps_of(problem.spec, problem.shape) // lines
+        return lines * -(-of_line // share_of(problem.spec, problem.shape, sms, asked))
     return problem.tiles * num_parts(problem.spec, problem.shape, sms, asked)
 
 
@@ -210,24 +212,28 @@ def parts(problem: Problem, sms: int) -> list[list[Part]]:
     spec, shape = problem.spec, problem.shape
     heads = min(shape.heads_q // max(shape.heads_kv, 1), spec.tile.pack_heads)
     found: list[list[Part]] = []
-    room, unit, even = 0, tiles_of_step(spec), spec.scheduler == "even"
+    unit, even = tiles_of_step(spec), spec.scheduler == "even"
     share = share_of(spec, shape, sms, problem.num_splits) if even else 0
-    for entry in tile_order.taken(spec, shape):
-        lengths = shape.sequences[entry.batch]
-        steps, end = steps_of_tile(spec, shape, lengths[1]), problem.of_lengths[lengths][entry.m_block].end
-        rows = heads * min(tile_order.positions(spec), lengths[0] - entry.m_block * tile_order.positions(spec))
-        cuts = [0]
-        places: list[list[Part]] = []
-        while cuts[-1] < steps:
-            if room == 0 or not even:
-                found.append([])
-                room = share if even else _steps_of_part(problem, steps, sms)
-            places.append(found[-1])
-            taken = min(steps - cuts[-1], room) if unit == 1 else 1  # whole parts are begun anew
-            cuts.append(cuts[-1] + taken)
-            room -= taken
-        for place, (begin, behind) in zip(places, pairwise(cuts), strict=True):
-            place.append(Part(max(min(end, behind * unit) - begin * unit, 1), len(places), rows))
+    lines = num_lines(spec, shape, sms, problem.num_splits) if even else 1
+    in_order = list(tile_order.taken(spec, shape))
+    for line in range(lines):
+        room = 0  # shares are of one line
+        for entry in (entry for entry in in_order if entry.head % lines == line):
+            lengths = shape.sequences[entry.batch]
+            steps, end = steps_of_tile(spec, shape, lengths[1]), problem.of_lengths[lengths][entry.m_block].end
+            rows = heads * min(tile_order.positions(spec), lengths[0] - entry.m_block * tile_order.positions(spec))
+            cuts = [0]
+            places: list[list[Part]] = []
+            while cuts[-1] < steps:
+                if room == 0 or not even:
+                    found.append([])
+                    room = share if even else _steps_of_part(problem, steps, sms)
+                places.append(found[-1])
+                taken = min(steps - cuts[-1], room) if unit == 1 else 1  # whole parts are begun anew
+                cuts.append(cuts[-1] + taken)
+                room -= taken
+            for place, (begin, behind) in zip(places, pairwise(cuts), strict=True):
+                place.append(Part(max(min(end, behind * unit) - begin * unit, 1), len(places), rows))
     return found
 
 

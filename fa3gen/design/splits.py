@@ -25,6 +25,9 @@ KEYS_OF_PAGED_PARTS = {64: 512, 128: 384}
 MOST_BYTES_OF_PARTS = 2**30
 # What a CTA of scheduler even leaves of a tile which it begins and another CTA ends: see `combine_kernel`.
 SHARE_WORDS = 4
+# Lines of keys that are read side by side, of a kv head or several each, at most. A row of all of them is then 512 bytes, of 8 bits and head dim 64,
+# or more: beyond that DRAM gains nothing, and each further one may leave another CTA without work.
+MOST_LINES = 8
 
 
 def whole_parts(spec: Forward) -> bool:
@@ -112,6 +115,17 @@ def num_shares(spec: Forward, shape: Shape | PackedShape, num_sms: int, asked: i
     return -(-shares_asked(asked, total_q, shape.batch, head_tiles(spec, shape), positions(spec)) // ctas) * ctas
 
 
+def num_lines(spec: Forward, shape: Shape | PackedShape, num_sms: int, asked: int = 0) -> int:
+    """Lines that steps of scheduler even stand in, which CTAs walk through side by side: `lines_of` of the modules.
+
+    One of each kv head, up to MOST_LINES, else as many as the largest power of two that divides them; one with fewer
+    CTAs than that.
+    """
+    heads = head_tiles(spec, shape)
+    lines = heads if heads <= MOST_LINES else min(heads & -heads, MOST_LINES)
+    return max(lines, 1) if lines <= num_shares(spec, shape, num_sms, asked) else 1
+
+
 def steps_of(spec: Forward, shape: Shape | PackedShape) -> int:
     """Steps that scheduler even shares out: those that a mask hides, too, and one at least of a tile of queries.
 
@@ -136,7 +150,9 @@ def steps_of_tile(spec: Forward, shape: Shape | PackedShape, seq_k: int) -> int:
 def share_of(spec: Forward, shape: Shape | PackedShape, num_sms: int, asked: int = 0) -> int:
     """Steps of a CTA with scheduler even: as many as of all others, one behind the other, wherever tiles end."""
     least = 1 if whole_parts(spec) else STEPS_OF_PART
-    return max(-(-steps_of(spec, shape) // max(num_shares(spec, shape, num_sms, asked), 1)), least)
+    lines = num_lines(spec, shape, num_sms, asked)
+    ctas = max(num_shares(spec, shape, num_sms, asked) // lines, 1)
+    return max(-(-(steps_of(spec, shape) // lines) // ctas), least)
 
 
 def tiles_of_step(spec: Forward) -> int:

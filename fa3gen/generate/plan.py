@@ -480,7 +480,7 @@ class SchedulerPlan:
     `key_bytes` are those of a key in memory, as the module counts them.
     `shuffles_coordinates`: see `footprint`. `by_head`: of packed sequences those of one head come first. even has all
     steps in equal shares, of which a CTA leaves `share_words`. `split`: keys come in parts, of `min_steps` tiles at
-    least, or (not 0) of `keys_of_part` keys. `num_shares`: what even counts its shares by.
+    least, or (not 0) of `keys_of_part` keys. Shares of even stand in `most_lines` lines at most.
     """
 
     kind: Scheduler
@@ -495,6 +495,7 @@ class SchedulerPlan:
     steps_saved: int = tile_order.STEPS_SAVED
     l2_mib: int = tile_order.BYTES_IN_L2 // 2**20
     share_words: int = splits.SHARE_WORDS
+    most_lines: int = splits.MOST_LINES
     by_head: bool = False
     split: bool = False
     min_steps: int = splits.STEPS_OF_PART

@@ -10,15 +10,16 @@ from typing import Any
 
 import pytest
 import torch
-from hosting import mistaken, module, path_of
+from hosting import compiled, mistaken, module, path_of
 from rendering import source, variants
 
 from fa3gen.cpu.driver import LaunchRefused
+from fa3gen.cpu.host import HostProgram
 from fa3gen.cpu.kernel import Settings
 from fa3gen.cpu.module import load_on_cpu
 from fa3gen.design import ceiling
 from fa3gen.design.family import PackedShape
-from fa3gen.design.splits import share_of, steps_of
+from fa3gen.design.splits import num_lines, share_of, steps_of
 from fa3gen.design.work import Problem
 from fa3gen.verify import packed_inputs, paged_inputs
 from fa3gen.verify.on_cpu import verify_on_cpu
@@ -80,19 +81,20 @@ def test_steps_of_serving(stem: str, sms: int) -> None:
 def shares(lengths_q: tuple[int, ...], lengths_k: tuple[int, ...], heads_kv: int, sms: int) -> list[list[int]]:
     """By CTA the number of steps in each of its tiles, by the words of the module's `find_tiles`."""
     entry = module(PACKED)
-    line = [
-        (tile, step)
-        for number, (queries, keys) in enumerate(zip(lengths_q, lengths_k, strict=True))
-        for tile in [(number, head, row) for head in range(heads_kv) for row in range(-(-queries // entry.POSITIONS))]
-        for step in range(max(-(-keys // entry.TILE_N), 1))
-    ]
+    lines = heads_kv if heads_kv <= sms else 1
+    in_lines: list[list[tuple[tuple[int, int, int], int]]] = [[] for _ in range(lines)]
+    for number, (queries, keys) in enumerate(zip(lengths_q, lengths_k, strict=True)):
+        for head, row in itertools.product(range(heads_kv), range(-(-queries // entry.POSITIONS))):
+            steps = range(max(-(-keys // entry.TILE_N), 1))
+            in_lines[head % lines] += [((number, head, row), step) for step in steps]
     shape = PackedShape(lengths_q, lengths_k, heads_kv, heads_kv)
     spec = variants()[PACKED].spec
-    share = share_of(spec, shape, sms)
-    assert len(line) == steps_of(spec, shape) and share * sms >= len(line)
+    share, ctas = share_of(spec, shape, sms), sms // lines
+    assert sum(map(len, in_lines)) == steps_of(spec, shape) and share * ctas >= max(map(len, in_lines))
     found = [
         [sum(tile == other for other, _ in part) for tile in dict.fromkeys(tile for tile, _ in part)]
-        for part in (line[first : first + share] for first in range(0, share * sms, share))
+        for line in in_lines
+        for part in (line[first : first + share] for first in range(0, share * ctas, share))
     ]
     assert visited(Problem(spec, shape), sms) == [part for part in found if part]
     return found
@@ -107,9 +109,43 @@ def test_what_a_share_is() -> None:
     """Steps in equal shares, two at least, where tiles are cut."""
     assert shares((1,), (64 * 12,), 1, 3) == [[4], [4], [4]]
     assert shares((1, 1), (64 * 3, 64 * 6), 1, 3) == [[3], [3], [3]]
-    assert shares((1, 5, 1), (64, 0, 65), 2, 3) == [[1, 1, 1, 1], [1, 1, 2], [2]]
+    assert shares((1, 5, 1), (64, 0, 65), 1, 3) == [[1, 1], [1, 1], [1]]
     assert shares((1, 1), (64, 64), 1, 3) == [[1, 1], [], []]  # two steps at least, though two CTAs have none
     assert shares((), (), 1, 2) == [[], []]
+
+
+def test_each_head_has_a_line() -> None:
+    """CTAs have equal shares of one head each, as many of every head; one is left over, or all have one line."""
+    assert shares((1, 5, 1), (64, 0, 65), 2, 3) == [[1, 1, 1, 2]] * 2
+    assert shares((1, 5, 1), (64, 0, 65), 2, 4) == [[1, 1, 1], [2]] * 2
+    assert shares((1,), (64 * 7,), 3, 2) == [[7, 4], [3, 7]]
+
+
+@pytest.mark.parametrize(
+    ("heads_kv", "sms", "lines"),
+    [
+        (1, 132, 1),
+        (7, 132, 7),
+        (8, 132, 8),
+        (8, 7, 1),
+        (10, 132, 2),
+        (12, 132, 4),
+        (16, 132, 8),
+        (40, 132, 8),
+        (9, 132, 1),
+    ],
+)
+def test_how_many_lines_there_are(heads_kv: int, sms: int, lines: int) -> None:
+    """By design as by the module: a dimension of the grid, whose other one is the CTAs of each."""
+    spec, entry = variants()[PACKED].spec, module(PACKED)
+    shape = PackedShape((1,), (64,), heads_kv, heads_kv)
+    grids: list[tuple[int, int, int]] = []
+    host = HostProgram(compiled(PACKED).host_module, lambda launch: grids.append(launch.grid))
+    q = torch.zeros(1, heads_kv, 128).bfloat16()
+    lengths = [torch.zeros(size, dtype=torch.int32) for size in (2, 2, 0, 0)]
+    host(q, q, q, *lengths, q.clone(), torch.zeros(1, 0), sms, torch.zeros(sms, entry.CTA_WORDS), 1.0)
+    ctas = sms // lines
+    assert num_lines(spec, shape, sms) == lines and grids == [(ctas, lines, 1), (ctas * lines, 1, 1)]
 
 
 def test_what_a_mask_hides_is_shared_out_and_skipped() -> None:
@@ -187,19 +223,24 @@ def test_more_steps_than_are_counted_are_refused() -> None:
 # Mistakes
 
 MISTAKES = {
-    "a share that begins a step late": ("step, end = cta * share,", "step, end = cta * share + (1 if cta > 0 else 0),"),
+    "a share that begins a step late": (
+        "step, end = line_cta * share,",
+        "step, end = line_cta * share + (1 if cta > 0 else 0),",
+    ),
     "a share that ends a step late": (
-        "cutlass.min(cta * share + share, total)",
-        "cutlass.min(cta * share + share + 1, total)",
+        "cutlass.min(line_cta * share + share, total)",
+        "cutlass.min(line_cta * share + share + 1, total)",
     ),
     "fewer parts than there are": (
-        "parts = cute.ceil_div(step + n_blocks, share) - cta",
-        "parts = (step + n_blocks) // share - cta",
+        "parts = cute.ceil_div(step + n_blocks, share) - line_cta",
+        "parts = (step + n_blocks) // share - line_cta",
     ),
     "more parts than there are": (
-        "parts = cute.ceil_div(step + n_blocks, share) - cta",
-        "parts = cute.ceil_div(step + n_blocks, share) - cta + 1",
+        "parts = cute.ceil_div(step + n_blocks, share) - line_cta",
+        "parts = cute.ceil_div(step + n_blocks, share) - line_cta + 1",
     ),
+    "one line for all heads": ("head_kv = head * lines + line", "head_kv = head"),
+    "two CTAs that write in one place": ("cta = line * line_ctas + line_cta", "cta = line_cta"),
     "both parts of a CTA in one slot": ("slot = 2 * cta + 1 if begins else 2 * cta", "slot = 2 * cta"),
     "a whole tile as a part": ("slot = -1 if begins and ends else slot", "slot = slot + 0"),
     "nothing said of a cut tile": ("if begins and not ends:", "if begins and not ends and cta < 0:"),
