@@ -26,7 +26,8 @@ class Form:
 
     `destinations` counts the leading operands that are written; `accumulates` says that they are read as well.
     A `blocking` instruction may have to wait; one that is `observable` can be seen by other warps, so that a
-    preemptive schedule switches warps after it.
+    preemptive schedule switches warps after it. `only` says in words what there is
+    of an opcode, for those who ask for something else.
     """
 
     pattern: re.Pattern[str]
@@ -35,6 +36,7 @@ class Form:
     accumulates: bool
     blocking: bool
     observable: bool
+    only: str
 
     @property
     def name(self) -> str:
@@ -53,6 +55,7 @@ def emits(
     accumulates: bool = False,
     blocking: bool = False,
     observable: bool = False,
+    only: str = "",
 ) -> Callable[[Emit], Emit]:
     """Register the decorated function for the mnemonics that `pattern` matches in full.
 
@@ -61,7 +64,7 @@ def emits(
     count = destinations if callable(destinations) else lambda instruction: destinations
 
     def register(emit: Emit) -> Emit:
-        form = Form(re.compile(pattern), emit, count, accumulates, blocking, observable)
+        form = Form(re.compile(pattern), emit, count, accumulates, blocking, observable, only)
         for opcode in _opcodes(pattern):
             _FORMS.setdefault(opcode, []).append(form)
         _FOUND.clear()
@@ -90,9 +93,10 @@ def find(instruction: Instruction, kernel: str) -> tuple[Form, re.Match[str]]:
         if match:
             _FOUND[mnemonic] = form, match
             return form, match
+    only = "".join(f"; it has only {form.only}" for form in _FORMS.get(instruction.opcode, ()) if form.only)
     raise OutsideModel(
         f"PTX line {instruction.line} of {kernel}: {instruction.mnemonic} is not an instruction of the CPU model "
-        f"(modifiers count); add a form to fa3gen/cpu/isa and its unit test, or run this kernel on a GPU"
+        f"(modifiers count){only}; add a form to fa3gen/cpu/isa and its unit test, or run this kernel on a GPU"
     )
 
 

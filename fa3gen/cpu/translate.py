@@ -99,7 +99,7 @@ def _register_types(kernel: Kernel) -> list[Type]:
     votes: dict[str, Counter[Type]] = {name: Counter() for name in kernel.registers}
     for instruction in kernel.instructions:
         named = TYPES.get(instruction.mnemonic.rpartition(".")[2])
-        if named is None or instruction.opcode in ("cvt", "wgmma"):
+        if named is None or instruction.opcode in ("cvt", "wgmma", "mma"):
             continue
         for operand in instruction.operands:
             for name in registers_in(operand):

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from fa3gen.cpu import ptx
 from fa3gen.cpu.findings import Hazard, Kind
 from fa3gen.cpu.global_memory import GlobalMemory
-from fa3gen.cpu.launch import Execution, Index
+from fa3gen.cpu.launch import Execution, Index, Sums
 from fa3gen.cpu.schedule import FAST, Schedule, schedules
 from fa3gen.cpu.trace import Trace
 from fa3gen.cpu.translate import Program
@@ -53,6 +53,7 @@ class Machine:
     grid: Index = (1, 1, 1)
     registers: int | None = None
     trace: Trace | None = None
+    sums: Sums = "float32"
     instructions: int = 0  # executed in the last run, counted per warp
 
     def __post_init__(self) -> None:
@@ -98,6 +99,7 @@ class Machine:
             memory=memory,
             schedule=schedule,
             trace=self.trace,
+            sums=self.sums,
             registers_per_thread=self.registers,
         )
         execution.run()

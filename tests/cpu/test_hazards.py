@@ -802,11 +802,15 @@ def test_bytes_that_nobody_needs_may_be_of_a_register_that_nothing_writes() -> N
     assert clean(packed.format(order="4040"), count=2, buffers=buffers)["out"][0] & 0xFF00 == ANY_BYTES % 256 << 8
 
 
+FOUR = "{%r1, %r1, %r1, %r1}"
+
+
 @pytest.mark.parametrize(
     "instruction",
     ["bar.sync 0;", "bar.arrive 1, 64;", "ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%r2}, [%s];"]
     + ["stmatrix.sync.aligned.m8n8.x1.shared.b16 [%s], {%r1};", "setmaxnreg.dec.sync.aligned.u32 24;"]
-    + ["wgmma.fence.sync.aligned;", "wgmma.commit_group.sync.aligned;", "wgmma.wait_group.sync.aligned 0;"],
+    + ["wgmma.fence.sync.aligned;", "wgmma.commit_group.sync.aligned;", "wgmma.wait_group.sync.aligned 0;"]
+    + [f"mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {FOUR}, {FOUR}, {{%r1, %r1}}, {FOUR};"],
 )
 def test_half_a_warp(instruction: str) -> None:
     body = f"setp.lt.u32 %p1, %lane, 16; mov.b32 %r1, 0;\n@%p1 {instruction}"

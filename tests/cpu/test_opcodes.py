@@ -23,6 +23,7 @@ import test_barriers
 import test_bulk_copy
 import test_cp_async
 import test_memory
+import test_mma
 import test_wgmma
 from snippets import Snippet, run
 
@@ -529,7 +530,7 @@ def test_every_form_is_tested() -> None:
 
 def test_every_form_of_all_families_is_tested() -> None:
     """Memory, control flow and asynchronous instructions have their tables in test files of their own."""
-    files = (test_barriers, test_bulk_copy, test_cp_async, test_memory, test_wgmma)
+    files = (test_barriers, test_bulk_copy, test_cp_async, test_memory, test_mma, test_wgmma)
     elsewhere = {name: (file, test) for file in files for name, test in file.COVERED.items()}
     names = [form.emit.__name__ for form in forms.forms()]
     assert len(names) == len(set(names))

@@ -287,7 +287,7 @@ def test_first_location_may_have_column_0() -> None:
 
 
 OUTSIDE = """
-mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%f1}, {%r1}, {%r2}, {%f2};
+mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%f1}, {%r1}, {%r2}, {%f2};
 ld.global.acquire.gpu.b32 %r1, [%rd1];
 ld.b32 %r1, [%rd1];
 st.global.release.gpu.b32 [%rd1], %r1;

@@ -6,7 +6,7 @@ A mnemonic that no form matches in full, modifiers and all, is outside the model
 from __future__ import annotations
 
 from fa3gen.cpu.forms import Form, emits, find, forms
-from fa3gen.cpu.isa import arithmetic, asynchronous, control, conversion, logic, memory, warp
+from fa3gen.cpu.isa import arithmetic, asynchronous, control, conversion, logic, matrix, memory, warp
 
 __all__ = [
     "Form",
@@ -18,6 +18,7 @@ __all__ = [
     "find",
     "forms",
     "logic",
+    "matrix",
     "memory",
     "warp",
 ]
