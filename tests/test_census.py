@@ -174,6 +174,8 @@ $L__BB0_1:
     cp.async.bulk.prefetch.tensor.3d.L2.global.tile [%rd1, {%r1}];
     cp.reduce.async.bulk.tensor.2d.global.shared::cta.add.tile.bulk_group [%rd1, {%r1}], [%r1];
     ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%r1, %r2, %r3, %r4}, [%r5];
+    mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%r1, %r2, %r3, %r4}, {%r1, %r2, %r3, %r4}, {%r5, %r6},
+        {%r1, %r2, %r3, %r4};
     mbarrier.test_wait.parity.shared.b64 %p1, [%r1], %r2;
     mbarrier.arrive.expect_tx.shared.b64 _, [%r1], 4096;
     mbarrier.arrive.release.cta.shared::cta.b64 _, [%r1];
@@ -190,11 +192,12 @@ $L__BB0_1:
     """
     facts = count_instructions(body)
     assert facts == PtxFacts(
-        instructions=23,
+        instructions=24,
         wgmma={
             Wgmma(64, 8, 16, "smem", "f16", "f16", "f16"): 1,
             Wgmma(64, 16, 32, "registers", "f32", "e4m3", "e5m2"): 1,
         },
+        mma=1,
         tma_loads={4: 1},
         tma_stores={4: 1, 2: 1},
         tma_prefetches=1,
@@ -249,7 +252,7 @@ def test_sass_of_a_tma_kernel_counted_by_hand() -> None:
     assert facts.instructions == 351  # 368 lines, 17 of them NOP
     assert (facts.gmma, facts.gmma_group_ends, facts.warpgroup_arrives, facts.warpgroup_waits) == (8, 2, 1, 2)
     assert (facts.tma_loads, facts.tma_stores, facts.mbarrier_ops, facts.register_reallocations) == (2, 1, 17, 2)
-    assert (facts.ex2, facts.fsel, facts.fsetp, facts.fmnmx) == (32, 0, 0, 0)
+    assert (facts.ex2, facts.fsel, facts.fsetp, facts.fmnmx, facts.mma) == (32, 0, 0, 0, 0)
     assert (facts.local_loads, facts.local_stores) == (0, 0)
     assert (facts.global_stores, facts.shared_stores) == ({"STG.64": 16, "UTMASTG": 1}, {"STSM.4": 4})
     assert facts.opcodes["STSM"] == 4 and facts.opcodes["NANOSLEEP"] == 4 and facts.opcodes["STG"] == 16
@@ -278,7 +281,7 @@ def test_loops_of_a_tma_kernel_counted_by_hand() -> None:
 
 NESTED = """
 .text.nested:
-        /*0000*/                   MOV R1, RZ ;
+        /*0000*/                   HMMA.16816.F32.BF16 R4, R4, R8, R4 ;
 .L_outer:
         /*0010*/                   BSSY B0, `(.L_join) ;
         /*0020*/               @P0 BRA `(.L_else) ;
@@ -308,6 +311,7 @@ def test_nested_loops_and_reconvergence() -> None:
     facts = kernel.facts()
     assert facts.instructions == 16
     assert (facts.local_loads, facts.local_stores, facts.fsetp, facts.fsel, facts.fmnmx) == (1, 1, 1, 1, 1)
+    assert (facts.mma, facts.gmma) == (1, 0)
     # The padding after EXIT jumps to itself, but nothing leads there.
     assert find_loops(kernel) == (
         Loop(0x10, depth=1, innermost=False, waits=False, instructions=13, gmma=0, ex2=1),
@@ -551,6 +555,7 @@ def test_a_kernel_as_predicted_has_no_mismatch(tma: Census) -> None:
         ({"cp_async": 12}, Mismatch("cp.async copies", "12", "0")),
         ({"mbarrier_inits": 6}, Mismatch("mbarrier init", "6", "4")),
         ({"mbarrier_expect_tx": 2}, Mismatch("mbarrier expect_tx", "2", "1")),
+        ({"mma": 1}, Mismatch("mma.sync", "1", "0")),
         ({"ldmatrix": 1}, Mismatch("ldmatrix", "1", "0")),
         ({"stmatrix": 0}, Mismatch("stmatrix", "0", "4")),
         ({"setmaxnreg": {"dec 24": 1}}, Mismatch("setmaxnreg", "dec 24 x 1", "dec 40 x 1, inc 232 x 1")),

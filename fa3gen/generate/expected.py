@@ -31,11 +31,11 @@ class Expectation:
     """What a plan predicts of the compiled module, all kernels added up. None means: no prediction, not checked.
 
     Counts are static instructions in the PTX. `wgmma` maps (m, n, k, source of A: "smem" or "registers") to a count, or
-    to None for "at least one"; a kind it does not list must not occur. `setmaxnreg` maps "dec 24" and the like to
-    counts. `smem_bytes` is the shared memory of one CTA and `max_registers` a bound on registers per thread, both of
-    the hungriest kernel. `spills` counts LDL and STL in the SASS. `injected_waits` counts waits that ptxas added
-    because a product's registers are touched while it runs, `performance_notes` its other warnings of lost speed.
-    `sass` is about the code that ptxas makes of it all.
+    to None for "at least one"; a kind it does not list must not occur. `mma` counts products of single warps.
+    `setmaxnreg` maps "dec 24" and the like to counts. `smem_bytes` is the shared memory of one CTA and `max_registers`
+    a bound on registers per thread, both of the hungriest kernel. `spills` counts LDL and STL in the SASS.
+    `injected_waits` counts waits that ptxas added because a product's registers are touched while it runs,
+    `performance_notes` its other warnings of lost speed. `sass` is about the code that ptxas makes of it all.
     """
 
     kernels: int | None = None
@@ -50,6 +50,7 @@ class Expectation:
     ldmatrix: int | None = None
     stmatrix: int | None = None
     tanh: int | None = 0
+    mma: int | None = 0
     setmaxnreg: Mapping[str, int] | None = None
     smem_bytes: int | None = None
     max_registers: int | None = None

@@ -203,6 +203,7 @@ def compare(census: Census, expectation: Expectation) -> list[Mismatch]:
 _COUNTS = {
     "wgmma_commits": "wgmma commit_group",
     "wgmma_waits": "wgmma wait_group",
+    "mma": "mma.sync",
     "tma_loads": "TMA loads",
     "tma_stores": "TMA stores",
     "cp_async": "cp.async copies",

@@ -1,7 +1,7 @@
 """Counts of what a kernel's PTX asks for: static instructions, each counted once however often it runs.
 
-PTX ISA 8.8, chapters "Asynchronous Warpgroup Level Matrix Instructions", "Data Movement and Conversion Instructions:
-Asynchronous copy" and "Parallel Synchronization and Communication Instructions".
+PTX ISA 8.8, chapters "Asynchronous Warpgroup Level Matrix Instructions", "Warp Level Matrix Instructions", "Data
+Movement and Conversion Instructions: Asynchronous copy" and "Parallel Synchronization and Communication Instructions".
 """
 
 from __future__ import annotations
@@ -54,6 +54,7 @@ class PtxFacts:
     wgmma_fences: int = 0
     wgmma_commits: int = 0
     wgmma_waits: int = 0
+    mma: int = 0
     tma_loads: Mapping[int, int] = field(default_factory=dict)
     tma_stores: Mapping[int, int] = field(default_factory=dict)
     tma_prefetches: int = 0
@@ -82,6 +83,7 @@ _PREFIX_FIELDS = (
     ("wgmma.fence", "wgmma_fences"),
     ("wgmma.commit_group", "wgmma_commits"),
     ("wgmma.wait_group", "wgmma_waits"),
+    ("mma.sync", "mma"),
     ("cp.async.bulk.commit_group", "bulk_commits"),
     ("cp.async.bulk.wait_group", "bulk_waits"),
     ("cp.async.commit_group", "cp_async_commits"),

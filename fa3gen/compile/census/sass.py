@@ -51,13 +51,14 @@ class SassFacts:
 
     `gmma` counts warpgroup products of any type (HGMMA, QGMMA, IGMMA), `gmma_group_ends` those that end a group, that
     is carry the scoreboard on which WARPGROUP.DEPBAR waits. `lost_operands` counts what that function finds.
-    `global_stores` and `shared_stores` count by `store_kind`.
+    `mma` counts products of single warps (HMMA), `global_stores` and `shared_stores` count by `store_kind`.
     `opcodes` has every opcode without its modifiers.
     """
 
     instructions: int = 0
     gmma: int = 0
     gmma_group_ends: int = 0
+    mma: int = 0
     warpgroup_arrives: int = 0
     warpgroup_waits: int = 0
     register_reallocations: int = 0
@@ -109,6 +110,7 @@ class SassKernel:
             instructions=len(code),
             gmma=len(gmma),
             gmma_group_ends=sum("gsb" in instruction.operands for instruction in gmma),
+            mma=bases["HMMA"],
             warpgroup_arrives=sum(instruction.opcode == "WARPGROUP.ARRIVE" for instruction in code),
             warpgroup_waits=sum(instruction.opcode.startswith("WARPGROUP.DEPBAR") for instruction in code),
             register_reallocations=bases["USETMAXREG"],
