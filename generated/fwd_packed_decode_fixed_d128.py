@@ -124,6 +124,7 @@ KEYS_OF_PART = 384  # from the first key on, whatever else a call has
 STEPS_OF_PART = KEYS_OF_PART // TILE_N
 MOST_ELEMENTS = 2**31 - 1  # of O of all parts, which kernels count in 32 bits
 MOST_LINES = 8  # of keys that are read side by side
+MOST_LINE_CTAS = 65_535  # CTAs along the second dimension of a grid
 TILE_SLOTS = 2  # found tiles that there is room for
 # Of a tile: m_block, the first of its heads, head_kv, sequence, first row and rows of its queries, of its keys, first
 # tile of keys and the one behind the last, slot of its part; and zeros, for words are read four at a time.
@@ -210,7 +211,7 @@ def launch(
     tma_V, mVt = cpasync.make_tiled_tma_atom(tma_load, mVt, layouts[2], (HEAD_DIM, TILE_N))
     group = heads_q // heads_kv
     lines = lines_of(heads_kv, num_sms)
-    line_heads, line_ctas = heads_kv // lines, num_sms // lines
+    line_heads, line_ctas = heads_kv // lines, cutlass.min(num_sms // lines, MOST_LINE_CTAS)
     most_parts = cute.size(parts, mode=[0])
     sequences = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, total_q, total_k, group, line_heads, most_parts
     mParts = cute.make_tensor(parts.iterator, cute.select(parts.layout, mode=[1, 3, 2, 0]))
@@ -220,7 +221,7 @@ def launch(
     mPartsMax = pack_heads(mPartsMax, 1, heads_kv)  # ((group, total_q), heads_kv, most_parts)
     mPartsSum = pack_heads(mPartsSum, 1, heads_kv)
     attention_kernel(mQ, mK, mVt, mParts, mPartsMax, mPartsSum, tma_Q, tma_K, tma_V, scale * LOG2_E, sequences).launch(
-        grid=(line_ctas, lines, 1),
+        grid=(lines, line_ctas, 1),
         block=(THREADS, 1, 1),
         min_blocks_per_mp=REGISTER_SHARES,  # bounds the registers at launch
         preferred_smem_carveout=SMEM_CARVEOUT,
@@ -407,12 +408,12 @@ def find_tiles(schedule):
 
     A step is a part of the keys of a tile of queries. Steps stand in lines, see `lines_of`: of the heads of a line
     sequence by sequence, in each head by head and tile of queries by tile of queries, each from its first key on,
-    whatever a mask hides. CTA c of a line has steps c share to (c + 1) share - 1. Which these are does not matter to any
-    row: a part is begun anew by whoever has it, and where it begins follows from the keys of its sequence alone.
+    whatever a mask hides. CTA c of a line has steps c share to (c + 1) share - 1. Which these are does not matter to
+    any row: a part is begun anew by whoever has it, and where it begins follows from the keys of its sequence alone.
     """
     sequences, tile_ring, tiles = schedule
-    line_cta, line, _ = cute.arch.block_idx()
-    line_ctas, _, _ = cute.arch.grid_dim()
+    _, line_cta, _ = cute.arch.block_idx()
+    _, line_ctas, _ = cute.arch.grid_dim()
     fill = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, TILE_SLOTS)
     group = look_at(cutlass.Int32(0), cutlass.Int32(0), sequences)
     total = steps_of_all(group, sequences)
@@ -528,8 +529,8 @@ def find_step(step: cutlass.Int32, group, sequences):
     steps_before = cute.arch.shuffle_sync(before + steps_to_here - steps, owner)
     num_parts = parts_of(keys, sequences)
     m_block, head, part = place_in_sequence(step - steps_before, queries, num_parts)
-    _, line, _ = cute.arch.block_idx()
-    _, lines, _ = cute.arch.grid_dim()
+    line, _, _ = cute.arch.block_idx()
+    lines, _, _ = cute.arch.grid_dim()
     head_kv = head * lines + line
     words = m_block, head_kv * heads, head_kv, first + owner, *bounds
     return words, part, num_parts, (first, before, q_begin, seq_q, k_begin, seq_k, steps, steps_to_here)

@@ -133,6 +133,7 @@ MOST_STEPS = 2**30  # of all sequences together
 SHARE_WORDS = 4  # what a CTA says of the tile that it begins and another one ends; see combine_kernel
 CTA_WORDS = 2 * TILE_M * (HEAD_DIM + 1) + SHARE_WORDS  # these, and two parts with an LSE for each row
 MOST_LINES = 8  # of keys that are read side by side
+MOST_LINE_CTAS = 65_535  # CTAs along the second dimension of a grid
 TILE_SLOTS = 2  # found tiles that there is room for
 # Of a tile: m_block, the first of its heads, head_kv, sequence, first row and rows of its queries, of its keys, first
 # tile of keys and the one behind the last, slot of its part; and zeros, for words are read four at a time.
@@ -229,7 +230,7 @@ def launch(
     most_keys = cute.size(page_table, mode=[1]) * page_size
     group = heads_q // heads_kv
     lines = lines_of(heads_kv, num_sms)
-    line_heads, line_ctas = heads_kv // lines, num_sms // lines
+    line_heads, line_ctas = heads_kv // lines, cutlass.min(num_sms // lines, MOST_LINE_CTAS)
     # Tiles of keys that hold all that a window shows the rows of a tile of queries.
     seen = cutlass.Int64(window_left) + window_right + POSITIONS
     most_blocks = cutlass.Int32(cute.ceil_div(seen, TILE_N))
@@ -262,7 +263,7 @@ def launch(
         sequences,
         pages,
     ).launch(
-        grid=(line_ctas, lines, 1),
+        grid=(lines, line_ctas, 1),
         block=(THREADS, 1, 1),
         min_blocks_per_mp=REGISTER_SHARES,  # bounds the registers at launch
         preferred_smem_carveout=SMEM_CARVEOUT,
@@ -457,8 +458,8 @@ def find_tiles(schedule):
     last tile may be parts.
     """
     _, sequences, shares, tile_ring, tiles = schedule
-    line_cta, line, _ = cute.arch.block_idx()
-    line_ctas, _, _ = cute.arch.grid_dim()
+    line, line_cta, _ = cute.arch.block_idx()
+    _, line_ctas, _ = cute.arch.grid_dim()
     cta = line * line_ctas + line_cta
     fill = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, TILE_SLOTS)
     group = look_at(cutlass.Int32(0), cutlass.Int32(0), sequences)
@@ -616,8 +617,8 @@ def find_step(step: cutlass.Int32, group, sequences):
     steps_before = cute.arch.shuffle_sync(before + steps_to_here - steps, owner)
     n_blocks = tiles_of_keys(keys, sequences)
     m_block, head, n_block = place_in_sequence(step - steps_before, queries, n_blocks)
-    _, line, _ = cute.arch.block_idx()
-    _, lines, _ = cute.arch.grid_dim()
+    line, _, _ = cute.arch.block_idx()
+    lines, _, _ = cute.arch.grid_dim()
     head_kv = head * lines + line
     words = m_block, head_kv * heads, head_kv, first + owner, *bounds
     return words, n_block, n_blocks, (first, before, q_begin, seq_q, seq_k, steps, steps_to_here)

@@ -989,6 +989,9 @@ def test_named_barrier_table(stem: str) -> None:
     if place == "over_q":
         assert rows.pop("OUTPUT_BARRIER") == (str(values["OUTPUT_BARRIER"]), 128 * values["CONSUMERS"])
         assert values["OUTPUT_BARRIER"] > 0  # which is the CTA's own
+    assert ("MERGE_BARRIER" in values) == plan(stem).by_warps
+    if plan(stem).by_warps:
+        assert rows.pop("MERGE_BARRIER") == (str(values["MERGE_BARRIER"]), 128 * values["CONSUMERS"])
     assert ("TURN_BARRIER" in values) == plan(stem).schedule.ping_pong
     if plan(stem).schedule.ping_pong:
         first = values["TURN_BARRIER"]

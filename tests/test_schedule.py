@@ -18,7 +18,7 @@ from rendering import STEMS, attention_stems, constants, plans, source, variants
 from fa3gen.design.cta import cta_of
 from fa3gen.design.schedule import PLACES, Role, Schedule, Step, schedule_of
 from fa3gen.design.schedule.cooperative import CTA_BARRIER, P_BARRIER
-from fa3gen.design.schedule.specialized import K_CONVERTERS, OUTPUT_BARRIER, V_CONVERTERS
+from fa3gen.design.schedule.specialized import K_CONVERTERS, MERGE_BARRIER, OUTPUT_BARRIER, V_CONVERTERS
 from fa3gen.generate.header import PLACE_TITLES
 
 FUSED = [stem for stem in attention_stems() if not stem.startswith("k1_")]
@@ -33,6 +33,15 @@ CALLS = {
     "qk_product": ("product", "S"),
     "pv_product": ("product", "O"),
     "convert_units": ("convert", ""),
+    "read_operand_q": ("read", "rQ"),
+    "read_k": ("read", "rK"),
+    "read_v": ("read", "rV"),
+    "widen_k": ("convert", "K"),
+    "widen_v": ("convert", "V"),
+    "leave_sums": ("gather", "sums"),
+    "merge_warps": ("read", "sums"),
+    "store_lse_of_row": ("store", "LSE"),
+    "store_row": ("store", "O"),
     "cap_scores": ("cap", ""),
     "read_scale": ("read_scale", ""),
     "read_sinks": ("read_sink", ""),
@@ -233,7 +242,7 @@ class Reader:
             if number.startswith("TURN_BARRIER"):
                 yield "pass_turn" if function.endswith("arrive") else "wait_turn", ""
             else:
-                yield "sync", OUTPUT_BARRIER if number == "OUTPUT_BARRIER" else P_BARRIER
+                yield "sync", number if number in (OUTPUT_BARRIER, MERGE_BARRIER) else P_BARRIER
 
 
 def differences(text: str, schedule: Schedule) -> list[str]:

@@ -86,14 +86,14 @@ def test_size() -> None:
 
     Sinks take 60 of their own, since they are read, checked and added, a cap 30, a first maximum 40, and a window that
     calls give 60: both edges, its arguments and their checks. Packed sequences take 230 more: tensor maps that clip at
-    each, a warp that finds tiles, offsets and lengths; with several heads in a tile 40 on top, and 80 where their keys
-    are shared out evenly, with a kernel that adds parts up, 65 more of a window, and 50 of sinks or a cap. Keys in
+    each, a warp that finds tiles, offsets and lengths; with several heads in a tile 40 on top, and 105 where their keys
+    are shared out evenly, in lines, with a kernel that adds parts up, 65 more of a window, and 50 of sinks or a cap. Keys in
     pages take 120 more. Keys of 8 bits take 220: who converts them, rings, factors and their checks. Products of 8 bits
     take 190 where CTAs have several tiles: who transposes V, with the reasons, factors, tiles that are told or shared;
     of packed sequences 60 more, for checks of factors, and parts of O in the order of V's columns; and 20 where rows of
     pages are gathered, for rings that threads empty.
     Parts that a CTA adds up itself take 60, with the place of their sums.
-    Factors take 14 more, of blocks of rows 85 on top, K and V of another dtype 10. O in stripes, one after the other,
+    Warps that widen keys of 8 bits take 100, with their checks. Factors take 14 more, of blocks of rows 85 on top, K and V of another dtype 10. O in stripes, one after the other,
     takes 20.
     A GEMM has fewer than 500, a copy 200 to 320, a merge 300 to 350.
     """
@@ -107,14 +107,15 @@ def test_size() -> None:
     most |= {stem: lines + 120 for stem, lines in most.items() if plans()[stem].problem.paged}
     several = {stem for stem, plan in plans().items() if stem in most and plan.problem.packed_sequences}
     most |= {stem: most[stem] + 40 for stem in several if plans()[stem].tile.packed}
-    most |= {stem: most[stem] + 80 for stem in several if plans()[stem].scheduler.split}
+    most |= {stem: most[stem] + 105 for stem in several if plans()[stem].scheduler.split}
     shared = {stem for stem in several if plans()[stem].scheduler.split}
     most |= {stem: most[stem] + 65 for stem in shared if plans()[stem].mask.given}
     most |= {stem: most[stem] + 50 for stem in shared if plans()[stem].softmax.sink or plans()[stem].softmax.softcap}
     most |= {stem: most[stem] + 220 for stem in several if plans()[stem].converts}
     eight_bits = {stem for stem in ATTENTION if plans()[stem].eight_bit and plans()[stem].scheduler.persistent}
     most |= {stem: most[stem] + 190 for stem in eight_bits}
-    most |= {stem: most[stem] + 14 for stem in ATTENTION if plans()[stem].eight_bit or plans()[stem].converts}
+    most |= {stem: most[stem] + 14 for stem in ATTENTION if plans()[stem].eight_bit or plans()[stem].stored}
+    most |= {stem: most[stem] + 100 for stem in ATTENTION if plans()[stem].by_warps and plans()[stem].stored}
     most |= {stem: most[stem] + 85 for stem in ATTENTION if (bits := plans()[stem].eight_bit) and bits.block_rows}
     most |= {stem: most[stem] + 10 for stem in ATTENTION if (plan := plans()[stem]).eight_bit and plan.eight_bit.mixed}
     most |= {stem: most[stem] + 60 for stem in eight_bits & several}
@@ -264,20 +265,24 @@ BY_SPEC: dict[str, Callable[[Plan], bool]] = {
     "rescale_held": lambda plan: plan.eight_bit is not None and plan.eight_bit.holds,
     "multiply_stripes": lambda plan: plan.eight_bit is not None and plan.eight_bit.striped,
     "cap_scores": lambda plan: plan.softmax.softcap,
-    "read_sinks": lambda plan: plan.softmax.sink,
+    "read_sinks": lambda plan: plan.softmax.sink and not plan.by_warps,
     "sink_of": lambda plan: plan.softmax.sink,
-    "add_sink": lambda plan: plan.softmax.sink,
+    "add_sink": lambda plan: plan.softmax.sink and not plan.by_warps,
+    "with_sink": lambda plan: plan.softmax.sink and plan.by_warps,
     "find_shift": lambda plan: bool(plan.softmax.most_cap),
     "settle_shift": lambda plan: bool(plan.softmax.most_cap),
-    "store_lse": lambda plan: plan.lse and not plan.scheduler.whole_parts,
+    "store_lse": lambda plan: plan.lse and not plan.scheduler.whole_parts and not plan.by_warps,
     **dict.fromkeys(
         ["transpose_in_quad", "trade"],
         lambda plan: plan.output.place == "direct"
         and not plan.scheduler.whole_parts
+        and not plan.by_warps
         and (plan.eight_bit is not None or not plan.output.own_dtype),
     ),
     "in_order_of_columns": lambda plan: plan.eight_bit is not None and plan.output.place == "direct",
-    **dict.fromkeys(["store_f32", "combine_kernel"], lambda plan: plan.scheduler.split),
+    "lines_of": lambda plan: plan.scheduler.kind == "even",
+    "store_f32": lambda plan: plan.scheduler.split and not plan.by_warps,
+    "combine_kernel": lambda plan: plan.scheduler.split,
     **dict.fromkeys(
         ["CombineStorage", "add_up_share"], lambda plan: plan.scheduler.split and not plan.scheduler.whole_parts
     ),
@@ -288,7 +293,18 @@ BY_SPEC: dict[str, Callable[[Plan], bool]] = {
     **dict.fromkeys(["inverse_of", "lse_of"], lambda plan: plan.scheduler.whole_parts or plan.softmax.restarts),
     "by_vectors": lambda plan: plan.softmax.sums_in_smem,
     "fold_part": lambda plan: plan.softmax.restarts,
-    **dict.fromkeys(["normalize_rows", "store_output"], lambda plan: not plan.scheduler.whole_parts),
+    **dict.fromkeys(
+        ["normalize_rows", "store_output"], lambda plan: not plan.scheduler.whole_parts and not plan.by_warps
+    ),
+    **dict.fromkeys(["as_operand_a", "partition_operands"], lambda plan: not plan.by_warps),
+    **dict.fromkeys(
+        [
+            *("make_fragments", "first_places", "vector_of", "read_operand_q", "read_k", "as_operand_b", "read_v"),
+            *("make_operand_v", "half_of_keys", "leave_sums", "merge_warps", "store_lse_of_row", "store_row"),
+        ],
+        lambda plan: plan.by_warps,
+    ),
+    **dict.fromkeys(["widen_k", "widen_v"], lambda plan: plan.by_warps and plan.stored is not None),
     "part_of_thread": lambda plan: plan.scheduler.kind == "stream_k",
     "give_part": lambda plan: plan.scheduler.kind == "stream_k",
     "add_part": lambda plan: plan.scheduler.kind == "stream_k",
@@ -480,9 +496,9 @@ def test_functions_have_docstrings_and_are_short() -> None:
 
 
 # The kernel's prologue and loop are one function, because views and pipeline states cannot leave it.
-# Signature and docstring of the entry point for packed sequences take half of its lines, those of pages, windows and
-# sinks eight more.
-LONGEST = {"attention_kernel": 150, "attention": 121}
+# Signature and docstring of the entry point for packed sequences take half of its lines, those of pages, windows, sinks
+# and factors of 8 bits 13 more, and in the launch each of them is a line or two.
+LONGEST = {"attention_kernel": 150, "attention": 127, "launch": 105}
 
 
 def test_many_arguments_have_names() -> None:
@@ -556,6 +572,14 @@ NUMBERS: dict[str, dict[int, str]] = {
     "copy": {4: "dimensions", 5: "dimensions"},
     "combine": {4: "dimensions", 5: "dimensions"},
     "make_barriers": {32: "threads of a warp"},
+    "make_fragments": {4: "strides of fragments", 8: "stride of the A fragment"},
+    "read_operand_q": {4: "stride of the A fragment", 8: "the same"},
+    "as_operand_b": {4: "stride of the B fragment"},
+    "read_v": {4: "ldmatrix x4", 8: "pairs of 8 rows", 32: "columns of four matrices"},
+    "make_operand_v": {4: "stride of the B fragment"},
+    "half_of_keys": {4: "stride of the B fragment"},
+    "widen_v": {4: "stride of what ldmatrix gives", 16: "columns"},
+    "leave_sums": {4: "columns of a thread", 8: "stride of the accumulator", 16: "columns"},
     "thread_rows": {32: "threads of a warp"},
     "softmax_kernel": {32: "threads of a warp"},
     "warp_max": {5: "log2 of the 32 threads"},
@@ -710,11 +734,17 @@ def foreign_words(stem: str) -> str:
     words = [mask_and_outputs(stem), r"\bscores\b.*global"]
     words.append({"registers": REGISTERS, "smem_16bit": P_IN_SMEM, "smem_f32": SCALAR_PV}[plan.p.through])
     in_vectors = plan.scheduler.kind == "stream_k" or plan.softmax.sums_in_smem  # what is kept of parts
-    words += [SCALAR_QK] if plan.qk.engine == "scalar" else [r"VECTOR"] * (not in_vectors)
+    words += [SCALAR_QK] if plan.qk.engine == "scalar" else [r"VECTOR"] * (not in_vectors and not plan.by_warps)
+    words += (
+        [r"[wW][gG][mM][mM][aA]|wait_group|OperandMajorMode"]
+        if plan.by_warps
+        else [r"\bMMA_M, MMA_N, MMA_K = |mma\.sync"]
+    )
     words += [WGMMA_PV] * (plan.pv.engine == "wgmma")
     words.append(COOPERATIVE if plan.schedule.specialized else SPECIALIZED)
     words += [PING_PONG] * (not plan.schedule.ping_pong)
-    words.append(SEQUENTIAL if plan.schedule.overlap else OVERLAP)
+    overlap = OVERLAP.removesuffix("|upcoming") if plan.problem.packed_sequences else OVERLAP  # tiles that are told
+    words.append(SEQUENTIAL if plan.schedule.overlap else overlap)
     words.append(SINGLE_TILE if plan.scheduler.persistent else PERSISTENT)
     if plan.scheduler.split and not plan.scheduler.persistent:  # how many parts there are depends on the SMs
         words[-1] = PERSISTENT.removeprefix(f"{OF_SMS}|")
@@ -729,6 +759,12 @@ def foreign_words(stem: str) -> str:
     if not plan.problem.packed_sequences:
         words.append(SEQUENCES.removesuffix("|k_begin") if plan.tile.from_window else SEQUENCES)
     places = {"over_q": [OWN_BUFFER, DIRECT], "own_buffer": [OVER_Q, DIRECT], "direct": [OVER_Q, OWN_BUFFER, BUFFERED]}
+    if plan.by_warps:  # O of each warp passes through shared memory
+        places["direct"] = [
+            OVER_Q,
+            r"sO_tile\b|stores' reads",
+            "sO_layout|tma_O|tma_store|stmatrix|StMatrix|bulk_wait_group",
+        ]
     if plan.eight_bit and plan.eight_bit.transposes:
         places["direct"][-1] = BUFFERED.replace("|stmatrix|StMatrix", "")  # by which V is transposed
     words += places[plan.output.place]
@@ -744,7 +780,7 @@ def foreign_words(stem: str) -> str:
     )
     words += [PLAIN] * (not plan.smem.plain)
     transposes = plan.eight_bit is not None and plan.eight_bit.transposes  # which ldmatrix begins
-    words += [IN_REGISTERS] * (plan.qk.a_source != "RMEM" and not transposes)
+    words += [IN_REGISTERS] * (plan.qk.a_source != "RMEM" and not transposes and not plan.by_warps)
     words += [TRANSPOSING] * (not transposes)
     if not plan.schedule.specialized:
         words += [BY_SEQUENCE] * (not plan.entry.by_sequence) + [TURNED] * (plan.pv.a_major != "MN")

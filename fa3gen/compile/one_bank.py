@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fa3gen.base.errors import UserError
 from fa3gen.compile.census import Census
 from fa3gen.design.footprint import SCALAR_LANES, SCALAR_VECTOR, computing_threads
-from fa3gen.spec.model import Forward, WgmmaProduct
+from fa3gen.spec.model import Forward, ScalarProduct
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,9 @@ def one_bank_of(spec: Forward, census: Census) -> OneBank:
     each row, and one of P V the keys that a thread has of a row of S.
     """
     threads, turns = computing_threads(spec), {}
-    if not isinstance(spec.qk, WgmmaProduct):
+    if isinstance(spec.qk, ScalarProduct):
         turns["qk"] = (spec.problem.head_dim // SCALAR_VECTOR, spec.tile.q * spec.tile.kv * SCALAR_VECTOR // threads)
-    if not isinstance(spec.pv, WgmmaProduct):
+    if isinstance(spec.pv, ScalarProduct):
         turns["pv"] = (SCALAR_LANES, spec.tile.q * spec.tile.kv * spec.problem.v_dim // threads // SCALAR_LANES)
     loops = [loop for loop in census.sass.loops if loop.innermost and not loop.waits and not loop.gmma and loop.ffma]
     if [loop.ffma for loop in loops] != [multiply_adds for _, multiply_adds in turns.values()]:

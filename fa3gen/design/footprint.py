@@ -16,6 +16,7 @@ from fa3gen.spec.model import (
     CpAsyncLoad,
     Forward,
     GlobalHandoff,
+    MmaProduct,
     NoMask,
     RegisterHandoff,
     Scheduler,
@@ -160,12 +161,30 @@ def stripes(spec: Forward) -> int:
     return -(-spec.problem.v_dim // promoted_columns(spec))
 
 
-def converts(spec: Forward) -> bool:
-    """Whether K and V have 8 bits in memory, of which a warpgroup makes the operands of the products.
+def by_warps(spec: Forward) -> bool:
+    """Whether each warp multiplies keys of its own, by mma.sync; what warps have is merged for each tile of queries.
+
+    Operands are in registers, where a warp makes 16 bits of 8, if K and V have these in memory.
+    """
+    return isinstance(spec.pv, MmaProduct)
+
+
+def eight_bit_cache(spec: Forward) -> bool:
+    """Whether K and V have 8 bits in memory and 16 in the products.
 
     Beside q of 8 bits they are operands already: WGMMA multiplies e4m3 and e5m2 with each other.
     """
     return spec.kv.dtype is not None and not eight_bits(spec)
+
+
+def converts(spec: Forward) -> bool:
+    """Whether a warpgroup makes the operands of the products of such K and V, from shared to shared memory."""
+    return eight_bit_cache(spec) and not by_warps(spec)
+
+
+def of_each_warp(spec: Forward) -> int:
+    """Keys of a tile that a warp multiplies, where it has keys of its own."""
+    return spec.tile.kv * hopper.WARP // computing_threads(spec)
 
 
 def mixed(spec: Forward) -> bool:
@@ -306,7 +325,8 @@ def register_shares(spec: Forward) -> int:
     second would have to wait until its CTAs end. Where a product needs them all, it has them (`accumulator_at_launch`).
     """
     ctas = spec.tile.ctas_per_sm
-    if converts(spec) or two_levels(spec):  # so many warpgroups, or accumulators, leave a product too few registers
+    # So many warpgroups, or accumulators, leave a product too few registers, and so do operands.
+    if converts(spec) or two_levels(spec) or by_warps(spec):
         return ctas
     beside = hopper.registers_at_launch(threads(spec) * (ctas + 1))
     return ctas + (spec.split is not None and registers_of_product(accumulator_columns(spec)) <= beside)
@@ -412,12 +432,18 @@ def shared_memory_map(spec: Forward) -> list[Region]:
     q, kv, d, stages = spec.tile.q, spec.tile.kv, spec.problem.head_dim, kv_stages(spec)
     v_dim = spec.problem.v_dim
     regions = [_tile(spec, "sQ", q, d, q_stages(spec), "Q")]
+    stored = partial(_tile, spec, element=spec.kv_element)
     if converts(spec):
-        stored = partial(_tile, spec, element=spec.kv_element)
         regions.append(stored("sK8", kv, d, spec.kv.stages, "K as it lies in memory"))
         regions.append(stored("sV8", kv, v_dim, spec.kv.stages, "V as it lies in memory"))
     if isinstance(spec.load, SyncLoad):
         regions.append(_tile(spec, "sKV", kv, d, 1, "K, then V"))
+    elif by_warps(spec):
+        warps = computing_threads(spec) // hopper.WARP
+        regions += [stored("sK", kv, d, stages, "K"), stored("sV", kv, v_dim, stages, "V")]
+        regions.append(Region("sO", warps * q * v_dim * 4, f"{warps} x {q} x {v_dim} x 4", 16, "O of each warp, f32"))
+        regions.append(Region("sMax", warps * q * 4, f"{warps} x {q} x 4", 4, "maxima of its rows"))
+        regions.append(Region("sSum", warps * q * 4, f"{warps} x {q} x 4", 4, "and their sums"))
     else:
         regions += [_tile(spec, "sK", kv, d, stages, "K"), _tile(spec, "sV", kv, v_dim, stages, "V")]
     if transposes(spec):
@@ -486,6 +512,13 @@ def _registers(spec: Forward, *, with_sums: bool) -> list[tuple[str, int]]:
     q, kv, d, count = spec.tile.q, spec.tile.kv, spec.problem.v_dim, computing_threads(spec)
     if isinstance(spec.handoff, GlobalHandoff) or not count:
         return [("other", OTHER_REGISTERS)]
+    if by_warps(spec):
+        # A row of O is a warp's. Operands: K of a step in 16 bits, while V of it waits as it lies in memory.
+        keys = kv * hopper.WARP // count
+        of_operands = keys * (2 * spec.problem.head_dim + spec.kv_element.bytes * d) // hopper.WARP // 4
+        held = [("O", q * d // hopper.WARP), ("S", q * keys // hopper.WARP)]
+        held.append(("Q", q * spec.problem.head_dim // hopper.WARP // 2))
+        return [*held, ("K and V", of_operands), ("other", OTHER_REGISTERS)]
     held, other = [("O", q * d // count)], OTHER_REGISTERS
     if isinstance(spec.pv, WgmmaProduct) and specialized(spec) and not overlapped(spec):
         # P takes the place of S, bit by bit: as compiled, about a quarter of P stands beside the whole of S.
@@ -536,6 +569,8 @@ def thread_rows(spec: Forward) -> tuple[int, int]:
     """Rows of S of a thread, and how many threads share each of them."""
     if isinstance(spec.pv, WgmmaProduct):
         return FRAGMENT_ROWS * spec.tile.q // ((spec.tile.warpgroups or 1) * hopper.WGMMA_M), QUAD
+    if by_warps(spec):
+        return FRAGMENT_ROWS, computing_threads(spec) // hopper.WARP * QUAD
     return spec.tile.q * SCALAR_LANES // computing_threads(spec), SCALAR_LANES
 
 

@@ -289,7 +289,7 @@ def forward(spec: Forward) -> Operation:
         arguments += _offsets_and_pages()
     elif packed:
         arguments += _offsets_and_lengths()
-    if footprint.eight_bits(spec) or footprint.converts(spec):
+    if footprint.eight_bits(spec) or footprint.eight_bit_cache(spec):
         anywhere = Dense(align=FP32.bytes, contiguous=None)
         of_blocks: dict[str, tuple[Extent, ...]] = {}
         if footprint.block_scales(spec):

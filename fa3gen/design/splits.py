@@ -25,8 +25,8 @@ KEYS_OF_PAGED_PARTS = {64: 512, 128: 384}
 MOST_BYTES_OF_PARTS = 2**30
 # What a CTA of scheduler even leaves of a tile which it begins and another CTA ends: see `combine_kernel`.
 SHARE_WORDS = 4
-# Lines of keys that are read side by side, of a kv head or several each, at most. A row of all of them is then 512 bytes, of 8 bits and head dim 64,
-# or more: beyond that DRAM gains nothing, and each further one may leave another CTA without work.
+# Lines of keys that are read side by side, of a kv head or several each, at most: rows of as many heads are 512 bytes,
+# or more, and each further line may leave another CTA without work.
 MOST_LINES = 8
 
 

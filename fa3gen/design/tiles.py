@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
-from fa3gen.design.footprint import converts, page_rows, tma_boxes
+from fa3gen.design.footprint import by_warps, converts, page_rows, tma_boxes
 from fa3gen.hardware.dtypes import Dtype
 from fa3gen.hardware.hopper import BYTES_16BIT, SWIZZLE_SPAN
 from fa3gen.spec.model import Forward, Major, SmemHandoff, Swizzle, WgmmaProduct
@@ -94,6 +94,9 @@ def operand_tiles(spec: Forward) -> dict[Letter, OperandTile]:
         "K": (kv, d, spec.smem.k, qk.b.major if qk else "k", "mn"),
         "V": (kv, v_dim, spec.smem.v, pv.b.major if pv and vt is None else "mn" if pv else "k", "k" if pv else "mn"),
     }
+    warps = by_warps(spec)
+    if warps:
+        parts["V"] = (kv, v_dim, spec.smem.v, "mn", "k")
     if pv and vt is not None:
         parts["Vt"] = (kv, v_dim, vt, pv.b.major, "k")
     if pv and isinstance(spec.handoff, SmemHandoff):
@@ -101,10 +104,11 @@ def operand_tiles(spec: Forward) -> dict[Letter, OperandTile]:
     if pv and spec.outputs.o != "direct":
         parts["O"] = (q, v_dim, _output_swizzle(spec, spec.smem.q), "k", "mn")
     piece = page_rows(spec)
-    scalars: set[Letter] = {*(() if qk else ("Q", "K")), *(() if pv else ("V",))}
+    scalars: set[Letter] = {*(() if qk or warps else ("Q", "K")), *(() if pv or warps else ("V",))}
+    elements = {"O": spec.o_element} | {letter: spec.kv_element for letter in "KV" if warps}
     return {
         letter: OperandTile(
-            *(letter, rows, columns, spec.o_element if letter == "O" else spec.element, swizzle, major),
+            *(letter, rows, columns, elements.get(letter, spec.element), swizzle, major),
             by_sequence=major == across,
             plain=letter in scalars and swizzle == "none",
             pieces=kv // piece if piece and letter in ("K", "V") else 1,

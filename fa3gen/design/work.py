@@ -50,6 +50,8 @@ MERGED_8BIT, EXCHANGE_8BIT = 0.25, 6
 SCALE_INSTRUCTIONS = 20
 # Where V of a step has one, too: reading it, the ratio of two, and whether P V is in its unit; as compiled, 21 to 35.
 V_SCALE_INSTRUCTIONS = 28
+# Of two elements of 8 bits in registers: to float16 both, each to float32, both to 16 bits.
+CONVERSION = 4
 # Address arithmetic beside each vector that the scalar products load, of swizzled tiles and of plain ones, and
 # instructions for each row of a scalar softmax. As compiled: k2 and k3 at head dims 64 and 128; k3_plain_d64.
 QK_ADDRESSING, PV_ADDRESSING, SCALAR_ROW_INSTRUCTIONS = 9, 3, 68
@@ -138,14 +140,15 @@ def step(spec: Forward) -> Step:
     """Count one step. Of k1, which has no loop over tiles of keys, one CTA's tile in each of the three kernels."""
     q, kv, d, v_dim = spec.tile.q, spec.tile.kv, spec.problem.head_dim, spec.problem.v_dim
     qk, pv = isinstance(spec.qk, WgmmaProduct), isinstance(spec.pv, WgmmaProduct)
-    groups = spec.tile.warpgroups or 0
+    groups, by_warps = spec.tile.warpgroups or 0, footprint.by_warps(spec)
+    on_tensor_cores = q * kv * (d * (qk or by_warps) + v_dim * (pv or by_warps))
     k_loads, v_loads = _tma_loads(spec)
     return Step(
         flops=2 * q * kv * (d + v_dim),
-        tensor_flops=2 * q * kv * (d * qk + v_dim * pv),
+        tensor_flops=2 * on_tensor_cores,
         wgmma_qk=groups * d // spec.element.wgmma_k * qk,
         wgmma_pv=groups * footprint.stripes(spec) * kv // spec.element.wgmma_k * pv,
-        scalar_fmas=q * kv * (d * (not qk) + v_dim * (not pv)),
+        scalar_fmas=q * kv * (d + v_dim) - on_tensor_cores,
         exponentials=_exponentials(spec),
         instructions=_warp_instructions(spec) * footprint.computing_threads(spec) / hopper.WARP,
         smem_bytes=_naive_l1_bytes(spec) if isinstance(spec.handoff, GlobalHandoff) else smem_bytes(spec).total,
@@ -215,7 +218,8 @@ def score_phases(spec: Forward) -> tuple[float, float, float]:
         rounded += 0 if footprint.keys_of_p(spec) else EXCHANGE_8BIT * spec.tile.kv // 16
     if spec.softmax.row_max == "first":
         return capped, 3 * scores, rounded
-    moved: float = VOTE_INSTRUCTIONS if lazy else rows * spec.problem.v_dim // lanes
+    sharing = footprint.QUAD if footprint.by_warps(spec) else lanes  # a row of O, which is a warp's
+    moved: float = VOTE_INSTRUCTIONS if lazy else rows * spec.problem.v_dim // sharing
     if spec.softmax.restart_every is not None:
         # In place of rescaling O is multiplied, added and set to 0, now and then.
         moved += 2 * moved * spec.tile.kv / spec.softmax.restart_every
@@ -252,8 +256,20 @@ def _warp_instructions(spec: Forward) -> float:
         return 3 * (spec.problem.head_dim + spec.tile.q * spec.tile.kv / (spec.tile.threads or 1) * spec.problem.v_dim)
     if isinstance(spec.pv, WgmmaProduct):
         return sum(score_phases(spec)) + issue_instructions(spec)
+    if footprint.by_warps(spec):
+        products = sum(mma_instructions(spec, dim) for dim in (spec.problem.head_dim, spec.problem.v_dim))
+        return sum(score_phases(spec)) + products + issue_instructions(spec)
     qk = issue_instructions(spec) if isinstance(spec.qk, WgmmaProduct) else scalar_qk_instructions(spec)
     return qk + scalar_softmax_instructions(spec) + scalar_pv_instructions(spec)
+
+
+def mma_instructions(spec: Forward, dim: int) -> int:
+    """Instructions of a warp in a product of its keys of one step: reads of 16 bytes, conversions, mma.sync."""
+    keys = footprint.of_each_warp(spec)
+    elements = keys * dim // hopper.WARP  # of a lane
+    read = elements * spec.kv_element.bytes // VECTOR_BYTES
+    converted = CONVERSION * elements // 2 * footprint.eight_bit_cache(spec)
+    return read + converted + keys // hopper.MMA_N * (dim // hopper.MMA_K)
 
 
 def issue_instructions(spec: Forward) -> float:
@@ -293,6 +309,8 @@ def smem_bytes(spec: Forward) -> SmemBytes:
         qk = warps * _scalar_qk_lines(spec) * LINE
     if isinstance(spec.pv, ScalarProduct):
         pv = warps * _scalar_pv_lines(spec) * LINE
+    if footprint.by_warps(spec):  # as they were loaded, each byte once
+        qk, pv = (spec.tile.kv * dim * spec.kv_element.bytes for dim in (spec.problem.head_dim, spec.problem.v_dim))
     in_f32 = scores * F32 if isinstance(spec.handoff, SmemScoresHandoff) else 0
     in_16_bits = scores * spec.element.bytes if isinstance(spec.handoff, SmemHandoff) else 0
     elements = spec.tile.kv * (spec.problem.head_dim + spec.problem.v_dim)  # of K and V

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import NamedTuple
 
-from fa3gen.base.wording import listed
+from fa3gen.base.wording import counted, listed
 from fa3gen.design import footprint, splits
 from fa3gen.design.cta import Cta, cta_of
 from fa3gen.design.family import Family
@@ -28,6 +28,7 @@ from fa3gen.spec.model import (
     CpAsyncLoad,
     Forward,
     GlobalHandoff,
+    MmaProduct,
     NoMask,
     PingPongSchedule,
     RegisterHandoff,
@@ -175,8 +176,8 @@ def _columns(rows: Sequence[Sequence[str]], right_aligned: int = 0) -> tuple[str
 
 
 def _formula(spec: Forward) -> str:
-    product, out, factors = "scale Q K^T", "P V", footprint.converts(spec) or footprint.eight_bits(spec)
-    if footprint.converts(spec):
+    product, out, factors = "scale Q K^T", "P V", footprint.eight_bit_cache(spec) or footprint.eight_bits(spec)
+    if footprint.eight_bit_cache(spec):
         product, out = "scale Q k_descale K^T", "P v_descale V"
     elif footprint.eight_bits(spec):
         product, out = "scale q_descale k_descale Q K^T", "v_descale P V"
@@ -219,9 +220,10 @@ def _decisions(spec: Forward) -> list[tuple[str, str]]:
         rows.append(("schedule", _schedule_sentence(spec)))
     assert spec.smem is not None
     rows.append(("layouts", _layout_sentence(spec, spec.smem)))
-    if footprint.converts(spec):
+    if footprint.eight_bit_cache(spec):
         rows.append(("8 bits", _stored_sentence(spec)))
-    rows.append(("S = Q K^T", _product_sentence(spec.qk, spec.element, spec.tile.kv, spec.problem.head_dim, "Q", "K")))
+    keys = footprint.of_each_warp(spec) if footprint.by_warps(spec) else spec.tile.kv
+    rows.append(("S = Q K^T", _product_sentence(spec.qk, spec.element, keys, spec.problem.head_dim, "Q", "K")))
     if spec.softmax.softcap:
         rows.append(
             (
@@ -239,7 +241,7 @@ def _decisions(spec: Forward) -> list[tuple[str, str]]:
     v = "V^T" if footprint.transposes(spec) else "V"
     columns, stripes = footprint.promoted_columns(spec), footprint.stripes(spec)
     times = f"{stripes} times " * (stripes > 1)
-    rows.append(("O = P V", times + _product_sentence(spec.pv, spec.element, columns, spec.tile.kv, "P", v)))
+    rows.append(("O = P V", times + _product_sentence(spec.pv, spec.element, columns, keys, "P", v)))
     if footprint.eight_bits(spec):
         rows.append(("sums", _sums_sentence(spec)))
     rows.append(("kv order", _order_sentence(spec)))
@@ -252,7 +254,7 @@ def _decisions(spec: Forward) -> list[tuple[str, str]]:
 def _tile_sentence(spec: Forward) -> str:
     q, pack = spec.tile.q, spec.tile.pack_heads
     most = "up to " * (spec.tile.group != "multiple")
-    rows = f", {q // pack} positions of {most}{pack} heads that share K and V," if pack > 1 else ""
+    rows = f", {counted(q // pack, 'position')} of {most}{pack} heads that share K and V," if pack > 1 else ""
     return f"{q} query rows{rows} x {spec.tile.kv} keys per step"
 
 
@@ -302,6 +304,9 @@ def _schedule_sentence(spec: Forward) -> str:
     prepare = f"{TRANSPOSERS[spec.tile.transposers]} transpose V, " * footprint.transposes(spec)
     prepare += f"{2 * footprint.converting_warps(spec)} convert, " * footprint.converts(spec)
     load = "a warp loads" if footprint.loads_together(spec) else "two warps load"
+    if footprint.by_warps(spec):
+        keys = footprint.of_each_warp(spec)
+        return f"{load}, 4 multiply, each its own {keys} keys of a step; what they have is merged for each tile"
     return f"{load}, {prepare}{warpgroups(spec.tile.warpgroups or 0)} {multiply}{turns}{beside}"
 
 
@@ -327,6 +332,9 @@ def _layout_sentence(spec: Forward, smem: Smem) -> str:
 
 
 def _product_sentence(product: object, element: Dtype, n: int, k: int, a: str, b: str) -> str:
+    if isinstance(product, MmaProduct):
+        count = n // hopper.MMA_N * (k // hopper.MMA_K)
+        return f"{count} mma.sync m16n8k16 per warp, of {n if b == 'K' else k} keys; {a} and {b} from its registers"
     if not isinstance(product, WgmmaProduct):
         return f"scalar f32 multiply-adds, {a} and {b} read from shared memory"
     steps = k // element.wgmma_k
@@ -338,7 +346,7 @@ def _product_sentence(product: object, element: Dtype, n: int, k: int, a: str, b
 
 
 def _softmax_sentence(spec: Forward) -> str:
-    where = "on the accumulator fragment" if isinstance(spec.pv, WgmmaProduct) else "on S in shared memory"
+    where = "on the accumulator fragment" if isinstance(spec.pv, WgmmaProduct | MmaProduct) else "on S in shared memory"
     if spec.softmax.row_max == "first":
         return f"base 2, {where}, relative to a first maximum; O is never rescaled"
     above = spec.softmax.rescale_above
@@ -469,7 +477,9 @@ def _threads(spec: Forward) -> list[str]:
 def _roles(spec: Forward, schedule: Schedule) -> list[str]:
     # With scheduler grid a warp of a consumer loads, before it is one.
     first = [f"{role.label} {role.duty}" for role in schedule.roles if role.name == specialized.FIRST]
-    owned = ["64 query rows each", *first]
+    owned = [f"{spec.tile.q} query rows, {footprint.of_each_warp(spec)} keys of a step each warp", *first]
+    if not footprint.by_warps(spec):
+        owned = ["64 query rows each", *first]
     prepared = 0, 0
     if footprint.transposing_warpgroups(spec):
         prepared = 1, footprint.transposer_registers(spec)

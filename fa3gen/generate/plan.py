@@ -17,7 +17,7 @@ from fa3gen.design.cta import cta_of
 from fa3gen.design.footprint import Region
 from fa3gen.design.masks import given_with_calls
 from fa3gen.design.operation import BATCH, Argument, Scalar, Scratch, Tensor, operation_of
-from fa3gen.design.schedule import full_tiles, schedule_of
+from fa3gen.design.schedule import Schedule, full_tiles, schedule_of
 from fa3gen.design.tiles import Letter, OperandTile, layout_atom, operand_tiles, sequence_contiguous, tiles_in_memory
 from fa3gen.generate import combining, copying, gemm_header, gemm_plan, header, predicted_sass, quantizing
 from fa3gen.generate.expected import Expectation
@@ -33,6 +33,7 @@ from fa3gen.spec.model import (
     CpAsyncLoad,
     Forward,
     Gemm,
+    MmaProduct,
     NoMask,
     PingPongSchedule,
     Quantize,
@@ -79,7 +80,7 @@ MATRIX_COLUMNS = 16  # of a warp's 16 rows: what one stmatrix or ldmatrix of fou
 class ProblemPlan:
     """Head dims, what v's is called in the module, the dtype as each library names it, elements that are aligned.
 
-    `kv_name`: what the dtype of K and V, as they are multiplied, is called in the module.
+    `kv_name`: what the dtype of K and V, as shared memory has them for who multiplies, is called in the module.
     """
 
     head_dim: int
@@ -124,7 +125,8 @@ class TilePlan:
     `heads_told` beside the heads of k, counts `tiles_found` of them, and finds `heads_found`: of q the first, and of k.
     `from_window`: whether tiles of keys begin with the first one that rows see. `k_begin` is what a work item says of
     where its keys begin, if it does; `ctas` how many CTAs are started for each SM. `register_shares`: see `footprint`;
-    `launch_bound` is the module's name for what bounds the registers at launch, if it has one.
+    `launch_bound` is the module's name for what bounds the registers at launch, if it has one, `keys` that for the keys
+    of a product.
     """
 
     m: int
@@ -148,6 +150,7 @@ class TilePlan:
     from_window: bool
     k_begin: str
     ctas: str
+    keys: str
 
 
 @dataclass(frozen=True)
@@ -257,7 +260,8 @@ class ArgumentsPlan:
     products: str = "qk_mma, pv_mma"
     operands: str = "(tSrQ, _, tOrP, tOrV)"
     pv_columns: str = "HEAD_DIM"
-    smem_v: str = "sVt"
+    smem: tuple[str, ...] = ("sQ", "sK", "sVt")
+    merge_warps: tuple[str, ...] = ()
     multiplied_smem: str = "sVt"
     sums_before: str = ""
     v_ring: str = "v_ring"
@@ -385,7 +389,7 @@ class EightBitPlan:
 
 @dataclass(frozen=True)
 class StoredPlan:
-    """K and V of 8 bits in memory, and the warps that make tiles of the products' dtype of them.
+    """K and V of 8 bits in memory, and the warps that make tiles of the products' dtype of them, if there are any.
 
     `warps` convert K, and as many V; `at_once` is how many units a thread has read before it converts one.
     """
@@ -694,12 +698,17 @@ class Plan(ModulePlan):
     @property
     def converts(self) -> bool:
         """Whether a warpgroup makes tiles of 16 bits of what was loaded."""
-        return self.stored is not None
+        return self.stored is not None and self.stored.warpgroups > 0
+
+    @property
+    def by_warps(self) -> bool:
+        """Whether each warp multiplies keys of its own."""
+        return self.pv.engine == "mma"
 
     @property
     def each_warp(self) -> str:
-        """What a loop over warps counts in the kernel that adds parts up: `warp` is a module where V is transposed."""
-        return "number" if self.eight_bit else "warp"
+        """What a loop over warps counts in the kernel that adds parts up: `warp` is a module where warps use it."""
+        return "number" if self.eight_bit or self.by_warps else "warp"
 
     @property
     def templates(self) -> dict[str, str]:
@@ -780,7 +789,7 @@ def _problem(spec: Forward) -> ProblemPlan:
         v_dim_name="HEAD_DIM" if v_dim == d else "HEAD_DIM_V",
         asymmetric=v_dim != d,
         dtype=spec.problem.dtype,
-        kv_name="KV_DTYPE" if footprint.mixed(spec) else "DTYPE",
+        kv_name="KV_DTYPE" if spec.kv_element is not spec.element and not footprint.converts(spec) else "DTYPE",
         cutlass_dtype=dtype.cutlass_name,
         torch_dtype=dtype.torch_name,
         vector=operation_of(spec).tensor("q").vector,
@@ -799,7 +808,7 @@ def _rows(spec: Forward) -> RowsPlan:
             k, v = f"cute.domain_offset((work.k_begin, 0), {k})", f"cute.domain_offset((0, work.k_begin), {v})"
         return RowsPlan(f"mQ{of_q}", k, v, f"mO{of_q}", lse, heads)
     queries, keys = "work.head, work.q_begin, work.seq_q", "work.head_kv, work.k_begin, work.seq_k"
-    numbered = footprint.paged(spec) or footprint.converts(spec) or footprint.eight_bits(spec)
+    numbered = footprint.paged(spec) or footprint.eight_bit_cache(spec) or footprint.eight_bits(spec)
     sequence, factor = "sequence" if numbered else "_", "work.sequence, work.head_kv"
     if spec.tile.group != "multiple":
         of_heads = "(work.head, work.head_kv)" if spec.tile.group == "any" else "work.head_kv"
@@ -846,6 +855,7 @@ def _tile(spec: Forward) -> TilePlan:
         from_window=spec.tile.kv_from == "window",
         k_begin=_k_begin(spec),
         ctas="CTAS_PER_SM CTAs" if spec.tile.ctas_per_sm > 1 else "one CTA",
+        keys="WARP_KEYS" if footprint.by_warps(spec) else "TILE_N",
     )
 
 
@@ -936,7 +946,7 @@ def _arguments(spec: Forward) -> ArgumentsPlan:
     sums_before = ["sO_before" if in_smem else "acc_all"] * restarts
     held, since = ((name,) if footprint.promote_every(spec) > 1 else () for name in ("held", "since"))
     v_ring = "vt_ring" if transposes else "v_ring"
-    descaled = eight_bits or footprint.converts(spec)
+    descaled = eight_bits or footprint.eight_bit_cache(spec)
     descales = [*["q_descale"] * eight_bits, *["k_descale", "v_descale"] * descaled]
     if spec.split is not None:
         extents["grid"] = [Parameter("num_parts", INT32), Parameter("steps_of_part", INT32)]
@@ -971,7 +981,9 @@ def _arguments(spec: Forward) -> ArgumentsPlan:
     has_max = spec.softmax.row_max == "online"
     rows = ("row_max", "row_sum", "rescale") if has_max else ("row_shift", "row_sum")
     sums: tuple[str, ...] = ("row_sum",)
-    if spec.softmax.sink:
+    if footprint.by_warps(spec):  # a sink enters where those of the warps are merged
+        sums = ("scale_log2", *sinks)
+    elif spec.softmax.sink:
         sums = ("row_lse", "row_inverse")
     elif whole:
         sums = ("row_max", *sums)
@@ -979,7 +991,7 @@ def _arguments(spec: Forward) -> ArgumentsPlan:
         scaled = [] if footprint.block_scales(spec) else ["scale_log2"]  # else the maxima are
         sums = ("row_max", *sums, *scaled) if has_max else ("row_shift", *sums)
     v_factor = ["v_factor"] * descaled
-    of_o = v_factor if not sinks else []  # with a sink it is in what O is multiplied by
+    of_o = v_factor if not sinks or footprint.by_warps(spec) else []  # with a sink it is in what O is multiplied by
     of_v = ["v_unit", "v_scale"] * footprint.block_scales(spec)  # of what O is in, and of the step's V
     # With factors of q and k, which a tile of queries finds, a scale of the call becomes that of the softmax, or cap.
     of_scores = "cap_scale" if cap else "scale_log2"
@@ -1008,6 +1020,7 @@ def _arguments(spec: Forward) -> ArgumentsPlan:
         looked_at=("first", "before", *bounds, "tiles", "tiles_to_here"),
         work_on=_work_on(spec, window),
         consume=(*outputs, *handed_on, *sinks, *(["scales"] if eight_bits else [*given, *descales]), *work),
+        merge_warps=("merged", *of_o, "scale_log2"),
         normalize=("acc_O", "row_inverse" if sinks else "row_sum", *of_o),
         scaled=of_scores,
         scales=(*given, *descales),
@@ -1019,13 +1032,16 @@ def _arguments(spec: Forward) -> ArgumentsPlan:
         products="qk_mma, _" if striped else "qk_mma, pv_mma",
         operands="(tSrQ, _, _, _)" if striped else "(tSrQ, _, tOrP, tOrV)",
         pv_columns="TILE_N" if striped else "HEAD_DIM",
-        smem_v="sVt_made" if transposes else "sVt, sums" if in_smem else "sVt",
+        smem=_smem_of_consumers(spec),
         multiplied_smem="sVt, sums" if in_smem else "sVt",
         sums_before=", ".join(sums_before),
         v_ring=v_ring,
         v_ready="been transposed" if transposes else "landed",
         release_v=f"release_by_warp({v_ring}, v_drain)" if transposes else f"{v_ring}.consumer_release(v_drain)",
-        store_tile=(*outputs, *["parts"] * (spec.split is not None), "work", "acc_O", *of_o, *sums),
+        store_tile=(
+            *(*["merged"] * footprint.by_warps(spec), *outputs, *["parts"] * (spec.split is not None), "work"),
+            *("of_warp" if footprint.by_warps(spec) else "acc_O", *of_o, *sums),
+        ),
         stored=(
             (
                 *(f"{name}={name}" for name in (*outputs, "work")),
@@ -1067,6 +1083,15 @@ def _arguments(spec: Forward) -> ArgumentsPlan:
         descales=tuple(descales),
         num_descales=len(descales),
     )
+
+
+def _smem_of_consumers(spec: Forward) -> tuple[str, ...]:
+    """What consumers read, and where they keep sums."""
+    if footprint.by_warps(spec):
+        return "sQ", "sK_bytes", "sV_bytes", "merged"
+    if footprint.transposes(spec):
+        return "sQ", "sK", "sVt_made"
+    return "sQ", "sK", "sVt", *["sums"] * footprint.sums_in_smem(spec)
 
 
 def _sequences(spec: Forward) -> tuple[str, ...]:
@@ -1114,7 +1139,7 @@ def _softmax(spec: Forward) -> SoftmaxPlan:
         sums_in_smem=footprint.sums_in_smem(spec),
         largest="(row_max[r] * scale_log2 - P_EXPONENT) * LN_2" if eight_bits else SoftmaxPlan.largest,
         sum_of="largest" if eight_bits else SoftmaxPlan.sum_of,
-        shrink="v_factor * shrink" if eight_bits or footprint.converts(spec) else SoftmaxPlan.shrink,
+        shrink="v_factor * shrink" if eight_bits or footprint.eight_bit_cache(spec) else SoftmaxPlan.shrink,
     )
 
 
@@ -1126,7 +1151,7 @@ def _output(spec: Forward) -> OutputPlan:
     own = spec.o_dtype != spec.problem.dtype
     if own:
         names = ("TORCH_OUT_DTYPE" if footprint.eight_bits(spec) else dtype.torch_name, "dtype")
-    elif footprint.converts(spec):
+    elif footprint.eight_bit_cache(spec):
         names = ("TORCH_DTYPE", "dtype")
     smem = "sQ" if _smem(spec).o is None else "sO"
     smem_dtype = "OUT_DTYPE" if footprint.eight_bits(spec) else "DTYPE"
@@ -1149,15 +1174,16 @@ def _load(spec: Forward) -> LoadPlan:
         pages=pages if footprint.paged(spec) else "",
         ahead=footprint.gathered_ahead(spec),
         **(STORED_NAMES if footprint.converts(spec) else {}),
+        **({"around": "KV_AROUND"} if footprint.eight_bit_cache(spec) and footprint.by_warps(spec) else {}),
         **(TOGETHER_NAMES if footprint.loads_together(spec) else {}),
         table_read=AHEAD_OF_TABLE if footprint.gathered_ahead(spec) > 1 else BESIDE_TABLE,
-        reads_ahead=footprint.converts(spec) and footprint.paged(spec) and not footprint.gathered(spec),
+        reads_ahead=footprint.eight_bit_cache(spec) and footprint.paged(spec) and not footprint.gathered(spec),
         together=footprint.loads_together(spec),
         v_tensor="mV" if footprint.paged(spec) else "mVt",
         atoms="(tma_Q,)" if footprint.gathered(spec) else "(tma_Q, tma_K, tma_V)",
         **(_swizzled_rows(spec) if footprint.gathered(spec) and not footprint.converts(spec) else {}),
         clips_bytes=(footprint.eight_bits(spec) and spec.outputs.o != "direct")
-        or (footprint.converts(spec) and not footprint.paged(spec)),
+        or (footprint.eight_bit_cache(spec) and not footprint.paged(spec)),
     )
 
 
@@ -1175,18 +1201,18 @@ def _swizzled_rows(spec: Forward) -> dict[str, Any]:
 
 
 def _stored(spec: Forward) -> StoredPlan | None:
-    if not footprint.converts(spec):
+    if not footprint.eight_bit_cache(spec):
         return None
-    element, registers = spec.kv_element, footprint.converter_registers(spec)
+    element, converts = spec.kv_element, footprint.converts(spec)
     return StoredPlan(
         dtype=element.long_name,
         cutlass_dtype=element.cutlass_name,
         torch_dtype=element.torch_name,
         stages=spec.kv.stages,
         warps=footprint.converting_warps(spec),
-        registers=registers,
-        at_once=footprint.converted_at_once(spec),
-        warpgroups=spec.kv.warpgroups,
+        registers=footprint.converter_registers(spec) if converts else 0,
+        at_once=footprint.converted_at_once(spec) if converts else 0,
+        warpgroups=footprint.converting_warpgroups(spec),
     )
 
 
@@ -1241,7 +1267,7 @@ def _layout(spec: Forward, tile: OperandTile) -> LayoutPlan:
     columns = {"P": "TILE_N"}.get(tile.letter, "HEAD_DIM")
     of_keys = tile.letter in ("K", "V", "Vt")
     shape = ["TILE_N" if of_keys else "TILE_M", columns]
-    if tile.letter in ("V", "Vt") and isinstance(spec.pv, WgmmaProduct):
+    if tile.letter in ("V", "Vt") and isinstance(spec.pv, WgmmaProduct | MmaProduct):
         shape.reverse()  # the B operand is V transposed
     order = ["0", "1"] if tile.major == "k" else ["1", "0"]
     if of_keys and not isinstance(spec.load, SyncLoad):
@@ -1251,6 +1277,8 @@ def _layout(spec: Forward, tile: OperandTile) -> LayoutPlan:
 
 
 def _product(product: object, element: Dtype, n: int, k: int) -> ProductPlan:
+    if isinstance(product, MmaProduct):
+        return ProductPlan("mma", "", "", "", (hopper.MMA_M, hopper.MMA_N, hopper.MMA_K), 0)
     if not isinstance(product, WgmmaProduct):
         return ProductPlan("scalar", "", "", "", (0, 0, 0), 0)
     source = {"smem": "SMEM", "registers": "RMEM"}[product.a.source]
@@ -1278,7 +1306,10 @@ def _imports(spec: Forward) -> ImportsPlan:
     names = {
         "OperandMajorMode": wgmma,
         "cpasync": spec.load.engine != "sync",
-        "warp": gathered or isinstance(spec.handoff, SmemHandoff) or footprint.q_in_registers(spec),
+        "warp": gathered
+        or isinstance(spec.handoff, SmemHandoff)
+        or footprint.q_in_registers(spec)
+        or footprint.by_warps(spec),
         "warpgroup": bool(_smem(spec).canonical),
     }
     dataclasses = ["dataclass"] * footprint.specialized(spec)
@@ -1379,6 +1410,22 @@ def _sections(spec: Forward) -> SectionsPlan:
     )
     if not footprint.specialized(spec):
         return sections
+    if footprint.by_warps(spec):
+        return replace(
+            sections,
+            spine="specialized.py.jinja",
+            pages=_pages_section(spec),
+            loads=_section(_loads_section(spec)),
+            scheduler=_section(_scheduler_section(spec)),
+            producers=_section(_producers_section(spec)),
+            consumer=_section("consumer_warps"),
+            work=_section("work_warps"),
+            qk=_section("qk_warps"),
+            mask=_section(f"mask_fragment_{spec.mask.kind}"),
+            softmax=_section("softmax_fragment"),
+            pv=_section("pv_warps"),
+            epilogue=_section("epilogue_warps"),
+        )
     overlap = footprint.overlapped(spec)
     return replace(
         sections,
@@ -1430,6 +1477,20 @@ def _specialized_epilogue(spec: Forward) -> str:
     ]
 
 
+def _warp_products(spec: Forward, schedule: Schedule) -> int:
+    """Instructions mma.sync that stand in the code: 8 keys and 16 elements of a row at a time, or the reverse."""
+    if not footprint.by_warps(spec):
+        return 0
+    dims = {"S": spec.problem.head_dim, "O": spec.problem.v_dim}
+    elements = sum(schedule.count("product", what) * dim for what, dim in dims.items()) * footprint.of_each_warp(spec)
+    return elements // (hopper.MMA_N * hopper.MMA_K)
+
+
+def _matrices_of_v(spec: Forward) -> int:
+    """Instructions by which a warp reads V of its keys in a step: four matrices of 8 keys and 16 bytes each."""
+    return footprint.of_each_warp(spec) * spec.problem.v_dim * spec.kv_element.bytes // (4 * 8 * VECTOR_BYTES)
+
+
 def _section(name: str) -> str:
     return f"sections/{name}.py.jinja"
 
@@ -1472,6 +1533,7 @@ def expectation(spec: Forward) -> Expectation:
         # What is transposed goes to the registers and back, 32 keys x 16 columns at a time.
         blocks = footprint.transposed_blocks(spec) * schedule.count("transpose")
         ldmatrix, stmatrix = blocks, columns // MATRIX_COLUMNS + blocks
+        ldmatrix += schedule.count("read", "rV") * _matrices_of_v(spec)
         if schedule.count("gather", "O"):
             tma_stores = schedule.count("store", "O") * tiles["O"].boxes
     setmaxnreg, max_registers = {}, min(hopper.REGISTERS_PER_THREAD, hopper.REGISTERS_PER_SM // threads)
@@ -1489,6 +1551,7 @@ def expectation(spec: Forward) -> Expectation:
     return Expectation(
         kernels=operation_of(spec).kernels,
         wgmma=wgmma,
+        mma=_warp_products(spec, schedule),
         wgmma_commits=groups,
         wgmma_waits=groups,
         tma_loads=tma_loads,

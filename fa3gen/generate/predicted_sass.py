@@ -11,11 +11,12 @@ from fa3gen.design.schedule import full_tiles
 from fa3gen.generate.expected import SassExpectation
 from fa3gen.hardware import hopper
 from fa3gen.hardware.dtypes import FP32
-from fa3gen.spec.model import Forward, GlobalHandoff, WgmmaProduct
+from fa3gen.spec.model import Forward, GlobalHandoff, MmaProduct, WgmmaProduct
 
 VECTOR_BITS = 128  # of the widest access to memory that a thread makes
 SHIFT_COMPARISONS = 2  # of a row, where its first maximum is looked for: whether it has one, and whether there is one
 SINK_COMPARISONS = 2  # of a row with a sink, beside the two at the end of every row: for its two exponentials of 2
+MERGED_SINK_COMPARISONS = 3  # where a row is merged from warps: whether it, and its sink, has a sum, and both
 COMBINE_COMPARISONS = 3  # of the kernel that adds parts up: whether a warp, and all, have a key, and the sum for it
 SUM_COMPARISONS = 1  # of that which adds whole parts up: the sum alone
 
@@ -36,17 +37,20 @@ def expectation(spec: Forward, *, waits: int, softmaxes: int, o_boxes: int, matr
             shared_stores={},
         )
     rows, lanes = footprint.thread_rows(spec)
+    exchanges, merged = _exchanges(lanes), 0
+    if footprint.by_warps(spec):  # a row's maxima are those of four threads, then of the warps
+        exchanges, merged = _exchanges(footprint.QUAD), footprint.computing_threads(spec) // hopper.WARP - 1
     # A first maximum is looked for in every tile but those without an edge of the mask, which have a loop of their own.
     maxima = softmaxes - (spec.softmax.row_max == "first" and full_tiles(spec) != "none")
     held_back = softmaxes if spec.softmax.exp_before_wait is not None else 0  # a sum is compared, for a branch
     return SassExpectation(
         waits=waits,
-        min_maxima=maxima * rows * (spec.tile.kv // lanes + _exchanges(lanes)) + rows * footprint.splits_tail(spec),
+        min_maxima=maxima * rows * (spec.tile.kv // lanes + exchanges) + merged + rows * footprint.splits_tail(spec),
         max_comparisons=_most_comparisons(rows, softmaxes if spec.softmax.rescale_above is not None else 0)
         + held_back
         + softmaxes * footprint.block_scales(spec)  # whether P V of a step is in the unit that O gets
         + rows * (SHIFT_COMPARISONS * maxima + 1) * (spec.softmax.row_max == "first")
-        + SINK_COMPARISONS * rows * spec.softmax.sink
+        + (SINK_COMPARISONS * rows + MERGED_SINK_COMPARISONS * footprint.by_warps(spec)) * spec.softmax.sink
         + (SUM_COMPARISONS if splits.whole_parts(spec) else COMBINE_COMPARISONS) * (spec.split is not None),
         global_stores=_global_stores(spec, rows, lanes, o_boxes),
         shared_stores=_shared_stores(spec, matrices),
@@ -70,6 +74,12 @@ def _most_comparisons(rows: int, softmaxes: int) -> int:
 
 
 def _global_stores(spec: Forward, rows: int, lanes: int, o_boxes: int) -> dict[str, int]:
+    if footprint.by_warps(spec):
+        # What a thread merges: 16-bit columns of a row, or float32 ones of a part, and LSE; words of a share; and a
+        # column of O and LSE of what is added up.
+        columns = spec.tile.q * spec.problem.v_dim // footprint.computing_threads(spec)
+        vectors = columns * (spec.o_element.bits + FP32.bits) // VECTOR_BITS
+        return {f"STG.{VECTOR_BITS}": vectors, "STG.32": 3 + splits.SHARE_WORDS, "STG.16": 1}
     # LSE, the counter of tiles set back to zero, the flag of a part set and set back, and O by TMA.
     words = rows * spec.outputs.lse + (spec.scheduler == "dynamic") + 2 * footprint.splits_tail(spec)
     stores = {"STG.32": words, "UTMASTG": o_boxes}
@@ -99,7 +109,7 @@ def _global_stores(spec: Forward, rows: int, lanes: int, o_boxes: int) -> dict[s
 
 def _shared_stores(spec: Forward, matrices: int) -> dict[str, int] | None:
     """None for a kernel whose softmax works in shared memory."""
-    if not isinstance(spec.pv, WgmmaProduct):
+    if not isinstance(spec.pv, WgmmaProduct | MmaProduct):
         return None
     words = footprint.tile_words(spec) * footprint.tells_tiles(spec)
     vectors, word = divmod(words, VECTOR_BITS // 32)
@@ -109,6 +119,13 @@ def _shared_stores(spec: Forward, matrices: int) -> dict[str, int] | None:
         threads = footprint.converting_warps(spec) * hopper.WARP
         elements = spec.tile.kv * (spec.problem.head_dim + spec.problem.v_dim)
         stores["STS.128"] += elements * spec.element.bits // VECTOR_BITS // threads
+    if footprint.by_warps(spec):  # what a warp leaves of its rows: O in float32, maxima and sums
+        rows, _ = footprint.thread_rows(spec)
+        # Four columns side by side, or two of O = P V with V of 16 bits.
+        bits = spec.tile.q * spec.problem.v_dim // hopper.WARP * FP32.bits
+        vector = VECTOR_BITS if footprint.eight_bit_cache(spec) else VECTOR_BITS // 2
+        stores[f"STS.{vector}"] = stores.get(f"STS.{vector}", 0) + bits // vector
+        stores["STS.32"] += 2 * rows
     if footprint.sums_in_smem(spec):
         # O of the parts before, in float32, where a step ends: in a loop without mask, and in one with it.
         numbers = spec.tile.q * spec.problem.v_dim // footprint.computing_threads(spec)

@@ -34,6 +34,8 @@ WGMMA_M = 64
 WGMMA_N_STEP = 8
 WGMMA_N_MAX = 256
 WGMMA_K_16BIT = 16
+# PTX ISA, "Matrix Fragments for mma.m16n8k16 with floating point type".
+MMA_M, MMA_N, MMA_K = 16, 8, 16
 
 # Bytes of contiguous data after which a swizzle pattern of the matrix descriptor repeats. Without a swizzle the unit is
 # a row of the 8 x 16 byte core matrix (PTX ISA, "Strides" and "Matrix Descriptor Format" of wgmma).

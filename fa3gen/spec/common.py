@@ -49,7 +49,16 @@ class WgmmaProduct(SpecModel):
     b: OperandB
 
 
-Product = Annotated[Union[ScalarProduct, WgmmaProduct], Field(discriminator="engine")]
+class MmaProduct(SpecModel):
+    """Matrix multiply-accumulate of single warps (mma.sync), both operands of 16 bits in registers, f32 accumulator.
+
+    Each warp multiplies keys of its own with all query rows of a tile, 16 at most.
+    """
+
+    engine: Literal["mma"]
+
+
+Product = Annotated[Union[ScalarProduct, WgmmaProduct, MmaProduct], Field(discriminator="engine")]
 
 
 class CooperativeSchedule(SpecModel):

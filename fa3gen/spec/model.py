@@ -18,6 +18,7 @@ from fa3gen.spec.common import (
     CooperativeSchedule,
     DType,
     Major,
+    MmaProduct,
     OperandA,
     OperandB,
     OutputDType,
@@ -42,6 +43,7 @@ __all__ = [
     "DType",
     "Gemm",
     "Major",
+    "MmaProduct",
     "OperandA",
     "OperandB",
     "OutputDType",
@@ -359,16 +361,16 @@ class OutputTensor(SpecModel):
 
 
 class StoredTensors(SpecModel):
-    """What is K's and V's own among the properties of tensors: 8 bits in memory, of which a warpgroup makes 16.
+    """What is K's and V's own among the properties of tensors: 8 bits in memory, of which threads make 16.
 
     Beside q of 8 bits nothing is made of them: both products multiply them as they are.
     """
 
     dtype: StoredDType | None = Field(
         default=None,
-        description="Element type of k and v in memory; null: that of the problem. A warpgroup converts tiles of them "
-        "to that of the problem, where that has 16 bits, and each call may give factors of both, `k_descale` and "
-        "`v_descale`. Beside e4m3, e5m2 is multiplied as it is.",
+        description="Element type of k and v in memory; null: that of the problem. Where that has 16 bits, tiles of "
+        "them are converted to it, by a warpgroup or, with engine mma, by the warps that multiply them, and each call "
+        "may give factors of both, `k_descale` and `v_descale`. Beside e4m3, e5m2 is multiplied as it is.",
     )
     stages: int = Field(
         default=1, gt=0, description="Tiles of K, and of V, in 8 bits that are in flight or in use, with such a dtype."

@@ -27,7 +27,7 @@ import torch
 from fa3gen.cpu.schedule import schedules
 from fa3gen.design import footprint
 from fa3gen.hardware.hopper import WARP
-from fa3gen.spec.model import Forward, WgmmaProduct
+from fa3gen.spec.model import Forward, ScalarProduct
 from fa3gen.verify import accuracy, inputs
 from fa3gen.verify.attention_on_gpu import Runner, compare_lse, wrote_outside
 from fa3gen.verify.inputs import Case, Inputs, poison
@@ -72,7 +72,7 @@ class CpuRunner(ScheduledRunner, Runner):
 
     def _expected(self, made: Inputs, scale: float | None = None) -> accuracy.Expected:
         # P of scalar products stays in float32, in memory as well.
-        p_dtype = self.dtype if isinstance(self.spec.pv, WgmmaProduct) else None
+        p_dtype = self.dtype if not isinstance(self.spec.pv, ScalarProduct) else None
         facts: dict[str, Any] = {"scale": scale, "mask": made.mask, **made.keywords}
         facts |= {"p_dtype": p_dtype, "p_factor": self.p_factor, "out_dtype": self.out_dtype}
         return accuracy.joined([accuracy.expected(*part, **facts) for part in made.parts])

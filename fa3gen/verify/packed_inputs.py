@@ -371,7 +371,7 @@ def descales(spec: Forward, case: PackedCase, seed: int, device: torch.device) -
             torch.exp2(2 * torch.rand(shape, generator=draw) - 1).to(device)  # 0.5 to 2
             for shape in ((heads_kv, count), (count, heads_kv), (count, 1))
         )
-    elif footprint.converts(spec):
+    elif footprint.eight_bit_cache(spec):
         number, head = torch.arange(count, device=device)[:, None], torch.arange(heads_kv, device=device)[None]
         of_k, of_v = 2.0 ** ((number + 2 * head) % 3 - 1), 2.0 ** (number % 4 - 2)
     else:

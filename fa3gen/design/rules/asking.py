@@ -24,6 +24,7 @@ from fa3gen.design.rules import (
     splits,
     taste,
     threads,
+    warps,
 )
 from fa3gen.design.rules.registry import Answer, Violation
 from fa3gen.design.tiles import operand_tiles, sequence_contiguous
@@ -91,15 +92,17 @@ def _of_forward(spec: Forward) -> list[Answer]:
 
 def _structure(spec: Forward) -> Iterable[Answer]:
     wgmma = "wgmma" in (spec.qk.engine, spec.pv.engine)
+    by_warps = footprint.by_warps(spec)
     through = spec.handoff.through
     pv_a_source = spec.pv.a.source if isinstance(spec.pv, WgmmaProduct) else None
-    yield threads.thread_unit.ask(wgmma, spec.tile.threads, spec.tile.warpgroups)
+    yield threads.thread_unit.ask(wgmma or by_warps, spec.tile.threads, spec.tile.warpgroups)
     yield parts.engine_pair.ask(spec.qk.engine, spec.pv.engine)
     yield parts.wgmma_load.ask(wgmma, spec.load.engine)
     yield parts.handoff_engines.ask(through, spec.qk.engine, spec.pv.engine, pv_a_source)
     yield parts.global_handoff_load.ask(through, spec.load.engine)
     yield parts.smem_section.ask(through, spec.smem is not None)
-    yield parts.window_product.ask(spec.mask.kind, spec.pv.engine)
+    if not by_warps:
+        yield parts.window_product.ask(spec.mask.kind, spec.pv.engine)
     sides = (spec.mask.left, spec.mask.right) if isinstance(spec.mask, WindowMask) else (None, None)
     yield parts.window_sides.ask(spec.mask.kind, *sides)
     yield parts.optional_lse.ask(spec.outputs.lse, spec.pv.engine)
@@ -119,6 +122,8 @@ def _structure(spec: Forward) -> Iterable[Answer]:
             yield pages.page_boxes.ask(spec.load.page_rows, spec.tile.kv)
     yield from _eight_bits(spec)
     yield from _converting(spec)
+    if by_warps:
+        yield from _by_warps(spec)
     yield from _schedule(spec)
 
 
@@ -178,6 +183,41 @@ def _eight_bits(spec: Forward) -> Iterable[Answer]:
         yield eight_bits.eight_bit_kernel.ask("load.q_stages", footprint.q_stages(spec), (2,))
 
 
+def _by_warps(spec: Forward) -> Iterable[Answer]:
+    """Where each warp multiplies keys of its own."""
+    tile, softmax, smem = spec.tile, spec.softmax, spec.smem
+    rendered: dict[str, tuple[object, tuple[object, ...]]] = {
+        "problem.head_dim": (spec.problem.head_dim, (64,)),
+        "problem.head_dim_v": (spec.problem.v_dim, (64,)),
+        "problem.dtype": (spec.problem.dtype, ("bf16", "fp16")),
+        "problem.layout": (spec.problem.layout, ("packed", "paged")),
+        "kv.warpgroups": (spec.kv.warpgroups, (1,)),
+        "load.page_rows": (footprint.page_rows(spec), (None, 8, 16, 64, 128)),
+        "mask": (spec.mask.kind, ("causal", "window")),
+        "tile.q": (tile.q, (hopper.MMA_M,)),
+        "tile.warpgroups": (tile.warpgroups, (1,)),
+        "tile.group": (tile.group, ("at_most",)),
+        "smem.k": (smem and smem.k, (_row_swizzle(spec),)),
+        "smem.v": (smem and smem.v, (_row_swizzle(spec),)),
+        "schedule.kind": (spec.schedule.kind, ("warp_specialized",)),
+        "schedule.overlap": (footprint.overlapped(spec), (False,)),
+        "scheduler": (spec.scheduler, ("even",)),
+        "split.keys": (spec.split and spec.split.keys, (None,)),
+        "outputs.o": (spec.outputs.o, ("direct",)),
+        "softmax.softcap": (softmax.softcap, (False,)),
+    }
+    if isinstance(spec.mask, WindowMask):
+        rendered["mask.left"] = spec.mask.left, (None,)
+    for field, (value, values) in rendered.items():
+        yield warps.warp_kernel.ask(field, value, values)
+    yield warps.keys_of_warps.ask(tile.kv, (tile.warpgroups or 0) * footprint.WARPGROUP_WARPS)
+
+
+def _row_swizzle(spec: Forward) -> str:
+    """That of whole rows of K and V, of head dim 64, in which lanes that read vectors of several rows meet no bank."""
+    return f"{spec.problem.head_dim * spec.kv_element.bytes}B"
+
+
 def _converting(spec: Forward) -> Iterable[Answer]:
     yield converting.stored_stages.ask(spec.kv.stages, footprint.converts(spec))
     if footprint.converts(spec):
@@ -208,9 +248,10 @@ def _scheduler(spec: Forward) -> Iterable[Answer]:
     yield schedules.scheduler_schedule.ask(spec.scheduler, spec.schedule.kind)
     yield schedules.grid_loads.ask(spec.scheduler, footprint.overlapped(spec), footprint.q_stages(spec))
     yield schedules.persistent_ctas.ask(spec.scheduler, spec.problem.layout, spec.tile.ctas_per_sm)
-    where = given_with_calls(spec.mask), footprint.overlapped(spec), spec.scheduler
+    where = given_with_calls(spec.mask), footprint.overlapped(spec) or footprint.by_warps(spec), spec.scheduler
     yield schedules.kv_from_window.ask(spec.tile.kv_from, *where)
-    yield schedules.packed_overlap.ask(spec.problem.layout, footprint.overlapped(spec))
+    overlap = footprint.overlapped(spec) or footprint.by_warps(spec)  # whose products are synchronous
+    yield schedules.packed_overlap.ask(spec.problem.layout, overlap)
     yield schedules.packed_output.ask(spec.problem.layout, spec.outputs.lse, spec.o_dtype, spec.problem.dtype)
     yield schedules.packed_scheduler.ask(spec.problem.layout, spec.scheduler)
     yield schedules.order_by_head.ask(spec.order, spec.problem.layout, spec.scheduler)
@@ -228,7 +269,7 @@ def _scheduler(spec: Forward) -> Iterable[Answer]:
     yield from _split(spec)
     yield schedules.exp_before_wait.ask(spec.softmax.exp_before_wait, spec.tile.kv, footprint.overlapped(spec))
     for field, used in (("softmax.sink", spec.softmax.sink), ("softmax.softcap", spec.softmax.softcap)):
-        if used:
+        if used and not footprint.by_warps(spec):
             yield schedules.score_fields.ask(field, spec.pv.engine, spec.schedule.kind, footprint.overlapped(spec))
     if spec.softmax.sink:
         yield output.sink_lse.ask(spec.outputs.lse)
@@ -428,6 +469,8 @@ def _shared_sm(spec: Forward) -> Iterable[Answer]:
     """Whether several CTAs fit an SM."""
     total = footprint.total_bytes(footprint.shared_memory_map(spec), footprint.barrier_bytes(spec))
     yield memory.shared_sm.ask(spec.tile.ctas_per_sm, total)
+    if footprint.by_warps(spec):
+        return
     columns, launched = footprint.accumulator_columns(spec), footprint.launch_registers(spec)
     yield threads.accumulator_at_launch.ask(spec.tile.ctas_per_sm, columns, launched)
 

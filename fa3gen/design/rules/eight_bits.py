@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from fa3gen.design.footprint import TRANSPOSED_COLUMNS, TRANSPOSED_KEYS, WARPGROUP_WARPS
 from fa3gen.design.rules.registry import GENERATOR, HARDWARE, Violation, rule
+from fa3gen.design.rules.wording import yaml
 from fa3gen.hardware.dtypes import E4M3, E5M2
 from fa3gen.spec.quantizing import BLOCK_ROWS
 
@@ -30,17 +31,10 @@ def eight_bit_kernel(field: str, value: object, rendered: Sequence[object]) -> V
     """Products of 8 bits are rendered where warps load and transpose V, and others overlap P V."""
     if value in rendered:
         return None
-    ways_out = " or ".join(_yaml(each) for each in rendered)
+    ways_out = " or ".join(yaml(each) for each in rendered)
     return Violation(
-        field, f"with dtype {E4M3.name} {_yaml(value)} is not rendered; use {ways_out}, or dtype bf16 or fp16"
+        field, f"with dtype {E4M3.name} {yaml(value)} is not rendered; use {ways_out}, or dtype bf16 or fp16"
     )
-
-
-def _yaml(value: object) -> str:
-    """As a spec has it."""
-    if value is None or isinstance(value, bool):
-        return {None: "null", False: "false", True: "true"}[value]
-    return str(value)
 
 
 @rule(kind=GENERATOR, topic="O = P V")
@@ -172,7 +166,7 @@ def striped_kernel(field: str, value: object, rendered: object) -> Violation | N
         return None
     return Violation(
         field,
-        f"with accumulate.columns {_yaml(value)} is not rendered; use {_yaml(rendered)}, or leave columns out",
+        f"with accumulate.columns {yaml(value)} is not rendered; use {yaml(rendered)}, or leave columns out",
     )
 
 
@@ -215,5 +209,5 @@ def block_scale_kernel(field: str, value: object, rendered: Sequence[object]) ->
     """A step's own factor is rendered without a window, sinks and a cap, and where a CTA has all keys of its tiles."""
     if value in rendered:
         return None
-    ways_out = " or ".join(_yaml(each) for each in rendered)
-    return Violation(field, f"with scales: block {_yaml(value)} is not rendered; use {ways_out}, or scales: head")
+    ways_out = " or ".join(yaml(each) for each in rendered)
+    return Violation(field, f"with scales: block {yaml(value)} is not rendered; use {ways_out}, or scales: head")

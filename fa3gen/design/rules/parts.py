@@ -8,7 +8,10 @@ from fa3gen.spec.model import WINDOW_MAX
 
 @rule(kind=GENERATOR, topic="O = P V")
 def engine_pair(qk_engine: str, pv_engine: str) -> Violation | None:
-    """P of a scalar QK^T product is not in the layout that a WGMMA PV product reads."""
+    """P of a scalar QK^T product is not in the layout that a WGMMA PV product reads; with mma each warp has both."""
+    if (qk_engine == "mma") != (pv_engine == "mma"):
+        field, other = ("qk.engine", qk_engine) if pv_engine == "mma" else ("pv.engine", pv_engine)
+        return Violation(field, f"with engine mma a warp has both products of its keys, not {other}; use mma for both")
     if qk_engine != "scalar" or pv_engine != "wgmma":
         return None
     return Violation("qk.engine", "a scalar QK product before a WGMMA PV product is not rendered; use wgmma for both")
@@ -43,6 +46,8 @@ def handoff_engines(through: str, qk_engine: str, pv_engine: str, pv_a_source: s
             return Violation(
                 "handoff.through", f"smem_f32 needs a scalar pv, got {have}; use {_usual(qk_engine, pv_engine)}"
             )
+        case "registers" if (qk_engine, pv_engine) == ("mma", "mma"):
+            return None
         case "smem_16bit" | "registers" if (qk_engine, pv_engine) != ("wgmma", "wgmma"):
             return Violation(
                 "handoff.through",

@@ -9,7 +9,7 @@ from fa3gen.spec.model import MOST_EXPONENT, AttentionDType, usual_output
 @rule(kind=GENERATOR, topic="schedule")
 def schedule_engines(kind: str, qk_engine: str, pv_engine: str) -> Violation | None:
     """A warpgroup of its own for the copies is rendered where the others feed the tensor core only."""
-    if kind == "cooperative" or (qk_engine, pv_engine) == ("wgmma", "wgmma"):
+    if kind == "cooperative" or (qk_engine, pv_engine) in (("wgmma", "wgmma"), ("mma", "mma")):
         return None
     return Violation(
         "schedule.kind",

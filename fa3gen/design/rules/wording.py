@@ -42,3 +42,10 @@ def around(value: int, step: int) -> str:
     """The multiples of `step` on both sides of `value`."""
     below = value // step * step
     return f"{below} or {below + step}" if below else f"{step}"
+
+
+def yaml(value: object) -> str:
+    """As a spec has it."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", False: "false", True: "true"}[value]
+    return str(value)

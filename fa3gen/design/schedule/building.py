@@ -94,8 +94,10 @@ def _all_warps(spec: Forward) -> Role:
 
 def _tile_bytes(spec: Forward) -> tuple[int, int, int]:
     """Of a tile of Q, of K and of V."""
-    row, v_row = (d * spec.element.bytes for d in (spec.problem.head_dim, spec.problem.v_dim))
-    return spec.tile.q * row, spec.tile.kv * row, spec.tile.kv * v_row
+    q, (k, v) = spec.tile.q * spec.problem.head_dim, (
+        spec.tile.kv * d for d in (spec.problem.head_dim, spec.problem.v_dim)
+    )
+    return q * spec.element.bytes, k * spec.kv_element.bytes, v * spec.kv_element.bytes
 
 
 def _cooperative_rings(spec: Forward) -> tuple[Ring, ...]:
@@ -261,6 +263,9 @@ def _specialized_barriers(spec: Forward) -> tuple[NamedBarrier, ...]:
     if isinstance(spec.pv, WgmmaProduct) and spec.outputs.o == "over_q":
         note = "all consumers: Q has been read; then: O is in shared memory"
         barriers.append(NamedBarrier("OUTPUT_BARRIER", OUTPUT_BARRIER, 1, consumers * hopper.WARPGROUP, note))
+    if footprint.by_warps(spec):
+        note = "all consumers: O of the tile before has been merged; then: O of all warps is there"
+        barriers.append(NamedBarrier("MERGE_BARRIER", OUTPUT_BARRIER, 1, consumers * hopper.WARPGROUP, note))
     if isinstance(spec.schedule, PingPongSchedule):
         note = "each consumer -> the next one: it may issue its products"
         barriers.append(NamedBarrier("TURN_BARRIER", TURN_BARRIER, consumers, 2 * hopper.WARPGROUP, note))

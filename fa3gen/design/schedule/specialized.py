@@ -16,7 +16,7 @@ FIRST, Q_K, V, CONSUMERS = "producer of the first tiles", "producer of Q, K", "p
 TILES = "who finds the tiles"
 TRANSPOSERS = "transposers"
 K_CONVERTERS, V_CONVERTERS = "converters of K", "converters of V"
-OUTPUT_BARRIER = "OUTPUT_BARRIER"
+OUTPUT_BARRIER, MERGE_BARRIER = "OUTPUT_BARRIER", "MERGE_BARRIER"
 
 _consumers = partial(Step, CONSUMERS)
 
@@ -24,7 +24,7 @@ _consumers = partial(Step, CONSUMERS)
 def steps(spec: Forward, roles: Sequence[Role]) -> tuple[Step, ...]:
     """The steps of all roles, one role after the other."""
     drawing = next((role.label for role in roles if role.name == TILES), roles[0].label)
-    consume = _overlapped if footprint.overlapped(spec) else _sequential
+    consume = _overlapped if footprint.overlapped(spec) else _by_warps if footprint.by_warps(spec) else _sequential
     produce = _produce_first_and_k if spec.scheduler == "grid" else _produce_q_and_k
     find = _FIND_SHARE if spec.scheduler == "even" else _FIND if footprint.packed_sequences(spec) else ()
     made = _transpose(spec, drawing) if footprint.transposes(spec) else _convert(spec, drawing)
@@ -129,7 +129,7 @@ def _note_on_keys(spec: Forward, what: str, place: Place) -> str:
     if place == "tile":
         return "of the first step"
     zeros = "; behind the keys zeros" if what == "V" and footprint.packed_sequences(spec) else ""
-    if footprint.converts(spec) or footprint.loads_together(spec):
+    if footprint.eight_bit_cache(spec) or footprint.loads_together(spec):
         return f"when free{zeros}"
     return f"when a stage is free{zeros}"
 
@@ -267,6 +267,37 @@ def _sequential(spec: Forward, drawing: str) -> Iterator[Step]:
     yield from _next(spec, CONSUMERS, drawing)
     yield from turns.last()
     yield from _outlive(spec)
+
+
+def _by_warps(spec: Forward, drawing: str) -> Iterator[Step]:
+    """Each warp with keys of its own; products are synchronous, and shared memory is free when it has been read."""
+    step, end = partial(_consumers, "step"), partial(_consumers, "end")
+    yield from _first(spec, CONSUMERS, drawing)
+    yield _consumers("tile", "wait_full", on="q")
+    yield _consumers("tile", "read", "rQ", note="Q to registers, as A operand")
+    yield _consumers("tile", "release", on="q", note="Q has been read")
+    yield step("wait_full", on="k")
+    converts = footprint.eight_bit_cache(spec)
+    yield step("read", "rK", note=f"of this warp's keys{', in 8 bits' * converts}, 16 bytes at a time")
+    yield step("wait_full", on="v")
+    yield step("read", "rV", note="the same of V, by ldmatrix, transposed")
+    yield step("release", on="k")
+    yield step("release", on="v", note="both are in registers")
+    if converts:
+        yield step("convert", "K", note="K to 16 bits, as B operand")
+    yield step("product", "S", note="by mma, of this warp's keys")
+    yield step("mask", note="boundary tiles only")
+    yield step("softmax", note="P = 2^(S - max); O and sums rescaled")
+    yield step("round", note="P in 16 bits, as A operand")
+    if converts:
+        yield step("convert", "V", note="V to 16 bits, as B operand")
+    yield step("product", "O", note="by mma, of this warp's keys")
+    yield end("sync", on=MERGE_BARRIER, note="all have read what was there")
+    yield end("gather", "sums", note="O, maxima and sums of each warp to shared memory")
+    yield end("sync", on=MERGE_BARRIER, note="those of all warps are there")
+    yield end("read", "sums", note="and added up, each with its weight")
+    yield from _store(spec)
+    yield from _next(spec, CONSUMERS, drawing)
 
 
 def _overlapped(spec: Forward, drawing: str) -> Iterator[Step]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from fa3gen.design.masks import reach
 from fa3gen.inspect.report.speeds import origin
 from fa3gen.records import evidence
-from fa3gen.spec.model import Forward, GlobalHandoff, WgmmaProduct
+from fa3gen.spec.model import Forward, GlobalHandoff, ScalarProduct
 from fa3gen.verify.results import CaseResult
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ def sweep(spec: Forward) -> tuple[Case, ...]:
         m, n = 16, 64
     # As many queries as leave each of them a key under any mask; few, since the model is slow.
     queries = min(m, 32)
-    longest = LONGEST if isinstance(spec.pv, WgmmaProduct) else LONGEST_SCALAR
+    longest = LONGEST_SCALAR if isinstance(spec.pv, ScalarProduct) else LONGEST
     lengths = [n // 2 << doubling for doubling in range(12) if n // 2 << doubling <= longest]
     kinds: tuple[inputs.Distribution, ...] = ("normal", "outlier", "ramp")
     sizes = [(f"{kind} {length}", min(queries, length), length, kind) for kind in kinds for length in lengths]

@@ -281,6 +281,8 @@ def _qk(spec: Forward, chip: Chip, through_smem: SmemBytes, conflicts: int) -> P
     """S = Q K^T of one group. One on scalars stores S as well."""
     if isinstance(spec.qk, WgmmaProduct):
         return _wgmma(spec, "S = Q K^T", spec.problem.head_dim, chip, through_smem.qk)
+    if footprint.by_warps(spec):
+        return _issue(spec, "S = Q K^T", work.mma_instructions(spec, spec.problem.head_dim), chip, through_smem.qk)
     read_and_written = through_smem.qk + through_smem.scores
     slots = work.scalar_qk_instructions(spec) + ONE_BANK * conflicts
     piece = _issue(spec, "S = Q K^T", slots, chip, read_and_written)
@@ -294,6 +296,8 @@ def _pv(spec: Forward, chip: Chip, through_smem: SmemBytes, conflicts: int) -> P
     """O += P V of one group."""
     if isinstance(spec.pv, WgmmaProduct):
         return _wgmma(spec, "O += P V", spec.problem.v_dim, chip, through_smem.pv)
+    if footprint.by_warps(spec):
+        return _issue(spec, "O += P V", work.mma_instructions(spec, spec.problem.v_dim), chip, through_smem.pv)
     slots = work.scalar_pv_instructions(spec) + ONE_BANK * conflicts
     piece = _issue(spec, "O += P V", slots, chip, through_smem.pv)
     return replace(piece, chain=slots + OPERAND_WAIT * footprint.SCALAR_LANES)
@@ -311,7 +315,7 @@ def _softmax(spec: Forward, chip: Chip, through_smem: SmemBytes) -> tuple[tuple[
     rows, lanes = thread_rows(spec)
     exponentials = _threads(spec) * (rows * spec.tile.kv // lanes + work.rescaled_rows(spec)) / chip.exp2.value
     tanhs = work.tanhs(spec) / groups(spec) / chip.exp2.value
-    if not isinstance(spec.pv, WgmmaProduct):
+    if not (isinstance(spec.pv, WgmmaProduct) or footprint.by_warps(spec)):
         instructions = work.scalar_softmax_instructions(spec)
         softmax = _issue(spec, "softmax", instructions, chip, through_smem.softmax, pace=SOFTMAX_PACE)
         pieces = [replace(softmax, exp=exponentials)]
