@@ -71,13 +71,13 @@ Timeline: a tile is one of queries, a step takes one tile of keys
        4  warp 4     wait q_empty, load Q                          by TMA, when its place is free
        5  warp 6     wait tile_empty, arrive tile_full             the next tile of this CTA's share of all
        6  consumers  wait q_full, read rQ                          Q to registers, as A operand
-       7  consumers  arrive q_empty                                Q has been read
+       7  consumers  arrive q_empty                                Q has been read, by a fence
     per step:
        8  warp 4     wait k_empty, load K                          by TMA, boxes of 16 keys, when free
        9  warp 5     wait v_empty, load V                          by TMA, boxes of 16 keys, zeros behind all
       10  consumers  wait k_full, read rK                          of this warp's keys, in 8 bits, 16 bytes at a time
       11  consumers  wait v_full, read rV                          the same of V, by ldmatrix, transposed
-      12  consumers  arrive k_empty, arrive v_empty                both are in registers
+      12  consumers  arrive k_empty, arrive v_empty                both are in registers, by a fence
       13  consumers  convert                                       K to 16 bits, as B operand
       14  consumers  S = Q K^T                                     by mma, of this warp's keys
       15  consumers  mask                                          boundary tiles only
@@ -851,7 +851,7 @@ def consume(smem, rings, mO, mLSE, parts, mSinks, call_scale_log2, k_descale, v_
         v_factor = v_descale[work.sequence, work.head_kv]
         q_ring.consumer_wait(q_drain)  # Q has landed
         read_operand_q(sQ[None, None, q_drain.index], tSrQ)
-        cute.arch.sync_warp()  # so have all lanes
+        finish_reads()
         q_ring.consumer_release(q_drain)  # this warp has read Q
         q_drain.advance()
         for n_block in cutlass.range(work.n_end - 1, work.n_begin - 1, -1, unroll=1):
@@ -859,7 +859,7 @@ def consume(smem, rings, mO, mLSE, parts, mSinks, call_scale_log2, k_descale, v_
             tSrK = read_k(sK_bytes[None, kv_drain.index], first_k)
             v_ring.consumer_wait(kv_drain)  # V has landed; the softmax hides how long reading it takes
             tOrV = read_v(sV_bytes[None, kv_drain.index], first_v)
-            cute.arch.sync_warp()  # all lanes have read both
+            finish_reads()
             k_ring.consumer_release(kv_drain)
             v_ring.consumer_release(kv_drain)
             kv_drain.advance()
@@ -874,6 +874,18 @@ def consume(smem, rings, mO, mLSE, parts, mSinks, call_scale_log2, k_descale, v_
         of_warp = acc_O, row_max, row_sum
         store_tile(merged, mO, mLSE, parts, work, of_warp, v_factor, scale_log2, mSinks)
         work = next_work(work, schedule)
+
+
+@cute.jit
+def finish_reads():
+    """Wait until what this warp reads from shared memory is in its registers, so that TMA may write there.
+
+    Reads of threads and writes of TMA are ordered by a fence between their proxies (PTX ISA, "Async proxy"). Without it
+    a stage is given back while an ldmatrix is under way, and TMA, which fills rows behind a sequence's end with zeros
+    that come from nowhere, is now and then faster.
+    """
+    cute.arch.fence_proxy("async.shared", space="cta")
+    cute.arch.sync_warp()  # of all lanes
 
 
 @cute.jit

@@ -299,7 +299,7 @@ BY_SPEC: dict[str, Callable[[Plan], bool]] = {
     **dict.fromkeys(["as_operand_a", "partition_operands"], lambda plan: not plan.by_warps),
     **dict.fromkeys(
         [
-            *("make_fragments", "first_places", "vector_of", "read_operand_q", "read_k", "as_operand_b", "read_v"),
+            *("finish_reads", "make_fragments", "first_places", "vector_of", "read_operand_q", "read_k", "as_operand_b", "read_v"),
             *("make_operand_v", "half_of_keys", "leave_sums", "merge_warps", "store_lse_of_row", "store_row"),
         ],
         lambda plan: plan.by_warps,

@@ -60,16 +60,18 @@ MISTAKES = {
         "            v_ring.consumer_wait(kv_drain)  # V has landed",
         "            #",
     ),
-    "a stage given back before all lanes have read it": (
+    "a stage given back before it has been read": (
         WIDE,
-        "            cute.arch.sync_warp()  # all lanes have read both\n            k_ring.consumer_release(kv_drain)\n",
-        "            k_ring.consumer_release(kv_drain)\n",
+        "            tOrV = read_v(sV_bytes[None, kv_drain.index], first_v)\n            finish_reads()\n"
+        "            k_ring.consumer_release(kv_drain)\n            v_ring.consumer_release(kv_drain)\n",
+        "            k_ring.consumer_release(kv_drain)\n            v_ring.consumer_release(kv_drain)\n"
+        "            tOrV = read_v(sV_bytes[None, kv_drain.index], first_v)\n",
     ),
     "Q given back before it has been read": (
         WIDE,
-        "        read_q(sQ[None, None, q_drain.index], rQ)\n        cute.arch.sync_warp()  # so have all lanes\n"
+        "        read_operand_q(sQ[None, None, q_drain.index], tSrQ)\n        finish_reads()\n"
         "        q_ring.consumer_release(q_drain)  # this warp has read Q\n",
-        "        q_ring.consumer_release(q_drain)\n        read_q(sQ[None, None, q_drain.index], rQ)\n",
+        "        q_ring.consumer_release(q_drain)\n        read_operand_q(sQ[None, None, q_drain.index], tSrQ)\n",
     ),
     "sums read before all warps have left theirs": (
         WIDE,
