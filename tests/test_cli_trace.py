@@ -122,9 +122,10 @@ def test_a_kernel_with_even_shares(workspace: Path, capsys: pytest.CaptureFixtur
     """Three CTAs share 45 steps: 22 tiles of keys of each of two tiles of queries, and another sequence's one."""
     stem = "fwd_packed_decode_d64_causal"
     assert cli.main(["trace", stem]) == 0
-    assert "CTA (0, 0, 0) of (3, 1, 1)" in capsys.readouterr().out
+    assert "CTA (0, 0, 0) of (1, 3, 1)" in capsys.readouterr().out
     assert keys_of_cta(workspace, stem) == 15
     assert cli.main(["trace", stem, "--cta", "2"]) == 0
+    assert "CTA (0, 2, 0) of (1, 3, 1)" in capsys.readouterr().out
     assert keys_of_cta(workspace, stem) == 15
     assert cli.main(["trace", stem, "--sms", "1"]) == 0
     assert keys_of_cta(workspace, stem) == 45
@@ -207,9 +208,9 @@ def written_by_hand(workspace: Path) -> list[Path]:
     ("arguments", "message"),
     [
         (["k9"], "there is no spec or module 'k9'"),
-        ([STEM, "--cta", "1,2"], "--cta 1,2: an index X, three of them X,Y,Z, or all"),
-        ([STEM, "--cta", "-1"], "--cta -1: an index X, three of them X,Y,Z, or all"),
-        ([STEM, "--cta", "7"], "there is no CTA (7, 0, 0) in a grid of (1, 1, 1); choose one inside"),
+        ([STEM, "--cta", "1,2"], "--cta 1,2: a number N, an index X,Y,Z, or all"),
+        ([STEM, "--cta", "-1"], "--cta -1: a number N, an index X,Y,Z, or all"),
+        ([STEM, "--cta", "7"], "there is no CTA 7 in a grid of (1, 1, 1); choose one inside"),
         ([STEM, "--heads", "3", "--heads-kv", "2"], "--heads 3 is no multiple of --heads-kv 2; choose one that is"),
         ([STEM, "--lengths", "3,4"], "takes dense tensors, of which --lengths says nothing; give --batch, --seq-q and"),
         ([PACKED, "--seq-k", "9"], f"{PACKED} takes packed sequences, of which --seq-k says nothing; give --lengths"),

@@ -140,7 +140,8 @@ def test_what_is_no_rows_of_one_tensor_is_read_as_it_is(eager: Modules) -> None:
 
 def test_more_tiles_of_keys_than_modules_count(eager: Modules, monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = tensors(4, 8)
-    for most, module in ((2**30, "packed"), (11, "dense"), (12, "packed")):  # 3 sequences, 2 positions, 2 heads, 1 tile
+    # 3 sequences of 4 positions and one that may begin, 2 heads, 1 tile of keys.
+    for most, module in ((2**30, "packed"), (29, "dense"), (30, "packed")):
         monkeypatch.setattr(equal_lengths, "MOST_STEPS", most)
         fa3gen.attention(q, k, v, window=(3, 0))
         assert eager.calls[-1] == module
@@ -283,10 +284,25 @@ def chosen(mask: Any, seq_k: int, *, queries: int = 1, heads: int = 32, group: i
     return dispatch.choose(family, size, lse=False, workspace=CHECKOUT)
 
 
-def test_a_stretch_is_one_of_all_keys() -> None:
+def in_two_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of packed sequences as many rows: up to 128 keys of a module that does not split them, then the table's."""
+    found = dispatch._measured
+
+    def measured(family: Family, size: Size, lse: bool, workspace: Any) -> tuple[Choice | None, dispatch.Stretch]:
+        by_row, around = found(family, size, lse, workspace)
+        if family.layout != "packed":
+            return by_row, around
+        few = size.keys <= 128
+        return (None, dispatch.Stretch(0, 128)) if few else (by_row, dispatch.Stretch(129, NO_LIMIT))
+
+    monkeypatch.setattr(dispatch, "_measured", measured)
+
+
+def test_a_stretch_is_one_of_all_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of packed sequences count the keys that a window shows: beyond these, more of them change nothing."""
+    in_two_rows(monkeypatch)
     narrow, wide = dispatch.mask_of(False, (99, 0)), dispatch.mask_of(False, (1023, 0))
-    assert chosen(narrow, 2**20).stem == chosen(wide, 128).stem == "fwd_d128_any_window"  # as measured, with 128 keys
+    assert chosen(narrow, 2**20).stem == chosen(wide, 128).stem == "fwd_d128_any_window"
     assert chosen(narrow, 2**20).around.most_keys == NO_LIMIT and chosen(wide, 128).around.most_keys == 128
     many = chosen(wide, 129)
     assert many.as_packed and (many.around.least_keys, many.around.most_keys) == (129, NO_LIMIT)
@@ -295,10 +311,9 @@ def test_a_stretch_is_one_of_all_keys() -> None:
 
 def test_modules_for_dense_tensors_stay_where_no_other_splits_keys() -> None:
     window = dispatch.mask_of(False, (1023, 0))
+    assert chosen(window, 4096).stem == "fwd_packed_decode_any_window_d128"
     assert chosen(window, 4096, in_rows=False).stem == "fwd_d128_any_window"
     assert chosen(window, 4096, queries=17).stem == "fwd_d128_any_window"
-    narrow = dispatch.mask_of(False, (99, 0))
-    assert chosen(narrow, 4096, group=1, heads=64).stem == "fwd_d128_any_window"  # packed ones are read whole, too
     for causal in (False, True):
         mask = dispatch.mask_of(causal, None)
         assert chosen(mask, 4096) == replace(chosen(mask, 4096, in_rows=False), size=chosen(mask, 4096).size)

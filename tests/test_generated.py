@@ -492,7 +492,7 @@ def test_all_modules_check_alike() -> None:
         usual = padded_of[kind] if stem in padded else usual_of[kind, plans[stem].tile.packed]
         own = sinks * softmax.sink + (bounded if softmax.most_cap else cap) * softmax.softcap
         before, grad, after = usual.partition("    if torch.is_grad_enabled()")
-        assert checks(stem) == before + own + grad + after, stem
+        assert usual_checks(stem) == before + own + grad + after, stem
     for of in (allocating, asking):
         assert {of(stem) for stem in dense} == {of("k4_2_d64")}
     for kind in ("dynamic", "stream_k"):

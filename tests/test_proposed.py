@@ -41,7 +41,7 @@ FAMILIES = [
     Family("bf16", 96, 96, CausalMask(), layout="paged", page_rows=48),
     Family("fp16", 64, 64, WINDOW, layout="paged", page_rows=3),
     Family("bf16", 128, 128, WINDOW, layout="packed", kv_dtype="e4m3"),  # Mistral with a cache of 8 bits
-    Family("bf16", 64, 64, WINDOW, layout="paged", page_rows=16, kv_dtype="e4m3", sink=True),  # GPT-OSS
+    Family("bf16", 64, 64, WINDOW, layout="packed", kv_dtype="e4m3", sink=True),  # GPT-OSS without pages
     Family("bf16", 256, 256, WINDOW, layout="paged", page_rows=16, kv_dtype="e4m3", softcap=True),  # Gemma
     Family("e4m3", 256, 256, CausalMask(), "bf16", layout="packed", sink=True, softcap=True, any_cap=True),
     Family("e4m3", 64, 64, WINDOW, "bf16", sink=True),

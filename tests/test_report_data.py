@@ -139,7 +139,8 @@ def test_operands_are_those_of_the_plan() -> None:
     for stem, plan in rendering.attention_plans().items():
         places = {region.name: region for region in plan.smem.regions}
         found = {operand.name: operand for operand in swizzles.operands(spec_of(stem))}
-        assert found.keys() == places.keys() - {"sS", "sums", "tiles"}, stem
+        merged = {"sO", "sMax", "sSum"} if plan.by_warps else set()  # what warps add up of one another, in float32
+        assert found.keys() == places.keys() - {"sS", "sums", "tiles"} - merged, stem
         stages = {"sQ": plan.load.q_stages, **dict.fromkeys(("sK", "sV", "sVt"), plan.load.kv_stages)}
         stages |= dict.fromkeys(("sK8", "sV8"), spec_of(stem).kv.stages)
         for name, operand in found.items():

@@ -87,14 +87,13 @@ def test_size() -> None:
     Sinks take 60 of their own, since they are read, checked and added, a cap 30, a first maximum 40, and a window that
     calls give 60: both edges, its arguments and their checks. Packed sequences take 230 more: tensor maps that clip at
     each, a warp that finds tiles, offsets and lengths; with several heads in a tile 40 on top, and 105 where their keys
-    are shared out evenly, in lines, with a kernel that adds parts up, 65 more of a window, and 50 of sinks or a cap. Keys in
-    pages take 120 more. Keys of 8 bits take 220: who converts them, rings, factors and their checks. Products of 8 bits
-    take 190 where CTAs have several tiles: who transposes V, with the reasons, factors, tiles that are told or shared;
-    of packed sequences 60 more, for checks of factors, and parts of O in the order of V's columns; and 20 where rows of
-    pages are gathered, for rings that threads empty.
-    Parts that a CTA adds up itself take 60, with the place of their sums.
-    Warps that widen keys of 8 bits take 100, with their checks. Factors take 14 more, of blocks of rows 85 on top, K and V of another dtype 10. O in stripes, one after the other,
-    takes 20.
+    are shared out evenly, in lines, with a kernel that adds parts up, 65 more of a window, and 50 of sinks or a cap.
+    Keys in pages take 120 more. Keys of 8 bits take 220: who converts them, rings, factors and their checks; 115 where
+    each warp widens its own. Products of 8 bits take 190 where CTAs have several tiles: who transposes V, with the
+    reasons, factors, tiles that are told or shared; of packed sequences 60 more, for checks of factors, and parts of O
+    in the order of V's columns; and 20 where rows of pages are gathered, for rings that threads empty.
+    Parts that a CTA adds up itself take 60, with the place of their sums. Factors take 14 more, of blocks of rows 85 on
+    top, K and V of another dtype 10. O in stripes, one after the other, takes 20.
     A GEMM has fewer than 500, a copy 200 to 320, a merge 300 to 350.
     """
     lines = {stem: len(source(stem).splitlines()) for stem in STEMS}
@@ -115,7 +114,7 @@ def test_size() -> None:
     eight_bits = {stem for stem in ATTENTION if plans()[stem].eight_bit and plans()[stem].scheduler.persistent}
     most |= {stem: most[stem] + 190 for stem in eight_bits}
     most |= {stem: most[stem] + 14 for stem in ATTENTION if plans()[stem].eight_bit or plans()[stem].stored}
-    most |= {stem: most[stem] + 100 for stem in ATTENTION if plans()[stem].by_warps and plans()[stem].stored}
+    most |= {stem: most[stem] + 115 for stem in ATTENTION if plans()[stem].by_warps and plans()[stem].stored}
     most |= {stem: most[stem] + 85 for stem in ATTENTION if (bits := plans()[stem].eight_bit) and bits.block_rows}
     most |= {stem: most[stem] + 10 for stem in ATTENTION if (plan := plans()[stem]).eight_bit and plan.eight_bit.mixed}
     most |= {stem: most[stem] + 60 for stem in eight_bits & several}
@@ -299,8 +298,9 @@ BY_SPEC: dict[str, Callable[[Plan], bool]] = {
     **dict.fromkeys(["as_operand_a", "partition_operands"], lambda plan: not plan.by_warps),
     **dict.fromkeys(
         [
-            *("finish_reads", "make_fragments", "first_places", "vector_of", "read_operand_q", "read_k", "as_operand_b", "read_v"),
-            *("make_operand_v", "half_of_keys", "leave_sums", "merge_warps", "store_lse_of_row", "store_row"),
+            *("finish_reads", "make_fragments", "first_places", "vector_of", "read_operand_q", "read_k", "read_v"),
+            *("as_operand_b", "make_operand_v", "half_of_keys", "leave_sums", "merge_warps"),
+            *("store_lse_of_row", "store_row"),
         ],
         lambda plan: plan.by_warps,
     ),

@@ -76,7 +76,12 @@ def test_products_are_those_of_the_plan(stem: str) -> None:
     assert step.wgmma_qk == plan.qk.steps * plan.tile.warpgroups
     assert step.wgmma_pv == plan.pv.steps * footprint.stripes(spec(stem)) * plan.tile.warpgroups
     products = [(plan.qk, step.wgmma_qk), (plan.pv, step.wgmma_pv)]
-    flops = sum(2 * count * m * n * k for product, count in products for m, n, k in [product.instruction])
+    if plan.by_warps:  # one m16n8k16 for each group of a warp's keys and slice of dims, and the other way round
+        keys = spec(stem).tile.kv // (4 * plan.tile.warpgroups)
+        counts = (keys // 8 * (dim // 16) for dim in (plan.problem.head_dim, plan.problem.v_dim))
+        flops = sum(4 * plan.tile.warpgroups * count * 2 * 16 * 8 * 16 for count in counts)
+    else:
+        flops = sum(2 * count * m * n * k for product, count in products for m, n, k in [product.instruction])
     assert flops == step.tensor_flops
 
 

@@ -14,6 +14,8 @@ from fa3gen.cli import completion
 from fa3gen.cli import lengths as lengths_option
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from rich.console import Console
 
     from fa3gen.cpu.findings import Hazard
@@ -75,7 +77,8 @@ def trace(
     cta: Annotated[
         str | None,
         typer.Option(
-            metavar="X|X,Y,Z|all", help="CTA to run and trace (default: the one with the most tiles of keys)."
+            metavar="N|X,Y,Z|all",
+            help="CTA to run and trace: a number, x first, or an index (default: the one with the most tiles of keys).",
         ),
     ] = None,
     schedule: Annotated[
@@ -202,7 +205,7 @@ def _heads(spec: Forward, request: Request) -> tuple[int, int]:
     return heads, heads_kv
 
 
-def _ctas(spec: Forward, shape: Shape | PackedShape, wanted: str | None) -> list[Index] | None:
+def _ctas(spec: Forward, shape: Shape | PackedShape, wanted: str | None) -> Sequence[Index | int] | None:
     """The CTAs to run; None for all."""
     from fa3gen.base.errors import UserError
     from fa3gen.inspect.tracing import busiest
@@ -210,14 +213,16 @@ def _ctas(spec: Forward, shape: Shape | PackedShape, wanted: str | None) -> list
     if wanted == "all":
         return None
     if wanted is None:
-        return [(busiest(spec, shape), 0, 0)]
+        return [busiest(spec, shape)]
     try:
         numbers = [int(number) for number in wanted.split(",")]
     except ValueError:
         numbers = []
     if len(numbers) not in (1, 3) or min(numbers) < 0:
-        raise UserError(f"--cta {wanted}: an index X, three of them X,Y,Z, or all")
-    x, y, z = numbers if len(numbers) == 3 else (numbers[0], 0, 0)
+        raise UserError(f"--cta {wanted}: a number N, an index X,Y,Z, or all")
+    if len(numbers) == 1:
+        return [numbers[0]]
+    x, y, z = numbers
     return [(x, y, z)]
 
 

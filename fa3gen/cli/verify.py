@@ -458,7 +458,9 @@ def _table(title: str | None = None) -> Table:
     from rich import box
     from rich.table import Table
 
-    return Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    table.show_edge = False
+    return table
 
 
 Rows = tuple[list[str], list[list[str]]]  # names of the columns of numbers; all cells of each case
@@ -492,8 +494,8 @@ def _word(passed: bool) -> str:
 def _summary_table(checked: list[Verification], *, on_gpu: bool) -> Table:
     table = _table()
     run = "run on GPU" if on_gpu else "on CPU model"
-    for name in ("module", "render", "compile", run, "regs", "spills"):
-        right = name in ("regs", "spills")
+    for name in ("module", "render", "compile", run, "regs", "spilt"):
+        right = name in ("regs", "spilt")
         table.add_column(name, justify="right" if right else "left", no_wrap=name != run)
     colors = {True: "green", False: "red", None: "yellow"}
     for entry in checked:

@@ -28,8 +28,9 @@ Source = tuple[str, int]
 
 @dataclass
 class Settings:
-    """How launches run. `ctas` limits them to some CTAs (None: all), `trace` collects events when given.
+    """How launches run. `ctas` limits them to some CTAs, `trace` collects events when given.
 
+    `ctas` are indices, or numbers in the order of launch, x first; None: all.
     `sms` is the number of SMs that a persistent kernel is told of: few, so that a CTA takes several tiles. `sums`: how
     products on the tensor cores add up, in float32, or bit for bit as on an H200, which is many times slower
     (`fa3gen.cpu.tensor_core`). Offsets and lengths of packed sequences that lie are an ArgumentError, unless
@@ -38,7 +39,7 @@ class Settings:
 
     schedule: Schedule = FAST
     trace: Trace | None = None
-    ctas: list[Index] | None = None
+    ctas: Sequence[Index | int] | None = None
     sms: int = 3
     sums: Sums = "float32"
     lengths_may_lie: bool = False

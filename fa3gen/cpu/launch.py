@@ -78,18 +78,24 @@ class Execution:
             place += dynamic if variable.dynamic else variable.size
         return place - BASE
 
-    def run(self, ctas: Sequence[Index] | None = None) -> None:
+    def run(self, ctas: Sequence[Index | int] | None = None) -> None:
         """Run all CTAs, or some of them, in the order of their index. Raises a Hazard for the first fault.
 
-        Raises UserError for one that the grid does not have.
+        A number counts CTAs as they are launched, x first. Raises UserError for one that the grid does not have.
         """
         width, height, depth = self.grid
-        for index in ctas or ():
-            if not all(0 <= number < extent for number, extent in zip(index, self.grid, strict=True)):
-                raise UserError(f"there is no CTA {index} in a grid of {self.grid}; choose one inside")
         every = ((x, y, z) for z in range(depth) for y in range(height) for x in range(width))
-        for index in ctas if ctas is not None else every:
+        for index in every if ctas is None else [self._index(chosen) for chosen in ctas]:
             Cta(self, index).run()
+
+    def _index(self, chosen: Index | int) -> Index:
+        width, height, _ = self.grid
+        index = chosen
+        if isinstance(index, int):
+            index = index % width, index // width % height, index // (width * height)
+        if not all(0 <= number < extent for number, extent in zip(index, self.grid, strict=True)):
+            raise UserError(f"there is no CTA {chosen} in a grid of {self.grid}; choose one inside")
+        return index
 
     def parameter(self, name: str, offset: int, type_: Type) -> Any:
         """An element of a parameter."""

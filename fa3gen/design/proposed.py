@@ -112,6 +112,7 @@ def _distance(variant: Variant[Forward], family: Family, split: Split | None) ->
         other.eight_bits != family.eight_bits,
         (other.kv_dtype is None) != (family.kv_dtype is None),
         other.block_scales != family.block_scales,
+        footprint.by_warps(spec),  # of few heads, masks and dims; what converts for warpgroups serves any
         (footprint.promote_every(spec) == 1) != family.two_levels,
         *(_kind_of_split(spec.split) != _kind_of_split(split), spec.softmax.restart_every is not None),
         *(other.by_sequence != family.by_sequence, other.layout != family.layout),

@@ -257,19 +257,25 @@ def _warp_instructions(spec: Forward) -> float:
     if isinstance(spec.pv, WgmmaProduct):
         return sum(score_phases(spec)) + issue_instructions(spec)
     if footprint.by_warps(spec):
-        products = sum(mma_instructions(spec, dim) for dim in (spec.problem.head_dim, spec.problem.v_dim))
+        dims = spec.problem.head_dim, spec.problem.v_dim
+        products = sum(read_instructions(spec, dim) + mma_instructions(spec, dim) for dim in dims)
         return sum(score_phases(spec)) + products + issue_instructions(spec)
     qk = issue_instructions(spec) if isinstance(spec.qk, WgmmaProduct) else scalar_qk_instructions(spec)
     return qk + scalar_softmax_instructions(spec) + scalar_pv_instructions(spec)
 
 
 def mma_instructions(spec: Forward, dim: int) -> int:
-    """Instructions of a warp in a product of its keys of one step: reads of 16 bytes, conversions, mma.sync."""
+    """Instructions of a warp in a product of its keys of one step, from registers: conversions, mma.sync."""
     keys = footprint.of_each_warp(spec)
     elements = keys * dim // hopper.WARP  # of a lane
-    read = elements * spec.kv_element.bytes // VECTOR_BYTES
     converted = CONVERSION * elements // 2 * footprint.eight_bit_cache(spec)
-    return read + converted + keys // hopper.MMA_N * (dim // hopper.MMA_K)
+    return converted + keys // hopper.MMA_N * (dim // hopper.MMA_K)
+
+
+def read_instructions(spec: Forward, dim: int) -> int:
+    """Instructions of a warp that read its keys of one step, or their values, from shared memory, 16 bytes a lane."""
+    elements = footprint.of_each_warp(spec) * dim // hopper.WARP  # of a lane
+    return elements * spec.kv_element.bytes // VECTOR_BYTES
 
 
 def issue_instructions(spec: Forward) -> float:
@@ -370,7 +376,8 @@ def key_tiles(spec: Forward, lengths: Lengths, m_block: int, window: Window | No
     """
     kv, positions = spec.tile.kv, spec.tile.q // spec.tile.pack_heads
     seq_q, seq_k = lengths
-    least = 1 if footprint.overlapped(spec) else 0  # the consumers' first tile stands before their loop
+    # The consumers' first tile stands before their loop; and who has no keys is one step of a share, too.
+    least = 1 if footprint.overlapped(spec) or spec.scheduler == "even" else 0
     if isinstance(spec.mask, NoMask) or isinstance(spec.handoff, GlobalHandoff):
         return KeyTiles(0, -(-max(seq_k, least) // kv), 0, seq_k // kv)
     diagonal = m_block * positions + seq_k - seq_q

@@ -6,6 +6,7 @@ Tensors are those that `fa3gen verify` makes: dense, packed, or with K and V in 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -112,7 +113,7 @@ def run(
     path: Path,
     variant: Variant[Forward],
     problem: Problem,
-    ctas: list[Index] | None,
+    ctas: Sequence[Index | int] | None,
     schedule: Schedule,
     recorded: Trace,
 ) -> Hazard | None:
@@ -129,7 +130,7 @@ def run_kernel(
     kernel: CpuKernel,
     variant: Variant[Forward],
     problem: Problem,
-    ctas: list[Index] | None,
+    ctas: Sequence[Index | int] | None,
     schedule: Schedule,
     recorded: Trace,
 ) -> Hazard | None:

@@ -24,7 +24,7 @@ NUMBERS = 2**16  # that are made at once, where sequences are so many that this 
 
 # Of what modules of packed sequences with even shares count up to, in 32 bits; see `MOST_STEPS` in these.
 MOST_STEPS = 2**30
-LEAST_POSITIONS, LEAST_KEYS = 4, 64  # of their tiles
+LEAST_POSITIONS, LEAST_KEYS = 1, 64  # of their tiles
 
 
 # Dense tensors

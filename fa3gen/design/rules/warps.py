@@ -31,7 +31,7 @@ def keys_of_warps(kv: int, warps: int) -> Violation | None:
     PTX ISA, "Matrix Fragments for mma.m16n8k16 with floating point type".
     """
     unit = warps * hopper.MMA_K
-    if kv % unit == 0:
+    if not unit or kv % unit == 0:  # a tile of no warps is refused elsewhere
         return None
     return Violation(
         "tile.kv",

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from fa3gen.design import footprint
@@ -151,6 +151,8 @@ def operands(spec: Forward) -> tuple[Operand, ...]:
     beside = "half a warp reads a row side by side"
     qk, pv = isinstance(spec.qk, WgmmaProduct), isinstance(spec.pv, WgmmaProduct)
     q_reader = "ldmatrix reads it to registers, once" if footprint.q_in_registers(spec) else core if qk else one_row
+    if footprint.by_warps(spec):
+        return _of_warps(spec, tiles)
     q_users = [*_clipped(spec), q_reader]
     if pv and spec.outputs.o == "over_q":
         layout = f", as {tiles['O'].atom}" if tiles["O"].atom != tiles["Q"].atom else ""
@@ -179,6 +181,17 @@ def operands(spec: Forward) -> tuple[Operand, ...]:
         users = ["stmatrix writes O, a slice for each warp"]
         found.append(_operand("sO", "O of one warp", replace(tiles["O"], rows=rows), users))
     return tuple(found)
+
+
+def _of_warps(spec: Forward, tiles: Mapping[Letter, OperandTile]) -> tuple[Operand, ...]:
+    """Those of warps with keys of their own; what they add up of one another, in float32, is no operand."""
+    filled = _out_of_pages(spec) if footprint.paged(spec) else _clipped(spec)
+    own = f"a warp reads {CHUNK} bytes of each of its rows at a time"
+    return (
+        _operand("sQ", "Q", tiles["Q"], [*_clipped(spec), "each warp reads it to registers, once"]),
+        _operand("sK", "K", tiles["K"], [*filled, own]),
+        _operand("sV", "V", tiles["V"], [*filled, f"ldmatrix reads {ROWS} rows x {CHUNK} bytes of a warp's at a time"]),
+    )
 
 
 def _stored(spec: Forward, letter: Letter, tile: OperandTile, filled: Sequence[str]) -> Operand:

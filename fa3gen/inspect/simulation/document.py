@@ -52,6 +52,9 @@ _TIMES = record(
         "transpose": _OPTIONAL_PIECE,
         "convert_k": _OPTIONAL_PIECE,
         "convert_v": _OPTIONAL_PIECE,
+        "read_q": _OPTIONAL_PIECE,
+        "read_k": _OPTIONAL_PIECE,
+        "read_v": _OPTIONAL_PIECE,
     }
 )
 _SPAN = record(

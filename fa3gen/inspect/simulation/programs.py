@@ -230,6 +230,8 @@ class _Program:
                 # Where it is not split up, O is rescaled and P rounded in the softmax.
                 for piece in times.softmax if self.role.peeled else (*times.softmax, times.rescale):
                     yield Compute(piece, number)
+            case "read" if (read := times.read(step.what)) is not None:
+                yield Compute(read, number if step.place == "step" else None)
             case "transpose" if times.transpose is not None:
                 yield Compute(times.transpose, number)
             case "convert" if times.convert_k is not None and times.convert_v is not None:

@@ -119,7 +119,8 @@ class Times:
     shared memory at `smem_rate` bytes a cycle when nobody else needs it, and have landed `flight` cycles after they
     began, if they are through by then; `copy_k` and `copy_v` are what a group itself does for them, or a producer warp.
     `transpose` is what warps of their own do with a tile of V, where there are such; `convert_k` and `convert_v` are
-    what warps of their own do with tiles of K and V in 8 bits.
+    what warps of their own do with tiles of K and V in 8 bits. `read_q`, `read_k` and `read_v` are reads to registers
+    that come before a product, where warps multiply keys of their own.
     """
 
     qk: Piece
@@ -140,6 +141,9 @@ class Times:
     transpose: Piece | None = None
     convert_k: Piece | None = None
     convert_v: Piece | None = None
+    read_q: Piece | None = None
+    read_k: Piece | None = None
+    read_v: Piece | None = None
 
     @property
     def softmax_alone(self) -> float:
@@ -164,10 +168,15 @@ class Times:
         """Cycles from the beginning of a tile's transfer to its landing when no other load is under way."""
         return self.load_latency + size / self.landing_rate
 
+    def read(self, what: str) -> Piece | None:
+        """What it takes to read Q, K or V to registers that the module calls `what`; None where that is no step."""
+        return {"rQ": self.read_q, "rK": self.read_k, "rV": self.read_v}.get(what)
+
     @property
     def in_a_step(self) -> tuple[Piece, ...]:
         """All that a group computes for one tile of keys."""
-        return (self.qk, self.pv, *self.softmax, self.rescale)
+        reads = (piece for piece in (self.read_k, self.read_v) if piece is not None)
+        return (self.qk, self.pv, *self.softmax, self.rescale, *reads)
 
     @property
     def copies(self) -> tuple[Piece, ...]:
@@ -235,7 +244,19 @@ def times_of(spec: Forward, chip: Chip, one_bank: OneBank = NO_CONFLICTS) -> Tim
         transpose=_transpose(spec, chip, through_smem) if footprint.transposes(spec) else None,
         convert_k=_convert(spec, "K", d, chip) if footprint.converts(spec) else None,
         convert_v=_convert(spec, "V", v_dim, chip) if footprint.converts(spec) else None,
+        **(_reads(spec, chip, through_smem) if footprint.by_warps(spec) else {}),
     )
+
+
+def _reads(spec: Forward, chip: Chip, through_smem: SmemBytes) -> dict[str, Piece]:
+    """Reads of one group from shared memory. All of its warps read Q once in a tile, which counts as instructions."""
+    d, v_dim = spec.problem.head_dim, spec.problem.v_dim
+    of_q = spec.tile.q * d * spec.element.bytes / VECTOR_BYTES / hopper.WARP
+    return {
+        "read_q": _issue(spec, "read Q", of_q, chip),
+        "read_k": _issue(spec, "read K", work.read_instructions(spec, d), chip, through_smem.qk),
+        "read_v": _issue(spec, "read V", work.read_instructions(spec, v_dim), chip, through_smem.pv),
+    }
 
 
 def _convert(spec: Forward, what: str, head_dim: int, chip: Chip) -> Piece:
@@ -282,7 +303,7 @@ def _qk(spec: Forward, chip: Chip, through_smem: SmemBytes, conflicts: int) -> P
     if isinstance(spec.qk, WgmmaProduct):
         return _wgmma(spec, "S = Q K^T", spec.problem.head_dim, chip, through_smem.qk)
     if footprint.by_warps(spec):
-        return _issue(spec, "S = Q K^T", work.mma_instructions(spec, spec.problem.head_dim), chip, through_smem.qk)
+        return _issue(spec, "S = Q K^T", work.mma_instructions(spec, spec.problem.head_dim), chip)
     read_and_written = through_smem.qk + through_smem.scores
     slots = work.scalar_qk_instructions(spec) + ONE_BANK * conflicts
     piece = _issue(spec, "S = Q K^T", slots, chip, read_and_written)
@@ -297,7 +318,7 @@ def _pv(spec: Forward, chip: Chip, through_smem: SmemBytes, conflicts: int) -> P
     if isinstance(spec.pv, WgmmaProduct):
         return _wgmma(spec, "O += P V", spec.problem.v_dim, chip, through_smem.pv)
     if footprint.by_warps(spec):
-        return _issue(spec, "O += P V", work.mma_instructions(spec, spec.problem.v_dim), chip, through_smem.pv)
+        return _issue(spec, "O += P V", work.mma_instructions(spec, spec.problem.v_dim), chip)
     slots = work.scalar_pv_instructions(spec) + ONE_BANK * conflicts
     piece = _issue(spec, "O += P V", slots, chip, through_smem.pv)
     return replace(piece, chain=slots + OPERAND_WAIT * footprint.SCALAR_LANES)
