@@ -145,7 +145,7 @@ def test_how_many_lines_there_are(heads_kv: int, sms: int, lines: int) -> None:
     lengths = [torch.zeros(size, dtype=torch.int32) for size in (2, 2, 0, 0)]
     host(q, q, q, *lengths, q.clone(), torch.zeros(1, 0), sms, torch.zeros(sms, entry.CTA_WORDS), 1.0)
     ctas = sms // lines
-    assert num_lines(spec, shape, sms) == lines and grids == [(ctas, lines, 1), (ctas * lines, 1, 1)]
+    assert num_lines(spec, shape, sms) == lines and grids == [(lines, ctas, 1), (ctas * lines, 1, 1)]
 
 
 def test_what_a_mask_hides_is_shared_out_and_skipped() -> None:
