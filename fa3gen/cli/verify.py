@@ -458,9 +458,14 @@ def _table(title: str | None = None) -> Table:
     from rich import box
     from rich.table import Table
 
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    table.show_edge = False
-    return table
+    return Table(
+        title=title,
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        show_edge=False,
+        pad_edge=False,
+        padding=(0, 1, 0, 0),
+    )
 
 
 Rows = tuple[list[str], list[list[str]]]  # names of the columns of numbers; all cells of each case

@@ -514,7 +514,7 @@ def _registers(spec: Forward, *, with_sums: bool) -> list[tuple[str, int]]:
         return [("other", OTHER_REGISTERS)]
     if by_warps(spec):
         # A row of O is a warp's. Operands: K of a step in 16 bits, while V of it waits as it lies in memory.
-        keys = kv * hopper.WARP // count
+        keys = of_each_warp(spec)
         of_operands = keys * (2 * spec.problem.head_dim + spec.kv_element.bytes * d) // hopper.WARP // 4
         held = [("O", q * d // hopper.WARP), ("S", q * keys // hopper.WARP)]
         held.append(("Q", q * spec.problem.head_dim // hopper.WARP // 2))

@@ -55,14 +55,12 @@ STORED_NAMES: dict[str, Any] = {
     "stages": "STORED_STAGES",
     "dtype_name": "KV_DTYPE",
     "v_rows": "sV8",
-    "around": "KV_AROUND",
     "emptied_by": "all threads that convert K, or V,",
     "readers": "CONVERTER_WARPS",
     "told": "those who convert",
     "told_of_tile": "those who convert it know. They read as cp.async writes: no fence.",
     "q_ring_made_of": "storage.q_barriers, Q_STAGES, TILE_M * HEAD_DIM * 2, CONSUMER_WARPS",
 }
-OF_WARPS_NAMES: dict[str, Any] = {"around": "KV_AROUND"}
 # The same where one warp gathers rows of K, which consumers read, and of V, which others transpose.
 TOGETHER_NAMES: dict[str, Any] = {
     "ring_parameters": "barriers, readers: cutlass.Constexpr",
@@ -1175,8 +1173,8 @@ def _load(spec: Forward) -> LoadPlan:
         pages=pages if footprint.paged(spec) else "",
         ahead=footprint.gathered_ahead(spec),
         **(STORED_NAMES if footprint.converts(spec) else {}),
-        **(OF_WARPS_NAMES if footprint.eight_bit_cache(spec) and footprint.by_warps(spec) else {}),
         **(TOGETHER_NAMES if footprint.loads_together(spec) else {}),
+        around="KV_AROUND" if footprint.eight_bit_cache(spec) else LoadPlan.around,
         table_read=AHEAD_OF_TABLE if footprint.gathered_ahead(spec) > 1 else BESIDE_TABLE,
         reads_ahead=footprint.eight_bit_cache(spec) and footprint.paged(spec) and not footprint.gathered(spec),
         together=footprint.loads_together(spec),

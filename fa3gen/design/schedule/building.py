@@ -94,10 +94,9 @@ def _all_warps(spec: Forward) -> Role:
 
 def _tile_bytes(spec: Forward) -> tuple[int, int, int]:
     """Of a tile of Q, of K and of V."""
-    q, (k, v) = spec.tile.q * spec.problem.head_dim, (
-        spec.tile.kv * d for d in (spec.problem.head_dim, spec.problem.v_dim)
-    )
-    return q * spec.element.bytes, k * spec.kv_element.bytes, v * spec.kv_element.bytes
+    problem, column = spec.problem, spec.tile.kv * spec.kv_element.bytes
+    q = spec.tile.q * problem.head_dim * spec.element.bytes
+    return q, problem.head_dim * column, problem.v_dim * column
 
 
 def _cooperative_rings(spec: Forward) -> tuple[Ring, ...]:
