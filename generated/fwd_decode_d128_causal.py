@@ -821,6 +821,7 @@ def combine_kernel(parts: cute.Tensor, parts_lse: cute.Tensor, out: cute.Tensor,
     storage = SmemAllocator().allocate(CombineStorage)
     sums = storage.sums.get_tensor(cute.make_layout((COMBINE_WARPS, HEAD_DIM), stride=(HEAD_DIM, 1)))
     sLargest, sTotals = (x.get_tensor(cute.make_layout(COMBINE_WARPS)) for x in (storage.largest, storage.totals))
+    cute.arch.griddepcontrol_launch_dependents()  # the kernel that comes next may begin, and waits for this one
     # This kernel may begin beside the one before; what that writes is there when it has ended.
     cute.arch.griddepcontrol_wait()
     gO = parts[None, batch, row, head, None]  # (num_parts, HEAD_DIM)

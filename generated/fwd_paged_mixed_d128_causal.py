@@ -20,7 +20,7 @@ Decisions
     tile       64 query rows, 16 positions of 4 heads that share K and V, x 64 keys per step
     loads      TMA; Q in 2 buffers, K and V in rings of 2 stages, a full barrier each
     sequences  packed, lengths on the device; tensor maps of rank 5 clip at the end of each
-    pages      of a multiple of 16 keys, found in a table; boxes of 16 keys, each lane of a warp finds one
+    pages      of a multiple of 16 keys, found in a table; boxes of 16 keys, all lanes of a warp find all
     schedule   two warps load, 1 warpgroup multiplies; S of the next tile and P V run beside the softmax
     layouts    swizzle Q 128B, K 128B, V 128B
     S = Q K^T  8 wgmma m64n64k16 per warpgroup; A = Q from shared memory, K-major; B = K, K-major
@@ -119,7 +119,7 @@ POSITIONS = TILE_M // PACK_HEADS  # query positions of a CTA at a time
 PACKED_M = (PACK_HEADS, POSITIONS)  # the rows of a tile as TMA moves them
 TILE_N = 64  # keys per step
 BOX_ROWS = 16  # keys of one page in a TMA box: page sizes are multiples of it
-BOXES = TILE_N // BOX_ROWS  # of a tile of keys, a lane each
+BOXES = TILE_N // BOX_ROWS  # of a tile of keys
 WGMMA_M, WGMMA_K = 64, 16  # rows and depth of one warpgroup product of 16-bit operands
 WARPGROUP_THREADS = 128
 WARP_ROWS = WGMMA_M // 4  # query rows of one warp
@@ -647,9 +647,14 @@ def in_pages(x: cute.Tensor):
 
 @cute.jit
 def find_boxes(work: Work, n_block, table):
-    """Where a box of a tile of keys lies, of lane i box i: (first row, page, place in it) as `in_pages` counts them."""
+    """Where the boxes of a tile of keys lie. All lanes find all: what they share, uniform registers can hold."""
+    return tuple(find_box(work, n_block * TILE_N + i * BOX_ROWS, table) for i in range(BOXES))
+
+
+@cute.jit
+def find_box(work: Work, key, table):
+    """Where the box that begins with this key lies: (first row, page, place in it) as `in_pages` counts them."""
     page_table, page_size, (head_step, row_step) = table
-    key = n_block * TILE_N + cute.arch.lane_idx() * BOX_ROWS
     rows = cutlass.min(cutlass.max(work.seq_k - key, 0), BOX_ROWS)
     number, row = divmod(key, page_size)
     page = cutlass.Int32(0)
@@ -663,7 +668,7 @@ def load_boxes(tma, mX, sX, boxes):
     """Copy a tile of keys, box after box; sX: (BOX_ROWS, head_dim, BOXES) and the barrier that waits for the bytes."""
     sX_boxes, full = sX
     for i in cutlass.range_constexpr(BOXES):
-        row, *place = (cute.arch.shuffle_sync(x, i) for x in boxes)
+        row, *place = boxes[i]
         rows = cute.domain_offset((row, 0), mX[None, None, *place, MOST_ROWS])  # (MOST_ROWS, head_dim)
         gX = cute.local_tile(rows, (BOX_ROWS, rows.shape[1]), (0, 0))
         tXsX, tXgX = partition_tma(tma, sX_boxes[None, None, i], gX)  # (TMA), (TMA)

@@ -48,6 +48,8 @@ CTA_PER_TILE: tuple[Scheduler, ...] = ("single_tile", "grid")
 TELLING: tuple[Scheduler, ...] = ("dynamic", "even")
 # Tiles that the warp which draws them may be ahead of the others.
 TILE_SLOTS = 2
+# Boxes of a tile of keys in pages up to which it pays that all lanes find all: measured were 1, 2, 4, 5 and 8.
+MOST_ALIKE = 5
 # Left free of a consumer's budget where products run beside the softmax. As compiled (head dims 96 to 256, one to three
 # consumers): estimates of 4 below the budget do not spill, those that reach it do, and their products are serialised.
 OVERLAP_SPARE = 4
@@ -235,6 +237,18 @@ def gathered(spec: Forward) -> bool:
 def page_rows(spec: Forward) -> int | None:
     """Keys that the module takes from a page at once: page sizes are multiples of it. None without pages."""
     return spec.load.page_rows if isinstance(spec.load, TmaLoad) else None
+
+
+def boxes_alike(spec: Forward) -> bool:
+    """Whether all lanes of the warp that loads find all boxes of a tile of keys, and not a lane each.
+
+    Then ptxas finds them in uniform registers, beside the softmax instead of between its instructions, and none has to
+    be shuffled when a stage is free. That pays for up to MOST_ALIKE boxes; of few queries memory is what one waits for.
+    """
+    rows = page_rows(spec)
+    if not rows or rows == 1 or spec.scheduler == "even" or loads_together(spec) or eight_bit_cache(spec):
+        return False
+    return spec.tile.kv // rows <= MOST_ALIKE
 
 
 def splits_tail(spec: Forward) -> bool:

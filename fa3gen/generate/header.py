@@ -290,7 +290,8 @@ def _pages_sentence(spec: Forward) -> str:
     if footprint.gathered(spec):
         return "of any size, found in a table; lanes of a warp find a row of keys each, and four copy it"
     rows = footprint.page_rows(spec)
-    return f"of a multiple of {rows} keys, found in a table; boxes of {rows} keys, each lane of a warp finds one"
+    finder = "all lanes of a warp find all" if footprint.boxes_alike(spec) else "each lane of a warp finds one"
+    return f"of a multiple of {rows} keys, found in a table; boxes of {rows} keys, {finder}"
 
 
 def _schedule_sentence(spec: Forward) -> str:

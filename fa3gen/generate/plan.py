@@ -301,7 +301,7 @@ class LoadPlan:
     and V, where `v_tensor` is what V is called, and TMA's `atoms` what it copies by. `clips_bytes`: some of what is
     clipped at the end of a sequence has elements of one byte, and some of two. `span`: bytes within which a swizzle
     exchanges pieces of 16, `span_units` of them, of a row that is copied singly; in the same way in as many rows as
-    `rows_alike` divides a row's number by.
+    `rows_alike` divides a row's number by. `boxes_alike`: all lanes find all boxes of a tile of keys in pages.
     """
 
     engine: str
@@ -336,6 +336,7 @@ class LoadPlan:
     span: int = 0
     span_units: int = 0
     rows_alike: str = ""
+    boxes_alike: bool = False
 
     @property
     def runs_ahead(self) -> bool:
@@ -1178,6 +1179,7 @@ def _load(spec: Forward) -> LoadPlan:
         table_read=AHEAD_OF_TABLE if footprint.gathered_ahead(spec) > 1 else BESIDE_TABLE,
         reads_ahead=footprint.eight_bit_cache(spec) and footprint.paged(spec) and not footprint.gathered(spec),
         together=footprint.loads_together(spec),
+        boxes_alike=footprint.boxes_alike(spec),
         v_tensor="mV" if footprint.paged(spec) else "mVt",
         atoms="(tma_Q,)" if footprint.gathered(spec) else "(tma_Q, tma_K, tma_V)",
         **(_swizzled_rows(spec) if footprint.gathered(spec) and not footprint.converts(spec) else {}),
