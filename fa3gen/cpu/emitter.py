@@ -56,6 +56,7 @@ class Emitter:
         self._copies: list[tuple[int, int]] = []  # (to, from) of copies to watched registers, not yet told
         self._guarded = False  # inside `if` of a predicated instruction
         self._temporaries = 0
+        self.together: list[Instruction] = []  # what a form has written the lines of, where that is several
 
     # ------------------------------------------------------------------ what forms use
 
@@ -224,8 +225,8 @@ class Emitter:
         """(source, constants, line -> instruction index)."""
         last = self.kernel.instructions[self.block.end - 1]
         for instruction in self.kernel.instructions[self.block.first : self.block.end]:
-            self.instruction = instruction
-            if instruction.opcode not in ("bra", "ret", "exit"):
+            if instruction.opcode not in ("bra", "ret", "exit") and instruction not in self.together:
+                self.instruction = instruction
                 self._one(instruction)
         self.instruction = last
         tail = self._ending(last)
