@@ -7,6 +7,7 @@ it was given.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -90,6 +91,13 @@ class Emitter:
         name = f"c{len(self.constants)}"
         self.constants[name] = value
         return name
+
+    def alike(self, first: Instruction) -> Iterator[Instruction]:
+        """Instructions of one mnemonic right behind `first` in the block; none of them has a predicate."""
+        for instruction in self.kernel.instructions[first.index + 1 : self.block.end]:
+            if (instruction.mnemonic, instruction.predicate, first.predicate) != (first.mnemonic, None, None):
+                return
+            yield instruction
 
     def read(self, operand: Operand, type_: Type) -> str:
         """An expression for an operand's value as `type_`: a vector, or a scalar where all lanes agree."""

@@ -52,10 +52,8 @@ def _read(emitter: Emitter, instruction: Instruction) -> str:
 def _independent(emitter: Emitter, first: Instruction) -> list[Instruction]:
     """The product and those right behind it in the block that neither read nor write what one before has written."""
     found, written = [first], set(registers_in(first.operands[0]))
-    for instruction in emitter.kernel.instructions[first.index + 1 : emitter.block.end]:
+    for instruction in emitter.alike(first):
         used = {name for operand in instruction.operands for name in registers_in(operand)}
-        if (instruction.mnemonic, instruction.predicate, first.predicate) != (first.mnemonic, None, None):
-            break
         if used & written:
             break
         found.append(instruction)
