@@ -80,6 +80,8 @@ def pack(items: tuple[Value, ...], type_: Any) -> Value:
 
 def unpack(x: Value, type_: Type) -> tuple[Value, ...]:
     """The pieces of a value as values of a narrower unsigned type, the lowest bits first (PTX ISA, "mov")."""
+    if type_ is U16 and x.itemsize == 4:  # halves are by far the most
+        return x.astype(U16), (x >> _SIXTEEN).astype(U16)
     whole, piece = x.dtype.itemsize * 8, np.dtype(type_).itemsize * 8
     return x.astype(type_), *((x >> x.dtype.type(shift)).astype(type_) for shift in range(piece, whole, piece))
 
