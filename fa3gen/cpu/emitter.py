@@ -7,6 +7,7 @@ it was given.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -56,6 +57,7 @@ class Emitter:
         self._copies: list[tuple[int, int]] = []  # (to, from) of copies to watched registers, not yet told
         self._guarded = False  # inside `if` of a predicated instruction
         self._temporaries = 0
+        self.together: list[Instruction] = []  # what a form has written the lines of, where that is several
 
     # ------------------------------------------------------------------ what forms use
 
@@ -89,6 +91,13 @@ class Emitter:
         name = f"c{len(self.constants)}"
         self.constants[name] = value
         return name
+
+    def alike(self, first: Instruction) -> Iterator[Instruction]:
+        """Instructions of one mnemonic right behind `first` in the block; none of them has a predicate."""
+        for instruction in self.kernel.instructions[first.index + 1 : self.block.end]:
+            if (instruction.mnemonic, instruction.predicate, first.predicate) != (first.mnemonic, None, None):
+                return
+            yield instruction
 
     def read(self, operand: Operand, type_: Type) -> str:
         """An expression for an operand's value as `type_`: a vector, or a scalar where all lanes agree."""
@@ -224,8 +233,8 @@ class Emitter:
         """(source, constants, line -> instruction index)."""
         last = self.kernel.instructions[self.block.end - 1]
         for instruction in self.kernel.instructions[self.block.first : self.block.end]:
-            self.instruction = instruction
-            if instruction.opcode not in ("bra", "ret", "exit"):
+            if instruction.opcode not in ("bra", "ret", "exit") and instruction not in self.together:
+                self.instruction = instruction
                 self._one(instruction)
         self.instruction = last
         tail = self._ending(last)

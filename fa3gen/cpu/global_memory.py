@@ -81,7 +81,7 @@ class GlobalMemory:
             chosen = addresses if lanes is None else addresses[lanes]
             columns = slice(None) if lanes is None else lanes
             for item in range(count):
-                values[item, columns] = _gather(allocation, chosen + item * element, type_)
+                values[item, columns] = gather(allocation, chosen + item * element, type_)
         if uniform:
             return [value[0] for value in values]
         if mask is None:
@@ -119,7 +119,7 @@ def _check_alignment(addresses: NDArray[np.int64], size: int) -> None:
         raise Hazard(Kind.MISALIGNED, f"global address {bad:#x} is accessed as {size} bytes, which needs a multiple")
 
 
-def _gather(allocation: Allocation, addresses: NDArray[np.int64], type_: Type) -> Any:
+def gather(allocation: Allocation, addresses: NDArray[np.int64], type_: Type) -> Any:
     """Elements at addresses that are aligned for the type; an allocation may start anywhere."""
     element = np.dtype(type_).itemsize
     skip = -allocation.start % element

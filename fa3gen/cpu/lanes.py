@@ -80,6 +80,8 @@ def pack(items: tuple[Value, ...], type_: Any) -> Value:
 
 def unpack(x: Value, type_: Type) -> tuple[Value, ...]:
     """The pieces of a value as values of a narrower unsigned type, the lowest bits first (PTX ISA, "mov")."""
+    if type_ is U16 and x.itemsize == 4:  # halves are by far the most
+        return x.astype(U16), (x >> _SIXTEEN).astype(U16)
     whole, piece = x.dtype.itemsize * 8, np.dtype(type_).itemsize * 8
     return x.astype(type_), *((x >> x.dtype.type(shift)).astype(type_) for shift in range(piece, whole, piece))
 
@@ -586,9 +588,17 @@ def rounded_to_fp8(x: Value, format_: str) -> Value:
 
 
 def fp8_to_f16x2(x: Value, format_: str) -> Value:
-    """A pair of f16 from a pair of e4m3 or e5m2; exact (PTX ISA, "cvt.rn.f16x2.e4m3x2")."""
-    table = FP8_VALUES[format_]
-    return f32_to_f16x2(table[x >> U16(8)], table[x & U16(255)])
+    """A pair of f16 from a pair of e4m3 or e5m2; exact (PTX ISA, "cvt.rn.f16x2.e4m3x2"). There are 65,536 pairs."""
+    return _fp8_pairs(format_)[x]
+
+
+@functools.cache
+def _fp8_pairs(format_: str) -> Value:
+    """The pair of f16 for each pair of bytes."""
+    with np.errstate(all="ignore"):
+        halves = f32_to_f16(FP8_VALUES[format_])
+    bytes_ = np.arange(1 << 16)
+    return pair(halves[bytes_ >> 8], halves[bytes_ & 255])
 
 
 # ---------------------------------------------------------------------- 16-bit floating point

@@ -21,7 +21,7 @@ BASE = 1024
 Indices = NDArray[Any]  # of integers
 Rows = Indices | slice  # rows of some size: their numbers, or neighbours
 _REMEMBERED_READS = 512  # instructions
-_WHOLE: dict[int, Any] = {
+WHOLE: dict[int, Any] = {
     1: np.int8,
     2: np.int16,
     4: np.int32,
@@ -59,7 +59,7 @@ class _InRows:
 
     def __init__(self, vector: NDArray[Any], count: int) -> None:
         """`view` is the vector with one element for each row, or (rows, count)."""
-        whole = _WHOLE.get(vector.itemsize * count)
+        whole = WHOLE.get(vector.itemsize * count)
         self._type, self.count, self._whole = vector.dtype, count, whole is not None
         self.view = vector.reshape(-1, count) if whole is None else vector.view(whole)
 
@@ -295,12 +295,38 @@ class SharedMemory:
         writers.put(rows, agent)
         writtens.put(rows, stamp(epoch, 0))
 
+    def writes_apart(self, rows: Indices, size: int, warps: Indices, agents: Indices, epochs: Indices) -> bool:
+        """`async_write` through the generic proxy by several warps at once, with an agent and epoch for each row.
+
+        False, with nothing noted, where rows of two agents are the same or something may be to be reported.
+        """
+        writers, writtens, _ = self._in_rows(size // self.granule)
+        known = self.clocks.known_to_all(warps)
+        reads = self._all_reads(rows, size // self.granule)
+        if some(reads >= stamp(known[: self.clocks.readers, None, None] + 1, 0)):
+            return False
+        writer, written = writers.take(rows), writtens.take(rows)
+        late = written >> 6 > known[writer]
+        if some(late) and some(late & (writer != self.clocks.nobody)):
+            return False
+        writers.put(rows, agents)
+        if len(warps) > 1 and some(writers.take(rows) != _column(agents)):
+            writers.put(rows, writer)
+            return False
+        writtens.put(rows, stamp(epochs, 0))
+        return True
+
     # ------------------------------------------------------------------ checks
+
+    def outside(self, addresses: Indices, size: int) -> bool:
+        """Whether any access of `size` bytes at these addresses is not within shared memory."""
+        low, high = int(np.minimum.reduce(addresses, axis=None)), int(np.maximum.reduce(addresses, axis=None)) + size
+        return low < BASE or high > self.end
 
     def check_range(self, addresses: Indices, size: int) -> None:
         """Raise OUT_OF_BOUNDS or MISALIGNED unless accesses of `size` bytes at these addresses are good."""
-        low, high = int(np.minimum.reduce(addresses, axis=None)), int(np.maximum.reduce(addresses, axis=None)) + size
-        if low < BASE or high > self.end:
+        if self.outside(addresses, size):
+            low, high = int(addresses.min()), int(addresses.max()) + size
             raise Hazard(Kind.OUT_OF_BOUNDS, f"shared bytes {low - BASE} to {high - BASE} of {self.size} are accessed")
         if np.bitwise_or.reduce(addresses, axis=None) & (size - 1):
             bad = int(addresses[(addresses & (size - 1)) != 0][0])

@@ -445,13 +445,18 @@ def accumulator_matrix(vectors: Sequence[NDArray[Any]], type_name: str) -> Matri
     """The inverse of `accumulator_vectors`."""
     warps = len(vectors[0]) // 32
     if type_name == "f16":
-        stacked = np.stack([vector.view(np.uint32) for vector in vectors])
-        halves = stacked.reshape(len(vectors) // 2, 2, warps, 8, 4).transpose(2, 1, 3, 0, 4)
+        halves = joined(vectors, np.uint32).reshape(len(vectors) // 2, 2, warps, 8, 4).transpose(2, 1, 3, 0, 4)
         pairs = np.ascontiguousarray(halves)[..., None].view(np.float16).astype(np.float32)
         return pairs.reshape(16 * warps, 4 * len(vectors))
-    floats = np.stack([vector.view(np.float32) for vector in vectors])
-    parts = floats.reshape(len(vectors) // 4, 2, 2, warps, 8, 4).transpose(3, 1, 4, 0, 5, 2)
+    parts = joined(vectors, np.float32).reshape(len(vectors) // 4, 2, 2, warps, 8, 4).transpose(3, 1, 4, 0, 5, 2)
     return np.ascontiguousarray(parts).reshape(16 * warps, 2 * len(vectors))
+
+
+def joined(vectors: Sequence[NDArray[Any]], type_: Any) -> NDArray[Any]:
+    """Registers of 32 bits, one after the other, read as one type; mostly all are held in one."""
+    if len({vector.dtype for vector in vectors}) > 1:
+        vectors = [vector.view(type_) for vector in vectors]
+    return np.concatenate(vectors).view(type_)
 
 
 def fragment_matrix(vectors: Sequence[NDArray[Any]], type_name: str) -> Matrix:
@@ -460,7 +465,6 @@ def fragment_matrix(vectors: Sequence[NDArray[Any]], type_name: str) -> Matrix:
     Register j: row 16 w + l / 4 + 8 (j % 2), bytes 4 (l % 4) to 4 (l % 4) + 3 of K block j / 2, which has 16 bytes.
     """
     warps = len(vectors[0]) // 32
-    stacked = np.stack([vector.view(np.uint32) for vector in vectors])
     # (k block, row half, warp, lane / 4, lane % 4) -> (warp, row half, lane / 4, k block, lane % 4)
-    rows = np.ascontiguousarray(stacked.reshape(2, 2, warps, 8, 4).transpose(2, 1, 3, 0, 4))
+    rows = np.ascontiguousarray(joined(vectors, np.uint32).reshape(2, 2, warps, 8, 4).transpose(2, 1, 3, 0, 4))
     return decode(rows.reshape(16 * warps, 8).view(np.uint8), type_name)

@@ -130,6 +130,24 @@ def test_generic_proxy() -> None:
         assert found <= {Kind.RACE, Kind.UNAWAITED_LOAD}
 
 
+def test_what_others_read_is_not_overwritten() -> None:
+    """Until a barrier says that they have."""
+    body = """
+        shl.b32 %r1, %t, 2; add.u32 %r1, %r1, %s; mad.wide.u32 %rd1, %t, 4, %data; xor.b32 %r2, %r1, 128;
+        st.shared.b32 [%r1], %t;
+        bar.sync 0;
+        ld.shared.b32 %r3, [%r2];
+        bar.sync 1;
+        cp.async.ca.shared.global [%r1], [%rd1], 4;
+        cp.async.wait_all;
+    """
+    buffers = {"data": source(256)}
+    clean(body, count=3, threads=64, buffers=buffers)
+    unordered = body.replace("bar.sync 1;", "")
+    refused(unordered, {Kind.OVERWRITE, Kind.UNAWAITED_LOAD}, count=3, threads=64, buffers=buffers)
+    refused(unordered, Kind.OVERWRITE, "has read it", at="cp.async.ca", count=1, threads=64, buffers=buffers)
+
+
 def kinds_of_all(body: str, *, count: int, buffers: dict[str, np.ndarray]) -> set[Kind]:
     """The kinds of report; every schedule has to give one."""
     found = hazards(body, count=count, threads=64, buffers=buffers)
@@ -149,6 +167,34 @@ def kinds_of_all(body: str, *, count: int, buffers: dict[str, np.ndarray]) -> se
 def test_bad_copies(copy: str, kind: Kind, words: str) -> None:
     body = f"setp.eq.u32 %p1, %t, 3;\n@%p1 {copy}\ncp.async.wait_all;"
     refused(body, kind, words, at=copy, buffers={"data": source(256)})
+
+
+@pytest.mark.parametrize(
+    ("second", "kind", "words"),
+    [
+        ("[%r1], [%rd1+256], 4;", Kind.UNAWAITED_LOAD, "before it has waited for a cp.async of warp"),
+        ("[%r1+1024], [%rd1], 4;", Kind.OUT_OF_BOUNDS, "of 1024 are accessed"),
+        ("[%r1+258], [%rd1], 4;", Kind.MISALIGNED, "4 bytes"),
+        ("[%r1+256], [%rd1], 4, 5;", Kind.OUT_OF_BOUNDS, "reads 5 bytes for a copy of 4"),
+        ("[%r1+256], [%rd1], 4, %r9;", Kind.UNINITIALISED_REGISTER, "%r9 is read before it was written"),
+    ],
+)
+def test_copies_in_a_row(second: str, kind: Kind, words: str) -> None:
+    """They are issued together where nothing is wrong with any; else the report names the one that is bad."""
+    where = "shl.b32 %r1, %t, 2; add.u32 %r1, %r1, %s; mad.wide.u32 %rd1, %t, 4, %data; @%p1 mov.b32 %r9, 4;"
+    body = f"setp.ne.u32 %p1, 0, 0;\n{where}\ncp.async.ca.shared.global [%r1], [%rd1], 4;\n"
+    body += f"cp.async.ca.shared.global {second}\ncp.async.wait_all;"
+    buffers = {"data": source(512)}
+    refused(body, kind, words, at=second, count=3, threads=64, buffers=buffers)
+    clean(body.replace(second, "[%r1+256], [%rd1+256], 4;"), count=3, threads=64, buffers=buffers)
+
+
+def test_copies_of_two_warps_to_one_place() -> None:
+    body = "and.b32 %r1, %t, 31; shl.b32 %r1, %r1, 2; add.u32 %r1, %r1, %s; mad.wide.u32 %rd1, %t, 4, %data;\n"
+    body += "cp.async.ca.shared.global [%r1], [%rd1], 4;\ncp.async.wait_all;"
+    buffers = {"data": source(512)}
+    refused(body, Kind.UNAWAITED_LOAD, "a cp.async of warp", at="ca.shared", count=3, threads=64, buffers=buffers)
+    clean(body.replace("%t, 31", "%t, 63"), count=3, threads=64, buffers=buffers)
 
 
 def test_bad_sources() -> None:

@@ -22,6 +22,7 @@ A = "{%r10, %r11, %r12, %r13}"
 B = "{%r20, %r21}"
 C = "{%r30, %r31, %r32, %r33}"
 D = "{%r40, %r41, %r42, %r43}"
+OTHER = "{%r50, %r51, %r52, %r53}"
 
 
 def test_every_form_is_tested() -> None:
@@ -144,6 +145,25 @@ def test_accumulators_are_passed_on() -> None:
     assert (clean(body, count=4, threads=THREADS, buffers=given)["d"] == accumulators(3 * (a @ b) + c)).all()
 
 
+@pytest.mark.parametrize("type_", ["bf16", "f16"])
+@pytest.mark.parametrize("sums", ["float32", "tensor_core"])
+def test_products_in_a_row(type_: str, sums: str) -> None:
+    """Those that need no result of one before are computed together; each has the bits that it has alone."""
+    a, b, c = normal(type_, seed=7)
+    settings = {"count": 2, "threads": THREADS, "buffers": buffers(a, b, c, type_), "sums": sums}
+
+    def found(lines: list[str], registers: str) -> bytes:
+        body = "\n".join([LOADS, *lines, move(registers, "d", "store")])
+        return clean(body, **settings)["d"].tobytes()
+
+    turned = product(type_, OTHER).replace(A, "{%r11, %r10, %r13, %r12}")  # two halves of the rows of A changed places
+    row, between = [product(type_), turned, product(type_, D, D), product(type_, A)], "mov.b32 %r60, 0;"
+    apart = [line for one in row for line in (one, between)]
+    assert found(row, OTHER) == found([turned], OTHER) != found([product(type_, OTHER)], OTHER)
+    assert found(row, D) == found(apart, D) != found([product(type_)], D)
+    assert found(row, A) == found(apart, A) == found([product(type_)], D)
+
+
 def test_registers_that_all_lanes_agree_on() -> None:
     """They are held as scalars: 16 products of 1 and 2, and 3."""
     ones, twos = 0x3F803F80, 0x40004000
@@ -167,12 +187,14 @@ def test_all_lanes_have_to_come(guard: str) -> None:
     clean(body.replace("%lane, 31", "%lane, 0" if "bra" in guard else "%lane, 32"), count=3, **settings)
 
 
-def test_a_register_without_a_value() -> None:
+@pytest.mark.parametrize("before", ["", product("bf16", OTHER).replace("%r21", "%r20") + "\n"])
+def test_a_register_without_a_value(before: str) -> None:
+    """The report names the product, also where one before it is computed with it."""
     a, b, c = normal("bf16", seed=6)
-    body = f"{LOADS}\n{product('bf16')}".replace("ld.global.b32 %r21,", "ld.global.b32 %r22,")
+    body = f"{LOADS}\n{before}{product('bf16')}".replace("ld.global.b32 %r21,", "ld.global.b32 %r22,")
     words = "%r21 is read before it was written"
     given = buffers(a, b, c, "bf16")
-    refused(body, Kind.UNINITIALISED_REGISTER, words, at="mma.sync", count=3, threads=THREADS, buffers=given)
+    refused(body, Kind.UNINITIALISED_REGISTER, words, at=product("bf16"), count=3, threads=THREADS, buffers=given)
 
 
 @pytest.mark.parametrize("place", ["D", "A", "B", "C"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import takewhile
 
 from fa3gen.cpu.emitter import Emitter
 from fa3gen.cpu.forms import emits
@@ -19,16 +20,25 @@ _CACHE_HINT = r"(?:\.L2::cache_hint)?"
     observable=True,
 )
 def copy(emitter: Emitter, instruction: Instruction, form: re.Match[str]) -> None:
-    """`[destination], [source], width{, size}`: the bytes past `size` are zero."""
-    destination, source, width, *rest = instruction.operands
+    """`[destination], [source], width{, size}`: the bytes past `size` are zero. With it go those right behind it."""
     allowed = (16,) if form["cache"] == "cg" else (4, 8, 16)
+    width = instruction.operands[2]
     if not isinstance(width, Immediate) or width.value not in allowed:
         raise PtxError(f"PTX line {instruction.line}: cp.async.{form['cache']} copies {allowed} bytes only")
-    size = emitter.read(rest[0], U32) if rest else emitter.constant(width.value, U32)
-    emitter.emit(
-        f"g.cta.cp_async.issue(g, {emitter.address(destination)}, {emitter.address(source)}, {width.value}, {size}, "
-        f"{emitter.mask()})"
-    )
+    alike = takewhile(lambda one: one.operands[2] == width, emitter.alike(instruction))
+    emitter.together = [instruction, *alike]
+    lanes, together = [emitter.temporary() for _ in emitter.together], emitter.temporary()
+    for one, name in zip(emitter.together, lanes, strict=True):
+        emitter.instruction = one
+        destination, source, _, *rest = one.operands
+        size = emitter.read(rest[0], U32) if rest else emitter.constant(width.value, U32)
+        what = f"{emitter.address(destination)}, {emitter.address(source)}, {size}"
+        emitter.emit(f"{name} = g.cta.cp_async.lanes(g, {what}, {emitter.mask()})")
+    how = f"{width.value}, {emitter.mask()}"
+    emitter.emit(f"{together} = g.cta.cp_async.issue_together(g, [{', '.join(lanes)}], {how})")
+    for one, name in zip(emitter.together, lanes, strict=True):
+        emitter.instruction = one
+        emitter.emit(f"if not {together}: g.cta.cp_async.issue(g, {name}, {how})")
 
 
 @emits(r"cp\.async\.commit_group", destinations=0)
