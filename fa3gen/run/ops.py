@@ -137,8 +137,8 @@ def attention(
             What is computed is the same, but for rounding. 0: whatever was measured to be fastest. 1: no such module,
             though one may be faster; persistent kernels without a mask still share tiles of their last wave. More: a
             module that does so, with as many parts, or fewer where whole tiles of keys, equally many in each, make
-            fewer; for dense tensors taken as packed ones see `fa3gen.attention_packed`. Parts take 4 x num_splits x O's
-            elements bytes of GPU memory.
+            fewer, or where 2^31 elements and a grid have no room for as many; for dense tensors taken as packed ones
+            see `fa3gen.attention_packed`. Parts take 4 x num_splits x O's elements bytes of GPU memory.
         split_keys: Of how many keys a part is, from the first key on, in place of num_splits: 512, or another multiple
             of 16 for which there is a module (`split: {keys: N}`), which `render` makes. As with deterministic_batch,
             which may stand beside it, a row's bits are its own.

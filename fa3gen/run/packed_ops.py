@@ -144,8 +144,9 @@ def attention_packed(
         num_splits: In how many parts the keys of a tile of queries come, as for `fa3gen.attention`: 0 for whatever was
             measured to be fastest, 1 for no module that splits them. Of more, as many in the mean: the host knows no
             lengths, and all keys of all sequences are cut into equal shares of CTAs, as many as there would be tiles of
-            queries if all sequences were equally long, times num_splits; none has fewer than two tiles of keys. 1
-            changes nothing beside deterministic_batch, and more are refused.
+            queries if all sequences were equally long, times num_splits; none has fewer than two tiles of keys, and
+            there are no more than leave 2^31 elements. 1 changes nothing beside deterministic_batch, and more are
+            refused.
         split_keys: Of how many keys a part is, from the first key on: 384 at head dim 128 and 512 at 64, in bfloat16,
             causal or without a mask, packed or in pages of a multiple of 16. A row's bits are its own. Two modules add
             up parts of as many keys in the same order. One has a CTA for each part: it serves calls of which the host

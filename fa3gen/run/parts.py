@@ -16,7 +16,6 @@ from typing import Any
 from torch import Tensor
 
 from fa3gen.design.splits import parts_asked, shares_asked
-from fa3gen.run.dispatch import ArgumentError
 
 Attention = Callable[..., Any]
 
@@ -29,8 +28,8 @@ def in_parts(module: ModuleType, asked: int) -> Attention:
     """The `attention` of a module with `split: {count: auto}`, for `asked` parts of the keys of a tile of queries.
 
     Of dense tensors these are whole tiles of keys, equally many, so that there may be fewer. Of packed sequences so
-    many in the mean: as many CTAs, times tiles of queries, have equal shares of all keys. It raises ArgumentError where
-    the parts would be more than a launch has room for.
+    many in the mean: as many CTAs, times tiles of queries, have equal shares of all keys. There are fewer, too, where a
+    launch has no room for as many.
     """
     return _of_dense(module, asked) if hasattr(module, "parts_of") else _of_shares(module, asked)
 
@@ -39,23 +38,16 @@ def _of_dense(module: Any, asked: int) -> Attention:
     """With the number of parts that is asked for in place of the one that follows from SMs."""
     tile, positions, places = module.TILE_N, module.POSITIONS, module.GRID_MAX
 
-    def parts_of(seq_k: int, tiles: int, num_sms: int) -> int:
-        """Parts of so many keys, however many tiles of queries and SMs there are."""
-        return parts_asked(-(-seq_k // tile), asked)
+    @functools.lru_cache(maxsize=KEPT)
+    def up_to(most: int) -> Attention:
+        """The entry point for no more parts than these, of so many keys, however many tiles of queries and SMs."""
+        return with_names(module.attention, parts_of=lambda seq_k, *_: parts_asked(-(-seq_k // tile), min(asked, most)))
 
-    attention = with_names(module.attention, parts_of=parts_of)
-
-    @functools.wraps(attention)
+    @functools.wraps(module.attention)
     def divided(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
         batch, seq_q, heads_q, _ = q.shape
-        parts, blocks = parts_of(k.shape[1], 0, 0), -(-seq_q // positions)
-        if parts > 1:
-            _check_room(asked, parts, batch * seq_q * heads_q * v.shape[3])
-            if blocks * parts > places >= blocks:
-                most = places // blocks
-                needed = f"a grid has {places} places: ask for at most {most} of {seq_q} queries"
-                raise ArgumentError(f"num_splits is {asked}, {blocks} tiles of queries in {parts} parts; {needed}")
-        return attention(q, k, v, **options)
+        most = min(counted(batch * seq_q * heads_q * v.shape[3]), max(places // max(-(-seq_q // positions), 1), 1))
+        return up_to(min(most, asked))(q, k, v, **options)
 
     return divided
 
@@ -74,20 +66,15 @@ def _of_shares(module: Any, asked: int) -> Attention:
     @functools.wraps(module.attention)
     def divided(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, *others: Any, **options: Any) -> Any:
         ctas = shares_asked(asked, q.shape[0], cu_seqlens_q.shape[0] - 1, v.shape[-2], positions)
-        _check_room(asked, ctas, words)
+        ctas = min(ctas, counted(words * on_an_sm) * on_an_sm)
         return on(max(ctas, 1))(q, k, v, cu_seqlens_q, *others, **options)
 
     return divided
 
 
-def _check_room(asked: int, count: int, elements: int) -> None:
-    """Raise ArgumentError where so many parts, or what as many CTAs leave, are more than kernels count in 32 bits."""
-    if count * elements > MOST_ELEMENTS:
-        most = asked * MOST_ELEMENTS // (count * elements)
-        raise ArgumentError(
-            f"num_splits is {asked}, for which parts of O take {count * elements} elements of float32, and are counted "
-            f"up to {MOST_ELEMENTS}; ask for at most {most}, or 0: whatever was measured to be fastest"
-        )
+def counted(elements: int) -> int:
+    """Parts of so many elements of float32 each that kernels count in 32 bits; one at least."""
+    return max(MOST_ELEMENTS // max(elements, 1), 1)
 
 
 def with_names(function: Any, **names: Any) -> Attention:

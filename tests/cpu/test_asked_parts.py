@@ -15,7 +15,8 @@ from fa3gen.cpu.kernel import Settings
 from fa3gen.design.family import PackedShape, Shape
 from fa3gen.design.masks import reach
 from fa3gen.design.splits import num_parts, num_shares, parts_asked
-from fa3gen.run.dispatch import ArgumentError, mask_of
+from fa3gen.run import parts
+from fa3gen.run.dispatch import mask_of
 from fa3gen.run.parts import in_parts, with_names
 from fa3gen.verify import reference
 
@@ -162,23 +163,33 @@ def table_of(lengths: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
 # More than there is room for
 
 
-def test_parts_for_which_a_grid_has_no_place() -> None:
-    found = module("fwd_decode_d64")
-    q, k = torch.zeros(1, 4096, 1, 64).bfloat16(), torch.zeros(1, 64 * 65, 1, 64).bfloat16()
-    with pytest.raises(
-        ArgumentError, match=r"num_splits is 65, 1024 tiles of queries in 65 parts; .* at most 63 of 4096"
-    ):
-        in_parts(found, 65)(q, k, k)
+def test_as_many_parts_as_32_bits_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 7 as many as leave so many elements; one always."""
+    watched, given = Watched("fwd_decode_d64"), dense(64)
+    wanted = reference.attention(*given, reach=(None, None), compute_dtype=torch.float32)
+    elements = given[0].numel()
+    for room in (4 * elements - 1, elements - 1):
+        monkeypatch.setattr(parts, "MOST_ELEMENTS", room)
+        out, _ = watched(7, *given)
+        torch.testing.assert_close(out.float(), wanted.out.float(), **ROUNDED)
+    assert [max(shape[0], 1) for shape in watched.parts] == [3, 1]
+    assert parts.counted(2**30) == 1 and parts.counted(0) > 1
 
 
-def test_parts_of_o_that_kernels_cannot_count() -> None:
-    q, k = torch.empty(2**11, 16, 16, 64, device="meta"), torch.empty(2**11, 64 * 99, 1, 64, device="meta")
-    with pytest.raises(
-        ArgumentError, match=f"parts of O take {99 * 2**25} elements .* up to {2**31 - 1}; .* at most 63"
-    ):
-        in_parts(module("fwd_decode_d64"), 99)(q, k, k)
-    q, k = torch.empty(2**10, 1, 128, device="meta"), torch.empty(2**10, 8, 128, device="meta")
-    begins = torch.empty(2**10 + 1, device="meta")
-    left = 99 * 2**13 * (2 * 64 * 129 + 4)  # by CTAs: two parts of 64 rows, with LSE, and four words
-    with pytest.raises(ArgumentError, match=f"num_splits is 99, .* take {left} elements .* ask for at most 15"):
-        in_parts(module("fwd_packed_decode_d128"), 99)(q, k, k, begins, begins)
+def test_as_many_parts_as_a_grid_has_places_for() -> None:
+    watched, given = Watched("fwd_decode_d64"), dense(64, seq_q=9)  # three tiles of four queries
+    watched.entry.GRID_MAX = 3 * 3 - 1
+    watched(7, *given)
+    assert watched.parts[0][0] == 2
+
+
+def test_as_many_shares_as_32_bits_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CTA leaves `CTA_WORDS`; where two share an SM there is memory for both."""
+    q, k, v, *begins = packed_tensors(*LENGTHS, heads=(6, 2), head_dim=64)
+    for stem, left in (("fwd_packed_decode_d64_causal", 3), (SHARING, 2)):
+        watched = Watched(stem)
+        monkeypatch.setattr(parts, "MOST_ELEMENTS", 4 * watched.found.CTA_WORDS - 1)
+        out, _ = watched(7, q, k, v, *begins)
+        wanted, _ = packed_attention(q, k, v, *begins, mask=watched.spec.mask)
+        torch.testing.assert_close(out.float(), wanted.float(), **ROUNDED)
+        assert watched.parts[0][0] == left
