@@ -153,6 +153,8 @@ def packed_scheduler(layout: str, scheduler: str) -> Violation | None:
     """How many tiles packed sequences have is known on the device only, by those who draw them."""
     if (layout == "dense" and scheduler != "even") or (layout != "dense" and scheduler in ("dynamic", "even")):
         return None
+    if layout == "packed" and scheduler == "stream_k":
+        return None
     if layout == "dense":
         return Violation(
             "scheduler",
