@@ -58,43 +58,42 @@ Timeline: a tile is one of queries, a step takes one tile of keys
     per CTA:
        1  warp 8      wait tile_full                                the one that warp 10 has found
        2  warp 9      wait tile_full, arrive tile_empty             the one that warp 10 has found
-       3  warp 10     wait tile_empty, arrive tile_full             where the tile with the CTA's number lies
-       4  consumers   wait tile_full, arrive tile_empty             the one that warp 10 has found
-       5  consumer 1  pass turn                                     the first turn is consumer 0's
+       3  consumers   wait tile_full, arrive tile_empty             the one that warp 10 has found
+       4  consumer 1  pass turn                                     the first turn is consumer 0's
     per tile:
-       6  warp 8      wait k_empty, load K                          by TMA, of the first step
-       7  warp 8      wait k read, announce Q's bytes, load Q       by TMA, in the place of the one before
-       8  warp 10     wait tile_empty, draw                         a tile or share, when K of the last is on its way
-       9  warp 10     arrive tile_full                              where it lies, or the next piece of the share
-      10  consumers   wait q_full                                   Q has landed
-      11  consumers   wait k_full, wait turn, S = Q K^T             by wgmma, for the first step, alone
-      12  consumers   pass turn, wait_group 0, arrive k_empty       S is complete, K has been read
-      13  consumers   mask                                          of the first step, with the end of the keys
-      14  consumers   softmax, round P                              P = 2^(S - max), in 16 bits
+       5  warp 8      wait k_empty, load K                          by TMA, of the first step
+       6  warp 8      wait k read, announce Q's bytes, load Q       by TMA, in the place of the one before
+       7  warp 10     wait tile_empty, draw                         a tile or share, when K of the last is on its way
+       8  warp 10     arrive tile_full                              where it lies, or the next piece of the share
+       9  consumers   wait q_full                                   Q has landed
+      10  consumers   wait k_full, wait turn, S = Q K^T             by wgmma, for the first step, alone
+      11  consumers   pass turn, wait_group 0, arrive k_empty       S is complete, K has been read
+      12  consumers   mask                                          of the first step, with the end of the keys
+      13  consumers   softmax, round P                              P = 2^(S - max), in 16 bits
     per step:
-      15  warp 8      wait k_empty, load K                          by TMA, when a stage is free
-      16  warp 9      wait v_empty, load V                          by TMA, when a stage is free; behind the keys zeros
-      17  consumers   wait k_full, wait turn, S = Q K^T             by wgmma, of a step other than the first
-      18  consumers   wait v_full, O += P V                         by wgmma, of the step before
-      19  consumers   wait_group 1, pass turn, arrive k_empty       S is complete, P V runs on
-      20  consumers   softmax                                       P = 2^(S - max) and sums
-      21  consumers   wait_group 0, arrive v_empty                  O is complete
-      22  consumers   rescale                                       O, where a maximum has grown by more than 2^8
-      23  consumers   round P                                       P in 16 bits
+      14  warp 8      wait k_empty, load K                          by TMA, when a stage is free
+      15  warp 9      wait v_empty, load V                          by TMA, when a stage is free; behind the keys zeros
+      16  consumers   wait k_full, wait turn, S = Q K^T             by wgmma, of a step other than the first
+      17  consumers   wait v_full, O += P V                         by wgmma, of the step before
+      18  consumers   wait_group 1, pass turn, arrive k_empty       S is complete, P V runs on
+      19  consumers   softmax                                       P = 2^(S - max) and sums
+      20  consumers   wait_group 0, arrive v_empty                  O is complete
+      21  consumers   rescale                                       O, where a maximum has grown by more than 2^8
+      22  consumers   round P                                       P in 16 bits
     at a tile's end:
-      24  warp 8      arrive tile_empty                             K is on its way: it is time to draw
-      25  warp 8      wait tile_full                                the one that warp 10 has found
-      26  warp 9      next tile, wait tile_full, arrive tile_empty  the one that warp 10 has drawn
-      27  consumers   next tile, wait tile_full, arrive tile_empty  the one that warp 10 has drawn
-      28  consumers   wait v_full                                   the last V has landed
-      29  consumers   wait turn, O += P V                           by wgmma, of the last step
-      30  consumers   pass turn, wait_group 0, arrive v_empty       O is complete
-      31  consumers   add O                                         if the share before has begun this tile
-      32  consumers   give O                                        to the next share if it goes on; else:
-      33  consumers   store LSE                                     from registers, if asked for
-      34  consumers   store O                                       from registers, 16 bytes at a time
+      23  warp 8      arrive tile_empty                             K is on its way: it is time to draw
+      24  warp 8      wait tile_full                                the one that warp 10 has found
+      25  warp 9      next tile, wait tile_full, arrive tile_empty  the one that warp 10 has drawn
+      26  consumers   next tile, wait tile_full, arrive tile_empty  the one that warp 10 has drawn
+      27  consumers   wait v_full                                   the last V has landed
+      28  consumers   wait turn, O += P V                           by wgmma, of the last step
+      29  consumers   pass turn, wait_group 0, arrive v_empty       O is complete
+      30  consumers   add O                                         if the share before has begun this tile
+      31  consumers   give O                                        to the next share if it goes on; else:
+      32  consumers   store LSE                                     from registers, if asked for
+      33  consumers   store O                                       from registers, 16 bytes at a time
     at last:
-      35  consumer 0  wait turn                                     no arrival is left in the barrier
+      34  consumer 0  wait turn                                     no arrival is left in the barrier
 """
 
 import functools
@@ -704,9 +703,9 @@ def consume(smem, rings, mO, mLSE, scratch, scale_log2, schedule):
         v_ring.consumer_release(v_drain)  # this warp has read V
         v_drain.advance()
         if not begins:
-            add_part(scratch, work.share, acc_O, row_max, row_sum, scale_log2)
+            add_part(scratch, work, acc_O, row_max, row_sum, scale_log2)
         if not ends:
-            give_part(scratch, work.share, acc_O, row_max, row_sum)
+            give_part(scratch, work, acc_O, row_max, row_sum)
         else:
             store_tile(mO, mLSE, work, acc_O, row_max, row_sum, scale_log2)
         work = upcoming
@@ -1033,9 +1032,9 @@ def part_of_thread(scratch, share: cutlass.Int32):
 
 
 @cute.jit
-def give_part(scratch, share, acc_O, row_max, row_sum):
+def give_part(scratch, work, acc_O, row_max, row_sum):
     """Leave O, not yet divided, to the next share, which goes on with this tile."""
-    gPart, flag = part_of_thread(scratch, share)
+    gPart, flag = part_of_thread(scratch, work.share)
     acc_O_vectors = cute.make_tensor(acc_O.iterator, cute.make_layout((VECTOR, PART_VECTORS - 1)))
     for i in cutlass.range_constexpr(PART_VECTORS - 1):
         gPart[i, None].store(acc_O_vectors[None, i].load())
@@ -1047,9 +1046,9 @@ def give_part(scratch, share, acc_O, row_max, row_sum):
 
 
 @cute.jit
-def add_part(scratch, share, acc_O, row_max, row_sum, scale_log2):
+def add_part(scratch, work, acc_O, row_max, row_sum, scale_log2):
     """Add what the share before this one has of O, both brought to the larger maximum."""
-    gPart, flag = part_of_thread(scratch, share - 1)
+    gPart, flag = part_of_thread(scratch, work.share - 1)
     while cute.arch.load(flag, cutlass.Int32, sem="acquire", scope="gpu") == 0:
         pass
     mine, theirs = cute.make_rmem_tensor(2, cutlass.Float32), cute.make_rmem_tensor(2, cutlass.Float32)  # factors

@@ -59,46 +59,45 @@ Timeline: a tile is one of queries, a step takes one tile of keys
     per CTA:
        1  warp 12     wait tile_full                                the one that warp 14 has found
        2  warp 13     wait tile_full, arrive tile_empty             the one that warp 14 has found
-       3  warp 14     wait tile_empty, arrive tile_full             where the tile with the CTA's number lies
-       4  consumers   wait tile_full, arrive tile_empty             the one that warp 14 has found
-       5  consumer 2  pass turn                                     the first turn is consumer 0's
-       6  consumers   wait q_full                                   Q has landed
-       7  consumers   wait k_full, wait turn, S = Q K^T             by wgmma, for the first step, alone
-       8  consumers   pass turn, wait_group 0, arrive k_empty       S is complete, K has been read
+       3  consumers   wait tile_full, arrive tile_empty             the one that warp 14 has found
+       4  consumer 2  pass turn                                     the first turn is consumer 0's
+       5  consumers   wait q_full                                   Q has landed
+       6  consumers   wait k_full, wait turn, S = Q K^T             by wgmma, for the first step, alone
+       7  consumers   pass turn, wait_group 0, arrive k_empty       S is complete, K has been read
     per tile:
-       9  warp 12     wait q_empty, load Q                          by TMA, when its place is free
-      10  warp 14     wait tile_empty, draw                         a tile or share, when K of the last is on its way
-      11  warp 14     arrive tile_full                              where it lies, or the next piece of the share
-      12  consumers   mask                                          of the first step, with the end of the keys
-      13  consumers   softmax, round P                              P = 2^(S - max), in 16 bits
+       8  warp 12     wait q_empty, load Q                          by TMA, when its place is free
+       9  warp 14     wait tile_empty, draw                         a tile or share, when K of the last is on its way
+      10  warp 14     arrive tile_full                              where it lies, or the next piece of the share
+      11  consumers   mask                                          of the first step, with the end of the keys
+      12  consumers   softmax, round P                              P = 2^(S - max), in 16 bits
     per step:
-      14  warp 12     wait k_empty, load K                          by TMA, when a stage is free
-      15  warp 13     wait v_empty, load V                          by TMA, when a stage is free; behind the keys zeros
-      16  consumers   wait k_full, wait turn, S = Q K^T             by wgmma, of a step other than the first
-      17  consumers   wait v_full, O += P V                         by wgmma, of the step before
-      18  consumers   wait_group 1, pass turn, arrive k_empty       S is complete, P V runs on
-      19  consumers   softmax                                       P = 2^(S - max) and sums
-      20  consumers   wait_group 0, arrive v_empty                  O is complete; after 6 exponentials a thread
-      21  consumers   rescale, round P                              O to the new maxima; P in 16 bits
+      13  warp 12     wait k_empty, load K                          by TMA, when a stage is free
+      14  warp 13     wait v_empty, load V                          by TMA, when a stage is free; behind the keys zeros
+      15  consumers   wait k_full, wait turn, S = Q K^T             by wgmma, of a step other than the first
+      16  consumers   wait v_full, O += P V                         by wgmma, of the step before
+      17  consumers   wait_group 1, pass turn, arrive k_empty       S is complete, P V runs on
+      18  consumers   softmax                                       P = 2^(S - max) and sums
+      19  consumers   wait_group 0, arrive v_empty                  O is complete; after 6 exponentials a thread
+      20  consumers   rescale, round P                              O to the new maxima; P in 16 bits
     at a tile's end:
-      22  warp 12     arrive tile_empty                             K is on its way: it is time to draw
-      23  warp 12     wait tile_full                                the one that warp 14 has found
-      24  warp 13     next tile, wait tile_full, arrive tile_empty  the one that warp 14 has drawn
-      25  consumers   arrive q_empty                                Q has been read
-      26  consumers   next tile, wait tile_full, arrive tile_empty  the one that warp 14 has drawn
-      27  consumers   wait v_full                                   the last V has landed
-      28  consumers   wait q_full, wait k_full                      so have the next tile's Q and first K
-      29  consumers   wait turn, O += P V                           by wgmma, of the last step
-      30  consumers   S = Q K^T                                     by wgmma, of the next tile's first step
-      31  consumers   pass turn, wait_group 1, arrive v_empty       O is complete; the next S runs on
-      32  consumers   add O                                         if the share before has begun this tile
-      33  consumers   give O                                        to the next share if it goes on; else:
-      34  consumers   store LSE                                     from registers, if asked for
-      35  consumers   wait stores, gather O, store O                by stmatrix and TMA, by warp, up to the last query
-      36  consumers   wait_group 0, arrive k_empty                  the next tile's first S is complete
+      21  warp 12     arrive tile_empty                             K is on its way: it is time to draw
+      22  warp 12     wait tile_full                                the one that warp 14 has found
+      23  warp 13     next tile, wait tile_full, arrive tile_empty  the one that warp 14 has drawn
+      24  consumers   arrive q_empty                                Q has been read
+      25  consumers   next tile, wait tile_full, arrive tile_empty  the one that warp 14 has drawn
+      26  consumers   wait v_full                                   the last V has landed
+      27  consumers   wait q_full, wait k_full                      so have the next tile's Q and first K
+      28  consumers   wait turn, O += P V                           by wgmma, of the last step
+      29  consumers   S = Q K^T                                     by wgmma, of the next tile's first step
+      30  consumers   pass turn, wait_group 1, arrive v_empty       O is complete; the next S runs on
+      31  consumers   add O                                         if the share before has begun this tile
+      32  consumers   give O                                        to the next share if it goes on; else:
+      33  consumers   store LSE                                     from registers, if asked for
+      34  consumers   wait stores, gather O, store O                by stmatrix and TMA, by warp, up to the last query
+      35  consumers   wait_group 0, arrive k_empty                  the next tile's first S is complete
     at last:
-      37  consumer 0  wait turn                                     no arrival is left in the barrier
-      38  consumers   wait stores                                   shared memory must outlive the stores' reads
+      36  consumer 0  wait turn                                     no arrival is left in the barrier
+      37  consumers   wait stores                                   shared memory must outlive the stores' reads
 """
 
 import functools
@@ -715,9 +714,9 @@ def consume(smem, rings, mO, mLSE, tma_O, sO, scratch, scale_log2, schedule):
         v_ring.consumer_release(v_drain)  # this warp has read V
         v_drain.advance()
         if not begins:
-            add_part(scratch, work.share, acc_O, row_max, row_sum, scale_log2)
+            add_part(scratch, work, acc_O, row_max, row_sum, scale_log2)
         if not ends:
-            give_part(scratch, work.share, acc_O, row_max, row_sum)
+            give_part(scratch, work, acc_O, row_max, row_sum)
         else:
             store_tile(mO, mLSE, tma_O, sO, work, acc_O, row_max, row_sum, scale_log2)
         warpgroup.wait_group(0)  # the next softmax reads S: no group stays in flight
@@ -1037,9 +1036,9 @@ def part_of_thread(scratch, share: cutlass.Int32):
 
 
 @cute.jit
-def give_part(scratch, share, acc_O, row_max, row_sum):
+def give_part(scratch, work, acc_O, row_max, row_sum):
     """Leave O, not yet divided, to the next share, which goes on with this tile."""
-    gPart, flag = part_of_thread(scratch, share)
+    gPart, flag = part_of_thread(scratch, work.share)
     acc_O_vectors = cute.make_tensor(acc_O.iterator, cute.make_layout((VECTOR, PART_VECTORS - 1)))
     for i in cutlass.range_constexpr(PART_VECTORS - 1):
         gPart[i, None].store(acc_O_vectors[None, i].load())
@@ -1051,9 +1050,9 @@ def give_part(scratch, share, acc_O, row_max, row_sum):
 
 
 @cute.jit
-def add_part(scratch, share, acc_O, row_max, row_sum, scale_log2):
+def add_part(scratch, work, acc_O, row_max, row_sum, scale_log2):
     """Add what the share before this one has of O, both brought to the larger maximum."""
-    gPart, flag = part_of_thread(scratch, share - 1)
+    gPart, flag = part_of_thread(scratch, work.share - 1)
     while cute.arch.load(flag, cutlass.Int32, sem="acquire", scope="gpu") == 0:
         pass
     mine, theirs = cute.make_rmem_tensor(2, cutlass.Float32), cute.make_rmem_tensor(2, cutlass.Float32)  # factors

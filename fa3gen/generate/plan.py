@@ -231,7 +231,8 @@ class ArgumentsPlan:
     products write; P V of `pv_columns` goes to `acc_pv`, and from there into O by `promoted_by`. `products` and
     `operands` are those that it names. It finds V in `smem_v` and `v_ring`, where it has landed or been transposed
     (`v_ready`), and gives it back by `release_v`; in `multiplied_smem` stands what products and sums are made of,
-    in `sums_before` the sum of O over the parts before. `give_part` takes `part_given`, as `add_part` does.
+    in `sums_before` the sum of O over the parts before. A part of a tile is given away and
+    added to another by functions that take `of_part`; it is that of a `giver`.
     """
 
     factors: tuple[str, ...] = ()
@@ -285,8 +286,8 @@ class ArgumentsPlan:
     num_descales: int = 0
     scaled: str = "scale_log2"
     scales: tuple[str, ...] = ()
-    part_given: tuple[str, ...] = ("scratch", "acc_O", "row_max", "row_sum")
-    give_part: tuple[str, ...] = ("scratch", "acc_O", "row_max", "row_sum")
+    of_part: tuple[str, ...] = ("scratch", "acc_O", "row_max", "row_sum")
+    giver: str = "cta"
     add_sink: tuple[str, ...] = ("row_max", "row_sum", "row_sink", "scale_log2")
     load_kv: tuple[str, ...] = ()
 
@@ -509,7 +510,6 @@ class SchedulerPlan:
     min_steps: int = splits.STEPS_OF_PART
     keys_of_part: int = 0
     num_shares: str = "num_sms"
-    draws: bool = False
     packed_shares: bool = False
     longest_halves: int = tile_order.LONGEST_HALVES
 
@@ -529,13 +529,18 @@ class SchedulerPlan:
         return self.kind in footprint.TELLING or self.packed_shares
 
     @property
+    def draws(self) -> bool:
+        """Whether CTAs draw their tiles from a counter."""
+        return self.kind == "dynamic" or self.packed_shares
+
+    @property
     def tells_keys(self) -> bool:
         """Whether a CTA is told which tiles of keys it has of a tile of queries."""
         return self.kind == "even" or self.packed_shares
 
     @property
     def giver(self) -> str:
-        """What gives parts of a tile, and takes those of the one before it."""
+        """What a part of a tile is numbered by."""
         return "share" if self.packed_shares else "cta"
 
     @property
@@ -937,7 +942,6 @@ def _scheduler(spec: Forward) -> SchedulerPlan:
         split=spec.split is not None,
         keys_of_part=(spec.split and spec.split.keys) or 0,
         num_shares="num_ctas" if spec.tile.ctas_per_sm > 1 else "num_sms",
-        draws=footprint.draws_tiles(spec),
         packed_shares=footprint.shares_packed(spec),
     )
 
@@ -1082,8 +1086,8 @@ def _arguments(spec: Forward) -> ArgumentsPlan:
             *(*["n_block"] * restarts, *["n_end"] * in_smem, *of_v),
         ),
         promoted_by=("factors", *of_v[1:]),
-        part_given=("scratch", *["work.share"] * shares, "acc_O", "row_max", "row_sum"),
-        give_part=("scratch", *["share"] * shares, "acc_O", "row_max", "row_sum"),
+        of_part=("scratch", *["work"] * shares, "acc_O", "row_max", "row_sum"),
+        giver="work.share" if shares else "cta",
         summed=("gO", "gLSE", *["cta", "num_parts"] * even),
         parts=parts,
         combined=(

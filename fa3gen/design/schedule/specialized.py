@@ -151,7 +151,6 @@ _FIND = (
 
 
 _FIND_OR_SHARE = (
-    *_FIND[:2],
     Step(TILES, "tile", "wait_empty", on="tile"),
     Step(TILES, "tile", "draw", note="a tile or share, when K of the last is on its way"),
     Step(TILES, "tile", "fill", on="tile", note="where it lies, or the next piece of the share"),
