@@ -335,7 +335,7 @@ def check_sass(spec: Spec, plan: Plan) -> None:
     assert sass.global_stores is not None
     bits = {"STG.16": 16, "STG.32": 32, "STG.64": 64, "STG.128": 128}
     written = sum(bits.get(kind, 0) * count for kind, count in sass.global_stores.items())
-    written -= 32 * (plan.scheduler.kind == "dynamic")  # the counter of tiles, set back to zero
+    written -= 32 * plan.scheduler.draws  # the counter of tiles, set back to zero
     # A part of O in float32, a maximum and a sum of two rows, and the flag, which is set and set back.
     written -= 32 * (plan.scheduler.kind == "stream_k") * (spec.tile.q * spec.problem.v_dim // threads + 2 * 2 + 2)
     element = 32 if spec.o.dtype == "fp32" else 16
