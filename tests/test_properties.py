@@ -478,13 +478,12 @@ def check_code_of_rings(calls: list[str], plan: Plan) -> None:
     # Consumers give a stage of V transposed back by one arrival of each warp.
     assert calls.count("release_by_warp") == (1 + overlap) * transposes(plan)
     assert calls.count("vt_ring.producer_acquire") == calls.count("vt_ring.producer_commit") == transposes(plan)
-    dynamic, even = plan.scheduler.kind == "dynamic", plan.scheduler.kind == "even"
+    dynamic, even = plan.scheduler.draws, plan.scheduler.kind == "even"
     told, packed = plan.scheduler.tile_ring, plan.problem.packed_sequences
     for call in ("producer_commit", "consumer_wait", "consumer_release"):
         assert calls.count(f"tile_ring.{call}") == told
-    assert (
-        calls.count("tile_ring.producer_acquire") == told + packed
-    )  # of one tile apart: the first, or that none is left
+    apart = packed and not plan.scheduler.packed_shares  # of one tile: the first, or that none is left
+    assert calls.count("tile_ring.producer_acquire") == told + apart
     # Three roles walk through the work: two producer warps and the consumers; one of them may draw it. Of packed
     # sequences a warp more finds it for all, and where tiles are drawn the one that loads K says when. Who transposes V
     # is a role more, who converts K and who converts V are two.
