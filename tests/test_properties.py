@@ -335,7 +335,7 @@ def check_sass(spec: Spec, plan: Plan) -> None:
     assert sass.global_stores is not None
     bits = {"STG.16": 16, "STG.32": 32, "STG.64": 64, "STG.128": 128}
     written = sum(bits.get(kind, 0) * count for kind, count in sass.global_stores.items())
-    written -= 32 * (plan.scheduler.kind == "dynamic")  # the counter of tiles, set back to zero
+    written -= 32 * plan.scheduler.draws  # the counter of tiles, set back to zero
     # A part of O in float32, a maximum and a sum of two rows, and the flag, which is set and set back.
     written -= 32 * (plan.scheduler.kind == "stream_k") * (spec.tile.q * spec.problem.v_dim // threads + 2 * 2 + 2)
     element = 32 if spec.o.dtype == "fp32" else 16
@@ -478,13 +478,12 @@ def check_code_of_rings(calls: list[str], plan: Plan) -> None:
     # Consumers give a stage of V transposed back by one arrival of each warp.
     assert calls.count("release_by_warp") == (1 + overlap) * transposes(plan)
     assert calls.count("vt_ring.producer_acquire") == calls.count("vt_ring.producer_commit") == transposes(plan)
-    dynamic, even = plan.scheduler.kind == "dynamic", plan.scheduler.kind == "even"
+    dynamic, even = plan.scheduler.draws, plan.scheduler.kind == "even"
     told, packed = plan.scheduler.tile_ring, plan.problem.packed_sequences
     for call in ("producer_commit", "consumer_wait", "consumer_release"):
         assert calls.count(f"tile_ring.{call}") == told
-    assert (
-        calls.count("tile_ring.producer_acquire") == told + packed
-    )  # of one tile apart: the first, or that none is left
+    apart = packed and not plan.scheduler.packed_shares  # of one tile: the first, or that none is left
+    assert calls.count("tile_ring.producer_acquire") == told + apart
     # Three roles walk through the work: two producer warps and the consumers; one of them may draw it. Of packed
     # sequences a warp more finds it for all, and where tiles are drawn the one that loads K says when. Who transposes V
     # is a role more, who converts K and who converts V are two.

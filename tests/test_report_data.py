@@ -314,6 +314,8 @@ def asked_for(division: dict[str, Any], spec: Spec, block: int, seq_q: int, seq_
         if spec.scheduler == "even":  # all tiles of keys, which is no part
             found = (*found[: -1 if footprint.paged(spec) else None], 0, max(-(-seq_k // spec.tile.kv), 1), -1, 0)
             found += (0,) * footprint.paged(spec)
+        if footprint.shares_packed(spec):  # a whole tile
+            found = (*found, 0, max(-(-seq_k // spec.tile.kv), 1), 0, 0)
         work = division["work_on"](found, *window, 0)
     elif spec.scheduler == "stream_k":  # one whole tile, no step more
         work = division["piece_of_work"](0, (mQ, mK, (1, 0, 1)))

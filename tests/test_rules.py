@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rendering import variants
 
 from fa3gen.design import rules
 from fa3gen.design.rules import (
@@ -780,10 +781,11 @@ def test_scheduler_schedule() -> None:
 def test_scheduler_mask() -> None:
     for mask in ("none", "causal", "window"):
         for scheduler in ("single_tile", "static", "dynamic"):
-            assert schedules.scheduler_mask(scheduler, mask) is None
-    assert schedules.scheduler_mask("stream_k", "none") is None
-    for mask, other in {"causal": "dynamic", "window": "static"}.items():
-        assert schedules.scheduler_mask("stream_k", mask) == Violation(
+            assert schedules.scheduler_mask(scheduler, mask, "dense") is None
+    assert schedules.scheduler_mask("stream_k", "none", "packed") is None
+    legal = {("causal", "dense"): "dynamic", ("window", "dense"): "static", ("window", "packed"): "dynamic"}
+    for (mask, layout), other in legal.items():
+        assert schedules.scheduler_mask("stream_k", mask, layout) == Violation(
             "scheduler",
             f"stream_k deals out the last wave as if every tile of queries visited all keys, and mask {mask} hides "
             f"some; use {other}",
@@ -842,6 +844,44 @@ def test_packed_scheduler() -> None:
         "static takes tiles that are known when the kernel starts, and of packed sequences only the device knows the "
         "lengths; use dynamic with schedule warp_specialized or ping_pong (extend k5 or k6), or layout dense",
     )
+    assert schedules.packed_scheduler("packed", "stream_k") is None
+    assert schedules.packed_scheduler("paged", "stream_k") == Violation(
+        "scheduler",
+        "shares of the last wave of paged sequences are not rendered; use dynamic or even, or layout packed",
+    )
+
+
+def test_packed_shares() -> None:
+    assert schedules.packed_shares("problem.dtype", "fp16", ("bf16", "fp16")) is None
+    for field, value, values, allowed in (
+        ("tile.pack_heads", 4, (1,), "1"),
+        ("softmax.softcap", True, (False,), "false"),
+        ("problem.dtype", "e4m3", ("bf16", "fp16"), "bf16 or fp16"),
+    ):
+        assert schedules.packed_shares(field, value, values) == Violation(
+            field,
+            f"with layout packed, stream_k is rendered with {field}: {allowed} only; use that, or scheduler dynamic",
+        )
+
+
+def test_rules_of_packed_shares_are_applied() -> None:
+    shared = variants()["fwd_packed_shared_d64"].spec.model_dump()
+    assert violations(shared) == {}
+    assert violations({**shared, "problem": {**shared["problem"], "dtype": "fp16"}}) == {}
+    broken: dict[str, dict[str, Any]] = {
+        "scheduler": {"mask": {"kind": "causal"}},
+        "order": {"order": "by_head"},
+        "tile.pack_heads": {"tile": {**shared["tile"], "pack_heads": 8}},
+        "tile.ctas_per_sm": {"tile": {**shared["tile"], "ctas_per_sm": 2}},
+        "softmax.softcap": {"softmax": {**shared["softmax"], "softcap": True}},
+        "kv.dtype": {"kv": {"dtype": "e4m3"}},
+    }
+    for field, changes in broken.items():
+        assert field in violations({**shared, **changes}), field
+    paged = {"problem": {**shared["problem"], "layout": "paged"}, "load": {**shared["load"], "page_rows": 16}}
+    assert "scheduler" in violations({**shared, **paged})
+    sunk = violations({**shared, "softmax": {**shared["softmax"], "sink": True}})
+    assert "scheduler" in sunk
 
 
 def test_order_by_head() -> None:

@@ -92,6 +92,7 @@ def test_size() -> None:
     each warp widens its own. Products of 8 bits take 190 where CTAs have several tiles: who transposes V, with the
     reasons, factors, tiles that are told or shared; of packed sequences 60 more, for checks of factors, and parts of O
     in the order of V's columns; and 20 where rows of pages are gathered, for rings that threads empty.
+    A last wave of packed sequences takes 90, with the parts of its tiles.
     Parts that a CTA adds up itself take 60, with the place of their sums. Factors take 14 more, of blocks of rows 85 on
     top, K and V of another dtype 10. O in stripes, one after the other, takes 20.
     A GEMM has fewer than 500, a copy 200 to 320, a merge 300 to 350.
@@ -121,6 +122,7 @@ def test_size() -> None:
     most |= {stem: most[stem] + 20 for stem in eight_bits if plans()[stem].load.pages == "cp_async"}
     most |= {stem: most[stem] + 60 for stem in several if plans()[stem].softmax.restarts}
     most |= {stem: most[stem] + 20 for stem in ATTENTION if (bits := plans()[stem].eight_bit) and bits.striped}
+    most |= {stem: most[stem] + 90 for stem in several if plans()[stem].scheduler.packed_shares}
     assert {stem: lines[stem] for stem in ATTENTION if not 300 <= lines[stem] <= most[stem]} == {}
     assert {stem: lines[stem] for stem in GEMM if not 300 <= lines[stem] < 500} == {}
     assert {stem: lines[stem] for stem in COPIES if not 200 <= lines[stem] <= 320} == {}
@@ -196,6 +198,7 @@ BY_SPEC: dict[str, Callable[[Plan], bool]] = {
         + ["look_at", "bounds_of", "sum_up_to_lane"],
         lambda plan: plan.problem.packed_sequences,
     ),
+    **dict.fromkeys(["find_work", "piece_of_share"], lambda plan: plan.scheduler.packed_shares),
     "place_in_sequence": lambda plan: plan.problem.packed_sequences and not plan.scheduler.by_head,
     "find_tile": lambda plan: plan.problem.packed_sequences and plan.scheduler.kind == "dynamic",
     **dict.fromkeys(["find_step", "steps_of_all", "steps_of"], lambda plan: plan.scheduler.kind == "even"),
@@ -217,7 +220,7 @@ BY_SPEC: dict[str, Callable[[Plan], bool]] = {
     "heads_first": lambda plan: plan.tile.packed and plan.problem.packed_sequences,
     "packed_rows_of": lambda plan: plan.tile.packed and plan.problem.packed_sequences,
     "dealt_work": lambda plan: plan.scheduler.kind == "static",
-    "piece_of_work": lambda plan: plan.scheduler.kind == "stream_k",
+    "piece_of_work": lambda plan: plan.scheduler.kind == "stream_k" and not plan.scheduler.packed_shares,
     "draw_work": lambda plan: plan.scheduler.kind == "dynamic" and not plan.problem.packed_sequences,
     "load_first": lambda plan: plan.scheduler.kind == "grid",
     "load_k": lambda plan: plan.scheduler.kind == "grid",
@@ -226,7 +229,7 @@ BY_SPEC: dict[str, Callable[[Plan], bool]] = {
     "load_q_k_and_v": lambda plan: plan.load.together,
     "tile_coordinates": lambda plan: plan.scheduler.kind != "grid" and not plan.problem.packed_sequences,
     "slot_after": lambda plan: plan.scheduler.kind == "dynamic" and not plan.problem.packed_sequences,
-    "work_on": lambda plan: plan.scheduler.kind != "stream_k",
+    "work_on": lambda plan: plan.scheduler.kind != "stream_k" or plan.scheduler.packed_shares,
     "kv_range": lambda plan: plan.mask.kind != "none",
     "multiply_first": lambda plan: plan.schedule.overlap,
     "multiply": lambda plan: plan.schedule.overlap,
@@ -752,10 +755,11 @@ def foreign_words(stem: str) -> str:
     words += [TOLD] * (not plan.scheduler.tile_ring)
     if plan.scheduler.split or plan.softmax.restarts:
         schedulers["stream_k"] = STREAM_K_ALONE  # parts of the keys are another thing
-    words += [pattern for kind, pattern in schedulers.items() if kind != plan.scheduler.kind]
+    kinds = {plan.scheduler.kind, *["dynamic"] * plan.scheduler.packed_shares}  # its tiles are drawn
+    words += [pattern for kind, pattern in schedulers.items() if kind not in kinds]
     words += [SPLIT] * (not plan.scheduler.split and not plan.softmax.restarts)
     words += [PADDED] * (not plan.tile.padded)
-    words += [WHOLE] * (plan.scheduler.kind == "stream_k")
+    words += [WHOLE] * (plan.scheduler.kind == "stream_k" and not plan.scheduler.packed_shares)
     if not plan.problem.packed_sequences:
         words.append(SEQUENCES.removesuffix("|k_begin") if plan.tile.from_window else SEQUENCES)
     places = {"over_q": [OWN_BUFFER, DIRECT], "own_buffer": [OVER_Q, DIRECT], "direct": [OVER_Q, OWN_BUFFER, BUFFERED]}

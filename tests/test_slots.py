@@ -21,7 +21,8 @@ from fa3gen.compile.loading import load_file
 
 # Tiles from a counter, with and without an LSE, and the last of them in shares.
 DYNAMIC, DYNAMIC_O_ONLY, SPLIT = "fwd_d64_causal", "fwd_d64_window_o_only", "fwd_d64"
-ALL = pytest.mark.parametrize("stem", [DYNAMIC, DYNAMIC_O_ONLY, SPLIT])
+BOTH = "fwd_packed_shared_d64"
+ALL = pytest.mark.parametrize("stem", [DYNAMIC, DYNAMIC_O_ONLY, SPLIT, BOTH])
 # With factors of tensors of 8 bits: of K and V in a cache, of all of them.
 FACTORS = [
     "fwd_packed_kv8_d128_causal",
@@ -50,7 +51,9 @@ def module(stem: str, gpu: PretendedCuda, monkeypatch: pytest.MonkeyPatch) -> Mo
 
 def scratch(module: ModuleType, gpu: int = 0) -> tuple[torch.Tensor, ...]:
     """What a launch is given: a counter, or flags and parts."""
-    return (module.tile_counter(gpu),) if hasattr(module, "tile_counter") else module.flags_and_parts(gpu)
+    if hasattr(module, "tile_counter"):
+        return (module.tile_counter(gpu),)
+    return (module.flags_and_parts if hasattr(module, "flags_and_parts") else module.counter_flags_and_parts)(gpu)
 
 
 def zeros(module: ModuleType, gpu: int = 0) -> torch.Tensor:
@@ -72,7 +75,7 @@ def captured(module: ModuleType, gpu: PretendedCuda, handle: int, number: int) -
 
 @ALL
 def test_a_slot_is_what_the_kernel_was_compiled_for(module: ModuleType, gpu: PretendedCuda) -> None:
-    shape = (1,) if hasattr(module, "tile_counter") else (gpu.sms, module.CONSUMER_WARPS)
+    shape = (gpu.sms, module.CONSUMER_WARPS) if hasattr(module, "flags_and_parts") else (1,)
     for slot in (zeros(module), on(module, gpu, ONE)):
         assert (slot.shape, slot.dtype, slot.is_contiguous()) == (shape, torch.int32, True)
         assert not slot.any() and gpu.gave(slot)
@@ -112,6 +115,20 @@ def test_slots_do_not_run_out(module: ModuleType, gpu: PretendedCuda) -> None:
 def test_no_two_counters_share_a_cache_line(module: ModuleType, gpu: PretendedCuda) -> None:
     places = sorted(captured(module, gpu, ONE, number).data_ptr() for number in range(1, module.SLOTS + 1))
     assert {after - before for before, after in zip(places, places[1:], strict=False)} == {128}
+
+
+@pytest.mark.parametrize("stem", [BOTH])
+def test_counter_and_flags_stand_side_by_side(module: ModuleType, gpu: PretendedCuda) -> None:
+    """In one slot, the counter in a cache line of its own; parts are a stream's, too, or else a call's."""
+    for handle in (0, ONE):
+        with gpu.stream(handle, 0):
+            counter, flags, parts = scratch(module)
+            again = scratch(module)
+        assert (flags.shape, flags.dtype) == ((gpu.sms, module.CONSUMER_WARPS), torch.int32)
+        assert flags.is_contiguous() and not flags.any() and gpu.gave(flags)
+        assert flags.data_ptr() == counter.data_ptr() + 128
+        assert parts.shape == (gpu.sms, *module.PART_SHAPE) and parts.is_contiguous()
+        assert again[0] is counter and again[1] is flags and (again[2] is parts) == (handle == 0)
 
 
 @ALL
@@ -173,16 +190,19 @@ def test_a_call_allocates_and_fills_nothing(
     if handle:
         gpu.captures[handle] = 1
     with gpu.stream(handle, cpu), torch.no_grad():
-        for parts in (hasattr(module, "flags_and_parts"), hasattr(module, "flags_and_parts") and handle != 0):
+        splits = hasattr(module, "default_scratch")
+        for parts in (splits, splits and handle != 0):
             with Operations() as seen:
                 module.attention(*arguments, **options)
             asked = [
-                name for name in seen.names if not re.match(r"aten\.(view|detach|expand)\.", name)
+                name for name in seen.names if not re.match(r"aten\.(view|slice|detach|expand)\.", name)
             ]  # which are no memory
             assert asked == ["aten.empty_strided.default"] * (1 + parts)
     first, second = ([x for x in launch if getattr(x, "dtype", None) == torch.int32] for launch in launches)
-    # Behind the offsets, and the lengths that were not given.
-    assert len(first) == 1 + 4 * packed and first[-1] is second[-1]
+    # Behind the offsets, and the lengths that were not given: a counter, flags, or both.
+    kept = 1 + hasattr(module, "counter_flags_and_parts")
+    assert len(first) == kept + 4 * packed
+    assert all(x is y for x, y in zip(first[-kept:], second[-kept:], strict=True))
 
 
 @pytest.mark.parametrize("stem", FACTORS)

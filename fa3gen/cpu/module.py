@@ -86,6 +86,10 @@ class CpuModel:
         self.parts = torch.full((self.settings.sms, *module.PART_SHAPE), torch.nan)
         return self.flags, self.parts
 
+    def counter_flags_and_parts(self, module: Any, gpu: int) -> tuple[torch.Tensor, ...]:
+        """A zero for the counter, and what `flags_and_parts` returns."""
+        return self.tile_counter(gpu), *self.flags_and_parts(module, gpu)
+
     @cached_property
     def kernel(self) -> CpuKernel:
         """The compiled module, made when it is first needed: from the compile cache, or in seconds.
@@ -145,6 +149,7 @@ def load_on_cpu(path: Path) -> ModuleType:
     for name in on_gpu:
         if hasattr(module, name):
             setattr(module, name, getattr(model, name))
-    if hasattr(module, "flags_and_parts"):
-        module.flags_and_parts = partial(model.flags_and_parts, module)
+    for name in ("flags_and_parts", "counter_flags_and_parts"):
+        if hasattr(module, name):
+            setattr(module, name, partial(getattr(model, name), module))
     return module  # type: ignore[no-any-return]

@@ -256,9 +256,19 @@ def splits_tail(spec: Forward) -> bool:
     return spec.scheduler == "stream_k"
 
 
+def shares_packed(spec: Forward) -> bool:
+    """Whether these are tiles of packed sequences: one warp draws tiles, and then shares of the last wave."""
+    return splits_tail(spec) and packed_sequences(spec)
+
+
+def draws_tiles(spec: Forward) -> bool:
+    """Whether CTAs draw their tiles of queries from a counter."""
+    return spec.scheduler == "dynamic" or shares_packed(spec)
+
+
 def tells_tiles(spec: Forward) -> bool:
     """Whether one warp tells the others of the CTA which tiles of queries they have, through a ring."""
-    return spec.scheduler in TELLING
+    return spec.scheduler in TELLING or shares_packed(spec)
 
 
 def passes_coordinates(spec: Forward) -> bool:
@@ -291,10 +301,10 @@ def tile_words(spec: Forward) -> int:
 
     Of packed sequences that is (m_block, head, head_kv, sequence) and the first row and the rows of queries and keys;
     keys in pages have no first row, but words come in fours. Of a share of keys also the first tile of keys, the one
-    behind the last, and where its part goes.
+    behind the last, and where its part goes, or which share of the last wave it is.
     """
     if packed_sequences(spec):
-        return 12 if spec.scheduler == "even" else 8
+        return 12 if spec.scheduler == "even" or shares_packed(spec) else 8
     return 4 if passes_coordinates(spec) else 1
 
 
@@ -302,9 +312,10 @@ def shuffles_coordinates(spec: Forward) -> bool:
     """Whether a warp of a stream_k kernel takes the coordinates of its tile through shuffles, into ordinary registers.
 
     In uniform registers, of which there are few, they make ptxas 12.9 spill at head dims 96 and 256. Two consumers
-    that find the next Q waiting (head dim 128) do not spill, and shuffles cost them 3 % (docs/performance.md).
+    that find the next Q waiting (head dim 128) do not spill, and shuffles cost them 3 % (docs/performance.md). Of
+    packed sequences one warp finds them for all others.
     """
-    return splits_tail(spec) and not (flattened(spec) and spec.tile.warpgroups == 2)
+    return splits_tail(spec) and not packed_sequences(spec) and not (flattened(spec) and spec.tile.warpgroups == 2)
 
 
 def part_shape(spec: Forward) -> tuple[int, int, int]:

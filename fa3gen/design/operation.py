@@ -315,7 +315,7 @@ def forward(spec: Forward) -> Operation:
         arguments.append(Scalar("softcap", FP32))
     if footprint.persistent(spec):
         arguments.append(Scalar("num_sms", INT32))
-    if spec.scheduler == "dynamic":
+    if footprint.draws_tiles(spec):
         arguments.append(Scratch("counter", INT32, (Extent("one", 1),), "zero", kept=True))
     if footprint.splits_tail(spec):
         part = zip(("vectors", "threads", "vector"), footprint.part_shape(spec), strict=True)

@@ -164,7 +164,8 @@ def tiles_of_step(spec: Forward) -> int:
 def told(spec: Forward, shape: Shape | PackedShape, num_sms: int, asked: int = 0) -> str:
     """How a call's keys are divided, and why: `16 of each tile of queries: as many as 132 SMs have room for`."""
     if spec.split is None:
-        shared = "; tiles of the last wave are shared by several CTAs" if spec.scheduler == "stream_k" else ""
+        alike = " if they are about equally long" * footprint.shares_packed(spec)
+        shared = f"; tiles of the last wave are shared by several CTAs{alike}" if footprint.splits_tail(spec) else ""
         return f"1: no second kernel adds up parts{shared}"
     if whole_parts(spec):
         assert spec.split.keys is not None

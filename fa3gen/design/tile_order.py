@@ -14,6 +14,8 @@ BYTES_IN_L2 = 32 * 2**20
 # Of the last wave of a stream_k scheduler: parts of a tile of queries at most, and steps that splitting has to save,
 # about what handing over and merging a part of O takes.
 PARTS, STEPS_SAVED = 8, 4
+# Of packed sequences it is shared if its longest tile has at most so many halves of their mean length.
+LONGEST_HALVES = 3
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,7 @@ def taken(spec: Forward, shape: Shape | PackedShape) -> Iterator[Taken]:
 def _of_batch(spec: Forward, seq_q: int, seq_k: int, heads: int, batch: int) -> Iterator[Taken]:
     """Those of sequences of one length."""
     blocks, everything = -(-seq_q // positions(spec)), heads * batch
-    if spec.scheduler == "dynamic":
+    if footprint.draws_tiles(spec):
         yield from _drawn(spec, blocks, seq_k, heads, everything)
         return
     if spec.scheduler == "grid":

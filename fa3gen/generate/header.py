@@ -449,6 +449,8 @@ def _tiles_sentence(spec: Forward) -> str:
         return f"{_ctas(spec)}; each has its share of all parts, of one tile of queries after the other"
     if spec.scheduler == "even":
         return f"{_ctas(spec)}; each has those of its share, of which the first and the last may be parts"
+    if footprint.shares_packed(spec):
+        return f"{_ctas(spec)}; each draws its next tile, or share of the last wave (Stream-K), which a warp looks for"
     if spec.scheduler == "stream_k":
         return "a CTA per SM; tiles are dealt out in turn, the last wave in equal shares of tiles of keys (Stream-K)"
     return "a CTA per SM; tiles are dealt out in turn, those of a head next to each other"

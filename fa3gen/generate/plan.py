@@ -231,7 +231,8 @@ class ArgumentsPlan:
     products write; P V of `pv_columns` goes to `acc_pv`, and from there into O by `promoted_by`. `products` and
     `operands` are those that it names. It finds V in `smem_v` and `v_ring`, where it has landed or been transposed
     (`v_ready`), and gives it back by `release_v`; in `multiplied_smem` stands what products and sums are made of,
-    in `sums_before` the sum of O over the parts before.
+    in `sums_before` the sum of O over the parts before. A part of a tile is given away and
+    added to another by functions that take `of_part`; it is that of a `giver`.
     """
 
     factors: tuple[str, ...] = ()
@@ -285,6 +286,8 @@ class ArgumentsPlan:
     num_descales: int = 0
     scaled: str = "scale_log2"
     scales: tuple[str, ...] = ()
+    of_part: tuple[str, ...] = ("scratch", "acc_O", "row_max", "row_sum")
+    giver: str = "cta"
     add_sink: tuple[str, ...] = ("row_max", "row_sum", "row_sink", "scale_log2")
     load_kv: tuple[str, ...] = ()
 
@@ -485,6 +488,8 @@ class SchedulerPlan:
     `shuffles_coordinates`: see `footprint`. `by_head`: of packed sequences those of one head come first. even has all
     steps in equal shares, of which a CTA leaves `share_words`. `split`: keys come in parts, of `min_steps` tiles at
     least, or (not 0) of `keys_of_part` keys. Shares of even stand in `most_lines` lines at most.
+    `packed_shares`: stream_k of packed sequences, whose tiles and then shares are drawn, the latter where the longest
+    tile has at most `longest_halves` halves of their mean length.
     """
 
     kind: Scheduler
@@ -505,6 +510,8 @@ class SchedulerPlan:
     min_steps: int = splits.STEPS_OF_PART
     keys_of_part: int = 0
     num_shares: str = "num_sms"
+    packed_shares: bool = False
+    longest_halves: int = tile_order.LONGEST_HALVES
 
     @property
     def whole_parts(self) -> bool:
@@ -519,7 +526,22 @@ class SchedulerPlan:
     @property
     def tile_ring(self) -> bool:
         """Whether one warp tells the others of a CTA which tiles it has, through a ring."""
-        return self.kind in footprint.TELLING
+        return self.kind in footprint.TELLING or self.packed_shares
+
+    @property
+    def draws(self) -> bool:
+        """Whether CTAs draw their tiles from a counter."""
+        return self.kind == "dynamic" or self.packed_shares
+
+    @property
+    def tells_keys(self) -> bool:
+        """Whether a CTA is told which tiles of keys it has of a tile of queries."""
+        return self.kind == "even" or self.packed_shares
+
+    @property
+    def giver(self) -> str:
+        """What a part of a tile is numbered by."""
+        return "share" if self.packed_shares else "cta"
 
     @property
     def counts_sms(self) -> bool:
@@ -920,6 +942,7 @@ def _scheduler(spec: Forward) -> SchedulerPlan:
         split=spec.split is not None,
         keys_of_part=(spec.split and spec.split.keys) or 0,
         num_shares="num_ctas" if spec.tile.ctas_per_sm > 1 else "num_sms",
+        packed_shares=footprint.shares_packed(spec),
     )
 
 
@@ -951,7 +974,7 @@ def _arguments(spec: Forward) -> ArgumentsPlan:
     if spec.split is not None:
         extents["grid"] = [Parameter("num_parts", INT32), Parameter("steps_of_part", INT32)]
     sides = [Parameter(f"window_{side}", INT32) for side in ("left", "right")] * bool(window)
-    packed = footprint.packed_sequences(spec)
+    packed, shares = footprint.packed_sequences(spec), footprint.shares_packed(spec)
     gathered = footprint.gathered(spec)
     pages = ["pages"] * footprint.paged(spec)
     extent = [Parameter("sequences")] if packed else extents.get(spec.scheduler, [])
@@ -1063,6 +1086,8 @@ def _arguments(spec: Forward) -> ArgumentsPlan:
             *(*["n_block"] * restarts, *["n_end"] * in_smem, *of_v),
         ),
         promoted_by=("factors", *of_v[1:]),
+        of_part=("scratch", *["work"] * shares, "acc_O", "row_max", "row_sum"),
+        giver="work.share" if shares else "cta",
         summed=("gO", "gLSE", *["cta", "num_parts"] * even),
         parts=parts,
         combined=(
@@ -1458,7 +1483,7 @@ def _scheduler_section(spec: Forward) -> str:
     if spec.scheduler == "even":
         return "scheduler_parts" if splits.whole_parts(spec) else "scheduler_even"
     if footprint.packed_sequences(spec):
-        return "scheduler_packed"
+        return "scheduler_packed_shared" if footprint.shares_packed(spec) else "scheduler_packed"
     return "scheduler_split" if spec.split is not None else f"scheduler_{spec.scheduler}"
 
 

@@ -81,7 +81,7 @@ def _global_stores(spec: Forward, rows: int, lanes: int, o_boxes: int) -> dict[s
         vectors = columns * (spec.o_element.bits + FP32.bits) // VECTOR_BITS
         return {f"STG.{VECTOR_BITS}": vectors, "STG.32": 3 + splits.SHARE_WORDS, "STG.16": 1}
     # LSE, the counter of tiles set back to zero, the flag of a part set and set back, and O by TMA.
-    words = rows * spec.outputs.lse + (spec.scheduler == "dynamic") + 2 * footprint.splits_tail(spec)
+    words = rows * spec.outputs.lse + footprint.draws_tiles(spec) + 2 * footprint.splits_tail(spec)
     stores = {"STG.32": words, "UTMASTG": o_boxes}
     if o_boxes == 0:
         # O straight from registers.
@@ -113,7 +113,8 @@ def _shared_stores(spec: Forward, matrices: int) -> dict[str, int] | None:
         return None
     words = footprint.tile_words(spec) * footprint.tells_tiles(spec)
     vectors, word = divmod(words, VECTOR_BITS // 32)
-    times = 1 + footprint.packed_sequences(spec)  # of the first tile as well
+    # Of the first tile as well, or, with scheduler even, of none.
+    times = 1 + (footprint.packed_sequences(spec) and not footprint.shares_packed(spec))
     stores = {"STSM.4": matrices, "STS.128": times * vectors, "STS.32": word}  # O or P; drawn tiles
     if footprint.converts(spec):  # of K and V, 8 elements at a time
         threads = footprint.converting_warps(spec) * hopper.WARP

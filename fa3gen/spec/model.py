@@ -401,7 +401,8 @@ class Forward(SpecModel):
         description="`single_tile`: a CTA for each tile of queries; `grid`: the same for few tiles, placed by the "
         "grid, the first loads before all else, with programmatic dependent launch; the others: a CTA for each SM, "
         "which takes tile after tile, those known from the start (`static`), these and an equal share of the last "
-        "wave's steps (`stream_k`, after arXiv 2301.03598), or the next one of all (`dynamic`).",
+        "wave's steps (`stream_k`, after arXiv 2301.03598), or the next one of all (`dynamic`). Of packed sequences "
+        "`stream_k` draws tiles as `dynamic` does, and shares of the last wave where its tiles are about equally long.",
     )
     order: Literal["by_sequence", "by_head"] = Field(
         default="by_sequence",

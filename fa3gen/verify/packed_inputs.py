@@ -220,6 +220,11 @@ def cpu_cases(spec: Forward) -> tuple[PackedCase, ...]:
             sequences("shares_ramp", "scores that climb: the last part outweighs the others", (1,), (7 * n,),
                       heads=(2, 1), distribution="ramp"),
         ]  # fmt: skip
+    if footprint.shares_packed(spec):
+        cases += [
+            sequences("last_wave", "three whole tiles, and two in three shares; scores that climb",
+                      (m + 3, m + 9, 5), (5, 12 * n - 5, 11 * n + 2), distribution="ramp"),
+        ]  # fmt: skip
     if spec.tile.group == "any":
         pack = spec.tile.pack_heads
         cases += [
@@ -306,6 +311,9 @@ def gpu_cases(spec: Forward) -> tuple[PackedCase, ...]:
         sequences("more_queries", "most queries see no key", (900, 1300), (70, 200), behind=200, unused="large",
                   **grouped),
     )  # fmt: skip
+    if footprint.shares_packed(spec):  # more than two waves, of which the last one leaves half of the SMs without tiles
+        alike = [1500] * 5
+        cases += (sequences("alike", "five sequences of one length", alike, alike, **grouped),)
     # Those of the CPU model come under their own names.
     cases += tuple(
         replace(case, name=f"{case.name}_large") for case in map(_with_neighbours, inputs.gpu_score_cases(spec))

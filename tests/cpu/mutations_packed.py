@@ -13,6 +13,7 @@ from rendering import source
 STEM = "fwd_packed_short_d64_causal"
 SUNK, CAPPED = "fwd_packed_pack8_sink_any_window", "fwd_packed_softcap_d128_causal"
 ANY_GROUP = "fwd_packed_mixed_any_group_d64_causal"
+SHARED = "fwd_packed_shared_d64"
 
 
 @dataclass(frozen=True)
@@ -167,5 +168,86 @@ PACKED = [
         "groups",
         ("O ",),
         ANY_GROUP,
+    ),
+    PackedMutation(
+        "a share waits for itself",
+        "the part that it adds is the one that it gives",
+        "part_of_thread(scratch, work.share - 1)",
+        "part_of_thread(scratch, work.share)",
+        "last_wave",
+        ("deadlock",),
+        SHARED,
+    ),
+    PackedMutation(
+        "another warp's flag set",
+        "who waits for a part is never told of it",
+        'cute.arch.store(flag, cutlass.Int32(1), sem="release", scope="gpu")',
+        'cute.arch.store(flag + 1, cutlass.Int32(1), sem="release", scope="gpu")',
+        "last_wave",
+        ("deadlock",),
+        SHARED,
+    ),
+    PackedMutation(
+        "flag of a part not taken back",
+        "the next launch takes a part that nobody has given yet",
+        "cute.arch.store(flag, cutlass.Int32(0))",
+        "cute.arch.store(flag, cutlass.Int32(1))",
+        "last_wave",
+        ("the launch left 24 words of the flags that are not 0",),
+        SHARED,
+    ),
+    PackedMutation(
+        "counter of shares left as it is",
+        "the next launch begins with the last of its numbers",
+        "number == numbers + num_ctas - 1:",
+        "number == numbers + num_ctas:",
+        "last_wave",
+        ("the launch left 1 words of the counter that are not 0",),
+        SHARED,
+    ),
+    PackedMutation(
+        "as many numbers as tiles",
+        "there are more shares than tiles, and a draw that is not the last one",
+        "numbers = whole + cute.ceil_div(tail_steps, size)",
+        "numbers = numbers + 0",
+        "last_wave",
+        ("the launch left 1 words of the counter that are not 0",),
+        SHARED,
+    ),
+    PackedMutation(
+        "the rest of a share forgotten",
+        "the tile before the one with which it ends lacks keys",
+        "left_now = start if start > begin else 0",
+        "left_now = cutlass.Int32(0)",
+        "last_wave",
+        ("the launch left 12 words of the flags", "O has NaN"),
+        SHARED,
+    ),
+    PackedMutation(
+        "a share that begins a step late",
+        "a step of its first tile is nobody's",
+        "n_begin, n_end = cutlass.max(begin - start, 0), end - start",
+        "n_begin, n_end = cutlass.max(begin + 1 - start, 0), end - start",
+        "last_wave",
+        ("access out of bounds", "deadlock"),
+        SHARED,
+    ),
+    PackedMutation(
+        "tiles of the whole waves shared once more",
+        "the last wave begins with the first tile of a sequence, and not with its first one behind",
+        "tile = cute.arch.shuffle_sync(before + tiles_to_here - tail_tiles, owner) + place",
+        "tile = cute.arch.shuffle_sync(before + tiles_to_here - tiles, owner) + place",
+        "last_wave",
+        ("O has NaN",),
+        SHARED,
+    ),
+    PackedMutation(
+        "maxima of a part ignored",
+        "both halves of a tile count as if relative to one maximum",
+        "theirs[r] = cute.math.exp2((their_max - row_max[r]) * scale_log2, fastmath=True)",
+        "theirs[r] = cutlass.Float32(1.0)",
+        "last_wave",
+        ("O is off by",),
+        SHARED,
     ),
 ]

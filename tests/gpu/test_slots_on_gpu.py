@@ -68,8 +68,9 @@ def without_slots(module: Any) -> None:
     """As if nobody had called it."""
     module.unused.clear()
     module.slot.cache_clear()
-    if hasattr(module, "default_scratch"):
-        module.default_scratch.cache_clear()
+    for name in ("default_scratch", "counter_and_flags"):
+        if hasattr(module, name):
+            getattr(module, name).cache_clear()
 
 
 def slots_made(module: Any) -> int:

@@ -256,7 +256,9 @@ def _scheduler(spec: Forward) -> Iterable[Answer]:
     yield schedules.packed_scheduler.ask(spec.problem.layout, spec.scheduler)
     yield schedules.order_by_head.ask(spec.order, spec.problem.layout, spec.scheduler)
     yield splits.even_shares.ask(spec.scheduler, spec.split is not None)
-    yield schedules.scheduler_mask.ask(spec.scheduler, spec.mask.kind)
+    yield schedules.scheduler_mask.ask(spec.scheduler, spec.mask.kind, spec.problem.layout)
+    if footprint.shares_packed(spec) and spec.problem.layout == "packed":
+        yield from _packed_shares(spec)
     yield output.output_dtype.ask(spec.problem.dtype, spec.o_dtype)
     if spec.o_dtype == "fp32":
         yield output.float32_output.ask(spec.schedule.kind, spec.outputs.o, spec.tile.q, spec.problem.v_dim)
@@ -275,6 +277,19 @@ def _scheduler(spec: Forward) -> Iterable[Answer]:
         yield output.sink_lse.ask(spec.outputs.lse)
         yield output.sink_scheduler.ask(spec.scheduler)
     yield schedules.mask_end.ask(spec.softmax.mask_end, spec.mask.kind, footprint.overlapped(spec))
+
+
+def _packed_shares(spec: Forward) -> Iterable[Answer]:
+    rendered: dict[str, tuple[object, tuple[object, ...]]] = {
+        "problem.dtype": (spec.problem.dtype, ("bf16", "fp16")),
+        "kv.dtype": (spec.kv.dtype, (None,)),
+        "tile.pack_heads": (spec.tile.pack_heads, (1,)),
+        "tile.group": (spec.tile.group, ("multiple",)),
+        "tile.ctas_per_sm": (spec.tile.ctas_per_sm, (1,)),
+        "softmax.softcap": (spec.softmax.softcap, (False,)),
+    }
+    for field, (value, values) in rendered.items():
+        yield schedules.packed_shares.ask(field, value, values)
 
 
 def _restart(spec: Forward) -> Iterable[Answer]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from fa3gen.design.rules.registry import GENERATOR, HARDWARE, Violation, rule
+from fa3gen.design.rules.wording import yaml
 from fa3gen.spec.model import MOST_EXPONENT, AttentionDType, usual_output
 
 
@@ -137,22 +140,29 @@ def scheduler_schedule(scheduler: str, kind: str) -> Violation | None:
 
 
 @rule(kind=GENERATOR, topic="q order")
-def scheduler_mask(scheduler: str, mask: str) -> Violation | None:
+def scheduler_mask(scheduler: str, mask: str, layout: str) -> Violation | None:
     """The last wave is dealt out in equal shares of tiles of keys where no mask hides any."""
     if scheduler != "stream_k" or mask == "none":
         return None
     return Violation(
         "scheduler",
         f"stream_k deals out the last wave as if every tile of queries visited all keys, and mask {mask} hides some; "
-        f"use {'dynamic' if mask == 'causal' else 'static'}",
+        f"use {'static' if mask == 'window' and layout == 'dense' else 'dynamic'}",
     )
 
 
 @rule(kind=GENERATOR, topic="q order")
 def packed_scheduler(layout: str, scheduler: str) -> Violation | None:
-    """How many tiles packed sequences have is known on the device only, by those who draw them."""
+    """How many tiles packed sequences have is known on the device only, by those who draw them, or shares of them."""
     if (layout == "dense" and scheduler != "even") or (layout != "dense" and scheduler in ("dynamic", "even")):
         return None
+    if scheduler == "stream_k":
+        if layout == "packed":
+            return None
+        return Violation(
+            "scheduler",
+            f"shares of the last wave of {layout} sequences are not rendered; use dynamic or even, or layout packed",
+        )
     if layout == "dense":
         return Violation(
             "scheduler",
@@ -163,6 +173,20 @@ def packed_scheduler(layout: str, scheduler: str) -> Violation | None:
         "scheduler",
         f"{scheduler} takes tiles that are known when the kernel starts, and of {layout} sequences only the device "
         "knows the lengths; use dynamic with schedule warp_specialized or ping_pong (extend k5 or k6), or layout dense",
+    )
+
+
+@rule(kind=GENERATOR, topic="q order")
+def packed_shares(field: str, value: object, values: Sequence[object]) -> Violation | None:
+    """Of packed sequences the last wave is shared where a tile has one query head, and scores are nothing but scaled.
+
+    That is where it was measured to pay; parts lie in memory by the number of their share, as many as there are SMs.
+    """
+    if value in values:
+        return None
+    allowed = " or ".join(yaml(each) for each in values)
+    return Violation(
+        field, f"with layout packed, stream_k is rendered with {field}: {allowed} only; use that, or scheduler dynamic"
     )
 
 

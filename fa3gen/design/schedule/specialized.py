@@ -26,7 +26,7 @@ def steps(spec: Forward, roles: Sequence[Role]) -> tuple[Step, ...]:
     drawing = next((role.label for role in roles if role.name == TILES), roles[0].label)
     consume = _overlapped if footprint.overlapped(spec) else _by_warps if footprint.by_warps(spec) else _sequential
     produce = _produce_first_and_k if spec.scheduler == "grid" else _produce_q_and_k
-    find = _FIND_SHARE if spec.scheduler == "even" else _FIND if footprint.packed_sequences(spec) else ()
+    find = _find(spec) if footprint.packed_sequences(spec) else ()
     made = _transpose(spec, drawing) if footprint.transposes(spec) else _convert(spec, drawing)
     produce_v = () if footprint.loads_together(spec) else _produce_v(spec, drawing)
     return (*produce(spec, drawing), *produce_v, *find, *made, *consume(spec, drawing))
@@ -134,12 +134,26 @@ def _note_on_keys(spec: Forward, what: str, place: Place) -> str:
     return f"when a stage is free{zeros}"
 
 
+def _find(spec: Forward) -> tuple[Step, ...]:
+    """Who looks where tiles of packed sequences lie."""
+    if spec.scheduler == "even":
+        return _FIND_SHARE
+    return _FIND_OR_SHARE if footprint.shares_packed(spec) else _FIND
+
+
 _FIND = (
     Step(TILES, "cta", "wait_empty", on="tile"),
     Step(TILES, "cta", "fill", on="tile", note="where the tile with the CTA's number lies"),
     Step(TILES, "tile", "wait_empty", on="tile"),
     Step(TILES, "tile", "draw", note="the next tile, when K of this one is on its way"),
     Step(TILES, "tile", "fill", on="tile", note="where it lies"),
+)
+
+
+_FIND_OR_SHARE = (
+    Step(TILES, "tile", "wait_empty", on="tile"),
+    Step(TILES, "tile", "draw", note="a tile or share, when K of the last is on its way"),
+    Step(TILES, "tile", "fill", on="tile", note="where it lies, or the next piece of the share"),
 )
 
 
@@ -456,8 +470,9 @@ def _last_product(spec: Forward, turns: _Turns, flattened: bool) -> Iterator[Ste
 def _store(spec: Forward) -> Iterator[Step]:
     end = partial(_consumers, "end")
     if footprint.splits_tail(spec):
-        yield end("add_part", note="if the CTA before has begun this tile")
-        yield end("give_part", note="to the next CTA if it goes on; else:")
+        giver = "share" if footprint.shares_packed(spec) else "CTA"
+        yield end("add_part", note=f"if the {giver} before has begun this tile")
+        yield end("give_part", note=f"to the next {giver} if it goes on; else:")
     if splits.whole_parts(spec):
         yield end("store", "sums", note="from registers, and maxima, of a part")
         yield end("store", "O", note="from registers, in float32, of a part")
