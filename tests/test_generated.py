@@ -495,8 +495,9 @@ def test_all_modules_check_alike() -> None:
         assert usual_checks(stem) == before + own + grad + after, stem
     for of in (allocating, asking):
         assert {of(stem) for stem in dense} == {of("k4_2_d64")}
-    for kind in ("dynamic", "stream_k"):
-        scratch = {after_asking(stem) for stem, plan in attention_plans().items() if plan.scheduler.kind == kind}
+    for kind, packed in (("dynamic", False), ("stream_k", False), ("stream_k", True)):
+        kept = {stem: (plan.scheduler.kind, plan.scheduler.packed_shares) for stem, plan in attention_plans().items()}
+        scratch = {after_asking(stem) for stem, found in kept.items() if found == (kind, packed)}
         assert len(scratch) == 1 and scratch != {""}
     assert {after_asking(stem) for stem, plan in attention_plans().items() if not plan.scheduler.persistent} == {""}
 
