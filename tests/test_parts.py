@@ -69,8 +69,8 @@ def test_parts_are_made_by_a_module_that_splits_keys(layout: Any, mask: Any, dim
 def test_a_measured_row_comes_first() -> None:
     """Of the rows for the size the first whose module splits keys; where there is none, the smallest tiles of keys."""
     family = Family("bf16", 128, 128, FULL)
-    many = size(2, group=1, tiles=4096)
-    assert (chosen(family, many).stem, chosen(family, size(2)).stem) == ("fwd_decode_pairs_d128", "fwd_decode_d128")
+    many, few = size(2, group=1, tiles=4096), size(2, keys=4096)
+    assert (chosen(family, many).stem, chosen(family, few).stem) == ("fwd_decode_pairs_d128", "fwd_decode_d128")
     assert chosen(family, many).row is not None
     prompt = chosen(family, size(2, queries=512))
     assert prompt.row is None and prompt.stem == "fwd_decode_d128" and "smallest tiles of keys, 64" in prompt.reason
@@ -172,13 +172,20 @@ def test_how_many_parts_and_why() -> None:
     def explained(**options: Any) -> str:
         return fa3gen.attention.explain(*tensors, **options).parts or ""
 
-    assert explained().startswith("64 of each tile of queries: as many as 132 SMs have room for (132 CTAs at once, 2 ")
-    seven = "7 of each tile of queries: num_splits=7 of 128 tiles of 64 keys"
+    spec = fa3gen.attention.explain(*tensors).spec
+    steps, ctas, parts = (
+        8192 // spec.tile.kv,
+        132 * spec.tile.ctas_per_sm,
+        num_parts(spec, Shape(1, 1, 8192, 8, 2), 132),
+    )
+    room = f"as many as 132 SMs have room for ({ctas} CTAs at once, 2 "
+    assert parts > 1 and explained().startswith(f"{parts} of each tile of queries: {room}")
+    seven = f"7 of each tile of queries: num_splits=7 of {steps} tiles of {spec.tile.kv} keys"
     assert explained(num_splits=7).startswith(seven) and explained(num_splits=7) in str(
         fa3gen.attention.explain(*tensors, num_splits=7)
     )
     assert explained(num_splits=1).startswith("1: no second kernel")
-    assert explained(num_splits=200).startswith("128 of each tile of queries: num_splits=200 of 128 tiles")
+    assert explained(num_splits=200).startswith(f"{steps} of each tile of queries: num_splits=200 of {steps} tiles")
     assert explained(split_keys=512) == "16 of each tile of queries: 8192 keys in parts of 512"
     assert explained(window=(1000, 0), num_splits=3).startswith("6 equal shares of all keys of all sequences, num_spl")
     q, k, v = (x.flatten(0, 1) for x in tensors)
