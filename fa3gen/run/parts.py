@@ -40,14 +40,14 @@ def _of_dense(module: Any, asked: int) -> Attention:
 
     @functools.lru_cache(maxsize=KEPT)
     def up_to(most: int) -> Attention:
-        """The entry point for no more parts than these, of so many keys, however many tiles of queries and SMs."""
-        return with_names(module.attention, parts_of=lambda seq_k, *_: parts_asked(-(-seq_k // tile), min(asked, most)))
+        """The entry point for no more parts than these, however many tiles of queries and SMs there are."""
+        return with_names(module.attention, parts_of=lambda seq_k, *_: parts_asked(-(-seq_k // tile), most))
 
     @functools.wraps(module.attention)
     def divided(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
         batch, seq_q, heads_q, _ = q.shape
-        most = min(counted(batch * seq_q * heads_q * v.shape[3]), max(places // max(-(-seq_q // positions), 1), 1))
-        return up_to(min(most, asked))(q, k, v, **options)
+        in_grid = max(places // max(-(-seq_q // positions), 1), 1)
+        return up_to(min(asked, in_grid, counted(batch * seq_q * heads_q * v.shape[3])))(q, k, v, **options)
 
     return divided
 
