@@ -59,33 +59,35 @@ Timeline: a tile is one of queries, a step takes one tile of keys
     per tile:
        2  warp 8      wait k_empty, load K                          by TMA, of the first step
        3  warp 8      wait k read, announce Q's bytes, load Q       by TMA, in the place of the one before
-       4  consumers   wait q_full                                   Q has landed
-       5  consumers   wait k_full, wait turn, S = Q K^T             by wgmma, for the first step, alone
-       6  consumers   pass turn, wait_group 0, arrive k_empty       S is complete, K has been read
-       7  consumers   mask                                          of the first step, with the end of the keys
-       8  consumers   softmax, round P                              P = 2^(S - max), in 16 bits
+       4  consumers   drop k                                        tiles of keys that only rows of others see
+       5  consumers   wait q_full                                   Q has landed
+       6  consumers   wait k_full, wait turn, S = Q K^T             by wgmma, for the first step, alone
+       7  consumers   pass turn, wait_group 0, arrive k_empty       S is complete, K has been read
+       8  consumers   drop v, skip turns                            of the same
+       9  consumers   mask                                          of the first step, with the end of the keys
+      10  consumers   softmax, round P                              P = 2^(S - max), in 16 bits
     per step:
-       9  warp 8      wait k_empty, load K                          by TMA, when a stage is free
-      10  warp 9      wait v_empty, load V                          by TMA, when a stage is free
-      11  consumers   wait k_full, wait turn, S = Q K^T             by wgmma, of a step other than the first
-      12  consumers   wait v_full, O += P V                         by wgmma, of the step before
-      13  consumers   wait_group 1, pass turn, arrive k_empty       S is complete, P V runs on
-      14  consumers   mask                                          boundary tiles only
-      15  consumers   softmax                                       P = 2^(S - max) and sums
-      16  consumers   wait_group 0, arrive v_empty                  O is complete
-      17  consumers   rescale, round P                              O to the new maxima; P in 16 bits
+      11  warp 8      wait k_empty, load K                          by TMA, when a stage is free
+      12  warp 9      wait v_empty, load V                          by TMA, when a stage is free
+      13  consumers   wait k_full, wait turn, S = Q K^T             by wgmma, of a step other than the first
+      14  consumers   wait v_full, O += P V                         by wgmma, of the step before
+      15  consumers   wait_group 1, pass turn, arrive k_empty       S is complete, P V runs on
+      16  consumers   mask                                          boundary tiles only
+      17  consumers   softmax                                       P = 2^(S - max) and sums
+      18  consumers   wait_group 0, arrive v_empty                  O is complete
+      19  consumers   rescale, round P                              O to the new maxima; P in 16 bits
     at a tile's end:
-      18  warp 8      draw                                          the next tile; the first is the CTA's number
-      19  warp 8      wait tile_empty, arrive tile_full             tells all other warps which one it is
-      20  warp 9      next tile, wait tile_full, arrive tile_empty  the one that warp 8 has drawn
-      21  consumers   next tile, wait tile_full, arrive tile_empty  the one that warp 8 has drawn
-      22  consumers   wait v_full                                   the last V has landed
-      23  consumers   wait turn, O += P V                           by wgmma, of the last step
-      24  consumers   pass turn, wait_group 0, arrive v_empty       O is complete
-      25  consumers   store LSE                                     from registers, if asked for
-      26  consumers   store O                                       from registers, 16 bytes at a time
+      20  warp 8      draw                                          the next tile; the first is the CTA's number
+      21  warp 8      wait tile_empty, arrive tile_full             tells all other warps which one it is
+      22  warp 9      next tile, wait tile_full, arrive tile_empty  the one that warp 8 has drawn
+      23  consumers   next tile, wait tile_full, arrive tile_empty  the one that warp 8 has drawn
+      24  consumers   wait v_full                                   the last V has landed
+      25  consumers   wait turn, O += P V                           by wgmma, of the last step
+      26  consumers   pass turn, wait_group 0, arrive v_empty       O is complete
+      27  consumers   store LSE                                     from registers, if asked for
+      28  consumers   store O                                       from registers, 16 bytes at a time
     at last:
-      27  consumer 0  wait turn                                     no arrival is left in the barrier
+      29  consumer 0  wait turn                                     no arrival is left in the barrier
 """
 
 import functools
@@ -254,7 +256,6 @@ class Work:
     batch: cutlass.Int32
     n_begin: cutlass.Int32
     n_end: cutlass.Int32
-    n_full_end: cutlass.Int32  # tiles of keys before this one hold no edge of the mask
     seq_q: cutlass.Int32
     seq_k: cutlass.Int32
 
@@ -315,7 +316,7 @@ def work_on(coordinates, mQ, mK, number, valid) -> Work:
     m_block, head, head_kv, batch = coordinates
     seq_q, seq_k = mQ.shape[0], mK.shape[0]
     n_begin = cutlass.Int32(0)
-    n_end, n_full_end = kv_range(m_block * TILE_M, seq_q, seq_k)
+    n_end, _ = kv_range(m_block * TILE_M, seq_q, seq_k)
     return Work(
         valid=valid,
         number=number,
@@ -325,22 +326,21 @@ def work_on(coordinates, mQ, mK, number, valid) -> Work:
         batch=batch,
         n_begin=n_begin,
         n_end=n_end,
-        n_full_end=n_full_end,
         seq_q=seq_q,
         seq_k=seq_k,
     )
 
 
 @cute.jit
-def kv_range(m_start: cutlass.Int32, seq_q: cutlass.Int32, seq_k: cutlass.Int32):
+def kv_range(m_start: cutlass.Int32, seq_q: cutlass.Int32, seq_k: cutlass.Int32, rows: cutlass.Constexpr = TILE_M):
     """Tiles of keys to visit: (n_block_end, n_full_end).
 
-    No row of this CTA sees a key of the tiles from n_block_end on: they are skipped. Every row sees every key of the
+    None of the rows sees a key of the tiles from n_block_end on: they are skipped. Every row sees every key of the
     tiles before n_full_end; the tiles between hold the diagonal or the end of the keys and are masked.
     """
     diagonal = m_start + seq_k - seq_q  # the last key that the first row sees; negative when it sees none
     # At least one tile: the consumers' first one stands before their loop. Rows that see none of it get O = 0.
-    n_block_end = cute.ceil_div(cutlass.min(seq_k, cutlass.max(diagonal + TILE_M, 1)), TILE_N)
+    n_block_end = cute.ceil_div(cutlass.min(seq_k, cutlass.max(diagonal + rows, 1)), TILE_N)
     n_full_end = cutlass.min(seq_k, cutlass.max(diagonal + 1, 0)) // TILE_N
     return n_block_end, n_full_end
 
@@ -444,6 +444,7 @@ def consume(smem, rings, mO, mLSE, scale_log2, work, schedule):
     """One consumer warpgroup: WGMMA_M rows of O of each tile of queries, over its tiles of keys, the last one first.
 
     S = Q K^T of a tile of keys is issued with O += P V of the one before, which runs on during the softmax.
+    Tiles of keys that only rows of other consumers see are given back unread, and their turns passed on.
     """
     tidx, _, _ = cute.arch.thread_idx()
     consumer = cute.arch.make_warp_uniform(tidx // WARPGROUP_THREADS)
@@ -461,22 +462,26 @@ def consume(smem, rings, mO, mLSE, scale_log2, work, schedule):
         acc_O.fill(0.0)
         row_max.fill(LOWEST)
         row_sum.fill(0.0)
+        own = own_keys(work, consumer)
+        k_drain = drop(k_ring, k_drain, work.n_end - own.n_end)
         cute.arch.mbarrier_wait(q_full, q_drain.phase)  # Q has landed
         multiply_first(products, operands, accumulators, k_ring, q_drain, k_drain, consumer)
         k_drain.advance()
+        v_drain = drop(v_ring, v_drain, work.n_end - own.n_end)
+        skip_turns(consumer, work.n_end - own.n_end)
         tSrQ_tile = tSrQ[None, None, None, q_drain.index]  # (MMA, MMA_M, MMA_K)
         m_start = work.m_block * TILE_M
-        mask_scores(acc_S, qk_mma, m_start, (work.n_end - 1) * TILE_N, work.seq_q, work.seq_k)
+        mask_scores(acc_S, qk_mma, m_start, (own.n_end - 1) * TILE_N, work.seq_q, work.seq_k)
         softmax_step(acc_S, row_max, row_sum, rescale, scale_log2)
         round_p(acc_S, rP)
         # Tiles of keys with an edge of the mask have a loop of their own, so that the main loop has no branch.
-        for n_block in cutlass.range(work.n_end - 2, work.n_full_end - 1, -1, unroll=1):
+        for n_block in cutlass.range(own.n_end - 2, own.n_full_end - 1, -1, unroll=1):
             multiply(products, tSrQ_tile, operands, accumulators, k_ring, v_ring, k_drain, v_drain, consumer)
             mask_scores(acc_S, qk_mma, m_start, n_block * TILE_N, work.seq_q, work.seq_k)
             finish_step(accumulators, rP, rows, scale_log2, v_ring, v_drain)
             k_drain.advance()
             v_drain.advance()
-        for _ in cutlass.range(cutlass.min(work.n_end - 1, work.n_full_end), unroll=1):
+        for _ in cutlass.range(cutlass.min(own.n_end - 1, own.n_full_end), unroll=1):
             multiply(products, tSrQ_tile, operands, accumulators, k_ring, v_ring, k_drain, v_drain, consumer)
             finish_step(accumulators, rP, rows, scale_log2, v_ring, v_drain)
             k_drain.advance()
@@ -494,6 +499,40 @@ def consume(smem, rings, mO, mLSE, scale_log2, work, schedule):
         work = upcoming
     if consumer == 0:
         wait_turn(consumer)  # no arrival is left in the barrier
+
+
+@dataclass(frozen=True)
+class Keys:
+    """Of the tiles of keys that a CTA visits those of one consumer, n_begin to n_end - 1: of which its rows see any."""
+
+    n_end: cutlass.Int32
+    n_full_end: cutlass.Int32  # tiles of keys before this one hold no edge of the mask
+
+
+@cute.jit
+def own_keys(work: Work, consumer: cutlass.Int32) -> Keys:
+    """Those of this consumer, one at least: rows that see none of it get O = 0."""
+    m_start = work.m_block * TILE_M + consumer * WGMMA_M
+    n_end, n_full_end = kv_range(m_start, work.seq_q, work.seq_k, rows=WGMMA_M)
+    return Keys(n_end, n_full_end)
+
+
+@cute.jit
+def drop(ring, drain, count: cutlass.Int32):
+    """Give back so many stages unread. Each has been filled before: else its last readers may not be through."""
+    for _ in cutlass.range(count, unroll=1):
+        ring.consumer_wait(drain)
+        ring.consumer_release(drain)
+        drain.advance()
+    return drain
+
+
+@cute.jit
+def skip_turns(consumer: cutlass.Int32, count: cutlass.Int32):
+    """Pass on the turns of so many tiles of keys."""
+    for _ in cutlass.range(count, unroll=1):
+        wait_turn(consumer)
+        pass_turn(consumer)
 
 
 @cute.jit

@@ -65,42 +65,45 @@ Timeline: a tile is one of queries, a step takes one tile of keys
        3  warp 14     wait tile_empty, arrive tile_full             where the tile with the CTA's number lies
        4  consumers   wait tile_full, arrive tile_empty             the one that warp 14 has found
        5  consumer 2  pass turn                                     the first turn is consumer 0's
-       6  consumers   wait q_full                                   Q has landed
-       7  consumers   wait k_full, wait turn, S = Q K^T             by wgmma, for the first step, alone
-       8  consumers   pass turn, wait_group 0, arrive k_empty       S is complete, K has been read
+       6  consumers   drop k                                        tiles of keys that only rows of others see
+       7  consumers   wait q_full                                   Q has landed
+       8  consumers   wait k_full, wait turn, S = Q K^T             by wgmma, for the first step, alone
+       9  consumers   pass turn, wait_group 0, arrive k_empty       S is complete, K has been read
     per tile:
-       9  warp 12     wait q_empty, load Q                          by TMA, when its place is free
-      10  warp 14     wait tile_empty, draw                         the next tile, when K of this one is on its way
-      11  warp 14     arrive tile_full                              where it lies
-      12  consumers   mask                                          of the first step, with the end of the keys
-      13  consumers   softmax, round P                              P = 2^(S - max), in 16 bits
+      10  warp 12     wait q_empty, load Q                          by TMA, when its place is free
+      11  warp 14     wait tile_empty, draw                         the next tile, when K of this one is on its way
+      12  warp 14     arrive tile_full                              where it lies
+      13  consumers   drop v, skip turns                            of the same
+      14  consumers   mask                                          of the first step, with the end of the keys
+      15  consumers   softmax, round P                              P = 2^(S - max), in 16 bits
     per step:
-      14  warp 12     wait k_empty, load K                          by TMA, boxes of 64 keys, when free
-      15  warp 13     wait v_empty, load V                          by TMA, boxes of 64 keys, zeros behind all
-      16  consumers   wait k_full, wait turn, S = Q K^T             by wgmma, of a step other than the first
-      17  consumers   wait v_full, O += P V                         by wgmma, of the step before
-      18  consumers   wait_group 1, pass turn, arrive k_empty       S is complete, P V runs on
-      19  consumers   mask                                          boundary tiles only
-      20  consumers   softmax                                       P = 2^(S - max) and sums
-      21  consumers   wait_group 0, arrive v_empty                  O is complete; after 6 exponentials a thread
-      22  consumers   rescale, round P                              O to the new maxima; P in 16 bits
+      16  warp 12     wait k_empty, load K                          by TMA, boxes of 64 keys, when free
+      17  warp 13     wait v_empty, load V                          by TMA, boxes of 64 keys, zeros behind all
+      18  consumers   wait k_full, wait turn, S = Q K^T             by wgmma, of a step other than the first
+      19  consumers   wait v_full, O += P V                         by wgmma, of the step before
+      20  consumers   wait_group 1, pass turn, arrive k_empty       S is complete, P V runs on
+      21  consumers   mask                                          boundary tiles only
+      22  consumers   softmax                                       P = 2^(S - max) and sums
+      23  consumers   wait_group 0, arrive v_empty                  O is complete; after 6 exponentials a thread
+      24  consumers   rescale, round P                              O to the new maxima; P in 16 bits
     at a tile's end:
-      23  warp 12     arrive tile_empty                             K is on its way: it is time to draw
-      24  warp 12     wait tile_full                                the one that warp 14 has found
-      25  warp 13     next tile, wait tile_full, arrive tile_empty  the one that warp 14 has drawn
-      26  consumers   arrive q_empty                                Q has been read
-      27  consumers   next tile, wait tile_full, arrive tile_empty  the one that warp 14 has drawn
-      28  consumers   wait v_full                                   the last V has landed
-      29  consumers   wait q_full, wait k_full                      so have the next tile's Q and first K
-      30  consumers   wait turn, O += P V                           by wgmma, of the last step
-      31  consumers   S = Q K^T                                     by wgmma, of the next tile's first step
-      32  consumers   pass turn, wait_group 1, arrive v_empty       O is complete; the next S runs on
-      33  consumers   store LSE                                     from registers, if asked for
-      34  consumers   wait stores, gather O, store O                by stmatrix and TMA, by warp, up to the last query
-      35  consumers   wait_group 0, arrive k_empty                  the next tile's first S is complete
+      25  warp 12     arrive tile_empty                             K is on its way: it is time to draw
+      26  warp 12     wait tile_full                                the one that warp 14 has found
+      27  warp 13     next tile, wait tile_full, arrive tile_empty  the one that warp 14 has drawn
+      28  consumers   arrive q_empty                                Q has been read
+      29  consumers   next tile, wait tile_full, arrive tile_empty  the one that warp 14 has drawn
+      30  consumers   wait v_full                                   the last V has landed
+      31  consumers   drop k                                        of the next tile, before its first
+      32  consumers   wait q_full, wait k_full                      so have the next tile's Q and first K
+      33  consumers   wait turn, O += P V                           by wgmma, of the last step
+      34  consumers   S = Q K^T                                     by wgmma, of the next tile's first step
+      35  consumers   pass turn, wait_group 1, arrive v_empty       O is complete; the next S runs on
+      36  consumers   store LSE                                     from registers, if asked for
+      37  consumers   wait stores, gather O, store O                by stmatrix and TMA, by warp, up to the last query
+      38  consumers   wait_group 0, arrive k_empty                  the next tile's first S is complete
     at last:
-      36  consumer 0  wait turn                                     no arrival is left in the barrier
-      37  consumers   wait stores                                   shared memory must outlive the stores' reads
+      39  consumer 0  wait turn                                     no arrival is left in the barrier
+      40  consumers   wait stores                                   shared memory must outlive the stores' reads
 """
 
 import functools
@@ -346,7 +349,6 @@ class Work:
     q_begin: cutlass.Int32  # its first row in q and out
     n_begin: cutlass.Int32
     n_end: cutlass.Int32
-    n_full_end: cutlass.Int32  # tiles of keys before this one hold no edge of the mask
     seq_q: cutlass.Int32
     seq_k: cutlass.Int32
 
@@ -439,7 +441,7 @@ def work_on(found, number) -> Work:
     """A tile of queries, and the tiles of keys of which its rows see any."""
     m_block, head, head_kv, sequence, q_begin, seq_q, seq_k, _ = found
     n_begin = cutlass.Int32(0)
-    n_end, n_full_end = kv_range(m_block * TILE_M, seq_q, seq_k)
+    n_end, _ = kv_range(m_block * TILE_M, seq_q, seq_k)
     return Work(
         valid=m_block >= 0,
         number=number + 1,
@@ -450,22 +452,21 @@ def work_on(found, number) -> Work:
         q_begin=q_begin,
         n_begin=n_begin,
         n_end=n_end,
-        n_full_end=n_full_end,
         seq_q=seq_q,
         seq_k=seq_k,
     )
 
 
 @cute.jit
-def kv_range(m_start: cutlass.Int32, seq_q: cutlass.Int32, seq_k: cutlass.Int32):
+def kv_range(m_start: cutlass.Int32, seq_q: cutlass.Int32, seq_k: cutlass.Int32, rows: cutlass.Constexpr = TILE_M):
     """Tiles of keys to visit: (n_block_end, n_full_end).
 
-    No row of this CTA sees a key of the tiles from n_block_end on: they are skipped. Every row sees every key of the
+    None of the rows sees a key of the tiles from n_block_end on: they are skipped. Every row sees every key of the
     tiles before n_full_end; the tiles between hold the diagonal or the end of the keys and are masked.
     """
     diagonal = m_start + seq_k - seq_q  # the last key that the first row sees; negative when it sees none
     # At least one tile: the consumers' first one stands before their loop. Rows that see none of it get O = 0.
-    n_block_end = cute.ceil_div(cutlass.max(cutlass.min(seq_k, diagonal + TILE_M), 1), TILE_N)
+    n_block_end = cute.ceil_div(cutlass.max(cutlass.min(seq_k, diagonal + rows), 1), TILE_N)
     n_full_end = cutlass.min(seq_k, cutlass.max(diagonal + 1, 0)) // TILE_N
     return n_block_end, n_full_end
 
@@ -684,6 +685,7 @@ def consume(smem, rings, mO, mLSE, tma_O, sO, scale_log2, schedule):
 
     S = Q K^T of a tile of keys is issued with O += P V of the one before, which runs on during the softmax.
     The first S of a tile of queries is issued with the last P V of the one before, and runs on during the epilogue.
+    Tiles of keys that only rows of other consumers see are given back unread, and their turns passed on.
     """
     tidx, _, _ = cute.arch.thread_idx()
     consumer = cute.arch.make_warp_uniform(tidx // WARPGROUP_THREADS)
@@ -698,8 +700,10 @@ def consume(smem, rings, mO, mLSE, tma_O, sO, scale_log2, schedule):
     work = first_work(schedule)
     if consumer == CONSUMERS - 1:
         pass_turn(consumer)  # the first turn is consumer 0's
+    own = own_keys(work, consumer)
     # The very first S; each later tile of queries finds its own waiting.
     if work.valid:  # there may be fewer tiles than CTAs
+        k_drain = drop(k_ring, k_drain, work.n_end - own.n_end)
         q_ring.consumer_wait(q_drain)  # Q has landed
         multiply_first(products, operands, accumulators, k_ring, q_drain, k_drain, consumer)
     k_drain.advance()
@@ -707,19 +711,21 @@ def consume(smem, rings, mO, mLSE, tma_O, sO, scale_log2, schedule):
         acc_O.fill(0.0)
         row_max.fill(LOWEST)
         row_sum.fill(0.0)
+        v_drain = drop(v_ring, v_drain, work.n_end - own.n_end)
+        skip_turns(consumer, work.n_end - own.n_end)
         tSrQ_tile = tSrQ[None, None, None, q_drain.index]  # (MMA, MMA_M, MMA_K)
         m_start = work.m_block * TILE_M
-        mask_scores(acc_S, qk_mma, m_start, (work.n_end - 1) * TILE_N, work.seq_q, work.seq_k)
+        mask_scores(acc_S, qk_mma, m_start, (own.n_end - 1) * TILE_N, work.seq_q, work.seq_k)
         softmax_step(acc_S, row_max, row_sum, rescale, scale_log2)
         round_p(acc_S, rP)
         # Tiles of keys with an edge of the mask have a loop of their own, so that the main loop has no branch.
-        for n_block in cutlass.range(work.n_end - 2, work.n_full_end - 1, -1, unroll=1):
+        for n_block in cutlass.range(own.n_end - 2, own.n_full_end - 1, -1, unroll=1):
             multiply(products, tSrQ_tile, operands, accumulators, k_ring, v_ring, k_drain, v_drain, consumer)
             mask_scores(acc_S, qk_mma, m_start, n_block * TILE_N, work.seq_q, work.seq_k)
             finish_step(accumulators, rP, rows, scale_log2, v_ring, v_drain)
             k_drain.advance()
             v_drain.advance()
-        for _ in cutlass.range(cutlass.min(work.n_end - 1, work.n_full_end), unroll=1):
+        for _ in cutlass.range(cutlass.min(own.n_end - 1, own.n_full_end), unroll=1):
             multiply(products, tSrQ_tile, operands, accumulators, k_ring, v_ring, k_drain, v_drain, consumer)
             finish_step(accumulators, rP, rows, scale_log2, v_ring, v_drain)
             k_drain.advance()
@@ -728,7 +734,9 @@ def consume(smem, rings, mO, mLSE, tma_O, sO, scale_log2, schedule):
         q_drain.advance()
         upcoming = next_work(work, schedule)
         v_ring.consumer_wait(v_drain)  # the last V of this tile of queries has landed
+        upcoming_own = own_keys(upcoming, consumer)
         if upcoming.valid:
+            k_drain = drop(k_ring, k_drain, upcoming.n_end - upcoming_own.n_end)
             q_ring.consumer_wait(q_drain)  # the next Q has landed
             k_ring.consumer_wait(k_drain)  # and its first K
         wait_turn(consumer)
@@ -747,9 +755,44 @@ def consume(smem, rings, mO, mLSE, tma_O, sO, scale_log2, schedule):
         k_ring.consumer_release(k_drain)  # K has been read; after the last work it is a stage that nobody fills
         k_drain.advance()
         work = upcoming
+        own = upcoming_own
     if consumer == 0:
         wait_turn(consumer)  # no arrival is left in the barrier
     cute.arch.cp_async_bulk_wait_group(0, read=True)  # shared memory must outlive the stores' reads
+
+
+@dataclass(frozen=True)
+class Keys:
+    """Of the tiles of keys that a CTA visits those of one consumer, n_begin to n_end - 1: of which its rows see any."""
+
+    n_end: cutlass.Int32
+    n_full_end: cutlass.Int32  # tiles of keys before this one hold no edge of the mask
+
+
+@cute.jit
+def own_keys(work: Work, consumer: cutlass.Int32) -> Keys:
+    """Those of this consumer, one at least: rows that see none of it get O = 0."""
+    m_start = work.m_block * TILE_M + consumer * WGMMA_M
+    n_end, n_full_end = kv_range(m_start, work.seq_q, work.seq_k, rows=WGMMA_M)
+    return Keys(n_end, n_full_end)
+
+
+@cute.jit
+def drop(ring, drain, count: cutlass.Int32):
+    """Give back so many stages unread. Each has been filled before: else its last readers may not be through."""
+    for _ in cutlass.range(count, unroll=1):
+        ring.consumer_wait(drain)
+        ring.consumer_release(drain)
+        drain.advance()
+    return drain
+
+
+@cute.jit
+def skip_turns(consumer: cutlass.Int32, count: cutlass.Int32):
+    """Pass on the turns of so many tiles of keys."""
+    for _ in cutlass.range(count, unroll=1):
+        wait_turn(consumer)
+        pass_turn(consumer)
 
 
 @cute.jit

@@ -126,7 +126,11 @@ def test_the_cells_that_are_measured() -> None:
     assert committed - alone == set().union(*cells.values())
     sizes = {name: (len(lengths), sum(lengths), max(lengths)) for name, lengths in packed_cells.LENGTHS.items()}
     chats = {"chat16k": (58, 16384, 1358), "chat64k": (51, 65536, 6349)}
-    assert sizes == chats | {"documents64k": (7, 65536, 30308), "equal1k": (16, 16384, 1024)}
+    assert sizes == chats | {
+        "documents64k": (7, 65536, 30308),
+        "equal512": (32, 16384, 512),
+        "equal1k": (16, 16384, 1024),
+    }
 
 
 def test_decoding_is_measured_where_modules_split_keys() -> None:

@@ -60,8 +60,15 @@ CALLS = {
     "add_part": ("add_part", ""),
     "fold_part": ("add_part", ""),
     "store_sums": ("store", "sums"),
+    "skip_turns": ("skip_turns", ""),
 }
-WHOLE = ("make_barriers", "mask_scores", "transpose_tile")  # whose calls are no steps of their own
+WHOLE = (
+    "make_barriers",
+    "mask_scores",
+    "transpose_tile",
+    "drop",
+    "skip_turns",
+)  # whose calls are no steps of their own
 COPIES = {
     "tma_O": ("store", "O"),
     "copy_O": ("gather", "O"),
@@ -99,7 +106,7 @@ class Walk:
 def expected(step: Step) -> Event:
     """What the code of a step looks like."""
     detail = step.what
-    if step.kind in ("wait_empty", "wait_read", "fill", "wait_full", "release", "sync"):
+    if step.kind in ("wait_empty", "wait_read", "fill", "wait_full", "release", "drop", "sync"):
         detail = step.on
     elif step.kind in ("wait_products", "wait_copies"):
         detail = str(step.in_flight)
@@ -210,6 +217,8 @@ class Reader:
             yield OF_RINGS[method], names.get(owner, owner).removesuffix("_ring")
         elif function in CALLS:
             yield CALLS[function]
+        elif function == "drop":
+            yield "drop", first.removesuffix("_ring")
         elif function == "warpgroup.wait_group":
             yield "wait_products", first
         elif function == "cute.arch.mbarrier_wait":

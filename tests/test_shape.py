@@ -92,7 +92,7 @@ def test_size() -> None:
     each warp widens its own. Products of 8 bits take 190 where CTAs have several tiles: who transposes V, with the
     reasons, factors, tiles that are told or shared; of packed sequences 60 more, for checks of factors, and parts of O
     in the order of V's columns; and 20 where rows of pages are gathered, for rings that threads empty.
-    A last wave of packed sequences takes 90, with the parts of its tiles.
+    A last wave of packed sequences takes 90, with the parts of its tiles. Keys of each consumer's own take 50.
     Parts that a CTA adds up itself take 60, with the place of their sums. Factors take 14 more, of blocks of rows 85 on
     top, K and V of another dtype 10. O in stripes, one after the other, takes 20.
     A GEMM has fewer than 500, a copy 200 to 320, a merge 300 to 350.
@@ -123,6 +123,7 @@ def test_size() -> None:
     most |= {stem: most[stem] + 60 for stem in several if plans()[stem].softmax.restarts}
     most |= {stem: most[stem] + 20 for stem in ATTENTION if (bits := plans()[stem].eight_bit) and bits.striped}
     most |= {stem: most[stem] + 90 for stem in several if plans()[stem].scheduler.packed_shares}
+    most |= {stem: most[stem] + 50 for stem in ATTENTION if plans()[stem].mask.by_consumer}
     assert {stem: lines[stem] for stem in ATTENTION if not 300 <= lines[stem] <= most[stem]} == {}
     assert {stem: lines[stem] for stem in GEMM if not 300 <= lines[stem] < 500} == {}
     assert {stem: lines[stem] for stem in COPIES if not 200 <= lines[stem] <= 320} == {}
@@ -283,6 +284,7 @@ BY_SPEC: dict[str, Callable[[Plan], bool]] = {
         and (plan.eight_bit is not None or not plan.output.own_dtype),
     ),
     "in_order_of_columns": lambda plan: plan.eight_bit is not None and plan.output.place == "direct",
+    **dict.fromkeys(["Keys", "own_keys", "drop", "skip_turns"], lambda plan: plan.mask.by_consumer),
     "lines_of": lambda plan: plan.scheduler.kind == "even",
     "store_f32": lambda plan: plan.scheduler.split and not plan.by_warps,
     "combine_kernel": lambda plan: plan.scheduler.split,

@@ -633,7 +633,7 @@ def test_the_picture_is_written(tmp_path: object, capsys: pytest.CaptureFixture[
         (["k6_d64", "--lengths", "5,6"], "k6_d64 takes dense tensors, of which all sequences have one length"),
         (
             ["fwd_packed_d64", "--lengths", "chat17k"],
-            "one of the lists chat16k, chat64k, documents64k, equal1k, prefill1k_on_8k",
+            "one of the lists chat16k, chat64k, documents64k, equal512, equal1k, prefill1k_on_8k",
         ),
         (["fwd_packed_d64", "--lengths", "0,0x7"], "there are no rows of queries, or of keys"),
         (["fwd_packed_d64", "--heads", "5"], "give its --lengths, too"),

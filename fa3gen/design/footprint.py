@@ -9,15 +9,18 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 
+from fa3gen.design.masks import given_with_calls
 from fa3gen.hardware import hopper
 from fa3gen.hardware.dtypes import FP32, Dtype
 from fa3gen.spec.model import (
+    CausalMask,
     CooperativeSchedule,
     CpAsyncLoad,
     Forward,
     GlobalHandoff,
     MmaProduct,
     NoMask,
+    PingPongSchedule,
     RegisterHandoff,
     Scheduler,
     SmemHandoff,
@@ -330,6 +333,25 @@ def part_shape(spec: Forward) -> tuple[int, int, int]:
 def flattened(spec: Forward) -> bool:
     """Whether the first Q K^T of a tile of queries is issued with the last P V of the one before: Q has to be there."""
     return persistent(spec) and overlapped(spec) and isinstance(spec.load, TmaLoad) and spec.load.q_stages > 1
+
+
+def own_keys(spec: Forward) -> bool:
+    """Whether each consumer visits only the tiles of keys that its own rows see, and gives the others back unread.
+
+    Where rows of a tile of queries see keys of several tiles more than those of one consumer do: with 192 rows, 64 of
+    each consumer, and tiles of 128 keys one of a tile's first, or last, is hidden from two of three consumers. Turns
+    are passed on, so that the others have the tensor core to themselves (docs/performance.md). A consumer waits for the
+    first K of its own before it passes its turn on, and those who read the hidden ones before it come later: the ring
+    has to hold all of these. Not rendered with parts of keys, whose ends are no edges of a mask, nor with sums that
+    threads add up.
+    """
+    masked = isinstance(spec.mask, CausalMask) or given_with_calls(spec.mask)
+    if not masked or not isinstance(spec.schedule, PingPongSchedule) or not overlapped(spec):
+        return False
+    hidden = spec.tile.q - hopper.WGMMA_M
+    fits = spec.tile.kv <= hidden <= spec.tile.kv * (kv_stages(spec) - 1) and spec.tile.pack_heads == 1
+    whole = spec.split is None and spec.softmax.restart_every is None and not eight_bits(spec)
+    return fits and whole and spec.scheduler == "dynamic"
 
 
 def threads(spec: Forward) -> int:

@@ -633,6 +633,8 @@ def _name(step: Step) -> str:
         "sync": step.on,
         "wait_turn": "wait turn",
         "pass_turn": "pass turn",
+        "drop": f"drop {step.on}",
+        "skip_turns": "skip turns",
         "product": {"S": "S = Q K^T", "O": "O += P V", "D": "D += A B"}.get(step.what, ""),
         "wait_products": f"wait_group {step.in_flight}",
         "transpose": f"transpose {step.what}",

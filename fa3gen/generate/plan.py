@@ -160,6 +160,8 @@ class MaskPlan:
     `full_tiles`: where the tiles of keys without an edge of the mask lie among those that a tile of queries visits:
     all but the first visited, which may reach past the end of the keys; before or between those with an edge; or none,
     because the window is too narrow. `both_edges`: whether a tile may hold the left and the right edge of a window.
+    `by_consumer`: whether each consumer visits only the tiles of keys that its own rows see. `rows`: of how many rows,
+    or positions of packed heads, a range of tiles is asked for.
     """
 
     kind: str
@@ -168,6 +170,18 @@ class MaskPlan:
     full_tiles: Literal["all", "before", "between", "none"]
     both_edges: bool
     given: bool = False
+    by_consumer: bool = False
+    rows: str = "TILE_M"
+
+    @property
+    def whose_row(self) -> str:
+        """Whose row sees none of the tiles of keys that are skipped."""
+        return "one of the rows" if self.by_consumer else "a row of this CTA"
+
+    @property
+    def no_row(self) -> str:
+        """The same, where a sentence begins with it."""
+        return "None of the rows" if self.by_consumer else "No row of this CTA"
 
     @property
     def left_name(self) -> str:
@@ -215,24 +229,24 @@ class Fake:
 class ArgumentsPlan:
     """Names of what functions take, where that differs from module to module; `load_kv` is of cooperative kernels.
 
-    `launch` and `kernel` are whole signatures, `kernel_call` is what the kernel is given: tensors with their TMA
-    atoms, `factors` of the scores, a window that calls give, and how much there is to schedule. `consume` is what a
-    consumer gets beside shared memory and rings; `schedule` is what the scheduler reads, beginning with what a work
-    item is made of (`made_of`), `work` what a role is given to know its tiles by. `k_loads` and `v_loads` are what one
-    that loads begins with, `loaded_by` what it ends with. `ranged` is what decides which tiles of keys are visited,
-    `seen` the same of a work item. Of packed sequences `sequences` is what says where they lie, `bounds` where one
-    does, and `looked_at` what a warp knows of 32 of them and of what comes before. `softmax_step` is what the softmax
-    of a step takes, `rows` what a thread keeps of its rows, and `lse_from` what their LSE is made of. Of parts
-    `summed` is what a warp that adds them up reads, `combined` what the kernel that does takes, `combine_call` what it
-    is given, and `row_outputs` what it needs to finish a row. `descales` are the factors of q, k and v; with
-    those of q and k what a call gives by `call_` and its name becomes `scaled`, which S is multiplied by first, and
-    `scales` has both where q has 8 bits. `normalize` is what brings O to its sums, `add_sink` what a sink adds to
-    these needs. `accumulators` are a consumer's, of which `only_acc_s` names S, `multiplied` those that
-    products write; P V of `pv_columns` goes to `acc_pv`, and from there into O by `promoted_by`. `products` and
+    `launch` and `kernel` are whole signatures, `kernel_call` is what the kernel is given: tensors with their TMA atoms,
+    `factors` of the scores, a window that calls give, and how much there is to schedule. `consume` is what a consumer
+    gets beside shared memory and rings; `schedule` is what the scheduler reads, beginning with what a work item is made
+    of (`made_of`), `work` what a role is given to know its tiles by. `k_loads` and `v_loads` are what one that loads
+    begins with, `loaded_by` what it ends with. `ranged` is what decides which tiles of keys are visited, `seen` the
+    same of a work item, `keys` what has the tiles of keys that a consumer visits. Of packed sequences `sequences` is
+    what says where they lie, `bounds` where one does, and `looked_at` what a warp knows of 32 of them and of what comes
+    before. `softmax_step` is what the softmax of a step takes, `rows` what a thread keeps of its rows, and `lse_from`
+    what their LSE is made of. Of parts `summed` is what a warp that adds them up reads, `combined` what the kernel that
+    does takes, `combine_call` what it is given, and `row_outputs` what it needs to finish a row. `descales` are the
+    factors of q, k and v; with those of q and k what a call gives by `call_` and its name becomes `scaled`, which S is
+    multiplied by first, and `scales` has both where q has 8 bits. `normalize` is what brings O to its sums, `add_sink`
+    what a sink adds to these needs. `accumulators` are a consumer's, of which `only_acc_s` names S, `multiplied` those
+    that products write; P V of `pv_columns` goes to `acc_pv`, and from there into O by `promoted_by`. `products` and
     `operands` are those that it names. It finds V in `smem_v` and `v_ring`, where it has landed or been transposed
-    (`v_ready`), and gives it back by `release_v`; in `multiplied_smem` stands what products and sums are made of,
-    in `sums_before` the sum of O over the parts before. A part of a tile is given away and
-    added to another by functions that take `of_part`; it is that of a `giver`.
+    (`v_ready`), and gives it back by `release_v`; in `multiplied_smem` stands what products and sums are made of, in
+    `sums_before` the sum of O over the parts before. A part of a tile is given away and added to another by functions
+    that take `of_part`; it is that of a `giver`.
     """
 
     factors: tuple[str, ...] = ()
@@ -243,6 +257,7 @@ class ArgumentsPlan:
     made_of: tuple[str, ...] = ()
     ranged: tuple[str, ...] = ()
     seen: tuple[str, ...] = ()
+    keys: str = "work"
     work: tuple[str, ...] = ()
     k_loads: str = "tma_Q, tma_K, mQ, mK"
     v_loads: str = "tma_V, mVt"
@@ -905,6 +920,12 @@ def _k_begin(spec: Forward) -> str:
 
 
 def _mask(spec: Forward) -> MaskPlan:
+    own = footprint.own_keys(spec)
+    rows = "rows" if own else "POSITIONS" if spec.tile.pack_heads > 1 else "TILE_M"
+    return replace(_edges(spec), by_consumer=own, rows=rows)
+
+
+def _edges(spec: Forward) -> MaskPlan:
     if isinstance(spec.mask, NoMask):
         return MaskPlan("none", 0, 0, "all", False)
     if isinstance(spec.mask, CausalMask):
@@ -1034,6 +1055,7 @@ def _arguments(spec: Forward) -> ArgumentsPlan:
         made_of=tuple(made_of),
         ranged=ranged,
         seen=tuple(f"work.{name}" for name in ranged),
+        keys="own" if footprint.own_keys(spec) else "work",
         work=work,
         k_loads="tma_Q, mQ, mK" if gathered else "tma_Q, tma_K, mQ, mK",
         v_loads="mV" if gathered else "tma_V, mV" if pages else "tma_V, mVt",

@@ -16,7 +16,7 @@ from fa3gen.spec.model import Forward
 from fa3gen.spec.specfile import Variant, attention_among
 
 # Requests as a chat server packs them, many short ones and few long ones, 16,384 and 65,536 tokens in all; documents as
-# they are packed for training; and a batch of equally long sequences, as dense calls have them.
+# they are packed for training; and batches of equally long sequences, as dense calls have them.
 LENGTHS = {
     "chat16k": (
         *(217, 385, 327, 75, 85, 153, 142, 365, 653, 160, 60, 92, 422, 324, 127, 488, 150, 270, 1358, 118, 409, 493),
@@ -29,6 +29,7 @@ LENGTHS = {
         *(1040, 175, 409, 1644, 1041, 2197, 994, 744, 597, 392, 6349),
     ),
     "documents64k": (15087, 30308, 11024, 2105, 2515, 916, 3581),
+    "equal512": (512,) * 32,
     "equal1k": (1024,) * 16,
 }
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 
 from fa3gen.design import footprint, splits
+from fa3gen.design.masks import given_with_calls
 from fa3gen.design.schedule.model import Place, Role, Step
 from fa3gen.spec.model import Forward, NoMask, PingPongSchedule
 
@@ -233,6 +234,8 @@ def _next(spec: Forward, who: str, drawing: str = "") -> Iterator[Step]:
 
 # Consumers
 
+_UNSEEN = "tiles of keys that only rows of others see"
+
 
 class _Turns:
     """Steps that only ping-pong has."""
@@ -322,7 +325,12 @@ def _overlapped(spec: Forward, drawing: str) -> Iterator[Step]:
     if footprint.block_scales(spec):
         yield _consumers("tile", "read_scale", note="q_descale, and k_descale of the first two steps")
         yield _consumers("tile", "read_scale", note="v_descale of the first step")
+    if own := footprint.own_keys(spec):
+        yield _consumers("cta" if flattened else "tile", "drop", on="k", note=_UNSEEN)
     yield from _first_scores(turns, "cta" if flattened else "tile")
+    if own:
+        yield _consumers("tile", "drop", on="v")
+        yield _consumers("tile", "skip_turns", note="of the same")
     when = "with" if spec.softmax.mask_end == "always" else "if it holds"
     yield from _cap(spec, "tile")
     yield _consumers("tile", "mask", note=f"of the first step, {when} the end of the keys")
@@ -332,10 +340,15 @@ def _overlapped(spec: Forward, drawing: str) -> Iterator[Step]:
     if footprint.block_scales(spec):
         yield _consumers("step", "read_scale", note="k_descale of the next step")
         yield _consumers("step", "read_scale", note="v_descale of this step, from global memory")
+    if left := own and given_with_calls(spec.mask):
+        yield _consumers("end", "drop", on="k")
+        yield _consumers("end", "skip_turns", note=_UNSEEN)
     if not footprint.keys_free_q(spec):
         yield _consumers("end", "release", on="q", note="Q has been read")
     yield from _next(spec, CONSUMERS, drawing)
     yield from _last_product(spec, turns, flattened)
+    if left:
+        yield _consumers("end", "drop", on="v", note="of those after the last")
     yield from _store(spec)
     if flattened:
         yield _consumers("end", "wait_products")
@@ -445,6 +458,8 @@ def _last_product(spec: Forward, turns: _Turns, flattened: bool) -> Iterator[Ste
     landed = "the last V has been transposed" if transposed else "the last V has landed"
     yield end("wait_full", on=_v_ring(spec), note=landed)
     if flattened:
+        if footprint.own_keys(spec):
+            yield end("drop", on="k", note="of the next tile, before its first")
         yield end("wait_full", on="q", ahead=1)
         yield end("wait_full", on="k", ahead=1, note="so have the next tile's Q and first K")
     yield from turns.take("end")
