@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from fa3gen.base.errors import UserError
@@ -116,7 +116,8 @@ class QueryTile:
 class KeyTiles:
     """The tiles of keys [start, end) that a tile of queries visits; those in [full_start, full_end) need no mask.
 
-    They are counted from `first_key` on.
+    They are counted from `first_key` on. `unseen`: how many times one of them is given back unread by a consumer whose
+    rows see none of its keys.
     """
 
     start: int
@@ -124,6 +125,7 @@ class KeyTiles:
     full_start: int
     full_end: int
     first_key: int = 0
+    unseen: int = 0
 
     @property
     def visited(self) -> int:
@@ -381,19 +383,28 @@ def key_tiles(spec: Forward, lengths: Lengths, m_block: int, window: Window | No
     if isinstance(spec.mask, NoMask) or isinstance(spec.handoff, GlobalHandoff):
         return KeyTiles(0, -(-max(seq_k, least) // kv), 0, seq_k // kv)
     diagonal = m_block * positions + seq_k - seq_q
-    left, right = reach(of_call(spec.mask, window))
-    left = diagonal + positions if left is None else left  # all keys
+    to_left, right = reach(of_call(spec.mask, window))
+    left = diagonal + positions if to_left is None else to_left  # all keys
     assert right is not None  # either mask ends there
     first_key = max(min(diagonal - left, seq_k - 1), 0) if spec.tile.kv_from == "window" else 0
     first_key -= first_key % (footprint.page_rows(spec) or 1)  # boxes of keys lie in a page whole
     diagonal, seq_k = diagonal - first_key, seq_k - first_key
-    end = max(min(seq_k, diagonal + positions + right), least, 0)
-    start = min(end, max(diagonal - left, 0))
-    full_start = -(-max(diagonal + positions - 1 - left, 0) // kv)
-    full_end = min(seq_k, max(diagonal + right + 1, 0)) // kv
-    if given_with_calls(spec.mask):
-        full_start = min(full_start, full_end)
-    return KeyTiles(start // kv, -(-end // kv), full_start, full_end, first_key)
+
+    def of_rows(begin: int, rows: int) -> KeyTiles:
+        first = diagonal + begin
+        end = max(min(seq_k, first + rows + right), least, 0)
+        start = min(end, max(first - left, 0))
+        full_start = -(-max(first + rows - 1 - left, 0) // kv)
+        full_end = min(seq_k, max(first + right + 1, 0)) // kv
+        if given_with_calls(spec.mask):
+            full_start = min(full_start, full_end)
+        return KeyTiles(start // kv, -(-end // kv), full_start, full_end, first_key)
+
+    whole = of_rows(0, positions)
+    if not footprint.own_keys(spec):
+        return whole
+    own = (of_rows(begin, hopper.WGMMA_M) for begin in range(0, positions, hopper.WGMMA_M))
+    return replace(whole, unseen=sum(whole.visited - max(tiles.visited, 1) for tiles in own))
 
 
 @dataclass(frozen=True)
@@ -451,6 +462,11 @@ class Problem:
         return self._sum(lambda tiles: tiles.masked)
 
     @property
+    def unseen(self) -> float:
+        """Steps that consumers give back unread, since only rows of others see their keys: 1/3 for one of three."""
+        return self._sum(lambda tiles: tiles.unseen) / (self.spec.tile.warpgroups or 1)
+
+    @property
     def skipped(self) -> int:
         """Steps that the mask saves."""
         counts = Counter(self.shape.sequences).items()
@@ -484,7 +500,8 @@ class Problem:
     @property
     def over_compute(self) -> float:
         """FLOPs computed over FLOPs counted: edges of the mask, and tiles that the sequences do not fill."""
-        return self.visited * step(self.spec).flops / self.flops if self.flops else float("inf")
+        computed = (self.visited - self.unseen) * step(self.spec).flops
+        return computed / self.flops if self.flops else float("inf")
 
     @property
     def hbm_bytes(self) -> int:

@@ -15,7 +15,7 @@ from fa3gen.cpu.kernel import CpuKernel
 from fa3gen.cpu.module import load_on_cpu
 from fa3gen.cpu.schedule import FAST
 from fa3gen.cpu.trace import Trace
-from fa3gen.design import footprint
+from fa3gen.design import footprint, work
 from fa3gen.design.family import Shape
 from fa3gen.design.masks import Window
 from fa3gen.generate.render import render_variant
@@ -83,6 +83,8 @@ def test_each_multiplies_what_its_rows_see(stem: str, seq_q: int, seq_k: int, wi
     of_call = (EVERYTHING[0] if left < 0 else left, EVERYTHING[1] if right < 0 else right)
     found = visited(stem, shape)
     assert found == seen(stem, shape, of_call)
+    told = work.Problem(spec_of(stem), shape)
+    assert sum(found.values()) == pytest.approx((told.visited - told.unseen) * plans()[stem].tile.warpgroups)
     if window != (-1, -1) and seq_k > plans()[stem].tile.n:
         assert len(set(found.values())) > 1  # else the CTA's range would do
 
