@@ -491,9 +491,10 @@ def check_code_of_rings(calls: list[str], plan: Plan) -> None:
     assert (calls.count("draw_work"), calls.count("next_work")) == (dynamic and not packed, roles - dynamic - placed)
     begun = 1 + packed + even + 2 * packed * plan.converts  # who converts asks for the first tile, as consumers do
     assert (calls.count("first_work"), calls.count("read_tile")) == (begun, 4 * packed - 2 * even)
-    # Around each place with products, and at both ends of all.
+    # Around each place with products, and at both ends of all; and where a turn is of keys that only others see.
     turns = [calls.count(name) for name in ("wait_turn", "pass_turn")]
-    assert turns == ([4, 4] if overlap else [2, 2]) if plan.schedule.ping_pong else [0, 0]
+    each = (4 if overlap else 2) + plan.mask.by_consumer
+    assert turns == ([each, each] if plan.schedule.ping_pong else [0, 0])
     qk, pv = product_copies(plan)
     loops = calls.count("multiply")
     # With overlap a product stands in `multiply`, which stands in each loop; without, in the one loop.

@@ -281,7 +281,7 @@ def found_by_warp(
 
 
 DIVISION = ("Work", "first_work", "work_on", "piece_of_work", "kv_range", "tile_coordinates", "place_in_sequence")
-DIVISION += ("find_tile", "look_at", "bounds_of")
+DIVISION += ("find_tile", "look_at", "bounds_of", "Keys", "own_keys")
 """Who does what, in the order of the modules; each has some of these."""
 
 
@@ -328,9 +328,15 @@ def asked_for(division: dict[str, Any], spec: Spec, block: int, seq_q: int, seq_
         counted = key_tiles(spec, (seq_q, seq_k), block)
         assert max(counted.start, counted.full_start) >= min(counted.end, counted.full_end)
         return KeyTiles(work.n_begin, work.n_end, counted.full_start, counted.full_end)
+    first_key = work.k_begin if spec.tile.kv_from == "window" else 0
+    if footprint.own_keys(spec):  # of a CTA's tiles only consumers say which are full, each of its own
+        edges = division["kv_range"](block * spec.tile.q, seq_q, work.seq_k, *window)
+        full = edges[2:] if isinstance(spec.mask, WindowMask) else (0, edges[1])
+        own = [division["own_keys"](work, consumer) for consumer in range(spec.tile.warpgroups or 0)]
+        visited = sum(keys.n_end - getattr(keys, "n_begin", work.n_begin) for keys in own)
+        return KeyTiles(work.n_begin, work.n_end, *full, first_key, len(own) * (work.n_end - work.n_begin) - visited)
     full_end = seq_k // spec.tile.kv if unmasked else work.n_full_end
     full_begin = work.n_full_begin if isinstance(spec.mask, WindowMask) else 0
-    first_key = work.k_begin if spec.tile.kv_from == "window" else 0
     return KeyTiles(work.n_begin, work.n_end, full_begin, full_end, first_key)
 
 
