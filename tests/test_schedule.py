@@ -62,13 +62,8 @@ CALLS = {
     "store_sums": ("store", "sums"),
     "skip_turns": ("skip_turns", ""),
 }
-WHOLE = (
-    "make_barriers",
-    "mask_scores",
-    "transpose_tile",
-    "drop",
-    "skip_turns",
-)  # whose calls are no steps of their own
+# Whose calls are no steps of their own.
+WHOLE = ("make_barriers", "mask_scores", "transpose_tile", "drop", "skip_turns")
 COPIES = {
     "tma_O": ("store", "O"),
     "copy_O": ("gather", "O"),

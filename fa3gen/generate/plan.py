@@ -868,6 +868,11 @@ def _rows(spec: Forward) -> RowsPlan:
     )
 
 
+def _positions(spec: Forward) -> str:
+    """The module's name for the positions of a tile of queries."""
+    return "POSITIONS" if spec.tile.pack_heads > 1 else "TILE_M"
+
+
 def _tile(spec: Forward) -> TilePlan:
     packed, any_group = spec.tile.pack_heads > 1, spec.tile.group == "any"
     return TilePlan(
@@ -884,7 +889,7 @@ def _tile(spec: Forward) -> TilePlan:
         padded=spec.tile.group != "multiple",
         any_group=any_group,
         rows="PACKED_M" if packed else "TILE_M",
-        positions="POSITIONS" if packed else "TILE_M",
+        positions=_positions(spec),
         head_tiles=_head_tiles(spec),
         heads_told="heads_q // heads_kv" if any_group else _head_tiles(spec),
         tiles_found="heads_kv * packs" if any_group else "heads_q",
@@ -921,7 +926,7 @@ def _k_begin(spec: Forward) -> str:
 
 def _mask(spec: Forward) -> MaskPlan:
     own = footprint.own_keys(spec)
-    rows = "rows" if own else "POSITIONS" if spec.tile.pack_heads > 1 else "TILE_M"
+    rows = "rows" if own else _positions(spec)
     return replace(_edges(spec), by_consumer=own, rows=rows)
 
 
