@@ -85,6 +85,10 @@ class BulkCopyUnit:
         _check_place(tensor_map, coordinates)
         chunks = box_chunks(tensor_map, destination)
         memory.check_chunks(chunks, "a TMA load")
+        if self.cta.order.others_store_here(tensor_map.address):
+            rows, size = box_rows(tensor_map, coordinates)
+            if len(rows):
+                self.cta.order.loads(rows, size, np.full(len(rows), int(warps[0]) * 32))
         barrier = self.cta.mbarriers.for_load(barrier_address, warps)
         size = len(chunks) * 16
         memory.async_write(side_by_side(chunks), 16, warps, barrier.column, barrier.phase + 1, "a TMA load")
@@ -162,7 +166,7 @@ class BulkCopyUnit:
         """`cp.async.bulk.wait_group{.read}`: the thread's own groups; a wait by other lanes waits for nothing."""
         for warp, lanes in self._executing(group, mask):
             stores = self.stores[warp]
-            stores.wait(pending, self._perform, functools.partial(_issued_by, lanes))
+            stores.wait(pending, functools.partial(self._perform, warp), functools.partial(_issued_by, lanes))
             self.cta.clocks.learn(np.array([warp]), self.cta.clocks.bulk + warp, stores.completed)
         self.cta.note("stores awaited", group, stores=self.stores)
 
@@ -186,8 +190,13 @@ class BulkCopyUnit:
             if rows[position].any()
         ]
 
-    def _perform(self, store: Store) -> None:
+    def _perform(self, warp: int, store: Store) -> None:
         data = self.cta.shared.chunks[store.chunks].view(np.uint8)
+        if self.cta.order.launch is not None:
+            rows, size = box_rows(store.tensor_map, store.coordinates, whole_units=True)
+            if len(rows):
+                epoch = self.stores[warp].completed + 1
+                self.cta.order.bulk_stores(rows, size, warp * 32 + store.lane, epoch)
         write_box(store.tensor_map, store.coordinates, self.cta.memory, data)
 
 
@@ -265,11 +274,17 @@ def _visible(tensor_map: TensorMap, coordinates: tuple[int, ...]) -> tuple[list[
     return first, count, skip
 
 
+def _address(tensor_map: TensorMap, place: list[int]) -> int:
+    """That of an element. It wraps around: an H200 takes maps whose strides come back to the tensor from behind the
+    end of memory."""
+    return (
+        tensor_map.address + sum(index * step for index, step in zip(place, tensor_map.strides, strict=True))
+    ) % 2**64
+
+
 def _view(tensor_map: TensorMap, memory: GlobalMemory, first: list[int], count: list[int]) -> NDArray[np.uint8]:
     """The visible part of a box in global memory, bytes, dimensions slowest first."""
-    strides = tensor_map.strides
-    # Addresses wrap around: an H200 takes maps whose strides come back to the tensor from behind the end of memory.
-    start = (tensor_map.address + sum(index * stride for index, stride in zip(first, strides, strict=True))) % 2**64
+    strides, start = tensor_map.strides, _address(tensor_map, first)
     extent = sum((number - 1) * stride for number, stride in zip(count, strides, strict=True))
     allocation = memory.find(start, start + extent + tensor_map.element_bytes)
     return np.lib.stride_tricks.as_strided(
@@ -280,6 +295,22 @@ def _view(tensor_map: TensorMap, memory: GlobalMemory, first: list[int], count: 
             1,
         ),
     )
+
+
+def box_rows(
+    tensor_map: TensorMap, coordinates: tuple[int, ...], *, whole_units: bool = False
+) -> tuple[NDArray[np.int64], int]:
+    """Addresses of the contiguous rows of a box inside the tensor, and bytes of one; `whole_units` as `write_box`."""
+    first, count, _ = _visible(tensor_map, coordinates)
+    size = count[0] * tensor_map.element_bytes
+    if whole_units:
+        size = -(-size // INNER_ALIGNMENT) * INNER_ALIGNMENT
+    if not all(count):
+        return np.zeros(0, np.int64), size
+    rows = np.zeros(1, np.int64)
+    for number, stride in zip(count[1:], tensor_map.strides[1:], strict=True):
+        rows = np.add.outer(np.arange(number) * stride, rows).ravel()
+    return rows + _address(tensor_map, first), size
 
 
 def read_box(tensor_map: TensorMap, coordinates: tuple[int, ...], memory: GlobalMemory) -> NDArray[np.uint8]:

@@ -64,6 +64,9 @@ class CpAsyncUnit:
         rows = to >> (width.bit_length() - 1)
         if len(instructions) > 1 and len(np.unique(rows)) < len(rows):
             return False
+        self._check_sources(
+            origin, sizes, np.tile(group.thread if mask is None else group.thread[mask], len(instructions))
+        )
         warps = group.warp_of_lane if mask is None else group.warp_of_lane[mask]
         warps = warps if len(instructions) == 1 else np.tile(warps, len(instructions))
         epochs = np.array([copies.open_epoch for copies in self.warps])
@@ -78,6 +81,7 @@ class CpAsyncUnit:
         """`cp.async.c{a,g}.shared.global [dst], [src], width{, size}` of these lanes."""
         memory = self.cta.shared
         active = np.ones(group.lanes, bool) if mask is None else mask
+        self._check_sources(lanes[1], lanes[2], group.thread[active])
         warps = group.warp_of_lane[active]
         for warp in group.warps.tolist():
             to, origin, sizes = (vector[warps == warp] for vector in lanes)
@@ -131,6 +135,14 @@ class CpAsyncUnit:
         for warp in warps:
             if self.warps[warp].unfinished:
                 raise Hazard(Kind.UNFINISHED, f"warp {warp} ends with cp.async copies that it has not waited for")
+
+    def _check_sources(self, origin: NDArray[np.int64], sizes: NDArray[np.int64], threads: NDArray[np.intp]) -> None:
+        """Raise a Hazard where another CTA has stored what is copied, and these threads do not know of it."""
+        order = self.cta.order
+        for size in np.unique(sizes[sizes > 0]).tolist() if order.launch is not None else ():
+            rows = sizes == size
+            if order.others_store_here(int(origin[rows][0])):
+                order.loads(origin[rows], size, threads[rows])
 
     def _perform(self, copies: Sequence[Copy], width: int) -> None:
         """Make copies of one width, all at once."""

@@ -16,6 +16,7 @@ from fa3gen.cpu.clocks import Clocks
 from fa3gen.cpu.cp_async import CpAsyncUnit
 from fa3gen.cpu.findings import Hazard, Kind, Place
 from fa3gen.cpu.flow import EXIT, definitions_and_uses
+from fa3gen.cpu.global_order import CtaOrder
 from fa3gen.cpu.lane_memory import LocalMemory
 from fa3gen.cpu.shared_memory import SharedMemory
 from fa3gen.cpu.tensor_map import TensorMap
@@ -25,7 +26,7 @@ from fa3gen.cpu.wgmma import InFlight, WgmmaUnit
 from fa3gen.hardware.hopper import registers_at_launch
 
 PATIENCE = 6  # times that nothing but "not yet" may be answered before the CTA counts as deadlocked
-MAX_POLLS = 10_000  # loads of what other CTAs or warps store, while nothing else happens in the CTA
+MAX_IDLE_ROUNDS = 100  # in which warps do nothing but load what others store, before the CTA is set aside
 MAX_BLOCKS = 50_000_000  # executed by one CTA; a kernel that takes longer does not end
 
 
@@ -45,6 +46,7 @@ class Cta:
         self.threads = self.block[0] * self.block[1] * self.block[2]
         warps = -(-self.threads // 32)
         self.clocks = Clocks(warps)
+        self.order = CtaOrder(launch.order, self)
         self.shared = SharedMemory(launch.shared_bytes, self.program.granule, self.clocks)
         self.local_memory = LocalMemory(warps * 32, self.program.kernel.local_bytes)
         self.named_barriers = NamedBarriers(self.clocks, warps * 32)
@@ -60,7 +62,8 @@ class Cta:
         self._blocks = 0
         self._seen_progress = -1
         self._patience = PATIENCE
-        self._polls, self._polled_at = 0, -1
+        self._polled_at, self._idle_rounds = -1, 0
+        self.has_moved = True  # since the last time that it was set aside
 
     # ------------------------------------------------------------------ what blocks and units use
 
@@ -79,23 +82,23 @@ class Cta:
             self.launch.trace.record(self, event, group, details)
 
     def time_limit_passes(self) -> bool:
-        """Whether a wait that may give up does so now: sometimes, where the schedule leaves something to chance."""
-        return self.by_chance and self.random.random() < 0.2
+        """Whether a wait that may give up does so now: sometimes, where the schedule leaves something to chance.
+
+        Not beside warps that only look at global memory: they and it would look in turns for ever, and nothing land.
+        """
+        return self.by_chance and not self._idle_rounds and self.random.random() < 0.2
 
     def polled(self, group: Group) -> None:
-        """A group has looked at global memory for what somebody else stores; until more happens, others go first.
-
-        Raises a Hazard when nobody will store it: CTAs run one after the other, so that those that a CTA may wait for
-        have ended, and the ones after it have not begun.
-        """
-        self._polls = self._polls + 1 if self._polled_at == self.progress else 0
+        """A group has looked at global memory for what somebody else stores; until more happens, others go first."""
         self._polled_at = group.polled_at = self.progress
-        if self._polls > MAX_POLLS:
-            raise Hazard(
-                Kind.DEADLOCK,
-                "a word of global memory is read again and again, but the CTAs before this one have ended without "
-                "storing what the warp waits for; a CTA may wait for those with lower numbers only",
-            )
+
+    def waits_in_vain(self) -> Hazard:
+        """The deadlock of a CTA that waits for what no other one will store."""
+        return Hazard(
+            Kind.DEADLOCK,
+            "a word of global memory is read again and again, but no other CTA will store what the warp waits for; a "
+            "CTA may wait for those with lower numbers only",
+        ).at(self._place(next((group for group in self.groups if group.polled_at == self.progress), None)))
 
     def live_registers(self, blocks: Iterable[int]) -> tuple[int, ...]:
         """Numbers of the registers that are read from any of these blocks on."""
@@ -131,25 +134,41 @@ class Cta:
 
     # ------------------------------------------------------------------ running
 
-    def run(self) -> None:
-        """Run to the end. Raises a Hazard for the first fault."""
+    def run(self) -> bool:
+        """Run to the end, or until nothing happens but loads of what another CTA may store: False, to go on later.
+
+        Raises a Hazard for the first fault.
+        """
+        before, ended = self.progress, False
         try:
             with np.errstate(all="ignore"):
                 while self.groups:
                     if not self._round():
                         self._unblock()
+                    if self._idle_rounds > MAX_IDLE_ROUNDS:
+                        self._idle_rounds = 0
+                        if not self._complete_something(only_wanted=True):
+                            self.has_moved = self.progress > before
+                            return False
+                ended = True
                 self._group = None
                 self.bulk.check_loads_end()
                 self.mbarriers.check_end()
                 self.registers.check_end()
         except Hazard as hazard:
+            ended = True
             raise hazard.at(self._place(self._group)) from None
         finally:
-            if self.launch.trace is not None:
-                self.launch.trace.finish(self)
-            # These know the CTA. Without them its memory is free at once, for the next one; else only Python's
-            # collector of garbage finds it, dozens of CTAs later.
-            del self.wgmma, self.bulk, self.cp_async, self.groups
+            if ended:
+                self._end_of_cta()
+        return True
+
+    def _end_of_cta(self) -> None:
+        if self.launch.trace is not None:
+            self.launch.trace.finish(self)
+        # These know the CTA. Without them its memory is free at once, for the next one; else only Python's collector of
+        # garbage finds it, dozens of CTAs later.
+        del self.wgmma, self.bulk, self.cp_async, self.groups
 
     def _round(self) -> bool:
         """Give warps a turn; False when none could do anything."""
@@ -163,14 +182,16 @@ class Cta:
             self._complete_something(only_wanted=False)
         if self._polled_at == self.progress:
             order.sort(key=lambda group: group.polled_at == self.progress)
-        moved = False
+        moved = busy = False
         for group in order:
             if group.parked or group not in self.groups:
                 continue
             if self._step(group):
                 moved = True
+                busy |= group.polled_at != self.progress
                 if kind != "in turn":
                     break
+        self._idle_rounds = self._idle_rounds + 1 if moved and not busy else 0
         return moved
 
     def _unblock(self) -> None:

@@ -13,6 +13,7 @@ class Kind(StrEnum):
 
     DEADLOCK = "deadlock"
     RACE = "data race in shared memory"
+    GLOBAL_RACE = "data race in global memory"
     UNINITIALISED_READ = "uninitialised shared memory read"
     UNAWAITED_LOAD = "shared memory used before its load was awaited"
     OVERWRITE = "shared memory overwritten while an asynchronous operation uses it"

@@ -36,6 +36,10 @@ class GlobalMemory:
             memory = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(address))
             self.allocations.append(Allocation(name, address, address + size, memory))
 
+    def extents(self) -> list[tuple[int, int]]:
+        """Where the allocations begin and end; they may overlap."""
+        return [(allocation.start, allocation.end) for allocation in self.allocations]
+
     def holds(self, address: int) -> bool:
         """Whether the byte at this address belongs to an allocation."""
         return any(allocation.start <= address < allocation.end for allocation in self.allocations)
@@ -70,15 +74,22 @@ class GlobalMemory:
             rest &= ~inside
         return found
 
-    def load(self, group: Any, address: Any, type_: Type, count: int, mask: Any) -> list[Any]:
-        """`count` consecutive elements for each lane, as vectors; scalars where the address is one for all lanes."""
+    def load(self, group: Any, address: Any, type_: Type, count: int, mask: Any, *, strong: bool = False) -> list[Any]:
+        """`count` consecutive elements for each lane, as vectors; scalars where the address is one for all lanes.
+
+        `strong`: relaxed, acquire or volatile, so that it races with no strong store (`fa3gen.cpu.global_order`).
+        """
         element = np.dtype(type_).itemsize
         uniform = mask is None and getattr(address, "ndim", 0) == 0
         addresses = _active(group, address, mask, uniform)
         _check_alignment(addresses, element * count)
         values = np.empty((count, len(addresses)), type_)
+        order = group.cta.order
         for allocation, lanes in self.locate(addresses, element * count):
             chosen = addresses if lanes is None else addresses[lanes]
+            if order.others_store_here(int(chosen[0])):
+                threads = group.warps * 32 if uniform else _threads(group, mask, lanes)
+                order.loads(np.broadcast_to(chosen, threads.shape), element * count, threads, strong=strong)
             columns = slice(None) if lanes is None else lanes
             for item in range(count):
                 values[item, columns] = gather(allocation, chosen + item * element, type_)
@@ -90,13 +101,18 @@ class GlobalMemory:
         full[:, mask] = values
         return list(full)
 
-    def store(self, group: Any, address: Any, values: tuple[Any, ...], type_: Type, mask: Any) -> None:
-        """Consecutive elements of each lane; `values` has one vector or scalar for each of them."""
+    def store(
+        self, group: Any, address: Any, values: tuple[Any, ...], type_: Type, mask: Any, *, strong: bool = False
+    ) -> None:
+        """Consecutive elements of each lane; `values` has one vector or scalar for each of them; `strong` as above."""
         element = np.dtype(type_).itemsize
         addresses = _active(group, address, mask, uniform=False)
         _check_alignment(addresses, element * len(values))
+        order = group.cta.order
         for allocation, lanes in self.locate(addresses, element * len(values)):
             chosen = addresses if lanes is None else addresses[lanes]
+            if order.launch is not None:
+                order.stores(chosen, element * len(values), _threads(group, mask, lanes), strong=strong)
             for item, value in enumerate(values):
                 if getattr(value, "ndim", 0):
                     value = value if mask is None else value[mask]
@@ -111,6 +127,12 @@ def _active(group: Any, address: Any, mask: Any, uniform: bool) -> NDArray[np.in
         address = np.full(group.lanes, address, np.int64)
     active: NDArray[np.int64] = address if mask is None else address[mask]
     return active
+
+
+def _threads(group: Any, mask: Any, lanes: Any) -> NDArray[np.intp]:
+    """The threads of the active lanes, or of some of these."""
+    threads: NDArray[np.intp] = group.thread if mask is None else group.thread[mask]
+    return threads if lanes is None else threads[lanes]
 
 
 def _check_alignment(addresses: NDArray[np.int64], size: int) -> None:

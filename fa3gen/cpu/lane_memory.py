@@ -80,11 +80,19 @@ def _each(
     addresses = np.broadcast_to(address, (group.lanes,))
     size = np.dtype(type_).itemsize
     old = np.zeros(group.lanes, type_)
-    for lane in (group.all_lanes if mask is None else np.flatnonzero(mask)).tolist():
+    lanes = group.all_lanes if mask is None else np.flatnonzero(mask)
+    if unit == "memory" and len(lanes) and group.cta.order.others_store_here(int(addresses[lanes[0]])):
+        group.cta.order.loads(addresses[lanes].astype(np.int64), size, group.thread[lanes], strong=True)
+    changed = unit != "memory"
+    for lane in lanes.tolist():
         place = _element(group.cta, unit, int(addresses[lane]), size).view(type_)
         old[lane] = place[0]
         place[0] = change(old[lane], *(vector[lane] for vector in vectors))
-    group.cta.progress += 1
+        changed |= place[0] != old[lane]
+    if changed:
+        group.cta.progress += 1
+    else:  # a load of what another CTA may store
+        group.cta.polled(group)
     return old
 
 

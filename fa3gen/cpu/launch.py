@@ -1,7 +1,11 @@
-"""One launch: all CTAs of a grid, one after the other, on the tensors that the host code was given."""
+"""One launch: all CTAs of a grid, on the tensors that the host code was given.
+
+They run one after the other, but for those that wait for what another one stores.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -11,6 +15,7 @@ from fa3gen.base.errors import UserError
 from fa3gen.cpu.cta import Cta
 from fa3gen.cpu.findings import Hazard, Kind
 from fa3gen.cpu.global_memory import GlobalMemory
+from fa3gen.cpu.global_order import GlobalOrder
 from fa3gen.cpu.schedule import FAST, Schedule
 from fa3gen.cpu.shared_memory import BASE
 from fa3gen.cpu.tensor_map import TENSOR_MAP_BYTES, TensorMap, decode
@@ -54,6 +59,7 @@ class Execution:
         self.sums = sums
         self.registers_per_thread = registers_per_thread
         self.locate = locate
+        self.order: GlobalOrder | None = None  # of several CTAs
         self.instructions = 0  # PTX instructions executed, counted per warp
         self.symbols: dict[str, int] = dict(program.kernel.local)
         self._parameters: dict[str, bytes] = {}
@@ -79,14 +85,38 @@ class Execution:
         return place - BASE
 
     def run(self, ctas: Sequence[Index | int] | None = None) -> None:
-        """Run all CTAs, or some of them, in the order of their index. Raises a Hazard for the first fault.
+        """Run all CTAs, or some of them. Raises a Hazard for the first fault.
 
         A number counts CTAs as they are launched, x first. Raises UserError for one that the grid does not have.
         """
-        width, height, depth = self.grid
-        every = ((x, y, z) for z in range(depth) for y in range(height) for x in range(width))
-        for index in every if ctas is None else [self._index(chosen) for chosen in ctas]:
-            Cta(self, index).run()
+        count = math.prod(self.grid)
+        chosen: Sequence[Index | int] = range(count) if ctas is None else ctas
+        if count > 1 and len(chosen) > 1:
+            self.order = GlobalOrder(self.memory.extents(), self.program.global_granule)
+        if self.schedule.ctas == "first to last":
+            self._run_in_turn(chosen)
+        else:
+            self._run_together(list(reversed(chosen)))
+
+    def _run_in_turn(self, chosen: Sequence[Index | int]) -> None:
+        """Each to its end. On a GPU that has no room for all of them those with lower numbers begin first."""
+        for number in chosen:
+            cta = Cta(self, self._index(number))
+            if not cta.run():
+                raise cta.waits_in_vain()
+
+    def _run_together(self, chosen: Sequence[Index | int]) -> None:
+        """Each until it waits for another; when all have begun, those that wait go on, the last one first."""
+        waiting: list[Cta] = []
+        for number in chosen:
+            cta = Cta(self, self._index(number))
+            if not cta.run():
+                waiting.insert(0, cta)
+        while waiting:
+            left = [cta for cta in waiting if not cta.run()]
+            if len(left) == len(waiting) and not any(cta.has_moved for cta in left):
+                raise left[0].waits_in_vain()
+            waiting = left
 
     def _index(self, chosen: Index | int) -> Index:
         width, height, _ = self.grid

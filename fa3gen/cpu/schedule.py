@@ -1,4 +1,4 @@
-"""Schedules: which warps run when, and when asynchronous operations complete. All of them are legal on the hardware."""
+"""Schedules: which CTAs and warps run when, and when asynchronous operations complete. All are legal on hardware."""
 
 from __future__ import annotations
 
@@ -8,15 +8,17 @@ from typing import Literal
 Granularity = Literal["warpgroup", "warp"]
 Order = Literal["in turn", "random", "first", "last"]
 Completion = Literal["late", "early", "random"]
+Ctas = Literal["first to last", "last to first"]
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """One way to run a CTA.
+    """One way to run the CTAs of a launch.
 
     `granularity`: a warpgroup's warps move together, or each warp by itself and may be preempted wherever another
     warp could notice. `order`: warps in turn, at random, or `favourite` first or last whenever there is a choice.
     `completion` of loads and products: only when somebody waits and nobody can run, at once, or at random times.
+    `ctas`: in which order they begin. One that waits for another is set aside until all others have begun.
     """
 
     granularity: Granularity = "warpgroup"
@@ -24,12 +26,14 @@ class Schedule:
     completion: Completion = "late"
     favourite: int = 0
     seed: int = 0
+    ctas: Ctas = "first to last"
 
     def __str__(self) -> str:
         """In words, for reports."""
         order = f"warp {self.favourite} {self.order}" if self.order in ("first", "last") else self.order
         seed = f", seed {self.seed}" if "random" in (self.order, self.completion) else ""
-        return f"by {self.granularity}, {order}, {self.completion} completion{seed}"
+        ctas = ", CTAs from the last to the first" if self.ctas == "last to first" else ""
+        return f"by {self.granularity}, {order}, {self.completion} completion{ctas}{seed}"
 
 
 FAST = Schedule()
@@ -41,12 +45,12 @@ def schedules(count: int, warps: int, seed: int = 0) -> list[Schedule]:
         FAST,
         Schedule("warp", "random", "late", seed=seed),
         Schedule("warp", "first", "late", favourite=0),
-        Schedule("warp", "last", "early", favourite=0),
+        Schedule("warp", "last", "early", favourite=0, ctas="last to first"),
         Schedule("warp", "random", "random", seed=seed + 1),
-        Schedule("warp", "in turn", "late"),
+        Schedule("warp", "in turn", "late", ctas="last to first"),
         Schedule("warp", "first", "late", favourite=warps - 1),
         Schedule("warp", "last", "late", favourite=warps - 1),
-        Schedule("warpgroup", "random", "random", seed=seed + 2),
+        Schedule("warpgroup", "random", "random", seed=seed + 2, ctas="last to first"),
         Schedule("warp", "random", "early", seed=seed + 3),
     ]
     fixed = list(dict.fromkeys(fixed))  # of a single warp the first and the last are one

@@ -45,9 +45,10 @@ class Program:
             self.types = _register_types(kernel)
             self.accumulators, self.fragments = _wgmma_registers(kernel)
             self.watched = _with_sources(kernel, self.accumulators | self.fragments)
-            self.granule = _granule(kernel)
+            self.granule, self.global_granule = _granule(kernel), _granule(kernel, shared=False)
         else:
-            self.types, self.watched, self.granule = other.types, other.watched, other.granule
+            self.types, self.watched = other.types, other.watched
+            self.granule, self.global_granule = other.granule, other.global_granule
             self.accumulators, self.fragments = other.accumulators, other.fragments
         self.lines: list[dict[int, int]] = []  # per function: line of its source -> instruction index
         self._functions: dict[tuple[int, bool], BlockFunction] = {}
@@ -139,8 +140,8 @@ def _with_sources(kernel: Kernel, registers: frozenset[int]) -> frozenset[int]:
     return frozenset(found)
 
 
-def _granule(kernel: Kernel) -> int:
-    """Bytes of shared memory whose state is kept together: the narrowest access, so that two never share one."""
+def _granule(kernel: Kernel, *, shared: bool = True) -> int:
+    """Bytes of shared or global memory whose state is kept together: the narrowest access; no two share one."""
     narrowest = 16
     for instruction in kernel.instructions:
         if instruction.mnemonic.startswith(("cp.async.ca", "cp.async.cg")) and len(instruction.operands) > 2:
@@ -148,7 +149,7 @@ def _granule(kernel: Kernel) -> int:
             if isinstance(width_operand, Immediate) and width_operand.value in (4, 8):
                 narrowest = min(narrowest, width_operand.value)
         if instruction.opcode in ("ld", "st", "atom", "red") and ".param" not in instruction.mnemonic:
-            if ".global" in instruction.mnemonic or ".local" in instruction.mnemonic:
+            if (".global" in instruction.mnemonic) == shared or ".local" in instruction.mnemonic:
                 continue
             vector = {".v2": 2, ".v4": 4, ".v8": 8}
             count = next((n for text, n in vector.items() if text in instruction.mnemonic), 1)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
-from machine import Machine, clean
+from machine import Machine, clean, tensor_map, wait
 from test_barriers import zeros
 
-from fa3gen.cpu.schedule import FAST, Schedule, schedules
+from fa3gen.cpu.findings import Hazard, Kind
+from fa3gen.cpu.schedule import FAST, Ctas, Schedule, schedules
 
+LOAD_BOX = "cp.async.bulk.tensor.1d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+FORWARD: Ctas = "first to last"
+BACKWARD: Ctas = "last to first"
 # Each warp, once for each of its four turns, notes the order in which it came.
 ORDER = """
     setp.eq.u32 %p1, %lane, 0; mov.b32 %r2, 0;
@@ -43,6 +48,7 @@ def test_ten_schedules_cover_the_kinds() -> None:
     assert {schedule.order for schedule in found} == {"in turn", "random", "first", "last"}
     assert {schedule.completion for schedule in found} == {"late", "early", "random"}
     assert {schedule.favourite for schedule in found} == {0, 11}
+    assert {schedule.ctas for schedule in found} == {schedule.ctas for schedule in found[:4]} == {FORWARD, BACKWARD}
 
 
 @pytest.mark.parametrize(
@@ -53,6 +59,10 @@ def test_ten_schedules_cover_the_kinds() -> None:
         (Schedule("warp", "last", "late", favourite=1), "by warp, warp 1 last, late completion"),
         (Schedule("warp", "random", "late", seed=9), "by warp, random, late completion, seed 9"),
         (Schedule("warpgroup", "in turn", "random", seed=2), "by warpgroup, in turn, random completion, seed 2"),
+        (
+            Schedule("warp", "random", ctas="last to first"),
+            "by warp, random, late completion, CTAs from the last to the first, seed 0",
+        ),
     ],
 )
 def test_schedules_in_words(schedule: Schedule, words: str) -> None:
@@ -102,3 +112,63 @@ def test_no_schedule_changes_a_result() -> None:
         setp.eq.u32 %p1, %t, 0; @%p1 st.global.b32 [%out], %r5;
     """
     assert clean(body, count=20, threads=128, buffers=zeros(1))["out"].tolist() == [sum(range(128))]
+
+
+# Each CTA notes its number when it begins, and again when the one before it has ended.
+CTAS = """
+    mov.u32 %r1, %ctaid.x; setp.eq.u32 %p1, %t, 0;
+    @!%p1 bra done;
+    atom.global.add.u32 %r2, [%count], 1;
+    mad.wide.u32 %rd1, %r2, 4, %out; st.global.b32 [%rd1], %r1;
+spin:
+    ld.acquire.gpu.global.b32 %r3, [%count+4];
+    setp.ne.u32 %p2, %r3, %r1;
+    @%p2 bra spin;
+    atom.global.add.u32 %r2, [%count], 1;
+    mad.wide.u32 %rd1, %r2, 4, %out; st.global.b32 [%rd1], %r1;
+    add.u32 %r3, %r3, 1;
+    st.release.gpu.global.b32 [%count+4], %r3;
+done:
+"""
+
+
+@pytest.mark.parametrize(("ctas", "wanted"), [(FORWARD, [0, 0, 1, 1, 2, 2]), (BACKWARD, [2, 1, 0, 0, 1, 2])])
+def test_who_waits_is_set_aside(ctas: Ctas, wanted: list[int]) -> None:
+    """Each CTA waits for the one before it to end; the last one begins first, or last."""
+    machine = Machine(CTAS, grid=(3, 1, 1), buffers={"out": zeros(6)["out"], "count": zeros(2)["out"]})
+    assert machine.run(Schedule(ctas=ctas))["out"].tolist() == wanted
+
+
+def test_ctas_that_wait_for_each_other_wait_for_ever() -> None:
+    never = CTAS.replace("setp.ne.u32 %p2, %r3, %r1;", "setp.eq.u32 %p2, %r3, 0;")
+    machine = Machine(never, grid=(3, 1, 1), buffers={"out": zeros(6)["out"], "count": zeros(2)["out"]})
+    for schedule in (FAST, Schedule(ctas="last to first"), *schedules(10, 1)):
+        with pytest.raises(Hazard, match="no other CTA will store what the warp waits for") as report:
+            machine.run(schedule)
+        assert report.value.kind is Kind.DEADLOCK
+        assert machine.line("ld.acquire") <= (report.value.place.ptx_line or 0) <= machine.line("@%p2 bra spin")
+
+
+def test_loads_land_beside_a_warp_that_looks_again_and_again() -> None:
+    """Warp 0 waits for a word that warp 1 stores when its load has landed; nobody else is there to wait for that."""
+    source = np.arange(64, dtype=np.uint32)
+    body = f"""
+    setp.eq.u32 %p1, %t, 0; setp.eq.u32 %p2, %t, 32; mov.u32 %r6, 0; mov.u32 %r5, 1;
+    @%p1 mbarrier.init.shared.b64 [%s+512], 1;
+    fence.mbarrier_init.release.cluster; bar.sync 0;
+    setp.eq.u32 %p3, %warp, 0;
+    @!%p3 bra load;
+spin:
+    ld.acquire.gpu.global.b32 %r2, [%word];
+    setp.eq.u32 %p4, %r2, 0;
+    @%p4 bra spin;
+    bra done;
+load:
+    @%p2 mbarrier.arrive.expect_tx.shared.b64 _, [%s+512], 256;
+    @%p2 {LOAD_BOX} [%s], [%map, {{%r6}}], [%s+512];
+    {wait("%s+512", 0, "landed")}
+    @%p2 st.release.gpu.global.b32 [%word], %r5;
+done:
+    """
+    buffers, maps = {"word": zeros(1)["out"], "source": source}, {"map": tensor_map(source, "u32", (64,))}
+    assert clean(body, threads=64, buffers=buffers, maps=maps)["word"] == 1

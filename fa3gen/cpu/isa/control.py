@@ -123,14 +123,18 @@ def mbarrier_init_fence(emitter: Emitter, instruction: Instruction, form: re.Mat
     emitter.emit("g.cta.clocks.fence(g.warps, INIT)")
 
 
-@emits(r"fence(?:\.sc|\.acq_rel)?\.(?:cta|cluster|gpu|sys)", destinations=0, observable=True)
+@emits(r"fence(?:\.sc|\.acq_rel)?\.(?P<scope>cta|cluster|gpu|sys)", destinations=0, observable=True)
 def fence(emitter: Emitter, instruction: Instruction, form: re.Match[str]) -> None:
-    """Memory is sequentially consistent here; a fence alone orders no two warps."""
+    """Memory is sequentially consistent here; a fence orders CTAs, with strong operations beside it, and no warps."""
+    if form["scope"] in ("gpu", "sys"):
+        emitter.emit(f"g.cta.order.fence(g, {emitter.mask()})")
 
 
-@emits(r"membar\.(?:cta|gl|sys)", destinations=0, observable=True)
+@emits(r"membar\.(?P<scope>cta|gl|sys)", destinations=0, observable=True)
 def membar(emitter: Emitter, instruction: Instruction, form: re.Match[str]) -> None:
     """As fence."""
+    if form["scope"] != "cta":
+        emitter.emit(f"g.cta.order.fence(g, {emitter.mask()})")
 
 
 @emits(r"setmaxnreg\.(?P<action>inc|dec)\.sync\.aligned\.u32", destinations=0, blocking=True, observable=True)

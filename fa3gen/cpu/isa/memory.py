@@ -16,9 +16,11 @@ _HINTS = (
     r"(?:\.L2::(?:64B|128B|256B|evict_first|evict_last|evict_normal))?"
 )
 _SPACE = r"(?P<space>global|shared|shared::cta|local)"
-_SYNTAX_LOAD = rf"ld(?:\.weak|\.volatile)?\.{_SPACE}(?:\.(?:ca|cg|cs|lu|cv))?(?:\.nc)?{_HINTS}{_VECTOR}\.{_TYPE}"
-_SYNTAX_STORE = rf"st(?:\.weak|\.volatile)?\.{_SPACE}(?:\.(?:wb|cg|cs|wt))?{_HINTS}{_VECTOR}\.{_TYPE}"
-_ORDERED_SPACE = r"\.(?:cta|gpu|sys)\.(?P<space>global)"
+_WEAK = r"(?:\.weak|\.volatile(?!\.global))?"
+_SYNTAX_LOAD = rf"ld{_WEAK}\.{_SPACE}(?:\.(?:ca|cg|cs|lu|cv))?(?:\.nc)?{_HINTS}{_VECTOR}\.{_TYPE}"
+_SYNTAX_STORE = rf"st{_WEAK}\.{_SPACE}(?:\.(?:wb|cg|cs|wt))?{_HINTS}{_VECTOR}\.{_TYPE}"
+# Volatile is relaxed in the scope of the system (PTX ISA, "ld", "st").
+_ORDERED = r"(?:(?P<order>{})\.(?P<scope>cta|cluster|gpu|sys)|volatile)\.(?P<space>global)"
 _UNIT = {"global": "memory", "shared": "shared", "shared::cta": "shared", "local": "local_memory"}
 
 
@@ -41,26 +43,32 @@ def load(emitter: Emitter, instruction: Instruction, form: re.Match[str]) -> Non
     destination, source = instruction.operands
     registers = vector_items(destination)
     type_ = TYPES[form["type"]]
-    loaded = emitter.temporary()
+    loaded, count, strong = emitter.temporary(), len(registers), _strong(instruction, form)
     emitter.emit(
         f"{loaded} = g.cta.{_UNIT[form['space']]}.load"
-        f"(g, {emitter.address(source)}, {NAMES[type_]}, {len(registers)}, {emitter.mask()})"
+        f"(g, {emitter.address(source)}, {NAMES[type_]}, {count}, {emitter.mask()}{strong})"
     )
     for item, register in enumerate(registers):
         _write_widened(emitter, register, f"{loaded}[{item}]", type_)
 
 
-@emits(rf"ld\.(?:acquire|relaxed){_ORDERED_SPACE}\.{_TYPE}", observable=True)
+@emits(rf"ld\.{_ORDERED.format('acquire|relaxed')}{_VECTOR}\.{_TYPE}", observable=True)
 def load_ordered(emitter: Emitter, instruction: Instruction, form: re.Match[str]) -> None:
-    """What another CTA stored: earlier CTAs have ended, so that a value which stays will never change."""
+    """What another CTA stores, perhaps not yet."""
     load(emitter, instruction, form)
+    if _reaches_others(form):
+        address, acquires = emitter.address(instruction.operands[1]), form["order"] == "acquire"
+        emitter.emit(f"g.cta.order.load(g, {address}, {emitter.mask()}, acquires={acquires})")
     emitter.emit("g.cta.polled(g)")
 
 
-@emits(rf"st\.(?:release|relaxed){_ORDERED_SPACE}\.{_TYPE}", destinations=0, observable=True)
+@emits(rf"st\.{_ORDERED.format('release|relaxed')}{_VECTOR}\.{_TYPE}", destinations=0, observable=True)
 def store_ordered(emitter: Emitter, instruction: Instruction, form: re.Match[str]) -> None:
     """A store that other warps and CTAs may be waiting for."""
     store(emitter, instruction, form)
+    if _reaches_others(form):
+        address, releases = emitter.address(instruction.operands[0]), form["order"] == "release"
+        emitter.emit(f"g.cta.order.store(g, {address}, {emitter.mask()}, releases={releases})")
     emitter.emit("g.cta.progress += 1")
 
 
@@ -72,8 +80,20 @@ def store(emitter: Emitter, instruction: Instruction, form: re.Match[str]) -> No
     values = "".join(f"{_narrowed(emitter, item, type_)}, " for item in vector_items(source))
     emitter.emit(
         f"g.cta.{_UNIT[form['space']]}.store"
-        f"(g, {emitter.address(destination)}, ({values}), {NAMES[type_]}, {emitter.mask()})"
+        f"(g, {emitter.address(destination)}, ({values}), {NAMES[type_]}, {emitter.mask()}{_strong(instruction, form)})"
     )
+
+
+def _strong(instruction: Instruction, form: re.Match[str]) -> str:
+    """An argument more for what races with no strong access: PTX ISA, "Strong operations"."""
+    qualifiers = instruction.mnemonic.split(".")
+    strong = {"relaxed", "acquire", "release", "volatile"} & set(qualifiers)
+    return ", strong=True" if strong and form["space"] == "global" else ""
+
+
+def _reaches_others(form: re.Match[str]) -> bool:
+    """Whether the scope of an operation on global memory takes in other CTAs."""
+    return form["scope"] in (None, "gpu", "sys")
 
 
 def _write_widened(emitter: Emitter, register: Operand, value: str, type_: Type) -> None:
@@ -122,7 +142,10 @@ def store_matrices(emitter: Emitter, instruction: Instruction, form: re.Match[st
     )
 
 
-_ATOMIC_SPACE = r"(?:\.relaxed)?(?:\.(?:cta|gpu|sys))?\.(?P<space>global|shared|shared::cta)"
+_ATOMIC_SPACE = (
+    r"(?:\.(?P<order>relaxed|acquire|release|acq_rel))?(?:\.(?P<scope>cta|cluster|gpu|sys))?"
+    r"\.(?P<space>global|shared|shared::cta)"
+)
 _ATOMIC_OPERATION = r"\.(?P<operation>add|min|max|and|or|xor|exch|inc|dec)\.(?P<type>[bus](?:32|64)|f32)"
 
 
@@ -143,6 +166,7 @@ def compare_and_swap(emitter: Emitter, instruction: Instruction, form: re.Match[
         f"compare_and_swap(g, {_UNIT[form['space']]!r}, {emitter.address(place)}, {NAMES[type_]}, "
         f"{emitter.read(compare, type_)}, {emitter.read(value, type_)}, {emitter.mask()})"
     )
+    _order_atomic(emitter, place, form)
     emitter.write(destination, call, type_)
 
 
@@ -154,7 +178,19 @@ def reduction(emitter: Emitter, instruction: Instruction, form: re.Match[str]) -
 
 
 def _atomic(emitter: Emitter, place: Operand, form: re.Match[str], type_: Type, value: str) -> str:
+    _order_atomic(emitter, place, form)
     return (
         f"atomic(g, {_UNIT[form['space']]!r}, {form['operation']!r}, {emitter.address(place, S64)}, {NAMES[type_]}, "
         f"{value}, {emitter.mask()})"
     )
+
+
+def _order_atomic(emitter: Emitter, place: Operand, form: re.Match[str]) -> None:
+    """Without a scope it is that of the GPU (PTX ISA, "atom")."""
+    if form["space"] == "global" and _reaches_others(form):
+        order = form["order"] or "relaxed"
+        acquires, releases = order in ("acquire", "acq_rel"), order in ("release", "acq_rel")
+        emitter.emit(
+            f"g.cta.order.update(g, {emitter.address(place, S64)}, {emitter.mask()}, "
+            f"acquires={acquires}, releases={releases})"
+        )
