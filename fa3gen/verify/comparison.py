@@ -84,11 +84,21 @@ class Inputs:
         return self.v if self.v_in_order is None else self.v_in_order
 
 
-def make_inputs(case: Case, *, mask: Mask, head_dim: int, dtype: torch.dtype, v_dim: int | None = None) -> Inputs:
-    """Draw the tensors of `case`, contiguous and on the CPU; `v_dim` is the head dim of v where it is not `head_dim`.
+def make_inputs(
+    case: Case,
+    *,
+    mask: Mask,
+    head_dim: int,
+    dtype: torch.dtype,
+    v_dim: int | None = None,
+    kv_dtype: torch.dtype | None = None,
+) -> Inputs:
+    """Draw the tensors of `case`, contiguous and on the CPU; `v_dim` is the head dim of v where it is not `head_dim`,
+    `kv_dtype` the dtype of k and v where it is not `dtype`.
 
     The same arguments give the same bits everywhere.
     """
+    kv_dtype = kv_dtype or dtype
     random = np.random.default_rng([SEED, zlib.crc32(case.name.encode()), head_dim])
 
     def normal(seq: int, heads: int, dim: int = head_dim) -> torch.Tensor:
@@ -97,7 +107,7 @@ def make_inputs(case: Case, *, mask: Mask, head_dim: int, dtype: torch.dtype, v_
     q, k = normal(case.seq_q, case.heads_q), normal(case.seq_k, case.heads_kv)
     v = normal(case.seq_k, case.heads_kv, head_dim if v_dim is None else v_dim)
     if case.distribution == "selection":
-        return _selection(case, random, v.to(dtype), head_dim, mask)
+        return _selection(case, random, v.to(kv_dtype), head_dim, mask, dtype)
     if case.distribution == "outlier":
         channels = random.permutation(head_dim)[:2]
         q[..., channels] *= 4
@@ -108,7 +118,7 @@ def make_inputs(case: Case, *, mask: Mask, head_dim: int, dtype: torch.dtype, v_
     elif case.distribution == "ramp":
         q[..., 0] = 4
         k[..., 0] = torch.linspace(0, 20, case.seq_k, dtype=torch.float64)[:, None] * math.sqrt(head_dim) / 4
-    return Inputs(q.to(dtype), k.to(dtype), v.to(dtype))
+    return Inputs(q.to(dtype), k.to(kv_dtype), v.to(kv_dtype))
 
 
 def make_for(spec: Forward, case: Case) -> Inputs:
@@ -120,8 +130,11 @@ def make_for(spec: Forward, case: Case) -> Inputs:
         )
     operation = operation_of(spec)
     q, k, v = (operation.tensor(name) for name in ("q", "k", "v"))
-    made = make_inputs(case, mask=of_call(spec.mask), head_dim=q.row, v_dim=v.row, dtype=q.dtype.in_torch())
+    dims = {"head_dim": q.row, "v_dim": v.row}
+    made = make_inputs(case, mask=of_call(spec.mask), dtype=q.dtype.in_torch(), kv_dtype=k.dtype.in_torch(), **dims)
     keywords = usual_keywords(Family.of(spec).keywords, case.heads_q, made.q.device)
+    if made.selected is not None and spec.softmax.softcap and not Family.of(spec).any_cap:
+        made = replace(made, selected=None)  # no cap that it takes leaves the scores apart
     if made.selected is not None:
         none = {"sinks": torch.full((case.heads_q,), -math.inf), "softcap": NO_CAP}
         keywords = {name: none[name] for name in keywords}
@@ -129,7 +142,9 @@ def make_for(spec: Forward, case: Case) -> Inputs:
     return replace(made, **placed, keywords=keywords, v_in_order=made.v if footprint.permuted_keys(spec) else None)
 
 
-def _selection(case: Case, random: np.random.Generator, v: torch.Tensor, head_dim: int, mask: Mask) -> Inputs:
+def _selection(
+    case: Case, random: np.random.Generator, v: torch.Tensor, head_dim: int, mask: Mask, dtype: torch.dtype
+) -> Inputs:
     """Queries that are CODE times one visible key of 1 and -1: every other weight of the row underflows to zero.
 
     All scores are integers that float32 holds exactly, so O is the selected row of v bit for bit, whatever the order
@@ -150,12 +165,13 @@ def _selection(case: Case, random: np.random.Generator, v: torch.Tensor, head_di
             selected[index] = {0: keys[0], 1: keys[-1]}.get(index[-1] % 8, random.choice(keys))
     chosen = torch.from_numpy(selected)
     q = CODE * _rows_of(codes, chosen.clamp(min=0))
-    return Inputs(q.to(v.dtype), codes.to(v.dtype), torch.where(v == 0, torch.ones_like(v), v), chosen)
+    return Inputs(q.to(dtype), codes.to(v.dtype), torch.where(v == 0, torch.ones_like(v), v), chosen)
 
 
 def _rows_of(kv: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
     """Rows (batch, seq_q, heads_q, d) of kv (batch, seq_k, heads_kv, d) by their numbers (batch, heads_q, seq_q)."""
     heads_q, heads_kv, dim = numbers.shape[1], kv.shape[2], kv.shape[3]
+    kv = kv.float() if kv.element_size() == 1 else kv  # torch has no gather of 8 bits
     by_head = kv.repeat_interleave(heads_q // heads_kv, dim=2).transpose(1, 2)  # (batch, heads_q, seq_k, d)
     return by_head.gather(2, numbers[..., None].expand(-1, -1, -1, dim)).transpose(1, 2).contiguous()
 
@@ -420,7 +436,7 @@ def current(workspace: Workspace, comparison: Comparison) -> dict[str, ModuleRes
 
 def render(workspace: Workspace, comparison: Comparison) -> str:
     """The generated part of docs/cpu_model.md: what was compared, then every number."""
-    found = current(workspace, comparison)
+    found = {stem: result for stem, result in current(workspace, comparison).items() if is_dense(workspace, stem)}
     fresh = [result for result in found.values() if result is not None]
     stale = [stem for stem, result in found.items() if result is None]
     lines = [
@@ -429,7 +445,7 @@ def render(workspace: Workspace, comparison: Comparison) -> str:
         "",
         *_sides(comparison),
         "",
-        f"{len(fresh)} of {len(found)} modules of attention were compared as they stand now."
+        f"{len(fresh)} of {len(found)} modules of attention to dense tensors were compared as they stand now."
         + ("" if not stale else f" Not, or not since they changed: {', '.join(f'`{stem}`' for stem in stale)}."),
         "",
         "### Modules",
@@ -451,6 +467,14 @@ def render(workspace: Workspace, comparison: Comparison) -> str:
         *_copy_table(comparison.copies),
     ]
     return "\n".join(lines) + "\n"
+
+
+def is_dense(workspace: Workspace, stem: str) -> bool:
+    """Whether the module is one of attention to dense tensors, which alone are drawn here."""
+    return all(
+        isinstance(variant.spec, Forward) and variant.spec.problem.layout == "dense"
+        for variant in workspace.resolve(stem)
+    )
 
 
 def _sides(comparison: Comparison) -> list[str]:
