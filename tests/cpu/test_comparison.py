@@ -11,13 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from rendering import attention_stems
+from rendering import attention_stems, variants
 
 from fa3gen.base import files
 from fa3gen.base.errors import UserError
+from fa3gen.design.family import Family
 from fa3gen.design.masks import reach
 from fa3gen.design.workspace import Workspace
-from fa3gen.spec.model import CausalMask, Mask, NoMask, WindowMask
+from fa3gen.spec.model import CausalMask, Forward, Mask, NoMask, WindowMask
 from fa3gen.verify import comparison, reference
 from fa3gen.verify.comparison import CASES, Case, Comparison
 
@@ -26,7 +27,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "gpu"))
 import compare_cpu_model as runner
 
 WORKSPACE = Workspace.find(Path(__file__).parent)
-MODULES = len(attention_stems())
+DENSE = [stem for stem in attention_stems() if comparison.is_dense(WORKSPACE, stem)]
+MODULES = len(DENSE)
 SELECTIONS = [case for case in CASES if case.distribution == "selection"]
 MASKS: list[Mask] = [
     NoMask(kind="none"),
@@ -40,6 +42,12 @@ SIDE = {name: "x" for name in comparison.Side.model_fields}
 
 
 # -- inputs
+
+
+def forward(stem: str) -> Forward:
+    spec = variants()[stem].spec
+    assert isinstance(spec, Forward)
+    return spec
 
 
 def test_inputs_are_the_same_bits_everywhere() -> None:
@@ -71,6 +79,32 @@ def test_selections_reach_both_ends_every_tile_and_rows_without_a_key() -> None:
             if mask == MASKS[1] and case.seq_q > case.seq_k:
                 assert (selected < 0).any() and (selected >= 0).any()
     assert tiles == set(range(6))
+
+
+@pytest.mark.parametrize("case", SELECTIONS, ids=lambda case: case.name)
+@pytest.mark.parametrize("stem", ["k7_e5m2_d128_causal", "fwd_d128_softcap_causal", "k4_transposed_d64"])
+def test_every_module_gets_what_it_takes(stem: str, case: Case) -> None:
+    """K and V in e5m2 beside q in e4m3, and rows selected; a cap that leaves nothing to select; and strides."""
+    spec = forward(stem)
+    made = comparison.make_for(spec, case)
+    dtypes = {"k7_e5m2_d128_causal": (torch.float8_e4m3fn, torch.float8_e5m2)}
+    q_dtype, kv_dtype = dtypes.get(stem, (torch.bfloat16, torch.bfloat16))
+    assert (made.q.dtype, made.k.dtype, made.v.dtype) == (q_dtype, kv_dtype, kv_dtype)
+    assert (made.selected is None) == (stem == "fwd_d128_softcap_causal")
+    if made.selected is None:
+        assert made.keywords["softcap"] <= 64
+        return
+    exact = reference.attention(made.q, made.k, made.values, reach=reach(spec.mask))
+    assert torch.equal(exact.out, comparison.selected_output(made).double())
+    for tensor in (made.q, made.k, made.v):
+        moved = runner.moved(tensor, "cpu")
+        assert moved.stride() == tensor.stride() and torch.equal(moved.double(), tensor.double())
+    assert (made.k.stride(1) == 1) == (stem == "k4_transposed_d64")
+
+
+def test_modules_of_dense_tensors_alone_are_asked_for() -> None:
+    asked = [task.name for task in runner.tasks() if task.kind == "module"]
+    assert sorted(asked) == sorted(DENSE) and 0 < len(DENSE) < len(attention_stems())
 
 
 # -- differences
@@ -225,7 +259,7 @@ def test_a_record_is_read_as_it_was_written_and_rendered(sides: tuple[Path, Path
     assert read is not None and [module.stem for module in read.modules] == [STEM]
     text = comparison.page(workspace)
     assert text.startswith(f"before\n{comparison.BEGIN}\n") and text.endswith(f"{comparison.END}\nafter\n")
-    assert f"1 of {MODULES} modules of attention were compared as they stand now" in text
+    assert f"1 of {MODULES} modules of attention to dense tensors were compared as they stand now" in text
     assert f"| `{STEM}` | 0/0 |" in text
 
 
@@ -235,7 +269,7 @@ def test_a_changed_module_is_stale(sides: tuple[Path, Path], tmp_path: Path) -> 
     with workspace.module_path(STEM).open("a") as file:
         file.write("# changed\n")
     text = comparison.page(workspace)
-    assert f"0 of {MODULES} modules of attention were compared as they stand now" in text
+    assert f"0 of {MODULES} modules of attention to dense tensors were compared as they stand now" in text
     assert f"`{STEM}`" in text and f"| `{STEM}` |" not in text
 
 
@@ -256,7 +290,9 @@ def test_the_committed_record_finds_data_movement_exact() -> None:
     record = comparison.read(WORKSPACE)
     assert record is not None and record.gpu.gpu is not None
     selections = [case for module in record.modules for case in module.cases if case.gpu_wrong is not None]
-    assert len(selections) == 2 * len(record.modules) > 0
+    families = [Family.of(forward(module.stem)) for module in record.modules]
+    capped = sum(family.softcap and not family.any_cap for family in families)
+    assert len(selections) == 2 * (len(record.modules) - capped) > 0
     assert all((case.gpu_wrong, case.cpu_wrong) == (0, 0) for case in selections)
     assert all(copy.shared_different == copy.stored_different == 0 for copy in record.copies) and record.copies
     assert all(case.lse.max_relative < 1e-5 for module in record.modules for case in module.cases if case.lse)
