@@ -128,6 +128,7 @@ Q_STAGES = 2  # tiles of Q in flight or in use
 KV_STAGES = 3  # tiles of K and of V in flight or in use
 TILE_SLOTS = 2  # tiles that the warp which draws them may be ahead
 KEYS_IN_L2 = 32 * 2**20 // ((HEAD_DIM + HEAD_DIM) * 2)  # whose K and V take that much of the 50 MB of L2
+SHORT_KEYS, KEYS_OF_WAVE = 1024, 132 * TILE_M  # keys of as many short heads as have a tile for each SM
 SMEM_ALIGN = 1024  # bytes; a 128-byte swizzle repeats every 8 rows of 128
 Q_LAYOUT = warpgroup.SmemLayoutAtomKind.K_SW128  # in shared memory: major order and swizzle
 K_LAYOUT = warpgroup.SmemLayoutAtomKind.K_SW128
@@ -368,7 +369,9 @@ def tile_coordinates(tile: cutlass.Int32, mQ: cute.Tensor, mK: cute.Tensor):
     # Heads come in sections, each of as many as have their K and V in L2. Those left over at the end are too few to
     # fill the GPU alone and join the last section. `first` is the first head of this tile's section.
     heads = heads_q * batches
-    together = cutlass.min(cutlass.max(KEYS_IN_L2 // seq_k, 1), heads)
+    # Short ones wait for memory: of a wave's few heads some tiles read K and V from there while others find them in L2.
+    keys = KEYS_OF_WAVE if seq_k <= SHORT_KEYS else KEYS_IN_L2
+    together = cutlass.min(cutlass.max(keys // seq_k, 1), heads)
     first = cutlass.min(tile // (together * num_m_blocks), heads // together - 1) * together
     together = together if first + 2 * together <= heads else heads - first
     # A section begins with the last rows of each of its heads, which see the most keys, and ends with the first rows.

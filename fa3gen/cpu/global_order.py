@@ -84,9 +84,9 @@ class GlobalOrder:
                 start, end = last.start, max(last.end, end)
             self.regions.append(Region(start, end, granule))
 
-    def region(self, address: int) -> Region:
-        """The region that holds an address."""
-        return next(region for region in self.regions if region.start <= address < region.end)
+    def region(self, address: int) -> Region | None:
+        """The region that holds an address, if any does: accesses outside of all are reported elsewhere."""
+        return next((region for region in self.regions if region.start <= address < region.end), None)
 
 
 class CtaOrder:
@@ -131,6 +131,8 @@ class CtaOrder:
     ) -> None:
         agents, epochs = by
         region = launch.region(int(addresses[0]))
+        if region is None:
+            return
         self._check(region, addresses, size, threads, "store", strong=strong)
         region.written_by(self.number)
         granules = region.granules(addresses, size)
@@ -144,13 +146,13 @@ class CtaOrder:
 
     def loads(self, addresses: Addresses, size: int, threads: NDArray[np.intp], *, strong: bool = False) -> None:
         """These threads load. Raises a Hazard where another CTA has stored, and they do not know of it."""
-        if self.launch is not None:
-            region = self.launch.region(int(addresses[0]))
+        if self.launch is not None and (region := self.launch.region(int(addresses[0]))) is not None:
             self._check(region, addresses, size, threads, "load", strong=strong)
 
     def others_store_here(self, address: int) -> bool:
         """Whether another CTA has stored anything in the region that holds this address."""
-        return self.launch is not None and bool(self.launch.region(address).ctas - {self.number})
+        region = None if self.launch is None else self.launch.region(address)
+        return region is not None and bool(region.ctas - {self.number})
 
     def _check(
         self, region: Region, addresses: Addresses, size: int, threads: NDArray[np.intp], what: str, *, strong: bool

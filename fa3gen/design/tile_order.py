@@ -7,10 +7,14 @@ from dataclasses import dataclass
 
 from fa3gen.design import footprint
 from fa3gen.design.family import PackedShape, Shape
+from fa3gen.hardware.chips import H200
 from fa3gen.spec.model import CausalMask, Forward
 
 # Bytes of K and V that a dynamic scheduler works on at a time, so that they stay in L2; `KEYS_IN_L2` in the modules.
 BYTES_IN_L2 = 32 * 2**20
+# Up to so many keys memory binds. There it works on as many heads at a time as a wave of tiles of queries has on so
+# many SMs: some CTAs read K and V from memory, while others find theirs in L2. Of many heads all do the same at a time.
+SHORT_KEYS, WAVE_SMS = 1024, H200.sms
 # Of the last wave of a stream_k scheduler: parts of a tile of queries at most, and steps that splitting has to save,
 # about what handing over and merging a part of O takes.
 PARTS, STEPS_SAVED = 8, 4
@@ -97,9 +101,11 @@ def _placed(spec: Forward, blocks: int, heads: int, batch: int) -> Iterator[Take
 def _drawn(spec: Forward, blocks: int, seq_k: int, heads: int, everything: int) -> Iterator[Taken]:
     """Sections of as many heads as have their K and V in L2; in each the last rows, which see the most keys, first.
 
-    The last section also has the heads that are left over.
+    Or, of short sequences, as many as a wave has, see `waves_when_short`. The last section also has the heads that are
+    left over.
     """
-    share = min(max(keys_in_l2(spec) // max(seq_k, 1), 1), everything)
+    keys = keys_of_wave(spec) if waves_when_short(spec) and seq_k <= SHORT_KEYS else keys_in_l2(spec)
+    share = min(max(keys // max(seq_k, 1), 1), everything)
     for number in range(blocks * everything):
         first = min(number // (share * blocks), everything // share - 1) * share
         together = share if first + 2 * share <= everything else everything - first
@@ -115,6 +121,18 @@ def tail_share(tiles: int, steps: int, sms: int) -> int:
     """
     share = max(-(-tiles * steps // sms), -(-steps // PARTS))
     return share if share + STEPS_SAVED <= steps else steps
+
+
+def waves_when_short(spec: Forward) -> bool:
+    """Whether heads of short sequences are worked on by waves: measured for 16 bits, causal masks, a head in a tile."""
+    sixteen = spec.element.bytes == spec.kv_element.bytes == 2
+    causal = isinstance(spec.mask, CausalMask) and spec.tile.pack_heads == 1
+    return spec.scheduler == "dynamic" and not footprint.packed_sequences(spec) and sixteen and causal
+
+
+def keys_of_wave(spec: Forward) -> int:
+    """Keys of as many heads as have a tile for each SM, where queries and keys are equally many."""
+    return WAVE_SMS * positions(spec)
 
 
 def keys_in_l2(spec: Forward) -> int:

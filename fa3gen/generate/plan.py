@@ -497,7 +497,8 @@ class SchedulerPlan:
 
     `longest_first`: of each head the tiles that see the most keys come first. stream_k deals out the last wave by
     tiles of keys, in at most `parts` parts of a tile of queries, where that saves at least `steps_saved` of them.
-    dynamic draws tiles `slots` ahead, those of as many heads at a time as have K and V in `l2_mib` MiB; other warps
+    dynamic draws tiles `slots` ahead, those of as many heads at a time as have K and V in `l2_mib` MiB, or with
+    `waves_when_short`, of up to `short_keys` keys, as a wave of tiles has on `wave_sms` SMs; other warps
     are told where a tile lies (`passes_coordinates`) or its number, `told` warps beside the consumers' among them.
     `key_bytes` are those of a key in memory, as the module counts them.
     `shuffles_coordinates`: see `footprint`. `by_head`: of packed sequences those of one head come first. even has all
@@ -518,6 +519,9 @@ class SchedulerPlan:
     parts: int = tile_order.PARTS
     steps_saved: int = tile_order.STEPS_SAVED
     l2_mib: int = tile_order.BYTES_IN_L2 // 2**20
+    waves_when_short: bool = False
+    short_keys: int = tile_order.SHORT_KEYS
+    wave_sms: int = tile_order.WAVE_SMS
     share_words: int = splits.SHARE_WORDS
     most_lines: int = splits.MOST_LINES
     by_head: bool = False
@@ -969,6 +973,7 @@ def _scheduler(spec: Forward) -> SchedulerPlan:
         keys_of_part=(spec.split and spec.split.keys) or 0,
         num_shares="num_ctas" if spec.tile.ctas_per_sm > 1 else "num_sms",
         packed_shares=footprint.shares_packed(spec),
+        waves_when_short=tile_order.waves_when_short(spec),
     )
 
 

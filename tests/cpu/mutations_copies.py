@@ -80,7 +80,7 @@ def one_tile() -> list[Mutation]:
             "every CTA stores the first tile",
             "coordinates of another tile",
             Change(Line(store), "{%r#, %r#, %r#}", "{%r#1, %r#1, %r#3}"),
-            reports={NUMBERS},
+            reports={Kind.GLOBAL_RACE},
         ),
     ]  # fmt: skip
 
@@ -150,7 +150,7 @@ def packed() -> list[Mutation]:
             "tiles are not cut where their sequence ends",
             "the last tile of all has rows behind its sequence",
             Change(rows, "min.s32", "max.s32"),
-            reports={NUMBERS},
+            reports={Kind.GLOBAL_RACE},
         ),
         make(
             "no tile but the last of a sequence has all rows",

@@ -216,7 +216,7 @@ def _more_of_tuned_kernels() -> list[Mutation]:
             "O of the second head stored over the first",
             "rows of O are never written",
             Change(Line(STORE), "%r#, %r#, %r#}", "%r#1, 0, %r#3}"),
-            reports={NUMBERS},
+            reports={NUMBERS, Kind.GLOBAL_RACE},
         ),
         main(
             "tail of the keys not masked",

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from mutations import Moved
 from rendering import source
 
+from fa3gen.cpu.findings import Kind
+
 STEM = "fwd_packed_short_d64_causal"
 SUNK, CAPPED = "fwd_packed_pack8_sink_any_window", "fwd_packed_softcap_d128_causal"
 ANY_GROUP = "fwd_packed_mixed_any_group_d64_causal"
@@ -40,6 +42,7 @@ class PackedMutation:
 
 
 OUTSIDE = "wrote outside `out`"
+TWICE = f"{Kind.GLOBAL_RACE}: a store"  # to what another CTA has written, too
 
 PACKED = [
     PackedMutation(
@@ -48,7 +51,7 @@ PACKED = [
         "gO = rows_of(mO, work.head, work.q_begin, work.seq_q)",
         "gO = rows_of(mO, work.head, work.q_begin, cute.ceil_div(work.seq_q, TILE_M) * TILE_M)",
         "few_keys",
-        (OUTSIDE,),
+        (OUTSIDE, TWICE),
     ),
     PackedMutation(
         "V not clipped where its sequence ends",
@@ -166,7 +169,7 @@ PACKED = [
         "first = cute.domain_offset(((head, begin), *(0 for _ in rest), head_kv), x)",
         "first = cute.domain_offset(((0, begin), *(0 for _ in rest), head_kv), x)",
         "groups",
-        ("O ",),
+        ("O ", TWICE),
         ANY_GROUP,
     ),
     PackedMutation(
@@ -211,7 +214,8 @@ PACKED = [
         "numbers = whole + cute.ceil_div(tail_steps, size)",
         "numbers = numbers + 0",
         "last_wave",
-        ("the launch left 1 words of the counter that are not 0",),
+        # Who puts it back too early does so beside the draws of other CTAs.
+        ("the launch left 1 words of the counter that are not 0", f"{Kind.GLOBAL_RACE}: a load"),
         SHARED,
     ),
     PackedMutation(
@@ -238,7 +242,7 @@ PACKED = [
         "tile = cute.arch.shuffle_sync(before + tiles_to_here - tail_tiles, owner) + place",
         "tile = cute.arch.shuffle_sync(before + tiles_to_here - tiles, owner) + place",
         "last_wave",
-        ("O has NaN",),
+        ("O has NaN", TWICE),
         SHARED,
     ),
     PackedMutation(

@@ -191,7 +191,7 @@ def blocks() -> list[Mutation]:
             "rows behind the last one are written",
             "into what follows",
             Change(Line(BEHIND, 5, 8), "%r#, %r#;", "1, 0;"),
-            reports={Kind.OUT_OF_BOUNDS, NUMBERS},
+            reports={Kind.OUT_OF_BOUNDS, NUMBERS, Kind.GLOBAL_RACE},
         ),
         make(
             "maxima of warps are read too early",

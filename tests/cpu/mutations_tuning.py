@@ -269,7 +269,7 @@ def _k4_2_products() -> list[Mutation]:
             "LSE of one row past the end stored",
             "the row belongs to the next head or lies behind the tensor",
             Change(Line("setp.ge.s32 %p#, %r#, %r#;", 0, 2), "setp.ge", "setp.gt"),
-            reports={Kind.OUT_OF_BOUNDS, NUMBERS},
+            reports={Kind.OUT_OF_BOUNDS, NUMBERS, Kind.GLOBAL_RACE},
         ),
         epilogue(
             "bar.sync before O is staged dropped",

@@ -17,14 +17,22 @@ from rendering import attention_stems, extent, plans, source, tree, variants
 
 from fa3gen.cpu.kernel import Settings
 from fa3gen.cpu.schedule import FAST, schedules
+from fa3gen.design import tile_order
+from fa3gen.design.family import Shape
 from fa3gen.design.masks import reach
 from fa3gen.design.tile_order import positions
-from fa3gen.spec.model import CausalMask, NoMask
+from fa3gen.spec.model import CausalMask, Forward, NoMask
 from fa3gen.verify import reference
 
 DYNAMIC, STATIC = "fwd_d64_causal_short", "fwd_d64_short"  # of 128 and of 64 query rows
 TILE_M = {DYNAMIC: 128, STATIC: 64}
 WARPS = {DYNAMIC: 12, STATIC: 8}
+
+
+def forward(stem: str) -> Forward:
+    spec = variants()[stem].spec
+    assert isinstance(spec, Forward)
+    return spec
 
 
 @cache
@@ -98,8 +106,9 @@ def test_the_counter_says_which_tiles_are_left() -> None:
 # -- the order of tiles, of every persistent module, from its own source
 
 
-def tile_coordinates(stem: str, keys_in_l2: int | None) -> Any:
-    """The module's function, on plain numbers. `keys_in_l2` stands in for the module's own count."""
+def tile_coordinates(stem: str, keys_in_l2: int | None, short: int = 0) -> Any:
+    """The module's function, on plain numbers. `keys_in_l2` stands in for the module's own count, and up to `short`
+    keys for that of a wave."""
     (function,) = [
         node for node in tree(stem).body if isinstance(node, ast.FunctionDef) and node.name == "tile_coordinates"
     ]
@@ -111,7 +120,8 @@ def tile_coordinates(stem: str, keys_in_l2: int | None) -> Any:
         "cutlass": SimpleNamespace(min=min, max=max),
         "cute": SimpleNamespace(ceil_div=lambda a, b: -(-a // b), size=lambda x, mode: extent(x.shape[mode[0]])),
         "TILE_M": variants()[stem].spec.tile.q,
-        "KEYS_IN_L2": keys_in_l2,
+        "KEYS_IN_L2": keys_in_l2 if not short else -1,
+        **({"SHORT_KEYS": short, "KEYS_OF_WAVE": keys_in_l2} if tile_order.waves_when_short(forward(stem)) else {}),
     }
     exec(compile(ast.Module([function], []), stem, "exec"), names)
     return names["tile_coordinates"]
@@ -137,8 +147,10 @@ def test_every_tile_has_one_number(stem: str) -> None:
         rows = (tile.pack_heads, seq_q) if tile.packed else seq_q
         q, k = SimpleNamespace(shape=(rows, 64, heads_q, batch)), SimpleNamespace(shape=(seq_k, 64, heads_kv, batch))
         blocks = -(-seq_q // positions(variants()[stem].spec))
-        for keys in (seq_k - 1, seq_k, 3 * seq_k + 1, 10**9) if stem in DRAWN else (None,):
-            of = tile_coordinates(stem, keys)
+        choices = [(keys, 0) for keys in ((seq_k - 1, seq_k, 3 * seq_k + 1, 10**9) if stem in DRAWN else (None,))]
+        choices += [(seq_k + 1, seq_k)] * tile_order.waves_when_short(forward(stem))
+        for keys, short in choices:
+            of = tile_coordinates(stem, keys, short)
             tiles = [of(number, q, k) for number in range(blocks * heads_q * batch)]
             places = Counter((m_block, head, entry) for m_block, head, _, entry in tiles)
             assert places == Counter((i, h, b) for i in range(blocks) for h in range(heads_q) for b in range(batch))
@@ -167,6 +179,24 @@ def test_keys_in_l2(stem: str) -> None:
     values = {"HEAD_DIM": problem.head_dim, "HEAD_DIM_V": problem.v_dim}
     keys = eval(line.partition("=")[2].partition("#")[0], {"__builtins__": {}}, values)
     assert keys == 33554432 // (element * problem.head_dim + element * problem.v_dim)
+
+
+def test_short_heads_come_by_waves() -> None:
+    """Of 32 x 512 keys as many as fill 132 SMs, where memory binds; of 2,048 keys as many as L2 has room for."""
+    waves = [stem for stem in DRAWN if tile_order.waves_when_short(forward(stem))]
+    assert {"fwd_d128_causal", "fwd_fp16_d192_causal_short", "fwd_d64_sink_causal"} < set(waves)
+    assert not {"fwd_d128_any_window", "fwd_fp8_d128_causal", "fwd_d128_pack4_causal", "fwd_packed_d128_causal"} & {
+        *waves
+    }
+    for stem in DRAWN:
+        line = next((line for line in source(stem).splitlines() if line.startswith("SHORT_KEYS, KEYS_OF_WAVE")), "")
+        assert line.partition("  #")[0] == ("SHORT_KEYS, KEYS_OF_WAVE = 1024, 132 * TILE_M" if stem in waves else "")
+    spec = forward("fwd_d128_causal")
+    assert tile_order.keys_of_wave(spec) // 512 == 33
+    short, long = (list(tile_order.taken(spec, Shape(32, keys, keys, 16, 16))) for keys in (512, 2048))
+    assert {(tile.batch, tile.head) for tile in short[:132]} == {(head // 16, head % 16) for head in range(33)}
+    assert [tile.m_block for tile in short[:132:33]] == [3, 2, 1, 0]
+    assert {tile.m_block for tile in long[:32]} == {15} and long[32].m_block == 14
 
 
 # -- what the compiled function refuses, where the module itself checks nothing
