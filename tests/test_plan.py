@@ -345,6 +345,7 @@ def test_scheduler_softmax_and_output() -> None:
             slots=2,
             told="1",
             key_bytes="((HEAD_DIM + HEAD_DIM) * 2)",
+            waves_when_short=kind == "dynamic",
         )
     assert {stem for stem in ATTENTION if scheduler[stem].shuffles_coordinates} == {
         stem
@@ -359,6 +360,7 @@ def test_scheduler_softmax_and_output() -> None:
     ]
     found = scheduler["fwd_d128"]
     assert (found.parts, found.steps_saved, found.slots, found.l2_mib) == (8, 4, 2, 32)
+    assert (found.short_keys, found.wave_sms) == (1024, 132)
     assert plan("fwd_d128_causal").softmax == SoftmaxPlan(lazy=False, rescale_above=0, exp_before_wait=12)
     assert plan("fwd_d192").softmax == SoftmaxPlan(lazy=True, rescale_above=8)
     assert plan("fwd_d256").softmax == SoftmaxPlan(lazy=True, rescale_above=8, mask_end="when_cut")
