@@ -64,9 +64,7 @@ class CpAsyncUnit:
         rows = to >> (width.bit_length() - 1)
         if len(instructions) > 1 and len(np.unique(rows)) < len(rows):
             return False
-        self._check_sources(
-            origin, sizes, np.tile(group.thread if mask is None else group.thread[mask], len(instructions))
-        )
+        self._check_sources(group, origin, sizes, mask, times=len(instructions))
         warps = group.warp_of_lane if mask is None else group.warp_of_lane[mask]
         warps = warps if len(instructions) == 1 else np.tile(warps, len(instructions))
         epochs = np.array([copies.open_epoch for copies in self.warps])
@@ -81,7 +79,7 @@ class CpAsyncUnit:
         """`cp.async.c{a,g}.shared.global [dst], [src], width{, size}` of these lanes."""
         memory = self.cta.shared
         active = np.ones(group.lanes, bool) if mask is None else mask
-        self._check_sources(lanes[1], lanes[2], group.thread[active])
+        self._check_sources(group, lanes[1], lanes[2], mask)
         warps = group.warp_of_lane[active]
         for warp in group.warps.tolist():
             to, origin, sizes = (vector[warps == warp] for vector in lanes)
@@ -136,10 +134,16 @@ class CpAsyncUnit:
             if self.warps[warp].unfinished:
                 raise Hazard(Kind.UNFINISHED, f"warp {warp} ends with cp.async copies that it has not waited for")
 
-    def _check_sources(self, origin: NDArray[np.int64], sizes: NDArray[np.int64], threads: NDArray[np.intp]) -> None:
-        """Raise a Hazard where another CTA has stored what is copied, and these threads do not know of it."""
+    def _check_sources(
+        self, group: Any, origin: NDArray[np.int64], sizes: NDArray[np.int64], mask: Any, times: int = 1
+    ) -> None:
+        """Raise a Hazard where another CTA has stored what the active lanes copy, in so many instructions, and they do
+        not know of it."""
         order = self.cta.order
-        for size in np.unique(sizes[sizes > 0]).tolist() if order.launch is not None else ():
+        if order.launch is None:
+            return
+        threads = np.tile(group.thread if mask is None else group.thread[mask], times)
+        for size in np.unique(sizes[sizes > 0]).tolist():
             rows = sizes == size
             if order.others_store_here(int(origin[rows][0])):
                 order.loads(origin[rows], size, threads[rows])

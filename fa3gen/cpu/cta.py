@@ -139,7 +139,7 @@ class Cta:
 
         Raises a Hazard for the first fault.
         """
-        before, ended = self.progress, False
+        before, set_aside = self.progress, False
         try:
             with np.errstate(all="ignore"):
                 while self.groups:
@@ -148,18 +148,16 @@ class Cta:
                     if self._idle_rounds > MAX_IDLE_ROUNDS:
                         self._idle_rounds = 0
                         if not self._complete_something(only_wanted=True):
-                            self.has_moved = self.progress > before
+                            self.has_moved, set_aside = self.progress > before, True
                             return False
-                ended = True
                 self._group = None
                 self.bulk.check_loads_end()
                 self.mbarriers.check_end()
                 self.registers.check_end()
         except Hazard as hazard:
-            ended = True
             raise hazard.at(self._place(self._group)) from None
         finally:
-            if ended:
+            if not set_aside:
                 self._end_of_cta()
         return True
 

@@ -38,6 +38,12 @@ _ALIGNMENT = 16  # of the first granule of a region; no granule is larger
 _EPOCH_BITS = 32  # of a stamp; its agent is above
 
 
+def cta_index(number: int, grid: tuple[int, int, int]) -> tuple[int, int, int]:
+    """Where the CTA of this number is: they are counted as they are launched, x first."""
+    width, height, _ = grid
+    return number % width, number // width % height, number // (width * height)
+
+
 @dataclass(frozen=True)
 class Learnt:
     """What lanes of a warp have learnt in one of its epochs."""
@@ -172,14 +178,13 @@ class CtaOrder:
         for thread, writer, stamp in np.unique(facts, axis=0).tolist():
             cta, agent, epoch = abs(writer) - 1, stamp >> _EPOCH_BITS, stamp & (1 << _EPOCH_BITS) - 1
             if not self._knows(thread, cta, agent, epoch):
-                width, height, _ = self._grid
-                index = cta % width, cta // width % height, cta // (width * height)
+                storer = f"{self._clocks.describe(agent)} of CTA {cta_index(cta, self._grid)}"
                 raise Hazard(
                     Kind.GLOBAL_RACE,
-                    f"a {what} of global memory that {self._clocks.describe(agent)} of CTA {index} has stored before, "
-                    "in this launch, and nothing says so to this warp: behind the store that CTA has to release to a "
-                    "word (st.release.gpu, or a fence and a relaxed store), which this warp has to acquire "
-                    "(ld.acquire.gpu, or a relaxed load and a fence)",
+                    f"a {what} of global memory that {storer} has stored before, in this launch, and nothing says "
+                    "so to this warp: behind the store that CTA has to release to a word (st.release.gpu, or a fence "
+                    "and a relaxed store), which this warp has to acquire (ld.acquire.gpu, or a relaxed load and a "
+                    "fence)",
                 )
 
     def _knows(self, thread: int, cta: int, agent: int, epoch: int) -> bool:

@@ -15,7 +15,7 @@ from fa3gen.base.errors import UserError
 from fa3gen.cpu.cta import Cta
 from fa3gen.cpu.findings import Hazard, Kind
 from fa3gen.cpu.global_memory import GlobalMemory
-from fa3gen.cpu.global_order import GlobalOrder
+from fa3gen.cpu.global_order import GlobalOrder, cta_index
 from fa3gen.cpu.schedule import FAST, Schedule
 from fa3gen.cpu.shared_memory import BASE
 from fa3gen.cpu.tensor_map import TENSOR_MAP_BYTES, TensorMap, decode
@@ -119,10 +119,7 @@ class Execution:
             waiting = left
 
     def _index(self, chosen: Index | int) -> Index:
-        width, height, _ = self.grid
-        index = chosen
-        if isinstance(index, int):
-            index = index % width, index // width % height, index // (width * height)
+        index = cta_index(chosen, self.grid) if isinstance(chosen, int) else chosen
         if not all(0 <= number < extent for number, extent in zip(index, self.grid, strict=True)):
             raise UserError(f"there is no CTA {chosen} in a grid of {self.grid}; choose one inside")
         return index

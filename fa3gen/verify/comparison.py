@@ -471,10 +471,8 @@ def render(workspace: Workspace, comparison: Comparison) -> str:
 
 def is_dense(workspace: Workspace, stem: str) -> bool:
     """Whether the module is one of attention to dense tensors, which alone are drawn here."""
-    return all(
-        isinstance(variant.spec, Forward) and variant.spec.problem.layout == "dense"
-        for variant in workspace.resolve(stem)
-    )
+    (variant,) = workspace.resolve(stem)
+    return isinstance(variant.spec, Forward) and variant.spec.problem.layout == "dense"
 
 
 def _sides(comparison: Comparison) -> list[str]:

@@ -138,8 +138,7 @@ def as_on_a_gpu(spec: Any) -> Any:
     """
     from fa3gen.cpu.kernel import Settings
 
-    eight_bits = DTYPES[spec.problem.dtype].bytes == 1
-    return Settings(sms=H200.sms, sums="tensor_core" if eight_bits else "float32")
+    return Settings(sms=H200.sms, sums="tensor_core" if spec.element.bytes == 1 else "float32")
 
 
 def moved(tensor: Any, on: On) -> Any:
