@@ -93,8 +93,9 @@ def test_size() -> None:
     reasons, factors, tiles that are told or shared; of packed sequences 60 more, for checks of factors, and parts of O
     in the order of V's columns; and 20 where rows of pages are gathered, for rings that threads empty.
     A last wave of packed sequences takes 90, with the parts of its tiles. Keys of each consumer's own take 50.
-    Parts that a CTA adds up itself take 60, with the place of their sums. Factors take 14 more, of blocks of rows 85 on
-    top, K and V of another dtype 10. O in stripes, one after the other, takes 20.
+    Parts that a CTA adds up itself take 60, with the place of their sums. Tiles that hold as many heads as a call has
+    take 40, with a box of Q for each number. Factors take 14 more, of blocks of rows 85 on top, K and V of another
+    dtype 10. O in stripes, one after the other, takes 20.
     A GEMM has fewer than 500, a copy 200 to 320, a merge 300 to 350.
     """
     lines = {stem: len(source(stem).splitlines()) for stem in STEMS}
@@ -120,6 +121,7 @@ def test_size() -> None:
     most |= {stem: most[stem] + 10 for stem in ATTENTION if (plan := plans()[stem]).eight_bit and plan.eight_bit.mixed}
     most |= {stem: most[stem] + 60 for stem in eight_bits & several}
     most |= {stem: most[stem] + 20 for stem in eight_bits if plans()[stem].load.pages == "cp_async"}
+    most |= {stem: most[stem] + 40 for stem in several if plans()[stem].tile.fitted}
     most |= {stem: most[stem] + 60 for stem in several if plans()[stem].softmax.restarts}
     most |= {stem: most[stem] + 20 for stem in ATTENTION if (bits := plans()[stem].eight_bit) and bits.striped}
     most |= {stem: most[stem] + 90 for stem in several if plans()[stem].scheduler.packed_shares}
@@ -193,6 +195,7 @@ def test_banners_stand_in_one_order() -> None:
 
 # What a specialised module may have or lack, and why. It has all other functions, and all are in one order.
 BY_SPEC: dict[str, Callable[[Plan], bool]] = {
+    **dict.fromkeys(["load_q", "pack_log2_of"], lambda plan: plan.tile.fitted),
     "pack_heads": lambda plan: plan.tile.packed and (plan.tile.padded or not plan.problem.packed_sequences),
     **dict.fromkeys(
         ["clipped", "slice_rows", "find_tiles", "tell", "read_tile", "release_tile", "slot_of"]
@@ -522,7 +525,7 @@ def test_many_arguments_have_names() -> None:
         "mask_left_edge",
         "load_kv",
     }
-    positional |= {"softmax_step", "store_lse", "combine_kernel"}
+    positional |= {"softmax_step", "store_lse", "combine_kernel", "packed_rows_of"}
     positional |= {
         "cpasync.tma_partition",
         "store_output",

@@ -10,7 +10,7 @@ from fa3gen.base.wording import counted
 from fa3gen.design import footprint
 from fa3gen.design.family import PackedShape, PagedShape, Shape
 from fa3gen.design.masks import of_call, reach
-from fa3gen.design.tile_order import head_tiles, positions
+from fa3gen.design.tile_order import fitted, head_tiles, positions
 from fa3gen.spec.model import Forward
 
 # Tiles of keys of a part, at least: with one of them loads, products and the merge would all wait for each other.
@@ -112,7 +112,8 @@ def num_shares(spec: Forward, shape: Shape | PackedShape, num_sms: int, asked: i
     if not asked:
         return num_sms * ctas
     total_q = sum(seq_q for seq_q, _ in shape.sequences)
-    return -(-shares_asked(asked, total_q, shape.batch, head_tiles(spec, shape), positions(spec)) // ctas) * ctas
+    rows = positions(fitted(spec, shape))
+    return -(-shares_asked(asked, total_q, shape.batch, head_tiles(spec, shape), rows) // ctas) * ctas
 
 
 def num_lines(spec: Forward, shape: Shape | PackedShape, num_sms: int, asked: int = 0) -> int:
@@ -131,7 +132,7 @@ def steps_of(spec: Forward, shape: Shape | PackedShape) -> int:
 
     Tiles of keys, or whole parts where they are of so many keys.
     """
-    rows = positions(spec)
+    rows = positions(fitted(spec, shape))
     of_heads = (-(-seq_q // rows) * steps_of_tile(spec, shape, seq_k) for seq_q, seq_k in shape.sequences)
     return sum(of_heads) * head_tiles(spec, shape)
 

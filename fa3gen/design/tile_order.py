@@ -33,15 +33,31 @@ class Taken:
 
 
 def positions(spec: Forward) -> int:
-    """Query positions of a tile; its other rows are further heads of them."""
+    """Query positions of a tile, at least; its other rows are further heads of them."""
     return spec.tile.q // spec.tile.pack_heads
+
+
+def packs(spec: Forward) -> tuple[int, ...]:
+    """How many query heads a tile may hold: one number, or where calls decide on it the powers of two up to that."""
+    most = spec.tile.pack_heads
+    return tuple(1 << log2 for log2 in range(most.bit_length())) if spec.tile.group == "fitted" else (most,)
+
+
+def fitted(spec: Forward, shape: Shape | PackedShape) -> Forward:
+    """The spec as it is for a call of these heads: where tiles hold as few as are enough, with tiles of so many."""
+    if spec.tile.group != "fitted":
+        return spec
+    group = shape.heads_q // max(shape.heads_kv, 1)
+    pack = next((heads for heads in packs(spec) if heads >= group), spec.tile.pack_heads)
+    tile = spec.tile.model_copy(update={"pack_heads": pack, "group": "at_most"})
+    return spec.model_copy(update={"tile": tile})
 
 
 def takes_group(spec: Forward, group: int) -> bool:
     """Whether tiles can hold the query heads of kv heads that so many share."""
     if spec.tile.group == "any":
         return True
-    if spec.tile.group == "at_most":
+    if spec.tile.group in ("at_most", "fitted"):
         return group <= spec.tile.pack_heads
     return group % spec.tile.pack_heads == 0
 
@@ -59,7 +75,7 @@ def taken(spec: Forward, shape: Shape | PackedShape) -> Iterator[Taken]:
     `head` counts the heads that have tiles of their own: packs of query heads where tiles hold several. `batch` is the
     number of a sequence where these are packed, which is one behind the other in this order, too.
     """
-    heads = head_tiles(spec, shape)
+    spec, heads = fitted(spec, shape), head_tiles(spec, shape)
     if isinstance(shape, Shape) and not footprint.packed_sequences(spec):
         yield from _of_batch(spec, shape.seq_q, shape.seq_k, heads, shape.batch)
         return

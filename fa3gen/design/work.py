@@ -416,14 +416,14 @@ class Problem:
     num_splits: int = 0  # parts of the keys that the call asks for
 
     def __post_init__(self) -> None:
-        """Refuse what the module refuses."""
+        """Refuse what the module refuses; have tiles hold as many heads as this call decides."""
         pack, shape, split = self.spec.tile.pack_heads, self.shape, self.spec.split
         if self.num_splits and (split is None or split.keys is not None):
             has = "does not split keys" if split is None else f"has parts of {split.keys} keys"
             raise UserError(f"{self.num_splits} parts are asked for, and this module {has}; take one with count: auto")
         if shape.heads_q % shape.heads_kv:
             raise UserError(f"{shape.heads_q} query heads are no multiple of {shape.heads_kv} kv heads; choose others")
-        if self.spec.tile.group == "at_most":
+        if self.spec.tile.group in ("at_most", "fitted"):
             if shape.heads_q > pack * shape.heads_kv:
                 raise UserError(
                     f"a tile of this module holds at most {pack} query heads of one kv head, and here are "
@@ -434,6 +434,7 @@ class Problem:
                 f"a tile of this module holds {pack} query heads of one kv head; give a multiple of "
                 f"{pack * shape.heads_kv} query heads, or fewer kv heads"
             )
+        object.__setattr__(self, "spec", tile_order.fitted(self.spec, shape))
 
     @cached_property
     def of_lengths(self) -> Mapping[Lengths, tuple[KeyTiles, ...]]:

@@ -254,6 +254,10 @@ def _decisions(spec: Forward) -> list[tuple[str, str]]:
 def _tile_sentence(spec: Forward) -> str:
     q, pack = spec.tile.q, spec.tile.pack_heads
     most = "up to " * (spec.tile.group != "multiple")
+    if spec.tile.group == "fitted":
+        return (
+            f"{q} query rows, positions of all of up to {pack} heads that share K and V, x {spec.tile.kv} keys per step"
+        )
     rows = f", {counted(q // pack, 'position')} of {most}{pack} heads that share K and V," if pack > 1 else ""
     return f"{q} query rows{rows} x {spec.tile.kv} keys per step"
 

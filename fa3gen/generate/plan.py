@@ -118,7 +118,10 @@ class RowsPlan:
 class TilePlan:
     """Rows of Q (m) and of K and V (n) per step; threads per CTA; warpgroups that compute; query heads per tile.
 
-    `padded`: some of these heads may not exist. `any_group`: tiles of one kv head may be several, the last one padded.
+    `padded`: some of these heads may not exist. `fitted`: how many a tile holds is decided by calls, one of `packs`;
+    `pack` is what the host, or the module, calls that, and positions of a tile are `positions`, `work_positions` where
+    a work item is known, `found_positions` to who finds it, and `of_parts` and `of_part` where parts are.
+    `any_group`: tiles of one kv head may be several, the last one padded.
     `rows` and `positions` are the module's names for the rows of Q as TMA moves them and for the positions they hold;
     `head_tiles` is how many tiles beside each other hold all heads. Whoever finds tiles of packed sequences is told
     `heads_told` beside the heads of k, counts `tiles_found` of them, and finds `heads_found`: of q the first, and of k.
@@ -134,6 +137,9 @@ class TilePlan:
     warpgroups: int
     pack_heads: int
     padded: bool
+    fitted: bool
+    packs: str
+    pack: str
     any_group: bool
     ctas_per_sm: int
     register_shares: int
@@ -142,6 +148,10 @@ class TilePlan:
     packed: bool
     rows: str
     positions: str
+    work_positions: str
+    found_positions: str
+    of_parts: str
+    of_part: str
     head_tiles: str
     heads_told: str
     tiles_found: str
@@ -873,12 +883,15 @@ def _rows(spec: Forward) -> RowsPlan:
 
 
 def _positions(spec: Forward) -> str:
-    """The module's name for the positions of a tile of queries."""
+    """The module's name for the positions of a tile of queries, or what they are where calls decide on its heads."""
+    if spec.tile.group == "fitted":
+        return "(TILE_M >> pack_log2)"
     return "POSITIONS" if spec.tile.pack_heads > 1 else "TILE_M"
 
 
 def _tile(spec: Forward) -> TilePlan:
     packed, any_group = spec.tile.pack_heads > 1, spec.tile.group == "any"
+    fitted, positions = spec.tile.group == "fitted", _positions(spec)
     return TilePlan(
         m=spec.tile.q,
         n=spec.tile.kv,
@@ -891,9 +904,16 @@ def _tile(spec: Forward) -> TilePlan:
         launch_bound=_launch_bound(spec),
         packed=packed,
         padded=spec.tile.group != "multiple",
+        fitted=fitted,
+        packs=str(tile_order.packs(spec)),
+        pack="pack" if fitted else "PACK_HEADS",
         any_group=any_group,
         rows="PACKED_M" if packed else "TILE_M",
-        positions=_positions(spec),
+        positions=positions,
+        work_positions=positions.replace("pack_log2", "work.pack_log2"),
+        found_positions="positions" if fitted else "POSITIONS",
+        of_parts="TILE_M // pack" if fitted else "POSITIONS",
+        of_part="cute.size(parts, mode=[0, 1])" if fitted else "POSITIONS",
         head_tiles=_head_tiles(spec),
         heads_told="heads_q // heads_kv" if any_group else _head_tiles(spec),
         tiles_found="heads_kv * packs" if any_group else "heads_q",
@@ -909,7 +929,7 @@ def _head_tiles(spec: Forward) -> str:
     """Of packed sequences the heads with tiles of their own; where a tile has all of a group, how many these are."""
     if spec.tile.group == "any":
         return "heads_kv * cute.ceil_div(heads_q // heads_kv, PACK_HEADS)"
-    if spec.tile.group == "at_most":
+    if spec.tile.group in ("at_most", "fitted"):
         return "heads_q // heads_kv"
     return "heads_q // PACK_HEADS" if spec.tile.pack_heads > 1 else "heads_q"
 
@@ -981,7 +1001,7 @@ def _arguments(spec: Forward) -> ArgumentsPlan:
     # A capped score is softcap times what the kernel has of it.
     factors = ("softcap * LOG2_E", "scale / softcap") if spec.softmax.softcap else ("scale * LOG2_E",)
     window = ["window"] * given_with_calls(spec.mask)
-    ranged = ("seq_q", "seq_k", *window)
+    ranged = ("seq_q", "seq_k", *["pack_log2"] * (spec.tile.group == "fitted"), *window)
     if not footprint.specialized(spec):
         shared = isinstance(spec.load, TmaLoad) and spec.load.barrier == "shared"
         rings = ["kv_ring"] if shared else ["k_ring", "v_ring"]
@@ -1390,7 +1410,7 @@ def _entry(spec: Forward) -> EntryPlan:
     pack = spec.tile.pack_heads
     multiple = pack > 1 and spec.tile.group == "multiple"
     heads = f"a multiple of {pack} x heads_kv" if multiple else "a multiple of heads_kv (GQA, MQA)"
-    if spec.tile.group == "at_most":
+    if spec.tile.group in ("at_most", "fitted"):
         heads = f"1 to {pack} x heads_kv (GQA, MQA)"
     operation = operation_of(spec)
     arguments = operation.arguments
@@ -1577,6 +1597,10 @@ def expectation(spec: Forward) -> Expectation:
         letters: tuple[Letter, ...] = ("Q",) if footprint.gathered(spec) else ("Q", "K", "V")
         by_tma = [in_memory[letter] for letter in letters]
         tma_loads = sum(schedule.count("load", tile.letter) * tile.boxes for tile in by_tma)
+        if (
+            spec.tile.group == "fitted"
+        ):  # a copy of Q for each number of heads that a tile may hold, of which one is made
+            tma_loads += (len(tile_order.packs(spec)) - 1) * schedule.count("load", "Q") * in_memory["Q"].boxes
         filled = [ring.name for ring in schedule.rings if ring.filled_by == "TMA"]
         expect_tx = schedule.count("announce") + sum(schedule.count("wait_empty", on=name) for name in filled)
     if isinstance(spec.load, CpAsyncLoad):

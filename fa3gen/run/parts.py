@@ -65,7 +65,11 @@ def _of_shares(module: Any, asked: int) -> Attention:
 
     @functools.wraps(module.attention)
     def divided(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, *others: Any, **options: Any) -> Any:
-        ctas = shares_asked(asked, q.shape[0], cu_seqlens_q.shape[0] - 1, v.shape[-2], positions)
+        heads_kv, of_tile = v.shape[-2], positions
+        if hasattr(module, "PACKS"):  # a tile holds the fewest heads that are enough
+            group = q.shape[1] // (heads_kv or 1)
+            of_tile = module.TILE_M // next((heads for heads in module.PACKS if heads >= group), module.PACK_HEADS)
+        ctas = shares_asked(asked, q.shape[0], cu_seqlens_q.shape[0] - 1, heads_kv, of_tile)
         ctas = min(ctas, counted(words * on_an_sm) * on_an_sm)
         return on(max(ctas, 1))(q, k, v, cu_seqlens_q, *others, **options)
 

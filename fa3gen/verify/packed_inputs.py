@@ -225,6 +225,15 @@ def cpu_cases(spec: Forward) -> tuple[PackedCase, ...]:
             sequences("last_wave", "three whole tiles, and two in three shares; scores that climb",
                       (m + 3, m + 9, 5), (5, 12 * n - 5, 11 * n + 2), distribution="ramp"),
         ]  # fmt: skip
+    if spec.tile.group == "fitted":  # other cases have one, two, and five heads of a kv head
+        cases += [
+            sequences("of_one", "two tiles of as many positions as rows", (spec.tile.q + 3, 2), (n + 5, 9),
+                      heads=(2, 2)),
+            sequences("of_three", "two tiles, each with room for four heads", (spec.tile.q // 4 + 3, 1), (2 * n + 5, 7),
+                      heads=(6, 2), first=1),
+            sequences("of_all", "as many heads as a tile has room for, keys in shares", (m + 1, 2), (7 * n + 2, 9),
+                      heads=(spec.tile.pack_heads, 1)),
+        ]  # fmt: skip
     if spec.tile.group == "any":
         pack = spec.tile.pack_heads
         cases += [

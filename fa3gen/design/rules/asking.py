@@ -314,13 +314,26 @@ def _restart(spec: Forward) -> Iterable[Answer]:
         yield splits.restarted_kernel.ask(field, value, values)
 
 
+def _of_fitted(spec: Forward) -> dict[str, bool]:
+    """What is not rendered where calls decide how many heads a tile holds."""
+    return {
+        "warps": footprint.by_warps(spec),
+        "sink": spec.softmax.sink,
+        "whole": spec.split is not None and spec.split.keys is not None,
+        "overlap": footprint.overlapped(spec),
+        "from_window": spec.tile.kv_from == "window",
+    }
+
+
 def _split(spec: Forward) -> Iterable[Answer]:
     layout, place = spec.problem.layout, spec.outputs.o
-    if spec.tile.group == "at_most":
+    if spec.tile.group in ("at_most", "fitted"):
         yield splits.padded_heads.ask(spec.split is not None, spec.tile.pack_heads)
     if spec.tile.group == "any":
         others = {"split": spec.split is not None, "sink": spec.softmax.sink}
         yield splits.any_group.ask(spec.order, place, spec.tile.pack_heads, **others)
+    if spec.tile.group == "fitted":
+        yield splits.fitted_heads.ask(spec.scheduler, spec.mask.kind, spec.tile.pack_heads, **_of_fitted(spec))
     if spec.split is None:
         return
     yield splits.split_unit.ask(spec.split.count, spec.split.keys)

@@ -13,7 +13,7 @@ def split_scheduler(scheduler: str, layout: str, group: str) -> Violation | None
 
     Of other sequences only the device knows the lengths: there all steps are shared out evenly.
     """
-    if group != "at_most":
+    if group not in ("at_most", "fitted"):
         return Violation("tile.group", "split is rendered with all heads of a kv head in a tile; use group: at_most")
     needed = "grid" if layout == "dense" else "even"
     if scheduler == needed:
@@ -147,6 +147,34 @@ def padded_heads(split: bool, pack_heads: int) -> Violation | None:
     return Violation(
         "tile.group", "group: at_most is rendered with keys in parts only; add split: {count: auto}, or use multiple"
     )
+
+
+@rule(kind=GENERATOR, topic="structure")
+def fitted_heads(
+    scheduler: str,
+    mask: str,
+    pack_heads: int,
+    *,
+    warps: bool,
+    sink: bool,
+    whole: bool,
+    overlap: bool,
+    from_window: bool,
+) -> Violation | None:
+    """Whoever finds tiles says of each how many heads it holds, and Q comes by the box that has as many."""
+    if pack_heads & (pack_heads - 1):
+        return Violation("tile.pack_heads", f"group: fitted takes powers of two, and {pack_heads} is none; use 8 or 16")
+    if scheduler != "even" or whole:
+        return Violation(
+            "tile.group", "group: fitted is rendered with split: {count: auto} and scheduler even; use these"
+        )
+    if mask == "window" or from_window:
+        return Violation("tile.group", "group: fitted is rendered with mask none or causal; use at_most for windows")
+    if sink or warps or not overlap:
+        return Violation(
+            "tile.group", "group: fitted is rendered with overlap, without sinks, for warpgroups; use at_most"
+        )
+    return None
 
 
 @rule(kind=GENERATOR, topic="structure")
