@@ -26,6 +26,8 @@ D64, SHORT = "fwd_packed_d64_causal", "fwd_packed_short_d64_causal"
 PAGES, PAGES_OF_64 = "fwd_paged_d128_causal", "fwd_paged_64rows_d128_causal"
 SINGLE_ROWS = "fwd_paged_rows_d128_causal"
 EVEN = "fwd_packed_decode_d128_causal"
+CHUNKS = "fwd_packed_chunks_d128_causal"
+SPLITTING = ((2048, 50.0), (4096, 90.0), (8192, 150.0), (32768, 300.0))  # keys, and how fast, beside 100
 ANY, PACK1 = "fwd_packed_mixed_any_group_d128_causal", "fwd_packed_mixed_pack1_d128_causal"
 MIXED, MIXED_64ROWS = "fwd_packed_mixed_d128_causal", "fwd_paged_64rows_mixed_d128_causal"
 GPU = "NVIDIA H200"
@@ -143,17 +145,69 @@ def test_decoding_is_measured_where_modules_split_keys() -> None:
 
 def test_chunks_beside_steps_are_measured_where_modules_take_head_after_head() -> None:
     cells = {problem.label: {variant.stem for variant in able} for problem, able in packed_cells.cells(CHECKOUT)}
-    mixed = {label: able for label, able in cells.items() if "chunk" in label}
+    lists = (*packed_cells.MIXED_LENGTHS, *packed_cells.MIXED_CHUNK_LENGTHS)
+    mixed = {label: able for label, able in cells.items() if any(f" {name}, " in label for name in lists)}
     assert mixed["bf16 d128 causal packed chunk_and_63_steps, heads 32/8"] == {D128, PACK4, MIXED, ANY, PACK1}
     assert mixed["bf16 d128 causal packed 4_chunks_and_140_steps, heads 40/8"] == {D128, ANY, PACK1}
     assert MIXED_64ROWS in mixed["bf16 d128 causal pages 64 63_steps_and_chunk, heads 32/8"]
     stems = {variant.stem for variant in packed_cells.packed_modules(CHECKOUT) if variant.spec.order == "by_head"}
     assert set().union(*mixed.values()) >= stems >= {ANY, PACK1, MIXED, MIXED_64ROWS}
-    assert all(able & stems for able in mixed.values())
+    assert all(able & stems for label, able in mixed.items() if "pages 1 " not in label)
     assert not any(able & stems for label, able in cells.items() if label not in mixed)
     found = {tuple(label.split(", heads ")[-1] for label in mixed if f" d{dim} " in label) for dim in (64, 128, 256)}
-    wanted = {64: ("16", "64/8"), 128: ("16", "32/8", "40/8", "64/8"), 256: ("8", "16/4", "16/8")}
+    wanted = {64: ("16", "64/8", "8/1"), 128: ("16", "32/8", "40/8", "64/8", "8/1"), 256: ("8", "16/4", "16/8", "8/1")}
     assert {frozenset(heads) for heads in found} == set(map(frozenset, wanted.values()))
+
+
+def test_drafts_and_chunks_are_measured_with_the_modules_made_for_them() -> None:
+    cells = {problem.label: {variant.stem for variant in able} for problem, able in packed_cells.cells(CHECKOUT)}
+    assert cells["bf16 d128 causal packed 8_drafts_of_16_on_4k, heads 32/8"] == {D128, PACK4, EVEN, CHUNKS}
+    assert cells["bf16 d128 causal packed chunk512_on_8k, heads 8/1"] == {D128, PACK4, CHUNKS}
+    assert cells["bf16 d128 causal packed chunk128_and_15_steps_on_8k, heads 8/1"] > {D128, ANY, CHUNKS}
+    lists = (*packed_cells.DRAFT_LENGTHS, *packed_cells.CHUNK_LENGTHS, *packed_cells.MIXED_CHUNK_LENGTHS)
+    made_for_them = {label for label, able in cells.items() if any("chunks" in stem for stem in able)}
+    assert made_for_them == {label for label in cells if any(f" {name}, " in label for name in lists)}
+    assert not any("none" in label or " sink" in label for label in made_for_them)
+
+
+def test_chunks_on_many_keys_have_rows_where_splitting_gains_on_the_whole() -> None:
+    """For more keys than those where it loses, in the band of tiles, for the group and up to the next one measured."""
+    prefill = record([300] * 400, {D128: 400.0})
+    few = [record([keys], {D128: 100.0, CHUNKS: speed}, heads=(8, 1), queries=[512]) for keys, speed in SPLITTING]
+    whole = record([8192], {D128: 100.0, CHUNKS: 90.0}, heads=(4, 4), queries=[512])
+    found = dispatch_table.rows_from_records([prefill, *few, whole])
+    many, rest = found
+    assert (many.module, many.group, many.seq_k_over) == (CHUNKS, dispatch.AtMost(at_most=16, at_least=8), 4096)
+    assert many.tiles_per_sm == dispatch.Load(up_to=0.25) and rest.module == D128
+    assert many.region == "8 to 16 heads of q for each of k, up to 0.25 tiles per SM, over 4096 keys"
+    family = Family("bf16", 128, 128, CausalMask(), layout="packed")
+    for keys, tiles, group, served in ((4097, 32, 8, True), (4096, 32, 8, False), (8192, 34, 8, False)):
+        assert many.serves(family, Size(keys, tiles, 132, group, 512)) is served
+    assert not many.serves(family, Size(8192, 32, 132, 7, 512)) and many.serves(family, Size(8192, 32, 132, 12, 512))
+    around = many.narrowed(dispatch.Stretch(), Size(4096, 32, 132, 8, 512))
+    assert around == dispatch.Stretch(most_keys=4096)
+    assert many.narrowed(dispatch.Stretch(), Size(9000, 32, 132, 8, 512)) == dispatch.Stretch(4097, most_tiles=33)
+
+
+def test_no_fewer_keys_than_half_of_those_measured_are_split() -> None:
+    only = record([8192], {D128: 100.0, CHUNKS: 200.0}, heads=(8, 1), queries=[512])
+    many, _ = dispatch_table.rows_from_records([only, record([300] * 400, {D128: 400.0})])
+    assert (many.module, many.seq_k_over) == (CHUNKS, 4096)
+
+
+def test_longer_drafts_have_rows_of_their_own() -> None:
+    """Made of records of half a group, too; without any, those of short ones serve all few queries."""
+    step = record([4096] * 8, {D128: 10.0, EVEN: 90.0}, queries=[1] * 8)
+    drafts = [record([4096] * 8, {D128: 50.0, EVEN: speed, CHUNKS: 90.0}, heads=heads, queries=[16] * 8)
+              for heads, speed in (((32, 8), 60.0), ((64, 8), 89.0))]  # fmt: skip
+    prefill = record([300] * 400, {D128: 400.0})
+    of_short = {row.seq_q.up_to for row in dispatch_table.rows_from_records([prefill, step]) if row.seq_q}
+    assert of_short == {16}
+    found = [row for row in dispatch_table.rows_from_records([prefill, step, *drafts]) if row.seq_q]
+    assert {(row.seq_q.up_to, row.module) for row in found if row.seq_q} == {(4, EVEN), (16, CHUNKS)}
+    assert [row.group for row in found if row.seq_q == dispatch.Region(up_to=16)] == [
+        dispatch.AtMost(at_most=most) for most in (4, 8, 16)
+    ]
 
 
 def test_queries_of_8_bits_have_rows_that_serve_their_calls() -> None:

@@ -51,6 +51,27 @@ DECODING_LENGTHS = {
     "draft8_on_8k": ((4,) * 8, (8192,) * 8),
     "decode32_one_long": ((1,) * 32, (131072, *(1024,) * 31)),
 }
+# The same of drafts with more queries; and of chunks of prompts on many keys with few tiles of queries, where it pays
+# that several CTAs read the keys of a tile, and of what lies beside these, where it does not.
+DRAFT_LENGTHS = {
+    "draft_of_16_on_32k": ((16,), (32768,)),
+    "8_drafts_of_8_on_8k": ((8,) * 8, (8192,) * 8),
+    "8_drafts_of_16_on_4k": ((16,) * 8, (4096,) * 8),
+    "64_drafts_of_8_on_2k": ((8,) * 64, (2048,) * 64),
+    "64_drafts_of_16_on_2k": ((16,) * 64, (2048,) * 64),
+}
+CHUNK_LENGTHS = {
+    "chunk512_on_2k": ((512,), (2048,)),
+    "chunk512_on_8k": ((512,), (8192,)),
+    "chunk512_on_32k": ((512,), (32768,)),
+    "chunk2k_on_8k": ((2048,), (8192,)),
+    "chunk2k_on_32k": ((2048,), (32768,)),
+    "8_chunks_of_64_on_8k": ((64,) * 8, (8192,) * 8),
+    "8_chunks_of_128_one_on_16k": ((128,) * 8, (16384, *(2048,) * 7)),
+    "chunk512_and_7_steps_on_8k": ((512, *(1,) * 7), (8192,) * 8),
+    "chunk1k_and_7_steps_one_on_24k": ((1024, *(1,) * 7), (24576, *(2048,) * 7)),
+    "prompt3k": ((3072,), (3072,)),
+}
 # Queries and keys of a step of serving in which chunks of prompts come with decoding steps: one chunk before them and
 # behind them, and several.
 _STEPS = tuple(2048 + 32 * i for i in range(63))
@@ -58,6 +79,13 @@ MIXED_LENGTHS = {
     "chunk_and_63_steps": ((512, *(1,) * 63), (4096, *_STEPS)),
     "63_steps_and_chunk": ((*(1,) * 63, 512), (*_STEPS, 4096)),
     "4_chunks_and_140_steps": ((512, *(1,) * 35) * 4, (4096, *_STEPS[:35]) * 4),
+}
+# The same on more keys, or with fewer steps.
+MIXED_CHUNK_LENGTHS = {
+    "chunk128_and_15_steps_on_8k": ((128, *(1,) * 15), (8192,) * 16),
+    "chunk256_and_31_steps_on_2k": ((256, *(1,) * 31), (2048,) * 32),
+    "chunk512_and_63_steps_on_16k": ((512, *(1,) * 63), (16384,) * 64),
+    "chunk256_and_31_steps_to_32k": ((256, *(1,) * 31), tuple(1024 * i for i in range(1, 33))),
 }
 # Windows (left, right) as models have them, and the decoding steps that they are measured with.
 _SHORT = "decode1_on_32k", "decode8_on_4k", "decode64_on_4k"
@@ -70,6 +98,8 @@ HEADS = {64: ((16, 16), (64, 8)), 128: ((16, 16), (32, 8)), 256: ((8, 8), (16, 4
 # The same, and of further groups, of chunks of prompts beside decoding steps, where it matters more how often K and V
 # are read: by as many tiles as a group has.
 MIXED_HEADS = {64: HEADS[64], 128: (*HEADS[128], (40, 8), (64, 8)), 256: (*HEADS[256], (16, 8))}
+# And the same of drafts, and of chunks on many keys, with the fewest tiles that there are: those of one kv head.
+CHUNK_HEADS = {64: (*HEADS[64], (8, 1)), 128: (*HEADS[128], (8, 1)), 256: (*HEADS[256], (8, 1))}
 
 
 def packed_modules(workspace: Workspace) -> Iterator[Variant[Forward]]:
@@ -89,7 +119,8 @@ def packed_modules(workspace: Workspace) -> Iterator[Variant[Forward]]:
 def cells(workspace: Workspace) -> Iterator[tuple[PackedProblem, list[Variant[Forward]]]]:
     """Each cell with the modules that can serve it, those of a group of heads among them.
 
-    Modules that split keys are measured where there are few queries, beside all others; without any, nothing is.
+    Modules that split keys are measured where there are few queries, beside all others; without any, nothing is. Those
+    of them with large tiles are measured with drafts, and beside modules that split none where there are chunks.
     Decoding steps with chunks of prompts are measured where there are modules that take head after head, and these
     nowhere else. With windows, sinks or a cap only decoding steps are: of many queries there is one module for each
     call, and nothing to choose.
@@ -104,8 +135,20 @@ def cells(workspace: Workspace) -> Iterator[tuple[PackedProblem, list[Variant[Fo
             whole = [variant for variant in _able(variants, heads) if variant.spec.split is None]
             for name, lengths in MIXED_LENGTHS.items() if any(map(_by_head, whole)) else ():
                 yield PackedProblem.of(family, name, PackedShape(*lengths, *heads)), whole
+        for heads in CHUNK_HEADS[family.head_dim]:
+            able = _able(variants, heads)
+            whole = [variant for variant in able if variant.spec.split is None]
+            large = [variant for variant in able if _for_chunks(variant)]
+            several = [variant for variant in able if not _by_head(variant)]
+            for lists, served in (
+                (DRAFT_LENGTHS, several),
+                (CHUNK_LENGTHS, [*(variant for variant in whole if not _by_head(variant)), *large]),
+                (MIXED_CHUNK_LENGTHS, [*whole, *large]),
+            ):
+                for name, lengths in lists.items() if large else ():
+                    yield PackedProblem.of(family, name, PackedShape(*lengths, *heads)), served
         for heads in HEADS[family.head_dim]:
-            able = [variant for variant in _able(variants, heads) if not _by_head(variant)]
+            able = [variant for variant in _able(variants, heads) if not (_by_head(variant) or _for_chunks(variant))]
             whole = [variant for variant in able if variant.spec.split is None]
             for name, lengths in _lengths(family) if whole and plain else ():
                 yield PackedProblem.of(family, name, PackedShape(*lengths, *heads)), whole
@@ -122,6 +165,11 @@ def _able(variants: Iterable[Variant[Forward]], heads: tuple[int, int]) -> list[
 def _by_head(variant: Variant[Forward]) -> bool:
     """Whether it takes head after head."""
     return variant.spec.order == "by_head"
+
+
+def _for_chunks(variant: Variant[Forward]) -> bool:
+    """Whether it splits keys and has tiles of more rows than a decoding step has."""
+    return variant.spec.split is not None and variant.spec.tile.q > 64
 
 
 def _families_of_calls(families: Iterable[Family]) -> list[Family]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import itertools
 import json
 import math
 import re
@@ -82,6 +83,8 @@ def _flow(value: Any) -> str:
 BANDS = (0.25, 0.5, 1.0, 2.0, 4.0)
 # By how much a module has to be faster to be worth a row of its own: what one run differs from the next by.
 WORTH_A_ROW = 0.01
+# Packed drafts of more queries have rows of their own: those of a group may not have room in a small tile.
+SHORT_DRAFT = 4
 # Few queries wait for memory, and an H100's, of 0.70 of an H200's bandwidth, hides much of what tells modules apart
 # where keys come from there. So in a record of such a GPU, of more keys than its L2 holds, a module that divides them
 # counts for so much more. Of 96 packed cells of that kind that both GPUs have measured, what an H100 would choose has
@@ -158,7 +161,7 @@ def _heads_in_a_tile(spec: Mapping[str, Any]) -> int:
 def _most_heads(spec: Mapping[str, Any]) -> int:
     """Query heads of a kv head that a tile has room for; 0 where a tile holds a number of its own."""
     tile = spec.get("tile", {})
-    return int(tile.get("pack_heads", 1)) if tile.get("group") == "at_most" else 0
+    return int(tile.get("pack_heads", 1)) if tile.get("group") in ("at_most", "fitted") else 0
 
 
 @dataclass(frozen=True)
@@ -193,9 +196,11 @@ def rows_from_records(records: Iterable[Record]) -> list[Row]:
     where no module was measured in all records of one length in one band.
 
     Calls with few queries (FEW_QUERIES, of the longest sequence) have rows of their own, before all others, where
-    modules that split keys, and whose tiles have room for all heads of a kv head, serve best. Behind these come rows
-    for as few in the mean, for chunks of prompts beside decoding steps: by multiples of groups that were measured, for
-    one head of its own, and for any group.
+    modules that split keys, and whose tiles have room for all heads of a kv head, serve best; where packed drafts of
+    more than SHORT_DRAFT were measured, up to as many and above. Behind these come rows for as few in the mean, for
+    chunks of prompts beside decoding steps: by multiples of groups that were measured, for one head of its own, and for
+    any group. Before these, and before those for many queries, come rows of modules that split keys, for more keys than
+    so many.
 
     Calls of packed sequences have rows for groups of heads, too: where modules whose tiles hold several heads serve
     best the groups that are multiples of as many, as measured with such groups, these rows come first.
@@ -230,8 +235,77 @@ def _of_family(family: Family, records: Sequence[Record]) -> Iterator[Row]:
     for row in _of_mixed(family, [record for record in records if _is_mixed(record)]):
         yield row.model_copy(update={"mean_q": Region(up_to=FEW_QUERIES)})
     many = [record for record in records if not (_is_decoding(record) or _is_mixed(record))]
-    yield from _of_groups(family, many)
-    yield from _rows(family, [_Cell(record) for record in many])
+    yield from _of_many_keys(family, many)
+    usual = [record for record in many if not _of_split_keys(record)]
+    yield from _of_groups(family, usual)
+    yield from _rows(family, [_Cell(record) for record in usual])
+
+
+def _of_many_keys(family: Family, records: Sequence[Record]) -> Iterator[Row]:
+    """Rows of modules that split keys, for the groups that their tiles have room for: in each band for more than so
+    many keys, where they are faster on the whole.
+
+    A group that was not measured is served as the next smaller one that was. A band has no row of its own where the
+    next larger one says the same.
+    """
+    split = [record for record in records if _of_split_keys(record)]
+    groups = sorted({record.problem.group for record in split})
+    for group, larger in itertools.pairwise([*groups, NO_LIMIT]):
+        rows: list[Row] = []
+        for number in reversed(range(len(BANDS) + 1)):
+            own = [each for each in split if each.problem.group == group and band_of(each) == number]
+            row = _of_most_keys(family, number, own)
+            if row and not (rows and _alike(row, rows[-1])):
+                rows.append(row)
+        for row in reversed(rows):
+            assert isinstance(row.group, AtMost)
+            heads = AtMost(at_most=min(larger - 1, row.group.at_most), at_least=group if group > 1 else None)
+            yield row.model_copy(update={"group": heads})
+
+
+def _of_most_keys(family: Family, number: int, records: Sequence[Record]) -> Row | None:
+    """The row of a band for the keys, from some number on, in whose records a module gains the most, if any do; but
+    for no fewer keys than half of the fewest that were measured."""
+    best: tuple[float, _File, int] | None = None
+    for file in sorted({file for record in records for file in _of_split_keys(record)}):
+        gains = [(_known_keys(each), _gain(file, each)) for each in records]
+        for over in sorted({keys for keys, _ in gains} | {min((keys for keys, _ in gains), default=2) // 2}):
+            there = [gain for keys, gain in gains if keys > over]
+            if there and statistics.mean(there) > math.log1p(WORTH_A_ROW) and (not best or sum(there) > best[0]):
+                best = sum(there), file, over
+    if best is None:
+        return None
+    _, file, over = best
+    served = [each for each in records if _known_keys(each) > over]
+    room = min(_most_heads(result.spec) for each in served for result in each.results if result.stem == file[0])
+    edge = BANDS[number] if number < len(BANDS) else None
+    row = _row(family, edge, _Part(None, file, tuple(_Cell(each, at_most=room) for each in served)))
+    return row.model_copy(update={"group": AtMost(at_most=room), "seq_k_over": over})
+
+
+def _alike(row: Row, larger: Row) -> bool:
+    """Whether a row of the next larger band serves all that this one does."""
+    return (row.module, row.seq_k_over) == (larger.module, larger.seq_k_over)
+
+
+def _known_keys(record: Record) -> int:
+    """Keys of a sequence as a call of the record's lengths tells: with pages as many as the longest has."""
+    problem = record.problem
+    return max(problem.lengths_k) if isinstance(problem, PackedProblem) and problem.page else problem.seq_k
+
+
+def _gain(file: _File, record: Record) -> float:
+    """The logarithm of how much faster a module is than the best that does not split keys; -inf without its speed."""
+    speed = next((each.tflops for each in record.results if each.stem == file[0]), 0.0)
+    others = [each.tflops for each in record.results if not _most_heads(each.spec)]
+    return math.log(speed / max(others)) if speed else -math.inf
+
+
+def _of_split_keys(record: Record) -> set[_File]:
+    """The modules of a record of packed sequences that split keys, whose tiles have room for all heads of a group."""
+    if not isinstance(record, PackedRecord):
+        return set()
+    return {(each.stem, each.sha256[:DIGEST_LENGTH]) for each in record.results if _most_heads(each.spec)}
 
 
 def _of_groups(family: Family, records: Sequence[Record]) -> Iterator[Row]:
@@ -249,8 +323,11 @@ def _of_mixed(family: Family, records: Sequence[Record]) -> Iterator[Row]:
     """Rows for groups of heads that are multiples of each one that was measured, the largest ones first, then for one
     head of its own, then for any group; each where others than the modules for all calls serve best.
 
-    Those for any group are made of all records but those of one head, which have a row of their own.
+    Those for any group are made of all records but those of one head, which have a row of their own. Before all of them
+    come those of a module that splits keys, of records where there was one.
     """
+    yield from _of_many_keys(family, records)
+    records = [record for record in records if not _of_split_keys(record)]
     of_one, of_several = ([record for record in records if (record.problem.group == 1) == one] for one in (True, False))
     for group in sorted({record.problem.group for record in of_several}, reverse=True):
         rows = list(_rows(family, [_Cell(record, group) for record in records if record.problem.group == group]))
@@ -288,12 +365,28 @@ def _of_few_queries(family: Family, records: Sequence[Record]) -> Iterator[Row]:
     Beyond these, up to as many heads as tiles have room for, modules serve that hold all heads of a group in a tile:
     others read K and V once for each head.
     """
+    long = [record for record in records if isinstance(record, PackedRecord) and _longest(record) > SHORT_DRAFT]
+    short = [record for record in records if record not in long]
+    yield from _of_few(family, short, SHORT_DRAFT if long else FEW_QUERIES)
+    yield from _of_few(family, long, FEW_QUERIES, long=True)
+
+
+def _longest(record: PackedRecord) -> int:
+    """Queries of the longest sequence."""
+    return max(record.problem.lengths_q)
+
+
+def _of_few(family: Family, records: Sequence[Record], queries: int, *, long: bool = False) -> Iterator[Row]:
+    """The rows of these records, for up to so many queries; `long`: they are of longer drafts."""
     room = max((_most_heads(result.spec) for record in records for result in record.results), default=0)
     groups = sorted({record.problem.group for record in records if record.problem.group <= room})
     for at_most in (*groups, *[room] * bool(groups)):
         last = min(at_most, groups[-1])
-        cells = [_Cell(each, at_most=at_most, padded=at_most > last) for each in records if each.problem.group == last]
-        own = {"seq_q": Region(up_to=FEW_QUERIES), "group": AtMost(at_most=at_most)}
+        # Of longer drafts records of half a group count, too: what fills a tile, and how often, differs little.
+        fewest = max(last // 2, 1) if long else last
+        able = [each for each in records if fewest <= each.problem.group <= last]
+        cells = [_Cell(each, at_most=at_most, padded=at_most > last) for each in able]
+        own = {"seq_q": Region(up_to=queries), "group": AtMost(at_most=at_most)}
         for row in _rows(family, cells, fill_up=True):
             yield row.model_copy(update=own)
 

@@ -239,22 +239,26 @@ class Multiples(SpecModel):
 
 
 class AtMost(SpecModel):
-    """Numbers of query heads for each head of k and v up to `at_most`."""
+    """Numbers of query heads for each head of k and v up to `at_most`, from `at_least` on."""
 
     at_most: int = Field(gt=0)
+    at_least: int | None = Field(default=None, gt=1)
 
     def holds(self, group: int) -> bool:
         """Whether so many are among them."""
-        return group <= self.at_most
+        return (self.at_least or 1) <= group <= self.at_most
 
     @property
     def tests(self) -> tuple[int, ...]:
         """Some of them: a module that takes these takes all."""
-        return 1, self.at_most
+        return self.at_least or 1, self.at_most
 
     def __str__(self) -> str:
-        """`up to 8 heads of q for each of k`."""
-        return f"up to {counted(self.at_most, 'head')} of q for each of k"
+        """`up to 8 heads of q for each of k`, `4 to 7 heads of q for each of k`."""
+        most = counted(self.at_most, "head")
+        if self.at_least == self.at_most:
+            return f"{most} of q for each of k"
+        return f"{f'{self.at_least} to' if self.at_least else 'up to'} {most} of q for each of k"
 
 
 class Stretch(NamedTuple):
@@ -299,6 +303,7 @@ class Row(SpecModel):
     )
     tiles_per_sm: Load | None = None
     seq_k: Region | None = Field(default=None, description="Keys; of packed sequences, in the mean.")
+    seq_k_over: int | None = Field(default=None, gt=0, description="Of so many keys, and fewer, it does not stand.")
     module: str
     sha256: str = Field(pattern=f"^[0-9a-f]{{{DIGEST_LENGTH}}}$", description="First digits, of the measured file.")
     measured: list[Measurement | Shapes] = Field(min_length=1)
@@ -306,6 +311,11 @@ class Row(SpecModel):
     def most_tiles(self, sms: int) -> int:
         """The largest number of tiles that it serves on a GPU with so many SMs."""
         return NO_LIMIT if self.tiles_per_sm is None else math.floor(self.tiles_per_sm.up_to * sms)
+
+    @property
+    def least_keys(self) -> int:
+        """The smallest number of keys that it serves."""
+        return 0 if self.seq_k_over is None else self.seq_k_over + 1
 
     @property
     def most_keys(self) -> int:
@@ -316,7 +326,7 @@ class Row(SpecModel):
         """Whether this row stands for a call."""
         if not self.is_for(family) or not self.serves_rows(size):
             return False
-        return size.keys <= self.most_keys and size.tiles <= self.most_tiles(size.sms)
+        return self.least_keys <= size.keys <= self.most_keys and size.tiles <= self.most_tiles(size.sms)
 
     def is_for(self, family: Family) -> bool:
         """Whether it stands for calls of this family, of any size."""
@@ -342,9 +352,9 @@ class Row(SpecModel):
             return around._replace(least_tiles=max(around.least_tiles, most_tiles + 1))
         if size.keys > self.most_keys:
             return around._replace(least_keys=max(around.least_keys, self.most_keys + 1))
-        return around._replace(
-            most_keys=min(around.most_keys, self.most_keys), most_tiles=min(around.most_tiles, most_tiles)
-        )
+        if size.keys < self.least_keys:
+            return around._replace(most_keys=min(around.most_keys, self.least_keys - 1))
+        return around.meet(Stretch(self.least_keys, self.most_keys, most_tiles=most_tiles))
 
     @property
     def family(self) -> Family:
@@ -364,14 +374,15 @@ class Row(SpecModel):
     @property
     def region(self) -> str:
         """`up to 0.5 tiles per SM, up to 1024 keys` or `any number of keys`."""
-        tiles = f"up to {self.tiles_per_sm.up_to:g} tiles per SM, " if self.tiles_per_sm else ""
-        if self.group:
-            tiles = f"{self.group}, {tiles}"
-        if self.seq_q:
-            tiles = f"up to {self.seq_q.up_to} queries, {tiles}"
-        if self.mean_q:
-            tiles = f"up to {self.mean_q.up_to} queries in the mean, {tiles}"
-        return tiles + (f"up to {self.seq_k.up_to} keys" if self.seq_k else "any number of keys")
+        conditions = [
+            f"up to {self.mean_q.up_to} queries in the mean" if self.mean_q else "",
+            f"up to {self.seq_q.up_to} queries" if self.seq_q else "",
+            f"{self.group}" if self.group else "",
+            f"up to {self.tiles_per_sm.up_to:g} tiles per SM" if self.tiles_per_sm else "",
+            f"over {self.seq_k_over} keys" if self.seq_k_over else "",
+            f"up to {self.seq_k.up_to} keys" if self.seq_k else "any number of keys" * (self.seq_k_over is None),
+        ]
+        return ", ".join(filter(None, conditions))
 
 
 class Table(SpecModel):
