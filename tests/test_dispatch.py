@@ -31,6 +31,7 @@ from fa3gen.run.dispatch import (
     Stretch,
     Table,
 )
+from fa3gen.spec import yamltree
 from fa3gen.spec.model import CausalMask, NoMask, WindowMask
 
 CAUSAL = Family("bf16", 128, 128, CausalMask())
@@ -304,6 +305,36 @@ def test_records_without_a_module_in_common_are_refused() -> None:
 
 
 # The file
+
+
+def test_the_packages_table_is_read_without_a_parser_of_yaml(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which takes seconds, and gives the same rows."""
+    path = dispatch.table_path(CHECKOUT)
+    tree = yamltree.read(path, path, [])
+    assert tree is not None
+    monkeypatch.setattr(dispatch, "read", None)
+    assert dispatch.read_table(path) == Table.model_validate(tree.plain())
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "  head_dim: 64",  # for the second time
+        "  group: {at_most: 4, at_most: 8}",
+        "  seq_q: {up_to: 16}  # few",
+        "  seq_q:\n    up_to: 16",
+        "  softcap: null",
+        "other: 3",
+        "- 3",
+    ],
+)
+def test_what_is_not_written_like_a_table_is_left_to_the_parser(line: str) -> None:
+    text = dispatch_table.table_text(Table(rows=[ROW]))
+    assert Table.model_validate({"rows": dispatch.rows_as_written(text)}) == Table(rows=[ROW])
+    with pytest.raises(ValueError):
+        changed = text.replace("  head_dim: 128", f"  head_dim: 128\n{line.replace('64', '128')}")
+        Table.model_validate({"rows": dispatch.rows_as_written(changed)})
+
 
 ROW = Row(
     dtype="bf16",

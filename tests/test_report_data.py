@@ -312,7 +312,9 @@ def asked_for(division: dict[str, Any], spec: Spec, block: int, seq_q: int, seq_
         found = (block, 0, 0, 0, 0, seq_q, 0, seq_k) if spec.problem.layout == "packed" else ()
         found = found or (block, 0, 0, 0, 0, seq_q, seq_k, 0)
         if spec.scheduler == "even":  # all tiles of keys, which is no part
-            found = (*found[: -1 if footprint.paged(spec) else None], 0, max(-(-seq_k // spec.tile.kv), 1), -1, 0)
+            pack_log2 = spec.tile.pack_heads.bit_length() - 1 if spec.tile.group == "fitted" else 0
+            found = (*found[: -1 if footprint.paged(spec) else None], 0, max(-(-seq_k // spec.tile.kv), 1), -1)
+            found += (pack_log2,)
             found += (0,) * footprint.paged(spec)
         if footprint.shares_packed(spec):  # a whole tile
             found = (*found, 0, max(-(-seq_k // spec.tile.kv), 1), 0, 0)
@@ -453,15 +455,16 @@ def check_line(place_in_sequence: Any, spec: Spec, heads: int) -> None:
     """Steps of a sequence: of each tile of queries all tiles of keys, or all whole parts of these, one at least."""
     sequences = ((70, 900), (0, 9), (1, 0), (5, 64))
     shape = PackedShape(*map(tuple, zip(*sequences, strict=True)), heads, heads)
-    order = list(tile_order.taken(spec, shape))
+    order, positions = list(tile_order.taken(spec, shape)), tile_order.positions(tile_order.fitted(spec, shape))
+    told = [positions] * (spec.tile.group == "fitted")
     found: list[tuple[int, int, int]] = []
     for number, (seq_q, seq_k) in enumerate(sequences):
         steps = max(-(-seq_k // (spec.tile.kv * tiles_of_step(spec))), 1)
-        for step in range(-(-seq_q // tile_order.positions(spec)) * heads * steps):
+        for step in range(-(-seq_q // positions) * heads * steps):
             if spec.tile.kv_from == "window" or whole_parts(spec):  # the caller has to know how many there are
                 m_block, head, n_block = place_in_sequence(step, seq_q, steps)
             else:
-                m_block, head, n_block, n_blocks = place_in_sequence(step, seq_q, seq_k)
+                m_block, head, n_block, n_blocks = place_in_sequence(step, seq_q, seq_k, *told)
                 assert n_blocks == steps
             assert n_block == step % steps
             found += [(number, m_block, head)] * (n_block == 0)

@@ -220,6 +220,8 @@ class Reader:
             yield "wait_full", first.removesuffix("_full")
         elif function == "cute.arch.mbarrier_arrive_and_expect_tx":
             yield "announce", first.removesuffix("_full").upper()
+        elif function == "load_q":
+            yield "load", "Q"
         elif function == "load_rows":
             yield "load", TENSORS[first]
         elif function == "load_tile":

@@ -17,16 +17,15 @@ def parse_sequences(text: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
     Raises UserError for anything else, and where there are no rows of queries, or of keys.
     """
     from fa3gen.base.errors import UserError
-    from fa3gen.measure.packed_cells import DECODING_LENGTHS, MIXED_LENGTHS, PACKED_LENGTHS, PAGED_LENGTHS
+    from fa3gen.measure.packed_cells import ALL_LENGTHS
 
-    lists = {**PACKED_LENGTHS, **PAGED_LENGTHS, **MIXED_LENGTHS, **DECODING_LENGTHS}
-    if text in lists:
-        return lists[text]
+    if text in ALL_LENGTHS:
+        return ALL_LENGTHS[text]
     lengths = []
     for word in text.split(","):
         queries, times, keys = word.strip().partition("x")
         if not queries.isdecimal() or not (keys.isdecimal() if times else True):
-            names = ", ".join(lists)
+            names = ", ".join(ALL_LENGTHS)
             raise UserError(
                 f"--lengths {text}: '{word}' is no length; write 300,0,1x900 (1x900: one query, 900 keys), or one of "
                 f"the lists {names}"

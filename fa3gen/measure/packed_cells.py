@@ -87,6 +87,9 @@ MIXED_CHUNK_LENGTHS = {
     "chunk512_and_63_steps_on_16k": ((512, *(1,) * 63), (16384,) * 64),
     "chunk256_and_31_steps_to_32k": ((256, *(1,) * 31), tuple(1024 * i for i in range(1, 33))),
 }
+# All of them by name.
+ALL_LENGTHS = PACKED_LENGTHS | PAGED_LENGTHS | MIXED_LENGTHS | MIXED_CHUNK_LENGTHS | CHUNK_LENGTHS
+ALL_LENGTHS |= DRAFT_LENGTHS | DECODING_LENGTHS
 # Windows (left, right) as models have them, and the decoding steps that they are measured with.
 _SHORT = "decode1_on_32k", "decode8_on_4k", "decode64_on_4k"
 _LONG = "decode1_on_32k", "decode64_on_4k", "draft8_on_8k"

@@ -13,7 +13,9 @@ Imports neither torch nor cutlass.
 from __future__ import annotations
 
 import contextlib
+import json
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -795,7 +797,12 @@ def _natural(dims: str) -> list[int]:
 
 
 def read_table(path: Path) -> Table:
-    """Read a table. Raises UserError, with every problem, when it is not one."""
+    """Read a table. Raises UserError, with every problem, when it is not one.
+
+    The first call of a process reads the package's, of some ten thousand lines, which takes a parser of YAML seconds.
+    """
+    with contextlib.suppress(OSError, UnicodeDecodeError, ValueError, LookupError):
+        return Table.model_validate({"rows": rows_as_written(path.read_text(encoding="utf-8"))})
     problems: list[Problem] = []
     tree = read(path, path, problems)
     if tree is None or problems:
@@ -805,6 +812,46 @@ def read_table(path: Path) -> Table:
     except ValidationError as error:
         first = error.errors()[0]
         raise _spoilt(path, f"{'.'.join(str(part) for part in first['loc'])}: {first['msg']}") from None
+
+
+_WORD = re.compile(r'"(?:[^"\\]|\\.)*"|(?<![\d.])[A-Za-z][\w .()/-]*')
+
+
+def rows_as_written(text: str) -> list[dict[str, Any]]:
+    """The rows of a table in the form in which `fa3gen.records.dispatch_table` writes it, an entry a line.
+
+    Raises ValueError for any other, which may be YAML all the same.
+    """
+    head, begin, entries = text.partition("\nrows:\n")
+    if not begin or any(not line.startswith("#") for line in head.splitlines()):
+        raise ValueError("no rows behind comments")
+    rows: list[dict[str, Any]] = []
+    for line in _WORD.sub(_quoted, entries).splitlines():
+        if line.startswith("  - "):
+            rows[-1]['"measured"'].append(json.loads(line[4:], object_pairs_hook=_unlike))
+            continue
+        name, colon, value = line[2:].partition(":")
+        if line.startswith("- "):
+            rows.append({})
+        elif not line.startswith("  "):
+            raise ValueError(line)
+        if not colon or name in rows[-1]:
+            raise ValueError(line)
+        rows[-1][name] = json.loads(value, object_pairs_hook=_unlike) if value else []
+    return [{json.loads(name): value for name, value in row.items()} for row in rows]
+
+
+def _quoted(found: re.Match[str]) -> str:
+    """A word in quotation marks, unless it has them or is one of JSON's."""
+    word = found[0]
+    return word if word.startswith('"') or word in ("true", "false") else json.dumps(word)
+
+
+def _unlike(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A mapping of names that stand there once."""
+    if len(found := dict(pairs)) < len(pairs):
+        raise ValueError("a name stands there twice")
+    return found
 
 
 def _spoilt(path: Path, why: str) -> UserError:

@@ -14,13 +14,20 @@ from fa3gen.design import footprint
 from fa3gen.design.family import PackedShape, Shape, call_of_lengths
 from fa3gen.design.work import Problem, default_heads
 from fa3gen.design.workspace import Workspace
-from fa3gen.hardware import chips
+from fa3gen.hardware import chips, hopper
 from fa3gen.inspect import explanation, simulation
 from fa3gen.inspect.report import numerics, speeds, tiles
 from fa3gen.inspect.report.listing import Listing, make_listing
 from fa3gen.inspect.report.numerics import Card
 from fa3gen.inspect.report.speeds import Ladder, Panel
-from fa3gen.measure.packed_cells import DECODING_LENGTHS, MIXED_LENGTHS, PACKED_LENGTHS, PAGED_LENGTHS
+from fa3gen.measure.packed_cells import (
+    CHUNK_LENGTHS,
+    DECODING_LENGTHS,
+    DRAFT_LENGTHS,
+    MIXED_LENGTHS,
+    PACKED_LENGTHS,
+    PAGED_LENGTHS,
+)
 from fa3gen.records import evidence
 from fa3gen.spec.model import Forward
 
@@ -153,6 +160,8 @@ def _shapes(spec: Forward) -> list[tuple[str, Shape | PackedShape]]:
         return [("", Shape(max(1, TOKENS // length), length, length, *heads)) for length in SEQ_LENS]
     lists = PAGED_LENGTHS if footprint.paged(spec) else PACKED_LENGTHS
     lists = DECODING_LENGTHS if spec.split is not None else MIXED_LENGTHS if spec.order == "by_head" else lists
+    if spec.split is not None and spec.tile.q > hopper.MMA_M:
+        lists = DRAFT_LENGTHS | CHUNK_LENGTHS
     return [(name, call_of_lengths(spec, *lengths, heads=heads)) for name, lengths in lists.items()]
 
 
