@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from fa3gen.design import footprint
@@ -43,12 +43,17 @@ def packs(spec: Forward) -> tuple[int, ...]:
     return tuple(1 << log2 for log2 in range(most.bit_length())) if spec.tile.group == "fitted" else (most,)
 
 
+def fewest(numbers: Sequence[int], group: int) -> int:
+    """Of the numbers of heads that a tile may hold the first that holds a group; the last one, if none does."""
+    return next((heads for heads in numbers if heads >= group), numbers[-1])
+
+
 def fitted(spec: Forward, shape: Shape | PackedShape) -> Forward:
     """The spec as it is for a call of these heads: where tiles hold as few as are enough, with tiles of so many."""
     if spec.tile.group != "fitted":
         return spec
     group = shape.heads_q // max(shape.heads_kv, 1)
-    pack = next((heads for heads in packs(spec) if heads >= group), spec.tile.pack_heads)
+    pack = fewest(packs(spec), group)
     tile = spec.tile.model_copy(update={"pack_heads": pack, "group": "at_most"})
     return spec.model_copy(update={"tile": tile})
 
@@ -57,7 +62,7 @@ def takes_group(spec: Forward, group: int) -> bool:
     """Whether tiles can hold the query heads of kv heads that so many share."""
     if spec.tile.group == "any":
         return True
-    if spec.tile.group in ("at_most", "fitted"):
+    if spec.tile.holds_group:
         return group <= spec.tile.pack_heads
     return group % spec.tile.pack_heads == 0
 

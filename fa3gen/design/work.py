@@ -423,7 +423,7 @@ class Problem:
             raise UserError(f"{self.num_splits} parts are asked for, and this module {has}; take one with count: auto")
         if shape.heads_q % shape.heads_kv:
             raise UserError(f"{shape.heads_q} query heads are no multiple of {shape.heads_kv} kv heads; choose others")
-        if self.spec.tile.group in ("at_most", "fitted"):
+        if self.spec.tile.holds_group:
             if shape.heads_q > pack * shape.heads_kv:
                 raise UserError(
                     f"a tile of this module holds at most {pack} query heads of one kv head, and here are "

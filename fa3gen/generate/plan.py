@@ -929,7 +929,7 @@ def _head_tiles(spec: Forward) -> str:
     """Of packed sequences the heads with tiles of their own; where a tile has all of a group, how many these are."""
     if spec.tile.group == "any":
         return "heads_kv * cute.ceil_div(heads_q // heads_kv, PACK_HEADS)"
-    if spec.tile.group in ("at_most", "fitted"):
+    if spec.tile.holds_group:
         return "heads_q // heads_kv"
     return "heads_q // PACK_HEADS" if spec.tile.pack_heads > 1 else "heads_q"
 
@@ -1410,7 +1410,7 @@ def _entry(spec: Forward) -> EntryPlan:
     pack = spec.tile.pack_heads
     multiple = pack > 1 and spec.tile.group == "multiple"
     heads = f"a multiple of {pack} x heads_kv" if multiple else "a multiple of heads_kv (GQA, MQA)"
-    if spec.tile.group in ("at_most", "fitted"):
+    if spec.tile.holds_group:
         heads = f"1 to {pack} x heads_kv (GQA, MQA)"
     operation = operation_of(spec)
     arguments = operation.arguments

@@ -365,15 +365,14 @@ def _of_few_queries(family: Family, records: Sequence[Record]) -> Iterator[Row]:
     Beyond these, up to as many heads as tiles have room for, modules serve that hold all heads of a group in a tile:
     others read K and V once for each head.
     """
-    long = [record for record in records if isinstance(record, PackedRecord) and _longest(record) > SHORT_DRAFT]
-    short = [record for record in records if record not in long]
+    short, long = ([record for record in records if _is_long(record) == wanted] for wanted in (False, True))
     yield from _of_few(family, short, SHORT_DRAFT if long else FEW_QUERIES)
     yield from _of_few(family, long, FEW_QUERIES, long=True)
 
 
-def _longest(record: PackedRecord) -> int:
-    """Queries of the longest sequence."""
-    return max(record.problem.lengths_q)
+def _is_long(record: Record) -> bool:
+    """Whether packed drafts have more queries than SHORT_DRAFT."""
+    return isinstance(record, PackedRecord) and max(record.problem.lengths_q) > SHORT_DRAFT
 
 
 def _of_few(family: Family, records: Sequence[Record], queries: int, *, long: bool = False) -> Iterator[Row]:

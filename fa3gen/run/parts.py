@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from fa3gen.design.splits import parts_asked, shares_asked
+from fa3gen.design.tile_order import fewest
 
 Attention = Callable[..., Any]
 
@@ -68,7 +69,7 @@ def _of_shares(module: Any, asked: int) -> Attention:
         heads_kv, of_tile = v.shape[-2], positions
         if hasattr(module, "PACKS"):  # a tile holds the fewest heads that are enough
             group = q.shape[1] // (heads_kv or 1)
-            of_tile = module.TILE_M // next((heads for heads in module.PACKS if heads >= group), module.PACK_HEADS)
+            of_tile = module.TILE_M // fewest(module.PACKS, group)
         ctas = shares_asked(asked, q.shape[0], cu_seqlens_q.shape[0] - 1, heads_kv, of_tile)
         ctas = min(ctas, counted(words * on_an_sm) * on_an_sm)
         return on(max(ctas, 1))(q, k, v, cu_seqlens_q, *others, **options)

@@ -177,6 +177,11 @@ class Tile(SpecModel):
         "the first one that the window of a tile of queries shows it, so that as few as possible hold what it sees.",
     )
 
+    @property
+    def holds_group(self) -> bool:
+        """Whether a tile has all query heads of a kv head, of which there may be fewer than it has room for."""
+        return self.group in ("at_most", "fitted")
+
 
 class SyncLoad(SpecModel):
     """Plain loads through registers; K and V take turns in one buffer."""

@@ -333,7 +333,7 @@ def served(case: AnyCase, spec: Forward) -> AnyCase:
 
     Where there may be any number, one head becomes one less than a tile has room for.
     """
-    if spec.tile.group in ("at_most", "fitted"):
+    if spec.tile.holds_group:
         return replace(case, heads_q=min(case.heads_q, case.heads_kv * spec.tile.pack_heads))
     if spec.tile.group == "any":
         return replace(case, heads_q=spec.tile.pack_heads - 1) if case.heads_q == case.heads_kv == 1 else case

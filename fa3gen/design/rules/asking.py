@@ -327,7 +327,7 @@ def _of_fitted(spec: Forward) -> dict[str, bool]:
 
 def _split(spec: Forward) -> Iterable[Answer]:
     layout, place = spec.problem.layout, spec.outputs.o
-    if spec.tile.group in ("at_most", "fitted"):
+    if spec.tile.holds_group:
         yield splits.padded_heads.ask(spec.split is not None, spec.tile.pack_heads)
     if spec.tile.group == "any":
         others = {"split": spec.split is not None, "sink": spec.softmax.sink}
