@@ -302,7 +302,8 @@ def check_expectation(spec: Spec, plan: Plan) -> None:
     through_smem = plan.pv.engine == "wgmma" and spec.outputs.o != "direct"
     assert bool(expected.tma_stores) == through_smem
     assert bool(expected.stmatrix) == (through_smem or plan.p.through == "smem_16bit" or transposes(plan))
-    assert bool(expected.ldmatrix) == (plan.qk.a_source == "RMEM" or transposes(plan))
+    to_registers = plan.qk.a_source == "RMEM" or footprint.by_warps(spec)  # Q
+    assert bool(expected.ldmatrix) == (to_registers or transposes(plan))
     if plan.load.engine == "cp_async":
         # Every thread copies alike: whole vectors of the tiles of Q, and of K and V in the prefetch and in the loop.
         rows = spec.tile.q + (2 * plan.load.kv_stages + 2) * spec.tile.kv
@@ -340,7 +341,8 @@ def check_sass(spec: Spec, plan: Plan) -> None:
     written -= 32 * (plan.scheduler.kind == "stream_k") * (spec.tile.q * spec.problem.v_dim // threads + 2 * 2 + 2)
     element = 32 if spec.o.dtype == "fp32" else 16
     o_bits = 0 if plan.expectation.tma_stores else spec.tile.q * spec.problem.v_dim * element // threads
-    lse_rows = spec.tile.q * (16 if plan.pv.engine == "scalar" else 4) // threads
+    # Rows that a thread writes: one where there are fewer rows than quads.
+    lse_rows = max(1, spec.tile.q * (16 if plan.pv.engine == "scalar" else 4) // threads)
     if splits.whole_parts(spec):  # a part's O in float32, maxima and sums; of a row two columns of O, and LSE
         assert written == 32 * (spec.tile.q * spec.problem.v_dim // threads + 2 * lse_rows + 2)
         return
@@ -409,6 +411,7 @@ def test_committed_modules_have_the_properties_of_any() -> None:
             check_names(tree(stem))
             check_rings(tree(stem), plan)
             check_barriers(plan)
+            check_expectation(plan.spec, plan)
         except AssertionError as wrong:
             raise AssertionError(f"{stem}: {wrong}") from wrong
 
