@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import statistics
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -314,6 +315,27 @@ def test_the_packages_table_is_read_without_a_parser_of_yaml(monkeypatch: pytest
     assert tree is not None
     monkeypatch.setattr(dispatch, "read", None)
     assert dispatch.read_table(path) == Table.model_validate(tree.plain())
+
+
+def test_a_table_is_parsed_once_for_as_long_as_it_says_the_same(
+    place: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A call of a new size looks for its row, and does not wait for all of them to be read again."""
+    path, parsed, rows_as_written = dispatch.table_path(place), [], dispatch.rows_as_written
+
+    def counted(text: str) -> list[dict[str, Any]]:
+        parsed.append(text)
+        return rows_as_written(text)
+
+    monkeypatch.setattr(dispatch, "rows_as_written", counted)
+    rows_for(place, (1024, "k6_d128_causal"), (None, "k6_d128_causal"))
+    path.write_text("# Nobody has read this one.\n" + path.read_text())
+    for keys in (512, 1024, 2048):
+        dispatch.choose(CAUSAL, Size(keys, 9), lse=True, workspace=place)
+    assert len([text for text in parsed if text == path.read_text()]) == 1
+    first = dispatch.read_table(path)
+    rows_for(place, (None, "k6_d128_causal"))
+    assert len(first.rows) == 2 and len(dispatch.read_table(path).rows) == 1
 
 
 @pytest.mark.parametrize(
@@ -829,6 +851,16 @@ def test_the_committed_table_is_what_the_committed_records_give() -> None:
     """And each of its rows has the module that was measured, byte for byte."""
     records = dispatch_table.records_of(CHECKOUT)
     assert records and dispatch_table.check_table(CHECKOUT, records) == []
+
+
+def test_the_committed_table_chooses_what_was_fastest() -> None:
+    """In every record a row serves the call with a module that was timed there; rows are few, so it is not always the
+    fastest."""
+    records = dispatch_table.records_of(CHECKOUT)
+    made = dispatch_table.shares(records, dispatch.read_table(dispatch.table_path(CHECKOUT)).rows)
+    found = [each.share for each in made if each.share is not None]
+    assert len(found) == len(made) == len(records)
+    assert statistics.geometric_mean(found) > 0.99 and min(found) > 0.5
 
 
 def test_few_queries_have_rows_of_their_own() -> None:

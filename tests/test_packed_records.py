@@ -210,6 +210,66 @@ def test_longer_drafts_have_rows_of_their_own() -> None:
     ]
 
 
+def test_longer_drafts_have_rows_for_the_very_groups_that_were_measured() -> None:
+    """Where a module serves best whose tiles hold some heads of a group: it takes no smaller one."""
+    step = record([4096] * 8, {D128: 10.0, PACK4: 20.0, EVEN: 90.0}, queries=[1] * 8)
+    speeds = {
+        (16, 16): {D128: 50.0, EVEN: 90.0, CHUNKS: 80.0},
+        (32, 8): {D128: 50.0, PACK4: 85.0, EVEN: 90.0, CHUNKS: 80.0},
+        (64, 8): {D128: 50.0, PACK4: 180.0, EVEN: 90.0, CHUNKS: 80.0},
+    }
+    drafts = [record([2048] * 64, found, heads=heads, queries=[16] * 64) for heads, found in speeds.items()]
+    prefill = record([300] * 400, {D128: 400.0, PACK4: 390.0})
+    found = dispatch_table.rows_from_records([prefill, step, *drafts])
+    very = [row for row in found if row.seq_q and row.seq_q.up_to == 16 and row.module == PACK4]
+    assert [row.group for row in very] == [dispatch.AtMost(at_most=8, at_least=8)]
+    family = Family("bf16", 128, 128, CausalMask(), layout="packed")
+    served = {
+        group: next(row.module for row in found if row.serves(family, Size(2048, 8192, 132, group, 16)))
+        for group in (1, 4, 7, 8, 12)
+    }
+    assert served == {1: EVEN, 4: EVEN, 7: EVEN, 8: PACK4, 12: EVEN}
+    [row] = very  # 31 tiles for each SM, which is the last band, and nothing of longer sequences is known
+    assert row.tiles_per_sm is None and row.seq_k == dispatch.Region(up_to=4096)
+    few = record([8192] * 4, {D128: 50.0, PACK4: 60.0, EVEN: 40.0}, heads=(64, 8), queries=[16] * 4)
+    of_few = [row for row in dispatch_table.rows_from_records([prefill, step, few]) if row.module == PACK4]
+    ends = (dispatch.Load(up_to=2.0), dispatch.Region(up_to=16384))
+    assert [(row.tiles_per_sm, row.seq_k) for row in of_few] == [ends]
+
+
+def test_calls_that_do_not_split_keys_are_served_by_what_all_records_say() -> None:
+    """Also those records in which modules were timed that do."""
+    prefill = record([300] * 400, {D128: 400.0, PACK4: 390.0})
+    chunk = record([8192], {D128: 100.0, PACK4: 150.0, CHUNKS: 300.0}, queries=[512])
+    many, *rest = dispatch_table.rows_from_records([prefill, chunk])
+    assert many.module == CHUNKS and many.seq_k_over == 4096
+    four = "groups of a multiple of 4 heads"
+    assert [(str(row.group), row.module) for row in rest] == [(four, PACK4), (four, D128), ("None", D128)]
+    only_split = record([8192], {CHUNKS: 300.0}, queries=[512])
+    assert dispatch_table.rows_from_records([prefill, only_split]) == dispatch_table.rows_from_records([prefill])
+
+
+def test_with_pages_a_call_tells_the_keys_of_the_longest() -> None:
+    """The table of pages is as wide; rows are made of what calls tell."""
+    few, many = [1000, 2000], [1000, 9000]
+    speeds = ({PAGES: 100.0, SINGLE_ROWS: 50.0}, {PAGES: 50.0, SINGLE_ROWS: 100.0})
+    records = [record(keys, speed, page=64) for keys, speed in zip((few, many), speeds, strict=True)]
+    assert rows(*records) == [(None, 2000, PAGES), (None, None, SINGLE_ROWS)]
+
+
+def test_what_rows_make_of_records() -> None:
+    """The share of the fastest module that they choose, at the size that the host knows."""
+    prefill = record([300] * 400, {D128: 400.0, PACK4: 390.0})
+    chunk = record([8192], {D128: 100.0, CHUNKS: 300.0}, heads=(8, 1), queries=[512])
+    short = record([1000], {D128: 100.0, CHUNKS: 80.0, PACK4: 125.0}, heads=(8, 1), queries=[512])
+    found = dispatch_table.rows_from_records([prefill, chunk])
+    made = dispatch_table.shares([prefill, chunk, short], found)
+    assert [(each.row.module, each.share) for each in made] == [(D128, 1.0), (CHUNKS, 1.0), (D128, 0.8)]
+    untimed = record([1000], {PACK4: 125.0}, heads=(8, 1), queries=[512])
+    assert [each.share for each in dispatch_table.shares([untimed], found)] == [None]
+    assert dispatch_table.shares([record([9], {D64: 1.0}, heads=(1, 1))], found) == []
+
+
 def test_queries_of_8_bits_have_rows_that_serve_their_calls() -> None:
     """With the dtype that O has; decoding steps beside prompts, as for 16 bits."""
     few, many = "fwd_fp8_packed_decode_d128_causal", "fwd_fp8_packed_d128_causal"

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
+import statistics
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fa3gen.base.errors import UserError
+from fa3gen.base.wording import counted
 from fa3gen.cli import completion, packed_speeds
 from fa3gen.measure.tuning.heats import BURST_MS
 
@@ -26,7 +29,9 @@ if TYPE_CHECKING:
     from fa3gen.measure.tuning.heats import Heat
     from fa3gen.measure.tuning.journal import Journal
     from fa3gen.measure.tuning.session import Cell, Module, Outcome
+    from fa3gen.records.dispatch_table import Record
     from fa3gen.records.tuning_records import TunedProblem, TuningRecord
+    from fa3gen.run.dispatch import Row
     from fa3gen.spec.model import Forward
     from fa3gen.spec.specfile import Variant
 
@@ -580,12 +585,24 @@ def _write_table(workspace: Workspace) -> None:
     """Make the dispatch table of all records."""
     from fa3gen.base.files import write_text
     from fa3gen.records import dispatch_table, tuning_records
-    from fa3gen.run.dispatch import table_path
+    from fa3gen.run.dispatch import Table, table_path
 
     records = dispatch_table.records_of(workspace)
     if not records:
         folder = workspace.shown(tuning_records.directory(workspace))
         raise UserError(f"there are no records in {folder}; make some with `fa3gen tune --measure MODULE... --write`")
+    rows = dispatch_table.rows_from_records(records)
     path = table_path(workspace)
-    write_text(path, dispatch_table.table_from_records(records))
-    typer.echo(f"wrote {workspace.shown(path)}", err=True)
+    write_text(path, dispatch_table.table_text(Table(rows=rows)))
+    typer.echo(f"wrote {workspace.shown(path)}: {counted(len(rows), 'row')}; {_shares(records, rows)}", err=True)
+
+
+def _shares(records: Sequence[Record], rows: Sequence[Row]) -> str:
+    """`in 3007 records they choose 0.992 of the fastest, geometric mean; least 0.53: bf16 d64 causal ...`."""
+    from fa3gen.records.dispatch_table import shares
+
+    timed = [(each.share, each.record.problem.label) for each in shares(records, rows) if each.share is not None]
+    mean = math.exp(statistics.mean(math.log(share) for share, _ in timed))
+    least, label = min(timed)
+    many = counted(len(timed), "record")
+    return f"in {many} they choose {mean:.3f} of the fastest, geometric mean; least {least:.2f}: {label}"

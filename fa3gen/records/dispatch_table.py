@@ -10,6 +10,7 @@ import re
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 from fa3gen.base.errors import UserError
@@ -33,11 +34,13 @@ from fa3gen.run.dispatch import (
     Region,
     Row,
     Shapes,
+    Size,
     Table,
     is_mixed,
     of_row,
     place_of_row,
     read_table,
+    seen,
     table_path,
 )
 from fa3gen.spec.model import WindowMask
@@ -121,8 +124,8 @@ class _Cell:
 
     @property
     def keys(self) -> int:
-        """Keys of a sequence, in the mean where they differ."""
-        return self.record.problem.seq_k
+        """Keys of a sequence, as far as a call tells."""
+        return _known_keys(self.record)
 
     @property
     def worth(self) -> dict[_File, float]:
@@ -236,19 +239,19 @@ def _of_family(family: Family, records: Sequence[Record]) -> Iterator[Row]:
         yield row.model_copy(update={"mean_q": Region(up_to=FEW_QUERIES)})
     many = [record for record in records if not (_is_decoding(record) or _is_mixed(record))]
     yield from _of_many_keys(family, many)
-    usual = [record for record in many if not _of_split_keys(record)]
+    usual = _without_split_keys(many)
     yield from _of_groups(family, usual)
     yield from _rows(family, [_Cell(record) for record in usual])
 
 
 def _of_many_keys(family: Family, records: Sequence[Record]) -> Iterator[Row]:
     """Rows of modules that split keys, for the groups that their tiles have room for: in each band for more than so
-    many keys, where they are faster on the whole.
+    many keys, where they are faster on the whole than modules of the same record that do not.
 
     A group that was not measured is served as the next smaller one that was. A band has no row of its own where the
     next larger one says the same.
     """
-    split = [record for record in records if _of_split_keys(record)]
+    split = [record for record in records if len(record.results) > len(_of_split_keys(record)) > 0]
     groups = sorted({record.problem.group for record in split})
     for group, larger in itertools.pairwise([*groups, NO_LIMIT]):
         rows: list[Row] = []
@@ -289,9 +292,12 @@ def _alike(row: Row, larger: Row) -> bool:
 
 
 def _known_keys(record: Record) -> int:
-    """Keys of a sequence as a call of the record's lengths tells: with pages as many as the longest has."""
+    """Keys of a sequence as a call of the record's lengths tells, of those that a window shows: in the mean, or, with
+    pages, as many as the longest has."""
     problem = record.problem
-    return max(problem.lengths_k) if isinstance(problem, PackedProblem) and problem.page else problem.seq_k
+    if isinstance(problem, PackedProblem) and problem.page:
+        return seen(max(problem.lengths_k), problem.window)
+    return problem.seq_k
 
 
 def _gain(file: _File, record: Record) -> float:
@@ -306,6 +312,18 @@ def _of_split_keys(record: Record) -> set[_File]:
     if not isinstance(record, PackedRecord):
         return set()
     return {(each.stem, each.sha256[:DIGEST_LENGTH]) for each in record.results if _most_heads(each.spec)}
+
+
+def _without_split_keys(records: Iterable[Record]) -> list[Record]:
+    """The records without the modules that split keys: of calls for which these have no row, or which they may not
+    serve."""
+    found: list[Record] = []
+    for record in records:
+        split = {stem for stem, _ in _of_split_keys(record)}
+        left = [result for result in record.results if result.stem not in split]
+        if left:
+            found.append(record.model_copy(update={"results": left}) if split else record)
+    return found
 
 
 def _of_groups(family: Family, records: Sequence[Record]) -> Iterator[Row]:
@@ -327,7 +345,7 @@ def _of_mixed(family: Family, records: Sequence[Record]) -> Iterator[Row]:
     come those of a module that splits keys, of records where there was one.
     """
     yield from _of_many_keys(family, records)
-    records = [record for record in records if not _of_split_keys(record)]
+    records = _without_split_keys(records)
     of_one, of_several = ([record for record in records if (record.problem.group == 1) == one] for one in (True, False))
     for group in sorted({record.problem.group for record in of_several}, reverse=True):
         rows = list(_rows(family, [_Cell(record, group) for record in records if record.problem.group == group]))
@@ -367,12 +385,42 @@ def _of_few_queries(family: Family, records: Sequence[Record]) -> Iterator[Row]:
     """
     short, long = ([record for record in records if _is_long(record) == wanted] for wanted in (False, True))
     yield from _of_few(family, short, SHORT_DRAFT if long else FEW_QUERIES)
+    yield from _of_long_drafts(family, long)
     yield from _of_few(family, long, FEW_QUERIES, long=True)
 
 
 def _is_long(record: Record) -> bool:
     """Whether packed drafts have more queries than SHORT_DRAFT."""
     return isinstance(record, PackedRecord) and max(record.problem.lengths_q) > SHORT_DRAFT
+
+
+def _of_long_drafts(family: Family, records: Sequence[Record]) -> Iterator[Row]:
+    """Rows for the very groups that longer drafts were measured with, where modules serve best that cannot serve every
+    smaller one: of tiles that hold some heads of a group, and have few rows to spare for such drafts.
+
+    They end where measuring did: at the last band, and at twice as many keys as in each. Beyond, a module that holds a
+    whole group reads keys once, and what it takes to add up parts is little.
+    """
+    for group in sorted({record.problem.group for record in records}):
+        own = [record for record in records if record.problem.group == group]
+        rows = list(_rows(family, [_Cell(record, group, at_most=group) for record in own], fill_up=True))
+        of_smaller = {file[0] for record in own for file in _Cell(record, at_most=group).speeds}
+        if all(row.module in of_smaller for row in rows):
+            continue
+        exactly = AtMost(at_most=group, at_least=group if group > 1 else None)
+        for row in rows:
+            ends = {"seq_q": Region(up_to=FEW_QUERIES), "group": exactly, **_ends(row, own)}
+            yield row.model_copy(update=ends)
+
+
+def _ends(row: Row, records: Sequence[Record]) -> dict[str, Region | Load | None]:
+    """Where a row ends that has no end of its own: by the last band, and the most keys, of the records around it."""
+    last = max(map(band_of, records))
+    load = row.tiles_per_sm or (Load(up_to=BANDS[last]) if last < len(BANDS) else None)
+    within = [record for record in records if load is None or record.tiles_per_sm <= load.up_to]
+    number = max(map(band_of, within))
+    longest = max(_known_keys(record) for record in within if band_of(record) == number)
+    return {"tiles_per_sm": load, "seq_k": row.seq_k or Region(up_to=2 * longest)}
 
 
 def _of_few(family: Family, records: Sequence[Record], queries: int, *, long: bool = False) -> Iterator[Row]:
@@ -539,6 +587,39 @@ def _shapes(file: _File, cells: Sequence[_Cell]) -> Shapes:
         runner_up_sha256=second[1] if second else None,
         gpu=", ".join(sorted({cell.record.gpu for cell in cells})),
     )
+
+
+@dataclass(frozen=True)
+class Share:
+    """What rows make of a record: the row that serves its call, and the speed of that row's module over that of the
+    fastest one of the record; None for a module that was not timed there."""
+
+    record: Record
+    row: Row
+    share: float | None
+
+
+def shares(records: Iterable[Record], rows: Sequence[Row]) -> list[Share]:
+    """What rows make of each record that one of them serves."""
+    of_family = cache(lambda family: [row for row in rows if row.is_for(family)])
+    found = []
+    for record in records:
+        family, size = record.problem.family, _size(record)
+        row = next((row for row in of_family(family) if row.serves(family, size)), None)
+        if row is not None:
+            speeds = {result.stem: result.tflops for result in record.results}
+            speed = speeds.get(row.module)
+            found.append(Share(record, row, None if speed is None else speed / max(speeds.values())))
+    return found
+
+
+def _size(record: Record) -> Size:
+    """That of the call that was timed, as the host knows it."""
+    problem, keys = record.problem, _known_keys(record)
+    if not isinstance(problem, PackedProblem):
+        return Size(keys, problem.shape.tiles, record.sms, problem.group, problem.seq_q)
+    tiles, longest = problem.shape.mean.tiles, max(problem.lengths_q)
+    return Size(keys, tiles, record.sms, problem.group, longest, mean_queries=problem.seq_q)
 
 
 def check_table(workspace: Workspace, records: Iterable[Record]) -> list[str]:

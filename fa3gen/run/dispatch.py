@@ -18,6 +18,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -799,10 +800,10 @@ def _natural(dims: str) -> list[int]:
 def read_table(path: Path) -> Table:
     """Read a table. Raises UserError, with every problem, when it is not one.
 
-    The first call of a process reads the package's, of some ten thousand lines, which takes a parser of YAML seconds.
+    A call of a new size asks for it. What was read is kept for as long as the file says the same.
     """
     with contextlib.suppress(OSError, UnicodeDecodeError, ValueError, LookupError):
-        return Table.model_validate({"rows": rows_as_written(path.read_text(encoding="utf-8"))})
+        return _as_written(path.read_text(encoding="utf-8"))
     problems: list[Problem] = []
     tree = read(path, path, problems)
     if tree is None or problems:
@@ -812,6 +813,13 @@ def read_table(path: Path) -> Table:
     except ValidationError as error:
         first = error.errors()[0]
         raise _spoilt(path, f"{'.'.join(str(part) for part in first['loc'])}: {first['msg']}") from None
+
+
+@lru_cache(maxsize=2)  # the workspace's own, and the package's
+def _as_written(text: str) -> Table:
+    """The table of such a text, of some ten thousand lines, which takes a parser of YAML seconds; raises ValueError for
+    what is written otherwise."""
+    return Table.model_validate({"rows": rows_as_written(text)})
 
 
 _WORD = re.compile(r'"(?:[^"\\]|\\.)*"|(?<![\d.])[A-Za-z][\w .()/-]*')
