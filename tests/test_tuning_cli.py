@@ -281,6 +281,9 @@ def test_the_table_is_made_of_all_records(
         "wrote fa3gen/dispatch.yaml: 1 row; in 2 records they choose 1.000 of the fastest, geometric mean; least 1.00"
     )
     assert made in said
+    monkeypatch.setattr("fa3gen.records.dispatch_table.rows_from_records", lambda records: [])  # as without any LSE
+    assert cli.main(["tune", "--write-table"]) == 0
+    assert " ".join(capsys.readouterr().err.split()).endswith("wrote fa3gen/dispatch.yaml: 0 rows")
 
 
 def test_modules_of_8_bits_are_measured_and_have_their_rows(

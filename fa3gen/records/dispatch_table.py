@@ -200,10 +200,10 @@ def rows_from_records(records: Iterable[Record]) -> list[Row]:
 
     Calls with few queries (FEW_QUERIES, of the longest sequence) have rows of their own, before all others, where
     modules that split keys, and whose tiles have room for all heads of a kv head, serve best; where packed drafts of
-    more than SHORT_DRAFT were measured, up to as many and above. Behind these come rows for as few in the mean, for
-    chunks of prompts beside decoding steps: by multiples of groups that were measured, for one head of its own, and for
-    any group. Before these, and before those for many queries, come rows of modules that split keys, for more keys than
-    so many.
+    more than SHORT_DRAFT were measured, up to as many and above, there for the very groups that were measured first.
+    Behind these come rows for as few in the mean, for chunks of prompts beside decoding steps: by multiples of groups
+    that were measured, for one head of its own, and for any group. Before these, and before those for many queries,
+    come rows of modules that split keys, for more keys than so many; the others are made of all records, without these.
 
     Calls of packed sequences have rows for groups of heads, too: where modules whose tiles hold several heads serve
     best the groups that are multiples of as many, as measured with such groups, these rows come first.
@@ -604,7 +604,7 @@ def shares(records: Iterable[Record], rows: Sequence[Row]) -> list[Share]:
     of_family = cache(lambda family: [row for row in rows if row.is_for(family)])
     found = []
     for record in records:
-        family, size = record.problem.family, _size(record)
+        family, size = record.problem.family, size_of(record)
         row = next((row for row in of_family(family) if row.serves(family, size)), None)
         if row is not None:
             speeds = {result.stem: result.tflops for result in record.results}
@@ -613,7 +613,7 @@ def shares(records: Iterable[Record], rows: Sequence[Row]) -> list[Share]:
     return found
 
 
-def _size(record: Record) -> Size:
+def size_of(record: Record) -> Size:
     """That of the call that was timed, as the host knows it."""
     problem, keys = record.problem, _known_keys(record)
     if not isinstance(problem, PackedProblem):

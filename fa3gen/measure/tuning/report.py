@@ -15,10 +15,10 @@ from fa3gen.base.markdown import speed
 from fa3gen.base.markdown import table as table_lines
 from fa3gen.base.wording import counted
 from fa3gen.design.family import TILE_ROWS, Family
-from fa3gen.records.dispatch_table import BANDS, band_of, rows_from_records
+from fa3gen.records.dispatch_table import BANDS, band_of, rows_from_records, size_of
 from fa3gen.records.evidence import TOKENS
 from fa3gen.records.tuning_records import PeerResult, Result, TunedProblem, TuningRecord, length_label
-from fa3gen.run.dispatch import Row, Size
+from fa3gen.run.dispatch import Row
 
 SYMMETRIC_DIMS = (64, 128, 256)  # that all peers are measured at
 LEAST_EDGE = 256  # small problems of so many tokens a sequence stand together, longer ones by powers of two
@@ -179,8 +179,7 @@ def _is_large(problem: TunedProblem) -> bool:
 
 def _as_called(record: TuningRecord, rows: Sequence[Row]) -> TuningRecord:
     """The record with the module that a call of its shape takes, by these rows, in the place of the winner."""
-    problem = record.problem
-    size = Size(problem.seq_k, problem.shape.tiles, record.sms, problem.group, problem.seq_q)
+    size = size_of(record)
     row = next((row for row in rows if row.serves(record.problem.family, size)), None)
     measured = {result.stem for result in record.results}
     return record.model_copy(update={"winner": row.module}) if row and row.module in measured else record
