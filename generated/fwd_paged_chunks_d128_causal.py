@@ -17,8 +17,8 @@ time, where there may be no GPU, and to load that where it runs:
     Causal: query i sees keys j <= i + seq_k - seq_q; the diagonal ends at the last query and key of each sequence.
 
 Decisions
-    tile       128 query rows, positions of all of up to 16 heads that share K and V, x 64 keys per step
-    loads      TMA; Q once, K and V in rings of 6 stages, a full barrier each
+    tile       128 query rows, positions of all, or of a part, of up to 16 heads that share K and V, x 64 keys per step
+    loads      TMA; Q in 2 buffers, K and V in rings of 5 stages, a full barrier each
     sequences  packed, lengths on the device; tensor maps of rank 5 clip at the end of each
     pages      of a multiple of 16 keys, found in a table; boxes of 16 keys, each lane of a warp finds one
     schedule   two warps load, 2 warpgroups multiply; S of the next tile and P V run beside the softmax
@@ -27,7 +27,7 @@ Decisions
     softmax    online, base 2, on the accumulator fragment; O is rescaled in every step
     P          stays in registers: the accumulator fragment is read as the A fragment
     O = P V    4 wgmma m64n128k16 per warpgroup; A = P from registers, K-major; B = V, MN-major
-    kv order   in equal shares of all tiles of keys of all sequences; of each part from the last one to the first
+    kv order   in about equal shares of all tiles of keys that rows see; of each part from the last to the first
     output     of a whole tile O and LSE from registers; of a part in float32, and a second kernel adds these up
     q order    a CTA per SM; each has those of its share, of which the first and the last may be parts
 
@@ -39,18 +39,18 @@ Threads
 
 Barriers
     ring  stages  producer -> consumers        full with    empty with
-    q     1       TMA, from warp 8 -> 8 warps  32768 bytes  the last K
-    k     6       TMA, from warp 8 -> 8 warps  16384 bytes  8 arrivals
-    v     6       TMA, from warp 9 -> 8 warps  16384 bytes  8 arrivals
+    q     2       TMA, from warp 8 -> 8 warps  32768 bytes  8 arrivals
+    k     5       TMA, from warp 8 -> 8 warps  16384 bytes  8 arrivals
+    v     5       TMA, from warp 9 -> 8 warps  16384 bytes  8 arrivals
     tile  2       warp 10 -> 10 warps          1 arrival    10 arrivals
 
 Shared memory
     offset   bytes  what
-         0   32768  sQ        128 x 128 x 2: Q
-     32768   98304  sK        6 stages x 64 x 128 x 2: K
-    131072   98304  sV        6 stages x 64 x 128 x 2: V
+         0   65536  sQ        2 stages x 128 x 128 x 2: Q
+     65536   81920  sK        5 stages x 64 x 128 x 2: K
+    147456   81920  sV        5 stages x 64 x 128 x 2: V
     229376      96  tiles     2 x 12 x 4: tiles of the CTA's share
-    229472     232  barriers  29 mbarriers
+    229472     224  barriers  28 mbarriers
             230400  total     of 232448 per CTA
 
 Timeline: a tile is one of queries, a step takes one tile of keys
@@ -58,36 +58,39 @@ Timeline: a tile is one of queries, a step takes one tile of keys
        1  warp 8     wait tile_full, arrive tile_empty             the one that warp 10 has found
        2  warp 9     wait tile_full, arrive tile_empty             the one that warp 10 has found
        3  consumers  wait tile_full, arrive tile_empty             the one that warp 10 has found
+       4  consumers  wait q_full                                   Q has landed
+       5  consumers  wait k_full, S = Q K^T                        by wgmma, for the first step, alone
+       6  consumers  wait_group 0, arrive k_empty                  S is complete, K has been read
     per tile:
-       4  warp 8     wait k_empty, load K                          by TMA, boxes of 16 keys, when free
-       5  warp 8     wait k read, announce Q's bytes, load Q       by TMA, in the place of the one before
-       6  warp 10    wait tile_empty, arrive tile_full             the next tile of this CTA's share of all
-       7  consumers  wait q_full                                   Q has landed
-       8  consumers  wait k_full, S = Q K^T                        by wgmma, for the first step, alone
-       9  consumers  wait_group 0, arrive k_empty                  S is complete, K has been read
-      10  consumers  mask                                          of the first step, with the end of the keys
-      11  consumers  softmax, round P                              P = 2^(S - max), in 16 bits
+       7  warp 8     wait q_empty, load Q                          by TMA, when its place is free
+       8  warp 10    wait tile_empty, arrive tile_full             the next tile of this CTA's share of all
+       9  consumers  mask                                          of the first step, with the end of the keys
+      10  consumers  softmax, round P                              P = 2^(S - max), in 16 bits
     per step:
-      12  warp 8     wait k_empty, load K                          by TMA, boxes of 16 keys, when free
-      13  warp 9     wait v_empty, load V                          by TMA, boxes of 16 keys, zeros behind all
-      14  consumers  wait k_full, S = Q K^T                        by wgmma, of a step other than the first
-      15  consumers  wait v_full, O += P V                         by wgmma, of the step before
-      16  consumers  wait_group 1, arrive k_empty                  S is complete, P V runs on
-      17  consumers  mask                                          boundary tiles only
-      18  consumers  softmax                                       P = 2^(S - max) and sums
-      19  consumers  wait_group 0, arrive v_empty                  O is complete
-      20  consumers  rescale, round P                              O to the new maxima; P in 16 bits
+      11  warp 8     wait k_empty, load K                          by TMA, boxes of 16 keys, when free
+      12  warp 9     wait v_empty, load V                          by TMA, boxes of 16 keys, zeros behind all
+      13  consumers  wait k_full, S = Q K^T                        by wgmma, of a step other than the first
+      14  consumers  wait v_full, O += P V                         by wgmma, of the step before
+      15  consumers  wait_group 1, arrive k_empty                  S is complete, P V runs on
+      16  consumers  mask                                          boundary tiles only
+      17  consumers  softmax                                       P = 2^(S - max) and sums
+      18  consumers  wait_group 0, arrive v_empty                  O is complete
+      19  consumers  rescale, round P                              O to the new maxima; P in 16 bits
     at a tile's end:
-      21  warp 8     next tile, wait tile_full, arrive tile_empty  the one that warp 10 has found
-      22  warp 9     next tile, wait tile_full, arrive tile_empty  the one that warp 10 has found
+      20  warp 8     next tile, wait tile_full, arrive tile_empty  the one that warp 10 has found
+      21  warp 9     next tile, wait tile_full, arrive tile_empty  the one that warp 10 has found
+      22  consumers  arrive q_empty                                Q has been read
       23  consumers  next tile, wait tile_full, arrive tile_empty  the one that warp 10 has found
       24  consumers  wait v_full                                   the last V has landed
-      25  consumers  O += P V                                      by wgmma, of the last step
-      26  consumers  wait_group 0, arrive v_empty                  O is complete
-      27  consumers  store LSE                                     from registers; of a part always
-      28  consumers  store O                                       from registers; of a part in float32
+      25  consumers  wait q_full, wait k_full                      so have the next tile's Q and first K
+      26  consumers  O += P V                                      by wgmma, of the last step
+      27  consumers  S = Q K^T                                     by wgmma, of the next tile's first step
+      28  consumers  wait_group 1, arrive v_empty                  O is complete; the next S runs on
+      29  consumers  store LSE                                     from registers; of a part always
+      30  consumers  store O                                       from registers; of a part in float32
+      31  consumers  wait_group 0, arrive k_empty                  the next tile's first S is complete
     at last:
-      29  warp 10    wait tile_empty, arrive tile_full             there is no other
+      32  warp 10    wait tile_empty, arrive tile_full             there is no other
 """
 
 import functools
@@ -120,8 +123,8 @@ Q_K_PRODUCER_WARP, V_PRODUCER_WARP = CONSUMER_WARPS, CONSUMER_WARPS + 1
 TILE_WARP = CONSUMER_WARPS + 2  # finds the tiles for all
 # Registers per thread after setmaxnreg, which moves them from the producer's warps to the consumers'.
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 232
-Q_STAGES = 1  # tiles of Q in flight or in use
-KV_STAGES = 6  # tiles of K and of V in flight or in use
+Q_STAGES = 2  # tiles of Q in flight or in use
+KV_STAGES = 5  # tiles of K and of V in flight or in use
 STEPS_OF_SHARE = 2  # tiles of keys of a CTA, at least
 MOST_STEPS = 2**30  # of all sequences together
 SHARE_WORDS = 4  # what a CTA says of the tile that it begins and another one ends; see combine_kernel
@@ -137,6 +140,8 @@ AROUND = 2**64 // (2 * MOST_ROWS)  # elements of 2 bytes: MOST_ROWS times as man
 FAR = 2**31 - 1  # an extent whose end nothing reaches
 WARP = 32  # lanes, which look at a sequence each
 UNIT = 8  # elements of 16 bytes
+COMBINE_CTAS = 4  # of an SM, which add up parts beside each other
+PARTS_OF_WARP = 8  # of a row that one warp adds up, at most
 COMBINE_WARPS = 8  # of a CTA that adds up the parts of a row
 PARTS_AT_ONCE = 4  # whose O a warp asks for before it uses one
 COLUMNS = HEAD_DIM // 32  # of a row that a lane adds up
@@ -160,8 +165,8 @@ class SharedStorage:
     sK: cute.struct.Align[cute.struct.MemRange[DTYPE, KV_STAGES * TILE_N * HEAD_DIM], SMEM_ALIGN]
     sV: cute.struct.Align[cute.struct.MemRange[DTYPE, KV_STAGES * TILE_N * HEAD_DIM], SMEM_ALIGN]
     tiles: cute.struct.Align[cute.struct.MemRange[cutlass.Int32, TILE_WORDS * TILE_SLOTS], 16]
-    q_full: cutlass.Int64
-    k_barriers: cute.struct.MemRange[cutlass.Int64, 2 * KV_STAGES]  # full, then empty; the same below
+    q_barriers: cute.struct.MemRange[cutlass.Int64, 2 * Q_STAGES]  # full, then empty; the same below
+    k_barriers: cute.struct.MemRange[cutlass.Int64, 2 * KV_STAGES]
     v_barriers: cute.struct.MemRange[cutlass.Int64, 2 * KV_STAGES]
     tile_barriers: cute.struct.MemRange[cutlass.Int64, 2 * TILE_SLOTS]
 
@@ -204,8 +209,10 @@ def launch(
     mO = cute.make_tensor(out.iterator, cute.select(out.layout, mode=[0, 2, 1]))  # (total_q, HEAD_DIM, heads_q)
     mQ = heads_first(mQ)  # ((heads_q, MOST_ROWS), HEAD_DIM, FAR, FAR)
     mLSE = cute.make_tensor(lse.iterator, cute.select(lse.layout, mode=[1, 0]))  # (total_q or 0, heads_q)
-    mO = pack_heads(mO, 2, heads_kv)  # ((group, total_q), HEAD_DIM, heads_kv)
-    mLSE = pack_heads(mLSE, 1, heads_kv)  # ((group, total_q or 0), heads_kv)
+    packs_of_kv = packs_of(heads_q // heads_kv, cute.ceil_div(total_q, cute.size(cu_seqlens_q) - 1))
+    packs, group = heads_kv * packs_of_kv, heads_q // heads_kv // packs_of_kv
+    mO = pack_heads(mO, 2, packs)  # ((group, total_q), HEAD_DIM, packs)
+    mLSE = pack_heads(mLSE, 1, packs)  # ((group, total_q or 0), packs)
     layouts = [cute.select(layout, mode=[0, 1]) for layout in smem_layouts()]  # of one stage
     tma_load = cpasync.CopyBulkTensorTileG2SOp()
     # For each number of heads in a tile a box of its own.
@@ -220,10 +227,9 @@ def launch(
     tma_V, mV = cpasync.make_tiled_tma_atom(tma_load, mV, cute.get(layout_V, mode=[0]), box_V)
     pages = page_table, cute.FastDivmodDivisorV2(page_size), steps_K, steps_V  # every tile divides: by a product
     most_keys = cute.size(page_table, mode=[1]) * page_size
-    group = heads_q // heads_kv
-    lines = lines_of(heads_kv, num_sms)
-    line_heads, line_ctas = heads_kv // lines, cutlass.min(num_sms // lines, MOST_LINE_CTAS)
-    sequences = cu_seqlens_q, seqused_q, seqused_k, total_q, most_keys, group, line_heads
+    lines = lines_of(packs, num_sms)
+    line_heads, line_ctas = packs // lines, cutlass.min(num_sms // lines, MOST_LINE_CTAS)
+    sequences = cu_seqlens_q, seqused_q, seqused_k, total_q, most_keys, packs_of_kv, group, line_heads
     # What all CTAs leave: parts, two slots for each CTA, in each the rows of a tile; their LSEs; the words of shares.
     pack = cutlass.Int32(1) << pack_log2_of(group)
     of_position = cute.assume(pack * HEAD_DIM, divby=HEAD_DIM)
@@ -247,10 +253,9 @@ def launch(
         use_pdl=True,  # it may begin beside the kernel before, for which it waits
         stream=stream,
     )
-    # Of each tile that is cut a head, and as many of its positions at once as a sequence has on average.
-    positions = cutlass.min(cute.ceil_div(total_q, cute.size(cu_seqlens_q) - 1), TILE_M // pack)
-    combine_kernel(mParts, mPartsLSE, shares, out, lse).launch(
-        grid=(lines * line_ctas, group, positions),
+    # As many CTAs as the GPU has room for at once; pieces of work are dealt out to them.
+    combine_kernel(mParts, mPartsLSE, shares, out, lse, group).launch(
+        grid=(COMBINE_CTAS * num_sms, 1, 1),
         block=(32 * COMBINE_WARPS, 1, 1),
         use_pdl=True,  # it waits for the parts where it needs them
         stream=stream,
@@ -271,8 +276,23 @@ def pack_heads(x: cute.Tensor, mode: cutlass.Constexpr, heads_kv: cutlass.Int32)
 
 
 @cute.jit
+def packs_of(group: cutlass.Int32, positions: cutlass.Int32) -> cutlass.Int32:
+    """In how many packs the heads of a kv head are, each in tiles of its own, if sequences have so many positions.
+
+    One, with tiles that hold all heads, or as many as leave no room for heads empty, which is the largest odd divisor
+    of the group: where that takes fewer tiles, and two of a pack at least. Of fewer queries it matters more how often
+    keys are read.
+    """
+    odd = group // (group & -group)
+    together, of_pack = (
+        cute.ceil_div(x, TILE_M) for x in (positions << pack_log2_of(group), positions * (group // odd))
+    )
+    return odd if of_pack > 1 and odd * of_pack < together else cutlass.Int32(1)
+
+
+@cute.jit
 def pack_log2_of(group: cutlass.Int32) -> cutlass.Int32:
-    """How many heads a tile holds, as an exponent of 2: the fewest of PACKS that hold those of a kv head."""
+    """How many heads a tile holds, as an exponent of 2: the fewest of PACKS that hold those of a pack."""
     pack_log2 = cutlass.Int32(0)
     for heads in PACKS[:-1]:
         pack_log2 += cutlass.Int32(group > heads)
@@ -315,11 +335,11 @@ def packed_rows_of(mX: cute.Tensor, head, begin, rows, pack: cutlass.Constexpr) 
 
 
 @cute.jit
-def slice_rows(x: cute.Tensor, head_kv, begin, rows) -> cute.Tensor:
-    """Those of ((group, total), ..., heads_kv) as the tensor of one sequence has them: ((group, rows), ...)."""
+def slice_rows(x: cute.Tensor, pack, begin, rows) -> cute.Tensor:
+    """Those of ((group, total), ..., packs) as the tensor of one sequence has them: ((group, rows), ...)."""
     ((group, total), *rest, _), (row_strides, *rest_strides, _) = x.shape, x.stride
     rows = cutlass.min(rows, total)  # an LSE that nobody asked for has none
-    first = cute.domain_offset(((0, begin), *(0 for _ in rest), head_kv), x)
+    first = cute.domain_offset(((0, begin), *(0 for _ in rest), pack), x)
     shape, strides = ((group, rows), *rest), (row_strides, *rest_strides)
     return cute.make_tensor(first.iterator, cute.make_layout(shape, stride=strides))
 
@@ -360,10 +380,7 @@ def attention_kernel(
     sQ = storage.sQ.get_tensor(sQ_layout.outer, swizzle=sQ_layout.inner)  # (TILE_M, HEAD_DIM, Q_STAGES)
     sK = storage.sK.get_tensor(sK_layout.outer, swizzle=sK_layout.inner)  # (TILE_N, HEAD_DIM, KV_STAGES)
     sVt = storage.sV.get_tensor(sVt_layout.outer, swizzle=sVt_layout.inner)  # (HEAD_DIM, TILE_N, KV_STAGES)
-    q_full = storage.q_full.ptr
-    if warp_idx == 0:  # which makes the rings, too
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_init(q_full, 1)
+    q_ring = make_ring(storage.q_barriers, Q_STAGES, TILE_M * HEAD_DIM * 2)
     k_ring = make_ring(storage.k_barriers, KV_STAGES, TILE_N * HEAD_DIM * 2)
     v_ring = make_ring(storage.v_barriers, KV_STAGES, TILE_N * HEAD_DIM * 2)
     tile_ring = pipeline.PipelineAsync.create(  # from the warp that finds tiles to the producers and the consumers
@@ -386,14 +403,14 @@ def attention_kernel(
         cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)  # copies need few; the consumers take the rest
         # Two warps, so that no copy of K waits for a stage of V.
         if warp_idx == Q_K_PRODUCER_WARP:
-            load_q_and_k(tma_Q, tma_K, mQ, mK, sQ, sK, q_full, k_ring, pages, schedule)
+            load_q_and_k(tma_Q, tma_K, mQ, mK, sQ, sK, q_ring, k_ring, pages, schedule)
         if warp_idx == V_PRODUCER_WARP:
             load_v(tma_V, mV, sVt, v_ring, pages, schedule)
         if warp_idx == TILE_WARP:
             find_tiles(schedule)
     else:
         cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)  # sleeps until the producers have given them back
-        smem, rings = (sQ, sK, sVt), (q_full, k_ring, v_ring)
+        smem, rings = (sQ, sK, sVt), (q_ring, k_ring, v_ring)
         parts = mParts, mPartsLSE
         consume(smem, rings, mO, mLSE, parts, scale_log2, schedule)
 
@@ -429,8 +446,8 @@ def find_tiles(schedule):
 
     A step is a tile of keys of a tile of queries. Steps stand in lines, see `lines_of`: of the heads of a line
     sequence by sequence, in each head by head and tile of queries by tile of queries, each from its first key on,
-    whatever a mask hides. CTA c of a line has steps c share to (c + 1) share - 1, wherever tiles end: its first and its
-    last tile may be parts.
+    about as many as rows see. CTA c of a line has steps c share to (c + 1) share - 1, wherever tiles end: its first and
+    its last tile may be parts.
     """
     sequences, shares, tile_ring, tiles = schedule
     line, line_cta, _ = cute.arch.block_idx()
@@ -448,19 +465,22 @@ def find_tiles(schedule):
     parts, rows, q_row, cut_head = zero, zero, zero, zero  # of the tile that this CTA begins and another one ends
     cute.arch.sync_threads()  # the barriers are made
     while step < end:
-        tile, n_begin, n_blocks, group = find_step(step, group, sequences)
-        n_end = cutlass.min(n_blocks, n_begin + end - step)
+        tile, n_begin, n_blocks, steps, group = find_step(step, group, sequences)
+        step_end = cutlass.min(steps, n_begin + end - step)
+        # Who has the tile's last step has its last tiles of keys, of which there may be one more than steps, or none.
+        n_end = n_blocks if step_end == steps else cutlass.min(n_blocks, step_end)
         begins, ends = n_begin == 0, n_end == n_blocks
         slot = 2 * cta + 1 if begins else 2 * cta
         slot = -1 if begins and ends else slot
-        tile_ring.producer_acquire(fill)
-        tell((*tile, n_begin, n_end, slot, pack_log2, zero), tile_ring, tiles, fill)
-        fill.advance()
+        if n_begin < n_end:
+            tile_ring.producer_acquire(fill)
+            tell((*tile, n_begin, n_end, slot, pack_log2, zero), tile_ring, tiles, fill)
+            fill.advance()
         if begins and not ends:
             m_block, cut_head, _, _, q_begin, seq_q, *_ = tile
-            parts = cute.ceil_div(step + n_blocks, share) - line_cta
+            parts = cute.ceil_div(step + cutlass.min(n_blocks, steps), share) - line_cta
             rows, q_row = seq_q - m_block * positions, q_begin + m_block * positions
-        step += n_end - n_begin
+        step += step_end - n_begin
     tile_ring.producer_acquire(fill)
     tell([cutlass.Int32(-1)] * TILE_WORDS, tile_ring, tiles, fill)  # there is no other
     if cute.arch.lane_idx() == 0:
@@ -567,9 +587,10 @@ def find_step(step: cutlass.Int32, group, sequences):
 
     `group` is what its lanes look at, see `look_at`: steps grow from one call to the next, so that the search goes on.
 
-    Returns where the tile lies, as TILE_WORDS lists it; its tile of keys of this step, and how many it has; the group.
+    Returns where the tile lies, as TILE_WORDS lists it; its tile of keys of this step, which may be the one behind the
+    last that its rows see; how many they see, and how many steps the tile has; what the lanes look at.
     """
-    *_, heads, _ = sequences
+    *_, packs_of_kv, heads, _ = sequences
     first, before, q_begin, seq_q, seq_k, steps, steps_to_here = group
     steps_of_group = cute.arch.shuffle_sync(steps_to_here, WARP - 1)
     while before + steps_of_group <= step:
@@ -582,13 +603,16 @@ def find_step(step: cutlass.Int32, group, sequences):
     bounds = tuple(cute.arch.shuffle_sync(x, owner) for x in (q_begin, seq_q, seq_k))
     _, queries, keys = bounds
     steps_before = cute.arch.shuffle_sync(before + steps_to_here - steps, owner)
-    positions = TILE_M >> pack_log2_of(heads)
-    m_block, head, n_block, n_blocks = place_in_sequence(step - steps_before, queries, keys, positions)
+    pack_log2 = pack_log2_of(heads)
+    positions = TILE_M >> pack_log2
+    m_block, head, n_block, steps_of_tile = place_in_sequence(step - steps_before, queries, keys, positions)
+    n_blocks, _ = kv_range(m_block * positions, queries, keys, pack_log2)
     line, _, _ = cute.arch.block_idx()
     lines, _, _ = cute.arch.grid_dim()
-    head_kv = head * lines + line
-    words = m_block, head_kv * heads, head_kv, first + owner, *bounds
-    return words, n_block, n_blocks, (first, before, q_begin, seq_q, seq_k, steps, steps_to_here)
+    pack = head * lines + line
+    words = m_block, pack * heads, pack // packs_of_kv, first + owner, *bounds
+    looked_at = first, before, q_begin, seq_q, seq_k, steps, steps_to_here
+    return words, n_block, n_blocks, steps_of_tile, looked_at
 
 
 @cute.jit
@@ -616,7 +640,7 @@ def look_at(first: cutlass.Int32, before: cutlass.Int32, sequences):
     Returns these two; where the lane's sequence lies, its steps, and those of the group up to and with it. A lane
     behind the last sequence sees one of no rows.
     """
-    cu_seqlens_q, seqused_q, seqused_k, total_q, most_keys, heads, line_heads = sequences
+    cu_seqlens_q, seqused_q, seqused_k, total_q, most_keys, _, heads, line_heads = sequences
     positions = TILE_M >> pack_log2_of(heads)
     sequence = first + cute.arch.lane_idx()
     q_begin, seq_q = cutlass.Int32(0), cutlass.Int32(0)
@@ -624,7 +648,7 @@ def look_at(first: cutlass.Int32, before: cutlass.Int32, sequences):
     if sequence < cute.size(cu_seqlens_q) - 1:
         q_begin, seq_q = bounds_of(sequence, cu_seqlens_q, seqused_q, total_q)
         seq_k = cutlass.min(cutlass.max(seqused_k[sequence], 0), most_keys)
-    steps = cute.ceil_div(seq_q, positions) * line_heads * cute.ceil_div(cutlass.max(seq_k, 1), TILE_N)
+    steps = seen_before(cute.ceil_div(seq_q, positions), seq_q, seq_k, positions) * line_heads
     return first, before, q_begin, seq_q, seq_k, steps, sum_up_to_lane(steps)
 
 
@@ -648,14 +672,39 @@ def sum_up_to_lane(x: cutlass.Int32) -> cutlass.Int32:
 
 
 @cute.jit
+def seen_before(m_block, seq_q, seq_k, positions) -> cutlass.Int32:
+    """Steps of the tiles of queries before this one, of one head: about as many as tiles of keys that their rows see.
+
+    Of a tile whose last row sees x keys that is 1 + floor((x - 1) / TILE_N). Here the fractions of all are added up
+    before one number is rounded, so that nobody has to walk through the tiles: each has a step more or less than its
+    rows see tiles, and one at least. The first `blind` tiles, of sequences with more queries than keys, see none.
+    """
+    blind = cutlass.max(seq_q - seq_k, 0) // positions
+    ahead = cutlass.max(seq_k - seq_q + blind * positions - TILE_N // 2, -positions)  # of the first that sees any
+    tiles = cutlass.Int64(cutlass.max(m_block - blind, 0))  # products have more than 32 bits
+    keys = tiles * ahead + tiles * (tiles + 1) // 2 * positions
+    return m_block + cutlass.Int32(keys // TILE_N)
+
+
+@cute.jit
 def place_in_sequence(step: cutlass.Int32, seq_q, seq_k, positions):
-    """Which of a sequence's steps this one is: (m_block, head of the line, tile of keys, how many there are)."""
-    num_m_blocks, n_blocks = cute.ceil_div(seq_q, positions), cute.ceil_div(cutlass.max(seq_k, 1), TILE_N)
-    tile = step // n_blocks
-    m_block, head = cutlass.Int32(0), tile
-    if num_m_blocks > 1:  # else there is one division less to wait for
-        m_block, head = tile % num_m_blocks, tile // num_m_blocks
-    return m_block, head, step % n_blocks, n_blocks
+    """Which of a sequence's steps this one is: (m_block, head of the line, step of the tile, how many it has).
+
+    The lanes of a warp look for the tile: each at one of 32, or first at one of 32 groups of as many.
+    """
+    num_m_blocks = cute.ceil_div(seq_q, positions)
+    of_head = seen_before(num_m_blocks, seq_q, seq_k, positions)
+    head, step = step // of_head, step % of_head
+    m_block, together = cutlass.Int32(0), cutlass.Int32(1)
+    while together < num_m_blocks:
+        together *= WARP
+    while together > 1:
+        together //= WARP
+        behind = cutlass.min(m_block + (cute.arch.lane_idx() + 1) * together, num_m_blocks)
+        passed = seen_before(behind, seq_q, seq_k, positions) <= step
+        m_block += together * cute.arch.popc(cute.arch.vote_ballot_sync(passed))
+    before = seen_before(m_block, seq_q, seq_k, positions)
+    return m_block, head, step - before, seen_before(m_block + 1, seq_q, seq_k, positions) - before
 
 
 # ======================================================================================================================
@@ -683,19 +732,20 @@ def partition_tma(tma: cute.CopyAtom, sX: cute.Tensor, gX: cute.Tensor):
 
 
 @cute.jit
-def load_q(tma_Q, mQ, sQ, q_full, work):
+def load_q(tma_Q, mQ, sQ, stage, q_full, work):
     """Q of a tile, by the box with as many heads as it has."""
     for pack, tma, mX in zip(PACKS, tma_Q, mQ):
         if 1 << work.pack_log2 == pack:
             rows = packed_rows_of(mX, work.head, work.q_begin, work.seq_q, pack)
             gQ = cute.local_tile(rows, ((pack, TILE_M // pack), HEAD_DIM), (work.m_block, 0))
             tQsQ, tQgQ = partition_tma(tma, sQ, gQ)  # (TMA, Q_STAGES), (TMA)
-            cute.copy(tma, tQgQ, tQsQ[None, 0], tma_bar_ptr=q_full)
+            cute.copy(tma, tQgQ, tQsQ[None, stage], tma_bar_ptr=q_full)
 
 
 @cute.jit
-def load_q_and_k(tma_Q, tma_K, mQ, mK, sQ, sK, q_full, k_ring, pages, schedule):
+def load_q_and_k(tma_Q, tma_K, mQ, mK, sQ, sK, q_ring, k_ring, pages, schedule):
     """The first producer warp: Q of each tile of queries, then K of its tiles of keys, the last one first."""
+    q_fill = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, Q_STAGES)
     k_fill = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, KV_STAGES)
     page_table, page_size, steps_K, _ = pages
     table = page_table, page_size, steps_K
@@ -703,20 +753,10 @@ def load_q_and_k(tma_Q, tma_K, mQ, mK, sQ, sK, q_full, k_ring, pages, schedule):
     work = first_work(schedule)
     while work.valid:
         # The whole warp runs this; within the calls one elected thread announces the bytes and issues the copy.
-        last_k = k_fill.clone()  # the stage of the K copied last, when it comes to be filled again
-        for _ in cutlass.range_constexpr(KV_STAGES - 1):
-            last_k.advance()
-        boxes = find_boxes(work, work.n_end - 1, table)  # while the stage is in use nobody waits for the table
-        k_ring.producer_acquire(k_fill)  # the stage is empty; its barrier now expects the bytes
-        sK_stage = sK_boxes[None, None, None, k_fill.index], k_ring.producer_get_barrier(k_fill)
-        load_boxes(tma_K, mK, sK_stage, boxes)
-        k_fill.advance()
-        # The last K before has been read, and so has the Q that it was multiplied with: nobody has to say so.
-        k_ring.sync_object_empty.wait(last_k.index, last_k.phase)
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(q_full, TILE_M * HEAD_DIM * 2)
-        load_q(tma_Q, mQ, sQ, q_full, work)
-        for n_block in cutlass.range(work.n_end - 2, work.n_begin - 1, -1, unroll=1):
+        q_ring.producer_acquire(q_fill)  # the stage is empty; its barrier now expects the bytes
+        load_q(tma_Q, mQ, sQ, q_fill.index, q_ring.producer_get_barrier(q_fill), work)
+        q_fill.advance()
+        for n_block in cutlass.range(work.n_end - 1, work.n_begin - 1, -1, unroll=1):
             boxes = find_boxes(work, n_block, table)  # while the stage is in use nobody waits for the table
             k_ring.producer_acquire(k_fill)
             sK_stage = sK_boxes[None, None, None, k_fill.index], k_ring.producer_get_barrier(k_fill)
@@ -801,10 +841,11 @@ def consume(smem, rings, mO, mLSE, parts, scale_log2, schedule):
     """One consumer warpgroup: WGMMA_M rows of O of each tile of queries, over its tiles of keys, the last one first.
 
     S = Q K^T of a tile of keys is issued with O += P V of the one before, which runs on during the softmax.
+    The first S of a tile of queries is issued with the last P V of the one before, and runs on during the epilogue.
     """
     tidx, _, _ = cute.arch.thread_idx()
     consumer = cute.arch.make_warp_uniform(tidx // WARPGROUP_THREADS)
-    q_full, k_ring, v_ring = rings
+    q_ring, k_ring, v_ring = rings
     qk_mma, pv_mma = products = make_products()
     operands, accumulators, rP = partition_operands(smem, products, consumer)
     (tSrQ, _, tOrP, tOrV), (acc_S, acc_O) = operands, accumulators
@@ -813,13 +854,15 @@ def consume(smem, rings, mO, mLSE, parts, scale_log2, schedule):
     k_drain = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, KV_STAGES)  # one tile ahead of V
     v_drain = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, KV_STAGES)
     work = first_work(schedule)
+    # The very first S; each later tile of queries finds its own waiting.
+    if work.valid:  # there may be fewer tiles than CTAs
+        q_ring.consumer_wait(q_drain)  # Q has landed
+        multiply_first(products, operands, accumulators, k_ring, q_drain, k_drain)
+    k_drain.advance()
     while work.valid:
         acc_O.fill(0.0)
         row_max.fill(LOWEST)
         row_sum.fill(0.0)
-        cute.arch.mbarrier_wait(q_full, q_drain.phase)  # Q has landed
-        multiply_first(products, operands, accumulators, k_ring, q_drain, k_drain)
-        k_drain.advance()
         tSrQ_tile = tSrQ[None, None, None, q_drain.index]  # (MMA, MMA_M, MMA_K)
         m_start = work.m_block * (TILE_M >> work.pack_log2)
         mask_scores(acc_S, qk_mma, m_start, (work.n_end - 1) * TILE_N, work.seq_q, work.seq_k, work.pack_log2)
@@ -837,14 +880,26 @@ def consume(smem, rings, mO, mLSE, parts, scale_log2, schedule):
             finish_step(accumulators, rP, rows, scale_log2, v_ring, v_drain)
             k_drain.advance()
             v_drain.advance()
+        q_ring.consumer_release(q_drain)  # this warp has read Q
         q_drain.advance()
         upcoming = next_work(work, schedule)
         v_ring.consumer_wait(v_drain)  # the last V of this tile of queries has landed
+        if upcoming.valid:
+            q_ring.consumer_wait(q_drain)  # the next Q has landed
+            k_ring.consumer_wait(k_drain)  # and its first K
         pv_product(pv_mma, tOrP, tOrV[None, None, None, v_drain.index], acc_O)
-        warpgroup.wait_group(0)  # O is complete: no group stays in flight
+        # After the last tile of queries on stale data, to be discarded: at a branch ptxas would wait for each product.
+        _, tSrK, _, _ = operands
+        q_stage = q_drain.index if upcoming.valid else 0
+        k_stage = k_drain.index if upcoming.valid else 0
+        qk_product(qk_mma, tSrQ[None, None, None, q_stage], tSrK[None, None, None, k_stage], acc_S)
+        warpgroup.wait_group(1)  # O is complete; the next S, the younger group, stays in flight
         v_ring.consumer_release(v_drain)  # this warp has read V
         v_drain.advance()
         store_tile(mO, mLSE, parts, work, acc_O, row_max, row_sum, scale_log2)
+        warpgroup.wait_group(0)  # the next softmax reads S: no group stays in flight
+        k_ring.consumer_release(k_drain)  # K has been read; after the last work it is a stage that nobody fills
+        k_drain.advance()
         work = upcoming
 
 
@@ -1073,10 +1128,10 @@ def pv_product(pv_mma: cute.TiledMma, tOrP: cute.Tensor, tOrV: cute.Tensor, acc_
 def store_tile(mO, mLSE, parts, work, acc_O, row_max, row_sum, scale_log2):
     """Divide O by the sums of exponentials and write O and LSE, or this part of them where there are several."""
     normalize_rows(acc_O, row_sum)
-    gO = slice_rows(mO, work.head_kv, work.q_begin, work.seq_q)  # ((group, seq_q), HEAD_DIM)
+    gO = slice_rows(mO, work.head // cute.size(mO, mode=[0, 0]), work.q_begin, work.seq_q)  # ((group, seq_q), HEAD_DIM)
     if work.slot < 0:
         store_lse(
-            slice_rows(mLSE, work.head_kv, work.q_begin, work.seq_q),
+            slice_rows(mLSE, work.head // cute.size(mO, mode=[0, 0]), work.q_begin, work.seq_q),
             row_max,
             row_sum,
             scale_log2,
@@ -1194,32 +1249,109 @@ class CombineStorage:
     sums: cute.struct.Align[cute.struct.MemRange[cutlass.Float32, COMBINE_WARPS * HEAD_DIM], SMEM_ALIGN]
     largest: cute.struct.MemRange[cutlass.Float32, COMBINE_WARPS]
     totals: cute.struct.MemRange[cutlass.Float32, COMBINE_WARPS]
+    ends: cute.struct.MemRange[cutlass.Int32, COMBINE_WARPS * WARP]  # of the pieces of tiles
 
 
 @cute.kernel
-def combine_kernel(parts: cute.Tensor, parts_lse: cute.Tensor, shares: cute.Tensor, out: cute.Tensor, lse: cute.Tensor):
-    """One CTA: rows of O, each the sum of exp(LSE_i - LSE) O_i over its parts. Each warp adds up a share of them.
+def combine_kernel(
+    parts: cute.Tensor,
+    parts_lse: cute.Tensor,
+    shares: cute.Tensor,
+    out: cute.Tensor,
+    lse: cute.Tensor,
+    group: cutlass.Int32,
+):
+    """One CTA: rows of O of tiles that are cut, each the sum of exp(LSE_i - LSE) O_i over its parts.
 
-    Its tile is the one that CTA `cta` of the kernel before began and another one ended, if there is one: of it shares
-    has the number of parts, how many of its positions exist, the row in out of the first, and the first head.
+    Rows are dealt out in pieces, of all tiles together: a row of many parts, of which each warp adds up a share, or
+    COMBINE_WARPS rows of few parts, a warp each. CTA n has piece n and those every so many CTAs behind it.
     parts: ((pack, TILE_M // pack), HEAD_DIM, slots), parts_lse: ((pack, TILE_M // pack), slots).
     """
-    cta, head, first = cute.arch.block_idx()
-    _, _, ctas_of_head = cute.arch.grid_dim()
+    piece, _, _ = cute.arch.block_idx()
+    ctas, _, _ = cute.arch.grid_dim()
     storage = SmemAllocator().allocate(CombineStorage)
     sums = storage.sums.get_tensor(cute.make_layout((COMBINE_WARPS, HEAD_DIM), stride=(HEAD_DIM, 1)))
     sLargest, sTotals = (x.get_tensor(cute.make_layout(COMBINE_WARPS)) for x in (storage.largest, storage.totals))
+    ends = storage.ends.get_tensor(cute.make_layout(COMBINE_WARPS * WARP))
+    shared = sums, sLargest, sTotals
     cute.arch.griddepcontrol_launch_dependents()  # the kernel that comes next may begin, and waits for this one
     # This kernel may begin beside the one before; what that writes is there when it has ended.
     cute.arch.griddepcontrol_wait()
-    num_parts, rows, q_row, first_head = (shares[cta, i] for i in range(SHARE_WORDS))
-    if num_parts > 0:
-        for position in cutlass.range(first, cutlass.min(rows, cute.size(parts, mode=[0, 1])), ctas_of_head, unroll=1):
-            row = head, position
-            gO, gLSE = parts[row, None, None], parts_lse[row, None]  # (HEAD_DIM, slots), (slots,)
-            shared, place = (sums, sLargest, sTotals), (q_row + position, first_head + head)
-            add_up_row((gO, gLSE, cta, num_parts), shared, (out, lse), place)
+    before = cutlass.Int32(0)
+    for first in cutlass.range(0, cute.size(shares, mode=[0]), COMBINE_WARPS * WARP, unroll=1):
+        count_pieces((first, before), shares, parts, group, ends)
+        last = ends[COMBINE_WARPS * WARP - 1]
+        while piece < last:
+            owner, begin = find_tile_of(piece, before, ends)
+            add_up_piece((first + owner, piece - begin, group), (parts, parts_lse, shares), shared, (out, lse))
+            piece += ctas
+        before = last
+        cute.arch.sync_threads()  # the next ends go where these were
+
+
+@cute.jit
+def count_pieces(first_and_before, shares: cute.Tensor, parts: cute.Tensor, group: cutlass.Int32, ends: cute.Tensor):
+    """The pieces up to each tile that CTAs from `first` on began and others ended, and with it, into `ends`."""
+    (first, before), (tidx, _, _) = first_and_before, cute.arch.thread_idx()
+    warp_idx, cta, pieces = cute.arch.make_warp_uniform(cute.arch.warp_idx()), first + tidx, cutlass.Int32(0)
+    if cta < cute.size(shares, mode=[0]):
+        num_parts, positions = shares[cta, 0], shares[cta, 1]
+        rows = group * cutlass.min(positions, cute.size(parts, mode=[0, 1]))
+        rows = rows if num_parts > PARTS_OF_WARP else cute.ceil_div(rows, COMBINE_WARPS)
+        pieces = rows if num_parts > 0 else pieces
+    up_to_lane = sum_up_to_lane(pieces)
+    ends[tidx] = up_to_lane
+    cute.arch.sync_threads()
+    of_warps = [ends[warp * WARP + WARP - 1] for warp in range(COMBINE_WARPS)]
+    cute.arch.sync_threads()  # all have read them
+    for warp in cutlass.range_constexpr(COMBINE_WARPS):
+        before += of_warps[warp] if warp < warp_idx else 0
+    ends[tidx] = before + up_to_lane
+    cute.arch.sync_threads()
+
+
+@cute.jit
+def find_tile_of(piece: cutlass.Int32, before: cutlass.Int32, ends: cute.Tensor):
+    """Which tile has this piece, by the CTA that began it, counted from the first one; its first piece."""
+    owner = cutlass.Int32(0)
+    for warp in cutlass.range_constexpr(COMBINE_WARPS):
+        end = ends[warp * WARP + cute.arch.lane_idx()]
+        owner += cute.arch.popc(cute.arch.vote_ballot_sync(end <= piece))
+    if owner > 0:
+        before = ends[owner - 1]
+    return owner, before
+
+
+@cute.jit
+def add_up_piece(where, all_parts, shared, outputs):
+    """Add up the rows of a piece: `where` says of which CTA's tile, which piece of it, and how many heads there are."""
+    (cta, piece, group), (parts, parts_lse, shares) = where, all_parts
+    warp_idx, lane = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.lane_idx()
+    num_parts, positions, q_row, first_head = (shares[cta, i] for i in range(SHARE_WORDS))
+    row = piece if num_parts > PARTS_OF_WARP else piece * COMBINE_WARPS + warp_idx
+    position, head = row // group, row % group
+    if position < cutlass.min(positions, cute.size(parts, mode=[0, 1])):
+        gO, gLSE = parts[(head, position), None, None], parts_lse[(head, position), None]  # (HEAD_DIM, slots), (slots,)
+        parts_of_row, place = (gO, gLSE, cta, num_parts), (q_row + position, first_head + head)
+        if num_parts > PARTS_OF_WARP:
+            add_up_row(parts_of_row, shared, outputs, place)
             cute.arch.sync_threads()  # the next row goes where this one was
+        else:
+            sum_O, largest, total = add_up_share(*parts_of_row, cutlass.Int32(0), 1, lane)
+            write_row(sum_O, largest, total, outputs, place, lane)
+
+
+@cute.jit
+def write_row(sum_O: cute.Tensor, largest, total, outputs, place, lane: cutlass.Int32):
+    """One warp: write a row that it has added up alone, each lane its columns."""
+    (out, lse), (row, head) = outputs, place
+    inverse = 0.0 if total == 0.0 else 1.0 / total
+    rounded = cute.make_rmem_tensor(COLUMNS, DTYPE)
+    for column in cutlass.range_constexpr(COLUMNS):
+        rounded[column] = (sum_O[column] * inverse).to(DTYPE)
+    cute.autovec_copy(rounded, cute.local_tile(out[row, head, None], (COLUMNS,), (lane,)))
+    if lane == 0 and row < cute.size(lse, mode=[1]):  # lse has no rows when nobody asked for it
+        lse[head, row] = largest + cute.math.log2(total, fastmath=True) * LN_2
 
 
 @cute.jit
@@ -1229,7 +1361,7 @@ def add_up_row(parts_of_row, shared, outputs, place):
     (out, lse), (row, head) = outputs, place
     tidx, _, _ = cute.arch.thread_idx()
     warp_idx, lane = cute.arch.make_warp_uniform(cute.arch.warp_idx()), tidx % 32
-    sum_O, largest, total = add_up_share(gO, gLSE, cta, num_parts, warp_idx, lane)
+    sum_O, largest, total = add_up_share(gO, gLSE, cta, num_parts, warp_idx, COMBINE_WARPS, lane)
     cute.autovec_copy(sum_O, cute.local_tile(sums, (1, COLUMNS), (warp_idx, lane))[0, None])
     if lane == 0:
         sLargest[warp_idx], sTotals[warp_idx] = largest, total
@@ -1251,8 +1383,8 @@ def add_up_row(parts_of_row, shared, outputs, place):
 
 
 @cute.jit
-def add_up_share(gO: cute.Tensor, gLSE: cute.Tensor, cta, num_parts, warp_idx: cutlass.Int32, lane: cutlass.Int32):
-    """This lane's columns of the sum of exp(LSE_i - largest) O_i over a warp's parts; largest LSE; sum of the weights.
+def add_up_share(gO: cute.Tensor, gLSE: cute.Tensor, cta, num_parts, warp_idx, warps: cutlass.Constexpr, lane):
+    """This lane's columns of the sum of exp(LSE_i - largest) O_i over each `warps`th part; largest LSE; sum of weights.
 
     As an online softmax, so that LSE and O come in one trip to memory; gO: (HEAD_DIM, slots), gLSE: (slots,).
     The first part is the second one of CTA `cta`, the others are the first ones of those that follow.
@@ -1260,14 +1392,14 @@ def add_up_share(gO: cute.Tensor, gLSE: cute.Tensor, cta, num_parts, warp_idx: c
     largest, total = -cutlass.Float32.inf, cutlass.Float32(0.0)
     sum_O = cute.make_rmem_tensor(COLUMNS, cutlass.Float32)
     sum_O.fill(0.0)
-    for first in cutlass.range(warp_idx, num_parts, COMBINE_WARPS * PARTS_AT_ONCE, unroll=1):
+    for first in cutlass.range(warp_idx, num_parts, warps * PARTS_AT_ONCE, unroll=1):
         # Ask for all before one is used; parts past the end count nothing.
         rO = cute.make_rmem_tensor(cute.make_layout((PARTS_AT_ONCE, COLUMNS), stride=(COLUMNS, 1)), cutlass.Float32)
         rLSE = cute.make_rmem_tensor(PARTS_AT_ONCE, cutlass.Float32)
         rO.fill(0.0)
         rLSE.fill(-cutlass.Float32.inf)
         for i in cutlass.range_constexpr(PARTS_AT_ONCE):
-            part = first + i * COMBINE_WARPS
+            part = first + i * warps
             if part < num_parts:
                 slot = 2 * (cta + part) if part > 0 else 2 * cta + 1
                 rLSE[i] = gLSE[slot]
@@ -1412,7 +1544,10 @@ def attention(q, k, v, cu_seqlens_q, page_table, seqused_k, *, seqused_q=None, s
         if not (pages and page):  # and so no keys, whatever is said; but TMA wants an address
             k, v, page_table = q[:, None, :heads_kv], q[:, None, :heads_kv], page_table[:, :0]
         seqused_q = no_lengths if seqused_q is None else seqused_q
-        most_steps = (total_q // POSITIONS + tables) * heads_kv * max(-(-page_table.shape[1] * page // TILE_N), 1)
+        packs_of_kv = (heads_q // heads_kv) // (heads_q // heads_kv & -(heads_q // heads_kv))  # at most
+        most_steps = (
+            (total_q // POSITIONS + tables * packs_of_kv) * heads_kv * max(-(-page_table.shape[1] * page // TILE_N), 1)
+        )
         if most_steps > MOST_STEPS:
             needed = f"this may be {most_steps} tiles of keys, which are counted up to {MOST_STEPS}"
             raise ValueError(f"q has shape {tuple(q.shape)}; {needed}: call a module of scheduler dynamic")

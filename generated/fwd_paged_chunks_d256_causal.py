@@ -17,17 +17,17 @@ time, where there may be no GPU, and to load that where it runs:
     Causal: query i sees keys j <= i + seq_k - seq_q; the diagonal ends at the last query and key of each sequence.
 
 Decisions
-    tile       128 query rows, positions of all of up to 16 heads that share K and V, x 80 keys per step
+    tile       128 query rows, positions of all, or of a part, of up to 16 heads that share K and V, x 80 keys per step
     loads      TMA; Q once, K and V in rings of 2 stages, a full barrier each
     sequences  packed, lengths on the device; tensor maps of rank 5 clip at the end of each
     pages      of a multiple of 16 keys, found in a table; boxes of 16 keys, each lane of a warp finds one
     schedule   two warps load, 2 warpgroups multiply; S of the next tile and P V run beside the softmax
     layouts    swizzle Q 128B, K 128B, V 128B
     S = Q K^T  16 wgmma m64n80k16 per warpgroup; A = Q from shared memory, K-major; B = K, K-major
-    softmax    online, base 2, on the accumulator fragment; O is rescaled in every step
+    softmax    online, base 2, on the accumulator fragment; O is rescaled at 2^8 x the maximum: up to 12 % more error
     P          stays in registers: the accumulator fragment is read as the A fragment
     O = P V    5 wgmma m64n256k16 per warpgroup; A = P from registers, K-major; B = V, MN-major
-    kv order   in equal shares of all tiles of keys of all sequences; of each part from the last one to the first
+    kv order   in about equal shares of all tiles of keys that rows see; of each part from the last to the first
     output     of a whole tile O and LSE from registers; of a part in float32, and a second kernel adds these up
     q order    a CTA per SM; each has those of its share, of which the first and the last may be parts
 
@@ -76,18 +76,19 @@ Timeline: a tile is one of queries, a step takes one tile of keys
       17  consumers  mask                                          boundary tiles only
       18  consumers  softmax                                       P = 2^(S - max) and sums
       19  consumers  wait_group 0, arrive v_empty                  O is complete
-      20  consumers  rescale, round P                              O to the new maxima; P in 16 bits
+      20  consumers  rescale                                       O, where a maximum has grown by more than 2^8
+      21  consumers  round P                                       P in 16 bits
     at a tile's end:
-      21  warp 8     next tile, wait tile_full, arrive tile_empty  the one that warp 10 has found
-      22  warp 9     next tile, wait tile_full, arrive tile_empty  the one that warp 10 has found
-      23  consumers  next tile, wait tile_full, arrive tile_empty  the one that warp 10 has found
-      24  consumers  wait v_full                                   the last V has landed
-      25  consumers  O += P V                                      by wgmma, of the last step
-      26  consumers  wait_group 0, arrive v_empty                  O is complete
-      27  consumers  store LSE                                     from registers; of a part always
-      28  consumers  store O                                       from registers; of a part in float32
+      22  warp 8     next tile, wait tile_full, arrive tile_empty  the one that warp 10 has found
+      23  warp 9     next tile, wait tile_full, arrive tile_empty  the one that warp 10 has found
+      24  consumers  next tile, wait tile_full, arrive tile_empty  the one that warp 10 has found
+      25  consumers  wait v_full                                   the last V has landed
+      26  consumers  O += P V                                      by wgmma, of the last step
+      27  consumers  wait_group 0, arrive v_empty                  O is complete
+      28  consumers  store LSE                                     from registers; of a part always
+      29  consumers  store O                                       from registers; of a part in float32
     at last:
-      29  warp 10    wait tile_empty, arrive tile_full             there is no other
+      30  warp 10    wait tile_empty, arrive tile_full             there is no other
 """
 
 import functools
@@ -137,6 +138,8 @@ AROUND = 2**64 // (2 * MOST_ROWS)  # elements of 2 bytes: MOST_ROWS times as man
 FAR = 2**31 - 1  # an extent whose end nothing reaches
 WARP = 32  # lanes, which look at a sequence each
 UNIT = 8  # elements of 16 bytes
+COMBINE_CTAS = 4  # of an SM, which add up parts beside each other
+PARTS_OF_WARP = 8  # of a row that one warp adds up, at most
 COMBINE_WARPS = 8  # of a CTA that adds up the parts of a row
 PARTS_AT_ONCE = 4  # whose O a warp asks for before it uses one
 COLUMNS = HEAD_DIM // 32  # of a row that a lane adds up
@@ -147,6 +150,7 @@ V_LAYOUT = warpgroup.SmemLayoutAtomKind.MN_SW128
 LOWEST = -1e20  # a row's maximum before its first key; finite: -inf - -inf would be NaN
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2.0)
+RESCALE_ABOVE = 8  # of a maximum's growth, in powers of two: P stays below 2^8
 
 
 # ======================================================================================================================
@@ -204,8 +208,10 @@ def launch(
     mO = cute.make_tensor(out.iterator, cute.select(out.layout, mode=[0, 2, 1]))  # (total_q, HEAD_DIM, heads_q)
     mQ = heads_first(mQ)  # ((heads_q, MOST_ROWS), HEAD_DIM, FAR, FAR)
     mLSE = cute.make_tensor(lse.iterator, cute.select(lse.layout, mode=[1, 0]))  # (total_q or 0, heads_q)
-    mO = pack_heads(mO, 2, heads_kv)  # ((group, total_q), HEAD_DIM, heads_kv)
-    mLSE = pack_heads(mLSE, 1, heads_kv)  # ((group, total_q or 0), heads_kv)
+    packs_of_kv = packs_of(heads_q // heads_kv, cute.ceil_div(total_q, cute.size(cu_seqlens_q) - 1))
+    packs, group = heads_kv * packs_of_kv, heads_q // heads_kv // packs_of_kv
+    mO = pack_heads(mO, 2, packs)  # ((group, total_q), HEAD_DIM, packs)
+    mLSE = pack_heads(mLSE, 1, packs)  # ((group, total_q or 0), packs)
     layouts = [cute.select(layout, mode=[0, 1]) for layout in smem_layouts()]  # of one stage
     tma_load = cpasync.CopyBulkTensorTileG2SOp()
     # For each number of heads in a tile a box of its own.
@@ -220,10 +226,9 @@ def launch(
     tma_V, mV = cpasync.make_tiled_tma_atom(tma_load, mV, cute.get(layout_V, mode=[0]), box_V)
     pages = page_table, cute.FastDivmodDivisorV2(page_size), steps_K, steps_V  # every tile divides: by a product
     most_keys = cute.size(page_table, mode=[1]) * page_size
-    group = heads_q // heads_kv
-    lines = lines_of(heads_kv, num_sms)
-    line_heads, line_ctas = heads_kv // lines, cutlass.min(num_sms // lines, MOST_LINE_CTAS)
-    sequences = cu_seqlens_q, seqused_q, seqused_k, total_q, most_keys, group, line_heads
+    lines = lines_of(packs, num_sms)
+    line_heads, line_ctas = packs // lines, cutlass.min(num_sms // lines, MOST_LINE_CTAS)
+    sequences = cu_seqlens_q, seqused_q, seqused_k, total_q, most_keys, packs_of_kv, group, line_heads
     # What all CTAs leave: parts, two slots for each CTA, in each the rows of a tile; their LSEs; the words of shares.
     pack = cutlass.Int32(1) << pack_log2_of(group)
     of_position = cute.assume(pack * HEAD_DIM, divby=HEAD_DIM)
@@ -247,10 +252,9 @@ def launch(
         use_pdl=True,  # it may begin beside the kernel before, for which it waits
         stream=stream,
     )
-    # Of each tile that is cut a head, and as many of its positions at once as a sequence has on average.
-    positions = cutlass.min(cute.ceil_div(total_q, cute.size(cu_seqlens_q) - 1), TILE_M // pack)
-    combine_kernel(mParts, mPartsLSE, shares, out, lse).launch(
-        grid=(lines * line_ctas, group, positions),
+    # As many CTAs as the GPU has room for at once; pieces of work are dealt out to them.
+    combine_kernel(mParts, mPartsLSE, shares, out, lse, group).launch(
+        grid=(COMBINE_CTAS * num_sms, 1, 1),
         block=(32 * COMBINE_WARPS, 1, 1),
         use_pdl=True,  # it waits for the parts where it needs them
         stream=stream,
@@ -271,8 +275,23 @@ def pack_heads(x: cute.Tensor, mode: cutlass.Constexpr, heads_kv: cutlass.Int32)
 
 
 @cute.jit
+def packs_of(group: cutlass.Int32, positions: cutlass.Int32) -> cutlass.Int32:
+    """In how many packs the heads of a kv head are, each in tiles of its own, if sequences have so many positions.
+
+    One, with tiles that hold all heads, or as many as leave no room for heads empty, which is the largest odd divisor
+    of the group: where that takes fewer tiles, and two of a pack at least. Of fewer queries it matters more how often
+    keys are read.
+    """
+    odd = group // (group & -group)
+    together, of_pack = (
+        cute.ceil_div(x, TILE_M) for x in (positions << pack_log2_of(group), positions * (group // odd))
+    )
+    return odd if of_pack > 1 and odd * of_pack < together else cutlass.Int32(1)
+
+
+@cute.jit
 def pack_log2_of(group: cutlass.Int32) -> cutlass.Int32:
-    """How many heads a tile holds, as an exponent of 2: the fewest of PACKS that hold those of a kv head."""
+    """How many heads a tile holds, as an exponent of 2: the fewest of PACKS that hold those of a pack."""
     pack_log2 = cutlass.Int32(0)
     for heads in PACKS[:-1]:
         pack_log2 += cutlass.Int32(group > heads)
@@ -315,11 +334,11 @@ def packed_rows_of(mX: cute.Tensor, head, begin, rows, pack: cutlass.Constexpr) 
 
 
 @cute.jit
-def slice_rows(x: cute.Tensor, head_kv, begin, rows) -> cute.Tensor:
-    """Those of ((group, total), ..., heads_kv) as the tensor of one sequence has them: ((group, rows), ...)."""
+def slice_rows(x: cute.Tensor, pack, begin, rows) -> cute.Tensor:
+    """Those of ((group, total), ..., packs) as the tensor of one sequence has them: ((group, rows), ...)."""
     ((group, total), *rest, _), (row_strides, *rest_strides, _) = x.shape, x.stride
     rows = cutlass.min(rows, total)  # an LSE that nobody asked for has none
-    first = cute.domain_offset(((0, begin), *(0 for _ in rest), head_kv), x)
+    first = cute.domain_offset(((0, begin), *(0 for _ in rest), pack), x)
     shape, strides = ((group, rows), *rest), (row_strides, *rest_strides)
     return cute.make_tensor(first.iterator, cute.make_layout(shape, stride=strides))
 
@@ -429,8 +448,8 @@ def find_tiles(schedule):
 
     A step is a tile of keys of a tile of queries. Steps stand in lines, see `lines_of`: of the heads of a line
     sequence by sequence, in each head by head and tile of queries by tile of queries, each from its first key on,
-    whatever a mask hides. CTA c of a line has steps c share to (c + 1) share - 1, wherever tiles end: its first and its
-    last tile may be parts.
+    about as many as rows see. CTA c of a line has steps c share to (c + 1) share - 1, wherever tiles end: its first and
+    its last tile may be parts.
     """
     sequences, shares, tile_ring, tiles = schedule
     line, line_cta, _ = cute.arch.block_idx()
@@ -448,19 +467,22 @@ def find_tiles(schedule):
     parts, rows, q_row, cut_head = zero, zero, zero, zero  # of the tile that this CTA begins and another one ends
     cute.arch.sync_threads()  # the barriers are made
     while step < end:
-        tile, n_begin, n_blocks, group = find_step(step, group, sequences)
-        n_end = cutlass.min(n_blocks, n_begin + end - step)
+        tile, n_begin, n_blocks, steps, group = find_step(step, group, sequences)
+        step_end = cutlass.min(steps, n_begin + end - step)
+        # Who has the tile's last step has its last tiles of keys, of which there may be one more than steps, or none.
+        n_end = n_blocks if step_end == steps else cutlass.min(n_blocks, step_end)
         begins, ends = n_begin == 0, n_end == n_blocks
         slot = 2 * cta + 1 if begins else 2 * cta
         slot = -1 if begins and ends else slot
-        tile_ring.producer_acquire(fill)
-        tell((*tile, n_begin, n_end, slot, pack_log2, zero), tile_ring, tiles, fill)
-        fill.advance()
+        if n_begin < n_end:
+            tile_ring.producer_acquire(fill)
+            tell((*tile, n_begin, n_end, slot, pack_log2, zero), tile_ring, tiles, fill)
+            fill.advance()
         if begins and not ends:
             m_block, cut_head, _, _, q_begin, seq_q, *_ = tile
-            parts = cute.ceil_div(step + n_blocks, share) - line_cta
+            parts = cute.ceil_div(step + cutlass.min(n_blocks, steps), share) - line_cta
             rows, q_row = seq_q - m_block * positions, q_begin + m_block * positions
-        step += n_end - n_begin
+        step += step_end - n_begin
     tile_ring.producer_acquire(fill)
     tell([cutlass.Int32(-1)] * TILE_WORDS, tile_ring, tiles, fill)  # there is no other
     if cute.arch.lane_idx() == 0:
@@ -567,9 +589,10 @@ def find_step(step: cutlass.Int32, group, sequences):
 
     `group` is what its lanes look at, see `look_at`: steps grow from one call to the next, so that the search goes on.
 
-    Returns where the tile lies, as TILE_WORDS lists it; its tile of keys of this step, and how many it has; the group.
+    Returns where the tile lies, as TILE_WORDS lists it; its tile of keys of this step, which may be the one behind the
+    last that its rows see; how many they see, and how many steps the tile has; what the lanes look at.
     """
-    *_, heads, _ = sequences
+    *_, packs_of_kv, heads, _ = sequences
     first, before, q_begin, seq_q, seq_k, steps, steps_to_here = group
     steps_of_group = cute.arch.shuffle_sync(steps_to_here, WARP - 1)
     while before + steps_of_group <= step:
@@ -582,13 +605,16 @@ def find_step(step: cutlass.Int32, group, sequences):
     bounds = tuple(cute.arch.shuffle_sync(x, owner) for x in (q_begin, seq_q, seq_k))
     _, queries, keys = bounds
     steps_before = cute.arch.shuffle_sync(before + steps_to_here - steps, owner)
-    positions = TILE_M >> pack_log2_of(heads)
-    m_block, head, n_block, n_blocks = place_in_sequence(step - steps_before, queries, keys, positions)
+    pack_log2 = pack_log2_of(heads)
+    positions = TILE_M >> pack_log2
+    m_block, head, n_block, steps_of_tile = place_in_sequence(step - steps_before, queries, keys, positions)
+    n_blocks, _ = kv_range(m_block * positions, queries, keys, pack_log2)
     line, _, _ = cute.arch.block_idx()
     lines, _, _ = cute.arch.grid_dim()
-    head_kv = head * lines + line
-    words = m_block, head_kv * heads, head_kv, first + owner, *bounds
-    return words, n_block, n_blocks, (first, before, q_begin, seq_q, seq_k, steps, steps_to_here)
+    pack = head * lines + line
+    words = m_block, pack * heads, pack // packs_of_kv, first + owner, *bounds
+    looked_at = first, before, q_begin, seq_q, seq_k, steps, steps_to_here
+    return words, n_block, n_blocks, steps_of_tile, looked_at
 
 
 @cute.jit
@@ -616,7 +642,7 @@ def look_at(first: cutlass.Int32, before: cutlass.Int32, sequences):
     Returns these two; where the lane's sequence lies, its steps, and those of the group up to and with it. A lane
     behind the last sequence sees one of no rows.
     """
-    cu_seqlens_q, seqused_q, seqused_k, total_q, most_keys, heads, line_heads = sequences
+    cu_seqlens_q, seqused_q, seqused_k, total_q, most_keys, _, heads, line_heads = sequences
     positions = TILE_M >> pack_log2_of(heads)
     sequence = first + cute.arch.lane_idx()
     q_begin, seq_q = cutlass.Int32(0), cutlass.Int32(0)
@@ -624,7 +650,7 @@ def look_at(first: cutlass.Int32, before: cutlass.Int32, sequences):
     if sequence < cute.size(cu_seqlens_q) - 1:
         q_begin, seq_q = bounds_of(sequence, cu_seqlens_q, seqused_q, total_q)
         seq_k = cutlass.min(cutlass.max(seqused_k[sequence], 0), most_keys)
-    steps = cute.ceil_div(seq_q, positions) * line_heads * cute.ceil_div(cutlass.max(seq_k, 1), TILE_N)
+    steps = seen_before(cute.ceil_div(seq_q, positions), seq_q, seq_k, positions) * line_heads
     return first, before, q_begin, seq_q, seq_k, steps, sum_up_to_lane(steps)
 
 
@@ -648,14 +674,39 @@ def sum_up_to_lane(x: cutlass.Int32) -> cutlass.Int32:
 
 
 @cute.jit
+def seen_before(m_block, seq_q, seq_k, positions) -> cutlass.Int32:
+    """Steps of the tiles of queries before this one, of one head: about as many as tiles of keys that their rows see.
+
+    Of a tile whose last row sees x keys that is 1 + floor((x - 1) / TILE_N). Here the fractions of all are added up
+    before one number is rounded, so that nobody has to walk through the tiles: each has a step more or less than its
+    rows see tiles, and one at least. The first `blind` tiles, of sequences with more queries than keys, see none.
+    """
+    blind = cutlass.max(seq_q - seq_k, 0) // positions
+    ahead = cutlass.max(seq_k - seq_q + blind * positions - TILE_N // 2, -positions)  # of the first that sees any
+    tiles = cutlass.Int64(cutlass.max(m_block - blind, 0))  # products have more than 32 bits
+    keys = tiles * ahead + tiles * (tiles + 1) // 2 * positions
+    return m_block + cutlass.Int32(keys // TILE_N)
+
+
+@cute.jit
 def place_in_sequence(step: cutlass.Int32, seq_q, seq_k, positions):
-    """Which of a sequence's steps this one is: (m_block, head of the line, tile of keys, how many there are)."""
-    num_m_blocks, n_blocks = cute.ceil_div(seq_q, positions), cute.ceil_div(cutlass.max(seq_k, 1), TILE_N)
-    tile = step // n_blocks
-    m_block, head = cutlass.Int32(0), tile
-    if num_m_blocks > 1:  # else there is one division less to wait for
-        m_block, head = tile % num_m_blocks, tile // num_m_blocks
-    return m_block, head, step % n_blocks, n_blocks
+    """Which of a sequence's steps this one is: (m_block, head of the line, step of the tile, how many it has).
+
+    The lanes of a warp look for the tile: each at one of 32, or first at one of 32 groups of as many.
+    """
+    num_m_blocks = cute.ceil_div(seq_q, positions)
+    of_head = seen_before(num_m_blocks, seq_q, seq_k, positions)
+    head, step = step // of_head, step % of_head
+    m_block, together = cutlass.Int32(0), cutlass.Int32(1)
+    while together < num_m_blocks:
+        together *= WARP
+    while together > 1:
+        together //= WARP
+        behind = cutlass.min(m_block + (cute.arch.lane_idx() + 1) * together, num_m_blocks)
+        passed = seen_before(behind, seq_q, seq_k, positions) <= step
+        m_block += together * cute.arch.popc(cute.arch.vote_ballot_sync(passed))
+    before = seen_before(m_block, seq_q, seq_k, positions)
+    return m_block, head, step - before, seen_before(m_block + 1, seq_q, seq_k, positions) - before
 
 
 # ======================================================================================================================
@@ -900,10 +951,11 @@ def multiply(products, tSrQ_tile, operands, accumulators, k_ring, v_ring, k_drai
 def finish_step(accumulators, rP, rows, scale_log2, v_ring, v_drain):
     """P of this tile of keys, while the tensor core adds P V of the one before; then rescale O and round P."""
     (acc_S, acc_O), (row_max, row_sum, rescale) = accumulators, rows
-    softmax_step(acc_S, row_max, row_sum, rescale, scale_log2)
+    moved = softmax_step(acc_S, row_max, row_sum, rescale, scale_log2)
     warpgroup.wait_group(0)  # O is rescaled and P overwritten next: no group stays in flight
     v_ring.consumer_release(v_drain)  # this warp has read V
-    rescale_output(acc_O, rescale)
+    if moved:
+        rescale_output(acc_O, rescale)
     round_p(acc_S, rP)
 
 
@@ -983,6 +1035,9 @@ def softmax_step(acc_S, row_max, row_sum, rescale, scale_log2):
 
     Online softmax (Milakov and Gimelshein, arXiv 1805.02867) in base 2: exp(scale x) = 2^(scale_log2 x). The factors
     that bring O to the new maxima are left in `rescale`, since O is in use by the tensor core.
+
+    The maxima stay while no row of this warp has outgrown its own by a factor of 2^RESCALE_ABOVE: P may then exceed 1,
+    which costs nothing in floating point, and O needs no rescaling. Returns whether they moved.
     """
     acc_S_rows = by_rows(acc_S)  # (2, TILE_N / 4)
     new_max = cute.make_rmem_tensor(2, cutlass.Float32)
@@ -992,7 +1047,11 @@ def softmax_step(acc_S, row_max, row_sum, rescale, scale_log2):
         for c in cutlass.range_constexpr(cute.size(acc_S_rows, mode=[1])):
             largest = cute.arch.fmax(largest, acc_S_rows[r, c])
         new_max[r] = quad_max(largest)
+    outgrown = (new_max[0] - row_max[0]) * scale_log2 > RESCALE_ABOVE
+    outgrown = outgrown | ((new_max[1] - row_max[1]) * scale_log2 > RESCALE_ABOVE)
+    moved = cute.arch.vote_any_sync(outgrown)
     for r in cutlass.range_constexpr(2):
+        new_max[r] = new_max[r] if moved else row_max[r]
         shift = new_max[r] * scale_log2
         # From the difference: exactly 1 for a maximum that stays, or an error would build up over thousands of steps.
         rescale[r] = cute.math.exp2((row_max[r] - new_max[r]) * scale_log2, fastmath=True)
@@ -1003,6 +1062,7 @@ def softmax_step(acc_S, row_max, row_sum, rescale, scale_log2):
             acc_S_rows[r, c] = p
             total += p
         row_sum[r] = total  # of this thread's columns; the quad adds up once, after the loop
+    return moved
 
 
 @cute.jit
@@ -1073,10 +1133,10 @@ def pv_product(pv_mma: cute.TiledMma, tOrP: cute.Tensor, tOrV: cute.Tensor, acc_
 def store_tile(mO, mLSE, parts, work, acc_O, row_max, row_sum, scale_log2):
     """Divide O by the sums of exponentials and write O and LSE, or this part of them where there are several."""
     normalize_rows(acc_O, row_sum)
-    gO = slice_rows(mO, work.head_kv, work.q_begin, work.seq_q)  # ((group, seq_q), HEAD_DIM)
+    gO = slice_rows(mO, work.head // cute.size(mO, mode=[0, 0]), work.q_begin, work.seq_q)  # ((group, seq_q), HEAD_DIM)
     if work.slot < 0:
         store_lse(
-            slice_rows(mLSE, work.head_kv, work.q_begin, work.seq_q),
+            slice_rows(mLSE, work.head // cute.size(mO, mode=[0, 0]), work.q_begin, work.seq_q),
             row_max,
             row_sum,
             scale_log2,
@@ -1194,32 +1254,109 @@ class CombineStorage:
     sums: cute.struct.Align[cute.struct.MemRange[cutlass.Float32, COMBINE_WARPS * HEAD_DIM], SMEM_ALIGN]
     largest: cute.struct.MemRange[cutlass.Float32, COMBINE_WARPS]
     totals: cute.struct.MemRange[cutlass.Float32, COMBINE_WARPS]
+    ends: cute.struct.MemRange[cutlass.Int32, COMBINE_WARPS * WARP]  # of the pieces of tiles
 
 
 @cute.kernel
-def combine_kernel(parts: cute.Tensor, parts_lse: cute.Tensor, shares: cute.Tensor, out: cute.Tensor, lse: cute.Tensor):
-    """One CTA: rows of O, each the sum of exp(LSE_i - LSE) O_i over its parts. Each warp adds up a share of them.
+def combine_kernel(
+    parts: cute.Tensor,
+    parts_lse: cute.Tensor,
+    shares: cute.Tensor,
+    out: cute.Tensor,
+    lse: cute.Tensor,
+    group: cutlass.Int32,
+):
+    """One CTA: rows of O of tiles that are cut, each the sum of exp(LSE_i - LSE) O_i over its parts.
 
-    Its tile is the one that CTA `cta` of the kernel before began and another one ended, if there is one: of it shares
-    has the number of parts, how many of its positions exist, the row in out of the first, and the first head.
+    Rows are dealt out in pieces, of all tiles together: a row of many parts, of which each warp adds up a share, or
+    COMBINE_WARPS rows of few parts, a warp each. CTA n has piece n and those every so many CTAs behind it.
     parts: ((pack, TILE_M // pack), HEAD_DIM, slots), parts_lse: ((pack, TILE_M // pack), slots).
     """
-    cta, head, first = cute.arch.block_idx()
-    _, _, ctas_of_head = cute.arch.grid_dim()
+    piece, _, _ = cute.arch.block_idx()
+    ctas, _, _ = cute.arch.grid_dim()
     storage = SmemAllocator().allocate(CombineStorage)
     sums = storage.sums.get_tensor(cute.make_layout((COMBINE_WARPS, HEAD_DIM), stride=(HEAD_DIM, 1)))
     sLargest, sTotals = (x.get_tensor(cute.make_layout(COMBINE_WARPS)) for x in (storage.largest, storage.totals))
+    ends = storage.ends.get_tensor(cute.make_layout(COMBINE_WARPS * WARP))
+    shared = sums, sLargest, sTotals
     cute.arch.griddepcontrol_launch_dependents()  # the kernel that comes next may begin, and waits for this one
     # This kernel may begin beside the one before; what that writes is there when it has ended.
     cute.arch.griddepcontrol_wait()
-    num_parts, rows, q_row, first_head = (shares[cta, i] for i in range(SHARE_WORDS))
-    if num_parts > 0:
-        for position in cutlass.range(first, cutlass.min(rows, cute.size(parts, mode=[0, 1])), ctas_of_head, unroll=1):
-            row = head, position
-            gO, gLSE = parts[row, None, None], parts_lse[row, None]  # (HEAD_DIM, slots), (slots,)
-            shared, place = (sums, sLargest, sTotals), (q_row + position, first_head + head)
-            add_up_row((gO, gLSE, cta, num_parts), shared, (out, lse), place)
+    before = cutlass.Int32(0)
+    for first in cutlass.range(0, cute.size(shares, mode=[0]), COMBINE_WARPS * WARP, unroll=1):
+        count_pieces((first, before), shares, parts, group, ends)
+        last = ends[COMBINE_WARPS * WARP - 1]
+        while piece < last:
+            owner, begin = find_tile_of(piece, before, ends)
+            add_up_piece((first + owner, piece - begin, group), (parts, parts_lse, shares), shared, (out, lse))
+            piece += ctas
+        before = last
+        cute.arch.sync_threads()  # the next ends go where these were
+
+
+@cute.jit
+def count_pieces(first_and_before, shares: cute.Tensor, parts: cute.Tensor, group: cutlass.Int32, ends: cute.Tensor):
+    """The pieces up to each tile that CTAs from `first` on began and others ended, and with it, into `ends`."""
+    (first, before), (tidx, _, _) = first_and_before, cute.arch.thread_idx()
+    warp_idx, cta, pieces = cute.arch.make_warp_uniform(cute.arch.warp_idx()), first + tidx, cutlass.Int32(0)
+    if cta < cute.size(shares, mode=[0]):
+        num_parts, positions = shares[cta, 0], shares[cta, 1]
+        rows = group * cutlass.min(positions, cute.size(parts, mode=[0, 1]))
+        rows = rows if num_parts > PARTS_OF_WARP else cute.ceil_div(rows, COMBINE_WARPS)
+        pieces = rows if num_parts > 0 else pieces
+    up_to_lane = sum_up_to_lane(pieces)
+    ends[tidx] = up_to_lane
+    cute.arch.sync_threads()
+    of_warps = [ends[warp * WARP + WARP - 1] for warp in range(COMBINE_WARPS)]
+    cute.arch.sync_threads()  # all have read them
+    for warp in cutlass.range_constexpr(COMBINE_WARPS):
+        before += of_warps[warp] if warp < warp_idx else 0
+    ends[tidx] = before + up_to_lane
+    cute.arch.sync_threads()
+
+
+@cute.jit
+def find_tile_of(piece: cutlass.Int32, before: cutlass.Int32, ends: cute.Tensor):
+    """Which tile has this piece, by the CTA that began it, counted from the first one; its first piece."""
+    owner = cutlass.Int32(0)
+    for warp in cutlass.range_constexpr(COMBINE_WARPS):
+        end = ends[warp * WARP + cute.arch.lane_idx()]
+        owner += cute.arch.popc(cute.arch.vote_ballot_sync(end <= piece))
+    if owner > 0:
+        before = ends[owner - 1]
+    return owner, before
+
+
+@cute.jit
+def add_up_piece(where, all_parts, shared, outputs):
+    """Add up the rows of a piece: `where` says of which CTA's tile, which piece of it, and how many heads there are."""
+    (cta, piece, group), (parts, parts_lse, shares) = where, all_parts
+    warp_idx, lane = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.lane_idx()
+    num_parts, positions, q_row, first_head = (shares[cta, i] for i in range(SHARE_WORDS))
+    row = piece if num_parts > PARTS_OF_WARP else piece * COMBINE_WARPS + warp_idx
+    position, head = row // group, row % group
+    if position < cutlass.min(positions, cute.size(parts, mode=[0, 1])):
+        gO, gLSE = parts[(head, position), None, None], parts_lse[(head, position), None]  # (HEAD_DIM, slots), (slots,)
+        parts_of_row, place = (gO, gLSE, cta, num_parts), (q_row + position, first_head + head)
+        if num_parts > PARTS_OF_WARP:
+            add_up_row(parts_of_row, shared, outputs, place)
             cute.arch.sync_threads()  # the next row goes where this one was
+        else:
+            sum_O, largest, total = add_up_share(*parts_of_row, cutlass.Int32(0), 1, lane)
+            write_row(sum_O, largest, total, outputs, place, lane)
+
+
+@cute.jit
+def write_row(sum_O: cute.Tensor, largest, total, outputs, place, lane: cutlass.Int32):
+    """One warp: write a row that it has added up alone, each lane its columns."""
+    (out, lse), (row, head) = outputs, place
+    inverse = 0.0 if total == 0.0 else 1.0 / total
+    rounded = cute.make_rmem_tensor(COLUMNS, DTYPE)
+    for column in cutlass.range_constexpr(COLUMNS):
+        rounded[column] = (sum_O[column] * inverse).to(DTYPE)
+    cute.autovec_copy(rounded, cute.local_tile(out[row, head, None], (COLUMNS,), (lane,)))
+    if lane == 0 and row < cute.size(lse, mode=[1]):  # lse has no rows when nobody asked for it
+        lse[head, row] = largest + cute.math.log2(total, fastmath=True) * LN_2
 
 
 @cute.jit
@@ -1229,7 +1366,7 @@ def add_up_row(parts_of_row, shared, outputs, place):
     (out, lse), (row, head) = outputs, place
     tidx, _, _ = cute.arch.thread_idx()
     warp_idx, lane = cute.arch.make_warp_uniform(cute.arch.warp_idx()), tidx % 32
-    sum_O, largest, total = add_up_share(gO, gLSE, cta, num_parts, warp_idx, lane)
+    sum_O, largest, total = add_up_share(gO, gLSE, cta, num_parts, warp_idx, COMBINE_WARPS, lane)
     cute.autovec_copy(sum_O, cute.local_tile(sums, (1, COLUMNS), (warp_idx, lane))[0, None])
     if lane == 0:
         sLargest[warp_idx], sTotals[warp_idx] = largest, total
@@ -1251,8 +1388,8 @@ def add_up_row(parts_of_row, shared, outputs, place):
 
 
 @cute.jit
-def add_up_share(gO: cute.Tensor, gLSE: cute.Tensor, cta, num_parts, warp_idx: cutlass.Int32, lane: cutlass.Int32):
-    """This lane's columns of the sum of exp(LSE_i - largest) O_i over a warp's parts; largest LSE; sum of the weights.
+def add_up_share(gO: cute.Tensor, gLSE: cute.Tensor, cta, num_parts, warp_idx, warps: cutlass.Constexpr, lane):
+    """This lane's columns of the sum of exp(LSE_i - largest) O_i over each `warps`th part; largest LSE; sum of weights.
 
     As an online softmax, so that LSE and O come in one trip to memory; gO: (HEAD_DIM, slots), gLSE: (slots,).
     The first part is the second one of CTA `cta`, the others are the first ones of those that follow.
@@ -1260,14 +1397,14 @@ def add_up_share(gO: cute.Tensor, gLSE: cute.Tensor, cta, num_parts, warp_idx: c
     largest, total = -cutlass.Float32.inf, cutlass.Float32(0.0)
     sum_O = cute.make_rmem_tensor(COLUMNS, cutlass.Float32)
     sum_O.fill(0.0)
-    for first in cutlass.range(warp_idx, num_parts, COMBINE_WARPS * PARTS_AT_ONCE, unroll=1):
+    for first in cutlass.range(warp_idx, num_parts, warps * PARTS_AT_ONCE, unroll=1):
         # Ask for all before one is used; parts past the end count nothing.
         rO = cute.make_rmem_tensor(cute.make_layout((PARTS_AT_ONCE, COLUMNS), stride=(COLUMNS, 1)), cutlass.Float32)
         rLSE = cute.make_rmem_tensor(PARTS_AT_ONCE, cutlass.Float32)
         rO.fill(0.0)
         rLSE.fill(-cutlass.Float32.inf)
         for i in cutlass.range_constexpr(PARTS_AT_ONCE):
-            part = first + i * COMBINE_WARPS
+            part = first + i * warps
             if part < num_parts:
                 slot = 2 * (cta + part) if part > 0 else 2 * cta + 1
                 rLSE[i] = gLSE[slot]
@@ -1412,7 +1549,10 @@ def attention(q, k, v, cu_seqlens_q, page_table, seqused_k, *, seqused_q=None, s
         if not (pages and page):  # and so no keys, whatever is said; but TMA wants an address
             k, v, page_table = q[:, None, :heads_kv], q[:, None, :heads_kv], page_table[:, :0]
         seqused_q = no_lengths if seqused_q is None else seqused_q
-        most_steps = (total_q // POSITIONS + tables) * heads_kv * max(-(-page_table.shape[1] * page // TILE_N), 1)
+        packs_of_kv = (heads_q // heads_kv) // (heads_q // heads_kv & -(heads_q // heads_kv))  # at most
+        most_steps = (
+            (total_q // POSITIONS + tables * packs_of_kv) * heads_kv * max(-(-page_table.shape[1] * page // TILE_N), 1)
+        )
         if most_steps > MOST_STEPS:
             needed = f"this may be {most_steps} tiles of keys, which are counted up to {MOST_STEPS}"
             raise ValueError(f"q has shape {tuple(q.shape)}; {needed}: call a module of scheduler dynamic")

@@ -170,29 +170,66 @@ def test_drafts_and_chunks_are_measured_with_the_modules_made_for_them() -> None
     assert not any("none" in label or " sink" in label for label in made_for_them)
 
 
+def splitting_rows(*records: PackedRecord) -> list[dispatch.Row]:
+    return [row for row in dispatch_table.rows_from_records(records) if row.module == CHUNKS]
+
+
 def test_chunks_on_many_keys_have_rows_where_splitting_gains_on_the_whole() -> None:
-    """For more keys than those where it loses, in the band of tiles, for the group and up to the next one measured."""
+    """For more keys than so many for each tile of queries that an SM has, half a tile at least; for all groups."""
     prefill = record([300] * 400, {D128: 400.0})
     few = [record([keys], {D128: 100.0, CHUNKS: speed}, heads=(8, 1), queries=[512]) for keys, speed in SPLITTING]
     whole = record([8192], {D128: 100.0, CHUNKS: 90.0}, heads=(4, 4), queries=[512])
-    found = dispatch_table.rows_from_records([prefill, *few, whole])
-    many, rest = found
-    assert (many.module, many.group, many.seq_k_over) == (CHUNKS, dispatch.AtMost(at_most=16, at_least=8), 4096)
-    assert many.tiles_per_sm == dispatch.Load(up_to=0.25) and rest.module == D128
-    assert many.region == "8 to 16 heads of q for each of k, up to 0.25 tiles per SM, over 4096 keys"
+    found = splitting_rows(prefill, *few, whole)
+    # Up to 8192 keys for each tile per SM it loses. In the middle of a band there are 1 / sqrt(2) as many as at its end.
+    edges = [row.tiles_per_sm.up_to for row in found if row.tiles_per_sm]
+    assert edges == [0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0] and {row.uneven for row in found} == {False}
+    assert [row.seq_k_over for row in found[:4]] == [4096, 5793, 11585, 23170]
+    many = found[0]
+    assert many.group == dispatch.AtMost(at_most=16)
+    about = "sequences of about the same length, up to 16 heads of q for each of k"
+    assert many.region == f"{about}, up to 0.5 tiles per SM, over 4096 keys"
     family = Family("bf16", 128, 128, CausalMask(), layout="packed")
-    for keys, tiles, group, served in ((4097, 32, 8, True), (4096, 32, 8, False), (8192, 34, 8, False)):
+    for keys, tiles, group, served in ((4097, 66, 8, True), (4096, 66, 8, False), (8192, 67, 8, False)):
         assert many.serves(family, Size(keys, tiles, 132, group, 512)) is served
-    assert not many.serves(family, Size(8192, 32, 132, 7, 512)) and many.serves(family, Size(8192, 32, 132, 12, 512))
+    assert not many.serves(family, Size(8192, 32, 132, 17, 512)) and many.serves(family, Size(8192, 32, 132, 12, 512))
     around = many.narrowed(dispatch.Stretch(), Size(4096, 32, 132, 8, 512))
     assert around == dispatch.Stretch(most_keys=4096)
-    assert many.narrowed(dispatch.Stretch(), Size(9000, 32, 132, 8, 512)) == dispatch.Stretch(4097, most_tiles=33)
+    assert many.narrowed(dispatch.Stretch(), Size(9000, 32, 132, 8, 512)) == dispatch.Stretch(4097, most_tiles=66)
+    assert splitting_rows(prefill, few[0], whole) == []  # where nothing is gained
 
 
 def test_no_fewer_keys_than_half_of_those_measured_are_split() -> None:
     only = record([8192], {D128: 100.0, CHUNKS: 200.0}, heads=(8, 1), queries=[512])
-    many, _ = dispatch_table.rows_from_records([only, record([300] * 400, {D128: 400.0})])
-    assert (many.module, many.seq_k_over) == (CHUNKS, 4096)
+    many, *_ = splitting_rows(only, record([300] * 400, {D128: 400.0}))
+    assert many.seq_k_over == 4096
+
+
+def test_a_threshold_counts_what_its_neighbours_gain() -> None:
+    """The best number on the records themselves, 11585, lies beside what loses most; the one before it does not."""
+    prefill, speeds = record([300] * 400, {D128: 400.0}), ((4200, 98.0), (5850, 270.0), (30000, 110.0))
+    chunks = [record([keys], {D128: 100.0, CHUNKS: speed}, heads=(8, 1), queries=[512]) for keys, speed in speeds]
+    many, *_ = splitting_rows(prefill, *chunks)
+    assert many.seq_k_over == 4096  # of half a tile: 8192
+
+
+def test_lists_of_uneven_lengths_have_rows_of_their_own() -> None:
+    """Chunks beside decoding steps, where most tiles see few keys; as far as a call tells how long the longest is."""
+    prefill = record([300] * 400, {D128: 400.0})
+    even = [record([keys], {D128: 100.0, CHUNKS: speed}, heads=(8, 1), queries=[512]) for keys, speed in SPLITTING]
+    queries = [512, *[1] * 7]
+    uneven = record([2048] * 8, {D128: 100.0, CHUNKS: 300.0}, heads=(8, 1), queries=queries)
+    found = splitting_rows(prefill, *even, uneven)
+    assert {(row.uneven, row.seq_k_over) for row in found if row.tiles_per_sm == dispatch.Load(up_to=0.5)} == {
+        (True, 1024),
+        (False, 4096),
+    }
+    family = Family("bf16", 128, 128, CausalMask(), layout="packed")
+    for longest, mean, served in ((512, 65, True), (195, 65, True), (194, 65, False), (dispatch.NO_LIMIT, 65, False)):
+        size = Size(2048, 64, 132, 8, longest, mean_queries=mean)
+        assert any(row.serves(family, size) for row in found) is served
+        assert size.uneven is served
+    keys = {dispatch.queries_in_key(*size) for size in ((16, 1), (512, 9), (512, 65), (512, 400), (20, 12))}
+    assert len(keys) == 5
 
 
 def test_longer_drafts_have_rows_of_their_own() -> None:
@@ -241,8 +278,8 @@ def test_calls_that_do_not_split_keys_are_served_by_what_all_records_say() -> No
     """Also those records in which modules were timed that do."""
     prefill = record([300] * 400, {D128: 400.0, PACK4: 390.0})
     chunk = record([8192], {D128: 100.0, PACK4: 150.0, CHUNKS: 300.0}, queries=[512])
-    many, *rest = dispatch_table.rows_from_records([prefill, chunk])
-    assert many.module == CHUNKS and many.seq_k_over == 4096
+    rest = [row for row in dispatch_table.rows_from_records([prefill, chunk]) if row.module != CHUNKS]
+    assert len(splitting_rows(prefill, chunk)) == 7
     four = "groups of a multiple of 4 heads"
     assert [(str(row.group), row.module) for row in rest] == [(four, PACK4), (four, D128), ("None", D128)]
     only_split = record([8192], {CHUNKS: 300.0}, queries=[512])

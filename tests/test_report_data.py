@@ -27,8 +27,8 @@ from fa3gen.design.family import PackedShape, Shape
 from fa3gen.design.footprint import persistent
 from fa3gen.design.masks import USUAL_WINDOW, given_with_calls, of_call, reach
 from fa3gen.design.schedule import full_tiles
-from fa3gen.design.splits import tiles_of_step, whole_parts
-from fa3gen.design.work import KeyTiles, key_tiles
+from fa3gen.design.splits import counts_seen, seen_before, steps_of, tiles_of_step, whole_parts
+from fa3gen.design.work import KeyTiles, Problem, key_tiles
 from fa3gen.design.workspace import Workspace
 from fa3gen.inspect import report
 from fa3gen.inspect.report import drawing, fragments, highlighting, numerics, pictures, speeds, swizzles, tiles
@@ -200,7 +200,7 @@ SHAPES = [(512, 512), (300, 1000), (1000, 300), (129, 257), (1, 700), (700, 1), 
 class Fake:
     """`cutlass` and `cute` as far as the arithmetic of tiles goes."""
 
-    Int32, Boolean = int, bool
+    Int32, Int64, Boolean = int, int, bool
     Tensor = object
     min, max = staticmethod(min), staticmethod(max)
     jit = staticmethod(lambda function: function)
@@ -233,13 +233,17 @@ class Lanes(list[int]):
     """A number of each lane, and what a warp does with such."""
 
     def __add__(self, other: Any) -> Any:
-        return Lanes(a + b for a, b in zip(self, other, strict=True))
+        others = other if isinstance(other, list) else [other] * len(self)
+        return Lanes(a + b for a, b in zip(self, others, strict=True))
 
     def __radd__(self, other: int) -> Any:
         return Lanes(other + lane for lane in self)
 
     def __sub__(self, other: Any) -> Any:
         return Lanes(a - b for a, b in zip(self, other, strict=True))
+
+    def __mul__(self, other: Any) -> Any:
+        return Lanes(lane * other for lane in self)
 
     def __le__(self, other: Any) -> Any:
         return Lanes(lane <= other for lane in self)
@@ -281,7 +285,7 @@ def found_by_warp(
 
 
 DIVISION = ("Work", "first_work", "work_on", "piece_of_work", "kv_range", "tile_coordinates", "place_in_sequence")
-DIVISION += ("find_tile", "look_at", "bounds_of", "Keys", "own_keys")
+DIVISION += ("find_tile", "look_at", "bounds_of", "Keys", "own_keys", "seen_before")
 """Who does what, in the order of the modules; each has some of these."""
 
 
@@ -456,7 +460,6 @@ def check_line(place_in_sequence: Any, spec: Spec, heads: int) -> None:
     sequences = ((70, 900), (0, 9), (1, 0), (5, 64))
     shape = PackedShape(*map(tuple, zip(*sequences, strict=True)), heads, heads)
     order, positions = list(tile_order.taken(spec, shape)), tile_order.positions(tile_order.fitted(spec, shape))
-    told = [positions] * (spec.tile.group == "fitted")
     found: list[tuple[int, int, int]] = []
     for number, (seq_q, seq_k) in enumerate(sequences):
         steps = max(-(-seq_k // (spec.tile.kv * tiles_of_step(spec))), 1)
@@ -464,17 +467,46 @@ def check_line(place_in_sequence: Any, spec: Spec, heads: int) -> None:
             if spec.tile.kv_from == "window" or whole_parts(spec):  # the caller has to know how many there are
                 m_block, head, n_block = place_in_sequence(step, seq_q, steps)
             else:
-                m_block, head, n_block, n_blocks = place_in_sequence(step, seq_q, seq_k, *told)
+                m_block, head, n_block, n_blocks = place_in_sequence(step, seq_q, seq_k)
                 assert n_blocks == steps
             assert n_block == step % steps
             found += [(number, m_block, head)] * (n_block == 0)
     assert [(entry.batch, entry.m_block, entry.head) for entry in order] == found
 
 
+def check_seen(stem: str, spec: Spec, heads: int) -> None:
+    """Steps of a sequence where a tile of queries has about as many as its rows see tiles of keys: a warp finds each."""
+    warp, lanes = FakeWarp(), Lanes(range(32))
+    division = division_of(stem, warp)
+    seen, warp.arch.lane_idx = division["seen_before"], lambda: lanes
+    smaller, warp.min = min, lambda a, b: Lanes(min(lane, b) for lane in a)  # type: ignore[misc,assignment]
+    division["seen_before"] = lambda m_block, *lengths: (
+        Lanes(seen(lane, *lengths) for lane in m_block) if isinstance(m_block, Lanes) else seen(m_block, *lengths)
+    )
+    for seq_q, seq_k in ((1, 0), (70, 900), (900, 70), (300, 300), (5, 64), (4500, 4500)):
+        shape = PackedShape((seq_q,), (seq_k,), heads, heads)
+        rows, kv = tile_order.positions(tile_order.fitted(spec, shape)), spec.tile.kv
+        blocks = -(-seq_q // rows)
+        before = [seen_before(block, seq_q, seq_k, rows, kv) for block in range(blocks + 1)]
+        assert before == [seen(block, seq_q, seq_k, rows) for block in range(blocks + 1)]
+        assert steps_of(spec, shape) == before[-1] * heads
+        for block, tiles in enumerate(Problem(spec, shape).of_lengths[seq_q, seq_k]):
+            steps, last = before[block + 1] - before[block], block == blocks - 1  # whose rows the sequence may end
+            assert steps >= 1 and abs(steps - tiles.visited) <= 1 + last * (-(-rows // kv)) + (seq_q > seq_k)
+        for head, block in itertools.product(range(heads), range(blocks)):
+            steps = before[block + 1] - before[block]
+            for step in {0, smaller(1, steps - 1), steps - 1}:
+                found = division["place_in_sequence"](head * before[-1] + before[block] + step, seq_q, seq_k, rows)
+                assert found == (block, head, step, steps)
+
+
 def test_tiles_of_queries_are_taken_in_the_modules_order() -> None:
     heads, batch, seq_q, seq_k = 6, 2, 700, 40_000
     for stem in tiled_stems():
         spec = spec_of(stem)
+        if counts_seen(spec):
+            check_seen(stem, spec, heads)
+            continue
         if spec.scheduler == "even":
             check_line(division_of(stem, Fake())["place_in_sequence"], spec, heads)
             continue

@@ -11,7 +11,7 @@ from fa3gen.design import footprint
 from fa3gen.design.family import PackedShape, PagedShape, Shape
 from fa3gen.design.masks import of_call, reach
 from fa3gen.design.tile_order import fitted, head_tiles, positions
-from fa3gen.spec.model import Forward
+from fa3gen.spec.model import CausalMask, Forward
 
 # Tiles of keys of a part, at least: with one of them loads, products and the merge would all wait for each other.
 STEPS_OF_PART = 2
@@ -127,12 +127,33 @@ def num_lines(spec: Forward, shape: Shape | PackedShape, num_sms: int, asked: in
     return max(lines, 1) if lines <= num_shares(spec, shape, num_sms, asked) else 1
 
 
+def counts_seen(spec: Forward) -> bool:
+    """Whether scheduler even counts about as many steps of a tile of queries as its rows see tiles of keys.
+
+    With tiles fitted to heads, which prompts have as well as few queries; others count all tiles of keys.
+    """
+    return spec.scheduler == "even" and spec.tile.group == "fitted" and isinstance(spec.mask, CausalMask)
+
+
+def seen_before(m_block: int, seq_q: int, seq_k: int, rows: int, keys: int) -> int:
+    """Steps of the tiles of queries before this one, of one head, where these count: `seen_before` of the modules."""
+    blind = max(seq_q - seq_k, 0) // rows
+    ahead = max(seq_k - seq_q + blind * rows - keys // 2, -rows)
+    tiles = max(m_block - blind, 0)
+    return m_block + (tiles * ahead + tiles * (tiles + 1) // 2 * rows) // keys
+
+
 def steps_of(spec: Forward, shape: Shape | PackedShape) -> int:
     """Steps that scheduler even shares out: those that a mask hides, too, and one at least of a tile of queries.
 
-    Tiles of keys, or whole parts where they are of so many keys.
+    Tiles of keys, or whole parts where they are of so many keys; see `counts_seen` for other numbers.
     """
     rows = positions(fitted(spec, shape))
+    if counts_seen(spec):
+        of_heads = (
+            seen_before(-(-seq_q // rows), seq_q, seq_k, rows, spec.tile.kv) for seq_q, seq_k in shape.sequences
+        )
+        return sum(of_heads) * head_tiles(spec, shape)
     of_heads = (-(-seq_q // rows) * steps_of_tile(spec, shape, seq_k) for seq_q, seq_k in shape.sequences)
     return sum(of_heads) * head_tiles(spec, shape)
 

@@ -49,13 +49,19 @@ def fewest(numbers: Sequence[int], group: int) -> int:
 
 
 def fitted(spec: Forward, shape: Shape | PackedShape) -> Forward:
-    """The spec as it is for a call of these heads: where tiles hold as few as are enough, with tiles of so many."""
+    """The spec as it is for this call: where tiles hold as many heads as calls decide, with tiles of so many.
+
+    All of a kv head; or as many as leave no room for heads empty, where that takes fewer tiles, and two at least, of
+    sequences that are as long as the mean one: `packs_of` of the modules.
+    """
     if spec.tile.group != "fitted":
         return spec
-    group = shape.heads_q // max(shape.heads_kv, 1)
-    pack = fewest(packs(spec), group)
-    tile = spec.tile.model_copy(update={"pack_heads": pack, "group": "at_most"})
-    return spec.model_copy(update={"tile": tile})
+    group = max(shape.heads_q // max(shape.heads_kv, 1), 1)
+    filled, pack = group & -group, fewest(packs(spec), group)
+    rows = -(-sum(seq_q for seq_q, _ in shape.sequences) // max(shape.batch, 1))
+    together, of_pack = (-(-rows * heads // spec.tile.q) for heads in (pack, filled))
+    pack = filled if of_pack > 1 and group // filled * of_pack < together else pack
+    return spec.model_copy(update={"tile": spec.tile.model_copy(update={"pack_heads": pack})})
 
 
 def takes_group(spec: Forward, group: int) -> bool:
@@ -71,6 +77,7 @@ def head_tiles(spec: Forward, shape: Shape | PackedShape) -> int:
     """Tiles of the same positions: of each kv head as many as hold the query heads that share it."""
     if spec.tile.group == "multiple":
         return shape.heads_q // spec.tile.pack_heads
+    spec = fitted(spec, shape)
     return shape.heads_kv * -(-shape.heads_q // (spec.tile.pack_heads * max(shape.heads_kv, 1)))
 
 

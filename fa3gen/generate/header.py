@@ -256,7 +256,8 @@ def _tile_sentence(spec: Forward) -> str:
     most = "up to " * (spec.tile.group != "multiple")
     if spec.tile.group == "fitted":
         return (
-            f"{q} query rows, positions of all of up to {pack} heads that share K and V, x {spec.tile.kv} keys per step"
+            f"{q} query rows, positions of all, or of a part, of up to {pack} heads that share K and V, "
+            f"x {spec.tile.kv} keys per step"
         )
     rows = f", {counted(q // pack, 'position')} of {most}{pack} heads that share K and V," if pack > 1 else ""
     return f"{q} query rows{rows} x {spec.tile.kv} keys per step"
@@ -401,6 +402,8 @@ def _order_sentence(spec: Forward) -> str:
             return (
                 f"in parts of {spec.split.keys} keys, each CTA has as many; of a part from the last tile to the first"
             )
+        if splits.counts_seen(spec):
+            return "in about equal shares of all tiles of keys that rows see; of each part from the last to the first"
         if spec.scheduler == "even":
             return "in equal shares of all tiles of keys of all sequences; of each part from the last one to the first"
         parts = f"of {spec.split.keys} keys" if spec.split.keys else "as many as the GPU has room for at once"

@@ -119,8 +119,11 @@ class TilePlan:
     """Rows of Q (m) and of K and V (n) per step; threads per CTA; warpgroups that compute; query heads per tile.
 
     `padded`: some of these heads may not exist. `fitted`: how many a tile holds is decided by calls, one of `packs`;
-    `pack` is what the host, or the module, calls that, and positions of a tile are `positions`, `work_positions` where
-    a work item is known, `found_positions` to who finds it, and `of_parts` and `of_part` where parts are.
+    `pack` is what the host, or the module, calls that, `pack_words` are those that say it of a tile (the last ones fill
+    up a vector), `group_number` is which group of heads rows are of, `in_lines` are those that stand in lines,
+    `adding_warp` says which of the `adding_warps` adds up a share of a row's parts, `times_packs` and
+    `sequences_of_packs` bound the tiles that sequences cut short, and positions of a tile are `positions`,
+    `work_positions` where a work item is known, and `of_parts` and `of_part` where parts are.
     `any_group`: tiles of one kv head may be several, the last one padded.
     `rows` and `positions` are the module's names for the rows of Q as TMA moves them and for the positions they hold;
     `head_tiles` is how many tiles beside each other hold all heads. Whoever finds tiles of packed sequences is told
@@ -140,6 +143,13 @@ class TilePlan:
     fitted: bool
     packs: str
     pack: str
+    pack_words: tuple[str, ...]
+    group_number: str
+    in_lines: str
+    adding_warp: str
+    adding_warps: str
+    times_packs: str
+    sequences_of_packs: str
     any_group: bool
     ctas_per_sm: int
     register_shares: int
@@ -149,7 +159,6 @@ class TilePlan:
     rows: str
     positions: str
     work_positions: str
-    found_positions: str
     of_parts: str
     of_part: str
     head_tiles: str
@@ -515,7 +524,8 @@ class SchedulerPlan:
     steps in equal shares, of which a CTA leaves `share_words`. `split`: keys come in parts, of `min_steps` tiles at
     least, or (not 0) of `keys_of_part` keys. Shares of even stand in `most_lines` lines at most.
     `packed_shares`: stream_k of packed sequences, whose tiles and then shares are drawn, the latter where the longest
-    tile has at most `longest_halves` halves of their mean length.
+    tile has at most `longest_halves` halves of their mean length. `counts_seen`: steps of a tile are about as many as
+    its rows see tiles of keys.
     """
 
     kind: Scheduler
@@ -541,6 +551,7 @@ class SchedulerPlan:
     num_shares: str = "num_sms"
     packed_shares: bool = False
     longest_halves: int = tile_order.LONGEST_HALVES
+    counts_seen: bool = False
 
     @property
     def whole_parts(self) -> bool:
@@ -862,7 +873,9 @@ def _rows(spec: Forward) -> RowsPlan:
     numbered = footprint.paged(spec) or footprint.eight_bit_cache(spec) or footprint.eight_bits(spec)
     sequence, factor = "sequence" if numbered else "_", "work.sequence, work.head_kv"
     if spec.tile.group != "multiple":
-        of_heads = "(work.head, work.head_kv)" if spec.tile.group == "any" else "work.head_kv"
+        of_heads = {"any": "(work.head, work.head_kv)", "fitted": "work.head // cute.size(mO, mode=[0, 0])"}.get(
+            spec.tile.group, "work.head_kv"
+        )
         of_group = f"{of_heads}, work.q_begin, work.seq_q"
         o, lse = f"slice_rows(mO, {of_group})", f"slice_rows(mLSE, {of_group})"
         q = f"packed_rows_of(mQ, {queries})"
@@ -907,11 +920,17 @@ def _tile(spec: Forward) -> TilePlan:
         fitted=fitted,
         packs=str(tile_order.packs(spec)),
         pack="pack" if fitted else "PACK_HEADS",
+        pack_words=("pack_log2", *["zero"] * footprint.paged(spec)),
+        group_number="pack" if fitted else "head_kv",
+        in_lines="packs" if fitted else "heads_kv",
+        adding_warp="warp_idx, COMBINE_WARPS" if fitted else "warp_idx",
+        adding_warps="warps" if fitted else "COMBINE_WARPS",
+        times_packs=" * packs_of_kv" * fitted,
+        sequences_of_packs="(offsets - 1) * packs_of_kv" if fitted else "offsets - 1",
         any_group=any_group,
         rows="PACKED_M" if packed else "TILE_M",
         positions=positions,
         work_positions=positions.replace("pack_log2", "work.pack_log2"),
-        found_positions="positions" if fitted else "POSITIONS",
         of_parts="TILE_M // pack" if fitted else "POSITIONS",
         of_part="cute.size(parts, mode=[0, 1])" if fitted else "POSITIONS",
         head_tiles=_head_tiles(spec),
@@ -994,6 +1013,7 @@ def _scheduler(spec: Forward) -> SchedulerPlan:
         num_shares="num_ctas" if spec.tile.ctas_per_sm > 1 else "num_sms",
         packed_shares=footprint.shares_packed(spec),
         waves_when_short=tile_order.waves_when_short(spec),
+        counts_seen=splits.counts_seen(spec),
     )
 
 
@@ -1150,7 +1170,7 @@ def _arguments(spec: Forward) -> ArgumentsPlan:
         combine_call=(
             ("parts", "parts_max", "parts_sum", "out", "lse", factors[0], "sequences")
             if whole
-            else ("mParts", "mPartsLSE", "shares", *sinks, "out", "lse")
+            else ("mParts", "mPartsLSE", "shares", *sinks, "out", "lse", *["group"] * (spec.tile.group == "fitted"))
         ),
         row_outputs=(*sinks, "out", "lse"),
         lse_from=("row_lse",) if sinks else ("row_max", "row_sum", "scale_log2"),

@@ -18,6 +18,7 @@ SHIFT_COMPARISONS = 2  # of a row, where its first maximum is looked for: whethe
 SINK_COMPARISONS = 2  # of a row with a sink, beside the two at the end of every row: for its two exponentials of 2
 MERGED_SINK_COMPARISONS = 3  # where a row is merged from warps: whether it, and its sink, has a sum, and both
 COMBINE_COMPARISONS = 3  # of the kernel that adds parts up: whether a warp, and all, have a key, and the sum for it
+ALONE_COMPARISONS = 2  # where a warp adds up a row alone: whether it has a key, and the sum for it
 SUM_COMPARISONS = 1  # of that which adds whole parts up: the sum alone
 
 
@@ -51,7 +52,8 @@ def expectation(spec: Forward, *, waits: int, softmaxes: int, o_boxes: int, matr
         + softmaxes * footprint.block_scales(spec)  # whether P V of a step is in the unit that O gets
         + rows * (SHIFT_COMPARISONS * maxima + 1) * (spec.softmax.row_max == "first")
         + (SINK_COMPARISONS * rows + MERGED_SINK_COMPARISONS * footprint.by_warps(spec)) * spec.softmax.sink
-        + (SUM_COMPARISONS if splits.whole_parts(spec) else COMBINE_COMPARISONS) * (spec.split is not None),
+        + (SUM_COMPARISONS if splits.whole_parts(spec) else COMBINE_COMPARISONS) * (spec.split is not None)
+        + ALONE_COMPARISONS * (spec.tile.group == "fitted"),
         global_stores=_global_stores(spec, rows, lanes, o_boxes),
         shared_stores=_shared_stores(spec, matrices),
     )
@@ -101,6 +103,11 @@ def _global_stores(spec: Forward, rows: int, lanes: int, o_boxes: int) -> dict[s
         stores["STG.32"] += rows + 1 + splits.SHARE_WORDS * (spec.scheduler == "even")
         stores["STG.64"] = rows * spec.problem.v_dim // lanes // footprint.FRAGMENT_COLUMNS
         stores["STG.16"] = 1
+    if spec.tile.group == "fitted":
+        # A lane's columns of a row that a warp adds up alone, and its LSE.
+        bits = spec.problem.v_dim // hopper.WARP * spec.o_element.bits
+        stores[f"STG.{bits}"] = stores.get(f"STG.{bits}", 0) + 1
+        stores["STG.32"] += 1
     if footprint.splits_tail(spec):
         vectors, _, _ = footprint.part_shape(spec)
         stores[f"STG.{VECTOR_BITS}"] = stores.get(f"STG.{VECTOR_BITS}", 0) + vectors
@@ -137,4 +144,6 @@ def _shared_stores(spec: Forward, matrices: int) -> dict[str, int] | None:
         vector = min(bits & -bits, VECTOR_BITS)
         stores[f"STS.{vector}"] = stores.get(f"STS.{vector}", 0) + bits // vector
         stores["STS.32"] += 2
+        # Of those who deal rows out how many each warp has counted, and then all warps.
+        stores["STS.32"] += 2 * (spec.tile.group == "fitted")
     return stores

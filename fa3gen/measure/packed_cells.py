@@ -71,6 +71,20 @@ CHUNK_LENGTHS = {
     "chunk512_and_7_steps_on_8k": ((512, *(1,) * 7), (8192,) * 8),
     "chunk1k_and_7_steps_one_on_24k": ((1024, *(1,) * 7), (24576, *(2048,) * 7)),
     "prompt3k": ((3072,), (3072,)),
+    # Lists of which a call does not tell that one sequence has nearly all keys, and such where none has.
+    "16_chunks_of_64_one_on_16k": ((64,) * 16, (16384, *(128,) * 15)),
+    "4_prompts_of_512_one_on_16k": ((512,) * 4, (16896, *(512,) * 3)),
+    "8_prompts_of_1k_one_on_12k": ((1024,) * 8, (12288, *(1024,) * 7)),
+    "chunk512_and_7_steps_one_on_16k": ((512, *(1,) * 7), (1024, 16384, *(1024,) * 6)),
+    "chunk1k_and_31_steps_to_8k": ((1024, *(1,) * 31), (1024, *(256 * i for i in range(1, 32)))),
+    "prompts_of_512_to_4k_one_on_16k": ((512, 1024, 2048, 4096), (16384, 1024, 2048, 4096)),
+    "chunks_of_1k_to_3k_on_12k": ((1024, 1024, 2048, 2048, 3072, 3072), (12288,) * 6),
+    "4_chunks_of_2k_on_8k": ((2048,) * 4, (8192,) * 4),
+    "chunk8k_on_16k": ((8192,), (16384,)),
+    "prompt12k": ((12288,), (12288,)),
+    "prompts_of_256_to_2k": ((256, 512, 1024, 2048) * 2, (256, 512, 1024, 2048) * 2),
+    "prompt2k_and_2_steps": ((2048, 1, 1), (2048, 1024, 1024)),
+    "8_prompts_of_512": ((512,) * 8, (512,) * 8),
 }
 # Queries and keys of a step of serving in which chunks of prompts come with decoding steps: one chunk before them and
 # behind them, and several.
@@ -102,7 +116,7 @@ HEADS = {64: ((16, 16), (64, 8)), 128: ((16, 16), (32, 8)), 256: ((8, 8), (16, 4
 # are read: by as many tiles as a group has.
 MIXED_HEADS = {64: HEADS[64], 128: (*HEADS[128], (40, 8), (64, 8)), 256: (*HEADS[256], (16, 8))}
 # And the same of drafts, and of chunks on many keys, with the fewest tiles that there are: those of one kv head.
-CHUNK_HEADS = {64: (*HEADS[64], (8, 1)), 128: (*HEADS[128], (8, 1)), 256: (*HEADS[256], (8, 1))}
+CHUNK_HEADS = {64: (*HEADS[64], (8, 1)), 128: (*HEADS[128], (8, 1), (64, 8)), 256: (*HEADS[256], (8, 1))}
 
 
 def packed_modules(workspace: Workspace) -> Iterator[Variant[Forward]]:

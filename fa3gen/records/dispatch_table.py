@@ -37,6 +37,7 @@ from fa3gen.run.dispatch import (
     Size,
     Table,
     is_mixed,
+    is_uneven,
     of_row,
     place_of_row,
     read_table,
@@ -86,6 +87,12 @@ def _flow(value: Any) -> str:
 BANDS = (0.25, 0.5, 1.0, 2.0, 4.0)
 # By how much a module has to be faster to be worth a row of its own: what one run differs from the next by.
 WORTH_A_ROW = 0.01
+# Modules that split keys serve more keys than so many for each tile of queries that an SM has, one of these numbers,
+# which is chosen by what it and NEAR neighbours on either side gain. Fewer tiles than LEAST_LOAD per SM take as long.
+THRESHOLDS = tuple(128 * 2 ** (step / 2) for step in range(15))
+NEAR, LEAST_LOAD = 1, 0.5
+# The edges of the bands of tiles per SM that these rows are written for.
+LOADS = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
 # Packed drafts of more queries have rows of their own: those of a group may not have room in a small tile.
 SHORT_DRAFT = 4
 # Few queries wait for memory, and an H100's, of 0.70 of an H200's bandwidth, hides much of what tells modules apart
@@ -238,64 +245,73 @@ def _of_family(family: Family, records: Sequence[Record]) -> Iterator[Row]:
     for row in _of_mixed(family, [record for record in records if _is_mixed(record)]):
         yield row.model_copy(update={"mean_q": Region(up_to=FEW_QUERIES)})
     many = [record for record in records if not (_is_decoding(record) or _is_mixed(record))]
-    yield from _of_many_keys(family, many)
+    yield from _of_many_keys(family, many, told_apart=True)
     usual = _without_split_keys(many)
     yield from _of_groups(family, usual)
     yield from _rows(family, [_Cell(record) for record in usual])
 
 
-def _of_many_keys(family: Family, records: Sequence[Record]) -> Iterator[Row]:
-    """Rows of modules that split keys, for the groups that their tiles have room for: in each band for more than so
-    many keys, where they are faster on the whole than modules of the same record that do not.
+def _of_many_keys(family: Family, records: Sequence[Record], *, told_apart: bool) -> Iterator[Row]:
+    """Rows of a module that splits keys, where it is faster on the whole than modules of the same records that do not.
 
-    A group that was not measured is served as the next smaller one that was. A band has no row of its own where the
-    next larger one says the same.
+    It is where the keys of the longest sequence, which one CTA would go through alone, take longer than the tiles of
+    queries that an SM has: for more keys than so many times the tiles per SM, one number for all groups that its tiles
+    have room for. `told_apart`: of lists of uneven lengths a number of their own, since there most tiles see few keys.
     """
     split = [record for record in records if len(record.results) > len(_of_split_keys(record)) > 0]
-    groups = sorted({record.problem.group for record in split})
-    for group, larger in itertools.pairwise([*groups, NO_LIMIT]):
-        rows: list[Row] = []
-        for number in reversed(range(len(BANDS) + 1)):
-            own = [each for each in split if each.problem.group == group and band_of(each) == number]
-            row = _of_most_keys(family, number, own)
-            if row and not (rows and _alike(row, rows[-1])):
-                rows.append(row)
-        for row in reversed(rows):
-            assert isinstance(row.group, AtMost)
-            heads = AtMost(at_most=min(larger - 1, row.group.at_most), at_least=group if group > 1 else None)
-            yield row.model_copy(update={"group": heads})
+    for uneven in (True, False) if told_apart else (None,):
+        own = [record for record in split if uneven is None or _is_uneven(record) == uneven]
+        rule = _rule(own)
+        if rule is None:
+            continue
+        file, keys_of_tile = rule
+        served = [record for record in own if _keys_of_tile(record) > keys_of_tile]
+        room = min(_most_heads(result.spec) for each in served for result in each.results if result.stem == file[0])
+        cells = tuple(_Cell(each, at_most=room) for each in served)
+        for edge in LOADS:
+            row = _row(family, edge, _Part(None, file, cells))
+            # In the middle of the band, whose edges are a factor of two apart.
+            over = round(keys_of_tile * max(edge / math.sqrt(2), LEAST_LOAD))
+            yield row.model_copy(update={"group": AtMost(at_most=room), "seq_k_over": over, "uneven": uneven})
 
 
-def _of_most_keys(family: Family, number: int, records: Sequence[Record]) -> Row | None:
-    """The row of a band for the keys, from some number on, in whose records a module gains the most, if any do; but
-    for no fewer keys than half of the fewest that were measured."""
-    best: tuple[float, _File, int] | None = None
+def _rule(records: Sequence[Record]) -> tuple[_File, float] | None:
+    """The module that splits keys, and the number of keys for each tile per SM from which on it serves, that gain the
+    most; None where nothing gains WORTH_A_ROW.
+
+    The gain counts that with the next numbers of THRESHOLDS, too: the next list has others than those measured. No
+    number is less than half of the least that was measured.
+    """
+    best: tuple[float, _File, float] | None = None
     for file in sorted({file for record in records for file in _of_split_keys(record)}):
-        gains = [(_known_keys(each), _gain(file, each)) for each in records]
-        for over in sorted({keys for keys, _ in gains} | {min((keys for keys, _ in gains), default=2) // 2}):
-            there = [gain for keys, gain in gains if keys > over]
-            if there and statistics.mean(there) > math.log1p(WORTH_A_ROW) and (not best or sum(there) > best[0]):
-                best = sum(there), file, over
-    if best is None:
-        return None
-    _, file, over = best
-    served = [each for each in records if _known_keys(each) > over]
-    room = min(_most_heads(result.spec) for each in served for result in each.results if result.stem == file[0])
-    edge = BANDS[number] if number < len(BANDS) else None
-    row = _row(family, edge, _Part(None, file, tuple(_Cell(each, at_most=room) for each in served)))
-    return row.model_copy(update={"group": AtMost(at_most=room), "seq_k_over": over})
+        gains = [(_keys_of_tile(each), gain) for each in records if (gain := _gain(file, each)) > -math.inf]
+        sums = [sum(gain for keys, gain in gains if keys > over) for over in THRESHOLDS]
+        least = min(keys for keys, _ in gains) / 2
+        for number, over in enumerate(THRESHOLDS):
+            if over < least:
+                continue
+            near = statistics.mean(sums[max(number - NEAR, 0) : number + NEAR + 1])
+            there = sum(keys > over for keys, _ in gains)
+            if there and sums[number] > there * math.log1p(WORTH_A_ROW) and (best is None or near > best[0]):
+                best = near, file, over
+    return best[1:] if best else None
 
 
-def _alike(row: Row, larger: Row) -> bool:
-    """Whether a row of the next larger band serves all that this one does."""
-    return (row.module, row.seq_k_over) == (larger.module, larger.seq_k_over)
+def _keys_of_tile(record: Record) -> float:
+    """Keys of a sequence, as far as a call tells, for each tile of queries that an SM has."""
+    return _known_keys(record) / max(record.tiles_per_sm, LEAST_LOAD)
+
+
+def _is_uneven(record: Record) -> bool:
+    """Whether the longest of packed sequences has many more queries than the mean one."""
+    problem = record.problem
+    return isinstance(problem, PackedProblem) and is_uneven(max(problem.lengths_q), problem.seq_q)
 
 
 def _known_keys(record: Record) -> int:
-    """Keys of a sequence as a call of the record's lengths tells, of those that a window shows: in the mean, or, with
-    pages, as many as the longest has."""
+    """Keys of a sequence, of the longest one where sequences are packed, of those that a window shows."""
     problem = record.problem
-    if isinstance(problem, PackedProblem) and problem.page:
+    if isinstance(problem, PackedProblem):
         return seen(max(problem.lengths_k), problem.window)
     return problem.seq_k
 
@@ -344,7 +360,7 @@ def _of_mixed(family: Family, records: Sequence[Record]) -> Iterator[Row]:
     Those for any group are made of all records but those of one head, which have a row of their own. Before all of them
     come those of a module that splits keys, of records where there was one.
     """
-    yield from _of_many_keys(family, records)
+    yield from _of_many_keys(family, records, told_apart=False)
     records = _without_split_keys(records)
     of_one, of_several = ([record for record in records if (record.problem.group == 1) == one] for one in (True, False))
     for group in sorted({record.problem.group for record in of_several}, reverse=True):

@@ -103,14 +103,28 @@ def is_mixed(longest: int, mean: int) -> bool:
     return longest > FEW_QUERIES >= mean
 
 
+def is_uneven(longest: int, mean: int) -> bool:
+    """Whether the longest sequence has at least three times as many queries as one in the mean.
+
+    Not where nobody says how many the longest has, which `longest`, as for `is_mixed`, then is told by NO_LIMIT.
+    """
+    return longest < NO_LIMIT and longest >= 3 * mean
+
+
+def queries_in_key(longest: int, mean: int) -> int:
+    """What rows have conditions on, of queries, in a number that is the same where they choose alike: as many as the
+    longest sequence has, where these are few, else 0 or less."""
+    return longest if longest <= FEW_QUERIES else -is_mixed(longest, mean) - 2 * is_uneven(longest, mean)
+
+
 @dataclass(frozen=True)
 class Size:
     """What rows have conditions on, beside what is compiled in.
 
-    Keys are those of a sequence, in the mean where sequences are packed, and there as many of them as a window shows at
-    most. Tiles are those of `Shape.tiles`, 128 query rows of one head whatever module serves the call. `sms_here` are
-    the SMs of the GPU that it runs on; None where there is none, and an H200's are taken. `group` is the number of
-    query heads that share a head of k and v. Queries are those of a sequence; where sequences are packed those of the
+    Keys are those of a sequence: where sequences are packed of the longest, or in the mean if a call does not tell, and
+    there as many as a window shows at most. Tiles are those of `Shape.tiles`, 128 query rows of one head whatever
+    module serves the call. `sms_here` are the SMs of the GPU that it runs on; None where there is none, and an H200's
+    are taken. `group` is the number of query heads that share a head of k and v. Queries are those of a sequence; where sequences are packed those of the
     longest, as far as a call tells, and `mean_queries` are those of one in the mean. `parts`: in how many the keys of a
     tile of queries are to come, in the mean where sequences are packed; 1: no module serves the call that splits keys,
     0: any. `own_bits`: a row's bits are its own, in a module that serves calls of every size, or in two that give a row
@@ -149,6 +163,11 @@ class Size:
     def mixed(self) -> bool:
         """Whether chunks of prompts come beside decoding steps."""
         return is_mixed(self.queries, self.mean_queries)
+
+    @property
+    def uneven(self) -> bool:
+        """Whether packed sequences have very different numbers of queries, as far as the longest and the mean tell."""
+        return is_uneven(self.queries, self.mean_queries)
 
     @property
     def sms(self) -> int:
@@ -304,8 +323,11 @@ class Row(SpecModel):
     mean_q: Region | None = Field(
         default=None, description="Queries of packed sequences in the mean: few for decoding steps and some prompts."
     )
+    uneven: bool | None = Field(
+        default=None, description="Whether the longest packed sequence has three times the queries of the mean one."
+    )
     tiles_per_sm: Load | None = None
-    seq_k: Region | None = Field(default=None, description="Keys; of packed sequences, in the mean.")
+    seq_k: Region | None = Field(default=None, description="Keys; of packed sequences the longest one's, if it is known.")
     seq_k_over: int | None = Field(default=None, gt=0, description="Of so many keys, and fewer, it does not stand.")
     module: str
     sha256: str = Field(pattern=f"^[0-9a-f]{{{DIGEST_LENGTH}}}$", description="First digits, of the measured file.")
@@ -341,12 +363,15 @@ class Row(SpecModel):
             return False
         if self.mean_q is not None and size.mean_queries > self.mean_q.up_to:
             return False
+        if self.uneven is not None and self.uneven != size.uneven:
+            return False
         return self.group is None or self.group.holds(size.group)
 
     def narrowed(self, around: Stretch, size: Size) -> Stretch:
         """The part of a stretch around `size` in which this row serves every call, or none, as it does at `size`.
 
-        All calls of a stretch have the same group, as many queries where these are few, else few in the mean or not.
+        All calls of a stretch have the same group, as many queries where these are few, else few in the mean or not,
+        and uneven lengths or not.
         """
         if not self.serves_rows(size):
             return around
@@ -380,6 +405,8 @@ class Row(SpecModel):
         conditions = [
             f"up to {self.mean_q.up_to} queries in the mean" if self.mean_q else "",
             f"up to {self.seq_q.up_to} queries" if self.seq_q else "",
+            "sequences of uneven lengths" if self.uneven else "",
+            "sequences of about the same length" if self.uneven is False else "",
             f"{self.group}" if self.group else "",
             f"up to {self.tiles_per_sm.up_to:g} tiles per SM" if self.tiles_per_sm else "",
             f"over {self.seq_k_over} keys" if self.seq_k_over else "",

@@ -17,7 +17,7 @@ from fa3gen.design import splits
 from fa3gen.design.family import TILE_ROWS, Family, Shape
 from fa3gen.run import calls, checks, dispatch, eight_bits, gpu
 from fa3gen.run.calls import Attention, Returned, Window, dispatch_modes, functorch_transforms, named_scores, stretches
-from fa3gen.run.dispatch import FEW_QUERIES, NO_LIMIT, ArgumentError, Choice, NotRendered, Size, is_mixed
+from fa3gen.run.dispatch import FEW_QUERIES, NO_LIMIT, ArgumentError, Choice, NotRendered, Size, queries_in_key
 from fa3gen.run.eight_bits import EIGHT_BITS, FACTORS, Factors
 
 # Where keys lie: (cu_seqlens_k, page_table, seqused_k). What changes scores: (sinks, softcap).
@@ -120,9 +120,10 @@ def attention_packed(
             $FA3GEN_CHECK set, see `fa3gen.run.checks`, it is an ArgumentError. Pages have no cu_seqlens_k.
         page_table: (sequences, most pages of one), int32, on the GPU: the pages of each sequence. What stands in it
             behind a sequence's last key may be anything; a page that is not there has zeros for keys and values.
-        max_seqlen_q, max_seqlen_k: The longest sequences, if known. They bound the mean lengths, where tensors have
-            more rows than are used, or a table more entries; and with several queries for each sequence, as of a draft
-            model, only max_seqlen_q tells that all have few. Results do not depend on them, as long as they are true.
+        max_seqlen_q, max_seqlen_k: The longest sequences, if known. By them, and by mean lengths where they are not
+            given, a module is chosen: only max_seqlen_q tells that all sequences have few queries, as of a draft
+            model, and only max_seqlen_k that one has most keys. Results do not depend on them, as long as they are
+            true.
         seqused_q, seqused_k: (sequences,), int32, on the GPU: how many rows of each sequence there are, from its first
             one; by default all. With pages seqused_k has to be given.
         causal: Query i sees keys j <= i + seq_k - seq_q, by the lengths of its sequence.
@@ -299,7 +300,8 @@ def _size(
     _check_how(q, how)
     (total_q, heads_q, _), (heads_kv, _) = q.shape, v.shape[-2:]
     offsets, total_k = cu_seqlens_q.shape[0], _rows(v, page_table)
-    keys, tiles, queries, mean = _extents(total_q, total_k, offsets, heads_q, *longest, window)
+    paged = page_table is not None
+    keys, tiles, queries, mean = _extents(total_q, total_k, offsets, heads_q, *longest, window, paged)
     group, sms = heads_q // (heads_kv or 1), gpu.sm_count(q.get_device())
     how_many, own = int(num_splits), bool(deterministic_batch) or split_keys is not None
     in_parts = _in_parts(q, v, page_table, queries, longest, how)
@@ -329,9 +331,10 @@ def _rows(v: Any, page_table: Any) -> int:
 
 
 def _extents(
-    total_q: int, total_k: int, offsets: int, heads: int, max_q: Any, max_k: Any, window: Window
+    total_q: int, total_k: int, offsets: int, heads: int, max_q: Any, max_k: Any, window: Window, paged: bool
 ) -> tuple[int, int, int, int]:
-    """Keys of a sequence in the mean, rounded up, and tiles of 128 queries, if all sequences were as long as that.
+    """Keys of the longest sequence, if a call says how many, else of one in the mean, rounded up, or of a full row of
+    the page table; and tiles of 128 queries, if all sequences had as many as one in the mean.
 
     Of the keys as many as a window shows. And queries of the longest sequence: if nobody says how many, one where there
     are no more queries than sequences, else any number, for in the mean a chunk of a prompt among decoding steps is few
@@ -342,8 +345,8 @@ def _extents(
     longest = 1 if seq_q <= 1 else NO_LIMIT
     if type(max_q) is int:  # a tensor may lie on the GPU, where nobody looks
         longest, seq_q = max_q, min(seq_q, max_q)
-    if type(max_k) is int and max_k < keys:
-        keys = max_k
+    if type(max_k) is int:
+        keys = min(max_k, keys if paged else total_k)
     if window is not None:
         keys = dispatch.seen(keys, window)
     return keys, sequences * heads * -(-seq_q // TILE_ROWS), longest, seq_q
@@ -378,8 +381,9 @@ def _serving(
         key = "packed", q.get_device(), q.dtype, out_dtype, dim, v_dim, page, group, causal, window, return_lse
         if sinks is not None or softcap is not None:
             key += (sinks is not None, softcap is not None, calls.any_cap(softcap))
-        length, tiles, queries, mean = _extents(total_q, total_k, cu_seqlens_q.shape[0], heads_q, *longest, window)
-        key += (queries if queries <= FEW_QUERIES else -is_mixed(queries, mean),)
+        offsets, paged = cu_seqlens_q.shape[0], page is not None
+        length, tiles, queries, mean = _extents(total_q, total_k, offsets, heads_q, *longest, window, paged)
+        key += (queries_in_key(queries, mean),)
         if k.dtype is not q.dtype:
             key += (k.dtype, v.dtype)
         if how != USUAL:

@@ -10,9 +10,10 @@ import pytest
 from hosting import mistaken
 from rendering import CHECKOUT, source, variants
 
+from fa3gen.cpu.kernel import Settings
 from fa3gen.cpu.module import load_on_cpu
 from fa3gen.design.family import PackedShape
-from fa3gen.design.tile_order import fitted, packs, positions
+from fa3gen.design.tile_order import fitted, head_tiles, packs, positions
 from fa3gen.spec.model import Forward
 from fa3gen.verify import packed_inputs
 from fa3gen.verify.packed_on_cpu import CpuPackedRunner
@@ -47,6 +48,48 @@ def test_each_group_has_the_fewest_heads_that_hold_it(group: int) -> None:
     assert result.failures == ()
 
 
+def chunks(group: int) -> packed_inputs.PackedCase:
+    """Three tiles of a pack of heads that fill them, of one kv head."""
+    rows = 3 * spec().tile.q // (group & -group) - 3
+    return packed_inputs.sequences(f"chunks of {group}", "", (rows,), (rows + 70,), heads=(group, 1), first=1, behind=2)
+
+
+@pytest.mark.parametrize("group", [3, 5, 6, 12])
+def test_heads_that_leave_no_room_empty_have_tiles_of_their_own(group: int) -> None:
+    """Where queries are many, as many as the odd part of a group; where they are few, all heads are in a tile."""
+    many, few = PackedShape((900,), (900,), group, 1), PackedShape((1, 8), (9, 400), group, 1)
+    assert fitted(spec(), many).tile.pack_heads == group & -group < fitted(spec(), few).tile.pack_heads
+    assert head_tiles(spec(), many) == group // (group & -group) and head_tiles(spec(), few) == 1
+    result = CpuPackedRunner(module(), spec(), seed=2, count=1).run_case(chunks(group))
+    assert result.failures == ()
+
+
+def failures(found: Any, case: packed_inputs.PackedCase, sms: int) -> tuple[str, ...]:
+    """With so many SMs, under one schedule."""
+    found.cpu.settings = Settings(sms=sms)
+    try:
+        return CpuPackedRunner(found, spec(), seed=2, count=1).run_case(case).failures
+    finally:
+        found.cpu.settings = Settings()
+
+
+def long_and_short() -> packed_inputs.PackedCase:
+    """A tile whose keys many CTAs share, and tiles that two do: rows of many parts, and of few, are added up."""
+    lengths = (5, 140, 1), (3000, 300, 9)
+    return packed_inputs.sequences("long and short", "", *lengths, heads=(3, 1), first=1, behind=2)
+
+
+@pytest.mark.parametrize("sms", [1, 3, 30])
+def test_rows_of_few_and_of_many_parts_are_added_up(sms: int) -> None:
+    assert failures(module(), long_and_short(), sms) == ()
+
+
+def test_more_ctas_than_threads_that_deal_rows_out() -> None:
+    """Whose rows are counted 256 CTAs at a time."""
+    case = packed_inputs.sequences("many", "", (1,) * 300, (260,) * 300, heads=(1, 1), first=1, behind=2)
+    assert failures(module(), case, 290) == ()
+
+
 @pytest.mark.parametrize(
     ("group", "right", "wrong"),
     [
@@ -55,7 +98,7 @@ def test_each_group_has_the_fewest_heads_that_hold_it(group: int) -> None:
         (2, "row & ((cutlass.Int32(1) << pack_log2) - 1), row >> pack_log2", "row % PACK_HEADS, row // PACK_HEADS"),
         (2, "(cutlass.Int32(tScS_rows[r, 0][0]) >> pack_log2)", "tScS_rows[r, 0][0] // PACK_HEADS"),
         (2, "diagonal + (TILE_M >> pack_log2)", "diagonal + POSITIONS"),
-        (2, "cute.ceil_div(seq_q, positions) * line_heads", "cute.ceil_div(seq_q, 2 * positions) * line_heads"),
+        (2, "seen_before(cute.ceil_div(seq_q, positions),", "seen_before(cute.ceil_div(seq_q, 2 * positions),"),
     ],
     ids=[
         "too few heads",
@@ -71,3 +114,43 @@ def test_mistakes_are_reported(group: int, right: str, wrong: str, tmp_path: Pat
     assert source(STEM).count(right) == 1
     broken = mistaken(tmp_path, STEM, source(STEM).replace(right, wrong))
     assert CpuPackedRunner(broken, spec(), seed=2, count=1).run_case(case(group)).failures != ()
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ("n_end = n_blocks if step_end == steps else", "n_end = n_blocks if step_end > steps else"),
+        ("step + cutlass.min(n_blocks, steps), share", "step + steps + 1, share"),
+        ("head, step = step // of_head, step % of_head", "head, step = step % of_head, step // of_head"),
+        ("pack // packs_of_kv, first + owner", "pack, first + owner"),
+        (
+            "work.head // cute.size(mO, mode=[0, 0]), work.q_begin, work.seq_q)  #",
+            "work.head_kv, work.q_begin, work.seq_q)  #",
+        ),
+        (
+            "num_parts > PARTS_OF_WARP else piece * COMBINE_WARPS",
+            "num_parts > PARTS_OF_WARP + 8 else piece * COMBINE_WARPS",
+        ),
+        ("rows = rows if num_parts > PARTS_OF_WARP else", "rows = rows if num_parts < PARTS_OF_WARP else"),
+        ("before += of_warps[warp] if warp < warp_idx else 0", "before += of_warps[warp] if warp <= warp_idx else 0"),
+        ("before = ends[owner - 1]", "before = ends[owner]"),
+        ("            piece += ctas\n", "            piece += ctas + 1\n"),
+    ],
+    ids=[
+        "the last tile of keys",
+        "how many parts there are",
+        "heads and steps",
+        "keys of a pack",
+        "rows of a pack",
+        "rows of many parts",
+        "pieces of a tile",
+        "pieces of the warps before",
+        "the first piece of a tile",
+        "the next piece",
+    ],
+)
+def test_mistakes_in_shares_and_sums_are_reported(right: str, wrong: str, tmp_path: Path) -> None:
+    assert source(STEM).count(right) == 1
+    broken = mistaken(tmp_path, STEM, source(STEM).replace(right, wrong))
+    cases = (long_and_short(), 30), (chunks(5), 4), (chunks(6), 5), (chunks(3), 2)
+    assert any(failures(broken, case, sms) != () for case, sms in cases)

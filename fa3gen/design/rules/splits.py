@@ -161,15 +161,18 @@ def fitted_heads(
     overlap: bool,
     from_window: bool,
 ) -> Violation | None:
-    """Whoever finds tiles says of each how many heads it holds, and Q comes by the box that has as many."""
+    """Whoever finds tiles says of each how many heads it holds, and Q comes by the box that has as many.
+
+    Steps are counted as rows see keys, see `counts_seen`.
+    """
     if pack_heads & (pack_heads - 1):
         return Violation("tile.pack_heads", f"group: fitted takes powers of two, and {pack_heads} is none; use 8 or 16")
     if scheduler != "even" or whole:
         return Violation(
             "tile.group", "group: fitted is rendered with split: {count: auto} and scheduler even; use these"
         )
-    if mask == "window" or from_window:
-        return Violation("tile.group", "group: fitted is rendered with mask none or causal; use at_most for windows")
+    if mask != "causal" or from_window:
+        return Violation("tile.group", f"group: fitted is rendered with mask causal, not {mask}; use at_most")
     if sink or warps or not overlap:
         return Violation(
             "tile.group", "group: fitted is rendered with overlap, without sinks, for warpgroups; use at_most"
