@@ -180,7 +180,7 @@ def test_chunks_on_many_keys_have_rows_where_splitting_gains_on_the_whole() -> N
     few = [record([keys], {D128: 100.0, CHUNKS: speed}, heads=(8, 1), queries=[512]) for keys, speed in SPLITTING]
     whole = record([8192], {D128: 100.0, CHUNKS: 90.0}, heads=(4, 4), queries=[512])
     found = splitting_rows(prefill, *few, whole)
-    # Up to 8192 keys for each tile per SM it loses. In the middle of a band there are 1 / sqrt(2) as many as at its end.
+    # Up to 8192 keys for each tile per SM it loses. In the middle of a band there are 1 / sqrt(2) of those at its end.
     edges = [row.tiles_per_sm.up_to for row in found if row.tiles_per_sm]
     assert edges == [0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0] and {row.uneven for row in found} == {False}
     assert [row.seq_k_over for row in found[:4]] == [4096, 5793, 11585, 23170]

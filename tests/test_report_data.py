@@ -475,7 +475,7 @@ def check_line(place_in_sequence: Any, spec: Spec, heads: int) -> None:
 
 
 def check_seen(stem: str, spec: Spec, heads: int) -> None:
-    """Steps of a sequence where a tile of queries has about as many as its rows see tiles of keys: a warp finds each."""
+    """Steps of a sequence where a tile of queries has about as many as its rows see tiles of keys."""
     warp, lanes = FakeWarp(), Lanes(range(32))
     division = division_of(stem, warp)
     seen, warp.arch.lane_idx = division["seen_before"], lambda: lanes
@@ -490,9 +490,9 @@ def check_seen(stem: str, spec: Spec, heads: int) -> None:
         before = [seen_before(block, seq_q, seq_k, rows, kv) for block in range(blocks + 1)]
         assert before == [seen(block, seq_q, seq_k, rows) for block in range(blocks + 1)]
         assert steps_of(spec, shape) == before[-1] * heads
-        for block, tiles in enumerate(Problem(spec, shape).of_lengths[seq_q, seq_k]):
+        for block, seen_tiles in enumerate(Problem(spec, shape).of_lengths[seq_q, seq_k]):
             steps, last = before[block + 1] - before[block], block == blocks - 1  # whose rows the sequence may end
-            assert steps >= 1 and abs(steps - tiles.visited) <= 1 + last * (-(-rows // kv)) + (seq_q > seq_k)
+            assert steps >= 1 and abs(steps - seen_tiles.visited) <= 1 + last * (-(-rows // kv)) + (seq_q > seq_k)
         for head, block in itertools.product(range(heads), range(blocks)):
             steps = before[block + 1] - before[block]
             for step in {0, smaller(1, steps - 1), steps - 1}:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import bisect
-import itertools
 import json
 import math
 import re

@@ -124,12 +124,13 @@ class Size:
     Keys are those of a sequence: where sequences are packed of the longest, or in the mean if a call does not tell, and
     there as many as a window shows at most. Tiles are those of `Shape.tiles`, 128 query rows of one head whatever
     module serves the call. `sms_here` are the SMs of the GPU that it runs on; None where there is none, and an H200's
-    are taken. `group` is the number of query heads that share a head of k and v. Queries are those of a sequence; where sequences are packed those of the
-    longest, as far as a call tells, and `mean_queries` are those of one in the mean. `parts`: in how many the keys of a
-    tile of queries are to come, in the mean where sequences are packed; 1: no module serves the call that splits keys,
-    0: any. `own_bits`: a row's bits are its own, in a module that serves calls of every size, or in two that give a row
-    the same bits. `in_parts`: of these the one for few queries is wanted, and the host knows that there is room for
-    what parts of the keys leave. `in_rows`: dense tensors lie so that a module of packed sequences can serve the call.
+    are taken. `group` is the number of query heads that share a head of k and v. Queries are those of a sequence; where
+    sequences are packed those of the longest, as far as a call tells, and `mean_queries` are those of one in the mean.
+    `parts`: in how many the keys of a tile of queries are to come, in the mean where sequences are packed; 1: no module
+    serves the call that splits keys, 0: any. `own_bits`: a row's bits are its own, in a module that serves calls of
+    every size, or in two that give a row the same bits. `in_parts`: of these the one for few queries is wanted, and the
+    host knows that there is room for what parts of the keys leave. `in_rows`: dense tensors lie so that a module of
+    packed sequences can serve the call.
     """
 
     keys: int
@@ -327,7 +328,7 @@ class Row(SpecModel):
         default=None, description="Whether the longest packed sequence has three times the queries of the mean one."
     )
     tiles_per_sm: Load | None = None
-    seq_k: Region | None = Field(default=None, description="Keys; of packed sequences the longest one's, if it is known.")
+    seq_k: Region | None = Field(default=None, description="Keys; of packed sequences the longest one's, if known.")
     seq_k_over: int | None = Field(default=None, gt=0, description="Of so many keys, and fewer, it does not stand.")
     module: str
     sha256: str = Field(pattern=f"^[0-9a-f]{{{DIGEST_LENGTH}}}$", description="First digits, of the measured file.")
