@@ -11,7 +11,7 @@ from fa3gen.design import footprint
 from fa3gen.design.family import PackedShape, PagedShape, Shape
 from fa3gen.design.masks import of_call, reach
 from fa3gen.design.tile_order import fitted, head_tiles, positions
-from fa3gen.spec.model import CausalMask, Forward
+from fa3gen.spec.model import Forward
 
 # Tiles of keys of a part, at least: with one of them loads, products and the merge would all wait for each other.
 STEPS_OF_PART = 2
@@ -132,7 +132,7 @@ def counts_seen(spec: Forward) -> bool:
 
     With tiles fitted to heads, which prompts have as well as few queries; others count all tiles of keys.
     """
-    return spec.scheduler == "even" and spec.tile.group == "fitted" and isinstance(spec.mask, CausalMask)
+    return spec.tile.group == "fitted"  # which takes scheduler even and a causal mask
 
 
 def seen_before(m_block: int, seq_q: int, seq_k: int, rows: int, keys: int) -> int:
@@ -149,13 +149,14 @@ def steps_of(spec: Forward, shape: Shape | PackedShape) -> int:
     Tiles of keys, or whole parts where they are of so many keys; see `counts_seen` for other numbers.
     """
     rows = positions(fitted(spec, shape))
-    if counts_seen(spec):
-        of_heads = (
-            seen_before(-(-seq_q // rows), seq_q, seq_k, rows, spec.tile.kv) for seq_q, seq_k in shape.sequences
-        )
-        return sum(of_heads) * head_tiles(spec, shape)
-    of_heads = (-(-seq_q // rows) * steps_of_tile(spec, shape, seq_k) for seq_q, seq_k in shape.sequences)
-    return sum(of_heads) * head_tiles(spec, shape)
+
+    def of_head(seq_q: int, seq_k: int) -> int:
+        tiles = -(-seq_q // rows)
+        if counts_seen(spec):
+            return seen_before(tiles, seq_q, seq_k, rows, spec.tile.kv)
+        return tiles * steps_of_tile(spec, shape, seq_k)
+
+    return sum(of_head(*lengths) for lengths in shape.sequences) * head_tiles(spec, shape)
 
 
 def steps_of_tile(spec: Forward, shape: Shape | PackedShape, seq_k: int) -> int:

@@ -121,9 +121,9 @@ class TilePlan:
     `padded`: some of these heads may not exist. `fitted`: how many a tile holds is decided by calls, one of `packs`;
     `pack` is what the host, or the module, calls that, `pack_words` are those that say it of a tile (the last ones fill
     up a vector), `group_number` is which group of heads rows are of, `in_lines` are those that stand in lines,
-    `adding_warp` says which of the `adding_warps` adds up a share of a row's parts, `times_packs` and
-    `sequences_of_packs` bound the tiles that sequences cut short, and positions of a tile are `positions`,
-    `work_positions` where a work item is known, and `of_parts` and `of_part` where parts are.
+    `adding_warp` says which of the `adding_warps` adds up a share of a row's parts, `cut_short` bounds the
+    tiles of a kv head that sequences cut short, and positions of a tile are `positions`, `work_positions` where a work
+    item is known, and `of_parts` where parts are.
     `any_group`: tiles of one kv head may be several, the last one padded.
     `rows` and `positions` are the module's names for the rows of Q as TMA moves them and for the positions they hold;
     `head_tiles` is how many tiles beside each other hold all heads. Whoever finds tiles of packed sequences is told
@@ -148,8 +148,7 @@ class TilePlan:
     in_lines: str
     adding_warp: str
     adding_warps: str
-    times_packs: str
-    sequences_of_packs: str
+    cut_short: str
     any_group: bool
     ctas_per_sm: int
     register_shares: int
@@ -160,7 +159,6 @@ class TilePlan:
     positions: str
     work_positions: str
     of_parts: str
-    of_part: str
     head_tiles: str
     heads_told: str
     tiles_found: str
@@ -902,6 +900,13 @@ def _positions(spec: Forward) -> str:
     return "POSITIONS" if spec.tile.pack_heads > 1 else "TILE_M"
 
 
+def _cut_short(spec: Forward) -> str:
+    """How many tiles of queries of a kv head a host counts that may be cut short by their sequences' ends."""
+    if spec.tile.group != "fitted":
+        return "tables" if footprint.paged(spec) else "offsets - 1"
+    return "tables * packs_of_kv" if footprint.paged(spec) else "(offsets - 1) * packs_of_kv"
+
+
 def _tile(spec: Forward) -> TilePlan:
     packed, any_group = spec.tile.pack_heads > 1, spec.tile.group == "any"
     fitted, positions = spec.tile.group == "fitted", _positions(spec)
@@ -925,14 +930,12 @@ def _tile(spec: Forward) -> TilePlan:
         in_lines="packs" if fitted else "heads_kv",
         adding_warp="warp_idx, COMBINE_WARPS" if fitted else "warp_idx",
         adding_warps="warps" if fitted else "COMBINE_WARPS",
-        times_packs=" * packs_of_kv" * fitted,
-        sequences_of_packs="(offsets - 1) * packs_of_kv" if fitted else "offsets - 1",
+        cut_short=_cut_short(spec),
         any_group=any_group,
         rows="PACKED_M" if packed else "TILE_M",
         positions=positions,
         work_positions=positions.replace("pack_log2", "work.pack_log2"),
         of_parts="TILE_M // pack" if fitted else "POSITIONS",
-        of_part="cute.size(parts, mode=[0, 1])" if fitted else "POSITIONS",
         head_tiles=_head_tiles(spec),
         heads_told="heads_q // heads_kv" if any_group else _head_tiles(spec),
         tiles_found="heads_kv * packs" if any_group else "heads_q",
