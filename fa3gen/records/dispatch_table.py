@@ -353,18 +353,21 @@ def _of_groups(family: Family, records: Sequence[Record]) -> Iterator[Row]:
 
 
 def _of_mixed(family: Family, records: Sequence[Record]) -> Iterator[Row]:
-    """Rows for groups of heads that are multiples of each one that was measured, the largest ones first, then for one
-    head of its own, then for any group; each where others than the modules for all calls serve best.
+    """Rows for groups of heads that are multiples of the largest one that was measured, then for each other one that was,
+    then for one head of its own, then for any group; each where others than the modules for all calls serve best.
 
-    Those for any group are made of all records but those of one head, which have a row of their own. Before all of them
-    come those of a module that splits keys, of records where there was one.
+    Those for any group are made of all records but those of one head, which have a row of their own. A multiple of a
+    smaller group is among them: a tile of 4 heads, which is best for 4, reads the keys of 12 three times. Before all of
+    them come those of a module that splits keys, of records where there was one.
     """
     yield from _of_many_keys(family, records, told_apart=False)
     records = _without_split_keys(records)
     of_one, of_several = ([record for record in records if (record.problem.group == 1) == one] for one in (True, False))
-    for group in sorted({record.problem.group for record in of_several}, reverse=True):
+    groups = sorted({record.problem.group for record in of_several}, reverse=True)
+    for group in groups:
         rows = list(_rows(family, [_Cell(record, group) for record in records if record.problem.group == group]))
-        yield from _unless_for_all(rows, records, group=Multiples(multiple_of=group))
+        only = AtMost(at_most=group, at_least=group)
+        yield from _unless_for_all(rows, records, group=only if group < groups[0] else Multiples(multiple_of=group))
     yield from _unless_for_all(list(_rows(family, map(_Cell, of_one))), records, group=AtMost(at_most=1))
     yield from _unless_for_all(list(_rows(family, map(_Cell, of_several))), records, group=None)
 
