@@ -230,6 +230,20 @@ def test_lists_of_uneven_lengths_have_rows_of_their_own() -> None:
         assert size.uneven is served
     keys = {dispatch.queries_in_key(*size) for size in ((16, 1), (512, 9), (512, 65), (512, 400), (20, 12))}
     assert len(keys) == 5
+    # Of few queries rows go by the longest alone, and a step without any is none of many even queries.
+    assert not dispatch.is_uneven(16, 1) and dispatch.queries_in_key(0, 0) == dispatch.queries_in_key(1, 1) == 1
+
+
+def test_records_without_the_module_that_splits_keys_choose_no_number() -> None:
+    """Of more keys than the number, too: another one that splits keys was measured there, or another file."""
+    prefill = record([300] * 400, {D128: 400.0})
+    chunks = [record([keys], {D128: 100.0, CHUNKS: speed}, heads=(8, 1), queries=[512]) for keys, speed in SPLITTING]
+    without = record([20000], {D128: 100.0, EVEN: 120.0}, heads=(8, 1), queries=[512])
+    older = record([24000], {D128: 100.0, CHUNKS: 90.0}, heads=(8, 1), queries=[512])
+    whole, split = older.results
+    older = older.model_copy(update={"results": [whole, split.model_copy(update={"sha256": "0" * 64})]})
+    found = splitting_rows(prefill, *chunks, without, older)
+    assert found == splitting_rows(prefill, *chunks) and found
 
 
 def test_longer_drafts_have_rows_of_their_own() -> None:

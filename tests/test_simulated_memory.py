@@ -25,6 +25,7 @@ from fa3gen.spec.model import Forward
 CHIP = chips.H200
 BYTES_A_CYCLE = CHIP.hbm.value / CHIP.clock_hz.value
 DENSE, EVEN, PAGED = "fwd_decode_d128", "fwd_packed_decode_d128", "fwd_paged_decode_d128"
+CHUNKS = "fwd_packed_chunks_d128_causal"
 
 
 def spec(stem: str) -> Forward:
@@ -61,6 +62,26 @@ def test_shares_are_equal_and_cover_all_keys(stem: str, lengths: str) -> None:
     # Of how many parts a tile is, each of its parts says.
     assert sum(1 / part.of for of_cta in parts for part in of_cta) == pytest.approx(problem.tiles)
     assert {part.rows for of_cta in parts for part in of_cta} == {4 * max(DECODING_LENGTHS[lengths][0])}
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "heads"),
+    [
+        ((4096,), (4096,), (8, 1)),
+        ((4096,), (4096,), (12, 1)),
+        ((512, *[1] * 7), (8192,) * 8, (8, 8)),
+        ((9,), (3,), (8, 1)),
+    ],
+)
+def test_shares_of_steps_that_rows_see(queries: tuple[int, ...], keys: tuple[int, ...], heads: tuple[int, int]) -> None:
+    """About as many for each CTA, since a tile's steps are counted by a formula; who has its last one has what is left."""
+    problem = Problem(spec(CHUNKS), PackedShape(queries, keys, *heads))
+    parts = ceiling.parts(problem, 132)
+    assert sum(part.steps for of_cta in parts for part in of_cta) == problem.visited
+    assert sum(1 / part.of for of_cta in parts for part in of_cta) == pytest.approx(problem.tiles)
+    share = splits.share_of(spec(CHUNKS), problem.shape, 132)
+    assert len(parts) == ceiling.ctas_of(problem, 132) <= 132
+    assert max(sum(part.steps for part in of_cta) for of_cta in parts) <= share + 1
 
 
 def test_parts_of_a_fixed_number_of_keys() -> None:

@@ -15,7 +15,16 @@ from typing import Literal, TypeVar
 
 from fa3gen.design import footprint, tile_order, work
 from fa3gen.design.cta import cta_of
-from fa3gen.design.splits import num_lines, num_parts, share_of, steps_of, steps_of_tile, tiles_of_step
+from fa3gen.design.splits import (
+    counts_seen,
+    num_lines,
+    num_parts,
+    seen_before,
+    share_of,
+    steps_of,
+    steps_of_tile,
+    tiles_of_step,
+)
 from fa3gen.design.work import Problem
 from fa3gen.hardware import hopper
 from fa3gen.hardware.chips import Chip
@@ -207,7 +216,9 @@ def parts(problem: Problem, sms: int) -> list[list[Part]]:
     """Parts of tiles of queries as they are handed out on so many SMs, where keys are split.
 
     Of scheduler even a list for each CTA that has any, elsewhere one for each part. What a mask hides is shared out,
-    too, and skipped: a part has one step at least.
+    too, and skipped: a part has one step at least. Where steps that rows see are counted (`splits.counts_seen`), about
+    so many are shared out; who has the last of them has all tiles of keys that are left, and a step behind the last
+    tile is no part.
     """
     spec, shape = problem.spec, problem.shape
     heads = min(shape.heads_q // max(shape.heads_kv, 1), spec.tile.pack_heads)
@@ -221,7 +232,11 @@ def parts(problem: Problem, sms: int) -> list[list[Part]]:
         for entry in (entry for entry in in_order if entry.head % lines == line):
             lengths = shape.sequences[entry.batch]
             steps, end = steps_of_tile(spec, shape, lengths[1]), problem.of_lengths[lengths][entry.m_block].end
-            rows = heads * min(tile_order.positions(spec), lengths[0] - entry.m_block * tile_order.positions(spec))
+            positions = tile_order.positions(spec)
+            if counts_seen(spec):
+                before, behind = (seen_before(entry.m_block + x, *lengths, positions, spec.tile.kv) for x in (0, 1))
+                steps = behind - before
+            rows = heads * min(positions, lengths[0] - entry.m_block * positions)
             cuts = [0]
             places: list[list[Part]] = []
             while cuts[-1] < steps:
@@ -232,8 +247,11 @@ def parts(problem: Problem, sms: int) -> list[list[Part]]:
                 taken = min(steps - cuts[-1], room) if unit == 1 else 1  # whole parts are begun anew
                 cuts.append(cuts[-1] + taken)
                 room -= taken
-            for place, (begin, behind) in zip(places, pairwise(cuts), strict=True):
-                place.append(Part(max(min(end, behind * unit) - begin * unit, 1), len(places), rows))
+            if counts_seen(spec):
+                cuts = [*(min(cut, max(end, 1)) for cut in cuts[:-1]), max(end, 1)]
+            own = [(place, *cut) for place, cut in zip(places, pairwise(cuts), strict=True) if cut[0] < cut[1]]
+            for place, begin, behind in own:
+                place.append(Part(max(min(end, behind * unit) - begin * unit, 1), len(own), rows))
     return found
 
 

@@ -49,19 +49,23 @@ def fewest(numbers: Sequence[int], group: int) -> int:
 
 
 def fitted(spec: Forward, shape: Shape | PackedShape) -> Forward:
-    """The spec as it is for this call: where tiles hold as many heads as calls decide, with tiles of so many.
-
-    All of a kv head; or as many as leave no room for heads empty, where that takes fewer tiles, and two at least, of
-    sequences that are as long as the mean one: `packs_of` of the modules.
-    """
+    """The spec as it is for this call: where tiles hold as many heads as calls decide, with tiles of so many."""
     if spec.tile.group != "fitted":
         return spec
     group = max(shape.heads_q // max(shape.heads_kv, 1), 1)
-    filled, pack = group & -group, fewest(packs(spec), group)
     rows = -(-sum(seq_q for seq_q, _ in shape.sequences) // max(shape.batch, 1))
-    together, of_pack = (-(-rows * heads // spec.tile.q) for heads in (pack, filled))
-    pack = filled if of_pack > 1 and group // filled * of_pack < together else pack
+    pack = heads_in_a_tile(packs(spec), spec.tile.q, group, rows)
     return spec.model_copy(update={"tile": spec.tile.model_copy(update={"pack_heads": pack})})
+
+
+def heads_in_a_tile(packs: Sequence[int], tile_q: int, group: int, rows: int) -> int:
+    """Of the numbers of heads that a tile may hold the one for sequences of so many queries: `packs_of` of the modules.
+
+    All heads of a kv head; or as many as leave no room for heads empty, where that takes fewer tiles, and two at least.
+    """
+    filled, together = group & -group, fewest(packs, group)
+    of_group, of_pack = (-(-rows * heads // tile_q) for heads in (together, filled))
+    return filled if of_pack > 1 and group // filled * of_pack < of_group else together
 
 
 def takes_group(spec: Forward, group: int) -> bool:

@@ -264,8 +264,8 @@ def _of_many_keys(family: Family, records: Sequence[Record], *, told_apart: bool
         if rule is None:
             continue
         file, keys_of_tile = rule
-        served = [record for record in own if _keys_of_tile(record) > keys_of_tile]
-        room = min(_most_heads(result.spec) for each in served for result in each.results if result.stem == file[0])
+        served = [record for record in own if _keys_of_tile(record) > keys_of_tile and _result(file, record)]
+        room = min(_most_heads(found.spec) for each in served if (found := _result(file, each)))
         cells = tuple(_Cell(each, at_most=room) for each in served)
         for edge in LOADS:
             row = _row(family, edge, _Part(None, file, cells))
@@ -317,9 +317,15 @@ def _known_keys(record: Record) -> int:
 
 def _gain(file: _File, record: Record) -> float:
     """The logarithm of how much faster a module is than the best that does not split keys; -inf without its speed."""
-    speed = next((each.tflops for each in record.results if each.stem == file[0]), 0.0)
+    found = _result(file, record)
     others = [each.tflops for each in record.results if not _most_heads(each.spec)]
-    return math.log(speed / max(others)) if speed else -math.inf
+    return math.log(found.tflops / max(others)) if found else -math.inf
+
+
+def _result(file: _File, record: Record) -> Any:
+    """What a record says of a module, of the very file; None where that was not measured."""
+    own = (each for each in record.results if (each.stem, each.sha256[:DIGEST_LENGTH]) == file)
+    return next(own, None)
 
 
 def _of_split_keys(record: Record) -> set[_File]:

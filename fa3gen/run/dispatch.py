@@ -104,17 +104,17 @@ def is_mixed(longest: int, mean: int) -> bool:
 
 
 def is_uneven(longest: int, mean: int) -> bool:
-    """Whether the longest sequence has at least three times as many queries as one in the mean.
+    """Whether the longest sequence has at least three times as many queries as one in the mean, and more than a few.
 
     Not where nobody says how many the longest has, which `longest`, as for `is_mixed`, then is told by NO_LIMIT.
     """
-    return longest < NO_LIMIT and longest >= 3 * mean
+    return FEW_QUERIES < longest < NO_LIMIT and longest >= 3 * mean
 
 
 def queries_in_key(longest: int, mean: int) -> int:
     """What rows have conditions on, of queries, in a number that is the same where they choose alike: as many as the
-    longest sequence has, where these are few, else 0 or less."""
-    return longest if longest <= FEW_QUERIES else -is_mixed(longest, mean) - 2 * is_uneven(longest, mean)
+    longest sequence has, one at least, where these are few, else 0 or less."""
+    return max(longest, 1) if longest <= FEW_QUERIES else -is_mixed(longest, mean) - 2 * is_uneven(longest, mean)
 
 
 @dataclass(frozen=True)

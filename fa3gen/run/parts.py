@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from fa3gen.design.splits import parts_asked, shares_asked
-from fa3gen.design.tile_order import fewest
+from fa3gen.design.tile_order import heads_in_a_tile
 
 Attention = Callable[..., Any]
 
@@ -66,11 +66,12 @@ def _of_shares(module: Any, asked: int) -> Attention:
 
     @functools.wraps(module.attention)
     def divided(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, *others: Any, **options: Any) -> Any:
-        heads_kv, of_tile = v.shape[-2], positions
-        if hasattr(module, "PACKS"):  # a tile holds the fewest heads that are enough
-            group = q.shape[1] // (heads_kv or 1)
-            of_tile = module.TILE_M // fewest(module.PACKS, group)
-        ctas = shares_asked(asked, q.shape[0], cu_seqlens_q.shape[0] - 1, heads_kv, of_tile)
+        heads, of_tile, sequences = v.shape[-2], positions, cu_seqlens_q.shape[0] - 1
+        if hasattr(module, "PACKS"):  # calls decide how many heads a tile holds, all of a kv head or packs of them
+            group = max(q.shape[1] // (heads or 1), 1)
+            pack = heads_in_a_tile(module.PACKS, module.TILE_M, group, -(-q.shape[0] // max(sequences, 1)))
+            heads, of_tile = heads * -(-group // pack), module.TILE_M // pack
+        ctas = shares_asked(asked, q.shape[0], sequences, heads, of_tile)
         ctas = min(ctas, counted(words * on_an_sm) * on_an_sm)
         return on(max(ctas, 1))(q, k, v, cu_seqlens_q, *others, **options)
 

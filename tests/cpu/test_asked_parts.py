@@ -136,6 +136,18 @@ def test_packed_keys_in_so_many_shares(stem: str) -> None:
     assert used == [num_shares(spec, shape, 3, asked) for asked in SHARES] == [8 * asked for asked in SHARES]
 
 
+def test_heads_in_packs_have_as_many_shares_as_their_tiles() -> None:
+    """Of 12 heads three packs of 4, in tiles of 32 queries: six tiles where all heads together would take eight."""
+    watched = Watched("fwd_packed_chunks_d64_causal")
+    q, k, v, *begins = packed_tensors([64], [200], heads=(12, 1), head_dim=64)
+    wanted, wanted_lse = packed_attention(q, k, v, *begins, mask=watched.spec.mask)
+    out, lse = watched(2, q, k, v, *begins)
+    torch.testing.assert_close(out.float(), wanted, **ROUNDED)
+    torch.testing.assert_close(lse, wanted_lse, rtol=1e-5, atol=1e-4)
+    [left] = watched.parts
+    assert left[0] == num_shares(watched.spec, PackedShape((64,), (200,), 12, 1), 3, 2) == 2 * 6
+
+
 PAGE = 64
 
 
