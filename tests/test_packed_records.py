@@ -358,7 +358,7 @@ def test_few_queries_in_the_mean_have_rows_of_their_own() -> None:
 
 
 def test_few_queries_in_the_mean_have_rows_for_any_group() -> None:
-    """By multiples of the largest group that was measured, for the others that were, for one head, and for all others."""
+    """By multiples of the largest group that was measured, for others that were, for one head, and for all others."""
     chunk = [512, *[1] * 63]
     speeds = {
         (16, 16): {D128: 90.0, ANY: 50.0, PACK1: 95.0},

@@ -6,7 +6,7 @@ import re
 import shlex
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -15,6 +15,7 @@ import fa3gen
 from fa3gen import cli
 from fa3gen.cli import COMMANDS
 from fa3gen.compile.cache import cache_directory
+from fa3gen.spec.model import Forward, SpecModel
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -127,3 +128,23 @@ def test_what_contributors_are_told_to_run_exists() -> None:
     made = {"specs/mine.yaml", "generated/mine_*.py"}
     assert [path for path in paths if path not in made and not list(ROOT.glob(path))] == []
     assert "[CONTRIBUTING.md](CONTRIBUTING.md)" in README
+
+
+def test_the_table_of_fields_names_all_that_attention_has() -> None:
+    """Each field of the model in its own row, whatever it is nested in; and which ones a spec cannot leave out."""
+    rows = dict(re.findall(r"^\| (`[^|]*`) \| (.*) \|$", README, flags=re.MULTILINE))
+    told = {name: text for names, text in rows.items() for name in re.findall(r"`(\w+)`", names)}
+    for name, field in Forward.model_fields.items():
+        assert name in told, f"README's table of fields lacks {name}"
+        for part in sorted(_fields_within(field.annotation) - {"kind"}):
+            assert part in re.findall(r"\w+", told[name]), f"README's row of {name} lacks {part}"
+    needed = re.search(r"without `extends` needs (.*?):\n", README, flags=re.DOTALL)
+    required = [name for name, field in Forward.model_fields.items() if field.is_required()]
+    assert needed is not None and re.findall(r"`(\w+)`", needed[1]) == required
+
+
+def _fields_within(annotation: Any) -> set[str]:
+    """Names of the fields of a model, or of each one that a union has."""
+    if isinstance(annotation, type) and issubclass(annotation, SpecModel):
+        return set(annotation.model_fields)
+    return {name for part in get_args(annotation) for name in _fields_within(part)}

@@ -74,7 +74,7 @@ def test_shares_are_equal_and_cover_all_keys(stem: str, lengths: str) -> None:
     ],
 )
 def test_shares_of_steps_that_rows_see(queries: tuple[int, ...], keys: tuple[int, ...], heads: tuple[int, int]) -> None:
-    """About as many for each CTA, since a tile's steps are counted by a formula; who has its last one has what is left."""
+    """About as many for each CTA: a tile's steps are counted by a formula, and its last one has what is left."""
     problem = Problem(spec(CHUNKS), PackedShape(queries, keys, *heads))
     parts = ceiling.parts(problem, 132)
     assert sum(part.steps for of_cta in parts for part in of_cta) == problem.visited

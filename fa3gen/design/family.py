@@ -242,11 +242,19 @@ class Family(NamedTuple):
         return alike and computes(self.mask, wanted.mask)
 
     def __str__(self) -> str:
-        """`bf16, head dim 192/128, window (512, 0)`; `bf16, O in fp32, head dim 128, causal, sinks`."""
+        """`bf16, head dim 192/128, window (512, 0)`; `bf16, O in fp32, head dim 128, causal, sinks, pages of 16`."""
+        return self._told(f"pages of {self.page_rows}")
+
+    @property
+    def of_module(self) -> str:
+        """The same of a module, or a row, of pages: `.., pages of a multiple of 16`, `.., pages of any size`."""
+        return self._told(f"pages of a multiple of {self.page_rows}" if self.page_rows != 1 else "pages of any size")
+
+    def _told(self, pages: str) -> str:
         score = "".join(f", {name}" for name in self.keywords) + " of any size" * self.any_cap
         where = f", contiguous sequence in {listed(self.by_sequence)}" if self.by_sequence else ""
         where += ", its keys permuted" * self.v_permuted
-        packed = {"dense": "", "packed": ", packed sequences", "paged": f", pages of {self.page_rows}"}[self.layout]
+        packed = {"dense": "", "packed": ", packed sequences", "paged": f", {pages}"}[self.layout]
         same = "" if self.part_keys is None else f", keys in parts of {self.part_keys}: the same bits in any batch"
         return f"{self.dtypes}, head dim {self.dims}, {mask_text(self.mask)}{score}{where}{packed}{same}"
 

@@ -19,8 +19,8 @@ from fa3gen.design.workspace import Workspace
 from fa3gen.hardware.chips import H100
 from fa3gen.hardware.dtypes import DTYPES
 from fa3gen.records import packed_records, tuning_records
-from fa3gen.records.packed_records import PackedProblem, PackedRecord
-from fa3gen.records.tuning_records import TuningRecord
+from fa3gen.records.packed_records import PackedProblem, PackedRecord, PackedResult
+from fa3gen.records.tuning_records import Result, TuningRecord
 from fa3gen.run.dispatch import (
     DIGEST_LENGTH,
     FEW_QUERIES,
@@ -106,27 +106,30 @@ _File = tuple[str, str]  # stem and first digits of the SHA-256
 
 @dataclass(frozen=True)
 class _Cell:
-    """A record, and the speeds of its modules that can serve every call of the rows that are made: of groups of heads
-    that are multiples of `group`, or of up to `at_most` where that is said, with LSE. `padded`: whose tiles hold all
-    heads of a group."""
+    """A record, and the speeds of its modules that can serve every call of the rows that are made (`able`): of groups
+    of heads that are multiples of `group`, or of up to `at_most` where that is said, with LSE. `speeds` are of those
+    that may be chosen, which are all; `padded`: whose tiles hold all heads of a group."""
 
     record: Record
     group: int = 1
     at_most: int = 0
     padded: bool = False
+    able: dict[_File, float] = field(init=False)
     speeds: dict[_File, float] = field(init=False)
 
     def __post_init__(self) -> None:
-        able = {
-            (result.stem, result.sha256[:DIGEST_LENGTH]): result.tflops
-            for result in self.record.results
-            if result.spec.get("outputs", {}).get("lse", True) and self._serves_groups(result.spec)
-        }
-        object.__setattr__(self, "speeds", able)
+        able, speeds = {}, {}
+        for result in self.record.results:
+            if result.spec.get("outputs", {}).get("lse", True) and self._serves_groups(result.spec):
+                able[result.stem, result.sha256[:DIGEST_LENGTH]] = result.tflops
+                if _most_heads(result.spec) or not self.padded:
+                    speeds[result.stem, result.sha256[:DIGEST_LENGTH]] = result.tflops
+        object.__setattr__(self, "able", able)
+        object.__setattr__(self, "speeds", speeds)
 
     def _serves_groups(self, spec: Mapping[str, Any]) -> bool:
-        most, heads = _most_heads(spec), _heads_in_a_tile(spec)
-        return most >= self.at_most > 0 if most else not self.padded and self.group % heads == 0
+        most = _most_heads(spec)
+        return most >= self.at_most > 0 if most else self.group % _heads_in_a_tile(spec) == 0
 
     @property
     def keys(self) -> int:
@@ -322,10 +325,9 @@ def _gain(file: _File, record: Record) -> float:
     return math.log(found.tflops / max(others)) if found else -math.inf
 
 
-def _result(file: _File, record: Record) -> Any:
+def _result(file: _File, record: Record) -> Result | PackedResult | None:
     """What a record says of a module, of the very file; None where that was not measured."""
-    own = (each for each in record.results if (each.stem, each.sha256[:DIGEST_LENGTH]) == file)
-    return next(own, None)
+    return next((each for each in record.results if (each.stem, each.sha256[:DIGEST_LENGTH]) == file), None)
 
 
 def _of_split_keys(record: Record) -> set[_File]:
@@ -359,8 +361,8 @@ def _of_groups(family: Family, records: Sequence[Record]) -> Iterator[Row]:
 
 
 def _of_mixed(family: Family, records: Sequence[Record]) -> Iterator[Row]:
-    """Rows for groups of heads that are multiples of the largest one that was measured, then for each other one that was,
-    then for one head of its own, then for any group; each where others than the modules for all calls serve best.
+    """Rows for groups of heads that are multiples of the largest one that was measured, then for each other one that
+    was, then for one head of its own, then for any group; each where others than modules for all calls serve best.
 
     Those for any group are made of all records but those of one head, which have a row of their own. A multiple of a
     smaller group is among them: a tile of 4 heads, which is best for 4, reads the keys of 12 three times. Before all of
@@ -587,22 +589,22 @@ def _measured(part: _Part) -> list[Measurement | Shapes]:
 
 
 def _measurement(file: _File, cell: _Cell) -> Measurement:
-    """The speed of a row's module in one record, beside the best of all others there."""
-    others = [result for result in cell.record.results if result.stem != file[0]]
-    second = max(others, key=lambda result: result.tflops, default=None)
+    """The speed of a row's module in one record, beside the best of all others there that serve its calls."""
+    others = [other for other in cell.able if other[0] != file[0]]
+    second = max(others, key=lambda other: cell.able[other], default=None)
     return Measurement(
         seq=cell.keys,
         tflops=cell.speeds[file],
-        runner_up=second.stem if second else None,
-        runner_up_tflops=second.tflops if second else None,
-        runner_up_sha256=second.sha256[:DIGEST_LENGTH] if second else None,
+        runner_up=second[0] if second else None,
+        runner_up_tflops=cell.able[second] if second else None,
+        runner_up_sha256=second[1] if second else None,
         gpu=cell.record.gpu,
     )
 
 
 def _shapes(file: _File, cells: Sequence[_Cell]) -> Shapes:
-    """How much faster a row's module was over many records than the best of those that were measured in all of them."""
-    speeds = _means([cell.speeds for cell in cells])
+    """How much faster a row's module was over many records than the best other one that serves all."""
+    speeds = _means([cell.able for cell in cells])
     second = next((other for other in speeds if other[0] != file[0]), None)
     return Shapes(
         shapes=len(cells),

@@ -26,7 +26,7 @@ from pydantic import Field, ValidationError
 
 from fa3gen.base.errors import Problem, SpecError, UserError
 from fa3gen.base.files import sha256
-from fa3gen.base.wording import counted
+from fa3gen.base.wording import counted, listed
 from fa3gen.design import footprint, splits
 from fa3gen.design.family import TILE_ROWS, Family, mask_text
 from fa3gen.design.footprint import page_rows
@@ -215,7 +215,9 @@ class Shapes(SpecModel):
     def told(self, home: Workspace) -> str:
         """`over 12 shapes; k6_d128 takes 1.08 times as long (NVIDIA H200)`; as `Measurement.told`."""
         figure = f"takes {self.runner_up_ratio or 0:g} times as long"
-        other = _runner_up(home, self.runner_up, self.runner_up_sha256, figure)
+        other = "no other module that serves this row was measured at all of them"
+        if self.runner_up is not None:
+            other = _runner_up(home, self.runner_up, self.runner_up_sha256, figure)
         return f"over {counted(self.shapes, 'shape')}; {other} ({self.gpu})"
 
 
@@ -474,7 +476,7 @@ class Choice:
         """The module, its spec in short, and why, in a few lines."""
         spec = self.spec
         how = f"tile {spec.tile.q} x {spec.tile.kv}, loads {spec.load.engine}, schedule {spec.schedule.kind}"
-        lines = [f"{self.file}", f"  spec  {self.source}: {Family.of(spec)}; {how}"]
+        lines = [f"{self.file}", f"  spec  {self.source}: {Family.of(spec).of_module}; {how}"]
         if self.size is not None:
             lines.append(f"  for   {self.size}")
         if self.as_packed:
@@ -537,7 +539,7 @@ def _dense_or_packed(family: Family, size: Size, lse: bool, workspace: Workspace
     One for dense tensors stays if a row says that it was measured with few queries, or if the one of packed sequences
     has no row, or does not split keys: then it reads them as the dense one does.
     """
-    packed = family._replace(layout="packed"), replace(size, keys=_shown(size.keys, family.mask), in_rows=False)
+    packed = family._replace(layout="packed"), replace(size, keys=_shown(size.keys, family.mask))
     try:
         dense = _chosen(family, size, lse, workspace)
     except NotRendered as missing:
@@ -595,7 +597,7 @@ def table_path(workspace: Workspace) -> Path:
 
 def place_of_row(home: Workspace, path: Path, number: int, row: Row) -> str:
     """`fa3gen/dispatch.yaml, row 3 (bf16, head dim 128, causal, up to 1024 keys)`."""
-    return f"{home.shown(path)}, row {number} ({row.family}, {row.region})"
+    return f"{home.shown(path)}, row {number} ({row.family.of_module}, {row.region})"
 
 
 def of_row(home: Workspace, row: Row, place: str) -> Choice:
@@ -738,8 +740,12 @@ def _missing(
     """The error where no module serves a call."""
     there = _served([variant for variant, _ in modules if own_bits(variant.spec) or not size.own_bits], family, lse)
     wanted = f"{family}{', with LSE' * lse}{size.division}"
-    wanted += ", the same bits in any batch" * size.own_bits
+    wanted += ", the same bits in any batch" * (size.own_bits and family.part_keys is None)
     problem = f"no generated module computes {wanted}; head dims served: {there or 'none'}"
+    if family.part_keys is not None:
+        alike = (Family.of(variant.spec) for variant, _ in modules)
+        numbers = {one.part_keys for one in alike if one._replace(part_keys=family.part_keys).serves(family)} - {None}
+        problem += f"; split_keys served there: {listed(sorted(map(str, numbers))) or 'none'}"
     if size.parts and not size.own_bits:
         with contextlib.suppress(NoKernel):
             free = choose(family, replace(size, parts=0), lse=lse, workspace=workspace)
@@ -751,7 +757,8 @@ def _missing(
     parts = size.parts > 1
     room = size.group if parts or family.part_keys is not None else 1  # other tiles hold one head, and take any group
     proposed = propose(family, workspace, own=size.own_bits, parts=parts, group=room)
-    return _not_rendered(problem, proposed, workspace)
+    function = "fa3gen.attention" if family.layout == "dense" or size.in_rows else "fa3gen.attention_packed"
+    return _not_rendered(problem, proposed, workspace, function)
 
 
 def _coarseness(module: tuple[Variant[Forward], Path]) -> tuple[Any, ...]:
@@ -787,20 +794,29 @@ def _modules(workspace: Workspace) -> Iterator[tuple[Variant[Forward], Path]]:
 
 
 def _served(variants: Sequence[Variant[Forward]], family: Family, lse: bool) -> str:
-    """The head dims for which there are modules of the family's layout, by dtypes, mask and the like."""
-    served_dims: dict[str, set[str]] = {}
-    for variant in variants:
-        served = Family.of(variant.spec)
-        alike = (served.layout, served.by_sequence) == (family.layout, family.by_sequence)
-        if alike and (variant.spec.outputs.lse or not lse):
-            score = "".join(f", {name}" for name in served.keywords)
-            packs, most = variant.spec.tile.pack_heads, "up to " * (variant.spec.tile.group != "multiple")
-            heads = f", {most}{packs} heads in a tile" if packs > 1 else ""
-            served_dims.setdefault(f"{served.dtypes}, {mask_text(served.mask)}{score}{heads}", set()).add(served.dims)
-    return "; ".join(f"{what}: {', '.join(sorted(found, key=_natural))}" for what, found in sorted(served_dims.items()))
+    """The head dims for which there are modules of the family's layout and dtypes, by mask and the like; of any dtypes
+    where there are none of these. Heads in a tile are said of head dims that no other module of the kind has."""
+    able = [(Family.of(variant.spec), variant.spec) for variant in variants if variant.spec.outputs.lse or not lse]
+    where = family.layout, family.by_sequence
+    able = [(served, spec) for served, spec in able if (served.layout, served.by_sequence) == where]
+    able = [(served, spec) for served, spec in able if served.dtypes == family.dtypes] or able
+    dims: dict[str, dict[str, set[str]]] = {}  # by kind, then by heads in a tile
+    for served, spec in able:
+        kind = f"{served.dtypes}, {mask_text(served.mask)}" + "".join(f", {name}" for name in served.keywords)
+        most = "up to " * (spec.tile.group != "multiple")
+        heads = f", {most}{counted(spec.tile.pack_heads, 'head')} in a tile" if spec.tile.pack_heads > 1 else ""
+        dims.setdefault(kind, {}).setdefault(heads, set()).add(served.dims)
+    found = [
+        (f"{kind}{heads}", of_heads[heads] - (of_heads.get("", set()) if heads else set()))
+        for kind, of_heads in sorted(dims.items())
+        for heads in sorted(of_heads)
+    ]
+    return "; ".join(f"{what}: {', '.join(sorted(here, key=_natural))}" for what, here in found if here)
 
 
-def _not_rendered(problem: str, found: Proposal | tuple[Violation, ...], workspace: Workspace) -> NotRendered:
+def _not_rendered(
+    problem: str, found: Proposal | tuple[Violation, ...], workspace: Workspace, function: str
+) -> NotRendered:
     """The error where no module fits: with a spec of one that would, or with what is against that."""
     if not isinstance(found, Proposal):
         reasons = "".join(f"\n{one.field}: {one.message}" for one in found) or "\nthere is no spec to begin with"
@@ -808,8 +824,7 @@ def _not_rendered(problem: str, found: Proposal | tuple[Violation, ...], workspa
     path, stem = workspace.specs_dir / f"{found.stem}.yaml", found.stem
     way_out = (
         f"This spec of one extends {found.base}, and was never measured. Save it as {path}, run `fa3gen render {stem}` "
-        f"and `fa3gen verify {stem}`; or have fa3gen.attention{'_packed' * (found.spec.problem.layout != 'dense')}"
-        "(..., render=True) render and compile it, once in each process"
+        f"and `fa3gen verify {stem}`; or have {function}(..., render=True) render and compile it, once in each process"
     )
     return NotRendered(f"{problem}. {way_out}:", found)
 

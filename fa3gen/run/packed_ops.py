@@ -103,8 +103,9 @@ def attention_packed(
 
     Sequence i begins at row cu_seqlens_q[i] of q and O and at row cu_seqlens_k[i] of k and v, and ends where the next
     one begins. Lengths are read on the device, on torch's current stream, and the host waits for nothing: a CUDA graph
-    can be replayed with other lengths in the same tensors. The host chooses the module by what it knows, which is the
-    mean length. As for `fa3gen.attention`, call it once with tensors of the same sizes before capturing a graph.
+    can be replayed with other lengths in the same tensors. The host chooses the module by what it knows, which are
+    mean lengths, or the longest ones where they are given. As for `fa3gen.attention`, call it once with tensors of the
+    same sizes before capturing a graph.
 
     With a page table k and v lie in pages, as in the cache of a serving engine: key j of sequence i is row j % page of
     page page_table[i, j // page].
