@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fa3gen
 from fa3gen.design import rules
+from fa3gen.design.workspace import Workspace
 from fa3gen.run import quantize_ops
 from fa3gen.run.dispatch import NoKernel
 from fa3gen.run.quantize_ops import SCALES, proposed, quantize, stem_of
@@ -250,18 +251,31 @@ def test_what_is_refused(changes: dict[str, Any], message: str) -> None:
 
 
 def test_a_module_that_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error ends with a spec, which is legal."""
+    """The error says what there is: no spec, one of other head dims, or one that was not rendered."""
+    (tmp_path / "package" / "specs").mkdir(parents=True)
+    home = Workspace(tmp_path, tmp_path / "package")
+    home.specs_dir.mkdir()
+    monkeypatch.setattr(quantize_ops.Workspace, "find", lambda: home)
 
-    class Elsewhere:
-        @staticmethod
-        def rendered_path(stem: str) -> Path:
-            return tmp_path / f"{stem}.py"
+    def refusal() -> str:
+        quantize_ops._file.cache_clear()
+        with pytest.raises(NoKernel, match=r"quantize_rotate_fp16_d64.py does not exist. ") as refused:
+            quantize(rows(dtype=torch.float16), rotate=signs(64))
+        quantize_ops._file.cache_clear()
+        return str(refused.value)
 
-    monkeypatch.setattr(quantize_ops.Workspace, "find", lambda: Elsewhere)
-    quantize_ops._file.cache_clear()
-    with pytest.raises(NoKernel, match=r"quantize_rotate_fp16_d64.py does not exist. Where specs/quantize_rotate_fp16"):
-        quantize(rows(dtype=torch.float16), rotate=signs(64))
-    quantize_ops._file.cache_clear()
+    text, file = proposed("fp16", 64, rotate=True, transpose=False, scale="head"), "quantize_rotate_fp16.yaml"
+    run = "run `fa3gen render quantize_rotate_fp16`"
+    assert refusal().endswith(f"No spec makes it: save this one as {home.specs_dir / file}, and {run}:\n\n{text}")
+    (home.specs_dir / file).write_text(text)
+    assert refusal().endswith(f"Its spec is {home.specs_dir / file}: {run}")
+    other = proposed("fp16", 128, rotate=True, transpose=False, scale="head")
+    (home.specs_dir / file).write_text(other)
+    assert refusal().endswith(
+        f"{home.specs_dir / file} makes other head dims: add 64 to problem.head_dim in its matrix, and {run}"
+    )
+    (home.specs_dir / file).rename(home.bundled_specs_dir / file)  # which nobody can change there
+    assert refusal().endswith(f"No spec makes it: save this one as {home.specs_dir / file}, and {run}:\n\n{text}")
 
 
 @pytest.mark.parametrize("scale", SCALES)

@@ -137,15 +137,20 @@ def proposed(dtype: str, head_dim: int, rotate: bool, transpose: bool, scale: st
 
 @functools.cache
 def _file(dtype: str, head_dim: int, rotate: bool, transpose: bool, scale: str, permute: bool = False) -> Path:
-    spec = stem_of(dtype, rotate, transpose, scale, permute)
-    file = Workspace.find().rendered_path(f"{spec}_d{head_dim}")
-    if not file.is_file():
+    spec, home = stem_of(dtype, rotate, transpose, scale, permute), Workspace.find()
+    file = home.rendered_path(f"{spec}_d{head_dim}")
+    if file.is_file():
+        return file
+    there = next((path for path in (*home.spec_files(), *home.bundled_spec_files()) if path.stem == spec), None)
+    own, render = home.specs_dir / f"{spec}.yaml", f"run `fa3gen render {spec}`"
+    if there is not None and any(variant.stem == file.stem for variant in home.load(there).variants):
+        way_out = f"Its spec is {there}: {render}"
+    elif there == own:
+        way_out = f"{own} makes other head dims: add {head_dim} to problem.head_dim in its matrix, and {render}"
+    else:
         text = proposed(dtype, head_dim, rotate, transpose, scale, permute)
-        raise NoKernel(
-            f"{file} does not exist. Where specs/{spec}.yaml names head dim {head_dim}, run `fa3gen render {spec}`; "
-            f"where it does not, add it; where there is no such spec, write\n\n{text}\nand render that"
-        )
-    return file
+        way_out = f"No spec makes it: save this one as {own}, and {render}:\n\n{text}"
+    raise NoKernel(f"{file} does not exist. {way_out}")
 
 
 # What can be wrong
