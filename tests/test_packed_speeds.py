@@ -224,6 +224,8 @@ def test_bench_shows_a_module_at_its_lists_of_lengths(pretended: list[str], caps
     assert "TFLOP/s, bf16 d128 causal packed, heads 32/8" in capsys.readouterr().out
     cells = json.loads(path.read_text())["cells"]
     assert [[one["name"] for one in cell["results"]] for cell in cells] == [[STEM]] * 2
+    everything = ["bench", "fwd_packed_d128", "--mask", "none", "--lengths", "chat16k", "--no-peers"]
+    assert cli.main(everything) == 0 and "bf16 d128 full packed" in capsys.readouterr().out  # as `list` calls it
     assert cli.main(["bench", STEM, "--lengths", "nowhere"]) == 2
     said = capsys.readouterr().err
     assert "the lists of lengths of these modules are" in said and "chat16k, chat64k, documents64k" in said

@@ -8,7 +8,7 @@ HELP = "Only this mask, as `fa3gen list` shows it: none, causal, 'window 512, 0'
 
 
 def name(word: str) -> str:
-    """The name of a mask (`mask_label`) for what `fa3gen list` shows: `full` for `none`, `window512_0` for `window 512, 0`.
+    """The name of a mask (`mask_label`) for what `fa3gen list` shows: `window512_0` for `window 512, 0`.
 
     Other words stay as they are, names among them.
     """
