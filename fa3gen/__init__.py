@@ -44,6 +44,11 @@ def __getattr__(name: str) -> Any:
     return function
 
 
+def __dir__() -> list[str]:
+    """What is imported when it is asked for, too: for `dir` and completion."""
+    return sorted({*globals(), *_NEED_TORCH})
+
+
 def load(stem: str, *, on: Literal["gpu", "cpu"] = "gpu") -> ModuleType:
     """Import a generated module by its stem, such as `k4_2_d128_causal`, from the workspace or else from the package.
 

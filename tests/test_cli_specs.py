@@ -88,7 +88,9 @@ def test_a_list_of_one_module_has_no_columns(root: Path, capsys: Output) -> None
         (["k4_2_d64"], ["k4_2_d64"]),
         (["k4_2", "--head-dim", "64"], ["k4_2_d64", "k4_2_d64_window512_0"]),
         (["--mask", "window512_0"], ["k4_2_d64_window512_0", "k4_2_d128_window512_0"]),
+        (["--mask", "window 512, 0"], ["k4_2_d64_window512_0", "k4_2_d128_window512_0"]),  # as the list shows it
         (["--mask", "full", "--head-dim", "128", "--dtype", "bf16"], ["k4_2_d128"]),
+        (["--mask", "none"], ["k4_2_d64", "k4_2_d128"]),
         (["--head-dim", "64", "--head-dim", "128", "--mask", "full"], ["k4_2_d64", "k4_2_d128"]),
     ],
 )
@@ -99,9 +101,46 @@ def test_list_filters(root: Path, options: list[str], stems: list[str], capsys: 
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines() if line.startswith("  k4_2_")] == stems
 
 
-def test_a_list_of_nothing_says_so(root: Path, capsys: Output) -> None:
-    assert main(["list", "--dtype", "fp16"]) == 2
-    assert capsys.readouterr().err == "no module is like that; `fa3gen list` alone shows all\n"
+@pytest.mark.parametrize(
+    ("options", "offered"),
+    [
+        (["--dtype", "bfloat16"], "--dtype bf16"),
+        (["--mask", "causal", "--head-dim", "64"], "--head-dim 64, 128 and --mask full, window512_0"),
+        (["k4_2_d64", "--mask", "any window"], "--mask full"),
+    ],
+)
+def test_a_list_of_nothing_says_what_there_is(root: Path, options: list[str], offered: str, capsys: Output) -> None:
+    assert main(["list", *options]) == 2
+    assert capsys.readouterr().err == f"no module is like that; there is {offered}\n"
+
+
+def test_list_takes_specs_by_path(root: Path, capsys: Output) -> None:
+    """Also such as lie outside `specs/`, one with the name of a module there."""
+    drafts = root / "drafts"
+    drafts.mkdir()
+    for stem in ("mine", "k4_2_d64"):
+        (drafts / f"{stem}.yaml").write_text("extends: k4_2\nsummary: x\nproblem: {head_dim: 64}\nmatrix: {}\n")
+    for names, sources in (
+        (["drafts/mine.yaml"], ["drafts/mine.yaml"]),
+        (["drafts/mine.yaml", "k4_2_d128"], ["specs/k4_2.yaml", "drafts/mine.yaml"]),
+        (["drafts/k4_2_d64.yaml"], ["drafts/k4_2_d64.yaml"]),
+    ):
+        assert main(["list", *names, "--mask", "none", "--json"]) == 0
+        assert [row["source"] for row in json.loads(capsys.readouterr().out)] == sources
+
+
+def test_masks_have_the_words_that_the_list_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of them names what its modules are called by, in `list` and in `bench`."""
+    from fa3gen.cli import masks, specs
+    from fa3gen.design.family import mask_label
+    from fa3gen.spec.specfile import attention_among
+
+    monkeypatch.chdir(ROOT)
+    found = attention_among(variant for file in Workspace.find().load_all() for variant in file.variants)
+    shown = {specs._mask_text(variant.spec): mask_label(variant.spec.mask) for variant in found}
+    assert {"none", "causal", "any window", "window 512, 0"} <= shown.keys()
+    assert {word: masks.name(word) for word in shown} == shown
+    assert {label: masks.name(label) for label in shown.values()} == {label: label for label in shown.values()}
 
 
 def test_the_list_fits_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch, capsys: Output) -> None:

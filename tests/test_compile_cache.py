@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import os
 import platform
@@ -316,8 +317,16 @@ def test_why_a_cache_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monke
     assert contents(tmp_path / "a" / "b").unwritable == ""
     assert contents(Path("/dev/null")).unwritable == "/dev/null is not a directory"
     assert contents(Path("/dev/null/below")).unwritable == "/dev/null is not a directory"
-    monkeypatch.setattr(os, "access", lambda *_: False)
-    assert contents(tmp_path / "a").unwritable == f"{tmp_path} may not be written"
+    assert list(tmp_path.iterdir()) == []  # it was tried
+    # Root may write everywhere, by its permissions; /proc takes no files.
+    assert contents(Path("/proc/nocache")).unwritable.startswith("/proc cannot be written (")
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    assert contents(tmp_path).unwritable == f"{tmp_path} cannot be written (No space left on device)"
+    assert list(tmp_path.iterdir()) == []
 
 
 def deny(*arguments: object, **options: object) -> None:

@@ -272,6 +272,7 @@ def test_a_window_as_asked(capsys: pytest.CaptureFixture[str]) -> None:
     windows = [127, 0], [-1, -1], [512, 0]
     assert found == [(window, 4 * 64 * count) for window, count in zip(windows, pairs, strict=True)]
     assert "window (127, 0) of each call" in run(capsys, *common, "--window", "127,0")[1]
+    assert run(capsys, "k4_2_d64", *common, "--window", "127,0")[0] == 0  # one of them takes it
 
 
 def test_parts_as_asked(capsys: pytest.CaptureFixture[str]) -> None:
@@ -301,6 +302,8 @@ def test_heads_of_a_packed_module(capsys: pytest.CaptureFixture[str]) -> None:
         (["k6", "--heads", "3", "--heads-kv", "2"], "no multiple of 2 kv heads"),
         (["k6", "--seq", "4k"], "is no length"),
         (["k6", "--num-splits", "3"], "3 parts are asked for, and this module does not split keys"),
+        (["k4_2_window_d64_window512_0", "--window", "5,5"], "k4_2_window_d64_window512_0 takes none from calls"),
+        (["k4_2_d64", "k6_d64", "--window", "5,5"], "k4_2_d64, k6_d64 take none from calls; leave it out"),
         (["k4_2_any_window", "--window", "3"], "--window is 3; it needs to be LEFT,RIGHT"),
         (["k4_2_any_window", "--window", "3,-2"], "or -1 for all"),
         (["fwd_d128_pack4_causal", "--heads", "6"], "holds 4 query heads"),

@@ -84,6 +84,10 @@ def test_the_generator_imports_nothing_heavy() -> None:
     assert loaded_by(f"import {', '.join(LIGHT)}") == []
 
 
+def test_what_needs_torch_is_listed_before_it_is_imported() -> None:
+    assert loaded_by("import fa3gen\nassert set(fa3gen.__all__) <= set(dir(fa3gen))") == []
+
+
 def test_rendering_imports_nothing_heavy() -> None:
     code = """
 from pathlib import Path

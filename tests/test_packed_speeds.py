@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from rendering import ROOT
 
 from fa3gen import cli
 from fa3gen.cli import packed_speeds as shown
@@ -223,9 +224,34 @@ def test_bench_shows_a_module_at_its_lists_of_lengths(pretended: list[str], caps
     assert "TFLOP/s, bf16 d128 causal packed, heads 32/8" in capsys.readouterr().out
     cells = json.loads(path.read_text())["cells"]
     assert [[one["name"] for one in cell["results"]] for cell in cells] == [[STEM]] * 2
+    everything = ["bench", "fwd_packed_d128", "--mask", "none", "--lengths", "chat16k", "--no-peers"]
+    assert cli.main(everything) == 0 and "bf16 d128 full packed" in capsys.readouterr().out  # as `list` calls it
     assert cli.main(["bench", STEM, "--lengths", "nowhere"]) == 2
     said = capsys.readouterr().err
     assert "the lists of lengths of these modules are" in said and "chat16k, chat64k, documents64k" in said
+
+
+def test_modules_of_the_package_and_beside_their_spec_are_timed_where_they_lie(
+    pretended: list[str], monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path
+) -> None:
+    """In a folder without `generated/`; no record is made of them there."""
+    asked: list[Path] = []
+    competitors = packed_speeds.module_competitor
+    monkeypatch.setattr(
+        packed_speeds, "module_competitor", lambda variant, path: asked.append(path) or competitors(variant, path)
+    )
+    monkeypatch.chdir(tmp_path)
+    mine = tmp_path / "drafts" / "mine.yaml"
+    mine.parent.mkdir()
+    mine.write_text("summary: x\nextends: fwd_packed\nproblem: {head_dim: 128}\nmask: causal\nmatrix: {}\n")
+    assert cli.main(["render", "drafts/mine.yaml"]) == 0
+    for name, path in ((STEM, ROOT / "generated" / f"{STEM}.py"), ("drafts/mine.yaml", mine.with_suffix(".py"))):
+        asked.clear()
+        assert cli.main(["bench", name, "--lengths", "chat16k", "--no-peers"]) == 0
+        assert set(asked) == {path}
+        assert "TFLOP/s, bf16 d128 causal packed, heads 32/8" in capsys.readouterr().out
+        assert cli.main(["tune", "--measure", name]) == 2
+        assert "records are kept of modules in" in capsys.readouterr().err
 
 
 def test_tune_measures_whole_cells_and_records_them(pretended: list[str], capsys: Any, tmp_path: Path) -> None:

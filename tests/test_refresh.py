@@ -121,6 +121,16 @@ def test_a_workspace_without_pages_has_its_evidence_renewed(
     assert capsys.readouterr().out == "wrote generated/EVIDENCE.md\n"
 
 
+@pytest.mark.parametrize("options", [[], ["--check"]])
+def test_outside_a_workspace_there_is_nothing_to_renew(
+    options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["refresh", *options]) == 2
+    assert capsys.readouterr().err.startswith(f"there is nothing to renew: {tmp_path} lies in no checkout or workspace")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_module_that_the_table_chooses_is_named(copy: Workspace) -> None:
     """A copy of the package's own data: its table names the module that has changed, and how it is measured again."""
     package = Workspace(copy.root, copy.root)

@@ -820,7 +820,7 @@ def test_packed_slices() -> None:
     assert output.packed_slices("direct", 3) is None
     assert output.packed_slices("own_buffer", 3) == Violation(
         "outputs.o",
-        "own_buffer stores the 16 rows of each warp as whole positions of 3 heads, and 16 is 16, no multiple of 3 "
+        "own_buffer stores the rows of each warp as whole positions of 3 heads, and a warp has 16, no multiple of 3 "
         "(16 = 5 x 3 + 1); use over_q with scheduler single_tile or grid, or direct",
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import jsonschema
 import pytest
@@ -162,6 +163,20 @@ def test_what_the_command_says_of_parts_and_memory(capsys: pytest.CaptureFixture
     assert problem["gigabytes"] < CHIP.hbm.value / 1e9
     assert cli.main(["simulate", DENSE, "--lengths", "1x300,1x301"]) == 2
     assert "of which all sequences have one length" in capsys.readouterr().err
+
+
+def test_modules_are_compared_where_they_lie(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of the package in a folder without `generated/`; of a spec of the user's own beside it, if it is rendered."""
+    monkeypatch.chdir(tmp_path)
+    for stem in ("k4_2_d128", f"{DENSE}_causal", "fwd_packed_d128_causal"):
+        assert cli.main(["simulate", stem, "--compare"]) == 0
+        said = capsys.readouterr().out
+        assert stem in said and "measured" in said
+    (tmp_path / "mine.yaml").write_text("summary: x\nextends: k4_2\nproblem: {head_dim: 64}\nmatrix: {}\n")
+    assert cli.main(["simulate", "./mine.yaml", "--compare"]) == 2
+    assert "write them with: fa3gen render mine.yaml" in capsys.readouterr().err
 
 
 def test_dense_decoding_is_compared_with_what_was_tuned() -> None:

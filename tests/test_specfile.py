@@ -11,11 +11,14 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from rendering import CHECKOUT
 from ruamel.yaml import YAML
 
 from fa3gen.base.errors import SpecError, UserError
 from fa3gen.design import load
 from fa3gen.spec import specfile
+from fa3gen.spec.complaints import BASES
+from fa3gen.spec.model import OPERATIONS
 from fa3gen.spec.specfile import SpecFile
 from fa3gen.verify import comparison
 
@@ -239,6 +242,15 @@ def test_a_missing_summary_is_reported_at_the_top(specs: Specs) -> None:
     assert found == ["k.yaml:1: summary: missing required key 'summary' (one line that says what the kernel is)"]
 
 
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_what_to_extend_is_said_and_has_all_that_is_missing(specs: Specs, operation: str) -> None:
+    base = BASES[operation]
+    found = specs.problems("k", f"summary: x\noperation: {operation}\n")
+    assert found and all(problem.endswith(f"; write it, or begin with `extends: {base}`") for problem in found)
+    variants = CHECKOUT.resolve(base)
+    assert {variant.spec.operation for variant in variants} == {operation}
+
+
 def test_everything_wrong_is_reported_at_once(specs: Specs) -> None:
     found = specs.problems(
         "k",
@@ -253,8 +265,10 @@ def test_everything_wrong_is_reported_at_once(specs: Specs) -> None:
     )
     assert found == [
         "k.yaml:1: summary: one line of text is needed, got an empty one",
-        "k.yaml:1: pv: missing required key 'pv'",
-        "k.yaml:1: handoff: missing required key 'handoff'",
+        "k.yaml:1: pv: missing required key 'pv', a mapping such as {engine: scalar, ...}; write it, or begin with "
+        "`extends: k4_2`",
+        "k.yaml:1: handoff: missing required key 'handoff', a mapping such as {through: global_f32, ...}; write it, or "
+        "begin with `extends: k4_2`",
         "k.yaml:2: problem.head_dim: an integer is needed, got the number 1.5",
         "k.yaml:2: problem.dtype: the string 'fp8' is none of bf16, fp16, e4m3; did you mean 'fp16'?",
         "k.yaml:4: load.barrier: duplicate key 'barrier'; it was first given in line 4",

@@ -10,16 +10,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rendering import CHECKOUT, ROOT, source
+from rendering import CHECKOUT, ROOT, source, variants
 
 from fa3gen import cli
 from fa3gen.cli import tune
 from fa3gen.compile import cache as compile_cache
 from fa3gen.compile.cache import CACHE_DIR_VARIABLE
+from fa3gen.design import work
+from fa3gen.design.family import Family
 from fa3gen.design.workspace import Workspace
 from fa3gen.measure.tuning import session
 from fa3gen.records import tuning_records
 from fa3gen.run.dispatch import read_table
+from fa3gen.spec.model import Forward
 from fa3gen.verify import pipeline as verification
 
 SPACE = "base: k6\nproblem: {head_dim: 128, mask: causal}\nspace:\n  tile.kv: [96, 100, 112]\n"
@@ -221,6 +224,33 @@ def test_the_example_of_a_search_space_is_one_of_what_is_tuned(
     assert cli.main(["tune", "w80", "--heads", "16", "--dry-run"]) == 0
 
 
+def test_heads_are_rounded_down_as_in_explain(capsys: pytest.CaptureFixture[str]) -> None:
+    shapes = tune.Shapes(((512, 512),), 16384, 2048, (), ())
+    for stem, heads in (("fwd_d96", 21), ("fwd_d192", 10), ("fwd_d128", 16)):
+        spec = variants()[stem].spec
+        assert isinstance(spec, Forward)
+        assert work.default_heads(spec) == (heads, heads)
+        [problem] = shapes.problems(Family.of(spec))
+        assert (problem.heads_q, problem.heads_kv) == (heads, heads)
+    assert cli.main(["tune", "fwd_d96", "--dry-run"]) == 0
+    assert "bf16_d96_full: " in capsys.readouterr().err
+
+
+def test_a_packed_spec_without_a_space_is_refused_for_its_layout(
+    workspace: Workspace, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = workspace.root / "drafts"
+    folder.mkdir()
+    (folder / "p96.yaml").write_text(
+        "summary: x\nextends: fwd_packed\nproblem: {head_dim: 96}\nsmem: {q: 64B, k: 64B, v: 64B}\nmatrix: {}\n"
+    )
+    assert cli.main(["tune", "drafts/p96.yaml", "--dry-run"]) == 2
+    assert capsys.readouterr().err == (
+        "modules are tuned for dense tensors, and these are for bf16, head dim 96, no mask, packed sequences; measure "
+        "them with fa3gen tune --measure\n"
+    )
+
+
 def test_cells_without_a_winner_are_no_success(workspace: Workspace, tmp_path: Path) -> None:
     order(tmp_path, **{"raise": ["k5_d64"]})
     assert cli.main(["tune", "--measure", "k5_d64", "--seq", "512"]) == 1
@@ -241,7 +271,10 @@ def test_cells_without_a_winner_are_no_success(workspace: Workspace, tmp_path: P
         (["fast", "--seq", "1k"], "'1k' is no length"),
         (["fast", "--seq", "1x2x3"], "is no length"),
         (["fast", "--seq", "1000"], "--seq 1000 does not divide --tokens 16384; give --batch"),
-        (["fast", "--hidden", "1000"], "head dim 128 does not divide --hidden 1000; give --heads"),
+        (["fast", "--hidden", "100"], "--hidden 100 holds no head of dim 128; give --heads"),
+        (["fwd_packed", "--hidden", "1"], "measure them with fa3gen tune --measure"),
+        (["g3"], "fa3gen tune knows attention (operation: forward) only, and not g3"),
+        (["specs/g3.yaml", "--dry-run"], "fa3gen tune knows attention (operation: forward) only, and not g3"),
         (["fast", "--heads", "16,6/4"], "--heads 16,6/4: 6 query heads are no multiple of 4 of k and v"),
         (["fast", "--heads", "16/8/4"], "'16/8/4' is no number of heads; write 16, or 32/8 for 8 of k and v"),
         (["fast", "--batch", "1,two"], "--batch 1,two: 'two' is no number of sequences; write 1,2"),

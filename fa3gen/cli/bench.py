@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fa3gen.cli import completion
+from fa3gen.cli import completion, masks
 
 if TYPE_CHECKING:
     import torch
@@ -31,9 +31,7 @@ def bench(
         ),
     ],
     head_dim: Annotated[list[int] | None, typer.Option(help="Only this head dim; may be repeated.")] = None,
-    mask: Annotated[
-        list[str] | None, typer.Option(help="Only this mask: full, causal, window512_0; may be repeated.")
-    ] = None,
+    mask: Annotated[list[str] | None, typer.Option(help=masks.HELP)] = None,
     seq_len: Annotated[list[int] | None, typer.Option(help="Only this sequence length; may be repeated.")] = None,
     lengths: Annotated[
         list[str] | None,
@@ -109,13 +107,14 @@ def bench(
         _beside_torch(workspace, others, evidence=evidence, json_path=json_path)
     errors = Console(stderr=True)
     failed = False
+    names = [masks.name(word) for word in mask or ()]
     if packed:
         with errors.status("measuring") as status:
             failed = packed_speeds.bench(
                 workspace,
                 packed,
                 head_dims=head_dim or (),
-                masks=mask or (),
+                masks=names,
                 lists=lengths or (),
                 quick=quick,
                 peers=peers,
@@ -131,7 +130,7 @@ def bench(
     cells = plan_cells(
         [variant.spec for variant in variants],
         head_dims=head_dim or (),
-        masks=mask or (),
+        masks=names,
         seq_lens=seq_len or (),
         quick=quick,
     )

@@ -65,8 +65,11 @@ def explain(
 
     workspace = Workspace.find()
     lengths, wanted = _lengths(seq), chips.select(chip)
+    variants = workspace.select(specs)
+    if window is not None:
+        _require_given_windows(variants)
     found: list[Explanation] = []
-    for variant in workspace.select(specs):
+    for variant in variants:
         spec = variant.spec
         shapes = _shapes(spec, lengths, batch, heads, heads_kv) if isinstance(spec, Forward) else []
         if isinstance(spec, Forward) and given_with_calls(spec.mask):
@@ -96,6 +99,20 @@ def _lengths(seq: str) -> tuple[tuple[int, int], ...]:
     from fa3gen.cli.tune import parse_lengths
 
     return parse_lengths(seq)
+
+
+def _require_given_windows(variants: Sequence[Variant]) -> None:
+    """Raise UserError where none of these modules takes a window from calls."""
+    from fa3gen.base.errors import UserError
+    from fa3gen.design.masks import given_with_calls
+    from fa3gen.spec.specfile import attention_among
+
+    if not any(given_with_calls(variant.spec.mask) for variant in attention_among(variants)):
+        names = ", ".join(variant.stem for variant in variants)
+        raise UserError(
+            f"--window is the window of a call, and {names} {'takes' if len(variants) == 1 else 'take'} none from "
+            "calls; leave it out, or name modules of any window (`fa3gen list --mask any_window`)"
+        )
 
 
 def _window(text: str | None) -> tuple[int, int]:

@@ -42,13 +42,19 @@ def refuse(options: dict[str, Any]) -> None:
         )
 
 
-def _cells_of(workspace: Workspace, stems: Collection[str]) -> Cells:
-    """The cells that these modules can serve, each with all modules that can. Raises UserError where there are none."""
+def _cells_of(workspace: Workspace, modules: Sequence[Variant[Forward]]) -> Cells:
+    """The cells that these modules can serve, each with all modules that can.
+
+    Raises UserError where one serves none, or is not rendered.
+    """
     from fa3gen.measure import packed_cells
 
+    if unrendered := [variant for variant in modules if not workspace.path_of(variant).is_file()]:
+        raise workspace.not_rendered(unrendered)
+    stems = [variant.stem for variant in modules]
     found = [
         (problem, variants)
-        for problem, variants in packed_cells.cells(workspace)
+        for problem, variants in packed_cells.cells(workspace, modules)
         if any(variant.stem in stems for variant in variants)
     ]
     served = {variant.stem for _, variants in found for variant in variants}
@@ -78,12 +84,12 @@ def _speeds(
     from fa3gen.measure.tuning.measuring import CudaTimer
 
     device, jobs = require_hopper(command), how.pop("jobs", None)
-    files = {workspace.module_path(variant.stem) for _, variants in cells for variant in variants}
+    files = {workspace.path_of(variant) for _, variants in cells for variant in variants}
     say(f"{len(cells)} cells, {len(files)} modules")
     with ThreadPoolExecutor(jobs) as pool:
         list(pool.map(cached_compile_for_launch, sorted(files)))
     for number, (problem, variants) in enumerate(cells, 1):
-        own = [module_competitor(variant, workspace.module_path(variant.stem)) for variant in variants]
+        own = [module_competitor(variant, workspace.path_of(variant)) for variant in variants]
         speeds = measure(problem, [*own, *peers], device, CudaTimer(device), **how)
         told = ", ".join(f"{one.name} {one.tflops:.0f}" for one in speeds if one.tflops is not None)
         say(f"[{number}/{len(cells)}] {problem.label}: {told}")
@@ -115,12 +121,10 @@ def bench(
     from fa3gen.design.masks import of_call
     from fa3gen.measure.packed_speeds import ROUNDS, peer_competitors
 
-    if unrendered := [variant for variant in variants if not workspace.module_path(variant.stem).is_file()]:
-        raise workspace.not_rendered(unrendered)
     stems = [variant.stem for variant in variants]
     every = [
         (problem, [variant for variant in able if variant.stem in stems])
-        for problem, able in _cells_of(workspace, stems)
+        for problem, able in _cells_of(workspace, variants)
     ]
     cells = [
         (problem, able)
@@ -205,14 +209,15 @@ def record(
 ) -> None:
     """Time all modules of every cell that one of these can serve; with `write`, write a record for each cell at once.
 
-    So what was measured stays when it is interrupted. Raises UserError in the end for modules that compute something
-    wrong, or cannot be timed: their cells have no record.
+    So what was measured stays when it is interrupted. Raises UserError for modules of which there are no records
+    here, and in the end for such that compute something wrong, or cannot be timed: their cells have no record.
     """
     from fa3gen.measure.packed_speeds import ROUNDS
     from fa3gen.records import packed_records
     from fa3gen.run import gpu
 
-    cells = _cells_of(workspace, [variant.stem for variant in variants])
+    workspace.require_recordable(variants)
+    cells = _cells_of(workspace, variants)
     able, around = {problem.file_name: own for problem, own in cells}, gpu.environment()
     records, failed = [], []
     how = {"rounds": rounds or ROUNDS, "burst_ms": burst_ms, "jobs": jobs}

@@ -18,10 +18,16 @@ def refresh(
     of a file that has changed since they were measured are left out, and the page says so. Records and the dispatch
     table are not touched: what renews them is printed. Run it after `fa3gen render`.
     """
+    from fa3gen.base.errors import UserError
     from fa3gen.design.workspace import Workspace
     from fa3gen.inspect import pages
 
     workspace = Workspace.find()
+    if not (workspace.specs_dir.is_dir() and workspace.generated_dir.is_dir()):
+        raise UserError(
+            f"there is nothing to renew: {workspace.root} lies in no checkout or workspace, which has specs/ and "
+            "generated/; run it there"
+        )
     if check:
         problems = pages.check(workspace)
         for problem in problems:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fa3gen.cli import completion
+from fa3gen.cli import completion, masks
 
 if TYPE_CHECKING:
     from fa3gen.design.workspace import Workspace
@@ -23,10 +23,10 @@ def list_specs(
         ),
     ] = None,
     head_dim: Annotated[list[int] | None, typer.Option(help="Only this head dim; may be repeated.")] = None,
-    mask: Annotated[
-        list[str] | None, typer.Option(help="Only this mask: full, causal, window512_0; may be repeated.")
+    mask: Annotated[list[str] | None, typer.Option(help=masks.HELP)] = None,
+    dtype: Annotated[
+        list[str] | None, typer.Option(help="Only this dtype, such as bf16 or e4m3; may be repeated.")
     ] = None,
-    dtype: Annotated[list[str] | None, typer.Option(help="Only this dtype: bf16, fp16; may be repeated.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, one object per generated module.")] = False,
 ) -> None:
     """Show all specs, the modules they generate, and what each is."""
@@ -37,11 +37,12 @@ def list_specs(
     workspace = Workspace.find()
     files, problems = workspace.survey()
     note(problems)
-    named = {variant.stem for variant in workspace.select(specs)} if specs else None
-    wanted = {"head_dim": head_dim, "mask": mask, "dtype": dtype}
-    chosen = [kept for file in files if (kept := _chosen(file, named, wanted)).variants]
+    if specs:
+        files = _named(workspace, files, specs)
+    wanted = {"head_dim": head_dim, "mask": [masks.name(word) for word in mask or ()], "dtype": dtype}
+    chosen = [kept for file in files if (kept := _chosen(file, wanted)).variants]
     if files and not chosen:
-        raise UserError("no module is like that; `fa3gen list` alone shows all")
+        raise UserError(f"no module is like that; {_offered(files, wanted)}")
     if as_json:
         import json
 
@@ -93,23 +94,53 @@ def print_schema() -> None:
 # list
 
 
-def _chosen(file: SpecFile, named: Collection[str] | None, wanted: Mapping[str, Collection[Any] | None]) -> SpecFile:
-    """The spec file with those variants only that are named and have one of the wanted values of each field."""
+def _named(workspace: Workspace, files: Sequence[SpecFile], names: Sequence[str]) -> list[SpecFile]:
+    """The spec files with those variants only that are named; behind `files` such as lie outside `specs/`."""
     from dataclasses import replace
 
+    variants = workspace.select(names)
+    known = {file.path: file for file in files}
+    for variant in variants:
+        if variant.source not in known:
+            known[variant.source] = workspace.file_of(variant)
+    stems = {(variant.source, variant.stem) for variant in variants}
+    kept = (
+        replace(file, variants=tuple(each for each in file.variants if (file.path, each.stem) in stems))
+        for file in known.values()
+    )
+    return [file for file in kept if file.variants]
+
+
+def _chosen(file: SpecFile, wanted: Mapping[str, Collection[Any] | None]) -> SpecFile:
+    """The spec file with those variants only that have one of the wanted values of each field."""
+    from dataclasses import replace
+
+    def fits(variant: Variant) -> bool:
+        has = _sought(variant.spec)
+        return all(not values or has.get(field) in values for field, values in wanted.items())
+
+    return replace(file, variants=tuple(variant for variant in file.variants if fits(variant)))
+
+
+def _sought(spec: Spec) -> dict[str, Any]:
+    """What one can ask the list for."""
     from fa3gen.design.family import mask_label
     from fa3gen.spec.model import Forward
 
-    def fits(variant: Variant) -> bool:
-        spec = variant.spec
-        has: dict[str, Any] = {"dtype": spec.problem.dtype}
-        if isinstance(spec, Forward):
-            has |= {"head_dim": spec.problem.head_dim, "mask": mask_label(spec.mask)}
-        return (named is None or variant.stem in named) and all(
-            not values or has.get(field) in values for field, values in wanted.items()
-        )
+    has: dict[str, Any] = {"dtype": spec.problem.dtype}
+    if isinstance(spec, Forward):
+        has |= {"head_dim": spec.problem.head_dim, "mask": mask_label(spec.mask)}
+    return has
 
-    return replace(file, variants=tuple(variant for variant in file.variants if fits(variant)))
+
+def _offered(files: Sequence[SpecFile], wanted: Mapping[str, Collection[Any] | None]) -> str:
+    """The values that these modules have of what was asked for: `there is --dtype bf16 and --mask causal, full`."""
+    found = [_sought(variant.spec) for file in files for variant in file.variants]
+    offers = []
+    for field in (field for field, values in wanted.items() if values):
+        values = sorted({has[field] for has in found if field in has})
+        offers.append(f"{'' if values else 'no '}--{field.replace('_', '-')} {', '.join(map(str, values))}".rstrip())
+    return f"there is {' and '.join(offers)}"
 
 
 def facts(file: SpecFile, stem: str, spec: Spec) -> dict[str, Any]:

@@ -48,7 +48,11 @@ class Shapes:
     heads: tuple[tuple[int, int], ...]
 
     def problems(self, family: Family) -> list[TunedProblem]:
-        """A problem for each pair of heads, batch and length. Raises UserError where --tokens or --hidden is uneven."""
+        """A problem for each pair of heads, batch and length.
+
+        Without heads there are as many as fit into --hidden, as in `fa3gen explain`. Raises UserError where not even
+        one does, or --tokens is uneven.
+        """
         from fa3gen.design.family import Shape
         from fa3gen.records.tuning_records import TunedProblem
 
@@ -60,8 +64,8 @@ class Shapes:
         ]
 
     def _of_hidden(self, dim: int) -> tuple[tuple[int, int], ...]:
-        if self.hidden % dim:
-            raise UserError(f"head dim {dim} does not divide --hidden {self.hidden}; give --heads, or another --hidden")
+        if self.hidden < dim:
+            raise UserError(f"--hidden {self.hidden} holds no head of dim {dim}; give --heads, or a larger --hidden")
         return ((self.hidden // dim, self.hidden // dim),)
 
     def _of_tokens(self, seq: int) -> tuple[int, ...]:
@@ -90,7 +94,7 @@ def tune(
         str, typer.Option(metavar="LENGTHS", help="Sequence lengths, 512,1024; 1x4096: one query, 4096 keys.")
     ] = SEQ_LENS,
     tokens: Annotated[int, typer.Option(min=1, help="Batch x sequence length.")] = 16384,
-    hidden: Annotated[int, typer.Option(min=1, help="Heads x head dim.")] = 2048,
+    hidden: Annotated[int, typer.Option(min=1, help="Heads x head dim; rounded down to whole heads.")] = 2048,
     batch: Annotated[str | None, typer.Option(metavar="LIST", help="Batches, 1,2, instead of --tokens.")] = None,
     heads: Annotated[
         str | None,
@@ -325,10 +329,14 @@ class _Run:
 
     def enumerate(self, names: Sequence[str], space_path: Path | None) -> list[Search]:
         """Enumerate and prune; says what was pruned and why. UserError where nothing is left."""
-        from fa3gen.measure.tuning.candidates import find_space, find_starts, prune
+        from fa3gen.design.family import Family, Shape
+        from fa3gen.measure.tuning.candidates import find_space, find_starts, known, prune
+        from fa3gen.records.tuning_records import TunedProblem
 
         if len(names) > 1:
             raise UserError(f"one name is tuned at a time, not {len(names)}; to compare modules, add --measure")
+        for variant in filter(packed_speeds.is_packed, known(self.workspace, names[0])):
+            TunedProblem.of(Family.of(variant.spec), Shape(1, 1, 1, 1, 1))  # says what packed sequences need instead
         space = find_space(self.workspace, names[0], space_path)
         starts = find_starts(self.workspace, names[0], space)
         searches = []

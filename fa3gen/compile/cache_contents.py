@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import shutil
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,7 +51,7 @@ def megabytes(size: int) -> str:
 
 
 def contents(directory: Path) -> Contents:
-    """Look into a cache directory, which need not exist; writes nothing."""
+    """Look into a cache directory, which need not exist; leaves nothing there that was not there."""
     return Contents(directory, tuple(_entries(directory)), _why_unwritable(directory))
 
 
@@ -73,10 +73,20 @@ def _facts(manifest: Path) -> dict[str, str]:
 
 
 def _why_unwritable(directory: Path) -> str:
-    nearest = next((path for path in (directory, *directory.absolute().parents) if path.exists()), Path("/"))
-    if not nearest.is_dir():
-        return f"{nearest} is not a directory"
-    return "" if os.access(nearest, os.W_OK | os.X_OK) else f"{nearest} may not be written"
+    """Found by writing: what permissions say does not hold for root, read-only file systems and the like.
+
+    Where the directory is to be made, the trial is beside it: another process may be making it at this moment.
+    """
+    nearest = directory
+    try:
+        nearest = next((path for path in (directory, *directory.absolute().parents) if path.exists()), Path("/"))
+        if not nearest.is_dir():
+            return f"{nearest} is not a directory"
+        with tempfile.TemporaryDirectory(prefix=".fa3gen-trial-", dir=nearest) as folder:
+            Path(folder, "trial").write_bytes(b"1")
+    except OSError as error:
+        return f"{nearest} cannot be written ({error.strerror or error})"
+    return ""
 
 
 def prune(found: Contents, before: float) -> list[Entry]:

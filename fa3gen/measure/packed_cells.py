@@ -117,22 +117,26 @@ MIXED_HEADS = {64: HEADS[64], 128: (*HEADS[128], (40, 8), (64, 8)), 256: (*HEADS
 CHUNK_HEADS = {64: (*HEADS[64], (8, 1)), 128: (*HEADS[128], (8, 1), (64, 8)), 256: (*HEADS[256], (8, 1))}
 
 
-def packed_modules(workspace: Workspace) -> Iterator[Variant[Forward]]:
+def packed_modules(workspace: Workspace, named: Iterable[Variant] = ()) -> Iterator[Variant[Forward]]:
     """The rendered modules for packed sequences and for pages, with v as wide as k, among which sizes choose.
 
-    Those that add up parts of so many keys are chosen by what calls ask for, and have no rows.
+    These are the workspace's own, and such among those `named`: of the package, or of a spec outside `specs/`. Those
+    that add up parts of so many keys are chosen by what calls ask for, and have no rows.
     """
-    for file in workspace.load_all():
-        for variant in attention_among(file.variants):
-            problem = variant.spec.problem
-            served = problem.layout != "dense" and problem.head_dim in HEADS and problem.v_dim == problem.head_dim
-            served = served and Family.of(variant.spec).part_keys is None
-            if served and workspace.module_path(variant.stem).is_file():
-                yield variant
+    own = (variant for file in workspace.load_all() for variant in file.variants)
+    by_stem = {variant.stem: variant for variant in (*own, *named)}
+    for variant in attention_among(by_stem.values()):
+        problem = variant.spec.problem
+        served = problem.layout != "dense" and problem.head_dim in HEADS and problem.v_dim == problem.head_dim
+        served = served and Family.of(variant.spec).part_keys is None
+        if served and workspace.path_of(variant).is_file():
+            yield variant
 
 
-def cells(workspace: Workspace) -> Iterator[tuple[PackedProblem, list[Variant[Forward]]]]:
-    """Each cell with the modules that can serve it, those of a group of heads among them.
+def cells(
+    workspace: Workspace, named: Iterable[Variant] = ()
+) -> Iterator[tuple[PackedProblem, list[Variant[Forward]]]]:
+    """Each cell with the modules that can serve it, those of a group of heads among them; see `packed_modules`.
 
     Modules that split keys are measured where there are few queries, beside all others; without any, nothing is. Those
     of them with large tiles are measured with drafts, and beside modules that split none where there are chunks.
@@ -141,7 +145,7 @@ def cells(workspace: Workspace) -> Iterator[tuple[PackedProblem, list[Variant[Fo
     call, and nothing to choose.
     """
     families: dict[Family, list[Variant[Forward]]] = {}
-    for variant in packed_modules(workspace):
+    for variant in packed_modules(workspace, named):
         families.setdefault(Family.of(variant.spec), []).append(variant)
     for family in _families_of_calls(families):
         variants = [variant for own, served in families.items() if own.serves(family) for variant in served]

@@ -25,6 +25,9 @@ UNIONS: dict[str, str] = {
     if isinstance(info.discriminator, str)
 }
 
+# By operation, a spec that has all the keys it needs, for who has none to begin with.
+BASES = {"forward": "k4_2", "gemm": "g3", "copy": "c1", "combine": "combine", "quantize": "quantize"}
+
 # Keys of a spec file that are no fields of the spec.
 FILE_KEYS = ("summary", "extends", "matrix")
 
@@ -139,6 +142,11 @@ def _enclosing_model(loc: tuple[int | str, ...], spec: type[Spec]) -> type[BaseM
 
 def _missing(loc: tuple[int | str, ...], spec: type[Spec]) -> str:
     name = str(loc[-1])
+    if len(loc) == 1:
+        base = next(BASES[operation] for operation, model in OPERATIONS.items() if model is spec)
+        hint = _mapping_hint((name,), spec)
+        what = f", a mapping{hint}" if hint else ""
+        return f"missing required key '{name}'{what}; write it, or begin with `extends: {base}`"
     info = _enclosing_model(loc, spec).model_fields[name]
     choices = [str(choice) for choice in get_args(info.annotation) if isinstance(choice, str)]
     hint = f"one of {', '.join(choices)}" if choices else (info.description or "").rstrip(".")

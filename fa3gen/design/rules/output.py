@@ -123,7 +123,7 @@ def packed_slices(o: str, pack_heads: int) -> Violation | None:
         return None
     return Violation(
         "outputs.o",
-        f"own_buffer stores the {rows} rows of each warp as whole positions of {pack_heads} heads, and {rows} is "
+        f"own_buffer stores the rows of each warp as whole positions of {pack_heads} heads, and a warp has "
         f"{remainder(rows, pack_heads)}; use over_q with scheduler single_tile or grid, or direct",
     )
 

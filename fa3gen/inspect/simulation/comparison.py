@@ -81,7 +81,7 @@ class _Call:
 
 def _calls(workspace: Workspace, variant: Variant[Forward]) -> Iterator[_Call]:
     """Dense modules at each length of the records; those that split keys at the shapes that they were tuned at, others
-    in the packed cells that they were measured in."""
+    in the packed cells that they were measured in. `workspace` is where the module lies, with its records."""
     present = files.sha256(workspace.module_path(variant.stem))
     if variant.spec.split is not None and variant.spec.problem.layout == "dense":
         for tuned in tuning_records.load_all(workspace):
@@ -104,15 +104,18 @@ def _calls(workspace: Workspace, variant: Variant[Forward]) -> Iterator[_Call]:
 
 
 def cells(workspace: Workspace, variants: Iterable[Variant[Forward]]) -> Iterator[Cell]:
-    """What was measured of these modules, with its predictions."""
+    """What was measured of these modules, with its predictions. Raises UserError for modules that are not rendered."""
     for variant in variants:
-        yield from _predicted(workspace, variant, _calls(workspace, variant), even=True)
+        place = workspace.place_of(variant)
+        if not place.module_path(variant.stem).is_file():
+            raise workspace.not_rendered([variant])
+        yield from _predicted(place, variant, _calls(place, variant), even=True)
 
 
 def _predicted(
     workspace: Workspace, variant: Variant[Forward], calls: Iterable[_Call], *, even: bool
 ) -> Iterator[Cell]:
-    """Without `even` both predictions are those of the oldest product first."""
+    """Without `even` both predictions are those of the oldest product first; `workspace` as for `_calls`."""
     spec, chip = variant.spec, chips.H200
     registers, times = evidence.compiled_registers(workspace, variant.stem), simulation.times_of(spec, chip)
     ctas = simulation.settings_of(spec, registers=registers).ctas

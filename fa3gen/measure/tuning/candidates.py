@@ -84,13 +84,14 @@ def _example(workspace: Workspace, tuned: Sequence[Variant[Forward]]) -> str:
 
 
 def known(workspace: Workspace, name: str) -> list[Variant[Forward]]:
-    """The variants of a name that need not exist."""
+    """The variants of a name that need not exist. Raises UserError for other operations than attention."""
     try:
-        return attention_only(workspace.resolve(name), "fa3gen tune")
+        found = workspace.resolve(name)
     except SpecError:  # it exists, and is broken
         raise
     except UserError:
         return []
+    return attention_only(found, "fa3gen tune")
 
 
 def find_starts(workspace: Workspace, name: str, space: Space) -> list[Start]:
