@@ -34,6 +34,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from fa3gen.base.switches import turned_on
 from fa3gen.run import calls, chunks
@@ -133,7 +134,7 @@ def flash_attn_func(
                 "one of q_descale, k_descale and v_descale is of blocks of rows, and flash_attn_func takes factors of "
                 "heads; pass them to fa3gen.attention"
             )
-    options: dict[str, Any] = {"causal": causal, "window": window, "sinks": s_aux, "softcap": softcap or None}
+    options: dict[str, Any] = {"causal": causal, "window": window, "sinks": s_aux, "softcap": _cap(softcap)}
     options |= {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale, "scale": softmax_scale}
     options |= {"return_lse": return_attn_probs, "deterministic_batch": deterministic_batch}
     options |= {"num_splits": num_splits, "render": RENDER}
@@ -223,7 +224,7 @@ def flash_attn_varlen_func(
         causal=causal,
         window=window,
         sinks=s_aux,
-        softcap=softcap or None,
+        softcap=_cap(softcap),
         q_descale=q_descale,
         k_descale=k_descale,
         v_descale=v_descale,
@@ -317,6 +318,8 @@ def flash_attn_with_kvcache(
     if eight_bits:
         _refuse_beside_8_bits(q, deterministic_batch=deterministic_batch)
     cache = KvCache.of(k_cache, v_cache, page_table, cache_batch_idx)
+    if page_table is None or cache_batch_idx is not None:
+        _check_batch(q, k_cache, cache_batch_idx, cu_seqlens_q)
     q = _contiguous_rows(q)
     seq_q = q.shape[1] if cu_seqlens_q is None else max_seqlen_q
     longest = (None, None) if deterministic_batch else (seq_q, cache.room)
@@ -326,7 +329,7 @@ def flash_attn_with_kvcache(
     if one_each and k_cache.dtype.itemsize == 1 and not deterministic_batch:  # whose bits are those of several queries
         causal = True  # hides nothing of a single query, and modules for keys of 8 bits are causal
     options: dict[str, Any] = {"causal": causal, "window": window, "scale": softmax_scale}
-    options |= {"sinks": s_aux, "softcap": softcap or None, "return_lse": return_softmax_lse, "render": RENDER}
+    options |= {"sinks": s_aux, "softcap": _cap(softcap), "return_lse": return_softmax_lse, "render": RENDER}
     options |= {"num_splits": max(num_splits, 0), "deterministic_batch": deterministic_batch}
     named = k, v, cu_seqlens_q, cache_seqlens, cache_leftpad, cache_batch_idx, page_table
     if k_cache.dtype.itemsize == 1:
@@ -338,6 +341,8 @@ def flash_attn_with_kvcache(
     else:
         lengths = _lengths(q, cache, cache_seqlens, cu_seqlens_q)
         if k is not None or v is not None:
+            if not is_dynamo_compiling():  # whose operator looks at it
+                calls.check_longest(seq_q, None)  # before the cache is written to
             lengths = _appended(q, cache, (k, v), cu_seqlens_k_new, None if cache_seqlens is None else lengths)
         keys, where = _in_use(cache, lengths, cache_leftpad)
         packed = _packed(chunk)
@@ -486,6 +491,9 @@ def _mask(
     """`causal` and `window` of `fa3gen.attention`. A side that hides nothing of the longest sequences has no bound."""
     if isinstance(window_size, Tensor):  # on the CPU, as tests of upstream draw it
         window_size = window_size.tolist()
+    if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
+        needed = "it needs to be (left, right), how many keys a query sees left and right of the diagonal, -1 for all"
+        raise ArgumentError(f"window_size is {window_size!r}; {needed}")
     left, right = window_size
     if type(max_k) is int and left >= max_k - 1:
         left = -1
@@ -498,6 +506,14 @@ def _mask(
     return False, (WINDOW_MAX if left < 0 else left, WINDOW_MAX if right < 0 else right)
 
 
+def _cap(softcap: float) -> float | None:
+    """A cap as `fa3gen.attention` has it: None for 0.0, which is none here. Raises ArgumentError for what is no cap."""
+    if not softcap:
+        return None
+    calls.check_cap(softcap, "0.0")
+    return softcap
+
+
 def _contiguous_rows(x: Tensor) -> Tensor:
     """The tensor, or a copy whose last dimension is contiguous."""
     return x if x.is_contiguous() or x.stride(-1) == 1 else x.contiguous()
@@ -506,11 +522,33 @@ def _contiguous_rows(x: Tensor) -> Tensor:
 # Caches
 
 
+def _check_batch(q: Tensor, k_cache: Tensor, batch_idx: Tensor | None, cu_seqlens_q: Tensor | None) -> None:
+    """Raise ArgumentError where a cache, or what says which of its sequences are meant, has more or fewer than there
+    are sequences of queries: `attention_packed` would name a tensor that nobody passed.
+
+    What torch.compile makes of a call is looked at by its operator, since these numbers may not be known yet.
+    """
+    if is_dynamo_compiling() or (cu_seqlens_q is None and q.dim() != 4):
+        return
+    batch, whose = (q.shape[0], "q") if cu_seqlens_q is None else (cu_seqlens_q.shape[0] - 1, "cu_seqlens_q")
+    found, name = (k_cache, "k_cache") if batch_idx is None else (batch_idx, "cache_batch_idx")
+    if found.shape[0] != batch:
+        needed = ", or cache_batch_idx has to say which sequences of the cache are meant" * (batch_idx is None)
+        raise ArgumentError(f"{name} has batch {found.shape[0]}, {whose} {batch}; they need the same{needed}")
+
+
+def _check_numbers(name: str, x: Tensor, batch: int) -> None:
+    """The same of what has one number for each sequence, and another dtype than int32."""
+    if x.dtype != torch.int32 or (not is_dynamo_compiling() and x.shape != (batch,)):
+        raise ArgumentError(f"{name} is {tuple(x.shape)}, {x.dtype}; it needs to be ({batch},), {torch.int32}")
+
+
 def _lengths(q: Tensor, cache: KvCache, seqlens: int | Tensor | None, cu_seqlens_q: Tensor | None) -> Tensor:
-    """Where the keys of each sequence end, (batch,) int32."""
-    if isinstance(seqlens, Tensor):
-        return seqlens.contiguous()
+    """Where the keys of each sequence end, (batch,) int32. Raises ArgumentError for others."""
     batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
+    if isinstance(seqlens, Tensor):
+        _check_numbers("cache_seqlens", seqlens, batch)
+        return seqlens.contiguous()
     return torch.full((batch,), cache.room if seqlens is None else seqlens, dtype=torch.int32, device=q.device)
 
 
@@ -529,6 +567,8 @@ def _appended(
 
 def _in_use(cache: KvCache, lengths: Tensor, leftpad: Tensor | None) -> tuple[Pair, dict[str, Tensor]]:
     """K and V as `attention_packed` takes them, and by its names what says where those that are in use lie."""
+    if leftpad is not None:
+        _check_numbers("cache_leftpad", leftpad, lengths.shape[0])
     if cache.table is None:
         rows, begins, used = cache.as_packed(lengths, leftpad)
         return rows, {"cu_seqlens_k": begins, "seqused_k": used}

@@ -659,6 +659,89 @@ def test_gradients_are_refused_with_the_way_out() -> None:
             function()
 
 
+def test_numbers_that_make_no_sense_are_told_by_their_names_here(modules: PackedModules) -> None:
+    for function in each_function(*dense_tensors()):
+        for wrong in (-1.0, float("inf"), "50"):
+            with pytest.raises(ArgumentError, match=f"^softcap is {wrong!r}; it needs to be .*, or 0.0 for no cap$"):
+                function(softcap=wrong)
+        for window in ((5, 0, 1), (5,), 5):
+            with pytest.raises(
+                ArgumentError, match=r"^window_size is .*; it needs to be \(left, right\), how many keys"
+            ):
+                function(window_size=window)
+        assert function(softcap=0).shape == function(softcap=0.0).shape
+    assert not any(family.softcap for family, _, _ in modules.asked)
+
+
+def test_longest_sequences_below_none_are_refused(modules: PackedModules) -> None:
+    """Before anything is written to a cache."""
+    q, k, v, begins_q, begins_k = packed_tensors([3, 5], [4, 9])
+    for longest, name in (((-5, 9), "max_seqlen_q"), ((5, -9), "max_seqlen_k")):
+        for options in ({}, {"window_size": (3, 0)}, {"attention_chunk": 2}):
+            with pytest.raises(ArgumentError, match=f"^{name} is -"):
+                fa3.flash_attn_varlen_func(q, k, v, begins_q, begins_k, *longest, **options)
+    q, (k, v), _, _ = cache_with_its_reference(True)
+    new, before = k[:, :2] + 1, k.clone()
+    packed: dict[str, Any] = {"cu_seqlens_q": offsets([3, 3]), "max_seqlen_q": -3, "cache_seqlens": 2}
+    for appended in ({}, {"k": new, "v": new}):
+        with pytest.raises(ArgumentError, match="^max_seqlen_q is -3"):
+            fa3.flash_attn_with_kvcache(q.flatten(0, 1), k, v, **appended, **packed)
+    assert k.equal(before)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_cache_of_another_batch_is_told_by_the_names_of_the_call(device: str, modules: PackedModules) -> None:
+    """And what says how many keys each sequence has, where they begin, and which sequence of the cache it is."""
+    q, (k, v), lengths, _ = cache_with_its_reference(True)
+    q, k, v, used = (x.to(device) for x in (q, k, v, torch.tensor(lengths, dtype=torch.int32)))
+    three = [torch.cat([x, x[:1]]) for x in (k, v)]
+    packed = {"q": q.flatten(0, 1), "cu_seqlens_q": offsets([3, 3]).to(device), "max_seqlen_q": 3}
+    more = torch.cat([used, used])
+    wrong: list[tuple[dict[str, Any], str]] = [
+        (
+            dict(zip(("k_cache", "v_cache"), three, strict=True)),
+            "k_cache has batch 3, q 2; they need the same, or cache_",
+        ),
+        (
+            {**dict(zip(("k_cache", "v_cache"), three, strict=True)), **packed},
+            "k_cache has batch 3, cu_seqlens_q 2; they need the same, or cache_batch_idx has to say",
+        ),
+        ({"cache_batch_idx": more}, "cache_batch_idx has batch 4, q 2; they need the same$"),
+        ({"cache_batch_idx": used.long()}, "cache_batch_idx has dtype torch.int64; it needs to be torch.int32"),
+        ({"cache_seqlens": more}, r"cache_seqlens is \(4,\), torch.int32; it needs to be \(2,\), torch.int32"),
+        ({"cache_seqlens": used.long()}, r"cache_seqlens is \(2,\), torch.int64; it needs to be \(2,\), torch.int32"),
+        ({"cache_leftpad": used.long()}, r"cache_leftpad is \(2,\), torch.int64; it needs to be \(2,\), torch.int32"),
+    ]
+    for changes, message in wrong:
+        with pytest.raises(ArgumentError, match=f"^{message}"):
+            fa3.flash_attn_with_kvcache(**{"q": q, "k_cache": k, "v_cache": v, "cache_seqlens": used, **changes})
+    with pytest.raises(ArgumentError, match="^k_cache has batch 3, q 2"):
+        fa3.flash_attn_with_kvcache(q, *three)
+    chosen = torch.tensor([2, 0], dtype=torch.int32, device=device)
+    if device == "cpu":
+        assert fa3.flash_attn_with_kvcache(q, *three, cache_seqlens=used, cache_batch_idx=chosen).shape == q.shape
+
+
+def test_tables_and_lengths_of_other_dtypes_show_without_a_gpu(compiled: PackedModules) -> None:
+    q, (k, v), lengths, _ = cache_with_its_reference(True)
+    table, used = torch.tensor([[0], [1]], dtype=torch.int32), torch.tensor(lengths, dtype=torch.int32)
+
+    def call(*tensors: torch.Tensor, table: torch.Tensor, used: torch.Tensor) -> Any:
+        return fa3.flash_attn_with_kvcache(*tensors, page_table=table, cache_seqlens=used)
+
+    traced = torch.compile(call, fullgraph=True, backend="aot_eager")
+    wrong: list[tuple[torch.Tensor, torch.Tensor, str]] = [
+        (table.long(), used, "page_table has dtype torch.int64; it needs to be torch.int32"),
+        (table, used.long(), "cache_seqlens is .*torch.int64; it needs to be"),
+    ]
+    for table, used, message in wrong:
+        with pytest.raises(ArgumentError, match=message):
+            call(*(x.to("meta") for x in (q, k, v)), table=table.to("meta"), used=used.to("meta"))
+        with pytest.raises(Exception, match=f"{message}|[Oo]bserved exception"):
+            traced(q, k, v, table=table, used=used)
+    assert compiled.calls == []
+
+
 # The README
 
 

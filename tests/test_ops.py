@@ -341,7 +341,7 @@ def test_sinks_and_caps_without_sense(
 
 def test_sinks_that_do_not_fit_show_when_a_model_is_traced(modules: Modules) -> None:
     for sinks in (torch.zeros(3, device="meta"), torch.zeros(4, dtype=torch.float16, device="meta")):
-        with pytest.raises(RuntimeError, match=r"sinks is .*; it needs to be \(4,\), bfloat16 or float32"):
+        with pytest.raises(ArgumentError, match=r"sinks is .*; it needs to be \(4,\), bfloat16 or float32"):
             call(*tensors(device="meta"), sinks=sinks)
     with pytest.raises(ValueError, match="sinks requires grad; this kernel is forward only"):
         call(*tensors(), sinks=torch.zeros(4, requires_grad=True))
@@ -434,11 +434,11 @@ def test_fake_tensors_have_the_real_shapes_and_strides(modules: Modules) -> None
         assert lse.shape == (2, 4, 5) and lse.stride() == strides((2, 4, 5)) and lse.dtype == torch.float32
         into = torch.empty(2, 5, 4, 32, dtype=torch.float16, device="cuda")
         assert call(q, k, v, out=into) is into
-        with pytest.raises(RuntimeError, match=r"out has shape \(2, 5, 4, 64\); it needs to be \(2, 5, 4, 32\)"):
+        with pytest.raises(ArgumentError, match=r"out has shape \(2, 5, 4, 64\); it needs to be \(2, 5, 4, 32\)"):
             call(q, k, v, out=torch.empty_like(q))
-        with pytest.raises(RuntimeError, match="they need the same batch and head dim"):
+        with pytest.raises(ArgumentError, match="they need the same batch and head dim"):
             call(q, torch.empty(3, 7, 2, 64, dtype=torch.float16, device="cuda"), v)
-        with pytest.raises(RuntimeError, match="they may only differ in the head dim"):
+        with pytest.raises(ArgumentError, match="they may only differ in the head dim"):
             call(q, k, torch.empty(2, 6, 2, 32, dtype=torch.float16, device="cuda"))
     assert modules.calls == []
 
@@ -504,6 +504,129 @@ def test_arguments_without_sense(changes: dict[str, Any], error: type[Exception]
     for function in (fa3gen.attention, fa3gen.attention.explain):
         with pytest.raises(error, match=message):
             function(**arguments)
+
+
+def apart(x: torch.Tensor) -> torch.Tensor:
+    """The same numbers, two places apart."""
+    return torch.stack([x, x], dim=-1)[..., 0]
+
+
+def badly_aligned(x: torch.Tensor) -> torch.Tensor:
+    """The same numbers, with one more in each row."""
+    return torch.nn.functional.pad(x, (0, 1))[..., :-1]
+
+
+META = dict(zip("qkv", tensors(device="meta"), strict=True))  # 4 heads of q, 2 of k and v
+NARROWER = torch.empty(2, 7, 2, 32, dtype=torch.bfloat16, device="meta")
+# What a module refuses of tensors that have no memory, and anything else that shows without running it.
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "dtype of k and v": (
+        {"k": META["k"].half(), "v": META["v"].half()},
+        "q has dtype torch.bfloat16, k torch.float16 and v torch.float16; dense tensors need the same",
+    ),
+    "dtype of v": ({"v": META["v"].half()}, "q has dtype torch.bfloat16, k torch.bfloat16 and v torch.float16"),
+    "3 heads of k": (
+        {"k": META["q"][:, :, :3], "v": META["q"][:, :, :3]},
+        "q has 4 heads and k has 3; heads of q must be a multiple of those of k",
+    ),
+    "8 heads of k": ({name: torch.cat([META["q"]] * 2, dim=2) for name in "kv"}, "q has 4 heads and k has 8; heads"),
+    "no heads of k": ({name: META["k"][:, :, :0] for name in "kv"}, "q has 4 heads and k has 0; heads"),
+    "batch of k": ({name: META["k"][:1] for name in "kv"}, "they need the same batch and head dim"),
+    "head dim of k": ({"k": NARROWER}, "they need the same batch and head dim"),
+    "length of v": ({"v": META["v"][:, :6]}, "they may only differ in the head dim"),
+    **{
+        f"rows of {name}": ({name: apart(META[name])}, rf"{name} has strides .*: pass {name}.contiguous\(\)")
+        for name in "qkv"
+    },
+    **{
+        f"places of {name}": ({name: badly_aligned(META[name])}, f"{name} has strides .* multiples of 8")
+        for name in "qk"
+    },
+    "sinks": ({"sinks": torch.empty(8, device="meta")}, r"sinks is \(8,\), torch.float32; it needs to be \(4,\), bf"),
+    "places of sinks": ({"sinks": torch.empty(8, device="meta")[::2]}, "sinks has strides .*: pass sinks.contiguous"),
+    "scale": ({"scale": "x"}, "scale is 'x'; it needs to be a finite and positive number"),
+    "scale below 0": ({"scale": -0.5}, "scale is -0.5; it needs to be a finite and positive number"),
+    "shape of out": ({"out": META["q"][:1]}, r"out has shape \(1, 5, 4, 64\); it needs to be \(2, 5, 4, 64\)"),
+    "dtype of out": (
+        {"out": META["q"].half()},
+        "out has dtype torch.float16; it needs to be torch.bfloat16 or torch.fl",
+    ),
+    "rows of out": ({"out": apart(META["q"])}, "out has strides .*: pass out.contiguous"),
+    "places of out": (
+        {"out": META["q"][:1].expand(2, -1, -1, -1)},
+        "out has strides .*several elements share one addr",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_a_module_would_refuse_is_told_without_one(name: str, modules: Modules) -> None:
+    """By what explains a call, by the call, and by the operators, which torch.compile traces."""
+    changes, message = REFUSED[name]
+    with pytest.raises(ArgumentError, match=message):
+        fa3gen.attention.explain(**{**META, **changes})
+    with pytest.raises(ArgumentError, match=message):
+        fa3gen.attention(**{**META, **changes})
+    if changes.get("scale") != "x":  # which no operator takes
+        operator = torch.ops.fa3gen.attention_forward_out if "out" in changes else torch.ops.fa3gen.attention_forward
+        with pytest.raises(ArgumentError, match=message):
+            operator(**{**META, **changes})
+    assert modules.asked == []
+
+
+def test_what_would_be_refused_shows_while_a_model_is_traced(modules: Modules) -> None:
+    q, k, v = tensors()
+    for changes, message in (({"k": k.half(), "v": v.half()}, "dense tensors"), ({"q": q[:, :, :3]}, "q has .* heads")):
+        for dynamic in (False, True):
+            torch._dynamo.reset()
+            compiled = torch.compile(fa3gen.attention, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+            with pytest.raises(Exception, match=message):
+                compiled(**{"q": q, "k": k, "v": v, **changes})
+    assert modules.asked == []
+
+
+def by_sequence_of_15() -> torch.Tensor:
+    return torch.empty(2, 2, 64, 15, device="meta").to(torch.float8_e4m3fn).permute(0, 3, 1, 2)
+
+
+def test_head_dims_of_other_than_16_bytes_are_those_without_a_module() -> None:
+    q = torch.empty(2, 5, 4, 36, dtype=torch.bfloat16, device="meta")
+    with pytest.raises(NoKernel, match="head dim 36"):
+        fa3gen.attention.explain(q, q, q)
+
+
+def test_what_lies_otherwise_and_is_none_is_explained(modules: Modules) -> None:
+    """Rows of q, k and v side by side, sequences behind heads, keys of V side by side in 8 bits, and none."""
+    packed = torch.empty(2, 7, 8, 64, dtype=torch.bfloat16, device="meta")
+    q, k, v = packed.split([4, 2, 2], dim=2)
+    by_head = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
+    narrow = [torch.empty(2, 16, 2, 64, device="meta").to(torch.float8_e4m3fn) for _ in range(2)]
+    of_8 = narrow[0], narrow[0], torch.empty(2, 2, 64, 16, device="meta").to(torch.float8_e4m3fn).permute(0, 3, 1, 2)
+    legal = [(q, k, v), by_head, of_8, (q[:0], k[:0], v[:0]), (q, k[:, :0], v[:, :0]), (q[:, :0], k, v)]
+    for given in legal:
+        assert fa3gen.attention.explain(*given).stem
+        assert fa3gen.attention(*given).shape == given[0].shape
+    with pytest.raises(
+        ArgumentError, match="v has strides .*multiples of 16, 16 bytes: pad its sequence to a multiple"
+    ):
+        fa3gen.attention.explain(narrow[0], narrow[0][:, :15], by_sequence_of_15())
+    scores: dict[str, Any] = {"sinks": torch.empty(4, device="meta"), "scale": 1, "out": torch.empty_like(q)}
+    assert fa3gen.attention.explain(q, k, v, **scores).stem
+
+
+def test_what_explains_a_call_refuses_gradients_too(modules: Modules) -> None:
+    q, k, v = tensors()
+    with pytest.raises(ValueError, match="requires grad; this kernel is forward only: call it under torch.no_grad"):
+        fa3gen.attention.explain(q.requires_grad_(), k, v)
+    with torch.no_grad():
+        assert fa3gen.attention.explain(q, k, v).stem
+
+
+def test_what_explains_a_call_is_named_as_people_call_it() -> None:
+    with pytest.raises(TypeError, match=r"^attention\.explain\(\) got an unexpected keyword argument 'is_causal'"):
+        fa3gen.attention.explain(*tensors(), is_causal=True)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"^attention_packed\.explain\(\) got an unexpected keyword argument"):
+        fa3gen.attention_packed.explain(is_causal=True)  # type: ignore[call-arg]
 
 
 def test_too_few_dimensions_on_a_gpu(eager: Modules) -> None:

@@ -359,7 +359,7 @@ def test_fake_tensors_have_the_real_shapes_and_what_is_wrong_shows(modules: Pack
         ]
         for changes, message in wrong:
             arguments: dict[str, Any] = {"q": q, "k": k, "v": v, "cu_seqlens_q": cu, "cu_seqlens_k": cu, **changes}
-            with pytest.raises(RuntimeError, match=message):
+            with pytest.raises(ArgumentError, match=message):
                 fa3gen.attention_packed(**arguments)
     assert modules.calls == []
 
@@ -400,6 +400,129 @@ def test_tensors_that_require_grad(modules: PackedModules) -> None:
         fa3gen.attention_packed(q, *rest, sinks=SINKS.clone().requires_grad_())
     with pytest.raises(ValueError, match="this kernel is forward only: call it under torch.no_grad"):
         fa3gen.attention_packed(q.requires_grad_(), *rest)
+
+
+def meta_arguments(page: int | None) -> dict[str, Any]:
+    """Of 4 sequences, 4 heads of q and 2 of k, packed or in 3 pages each."""
+    q, k, v, begins_q, begins_k = (x.to("meta") for x in packed_tensors([3, 0, 5, 1], [16, 16, 16, 16]))
+    if page is None:
+        return {"q": q, "k": k, "v": v, "cu_seqlens_q": begins_q, "cu_seqlens_k": begins_k}
+    table = torch.empty(4, 3, dtype=torch.int32, device="meta")
+    pages = {"k": k.view(-1, page, 2, 64), "v": v.view(-1, page, 2, 64)}
+    return {"q": q, **pages, "cu_seqlens_q": begins_q, "page_table": table, "seqused_k": begins_k[1:]}
+
+
+def words(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+PACKED, PAGED = meta_arguments(None), meta_arguments(16)
+# What a module refuses of tensors that have no memory, and anything else that shows without running it.
+REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    *[
+        (arguments, changes, message)
+        for arguments in (PACKED, PAGED)
+        for changes, message in (
+            (
+                {"q": arguments["q"].half()},
+                "q has dtype torch.float16, k torch.bfloat16 and v torch.bfloat16; they nee",
+            ),
+            (
+                {"v": arguments["v"].half()},
+                "q has dtype torch.bfloat16, k torch.bfloat16 and v torch.float16; they nee",
+            ),
+            ({"q": arguments["q"][:, :3]}, "q has 3 heads and k has 2; heads of q must be a multiple of those of k"),
+            ({name: arguments[name][..., :0, :] for name in "kv"}, "q has 4 heads and k has 0; heads of q must be"),
+            ({"k": arguments["k"][..., :32]}, "they need the same head dim"),
+            ({"v": arguments["v"][:2]}, "they may only differ in the head dim"),
+            ({"v": arguments["v"].mT.contiguous().mT}, r"v has strides .* needs to be 1: pass v.contiguous\(\)"),
+            ({"q": torch.empty(9, 4, 65, device="meta").bfloat16()[..., :64]}, "q has strides .* multiples of 8"),
+            ({"sinks": torch.empty(8, device="meta")}, r"sinks is \(8,\), torch.float32; it needs to be \(4,\)"),
+            ({"scale": "x"}, "scale is 'x'; it needs to be a finite and positive number"),
+            ({"max_seqlen_q": "x"}, "max_seqlen_q is 'x'; it needs to be the rows of the longest sequence"),
+            ({"max_seqlen_q": -1}, "max_seqlen_q is -1; it needs to be the rows of the longest sequence, 0 or more"),
+            (
+                {"max_seqlen_k": -200},
+                "max_seqlen_k is -200; it needs to be the rows of the longest sequence, 0 or more",
+            ),
+            ({"cu_seqlens_q": words(5, dtype=torch.int64)}, "cu_seqlens_q has dtype torch.int64; .* torch.int32: pass"),
+            ({"cu_seqlens_q": words(10)[::2]}, r"cu_seqlens_q has strides \(2,\); .*: pass cu_seqlens_q.contiguous"),
+            ({"cu_seqlens_q": words(0)}, r"cu_seqlens_q has no elements; it needs \(sequences \+ 1,\)"),
+            ({"seqused_q": words(3)}, r"seqused_q has shape \(3,\); it needs to be \(4,\)"),
+            ({"seqused_q": words(4, dtype=torch.int64)}, "seqused_q has dtype torch.int64; it needs to be torch.int32"),
+            ({"seqused_k": words(4, dtype=torch.int64)}, "seqused_k has dtype torch.int64; it needs to be torch.int32"),
+            ({"seqused_k": words(5)}, r"seqused_k has shape \(5,\); it needs to be \(4,\)"),
+            ({"out": arguments["q"][:5]}, r"out has shape \(5, 4, 64\); it needs to be \(9, 4, 64\)"),
+            (
+                {"out": arguments["q"].half()},
+                "out has dtype torch.float16; it needs to be torch.bfloat16 or torch.float",
+            ),
+        )
+    ],
+    (PACKED, {"cu_seqlens_k": words(4)}, r"cu_seqlens_k has shape \(4,\); it needs to be \(5,\)"),
+    (PACKED, {"cu_seqlens_k": words(5, dtype=torch.int64)}, "cu_seqlens_k has dtype torch.int64; it needs to be"),
+    (PAGED, {"page_table": words(3, 3)}, r"page_table has shape \(3, 3\); it needs to be \(4, 3\)"),
+    (PAGED, {"page_table": words(4, 3, dtype=torch.int64)}, "page_table has dtype torch.int64; it needs to be torch.i"),
+    (PAGED, {"page_table": words(4, 6)[:, ::2]}, r"page_table has strides \(6, 2\); that of its last dim.*: pass page"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "changes", "message"), REFUSED)
+def test_what_a_module_would_refuse_is_told_without_one(
+    arguments: dict[str, Any], changes: dict[str, Any], message: str, modules: PackedModules
+) -> None:
+    """By what explains a call, by the call, and by the operators, which torch.compile traces."""
+    asked = {**arguments, **changes}
+    for function in (fa3gen.attention_packed.explain, fa3gen.attention_packed):
+        with pytest.raises(ArgumentError, match=message):
+            function(**asked)
+    if "x" not in changes.values():  # which no operator takes
+        name = "attention_packed_out" if "out" in changes else "attention_packed"
+        with pytest.raises(ArgumentError, match=message):
+            getattr(torch.ops.fa3gen, name)(**{"cu_seqlens_k": None, **asked})
+    assert modules.asked == []
+
+
+def test_what_lies_otherwise_and_is_none_is_explained(modules: PackedModules) -> None:
+    """Rows of q, k and v side by side, none, no sequences, keys of 8 bits, longest sequences of 0 or in a tensor."""
+    side_by_side = dict(
+        zip("qkv", torch.empty(9, 8, 64, device="meta").bfloat16().split([4, 2, 2], dim=1), strict=True)
+    )
+    narrow = {name: PACKED[name].to(torch.float8_e4m3fn) for name in "kv"}
+    none: dict[str, Any] = {name: PACKED[name][:0] for name in "qkv"}
+    legal: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        *((arguments, {"max_seqlen_q": 0, "max_seqlen_k": 0}) for arguments in (PACKED, PAGED)),
+        *((arguments, {"max_seqlen_q": torch.tensor(3)}) for arguments in (PACKED, PAGED)),
+        (PACKED, side_by_side),
+        (PACKED, narrow),
+        (PACKED, none),
+        (PACKED, none | {"cu_seqlens_q": words(1), "cu_seqlens_k": words(1)}),
+        (PAGED, {"k": PAGED["k"][:0], "v": PAGED["v"][:0]}),
+        (PAGED, {"page_table": words(4, 1)}),
+    ]
+    for arguments, changes in legal:
+        assert fa3gen.attention_packed.explain(**{**arguments, **changes}).stem
+        if "max_seqlen_q" not in changes:
+            assert fa3gen.attention_packed(**{**arguments, **changes}).dim() == 3
+
+
+@pytest.mark.parametrize("name", ["max_seqlen_q", "max_seqlen_k"])
+@pytest.mark.parametrize("wrong", [-1, -127, -(2**40)])
+def test_longest_sequences_below_none_are_refused_on_a_gpu(name: str, wrong: int, eager: PackedModules) -> None:
+    """Also where calls of the same size were served before."""
+    tensors = packed_tensors(*LENGTHS)
+    fewest = {"max_seqlen_q": 1, "max_seqlen_k": 1}
+    for options in ({}, {name: 0}, fewest, {"window": (3, 0)}, {"window": (3, 0), **fewest}):
+        fa3gen.attention_packed(*tensors, **options)
+        for _ in range(2):
+            with pytest.raises(ArgumentError, match=f"{name} is {wrong}; it needs to be the rows of the longest"):
+                fa3gen.attention_packed(*tensors, **{**options, name: wrong})
+
+
+def test_what_explains_a_call_refuses_gradients_too(modules: PackedModules) -> None:
+    q, *rest = packed_tensors(*LENGTHS)
+    with pytest.raises(ValueError, match="this kernel is forward only: call it under torch.no_grad"):
+        fa3gen.attention_packed.explain(q.requires_grad_(), *rest)
 
 
 def test_explain_needs_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -453,14 +576,14 @@ def test_calls_of_models_have_modules(heads: tuple[int, int], dim: int, options:
     if stem.startswith("fwd_packed_pack8"):
         # Groups that are no multiple of 8 heads have a module that is made for few queries; those of more than 16 none.
         of_four = fa3gen.attention_packed.explain(
-            q[:, :12], k[:, :3], v[:, :3], *begins, **{**options, "sinks": q[0, :12, 0]}
+            q[:, :12], k[:, :3], v[:, :3], *begins, **{**options, "sinks": q[0, :12, 0].contiguous()}
         )
         assert of_four.stem == "fwd_packed_decode_sink_any_window"
         with pytest.raises(
             NoKernel, match="computes bf16, head dim 64, window .*, sinks, packed sequences; .* extends"
         ):
             fa3gen.attention_packed.explain(
-                q[:, :40], k[:, :2], v[:, :2], *begins, **{**options, "sinks": q[0, :40, 0]}
+                q[:, :40], k[:, :2], v[:, :2], *begins, **{**options, "sinks": q[0, :40, 0].contiguous()}
             )
 
 
@@ -588,9 +711,9 @@ def test_fake_pages_have_the_real_shapes_and_what_is_wrong_shows(modules: Packed
         keys = {"page_table": table, "seqused_k": used}
         assert fa3gen.attention_packed(q, k, v, begins, **keys).shape == (5, 4, 32)
         for name in keys:
-            with pytest.raises(RuntimeError, match=f"{name} has shape .*it needs to be"):
+            with pytest.raises(ArgumentError, match=f"{name} has shape .*it needs to be"):
                 fa3gen.attention_packed(q, k, v, begins, **{**keys, name: keys[name][:1]})
-        with pytest.raises(RuntimeError, match="they may only differ in the head dim"):
+        with pytest.raises(ArgumentError, match="they may only differ in the head dim"):
             fa3gen.attention_packed(q, k, v[:, :3], begins, **keys)
 
 
@@ -678,5 +801,5 @@ def test_fake_factors_have_to_fit(modules: PackedModules) -> None:
         begins = [torch.empty(5, dtype=torch.int32, device="cuda") for _ in range(2)]
         right, wrong = (torch.empty(rows, 2, device="cuda") for rows in (4, 5))
         assert fa3gen.attention_packed(q, *narrow, *begins, k_descale=right).shape == q.shape
-        with pytest.raises(RuntimeError, match=r"k_descale has shape \(5, 2\); it needs to be \(4, 2\)"):
+        with pytest.raises(ArgumentError, match=r"k_descale has shape \(5, 2\); it needs to be \(4, 2\)"):
             fa3gen.attention_packed(q, *narrow, *begins, k_descale=wrong)

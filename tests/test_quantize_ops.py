@@ -16,7 +16,7 @@ import fa3gen
 from fa3gen.design import rules
 from fa3gen.design.workspace import Workspace
 from fa3gen.run import quantize_ops
-from fa3gen.run.dispatch import NoKernel
+from fa3gen.run.dispatch import ArgumentError, NoKernel
 from fa3gen.run.quantize_ops import SCALES, proposed, quantize, stem_of
 from fa3gen.spec.model import Quantize
 from fa3gen.spec.quantizing import BLOCK_ROWS, QuantizeProblem
@@ -203,18 +203,18 @@ def test_fake_tensors_need_no_module(monkeypatch: pytest.MonkeyPatch) -> None:
         out, _ = quantize(x, transpose=True, permute_keys=True)
         assert out.shape == (2, 16, 4, 192) and out.stride() == (4 * 192 * 16, 1, 192 * 16, 16)
         with pytest.raises(
-            RuntimeError, match=r"out is \(2, 5, 4, 192\), torch.float8_e4m3fn; it needs to be \(2, 16, "
+            ArgumentError, match=r"out is \(2, 5, 4, 192\), torch.float8_e4m3fn; it needs to be \(2, 16, "
         ):
             quantize(x, transpose=True, permute_keys=True, out=out[:, :5])
         assert quantize(x, scale="token")[1].shape == (2, 4, 5)
         assert quantize(x, scale="block")[1].shape == (2, 4, 1) and quantize(x, heads_kv=2)[1].shape == (2, 2)
-        with pytest.raises(RuntimeError, match="heads_kv is 3; it needs to divide the 4 heads of x"):
+        with pytest.raises(ArgumentError, match="heads_kv is 3; it needs to divide the 4 heads of x"):
             quantize(x, heads_kv=3)
-        with pytest.raises(RuntimeError, match=r"out is \(2, 5, 4, 192\), torch.float16; it needs to be \(2, 5, 4, 1"):
+        with pytest.raises(ArgumentError, match=r"out is \(2, 5, 4, 192\), torch.float16; it needs to be \(2, 5, 4, 1"):
             quantize(x, out=x)
-        with pytest.raises(RuntimeError, match=r"descale has shape \(2, 0\); it needs to be \(2, heads_kv\) of 4 he"):
+        with pytest.raises(ArgumentError, match=r"descale has shape \(2, 0\); it needs to be \(2, heads_kv\) of 4 he"):
             quantize(x, descale=x.new_empty(2, 0, dtype=torch.float32))
-        with pytest.raises(RuntimeError, match=r"descale has shape \(2, 3\); it needs to be \(2, heads_kv\) of 4 he"):
+        with pytest.raises(ArgumentError, match=r"descale has shape \(2, 3\); it needs to be \(2, heads_kv\) of 4 he"):
             quantize(x, descale=torch.empty(2, 3))
         with pytest.raises(ValueError, match="rotate is given, and d is 192; only rows of a power of two"):
             quantize(x, rotate=turn)

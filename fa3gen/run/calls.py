@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from types import FunctionType
 from typing import Any, ParamSpec, Protocol, TypeVar, cast, get_args
 
 import torch
@@ -59,7 +61,9 @@ def explained_by(explain: Callable[P, Choice]) -> Callable[[Callable[P, Any]], E
     """Decorate a function with its `explain`. It stays a function: the call of an object first packs its keywords."""
 
     def decorate(function: Callable[P, Any]) -> Explained[P]:
-        explained = cast(Explained[P], function)
+        explained, named = cast(Explained[P], function), cast(FunctionType, explain)
+        # By which Python's own messages call it, as of an argument that it does not have.
+        named.__name__, named.__qualname__ = "explain", f"{function.__name__}.explain"
         explained.explain = explain
         return explained
 
@@ -169,8 +173,37 @@ def check_scores(sinks: Any, softcap: Any) -> None:
     """Raise TypeError for sinks that are no tensor, ArgumentError for a cap that is none. None is neither."""
     if sinks is not None and not isinstance(sinks, torch.Tensor):
         raise TypeError(f"sinks is a {type(sinks).__name__}; it needs to be a torch.Tensor")
-    if softcap is not None and not (isinstance(softcap, (int, float)) and 0.0 < softcap < math.inf):
-        raise ArgumentError(f"softcap is {softcap!r}; it needs to be a finite and positive number, or None for no cap")
+    if softcap is not None:
+        check_cap(softcap, "None")
+
+
+def check_cap(softcap: Any, no_cap: str) -> None:
+    """Raise ArgumentError for what is no cap; `no_cap` is what a caller passes for none."""
+    if not (isinstance(softcap, (int, float)) and 0.0 < softcap < math.inf):
+        needed = f"it needs to be a finite and positive number, or {no_cap} for no cap"
+        raise ArgumentError(f"softcap is {softcap!r}; {needed}")
+
+
+def check_scale(scale: Any) -> None:
+    """Raise ArgumentError for a factor of the scores that is none; torch.compile may know it by a symbol."""
+    if scale is not None and not (isinstance(scale, (int, float, torch.SymFloat)) and 0.0 < scale < math.inf):
+        raise ArgumentError(f"scale is {scale!r}; it needs to be a finite and positive number")
+
+
+def check_longest(max_seqlen_q: Any, max_seqlen_k: Any) -> None:
+    """Raise ArgumentError for longest sequences of packed ones that no sequence can have.
+
+    A tensor is none of them: it may lie on the GPU, where nobody looks.
+    """
+    for name, longest in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
+        if longest is None or isinstance(longest, torch.Tensor):
+            continue
+        symbol = isinstance(longest, torch.SymInt)  # torch.compile may know it by one
+        fits: Any = symbol or hasattr(type(longest), "__index__")
+        if fits:
+            fits = (longest if symbol else operator.index(longest)) >= 0
+        needed = "it needs to be the rows of the longest sequence, 0 or more, or None"
+        need(fits, lambda: f"{name} is {longest!r}; {needed}")  # noqa: B023
 
 
 def check_splits(num_splits: Any, *, deterministic_batch: bool = False, split_keys: Any = None) -> None:
@@ -246,8 +279,22 @@ def refuse_grad_of(name: str, x: torch.Tensor) -> None:
         raise ValueError(f"{name} requires grad; this kernel is forward only: call it under torch.no_grad()")
 
 
+# The same where sizes may not be known yet, while a model is traced. All of it needs no memory of a tensor.
+
+
+def need(condition: Any, message: Callable[[], str]) -> None:
+    """Raise ArgumentError with this message where a condition does not hold: torch._check, with another error.
+
+    The condition may be one of sizes that are not known yet: it is then one of what torch.compile makes.
+    """
+    if condition is False:
+        raise ArgumentError(message())
+    if condition is not True:  # which needs much of torch imported
+        torch._check_with(ArgumentError, condition, message)
+
+
 def need_sinks(sinks: torch.Tensor | None, heads_q: Any) -> None:
-    """Raise RuntimeError for sinks of another shape or dtype, while a model is traced."""
+    """Raise ArgumentError for sinks of another shape or dtype, or apart from one another."""
     if sinks is None:
         return
     found = sinks.shape
@@ -255,11 +302,60 @@ def need_sinks(sinks: torch.Tensor | None, heads_q: Any) -> None:
         len(found) == 1 and found[0] == heads_q and sinks.dtype in (torch.bfloat16, torch.float32),
         lambda: f"sinks is {tuple(found)}, {sinks.dtype}; it needs to be ({heads_q},), bfloat16 or float32",
     )
+    need_contiguous("sinks", sinks)
 
 
-def need(condition: Any, message: Callable[[], str]) -> None:
-    """torch._check: of sizes that are not known yet, too."""
-    torch._check(condition, message)  # type: ignore[no-untyped-call]
+def need_contiguous(name: str, x: torch.Tensor) -> None:
+    """Raise ArgumentError where the elements of the last dimension do not lie side by side."""
+    needed = f"that of its last dimension needs to be 1: pass {name}.contiguous()"
+    need(
+        x.stride(-1) == 1 or x.shape[-1] <= 1 or x.numel() == 0,
+        lambda: f"{name} has strides {tuple(x.stride())}; {needed}",
+    )
+
+
+def need_rows(name: str, x: torch.Tensor, *, by_sequence: bool = False) -> None:
+    """Raise ArgumentError for rows that are not contiguous, or not aligned to 16 bytes, by which they are copied.
+
+    `by_sequence`: not the last dimension, but the sequence of x (batch, seq, heads, d) is known to be contiguous. A
+    head dim of other than whole 16 bytes is left to be refused as one that there are no modules for.
+    """
+    if not by_sequence:
+        need_contiguous(name, x)
+    step, contiguous = 16 // x.dtype.itemsize, 1 if by_sequence else x.ndim - 1
+    others = [(x.stride(axis), x.shape[axis]) for axis in range(x.ndim) if axis != contiguous]
+    needed = f"all but the one that is 1 need to be multiples of {step}, 16 bytes"
+    how = f"pad its sequence to a multiple of {step}" if by_sequence else f"pass {name}.contiguous()"
+    need(
+        all(stride % step == 0 or size <= 1 for stride, size in others) or x.shape[-1] % step != 0 or x.numel() == 0,
+        lambda: f"{name} has strides {tuple(x.stride())}, dtype {x.dtype}; {needed}: {how}",
+    )
+
+
+def need_heads(heads_q: Any, heads_kv: Any) -> None:
+    """Raise ArgumentError for query heads that the heads of k do not divide."""
+    need(
+        heads_q == 0 or (heads_kv != 0 and heads_q % heads_kv == 0),
+        lambda: f"q has {heads_q} heads and k has {heads_kv}; heads of q must be a multiple of those of k",
+    )
+
+
+def need_out(out: Any, q: torch.Tensor, wanted: tuple[Any, ...]) -> None:
+    """Raise TypeError for an `out` that is no tensor, ArgumentError for one of another shape than O's, of a dtype that
+    no module writes, or whose rows are not contiguous or share their places. None is one that is still to be made."""
+    if out is None:
+        return
+    if not isinstance(out, torch.Tensor):
+        raise TypeError(f"out is a {type(out).__name__}; it needs to be a torch.Tensor")
+    need(tuple(out.shape) == wanted, lambda: f"out has shape {tuple(out.shape)}; it needs to be {wanted}")
+    dtypes = list(OUTPUTS) if q.dtype.itemsize == 1 else [q.dtype, torch.float32]
+    if out.dtype not in dtypes:
+        raise ArgumentError(f"out has dtype {out.dtype}; it needs to be {' or '.join(map(str, dtypes))}")
+    need(
+        not any(stride == 0 and size > 1 for stride, size in zip(out.stride(), out.shape, strict=True)),
+        lambda: f"out has strides {out.stride()}: several elements share one address; pass out.contiguous()",
+    )
+    need_rows("out", out)
 
 
 # Whoever looks at calls instead of making them: dispatch modes, functorch, and all else that sees operators only

@@ -162,14 +162,8 @@ def keys_permuted(k: Tensor) -> tuple[int, int, int]:
     return batch, whole_units(seq_k), heads_kv
 
 
-def check_keys_permuted(k: Tensor, v: Tensor) -> None:
-    """Raise ArgumentError where it has others."""
-    if tuple(v.shape[:3]) != keys_permuted(k):
-        raise ArgumentError(wrong_keys(k, v))
-
-
 def wrong_keys(k: Tensor, v: Tensor) -> str:
-    """What is wrong with such a v."""
+    """What is wrong with a v that has others, and what to pass."""
     return (
         f"v_permuted is True, and v has shape {tuple(v.shape)}; beside k {tuple(k.shape)} it needs to be "
         f"{(*keys_permuted(k), v.shape[3])}, keys in whole units of {UNIT}: {PERMUTE}"

@@ -59,6 +59,8 @@ class KvCache:
             sequences, what = (k, "sequences in k_cache") if page_table is None else (page_table, "rows of page_table")
             checks.check_numbers("cache_batch_idx", batch_idx, sequences.shape[0], what)
         if page_table is None:
+            if batch_idx.dtype != torch.int32:
+                raise ArgumentError(f"cache_batch_idx has dtype {batch_idx.dtype}; it needs to be {torch.int32}")
             return cls(k, v, batch_idx[:, None])
         inside = batch_idx.clamp(0, page_table.shape[0] - 1)  # a number that lies would stop the GPU
         return cls(k, v, page_table.index_select(0, inside))

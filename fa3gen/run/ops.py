@@ -18,7 +18,7 @@ from torch.compiler import is_dynamo_compiling
 from fa3gen.design.family import TILE_ROWS, Family, Shape
 from fa3gen.run import calls, dispatch, eight_bits, gpu
 from fa3gen.run.calls import Attention, Returned, Window, dispatch_modes, functorch_transforms, named_scores, stretches
-from fa3gen.run.dispatch import FEW_QUERIES, Choice, NotRendered, Size
+from fa3gen.run.dispatch import FEW_QUERIES, ArgumentError, Choice, NotRendered, Size
 from fa3gen.run.eight_bits import EIGHT_BITS, FACTORS, Factors
 from fa3gen.run.equal_lengths import can_be_packed
 
@@ -51,14 +51,12 @@ def _explain(
 
     Looks at dtypes, shapes and strides only: tensors on any device will do, "meta" too, and no GPU is needed. How many
     tiles an SM gets is then counted with the SMs of an H200, and the answer says so. Raises as `fa3gen.attention` where
-    no module is found; with `render`, one is rendered, and not yet compiled.
+    no module is found, and for arguments that are wrong, but for where tensors lie; with `render`, a module is
+    rendered, and not yet compiled.
     """
     how, factors = (num_splits, split_keys, deterministic_batch), (q_descale, k_descale, v_descale)
-    blocks = eight_bits.of_blocks(factors)
-    family, size = _asked(q, k, v, out, causal, window, sinks, softcap, v_permuted, how, blocks)
-    eight_bits.check_factors(q, k, factors, blocks=blocks)
-    if v_permuted:
-        eight_bits.check_keys_permuted(k, v)
+    family, size = _checked(q, k, v, out, causal, window, sinks, softcap, factors, v_permuted, scale, how)
+    calls.refuse_grad(q, k, v, sinks)
     size = replace(size, in_rows=can_be_packed(q, k, v, out))
     (batch, seq_q, heads_q, _), (_, seq_k, heads_kv, _) = q.shape, k.shape
     shape = Shape(batch, seq_q, seq_k, heads_q, heads_kv)
@@ -167,11 +165,7 @@ def attention(
     if not (type(q) is type(k) is type(v) is Tensor and q.is_cuda) or dispatch_modes() or functorch_transforms():
         how = num_splits, split_keys, deterministic_batch
         # Its messages are better than those of an operator's schema.
-        blocks = eight_bits.of_blocks(factors)
-        _asked(q, k, v, out, causal, window, sinks, softcap, v_permuted, how, blocks)
-        eight_bits.check_factors(q, k, factors, blocks=blocks)
-        if v_permuted:
-            eight_bits.check_keys_permuted(k, v)
+        _checked(q, k, v, out, causal, window, sinks, softcap, factors, v_permuted, scale, how)
         of_8 = factors, v_permuted
         return _by_operator(q, k, v, causal, window, sinks, softcap, of_8, scale, out, return_lse, how, render)
     scaled = q_descale is not None or k_descale is not None or v_descale is not None
@@ -241,6 +235,51 @@ def _asked(
     seq_k, heads_kv = k.shape[1], k.shape[2]
     tiles = Shape(batch, seq_q, seq_k, heads_q, heads_kv).tiles
     return family, Size(seq_k, tiles, gpu.sm_count(q.get_device()), heads_q // (heads_kv or 1), seq_q, int(how[0]))
+
+
+def _checked(
+    q: Any,
+    k: Any,
+    v: Any,
+    out: Any,
+    causal: bool,
+    window: Window,
+    sinks: Any,
+    softcap: Any,
+    factors: Factors,
+    v_permuted: bool,
+    scale: Any,
+    how: How,
+) -> tuple[Family, Size]:
+    """What `_asked` returns, of arguments that go together as far as that shows without memory and on any device.
+
+    So it is told before a call is made, and while a model is traced, when sizes may not be known yet. Raises as
+    `_asked` does, and ArgumentError for what a module would refuse.
+    """
+    blocks = eight_bits.of_blocks(factors)
+    asked = _asked(q, k, v, out, causal, window, sinks, softcap, v_permuted, how, blocks)
+    calls.check_scale(scale)
+    if not q.dtype == k.dtype == v.dtype and not eight_bits.any_of(q, k, v):  # which `_asked` has looked at
+        raise ArgumentError(f"q has dtype {q.dtype}, k {k.dtype} and v {v.dtype}; dense tensors need the same")
+    calls.need(
+        k.shape[0] == q.shape[0] and k.shape[3] == q.shape[3],
+        lambda: f"k has shape {tuple(k.shape)}, q {tuple(q.shape)}; they need the same batch and head dim",
+    )
+    if v_permuted:
+        calls.need(tuple(v.shape[:3]) == eight_bits.keys_permuted(k), lambda: eight_bits.wrong_keys(k, v))
+    else:
+        calls.need(
+            v.shape[:3] == k.shape[:3],
+            lambda: f"v has shape {tuple(v.shape)}, k {tuple(k.shape)}; they may only differ in the head dim",
+        )
+    calls.need_heads(q.shape[2], k.shape[2])
+    calls.need_sinks(sinks, q.shape[2])
+    calls.need_rows("q", q)
+    calls.need_rows("k", k)
+    calls.need_rows("v", v, by_sequence=bool(eight_bits.by_sequence(v)))
+    calls.need_out(out, q, (*q.shape[:3], v.shape[3]))
+    eight_bits.check_factors(q, k, factors, blocks=blocks)
+    return asked
 
 
 def _serving(
@@ -423,9 +462,7 @@ def _forward_fake(
     render: bool = False,
 ) -> tuple[Tensor, Tensor]:
     how, factors = (num_splits, split_keys, deterministic_batch), (q_descale, k_descale, v_descale)
-    blocks = eight_bits.of_blocks(factors)
-    _check_shapes(q, k, v, None, causal, window, sinks, softcap, v_permuted, how, blocks)
-    eight_bits.check_factors(q, k, factors, blocks=blocks)
+    _checked(q, k, v, None, causal, window, sinks, softcap, factors, v_permuted, scale, how)
     return eight_bits.out_like(q, v), _lse_like(q, return_lse)
 
 
@@ -451,14 +488,7 @@ def _forward_out_fake(
     render: bool = False,
 ) -> Tensor:
     how, factors = (num_splits, split_keys, deterministic_batch), (q_descale, k_descale, v_descale)
-    blocks = eight_bits.of_blocks(factors)
-    _check_shapes(q, k, v, out, causal, window, sinks, softcap, v_permuted, how, blocks)
-    eight_bits.check_factors(q, k, factors, blocks=blocks)
-    wanted = (*q.shape[:3], v.shape[3])
-    calls.need(
-        tuple(out.shape) == wanted,
-        lambda: f"out has shape {tuple(out.shape)}; it needs to be {wanted}",
-    )
+    _checked(q, k, v, out, causal, window, sinks, softcap, factors, v_permuted, scale, how)
     return _lse_like(q, return_lse)
 
 
@@ -466,35 +496,6 @@ def _lse_like(q: Tensor, wanted: bool) -> Tensor:
     """An LSE for q, without rows unless it is wanted."""
     batch, seq_q, heads_q, _ = q.shape
     return q.new_empty((batch, heads_q, seq_q if wanted else 0), dtype=torch.float32)
-
-
-def _check_shapes(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Any,
-    causal: bool,
-    window: Any,
-    sinks: Tensor | None,
-    softcap: float | None,
-    v_permuted: bool,
-    how: How,
-    blocks: bool,
-) -> None:
-    """What can be wrong with tensors that have no memory, so that it shows when a model is traced."""
-    _asked(q, k, v, out, causal, window, sinks, softcap, v_permuted, how, blocks)
-    calls.need_sinks(sinks, q.shape[2])
-    calls.need(
-        k.shape[0] == q.shape[0] and k.shape[3] == q.shape[3],
-        lambda: f"k has shape {tuple(k.shape)}, q {tuple(q.shape)}; they need the same batch and head dim",
-    )
-    if v_permuted:
-        calls.need(tuple(v.shape[:3]) == eight_bits.keys_permuted(k), lambda: eight_bits.wrong_keys(k, v))
-        return
-    calls.need(
-        v.shape[:3] == k.shape[:3],
-        lambda: f"v has shape {tuple(v.shape)}, k {tuple(k.shape)}; they may only differ in the head dim",
-    )
 
 
 calls.register(

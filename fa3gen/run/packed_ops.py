@@ -57,14 +57,17 @@ def _explain(
 ) -> Choice:
     """Which module `fa3gen.attention_packed` takes for these arguments, and why; `print` it.
 
-    Looks at dtypes and shapes only: tensors on any device will do, "meta" too, and no GPU is needed. How many tiles an
-    SM gets is then counted with the SMs of an H200, and the answer says so. Raises as `fa3gen.attention_packed` where
-    no module is found; with `render`, one is rendered, and not yet compiled.
+    Looks at dtypes, shapes and strides only: tensors on any device will do, "meta" too, and no GPU is needed. How many
+    tiles an SM gets is then counted with the SMs of an H200, and the answer says so. Raises as
+    `fa3gen.attention_packed` where no module is found, and for arguments that are wrong, but for where tensors lie, and
+    what offsets, lengths and tables say; with `render`, a module is rendered, and not yet compiled.
     """
     keys, scores, factors = (cu_seqlens_k, page_table, seqused_k), (sinks, softcap), (q_descale, k_descale, v_descale)
-    how = num_splits, deterministic_batch, split_keys
-    family = _family(q, k, v, cu_seqlens_q, keys, out, causal, window, scores, factors)._replace(part_keys=split_keys)
-    size = _size(q, v, cu_seqlens_q, page_table, (max_seqlen_q, max_seqlen_k), window, how)
+    how, longest = (num_splits, deterministic_batch, split_keys), (max_seqlen_q, max_seqlen_k)
+    asked = q, k, v, cu_seqlens_q, keys, seqused_q, longest, out, causal, window, scores, factors, scale, how
+    family = _checked(*asked)._replace(part_keys=split_keys)
+    calls.refuse_grad(q, k, v, sinks)
+    size = _size(q, v, cu_seqlens_q, page_table, longest, window, how)
     sequences = max(cu_seqlens_q.shape[0] - 1, 1)
     seq_q, seq_k = (-(-rows // sequences) for rows in (q.shape[0], _rows(v, page_table)))
     shape = Shape(sequences, seq_q, seq_k, q.shape[1], v.shape[-2])
@@ -177,8 +180,8 @@ def attention_packed(
     ):
         if not is_dynamo_compiling():
             # Its messages are better than those of a schema.
-            _family(q, k, v, cu_seqlens_q, keys, out, causal, window, scores, factors)
-            _check_how(q, (num_splits, deterministic_batch, split_keys))
+            how, longest = (num_splits, deterministic_batch, split_keys), (max_seqlen_q, max_seqlen_k)
+            _checked(q, k, v, cu_seqlens_q, keys, seqused_q, longest, out, causal, window, scores, factors, scale, how)
         options: dict[str, Any] = {"page_table": page_table, "seqused_q": seqused_q, "seqused_k": seqused_k}
         options |= {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k, "causal": causal, "window": window}
         options |= {"scale": scale, "return_lse": return_lse}
@@ -263,6 +266,83 @@ def _family(
     )
 
 
+def _checked(
+    q: Any,
+    k: Any,
+    v: Any,
+    cu_seqlens_q: Any,
+    keys: Keys,
+    seqused_q: Any,
+    longest: tuple[Any, Any],
+    out: Any,
+    causal: bool,
+    window: Window,
+    scores: Scores,
+    factors: Factors,
+    scale: Any,
+    how: How,
+) -> Family:
+    """What `_family` returns, of arguments that go together as far as that shows without memory and on any device.
+
+    So it is told before a call is made, and while a model is traced, when sizes may not be known yet. Raises as
+    `_family` does, and ArgumentError for what a module would refuse.
+    """
+    cu_seqlens_k, page_table, seqused_k = keys
+    family = _family(q, k, v, cu_seqlens_q, keys, out, causal, window, scores, factors)
+    calls.check_tensors(calls.given(seqused_q=seqused_q, seqused_k=seqused_k), "(sequences)")
+    _check_how(q, how)
+    calls.check_longest(*longest)
+    calls.check_scale(scale)
+    if k.dtype != v.dtype or (k.dtype != q.dtype and family.kv_dtype is None):
+        raise ArgumentError(
+            f"q has dtype {q.dtype}, k {k.dtype} and v {v.dtype}; they need the same, or k and v both 8 bits beside q "
+            "of 16"
+        )
+    calls.need(
+        k.shape[-1] == q.shape[2],
+        lambda: f"k has shape {tuple(k.shape)}, q {tuple(q.shape)}; they need the same head dim",
+    )
+    calls.need(
+        v.shape[:-1] == k.shape[:-1],
+        lambda: f"v has shape {tuple(v.shape)}, k {tuple(k.shape)}; they may only differ in the head dim",
+    )
+    calls.need_heads(q.shape[1], k.shape[-2])
+    calls.need_sinks(scores[0], q.shape[1])
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        calls.need_rows(name, x)
+    calls.need_out(out, q, (*q.shape[:2], v.shape[-1]))
+    sequences = cu_seqlens_q.shape[0] - 1
+    calls.need(
+        sequences >= 0,
+        lambda: "cu_seqlens_q has no elements; it needs (sequences + 1,), one behind the last sequence",
+    )
+    _need_words("cu_seqlens_q", cu_seqlens_q, sequences + 1)
+    _need_words("cu_seqlens_k", cu_seqlens_k, sequences + 1)
+    _need_words("page_table", page_table, sequences)
+    _need_words("seqused_q", seqused_q, sequences)
+    _need_words("seqused_k", seqused_k, sequences)
+    for name, factor in _given_factors(factors).items() if q.dtype != EIGHT_BITS else ():  # else looked at before
+        needed = sequences, k.shape[-2]
+        calls.need(
+            tuple(factor.shape) == needed,
+            lambda: f"{name} has shape {tuple(factor.shape)}; it needs to be {needed}",  # noqa: B023
+        )
+        if factor.dtype != torch.float32:
+            raise ArgumentError(f"{name} has dtype {factor.dtype}; it needs to be {torch.float32}")
+    return family
+
+
+def _need_words(name: str, given: Tensor | None, count: int) -> None:
+    """Raise ArgumentError for offsets, lengths or a table of another number of rows, another dtype, or with gaps."""
+    if given is None:
+        return
+    needed = (count, *given.shape[1:])
+    calls.need(given.shape[0] == count, lambda: f"{name} has shape {tuple(given.shape)}; it needs to be {needed}")
+    if given.dtype != torch.int32:
+        raise ArgumentError(f"{name} has dtype {given.dtype}; it needs to be {torch.int32}: pass {name}.int()")
+    calls.need_contiguous(name, given)
+
+
 def _given_factors(factors: Factors) -> dict[str, Tensor]:
     """Those that are given, by name."""
     return calls.given(**dict(zip(FACTORS, factors, strict=True)))
@@ -296,9 +376,11 @@ def _check_how(q: Tensor, how: How) -> None:
 def _size(
     q: Any, v: Any, cu_seqlens_q: Any, page_table: Any, longest: tuple[Any, Any], window: Window, how: How
 ) -> Size:
-    """The size of a call as the host knows it. Raises ArgumentError for a number of parts that cannot be asked for."""
+    """The size of a call as the host knows it. Raises ArgumentError for a number of parts that cannot be asked for, and
+    for longest sequences that cannot be."""
     num_splits, deterministic_batch, split_keys = how
     _check_how(q, how)
+    calls.check_longest(*longest)
     (total_q, heads_q, _), (heads_kv, _) = q.shape, v.shape[-2:]
     offsets, total_k = cu_seqlens_q.shape[0], _rows(v, page_table)
     paged = page_table is not None
@@ -345,8 +427,10 @@ def _extents(
     seq_q, keys = -(-total_q // sequences), -(-total_k // sequences)
     longest = 1 if seq_q <= 1 else NO_LIMIT
     if type(max_q) is int:  # a tensor may lie on the GPU, where nobody looks
+        if max_q < 0:
+            calls.check_longest(max_q, max_k)  # which refuses it
         longest, seq_q = max_q, min(seq_q, max_q)
-    if type(max_k) is int:
+    if type(max_k) is int:  # below 0 there is no stretch, and so `_size` refuses it
         keys = min(max_k, keys if paged else total_k)
     if window is not None:
         keys = dispatch.seen(keys, window)
@@ -487,6 +571,9 @@ def _packed_fake(
     out: Tensor | None = None,
     *,
     page_table: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    seqused_q: Tensor | None = None,
     seqused_k: Tensor | None = None,
     causal: bool = False,
     window: list[int] | None = None,
@@ -495,47 +582,18 @@ def _packed_fake(
     q_descale: Tensor | None = None,
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
+    scale: float | None = None,
     return_lse: bool = False,
     deterministic_batch: bool = False,
     num_splits: int = 0,
     split_keys: int | None = None,
-    **_: Any,
+    render: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """What can be wrong with tensors that have no memory shows when a model is traced."""
     keys, scores, factors = (cu_seqlens_k, page_table, seqused_k), (sinks, softcap), (q_descale, k_descale, v_descale)
-    _family(q, k, v, cu_seqlens_q, keys, out, causal, window, scores, factors)
-    _check_how(q, (num_splits, deterministic_batch, split_keys))
-    calls.need_sinks(sinks, q.shape[1])
-    calls.need(
-        k.shape[-1] == q.shape[2],
-        lambda: f"k has shape {tuple(k.shape)}, q {tuple(q.shape)}; they need the same head dim",
-    )
-    calls.need(
-        v.shape[:-1] == k.shape[:-1],
-        lambda: f"v has shape {tuple(v.shape)}, k {tuple(k.shape)}; they may only differ in the head dim",
-    )
-    sequences = cu_seqlens_q.shape[0] - 1
-    _need_rows("cu_seqlens_k", cu_seqlens_k, sequences + 1)
-    _need_rows("page_table", page_table, sequences)
-    _need_rows("seqused_k", seqused_k, sequences)
-    for name, factor in _given_factors(factors).items() if q.dtype != EIGHT_BITS else ():  # else looked at before
-        needed = sequences, k.shape[-2]
-        calls.need(
-            tuple(factor.shape) == needed,
-            lambda: f"{name} has shape {tuple(factor.shape)}; it needs to be {needed}",  # noqa: B023
-        )
-    wanted = (*q.shape[:2], v.shape[-1])
-    calls.need(
-        out is None or tuple(out.shape) == wanted,
-        lambda: f"out has shape {tuple(out.shape) if out is not None else None}; it needs to be {wanted}",
-    )
+    how, longest = (num_splits, deterministic_batch, split_keys), (max_seqlen_q, max_seqlen_k)
+    _checked(q, k, v, cu_seqlens_q, keys, seqused_q, longest, out, causal, window, scores, factors, scale, how)
     return eight_bits.out_like(q, v), _lse_like(q, return_lse)
-
-
-def _need_rows(name: str, given: Tensor | None, count: int) -> None:
-    if given is not None:
-        needed = (count, *given.shape[1:])
-        calls.need(given.shape[0] == count, lambda: f"{name} has shape {tuple(given.shape)}; it needs to be {needed}")
 
 
 def _packed_out_fake(q: Tensor, k: Tensor, v: Tensor, *offsets_and_out: Tensor, **options: Any) -> Tensor:
