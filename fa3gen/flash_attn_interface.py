@@ -522,6 +522,11 @@ def _contiguous_rows(x: Tensor) -> Tensor:
 # Caches
 
 
+def _batch(q: Tensor, cu_seqlens_q: Tensor | None) -> int:
+    """How many sequences of queries there are."""
+    return q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
+
+
 def _check_batch(q: Tensor, k_cache: Tensor, batch_idx: Tensor | None, cu_seqlens_q: Tensor | None) -> None:
     """Raise ArgumentError where a cache, or what says which of its sequences are meant, has more or fewer than there
     are sequences of queries: `attention_packed` would name a tensor that nobody passed.
@@ -530,7 +535,7 @@ def _check_batch(q: Tensor, k_cache: Tensor, batch_idx: Tensor | None, cu_seqlen
     """
     if is_dynamo_compiling() or (cu_seqlens_q is None and q.dim() != 4):
         return
-    batch, whose = (q.shape[0], "q") if cu_seqlens_q is None else (cu_seqlens_q.shape[0] - 1, "cu_seqlens_q")
+    batch, whose = _batch(q, cu_seqlens_q), "q" if cu_seqlens_q is None else "cu_seqlens_q"
     found, name = (k_cache, "k_cache") if batch_idx is None else (batch_idx, "cache_batch_idx")
     if found.shape[0] != batch:
         needed = ", or cache_batch_idx has to say which sequences of the cache are meant" * (batch_idx is None)
@@ -545,7 +550,7 @@ def _check_numbers(name: str, x: Tensor, batch: int) -> None:
 
 def _lengths(q: Tensor, cache: KvCache, seqlens: int | Tensor | None, cu_seqlens_q: Tensor | None) -> Tensor:
     """Where the keys of each sequence end, (batch,) int32. Raises ArgumentError for others."""
-    batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
+    batch = _batch(q, cu_seqlens_q)
     if isinstance(seqlens, Tensor):
         _check_numbers("cache_seqlens", seqlens, batch)
         return seqlens.contiguous()

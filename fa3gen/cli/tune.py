@@ -329,14 +329,14 @@ class _Run:
 
     def enumerate(self, names: Sequence[str], space_path: Path | None) -> list[Search]:
         """Enumerate and prune; says what was pruned and why. UserError where nothing is left."""
-        from fa3gen.design.family import Family, Shape
+        from fa3gen.design.family import Family
         from fa3gen.measure.tuning.candidates import find_space, find_starts, known, prune
-        from fa3gen.records.tuning_records import TunedProblem
+        from fa3gen.records.tuning_records import refuse_untuned
 
         if len(names) > 1:
             raise UserError(f"one name is tuned at a time, not {len(names)}; to compare modules, add --measure")
         for variant in filter(packed_speeds.is_packed, known(self.workspace, names[0])):
-            TunedProblem.of(Family.of(variant.spec), Shape(1, 1, 1, 1, 1))  # says what packed sequences need instead
+            refuse_untuned(Family.of(variant.spec).of_call())
         space = find_space(self.workspace, names[0], space_path)
         starts = find_starts(self.workspace, names[0], space)
         searches = []

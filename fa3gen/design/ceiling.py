@@ -19,10 +19,9 @@ from fa3gen.design.splits import (
     counts_seen,
     num_lines,
     num_parts,
-    seen_before,
     share_of,
+    steps_before,
     steps_of,
-    steps_of_tile,
     tiles_of_step,
 )
 from fa3gen.design.work import Problem
@@ -231,12 +230,9 @@ def parts(problem: Problem, sms: int) -> list[list[Part]]:
         room = 0  # shares are of one line
         for entry in (entry for entry in in_order if entry.head % lines == line):
             lengths = shape.sequences[entry.batch]
-            steps, end = steps_of_tile(spec, shape, lengths[1]), problem.of_lengths[lengths][entry.m_block].end
-            positions = tile_order.positions(spec)
-            if counts_seen(spec):
-                before, behind = (seen_before(entry.m_block + x, *lengths, positions, spec.tile.kv) for x in (0, 1))
-                steps = behind - before
-            rows = heads * min(positions, lengths[0] - entry.m_block * positions)
+            before, after = (steps_before(spec, shape, entry.m_block + x, lengths) for x in (0, 1))
+            steps, end = after - before, problem.of_lengths[lengths][entry.m_block].end
+            rows = heads * min(tile_order.positions(spec), lengths[0] - entry.m_block * tile_order.positions(spec))
             cuts = [0]
             places: list[list[Part]] = []
             while cuts[-1] < steps:

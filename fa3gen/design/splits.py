@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from fa3gen.base.wording import counted
 from fa3gen.design import footprint
-from fa3gen.design.family import PackedShape, PagedShape, Shape
+from fa3gen.design.family import Lengths, PackedShape, PagedShape, Shape
 from fa3gen.design.masks import of_call, reach
 from fa3gen.design.tile_order import fitted, head_tiles, positions
 from fa3gen.spec.model import Forward
@@ -148,15 +148,16 @@ def steps_of(spec: Forward, shape: Shape | PackedShape) -> int:
 
     Tiles of keys, or whole parts where they are of so many keys; see `counts_seen` for other numbers.
     """
-    rows = positions(fitted(spec, shape))
+    spec = fitted(spec, shape)
+    of_head = (steps_before(spec, shape, -(-lengths[0] // positions(spec)), lengths) for lengths in shape.sequences)
+    return sum(of_head) * head_tiles(spec, shape)
 
-    def of_head(seq_q: int, seq_k: int) -> int:
-        tiles = -(-seq_q // rows)
-        if counts_seen(spec):
-            return seen_before(tiles, seq_q, seq_k, rows, spec.tile.kv)
-        return tiles * steps_of_tile(spec, shape, seq_k)
 
-    return sum(of_head(*lengths) for lengths in shape.sequences) * head_tiles(spec, shape)
+def steps_before(spec: Forward, shape: Shape | PackedShape, m_block: int, lengths: Lengths) -> int:
+    """Those of the tiles of queries before this one, of one head of a sequence; `spec` is `fitted` for the call."""
+    if counts_seen(spec):
+        return seen_before(m_block, *lengths, positions(spec), spec.tile.kv)
+    return m_block * steps_of_tile(spec, shape, lengths[1])
 
 
 def steps_of_tile(spec: Forward, shape: Shape | PackedShape, seq_k: int) -> int:

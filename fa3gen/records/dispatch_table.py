@@ -8,8 +8,8 @@ import math
 import re
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cache
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
 from typing import Any
 
 from fa3gen.base.errors import UserError
@@ -104,28 +104,35 @@ Record = TuningRecord | PackedRecord
 _File = tuple[str, str]  # stem and first digits of the SHA-256
 
 
+def _file(result: Result | PackedResult) -> _File:
+    """The file that a result is of."""
+    return result.stem, result.sha256[:DIGEST_LENGTH]
+
+
 @dataclass(frozen=True)
 class _Cell:
-    """A record, and the speeds of its modules that can serve every call of the rows that are made (`able`): of groups
-    of heads that are multiples of `group`, or of up to `at_most` where that is said, with LSE. `speeds` are of those
-    that may be chosen, which are all; `padded`: whose tiles hold all heads of a group."""
+    """A record, for rows of groups of heads that are multiples of `group`, or of up to `at_most` where that is said.
+    `padded`: chosen are only modules whose tiles hold all heads of a group."""
 
     record: Record
     group: int = 1
     at_most: int = 0
     padded: bool = False
-    able: dict[_File, float] = field(init=False)
-    speeds: dict[_File, float] = field(init=False)
 
-    def __post_init__(self) -> None:
-        able, speeds = {}, {}
-        for result in self.record.results:
-            if result.spec.get("outputs", {}).get("lse", True) and self._serves_groups(result.spec):
-                able[result.stem, result.sha256[:DIGEST_LENGTH]] = result.tflops
-                if _most_heads(result.spec) or not self.padded:
-                    speeds[result.stem, result.sha256[:DIGEST_LENGTH]] = result.tflops
-        object.__setattr__(self, "able", able)
-        object.__setattr__(self, "speeds", speeds)
+    @cached_property
+    def able(self) -> dict[_File, float]:
+        """The speeds of its modules that can serve every call of such rows, with LSE."""
+        return {
+            _file(result): result.tflops
+            for result in self.record.results
+            if result.spec.get("outputs", {}).get("lse", True) and self._serves_groups(result.spec)
+        }
+
+    @cached_property
+    def speeds(self) -> dict[_File, float]:
+        """Those of `able` that may be chosen."""
+        chosen = {_file(result) for result in self.record.results if _most_heads(result.spec) or not self.padded}
+        return {file: speed for file, speed in self.able.items() if file in chosen}
 
     def _serves_groups(self, spec: Mapping[str, Any]) -> bool:
         most = _most_heads(spec)
@@ -267,9 +274,10 @@ def _of_many_keys(family: Family, records: Sequence[Record], *, told_apart: bool
         if rule is None:
             continue
         file, keys_of_tile = rule
-        served = [record for record in own if _keys_of_tile(record) > keys_of_tile and _result(file, record)]
-        room = min(_most_heads(found.spec) for each in served if (found := _result(file, each)))
-        cells = tuple(_Cell(each, at_most=room) for each in served)
+        timed = [(each, result) for each in own if (result := _result(file, each))]
+        served = [(each, result) for each, result in timed if _keys_of_tile(each) > keys_of_tile]
+        room = min(_most_heads(result.spec) for _, result in served)
+        cells = tuple(_Cell(each, at_most=room) for each, _ in served)
         for edge in LOADS:
             row = _row(family, edge, _Part(None, file, cells))
             # In the middle of the band, whose edges are a factor of two apart.
@@ -327,14 +335,14 @@ def _gain(file: _File, record: Record) -> float:
 
 def _result(file: _File, record: Record) -> Result | PackedResult | None:
     """What a record says of a module, of the very file; None where that was not measured."""
-    return next((each for each in record.results if (each.stem, each.sha256[:DIGEST_LENGTH]) == file), None)
+    return next((each for each in record.results if _file(each) == file), None)
 
 
 def _of_split_keys(record: Record) -> set[_File]:
     """The modules of a record of packed sequences that split keys, whose tiles have room for all heads of a group."""
     if not isinstance(record, PackedRecord):
         return set()
-    return {(each.stem, each.sha256[:DIGEST_LENGTH]) for each in record.results if _most_heads(each.spec)}
+    return {_file(each) for each in record.results if _most_heads(each.spec)}
 
 
 def _without_split_keys(records: Iterable[Record]) -> list[Record]:

@@ -69,6 +69,27 @@ class MaskShape(Part):
 UNTUNED = "layout", "page_rows", "any_cap", "part_keys", "kv_dtype"
 
 
+def refuse_untuned(family: Family) -> None:
+    """Raise UserError for modules that are not tuned, with what to do instead: those for packed sequences, for k and v
+    of another dtype than q, for parts of so many keys, and for tensors whose rows are not contiguous, but for a v of 8
+    bits, which may have a contiguous sequence."""
+    if family.layout != "dense":
+        raise UserError(f"modules are tuned for dense tensors, and these are for {family}; measure them with {MEASURE}")
+    if family.by_sequence and not family.eight_bits:
+        raise UserError(
+            f"modules are tuned for tensors with contiguous rows, and these are for {family}; time them with "
+            "fa3gen bench"
+        )
+    if family.kv_dtype is not None:
+        raise UserError(
+            f"modules are tuned for q, k and v of one dtype, and these are for {family}; time them with fa3gen bench"
+        )
+    if family.part_keys is not None:
+        raise UserError(
+            f"modules are tuned where several serve a call, and one alone is for {family}; time it with fa3gen bench"
+        )
+
+
 class TunedProblem(GrownPart):
     """A family and one shape: q (batch, seq_q, heads_q, head_dim), k (batch, seq_k, heads_kv, head_dim)."""
 
@@ -96,29 +117,10 @@ class TunedProblem(GrownPart):
     def of(cls, family: Family, shape: Shape) -> Self:
         """The problem of a family at one shape, with the window of a call where calls give one.
 
-        UserError for modules that are not tuned: those for packed sequences, for k and v of another dtype than q, and
-        for tensors whose rows are not contiguous, but for a v of 8 bits, which may have a contiguous sequence.
+        Raises as `refuse_untuned`.
         """
         family = family.of_call(shape.window)
-        if family.layout != "dense":
-            raise UserError(
-                f"modules are tuned for dense tensors, and these are for {family}; measure them with {MEASURE}"
-            )
-        if family.by_sequence and not family.eight_bits:
-            raise UserError(
-                f"modules are tuned for tensors with contiguous rows, and these are for {family}; time them with "
-                "fa3gen bench"
-            )
-        if family.kv_dtype is not None:
-            raise UserError(
-                f"modules are tuned for q, k and v of one dtype, and these are for {family}; time them with "
-                "fa3gen bench"
-            )
-        if family.part_keys is not None:
-            raise UserError(
-                f"modules are tuned where several serve a call, and one alone is for {family}; time it with "
-                "fa3gen bench"
-            )
+        refuse_untuned(family)
         fields = {name: value for name, value in family._asdict().items() if name not in UNTUNED}
         fields["by_sequence"] = "v" if family.by_sequence else None  # q and k of 8 bits have contiguous rows
         sizes = {name: size for name, size in asdict(shape).items() if name != "window"}

@@ -215,16 +215,15 @@ class Shapes(SpecModel):
     def told(self, home: Workspace) -> str:
         """`over 12 shapes; k6_d128 takes 1.08 times as long (NVIDIA H200)`; as `Measurement.told`."""
         figure = f"takes {self.runner_up_ratio or 0:g} times as long"
-        other = "no other module that serves this row was measured at all of them"
-        if self.runner_up is not None:
-            other = _runner_up(home, self.runner_up, self.runner_up_sha256, figure)
+        other = _runner_up(home, self.runner_up, self.runner_up_sha256, figure)
+        other += " at all of them" * (self.runner_up is None)
         return f"over {counted(self.shapes, 'shape')}; {other} ({self.gpu})"
 
 
 def _runner_up(home: Workspace, stem: str | None, digest: str | None, figure: str) -> str:
     """A runner-up with its figure, which it has only as long as its file is the one that was measured."""
     if stem is None:
-        return "nothing else was measured"
+        return "no other module that serves this row was measured"
     file = home.module_path(stem)
     present = sha256(file)[:DIGEST_LENGTH] if file.is_file() else None
     if present is None or present != digest:
