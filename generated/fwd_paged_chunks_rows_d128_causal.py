@@ -147,7 +147,8 @@ NO_SWIZZLE = 0, 4, 3  # no bit is swizzled
 LANES_OF_ROW = 4  # which copy 64 bytes of it at once, side by side
 ROWS_AT_ONCE = WARP // LANES_OF_ROW  # as many as a swizzle has
 AHEAD = 2  # tiles of a warp on their way at once; more are not faster
-COMBINE_CTAS = 4  # of an SM, which add up parts beside each other
+COMBINE_CTAS = 4  # for each share of the keys, which add up parts beside each other
+MOST_COMBINE_CTAS = 1_024  # each of which looks at all shares
 PARTS_OF_WARP = 8  # of a row that one warp adds up, at most
 COMBINE_WARPS = 8  # of a CTA that adds up the parts of a row
 PARTS_AT_ONCE = 4  # whose O a warp asks for before it uses one
@@ -251,9 +252,9 @@ def launch(
         use_pdl=True,  # it may begin beside the kernel before, for which it waits
         stream=stream,
     )
-    # As many CTAs as the GPU has room for at once; pieces of work are dealt out to them.
+    # A few CTAs for each share, and no more than a GPU has room for; pieces of work are dealt out to them.
     combine_kernel(mParts, mPartsLSE, shares, out, lse, group).launch(
-        grid=(COMBINE_CTAS * num_sms, 1, 1),
+        grid=(cutlass.min(COMBINE_CTAS * num_sms, MOST_COMBINE_CTAS), 1, 1),
         block=(32 * COMBINE_WARPS, 1, 1),
         use_pdl=True,  # it waits for the parts where it needs them
         stream=stream,
@@ -581,8 +582,8 @@ def find_step(step: cutlass.Int32, group, sequences):
 
     `group` is what its lanes look at, see `look_at`: steps grow from one call to the next, so that the search goes on.
 
-    Returns where the tile lies, as TILE_WORDS lists it; its tile of keys of this step, which may be the one behind the
-    last that its rows see; how many they see, and how many steps the tile has; what the lanes look at.
+    Returns where the tile lies, as TILE_WORDS lists it; its tile of keys of this step, which may lie behind the last
+    that its rows see; how many they see, and how many steps the tile has; what the lanes look at.
     """
     *_, packs_of_kv, heads, _ = sequences
     first, before, q_begin, seq_q, seq_k, steps, steps_to_here = group
@@ -671,7 +672,8 @@ def seen_before(m_block, seq_q, seq_k, positions) -> cutlass.Int32:
 
     Of a tile whose last row sees x keys that is 1 + floor((x - 1) / TILE_N). Here the fractions of all are added up
     before one number is rounded, so that nobody has to walk through the tiles: each has a step more or less than its
-    rows see tiles, and one at least. The first `blind` tiles, of sequences with more queries than keys, see none.
+    rows see tiles, and one at least; the last one, whose rows end early, positions / TILE_N more. The first `blind`
+    tiles, of sequences with more queries than keys, see none.
     """
     blind = cutlass.max(seq_q - seq_k, 0) // positions
     ahead = cutlass.max(seq_k - seq_q + blind * positions - TILE_N // 2, -positions)  # of the first that sees any
@@ -1612,7 +1614,8 @@ def attention(q, k, v, cu_seqlens_q, page_table, seqused_k, *, seqused_q=None, s
         if not (pages and page):  # and so no keys, whatever is said; but TMA wants an address
             k, v, page_table = q[:, None, :heads_kv], q[:, None, :heads_kv], page_table[:, :0]
         seqused_q = no_lengths if seqused_q is None else seqused_q
-        packs_of_kv = (heads_q // heads_kv) // (heads_q // heads_kv & -(heads_q // heads_kv))  # at most
+        group = heads_q // heads_kv
+        packs_of_kv = group // (group & -group)  # at most
         most_steps = (
             (total_q // POSITIONS + tables * packs_of_kv) * heads_kv * max(-(-page_table.shape[1] * page // TILE_N), 1)
         )

@@ -26,7 +26,7 @@ D64, SHORT = "fwd_packed_d64_causal", "fwd_packed_short_d64_causal"
 PAGES, PAGES_OF_64 = "fwd_paged_d128_causal", "fwd_paged_64rows_d128_causal"
 SINGLE_ROWS = "fwd_paged_rows_d128_causal"
 EVEN = "fwd_packed_decode_d128_causal"
-CHUNKS = "fwd_packed_chunks_d128_causal"
+CHUNKS, WIDE = "fwd_packed_chunks_d128_causal", "fwd_packed_chunks_wide_d128_causal"
 SPLITTING = ((2048, 50.0), (4096, 90.0), (8192, 150.0), (32768, 300.0))  # keys, and how fast, beside 100
 ANY, PACK1 = "fwd_packed_mixed_any_group_d128_causal", "fwd_packed_mixed_pack1_d128_causal"
 MIXED, MIXED_64ROWS = "fwd_packed_mixed_d128_causal", "fwd_paged_64rows_mixed_d128_causal"
@@ -155,14 +155,18 @@ def test_chunks_beside_steps_are_measured_where_modules_take_head_after_head() -
     assert all(able & stems for label, able in mixed.items() if "pages 1 " not in label)
     assert not any(able & stems for label, able in cells.items() if label not in mixed)
     found = {tuple(label.split(", heads ")[-1] for label in mixed if f" d{dim} " in label) for dim in (64, 128, 256)}
-    wanted = {64: ("16", "64/8", "8/1"), 128: ("16", "32/8", "40/8", "64/8", "8/1"), 256: ("8", "16/4", "16/8", "8/1")}
+    wanted = {
+        64: ("16", "64/8", "8/1"),
+        128: ("16", "32/8", "40/8", "64/8", "96/8", "8/1", "10/2", "12/1"),
+        256: ("8", "16/4", "16/8", "8/1"),
+    }
     assert {frozenset(heads) for heads in found} == set(map(frozenset, wanted.values()))
 
 
 def test_drafts_and_chunks_are_measured_with_the_modules_made_for_them() -> None:
     cells = {problem.label: {variant.stem for variant in able} for problem, able in packed_cells.cells(CHECKOUT)}
-    assert cells["bf16 d128 causal packed 8_drafts_of_16_on_4k, heads 32/8"] == {D128, PACK4, EVEN, CHUNKS}
-    assert cells["bf16 d128 causal packed chunk512_on_8k, heads 8/1"] == {D128, PACK4, CHUNKS}
+    assert cells["bf16 d128 causal packed 8_drafts_of_16_on_4k, heads 32/8"] == {D128, PACK4, EVEN, CHUNKS, WIDE}
+    assert cells["bf16 d128 causal packed chunk512_on_8k, heads 8/1"] == {D128, PACK4, CHUNKS, WIDE}
     assert cells["bf16 d128 causal packed chunk128_and_15_steps_on_8k, heads 8/1"] > {D128, ANY, CHUNKS}
     lists = (*packed_cells.DRAFT_LENGTHS, *packed_cells.CHUNK_LENGTHS, *packed_cells.MIXED_CHUNK_LENGTHS)
     made_for_them = {label for label, able in cells.items() if any("chunks" in stem for stem in able)}
@@ -389,6 +393,31 @@ def test_few_queries_in_the_mean_have_rows_for_any_group() -> None:
     assert served == dict.fromkeys((5, 6, 7, 8, 10, 12, 16), ANY) | {1: PACK1, 4: MIXED}
     slow = [record([4097] * 64, {D128: 160.0, ANY: 150.0}, heads=(40, 8), queries=chunk)]
     assert {row.mean_q for row in dispatch_table.rows_from_records([prefill, *slow])} == {None}
+
+
+def test_chunks_beside_steps_split_keys_by_tiles_of_kv_heads() -> None:
+    """By lists whose keys are uneven, and where that gains more than a little: where they are even it loses."""
+    prefill, chunk = record([300] * 400, {D128: 400.0}), [512, *[1] * 63]
+    even = record([8192] * 64, {D128: 50.0, ANY: 100.0, CHUNKS: 10.0}, heads=(8, 2), queries=chunk)
+    slow, little, fast = (
+        record([8192, *[1024] * 63], {D128: 50.0, ANY: 100.0, CHUNKS: speed}, heads=(8, 2), queries=chunk)
+        for speed in (90.0, 102.0, 150.0)
+    )
+    for none in (even, slow, little):
+        assert splitting_rows(prefill, none) == []
+    found = splitting_rows(prefill, even, fast)
+    assert {row.mean_q for row in found} == {dispatch.Region(up_to=16)} and {row.uneven for row in found} == {None}
+    half, one, *_ = found
+    assert half.tiles_per_sm == dispatch.Load(up_to=0.5) and one.tiles_per_sm == dispatch.Load(up_to=1.0)
+    assert "up to 0.5 tiles of a head of k per SM, over " in half.region
+    family = Family("bf16", 128, 128, CausalMask(), layout="packed")
+    for group, heads_kv, sequences, served in ((4, 1, 66, half), (4, 1, 67, one), (12, 2, 33, half), (12, 4, 17, one)):
+        size = Size(16384, sequences * group * heads_kv, 132, group, 512, mean_queries=9)
+        rows = [row for row in found if row.serves(family, size)]
+        assert rows[0] == served
+        assert half.narrowed(dispatch.Stretch(), size)[2:] == (
+            (0, 66 * group) if served is half else (66 * group + 1, dispatch.NO_LIMIT)
+        )
 
 
 def test_few_queries_have_rows_for_groups_up_to_those_measured() -> None:

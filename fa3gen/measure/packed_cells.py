@@ -51,6 +51,16 @@ DECODING_LENGTHS = {
     "draft8_on_8k": ((4,) * 8, (8192,) * 8),
     "decode32_one_long": ((1,) * 32, (131072, *(1024,) * 31)),
 }
+
+
+def _spread(count: int, longest: int) -> tuple[int, ...]:
+    """Lengths from the longest down to about an eighth of it, each as much less as the next, in no order.
+
+    `count` is no multiple of 11.
+    """
+    return tuple(round(longest / 8 ** (11 * i % count / count)) for i in range(count))
+
+
 # The same of drafts with more queries; and of chunks of prompts on many keys with few tiles of queries, where it pays
 # that several CTAs read the keys of a tile, and of what lies beside these, where it does not.
 DRAFT_LENGTHS = {
@@ -59,6 +69,7 @@ DRAFT_LENGTHS = {
     "8_drafts_of_16_on_4k": ((16,) * 8, (4096,) * 8),
     "64_drafts_of_8_on_2k": ((8,) * 64, (2048,) * 64),
     "64_drafts_of_16_on_2k": ((16,) * 64, (2048,) * 64),
+    "32_drafts_of_8_to_12k": ((8,) * 32, _spread(32, 12288)),
 }
 CHUNK_LENGTHS = {
     "chunk512_on_2k": ((512,), (2048,)),
@@ -83,6 +94,8 @@ CHUNK_LENGTHS = {
     "prompts_of_256_to_2k": ((256, 512, 1024, 2048) * 2, (256, 512, 1024, 2048) * 2),
     "prompt2k_and_2_steps": ((2048, 1, 1), (2048, 1024, 1024)),
     "8_prompts_of_512": ((512,) * 8, (512,) * 8),
+    "8_prompts_to_2752": (_spread(8, 2752), _spread(8, 2752)),
+    "8_chunks_to_2k_on_16k": (_spread(8, 2048), _spread(8, 16384)[::-1]),
 }
 # Queries and keys of a step of serving in which chunks of prompts come with decoding steps: one chunk before them and
 # behind them, and several.
@@ -92,12 +105,16 @@ MIXED_LENGTHS = {
     "63_steps_and_chunk": ((*(1,) * 63, 512), (*_STEPS, 4096)),
     "4_chunks_and_140_steps": ((512, *(1,) * 35) * 4, (4096, *_STEPS[:35]) * 4),
 }
-# The same on more keys, or with fewer steps.
+# The same on more keys, or with fewer steps, on as many keys each and, as batches are, on very different numbers.
 MIXED_CHUNK_LENGTHS = {
     "chunk128_and_15_steps_on_8k": ((128, *(1,) * 15), (8192,) * 16),
     "chunk256_and_31_steps_on_2k": ((256, *(1,) * 31), (2048,) * 32),
     "chunk512_and_63_steps_on_16k": ((512, *(1,) * 63), (16384,) * 64),
     "chunk256_and_31_steps_to_32k": ((256, *(1,) * 31), tuple(1024 * i for i in range(1, 33))),
+    "chunk128_and_20_steps_to_6k": ((128, *(1,) * 20), _spread(21, 6144)),
+    "chunk256_and_63_steps_to_12k": ((*(1,) * 63, 256), _spread(64, 12288)),
+    "chunk512_and_31_steps_to_2k": ((512, *(1,) * 31), _spread(32, 2048)),
+    "chunk1k_and_15_steps_to_16k": ((1024, *(1,) * 15), _spread(16, 16384)),
 }
 # All of them by name.
 ALL_LENGTHS = PACKED_LENGTHS | PAGED_LENGTHS | MIXED_LENGTHS | MIXED_CHUNK_LENGTHS | CHUNK_LENGTHS
@@ -112,9 +129,11 @@ PAGE_SIZES = (1, 16, 64)  # other sizes are served as the largest of these that 
 HEADS = {64: ((16, 16), (64, 8)), 128: ((16, 16), (32, 8)), 256: ((8, 8), (16, 4))}
 # The same, and of further groups, of chunks of prompts beside decoding steps, where it matters more how often K and V
 # are read: by as many tiles as a group has.
-MIXED_HEADS = {64: HEADS[64], 128: (*HEADS[128], (40, 8), (64, 8)), 256: (*HEADS[256], (16, 8))}
-# And the same of drafts, and of chunks on many keys, with the fewest tiles that there are: those of one kv head.
-CHUNK_HEADS = {64: (*HEADS[64], (8, 1)), 128: (*HEADS[128], (8, 1), (64, 8)), 256: (*HEADS[256], (8, 1))}
+MIXED_HEADS = {64: HEADS[64], 128: (*HEADS[128], (40, 8), (64, 8), (96, 8)), 256: (*HEADS[256], (16, 8))}
+# And the same of drafts, and of chunks on many keys, with the fewest tiles that there are: those of one or two kv
+# heads.
+_FEW_HEADS = (8, 1), (10, 2), (12, 1)
+CHUNK_HEADS = {64: (*HEADS[64], (8, 1)), 128: (*HEADS[128], *_FEW_HEADS, (64, 8)), 256: (*HEADS[256], (8, 1))}
 
 
 def packed_modules(workspace: Workspace, named: Iterable[Variant] = ()) -> Iterator[Variant[Forward]]:

@@ -90,6 +90,9 @@ WORTH_A_ROW = 0.01
 # which is chosen by what it and NEAR neighbours on either side gain. Fewer tiles than LEAST_LOAD per SM take as long.
 THRESHOLDS = tuple(128 * 2 ** (step / 2) for step in range(15))
 NEAR, LEAST_LOAD = 1, 0.5
+# Times those in the mean the longest sequence has at least, where keys are of all lengths; and what counts as a gain
+# there, since where all have about as many keys these modules lose up to a fifth.
+UNEVEN_KEYS, UNEVEN_GAIN = 1.5, 1.03
 # The edges of the bands of tiles per SM that these rows are written for.
 LOADS = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
 # Packed drafts of more queries have rows of their own: those of a group may not have room in a small tile.
@@ -260,17 +263,20 @@ def _of_family(family: Family, records: Sequence[Record]) -> Iterator[Row]:
     yield from _rows(family, [_Cell(record) for record in usual])
 
 
-def _of_many_keys(family: Family, records: Sequence[Record], *, told_apart: bool) -> Iterator[Row]:
+def _of_many_keys(
+    family: Family, records: Sequence[Record], *, told_apart: bool, at_least: float = 1.0
+) -> Iterator[Row]:
     """Rows of a module that splits keys, where it is faster on the whole than modules of the same records that do not.
 
     It is where the keys of the longest sequence, which one CTA would go through alone, take longer than the tiles of
     queries that an SM has: for more keys than so many times the tiles per SM, one number for all groups that its tiles
     have room for. `told_apart`: of lists of uneven lengths a number of their own, since there most tiles see few keys.
+    What is gained counts beyond a factor `at_least`.
     """
     split = [record for record in records if len(record.results) > len(_of_split_keys(record)) > 0]
     for uneven in (True, False) if told_apart else (None,):
         own = [record for record in split if uneven is None or _is_uneven(record) == uneven]
-        rule = _rule(own)
+        rule = _rule(own, at_least)
         if rule is None:
             continue
         file, keys_of_tile = rule
@@ -285,7 +291,7 @@ def _of_many_keys(family: Family, records: Sequence[Record], *, told_apart: bool
             yield row.model_copy(update={"group": AtMost(at_most=room), "seq_k_over": over, "uneven": uneven})
 
 
-def _rule(records: Sequence[Record]) -> tuple[_File, float] | None:
+def _rule(records: Sequence[Record], at_least: float) -> tuple[_File, float] | None:
     """The module that splits keys, and the number of keys for each tile per SM from which on it serves, that gain the
     most; None where nothing gains WORTH_A_ROW.
 
@@ -294,7 +300,8 @@ def _rule(records: Sequence[Record]) -> tuple[_File, float] | None:
     """
     best: tuple[float, _File, float] | None = None
     for file in sorted({file for record in records for file in _of_split_keys(record)}):
-        gains = [(_keys_of_tile(each), gain) for each in records if (gain := _gain(file, each)) > -math.inf]
+        found = [(_keys_of_tile(each), _gain(file, each)) for each in records]
+        gains = [(keys, gain - math.log(at_least)) for keys, gain in found if gain > -math.inf]
         sums = [sum(gain for keys, gain in gains if keys > over) for over in THRESHOLDS]
         least = min(keys for keys, _ in gains) / 2
         for number, over in enumerate(THRESHOLDS):
@@ -309,7 +316,7 @@ def _rule(records: Sequence[Record]) -> tuple[_File, float] | None:
 
 def _keys_of_tile(record: Record) -> float:
     """Keys of a sequence, as far as a call tells, for each tile of queries that an SM has."""
-    return _known_keys(record) / max(record.tiles_per_sm, LEAST_LOAD)
+    return _known_keys(record) / max(_load(record), LEAST_LOAD)
 
 
 def _is_uneven(record: Record) -> bool:
@@ -374,9 +381,12 @@ def _of_mixed(family: Family, records: Sequence[Record]) -> Iterator[Row]:
 
     Those for any group are made of all records but those of one head, which have a row of their own. A multiple of a
     smaller group is among them: a tile of 4 heads, which is best for 4, reads the keys of 12 three times. Before all of
-    them come those of a module that splits keys, of records where there was one.
+    them come those of a module that splits keys, of records where there was one. Decoding steps have very different
+    numbers of keys, about which a call says nothing: records where all have about as many, so that nobody waits for the
+    longest, tell nothing of where it pays.
     """
-    yield from _of_many_keys(family, records, told_apart=False)
+    of_uneven_keys = [record for record in records if _known_keys(record) > UNEVEN_KEYS * record.problem.seq_k]
+    yield from _of_many_keys(family, of_uneven_keys, told_apart=False, at_least=UNEVEN_GAIN)
     records = _without_split_keys(records)
     of_one, of_several = ([record for record in records if (record.problem.group == 1) == one] for one in (True, False))
     groups = sorted({record.problem.group for record in of_several}, reverse=True)
@@ -451,7 +461,7 @@ def _ends(row: Row, records: Sequence[Record]) -> dict[str, Region | Load | None
     """Where a row ends that has no end of its own: by the last band, and the most keys, of the records around it."""
     last = max(map(band_of, records))
     load = row.tiles_per_sm or (Load(up_to=BANDS[last]) if last < len(BANDS) else None)
-    within = [record for record in records if load is None or record.tiles_per_sm <= load.up_to]
+    within = [record for record in records if load is None or _load(record) <= load.up_to]
     number = max(map(band_of, within))
     longest = max(_known_keys(record) for record in within if band_of(record) == number)
     return {"tiles_per_sm": load, "seq_k": row.seq_k or Region(up_to=2 * longest)}
@@ -474,7 +484,12 @@ def _of_few(family: Family, records: Sequence[Record], queries: int, *, long: bo
 
 def band_of(record: Record) -> int:
     """The number of a record's band: that of the first edge in BANDS which its tiles per SM do not exceed."""
-    return bisect.bisect_left(BANDS, record.tiles_per_sm)
+    return bisect.bisect_left(BANDS, _load(record))
+
+
+def _load(record: Record) -> float:
+    """Tiles for each SM as rows count them: see `Row.most_tiles`."""
+    return record.tiles_per_sm / (record.problem.group if _is_mixed(record) else 1)
 
 
 def _rows(family: Family, cells: Iterable[_Cell], *, fill_up: bool = False) -> Iterator[Row]:

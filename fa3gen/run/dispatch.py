@@ -328,16 +328,24 @@ class Row(SpecModel):
     uneven: bool | None = Field(
         default=None, description="Whether the longest packed sequence has three times the queries of the mean one."
     )
-    tiles_per_sm: Load | None = None
+    tiles_per_sm: Load | None = Field(
+        default=None,
+        description="Tiles of 128 queries of one head; of few in the mean, of all heads that share one of k.",
+    )
     seq_k: Region | None = Field(default=None, description="Keys; of packed sequences the longest one's, if known.")
     seq_k_over: int | None = Field(default=None, gt=0, description="Of so many keys, and fewer, it does not stand.")
     module: str
     sha256: str = Field(pattern=f"^[0-9a-f]{{{DIGEST_LENGTH}}}$", description="First digits, of the measured file.")
     measured: list[Measurement | Shapes] = Field(min_length=1)
 
-    def most_tiles(self, sms: int) -> int:
-        """The largest number of tiles that it serves on a GPU with so many SMs."""
-        return NO_LIMIT if self.tiles_per_sm is None else math.floor(self.tiles_per_sm.up_to * sms)
+    def most_tiles(self, size: Size) -> int:
+        """The largest number of tiles, as a size counts them, that it serves on a GPU with so many SMs.
+
+        The heads of a group share a tile where sequences have few queries in the mean.
+        """
+        if self.tiles_per_sm is None:
+            return NO_LIMIT
+        return math.floor(self.tiles_per_sm.up_to * size.sms) * (1 if self.mean_q is None else size.group)
 
     @property
     def least_keys(self) -> int:
@@ -353,7 +361,7 @@ class Row(SpecModel):
         """Whether this row stands for a call."""
         if not self.is_for(family) or not self.serves_rows(size):
             return False
-        return self.least_keys <= size.keys <= self.most_keys and size.tiles <= self.most_tiles(size.sms)
+        return self.least_keys <= size.keys <= self.most_keys and size.tiles <= self.most_tiles(size)
 
     def is_for(self, family: Family) -> bool:
         """Whether it stands for calls of this family, of any size."""
@@ -377,7 +385,7 @@ class Row(SpecModel):
         """
         if not self.serves_rows(size):
             return around
-        most_tiles = self.most_tiles(size.sms)
+        most_tiles = self.most_tiles(size)
         if size.tiles > most_tiles:
             return around._replace(least_tiles=max(around.least_tiles, most_tiles + 1))
         if size.keys > self.most_keys:
@@ -404,13 +412,14 @@ class Row(SpecModel):
     @property
     def region(self) -> str:
         """`up to 0.5 tiles per SM, up to 1024 keys` or `any number of keys`."""
+        whose = " of a head of k" if self.mean_q else ""
         conditions = [
             f"up to {self.mean_q.up_to} queries in the mean" if self.mean_q else "",
             f"up to {self.seq_q.up_to} queries" if self.seq_q else "",
             "sequences of uneven lengths" if self.uneven else "",
             "sequences of about the same length" if self.uneven is False else "",
             f"{self.group}" if self.group else "",
-            f"up to {self.tiles_per_sm.up_to:g} tiles per SM" if self.tiles_per_sm else "",
+            f"up to {self.tiles_per_sm.up_to:g} tiles{whose} per SM" if self.tiles_per_sm else "",
             f"over {self.seq_k_over} keys" if self.seq_k_over else "",
             f"up to {self.seq_k.up_to} keys" if self.seq_k else "any number of keys" * (self.seq_k_over is None),
         ]

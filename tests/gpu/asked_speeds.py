@@ -1,0 +1,390 @@
+"""The speeds that users of packed, paged and cached calls ask for, each beside who else serves it: tables, no record.
+
+    python tests/gpu/asked_speeds.py [SECTION...] [--drawn N] [--seed S] [--list]    with a Hopper GPU, from a checkout
+
+times calls of fa3gen as users make them, FlashAttention-3 where it is installed, and cuDNN where it serves them, from
+CUDA graphs in rounds of shuffled order, in one process. Sections: packed, paged, windows, decode, mixed, cache8, and
+drawn: calls of serving engines at random (drafts, chunks of prompts, chunks beside decoding steps), the same ones for a
+seed. First all modules that the calls take are compiled, as many at once as there are cores; --list ends behind that.
+A line for each call has microseconds, and the ratios of speeds that the section is about; behind them come geometric
+means, the least, and how many are below what is asked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import math
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+import fa3gen  # noqa: E402
+from fa3gen.compile.cache import cached_compile_for_launch  # noqa: E402
+from fa3gen.design.family import Family, PackedShape  # noqa: E402
+from fa3gen.measure import packed_cells  # noqa: E402
+from fa3gen.measure.bench import require_hopper  # noqa: E402
+from fa3gen.measure.packed_speeds import Inputs  # noqa: E402
+from fa3gen.measure.peers import PEERS, PackedCall, Unavailable  # noqa: E402
+from fa3gen.measure.tuning.measuring import CudaTimer  # noqa: E402
+from fa3gen.records.packed_records import PackedProblem  # noqa: E402
+from fa3gen.spec.model import CausalMask, Mask, NoMask, WindowMask  # noqa: E402
+
+DEVICE = torch.device("cuda")
+BURST_MS, ROUNDS, SEED = 6.0, 7, 0
+OURS, CUDNN, FA3 = "fa3gen", "cuDNN", "FA3"
+DECODING = [
+    *((1, keys, heads) for keys in (4096, 32768, 131072) for heads in ((32, 8), (8, 1), (16, 16))),
+    *((8, keys, heads) for keys in (4096, 32768) for heads in ((32, 8), (8, 1), (16, 16))),
+    *((32, keys, heads) for keys in (4096, 16384) for heads in ((32, 8), (8, 1), (16, 16))),
+    *((128, keys, heads) for keys in (2048, 8192) for heads in ((32, 8), (8, 1), (16, 16))),
+]  # sequences of one query, keys, heads of q and of k and v
+MODELS = ((64, 64, 8), (64, 20, 5), (128, 32, 8), (128, 40, 8), (128, 64, 8), (128, 28, 4), (128, 96, 8), (256, 16, 8))
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way to compute a cell: the launch, and what `explain` says of ours."""
+
+    launch: Callable[[], torch.Tensor]
+    explain: Callable[[], Any] | None = None
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """The speed of one way over that of the fastest of others, and what is asked of it."""
+
+    title: str
+    own: str
+    others: tuple[str, ...]
+    asked: float
+
+
+@dataclass(frozen=True)
+class Section:
+    """Calls that one table shows."""
+
+    ways: tuple[str, ...]
+    ratios: tuple[Ratio, ...]
+    cells: Callable[[argparse.Namespace], Iterator[tuple[str, Callable[[], dict[str, Way]]]]]
+
+
+# Calls
+
+
+def mask_of(causal: bool, window: tuple[int, int] | None = None) -> Mask:
+    """That of a call."""
+    if window is not None:
+        return WindowMask(left=window[0], right=window[1])
+    return CausalMask() if causal else NoMask()
+
+
+def of_peer(name: str, mask: Mask, *tensors: Any) -> dict[str, Way]:
+    """The way of FA3 or cuDNN, of q, k and v or of a packed call; none where it is not installed."""
+    known = {CUDNN: "cuDNN", FA3: "flash-attn-3"}
+    peer = next(one for one in PEERS if one.name.startswith(known[name]))
+    try:
+        attend = peer.prepare(mask) if len(tensors) > 1 else peer.prepare_packed(mask)
+    except Unavailable:
+        return {}
+    return {name: Way(functools.partial(attend, *tensors))}
+
+
+def ours(function: Any, *tensors: Any, **options: Any) -> Way:
+    """A function of fa3gen, with an O of its own."""
+    out = torch.full_like(tensors[0], math.nan)
+    call = functools.partial(function, *tensors, out=out, **options)
+    return Way(call, functools.partial(function.explain, *tensors, out=out, **options))
+
+
+def packed_ways(problem: PackedProblem, **options: Any) -> dict[str, Way]:
+    """A packed or paged call by fa3gen and by FA3, which may split keys of pages as it likes."""
+    mask, window = problem.mask.spec_mask(), problem.window
+    call = Inputs.of(problem, DEVICE).call
+    named: dict[str, Any] = {"max_seqlen_q": call.max_seqlen_q, "max_seqlen_k": call.max_seqlen_k, **options}
+    named |= {"window": window} if window is not None else {"causal": isinstance(mask, CausalMask)}
+    return {OURS: of_fa3gen(call, **named)} | (of_peer(FA3, mask, call) if problem.kv_dtype is None else {})
+
+
+def of_fa3gen(call: PackedCall, **options: Any) -> Way:
+    """A call of `fa3gen.attention_packed`."""
+    where = {"page_table": call.page_table, "seqused_k": call.seqused_k}
+    where = where if call.page_table is not None else {"cu_seqlens_k": call.cu_seqlens_k}
+    return ours(fa3gen.attention_packed, call.q, call.k, call.v, call.cu_seqlens_q, **where, **options)
+
+
+def problem_of(
+    name: str,
+    lengths: tuple[Sequence[int], Sequence[int]],
+    heads: tuple[int, int],
+    head_dim: int,
+    mask: Mask,
+    page: int | None = None,
+    window: tuple[int, int] | None = None,
+    kv_dtype: Any = None,
+) -> PackedProblem:
+    """A problem of bfloat16 queries."""
+    layout: Any = "packed" if page is None else "paged"
+    mask = mask if window is None else WindowMask()
+    family = Family("bf16", head_dim, head_dim, mask, layout=layout, page_rows=page, kv_dtype=kv_dtype)
+    return PackedProblem.of(family, name, PackedShape(*map(tuple, lengths), *heads, window=window))
+
+
+def dense(shape: tuple[int, int, int], heads: tuple[int, int], head_dim: int) -> tuple[torch.Tensor, ...]:
+    """q, k and v of (batch, queries, keys)."""
+    torch.manual_seed(SEED)
+    batch, seq_q, seq_k = shape
+    sizes = ((seq_q, heads[0]), *[(seq_k, heads[1])] * 2)
+    return tuple(torch.randn((batch, seq, n, head_dim), dtype=torch.bfloat16, device=DEVICE) for seq, n in sizes)
+
+
+# Sections
+
+Cells = Iterator[tuple[str, Callable[[], dict[str, Way]]]]
+
+
+def packed(_: argparse.Namespace) -> Cells:
+    """Chats and documents."""
+    for name in ("chat16k", "chat64k", "documents64k"):
+        for head_dim, heads in ((128, (32, 8)), (64, (16, 16))):
+            for causal in (True, False):
+                lengths = packed_cells.PACKED_LENGTHS[name]
+                problem = problem_of(name, lengths, heads, head_dim, mask_of(causal))
+                label = f"{name} d{head_dim} {heads[0]}/{heads[1]} {'causal' if causal else 'full'}"
+                yield label, functools.partial(packed_ways, problem)
+
+
+def paged(_: argparse.Namespace) -> Cells:
+    """Prompts that are partly in the cache, and such that are not, in pages, and the same dense."""
+    for page in (1, 16, 64, 256):
+        for name, (batch, seq_q, seq_k) in (("8 x 1024 on 8192", (8, 1024, 8192)), ("4 x 4096", (4, 4096, 4096))):
+            problem = problem_of("_", ((seq_q,) * batch, (seq_k,) * batch), (32, 8), 128, CausalMask(), page)
+
+            def ways(problem: PackedProblem = problem, shape: Any = (batch, seq_q, seq_k)) -> dict[str, Way]:
+                return packed_ways(problem) | {
+                    "dense": ours(fa3gen.attention, *dense(shape, (32, 8), 128), causal=True)
+                }
+
+            yield f"{name}, pages of {page}", ways
+
+
+def windows(_: argparse.Namespace) -> Cells:
+    """Windows given with the call."""
+    for head_dim, heads in ((64, (64, 16)), (128, (32, 8)), (256, (8, 4))):
+        for left in (128, 512, 1024, 4096):
+            for batch, seq in ((4, 4096), (1, 16384)):
+                label = f"d{head_dim} window {left}, {batch} x {seq}"
+
+                def of_dense(
+                    shape: Any = (batch, seq, seq), heads: Any = heads, d: int = head_dim, left: int = left
+                ) -> Any:
+                    tensors = dense(shape, heads, d)
+                    ways = {OURS: ours(fa3gen.attention, *tensors, window=(left, 0))}
+                    return ways | of_peer(FA3, WindowMask(left=left, right=0), *tensors)
+
+                yield f"{label}, dense", of_dense
+                lengths = ((seq,) * batch,) * 2
+                problem = problem_of("_", lengths, heads, head_dim, NoMask(), window=(left, 0))
+                yield f"{label}, packed", functools.partial(packed_ways, problem)
+
+
+def decode(_: argparse.Namespace) -> Cells:
+    """One query each: dense, packed, in pages, and with the bits of a sequence alone."""
+    for batch, keys, heads in DECODING:
+
+        def ways(batch: int = batch, keys: int = keys, heads: Any = heads) -> dict[str, Way]:
+            tensors = dense((batch, 1, keys), heads, 128)
+            found = {
+                "dense": ours(fa3gen.attention, *tensors),
+                "own": ours(fa3gen.attention, *tensors, deterministic_batch=True),
+            }
+            found |= of_peer(CUDNN, NoMask(), *tensors)
+            for page in (None, 16, 256):
+                both = packed_ways(problem_of("_", ((1,) * batch, (keys,) * batch), heads, 128, NoMask(), page))
+                found["packed" if page is None else f"pages {page}"] = both[OURS]
+                if page is not None and FA3 in both:
+                    found[f"{FA3} {page}"] = both[FA3]
+            return found
+
+        yield f"{batch} x {keys}, {heads[0]}/{heads[1]}", ways
+
+
+def mixed(_: argparse.Namespace) -> Cells:
+    """A chunk of a prompt beside decoding steps."""
+    for name, lengths in packed_cells.MIXED_LENGTHS.items():
+        for page in (16, 64, 256):
+            problem = problem_of(name, lengths, (32, 8), 128, CausalMask(), page)
+            yield f"{name}, pages of {page}", functools.partial(packed_ways, problem)
+
+
+def cache8(_: argparse.Namespace) -> Cells:
+    """Keys of 8 bits beside the same call with keys of 16."""
+    for head_dim, heads in (
+        (64, (64, 8)),
+        (64, (16, 16)),
+        (128, (32, 8)),
+        (128, (16, 16)),
+        (256, (16, 4)),
+        (256, (8, 8)),
+    ):
+        for name in packed_cells.DECODING_LENGTHS:
+            lengths = packed_cells.DECODING_LENGTHS[name]
+
+            def ways(name: str = name, lengths: Any = lengths, heads: Any = heads, d: int = head_dim) -> dict[str, Way]:
+                wide, narrow = (
+                    problem_of(name, lengths, heads, d, CausalMask(), 16, kv_dtype=of) for of in (None, "e4m3")
+                )
+                return {"16 bits": packed_ways(wide)[OURS], "8 bits": packed_ways(narrow)[OURS]}
+
+            yield f"d{head_dim} {heads[0]}/{heads[1]} {name}", ways
+
+
+def drawn(asked: argparse.Namespace) -> Cells:
+    """Calls at random: heads of a model, divided among GPUs, and steps as an engine makes them."""
+    for number in range(asked.drawn):
+        at = random.Random(asked.seed * 1_000_000 + number)
+        head_dim, heads_q, heads_kv = at.choice(MODELS)
+        parts = at.choice([n for n in (1, 2, 4, 8) if heads_kv % n == 0])
+        heads = heads_q // parts, heads_kv // parts
+        kind = ("drafts", "chunks", "steps and a chunk")[number % 3]
+        longest = 2 ** at.uniform(10, 15)
+        if kind == "drafts":
+            queries = [at.choice((2, 3, 4, 5, 6, 8, 12, 16))] * at.choice((1, 2, 4, 8, 16, 32, 64))
+        elif kind == "chunks":
+            queries = [int(2 ** at.uniform(5, 11.5)) for _ in range(at.choice((1, 1, 2, 3, 4, 8)))]
+        else:
+            queries = [1] * at.choice((7, 15, 20, 31, 63)) + [int(2 ** at.uniform(6, 11))]
+            at.shuffle(queries)
+        keys = [max(q, int(longest * 2 ** at.uniform(-3, 0))) for q in queries]
+        page = at.choice((16, 32, 64, 128))
+        problem = problem_of("_", (queries, keys), heads, head_dim, CausalMask(), page)
+        least, most = min(keys), max(keys)
+        label = (
+            f"{kind}: {len(queries)} of up to {max(queries)} on {least} to {most}, d{head_dim} {heads[0]}/{heads[1]}, "
+        )
+        yield f"{label}pages of {page}", functools.partial(packed_ways, problem)
+
+
+_OVER_FA3 = OURS, (FA3,)
+SECTIONS = {
+    "packed": Section((OURS, FA3), (Ratio("over FA3", *_OVER_FA3, 1.10),), packed),
+    "paged": Section(
+        (OURS, FA3, "dense"), (Ratio("over FA3", *_OVER_FA3, 1.05), Ratio("over dense", OURS, ("dense",), 0.95)), paged
+    ),
+    "windows": Section((OURS, FA3), (Ratio("over FA3", *_OVER_FA3, 1.05),), windows),
+    "decode": Section(
+        ("dense", CUDNN, f"{FA3} 16", f"{FA3} 256", "packed", "pages 16", "pages 256", "own"),
+        (
+            Ratio("over the best", "dense", (CUDNN, f"{FA3} 16", f"{FA3} 256"), 0.97),
+            Ratio("packed over dense", "packed", ("dense",), 0.95),
+            Ratio("pages of 16 over packed", "pages 16", ("packed",), 0.95),
+            Ratio("pages of 256 over packed", "pages 256", ("packed",), 0.95),
+            Ratio("own bits over free", "own", ("dense",), 0.9),
+        ),
+        decode,
+    ),
+    "mixed": Section((OURS, FA3), (Ratio("over FA3", *_OVER_FA3, 1.25),), mixed),
+    "cache8": Section(("8 bits", "16 bits"), (Ratio("8 over 16 bits", "8 bits", ("16 bits",), 1.6),), cache8),
+    "drawn": Section((OURS, FA3), (Ratio("over FA3", *_OVER_FA3, 0.9),), drawn),
+}
+
+
+# Running
+
+
+def compile_all(asked: argparse.Namespace) -> None:
+    """Compile every module that a call of the sections takes, as many at once as there are cores."""
+    files = set()
+    for name in asked.sections:
+        for _, make in SECTIONS[name].cells(asked):
+            files |= {way.explain().file for way in make().values() if way.explain is not None}
+    started = time.monotonic()
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(cached_compile_for_launch, sorted(files)))
+    print(f"{len(files)} modules compiled in {time.monotonic() - started:.0f} s", flush=True)
+
+
+def microseconds(ways: dict[str, Way], device: torch.device) -> dict[str, float]:
+    """The median time of each way."""
+    timer, runs = CudaTimer(device), dict[str, tuple[Callable[[], float], list[float]]]()
+    for name, way in ways.items():
+        way.launch()
+        run, captured = timer.burst(way.launch, max(1, math.ceil(BURST_MS / timer.once(way.launch))))
+        assert captured or name == CUDNN, name
+        runs[name] = run, []
+    shuffle = random.Random(SEED)
+    for _ in range(ROUNDS):
+        for run, times in shuffle.sample(list(runs.values()), len(runs)):
+            times.append(run())
+    return {name: statistics.median(times) * 1e3 for name, (_, times) in runs.items()}
+
+
+def check_alike(ways: dict[str, Way], label: str) -> None:
+    """All ways have the same O, but for what rounding does."""
+    first, *others = (way.launch().flatten().float() for way in ways.values())
+    for other in others:
+        assert (other - first).norm() <= 0.03 * first.norm(), label
+
+
+def measure(name: str, asked: argparse.Namespace, device: torch.device) -> None:
+    """Print the table of a section, and what its ratios come to."""
+    section = SECTIONS[name]
+    print(f"\n## {name}, {torch.cuda.get_device_name(device)}\n")
+    print(
+        f"| call | {' | '.join(f'{way}, us' for way in section.ways)} | {' | '.join(r.title for r in section.ratios)} |"
+    )
+    print("|---" * (1 + len(section.ways) + len(section.ratios)) + "|", flush=True)
+    found: dict[str, dict[str, list[float]]] = {ratio.title: {} for ratio in section.ratios}
+    for label, make in section.cells(asked):
+        ways = make()
+        if name not in ("decode", "cache8"):  # other numbers in pages
+            check_alike({way: ways[way] for way in ways if way != "dense"}, label)
+        took, shown = microseconds(ways, device), []
+        for ratio in section.ratios:
+            others = [took[other] for other in ratio.others if other in took]
+            value = min(others) / took[ratio.own] if others else math.nan
+            shown.append(f"{value:.3f}")
+            found[ratio.title].setdefault(label.split(":")[0] if ":" in label else "", []).append(value)
+        times = (f"{took[way]:.1f}" if way in took else "" for way in section.ways)
+        print(f"| {label} | {' | '.join(times)} | {' | '.join(shown)} |", flush=True)
+    print()
+    for ratio in section.ratios:
+        for kind, values in found[ratio.title].items():
+            mean = math.exp(statistics.mean(map(math.log, values)))
+            below = sum(value < ratio.asked for value in values)
+            head = f"{name} {kind}: {ratio.title}"
+            print(
+                f"{head}: {mean:.3f}, least {min(values):.3f}, {below} of {len(values)} below {ratio.asked}", flush=True
+            )
+
+
+def main() -> None:
+    """Compile, measure and print."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("sections", nargs="*", help="those to measure; all if none is named", metavar="SECTION")
+    parser.add_argument("--drawn", type=int, default=60, help="calls of the section drawn")
+    parser.add_argument("--seed", type=int, default=0, help="of these calls")
+    parser.add_argument("--list", action="store_true", help="compile, and time nothing")
+    asked = parser.parse_args()
+    asked.sections = asked.sections or list(SECTIONS)
+    if unknown := set(asked.sections) - set(SECTIONS):
+        parser.error(f"no section {', '.join(sorted(unknown))}; there are {', '.join(SECTIONS)}")
+    device = require_hopper("tests/gpu/asked_speeds.py")
+    compile_all(asked)
+    for name in () if asked.list else asked.sections:
+        measure(name, asked, device)
+
+
+if __name__ == "__main__":
+    main()
