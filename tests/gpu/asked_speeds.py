@@ -3,7 +3,7 @@
     python tests/gpu/asked_speeds.py [SECTION...] [--drawn N] [--seed S] [--list]    with a Hopper GPU, from a checkout
 
 times calls of fa3gen as users make them, FlashAttention-3 where it is installed, and cuDNN where it serves them, from
-CUDA graphs in rounds of shuffled order, in one process. Sections: packed, paged, windows, decode, mixed, cache8, and
+CUDA graphs in rounds of shuffled order, in one process. Sections: packed, paged, windows, decode, mixed, cache8, fp8, and
 drawn: calls of serving engines at random (drafts, chunks of prompts, chunks beside decoding steps), the same ones for a
 seed. First all modules that the calls take are compiled, as many at once as there are cores; --list ends behind that.
 A line for each call has microseconds, and the ratios of speeds that the section is about; behind them come geometric
@@ -103,7 +103,8 @@ def of_peer(name: str, mask: Mask, *tensors: Any) -> dict[str, Way]:
 
 def ours(function: Any, *tensors: Any, **options: Any) -> Way:
     """A function of fa3gen, with an O of its own."""
-    out = torch.full_like(tensors[0], math.nan)
+    dtype = torch.bfloat16 if tensors[0].dtype == torch.float8_e4m3fn else tensors[0].dtype
+    out = torch.full_like(tensors[0], math.nan, dtype=dtype)
     call = functools.partial(function, *tensors, out=out, **options)
     return Way(call, functools.partial(function.explain, *tensors, out=out, **options))
 
@@ -250,6 +251,21 @@ def cache8(_: argparse.Namespace) -> Cells:
             yield f"d{head_dim} {heads[0]}/{heads[1]} {name}", ways
 
 
+def fp8(_: argparse.Namespace) -> Cells:
+    """Queries, keys and values of 8 bits, 16,384 tokens in all, heads x head dim 2048."""
+    for head_dim in (64, 128, 256):
+        for causal in (False, True):
+            for seq in (512, 1024, 2048, 4096, 8192, 16384):
+
+                def ways(d: int = head_dim, causal: bool = causal, seq: int = seq) -> dict[str, Way]:
+                    wide = dense((16384 // seq, seq, seq), (2048 // d, 2048 // d), d)
+                    tensors = [x.to(torch.float8_e4m3fn) for x in wide]
+                    found = {OURS: ours(fa3gen.attention, *tensors, causal=causal)}
+                    return found | of_peer(FA3, mask_of(causal), *tensors)
+
+                yield f"d{head_dim} {'causal' if causal else 'full'} {seq}", ways
+
+
 def drawn(asked: argparse.Namespace) -> Cells:
     """Calls at random: heads of a model, divided among GPUs, and steps as an engine makes them."""
     for number in range(asked.drawn):
@@ -296,6 +312,7 @@ SECTIONS = {
     ),
     "mixed": Section((OURS, FA3), (Ratio("over FA3", *_OVER_FA3, 1.25),), mixed),
     "cache8": Section(("8 bits", "16 bits"), (Ratio("8 over 16 bits", "8 bits", ("16 bits",), 1.6),), cache8),
+    "fp8": Section((OURS, FA3), (Ratio("over FA3", *_OVER_FA3, 1.0),), fp8),
     "drawn": Section((OURS, FA3), (Ratio("over FA3", *_OVER_FA3, 0.9),), drawn),
 }
 
@@ -348,7 +365,7 @@ def measure(name: str, asked: argparse.Namespace, device: torch.device) -> None:
     found: dict[str, dict[str, list[float]]] = {ratio.title: {} for ratio in section.ratios}
     for label, make in section.cells(asked):
         ways = make()
-        if name not in ("decode", "cache8"):  # other numbers in pages
+        if name not in ("decode", "cache8", "fp8"):  # of other numbers in pages, or rounded to 8 bits on the way
             check_alike({way: ways[way] for way in ways if way != "dense"}, label)
         took, shown = microseconds(ways, device), []
         for ratio in section.ratios:
