@@ -426,7 +426,8 @@ class EightBitPlan:
 class StoredPlan:
     """K and V of 8 bits in memory, and the warps that make tiles of the products' dtype of them, if there are any.
 
-    `warps` convert K, and as many V; `at_once` is how many units a thread has read before it converts one.
+    `warps` convert K, and as many V; `at_once` is how many units a thread has read before it converts one. Who converts
+    in registers reads a group of its keys of V at once, or in `several_reads`.
     """
 
     dtype: str
@@ -437,6 +438,7 @@ class StoredPlan:
     registers: int
     at_once: int
     warpgroups: int
+    several_reads: bool
 
 
 @dataclass(frozen=True)
@@ -1314,6 +1316,7 @@ def _stored(spec: Forward) -> StoredPlan | None:
         registers=footprint.converter_registers(spec) if converts else 0,
         at_once=footprint.converted_at_once(spec) if converts else 0,
         warpgroups=footprint.converting_warpgroups(spec),
+        several_reads=_matrices_of_v(spec) > footprint.of_each_warp(spec) // hopper.MMA_N,
     )
 
 
