@@ -19,6 +19,7 @@ from fa3gen.verify.on_cpu import verify_on_cpu
 
 torch.set_num_threads(1)  # the workers of xdist share the cores
 NARROW, WIDE = "fwd_packed_kv8_decode_warps_kv128_causal", "fwd_packed_decode_warps_kv128_causal"
+NARROW_128 = "fwd_packed_kv8_decode_warps_d128_kv128_causal"
 CASES = ("shares", "decode", "wrap", "tile_edge", "ragged")
 
 
@@ -43,7 +44,31 @@ def test_the_bits_are_those_of_the_same_arrangement_with_16_bits(tmp_path: Path)
     narrow.cpu.settings = Settings()
 
 
-@pytest.mark.parametrize("stem", [NARROW, WIDE])
+@pytest.mark.parametrize("kv", [64, 128])
+def test_the_bits_of_128_elements_are_those_of_64(kv: int, tmp_path: Path) -> None:
+    """Of rows with 64 zeros: of a thread's 32 elements the first 16, or the others; and columns of O for themselves."""
+    twin = changed(NARROW, tile={"kv": kv})
+    half = load_on_cpu(path_of(tmp_path, "half", render_variant(twin, CHECKOUT)))
+    found = module(NARROW_128.replace("kv128", f"kv{kv}"))
+    generator = torch.Generator().manual_seed(8)
+    lengths_q, lengths_k = (3, 1, 2), (700, 9, 333)
+    bounds = offsets(lengths_q), offsets(lengths_k)
+    q = torch.randn(sum(lengths_q), 4, 64, generator=generator).bfloat16()
+    k, *v = (torch.randn(sum(lengths_k), 2, 64, generator=generator).to(torch.float8_e4m3fn) for _ in range(3))
+    half.cpu.settings = found.cpu.settings = Settings(sms=3)
+    expected = [half.attention(q, k, each, *bounds, scale=0.1, return_lse=True) for each in v]
+    for place in (0, 1):
+        rows_q, rows_k = (
+            torch.stack([torch.zeros_like(x), x] if place else [x, torch.zeros_like(x)], dim=3).flatten(2)
+            for x in (x.view(*x.shape[:2], 4, 16) for x in (q, k.bfloat16()))
+        )
+        keys = rows_k.to(torch.float8_e4m3fn)
+        out, lse = found.attention(rows_q, keys, torch.cat(v, dim=2), *bounds, scale=0.1, return_lse=True)
+        assert out.equal(torch.cat([each for each, _ in expected], dim=2)) and lse.equal(expected[0][1])
+    found.cpu.settings = Settings()
+
+
+@pytest.mark.parametrize("stem", [NARROW, NARROW_128, WIDE])
 def test_windows_of_calls_and_sinks(stem: str, tmp_path: Path) -> None:
     """No module has these: a model that does gets one rendered when it runs."""
     variant = changed(stem, mask={"kind": "window"}, tile={"kv_from": "window"}, softmax={"sink": True})
@@ -96,6 +121,7 @@ MISTAKES = {
         "first_k = cute.crd2idx(((first_row ^ MMA_N) +",
     ),
     "the second half of a row where the first is": (WIDE, "(first ^ (behind * VECTOR))", "(first ^ (behind * 0))"),
+    "the first 64 columns of V in the place of the others": (NARROW_128, "place=(group, 4 * i)", "place=(group, 0 * i)"),
     "even columns where odd ones are": (NARROW, "stride=(4, 1, 8)", "stride=(1, 4, 8)"),
     "halves of the keys exchanged": (WIDE, "+ group % 2 * 2", "+ (1 - group % 2) * 2"),
     "no factor of V": (NARROW, "v_factor * (1.0 / total)", "1.0 / total"),
