@@ -121,7 +121,7 @@ MISTAKES = {
         "first_k = cute.crd2idx(((first_row ^ MMA_N) +",
     ),
     "the second half of a row where the first is": (WIDE, "(first ^ (behind * VECTOR))", "(first ^ (behind * 0))"),
-    "the first 64 columns of V in the place of the others": (NARROW_128, "place=(group, 4 * i)", "place=(group, 0 * i)"),
+    "of V the first 64 columns in the place of others": (NARROW_128, "place=(group, 4 * i)", "place=(group, 0 * i)"),
     "even columns where odd ones are": (NARROW, "stride=(4, 1, 8)", "stride=(1, 4, 8)"),
     "halves of the keys exchanged": (WIDE, "+ group % 2 * 2", "+ (1 - group % 2) * 2"),
     "no factor of V": (NARROW, "v_factor * (1.0 / total)", "1.0 / total"),

@@ -216,7 +216,7 @@ def _by_warps(spec: Forward) -> Iterable[Answer]:
 
 
 def _row_swizzle(spec: Forward) -> str:
-    """That of whole rows of K and V, of 128 bytes at most, in which lanes that read vectors of several rows meet no bank.
+    """That of whole rows of K and V, of 128 bytes at most: lanes that read vectors of several rows meet no bank.
 
     A row of 128 bytes has all 32 banks, and the swizzle gives each of 8 rows another order of its vectors.
     """
