@@ -1034,10 +1034,9 @@ def read_v(sV: cute.Tensor, first_v) -> cute.Tensor:
     rV = cute.make_rmem_tensor((HEAD_DIM // 8, WARP_KEYS // MMA_N), PAIR)
     read = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(transpose=True, num_matrices=4), PAIR)
     for group in cutlass.range_constexpr(WARP_KEYS // MMA_N):
-        for i in cutlass.range_constexpr(HEAD_DIM // 64):  # four matrices of 16 columns each
-            cute.copy(
-                read, vector_of(sV, first_v, PAIR, place=(group, 4 * i)), cute.local_tile(rV[None, group], (8,), (i,))
-            )
+        for i in cutlass.range_constexpr(ROW_BYTES // (4 * VECTOR)):  # four matrices of 16 columns each
+            pairs = cute.local_tile(rV[None, group], (8,), (i,))
+            cute.copy(read, vector_of(sV, first_v, PAIR, place=(group, 4 * i)), pairs)
     return rV
 
 
