@@ -197,9 +197,9 @@ def test_banners_stand_in_one_order() -> None:
 # What a specialised module may have or lack, and why. It has all other functions, and all are in one order.
 BY_SPEC: dict[str, Callable[[Plan], bool]] = {
     **dict.fromkeys(
-        ["load_q", "pack_log2_of", "packs_of", "add_up_piece", "count_pieces", "find_tile_of", "write_row"],
-        lambda plan: plan.tile.fitted,
+        ["add_up_piece", "count_pieces", "find_tile_of", "write_row"], lambda plan: plan.scheduler.deals_rows
     ),
+    **dict.fromkeys(["load_q", "pack_log2_of", "packs_of"], lambda plan: plan.tile.fitted),
     "seen_before": lambda plan: plan.scheduler.counts_seen,
     "pack_heads": lambda plan: plan.tile.packed and (plan.tile.padded or not plan.problem.packed_sequences),
     **dict.fromkeys(

@@ -12,6 +12,7 @@ from fa3gen.design.rules import Violation, parts, warps
 
 NARROW, WIDE = "fwd_packed_kv8_decode_warps_kv128_causal", "fwd_packed_decode_warps_kv128_causal"
 NARROW_128 = "fwd_packed_kv8_decode_warps_d128_kv128_causal"
+WINDOWS = {"kv_from": "window", "group": "at_most"}
 
 
 def test_warp_kernel() -> None:
@@ -59,6 +60,10 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     (NARROW, {"schedule": {"overlap": True}}, "schedule.overlap"),
     (NARROW, {"softmax": {"softcap": True}}, "softmax.softcap"),
     (NARROW, {"mask": {"kind": "window", "left": 100, "right": 0}}, "mask.left"),
+    (NARROW, {"mask": {"kind": "window"}, "tile": {"kv_from": "window"}}, "tile.group"),
+    (NARROW, {"softmax": {"sink": True}}, "tile.group"),
+    (NARROW, {"tile": {"group": "any"}}, "tile.group"),
+    (WIDE, {"tile": {"pack_heads": 12}}, "tile.pack_heads"),
     (NARROW, {"kv": {"stages": 2}}, "kv.stages"),
     (WIDE, {"mask": {"kind": "none"}}, "mask"),
     (NARROW, {"tile": {"ctas_per_sm": 4}}, "tile.ctas_per_sm"),
@@ -74,9 +79,11 @@ def test_what_is_not_rendered_is_refused(stem: str, changes: dict[str, Any], fie
     ("stem", "changes"),
     [
         (NARROW, {"kv": {"dtype": "e5m2"}}),
-        (NARROW, {"mask": {"kind": "window"}, "tile": {"kv_from": "window"}, "softmax": {"sink": True}}),
-        (NARROW_128, {"mask": {"kind": "window"}, "tile": {"kv_from": "window"}, "softmax": {"sink": True}}),
-        (WIDE, {"softmax": {"sink": True}}),
+        (NARROW, {"mask": {"kind": "window"}, "tile": WINDOWS, "softmax": {"sink": True}}),
+        (NARROW_128, {"mask": {"kind": "window"}, "tile": WINDOWS, "softmax": {"sink": True}}),
+        (WIDE, {"softmax": {"sink": True}, "tile": {"group": "at_most"}}),
+        (NARROW_128, {"tile": {"group": "at_most"}}),
+        (WIDE, {"tile": {"pack_heads": 8}}),
         (WIDE, {"problem": {"dtype": "fp16"}}),
     ],
 )

@@ -196,7 +196,7 @@ def _by_warps(spec: Forward) -> Iterable[Answer]:
         "mask": (spec.mask.kind, ("causal", "window")),
         "tile.q": (tile.q, (hopper.MMA_M,)),
         "tile.warpgroups": (tile.warpgroups, (1,)),
-        "tile.group": (tile.group, ("at_most",)),
+        "tile.group": (tile.group, ("at_most", "fitted")),
         "smem.k": (smem and smem.k, (_row_swizzle(spec),)),
         "smem.v": (smem and smem.v, (_row_swizzle(spec),)),
         "schedule.kind": (spec.schedule.kind, ("warp_specialized",)),
@@ -322,10 +322,9 @@ def _restart(spec: Forward) -> Iterable[Answer]:
 def _of_fitted(spec: Forward) -> dict[str, bool]:
     """What is not rendered where calls decide how many heads a tile holds."""
     return {
-        "warps": footprint.by_warps(spec),
         "sink": spec.softmax.sink,
         "whole": spec.split is not None and spec.split.keys is not None,
-        "overlap": footprint.overlapped(spec),
+        "overlap": footprint.overlapped(spec) or footprint.by_warps(spec),  # whose products are synchronous
         "from_window": spec.tile.kv_from == "window",
     }
 
