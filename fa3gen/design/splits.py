@@ -130,8 +130,8 @@ def num_lines(spec: Forward, shape: Shape | PackedShape, num_sms: int, asked: in
 def counts_seen(spec: Forward) -> bool:
     """Whether scheduler even counts about as many steps of a tile of queries as its rows see tiles of keys.
 
-    With tiles fitted to heads, which prompts have as well as few queries; others count all tiles of keys. So do tiles of
-    warps that have keys of their own: rows of few queries see nearly all, and a tile is found with fewer divisions.
+    With tiles fitted to heads, which prompts have as well as few queries; others count all tiles of keys. So do those
+    of warps with keys of their own: rows of few queries see nearly all, and a tile is found with fewer divisions.
     """
     return spec.tile.group == "fitted" and not footprint.by_warps(spec)  # which takes scheduler even, a causal mask
 

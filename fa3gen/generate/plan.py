@@ -945,8 +945,8 @@ def _tile(spec: Forward) -> TilePlan:
         of_parts="TILE_M // pack" if fitted else "POSITIONS",
         kept_positions="cute.size(parts, mode=[0, 1])" if fitted else "POSITIONS",
         found_positions="positions" if fitted else "POSITIONS",
-        # Rows of whole tiles are divided, by a constant: a shift, for which nobody waits as for a division.
-        of_queries="cute.ceil_div(seq_q << pack_log2_of(heads), TILE_M)" if fitted else "cute.ceil_div(seq_q, POSITIONS)",
+        # Divided by a constant, which is a shift: nobody waits for it as for a division.
+        of_queries=f"cute.ceil_div({'seq_q << pack_log2_of(heads), TILE_M' if fitted else 'seq_q, POSITIONS'})",
         head_tiles=_head_tiles(spec),
         heads_told="heads_q // heads_kv" if any_group else _head_tiles(spec),
         tiles_found="heads_kv * packs" if any_group else "heads_q",

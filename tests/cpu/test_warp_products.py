@@ -231,5 +231,7 @@ def test_mistakes_are_reported(name: str, tmp_path: Path) -> None:
     assert source(stem).count(right) == 1
     spec = variants()[stem].spec
     cases = [case for case in packed_inputs.cpu_cases(spec) if case.name in CASES]
+    # Tiles of one step, so many for each CTA that Q of one comes where that of another was.
+    cases.append(packed_inputs.sequences("turns", "", (5, 4, 5, 5), (9, 12, 9, 9), heads=(32, 2)))
     found = mistaken(tmp_path, "wrong", source(stem).replace(right, wrong))
     assert reported(found, spec, cases, schedules=4)
