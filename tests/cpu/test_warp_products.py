@@ -17,13 +17,14 @@ from fa3gen.design import tile_order
 from fa3gen.design.family import PackedShape
 from fa3gen.generate.render import render_variant
 from fa3gen.spec.model import Forward
-from fa3gen.verify import packed_inputs
+from fa3gen.verify import packed_inputs, paged_inputs
 from fa3gen.verify.on_cpu import verify_on_cpu
-from fa3gen.verify.packed_on_cpu import CpuPackedRunner
+from fa3gen.verify.packed_on_cpu import CpuPackedRunner, CpuPagedRunner
 
 torch.set_num_threads(1)  # the workers of xdist share the cores
 NARROW, WIDE = "fwd_packed_kv8_decode_warps_kv128_causal", "fwd_packed_decode_warps_kv128_causal"
 NARROW_128 = "fwd_packed_kv8_decode_warps_d128_kv128_causal"
+PAGED = "fwd_paged_kv8_decode_warps_kv256_causal"
 CASES = ("shares", "decode", "wrap", "tile_edge", "ragged")
 
 
@@ -89,6 +90,14 @@ def drafts(group: int) -> packed_inputs.PackedCase:
     """
     lengths = (15, 2, 0, 7, 13), (1100, 0, 300, 129, 4)
     return packed_inputs.sequences(f"of {group}", "", *lengths, heads=(2 * group, 2), first=1, behind=2)
+
+
+@pytest.mark.parametrize("group", [1, 4, 5, 8, 12, 16])
+def test_drafts_on_pages(group: int) -> None:
+    spec, found = variants()[PAGED].spec, module(PAGED)
+    assert isinstance(spec, Forward)
+    [case] = paged_inputs.in_pages([drafts(group)], spec)
+    assert CpuPagedRunner(found, spec, seed=3, count=1).run_case(case).failures == ()
 
 
 @pytest.mark.parametrize("stem", [NARROW, NARROW_128, WIDE])
