@@ -285,7 +285,7 @@ def found_by_warp(
 
 
 DIVISION = ("Work", "first_work", "work_on", "piece_of_work", "kv_range", "tile_coordinates", "place_in_sequence")
-DIVISION += ("find_tile", "look_at", "bounds_of", "Keys", "own_keys", "seen_before")
+DIVISION += ("find_tile", "look_at", "bounds_of", "Keys", "own_keys", "seen_before", "pack_log2_of")
 """Who does what, in the order of the modules; each has some of these."""
 
 
@@ -455,10 +455,14 @@ def place_of(number: int, packs: int, group: int, pack: int) -> tuple[int, int]:
     return number // packs * group + number % packs * pack, number // packs
 
 
-def check_line(place_in_sequence: Any, spec: Spec, heads: int) -> None:
-    """Steps of a sequence: of each tile of queries all tiles of keys, or all whole parts of these, one at least."""
+def check_line(place_in_sequence: Any, spec: Spec, heads: int, group: int = 1) -> None:
+    """Steps of a sequence: of each tile of queries all tiles of keys, or all whole parts of these, one at least.
+
+    Where calls decide how many heads of a `group` a tile holds, who looks for it is told how many these are.
+    """
     sequences = ((70, 900), (0, 9), (1, 0), (5, 64))
-    shape = PackedShape(*map(tuple, zip(*sequences, strict=True)), heads, heads)
+    shape = PackedShape(*map(tuple, zip(*sequences, strict=True)), heads * group, heads)
+    told = [group] * (spec.tile.group == "fitted")
     order, positions = list(tile_order.taken(spec, shape)), tile_order.positions(tile_order.fitted(spec, shape))
     found: list[tuple[int, int, int]] = []
     for number, (seq_q, seq_k) in enumerate(sequences):
@@ -467,7 +471,7 @@ def check_line(place_in_sequence: Any, spec: Spec, heads: int) -> None:
             if spec.tile.kv_from == "window" or whole_parts(spec):  # the caller has to know how many there are
                 m_block, head, n_block = place_in_sequence(step, seq_q, steps)
             else:
-                m_block, head, n_block, n_blocks = place_in_sequence(step, seq_q, seq_k)
+                m_block, head, n_block, n_blocks = place_in_sequence(step, seq_q, seq_k, *told)
                 assert n_blocks == steps
             assert n_block == step % steps
             found += [(number, m_block, head)] * (n_block == 0)
@@ -508,7 +512,8 @@ def test_tiles_of_queries_are_taken_in_the_modules_order() -> None:
             check_seen(stem, spec, heads)
             continue
         if spec.scheduler == "even":
-            check_line(division_of(stem, Fake())["place_in_sequence"], spec, heads)
+            for group in (1, 4, 16) if spec.tile.group == "fitted" else (1,):
+                check_line(division_of(stem, Fake())["place_in_sequence"], spec, heads, group)
             continue
         if spec.order == "by_head":  # the next test has those
             continue

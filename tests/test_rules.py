@@ -1091,14 +1091,14 @@ def test_any_group() -> None:
 
 
 def test_fitted_heads() -> None:
-    legal: dict[str, Any] = dict.fromkeys(("warps", "sink", "whole", "from_window"), False) | {"overlap": True}
+    legal: dict[str, Any] = dict.fromkeys(("sink", "whole", "from_window"), False) | {"overlap": True}
     assert (
         splits.fitted_heads("even", "causal", 16, **legal) is splits.fitted_heads("even", "causal", 1, **legal) is None
     )
     assert splits.fitted_heads("even", "causal", 12, **legal) == Violation(
         "tile.pack_heads", "group: fitted takes powers of two, and 12 is none; use 8 or 16"
     )
-    for changed in ({"sink": True}, {"warps": True}, {"overlap": False}, {"whole": True}, {"from_window": True}):
+    for changed in ({"sink": True}, {"overlap": False}, {"whole": True}, {"from_window": True}):
         found = splits.fitted_heads("even", "causal", 8, **(legal | changed))
         assert found is not None and found.field == "tile.group" and "group: fitted" in found.message
     for scheduler, mask in (("dynamic", "causal"), ("even", "window"), ("even", "none")):

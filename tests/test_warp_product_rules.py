@@ -11,6 +11,8 @@ from fa3gen.design import footprint, rules
 from fa3gen.design.rules import Violation, parts, warps
 
 NARROW, WIDE = "fwd_packed_kv8_decode_warps_kv128_causal", "fwd_packed_decode_warps_kv128_causal"
+NARROW_128 = "fwd_packed_kv8_decode_warps_d128_kv128_causal"
+WINDOWS = {"kv_from": "window", "group": "at_most"}
 
 
 def test_warp_kernel() -> None:
@@ -47,11 +49,21 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     (NARROW, {"tile": {"kv": 96}}, "tile.kv"),
     (NARROW, {"smem": {"k": "32B"}}, "smem.k"),
     (WIDE, {"smem": {"v": "64B"}}, "smem.v"),
-    (NARROW, {"problem": {"head_dim": 128}}, "problem.head_dim"),
+    (NARROW, {"problem": {"head_dim": 256}}, "problem.head_dim"),
+    (NARROW, {"problem": {"head_dim": 128}}, "smem.k"),
+    (NARROW_128, {"smem": {"v": "64B"}}, "smem.v"),
+    (NARROW_128, {"problem": {"head_dim_v": 64}}, "problem.head_dim_v"),
+    (NARROW_128, {"kv": {"dtype": None}}, "problem.head_dim"),
+    (NARROW_128, {"tile": {"ctas_per_sm": 1}}, "tile.ctas_per_sm"),
+    (NARROW_128, {"tile": {"kv": 192}}, "tile.kv"),
     (WIDE, {"problem": {"layout": "dense"}, "scheduler": "single_tile"}, "problem.layout"),
     (NARROW, {"schedule": {"overlap": True}}, "schedule.overlap"),
     (NARROW, {"softmax": {"softcap": True}}, "softmax.softcap"),
     (NARROW, {"mask": {"kind": "window", "left": 100, "right": 0}}, "mask.left"),
+    (NARROW, {"mask": {"kind": "window"}, "tile": {"kv_from": "window"}}, "tile.group"),
+    (NARROW, {"softmax": {"sink": True}}, "tile.group"),
+    (NARROW, {"tile": {"group": "any"}}, "tile.group"),
+    (WIDE, {"tile": {"pack_heads": 12}}, "tile.pack_heads"),
     (NARROW, {"kv": {"stages": 2}}, "kv.stages"),
     (WIDE, {"mask": {"kind": "none"}}, "mask"),
     (NARROW, {"tile": {"ctas_per_sm": 4}}, "tile.ctas_per_sm"),
@@ -67,13 +79,24 @@ def test_what_is_not_rendered_is_refused(stem: str, changes: dict[str, Any], fie
     ("stem", "changes"),
     [
         (NARROW, {"kv": {"dtype": "e5m2"}}),
-        (NARROW, {"mask": {"kind": "window"}, "tile": {"kv_from": "window"}, "softmax": {"sink": True}}),
-        (WIDE, {"softmax": {"sink": True}}),
+        (NARROW, {"mask": {"kind": "window"}, "tile": WINDOWS, "softmax": {"sink": True}}),
+        (NARROW_128, {"mask": {"kind": "window"}, "tile": WINDOWS, "softmax": {"sink": True}}),
+        (WIDE, {"softmax": {"sink": True}, "tile": {"group": "at_most"}}),
+        (NARROW_128, {"tile": {"group": "at_most"}}),
+        (WIDE, {"tile": {"pack_heads": 8}}),
         (WIDE, {"problem": {"dtype": "fp16"}}),
     ],
 )
 def test_what_is_rendered_beside_the_modules(stem: str, changes: dict[str, Any]) -> None:
     assert rules.check(changed(stem, **changes).spec) == []
+
+
+def test_k_is_widened_at_once_where_registers_have_room() -> None:
+    """Of a warp's 16 keys of 128 elements 64 bytes a lane each of K and V, and in 16 bits 128 of K."""
+    held = {kv: dict(footprint.registers_per_thread(changed(NARROW_128, tile={"kv": kv}).spec)) for kv in (64, 128)}
+    assert held[64] == {"O": 64, "S": 8, "Q": 32, "K and V": (128 + 64) // 4, "other": 24}
+    assert held[128] == {"O": 64, "S": 16, "Q": 32, "K and V": (128 + 128) // 4, "other": 24}  # with 64 more, 232
+    assert footprint.register_budget(changed(NARROW_128).spec) == (56, 200)
 
 
 def test_nobody_converts_for_warps() -> None:

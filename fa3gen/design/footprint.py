@@ -560,12 +560,17 @@ def _registers(spec: Forward, *, with_sums: bool) -> list[tuple[str, int]]:
     if isinstance(spec.handoff, GlobalHandoff) or not count:
         return [("other", OTHER_REGISTERS)]
     if by_warps(spec):
-        # A row of O is a warp's. Operands: K of a step in 16 bits, while V of it waits as it lies in memory.
-        keys = of_each_warp(spec)
-        of_operands = keys * (2 * spec.problem.head_dim + spec.kv_element.bytes * d) // hopper.WARP // 4
+        # A row of O is a warp's. Operands: K of a step in 16 bits, while V of it waits as it lies in memory. Where that
+        # leaves no room, ptxas widens K product by product: as compiled, with head dim 128 and 32 keys nothing spills.
+        keys, (_, budget) = of_each_warp(spec), register_budget(spec)
         held = [("O", q * d // hopper.WARP), ("S", q * keys // hopper.WARP)]
         held.append(("Q", q * spec.problem.head_dim // hopper.WARP // 2))
-        return [*held, ("K and V", of_operands), ("other", OTHER_REGISTERS)]
+        rest = budget - OTHER_REGISTERS - sum(count for _, count in held)
+        wide, narrow = (
+            keys * (each * spec.problem.head_dim + spec.kv_element.bytes * d) // hopper.WARP // 4
+            for each in (2, spec.kv_element.bytes)
+        )
+        return [*held, ("K and V", wide if wide <= rest else narrow), ("other", OTHER_REGISTERS)]
     held, other = [("O", q * d // count)], OTHER_REGISTERS
     if isinstance(spec.pv, WgmmaProduct) and specialized(spec) and not overlapped(spec):
         # P takes the place of S, bit by bit: as compiled, about a quarter of P stands beside the whole of S.

@@ -130,9 +130,18 @@ def num_lines(spec: Forward, shape: Shape | PackedShape, num_sms: int, asked: in
 def counts_seen(spec: Forward) -> bool:
     """Whether scheduler even counts about as many steps of a tile of queries as its rows see tiles of keys.
 
-    With tiles fitted to heads, which prompts have as well as few queries; others count all tiles of keys.
+    With tiles fitted to heads, which prompts have as well as few queries; others count all tiles of keys. So do those
+    of warps with keys of their own: rows of few queries see nearly all, and a tile is found with fewer divisions.
     """
-    return spec.tile.group == "fitted"  # which takes scheduler even and a causal mask
+    return spec.tile.group == "fitted" and not footprint.by_warps(spec)  # which takes scheduler even, a causal mask
+
+
+def deals_rows(spec: Forward) -> bool:
+    """Whether rows whose parts are to be added up are dealt out, of all tiles together: where prompts have many.
+
+    Otherwise each tile that is cut has CTAs of its own.
+    """
+    return counts_seen(spec)
 
 
 def seen_before(m_block: int, seq_q: int, seq_k: int, rows: int, keys: int) -> int:

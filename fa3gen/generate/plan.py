@@ -119,11 +119,12 @@ class TilePlan:
     """Rows of Q (m) and of K and V (n) per step; threads per CTA; warpgroups that compute; query heads per tile.
 
     `padded`: some of these heads may not exist. `fitted`: how many a tile holds is decided by calls, one of `packs`;
-    `pack` is what the host, or the module, calls that, `pack_words` are those that say it of a tile (the last ones fill
+    `pack` is what the host, or the module, calls that, `pack_words` are those that say it of a tile (others fill
     up a vector), `group_number` is which group of heads rows are of, `in_lines` are those that stand in lines,
     `adding_warp` says which of the `adding_warps` adds up a share of a row's parts, `cut_short` bounds the
     tiles of a kv head that sequences cut short, and positions of a tile are `positions`, `work_positions` where a work
-    item is known, and `of_parts` where parts are.
+    item is known, `found_positions` where tiles are found, and `of_parts` where parts are, or where they are added up
+    `kept_positions`. `of_queries`: how many tiles hold a sequence's queries.
     `any_group`: tiles of one kv head may be several, the last one padded.
     `rows` and `positions` are the module's names for the rows of Q as TMA moves them and for the positions they hold;
     `head_tiles` is how many tiles beside each other hold all heads. Whoever finds tiles of packed sequences is told
@@ -159,6 +160,9 @@ class TilePlan:
     positions: str
     work_positions: str
     of_parts: str
+    kept_positions: str
+    found_positions: str
+    of_queries: str
     head_tiles: str
     heads_told: str
     tiles_found: str
@@ -426,7 +430,8 @@ class EightBitPlan:
 class StoredPlan:
     """K and V of 8 bits in memory, and the warps that make tiles of the products' dtype of them, if there are any.
 
-    `warps` convert K, and as many V; `at_once` is how many units a thread has read before it converts one.
+    `warps` convert K, and as many V; `at_once` is how many units a thread has read before it converts one. Who converts
+    in registers reads a group of its keys of V at once, or in `several_reads`.
     """
 
     dtype: str
@@ -437,6 +442,7 @@ class StoredPlan:
     registers: int
     at_once: int
     warpgroups: int
+    several_reads: bool
 
 
 @dataclass(frozen=True)
@@ -523,7 +529,7 @@ class SchedulerPlan:
     least, or (not 0) of `keys_of_part` keys. Shares of even stand in `most_lines` lines at most.
     `packed_shares`: stream_k of packed sequences, whose tiles and then shares are drawn, the latter where the longest
     tile has at most `longest_halves` halves of their mean length. `counts_seen`: steps of a tile are about as many as
-    its rows see tiles of keys.
+    its rows see tiles of keys. `deals_rows`: see `splits`.
     """
 
     kind: Scheduler
@@ -550,6 +556,7 @@ class SchedulerPlan:
     packed_shares: bool = False
     longest_halves: int = tile_order.LONGEST_HALVES
     counts_seen: bool = False
+    deals_rows: bool = False
 
     @property
     def whole_parts(self) -> bool:
@@ -925,17 +932,21 @@ def _tile(spec: Forward) -> TilePlan:
         fitted=fitted,
         packs=str(tile_order.packs(spec)),
         pack="pack" if fitted else "PACK_HEADS",
-        pack_words=("pack_log2", *["zero"] * footprint.paged(spec)),
+        pack_words=("pack_log2" if fitted else "zero", *["zero"] * footprint.paged(spec)),
         group_number="pack" if fitted else "head_kv",
         in_lines="packs" if fitted else "heads_kv",
-        adding_warp="warp_idx, COMBINE_WARPS" if fitted else "warp_idx",
-        adding_warps="warps" if fitted else "COMBINE_WARPS",
+        adding_warp="warp_idx, COMBINE_WARPS" if splits.deals_rows(spec) else "warp_idx",
+        adding_warps="warps" if splits.deals_rows(spec) else "COMBINE_WARPS",
         cut_short=_cut_short(spec),
         any_group=any_group,
         rows="PACKED_M" if packed else "TILE_M",
         positions=positions,
         work_positions=positions.replace("pack_log2", "work.pack_log2"),
         of_parts="TILE_M // pack" if fitted else "POSITIONS",
+        kept_positions="cute.size(parts, mode=[0, 1])" if fitted else "POSITIONS",
+        found_positions="positions" if fitted else "POSITIONS",
+        # Divided by a constant, which is a shift: nobody waits for it as for a division.
+        of_queries=f"cute.ceil_div({'seq_q << pack_log2_of(heads), TILE_M' if fitted else 'seq_q, POSITIONS'})",
         head_tiles=_head_tiles(spec),
         heads_told="heads_q // heads_kv" if any_group else _head_tiles(spec),
         tiles_found="heads_kv * packs" if any_group else "heads_q",
@@ -1017,6 +1028,7 @@ def _scheduler(spec: Forward) -> SchedulerPlan:
         packed_shares=footprint.shares_packed(spec),
         waves_when_short=tile_order.waves_when_short(spec),
         counts_seen=splits.counts_seen(spec),
+        deals_rows=splits.deals_rows(spec),
     )
 
 
@@ -1173,7 +1185,7 @@ def _arguments(spec: Forward) -> ArgumentsPlan:
         combine_call=(
             ("parts", "parts_max", "parts_sum", "out", "lse", factors[0], "sequences")
             if whole
-            else ("mParts", "mPartsLSE", "shares", *sinks, "out", "lse", *["group"] * (spec.tile.group == "fitted"))
+            else ("mParts", "mPartsLSE", "shares", *sinks, "out", "lse", *["group"] * splits.deals_rows(spec))
         ),
         row_outputs=(*sinks, "out", "lse"),
         lse_from=("row_lse",) if sinks else ("row_max", "row_sum", "scale_log2"),
@@ -1314,6 +1326,7 @@ def _stored(spec: Forward) -> StoredPlan | None:
         registers=footprint.converter_registers(spec) if converts else 0,
         at_once=footprint.converted_at_once(spec) if converts else 0,
         warpgroups=footprint.converting_warpgroups(spec),
+        several_reads=_matrices_of_v(spec) > footprint.of_each_warp(spec) // hopper.MMA_N,
     )
 
 

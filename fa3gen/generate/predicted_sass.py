@@ -53,7 +53,7 @@ def expectation(spec: Forward, *, waits: int, softmaxes: int, o_boxes: int, matr
         + rows * (SHIFT_COMPARISONS * maxima + 1) * (spec.softmax.row_max == "first")
         + (SINK_COMPARISONS * rows + MERGED_SINK_COMPARISONS * footprint.by_warps(spec)) * spec.softmax.sink
         + (SUM_COMPARISONS if splits.whole_parts(spec) else COMBINE_COMPARISONS) * (spec.split is not None)
-        + ALONE_COMPARISONS * (spec.tile.group == "fitted"),
+        + ALONE_COMPARISONS * splits.deals_rows(spec),
         global_stores=_global_stores(spec, rows, lanes, o_boxes),
         shared_stores=_shared_stores(spec, matrices),
     )
@@ -103,7 +103,7 @@ def _global_stores(spec: Forward, rows: int, lanes: int, o_boxes: int) -> dict[s
         stores["STG.32"] += rows + 1 + splits.SHARE_WORDS * (spec.scheduler == "even")
         stores["STG.64"] = rows * spec.problem.v_dim // lanes // footprint.FRAGMENT_COLUMNS
         stores["STG.16"] = 1
-    if spec.tile.group == "fitted":
+    if splits.deals_rows(spec):
         # A lane's columns of a row that a warp adds up alone, and its LSE.
         bits = spec.problem.v_dim // hopper.WARP * spec.o_element.bits
         stores[f"STG.{bits}"] = stores.get(f"STG.{bits}", 0) + 1
@@ -145,5 +145,5 @@ def _shared_stores(spec: Forward, matrices: int) -> dict[str, int] | None:
         stores[f"STS.{vector}"] = stores.get(f"STS.{vector}", 0) + bits // vector
         stores["STS.32"] += 2
         # Of those who deal rows out how many each warp has counted, and then all warps.
-        stores["STS.32"] += 2 * (spec.tile.group == "fitted")
+        stores["STS.32"] += 2 * splits.deals_rows(spec)
     return stores

@@ -13,40 +13,170 @@ from rendering import CHECKOUT, changed, source, variants
 
 from fa3gen.cpu.kernel import Settings
 from fa3gen.cpu.module import load_on_cpu
+from fa3gen.design import tile_order
+from fa3gen.design.family import PackedShape
 from fa3gen.generate.render import render_variant
-from fa3gen.verify import packed_inputs
+from fa3gen.spec.model import Forward
+from fa3gen.verify import packed_inputs, paged_inputs
 from fa3gen.verify.on_cpu import verify_on_cpu
+from fa3gen.verify.packed_on_cpu import CpuPackedRunner, CpuPagedRunner
 
 torch.set_num_threads(1)  # the workers of xdist share the cores
 NARROW, WIDE = "fwd_packed_kv8_decode_warps_kv128_causal", "fwd_packed_decode_warps_kv128_causal"
+NARROW_128 = "fwd_packed_kv8_decode_warps_d128_kv128_causal"
+PAGED = "fwd_paged_kv8_decode_warps_kv256_causal"
 CASES = ("shares", "decode", "wrap", "tile_edge", "ragged")
 
 
-def call(attention: Any, kv_dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """O and LSE of three sequences whose keys and values are numbers that 8 bits hold."""
+DECODE, DRAFTS = (1, 1, 0, 1), (4, 1, 0, 16, 9)  # queries of sequences
+
+
+def call(
+    attention: Any, kv_dtype: torch.dtype, group: int = 2, lengths_q: tuple[int, ...] = (3, 1, 2)
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """O and LSE of sequences whose keys and values are numbers that 8 bits hold; some have no queries, or no keys."""
     generator = torch.Generator().manual_seed(7)
-    lengths_q, lengths_k = (3, 1, 2), (700, 9, 333)
-    q = torch.randn(sum(lengths_q), 4, 64, generator=generator).bfloat16()
+    lengths_k = (700, 9, 333, 129, 0)[: len(lengths_q)]
+    q = torch.randn(sum(lengths_q), 2 * group, 64, generator=generator).bfloat16()
     k, v = (torch.randn(sum(lengths_k), 2, 64, generator=generator).to(torch.float8_e4m3fn) for _ in range(2))
     given = q, k.to(kv_dtype), v.to(kv_dtype), offsets(lengths_q), offsets(lengths_k)
     return attention(*given, return_lse=True)  # type: ignore[no-any-return]
 
 
-def test_the_bits_are_those_of_the_same_arrangement_with_16_bits(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("group", "lengths_q"), [(2, (3, 1, 2)), *((group, DRAFTS) for group in (1, 4, 5, 8, 12, 16))])
+def test_the_bits_are_those_of_the_same_arrangement_with_16_bits(
+    group: int, lengths_q: tuple[int, ...], tmp_path: Path
+) -> None:
     """The same tiles and the same order of sums, K and V in bfloat16: threads have other columns of O, and no other."""
     twin = changed(NARROW, kv={"dtype": None}, smem={"k": "128B", "v": "128B"}, load={"kv_stages": 2})
     wide, narrow = load_on_cpu(path_of(tmp_path, "wide", render_variant(twin, CHECKOUT))), module(NARROW)
     for sms in (3, 1):  # keys are cut elsewhere
         wide.cpu.settings = narrow.cpu.settings = Settings(sms=sms)
-        expected, found = call(wide.attention, torch.bfloat16), call(narrow.attention, torch.float8_e4m3fn)
+        expected, found = (
+            call(x.attention, dtype, group, lengths_q)
+            for x, dtype in ((wide, torch.bfloat16), (narrow, torch.float8_e4m3fn))
+        )
         assert found[0].equal(expected[0]) and found[1].equal(expected[1])
     narrow.cpu.settings = Settings()
 
 
-@pytest.mark.parametrize("stem", [NARROW, WIDE])
+@pytest.mark.parametrize("group", [1, 4, 5, 12, 16])
+def test_the_bits_of_one_query_are_those_of_tiles_with_room_for_all_heads(group: int, tmp_path: Path) -> None:
+    """Whose rows lie elsewhere in a tile: where each sequence has one tile, its keys are cut at the same places."""
+    twin = changed(NARROW, tile={"group": "at_most"})
+    padded, found = load_on_cpu(path_of(tmp_path, "padded", render_variant(twin, CHECKOUT))), module(NARROW)
+    expected, fitted = (call(x.attention, torch.float8_e4m3fn, group, DECODE) for x in (padded, found))
+    assert fitted[0].equal(expected[0]) and fitted[1].equal(expected[1])
+
+
+def test_tiles_hold_as_many_queries_as_there_is_room_for() -> None:
+    """Keys are read once for each tile: of few queries all heads are in one, of more as many as take the fewest."""
+
+    def tiles(group: int, queries: int) -> int:
+        spec, shape = variants()[NARROW].spec, PackedShape((queries,), (1000,), group, 1)
+        assert isinstance(spec, Forward)
+        rows = tile_order.positions(tile_order.fitted(spec, shape))
+        return tile_order.head_tiles(spec, shape) * -(-queries // rows)
+
+    expected = {(4, 1): 1, (4, 4): 1, (4, 5): 2, (5, 2): 1, (5, 4): 2, (12, 1): 1, (12, 4): 4, (12, 8): 6, (16, 8): 8}
+    assert {call: tiles(*call) for call in expected} == expected
+    assert [tiles(group, 1) for group in range(1, 17)] == [1] * 16
+
+
+def drafts(group: int) -> packed_inputs.PackedCase:
+    """Of two kv heads: drafts on keys that many CTAs share, without keys, without queries, and more queries than keys.
+
+    Of 12 heads 4 at a time have tiles of their own, see `packs_of`.
+    """
+    lengths = (15, 2, 0, 7, 13), (1100, 0, 300, 129, 4)
+    return packed_inputs.sequences(f"of {group}", "", *lengths, heads=(2 * group, 2), first=1, behind=2)
+
+
+@pytest.mark.parametrize("group", [1, 4, 5, 8, 12, 16])
+def test_drafts_on_pages(group: int) -> None:
+    spec, found = variants()[PAGED].spec, module(PAGED)
+    assert isinstance(spec, Forward)
+    [case] = paged_inputs.in_pages([drafts(group)], spec)
+    assert CpuPagedRunner(found, spec, seed=3, count=1).run_case(case).failures == ()
+
+
+@pytest.mark.parametrize("stem", [NARROW, NARROW_128, WIDE])
+@pytest.mark.parametrize("group", [1, 4, 5, 8, 12, 16])
+def test_drafts(stem: str, group: int) -> None:
+    spec, found = variants()[stem].spec, module(stem)
+    assert isinstance(spec, Forward)
+    for sms in (1, 3, 20):
+        found.cpu.settings = Settings(sms=sms)
+        assert CpuPackedRunner(found, spec, seed=3, count=1).run_case(drafts(group)).failures == ()
+    found.cpu.settings = Settings()
+
+
+@pytest.mark.parametrize(
+    ("group", "right", "wrong"),
+    [
+        (4, "pack_log2 += cutlass.Int32(group > heads)", "pack_log2 += cutlass.Int32(group > 2 * heads)"),
+        (5, "if 1 << work.pack_log2 == pack:", "if 2 << work.pack_log2 == pack:"),
+        (4, "row & ((cutlass.Int32(1) << pack_log2) - 1), row >> pack_log2", "row % PACK_HEADS, row // PACK_HEADS"),
+        (4, "(cutlass.Int32(tScS_rows[r, 0][0]) >> pack_log2)", "tScS_rows[r, 0][0] // PACK_HEADS"),
+        (4, "diagonal + (TILE_M >> pack_log2)", "diagonal + POSITIONS"),
+        (4, "m_start = work.m_block * (TILE_M >> work.pack_log2)", "m_start = work.m_block * POSITIONS"),
+        (4, "seq_q - m_block * positions, q_begin", "seq_q - m_block * POSITIONS, q_begin"),
+        (4, "q_begin + m_block * positions", "q_begin + m_block * POSITIONS"),
+        (4, "cutlass.min(rows, cute.size(parts, mode=[0, 1]))", "cutlass.min(rows, POSITIONS)"),
+        (12, "pack // packs_of_kv, first + owner", "pack, first + owner"),
+        (
+            12,
+            "work.head // cute.size(mO, mode=[0, 0]), work.q_begin, work.seq_q)  #",
+            "work.head_kv, work.q_begin, work.seq_q)  #",
+        ),
+    ],
+    ids=[
+        "too few heads",
+        "the box of more heads",
+        "rows of O",
+        "the diagonal of a row",
+        "the last key",
+        "the diagonal of a tile",
+        "how many rows are added up",
+        "which rows are added up",
+        "one row added up of several",
+        "k of a pack",
+        "O of a pack",
+    ],
+)
+def test_mistakes_with_heads_are_reported(group: int, right: str, wrong: str, tmp_path: Path) -> None:
+    assert source(NARROW).count(right) == 1
+    broken, spec = mistaken(tmp_path, "wrong", source(NARROW).replace(right, wrong)), variants()[NARROW].spec
+    assert isinstance(spec, Forward)
+    assert CpuPackedRunner(broken, spec, seed=3, count=1).run_case(drafts(group)).failures != ()
+
+
+def test_the_bits_of_128_elements_are_those_of_64() -> None:
+    """Of rows with 64 zeros: of a thread's 32 elements the first 16, or the others; and columns of O for themselves."""
+    half, found = module(NARROW), module(NARROW_128)
+    generator = torch.Generator().manual_seed(8)
+    lengths_q, lengths_k = (3, 1, 2), (700, 9, 333)
+    bounds = offsets(lengths_q), offsets(lengths_k)
+    q = torch.randn(sum(lengths_q), 4, 64, generator=generator).bfloat16()
+    k, *v = (torch.randn(sum(lengths_k), 2, 64, generator=generator).to(torch.float8_e4m3fn) for _ in range(3))
+    half.cpu.settings = found.cpu.settings = Settings(sms=3)
+    expected = [half.attention(q, k, each, *bounds, scale=0.1, return_lse=True) for each in v]
+    for place in (0, 1):
+        rows_q, rows_k = (
+            torch.stack([torch.zeros_like(x), x] if place else [x, torch.zeros_like(x)], dim=3).flatten(2)
+            for x in (x.view(*x.shape[:2], 4, 16) for x in (q, k.bfloat16()))
+        )
+        keys = rows_k.to(torch.float8_e4m3fn)
+        out, lse = found.attention(rows_q, keys, torch.cat(v, dim=2), *bounds, scale=0.1, return_lse=True)
+        assert out.equal(torch.cat([each for each, _ in expected], dim=2)) and lse.equal(expected[0][1])
+    half.cpu.settings = found.cpu.settings = Settings()
+
+
+@pytest.mark.parametrize("stem", [NARROW, NARROW_128, WIDE])
 def test_windows_of_calls_and_sinks(stem: str, tmp_path: Path) -> None:
     """No module has these: a model that does gets one rendered when it runs."""
-    variant = changed(stem, mask={"kind": "window"}, tile={"kv_from": "window"}, softmax={"sink": True})
+    tile = {"kv_from": "window", "group": "at_most"}
+    variant = changed(stem, mask={"kind": "window"}, tile=tile, softmax={"sink": True})
     found = load_on_cpu(path_of(tmp_path, "scores", render_variant(variant, CHECKOUT)))
     cases = [case for case in packed_inputs.cpu_cases(variant.spec) if case.name in (*CASES, "sinks", "narrow_window")]
     assert verify_on_cpu(found, variant.spec, stem=variant.stem, cases=cases, count=2, calls=False).failures == ()
@@ -96,6 +226,7 @@ MISTAKES = {
         "first_k = cute.crd2idx(((first_row ^ MMA_N) +",
     ),
     "the second half of a row where the first is": (WIDE, "(first ^ (behind * VECTOR))", "(first ^ (behind * 0))"),
+    "of V the first 64 columns in the place of others": (NARROW_128, "place=(group, 4 * i)", "place=(group, 0 * i)"),
     "even columns where odd ones are": (NARROW, "stride=(4, 1, 8)", "stride=(1, 4, 8)"),
     "halves of the keys exchanged": (WIDE, "+ group % 2 * 2", "+ (1 - group % 2) * 2"),
     "no factor of V": (NARROW, "v_factor * (1.0 / total)", "1.0 / total"),
@@ -109,5 +240,7 @@ def test_mistakes_are_reported(name: str, tmp_path: Path) -> None:
     assert source(stem).count(right) == 1
     spec = variants()[stem].spec
     cases = [case for case in packed_inputs.cpu_cases(spec) if case.name in CASES]
+    # Tiles of one step, so many for each CTA that Q of one comes where that of another was.
+    cases.append(packed_inputs.sequences("turns", "", (5, 4, 5, 5), (9, 12, 9, 9), heads=(32, 2)))
     found = mistaken(tmp_path, "wrong", source(stem).replace(right, wrong))
     assert reported(found, spec, cases, schedules=4)

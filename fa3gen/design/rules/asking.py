@@ -187,8 +187,8 @@ def _by_warps(spec: Forward) -> Iterable[Answer]:
     """Where each warp multiplies keys of its own."""
     tile, softmax, smem = spec.tile, spec.softmax, spec.smem
     rendered: dict[str, tuple[object, tuple[object, ...]]] = {
-        "problem.head_dim": (spec.problem.head_dim, (64,)),
-        "problem.head_dim_v": (spec.problem.v_dim, (64,)),
+        "problem.head_dim": (spec.problem.head_dim, (64, 128) if footprint.eight_bit_cache(spec) else (64,)),
+        "problem.head_dim_v": (spec.problem.v_dim, (spec.problem.head_dim,)),
         "problem.dtype": (spec.problem.dtype, ("bf16", "fp16")),
         "problem.layout": (spec.problem.layout, ("packed", "paged")),
         "kv.warpgroups": (spec.kv.warpgroups, (1,)),
@@ -196,7 +196,7 @@ def _by_warps(spec: Forward) -> Iterable[Answer]:
         "mask": (spec.mask.kind, ("causal", "window")),
         "tile.q": (tile.q, (hopper.MMA_M,)),
         "tile.warpgroups": (tile.warpgroups, (1,)),
-        "tile.group": (tile.group, ("at_most",)),
+        "tile.group": (tile.group, ("at_most", "fitted")),
         "smem.k": (smem and smem.k, (_row_swizzle(spec),)),
         "smem.v": (smem and smem.v, (_row_swizzle(spec),)),
         "schedule.kind": (spec.schedule.kind, ("warp_specialized",)),
@@ -208,13 +208,18 @@ def _by_warps(spec: Forward) -> Iterable[Answer]:
     }
     if isinstance(spec.mask, WindowMask):
         rendered["mask.left"] = spec.mask.left, (None,)
+    if spec.problem.head_dim == 128:  # of one alone ptxas widens K of 32 keys at once, and spills
+        rendered["tile.ctas_per_sm"] = tile.ctas_per_sm, (2,)
     for field, (value, values) in rendered.items():
         yield warps.warp_kernel.ask(field, value, values)
     yield warps.keys_of_warps.ask(tile.kv, (tile.warpgroups or 0) * footprint.WARPGROUP_WARPS)
 
 
 def _row_swizzle(spec: Forward) -> str:
-    """That of whole rows of K and V, of head dim 64, in which lanes that read vectors of several rows meet no bank."""
+    """That of whole rows of K and V, of 128 bytes at most: lanes that read vectors of several rows meet no bank.
+
+    A row of 128 bytes has all 32 banks, and the swizzle gives each of 8 rows another order of its vectors.
+    """
     return f"{spec.problem.head_dim * spec.kv_element.bytes}B"
 
 
@@ -317,10 +322,9 @@ def _restart(spec: Forward) -> Iterable[Answer]:
 def _of_fitted(spec: Forward) -> dict[str, bool]:
     """What is not rendered where calls decide how many heads a tile holds."""
     return {
-        "warps": footprint.by_warps(spec),
         "sink": spec.softmax.sink,
         "whole": spec.split is not None and spec.split.keys is not None,
-        "overlap": footprint.overlapped(spec),
+        "overlap": footprint.overlapped(spec) or footprint.by_warps(spec),  # whose products are synchronous
         "from_window": spec.tile.kv_from == "window",
     }
 

@@ -155,7 +155,6 @@ def fitted_heads(
     mask: str,
     pack_heads: int,
     *,
-    warps: bool,
     sink: bool,
     whole: bool,
     overlap: bool,
@@ -163,7 +162,7 @@ def fitted_heads(
 ) -> Violation | None:
     """Whoever finds tiles says of each how many heads it holds, and Q comes by the box that has as many.
 
-    Steps are counted as rows see keys, see `counts_seen`.
+    Steps are counted as rows see keys, see `counts_seen`, or as with at_most where warps have keys of their own.
     """
     if pack_heads & (pack_heads - 1):
         return Violation("tile.pack_heads", f"group: fitted takes powers of two, and {pack_heads} is none; use 8 or 16")
@@ -173,9 +172,9 @@ def fitted_heads(
         )
     if mask != "causal" or from_window:
         return Violation("tile.group", f"group: fitted is rendered with mask causal, not {mask}; use at_most")
-    if sink or warps or not overlap:
+    if sink or not overlap:
         return Violation(
-            "tile.group", "group: fitted is rendered with overlap, without sinks, for warpgroups; use at_most"
+            "tile.group", "group: fitted is rendered with overlap, or engine mma, and without sinks; use at_most"
         )
     return None
 

@@ -11,7 +11,7 @@ from fa3gen.hardware import hopper
 
 @rule(kind=GENERATOR, topic="structure")
 def warp_kernel(field: str, value: object, rendered: Sequence[object]) -> Violation | None:
-    """Products of warps are rendered for few queries, of head dim 64, in even shares.
+    """Products of warps are rendered for few queries, of head dim 64, or with 8 bits 128 as well, in even shares.
 
     There the 64 rows of a WGMMA take a softmax of 64 rows, of which 16 and fewer are queries.
     """
