@@ -1396,7 +1396,8 @@ def attention(
             k = v = q[:, :heads_kv]
         seqused_q = no_lengths if seqused_q is None else seqused_q
         seqused_k = no_lengths if seqused_k is None else seqused_k
-        packs_of_kv = (heads_q // heads_kv) // (heads_q // heads_kv & -(heads_q // heads_kv))  # at most
+        group = heads_q // heads_kv
+        packs_of_kv = group // (group & -group)  # at most
         most_steps = (total_q // POSITIONS + (offsets - 1) * packs_of_kv) * heads_kv * max(-(-total_k // TILE_N), 1)
         if most_steps > MOST_STEPS:
             needed = f"this may be {most_steps} tiles of keys, which are counted up to {MOST_STEPS}"

@@ -1492,7 +1492,8 @@ def attention(
         if k_descale is None or v_descale is None:
             one = unit_factor(gpu).expand(offsets - 1, heads_kv)
             k_descale, v_descale = (one if x is None else x for x in (k_descale, v_descale))
-        packs_of_kv = (heads_q // heads_kv) // (heads_q // heads_kv & -(heads_q // heads_kv))  # at most
+        group = heads_q // heads_kv
+        packs_of_kv = group // (group & -group)  # at most
         most_steps = (total_q // POSITIONS + (offsets - 1) * packs_of_kv) * heads_kv * max(-(-total_k // TILE_N), 1)
         if most_steps > MOST_STEPS:
             needed = f"this may be {most_steps} tiles of keys, which are counted up to {MOST_STEPS}"

@@ -1554,7 +1554,8 @@ def attention(
         if k_descale is None or v_descale is None:
             one = unit_factor(gpu).expand(offsets - 1, heads_kv)
             k_descale, v_descale = (one if x is None else x for x in (k_descale, v_descale))
-        packs_of_kv = (heads_q // heads_kv) // (heads_q // heads_kv & -(heads_q // heads_kv))  # at most
+        group = heads_q // heads_kv
+        packs_of_kv = group // (group & -group)  # at most
         most_steps = (
             (total_q // POSITIONS + tables * packs_of_kv) * heads_kv * max(-(-page_table.shape[1] * page // TILE_N), 1)
         )
