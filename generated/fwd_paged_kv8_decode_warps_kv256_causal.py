@@ -17,7 +17,7 @@ time, where there may be no GPU, and to load that where it runs:
     Causal: query i sees keys j <= i + seq_k - seq_q; the diagonal ends at the last query and key of each sequence.
 
 Decisions
-    tile       16 query rows, positions of all, or of a part, of up to 16 heads that share K and V, x 256 keys per step
+    tile       16 query rows, 1 position of up to 16 heads that share K and V, x 256 keys per step
     loads      TMA; Q in 2 buffers, K and V in rings of 2 stages, a full barrier each
     sequences  packed, lengths on the device; tensor maps of rank 5 clip at the end of each
     pages      of a multiple of 16 keys, found in a table; boxes of 16 keys, each lane of a warp finds one
@@ -112,9 +112,9 @@ from cutlass.memory import SmemAllocator
 HEAD_DIM = 64
 DTYPE, TORCH_DTYPE = cutlass.BFloat16, torch.bfloat16
 TILE_M = 16  # query rows of a CTA at a time
-PACK_HEADS = 16  # at most, that share a kv head
-PACKS = (1, 2, 4, 8, 16)  # heads in a tile, the fewest that hold those: row r is position r // pack of head r % pack
-POSITIONS = TILE_M // PACK_HEADS  # query positions of a CTA at a time, at least
+PACK_HEADS = 16  # at most, that share a kv head; row r of a tile is position r // PACK_HEADS of head r % PACK_HEADS
+POSITIONS = TILE_M // PACK_HEADS  # query positions of a CTA at a time
+PACKED_M = (PACK_HEADS, POSITIONS)  # the rows of a tile as TMA moves them
 TILE_N = 256  # keys per step
 BOX_ROWS = 16  # keys of one page in a TMA box: page sizes are multiples of it
 BOXES = TILE_N // BOX_ROWS  # of a tile of keys, a lane each
@@ -148,7 +148,7 @@ MOST_LINES = 8  # of keys that are read side by side
 MOST_LINE_CTAS = 65_535  # CTAs along the second dimension of a grid
 TILE_SLOTS = 2  # found tiles that there is room for
 # Of a tile: m_block, the first of its heads, head_kv, sequence, first row and rows of its queries, of its keys, first
-# tile of keys and the one behind the last, slot of its part, heads in it as an exponent of 2; words are read by fours.
+# tile of keys and the one behind the last, slot of its part; and zeros, for words are read four at a time.
 TILE_WORDS = 12
 MOST_ROWS = 2**30  # of one sequence, at most, as TMA sees it
 AROUND = 2**64 // (2 * MOST_ROWS)  # elements of 2 bytes: MOST_ROWS times as many lead back to where one is
@@ -229,15 +229,11 @@ def launch(
     mO = cute.make_tensor(out.iterator, cute.select(out.layout, mode=[0, 2, 1]))  # (total_q, HEAD_DIM, heads_q)
     mQ = heads_first(mQ)  # ((heads_q, MOST_ROWS), HEAD_DIM, FAR, FAR)
     mLSE = cute.make_tensor(lse.iterator, cute.select(lse.layout, mode=[1, 0]))  # (total_q or 0, heads_q)
-    packs_of_kv = packs_of(heads_q // heads_kv, cute.ceil_div(total_q, cute.size(cu_seqlens_q) - 1))
-    packs, group = heads_kv * packs_of_kv, heads_q // heads_kv // packs_of_kv
-    mO = pack_heads(mO, 2, packs)  # ((group, total_q), HEAD_DIM, packs)
-    mLSE = pack_heads(mLSE, 1, packs)  # ((group, total_q or 0), packs)
+    mO = pack_heads(mO, 2, heads_kv)  # ((group, total_q), HEAD_DIM, heads_kv)
+    mLSE = pack_heads(mLSE, 1, heads_kv)  # ((group, total_q or 0), heads_kv)
     layouts = [cute.select(layout, mode=[0, 1]) for layout in smem_layouts()]  # of one stage
     tma_load = cpasync.CopyBulkTensorTileG2SOp()
-    # For each number of heads in a tile a box of its own.
-    boxes_Q = [((heads, TILE_M // heads), HEAD_DIM) for heads in PACKS]
-    tma_Q, mQ = zip(*[cpasync.make_tiled_tma_atom(tma_load, mQ, layouts[0], box) for box in boxes_Q])
+    tma_Q, mQ = cpasync.make_tiled_tma_atom(tma_load, mQ, layouts[0], (PACKED_M, HEAD_DIM))
     # Of a tile of keys a box; V, too, is copied as rows of keys, whatever its product makes of them.
     box_K, box_V = (BOX_ROWS, HEAD_DIM), (BOX_ROWS, HEAD_DIM)
     layout_K, layout_V = cute.zipped_divide(layouts[1], box_K), cute.zipped_divide(
@@ -247,17 +243,16 @@ def launch(
     tma_V, mV = cpasync.make_tiled_tma_atom(tma_load, mV, cute.get(layout_V, mode=[0]), box_V)
     pages = page_table, cute.FastDivmodDivisorV2(page_size), steps_K, steps_V  # every tile divides: by a product
     most_keys = cute.size(page_table, mode=[1]) * page_size
+    group = heads_q // heads_kv
     num_ctas = num_sms * CTAS_PER_SM
-    lines = lines_of(packs, num_ctas)
-    line_heads, line_ctas = packs // lines, cutlass.min(num_ctas // lines, MOST_LINE_CTAS)
-    sequences = cu_seqlens_q, seqused_q, seqused_k, total_q, most_keys, packs_of_kv, group, line_heads
+    lines = lines_of(heads_kv, num_ctas)
+    line_heads, line_ctas = heads_kv // lines, cutlass.min(num_ctas // lines, MOST_LINE_CTAS)
+    sequences = cu_seqlens_q, seqused_q, seqused_k, total_q, most_keys, group, line_heads
     # What all CTAs leave: parts, two slots for each CTA, in each the rows of a tile; their LSEs; the words of shares.
-    pack = cutlass.Int32(1) << pack_log2_of(group)
-    of_position = cute.assume(pack * HEAD_DIM, divby=HEAD_DIM)
-    rows, strides = (pack, TILE_M // pack), (HEAD_DIM, of_position)
-    slots, lse_strides = 2 * lines * line_ctas, (1, pack)
+    rows, strides = (PACK_HEADS, POSITIONS), (HEAD_DIM, PACK_HEADS * HEAD_DIM)
+    slots, lse_strides = 2 * lines * line_ctas, (1, PACK_HEADS)
     parts_layout = cute.make_layout((rows, HEAD_DIM, slots), stride=(strides, 1, TILE_M * HEAD_DIM))
-    mParts = cute.make_tensor(workspace.iterator, parts_layout)  # ((pack, TILE_M // pack), HEAD_DIM, slots)
+    mParts = cute.make_tensor(workspace.iterator, parts_layout)  # ((PACK_HEADS, POSITIONS), HEAD_DIM, slots)
     parts_lse = workspace.iterator + slots * TILE_M * HEAD_DIM
     mPartsLSE = cute.make_tensor(parts_lse, cute.make_layout((rows, slots), stride=(lse_strides, TILE_M)))
     words, words_layout = cute.recast_ptr(parts_lse + slots * TILE_M, dtype=cutlass.Int32), (
@@ -291,7 +286,7 @@ def launch(
         stream=stream,
     )
     # Of each tile that is cut a head, and as many of its positions at once as a sequence has on average.
-    positions = cutlass.min(cute.ceil_div(total_q, cute.size(cu_seqlens_q) - 1), TILE_M // pack)
+    positions = cutlass.min(cute.ceil_div(total_q, cute.size(cu_seqlens_q) - 1), POSITIONS)
     combine_kernel(mParts, mPartsLSE, shares, out, lse).launch(
         grid=(lines * line_ctas, group, positions),
         block=(32 * COMBINE_WARPS, 1, 1),
@@ -311,30 +306,6 @@ def pack_heads(x: cute.Tensor, mode: cutlass.Constexpr, heads_kv: cutlass.Int32)
     shape[0], stride[0] = (group, shape[0]), (stride[mode], stride[0])
     shape[mode], stride[mode] = heads_kv, group * stride[mode]
     return cute.make_tensor(x.iterator, cute.make_layout(tuple(shape), stride=tuple(stride)))
-
-
-@cute.jit
-def packs_of(group: cutlass.Int32, positions: cutlass.Int32) -> cutlass.Int32:
-    """In how many packs the heads of a kv head are, each in tiles of its own, if sequences have so many positions.
-
-    One, with tiles that hold all heads, or as many as leave no room for heads empty, which is the largest odd divisor
-    of the group: where that takes fewer tiles, and two of a pack at least. Of fewer queries it matters more how often
-    keys are read.
-    """
-    odd = group // (group & -group)
-    together, of_pack = (
-        cute.ceil_div(x, TILE_M) for x in (positions << pack_log2_of(group), positions * (group // odd))
-    )
-    return odd if of_pack > 1 and odd * of_pack < together else cutlass.Int32(1)
-
-
-@cute.jit
-def pack_log2_of(group: cutlass.Int32) -> cutlass.Int32:
-    """How many heads a tile holds, as an exponent of 2: the fewest of PACKS that hold those of a pack."""
-    pack_log2 = cutlass.Int32(0)
-    for heads in PACKS[:-1]:
-        pack_log2 += cutlass.Int32(group > heads)
-    return pack_log2
 
 
 # ======================================================================================================================
@@ -365,19 +336,19 @@ def heads_first(x: cute.Tensor) -> cute.Tensor:
 
 
 @cute.jit
-def packed_rows_of(mX: cute.Tensor, head, begin, rows, pack: cutlass.Constexpr) -> cute.Tensor:
-    """The same of as many heads from this one on, of the next group's, too: ((pack, MOST_ROWS), head_dim)."""
+def packed_rows_of(mX: cute.Tensor, head, begin, rows) -> cute.Tensor:
+    """The same of a tile's heads from this one on, and of the next group's: ((PACK_HEADS, MOST_ROWS), head_dim)."""
     heads = cute.domain_offset(((head, MOST_ROWS - rows), 0), mX[None, None, begin + rows, MOST_ROWS])
     _, head_dim = heads.shape
-    return cute.make_tensor(heads.iterator, cute.make_layout(((pack, MOST_ROWS), head_dim), stride=heads.stride))
+    return cute.make_tensor(heads.iterator, cute.make_layout(((PACK_HEADS, MOST_ROWS), head_dim), stride=heads.stride))
 
 
 @cute.jit
-def slice_rows(x: cute.Tensor, pack, begin, rows) -> cute.Tensor:
-    """Those of ((group, total), ..., packs) as the tensor of one sequence has them: ((group, rows), ...)."""
+def slice_rows(x: cute.Tensor, head_kv, begin, rows) -> cute.Tensor:
+    """Those of ((group, total), ..., heads_kv) as the tensor of one sequence has them: ((group, rows), ...)."""
     ((group, total), *rest, _), (row_strides, *rest_strides, _) = x.shape, x.stride
     rows = cutlass.min(rows, total)  # an LSE that nobody asked for has none
-    first = cute.domain_offset(((0, begin), *(0 for _ in rest), pack), x)
+    first = cute.domain_offset(((0, begin), *(0 for _ in rest), head_kv), x)
     shape, strides = ((group, rows), *rest), (row_strides, *rest_strides)
     return cute.make_tensor(first.iterator, cute.make_layout(shape, stride=strides))
 
@@ -423,8 +394,7 @@ def attention_kernel(
     warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
     warpgroup_idx = cute.arch.make_warp_uniform(tidx // WARPGROUP_THREADS)
     if warp_idx == Q_K_PRODUCER_WARP:
-        for atom in tma_Q:
-            cpasync.prefetch_descriptor(atom)
+        cpasync.prefetch_descriptor(tma_Q)
         cpasync.prefetch_descriptor(tma_K)
     if warp_idx == V_PRODUCER_WARP:
         cpasync.prefetch_descriptor(tma_V)
@@ -491,7 +461,6 @@ class Work:
     sequence: cutlass.Int32
     q_begin: cutlass.Int32  # its first row in q and out
     slot: cutlass.Int32  # where its part goes; -1: all keys are in it
-    pack_log2: cutlass.Int32  # heads in it, as an exponent of 2
     n_begin: cutlass.Int32
     n_end: cutlass.Int32
     n_full_end: cutlass.Int32  # tiles of keys before this one hold no edge of the mask
@@ -513,9 +482,6 @@ def find_tiles(schedule):
     _, line_ctas, _ = cute.arch.grid_dim()
     cta = line * line_ctas + line_cta
     fill = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, TILE_SLOTS)
-    *_, heads, _ = sequences
-    pack_log2 = pack_log2_of(heads)
-    positions = TILE_M >> pack_log2
     group = look_at(cutlass.Int32(0), cutlass.Int32(0), sequences)
     total = steps_of_all(group, sequences)
     share = cutlass.max(cute.ceil_div(total, line_ctas), STEPS_OF_SHARE)
@@ -530,12 +496,12 @@ def find_tiles(schedule):
         slot = 2 * cta + 1 if begins else 2 * cta
         slot = -1 if begins and ends else slot
         tile_ring.producer_acquire(fill)
-        tell((*tile, n_begin, n_end, slot, pack_log2, zero), tile_ring, tiles, fill)
+        tell((*tile, n_begin, n_end, slot, zero, zero), tile_ring, tiles, fill)
         fill.advance()
         if begins and not ends:
             m_block, cut_head, _, _, q_begin, seq_q, *_ = tile
             parts = cute.ceil_div(step + n_blocks, share) - line_cta
-            rows, q_row = seq_q - m_block * positions, q_begin + m_block * positions
+            rows, q_row = seq_q - m_block * POSITIONS, q_begin + m_block * POSITIONS
         step += n_end - n_begin
     tile_ring.producer_acquire(fill)
     tell([cutlass.Int32(-1)] * TILE_WORDS, tile_ring, tiles, fill)  # there is no other
@@ -600,8 +566,8 @@ def slot_of(number: cutlass.Int32):
 @cute.jit
 def work_on(found, number) -> Work:
     """A tile of queries, and the tiles of keys of a part."""
-    m_block, head, head_kv, sequence, q_begin, seq_q, seq_k, n_begin, n_end, slot, pack_log2, *_ = found
-    n_seen_end, n_full_end = kv_range(m_block * (TILE_M >> pack_log2), seq_q, seq_k, pack_log2)
+    m_block, head, head_kv, sequence, q_begin, seq_q, seq_k, n_begin, n_end, slot, *_ = found
+    n_seen_end, n_full_end = kv_range(m_block * POSITIONS, seq_q, seq_k)
     # One at least: if no row sees a key of it, its sum of exponentials is 0.
     n_end = cutlass.max(cutlass.min(n_end, n_seen_end), n_begin + 1)
     n_full_end = cutlass.max(n_full_end, n_begin)
@@ -614,7 +580,6 @@ def work_on(found, number) -> Work:
         sequence=sequence,
         q_begin=q_begin,
         slot=slot,
-        pack_log2=pack_log2,
         n_begin=n_begin,
         n_end=n_end,
         n_full_end=n_full_end,
@@ -624,14 +589,14 @@ def work_on(found, number) -> Work:
 
 
 @cute.jit
-def kv_range(m_start: cutlass.Int32, seq_q: cutlass.Int32, seq_k: cutlass.Int32, pack_log2: cutlass.Int32):
+def kv_range(m_start: cutlass.Int32, seq_q: cutlass.Int32, seq_k: cutlass.Int32):
     """Tiles of keys to visit: (n_block_end, n_full_end).
 
     No row of this CTA sees a key of the tiles from n_block_end on: they are skipped. Every row sees every key of the
     tiles before n_full_end; the tiles between hold the diagonal or the end of the keys and are masked.
     """
     diagonal = m_start + seq_k - seq_q  # the last key that the first row sees; negative when it sees none
-    n_block_end = cute.ceil_div(cutlass.min(seq_k, cutlass.max(diagonal + (TILE_M >> pack_log2), 0)), TILE_N)
+    n_block_end = cute.ceil_div(cutlass.min(seq_k, cutlass.max(diagonal + POSITIONS, 0)), TILE_N)
     n_full_end = cutlass.min(seq_k, cutlass.max(diagonal + 1, 0)) // TILE_N
     return n_block_end, n_full_end
 
@@ -644,7 +609,7 @@ def find_step(step: cutlass.Int32, group, sequences):
 
     Returns where the tile lies, as TILE_WORDS lists it; its tile of keys of this step, and how many it has; the group.
     """
-    *_, packs_of_kv, heads, _ = sequences
+    *_, heads, _ = sequences
     first, before, q_begin, seq_q, seq_k, steps, steps_to_here = group
     steps_of_group = cute.arch.shuffle_sync(steps_to_here, WARP - 1)
     while before + steps_of_group <= step:
@@ -657,11 +622,11 @@ def find_step(step: cutlass.Int32, group, sequences):
     bounds = tuple(cute.arch.shuffle_sync(x, owner) for x in (q_begin, seq_q, seq_k))
     _, queries, keys = bounds
     steps_before = cute.arch.shuffle_sync(before + steps_to_here - steps, owner)
-    m_block, head, n_block, n_blocks = place_in_sequence(step - steps_before, queries, keys, heads)
+    m_block, head, n_block, n_blocks = place_in_sequence(step - steps_before, queries, keys)
     line, _, _ = cute.arch.block_idx()
     lines, _, _ = cute.arch.grid_dim()
-    pack = head * lines + line
-    words = m_block, pack * heads, pack // packs_of_kv, first + owner, *bounds
+    head_kv = head * lines + line
+    words = m_block, head_kv * heads, head_kv, first + owner, *bounds
     return words, n_block, n_blocks, (first, before, q_begin, seq_q, seq_k, steps, steps_to_here)
 
 
@@ -690,16 +655,14 @@ def look_at(first: cutlass.Int32, before: cutlass.Int32, sequences):
     Returns these two; where the lane's sequence lies, its steps, and those of the group up to and with it. A lane
     behind the last sequence sees one of no rows.
     """
-    cu_seqlens_q, seqused_q, seqused_k, total_q, most_keys, _, heads, line_heads = sequences
+    cu_seqlens_q, seqused_q, seqused_k, total_q, most_keys, _, line_heads = sequences
     sequence = first + cute.arch.lane_idx()
     q_begin, seq_q = cutlass.Int32(0), cutlass.Int32(0)
     seq_k = cutlass.Int32(0)
     if sequence < cute.size(cu_seqlens_q) - 1:
         q_begin, seq_q = bounds_of(sequence, cu_seqlens_q, seqused_q, total_q)
         seq_k = cutlass.min(cutlass.max(seqused_k[sequence], 0), most_keys)
-    steps = (
-        cute.ceil_div(seq_q << pack_log2_of(heads), TILE_M) * line_heads * cute.ceil_div(cutlass.max(seq_k, 1), TILE_N)
-    )
+    steps = cute.ceil_div(seq_q, POSITIONS) * line_heads * cute.ceil_div(cutlass.max(seq_k, 1), TILE_N)
     return first, before, q_begin, seq_q, seq_k, steps, sum_up_to_lane(steps)
 
 
@@ -723,11 +686,9 @@ def sum_up_to_lane(x: cutlass.Int32) -> cutlass.Int32:
 
 
 @cute.jit
-def place_in_sequence(step: cutlass.Int32, seq_q, seq_k, heads):
+def place_in_sequence(step: cutlass.Int32, seq_q, seq_k):
     """Which of a sequence's steps this one is: (m_block, head of the line, tile of keys, how many there are)."""
-    num_m_blocks, n_blocks = cute.ceil_div(seq_q << pack_log2_of(heads), TILE_M), cute.ceil_div(
-        cutlass.max(seq_k, 1), TILE_N
-    )
+    num_m_blocks, n_blocks = cute.ceil_div(seq_q, POSITIONS), cute.ceil_div(cutlass.max(seq_k, 1), TILE_N)
     tile = step // n_blocks
     m_block, head = cutlass.Int32(0), tile
     if num_m_blocks > 1:  # else there is one division less to wait for
@@ -760,17 +721,6 @@ def partition_tma(tma: cute.CopyAtom, sX: cute.Tensor, gX: cute.Tensor):
 
 
 @cute.jit
-def load_q(tma_Q, mQ, sQ, stage, q_full, work):
-    """Q of a tile, by the box with as many heads as it has."""
-    for pack, tma, mX in zip(PACKS, tma_Q, mQ):
-        if 1 << work.pack_log2 == pack:
-            rows = packed_rows_of(mX, work.head, work.q_begin, work.seq_q, pack)
-            gQ = cute.local_tile(rows, ((pack, TILE_M // pack), HEAD_DIM), (work.m_block, 0))
-            tQsQ, tQgQ = partition_tma(tma, sQ, gQ)  # (TMA, Q_STAGES), (TMA)
-            cute.copy(tma, tQgQ, tQsQ[None, stage], tma_bar_ptr=q_full)
-
-
-@cute.jit
 def load_q_and_k(tma_Q, tma_K, mQ, mK, sQ, sK, q_ring, k_ring, pages, schedule):
     """The first producer warp: Q of each tile of queries, then K of its tiles of keys, the last one first."""
     q_fill = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, Q_STAGES)
@@ -780,9 +730,13 @@ def load_q_and_k(tma_Q, tma_K, mQ, mK, sQ, sK, q_ring, k_ring, pages, schedule):
     sK_boxes = cute.local_tile(sK, (BOX_ROWS, HEAD_DIM), (None, 0, None))  # (BOX_ROWS, HEAD_DIM, BOXES, KV_STAGES)
     work = first_work(schedule)
     while work.valid:
+        gQ = cute.local_tile(
+            packed_rows_of(mQ, work.head, work.q_begin, work.seq_q), (PACKED_M, HEAD_DIM), (work.m_block, 0)
+        )
+        tQsQ, tQgQ = partition_tma(tma_Q, sQ, gQ)  # (TMA, Q_STAGES), (TMA)
         # The whole warp runs this; within the calls one elected thread announces the bytes and issues the copy.
         q_ring.producer_acquire(q_fill)  # the stage is empty; its barrier now expects the bytes
-        load_q(tma_Q, mQ, sQ, q_fill.index, q_ring.producer_get_barrier(q_fill), work)
+        cute.copy(tma_Q, tQgQ, tQsQ[None, q_fill.index], tma_bar_ptr=q_ring.producer_get_barrier(q_fill))
         q_fill.advance()
         upcoming = find_boxes(work, work.n_end - 1, table)
         for n_block in cutlass.range(work.n_end - 1, work.n_begin - 1, -1, unroll=1):
@@ -882,7 +836,7 @@ def consume(smem, rings, mO, mLSE, parts, call_scale_log2, k_descale, v_descale,
     first_k, first_v = first_places()
     work = first_work(schedule)
     while work.valid:
-        m_start = work.m_block * (TILE_M >> work.pack_log2)
+        m_start = work.m_block * POSITIONS
         acc_O.fill(0.0)
         row_max.fill(LOWEST)
         row_sum.fill(0.0)
@@ -905,7 +859,7 @@ def consume(smem, rings, mO, mLSE, parts, call_scale_log2, k_descale, v_descale,
             tSrK = widen_k(tSrK)
             qk_product(mma, tSrQ, tSrK, acc_S)
             if n_block >= work.n_full_end:
-                mask_scores(acc_S, qk_mma, m_start, n_block * TILE_N, work.seq_q, work.seq_k, work.pack_log2)
+                mask_scores(acc_S, qk_mma, m_start, n_block * TILE_N, work.seq_q, work.seq_k)
             softmax_step(acc_S, acc_O, row_max, row_sum, scale_log2)
             tOrP = round_p(acc_S)
             tOrV = widen_v(tOrV)
@@ -1054,7 +1008,6 @@ def mask_scores(
     n_start: cutlass.Int32,
     seq_q: cutlass.Int32,
     seq_k: cutlass.Int32,
-    pack_log2: cutlass.Int32,
 ):
     """Set the scores of keys right of the diagonal or past the end to -inf."""
     tidx, _, _ = cute.arch.thread_idx()
@@ -1063,7 +1016,7 @@ def mask_scores(
     t0ScS_rows = score_coordinates(qk_mma, 0)  # (2, WARP_KEYS / 4)
     first_key = n_start + tScS_rows[0, 0][1]
     for r in cutlass.range_constexpr(2):
-        diagonal = m_start + (cutlass.Int32(tScS_rows[r, 0][0]) >> pack_log2) + seq_k - seq_q
+        diagonal = m_start + tScS_rows[r, 0][0] // PACK_HEADS + seq_k - seq_q
         key_end = cutlass.min(seq_k, diagonal + 1) - first_key
         for c in cutlass.range_constexpr(cute.size(acc_S_rows, mode=[1])):
             visible = t0ScS_rows[r, c][1] < key_end
@@ -1193,7 +1146,7 @@ def store_tile(merged, mO, mLSE, parts, work, of_warp, v_factor, scale_log2):
     """Merge what the warps have of a tile of queries, and write O and LSE, or this part where there are several."""
     tidx, _, _ = cute.arch.thread_idx()
     row = tidx // ROW_THREADS
-    gO = slice_rows(mO, work.head // cute.size(mO, mode=[0, 0]), work.q_begin, work.seq_q)  # ((group, seq_q), HEAD_DIM)
+    gO = slice_rows(mO, work.head_kv, work.q_begin, work.seq_q)  # ((group, seq_q), HEAD_DIM)
     cute.arch.barrier(barrier_id=MERGE_BARRIER, number_of_threads=CONSUMER_WARPS * WARP)  # what was there has been read
     leave_sums(merged, of_warp)
     cute.arch.barrier(barrier_id=MERGE_BARRIER, number_of_threads=CONSUMER_WARPS * WARP)  # all warps have left theirs
@@ -1202,23 +1155,21 @@ def store_tile(merged, mO, mLSE, parts, work, of_warp, v_factor, scale_log2):
         rounded = cute.make_rmem_tensor(ROW_COLUMNS, DTYPE)
         rounded.store(rO.load().to(DTYPE))
         store_lse_of_row(
-            slice_rows(mLSE, work.head // cute.size(mO, mode=[0, 0]), work.q_begin, work.seq_q),
-            lse_of_row,
-            work.m_block * TILE_M + row,
+            slice_rows(mLSE, work.head_kv, work.q_begin, work.seq_q), lse_of_row, work.m_block * TILE_M + row
         )
         store_row(gO, rounded, work.m_block * TILE_M + row)
     else:
         mParts, mPartsLSE = parts
         # Of a slot the rows that exist.
         (group, seq_q), _ = gO.shape
-        rows = group, seq_q - work.m_block * (TILE_M >> work.pack_log2)
+        rows = group, seq_q - work.m_block * POSITIONS
         store_lse_of_row(resized(mPartsLSE[None, work.slot], rows), lse_of_row, row)
         store_row(resized(mParts[None, None, work.slot], rows), rO, row)
 
 
 @cute.jit
 def resized(x: cute.Tensor, rows) -> cute.Tensor:
-    """See ((pack, TILE_M // pack), ...) as (rows, ...)."""
+    """See ((PACK_HEADS, POSITIONS), ...) as (rows, ...)."""
     _, *rest = x.shape
     return cute.make_tensor(x.iterator, cute.make_layout((rows, *rest), stride=x.stride))
 
@@ -1290,8 +1241,7 @@ def store_row(gO: cute.Tensor, rO: cute.Tensor, row: cutlass.Int32):
 def place_of(gX: cute.Tensor, row: cutlass.Int32):
     """Where a row of a tile lies in gX, ((group, seq_q), ...), and whether it exists: a tile may have room for more."""
     group, seq_q = gX.shape[0]
-    pack_log2 = pack_log2_of(group)
-    head, query = row & ((cutlass.Int32(1) << pack_log2) - 1), row >> pack_log2
+    head, query = row % PACK_HEADS, row // PACK_HEADS
     return (head, query), head < group and query < seq_q
 
 
@@ -1313,7 +1263,7 @@ def combine_kernel(parts: cute.Tensor, parts_lse: cute.Tensor, shares: cute.Tens
 
     Its tile is the one that CTA `cta` of the kernel before began and another one ended, if there is one: of it shares
     has the number of parts, how many of its positions exist, the row in out of the first, and the first head.
-    parts: ((pack, TILE_M // pack), HEAD_DIM, slots), parts_lse: ((pack, TILE_M // pack), slots).
+    parts: ((PACK_HEADS, POSITIONS), HEAD_DIM, slots), parts_lse: ((PACK_HEADS, POSITIONS), slots).
     """
     cta, head, first = cute.arch.block_idx()
     _, _, ctas_of_head = cute.arch.grid_dim()
@@ -1325,7 +1275,7 @@ def combine_kernel(parts: cute.Tensor, parts_lse: cute.Tensor, shares: cute.Tens
     cute.arch.griddepcontrol_wait()
     num_parts, rows, q_row, first_head = (shares[cta, i] for i in range(SHARE_WORDS))
     if num_parts > 0:
-        for position in cutlass.range(first, cutlass.min(rows, cute.size(parts, mode=[0, 1])), ctas_of_head, unroll=1):
+        for position in cutlass.range(first, cutlass.min(rows, POSITIONS), ctas_of_head, unroll=1):
             row = head, position
             gO, gLSE = parts[row, None, None], parts_lse[row, None]  # (HEAD_DIM, slots), (slots,)
             shared, place = (sums, sLargest, sTotals), (q_row + position, first_head + head)
@@ -1554,11 +1504,7 @@ def attention(
         if k_descale is None or v_descale is None:
             one = unit_factor(gpu).expand(offsets - 1, heads_kv)
             k_descale, v_descale = (one if x is None else x for x in (k_descale, v_descale))
-        group = heads_q // heads_kv
-        packs_of_kv = group // (group & -group)  # at most
-        most_steps = (
-            (total_q // POSITIONS + tables * packs_of_kv) * heads_kv * max(-(-page_table.shape[1] * page // TILE_N), 1)
-        )
+        most_steps = (total_q // POSITIONS + tables) * heads_kv * max(-(-page_table.shape[1] * page // TILE_N), 1)
         if most_steps > MOST_STEPS:
             needed = f"this may be {most_steps} tiles of keys, which are counted up to {MOST_STEPS}"
             raise ValueError(f"q has shape {tuple(q.shape)}; {needed}: call a module of scheduler dynamic")

@@ -220,15 +220,20 @@ def test_lists_of_uneven_lengths_have_rows_of_their_own() -> None:
     """Chunks beside decoding steps, where most tiles see few keys; as far as a call tells how long the longest is."""
     prefill = record([300] * 400, {D128: 400.0})
     even = [record([keys], {D128: 100.0, CHUNKS: speed}, heads=(8, 1), queries=[512]) for keys, speed in SPLITTING]
-    queries = [512, *[1] * 7]
-    uneven = record([2048] * 8, {D128: 100.0, CHUNKS: 300.0}, heads=(8, 1), queries=queries)
+    queries = [1024, *[1] * 6]
+    uneven = record([2048] * 7, {D128: 100.0, CHUNKS: 300.0}, heads=(8, 1), queries=queries)
     found = splitting_rows(prefill, *even, uneven)
     assert {(row.uneven, row.seq_k_over) for row in found if row.tiles_per_sm == dispatch.Load(up_to=0.5)} == {
-        (True, 1024),
+        (True, 724),
         (False, 4096),
     }
     family = Family("bf16", 128, 128, CausalMask(), layout="packed")
-    for longest, mean, served in ((512, 65, True), (195, 65, True), (194, 65, False), (dispatch.NO_LIMIT, 65, False)):
+    for longest, mean, served in (
+        (1024, 147, True),
+        (441, 147, True),
+        (440, 147, False),
+        (dispatch.NO_LIMIT, 147, False),
+    ):
         size = Size(2048, 64, 132, 8, longest, mean_queries=mean)
         assert any(row.serves(family, size) for row in found) is served
         assert size.uneven is served
@@ -350,13 +355,14 @@ def test_few_queries_in_the_mean_have_rows_of_their_own() -> None:
     mixed = record([4097] * 64, {D128: 60.0, PACK4: 150.0, MIXED: 170.0}, queries=chunk)
     few, room, both, four, rest = dispatch_table.rows_from_records([prefill, mixed, step])
     assert few.seq_q == room.seq_q == dispatch.Region(up_to=16) and few.mean_q is four.mean_q is four.seq_q is None
-    assert (both.module, both.group, both.mean_q) == (MIXED, *(four.group, dispatch.Region(up_to=16)))
+    assert (both.module, both.group, both.mean_q) == (MIXED, *(four.group, dispatch.Region(up_to=128)))
     assert four.module == PACK4 and (rest.module, rest.group) == (D128, None)
     size = Size(4097, 2048, group=4, queries=512, mean_queries=9)
     assert both.serves_rows(size) and not few.serves_rows(size)
-    assert not both.serves_rows(Size(4097, 2048, group=4, queries=512, mean_queries=17))
+    for longest, mean, served in ((512, 17, True), (50, 17, False), (512, 128, True), (512, 129, False)):
+        assert both.serves_rows(Size(4097, 2048, group=4, queries=longest, mean_queries=mean)) is served
     assert str(size).startswith("9 queries of a sequence in the mean, 4097 keys, ")
-    assert both.region.startswith("up to 16 queries in the mean, groups of a multiple of 4 heads, ")
+    assert both.region.startswith("up to 128 queries in the mean, groups of a multiple of 4 heads, ")
     of_one_head = record([4097] * 64, {D128: 170.0, PACK4: 150.0, MIXED: 160.0}, queries=chunk)
     assert {row.mean_q for row in dispatch_table.rows_from_records([prefill, of_one_head])} == {None}
 
@@ -373,7 +379,7 @@ def test_few_queries_in_the_mean_have_rows_for_any_group() -> None:
     measured = [record([4097] * 64, found, heads=heads, queries=chunk) for heads, found in speeds.items()]
     prefill = record([300] * 400, {D128: 400.0, PACK4: 450.0})
     *mixed, four, rest = dispatch_table.rows_from_records([prefill, *measured])
-    assert {row.mean_q for row in mixed} == {dispatch.Region(up_to=16)} and four.mean_q is rest.mean_q is None
+    assert {row.mean_q for row in mixed} == {dispatch.Region(up_to=128)} and four.mean_q is rest.mean_q is None
     assert [(str(row.group), row.module) for row in mixed] == [
         ("groups of a multiple of 8 heads", ANY),
         ("5 heads of q for each of k", ANY),
@@ -406,7 +412,7 @@ def test_chunks_beside_steps_split_keys_by_tiles_of_kv_heads() -> None:
     for none in (even, slow, little):
         assert splitting_rows(prefill, none) == []
     found = splitting_rows(prefill, even, fast)
-    assert {row.mean_q for row in found} == {dispatch.Region(up_to=16)} and {row.uneven for row in found} == {None}
+    assert {row.mean_q for row in found} == {dispatch.Region(up_to=128)} and {row.uneven for row in found} == {None}
     half, one, *_ = found
     assert half.tiles_per_sm == dispatch.Load(up_to=0.5) and one.tiles_per_sm == dispatch.Load(up_to=1.0)
     assert "up to 0.5 tiles of a head of k per SM, over " in half.region

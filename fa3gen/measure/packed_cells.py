@@ -80,15 +80,12 @@ CHUNK_LENGTHS = {
     "chunk2k_on_32k": ((2048,), (32768,)),
     "8_chunks_of_64_on_8k": ((64,) * 8, (8192,) * 8),
     "8_chunks_of_128_one_on_16k": ((128,) * 8, (16384, *(2048,) * 7)),
-    "chunk512_and_7_steps_on_8k": ((512, *(1,) * 7), (8192,) * 8),
     "chunk1k_and_7_steps_one_on_24k": ((1024, *(1,) * 7), (24576, *(2048,) * 7)),
     "prompt3k": ((3072,), (3072,)),
     # Lists of which a call does not tell that one sequence has nearly all keys, and such where none has.
     "16_chunks_of_64_one_on_16k": ((64,) * 16, (16384, *(128,) * 15)),
     "4_prompts_of_512_one_on_16k": ((512,) * 4, (16896, *(512,) * 3)),
     "8_prompts_of_1k_one_on_12k": ((1024,) * 8, (12288, *(1024,) * 7)),
-    "chunk512_and_7_steps_one_on_16k": ((512, *(1,) * 7), (1024, 16384, *(1024,) * 6)),
-    "chunk1k_and_31_steps_to_8k": ((1024, *(1,) * 31), (1024, *(256 * i for i in range(1, 32)))),
     "prompts_of_512_to_4k_one_on_16k": ((512, 1024, 2048, 4096), (16384, 1024, 2048, 4096)),
     "chunks_of_1k_to_3k_on_12k": ((1024, 1024, 2048, 2048, 3072, 3072), (12288,) * 6),
     "4_chunks_of_2k_on_8k": ((2048,) * 4, (8192,) * 4),
@@ -109,6 +106,9 @@ MIXED_LENGTHS = {
 # The same on more keys, or with fewer steps, on as many keys each and, as batches are, on very different numbers.
 MIXED_CHUNK_LENGTHS = {
     "chunk128_and_15_steps_on_8k": ((128, *(1,) * 15), (8192,) * 16),
+    "chunk512_and_7_steps_on_8k": ((512, *(1,) * 7), (8192,) * 8),
+    "chunk512_and_7_steps_one_on_16k": ((512, *(1,) * 7), (1024, 16384, *(1024,) * 6)),
+    "chunk1k_and_31_steps_to_8k": ((1024, *(1,) * 31), (1024, *(256 * i for i in range(1, 32)))),
     "chunk256_and_31_steps_on_2k": ((256, *(1,) * 31), (2048,) * 32),
     "chunk512_and_63_steps_on_16k": ((512, *(1,) * 63), (16384,) * 64),
     "chunk256_and_31_steps_to_32k": ((256, *(1,) * 31), tuple(1024 * i for i in range(1, 33))),

@@ -14,7 +14,7 @@ from typing import Any
 
 from fa3gen.base.errors import UserError
 from fa3gen.base.parts import rounded
-from fa3gen.design.family import Family
+from fa3gen.design.family import TILE_ROWS, Family
 from fa3gen.design.workspace import Workspace
 from fa3gen.hardware.chips import H100
 from fa3gen.hardware.dtypes import DTYPES
@@ -255,7 +255,7 @@ def _of_family(family: Family, records: Sequence[Record]) -> Iterator[Row]:
     """Rows of one family: for few queries, for a few in the mean, and for many."""
     yield from _of_few_queries(family, [record for record in records if _is_decoding(record)])
     for row in _of_mixed(family, [record for record in records if _is_mixed(record)]):
-        yield row.model_copy(update={"mean_q": Region(up_to=FEW_QUERIES)})
+        yield row.model_copy(update={"mean_q": Region(up_to=TILE_ROWS)})
     many = [record for record in records if not (_is_decoding(record) or _is_mixed(record))]
     yield from _of_many_keys(family, many, told_apart=True)
     usual = _without_split_keys(many)

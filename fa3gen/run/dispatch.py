@@ -98,9 +98,10 @@ def seen(keys: int, window: Sequence[int] | None) -> int:
 def is_mixed(longest: int, mean: int) -> bool:
     """Whether sequences have few queries in the mean, and not all have: chunks of prompts beside decoding steps.
 
-    `longest`: queries of the longest sequence, NO_LIMIT where nobody says; `mean`: those of one in the mean.
+    Or up to a tile in the mean where the longest has many more: a long chunk beside some steps. `longest`: queries of
+    the longest sequence, NO_LIMIT where nobody says; `mean`: those of one in the mean.
     """
-    return longest > FEW_QUERIES >= mean
+    return longest > FEW_QUERIES >= mean or (mean <= TILE_ROWS and is_uneven(longest, mean))
 
 
 def is_uneven(longest: int, mean: int) -> bool:
@@ -323,7 +324,9 @@ class Row(SpecModel):
     group: Multiples | AtMost | None = None
     seq_q: Region | None = Field(default=None, description="Queries of each sequence, few for a decoding step.")
     mean_q: Region | None = Field(
-        default=None, description="Queries of packed sequences in the mean: few for decoding steps and some prompts."
+        default=None,
+        description="Queries of packed sequences in the mean, of decoding steps and some prompts; more than 16 only "
+        "where the longest has three times as many.",
     )
     uneven: bool | None = Field(
         default=None, description="Whether the longest packed sequence has three times the queries of the mean one."
@@ -371,7 +374,8 @@ class Row(SpecModel):
         """Whether it stands for calls with so many query heads for each head of k and v, and so many queries."""
         if self.seq_q is not None and size.queries > self.seq_q.up_to:
             return False
-        if self.mean_q is not None and size.mean_queries > self.mean_q.up_to:
+        few_in_the_mean = size.mean_queries <= FEW_QUERIES or size.uneven
+        if self.mean_q is not None and not (few_in_the_mean and size.mean_queries <= self.mean_q.up_to):
             return False
         if self.uneven is not None and self.uneven != size.uneven:
             return False

@@ -24,7 +24,7 @@ from fa3gen.verify.packed_on_cpu import CpuPackedRunner, CpuPagedRunner
 torch.set_num_threads(1)  # the workers of xdist share the cores
 NARROW, WIDE = "fwd_packed_kv8_decode_warps_kv128_causal", "fwd_packed_decode_warps_kv128_causal"
 NARROW_128 = "fwd_packed_kv8_decode_warps_d128_kv128_causal"
-PAGED = "fwd_paged_kv8_decode_warps_kv256_causal"
+FITTED, PAGED = (f"fwd_{layout}_kv8_decode_warps_drafts_causal" for layout in ("packed", "paged"))
 CASES = ("shares", "decode", "wrap", "tile_edge", "ragged")
 
 
@@ -63,8 +63,8 @@ def test_the_bits_are_those_of_the_same_arrangement_with_16_bits(
 @pytest.mark.parametrize("group", [1, 4, 5, 12, 16])
 def test_the_bits_of_one_query_are_those_of_tiles_with_room_for_all_heads(group: int, tmp_path: Path) -> None:
     """Whose rows lie elsewhere in a tile: where each sequence has one tile, its keys are cut at the same places."""
-    twin = changed(NARROW, tile={"group": "at_most"})
-    padded, found = load_on_cpu(path_of(tmp_path, "padded", render_variant(twin, CHECKOUT))), module(NARROW)
+    twin = changed(FITTED, tile={"group": "at_most"})
+    padded, found = load_on_cpu(path_of(tmp_path, "padded", render_variant(twin, CHECKOUT))), module(FITTED)
     expected, fitted = (call(x.attention, torch.float8_e4m3fn, group, DECODE) for x in (padded, found))
     assert fitted[0].equal(expected[0]) and fitted[1].equal(expected[1])
 
@@ -73,7 +73,7 @@ def test_tiles_hold_as_many_queries_as_there_is_room_for() -> None:
     """Keys are read once for each tile: of few queries all heads are in one, of more as many as take the fewest."""
 
     def tiles(group: int, queries: int) -> int:
-        spec, shape = variants()[NARROW].spec, PackedShape((queries,), (1000,), group, 1)
+        spec, shape = variants()[FITTED].spec, PackedShape((queries,), (1000,), group, 1)
         assert isinstance(spec, Forward)
         rows = tile_order.positions(tile_order.fitted(spec, shape))
         return tile_order.head_tiles(spec, shape) * -(-queries // rows)
@@ -100,7 +100,7 @@ def test_drafts_on_pages(group: int) -> None:
     assert CpuPagedRunner(found, spec, seed=3, count=1).run_case(case).failures == ()
 
 
-@pytest.mark.parametrize("stem", [NARROW, NARROW_128, WIDE])
+@pytest.mark.parametrize("stem", [FITTED, NARROW_128, WIDE])
 @pytest.mark.parametrize("group", [1, 4, 5, 8, 12, 16])
 def test_drafts(stem: str, group: int) -> None:
     spec, found = variants()[stem].spec, module(stem)
@@ -145,15 +145,17 @@ def test_drafts(stem: str, group: int) -> None:
     ],
 )
 def test_mistakes_with_heads_are_reported(group: int, right: str, wrong: str, tmp_path: Path) -> None:
-    assert source(NARROW).count(right) == 1
-    broken, spec = mistaken(tmp_path, "wrong", source(NARROW).replace(right, wrong)), variants()[NARROW].spec
-    assert isinstance(spec, Forward)
+    variant = changed(NARROW, tile={"group": "fitted"})  # of 128 keys: small tiles show which key is the last
+    text, spec = render_variant(variant, CHECKOUT), variant.spec
+    assert text.count(right) == 1 and isinstance(spec, Forward)
+    broken = mistaken(tmp_path, "wrong", text.replace(right, wrong))
     assert CpuPackedRunner(broken, spec, seed=3, count=1).run_case(drafts(group)).failures != ()
 
 
-def test_the_bits_of_128_elements_are_those_of_64() -> None:
+def test_the_bits_of_128_elements_are_those_of_64(tmp_path: Path) -> None:
     """Of rows with 64 zeros: of a thread's 32 elements the first 16, or the others; and columns of O for themselves."""
-    half, found = module(NARROW), module(NARROW_128)
+    twin = changed(NARROW, tile={"group": "fitted"})
+    half, found = load_on_cpu(path_of(tmp_path, "half", render_variant(twin, CHECKOUT))), module(NARROW_128)
     generator = torch.Generator().manual_seed(8)
     lengths_q, lengths_k = (3, 1, 2), (700, 9, 333)
     bounds = offsets(lengths_q), offsets(lengths_k)
