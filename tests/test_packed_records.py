@@ -186,12 +186,11 @@ def test_chunks_on_many_keys_have_rows_where_splitting_gains_on_the_whole() -> N
     found = splitting_rows(prefill, *few, whole)
     # Up to 8192 keys for each tile per SM it loses. In the middle of a band there are 1 / sqrt(2) of those at its end.
     edges = [row.tiles_per_sm.up_to for row in found if row.tiles_per_sm]
-    assert edges == [0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0] and {row.uneven for row in found} == {False}
+    assert edges == [0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0]
     assert [row.seq_k_over for row in found[:4]] == [4096, 5793, 11585, 23170]
     many = found[0]
     assert many.group == dispatch.AtMost(at_most=16)
-    about = "sequences of about the same length, up to 16 heads of q for each of k"
-    assert many.region == f"{about}, up to 0.5 tiles per SM, over 4096 keys"
+    assert many.region == "up to 16 heads of q for each of k, up to 0.5 tiles per SM, over 4096 keys"
     family = Family("bf16", 128, 128, CausalMask(), layout="packed")
     for keys, tiles, group, served in ((4097, 66, 8, True), (4096, 66, 8, False), (8192, 67, 8, False)):
         assert many.serves(family, Size(keys, tiles, 132, group, 512)) is served
@@ -216,31 +215,23 @@ def test_a_threshold_counts_what_its_neighbours_gain() -> None:
     assert many.seq_k_over == 4096  # of half a tile: 8192
 
 
-def test_lists_of_uneven_lengths_have_rows_of_their_own() -> None:
-    """Chunks beside decoding steps, where most tiles see few keys; as far as a call tells how long the longest is."""
-    prefill = record([300] * 400, {D128: 400.0})
-    even = [record([keys], {D128: 100.0, CHUNKS: speed}, heads=(8, 1), queries=[512]) for keys, speed in SPLITTING]
-    queries = [1024, *[1] * 6]
-    uneven = record([2048] * 7, {D128: 100.0, CHUNKS: 300.0}, heads=(8, 1), queries=queries)
-    found = splitting_rows(prefill, *even, uneven)
-    assert {(row.uneven, row.seq_k_over) for row in found if row.tiles_per_sm == dispatch.Load(up_to=0.5)} == {
-        (True, 724),
-        (False, 4096),
-    }
-    family = Family("bf16", 128, 128, CausalMask(), layout="packed")
-    for longest, mean, served in (
-        (1024, 147, True),
-        (441, 147, True),
-        (440, 147, False),
-        (dispatch.NO_LIMIT, 147, False),
-    ):
-        size = Size(2048, 64, 132, 8, longest, mean_queries=mean)
-        assert any(row.serves(family, size) for row in found) is served
-        assert size.uneven is served
-    keys = {dispatch.queries_in_key(*size) for size in ((16, 1), (512, 9), (512, 147), (512, 400), (20, 12))}
-    assert len(keys) == 5
-    # Of few queries rows go by the longest alone, and a step without any is none of many even queries.
-    assert not dispatch.is_uneven(16, 1) and dispatch.queries_in_key(0, 0) == dispatch.queries_in_key(1, 1) == 1
+def test_chunks_beside_steps_are_told_by_queries() -> None:
+    """Few in the mean, whoever the longest is; or up to a tile of them, where the longest has three times as many."""
+    told = {(512, 65): True, (195, 65): True, (194, 65): False, (384, 128): True, (2048, 129): False, (17, 16): True}
+    told |= {(dispatch.NO_LIMIT, 16): True, (dispatch.NO_LIMIT, 17): False, (16, 16): False, (900, 800): False}
+    assert {sizes: dispatch.is_mixed(*sizes) for sizes in told} == told
+    keys = [dispatch.queries_in_key(*sizes) for sizes in ((16, 1), (512, 9), (512, 147), (512, 65), (20, 12), (0, 0))]
+    assert keys == [16, -1, 0, -1, -1, 1] and dispatch.queries_in_key(1, 1) == 1
+
+
+def test_few_packed_queries_wait_for_no_longest_sequence() -> None:
+    """Modules that split keys serve them where others are a little faster, but for many tiles of longer drafts."""
+    prefill = record([300] * 400, {D128: 400.0, PACK4: 450.0})
+    speeds = {D128: 50.0, PACK4: 95.0, EVEN: 90.0, CHUNKS: 80.0}
+    for queries, sequences, splits in ((1, 8, True), (1, 64, True), (16, 8, True), (16, 64, False)):
+        measured = record([4096] * sequences, speeds, queries=[queries] * sequences)
+        few, *_ = dispatch_table.rows_from_records([prefill, measured])
+        assert few.module == (EVEN if splits else PACK4)
 
 
 def test_records_without_the_module_that_splits_keys_choose_no_number() -> None:
@@ -292,9 +283,7 @@ def test_longer_drafts_have_rows_for_the_very_groups_that_were_measured() -> Non
     [row] = very  # 31 tiles for each SM, which is the last band, and nothing of longer sequences is known
     assert row.tiles_per_sm is None and row.seq_k == dispatch.Region(up_to=4096)
     few = record([8192] * 4, {D128: 50.0, PACK4: 60.0, EVEN: 40.0}, heads=(64, 8), queries=[16] * 4)
-    of_few = [row for row in dispatch_table.rows_from_records([prefill, step, few]) if row.module == PACK4]
-    ends = (dispatch.Load(up_to=2.0), dispatch.Region(up_to=16384))
-    assert [(row.tiles_per_sm, row.seq_k) for row in of_few] == [ends]
+    assert PACK4 not in [row.module for row in dispatch_table.rows_from_records([prefill, step, few])]
 
 
 def test_calls_that_do_not_split_keys_are_served_by_what_all_records_say() -> None:
@@ -412,7 +401,7 @@ def test_chunks_beside_steps_split_keys_by_tiles_of_kv_heads() -> None:
     for none in (even, slow, little):
         assert splitting_rows(prefill, none) == []
     found = splitting_rows(prefill, even, fast)
-    assert {row.mean_q for row in found} == {dispatch.Region(up_to=128)} and {row.uneven for row in found} == {None}
+    assert {row.mean_q for row in found} == {dispatch.Region(up_to=128)}
     half, one, *_ = found
     assert half.tiles_per_sm == dispatch.Load(up_to=0.5) and one.tiles_per_sm == dispatch.Load(up_to=1.0)
     assert "up to 0.5 tiles of a head of k per SM, over " in half.region

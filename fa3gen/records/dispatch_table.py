@@ -36,7 +36,6 @@ from fa3gen.run.dispatch import (
     Size,
     Table,
     is_mixed,
-    is_uneven,
     of_row,
     place_of_row,
     read_table,
@@ -257,38 +256,32 @@ def _of_family(family: Family, records: Sequence[Record]) -> Iterator[Row]:
     for row in _of_mixed(family, [record for record in records if _is_mixed(record)]):
         yield row.model_copy(update={"mean_q": Region(up_to=TILE_ROWS)})
     many = [record for record in records if not (_is_decoding(record) or _is_mixed(record))]
-    yield from _of_many_keys(family, many, told_apart=True)
+    yield from _of_many_keys(family, many)
     usual = _without_split_keys(many)
     yield from _of_groups(family, usual)
     yield from _rows(family, [_Cell(record) for record in usual])
 
 
-def _of_many_keys(
-    family: Family, records: Sequence[Record], *, told_apart: bool, at_least: float = 1.0
-) -> Iterator[Row]:
+def _of_many_keys(family: Family, records: Sequence[Record], *, at_least: float = 1.0) -> Iterator[Row]:
     """Rows of a module that splits keys, where it is faster on the whole than modules of the same records that do not.
 
     It is where the keys of the longest sequence, which one CTA would go through alone, take longer than the tiles of
     queries that an SM has: for more keys than so many times the tiles per SM, one number for all groups that its tiles
-    have room for. `told_apart`: of lists of uneven lengths a number of their own, since there most tiles see few keys.
-    What is gained counts beyond a factor `at_least`.
+    have room for. What is gained counts beyond a factor `at_least`.
     """
-    split = [record for record in records if len(record.results) > len(_of_split_keys(record)) > 0]
-    for uneven in (True, False) if told_apart else (None,):
-        own = [record for record in split if uneven is None or _is_uneven(record) == uneven]
-        rule = _rule(own, at_least)
-        if rule is None:
-            continue
-        file, keys_of_tile = rule
-        timed = [(each, result) for each in own if (result := _result(file, each))]
-        served = [(each, result) for each, result in timed if _keys_of_tile(each) > keys_of_tile]
-        room = min(_most_heads(result.spec) for _, result in served)
-        cells = tuple(_Cell(each, at_most=room) for each, _ in served)
-        for edge in LOADS:
-            row = _row(family, edge, _Part(None, file, cells))
-            # In the middle of the band, whose edges are a factor of two apart.
-            over = round(keys_of_tile * max(edge / math.sqrt(2), LEAST_LOAD))
-            yield row.model_copy(update={"group": AtMost(at_most=room), "seq_k_over": over, "uneven": uneven})
+    rule = _rule([record for record in records if len(record.results) > len(_of_split_keys(record)) > 0], at_least)
+    if rule is None:
+        return
+    file, keys_of_tile = rule
+    timed = [(each, result) for each in records if (result := _result(file, each))]
+    served = [(each, result) for each, result in timed if _keys_of_tile(each) > keys_of_tile]
+    room = min(_most_heads(result.spec) for _, result in served)
+    cells = tuple(_Cell(each, at_most=room) for each, _ in served)
+    for edge in LOADS:
+        row = _row(family, edge, _Part(None, file, cells))
+        # In the middle of the band, whose edges are a factor of two apart.
+        over = round(keys_of_tile * max(edge / math.sqrt(2), LEAST_LOAD))
+        yield row.model_copy(update={"group": AtMost(at_most=room), "seq_k_over": over})
 
 
 def _rule(records: Sequence[Record], at_least: float) -> tuple[_File, float] | None:
@@ -317,12 +310,6 @@ def _rule(records: Sequence[Record], at_least: float) -> tuple[_File, float] | N
 def _keys_of_tile(record: Record) -> float:
     """Keys of a sequence, as far as a call tells, for each tile of queries that an SM has."""
     return _known_keys(record) / max(_load(record), LEAST_LOAD)
-
-
-def _is_uneven(record: Record) -> bool:
-    """Whether the longest of packed sequences has many more queries than the mean one."""
-    problem = record.problem
-    return isinstance(problem, PackedProblem) and is_uneven(max(problem.lengths_q), problem.seq_q)
 
 
 def _known_keys(record: Record) -> int:
@@ -386,7 +373,7 @@ def _of_mixed(family: Family, records: Sequence[Record]) -> Iterator[Row]:
     longest, tell nothing of where it pays.
     """
     of_uneven_keys = [record for record in records if _known_keys(record) > UNEVEN_KEYS * record.problem.seq_k]
-    yield from _of_many_keys(family, of_uneven_keys, told_apart=False, at_least=UNEVEN_GAIN)
+    yield from _of_many_keys(family, of_uneven_keys, at_least=UNEVEN_GAIN)
     records = _without_split_keys(records)
     of_one, of_several = ([record for record in records if (record.problem.group == 1) == one] for one in (True, False))
     groups = sorted({record.problem.group for record in of_several}, reverse=True)
@@ -427,10 +414,24 @@ def _of_few_queries(family: Family, records: Sequence[Record]) -> Iterator[Row]:
     Beyond these, up to as many heads as tiles have room for, modules serve that hold all heads of a group in a tile:
     others read K and V once for each head.
     """
+    records = list(map(_where_nobody_waits, records))
     short, long = ([record for record in records if _is_long(record) == wanted] for wanted in (False, True))
     yield from _of_few(family, short, SHORT_DRAFT if long else FEW_QUERIES)
     yield from _of_long_drafts(family, long)
     yield from _of_few(family, long, FEW_QUERIES, long=True)
+
+
+def _where_nobody_waits(record: Record) -> Record:
+    """A record of packed sequences without the modules in which one CTA goes through all keys of a tile.
+
+    There all wait for the longest sequence, and how much longer it is a call does not say. Where all are equally long,
+    as in most lists, such a module may be some per cent faster. Many tiles of longer drafts even out, and keep them.
+    """
+    split = [result for result in record.results if result.spec.get("split")]
+    many = _is_long(record) and _load(record) > BANDS[-1]
+    if isinstance(record, PackedRecord) and split and not many:
+        return record.model_copy(update={"results": split})
+    return record
 
 
 def _is_long(record: Record) -> bool:

@@ -98,24 +98,18 @@ def seen(keys: int, window: Sequence[int] | None) -> int:
 def is_mixed(longest: int, mean: int) -> bool:
     """Whether sequences have few queries in the mean, and not all have: chunks of prompts beside decoding steps.
 
-    Or up to a tile in the mean where the longest has many more: a long chunk beside some steps. `longest`: queries of
-    the longest sequence, NO_LIMIT where nobody says; `mean`: those of one in the mean.
+    Or up to a tile in the mean where the longest has at least three times as many: a long chunk beside some steps.
+    `longest`: queries of the longest sequence, NO_LIMIT where nobody says; `mean`: those of one in the mean.
     """
-    return longest > FEW_QUERIES >= mean or (mean <= TILE_ROWS and is_uneven(longest, mean))
-
-
-def is_uneven(longest: int, mean: int) -> bool:
-    """Whether the longest sequence has at least three times as many queries as one in the mean, and more than a few.
-
-    Not where nobody says how many the longest has, which `longest`, as for `is_mixed`, then is told by NO_LIMIT.
-    """
-    return FEW_QUERIES < longest < NO_LIMIT and longest >= 3 * mean
+    if mean <= FEW_QUERIES:
+        return longest > FEW_QUERIES
+    return mean <= TILE_ROWS and 3 * mean <= longest < NO_LIMIT
 
 
 def queries_in_key(longest: int, mean: int) -> int:
     """What rows have conditions on, of queries, in a number that is the same where they choose alike: as many as the
     longest sequence has, one at least, where these are few, else 0 or less."""
-    return max(longest, 1) if longest <= FEW_QUERIES else -is_mixed(longest, mean) - 2 * is_uneven(longest, mean)
+    return max(longest, 1) if longest <= FEW_QUERIES else -is_mixed(longest, mean)
 
 
 @dataclass(frozen=True)
@@ -165,11 +159,6 @@ class Size:
     def mixed(self) -> bool:
         """Whether chunks of prompts come beside decoding steps."""
         return is_mixed(self.queries, self.mean_queries)
-
-    @property
-    def uneven(self) -> bool:
-        """Whether packed sequences have very different numbers of queries, as far as the longest and the mean tell."""
-        return is_uneven(self.queries, self.mean_queries)
 
     @property
     def sms(self) -> int:
@@ -328,9 +317,6 @@ class Row(SpecModel):
         description="Queries of packed sequences in the mean, of decoding steps and some prompts; more than 16 only "
         "where the longest has three times as many.",
     )
-    uneven: bool | None = Field(
-        default=None, description="Whether the longest packed sequence has three times the queries of the mean one."
-    )
     tiles_per_sm: Load | None = Field(
         default=None,
         description="Tiles of 128 queries of one head; of few in the mean, of all heads that share one of k.",
@@ -374,18 +360,15 @@ class Row(SpecModel):
         """Whether it stands for calls with so many query heads for each head of k and v, and so many queries."""
         if self.seq_q is not None and size.queries > self.seq_q.up_to:
             return False
-        few_in_the_mean = size.mean_queries <= FEW_QUERIES or size.uneven
+        few_in_the_mean = size.mean_queries <= FEW_QUERIES or size.mixed
         if self.mean_q is not None and not (few_in_the_mean and size.mean_queries <= self.mean_q.up_to):
-            return False
-        if self.uneven is not None and self.uneven != size.uneven:
             return False
         return self.group is None or self.group.holds(size.group)
 
     def narrowed(self, around: Stretch, size: Size) -> Stretch:
         """The part of a stretch around `size` in which this row serves every call, or none, as it does at `size`.
 
-        All calls of a stretch have the same group, as many queries where these are few, else few in the mean or not,
-        and uneven lengths or not.
+        All calls of a stretch have the same group, as many queries where these are few, else few in the mean or not.
         """
         if not self.serves_rows(size):
             return around
@@ -420,8 +403,6 @@ class Row(SpecModel):
         conditions = [
             f"up to {self.mean_q.up_to} queries in the mean" if self.mean_q else "",
             f"up to {self.seq_q.up_to} queries" if self.seq_q else "",
-            "sequences of uneven lengths" if self.uneven else "",
-            "sequences of about the same length" if self.uneven is False else "",
             f"{self.group}" if self.group else "",
             f"up to {self.tiles_per_sm.up_to:g} tiles{whose} per SM" if self.tiles_per_sm else "",
             f"over {self.seq_k_over} keys" if self.seq_k_over else "",
