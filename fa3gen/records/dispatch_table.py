@@ -425,10 +425,14 @@ def _where_nobody_waits(record: Record) -> Record:
     """A record of packed sequences without the modules in which one CTA goes through all keys of a tile.
 
     There all wait for the longest sequence, and how much longer it is a call does not say. Where all are equally long,
-    as in most lists, such a module may be some per cent faster. Many tiles of longer drafts even out, and keep them.
+    as in most lists, such a module may be some per cent faster. Many tiles of longer drafts even out, and keep them; of
+    few such tiles modules count that hold the heads of 16 queries, since small tiles read the keys of more queries than
+    were measured once more.
     """
     split = [result for result in record.results if result.spec.get("split")]
     many = _is_long(record) and _load(record) > BANDS[-1]
+    if _is_long(record):
+        split = [result for result in split if result.spec["tile"]["group"] == "fitted"] or split
     if isinstance(record, PackedRecord) and split and not many:
         return record.model_copy(update={"results": split})
     return record
