@@ -498,6 +498,7 @@ def _word(passed: bool) -> str:
 
 def _summary_table(checked: list[Verification], *, on_gpu: bool) -> Table:
     table = _table()
+    table.padding = 0  # stems are long, and a terminal may have 80 columns
     run = "run on GPU" if on_gpu else "on CPU model"
     for name in ("module", "render", "compile", run, "regs", "spilt"):
         right = name in ("regs", "spilt")

@@ -70,15 +70,18 @@ class Call(NamedTuple):
         return q, k, inputs.by_sequence(v) if family.by_sequence else v
 
 
+ANY_SIZE = dispatch.Size(keys=1, tiles=1, sms_here=H200.sms)
+
+
 def calls() -> Iterator[Call]:
     """One call for each row, with a number of keys that is no multiple of a tile; rows as on an H200."""
     rows = [row for row in dispatch.read_table(dispatch.table_path(WORKSPACE)).rows if row.layout is None]
     sequence = Shape(1, QUERIES, 1, HEADS, 2).tiles
     for row, before in zip(rows, [None, *rows[:-1]], strict=True):
         above = before if before is not None and before.family == row.family else None
-        most = row.most_tiles(H200.sms)
+        most = row.most_tiles(ANY_SIZE)
         if most == dispatch.NO_LIMIT:  # more than any row before has
-            most = max((r.most_tiles(H200.sms) for r in rows if r.family == row.family and r.tiles_per_sm), default=0)
+            most = max((r.most_tiles(ANY_SIZE) for r in rows if r.family == row.family and r.tiles_per_sm), default=0)
             batch = max(2, most // sequence + 1)
         else:
             batch = max(1, most // sequence)
