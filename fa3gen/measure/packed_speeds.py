@@ -11,7 +11,7 @@ import functools
 import math
 import random
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -167,6 +167,16 @@ def peer_competitors(peers: Sequence[Peer] = PEERS) -> list[PackedCompetitor]:
 # Timing
 
 
+def in_turns(runs: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
+    """What each run gives in rounds, in each of which all have a turn, in an order of its own."""
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    shuffle = random.Random(SEED)
+    for _ in range(rounds):
+        for name in shuffle.sample(list(runs), len(runs)):
+            times[name].append(runs[name]())
+    return times
+
+
 @dataclass(frozen=True)
 class Speed:
     """One competitor at a cell: its speed, whether launches came from a CUDA graph, or why there is no speed."""
@@ -202,11 +212,7 @@ def measure(
         if run is not None:
             ready[one.name] = run
             kept.append(launch)
-    times: dict[str, list[float]] = {name: [] for name in ready}
-    shuffle = random.Random(SEED)
-    for _ in range(rounds):
-        for name in shuffle.sample(list(ready), len(ready)):
-            times[name].append(ready[name]())
+    times = in_turns(ready, rounds)
     flops = problem.family.flops(problem.shape)
     for name, taken in times.items():
         speeds[name] = replace(speeds[name], tflops=flops / statistics.median(taken) / 1e9)

@@ -217,11 +217,12 @@ def rows_from_records(records: Iterable[Record]) -> list[Row]:
     where no module was measured in all records of one length in one band.
 
     Calls with few queries (FEW_QUERIES, of the longest sequence) have rows of their own, before all others, where
-    modules that split keys, and whose tiles have room for all heads of a kv head, serve best; where packed drafts of
-    more than SHORT_DRAFT were measured, up to as many and above, there for the very groups that were measured first.
-    Behind these come rows for as few in the mean, for chunks of prompts beside decoding steps: by multiples of groups
-    that were measured, for one head of its own, and for any group. Before these, and before those for many queries,
-    come rows of modules that split keys, for more keys than so many; the others are made of all records, without these.
+    modules that split keys, and whose tiles have room for all heads of a kv head, serve best; of packed sequences such
+    modules alone count, see `_where_nobody_waits`. Where packed drafts of more than SHORT_DRAFT were measured, rows are
+    for up to as many and above, there for the very groups that were measured first. Behind these come rows for as few
+    in the mean, for chunks of prompts beside decoding steps: by multiples of groups that were measured, for one head of
+    its own, and for any group. Before these, and before those for many queries, come rows of modules that split keys,
+    for more keys than so many; the others are made of all records, without these.
 
     Calls of packed sequences have rows for groups of heads, too: where modules whose tiles hold several heads serve
     best the groups that are multiples of as many, as measured with such groups, these rows come first.
@@ -429,13 +430,12 @@ def _where_nobody_waits(record: Record) -> Record:
     few such tiles modules count that hold the heads of 16 queries, since small tiles read the keys of more queries than
     were measured once more.
     """
+    long = _is_long(record)
+    if not isinstance(record, PackedRecord) or (long and _load(record) > BANDS[-1]):
+        return record
     split = [result for result in record.results if result.spec.get("split")]
-    many = _is_long(record) and _load(record) > BANDS[-1]
-    if _is_long(record):
-        split = [result for result in split if result.spec["tile"]["group"] == "fitted"] or split
-    if isinstance(record, PackedRecord) and split and not many:
-        return record.model_copy(update={"results": split})
-    return record
+    fitted = [result for result in split if result.spec["tile"]["group"] == "fitted"] if long else []
+    return record.model_copy(update={"results": fitted or split or record.results})
 
 
 def _is_long(record: Record) -> bool:

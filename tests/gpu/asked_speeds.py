@@ -35,7 +35,7 @@ from fa3gen.compile.cache import cached_compile_for_launch  # noqa: E402
 from fa3gen.design.family import Family, PackedShape  # noqa: E402
 from fa3gen.measure import packed_cells  # noqa: E402
 from fa3gen.measure.bench import require_hopper  # noqa: E402
-from fa3gen.measure.packed_speeds import Inputs  # noqa: E402
+from fa3gen.measure.packed_speeds import Inputs, in_turns  # noqa: E402
 from fa3gen.measure.peers import PEERS, PackedCall, Unavailable  # noqa: E402
 from fa3gen.measure.tuning.measuring import CudaTimer  # noqa: E402
 from fa3gen.records.packed_records import PackedProblem  # noqa: E402
@@ -334,17 +334,12 @@ def compile_all(asked: argparse.Namespace) -> None:
 
 def microseconds(ways: dict[str, Way], device: torch.device) -> dict[str, float]:
     """The median time of each way."""
-    timer, runs = CudaTimer(device), dict[str, tuple[Callable[[], float], list[float]]]()
+    timer, runs = CudaTimer(device), dict[str, Callable[[], float]]()
     for name, way in ways.items():
         way.launch()
-        run, captured = timer.burst(way.launch, max(1, math.ceil(BURST_MS / timer.once(way.launch))))
+        runs[name], captured = timer.burst(way.launch, max(1, math.ceil(BURST_MS / timer.once(way.launch))))
         assert captured or name == CUDNN, name
-        runs[name] = run, []
-    shuffle = random.Random(SEED)
-    for _ in range(ROUNDS):
-        for run, times in shuffle.sample(list(runs.values()), len(runs)):
-            times.append(run())
-    return {name: statistics.median(times) * 1e3 for name, (_, times) in runs.items()}
+    return {name: statistics.median(times) * 1e3 for name, times in in_turns(runs, ROUNDS).items()}
 
 
 def check_alike(ways: dict[str, Way], label: str) -> None:

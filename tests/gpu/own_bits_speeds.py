@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import random
 import statistics
 import sys
 from pathlib import Path
@@ -29,13 +28,13 @@ from fa3gen.design.splits import KEYS_OF_PAGED_PARTS  # noqa: E402
 from fa3gen.design.workspace import Workspace  # noqa: E402
 from fa3gen.measure.bench import require_hopper  # noqa: E402
 from fa3gen.measure.packed_cells import DECODING_LENGTHS, HEADS, PACKED_LENGTHS  # noqa: E402
-from fa3gen.measure.packed_speeds import Inputs  # noqa: E402
+from fa3gen.measure.packed_speeds import Inputs, in_turns  # noqa: E402
 from fa3gen.measure.tuning.measuring import CudaTimer  # noqa: E402
 from fa3gen.records.packed_records import PackedProblem  # noqa: E402
 from fa3gen.run.launch import load_for_launch  # noqa: E402
 from fa3gen.spec.model import CausalMask, NoMask  # noqa: E402
 
-BURST_MS, ROUNDS, SEED = 8.0, 7, 0
+BURST_MS, ROUNDS = 8.0, 7
 MOST_BYTES = 2**31  # of parts: longer lists have the other kind
 
 
@@ -71,14 +70,10 @@ def runs_of(problem: PackedProblem, device: torch.device, ways: dict[str, str]) 
         launch()
         run, captured = timer.burst(launch, max(1, math.ceil(BURST_MS / timer.once(launch))))
         assert captured, way
-        runs[way] = (run, list[float]())
+        runs[way] = run
     alike = [out for way, out in zip(ways, kept, strict=True) if way in ("own", "parts", "whole")]
     assert all(out.equal(alike[0]) for out in alike), f"other bits: {problem.label}"
-    shuffle = random.Random(SEED)
-    for _ in range(ROUNDS):
-        for run, times in shuffle.sample(list(runs.values()), len(runs)):
-            times.append(run())
-    return {way: statistics.median(times) for way, (_, times) in runs.items()}
+    return {way: statistics.median(times) for way, times in in_turns(runs, ROUNDS).items()}
 
 
 def main() -> None:
