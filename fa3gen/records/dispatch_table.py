@@ -114,12 +114,13 @@ def _file(result: Result | PackedResult) -> _File:
 @dataclass(frozen=True)
 class _Cell:
     """A record, for rows of groups of heads that are multiples of `group`, or of up to `at_most` where that is said.
-    `padded`: chosen are only modules whose tiles hold all heads of a group."""
+    `padded`: chosen are only modules whose tiles hold all heads of a group; `patient`: see `_where_nobody_waits`."""
 
     record: Record
     group: int = 1
     at_most: int = 0
     padded: bool = False
+    patient: bool = True
 
     @cached_property
     def able(self) -> dict[_File, float]:
@@ -133,7 +134,8 @@ class _Cell:
     @cached_property
     def speeds(self) -> dict[_File, float]:
         """Those of `able` that may be chosen."""
-        chosen = {_file(result) for result in self.record.results if _most_heads(result.spec) or not self.padded}
+        results = self.record.results if self.patient else _where_nobody_waits(self.record)
+        chosen = {_file(result) for result in results if _most_heads(result.spec) or not self.padded}
         return {file: speed for file, speed in self.able.items() if file in chosen}
 
     def _serves_groups(self, spec: Mapping[str, Any]) -> bool:
@@ -415,15 +417,14 @@ def _of_few_queries(family: Family, records: Sequence[Record]) -> Iterator[Row]:
     Beyond these, up to as many heads as tiles have room for, modules serve that hold all heads of a group in a tile:
     others read K and V once for each head.
     """
-    records = list(map(_where_nobody_waits, records))
     short, long = ([record for record in records if _is_long(record) == wanted] for wanted in (False, True))
     yield from _of_few(family, short, SHORT_DRAFT if long else FEW_QUERIES)
     yield from _of_long_drafts(family, long)
     yield from _of_few(family, long, FEW_QUERIES, long=True)
 
 
-def _where_nobody_waits(record: Record) -> Record:
-    """A record of packed sequences without the modules in which one CTA goes through all keys of a tile.
+def _where_nobody_waits(record: Record) -> Sequence[Result | PackedResult]:
+    """Of a record of packed sequences the results without modules in which one CTA goes through all keys of a tile.
 
     There all wait for the longest sequence, and how much longer it is a call does not say. Where all are equally long,
     as in most lists, such a module may be some per cent faster. Many tiles of longer drafts even out, and keep them; of
@@ -432,10 +433,10 @@ def _where_nobody_waits(record: Record) -> Record:
     """
     long = _is_long(record)
     if not isinstance(record, PackedRecord) or (long and _load(record) > BANDS[-1]):
-        return record
+        return record.results
     split = [result for result in record.results if result.spec.get("split")]
     fitted = [result for result in split if result.spec["tile"]["group"] == "fitted"] if long else []
-    return record.model_copy(update={"results": fitted or split or record.results})
+    return fitted or split or record.results
 
 
 def _is_long(record: Record) -> bool:
@@ -452,8 +453,8 @@ def _of_long_drafts(family: Family, records: Sequence[Record]) -> Iterator[Row]:
     """
     for group in sorted({record.problem.group for record in records}):
         own = [record for record in records if record.problem.group == group]
-        rows = list(_rows(family, [_Cell(record, group, at_most=group) for record in own], fill_up=True))
-        of_smaller = {file[0] for record in own for file in _Cell(record, at_most=group).speeds}
+        rows = list(_rows(family, [_Cell(each, group, at_most=group, patient=False) for each in own], fill_up=True))
+        of_smaller = {file[0] for record in own for file in _Cell(record, at_most=group, patient=False).speeds}
         if all(row.module in of_smaller for row in rows):
             continue
         exactly = AtMost(at_most=group, at_least=group if group > 1 else None)
@@ -481,7 +482,7 @@ def _of_few(family: Family, records: Sequence[Record], queries: int, *, long: bo
         # Of longer drafts records of half a group count, too: what fills a tile, and how often, differs little.
         fewest = max(last // 2, 1) if long else last
         able = [each for each in records if fewest <= each.problem.group <= last]
-        cells = [_Cell(each, at_most=at_most, padded=at_most > last) for each in able]
+        cells = [_Cell(each, at_most=at_most, padded=at_most > last, patient=False) for each in able]
         own = {"seq_q": Region(up_to=queries), "group": AtMost(at_most=at_most)}
         for row in _rows(family, cells, fill_up=True):
             yield row.model_copy(update=own)
