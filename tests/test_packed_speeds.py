@@ -16,7 +16,7 @@ from fa3gen import cli
 from fa3gen.cli import packed_speeds as shown
 from fa3gen.design.family import Family, PackedShape
 from fa3gen.measure import packed_speeds
-from fa3gen.measure.packed_speeds import Inputs, PackedCompetitor, Speed, error_of, measure, peer_competitors
+from fa3gen.measure.packed_speeds import Inputs, PackedCompetitor, Speed, Wanted, measure, peer_competitors
 from fa3gen.measure.peers import PEERS, PackedCall
 from fa3gen.records import packed_records
 from fa3gen.records.packed_records import PackedProblem
@@ -114,12 +114,12 @@ def test_a_call_has_the_dtypes_of_its_problem_and_the_numbers_of_its_reference(f
 def test_errors_are_those_of_the_mask(mask: Mask) -> None:
     asked = problem(mask)
     wide = Inputs.of(asked, CPU).wide
-    out = right(asked, wide)
-    assert error_of(asked, wide, out) < 1e-5
+    wanted, out = Wanted.of(asked, wide), right(asked, wide)
+    assert wanted.error_of(out) < 1e-5
     out[4] += 1.0
-    assert error_of(asked, wide, out) > 0.1
+    assert wanted.error_of(out) > 0.1
     out[4] = torch.nan
-    assert not error_of(asked, wide, out) < 1e9
+    assert not wanted.error_of(out) < 1e9
 
 
 def test_what_is_wrong_is_not_timed_and_says_why() -> None:

@@ -8,6 +8,7 @@ speeds, and `fa3gen tune --measure` keeps those of modules as records of which t
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import random
 import statistics
@@ -99,22 +100,34 @@ def _in_pages(problem: PackedProblem, wide: Sequence[Tensor]) -> tuple[Tensor, .
     return *pages, table, torch.tensor(problem.lengths_k, dtype=torch.int32, device=device)
 
 
-def error_of(problem: PackedProblem, wide: Sequence[Tensor], out: Tensor) -> float:
-    """The largest relative error of a sequence, of those that have CHECKED_ROWS in all, the last first."""
-    (q, k, v, *begins), reach = wide, masks.reach(problem.mask.spec_mask())
-    named, worst, checked = usual_keywords(problem.family.keywords, problem.heads_q, q.device), 0.0, 0
-    bounds = [list(zip(x[:-1], x[1:], strict=True)) for x in (begins[0].tolist(), begins[1].tolist())]
-    for rows, keys in reversed(list(zip(*bounds, strict=True))):
-        if checked + rows[1] - rows[0] > CHECKED_ROWS:
-            continue
-        one = (x[None, slice(*of)] for x, of in ((q, rows), (k, keys), (v, keys)))
-        wanted = reference.attention(*one, reach=reach, compute_dtype=torch.float32, **named).out[0]
-        found = ((out[slice(*rows)] - wanted).norm() / wanted.norm()).item()
-        worst = math.nan if math.isnan(found) else max(worst, found)
-        checked += rows[1] - rows[0]
-    if not checked:
-        raise UserError(f"no sequence of {problem.label} is short enough to be checked")
-    return worst
+@dataclass(frozen=True)
+class Wanted:
+    """O of some sequences by the reference: the rows of each in out, and what they ought to be, in float32."""
+
+    rows: tuple[slice, ...]
+    out: tuple[Tensor, ...]
+
+    @classmethod
+    def of(cls, problem: PackedProblem, wide: Sequence[Tensor]) -> Wanted:
+        """Of the sequences that have CHECKED_ROWS in all, the last first; see `Inputs`. Raises UserError for none."""
+        (q, k, v, *begins), reach = wide, masks.reach(problem.mask.spec_mask())
+        named, checked = usual_keywords(problem.family.keywords, problem.heads_q, q.device), 0
+        bounds = [itertools.starmap(slice, itertools.pairwise(x.tolist())) for x in begins]
+        found: list[tuple[slice, Tensor]] = []
+        for rows, keys in reversed(list(zip(*bounds, strict=True))):
+            if checked + rows.stop - rows.start > CHECKED_ROWS:
+                continue
+            one = (x[None, of] for x, of in ((q, rows), (k, keys), (v, keys)))
+            found.append((rows, reference.attention(*one, reach=reach, compute_dtype=torch.float32, **named).out[0]))
+            checked += rows.stop - rows.start
+        if not checked:
+            raise UserError(f"no sequence of {problem.label} is short enough to be checked")
+        return cls(*zip(*found, strict=True))
+
+    def error_of(self, out: Tensor) -> float:
+        """The largest relative error of a sequence; NaN where there is one."""
+        errors = [(out[rows] - one).norm() / one.norm() for rows, one in zip(self.rows, self.out, strict=True)]
+        return torch.stack(errors).max().item()  # which hands a NaN on
 
 
 # Who is timed
@@ -204,11 +217,12 @@ def measure(
 ) -> list[Speed]:
     """Check everybody at a cell, and time in turns those that are right; in the order of the competitors."""
     inputs = Inputs.of(problem, device)
+    wanted = Wanted.of(problem, inputs.wide)
     speeds: dict[str, Speed] = {}
     ready: dict[str, Callable[[], float]] = {}
     kept = []  # launches, whose outputs graphs write to
     for one in competitors:
-        speeds[one.name], run, launch = _ready(problem, one, inputs, timer, burst_ms)
+        speeds[one.name], run, launch = _ready(problem, one, inputs.call, wanted, timer, burst_ms)
         if run is not None:
             ready[one.name] = run
             kept.append(launch)
@@ -220,12 +234,17 @@ def measure(
 
 
 def _ready(
-    problem: PackedProblem, one: PackedCompetitor, inputs: Inputs, timer: Timer, burst_ms: float
+    problem: PackedProblem,
+    one: PackedCompetitor,
+    call: PackedCall,
+    wanted: Wanted,
+    timer: Timer,
+    burst_ms: float,
 ) -> tuple[Speed, Callable[[], float] | None, Launch | None]:
     """Launch, check and prepare a timing; without one the speed says why."""
     try:
-        launch = one.prepare(problem, inputs.call)
-        error = error_of(problem, inputs.wide, launch())
+        launch = one.prepare(problem, call)
+        error = wanted.error_of(launch())
         if not error < check_tolerance(problem.dtype):
             return Speed(one.name, one.generated, reason=f"wrong result: relative error {error:.2g}"), None, None
         count = max(1, math.ceil(burst_ms / max(timer.once(launch), 1e-4)))
@@ -236,5 +255,5 @@ def _ready(
     except (Unavailable, UserError) as reason:
         return Speed(one.name, one.generated, reason=str(reason)), None, None
     except Exception as error:  # a competitor may raise anything; the others go on
-        raise_if_lost(inputs.call.q.device, error)
+        raise_if_lost(call.q.device, error)
         return Speed(one.name, one.generated, reason=f"raised {essence(error)}"), None, None
