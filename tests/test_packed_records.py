@@ -227,7 +227,7 @@ def test_chunks_beside_steps_are_told_by_queries() -> None:
 def test_few_packed_queries_wait_for_no_longest_sequence() -> None:
     """Modules that split keys serve them where others are a little faster, but for many tiles of longer drafts.
 
-    Few of these are served by modules whose tiles hold 16 queries, up to which rows stand. What the others took is told.
+    Few of these are served by modules whose tiles hold 16 queries, up to which rows stand. What others took is told.
     """
     prefill = record([300] * 400, {D128: 400.0, PACK4: 450.0})
     speeds = {D128: 50.0, PACK4: 95.0, EVEN: 90.0, CHUNKS: 80.0}
