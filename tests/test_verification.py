@@ -103,6 +103,38 @@ def test_a_lost_device_ends_the_session_and_says_what_was_not_run(
     assert command._verdict([a, b, c], on_gpu=True) == "1 of 3 modules verified on A made-up GPU, 1 failed, 1 NOT run."
 
 
+def test_without_room_on_the_gpu_a_module_is_not_run_and_the_others_are(
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(module: Any, spec: Spec, device: Any, *, stem: str, seed: Any, on_case: Any) -> Report:
+        on_case("ragged")
+        if stem == "b":
+            raise torch.OutOfMemoryError("tried to allocate 4 GiB")
+        return REPORT
+
+    monkeypatch.setattr(on_gpu, "verify_module", run)
+    monkeypatch.setattr("fa3gen.measure.record_speeds.speeds", no_speeds)
+    a, b, c = session(workspace, evidence=True).run_all(unrun())
+    assert (a.run.passed, b.run.passed, c.run.passed) == (True, None, True)
+    assert b.run.detail == (
+        "ragged: no room on the GPU; run it again when less else is on it: OutOfMemoryError: tried to allocate 4 GiB"
+    )
+    assert evidence.status(workspace, "b")[0] is evidence.Status.NONE
+
+
+def test_without_room_for_large_problems_speeds_are_missing(
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_room(modules: Any, device: Any) -> dict[str, dict[int, float]]:
+        raise torch.OutOfMemoryError("tried to allocate 4 GiB")
+
+    monkeypatch.setattr(on_gpu, "verify_module", lambda *args, **keywords: REPORT)
+    monkeypatch.setattr("fa3gen.measure.record_speeds.speeds", no_room)
+    found = session(workspace, evidence=True).run_all(unrun())
+    assert {each.run.passed for each in found} == {None}
+    assert all("timing large problems: no room on the GPU" in each.run.detail for each in found)
+
+
 def test_a_lost_device_is_recorded_as_a_failure(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
     def run(*args: Any, on_case: Any, **keywords: Any) -> Report:
         on_case("ragged")

@@ -206,7 +206,9 @@ class _Session:
     loaded: dict[str, Any] = field(default_factory=dict, init=False)  # modules that passed
 
     def run_all(self, checked: list[Verification]) -> list[Verification]:
-        """Run all until one leaves the GPU unusable; those after it stay not run, and say so."""
+        """Run all until one leaves the GPU unusable; those after it stay not run, as one without room."""
+        from torch import OutOfMemoryError
+
         from fa3gen.verify.pipeline import Stage
         from fa3gen.verify.runner import DeviceLost
 
@@ -225,6 +227,8 @@ class _Session:
                 self._record_loss([entry], text)
                 reason = f"{entry.variant.stem} left the GPU unusable for this process; run this one again"
                 return done + [dataclasses.replace(rest, run=Stage(None, reason)) for rest in checked[number + 1 :]]
+            except OutOfMemoryError as error:
+                done.append(dataclasses.replace(entry, run=Stage(None, self._without_room(error))))
             say(entry.variant.stem)
         return self._measure(done) if self.evidence and self.speed else done
 
@@ -233,6 +237,8 @@ class _Session:
 
         Large launches may fail where small ones passed. Whose was the fault cannot be told then: the whole group fails.
         """
+        from torch import OutOfMemoryError
+
         from fa3gen.run import gpu
         from fa3gen.spec.model import Forward
         from fa3gen.verify.pipeline import Stage
@@ -246,11 +252,14 @@ class _Session:
         around = gpu.environment()
         self._on_case("timing large problems")
         for group in groups.values():
+            stems = [entry.variant.stem for entry in group]
             try:
                 with self._watchdog(group):
                     self._time(group, around)
+            except OutOfMemoryError as error:
+                reason = Stage(None, self._without_room(error))
+                done = [dataclasses.replace(e, run=reason) if e.variant.stem in stems else e for e in done]
             except RuntimeError as error:
-                stems = [entry.variant.stem for entry in group]
                 text = f"{self.at}: a launch of {' or '.join(stems)} left the GPU unusable: {error}"
                 self._record_loss(group, text)
                 failed = Stage(False, text)
@@ -304,6 +313,15 @@ class _Session:
 
     def _on_case(self, name: str) -> None:
         self.at = name
+
+    def _without_room(self, error: BaseException) -> str:
+        """What to do where memory has run out. What torch has kept is given back to whoever waits for it."""
+        from torch.cuda import empty_cache
+
+        from fa3gen.verify.runner import essence
+
+        empty_cache()
+        return f"{self.at}: no room on the GPU; run it again when less else is on it: {essence(error)}"
 
     def _record_loss(self, running: Sequence[Verification], text: str) -> None:
         """Record a run that left no report, or no speeds, as what it is, a failure."""
