@@ -298,6 +298,20 @@ def test_a_band_that_the_next_larger_one_serves_has_no_rows() -> None:
     assert conditions(dispatch_table.rows_from_records([*large, near[0], far]))[:1] == [(4.0, None, "b")]
 
 
+def test_decoding_steps_do_not_share_their_rows_with_drafts() -> None:
+    """Of dense tensors, too: up to four queries by their own records, up to 16 by all."""
+    step = record(1, {"small": 10.0, "decode": 11.0}, split="decode", seq_k=4096)
+    draft = record(8, {"small": 90.0, "decode": 70.0}, split="decode", seq_k=4096)
+    for records, wanted in (
+        ([step, draft], [(4, "decode"), (16, "small")]),
+        ([step], [(16, "decode")]),
+        ([draft], [(16, "small")]),
+    ):
+        rows = dispatch_table.rows_from_records([record(4096, {"small": 500.0}), *records])
+        one = dispatch.AtMost(at_most=1)
+        assert [(row.seq_q.up_to, row.module) for row in rows if row.seq_q and row.group == one] == wanted
+
+
 def test_records_without_a_module_in_common_are_refused() -> None:
     twice = [record(512, {"a": 1.0}), record(512, {"bb": 1.0}, gpu="NVIDIA H100")]
     with pytest.raises(UserError, match="no module was measured in all tuning records of 512x512; 512x512, and"):
@@ -907,7 +921,7 @@ def test_a_stretch_ends_where_few_queries_do() -> None:
         dispatch.choose(family, Size(8192, 32, 132, 8, queries), lse=True, workspace=CHECKOUT) for queries in (4, 64)
     )
     assert few.stem != many.stem and few.row is not None and few.row.seq_q is not None
-    assert "up to 16 queries, up to 8 heads of q for each of k" in few.reason
+    assert "up to 4 queries, up to 8 heads of q for each of k" in few.reason
     assert few.around.most_keys >= 8192 and "4 queries, 8192 keys" in str(few)
 
 

@@ -94,7 +94,7 @@ NEAR, LEAST_LOAD = 1, 0.5
 UNEVEN_KEYS, UNEVEN_GAIN = 1.5, 1.03
 # The edges of the bands of tiles per SM that these rows are written for.
 LOADS = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
-# Packed drafts of more queries have rows of their own: those of a group may not have room in a small tile.
+# Drafts of more queries have rows of their own: those of a group may not have room in a small tile.
 SHORT_DRAFT = 4
 # Few queries wait for memory, and an H100's, of 0.70 of an H200's bandwidth, hides much of what tells modules apart
 # where keys come from there. So in a record of such a GPU, of more keys than its L2 holds, a module that divides them
@@ -220,11 +220,12 @@ def rows_from_records(records: Iterable[Record]) -> list[Row]:
 
     Calls with few queries (FEW_QUERIES, of the longest sequence) have rows of their own, before all others, where
     modules that split keys, and whose tiles have room for all heads of a kv head, serve best; of packed sequences such
-    modules alone count, see `_where_nobody_waits`. Where packed drafts of more than SHORT_DRAFT were measured, rows are
-    for up to as many and above, there for the very groups that were measured first. Behind these come rows for as few
-    in the mean, for chunks of prompts beside decoding steps: by multiples of groups that were measured, for one head of
-    its own, and for any group. Before these, and before those for many queries, come rows of modules that split keys,
-    for more keys than so many; the others are made of all records, without these.
+    modules alone count, see `_where_nobody_waits`. Where drafts of more than SHORT_DRAFT were measured, rows are for up
+    to as many and above: there, of packed ones, for the very groups that were measured first, and of dense ones by all
+    records of few queries. Behind these come rows for as few in the mean, for chunks of prompts beside decoding steps:
+    by multiples of groups that were measured, for one head of its own, and for any group. Before these, and before
+    those for many queries, come rows of modules that split keys, for more keys than so many; the others are made of all
+    records, without these.
 
     Calls of packed sequences have rows for groups of heads, too: where modules whose tiles hold several heads serve
     best the groups that are multiples of as many, as measured with such groups, these rows come first.
@@ -419,8 +420,11 @@ def _of_few_queries(family: Family, records: Sequence[Record]) -> Iterator[Row]:
     """
     short, long = ([record for record in records if _is_long(record) == wanted] for wanted in (False, True))
     yield from _of_few(family, short, SHORT_DRAFT if long else FEW_QUERIES)
-    yield from _of_long_drafts(family, long)
-    yield from _of_few(family, long, FEW_QUERIES, long=True)
+    if family.layout != "dense":
+        yield from _of_long_drafts(family, long)
+        yield from _of_few(family, long, FEW_QUERIES, long=True)
+    elif long:  # few, and all of one number of keys: what steps have taken on others says more of these
+        yield from _of_few(family, records, FEW_QUERIES)
 
 
 def _where_nobody_waits(record: Record) -> Sequence[Result | PackedResult]:
@@ -440,8 +444,9 @@ def _where_nobody_waits(record: Record) -> Sequence[Result | PackedResult]:
 
 
 def _is_long(record: Record) -> bool:
-    """Whether packed drafts have more queries than SHORT_DRAFT."""
-    return isinstance(record, PackedRecord) and max(record.problem.lengths_q) > SHORT_DRAFT
+    """Whether drafts have more queries than SHORT_DRAFT."""
+    problem = record.problem
+    return (max(problem.lengths_q) if isinstance(problem, PackedProblem) else problem.seq_q) > SHORT_DRAFT
 
 
 def _of_long_drafts(family: Family, records: Sequence[Record]) -> Iterator[Row]:
