@@ -10,9 +10,8 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-import random
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from fa3gen.design import masks
 from fa3gen.hardware.dtypes import DTYPES
 from fa3gen.measure.bench import check_tolerance
 from fa3gen.measure.peers import PEERS, PackedCall, Peer, Unavailable
-from fa3gen.measure.tuning.measuring import Timer
+from fa3gen.measure.tuning.measuring import Timer, in_turns
 from fa3gen.records.packed_records import PackedProblem
 from fa3gen.run.launch import load_for_launch
 from fa3gen.spec.model import Forward, usual_output
@@ -180,16 +179,6 @@ def peer_competitors(peers: Sequence[Peer] = PEERS) -> list[PackedCompetitor]:
 # Timing
 
 
-def in_turns(runs: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
-    """What each run gives in rounds, in each of which all have a turn, in an order of its own."""
-    times: dict[str, list[float]] = {name: [] for name in runs}
-    shuffle = random.Random(SEED)
-    for _ in range(rounds):
-        for name in shuffle.sample(list(runs), len(runs)):
-            times[name].append(runs[name]())
-    return times
-
-
 @dataclass(frozen=True)
 class Speed:
     """One competitor at a cell: its speed, whether launches came from a CUDA graph, or why there is no speed."""
@@ -215,7 +204,10 @@ def measure(
     rounds: int = ROUNDS,
     burst_ms: float = BURST_MS,
 ) -> list[Speed]:
-    """Check everybody at a cell, and time in turns those that are right; in the order of the competitors."""
+    """Check everybody at a cell, and time in turns those that are right; in the order of the competitors.
+
+    Raises UserError as `Wanted.of`.
+    """
     inputs = Inputs.of(problem, device)
     wanted = Wanted.of(problem, inputs.wide)
     speeds: dict[str, Speed] = {}

@@ -35,9 +35,9 @@ from fa3gen.compile.cache import cached_compile_for_launch  # noqa: E402
 from fa3gen.design.family import Family, PackedShape  # noqa: E402
 from fa3gen.measure import packed_cells  # noqa: E402
 from fa3gen.measure.bench import require_hopper  # noqa: E402
-from fa3gen.measure.packed_speeds import Inputs, in_turns  # noqa: E402
+from fa3gen.measure.packed_speeds import Inputs  # noqa: E402
 from fa3gen.measure.peers import PEERS, PackedCall, Unavailable  # noqa: E402
-from fa3gen.measure.tuning.measuring import CudaTimer  # noqa: E402
+from fa3gen.measure.tuning.measuring import CudaTimer, in_turns  # noqa: E402
 from fa3gen.records.packed_records import PackedProblem  # noqa: E402
 from fa3gen.spec.model import CausalMask, Mask, NoMask, WindowMask  # noqa: E402
 

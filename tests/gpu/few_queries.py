@@ -13,7 +13,6 @@ the L2 holds. `combinations` and `Call` are those of test_few_queries.py, too.
 from __future__ import annotations
 
 import math
-import random
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -31,7 +30,7 @@ from packed_modules import offsets  # noqa: E402
 import fa3gen  # noqa: E402
 from fa3gen.measure.bench import require_hopper  # noqa: E402
 from fa3gen.measure.peers import PEERS, Unavailable  # noqa: E402
-from fa3gen.measure.tuning.measuring import CudaTimer  # noqa: E402
+from fa3gen.measure.tuning.measuring import CudaTimer, in_turns  # noqa: E402
 from fa3gen.spec.model import NoMask  # noqa: E402
 
 HEAD_DIMS, GROUPS, QUERIES = (64, 128, 256), (1, 4, 5, 8, 12, 16), (1, 2, 4, 8, 16)
@@ -134,11 +133,7 @@ def milliseconds(timer: CudaTimer, launches: dict[str, Callable[[], Any]]) -> di
         if not captured:
             raise RuntimeError(f"{name} could not be captured in a CUDA graph; run it alone to see why")
         runs[name] = run
-    shuffle, times = random.Random(SEED), {name: list[float]() for name in runs}
-    for _ in range(ROUNDS):
-        for name in shuffle.sample(sorted(runs), len(runs)):
-            times[name].append(runs[name]())
-    return {name: statistics.median(found) for name, found in times.items()}
+    return {name: statistics.median(found) for name, found in in_turns(runs, ROUNDS).items()}
 
 
 def line(timer: CudaTimer, dim: int, group: int, queries: int) -> str:

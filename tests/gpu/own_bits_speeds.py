@@ -28,8 +28,8 @@ from fa3gen.design.splits import KEYS_OF_PAGED_PARTS  # noqa: E402
 from fa3gen.design.workspace import Workspace  # noqa: E402
 from fa3gen.measure.bench import require_hopper  # noqa: E402
 from fa3gen.measure.packed_cells import DECODING_LENGTHS, HEADS, PACKED_LENGTHS  # noqa: E402
-from fa3gen.measure.packed_speeds import Inputs, in_turns  # noqa: E402
-from fa3gen.measure.tuning.measuring import CudaTimer  # noqa: E402
+from fa3gen.measure.packed_speeds import Inputs  # noqa: E402
+from fa3gen.measure.tuning.measuring import CudaTimer, in_turns  # noqa: E402
 from fa3gen.records.packed_records import PackedProblem  # noqa: E402
 from fa3gen.run.launch import load_for_launch  # noqa: E402
 from fa3gen.spec.model import CausalMask, NoMask  # noqa: E402

@@ -119,6 +119,17 @@ class CudaTimer:
         return run
 
 
+def in_turns(runs: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
+    """What each run gives in rounds, in each of which all have a turn, in an order of its own: nobody always follows
+    the same one."""
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    shuffle = random.Random(SEED)
+    for _ in range(rounds):
+        for name in shuffle.sample(list(runs), len(runs)):
+            times[name].append(runs[name]())
+    return times
+
+
 def _assembler(paths: Iterable[Path]) -> str | None:
     """Version of the ptxas that assembled modules, one for all of them; None when none comes from the compile cache."""
     for path in paths:
@@ -328,11 +339,10 @@ class Bench:
             return f"raised {essence(error)}"
 
     def _rounds(self, bursts: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
-        """Time everybody once per round, each round in an order of its own: nobody always follows the same one."""
-        times: dict[str, list[float]] = {name: [] for name in bursts}
-        shuffle = random.Random(SEED)
-        for _ in range(rounds):
-            for name in shuffle.sample(list(bursts), len(bursts)):
-                self._at("time", name)
-                times[name].append(bursts[name]())
-        return times
+        """As `in_turns`, and say whose turn it is."""
+
+        def timed(name: str) -> float:
+            self._at("time", name)
+            return bursts[name]()
+
+        return in_turns({name: functools.partial(timed, name) for name in bursts}, rounds)
