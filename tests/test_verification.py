@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -106,20 +107,28 @@ def test_a_lost_device_ends_the_session_and_says_what_was_not_run(
 def test_without_room_on_the_gpu_a_module_is_not_run_and_the_others_are(
     workspace: Workspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Nor does it keep the memory that it had by then from those that need it."""
+    tensors: list[weakref.ref[torch.Tensor]] = []
+    left: list[bool] = []
+
     def run(module: Any, spec: Spec, device: Any, *, stem: str, seed: Any, on_case: Any) -> Report:
         on_case("ragged")
         if stem == "b":
+            tensor = torch.zeros(1)
+            tensors.append(weakref.ref(tensor))
             raise torch.OutOfMemoryError("tried to allocate 4 GiB")
         return REPORT
 
     monkeypatch.setattr(on_gpu, "verify_module", run)
     monkeypatch.setattr("fa3gen.measure.record_speeds.speeds", no_speeds)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: left.append(tensors[0]() is not None))
     a, b, c = session(workspace, evidence=True).run_all(unrun())
     assert (a.run.passed, b.run.passed, c.run.passed) == (True, None, True)
     assert b.run.detail == (
         "ragged: no room on the GPU; run it again when less else is on it: OutOfMemoryError: tried to allocate 4 GiB"
     )
     assert evidence.status(workspace, "b")[0] is evidence.Status.NONE
+    assert left == [False]
 
 
 def test_without_room_for_large_problems_speeds_are_missing(

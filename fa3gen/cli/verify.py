@@ -9,6 +9,7 @@ import json
 import os
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from fa3gen.spec.specfile import Variant
     from fa3gen.verify.on_cpu import CpuReport
     from fa3gen.verify.on_gpu import Report
-    from fa3gen.verify.pipeline import Verification
+    from fa3gen.verify.pipeline import Stage, Verification
     from fa3gen.verify.results import Errors
 
 CPU_RUN = "executed on the CPU model of sm_90a (not a GPU result)"
@@ -191,6 +192,11 @@ def _progress(errors: Console, total: int, verb: str) -> Callable[[str], None]:
     return say
 
 
+def _ended(checked: Sequence[Verification], stems: Sequence[str], run: Stage) -> list[Verification]:
+    """All of them, those with these stems with another end of their run."""
+    return [dataclasses.replace(each, run=run) if each.variant.stem in stems else each for each in checked]
+
+
 @dataclass
 class _Session:
     """Runs modules on one GPU in one process, each under a watchdog, and writes records as it goes."""
@@ -257,13 +263,11 @@ class _Session:
                 with self._watchdog(group):
                     self._time(group, around)
             except OutOfMemoryError as error:
-                reason = Stage(None, self._without_room(error))
-                done = [dataclasses.replace(e, run=reason) if e.variant.stem in stems else e for e in done]
+                done = _ended(done, stems, Stage(None, self._without_room(error)))
             except RuntimeError as error:
                 text = f"{self.at}: a launch of {' or '.join(stems)} left the GPU unusable: {error}"
                 self._record_loss(group, text)
-                failed = Stage(False, text)
-                return [dataclasses.replace(e, run=failed) if e.variant.stem in stems else e for e in done]
+                return _ended(done, stems, Stage(False, text))
         return done
 
     def _time(self, group: Sequence[Verification], around: Environment) -> None:
@@ -315,11 +319,12 @@ class _Session:
         self.at = name
 
     def _without_room(self, error: BaseException) -> str:
-        """What to do where memory has run out. What torch has kept is given back to whoever waits for it."""
+        """What to do where memory has run out; what this case has had of it is given back to whoever waits for it."""
         from torch.cuda import empty_cache
 
         from fa3gen.verify.runner import essence
 
+        traceback.clear_frames(error.__traceback__)  # which hold the case's tensors
         empty_cache()
         return f"{self.at}: no room on the GPU; run it again when less else is on it: {essence(error)}"
 
